@@ -40,7 +40,7 @@ MOVED = {
     "examples/notebooks/schedule_lab.ipynb": "notebooks/schedule_lab.md",
     "examples/notebooks/fp8_error_map.ipynb": "notebooks/fp8_error_map.md",
 }
-FIRST = ("", "What comes of it", "Ten words", "Install", "Three commands", "Operators", "Read on")  # of the README's headings
+FIRST = ("", "Results", "Ten words", "Install", "Three commands", "Operators", "Read on")  # of the README's headings
 LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)")
 CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.S | re.M)
 

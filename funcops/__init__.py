@@ -3,10 +3,10 @@
     y, residuals = linear_fwd(params, x, cfg)
     dparams, dx = linear_bwd(residuals, dy, cfg)
 
-What a forward keeps for its backward is a tree like any other.
+The tensors that a forward saves for its backward are a pytree like any other.
 
 Operators: each NAME is an `Op`, with NAMEConfig, NAMEParams, NAME_init, NAME_fwd, NAME_bwd, NAME_dgrad and
-NAME_wgrad (NAME.config, NAME.init, NAME.fwd and so on: `dir` shows one name a concept)
+NAME_wgrad (NAME.config, NAME.init, NAME.fwd and so on: `dir` shows one name per concept)
     layers           linear, qlinear, bias, embedding, position_embedding, dropout, causal_conv1d, bmm,
                      patchify, unpatchify
     attention        attention, sink_attention, qkv_split, latent_split, rope (rope_table; LinearScaling,
@@ -18,8 +18,8 @@ NAME_wgrad (NAME.config, NAME.init, NAME.fwd and so on: `dir` shows one name a c
     losses           cross_entropy, linear_cross_entropy
     combinators      chain, repeat, skip, parallel; Step, WithExtras
 Ops of ops           Op, remat, with_policy, op_from_torch (TorchConfig); walk, rewrite (Part)
-What is asked for    Needs
-What is kept         report, diff, quantization_report, donate, stow, fetch, Ledger,
+Requested gradients  Needs
+Residuals            report, diff, quantization_report, donate, stow, fetch, Ledger,
                      checking
 Policies             fit (Fitted), Policy, POLICIES; Save, Recompute, Offload, Compress, Drop
 Gradients            value_and_grad, vjp, differentiable, delayed_wgrad, batch_wgrads
@@ -159,7 +159,7 @@ _ROOMS = [
     "testing",
     "trees",
 ]
-# one name a concept; the rest of an operator (LinearConfig, linear_fwd, LinearResiduals) is imported from here all the same
+# one name per concept; the rest of an operator (LinearConfig, linear_fwd, LinearResiduals) can be imported from here too
 _OF_AN_OPERATOR = ("_init", "_fwd", "_bwd", "_dgrad", "_wgrad", "Config", "Params", "Residuals", "Pending", "Scaling")
 __all__ = [name for name, value in list(globals().items()) if name[0] != "_" and not isinstance(value, _ModuleType)]
 __all__ = [name for name in __all__ if name in ("delayed_wgrad", "TorchConfig") or not name.endswith(_OF_AN_OPERATOR)]

@@ -1,11 +1,11 @@
-"""Params trees in safetensors files: one entry a leaf, named by its dotted path.
+"""Params trees in safetensors files: one entry per leaf, named by its dotted path.
 
     save(params, "model.safetensors", metadata={"step": "1000"})
     params = load("model.safetensors", like=params)
     read_metadata("model.safetensors")                             # {'step': '1000'}
 
-Leaves that are None have no entry, and stay None. A tensor that stands at two paths is written twice, so that a file can
-be read by path with nothing else known. Needs the safetensors package.
+A None leaf has no entry, and stays None. A tensor at two paths is written twice, so that each path can be read from the
+file by itself. Needs the safetensors package.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ CODES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "C64": torch.complex64,
 }  # fmt: skip
-RESERVED = "__metadata__"  # a name that the format keeps for itself
+RESERVED = "__metadata__"  # a name that the format reserves
 
 
 def save(tree: Any, path: str | os.PathLike[str], *, metadata: Mapping[str, str] | None = None) -> None:
-    """Write every tensor of a tree to `path`, whole or not at all: to a file beside it first, which is read back and then takes its
-    name.
+    """Write every tensor of a tree to `path`, whole or not at all: first to a temporary file beside it, which is read back and then
+    renamed to `path`.
 
     Raises before anything is written: `CheckpointError`, which names the path, for leaves that are neither tensors with values in
     memory nor None, dtypes that the format lacks, and paths that occur twice or cannot be written; `TypeError` for metadata that
-    are not strings; `FileNotFoundError` for a folder that is not there. Raises `OSError` where the file cannot be written.
+    are not strings; `FileNotFoundError` for a folder that does not exist. Raises `OSError` if the file cannot be written.
 
     >>> import tempfile, torch
     >>> from funcops.checkpoint import load, read_metadata, save
@@ -70,7 +70,7 @@ def save(tree: Any, path: str | os.PathLike[str], *, metadata: Mapping[str, str]
         require_type("save", f"metadata[{key!r}]", value, str)
         for text in (key, value):
             _check_text(f"metadata[{key!r}]", text)
-    target = Path(os.path.realpath(path))  # a link stays one
+    target = Path(os.path.realpath(path))  # a symbolic link stays one: its target is replaced
     if not target.parent.is_dir():
         raise FileNotFoundError(f"save: path must be in an existing folder, got {os.fspath(path)!r}")
     if target.is_dir():
@@ -89,7 +89,7 @@ def save(tree: Any, path: str | os.PathLike[str], *, metadata: Mapping[str, str]
             kept = kept.clone()
         storages.add(kept.untyped_storage().data_ptr())
         entries[name] = kept
-    beside = target.with_name(f".{secrets.token_hex(8)}.part")  # not of its name, which may be as long as a name can be
+    beside = target.with_name(f".{secrets.token_hex(8)}.part")  # without the target's name, which may be as long as a name can be
     try:
         safetensors.torch.save_file(entries, str(beside), metadata=dict(metadata or {}) or None)
         _sync(beside)
@@ -112,11 +112,11 @@ def _check_writable(name: str, t: Tensor) -> None:
         fail("save", where, "a dense tensor", f"one of layout {t.layout}", CheckpointError)
     if t.is_meta or is_traceable_wrapper_subclass(t) or type(t).__name__ == "FakeTensor":
         got = f"{type(t).__name__} on {t.device}"
-        fail("save", where, "a tensor with values of its own (of a DTensor its full_tensor())", got, CheckpointError)
+        fail("save", where, "a tensor with values of its own (for a DTensor pass its full_tensor())", got, CheckpointError)
     if t.dtype not in CODES.values():
         fail("save", where, f"of a dtype among {', '.join(map(short, CODES.values()))}", short(t.dtype), CheckpointError)
     if name == RESERVED:
-        fail("save", where, "another name (the format keeps this one for itself)", repr(name), CheckpointError)
+        fail("save", where, "another name (the format reserves this one)", repr(name), CheckpointError)
     _check_text(where, name)
 
 
@@ -128,10 +128,10 @@ def _check_text(where: str, text: str) -> None:
 
 
 def load(path: str | os.PathLike[str], like: T) -> T:
-    """The tree in a file, with the structure, dtypes and devices of `like` (meta or fake tensors will do: then on CPU).
+    """Load the tree in a file, with the structure, dtypes and devices of `like` (for meta or fake tensors: on CPU).
 
     Raises `CheckpointError`, before any tensor is read, that lists every leaf that is missing, extra, of another shape or
-    of another dtype; `FileNotFoundError` where there is no file.
+    of another dtype; `FileNotFoundError` if the file does not exist.
     """
     wanted = _named("load", "like", like)
     with _opened("load", path) as file:
@@ -163,13 +163,13 @@ def _compare(where: str, path: Any, file: Any, wanted: Mapping[str, Any]) -> Non
 
 
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
-    """The strings that were given to `save`."""
+    """The metadata that were given to `save`."""
     with _opened("read_metadata", path) as file:
         return dict(file.metadata() or {})
 
 
 def _read(file: Any, name: str, like: Tensor) -> Tensor:
-    # Cloned: what comes out of the file may be a view of the mapped file itself.
+    # Cloned: `get_tensor` may return a view of the memory-mapped file.
     t: Tensor = file.get_tensor(name).clone()
     return t if type(like).__name__ == "FakeTensor" or like.device.type == "meta" else t.to(like.device)
 
@@ -183,8 +183,8 @@ def _named(where: str, name: str, tree: Any) -> dict[str, Any]:
         fail(
             where,
             name,
-            "a tree with one leaf a path",
-            f"keys with dots or of two types that make two equal: {twice}",
+            "a tree with one leaf per path",
+            f"keys with dots, or of two types, that give two leaves the same path: {twice}",
             CheckpointError,
         )
     for path, t in found.items():

@@ -1,4 +1,4 @@
-"""What a caller sees when an argument is wrong: one wording, `where: name must be ..., got ...`."""
+"""The errors that a wrong argument raises, in one wording: `where: name must be ..., got ...`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class DonatedError(RuntimeError):
 
 
 class LedgerError(RuntimeError):
-    """What waits in a ledger was used twice, or never.
+    """An entry of a ledger was kept twice, taken twice, or never kept or taken.
 
     >>> from funcops import Ledger, LedgerError
     >>> try:
@@ -96,7 +96,7 @@ class GraphOrderError(RuntimeError):
 
 
 class BorrowedError(RuntimeError):
-    """What a graph lends or keeps was used after a replay that may have written over it, or was written to.
+    """A tensor that a graph lent or saved was used after a replay that may have overwritten it, or was written to.
 
     >>> import torch
     >>> from funcops import BorrowedError
@@ -113,7 +113,7 @@ class BorrowedError(RuntimeError):
 
 
 class CheckpointError(ValueError):
-    """A tree cannot be written, or a file does not hold the tree that was asked for.
+    """A tree cannot be written, or a file does not hold the requested tree.
 
     >>> import tempfile, torch
     >>> from funcops import CheckpointError, checkpoint
@@ -131,7 +131,7 @@ class CheckpointError(ValueError):
 
 
 class GradModeError(RuntimeError):
-    """A leaf that requires grad reached an operator in grad mode: autograd would keep everything a second time.
+    """A leaf that requires grad reached an operator in grad mode: autograd would save every tensor a second time.
 
     >>> import torch
     >>> from funcops import GradModeError, SoftcapConfig, softcap
@@ -145,23 +145,23 @@ class GradModeError(RuntimeError):
 
 
 def fail(where: str, name: str, expected: str, got: object, error: type[Exception] = ValueError) -> NoReturn:
-    """Raise `error` with the library's one wording."""
+    """Raise `error` in the wording of every error of the library."""
     raise error(f"{where}: {name} must be {expected}, got {got}")
 
 
 def stale(
     where: str, what: str, by: str = "forward", hint: str = "", aliases: str = "", error: type[Exception] = StaleResidualError
 ) -> NoReturn:
-    """Raise for a tensor that is not as the forward (or what `by` names) left it: the one wording of every guard."""
+    """Raise the error of every guard: a tensor was written to after the forward (or after what `by` names)."""
     of = f" (it aliases {aliases})" if aliases else ""
     end = f". {hint}" if hint else ""
     raise error(f"{where}: {what} must be as the {by} left it, got a tensor that was written to since{of}{end}")
 
 
 def in_step(error: Exception, name: object) -> None:
-    """Put the name of a step before the message of an error that came out of it: to be called on the way up, so that nested steps
-    give the whole path, as in `blocks.3.mlp.up: linear_fwd: x must be ...`. The error stays what it is; one whose message is not
-    its one argument gets a note instead, on Pythons that have notes."""
+    """Put the name of a step before the message of an error that the step raised. Each level calls it on the way up, so that nested
+    steps give the whole path, as in `blocks.3.mlp.up: linear_fwd: x must be ...`. The error object stays the same; if its message
+    is not its only argument, it gets a note instead, on Pythons that have notes."""
     if torch.compiler.is_dynamo_compiling():
         _in_traced_step(error, name)
         return
@@ -175,27 +175,27 @@ def in_step(error: Exception, name: object) -> None:
 
 
 def _in_traced_step(error: Exception, name: object) -> None:
-    """The same where a compiler traces, which can change no error: raise another of the same type. It follows neither attributes
-    nor parts of a message; that an error has a path already is known by its cause, the one that it was made of."""
+    """`in_step` while a compiler traces, which cannot change an error: raise another of the same type. A tracer follows neither
+    attributes nor slices of a message, so an error with a path is recognised by its cause, the error that it was made from."""
     if type(error) is ValueError or type(error) is TypeError:
         between = "." if type(error.__cause__) is type(error) else ": "
         raise type(error)(f"{name}{between}{error.args[0]}") from error
 
 
 def require(ok: bool, where: str, name: str, expected: str, got: object) -> None:
-    """`ValueError` unless `ok`; for config values and other plain arguments."""
+    """Raise `ValueError` unless `ok`; for config values and other plain arguments."""
     if not ok:
         fail(where, name, expected, got)
 
 
 def require_type(where: str, name: str, value: object, *types: type) -> None:
-    """`TypeError` unless `value` is an instance of one of `types` (a bool is no int)."""
+    """Raise `TypeError` unless `value` is an instance of one of `types` (a bool is not an int)."""
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
         fail(where, name, " or ".join(t.__name__ for t in types), describe(value), TypeError)
 
 
 def require_count(where: str, least: int = 1, **given: object) -> None:
-    """Ints (no bools) of at least `least`, by name."""
+    """Raise unless each value is an int, and no bool, of at least `least`."""
     for name, value in given.items():
         require_type(where, name, value, int, torch.SymInt)
         if isinstance(value, int):
@@ -203,7 +203,7 @@ def require_count(where: str, least: int = 1, **given: object) -> None:
 
 
 def require_number(where: str, least: float = -math.inf, finite: bool = True, **given: Any) -> None:
-    """Numbers of at least `least`, no bools and no NaN, by name; nor infinities, where they must be finite."""
+    """Raise unless each value is a number of at least `least`, neither bool nor NaN; nor infinite, if `finite`."""
     for name, value in given.items():
         require_type(where, name, value, float, int)
         require(value >= least, where, name, "a number" if least == -math.inf else f"at least {least:g}", value)
@@ -211,7 +211,7 @@ def require_number(where: str, least: float = -math.inf, finite: bool = True, **
 
 
 def require_flag(where: str, **given: object) -> None:
-    """Bools, by name: a "no" is true to Python."""
+    """Raise unless each value is a bool: the string "no" is true to Python."""
     for name, value in given.items():
         require_type(where, name, value, bool)
 
@@ -223,7 +223,7 @@ def require_callable(where: str, **given: object) -> None:
 
 
 def require_device(where: str, device: Any) -> None:
-    """What torch takes for a device, or None."""
+    """Raise unless `device` is None or something that torch accepts as a device."""
     if device is None or isinstance(device, torch.device):
         return
     try:
@@ -233,7 +233,7 @@ def require_device(where: str, device: Any) -> None:
 
 
 def require_dtype(where: str, dtype: Any, floating: bool = True) -> None:
-    """A dtype, of those that an op computes in where it must be `floating`; or None."""
+    """Raise unless `dtype` is None or a dtype; if `floating`, a dtype in which ops compute."""
     if dtype is None:
         return
     require_type(where, "dtype", dtype, torch.dtype)
@@ -242,7 +242,7 @@ def require_dtype(where: str, dtype: Any, floating: bool = True) -> None:
 
 
 def describe(value: Any) -> str:
-    """A short, readable form of whatever was passed: `float32[2, 3]` for a tensor, the type's name for a container."""
+    """A short, readable form of any value: `float32[2, 3]` for a tensor, the type's name for a container."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
@@ -253,7 +253,7 @@ def describe(value: Any) -> str:
 
 
 def differing(given: Iterable[str], wanted: Iterable[str]) -> str:
-    """What is missing and what is extra: the first of each by name, and how many more there are."""
+    """The missing and the extra names: the first two of each, and how many more there are."""
     given, wanted = list(dict.fromkeys(given)), list(dict.fromkeys(wanted))
     said = []
     for kind, names, others in (("missing", wanted, given), ("extra", given, wanted)):
@@ -263,17 +263,17 @@ def differing(given: Iterable[str], wanted: Iterable[str]) -> str:
 
 
 def few(names: Iterable[str], most: int = 6) -> str:
-    """The first of them, and how many more there are."""
+    """The first of `names`, and how many more there are."""
     found = list(names)
     shown = found if len(found) <= most + 1 else found[:most]  # one more name is as short as a number
     return ", ".join(shown) + (f" and {len(found) - len(shown)} more" if len(shown) < len(found) else "")
 
 
-SHORT = 160  # characters of two texts that are read at a glance
+SHORT = 160  # characters that two texts may have together to be read at a glance
 
 
 def apart(wanted: Any, got: Any, longest: int = 240) -> tuple[str, str]:
-    """Two unequal configs as texts: in full where they are short, else where they first differ, such as `steps.0.cfg=...`."""
+    """Two unequal configs as texts: in full if they are short, else from where they first differ, such as `steps.0.cfg=...`."""
     if len(str(wanted)) + len(str(got)) <= longest:
         return str(wanted), str(got)
     path, wanted, got = _parting(wanted, got)
@@ -284,7 +284,7 @@ def apart(wanted: Any, got: Any, longest: int = 240) -> tuple[str, str]:
 
 
 def _parting(wanted: Any, got: Any) -> tuple[str, Any, Any]:
-    """The path to the first part in which two unequal values differ, and both there."""
+    """The path to the first part in which two unequal values differ, and that part of both."""
     if type(wanted) is not type(got) or len(str(wanted)) + len(str(got)) <= SHORT:
         return "", wanted, got
     if isinstance(wanted, tuple) and len(wanted) == len(got):
@@ -301,7 +301,7 @@ def _parting(wanted: Any, got: Any) -> tuple[str, Any, Any]:
 
 
 def on_screen(text: str, columns: int = 100, rows: int = 40) -> str:
-    """A long text as a repr shows it: cut, with a word of what is left out."""
+    """A long text cut for a repr, saying what is left out."""
     lines = text.split("\n")
     if len(lines) > rows:
         lines = [*lines[: rows - 1], f"... and {len(lines) - rows + 1} more lines: print it"]
@@ -309,12 +309,12 @@ def on_screen(text: str, columns: int = 100, rows: int = 40) -> str:
 
 
 def in_html(text: str) -> str:
-    """The same text where a notebook shows it."""
+    """A text as HTML for a notebook."""
     return f"<pre>{html.escape(text)}</pre>"
 
 
 def sized(nbytes: float) -> tuple[float, str]:
-    """Bytes in the unit in which they are at least one: `(1.5, "KiB")`."""
+    """A number of bytes in the largest unit that makes it at least one: `(1.5, "KiB")`."""
     for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
         if abs(nbytes) >= 2**power:
             return nbytes / 2**power, unit
@@ -322,7 +322,7 @@ def sized(nbytes: float) -> tuple[float, str]:
 
 
 def size_of(nbytes: float) -> str:
-    """Bytes as every report shows them: `1.50 KiB`, and `512 bytes` below that."""
+    """A number of bytes as every report shows it: `1.50 KiB`, or `512 bytes` below 1 KiB."""
     value, unit = sized(nbytes)
     return f"{value:g} bytes" if unit == "bytes" else f"{value:,.2f} {unit}"
 
@@ -358,7 +358,7 @@ def check(where: str, name: str, t: Any, shape: Shape, dtype: Dtypes = None, lik
 
 
 def check_rows(where: str, name: str, t: Any, width: int) -> None:
-    """`check` of float rows `[..., width]`: the commonest one, without a tuple made or compared."""
+    """`check` of float rows `[..., width]`: the most common one, without making or comparing a tuple."""
     try:
         if t.shape[-1] == width and t.dtype in FLOATS and not (t.requires_grad and torch.is_grad_enabled()):
             return
@@ -401,7 +401,7 @@ def short(dtype: torch.dtype) -> str:
 
 
 def join_path(path: str, name: object) -> str:
-    """The path of a part below `path`. A part whose name is None, as the body of a skip, has its combinator's path."""
+    """The path of a part below `path`. A part whose name is None, such as the body of a skip, has its combinator's path."""
     if name is None or name == "":
         return path
     return f"{path}.{name}" if path else str(name)

@@ -1,4 +1,4 @@
-"""`funcops.graphs`: CUDA graphs for pure functions, and a recorder where there is no GPU.
+"""`funcops.graphs`: CUDA graphs for pure functions, and a recorder for machines without a GPU.
 They live in `funcops.adapters.graphs`."""
 
 from funcops.adapters.graphs import *  # noqa: F403

@@ -49,7 +49,7 @@ T = TypeVar("T")
 @config
 class LossScaleConfig:
     """The scale starts at `initial`, grows by `growth` after `interval` good steps in a row, and is multiplied by
-    `backoff` after a bad one. The defaults are those of torch.amp.GradScaler."""
+    `backoff` after a bad one. The defaults are torch.amp.GradScaler's."""
 
     initial: float = 65536.0
     growth: float = 2.0
@@ -67,7 +67,7 @@ class LossScaleConfig:
 
 @tree
 class LossScale:
-    """The state of loss scaling: what the loss is multiplied by, and how many good steps there were in a row since it changed.
+    """The state of loss scaling: the factor of the loss, and the number of good steps in a row since it changed.
 
     >>> from funcops.precision import LossScale, LossScaleConfig, loss_scale_init
     >>> scale = loss_scale_init(LossScaleConfig(initial=8.0))
@@ -80,8 +80,8 @@ class LossScale:
 
 
 def loss_scale_init(cfg: LossScaleConfig, *, device: Any = None) -> LossScale:
-    """The scale of the first step, `cfg.initial`. Raises `TypeError` for another config, `ValueError` or `TypeError` for what is
-    no device."""
+    """The scale of the first step, `cfg.initial`. Raises `TypeError` for another config, `ValueError` or `TypeError` for an
+    invalid device."""
     require_type("loss_scale_init", "cfg", cfg, LossScaleConfig)
     require_device("loss_scale_init", device)
     scale = torch.tensor(cfg.initial, dtype=torch.float32, device=device)
@@ -91,7 +91,7 @@ def loss_scale_init(cfg: LossScaleConfig, *, device: Any = None) -> LossScale:
 def loss_scale_update(loss_scale: LossScale, ok: Tensor, cfg: LossScaleConfig) -> LossScale:
     """The scale for the next step; `ok` is a 0-d bool, from `all_finite`. No host sync. A scale never grows to infinity.
 
-    Raises `ValueError` or `TypeError` for a config, a scale or an `ok` that is none.
+    Raises `ValueError` or `TypeError` for an invalid config, scale or `ok`.
 
     >>> import torch
     >>> from funcops.precision import LossScaleConfig, loss_scale_init, loss_scale_update
@@ -116,8 +116,8 @@ def loss_scale_update(loss_scale: LossScale, ok: Tensor, cfg: LossScaleConfig) -
 
 
 def unscale(grads: T, loss_scale: LossScale) -> T:
-    """Gradients divided by the scale; 16-bit ones come out in float32, since what was scaled up may not fit below. Raises
-    `TypeError` or `ValueError` for what is no loss scale.
+    """Gradients divided by the scale; 16-bit gradients come out in float32, as the unscaled values may underflow in 16 bits. Raises
+    `TypeError` or `ValueError` for an invalid loss scale.
 
     >>> import torch
     >>> from funcops.precision import LossScaleConfig, loss_scale_init, unscale
@@ -167,9 +167,9 @@ def nonfinite(grads: Any) -> str | None:
 
 
 def select_step(ok: Tensor, new: T, old: T) -> T:
-    """`new` where the 0-d bool `ok` holds, else `old`: trees of params and state, leaf by leaf, without a host sync.
+    """Return `new` if the 0-d bool `ok` is true, else `old`: trees of params and state, leaf by leaf, without a host sync.
 
-    Raises `ValueError` or `TypeError`, which names the leaf, for trees of which one is not as the other.
+    Raises `ValueError` or `TypeError`, which names the leaf, if the trees differ in structure, shape or dtype.
 
     >>> import torch
     >>> from funcops.precision import select_step

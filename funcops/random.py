@@ -55,7 +55,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 def key(seed: int, *, device: Any = None) -> Tensor:
     """A key int64[2] from an integer seed, -2^63 to 2^64 - 1, modulo 2^64; on torch's default device, unless one is given.
-    Raises `TypeError` for a seed that is no int, `ValueError` for one outside that range.
+    Raises `TypeError` for a seed that is not an int, `ValueError` for one outside that range.
 
     >>> from funcops.random import key
     >>> key(7)
@@ -68,7 +68,7 @@ def key(seed: int, *, device: Any = None) -> Tensor:
 
 
 def path_id(name: str) -> int:
-    """A stable 63-bit number for a name, to fold into a key. Raises `TypeError` for a name that is no string.
+    """A stable 63-bit number for a name, to fold into a key. Raises `TypeError` for a name that is not a string.
 
     >>> from funcops.random import path_id
     >>> path_id("mlp.up") == path_id("mlp.up"), path_id("mlp.up") == path_id("mlp.down")
@@ -82,7 +82,7 @@ def _hashed(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
 
 
-# What `torch.compiler.assume_constant_result` does, which would import the compiler: the tracer runs it, and takes what it gives.
+# As `torch.compiler.assume_constant_result` does, which would import the compiler: the tracer takes its result as a constant.
 _hashed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -90,7 +90,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     """A key whose stream depends on `key` and `data`, from 0 to 2^63 - 1; different data give independent streams.
 
     The new stream is the splitmix64 finaliser of stream + (data + 1) * golden ratio: a bijection of either. Raises `ValueError`
-    for other data (-1 would give the key itself); a tensor's value is looked at on the CPU alone, where nothing waits for it.
+    for other data (-1 would give the key itself); a tensor's value is checked only on the CPU, where reading it waits for nothing.
 
     >>> from funcops.random import fold_in, key
     >>> step_key = fold_in(key(7), 1)
@@ -110,7 +110,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
 
 @kernel()
 def _fold_in(key: Tensor, data: Optional[Tensor], number: int) -> Tensor:
-    """`fold_in` of a tensor, or, where that is None, of a number."""
+    """`fold_in` of the tensor `data`, or of `number` if that is None."""
     step: Any = _signed((number + 1) * _GOLDEN) if data is None else (data.to(torch.int64) + 1) * _signed(_GOLDEN)
     z = key[1] + step
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -120,7 +120,7 @@ def _fold_in(key: Tensor, data: Optional[Tensor], number: int) -> Tensor:
 
 
 def split(key: Tensor | None, n: int) -> Sequence[Tensor | None]:
-    """`n` independent keys, int64[n, 2]; of None (no key, on the meta device) a list of None. Raises `ValueError` for n below
+    """`n` independent keys, int64[n, 2]; a list of None if `key` is None (on the meta device). Raises `ValueError` for n below
     1.
 
     >>> from funcops.random import key, split
@@ -135,7 +135,7 @@ def split(key: Tensor | None, n: int) -> Sequence[Tensor | None]:
 
 def philox(key: tuple[Any, Any], counter: tuple[Any, Any, Any, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Philox 4x32-10 on 32-bit words held in int64 tensors (or ints): four words out for four words of counter. Raises
-    `TypeError` for words that are no tuples of two and of four.
+    `TypeError` unless `key` and `counter` are tuples of two and of four words.
 
     >>> from funcops.random import philox
     >>> [hex(word) for word in philox((0, 0), (0, 0, 0, 0))]
@@ -154,7 +154,7 @@ def philox(key: tuple[Any, Any], counter: tuple[Any, Any, Any, Any]) -> tuple[Te
 
 
 def bits(key: Tensor, n: int) -> Tensor:
-    """`n` random 32-bit words, int64[n] in [0, 2**32). Raises `ValueError` or `TypeError` for what is no key, `ValueError` for
+    """`n` random 32-bit words, int64[n] in [0, 2**32). Raises `ValueError` or `TypeError` for an invalid key, `ValueError` for
     a negative n.
 
     >>> from funcops.random import bits, key
@@ -176,7 +176,7 @@ def _blocks(key: Tensor, block: Tensor) -> Tensor:
 
 
 def _words(key: Tensor, starts: Tensor, length: int) -> Tensor:
-    """int64[R, length]: of runs of elements, from `starts` [R]. Of the blocks that they are in, no other is computed."""
+    """The words of runs of `length` elements from `starts` [R], int64[R, length]. Only the blocks with these are computed."""
     count = (length + 6) // 4
     block = (starts // 4)[:, None] + torch.arange(count, device=starts.device)
     words = _blocks(key, block.reshape(-1)).reshape(len(starts), 4 * count)
@@ -192,8 +192,8 @@ def uniform(
     dtype: torch.dtype | None = None,
     device: Any = None,
 ) -> Tensor:
-    """Uniform in [low, high) from 32 random bits an element (24 where the dtype is narrower than float64). What would be rounded
-    out of the range is the last value of the dtype within. Raises `ValueError` where there is none.
+    """Uniform in [low, high) from 32 random bits per element (24 if the dtype is narrower than float64). A value that
+    rounding would put outside becomes the nearest one inside. Raises `ValueError` if the dtype has no value inside.
 
     >>> from funcops.random import key, uniform
     >>> draws = uniform(key(0), (1000,), low=-1.0, high=3.0)
@@ -226,8 +226,8 @@ def normal(
     dtype: torch.dtype | None = None,
     device: Any = None,
 ) -> Tensor:
-    """Normal by Box-Muller, two words for two values. Raises `ValueError` or `TypeError` for what is no key, or a mean or std
-    that is no number (a std also below 0).
+    """Normal by Box-Muller, two words for two values. Raises `ValueError` or `TypeError` for an invalid key, mean or std (a std
+    below 0 is invalid, too).
 
     >>> from funcops.random import key, normal
     >>> draws = normal(key(0), (100, 100), std=2.0)
@@ -264,7 +264,7 @@ def normal(
 
 
 def _in_halves(starts: Tensor, length: int, half: int, run: Callable[[Tensor, int, Any], Tensor]) -> Tensor:
-    """float64[R, length]: of runs of elements, cosines of pairs before `half` and sines of those after; one run may have both."""
+    """Runs of elements, float64[R, length]: cosines at indices below `half`, sines at the others; one run may have both."""
     found = torch.empty(len(starts), length, dtype=torch.float64, device=starts.device)
     for rows, before, turn in ((starts + length <= half, 0, torch.cos), (starts >= half, half, torch.sin)):
         found[rows] = run(starts[rows] - before, length, turn)
@@ -276,8 +276,8 @@ def _in_halves(starts: Tensor, length: int, half: int, run: Callable[[Tensor, in
 
 
 class _Draw(NamedTuple):
-    """What `uniform` or `normal` is asked for: its whole, or any part with the bits that it has there. `values(starts, length)`:
-    [R, length], of runs of elements; [n] of all of them where starts is None."""
+    """A draw of `uniform` or `normal`: all of it, or any part with the bits that it has there. `values(starts, length)`: runs of
+    elements, [R, length]; all of them, [n], if starts is None."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -299,7 +299,7 @@ def _drawn(draw: _Draw) -> Tensor:
 
 
 class _Later(NamedTuple):
-    """The draws of a block, in order, and which of them are put off; None stands for the others."""
+    """The draws of a block, in order: None for one that was not put off. `takes(place)` says which are."""
 
     takes: Callable[[int], bool]
     draws: list[tuple[Tensor, _Draw] | None]
@@ -311,9 +311,9 @@ _later: ContextVar[_Later | None] = ContextVar("later", default=None)
 def put_off(
     takes: Callable[[int], bool] = lambda place: True,
 ) -> contextlib.AbstractContextManager[list[tuple[Tensor, Any] | None]]:
-    """In its block `uniform` and `normal` draw nothing: they give tensors on the meta device. The list has these, in order, and for
-    each what draws it: `part(ranges)` gives the (start, length) pairs `ranges` along each dimension, in the bits of the whole.
-    `takes`: of a draw's place in that order, whether it is put off. Raises `TypeError` where `takes` is no function.
+    """A block in which `uniform` and `normal` draw nothing: they return tensors on the meta device. The list has these, in order,
+    each with its draw: `part(ranges)` draws the (start, length) pairs `ranges` along each dimension, with the bits of the
+    whole. `takes(i)`: whether draw i is put off; if not, the list has None for it. Raises `TypeError` if `takes` is not a function.
 
     >>> from funcops.random import key, normal, put_off
     >>> with put_off() as waiting:
@@ -337,8 +337,8 @@ def _putting_off(takes: Callable[[int], bool]) -> Iterator[list[tuple[Tensor, An
 
 
 def bits_of(key: Tensor, shape: Sequence[int], ranges: Sequence[Ranges]) -> Tensor:
-    """The words of a part of a tensor of `shape`, of which `bits` gives all: the (start, length) pairs `ranges` along each
-    dimension, laid end to end. Raises `ValueError` or `TypeError` for what is no key or no shape.
+    """The words of a part of a tensor of `shape`, all of whose words `bits` gives: the (start, length) pairs `ranges` along each
+    dimension, concatenated. Raises `ValueError` or `TypeError` for an invalid key or shape.
 
     >>> from funcops.random import bits, bits_of, key
     >>> bits_of(key(0), (4, 3), ([(2, 2)], [(0, 3)])).flatten().equal(bits(key(0), 12)[6:])
@@ -368,7 +368,7 @@ def _is_range(piece: Any, size: int) -> bool:
 
 
 def _in_runs(shape: Sequence[int], ranges: Sequence[Ranges], device: Any, values: Callable[[Tensor | None, int], Tensor]) -> Tensor:
-    """The part of a tensor of `shape`, from `values` of runs of its elements (None: of all)."""
+    """The part `ranges` of a tensor of `shape`, from `values` of runs of its elements (of all, if starts is None)."""
     for dim, pieces in enumerate(ranges):
         if len(pieces) > 1:
             boxes = [[*ranges[:dim], (piece,), *ranges[dim + 1 :]] for piece in pieces]
@@ -403,7 +403,7 @@ def _inside(where: str, low: float, high: float, dtype: torch.dtype) -> tuple[fl
 
 
 def check_key(where: str, key: Any) -> None:
-    """Raise unless it is a random key, on any device but the meta device: there a key has no numbers.
+    """Raise unless `key` is a random key, on any device but the meta device, where a key has no numbers.
 
     >>> import torch
     >>> from funcops.random import check_key
@@ -418,7 +418,7 @@ def check_key(where: str, key: Any) -> None:
 
 
 def _check_draw(where: str, shape: Any, dtype: Any, device: Any, **numbers: Any) -> torch.dtype:
-    """The dtype of a draw, after a check of all that is no key."""
+    """The dtype of a draw, after a check of all arguments but the key."""
     require_type(where, "shape", shape, tuple, list)
     require_count(where, 0, **{f"shape.{i}": size for i, size in enumerate(shape)})
     require_dtype(where, dtype)

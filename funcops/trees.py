@@ -26,7 +26,7 @@ has a path such as `blocks.3.mlp.up.weight`.
 >>> trees.show(trees.replace(tree["up"], bias=torch.zeros(4))), trees.constant_paths(RouteParams(torch.zeros(4)))
 ('LinearParams(weight=float32[4, 3], bias=float32[4])', {'bias'})
 
-Classes become nodes, an `Aside` is no part of a structure, and a node may count as one leaf, as a `QTensor` does:
+Classes become nodes, an `Aside` is not part of a structure, and a node may count as one leaf, as a `QTensor` does:
 
 >>> point, box = dataclasses.make_dataclass("Point", ["x", "y"]), type("Box", (list,), {})
 >>> trees.register(point)
@@ -55,26 +55,26 @@ from funcops.backend.source import exact
 from funcops.errors import describe, fail, require_callable, require_dtype, require_flag, require_type
 
 NAMESPACE = "funcops"
-FIELDS: dict[type, tuple[tuple[str, ...], ...]] = {}  # of every node class: the names of leaves, of statics, and of what is neither
+FIELDS: dict[type, tuple[tuple[str, ...], ...]] = {}  # for each node class, the names of leaves, statics and hidden fields
 T = TypeVar("T")
 
 
 def leaf(shape: str, gradient: bool = True) -> Any:
     """A tensor field of a tree, None by default; `shape` documents it, as in `"[out, in]"`. `gradient`: whether it ever has one.
-    Raises `TypeError` where that is no bool."""
+    Raises `TypeError` if that is not a bool."""
     require_flag("leaf", gradient=gradient)
     return dataclasses.field(default=None, metadata={"shape": shape, "gradient": gradient})
 
 
 def static(default: Any = None) -> Any:
-    """A field that is no leaf: hashable data that belongs to the tree's structure."""
+    """A field that is not a leaf: hashable data that belongs to the tree's structure."""
     return dataclasses.field(default=default, metadata={"static": True}, kw_only=True)
 
 
 @dataclass_transform(field_specifiers=(leaf, static))
 def tree(cls: type[T]) -> type[T]:
     """Class decorator: a slotted dataclass whose fields are leaves or subtrees, registered as a pytree node. Raises `TypeError`
-    for what is no class.
+    if `cls` is not a class.
 
     >>> import torch
     >>> from funcops.trees import leaf, same_structure, static, tree
@@ -96,11 +96,11 @@ def tree(cls: type[T]) -> type[T]:
     return made
 
 
-_constant: dict[type, list[str]] = {}  # of classes, the leaves that never have a gradient
+_constant: dict[type, list[str]] = {}  # for each class, the leaves that never have a gradient
 
 
 def constant_paths(tree: Any) -> set[str]:
-    """The paths of leaves that never have a gradient, as the bias of a router."""
+    """The paths of leaves that never have a gradient, such as the bias of a router."""
     nodes = paths(tree, is_leaf=lambda node: type(node) in _constant)
     return {f"{path}.{name}" if path else name for path, node in nodes.items() for name in _constant.get(type(node), ())}
 
@@ -109,21 +109,21 @@ _stand_ins: set[type] = set()
 
 
 def stands_in(cls: type[T]) -> type[T]:
-    """Class decorator of a node that counts as the one leaf that it stands for. It has `zero_gradient(dtype)`, where gradients of
-    that leaf are summed, and `cast(dtype)`, what `cast` makes of it. Raises `TypeError` for what is no class."""
+    """Class decorator of a node that counts as the one leaf for which it stands. It has `zero_gradient(dtype)`, an accumulator for
+    gradients of that leaf, and `cast(dtype)`, which `cast` calls. Raises `TypeError` if `cls` is not a class."""
     require_type("stands_in", "cls", cls, type)
     _stand_ins.add(cls)
     return cls
 
 
 def stands_for_one(node: Any) -> bool:
-    """Whether it is a node that counts as one leaf."""
+    """Whether `node` counts as one leaf."""
     return type(node) in _stand_ins
 
 
 class Aside:
-    """Data that goes along with a tree's structure and is no part of it: equal to any other, so that structures compare as if it
-    were not there. A copy of a structure is without it."""
+    """Data that travels with a tree's structure but is not part of it: equal to any other `Aside`, so that structures compare as if
+    it were absent. A copy of a structure drops it."""
 
     __slots__ = ("value",)
 
@@ -144,9 +144,9 @@ class Aside:
 
 
 def register(cls: type, aside: str = "") -> None:
-    """Make a dataclass a pytree node of both libraries. Fields whose metadata says "hidden" are left out. `aside`: an attribute, an
-    `Aside`, that a node hands to the one rebuilt of its leaves, as an argument of that name. Raises `TypeError` for what is no
-    dataclass."""
+    """Make a dataclass a pytree node of optree and torch. Fields whose metadata says "hidden" are left out. `aside`: an attribute,
+    an `Aside`, that a node passes to the one rebuilt of its leaves, as an argument of that name. Raises `TypeError` if `cls` is
+    not a dataclass."""
     if not isinstance(cls, type) or not dataclasses.is_dataclass(cls):
         fail("register", "cls", "a dataclass", describe(cls) if not isinstance(cls, type) else cls.__name__, TypeError)
     require_type("register", "aside", aside, str)
@@ -175,8 +175,8 @@ def register_node(
     rebuild: Callable[[Iterable[Any], Any], Any],
     entries: Callable[[Any], tuple[Any, ...]],
 ) -> None:
-    """Register any class as a pytree node of optree and torch; `entries` names its children in paths. Raises `TypeError` for
-    what is no class, and where one of the others is no function."""
+    """Register any class as a pytree node of optree and torch; `entries` names its children in paths. Raises `TypeError` if
+    `cls` is not a class, or another argument is not a function."""
     require_type("register_node", "cls", cls, type)
     require_callable("register_node", children=children, context=context, rebuild=rebuild, entries=entries)
     _register(cls, lambda node: (children(node), context(node), entries(node)), rebuild)
@@ -198,7 +198,7 @@ def _register(cls: type, flatten: Callable[[Any], tuple[Any, Any, Any]], rebuild
 
 
 def show(node: Any) -> str:
-    """`LinearParams(weight=float32[4, 3], bias=None)`. Raises `TypeError` for what is no node with named fields."""
+    """A node as text, `LinearParams(weight=float32[4, 3], bias=None)`. Raises `TypeError` unless it is a node with named fields."""
     if type(node) not in FIELDS:
         fail("show", "node", "a node of a tree with named fields", describe(node), TypeError)
     hidden = ("static", "hidden")
@@ -211,8 +211,8 @@ def _show(value: Any) -> str:
 
 
 def replace(node: T, **changes: Any) -> T:
-    """A copy of a tree node with some fields changed; the node itself stays as it is. Raises `TypeError` for what is no node
-    with named fields, `ValueError` for a field that it lacks."""
+    """A copy of a tree node with some fields changed; the node itself stays as it is. Raises `TypeError` for anything but a
+    node with named fields, `ValueError` for a field that it lacks."""
     if type(node) not in FIELDS:
         fail("replace", "node", "a node of a tree with named fields", describe(node), TypeError)
     known = [f.name for f in dataclasses.fields(node) if f.init]  # type: ignore[arg-type]
@@ -224,7 +224,7 @@ def replace(node: T, **changes: Any) -> T:
 
 
 def leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
-    """All leaves, None included, and nodes of which `is_leaf` says so. Raises `TypeError` where `is_leaf` is no function."""
+    """All leaves, including None, and nodes for which `is_leaf` is true. Raises `TypeError` if `is_leaf` is not a function."""
     if is_leaf is not None:
         require_callable("leaves", is_leaf=is_leaf)
     return optree.tree_leaves(tree, is_leaf, none_is_leaf=True, namespace=NAMESPACE)
@@ -238,7 +238,7 @@ def tensors(tree: Any) -> list[Tensor]:
 def paths(tree: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
     """Every leaf by its dotted path, in the tree's order; the path of a bare leaf is "". `is_leaf` says which nodes are leaves.
 
-    Raises `TypeError` where `is_leaf` is no function.
+    Raises `TypeError` if `is_leaf` is not a function.
 
     >>> from funcops.trees import paths
     >>> paths({"a": (1, None)})
@@ -255,8 +255,8 @@ def _dotted(path: Iterable[Any]) -> str:
 
 
 def tree_map(fn: Callable[..., Any], tree: T, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> T:
-    """Apply `fn` leaf by leaf to trees of one structure. None leaves reach `fn`, and nodes of which `is_leaf` says so. Raises
-    `TypeError` where `fn` is no function."""
+    """Apply `fn` leaf by leaf to trees of one structure, to None leaves too, and to nodes for which `is_leaf` is true. Raises
+    `TypeError` if `fn` is not a function."""
     if not callable(fn) or not (is_leaf is None or callable(is_leaf)):
         require_callable("tree_map", fn=fn, is_leaf=is_leaf or fn)
     given: Any = tree
@@ -264,13 +264,13 @@ def tree_map(fn: Callable[..., Any], tree: T, *rest: Any, is_leaf: Callable[[Any
 
 
 def tree_map_tensors(fn: Callable[..., Any], tree: T, *rest: Any) -> T:
-    """As `tree_map`, leaving alone every leaf that is no tensor. Raises `TypeError` where `fn` is no function."""
+    """Apply `fn` as `tree_map` does, but to tensors only; other leaves stay. Raises `TypeError` if `fn` is not a function."""
     require_callable("tree_map_tensors", fn=fn)
     return tree_map(lambda x, *others: fn(x, *others) if isinstance(x, Tensor) else x, tree, *rest)
 
 
 def tree_map_with_path(fn: Callable[..., Any], tree: T, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> T:
-    """As `tree_map`; `fn` gets the leaf's dotted path first. Raises `TypeError` where `fn` is no function."""
+    """Apply `fn` as `tree_map` does, giving it the leaf's dotted path first. Raises `TypeError` if `fn` is not a function."""
     if not callable(fn) or not (is_leaf is None or callable(is_leaf)):
         require_callable("tree_map_with_path", fn=fn, is_leaf=is_leaf or fn)
     given: Any = tree
@@ -284,8 +284,8 @@ def tree_map_with_path(fn: Callable[..., Any], tree: T, *rest: Any, is_leaf: Cal
 
 
 def cast(tree: T, dtype: torch.dtype) -> T:
-    """The tree with every floating tensor in `dtype`; a tensor that already has it is the same object. What is quantised stays,
-    and so do scales. Raises `TypeError` for what is no floating dtype."""
+    """The tree with every floating tensor in `dtype`; a tensor that already has it is the same object. Quantised values
+    and their scales stay as they are. Raises `TypeError` if `dtype` is not a floating dtype."""
     require_type("cast", "dtype", dtype, torch.dtype)
     if not dtype.is_floating_point:
         fail("cast", "dtype", "a floating dtype", dtype, TypeError)
@@ -298,7 +298,7 @@ def cast(tree: T, dtype: torch.dtype) -> T:
     made = []
     if others and all([_copied_at_once(t) for t in others]):
         made = [torch.empty_like(t, dtype=dtype) for t in others]
-        torch._foreach_copy_(made, others)  # a launch for many: on a GPU each would cost the host as much as all
+        torch._foreach_copy_(made, others)  # one launch for many: on a GPU a launch for one costs the host as much
     ready = iter(made)
 
     def one(t: Any) -> Any:
@@ -317,8 +317,8 @@ def _copied_at_once(t: Tensor) -> bool:
 
 
 def fake(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Of t's shape, strides and device (the CPU for one on the meta device), uninitialised: for shapes alone,
-    under FakeTensorMode. Raises `TypeError` for what is no tensor or no dtype."""
+    """An uninitialised tensor with t's shape, strides and device (the CPU for a meta tensor), to compute shapes
+    under FakeTensorMode. Raises `TypeError` if `t` is not a tensor or `dtype` not a dtype."""
     require_type("fake", "t", t, Tensor)
     require_dtype("fake", dtype, floating=False)
     device = "cpu" if t.is_meta else t.device
@@ -337,7 +337,7 @@ def same_structure(a: Any, b: Any) -> bool:
 
 
 def _alike(a: Any, b: Any) -> bool:
-    """Whether structures, as the compiler has them, are equal: they hold functions, which torch 2.11 cannot compare there."""
+    """Whether structures, in the compiler's form, are equal: they hold functions, which torch 2.11 cannot compare while tracing."""
     if a.type is not b.type or a._metadata != b._metadata or a.entries() != b.entries():
         return False
     return all([_alike(x, y) for x, y in zip(a.children(), b.children(), strict=True)])
@@ -355,7 +355,7 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 
 
 def unflatten(spec: Any, values: Iterable[Any]) -> Any:
-    """A tree of that structure with these leaves. Raises `TypeError` for what `flatten` did not give as a structure."""
+    """A tree of that structure with these leaves. Raises `TypeError` if `spec` is not a structure from `flatten`."""
     if not (torch.compiler.is_dynamo_compiling() or isinstance(spec, optree.PyTreeSpec)):  # the compiler has structures of its own
         fail("unflatten", "spec", "a structure of `flatten`", describe(spec), TypeError)
     return _unflatten("unflatten", spec, values)
@@ -391,8 +391,8 @@ def nbytes(tree: Any) -> int:
 
 
 def at(tree: Any, path: str) -> Any:
-    """The leaf or subtree at a dotted path; `ValueError` names the paths there are when there is none. Raises `TypeError` for a
-    path that is no string."""
+    """The leaf or subtree at a dotted path. Raises `ValueError`, with the paths that exist, if `path` does not, `TypeError` if it
+    is not a string."""
     require_type("at", "path", path, str)
     node, rest = tree, path
     try:
@@ -409,8 +409,8 @@ def at(tree: Any, path: str) -> Any:
 
 
 def _key(tree: dict[Any, Any], path: str) -> tuple[Any, str]:
-    """The key of a dict with which a path begins, and the rest. A key may be a number, and hold dots.
-    `ValueError` where there is none."""
+    """The key of a dict with which a path begins, and the rest of the path. A key may be a number, or contain dots.
+    Raises `ValueError` if no key matches and the path does not begin with a number."""
     name, _, rest = path.partition(".")
     if name in tree:
         return name, rest
@@ -421,8 +421,8 @@ def _key(tree: dict[Any, Any], path: str) -> tuple[Any, str]:
 
 
 def has(tree: Any, path: str) -> bool:
-    """Whether there is a leaf or subtree at a dotted path: one walk down it, whatever else is in the tree. Raises `TypeError`
-    for a path that is no string."""
+    """Whether there is a leaf or subtree at a dotted path: one walk down the path, however large the tree. Raises `TypeError`
+    for a path that is not a string."""
     require_type("has", "path", path, str)
     node, rest = tree, path
     while rest or node is tree:
@@ -444,7 +444,7 @@ def has(tree: Any, path: str) -> bool:
 
 
 def put(tree: Any, path: str, value: Any) -> Any:
-    """A copy of the tree with the leaf at a dotted path exchanged; all other leaves are the same objects. Raises `ValueError`
+    """A copy of the tree with the leaf at a dotted path replaced; all other leaves are the same objects. Raises `ValueError`
     for a path at which there is nothing.
 
     >>> from funcops.trees import put

@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 def accumulate(where: str, gradients: T, into: T | None) -> T:
-    """`gradients`, or `into` with the gradients added in place, after a check of every leaf: what a `wgrad` returns.
+    """Return `gradients`, or `into` with the gradients added in place, after a check of every leaf: the result of a `wgrad`.
 
-    Raises `TypeError` or `ValueError`, before anything is added, for an `into` that lacks an accumulator of a gradient's shape and
-    device, in its dtype or a wider one, and of its own memory."""
+    Raises `TypeError` or `ValueError`, before anything is added, if a gradient has no accumulator in `into` with its shape and
+    device, its dtype or a wider one, and memory of its own."""
     if into is None:
         return gradients
     check_into(where, into, gradients)
@@ -29,7 +29,7 @@ def accumulate(where: str, gradients: T, into: T | None) -> T:
 
 
 def check_into(where: str, into: Any, gradients: Any) -> None:
-    """Every gradient must find an accumulator of its shape and device, in its dtype or a wider one, and of its own memory."""
+    """Raise unless every gradient has an accumulator with its shape and device, its dtype or a wider one, and memory of its own."""
     if not same_structure(into, gradients):
         fail(where, "into", f"a tree like dparams, {gradients!r}", repr(into))
     have, given = paths(into), {}
@@ -42,12 +42,12 @@ def check_into(where: str, into: Any, gradients: Any) -> None:
 
 
 def takes_sums(accumulator: Tensor | None, dtype: torch.dtype) -> bool:
-    """Whether sums of gradients of `dtype` can go into it unrounded, by a kernel of ours; None takes none."""
+    """Whether a kernel of ours can add sums of gradients of `dtype` to it unrounded; true for None, to which nothing is added."""
     return accumulator is None or (accumulator.dtype is wide(dtype) and accumulator.is_contiguous())
 
 
 def check_accumulator(where: str, path: str, accumulator: Any, shape: Any, device: Any = None) -> None:
-    """A float tensor of that shape, on that device, that `add_` can be called on."""
+    """Raise unless it is a float tensor of that shape, on that device, on which `add_` can be called."""
     name = f"into.{path}" if path else "into"
     if not isinstance(accumulator, Tensor):
         fail(where, name, f"a tensor {list(shape)}", describe(accumulator), TypeError)
@@ -65,13 +65,13 @@ def check_accumulator(where: str, path: str, accumulator: Any, shape: Any, devic
 
 def check_width(where: str, path: str, accumulator: Tensor, dtype: torch.dtype) -> None:
     have = accumulator.dtype
-    if have is not dtype and have.itemsize <= dtype.itemsize:  # of float16 and bfloat16 neither holds all that the other does
+    if have is not dtype and have.itemsize <= dtype.itemsize:  # neither float16 nor bfloat16 holds all values of the other
         name = f"into.{path}" if path else "into"
         fail(where, name, f"{dtype} or a wider float dtype", have, TypeError)
 
 
 def check_apart(where: str, accumulators: dict[str, Tensor]) -> None:
-    """No two of them may share memory: one would get the gradients of both."""
+    """Raise if two of them share memory, which would get the gradients of both."""
     if len(accumulators) < 2 or tracing():
         return
     spans = sorted(
@@ -86,7 +86,7 @@ def check_apart(where: str, accumulators: dict[str, Tensor]) -> None:
 
 
 def _reach(t: Tensor) -> int:
-    """The elements of memory from the first to the last."""
+    """The number of elements of memory from the first element of a tensor to its last."""
     return 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
 
 

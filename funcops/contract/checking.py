@@ -1,17 +1,18 @@
-"""`checking`, or FUNCOPS_CHECK=1: every call of an op is held to the cheap parts of its laws, and guards see writes that torch does
-not count.
+"""`checking`, or FUNCOPS_CHECK=1: every call of an op is checked against the inexpensive parts of its laws, and guards notice
+writes that torch does not count.
 
-In such a block, in its context (`contextvars`) alone:
+In such a block, and only in its context (`contextvars`):
 
-- a mark of residuals and pendings, and of the weight that a quantised one was made of, is a version and a sample of the values:
+- a mark of residuals and pendings, and of the weight from which a quantised one was made, is a version and a sample of the values:
   1,024 elements, spread evenly. A write through `tensor.data`, NumPy or a raw pointer raises `StaleResidualError` as others do;
-- a forward must leave its arguments as they are, and keep what it declares to alias as the very same objects (`aliases_said`);
-- dy must be as y was; a backward must leave it and the residuals as they are, and give dparams and dx with the structure, shapes
-  and dtypes of params and x.
+- a forward must not change its arguments, and must save the tensors that it declares to alias as the very same objects
+  (`aliases_said`);
+- dy must have y's shapes and dtypes; a backward must change neither dy nor the residuals, and must return dparams and dx with the
+  structure, shapes and dtypes of params and x.
 
-The bits are the same. It costs host time and waits for the device, so it is for finding a fault. Where no block is open anywhere
-nothing is asked: what the functions of ops ask, the nodes' `keep` and the programs are exchanged when the first block opens, and
-back when the last one closes. Compilers, tracers, captures and transforms of torch.func see none of it.
+The results are the same bits. Checks cost host time and wait for the device, so use them to find a fault. While no block is open
+anywhere they cost nothing: the test in ops' functions, the nodes' `keep` and the programs are replaced when the first block opens,
+and restored when the last one closes. Nothing is checked under compilers, tracers, captures and torch.func transforms.
 """
 
 from __future__ import annotations
@@ -35,21 +36,21 @@ from funcops.trees import at, has, leaves, paths, same_structure, stands_for_one
 
 any_autocast = torch._C._is_any_autocast_enabled
 _on: ContextVar[bool] = ContextVar("funcops.checking", default=select.CHECK)
-_calls = threading.local()  # `passed`: the next question, of the call that is being checked, is answered with no
+_calls = threading.local()  # `passed`: the next `asked`, by the call that is being checked, is False
 _blocks, _lock = 0, threading.Lock()
 _switches: list[Callable[[bool], None]] = []
 
 
 def when_switched(switch: Callable[[bool], None]) -> None:
-    """Have it called with whether any block is open, when that changes."""
+    """Register a function to be called with whether any block is open, whenever that changes."""
     _switches.append(switch)
     if _blocks:
         switch(True)
 
 
 def checking(on: bool = True) -> contextlib.AbstractContextManager[None]:
-    """A block in which every call of an op is checked, as FUNCOPS_CHECK=1 does in the whole program; with `on=False` none is. See
-    the module for what that is. Raises `TypeError` where `on` is no bool, at once; in the block, beside what ops raise,
+    """A block in which every call of an op is checked, as with FUNCOPS_CHECK=1 in the whole program; with `on=False` no call is.
+    The module lists the checks. Raises `TypeError` at once if `on` is not a bool; in the block, besides the errors that ops raise,
     `RuntimeError` for an op that breaks a law.
 
     >>> import torch
@@ -98,7 +99,7 @@ def active() -> bool:
 
 
 def asked() -> bool:
-    """What ops ask in place of `any_autocast` while a block is open: whether a call is not to take the short way."""
+    """Whether a call must leave the fast path: ops call it in place of `any_autocast` while a block is open."""
     if torch.compiler.is_dynamo_compiling() or any_autocast():
         return any_autocast()
     if getattr(_calls, "passed", False):
@@ -108,7 +109,7 @@ def asked() -> bool:
 
 
 def unusual(kind: str, where: str, call: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, ...]:
-    """A call that is not to take the short way: refused under autocast; `(result,)` of one that was checked; else `()`. `kind`:
+    """Handle a call that must leave the fast path: raise under autocast, return `(result,)` of a checked call, else `()`. `kind`:
     "fwd", "dgrad", "wgrad" or "bwd"."""
     if any_autocast():
         refuse_autocast(where, *args[: 1 if kind == "wgrad" else 2])
@@ -127,8 +128,8 @@ def _passed(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 
 def refuse_autocast(where: str, *trees: Any) -> None:
-    """Raise where `torch.autocast` is on for the device of a tensor in the trees: it would cast inside of the op, in silence."""
-    kinds = {t.device.type for t in tensors([getattr(tree, "_node", tree) for tree in trees])}  # a donated node is no tree
+    """Raise if `torch.autocast` is on for the device of a tensor in the trees: it would cast inside the op, silently."""
+    kinds = {t.device.type for t in tensors([getattr(tree, "_node", tree) for tree in trees])}  # a donated node is not a tree
     on = [kind for kind in kinds if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)]
     if on or not kinds:
         raise RuntimeError(
@@ -139,7 +140,7 @@ def refuse_autocast(where: str, *trees: Any) -> None:
 
 
 class _Noted:
-    """Of the call that made a node: the forms of y, params and x as text, by leaf, and its needs."""
+    """The forms of y, params and x in the call that made a node, as text, by leaf."""
 
     __slots__ = ("params", "x", "y")
 
@@ -148,7 +149,7 @@ class _Noted:
 
 
 def _form(leaf: Any) -> Any:
-    """A leaf as text; of a node that stands for one, its gradient."""
+    """The dtype and shape of a leaf as text; for a node that stands for one and has no shape, its gradient's, as a tree."""
     if not stands_for_one(leaf):
         return describe(leaf)
     if hasattr(leaf, "shape"):
@@ -175,7 +176,7 @@ def _backward(kind: str, where: str, call: Any, kept: Any, *args: Any, **options
         _as_y(where, dy, noted.y)
     try:
         before = Versions.of({"dy": dy} if type(kept) is Donated else {"dy": dy, "kept": kept})
-    except DonatedError:  # which the call says in its own words
+    except DonatedError:  # which the call itself raises
         before = Versions.of({"dy": dy})
     found = call(kept, *args, **options)
     _left(where, before, "what was given", "backward")
@@ -195,8 +196,8 @@ _CHECKS |= {kind: functools.partial(_backward, kind) for kind in ("bwd", "dgrad"
 
 
 def _left(where: str, before: Versions, what: str, by: str) -> None:
-    """No argument may be written to."""
-    hint = "The op writes to what it was given: let it write to a tensor of its own"
+    """Raise if an argument was written to."""
+    hint = "The op writes to its argument: let it write to a tensor of its own"
     before.check(where, what, by=f"caller of the {by}", hint=hint, error=RuntimeError)
 
 
@@ -208,7 +209,7 @@ def _as_y(where: str, dy: Any, forms: Any) -> None:
 
 
 def _mirrors(where: str, what: str, tree: Any, forms: Any) -> None:
-    """The structure, shapes and dtypes of what a tree is the gradient of; None for any leaf, and for what stands for one."""
+    """Raise unless a gradient has its tree's structure, shapes and dtypes; a leaf, or a node that stands for one, may be None."""
     outer, wanted = [tree_map(lambda _: None, each, is_leaf=stands_for_one) for each in (tree, forms)]
     if not same_structure(outer, wanted):
         fail(where, what, f"of the structure {structure(wanted)}", structure(outer), RuntimeError)
@@ -218,25 +219,25 @@ def _mirrors(where: str, what: str, tree: Any, forms: Any) -> None:
         for inner, text in zip(leaves(said), leaves(form), strict=True) if part is not None else ():
             if inner != "None" and inner != text:
                 path = f"{what}.{place}" if place else what
-                fail(where, path, f"{text}, as what it is the gradient of", inner, RuntimeError)
+                fail(where, path, f"{text}, as the leaf that it is the gradient of", inner, RuntimeError)
 
 
 def aliases_said(kept: Any, given: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The fields of residuals that are not the tensor that they declare to be, and what that is. A copy would cost the bytes that a
-    report says it does not, and a write to the tensor would go unnoticed."""
+    """The fields of residuals that are not the tensor that they declare to alias, with that alias. A copy would cost bytes that a
+    report does not count, and a write to the aliased tensor would go unnoticed."""
     for name, field in kept.fields.items() if isinstance(kept, Saved) else ():
         value = getattr(kept, name)
         if field.alias and value is not None and has(given, field.alias):
-            there = {id(t) for t in tensors(at(given, field.alias))}  # where x may be a tuple, "x" stands for a part of it
+            there = {id(t) for t in tensors(at(given, field.alias))}  # if x is a tuple, "x" may be any part of it
             if not {id(t) for t in tensors(value)} <= there:
                 yield name, field.alias
 
 
-_keeps: dict[Any, Any] = {}  # by class, while a block is open: its own `keep`
+_keeps: dict[Any, Any] = {}  # each class's own `keep`, while a block is open
 
 
 def _sampled(cls: Any) -> None:
-    """Exchange the `keep` of a class for one whose marks are samples, too."""
+    """Replace the `keep` of a class by one whose marks hold samples, too."""
     plain = cls.keep
     _keeps[cls] = plain
 

@@ -1,7 +1,7 @@
-"""Configs: frozen data, all that is static of an op, that check their fields and know their hash; what generic code asks of them.
+"""Configs: frozen data, all that is static about an op, with checked fields and a cached hash; and hooks that generic code calls.
 
-`OpConfig` is the base of every op's config, `Composite` that of a combinator's. Each hook has a default, which is the answer of an
-op that knows nothing about it. `docs/your-own-rewrite.md` shows how a walk or a rewrite of a model's config uses them.
+`OpConfig` is the base of every op's config, `Composite` the base of every combinator's. Each hook has a default, for an op that
+does not override it. `docs/your-own-rewrite.md` shows how a walk or a rewrite of a model's config uses them.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Replace = Callable[[Any, Any, Any], tuple[Any, Any]]  # (name, op, cfg) of a par
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
 def config(cls: type[T]) -> type[T]:
-    """Class decorator: a frozen, keyword-only dataclass whose hash is computed once. All that is static of an op. A field
+    """Class decorator: a frozen, keyword-only dataclass whose hash is computed once. All that is static about an op. A field
     annotated int, float, bool or str (or one of them, or None) raises `TypeError` for anything else, `ValueError` for NaN, and
-    for a float that float32, in which kernels compute, has no number for."""
+    for a finite float beyond the range of float32, in which kernels compute."""
     checked = _check_types(cls)
     _check_hooks(cls)
     made: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
@@ -45,7 +45,7 @@ def config(cls: type[T]) -> type[T]:
 
     made.__hash__ = __hash__
     made.number_while_tracing = number_while_tracing
-    # A copy is the config itself; a pickled one is made anew, as hashes and what is computed from fields hold in one process.
+    # A copy is the config itself; unpickling makes a new one, as hashes and values computed from fields hold in one process only.
     made.__copy__ = lambda self: self
     made.__deepcopy__ = lambda self, memo: self
     names = [f.name for f in dataclasses.fields(made) if f.init]
@@ -59,7 +59,7 @@ def _unpickled(cls: Any, fields: dict[str, Any]) -> Any:
 
 
 def _check_hooks(cls: Any) -> None:
-    """A field may not be called like a hook that it does not override with a default: dataclasses would take the hook for one."""
+    """Raise if a field has the name of a hook and no default: dataclasses would take the hook for its default."""
     for name, annotation in cls.__dict__.get("__annotations__", {}).items():
         if name in vars(OpConfig) and name not in cls.__dict__ and "ClassVar" not in str(annotation):
             fail(
@@ -76,8 +76,8 @@ _TYPES = {"int": (int,), "float": (float, int), "bool": (bool,), "str": (str,), 
 
 
 def _check_types(cls: Any) -> list[str]:
-    """Put a check of plain fields before the class's own checks; and names in the fields that the list, which is returned, comes to
-    hold are plain strings from then on."""
+    """Put a check of plain fields before the class's own checks. Returns a list to be filled with the names of fields: in their
+    values, a name of a str subclass becomes a plain string from then on."""
     fields: list[str] = []
     wanted: dict[str, tuple[type, ...]] = {}
     for name, annotation in cls.__dict__.get("__annotations__", {}).items():
@@ -97,7 +97,7 @@ def _check_types(cls: Any) -> list[str]:
             if value != value:
                 fail(type(self).__name__, name, "a number", value)
             if float in types and value is not None and LARGEST < abs(value) < math.inf:
-                fail(type(self).__name__, name, f"at most {LARGEST:.3g} in size, as float32 is", value)
+                fail(type(self).__name__, name, f"at most {LARGEST:.3g} in magnitude, the largest float32", value)
         if given is not None:
             given(self)
 
@@ -113,8 +113,8 @@ class Width(NamedTuple):
 
 
 class OpConfig:
-    """The base of an op's config, which is a subclass under the decorator `config`. Generic code asks these hooks of any config;
-    override those that the op knows more about.
+    """The base of an op's config, which is a subclass with the decorator `config`. Generic code calls these hooks on any config;
+    override each hook about which the op knows more.
 
     >>> from funcops import LinearConfig
     >>> from funcops.contract.op import OpConfig
@@ -132,11 +132,11 @@ class OpConfig:
     fuse: bool = True
     """Whether rules of fusion may join the op's calls with others."""
     gives_by_place: bool = True
-    """Whether a `Step` may name further parts of y by their place: y is then `(main, *gives)`."""
+    """Whether a `Step` may name further parts of y by their position: y is then `(main, *gives)`."""
     featurewise: ClassVar[bool] = False
-    """Whether each feature of y is computed from that feature of x alone, so that ranks may share features out."""
+    """Whether each feature of y is computed from the same feature of x alone, so that features may be sharded."""
     apart: bool | None = None
-    """Whether each rank of the config's axis has other features in y; None if y has the features as x has them."""
+    """Whether each rank of the config's axis has different features in y; None if y's features are sharded as x's are."""
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         """The width (size of the last dimension) that x must have, None if any; and the width of y if x has `width`, None if not
@@ -144,8 +144,8 @@ class OpConfig:
         return None, None
 
     def follow(self, where: str, path: str, width: Width | None) -> Width | None:
-        """The width behind the step at `path`, if its x has `width`; None if not known. Raises `ValueError` for a `width` that does
-        not fit."""
+        """The width of y of the step at `path`, if its x has `width`; None if not known. Raises `ValueError` for a `width` that
+        does not fit."""
         wanted, given = self.widths(None if width is None else width.size)
         if width is not None and wanted is not None and wanted != width.size:
             fail(where, f"x of step {path!r}", f"[..., {wanted}]", f"[..., {width.size}] of step {width.of!r}")
@@ -167,22 +167,22 @@ class OpConfig:
 
     @property
     def specs(self) -> dict[str, Any]:
-        """A `funcops.dist.Spec` for each param that ranks share out, by its path in the op's params."""
+        """A `funcops.dist.Spec` for each sharded param, by its path in the op's params."""
         return {}
 
     def packed_parts(self, width: int) -> tuple[int, ...] | None:
-        """The sizes of what lies side by side in the last dimension of an x of `width`, such as gate and value; () if it is one
+        """The sizes of the parts in the last dimension of an x of `width`, such as gate and value; () if it is one
         part; None if the op mixes features."""
         return None
 
     def shared_out(self, dim: int, n: int) -> tuple[Any, int] | None:
-        """If n ranks share out dimension -`dim` of x: the config of a rank, and which dimension -dim of y they then share out. None
-        if the config stays, and so does the dimension. Raises `ValueError` if sizes do not divide, or the op has no such form."""
+        """If dim -`dim` of x is sharded over n ranks: the config of a rank, and the d for which dim -d of y is then sharded. None
+        if config and dim stay the same. Raises `ValueError` if sizes do not divide, or the op cannot be sharded so."""
         return None
 
 
 def same_width(cfg: Any, width: int | None) -> tuple[int | None, int | None]:
-    """`OpConfig.widths` of an op whose y has the last dimension of x, whatever that is."""
+    """`OpConfig.widths` of an op whose y has the last dimension of x, whatever its size."""
     return None, width
 
 
@@ -230,12 +230,12 @@ class Composite(OpConfig):
         return next((width for inner in self.first_parts if (width := inner.wanted()) is not None), None)
 
     def abstract(self) -> Any:
-        """The params on the meta device, made of those of the parts; see `funcops.program.values.abstract_params`."""
+        """The params on the meta device, made from the parts' params; see `funcops.program.values.abstract_params`."""
         raise NotImplementedError(f"{type(self).__name__}.abstract")
 
     def gradient_shapes(self) -> tuple[tuple[str, tuple[int, ...] | None], ...]:
-        """The `shapes` of the params. A method, as `program_while_tracing` is: a tracer runs it and takes what it gives for a
-        constant, where it would trace every `init`, and warn of the cache around it."""
+        """The `shapes` of the params. A method, as `program_while_tracing` is: a tracer takes its result as a constant, and would
+        otherwise trace every `init`, and warn of the cache around it."""
         with reading():
             return tuple(shapes(self.abstract()).items())
 

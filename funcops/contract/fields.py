@@ -1,4 +1,4 @@
-"""A kept tensor, declared: its shape, whose it is, and which gradients need it."""
+"""The declaration of a saved tensor: its shape, its alias, and which gradients need it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from funcops.contract.needs import Needs
 
 
 class Phase(enum.Flag):
-    """The halves of a backward, and the forward's y computed again."""
+    """The halves of a backward, and the recomputation of y."""
 
     DGRAD = enum.auto()
     WGRAD = enum.auto()
@@ -20,22 +20,22 @@ class Phase(enum.Flag):
 
 
 DGRAD = Phase.DGRAD
-"""Of `saved(needed_by=...)`: `dgrad` reads the field."""
+"""In `saved(needed_by=...)`: `dgrad` reads the field."""
 WGRAD = Phase.WGRAD
-"""Of `saved(needed_by=...)`: `wgrad` reads the field, of the pending that `dgrad` hands it."""
+"""In `saved(needed_by=...)`: `wgrad` reads the field, from the pending that `dgrad` returns."""
 AGAIN = Phase.AGAIN
-"""Of `saved(needed_by=...)`: `again` reads the field, which gives y once more."""
+"""In `saved(needed_by=...)`: `again`, which recomputes y, reads the field."""
 
 
 class Field(NamedTuple):
-    """One kept tensor. `of` lists the gradients that need it (`"x"`, `"x.0"`, `"params.weight"`)."""
+    """One saved tensor. `of` lists the gradients that need it (`"x"`, `"x.0"`, `"params.weight"`)."""
 
     shape: str
     alias: str | None
     needed_by: Phase
     of: tuple[str, ...]
     tree: bool = False
-    again: bool = False  # AGAIN in needed_by, and DGRAD: the tracer of torch 2.11 cannot ask
+    again: bool = False  # AGAIN in needed_by, and DGRAD: the tracer of torch 2.11 cannot test that
     dgrad: bool = False
     blocks: bool = False
 
@@ -46,7 +46,7 @@ class Field(NamedTuple):
 
     @property
     def of_params(self) -> bool:
-        """Whether it is a parameter, which is there anyway."""
+        """Whether it is a parameter, which is in memory anyway."""
         return (self.alias or "").startswith("params")
 
     def wanted(self, needs: Needs) -> bool:
@@ -71,19 +71,19 @@ def saved(
     tree: bool = False,
     blocks: bool = False,
 ) -> Any:
-    """A kept tensor, declared as a field of `Residuals` or `Pending`.
+    """Declare a saved tensor, as a field of `Residuals` or `Pending`.
 
     - `shape`: what a report shows, `"[*, D]"`; `*` is any leading dimensions.
     - `needed_by`: `DGRAD`, `WGRAD`, `AGAIN`, or several of them, `DGRAD | WGRAD`: which functions of the op read it.
-    - `alias`: whose tensor it is, by its path: `"x"`, `"x.0"` of a tuple, `"params.weight"`, `"y"`, of a pending also
+    - `alias`: the path of the tensor that it is: `"x"`, `"x.0"` in a tuple, `"params.weight"`, `"y"`, in a pending also
       `"residuals.x"` and `"dy"`; None for a tensor of its own.
-    - `of`: the gradients that need it (`"x"`, `"x.0"`, `"params"`, `"params.weight"`). It is dropped when none of them is needed.
-      Where it is not given it follows from `needed_by`: of DGRAD x, of WGRAD params.
+    - `of`: the gradients that need it (`"x"`, `"x.0"`, `"params"`, `"params.weight"`). The field is dropped if none of them is
+      needed. By default it follows from `needed_by`: x for DGRAD, params for WGRAD.
     - `recompute_from`: deprecated, and ignored; it goes in version 0.4.
     - `tree`: a tree of tensors, which may be the caller's own.
-    - `blocks`: the backward also reads a `Packed` of blocks (`funcops.residuals.forms`), as a policy compressed it.
+    - `blocks`: the backward also reads a `Packed` of blocks (`funcops.residuals.forms`), as a policy compresses it.
 
-    What aliases, and every tensor of a `tree`, is guarded: a backward after a write to it raises `StaleResidualError`."""
+    A field with an alias, and every tensor of a `tree`, is guarded: a backward after a write to it raises `StaleResidualError`."""
     if recompute_from is not None:
         warnings.warn("saved: recompute_from is ignored and goes in 0.4: leave it out", DeprecationWarning, stacklevel=2)
     sides = (("x",) if DGRAD in needed_by else ()) + (("params",) if WGRAD in needed_by else ())
@@ -92,7 +92,7 @@ def saved(
 
 
 class Inputs(NamedTuple):
-    """The shape of a tuple-valued x, so that dx mirrors it: a plain tuple or a named tuple."""
+    """The form of a tuple-valued x, so that dx mirrors it: a plain tuple or a named tuple."""
 
     make: Callable[[Any], Any]
     parts: int
@@ -108,4 +108,4 @@ class Inputs(NamedTuple):
 
 
 _PLAIN = tuple(Inputs(tuple, n) for n in range(5))
-NO_GRADIENT: Any = None  # what was not needed: a result's type says what it is where it was, as a field's does
+NO_GRADIENT: Any = None  # a gradient that is not needed; Any, so that results are typed as if it were

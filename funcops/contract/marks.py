@@ -1,10 +1,10 @@
-"""Marks: what a node of residuals or pending remembers of its tensors, to notice a write since,
-and how that goes along with a tree.
+"""Marks: what a node of residuals or pending remembers about its tensors, to notice a later write,
+and how marks travel with a tree.
 
-A mark is a tensor's version, as torch counts writes to it and its views. A write that torch does not count, through `tensor.data`,
-a NumPy array or a raw pointer, goes unnoticed here as it does in autograd; but where `sampling` says so (`funcops.checking`) a mark
-is a version and a sample of the values. Nobody else here reads a version: nodes ask for
-their marks by the source that `mark_source` writes, all others by `Versions`.
+A mark is a tensor's version: torch's count of the writes to it and its views. A write that torch does not count, through
+`tensor.data`, a NumPy array or a raw pointer, goes unnoticed here as it does in autograd; but while `sampling()` is true
+(`funcops.checking`) a mark is a version and a sample of the values. No other module reads versions: nodes read
+their marks with the source that `mark_source` writes, all other code uses `Versions`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch import Tensor
 from funcops.errors import DonatedError, StaleResidualError, describe, short, stale
 from funcops.trees import FIELDS, Aside, leaves, paths, tensors
 
-STALE = -1  # the mark of a copy of what was stale: no version is below 0
-IDLE = False  # in place of the marks of residuals without fields, of whose x no gradient is asked
+STALE = -1  # the mark of a copy of a stale tensor: no version is below 0
+IDLE = False  # in place of marks, in residuals without saved fields that need no gradient of x
 
 
 class Gone:
-    """Stands where a donated leaf was; any use of it raises `DonatedError`. Only what Python asks of any object is answered."""
+    """Takes the place of a donated leaf; any use of it raises `DonatedError`, except what Python asks of any object."""
 
     __slots__ = ("_path",)
 
@@ -66,7 +66,7 @@ _readers: dict[type, Callable[[Any], Any]] = {}  # by class of node
 
 
 def versions(value: Any, read: Callable[[Any], Any] = _own) -> Any:
-    """What `read` says of a tensor; of a small tree, a tuple of that for its tensors, in the tree's order."""
+    """`read(t)` for a tensor t; for a small tree, a tuple with `read` of each of its tensors, in the tree's order."""
     kind = type(value)
     if read is _own and kind in _readers:
         return _readers[kind](value)
@@ -80,8 +80,8 @@ def versions(value: Any, read: Callable[[Any], Any] = _own) -> Any:
 
 
 def counts_writes(cls: type) -> type:
-    """Class decorator of a node of which every field is a tensor, None, or such a node: it has a `_version`, as a tensor has, which
-    is what `versions` says of it. Written out as source: every forward and backward asks."""
+    """Class decorator of a node whose fields are each a tensor, None, or such a node: it gets a `_version`, as a tensor has, which
+    `versions` returns for it. Written out as source: every forward and backward reads it."""
     reads = "".join([f"() if (t := n.{name}) is None else t._version, " for name in FIELDS[cls][0]])
     _readers[cls] = eval(f"lambda n: ({reads})")
     cls._version = property(_readers[cls])  # type: ignore[attr-defined]
@@ -89,7 +89,7 @@ def counts_writes(cls: type) -> type:
 
 
 def version(t: Any) -> Any:
-    """None for an inference tensor, which has none."""
+    """The version of a tensor; None for an inference tensor, which has no version."""
     try:
         return t._version
     except RuntimeError:
@@ -97,7 +97,7 @@ def version(t: Any) -> Any:
 
 
 NODES: weakref.WeakSet[Any] = weakref.WeakSet()  # every class of residuals and pendings
-on_new: list[Callable[[Any], None]] = []  # called with each that is made since
+on_new: list[Callable[[Any], None]] = []  # called with each class that is made later
 
 
 def announce(cls: Any) -> None:
@@ -107,8 +107,8 @@ def announce(cls: Any) -> None:
         each(cls)
 
 
-SAMPLE = 1024  # elements of a tensor that a mark remembers, spread evenly: all of one that has no more
-sampling: Callable[[], bool] = bool  # whether marks are samples, too: no; `funcops.checking` puts its own here
+SAMPLE = 1024  # elements of a tensor in a sample, spread evenly; all elements of a smaller tensor
+sampling: Callable[[], bool] = bool  # whether marks hold samples, too: False, until `funcops.checking` replaces it
 
 
 def mark_of(t: Any) -> Any:
@@ -118,7 +118,7 @@ def mark_of(t: Any) -> Any:
 
 
 class Sampled(int):
-    """A version, with a sample of the tensor that has it (held weakly): equal to that version while the values are as they were."""
+    """A version, with a sample of its tensor (held weakly): equal to that version as long as the sampled values are the same."""
 
     ref: Callable[[], Any]
     bits: Any
@@ -143,7 +143,7 @@ class Sampled(int):
 
 
 def _sample(t: Tensor) -> Tensor | None:
-    """The bits of a sample of a tensor; None of what is no plain tensor with values to look at."""
+    """The bits of a sample of a tensor; None if it is not a plain tensor with values that can be read."""
     known = type(t) in (Tensor, torch.nn.Parameter) and not t.is_meta and t.layout is torch.strided
     if not known or torch._C._len_torch_dispatch_stack() or torch._C._functorch.is_functorch_wrapped_tensor(t):
         return None
@@ -160,15 +160,15 @@ def _sample(t: Tensor) -> Tensor | None:
 
 
 def mark_source(tensor: str, tree: bool, name: str = "") -> str:
-    """`versions` of an expression as source, where that is a tensor or None (a `tree`: anything): faster by a call. `name`: a local
-    for what takes long to evaluate."""
+    """The source of `versions(tensor)` for an expression that is a tensor or None (with `tree`, anything), without the call.
+    `name`: a local for an expression that takes long to evaluate."""
     if tree:
         return f"versions({tensor})"
     return f"() if {f'({name} := {tensor})' if name else tensor} is None else {name or tensor}._version"
 
 
 class Versions:
-    """The tensors of a tree, which it holds, as they are when it is made: whoever writes to one is noticed since."""
+    """The tensors of a tree, which it holds, and their versions when it is made, to notice later writes."""
 
     __slots__ = ("_marks", "_tensors", "_tree")
 
@@ -180,17 +180,17 @@ class Versions:
         return Versions(tree, tensors(tree))
 
     def now(self) -> Versions:
-        """The same tensors as they are now."""
+        """The same tensors with their versions now."""
         return Versions(self._tree, self._tensors)
 
     def written(self) -> list[Tensor]:
-        """Those that were written to since."""
+        """The tensors that were written to since."""
         return [t for t, mark in zip(self._tensors, self._marks, strict=True) if version(t) != mark]
 
     def check(
         self, where: str, what: str, by: str = "forward", hint: str = "", error: type[Exception] = StaleResidualError
     ) -> None:
-        """Raise with the path of a tensor in `what`, which is the tree, if one was written to since."""
+        """Raise if a tensor was written to since, with its path in the tree, which the error calls `what`."""
         found = self.written()
         if found:
             path = next(path for path, leaf in paths(self._tree).items() if leaf is found[0])
@@ -198,8 +198,8 @@ class Versions:
 
 
 def marks_of(node: Any) -> Any:
-    """The marks of a node of which some tensors have no version; None where none has one, IDLE where nothing is kept and no
-    gradient of x asked."""
+    """The marks of a node, some of whose tensors may have no version; None if no tensor has one, IDLE if residuals hold nothing and
+    need no gradient of x."""
     found = tuple([versions(getattr(node, name), mark_of) for name in node.guarded])
     if any([mark is not None for mark in _flat(found)]):
         return found
@@ -208,7 +208,7 @@ def marks_of(node: Any) -> Any:
 
 
 def post_init(self: Any, moved: Aside | None) -> None:
-    """The end of a node's `__init__`; `moved` is of the node of which it is made."""
+    """The end of a node's `__init__`; `moved` comes from the node from which this one is made."""
     compiling = torch.compiler.is_dynamo_compiling()
     self._marks = None if compiling else marks_of(self)
     if not compiling and moved is not None and moved.value is not None:
@@ -216,13 +216,13 @@ def post_init(self: Any, moved: Aside | None) -> None:
 
 
 def still(node: Any) -> bool:
-    """Whether a node may be used whose marks are not a tuple."""
+    """Whether a node whose marks are not a tuple may be used."""
     marks = node._marks
     return marks is None or (type(marks) is Unlike and not marks.expected and stale_path(node) is None)
 
 
 def stale_path(node: Any) -> str | None:
-    """The path of a leaf that was written to since it was marked."""
+    """The path of a leaf that was written to since it was marked, or None."""
     marks = node._marks.marks if type(node._marks) is Unlike else node._marks
     for name, mark in zip(node.guarded, marks, strict=True) if type(marks) is tuple else ():
         value = getattr(node, name)
@@ -244,12 +244,12 @@ def _pairs(value: Any, mark: Any) -> list[tuple[Tensor, Any]]:
 
 
 def _holes(value: Any) -> int:
-    """How many leaves are None."""
+    """The number of leaves that are None."""
     return 0 if isinstance(value, Tensor) else sum([leaf is None for leaf in leaves(value)])
 
 
 def _storage(t: Tensor) -> int | None:
-    """What a tensor shares with its views, with the count of writes; None for a wrapper, which has none."""
+    """The address of the storage that a tensor shares with its views; None for a wrapper, which has none."""
     try:
         return t.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
@@ -257,7 +257,7 @@ def _storage(t: Tensor) -> int | None:
 
 
 class Form(NamedTuple):
-    """What a backward expects of a kept tensor, or of what stands for one in fewer bits: then `parts` are those of its tensors."""
+    """The form that a backward expects of a saved tensor, or of a node that stands for one in fewer bits, which has `parts`."""
 
     dtype: torch.dtype
     shape: Any
@@ -271,7 +271,8 @@ class Form(NamedTuple):
         return Form(t.dtype, t.shape, t.device, tuple([Form.of(part) for part in tensors(t)]))
 
     def fits(self, other: Form) -> bool:
-        """Sizes that a tracer left open fit any: to compare them would fix them. A tensor fits what stands for it."""
+        """Whether `other` can take its place. A size that a tracer left open fits any: a comparison would fix it. A tensor fits a
+        node that stands for it."""
         if other.dtype is not self.dtype or other.device != self.device or len(other.shape) != len(self.shape):
             return False
         if any([type(a) is type(b) is int and a != b for a, b in zip(self.shape, other.shape, strict=True)]):
@@ -279,11 +280,11 @@ class Form(NamedTuple):
         return len(self.parts) != len(other.parts) or all([a.fits(b) for a, b in zip(self.parts, other.parts, strict=True)])
 
     def at(self, dtype: torch.dtype, device: torch.device) -> Form:
-        """The same in a dtype, on a device."""
+        """The same form in another dtype, on another device."""
         return Form(dtype, self.shape, device, tuple([part._replace(device=device) for part in self.parts]))
 
     def said(self, other: Form) -> str:
-        """What sets it apart from another."""
+        """This form as text, to be shown beside `other`: with the device if it differs, or its first part that does not fit."""
         if self[:3] == other[:3] and self.parts:
             return next((a.said(b) for a, b in zip(self.parts, other.parts, strict=True) if not a.fits(b)), "")
         return f"{short(self.dtype)}{list(self.shape)}{f' on {self.device}' if self.device != other.device else ''}"
@@ -295,7 +296,7 @@ def _stands_for_a_tensor(node: Any) -> bool:
 
 
 def _kept(value: Any) -> dict[str, Any]:
-    """The leaves of a field that are not None, by path; what stands for a tensor is one."""
+    """The leaves of a field that are not None, by path; a node that stands for a tensor is one leaf."""
     if isinstance(value, Tensor):
         return {"": value}
     return {} if value is None else {p: v for p, v in paths(value, is_leaf=_stands_for_a_tensor).items() if v is not None}
@@ -304,16 +305,16 @@ def _kept(value: Any) -> dict[str, Any]:
 def _form(leaf: Any) -> Form | None:
     try:
         return Form.of(leaf) if isinstance(leaf, Tensor) or _stands_for_a_tensor(leaf) else None
-    except AttributeError:  # of what stands for a tensor and lacks its codes
+    except AttributeError:  # a node that stands for a tensor but lacks its codes
         return None
 
 
-STAND_INS: set[type] = set()  # of what is put in a leaf's place for a while, by one who puts the leaf back before a backward
+STAND_INS: set[type] = set()  # classes of what takes a leaf's place for a while, until the leaf is put back before a backward
 
 
 class Unlike(NamedTuple):
-    """Stands for the marks of a node of which a leaf is not of the form that the forward gave it: what its backward says (nothing,
-    where all leaves were cast or moved together), the marks that it would have, and what it was made of."""
+    """Takes the place of a node's marks if a leaf has not the form that the forward gave it: the error that its backward raises
+    (empty if all leaves were cast or moved together), the marks that it would have, and what is known of the node before."""
 
     path: str
     expected: str
@@ -327,7 +328,7 @@ _BACK = "Put back what the forward kept, with funcops.trees.replace, or run the 
 
 
 class Known(NamedTuple):
-    """A tensor (held weakly) and its mark, and whether it had been written to by the time that its node was walked over."""
+    """A tensor (held weakly), its mark, and whether it had been written to when its node was walked over."""
 
     ref: Any
     mark: Any
@@ -338,14 +339,14 @@ class Known(NamedTuple):
         return Known(weakref.ref(t), mark, bool(version(t) != mark))
 
     def written(self) -> bool:
-        """Whether it was written to; of one that is gone, before the walk."""
+        """Whether it was written to; for a tensor that is gone, before the walk."""
         return self.stale or ((t := self.ref()) is not None and bool(version(t) != self.mark))
 
 
 class Moved(NamedTuple):
-    """What a node hands to one that is made of its leaves, by a walk over a tree, `replace` or a copy: by field, what is known of
-    its guarded tensors, and the forms and the number of leaves that are None as the forward left them. `others`: tensors that an
-    edit put away, which keep their marks where they come back. No tensor is kept alive.
+    """The facts that a node passes to one made from its leaves, by a walk over a tree, `replace` or a copy: by field, what is known
+    of its guarded tensors, and, as the forward left them, the forms of leaves and the number of leaves that are None. `others`:
+    tensors that an edit replaced, which keep their marks if they come back. No tensor is kept alive.
     A node that was given away has no leaves to walk over."""
 
     known: dict[str, list[Known]]
@@ -380,14 +381,14 @@ class Moved(NamedTuple):
         return Aside(Moved(known, forms, holes, others))
 
     def edited(self, names: Iterable[str]) -> Moved:
-        """For a node that gets other values in these fields: what is not made of the tensors that were there is fresh."""
+        """The facts for a node with other values in these fields: a tensor that is not made from the ones there before is fresh."""
         gone = [one for name in names for one in self.known.get(name, ())]
         known = {name: [] if name in names else own for name, own in self.known.items()}
         return self._replace(known=known, others=(*self.others, *gone))
 
     def to(self, node: Any) -> None:
-        """Mark the new node. A tensor that is the very same, or a view of it, keeps its mark. Any other is a copy, or made in some
-        other way, of what was in its place: it is stale where that is, and fresh as it is now where that is fresh."""
+        """Mark the new node. The very same tensor, or a view of it, keeps its mark. Any other was copied, or made in another way,
+        from the tensor in its place: it is stale if that is stale, otherwise fresh as it is now."""
         every = [*self.others, *[one for own in self.known.values() for one in own]]
         alive = [(t, one.mark) for one in every if (t := one.ref()) is not None]
         same = {id(t): mark for t, mark in alive}
@@ -401,7 +402,7 @@ class Moved(NamedTuple):
         def marks(name: str) -> Any:
             value, sources = getattr(node, name), self.known.get(name, [])
             stale = [one.written() for one in sources]
-            if len(sources) != len(tensors(value)):  # taken apart, or packed: there are no places to go by
+            if len(sources) != len(tensors(value)):  # taken apart, or packed: places do not correspond
                 turn = itertools.repeat(any(stale))
             else:
                 turn = iter(stale)  # type: ignore[assignment]
@@ -418,8 +419,8 @@ class Moved(NamedTuple):
         self._compare(node)
 
     def _compare(self, node: Any) -> None:
-        """Note the first leaf that is missing, or not of the form that the forward gave it. All of a node may be cast, or go to
-        another device, together: its backward is then that of what came of it."""
+        """Note the first leaf that is missing, or has not the form that the forward gave it. All leaves of a node may be cast, or
+        moved to another device, together: its backward then runs on the results."""
         if all([_as_before(getattr(node, name), forms) for name, forms in self.forms.items()]):
             return
         rows: list[tuple[str, Form, Any]] = []
@@ -442,7 +443,7 @@ class Moved(NamedTuple):
 
 
 def _as_before(value: Any, forms: list[Form | None]) -> bool:
-    """Whether it is plain to see that a field has the form that it had."""
+    """Whether a field has the form that it had, as far as a quick look tells."""
     if type(value) is not Tensor or len(forms) != 1 or (form := forms[0]) is None:
         return value is None and not forms
     return value.dtype is form.dtype and value.shape == form.shape and value.device == form.device
@@ -453,7 +454,7 @@ def _joined(name: str, path: str) -> str:
 
 
 def _unlike(rows: list[tuple[str, Form, Any]]) -> tuple[str, str, str, type[Exception]] | None:
-    """The path of the first leaf that has not its form, what it must be, what it is, and the error to raise."""
+    """The path of the first leaf without its form, what it must be, what it is, and the error to raise; else None."""
     plain = [(form, leaf) for _, form, leaf in rows if isinstance(leaf, Tensor) and form.dtype.is_floating_point and not form.parts]
     cast = len({leaf.dtype for _, leaf in plain}) == 1 and all([leaf.is_floating_point() for _, leaf in plain])
     moved = len({got.device for _, _, leaf in rows if (got := _form(leaf))}) == 1
@@ -471,7 +472,7 @@ def _unlike(rows: list[tuple[str, Form, Any]]) -> tuple[str, str, str, type[Exce
 
 
 def edited(node: Any, **changes: Any) -> Any:
-    """`replace`: a node with other values in some fields, which are what the caller says, and no copies of what was there."""
+    """`replace` of a node: a node with other values in some fields, which count as fresh, not as copies of the old values."""
     moved = Moved.of(node)
     if moved.value is not None:
         moved = Aside(moved.value.edited(changes))
@@ -479,7 +480,7 @@ def edited(node: Any, **changes: Any) -> Any:
 
 
 def told(node: Any) -> tuple[Any, ...]:
-    """What a deep copy of a node, or a pickle, must be told: its fields that are stale, and which leaf is not of its form."""
+    """The facts that a deep copy or a pickle of a node needs: which fields are stale, and which leaf has not its form."""
     unlike = node._marks if type(node._marks) is Unlike else None
     marks = unlike.marks if unlike else node._marks
     now = [versions(getattr(node, name), version) for name in node.guarded]
@@ -488,7 +489,7 @@ def told(node: Any) -> tuple[Any, ...]:
 
 
 def heard(node: Any, stale: list[str], unlike: Any) -> None:
-    """Mark a copy with that."""
+    """Mark a copy with the facts of `told`."""
     if stale:
         every = zip(node.guarded, node._marks or (None,) * len(node.guarded), strict=True)
         node._marks = tuple([versions(getattr(node, n), lambda _: STALE) if n in stale else mark for n, mark in every])

@@ -18,12 +18,12 @@ MOVED = {
     "funcops.recipes": "funcops.formats.recipes",
     "funcops.scaled": "funcops.formats.scaled",
 }
-GONE = {"funcops.bench": "the benchmarks are no longer installed: run `python -m benchmarks` in a checkout of funcops"}
+GONE = {"funcops.bench": "the benchmarks are not part of the package: run `python -m benchmarks` in a checkout of funcops"}
 _PREFIXES = {"funcops.dist.": "funcops.distributed."}
 
 
 def new_path(name: str) -> str | None:
-    """Where the module of an old import path is now; None for a path that has not moved.
+    """The new import path of a module that has moved; None for a path that has not.
 
     >>> from funcops.contract.moved import new_path
     >>> new_path("funcops.op"), new_path("funcops.dist.mesh"), new_path("funcops.trees")
@@ -49,7 +49,7 @@ class OldPaths(MetaPathFinder, Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = importlib.import_module(str(new_path(spec.name)))
-        self._own = module.__spec__  # the import system puts the old path's there
+        self._own = module.__spec__  # the import system replaces it by the old path's
         return module
 
     def exec_module(self, module: ModuleType) -> None:
@@ -57,8 +57,8 @@ class OldPaths(MetaPathFinder, Loader):
 
 
 class Face(ModuleType):
-    """A module whose own names stay when the import system binds a module of the same name in it, as `import funcops.dist.parallel`
-    would in the place of the function `dist.parallel`."""
+    """A module whose own names stay when the import system binds a submodule of the same name in it: `import funcops.dist.parallel`
+    would otherwise replace the function `dist.parallel`."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if not (isinstance(value, ModuleType) and name in self.__dict__):

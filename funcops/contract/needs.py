@@ -1,4 +1,4 @@
-"""`Needs`: which gradients will be asked for. Static, hashable; it decides what the residuals hold."""
+"""`Needs`: which gradients a backward will compute. Static, hashable; it decides what the residuals hold."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Needs:
     """`Needs(x=True, params=True)`; each side is a bool, or the paths that need a gradient.
 
     A mask may be given as an iterable of dotted paths (a path covers all below it) or as a tree of bools, and is kept
-    as a sorted tuple of paths. Equal needs are one object, but for those that a compiler makes while it traces.
+    as a sorted tuple of paths. Equal needs are one object, except those that a compiler makes while it traces.
 
     >>> from funcops import Needs
     >>> Needs(params={"weight": True, "bias": False})
@@ -27,8 +27,8 @@ class Needs:
     __slots__ = ("_hash", "again", "drop", "params", "x")
     x: Mask
     params: Mask
-    drop: tuple[str, ...]  # fields that a program computes again instead: what else is asked for, but for these
-    again: bool  # whether a program will ask for y again
+    drop: tuple[str, ...]  # fields that the residuals leave out, as a program recomputes them
+    again: bool  # whether a program will recompute y
     ALL: ClassVar[Needs]
     NONE: ClassVar[Needs]
 
@@ -52,11 +52,11 @@ class Needs:
         return self
 
     def dropping(self, fields: tuple[str, ...]) -> Needs:
-        """The same gradients, of residuals that lack these fields until a program fills them in."""
+        """The same gradients, with residuals that lack these fields until a program fills them in."""
         return _intern(self.x, self.params, fields, self.again)
 
     def with_again(self) -> Needs:
-        """The same gradients, and y once more."""
+        """The same gradients, and y recomputed."""
         return _intern(self.x, self.params, self.drop, True)
 
     def param(self, path: str) -> bool:
@@ -93,7 +93,7 @@ def _mask(side: str, value: Any) -> Mask:
         found = paths(value)
         for path, wanted in found.items():
             if not isinstance(wanted, bool):
-                fail("Needs", f"{side} at {path!r}", "a bool, or all of it paths", repr(wanted), TypeError)
+                fail("Needs", f"{side} at {path!r}", "a bool, or every entry a path", repr(wanted), TypeError)
         if found and all(found.values()):
             return True
         value = [path for path, wanted in found.items() if wanted]

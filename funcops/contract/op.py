@@ -6,7 +6,7 @@ by `funcops.testing.check_op`:
 
 1. Split: `bwd` is `dgrad` then `wgrad`, bit for bit, into accumulators too.
 2. Pure: no argument is written to, `into` and donated trees aside; the same call gives the same bits.
-3. Mirror: dparams has the structure of params, dx that of x; None where no gradient was needed or none exists.
+3. Mirror: dparams has the structure of params, dx the structure of x; None where no gradient was needed or none exists.
 4. Frugal: residuals hold exactly what the backward reads under `needs`, inputs as the very same objects; pending what wgrad reads.
 5. Right: gradients match autograd and finite differences in float64.
 6. Two implementations, one meaning.
@@ -76,9 +76,9 @@ when_switched(lambda on: globals().update(any_autocast=asked if on else torch._C
 
 
 class Ahead(NamedTuple):
-    """What an op can begin before its turn comes, as a `repeat` asks for it a layer ahead. `begin(given, cfg)`, of params or of
-    residuals: an object with `ready()`, which the op's functions take in their place. `bwd` and `wgrad(..., cfg, into)`: with
-    dparams that `settle(dparams, into)` makes what they are."""
+    """The work that an op can begin before its turn: a `repeat` begins it one layer ahead. `begin(given, cfg)` of params or
+    residuals returns an object with `ready()`, whose result the op's functions take in place of these. `bwd` and
+    `wgrad(..., cfg, into)` return dparams still in flight, which `settle(dparams, into)` completes."""
 
     begin: Any
     bwd: Any
@@ -88,17 +88,17 @@ class Ahead(NamedTuple):
 
 class Op(NamedTuple):
     """An operator as data: the functions that generic code takes. `keyed`: the last part of x is a random key. `cheap`: "norm" or
-    "elementwise" where y costs little more than reading x, so that a chain rather computes it again in its backward than keeps
-    it; else "". `params`, `residuals` and `pending` are the classes of these trees: of residuals `Saved` where each config has its
-    own; None where they are those of the parts, or any tree. `again(residuals, cfg)`, of a cheap op: the bits of its y, of the kept
-    fields that are AGAIN. `lower`, of a combinator: how it writes down its parts (`funcops.program.lower`). `view`: whether y is x
-    or a view of it. `products(pending, cfg, into=)`: what `wgrad(pending, cfg, into=)` would add to `into`, as products not yet
-    run, which `batch_wgrads` joins with others by `join(products, how)` of their class; what is no product is added at once.
-    `ahead`: what it can begin before its turn.
+    "elementwise" if y costs little more than reading x, so that a chain recomputes it in its backward instead of saving it; else
+    "". `params`, `residuals` and `pending` are the classes of these trees; `residuals` is `Saved` if its class depends on the
+    config; None if the tree is built from the parts', or is any pytree. `again(residuals, cfg)`, of a cheap op: recomputes the bits
+    of y from the saved fields that are AGAIN. `lower`, of a combinator: writes its parts as calls (`funcops.program.lower`).
+    `view`: whether y is x or a view of it. `products(pending, cfg, into=)`: what `wgrad(pending, cfg, into=)` would add to `into`,
+    as products not yet run, which `batch_wgrads` joins with others by `join(products, how)` of their class; anything else is added
+    at once. `ahead`: what it can begin before its turn.
 
     Raises, of every op's functions, before any of them computes or changes anything: `TypeError` or `ValueError` for a config,
-    params, residuals or a pending of another op, for an x or dy of another shape, dtype or device (`dy` must be as y was), and
-    for an `into` that is not as the gradients are; `DonatedError` and `StaleResidualError` for residuals that were given away or
+    params, residuals or a pending of another op, for an x or dy of another shape, dtype or device (`dy` must be like y), and
+    for an `into` that is not like the gradients; `DonatedError` and `StaleResidualError` for residuals that were given away or
     changed.
 
     >>> from funcops import Op, scale
@@ -130,7 +130,7 @@ class Op(NamedTuple):
         )
 
     def fields(self) -> dict[str, Field]:
-        """What its residuals keep, by name; nothing where each config has its own."""
+        """The declared fields of its residuals, by name; none if their class depends on the config."""
         return getattr(self.residuals, "fields", {})
 
     def __repr__(self) -> str:
@@ -143,7 +143,7 @@ class Op(NamedTuple):
         return self
 
     def __reduce__(self) -> Any:
-        """By reference: as a name of the module of its functions or of its config, or as what made it of others (`made_by`)."""
+        """Pickle by reference: a name in the module of its functions or config, or what made it from others (`made_by`)."""
         for module in dict.fromkeys([str(getattr(of, "__module__", "")) for of in (self.fwd, self.config, self.init)]):
             for name, value in list(vars(sys.modules.get(module, Op)).items()):
                 if value is self:
@@ -170,11 +170,11 @@ def make_op(
     keyed: bool = False, cheap: str = "", again: Any = None, lower: Any = None, view: bool = False, products: Any = None,
     ahead: Any = None,
 ) -> Op:  # fmt: skip
-    """Build an `Op`, deriving `bwd`, and for an op without params `init` and `wgrad`; `products` where none can be joined. The
+    """Build an `Op`, deriving `bwd`, for an op without params `init` and `wgrad`, and `products` if none can be joined. The
     functions carry the decorators `forward`, `dgrad_of`, `wgrad_of`, `again_of` and `bwd_of`, which name the classes of its trees;
-    a given `bwd` must equal `dgrad` then `wgrad` bit for bit (the Split law checks it). `cheap`: `"elementwise"` or `"norm"` where
-    y costs little more than reading x, together with `again(residuals, cfg)`, which gives it once more; `""` for any other op. The
-    others are those of `Op`.
+    a given `bwd` must equal `dgrad` then `wgrad` bit for bit (the Split law checks it). `cheap`: `"elementwise"` or `"norm"` if
+    y costs little more than reading x, together with `again(residuals, cfg)`, which recomputes it; `""` for any other op. The
+    other arguments are fields of `Op`.
 
     Raises `ValueError` for another `cheap`, for one of `cheap` and `again` without the other, and for a `wgrad` without `init`."""
     if cheap not in ("", "elementwise", "norm"):
@@ -186,7 +186,7 @@ def make_op(
     name = exact(name)
     config, init = with_hooks(config), init or _no_params(name, config)
     if wgrad is None:
-        dgrad.alone = True  # what it gives is dx: without that there is nothing to compute
+        dgrad.alone = True  # it computes only dx: if that is not needed, nothing
         wgrad, bwd = _no_wgrad(name, config), bwd or _dgrad_as_bwd(name, dgrad)
     pending, params = getattr(wgrad, "opens", (None, None))
     bwd = bwd or _derived_bwd(name, dgrad, wgrad)
@@ -200,7 +200,7 @@ def make_op(
 def no_params(
     op: Op, dgrad: DgradOf[R_in, D_in, C_in, tuple[Y_out, None]]
 ) -> tuple[NoInit[C_in], BwdOf[R_in, D_in, C_in, None, Y_out], WgradOf[None, C_in, None]]:
-    """What `make_op` derives for an op without params, `init`, `bwd` and `wgrad`, with the types of its dgrad."""
+    """The `init`, `bwd` and `wgrad` that `make_op` derives for an op without params, with the types of its dgrad."""
     return op.init, op.bwd, op.wgrad
 
 
@@ -212,7 +212,7 @@ def both_halves(
 
 
 def wrap(op: Op, made_by: tuple[Callable[..., Op], tuple[Any, ...]], *, fwd: Any, **changes: Any) -> Op:
-    """An op made of another, with functions of its own: one call of a program, which gives no y again unless told how. `made_by`:
+    """An op made from another, with functions of its own: one call of a program, whose y is recomputed only if told how. `made_by`:
     the function and arguments that make it, by which it is pickled."""
     fwd.made_by = made_by
     if "wgrad" in changes:
@@ -223,8 +223,8 @@ def wrap(op: Op, made_by: tuple[Callable[..., Op], tuple[Any, ...]], *, fwd: Any
 def forward(
     config: type, params_class: type = NoneType
 ) -> Callable[[Written[P_in, X_in, C_in, Y_out, R_out]], Forward[P_in, X_in, C_in, Y_out, R_out]]:
-    """Decorator of a `fwd`: checks the types of cfg, params and needs, then runs it. What it makes raises `TypeError` for those of
-    another type, `ValueError` for `needs` of paths that there are not, `RuntimeError` under autocast."""
+    """Decorator of a `fwd`: checks the types of cfg, params and needs, then runs it. The new function raises `TypeError` if one has
+    another type, `ValueError` if `needs` names a path that does not exist, `RuntimeError` under autocast."""
 
     def decorate(fn: Any) -> Any:
         where = fn.__name__
@@ -247,8 +247,8 @@ def forward(
 
 
 def init_of(config: type) -> Callable[[F], F]:
-    """Decorator of an `init`: checks cfg, key, device and dtype, then runs it. What it makes raises `TypeError` or `ValueError` for
-    others."""
+    """Decorator of an `init`: checks cfg, key, device and dtype, then runs it. The new function raises `TypeError` or `ValueError`
+    if one is invalid."""
 
     def decorate(fn: Any) -> Any:
         where = fn.__name__
@@ -296,8 +296,8 @@ def dgrad_of(node_class: Any) -> Callable[[WrittenDgrad[R_in, D_in, C_in, Y_out]
 
 
 def again_of(node_class: Any) -> Callable[[F], F]:
-    """Decorator of an `again`: checks the class, config and staleness of the residuals, which stay as they are. What it makes
-    raises `StaleResidualError` after a write to what they alias, `TypeError` or `ValueError` for those of another op or config."""
+    """Decorator of an `again`: checks the class, config and staleness of the residuals, which it does not change. The new function
+    raises `StaleResidualError` after a write to what they alias, `TypeError` or `ValueError` for another op's or config's."""
 
     def decorate(fn: Any) -> Any:
         where = fn.__name__
@@ -377,19 +377,19 @@ def wgrad_of(
 
 
 def no_gradients(params_class: Any, cfg: Any) -> Any:
-    """A tree of params in which all is None: of a class whose fields are trees, its `without(cfg)`."""
+    """A tree of params in which every leaf is None: `without(cfg)` of a class that has it, as its fields are trees."""
     return params_class.without(cfg) if hasattr(params_class, "without") else params_class()
 
 
 def with_raw(checked: Any, raw: Any) -> Any:
-    """Note on a function what it runs after its checks. It notes itself, too: what others wrap it in copies its attributes."""
+    """Note on a function what it runs after its checks. It notes itself, too, as a wrapper copies its attributes."""
     checked.raw = checked, raw
     return checked
 
 
 def raw_of(fn: Any) -> Any:
-    """What runs after the checks of a function that a decorator here made: for a program, which makes them itself. Of a `bwd`
-    that is made of its halves these two. None for any other function."""
+    """The function that runs after the checks of a decorated one, for a program, which checks by itself; for a `bwd` derived from
+    its halves, a pair of these. None for any other function."""
     checked, raw = getattr(fn, "raw", (None, None))
     return raw if checked is fn else None
 

@@ -27,7 +27,7 @@ class Written(Protocol[P_in, X_in, C_in, Y_out, R_out]):
 
 
 class Forward(Protocol[P_in, X_in, C_in, Y_out, R_out]):
-    """A `fwd` as its callers see it: there are residuals, unless `needs` asks for none."""
+    """A `fwd` as its callers see it: there are residuals, unless `needs` asks for no gradient."""
 
     @overload
     def __call__(self, params: P_in, x: X_in, cfg: C_in) -> tuple[Y_out, R_out]: ...
@@ -42,7 +42,7 @@ class WrittenDgrad(Protocol[R_in, D_in, C_in, Y_out]):
 
 
 class DgradOf(Protocol[R_in, D_in, C_in, Y_out]):
-    """A `dgrad` as its callers see it. A dy of None is zero; that a forward kept nothing (residuals of None) raises."""
+    """A `dgrad` as its callers see it. A dy of None is zero; residuals of None (the forward saved nothing) raise."""
 
     def __call__(self, residuals: R_in | None, dy: D_in | None, cfg: C_in) -> Y_out: ...
 
@@ -54,7 +54,7 @@ class WrittenBwd(Protocol[R_in, D_in, C_in, P_any, Y_out]):
 
 
 class BwdOf(Protocol[R_in, D_in, C_in, P_any, Y_out]):
-    """A `bwd` as its callers see it, as `DgradOf`."""
+    """A `bwd` as its callers see it; residuals or a dy of None mean the same as in `DgradOf`."""
 
     def __call__(self, residuals: R_in | None, dy: D_in | None, cfg: C_in, *, into: P_any | None = ...) -> tuple[P_any, Y_out]: ...
 
@@ -66,7 +66,7 @@ class WrittenWgrad(Protocol[G_in, C_in, P_any]):
 
 
 class WgradOf(Protocol[G_in, C_in, P_any]):
-    """A `wgrad` as its callers see it: of a pending of None, too."""
+    """A `wgrad` as its callers see it: the pending may be None."""
 
     def __call__(self, pending: G_in | None, cfg: C_in, *, into: P_any | None = ...) -> P_any: ...
 

@@ -22,8 +22,8 @@ class Format:
     """How a tensor is written in few bits.
 
     `element`: "e4m3" (largest 448), "e5m2" (57344) or "e2m1" (6). `tile`: (rows, columns) of the elements that share a scale, 0 for
-    all there are. `scales`: "pow2" or "float32" (tiles (0, 0), (1, 0), (1, 128), (128, 128)), "e8m0" ((1, 32), (32, 32); OCP MX),
-    or "e4m3" (e2m1 alone, (1, 16), (16, 16); NVFP4). Raises `ValueError` for other combinations.
+    all. `scales`: "pow2" or "float32" (tiles (0, 0), (1, 0), (1, 128), (128, 128)), "e8m0" ((1, 32), (32, 32); OCP MX),
+    or "e4m3" (only for e2m1; (1, 16), (16, 16); NVFP4). Raises `ValueError` for other combinations.
 
     >>> from funcops.low_precision import Format
     >>> Format("e4m3", (1, 128)) == Format("e4m3")
@@ -31,7 +31,7 @@ class Format:
     >>> Format("e2m1", (1, 128))
     Traceback (most recent call last):
         ...
-    ValueError: Format: element must be e2m1 with e4m3 scales, and e2m1 with scales of blocks, got e2m1, pow2
+    ValueError: Format: element must be e2m1 with e4m3 scales, or e4m3 or e5m2 with pow2 or float32 scales, got e2m1, pow2
     """
 
     element: str = dataclasses.field(kw_only=False)
@@ -50,36 +50,36 @@ class Format:
                 right,
                 "Format",
                 "element",
-                "e2m1 with e4m3 scales, and e2m1 with scales of blocks",
+                "e2m1 with e4m3 scales, or e4m3 or e5m2 with pow2 or float32 scales",
                 f"{self.element}, {self.scales}",
             )
         by_rows = Format(self.element, (1, 0), self.scales) if self.tile == (0, 0) else self
         object.__setattr__(self, "by_rows", by_rows)
 
-    by_rows: ClassVar[Format]  # with a scale for each row, where it has one for all
+    by_rows: ClassVar[Format]  # the same format with one scale for each row, if it has one for the whole tensor; else itself
 
     @property
     def name(self) -> str:
-        """`e4m3 1x128 pow2`."""
+        """The format as a text, such as `e4m3 1x128 pow2`."""
         return f"{self.element} {'x'.join(str(n or 'all') for n in self.tile)} {self.scales}"
 
     @property
     def square(self) -> bool:
-        """Whether a transposed copy is exact: tiles that are as wide as high."""
+        """Whether a transposed copy is exact: its tiles are as wide as high."""
         return self.tile[0] == self.tile[1]
 
     @property
     def whole(self) -> bool:
-        """Whether it needs the largest element of the whole tensor: one scale for all, or one beside those of tiles."""
+        """Whether quantising needs the whole tensor's largest element, for its only scale or for one beside the tiles'."""
         return self.tile == (0, 0) or self.scales == "e4m3"
 
     @property
     def turns(self) -> bool:
-        """Whether "col" codes follow from "row" codes: by a transposed copy, or by tiling anew with scales of powers of two."""
+        """Whether "col" codes can be made from "row" codes: by a transposed copy, or by tiling anew with power-of-two scales."""
         return self.square or self.scales == "pow2"
 
     def args(self) -> tuple[str, int, int, str]:
-        """As kernels take it."""
+        """The arguments by which kernels take a format: element, rows and columns of a tile, scales."""
         return self.element, *self.tile, self.scales
 
 
@@ -94,4 +94,4 @@ E2M1_NV_SQUARE = Format("e2m1", (16, 16), "e4m3")
 _MADE_OF = {"pow2": ("e4m3", "e5m2"), "float32": ("e4m3", "e5m2"), "e8m0": ("e4m3", "e5m2", "e2m1"), "e4m3": ("e2m1",)}
 FORMATS = tuple(
     [Format(element, tile, kind) for kind in _TILES for tile in _TILES[kind] for element in _MADE_OF[kind]]
-)  # every one
+)  # all valid formats

@@ -21,11 +21,11 @@ from funcops.trees import Aside, leaf, register, replace, show, stands_for_one, 
 @counts_writes
 @tree
 class QTensor:
-    """A tensor in few bits: a node of a tree, and no tensor. It counts as the one leaf that it stands for: its gradient is dense.
+    """A tensor in few bits: a tree node, not a tensor. It counts as the one leaf that it stands for; its gradient is dense.
 
     `side` "row": codes in the layout of x, [*, K], scales by blocks along K. "col": codes of the transposed x, [K, R], scales by
-    blocks along its rows, `hadamard`: after x was transformed along these. `scale` multiplies all (NVFP4). `shape` and `dtype`
-    are those of x, whatever the side.
+    blocks along R; with `hadamard`, x was transformed along R before. `scale` multiplies all elements (NVFP4). `shape` and `dtype`
+    are x's, whatever the side.
 
     >>> import torch
     >>> from funcops.low_precision import Format, QTensor, quantize_tensor
@@ -46,11 +46,11 @@ class QTensor:
     hadamard: bool = static(False)
 
     def zero_gradient(self, dtype: torch.dtype | None = None) -> Tensor:
-        """An accumulator of the gradient, which is dense."""
+        """Zeros to accumulate the gradient in, which is dense."""
         return self.codes.new_zeros(self.shape, dtype=dtype or self.dtype)
 
     def cast(self, dtype: torch.dtype) -> QTensor:
-        """Itself: codes and scales are what they are."""
+        """Return itself: a cast does not change codes and scales."""
         return self
 
     @property
@@ -63,17 +63,17 @@ class QTensor:
 
     @property
     def width(self) -> int:
-        """Elements along the last dimension of codes, those that fill it up included."""
+        """The number of elements along the last dim of the codes, padding included."""
         return self.codes.shape[-1] * (2 if self.format.element == "e2m1" else 1)
 
     def each(self) -> list[QTensor]:
-        """Of stacked ones, those along the first dimension."""
+        """Split a stacked `QTensor` along the first dim of its codes."""
         scale = [None] * len(self.codes) if self.scale is None else self.scale
         parts = zip(self.codes, self.scales, scale, strict=True)
         return [replace(self, codes=codes, scales=scales, scale=of) for codes, scales, of in parts]
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Codes times scales, rounded once to `dtype` (that of x by default): [*, K], for either side; of stacked ones as many."""
+        """Codes times scales, rounded once to `dtype` (by default x's): [*, K] for either side, after stacked dims."""
         if self.codes.dim() > (len(self.shape) if self.side == "row" else 2):
             return torch.stack([one.dequantize(dtype) for one in self.each()])
         out = self.dtype if dtype is None else dtype
@@ -88,10 +88,10 @@ class QTensor:
 @stands_in
 @dataclasses.dataclass(slots=True, eq=False, repr=False)
 class QWeight:
-    """A weight as its products read it: y's reads `row`, dx's `col`; where `col` is None it is made of `row` when it is read.
+    """A weight as its products read it: y's reads `row`, dx's reads `col`; a `col` of None is made from `row` when it is read.
 
-    `key` rounds dy stochastically, where a recipe asks for that. It knows the weight that it was made of, as long as that lives,
-    and is stale once that is written to.
+    `key` rounds dy stochastically, if the recipe does. It has a weak reference to the weight that it was made from, and is stale
+    once that weight is written to.
 
     >>> import torch
     >>> from funcops import QLinearConfig, qlinear, random
@@ -110,16 +110,16 @@ class QWeight:
     __repr__ = show
 
     def zero_gradient(self, dtype: torch.dtype | None = None) -> Tensor:
-        """An accumulator of the gradient, which is dense; of stacked weights as many."""
+        """Zeros to accumulate the gradient in, which is dense; with the stacked dims in front."""
         return self.row.codes.new_zeros(self.shape, dtype=dtype or self.dtype)
 
     def cast(self, dtype: torch.dtype) -> QWeight:
-        """Itself, as its codes are."""
+        """Return itself: a cast does not change codes."""
         return self
 
     @property
     def shape(self) -> torch.Size:
-        """[O, I], and in front what it is stacked by."""
+        """[O, I], after the dims that it is stacked by."""
         lead, own = self.row.codes.shape, self.row.shape
         return torch.Size((*lead[: len(lead) - len(own)], *own))
 
@@ -132,13 +132,13 @@ class QWeight:
         return self.row.device
 
     def made_of(self, weight: Tensor) -> QWeight:
-        """Note what it was made of, as it is now."""
-        if not torch.compiler.is_compiling():  # a graph's weights have no count of writes
+        """Note the weight that it was made from, and that weight's count of writes now."""
+        if not torch.compiler.is_compiling():  # inside a graph weights have no count of writes
             self.source = Aside((weakref.ref(weight), mark_of(weight)))
         return self
 
     def stale(self) -> bool:
-        """Whether the weight was written to since."""
+        """Whether the weight that it was made from has been written to since."""
         if self.source.value is None:
             return False
         ref, then = self.source.value
@@ -151,15 +151,15 @@ counts_writes(QWeight)
 
 
 def stacked(made: list[QTensor]) -> QTensor:
-    """Tensors of one format and shape as one, in front of all else a dimension of them."""
+    """Stack tensors of one format and shape along a new first dim."""
     codes, scales = (torch.stack([getattr(q, name) for q in made]) for name in ("codes", "scales"))
     scale = None if made[0].scale is None else torch.stack([q.scale for q in made])  # type: ignore[misc]
     return replace(made[0], codes=codes, scales=scales, scale=scale)
 
 
 def quantized_weight(weight: Tensor, format: Format, columns: bool, amax: Tensor | None = None) -> QWeight:
-    """A weight [O, I] by rows for y; and by columns for dx, where these are wanted now, or do not follow from the rows. `amax`: as
-    `quantize_tensor` takes it."""
+    """Quantise a weight [O, I] by rows for y, and also by columns for dx if `columns`, or if these cannot be made from the rows.
+    `amax`: see `quantize_tensor`."""
     if columns or not format.turns:
         return QWeight(*quantize_sides(weight, format, amax), None, Aside())
     return QWeight(quantize_tensor(weight, format, amax=amax), None, None, Aside())
@@ -175,11 +175,12 @@ def quantize_tensor(
     hadamard: bool = False,
     where: str = "quantize_tensor",
 ) -> QTensor:
-    """x [*, K] in a format.
+    """Quantise x [*, K] in a format.
 
-    `side`: "row" or "col" (see `QTensor`). `key`: round stochastically. `amax`: float32 [1], taken for the largest |x| of the whole
-    tensor, of formats that need one (such as one over several devices). `hadamard`: of "col", transform x along its rows, 16 at a
-    time, which spreads outliers: a product of two such operands is that of the plain ones. Raises `ValueError` or `TypeError`.
+    `side`: "row" or "col" (see `QTensor`). `key`: round stochastically. `amax`: float32 [1], used as the largest |x| of the whole
+    tensor, for formats that need it (such as the amax over several devices). `hadamard`: for "col", transform x along R, 16
+    elements at a time, which spreads outliers: the product of two such operands is the product of the plain ones. Raises
+    `ValueError` or `TypeError`.
 
     >>> import torch
     >>> from funcops.low_precision import Format, quantize_tensor
@@ -192,7 +193,7 @@ def quantize_tensor(
     require(side in ("row", "col"), where, "side", "'row' or 'col'", repr(side))
     require(side == "col" or not hadamard, where, "hadamard", "False for the side 'row'", hadamard)
     if amax is not None:
-        require(format.whole, where, "amax", f"None (the scales of {format.name} need none of the whole tensor)", describe(amax))
+        require(format.whole, where, "amax", f"None (the scales of {format.name} need no amax of the tensor)", describe(amax))
         check(where, "amax", amax, (1,), torch.float32, x)
     elif format.whole:
         amax = kernels.amax(x, hadamard)
@@ -204,7 +205,7 @@ def quantize_tensor(
 
 
 def quantize_sides(x: Tensor, format: Format, amax: Tensor | None = None) -> tuple[QTensor, QTensor]:
-    """x [*, K] in a format, as "row" and as "col", of one read. `amax`: as `quantize_tensor` takes it."""
+    """Quantise x [*, K] in a format, as "row" and as "col", in one read of x. `amax`: see `quantize_tensor`."""
     require_type("quantize_sides", "format", format, Format)
     _check_x("quantize_sides", x)
     if format.square:
@@ -216,15 +217,15 @@ def quantize_sides(x: Tensor, format: Format, amax: Tensor | None = None) -> tup
 
 
 def by_tiles(scales: Tensor, format: Format) -> Tensor:
-    """[R / rows, K / cols] of scales as a kernel makes them."""
+    """Scales as a kernel makes them, viewed as [R / rows, K / cols]."""
     return scales.mT if kernels.by_columns(*format.tile, format.scales) else scales
 
 
 def turned(q: QTensor) -> QTensor:
-    """The "col" side of a "row" one: a transposed copy where tiles are square, else tiled anew. That has the bits of quantising x
-    itself where the elements of old and new tiles span at most 14,336 (e5m2: 7 * 2^26), half the largest over the least normal
-    number. Beyond, what is smaller may be rounded twice: an element can have fewer bits in its row's tile than in its column's.
-    Raises `ValueError` for a format whose codes would be rounded twice."""
+    """Make the "col" side from a "row" one: a transposed copy where tiles are square, else tiled anew. Tiling anew gives the bits
+    of quantising x itself if the elements of old and new tiles span a factor of at most 14,336 (e5m2: 7 * 2^26), half the largest
+    over the least normal number. Beyond that, smaller elements may be rounded twice, as an element can have fewer bits in its row's
+    tile than in its column's. Raises `ValueError` for a format whose codes would be rounded twice."""
     require_type("turned", "q", q, QTensor)
     require(q.side == "row", "turned", "q.side", "'row'", repr(q.side))
     format = q.format
@@ -236,7 +237,7 @@ def turned(q: QTensor) -> QTensor:
     elif format.square:
         codes, scales = _turned_nibbles(q), q.scales.mT
     else:
-        fail("turned", "q.format", "one with square tiles or scales of powers of two", format.name)
+        fail("turned", "q.format", "one with square tiles or power-of-two scales", format.name)
     return QTensor(codes, scales, q.scale, format=format, shape=q.shape, dtype=q.dtype, side="col", hadamard=q.hadamard)
 
 
@@ -244,15 +245,15 @@ def check_quantized(
     where: str, name: str, q: Any, format: Format, side: str, shape: torch.Size, like: Tensor | None = None,
     groups: tuple[int, ...] = (),
 ) -> None:  # fmt: skip
-    """A `QTensor` of that format, side and shape, whose codes and scales fit these, on the device of `like` (its codes', by
-    default). `groups`: the dimensions in front of all that it holds."""
+    """Raise unless q is a `QTensor` of that format, side and shape, whose codes and scales fit these, on the device of `like` (by
+    default its codes'). `groups`: the dims that its codes, scales and scale are stacked by."""
     try:
         codes, scales, scale = q.codes, q.scales, q.scale
         if (
             q.format is format
             and q.side == side
             and q.shape == shape
-            and not torch.compiler.is_compiling()  # sizes may be symbols, which no memo takes
+            and not torch.compiler.is_compiling()  # sizes may be symbols, which the memo cannot hash
             and (codes.shape, scales.shape, scales.dtype, scale is None) == _sizes(format, side, shape, q.hadamard, groups)
             and codes.dtype is torch.uint8
             and ((codes.is_cpu and scales.is_cpu) or codes.device == scales.device)
@@ -270,7 +271,7 @@ def check_quantized(
 def _sizes_of(
     format: Format, side: str, shape: torch.Size, hadamard: bool, groups: tuple[int, ...]
 ) -> tuple[torch.Size, torch.Size, torch.dtype, bool]:
-    """Of a `QTensor` the sizes of codes and scales, the dtype of scales, and whether there is none of the whole tensor."""
+    """Sizes of a `QTensor`'s codes and scales, the dtype of the scales, and whether it has no scale for the whole tensor."""
     rows, width = shape[:-1].numel(), shape[-1]
     if side == "col":
         rows, width = width, rows + (-rows % kernels.HADAMARD if hadamard else 0)
@@ -287,7 +288,7 @@ _sizes = functools.lru_cache(maxsize=1024)(_sizes_of)
 def _check_each(
     where: str, name: str, q: Any, format: Format, side: str, shape: torch.Size, like: Tensor | None, groups: tuple[int, ...]
 ) -> None:
-    """`check_quantized`, one thing after the other, in words."""
+    """The checks of `check_quantized` one by one, each with its error."""
     require_type(where, name, q, QTensor)
     if q.format != format:
         fail(where, f"{name}.format", format.name, getattr(q.format, "name", repr(q.format)))
@@ -306,14 +307,14 @@ def _check_each(
 
 
 def zero_gradient(node: Any, dtype: torch.dtype | None = None) -> Any:
-    """Zeros for the gradient of a leaf of params, in `dtype` or its own: where gradients of it are summed."""
+    """Zeros to accumulate the gradient of a params leaf in, of `dtype`, or by default the leaf's."""
     if isinstance(node, Tensor):
         return torch.zeros_like(node, dtype=dtype, memory_format=torch.contiguous_format)
     return node.zero_gradient(dtype) if stands_for_one(node) else node
 
 
 def dense(tree: Any) -> Any:
-    """The tree with every `QTensor` and `QWeight` as the tensor that it stands for.
+    """The tree with every `QTensor` and `QWeight` replaced by the tensor that it stands for.
 
     >>> import torch
     >>> from funcops.low_precision import Format, dense, quantize_tensor
@@ -330,7 +331,7 @@ def dense(tree: Any) -> Any:
 def _check_x(where: str, x: Any) -> None:
     check(where, "x", x, (...,), FLOATS)
     if x.dim() < 1:
-        fail(where, "x", "[*, K], of one dimension at least", describe(x))
+        fail(where, "x", "[*, K], with at least one dimension", describe(x))
 
 
 def _made(
@@ -342,7 +343,7 @@ def _made(
 
 
 def _turned_nibbles(q: QTensor) -> Tensor:
-    """e2m1 codes [*, K / 2] as those of the transposed tensor."""
+    """Codes of the transposed tensor, from e2m1 codes [*, K / 2]."""
     rows, width = q.shape[:-1].numel(), q.shape[-1]
     codes = q.codes.reshape(rows, -1)
     nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)[:, :width].mT

@@ -1,8 +1,8 @@
-"""Recipes of low precision: which format each operand of a linear layer's three products has. Frozen, hashable, part of a config.
+"""Low-precision recipes: the format of each operand of a linear layer's three products. Frozen, hashable, part of a config.
 
-    y = x w^T       of x and w by rows
-    dx = dy w       of dy by rows, w by columns
-    dw = dy^T x     of dy and x by columns
+    y = x w^T       reads x and w by rows
+    dx = dy w       reads dy by rows, w by columns
+    dw = dy^T x     reads dy and x by columns
 
 Only `Fp8Delayed` has state, which a caller holds (`funcops.low_precision`). Sources: NVIDIA Transformer Engine's recipes
 (`Float8BlockScaling`, `Float8CurrentScaling`, `DelayedScaling`, `MXFP8BlockScaling`, `NVFP4BlockScaling`); DeepSeek-V3
@@ -22,8 +22,8 @@ from funcops.kernels.quantize import ELEMENTS
 
 LowForm = Callable[[Any, Any], tuple[Any, Any, Any]]
 LOW_FORMS: dict[type, LowForm] = {}
-"""By the class of a linear layer's config, `form(cfg, recipe)`: its op, the op that takes its place under the recipe, and that op's
-config. The file of each op in low precision enters its own."""
+"""Maps the class of a linear layer's config to `form(cfg, recipe)`, which returns its op, the op that replaces it under the recipe,
+and that op's config. The file of each low-precision op adds its own entry."""
 
 KEEP = ("input", "row", "col")
 WGRAD = ("low", "high")
@@ -31,12 +31,12 @@ FP8 = ("e4m3", "e5m2")
 
 
 class Recipe:
-    """What every recipe says.
+    """The fields that every recipe has.
 
-    `keep`: what is kept of x for dw, "input" (x itself: an alias, or what a chain computes again; quantised once more for dw),
-    "row" (the codes that y was made of, tiled anew for dw) or "col" (codes ready for dw). `wgrad`: dw's product in "low" precision
-    or in "high", that of x, which keeps the input. `emulate`: compute with decoded operands on a device that lacks the formats,
-    which raises otherwise.
+    `keep`: what is saved of x for dw, "input" (x itself: an alias, or recomputed by a chain; quantised once more for dw), "row"
+    (the codes that y's product read, tiled anew for dw) or "col" (codes ready for dw). `wgrad`: whether dw's product runs in "low"
+    precision, or in "high", x's own, which needs `keep` "input". `emulate`: compute with decoded operands on a device that lacks
+    the formats; without it such a device raises.
 
     >>> from funcops.low_precision import Fp8Block, Recipe
     >>> recipe = Fp8Block(bwd="e5m2", keep="col")
@@ -51,13 +51,13 @@ class Recipe:
     w: ClassVar[Format]
     dy: ClassVar[Format]
     delayed = False
-    hadamard = False  # of the operands of dw
-    stochastic = False  # of dy
-    multiple = 1  # what in_features and out_features must be divisible by
-    capability = (8, 9)  # the least of a CUDA device whose tensor cores take the formats
+    hadamard = False  # transform the operands of dw
+    stochastic = False  # round dy stochastically
+    multiple = 1  # in_features and out_features must be divisible by it
+    capability = (8, 9)  # the lowest of a CUDA device whose tensor cores take the formats
 
     def settle(self, x: Format, w: Format, dy: Format) -> None:
-        """Note the formats, and check what does not go together."""
+        """Set the formats, and check that the fields go together."""
         for name, format in (("x", x), ("w", w), ("dy", dy)):
             object.__setattr__(self, name, format)
         where = type(self).__name__
@@ -77,8 +77,8 @@ def _check_elements(where: str, fwd: str, bwd: str) -> None:
 
 @config
 class Fp8Block(Recipe):
-    """x and dy in blocks of 1x128, w in 128x128, `fwd` elements and `bwd` ones for dy; scales `"pow2"`, or `"float32"`, whose codes
-    cannot be tiled anew (keep "input" or "col" with them). The default on Hopper.
+    """x and dy in blocks of 1x128, w in 128x128; `fwd` elements for x and w, `bwd` for dy. `scales` is "pow2", or "float32", whose
+    codes cannot be tiled anew (use `keep` "input" or "col" with it). The default on Hopper.
 
     >>> from funcops.low_precision import Fp8Block
     >>> Fp8Block().x.tile, Fp8Block().w.tile, Fp8Block().x.scales
@@ -102,7 +102,7 @@ class Fp8Block(Recipe):
 
 @config
 class Fp8Current(Recipe):
-    """One scale a tensor, of its largest element now: a pass over it more. `fwd` elements for x and w, `bwd` ones for dy.
+    """One scale per tensor, from its current largest element, which costs another pass. `fwd` elements for x and w, `bwd` for dy.
 
     >>> from funcops.low_precision import Fp8Current
     >>> Fp8Current().x.tile, Fp8Current().x.element, Fp8Current().dy.element
@@ -125,8 +125,8 @@ class Fp8Current(Recipe):
 
 @config
 class Fp8Delayed(Recipe):
-    """One scale a tensor, of the largest elements of the last `history` steps: their maximum (`algorithm` "max") or the last one
-    ("most_recent"), with 2^`margin` of room. Its state is the caller's: `recipe_init` and `recipe_update` of
+    """One scale per tensor, from the largest elements of the last `history` steps: their maximum (`algorithm` "max") or the latest
+    ("most_recent"), with headroom of 2^`margin`. The caller holds its state: see `recipe_init` and `recipe_update` of
     `funcops.low_precision`. Raises `ValueError` for a margin beyond the formats' range (17 for e4m3): all codes would be zeros.
 
     >>> from funcops.low_precision import Fp8Delayed
@@ -159,7 +159,7 @@ class Fp8Delayed(Recipe):
 
 @config
 class MXFP8(Recipe):
-    """Blocks of 1x32 with E8M0 scales, for x, w and dy; columns are quantised from high precision. For sm_100.
+    """Blocks of 1x32 with E8M0 scales for x, w and dy; columns are quantised from high precision. For sm_100.
 
     >>> from funcops.low_precision import MXFP8
     >>> MXFP8().x.tile, MXFP8().x.scales
@@ -182,8 +182,8 @@ class MXFP8(Recipe):
 
 @config
 class NVFP4(Recipe):
-    """e2m1 in blocks of 1x16 (w: 16x16) with e4m3 scales, beside a float32 one a tensor. `hadamard`: the operands of dw are
-    transformed along tokens, 16 at a time. `stochastic`: dy is rounded so, by keys in the working tree (`quantize_params(...,
+    """e2m1 in blocks of 1x16 (w: 16x16) with e4m3 scales, and one float32 scale per tensor. `hadamard`: transform the operands of
+    dw along tokens, 16 at a time. `stochastic`: round dy stochastically, by keys in the working tree (`quantize_params(...,
     key=key)`, and `with_keys` for each further microbatch). For sm_100.
 
     >>> from funcops.low_precision import NVFP4

@@ -1,4 +1,4 @@
-"""Weights beside the scales of delayed scaling, and amaxes, the largest |x| of tensors, in the places of their gradients."""
+"""Weights with the scales of delayed scaling, whose gradient slots carry amaxes (the largest |x| of a tensor)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from funcops.trees import cast, leaf, stands_in, tree, tree_map
 @stands_in
 @tree
 class Scaled:
-    """A weight beside what delayed scaling multiplies x, w and dy by, [3], and the amax [1] of w where that is quantised already.
-    In its gradient: the gradient, and in the place of the scales the amaxes [3], as `bits_of`.
+    """A weight with the scales [3] by which delayed scaling multiplies x, w and dy, and the amax [1] of w if w is already
+    quantised. Its gradient has the weight gradient in `value`, and in `scale` the amaxes [3], as `bits_of` makes them.
 
     >>> import torch
     >>> from funcops import QLinearConfig, qlinear, random
@@ -32,38 +32,38 @@ class Scaled:
     amax: Tensor | None = leaf("[1]")
 
     def zero_gradient(self, dtype: torch.dtype | None = None) -> Scaled:
-        """An accumulator of the gradient, and one of amaxes."""
+        """Zeros to accumulate the weight gradient and the amaxes in."""
         return Scaled(zero_gradient(self.value, dtype), torch.zeros_like(self.scale, dtype=torch.uint32), None)
 
     def cast(self, dtype: torch.dtype) -> Scaled:
-        """The value cast; scales and amaxes are float32."""
+        """Cast the value; scales and amaxes stay float32."""
         return Scaled(cast(self.value, dtype), self.scale, self.amax)
 
     def plus(self, other: Scaled) -> Scaled:
-        """The sum of two gradients: of amaxes the larger."""
+        """Sum two gradients; of amaxes, take the larger."""
         largest = self.scale.clone()
         join_amaxes(largest, other.scale)
         return Scaled(self.value + other.value, largest, None)
 
 
 def bits_of(amaxes: Tensor) -> Tensor:
-    """Amaxes as gradients hold them: the bits of float32 as uint32, which torch does not add. Whoever sums gradients leaf by leaf,
-    and so would add them up, gets an error."""
+    """Amaxes as gradients hold them: the bits of float32 as uint32, which torch does not add. So code that sums gradients leaf by
+    leaf raises instead of adding amaxes."""
     return amaxes.view(torch.uint32)
 
 
 def amaxes_of(bits: Tensor) -> Tensor:
-    """The float32 of `bits_of`."""
+    """The float32 amaxes from `bits_of`."""
     return bits.view(torch.float32)
 
 
 def join_amaxes(into: Tensor, bits: Tensor) -> None:
-    """The larger of each, written to `into`: of numbers that are not negative, their bits are ordered as they are, and a NaN is the
-    largest."""
+    """Write the larger of each pair to `into`. The bits of numbers that are not negative have the order of the numbers; a NaN is
+    the largest."""
     largest = into.view(torch.int32)
     torch.maximum(largest, bits.view(torch.int32), out=largest)
 
 
 def unscaled(tree: Any) -> Any:
-    """The tree with every `Scaled` as its value."""
+    """The tree with every `Scaled` replaced by its value."""
     return tree_map(lambda node: node.value if type(node) is Scaled else node, tree, is_leaf=lambda node: type(node) is Scaled)

@@ -1,4 +1,4 @@
-"""Fusion rules, a file each: the steps that a rule covers, and the kernel that runs them. Importing one registers it."""
+"""Fusion rules, one per file: the steps that a rule covers, and the kernel that runs them. Importing a file registers its rules."""
 
 from funcops.fused import add_norm as add_norm
 from funcops.fused import bias_activation as bias_activation

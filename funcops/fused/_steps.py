@@ -1,4 +1,4 @@
-"""What the rules look for in a call."""
+"""Conditions on calls and tensors that several rules check."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from funcops.program.lower import Call
 
 
 def alone(call: Call, op: Op) -> bool:
-    """A call of this op that takes and gives nothing but main."""
+    """Whether the call is of this op, and takes and gives nothing but main."""
     return call.op is op and not call.takes and not call.gives
 
 
 def joins(call: Call, op: Op) -> bool:
-    """A call of this op that takes one extra and gives none."""
+    """Whether the call is of this op, takes one extra and gives none."""
     return call.op is op and len(call.takes) == 1 and not call.gives
 
 
 def by_library(family: str, dtype: torch.dtype, columns: int) -> bool:
-    """Whether the products of many rows with such an epilogue are left to torch's kernels, and one after them."""
+    """Whether torch's kernel computes a product of many rows with such an epilogue, followed by one for the epilogue."""
     return choose(family, dtype, 1 << 20, columns, True).library
 
 
 def alike(*given: Any) -> bool:
-    """Tensors of one float dtype on one device, none of which autograd would record: what the calls themselves ask for."""
+    """Whether all are tensors of one float dtype on one device that autograd would not record, as the calls themselves require."""
     first, recording = given[0], torch.is_grad_enabled()
     if not isinstance(first, Tensor) or first.dtype not in FLOATS:
         return False
@@ -40,5 +40,5 @@ def alike(*given: Any) -> bool:
 
 
 def is_key(key: Any, like: Tensor) -> bool:
-    """A random key where that tensor is."""
+    """Whether `key` is a random key on the device of `like`."""
     return isinstance(key, Tensor) and key.dtype is torch.int64 and key.shape == (2,) and key.device == like.device

@@ -1,7 +1,7 @@
 """The sum of a residual stream and the norm that reads it: one kernel forward, and one backward, which adds the stream's gradient.
 
-Steps: an add, a fork that gives the stream, and an RMSNorm or LayerNorm over the last dimension; forward a dropout before them,
-where there is one.
+Steps: an add, a fork that gives the stream, and an RMSNorm or LayerNorm over the last dimension; in the forward, optionally a
+dropout before them.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _run_backward(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any
 
 
 def match_again(match: Any) -> Any:
-    """Where weight gradients alone read y of the norm, which was not kept."""
+    """Restrict `match` to windows where only weight gradients read the norm's y, and y was not saved."""
 
     def found(window: Window) -> int | str | None:
         size = match(window)
@@ -101,7 +101,7 @@ def match_again(match: Any) -> Any:
 
 
 def norm_gradient(norm: Any, node: Any, dy: Any, dstream: Any, again: dict[int, Any] | None = None) -> tuple[Any, Any]:
-    """dx of a norm plus the gradient of the stream that it read, and the norm's pending; y of the norm into `again`."""
+    """Return a norm's dx plus its stream's gradient, and the norm's pending; put the recomputed y into `again`."""
     cfg = norm.cfg
     shared = (dy, dstream, node.x, node.weight)
     if norm.op is rms_norm:
@@ -123,7 +123,7 @@ def norm_gradient(norm: Any, node: Any, dy: Any, dstream: Any, again: dict[int, 
 
 
 def _saves(window: Window) -> Saving:
-    """The norm does not read the sum, and what is dropped out is neither written nor read."""
+    """The norm does not read the sum, and the dropout's output is neither written nor read."""
     return Saving(1, 1) if len(window.calls) == 3 else Saving(3, 2)
 
 

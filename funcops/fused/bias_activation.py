@@ -1,5 +1,5 @@
-"""A bias and the activation that follows it: forward in one kernel where nothing is kept; backward the derivative and the bias's
-gradient in one.
+"""A bias and the activation that follows it: one kernel forward if nothing is saved; one kernel backward for the derivative and the
+bias gradient.
 
 Steps: a bias and an activation.
 """

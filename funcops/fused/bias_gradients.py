@@ -1,5 +1,5 @@
-"""Linears with dropouts and activations between them: the kernel of those also sums what it writes, which is the gradient of a
-bias, and gives an activation that was not kept again.
+"""Linears with dropouts and activations between them: the backward kernel of an activation or a dropout also sums the gradient that
+it writes, for the bias gradient of the linear before, and recomputes the activation if it was not saved.
 
 Steps: linears in turn with activations or dropouts; backward.
 """
@@ -27,12 +27,12 @@ def _between(call: Call) -> bool:
 
 
 def _sums(calls: tuple[Call, ...], i: int) -> bool:
-    """Whether the gradient that this call gives is that of a bias, too."""
+    """Whether the sum of the gradient that this call writes is the bias gradient of the linear before it."""
     return i > 0 and calls[i - 1].op is linear and calls[i - 1].cfg.bias and bool(calls[i - 1].needs.param("bias"))
 
 
 def _again(calls: tuple[Call, ...], i: int) -> bool:
-    """Whether this call reads y of an activation before it again."""
+    """Whether this call reads the recomputed y of the activation before it."""
     return 0 < i < len(calls) and calls[i - 1].op is activation and calls[i].again is calls[i - 1]
 
 
@@ -50,7 +50,7 @@ def _match(window: Window) -> int | str | None:
 
 
 def _worth(window: Window) -> int:
-    """Of the halves of a backward as of a whole one, though they compute y again apart: both go by the same kernels."""
+    """The reads that it saves. A split backward, which recomputes y separately, counts the same: both run the same kernels."""
     return sum(
         call.op is not linear and _sums(window.calls, i) + _again(window.calls, i + 1) for i, call in enumerate(window.calls)
     )
@@ -78,7 +78,7 @@ def _run(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any], whole:
 
 
 def _fits(calls: Any, kept: list[Any], dy: Any) -> bool:
-    """Whether each gives what the one before it takes."""
+    """Whether the gradient that each call writes has the shape of y of the call before it."""
     tensors = [
         node.weight if call.op is linear else node.x for call, node in zip(calls, kept, strict=True) if call.op is not dropout
     ]
@@ -94,7 +94,7 @@ def _fits(calls: Any, kept: list[Any], dy: Any) -> bool:
 
 
 def _saves(window: Window) -> Saving:
-    """Of a sum its read, of an activation that of its input."""
+    """A sum saves the read of its input; a recomputed activation, too."""
     return Saving(_worth(window), _worth(window))
 
 

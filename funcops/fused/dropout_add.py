@@ -1,4 +1,4 @@
-"""Dropout and the sum that follows it, with a bias before them where there is one: residual + dropout(x + b), in one kernel."""
+"""Dropout and the sum that follows it, optionally with a bias before them: residual + dropout(x + b), in one kernel."""
 
 from __future__ import annotations
 

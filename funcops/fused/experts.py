@@ -1,5 +1,5 @@
-"""The steps of `plain_experts` by the kernels of `experts`: one for the first product and the gated unit, and backward one for the
-second product's input gradient and the unit's, which reads dy by index, so that no row is made of it.
+"""The steps of `plain_experts` in the kernels of `experts`: one for the first product and the gated unit, and backward one for the
+input gradients of the second product and the unit, which reads dy by index, so that rows of dy are never materialised.
 
 Steps: a permute that moves nothing, a grouped linear, a scaled GLU, a grouped linear and an unpermute; both halves.
 """
@@ -34,12 +34,12 @@ from funcops.program.rules import BACKWARD, FORWARD, Rule, Saving, Window, regis
 from funcops.program.values import add
 
 STEPS = 5
-_configs: dict[Any, ExpertsConfig] = {}  # by those of the steps
+_configs: dict[Any, ExpertsConfig] = {}  # by the configs of the steps
 _needs: dict[Any, Needs] = {}
 
 
 def _config(calls: Any) -> ExpertsConfig:
-    """What the chain would be made of."""
+    """The config of the `experts` op that the calls' `plain_experts` chain would be made from."""
     up, act, down = (call.cfg for call in calls[1:4])
     key = up, act, down
     if key not in _configs:
@@ -97,7 +97,7 @@ def _run(calls: Any, params: Any, main: Any, values: dict[int, Any]) -> Any:
 
 
 def _asked(calls: Any, again: bool) -> Needs:
-    """Which gradients the steps together are asked for."""
+    """The requested gradients of the steps together."""
     sort, up, _, down, _ = (call.needs for call in calls)
     key = sort, up, down, again
     if key not in _needs:
@@ -108,7 +108,7 @@ def _asked(calls: Any, again: bool) -> Needs:
 
 
 def _fits(cfg: ExpertsConfig, kept: list[Any], dy: Any) -> bool:
-    """Whether residuals are those of such steps, as they may have been edited."""
+    """Whether the residuals have the dtypes and shapes of these steps, since a caller may have edited them."""
     _, up, act, down, combine = kept
     z, order, place, offsets, like = act.x, act.order, combine.place, down.offsets, act.scales_like
     if not alike(dy, z, up.weight, down.weight, *([down.bias] if cfg.bias else [])):
@@ -126,7 +126,7 @@ def _fits(cfg: ExpertsConfig, kept: list[Any], dy: Any) -> bool:
 def _run_backward(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any], whole: bool) -> Any:
     cfg = _config(calls)
     sort, up, act, down, _ = calls
-    elsewhere = gradients.get(sort.gives[0])  # of the weights, where others read what the first step gives
+    elsewhere = gradients.get(sort.gives[0])  # gradient of the weights, if calls outside the rule read them from the first step
     if not _fits(cfg, kept, dy) or (elsewhere is not None and (elsewhere.shape, elsewhere.dtype) != kept[2].scales_like):
         return NotImplemented
     of_up, of_act, of_down, combine = kept[1:]
@@ -151,9 +151,9 @@ def _run_backward(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any
     return add(elsewhere, d_weights) if sort.needs.input(0) else None, [None, first, None, second, None]
 
 
-# the unit does not read z, nor gather weights
+# the unit does not read z or gather weights
 rule = register_fusion(Rule("experts", FORWARD, _match, _run, Saving(1, 2)))
-# neither rows of dy nor the gradient of what down reads are written and read, and z is read once
+# the rows of dy and the gradient of what `down` reads are neither written nor read, and z is read once
 backward_rule, again_rule = (
     register_fusion(Rule(name, BACKWARD, _match_backward, functools.partial(_run_backward, whole=whole), saves, whole=whole))
     for name, whole, saves in (("experts", False, Saving(4, 5)), ("experts, again", True, Saving(5, 6)))

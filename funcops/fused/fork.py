@@ -1,6 +1,6 @@
-"""A stream that is read and goes on: its gradient is added by the kernel that makes the reader's.
+"""A stream that a step reads and that goes on: the kernel of the reader's input gradient adds the stream's gradient.
 
-Steps: a fork that gives the stream, and a norm or a linear. Every `skip` is one, where Triton runs.
+Steps: a fork that gives the stream, and a norm or a linear. Every `skip` begins with a fork, where Triton runs.
 """
 
 from __future__ import annotations

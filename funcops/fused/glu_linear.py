@@ -1,7 +1,7 @@
-"""A GLU whose output was not kept, and the linear layer that reads it: one kernel gives dx of the GLU, and y again for the
-weight gradient of the linear.
+"""A GLU whose output was not saved, and the linear layer that reads it: one kernel computes the GLU's dx, and recomputes its y for
+the weight gradient of the linear.
 
-Steps: a GLU and a linear, in a whole backward.
+Steps: a GLU and a linear, in a full backward.
 """
 
 from __future__ import annotations

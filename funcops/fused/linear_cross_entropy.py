@@ -1,6 +1,6 @@
-"""A linear layer and the cross entropy of its output, in chunks: the logits are never all there, and are computed again.
+"""A linear layer and the cross entropy of its output, in chunks: the logits are never whole in memory, and are recomputed.
 
-Asked for by a policy that recomputes the loss's logits.
+Applies if the policy recomputes the loss's logits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The input gradient of a linear layer with that of the step before it: dz = c dy w f'(z), in one product.
+"""The input gradients of a linear layer and the step before it: dz = c dy w f'(z), in one product.
 
 Steps: an activation and a linear, or a scale and a linear.
 """
@@ -42,7 +42,7 @@ def _run(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any]) -> Any
 
 
 def _saves(window: Window) -> Saving:
-    """The product's own result is neither written nor read; the library takes the factor, and leaves a derivative to a kernel."""
+    """The product's own result is neither written nor read. torch's kernel applies the factor too, but not a derivative."""
     first, product = window.calls
     derivative = first.op is activation and by_library("kept", window.dtype, product.cfg.in_features)
     return Saving() if derivative else Saving(2, 1)

@@ -1,4 +1,4 @@
-"""A linear layer with what follows it: y = f(c x w^T + b) + residual, in one product.
+"""A linear layer and the steps that follow it: y = f(c x w^T + b) + residual, in one product.
 
 Steps: linear, or linear and bias, or linear without bias and scale; then an activation; then an add. At least two of them.
 """
@@ -67,8 +67,8 @@ def _run(calls: Any, params: Any, main: Any, values: dict[int, Any]) -> Any:
 
 
 def _saves(window: Window) -> Saving:
-    """In a kernel of ours every step after the product; what the activation reads is written where it is kept. The library takes
-    bias and factor, and leaves the rest to one kernel."""
+    """Our kernel covers every step after the product, and writes the activation's input if that is saved. torch's kernel applies
+    bias and factor, and leaves the rest to one more kernel."""
     found = {call.op: call for call in window.calls}
     keeps, steps = activation in found and bool(found[activation].needs.x), len(window.calls) - 1
     family = "kept" if keeps else "added" if add in found else "fused"

@@ -1,7 +1,7 @@
-"""Queries, keys and values of one input: forward q and k turned in one launch; backward their gradients in one tensor, so that
-the input's is one product, and the three weights' another.
+"""Queries, keys and values of one input: forward, one launch rotates q and k; backward, their gradients lie in one tensor, so that
+the input gradient is one product, and the three weight gradients another.
 
-Steps: three branches of a parallel, each a linear and a reshape to heads, the first two with the same rope, or none with any.
+Steps: three branches of a parallel, each a linear and a reshape to heads; the first two with the same rope, or all without one.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _match_backward(window: Window) -> tuple[int, ...] | str | None:
 
 
 def _of(op: Any, calls: Any, given: Any) -> tuple[list[Any], list[Any]]:
-    """The calls of an op, and what is given to them."""
+    """The calls of an op, and their entries of `given`."""
     pairs = [(call, one) for call, one in zip(calls, given, strict=True) if call.op is op]
     return [call for call, _ in pairs], [one for _, one in pairs]
 
@@ -110,7 +110,7 @@ def _run_backward(calls: Any, kept: list[Any], dys: tuple[Any, ...], gradients: 
 
 
 def _wgrads(calls: Any, pendings: Any, into: Any) -> Any:
-    """Of parts of one tensor, as `_run_backward` left them: one product, where none is added to."""
+    """Compute the weight gradients in one product, if dy are parts of one tensor, from `_run_backward`, and `into` is empty."""
     if tracing() or any([sums is not None for sums in into]):
         return NotImplemented
     joined, x = pendings[0].dy._base, pendings[0].x
@@ -127,8 +127,8 @@ def _wgrads(calls: Any, pendings: Any, into: Any) -> Any:
 
 
 def _saves_backward(window: Window) -> Saving:
-    """Of the sums of three gradients, and of x, which one product reads; and a launch for each bias. Without a rope the gradients
-    are copied to one tensor."""
+    """One product sums the three gradients and reads x once; biases save launches, too. Without a rope the gradients are copied to
+    one tensor."""
     biases = sum(call.op is linear and call.cfg.bias for call in window.calls)
     turned = any(call.op is rope for call in window.calls)
     return Saving(10 if turned else 8, (6 if turned else 4) + max(0, 2 * biases - 2))

@@ -1,8 +1,8 @@
-"""Quantised linear layers: siblings quantise the x that they share once, and keep it once; and what makes x of one, a norm, a GLU
-or an activation, writes codes and scales in the place of it.
+"""Quantised linear layers: siblings quantise and save their shared x once; and a norm, GLU or activation before such a layer writes
+codes and scales instead of its y.
 
 Steps: the first of each of two or more branches of a parallel, qlinear with one recipe; or a norm, GLU or activation, and a qlinear
-that keeps x by rows, in tiles of a row.
+that saves x by rows, in tiles of one row.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ NORMS = (rms_norm, layer_norm)
 
 
 def _match_siblings(window: Window) -> tuple[int, ...] | str | None:
-    """The most that have one recipe; the other branches go on by themselves."""
+    """Cover the branches with the most common recipe; the other branches run by themselves."""
     low = [call.cfg.recipe if alone(call, qlinear) else None for call in window.calls]
     asked = [recipe for recipe in low if recipe is not None]
     if len(asked) < 2:
         return None
     shared = [recipe for recipe in asked if not recipe.delayed]
-    recipe = max(shared, key=shared.count, default=None)  # of equals the first
+    recipe = max(shared, key=shared.count, default=None)  # of equal counts the first
     if recipe is None or shared.count(recipe) < 2:
         return "recipes differ" if shared else "each has a scale of its own"
     return tuple([int(one == recipe) for one in low])
 
 
 def _fits(call: Any, params: Any, like: Any) -> bool:
-    """Whether the call takes these params; where it does not, it says so itself."""
+    """Whether the call takes these params; if not, the call itself raises the error."""
     if type(params) is not LinearParams or not isinstance(like, Tensor) or like.dtype not in FLOATS:
         return False
     if isinstance(params.weight, Scaled):
@@ -102,7 +102,7 @@ def _run(calls: Any, params: Any, main: Any, values: dict[int, Any]) -> Any:
 
 
 def _made(maker: Any, params: Any, x: Tensor, format: Any, width: int) -> Any:
-    """y of the first call in low precision, and what it keeps."""
+    """Return the first call's y in low precision, and its residuals."""
     cfg, how = maker.cfg, (format.element, format.tile[1], format.scales)
     if x.shape[-1] != (2 * width if maker.op is glu else width):
         return NotImplemented
@@ -129,7 +129,7 @@ def _made(maker: Any, params: Any, x: Tensor, format: Any, width: int) -> Any:
 
 
 def _saves(window: Window) -> Saving:
-    """Each sibling but one neither reads x nor writes codes."""
+    """All siblings but one neither read x nor write codes."""
     return Saving(2 * len(window.calls) - 2, len(window.calls) - 1)
 
 

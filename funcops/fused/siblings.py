@@ -1,7 +1,7 @@
 """Two or three linear layers of one input, such as q, k, v or gate, up: one product forward, and one for the sum of their input
 gradients.
 
-Steps: the first of each branch of a parallel, all linear. On the CPU the backward alone: there a forward gains nothing.
+Steps: the first of each branch of a parallel, all linear. On the CPU only the backward: a joint forward gains nothing there.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _run_backward(calls: Any, kept: list[Any], dys: tuple[Any, ...], gradients: 
 
 
 def _saves(window: Window) -> Saving:
-    """Of each sum of two gradients one read, and the read and write of the second."""
+    """In each sum of two gradients the second is neither written nor read."""
     return Saving(2 * len(window.calls) - 2, len(window.calls) - 1)
 
 

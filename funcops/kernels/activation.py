@@ -1,6 +1,6 @@
 """Elementwise activations and their derivatives. x, y, dy, dx: [*].
 
-16-bit inputs compute in float32 and round once; only the derivatives of tanh and sigmoid read the rounded y, as autograd's.
+16-bit inputs compute in float32 and round once; only the derivatives of tanh and sigmoid read the rounded y, as in autograd.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from funcops.backend import kernel, wide
 _aten = torch.ops.aten
 _QUICK = 1.702
 FEW = 1 << 14  # elements
-SATURATED = 1e4  # from here on exp(-|x|) is 0 in every dtype, and x^3 no infinity in any that is wide
+SATURATED = 1e4  # beyond it exp(-|x|) is 0 in every dtype; its cube is finite in every wide dtype
 
 
 class Activation(NamedTuple):
-    """`forward(x)` gives y, and `backward(dy, x, y)` dx, both fresh tensors; y = f(x) is None unless `reads_y`."""
+    """`forward(x)` returns y, and `backward(dy, x, y)` dx, both new tensors; `backward` gets y = f(x) if `reads_y`, else None."""
 
     forward: Callable[..., Tensor]
     backward: Callable[..., Tensor]
@@ -32,7 +32,7 @@ def _squared_relu_backward(dy: Tensor, x: Tensor, y: Optional[Tensor]) -> Tensor
 
 
 def _quick_gelu(x: Tensor) -> Tensor:
-    """x sigmoid(c x): where c x overflows, x does not."""
+    """x sigmoid(c x). Not silu(c x) / c: c x can overflow where x does not."""
     t = x.to(wide(x.dtype))
     return (t * _QUICK).sigmoid_().mul_(t).to(x.dtype)
 
@@ -44,15 +44,15 @@ def _quick_gelu_backward(dy: Tensor, x: Tensor, y: Optional[Tensor]) -> Tensor:
 
 
 def _gelu_tanh_backward(dy: Tensor, x: Tensor, y: Optional[Tensor]) -> Tensor:
-    """torch's derivative is 0 times infinity where x^2 overflows."""
+    """Clamp x, as torch's derivative is 0 times infinity where x^2 overflows."""
     if x.dtype is not torch.float16:
         x = x.clamp(-SATURATED, SATURATED)
     return _gelu_backward(dy, x, approximate="tanh")
 
 
 def _few(x: Tensor) -> bool:
-    """Whether oneDNN, which torch asks for the erf of contiguous tensors, takes longer to begin than torch's own loop takes in all:
-    that gets a transposed view, which is not contiguous but as dense."""
+    """Whether x is so small that oneDNN, which torch uses for the erf of contiguous tensors, takes longer to start than torch's own
+    loop takes in all. A transposed view, which is dense but not contiguous, goes to that loop."""
     return x.is_cpu and x.dim() > 1 and x.numel() < FEW
 
 
@@ -65,11 +65,11 @@ def _gelu_erf_backward(dy: Tensor, x: Tensor, y: Optional[Tensor]) -> Tensor:
 
 
 def saturated_(t: Tensor) -> Tensor:
-    """t, which is written to, within the range beyond which the derivatives of sigmoids do not change."""
+    """Clamp t in place to the range beyond which the derivatives of sigmoids do not change."""
     return t.clamp_(-SATURATED, SATURATED)
 
 
-_silu: Any = torch._C._nn.silu  # as torch.nn.functional calls it
+_silu: Any = torch._C._nn.silu  # the function that torch.nn.functional.silu calls
 _gelu: Any = torch.nn.functional.gelu
 _silu_backward, _gelu_backward = _aten.silu_backward.default, _aten.gelu_backward.default
 _relu_backward = _aten.threshold_backward.default
@@ -95,6 +95,6 @@ def activation_fwd(x: Tensor, kind: str) -> Tensor:
 
 @kernel()
 def activation_bwd(dy: Tensor, x: Tensor, kind: str) -> Tensor:
-    """dx = dy * f'(x); f' is 0 where relu has its corner."""
+    """dx = dy * f'(x); f' is 0 at the corner of relu."""
     f = ACTIVATIONS[kind]
     return f.backward(dy, x, f.forward(x) if f.reads_y else None)

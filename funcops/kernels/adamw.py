@@ -1,5 +1,5 @@
-"""AdamW over lists of tensors, in place. A param, its means and its step count: any shape, one float dtype but for the
-count, a float32 scalar; its gradient: that dtype or a narrower one.
+"""AdamW over lists of tensors, in place. A param and its two means: any shape, one float dtype; its gradient: that dtype or a
+narrower one; its step count: a float32 scalar.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from funcops.backend import kernel
 
 
 def grouped(rows: Sequence[Sequence[Any]], keys: Sequence[Hashable]) -> Iterator[tuple[Any, list[Any]]]:
-    """The rows' columns by key, in order of the keys' first appearance."""
+    """Yield each key with its columns of the rows, in the order in which keys first appear."""
     kinds = dict.fromkeys(keys)
     if len(kinds) == 1:
         yield keys[0], list(rows)
@@ -25,7 +25,7 @@ def grouped(rows: Sequence[Sequence[Any]], keys: Sequence[Hashable]) -> Iterator
 
 
 def like_params(grads: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
-    """Gradients contiguous and in `dtype`, as torch's multi-tensor operators take them."""
+    """Make gradients contiguous and of `dtype`, as torch's multi-tensor operators require."""
     if all([g.dtype is dtype and g.is_contiguous() for g in grads]):
         return grads
     return [g.to(dtype).contiguous() for g in grads]
@@ -37,14 +37,14 @@ def adamw(
     decayed: list[bool], lr: float, lr_tensor: Optional[Tensor], beta1: float, beta2: float, eps: float, weight_decay: float,
 ) -> None:  # fmt: skip
     """m <- b1 m + (1 - b1) g; v <- b2 v + (1 - b2) g^2; p <- p - lr weight_decay p (where `decayed`)
-    - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps). `lr_tensor`, 0-d, stands for lr where it is given. The tensors are on one
-    device, and contiguous but for the gradients."""
+    - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps). `lr_tensor`, 0-d, replaces lr if given. All tensors are on one
+    device, and contiguous except the gradients."""
     for decays, (p, g, m, v, t) in grouped([params, grads, exp_avg, exp_avg_sq, steps], decayed):
         torch._fused_adamw_(  # type: ignore[call-overload]
             p, like_params(g, p[0].dtype), m, v, [], t, lr=lr if lr_tensor is None else lr_tensor, beta1=beta1, beta2=beta2,
             weight_decay=weight_decay if decays else 0.0, eps=eps, amsgrad=False, maximize=False,
         )  # fmt: skip
-    torch.autograd.graph.increment_version([*params, *exp_avg, *exp_avg_sq])  # torch's fused ops count no write
+    torch.autograd.graph.increment_version([*params, *exp_avg, *exp_avg_sq])  # torch's fused ops do not count their writes
 
 
 @adamw.plain

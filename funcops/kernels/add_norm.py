@@ -1,4 +1,4 @@
-"""Normalisations of a residual stream, the sum of two tensors, which is a result too: one kernel forward, one backward.
+"""Normalisations of a residual stream, the sum of two tensors, which is returned too: one kernel forward, one backward.
 
 x, residual, stream, y: [*, D] of one dtype; w, b: [D]; mean, rstd: [*, 1]. The rest as in `norm`.
 """
@@ -26,7 +26,7 @@ def add_rms_norm_fwd(x: Tensor, residual: Tensor, w: Tensor, eps: float, centred
 def add_rms_norm_bwd(
     dy: Tensor, dstream: Tensor, stream: Tensor, w: Optional[Tensor], rstd: Tensor, centred: bool, dx: bool, dw: bool
 ) -> tuple[Optional[Tensor], Optional[Tensor]]:
-    """dx = dstream + the norm's gradient, which is that of x and of residual; the partial sums of dw."""
+    """dx = dstream + the norm's gradient, which is the gradient of both x and residual; and the partial sums of dw."""
     d_x, d_w = norm.rms_norm_bwd.kernel.torch_impl(dy, stream, w, rstd, centred, dx, dw)
     return _added(d_x, dstream), d_w
 
@@ -46,7 +46,7 @@ def add_layer_norm_bwd(
     dy: Tensor, dstream: Tensor, stream: Tensor, w: Optional[Tensor], mean: Tensor, rstd: Tensor, centred: bool, dx: bool,
     dw: bool, db: bool,
 ) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:  # fmt: skip
-    """As `add_rms_norm_bwd`, and the partial sums of db."""
+    """dx = dstream + the norm's gradient, which is the gradient of both x and residual; and the partial sums of dw and db."""
     d_x, d_w, d_b = norm.layer_norm_bwd.kernel.torch_impl(dy, stream, w, mean, rstd, centred, dx, dw, db)
     return _added(d_x, dstream), d_w, d_b
 
@@ -55,7 +55,7 @@ def add_layer_norm_bwd(
 def add_rms_norm_bwd_again(
     dy: Tensor, dstream: Tensor, stream: Tensor, w: Tensor, rstd: Tensor, centred: bool, dw: bool
 ) -> tuple[Tensor, Tensor, Optional[Tensor]]:
-    """`add_rms_norm_bwd`, and after dx the y of the forward."""
+    """Return dx of `add_rms_norm_bwd`, the recomputed y of the forward, and the partial sums of dw."""
     dx, parts = add_rms_norm_bwd.kernel.torch_impl(dy, dstream, stream, w, rstd, centred, True, dw)
     return dx, _again(stream.to(rstd.dtype) * rstd, w, None, centred, stream.dtype), parts
 
@@ -65,7 +65,7 @@ def add_layer_norm_bwd_again(
     dy: Tensor, dstream: Tensor, stream: Tensor, w: Tensor, b: Optional[Tensor], mean: Tensor, rstd: Tensor, centred: bool,
     dw: bool, db: bool,
 ) -> tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:  # fmt: skip
-    """`add_layer_norm_bwd`, and after dx the y of the forward."""
+    """Return dx of `add_layer_norm_bwd`, the recomputed y of the forward, and the partial sums of dw and db."""
     dx, d_w, d_b = add_layer_norm_bwd.kernel.torch_impl(dy, dstream, stream, w, mean, rstd, centred, True, dw, db)
     return dx, _again((stream.to(rstd.dtype) - mean) * rstd, w, b, centred, stream.dtype), d_w, d_b
 
@@ -79,7 +79,7 @@ def _again(n: Tensor, w: Tensor, b: Optional[Tensor], centred: bool, dtype: torc
 def dropout_add_rms_norm_fwd(
     x: Tensor, residual: Tensor, w: Tensor, key: Tensor, p: float, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`add_rms_norm_fwd` of dropout(x), which is not rounded."""
+    """`add_rms_norm_fwd` with dropout(x), unrounded, in the place of x."""
     stream = pointwise.dropout_add.kernel.torch_impl(x, None, residual, key, p)
     y, rstd = norm.rms_norm_fwd.kernel.torch_impl(stream, w, eps, centred)
     return y, stream, rstd
@@ -89,7 +89,7 @@ def dropout_add_rms_norm_fwd(
 def dropout_add_layer_norm_fwd(
     x: Tensor, residual: Tensor, w: Tensor, b: Optional[Tensor], key: Tensor, p: float, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`add_layer_norm_fwd` of dropout(x), which is not rounded."""
+    """`add_layer_norm_fwd` with dropout(x), unrounded, in the place of x."""
     stream = pointwise.dropout_add.kernel.torch_impl(x, None, residual, key, p)
     y, mean, rstd = norm.layer_norm_fwd.kernel.torch_impl(stream, w, b, eps, centred)
     return y, stream, mean, rstd

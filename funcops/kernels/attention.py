@@ -1,9 +1,9 @@
 """Attention on torch's own kernels, with logsumexp as a value. q: [B, T, H, D]; k, v: [B, S, K, D]; out: [B, T, H, D].
 
 CPU: aten's flash kernel (any float dtype). CUDA: flash attention for 16-bit with D up to 256, memory-efficient attention for
-float32 and for longer heads, written out for float64 (`way`). logsumexp has the layout of the kernel that made it. No [T, S] matrix
-is kept. On CUDA v may have another head size than q and k; flash attention takes q shorter than k: the last row sees all keys.
-Who serves options is decided at the end of this file (`attend_fwd`); the table is in docs/kernels.md.
+float32 and for longer heads, plain products for float64 (`way`). logsumexp has the layout of the kernel that made it. No [T, S]
+matrix is saved. On CUDA the head size of v may differ from q's and k's; flash attention takes q shorter than k: the last row sees
+all keys. Which kernel serves which options is decided at the end of this file (`attend_fwd`); docs/kernels.md has the table.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Gradients = tuple[Tensor, Tensor, Tensor, Optional[Tensor]]
 _aten = torch.ops.aten
 _compiling = torch.compiler.is_dynamo_compiling
 _cpu_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-VECTOR = 16  # bytes that the CUDA kernels read at a time: of a head, a stride, an address
-LONGEST = 256  # the head size of flash attention
-LSE_ROWS = 32  # of which memory-efficient attention has a multiple in logsumexp: infinity after the last row
+VECTOR = 16  # bytes that the CUDA kernels read at a time: heads, strides and addresses are multiples of it
+LONGEST = 256  # the largest head size of flash attention
+LSE_ROWS = 32  # memory-efficient attention pads logsumexp to a multiple of it, with infinity
 
 
 class Way(NamedTuple):
-    """How CUDA computes it: by "flash", "efficient" or "math"; the head size, to which zeros are added;
-    and whether k and v must have a head for each of q's."""
+    """How CUDA computes attention: by "flash", "efficient" or "math"; the head size to which heads are zero-padded; and whether k
+    and v must be repeated to a head for each of q's."""
 
     kernel: str
     size: int
@@ -36,7 +36,7 @@ class Way(NamedTuple):
 
 
 def way(dtype: torch.dtype, head_size: int) -> Way:
-    """The kernels take heads of whole vectors, flash attention 16-bit ones of up to 256 elements, and float64 neither."""
+    """Choose the kernel: both take heads of whole vectors, flash only 16-bit ones of up to 256 elements, neither float64."""
     if dtype is torch.float64:
         return Way("math", head_size, True)
     step = VECTOR // dtype.itemsize
@@ -59,10 +59,10 @@ def attention_fwd(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -
 
 def merge(total: tuple[Tensor, Tensor], out: Tensor, logsumexp: Tensor, first: int) -> None:
     """Attention of the queries from `first` on over more keys, merged in place into `total`: out in the wide dtype, and logsumexp
-    [B, H, T]. Not for keys of which there are none, whose logsumexp is 0."""
+    [B, H, T]. There must be at least one key: over no keys logsumexp is 0."""
     y, lse = total[0][:, first:], total[1][..., first:]
     more = logsumexp[..., : lse.shape[-1]]
-    weight = torch.sigmoid(more - lse).to(y.dtype)  # on the meta device torch 2.11 has a float32 logsumexp of float64
+    weight = torch.sigmoid(more - lse).to(y.dtype)  # on the meta device torch 2.11 returns a float32 logsumexp for float64
     y.lerp_(out.to(y.dtype), weight.transpose(1, 2).unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, more))
 
@@ -71,9 +71,9 @@ def merge(total: tuple[Tensor, Tensor], out: Tensor, logsumexp: Tensor, first: i
 def attention_bwd(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv from out and logsumexp: the probabilities are recomputed. Where k and v are some of the keys that q sees, and out
-    and logsumexp those over all, dk and dv are theirs, and dq is its part of a sum. logsumexp: contiguous; as the forward gave it,
-    or [B, H, T]."""
+    """dq, dk, dv from out and logsumexp: the probabilities are recomputed. If k and v are only some of the keys that q sees, but
+    out and logsumexp are over all keys, then dk and dv are complete, and dq is one term of a sum. logsumexp: contiguous; as the
+    forward returned it, or [B, H, T]."""
     if q.numel() == 0 or k.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     if q.is_cuda:
@@ -103,7 +103,7 @@ def cuda_bwd(
 def flash_fwd(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, causal: bool, window: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Flash attention on CUDA with a window (0: none), or of one row of sequences that end at `cu_seqlens`."""
+    """Flash attention on CUDA with a window (0: none), or over one row of packed sequences, bounded by `cu_seqlens`."""
     how, longest = way(q.dtype, max(q.shape[-1], v.shape[-1])), (q.shape[1], k.shape[1])
     parts = [_packed(t, how, cu_seqlens) for t in (q, k, v)]
     ends = None if cu_seqlens is None else cu_seqlens.contiguous()
@@ -137,7 +137,7 @@ def _sides(window: int) -> dict[str, int]:
 
 
 def _packed(t: Tensor, how: Way, cu_seqlens: Tensor | None) -> Tensor:
-    """[B, T, H, D] as [B, T, H, size], or [T, H, size] of sequences."""
+    """[B, T, H, D] as [B, T, H, size], or as [T, H, size] for packed sequences."""
     t = _for_kernel(t, how).transpose(1, 2)
     return t if cu_seqlens is None else t.squeeze(0)
 
@@ -207,13 +207,13 @@ WAYS = {
 
 
 def _heads(t: Tensor) -> Tensor:
-    """[B, T, H, D] as [B, H, T, D] with a last dimension of stride 1: the flash kernels read it so without looking."""
+    """[B, T, H, D] as [B, H, T, D] with a last dim of stride 1, which the flash kernels assume without a check."""
     return (t if t.stride()[-1] == 1 else t.contiguous()).transpose(1, 2)
 
 
 def _for_kernel(t: Tensor, how: Way, heads: int | None = None) -> Tensor:
-    """[B, T, H, D] as [B, H, T, size]: zeros after each head, in vectors; with `heads` each head repeated for its group,
-    where it must be."""
+    """[B, T, H, D] as [B, H, T, size]: heads zero-padded, `in_vectors`; with `heads`, each head repeated for its group if the
+    kernel requires it."""
     if t.shape[-1] != how.size:
         t = torch.nn.functional.pad(t, (0, how.size - t.shape[-1]))
     elif how.kernel != "math":
@@ -224,19 +224,19 @@ def _for_kernel(t: Tensor, how: Way, heads: int | None = None) -> Tensor:
 
 
 def aligned(t: Tensor) -> Tensor:
-    """t, or a copy that is `in_vectors`."""
+    """Return t if it is `in_vectors`, else a contiguous copy."""
     return t if in_vectors(t) else t.clone(memory_format=torch.contiguous_format)
 
 
-# Dynamo has no storage_offset; what traces after it, through an operator that is made of others, has.
+# Dynamo does not support storage_offset. The tracers after it do, and look into a composite operator.
 operators.define("aligned(Tensor(a) t) -> Tensor(a)")
 operators.impl("aligned", aligned, "CompositeImplicitAutograd")
 _traced_aligned = torch.ops.funcops.aligned.default
 
 
 def in_vectors(t: Tensor) -> bool:
-    """Whether the last stride is 1, and the others, which the kernels look at for one head, too, and the address are multiples of a
-    vector. A tracer knows no address."""
+    """Whether the last stride is 1, and the other strides (even of one head, as the kernels check it too) and the address are
+    multiples of a vector. A tracer does not know the address, only the offset in the storage."""
     *outer, last = zip(t.shape, t.stride(), strict=True)
     start = t.storage_offset() * t.itemsize if tracing() else t.data_ptr()
     return last[1] == 1 and start % VECTOR == 0 and all([s * t.itemsize % VECTOR == 0 and (s > 0 or n == 1) for n, s in outer])
@@ -256,7 +256,7 @@ def _sum_groups(t: Tensor, heads: int) -> Tensor:
 def attend_fwd(
     q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], cu_seqlens: Optional[Tensor], score: Score
 ) -> tuple[Tensor, Tensor]:
-    """y and logsumexp, in the layout of what made it: [B, H, T], or longer."""
+    """Compute y, and logsumexp in the layout of the kernel that made it: [B, H, T], or longer."""
     served = _served(q, k, v, bias, cu_seqlens, score)
     if served == "library":
         return attention_fwd(q, k, v, score.causal, score.scale)  # type: ignore[no-any-return]
@@ -269,7 +269,7 @@ def attend_bwd(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], cu_seqlens: Optional[Tensor], y: Tensor, lse: Tensor,
     score: Score, wants_bias: bool,
 ) -> Gradients:  # fmt: skip
-    """dq, dk, dv and, where it is wanted, dbias."""
+    """Compute dq, dk, dv and, if `wants_bias`, dbias."""
     served = _served(q, k, v, bias, cu_seqlens, score)
     if served == "library":
         return *attention_bwd(dy, q, k, v, y, lse, score.causal, score.scale), None
@@ -279,7 +279,7 @@ def attend_bwd(
 
 
 def _served(q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], cu_seqlens: Optional[Tensor], score: Score) -> str:
-    """By whom: the "library", its "flash" with options, or "" for our own."""
+    """Choose the kernels: "library" for torch's, "flash" for torch's flash attention with options, or "" for our own."""
     if bias is not None or score.softcap or score.alibi:
         return ""
     window, shorter = score.window or cu_seqlens is not None, score.causal and q.shape[1] != k.shape[1]
@@ -294,8 +294,8 @@ def _served(q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], cu_seqlens:
 
 
 def masked_fwd(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, softcap: float, scale: float) -> tuple[Tensor, Tensor]:
-    """y and logsumexp [B, H, T] where `mask`, of q's dtype and as a bias is, says who sees what; there is no backward. On the CPU
-    by aten's flash kernel, if it can."""
+    """Compute y and logsumexp [B, H, T] with a `mask` that is added to the scores, of q's dtype and a bias's shape; there is not a
+    backward. On the CPU aten's flash kernel computes it, if it can."""
     if softcap or not q.is_cpu or q.shape[3] != v.shape[3] or nothing_to_see(q, k):
         return scored_attention_fwd(q, k, v, mask, None, *Score(False, 0, softcap, False, scale))  # type: ignore[no-any-return]
     heads = _heads(q), _heads(k), _heads(v)

@@ -1,4 +1,4 @@
-"""An activation of x + b, and its backward with the gradient of b; a dropout's with it. x, y, dy, dz: [*, D]; b: [D]; one dtype."""
+"""An activation of x + b; its backward, and a dropout's, with the gradient of b. x, y, dy, dz: [*, D]; b: [D]; one dtype."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def bias_activation_fwd(x: Tensor, b: Tensor, kind: str) -> Tensor:
 
 @kernel()
 def bias_activation_bwd(dy: Tensor, x: Tensor, b: Optional[Tensor], kind: str, db: bool) -> tuple[Tensor, Optional[Tensor]]:
-    """dz = dy f'(x + b), which is the gradient of x; db, the sum of dz over rows, as partial sums [P, D] in the wide dtype.
-    Without b, x is the sum already."""
+    """dz = dy f'(x + b), which is the gradient of x; and db, the sum of dz over rows, as partial sums [P, D] in the wide dtype.
+    Without b, x already is the sum."""
     f, dtype = ACTIVATIONS[kind], wide(x.dtype)
     z = x.to(dtype) if b is None else x.to(dtype) + b.to(dtype)
     dz = f.backward(dy.to(dtype), z, f.forward(z) if f.reads_y else None)
@@ -30,7 +30,7 @@ def bias_activation_bwd(dy: Tensor, x: Tensor, b: Optional[Tensor], kind: str, d
 
 @kernel(mutates=("dy",))
 def activation_bwd_again(dy: Tensor, x: Tensor, kind: str, db: bool) -> tuple[Tensor, Optional[Tensor]]:
-    """`bias_activation_bwd` without b; y of the forward is written over dy, which is contiguous."""
+    """Compute `bias_activation_bwd` without b, and write the forward's y over dy, which is contiguous."""
     dz, parts = bias_activation_bwd.kernel.torch_impl(dy, x, None, kind, db)
     dy.copy_(ACTIVATIONS[kind].forward(x.to(wide(x.dtype))))
     return dz, parts
@@ -38,6 +38,6 @@ def activation_bwd_again(dy: Tensor, x: Tensor, kind: str, db: bool) -> tuple[Te
 
 @kernel()
 def dropout_bwd_sums(dy: Tensor, key: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    """`dropout` of dy, and its sum over rows before it is rounded, as partial sums [P, D] in the wide dtype."""
+    """Compute `dropout` of dy, and the sum of its unrounded rows as partial sums [P, D] in the wide dtype."""
     dx = dropout(dy.to(wide(dy.dtype)), key, p)
     return dx.to(dy.dtype), dx.reshape(-1, dx.shape[-1]).sum(0, keepdim=True)

@@ -1,6 +1,6 @@
-"""Causal convolution of every channel by itself. x, y, dy, dx: [B, T, C]; w: [C, W]; b: [C].
+"""Causal convolution of each channel by itself (depthwise). x, y, dy, dx: [B, T, C]; w: [C, W]; b: [C].
 
-Computed in the wide dtype and rounded once. The gradients of w and b are in it, as P partial sums [P, C W] and [P, C] (here P = 1).
+Computed in the wide dtype and rounded once. The gradients of w and b are wide, P partial sums [P, C W] and [P, C] (here P = 1).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from funcops.backend import kernel, wide
 
 
 def _convolved(t: Tensor, w: Tensor, b: Optional[Tensor]) -> Tensor:
-    """z_t = sum over j of w_j x_(t - W + 1 + j), + b; x is 0 before the first."""
+    """z_t = b + the sum over j of w_j x_(t - W + 1 + j); x is 0 before its first time."""
     length, width = t.shape[1], w.shape[1]
     padded = F.pad(t, (0, 0, width - 1, 0))
     z = padded[:, :length] * w[:, 0]

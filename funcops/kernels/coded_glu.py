@@ -1,7 +1,7 @@
-"""Gated linear units of an x that is kept in 8 bits: decoded as it is read, so that no copy of it in its own dtype is made.
+"""Gated linear units of an x that is saved in 8 bits: it is decoded as it is read, so no copy in its own dtype is made.
 
-codes: uint8 [*, 2H], e4m3 with a scale, e8m0, for every `cols` elements of a row: scales [R, 2H / cols].
-Decoded elements are rounded to x's dtype first, so that results are those of `dequantize` and the kernels of `glu`, bit for bit.
+codes: uint8 [*, 2H], e4m3, with an e8m0 scale for every `cols` elements of a row: scales [R, 2H / cols].
+Decoded elements are rounded to x's dtype first, so that results equal `dequantize` followed by the kernels of `glu`, bit for bit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def coded_glu_fwd(codes: Tensor, scales: Tensor, cols: int, kind: str, first: bo
 
 @kernel()
 def coded_glu_bwd(dy: Tensor, codes: Tensor, scales: Tensor, cols: int, kind: str, first: bool) -> Tensor:
-    """dx [*, 2H], as in `glu_bwd`."""
+    """dx [*, 2H], see `glu_bwd`."""
     return glu.glu_bwd(dy, _decoded(codes, scales, cols, dy.dtype), None, kind, first, True, False)[0]  # type: ignore[no-any-return]
 
 

@@ -7,9 +7,9 @@ Per row, with p = softmax(logits), s = label smoothing, z = z-loss:
 
 A row whose label is ignore_index has loss 0 and gradient 0.
 
-logsumexp is kept as two numbers, whose sum it is: the highest logit, and the logarithm of sum_v exp(logit_v - highest). Their sum
-would be rounded at the size of the logits, which a shift of all of them makes as large as it likes, and a sure row's loss is less
-than that: logits of 300 have steps of 3e-5. Differences to the highest logit are not rounded where they are small.
+logsumexp is saved as two numbers that sum to it: the highest logit, and the logarithm of sum_v exp(logit_v - highest). Their sum
+would be rounded to the spacing of numbers as large as the logits, which a shift of all logits can make any size, and a confident
+row's loss is smaller than that: at 300 the spacing is 3e-5. Small differences to the highest logit are not rounded.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ def plain_cross_entropy_fwd(
 
 
 def _onehot(labels: Tensor, first: int, logits: Tensor) -> Tensor:
-    """1 where the label is the class, counted from `first`, else 0."""
+    """1 where the label is the class, else 0; the classes begin at `first`."""
     classes = torch.arange(first, first + logits.shape[-1], device=labels.device)
     return (labels.unsqueeze(-1) == classes).to(logits.dtype)
 
 
 def _highest(logits: Tensor) -> Tensor:
-    """Of each row [N, 1], in the wide dtype: finite, so that its difference to an infinite logit is a number."""
+    """The highest logit of each row, [N, 1] in the wide dtype, finite, so that an infinite logit minus it is not NaN."""
     ends = torch.finfo(wide(logits.dtype))
     return logits.amax(-1, True).to(wide(logits.dtype)).clamp_(ends.min, ends.max)
 
 
 def _below(logits: Tensor, highest: Tensor) -> Tensor:
-    """logits - highest in the wide dtype, fresh; widened first, as torch's subtraction of mixed dtypes is slower than both."""
+    """logits - highest, a new tensor in the wide dtype; cast first, as torch's subtraction of mixed dtypes is slower than both."""
     return logits - highest if logits.dtype is highest.dtype else logits.to(highest.dtype).sub_(highest)
 
 
@@ -70,8 +70,8 @@ def cross_entropy_bwd(
     dloss: Tensor, logits: Tensor, labels: Tensor, logsumexp: Tensor, smoothing: float, ignore_index: int, z_loss: float,
     first: int = 0, vocab: int = 0,
 ) -> Tensor:  # fmt: skip
-    """dlogits [N, C] in the dtype of logits; dloss: [N] or 0-d, in the wide dtype. The classes are those from `first` among
-    `vocab`; with `vocab` 0 they are all there are."""
+    """dlogits [N, C] in the dtype of logits; dloss: [N] or 0-d, in the wide dtype. The C classes begin at `first` of
+    `vocab` classes; `vocab` 0 means that they are all."""
     d = _below(logits, logsumexp[:, :1])
     _gradient_(d, dloss, labels, logsumexp, smoothing, ignore_index, z_loss, first, vocab or logits.shape[-1])
     return d.to(logits.dtype)
@@ -91,7 +91,7 @@ def cross_entropy_bwd_owned(
     dloss: Tensor, logits: Tensor, labels: Tensor, logsumexp: Tensor, smoothing: float, ignore_index: int, z_loss: float,
     first: int, vocab: int,
 ) -> None:  # fmt: skip
-    """dlogits written over logits [N, C], contiguous, which are those of the classes from `first` among `vocab`."""
+    """Write dlogits over logits [N, C], contiguous, whose C classes begin at `first` of `vocab` classes."""
     inside = logits.dtype is wide(logits.dtype)
     highest = logsumexp[:, :1]
     d = logits.sub_(highest) if inside else _below(logits, highest)
@@ -116,7 +116,7 @@ def _gradient_(
     d: Tensor, dloss: Tensor, labels: Tensor, logsumexp: Tensor, smoothing: float, ignore_index: int, z_loss: float,
     first: int, vocab: int,
 ) -> None:  # fmt: skip
-    """d, which holds logits - highest in the wide dtype, becomes dlogits."""
+    """Turn d, which holds logits - highest in the wide dtype, into dlogits, in place."""
     ignored = labels == ignore_index
     rows = torch.where(ignored, torch.zeros((), dtype=d.dtype, device=d.device), dloss.to(d.dtype))
     along_lse = rows * logsumexp[:, 1].neg().exp_()  # p = exp(logits - highest) exp(highest - lse): one product for both factors

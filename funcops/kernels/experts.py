@@ -1,11 +1,11 @@
 """A gated unit of each expert, between two grouped products (`funcops.kernels.grouped`). T tokens, K choices each, N = T K rows
-sorted by expert: row n is of token order[n] // K, and weights.flat[order[n]] is its weight s_n.
+sorted by expert: row n belongs to token order[n] // K, and its weight s_n is weights.flat[order[n]].
 
     z = x[token] up_e^T + bias_e        a = f(g) l of z = (g, l)        scaled = s a
     da = dy[token] down_e      dz = s (da l f'(g), da f(g))     ds = rowsum(da a)
 
 x, dy: [T, H]; up: [E, 2I, H], gate rows first; down: [E, H, I]; weights: [T, K], of x's dtype or the wide one; z, dz: [N, 2I];
-order: [N], offsets: [E + 1]. kind: of `funcops.kernels.glu`, or "clamped_swiglu" with limit, alpha and offset.
+order: [N], offsets: [E + 1]. kind: one of `funcops.kernels.glu`, or "clamped_swiglu" with limit, alpha and offset.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def experts_up(
     x: Tensor, up: Tensor, bias: Optional[Tensor], weights: Tensor, order: Tensor, offsets: Tensor, kind: str, limit: float,
     alpha: float, offset: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """z [N, 2I] and scaled [N, I]; both 0 behind offsets[E]."""
+    """Compute z [N, 2I] and scaled [N, I]; both are 0 from row offsets[E] on."""
     z = grouped_product.kernel.torch_impl(x, up, bias, offsets, order, weights.shape[1], None, True)
     return z, _scaled(z, _row_weights(weights, order), kind, limit, alpha, offset)
 
@@ -45,9 +45,9 @@ def experts_dgrad(
     bias: Optional[Tensor], indices: Optional[Tensor], kind: str, limit: float, alpha: float, offset: float, dz: bool,
     dweights: bool, scaled: bool,
 ) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:  # fmt: skip
-    """dz [N, 2I]; d weights [T, K], which is ds by `place` [T, K], and with the second product's bias [E, H] + dy[t] . bias_e of
-    the expert e = indices[t, k], but for e = E, which was dropped; and scaled [N, I] again; each where it is asked for. dz and ds
-    are 0 behind offsets[E]. For scaled alone no `down` is read."""
+    """Compute, each if requested: dz [N, 2I]; d weights [T, K], which is ds gathered by `place` [T, K], plus, with the second
+    product's bias [E, H], dy[t] . bias_e for the expert e = indices[t, k] (e = E was dropped, and adds 0); and scaled [N, I],
+    recomputed. dz and ds are 0 from row offsets[E] on. `scaled` alone does not need `down`."""
     s, whole = _row_weights(weights, order), z.to(wide(z.dtype))
     a = _gated(whole, kind, limit, alpha, offset) if dweights or scaled else whole
     da = d_weights = d_z = again = None
@@ -87,7 +87,7 @@ def _by_place(ds: Tensor, place: Tensor, dy: Tensor, bias: Optional[Tensor], ind
 
 
 def _row_weights(weights: Tensor, order: Tensor) -> Tensor:
-    """[N], wide."""
+    """The weight of each row, [N] in the wide dtype."""
     return weights.reshape(-1).index_select(0, order).to(wide(weights.dtype))
 
 

@@ -1,4 +1,4 @@
-"""Matrix products of a linear layer with what surrounds them. Shapes: x, dx [*, I], w [O, I], b [O], y, dy [*, O].
+"""Matrix products of a linear layer, fused with the steps around them. Shapes: x, dx [*, I], w [O, I], b [O], y, dy [*, O].
 
 `kind` is an activation's name, or "" for none. Products and epilogues are in float32 and rounded once.
 """
@@ -18,7 +18,7 @@ from funcops.kernels.activation import ACTIVATIONS
 def fused_linear_fwd(
     x: Tensor, w: Tensor, b: Optional[Tensor], residual: Optional[Tensor], kind: str, scale: float, keep: bool
 ) -> tuple[Tensor, Optional[Tensor]]:
-    """y = f(z) + residual with z = scale x w^T + b. Returns y, and z where `keep`."""
+    """y = f(z) + residual with z = scale x w^T + b. Returns y, and z if `keep`."""
     z = torch.nn.functional.linear(x, w) * scale
     z = z if b is None else z + b
     y = ACTIVATIONS[kind].forward(z) if kind else z
@@ -28,7 +28,7 @@ def fused_linear_fwd(
 
 @kernel()
 def fused_linear_dgrad(dy: Tensor, w: Tensor, z: Optional[Tensor], kind: str, scale: float) -> Tensor:
-    """dx = scale dy w, times f'(z) where `kind`: x was f(z), and this is the gradient of z. z: [*, I]."""
+    """dx = scale dy w; with `kind`, times f'(z): then x was f(z), and the result is the gradient of z. z: [*, I]."""
     dx = torch.matmul(dy, w) * scale
     if not kind or z is None:
         return dx
@@ -54,7 +54,7 @@ def fused_linear_dgrad_into(dy: Tensor, w: Tensor, scale: float, into: Tensor) -
 
 @kernel()
 def fused_linear_wgrad(dy: Tensor, x: Tensor, scale: float, bias: bool) -> tuple[Tensor, Optional[Tensor]]:
-    """dw = scale dy^T x, and db = the sum of dy where `bias`, over all rows, in dy's dtype."""
+    """dw = scale dy^T x, and if `bias` db = the sum of dy, over all rows, in dy's dtype."""
     rows = dy.reshape(-1, dy.shape[-1])
     dw = torch.mm(rows.mT, x.reshape(-1, x.shape[-1])) * scale
     return dw, rows.sum(0) if bias else None

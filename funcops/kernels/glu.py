@@ -27,20 +27,20 @@ GATES = {
 
 @kernel()
 def glu_pair_fwd(gate: Tensor, linear: Tensor, kind: str) -> Tensor:
-    """y = f(gate) * linear, of two tensors [*, H]."""
+    """y = f(gate) * linear, from two tensors [*, H]."""
     return ACTIVATIONS[GATES[kind]].forward(gate).mul_(linear)
 
 
 @kernel()
 def glu_pair_bwd(dy: Tensor, gate: Tensor, linear: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """d gate and d linear, as in `glu_bwd`."""
+    """d gate and d linear, see `glu_bwd`."""
     f = ACTIVATIONS[GATES[kind]]
     active = f.forward(gate)
     return f.backward(dy * linear, gate, active), active.mul_(dy) if not f.reads_y else active * dy
 
 
-VECTORS = 64  # a part is so many elements, or times that: what torch's loops leave over at their end they compute by another exp
-AT_ONCE = 1 << 15  # elements of dy, a thread, for which there are buffers besides dx
+VECTORS = 64  # a part has a multiple of so many elements, as torch's loops compute their remainder with another exp
+AT_ONCE = 1 << 15  # elements of dy per thread for which there are buffers beside dx
 
 
 def _halves(x: Tensor, first: bool) -> tuple[Tensor, Tensor]:
@@ -73,7 +73,7 @@ def glu_bwd(
 def plain_glu_bwd(
     dy: Tensor, x: Tensor, scales: Optional[Tensor], kind: str, first: bool, dx: bool, dscales: bool
 ) -> tuple[Tensor, Tensor]:
-    """Of y = f(gate) * linear * scale, each factor's own."""
+    """The gradients of the three factors of y = f(gate) * linear * scale."""
     gate, linear = _halves(x, first)
     f, scale = ACTIVATIONS[GATES[kind]], 1.0 if scales is None else scales.unsqueeze(-1)
     active = f.forward(gate)
@@ -84,7 +84,7 @@ def plain_glu_bwd(
 
 @kernel(mutates=("dy",))
 def glu_bwd_again(dy: Tensor, x: Tensor, kind: str, first: bool) -> Tensor:
-    """dx; y is written over dy, which is contiguous: f(gate) is computed once for both."""
+    """Return dx, and write y over dy, which is contiguous: f(gate) is computed once for both."""
     return _dx(dy, x, ACTIVATIONS[GATES[kind]], first, True)
 
 
@@ -95,8 +95,8 @@ def plain_glu_bwd_again(dy: Tensor, x: Tensor, kind: str, first: bool) -> tuple[
 
 
 def _dx(dy: Tensor, x: Tensor, f: Activation, first: bool, again: bool) -> Tensor:
-    """A new tensor; `again`: y is written over dy. Of more than AT_ONCE elements a thread, a part of the rows at a time, so that
-    there is little beside dx and the parts stay in the cache; a compiler makes one kernel of it and saves memory by itself."""
+    """Return dx as a new tensor; if `again`, write y over dy. More than AT_ONCE elements are computed in parts of AT_ONCE per
+    thread, so that buffers are small and stay in the cache; a compiler makes one kernel of it, which needs no parts."""
     if torch.compiler.is_compiling():
         return _dx_joined(dy, x, f, first, again)
     d_x, width = torch.empty_like(x, memory_format=torch.contiguous_format), dy.shape[-1]
@@ -112,7 +112,7 @@ def _dx(dy: Tensor, x: Tensor, f: Activation, first: bool, again: bool) -> Tenso
 
 
 def _dx_joined(dy: Tensor, x: Tensor, f: Activation, first: bool, again: bool) -> Tensor:
-    """Without writes to a part of a tensor, which a compiler does not see."""
+    """`_dx` without writes to parts of a tensor, which a compiler does not see."""
     gate, linear = _halves(x, first)
     active = f.forward(gate)
     parts = f.backward(dy * linear, gate, active), dy * active
@@ -179,7 +179,7 @@ def clamped_swiglu_bwd(
 def plain_clamped_swiglu_bwd(
     dy: Tensor, x: Tensor, scales: Optional[Tensor], first: bool, limit: float, alpha: float, offset: float, dx: bool, dscales: bool
 ) -> tuple[Tensor, Tensor]:
-    """Of y = g s (l + offset) scale with s = sigmoid(alpha g)."""
+    """The gradients of the halves and the scale in y = g s (l + offset) scale with s = sigmoid(alpha g)."""
     gate, linear = _halves(x, first)
     g, l = gate.clamp(max=limit), linear.clamp(-limit, limit)  # noqa: E741 (as in the math)
     s, scale = 1 / (1 + (-alpha * g).exp()), 1.0 if scales is None else scales.unsqueeze(-1)

@@ -1,7 +1,7 @@
 """Normalisation of groups of channels. x, y, dy, dx: [B, C, S]; w, b: [C]; mean, rstd: [B, G].
 
 Statistics and the gradients of w and b are in the wide dtype: float32, or float64 for float64. The latter come as P partial sums
-[P, C], to be summed over P (here P = 1). None stands for what was not asked for, and for what only that would read.
+[P, C], to be summed over P (here P = 1). A gradient that is not requested is None; an input that only it would read may be.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def group_norm_bwd(
     dx: bool, dw: bool, db: bool,
 ) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:  # fmt: skip
     """With g = dy * w and n = (x - mean) * rstd: dx = rstd * (g - mean(g) - n * mean(g n)) over a group; dw = sum of dy * n,
-    db = sum of dy over batches and places. x, mean and rstd may be None where db alone is wanted, w without dx."""
+    db = sum of dy, both over B and S. x, mean and rstd may be None if only db is requested, w without dx."""
     d = dy.to(wide(dy.dtype))
     d_x, d_w, d_b = None, None, d.sum((0, 2)).unsqueeze(0) if db else None
     if x is not None and mean is not None and rstd is not None:

@@ -1,12 +1,12 @@
 """Matrix products of sorted rows, each group of rows with a matrix of its own.
 
-    a [M, K]: rows, or with `index` [N] and `every` what row n is gathered from: a[index[n] // every]
-    offsets [E + 1], int32, from 0 on: rows offsets[e] to offsets[e + 1] of N are group e's; those behind offsets[E] no group's
-    w [E, O, I], b [E, O]: a matrix and a bias a group
+    a [M, K]: the rows; or, with `index` [N] and `every`, row n is a[index[n] // every]
+    offsets [E + 1], int32, from 0 on: rows offsets[e] to offsets[e + 1] of N are group e's; rows from offsets[E] on have no group
+    w [E, O, I], b [E, O]: a matrix and a bias per group
 
-The bodies loop over the groups on the host, where the tensors are on the CPU; on CUDA they read nothing there: torch's own grouped
-product where it serves, else every group's product of all rows, of which each row takes one. Offsets that do not ascend from 0 to
-at most N raise `ValueError` on the CPU; on CUDA rows of no group are left as they are found.
+For CPU tensors the bodies loop over the groups on the host. On CUDA they read no value on the host: they use torch's own grouped
+product if it serves, else every group's product of all rows, from which each row selects its own. Offsets that do not ascend from 0
+to at most N raise `ValueError` on the CPU; on CUDA they leave rows without a group unwritten.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from funcops.backend import kernel, wide
 from funcops.errors import fail
 
 _grouped_mm = getattr(F, "grouped_mm", None)
-LEAST = (8, 0)  # of a device's capability, for torch's grouped product
+LEAST = (8, 0)  # the least device capability for torch's grouped product
 
 
 @kernel(opaque=True)
@@ -29,7 +29,7 @@ def grouped_product(
     a: Tensor, w: Tensor, b: Optional[Tensor], offsets: Tensor, index: Optional[Tensor], every: int, scales: Optional[Tensor],
     transposed: bool,
 ) -> Tensor:  # fmt: skip
-    """y [N, O] = a w_e^T (`transposed`) or a w_e, of row n's group e, + b_e, or + scales[n] b_e; 0 where there is no group."""
+    """y [N, O] = a w_e^T (`transposed`) or a w_e for row n's group e, + b_e, or + scales[n] b_e; 0 for a row without a group."""
     rows = a if index is None else gathered(a, index, every)
     product = by_groups if a.is_cpu else by_library if library_serves(rows, w) else by_masks
     y = product(rows, w.mT if transposed else w, offsets)
@@ -49,7 +49,7 @@ def grouped_wgrad(
     dy: Tensor, x: Optional[Tensor], offsets: Tensor, dy_index: Optional[Tensor], x_index: Optional[Tensor], every: int,
     scales: Optional[Tensor], bias: bool,
 ) -> tuple[Optional[Tensor], Optional[Tensor]]:  # fmt: skip
-    """dw_e = dy^T x (None without x) and db_e = sum of dy (times scales), over the rows of group e, in dy's dtype; 0 of none."""
+    """dw_e = dy^T x (None without x) and db_e = sum of dy (times scales) over group e's rows, in dy's dtype; 0 if empty."""
     rows, inner = _factors(dy, x, dy_index, x_index, every)
     dw = None
     if inner is not None:
@@ -72,8 +72,8 @@ def grouped_wgrad_into(
     dy: Tensor, x: Optional[Tensor], offsets: Tensor, dy_index: Optional[Tensor], x_index: Optional[Tensor], every: int,
     scales: Optional[Tensor], dw: Optional[Tensor], db: Optional[Tensor],
 ) -> None:  # fmt: skip
-    """The same added to dw [E, O, I] and db [E, O], where they are given: contiguous, in the wide dtype; sums are not rounded
-    before, but for dw on the CPU."""
+    """Add `grouped_wgrad` to dw [E, O, I] and db [E, O], each if given: contiguous, in the wide dtype. Sums are not rounded before,
+    except dw's on the CPU."""
     rows, inner = _factors(dy, x, dy_index, x_index, every)
     if dw is not None and inner is not None:
         if dy.is_cpu:
@@ -99,7 +99,7 @@ def gathered(a: Tensor, index: Tensor, every: int) -> Tensor:
 
 
 def groups_of(offsets: Tensor, rows: int) -> list[tuple[int, int, int]]:
-    """Group, first row and end of each that has rows, on the host."""
+    """(group, first row, end) of each group that has rows, as numbers on the host."""
     at = offsets.tolist()
     if at[0] != 0 or at[-1] > rows or any([a > b for a, b in zip(at, at[1:], strict=False)]):
         fail("grouped_product", "offsets", f"ascending from 0 to at most {rows} (the rows)", at)
@@ -107,7 +107,7 @@ def groups_of(offsets: Tensor, rows: int) -> list[tuple[int, int, int]]:
 
 
 def by_groups(rows: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
-    """rows [N, K] w_e [E, K, O], a group after the other."""
+    """rows [N, K] w_e [E, K, O], one group after the other."""
     y, end = rows.new_empty((rows.shape[0], w.shape[2])), 0
     for e, first, end in groups_of(offsets, len(rows)):  # noqa: B007 (end is read after the loop)
         torch.mm(rows[first:end], w[e], out=y[first:end])
@@ -123,7 +123,7 @@ def wgrad_by_groups(rows: Tensor, inner: Tensor, offsets: Tensor) -> Tensor:
 
 
 def by_library(rows: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
-    """By torch's grouped product, which leaves rows of no group unwritten."""
+    """`by_groups` by torch's grouped product, which leaves rows without a group unwritten: they are set to 0."""
     assert _grouped_mm is not None
     y = _grouped_mm(rows, w, offs=offsets[1:])
     return torch.where(group_of(offsets, len(rows)).unsqueeze(-1) < offsets.shape[0] - 1, y, 0.0)
@@ -132,7 +132,7 @@ def by_library(rows: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
 def wgrad_by_library(rows: Tensor, inner: Tensor, offsets: Tensor) -> Tensor:
     assert _grouped_mm is not None
     dw = _grouped_mm(rows.mT, inner, offs=offsets[1:])
-    return torch.where((offsets[1:] > offsets[:-1]).view(-1, 1, 1), dw, 0.0)  # of empty groups some devices gave others
+    return torch.where((offsets[1:] > offsets[:-1]).view(-1, 1, 1), dw, 0.0)  # some devices gave other values for empty groups
 
 
 def library_serves(rows: Tensor, other: Tensor) -> bool:
@@ -144,7 +144,7 @@ def library_serves(rows: Tensor, other: Tensor) -> bool:
 
 
 def by_masks(rows: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
-    """Every group's product of all rows: so no value is read on the host."""
+    """`by_groups` from every group's product of all rows, so that no value is read on the host."""
     group = group_of(offsets, len(rows)).unsqueeze(-1)
     y = rows.new_zeros((rows.shape[0], w.shape[2]))
     for e in range(w.shape[0]):
@@ -166,25 +166,25 @@ def _factors(
 
 
 def group_of(offsets: Tensor, rows: int) -> Tensor:
-    """[N]: the group of each row; E where it has none."""
+    """The group of each row, [N]; E for a row without a group."""
     at = torch.arange(rows, dtype=offsets.dtype, device=offsets.device)
     return torch.searchsorted(offsets[1:].contiguous(), at, right=True)
 
 
 def biased(y: Tensor, b: Tensor, scales: Optional[Tensor], offsets: Tensor) -> Tensor:
-    """y + b_e, or + scales b_e, of each row's group; rounded once more."""
+    """y + b_e, or y + scales b_e, for each row's group e; rounded once more."""
     each = _of_groups(b, offsets, len(y))
     return (y.to(wide(y.dtype)) + (each if scales is None else each * scales.unsqueeze(-1))).to(y.dtype)
 
 
 def _of_groups(b: Tensor, offsets: Tensor, rows: int) -> Tensor:
-    """[N, O]: each row's b_e, wide; 0 where it has no group."""
+    """The bias b_e of each row's group, [N, O] in the wide dtype; 0 for a row without a group."""
     padded = torch.cat((b, b.new_zeros((1, b.shape[1])))).to(wide(b.dtype))
     return padded.index_select(0, group_of(offsets, rows))
 
 
 def _sums(rows: Tensor, offsets: Tensor, scales: Optional[Tensor]) -> Tensor:
-    """[E, O]: the sum of each group's rows (times scales), wide."""
+    """The sum of each group's rows (times scales), [E, O] in the wide dtype."""
     dtype, groups = wide(rows.dtype), offsets.shape[0] - 1
     if rows.is_cpu and scales is None:
         total = rows.new_zeros((groups, rows.shape[1]), dtype=dtype)

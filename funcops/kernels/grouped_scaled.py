@@ -1,7 +1,7 @@
 """Products of codes with scales (`funcops.kernels.quantize`) of sorted rows, each group of rows with a matrix of its own
-(`funcops.kernels.grouped`): decoded operands, scales and all, summed in float32 at least, and rounded once.
+(`funcops.kernels.grouped`): operands are decoded with their scales, summed in float32 at least, and rounded once.
 
-On the CPU the bodies loop over groups; elsewhere they read no value on the host, and take every group's product of all rows.
+On the CPU the bodies loop over groups; elsewhere they read no value on the host, and compute every group's product of all rows.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def grouped_scaled_mm(
     b: Optional[Tensor], scales: Optional[Tensor], offsets: Tensor, index: Optional[Tensor], a_element: str, a_cols: int,
     w_element: str, w_rows: int, w_cols: int, kind: str, width: int, out: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """y [N, O] in the dtype `out`: row n of a, or a[index[n]], by w_e^T of its group, rounded, + b_e or scales[n] b_e; 0 where it
-    has none.
+    """y [N, O] in the dtype `out`: row n of a, or a[index[n]], times w_e^T of its group e, rounded, + b_e or scales[n] b_e; 0 for
+    a row without a group.
 
     a: codes of rows [M, K] of `width` K, with scales [M, K / a_cols] (a_cols 0: [M, 1]) and `a_scale` [M, 1]; w: codes [E, O, K],
-    with scales [E, O / w_rows, K / w_cols] (0: one for all) and `w_scale` [E, 1]; b [E, O]."""
+    with scales [E, O / w_rows, K / w_cols] (0: one for the whole dim) and `w_scale` [E, 1]; b [E, O]."""
     rows = decode_tiles(a, a_scales, a_scale, a_element, 1, a_cols, kind, width)
     rows = rows if index is None else rows.index_select(0, index)
     parts = zip(w, w_scales, w.new_empty(len(w)) if w_scale is None else w_scale, strict=True)
@@ -51,11 +51,11 @@ def grouped_scaled_wgrad(
     dy: Tensor, dy_scales: Tensor, dy_scale: Optional[Tensor], x: Tensor, x_scales: Tensor, x_scale: Optional[Tensor],
     starts: Tensor, ends: Tensor, dy_element: str, x_element: str, cols: int, kind: str, width: int, out: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """dw [E, O, I] in the dtype `out`: over columns starts[e] to ends[e] of dy [O, P] by those of x [I, P]; 0 of none.
+    """dw [E, O, I] in the dtype `out`: dw_e = dy x^T over columns starts[e] to ends[e] of dy [O, P] and x [I, P]; 0 if empty.
 
-    Codes of transposed rows, of `width` P, with scales [O, P / cols] and [I, P / cols] (cols 1: [1, P], of a group all the same),
+    Codes of transposed rows, of `width` P, with scales [O, P / cols] and [I, P / cols] (cols 1: [1, P], all equal in a group),
     `dy_scale` and `x_scale` [1, P / cols]. starts [E + 1] and ends [E]: int32, ascending, starts multiples of 16 and `cols`; from
-    an end to the next start codes are 0, and behind the last start of no group."""
+    an end to the next start codes are 0, and columns from the last start on have no group."""
     high = 0 if cols == 1 else 1
     left = decode_tiles(dy, dy_scales, dy_scale, dy_element, high, cols, kind, width).to(wide(out))
     right = decode_tiles(x, x_scales, x_scale, x_element, high, cols, kind, width).to(wide(out))

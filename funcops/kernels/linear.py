@@ -24,8 +24,8 @@ def linear_dgrad(dy: Tensor, w: Tensor) -> Tensor:
 
 
 def _one_feature(dy: Tensor, w: Tensor) -> Tensor:
-    """dy w of a column w, by the product with a vector: of one row and one column torch.mm makes one running sum on the CPU, which
-    is several roundings off where a dot product, of partial sums, is less than one."""
+    """dy w for a w of one column, as a product with a vector: torch.mm of one row and one column is one running sum on the CPU,
+    which is several roundings off; a dot product is partial sums, and less than one rounding off."""
     return matmul(dy, w.squeeze(-1)).unsqueeze(-1)
 
 

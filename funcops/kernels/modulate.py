@@ -23,7 +23,7 @@ def modulate_fwd(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 def modulate_bwd(
     dy: Tensor, x: Optional[Tensor], scale: Optional[Tensor], dx: bool, dscale: bool, dshift: bool
 ) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
-    """dx = dy (1 + scale); dscale = sum over T of dy x; dshift = that of dy. x may be None without dscale, scale without dx."""
+    """dx = dy (1 + scale); dscale = sum of dy x, dshift = sum of dy, over T. x may be None without dscale, scale without dx."""
     d = dy.to(wide(dy.dtype))
     return (
         (d * (1 + scale.to(d.dtype)).unsqueeze(1)).to(dy.dtype) if dx and scale is not None else None,

@@ -1,8 +1,8 @@
 """Normalisations over the last dimension. x, y, dy, dx: [*, D] of one dtype; w, b: [D]; mean, rstd: [*, 1].
 
 Statistics and the gradients of w and b are in the wide dtype: float32, or float64 for float64. The latter come as P
-partial sums [P, D], to be summed over P (here P = 1). None stands for what was not asked for, and for a weight that
-only dx would read.
+partial sums [P, D], to be summed over P (here P = 1). A gradient that is not requested is None; a weight that
+only dx would read may be.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from funcops.backend import kernel, select, wants_triton, wide
 
 _vector_norm = torch.linalg.vector_norm
-FEW = 1 << 14  # below it the number of operators counts, above it the passes over memory
+FEW = 1 << 14  # elements; below it the number of operators counts, above it the passes over memory
 _backward = torch.ops.aten.native_layer_norm_backward.default
 
 
@@ -24,7 +24,7 @@ def _to(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _scale(w: Tensor, centred: bool, dtype: torch.dtype) -> Tensor:
-    """What the normalised x is multiplied by: w, or 1 + w."""
+    """The factor of the normalised x: w, or 1 + w."""
     w = w if w.dtype is dtype else w.to(dtype)
     return w + 1.0 if centred else w
 
@@ -53,7 +53,7 @@ def plain_rms_norm_fwd(x: Tensor, w: Tensor, eps: float, centred: bool) -> tuple
 
 
 def rms_norm_again(x: Tensor, w: Tensor, rstd: Tensor, eps: float, centred: bool) -> Tensor:
-    """y of `rms_norm_fwd` once more, the same bits: of rstd, where its kernel does not run."""
+    """Recompute y of `rms_norm_fwd` with the same bits; from rstd, where its Triton kernel does not run."""
     if (select.chosen_anywhere or not x.is_cpu) and wants_triton(x):
         return rms_norm_fwd(x, w, eps, centred)[0]
     narrow, dtype = x.dtype, rstd.dtype
@@ -90,7 +90,7 @@ def rms_norm_bwd(
 
 @rms_norm_bwd.plain
 def plain_rms_norm_bwd(dy: Tensor, x: Tensor, w: Tensor, rstd: Tensor, centred: bool, dx: bool, dw: bool) -> tuple[Tensor, Tensor]:
-    """Of y = n w with n = x * rstd."""
+    """The gradients of y = n w with n = x * rstd."""
     n, g = x * rstd, dy * (w + centred)
     along_x = rstd * g  # term 1: through x itself
     along_rstd = -rstd * n * (g * n).mean(-1, keepdim=True)  # term 2: through rstd
@@ -122,7 +122,7 @@ def layer_norm_bwd(
     None without dx."""
     dtype, size = wide(x.dtype), x.shape[-1]
     scale = rstd.new_ones(size) if w is None else _scale(w, centred, dtype)
-    mean, rstd = mean.contiguous(), rstd.contiguous()  # as above
+    mean, rstd = mean.contiguous(), rstd.contiguous()  # as in `rms_norm_bwd`
     d_x, d_w, d_b = _backward(_to(dy, dtype), _to(x, dtype), [size], mean, rstd, scale, scale if db else None, [dx, dw, db])
     return _to(d_x, x.dtype) if dx else None, d_w.unsqueeze(0) if dw else None, d_b.unsqueeze(0) if db else None
 
@@ -131,7 +131,7 @@ def layer_norm_bwd(
 def plain_layer_norm_bwd(
     dy: Tensor, x: Tensor, w: Tensor, mean: Tensor, rstd: Tensor, centred: bool, dx: bool, dw: bool, db: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of y = n w + b with n = (x - mean) * rstd."""
+    """The gradients of y = n w + b with n = (x - mean) * rstd."""
     n, g = (x - mean) * rstd, dy * (w + centred)
     along_x = rstd * g  # term 1: through x itself
     along_mean = -rstd * g.mean(-1, keepdim=True)  # term 2: through the mean
@@ -140,25 +140,25 @@ def plain_layer_norm_bwd(
 
 
 def _over_rows(t: Tensor) -> Tensor:
-    """Their sum [1, D]."""
+    """The sum over rows, [1, D]."""
     return t.reshape(-1, t.shape[-1]).sum(0, keepdim=True)
 
 
 @kernel()
 def row_sums(dy: Tensor) -> Tensor:
-    """db of a LayerNorm alone: the sum of dy over rows, as partial sums."""
+    """Only db of a LayerNorm: the sum of dy over rows, as partial sums."""
     return dy.reshape(-1, dy.shape[-1]).sum(0, keepdim=True, dtype=wide(dy.dtype))
 
 
 @kernel()
 def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Partial sums [P, D] as their total [D]."""
+    """The total [D] of partial sums [P, D]."""
     return _to(parts.sum(0), dtype)
 
 
 @kernel()
 def sum_two_parts(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`sum_parts` of both."""
+    """`sum_parts` of two tensors."""
     return _to(a.sum(0), dtype), _to(b.sum(0), dtype)
 
 

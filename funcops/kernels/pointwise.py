@@ -1,4 +1,4 @@
-"""Small elementwise kernels, and dropout by Philox bits."""
+"""Small elementwise kernels, and dropout with Philox bits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from funcops.backend import kernel, wide
 
 @kernel()
 def add(a: Tensor, b: Tensor) -> Tensor:
-    """a + b, where b has the shape of a or of its last dimensions."""
+    """a + b; b has a's shape, or its last dims."""
     return a + b
 
 
@@ -24,7 +24,7 @@ def scale(x: Tensor, factor: float) -> Tensor:
 
 @kernel()
 def dropout(x: Tensor, key: Tensor, p: float) -> Tensor:
-    """x / (1 - p) where the element's 32 random bits are at least p 2^32, else 0; 0 < p < 1. Its own backward on dy."""
+    """x / (1 - p) where the element's 32 random bits are at least p 2^32, else 0; 0 < p < 1. The same on dy is its backward."""
     kept = random.bits(key, x.numel()).reshape(x.shape) >= round(p * 2**32)
     return x * kept * (1.0 / (1.0 - p))
 

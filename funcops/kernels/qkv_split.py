@@ -1,5 +1,5 @@
-"""The parts of a joint projection, q and k turned on the way. qkv: [*, T, (N + 2M) D]; q: [*, T, N, D], k, v: [*, T, M, D];
-table: as of `rope`, or None where nothing turns.
+"""The parts of a joint projection, with q and k rotated. qkv: [*, T, (N + 2M) D]; q: [*, T, N, D], k, v: [*, T, M, D];
+table: see `rope`; None without a rotation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from funcops.kernels.rope import rope_apply
 def qkv_split_fwd(
     qkv: Tensor, table: Optional[Tensor], heads: int, kv_heads: int, interleaved: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v, each of its own memory."""
+    """Split qkv into q, k and v, each in its own memory."""
     parts = qkv.unflatten(-1, (heads + 2 * kv_heads, -1)).split((heads, kv_heads, kv_heads), -2)
     if table is None:
         return parts[0].contiguous(), parts[1].contiguous(), parts[2].contiguous()
@@ -27,7 +27,7 @@ def qkv_split_fwd(
 
 @kernel()
 def qkv_split_bwd(dq: Tensor, dk: Tensor, dv: Tensor, table: Optional[Tensor], interleaved: bool) -> Tensor:
-    """d qkv."""
+    """Join the gradients of q, k and v to d qkv."""
     if table is not None:
         dq, dk = (rope_apply(t, table, interleaved, True) for t in (dq, dk))
     return torch.cat((dq, dk, dv), -2).flatten(-2)

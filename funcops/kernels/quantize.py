@@ -1,16 +1,16 @@
 """Quantisers: codes of 8 or 4 bits, and the scales that decode them: x ~ codes * scales.
 
-x: [*, K], taken as [R, K] rows. A tile of `rows` x `cols` elements (0: all there are) shares one scale; edge tiles are smaller.
-"row" codes have the layout of x, with tiles along K; "col" codes are those of the transposed x, [K, R], with tiles along its rows.
+x: [*, K], taken as [R, K] rows. A tile of `rows` x `cols` elements (0: all) shares one scale; edge tiles are smaller.
+"row" codes have the layout of x, with tiles along K; "col" codes have the layout of x^T, [K, R], with tiles along R.
 Codes are uint8: a byte of e4m3 or e5m2, or two of e2m1, the even element low. scales: [R / rows, K / cols], which
-quantisers give transposed where `by_columns` says so; of four kinds:
+quantisers return transposed if `by_columns`; of four kinds:
 
     pow2     float32, a power of two, so that codes can be tiled anew without another rounding
     float32  float32
-    e8m0     uint8, the exponent of a power of two with bias 127 (OCP MX): the least that takes no element above the largest
-    e4m3     uint8, an e4m3 number, beside one float32 scale of the whole tensor (NVFP4)
+    e8m0     uint8, the exponent of a power of two with bias 127 (OCP MX): the least with which no element exceeds the largest
+    e4m3     uint8, an e4m3 number, with one float32 scale for the whole tensor (NVFP4)
 
-Elements are rounded to nearest, ties to even codes, or with a key stochastically. Above the largest they saturate; a NaN stays NaN.
+Elements are rounded to nearest, ties to even codes, or stochastically with a key. Above the largest they saturate; NaN stays NaN.
 Sources: NVIDIA Transformer Engine (recipe_common.cuh, core_nvfp4.cuh); OCP MX 1.0, with the exponent rounded up (arXiv 2506.08027).
 """
 
@@ -26,7 +26,7 @@ from funcops.backend import kernel
 
 
 class Element(NamedTuple):
-    """A floating grid: its largest value, the exponent of its smallest normal number, its bits of mantissa, torch's dtype."""
+    """A floating-point grid: its largest value, the exponent of its smallest normal number, its bits of mantissa, torch's dtype."""
 
     largest: float
     emin: int
@@ -49,7 +49,7 @@ NAN, NAN_E8M0 = 0x7F, 0xFF
 GREATEST = torch.finfo(torch.float32).max
 BLOCK = 128
 HADAMARD = 16  # elements along the last dimension that are transformed together
-SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)  # Transformer Engine's, of the rows of the matrix
+SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)  # of the matrix's rows, as in Transformer Engine
 _NEGATIVE = sum(1 << i for i, sign in enumerate(SIGNS) if sign < 0)
 
 
@@ -57,9 +57,9 @@ _NEGATIVE = sum(1 << i for i, sign in enumerate(SIGNS) if sign < 0)
 def quantize_row(
     x: Tensor, element: str, rows: int, cols: int, kind: str, amax: Optional[Tensor], key: Optional[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Codes [*, K] (e2m1: [*, (K + 1) / 2]) and scales [R / rows, K / cols]. `amax`, float32 [1]: of the whole tensor; it is the
-    amax of a single tile, and e4m3 scales are made with it; or [R, 1], of the group that each row is in. `key`: rounds
-    stochastically; or for each element the random word that rounds it."""
+    """Codes [*, K] (e2m1: [*, (K + 1) / 2]) and scales [R / rows, K / cols]. `amax`, float32 [1]: of the whole tensor, used
+    for a single tile and for e4m3 scales; or [R, 1], of each row's group. `key`: for stochastic rounding; or a random word for
+    each element."""
     codes, scales = _quantize(matrix(x), x.dtype, element, rows, cols, kind, amax, key)
     return codes.reshape(*x.shape[:-1], codes.shape[-1]), scales
 
@@ -69,8 +69,8 @@ def quantize_col(
     x: Tensor, element: str, rows: int, cols: int, kind: str, amax: Optional[Tensor], key: Optional[Tensor], hadamard: bool
 ) -> tuple[Tensor, Tensor]:
     """Codes [K, R] of the transposed x (e2m1: [K, (R + 1) / 2]) and scales [K / rows, R / cols]; `hadamard`: of x transformed along
-    its rows by `hadamard`, 16 at a time. `amax` is then that after the transform; of groups it is [R / cols, 1], of each block of
-    rows."""
+    R by `hadamard_of`, 16 at a time. `amax` is then the amax after the transform; of groups it is [R / cols, 1], one for each block
+    of rows."""
     given = hadamard_of(matrix(x).mT).mT if hadamard else matrix(x)
     return _quantize(given, x.dtype, element, rows, cols, kind, amax, key, turn=True)
 
@@ -79,7 +79,7 @@ def quantize_col(
 def quantize_both(
     x: Tensor, element: str, rows: int, cols: int, kind: str, amax: Optional[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`quantize_row` and `quantize_col`, of one read where tiles are not square."""
+    """`quantize_row` and `quantize_col`, in one read of x if tiles are not square."""
     wide, how = matrix(x).float(), (x.dtype, element, rows, cols, kind, amax, None)
     codes, scales = _quantize(wide, *how)
     return codes.reshape(*x.shape[:-1], codes.shape[-1]), scales, *_quantize(wide, *how, turn=True)
@@ -87,27 +87,27 @@ def quantize_both(
 
 @kernel()
 def quantize_scaled(x: Tensor, element: str, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes [*, K] of x * scale (float32 [1], or [R, 1]: of each row), and the largest |x| [1] (float32, NaN left out)."""
+    """Codes [*, K] of x * scale (float32 [1], or [R, 1] for each row), and the largest |x| [1] (float32, without NaN)."""
     wide = x.float()
     return _encode(wide * scale, element, None), _largest(wide)
 
 
 @kernel()
 def amax(x: Tensor, hadamard: bool) -> Tensor:
-    """The largest |x| as float32 [1], NaN left out; 0 of nothing. `hadamard`: of x transformed along its rows."""
+    """The largest |x| as float32 [1], without NaN; 0 for an empty x. `hadamard`: after x is transformed along its rows."""
     return _largest(hadamard_of(matrix(x).mT) if hadamard else x.float())
 
 
 @kernel()
 def retile(codes: Tensor, scales: Tensor, element: str, rows: int, cols: int) -> tuple[Tensor, Tensor]:
-    """ "col" codes [K, R] and scales of "row" ones with scales of powers of two, [*, K] and [R / rows, K / cols]."""
+    """Make "col" codes [K, R] and scales from "row" codes [*, K] and their power-of-two scales [R / rows, K / cols]."""
     x = decode_tiles(matrix(codes), scales, None, element, rows, cols, "pow2", codes.shape[-1])
     return _quantize(x, torch.float32, element, rows, cols, "pow2", None, None, turn=True)
 
 
 @kernel()
 def transpose(codes: Tensor) -> Tensor:
-    """Bytes [*, K] as [K, R]."""
+    """Transpose bytes [*, K] to [K, R]."""
     return matrix(codes).mT.contiguous()
 
 
@@ -123,13 +123,13 @@ def dequantize(
     width: int,
     out: torch.dtype,
 ) -> Tensor:
-    """x [*, width] in the dtype `out`: codes times scales (times `scale`, float32 [1], of the whole tensor), rounded once."""
+    """x [*, width] in the dtype `out`: codes times scales (times `scale`, float32 [1], for the whole tensor), rounded once."""
     made = decode_tiles(matrix(codes), scales, scale, element, rows, cols, kind, width)
     return made.reshape(*codes.shape[:-1], width).to(out)
 
 
 def tensor_scale(amax: Tensor) -> Tensor:
-    """1 / S, what decodes a whole tensor with e4m3 scales of tiles: S = 448 * 6 / amax, 1 where that is 0 or infinite."""
+    """1 / S, the scale that decodes a whole tensor whose tiles have e4m3 scales: S = 448 * 6 / amax, 1 if amax is 0 or infinite."""
     return 1.0 / _tensor_factor(amax)
 
 
@@ -140,25 +140,25 @@ def _tensor_factor(amax: Tensor) -> Tensor:
 
 def hadamard_of(x: Tensor) -> Tensor:
     """x [*, K] times D H / 4 in blocks of 16 along K (padded with zeros): H Sylvester's matrix of +-1, D = diag(SIGNS); orthogonal,
-    so that a product of two transformed tensors is that of the tensors. float32; added up in stages of 8, 4, 2, 1."""
+    so that the product of two transformed tensors is the product of the tensors. In float32, added in stages of 8, 4, 2, 1."""
     pad = -x.shape[-1] % HADAMARD
     t = (torch.nn.functional.pad(x.float(), (0, pad)) if pad else x.float()).unflatten(-1, (-1, HADAMARD))
     return (_sylvester(t * _signs(t)) * 0.25).flatten(-2)
 
 
 def hadamard_undone(x: Tensor) -> Tensor:
-    """What `hadamard_of` made x of."""
+    """Undo `hadamard_of`."""
     t = _sylvester(x.unflatten(-1, (-1, HADAMARD)) * 0.25)
     return (t * _signs(t)).flatten(-2)
 
 
 def _signs(t: Tensor) -> Tensor:
-    """SIGNS, made where t is: nothing is copied to a device."""
+    """SIGNS, made on t's device, so that nothing is copied to it."""
     return 1.0 - 2.0 * ((_NEGATIVE >> torch.arange(HADAMARD, device=t.device)) & 1).to(t.dtype)
 
 
 def _sylvester(t: Tensor) -> Tensor:
-    """t [..., 16] times H, which is symmetric; written over."""
+    """t [..., 16] times H, which is symmetric; in place."""
     for half in (8, 4, 2, 1):
         a, b = t.unflatten(-1, (-1, 2, half)).unbind(-2)
         difference = a - b
@@ -170,7 +170,7 @@ def _sylvester(t: Tensor) -> Tensor:
 def decode_tiles(
     codes: Tensor, scales: Tensor, scale: Tensor | None, element: str, rows: int, cols: int, kind: str, width: int
 ) -> Tensor:
-    """float32 [R, width] of codes [R, ...]."""
+    """Decode codes [R, ...] with their scales to float32 [R, width]."""
     decoded = decode_scales(scales, kind)
     if scale is not None:
         decoded = decoded * scale
@@ -185,8 +185,8 @@ def decode_tiles(
 
 
 def decode(codes: Tensor, element: str) -> Tensor:
-    """The values of codes, float32: as many, or twice as many of e2m1. By the bits of float16, which a CPU widens many at a time;
-    its own conversion from 8 bits takes them one by one."""
+    """The float32 values of codes, two for each byte of e2m1. Through the bits of float16, which a CPU widens many at a time; its
+    own conversion from 8 bits takes them one by one."""
     dtype = ELEMENTS[element].dtype
     if dtype is not None and codes.device.type != "cpu":
         return codes.view(dtype).float()
@@ -194,22 +194,22 @@ def decode(codes: Tensor, element: str) -> Tensor:
         return (codes.to(torch.int16) << 8).view(torch.float16).float()
     if element == "e4m3":
         bits = (codes.view(torch.int8).to(torch.int16) << 7).bitwise_and_(-0x4080)  # the sign, and from bit 7 on the rest
-        bits.bitwise_or_((bits + 0x80).bitwise_and_(0x4000))  # only of a NaN does the sum reach that bit
+        bits.bitwise_or_((bits + 0x80).bitwise_and_(0x4000))  # the sum reaches that bit only for a NaN
         return bits.view(torch.float16).float().mul_(2.0**8)
     nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(-2).to(torch.int16)
     return ((nibbles & 8) << 12 | (nibbles & 7) << 9).view(torch.float16).float().mul_(2.0**14)
 
 
 def decode_scales(scales: Tensor, kind: str) -> Tensor:
-    """What scales multiply codes with, float32."""
+    """The float32 factors of codes, from stored scales."""
     if kind == "e8m0":
         return torch.where(scales == NAN_E8M0, torch.nan, _power(scales.to(torch.int32)))
     return scales.view(torch.float8_e4m3fn).float() if kind == "e4m3" else scales
 
 
 def by_columns(rows: int, cols: int, kind: str) -> bool:
-    """Whether quantisers give scales transposed, those of one block for all rows together: so CUDA's library reads those of rows
-    in float32. What takes scales takes [R / rows, K / cols], of any strides."""
+    """Whether quantisers return scales transposed, one block's scales of all rows together, as CUDA's library reads float32 scales
+    of rows. Functions that take scales take [R / rows, K / cols], of any strides."""
     return rows == 1 and cols > 0 and kind in ("pow2", "float32")
 
 
@@ -219,7 +219,7 @@ def matrix(x: Tensor) -> Tensor:
 
 
 def _over(number: float, t: Tensor) -> Tensor:
-    """number / t, rounded once: torch takes `number / t` for number * (1 / t)."""
+    """number / t, rounded once: torch computes `number / t` as number * (1 / t)."""
     return torch.full_like(t, number) / t
 
 
@@ -234,12 +234,12 @@ def _largest(wide: Tensor) -> Tensor:
 
 
 def magnitudes(wide: Tensor) -> Tensor:
-    """|x|, 0 of a NaN."""
+    """|x|, and 0 for NaN."""
     return torch.nan_to_num(wide, nan=0.0, posinf=torch.inf, neginf=-torch.inf).abs_()
 
 
 def _power(biased: Tensor) -> Tensor:
-    """2^(biased - 127) of exponents int32 from 0 to 254; the first is a subnormal number."""
+    """2^(biased - 127) for int32 exponents from 0 to 254; at 0 it is a subnormal number."""
     return torch.where(biased == 0, 0x400000, biased << 23).view(torch.float32)
 
 
@@ -247,7 +247,7 @@ def _quantize(
     x: Tensor, dtype: torch.dtype, element: str, rows: int, cols: int, kind: str, amax: Tensor | None, key: Tensor | None,
     turn: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Codes and scales of x [R, K], once of the given dtype; `turn`: of the transposed x, which is read as it lies."""
+    """Codes and scales of x [R, K], which had the given dtype; `turn`: of the transposed x, without a copy of it."""
     blocks, turned = cols == BLOCK, not turn if by_columns(rows, cols, kind) else turn
     if turn:
         rows, cols = cols, rows
@@ -261,15 +261,15 @@ def _quantize(
     if amax is not None and kind != "e4m3":
         found = amax.reshape(-1, 1).expand_as(found)
     factor, scales = _scales(found, element, kind, dtype, None if amax is None else amax.reshape(-1, 1), blocks)
-    if ELEMENTS[element].dtype is None and 0 not in tiles.shape:  # its codes have no NaN, so the scale of the tile is one
+    if ELEMENTS[element].dtype is None and 0 not in tiles.shape:  # its codes have no NaN, so the tile's scale becomes NaN
         scales = torch.where(tiles.amax((1, 3)).isnan(), NAN if kind == "e4m3" else NAN_E8M0, scales)
     scaled = (tiles * factor[:, None, :, None]).flatten(2).flatten(0, 1)[:r, :k]
     return _encode(scaled.mT if turn else scaled, element, key), scales.mT.contiguous() if turned else scales
 
 
 def _scales(amax: Tensor, element: str, kind: str, dtype: torch.dtype, whole: Tensor | None, blocks: bool) -> tuple[Tensor, Tensor]:
-    """What elements are multiplied by, float32, and what is stored, of the largest |x| of each tile. Where `largest` over that is
-    infinite: the greatest number of float32, in blocks that of the dtype."""
+    """The float32 factors of elements, and the scales to store, from the largest |x| of each tile. If `largest` / |x| is infinite,
+    the factor is float32's greatest number, or bfloat16's for blocks of that dtype."""
     largest = ELEMENTS[element].largest
     if kind == "e4m3":
         assert whole is not None
@@ -287,7 +287,7 @@ def _scales(amax: Tensor, element: str, kind: str, dtype: torch.dtype, whole: Te
 
 
 def _rounded_up(value: Tensor) -> Tensor:
-    """The biased exponent, int32 from 0 to 254, of the least power of two that is no smaller than value >= 0."""
+    """The biased exponent, int32 from 0 to 254, of the least power of two that is at least value, which is >= 0."""
     bits = value.view(torch.int32)
     exponent, rest = bits >> 23, bits & 0x7FFFFF
     up = (rest > 0) & (exponent < 254) & ((exponent > 0) | (rest > 0x400000))
@@ -295,13 +295,13 @@ def _rounded_up(value: Tensor) -> Tensor:
 
 
 def _encode(v: Tensor, element: str, key: Tensor | None) -> Tensor:
-    """Codes of float32 values [*, K], which are written over."""
+    """Encode float32 values [*, K], which are overwritten."""
     of = ELEMENTS[element]
     if key is not None:
         v = _stochastic(v, of, key if key.dim() > 1 else random.bits(key, v.numel()).reshape(v.shape))
-    v.clamp_(-of.largest, of.largest)  # before the cast: torch 2.11's gives NaN above the largest, and e5m2's infinity
+    v.clamp_(-of.largest, of.largest)  # torch 2.11's cast gives NaN above the largest, and infinity for e5m2
     if of.dtype is not None:
-        return v.nan_to_num_(nan=torch.nan).to(of.dtype).view(torch.uint8)  # a NaN of one sign, as a device's instruction gives it
+        return v.nan_to_num_(nan=torch.nan).to(of.dtype).view(torch.uint8)  # NaN with one sign, as a device's instruction makes it
     codes = _e2m1(v.nan_to_num_(nan=of.largest))
     if codes.shape[-1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
@@ -314,13 +314,13 @@ def _e2m1(v: Tensor) -> Tensor:
     a = bits & 0x7FFFFFFF
     normal = (a >> 22).bitwise_and_(1).add_(a).add_(0x1FFFFF - 0x3F000000).bitwise_right_shift_(22)
     small = (a.view(torch.float32) + 4194304.0).view(torch.int32).sub_(0x4A800000)  # the sum is rounded to halves
-    code = torch.maximum(small.clamp_(max=2), normal)  # below 1 the first is larger, from there on the second
+    code = torch.maximum(small.clamp_(max=2), normal)  # `small` is larger below 1, `normal` from 1 on
     return code.bitwise_or_((bits >> 28).bitwise_and_(8)).to(torch.uint8)
 
 
 def _stochastic(v: Tensor, of: Element, bits: Tensor) -> Tensor:
-    """v to one of its two neighbours: up if u >= 1 - r, of u by 24 random bits and r, the part of a step that |v| is above the
-    lower one. Each term is exact, so that a value on the grid stays: |v| + u step would be rounded to the next in float32."""
+    """Round v to one of its two neighbours: up if u >= 1 - r, where u is made of 24 random bits and r is the part of a step by
+    which |v| exceeds the lower one. Each term is exact, so a value on the grid stays; float32 could round |v| + u step up."""
     a = v.abs()
     step = _step(a, of)
     steps = a / step

@@ -1,7 +1,7 @@
-"""What an op gives, quantised before it is written: codes and scales of y in tiles of 1 x `cols`, and no y.
+"""Ops whose y is quantised before it is written: they return codes and scales of y in tiles of 1 x `cols`, not y.
 
-y is rounded to x's dtype first, so that these are the codes of the op and `quantize_row` one after the other, bit for bit.
-x: [*, D], for a GLU [*, 2H]; codes uint8, scales [R, D / cols] of R rows, `element`, `cols` and `scales` as in `quantize`.
+y is rounded to x's dtype first, so that the codes equal the op followed by `quantize_row`, bit for bit.
+x: [*, D], for a GLU [*, 2H]; codes uint8, scales [R, D / cols] for R rows; `element`, `cols` and `scales` as in `quantize`.
 """
 
 from __future__ import annotations

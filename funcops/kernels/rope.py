@@ -1,8 +1,8 @@
 """Rotary position embedding. x: [*, T, N, D]; table: [T, 1, 3R] or [*, T, 1, 3R].
 
-With the partner of every number of x in its place (x_b for x_a, x_a for x_b), a rotation is x cos + partner ∓ sin: no pair
-is taken apart. So the table holds, for each of the R numbers that turn, its cos, its signed sin, and that sin negated. Of the two
-numbers of a pair an implementation may read those of the first alone: the second's are the same, the sign turned.
+With the partner of each number in a pair (x_b for x_a, x_a for x_b), a rotation is x cos + partner ∓ sin, and pairs need not be
+split. So the table holds, for each of the R rotated numbers, its cos, its signed sin, and that sin negated. An implementation may
+read only the entries of a pair's first number: the second's are the same, with the opposite sign.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ def powers(theta: float, size: int, dtype: torch.dtype, device: Any) -> Tensor:
 
 
 def frequencies(theta: float, size: int, dtype: torch.dtype, device: Any) -> Tensor:
-    """theta^(-2i / size): [size / 2], as a quotient, which has Hugging Face's bits."""
+    """theta^(-2i / size): [size / 2], as a quotient, which gives Hugging Face's bits."""
     return powers(theta, size, dtype, device).reciprocal()
 
 
 @kernel(library=True)
 def rope_table(angle: Tensor, factor: float, interleaved: bool) -> Tensor:
-    """Of the angles of pairs [*, T, R/2]: (cos, cos), (-sin, sin), (sin, -sin), in the order of x's pairs, times a factor."""
+    """The table for pairs' angles [*, T, R/2]: (cos, cos), (-sin, sin), (sin, -sin), in the order of x's pairs, times `factor`."""
     cos, sin = angle.cos(), angle.sin()
     if factor != 1.0:
         cos, sin = cos.mul_(factor), sin.mul_(factor)
@@ -38,7 +38,7 @@ def rope_table(angle: Tensor, factor: float, interleaved: bool) -> Tensor:
 
 @kernel()
 def rope_apply(x: Tensor, table: Tensor, interleaved: bool, inverse: bool) -> Tensor:
-    """Rotate the first R of D by the angles of the table, backwards where `inverse`; a factor in it multiplies both ways."""
+    """Rotate the first R of D by the angles of the table, backwards if `inverse`; a factor in the table multiplies both ways."""
     dtype, size = wide(x.dtype), table.shape[-1] // 3
     cos, sin, minus_sin = torch.unsafe_chunk(table, 3, -1)
     t = x if x.dtype is dtype else x.to(dtype)
@@ -51,7 +51,7 @@ def rope_apply(x: Tensor, table: Tensor, interleaved: bool, inverse: bool) -> Te
 
 @kernel()
 def rope_apply_pair(q: Tensor, k: Tensor, table: Tensor, interleaved: bool, inverse: bool) -> tuple[Tensor, Tensor]:
-    """`rope_apply` of both, whose heads are of one size at the same positions: one launch."""
+    """`rope_apply` of q and k, whose heads have one size and the same positions: one launch."""
     return rope_apply(q, table, interleaved, inverse), rope_apply(k, table, interleaved, inverse)
 
 

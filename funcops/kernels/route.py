@@ -1,11 +1,11 @@
 """Choice of experts from logits. logits: [S, L, E], of S sequences; weights: [S, L, K] in the wide dtype; indices: [S, L, K] int32.
 
-    s = softmax(l) or sigmoid(l)        i = the K best of l; of s + bias, where there is a bias or a choice of groups
+    s = softmax(l) or sigmoid(l)        i = the K best of l; of s + bias, with a bias or a choice of groups
     w = c s_i / sum_i s_i, or c s_i     n_e = how often e was chosen        q = s / sum_e s_e
     loss = mean over sequences of aux E / (K L^2) sum_e n_e sum_t q_te, plus z mean_t lse_t^2
 
-A group's score is the sum of its two best. Equal ones: the lowest index first. The gradient, of g = c dw (0 where a choice was
-dropped) and S = sum_i s_i, with a_e = dloss aux E n_e / (K L^2) over the number of sequences:
+A group's score is the sum of its two best. Of equal scores the lowest index is first. The gradient, with g = c dw (0 for a dropped
+choice), S = sum_i s_i and a_e = dloss aux E n_e / (K L^2) over the number of sequences:
 
     softmax, normalised:   dl_i = s_i / S (g_i - sum_j g_j s_j / S)                                             (term 1)
     softmax:               dl = s (d - sum_e d_e s_e), d_i = g_i                                                (term 1)
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from funcops.backend import kernel, wide
 
-LEAST = 1e-20  # beside a sum of sigmoids, as DeepSeek-V3 has it: none is no division by zero
+LEAST = 1e-20  # added to a sum of sigmoids, as in DeepSeek-V3: it avoids a division by zero
 
 
 @kernel()
@@ -31,7 +31,7 @@ def route_fwd(
     logits: Tensor, bias: Optional[Tensor], top_k: int, score: str, normalize: bool, scale: float, groups: int, top_groups: int,
     aux: float, z: float, keep: bool,
 ) -> tuple[Tensor, Tensor, Optional[Tensor], Tensor, Tensor]:  # fmt: skip
-    """(weights, indices, with `keep` s_i [S, L, K], n [S, E] int32, loss [])."""
+    """Return (weights, indices, s_i [S, L, K] if `keep`, n [S, E] int32, loss [])."""
     t = logits.to(wide(logits.dtype))
     scored = bias is not None or groups > 1
     s = _scores(t, score) if scored or aux else None
@@ -53,7 +53,7 @@ def _scores(t: Tensor, score: str) -> Tensor:
 
 
 def _best(t: Tensor, count: int) -> Tensor:
-    """Where the best of each row are, the best first; `torch.topk` promises no order of equal ones."""
+    """The indices of each row's best, the best first; `torch.topk` does not promise an order of equal ones."""
     return torch.sort(t, dim=-1, descending=True, stable=True).indices[..., :count]
 
 
@@ -87,9 +87,8 @@ def route_bwd(
     dloss: Tensor, dweights: Optional[Tensor], indices: Tensor, kept: Optional[Tensor], logits: Optional[Tensor],
     counts: Optional[Tensor], experts: int, dtype: torch.dtype, score: str, normalize: bool, scale: float, aux: float, z: float,
 ) -> Tensor:  # fmt: skip
-    """dlogits [S, L, E] in `dtype`; dloss: [] or [1]. An index of -1 - e is that of a dropped choice of e. `kept`: w of softmax,
-    and of sigmoid that is not normalised; else s_i. `logits` stand in for it, and are there where the gradient takes all of a row;
-    `counts` with `aux`."""
+    """dlogits [S, L, E] in `dtype`; dloss: [] or [1]. An index of -1 - e is a dropped choice of e. `kept`: s_i for a normalised
+    sigmoid, else w. `logits` can replace `kept`, and are required if the gradient reads whole rows; `aux` requires `counts`."""
     at = torch.where(indices < 0, -1 - indices, indices).to(torch.int64)
     d = torch.zeros(*indices.shape[:-1], experts, dtype=dloss.dtype, device=dloss.device)
     t = None if logits is None else logits.to(dloss.dtype)
@@ -110,7 +109,7 @@ def route_bwd(
 def _of_chosen(
     g: Tensor, at: Tensor, kept: Optional[Tensor], t: Optional[Tensor], score: str, normalize: bool, scale: float
 ) -> Tensor:
-    """dl of the chosen, where that is all."""
+    """Term 1 for the chosen experts, if the others have none."""
     if t is not None:
         s = _scores(t.gather(-1, at), score)
     else:

@@ -1,10 +1,10 @@
-"""Where rows go that are sorted by expert. indices: [T, K], the experts of each token; N = T K rows, E experts.
+"""The order and places of rows sorted by expert. indices: [T, K], the experts of each token; N = T K rows, E experts.
 
-    order [N]: the stable order of the flat indices       token [N] = order // K       (of which token the row is)
+    order [N]: the stable order of the flat indices       token [N] = order // K       (the token of each row)
     offsets [E + 1]: rows offsets[e] to offsets[e + 1] are expert e's                   place [T, K]: the inverse of order
 
-An index of E is a choice that was dropped: its row is behind offsets[E], and is zero in whatever has a row for each.
-All are int32 and stay on the device; a permutation of N rows, so that a sum over a token's rows, by place, has a fixed order.
+An index of E is a dropped choice: its row comes from offsets[E] on, and is zero in every tensor with a row per choice.
+All are int32 and stay on the device. `order` is a permutation of N rows, so a sum of a token's rows, by place, has a fixed order.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 from funcops.backend import kernel, wide
 from funcops.errors import require
 
-MOST_ROWS = 2**31 - 2**16  # and less than a tile more still fits the 32 bits of their numbers
+MOST_ROWS = 2**31 - 2**16  # with less than a tile more, the numbers of rows still fit 32 bits
 
 
 def check_row_count(where: str, name: str, rows: int) -> None:
-    """Numbers of rows are int32."""
+    """Raise if there are too many rows for their int32 numbers."""
     require(rows <= MOST_ROWS, where, name, f"of at most {MOST_ROWS} rows", rows)
 
 
@@ -39,25 +39,25 @@ def sort_by_expert(indices: Tensor, experts: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def of_rows(weights: Tensor, order: Tensor) -> Tensor:
-    """[N], as `order` is: the weight of each row."""
+    """The weight of each row, in the shape of `order`: [N]."""
     return weights.reshape(-1).index_select(0, order.reshape(-1)).view(order.shape)
 
 
 def of_choices(rows: Tensor, order: Tensor, shape: torch.Size) -> Tensor:
-    """The reverse: numbers of rows [N], each where the row's choice is, in `shape`."""
+    """The inverse of `of_rows`: put the value of each row [N] at its choice, in `shape`."""
     flat = rows.reshape(-1)
     return torch.empty_like(flat).scatter_(0, order.reshape(-1).to(torch.int64), flat).view(shape)
 
 
 def over_capacity(indices: Tensor, experts: int, capacity: int) -> Tensor:
-    """Of each choice, [T, K], whether `capacity` choices of tokens before it, or of its own token, took its expert's room."""
+    """Whether `capacity` choices of the same expert come before each choice, [T, K], in the order of tokens, then of k."""
     _, _, offsets, place = sort_by_expert(indices, experts)
     return place - offsets[indices] >= capacity
 
 
 @kernel()
 def scatter_rows(x: Tensor, place: Tensor, offsets: Optional[Tensor]) -> Tensor:
-    """rows [N, D] of x [T, D]: x_t at place[t, k], of every k. With `offsets` the rows behind the last of them are zero."""
+    """rows [N, D] from x [T, D]: x_t at place[t, k], for every k. With `offsets`, rows from the last offset on are zero."""
     choices = place.shape[-1]
     ranks = torch.arange(place.numel(), device=x.device)
     token = torch.empty_like(ranks).scatter_(0, place.reshape(-1).to(torch.int64), ranks // choices)
@@ -67,8 +67,8 @@ def scatter_rows(x: Tensor, place: Tensor, offsets: Optional[Tensor]) -> Tensor:
 
 @kernel()
 def gather_rows(rows: Tensor, place: Tensor, offsets: Optional[Tensor]) -> Tensor:
-    """y [T, D]: the sum of a token's rows, rows[place[t, k]], over k in order, in the wide dtype. With `offsets` the rows behind
-    the last of them count as zero. A place outside [0, N) raises IndexError on the CPU."""
+    """y [T, D]: the sum of a token's rows, rows[place[t, k]], over k in order, in the wide dtype. With `offsets`, rows from
+    the last offset on count as zero. A place outside [0, N) raises IndexError on the CPU."""
     total = torch.zeros(place.shape[0], rows.shape[-1], dtype=wide(rows.dtype), device=rows.device)
     for k in range(place.shape[-1]):
         at = place[:, k]

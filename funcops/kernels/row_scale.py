@@ -1,4 +1,4 @@
-"""Rows times a number each. x, y, dy, dx: [*, H]; gate, dgate: [*, 1]. Computed in the wide dtype and rounded once."""
+"""Rows times one number each. x, y, dy, dx: [*, H]; gate, dgate: [*, 1]. Computed in the wide dtype and rounded once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def row_scale_fwd(x: Tensor, gate: Tensor, sigmoid: bool) -> Tensor:
 def row_scale_bwd(
     dy: Tensor, x: Optional[Tensor], gate: Tensor, sigmoid: bool, dx: bool, dgate: bool
 ) -> tuple[Optional[Tensor], Optional[Tensor]]:
-    """dx = dy s; dgate = sum over H of dy x, times s (1 - s) of a sigmoid. x may be None without dgate."""
+    """dx = dy s; dgate = sum over H of dy x, times s (1 - s) if `sigmoid`. x may be None without dgate."""
     dtype = wide(dy.dtype)
     d, s = dy.to(dtype), gate.to(dtype)
     s = s.sigmoid() if sigmoid else s

@@ -16,9 +16,9 @@ def scaled_mm(
     a_element: str, a_rows: int, a_cols: int, b_element: str, b_rows: int, b_cols: int, kind: str, width: int, out: dtype,
     emulate: bool = False,
 ) -> Tensor:  # fmt: skip
-    """c [*, N] in the dtype `out`, of a [*, K] and b [N, K] of `width` K: products of decoded operands, summed in float32 at least,
-    scales and all, and rounded once. Tiles of a and b as quantised; `a_scale` and `b_scale`: float32 [1] of whole tensors. A
-    device that does not multiply such codes raises `ValueError`, unless it may `emulate` them: decoded, as here."""
+    """c [*, N] in the dtype `out`, from a [*, K] and b [N, K] of `width` K: operands are decoded with their scales, summed in
+    float32 at least, and rounded once. Tiles of a and b as quantised; `a_scale` and `b_scale`: float32 [1] for whole tensors. A
+    device that cannot multiply such codes raises `ValueError`, unless `emulate`, which decodes them, as here."""
     left = decode_tiles(matrix(a), a_scales, a_scale, a_element, a_rows, a_cols, kind, width)
     right = decode_tiles(b, b_scales, b_scale, b_element, b_rows, b_cols, kind, width)
     c = (left.to(wide(out)) @ right.to(wide(out)).mT).to(out)

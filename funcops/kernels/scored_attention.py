@@ -1,15 +1,15 @@
-"""Attention with what a score may have besides a product: a cap, ALiBi, a bias; and rows that see some of the keys alone.
+"""Attention whose scores may have a cap, ALiBi and a bias beside the product, and whose rows may see only some of the keys.
 
 q: [B, T, H, D]; k: [B, S, K, D]; v: [B, S, K, V] with K dividing H; out: [B, T, H, V]; logsumexp: [B, H, T] in the wide dtype.
 
     s = scale q k^T        s = softcap tanh(s / softcap)        s = s - slope_h |j - i| + bias        out = softmax(s) v
 
-The last row's own key is the last: row t stands at i = t + S - T. `causal`: it sees keys j <= i; `window`: of those the last so
-many, i - j < window. With `cu_seqlens` [N + 1], from 0 to T, rows and keys of each sequence are apart from all others. 0 is no
-window, and no cap. A row that sees no key (a bias of -inf) has out 0 and logsumexp -inf.
+The last row's own key is the last: row t is at position i = t + S - T. `causal`: it sees keys j <= i; `window`: only the last of
+them, i - j < window. With `cu_seqlens` [N + 1], from 0 to T, the rows of a sequence see only its keys. 0 means no window, and no
+cap. A row that sees no key (a bias of -inf) has out 0 and logsumexp -inf.
 
-The bodies take some rows at a time, with the keys that these may see: a window costs as much for each row as for any other, and
-no [T, S] matrix is kept.
+The bodies take some rows at a time, with the keys that these may see: with a window every row costs the same. No [T, S]
+matrix is saved.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch import Tensor
 
 from funcops.backend import kernel, tracing, wide
 
-ROWS, SCORES = 128, 1 << 22  # rows at a time: so many, or fewer, so that they have no more scores than that
+ROWS, SCORES = 128, 1 << 22  # rows at a time: at most ROWS, and so few that they have at most SCORES scores
 
 
 class Score(NamedTuple):
-    """How scores are made of products, and which are left out."""
+    """How scores are computed from products, and which are masked."""
 
     causal: bool
     window: int
@@ -36,7 +36,7 @@ class Score(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """Some rows, the keys that one of them may see, and by how much a row's own key comes after it."""
+    """Some rows, the keys that any of them may see, and the shift from a row's number to its own key's."""
 
     rows: slice
     keys: slice
@@ -48,7 +48,7 @@ def scored_attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], cu_seqlens: Optional[Tensor], causal: bool, window: int,
     softcap: float, alibi: bool, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out and logsumexp."""
+    """Compute out and logsumexp."""
     score, dtype = Score(causal, window, softcap, alibi, scale), wide(q.dtype)
     out, lse = q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=dtype)
     if nothing_to_see(q, k):
@@ -81,8 +81,8 @@ def scored_attention_bwd(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], cu_seqlens: Optional[Tensor], out: Tensor, lse: Tensor,
     causal: bool, window: int, softcap: float, alibi: bool, scale: float, wants_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Optional[Tensor]]:  # fmt: skip
-    """dq, dk, dv and, where it is asked for, dbias, from out and logsumexp: the probabilities are recomputed. As for
-    `attention_bwd`, these may be of more keys."""
+    """Compute dq, dk, dv and, if `wants_bias`, dbias, from out and logsumexp: the probabilities are recomputed. As for
+    `attention_bwd`, out and logsumexp may be over more keys."""
     score, dtype, groups = Score(causal, window, softcap, alibi, scale), wide(q.dtype), q.shape[2] // k.shape[2]
     dq, keys, values = q.new_zeros(q.shape), by_heads(k, dtype), by_heads(v, dtype)
     dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
@@ -122,19 +122,19 @@ def nothing_to_see(q: Tensor, k: Tensor) -> bool:
 
 
 def alibi_slopes(heads: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """2^(-8 h / n) of the first n heads, n the last power of two; of the rest every other one of those of 2 n. arXiv:2108.12409."""
+    """2^(-8 h / n) for the first n heads, n the last power of two; then every other slope of 2 n heads. arXiv:2108.12409."""
     n = 1 << (heads.bit_length() - 1)
     h = torch.arange(1, heads + 1, device=device, dtype=dtype)
     return torch.where(h <= n, -8 * h / n, -4 * (2 * (h - n) - 1) / n).exp2()
 
 
 def read_here(cu_seqlens: Tensor) -> bool:
-    """Whether the ends of sequences are numbers on the host. A tracer has none, and a device would be waited for."""
+    """Whether the ends of sequences can be read on the host. A tracer has no numbers, and reading a device's would wait for it."""
     return cu_seqlens.is_cpu and not tracing()
 
 
 def _ids(cu_seqlens: Optional[Tensor], q: Tensor) -> Optional[Tensor]:
-    """Of each row its sequence, where rows of all sequences are taken together."""
+    """The sequence of each row, if rows of all sequences are computed together; else None."""
     if cu_seqlens is None or read_here(cu_seqlens):
         return None
     return sequence_of(cu_seqlens, q.shape[1])
@@ -146,7 +146,7 @@ def sequence_of(cu_seqlens: Tensor, rows: int) -> Tensor:
 
 
 def _blocks(q: Tensor, k: Tensor, cu_seqlens: Optional[Tensor], score: Score) -> Iterator[_Block]:
-    """Rows of the same sequence, in order."""
+    """Yield blocks of rows of one sequence, in order."""
     (batch, t, heads, _), s = q.shape, k.shape[1]
     ends = [(0, t, 0, s)]
     if cu_seqlens is not None and read_here(cu_seqlens):
@@ -165,7 +165,7 @@ def _blocks(q: Tensor, k: Tensor, cu_seqlens: Optional[Tensor], score: Score) ->
 def _scores(
     rows: Tensor, keys: Tensor, bias: Optional[Tensor], ids: Optional[Tensor], block: _Block, score: Score
 ) -> tuple[Tensor, Optional[Tensor]]:
-    """Scores [B, H, rows, keys] of rows [B, K, G rows, D], with -inf for those left out; and tanh, where there is a cap."""
+    """Scores [B, H, rows, keys] of rows [B, K, G rows, D], with -inf for masked ones; and tanh, if there is a cap."""
     groups = rows.shape[2] // (block.rows.stop - block.rows.start)
     s, t = _unfolded(torch.matmul(rows, keys[:, :, block.keys].mT), groups).mul_(score.scale), None
     if score.softcap:
@@ -198,7 +198,7 @@ def _contiguous(t: Tensor) -> Tensor:
 
 
 def _rows(t: Tensor, block: _Block, groups: int, dtype: torch.dtype) -> Tensor:
-    """Rows of [B, T, H, D] as [B, K, G rows, D]: those of a key head's group of heads one after the other."""
+    """Rows of [B, T, H, D] as [B, K, G rows, D]: the heads of a key head's group one after the other."""
     return _folded(by_heads(t[:, block.rows], dtype), groups)
 
 

@@ -1,6 +1,6 @@
 """Two or three linear layers of one input, as one product each way. x, dx: [*, I]; w: [O_i, I]; b: [O_i]; y, dy: [*, O_i].
 
-Every layer has its own tensors: nothing is joined or taken apart in memory. w2 is None where there are two layers.
+Every layer has its own tensors: nothing is joined or split in memory. w2 is None for two layers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def sibling_linear_dgrad(dy0: Tensor, dy1: Tensor, dy2: Optional[Tensor], w0: Te
 
 @kernel(product=True)
 def joined_linear_dgrad(dy: Tensor, w0: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    """dx = dy [w0; w1; w2], where dy is [dy_0, dy_1, dy_2] side by side. Of many rows the weights are joined, for one product:
+    """dx = dy [w0; w1; w2], where dy is [dy_0, dy_1, dy_2] side by side. For many rows the weights are joined, for one product:
     the sums of three would be written, read and written again."""
     outer, (rows, inner) = [w.shape[0] for w in (w0, w1, w2)], (dy.numel() // dy.shape[-1], w0.shape[1])
     if sum(outer) < 2 * rows:

@@ -1,11 +1,11 @@
-"""LoRA: low-rank adapters on the linear steps of a model whose own weights stay as they are.
+"""LoRA: low-rank adapters on the linear steps of a model whose own weights are frozen.
 
     cfg = with_lora(base, rank=8, targets=("*.q.proj", "*.v.proj"), alpha=16)     # y = base(x) + (alpha / rank) x a^T b^T
     params = lora_init(params, cfg, key=key)                                      # b is zero: the same y
-    y, residuals = chain.fwd(params, x, cfg, needs=lora_needs(cfg))               # frozen weights keep no input for themselves
-    grads = adapter(chain.bwd(residuals, dy, cfg)[0], cfg)                        # of a and b alone
+    y, residuals = chain.fwd(params, x, cfg, needs=lora_needs(cfg))               # frozen weights save no input
+    grads = adapter(chain.bwd(residuals, dy, cfg)[0], cfg)                        # only a's and b's
     params = with_adapter(params, updated, cfg)
-    params = merge(params, cfg)                                                   # of `base` again
+    params = merge(params, cfg)                                                   # for `base` again
 
 An adapted linear at path p has its own params at p.both.base and a, b at p.both.lora. Files are PEFT's: `save_adapter`,
 `load_adapter`. Source: LoRA, arXiv 2106.09685.

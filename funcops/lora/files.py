@@ -1,8 +1,8 @@
-"""Adapters alone in a folder, as PEFT writes and reads them: adapter_config.json and adapter_model.safetensors.
+"""Adapters without their base model in a folder, as PEFT writes and reads them: adapter_config.json and adapter_model.safetensors.
 
-Entries are `base_model.model.MODULE.lora_A.weight` [R, I] and `.lora_B.weight` [O, R], one pair for each linear; those of stacked
-layers are written by layer. A linear that is several modules there, one below the other, has a pair for each of them: its a, and
-their rows of its b. Needs the safetensors package.
+Entries are `base_model.model.MODULE.lora_A.weight` [R, I] and `.lora_B.weight` [O, R], one pair for each linear; stacked layers are
+written one by one. A linear that holds several of PEFT's modules, one below the other, has a pair for each of them: its whole a,
+and their rows of its b. Needs the safetensors package.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from funcops.ops.low_rank import LowRankParams
 from funcops.trees import tree_map
 
 Names = Mapping[str, str | tuple[str, ...]]
-Modules = dict[tuple[str, tuple[int, ...]], tuple[str, ...]]  # by the path of a linear, and the layer of that
+Modules = dict[tuple[str, tuple[int, ...]], tuple[str, ...]]  # by a linear's path, and the index of its layer
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 SIDES = {"a": "lora_A", "b": "lora_B"}
 READ = {"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern"}
-# settings of PEFT that change no output of a trained adapter: where it came from, which modules have one (the tensors say that),
-# and how it was trained. Those with a value here do so only where another setting, which is refused, turns them on.
+# settings of PEFT that do not change a trained adapter's output: its origin, which modules have one (the tensors say that), and how
+# it was trained. Some would, but only if another setting, which is refused, turns them on.
 WITHOUT_MEANING = {
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "target_modules",
     "exclude_modules", "lora_dropout", "megatron_core", "runtime_config",
     "ensure_weight_tying", "qalora_group_size", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
 }  # fmt: skip
-# of settings that give another function, or other tensors: values under which they do not, besides None, False and what is empty
+# settings that change the function or the tensors: their values that do not, besides None, False and empty ones
 PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "init_lora_weights": (True, "gaussian", "eva", "orthogonal", "mica"),  # the others change the base's weights
@@ -49,18 +49,18 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 def save_adapter(folder: str | os.PathLike[str], params: Any, cfg: Any, *, names: Names | None = None, base: str = "") -> None:
-    """Write the adapters of `params` to a folder, which is made where it is not there. Each file is written whole or not at all.
+    """Write the adapters of `params` to a folder, which is created if it is missing. Each file is written whole or not at all.
 
-    `names`: what the modules are called there, by globs over the paths of linears; what each "*" stands for takes the place of that
-    of the name, in their order. By default the paths themselves.
+    `names`: the modules' names in the files, by globs over the paths of linears; the match of each "*" replaces the "*" of the
+    name, in order. By default the paths themselves.
 
         names={"blocks.*.attn.qkv.q.proj": "model.layers.*.self_attn.q_proj"}
 
-    A tuple is for a linear that holds several modules, of as many rows each: `("...gate_proj", "...up_proj")`. Each of these gets
-    a whole, and its rows of b. `models.peft_names` gives the names for a decoder of `funcops.models`.
+    A tuple is for a linear that holds several modules of equally many rows: `("...gate_proj", "...up_proj")`. Each of these gets
+    the whole a, and its rows of b. `models.peft_names` gives the names for a decoder of `funcops.models`.
 
     `base`: the name or path of the base model, for PEFT. Raises `ValueError`, before anything is written, for a linear without a
-    name, for two of one name, for a tuple whose length does not divide b's rows and for adapters of several dropouts.
+    name, for two with one name, for a tuple whose length does not divide b's rows, and for adapters with different dropouts.
 
     >>> import os, tempfile
     >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
@@ -84,7 +84,7 @@ def save_adapter(folder: str | os.PathLike[str], params: Any, cfg: Any, *, names
     modules = _modules(where, found, names)
     own = adapter(params, cfg)
     entries: dict[str, Tensor] = {}
-    with_adapter(params, own, cfg)  # which checks them
+    with_adapter(params, own, cfg)  # checks them
     for (path, index), there in modules.items():
         for module, rows in zip(there, own[path].b[index].chunk(len(there)), strict=True):
             entries |= {_entry(module, "a"): own[path].a[index], _entry(module, "b"): rows}
@@ -102,18 +102,18 @@ def save_adapter(folder: str | os.PathLike[str], params: Any, cfg: Any, *, names
 def load_adapter(
     folder: str | os.PathLike[str], params: Any, cfg: Any, *, names: Names | None = None, dtype: torch.dtype | None = None
 ) -> Any:
-    """The params with the adapters of a folder that `save_adapter` or PEFT wrote, on the devices of those that they replace.
-    `names`: as for `save_adapter`. `dtype`: of the adapters, rounded from that of the file; by default they have that of those that
-    they replace, and so must the file: PEFT keeps float32 where the base has 16 bits.
+    """Return the params with the adapters that `save_adapter` or PEFT wrote to a folder, on the devices of the adapters that they
+    replace. `names`: see `save_adapter`. `dtype`: the adapters' dtype, to which the file's numbers are rounded; by default the
+    dtype of the adapters that they replace, which must also be the file's: PEFT keeps float32 where the base has 16 bits.
 
-    A linear of two modules of rank r, as gate and up, is an adapter of rank r where both have one lora_A, as `save_adapter` writes
-    them. Where each has its own, as PEFT trains them, it is one of rank 2r with twice the alpha: `[a1; a2]`, and b with b1 and b2
-    on its diagonal.
+    A linear of two modules of rank r, such as gate and up, takes an adapter of rank r if both have the same lora_A, as
+    `save_adapter` writes them. If each has its own, as PEFT trains them, it takes one of rank 2r with twice the alpha: `[a1; a2]`,
+    and b with b1 and b2 on its diagonal.
 
-    Raises `CheckpointError`, before any tensor is read: for a file that is none or is cut off; for tensors that are missing, extra,
+    Raises `CheckpointError`, before any tensor is read: for a file that is invalid or cut off; for tensors that are missing, extra,
     or of another shape or dtype, by name; for another rank or alpha; for any setting of PEFT with another meaning (DoRA,
-    rsLoRA, PiSSA, OLoRA, aLoRA, biases, modules that are saved whole), and for one that is not known here; for several lora_A if
-    the rank is that of one. Raises `FileNotFoundError` if a file is missing."""
+    rsLoRA, PiSSA, OLoRA, aLoRA, biases, modules that are saved whole), and for an unknown setting. Raises it after reading for
+    different lora_A if the rank is for one. Raises `FileNotFoundError` if a file is missing."""
     where = "load_adapter"
     require_type(where, "folder", folder, str, os.PathLike)
     require_dtype(where, dtype)
@@ -144,21 +144,21 @@ def _entry(module: str, side: str) -> str:
 
 
 def _dtypes(where: str, path: Path) -> dict[str, torch.dtype]:
-    """Of the entries that are floats."""
+    """The dtypes of the float entries, by name."""
     with checkpoint._opened(where, path) as file:
         held = {name: checkpoint.CODES.get(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
     return {name: dtype for name, dtype in held.items() if dtype in FLOATS}
 
 
 def _joined(where: str, folder: Any, place: Place, modules: tuple[str, ...], read: Mapping[str, Tensor]) -> LowRankParams:
-    """One adapter of those of a linear's modules: a of all of them, or all their a, one below the other."""
+    """Join the adapters of a linear's modules: with their common a, or with all their a, one below the other."""
     a, b = ([read[_entry(module, side)] for module in modules] for side in SIDES)
     if sum(len(one) for one in a) == place.lora.rank:
         return LowRankParams(torch.cat(a), torch.block_diag(*b))
     for module, one in zip(modules, a, strict=True):
         if not torch.equal(one, a[0]):
             rank, alpha = place.lora.rank * len(modules), _plain(_alpha(place) * len(modules))
-            wanted = f"that of {modules[0]} (each with its own: an adapter of rank {rank} with alpha {alpha} at {place.module})"
+            wanted = f"equal to {modules[0]}'s (if each has its own, use rank {rank} with alpha {alpha} at {place.module})"
             fail(where, f"{os.fspath(folder)}: lora_A of {module}", wanted, "another", CheckpointError)
     return LowRankParams(a[0], torch.cat(b))
 
@@ -168,11 +168,11 @@ def _indices(place: Place) -> Iterator[tuple[int, ...]]:
 
 
 def _modules(where: str, found: list[Place], names: Any) -> Modules:
-    """The names of the modules of each linear."""
+    """The names of each linear's modules."""
     for place in found:
         over = getattr(place.lora, "axis", None)
         if over is not None and over.size > 1:
-            wanted = "that of whole adapters (dist.unshard the params, and use the config before dist.parallel)"
+            wanted = "one with unsharded adapters (dist.unshard the params, and use the config before dist.parallel)"
             fail(where, "cfg", wanted, f"{place.path} over {over}")
     if names is not None:
         require_type(where, "names", names, Mapping)
@@ -219,20 +219,20 @@ def _named(path: str, glob: str, name: str) -> str:
     pattern = "".join("(.*)" if c == "*" else re.escape(c) for c in glob)
     stood = re.fullmatch(pattern, path)
     if stood is None:
-        fail("names", repr(glob), "of '*' alone", "a glob with other marks")
+        fail("names", repr(glob), "a glob whose only wildcard is '*'", "others")
     parts = iter(stood.groups())
     return re.sub(r"\*", lambda _: next(parts), name)
 
 
 def _alpha(place: Place, rank: int | None = None) -> float:
-    """For an adapter of another rank with the same factor, where there is one."""
-    return round(place.lora.scale * (place.lora.rank if rank is None else rank), 9)  # of 16 / 3, times 3, it is 16
+    """The alpha of an adapter, or of one of another `rank` with the same factor."""
+    return round(place.lora.scale * (place.lora.rank if rank is None else rank), 9)  # 16 / 3, times 3, is 16
 
 
 def _described(where: str, found: list[Place], modules: Modules, base: str) -> dict[str, Any]:
-    """adapter_config.json: the most common rank and alpha, and by module what has another."""
+    """The contents of adapter_config.json: the most common rank and alpha, and by module the others."""
     drops = {place.lora.dropout for place in found}
-    require(len(drops) == 1, where, "cfg", "one with one dropout for all adapters, as PEFT has it", sorted(drops))
+    require(len(drops) == 1, where, "cfg", "one with the same dropout for all adapters, as PEFT has one", sorted(drops))
     by_path = {place.path: place for place in found}
     ranks = {module: by_path[path].lora.rank for (path, _), there in modules.items() for module in there}
     alphas = {module: _alpha(by_path[path]) for (path, _), there in modules.items() for module in there}
@@ -277,7 +277,7 @@ def _checked_settings(where: str, path: Path, found: Mapping[str, Place], module
         counts = all(type(rank) is int and rank > 0 for rank in each)
         for module, rank in zip(there, each, strict=True):
             if not counts or (rank != whole and sum(each) != whole):
-                more = ", of each with one lora_A or of all together" if len(there) > 1 else ""
+                more = ", for each if they share one lora_A, or as their sum" if len(there) > 1 else ""
                 fail(where, f"{path}: r of {module}", f"{whole}, as in cfg{more}", repr(rank), CheckpointError)
             alpha = _of_module(said, "alpha_pattern", module, said.get("lora_alpha"))
             number, right = isinstance(alpha, int | float) and not isinstance(alpha, bool), _alpha(place, rank)
@@ -287,7 +287,7 @@ def _checked_settings(where: str, path: Path, found: Mapping[str, Place], module
 
 
 def _refuse_setting(where: str, path: Path, name: str, value: Any) -> NoReturn:
-    """Raise for a setting that makes another function of the same tensors, or to which a later PEFT may give a meaning."""
+    """Raise for a setting that changes the function of the same tensors, or to which a later PEFT may give a meaning."""
     wanted = " or ".join(map(repr, PLAIN.get(name, (False if isinstance(value, bool) else None,))))
     remedy = "merge the adapter into the base with PEFT's merge_and_unload, and load that"
     if name == "init_lora_weights":
@@ -296,7 +296,7 @@ def _refuse_setting(where: str, path: Path, name: str, value: Any) -> NoReturn:
 
 
 def _of_module(said: Mapping[str, Any], name: str, module: str, other: Any) -> Any:
-    """The setting of a module, by a pattern that is for the end of its name, as PEFT reads it."""
+    """The setting of a module: of the first pattern that matches the end of its name, as in PEFT, else `other`."""
     patterns = said.get(name) or {}
     for pattern, value in patterns.items():
         if re.match(rf"(.*\.)?({pattern})$", module):

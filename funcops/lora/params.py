@@ -1,4 +1,4 @@
-"""Params of a model with adapters: made, taken apart, put together, merged."""
+"""Params of a model with adapters: initialised, split, joined and merged."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ T = TypeVar("T")
 
 
 def lora_init(params: Any, cfg: Any, *, key: Tensor, dtype: torch.dtype | None = None) -> Any:
-    """The params of `cfg` (of `with_lora`) with those of the base config, the same objects, and fresh adapters.
+    """Return the params of `cfg` (from `with_lora`): the base config's, the same objects, and new adapters.
 
-    a: uniform in ±1/sqrt(I), Kaiming's with a = sqrt(5), as PEFT draws it; b: zero, so that y is what it was. Each adapter has a
-    key of its own, by path and layer. `dtype`: of the adapters; by default that of their weight. Raises `ValueError` or
-    `TypeError`, with the path, where params are not those of the base config: a step without params is None there, and not left
-    out.
+    a: uniform in ±1/sqrt(I), Kaiming's with a = sqrt(5), as PEFT draws it; b: zero, so that y does not change. Each adapter has
+    its own key, by path and layer. `dtype`: the adapters'; by default their weight's. Raises `ValueError` or `TypeError`, with the
+    path, if params are not the base config's: a step without params must be None, not left out.
 
     >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
     >>> from funcops.lora import lora_init, with_lora
@@ -52,13 +51,13 @@ def lora_init(params: Any, cfg: Any, *, key: Tensor, dtype: torch.dtype | None =
         params = _put(params, place.path, {BOTH: {BASE: node, LORA: made}, SUM: None})
     given, wanted = paths(unscaled(params), is_leaf=stands_for_one), paths(cfg.abstract())
     if given.keys() != wanted.keys():
-        fail(where, "params", "those of the base config (None for a step without)", differing(given, wanted))
+        fail(where, "params", "the base config's (None for a step without params)", differing(given, wanted))
     return params
 
 
 def lora_needs(cfg: Any, *, x: Mask = False) -> Needs:
-    """The gradients of adapters alone; `x`: the mask over the model's x, as in `Needs`. Raises `ValueError` for a recipe with
-    delayed scaling, whose scales would stay as they are: its amaxes come with the gradients of its weights.
+    """Request only the gradients of adapters; `x`: the mask over the model's x, as in `Needs`. Raises `ValueError` for a recipe
+    with delayed scaling, whose scales would never change: its amaxes come with weight gradients.
 
     >>> import torch
     >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
@@ -74,14 +73,14 @@ def lora_needs(cfg: Any, *, x: Mask = False) -> Needs:
     for part in steps(cfg):
         recipe = part.cfg.low_recipe
         if recipe is not None and recipe.delayed:
-            wanted = "one without delayed scaling, as the amaxes of a frozen weight are not had"
+            wanted = "one without delayed scaling, because a frozen weight gets no gradient, and so no amaxes"
             fail("lora_needs", f"the recipe of {part.path}", wanted, type(recipe).__name__)
     return Needs(x=x, params=tuple(place.at(f"{BOTH}.{LORA}") for place in adapted("lora_needs", cfg)))
 
 
 def adapter(tree: Any, cfg: Any) -> dict[str, LowRankParams]:
-    """Of params, or of gradients like them, those of the adapters, by the path of their linear: what an optimizer is given.
-    Raises `ValueError` or `TypeError` where the tree lacks an adapter of the config, or has something else in its place.
+    """Return the adapters in params, or in gradients like them, by the path of their linear, as an optimizer takes them.
+    Raises `ValueError` or `TypeError` if the tree lacks an adapter of the config, or has something else in its place.
 
     >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
     >>> from funcops.lora import adapter, lora_init, with_lora
@@ -95,7 +94,7 @@ def adapter(tree: Any, cfg: Any) -> dict[str, LowRankParams]:
     for place in adapted("adapter", cfg):
         path = place.at(f"{BOTH}.{LORA}")
         if not has(tree, path):
-            paths(tree)  # raises for what was given away
+            paths(tree)  # raises if it was given away
             fail("adapter", "tree", f"one with {path}", describe(tree))
         found[place.path] = own = at(tree, path)
         require_type("adapter", f"tree.{path}", own, LowRankParams)
@@ -106,8 +105,8 @@ def adapter(tree: Any, cfg: Any) -> dict[str, LowRankParams]:
 
 
 def with_adapter(params: Any, adapter: Mapping[str, LowRankParams], cfg: Any) -> Any:
-    """The params with these adapters in place of their own, every other leaf the same object. Raises `ValueError` or `TypeError`,
-    with the path, for an adapter of another model.
+    """Return the params with these adapters in place of their own; every other leaf is the same object. Raises `ValueError` or
+    `TypeError`, with the path, for an adapter of another model.
 
     >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
     >>> from funcops.lora import adapter, lora_init, with_adapter, with_lora
@@ -132,9 +131,9 @@ def with_adapter(params: Any, adapter: Mapping[str, LowRankParams], cfg: Any) ->
 
 
 def merge(params: Any, cfg: Any) -> Any:
-    """The params of the base config, with `weight + scale b a` for each adapted weight, in float32 at least and rounded once.
+    """Return the params of the base config, with `weight + scale b a` for each adapted weight, at least in float32, rounded once.
 
-    Raises `ValueError` where a merged weight is tied, as the other would not follow; `TypeError` for one in low precision.
+    Raises `ValueError` if a merged weight is tied, as the other would not follow; `TypeError` for a weight in low precision.
 
     >>> import torch
     >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
@@ -156,8 +155,7 @@ def merge(params: Any, cfg: Any) -> Any:
 
 
 def unmerge(params: Any, adapter: Mapping[str, LowRankParams], cfg: Any) -> Any:
-    """What `merge` was given, within rounding: `weight - scale b a`, with the adapters (of `adapter`) beside it. `params`: of the
-    base config.
+    """Undo `merge`, within rounding: `weight - scale b a`, with the adapters of `adapter` beside it. `params`: the base config's.
 
     >>> import torch
     >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
@@ -180,7 +178,7 @@ def unmerge(params: Any, adapter: Mapping[str, LowRankParams], cfg: Any) -> Any:
 
 
 def adapted(where: str, cfg: Any) -> list[Place]:
-    """The adapted linears of a config that has some. Found once a config: a tracer reads it, and would trace the walk."""
+    """The adapted linears of a config; raises if it has none. Found once per config: a tracer would trace the walk."""
     found = getattr(cfg, "_adapted", None)
     if found is None:
         found = list(places(cfg))
@@ -194,7 +192,7 @@ def adapted(where: str, cfg: Any) -> list[Place]:
 
 
 def _base(where: str, params: Any, path: str, place: Place) -> LinearParams:
-    """The params of a linear, at a path."""
+    """The params of the linear at a path, checked."""
     if path and not has(params, path):
         fail(where, "params", f"a tree with {path}", describe(params))
     node = at(params, path)
@@ -209,12 +207,12 @@ def _base(where: str, params: Any, path: str, place: Place) -> LinearParams:
 
 
 def detached(t: Any) -> Any:
-    """A tensor as data, whether autograd would record it or not."""
+    """A tensor detached from autograd; anything else unchanged."""
     return t.detach() if isinstance(t, Tensor) else t
 
 
 def _like(weight: Any, params: Any) -> Tensor:
-    """A tensor of the weight's dtype, or of params', where that is tied or in codes."""
+    """A tensor of the weight's dtype, or of params' if the weight is tied."""
     if isinstance(weight, Tensor) and weight.dtype in FLOATS:
         return weight
     found = next((t for t in tensors(params) if t.dtype in FLOATS), None)
@@ -240,7 +238,7 @@ def _check_adapter(where: str, adapter: Any, known: Mapping[str, Place]) -> None
     missing, extra = [path for path in known if path not in adapter], [path for path in adapter if path not in known]
     if missing or extra:
         said = [f"{kind} {', '.join(map(str, names))}" for kind, names in (("missing", missing), ("extra", extra)) if names]
-        fail(where, "adapter", f"by the paths {', '.join(known)}", "; ".join(said))
+        fail(where, "adapter", f"keyed by the paths {', '.join(known)}", "; ".join(said))
     for path, made in adapter.items():
         _check_one(where, f"adapter[{path!r}]", made, known[path])
 

@@ -26,16 +26,16 @@ INSIDE = f"{BOTH}.{BASE}"
 def with_lora(
     cfg: Any, rank: int, targets: Sequence[str], *, alpha: float | None = None, dropout: float = 0.0, key: str = "key"
 ) -> Any:
-    """The config with an adapter beside each `linear` or `qlinear` step that a glob of `targets` matches, or one over ranks.
+    """Return the config with an adapter beside each `linear` or `qlinear` step, also over ranks, that a glob of `targets` matches.
 
         y = base(x) + (alpha / rank) (m * x) a^T b^T
 
     `targets`: globs over the paths of steps, as "*.q.proj"; the layers of a repeat are "*". `alpha`: by default `rank`, a factor of
-    1. `dropout`: of the adapter's x, in [0, 1); m is drawn from the extra `key`, which chains then declare where they do not yet,
-    and folded by path, so that no two adapters share a mask. A tie to or from an adapted linear stays one of its own weight. The
-    config of a linear itself, whose path is "", becomes that of a `chain`. Adapters of several ranks: call it once for each.
+    1. `dropout`: of the adapter's x, in [0, 1); m is drawn from the extra `key`, which is declared by chains that do not yet, and
+    folded by path, so that no two adapters share a mask. A tie to or from an adapted linear stays a tie of its own weight. The
+    config of a linear itself, whose path is "", becomes a `chain`'s. For adapters of several ranks, call it once for each.
 
-    Raises `ValueError` for a rank below 1, a glob that matches no linear step, and one that matches a linear with an adapter.
+    Raises `ValueError` for a rank below 1, a glob that matches no linear step, and a glob that matches a linear with an adapter.
 
     >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear
     >>> from funcops.lora import with_lora
@@ -62,26 +62,26 @@ def with_lora(
 
 
 def is_adapted(cfg: Any) -> bool:
-    """Whether it is the config that `with_lora` makes of a linear's."""
+    """Whether it is a config that `with_lora` makes from a linear's."""
     if type(cfg) is not ChainConfig or list(cfg.names) != [BOTH, SUM] or type(both := cfg.steps[0].cfg) is not ParallelConfig:
         return False
     return list(both.names) == [BASE, LORA] and isinstance(both.branches[1].cfg, LowRankConfig)
 
 
 class Place(NamedTuple):
-    """An adapted linear. `lead`: the leading dimensions of its leaves, where layers are stacked; `module`: the path with "*" for
-    the number of each of these."""
+    """An adapted linear. `lead`: the leading dims of its leaves, if layers are stacked; `module`: the path with "*" for the number
+    of a stacked layer."""
 
     path: str
     module: str
     lead: tuple[int, ...]
     base: Any
     lora: LowRankConfig
-    op: Op  # of the adapter
+    op: Op  # the adapter's
 
     @property
     def base_shape(self) -> tuple[int, int]:
-        """Of the weight; of a layer over ranks, of this rank's part."""
+        """The weight's shape; for a layer over ranks, of this rank's part."""
         of = getattr(self.base, "linear", self.base)
         return getattr(of, "weight_shape", (of.out_features, of.in_features))
 
@@ -131,7 +131,7 @@ class _Walk(NamedTuple):
         return op, cfg.with_parts(lambda name, *_: made[name], **changes)
 
     def adapted(self, op: Op, cfg: Any, path: str) -> ChainConfig:
-        if not path:  # of a config alone, which says what its op is
+        if not path:  # a config alone, from which the op follows
             op = _op_of(cfg)
         low = LowRankConfig(cfg.in_features, cfg.out_features, self.rank, scale=self.scale, dropout=self.dropout)
         try:
@@ -147,13 +147,13 @@ class _Walk(NamedTuple):
 def _op_of(cfg: Any) -> Op:
     """The op of a linear's config."""
     if type(cfg) not in (LinearConfig, QLinearConfig):
-        wanted = "the config of a combinator (that of a layer over ranks does not say what its op is)"
+        wanted = "the config of a combinator (the config of a layer over ranks does not tell its op)"
         fail("with_lora", "cfg", wanted, describe(cfg))
     return linear if type(cfg) is LinearConfig else qlinear_of(cfg.recipe)
 
 
 def _moved(ties: Any, made: dict[Any, tuple[Op, Any]]) -> tuple[tuple[str, str], ...]:
-    """Ties of a chain, where those of linears that are adapted now reach into their base."""
+    """A chain's ties, with the paths of newly adapted linears extended to their base."""
     new = [place.path for name, (_, inner) in made.items() for place in places(inner, name)] if ties else []
 
     def moved(path: str) -> str:
@@ -166,16 +166,16 @@ def _moved(ties: Any, made: dict[Any, tuple[Op, Any]]) -> tuple[tuple[str, str],
 
 
 def _check_targets(where: str, cfg: Any, targets: Sequence[str]) -> None:
-    """Every glob is for a linear step, and none for one that is adapted."""
+    """Raise unless every glob matches a linear step, and none matches an adapted one."""
     if not isinstance(cfg, Composite) and type(cfg) not in ADAPTERS:
-        wanted = "the config of a linear, or of what has steps (of a DecoderConfig: decoder(cfg))"
+        wanted = "the config of a linear, or one with steps (for a DecoderConfig: decoder(cfg))"
         fail("with_lora", "cfg", wanted, type(cfg).__name__)
     found = dict(_kinds(cfg, ""))
     known = [path for path, kind in found.items() if kind == "linear"]
     for glob in targets:
         met = [path for path in found if matches(path, (glob,))]
         wanted = (
-            f"globs over linear steps without an adapter ({', '.join(path or repr(path) for path in known) or 'there is none'})"
+            f"globs over linear steps without an adapter ({', '.join(path or repr(path) for path in known) or 'none in this cfg'})"
         )
         adapted = [path for path in met if found[path] == "adapter"]
         if adapted:
@@ -185,7 +185,7 @@ def _check_targets(where: str, cfg: Any, targets: Sequence[str]) -> None:
 
 
 def _kinds(cfg: Any, path: str) -> Iterator[tuple[str, str]]:
-    """The steps of a config: "linear", "adapter", or what their configs are called."""
+    """Yield the path of each step with "linear", "adapter", or the name of its config's class."""
     if is_adapted(cfg):
         yield path, "adapter"
         yield join_path(path, INSIDE), "adapter"

@@ -1,13 +1,13 @@
 """Low precision over a whole model: recipes in a config, a working tree of params, and the state of delayed scaling.
 
     cfg = with_recipe(cfg, Fp8Block(), skip=("head",))          # once
-    work = quantize_params(params, cfg)                          # once a step, where cast(params, torch.bfloat16) would stand
+    work = quantize_params(params, cfg)                          # once a step, instead of cast(params, torch.bfloat16)
     for x in microbatches:
         y, residuals = chain.fwd(work, x, cfg)
         chain.bwd(residuals, dy, cfg, into=grads)
 
-Nothing is kept between steps but what the caller keeps: the working tree is the cache of quantised weights. `Fp8Delayed` alone has
-state, a dict by path; its amaxes come back with the gradients:
+The library keeps no state between steps: the working tree is the cache of quantised weights. Only `Fp8Delayed` has state, a dict by
+path that the caller keeps; its amaxes come back with the gradients:
 
     state = recipe_init(cfg, params)
     work = quantize_params(params, cfg, state)

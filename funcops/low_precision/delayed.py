@@ -22,18 +22,18 @@ T = TypeVar("T")
 
 @tree
 class ScaleState:
-    """Of one linear layer with delayed scaling: what x, w and dy are multiplied by, and their amaxes of the last H steps, newest
-    first."""
+    """The state of one linear layer with delayed scaling: the factors that x, w and dy are multiplied by, and their amaxes of the
+    last H steps, newest first."""
 
     scale: Tensor = leaf("[3]")
     history: Tensor = leaf("[H, 3]")
 
 
 def recipe_init(cfg: Any, params: Any, *, amaxes: Mapping[str, Tensor] | None = None) -> dict[str, ScaleState]:
-    """The state of delayed scaling: by the path of each weight with `Fp8Delayed`, scales of 1 and a history of zeros; {} without
-    any.
+    """Make the state of delayed scaling: for the path of each weight with `Fp8Delayed`, scales of 1 and a history of zeros; {}
+    without such weights.
 
-    At a scale of 1 small values vanish (below 2^-10) and those above the largest saturate. `amaxes`, of `split_amaxes` after one
+    At a scale of 1 small values vanish (below 2^-10) and values above the largest saturate. `amaxes`, from `split_amaxes` after one
     step that is thrown away, start it from measured ones. Raises `TypeError` for a `cfg` that is not the config of an op.
 
     >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
@@ -65,13 +65,13 @@ def recipe_update(
     *,
     reduce: Callable[[Tensor], Tensor] | None = None,
 ) -> dict[str, ScaleState]:
-    """The state after a step: `s = largest / a / 2^margin`, where a is the maximum of the last amaxes, or the last of them.
+    """Return the state after a step: `s = largest / a / 2^margin`, where a is the maximum of the last amaxes, or the newest.
 
-    An amax of 0 says that nothing ran: history and scale stay. They do too where it is infinite or NaN, so that one step which
-    overflows says nothing about the next; an infinite s is float32's largest. `recipe`: the one of the config. `reduce`: the
-    elementwise maximum over devices of one tensor [n] (float32), such as an all-reduce: one a step. Raises `ValueError` for amaxes
-    of another model, or of some of its weights only, and for a recipe with another history than the state's. Source: Transformer
-    Engine, common/recipe/delayed_scaling.cu, which keeps an infinite amax in its history.
+    An amax of 0 means that the layer did not run: history and scale stay. They also stay if it is infinite or NaN, so that one step
+    which overflows does not change the next; an infinite s becomes float32's largest. `recipe`: the config's. `reduce`: returns the
+    elementwise maximum over devices of one tensor [n] (float32), such as an all-reduce; called once a step. Raises `ValueError` for
+    amaxes of another model, or of some of its weights only, and for a recipe with another history than the state's. Source:
+    Transformer Engine, common/recipe/delayed_scaling.cu, which keeps an infinite amax in its history.
 
     >>> import torch
     >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
@@ -100,8 +100,8 @@ def recipe_update(
 
 
 def split_amaxes(dparams: T) -> tuple[T, dict[str, Tensor]]:
-    """Gradients like params, and the amaxes [3] (of x, w, dy) by the path of the weight; {} without delayed scaling. Raises
-    `TypeError` for amaxes that are not as a backward left them, such as scaled ones.
+    """Split gradients into gradients like params, and the amaxes [3] (of x, w, dy) by the path of the weight; {} without delayed
+    scaling. Raises `TypeError` for amaxes that were changed after the backward, such as scaled ones.
 
     >>> import torch
     >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
@@ -127,10 +127,10 @@ def split_amaxes(dparams: T) -> tuple[T, dict[str, Tensor]]:
 
 
 def _check_amaxes(where: str, amaxes: Any, state: Mapping[str, ScaleState]) -> None:
-    """Those of every weight: scales of one without would stay what they are, step after step."""
+    """Check that every weight has amaxes: the scales of a weight without them would never change."""
     check_paths(where, "amaxes", amaxes, state)
     missing = [path for path in state if path not in amaxes]
-    wanted = "of every weight in the state, as split_amaxes gives them where each has a gradient"
+    wanted = "of every weight in the state, as split_amaxes returns them if each has a gradient"
     require(not missing, where, "amaxes", wanted, f"none of {few(missing)}")
     for path, given in amaxes.items():
         check(where, f"amaxes[{path!r}]", given, tuple(state[path].scale.shape), torch.float32, state[path].scale)
@@ -154,7 +154,7 @@ def _check_scales(where: str, name: str, state: Any, recipe: Any) -> None:
 
 
 def _updated(state: ScaleState, amax: Tensor, recipe: Fp8Delayed) -> ScaleState:
-    ran = (amax > 0) & (amax < torch.inf)  # not of a NaN either
+    ran = (amax > 0) & (amax < torch.inf)  # False for NaN too
     history = torch.cat((amax.unsqueeze(-2), state.history[..., :-1, :]), -2)
     a = history.amax(-2) if recipe.algorithm == "max" else amax
     largest = amax.new_tensor([ELEMENTS[e].largest for e in (recipe.fwd, recipe.fwd, recipe.bwd)])

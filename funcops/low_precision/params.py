@@ -1,4 +1,4 @@
-"""The working tree of a step: weights in codes, and accumulators for its gradients."""
+"""The working tree of a step, with quantised weights, and accumulators for its gradients."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def quantize_params(
     columns: bool = True,
     key: Tensor | None = None,
 ) -> T:
-    """The working tree of a step: `params` cast to `dtype`, the weights of steps with a recipe as `QWeight`.
+    """Make the working tree of a step: `params` cast to `dtype`, the weights of steps with a recipe as `QWeight`.
 
-    A weight is quantised once it is cast, so that its codes are those of a step that quantises it itself. What never has a gradient
-    stays as it is (float64: float32), as a router's bias, which a step moves by less than bfloat16 tells apart. `columns`: make
-    the transposed codes that dx reads now (as many bytes again, as a report shows), or else whenever dx is computed. `state`: of
-    `recipe_init`, for `Fp8Delayed`. `key`: for recipes that round stochastically (see `with_keys`). Raises `ValueError` for a
-    state of another model, or with another history.
+    A weight is quantised after the cast, so its codes are the same as in a step that quantises it itself. Params that never have a
+    gradient stay wide (float64 becomes float32), such as a router's bias, which a step moves by less than bfloat16 can represent.
+    `columns`: make the transposed codes that dx reads now (as many bytes again, as a report shows), or else whenever dx is
+    computed. `state`: from `recipe_init`, for `Fp8Delayed`. `key`: for recipes that round stochastically (see `with_keys`). Raises
+    `ValueError` for a state of another model, or with another history.
 
     >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
     >>> from funcops.low_precision import Fp8Block, quantize_params, with_recipe
@@ -81,9 +81,9 @@ def quantize_params(
 
 
 def with_keys(work: T, cfg: Any, key: Tensor) -> T:
-    """The working tree with other random keys, its codes the same objects: for each microbatch one, so that none rounds as another.
-    Every weight of a stochastic recipe gets a key of its own, by its path; those of a stacked `repeat` by their layer too.
-    Raises `ValueError` or `TypeError` for what is no key, int64[2].
+    """Return the working tree with other random keys, its codes the same objects: use one per microbatch, so that no two round
+    alike. Every weight of a stochastic recipe gets a key of its own, by its path; weights of a stacked `repeat` by their layer too.
+    Raises `ValueError` or `TypeError` if `key` is not a random key, int64[2].
 
     >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
     >>> from funcops.low_precision import NVFP4, quantize_params, with_keys, with_recipe
@@ -106,8 +106,8 @@ def with_keys(work: T, cfg: Any, key: Tensor) -> T:
 
 
 def gradients_like(work: T, dtype: torch.dtype | None = torch.float32) -> T:
-    """Accumulators for the gradients of a working tree, zero: `into` of a backward. Dense where a weight is quantised; amaxes are
-    uint32, for `split_amaxes`. Raises `TypeError` or `ValueError` for what is no float dtype.
+    """Make zero accumulators for the gradients of a working tree: `into` of a backward. They are dense for quantised weights;
+    amaxes are uint32, for `split_amaxes`. Raises `TypeError` or `ValueError` if `dtype` is not a float dtype.
 
     >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
     >>> from funcops.low_precision import Fp8Block, gradients_like, quantize_params, with_recipe
@@ -122,7 +122,7 @@ def gradients_like(work: T, dtype: torch.dtype | None = torch.float32) -> T:
 
 
 def _cast(params: Any, dtype: torch.dtype) -> Any:
-    """As `cast`, but for what never has a gradient: as wide as ops take it beside `dtype`."""
+    """Cast like `cast`, except that params that never have a gradient stay as wide as ops take them beside `dtype`."""
     work, wider = cast(params, dtype), wide(dtype)
     for path in constant_paths(params):
         if isinstance(t := at(params, path), Tensor) and t.is_floating_point():
@@ -131,8 +131,8 @@ def _cast(params: Any, dtype: torch.dtype) -> Any:
 
 
 def _amaxes_over_ranks(found: Mapping[str, tuple[Any, Tensor]]) -> dict[str, list[Tensor]]:
-    """The amaxes of weights that ranks have in parts, of recipes with a scale of the whole, by path one a layer: of an axis in one
-    communication."""
+    """The amaxes of weights that are sharded over ranks, for recipes with one scale for the whole: by path, one per layer. Each
+    axis communicates once."""
     groups: dict[Any, dict[str, list[Tensor]]] = {}
     for path, (inner, weight) in found.items():
         if hasattr(inner, "largest") and inner.recipe.w.whole and not inner.recipe.delayed:
@@ -147,7 +147,7 @@ def _amaxes_over_ranks(found: Mapping[str, tuple[Any, Tensor]]) -> dict[str, lis
 
 
 def _stacked(made: list[Any], like: Tensor) -> Any:
-    """What was made of each of `each_layer(like)`, stacked as these are."""
+    """Stack the results for the layers of `each_layer(like)` as `like` is stacked."""
     lead = like.shape[:-2]
     if not lead:
         return made[0]

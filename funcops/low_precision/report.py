@@ -43,8 +43,8 @@ WHERE = "quantization_report"
 
 
 class Operand(NamedTuple):
-    """`amax`: the largest |element|. `zeros`: the share of elements that become 0 and were not. `saturated`: of those that are
-    clipped to the largest code of their tile.
+    """`amax`: the largest |element|. `zeros`: the share of nonzero elements that become 0, among all. `saturated`: the share of
+    elements that are clipped to the largest code of their tile.
 
     >>> import torch
     >>> from funcops import LinearConfig, linear, quantization_report, random
@@ -61,9 +61,9 @@ class Operand(NamedTuple):
 
 
 class LinearErrors(NamedTuple):
-    """What rounding does to the linear layer at `path`, whose weight has that `shape`: to its `operands` x, w and dy, and the
+    """The effects of rounding on the linear layer at `path`, whose weight has that `shape`: on its `operands` x, w and dy, and the
     relative errors of `y`, `dx` and `dw`; `worst` is the largest of these. `step`: its path in the config, where the layers of a
-    repeat are one, `*`. A grouped layer has one row: groups are rounded on their own, those without rows left out.
+    repeat are one, `*`. A grouped layer has one row: groups are rounded separately, and groups without rows are left out.
 
     >>> import torch
     >>> from funcops import LinearConfig, linear, quantization_report, random
@@ -89,7 +89,7 @@ class LinearErrors(NamedTuple):
 
 class QuantizationReport:
     """A row for each linear layer, in the model's order. `str()` and notebooks render it; `rows`, each `LinearErrors`, and
-    `dicts()` are the data. `not_measured`: the paths of layers that a recipe would be for and that have no row, as those over
+    `dicts()` are the data. `not_measured`: the paths of layers that could take a recipe but have no row, such as layers over
     ranks.
 
     >>> import torch
@@ -115,19 +115,19 @@ class QuantizationReport:
         ]
 
     def over(self, error: float) -> tuple[str, ...]:
-        """The steps of which y, dx or dw is off by more than that, in any layer: for `with_recipe(..., skip=...)`."""
+        """The steps whose y, dx or dw has a larger error than `error` in any layer: for `with_recipe(..., skip=...)`."""
         require_number("over", 0.0, error=error)
         return tuple(dict.fromkeys([row.step for row in self.rows if not row.worst <= error]))
 
     def worst(self, n: int = 3) -> list[LinearErrors]:
-        """The rows of the n layers that are off by most, the worst first; a NaN is worse than any number. Raises `ValueError` for n
-        below 1."""
+        """The rows of the n layers with the largest errors, the worst first; a NaN is worse than any number. Raises `ValueError`
+        for n below 1."""
         require_count("worst", n=n)
         return sorted(self.rows, key=lambda row: (row.worst != row.worst, row.worst), reverse=True)[:n]
 
     def plot(self, path: str | None = None) -> Any:
-        """The errors of y, dx and dw as three bars for each layer. Writes PNG, SVG, ... to `path` where that is given, and returns
-        matplotlib's figure. Raises `ImportError` without matplotlib (the extra `docs`)."""
+        """Plot the errors of y, dx and dw as three bars for each layer. Returns matplotlib's figure, and writes it to `path` (PNG,
+        SVG, ...) if given. Raises `ImportError` without matplotlib (the extra `docs`)."""
         from funcops.residuals.picture import grouped_bars
 
         bars = {row.path: {"y": row.y, "dx": row.dx, "dw": row.dw} for row in self.rows}
@@ -164,18 +164,18 @@ class QuantizationReport:
 def quantization_report(
     params: Any, x: Any, cfg: Any, recipe: Any, *, dy: Any = None, key: Tensor | None = None
 ) -> QuantizationReport:
-    """What a recipe would do to every linear and grouped linear layer of a model: which of them to leave in high precision. A
-    mixture's `experts` run by their steps, and have the rows `up` and `down`.
+    """Measure what a recipe would do to every linear and grouped linear layer of a model, to choose which of them to leave in high
+    precision. A mixture's `experts` run as separate steps, and have the rows `up` and `down`.
 
-    The model runs once, forward and backward, as it is: with `params` in high precision, on one batch `x`. Each linear layer's x, w
-    and dy are then rounded as the recipe says, and its three products taken of the rounded operands, in float32. So each row is the
-    error that its layer adds, not what reached it from others.
+    The model runs once, forward and backward, without the recipe: with `params` in high precision, on one batch `x`. Each linear
+    layer's x, w and dy are then rounded as by the recipe, and its three products computed from the rounded operands, in float32. So
+    each row is the error that its own layer adds, without the errors that reach it from others.
 
     `cfg`: the config, without a recipe yet, of a combinator or such a layer. `recipe`: a recipe, or anything with a
-    `Format` or None (not rounded) as `x`, `w` and `dy`; or one `Format` for all. Scales are those of the tensors as they are, also
-    where the recipe takes those of steps before. `dy`: the gradient of y; by default ones for a loss, else normal numbers, and None
-    for what y has beside main, as the loads and losses of routers (`WithExtras`). `key`: for a recipe that rounds stochastically,
-    as `quantize_params` takes it, by default `random.key(0)`: a step with that key rounds to the same codes.
+    `Format` or None (not rounded) as `x`, `w` and `dy`; or one `Format` for all. Scales come from the tensors themselves, even if
+    the recipe takes them from earlier steps. `dy`: the gradient of y; by default ones for a loss, else normal numbers, and None for
+    the extras of y, such as the loads and losses of routers (`WithExtras`). `key`: for a recipe that rounds stochastically, as in
+    `quantize_params`, by default `random.key(0)`: a step with that key rounds to the same codes.
 
     Raises `TypeError` for another config, recipe or key, and `ValueError` for a config with a recipe, or without a linear layer
     that gets a gradient.
@@ -214,19 +214,20 @@ def quantization_report(
 
 
 def takes_recipe(cfg: Any) -> bool:
-    """Whether a recipe is for a layer of that config."""
+    """Whether a layer of that config can take a recipe."""
     return type(cfg) in LOW_FORMS
 
 
 def layers(part: Part) -> list[str]:
-    """The paths of a step's layers that a recipe is for."""
+    """The paths of a step's layers that can take a recipe."""
     if type(part.cfg) is ExpertsConfig:
         return [join_path(part.path, "up"), join_path(part.path, "down")]
     return [part.path] if takes_recipe(part.cfg) else []
 
 
 def _laid_open(part: Part) -> tuple[Op, Any] | None:
-    """The part so that all its layers can be looked at: `experts` by their steps, and nothing computed again, as by remat."""
+    """Rewrite a part so that all its layers can be measured: `experts` as separate steps, and nothing recomputed, as remat
+    would."""
     op = _bare(part.op)
     if type(part.cfg) is ExpertsConfig:
         op, inner = by_steps(WHERE, op, part.cfg)
@@ -235,14 +236,14 @@ def _laid_open(part: Part) -> tuple[Op, Any] | None:
 
 
 def _bare(op: Op) -> Op:
-    """What remat or with_policy made an op of."""
+    """The op that remat or with_policy wrapped."""
     _, args = getattr(op.fwd, "made_by", (None, ()))
     return next((_bare(arg) for arg in args if isinstance(arg, Op)), op)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """Of a recipe: the formats, and how the operands of dw are made."""
+    """The formats of a recipe, and how the operands of dw are made."""
 
     x: Format | None
     w: Format | None
@@ -287,7 +288,7 @@ def _linears(residuals: Any, pending: Any, path: tuple[Any, ...]) -> Iterator[tu
         yield path, residuals, pending
     elif isinstance(pending, dict):
         for name, child in pending.items():
-            if name in residuals:  # what is computed again has rows of its own in a pending
+            if name in residuals:  # recomputed steps have entries of their own in a pending
                 yield from _linears(residuals[name], child, (*path, name))
 
 
@@ -304,7 +305,7 @@ def _checked_key(key: Any, x: Any) -> Tensor:
 
 
 def _keys(path: tuple[Any, ...], key: Tensor, plan: _Plan, groups: int | None) -> list[tuple[Any, Any]]:
-    """For dy by rows and by columns of each group, as `with_keys` and the backward of the layer in low precision make them."""
+    """The keys for dy by rows and by columns of each group, as `with_keys` and the layer's backward in low precision make them."""
     if not plan.stochastic:
         return [(None, None)] * (groups or 1)
     own: Any = random.fold_in(key, random.path_id(join_path(".".join(map(str, path)), "weight")))
@@ -331,8 +332,8 @@ def _whole(kept: LinearResiduals, waiting: LinearPending) -> Operands:
 
 
 def _groups(kept: GroupedLinearResiduals, waiting: GroupedLinearPending) -> list[tuple[int, Operands]]:
-    """Number and operands of each group, as each is rounded on its own; the rows of x and dy in their order, where they were found
-    by an index."""
+    """The number and operands of each group, because each is rounded separately; rows of x and dy that an index selects are put in
+    order."""
     x, dy = waiting.x.reshape(-1, waiting.x.shape[-1]), waiting.dy.reshape(-1, waiting.dy.shape[-1])
     x = x if waiting.order is None else gathered(x, waiting.order, waiting.choices)
     dy = dy if waiting.dy_order is None else gathered(dy, waiting.dy_order, waiting.choices)
@@ -340,7 +341,7 @@ def _groups(kept: GroupedLinearResiduals, waiting: GroupedLinearPending) -> list
 
 
 class _Rounded(NamedTuple):
-    """Operands, and what they are rounded to by rows. `key`: by which dy is rounded by columns."""
+    """Operands, and their rounded values by rows. `key`: the random key that rounds dy by columns."""
 
     wide: Operands
     rows: tuple[QTensor | None, QTensor | None, QTensor | None]
@@ -353,7 +354,7 @@ class _Rounded(NamedTuple):
 
 
 def _products(one: _Rounded, plan: _Plan) -> list[tuple[float, float]]:
-    """How far y, dx and dw are off, and how large they are."""
+    """The norms of the errors of y, dx and dw, and of their exact values."""
     (x, w, dy), (qx, qw, qdy) = one.wide, one.rows
     wide_x, wide_w, wide_dy = x.float(), w.float(), dy.float()
     y = _off(_value(qx, x) @ _value(qw, w).mT, wide_x @ wide_w.mT)
@@ -371,7 +372,7 @@ def _rounded(
 
 
 def _column(t: Tensor, row: QTensor | None, format: Format | None, plan: _Plan, key: Tensor | None) -> Tensor:
-    """An operand of dw, rounded by blocks along its rows; transformed where the recipe says so."""
+    """An operand of dw, rounded by blocks along its rows; transformed if the recipe says so."""
     if row is not None and plan.turns and row.format.turns:
         return _value(turned(row), t)
     if plan.hadamard:
@@ -384,7 +385,7 @@ def _value(q: QTensor | None, t: Tensor) -> Tensor:
 
 
 def _operand(t: Tensor, q: QTensor | None) -> tuple[Operand, int]:
-    """What rounding does to it, and of how many elements."""
+    """The effect of rounding on an operand, and its number of elements."""
     size = t.float().abs()
     amax = float(size.amax()) if size.numel() else 0.0
     if q is None or not size.numel():
@@ -408,6 +409,6 @@ def _off(found: Tensor, want: Tensor) -> tuple[float, float]:
 
 
 def _error(parts: tuple[tuple[float, float], ...]) -> float:
-    """Of all parts, of which each says how far it is off, and how large."""
+    """The relative error of all parts together, from the norms of each part's error and exact value."""
     off, size = (math.sqrt(sum(n * n for n in each)) if len(each) > 1 else each[0] for each in zip(*parts, strict=True))
     return off / size if size else 0.0 if off == 0 else float("inf")

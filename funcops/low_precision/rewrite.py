@@ -17,14 +17,14 @@ from funcops.ops.experts import ExpertsConfig, experts
 
 
 def with_recipe(cfg: Any, recipe: Recipe, *, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Any:
-    """The config with its `linear` and `grouped_linear` steps in low precision, and `experts` as the chain of its steps
-    (`funcops.models.plain_experts`), whose `up` and `down` are; params keep their paths. Other steps keep their dtype, also
-    `dist.parallel_experts`: a glob that names one of these alone raises.
+    """Return the config with its `linear` and `grouped_linear` steps in low precision, and with `experts` as the chain of its steps
+    (`funcops.models.plain_experts`), whose `up` and `down` are in low precision; params keep their paths. Other steps keep their
+    dtype, also `dist.parallel_experts`: a glob that names one of these alone raises.
 
     `only`, `skip`: globs over the paths of steps, such as "head" or "*.down"; by default all, and none. Steps that have a recipe
-    keep it, so that recipes mix: `with_recipe(with_recipe(cfg, a, only=("*.mlp.*",)), b)`. The layers of a `repeat` share one
-    config: a glob of some of them raises. Raises `ValueError` for a glob that matches no linear step, and for sizes that the
-    recipe does not serve.
+    keep it, so recipes can be mixed: `with_recipe(with_recipe(cfg, a, only=("*.mlp.*",)), b)`. The layers of a `repeat` share one
+    config: a glob for some of them raises. Raises `ValueError` for a glob that matches no linear step, and for sizes that the
+    recipe does not support.
 
     >>> from funcops import ChainConfig, LinearConfig, Step, linear
     >>> from funcops.low_precision import Fp8Block, with_recipe
@@ -44,7 +44,7 @@ def with_recipe(cfg: Any, recipe: Recipe, *, only: Sequence[str] = (), skip: Seq
                 fail(where, name, why, repr(glob))
 
     def wanted(*paths: str) -> bool:
-        """Of a step's path, and what it is a part of."""
+        """Whether a step is selected, by its own path or by the path of a step around it."""
         return (not only or any(matches(path, only) for path in paths)) and not any(matches(path, skip) for path in paths)
 
     def low(part: Part, *around: str) -> tuple[Op, Any] | None:
@@ -65,12 +65,12 @@ def with_recipe(cfg: Any, recipe: Recipe, *, only: Sequence[str] = (), skip: Seq
 
 
 def _experts(part: Part, low: Callable[..., tuple[Op, Any] | None]) -> tuple[Op, Any]:
-    """The chain in the place of `experts`, if one of its layers is wanted: by its own path, or by the step's."""
+    """The chain that replaces `experts`, if one of its layers is selected by its own path, or by the step's."""
     becomes, plain = by_steps("with_recipe", part.op or experts, part.cfg)
     made = rewrite(plain.cfg, lambda inner: low(inner, part.path), path=part.path)[1]
     return (part.op, part.cfg) if made == plain.cfg else (becomes, ExpertStepsConfig(made))
 
 
 def _names(part: Part) -> list[str]:
-    """What a glob may name of a step: nothing of one that takes no recipe."""
+    """The paths by which a glob may name a step; [] if the step cannot take a recipe."""
     return [*([part.path] if type(part.cfg) is ExpertsConfig else []), *layers(part)]

@@ -1,4 +1,4 @@
-"""The weights that a model's config gives a recipe, by path."""
+"""The weights that have a recipe in a model's config, by path."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from funcops.trees import at, has
 
 
 def low_steps(cfg: Any) -> tuple[dict[str, QLinearConfig], dict[str, str]]:
-    """By the path of its weight, the config of every step with a recipe; and what tied paths are tied to. Found once a config: a
-    tracer reads it, and would trace every config that a walk makes."""
+    """Return the config of every step with a recipe, by the path of its weight, and the sources of tied paths. Computed once per
+    config: a tracer only reads the result; it would trace every config that a walk makes."""
     found = getattr(cfg, "_low", None)
     if found is None:
         low = {join_path(part.path, "weight"): part.cfg for part in steps(cfg, layers=True) if part.cfg.low_recipe is not None}
@@ -27,7 +27,7 @@ def low_steps(cfg: Any) -> tuple[dict[str, QLinearConfig], dict[str, str]]:
 
 
 def recipe_weights(where: str, cfg: Any, params: Any) -> dict[str, tuple[QLinearConfig, Tensor]]:
-    """Config and weight of every step with a recipe, by the weight's path; without those that are tied to another."""
+    """The config and weight of every step with a recipe, by the weight's path; weights that are tied to another are left out."""
     found, sources = low_steps(cfg)
     weights = {path: _weight(where, params, path) for path in found}
     for path, inner in found.items():
@@ -35,7 +35,7 @@ def recipe_weights(where: str, cfg: Any, params: Any) -> dict[str, tuple[QLinear
         while source in sources:
             source = sources[source]
         if weights[path] is None and inner.recipe.delayed and (source not in found or found[source].recipe != inner.recipe):
-            wanted = "between weights of one recipe, as scales are those of the source"
+            wanted = "between weights of one recipe, as they share the source's scales"
             fail(where, f"the tie of {path}", wanted, f"one to {source}")
     return {path: (inner, weights[path]) for path, inner in found.items() if weights[path] is not None}  # type: ignore[misc]
 
@@ -50,7 +50,7 @@ def _weight(where: str, params: Any, path: str) -> Tensor | None:
 
 
 def each_layer(weight: Tensor, scale: Tensor | None) -> list[tuple[Tensor, Any]]:
-    """A weight [O, I] and its scales [3], or of stacked ones, of layers, groups or both, each one's."""
+    """Split a weight, stacked over layers, groups or both, or not stacked, into each [O, I] with its scales [3]."""
     if weight.dim() == 2:
         return [(weight, scale)]
     return [pair for i, w in enumerate(weight) for pair in each_layer(w, None if scale is None else scale[i])]

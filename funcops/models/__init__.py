@@ -1,6 +1,6 @@
-"""Language models: `DecoderConfig` says what one is, `decoder` makes a chain of it, `decode` and `generate` go on with a text, and
-`from_hf` and `to_hf` read and write the checkpoints of Hugging Face's; `peft_names` says what PEFT calls a decoder's linears. `moe`
-is the chain of a mixture of experts alone, `plain_experts` that of its experts in steps."""
+"""Language models: `DecoderConfig` describes one, `decoder` makes its chain, `decode` and `generate` continue a text, and `from_hf`
+and `to_hf` read and write Hugging Face's checkpoints; `peft_names` gives PEFT's names of a decoder's linears. `moe` makes the chain
+of a mixture of experts alone, `plain_experts` the chain of its experts as separate steps."""
 
 from funcops.compose.plain_experts import plain_experts
 from funcops.models.cache import Cache, KVCache, cache_init

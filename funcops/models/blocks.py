@@ -1,4 +1,4 @@
-"""Blocks and models built of operators alone, as the benchmarks and pages use them."""
+"""Blocks and models built from operators alone, as the benchmarks and pages use them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from funcops.ops.rope import RopeConfig, rope
 
 
 class Sizes(NamedTuple):
-    """Of a decoder and its batch; the defaults are those of examples/train_lm.py."""
+    """The sizes of a decoder and its batch; the defaults are the same as in examples/train_lm.py."""
 
     dim: int = 192
     layers: int = 4
@@ -51,7 +51,7 @@ def mlp_config(dim: int, hidden: int, recompute: bool = True) -> ChainConfig:
 def block_config(
     dim: int, heads: int, hidden: int, kv_heads: int | None = None, recompute: bool = True, mixture: MoEConfig | None = None
 ) -> ChainConfig:
-    """A Llama block, or with a mixture of experts that of Qwen3-MoE; the extra `positions` may be their rotary table."""
+    """A Llama block, or with a mixture of experts a Qwen3-MoE block; the extra `positions` may be their rotary table."""
     size, eps = dim // heads, 1e-5 if mixture is None else 1e-6
 
     def projection(n: int, turned: bool) -> ChainConfig:
@@ -85,7 +85,7 @@ def block_config(
 
 
 def gpt2_block_config(dim: int, heads: int, hidden: int, p: float) -> ChainConfig:
-    """A GPT-2 block, with dropout on its two branches; the extra `key` is a random key."""
+    """A GPT-2 block with dropout on its two branches; the extra `key` is a random key."""
     size = dim // heads
     heads_of = (
         Step("proj", linear, LinearConfig(dim, dim)),
@@ -119,8 +119,8 @@ def gpt2_block_config(dim: int, heads: int, hidden: int, p: float) -> ChainConfi
 
 
 def decoder_config(sizes: Sizes, mixture: MoEConfig | None = None) -> ChainConfig:
-    """Tokens [B, T] to the mean loss, and beside it the routers' load and loss. Extras: `positions`, or their rotary table, and
-    `labels` [B, T]."""
+    """A decoder from tokens [B, T] to the mean loss, with the routers' load and loss as outputs. Extras: `positions`, or their
+    rotary table, and `labels` [B, T]."""
     block, eps = block_config(sizes.dim, sizes.heads, sizes.hidden, sizes.kv_heads, mixture=mixture), 1e-6 if mixture else 1e-5
     steps = (
         Step("embed", embedding, EmbeddingConfig(sizes.vocab, sizes.dim)),

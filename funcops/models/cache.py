@@ -1,10 +1,10 @@
-"""What decoding keeps: keys and values of the positions before, and attention that reads them.
+"""The state of decoding: keys and values of earlier positions, and attention that reads them.
 
-A layer's cache has R slots; position p is in slot p mod R. A layer that sees all positions has a slot for each of the `context`;
-one with a window of W has a ring of W + chunk - 1: a chunk is written before it attends, and its first row still sees W positions.
-Which position a slot holds follows from how many there are: of n, the last p < n with p mod R = slot, none where that is below 0.
+A layer's cache has R slots; position p is in slot p mod R. A layer that sees all positions has a slot for each of the `context`; a
+layer with a window of W has a ring of W + chunk - 1: a chunk is written before it attends, and its first row still sees W
+positions. With n positions in the cache, a slot holds the last p < n with p mod R = slot; it is empty if that is below 0.
 
-    write k, v at slots        s_ij = score(q_i, k_j), -inf where the position of slot j is after i, or W or more before it, or none
+    write k, v at slots        s_ij = score(q_i, k_j), -inf if slot j is empty, or its position is after i, or W or more before i
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CACHE = "cache"  # the extra input of cached attention
 
 @tree
 class KVCache:
-    """Keys and values of a layer, in R slots."""
+    """The keys and values of a layer, in R slots."""
 
     k: Tensor = leaf("[B, K, R, D]")
     v: Tensor = leaf("[B, K, R, V]")
@@ -46,8 +46,8 @@ class KVCache:
 
 @tree
 class Cache:
-    """Of each layer, by its path, keys and values; and of each sequence, how many positions they are of. `context`: how many there
-    can be; `chunk`: how many tokens are taken at once."""
+    """`layers`: the keys and values of each layer, by its path; `lengths`: the number of cached positions of each sequence;
+    `context`: the most positions; `chunk`: the most tokens that are taken at once."""
 
     layers: dict[str, KVCache]
     lengths: Tensor = leaf("[B]")
@@ -61,7 +61,7 @@ class Cache:
         raise DonatedError(f"{where}: cache must be unused, got a Cache given away with donate()")
 
     def give(self) -> Cache:
-        """Another with what this one has, which is then gone from here: see `donate`."""
+        """Return a Cache that takes over this one's tensors, and leave this one empty: see `donate`."""
         made = dataclasses.replace(self)
         self.layers, self.lengths = Gone("cache.layers"), Gone("cache.lengths")  # type: ignore[assignment]
         return made
@@ -71,8 +71,9 @@ def cache_init(
     cfg: DecoderConfig, batch: int, *, context: int | None = None, chunk: int = 256, dtype: torch.dtype | None = None,
     device: Any = None,
 ) -> Cache:  # fmt: skip
-    """An empty cache for `batch` sequences of up to `context` positions (default: the config's), of which up to `chunk` are taken
-    at once. `dtype`: of the params. Raises `ValueError` or `TypeError` for a size below 1, or more positions than are learned.
+    """Make an empty cache for `batch` sequences of up to `context` positions (default: the config's), which takes up to `chunk`
+    tokens at once. `dtype`: of the params. Raises `ValueError` or `TypeError` for a size below 1, or more positions than are
+    learned.
 
     >>> from funcops import RopeConfig
     >>> from funcops.models import Cache, DecoderConfig, KVCache, cache_init
@@ -104,7 +105,7 @@ def slots_of(window: int | None, context: int, chunk: int) -> int:
 
 @functools.lru_cache(maxsize=64)
 def shapes_of(cfg: DecoderConfig, batch: int, context: int, chunk: int) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Of each layer the shapes of k and v. Not to be changed."""
+    """The shapes of each layer's k and v. The dict is cached: do not change it."""
     heads, k, v = cfg.kv_heads, cfg.head_size, cfg.head_size
     if cfg.latent is not None:
         heads, k, v = cfg.heads, cfg.latent.rope_size + cfg.latent.plain_size, cfg.latent.value_size
@@ -116,12 +117,12 @@ def shapes_of(cfg: DecoderConfig, batch: int, context: int, chunk: int) -> dict[
 
 
 def check_cache(where: str, cache: Any, cfg: DecoderConfig, batch: int) -> None:
-    """Every check but that of how many positions there are."""
+    """Check everything but the number of positions."""
     require_type(where, "cache", cache, Cache)
     check(where, "cache.lengths", cache.lengths, (batch,), torch.int64)
     wanted = shapes_of(cfg, batch, cache.context, cache.chunk)
     if not isinstance(cache.layers, dict) or cache.layers.keys() != wanted.keys():
-        fail(where, "cache.layers", f"those of {', '.join(wanted)}", describe(cache.layers))
+        fail(where, "cache.layers", f"a dict of the layers {', '.join(wanted)}", describe(cache.layers))
     like = None
     for path, shapes in wanted.items():
         layer = cache.layers[path]
@@ -132,8 +133,8 @@ def check_cache(where: str, cache: Any, cfg: DecoderConfig, batch: int) -> None:
 
 
 def check_room(where: str, cache: Cache, tokens: int, counts: Tensor | None, known: int | None) -> None:
-    """Whether so many tokens more have a place, within the positions to which rope is `known` (None: to all). On the CPU their
-    number is read; a device, or what is recorded, says so itself while it runs."""
+    """Raise unless the cache has room for that many more tokens, within the positions up to which rope is `known` (None: all). On
+    the CPU the lengths are read; on a device, or under recording, an assertion checks them at run time."""
     after = cache.lengths + (tokens if counts is None else counts)
     most = min(cache.context, known or cache.context)
     remedy = "of a rope that knows the longest sequence, from_hf(..., length={})"
@@ -151,20 +152,20 @@ def check_room(where: str, cache: Cache, tokens: int, counts: Tensor | None, kno
 
 
 class Slots(NamedTuple):
-    """Where tokens are written in caches of R slots, and which of them they see."""
+    """The slots that tokens are written to in caches of R slots, and the slots that each token sees."""
 
     rows: Tensor  # [B, 1]
     at: Tensor  # [B, T]
-    new: Tensor | None  # [B, T], which tokens there are; None: all
-    held: Tensor  # [B, R], the position that a slot holds after they are written
-    away: Tensor  # [B, T, R], how far before a token it is
+    new: Tensor | None  # [B, T], True for real tokens; None: all are
+    held: Tensor  # [B, R], the position that a slot holds after the write
+    away: Tensor  # [B, T, R], how far before a token that position is
     mask: Tensor  # [B, 1, T, R], 0 or -inf
 
 
 def slots(
     cache: Cache, tokens: int, counts: Tensor | None, dtype: torch.dtype, windows: tuple[int | None, ...]
 ) -> dict[int | None, Slots]:  # fmt: skip
-    """By window, for tokens that come after what the cache has."""
+    """Return, by window, the slots of tokens that follow the cached positions."""
     lengths = cache.lengths.unsqueeze(1)
     step = torch.arange(tokens, device=lengths.device)
     position, last = lengths + step, lengths + ((tokens if counts is None else counts.unsqueeze(1)) - 1)
@@ -184,20 +185,20 @@ def slots(
 
 @config
 class CachedAttentionConfig(OpConfig):
-    """`of`: the attention that it is."""
+    """`of`: the config of the attention that reads the cache."""
 
     of: AttentionConfig
 
     def __post_init__(self) -> None:
         where = "with_cache"
         require_type(where, "attention", self.of, AttentionConfig)
-        require(self.of.causal, where, "attention.causal", "True: what comes later is not there yet", self.of.causal)
-        require(not self.of.packed, where, "attention.packed", "False: sequences have a row each", self.of.packed)
+        require(self.of.causal, where, "attention.causal", "True: later positions are not cached yet", self.of.causal)
+        require(not self.of.packed, where, "attention.packed", "False: each sequence has a row of its own", self.of.packed)
 
 
 @tree
 class CachedParams:
-    """A layer's cache, and the sinks where attention has them."""
+    """A layer's cache, and the sinks if attention has them."""
 
     k: Tensor | None = leaf("[B, K, R, D]")
     v: Tensor | None = leaf("[B, K, R, V]")
@@ -208,7 +209,7 @@ class CachedParams:
 def cached_attention_init(
     cfg: CachedAttentionConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
 ) -> CachedParams:
-    """The sinks alone: `cache_init` makes a cache."""
+    """Make the sinks alone: `cache_init` makes a cache."""
     if type(cfg.of) is not SinkAttentionConfig:
         return CachedParams(None, None, None)
     return CachedParams(None, None, sink_attention_init(cfg.of, device=device, dtype=dtype).sinks)
@@ -218,8 +219,8 @@ def cached_attention_init(
 def cached_attention_fwd(
     params: CachedParams, x: tuple[Any, dict[int | None, Slots]], cfg: CachedAttentionConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, None]:
-    """x: `(attention's x, slots)` -> y [B, T, H, V]. k and v of x are written into the cache in place. A bias has a last
-    dimension of the context. It keeps nothing, and has no backward."""
+    """x: `(attention's x, slots)` -> y [B, T, H, V]. k and v of x are written into the cache in place. The last dim of a bias is
+    the context. The op saves nothing and has no backward."""
     where, (given, by_window), of = "cached_attention_fwd", x, cfg.of
     if needs:
         fail(where, "needs", "Needs.NONE: a cache that is written to has no gradient", needs)
@@ -244,7 +245,7 @@ def cached_attention_fwd(
 
 
 def _write(cache: Tensor, new: Tensor, at: Slots) -> None:
-    """[B, T, K, D] into [B, K, R, D]; where there is no token, what is there stays."""
+    """Write [B, T, K, D] into [B, K, R, D]; padding leaves its slots unchanged."""
     held = cache.transpose(1, 2)
     if at.new is not None:
         new = torch.where(at.new[:, :, None, None], new, held[at.rows, at.at])
@@ -268,7 +269,7 @@ def _mask(where: str, at: Slots, q: Tensor, bias: Tensor | None, alibi: bool) ->
 
 
 def _no_backward(kept: Any, *_: Any, **__: Any) -> Any:
-    fail("cached_attention_bwd", "residuals", "those of another op: a cache that is written to has no gradient", describe(kept))
+    fail("cached_attention_bwd", "residuals", "of another op: a cache that is written to has no gradient", describe(kept))
 
 
 cached_attention = make_op(
@@ -279,8 +280,8 @@ cached_attention = make_op(
 
 @functools.lru_cache(maxsize=64)
 def with_cache(cfg: Any) -> Any:
-    """The config of a combinator with every attention reading a cache: its params are then `CachedParams`, and there is one more
-    extra input, "cache", what `slots` gives. Raises `ValueError` for attention that is not causal, or packed."""
+    """Return the config of a combinator with every attention reading a cache: the attention's params are then `CachedParams`, and
+    there is one more extra input, "cache", made by `slots`. Raises `ValueError` for attention that is not causal, or packed."""
     if type(cfg) is ChainConfig:
         steps = tuple(_cached(step) for step in cfg.steps)
         reads = any(CACHE in step.names for step in steps)
@@ -297,11 +298,11 @@ def _cached(step: Step) -> Step:
 
 
 def with_caches(where: str, params: Any, cache: Cache) -> Any:
-    """The params of `with_cache(decoder(cfg))`: those of the decoder, with each layer's cache in its attention."""
+    """Return the params of `with_cache(decoder(cfg))`: the decoder's params, with each layer's cache in its attention."""
     nested: dict[str, Any] = {}
     for path, layer in cache.layers.items():
         if not has(params, f"{path}.attn.mix"):
-            fail(where, "params", f"those of a decoder, with {path}.attn.mix", describe(params), TypeError)
+            fail(where, "params", f"a decoder's, with {path}.attn.mix", describe(params), TypeError)
         *outer, last = f"{path}.attn.mix".split(".")
         inner = nested
         for name in outer:

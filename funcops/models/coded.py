@@ -1,10 +1,10 @@
-"""Quantised tensors of a checkpoint, read as the numbers that their codes stand for.
+"""Reads quantised tensors of a checkpoint as the numbers that their codes stand for.
 
     "fp8"     w = codes s        NAME [O, I] e4m3, NAME_scale_inv [ceil(O/128), ceil(I/128)]: s of each block of 128 x 128
     "mxfp4"   w = codes 2^(s - 127)      NAME_blocks [*, O, I/32, 16], two e2m1 a byte, the first in the low half, NAME_scales
                                          [*, O, I/32]: s of 32 numbers; w is [*, O, I], and the tensor its transpose [*, I, O]
 
-Which tensors of a file are quantised their names say, and how `quantization_config` in config.json. Sources: DeepSeek-V3
+The names tell which tensors of a file are quantised, and `quantization_config` in config.json tells how. Sources: DeepSeek-V3
 (arXiv:2412.19437, `weight_dequant` of its inference/kernel.py), OCP Microscaling Formats 1.0, GPT-OSS (arXiv:2508.10925).
 """
 
@@ -23,7 +23,7 @@ from funcops.formats import Format, QTensor
 BLOCK, GROUP = 128, 32
 ROWS, MX = Format("e4m3", (1, BLOCK), "float32"), Format("e2m1", (1, GROUP), "e8m0")
 SCALE, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
-# fields beside "quant_method", and the values that are served; None: any, as they concern what else than a stored weight
+# fields beside "quant_method", and their supported values; None: any value, as the field does not concern stored weights
 SERVED: dict[str, dict[str, tuple[Any, ...] | None]] = {
     "fp8": {
         "fmt": ("e4m3",), "weight_block_size": ([BLOCK, BLOCK],), "activation_scheme": ("dynamic",), "scale_fmt": None,
@@ -34,8 +34,8 @@ SERVED: dict[str, dict[str, tuple[Any, ...] | None]] = {
 
 
 def coding(where: str, given: Mapping[str, Any]) -> str:
-    """How a checkpoint is quantised: "fp8", "mxfp4" or "". Raises `ValueError` or `TypeError`, which name the field, for what is
-    not served."""
+    """Return how a checkpoint is quantised: "fp8", "mxfp4" or "". Raises `ValueError` or `TypeError`, which name the field, for an
+    unsupported method, field or value."""
     if given.get("quantization_config") is None:
         return ""
     said = given["quantization_config"]
@@ -52,15 +52,15 @@ def coding(where: str, given: Mapping[str, Any]) -> str:
 
 
 class Part(NamedTuple):
-    """A tensor of a file as it must be."""
+    """The name, shape and dtypes that a tensor of a file must have."""
 
     name: str
     shape: list[int]
-    codes: tuple[str, ...]  # as safetensors call dtypes
+    codes: tuple[str, ...]  # dtypes, by safetensors' names
 
 
 def parts(method: str, name: str, shape: list[int], files: Mapping[str, Any]) -> list[Part]:
-    """What stands in the files for a tensor that they hold in codes; [] for one that they hold as it is."""
+    """The parts that the files hold of a quantised tensor; [] for a tensor that is not quantised."""
     if method == "fp8" and len(shape) == 2 and (name + SCALE in files or _code(files, name) == "F8_E4M3"):
         return [
             Part(name, shape, ("F8_E4M3",)),
@@ -80,8 +80,8 @@ def _code(files: Mapping[str, Any], name: str) -> str:
 
 
 class Coded:
-    """What safetensors call a slice of a file, of a tensor that is there in codes: rows of its first dimension, as numbers, in
-    float32 (of "mxfp4" in bfloat16, which has them all)."""
+    """A quantised tensor with the interface of a safetensors slice: rows of its first dim as numbers, in float32 ("mxfp4" in
+    bfloat16, which represents all of them)."""
 
     def __init__(self, method: str, found: list[Part], files: Mapping[str, Any]) -> None:
         self._method = method

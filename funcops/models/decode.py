@@ -1,4 +1,4 @@
-"""Decoding: tokens in, logits and the cache out; and a stream of tokens that a model goes on with."""
+"""Decoding: tokens in, logits and the cache out; and a stream of the tokens that a model generates."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ _chain_of = functools.lru_cache(maxsize=64)(decoder)
 
 @functools.lru_cache(maxsize=64)
 def _windows(model: ChainConfig) -> tuple[int | None, ...]:
-    """Of each attention, in order."""
+    """The window of each attention, in order."""
     return tuple(part.cfg.window for part in steps(model, layers=True) if isinstance(part.cfg, AttentionConfig))
 
 
 def _check_model(where: str, model: Any, cfg: DecoderConfig) -> None:
-    """A cache has the slots that windows of the config need, and x what the config asks for."""
+    """Check that the model has the config's windows, for which the cache has slots, and the extras that `decoder_x` makes for
+    it."""
     require_type(where, "model", model, ChainConfig, type(None))
     if model is not None:
         wanted, got = (_windows(made) for made in (_chain_of(cfg), model))
@@ -49,16 +50,18 @@ def _check_model(where: str, model: Any, cfg: DecoderConfig) -> None:
 def decode(
     params: Any, cache: Any, ids: Tensor, cfg: DecoderConfig, *, counts: Tensor | None = None, model: ChainConfig | None = None
 ) -> tuple[Tensor, Cache]:
-    """The next tokens of each sequence, ids [B, T] -> logits [B, T, vocab] and the cache with them in it: those of the whole
-    sequence, from the T on. T is 1, or up to the cache's chunk.
+    """Take the next T tokens of each sequence: ids [B, T] -> logits [B, T, vocab], the same as for the whole sequence at these
+    positions, and the cache with the tokens in it. T is from 1 to the cache's chunk.
 
-    `cache`: is not written to, unless it is given as `donate(cache)`: then in place, and what is returned has the same tensors.
-    `counts` [B], int64: how many tokens of each row there are, the first ones; what logits of the others are means nothing.
-    `model`: the chain, where it is not `decoder(cfg)` but made of that, by `with_lora` for one. A rope that depends on the longest
-    sequence and does not know it (`from_hf(..., length=)`) turns as in sequences of up to its original context, and raises beyond.
+    `cache` is not written to, unless it is given as `donate(cache)`: then it is updated in place, and the returned one has the same
+    tensors. `counts` [B], int64: the number of tokens in each row, which come first; the logits of the others have no meaning.
+    `model`: the chain, if it is made from `decoder(cfg)`, by `with_lora` for example. A rope that depends on the longest sequence
+    and was not given its length (`from_hf(..., length=)`) rotates as for sequences of up to its original context, and raises
+    beyond.
 
-    Nothing waits for a device. Raises `ValueError` or `TypeError` for another batch, layer, shape or dtype than the cache's, and
-    for one that is too short (on a device, or recorded: an assertion while it runs), `DonatedError` for one that was given away.
+    The call does not wait for a device. Raises `ValueError` or `TypeError` for another batch, layer, shape or dtype than the
+    cache's, and for a cache that is too short (on a device, or under recording: an assertion at run time), `DonatedError` for a
+    cache that was given away.
 
     >>> import torch
     >>> from funcops import RopeConfig, chain, donate, random
@@ -94,10 +97,10 @@ def decode(
 def _step(
     placed: Any, cache: Cache, ids: Tensor, cfg: DecoderConfig, counts: Tensor | None, model: ChainConfig | None, length: int | None
 ) -> tuple[Tensor, Cache]:
-    """`decode` of a cache that is written to, which `placed` has in the params. `length`: see `decoder_x`."""
+    """Run `decode` in place on a cache that `placed` has in the params. `length`: see `decoder_x`."""
     tokens, dtype = ids.shape[1], next(iter(cache.layers.values())).k.dtype
     positions = cache.lengths.unsqueeze(1) + torch.arange(tokens, device=ids.device)
-    if counts is not None:  # rows that are no tokens have a position too, one that there is
+    if counts is not None:  # padding needs a position too, one that exists
         positions = torch.minimum(positions, (cache.lengths + counts - 1).clamp_min(0).unsqueeze(1))
     x = decoder_x(cfg, ids, dtype, positions=positions, length=length)
     given = WithExtras(x.main, {**x.extras, CACHE: slots(cache, tokens, counts, dtype, cfg.windows)})
@@ -107,7 +110,7 @@ def _step(
 
 
 def _looked_at(where: str, cache: Any) -> Any:
-    """The cache, given away or not, which is not taken yet."""
+    """Return the cache, also out of `donate(cache)`, without taking it yet. Raises `DonatedError` if it was used already."""
     if type(cache) is Donated:
         if cache._node is None:
             raise DonatedError(f"{where}: cache must be unused, got one that was given away with donate() and taken already")
@@ -130,14 +133,14 @@ def generate(
     params: Any, cfg: DecoderConfig, ids: Tensor, tokens: int, *, key: Tensor | None = None,
     sampling: SamplingConfig | None = None, lengths: Tensor | None = None, chunk: int = 256, model: ChainConfig | None = None,
 ) -> Iterator[Tensor]:  # fmt: skip
-    """The next `tokens` tokens after prompts ids [B, T], one after another: each [B], int64, as soon as it is there.
+    """Generate the next `tokens` tokens after prompts ids [B, T], one after another: each [B], int64, as soon as it is computed.
 
-    `sampling`: how they are drawn, by default the likeliest; from `key`, folded by their number. `lengths` [B], int64: of prompts
-    that are shorter than T, which begin their rows. Prompts are taken in chunks of `chunk`. `model`: as `decode` has it. Nothing
-    waits for a device until a token is looked at; who has enough stops taking.
+    `sampling`: how tokens are drawn, by default the likeliest; each is drawn from `key`, folded with its number. `lengths` [B],
+    int64: the lengths of prompts that are shorter than T, which begin their rows. Prompts are taken in chunks of `chunk`. `model`:
+    as in `decode`. Nothing waits for a device until a token is read; stop iterating to end early.
 
-    Raises `ValueError` or `TypeError`, when it is called, for arguments of a wrong shape, dtype or value, and where tokens reach
-    beyond the original context of a rope that depends on the longest sequence and does not know it.
+    Raises `ValueError` or `TypeError`, when it is called, for arguments of a wrong shape, dtype or value, and if tokens reach
+    beyond the original context of a rope that depends on the longest sequence and was not given its length.
 
     >>> import torch
     >>> from funcops import RopeConfig, chain, random
@@ -176,8 +179,9 @@ def generate(
 
 
 def _check_length(where: str, cfg: DecoderConfig, prompt: int, longest: int) -> None:
-    """A rope that depends on the longest sequence turns all tokens by one function if they stay within its original context, or,
-    with LongRoPE's two, if the prompt is already beyond. Otherwise cached keys would have turned by another."""
+    """Check that a rope that depends on the longest sequence rotates all tokens by one function: they stay within its original
+    context, or, with LongRoPE's two functions, the prompt is already beyond it. Otherwise the cached keys would be rotated by
+    another function."""
     rope = cfg.rope
     known = rope.known_to if rope is not None else None
     if rope is None or known is None or longest <= known or (prompt > known and isinstance(rope.scaling, LongRopeScaling)):
@@ -187,14 +191,14 @@ def _check_length(where: str, cfg: DecoderConfig, prompt: int, longest: int) -> 
 
 
 def _check_params(where: str, params: Any, model: ChainConfig | None, cfg: DecoderConfig, ids: Tensor) -> None:
-    """What ops would say of params one by one, while the stream runs."""
+    """Check all params before the stream runs; the ops would check them one by one while it runs."""
     given, wanted = paths(unscaled(params), is_leaf=stands_for_one), paths((model or _chain_of(cfg)).abstract())
     if given.keys() != wanted.keys():
-        said = "those of decoder(cfg) (with adapters: merge them, or give model=)" if model is None else "those of model"
+        said = "decoder(cfg)'s (with adapters: merge them, or give model=)" if model is None else "the model's"
         fail(where, "params", said, differing(given, wanted), TypeError)
     for path, want in wanted.items():
         t = given[path]
-        if stands_for_one(t):  # in codes, of which its op says more
+        if stands_for_one(t):  # quantised: its op checks more
             right = want is not None and tuple(t.shape) == tuple(want.shape) and t.device == ids.device
             expected = "None" if want is None else f"{list(want.shape)} on {ids.device}"
             require(right, where, f"params.{path}", expected, f"{list(t.shape)} on {t.device}")
@@ -222,7 +226,7 @@ def _stream(
 
 
 def _last(logits: Tensor, counts: Tensor, before: Tensor | None) -> Tensor:
-    """Of each row the logits of its last token, which may be one of a chunk before."""
+    """The logits of each row's last token, which may be in an earlier chunk."""
     place = (counts - 1).clamp_min(0)[:, None, None].expand(-1, 1, logits.shape[2])
     found = logits.gather(1, place).squeeze(1)
     return found if before is None else torch.where((counts > 0).unsqueeze(1), found, before)

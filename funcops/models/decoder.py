@@ -1,9 +1,9 @@
-"""Decoder-only language models as data: one config says what a family of models has, `decoder` makes a chain of it.
+"""Decoder-only language models as data: one config describes models of many families, `decoder` makes its chain.
 
     embed -> layers x [ x + post(attention(norm(x))), x + post(mlp(norm(x))) ] -> norm -> head (-> cap)
 
-x of the chain is `WithExtras(ids [B, T], {...})`, which `decoder_x` makes, y the logits [B, T, vocab]; of a model with experts
-`WithExtras(logits, {"load": [L, E], "loss": [L]})`, what the routers of its L layers with experts give (`route`).
+x of the chain is `WithExtras(ids [B, T], {...})`, which `decoder_x` makes, y the logits [B, T, vocab]; y of a model with experts is
+`WithExtras(logits, {"load": [L, E], "loss": [L]})`, with the outputs of the routers of its L layers with experts (`route`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = ["DecoderConfig", "LatentConfig", "decoder", "decoder_x", "layer_paths
 @config
 class LatentConfig:
     """Multi-head latent attention (arXiv:2405.04434): k and v are linear in a latent of `kv_rank` numbers a token. A head of q and
-    k has `rope_size` numbers that turn, which k's heads share, and then `plain_size` that do not; one of v `value_size`. q is
+    k has `rope_size` rotated numbers, which k's heads share, and then `plain_size` others; a head of v has `value_size`. q is
     linear in a latent of `q_rank` numbers, or in x itself. `eps`: of the norms of both latents.
 
     >>> from funcops import RopeConfig, chain
@@ -78,23 +78,23 @@ class LatentConfig:
 
 @config
 class DecoderConfig:
-    """`layers` of `dim`, with `heads` of `head_size` in attention, of which k and v have `kv_heads`, and MLPs of `hidden`;
-    `context`: the longest sequence that the model is made for.
+    """A decoder with `layers` layers of width `dim`, attention of `heads` heads (k and v: `kv_heads`) of `head_size`, and MLPs of
+    `hidden`; `context`: the longest sequence that the model is made for.
 
     mlp                an activation of `glu` (gated) or of `activation`
     norm, eps          "rms_norm" or "layer_norm"; `zero_centered` scales by 1 + w
-    norm_before, norm_after     where a block norms: x, and what is added to x
-    qk_norm            "head", q and k of each head by itself, "all", of all heads together, or None
+    norm_before, norm_after     whether a block norms its x, and its output before the sum with x
+    qk_norm            "head": each head of q and k is normed by itself; "all": all heads together; or None
     *_bias             whether q, k and v, attention's last layer and the MLP's two have biases
-    rope, local_rope   how q and k turn, the second in layers with a window (default: as the others)
-    places             learned position embeddings, `context` of them, in the place of rope
-    windows            of each layer: how many positions one sees, or None for all
+    rope, local_rope   the rotary embedding, and another one for layers with a window (default: the same)
+    places             learned position embeddings, `context` of them, instead of rope
+    windows            for each layer, how many positions a token attends to, or None for all
     scale, softcap, sinks       of attention; the first is head_size^(-1/2) by default
-    latent, moe        see `LatentConfig`, which has the place of head_size, kv_heads and qk_norm, and `MoEConfig`
-    embed_scale        what embeddings are multiplied by
-    logit_softcap      what logits stay below
-    tied               the head's weight is that of embed
-    family             what Hugging Face calls the model ("model_type"); nothing here depends on it
+    latent, moe        see `LatentConfig`, which replaces head_size, kv_heads and qk_norm, and `MoEConfig`
+    embed_scale        a factor on the embeddings
+    logit_softcap      a bound that logits stay below
+    tied               whether the head's weight is embed's
+    family             Hugging Face's name for the kind of model ("model_type"); nothing here depends on it
     """
 
     vocab: int
@@ -174,22 +174,22 @@ class DecoderConfig:
 
 
 class Kind(NamedTuple):
-    """What a layer may have in another way than the layer before it."""
+    """The properties in which layers may differ."""
 
     window: int | None
-    local: bool  # turns by local_rope
+    local: bool  # rotates by local_rope
     sparse: bool  # has experts
 
 
 class Group(NamedTuple):
-    """A row of layers of some kinds, as often as it is repeated."""
+    """A row of layers of the given kinds, repeated `times` times."""
 
     kinds: tuple[Kind, ...]
     times: int
 
 
 def groups(cfg: DecoderConfig) -> list[Group]:
-    """The layers in order, those of a period together: each group is as long as it can be, its period as short."""
+    """Split the layers, in order, into periodic groups: each group is as long as possible, its period as short as possible."""
     kinds = [cfg.kind(i) for i in range(cfg.layers)]
     found: list[Group] = []
     while kinds:
@@ -206,8 +206,8 @@ def groups(cfg: DecoderConfig) -> list[Group]:
 
 
 def layer_paths(cfg: DecoderConfig) -> list[str]:
-    """The path of each layer's params: "blocks.3", and where layers are of several kinds "blocks1.3" or "blocks.3.layer1".
-    Raises `TypeError` for a config that is no decoder's.
+    """The path of each layer's params: "blocks.3", or if layers are of several kinds "blocks1.3" or "blocks.3.layer1".
+    Raises `TypeError` if `cfg` is not a DecoderConfig.
 
     >>> from funcops.models import DecoderConfig, layer_paths
     >>> sizes = dict(vocab=64, dim=32, layers=4, heads=4, kv_heads=2, head_size=8, hidden=48, context=64)
@@ -229,8 +229,8 @@ def _names(name: str, count: int) -> list[str]:
 
 
 def decoder(cfg: DecoderConfig, *, loss: bool = False) -> ChainConfig:
-    """The chain of a config: ids to logits, or with `loss` ids and labels [B, T] to the mean cross entropy, whose step "loss" has
-    no params: `{**params, "loss": None}`. Raises `TypeError` for what is no config.
+    """Make the chain of a config: ids to logits, or with `loss` ids and labels [B, T] to the mean cross entropy, whose step "loss"
+    has no params: `{**params, "loss": None}`. Raises `TypeError` if `cfg` is not a DecoderConfig.
 
     >>> from funcops import RopeConfig
     >>> from funcops.models import DecoderConfig, decoder
@@ -257,7 +257,7 @@ def decoder(cfg: DecoderConfig, *, loss: bool = False) -> ChainConfig:
 
 
 def without_loss(params: Any) -> Any:
-    """Params of `decoder(cfg)`, of those and of what they are with a loss."""
+    """Return the params of `decoder(cfg)`, from these or from the params with a step "loss"."""
     if type(params) is dict and params.get("loss", 0) is None:
         return {name: part for name, part in params.items() if name != "loss"}
     return params
@@ -273,11 +273,11 @@ def decoder_x(
     cfg: DecoderConfig, ids: Tensor, dtype: torch.dtype, *, positions: Tensor | None = None, labels: Tensor | None = None,
     key: Tensor | None = None, length: int | None = None,
 ) -> WithExtras:  # fmt: skip
-    """x of `decoder(cfg)`: ids [B, T], int64, with the tables that q and k turn by at `positions` ([T] or [B, T], default 0 to
-    T - 1), for params of `dtype`, the `labels`, which are the next tokens already (-100: of none), and the `key` that dropout of
-    adapters takes (`with_lora`). `length`: the longest sequence there will be, for a rope that depends on it (dynamic, longrope)
-    and whose config does not say it; by default T, or what `positions` reach. Raises `ValueError` or `TypeError` for a wrong shape
-    or dtype, and if such a rope has positions of which only a device knows how far they reach.
+    """Make x of `decoder(cfg)`: ids [B, T], int64, with the rotary tables of q and k at `positions` ([T] or [B, T], default 0 to T
+    - 1) for params of `dtype`, the `labels`, which are already shifted to the next tokens (-100: no label), and the `key` for the
+    dropout of adapters (`with_lora`). `length`: the longest sequence that will occur, for a rope that depends on it (dynamic,
+    longrope) and whose config lacks it; by default T, or as far as `positions` reach. Raises `ValueError` or `TypeError` for a
+    wrong shape or dtype, and if such a rope gets positions on a device, which are not read.
 
     >>> import torch
     >>> from funcops import RopeConfig, chain, random
@@ -314,7 +314,7 @@ def decoder_x(
 
 
 def _longest(ids: Tensor, positions: Tensor | None) -> int:
-    """How far positions reach. Those on a device, or of a tracer, are not read."""
+    """The length that positions reach. Raises for positions on a device or under recording, which are not read."""
     if positions is None:
         return max(ids.shape[1], 1)
     if watched() or not positions.is_cpu:
@@ -325,7 +325,7 @@ def _longest(ids: Tensor, positions: Tensor | None) -> int:
 
 
 def _blocks(cfg: DecoderConfig) -> tuple[list[Step], tuple[str, ...]]:
-    """The layers: a `repeat` for each group; and the names of what their routers give."""
+    """Make the layers, a `repeat` for each group, and the names of their routers' outputs."""
     rows, steps = groups(cfg), []
     routers = iter(_names("", sum(kind.sparse for row in rows for kind in row.kinds)))
     for name, row in zip(_names("blocks", len(rows)), rows, strict=True):
@@ -398,7 +398,7 @@ def _qkv(cfg: DecoderConfig, turns: Any, turned: tuple[str, ...]) -> tuple[Step,
 
 
 def _latent_qkv(cfg: DecoderConfig, latent: LatentConfig, turns: Any, turned: tuple[str, ...]) -> tuple[Step, ...]:
-    """q, k and v out of latents. The numbers of a head that turn come first."""
+    """Make the steps that compute q, k and v from latents. The rotated numbers of a head come first."""
     size, own = latent.rope_size + latent.plain_size, latent.plain_size + latent.value_size
     of_q = dataclasses.replace(turns, dim=size, rotary_dim=turns.rotating)
 

@@ -1,8 +1,8 @@
-"""What Hugging Face's families of models are as a `DecoderConfig`: tables of the fields of their config.json and of their tensors.
+"""Hugging Face's families of models as `DecoderConfig`s: tables of the fields of their config.json and of their tensors.
 
-A `Rule` says which tensors of a checkpoint hold which params. Paths and names with a layer have its path for `{l}` and its number
-for `{i}`; `{e}` is the number of an expert. Rows of the tensors, one below the other, are the rows of the params. A rule counts
-where a model has its params, so that one list serves families that have biases and those that have none.
+A `Rule` maps tensors of a checkpoint to params. In its paths and names `{l}` stands for a layer's path, `{i}` for the layer's
+number and `{e}` for an expert's number. The rows of the tensors, one below the other, are the rows of the params. A rule applies
+only if a model has its params, so one list serves families with and without biases.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Rule:
-    """`transposed`: the tensors are [in, out]. `stacked`: params are [E, rows, ...], the first dimension of the tensors too or, of
-    names with `{e}`, one tensor each. `order`: the params' rows are the tensors' in another order, "evens_first" (of GPT-OSS, whose
-    gates alternate with what they multiply) or "turning_first" (of DeepSeek, whose heads end with what turns).
-    `wide`: read in float32 where 16 bits are asked for, as Hugging Face keeps them."""
+    """`transposed`: the tensors are [in, out]. `stacked`: params are [E, rows, ...]; the tensors too or, if names have `{e}`, there
+    is one tensor per expert. `order`: the params' rows are the tensors' in another order, "evens_first" (GPT-OSS, whose gate rows
+    alternate with the rows that they multiply) or "turning_first" (DeepSeek, whose heads end with the rotated rows).
+    `wide`: read in float32 if 16 bits are requested, as in Hugging Face's models."""
 
     paths: tuple[str, ...]
     names: tuple[str, ...]
@@ -31,7 +31,7 @@ class Rule:
 
 
 def rule(paths: str, names: str, *parts: str, **options: Any) -> list[Rule]:
-    """A rule for each of the `parts` of a layer: "weight", "bias". Several paths or names stand side by side."""
+    """Make a rule for each of a layer's `parts`: "weight", "bias". Spaces separate several paths or names."""
     return [
         Rule(tuple(f"{path}.{part}" for path in paths.split()), tuple(f"{name}.{part}" for name in names.split()), **options)
         for part in parts or ("weight",)
@@ -85,7 +85,7 @@ GPT2 = [
 
 
 def routed(path: str, block: str, gate: str, up: str, down: str) -> list[Rule]:
-    """A router and its experts, a matrix each."""
+    """Make the rules of a router and its experts, with one matrix per expert."""
     return [
         *rule(f"{path}.gate", f"{block}.{gate}", *WB),
         *rule(f"{path}.experts.up", " ".join(f"{block}.experts.{{e}}.{name}" for name in up.split()), stacked=True),
@@ -107,7 +107,7 @@ DEEPSEEK = [
     *rule(f"{A}.qkv.kv.norm", f"{H}.self_attn.kv_a_layernorm"),
     *rule(f"{A}.qkv.kv.up", f"{H}.self_attn.kv_b_proj"),
     *rule(f"{A}.qkv.q.up", f"{H}.self_attn.q_b_proj", order="turning_first"),
-    *rule(f"{A}.qkv.q.proj", f"{H}.self_attn.q_proj", order="turning_first"),  # of models without a latent for q
+    *rule(f"{A}.qkv.q.proj", f"{H}.self_attn.q_proj", order="turning_first"),  # for models without a latent for q
     *routed(f"{B}.routed", f"{H}.mlp", "gate", "gate_proj up_proj", "down_proj"),
     Rule((f"{B}.routed.route.bias",), (f"{H}.mlp.gate.e_score_correction_bias",), wide=True),
     *rule(f"{B}.shared.up", f"{H}.mlp.shared_experts.gate_proj {H}.mlp.shared_experts.up_proj"),
@@ -159,11 +159,11 @@ GPT2_FIELDS = {
 
 @dataclass(frozen=True)
 class Family:
-    """`architecture`: the class that Hugging Face has; `rules`: of its tensors; `fields`: of config.json, those that are fields of
-    DecoderConfig by another name; `defaults`: what those are that may be absent; `has`: what all models of the family have; `only`:
-    fields that may have one value alone, where they are there; `sections`: parts of the config that take more than one field (see
-    `fields.py`); `ignored`: further fields that change nothing here; `prefix`: of names, which a checkpoint may be without;
-    `skipped`: patterns of tensors that are no params."""
+    """`architecture`: Hugging Face's class; `rules`: for its tensors; `fields`: the fields of config.json that DecoderConfig has
+    under another name; `defaults`: the values of absent ones; `has`: the arguments of DecoderConfig that all models of the family
+    share; `only`: fields that, if present, must have one value; `sections`: parts of the config that take more than one field (see
+    `fields.py`); `ignored`: further fields that change nothing here; `prefix`: a prefix of names that a checkpoint may lack;
+    `skipped`: patterns of tensors that are not params."""
 
     architecture: str
     rules: list[Rule]

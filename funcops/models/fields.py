@@ -1,7 +1,7 @@
-"""config.json as a DecoderConfig, and back: what `families.py` says, and the parts of it that take more than one field.
+"""config.json as a DecoderConfig, and back, by the tables of `families.py` and sections for parts that take more than one field.
 
-A part is a `Section`: `read(fields, found)` adds to what is found of the config, of which the plain fields are there already;
-`write(cfg)` gives the fields again.
+A `Section` has `read(fields, found)`, which adds to the config's arguments `found`, where the plain fields are already present, and
+`write(cfg)`, which returns the fields of config.json.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ NEVER = object()
 
 
 class Fields:
-    """The fields of a config.json, each taken once by name; one that is null is not there."""
+    """The fields of a config.json, each taken once by name; a null field counts as absent."""
 
     def __init__(self, where: str, given: Mapping[str, Any], length: int | None) -> None:
         self.where, self.given, self.length, self.taken = where, given, length, set[str]()
 
     def take(self, name: str, default: Any = NEVER, kind: Any = None) -> Any:
-        """The value of a field, or the default; of that kind, or as the default is."""
+        """Return a field's value, which must be of type `kind`, by default the default's type; or the default if it is absent."""
         self.taken.add(name)
         value = self.given.get(name)
         if value is None:
-            require(default is not NEVER, self.where, name, "there", "none")
+            require(default is not NEVER, self.where, name, "given", "none")
             return default
         wanted = kind or (type(default) if isinstance(default, (bool, int, float, str)) else None)
         if wanted is not None:
@@ -99,7 +99,7 @@ def _read_rope(fields: Fields, found: Found) -> None:
     def rope(given: Found) -> Any:
         given = {"rope_theta": before["rope_theta"], **given}
         if family != "phi3" and given.get("rope_type", given.get("type", "default")) == "default":
-            given.pop("partial_rotary_factor", None)  # Hugging Face's models of these families turn whole heads all the same
+            given.pop("partial_rotary_factor", None)  # Hugging Face's models of these families rotate whole heads regardless
         return read_rope(where, given, size, context, original=original, length=fields.length, interleaved=interleaved)
 
     nested = new is not None and "full_attention" in new
@@ -109,7 +109,7 @@ def _read_rope(fields: Fields, found: Found) -> None:
         found["rope"] = rope(new["full_attention"] if nested else new)
         if theta is not None or scaling is not None:
             same = rope(before) == found["rope"]
-            require(same, where, "rope_scaling", "what rope_parameters say, or absent", scaling)
+            require(same, where, "rope_scaling", "the same as rope_parameters, or absent", scaling)
     if family == "gemma3_text":
         parameters = {"rope_theta": local or 1e4, **((new or {}).get("sliding_attention") or {})}
         found["local_rope"] = rope(parameters)
@@ -148,7 +148,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def _read_windows(fields: Fields, found: Found) -> None:
-    """Of each layer, as "layer_types" say or, where they are absent, by the family's pattern."""
+    """Read the window of each layer, from "layer_types" or, if absent, by the family's pattern."""
     family, layers = fields.given["model_type"], found["layers"]
     if family in ("qwen2", "qwen3"):
         used, first = fields.take("use_sliding_window", False), fields.take("max_window_layers", layers, int)
@@ -160,11 +160,11 @@ def _read_windows(fields: Fields, found: Found) -> None:
         used, period = True, fields.take("sliding_window_pattern", 6) if family == "gemma3_text" else 2
         types = [SLIDING if (i + 1) % period else FULL for i in range(layers)]
     types = fields.take("layer_types", types, list)
-    require(len(types) == layers, fields.where, "layer_types", f"{layers} of them", len(types))
+    require(len(types) == layers, fields.where, "layer_types", f"a list of {layers}", len(types))
     for one in types:
         require(one in (SLIDING, FULL), fields.where, "layer_types", f"of {SLIDING!r} and {FULL!r}", repr(one))
     window = fields.take("sliding_window", None, int)
-    require(not used or window or SLIDING not in types, fields.where, "sliding_window", "there", "none")
+    require(not used or window or SLIDING not in types, fields.where, "sliding_window", "given", "none")
     windows = tuple(window if used and one == SLIDING else None for one in types)
     found["windows"] = windows if any(windows) else ()
 
@@ -180,7 +180,7 @@ def _read_gemma(fields: Fields, found: Found) -> None:
     caps = (50.0, 30.0) if fields.given["model_type"] == "gemma2" else (None, None)
     found["scale"] = fields.take("query_pre_attn_scalar", 256, float) ** -0.5
     for name, of, cap in zip(("softcap", "logit_softcap"), ("attn_logit", "final_logit"), caps, strict=True):
-        given = f"{of}_softcapping" in fields.given  # where null is no cap
+        given = f"{of}_softcapping" in fields.given  # then null means no cap
         found[name] = fields.take(f"{of}_softcapping", None if given else cap, float)
     if fields.given["model_type"] == "gemma3_text":
         found["softcap"] = None  # a field that Hugging Face's model reads and does not use
@@ -262,7 +262,7 @@ LATENT = {
 
 
 def _read_latent(fields: Fields, found: Found) -> None:
-    """Heads have the size of what turns of them, as in Hugging Face's config; q and k have more."""
+    """Read the sizes of latent attention. Hugging Face's "head_dim" is the rotated part of a head; `head_size` is a whole head."""
     sizes = {of: fields.take(name, None if of == "q_rank" else NEVER, int) for name, of in LATENT.items()}
     latent = found["latent"] = LatentConfig(**sizes)
     found["head_size"], found["kv_heads"] = latent.rope_size + latent.plain_size, found["heads"]
@@ -347,9 +347,8 @@ def family_of(where: str, name: Any) -> Family:
 
 
 def read_config(where: str, given: Mapping[str, Any], length: int | None = None) -> DecoderConfig:
-    """The DecoderConfig of a config.json. `length`: the longest sequence there will be, where that changes how q and k turn. Raises
-    `ValueError` or `TypeError`, which name the field, for a family, a field or a value that is not known, or a field that is
-    missing."""
+    """Return the DecoderConfig of a config.json. `length`: the longest sequence that will occur, if rope depends on it. Raises
+    `ValueError` or `TypeError`, which name the field, for an unknown family, field or value, or a missing field."""
     family = family_of(where, given.get("model_type"))
     fields = Fields(where, given, length)
     found: Found = {"family": fields.take("model_type"), **family.has}
@@ -376,7 +375,7 @@ DERIVED: dict[str, tuple[str, Callable[[Found], int]]] = {
 
 
 def write_config(cfg: DecoderConfig) -> dict[str, Any]:
-    """The fields of a config.json that read as `cfg`. Raises `ValueError`, which names the field, where its family has no such
+    """Return the fields of a config.json that read as `cfg`. Raises `ValueError`, which names the field, if its family has no such
     model."""
     family = family_of("to_hf", cfg.family)
     found: Found = {"model_type": cfg.family, "architectures": [family.architecture]}
@@ -386,7 +385,7 @@ def write_config(cfg: DecoderConfig) -> dict[str, Any]:
     again = read_config("to_hf", found, getattr(getattr(cfg.rope, "scaling", None), "length", None))
     for one in dataclasses.fields(DecoderConfig):
         got, read = getattr(cfg, one.name), getattr(again, one.name)
-        rounded = 2**-8 if one.name == "embed_scale" else 1e-12  # the first is rounded to the dtype of the params
+        rounded = 2**-8 if one.name == "embed_scale" else 1e-12  # embed_scale is rounded to the params' dtype
         same = got == read or (type(got) is type(read) is float and math.isclose(got, read, rel_tol=rounded))
-        require(same, "to_hf", f"cfg.{one.name}", f"{read!r}, as of family {cfg.family!r} otherwise alike", repr(got))
+        require(same, "to_hf", f"cfg.{one.name}", f"{read!r} for family {cfg.family!r} with these other fields", repr(got))
     return found

@@ -3,8 +3,8 @@
     params, cfg = from_hf(folder, dtype=torch.bfloat16)
     to_hf(params, cfg, other_folder)
 
-Names and layouts are `families.py`'s; nothing is drawn, and no bit changes but where a dtype is asked for. What is quantised in the
-files (`coded.py`) is read as numbers. Needs the safetensors package. Neither tokenizers nor downloads are here.
+Names and layouts are in `families.py`; nothing is initialised at random, and no bit changes unless a dtype is given. Quantised
+tensors (`coded.py`) are read as numbers. Needs the safetensors package. Tokenizers and downloads are not included.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class Place(NamedTuple):
-    """A leaf's rows in what the tensors of `names` hold, one below the other."""
+    """The rows of a leaf within the tensors `names`, one below the other."""
 
     rule: Rule
-    names: tuple[str, ...]  # of a rule with {e}, those of expert 0, then those of expert 1, ...
+    names: tuple[str, ...]  # with {e} in the rule: expert 0's, then expert 1's, ...
     paths: tuple[str, ...]
     shape: tuple[int, ...]  # of all rows: [R, ...], or [E, R, ...]
-    leaf: tuple[int, ...]  # the leaf's own
-    first: int  # its first row
+    leaf: tuple[int, ...]  # the leaf's own shape
+    first: int  # the leaf's first row
 
     @property
     def axis(self) -> int:
@@ -73,7 +73,7 @@ class Place(NamedTuple):
         return [*(() if self.split else lead), *(found[::-1] if self.rule.transposed else found)]
 
     def order(self, cfg: DecoderConfig) -> Tensor | None:
-        """Of each row of params, which row of the tensors it is."""
+        """The row of the tensors for each row of params; None if the order is the same."""
         rows = torch.arange(self.shape[self.axis])
         if self.rule.order == "evens_first":
             return torch.cat((rows[::2], rows[1::2]))
@@ -84,7 +84,7 @@ class Place(NamedTuple):
 
 
 def places(cfg: DecoderConfig, family: Family) -> dict[str, Place]:
-    """Where each leaf of the params of `decoder(cfg)` is in a checkpoint."""
+    """The place of each leaf of the params of `decoder(cfg)` in a checkpoint."""
     leaves = {path: t for path, t in paths(decoder(cfg).abstract()).items() if t is not None}
     found: dict[str, Place] = {}
     for rule in family.rules:
@@ -101,20 +101,20 @@ def places(cfg: DecoderConfig, family: Family) -> dict[str, Place]:
             found |= {path: Place(rule, names, here, whole, shapes[j], sum(rows[:j])) for j, path in enumerate(here)}
     missing = [path for path in leaves if path not in found]
     if missing:
-        fail("from_hf", f"params of family {cfg.family!r}", "all known by its rules", ", ".join(missing))
+        fail("from_hf", f"params of family {cfg.family!r}", "all covered by its rules", ", ".join(missing))
     return {path: found[path] for path in leaves}
 
 
 class HFWeights:
-    """An open checkpoint: `cfg`, and the params of `decoder(cfg)` by path, read when they are asked for, from the mapped files.
-    A context, whose end closes them; `open_hf` makes it. `method`: how tensors are quantised, where they are."""
+    """An open checkpoint: `cfg`, and the params of `decoder(cfg)` by path, read from the mapped files on request. A context manager
+    that closes the files; `open_hf` makes it. `method`: how tensors are quantised, if they are."""
 
     def __init__(
         self, folder: Path, cfg: DecoderConfig, files: dict[str, Any], prefix: str, stack: contextlib.ExitStack, method: str = ""
     ) -> None:
         self.folder, self.cfg, self._files, self._stack, self._method = folder, cfg, files, stack, method
         self._places = places(cfg, family_of("open_hf", cfg.family))
-        self._prefix = prefix  # of names, which the files are without
+        self._prefix = prefix  # of names, which the files lack
 
     def __enter__(self) -> HFWeights:
         return self
@@ -126,9 +126,9 @@ class HFWeights:
         return path in self._places
 
     def read(self, path: str, start: int = 0, stop: int | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
-        """Rows `start` to `stop` of a leaf, all by default: no other rows are read, but of a leaf whose rows have another order in
-        the file. `dtype`: by default that of the file, of what is quantised there bfloat16. Raises `ValueError` for a path or for
-        rows that are not there."""
+        """Read rows `start` to `stop` of a leaf, all by default. Other rows are not read, unless the leaf's rows have another order
+        in the file. `dtype`: by default the file's, for quantised tensors bfloat16. Raises `ValueError` for a path or rows that do
+        not exist."""
         if path not in self._places:
             fail("HFWeights.read", "path", f"one of {', '.join(self._places)}", repr(path))
         place = self._places[path]
@@ -151,7 +151,7 @@ class HFWeights:
         return self._rows(place, place.names, 0, place.shape[0])[order[first:last]].contiguous()
 
     def _experts(self, place: Place, start: int, stop: int) -> Tensor:
-        """A leaf's rows of experts `start` to `stop`."""
+        """Read experts `start` to `stop` of a stacked leaf."""
         first, last, per = place.first, place.first + place.leaf[1], len(place.rule.names)
         if not place.split:
             (name,), order = place.names, place.order(self.cfg)
@@ -162,7 +162,7 @@ class HFWeights:
         return torch.stack(each) if each else self._rows(place, place.names[:per], 0, 0).new_empty((0, *place.leaf[1:]))
 
     def _rows(self, place: Place, names: tuple[str, ...], first: int, last: int) -> Tensor:
-        """Rows of tensors that stand one below the other."""
+        """Read rows `first` to `last` of tensors taken one below the other."""
         per, found = place.shape[place.axis] // len(place.rule.names), []
         for i, name in enumerate(names):
             a, b = max(first - i * per, 0), min(last - i * per, per)
@@ -176,7 +176,7 @@ class HFWeights:
         return Coded(self._method, found, self._files) if found else self._files[name].get_slice(name)
 
     def _parts(self, place: Place, name: str) -> list[Part]:
-        """The tensors of a name that is quantised."""
+        """The tensors that hold a quantised one; [] if it is not quantised."""
         return parts(self._method, self._prefix_free(name), place.tensor_shape(), self._files) if self._method else []
 
     def _prefix_free(self, name: str) -> str:
@@ -184,7 +184,7 @@ class HFWeights:
 
 
 def open_hf(folder: str | os.PathLike[str], *, length: int | None = None) -> HFWeights:
-    """The checkpoint in a folder, open until the end of a `with`. All that `from_hf` raises is raised here; no tensor is read.
+    """Open the checkpoint in a folder, until the end of a `with`. All errors of `from_hf` are raised here; no tensor is read.
 
     >>> import tempfile
     >>> from funcops import RopeConfig, chain, random
@@ -242,15 +242,15 @@ def _files(root: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
         fail("open_hf", f"weight_map of {root / INDEX}", said, describe(where), CheckpointError)
     shards = {name: stack.enter_context(_opened("open_hf", root / name)) for name in sorted(set(where.values()))}
     held = {name: set(file.keys()) for name, file in shards.items()}
-    wrong = [f"{key} in {name}, which is without it" for key, name in where.items() if key not in held[name]]
-    wrong += [f"nothing of {key}, which is in {name}" for name, keys in held.items() for key in sorted(keys - where.keys())]
+    wrong = [f"{key} in {name}, which lacks it" for key, name in where.items() if key not in held[name]]
+    wrong += [f"no entry for {key}, which is in {name}" for name, keys in held.items() for key in sorted(keys - where.keys())]
     if wrong:
-        raise CheckpointError(f"open_hf: {root / INDEX} must say where tensors are, got\n  " + "; ".join(wrong))
+        raise CheckpointError(f"open_hf: {root / INDEX} must name the file of each tensor, got\n  " + "; ".join(wrong))
     return {key: shards[name] for key, name in where.items()}
 
 
 def _check(weights: HFWeights, family: Family) -> None:
-    """Raise `CheckpointError`, which lists them, unless the tensors are those of the config."""
+    """Raise `CheckpointError`, which lists all wrong tensors, unless the files hold the config's model."""
     cfg, files = weights.cfg, weights._files
     wrong: dict[str, list[str]] = {"missing": [], "extra": [], "mis-shaped": [], "mis-typed": []}
     known: set[str] = set()
@@ -285,24 +285,24 @@ def _check_part(part: Part, files: Mapping[str, Any], wrong: dict[str, list[str]
 
 
 def _check_tied(weights: HFWeights) -> None:
-    """A head that a checkpoint holds although it is tied must be what it is tied to."""
+    """Check that a head that a checkpoint holds although it is tied equals the embedding."""
     head = weights._files["lm_head.weight"].get_tensor("lm_head.weight")
     embed = weights.read("embed.weight")
     if head.shape != embed.shape or head.dtype is not embed.dtype or not torch.equal(head, embed):
-        fail("open_hf", "lm_head.weight", "that of the embedding, as config.json ties them", "another tensor", CheckpointError)
+        fail("open_hf", "lm_head.weight", "the embedding's weight, as config.json ties them", "another tensor", CheckpointError)
 
 
 def from_hf(
     folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None, device: Any = None, length: int | None = None
 ) -> tuple[Any, DecoderConfig]:
-    """Params and config of the checkpoint in a folder: `chain.fwd(params, decoder_x(cfg, ids, dtype), decoder(cfg))` gives its
+    """Read params and config of the checkpoint in a folder: `chain.fwd(params, decoder_x(cfg, ids, dtype), decoder(cfg))` gives its
     logits. `dtype`: of the params, default as in the files; the bias of a router stays in float32 at least. `length`: the longest
-    sequence there will be, for scalings of rope that depend on it (dynamic, longrope).
+    sequence that will occur, for scalings of rope that depend on it (dynamic, longrope).
 
-    All files are looked through before a tensor is read. Raises `FileNotFoundError` for a file that is not there; `ValueError` or
-    `TypeError` for a family or a field of config.json that is not known or has a value that is not served; `CheckpointError` for a
-    file that is cut short or no safetensors file, and one that lists all tensors that are missing, extra, of another shape, or of a
-    dtype that ops do not compute in.
+    All files are checked before a tensor is read. Raises `FileNotFoundError` for a missing file; `ValueError` or `TypeError` for an
+    unknown family, or a field of config.json that is unknown or has an unsupported value; `CheckpointError` for a file that is cut
+    short or is not a safetensors file, and one that lists all tensors that are missing, extra, of another shape, or of a dtype that
+    ops do not compute in.
 
     >>> import tempfile, torch
     >>> from funcops import RopeConfig, chain, random
@@ -339,11 +339,11 @@ def to_hf(
     shard_bytes: int = 5 * 10**9,
 ) -> None:
     """Write a checkpoint of family `cfg.family`: config.json, with `fields` that change nothing here (such as "eos_token_id"), and
-    files of at most `shard_bytes`, or one tensor. The folder must be new or empty; it is there whole or not at all. No tokenizer
-    and no generation_config.json are written: copy those of the checkpoint that was read. `params` may have "loss": None.
+    files of at most `shard_bytes`, or one tensor. The folder must be new or empty; it is written whole or not at all. Tokenizer and
+    generation_config.json are not written: copy them from the original checkpoint. `params` may have "loss": None.
 
-    Raises before anything is written: `ValueError` for a config that the family cannot say or further fields that are not known,
-    `CheckpointError` for params that are not those of `decoder(cfg)`, `FileExistsError` for a folder that holds something.
+    Raises before anything is written: `ValueError` for a config that the family cannot express or unknown `fields`,
+    `CheckpointError` for params that are not `decoder(cfg)`'s, `FileExistsError` for a folder that is not empty.
 
     >>> import os, tempfile
     >>> from funcops import RopeConfig, chain, random
@@ -384,15 +384,15 @@ def to_hf(
 
 
 def _checked(params: Any, cfg: DecoderConfig) -> dict[str, Tensor]:
-    """The leaves of params by path, after the check that they are those of `decoder(cfg)`, with or without a loss."""
+    """Check that params are `decoder(cfg)`'s, with or without a loss, and return their leaves by path."""
     params = without_loss(params)
     wanted = {path: None if t is None else list(t.shape) for path, t in paths(decoder(cfg).abstract()).items()}
     got = {path: list(t.shape) if isinstance(t, Tensor) else t for path, t in paths(params).items()}
     wrong = [f"{path} {wanted.get(path)}, got {got.get(path)}" for path in {**wanted, **got} if wanted.get(path) != got.get(path)]
     if any(".both.lora." in path for path in got):
-        fail("to_hf", "params", "those of decoder(cfg), without adapters (lora.merge)", "adapters beside them", CheckpointError)
+        fail("to_hf", "params", "decoder(cfg)'s, without adapters (lora.merge)", "adapters beside them", CheckpointError)
     if wrong:
-        raise CheckpointError("to_hf: params must be those of decoder(cfg), got\n  " + "; ".join(wrong))
+        raise CheckpointError("to_hf: params must be decoder(cfg)'s, got\n  " + "; ".join(wrong))
     found = {path: t for path, t in paths(params).items() if t is not None}
     for path, t in found.items():
         if t.dtype not in FLOATS:

@@ -1,11 +1,11 @@
-"""A mixture of experts as a chain: each token goes through the K experts of E that a router chooses, and all of them, with
-`shared`, through one more MLP.
+"""A mixture of experts as a chain: each token goes through the K experts of E that a router chooses; with `shared`, all tokens also
+go through one more MLP.
 
     l = x W_gate^T      w, i = route(l)      y_t = sum over k of w_tk expert_{i_tk}(x_t)  +  g_t shared(x_t)
 
-g_t is 1, or with `shared_gate` sigmoid(x_t . w_s), a number a token (Qwen2-MoE).
+g_t is 1, or with `shared_gate` sigmoid(x_t . w_s), one number per token (Qwen2-MoE).
 
-What the router gives besides, `load` and `loss`, leaves the chain by name (`ChainConfig(outputs=)`).
+The router's other results, `load` and `loss`, are named outputs of the chain (`ChainConfig(outputs=)`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ ROUTED = ("load", "loss")
 @config
 class MoEConfig:
     """How tokens are routed, and the experts. `shared`: the hidden size of an MLP that every token goes through besides, with the
-    experts' gated unit, 0 for none; `shared_gate`: it is multiplied by a gate of its own; `gate_bias`: of the router's linear
-    layer; `dense`: of a decoder, the layers that have an MLP in the place of a mixture."""
+    experts' gated unit, 0 for none; `shared_gate`: whether its output is multiplied by a gate of its own; `gate_bias`: whether the
+    router's linear layer has a bias; `dense`: the layers of a decoder that have an MLP instead of a mixture."""
 
     route: RouteConfig
     experts: ExpertsConfig
@@ -48,17 +48,17 @@ class MoEConfig:
         require(same, "MoEConfig", "experts.experts", f"{self.route.experts}, as of route", self.experts.experts)
         require(self.shared >= 0, "MoEConfig", "shared", "at least 0", self.shared)
         plain = self.shared == 0 or not self.experts.bias
-        require(plain, "MoEConfig", "shared", "0 beside experts with biases, which the shared MLP has not", self.shared)
+        require(plain, "MoEConfig", "shared", "0 beside experts with biases, which the shared MLP lacks", self.shared)
         require(self.shared > 0 or not self.shared_gate, "MoEConfig", "shared_gate", "False without a shared MLP", True)
         right = isinstance(self.dense, tuple) and all(type(i) is int and i >= 0 for i in self.dense)
         require(right, "MoEConfig", "dense", "a tuple of numbers of layers", self.dense)
 
 
 def moe(cfg: MoEConfig) -> ChainConfig:
-    """The chain of a mixture: x, y: [*, H], and with y `load` [E] and `loss` [] of the router (`route`). With jitter it takes the
-    extra `key`. Params: `gate`, `route` and `experts`; with a shared MLP these are in `moe.routed`, and its `up` and `down` in
-    `moe.shared`; with a gate of its own in `moe.shared.gated.mlp`, beside `moe.shared.gated.gate`. Raises `TypeError` for what is
-    no config.
+    """Make the chain of a mixture: x, y: [*, H], and with y the router's `load` [E] and `loss` [] (`route`). With jitter it takes
+    the extra `key`. Params: `gate`, `route` and `experts`; with a shared MLP these are in `moe.routed`, and its `up` and `down` in
+    `moe.shared`; with a gate of its own in `moe.shared.gated.mlp`, beside `moe.shared.gated.gate`. Raises `TypeError` if `cfg` is
+    not a MoEConfig.
 
     >>> import torch
     >>> from funcops import ExpertsConfig, RouteConfig, chain, random

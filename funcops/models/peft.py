@@ -1,4 +1,4 @@
-"""What PEFT calls the linears of a decoder: the names of Hugging Face's modules."""
+"""PEFT's names for the linears of a decoder: the names of Hugging Face's modules."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ __all__ = ["peft_names"]
 
 
 def peft_names(cfg: DecoderConfig, model: ChainConfig) -> dict[str, str | tuple[str, ...]]:
-    """`names` of `save_adapter` and `load_adapter` for the adapters of `model`, which `with_lora` made of `decoder(cfg)`: by the
-    path of each linear the name of its module in Hugging Face's model. An up with a gate is two modules, gate_proj and up_proj.
+    """Return `names` of `save_adapter` and `load_adapter` for the adapters of `model`, which `with_lora` made of `decoder(cfg)`:
+    for the path of each linear the name of its module in Hugging Face's model. An up with a gate is two modules, gate_proj and
+    up_proj.
 
-    Raises `ValueError`, with its path, for a linear that is no whole module there: q, k and v in one (GPT-2, Phi 3), and q of
-    DeepSeek, whose rows are in another order; for a family that is not known; and for a model without adapters.
+    Raises `ValueError`, with its path, for a linear that is not a whole module there: q, k and v in one (GPT-2, Phi 3), and q of
+    DeepSeek, whose rows are in another order; for an unknown family; and for a model without adapters.
 
     >>> from funcops import RopeConfig
     >>> from funcops.lora import with_lora
@@ -40,11 +41,11 @@ def peft_names(cfg: DecoderConfig, model: ChainConfig) -> dict[str, str | tuple[
     for place in adapted(model):
         held = known.get(f"{place.module}.weight")
         if held is None:
-            said = "whose weight is in no checkpoint"
+            said = "whose weight a checkpoint does not have"
             fail(where, "model", "decoder(cfg) with adapters", f"an adapter at {place.module}, {said}")
         if len(held.paths) > 1 or held.rule.order:
             said = f"a part of {held.names[0]}" if len(held.paths) > 1 else f"the rows of {held.names[0]} in another order"
-            fail(where, "model", "adapted at linears that are whole modules there", f"an adapter at {place.module}, {said}")
+            fail(where, "model", "adapted at linears that are whole modules for PEFT", f"an adapter at {place.module}, {said}")
         names = tuple(name.removesuffix(".weight") for name in held.names)
         found[place.module] = names[0] if len(names) == 1 else names
     require(bool(found), where, "model", "one that with_lora made", "one without adapters")

@@ -1,4 +1,4 @@
-"""What each layer of a decoder is over the ranks of a mesh, as `funcops.dist.parallel` takes it."""
+"""The role of each layer of a decoder over the ranks of a mesh, as `funcops.dist.parallel` takes it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ __all__ = ["roles"]
 
 
 def roles(cfg: DecoderConfig, *, loss: bool = False) -> dict[str, str]:
-    """The rules of `dist.parallel` for `decoder(cfg, loss=loss)`, roles by globs over its steps:
+    """Return the rules of `dist.parallel` for `decoder(cfg, loss=loss)`, roles by globs over its steps:
 
-        q, k, v and up       "column"   heads, and features of the MLP, are shared out over "tp"
+        q, k, v and up       "column"   heads, and features of the MLP, are sharded over "tp"
         attention's out, down   "row"
         embed, loss          "vocab"    and the head is "column": no rank has logits of the whole vocabulary
-        experts              "expert"   shared out over "ep", where the mesh has it
-        attention            "context"  over "cp", where the mesh has it; one with sinks has no such role
+        experts              "expert"   sharded over "ep", if the mesh has it
+        attention            "context"  over "cp", if the mesh has it; attention with sinks has no such role
 
-    Without `loss` the head gives whole logits of a rank's rows, so it stays whole on each, as does the table that it is tied to.
-    Raises `TypeError` for what is no config, and `ValueError` for latent attention, whose keys have a part that all heads share.
-    What else a mesh cannot share out `dist.parallel` refuses, by its path.
+    Without `loss` the head gives whole logits of a rank's rows, so it is replicated, as is the embedding if they are tied.
+    Raises `TypeError` if `cfg` is not a DecoderConfig, and `ValueError` for latent attention, whose keys have a part that all heads
+    share. `dist.parallel` raises for every other layer that a mesh cannot shard, and names its path.
 
     >>> from funcops import RopeConfig, dist
     >>> from funcops.models import DecoderConfig, decoder, roles

@@ -1,7 +1,7 @@
-"""How a config.json says that q and k turn, as a RopeConfig, and back.
+"""The rotary embedding of a config.json as a RopeConfig, and back.
 
-Written in both of its forms: "rope_parameters" (transformers 5), and "rope_theta" with "rope_scaling" beside it (before). Read in
-either; where both are there they must say the same.
+It is written in both of its forms: "rope_parameters" (transformers 5), and "rope_theta" with "rope_scaling" beside it (earlier).
+Either form is read; if both are present they must agree.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from funcops.ops.rope import RopeConfig
 from funcops.ops.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
 
 LONG = "longrope"
-NAMES = {"su": LONG, "yarn": "yarn"}  # what Phi 3 called its scaling before
-# of each scaling: the name in config.json, and of its fields those that have another name there
+NAMES = {"su": LONG, "yarn": "yarn"}  # Phi 3's earlier names for its scaling
+# each scaling by its name in config.json
 KINDS: dict[str, Any] = {
     "linear": LinearScaling,
     "dynamic": DynamicScaling,
@@ -36,14 +36,14 @@ BY_SCALING = {
 def read_rope(
     where: str, given: dict[str, Any], size: int, context: int, *, original: int | None, length: int | None, interleaved: bool
 ) -> RopeConfig:
-    """The RopeConfig of "rope_parameters", for heads of `size` in a model of `context`. `original`: the context before scaling,
-    where it stands beside them. Raises `ValueError` for a type or a field that is not known, or a field that is missing."""
+    """Return the RopeConfig of "rope_parameters", for heads of `size` in a model of `context`. `original`: the context before
+    scaling, if it is given beside them. Raises `ValueError` for an unknown type or field, or a missing field."""
     fields = {name: value for name, value in given.items() if value is not None}
     kind = fields.pop("rope_type", fields.pop("type", "default"))
     fields.pop("type", None)
     kind = NAMES.get(kind, kind)
     if "rope_theta" not in fields:
-        fail(where, "rope_theta", "there", "none")
+        fail(where, "rope_theta", "given", "none")
     theta, part = float(fields.pop("rope_theta")), float(fields.pop("partial_rotary_factor", 1.0))
     turning = int(size * part)
     options: dict[str, Any] = dict(theta=theta, rotary_dim=None if turning == size else turning, interleaved=interleaved)
@@ -78,7 +78,7 @@ def _nothing_else(where: str, fields: dict[str, Any], kind: str) -> None:
 
 
 def write_rope(rope: RopeConfig, context: int) -> dict[str, Any]:
-    """The "rope_parameters" of a RopeConfig."""
+    """Return the "rope_parameters" of a RopeConfig."""
     found: dict[str, Any] = {"rope_theta": rope.theta}
     if rope.rotating != rope.dim:
         found["partial_rotary_factor"] = rope.rotating / rope.dim
@@ -100,7 +100,7 @@ def write_rope(rope: RopeConfig, context: int) -> dict[str, Any]:
 
 
 def legacy(parameters: dict[str, Any]) -> dict[str, Any]:
-    """The fields of before that say the same as "rope_parameters"."""
+    """Return the earlier fields that say the same as "rope_parameters"."""
     rest = {name: value for name, value in parameters.items() if name not in ("rope_theta", "partial_rotary_factor")}
     found = {"rope_theta": parameters["rope_theta"], "rope_scaling": None if rest == {"rope_type": "default"} else rest}
     if "partial_rotary_factor" in parameters:

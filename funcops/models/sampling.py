@@ -1,4 +1,4 @@
-"""Which token comes next: the likeliest, or one drawn by Philox from a key."""
+"""Sampling of the next token: the likeliest, or one drawn by Philox from a key."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["SamplingConfig", "sample"]
 
 @config
 class SamplingConfig:
-    """`temperature`: what logits are divided by; 0 takes the likeliest token. `top_k`: only the k likeliest. `top_p`: of those the
-    fewest likeliest that have a probability of p together (arXiv:1904.09751). The lower id goes first among equals.
+    """`temperature`: divides logits; 0 takes the likeliest token. `top_k`: keep only the k likeliest. `top_p`: of those keep the
+    fewest likeliest that together have a probability of p (arXiv:1904.09751). Among equals the lower id goes first.
 
     >>> from funcops.models import SamplingConfig
     >>> SamplingConfig(temperature=0.8, top_p=0.9)
@@ -39,13 +39,13 @@ class SamplingConfig:
 
 
 def sample(logits: Tensor, key: Tensor | None, cfg: SamplingConfig) -> Tensor:
-    """Of each row of logits [B, V] a token [B], int64, by one uniform number from `key`: the first whose cumulated probability is
-    above it. The key is not used, and may be None, where the temperature is 0. Logits of inf share all probability of their
+    """Draw a token for each row of logits [B, V] -> [B], int64, by one uniform number from `key`: the first token whose cumulated
+    probability is above it. At temperature 0 the key is not used, and may be None. Logits of inf share all the probability of their
     row.
 
     Raises `ValueError` or `TypeError` for a wrong shape or dtype, or without a key; on the CPU also for a NaN, and for a row of
-    -inf alone. On a device, which nothing waits for, or where calls are recorded, a NaN counts as -inf, and the tokens of a row
-    without another are equally likely.
+    -inf alone. On a device, which the call does not wait for, or under recording, a NaN counts as -inf, and the tokens of a row
+    of -inf alone are equally likely.
 
     >>> import torch
     >>> from funcops import random
@@ -85,7 +85,7 @@ def sample(logits: Tensor, key: Tensor | None, cfg: SamplingConfig) -> Tensor:
 
 
 def _checked_nan(where: str, logits: Tensor) -> Tensor:
-    """Where there is a NaN, which on the CPU is refused, as is a row without a token that can come next."""
+    """The mask of NaNs. On the CPU a NaN raises, and so does a row of -inf alone."""
     nan = logits.isnan()
     if logits.is_cpu and not watched() and logits.shape[0]:
         require(not nan.any(), where, "logits", "without NaN", f"one in row {int(nan.any(1).int().argmax())}")
@@ -96,6 +96,6 @@ def _checked_nan(where: str, logits: Tensor) -> Tensor:
 
 
 def _below_highest(logits: Tensor) -> Tensor:
-    """Logits less the highest of their row, so that no temperature overflows: 0 for the highest, also of inf or -inf."""
+    """Subtract the highest logit of each row, so that no temperature overflows: 0 for the highest, even if it is inf or -inf."""
     highest = logits.amax(1, keepdim=True)
     return torch.where(logits == highest, 0.0, logits - highest)

@@ -14,19 +14,19 @@ from funcops.program.source import Source, flat, total
 
 
 class Backward(Source):
-    """By `which`: `backward(K, dy, I) -> (dparams, dx)`, or a half of it, `dgrad(K, dy) -> (dx, pending)` and then
-    `wgrad(W, I) -> dparams`, or `products(W, I)`: those of all calls, in place of the wgrads that they make."""
+    """The function that `which` names: `backward(K, dy, I) -> (dparams, dx)`; its halves `dgrad(K, dy) -> (dx, pending)` and
+    `wgrad(W, I) -> dparams`; or `products(W, I)`: the products of all calls, in place of the weight gradients that they make."""
 
     def __init__(self, lowered: Lowered, cover: Cover, traced: bool, which: str) -> None:
         super().__init__(lowered, cover, traced)
         self.which, self.whole = which, which == "backward"
         self.kept = "W" if which in ("wgrad", "products") else "K"  # the trees that it reads
-        self.have: set[int] = set()  # the values that have got a gradient
-        self.computed: set[int] = set()  # the calls whose y was computed again
-        self.held: set[int] = set()  # the calls whose residuals are at hand, after a piece that took them
-        self.keys = {row.out for row in lowered.forward if type(row) is Fold}  # which have no gradient
-        self.outer = {v: name for name, v in lowered.outputs.items()}  # outputs of which dy alone is known
-        self.late = {reader.index for readers in self._given_again().values() for reader in readers}  # with their weight gradients
+        self.have: set[int] = set()  # the values that have a gradient so far
+        self.computed: set[int] = set()  # the calls whose y was recomputed
+        self.held: set[int] = set()  # the calls whose residuals are in locals, as a piece took them
+        self.keys = {row.out for row in lowered.forward if type(row) is Fold}  # values without a gradient
+        self.outer = {v: name for name, v in lowered.outputs.items()}  # outputs whose gradient is only dy so far
+        self.late = {reader.index for readers in self._given_again().values() for reader in readers}  # their weight gradients wait
 
     def write(self) -> tuple[str, dict[str, Any]]:
         if self.kept == "W":
@@ -52,14 +52,14 @@ class Backward(Source):
         return self.written("dgrad", "K, dy", f"{dx}, {self.tree('p', self._pending)}")
 
     def _given_again(self) -> dict[int, list[Call]]:
-        """By a call of which y comes with its gradient: its readers, whose weight gradients wait for that."""
+        """The readers of each call whose y comes with its gradient, by its index; their weight gradients wait for that y."""
         if not self.whole:
             return {}
         given = {piece.calls[-1] for piece in self.cover.backward.values() if piece.rule.again}
         return {call.index: [row for row in self.lowered.backward if row in call.readers] for call in given}
 
     def _goes_on(self, call: Call) -> bool:
-        """Whether its weight gradient follows its input's at once."""
+        """Whether its weight gradient is computed right after its input's gradient."""
         return self.whole and call.index not in self.late
 
     def _pending(self, scope: Scope, parts: str) -> str:
@@ -74,7 +74,7 @@ class Backward(Source):
     # Gradients of values.
 
     def _enter(self, low: Lowered) -> None:
-        """dy is the gradient of the output, and of what leaves the program beside it."""
+        """Take dy apart: the gradients of the output and of the named outputs."""
         value = low.output
         if low.outputs:
             parts = ", ".join(f"g{v}" for v in low.outputs.values())
@@ -87,7 +87,7 @@ class Backward(Source):
         self.put("del dy")
 
     def _take_apart(self, name: str, value: Value) -> None:
-        """A tuple of gradients to those of its parts."""
+        """Unpack a tuple of gradients into the gradients of its parts."""
         numbers = flat(value)
         targets = [f"g{v}" if v not in self.have else f"part{v}" for v in numbers]
         parts = f"run.parts_of({name}, {value!r})"
@@ -110,7 +110,7 @@ class Backward(Source):
         self.have.add(value)
 
     def _meet(self, dy: str, gradient: str, name: str) -> None:
-        """What the caller gave for an output must be like what comes of its readers inside, to which it is added."""
+        """Check that the caller's gradient of an output is like the gradient from its readers inside, to which it is added."""
         self.at("")
         self.put(f"run.meet({self._half!r}, {name!r}, {dy}, {gradient})")
 
@@ -119,7 +119,7 @@ class Backward(Source):
         return f"{self.lowered.name}_{'bwd' if self.whole else 'dgrad'}"
 
     def _dy(self, call: Call) -> str:
-        """The gradient of what the call gave; a name, which `None` is, too."""
+        """The name of the gradient of the call's outputs, or `None`."""
         parts = [self._gradient(v) for v in (call.out, *call.gives)]
         there = [part for part in parts if part != "None"]
         if not call.gives or not there:
@@ -132,7 +132,7 @@ class Backward(Source):
         return f"dy{call.index}"
 
     def _spread(self, call: Call) -> None:
-        """What the call's dx gives to the values that it read."""
+        """Add the call's dx to the gradients of the values that it read."""
         d = f"d{call.index}"
         if not call.takes:
             self._give_main(call, d)
@@ -159,7 +159,7 @@ class Backward(Source):
     # Trees.
 
     def _open(self, place: Place | None) -> None:
-        """The residuals or pending of a scope, and its accumulators."""
+        """Put the residuals or pending of a scope, and its accumulators, into locals."""
         scope = None if place is None else place.scope
         if scope is None or scope.index in self.opened:
             return
@@ -187,7 +187,7 @@ class Backward(Source):
         return f"{scope.kind}_{'wgrad' if self.kept == 'W' else 'bwd' if self.whole else 'dgrad'}"
 
     def _node(self, call: Call) -> str:
-        """The residuals of a call, which stay where they are."""
+        """The residuals of a call, without taking them out of their tree."""
         assert call.place is not None
         return f"h{call.index}" if call.index in self.held else self.part("K", call.place)
 
@@ -222,7 +222,7 @@ class Backward(Source):
             self._spread(call)
 
     def _checked(self, call: Call, dy: str, into: str, again: str) -> list[str]:
-        """By the op's own function."""
+        """The lines that call the op's own function."""
         i = call.index
         filled = [f"if n{i} is not None: n{i} = run.filled(n{i}, {call.fields!r}, {again}, u{i})"] if again else []
         if self._goes_on(call):
@@ -232,7 +232,7 @@ class Backward(Source):
         return [*filled, f"d{i}, p{i} = (None, None) if n{i} is None else b{i}(n{i}, {dy}, c{i})"]
 
     def _raw(self, call: Call, dy: str, into: str) -> list[str]:
-        """By what that runs after its checks; nothing where there is no such thing."""
+        """The lines that call the function that runs after its checks; none if it has no such function, or no dy."""
         i, raw = call.index, raw_of(call.op.bwd if self._goes_on(call) else call.op.dgrad)
         if raw is None or dy == "None":
             return []
@@ -248,7 +248,7 @@ class Backward(Source):
         return [f"d{i}, p{i} = x{i}(n{i}, {dy}, c{i})", added]
 
     def _of_skip(self, call: Call) -> None:
-        """The fork of a skip, or its sum."""
+        """The backward of a skip's fork, or of its sum."""
         if call.op is fork:
             there = [f"g{value}" for value in (*call.gives, call.out) if value in self.have]
             if call.needs.x and len(there) > 1:  # their sum first: it is what the skip gives to a sum around it
@@ -261,7 +261,7 @@ class Backward(Source):
                 self._give(value, f"g{call.out}")
 
     def _second_half(self) -> tuple[str, dict[str, Any]]:
-        """The weight gradients, or their products, of what waits."""
+        """The weight gradients of the pendings, or their products."""
         if self.which == "products":
             self.put("found = []")
         calls = [row for row in self.lowered.backward if type(row) is Call and row.place is not None]
@@ -276,7 +276,7 @@ class Backward(Source):
         return self.written(self.which, "W, I", "found" if self.which == "products" else self.tree("q", self.gradients))
 
     def _wait(self, call: Call) -> None:
-        """What waits for the call's weight gradient, with y of its source put into it."""
+        """Put the call's pending into a local, with the recomputed y of its source."""
         place = call.place
         assert place is not None
         if call.op.params is NoneType:
@@ -292,13 +292,13 @@ class Backward(Source):
             self._fill(call, call.again)
 
     def _fill(self, call: Call, source: Call) -> None:
-        """The y of `source` put into the call's pending."""
+        """Put the recomputed y of `source` into the call's pending."""
         i, again = call.index, self._again(source)
         self.names[f"u{i}"] = call.needs
         self.put(f"if p{i} is not None and {again} is not None: p{i} = run.filled(p{i}, {call.fields!r}, {again}, u{i})")
 
     def _wgrads(self, calls: list[Call], rule: Rule | None = None) -> None:
-        """The weight gradients of pendings that are there: together where the rule can, one by one otherwise."""
+        """The weight gradients of pendings in locals: together if the rule can, one by one otherwise."""
         which, own = "products" if self.which == "products" else "wgrad", [c for c in calls if c.op.params is not NoneType]
         self.put(*[f"q{call.index} = None" for call in calls if call not in own])
         together = own[0].index if own and rule is not None and rule.wgrads is not None else None
@@ -323,10 +323,10 @@ class Backward(Source):
         assert call.place is not None
         return f"p{call.index}", self.part("I", call.place), f"q{call.index}"
 
-    # What is computed again.
+    # Recomputation.
 
     def _filling(self, call: Call) -> str:
-        """The y that is put into the call's residuals."""
+        """The recomputed y that is put into the call's residuals."""
         if call.again is None or not (self._goes_on(call) or call.again_in_dgrad):
             return ""
         self.names[f"u{call.index}"] = call.needs if self._goes_on(call) else call.kept
@@ -335,7 +335,7 @@ class Backward(Source):
         return again
 
     def _again(self, source: Call) -> str:
-        """The call's y, computed where nobody has read it yet."""
+        """The call's recomputed y, computed before its first reader."""
         k, place = source.index, source.place
         if k in self.computed:
             return f"a{k}"
@@ -356,7 +356,7 @@ class Backward(Source):
         return f"a{k}"
 
     def _recipe(self, call: Call) -> None:
-        """For the weight gradients that read y again: what it is made of, before it goes."""
+        """Keep what the recomputed y is computed from, for weight gradients that read it."""
         if self.whole or not call.source:
             return
         self.names[f"o{call.index}"] = call.op
@@ -366,7 +366,7 @@ class Backward(Source):
     # Pieces.
 
     def _piece(self, piece: Piece) -> None:
-        """Calls whose dgrads run by a rule, or one by one where that will not have their inputs."""
+        """Calls whose dgrads run by a rule, or one by one if it declines their inputs."""
         calls, i = piece.calls, piece.calls[0].index
         in_order = [row for row in self.lowered.backward if type(row) is Call and row in calls]
         sources = [call.again for call in calls if call.again is not None]
@@ -378,7 +378,7 @@ class Backward(Source):
         self.at("")
         inside = {v for call in calls for v in call.gives}
         apart = {v: self.outer.pop(v) for call in calls for v in call.takes if v in self.outer and v not in inside}
-        for v in apart:  # added after the piece, which cannot know what it must be like
+        for v in apart:  # added after the piece: before, there is nothing to compare it with
             self.put(f"part{v} = g{v}")
             self.have.remove(v)
         self.put(*[f"h{source.index} = {self._node(source)}" for source in dict.fromkeys(held)])
@@ -421,12 +421,12 @@ class Backward(Source):
             self._wgrads(late, self._rule_of_wgrads(late))
 
     def _filled_from(self, call: Call, piece: Piece) -> Call | None:
-        """The call whose y is put into the pending that the piece gave this one."""
+        """The call whose recomputed y is put into the pending that the piece gave this one, or None."""
         given = call.index in self.late or (piece.rule.whole and call.again in piece.calls)
         return call.again if self.whole and not given else None
 
     def _after(self, piece: Piece, ready: list[Call], filled: dict[int, Call]) -> None:
-        """What the rule gave, `(dmain, pending of each)`, to where it goes."""
+        """Pass on the result of the rule, `(dmain, pending of each)`."""
         calls, i = piece.calls, piece.calls[0].index
         self.put(f"d{i}, ({''.join(f'p{call.index}, ' if call.place else '_, ' for call in calls)}) = out{i}")
         for call in calls:
@@ -442,7 +442,7 @@ class Backward(Source):
             self._wgrads(ready, self._rule_of_wgrads(ready))
 
     def _rule_of_wgrads(self, calls: list[Call]) -> Rule | None:
-        """The rule that gives weight gradients of these together."""
+        """The rule that gives weight gradients of these together, or None."""
         pieces = self.cover.backward.values()
         return next((piece.rule for piece in pieces if piece.rule.wgrads and calls and calls[0] in piece.calls), None)
 

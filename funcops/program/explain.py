@@ -1,4 +1,4 @@
-"""`plan` and `explain`: which calls of a program run as which kernel, what each reads and keeps, and why others are not fused."""
+"""`plan` and `explain`: which calls of a program run as which kernel, what that saves, and why others are not fused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from funcops.program.rules import BACKWARD, FORWARD, NearMiss, Piece, Rule, Savi
 
 
 class Line(NamedTuple):
-    """Calls that run as one by a rule; one call by itself has none."""
+    """Calls that run as one by a rule; or one call, without a rule."""
 
     calls: tuple[Call, ...]
     rule: Rule | None
@@ -30,7 +30,7 @@ class Line(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The lines of each half, in the order of the forward; by the name of each output, the path of the call that gives it."""
+    """The lines of each half, in the order of the forward; and for each named output, the path of the call that gives it."""
 
     forward: tuple[Line, ...]
     backward: tuple[Line, ...]
@@ -47,7 +47,7 @@ class Plan(NamedTuple):
 
 
 def path_of(call: Call) -> str:
-    """The path of a call's step; of a skip's fork and sum, that of the skip with their name."""
+    """The path of a call's step; for a skip's fork and sum, the skip's path with their name."""
     if call.place is not None:
         return call.path or call.op.name
     return f"{call.path}.{call.op.name}" if call.path else call.op.name
@@ -101,7 +101,7 @@ def _lines(lowered: Lowered, pieces: dict[int, Piece]) -> tuple[Line, ...]:
 
 
 class Explained(NamedTuple):
-    """The plan of a config, and those of the programs inside it (of a repeat's body, say), by path."""
+    """The plan of a config, and the plans of the programs inside it (such as a repeat's body), by path."""
 
     plans: dict[str, Plan]
 
@@ -116,9 +116,9 @@ class Explained(NamedTuple):
 
 
 def explain(cfg: Any, needs: Needs = Needs.ALL, device_type: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Explained:
-    """What `plan` says of `cfg` and of every program inside it, with the near misses and their reasons. The body of a repeat is
-    shown once, as if all its gradients were asked for, unless `needs` is Needs.NONE. It needs neither params nor an x. Raises
-    `TypeError` for a config that is no combinator's, and for needs, a device type or a dtype that are none.
+    """The `plan` of `cfg` and of every program inside it, with the near misses and their reasons. The body of a repeat is shown
+    once, as if all its gradients were needed, unless `needs` is Needs.NONE. It takes neither params nor an x. Raises
+    `TypeError` for a config that is not a combinator's, `TypeError` or `ValueError` for invalid needs, device type or dtype.
 
     >>> from funcops import ActivationConfig, BiasConfig, ChainConfig, Step, activation, bias, explain
     >>> cfg = ChainConfig(steps=(Step("bias", bias, BiasConfig(8)), Step("act", activation, ActivationConfig("gelu"))))

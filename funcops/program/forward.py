@@ -47,7 +47,7 @@ class Forward(Source):
             done.add(row.out)
 
     def _open(self, place: Place | None) -> None:
-        """The params of a scope, after a check of their names."""
+        """Put the params of a scope into a local, after a check of their names."""
         if place is None or place.scope is None or place.scope.index in self.opened:
             return
         scope = place.scope
@@ -99,7 +99,7 @@ class Forward(Source):
         return f"({main}, {', '.join(self.of(v) for v in call.takes)})" if call.takes else main
 
     def _piece(self, piece: Piece, done: set[int]) -> None:
-        """Calls that run by a rule, or one by one where that will not have their inputs."""
+        """Calls that run by a rule, or one by one if it declines their inputs."""
         calls, i = piece.calls, piece.calls[0].index
         for row in self.lowered.forward:
             if type(row) is Fold and any(row.out in call.takes for call in calls):

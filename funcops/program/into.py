@@ -21,21 +21,21 @@ from funcops.program.values import abstract_params
 from funcops.residuals.nested import Nested
 from funcops.trees import WithExtras, fake, paths, structure, tensors, tree_map_tensors
 
-_dtypes: dict[Any, dict[str, torch.dtype]] = {}  # of gradients by path; by all that they depend on
-_fitting: set[Any] = set()  # dys and residuals that every part took
+_dtypes: dict[Any, dict[str, torch.dtype]] = {}  # dtypes of gradients by path, by all that they depend on
+_fitting: set[Any] = set()  # forms of dys and residuals that every part accepted
 MOST_FITTING = 1024
 
 
 def check_into_tree(where: str, into: Any, op: Op, cfg: Any, node: Any, dy: Any = None) -> None:
-    """Before anything is added: a float accumulator of its shape, on its device, as wide as it, of its own memory, for every
-    gradient that will come; and residuals or pending that all parts can read. `dy`: where node holds residuals. Of a dy of several
-    parts each goes to a part of the op, so that the first would add before the last has looked at its own."""
+    """Check, before anything is added, that every gradient to come has a float accumulator with its shape and device, at least as
+    wide, and with memory of its own; and that all parts can read the residuals or pending. `dy`: if node holds residuals. Each of
+    several parts of dy goes to another part of the op, and the first would add before the last has checked its own."""
     several = isinstance(dy, (tuple, WithExtras))
     if several:
         _check_kinds(where, dy)
     want, have = _shapes(op, cfg), paths(into)
     if want.keys() != have.keys():
-        have = paths(unscaled(into))  # a place for amaxes is its op's to look at
+        have = paths(unscaled(into))  # amaxes are for their op to check
     if want.keys() != have.keys():
         wrong = sorted(want.keys() ^ have.keys())
         fail(where, "into", f"a tree with the paths of params: {', '.join(want)}", f"a difference at {', '.join(wrong)}")
@@ -59,7 +59,7 @@ def check_into_tree(where: str, into: Any, op: Op, cfg: Any, node: Any, dy: Any 
 
 
 def _shapes(op: Op, cfg: Any) -> dict[str, tuple[int, ...] | None]:
-    """Of params by path; None of those without a gradient."""
+    """The shapes of params by path; None for a param without a gradient."""
     if not torch.compiler.is_dynamo_compiling():
         params = abstract_params(op, cfg)
     elif isinstance(cfg, Composite):
@@ -71,7 +71,7 @@ def _shapes(op: Op, cfg: Any) -> dict[str, tuple[int, ...] | None]:
 
 
 def _check_kinds(where: str, dy: Any) -> None:
-    """What no op takes for a gradient."""
+    """Raise if a part of dy is nothing that an op takes for a gradient."""
     given = tensors(dy)
     for path, t in paths(dy).items():
         if t is not None:
@@ -79,7 +79,7 @@ def _check_kinds(where: str, dy: Any) -> None:
 
 
 def _check_all(op: Op, cfg: Any, node: Any, dy: Any, kept: list[Tensor]) -> None:
-    """Let every part look at its dy: by a run without data, for shapes and dtypes that were not seen yet."""
+    """Let every part check its dy, in a run without data, unless these shapes and dtypes have passed before."""
     key = op, cfg, node.needs, structure(dy), tuple([(t.shape, t.dtype) for t in kept])
     if key in _fitting:
         return
@@ -88,7 +88,7 @@ def _check_all(op: Op, cfg: Any, node: Any, dy: Any, kept: list[Tensor]) -> None
             op.bwd(tree_map_tensors(fake, node), tree_map_tensors(fake, dy), cfg)
     except (ValueError, TypeError):
         raise
-    except Exception:  # an op of others that reads values has no such run
+    except Exception:  # a user's op that reads values has no such run
         return
     if len(_fitting) >= MOST_FITTING:
         _fitting.clear()
@@ -96,7 +96,7 @@ def _check_all(op: Op, cfg: Any, node: Any, dy: Any, kept: list[Tensor]) -> None
 
 
 def _tensors(where: str, node: Any) -> Iterator[Tensor]:
-    """Those of residuals or pending, after a check of every part's staleness."""
+    """The tensors of residuals or pending, after a check of every part's staleness."""
     node = node._node if type(node) is Donated else node
     if isinstance(node, Tensor):
         yield node
@@ -117,7 +117,7 @@ def _tensors(where: str, node: Any) -> Iterator[Tensor]:
 
 
 def _gradient_dtypes(op: Op, cfg: Any, node: Any, dy: Any, kept: list[Tensor]) -> dict[str, torch.dtype]:
-    """By a run without data, for want of any other way to know: rare, as most accumulators are as wide as all that is kept."""
+    """The dtypes of gradients by path, from a run without data: rare, as most accumulators are as wide as all saved tensors."""
     key = op, cfg, node.needs, node.kind, tuple([t.dtype for t in kept])
     if key not in _dtypes:
         with FakeTensorMode(allow_non_fake_inputs=True):

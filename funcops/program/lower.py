@@ -1,8 +1,8 @@
 """Lowering: a config as a flat list of calls over numbered values.
 
-A value is a number, or a tuple of them where a `parallel` gave it. Every call writes values and reads some: one reader sees
-exactly one value, as a scope renames what it reads (an alias), so that gradients are summed inside of it first, in the order in
-which it reads. The backward has an order of its own: a chain's reversed, a parallel's branches in order.
+A value is a number, or, as the output of a `parallel`, a tuple of values. Every call reads values and writes new ones. A scope
+gives each value that it reads a new name (an alias), so that its gradients are summed inside the scope first, in the order in
+which it reads. The backward has an order of its own: a chain's calls reversed, a parallel's branches in order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Extras = dict[str, int]
 
 
 class Place(NamedTuple):
-    """Where the params, residuals and pending of a part are: under a name of a scope; without a scope, the whole tree."""
+    """The place of a part's params, residuals and pending: under a name in a scope; without a scope, the whole tree."""
 
     scope: Scope | None
     name: Any
@@ -32,7 +32,7 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Scope:
-    """A dict of the trees: a chain or a parallel."""
+    """A chain or a parallel: its params, residuals and pending are dicts by name."""
 
     index: int
     place: Place
@@ -50,9 +50,9 @@ class Scope:
 
 @dataclasses.dataclass(eq=False)
 class Call:
-    """One op: it reads main and what it `takes`, by the `labels` where the op is a combinator, and writes `out` and what it
-    `gives`, by the `names` where the op is a combinator. `place` is None for the fork and the sum of a skip, which have no trees.
-    `again`: the call that gives main again in the backward, so that the residuals lack the `fields` that hold it."""
+    """One op. It reads `main` and the values that it `takes` (as extras with these `labels`, if it has any), and writes `out` and
+    the values that it `gives` (as outputs with these `names`, if it has any). `place` is None for the fork and the sum of a skip,
+    which have no trees. `again`: the call that recomputes main in the backward; the residuals lack the `fields` that hold it."""
 
     index: int
     path: str
@@ -69,22 +69,22 @@ class Call:
     fuse: bool
     again: Call | None = None
     fields: tuple[str, ...] = ()
-    readers: list[Call] = dataclasses.field(default_factory=list)  # the calls that have this one for their `again`
+    readers: list[Call] = dataclasses.field(default_factory=list)  # the calls whose `again` is this one
 
     @property
     def source(self) -> bool:
-        """Whether another call reads y again."""
-        return len(self.readers) > 0  # the tracer of torch 2.11 knows no bool of a list
+        """Whether another call reads the recomputed y."""
+        return len(self.readers) > 0  # the tracer of torch 2.11 cannot take the bool of a list
 
     @property
     def kept(self) -> Needs:
-        """What the forward is asked to keep for."""
+        """The needs for which the forward saves tensors."""
         needs = self.needs.dropping(self.fields) if self.fields else self.needs
         return needs.with_again() if self.source else needs
 
     @property
     def gives_again(self) -> bool:
-        """Whether y can be had again of what is kept: its x is, and is not itself left out."""
+        """Whether y can be recomputed: its x is saved, not itself recomputed."""
         of_x = [field for field in self.op.fields().values() if (field.alias or "").partition(".")[0] == "x"]
         return self.op.again is not None and self.again is None and all(field.wanted(self.needs) for field in of_x)
 
@@ -102,14 +102,14 @@ class Fold(NamedTuple):
 
 
 class Alias(NamedTuple):
-    """In a backward: what the value got inside of a scope goes to what it stands for."""
+    """In a backward: the gradient of `value`, from inside a scope, is added to the gradient of `of`."""
 
     value: int
     of: int
 
 
 Back = list[Any]  # of Call and Alias
-Parts = tuple[Value, tuple[int, ...], Back]  # of a combinator: its output, its named outputs in order, and its backward
+Parts = tuple[Value, tuple[int, ...], Back]  # a combinator's output, its named outputs in order, and its backward
 
 
 class Lowered:
@@ -126,7 +126,7 @@ class Lowered:
     def __init__(self) -> None:
         self.forward: list[Any] = []  # of Call and Fold
         self.scopes: list[Scope] = []
-        self.origin: dict[int, int] = {}  # of an alias
+        self.origin: dict[int, int] = {}  # what an alias stands for
         self.siblings: list[tuple[Call, ...]] = []  # the first calls of a parallel's branches, where they read nothing but its x
         self._values = 0
 
@@ -144,7 +144,7 @@ class Lowered:
         return self._values - 1
 
     def alias(self, of: Value) -> tuple[Value, list[Alias]]:
-        """The value by another name, and the rows that hand on its gradient."""
+        """Another name of a value, and the rows that pass on its gradient."""
         if isinstance(of, tuple):
             pairs = [self.alias(one) for one in of]
             return tuple(value for value, _ in pairs), [row for _, rows in pairs for row in rows]
@@ -164,7 +164,7 @@ class Lowered:
         return found
 
     def step(self, step: Any, scope: Scope, needs: Needs, main: Value, extras: Extras, again: Call | None = None) -> Any:
-        """A named part: its output, what it gives, and its backward."""
+        """Write a named part. Returns its output, its named outputs, and its backward."""
         given: Extras = {}
         for name in step.names:
             given[name] = extras[name]
@@ -180,7 +180,7 @@ class Lowered:
         self, op: Op, cfg: Any, place: Place, needs: Needs, main: Value, extras: Extras, again: Call | None = None,
         gives: int = 0, fuse: bool = True,
     ) -> Parts:  # fmt: skip
-        """An op: its calls where it is a combinator, one otherwise."""
+        """Write an op: its calls if it is a combinator, else one call."""
         if op.lower is not None:
             return op.lower(cfg, self, place, needs, main, extras, again)  # type: ignore[no-any-return]
         labels, names = tuple(extras) if cfg.extras else (), cfg.outputs

@@ -1,4 +1,4 @@
-"""Programs by what they depend on: made once, then found."""
+"""Programs, made once for all that they depend on, then found."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def forward(op: Op, cfg: Any, needs: Needs, main: Any) -> Any:
 
 
 def backward(which: str, op: Op, cfg: Any, needs: Needs, dy: Any) -> Any:
-    """The whole backward or, where `which` is "dgrad", its first half."""
+    """The whole backward or, if `which` is "dgrad", its first half."""
     main = dy.main if type(dy) is WithExtras else dy
     return _found(which, op, cfg, needs, main[0] if type(main) is tuple and main else main)
 
 
 def _found(which: str, op: Op, cfg: Any, needs: Needs, main: Any) -> Any:
-    """Rules are asked for the device and dtype of `main`; on the CPU they hold for what is not small."""
+    """The program for these arguments. Rules apply by the device and dtype of `main`; on the CPU, only if it is not small."""
     device_type = dtype = None
     if type(main) is Tensor:
         if (select.chosen_anywhere or not main.is_cpu) and wants_triton(main):
@@ -50,7 +50,7 @@ def _found(which: str, op: Op, cfg: Any, needs: Needs, main: Any) -> Any:
             device_type = "cpu"
         dtype = main.dtype if device_type else None
     if _compiling():
-        id(cfg)  # the tracer guards on it: a method that it runs has no guard on its object
+        id(cfg)  # the tracer guards on it: a method that gives a constant has no guard on its object
         return getattr(traced, cfg.program_while_tracing(which, needs.x, needs.params, device_type, dtype))
     key = which, needs, device_type, dtype, len(changes)
     found = cfg.programs.get(key)
@@ -61,8 +61,8 @@ _traced: dict[Any, str] = {}
 
 
 def program_while_tracing(cfg: Any, which: str, x: Mask, params: Mask, device_type: str | None, dtype: Any) -> str:
-    """The name of a program in the module: a tracer reads an attribute of a module, where it would find a dict as it was before.
-    A method of configs: of any argument but the object of a method the tracer of torch 2.11 wants a constant."""
+    """The name of a program in the module `traced`: a tracer reads a module's attributes as they are, but a dict in an older state.
+    A method of configs: the tracer of torch 2.11 wants every argument to be a constant, except the object of a method."""
     key = which, cfg, x, params, device_type, dtype, len(changes)
     if key not in _traced:
         name = f"{which}_{len(_traced)}"
@@ -73,20 +73,20 @@ def program_while_tracing(cfg: Any, which: str, x: Mask, params: Mask, device_ty
 
 
 def lowers(config: Any, op: Op) -> None:
-    """Note on the config of a combinator that `op` writes it down as a program; and on the bwd of a scope what it runs after its
+    """Note on a combinator's class of configs that `op` lowers them to programs; and on the bwd of a scope what it runs after its
     checks of residuals."""
     config.lowered_by, config.program_while_tracing = op, program_while_tracing
     if op.residuals is not None:
         with_raw(op.bwd, functools.partial(_raw_bwd, op))
 
 
-# What `torch.compiler.assume_constant_result` does, which would import the compiler: the tracer runs it, and takes what it gives.
+# As `torch.compiler.assume_constant_result` does, which would import the compiler: the tracer takes its result as a constant.
 program_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _made(which: str, op: Op, cfg: Any, needs: Needs, device_type: str | None, dtype: Any, for_tracer: bool = False) -> Any:
     lowered = lower(op, cfg, needs)
-    if which == "wgrad":  # of what may be anywhere
+    if which == "wgrad":  # no tensor tells them here: rules decide when it runs
         device_type, dtype = "cuda", torch.bfloat16
     found = cover(lowered, device_type, dtype, which == "backward")
     if which == "forward":
@@ -102,7 +102,7 @@ def _made(which: str, op: Op, cfg: Any, needs: Needs, device_type: str | None, d
 
 
 def bwd(op: Op, residuals: Any, dy: Any, cfg: Any, into: Any) -> tuple[Any, Any]:
-    """The `bwd` of an op that is written down as a program."""
+    """The `bwd` of an op that is lowered to a program."""
     where = f"{op.name}_bwd"
     if op.residuals is None and not needs_of(residuals):
         return cfg.op.bwd(residuals, dy, cfg.cfg, into=into)  # type: ignore[no-any-return]
@@ -122,7 +122,7 @@ def _raw_bwd(op: Op, node: Any, dy: Any, cfg: Any, *, into: Any = None) -> tuple
 
 
 def dgrad(op: Op, residuals: Any, dy: Any, cfg: Any) -> tuple[Any, Any]:
-    """The `dgrad` of such an op."""
+    """The `dgrad` of an op that is lowered to a program."""
     if op.residuals is None and not needs_of(residuals):
         return cfg.op.dgrad(residuals, dy, cfg.cfg)  # type: ignore[no-any-return]
     node, _, _ = _opened(f"{op.name}_dgrad", op, residuals, cfg)
@@ -133,8 +133,8 @@ def dgrad(op: Op, residuals: Any, dy: Any, cfg: Any) -> tuple[Any, Any]:
 
 
 def _opened(where: str, op: Op, residuals: Any, cfg: Any) -> tuple[Any, Op, Any]:
-    """The residuals after every check, and the op and config that they are of: a skip's are its body's. Those of a body that is one
-    call stay as they are."""
+    """The residuals after every check, and the op and config that made them: for a skip, its body's. Residuals of a body that
+    is one call are not opened."""
     while op.lower is not None and op.residuals is None:
         op, cfg = cfg.op, cfg.cfg
     node, cls = residuals, op.residuals
@@ -144,7 +144,7 @@ def _opened(where: str, op: Op, residuals: Any, cfg: Any) -> tuple[Any, Op, Any]
 
 
 def wgrad(op: Op, cls: Any, pending: Any, cfg: Any, into: Any, which: str = "wgrad") -> Any:
-    """The `wgrad` of an op that is written down as a scope, or its `products`; `cls`: that of its pending."""
+    """The `wgrad` of an op that is lowered to a scope, or its `products`; `cls`: the class of its pending."""
     where = f"{op.name}_wgrad"
     if type(cfg) is not op.config:
         fail(where, "cfg", op.config.__name__, describe(cfg), TypeError)
@@ -157,7 +157,7 @@ def wgrad(op: Op, cls: Any, pending: Any, cfg: Any, into: Any, which: str = "wgr
 
 
 def accumulators(where: str, op: Op, into: Any, node: Any, cfg: Any, dy: Any = None) -> Any:
-    """`into`, every leaf checked before any is written; a tied path shares its source's accumulator."""
+    """Return `into` after a check of every leaf; a tied path gets its source's accumulator."""
     if cfg.names:
         run.check_names(where, "into", into, cfg)
     check_into_tree(where, into, op, cfg, node, dy)

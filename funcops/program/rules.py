@@ -1,8 +1,8 @@
 """Which calls of a program run as one kernel: a cover, made of rules, that changes neither params nor residuals nor pending.
 
-A forward rule covers some calls with one that also makes their residuals, as they would; a backward rule their dgrads with one
-that makes their pendings. So either half may be fused without the other, a policy need not know, and `fuse=False` changes speed
-and rounding alone. Most rules are for devices where Triton kernels run; on the CPU those of `everywhere` hold.
+A forward rule covers some calls with one that also makes their residuals, as they would; a backward rule covers their dgrads with
+one that makes their pendings. So either half may be fused without the other, a policy need not know, and `fuse=False` changes only
+speed and rounding. Most rules are for devices where Triton kernels run; on the CPU only rules with `everywhere` apply.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ PHASES = (FORWARD, BACKWARD, SIBLINGS_FORWARD, SIBLINGS_BACKWARD)
 
 
 class Window(NamedTuple):
-    """What a rule may look at: calls of which each reads what the one before it wrote, and nobody else does; and the dtype of x.
-    For siblings the first calls of a parallel's branches, which read the same x, and in `branches` the calls that such a row
-    begins with."""
+    """The calls that a rule may look at, each of which alone reads what the one before it wrote; and the dtype of x. For siblings,
+    the first calls of a parallel's branches, which read the same x, and in `branches` the row of calls that each of them
+    begins."""
 
     calls: tuple[Call, ...]
     dtype: torch.dtype
@@ -36,13 +36,13 @@ class Window(NamedTuple):
 
     @property
     def needs(self) -> tuple[Needs, ...]:
-        """What the backward of each will be asked for."""
+        """The gradients that the backward of each call computes."""
         return tuple(call.needs for call in self.calls)
 
 
 class Saving(NamedTuple):
-    """Of calls that run as one, against one by one: passes over memory, each the read or the write of a tensor with the rows of
-    x, and launches. The cheapest cover saves most passes, then most launches."""
+    """The saving of calls that run as one instead of one by one: passes over memory, each the read or the write of a tensor with
+    the rows of x, and launches. The cheapest cover saves most passes, then most launches."""
 
     passes: int = 0
     launches: int = 0
@@ -54,9 +54,9 @@ class Saving(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """`match(window)` says how many of the window's calls the rule covers (for siblings, of each branch); or, as a text, why it
-    does not though it begins as it should; or None. `saves`, or `saves(window)` of the calls that it covers, is what that is worth:
-    the cover of a program is the cheapest that the rules make. `run` does them:
+    """`match(window)` returns how many of the window's calls the rule covers (for siblings, of each branch); or a text that says
+    why it covers none, though they begin as they should; or None. `saves`, or `saves(window)` of the calls that it covers, is what
+    the rule is worth: the cover of a program is the cheapest that the rules make. `run` runs them:
 
         forward:   run(calls, params, main, values) -> (y, residuals of each call); what a call takes is in `values`, by number, and
                    what it gives is put there
@@ -64,12 +64,12 @@ class Rule:
                    taken from and added to
 
     or returns NotImplemented for inputs that the calls one by one must take, or refuse. The fork and the sum of a `skip` are calls
-    without params, residuals and pending. Of siblings y and dy are tuples, of what the last call of each branch wrote.
+    without params, residuals and pending. For siblings y and dy are tuples, with an entry for the last call of each branch.
     `wgrads(calls, pendings, into)` gives their weight gradients together, or NotImplemented; `into`: accumulators of each, or None.
 
-    `everywhere`: on the CPU too, for an x or dy of at least FEW elements. `whole`: for a backward that goes on with the weight
-    gradients at once; its pendings hold what its own calls give again. `again`: y of its last call, which others read again, is
-    put into `gradients` in the place of its own; their weight gradients wait for it.
+    `everywhere`: on the CPU too, for an x or dy of at least FEW elements. `whole`: only for a full backward, which computes the
+    weight gradients at once; its pendings already hold what its own calls recompute. `again`: the recomputed y of its last call,
+    which others read, is put into `gradients` in place of the gradient of y; their weight gradients wait for it.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Rule:
 
 
 class Piece(NamedTuple):
-    """Calls that run as one by a rule. `siblings`: the first of a parallel's branches, which read the same x."""
+    """Calls that run as one by a rule. `siblings`: whether they begin a parallel's branches, which read the same x."""
 
     calls: tuple[Call, ...]
     rule: Rule
@@ -108,7 +108,7 @@ class Piece(NamedTuple):
 
     @property
     def ends(self) -> tuple[Call, ...]:
-        """The calls that write what the piece does: the last, or that of each branch."""
+        """The calls that write the outputs of the piece: the last one, or the last of each branch."""
         inner = {call.main for call in self.calls if call.main != self.calls[0].main}
         return tuple(call for call in self.calls if call.out not in inner)
 
@@ -133,12 +133,12 @@ NOTHING = Cover({}, {}, frozenset(), ())
 
 
 _rules: list[Rule] = []
-changes: list[Any] = []  # that were registered or taken out, twice each: programs are others when there are more
+changes: list[Any] = []  # rules registered or taken out, twice each: a longer list makes new programs
 when_switched(lambda on: changes.append(None) if on else changes.remove(None))
 
 
 def register_fusion(rule: Rule) -> Rule:
-    """Add a rule to those that plans are made of. Of covers that cost the same the one that joins most calls wins, of equals the
+    """Add a rule for plans. Among covers of the same cost the one that joins most calls wins, among equal ones the
     latest rule. Raises `TypeError` for anything but a `Rule`, `ValueError` for a name that is taken.
 
     >>> from funcops import ChainConfig, Rule, Saving, ScaleConfig, Step, plan, register_fusion, scale
@@ -164,7 +164,7 @@ def register_fusion(rule: Rule) -> Rule:
 
 
 def unregister_fusion(rule: Rule) -> None:
-    """Take a rule out again: what is planned from now on is without it. Raises `TypeError` for anything but a `Rule`, `ValueError`
+    """Remove a rule: later plans are made without it. Raises `TypeError` for anything but a `Rule`, `ValueError`
     for one that is not registered.
 
     >>> from funcops import ChainConfig, Rule, ScaleConfig, Step, plan, register_fusion, scale, unregister_fusion
@@ -185,8 +185,8 @@ def unregister_fusion(rule: Rule) -> None:
 
 
 def cover(lowered: Lowered, device_type: str | None, dtype: torch.dtype, whole: bool = True) -> Cover:
-    """The cheapest cover. Pure, but for the rules that are registered. Without a device type nothing is fused. `whole`: of a
-    backward that goes on with the weight gradients at once."""
+    """The cheapest cover. Pure, except for the registered rules. Without a device type nothing is fused. `whole`: for a full
+    backward, which computes the weight gradients at once."""
     if device_type is None:
         return NOTHING
     asked = [one for one in _rules[::-1] if (one.everywhere or device_type != "cpu") and (whole or not one.whole)]
@@ -200,7 +200,7 @@ def cover(lowered: Lowered, device_type: str | None, dtype: torch.dtype, whole: 
 
 
 class Cut(NamedTuple):
-    """A row of calls in pieces; calls by themselves are in none. `joined`: the calls that were spared."""
+    """A row of calls cut into pieces; a call that runs alone is in no piece. `joined`: how many fewer calls run."""
 
     passes: int = 0
     launches: int = 0
@@ -223,7 +223,7 @@ def _cut_of(piece: Piece, misses: tuple[NearMiss, ...] = ()) -> Cut:
 def _cheapest(
     lowered: Lowered, phase: str, rules: list[Rule], dtype: torch.dtype
 ) -> tuple[tuple[Piece, ...], tuple[NearMiss, ...]]:
-    """The pieces of a half, and what nearly was one."""
+    """The pieces of a half, and its near misses."""
     own, of_siblings = ([one for one in rules if one.phase == name] for name in (phase, f"siblings {phase}"))
     cuts = {row: _cut(row, own, dtype) for row in _rows(lowered)}
     by_first = {row[0].index: row for row in cuts}
@@ -248,7 +248,7 @@ def _cheapest(
 
 
 def _rows(lowered: Lowered) -> list[tuple[Call, ...]]:
-    """The longest rows of calls of which each alone reads what the one before it wrote."""
+    """The longest rows of calls each of which alone reads what the one before it wrote."""
     found: list[list[Call]] = []
     for call in lowered.calls:
         if not call.fuse or (call.place is not None and call.place.scope is None):
@@ -263,7 +263,7 @@ def _rows(lowered: Lowered) -> list[tuple[Call, ...]]:
 
 
 def _cut(row: tuple[Call, ...], rules: list[Rule], dtype: torch.dtype) -> Cut:
-    """The cheapest, from the end of the row to its beginning."""
+    """The cheapest cut of a row, found from its end to its beginning."""
     best = [Cut()] * (len(row) + 1)
     for i in range(len(row))[::-1]:
         found: list[Cut] = []
@@ -279,7 +279,7 @@ def _cut(row: tuple[Call, ...], rules: list[Rule], dtype: torch.dtype) -> Cut:
 
 
 def _piece_of(window: Window, rules: list[Rule]) -> tuple[Piece | None, tuple[NearMiss, ...]]:
-    """The piece of all calls of a window, or of the branches' beginnings, that saves most; and why others are none."""
+    """The piece of all calls of a window, or of the branches' beginnings, that saves most; and the near misses."""
     found: list[Piece] = []
     misses: list[NearMiss] = []
     for rule in rules:

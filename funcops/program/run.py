@@ -1,4 +1,4 @@
-"""What the functions of a program call beside ops: checks, errors with the path of their step, and parts of trees."""
+"""The helpers that the functions of a program call besides ops: checks, errors with the path of their step, and parts of trees."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def in_path(error: Exception, path: str) -> None:
 
 
 def check_names(where: str, what: str, tree: Any, cfg: Any) -> None:
-    """A dict with the names of the config's parts."""
+    """Raise unless a tree is a dict with the names of the config's parts."""
     names, noun = cfg.names, cfg.part
     if not isinstance(tree, dict):
         fail(where, what, f"a dict by {noun} name: {', '.join(names)}", describe(tree), TypeError)
@@ -35,7 +35,7 @@ def check_names(where: str, what: str, tree: Any, cfg: Any) -> None:
 
 
 def unlike(x: Tensor, branch: Any) -> NoReturn:
-    """The body of a skip gave something else than a tensor like x."""
+    """Raise, as the body of a skip gave something other than a tensor like x."""
     fail("skip_fwd", "body(x)", f"like x, {describe(x)}", describe(branch))
     raise AssertionError
 
@@ -50,7 +50,7 @@ def tied(where: str, tree: Any, ties: Iterable[tuple[str, str]]) -> Any:
 
 
 def collected(dparams: Any, ties: Iterable[tuple[str, str]]) -> Any:
-    """The gradients of tied paths summed into their source."""
+    """dparams with the gradient at each tied path added to its source's."""
     for path, source in ties:
         total = add(at(dparams, source), at(dparams, path))
         dparams = put(put(dparams, source, total), path, None)
@@ -58,7 +58,7 @@ def collected(dparams: Any, ties: Iterable[tuple[str, str]]) -> Any:
 
 
 def parts_of(dy: Any, like: Any) -> Any:
-    """The gradients of the parts of a tuple, and of theirs, None for zero."""
+    """The gradients of the parts of a tuple, nested as `like` is; None for zero."""
     if not isinstance(like, tuple):
         return dy
     if dy is not None and (not isinstance(dy, tuple) or len(dy) != len(like)):
@@ -74,7 +74,7 @@ def taken_apart(where: str, dy: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
         fail(where, "dy", f"WithExtras with extras {', '.join(names)}, as y is (None for zero)", describe(dy), TypeError)
     if dy.extras.keys() != set(names):
         missing, extra = sorted(set(names) - dy.extras.keys()), sorted(dy.extras.keys() - set(names))
-        fail(where, "dy.extras", f"{', '.join(names)}, as those of y (None for zero)", f"missing {missing}, extra {extra}")
+        fail(where, "dy.extras", f"{', '.join(names)}, as in y (None for zero)", f"missing {missing}, extra {extra}")
     found = [dy.extras[name] for name in names]
     for name, gradient in zip(names, found, strict=True):
         if gradient is not None:
@@ -83,13 +83,13 @@ def taken_apart(where: str, dy: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
 
 
 def meet(where: str, name: str, dy: Any, gradient: Any) -> None:
-    """The gradient of an output must be like those of its readers inside."""
+    """Raise unless the gradient of an output is like the gradient from its readers inside."""
     if isinstance(dy, Tensor) and isinstance(gradient, Tensor) and (dy.shape != gradient.shape or dy.dtype != gradient.dtype):
         fail(where, f"dy.extras.{name}", f"{describe(gradient)}, as the output is", describe(dy))
 
 
 def scope_of(where: str, parent: Any, name: Any, cls: Any, cfg: Any) -> Any:
-    """The residuals of a chain or parallel inside of another; given away with it where that was."""
+    """The residuals of a chain or parallel inside another; given away if the outer ones were."""
     node = parent[name]
     if type(node) is cls and node.cfg is cfg and not parent.donated and node.fresh():
         return node
@@ -97,13 +97,13 @@ def scope_of(where: str, parent: Any, name: Any, cls: Any, cfg: Any) -> Any:
 
 
 def opened(where: str, parent: Any, name: Any, cls: Any, cfg: Any) -> Any:
-    """The pending of a chain or parallel inside of another, or None."""
+    """The pending of a chain or parallel inside another, or None."""
     node = part(parent, name)
     return None if node is None else open_node(where, node, cls, cfg)
 
 
 def pending_of(cls: Any, parts: dict[Any, Any], cfg: Any, needs: Needs) -> Any:
-    """Pending of a scope; None where nothing waits."""
+    """The pending of a scope; None if no part has one."""
     for waiting in parts.values():
         if waiting is not None:
             return cls({k: v for k, v in parts.items() if v is not None or k in cfg.names}, cfg=cfg, needs=needs)
@@ -111,7 +111,7 @@ def pending_of(cls: Any, parts: dict[Any, Any], cfg: Any, needs: Needs) -> Any:
 
 
 def recipe_of(name: Any) -> str:
-    """Where in a pending lies what the y of that step is computed again of."""
+    """The name in a pending of the residuals from which the y of that step is recomputed."""
     return f"{name}()"
 
 
@@ -119,7 +119,7 @@ _ONLY = Needs(x=False, params=False).with_again()
 
 
 def recipe(op: Op, node: Any) -> Any:
-    """Of an op's residuals, what its y is computed again of."""
+    """The part of an op's residuals from which its y is recomputed."""
     if node is None:
         return None
     if not node.fresh():
@@ -129,7 +129,7 @@ def recipe(op: Op, node: Any) -> Any:
 
 
 def again(compute: Any, pending: Any, name: Any, cfg: Any) -> Any:
-    """The y of a step, of what lies in the pending of its scope; given away with it where that was."""
+    """The y of a step, recomputed from the recipe in the pending of its scope, which is dropped if the pending was given away."""
     key = recipe_of(name)
     node = None if pending is None else pending.get(key)
     if node is None:
@@ -140,7 +140,7 @@ def again(compute: Any, pending: Any, name: Any, cfg: Any) -> Any:
 
 
 def filled(node: Any, fields: tuple[str, ...], value: Any, needs: Needs) -> Any:
-    """Residuals or pending with what is computed again in its places; what was given away is filled itself."""
+    """Residuals or pending with the recomputed value in these fields; a copy, unless they were given away."""
     if not isinstance(node, (Saved, Donated)):
         return node  # which the op refuses
     made = node._node if type(node) is Donated else node.twin()
@@ -150,7 +150,7 @@ def filled(node: Any, fields: tuple[str, ...], value: Any, needs: Needs) -> Any:
 
 
 def forward_piece(rule: Rule, calls: tuple[Call, ...], params: tuple[Any, ...], main: Any, values: dict[int, Any]) -> Any:
-    """What the rule gives, or NotImplemented: then the calls run one by one."""
+    """The result of the rule, or NotImplemented: then the calls run one by one."""
     for call, own in zip(calls, params, strict=True):
         if call.place is not None and type(own) is not call.op.params:
             return NotImplemented
@@ -160,7 +160,7 @@ def forward_piece(rule: Rule, calls: tuple[Call, ...], params: tuple[Any, ...], 
 def backward_piece(
     rule: Rule, calls: tuple[Call, ...], trees: dict[int, Any], dy: Any, gradients: dict[int, Any], where: str
 ) -> Any:
-    """As `forward_piece`, of the dgrads; what was given away is gone after it. Its errors have their path."""
+    """The result of the rule for the dgrads, or NotImplemented; donated residuals are dropped. Errors get their step's path."""
     if dy is None or (type(dy) is tuple and any([d is None for d in dy])):
         return NotImplemented
     kept, path = [_own(call, trees) for call in calls], ""
@@ -188,7 +188,7 @@ def wgrads(rule: Rule, calls: tuple[Call, ...], pendings: tuple[Any, ...], into:
     if torch.compiler.is_dynamo_compiling():
         return NotImplemented
     nodes = [p._node if type(p) is Donated else p for p in pendings]
-    for call, node in zip(calls, nodes, strict=True):  # what the op's own function would refuse, it refuses
+    for call, node in zip(calls, nodes, strict=True):  # the op's own function refuses what it must
         if type(node) is not call.op.pending or node.cfg is not call.cfg or not node.fresh():
             return NotImplemented
     found = rule.wgrads(calls, nodes, into)  # type: ignore[misc]
@@ -200,7 +200,7 @@ def wgrads(rule: Rule, calls: tuple[Call, ...], pendings: tuple[Any, ...], into:
 
 
 def joined(calls: Iterable[Call]) -> str:
-    """The path of calls that run as one: all of theirs."""
+    """The path of calls that run as one: all their paths, joined by +."""
     return "+".join(dict.fromkeys([call.path for call in calls if call.place is not None]))
 
 
@@ -210,7 +210,7 @@ def _own(call: Call, trees: dict[int, Any]) -> Any:
 
 
 def _read(call: Call, node: Any, trees: dict[int, Any], where: str) -> Any:
-    """The residuals of a call, after every check, with what it left out where its dgrad reads that."""
+    """The residuals of a call, after every check; with the recomputed fields, if its dgrad reads them."""
     node = open_node(where, node, call.op.residuals, call.cfg)
     if call.again is None or not call.again_in_dgrad:
         return node

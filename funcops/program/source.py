@@ -1,11 +1,11 @@
 """The functions of a program, written as straight-line Python: a few lines a call, no loop, no lookup.
 
-A local falls right after its last reader (`released`). Names, with the number of their value, call or scope: v value, g its
-gradient; n residuals of a call, h the same held for later, p pending, d gradient of x, q of params, a y computed again; E and G
-what a rule reads by value, out and j what it gives; P params, K residuals, W pending, I accumulators of a scope.
+A local is deleted right after its last reader (`released`). Names, with the number of their value, call or scope: v value, g its
+gradient; n residuals of a call, h the same held for later, p pending, d gradient of x, q of params, a recomputed y; E and G the
+values and gradients that a rule reads, out and j its results; P params, K residuals, W pending, I accumulators of a scope.
 
-What the ops' own functions check at every call is tested here by source that only says yes or no. Where it says no, and while a
-compiler traces, the ops' own functions run, and they say what is wrong.
+What the ops' own functions check at every call is tested here by source that only says yes or no. If it says no, and while a
+compiler traces, the ops' own functions run, and raise the error.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Source:
         return name
 
     def at(self, path: str) -> None:
-        """From here on errors come out of this step."""
+        """From here on errors get the path of this step."""
         if path not in self.paths:
             self.paths.append(path)
         self.put(f"at = {self.paths.index(path)}")
@@ -62,11 +62,11 @@ class Source:
         return f"v{self.lowered.resolve(value)}"
 
     def part(self, tree: str, place: Place) -> str:
-        """A part of the trees that are called so: `P1['up']`; the whole tree is `P`."""
+        """A part of the trees with that name, as an expression: `P1['up']`; the whole tree is `P`."""
         return tree if place.scope is None else f"{tree}{place.scope.index}[{place.name!r}]"
 
     def tree(self, leaf: str, node: Callable[[Scope, str], str], at: Scope | Call | None = None) -> str:
-        """The tree of what the calls have by the name `leaf`, as an expression; `node` makes those of scopes."""
+        """The tree of the calls' locals named `leaf`, as an expression; `node` makes the expression of a scope from its parts."""
         at = self.root if at is None else at
         if isinstance(at, Call):
             return f"{leaf}{at.index}"
@@ -79,8 +79,8 @@ class Source:
         return self.lowered.scopes[0] if self.lowered.scopes else next(call for call in self.lowered.calls if call.place)
 
     def is_ready(self, call: Call, node: str, also: str = "") -> bool:
-        """Put a test into `ok`: whether the residuals `node` pass all checks of the call's op. False where there is no such
-        test."""
+        """Write a test, with the result `ok`: whether the residuals `node` pass all checks of the call's op. Returns False if
+        no such test can be written."""
         cls = call.op.residuals
         if self.traced or not isinstance(cls, type) or not issubclass(cls, Saved):
             return False
@@ -92,14 +92,14 @@ class Source:
         return True
 
     def accumulators(self, scope: Scope, where: str) -> None:
-        """Those of the scope by name: None each where none are given."""
+        """Put the accumulators of a scope, by name, into a local: None for each if none are given."""
         i, names = scope.index, self.const("names", scope.index, dict.fromkeys(scope.cfg.names))
         self.put(f"I{i} = {self.part('I', scope.place)} or {names}")
         if scope.ties and scope.place.scope is not None:
             self.put(f"if I{i} is not {names}: I{i} = run.tied({where!r}, I{i}, {self.const('ties', i, scope.ties)})")
 
     def gradients(self, scope: Scope, parts: str) -> str:
-        """Those of the params of a scope, the tied ones with their source."""
+        """The gradients of a scope's params, the tied ones added to their source's, as an expression."""
         return f"run.collected({parts}, {self.const('ties', scope.index, scope.ties)})" if scope.ties else parts
 
     def written(self, name: str, arguments: str, result: str) -> tuple[str, dict[str, Any]]:
@@ -122,8 +122,8 @@ def _locals(lines: Iterable[str]) -> set[str]:
 
 
 def released(lines: list[str], held: Iterable[str] = ()) -> list[str]:
-    """The lines of a block, each local that is not `held` around it deleted after the last statement that names it; in each branch
-    of a statement by itself, if no other names it."""
+    """The lines of a block, in which each local is deleted after the last statement that names it, unless it is `held` around the
+    block; in each branch of a statement by itself, if no other statement names it."""
     if not lines:
         return []
     indent = lines[0][: len(lines[0]) - len(lines[0].lstrip())]

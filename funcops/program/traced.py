@@ -1,1 +1,1 @@
-"""Functions of programs by name, put here while a compiler traces: it reads an attribute of a module as it is then."""
+"""The functions of programs by name, put here while a compiler traces, as it reads a module's attributes as they are then."""

@@ -1,4 +1,4 @@
-"""Of ops and their values, what combinators and programs ask: the sum of gradients, and params by shape alone."""
+"""Helpers of combinators and programs: the sum of gradients, and params by shape alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from funcops.trees import tensors, tree_map
 
 
 def add(a: Any, b: Any) -> Any:
-    """The sum of two gradients of one structure, where None is zero. A node that adds up in a way of its own has `plus`."""
+    """The sum of two gradients of one structure; None is zero. A node with its own way of adding has `plus`."""
     if a is None or b is None:
         return b if a is None else a
     if isinstance(a, Tensor):
@@ -27,6 +27,6 @@ def has_params(op: Op, cfg: Any) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def abstract_params(op: Op, cfg: Any) -> Any:
-    """The op's params on the meta device: their structure and shapes. Not to be changed. A combinator's config makes them of those
-    of its parts, so that equal layers share theirs."""
+    """The op's params on the meta device: their structure and shapes. Do not change them. A combinator's config makes them from its
+    parts' params, so that equal layers share theirs."""
     return cfg.abstract() if isinstance(cfg, Composite) else op.init(cfg, key=None, device="meta")

@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: per rank a list of actions on (stage, microbatch)."""
+"""Pipeline schedules as data: for each rank a list of actions on (stage, microbatch)."""
 
 from funcops.schedule.actions import Action, Schedule
 from funcops.schedule.chunked import dualpipe_v, interleaved_1f1b, interleaved_zb, zb_v

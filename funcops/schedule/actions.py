@@ -1,4 +1,4 @@
-"""What a rank does, and in which order.
+"""The actions of each rank, and their order.
 
 F: forward; I: input gradient (dgrad); W: weight gradient (wgrad); B: both, I then W. On stage s and microbatch m:
 
@@ -40,7 +40,7 @@ class Action(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> Action:
-        """`"2F5"` as an action. Raises `ValueError`."""
+        """Return the action that `"2F5"` names. Raises `ValueError` for any other form."""
         found = re.fullmatch(r"(\d+)([FIWB])(\d+)", text.strip())
         if found is None:
             fail("Action", "text", "a stage, one of F, I, W, B, and a microbatch, such as 2F5", repr(text))
@@ -49,8 +49,8 @@ class Action(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Schedule:
-    """`ranks`: the actions of each, in order. Making one checks it: every stage is on one rank, sees each microbatch once forward
-    and once backward (B, or I and W), and the ranks, each waiting for what it needs, come to an end.
+    """A pipeline schedule. `ranks`: the actions of each rank, in order. The constructor checks that every stage is on one rank and
+    sees each microbatch once forward and once backward (B, or I and W), and that the ranks, each waiting for its inputs, finish.
 
     `together`: backwards that run side by side with the forward right before them: the two begin when both can.
 
@@ -65,8 +65,8 @@ class Schedule:
         ...
     ValueError: Schedule 'mine': rank 1 must be able to go on at 1B0, got ... without end: 1B0 waits for 1F0, behind 1B0 on rank 1
 
-    One made by a program is `Schedule(name, ranks)`, a list of `Action(stage, kind, microbatch)` for each rank; `to_csv()` gives
-    the text that `from_csv` reads, `print` shows a table.
+    A program makes one by `Schedule(name, ranks)`, with a list of `Action(stage, kind, microbatch)` for each rank; `to_csv()`
+    returns the text that `from_csv` reads, and `print` shows a table.
     """
 
     name: str
@@ -108,8 +108,8 @@ class Schedule:
         return {stage: rank for rank, actions in enumerate(self.ranks) for stage in {action.stage for action in actions}}
 
     def order(self) -> Iterator[tuple[int, Action]]:
-        """All actions with their ranks, in an order in which each finds what it needs. A rank is looked at again when something
-        that it may wait for is done, so the time is that of the actions."""
+        """Yield all actions with their ranks, in an order in which each finds its inputs. A rank is visited again only when an
+        action that it may wait for is done, so the time grows linearly with the number of actions."""
         count, last, owner, together = self.microbatches, self.stages - 1, self.rank_of, self.together
         forward, dgrad = bytearray((last + 1) * count), bytearray((last + 1) * count)
         at, ready = [0] * len(self.ranks), deque(range(len(self.ranks)))
@@ -151,7 +151,7 @@ class Schedule:
             self._stuck(left, forward, dgrad)
 
     def _stuck(self, left: dict[int, tuple[Action, ...]], forward: bytearray, dgrad: bytearray) -> None:
-        """Raises for ranks that wait for each other in a ring, with all of the ring: other ranks wait for it."""
+        """Raise for ranks that wait for each other in a ring, and show the whole ring; the other ranks wait for it."""
         done, whole = {"F": forward, "I": dgrad}, {action for actions in self.ranks for action in actions if action.kind == "B"}
         found: dict[int, tuple[Action, Action]] = {}
         for rank, following in left.items():
@@ -173,13 +173,13 @@ class Schedule:
         fail(f"Schedule {self.name!r}", f"rank {min(ring)}", f"able to go on at {action}", got)
 
     def _wait(self, action: Action, missing: Action, left: dict[int, tuple[Action, Action]]) -> str:
-        """What an action waits for, and what stands before that on its rank."""
+        """Say what an action waits for, and which action comes before that on its rank."""
         rank = self.rank_of[missing.stage]
         ahead = left[rank][0]
         return f"{action} waits for {missing}" + (f", behind {ahead} on rank {rank}" if ahead != missing else "")
 
     def to_csv(self) -> str:
-        """A line a rank, as torch.distributed.pipelining reads it with format "compute_only"."""
+        """Return one line per rank, as torch.distributed.pipelining reads it with format "compute_only"."""
         return "".join(",".join(self._cells(actions)) + "\n" for actions in self.ranks)
 
     def _cells(self, actions: tuple[Action, ...]) -> list[str]:
@@ -190,7 +190,7 @@ class Schedule:
 
     @staticmethod
     def from_csv(text: str, name: str = "csv") -> Schedule:
-        """The schedule of such a text; empty cells are pauses, which mean nothing here."""
+        """Return the schedule that such a text describes; empty cells, which are pauses, are ignored."""
         ranks, together = [], set()
         for line in text.splitlines():
             actions: list[Action] = []
@@ -209,7 +209,7 @@ class Schedule:
 
 
 def needs(action: Action, last: int) -> list[Action]:
-    """What must be done before; an I stands for a B too."""
+    """The actions that must be done before this one; an I stands for a B too."""
     stage, kind, m = action
     if kind == "F":
         return [Action(stage - 1, "F", m)] if stage else []
@@ -236,14 +236,14 @@ def _check_together(schedule: Schedule) -> None:
 
 
 def _check_actions(schedule: Schedule) -> None:
-    """Before anything is counted: a negative number would be read from the end."""
+    """Check each action before anything is counted: a negative number would index from the end."""
     total = sum(map(len, schedule.ranks))
     for rank, actions in enumerate(schedule.ranks):
         for action in actions:
             if type(action) is not Action or not (is_count(action.stage, 0) and is_count(action.microbatch, 0)):
                 wanted = "made of Actions whose stage and microbatch are integers, at least 0"
                 fail(f"Schedule {schedule.name!r}", f"rank {rank}", wanted, repr(action))
-            if max(action.stage, action.microbatch) >= total:  # one is absent; and what follows takes memory for every number
+            if max(action.stage, action.microbatch) >= total:  # a number is missing, and the next checks allocate for each
                 fail(
                     f"Schedule {schedule.name!r}",
                     f"rank {rank}",
@@ -253,7 +253,7 @@ def _check_actions(schedule: Schedule) -> None:
 
 
 def is_count(value: object, least: int) -> bool:
-    """Whether it is an int, no bool, of at least that."""
+    """Whether `value` is an int (not a bool) of at least `least`."""
     return type(value) is int and value >= least
 
 

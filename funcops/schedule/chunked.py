@@ -1,7 +1,7 @@
 """Schedules from the literature with several stages a rank.
 
-They are laid out for as many microbatches as they fill; with fewer, those that are missing are left out. A microbatch depends on no
-other, so what remains is whole.
+Each is laid out for the next number of microbatches that fills it; the surplus microbatches are then left out. Microbatches do not
+depend on each other, so the rest is a complete schedule.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from funcops.schedule.generators import check_sizes
 
 
 def interleaved_1f1b(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """1F1B with stages r, r + p, r + 2 p, ... on rank r. With m a multiple of p the idle time is (p - 1)(F + B) a rank, where F and
-    B are those of one chunk; rank r keeps up to (v - 1) p + 2 (p - 1 - r) + 1 chunks. arXiv:2104.04473. Raises `ValueError` for
-    fewer than one rank, microbatch or chunk.
+    """1F1B with stages r, r + p, r + 2 p, ... on rank r. If m is a multiple of p, each rank is idle for (p - 1)(F + B), with the F
+    and B of one chunk; rank r keeps up to (v - 1) p + 2 (p - 1 - r) + 1 chunks. arXiv:2104.04473. Raises `ValueError` for fewer
+    than one rank, microbatch or chunk.
 
     >>> from funcops.schedule import Costs, interleaved_1f1b, one_f_one_b, simulate
     >>> simulate(interleaved_1f1b(2, 4), Costs(0.5, 0.5, 0.5)).time, simulate(one_f_one_b(2, 4)).time
@@ -31,8 +31,9 @@ def interleaved_1f1b(ranks: int, microbatches: int, chunks: int = 2) -> Schedule
 
 
 def interleaved_zb(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """ZB-H1 with several chunks a rank: half of interleaved 1F1B's lead, and weight gradients that wait for r dgrads, so that the
-    ranks' last ones fill what was its end. arXiv:2401.10241. Raises `ValueError` for fewer than one rank, microbatch or chunk.
+    """ZB-H1 with several chunks a rank: half of interleaved 1F1B's lead, and weight gradients that wait for r dgrads, so that each
+    rank's last ones fill its idle time at the end. arXiv:2401.10241. Raises `ValueError` for fewer than one rank, microbatch or
+    chunk.
 
     >>> from funcops.schedule import Costs, interleaved_1f1b, interleaved_zb, simulate
     >>> half = Costs(0.5, 0.5, 0.5)
@@ -46,8 +47,8 @@ def interleaved_zb(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
 
 
 def _interleaved(rank: int, ranks: int, microbatches: int, chunks: int, lead: int, put_off: int | None) -> Iterator[Action]:
-    """Groups of p microbatches go through all chunks in turn. `lead`: forwards ahead for each rank behind this one; `put_off`:
-    dgrads before the first weight gradient, None for whole backwards."""
+    """Yield a rank's actions; groups of p microbatches go through all chunks in turn. `lead`: forwards ahead for each rank behind
+    this one; `put_off`: dgrads before the first weight gradient, None for whole backwards."""
     groups = [range(first, first + ranks) for first in range(0, microbatches, ranks)]
     forwards = [(c * ranks + rank, m) for group in groups for c in range(chunks) for m in group]
     backwards = [(c * ranks + rank, m) for group in groups for c in reversed(range(chunks)) for m in group]
@@ -69,7 +70,8 @@ def _interleaved(rank: int, ranks: int, microbatches: int, chunks: int, lead: in
 
 
 class _Rank:
-    """The actions of a rank of a V: its first stage goes down, its second comes back. Microbatches count up by themselves."""
+    """Builds the actions of a rank of a V: its first stage is on the way down, its second on the way back. Each call takes the next
+    microbatch."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.stages = rank, 2 * ranks - 1 - rank
@@ -96,7 +98,7 @@ class _Rank:
             self.pairs.append((self.actions[-2], self.actions[-1]))
 
     def w(self, chunk: int | None = None) -> bool:
-        """The weight gradient that waits longest, of that chunk if one is named. Says whether there was one."""
+        """Add the weight gradient that waits longest, of `chunk` if given, and return whether one was waiting."""
         found = next((a for a in self.waiting if chunk is None or a.stage == self.stages[chunk]), None)
         if found is not None:
             self.waiting.remove(found)
@@ -114,9 +116,9 @@ class _Rank:
 
 
 def zb_v(ranks: int, microbatches: int) -> Schedule:
-    """Two stages a rank, placed as a V, so that the first rank has the last stage too and no gradient waits for a way back. With
-    equal times of F, I and W no rank waits between its first action and its last; keeps up to 2 p chunks, each half of a stage of
-    1F1B: its memory on every rank. arXiv:2405.15362. Raises `ValueError` for fewer than one rank or microbatch.
+    """Two stages a rank, placed as a V, so that the first rank also has the last stage, and its gradient needs no way back. With
+    equal times of F, I and W no rank waits between its first and its last action. A rank keeps up to 2 p chunks, each half of a
+    stage of 1F1B: every rank needs 1F1B's peak memory. arXiv:2405.15362. Raises `ValueError` for fewer than one rank or microbatch.
 
     >>> from funcops.schedule import simulate, zb_v
     >>> schedule = zb_v(2, 4)
@@ -157,8 +159,8 @@ def _zb_v(at: _Rank, r: int, p: int, m: int) -> _Rank:
 
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     """DualPipe folded into a V: two stages a rank, forwards of one side together with backwards of the other, so that the
-    communication of each may hide behind the other's work. The idle time is (p - 1)(F&B + B - 3 W) a rank, F&B the time of such a
-    pair, where I takes as long as F and W no longer (with longer W it stays (p - 1)(F + I)); keeps 2 p + 1 chunks.
+    communication of each may hide behind the other's work. With F&B the time of such a pair, each rank is idle for
+    (p - 1)(F&B + B - 3 W) if I takes as long as F and W no longer (with longer W, (p - 1)(F + I)); it keeps 2 p + 1 chunks.
     https://github.com/deepseek-ai/DualPipe, arXiv:2412.19437. Raises `ValueError` for fewer than one rank or microbatch.
 
     >>> from funcops.schedule import dualpipe_v
@@ -182,7 +184,7 @@ def _dualpipe_v(at: _Rank, r: int, p: int, m: int) -> _Rank:
         at.iw(1)
         at.f(1)
     for i in range(m - 2 * p + r + 1):
-        at.fb(0, 1, apart=i == 0 and r == p - 1)  # there it would wait for nothing but its own forward
+        at.fb(0, 1, apart=i == 0 and r == p - 1)  # this pair would wait for its own forward alone
         at.fb(1, 0)
     for _ in range(p - r - 1):
         at.b(1)

@@ -1,12 +1,12 @@
-"""What communication costs: collectives as data, and the time that they take on an axis of a mesh.
+"""The costs of communication: collectives as data, and the time that they take on an axis of a mesh.
 
 The alpha-beta model, for n ranks, latency a, bandwidth b and B bytes of the whole tensor:
 
     all_gather, reduce_scatter   (n - 1)(a + B / (n b))                 all_to_all   (n - 1)(a + B / (n^2 b))
-    all_reduce                   the two together, or a tree's 2 log2(n) a + 2 B / b where that is less
+    all_reduce                   the two together, or a tree's 2 log2(n) a + 2 B / b if that is less
     p2p                          a + B / b
 
-What counts is what is exposed: max(0, time - hidden_under).
+Only the exposed time counts: max(0, time - hidden_under).
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ WHEN = ("F", "I", "W", "step")
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """Communication of a stage on an axis of the mesh. `nbytes`: of the whole tensor, which each rank has or gets a part of;
-    `hidden_under`: time of other work that it runs beside, in the unit of the costs; `during`: the forward, dgrad or wgrad of each
-    microbatch, or once a "step", after the stage's last action; `times`: so many of them, each beside work of its own.
+    """Communication of a stage on an axis of the mesh. `nbytes`: the size of the whole tensor, of which each rank has or gets a
+    part; `hidden_under`: the time of other work that it overlaps with, in the unit of the costs; `during`: the forward, dgrad or
+    wgrad of each microbatch, or once a "step", after the stage's last action; `times`: the number of such collectives, each of
+    which overlaps with work of its own.
 
     >>> from funcops.schedule import Collective, Costs, Link, Network, gpipe, simulate
     >>> network = Network(axes=(Link("tp", 2, bandwidth=10.0),))
@@ -54,7 +55,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """An axis of a mesh, as communication sees it: its ranks, the latency of a message and the bytes per time of each rank.
+    """An axis of a mesh as a network link: its number of ranks, the latency of a message and the bytes per time of each rank.
 
     >>> from funcops.schedule import Link
     >>> Link("tp", size=4, latency=0.5, bandwidth=10.0).time("all_gather", 40.0)
@@ -75,7 +76,7 @@ class Link:
         require(self.bandwidth > 0, "Link", "bandwidth", "above 0", self.bandwidth)
 
     def time(self, kind: str, nbytes: float) -> float:
-        """Of one collective of `nbytes`. Raises `ValueError` for a kind that is not one of `all_gather`, `reduce_scatter`,
+        """The time of one collective of `nbytes`. Raises `ValueError` for a kind that is not one of `all_gather`, `reduce_scatter`,
         `all_reduce`, `all_to_all`, `p2p`."""
         require(kind in COLLECTIVES, "Link.time", "kind", " or ".join(COLLECTIVES), repr(kind))
         require_number("Link.time", 0, nbytes=nbytes)
@@ -96,7 +97,7 @@ class Link:
 
 
 def exposed(where: str, collectives: tuple[Collective, ...], links: dict[str, Link]) -> dict[str, float]:
-    """What is left of these that nothing hides, by when. Raises `ValueError` for an axis without a link."""
+    """The exposed time of the collectives, by `during`. Raises `ValueError` for an axis without a link."""
     found = dict.fromkeys(WHEN, 0.0)
     for i, one in enumerate(collectives):
         link = links.get(one.axis)

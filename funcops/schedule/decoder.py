@@ -1,4 +1,4 @@
-"""A decoder as a planner sees it: sizes, and from them matrix products, params, and what a layer keeps."""
+"""A decoder as a planner sees it: sizes, and from them matrix products, params, and the bytes that a layer saves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from funcops.trees import tensors
 
 
 class Product(NamedTuple):
-    """The matrix of a linear layer, [n, k]; `column`: cut by n on the axis tp, else by k."""
+    """The matrix of a linear layer, [n, k]; `column`: whether the axis tp shards n, rather than k."""
 
     n: int
     k: int
@@ -33,9 +33,9 @@ class Product(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Decoder:
     """A model to plan for, and its step: `batch` sequences of `seq` tokens. `kv_heads`: as many as `heads` by default; `gated`: an
-    MLP of three matrices, not two; `flash`: attention keeps no scores; without it they are written out, over all pairs, and
-    computed again in the backward; `window`: the keys that a query sees at most, by default all before it. `residual_bytes`: what
-    a layer keeps of a token; by default that of a block of funcops in 16 bits.
+    MLP of three matrices, not two; `flash`: attention saves no scores; without it they are written out, over all pairs, and
+    recomputed in the backward; `window`: the keys that a query sees at most, by default all before it. `residual_bytes`: the bytes
+    that a layer saves per token; by default as many as a block of funcops in 16 bits.
 
     >>> from funcops.schedule import Decoder
     >>> model = Decoder(hidden=4096, ffn=14336, layers=32, heads=32, kv_heads=8, vocab=128256, seq=8192, batch=128)
@@ -72,9 +72,9 @@ class Decoder:
 
     @staticmethod
     def of(cfg: ChainConfig, x: Any, batch: int) -> Decoder:
-        """The sizes of a chain of an embedding, a repeat of blocks and a head, for microbatches like x (tokens [B, T]; nothing is
-        run) and a step of `batch` sequences. What a layer keeps is counted, in bfloat16, under the policies that the config has.
-        Raises `ValueError` for a chain whose blocks are not attention and one MLP."""
+        """Return the sizes of a chain of an embedding, a repeat of blocks and a head, for microbatches like x (tokens [B, T];
+        nothing is run) and a step of `batch` sequences. The bytes that a layer saves are counted in bfloat16, under the config's
+        policies. Raises `ValueError` for a chain whose blocks are not attention and one MLP."""
         return _described(cfg, x, batch)
 
     @property
@@ -83,7 +83,7 @@ class Decoder:
 
     @functools.cached_property
     def kv_width(self) -> int:
-        """Of k, and of v."""
+        """The width of k, and of v."""
         return (self.kv_heads or self.heads) * self.head_dim
 
     @property
@@ -101,29 +101,29 @@ class Decoder:
 
     @functools.cached_property
     def products(self) -> tuple[Product, ...]:
-        """Of a layer."""
+        """The matrix products of a layer."""
         h = self.hidden
         return Product(h + 2 * self.kv_width, h, True), Product(h, h, False), Product(self.up, h, True), Product(h, self.ffn, False)
 
     @functools.cached_property
     def layer_params(self) -> int:
-        """Of a layer's matrices and two norms."""
+        """The number of params in a layer's matrices and two norms."""
         return sum(one.n * one.k for one in self.products) + 2 * self.hidden
 
     @functools.cached_property
     def params(self) -> int:
-        """With the embedding, the last norm and the head, which shares nothing."""
+        """The number of params, with the embedding, the last norm and the head, which is not tied."""
         return self.layers * self.layer_params + 2 * self.vocab * self.hidden + self.hidden
 
     @property
     def flops(self) -> float:
-        """Of a step's forward and backward, as published tables count them: nothing that is computed again, and with `flash`, half
-        of the pairs of attention, or those of its window."""
+        """The flops of a step's forward and backward, as published tables count them: without recomputation, and with `flash`, over
+        half of attention's pairs, or the pairs within its window."""
         layer = 2 * sum(one.n * one.k for one in self.products) + 4 * self.keys * self.hidden
         return 3 * self.batch * self.seq * (self.layers * layer + 2 * self.hidden * self.vocab)
 
     def kept(self, recompute: str) -> float:
-        """The bytes that a layer keeps of a token: with "mlp", all but the MLP's first product; with "block", its input."""
+        """The bytes that a layer saves per token: with "mlp", all but the MLP's first product; with "block", its input."""
         if recompute == "block":
             return 2 * self.hidden
         by_formula = 2 * (4 * self.hidden + 2 * self.kv_width + self.up) + 4 * self.heads + 8
@@ -179,5 +179,5 @@ def _described(cfg: ChainConfig, x: Any, batch: int) -> Decoder:
 
 
 def _heads(x: list[Tensor]) -> tuple[int, int]:
-    """Of q and of k, [B, T, H, D]."""
+    """The numbers of heads of q and of k, [B, T, H, D]."""
     return x[0].shape[2], x[1].shape[2]

@@ -1,4 +1,4 @@
-"""`delay_w`: weight gradients where nothing else could run, within a budget of bytes."""
+"""`delay_w`: moves weight gradients to where nothing else could run, within a budget of bytes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from funcops.schedule.simulate import ROUNDING, Costs, Model, Network, Simulated
 def delay_w(
     schedule: Schedule, budget_bytes: float, costs: Costs | Sequence[Costs] | None = None, network: Network | None = None
 ) -> Schedule:
-    """The schedule with its weight gradients put elsewhere: forwards and dgrads keep their order; whole backwards are split, pairs
-    come apart; a weight gradient runs where its rank would wait, or where the next forward would exceed `budget_bytes` (of
-    residuals and pendings, on each rank). Of several placements, and the schedule itself where it is within the budget, the fastest
-    by `simulate` is returned; of equally fast ones, that whose ranks hold the fewest bytes, and the schedule itself before others.
-    More bytes may be filled without being faster: a curve of several budgets says from where.
+    """Return the schedule with its weight gradients moved: forwards and dgrads keep their order; whole backwards and pairs are
+    split; a weight gradient runs where its rank would wait, or where the next forward would exceed `budget_bytes` (of residuals and
+    pendings, on each rank). Of several placements, and the schedule itself if it is within the budget, the fastest by `simulate` is
+    returned; of equally fast ones, the one whose ranks hold the fewest bytes, and the schedule itself before others. A larger
+    budget may be used up without being faster: try several to see from where.
 
-    Raises `ValueError` where a rank cannot do with the budget, with the bytes that it needs.
+    Raises `ValueError` if the budget is too small for a rank, with the bytes that it needs.
 
     >>> from funcops.schedule import delay_w, one_f_one_b, simulate
     >>> simulate(one_f_one_b(2, 4)).time, simulate(delay_w(one_f_one_b(2, 4), budget_bytes=2)).time
@@ -46,8 +46,8 @@ def delay_w(
 
 
 def _best(found: list[Simulated]) -> Simulated:
-    """The fastest; of those, that whose largest rank holds least; of those, that whose ranks together do; of those, the first. Sums
-    of the same costs in another order differ by rounding, and are equal here."""
+    """The fastest; ties go to the least peak bytes of the largest rank, then to the least sum over the ranks, then to the first.
+    Sums of the same costs in another order differ by rounding, and count as equal here."""
     for of in (lambda one: one.time, lambda one: max(one.peak_bytes), lambda one: sum(one.peak_bytes)):
         least = min(map(of, found))
         found = [one for one in found if of(one) <= least * (1 + ROUNDING)]
@@ -55,8 +55,8 @@ def _best(found: list[Simulated]) -> Simulated:
 
 
 class _Placing:
-    """All ranks in the order of time: each, when it is free, takes its next forward or dgrad, or a weight gradient that waits.
-    `patient`: it rather waits for what is known to come before a weight gradient would end."""
+    """Runs all ranks in the order of time: a free rank takes its next forward or dgrad, or a weight gradient that waits.
+    `patient`: it waits if its next input is known to arrive before a weight gradient would end."""
 
     def __init__(self, schedule: Schedule, model: Model, budget: float, patient: bool) -> None:
         self.schedule, self.model, self.budget, self.patient = schedule, model, budget, patient
@@ -65,10 +65,10 @@ class _Placing:
         self.waiting: list[deque[Action]] = [deque() for _ in self.todo]
         self.placed: list[list[Action]] = [[] for _ in self.todo]
         self.held = [0.0] * len(self.todo)
-        self.arrival: dict[tuple[int, str, int], float] = {}  # of what a stage is sent: its x for F, its dy for I
+        self.arrival: dict[tuple[int, str, int], float] = {}  # of a stage's input: x for F, dy for I
         self.blocked: dict[
             tuple[int, str, int], tuple[int, float]
-        ] = {}  # by what it waits for: the rank, and since when it is free
+        ] = {}  # by the action whose input is awaited: the rank, and since when it is free
         self.events = [(0.0, rank) for rank in range(len(self.todo))]
 
     def run(self) -> Schedule:
@@ -76,7 +76,7 @@ class _Placing:
             now, rank = heapq.heappop(self.events)
             self._act(now, rank)
         for rank, actions in enumerate(self.todo):
-            if self.at[rank] < len(actions):  # together with forwards of others it could go on, alone it cannot
+            if self.at[rank] < len(actions):  # as a pair with its forward it could go on, split it cannot
                 fail("delay_w", f"rank {rank}", f"able to go on at {actions[self.at[rank]]}", "a wait without end")
         return Schedule(f"{self.schedule.name}, delayed", tuple(map(tuple, self.placed)))
 
@@ -100,7 +100,7 @@ class _Placing:
             self.blocked[action] = rank, now
 
     def _comes(self, action: Action) -> float | None:
-        """When what it needs from another stage is there; None where that is not known yet."""
+        """The time at which the action's input from another stage arrives; None if it is not known yet."""
         first = action.stage == (0 if action.kind == "F" else self.schedule.stages - 1)
         return 0.0 if first else self.arrival.get(action)
 

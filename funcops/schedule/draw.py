@@ -1,4 +1,4 @@
-"""A simulated step as the usual picture: a row a rank, a box an action. Needs matplotlib."""
+"""Draws a simulated step as usual: one row per rank, one box per action. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from funcops.schedule.simulate import Simulated
 ANY = "the unit of the costs"
 COLOURS = {"F": "#8fb8de", "I": "#f2b880", "W": "#9fd8a4", "B": "#e8998d"}
 NAMES = {"F": "forward", "I": "dgrad", "W": "wgrad", "B": "dgrad and wgrad"}
-LABELLED = 2_000  # actions, above which boxes bear no text
-POINTS = 660  # of the width that boxes have
+LABELLED = 2_000  # actions, above which boxes have no label
+POINTS = 660  # the width of all boxes of a row
 MOST = 100_000
 
 
@@ -23,10 +23,10 @@ def draw(
     title: str | None = None,
     unit: str = ANY,
 ) -> Any:
-    """Writes PNG, SVG, ... to `path` where that is given, and returns matplotlib's figure. A box is labelled with its microbatch,
-    and fainter for the later stages of its rank, as the legend says. `title`: in place of the simulated step's own words; `unit`:
-    of time, as the axis and the title say it. Raises `ImportError` without matplotlib (the extra `docs`),
-    `ValueError` for more than 100,000 actions, which no picture shows."""
+    """Return matplotlib's figure, and write it to `path` (PNG, SVG, ...) if given. A box is labelled with its microbatch, and
+    fainter for the later stages of its rank, as the legend says. `title` replaces the simulated step's summary; `unit`: the unit of
+    time in the axis label and the title. Raises `ImportError` without matplotlib (the extra `docs`), `ValueError` for more than
+    100,000 actions, too many for a picture."""
     require_type("draw", "simulated", simulated, Simulated)
     if path is not None:
         require_type("draw", "path", path, str, os.PathLike)
@@ -62,7 +62,7 @@ def draw(
 
 
 def _groups(simulated: Simulated) -> list[list[int]]:
-    """The first stages of all ranks, the second ones, and so on: each has a shade."""
+    """The first stages of all ranks, the second ones, and so on: each group has a shade."""
     owner: dict[int, list[int]] = {}
     for stage, rank in sorted(simulated.schedule.rank_of.items()):
         owner.setdefault(rank, []).append(stage)

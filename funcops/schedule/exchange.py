@@ -1,14 +1,14 @@
 """Which messages a rank starts, and when: derived from the schedule, so that no two ranks wait for each other.
 
-A message is what a forward gives to the stage after, or a backward to the stage before, where that stage is on another rank. A
+A message is the output of a forward for the stage after, or of a backward for the stage before, if that stage is on another rank. A
 backend may run the messages of a rank one at a time, in the order in which the rank starts them, and hold each until its peer has
-started it too (NCCL does). So all ranks start messages in one order, that of the times at which `simulate` ends the actions that
-give them:
+started it too (NCCL does). So all ranks start messages in one order, sorted by the times at which `simulate` ends the actions that
+send them:
 
-    an action ends before the messages that it gives, and what takes a message begins after it
+    an action ends before the messages that it sends, and an action that takes a message begins after it
 
-Both relations go forward in time, hence no ring of waits is possible for a schedule that comes to an end, whatever the actions
-really cost. Messages of one time between the same two ranks are one exchange, which both start as one batch.
+Both relations go forward in time, hence no ring of waits is possible for a schedule that finishes, whatever the actions really
+cost. Messages of one time between the same two ranks are one exchange, which both start as one batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from funcops.schedule.simulate import Costs, Simulated, simulate
 
 
 class Exchange(NamedTuple):
-    """Messages between this rank and `peer` that start together, each named by the action that gives it (a B as an I)."""
+    """Messages between this rank and `peer` that start together, each named by the action that sends it (a B as an I)."""
 
     peer: int
     sends: tuple[Action, ...]
@@ -32,15 +32,15 @@ class Exchange(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Actions and exchanges of a rank, in the order in which it starts them. `arrived[action]`: messages sent from here that have
-    reached their reader when `action` has what it takes from another rank, as that was given by the same reader later on."""
+    """Actions and exchanges of a rank, in the order in which it starts them. `arrived[action]`: the messages from here that must
+    have arrived when `action` has its input from another rank, because that rank took them before it sent the input."""
 
     steps: tuple[Action | Exchange, ...]
     arrived: Mapping[Action, tuple[Action, ...]]
 
 
 def message_of(action: Action) -> Action:
-    """The name of what an action gives."""
+    """The name of the message that an action sends."""
     return action._replace(kind="I") if action.kind == "B" else action
 
 
@@ -53,7 +53,7 @@ def taken_by(action: Action, stages: int) -> Action | None:
 
 
 def reader_of(action: Action, stages: int) -> int | None:
-    """The stage that takes what an action gives, if one does."""
+    """The stage that takes the message that an action sends; None without a message."""
     stage, kind, _ = action
     if kind == "W" or stage == (stages - 1 if kind == "F" else 0):
         return None
@@ -61,10 +61,10 @@ def reader_of(action: Action, stages: int) -> int | None:
 
 
 def program(schedule: Schedule, rank: int) -> Program:
-    """What a rank does.
+    """Return the actions and exchanges of a rank.
 
-    It starts to receive before the action that it runs while its peer makes the message, so that this comes beside that action: it
-    has memory for a few messages ahead, however many microbatches there are.
+    It starts to receive before the action that it runs while its peer computes the message, so that the message arrives during that
+    action: it needs memory for a few messages in advance, however many microbatches there are.
 
     >>> from funcops.schedule import Action, Schedule
     >>> from funcops.schedule.exchange import program
@@ -88,7 +88,7 @@ def program(schedule: Schedule, rank: int) -> Program:
 
 
 def _exchanges(schedule: Schedule, rank: int) -> dict[int, list[Exchange]]:
-    """The exchanges that come before the i-th action."""
+    """The exchanges before the i-th action, by i."""
     simulated = simulate(schedule)
     found = _messages(simulated, rank)
     before: dict[int, list[Exchange]] = {}
@@ -105,7 +105,8 @@ def _exchanges(schedule: Schedule, rank: int) -> dict[int, list[Exchange]]:
 
 
 def _messages(simulated: Simulated, rank: int) -> dict[tuple[float, int, int, int], list[tuple[int, int, Action]]]:
-    """What a rank sends or receives, by time and ranks: each message with its sender, and its action's place there."""
+    """The messages that a rank sends or receives, by time and ranks, each as (sender, index of the action on the sender,
+    message)."""
     schedule = simulated.schedule
     owner, stages = schedule.rank_of, schedule.stages
     found: dict[tuple[float, int, int, int], list[tuple[int, int, Action]]] = {}
@@ -116,16 +117,16 @@ def _messages(simulated: Simulated, rank: int) -> dict[tuple[float, int, int, in
             reader = reader_of(action, stages)
             if reader is None or owner[reader] == sender or rank not in (sender, owner[reader]):
                 continue
-            # a forward beside a backward comes first: its message goes while the other runs
+            # a forward beside a backward ends first: its message is sent while the backward runs
             time = starts[i] + Costs().forward if beside[i] else ends[i]
             low, high = sorted((sender, owner[reader]))
-            # neighbours of even ranks, then of odd ones: a row of ranks exchanges in two rounds, not one after another
+            # pairs with an even lower rank, then with an odd one: a row of ranks exchanges in two rounds, not one after another
             found.setdefault((time, low % 2, low, high), []).append((sender, i, message_of(action)))
     return found
 
 
 def _peers(schedule: Schedule, rank: int) -> set[int]:
-    """The ranks of the stages before and after those of a rank."""
+    """The ranks of the stages before and after a rank's stages."""
     owner = schedule.rank_of
     near = {stage + by for stage, one in owner.items() if one == rank for by in (-1, 1)}
     return {owner[stage] for stage in near if stage in owner} - {rank}

@@ -10,9 +10,9 @@ from funcops.schedule.simulate import Costs, Network, simulate
 
 
 def fold(schedule: Schedule, ranks: int, costs: Costs | Sequence[Costs] | None = None, network: Network | None = None) -> Schedule:
-    """The schedule with the stages of neighbouring ranks on one: of n ranks, those from r n / `ranks` on go to rank r, and do their
-    actions in the order of the times at which `simulate` starts them; pairs come apart.
-    Raises `ValueError` where `ranks` does not divide n.
+    """Return the schedule with neighbouring ranks merged: of its n ranks, the n / `ranks` from r n / `ranks` on become rank r,
+    which runs their actions in the order of the times at which `simulate` starts them; pairs are split. Raises `ValueError` if
+    `ranks` does not divide n.
 
     >>> from funcops.schedule import fold, gpipe
     >>> fold(gpipe(4, 2), 2).rank_of

@@ -24,7 +24,7 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
-    """As soon as a rank has p - r microbatches in flight, one backward for each forward. Bubble as GPipe's; rank r keeps
+    """Once rank r has p - r microbatches in flight, it runs one backward for each forward. The bubble is GPipe's; rank r keeps
     min(p - r, m). PipeDream-Flush, arXiv:2006.09503. Raises `ValueError` for fewer than one rank or microbatch.
 
     >>> from funcops.schedule import one_f_one_b, simulate
@@ -48,10 +48,10 @@ def _one_f_one_b(stage: int, in_flight: int, microbatches: int) -> tuple[Action,
 
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
-    """1F1B whose weight gradients wait: rank r has as many microbatches in flight as in 1F1B, and puts off the first r weight
-    gradients. Every rank keeps at most p. At m >= p each rank's idle time is (p - 1) max(F, I, F + I - W), and at most (p - 1)
-    max(I, F + I - W) of it is spent waiting between its first and its last action. arXiv:2401.10241. Raises `ValueError` for
-    fewer than one rank or microbatch.
+    """1F1B with delayed weight gradients: rank r has as many microbatches in flight as in 1F1B, and delays each weight gradient by
+    r dgrads. Every rank keeps at most p. At m >= p each rank's idle time is (p - 1) max(F, I, F + I - W), and at most (p - 1)
+    max(I, F + I - W) of it is spent waiting between its first and its last action. arXiv:2401.10241. Raises `ValueError` for fewer
+    than one rank or microbatch.
 
     >>> from funcops.schedule import one_f_one_b, simulate, zb_h1
     >>> simulate(one_f_one_b(2, 4)).idle, simulate(zb_h1(2, 4)).idle
@@ -62,10 +62,10 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
 
 
 def zb_h2(ranks: int, microbatches: int) -> Schedule:
-    """1F1B whose weight gradients wait twice as long: rank r has 2 (p - r) - 1 microbatches in flight. Keeps up to 2 p - 1. At
-    m >= 2 p - 1 a rank waits there at most (p - 1) max(0, I - F, F + I - 2 W), which is nothing at equal times. Its idle time is
-    (p - 1) max(F, F + I - 2 W): ranks begin and end one after another, (p - 1) F in all, which is lost where all wait for the
-    optimiser together. arXiv:2401.10241. Raises `ValueError` for fewer than one rank or microbatch.
+    """1F1B whose weight gradients wait twice as long: rank r has 2 (p - r) - 1 microbatches in flight. A rank keeps up to 2 p - 1.
+    At m >= 2 p - 1 it waits at most (p - 1) max(0, I - F, F + I - 2 W) between its first and its last action, 0 at equal times. Its
+    idle time is (p - 1) max(F, F + I - 2 W): ranks begin and end one after another, (p - 1) F in all, which is lost if all wait for
+    the optimiser together. arXiv:2401.10241. Raises `ValueError` for fewer than one rank or microbatch.
 
     >>> from funcops.schedule import simulate, zb_h1, zb_h2
     >>> simulate(zb_h1(2, 4)).peak_bytes, simulate(zb_h2(2, 4)).peak_bytes
@@ -78,7 +78,7 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
 
 
 def _delayed(stage: int, in_flight: int, put_off: int, microbatches: int) -> tuple[Action, ...]:
-    """1F1B with the input gradients in the places of the backwards, and each weight gradient `put_off` of those later."""
+    """1F1B with dgrads instead of the backwards, and each weight gradient `put_off` dgrads later."""
     ahead = min(in_flight, microbatches)
     actions = [Action(stage, "F", m) for m in range(ahead)]
     done = 0

@@ -8,14 +8,15 @@ import math
 from funcops.errors import fail, require, require_count, require_number, require_type
 from funcops.schedule.collectives import Link
 
-TILE = (256, 128)  # of cuBLAS's fastest kernels, in NVIDIA's guide to the performance of matrix products
+TILE = (256, 128)  # tile of cuBLAS's fastest kernels, from NVIDIA's guide to the performance of matrix products
 
 
 @dataclasses.dataclass(frozen=True)
 class GPU:
-    """A kind of GPU and of the machine around it, in seconds and bytes. `flops`: a second, of dense 16-bit products; `efficiency`:
-    the part of them that a product reaches whose tiles fill every wave of the `sms`, fitted; `attention`: the part of that which
-    fused attention reaches; `memory_bandwidth`: of its own memory; `near_`: within a node, else the network's, for each GPU.
+    """A kind of GPU and of the machine around it, in seconds and bytes. `flops`: per second, of dense 16-bit products;
+    `efficiency`: the fraction of them that a product reaches if its tiles fill every wave of the `sms`, fitted; `attention`: the
+    fraction of that which fused attention reaches; `memory_bandwidth`: of its own memory; `near_...`: within a node, the others
+    over the network, for each GPU.
 
     >>> import dataclasses
     >>> from funcops.schedule import GPU, GPUS
@@ -50,27 +51,27 @@ class GPU:
             require(getattr(self, name) <= 1, "GPU", name, "at most 1", getattr(self, name))
 
     def product(self, m: int, n: int, k: int, out_bytes: float = 2) -> float:
-        """Seconds of [m, k] x [k, n] in 16 bits. The output is cut into tiles, a tile an SM, in waves of all SMs: tiles and waves
-        that are not full take the time of full ones. Or the time of moving the operands and the output, where that is longer."""
+        """The seconds of [m, k] x [k, n] in 16 bits. The output is cut into tiles, one per SM, in waves of all SMs; partial tiles
+        and waves take the time of full ones. If moving the operands and the output takes longer, that time."""
         waves = min(math.ceil(math.ceil(m / a) * math.ceil(n / b) / self.sms) for a, b in (TILE, TILE[::-1]))
         arithmetic = waves * self.sms * 2 * math.prod(TILE) * k / (self.flops * self.efficiency)
         return max(arithmetic, (2 * (m * k + n * k) + out_bytes * m * n) / self.memory_bandwidth)
 
     def moved(self, nbytes: float) -> float:
-        """Seconds of elementwise work that reads and writes so many bytes."""
+        """The seconds of elementwise work that reads and writes `nbytes` in all."""
         return nbytes / self.memory_bandwidth
 
     def link(self, axis: str, size: int, stride: int) -> Link:
-        """The axis of a mesh whose neighbours are `stride` GPUs apart. Within a node it is near; across nodes, ranks of one node
-        share its GPUs' network ports."""
+        """The link of a mesh axis whose neighbours are `stride` GPUs apart. Within a node it has the `near_` latency and bandwidth;
+        across nodes, the axis's ranks of one node use their GPUs' network ports together."""
         inside = max(1, self.per_node // stride)
         if size <= inside:
             return Link(axis, size, self.near_latency, self.near_bandwidth)
         return Link(axis, size, self.latency, min(self.near_bandwidth, inside * self.bandwidth))
 
 
-# Peaks, SMs and memory: NVIDIA's data sheets (A100 80GB SXM, H100 SXM). Bandwidths are what collectives reach: of 300 and 450 GB/s
-# of NVLink each way, and of 25 (HDR InfiniBand) and 50 GB/s (400 Gb/s) of network. Efficiencies: fitted to benchmarks.published.
+# Peaks, SMs and memory: NVIDIA's data sheets (A100 80GB SXM, H100 SXM). Bandwidths are what collectives reach out of NVLink's 300
+# and 450 GB/s each way, and the network's 25 (HDR InfiniBand) and 50 GB/s (400 Gb/s). Efficiencies: fitted to benchmarks.published.
 GPUS = {
     "A100": GPU("A100", 312e12, 0.72, 108, 2.039e12, near_bandwidth=230e9, bandwidth=25e9),
     "H100": GPU("H100", 989e12, 0.58, 132, 3.35e12, near_bandwidth=370e9, bandwidth=45e9),
@@ -78,7 +79,7 @@ GPUS = {
 
 
 def gpu_of(where: str, gpu: GPU | str) -> GPU:
-    """The kind of that name. Raises `ValueError` for one that is not known."""
+    """Return the GPU, looked up in `GPUS` if given by name. Raises `ValueError` for an unknown name."""
     require_type(where, "gpu", gpu, str, GPU)
     if isinstance(gpu, GPU):
         return gpu

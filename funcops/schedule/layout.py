@@ -15,16 +15,16 @@ from funcops.schedule.simulate import Costs, Network
 
 RECOMPUTE = ("none", "mlp", "block")
 PARAM, GRAD, STATE = 2, 4, 12  # bytes: bfloat16; float32 sums of gradients; float32 params and two moments
-ATTENTION_BACKWARD = 2.5  # products of fused attention, against the forward's: the scores once more, and two for each of theirs
-SCORES = (13, 32)  # bytes moved of a score that is written out: product, softmax and dropout; those again, and their backward
+ATTENTION_BACKWARD = 2.5  # fused attention's products over the forward's: scores recomputed, and two gradients for each product
+SCORES = (13, 32)  # bytes moved per score that is written out: product, softmax and dropout; these recomputed, and their backward
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a step is spread: data, tensor (with sequence parallelism), pipeline and context parallel sizes; `chunks`: stages of each
-    pipeline rank; `microbatch`: sequences of one; `zero`: what replicas share out, 1 the optimiser's state, 2 gradients too, 3
-    params too; `recompute`: "none", "mlp" (its first product) or "block", all but a block's input. dp is outermost, then pp, cp,
-    tp.
+    """How a step is distributed: data, tensor (with sequence parallelism), pipeline and context parallel sizes; `chunks`: stages
+    per pipeline rank; `microbatch`: its number of sequences; `zero`: what is sharded over replicas, 1 the optimiser's state, 2
+    gradients too, 3 params too; `recompute`: "none", "mlp" (its first product) or "block", all but a block's input. dp is
+    outermost, then pp, cp, tp.
 
     >>> from funcops.schedule import Layout
     >>> layout = Layout(dp=4, tp=8, pp=2, chunks=3)
@@ -43,7 +43,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "cp", "chunks", "microbatch"):
-            if not is_count(value := getattr(self, name), 1):  # a search makes many of them
+            if not is_count(value := getattr(self, name), 1):  # a search makes many layouts
                 require_count("Layout", **{name: value})
         require_type("Layout", "zero", self.zero, int)
         require(is_count(self.zero, 0) and self.zero <= 3, "Layout", "zero", "0, 1, 2 or 3", self.zero)
@@ -56,7 +56,7 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """The ranks that have the same params: those of dp and cp."""
+        """The number of ranks that have the same params, over dp and cp."""
         return self.dp * self.cp
 
     @property
@@ -69,7 +69,7 @@ class Layout:
 
 
 class Problem(NamedTuple):
-    """Why a layout is out."""
+    """Why a layout is impossible."""
 
     name: str
     expected: str
@@ -80,7 +80,7 @@ class Problem(NamedTuple):
 
 
 def mesh_problem(model: Decoder, layout: Layout, gpu: GPU) -> Problem | None:
-    """What of the sizes of the mesh does not divide."""
+    """The first size of the mesh that does not divide the model; None if all do."""
     kv, tp = model.kv_heads or model.heads, layout.tp
     if model.heads % tp:
         return Problem("tp", f"a divisor of heads {model.heads}", tp)
@@ -102,7 +102,7 @@ def mesh_problem(model: Decoder, layout: Layout, gpu: GPU) -> Problem | None:
 
 
 def problem(model: Decoder, layout: Layout, gpu: GPU) -> Problem | None:
-    """What does not divide."""
+    """The first size of the layout that does not divide the model, or does not go with the others; None if all do."""
     found = mesh_problem(model, layout, gpu)
     if found is not None:
         return found
@@ -115,9 +115,9 @@ def problem(model: Decoder, layout: Layout, gpu: GPU) -> Problem | None:
         return Problem("pp", wanted, f"{layout.pp} x {layout.chunks}")
     count = microbatches(model, layout)
     if layout.chunks > 1 and count % layout.pp:
-        return Problem("chunks", f"1 where microbatches ({count}) are no multiple of pp {layout.pp}", layout.chunks)
+        return Problem("chunks", f"1 if microbatches ({count}) are not a multiple of pp {layout.pp}", layout.chunks)
     if layout.zero and layout.replicas == 1:
-        return Problem("zero", "0 where params have one replica", layout.zero)
+        return Problem("zero", "0 if params have one replica", layout.zero)
     return None
 
 
@@ -128,12 +128,12 @@ def check_layout(where: str, model: Decoder, layout: Layout, gpu: GPU) -> None:
 
 
 def microbatches(model: Decoder, layout: Layout) -> int:
-    """Of a step, on each replica."""
+    """The number of microbatches of a step on each replica."""
     return model.batch // (layout.dp * layout.microbatch)
 
 
 class Layers(NamedTuple):
-    """Of the first stage, of the last, and of each between."""
+    """The numbers of layers of the first stage, of each stage between, and of the last."""
 
     first: int
     between: int
@@ -146,7 +146,8 @@ def layers_of(model: Decoder, layout: Layout) -> Layers | None:
 
 @functools.lru_cache(maxsize=4096)
 def split_layers(layers: int, stages: int) -> Layers | None:
-    """As many layers a stage; or, where that does not divide, with the embedding and the head in the place of a layer each."""
+    """Split layers evenly over stages; if that does not divide, the embedding and the head count as a layer each. None if neither
+    divides."""
     if layers % stages == 0:
         return Layers(*[layers // stages] * 3)
     each = (layers + 2) // stages
@@ -154,7 +155,7 @@ def split_layers(layers: int, stages: int) -> Layers | None:
 
 
 def least_layers(model: Decoder, layout: Layout) -> int:
-    """Of how many layers, one after the other, a step takes the time at least: on the way to the last rank, and on that."""
+    """The number of layers, run one after another, that bound a step's time from below: on the way to the last rank, and on it."""
     layers = layers_of(model, layout)
     assert layers is not None
     own = layout.chunks * layers.between - (layers.between - layers.last)
@@ -176,15 +177,15 @@ class Memory(NamedTuple):
 
 
 def in_flight(layout: Layout, rank: int, count: int) -> int:
-    """Chunks of microbatches that a pipeline rank holds at most, in 1F1B or its interleaved form."""
+    """The most chunks of microbatches that a pipeline rank holds, in 1F1B or its interleaved form."""
     p, v = layout.pp, layout.chunks
     return min(p - rank, count) if v == 1 else min((v - 1) * p + 2 * (p - 1 - rank) + 1, v * count)
 
 
 def peak(model: Decoder, layout: Layout) -> tuple[int, Memory]:
-    """The pipeline rank that needs most, and its bytes."""
+    """The pipeline rank that needs most memory, and its bytes."""
     most = 0, rank_memory(model, layout, 0)
-    for rank in range(1, layout.pp) if layout.pp < 3 else (1, layout.pp - 1):  # those between hold what the second holds, or less
+    for rank in range(1, layout.pp) if layout.pp < 3 else (1, layout.pp - 1):  # ranks between hold at most what the second holds
         found = rank_memory(model, layout, rank)
         if found.total > most[1].total:
             most = rank, found
@@ -192,7 +193,7 @@ def peak(model: Decoder, layout: Layout) -> tuple[int, Memory]:
 
 
 def rank_memory(model: Decoder, layout: Layout, rank: int) -> Memory:
-    """Residuals of the most microbatches in flight, each chunk as large as the rank's largest."""
+    """The bytes of a rank, with the residuals of the most microbatches in flight, each chunk as large as the rank's largest."""
     layers = layers_of(model, layout)
     assert layers is not None
     first, last = rank == 0, rank == layout.pp - 1
@@ -207,8 +208,8 @@ def rank_memory(model: Decoder, layout: Layout, rank: int) -> Memory:
     chunk = layers.between if layout.chunks > 1 or not (first or last) else layers.first if first else layers.last
     held = in_flight(layout, rank, microbatches(model, layout)) * chunk * model.kept(layout.recompute) * tokens / layout.tp
     again = (model.kept("none") - model.kept(layout.recompute)) * tokens / layout.tp
-    logits = 2 * 2 * tokens * model.vocab / layout.tp if last else 0.0  # and their gradient
-    gathered = 2 * (PARAM + GRAD) * layer if zero == 3 else GRAD * layer if zero == 2 else 0.0  # a layer ahead
+    logits = 2 * 2 * tokens * model.vocab / layout.tp if last else 0.0  # logits and their gradient
+    gathered = 2 * (PARAM + GRAD) * layer if zero == 3 else GRAD * layer if zero == 2 else 0.0  # prefetched by a layer
     return Memory(
         PARAM * params / (shared if zero == 3 else 1),
         GRAD * params / (shared if zero >= 2 else 1),
@@ -219,7 +220,7 @@ def rank_memory(model: Decoder, layout: Layout, rank: int) -> Memory:
 
 
 class Layer(NamedTuple):
-    """Seconds of a layer, without communication; `column` has the dgrad and the wgrad of each product that tp cuts by columns."""
+    """Seconds of a layer, without communication; `column`: the dgrad and the wgrad of each column-sharded product."""
 
     forward: float
     dgrad: float
@@ -231,7 +232,7 @@ class Layer(NamedTuple):
 def layer_times(model: Decoder, gpu: GPU, tp: int, cp: int, microbatch: int, recompute: str) -> Layer:
     rows = microbatch * model.seq // cp
     sizes = []
-    kv = max(model.kv_width // tp, model.head_dim)  # kv heads are replicated where there are fewer than tp
+    kv = max(model.kv_width // tp, model.head_dim)  # kv heads are replicated if there are fewer than tp
     for i, (n, k, column) in enumerate(model.products):
         width = model.hidden // tp + 2 * kv if i == 0 else n // tp
         sizes.append((width, k) if column else (n, k // tp))
@@ -249,7 +250,7 @@ def layer_times(model: Decoder, gpu: GPU, tp: int, cp: int, microbatch: int, rec
 
 
 def _attention(model: Decoder, gpu: GPU, tp: int, rows: int) -> tuple[float, float]:
-    """Seconds forward and backward."""
+    """The seconds of attention, forward and backward."""
     pairs = rows * model.keys * (model.heads // tp)
     arithmetic = 4 * pairs * model.head_dim / (gpu.flops * gpu.efficiency)
     if model.flash:
@@ -272,7 +273,7 @@ def network_of(layout: Layout, gpu: GPU) -> Network:
 
 
 class Stages(NamedTuple):
-    """What the first stage has, each between, and the last: their costs, for one."""
+    """A value, such as costs, for the first stage, for each stage between, and for the last."""
 
     first: Any
     between: Any
@@ -283,7 +284,7 @@ class Stages(NamedTuple):
 
 
 def plain_stages(model: Decoder, layout: Layout, gpu: GPU) -> Stages:
-    """Costs of stages, in seconds and bytes of a microbatch, without what replicas say to each other."""
+    """The costs of stages, in seconds and bytes of a microbatch, without communication between replicas."""
     layers = layers_of(model, layout)
     assert layers is not None
     one = layout.stages == 1
@@ -299,7 +300,7 @@ def plain_stages(model: Decoder, layout: Layout, gpu: GPU) -> Stages:
 def _stage(
     model: Decoder, gpu: GPU, count: int, last: bool, tp: int, cp: int, microbatch: int, recompute: str, piped: bool, chunked: bool
 ) -> Costs:
-    """Of so many layers, the last one's with the head."""
+    """The costs of a stage of `count` layers, with the head if it is the last."""
     layer = layer_times(model, gpu, tp, cp, microbatch, recompute)
     rows, width = microbatch * model.seq // cp, -(-model.vocab // tp)  # padded
     forward, dgrad, wgrad = (count * one for one in layer[:3])
@@ -309,7 +310,7 @@ def _stage(
         wgrad += gpu.product(width, model.hidden, rows, 2 * GRAD)
     said = _of_tp(model, layer, count, tp, rows, recompute) if tp > 1 and count else []
     said += _of_cp(model, count, tp, cp, microbatch, recompute) if cp > 1 and count else []
-    if piped:  # from stage to stage; beside the work of another chunk, where a rank has several
+    if piped:  # from stage to stage; overlaps with another chunk's work if a rank has several
         y = 2.0 * rows * model.hidden / tp
         said += [Collective("p2p", "pp", y, under if chunked else 0.0, when) for under, when in ((forward, "F"), (dgrad, "I"))]
     kept = count * model.kept(recompute) * rows / tp
@@ -317,7 +318,7 @@ def _stage(
 
 
 def stages_of(model: Decoder, layout: Layout, gpu: GPU) -> Stages:
-    """Costs of stages, in seconds and bytes of a microbatch."""
+    """The costs of stages, in seconds and bytes of a microbatch."""
     layers, plain = layers_of(model, layout), plain_stages(model, layout, gpu)
     assert layers is not None
     if layout.replicas == 1:
@@ -333,7 +334,7 @@ def stages_of(model: Decoder, layout: Layout, gpu: GPU) -> Stages:
 
 def _of_tp(model: Decoder, layer: Layer, count: int, tp: int, rows: int, recompute: str) -> list[Collective]:
     """Sequence parallelism: a gather before and a reduce-scatter after each pair of products. In the backward the second gather of
-    x runs beside a dgrad, the reduce-scatter of dx beside a wgrad."""
+    x overlaps with a dgrad, the reduce-scatter of dx with a wgrad."""
     x = 2.0 * rows * model.hidden
     found = [Collective(kind, "tp", x, times=2 * count) for kind in ("all_gather", "reduce_scatter")]
     if recompute == "block":
@@ -348,7 +349,7 @@ def _of_tp(model: Decoder, layer: Layer, count: int, tp: int, rows: int, recompu
 
 
 def _of_cp(model: Decoder, count: int, tp: int, cp: int, microbatch: int, recompute: str) -> list[Collective]:
-    """k and v are gathered, in the backward once more, and their gradients summed."""
+    """Context parallelism: k and v are gathered, in the backward again, and their gradients reduce-scattered."""
     kv = 2 * 2.0 * microbatch * model.seq * max(model.kv_width // tp, model.head_dim)
     return [
         Collective("all_gather", "cp", kv, times=count),
@@ -358,8 +359,9 @@ def _of_cp(model: Decoder, count: int, tp: int, cp: int, microbatch: int, recomp
 
 
 def _of_replicas(layout: Layout, params: float, count: int, forward: float, backward: float) -> list[Collective]:
-    """Gradients are summed beside the last microbatch's backward and params gathered beside the first one's forward; with ZeRO-2
-    each microbatch's gradients beside its backward, and with ZeRO-3 a layer's params beside the layer before."""
+    """Data parallelism: the sum of gradients overlaps with the last microbatch's backward, the gather of params with the first
+    one's forward; from ZeRO-2 on each microbatch's gradients overlap with its backward, and with ZeRO-3 a layer's params with the
+    layer before."""
     if layout.zero == 0:
         return [Collective("all_reduce", "dp", GRAD * params, backward, "step")]
     each, times = params / max(1, count), max(1, count)

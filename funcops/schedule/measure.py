@@ -1,4 +1,4 @@
-"""`measure`: what the actions of an op, or of every stage, take on this machine."""
+"""`measure`: the times and bytes of an op's actions, or of every stage's, on this machine."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from funcops.trees import nbytes, tensors, tree_map_tensors
 
 
 def measure(op: Op, params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL, repeats: int = 5) -> Costs:
-    """The costs of one microbatch x: medians over `repeats`, in seconds, of `fwd`, `dgrad` and `wgrad` (one run before them is not
-    counted); bytes of residuals, of the pending and of y, net of params. dy is ones. For `simulate` and `delay_w`.
+    """Measure the costs of one microbatch x: medians over `repeats`, in seconds, of `fwd`, `dgrad` and `wgrad` (after one run that
+    is not counted); bytes of residuals, of the pending and of y, net of params. dy is ones. For `simulate` and `delay_w`.
 
-    x counts where it is kept: within a model it is the y of the layer before, which nothing else holds. `run`, `measure_stages`
-    and a `Ledger(params, x)` leave out what the caller gave, and so holds anyway. Raises `ValueError` or `TypeError` for what is
-    no op of that config, fewer than one repeat, and an x without values.
+    A saved x counts: within a model it is the y of the layer before, which nothing else holds. `run`, `measure_stages` and a
+    `Ledger(params, x)` leave out what the caller passed, as the caller holds it anyway. Raises `ValueError` or `TypeError` for
+    an op or a config that does not fit the other, fewer than one repeat, and an x without values.
 
     >>> import torch
     >>> from funcops import LinearConfig, linear, random
@@ -42,7 +42,7 @@ def measure(op: Op, params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL, 
 
 
 def _measured(op: Op, params: Any, x: Any, cfg: Any, needs: Needs, repeats: int, *besides: Any) -> Costs:
-    """`besides`: trees whose storages are not counted."""
+    """Measure as `measure` does; storages of the trees `besides` are not counted."""
     check_body("measure", op, cfg)
     require_count("measure", repeats=repeats)
     check_needs("measure", needs, params, x)
@@ -74,9 +74,9 @@ def _measured(op: Op, params: Any, x: Any, cfg: Any, needs: Needs, repeats: int,
 def measure_stages(
     params: dict[str, Any], x: Any, cfg: ChainConfig, *, needs: Needs = Needs.ALL, repeats: int = 5
 ) -> tuple[Costs, ...]:
-    """`measure` of every stage of a staged chain, each with the y of the one before; for `simulate(schedule, costs)`. Bytes are
-    those that `run` counts: net of params and of the chain's own x, while a y that the next stage keeps is the next stage's.
-    Raises `ValueError` or `TypeError` as `measure` does, and for a chain whose steps are no stages.
+    """Measure every stage of a staged chain, each on the y of the stage before; for `simulate(schedule, costs)`. Bytes are counted
+    as in `run`: net of params and of the chain's own x; a y that the next stage saves counts there.
+    Raises `ValueError` or `TypeError` as `measure` does, and for a chain whose steps are not stages.
 
     >>> import torch
     >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random

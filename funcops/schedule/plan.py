@@ -1,4 +1,4 @@
-"""`plan_parallel`: the fastest layouts of a decoder on so many GPUs, and why the others are out."""
+"""`plan_parallel`: the fastest layouts of a decoder on a number of GPUs, and why the others are impossible."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ MOST_ROWS = 16  # sequences in a microbatch
 
 
 class Refused(NamedTuple):
-    """A mesh none of whose layouts divides the model and fits, and why: by the layout that needs fewest bytes, if it is bytes."""
+    """A mesh without a layout that divides the model and fits, and why; if memory is the reason, for the layout that needs
+    least."""
 
     layout: Layout
     why: str
@@ -33,8 +34,8 @@ class Refused(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
-    """`rows`: the fastest layouts that fit, with at most `memory` bytes a GPU; `refused`: the meshes that are out; `counted`: the
-    layouts that were looked at."""
+    """The result of `plan_parallel`. `rows`: the fastest layouts that need at most `memory` bytes a GPU; `refused`: the meshes
+    without a layout; `counted`: the number of layouts that were examined."""
 
     model: Decoder
     gpus: int
@@ -49,15 +50,15 @@ class Plan:
         return self.rows[0]
 
     def why_not(self, **sizes: int) -> tuple[Refused, ...]:
-        """The meshes of these sizes that are out: `plan.why_not(tp=8, pp=16)`. Raises `ValueError` for a size of no axis."""
+        """The refused meshes of these sizes: `plan.why_not(tp=8, pp=16)`. Raises `ValueError` for a name that is not an axis."""
         for name, value in sizes.items():
             require(name in AXES, "Plan.why_not", "sizes", f"of the axes {', '.join(AXES)}", repr(name))
             require_count("Plan.why_not", **{name: value})
         return tuple(one for one in self.refused if all(getattr(one.layout, name) == value for name, value in sizes.items()))
 
     def draw(self, path: str | os.PathLike[str] | None = None) -> Any:
-        """The best one's pipeline, its first microbatches, as `funcops.schedule.draw` has it; the title says so, with the time of
-        the whole step."""
+        """Draw the first microbatches of the best layout's pipeline with `funcops.schedule.draw`; the title says how many, and
+        gives the time of the whole step."""
         shown = self.best.simulated
         count = len({slot.action.microbatch for slots in shown.slots for slot in slots})
         of = microbatches(self.model, self.best.layout)
@@ -88,12 +89,12 @@ class Plan:
 def plan_parallel(
     model: Decoder, gpus: int, memory: float, gpu: GPU | str = "H100", *, fixed: Mapping[str, Any] | None = None, show: int = 10
 ) -> Plan:
-    """The `show` fastest layouts of a decoder on `gpus` GPUs of `memory` bytes each: of every mesh (pp, dp, cp, tp) with every
-    number of chunks and size of microbatch that under the ZeRO stage and recomputation which is the fastest that fits. `fixed`:
-    fields of `Layout` that are given, such as {"tp": 8}.
+    """Find the `show` fastest layouts of a decoder on `gpus` GPUs of `memory` bytes each. Each mesh (pp, dp, cp, tp) with each
+    number of chunks and microbatch size counts once, under its fastest ZeRO stage and recomputation that fit. `fixed`: given fields
+    of `Layout`, such as {"tp": 8}.
 
-    A closed form bounds the time of each from below; those that can be among the fastest are simulated, stage by stage.
-    Raises `ValueError` where no layout divides the model, and where none fits, with the least bytes.
+    A closed form bounds each layout's time from below; the layouts that can be among the fastest are simulated, stage by stage.
+    Raises `ValueError` if no layout divides the model, and if none fits, with the least bytes.
 
     >>> from funcops.schedule import Decoder, plan_parallel
     >>> model = Decoder(hidden=1024, ffn=4096, layers=4, heads=16, vocab=32000, seq=1024, batch=8)
@@ -149,14 +150,14 @@ def _variant(layout: Layout) -> str:
 
 
 class _Search:
-    """`found`: of each mesh, chunks, microbatch and ZeRO stage the layout that fits with the least recomputation, after the least
-    time and the bytes that it takes; `refused`: meshes without any."""
+    """`found`: for each mesh, chunks, microbatch and ZeRO stage the layout that fits with the least recomputation, as (lower bound
+    of its time, bytes, layout); `refused`: meshes without a layout."""
 
     def __init__(self, model: Decoder, memory: float, gpu: GPU, fixed: Mapping[str, Any]) -> None:
         self.model, self.memory, self.gpu, self.fixed = model, memory, gpu, fixed
         self.found: list[tuple[float, float, Layout]] = []
         self.refused: list[Refused] = []
-        self.least: tuple[float, Layout] | None = None  # bytes, of what divides and does not fit
+        self.least: tuple[float, Layout] | None = None  # the least bytes of meshes that divide and do not fit
         self.counted = 0
 
     def mesh(self, mesh: Layout) -> None:
@@ -185,7 +186,7 @@ class _Search:
             self.refused.append(Refused(mesh, str(first)))
 
     def _chunks(self, mesh: Layout) -> list[int]:
-        """Of which each has a layer at least; one that divides is tried first, so that what is said of none is of 1."""
+        """The numbers of chunks to try: those that divide, after 1, so that if none is possible the reason refers to 1."""
         if "chunks" in self.fixed:
             return [self.fixed["chunks"]]
         most = max(1, (self.model.layers + 2) // mesh.pp) if mesh.pp > 1 else 1
@@ -198,14 +199,14 @@ class _Search:
         return [rows for rows in _divisors(self.model.batch // mesh.dp) if rows <= MOST_ROWS]
 
     def _variants(self, shape: Layout) -> tuple[float, str] | None:
-        """Keeps what fits; says what needs fewest bytes where nothing does."""
+        """Put the layouts that fit into `found`; if none does, return the least bytes, and the variant that needs them."""
         stages = [zero for zero in ([0] if shape.replicas == 1 else range(4)) if self.fixed.get("zero", zero) == zero]
         ways = [way for way in RECOMPUTE if self.fixed.get("recompute", way) == way]
         if not stages:
             return None
         frugal = dataclasses.replace(shape, zero=stages[-1], recompute=ways[-1])
         memory = peak(self.model, frugal)[1]
-        if memory.total - memory.workspace > self.memory:  # all others need more
+        if memory.total - memory.workspace > self.memory:  # all other variants need more
             self.counted += len(stages) * len(ways)
             return memory.total, _variant(frugal)
         before, least = len(self.found), (memory.total, frugal)
@@ -230,8 +231,8 @@ class _Search:
         fail(where, "gpus", f"a product of sizes that divide the model ({closest})", gpus)
 
     def fastest(self, count: int) -> list[Predicted]:
-        """The layout with the least time is looked at more closely, and in the end simulated, until nothing that is left can be
-        among the fastest. Of layouts that differ in ZeRO and recomputation alone the fastest stays."""
+        """Refine the layout with the least bound, and in the end simulate it, until no other can be among the fastest. Of layouts
+        that differ in ZeRO and recomputation alone, keep the fastest."""
         heap: list[tuple[float, float, int, bool, Bound | None]] = []
         for i, (least, nbytes, _) in enumerate(self.found):
             heap.append((least, nbytes, i, False, None))

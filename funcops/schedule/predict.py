@@ -1,4 +1,4 @@
-"""`predict`: the time of a step and the bytes of each GPU, of a decoder in a layout."""
+"""`predict`: the time of a decoder's step in a layout, and the bytes of each GPU."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from funcops.schedule.layout import (
 )
 from funcops.schedule.simulate import Model, Network, Simulated, simulate
 
-UPDATE = 28  # bytes moved of a param by the optimiser: gradient, float32 param and two moments read, those and the param written
+UPDATE = 28  # bytes that the optimiser moves per param: gradient, float32 param and two moments read, param and two moments written
 
 
 class Spent(NamedTuple):
-    """Where the seconds of a step go, on the pipeline rank that has most to do."""
+    """The seconds of a step by cause, on the busiest pipeline rank."""
 
     compute: float
     exposed: float
@@ -42,7 +42,7 @@ class Spent(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Predicted:
-    """A step of `time` seconds and at most `memory.total` bytes a GPU, which are those of pipeline rank `rank`. `simulated`: the
+    """A step of `time` seconds and at most `memory.total` bytes a GPU, which pipeline rank `rank` needs. `simulated`: the
     pipeline's first microbatches, by `simulate`; the others take as long as the last of these."""
 
     model: Decoder
@@ -64,12 +64,12 @@ class Predicted:
 
     @property
     def flops(self) -> float:
-        """Of the model, a second and GPU."""
+        """The model's flops per second and GPU."""
         return self.model.flops / self.time / self.layout.gpus
 
     @property
     def mfu(self) -> float:
-        """The part of the GPU's peak that these are."""
+        """`flops` as a fraction of the GPU's peak."""
         return self.flops / self.gpu.flops
 
     def __str__(self) -> str:
@@ -94,8 +94,8 @@ class Predicted:
 
 
 def predict(model: Decoder, layout: Layout, gpu: GPU | str = "H100") -> Predicted:
-    """The time of a step, and the bytes of the GPU that needs most. The pipeline runs 1F1B, interleaved where a rank has several
-    chunks. Raises `ValueError` for a layout that does not divide the model.
+    """Predict the time of a step, and the bytes of the GPU that needs most. The pipeline runs 1F1B, interleaved if a rank has
+    several chunks. Raises `ValueError` for a layout that does not divide the model.
 
     >>> from funcops.schedule import Decoder, Layout, predict
     >>> model = Decoder(hidden=1024, ffn=4096, layers=4, heads=16, vocab=32000, seq=1024, batch=8)
@@ -111,8 +111,8 @@ def predict(model: Decoder, layout: Layout, gpu: GPU | str = "H100") -> Predicte
 
 
 class Loads(NamedTuple):
-    """Seconds, with what is exposed in them: of a microbatch, by pipeline rank; of the first stages on the way to each rank,
-    forward and both ways; and once a step, by rank."""
+    """Seconds, exposed communication included, by pipeline rank: `own` of a microbatch; `there` and `there_and_back` of the first
+    stages of the ranks before, forward alone and with the backward; `after` once a step."""
 
     own: list[float]
     there: list[float]
@@ -134,15 +134,15 @@ def loads_of(layout: Layout, model: Model) -> Loads:
 
 
 def least_time(count: int, loads: Loads) -> float:
-    """No schedule of the stages takes less; where all stages cost the same, 1F1B and its interleaved form take just that. A rank
-    begins when its first stage's x has come through the ranks before it, and what it does last is on its way back through them."""
+    """A time that no schedule of the stages can beat; if all stages cost the same, 1F1B and its interleaved form reach it. A rank
+    begins when its first stage's x has passed the ranks before it, and its last gradient goes back through them."""
     turn = max(back + count * own for back, own in zip(loads.there_and_back, loads.own, strict=True)) + loads.after[0]
     rows = zip(loads.there, loads.own, loads.after, strict=True)
     return max(turn, max(there + count * own + after for there, own, after in rows))
 
 
 class Bound(NamedTuple):
-    """What is known of a layout before it is simulated."""
+    """A lower bound of a layout's time, with the parts that it was computed from and the simulation reuses."""
 
     time: float
     update: float
@@ -152,7 +152,7 @@ class Bound(NamedTuple):
 
 
 def bound(model: Decoder, layout: Layout, gpu: GPU) -> Bound:
-    """The least time of a step, by a closed form: its work grows neither with microbatches nor with GPUs."""
+    """Bound the time of a step from below by a closed form, whose work grows neither with microbatches nor with replicas."""
     stages, network = stages_of(model, layout, gpu), network_of(layout, gpu)
     loads = loads_of(layout, _resolved(layout.stages, stages, network))
     _, memory = peak(model, layout)
@@ -161,13 +161,13 @@ def bound(model: Decoder, layout: Layout, gpu: GPU) -> Bound:
 
 
 def without_communication(model: Decoder, layout: Layout, gpu: GPU) -> float:
-    """Less than `bound`, for less work: the time of layers alone."""
+    """A time below `bound`, for less work: the layers alone."""
     layer = layer_times(model, gpu, layout.tp, layout.cp, layout.microbatch, layout.recompute)
     return least_layers(model, layout) * (layer.forward + layer.dgrad + layer.wgrad)
 
 
 def without_replicas(model: Decoder, layout: Layout, gpu: GPU) -> float:
-    """Less than `bound`, and the same for all ZeRO stages: without what replicas say to each other, and the update."""
+    """A time below `bound`, the same for all ZeRO stages: without communication between replicas, and without the update."""
     bare = Layout(1, layout.tp, layout.pp, layout.cp, layout.chunks, layout.microbatch, 0, layout.recompute)
     return least_time(microbatches(model, layout), _plain_loads(model, bare, gpu))
 
@@ -178,7 +178,7 @@ def _plain_loads(model: Decoder, layout: Layout, gpu: GPU) -> Loads:
 
 
 def _resolved(count: int, stages: Stages, network: Network) -> Model:
-    """As `Model.of` has it, with each of the three sorts of stages looked at once."""
+    """Make the same as `Model.of`, but resolve each of the three sorts of stages once."""
     links = {link.axis: link for link in network.axes}
     found = Stages(*(one.resolved("predict", links) for one in stages)).all(count)
     return Model(tuple(one for one, _ in found), (0.0,) * len(found), tuple(after for _, after in found))
@@ -190,8 +190,8 @@ def schedule_of(ranks: int, chunks: int, count: int) -> Schedule:
 
 
 def simulate_few(layout: Layout, count: int, stages: Stages, network: Network) -> tuple[Simulated, float]:
-    """The pipeline's first microbatches, and the time of all `count`. After 2 p of them each further one, or each further group of
-    p where a rank has several chunks, takes as long as the one before."""
+    """Simulate the pipeline's first microbatches, and return that and the time of all `count`. After 2 p microbatches each further
+    one, or each further group of p if a rank has several chunks, takes as long as the one before."""
     p, chunked = layout.pp, layout.chunks > 1
     costs = stages.all(layout.stages)
     found = simulate(schedule_of(p, layout.chunks, few := min(count, 3 * p if chunked else 2 * p)), costs, network)

@@ -17,8 +17,8 @@ from funcops.trees import WithExtras, put
 
 
 class Event(NamedTuple):
-    """An action of a rank; the bytes of residuals and pendings, net of params and of x, that the rank holds after it; when it
-    ended, in seconds from the start of the run (on a GPU: when it had been launched)."""
+    """An action of a rank; the bytes of residuals and pendings, net of params and of x, that the rank holds after it; the time at
+    which it ended, in seconds from the start of the run (on a GPU: at which it was launched)."""
 
     rank: int
     action: Action
@@ -27,7 +27,7 @@ class Event(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """y and dx of every microbatch; the gradients of params, summed over the microbatches; what was done, in order."""
+    """y and dx of every microbatch; the gradients of params, summed over the microbatches; the actions that ran, in order."""
 
     ys: list[Any]
     dparams: dict[str, Any]
@@ -36,7 +36,7 @@ class Ran(NamedTuple):
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
-        """By rank, the most bytes after any of its actions."""
+        """The most bytes after any action of a rank, by rank."""
         ranks = 1 + max(event.rank for event in self.events)
         return tuple(max(event.nbytes for event in self.events if event.rank == rank) for rank in range(ranks))
 
@@ -53,19 +53,19 @@ def run(
     done: Done | None = None,
     losses: tuple[str, ...] = (),
 ) -> Ran:
-    """Every action of the schedule, each stage a step of the chain `cfg`: what `chain.fwd` and `chain.bwd` give for one microbatch
-    after another, in the schedule's order.
+    """Run every action of the schedule, each stage a step of the chain `cfg`. The results are the same as if `chain.fwd` and
+    `chain.bwd` ran for one microbatch after another, in the schedule's order.
 
-    xs: x of each microbatch. dys: the gradient of each y; where y is a scalar loss, None is that of the mean over the microbatches.
-    That mean is the whole batch's loss only where each microbatch's loss is a mean over equally many labels. Where they count
-    n[0], n[1], ... labels (others are ignored, or microbatches differ in size), the whole batch's gradients are those of
-    `dys=[torch.full_like(loss, n_i / sum(n)) for n_i in n]`, in the dtype of the loss.
-    Where stages give outputs, y is `WithExtras(main, outputs)`, as that of the chain; to the loss are added the sums of those named
-    in `losses` (of a router's in all layers, say), which is for dys of None.
+    xs: x of each microbatch. dys: the gradient of each y; if y is a scalar loss, None stands for the gradient of the mean over the
+    microbatches. That mean is the whole batch's loss only if each microbatch's loss is a mean over equally many labels. If they
+    count n[0], n[1], ... labels (others are ignored, or microbatches differ in size), pass
+    `dys=[torch.full_like(loss, n_i / sum(n)) for n_i in n]`, in the dtype of the loss, for the whole batch's gradients.
+    If stages have outputs, y is `WithExtras(main, outputs)`, as the chain's y is; the sums of the outputs named in `losses` (a
+    router's in all layers, say) are added to the loss, which needs dys=None.
     `into`: accumulators like params (fp32 for bf16 params, say), by default zeros like them. `done(stage, dparams)` is called after
     the last weight gradient of each stage: there a reduction over data-parallel ranks may begin.
 
-    Raises `ValueError` or `TypeError` for a chain that does not fit, before anything runs; `LedgerError` where something was used
+    Raises `ValueError` or `TypeError` for a chain that does not fit, before anything runs; `LedgerError` if something was used
     twice or never.
 
     >>> import torch
@@ -111,7 +111,7 @@ def run(
 
 
 class _Pass:
-    """All stages, and what lies between them: main values on their way forward, gradients on their way back."""
+    """All stages, and the values between them: main values on their way forward, gradients on their way back."""
 
     def __init__(
         self, schedule: Schedule, params: Any, mains: list[Any], extras: list[Any], cfg: ChainConfig, ends: Ends, needs: Needs,

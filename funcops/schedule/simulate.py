@@ -1,4 +1,4 @@
-"""What a schedule would take: times and peak bytes per rank, from the cost of each action."""
+"""`simulate`: a schedule's times and peak bytes per rank, from the cost of each action."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ ROUNDING = 1e-9  # sums of one schedule's costs that differ by less, relatively,
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Of one microbatch on one stage: times, in any unit; `together`: of a forward and a backward side by side, None for their sum;
-    bytes of the residuals, which a forward keeps; of the pending, which takes their place from dgrad to wgrad; and of y, which goes
-    to the next stage (its gradient comes back).
+    """The costs of one microbatch on one stage. Times, in any unit; `together`: of a forward and a backward side by side, None for
+    their sum. Bytes of the residuals, which a forward saves; of the pending, which replaces them from dgrad to wgrad; and of y,
+    which goes to the next stage (its gradient comes back).
 
-    A pending is no part of the residuals: for each layer with weights it holds x and dy, where the residuals held x alone, so that
-    it is mostly the larger of the two (1.1 to 2 times the residuals, in MLPs and transformer blocks that were measured; `measure`
-    says it of yours). The default, 1.0 of each, is the papers' unit: a microbatch that waits.
+    A pending is not a part of the residuals: for each layer with weights it holds x and dy, where the residuals held x alone, so it
+    is mostly the larger of the two (1.1 to 2 times the residuals in the MLPs and transformer blocks that were measured; `measure`
+    tells you for yours). The default, 1.0 of each, is the papers' unit: a microbatch that waits.
 
-    `collectives`: what of them is exposed on the network's axes is added to the times, but to that of `together`.
+    `collectives`: their exposed time on the network's axes is added to the times, except to `together`.
 
     >>> from funcops.schedule import Costs, gpipe, simulate
     >>> simulate(gpipe(1, 2), Costs(forward=1.0, dgrad=1.5, wgrad=0.5)).time
@@ -50,7 +50,7 @@ class Costs:
         require_number("Costs", 0, **given)
 
     def resolved(self, where: str, links: dict[str, Link]) -> tuple[Costs, float]:
-        """The same with what is exposed of the collectives in the times, and what of them is exposed once a step."""
+        """Return the same costs with the collectives' exposed time added to the times, and the time exposed once a step."""
         more = exposed(where, self.collectives, links)
         times = {"forward": self.forward + more["F"], "dgrad": self.dgrad + more["I"], "wgrad": self.wgrad + more["W"]}
         return dataclasses.replace(self, **times, collectives=()), more["step"]
@@ -61,8 +61,9 @@ class Costs:
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """Time from rank to rank: `latency` + bytes / `bandwidth`; between ranks of one node of `ranks_per_node`, the `near_` ones.
-    `axes`: what lies between the GPUs that one rank of the schedule stands for, and its replicas, for the costs' collectives.
+    """The time from rank to rank: `latency` + bytes / `bandwidth`; between ranks of one node of `ranks_per_node`, with the `near_`
+    fields. `axes`: the links between the GPUs that one rank of the schedule stands for, and to its replicas, for the costs'
+    collectives.
 
     >>> from funcops.schedule import Costs, Network, gpipe, simulate
     >>> far = Network(latency=0.5, bandwidth=100.0)
@@ -98,8 +99,8 @@ class Network:
 
 
 class Model(NamedTuple):
-    """Costs by stage, with what is exposed of their collectives in the times; by stage, the time to the stage after, and that of
-    what is exposed once a step."""
+    """For each stage: the costs, with their collectives' exposed time added; the time of a message to the next stage; and the
+    communication time exposed once a step."""
 
     costs: tuple[Costs, ...]
     send: tuple[float, ...]
@@ -107,7 +108,8 @@ class Model(NamedTuple):
 
     @staticmethod
     def of(schedule: Schedule, costs: Costs | Sequence[Costs] | None, network: Network | None, where: str) -> Model:
-        """Raises for costs of another number of stages, and for collectives on an axis that the network lacks."""
+        """Resolve the costs of a schedule's stages. Raises for costs of another number of stages, and for collectives on an axis
+        that the network lacks."""
         if costs is not None:
             require_type(where, "costs", costs, Costs, tuple, list)
         if network is not None:
@@ -134,8 +136,8 @@ class Slot(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Simulated:
-    """When each action of each rank starts and ends, in the order of the schedule; the time of the step, with what is exposed of
-    collectives after a rank's last action; the most bytes of residuals and pendings that each rank holds."""
+    """The times at which each action of each rank starts and ends, in the order of the schedule; the time of the step, with the
+    communication exposed after a rank's last action; the most bytes of residuals and pendings that each rank holds."""
 
     schedule: Schedule
     starts: tuple[array[float], ...]
@@ -145,13 +147,13 @@ class Simulated:
 
     @functools.cached_property
     def slots(self) -> tuple[tuple[Slot, ...], ...]:
-        """What each rank does when."""
+        """The actions of each rank with their times."""
         rows = zip(self.schedule.ranks, self.starts, self.ends, strict=True)
         return tuple(tuple(map(Slot, actions, starts, ends)) for actions, starts, ends in rows)
 
     @functools.cached_property
     def busy(self) -> tuple[float, ...]:
-        """By rank, the time in which it works; a pair side by side counts once."""
+        """The time in which a rank works, by rank; a pair side by side counts once."""
         return tuple(map(self._busy, range(len(self.starts))))
 
     def _busy(self, rank: int) -> float:
@@ -162,23 +164,23 @@ class Simulated:
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """By rank, the time of the step in which it does nothing."""
+        """The time of the step in which a rank does nothing, by rank."""
         return tuple(self._rounded(self.time - busy) for busy in self.busy)
 
     @property
     def waiting(self) -> tuple[float, ...]:
-        """By rank, the time between its first and its last action in which it waits. Where a rank may go on with the next step
-        before others end this one, this is all that is lost."""
+        """The time in which a rank waits between its first and its last action, by rank. If ranks may go on with the next step
+        before others end this one, this is all the time that is lost."""
         rows = zip(self.starts, self.ends, self.busy, strict=True)
         return tuple(self._rounded(ends[-1] - starts[0] - busy) if starts else 0.0 for starts, ends, busy in rows)
 
     def _rounded(self, difference: float) -> float:
-        """Without what comes of the order of sums alone."""
+        """The difference, or 0 if it is only rounding from the order of sums."""
         return difference if abs(difference) > ROUNDING * self.time else 0.0
 
     @property
     def bubble(self) -> float:
-        """The part of all ranks' time that is idle."""
+        """The idle fraction of all ranks' time."""
         return sum(self.idle) / (self.time * len(self.starts)) if self.time else 0.0
 
     def __repr__(self) -> str:
@@ -194,7 +196,7 @@ class Simulated:
         return self.said()
 
     def said(self, unit: str = "") -> str:
-        """In a line, the time in that unit."""
+        """Return a one-line summary, with the time in `unit`."""
         peaks = [_shown(peak) for peak in self.peak_bytes]
         shown = ", ".join(peaks if len(peaks) <= 16 else [*peaks[:8], "...", *peaks[-8:]])
         time = f"{self.time:g} {unit}".rstrip()
@@ -202,12 +204,13 @@ class Simulated:
 
 
 def _shown(nbytes: float) -> str:
-    """In units, but for small numbers: where costs are not measured, the bytes of a microbatch count one."""
+    """Format bytes with a unit, small numbers without: if costs are not measured, a microbatch counts as one byte."""
     return size_of(nbytes) if nbytes >= 1024 else f"{nbytes:g}"
 
 
 def simulate(schedule: Schedule, costs: Costs | Sequence[Costs] | None = None, network: Network | None = None) -> Simulated:
-    """Every action as early as its rank is free and what it needs has come. `costs`: of every stage, or one each.
+    """Simulate the schedule: every action starts as soon as its rank is free and its inputs have arrived. `costs`: one for every
+    stage, or one each.
 
     Raises `ValueError` for costs of another number of stages, and for collectives on an axis that `network` lacks.
 
@@ -219,7 +222,7 @@ def simulate(schedule: Schedule, costs: Costs | Sequence[Costs] | None = None, n
     require_type("simulate", "schedule", schedule, Schedule)
     model = Model.of(schedule, costs, network, "simulate")
     count, ranks, together = schedule.microbatches, range(len(schedule.ranks)), schedule.together
-    forward, dgrad = (array("d", bytes(8 * schedule.stages * count)) for _ in range(2))  # when each is there for the next stage
+    forward, dgrad = (array("d", bytes(8 * schedule.stages * count)) for _ in range(2))  # when each output reaches the next stage
     times = {kind: [c.time(kind) for c in model.costs] for kind in KINDS}
     kept = {"F": [c.residual_bytes for c in model.costs], "I": [c.pending_bytes - c.residual_bytes for c in model.costs]}
     freed = {"W": [c.pending_bytes for c in model.costs], "B": [c.residual_bytes for c in model.costs]}
@@ -268,8 +271,8 @@ def _side_by_side(
     ends: list[array[float]],
     forward: array[float],
 ) -> tuple[float, float]:
-    """Times of a backward whose gradient comes at `arrival`, and of the forward right before it, which is moved:
-    both begin when both can, and end together."""
+    """The times of a backward whose gradient arrives at `arrival`. The forward right before it is moved to the same times: both
+    begin when both can, and end together."""
     before = schedule.ranks[rank][len(starts[rank]) - 1]
     own = model.costs[action.stage]
     time = own.together if own.together is not None else model.costs[before.stage].forward + own.time(action.kind)

@@ -1,7 +1,7 @@
-"""A stage at work: one step of a staged chain, what it keeps for each microbatch in flight, and its gradient so far.
+"""A stage at work: one step of a staged chain, its residuals or pendings for each microbatch in flight, and its gradient so far.
 
-A staged op is a chain whose steps are the stages. What goes from stage to stage is the chain's main value; extras come from the
-caller alone, and outputs go to the caller alone.
+A staged op is a chain whose steps are the stages. The chain's main value goes from stage to stage; extras come only from the
+caller, and outputs go only to the caller.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Done = Callable[[int, Any], None]
 
 
 class Stage:
-    """Stage `index` of `cfg`. What waits is in `ledger`; the gradients of all microbatches are summed in `dparams`: the given
-    accumulators, or else zeros like params, made when the first comes.
-    `done(index, dparams)` is called after the last of `count`."""
+    """Stage `index` of `cfg`. Residuals and pendings wait in `ledger`; the gradients of all microbatches are summed in `dparams`:
+    the given accumulators, or zeros like params, made for the first gradient. `done(index, dparams)` is called after the last of
+    `count`."""
 
     def __init__(
         self,
@@ -52,14 +52,14 @@ class Stage:
             check_into_tree(f"stage {index}", into, self.step.op, self.step.cfg, None)
 
     def forward(self, m: int, main: Any, extras: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The main value and the outputs of microbatch m. Its residuals wait."""
+        """Return the main value and the outputs of microbatch m. Its residuals wait in the ledger."""
         with self._named("forward", m):
             y, residuals = self.step.op.fwd(self.params, self.step.x(main, extras), self.step.cfg, needs=self.needs)
             self.ledger.keep(self._path("residuals", m), residuals)
             return self.step.apart(y)
 
     def dgrad(self, m: int, dy: Any, sums: dict[str, Any]) -> Any:
-        """dx of microbatch m; the gradients of extras are added to `sums`. Its pending waits in the place of its residuals."""
+        """Return dx of microbatch m; add the gradients of extras to `sums`. Its pending replaces its residuals in the ledger."""
         with self._named("dgrad", m):
             residuals = donate(self.ledger.take(self._path("residuals", m)))
             dx, pending = (None, None) if residuals is None else self.step.op.dgrad(residuals, dy, self.step.cfg)
@@ -67,14 +67,14 @@ class Stage:
             return self.step.split(dx, sums)
 
     def wgrad(self, m: int) -> None:
-        """The weight gradient of microbatch m, added to `dparams`."""
+        """Add the weight gradient of microbatch m to `dparams`."""
         with self._named("wgrad", m):
             pending = donate(self.ledger.take(self._path("pending", m)))
             self.step.op.wgrad(pending, self.step.cfg, into=self._sums())
         self._count()
 
     def backward(self, m: int, dy: Any, sums: dict[str, Any]) -> Any:
-        """Both halves at once, as the op's `bwd` does them."""
+        """Run both halves of the backward at once, by the op's `bwd`; return dx."""
         with self._named("backward", m):
             residuals = donate(self.ledger.take(self._path("residuals", m)))
             _, dx = (None, None) if residuals is None else self.step.op.bwd(residuals, dy, self.step.cfg, into=self._sums())
@@ -97,7 +97,7 @@ class Stage:
 
     @contextlib.contextmanager
     def _named(self, what: str, m: int) -> Iterator[None]:
-        """Says in an exception's notes where it came from."""
+        """Add a note to an exception that says where it came from."""
         try:
             yield
         except Exception as error:
@@ -107,7 +107,7 @@ class Stage:
 
 
 def check_staged(where: str, cfg: Any, stages: int) -> None:
-    """Raises unless `cfg` is a chain of that many stages, between which nothing goes but the main value: what else they give are
+    """Raise unless `cfg` is a chain of that many stages that pass on only the main value: everything else that they give are
     outputs of the chain that no stage takes."""
     require_type(where, "cfg", cfg, ChainConfig)
     if len(cfg.steps) != stages:
@@ -115,11 +115,11 @@ def check_staged(where: str, cfg: Any, stages: int) -> None:
     for step in cfg.steps:
         taken = tuple(name for name in step.given if any(name in other.names for other in cfg.steps))
         if taken:
-            fail(where, f"stage {step.name!r}", "without gives that another takes: extras come from the caller alone", taken)
+            fail(where, f"stage {step.name!r}", "without gives that another stage takes: extras come from the caller alone", taken)
 
 
 def check_ties(where: str, cfg: ChainConfig, rank_of: Mapping[int, int]) -> None:
-    """Raises for a tie between stages of two ranks: each would need the other's gradient."""
+    """Raise for a tie between stages of two ranks: each would need the other's gradient."""
     index = {step.name: i for i, step in enumerate(cfg.steps)}
     for tie in cfg.ties:
         path, source = (rank_of[index[one.partition(".")[0]]] for one in tie)
@@ -129,8 +129,8 @@ def check_ties(where: str, cfg: ChainConfig, rank_of: Mapping[int, int]) -> None
 
 
 def share_ties(where: str, params: Any, into: Any, cfg: ChainConfig, needs: Needs) -> tuple[Any, Any]:
-    """Params, and accumulators, in which tied paths hold their sources' leaves, so that each gradient is added where it belongs;
-    the accumulators are made where there are none and a gradient is needed."""
+    """Return params, and accumulators, in which tied paths hold their sources' leaves, so that each gradient is added to the
+    source; missing accumulators are made if a gradient is needed."""
     here = [tie for tie in cfg.ties if tie[0].partition(".")[0] in params]
     if not here:
         return params, into
@@ -139,7 +139,7 @@ def share_ties(where: str, params: Any, into: Any, cfg: ChainConfig, needs: Need
 
 
 def sums_for(params: Any, needs: Needs) -> Any:
-    """Accumulators like params, zero; None where no gradient is needed."""
+    """Make zero accumulators like params; None for a param that needs no gradient."""
 
     def zeros(path: str, parameter: Any) -> Any:
         has_gradient = stands_for_one(parameter) or (isinstance(parameter, Tensor) and parameter.is_floating_point())
@@ -163,9 +163,9 @@ def check_stage_trees(where: str, what: str, trees: Any, cfg: ChainConfig) -> No
 
 
 class Ends:
-    """What leaves a staged chain at each microbatch, the last stage's main value and the outputs of all, and the gradients of that:
-    `dys`, or those of the loss that the main value is, with the sums of the outputs named in `losses`, as a mean over the
-    microbatches."""
+    """The results of a staged chain for each microbatch, which are the last stage's main value and all stages' outputs, and their
+    gradients: `dys`, or the gradients of the mean over the microbatches of a loss, the main value plus the sums of the outputs
+    named in `losses`."""
 
     def __init__(self, where: str, cfg: ChainConfig, count: int, dys: Any, losses: Any) -> None:
         check_losses(where, losses, cfg.outputs)
@@ -180,14 +180,14 @@ class Ends:
             self.gradients = [dict(zip(cfg.outputs, of_outputs, strict=True)) for _, *of_outputs in parts]
 
     def note(self, m: int, outputs: dict[str, Any]) -> None:
-        """The outputs of a stage."""
+        """Record the outputs of a stage."""
         self.outputs[m].update(outputs)
         for name in outputs:
             if name in self.losses:
                 self.gradients[m][name] = sum_gradient(self.where, name, outputs[name], 1.0 / self.count)
 
     def gradient(self, m: int, y: Any) -> Any:
-        """That of the last stage's main value."""
+        """Record the last stage's main value, and return its gradient."""
         self.mains[m] = y
         return loss_gradient(self.where, y, self.count) if self.dys is None else self.dys[m]
 
@@ -197,8 +197,8 @@ class Ends:
 
 
 def loss_gradient(where: str, y: Any, microbatches: int) -> Tensor:
-    """The gradient of the mean over the microbatches of a scalar loss."""
+    """The gradient of a scalar loss, averaged over the microbatches."""
     if not isinstance(y, Tensor) or y.dim() or not y.is_floating_point():
         got = f"{list(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
-        fail(where, "dys", "given where y is no scalar loss", f"None for a y of {got}")
+        fail(where, "dys", "given if y is not a scalar loss", f"None for a y of {got}")
     return torch.full_like(y, 1.0 / microbatches)

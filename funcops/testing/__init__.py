@@ -1,4 +1,4 @@
-"""The laws of the contract, as checks for anybody's op: `check_op(op, cfg=..., x=..., reference=...)`."""
+"""The laws of the contract, as checks for any op: `check_op(op, cfg=..., x=..., reference=...)`."""
 
 from funcops.testing.case import Case, Draw, Error
 from funcops.testing.dist import DistCase, Placed, check_dist

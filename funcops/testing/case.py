@@ -70,10 +70,10 @@ class Case:
     name: str = ""
     free: tuple[str, ...] = ()  # paths, such as "x" or "x.0", of leaves that may have any size
     cancels: tuple[str, ...] = ()  # "x", "params.weight": leaves whose gradient's terms cancel; say why beside it
-    unrounded: tuple[str, ...] = ()  # "params.weight": of which a wider accumulator gets the sum before it is rounded
+    unrounded: tuple[str, ...] = ()  # "params.weight": whose wider accumulators get the sum before it is rounded
     exempt: tuple[str, ...] = ()  # laws that cannot hold here; say why beside it
     device: str = "cpu"
-    bits: int | None = None  # of a sum's mantissa, where the device's products keep fewer than their dtype has
+    bits: int | None = None  # of a sum's mantissa, if the device's products keep fewer than their dtype has
 
     def __post_init__(self) -> None:
         check_body("Case", self.op, self.cfg)
@@ -94,7 +94,7 @@ class Case:
         return self.name or f"{self.op.name}-{self.cfg}"
 
     def make(self, dtype: torch.dtype, seed: int = 0) -> tuple[Any, Any]:
-        """(params, x) in this dtype."""
+        """Make (params, x) in this dtype."""
         draw = Draw(dtype, seed)
         if self.params is not None:
             params = self.params(draw)

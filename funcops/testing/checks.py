@@ -1,4 +1,5 @@
-"""What the laws share: gradients drawn for a tree, comparison bit for bit, one run of a case, memory that shows who reads it."""
+"""Helpers that the laws share: random gradients for a tree, bitwise comparison, one run of a case, memory that shows who reads
+it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from funcops.trees import leaves, paths, same_structure, tree_map
 
 
 def float_like(tree: Any, seed: int) -> Any:
-    """A tree of random gradients for the floating leaves; what is in low precision is one leaf, and its gradient dense."""
+    """Draw a tree of gradients for the float leaves; a quantised tensor is one leaf, and its gradient dense."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(t: Any) -> Any:
@@ -40,7 +41,7 @@ def _equal(x: Tensor, y: Tensor) -> bool:
 
 
 def run(case: Case, dtype: torch.dtype, needs: Needs = Needs.ALL) -> tuple[Any, Any, Any, Any, Any, Any]:
-    """params, x, y, residuals, dy and (dparams, dx)."""
+    """Run a case: return params, x, y, residuals, dy and (dparams, dx)."""
     params, x = case.make(dtype)
     y, residuals = case.op.fwd(params, x, case.cfg, needs=needs)
     dy = float_like(y, 7)
@@ -49,13 +50,12 @@ def run(case: Case, dtype: torch.dtype, needs: Needs = Needs.ALL) -> tuple[Any, 
 
 @contextlib.contextmanager
 def poisoned_empties() -> Iterator[None]:
-    """`torch.empty` and its like give NaN (or the largest integer), so that memory which nobody writes shows. torch fills only
-    under deterministic algorithms; what it says of operators that have none (on CUDA: attention, cuBLAS) is not what is asked
-    here."""
+    """Make `torch.empty` and its like return NaN (or the largest integer), so that memory which nobody writes shows. torch fills
+    only under deterministic algorithms; its warnings about operators without one (on CUDA: attention, cuBLAS) are ignored here."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic
     filled = settings.fill_uninitialized_memory
-    # what was asked for strictly stays so: where torch only warns, its attention on CUDA is in no fixed order
+    # a strict setting stays strict: if torch only warns, its attention on CUDA has no fixed order
     torch.use_deterministic_algorithms(True, warn_only=before[1] or not before[0])
     settings.fill_uninitialized_memory = True
     try:

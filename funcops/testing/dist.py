@@ -1,4 +1,4 @@
-"""`check_dist`: an op of several ranks is held to the plain one, and to the laws that only ranks can break."""
+"""`check_dist`: checks an op of several ranks against plain PyTorch on whole tensors, and by the laws that only ranks can break."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from funcops.trees import leaves, nbytes, paths, tensors, tree_map, tree_map_ten
 class Placed:
     """How the ranks of an axis hold one tensor.
 
-    shard(dim)   each a part along `dim`; the gradient likewise
-    invariant    all the same, and the same gradient
-    replicate    all the same, of which each makes its own use: the gradient is a partial sum on each
-    partial      each a partial sum; the gradient is the same on all
+    shard(dim)   each has a part along `dim`, and that part of the gradient
+    invariant    all have the same tensor, and the same gradient
+    replicate    all have the same tensor, but use it differently: each has a partial sum of the gradient
+    partial      each has a partial sum; the gradient is the same on all
     """
 
     kind: str
@@ -43,7 +43,7 @@ class Placed:
         return Placed(_GRADIENT[self.kind], self.dim)
 
     def split(self, whole: Tensor, n: int) -> list[Tensor]:
-        """What each of n ranks holds, in memory of its own."""
+        """Split a tensor into those that n ranks hold, each in memory of its own."""
         if self.kind == "shard":
             if whole.shape[self.dim] % n:
                 fail("check_dist", "a tensor", f"of a size along dimension {self.dim} that {n} divides", list(whole.shape))
@@ -58,13 +58,13 @@ class Placed:
         return [whole.clone() for _ in range(n)]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The whole of what the ranks hold. Raises `AssertionError` where what must be the same on all is not."""
+        """Join the ranks' tensors to the whole. Raises `AssertionError` if tensors that must be the same on all ranks differ."""
         if self.kind == "shard":
             return torch.cat(list(parts), self.dim)
         if self.kind == "partial":
             return functools.reduce(torch.add, parts)
         for i, part in enumerate(parts[1:]):
-            assert torch.equal(part, parts[0]), f"rank {i + 1} has other bits than rank 0 of what is {self.kind}"
+            assert torch.equal(part, parts[0]), f"rank {i + 1} has other bits than rank 0 in a tensor that is {self.kind}"
         return parts[0]
 
 
@@ -74,11 +74,11 @@ SHARD, INVARIANT, REPLICATE, PARTIAL = (Placed(kind) for kind in _GRADIENT)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistCase:
-    """`cfg(axis)` is the op's config on an axis; `x(draw)` and `params(draw)` make what is whole; `reference(params, x)` is plain
-    differentiable PyTorch for y (its last argument the number of ranks where it takes three). The placements of x, y and params are
-    trees of their structure, with a `Placed` for each tensor. `twin(axis)`: another config that must give the same bits.
-    `near(axis)`: one that must give the same within the tolerance, as sums in another order do. `buffers`: a rank keeps more than
-    its part of what one rank keeps, as it has room for all that may come."""
+    """`cfg(axis)` is the op's config on an axis; `x(draw)` and `params(draw)` make whole tensors; `reference(params, x, n)` is
+    plain differentiable PyTorch for y on n ranks. The placements of x, y and params are trees of their structure, with a `Placed`
+    for each tensor. `twin(axis)`: another config that must give the same bits. `near(axis)`: a config that must give the same
+    within the tolerance, such as sums in another order. `buffers`: a rank saves more than its part of the bytes that one rank
+    saves, because its buffers have room for all that may arrive."""
 
     cfg: Callable[[Axis], Any]
     x: Callable[[Draw], Any]
@@ -111,11 +111,11 @@ def check_dist(
     sizes: tuple[int, ...] = (1, 2, 4, 8),
     tolerance: float = 1e-12,
 ) -> None:
-    """Run an op on axes of these sizes, the ranks as threads, in float64, and hold it to the plain op on whole tensors: y, dx and
-    dparams within `tolerance` of their largest value; `bwd` = `dgrad` then `wgrad`, donated, into accumulators, under needs, and of
-    `twin`, bit for bit; on each rank within `tolerance` of `near`; what must be the same on all ranks is, in bits; x, y and params
-    kept as the very same objects, in 1/n of their bytes where all are shared out; nothing left in flight. Raises `AssertionError`
-    with the case and the number of ranks.
+    """Run an op on axes of these sizes, the ranks as threads, in float64, and check it against the reference on whole tensors: y,
+    dx and dparams are within `tolerance` of their largest value; `bwd` = `dgrad` then `wgrad`, donated, into accumulators, under
+    needs, and of `twin`, bit for bit; each rank is within `tolerance` of `near`; tensors that must be the same on all ranks have
+    the same bits; x, y and params are saved as the very same objects, in 1/n of their bytes if all are sharded; nothing is left in
+    flight. Raises `AssertionError` with the case and the number of ranks.
 
     >>> from funcops import dist
     >>> from funcops.testing import DistCase, Placed, check_dist
@@ -153,7 +153,7 @@ def _bytes_of_one(op: Op, case: DistCase) -> int:
 
 
 def _reference(case: DistCase, params: Any, x: Any, n: int) -> tuple[Any, Any, Any]:
-    """y, dy and (dparams, dx) of whole tensors."""
+    """Compute y, dy and (dparams, dx) of whole tensors by the reference."""
     params, x = tree_map_tensors(lambda t: t.clone().requires_grad_(t.is_floating_point()), (params, x))
     y = case.reference(params, x, n)
     dy = float_like(tree_map_tensors(torch.detach, y), 7)
@@ -165,7 +165,7 @@ def _reference(case: DistCase, params: Any, x: Any, n: int) -> tuple[Any, Any, A
 
 
 def _split(tree: Any, placed: Any, n: int, gradient: bool = False) -> list[Any]:
-    """The trees of n ranks."""
+    """Split a tree into the trees of n ranks."""
     pairs = list(zip(leaves(tree), _placements(tree, placed), strict=True))
     parts = [(p.gradient if gradient else p).split(t, n) if isinstance(t, Tensor) else [t] * n for t, p in pairs]
     return [with_leaves(tree, [part[rank] for part in parts]) for rank in range(n)]
@@ -203,7 +203,7 @@ def _check(op: Op, case: DistCase, n: int, single: int, tolerance: float) -> Non
 
 
 def _on_rank(op: Op, case: DistCase, mesh: Mesh, params: Any, x: Any, dy: Any, tolerance: float) -> Any:
-    """y, dparams, dx and the bytes kept by this rank; all laws of bits on the way."""
+    """Return y, dparams, dx and the bytes saved by this rank; check all bitwise laws on the way."""
     cfg = case.cfg(mesh["tp"])
     before = tree_map_tensors(torch.clone, (params, x, dy))
     y, residuals = op.fwd(params, x, cfg)

@@ -1,7 +1,7 @@
-"""Frugal: what the needed gradients read is kept, nothing else, and nothing else is computed.
+"""The law Frugal: exactly the fields that the requested gradients read are saved, and only these gradients are computed.
 
-What must be kept under a mask follows from the run under `Needs.ALL` and the declarations of the fields (`Field.wanted`). The needs
-of the parts of a combinator are worked out here anew, from the definition: a value needs a gradient where something that needs one
+The fields to save under a mask follow from the run under `Needs.ALL` and the declarations of the fields (`Field.wanted`). The needs
+of a combinator's parts are derived here independently, from the definition: a value needs a gradient if something that needs one
 led to it.
 """
 
@@ -32,15 +32,15 @@ from funcops.trees import paths, tensors, tree_map
 
 
 def law_frugal(case: Case, dtype: torch.dtype) -> None:
-    """Every mask of needs keeps exactly the fields declared for it, in residuals and in pending, and gives the same bits where a
-    gradient is needed, None elsewhere."""
+    """Under every mask of needs exactly the fields declared for it are saved, in residuals and in pending, and the requested
+    gradients are as under `Needs.ALL`, the others None."""
     op, cfg = case.op, case.cfg
     params, x, y, residuals, dy, full = run(case, dtype)
     assert op.fwd(params, x, cfg, needs=Needs.NONE)[1] is None, "Needs.NONE keeps nothing"
     if op.again is not None:
         _, kept = op.fwd(params, x, cfg, needs=Needs.NONE.with_again())
         with _naming_what_lacks("again", Needs.NONE.with_again(), kept, residuals):
-            same_bits(op.again(kept, cfg), y, "y had again, where no gradient is needed")
+            same_bits(op.again(kept, cfg), y, "y recomputed without gradients")
     _aliases_are_inputs(residuals, (params, x))
     for name, alias in aliases_said(residuals, {"params": params, "x": x, "y": y}):
         raise AssertionError(f"residuals.{name} must be {alias} itself, got another tensor")
@@ -67,7 +67,7 @@ def law_frugal(case: Case, dtype: torch.dtype) -> None:
 
 @contextlib.contextmanager
 def _naming_what_lacks(what: str, needs: Needs, kept: Any, full: Any) -> Iterator[None]:
-    """What reads a field that was not kept says only that None has no such attribute: say which fields were not, and why."""
+    """Name the fields that were not saved, and why, if reading one raises: the error says only that None has no such attribute."""
     try:
         yield
     except (AttributeError, TypeError) as error:
@@ -81,15 +81,15 @@ def _naming_what_lacks(what: str, needs: Needs, kept: Any, full: Any) -> Iterato
 
 
 def _declared(field: Field) -> str:
-    """Why a field is kept, as its declaration says it."""
+    """Say why a field is saved, by its declaration."""
     phases = "|".join(str(phase.name) for phase in (DGRAD, WGRAD, AGAIN) if phase in field.needed_by)
     usual = tuple(side for phase, side in ((DGRAD, "x"), (WGRAD, "params")) if phase in field.needed_by)
     return f"needed_by={phases}" + (f", of={field.of}" if field.of != usual else "")
 
 
 def masks(params: Any, x: Any) -> Iterator[Needs]:
-    """Each gradient alone, all but the last, each side alone, and each part of x beside all params: of every op, also where a side
-    has no gradient. A bare x is asked for as True, a part of it by its path."""
+    """Make the masks to test: each gradient alone, all but the last, each side alone, and each part of x beside all params, even if
+    a side has no gradient. A bare x is requested as True, a part of it by its path."""
     given = {"x": {p for p, t in paths(x).items() if _float(t)}, "params": {p for p, t in paths(params).items() if _float(t)}}
     every = [(side, path) for side, found in given.items() for path in sorted(found)]
     wanted = [{one} for one in every] + [set(every[:-1])] + [{one for one in every if one[0] == side} for side in given]
@@ -127,9 +127,9 @@ def _aliases_are_inputs(residuals: Any, given: Any) -> None:
 
 
 def _keeps(kept: Any, full: Any, needs: Needs, what: str) -> None:
-    """`kept` holds the declared part of `full`, which was kept under `Needs.ALL`."""
+    """Check that `kept` holds the declared part of `full`, which was saved under `Needs.ALL`."""
     got, want = held(kept), expected(full, needs)
-    loose = {path.partition(".{")[0] for path in want if ".{" in path}  # fields whose names are the op's own affair
+    loose = {path.partition(".{")[0] for path in want if ".{" in path}  # fields that hold names of the op's choice
     more = {p for p in got - want if not any(p.startswith(f"{field}.") for field in loose)}
     less = {p for p in want - got if ".{" not in p}
     assert not more and not less, f"{what} under {needs}: keeps {sorted(more)} too many, lacks {sorted(less)}"
@@ -137,12 +137,12 @@ def _keeps(kept: Any, full: Any, needs: Needs, what: str) -> None:
 
 
 def held(node: Any) -> set[str]:
-    """The paths of what residuals or pending hold."""
+    """The paths of the tensors that residuals or pending hold."""
     return {path for path, t in paths(node).items() if t is not None}
 
 
 def expected(full: Any, needs: Needs) -> set[str]:
-    """The paths that residuals or pending must hold under `needs`, where `full` are those of `Needs.ALL`."""
+    """The paths that residuals or pending must hold under `needs`, given the same node under `Needs.ALL`, `full`."""
     if full is None or not (needs.params if full.kind == "pending" else needs):
         return set()
     if isinstance(full, Saved):
@@ -166,8 +166,8 @@ def _under(name: str, field: Any, value: Any) -> Iterator[str]:
 
 
 def _computed_again(full: Any, parts: dict[Any, Needs]) -> set[str]:
-    """Of outputs that steps of a chain leave out: what they are computed again of where the producer keeps its x anyway,
-    otherwise the output itself."""
+    """The paths held for the outputs of a chain's recomputed steps: the fields that an output is recomputed from if its producer
+    saves its x anyway, otherwise the output itself."""
     cfg, found, left_out = full.cfg, set[str](), False
     for before, step in itertools.pairwise(cfg.steps):
         places = {f"{step.name}.{place}" for place in _reads_main(step.op, step.cfg, full[step.name], parts[step.name])}
@@ -183,12 +183,12 @@ def _computed_again(full: Any, parts: dict[Any, Needs]) -> set[str]:
                 f"{name}.{field}" for field in fields if AGAIN in fields[field].needed_by and getattr(node, field) is not None
             }
         else:
-            found |= places if before.name in cfg.recomputed else places & held(full)  # what is recomputed is not in `full`
+            found |= places if before.name in cfg.recomputed else places & held(full)  # recomputed outputs are not in `full`
     return found
 
 
 def _reads_main(op: Op, cfg: Any, full: Any, needs: Needs) -> Iterator[str]:
-    """Where residuals or pending hold the main input, as far as `needs` asks for it."""
+    """The paths where residuals or pending hold the main input, if `needs` requires it there."""
     if full is None or not (needs.params if full.kind == "pending" else needs):
         return
     if isinstance(full, Saved):
@@ -206,7 +206,7 @@ def _reads_main(op: Op, cfg: Any, full: Any, needs: Needs) -> Iterator[str]:
 
 
 def first_parts(cfg: Any) -> Iterator[tuple[Any, Op, Any]]:
-    """Name, op and config of the parts whose input is x: of a skip its body, whose name is None."""
+    """The name, op and config of each part whose input is x; a skip's body has the name None."""
     found = cfg.parts()
     if isinstance(cfg, ChainConfig):
         found = found[:1]
@@ -216,7 +216,7 @@ def first_parts(cfg: Any) -> Iterator[tuple[Any, Op, Any]]:
 
 
 def parts_needs(cfg: Any, needs: Needs) -> dict[Any, Needs]:
-    """What each part of a combinator is asked for, by its name."""
+    """The needs of each part of a combinator, by its name."""
     live = live_inputs(needs.x, cfg.extras)
     if isinstance(cfg, ParallelConfig):
         return {branch.name: _step_needs(branch, live, needs) for branch in cfg.branches}
@@ -229,7 +229,7 @@ def parts_needs(cfg: Any, needs: Needs) -> dict[Any, Needs]:
             )
             live[""] = bool(found[i])
         return found
-    assert isinstance(cfg, ChainConfig), f"a combinator of which the law does not know how needs reach its parts: {cfg}"
+    assert isinstance(cfg, ChainConfig), f"the law does not know how needs reach the parts of this combinator: {cfg}"
     tied = {path for path, source in cfg.ties if needs.param(source)}
     for step in cfg.steps:
         found[step.name] = _step_needs(step, live, needs, tied)

@@ -25,7 +25,7 @@ from funcops.trees import at, flatten, leaves, paths, put, replace, stands_for_o
 
 
 def _replaced(tree: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    """Every tensor exchanged, one after the other."""
+    """Replace every tensor, one after the other."""
     for path, leaf in paths(tree).items():
         tree = put(tree, path, fn(leaf)) if isinstance(leaf, Tensor) else tree
     return tree
@@ -54,7 +54,7 @@ def _saved_and_loaded(tree: Any) -> Any:
     return torch.load(buffer, weights_only=False)
 
 
-MOVES: dict[str, Callable[[Any], Any]] = {  # a leaf stays the same object; but where stow copies it
+MOVES: dict[str, Callable[[Any], Any]] = {  # a leaf stays the same object, unless stow copies it
     "tree_map": lambda tree: tree_map(lambda t: t, tree),
     "replace": lambda tree: tree.copy() if type(tree) is dict else replace(tree) if hasattr(tree, "fields") else copy.copy(tree),
     "put": _put,
@@ -68,7 +68,7 @@ MOVES: dict[str, Callable[[Any], Any]] = {  # a leaf stays the same object; but 
 
 
 def _cast_back(tree: Any) -> Any:
-    """Every tensor cast to a dtype that holds its values, and back."""
+    """Cast every tensor to a dtype that holds its values, and back."""
     there = tree_map_tensors(lambda t: t.to(torch.complex128 if t.dtype is torch.float64 else torch.float64), tree)
     return tree_map_tensors(lambda t, like: (t.real if t.is_complex() else t).to(like.dtype, copy=True), there, tree)
 
@@ -82,15 +82,15 @@ COPIES: dict[str, Callable[[Any], Any]] = {
     "pickle": lambda tree: pickle.loads(pickle.dumps(tree)),
     "torch.save": _saved_and_loaded,
 }
-HALVES: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {  # of a copy: between them others may write
+HALVES: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {  # of a copy; others may write between them
     "flatten": (flatten, lambda found, spec: unflatten(spec, found)),
     "torch's flatten": (torch_pytree.tree_flatten, torch_pytree.tree_unflatten),
 }
-UNPICKLED = (pickle.PicklingError, AttributeError)  # of a class or a config that no module holds by name
+UNPICKLED = (pickle.PicklingError, AttributeError)  # for a class or a config that no module holds by name
 
 
 class _Waiting:
-    """What waits for one half of a backward, how to run that, and the tensors that others hold too."""
+    """Residuals or a pending, which of them, and how to run the backward that they wait for."""
 
     def __init__(self, kind: str, tree: Any, run: Callable[[Any], Any]) -> None:
         self.kind, self.tree, self.run = kind, tree, run
@@ -119,8 +119,8 @@ def _moved(one: _Waiting, moves: dict[str, Callable[[Any], Any]]) -> dict[str, A
 
 
 def law_guarded(case: Case, dtype: torch.dtype) -> None:
-    """Residuals and pending that are moved, copied or given away give the same bits, and raise after a write to what they share
-    with others, before the move or after it; and by name where they lack what the backward reads."""
+    """Residuals and pending that are moved, copied or given away give the same bits. They raise after a write to a tensor that they
+    share with others, before the move or after it; and, by name, if they lack a tensor that the backward reads."""
     if dtype is not case.dtypes[0]:
         return
     params, x = case.make(dtype)
@@ -140,12 +140,12 @@ def law_guarded(case: Case, dtype: torch.dtype) -> None:
 
 
 def _write(case: Case, params: Any, x: Any, dy: Any, i: int, path: str) -> None:
-    """A write to one input, between the forward and what comes after, which must notice it where it shares that tensor."""
+    """Write to one input between the forward and the backward, which must notice it if the two share that tensor."""
     given = tree_map_tensors(torch.clone, {"params": params, "x": x, "dy": dy})
     leaf = leaves(given)[i]
     made = _forward(case, given["params"], given["x"], given["dy"])
     held = [one for one in made if any([t is leaf for t in tensors(one.tree)])]
-    copies = {name: copied for name, copied in COPIES.items() if name != "torch.save"}  # which is pickle
+    copies = {name: copied for name, copied in COPIES.items() if name != "torch.save"}  # torch.save pickles
     rows = [(one, one.run(one.tree), _moved(one, MOVES), _moved(one, copies)) for one in held]
     halves = [{name: take(one.tree) for name, (take, _) in HALVES.items()} for one in held]
     pairs = list(itertools.permutations(_SHARE + _COPY, 2))
@@ -163,7 +163,7 @@ def _write(case: Case, params: Any, x: Any, dy: Any, i: int, path: str) -> None:
             place = [t is leaf for t in tensors(one.tree)].index(True)
             tensors(tree)[place].add_(0)
             _stale(one.run, tree, f"{what}, and to its copy by {name}")
-        for name in [name for name in (*moved, *copied) if name != "replace by clones"]:  # which says what the fields are to be
+        for name in [name for name in (*moved, *copied) if name != "replace by clones"]:  # these set new fields on purpose
             _stale(_then((MOVES | COPIES)[name], one.run), one.tree, f"{what}, moved by {name} since")
         for name, (found, spec) in taken.items():
             again = HALVES[name][1](tree_map_tensors(torch.clone, found), spec)
@@ -187,7 +187,7 @@ def _then(move: Callable[[Any], Any], run: Callable[[Any], Any]) -> Callable[[An
 
 
 def _missing(one: _Waiting) -> None:
-    """Each tensor exchanged for None must be missed, by name, wherever the tree goes then."""
+    """Check that a tensor replaced by None raises an error that names it, wherever the tree goes then."""
     for path, leaf in paths(one.tree).items():
         for name in ("tree_map", "copy.copy", "donate") if isinstance(leaf, Tensor) else ():
             try:
@@ -215,7 +215,7 @@ REMADE: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _all_together(tree: Any, path: str) -> bool:
-    """Whether the node that holds this path is as one that was cast to a dtype, or moved to a device, as a whole."""
+    """Whether the node that holds this path looks as if it was cast to a dtype, or moved to a device, as a whole."""
     while not isinstance(tree, Saved):
         tree, path = at(tree, path.partition(".")[0]), path.partition(".")[2]
     plain = [t for t in leaves(tree, is_leaf=stands_for_one) if isinstance(t, Tensor)]
@@ -225,7 +225,7 @@ def _all_together(tree: Any, path: str) -> bool:
 
 
 def _remade(one: _Waiting) -> None:
-    """Each tensor exchanged for one that the backward cannot read must be named, with what the forward kept and what came."""
+    """Check that a tensor replaced by one that the backward cannot read raises an error with the saved and the given tensor."""
     for path, leaf in paths(one.tree).items():
         for name, change in REMADE.items() if isinstance(leaf, Tensor) else ():
             made = put(one.tree, path, change(leaf))
@@ -245,7 +245,7 @@ def _stale(run: Callable[[Any], Any], tree: Any, what: str) -> None:
         run(tree)
     except StaleResidualError as error:
         assert "must be as the" in str(error) and "got" in str(error), (
-            f"{what}: {str(error)!r} says neither what must be nor what came"
+            f"{what}: {str(error)!r} does not say both what must be and what came"
         )
     else:
         raise AssertionError(f"{what}: went through without an error")

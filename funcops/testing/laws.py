@@ -28,7 +28,7 @@ from funcops.trees import WithExtras, leaves, nothing_like, paths, put, same_str
 
 
 def law_split(case: Case, dtype: torch.dtype) -> None:
-    """`bwd` is `dgrad` then `wgrad`, bit for bit; donated or not, and into accumulators wider than the gradients."""
+    """`bwd` equals `dgrad` then `wgrad`, bit for bit; donated or not, and into accumulators wider than the gradients."""
     params, x, _, residuals, dy, (dparams, dx) = run(case, dtype)
     dx2, pending = case.op.dgrad(residuals, dy, case.cfg)
     same_bits(dx, dx2, "dx")
@@ -44,7 +44,7 @@ def law_split(case: Case, dtype: torch.dtype) -> None:
 
 
 def _split_into(case: Case, dtype: torch.dtype, residuals: Any, dy: Any, pending: Any, dparams: Any) -> None:
-    """Accumulators as wide as sums are: both ways to them give the same bits, those of the gradient rounded once or not at all."""
+    """Check accumulators as wide as sums are: both ways into them give the same bits, the gradient rounded once or not at all."""
     into, other = (tree_map(lambda g: None if g is None else torch.ones_like(g, dtype=wide(g.dtype)), dparams) for _ in range(2))
     total, _ = case.op.bwd(residuals, dy, case.cfg, into=into)
     assert all(a is b for a, b in zip(leaves(total), leaves(into), strict=True)), "into must be returned"
@@ -73,7 +73,7 @@ def law_pure(case: Case, dtype: torch.dtype) -> None:
     same_bits(y, case.op.fwd(params, x, case.cfg)[0], "y of a second forward")
     if case.op.again is not None:
         kept_for_it = case.op.fwd(params, x, case.cfg, needs=Needs.ALL.with_again())[1]
-        same_bits(case.op.again(kept_for_it, case.cfg), y, "y had again")
+        same_bits(case.op.again(kept_for_it, case.cfg), y, "y recomputed")
     dy = float_like(y, 7)
     dy_before = tree_map_tensors(torch.clone, dy)
     y_before = tree_map_tensors(torch.clone, y)
@@ -96,8 +96,8 @@ def _objects(tree: Any) -> dict[str, int]:
 
 
 def law_mirror(case: Case, dtype: torch.dtype) -> None:
-    """Gradients have the structure, shapes and dtypes of what they are gradients of; None where not needed. Of a y with named
-    outputs a part of dy of None is zero."""
+    """Gradients have the structure, shapes and dtypes of params and x; None where not needed. If y has named outputs, None for a
+    part of dy counts as zero."""
     params, x, y, residuals, dy, (dparams, dx) = run(case, dtype)
     if type(y) is WithExtras:
         _none_is_zero(case, residuals, dy, dtype)
@@ -210,7 +210,7 @@ def law_compiles(case: Case, dtype: torch.dtype, backend: str = "aot_eager", dyn
 
 def law_edges(case: Case, dtype: torch.dtype) -> None:
     """Inputs and cotangents of any strides give the same values as contiguous ones, whatever fresh memory holds; an x without
-    leading dimensions, where the op takes one, those of one row."""
+    leading dimensions, if the op takes one, gives the same values as one row."""
     params, x, y, residuals, dy, gradients = run(case, dtype)
     _without_leading(case, params, x, dtype)
     for name, layout in LAYOUTS.items():
@@ -228,7 +228,7 @@ def law_edges(case: Case, dtype: torch.dtype) -> None:
 
 
 def _without_leading(case: Case, params: Any, x: Any, dtype: torch.dtype) -> None:
-    """Where `[*, D]` is declared, x may be [D]. An op that refuses it, or its row [1, D], has said so."""
+    """Check an x of [D] where `[*, D]` is declared. An op that raises for it, or for its row [1, D], is let off."""
     leading = max([t.dim() for t in tensors(x)], default=0) - 1
     if leading < 1 or any(0 in t.shape[:leading] for t in tensors(x)):
         return
@@ -277,7 +277,7 @@ LAWS: dict[str, Callable[[Case, torch.dtype], None]] = {
 
 
 def _check_paths(case: Case) -> None:
-    """A path that no leaf has would loosen nothing and ask for nothing, in silence."""
+    """Check that the leaves have the given paths: a wrong path would silently have no effect."""
     if not (case.free or case.cancels or case.unrounded):
         return
     params, x = case.make(case.dtypes[0])
@@ -301,13 +301,13 @@ def check_op(
     cancels: tuple[str, ...] = (),
     unrounded: tuple[str, ...] = (),
 ) -> None:
-    """Hold an op to the laws. Raises `AssertionError` naming the law, the leaf and the numbers, or the error that the op raised.
+    """Check an op by the laws. Raises `AssertionError` naming the law, the leaf and the numbers, or the error that the op raised.
 
     x: a function of a `Draw` that makes x (or a tree of tensors, cast to each dtype); reference: plain differentiable
     PyTorch for y, `reference(params, x, cfg)`; params: likewise, by default drawn in the shapes of `op.init`;
     free: paths of leaves that may have any size (`"x"`, `"x.0"`), which are left out of the bad calls; cancels: paths of leaves
-    whose gradients' terms cancel; unrounded: paths of params (`"params.weight"`) of which wider accumulators get the sum before it
-    is rounded. Raises `ValueError` for laws and paths that there are not.
+    whose gradients' terms cancel; unrounded: paths of params (`"params.weight"`) whose wider accumulators get the sum before it is
+    rounded. Raises `ValueError` for laws and paths that do not exist.
 
     >>> from funcops import ScaleConfig, scale
     >>> from funcops.testing import LAWS, check_op

@@ -1,4 +1,4 @@
-"""Loud: every class of bad call raises, by name, before anything changes."""
+"""The law Loud: every class of bad call raises, by name, before anything changes."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def law_loud(case: Case, dtype: torch.dtype) -> None:
             message = str(error)
             transparent = any(f"{half}: " in message for half in ("_fwd", "_bwd", "grad", "_again"))
             assert message.startswith(names) or transparent, f"{what}: unnamed error {message!r}"
-            assert "must" in message and "got" in message, f"{what}: {message!r} says neither what must be nor what came"
+            assert "must" in message and "got" in message, f"{what}: {message!r} does not say both what must be and what came"
         else:
             raise AssertionError(f"{case}: {what} went through without an error")
 
 
 def bad_calls(case: Case, params: Any, x: Any, residuals: Any, dy: Any, dparams: Any) -> Any:
-    """(what, call) for every class of fault."""
+    """Yield (what, call) for every class of fault."""
     op, cfg = case.op, case.cfg
     several = len(tensors((params, x))) > 1
 
@@ -85,7 +85,7 @@ def bad_calls(case: Case, params: Any, x: Any, residuals: Any, dy: Any, dparams:
 
 
 def bad_parts(case: Case, y: Any, residuals: Any, dy: Any, dtype: torch.dtype) -> Any:
-    """(what, call): a dy whose parts are not those of y, and a gradient of what has none."""
+    """Yield (what, call): a dy with other parts than y's, and a gradient for a part that has none."""
 
     def call(bad: Any) -> Callable[[], Any]:
         return lambda: case.op.dgrad(residuals, bad, case.cfg)
@@ -100,13 +100,13 @@ def bad_parts(case: Case, y: Any, residuals: Any, dy: Any, dtype: torch.dtype) -
             if path and isinstance(t, Tensor) and not t.is_floating_point():
                 yield f"dy.{path} of integers", call(put(dy, path, torch.zeros_like(t)))
                 yield (
-                    f"dy.{path} of what is no float",
+                    f"dy.{path} for a part that is not a float",
                     call(put(dy, path, torch.zeros(t.shape, dtype=dtype, device=t.device))),
                 )
 
 
 def stale_calls(case: Case, params: Any, x: Any, residuals: Any, dy: Any) -> Any:
-    """(what, call): a backward after a write to each input that the residuals alias."""
+    """Yield (what, call): a backward after a write to each input that the residuals alias."""
     kept = {id(t) for t in tensors(residuals)}
     for i, (path, t) in enumerate(paths((params, x)).items()):
         if id(t) not in kept:
@@ -122,8 +122,8 @@ def stale_calls(case: Case, params: Any, x: Any, residuals: Any, dy: Any) -> Any
 
 
 def into_calls(case: Case, params: Any, residuals: Any, dy: Any, dparams: Any) -> Any:
-    """(what, call): accumulators of a wrong kind, one leaf at a time; none of the others may have been added to. Of a leaf that has
-    no gradient nothing is read."""
+    """Yield (what, call): accumulators of a wrong kind, one leaf at a time; none of the others may have been added to. The leaf of
+    a param without a gradient is not read."""
     faults: dict[str, Callable[[Tensor], Any]] = {
         "missing": lambda t: None,
         "of another shape": _larger,
@@ -152,7 +152,7 @@ def into_calls(case: Case, params: Any, residuals: Any, dy: Any, dparams: Any) -
 
 
 def _backward_into(case: Case, params: Any, residuals: Any, dy: Any, change: Callable[[str, Any], Any]) -> None:
-    """A backward into zeros, changed; on its error, all must still be zeros."""
+    """Run a backward into zeros, one of which was changed; on its error, all must still be zeros."""
     into = tree_map_path(change, tree_map_tensors(torch.zeros_like, params))
     try:
         case.op.bwd(residuals, dy, case.cfg, into=into)

@@ -1,8 +1,8 @@
 """`run_ranks`: the ranks of a mesh as threads of this process, without a process group.
 
-Each rank runs under a mode that takes torch's functional collectives to a board that all share. It is stricter than a network: what
-is in flight is NaN until it is waited for; a source that was written to in flight, a collective that its group does not agree on,
-one that nobody waits for, and ranks that wait for one another raise at once. Sums are in the order of the ranks.
+Each rank runs under a mode that takes torch's functional collectives to a board that all share. It is stricter than a network: a
+result is NaN until it is waited for; a source that was written to in flight, a collective that its group does not agree on, a
+collective that nobody waits for, and ranks that wait for one another raise at once. Sums are in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Stopped(BaseException):
 
 
 class _Given(NamedTuple):
-    """What a rank put up: how it names it, a copy of what it sends, and further arguments."""
+    """A rank's part in a collective: the collective's name, a copy of the tensor that it sends, and further arguments."""
 
     what: Collective
     sent: Tensor
@@ -37,7 +37,7 @@ class _Given(NamedTuple):
 
 
 class _Board:
-    """What is in flight between all ranks: by group and place in the group's order, what each member gave."""
+    """The collectives in flight between all ranks: each member's part, by group and place in the group's order."""
 
     def __init__(self, size: int) -> None:
         self.changed = threading.Condition()
@@ -57,7 +57,7 @@ class _Board:
             self.changed.notify_all()
 
     def take(self, mesh: Mesh, axis: Axis, place: int) -> list[_Given]:
-        """What all ranks of the axis gave, in their order; waits for it."""
+        """Wait for the parts of all ranks of the axis, and return them in the ranks' order."""
         peers = mesh.peers(axis)
         with self.changed:
             self.waiting[mesh.rank] = axis.group, place, axis
@@ -82,11 +82,11 @@ class _Board:
             said = [
                 f"rank {rank} for {self.given[group, place][rank].what} ({place} over {axis})" for rank, group, place, axis in stuck
             ]
-            fail("run_ranks", "every rank", "able to go on", f"all that still run waiting: {'; '.join(sorted(said))}", RuntimeError)
+            fail("run_ranks", "every rank", "able to go on", f"all running ones waiting: {'; '.join(sorted(said))}", RuntimeError)
 
 
 class _Rank(TorchDispatchMode):
-    """Runs every operator as it is, but for collectives."""
+    """Runs every operator unchanged, except collectives."""
 
     runs = True  # see funcops.backend.declare.tracing
 
@@ -121,7 +121,7 @@ class _Rank(TorchDispatchMode):
         out, x, axis, place, what = self.flying.pop(id(t))
         given = self.board.take(self.mesh, axis, place)
         if not torch.equal(_bits(x), _bits(given[axis.rank].sent)):
-            fail(what.op, "x", "left alone until it is waited for", "one that was written to", AssertionError)
+            fail(what.op, "x", "left unchanged until it is waited for", "one that was written to", AssertionError)
         return out.copy_(_VALUES[what.op](given, axis))
 
     def check_finished(self) -> None:
@@ -171,9 +171,9 @@ _VALUES: dict[str, Callable[[list[_Given], Axis], Tensor]] = {
 
 
 def run_ranks(sizes: Mapping[str, int], fn: Callable[[Mesh], T]) -> list[T]:
-    """`fn(mesh)` on every rank of a mesh of these sizes, each a thread: what the ranks return, in their order.
+    """Run `fn(mesh)` on every rank of a mesh of these sizes, each a thread, and return the ranks' results, in their order.
 
-    Raises what a rank raises, with a note that names the rank; the others end.
+    Raises the error that a rank raises, with a note that names the rank; the other ranks end.
 
     >>> from funcops.testing import run_ranks
     >>> run_ranks({"dp": 2, "tp": 2}, lambda mesh: (mesh.rank, mesh["dp"].rank, mesh["tp"].rank))

@@ -1,4 +1,4 @@
-"""How close is close, in one place.
+"""Tolerances of all comparisons, in one place.
 
 A result that sums n terms in a dtype with unit roundoff u carries an error of about sqrt(n) u of its terms' size
 (rounding errors are independent), so the bound is
@@ -6,12 +6,13 @@ A result that sums n terms in a dtype with unit roundoff u carries an error of a
     |got - want| <= u * factor * sqrt(n) * (scale + |want|)
 
 where scale is the largest absolute value in the whole tree `want` (a leaf's terms may cancel down to nothing), or with `by_leaf`
-that of the leaf (but for leaves under the paths of `cancels`, whose terms come to little by nature: softmax over one class), n the
-reduction length and factor 8 leaves room for the few roundings of one formula. 16-bit results are computed in float32 and rounded
+in the leaf (except for leaves under the paths of `cancels`, whose terms cancel by nature: softmax over one class), n is the
+reduction length, and factor 8 leaves room for the few roundings of one formula. 16-bit results are computed in float32 and rounded
 once a kernel, so n is 1 for them and an op that chains kernels rounds a few times: factor 16.
 
 Sums that keep fewer `bits` of mantissa than their dtype have a unit roundoff of 2^-bits. Tensor cores add products of 8-bit codes
-so: Hopper's keep 13 (DeepSeek-V3, arXiv 2412.19437, 3.5.2; measured: 1.3e-4 of the whole at K = 4096), whatever dtype is asked for.
+this way: Hopper's keep 13 (DeepSeek-V3, arXiv 2412.19437, 3.5.2; measured: 1.3e-4 of the whole at K = 4096), whatever dtype is
+requested.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ FACTOR = {torch.float64: 8.0, torch.float32: 8.0, torch.bfloat16: 16.0, torch.fl
 
 
 def relative(dtype: torch.dtype, length: int) -> float:
-    """u * factor * sqrt(n): of a result's size; as it is, of a whole tensor's in the Euclidean norm."""
+    """u * factor * sqrt(n), relative to a result's size; the same bound holds for a whole tensor in the Euclidean norm."""
     n = length if dtype in (torch.float64, torch.float32) else 1
     return float(ROUNDOFF[dtype] * FACTOR[dtype] * n**0.5)
 
@@ -83,7 +84,7 @@ def assert_close(
         if g.shape != w.shape:
             problems.append(f"{path or 'value'}: shape {list(g.shape)} instead of {list(w.shape)}")
             continue
-        if (g.dtype, g.device) == (w.dtype, w.device) and torch.equal(g, w):  # NaN is not
+        if (g.dtype, g.device) == (w.dtype, w.device) and torch.equal(g, w):  # NaN is not equal to NaN
             continue
         sizes = sizes or {at: _largest(t) for at, t in want_paths.items() if isinstance(t, Tensor) and not t.is_meta}
         whole = max(sizes.values())
@@ -103,7 +104,7 @@ def assert_close(
 
 
 def _kind(t: Any) -> str:
-    """What of tensors must be the same before their numbers are compared."""
+    """The kind of a leaf, which must agree before numbers are compared."""
     if not isinstance(t, Tensor):
         return f"a {type(t).__name__}"
     return "a tensor without values" if t.is_meta else "complex numbers" if t.is_complex() else "real numbers"
@@ -114,14 +115,14 @@ def _largest(t: Tensor) -> float:
 
 
 # Whole models against Hugging Face's, whose sums have another order: logits of a few layers in float32, and gradients in float64,
-# where its casts to float32 are taken to float64.
+# where Hugging Face's casts to float32 become casts to float64.
 HF_LOGITS, HF_GRADIENTS = 1e-5, 1e-8
 
 # Decoding in float64 against one forward of the whole: the same sums, some keys in another order.
 DECODING = 1e-12
 
-# Beside PyTorch's own error, of inputs that are shifted and scaled: both make a few roundings of the same formulas in another
-# order, so that one may be lucky where the other is not (4 times); and a result has a few roundings of its own size, or of the
+# Against PyTorch's own error, on inputs that are shifted and scaled: both make a few roundings of the same formulas in another
+# order, so that one may be lucky where the other is not (factor 4); and a result has a few roundings of its own size, or of the
 # terms whose difference it is. A statistic rounded at the size of a shift is 10 to 1e4 times as far off.
 SHIFTED_FACTOR, SHIFTED_ROUNDINGS = 4.0, 8.0
 

@@ -212,11 +212,11 @@ ERRORS = [
     ),
     Error(
         call=lambda: bwd(WithExtras(torch.ones(2, 3), {"loss": LOSS})),
-        match="chain_bwd: dy.extras must be load, loss, as those of y (None for zero), got missing ['load'], extra []",
+        match="chain_bwd: dy.extras must be load, loss, as in y (None for zero), got missing ['load'], extra []",
     ),
     Error(
         call=lambda: bwd(WithExtras(None, {"load": None, "loss": LOSS, "z": None})),
-        match="chain_bwd: dy.extras must be load, loss, as those of y (None for zero), got missing [], extra ['z']",
+        match="chain_bwd: dy.extras must be load, loss, as in y (None for zero), got missing [], extra ['z']",
     ),
     Error(
         call=lambda: bwd(WithExtras(None, {"load": torch.ones(3), "loss": None})),

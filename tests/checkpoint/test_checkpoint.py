@@ -102,7 +102,7 @@ def test_errors(tmp_path):
     path = tmp_path / "f"
     with pytest.raises(CheckpointError, match="save: tree.a must be a tensor or None, got 3"):
         save({"a": 3}, path)
-    with pytest.raises(CheckpointError, match="one leaf a path, got keys with dots"):
+    with pytest.raises(CheckpointError, match="one leaf per path, got keys with dots"):
         save({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, path)
     with pytest.raises(CheckpointError, match="leaves have names, got a bare tensor"):
         save(torch.ones(1), path)

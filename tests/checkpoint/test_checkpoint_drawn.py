@@ -160,7 +160,7 @@ def test_empty_trees_and_names(tmp_path):
     ):
         check(value, tmp_path)
     for value, match in (
-        ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, r"save: tree must be a tree with one leaf a path, got .*: a\.b$"),
+        ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, r"save: tree must be a tree with one leaf per path, got .*: a\.b$"),
         ({"__metadata__": torch.ones(1)}, r"save: tree.__metadata__ must be another name"),
         ({"": torch.ones(1)}, "save: tree must be a tree whose leaves have names"),
         ({"a": torch._neg_view(torch.ones(1).to(torch.float8_e5m2))}, "save: tree.a must be a tensor that torch can copy"),

@@ -184,7 +184,7 @@ GUARDS = {
     ),
     "a schedule's kinds": (scheduled, "F", "X", ValueError, "must be of the kinds F, I, W, B, got 0X0"),
     "quantize_tensor": (
-        lambda x: quantize_tensor(x, Format("e4m3")), ROW, SCALAR, ValueError, "x must be [*, K], of one dimension at least",
+        lambda x: quantize_tensor(x, Format("e4m3")), ROW, SCALAR, ValueError, "x must be [*, K], with at least one dimension",
     ),
     "expert steps": (
         ExpertStepsConfig, plain_experts(ExpertsConfig(4, dim=8, hidden=16)), TWO, ValueError,

@@ -62,8 +62,8 @@ def test_needs_are_true_where_anything_is_needed():
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: Needs(params={"weight": 1}), TypeError, "Needs: params at 'weight' must be a bool, or all of it paths, got 1"),
-        (lambda: Needs(x=[1, 2]), TypeError, "Needs: x at '0' must be a bool, or all of it paths, got 1"),
+        (lambda: Needs(params={"weight": 1}), TypeError, "Needs: params at 'weight' must be a bool, or every entry a path, got 1"),
+        (lambda: Needs(x=[1, 2]), TypeError, "Needs: x at '0' must be a bool, or every entry a path, got 1"),
     ],
 )
 def test_bad_masks(call, error, message):

@@ -166,13 +166,13 @@ def refused():
         lambda: with_lora(of_base, 2, ("*.up",), dropout=0.1),
     )
     yield (
-        "with_lora: cfg must be the config of a combinator (that of a layer over ranks does not say what its op is), got Column",
+        "with_lora: cfg must be the config of a combinator (the config of a layer over ranks does not tell its op), got Column",
         lambda: with_lora(dist.ColumnLinearConfig(4, 6, axis=mesh["tp"]), 2, ("",)),
     )
     own = with_lora(of_base, 2, ("*.up",))
     params = lora_init(chain.init(of_base, key=random.key(0)), own, key=random.key(1))
     yield (
-        "save_adapter: cfg must be that of whole adapters (dist.unshard the params, and use the config before dist.parallel), "
+        "save_adapter: cfg must be one with unsharded adapters (dist.unshard the params, and use the config before dist.parallel), "
         "got blocks.0.mlp.up over axis 'tp' of 2",
         lambda: save_adapter("no", params, own),
     )

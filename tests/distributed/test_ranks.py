@@ -65,11 +65,11 @@ def fail(mesh, x):
 
 FAULTS = {
     read_early: (AssertionError, "read in flight"),
-    write: (AssertionError, "all_reduce: x must be left alone until it is waited for, got one that was written to"),
+    write: (AssertionError, "all_reduce: x must be left unchanged until it is waited for, got one that was written to"),
     forget: (AssertionError, "collective 0 over axis 'tp' of 2: it must be finished"),
     disagree: (ValueError, "it must be the same on all ranks, got"),
-    wait_in_a_ring: (RuntimeError, "run_ranks: every rank must be able to go on, got all that still run waiting: rank 0"),
-    leave: (RuntimeError, "run_ranks: every rank must be able to go on, got all that still run waiting: rank"),
+    wait_in_a_ring: (RuntimeError, "run_ranks: every rank must be able to go on, got all running ones waiting: rank 0"),
+    leave: (RuntimeError, "run_ranks: every rank must be able to go on, got all running ones waiting: rank"),
     leak: (ValueError, "all_reduce: group must be of an axis of the mesh (dp["),
     fail: (KeyError, "mine"),
 }

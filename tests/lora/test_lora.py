@@ -456,7 +456,7 @@ BAD += [
     Error(call=lambda: lora_init({}, _made()[0], key=random.key(0)), match="lora_init: params must be a tree with a, got"),
     Error(
         call=lambda: with_adapter(_made()[1], {"b": LowRankParams(None, None)}, _made()[0]),
-        match="with_adapter: adapter must be by the paths a, got missing a; extra b",
+        match="with_adapter: adapter must be keyed by the paths a, got missing a; extra b",
     ),
     Error(
         call=lambda: with_adapter(_made()[1], {"a": LowRankParams(torch.ones(3, 4), torch.ones(4, 2))}, _made()[0]),

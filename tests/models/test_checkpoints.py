@@ -76,7 +76,7 @@ def test_a_file_that_is_cut_short_raises(folder):
         ({"model_type": None}, r"model_type must be one of llama, .*, got None"),
         ({"gizmo": 1}, r"fields must be known for family 'qwen3', got 'gizmo'"),
         ({"hidden_act": "mish"}, r"hidden_act must be one of silu, .*, got 'mish'"),
-        ({"hidden_size": None}, "hidden_size must be there, got none"),
+        ({"hidden_size": None}, "hidden_size must be given, got none"),
         ({"hidden_size": "32"}, "hidden_size must be int, got '32'"),
         ({"num_key_value_heads": 3}, "kv_heads must be a number that divides heads, 4, got 3"),
         (
@@ -85,7 +85,7 @@ def test_a_file_that_is_cut_short_raises(folder):
         ),
         ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1.0}}, "rope_type must be one of default, .*, got 'spiral'"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1.0, "twist": 2}}, "'default' must be known, got 'twist'"),
-        ({"rope_theta": 7.0}, "rope_scaling must be what rope_parameters say, or absent"),
+        ({"rope_theta": 7.0}, "rope_scaling must be the same as rope_parameters, or absent"),
     ],
 )
 def test_a_config_that_is_not_served_names_its_field(folder, fields, said):
@@ -127,7 +127,7 @@ def test_shards_and_their_index(tmp_path):
     first = next(iter(found["weight_map"]))
     other = next(file for file in files if file != found["weight_map"][first])
     indexed(**{first: other})
-    with pytest.raises(CheckpointError, match=rf"index.json must say where tensors are, got\n  {first} in {other}"):
+    with pytest.raises(CheckpointError, match=rf"index.json must name the file of each tensor, got\n  {first} in {other}"):
         from_hf(tmp_path / "hf")
     indexed(**{first: "../one/model.safetensors"})
     with pytest.raises(CheckpointError, match="must be the name of a file of the folder for each tensor"):
@@ -156,7 +156,7 @@ def test_a_tied_head_in_the_file_must_be_the_embedding(tmp_path):
     rewritten(tmp_path / "hf", lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     from_hf(tmp_path / "hf")
     rewritten(tmp_path / "hf", lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
-    with pytest.raises(CheckpointError, match="lm_head.weight must be that of the embedding, as config.json ties them"):
+    with pytest.raises(CheckpointError, match="lm_head.weight must be the embedding's weight, as config.json ties them"):
         from_hf(tmp_path / "hf")
 
 
@@ -219,15 +219,15 @@ LLAMA = DecoderConfig(
 def test_what_a_family_has_not_is_not_written(tmp_path):
     params = chain.init(decoder(LLAMA), key=random.key(0))
     for change, said in (
-        (dict(qk_norm="head"), "cfg.qk_norm must be None, as of family 'llama' otherwise alike, got 'head'"),
-        (dict(windows=(None, 3)), "cfg.windows must be .*, as of family 'llama'"),
+        (dict(qk_norm="head"), "cfg.qk_norm must be None for family 'llama' with these other fields, got 'head'"),
+        (dict(windows=(None, 3)), "cfg.windows must be .* for family 'llama'"),
         (dict(family=""), "model_type must be one of"),
         (dict(mlp="gelu"), "hidden_act must be"),
     ):
         cfg = DecoderConfig(**{**{n: getattr(LLAMA, n) for n in LLAMA.__dataclass_fields__}, **change})
         with pytest.raises(ValueError, match=said):
             to_hf(params, cfg, tmp_path / "new")
-    with pytest.raises(CheckpointError, match=r"params must be those of decoder\(cfg\), got\n  norm.weight \[4\], got \[5\]"):
+    with pytest.raises(CheckpointError, match=r"params must be decoder\(cfg\)'s, got\n  norm.weight \[4\], got \[5\]"):
         to_hf(trees.put(params, "norm.weight", torch.ones(5)), LLAMA, tmp_path / "new")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("")

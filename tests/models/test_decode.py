@@ -194,7 +194,7 @@ def test_bad_calls_name_what_is_wrong_before_anything_changes():
         (r"ids must be \[3, T\] with T from 1 to the cache's chunk, 4, got \[3, 0\]", cache, IDS[:, :0], {}),
         (r"cache.layers.blocks.1.k must be \[3, 1, 6, 4\], got \[3, 1, 5, 4\]", wrong, IDS[:, :1], {}),
         (r"cache.layers.blocks.1.k must be float64, got float32", narrow, IDS[:, :1], {}),
-        (r"cache.layers must be those of blocks.0, blocks.1, .*, got dict", less, IDS[:, :1], {}),
+        (r"cache.layers must be a dict of the layers blocks.0, blocks.1, .*, got dict", less, IDS[:, :1], {}),
         (r"counts must be from 0 to 1, as ids has, got \[2, 1, 3\]", cache, IDS[:, :1], {"counts": lengths}),
         (r"counts must be \[3\], got \[2\]", cache, IDS[:, :1], {"counts": lengths[:2]}),
     ):

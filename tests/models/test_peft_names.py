@@ -60,11 +60,11 @@ def test_adapters_that_peft_made_of_gate_and_up_are_one_of_twice_the_rank(llama,
     with torch.no_grad():
         assert_close(made(IDS).logits, logits(params, cfg, model), rtol=1e-4, atol=1e-5)
     one = with_lora(decoder(cfg), 2, (*ATTENTION, *UP), alpha=6.0)
-    said = r"lora_A of model\.layers\.0\.mlp\.up_proj must be that of .*gate_proj .*rank 4 with alpha 12 at blocks\.0\.mlp\.up"
+    said = r"lora_A of model\.layers\.0\.mlp\.up_proj must be equal to .*gate_proj's .*rank 4 with alpha 12 at blocks\.0\.mlp\.up"
     with pytest.raises(CheckpointError, match=said):
         load_adapter(tmp_path, lora_init(pretrained, one, key=random.key(0)), one, names=peft_names(cfg, one))
     other = with_lora(with_lora(decoder(cfg), 2, ATTENTION, alpha=6.0), 3, UP, alpha=9.0)
-    with pytest.raises(CheckpointError, match="r of model.layers.0.mlp.gate_proj must be 3, as in cfg, of each with one .* got 2"):
+    with pytest.raises(CheckpointError, match="r of model.layers.0.mlp.gate_proj must be 3, as in cfg, for each if they .* got 2"):
         load_adapter(tmp_path, lora_init(pretrained, other, key=random.key(0)), other, names=peft_names(cfg, other))
 
 
@@ -96,7 +96,7 @@ def test_params_with_a_loss_and_without_one(llama, tmp_path):
     """What takes those of a decoder takes them with "loss": None; what makes those of a config with a loss asks for it."""
     pretrained, cfg = from_hf(llama)
     model, lossy = (with_lora(decoder(cfg, loss=loss), 2, UP) for loss in (False, True))
-    with pytest.raises(ValueError, match=r"lora_init: params must be those of the base .*, got missing \['loss'\], extra \[\]"):
+    with pytest.raises(ValueError, match=r"lora_init: params must be the base config's .*, got missing \['loss'\], extra \[\]"):
         lora_init(pretrained, lossy, key=random.key(0))
     params = drawn(lora_init({**pretrained, "loss": None}, lossy, key=random.key(0)), lossy)
     loss, _ = chain.fwd(params, decoder_x(cfg, IDS, torch.float32, labels=IDS), lossy, needs=Needs.NONE)

@@ -214,13 +214,13 @@ BAD = {
     ),
     "no amaxes": (
         lambda: lambda: _updated({}),
-        "recipe_update: amaxes must be of every weight in the state, as split_amaxes gives them where each has a gradient, "
+        "recipe_update: amaxes must be of every weight in the state, as split_amaxes returns them if each has a gradient, "
         "got none of up.weight, down.weight",
         ValueError,
     ),
     "amaxes of a part of the model": (
         lambda: lambda: _updated({"up.weight": torch.ones(3)}),
-        "recipe_update: amaxes must be of every weight in the state, as split_amaxes gives them where each has a gradient, "
+        "recipe_update: amaxes must be of every weight in the state, as split_amaxes returns them if each has a gradient, "
         "got none of down.weight",
         ValueError,
     ),

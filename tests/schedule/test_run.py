@@ -215,7 +215,7 @@ def test_what_does_not_fit_is_refused_before_anything_runs():
     with pytest.raises(ValueError, match="run: stage 'f' must be without gives"):
         forked = ChainConfig(steps=(Step("f", fork, ForkConfig(), gives=("b",)), Step("g", chain, _adds(), takes=("b",))))
         run(gpipe(2, 1), chain.init(forked), [torch.ones(2)], forked)
-    with pytest.raises(ValueError, match="run: dys must be given where y is no scalar loss"):
+    with pytest.raises(ValueError, match="run: dys must be given if y is not a scalar loss"):
         plain = ChainConfig(steps=(Step("a", linear, LinearConfig(DIM, DIM)),))
         run(gpipe(1, 1), chain.init(plain, key=random.key(0)), [torch.ones(2, DIM)], plain)
 

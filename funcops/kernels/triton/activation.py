@@ -16,7 +16,7 @@ BLOCK = 1024
 
 @triton.jit
 def tanh(x):
-    """Odd, so that neither end overflows: 1 - 2 e / (1 + e) of |x| with e = exp(-2 |x|)."""
+    """(1 - e) / (1 + e) with e = exp(-2 |x|), and the sign of x, so that neither end overflows."""
     e = tl.exp(-2.0 * tl.abs(x))
     t = (1.0 - e) / (1.0 + e)
     return tl.where(x < 0, -t, t)
@@ -24,21 +24,21 @@ def tanh(x):
 
 @triton.jit
 def sigmoid(x):
-    """exp(-|x|) never overflows."""
+    """The sigmoid from exp(-|x|), which never overflows."""
     e = tl.exp(-tl.abs(x))
     return tl.where(x >= 0, 1.0, e) / (1.0 + e)
 
 
 @triton.jit
 def saturated(x, MOST: tl.constexpr = 1e4):
-    """Within the range beyond which f' does not change, so that no infinity meets a 0; NaN stays."""
+    """Clamp x to the range beyond which f' does not change, so that infinity is not multiplied by 0; NaN stays."""
     return tl.clamp(x, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def normal_cdf(x):
-    """The standard normal distribution function, as exact as float32 near 0, and to -6 within 1e-4 of itself: that of -|x| is
-    2^q(|x|), q a polynomial fitted on 0 to 6.5, and 0 from 14 on. One exponential, and half the instructions of an erf."""
+    """The standard normal distribution function, as exact as float32 near 0, and to -6 with a relative error below 1e-4: for -|x|
+    it is 2^q(|x|), q a polynomial fitted on 0 to 6.5, and 0 from 14 on. One exponential, and half the instructions of an erf."""
     a = tl.minimum(tl.abs(x), 14.0)
     q = -2.5527183922235963e-08 * a + 7.726699777776957e-07
     q = q * a - 1.0017381100624334e-05
@@ -55,7 +55,7 @@ def normal_cdf(x):
 
 @triton.jit
 def _twice_inner(x):
-    """2 u of gelu_tanh: 0.5 (1 + tanh(u)) is sigmoid(2 u). u = sqrt(2 / pi) (x + 0.044715 x^3)."""
+    """The 2 u of gelu_tanh, as 0.5 (1 + tanh(u)) is sigmoid(2 u). u = sqrt(2 / pi) (x + 0.044715 x^3)."""
     return x * (1.5957691216057308 + 0.07135481627260025 * x * x)
 
 
@@ -96,7 +96,7 @@ def derivative(x, KIND: tl.constexpr):
         square = x * x
         e = tl.exp2(x * (-2.302208198144325 - 0.1029432395800235 * square))
         r = 1.0 / (1.0 + e)
-        # sigmoid(2 u), and its derivative without 1 - sigmoid(2 u), of which little is left where u is large
+        # sigmoid(2 u), and its derivative without 1 - sigmoid(2 u), which cancels where u is large
         return r + r * (r * e) * (x * (1.5957691216057308 + 0.21406444881780074 * square))
     elif KIND == "quick_gelu":
         x = saturated(1.702 * x)

@@ -1,5 +1,5 @@
 """AdamW in one launch for all tensors of a dtype: a program takes a chunk of one tensor, and finds tensor and chunk in a table
-of addresses on the device, which is made when the addresses are new."""
+of addresses on the device, which is made for each new set of addresses."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from funcops.kernels import adamw as declared
 from funcops.kernels.triton.common import cdiv, load_wide, store_rounded
 
 BLOCK, BLOCKS = 1024, 16  # elements that a program takes at a time, and how many times
-KEPT = 32  # tables
+KEPT = 32  # tables in the cache
 
 
 @triton.jit
 def _own(first_ptr, table_ptr, field: tl.constexpr, ALIGNED: tl.constexpr):
-    """The tensor's pointer. The table holds distances, in elements, as a compiler sees no alignment in an address that it loads."""
+    """The tensor's pointer. The table holds distances in elements, as a compiler cannot see the alignment of loaded addresses."""
     distance = tl.load(table_ptr + field)
     if ALIGNED:
         distance = tl.multiple_of(distance, 16)
@@ -50,8 +50,8 @@ def _adamw(
     log2: tl.float32, eps: tl.float32, weight_decay: tl.float32, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Chunk c is `chunks[c]` = (tensor, chunk of that tensor), and a row of the table (distances of p, g, m, v and t from those
-    of the first tensor, number of elements, whether decayed). Of a beta b come 1 - b and log b: float32 has neither from b."""
+    """`chunks[c]` is (tensor, chunk of that tensor); a row of the table is (distances of p, g, m, v and t from the first tensor's,
+    number of elements, whether decayed). A beta b is passed as 1 - b and log b, which float32 cannot compute from b."""
     program = tl.program_id(0).to(tl.int64)
     table_ptr += tl.load(chunks_ptr + 2 * program) * 7
     start = tl.load(chunks_ptr + 2 * program + 1) * (BLOCK * BLOCKS)
@@ -104,8 +104,8 @@ def adamw(
 
 
 def _table_of(p: Any, g: Any, m: Any, v: Any, t: Any, sizes: tuple[int, ...], decays: Any) -> Table:
-    """Made anew where gradients lie elsewhere, as they do at most steps. The note: whether every distance but the steps' is a
-    multiple of 16."""
+    """The table of these addresses, a new one if gradients have moved, as in most steps. Its note: whether every distance except
+    the steps' is a multiple of 16."""
     addresses = tuple([tuple([one.data_ptr() for one in row]) for row in (p, g, m, v, t)])
     widths = tuple([row[0].itemsize for row in (p, g, m, v, t)])
     return _tables.get(

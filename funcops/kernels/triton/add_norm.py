@@ -1,4 +1,4 @@
-"""Normalisations of a residual stream: the kernels of `norm`, which add on their way."""
+"""Normalisations of a residual stream: the kernels of `norm`, with the additions in them."""
 
 from __future__ import annotations
 

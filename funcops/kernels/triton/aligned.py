@@ -1,5 +1,5 @@
-"""Rows of any length read 16 bytes at a time: alone, as the whole groups of the tensor's elements in a row, and its two ends; or so
-many together, a span, that the next begins with a group."""
+"""Rows of any length, read 16 bytes at a time: either one row, as the tensor's whole groups of elements in it and its two ends; or
+a span, so many rows that the next span begins with a group."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from funcops.kernels.triton.common import cdiv
 
 GROUP = 8  # elements: 16 bytes of a 16-bit dtype
 ALIGN = tl.constexpr(GROUP)
-PROGRAMS = 2048  # enough for a device: from there on a program takes the same columns of more spans
+PROGRAMS = 2048  # enough for a device: beyond that a program takes the same columns of several spans
 
 
 class Spans(NamedTuple):
-    """`groups`: ALIGN elements each, in a span; `wraps`: whether that is more than a period; `wide`: whether 32 bits hold none."""
+    """`groups` of ALIGN elements in a span; `wraps`: whether a span exceeds a period; `wide`: whether it exceeds 32 bits."""
 
     grid: tuple[int, int, int]
     groups: int
@@ -26,7 +26,7 @@ class Spans(NamedTuple):
 
 
 def spans(n: int, period: int, block: int) -> Spans:
-    """Of n elements, in which something repeats every `period`: what fills programs of `block` columns."""
+    """Divide n elements, in which something repeats every `period`, into spans for programs of `block` columns."""
     span = math.lcm(period, GROUP)
     if span % block:
         span *= max(1, 8 * block // span)
@@ -37,7 +37,7 @@ def spans(n: int, period: int, block: int) -> Spans:
 
 @triton.jit
 def columns(n, groups, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """A program's places in every span, the size of a span, how many are whole, and the program's first."""
+    """A program's columns in every span, the size of a span, how many spans are whole, and the program's first span."""
     first = tl.program_id(0) * BLOCK
     span = groups * ALIGN
     if WIDE:
@@ -47,7 +47,7 @@ def columns(n, groups, WIDE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def whole_groups(ptr, first, width, EVEN: tl.constexpr):
-    """Of the `width` elements from `first`: a pointer to the first whole group of ALIGN, how many elements come before it, and how
+    """For the `width` elements from `first`: a pointer to the first whole group of ALIGN, how many elements come before it, and how
     many lie in whole groups. EVEN: `first` and `width` are multiples of ALIGN."""
     if EVEN:
         return ptr + first // ALIGN * ALIGN, 0, width // ALIGN * ALIGN
@@ -58,7 +58,7 @@ def whole_groups(ptr, first, width, EVEN: tl.constexpr):
 
 @triton.jit
 def ends(before, size, width):
-    """The elements that lie in no whole group: their places from the first group's start, and which of these there are."""
+    """The elements outside whole groups: their positions from the first group's start, and the mask of positions that exist."""
     i = tl.arange(0, 2 * ALIGN)
     first, after = i < ALIGN, i - ALIGN
     return tl.where(first, i - before, size + after), tl.where(first, i < tl.minimum(before, width), after < width - before - size)

@@ -1,4 +1,4 @@
-"""Bias and activation. Backward, a program takes a chunk of columns of rows p, p + P, ..., with a part of db."""
+"""Bias and activation. In the backward a program takes a chunk of columns of rows p, p + P, ..., and sums a part of db."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from funcops.kernels.triton.norm_kernels import dropped
 from funcops.kernels.triton.pointwise import add_repeated, dropout, threshold_and_factor
 
 COLUMNS, TILE = 1024, 2048
-PARTS, PROGRAMS = 256, 1024  # of a backward: the most partial rows, and programs over parts and chunks of columns
+PARTS, PROGRAMS = 256, 1024  # at most, in a backward: partial rows, and programs over parts and chunks of columns
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def _backward(
     dy_ptr, x_ptr, b_ptr, dz_ptr, db_ptr, rows, width, KIND: tl.constexpr, BIAS: tl.constexpr, DB: tl.constexpr,
     AGAIN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """With AGAIN y is written over dy."""
+    """With AGAIN, write y over dy."""
     part, parts = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     b = tl.zeros([1, BLOCK], tl.float32)
@@ -51,13 +51,13 @@ def _backward(
 def _dropout_sums(
     dy_ptr, key_ptr, dx_ptr, sums_ptr, rows, width, threshold, factor: tl.float32, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Of rows that are a multiple of four long: as many words has a Philox block."""
+    """Compute dx and a part of its sums. Rows are a multiple of four long, as a Philox block has four words."""
     part, parts = tl.program_id(0), tl.num_programs(0)
     row, i = tl.arange(0, ROWS), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at, first = row.to(tl.int64)[:, None] * width + i[None, :], row * (width // 4) + tl.program_id(1) * (BLOCK // 4)
     seed, stream = tl.load(key_ptr), tl.load(key_ptr + 1)
     total = tl.zeros([ROWS, BLOCK], tl.float32)
-    start, step = part.to(tl.int64) * ROWS * width, parts.to(tl.int64) * ROWS * width  # carried: a product less for each group
+    start, step = part.to(tl.int64) * ROWS * width, parts.to(tl.int64) * ROWS * width  # carried: saves a product per group
     for group in range(part, tl.cdiv(rows, ROWS), parts):
         inside = (group * ROWS + row < rows)[:, None] & (i < width)[None, :]
         dx = dropped(load_wide(dy_ptr + start + at, inside), start // 4 + first, seed, stream, threshold, factor, ROWS, BLOCK)
@@ -71,7 +71,7 @@ _launch_backward, _launch_dropout_sums = launcher(_backward), launcher(_dropout_
 
 
 def _tile(width: int) -> tuple[int, int]:
-    """Rows and columns that a program takes at a time."""
+    """The rows and columns that a program takes at a time."""
     block = block_of(width, COLUMNS)
     return TILE // block, block
 

@@ -1,8 +1,8 @@
-"""Causal convolution of every channel by itself. Forward a program takes a tile of times and channels W times, each a time later,
-of which all but the first come out of a cache. Backward a thread goes through the times of its channels, and has the last W of x
-and of g = dy f'(z) in registers: it reads each number once, but for W - 1 times around the part that is its own."""
+"""Causal convolution of each channel by itself. In the forward a program reads a tile of times and channels W times, each shifted
+by one time; all reads but the first come from a cache. In the backward a thread goes through the times of its channels, with the
+last W of x and of g = dy f'(z) in registers: it reads each number once, except for W - 1 times around its own part."""
 # mypy: disable-error-code="assignment, var-annotated"
-# of tuples that grow while a kernel is unrolled
+# for tuples that grow while a kernel is unrolled
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from funcops.kernels.triton.common import block_of, cdiv, contiguous, load_wide,
 
 CHANNELS, TIMES = 128, 32  # of a tile
 ROWS = 8  # times that the backward reads at once
-NARROW = 8  # the largest W of which a thread has four channels, and no register spills; of a larger one it has one
-PROGRAMS = 1024  # of the sums: a constant, so that they do not depend on the device
+NARROW = 8  # the largest W for which a thread has four channels without spilled registers; for a larger one it has one
+PROGRAMS = 1024  # for the sums: a constant, so that they do not depend on the device
 
 
 @triton.jit
@@ -49,8 +49,8 @@ def _backward(
     dy_ptr, x_ptr, w_ptr, b_ptr, dx_ptr, dw_ptr, db_ptr, length, channels, of_part, WIDTH: tl.constexpr, BIAS: tl.constexpr,
     SILU: tl.constexpr, DX: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Of a part of a batch's times: dx, which at a time is there W - 1 times later, and the sums for dw and db. ROWS times are read
-    at once."""
+    """Compute dx and the sums for dw and db, for a part of a batch's times. dx at a time is complete W - 1 times later. ROWS times
+    are read at once."""
     c, part = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS), tl.program_id(1)
     first, inside, none = tl.program_id(2).to(tl.int64) * length * channels, c < channels, tl.zeros([CHANNELS], tl.float32)
     begin = part.to(tl.int64) * of_part
@@ -60,7 +60,7 @@ def _backward(
     for j in tl.static_range(WIDTH):
         w = w + (load_wide(w_ptr + j * channels + c, inside),)
         d_w = d_w + (none,)
-    for j in tl.static_range(WIDTH - 1):  # those before the first
+    for j in tl.static_range(WIDTH - 1):  # the times before the first
         at = begin + (j - (WIDTH - 1))
         xs = xs + (load_wide(x_ptr + first + at * channels + c, inside & (at >= 0) & (at < length)),)
         gs = gs + (none,)
@@ -86,7 +86,7 @@ def _backward(
                     d += w[WIDTH - 1 - j] * gs[j]
                 to = at - (WIDTH - 1)
                 store_rounded(dx_ptr + first + to * channels + c, d, inside & (to >= begin) & (to < end))
-            own = tl.where(at < end, g, 0.0)  # what follows is the next part's
+            own = tl.where(at < end, g, 0.0)  # later times are the next part's
             if DB:
                 d_b += own
             if DW:
@@ -120,7 +120,7 @@ def causal_conv1d_fwd(x: Tensor, w: Tensor, b: Optional[Tensor], silu: bool) -> 
 
 
 def parts_of(batches: int, length: int, channels: int) -> int:
-    """Into how many the times of a batch are taken apart for the sums."""
+    """The number of parts into which a batch's times are split for the sums."""
     return max(1, min(cdiv(length, TIMES), PROGRAMS // max(1, batches * cdiv(channels, CHANNELS))))
 
 

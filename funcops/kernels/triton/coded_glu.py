@@ -1,4 +1,4 @@
-"""Gated linear units of an x in 8 bits, a program a tile. Halves that the blocks of scales straddle go through a copy of x."""
+"""Gated linear units of an x in 8 bits, one program per tile. If a block of scales straddles the halves, x is decoded to a copy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _half(
     codes_ptr, scales_ptr, start, row, column, rows, width, DTYPE: tl.constexpr, COLS: tl.constexpr, NATIVE: tl.constexpr,
     A: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """[A, B] of the half of x that begins at element `start` of each row, as x's dtype has it."""
+    """A tile [A, B] of the half of x that begins at element `start` of each row, rounded to x's dtype."""
     n, j = column + tl.arange(0, B), column // COLS + tl.arange(0, B // COLS)
     high, wide = (row < rows)[:, None], 2 * width // COLS
     codes = tl.load(codes_ptr + row[:, None] * (2 * width) + start + n[None, :], mask=high & (n < width)[None, :], other=0)
@@ -40,7 +40,7 @@ def _coded(
     dy_ptr, codes_ptr, scales_ptr, y_ptr, dx_ptr, rows, width, KIND: tl.constexpr, FIRST: tl.constexpr, COLS: tl.constexpr,
     NATIVE: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """y where dy is None, or else dx."""
+    """Compute y if dy is None, else dx."""
     across = tl.cdiv(width, B)
     pid = tl.program_id(0)
     row, column = (pid // across).to(tl.int64) * A + tl.arange(0, A), (pid % across) * B

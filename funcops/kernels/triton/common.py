@@ -1,4 +1,4 @@
-"""What every Triton kernel here shares: widening loads, rounding stores, block sizes."""
+"""Helpers of the Triton kernels: widening loads, rounding stores, block sizes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def load_wide(ptr, mask):
 
 @triton.jit
 def rounded(v, DTYPE: tl.constexpr):
-    """float32 in another dtype, rounding to nearest even."""
+    """Cast float32 to another dtype, rounding to nearest even."""
     if INTERPRETED and DTYPE == tl.bfloat16:
         bits = v.to(tl.int32, bitcast=True)  # the interpreter's own cast truncates
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
@@ -55,7 +55,7 @@ def warps_of(block: int) -> int:
 
 
 def most_warps() -> int:
-    """Of a program, which has at most 1,024 threads."""
+    """The most warps of a program, which has at most 1,024 threads."""
     return 32 if INTERPRETED else 1024 // int(_target(driver.active.get_current_device(), driver.active).warp_size)
 
 

@@ -1,5 +1,5 @@
-"""Cross entropy: a program a row. Forward one read of the logits, an online softmax in every lane; backward one read and one
-write."""
+"""Cross entropy, one program per row. The forward reads the logits once, with an online softmax in every lane; the backward is one
+read and one write."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 @triton.jit
 def _gather(t, inside, highest, weights, total, seen, SMOOTHED: tl.constexpr, DEEP: tl.constexpr, LANES: tl.constexpr):
-    """The online softmax of every lane after more logits, -inf where there are none; one exponential each. total: the sum of
-    t - highest over the `seen` logits of a lane; where it has a higher one each of them is the further away."""
+    """Update the online softmax of every lane with more logits (-inf outside the row), one exponential each. total: the sum of
+    t - highest over the `seen` logits of a lane, all of which a new highest logit lowers."""
     t = tl.reshape(t, [DEEP, LANES, t.shape[0] // (DEEP * LANES)])
     top = tl.maximum(highest, tl.max(tl.max(t, 2), 0))
     below = t - top[None, :, None]
@@ -33,7 +33,7 @@ def _gather(t, inside, highest, weights, total, seen, SMOOTHED: tl.constexpr, DE
 
 @triton.jit
 def _lowered(total, seen, highest, top):
-    """The sum of `seen` differences to `highest` as that of differences to `top`; there is none yet where nothing was seen."""
+    """Turn a sum of `seen` differences to `highest` into one of differences to `top`; 0 if nothing was seen yet."""
     return tl.where(seen > 0, total + seen * (highest - top), 0.0)
 
 
@@ -102,7 +102,7 @@ def _backward(
     dloss_ptr, dloss_step, logits_ptr, labels_ptr, lse_ptr, dlogits_ptr, classes, first, vocab, ignore_index,
     smoothing: tl.float32, z_loss: tl.float32, EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dlogits may be logits: they are the classes from `first` among `vocab`."""
+    """dlogits may be logits themselves, whose classes begin at `first` of `vocab` classes."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr, before, size = whole_groups(logits_ptr, row * classes, classes, EVEN)
     dlogits_ptr, _, _ = whole_groups(dlogits_ptr, row * classes, classes, EVEN)
@@ -110,7 +110,7 @@ def _backward(
     d = tl.where(label == ignore_index, 0.0, tl.load(dloss_ptr + row * dloss_step).to(tl.float32))
     at_all, scale = d * (smoothing / vocab), d * (1.0 + 2.0 * z_loss * (highest + rest)) * tl.exp(-rest)
     at_label = d * (1.0 - smoothing) + at_all
-    # where it is not one of these classes, no index
+    # a label outside these classes becomes an index that matches none
     label = tl.where((label >= first) & (label < first + classes), label - first - before, -1 - before).to(tl.int32)
     i = tl.arange(0, BLOCK)
     if not EVEN:  # read first, so that nothing is read that other threads have written

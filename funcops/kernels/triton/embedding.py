@@ -1,8 +1,8 @@
-"""The embedding's weight gradient without atomics: tokens sorted by id, and each id's rows summed in that order.
+"""The embedding's weight gradient without atomics: tokens are sorted by id, and each id's rows summed in that order.
 
-A program walks RUN sorted tokens. It writes the ids that begin and end there; of one that goes on beyond, it leaves a part, and
-a second launch sums the parts in order. So an id that fills the batch takes no program longer than another. A third writes zeros,
-where no token has the id: no row is written twice.
+A program walks RUN sorted tokens. It writes the rows of ids that begin and end there; for an id that goes on beyond, it stores a
+partial sum, and a second launch adds these in order. So no program takes longer for an id that fills the batch. A third launch
+writes zeros for ids that no token has: no row is written twice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BLOCK, RUN, ROWS = 2048, 32, 8
 
 @triton.jit
 def _put(ptr, total, inside, INTO: tl.constexpr):
-    """A row of dw, or what is added to it."""
+    """Write a row of dw, or add to it."""
     if INTO:
         total += load_wide(ptr, inside)
     store_rounded(ptr, total, inside)
@@ -31,7 +31,7 @@ def _put(ptr, total, inside, INTO: tl.constexpr):
 def _sum_runs(
     dy_ptr, ids_ptr, order_ptr, dw_ptr, parts_ptr, n, width, padding_idx, INTO: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """parts [tokens / RUN, 2, D]: of the id that comes from before this program's tokens, and of the one that goes on after."""
+    """parts [tokens / RUN, 2, D]: sums for the id that began before this program's tokens, and for the id that goes on after."""
     chunk = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     first = chunk * RUN
@@ -43,7 +43,7 @@ def _sum_runs(
     for at in range(first, last):
         total += load_wide(dy_ptr + row * width + i, i < width)
         after = tl.load(ids_ptr + at + 1, mask=at + 1 < n, other=-1)
-        row = tl.load(order_ptr + at + 1, mask=at + 1 < n, other=0)  # a step before it is needed
+        row = tl.load(order_ptr + at + 1, mask=at + 1 < n, other=0)  # one step before it is needed
         if (after != own) | (at + 1 == last):
             if before:
                 tl.store(parts_ptr, total, mask=i < width)
@@ -58,7 +58,7 @@ def _sum_runs(
 
 @triton.jit
 def _sum_parts(ids_ptr, dw_ptr, parts_ptr, n, width, padding_idx, INTO: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr):
-    """For every chunk whose last id began in it and goes on after it."""
+    """Add the parts of the last id of every chunk, if it began in the chunk and goes on after it."""
     chunk = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     own = tl.load(ids_ptr + chunk * RUN + RUN - 1, mask=(chunk + 1) * RUN <= n, other=-1)
@@ -73,13 +73,13 @@ def _sum_parts(ids_ptr, dw_ptr, parts_ptr, n, width, padding_idx, INTO: tl.const
 
 @triton.jit
 def _first(ids_ptr, chunk, n, RUN: tl.constexpr):
-    """The id at the start of a chunk, -1 after the last."""
+    """The id at the start of a chunk; -1 after the last chunk."""
     return tl.load(ids_ptr + chunk * RUN, mask=chunk * RUN < n, other=-1)
 
 
 @triton.jit
 def _zero_rest(ids_ptr, dw_ptr, n, steps, vocab, width, padding_idx, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of ROWS ids those that no token has, and the padding's. Each is looked for by halves, in `steps`: 2^steps > n."""
+    """Zero the rows of ids that no token has, and of the padding. ROWS ids are found by bisection, in `steps`: 2^steps > n."""
     own = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     low = own * 0
@@ -115,7 +115,7 @@ def embedding_wgrad_into(dy: Tensor, ids: Tensor, padding_idx: int, dw: Tensor) 
 
 
 def _sum(dy: Tensor, ids: Tensor, padding_idx: int, dw: Tensor, into: bool) -> Tensor:
-    """The ids in order, their rows of dw written, or with `into` added to."""
+    """Write the ids' rows of dw, or add to them if `into`; return the sorted ids."""
     width, n = dy.shape[-1], ids.numel()
     ordered, order = torch.sort(ids.reshape(-1), stable=True)
     block, chunks = block_of(width, BLOCK), cdiv(n, RUN)

@@ -19,7 +19,7 @@ from funcops.kernels.triton.glu import gate_parts
 from funcops.kernels.triton.grouped import blocks_of, locate, place_of, row_tiles, tile_for
 from funcops.kernels.triton.matmul import GROUP, precision
 
-FEW_CHOICES, MANY_CHOICES, COLUMNS = 32, 256, 128  # a program's, with dots of a bias and without; columns at a time
+FEW_CHOICES, MANY_CHOICES, COLUMNS = 32, 256, 128  # choices of a program, with dots of a bias and without; columns at a time
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def _up(
     limit: tl.float32, alpha: tl.float32, offset: tl.float32, BIAS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, E_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """z and scaled: two sums a program, of the gate's columns and of the linear ones beside them."""
+    """Compute z and scaled. A program has two sums: of gate columns, and of the linear columns that belong to them."""
     tile_m, tile_n = tile_of(tl.program_id(0), tiles * BLOCK_M, I, BLOCK_M, BLOCK_N, GROUP)
     e, first, last = locate(tile_m, offsets_ptr, E, rows, BLOCK_M, E_BLOCK)
     if last == 0:
@@ -37,7 +37,7 @@ def _up(
     e, m = e.to(tl.int64), first + tl.arange(0, BLOCK_M)
     n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    # rows and columns that are not there read others, and are not stored: fewer masks take fewer registers
+    # rows and columns out of range read others, and are not stored: fewer masks take fewer registers
     row = tl.where(m < last, place_of(m, last, order_ptr, every, tokens, True), 0)
     a_at = x_ptr + row[:, None] * H + k[None, :]
     up_ptr += e * 2 * I * H
@@ -64,7 +64,7 @@ def _up(
     kept_gate, kept_linear = rounded(gate, z_ptr.dtype.element_ty), rounded(linear, z_ptr.dtype.element_ty)
     tl.store(z_ptr + 2 * at + n[None, :], kept_gate, mask=inside)
     tl.store(z_ptr + 2 * at + I + n[None, :], kept_linear, mask=inside)
-    # of what is kept, so that the backward has the same
+    # from the rounded z, which the backward reads
     active, _, factor, _ = gate_parts(kept_gate.to(tl.float32), kept_linear.to(tl.float32), limit, alpha, offset, KIND)
     s = load_wide(weights_ptr + tl.load(order_ptr + m, mask=m < last, other=0), m < last)
     store_rounded(scaled_ptr + at + n[None, :], active * factor * s[:, None], inside)
@@ -72,7 +72,7 @@ def _up(
 
 @triton.jit
 def _columns(t, M: tl.constexpr, N: tl.constexpr):
-    """The left and the right half of [M, N]."""
+    """Split [M, N] into its left and right halves."""
     return tl.split(tl.permute(tl.reshape(t, (M, 2, N // 2)), (0, 2, 1)))
 
 
@@ -82,7 +82,7 @@ def _down_part(
     limit: tl.float32, alpha: tl.float32, offset: tl.float32,
     KIND: tl.constexpr, DZ: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """dz and scaled of some columns of da, and the sum of da a over them."""
+    """Write dz and scaled for some columns of da; return the sum of da a over them."""
     inside, at = (m < last)[:, None] & (n < I)[None, :], m.to(tl.int64)[:, None] * I + n[None, :]
     of_z = m.to(tl.int64)[:, None] * 2 * I + n[None, :]
     active, d_active, factor, d_factor = gate_parts(
@@ -107,8 +107,8 @@ def _down_dgrad(
     DWEIGHTS: tl.constexpr, AGAIN: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP: tl.constexpr, E_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dz, scaled, and of ds a part a column tile, [column tiles, rows]. The epilogue takes a quarter of the columns at a time:
-    all at once would spill."""
+    """Compute dz, scaled, and a part of ds per column tile, [column tiles, rows]. The epilogue takes a quarter of the columns at a
+    time: all at once would spill registers."""
     tile_m, tile_n = tile_of(tl.program_id(0), tiles * BLOCK_M, I, BLOCK_M, BLOCK_N, GROUP)
     e, first, last = locate(tile_m, offsets_ptr, E, rows, BLOCK_M, E_BLOCK)
     if last == 0:
@@ -141,7 +141,7 @@ def _dweights(
     parts_ptr, place_ptr, dy_ptr, bias_ptr, indices_ptr, dweights_ptr, parts, rows, E, H, every, BIAS: tl.constexpr,
     BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """d weights [rows], by token and choice: the parts [parts, rows] of its row, in order, + dy . bias_e."""
+    """Compute d weights [rows], by token and choice: the sum of its row's parts [parts, rows], in order, + dy . bias_e."""
     j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(place_ptr + j, mask=j < rows, other=0).to(tl.int64)
     total = tl.zeros([BLOCK], tl.float32)
@@ -186,7 +186,7 @@ def experts_up(
 
 
 def paired(dtype: torch.dtype, tile: Tile) -> Tile:
-    """The tile of two sums."""
+    """The tile for a program with two sums."""
     return tile._replace(n=tile.n // 2)
 
 
@@ -197,7 +197,7 @@ def experts_dgrad(
     dweights: bool, scaled: bool,
 ) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:  # fmt: skip
     groups, width, rows = offsets.shape[0] - 1, z.shape[1] // 2, order.shape[0]
-    length = 0 if down is None else down.shape[1]  # of the product: none, for scaled alone
+    length = 0 if down is None else down.shape[1]  # the product's; 0 for `scaled` alone
     d_z, again = dy.new_empty((rows, 2 * width)) if dz else None, dy.new_empty((rows, width)) if scaled else None
     d_weights = weights.new_empty(weights.shape) if dweights else None
     if not rows:

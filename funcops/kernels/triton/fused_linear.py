@@ -1,4 +1,4 @@
-"""Matrix products of a linear layer with what surrounds them: one launch each, and one more where the inner dimension is split."""
+"""Matrix products of a linear layer, fused with the steps around them: one launch each, one more if the inner dim is split."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """C [M, N] = A [M, K] B [K, N] with an epilogue, in two kernels: over tensor descriptors (TMA), persistent, for large 16-bit
 products on devices that have them; over pointers, for every shape, stride and dtype.
 
-Where the output has few tiles and the inner dimension is long (a weight gradient over many rows), the inner dimension is
+If the output has few tiles and the inner dimension is long (a weight gradient over many rows), the inner dimension is
 split: each part writes a float32 slice of a workspace, and a second kernel sums the slices in order.
 """
 
@@ -17,7 +17,7 @@ from funcops.kernels.triton.common import INTERPRETED, load_wide, rounded, store
 
 @triton.jit
 def tile_of(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
-    """Row and column of a tile. Tiles go in groups of GROUP rows, so that those that run together share what they read."""
+    """The row and column of a tile. Tiles are ordered in groups of GROUP rows, so that tiles that run together share reads."""
     rows, columns = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     group = tile // (GROUP * columns)
     height = tl.minimum(rows - group * GROUP, GROUP)
@@ -51,11 +51,11 @@ def _row_sum(
     a_ptr, sums_ptr, tile_n, m, M, split, first, last, a_m, a_k, shares, per_share, ADD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """sums[split, share, m] (+)= the sum of A over a share of k in [first, last): the bias gradient, where A is dy^T. The first
-    `shares` tiles of a row of tiles take one each, so that none is much later than the others.
-    What they read is still in the cache."""
-    # as much in flight as a program can hold, now that it holds no tile; but elements at odd addresses take a register
-    # each, and more
+    """sums[split, share, m] (+)= the sum of A over a share of k in [first, last): the bias gradient, if A is dy^T. Each of the
+    first `shares` tiles in a row of tiles takes one share, so that none is much later than the others.
+    Their reads are still in the cache."""
+    # as many loads in flight as a program can hold, now that it does not hold a tile; but elements at odd addresses take
+    # a register each, and more
     STEP: tl.constexpr = BLOCK_K * (4 if BLOCK_K * a_ptr.dtype.element_ty.primitive_bitwidth >= 1024 else 1)
     k = tl.arange(0, STEP)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -96,7 +96,7 @@ def _pointer(
     scale: tl.float32, BIAS: tl.constexpr, Z: tl.constexpr, KIND: tl.constexpr, ADD: tl.constexpr, SUMS: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Split s goes over its own part of K and writes C [s, M, N] and, with SUMS, sums [s, shares, M]."""
+    """Split s reads its own part of K and writes C [s, M, N] and, with SUMS, sums [s, shares, M]."""
     tile_m, tile_n = tile_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP)
     split = tl.program_id(1).to(tl.int64)
     m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -143,8 +143,8 @@ def _descriptor(
     A_FLIPPED: tl.constexpr, B_FLIPPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """As `_pointer`, a program taking tiles p, p + P, ... A is stored [M, K], or [K, M] where flipped; B [K, N] or [N, K].
-    Split s writes from row s slice_rows of C, a multiple of BLOCK_M, so that no tile reaches into the next split."""
+    """`_pointer` over descriptors: a program takes tiles p, p + P, ... A is stored [M, K], or [K, M] if flipped; B [K, N] or [N,
+    K]. Split s writes from row s slice_rows of C, a multiple of BLOCK_M, so that no tile reaches into the next split."""
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     for work in tl.range(tl.program_id(0), tiles * splits, tl.num_programs(0)):
         split = work // tiles
@@ -179,7 +179,7 @@ def _after(
     t_ptr, c_ptr, z_ptr, add_ptr, M, N, Z: tl.constexpr, KIND: tl.constexpr, ADD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """C from t, scaled and with its bias, which may lie in C: the rest of the epilogue."""
+    """Compute C from t by the rest of the epilogue; t, which may be C itself, already has scale and bias."""
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     at, inside = m[:, None] * N + n[None, :], (m < M)[:, None] & (n < N)[None, :]

@@ -1,6 +1,6 @@
 """The product over tensor descriptors with its warps specialised: one group loads, two multiply.
 
-A candidate that no row of the table chooses until a GPU has shown where it is faster. The compiler specialises warps only with
+A candidate that no row of the table chooses until a GPU shows where it is faster. The compiler specialises warps only with
 four of them, descriptors made on the device and loops that are not flattened (measured ahead of time with Triton 3.7; with eight
 warps it silently does not). Descriptors made on the device take scratch memory from an allocator.
 """
@@ -21,7 +21,7 @@ def _specialised(
     Z: tl.constexpr, KIND: tl.constexpr, ADD: tl.constexpr, A_FLIPPED: tl.constexpr, B_FLIPPED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """As `gemm._descriptor`, without splits and row sums."""
+    """`gemm._descriptor` without splits and row sums."""
     if A_FLIPPED:
         a_desc = tl.make_tensor_descriptor(a_ptr, [K, M], [a_stride, 1], [BLOCK_K, BLOCK_M])
     else:

@@ -1,8 +1,8 @@
-"""Which kernel and tile a matrix product gets, by shape class: data, measured on an H100 with Triton 3.6.
+"""The kernel and tile of a matrix product, by shape class: data, measured on an H100 with Triton 3.6.
 
-cuBLAS multiplies, and one kernel after it does the rest, but where that would read another tensor: there the kernel by TMA is
-faster, whose wide tile comes within 5 % of cuBLAS (8192 x 4096 x 4096, bfloat16: 373 us to 357 with a bias, 414 to 444 where a
-tensor is added). Over pointers ours takes up to three times as long, float32 six times. The tiles compile without spills for
+cuBLAS multiplies, and one kernel after it does the rest, unless that would read another tensor: then our kernel with TMA is faster,
+whose wide tile comes within 5 % of cuBLAS (8192 x 4096 x 4096, bfloat16: 373 us against 357 with a bias, 414 against 444 with an
+added tensor). Over pointers ours takes up to three times as long, in float32 six times. The tiles compile without spills for
 sm_90, within the shared memory of every target (`python -m benchmarks aot`).
 """
 
@@ -23,8 +23,8 @@ class Tile(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Where Triton is not asked for: `library`: torch's kernels serve; else ours by TMA does, and torch's where that cannot.
-    `descriptor`: the tile of the kernel by TMA, where device and strides allow that one; `pointer`: of the other."""
+    """`library`: torch's kernels serve, unless Triton is requested; if False, ours with TMA does, and torch's where that cannot.
+    `descriptor`: the tile of the kernel with TMA, which needs the device and strides for it; `pointer`: of the other kernel."""
 
     library: bool
     descriptor: Tile | None
@@ -32,18 +32,18 @@ class Choice(NamedTuple):
 
 
 WIDE, SQUARE, DEEP = Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 3), Tile(128, 128, 64, 8, 4)
-# for gemm("specialised"): wide without an epilogue, square where one takes registers
+# for gemm("specialised"): wide without an epilogue, square with one, which takes registers
 SPECIALISED = Tile(128, 256, 64, 4, 3, True), Tile(128, 128, 64, 4, 3, True)
 SMALL, FP32 = Tile(64, 64, 64, 4, 3), Tile(64, 64, 32, 8, 3)  # with 4 warps Triton 3.8 spills on sm_90
-# nothing known of a stride costs registers, and an epilogue more of them
+# strides without known divisors cost registers, and an epilogue costs more
 UNALIGNED, UNALIGNED_FUSED, FP32_UNALIGNED = Tile(64, 64, 32, 4, 3), Tile(64, 64, 32, 8, 3), Tile(64, 64, 16, 8, 3)
 
-# three products in one kernel, a branch each: Triton 3.8 gives each branch shared memory of its own, and they must fit together
+# three products in one kernel, one per branch: Triton 3.8 gives each branch its own shared memory, and they must fit together
 THREE, FP32_THREE = SMALL._replace(stages=2), FP32._replace(stages=2)
 
-# by (epilogue, dtype, size): the epilogue is "none", "fused" (bias, activation), "added" (those, and another tensor), "kept" (what
-# the activation is taken of is written or read: a wide tile would spill), "three", "accumulate" (into float32) or "split" (a part
-# of the inner dimension, into a float32 workspace: a wide tile of float32 would not fit)
+# by (epilogue, dtype, size): the epilogue is "none", "fused" (bias, activation), "added" (the same and another tensor), "kept"
+# (the activation's input is written or read: a wide tile would spill), "three", "accumulate" (into float32) or "split" (a part of
+# the inner dimension, into a float32 workspace: a wide tile of float32 would not fit)
 FUSED = "fused", "added", "kept"
 TABLE = {
     ("none", "16-bit", "large"): Choice(True, WIDE, SQUARE),
@@ -78,8 +78,8 @@ TABLE = {
 
 
 def choose(epilogue: str, dtype: torch.dtype, m: int, n: int, aligned: bool) -> Choice:
-    """`aligned`: whether the strides of A and B, but for the one that is 1, are multiples of 16 elements; n tells the output's.
-    Output rows that are none take registers, too."""
+    """`aligned`: whether the strides of A and B, except the one that is 1, are multiples of 16 elements; n tells the output's.
+    Unaligned output rows take registers, too."""
     if dtype is torch.float32:
         choice = TABLE[epilogue, "float32", "any"]
         return choice if aligned and n % 16 == 0 else choice._replace(pointer=FP32_UNALIGNED)

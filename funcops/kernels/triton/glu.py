@@ -1,4 +1,4 @@
-"""Gated linear units: a program a row. The clamped kind is one more kind of gate, with a limit, alpha and offset."""
+"""Gated linear units, one program per row. The clamped kind is one more kind of gate, with a limit, alpha and offset."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BLOCK = 2048
 
 @triton.jit
 def _parts(gate, linear, limit: tl.float32, alpha: tl.float32, offset: tl.float32, KIND: tl.constexpr):
-    """f(gate), f'(gate), what it is multiplied by, and the derivative of that (0 where it was clamped)."""
+    """Return f(gate), f'(gate), the factor of f(gate), and that factor's derivative (0 where it was clamped)."""
     if KIND == "clamped_swiglu":
         g = tl.where(gate > limit, limit, gate)
         clipped = tl.where(linear > limit, limit, tl.where(linear < -limit, -limit, linear))
@@ -38,7 +38,7 @@ def _forward(
     gate_ptr, linear_ptr, scales_ptr, y_ptr, width, stride, limit: tl.float32, alpha: tl.float32, offset: tl.float32,
     KIND: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`stride`: between the rows of gate and linear: twice the width where they are the halves of one tensor."""
+    """`stride`: the distance between rows of gate and linear, twice the width if they are the halves of one tensor."""
     row = tl.program_id(0).to(tl.int64)
     gate_ptr += row * stride
     linear_ptr += row * stride
@@ -60,7 +60,7 @@ def _backward(
     limit: tl.float32, alpha: tl.float32, offset: tl.float32, KIND: tl.constexpr, SCALED: tl.constexpr, DX: tl.constexpr,
     DSCALES: tl.constexpr, AGAIN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """With AGAIN y is written over dy."""
+    """With AGAIN, write y over dy."""
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, width, BLOCK):
@@ -86,7 +86,7 @@ _launch_forward, _launch_backward = launcher(_forward), launcher(_backward)
 
 
 def _halves(x: Optional[Tensor], first: bool) -> tuple[Optional[Tensor], Optional[Tensor]]:
-    """Gate and linear of contiguous rows."""
+    """The gate and linear halves of contiguous rows."""
     if x is None:
         return None, None
     width = x.shape[-1] // 2
@@ -153,7 +153,8 @@ def glu_bwd_again(dy: Tensor, x: Tensor, kind: str, first: bool) -> Tensor:
 
 
 def _even_rows(t: Tensor) -> tuple[Tensor, int, int]:
-    """Contiguous `t`, and rows of a multiple of 16 where it has such: as all is elementwise, sixteen rows may be taken for one."""
+    """Contiguous `t`, its number of rows and their length, with sixteen rows taken for one if that makes the length a multiple of
+    16: the kernels are elementwise."""
     t, rows, width = flat_rows(t)
     return (t, rows // 16, 16 * width) if width % 16 and rows % 16 == 0 else (t, rows, width)
 

@@ -1,5 +1,5 @@
-"""Normalisation of groups of channels. A group's numbers lie side by side: forward a program takes them, whole or in two passes;
-backward first the sums of every channel, then dx of their sums over a group."""
+"""Normalisation of groups of channels. A group's numbers are contiguous. In the forward one program takes a group, whole or in two
+passes; the backward first sums every channel, then computes dx from these sums over a group."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from funcops.backend.launch import launcher
 from funcops.kernels import group_norm as declared
 from funcops.kernels.triton.common import block_of, cdiv, contiguous, load_wide, next_power_of_2, store_rounded, warps_of
 
-LONGEST = 8192  # of a group taken whole
-CHUNK = 4096  # elements of a larger one
-TILE = 4096  # of several channels, whose sums a program makes
+LONGEST = 8192  # elements of a group taken whole, at most
+CHUNK = 4096  # elements of a larger group at a time
+TILE = 4096  # elements of several channels, which a program sums
 STEP = 1024  # elements of a channel at a time
 
 
@@ -25,7 +25,7 @@ def _forward(
     x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, groups, channels, size, eps: tl.float32, WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`channels` of a group, each of `size` elements."""
+    """`channels`: the number per group, each of `size` elements."""
     group = tl.program_id(0).to(tl.int64)
     length = channels * size
     first, first_channel = group * length, (group % groups) * channels
@@ -39,7 +39,7 @@ def _forward(
         y = centred * rstd * load_wide(w_ptr + c, i < length) + load_wide(b_ptr + c, i < length)
         store_rounded(y_ptr + first + i, y, i < length)
     else:
-        # sums of what is left of each number by the mean of the first ones, which is near that of all, so that none cancels another
+        # sums of differences to the mean of the first numbers, which is near the mean of all, so that little cancels
         near = tl.sum(load_wide(x_ptr + first + i, True), 0) / BLOCK
         total, squares = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
         for start in range(0, length, BLOCK):
@@ -63,7 +63,7 @@ def _channel_sums(
     dy_ptr, x_ptr, mean_ptr, rstd_ptr, dw_ptr, db_ptr, rows, channels, size, NORMED: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of every channel of every batch, a row: the sums of dy n, with NORMED, and of dy."""
+    """Compute, for every channel of every batch (a row), the sums of dy n, with NORMED, and of dy."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     along_n, along = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
@@ -86,7 +86,7 @@ def _descend(
     dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dw_ptr, db_ptr, dx_ptr, groups, channels, size, CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dx of a part of a group, of the sums of its channels."""
+    """Compute dx of a part of a group, from the sums of its channels."""
     group = tl.program_id(0).to(tl.int64)
     length, first_channel = channels * size, (group % groups) * channels
     each = tl.arange(0, CHANNELS)

@@ -1,9 +1,9 @@
-"""Grouped products without a word from the host: offsets are read on the device.
+"""Grouped products that read no value on the host: offsets are read on the device.
 
-A grid of ceil(N / BLOCK_M) + E + 1 row tiles is always enough: each program finds its group in one scan of the offsets, and those
-past the last tile leave at once. Rows of no group are one more group, behind the others, whose product is over nothing: 0.
-A tile's rows are all of one group, and a row's sum goes over K in steps that depend on shapes alone: its bits are the same
-wherever the other rows go.
+A grid of ceil(N / BLOCK_M) + E + 1 row tiles is always enough: each program finds its group in one scan of the offsets, and
+programs past the last tile return at once. Rows without a group are one more group, after the others, with an empty product: 0.
+A tile's rows are all of one group, and a row's sum goes over K in steps that depend on shapes alone: its bits do not depend on
+where other rows go.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from funcops.kernels.triton.gemm import add_product, tile_of
 from funcops.kernels.triton.gemm_table import FP32_UNALIGNED, SMALL, SQUARE, UNALIGNED_FUSED, Tile
 from funcops.kernels.triton.matmul import GROUP, precision
 
-FP32, FP32_ODD = FP32_UNALIGNED, Tile(64, 32, 16, 4, 3)  # deeper or wider ones spill, with a gated unit
-FEW = 64  # rows a group, for which a tile of 128 would be half empty
+FP32, FP32_ODD = FP32_UNALIGNED, Tile(64, 32, 16, 4, 3)  # deeper or wider tiles spill with a gated unit
+FEW = 64  # rows per group at which a tile of 128 would be half empty
 
 
 @triton.jit
 def locate(tile, offsets_ptr, E, N, BLOCK_M: tl.constexpr, E_BLOCK: tl.constexpr):
-    """Of a row tile: its group, the first of its rows, and the end of the group's. Group E: rows of none. An end of 0: no tile."""
+    """A row tile's group, its first row, and the group's end. Group E: rows without a group. An end of 0: not a tile."""
     e = tl.arange(0, E_BLOCK)
     first = tl.load(offsets_ptr + e, mask=e <= E, other=0).to(tl.int64)
     last = tl.where(e == E, N, tl.load(offsets_ptr + e + 1, mask=e < E, other=0).to(tl.int64))
@@ -43,13 +43,13 @@ def locate(tile, offsets_ptr, E, N, BLOCK_M: tl.constexpr, E_BLOCK: tl.constexpr
     before = tl.cumsum(tiles, 0) - tiles
     mine = (tile >= before) & (tile < before + tiles)
     at = tl.where(mine, first + (tile - before) * BLOCK_M, 0)
-    start = tl.minimum(tl.maximum(tl.sum(at, 0), 0), N).to(tl.int32)  # as it is: that it fits 32 bits is seen here
+    start = tl.minimum(tl.maximum(tl.sum(at, 0), 0), N).to(tl.int32)  # unchanged: the bounds show that it fits 32 bits
     return tl.sum(tl.where(mine, e, 0), 0), start, tl.sum(tl.where(mine, last, 0), 0).to(tl.int32)
 
 
 @triton.jit
 def place_of(n, last, index_ptr, every, A_ROWS, INDEXED: tl.constexpr):
-    """Where the rows n of a group that ends at `last` lie in A: in a row that it does not have, where n is beyond."""
+    """The rows of A that are rows n of a group that ends at `last`; A_ROWS, which A does not have, for n beyond the end."""
     if INDEXED:
         row = tl.load(index_ptr + n, mask=n < last, other=0) // every
     else:
@@ -63,7 +63,7 @@ def _product(
     BIAS: tl.constexpr, SCALED: tl.constexpr, INDEXED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, E_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """y [rows, N] from A [a_rows, K] and W [E, K, N], of which each matrix is dense and has the strides (w_k, w_n)."""
+    """y [rows, N] from A [a_rows, K] and W [E, K, N], whose matrices are dense with strides (w_k, w_n)."""
     tile_m, tile_n = tile_of(tl.program_id(0), tiles * BLOCK_M, N, BLOCK_M, BLOCK_N, GROUP)
     e, first, last = locate(tile_m, offsets_ptr, E, rows, BLOCK_M, E_BLOCK)
     if last == 0:
@@ -92,7 +92,7 @@ def _wgrad(
     ADD: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """dw [E, O, I] (+)= dy^T x over a group's rows, and with SUMS, in the first of a row of tiles, db [E, O] (+)= their sum."""
+    """dw [E, O, I] (+)= dy^T x over a group's rows, and with SUMS, in the first tile of a row of tiles, db [E, O] (+)= dy's sum."""
     e = tl.program_id(1).to(tl.int64)
     tile_m, tile_n = tile_of(tl.program_id(0), O, I, BLOCK_M, BLOCK_N, GROUP)
     first, last = tl.load(offsets_ptr + e), tl.load(offsets_ptr + e + 1)
@@ -134,7 +134,7 @@ _launch_product, _launch_wgrad = launcher(_product), launcher(_wgrad)
 
 
 def tile_for(dtype: torch.dtype, rows: int, groups: int, *widths: int) -> Tile:
-    """By shapes alone. `widths`: of all matrices' rows, of which every multiple of 16 has aligned rows."""
+    """Choose the tile, by shapes alone. `widths`: the lengths of all matrices' rows, which are aligned if multiples of 16."""
     even = all([width % 16 == 0 for width in widths])
     if dtype is torch.float32:
         return FP32 if even else FP32_ODD
@@ -148,7 +148,7 @@ def row_tiles(rows: int, groups: int, tile: Tile) -> int:
 
 
 def blocks_of(groups: int) -> int:
-    """Of a scan that holds the groups, and the one of rows without."""
+    """The size of a scan that holds all groups, and the group of rows without one."""
     return max(16, next_power_of_2(groups + 1))
 
 

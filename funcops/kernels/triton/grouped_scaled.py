@@ -1,8 +1,8 @@
-"""Grouped products of codes with scales, without a word from the host: rows and tiles as in `grouped.py`.
+"""Grouped products of codes with scales that read no value on the host: rows and tiles as in `grouped.py`.
 
-Codes of 8 bits with scales of float32 are multiplied as they are where the device takes them (sm_89), else as bfloat16, which holds
-each: scales multiply sums, those of blocks of 128 along K the part that is theirs. Blocks of 32 and 16 are decoded on every device,
-with their scales, to bfloat16, which holds them too. The interpreter multiplies what is decoded in float32.
+Codes of 8 bits with float32 scales are multiplied as they are if the device takes them (sm_89), else as bfloat16, which holds each:
+scales multiply sums, and scales of blocks of 128 along K the block's partial sum. Blocks of 32 and 16 are decoded on every device,
+with their scales, to bfloat16, which holds them too. The interpreter multiplies the decoded values in float32.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from funcops.kernels.triton.low_bits import decode, decode_scale, native, store_
 GROUP = 8
 
 
-# of 8 bits: one scale a row, blocks, and few rows; of blocks that a device has to decode; of what is decoded
+# for 8 bits: one scale per row, blocks, and few rows; for blocks that a device has to decode; for decoded values
 LARGE, BLOCKS, SMALL = Tile(128, 128, 128, 8, 3), Tile(128, 64, 128, 8, 3), Tile(64, 64, 128, 4, 3)
 FOREIGN, DECODED = Tile(64, 64, 128, 8, 3), Tile(64, 64, 64, 4, 3)
 
 
 @triton.jit
 def _codes(ptr, row, size, k, last, stride, ELEMENT: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Codes [ROWS, BLOCK_K] of rows of `stride` bytes, from element k on, 0 from `last` on: those of 4 bits not packed."""
+    """Codes [ROWS, BLOCK_K] of rows of `stride` bytes, from element k on, 0 from `last` on; 4-bit codes are unpacked."""
     PACK: tl.constexpr = 2 if ELEMENT == "e2m1" else 1
     byte = k // PACK + tl.arange(0, BLOCK_K // PACK)
     inside = (row < size)[:, None] & (byte * PACK < last)[None, :]
@@ -46,7 +46,7 @@ def _operand(
     ptr, scales_ptr, row, size, k, last, stride, down, along, ELEMENT: tl.constexpr, KIND: tl.constexpr, HIGH: tl.constexpr,
     COLS: tl.constexpr, NATIVE: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """What is multiplied, [ROWS, BLOCK_K]: codes, or their values; of blocks below 128 with their scales."""
+    """An operand of the product, [ROWS, BLOCK_K]: codes, or their values; times scales for blocks below 128."""
     codes = _codes(ptr, row, size, k, last, stride, ELEMENT, ROWS, BLOCK_K)
     if COLS == 32 or COLS == 16:
         j = k // COLS + tl.arange(0, BLOCK_K // COLS)
@@ -65,7 +65,7 @@ def _operand(
 
 @triton.jit
 def _add(total, a, b, of_a, of_b, COLS: tl.constexpr, NATIVE: tl.constexpr):
-    """total + a b^T, by the scales of a block of 128 along K."""
+    """total + a b^T, times the scales of a block of 128 along K if there are such blocks."""
     if COLS == 128:
         return total + tl.dot(a, b.T) * of_a[:, None] * of_b[None, :]
     elif NATIVE and COLS <= 1:
@@ -82,7 +82,7 @@ def _product(
     INDEXED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     E_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """y [rows, N] of codes A [a_rows, K] and W [E, N, K]. COLS: how many along K share a scale, 0 for all; of W, W_ROWS rows do."""
+    """y [rows, N] from codes A [a_rows, K] and W [E, N, K]. COLS elements along K share a scale, 0: all; in W also W_ROWS rows."""
     tile_m, tile_n = tile_of(tl.program_id(0), tiles * BLOCK_M, N, BLOCK_M, BLOCK_N, GROUP)
     e, first, last = locate(tile_m, offsets_ptr, E, rows, BLOCK_M, E_BLOCK)
     if last == 0:
@@ -127,8 +127,8 @@ def _wgrad(
     COLS: tl.constexpr, NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    """dw [E, O, I] of codes dy [O, P] and x [I, P], over a group's columns, which begin at multiples of 16, and what fills these
-    up. COLS: how many share a scale; 1: a group's all have one."""
+    """dw [E, O, I] from codes dy [O, P] and x [I, P], over a group's columns, which begin at multiples of 16, and their padding.
+    COLS columns share a scale; 1: all of a group do."""
     e = tl.program_id(1).to(tl.int64)
     tile_m, tile_n = tile_of(tl.program_id(0), O, I, BLOCK_M, BLOCK_N, GROUP)
     first, last = tl.multiple_of(tl.load(starts_ptr + e), 16), tl.multiple_of(tl.load(starts_ptr + e + 1), 16)
@@ -158,7 +158,7 @@ _launch_product, _launch_wgrad = launcher(_product), launcher(_wgrad)
 
 
 def _tile(large: Tile, cols: int, rows: int, groups: int, *widths: int) -> Tile:
-    """By shapes alone: a large one where groups fill it, and rows are aligned."""
+    """Choose the tile, by shapes alone: a large one if groups fill it and rows are aligned."""
     if cols in (16, 32) or not native():
         return FOREIGN if cols == BLOCK else DECODED
     fills = min(widths) > FEW and rows > FEW * groups and all([width % 16 == 0 for width in widths])

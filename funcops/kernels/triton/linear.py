@@ -1,4 +1,4 @@
-"""Bare matrix products of a linear layer, where the table does not leave them to cuBLAS."""
+"""Plain matrix products of a linear layer, if the table does not leave them to cuBLAS."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Numbers of 8 and 4 bits in Triton: codes of float32 values, values of codes, and the scales of tiles.
 
-Where a device has the instruction (NATIVE), it encodes: round to nearest even, saturating, a NaN as 0x7F. No value is clamped
-before, since min and max lose a NaN. Elsewhere the same is done on bits; in the interpreter too, whose casts are wrong.
+If a device has the instruction (NATIVE), it encodes: round to nearest even, saturating, NaN as 0x7F. Values are not clamped
+before, since min and max lose NaN. Otherwise bit operations do the same; in the interpreter too, whose casts are wrong.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAN_E4M3, NAN_E8M0 = tl.constexpr(0x7F), tl.constexpr(0xFF)
 
 @triton.jit
 def encode(v, ELEMENT: tl.constexpr, NATIVE: tl.constexpr):
-    """Codes, uint8, of float32 values: nearest, ties to even codes, saturated; one code of NaN (e2m1: 7)."""
+    """Encode float32 values as uint8: nearest, ties to even codes, saturated; NaN has one code (e2m1: 7)."""
     if NATIVE and ELEMENT == "e4m3":
         return v.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     elif NATIVE and ELEMENT == "e5m2":
@@ -44,7 +44,7 @@ def _code(
     bits, MOST: tl.constexpr, SHIFT: tl.constexpr, BIAS: tl.constexpr, NORMAL: tl.constexpr, MAGIC: tl.constexpr,
     MAGIC_BITS: tl.constexpr,
 ):  # fmt: skip
-    """Without a sign. NORMAL: the least normal number; below it the sum with MAGIC rounds to the step of the subnormal ones."""
+    """The code without its sign. NORMAL: the least normal number; below it the sum with MAGIC rounds to the subnormal step."""
     a = tl.minimum(bits & 0x7FFFFFFF, MOST)
     normal = (a + ((1 << (SHIFT - 1)) - 1) + ((a >> SHIFT) & 1) - BIAS) >> SHIFT
     small = (a.to(tl.float32, bitcast=True) + MAGIC).to(tl.int32, bitcast=True) - MAGIC_BITS
@@ -53,12 +53,12 @@ def _code(
 
 @triton.jit
 def decode(code, ELEMENT: tl.constexpr, NATIVE: tl.constexpr):
-    """float32 values of codes, uint8: exact."""
+    """The exact float32 values of uint8 codes."""
     if NATIVE and ELEMENT == "e4m3":
         return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     elif NATIVE and ELEMENT == "e5m2":
         return code.to(tl.float8e5, bitcast=True).to(tl.float32)
-    else:  # exponent and mantissa at the places of a float32 of far smaller exponent, subnormal where the code is
+    else:  # exponent and mantissa as a float32's of a far smaller exponent, subnormal where the code is
         bits = code.to(tl.int32)
         if ELEMENT == "e4m3":
             size = bits & 0x7F
@@ -70,13 +70,13 @@ def decode(code, ELEMENT: tl.constexpr, NATIVE: tl.constexpr):
             v = tl.where(size >= 0x7C, tl.where(size == 0x7C, float("inf"), float("nan")), v)
         else:
             v = ((bits & 7) << 22).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
-        sign = (bits & 8) << 28 if ELEMENT == "e2m1" else (bits & 0x80) << 24  # not -v, which loses that of 0
+        sign = (bits & 8) << 28 if ELEMENT == "e2m1" else (bits & 0x80) << 24  # not -v, which loses 0's sign
         return (v.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def scale_at(i, j, high, wide, ROWS: tl.constexpr, KIND: tl.constexpr):
-    """Where the scale of rows i and blocks j is made, of [high, wide]: `funcops.kernels.quantize.by_columns`."""
+    """The offset of the scale of rows i and blocks j among [high, wide], as `funcops.kernels.quantize.by_columns` says."""
     return j * high + i if ROWS == 1 and (KIND == "pow2" or KIND == "float32") else i * wide + j
 
 
@@ -95,7 +95,7 @@ def unpacked(codes, A: tl.constexpr, B: tl.constexpr):
 
 @triton.jit
 def decode_scale(scales, KIND: tl.constexpr):
-    """What scales multiply codes with, float32."""
+    """The float32 factors of codes, from stored scales."""
     if KIND == "e8m0":
         return tl.where(scales == NAN_E8M0, float("nan"), power(scales.to(tl.int32)))
     elif KIND == "e4m3":
@@ -106,21 +106,21 @@ def decode_scale(scales, KIND: tl.constexpr):
 
 @triton.jit
 def power(biased):
-    """2^(biased - 127), of integers from 0 to 254."""
+    """2^(biased - 127), for integers from 0 to 254."""
     return tl.where(biased == 0, 0x400000, biased << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def tensor_factor(amax):
-    """S = 448 * 6 / amax of a tensor whose tiles have e4m3 scales."""
+    """S = 448 * 6 / amax, for a tensor whose tiles have e4m3 scales."""
     s = tl.div_rn(2688.0, tl.where(amax == 0, 2688.0, amax))
     return tl.where(s == 0, 1.0, tl.where(s > GREATEST, GREATEST, s))
 
 
 @triton.jit
 def scales_of(amax, whole, ELEMENT: tl.constexpr, KIND: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr):
-    """What elements are multiplied by, and what is stored, of the largest |x| of tiles; `whole`: that of the tensor. NARROW: blocks
-    of bfloat16, whose greatest number stands where `largest / amax` is infinite."""
+    """The factors of elements, and the scales to store, from the largest |x| of tiles; `whole`: the tensor's largest. NARROW:
+    blocks of bfloat16, whose greatest number replaces an infinite `largest / amax`."""
     LARGEST: tl.constexpr = 448.0 if ELEMENT == "e4m3" else (57344.0 if ELEMENT == "e5m2" else 6.0)
     if KIND == "e4m3":
         s = tensor_factor(whole)
@@ -147,7 +147,7 @@ def scales_of(amax, whole, ELEMENT: tl.constexpr, KIND: tl.constexpr, NARROW: tl
 
 @triton.jit
 def load_exact(ptr, mask):
-    """A masked load in float32, also of subnormal bfloat16, which the interpreter's own cast takes for others."""
+    """A masked load in float32, exact also for subnormal bfloat16, which the interpreter's own cast gets wrong."""
     if INTERPRETED and ptr.dtype.element_ty == tl.bfloat16:
         bits = tl.load(ptr, mask=mask, other=0.0).to(tl.int16, bitcast=True).to(tl.int32) << 16
         return bits.to(tl.float32, bitcast=True)
@@ -157,7 +157,7 @@ def load_exact(ptr, mask):
 
 @triton.jit
 def store_exact(ptr, v, mask):
-    """A masked store of float32, rounded to the pointer's dtype, as subnormal numbers too."""
+    """A masked store of float32, rounded to the pointer's dtype, exact also for subnormal numbers."""
     if INTERPRETED and ptr.dtype.element_ty == tl.bfloat16:
         bits = v.to(tl.int32, bitcast=True)
         nearest = tl.where(v == v, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
@@ -168,13 +168,13 @@ def store_exact(ptr, v, mask):
 
 @triton.jit
 def sizes(x):
-    """|x|, of which a maximum ignores NaN: a device's does, and numpy's, which the interpreter takes, does not."""
+    """|x|, so that a maximum ignores NaN: a device's does, but numpy's, which the interpreter uses, does not."""
     return tl.where(x == x, tl.abs(x), 0.0) if INTERPRETED else tl.abs(x)
 
 
 @triton.jit
 def number(amax):
-    """0 for the amax of nothing but NaN."""
+    """amax, or 0 if it is NaN, as it is for elements that are all NaN."""
     return tl.where(amax == amax, amax, 0.0)
 
 
@@ -202,17 +202,17 @@ def quantise(
     x, whole, A: tl.constexpr, B: tl.constexpr, ELEMENT: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
     COLS: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Codes [A, B], not packed, and what is stored as scales [A / ROWS, B / COLS], of whole tiles of x [A, B]."""
+    """Unpacked codes [A, B], and the scales to store [A / ROWS, B / COLS], of whole tiles of x [A, B]."""
     factor, stored = scales_of(number(largest(sizes(x), A, B, ROWS, COLS)), whole, ELEMENT, KIND, NARROW, NATIVE)
-    if ELEMENT == "e2m1":  # its codes have no NaN, so the scale of the tile is one
+    if ELEMENT == "e2m1":  # its codes have no NaN, so the tile's scale becomes NaN
         spoilt = largest((x != x).to(tl.int32), A, B, ROWS, COLS)
         stored = tl.where(spoilt > 0, NAN_E4M3 if KIND == "e4m3" else NAN_E8M0, stored).to(tl.uint8)
     return encode(times(x, factor, A, B, ROWS, COLS), ELEMENT, NATIVE), stored
 
 
 def native() -> bool:
-    """Whether the current device has the instructions that encode 8 bits. The interpreter has none, but what it counts or plans for
-    a device that is not there is launched as it is there."""
+    """Whether the current device has the instructions that encode 8 bits. The interpreter has none, but if it counts or plans for
+    an absent device, launches are as on that device."""
     if INTERPRETED and not getattr(driver._active, "stands_in", False):
         return False
     return _native(driver.active.get_current_device(), driver.active)

@@ -19,15 +19,15 @@ from funcops.kernels.triton.gemm_table import FUSED, SPECIALISED, Choice, Tile, 
 from funcops.kernels.triton.norm import add_parts, row_sums
 
 FEW_TILES, LONG, MOST_SPLITS, SUM_BLOCK, GROUP = 128, 4096, 8, 1024, 8
-SHARE, MOST_SHARES = 1024, 8  # of the inner dimension, that a tile takes the row sums of
+SHARE, MOST_SHARES = 1024, 8  # of the inner dimension: the least share of the row sums that a tile takes
 AFTER_COLUMNS, AFTER_TILE = 1024, 2048
-MANY = 1 << 22  # elements, whose rows our kernels sum faster than torch's
+MANY = 1 << 22  # elements, from which on our kernels sum rows faster than torch's
 
 
 class Epilogue(NamedTuple):
-    """C = f(scale A B + bias) + add. `z` with mode "keep" receives what f is taken of; with "derivative" it is the argument
-    of f', by which the product is multiplied. `add` may be the output itself. `sums` [M] receives the row sums of A, added to
-    what is there where `add` is given."""
+    """C = f(scale A B + bias) + add. `z` with mode "keep" receives the argument of f; with "derivative" it is the argument
+    of f', by which the product is multiplied. `add` may be the output itself. `sums` [M] receives the row sums of A; if `add` is
+    given, they are added to it."""
 
     bias: Optional[Tensor] = None
     z: Optional[Tensor] = None
@@ -48,7 +48,7 @@ class Epilogue(NamedTuple):
 
 
 def matmul(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue, choice: Optional[Choice] = None) -> None:
-    """out [M, N], contiguous, from A [M, K] and B [K, N] of any strides and one dtype, all but empty."""
+    """Compute out [M, N], contiguous and not empty, from A [M, K] and B [K, N] of any strides and one dtype."""
     (m, k), n = a.shape, b.shape[1]
     family, even = epilogue.family(out), aligned(a) and aligned(b)
     own, split = (choice or choose(name, a.dtype, m, n, even) for name in (family, "split"))
@@ -76,7 +76,7 @@ def matmul(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue, choice: Option
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue) -> None:
-    """As `matmul`; by the library, and a kernel for the epilogue, where that is faster."""
+    """`matmul`, or the library's product and a kernel for the epilogue if that is faster."""
     (by_library if _library_serves(a, b, out, epilogue) else matmul)(a, b, out, epilogue)
 
 
@@ -88,7 +88,7 @@ def _library_serves(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue) -> bo
 
 
 def left_to_library(family: str, dtype: torch.dtype, m: int, n: int) -> bool:
-    """Whether torch's kernels are as fast as any of ours, by the table; false where others were asked for."""
+    """Whether torch's kernels are as fast as any of ours, by the table; False if a provider is requested."""
     return gemm_provider() == "auto" and choose(family, dtype, m, n, True).library
 
 
@@ -116,8 +116,8 @@ def by_library(a: Tensor, b: Tensor, out: Tensor, e: Epilogue) -> None:
 
 @torch.no_grad()
 def sum_rows(rows: Tensor, total: Tensor, add: bool) -> None:
-    """total [D] = the sum of rows [*, D], with `add` to what is there. Ours takes a launch more than torch's, which shows where
-    there is little to read."""
+    """Write the sum of rows [*, D] to total [D]; with `add`, add it. Our kernels take one launch more than torch's, which matters
+    if there is little to read."""
     if rows.numel() >= MANY:
         add_parts(row_sums(rows), total, add)
     elif add:
@@ -127,7 +127,7 @@ def sum_rows(rows: Tensor, total: Tensor, add: bool) -> None:
 
 
 def _add_wide(out: Tensor, a: Tensor, b: Tensor, scale: float, beta: float) -> None:
-    """Into float32, of narrower factors: only CUDA's library takes those as they are."""
+    """Add a product of narrower factors to a float32 `out`: only CUDA's library takes these factors as they are."""
     if a.is_cuda and torch.version.hip is None:
         torch.addmm(out, a, b, out_dtype=out.dtype, beta=beta, alpha=scale, out=out)
     else:
@@ -141,15 +141,15 @@ def tile_for(choice: Choice, described: bool) -> Tile:
 
 
 def number_of_splits(tiles: int, k: int) -> int:
-    """How many parts of the inner dimension: a function of the shape alone, so that the order of a sum is, too."""
+    """The number of parts of the inner dimension: it depends on the shape alone, and so does the order of a sum."""
     if tiles >= FEW_TILES or k < LONG:
         return 1
     return min(MOST_SPLITS, cdiv(FEW_TILES, tiles), k // (LONG // 4))
 
 
 def number_of_shares(columns: int, per_split: int) -> int:
-    """Into how many parts the row sums of A go, each to a tile of its row: none may take long, at the end,
-    for what all of them can."""
+    """The number of shares of A's row sums, each for one tile of a row of tiles: all tiles share work that would keep
+    one of them long at the end."""
     return max(1, min(MOST_SHARES, columns, per_split // SHARE))
 
 
@@ -203,17 +203,17 @@ def by_specialised(a: Tensor, b: Tensor, c: Tensor, e: Epilogue, tile: Tile) -> 
 
 
 def scratch(size: int, alignment: int, stream: Optional[int]) -> Tensor:
-    """Memory for descriptors that a kernel makes itself."""
+    """Allocate memory for descriptors that a kernel makes itself."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def descriptor(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Of a tensor that `descriptors_serve` has seen."""
+    """Make the descriptor of a tensor that passed `descriptors_serve`."""
     return descriptor_of(t, [*t.shape], [*t.stride()], rows, columns)
 
 
 def descriptor_of(t: Tensor, shape: list[int], strides: list[int], rows: int, columns: int) -> TensorDescriptor:
-    """Of the memory of t: a copy of a descriptor that was checked, as a check takes longer than a launch."""
+    """Make a descriptor of t's memory: a copy of a checked one, as a check takes longer than a launch."""
     made = object.__new__(TensorDescriptor)
     made.__dict__ = _checked(t.dtype, rows, columns).__dict__ | {"base": t, "shape": shape, "strides": strides}
     return made
@@ -239,13 +239,13 @@ def descriptors_serve(a: Tensor, b: Tensor, out: Tensor) -> bool:
 def _describable(t: Tensor) -> bool:
     (rows, columns), shape = t.stride(), t.shape
     outer, row = (rows, shape[1]) if columns == 1 else (columns, shape[0])
-    dense = (rows == 1 or columns == 1) and outer >= row  # not expanded, and no row within another
+    dense = (rows == 1 or columns == 1) and outer >= row  # not expanded, and rows do not overlap
     return dense and outer * t.itemsize % 16 == 0 and t.data_ptr() % 16 == 0
 
 
 def precision(dtype: torch.dtype) -> str:
-    """float32 products are exact unless torch's own switches ask for tf32, so that cuBLAS and these kernels agree: this is what
-    `torch.backends.cuda.matmul.fp32_precision` reads, which knows the older switches too."""
+    """float32 products are exact unless torch's own switches ask for tf32, so that cuBLAS and these kernels agree.
+    `torch.backends.cuda.matmul.fp32_precision` reads them all, the older switches too."""
     asked = dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "tf32" if asked else "ieee"
 
@@ -255,7 +255,7 @@ def device_has_descriptors() -> bool:
 
 
 def programs_at_once() -> int:
-    """One a multiprocessor."""
+    """The number of programs of a persistent kernel: one per multiprocessor."""
     return 4 if INTERPRETED else _facts(driver.active.get_current_device(), driver.active)[1]
 
 

@@ -14,13 +14,13 @@ from funcops.kernels import modulate as declared
 from funcops.kernels.triton.common import block_of, cdiv, contiguous, load_wide, store_rounded
 
 BLOCK = 1024  # columns
-ROWS = 64  # at least, of a program: of fewer, its partial sums would be more than a twentieth of what it reads and writes
+ROWS = 64  # of a program, at least: with fewer, its partial sums would be over a twentieth of what it reads and writes
 PROGRAMS = 2048  # a constant, so that sums do not depend on the device
 
 
 @triton.jit
 def _forward(x_ptr, scale_ptr, shift_ptr, y_ptr, rows, of_part, width, BLOCK: tl.constexpr):
-    """`of_part` rows of a batch's `rows`."""
+    """Modulate `of_part` of a batch's `rows`."""
     i, batch = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(2).to(tl.int64)
     inside = i < width
     factor, shift = 1.0 + load_wide(scale_ptr + batch * width + i, inside), load_wide(shift_ptr + batch * width + i, inside)
@@ -61,7 +61,7 @@ _launch_forward, _launch_backward = launcher(_forward), launcher(_backward)
 
 
 def parts_of(batches: int, rows: int, width: int) -> int:
-    """Into how many the rows of a batch are taken apart."""
+    """The number of parts into which a batch's rows are split."""
     return max(1, min(cdiv(rows, ROWS), PROGRAMS // max(1, batches * cdiv(width, BLOCK))))
 
 

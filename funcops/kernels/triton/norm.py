@@ -14,20 +14,20 @@ from funcops.kernels.triton.aligned import GROUP
 from funcops.kernels.triton.common import block_of, cdiv, contiguous, copies_by_itself, flat_rows, most_warps, warps_of
 from funcops.kernels.triton.pointwise import dropout_add, threshold_and_factor
 
-LONGEST, ODD_LONGEST = 32768, 8192  # rows that a forward keeps in registers; of odd ones a weight and a bias, too
-LONGEST_BYTES = 32768  # of the rows that a backward takes whole
-CHUNK = 2048  # elements of a longer row
-FORWARD_TILE = 2048  # elements that a program takes at a time, of several rows where they are short
-ODD_PROGRAMS = 256  # of a forward of odd rows: 32 rows of 8,192 share a load of weight and bias; a multiple of GROUP, as PARTS is
-PIECES = 4  # of a 16-bit row that takes a program's tile more than once
-TILE_BYTES, ODD_TILE_BYTES = 16384, 8192  # of a backward: what a program loads at a time, of dy and of x
+LONGEST, ODD_LONGEST = 32768, 8192  # rows that a forward keeps in registers; odd ones with a weight and a bias
+LONGEST_BYTES = 32768  # of a row that a backward takes whole, at most
+CHUNK = 2048  # elements of a longer row at a time
+FORWARD_TILE = 2048  # elements that a program takes at a time, of several rows if they are short
+ODD_PROGRAMS = 256  # in a forward of odd rows: 32 rows of 8,192 share a load of weight and bias; a multiple of GROUP, as PARTS is
+PIECES = 4  # of a 16-bit row that exceeds a program's tile
+TILE_BYTES, ODD_TILE_BYTES = 16384, 8192  # in a backward: a program's loads at a time, of dy and of x each
 PARTS = 128  # programs, and so partial rows, of a backward; a constant, so that sums do not depend on the device
 PROGRAMS = 512  # of a backward of longer rows, over parts and chunks of columns
 SUM_COLUMNS, SUM_PROGRAMS = 512, 256
 
 
 class Norm(NamedTuple):
-    """y = (x - mean) * rstd * (w, or 1 + w where `shifted`) + b, rstd = (alpha * sum((x - mean)^2) + eps)^(-1/2), where the
+    """y = (x - mean) * rstd * (w, or 1 + w if `shifted`) + b, rstd = (alpha * sum((x - mean)^2) + eps)^(-1/2), where the
     mean is 0 unless `centre`."""
 
     alpha: float
@@ -36,13 +36,13 @@ class Norm(NamedTuple):
     eps: float = 0.0
 
 
-# of 16-bit rows of so many elements, as an H100 ran them fastest: warps, a share of a tile, and programs for a part
+# by elements of a 16-bit row, the fastest on an H100: warps, a tile's divisor, and the factor of PARTS
 MEASURED = {512: (4, 2, 2), 1024: (8, 1, 1), 2048: (8, 1, 1), 4096: (8, 1, 1)}
 
 
 class Whole(NamedTuple):
-    """How a backward takes whole rows: `at_once` of them, and each `again` where no registers are left to keep it;
-    in at most `parts` programs."""
+    """How a backward takes whole rows: `at_once` of them, loaded `again` if no registers are left to keep them; in at most
+    `parts` programs."""
 
     at_once: int
     block: int
@@ -52,12 +52,12 @@ class Whole(NamedTuple):
 
 
 def odd(width: int) -> bool:
-    """Whether the kernels of `norm_odd` take the rows. Shorter ones are several to a tile."""
+    """Whether the kernels of `norm_odd` take rows of this width. Of shorter rows a tile has several."""
     return width % 16 != 0 and width > FORWARD_TILE
 
 
 def whole_rows(width: int, itemsize: int) -> Optional[Whole]:
-    """None where rows are too long to be taken whole."""
+    """How a backward takes whole rows of this width; None if they are too long."""
     if odd(width):
         block = block_of(width // GROUP * GROUP, ODD_LONGEST)
         fits = width <= ODD_LONGEST and block * itemsize <= TILE_BYTES
@@ -74,7 +74,7 @@ def whole_rows(width: int, itemsize: int) -> Optional[Whole]:
 
 
 def stages() -> int:
-    """Of loads on their way, where a device copies to its shared memory by itself."""
+    """The pipeline stages of loads: several if the device copies to its shared memory by itself."""
     return 3 if copies_by_itself() else 1
 
 
@@ -85,19 +85,19 @@ def number_of_parts(rows: int, width: int, whole: Optional[Whole]) -> int:
 
 
 def parts_like(x: Tensor) -> Tensor:
-    """Room for the partial sums of `gradients`, for x [*, D]."""
+    """Allocate the partial sums of `gradients`, for x [*, D]."""
     width = x.shape[-1]
     whole = whole_rows(width, x.itemsize)
     return room(x, number_of_parts(x.numel() // width, width, whole), whole is not None and odd(width))
 
 
 def stride_of(width: int) -> int:
-    """Of parts in room of their own, each of which begins with 16 bytes."""
+    """The stride of parts that `room` lays apart, each of which begins at a multiple of 16 bytes."""
     return cdiv(width, 16) * 16
 
 
 def room(x: Tensor, parts: int, apart: bool) -> Tensor:
-    """For partial sums of x [*, D]; with `apart` `stride_of` between them."""
+    """Allocate partial sums for x [*, D]; with `apart`, they are `stride_of` apart."""
     width = x.shape[-1]
     if apart:
         return x.new_empty((parts, stride_of(width)), dtype=torch.float32)[:, :width]
@@ -105,8 +105,8 @@ def room(x: Tensor, parts: int, apart: bool) -> Tensor:
 
 
 def rows_of(*parts: Tensor) -> tuple[tuple[Tensor, ...], int]:
-    """Parts, all [P, D], and the stride up to which all are summed: beyond D where they are from `room`, so that each begins with
-    16 bytes."""
+    """Return the parts, all [P, D], and the width to sum: beyond D, up to their stride, if `room` laid them apart, so that each
+    begins at a multiple of 16 bytes."""
     count, width = parts[0].shape
     stride = stride_of(width)
     if stride != width and all(p.stride() == (stride, 1) and _holds(p, count * stride) for p in parts):
@@ -115,7 +115,7 @@ def rows_of(*parts: Tensor) -> tuple[tuple[Tensor, ...], int]:
 
 
 def _holds(t: Tensor, size: int) -> bool:
-    """Whether memory has so many elements from t's first on."""
+    """Whether the memory has so many elements from t's first on."""
     return (t.storage_offset() + size) * t.itemsize <= t.untyped_storage().nbytes()
 
 
@@ -123,11 +123,11 @@ def normalise(
     x: Tensor, w: Optional[Tensor], b: Optional[Tensor], how: Norm, residual: Optional[Tensor] = None,
     key: Optional[Tensor] = None, p: float = 0.0,
 ) -> tuple[Tensor, Optional[Tensor], Tensor, Optional[Tensor]]:  # fmt: skip
-    """y, mean, rstd, and with `residual` the sum that was normalised: of it and x or, with a key, what a dropout leaves of x."""
+    """Return y, mean, rstd, and with `residual` the sum that was normalised: residual + x or, with a key, residual + dropout(x)."""
     x, rows, width = flat_rows(x)
-    long = width > (FORWARD_TILE if width % 16 else ODD_LONGEST)  # which others of these kernels take
+    long = width > (FORWARD_TILE if width % 16 else ODD_LONGEST)  # rows for the other kernels of a forward
     if key is not None and (width % 4 or long) and residual is not None:
-        x, key, residual = dropout_add(x, None, residual, key, p), None, None  # its words are laid out by fours
+        x, key, residual = dropout_add(x, None, residual, key, p), None, None  # dropout's words are laid out by fours
         y, mean, rstd, _ = normalise(x, w, b, how)
         return y, mean, rstd, x
     y = torch.empty_like(x)
@@ -164,7 +164,7 @@ def gradients(
     dy: Tensor, x: Tensor, w: Optional[Tensor], mean: Optional[Tensor], rstd: Tensor, how: Norm, dx: bool, dw: bool,
     db: bool, add: Optional[Tensor] = None, b: Optional[Tensor] = None, again: Optional[Tensor] = None,
 ) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:  # fmt: skip
-    """dx, to which `add` is added, and the partial sums of dw and db. `again` receives the forward's y, which has the bias b."""
+    """Return dx + `add`, and the partial sums of dw and db. `again` receives the forward's recomputed y, which has the bias b."""
     x, rows, width = flat_rows(x)
     dy, w, add, b = dy.contiguous(), contiguous(w), contiguous(add), contiguous(b)
     mean, rstd = contiguous(mean), rstd.contiguous()
@@ -179,7 +179,7 @@ def gradients(
     if whole is not None and apart:
         norm_odd.launch_backward(
             parts, 1, 1, dy, x, w, b, *tensors, d_x, again, d_w, d_b, rows, width, stride_of(width), how.alpha, *flags, *normed,
-            dx, dw, db, min(stages(), 2 if db or add is not None else 3),  # which leaves registers
+            dx, dw, db, min(stages(), 2 if db or add is not None else 3),  # fewer stages leave registers
             whole.block, num_warps=whole.warps,
         )  # fmt: skip
         return d_x, d_w, d_b
@@ -253,7 +253,7 @@ def _layer_norm_bwd_fake(
 
 
 def sums_tile(rows: int, width: int, itemsize: int) -> tuple[int, int, int]:
-    """Of the sums of columns: parts, and rows and columns that a program takes at a time."""
+    """The number of parts of column sums, and the rows and columns that a program takes at a time."""
     block = block_of(width, SUM_COLUMNS)
     at_once = (TILE_BYTES if width % 16 == 0 else ODD_TILE_BYTES) // itemsize // block
     if odd(width):  # a multiple of GROUP, or a row each
@@ -263,7 +263,7 @@ def sums_tile(rows: int, width: int, itemsize: int) -> tuple[int, int, int]:
 
 @declared.row_sums.fake
 def sums_like(dy: Tensor) -> Tensor:
-    """Room for the sums of columns of dy [*, D]."""
+    """Allocate the partial sums of dy's columns, for dy [*, D]."""
     width = dy.shape[-1]
     return room(dy, sums_tile(dy.numel() // width, width, dy.itemsize)[0], odd(width))
 
@@ -279,7 +279,7 @@ def row_sums(dy: Tensor) -> Tensor:
     if not rows:
         return parts.zero_()
     if odd(width):
-        across = cdiv(width // GROUP * GROUP, block) + 1  # the last: both ends of the rows
+        across = cdiv(width // GROUP * GROUP, block) + 1  # the last program: both ends of the rows
         norm_odd.launch_column_sums(
             count, across, 1, dy, parts, rows, width, stride_of(width), stages(), at_once, block, num_warps=4
         )  # fmt: skip
@@ -299,7 +299,7 @@ def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def add_parts(parts: Tensor, total: Tensor, add: bool) -> None:
-    """total [D] = the sum of parts [P, D], with `add` to what is there."""
+    """Write the sum of parts [P, D] to total [D]; with `add`, add it."""
     _launch_sum(parts.contiguous(), None, total, None, parts.shape[1], add)
 
 

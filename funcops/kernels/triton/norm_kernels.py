@@ -1,8 +1,8 @@
-"""Normalisations, the device code: programs of whole rows, or of one row in chunks of columns where it is too long to be kept.
+"""The device code of normalisations: programs of whole rows, or of one row in chunks of columns if it is too long to be kept.
 
-The backward runs a fixed number of programs, each with rows and partial sums of its own. Of rows that leave no registers for
-their partial sums it loads what it took the two sums of again, from the cache. Of a still longer row it takes the two sums first,
-and gets dx and the partial sums of a chunk of columns from a second pass.
+The backward runs a fixed number of programs, each with its own rows and partial sums. If rows leave no registers for their partial
+sums, it loads the inputs of the two sums once more, from the cache. For a still longer row it computes the two sums first, and dx
+and the partial sums of a chunk of columns in a second pass.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def _forward(
     eps: tl.float32, threshold, factor: tl.float32, ADD: tl.constexpr, DROP: tl.constexpr, CENTRE: tl.constexpr,
     WEIGHT: tl.constexpr, SHIFTED: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """y = (x - mean) * rstd * (w or 1 + w) + b, rstd = (alpha * sum((x - mean)^2) + eps)^(-1/2), of ROWS whole rows. With ADD
-    x is first the sum of x, with DROP of what a dropout leaves of it, and residual, rounded, which goes to stream."""
+    """y = (x - mean) * rstd * (w or 1 + w) + b, rstd = (alpha * sum((x - mean)^2) + eps)^(-1/2), for ROWS whole rows. With ADD,
+    x is first x + residual, or with DROP dropout(x) + residual, rounded and written to stream."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     i = tl.arange(0, BLOCK)[None, :]
     at = row[:, None] * width + i
@@ -40,7 +40,7 @@ def _forward(
     rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) * alpha + eps)
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
     y = centred * rstd[:, None]
-    each = tl.broadcast_to(i, [ROWS, BLOCK])  # else the threads share short rows of w and b, in narrow accesses
+    each = tl.broadcast_to(i, [ROWS, BLOCK])  # else the threads share short rows of w and b, by narrow accesses
     if WEIGHT:
         y *= load_wide(w_ptr + each, each < width) + (1.0 if SHIFTED else 0.0)
     if BIAS:
@@ -50,7 +50,7 @@ def _forward(
 
 @triton.jit
 def dropped(x, first, seed, stream, threshold, factor, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """x times factor where its random word is at least the threshold, else 0. Rows begin with the words of the blocks `first`."""
+    """x times factor where its random word is at least the threshold, else 0. A row's words begin with its block `first`."""
     block = first[:, None] + tl.arange(0, BLOCK // 4)[None, :]
     words = tl.reshape(philox_words(block, seed, stream), [ROWS, BLOCK])
     return tl.where(words >= tl.cast(threshold, tl.uint32), x * factor, x * 0.0)
@@ -58,7 +58,7 @@ def dropped(x, first, seed, stream, threshold, factor, ROWS: tl.constexpr, BLOCK
 
 @triton.jit
 def add_rounded(x, residual_ptr, stream_ptr, at, inside):
-    """x + residual, written to stream, as it reads there."""
+    """Write x + residual to stream, rounded, and return the rounded sum."""
     stream = rounded(x + load_wide(residual_ptr + at, inside), stream_ptr.dtype.element_ty)
     tl.store(stream_ptr + at, stream, mask=inside)
     return stream.to(tl.float32)
@@ -70,7 +70,7 @@ def _forward_long(
     ADD: tl.constexpr, CENTRE: tl.constexpr, WEIGHT: tl.constexpr, SHIFTED: tl.constexpr, BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """As `_forward`, one row in chunks of columns."""
+    """`_forward` for one row, in chunks of columns."""
     start_of_row = tl.program_id(0).to(tl.int64) * width
     total = tl.zeros([BLOCK], tl.float32)
     squares = tl.zeros([BLOCK], tl.float32)
@@ -87,7 +87,7 @@ def _forward_long(
             tl.store(mean_ptr + tl.program_id(0), mean)
     if ADD:
         x_ptr = stream_ptr
-        tl.debug_barrier()  # a thread may read what another wrote: loads and stores are laid out apart where rows are not aligned
+        tl.debug_barrier()  # a thread may read what another wrote: loads and stores differ in layout if rows are not aligned
     for start in range(0, width, BLOCK):
         i = start + tl.arange(0, BLOCK)
         centred = tl.where(i < width, load_wide(x_ptr + start_of_row + i, i < width) - mean, 0.0)
@@ -128,9 +128,9 @@ def _backward(
     NORMED: tl.constexpr, DX: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, AGAIN: tl.constexpr, STAGES: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dx = rstd * (g - alpha sum(g) - n alpha sum(g n)) + add, and a part of dw and db: whole rows, ROWS at a time, of which
-    STAGES - 1 are on their way while one is used. With AGAIN dy, x and w are loaded for the sums, and once more for the rest. With
-    NORMED y is computed again, too."""
+    """dx = rstd * (g - alpha sum(g) - n alpha sum(g n)) + add, and a part of dw and db: whole rows, ROWS at a time, with
+    STAGES - 1 loads in flight while one is used. With AGAIN, dy, x and w are loaded for the sums, and once more for the rest. With
+    NORMED, y is recomputed, too."""
     part, parts = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     i = tl.arange(0, BLOCK)[None, :]
     within = tl.arange(0, ROWS)[:, None] * width + i
@@ -187,8 +187,8 @@ def _backward_row(
     NORMED: tl.constexpr, DX: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, AGAIN: tl.constexpr, PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """As `_backward`, one row at a time, in PIECES of 16-bit elements. A branch stands around the rest of each: else the compiler
-    has all pieces in float32 at a time, for which there are no registers. w is loaded anew for each pass: that takes fewer, too."""
+    """`_backward` for one row at a time, in PIECES of 16-bit elements. A branch encloses the rest of each piece: else the compiler
+    holds all pieces in float32 at a time, and lacks the registers. w is loaded for each pass, which takes fewer registers, too."""
     part, parts = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     i = tl.arange(0, BLOCK)
     dw, db = (), ()
@@ -255,7 +255,7 @@ def _sums_of_row(
     dy, x, w_ptr, width, mean, rstd, CENTRE: tl.constexpr, WEIGHT: tl.constexpr, SHIFTED: tl.constexpr, PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """sum(g n) and, where centred, sum(g), of a row in PIECES; 8 elements, which one thread has, become one at once."""
+    """sum(g n) and, if CENTRE, sum(g) of a row in PIECES; the 8 elements that one thread has are added first."""
     i = tl.arange(0, BLOCK)
     along, plain = tl.zeros([BLOCK // 8], tl.float32), tl.zeros([BLOCK // 8], tl.float32)
     for k in tl.static_range(PIECES):
@@ -273,7 +273,7 @@ def _row_sums(
     dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, sums_ptr, width, alpha: tl.float32,
     CENTRE: tl.constexpr, WEIGHT: tl.constexpr, SHIFTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """alpha * sum(g n) and, where centred, alpha * sum(g), of each row: [rows, 2]."""
+    """alpha * sum(g n) and, if CENTRE, alpha * sum(g) of each row: [rows, 2]."""
     row = tl.program_id(0).to(tl.int64)
     rstd, mean = tl.load(rstd_ptr + row), 0.0
     if CENTRE:
@@ -296,7 +296,7 @@ def _backward_long(
     ADD: tl.constexpr, CENTRE: tl.constexpr, WEIGHT: tl.constexpr, SHIFTED: tl.constexpr, BIAS: tl.constexpr,
     NORMED: tl.constexpr, DX: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """As `_backward`, for program p and a chunk of columns of rows p, p + P, ..., whose sums are known."""
+    """`_backward` for program p and a chunk of columns of rows p, p + P, ..., whose sums are known."""
     part, parts = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < width
@@ -332,7 +332,7 @@ def _backward_long(
 
 @triton.jit
 def _column_sums(dy_ptr, parts_ptr, rows, width, stride, STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """A part of the sums of some columns, ROWS rows at a time, as in `_backward`; `stride`: between rows."""
+    """Compute a part of the sums of some columns, ROWS rows at a time, as in `_backward`; `stride`: the distance between rows."""
     part, parts = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -347,8 +347,8 @@ def _sum_parts(
     parts_ptr, others_ptr, total_ptr, other_total_ptr, parts, width, ADD: tl.constexpr, TWO: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Every program sums a few columns: there are many parts, and few columns. With ADD to what is there; with TWO programs of a
-    second row sum the others."""
+    """Sum a few columns per program: there are many parts, and few columns. With ADD, add to the total; with TWO, a second row of
+    programs sums the others."""
     if TWO:
         if tl.program_id(1) == 1:
             parts_ptr = others_ptr

@@ -1,7 +1,7 @@
-"""Normalisations of rows of odd width, the device code: 16 bytes at a time, as rows of other widths are read.
+"""The device code of normalisations of rows of odd width: they are read 16 bytes at a time, as rows of other widths.
 
-A row may begin anywhere. It is taken as its whole groups of 16 bytes, and its two ends. Weight, bias and partial sums lie otherwise
-to these, but alike for rows that are a multiple of ALIGN apart: a program takes such rows, and has the others in registers.
+A row may begin anywhere. It is read as its whole groups of 16 bytes and its two ends. Weight, bias and partial sums are offset to
+these groups, but equally for rows a multiple of ALIGN apart: a program takes such rows, and keeps the others in registers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from funcops.kernels.triton.aligned import ALIGN, ends, whole_groups
 from funcops.kernels.triton.common import load_wide, store_rounded
 from funcops.kernels.triton.norm_kernels import add_rounded
 
-HOLD = tl.constexpr(4096)  # of longer rows a backward has no registers for the bias, and loads it for each
+HOLD = tl.constexpr(4096)  # for longer rows a backward has no registers for the bias, and loads it for each
 
 
 @triton.jit
@@ -23,7 +23,7 @@ def _forward(
     ADD: tl.constexpr, CENTRE: tl.constexpr, WEIGHT: tl.constexpr, SHIFTED: tl.constexpr, BIAS: tl.constexpr,
     STAGES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """As `norm_kernels._forward`, rows that are as many apart as there are programs, each whole."""
+    """`norm_kernels._forward` for whole rows, one at a time, each as many rows after the last as there are programs."""
     first, step = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     _, before, size = whole_groups(x_ptr, first * width, width, False)
     i = tl.arange(0, BLOCK)
@@ -56,7 +56,7 @@ def _forward(
 
 @triton.jit
 def _held(ptr, before, i, inside, j, at_end, more, HAS: tl.constexpr):
-    """What belongs to the columns of a row, as its whole groups and its ends lie, and `more`."""
+    """The numbers at `ptr` for the columns of a row's whole groups, and of its ends, plus `more`; zeros unless HAS."""
     body, end = tl.zeros_like(i).to(tl.float32), tl.zeros_like(j).to(tl.float32)
     if HAS:
         body, end = load_wide(ptr + before + i, inside) + more, load_wide(ptr + before + j, at_end) + more
@@ -70,7 +70,7 @@ def _backward(
     BIAS: tl.constexpr, NORMED: tl.constexpr, DX: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, STAGES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """As `norm_kernels._backward`, whose partial sums are `stride` apart."""
+    """`norm_kernels._backward` for such rows, with partial sums `stride` apart."""
     part, parts = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     _, before, size = whole_groups(x_ptr, part * width, width, False)
     i = tl.arange(0, BLOCK)
@@ -88,7 +88,7 @@ def _backward(
         rstd, mean = tl.load(rstd_ptr + row), 0.0
         if CENTRE:
             mean = tl.load(mean_ptr + row)
-        dy = load_wide(dy_ptr + at + i, inside)  # a line of its own for each: the ends' accesses are narrow
+        dy = load_wide(dy_ptr + at + i, inside)  # each load on its own line: the ends' accesses are narrow
         n = tl.where(inside, (load_wide(x_ptr + at + i, inside) - mean) * rstd, 0.0)
         dy_end = load_wide(dy_ptr + at + j, at_end)
         n_end = tl.where(at_end, (load_wide(x_ptr + at + j, at_end) - mean) * rstd, 0.0)
@@ -130,8 +130,8 @@ def _backward(
 
 @triton.jit
 def _column_sums(dy_ptr, parts_ptr, rows, width, stride, STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """As `norm_kernels._column_sums`, ROWS rows at a time that are as many apart as there are parts. The last program of a part
-    takes the ends of its rows."""
+    """`norm_kernels._column_sums` for ROWS rows at a time, each as many rows after the last as there are parts. The last program of
+    a part takes the ends of its rows."""
     part, parts = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     _, before, size = whole_groups(dy_ptr, part * width, width, False)
     first, step = (part * width + before) // ALIGN * ALIGN, (parts // ALIGN).to(tl.int64) * width * ALIGN

@@ -1,4 +1,4 @@
-"""Sum, scaling, and dropout, which draws the very bits that `funcops.random.bits` draws."""
+"""Sum, scaling, and dropout, which draws the same bits as `funcops.random.bits`."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def add(a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_repeated(a: Tensor, b: Tensor, kind: str) -> Tensor:
-    """f(a + b), where b has the shape of the last dimensions of a."""
+    """f(a + b); b has the shape of a's last dims."""
     a, b = a.contiguous(), b.contiguous()
     y, n, period = torch.empty_like(a), a.numel(), b.numel()
     if n:
@@ -143,7 +143,7 @@ def dropout_add(x: Tensor, b: Optional[Tensor], residual: Tensor, key: Tensor, p
 
 
 def threshold_and_factor(p: float) -> tuple[int, float]:
-    """Of words, as 32 signed bits, and of what is kept. A threshold of 2^32, of which 32 bits hold 0, keeps none."""
+    """The threshold of words, as 32 signed bits, and the factor of kept elements: 0 for a threshold of 2^32, which wraps to 0."""
     threshold = round(p * 2**32)
     return (threshold + 2**31) % 2**32 - 2**31, 1.0 / (1.0 - p) if threshold < 2**32 else 0.0
 

@@ -1,4 +1,4 @@
-"""The parts of a joint projection: a program a position, in all batches that share its angles, forward or backward."""
+"""The parts of a joint projection, one program per position, in all batches that share its angles, forward or backward."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _part(
     joint_ptr, own_ptr, cos, sin, heads, TURN: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr, DIM: tl.constexpr,
     HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, COPY: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of a position, between their place in the joint tensor and their own; backwards with BACK."""
+    """Move some heads of a position from the joint tensor to their own; with BACK, from their own to the joint one."""
     from_ptr = own_ptr if BACK else joint_ptr
     to_ptr = joint_ptr if BACK else own_ptr
     if TURN:

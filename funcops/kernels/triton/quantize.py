@@ -1,6 +1,6 @@
-"""Quantisers: a program a tile of x, read once, whatever is made of it; rows with one scale, a program each.
+"""Quantisers: one program per tile of x, which is read once for all outputs; one program per row for rows with one scale.
 
-What is rounded by a key, or transformed before, is made by the torch body.
+The torch body serves x that is rounded by a key, or transformed before.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from funcops.kernels.triton.low_bits import (
 )
 
 TILES = 16, 32, 64, 128
-LONGEST, STEP = 16384, 4096  # of a row that a program holds, and of what it takes at a time of a longer one
+LONGEST, STEP = 16384, 4096  # elements of a row that a program holds, and that it takes at a time of a longer one
 AMAX_BLOCK, AMAX_PROGRAMS = 4096, 1024
 
 
 @triton.jit
 def _store_codes(ptr, codes, row, column, rows, stride, ELEMENT: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
-    """Codes [A, B] to rows of `stride` bytes, from (row, column) on; of 4 bits two to a byte."""
+    """Store codes [A, B] to rows of `stride` bytes, from (row, column) on; 4-bit codes two to a byte."""
     if ELEMENT == "e2m1":
         _store(ptr, packed(codes, A, B), row, column // 2, rows, stride, A, B // 2)
     else:
@@ -55,7 +55,7 @@ def _store(ptr, v, row, column, rows, columns, A: tl.constexpr, B: tl.constexpr)
 
 @triton.jit
 def _store_scales(ptr, v, row, column, rows, columns, KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
-    """Of rows, a block of which has one."""
+    """Store scales of rows, one for each block of a row."""
     m, n = row + tl.arange(0, A)[:, None], column + tl.arange(0, B)[None, :]
     tl.store(ptr + scale_at(m, n, rows, columns, 1, KIND), v, mask=(m < rows) & (n < columns))
 
@@ -66,9 +66,9 @@ def _tiles(
     ELEMENT: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr,
     NARROW: tl.constexpr, NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Codes and scales of x [rows, width], as it lies (ROW), transposed (COL), or both where tiles are not square. FROM: x is codes
-    of this element, with a scale of given_ptr for each row of a block. Else `given` is the largest |x| of the tensor, for its one
-    scale (KIND "whole") or those of tiles; with KIND "scaled" the factor, and the largest |x| joins what is at scales_ptr."""
+    """Compute codes and scales of x [rows, width], as x lies (ROW), transposed (COL), or both if tiles are not square. FROM: x is
+    codes of this element, with a scale at given_ptr for each row of a block. Else `given` is the largest |x| of the tensor, for its
+    one scale (ROWS 0) or the tiles'; with KIND "scaled" it is the factor, and the largest |x| is joined at scales_ptr."""
     across = tl.cdiv(width, BLOCK_N)
     pid = tl.program_id(0)
     row, column = (pid // across).to(tl.int64) * BLOCK_M, (pid % across).to(tl.int64) * BLOCK_N
@@ -125,7 +125,7 @@ def _rows(
     x_ptr, codes_ptr, scales_ptr, width, ELEMENT: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, AGAIN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A row with a scale of its own; one that a program cannot hold is loaded AGAIN."""
+    """Quantise a row with a scale of its own; a row that a program cannot hold is loaded AGAIN."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * width
     codes_ptr += row * width
@@ -147,7 +147,7 @@ def _rows(
 
 @triton.jit
 def _amax(x_ptr, amax_ptr, n, BLOCK: tl.constexpr):
-    """Joined by the bits of numbers that are not negative, which are ordered as they are: the order of programs is no matter."""
+    """Join programs' results by their bits, ordered as the numbers, which are >= 0: the order of programs does not matter."""
     total = tl.zeros([BLOCK], tl.float32)
     for block in range(tl.program_id(0).to(tl.int64), tl.cdiv(n, BLOCK), tl.num_programs(0)):
         i = block * BLOCK + tl.arange(0, BLOCK)
@@ -171,7 +171,7 @@ def _decode(
     codes_ptr, scales_ptr, scale_ptr, y_ptr, rows, width, stride, wide, down, along, ELEMENT: tl.constexpr, KIND: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """y [rows, width] of codes with rows of `stride` bytes and scales with rows of `wide`, whose strides are `down` and `along`.
+    """y [rows, width] from codes with rows of `stride` bytes and scales with rows of `wide`, whose strides are `down` and `along`.
     ROWS 0: one scale for all; COLS 0: one for each row."""
     across = tl.cdiv(width, BLOCK_N)
     pid = tl.program_id(0)
@@ -208,20 +208,20 @@ _launch_turn, _launch_decode = launcher(_turn), launcher(_decode)
 
 
 class _Made(NamedTuple):
-    """Codes and scales of a side, to be written."""
+    """Memory for the codes and scales of a side."""
 
     codes: Tensor
     scales: Tensor
 
 
 def _sizes(x: Tensor) -> tuple[int, int]:
-    """Rows and columns of x [*, K], which is not empty."""
+    """The rows and columns of x [*, K], which is not empty."""
     width = x.shape[-1]
     return x.numel() // width, width
 
 
 def _room(x: Tensor, shape: Sequence[int], rows: int, columns: int, element: str, tile: tuple[int, int], kind: str) -> _Made:
-    """For so many rows and columns; `shape`: the codes' but for the last dimension."""
+    """Allocate codes and scales for so many rows and columns; `shape`: the codes' without the last dim."""
     scales = cdiv(rows, tile[0] or rows), cdiv(columns, tile[1] or columns)
     dtype = torch.float32 if kind in ("pow2", "float32") else torch.uint8
     codes = x.new_empty((*shape, _stride(columns, element)), dtype=torch.uint8)
@@ -229,13 +229,13 @@ def _room(x: Tensor, shape: Sequence[int], rows: int, columns: int, element: str
 
 
 def _stride(columns: int, element: str) -> int:
-    """Bytes of a row of codes."""
+    """The number of bytes of a row of codes."""
     return cdiv(columns, 2) if element == "e2m1" else columns
 
 
 def _serves(x: Tensor, rows: int, cols: int, kind: str, amax: Optional[Tensor]) -> bool:
-    """Whether these kernels make such tiles. An amax that is given for tiles, where it is of no format, is left to the body; so are
-    amaxes of groups of rows."""
+    """Whether these kernels make such tiles. An amax given for tiles, which only e4m3 scales use, is left to the torch body, and so
+    are amaxes of groups of rows."""
     if x.numel() == 0 or (kind == "e4m3" and amax is None) or (amax is not None and amax.dim() > 1):
         return False
     if (rows, cols) == (0, 0):
@@ -246,7 +246,7 @@ def _serves(x: Tensor, rows: int, cols: int, kind: str, amax: Optional[Tensor]) 
 def _run(
     x: Tensor, element: str, rows: int, cols: int, kind: str, amax: Optional[Tensor], row: Optional[_Made], col: Optional[_Made]
 ) -> None:
-    """Codes and scales of x [*, K]: of the sides that there is room for."""
+    """Compute codes and scales of x [*, K], for the sides that have memory."""
     (high, wide), whole = _sizes(x), rows == 0
     if whole and amax is None:
         amax = _largest(x)
@@ -295,7 +295,7 @@ def quantize_col(
         return declared.quantize_col.kernel.torch_impl(x, element, rows, cols, kind, amax, key, hadamard)  # type: ignore[no-any-return]
     if amax is not None and amax.dim() > 1:
         return declared.quantize_col.kernel.torch_impl(x, element, rows, cols, kind, amax, key, hadamard)  # type: ignore[no-any-return]
-    if not _serves(x, rows, cols, kind, amax):  # a scale for each column is found in a copy that lies the other way
+    if not _serves(x, rows, cols, kind, amax):  # a scale for each column is found in a transposed copy
         return quantize_row(_matrix(x).mT.contiguous(), element, rows, cols, kind, amax, None)
     t, (high, wide) = x.contiguous(), _sizes(x)
     made = _room(x, (wide,), wide, high, element, (rows, cols), kind)
@@ -307,7 +307,7 @@ def quantize_col(
 def quantize_both(
     x: Tensor, element: str, rows: int, cols: int, kind: str, amax: Optional[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    square = rows == cols  # codes are the same, whichever way tiles lie; Triton 3.6 stores those of one tile both ways wrongly
+    square = rows == cols  # codes are the same both ways; Triton 3.6 stores a tile's codes wrongly if it stores both
     if square or not _serves(x, rows, cols, kind, amax):
         codes, scales = quantize_row(x, element, rows, cols, kind, amax, None)
         if square and element != "e2m1":

@@ -1,7 +1,7 @@
 """Norms, GLUs and activations whose output is quantised before it is written: whole rows of a norm, tiles of the others.
 
-The arithmetic is that of the kernels which write y, rounded to x's dtype as they do. What these cannot hold, and elements that a
-tile does not divide, go through y.
+The arithmetic is the same as in the kernels that write y, and y is rounded to x's dtype as there. Rows too long to hold, and
+formats that these kernels lack, go through y.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from funcops.kernels.triton.common import block_of, cdiv, contiguous, flat_rows,
 from funcops.kernels.triton.low_bits import native, quantise, scale_at
 from funcops.kernels.triton.norm import FORWARD_TILE
 
-LONGEST = 16384  # of a norm's row that a program holds
+LONGEST = 16384  # elements of a norm's row that a program holds
 TILES = 32, 128
 BLOCK_M, BLOCK_N = 32, 128
 
@@ -31,7 +31,7 @@ def _store_quantised(
     codes_ptr, scales_ptr, y, row, column, rows, width, DTYPE: tl.constexpr, ELEMENT: tl.constexpr, COLS: tl.constexpr,
     KIND: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """Codes and scales of y [A, B], rounded, from `column` on; `row` [A]."""
+    """Store codes and scales of y [A, B], which is rounded first, from `column` on, in rows `row` [A]."""
     codes, stored = quantise(rounded(y, DTYPE).to(tl.float32), 0.0, A, B, ELEMENT, KIND, 1, COLS, NARROW, NATIVE)
     n, j = column + tl.arange(0, B), column // COLS + tl.arange(0, B // COLS)
     high = (row < rows)[:, None]
@@ -72,7 +72,7 @@ def _pointwise(
     x_ptr, linear_ptr, codes_ptr, scales_ptr, rows, width, stride, GATE: tl.constexpr, ELEMENT: tl.constexpr, COLS: tl.constexpr,
     KIND: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """y = f(x), times linear where that is given; `stride`: between their rows."""
+    """Quantise y = f(x), times linear if it is given; `stride`: the distance between their rows."""
     across = tl.cdiv(width, B)
     pid = tl.program_id(0)
     row, column = (pid // across).to(tl.int64) * A + tl.arange(0, A), (pid % across) * B
@@ -95,7 +95,7 @@ def _serves(element: str, cols: int, scales: str) -> bool:
 
 
 def _room(x: Tensor, width: int, cols: int, scales: str) -> tuple[Tensor, Tensor]:
-    """For codes [*, width] and scales, as many rows as x has."""
+    """Allocate codes [*, width] and scales, for as many rows as x has."""
     rows = x.shape[:-1].numel()
     codes = x.new_empty((*x.shape[:-1], width), dtype=torch.uint8)
     size = (cdiv(width, cols), rows) if by_columns(1, cols, scales) else (rows, cdiv(width, cols))

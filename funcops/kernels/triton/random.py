@@ -1,4 +1,4 @@
-"""Folding a number into a random key, by one program: as torch's operators it is a dozen launches."""
+"""Folding a number into a random key by one program: torch's operators take a dozen launches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from funcops.backend.launch import launcher
 
 @triton.jit(do_not_specialize=["number"])
 def _fold_in(key_ptr, data_ptr, out_ptr, number: tl.int64, DATA: tl.constexpr):
-    """(seed, stream) to (seed, splitmix64's finaliser of stream + (number + 1) * golden ratio); with DATA the number is there."""
+    """(seed, stream) to (seed, splitmix64's finaliser of stream + (number + 1) * golden ratio); with DATA the number is read."""
     i = tl.arange(0, 2)
     words = tl.load(key_ptr + i).to(tl.uint64)
     if DATA:

@@ -1,4 +1,4 @@
-"""Rotary position embedding: a program takes a position, in all batches that share its angles, and turns tiles of heads in it. Both
+"""Rotary position embedding: a program takes a position, in all batches that share its angles, and rotates its heads in tiles. Both
 numbers of a pair are in one thread, so that each is read once."""
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from funcops.kernels import rope as declared
 from funcops.kernels.triton.common import cdiv, load_wide, next_power_of_2, store_rounded
 
 TILE = 4096  # elements at a time
-PROGRAMS = 2048  # enough for a device: from there on batches share what is read of the table
+PROGRAMS = 2048  # enough for a device: beyond that, batches share reads of the table
 
 
 @triton.jit
 def angles(table_ptr, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr):
-    """cos, and sin with its sign, of the first number of each pair: [1, BLOCK] each. The second's are the same, the sign turned."""
+    """cos, and sin with its sign, of the first number of each pair: [1, BLOCK] each. The second's are the same, sin negated."""
     sin_ptr = table_ptr + (4 if INVERSE else 2) * HALF
     if INTERLEAVED:
         i = tl.arange(0, 2 * BLOCK)
@@ -36,7 +36,7 @@ def turn(
     from_ptr, to_ptr, cos, sin, heads, DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
     REST: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """HALF pairs of every head of a position, HEADS heads at a time; what follows them in the head is copied."""
+    """Rotate HALF pairs of every head of a position, HEADS heads at a time; copy the rest of each head."""
     for first in range(0, heads, HEADS):
         head = first + tl.arange(0, HEADS)[:, None]
         if INTERLEAVED:
@@ -87,17 +87,17 @@ _launch_apply, _launch_apply_pair = launcher(_apply), launcher(_apply_pair)
 
 
 def grid_of(positions: int, batches: int) -> tuple[int, int, int]:
-    """A program a position and all batches, or some of them where positions are few."""
+    """The grid: one program per position for all batches, or for some of them if positions are few."""
     return positions, min(batches, cdiv(PROGRAMS, positions)), 1
 
 
 def blocks_of(dim: int, half: int) -> tuple[int, int]:
-    """Of the pairs of a head, and of what is left of it."""
+    """The block sizes of a head's pairs, and of the rest of the head; 0 without a rest."""
     return next_power_of_2(half), next_power_of_2(dim - 2 * half) if dim > 2 * half else 0
 
 
 def heads_of(heads: int, block: int, rest: int) -> int:
-    """The heads of a tile."""
+    """The number of heads of a tile."""
     return min(next_power_of_2(heads), max(1, TILE // max(2 * block, rest)))
 
 

@@ -1,8 +1,8 @@
-"""The choice of experts: a program takes some tokens of a sequence, a tile at a time, of which it keeps all logits.
+"""The choice of experts: a program takes some tokens of a sequence, a tile at a time, and holds all their logits.
 
-The best of a row are found one by one. What is compared are integers, in the order of the scores, and of equal ones in that of
-their places: no two are equal, and none is chosen twice whatever the logits are. Each program leaves counts and sums of its own,
-which a second launch adds up in order.
+The best of a row are found one by one. They are compared as integers in the order of the scores, and of positions for equal scores:
+no two are equal, and none is chosen twice, whatever the logits are. Each program writes its own counts and sums, which a second
+launch adds in order.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ TAKEN = tl.constexpr(-(2**63) + 1)
 
 @triton.jit
 def _order(v):
-    """int32 in the order of float32: NaN the highest, and no two zeros."""
+    """Map float32 to int32 in the same order: NaN is the highest, and both zeros are equal."""
     bits = tl.where(v == 0.0, 0.0, v).to(tl.int32, bitcast=True)
     return tl.where(v == v, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
 
 
 @triton.jit
 def _number(order):
-    """The float32 of such an order."""
+    """The float32 that `_order` maps to `order`."""
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _ranked(v, at, LAST: tl.constexpr):
-    """int64 in the order of v, and of equal ones in that of their places `at`, the first the highest."""
+    """int64 in the order of v, and for equal v in the order of their positions `at`, the first the highest."""
     return (_order(v).to(tl.int64) << 32) | (LAST - at).to(tl.int64)
 
 
@@ -47,7 +47,7 @@ def _ranked(v, at, LAST: tl.constexpr):
 def _in_best_groups(
     rank, OF: tl.constexpr, TOP: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
-    """Ranks of the groups, OF how many, whose two best are best; those of the others are gone."""
+    """The ranks of the TOP groups, out of OF, with the highest sum of their two best; GONE in the other groups."""
     rank = tl.reshape(rank, [TOKENS, GROUPS, SIZE])
     first = tl.max(rank, 2)
     second = tl.max(tl.where(rank == first[:, :, None], GONE, rank), 2)
@@ -61,8 +61,8 @@ def _in_best_groups(
 
 @triton.jit
 def _exponentials(t):
-    """exp(t - max), their sum, and the max, of rows. log sum exp t, their sum's logarithm and the max, has the size of t, and is
-    rounded as such: what is taken from t is the max."""
+    """exp(t - max), their sum, and the max, for each row. Only the max is subtracted from t: log sum exp t, the sum's logarithm
+    plus the max, is rounded at the size of t."""
     top = tl.max(t, 1)
     each = tl.exp(t - top[:, None])
     return each, tl.sum(each, 1), top
@@ -75,7 +75,7 @@ def _sigmoid(t):
 
 @triton.jit
 def _chosen(logits_ptr, row, index, wanted, inside, EXPERTS: tl.constexpr):
-    """The logits of the chosen, from the cache: -inf where there are no more, and 0 in rows that are not there."""
+    """The logits of the chosen experts, from the cache: -inf beyond TOP_K, and 0 in rows out of range."""
     t = tl.load(logits_ptr + row[:, None] * EXPERTS + index, mask=wanted, other=-float("inf")).to(tl.float32)
     return tl.where(inside[:, None], t, 0.0)
 
@@ -87,7 +87,7 @@ def _forward(
     SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BIASED: tl.constexpr, SCORED: tl.constexpr, KEEP: tl.constexpr,
     AUX: tl.constexpr, Z: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of TOKENS tokens of sequence program_id(1). A tile has SIZE places for the experts of each of GROUPS groups."""
+    """Route tiles of TOKENS tokens of sequence program_id(1). A tile has SIZE slots for the experts of each of GROUPS groups."""
     BLOCK: tl.constexpr = GROUPS * SIZE
     part = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     OWN: tl.constexpr = EXPERTS // OF_GROUPS
@@ -151,8 +151,8 @@ def _forward(
 
 @triton.jit
 def _weighted(chosen, top, total, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr):
-    """Scores of the chosen logits, -inf where there are none, and what they are divided by; top and total: those of all logits,
-    where scores are made of them."""
+    """The scores of the chosen logits, -inf for a missing one, and their divisor. top and total: the max of all logits, and the sum
+    of their exponentials, if scores are made of them."""
     if SOFTMAX and not NORMALIZE:
         return tl.exp(chosen - top[:, None]) / total[:, None], tl.full(total.shape, 1.0, tl.float32)
     if SOFTMAX:
@@ -169,7 +169,7 @@ def _finish(
     parts_ptr, sums_ptr, squares_ptr, counts_ptr, losses_ptr, parts, experts, aux: tl.float32, z: tl.float32, AUX: tl.constexpr,
     Z: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Counts of a sequence, and its loss, of the parts in order."""
+    """Add a sequence's parts, in order, to its counts and its loss."""
     sequence = tl.program_id(0).to(tl.int64)
     expert, p = tl.arange(0, BLOCK), tl.arange(0, PARTS)
     counts, sums, squares = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.float32), 0.0
@@ -223,7 +223,7 @@ def route_fwd(
 
 @triton.jit
 def _spread(values, index, expert, k, TOP_K: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
-    """Values of the chosen in rows of all experts, 0 elsewhere."""
+    """Put values of the chosen experts into rows of all experts, 0 elsewhere."""
     found = tl.zeros([TOKENS, BLOCK], tl.float32)
     for n in range(0, TOP_K):
         own = tl.sum(tl.where(k[None, :] == n, index, 0), 1)
@@ -234,7 +234,7 @@ def _spread(values, index, expert, k, TOP_K: tl.constexpr, TOKENS: tl.constexpr,
 
 @triton.jit
 def _of_chosen(g, s, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr):
-    """dl of the chosen, of g = c dw and s, which for softmax are normalised."""
+    """dl of the chosen experts, from g = c dw and s, which for softmax are normalised."""
     if SOFTMAX:
         return s * (g - tl.sum(g * s, 1)[:, None])
     if NORMALIZE:
@@ -264,7 +264,7 @@ def _backward(
         wanted = (token < length)[:, None] & (k < TOP_K)[None, :]
         at = row[:, None] * TOP_K + k[None, :]
         index = tl.load(indices_ptr + at, mask=wanted, other=-1)
-        g = tl.where(index < 0, 0.0, scale * load_wide(dweights_ptr + at, wanted))  # of a dropped choice none
+        g = tl.where(index < 0, 0.0, scale * load_wide(dweights_ptr + at, wanted))  # 0 for a dropped choice
         index = tl.where(index < 0, -1 - index, index)
         if ROWS:
             chosen = _chosen(logits_ptr, row, index, wanted, token < length, EXPERTS)
@@ -301,7 +301,7 @@ def _backward(
 def _of_losses(
     counts_ptr, dloss_ptr, expert, aux, EXPERTS: tl.constexpr, AUX: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """dq of the first loss, of a sequence's tokens."""
+    """dq of the first loss, for a sequence's tokens."""
     found = tl.zeros([TOKENS, BLOCK], tl.float32)
     if AUX:
         at = counts_ptr + tl.program_id(1).to(tl.int64) * EXPERTS + expert

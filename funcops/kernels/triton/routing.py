@@ -1,4 +1,4 @@
-"""Rows to their experts and back: a program a token and a block of columns, which it reads once, or writes once."""
+"""Rows to their experts and back: one program per token and block of columns, which it reads once, or writes once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK = 2048
 
 @triton.jit
 def _scatter(x_ptr, place_ptr, end_ptr, rows_ptr, width, choices, CUT: tl.constexpr, BLOCK: tl.constexpr):
-    """With CUT, what comes to be behind the end is zero."""
+    """Copy a token to its rows; with CUT, rows from the end on are zero."""
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + token * width + i, mask=i < width)
@@ -33,7 +33,7 @@ def _scatter(x_ptr, place_ptr, end_ptr, rows_ptr, width, choices, CUT: tl.conste
 
 @triton.jit
 def _gather(rows_ptr, place_ptr, end_ptr, y_ptr, width, choices, CUT: tl.constexpr, BLOCK: tl.constexpr):
-    """With CUT, what is behind the end counts as zero, whatever is there."""
+    """Sum a token's rows; with CUT, rows from the end on count as zero, whatever they hold."""
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)

@@ -1,4 +1,4 @@
-"""Rows times a number each: a program a row."""
+"""Rows times one number each, one program per row."""
 
 from __future__ import annotations
 

@@ -11,16 +11,16 @@ from torch import Tensor
 _functional: Any = torch.nn.functional
 _WAYS: Any = getattr(_functional, "ScalingType", None)
 SERVED = _WAYS is not None and torch.version.cuda is not None and tuple(map(int, torch.version.cuda.split(".")[:2])) >= (12, 9)
-CAPABILITY = 90  # the only one that it multiplies blocks on, and on which it was measured
-ALIGN = 16  # bytes of addresses, and of rows of codes
-SQUARE_ALIGN = 4  # how many scales of square blocks lie together
+CAPABILITY = 90  # the only one on which it multiplies blocks, and was measured
+ALIGN = 16  # addresses and rows of codes are multiples of so many bytes
+SQUARE_ALIGN = 4  # scales of square blocks are padded to a multiple of it
 KINDS = "pow2", "float32"
 
 
 def product(
     a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, elements: tuple[str, str], tiles: tuple[Any, Any], out: torch.dtype
 ) -> Optional[Tensor]:
-    """[*, N] of codes a [*, K] and b [N, K], and their scales; None where the library takes no such product."""
+    """The product [*, N] of codes a [*, K] and b [N, K] with their scales; None if the library does not take it."""
     k, n = a.shape[-1], b.shape[0]
     rows = a.numel() // k
     ways = _ways(rows, n, k, elements, tiles)
@@ -59,7 +59,7 @@ def _aligned(*tensors: Tensor) -> bool:
 
 
 def _along(scales: Tensor, tile: tuple[int, int]) -> Tensor:
-    """As the library reads them: of rows by blocks, of squares those along K together, in fours."""
+    """Scales in the library's layout: block by block for row tiles; along K, padded to fours, for square tiles."""
     if tile == (1, 128):
         return scales.mT.contiguous().mT
     if tile != (128, 128):

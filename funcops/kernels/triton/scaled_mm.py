@@ -1,9 +1,9 @@
-"""Products of codes with scales. Those of 8 bits with scales of float32 go to CUDA's library on Hopper, where it takes them; it was
-faster for every shape measured (`docs/benchmarks`). Others over tensor descriptors: a program a tile of C.
+"""Products of codes with scales. 8-bit codes with float32 scales go to CUDA's library on Hopper, if it takes them; it was faster
+for every shape measured (`docs/benchmarks`). Other products use tensor descriptors, one program per tile of C.
 
-One scale a tensor or a row multiplies the sum, one a block of 128 along K each part of it, in float32: on Hopper, whose tensor
-cores keep some 14 bits of a sum, that is what promotes it; where no scale does, the product promotes every 128. Blocks of 32 and 16
-are multiplied by Blackwell's tensor cores themselves. The interpreter, which knows neither, decodes tiles and multiplies those.
+A scale per tensor or row multiplies the sum; a scale per block of 128 along K multiplies each partial sum, in float32: on Hopper,
+whose tensor cores keep some 14 bits of a sum, this promotes it; without such scales the product promotes every 128. Blackwell's
+tensor cores multiply blocks of 32 and 16 themselves. The interpreter, which has neither, decodes tiles and multiplies those.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from funcops.kernels.triton.low_bits import decode, decode_scale, store_exact, t
 from funcops.kernels.triton.matmul import descriptor_of
 
 _INTERPRETED = bool(INTERPRETED)
-GROUP, ALIGN = 8, 16  # tiles of a group share what they read; bytes of a row that a descriptor takes
-PROMOTE = tl.constexpr(128)  # of K, after which a product without scales of blocks is added up in float32
+GROUP, ALIGN = 8, 16  # tiles of a group share reads; a descriptor's rows are multiples of so many bytes
+PROMOTE = tl.constexpr(128)  # of K, after which a product without block scales is added in float32
 
 
 class Tile(NamedTuple):
@@ -42,7 +42,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-# the fastest on an H100 of those that compile without spills; beyond Hopper the largest of these
+# the fastest tiles on an H100 that compile without spills; beyond Hopper the largest that do
 WHOLE, BLOCKS = Tile(256, 128, 128, 8, 3), Tile(64, 128, 128, 4, 4)
 SINCE, NATIVE = Tile(128, 128, 128, 8, 4), Tile(128, 128, 128, 4, 3)
 FEW_BITS, EMULATED = Tile(128, 128, 256, 4, 3), Tile(128, 128, 64, 8, 3)
@@ -52,7 +52,7 @@ FEW_BITS, EMULATED = Tile(128, 128, 256, 4, 3), Tile(128, 128, 64, 8, 3)
 def _scales(
     scales_ptr, i, size, k, wide, down, along, KIND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, COUNT: tl.constexpr
 ):  # fmt: skip
-    """Scales [rows, COUNT] of rows i, from element k on."""
+    """Load the scales [rows, COUNT] of rows i, from element k on."""
     j = k // COLS + tl.arange(0, COUNT)
     at = scales_ptr + (i // ROWS)[:, None] * down + j[None, :] * along
     return tl.load(at, mask=(i < size)[:, None] & (j < wide)[None, :], other=0)
@@ -69,7 +69,7 @@ def _product(
     b_down, b_along, A: tl.constexpr, B: tl.constexpr, KIND: tl.constexpr, A_ROWS: tl.constexpr, B_ROWS: tl.constexpr,
     COLS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """A tile of C = A B^T, of descriptors of codes; A and B: their elements. COLS: how many along K share a scale, 0 for all.
+    """A tile of C = A B^T, from descriptors of codes; A and B: their elements. COLS elements along K share a scale, 0: all.
     Scales have `wide` columns, and the strides `down` and `along`."""
     tile_m, tile_n = tile_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP)
     m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -123,7 +123,7 @@ def _tile_of(kind: str, a: str, b: str, cols: int, capability: int) -> Optional[
 
 
 def _runs(kind: str, a: str, b: str, emulate: bool, capability: int, name: str) -> bool:
-    """Whether the device multiplies such codes; Hopper those with MX scales, when asked to emulate, as bfloat16."""
+    """Whether the device multiplies such codes; Hopper multiplies codes with MX scales as bfloat16, if `emulate`."""
     needed = 100 if kind in ("e8m0", "e4m3") else 90
     if capability >= needed:
         return True
@@ -136,8 +136,8 @@ def _runs(kind: str, a: str, b: str, emulate: bool, capability: int, name: str) 
 def _chosen(
     kind: str, a: str, b: str, a_cols: int, b_cols: int, emulate: bool, device: int, active: Any
 ) -> Optional[tuple[Tile, int, int]]:
-    """The tile, and the bytes along K that it takes of a and of b. None for what no kernel multiplies: for one, operands that are
-    tiled along K in two ways."""
+    """The tile, and the bytes along K that it takes of a and of b; None if no kernel multiplies them, such as operands with
+    different tiles along K."""
     capability, name = (1000, "the interpreter") if INTERPRETED else _capability(device, active)
     tile = _tile_of(kind, a, b, a_cols, capability) if a_cols == b_cols else None
     if tile is None or not _runs(kind, a, b, emulate, capability, name):
@@ -156,8 +156,7 @@ def _library_serves(device: int, active: Any) -> bool:
 
 
 def _codes(codes: Tensor, element: str, rows: int, tile: int, wide: int) -> TensorDescriptor:
-    """A descriptor of codes [*, K], as so many rows of a multiple of 16 bytes, filled up with zeros; for loads of `tile` by `wide`
-    bytes."""
+    """A descriptor of codes [*, K] as `rows` rows, zero-padded to a multiple of 16 bytes; loads are `tile` rows by `wide` bytes."""
     codes = codes.contiguous()
     if codes.shape[-1] % ALIGN:
         codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % ALIGN))

@@ -1,8 +1,8 @@
 """Attention by blocks of rows, then its gradients by blocks of rows (dq, dbias) and by blocks of keys (dk, dv): no atomics, so that
 the same call gives the same bits.
 
-A program goes over the keys that one of its rows may see, or over the rows that may see one of its keys, for every head of the key
-head's group. Where sequences are packed it reads from two numbers a row, the first key and the last, which keys these are.
+A program goes over the keys that any of its rows may see, or over the rows that may see any of its keys, for every head of the key
+head's group. For packed sequences these keys are given by two numbers per row, its first key and its end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from funcops.kernels.triton.activation import tanh
 from funcops.kernels.triton.common import INTERPRETED, cdiv, contiguous, copies_by_itself, next_power_of_2, rounded, store_rounded
 from funcops.kernels.triton.matmul import precision
 
-LONGEST = 256  # the head size of which a program holds rows
+LONGEST = 256  # the largest head size of rows that a program holds
 
 
 class Tile(NamedTuple):
@@ -49,7 +49,7 @@ def tile_of(which: str, dtype: torch.dtype, size: int) -> Tile:
 
 @triton.jit
 def _load(ptr, at, row_stride, limit, size, BLOCK: tl.constexpr):
-    """Rows [at, BLOCK] of `size` elements."""
+    """Load rows `at` of `size` elements, as [rows, BLOCK]."""
     i = tl.arange(0, BLOCK)
     inside = (at < limit)[:, None] & (i < size)[None, :]
     return tl.load(ptr + at.to(tl.int64)[:, None] * row_stride + i[None, :], mask=inside, other=0.0)
@@ -64,7 +64,7 @@ def _dot(a, b, total, PRECISION: tl.constexpr):
 
 @triton.jit
 def _small_tanh(x):
-    """Scores are as a rule far below the cap, by which they are multiplied again: there the series, of relative error 1e-8."""
+    """tanh, for small x by a series of relative error 1e-8: most scores are far below the cap, which multiplies tanh again."""
     s = x * x
     series = x + x * (s * (-1 / 3 + s * (2 / 15 + s * (-17 / 315 + s * (62 / 2835)))))
     return tl.where(s < 0.0625, series, tanh(x))
@@ -72,7 +72,7 @@ def _small_tanh(x):
 
 @triton.jit
 def _slope(head, whole):
-    """Of ALiBi, of the head so far among those of which `whole` are a power of two."""
+    """The ALiBi slope of a head; `whole`: the last power of two up to the number of heads."""
     h = (head + 1).to(tl.float32)
     return tl.exp2(tl.where(h <= whole, -8.0 * h / whole, -4.0 * (2.0 * (h - whole) - 1.0) / whole))
 
@@ -82,7 +82,7 @@ def _scored(
     s, bias_ptr, i, j, T, S, low, high, slope, scale, softcap, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Scores [rows i, keys j] of products, -inf where row and key are apart; and tanh, or the scores where there is no cap."""
+    """Scores [rows i, keys j] from products, -inf where masked; and tanh, or without a cap the scaled products."""
     s *= scale
     t = s
     if CAP:
@@ -106,14 +106,14 @@ def _scored(
 
 @triton.jit
 def _bounds_of(bounds_ptr, i, T):
-    """Of rows the first of their sequence, and its end; no row from T on is in one."""
+    """The first row and the end of each row's sequence; rows from T on are not in one."""
     low, high = tl.load(bounds_ptr + i, mask=i < T, other=T), tl.load(bounds_ptr + T + i, mask=i < T, other=0)
     return low.to(tl.int64), high.to(tl.int64)
 
 
 @triton.jit
 def _keys_of(bounds_ptr, first, T, S, window, ROWS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr):
-    """Rows from `first`, their first keys and their ends; the first key of any, and the end."""
+    """The rows from `first`, their first keys and ends; and the first key and the end over all these rows."""
     i = first + tl.arange(0, ROWS)
     low, high = i * 0, i * 0 + S
     begin, end = first * 0, first * 0 + S
@@ -134,7 +134,7 @@ def _forward(
     BIAS: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """out and logsumexp of a block of rows of one head."""
+    """Compute out and logsumexp of a block of rows of one head."""
     first, head, batch = tl.program_id(0) * ROWS, tl.program_id(1) % H, (tl.program_id(1) // H).to(tl.int64)
     K, kv = H // group, head // group
     q_ptr += (batch * T * H + head) * D
@@ -170,7 +170,7 @@ def _forward(
 
 @triton.jit
 def _of_rows(lse_ptr, at, inside):
-    """logsumexp; 0 of rows that see no key, whose scores are -inf."""
+    """Load logsumexp; 0 for rows that see no key, whose scores are -inf."""
     lse = tl.load(lse_ptr + at, mask=inside, other=0.0)
     return tl.where(lse == float("-inf"), 0.0, lse)
 
@@ -182,7 +182,7 @@ def _by_rows(
     CAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr, DBIAS: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """dq of a block of rows of one head, and rowsum(dy * out), which `_by_keys` reads; with DBIAS ds [B, H, T, S]."""
+    """Compute dq of a block of rows of one head, and rowsum(dy * out), which `_by_keys` reads; with DBIAS, ds [B, H, T, S]."""
     first, head, batch = tl.program_id(0) * ROWS, tl.program_id(1) % H, (tl.program_id(1) // H).to(tl.int64)
     K, kv = H // group, head // group
     of_row = (batch * T * H + head) * V
@@ -226,7 +226,7 @@ def _by_keys(
     CAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a block of keys of one key head, over the heads of its group in order."""
+    """Compute dk and dv of a block of keys of one key head, over the heads of its group in order."""
     K = H // group
     first, kv, batch = tl.program_id(0) * KEYS, tl.program_id(1) % K, (tl.program_id(1) // K).to(tl.int64)
     j = first + tl.arange(0, KEYS)
@@ -237,7 +237,7 @@ def _by_keys(
         begin = tl.maximum(0, first - (S - T))
     if WINDOW:
         end = tl.minimum(T, first + KEYS - 1 - (S - T) + window)
-    if PACKED:  # of a row of sequences keys are rows
+    if PACKED:  # in a row of sequences keys are rows
         firsts, ends = _bounds_of(bounds_ptr, j, T)
         begin, end = tl.maximum(begin, tl.min(firsts, 0)), tl.minimum(end, tl.max(ends, 0))
     dk, dv = tl.zeros([KEYS, BLOCK_D], tl.float32), tl.zeros([KEYS, BLOCK_V], tl.float32)
@@ -275,7 +275,7 @@ _launch_forward, _launch_by_rows, _launch_by_keys = launcher(_forward), launcher
 
 
 def _bounds(cu_seqlens: Optional[Tensor], rows: int) -> Optional[Tensor]:
-    """[2, T]: of each row the first of its sequence, and its end."""
+    """The first row and the end of each row's sequence: [2, T]."""
     if cu_seqlens is None:
         return None
     of = sequence_of(cu_seqlens, rows)
@@ -287,7 +287,7 @@ def _serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _arguments(q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], score: Score) -> tuple[Any, ...]:
-    """Sizes and numbers, as all three take them."""
+    """The sizes and numbers that all three kernels take."""
     heads, s = q.shape[2], k.shape[1]
     of_bias = (0, 0)
     if bias is not None:
@@ -337,7 +337,7 @@ def scored_attention_bwd(
     bias, along = contiguous(bias), torch.empty_like(lse)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     dbias = None
-    if bias is not None and wants_bias:  # what no program visits is 0
+    if bias is not None and wants_bias:  # entries that no program visits are 0
         dbias = q.new_zeros((batch, heads, t, s), dtype=bias.dtype if bias.shape[:2] == (batch, heads) else torch.float32)
     arguments, options = _arguments(q, k, v, bias, score), _options(q, bias, bounds, score)
     blocks = next_power_of_2(max(16, d)), next_power_of_2(max(16, v.shape[3]))

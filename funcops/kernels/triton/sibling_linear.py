@@ -1,4 +1,4 @@
-"""Linear layers of one input: a tile of any of their outputs a program; and one sum over all their output gradients."""
+"""Linear layers of one input: one program per tile of any of their outputs; and one sum over all their output gradients."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _fwd(
     BIAS0: tl.constexpr, BIAS1: tl.constexpr, BIAS2: tl.constexpr, THIRD: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The tiles of all outputs side by side: those of one row of tiles read the same x."""
+    """Compute the tiles of all outputs side by side: tiles in one row of tiles read the same x."""
     first, second = tl.cdiv(N0, BLOCK_N), tl.cdiv(N0, BLOCK_N) + tl.cdiv(N1, BLOCK_N)
     columns = second + tl.cdiv(N2, BLOCK_N)
     tile_m, tile_n = tile_of(tl.program_id(0), M, columns * BLOCK_N, BLOCK_M, BLOCK_N, GROUP)

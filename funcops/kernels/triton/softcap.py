@@ -16,7 +16,7 @@ BLOCK = 1024
 
 @triton.jit
 def _tanh(x):
-    """1 - 2 / (1 + exp(2 x)): where that overflows 1, where it is 0 -1."""
+    """1 - 2 / (1 + exp(2 x)): 1 where exp overflows, -1 where it is 0."""
     return 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))
 
 

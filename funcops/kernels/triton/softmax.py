@@ -12,9 +12,9 @@ from funcops.kernels import softmax as declared
 from funcops.kernels.triton.common import block_of, cdiv, flat_rows, load_wide, most_warps, store_rounded, warps_of
 
 TILE = 2048  # elements of short rows that a program takes
-LONGEST, LONGEST_BACK = 32768, 16384  # of a row taken whole; backward of two of them
-CHUNK, CHUNK_BACK = 16384, 4096  # elements of a longer row: forward so many that few rows are under way, and stay in the cache
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # not -inf, of which a row's first elements may be: their difference is no number
+LONGEST, LONGEST_BACK = 32768, 16384  # of a row taken whole; in the backward of two of them
+CHUNK, CHUNK_BACK = 16384, 4096  # elements of a longer row: in the forward many, so that the few rows in flight stay in the cache
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # not -inf, as a row's first elements may be, too: the difference would be NaN
 
 
 @triton.jit
@@ -70,7 +70,7 @@ _launch_backward, _launch_backward_long = launcher(_backward), launcher(_backwar
 
 
 def tile_of(width: int) -> tuple[int, int]:
-    """Rows at a time, and the elements that hold one."""
+    """The rows that a program takes at a time, and the block that holds one."""
     block = block_of(width, LONGEST)
     return max(1, TILE // block), block
 
