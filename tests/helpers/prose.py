@@ -1,6 +1,6 @@
 """Counts what makes prose hard to read: docstrings that begin with a fragment, and phrases that have a plain word.
 
-    python tests/helpers/prose.py funcops/kernels docs/models.md     lists them, with file and line
+python tests/helpers/prose.py funcops/kernels docs/models.md     lists them, with file and line
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ def _said(path: Path) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.lineno, node.value
-    for found in re.finditer(r"(?:^|[^\"'\n])#( .*(?:\n *# .*)*)", text):
-        yield text.count("\n", 0, found.start(1)) + 1, found[1].replace("#", " ")
+    for hit in re.finditer(r"(?:^|[^\"'\n])#( .*(?:\n *# .*)*)", text, re.M):
+        yield text.count("\n", 0, hit.start(1)) + 1, hit[1].replace("#", " ")
 
 
 def banned(path: Path) -> list[Found]:
     return [
-        Found(path, line + text.count("\n", 0, found.start()), " ".join(found[0].split()))
+        Found(path, line + text.count("\n", 0, hit.start()), " ".join(hit[0].split()))
         for line, text in _said(path)
-        for found in PHRASES.finditer(text)
+        for hit in PHRASES.finditer(text)
     ]
 
 
@@ -79,7 +79,11 @@ def files(*names: str) -> Iterator[Path]:
         yield from sorted(p for p in path.rglob("*") if p.suffix in (".py", ".md")) if path.is_dir() else [path]
 
 
+def found(path: Path) -> list[Found]:
+    return (fragments(path) if path.suffix == ".py" else []) + banned(path)
+
+
 if __name__ == "__main__":
     for path in files(*sys.argv[1:]):
-        for each in ([*fragments(path)] if path.suffix == ".py" else []) + banned(path):
+        for each in found(path):
             print(each._replace(path=each.path.relative_to(ROOT)))
