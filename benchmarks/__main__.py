@@ -1,4 +1,4 @@
-"""`python -m benchmarks NAME [--json FILE] [--csv FILE]`: a table, a row a measurement."""
+"""`python -m benchmarks NAME [--json FILE] [--csv FILE]`: prints a table, a row for each measurement."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 from benchmarks.measure import BenchError, NoDevice, print_table, write_csv, write_json
 
 BENCHES = {
-    "aot": "every Triton kernel compiled for GPUs that are not there",
-    "decode": "tokens one at a time, beside Hugging Face's generate with its static cache",
+    "aot": "every Triton kernel compiled ahead of time, without a GPU",
+    "decode": "tokens one at a time, against Hugging Face's generate with its static cache",
     "graph": "a training step of a small model on this GPU: eager, graphed, and torch.compile",
     "kernels": "every kernel on this GPU, against torch and Liger-Kernel",
     "launch": "host time of a Triton launch, the driver stubbed",
     "memory": "peak live bytes of four blocks, forward and backward",
     "overhead": "host time of forward and backward on small tensors",
-    "recipes": "recipes of low precision on this GPU: a linear layer and a Llama block, against bfloat16",
+    "recipes": "low-precision recipes on this GPU: a linear layer and a Llama block, against bfloat16",
     "residuals": "bytes that a block keeps for its backward",
     "schedule": "matrix products and live bytes of a split backward, against torch's own split",
     "step": "a training step of the example's model",
-    "traffic": "bytes that kernels move over the least, and the quality of their code, without a GPU",
-    "window": "attention with a window, of rows of one length and of twice that",
+    "traffic": "bytes that kernels move over the minimum, and the quality of their code, without a GPU",
+    "window": "attention with a window, with rows of one length and of twice that length",
     "wgrads": "many weight gradients at once, against one after another",
 }
 
@@ -32,12 +32,12 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
     names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
     chosen = next((arg for arg in argv if arg in BENCHES), None)
-    module: Any = importlib.import_module(f"benchmarks.{chosen}") if chosen else None  # the others' imports are not paid for
+    module: Any = importlib.import_module(f"benchmarks.{chosen}") if chosen else None  # do not import the others
     for name, what in BENCHES.items():
         one = names.add_parser(name, help=what, description=what)
         one.add_argument("--json", metavar="FILE", help="also write the rows here, with the machine's versions")
         one.add_argument("--csv", metavar="FILE", help="also write the rows here")
-        one.add_argument("--if-device", action="store_true", help="where a GPU is needed and there is none, say so and end well")
+        one.add_argument("--if-device", action="store_true", help="if a GPU is needed but missing, say so and exit with 0")
         if name == chosen and hasattr(module, "add_arguments"):
             module.add_arguments(one)
     options = vars(parser.parse_args(argv))
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> None:
     rows: list[Any] = []
     try:
         found = module.run(**options)
-        for batch in [found] if isinstance(found, list) else ([row] for row in found):  # what comes row by row is written so
+        for batch in [found] if isinstance(found, list) else ([row] for row in found):  # streamed rows are written one by one
             rows += batch
             if json_path:
                 write_json(json_path, rows)

@@ -1,9 +1,10 @@
 """Every kernel and configuration compiled ahead of time, with no GPU: registers, shared memory, spills, matrix opcode.
 
     python -m benchmarks aot --csv FILE                    compiles all
-    python -m benchmarks aot --changed FILE --csv FILE     compiles what FILE, an earlier table, does not hold
+    python -m benchmarks aot --changed FILE --csv FILE     compiles only what FILE, an earlier table, lacks
 
-A row of the table holds as long as its hash does: that of the kernel's source, its helpers' and its launch (`fingerprint`).
+A row of the table is valid as long as its hash is: a hash of the sources of the kernel and its helpers, and of its launch
+(`fingerprint`).
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--target", choices=TARGETS, action="append", help="compile for this one alone; may be repeated")
-    parser.add_argument("--changed", metavar="FILE", help="compile only what this table does not hold as it is now")
+    parser.add_argument("--target", choices=TARGETS, action="append", help="compile only for this target; may be repeated")
+    parser.add_argument("--changed", metavar="FILE", help="compile only kernels whose row in this table is missing or outdated")
 
 
 def run(target: list[str] | None = None, changed: str | None = None) -> list[Build]:
@@ -42,13 +43,13 @@ def run(target: list[str] | None = None, changed: str | None = None) -> list[Bui
             row = known.get((fingerprint(launched, name), COMPILER))
             compiled += row is None
             rows.append(row or build(launched, name))
-    print(f"bench aot: {compiled} compiled, {len(rows) - compiled} as they were", file=sys.stderr)
+    print(f"bench aot: {compiled} compiled, {len(rows) - compiled} unchanged", file=sys.stderr)
     return rows
 
 
 def plan(target: str) -> list[Launched]:
-    """The launches of every sample in every dtype on `target`, and of every choice of a matrix product or a norm,
-    one for each specialisation, none of them compiled."""
+    """The launches of every sample in every dtype on `target`, and of every choice for a matrix product or a norm, one for each
+    specialisation. Compiles none of them."""
     if knobs.runtime.interpret:
         raise BenchError("bench aot: TRITON_INTERPRET is set, and the interpreter compiles nothing; unset it")
     with stubbed(TARGETS[target].gpu), planned_launches() as found, backend("triton"):
@@ -59,7 +60,7 @@ def plan(target: str) -> list[Launched]:
                     for provider in ("specialised", "cublas"):
                         with gemm(provider):
                             sample.kernel(*sample.args)
-            for choice in choices(dtype) if dtype is not torch.float16 else ():  # which has bfloat16's choices
+            for choice in choices(dtype) if dtype is not torch.float16 else ():  # float16 has bfloat16's choices
                 choice()
         return found
 
@@ -76,7 +77,7 @@ def build(launched: Launched, target: str) -> Build:
 
 
 def read(path: str) -> list[Build]:
-    """The rows of a table. One that has no hashes has no rows that hold."""
+    """The rows of a table. Rows without a hash are never valid."""
     kinds = get_type_hints(Build)
     try:
         with open(path, newline="") as file:
@@ -86,6 +87,6 @@ def read(path: str) -> list[Build]:
 
 
 def never_built(found: Iterable[Launched], target: str) -> set[str]:
-    """Kernels that have a launcher, that `target` can run, and that have no launch: a sample is missing."""
+    """Kernels with a launcher that `target` can run, but without a launch: their sample is missing."""
     able = [kernel for kernel in launched_kernels() if TARGETS[target].descriptors or not takes_descriptors(kernel)]
     return {name_of(kernel) for kernel in able} - {name_of(launched.kernel) for launched in found}

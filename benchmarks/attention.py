@@ -1,4 +1,4 @@
-"""Samples of attention that no kernel of torch's serves in every dtype, with options as models combine them."""
+"""Samples of attention that none of torch's kernels supports in every dtype, with options as models combine them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def of_attention(make: Maker) -> Iterator[Sample]:
         ends = torch.tensor([0, t // 4, t], dtype=torch.int32, device=make.device) if extra == "packed" else None
         out, lse = make.floats(batch, t, heads, value), make.wide(batch, heads, t) + math.log(t)
         flops = 2.0 * batch * heads * t * t * (size + value) * (0.5 if chosen.causal else 1.0)
-        args, length = (q, k, v, bias, ends, *chosen), size + t  # a score's sum, then a row's
+        args, length = (q, k, v, bias, ends, *chosen), size + t  # the terms of a score, then of a row
         yield Sample(scored_attention.scored_attention_fwd, shape, args, product=_two_products, flops=flops, length=length)
         yield Sample(
             scored_attention.scored_attention_bwd, shape, (dy, q, k, v, bias, ends, out, lse, *chosen, bias is not None),
@@ -37,7 +37,7 @@ def of_attention(make: Maker) -> Iterator[Sample]:
 
 
 def _two_products(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Callable[[], Any]:
-    """q k^T and p v, of all scores."""
+    """The products q k^T and p v, with all scores."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     return lambda: (q @ k.mT) @ v

@@ -1,7 +1,7 @@
-"""Every choice that a matrix product, a norm or a quantiser can make, as calls on the meta device. Of a product: kernel, tile, and
-whether the inner dimension is split, by epilogue, dtype and size; of a norm: how it takes rows, by dtype and width, with all that
-it can compute at once; of a quantiser, and of a product of what it makes: elements, tiles and scales. `bench aot` compiles them
-all, so that none is met first by a user.
+"""Every choice that a matrix product, a norm or a quantiser can make, as calls on the meta device. A product chooses kernel, tile,
+and whether the inner dim is split, by epilogue, dtype and size. A norm chooses how it reads rows, by dtype and width; here it
+computes everything that it can at once. A quantiser, and a product of its codes, choose by elements, tiles and scales. `bench aot`
+compiles all choices, so that no user is the first to compile one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from funcops.formats.recipes import FP8, MXFP8, NVFP4, Fp8Block, Fp8Current, Rec
 from funcops.kernels import add_norm, norm, quantize, quantize_after, scaled_mm
 from funcops.kernels.triton.matmul import LONG, Epilogue, matmul
 
-SIZES = {"narrow": (48, 512), "medium": (512, 512), "large": (1024, 1024)}  # of the output
+SIZES = {"narrow": (48, 512), "medium": (512, 512), "large": (1024, 1024)}  # of a product's output
 SHORT, ODD = 256, 3
 WIDTHS = 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 32784, 1001, 2049, 4099, 8191, 8193  # of a norm's rows
 
@@ -53,7 +53,7 @@ def norms(dtype: torch.dtype, width: int, rows: int = 4096) -> Iterator[Callable
 
 
 def quantisers(format: Format) -> Iterator[Callable[[], object]]:
-    """Of activations by rows, by columns and both, decoded, and tiled anew; and of a weight in float32."""
+    """Quantise activations by rows, by columns and both, decode them, tile them anew; and quantise a weight in float32."""
     x, whole = torch.empty(512, 1024, dtype=torch.bfloat16, device="meta"), torch.empty(1, device="meta")
     amax, args = whole if format.whole else None, format.args()
     if format.square:
@@ -68,7 +68,7 @@ def quantisers(format: Format) -> Iterator[Callable[[], object]]:
 
 
 def recipes() -> Iterator[Recipe]:
-    """One of each recipe for all elements and scales that it can have; those of delayed scaling are those of `Fp8Current`."""
+    """Each recipe with all elements and scales that it can have; `Fp8Delayed` has the formats of `Fp8Current`."""
     for fwd, bwd in itertools.product(FP8, FP8):
         yield from (Fp8Block(fwd=fwd, bwd=bwd, scales=scales, keep="col") for scales in ("pow2", "float32"))
         yield from (Fp8Current(fwd=fwd, bwd=bwd, pow2=pow2, keep="col") for pow2 in (False, True))
@@ -77,7 +77,7 @@ def recipes() -> Iterator[Recipe]:
 
 
 def _scaled_products() -> Iterator[Callable[[], object]]:
-    """The three products of every recipe, and one of a weight with tiles as high as wide."""
+    """The three products of every recipe, and one with a weight in square tiles."""
     pairs = [pair for r in recipes() for pair in ((r.x, r.w), (r.dy, r.w), (r.dy, r.x))]
     pairs += [(Format("e4m3", (1, 32), "e8m0"), Format("e4m3", (32, 32), "e8m0")), (NVFP4().x, NVFP4().x)]
     for a, b in dict.fromkeys(pairs):
@@ -85,7 +85,7 @@ def _scaled_products() -> Iterator[Callable[[], object]]:
 
 
 def _quantised_outputs() -> Iterator[Callable[[], object]]:
-    """What a recipe's linear layer reads of the op before it."""
+    """The kernels of ops that write codes for the linear layer after them, in each recipe's format."""
     x, w = torch.empty(512, 4096, dtype=torch.bfloat16, device="meta"), torch.empty(4096, dtype=torch.bfloat16, device="meta")
     for format in dict.fromkeys(recipe.x for recipe in recipes() if recipe.x.tile[0] == 1 and recipe.x.element != "e2m1"):
         how = format.element, format.tile[1], format.scales
@@ -114,12 +114,12 @@ def _products_of_all_sizes(dtype: torch.dtype) -> Iterator[Callable[[], None]]:
         for k in (SHORT, 2 * LONG):
             yield from _products(dtype, m, n, k)
             yield from _products(dtype, m, n + ODD, k)
-    for k in (SHORT, 2 * LONG):  # strides of which nothing is known
+    for k in (SHORT, 2 * LONG):  # strides without any known divisor
         yield from _products(dtype, *(size + ODD for size in (*SIZES["medium"], k)))
 
 
 def _products(dtype: torch.dtype, m: int, n: int, k: int) -> Iterator[Callable[[], None]]:
-    """With an output of odd rows only a forward's operands may be even, as for a vocabulary of 50257."""
+    """The products of an [m, n] output. If n is odd, as a vocabulary of 50257, all are in a forward's layout."""
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -135,7 +135,7 @@ def _products(dtype: torch.dtype, m: int, n: int, k: int) -> Iterator[Callable[[
         (dgrad, wide, accumulate),
         (wgrad, wide, accumulate._replace(sums=sums)),
     ]
-    if k < LONG:  # which an epilogue never splits
+    if k < LONG:  # with an epilogue the inner dim is never split
         calls += [(forward, empty(m, n), e) for e in (every, unkept, unkept._replace(add=None))]
         calls += [(dgrad, empty(m, n), Epilogue(add=empty(m, n)))]
         calls += [(dgrad, empty(m, n), Epilogue(z=empty(m, n), mode="derivative", kind="gelu_tanh"))]

@@ -1,4 +1,4 @@
-"""Decoding a token at a time: ours beside Hugging Face's `generate` with its static cache, of the same tiny Llama on this CPU."""
+"""Decoding a token at a time on this CPU: ours against Hugging Face's `generate` with its static cache, on the same tiny Llama."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ REPLAY_US, MOST_CALLS, MOST_COPIES = 2000.0, 64, 16
 
 
 class Replay(NamedTuple):
-    """A way to run `calls` calls, and whether it is a CUDA graph. `held`: the calls, whose arguments' memory a graph reads and does
-    not own."""
+    """A function that runs `calls` calls, and whether it is a CUDA graph. `held` keeps the calls alive, as a graph reads their
+    arguments' memory but does not own it."""
 
     run: Call
     calls: int
@@ -28,9 +28,9 @@ class Replay(NamedTuple):
 
 
 class CudaTimer:
-    """Median device times, the providers taking turns, all on one stream.
+    """Measures median device times, the providers taking turns, all on one stream.
 
-    Calls are captured in a CUDA graph, so that the host's time stays out; a call that cannot be captured is timed
+    Calls are captured in a CUDA graph, so that the host's time is not measured; a call that cannot be captured is timed
     eagerly. Each provider gets several calls on copies of the same arguments, so that no input is in the cache.
     """
 
@@ -74,7 +74,7 @@ class CudaTimer:
         return start.elapsed_time(end) * 1e3 / len(calls)
 
     def host_us(self, call: Call, rounds: int = 9, calls: int = 20) -> float:
-        """Time to return from a call while the device's queue is short."""
+        """The time until a call returns, while the device's queue is short."""
         samples = []
         for _ in range(rounds):
             torch.cuda.synchronize()
@@ -86,7 +86,7 @@ class CudaTimer:
         return statistics.median(samples)
 
     def memory_mib(self, call: Call) -> tuple[float, float]:
-        """Peak bytes allocated during the call, in all and beyond what was allocated before it."""
+        """Peak MiB allocated during the call: the total, and the increase over the allocation before it."""
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

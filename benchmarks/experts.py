@@ -18,7 +18,7 @@ CONSTANTS = 7.0, 1.702, 1.0  # limit, alpha and offset of GPT-OSS
 
 
 class Layer(NamedTuple):
-    """One that is shared by its samples: T tokens with K choices of E experts, H to 2I to H."""
+    """A layer that its samples share: T tokens with K choices of E experts, H to 2I to H."""
 
     make: Maker
     choices: int
@@ -64,7 +64,7 @@ def of_experts(make: Maker) -> Iterator[Sample]:
 
 
 def _both(layer: Layer, kind: str) -> Iterator[Sample]:
-    """Up, and down's gradient, each with the gated unit."""
+    """The up product and down's input gradient, each with the gated unit."""
     x, make, how = layer.x, layer.make, (kind, *CONSTANTS)
     rows, (_, dim, hidden) = layer.order.numel(), layer.down.shape
     shape, flops = f"{kind} {layer.name}", 2.0 * rows * dim * hidden
@@ -77,7 +77,7 @@ def _both(layer: Layer, kind: str) -> Iterator[Sample]:
 
 
 def _products(layer: Layer) -> Iterator[Sample]:
-    """Down forward, up's gradient, and the gradients of both weights, into accumulators too; and up as a layer of its own."""
+    """Down's forward, up's input gradient, both weight gradients, up's into accumulators too; and up as a single layer."""
     x, make, offsets, order, every = layer.x, layer.make, layer.offsets, layer.order, layer.choices
     rows, (count, dim, hidden), bias = order.numel(), layer.down.shape, layer.up_bias is not None
     dz, scaled, s = make.floats(rows, 2 * hidden), make.floats(rows, hidden), make.wide(rows) if bias else None
@@ -97,6 +97,6 @@ def _products(layer: Layer) -> Iterator[Sample]:
 
 
 def _dense(rows: int, other: Tensor) -> Prepared:
-    """A dense product of as many rows, with one matrix [K, N]."""
+    """A dense product of the same number of rows with one matrix [K, N]."""
     left = other.new_empty((rows, other.shape[0]))
     return lambda *_: lambda: left @ other

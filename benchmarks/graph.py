@@ -1,5 +1,5 @@
-"""A training step of a small decoder on a GPU: eager, as one CUDA graph, and torch's own ways. A small model,
-as there launches count.
+"""A training step of a small decoder on a GPU: eager, as one CUDA graph, and by torch's own means. The model is small, so that the
+launches take most of the time.
 
 Every provider trains the same weights on the same batch: forward, backward, clipping, AdamW.
 """
@@ -83,7 +83,7 @@ def _ours(sizes: Sizes, plain: PlainLlama, x: Tensor, labels: Tensor, dtype: tor
 
 
 def _timed(functions: dict[str, Step], case: str) -> list[Row]:
-    """Milliseconds a step, the providers taking turns, the device waited for at the ends of a turn."""
+    """Milliseconds per step, the providers taking turns; each turn begins and ends with a wait for the device."""
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for round_ in range(ROUNDS + 3):
         for name, fn in functions.items():

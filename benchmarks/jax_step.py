@@ -1,6 +1,6 @@
-"""The step of `bench step` as jax and optax have it: the same decoder, jitted whole, its parameters and state given away.
+"""The step of `bench step` in jax and optax: the same decoder, jitted whole, its parameters and state donated.
 
-jax and optax are no dependencies: where they are not installed there is no such row.
+jax and optax are optional: without them the row is left out.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ AdamW = tuple[float, float, tuple[float, float], float]  # lr, the norm to clip 
 def jax_step(
     sizes: Sizes, weights: dict[str, Tensor], x: Tensor, labels: Tensor, dtype: torch.dtype, adamw: AdamW
 ) -> Callable[[], Tensor] | None:
-    """A step on the plain module's weights, by its names; each call trains on and returns the loss. None without jax or optax,
-    and for tensors that are not on the CPU."""
+    """A step on the plain module's weights, by its names; each call does one more training step and returns the loss. None without
+    jax or optax, and for tensors that are not on the CPU."""
     try:
         import jax
         import optax
@@ -48,13 +48,13 @@ def jax_step(
     def step() -> Tensor:
         nonlocal params, state
         params, state, loss = jitted(params, state)
-        return torch.tensor(float(loss))  # which waits for it
+        return torch.tensor(float(loss))  # float() waits for the result
 
     return step
 
 
 def _loss(jax: Any, sizes: Sizes, dtype: str, length: int) -> Callable[..., Any]:
-    """The mean cross entropy of `PlainLlama`, of float32 parameters, in the dtype."""
+    """The mean cross entropy of `PlainLlama`, from float32 parameters, computed in `dtype`."""
     jnp, size = jax.numpy, sizes.dim // sizes.heads
     cos, sin = (jnp.array(t.float().numpy()).astype(dtype)[:, None] for t in rope_tables(length, size, 10000.0))
 

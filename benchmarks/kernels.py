@@ -1,5 +1,5 @@
-"""Every kernel on this GPU: ours as a user gets them, our own matrix products ("triton") where the table prefers the library's,
-torch eager, torch.compile, and Liger-Kernel where it imports.
+"""Every kernel on this GPU: ours with default settings, our own matrix products ("triton") even where the table prefers the
+library's, torch eager, torch.compile, and Liger-Kernel if it imports.
 
 Rates count the compulsory bytes, each argument read once and each result written once, as a share of what a copy reaches
 in the same process; matrix products as a share of cuBLAS's bare product in the same rounds.
@@ -35,7 +35,7 @@ PROVIDERS = ("funcops", "triton", "torch", "torch.compile", "liger", "cublas")
 
 
 class Measured(NamedTuple):
-    """`error`: of ours, relative to float64 in the Euclidean norm. A rate that makes no sense for a row is NaN."""
+    """`error`: our error relative to float64 in the Euclidean norm. A rate that is meaningless for a row is NaN."""
 
     kernel: str
     shape: str
@@ -54,10 +54,10 @@ class Measured(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", default="", help="kernels whose names hold this")
+    parser.add_argument("--only", default="", help="only kernels whose names contain this")
     parser.add_argument("--dtype", choices=DTYPES, action="append", help="default: bf16")
     parser.add_argument("--providers", choices=PROVIDERS, nargs="+", default=PROVIDERS)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start no sample after this; what is left is named")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no sample after this; name those left out")
     parser.add_argument("--jobs", type=int, default=0, help="first compile our kernels in so many processes (default: %(default)s)")
     parser.add_argument("--liger-csv", metavar="FILE", help="also write the times under Liger-Kernel's columns")
     parser.add_argument("--plot", metavar="FILE", help="also draw the rates (PNG or SVG)")
@@ -67,7 +67,7 @@ def run(
     only: str = "", dtype: list[str] | None = None, providers: tuple[str, ...] = PROVIDERS, seconds: float = math.inf,
     jobs: int = 0, liger_csv: str | None = None, plot: str | None = None,
 ) -> Iterator[Measured]:  # fmt: skip
-    """The rows as they come."""
+    """The rows, each as soon as it is measured."""
     if not torch.cuda.is_available():
         raise NoDevice("bench kernels: no CUDA device here; `bench aot` compiles every kernel without one")
     if jobs:
@@ -95,7 +95,7 @@ def run(
 
 
 def compile_ahead(only: str, dtypes: list[str], providers: tuple[str, ...], jobs: int) -> None:
-    """Into Triton's cache on the disk, in processes that each run a part of the samples once."""
+    """Fill Triton's disk cache, with processes that each run a part of the samples once."""
     parts = [(i, jobs, only, dtypes, providers) for i in range(jobs)]
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         list(pool.map(_run_once, *zip(*parts, strict=True)))
@@ -121,13 +121,13 @@ def measured_copy_rate(timer: Any) -> float:
 
 @contextlib.contextmanager
 def using(provider: str) -> Iterator[None]:
-    """Our kernels for ours alone: the torch bodies of some kernels call others."""
+    """Use our kernels only for our own providers, as the torch bodies of some kernels call other kernels."""
     with backend("triton" if provider in ("funcops", "triton") else "torch"), gemm("triton" if provider == "triton" else "auto"):
         yield
 
 
 def measure(sample: Sample, dtype: torch.dtype, providers: tuple[str, ...], timer: Any, copy_rate: float) -> Iterator[Measured]:
-    """A row for each provider that has this kernel; for one that fails, wherever that is, with the reason."""
+    """A row for each provider that has this kernel; if a provider fails anywhere, its row has the reason."""
 
     def failed(provider: str, error: Exception) -> Measured:
         lines = f"failed: {type(error).__name__}: {error}".splitlines()
@@ -177,7 +177,7 @@ def _under(provider: str, call: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _times(timer: Any, replays: dict[str, Replay]) -> tuple[dict[str, float], dict[str, Exception]]:
-    """Of all, taking turns; where that fails, of each alone, and why of those that fail."""
+    """The device times of all providers, taking turns; if that fails, of each alone, with the errors of those that fail."""
     try:
         return timer.device_us(replays), {}
     except Exception:
@@ -192,7 +192,7 @@ def _times(timer: Any, replays: dict[str, Replay]) -> tuple[dict[str, float], di
 
 
 def _moved(sample: Sample) -> float:
-    """The compulsory bytes: what ours reads and writes, or, where it fails, what its body does."""
+    """The compulsory bytes: those that our kernel reads and writes, or, if it fails, its torch body."""
     for name in ("funcops", "torch"):
         with contextlib.suppress(Exception), using(name):
             return nbytes(sample.args) + nbytes(sample.kernel(*clones(sample.args))) + written(sample)
@@ -225,10 +225,10 @@ def clones(args: Any) -> Any:
 
 
 def relative_error(sample: Sample) -> float:
-    """Of the results, and of the arguments written to, against the torch body's in float64; partial sums are summed first, codes
-    decoded."""
+    """The error of the results and of the arguments written to, against the torch body's in float64. Partial sums are summed first,
+    and codes decoded."""
     own = clones(sample.args)
-    # 0-d: counts of steps, which torch's optimisers take as float32 alone
+    # 0-d tensors are step counts, which torch's optimisers take only in float32
     exact = tree_map(lambda t: t.double() if isinstance(t, Tensor) and t.is_floating_point() and t.dim() else t, own)
     got, want = sample.kernel(*own), sample.kernel.kernel.torch_impl(*exact)
     if sample.kernel.kernel.mutates:

@@ -1,7 +1,7 @@
 """Host time of a Triton launch: our launcher against `kernel[grid](...)`, with the driver stubbed, so on any machine.
 
-The kernel is compiled for sm_90 (or the GPU's own target is used where Triton's driver is active) and never runs: what is
-timed is all that happens on the host before the driver's launch call.
+The kernel is compiled for sm_90 (or for the GPU's own target if Triton's driver is active) and never runs: the time is the host's,
+up to the driver's launch call.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Liger-Kernel beside ours: its functions where it imports, and its CSV columns, so that plots of both overlay."""
+"""Liger-Kernel for comparison: its functions, if it imports, and its CSV columns, so that plots of both can be overlaid."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLUMNS = (
 
 
 def liger_call(sample: Sample) -> Prepared | None:
-    """Liger-Kernel's forward for the same arguments; None where it has none, or is not installed."""
+    """Liger-Kernel's forward for the same arguments; None if it lacks one or is not installed."""
     try:
         import liger_kernel.transformers.functional as liger
     except ImportError:
@@ -48,7 +48,7 @@ def liger_call(sample: Sample) -> Prepared | None:
 
 
 def write_liger_csv(path: str, rows: Sequence[Any]) -> None:
-    """Device times in milliseconds under Liger-Kernel's columns; one figure stands for its three quantiles."""
+    """Write device times in milliseconds under Liger-Kernel's columns; one figure stands for its three quantiles."""
     about = machine()
     now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
     with open(path, "w", newline="") as file:

@@ -1,4 +1,4 @@
-"""Samples of the grouped products of codes: each recipe's, forward, dgrad and wgrad, of many rows an expert and of few."""
+"""Samples of the grouped products of codes: forward, dgrad and wgrad of each recipe, with many rows per expert and with few."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from funcops.kernels.grouped_quantize import aligned_count, aligned_source, alig
 from funcops.kernels.grouped_scaled import grouped_scaled_mm, grouped_scaled_wgrad
 from funcops.kernels.routing import sort_by_expert
 
-# element of rows, that of weights or of x's columns; scales, tiles of rows and of weights
+# the element of rows, the element of weights or of x's columns, the scales, the block length of rows, the tile of weights
 RECIPES = (
     ("e4m3", "e4m3", "float32", 0, (0, 0)), ("e5m2", "e4m3", "float32", 0, (0, 0)), ("e4m3", "e4m3", "pow2", 128, (128, 128)),
     ("e5m2", "e4m3", "pow2", 128, (128, 128)), ("e4m3", "e4m3", "e8m0", 32, (1, 32)), ("e2m1", "e2m1", "e4m3", 16, (16, 16)),
@@ -36,7 +36,7 @@ def _products(make: Maker, tokens: int, choices: int, count: int, width: int, ou
     order, token, offsets, _ = sort_by_expert(indices, count)
     rows, b = order.numel(), make.floats(count, outer)
     for a, w, kind, cols, of_w in RECIPES:
-        index, of_rows = (token, tokens) if cols in (32, 128) else (None, rows)  # blocks within rows are of x as it was given
+        index, of_rows = (token, tokens) if cols in (32, 128) else (None, rows)  # blocks within rows need no sorted copy of x
         args: tuple[Any, ...] = (
             *_coded(make, (), of_rows, width, a, kind, (1, cols)), *_coded(make, (count,), outer, width, w, kind, of_w), b, None,
             offsets, index, a, cols, w, *of_w, kind, width, make.dtype,
@@ -63,8 +63,8 @@ def _coded(
     make: Maker, lead: tuple[int, ...], rows: int, width: int, element: str, kind: str, tile: tuple[int, int],
     columns: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Codes, scales, and the scales of groups: of rows by row, of columns by block, of weights one each. `columns`: which are of a
-    group, and the scale of theirs."""
+    """Codes, scales, and the scales of groups: one for each row of rows, each block of columns, each weight. `columns`: which
+    columns belong to a group, and their group's scales."""
     high, wide = -(-rows // (tile[0] or rows)), -(-width // (tile[1] or width))
     codes = make.codes(*lead, rows, width // 2 if element == "e2m1" else width)
     if columns is not None and make.device != "meta":
@@ -82,7 +82,7 @@ def _coded(
 
 
 def _dense(make: Maker, rows: int, inner: int, outer: int) -> Any:
-    """A dense product of as many rows, in bfloat16."""
+    """A dense product of the same number of rows, in bfloat16."""
 
     def prepare(*_: Any) -> Any:
         left, right = make.floats(rows, inner), make.floats(inner, outer)

@@ -18,11 +18,11 @@ import torch
 
 
 class BenchError(Exception):
-    """A bench that cannot run here, and why."""
+    """A bench cannot run here; the message says why."""
 
 
 class NoDevice(BenchError):
-    """A bench of a GPU where there is none."""
+    """A bench needs a GPU, and this machine lacks one."""
 
 
 class Row(NamedTuple):
@@ -35,7 +35,7 @@ class Row(NamedTuple):
 
 
 def interleaved(functions: dict[str, Callable[[], Any]], *, rounds: int, calls: int, cpu: bool = False) -> dict[str, list[float]]:
-    """Microseconds a call, a sample a round, the functions taking turns; `cpu`: of the process, whatever else runs beside it."""
+    """Microseconds per call, one sample per round, the functions taking turns; `cpu`: count only this process's CPU time."""
     clock = time.process_time if cpu else time.perf_counter
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for fn in functions.values():
@@ -65,7 +65,7 @@ def summary(bench: str, case: str, samples: dict[str, list[float]], ours: str, u
 
 
 def print_table(rows: Sequence[Any]) -> None:
-    """Named tuples of one kind, a line each under their fields' names."""
+    """Print named tuples of one kind, a line for each, under their fields' names."""
     if not rows:
         return
     lines = [rows[0]._fields, *([_text(value) for value in row] for row in rows)]
@@ -83,7 +83,7 @@ def _text(value: Any) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """The machine and the versions that the figures were measured with."""
     found: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
     for package in ("triton", "optree", "liger_kernel"):
         try:

@@ -23,7 +23,7 @@ CASES = ((1, torch.float32), (16, torch.float32), (16, torch.bfloat16))  # 512 t
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of all storages that operators made and that still live, and their peak."""
+    """Counts the bytes of all live storages that operators made, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -27,7 +27,7 @@ from funcops.trees import tree_map_with_path
 EXPERTS, CHOICES, HIDDEN = 8, 2, 256  # two experts are as wide as the MLP of `bench step`
 ROUNDS = 15
 THEIRS = ("eager", "grouped_mm")
-NAMES = {  # theirs by ours
+NAMES = {  # from our names to theirs
     "embed.": "model.embed_tokens.", "blocks.": "model.layers.", "attn.norm.": "input_layernorm.",
     "attn.qkv.q.proj.": "self_attn.q_proj.", "attn.qkv.k.proj.": "self_attn.k_proj.", "attn.qkv.v.proj.": "self_attn.v_proj.",
     "attn.qkv.q.norm.": "self_attn.q_norm.", "attn.qkv.k.norm.": "self_attn.k_norm.", "attn.out.": "self_attn.o_proj.",
@@ -57,7 +57,7 @@ def their_module(sizes: Sizes, experts: int, choices: int, how: str = "eager") -
 
 
 def funcops_step(sizes: Sizes, experts: int, choices: int, weights: dict[str, Tensor], x: Tensor, labels: Tensor) -> Step:
-    """A step of ours on their weights; each call trains on and returns the loss."""
+    """A step of ours on their weights; each call does one more training step and returns the loss."""
     mixture = MoEConfig(route=RouteConfig(experts, choices), experts=ExpertsConfig(experts, sizes.dim, sizes.hidden))
     cfg, adamw = decoder_config(sizes, mixture), AdamWConfig(lr=LR, betas=BETAS, weight_decay=DECAY)
     params = tree_map_with_path(
@@ -109,7 +109,7 @@ def steps(sizes: Sizes, experts: int, choices: int) -> dict[str, Step]:
 
 
 def run(rounds: int = ROUNDS) -> Iterator[Row]:
-    """The rows; none where transformers is not installed."""
+    """The rows; none if transformers is not installed."""
     if not importlib.util.find_spec("transformers"):
         return
     case = f"mixture of {CHOICES} of {EXPERTS} experts, float32"

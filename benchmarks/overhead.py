@@ -1,13 +1,14 @@
 """Host time of forward + backward at sizes where compute is negligible, against torch.nn and autograd.
 
-The rows "nn" are modules, ours and torch's, both driven by autograd. A chain keeps what autograd keeps, but in the rows
+The rows "nn" are modules, ours and torch's, both under autograd. A chain keeps what autograd keeps, except in the rows
 "recomputing": there it runs its norms and activations twice, as it does by default, for fewer bytes.
 
-The rows "fp8" are of bfloat16 against FP8 on a device, where a quantiser is a launch, and not a dozen operators as on the CPU: all
-that our host does before the driver's launch call, for both by our launcher, products too, with the driver stubbed. What torch does
-(memory, views, attention) is done. The step's working tree is there. They need Triton, not interpreted.
+The rows "fp8" compare bfloat16 with FP8 as on a device, where a quantiser is one launch instead of a dozen operators as on the CPU.
+They time the host's work up to the driver's launch call, with the driver stubbed; both sides use our launcher, for products too.
+Torch's own work (memory, views, attention) is included; the step's working tree is made before. These rows need Triton without its
+interpreter.
 
-Time is the process's: other work on the machine moves a ratio of clocks by far more.
+Times are the process's CPU times: with wall clocks, other work on the machine would change the ratios far more.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def low_precision_cases(name: str) -> tuple[Callable[[], Any], Callable[[], Any]
 
 
 def _measure_modules(name: str, ours: nn.Module, theirs: nn.Module) -> list[Row]:
-    """Both under autograd. The operators of ours are counted once, so that the row is of our kernels."""
+    """Time both under autograd. First check that ours runs as a single node, so that the row measures our kernels."""
     x, dy = torch.randn(LENGTH, DIM, requires_grad=True), torch.randn(LENGTH, DIM)
     with backward_calls() as count:
         ours(x).backward(dy)

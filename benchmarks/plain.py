@@ -1,4 +1,4 @@
-"""The decoder of examples/train_lm.py, and its block, as plain nn.Modules under autograd: what funcops is held to.
+"""The decoder of examples/train_lm.py, and its block, as plain nn.Modules under autograd: the reference for funcops.
 
 It shares no code with funcops. B rows, T positions, D width, H heads of size K = D / H, G key and value heads.
 """
@@ -21,14 +21,14 @@ class RMSNorm(nn.Module):
 
 
 def rope_tables(context: int, size: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * theta^(-2i/K), float64 [T, K/2]."""
+    """The cosines and sines of position * theta^(-2i/K), float64 [T, K/2]."""
     frequency = theta ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
     angle = torch.arange(context, dtype=torch.float64)[:, None] * frequency
     return angle.cos(), angle.sin()
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the pairs (x_i, x_{i + K/2}) of x [B, T, H, K]; cos, sin: [T, 1, K/2]."""
+    """Rotate the pairs (x_i, x_{i + K/2}) of x [B, T, H, K]; cos, sin: [T, 1, K/2]."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
@@ -77,7 +77,7 @@ class Block(nn.Module):
 
 
 class PlainBlock(nn.Module):
-    """One block with rotation tables of its own, made once."""
+    """One block with its own rotation tables, made once."""
 
     def __init__(self, dim: int, heads: int, hidden: int, length: int):
         super().__init__()
@@ -107,7 +107,7 @@ class PlainGPT2Block(nn.Module):
 
 
 class PlainLlama(nn.Module):
-    """Logits [B, T, vocab] of byte numbers [B, T], T up to `context`; with `labels` [B, T], their mean cross entropy."""
+    """Maps bytes [B, T], T up to `context`, to logits [B, T, vocab], or with `labels` [B, T] to the mean cross entropy."""
 
     def __init__(
         self,

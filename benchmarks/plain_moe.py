@@ -1,6 +1,6 @@
 """A mixture of experts in plain PyTorch, under autograd: every expert computes every token. It shares no code with funcops.
 
-T tokens of width H, E experts of hidden size I, of which a token is given K.
+T tokens of width H, E experts of hidden size I; each token goes to K of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class Router(NamedTuple):
-    """How the K of E are chosen; see `funcops.RouteConfig`, whose words these are."""
+    """How the K of E experts are chosen; the fields have the names of `funcops.RouteConfig`."""
 
     experts: int
     top_k: int
@@ -27,8 +27,8 @@ class Router(NamedTuple):
 
 
 def routed(logits: Tensor, bias: Tensor | None, by: Router) -> tuple[Tensor, Tensor, Tensor]:
-    """Of logits [T, E] the weight of each expert for each token [T, E], 0 where it was not chosen; how often each was chosen [E];
-    and the loss."""
+    """From logits [T, E] compute the weight of each expert for each token [T, E], 0 if it was not chosen; how often each was chosen
+    [E]; and the loss."""
     scores = logits.softmax(-1) if by.score == "softmax" else logits.sigmoid()
     choice = scores.detach() if bias is None else scores.detach() + bias
     if by.groups > 1:
@@ -74,7 +74,7 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """In the place of `benchmarks.plain.MLP`, norm and all; `bias` is a buffer, `load` and `loss` are those of the last call."""
+    """Replaces `benchmarks.plain.MLP`, including its norm; `bias` is a buffer, `load` and `loss` come from the last call."""
 
     def __init__(self, norm: nn.Module, dim: int, hidden: int, shared: int, by: Router):
         super().__init__()

@@ -13,8 +13,9 @@ LINES, MARKERS = 56, "oDs^vP"  # lines in a column, and a mark for each provider
 
 
 def draw(path: str, rows: Sequence[Any]) -> None:
-    """A line for each kernel and shape, in columns; on it a mark for each provider: the share of a copy's rate, or of cuBLAS's."""
-    if importlib.util.find_spec("matplotlib") is None:  # no reason to lose what was measured
+    """Draw a line for each kernel and shape, in columns, with a mark for each provider: the share of a copy's rate, or of
+    cuBLAS's."""
+    if importlib.util.find_spec("matplotlib") is None:  # the measurements must not be lost
         print(f"bench kernels: {path} is not drawn: matplotlib is not installed", file=sys.stderr)
         return
     import matplotlib
@@ -39,7 +40,7 @@ def draw(path: str, rows: Sequence[Any]) -> None:
         axes.axvline(100, color="grey", linewidth=0.8)
         axes.set_xlabel("percent of a copy's rate (matrix products: of cuBLAS)", fontsize=8)
     figure.suptitle(f"bench kernels on {machine()['device']}", fontsize=10)
-    if providers:  # above the marks, of which none is hidden then
+    if providers:  # above the marks, so that it hides none
         handles, names = panels[0][0].get_legend_handles_labels()
         figure.legend(handles, names, fontsize=8, loc="outside upper right", ncols=len(providers), frameon=False)
     figure.savefig(path, dpi=120)

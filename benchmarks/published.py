@@ -1,12 +1,13 @@
-"""Published training runs, as data, and what the simulator says of them.
+"""Published training runs, as data, and the simulator's predictions for them.
 
-What the tables say is in `layout` and `published`. What they do not say, and is assumed here:
+The values that the tables state are in `layout` and `published`. The others are assumed here:
 
-- Korthikanti et al. write scores out (no fused attention) and compute them again in the backward: selective recomputation.
-- Llama 3 405B: eight stages a rank (V = 8), each of one layer; the embedding and the head take the place of one layer each, as 126
-  layers on 16 ranks suggest; ZeRO-1. FLOPs are those of `Decoder.flops`: half of the pairs of attention.
+- Korthikanti et al. write scores out (no fused attention) and recompute them in the backward: selective recomputation.
+- Llama 3 405B: eight stages on each rank (V = 8), each of one layer; the embedding and the head each replace one layer, as 126
+  layers on 16 ranks suggest; ZeRO-1. FLOPs are `Decoder.flops`, which counts half of the pairs of attention.
 
-One efficiency a kind of GPU is fitted, `GPU.efficiency`: that, in steps of 0.01, whose largest error over the kind's rows is least.
+One efficiency for each kind of GPU is fitted, `GPU.efficiency`: the multiple of 0.01 that minimises the largest error over its
+rows.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from funcops.schedule.predict import bound
 
 
 class Published(NamedTuple):
-    """A step of `seconds`, or of as many as give `tflops` of the model a GPU."""
+    """A step of `published` seconds, or of as many seconds as give that many TFLOP/s of the model per GPU, by `unit`."""
 
     name: str
     model: Decoder
@@ -40,7 +41,7 @@ class Published(NamedTuple):
         return predict(self.model, self.layout, self.gpu)
 
     def error(self) -> float:
-        """Of the predicted time, as a part of the published one."""
+        """The error of the predicted time, relative to the published one."""
         return self.predicted().time / self.seconds - 1.0
 
 
@@ -70,14 +71,14 @@ PUBLISHED = (
 
 
 def largest_error(gpu: str, efficiency: float) -> float:
-    """Over the kind's rows, by the closed form."""
+    """The largest error over the rows of a kind of GPU, by the closed form."""
     kind = dataclasses.replace(GPUS[gpu], efficiency=efficiency)
     rows = [row for row in PUBLISHED if row.gpu == gpu]
     return max(abs(bound(row.model, row.layout, kind).time / row.seconds - 1.0) for row in rows)
 
 
 def rows() -> list[Row]:
-    """Predicted and published seconds of a step, and the part that is communication which nothing hides, or waiting."""
+    """Predicted and published seconds of a step, and the shares of exposed communication and of waiting."""
     found = []
     for row in PUBLISHED:
         said = row.predicted()

@@ -1,6 +1,6 @@
-"""Recipes of low precision on this GPU: a linear layer and a Llama block, forward and backward, against bfloat16 in turns.
+"""Low-precision recipes on this GPU: a linear layer and a Llama block, forward and backward, taking turns with bfloat16.
 
-The working tree is made before, as for all microbatches but the first. A device's time, by replays of a CUDA graph.
+The working tree is made before, as for all microbatches but the first. Times are the device's, by replays of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BLOCK = Sizes(dim=4096, heads=32, kv_heads=8, hidden=14336, context=4096, batch=
 
 
 class Measured(NamedTuple):
-    """`speedup`: over bfloat16, in the same rounds."""
+    """A row of results. `speedup`: over bfloat16, in the same rounds."""
 
     what: str
     provider: str
@@ -34,7 +34,7 @@ class Measured(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", default="", help="what holds this: linear, block")
+    parser.add_argument("--only", default="", help="only cases whose names contain this: linear, block")
 
 
 def run(only: str = "") -> Iterator[Measured]:

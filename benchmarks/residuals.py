@@ -1,5 +1,5 @@
-"""Bytes that a block keeps for its backward, per token and hidden unit, against what autograd saves; and that a mixture of experts
-keeps per token, against the block of Hugging Face's transformers, where that is installed."""
+"""Bytes that a block keeps for its backward, per token and hidden unit, against the bytes that autograd saves; and bytes that a
+mixture of experts keeps per token, against the block of Hugging Face's transformers, if that is installed."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ DIM, HEADS, LENGTH = 512, 8, 512
 MIXTURE = dict(dim=256, hidden=96, experts=16, choices=8)
 UNIT = "bytes per token and unit"
 FP8 = Compress("fp8")
-LOW = {  # what of a Llama block is in 8 bits
+LOW = {  # the tensors of a Llama block that are kept in 8 bits
     "the SwiGLU's input": Policy({"mlp.act.x": FP8}),
     "the inputs of the SwiGLU and of norms": Policy({"mlp.act.x": FP8, "*.norm.x": FP8}),
 }
 
 
 def run(rivals: bool = True) -> list[Row]:
-    """`rivals`: with the rows of a mixture of experts and of LoRA, for which transformers and PEFT are imported."""
+    """The rows; with `rivals` also for a mixture of experts and for LoRA, which import transformers and PEFT."""
     torch.manual_seed(0)
     llama = _llama()
     gpt2 = gpt2_block_config(DIM, HEADS, 2048, 0.1), {"key": random.key(0)}, PlainGPT2Block(DIM, HEADS, 2048, 0.1)
@@ -43,7 +43,8 @@ def _llama() -> tuple[Any, dict[str, Tensor], nn.Module]:
 
 
 def _mixture(dim: int, hidden: int, experts: int, choices: int) -> Iterator[Row]:
-    """Beside x and params: of ours the weights and indices count, which a router gives; of theirs what their router saves."""
+    """Bytes beside x and params. Ours include the weights and indices that a router gives; theirs include what their router
+    saves."""
     case, data = f"mixture of {choices} of {experts} experts, {dim} to {hidden}", torch.randn(1, LENGTH, dim, dtype=torch.bfloat16)
     yield Row("residuals", case, "funcops", "kept", _experts_keep(data, hidden, experts, choices) / LENGTH, "bytes per token")
     if importlib.util.find_spec("transformers"):
@@ -74,7 +75,7 @@ def _theirs(how: str, dim: int, hidden: int, count: int, choices: int) -> nn.Mod
 
 
 def _low(cfg: Any, extras: dict[str, Tensor]) -> Iterator[Row]:
-    """What a Llama block keeps by policies of 8 bits; and the dys of linears that its pending holds."""
+    """The bytes that a Llama block keeps under 8-bit policies, and the linears' dys that its pending holds."""
     params = chain.init(cfg, key=random.key(0), dtype=torch.bfloat16)
     x = WithExtras(torch.randn(1, LENGTH, DIM, dtype=torch.bfloat16), extras)
     units = LENGTH * DIM
@@ -90,7 +91,7 @@ def _low(cfg: Any, extras: dict[str, Tensor]) -> Iterator[Row]:
 
 
 def _lora() -> Iterator[Row]:
-    """What a Llama block keeps whose weights are frozen, adapters of rank 8 on all its linears, and PEFT's where it is there."""
+    """The bytes kept by a frozen Llama block with adapters of rank 8 on all its linears, and by PEFT's, if it is installed."""
     case, (base, extras, module) = "frozen llama block, LoRA", _llama()
     cfg = with_lora(base, 8, ("*",), alpha=16.0)
     params = lora_init(chain.init(base, key=random.key(0), dtype=torch.bfloat16), cfg, key=random.key(1))
@@ -125,7 +126,7 @@ def _measure(name: str, cfg: Any, extras: dict[str, Tensor], module: nn.Module) 
 
 
 def saved_by_autograd(module: nn.Module, data: Tensor) -> int:
-    """The bytes of the storages that a forward saves, but for the module's params and tables."""
+    """The bytes of the storages that a forward saves, without the module's params and tables."""
     tables = {t.untyped_storage()._cdata for t in (*module.parameters(), *vars(module).values()) if isinstance(t, Tensor)}
     storages: dict[int, int] = {}
 

@@ -1,4 +1,4 @@
-"""What a sample is: a call of a kernel, what it is measured by, and a maker of its arguments."""
+"""Samples: a kernel's call, the product or bytes that it is measured by, and a maker of its arguments."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch import Tensor
 from funcops import random
 
 Prepared = Callable[..., Callable[[], Any]]
-Dtype = torch.dtype  # in `Sample` that name is a field's
+Dtype = torch.dtype  # in `Sample` the name dtype is a field
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """`kernel(*args)`. `torch(*args)` prepares torch's own call for the same result, where it has one that differs from the
-    kernel's torch body; `product(*args)` the bare matrix product, of `flops`, that the kernel is measured by (none: it is
-    measured by bytes), and of sums of `length` terms. `dtype`: of the results, where that is not the maker's. `values(results)`:
-    what these stand for, where they are codes."""
+    """The call `kernel(*args)`. `torch(*args)` prepares torch's own call for the same result, if one differs from the kernel's
+    torch body; `product(*args)` prepares the bare matrix product, of `flops`, that the kernel is measured by (None: it is measured
+    by bytes), with sums of `length` terms. `dtype`: the results' dtype, if it is not the maker's. `values(results)`: decodes
+    results that are codes."""
 
     kernel: Any
     shape: str
@@ -39,7 +39,7 @@ class Sample:
 
     @property
     def named(self) -> dict[str, Any]:
-        """The arguments by name, but for those left to their defaults."""
+        """The arguments by name, without those left to their defaults."""
         return dict(zip(inspect.signature(self.kernel.kernel.torch_impl).parameters, self.args, strict=False))
 
 
@@ -48,7 +48,7 @@ def direct(f: Callable[..., Any]) -> Prepared:
 
 
 def gradient(f: Callable[..., Tensor], *, wrt: int) -> Prepared:
-    """The autograd backward of f alone, for args `(dy, *inputs of f)`, with respect to the first `wrt` inputs."""
+    """Only the autograd backward of f, for args `(dy, *inputs of f)`, with respect to the first `wrt` inputs."""
 
     def prepare(dy: Tensor, *args: Any) -> Callable[[], Any]:
         leaves = [t.detach().requires_grad_() for t in args[:wrt]]
@@ -68,7 +68,7 @@ class Maker:
         return tuple(max(8, n // self.shrink) for n in sizes)
 
     def floats(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        if self.device == "meta":  # which has no numbers to draw
+        if self.device == "meta":  # meta tensors hold no numbers
             return torch.empty(shape, device="meta", dtype=dtype or self.dtype)
         return torch.randn(shape, device=self.device).to(dtype or self.dtype)
 
@@ -79,7 +79,7 @@ class Maker:
         return torch.randint(below, shape, device=self.device)
 
     def codes(self, *shape: int, about: int = 0x38) -> Tensor:
-        """Bytes: of numbers about 1, of 8 bits and 4."""
+        """Random bytes that are codes of numbers around 1, in 8 bits and in 4."""
         return torch.randint(about - 8, about + 8, shape, device=self.device, dtype=torch.uint8)
 
     def key(self) -> Tensor:

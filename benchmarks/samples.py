@@ -1,4 +1,4 @@
-"""One list of calls, for `bench kernels` (on a GPU) and `bench aot` (on the meta device, for any GPU): every kernel that has a
+"""The list of calls for `bench kernels` (on a GPU) and `bench aot` (on the meta device, for any GPU): every kernel that has a
 Triton implementation, by shape class. A kernel without a row here fails a test.
 """
 
@@ -94,9 +94,9 @@ def norms(make: Maker, rows: int, width: int) -> Iterator[Sample]:
 
 
 def _group_norms(make: Maker) -> Iterator[Sample]:
-    """Of images, as a diffusion model's."""
+    """Group norms of images, as in a diffusion model."""
     batches, size = make.sizes(16, 4096)
-    for channels, groups in ((320, 32), (512, 256)):  # groups larger and smaller than a program takes whole
+    for channels, groups in ((320, 32), (512, 256)):  # groups larger and smaller than one program can hold
         x, dy, w, b = (
             make.floats(batches, channels, size),
             make.floats(batches, channels, size),
@@ -115,7 +115,7 @@ def _group_norms(make: Maker) -> Iterator[Sample]:
 
 
 def _convolutions(make: Maker) -> Iterator[Sample]:
-    """Before a state of Qwen3-Next."""
+    """The convolutions before the state of Qwen3-Next."""
     tokens, channels = make.sizes(4096, 8192)
     x, dy, w, b = (
         make.floats(2, tokens, channels),
@@ -278,7 +278,7 @@ def _optimisers(make: Maker) -> Iterator[Sample]:
 
 
 def _quantisers(make: Maker) -> Iterator[Sample]:
-    """What the recipes make of activations and gradients, in bfloat16 alone."""
+    """The quantisers of the recipes for activations and gradients, only in bfloat16."""
     rows, width = make.sizes(8192, 4096)
     make = type(make)(make.device, torch.bfloat16, make.shrink)
     x, whole, scales = make.floats(rows, width), make.wide(1), make.wide(-(-width // 128), rows).mT
@@ -307,7 +307,7 @@ def _quantisers(make: Maker) -> Iterator[Sample]:
 
 
 def _decoded(args: tuple[Any, ...], amax: Tensor | None) -> Callable[[Any], Any]:
-    """Of results (codes, scales) once or twice, and others: what is quantised, and the others as they are."""
+    """A function that decodes each leading pair (codes, scales) of the results, and leaves the other results."""
     format = Format(args[0], args[1:3], args[3])
     scale = quantize.tensor_scale(amax) if format.scales == "e4m3" and amax is not None else None
 
@@ -324,7 +324,7 @@ def _decoded(args: tuple[Any, ...], amax: Tensor | None) -> Callable[[Any], Any]
 
 
 def _codecs(make: Maker, x: Tensor) -> Iterator[Sample]:
-    """What kept tensors are compressed to: e4m3 with a scale of 8 bits a block."""
+    """The codecs for kept tensors: e4m3 with an 8-bit scale for each block."""
     rows, width = x.shape
     yield Sample(quantize.quantize_row, f"e4m3 1x128 e8m0 {rows}x{width}", (x, "e4m3", 1, 128, "e8m0", None, None))
     for block in (32, 128):
@@ -333,7 +333,7 @@ def _codecs(make: Maker, x: Tensor) -> Iterator[Sample]:
 
 
 def _quantised_outputs(make: Maker) -> Iterator[Sample]:
-    """What a quantised linear layer reads, of the op before it."""
+    """Ops that write codes for the quantised linear layer after them."""
     rows, width = make.sizes(8192, 4096)
     x, both, w, b = make.floats(rows, width), make.floats(rows, 2 * width), make.floats(width), make.floats(width)
     for how in (("e4m3", 128, "pow2"), ("e4m3", 32, "e8m0")):
@@ -354,7 +354,7 @@ def _coded_glus(make: Maker) -> Iterator[Sample]:
 
 
 def _routers(make: Maker) -> Iterator[Sample]:
-    """DeepSeek-V3's, Qwen3-MoE's with both losses, and Mixtral's; of logits as wide as activations."""
+    """The routers of DeepSeek-V3, of Qwen3-MoE with both losses, and of Mixtral, with logits in the activations' dtype."""
     for experts, top_k, score, groups, losses in (
         (256, 8, "sigmoid", (8, 4), (0.0, 0.0)), (128, 8, "softmax", (1, 1), (1e-3, 1e-3)), (8, 2, "softmax", (1, 1), (0.0, 0.0)),
     ):  # fmt: skip
@@ -372,7 +372,7 @@ def _routers(make: Maker) -> Iterator[Sample]:
 
 
 def _rows_of_experts(make: Maker) -> Iterator[Sample]:
-    """Qwen3-30B-A3B's and Mixtral's."""
+    """Rows sorted by expert, at the sizes of Qwen3-30B-A3B and Mixtral."""
     for tokens, width, top_k, experts in ((8192, 2048, 8, 128), (8192, 4096, 2, 8)):
         tokens, width = make.sizes(tokens, width)
         x, rows, shape = make.floats(tokens, width), make.floats(tokens * top_k, width), f"{tokens}x{width} to {top_k}"
@@ -414,7 +414,7 @@ def _products(make: Maker) -> Iterator[Sample]:
 
 
 def _scaled_products(make: Maker) -> Iterator[Sample]:
-    """Those of the recipes, beside the product in bfloat16; by a device that cannot, decoded."""
+    """The recipes' products, measured by the product in bfloat16; a device without the formats decodes the operands."""
     m, n, k = make.sizes(8192, 4096, 4096)
     make = type(make)(make.device, torch.bfloat16, make.shrink)
     x, w = make.floats(m, k), make.floats(n, k)
@@ -433,11 +433,11 @@ def _scaled_products(make: Maker) -> Iterator[Sample]:
 
 
 def _coded(make: Maker, rows: int, width: int, element: str, kind: str, tile: tuple[int, int]) -> tuple[Tensor, Tensor, Any]:
-    """Codes, scales and the scale of all of a tensor."""
+    """Codes, scales, and the scale of the whole tensor, or None."""
     count = -(-rows // (tile[0] or rows)), -(-width // (tile[1] or width))
     codes = make.codes(rows, -(-width // 2) if element == "e2m1" else width)
     if element == "e2m1" and width % 2:
-        codes[:, -1] &= 0xF  # the other half of the last byte is no element, and 0 as a quantiser leaves it
+        codes[:, -1] &= 0xF  # the other half of the last byte is padding: 0, as a quantiser leaves it
     if kind in ("e8m0", "e4m3"):
         scales = make.codes(*count, about=124 if kind == "e8m0" else 0x38)
     else:
@@ -446,7 +446,7 @@ def _coded(make: Maker, rows: int, width: int, element: str, kind: str, tile: tu
 
 
 def _siblings(make: Maker) -> Iterator[Sample]:
-    """q, k, v with fewer heads for k and v; gate and up."""
+    """Sibling linears: q, k, v with fewer heads for k and v; gate and up."""
     for tokens, inner, outers in ((16384, 2048, (2048, 512, 512)), (8192, 768, (2048, 2048)), (48, 4096, (4096, 1024, 1024))):
         tokens, inner, *sizes = make.sizes(tokens, inner, *outers)
         shape, flops = f"{tokens}x{inner} to {sizes}", 2.0 * tokens * inner * sum(sizes)
@@ -468,5 +468,5 @@ def _siblings_shapes(tokens: int, inner: int, sizes: list[int]) -> tuple[list[tu
 
 
 def _bare_products(x: Tensor, w: Tensor, dy: Tensor) -> tuple[Prepared, ...]:
-    """Forward, dgrad and wgrad as torch multiplies them, whatever copies of the arguments the kernel gets."""
+    """Forward, dgrad and wgrad by torch's own products, always on these tensors rather than the kernel's copies."""
     return lambda *_: lambda: x @ w.mT, lambda *_: lambda: dy @ w, lambda *_: lambda: dy.mT @ x

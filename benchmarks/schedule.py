@@ -1,6 +1,6 @@
-"""What a split backward costs: matrix products, and live bytes between I and W, against torch.distributed.pipelining's own split of
-the same blocks. CPU, exact: every product and every storage is counted; params and x are not. And what the simulator says of
-published runs."""
+"""The cost of a split backward: matrix products, and live bytes between I and W, against torch.distributed.pipelining's own split
+of the same blocks. On the CPU, and exact: every product and every storage is counted, except params and x. And the simulator's
+predictions of published runs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _modules(ours: bool) -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def _products() -> list[Row]:
-    """In I and W (or B), of the linear layers of all blocks."""
+    """Count the linear layers' products in I and W (or B), over all blocks."""
     cfg, params, x, dy = _functional()
     counts: dict[str, int] = {}
     _, residuals = repeat.fwd(params, x, cfg)
@@ -84,7 +84,7 @@ def _products() -> list[Row]:
 
 
 def _torch_split(model: nn.Module, data: Tensor, dy: Tensor, between: Callable[[], None]) -> int:
-    """Forward, I and W as torch.distributed.pipelining does them. Returns the products of the forward."""
+    """Run forward, I and W as torch.distributed.pipelining does. Returns the number of products in the forward."""
     from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
     with Products() as counter:
@@ -97,7 +97,7 @@ def _torch_split(model: nn.Module, data: Tensor, dy: Tensor, between: Callable[[
 
 
 def _bytes() -> list[Row]:
-    """After F, between I and W, and the peak."""
+    """Count live bytes after F, between I and W, and at the peak."""
     found: dict[str, dict[str, int]] = {"funcops": {}, "torch's split of torch.nn": {}}
     cfg, params, x, dy = _functional()
     with Live() as live:

@@ -1,4 +1,4 @@
-"""What all training steps of a benchmark share."""
+"""Settings that all training steps of the benchmarks share."""
 
 from __future__ import annotations
 

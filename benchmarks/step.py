@@ -5,12 +5,12 @@ and AdamW are float32: funcops casts its params tree; the plain version keeps a 
 `_foreach_copy_` a step, which is faster on CPU than autocast. PyTorch runs `F.rms_norm`, SDPA, rotation tables made once,
 `clip_grad_norm_(foreach=True)` and `AdamW(fused=True)`. "funcops" runs its norms and GLUs twice, as a chain does by default;
 "save_all" keeps what PyTorch keeps, and computes nothing twice; "unfused" is the first with `fuse=False`; "compiled" has forward
-and backward in one graph of torch.compile, as "torch.compile" has the plain model's. Where jax and optax are installed, they jit
+and backward in one graph of torch.compile, as "torch.compile" has the plain model's. If jax and optax are installed, they jit
 the same step (`jax_step`).
 
-What needs no compiler is measured first, in every dtype; then what does, which takes most of the time, in turns with what it is
-compared with. `--seconds` bounds it: rounds are fewer where steps are slow, a compilation that would not end in time is not begun,
-and what is left out is named.
+Steps without a compiler are measured first, in every dtype; then compiled steps, which take most of the time, in turns with the
+steps that they are compared with. `--seconds` bounds the time: slow steps get fewer rounds, a compilation that would not end in
+time is not started, and steps that are left out are named.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from funcops.models.blocks import Sizes, decoder_config
 from funcops.optim import AdamWConfig, adamw_init, adamw_update, clip_by_global_norm
 from funcops.trees import cast, tree_map_with_path
 
-# for a GPU: so large that the device, and not the host, takes the time
+# for a GPU: large enough that the device, not the host, takes the time
 LARGE, LARGE_ROUNDS = Sizes(dim=1536, layers=4, heads=12, kv_heads=4, hidden=4096, vocab=32000, context=1024, batch=16), 15
 ROUNDS, FEWEST = 40, 3
-SECONDS = 110.0  # of it all; of the rounds of a group, a twentieth
+SECONDS = 110.0  # for all steps; the rounds of one group get a twentieth
 COMPILED, COMPARED = ("torch.compile", "funcops, compiled"), ("funcops", "funcops, save_all", "jax, jitted")
 PAIRS = (
     ("funcops", "funcops, unfused"),
@@ -57,7 +57,7 @@ def funcops_step(
     sizes: Sizes, plain: PlainLlama, x: Tensor, labels: Tensor, dtype: torch.dtype, policy: str = "recompute_elementwise",
     fuse: bool = True, compiled: bool = False,
 ) -> Step:  # fmt: skip
-    """A step of ours on the plain module's weights; each call trains on and returns the loss."""
+    """A step of ours on the plain module's weights; each call does one more training step and returns the loss."""
     op = with_policy(chain, policy)
     cfg, adamw = (
         decoder_config(sizes) if fuse else unfused(decoder_config(sizes)),
@@ -90,7 +90,7 @@ def funcops_step(
 
 
 def unfused(cfg: Any) -> Any:
-    """The config with every chain and parallel in it running step by step."""
+    """The config with `fuse=False` in every chain and parallel."""
     if not isinstance(cfg, Composite):
         return cfg
     parts: Any = cfg.with_parts(lambda name, op, inner: (op, unfused(inner)))
@@ -100,13 +100,13 @@ def unfused(cfg: Any) -> Any:
 def torch_step(
     module: PlainLlama, x: Tensor, labels: Tensor, dtype: torch.dtype, compiled: bool = False, mode: str | None = None
 ) -> Step:
-    """A step of plain PyTorch; each call trains on and returns the loss."""
+    """A step of plain PyTorch; each call does one more training step and returns the loss."""
     master = copy.deepcopy(module)
     compute = master if dtype is torch.float32 else copy.deepcopy(module).to(dtype)
     weights: list[Tensor] = list(master.parameters())
     copies: list[Tensor] = list(compute.parameters())
     optimiser = torch.optim.AdamW(weights, lr=LR, betas=BETAS, weight_decay=DECAY, fused=True)
-    compute.cos_sin(next(compute.parameters()))  # its tables: made by a compiled call they would lie in a graph's memory
+    compute.cos_sin(next(compute.parameters()))  # make its tables now: a compiled call would put them in a graph's memory
     run: Any = torch.compile(compute, dynamic=False, mode=mode) if compiled else compute
 
     def step() -> Tensor:
@@ -152,7 +152,7 @@ def steps(sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> dict[str, St
 
 
 def finished(step: Step) -> Callable[[], None]:
-    """The step until the device has done it."""
+    """The step, followed by a wait for the device."""
 
     def run() -> None:
         step()
@@ -162,7 +162,7 @@ def finished(step: Step) -> Callable[[], None]:
 
 
 class Measured:
-    """The steps of a dtype, measured a group at a time: `most` rounds in `share` seconds, or `FEWEST` in more."""
+    """The steps of a dtype, measured one group at a time: up to `most` rounds in `share` seconds, but at least `FEWEST`."""
 
     def __init__(self, dtype: torch.dtype, sizes: Sizes, most: int, share: float, device: str = "cpu") -> None:
         self.case = str(dtype).removeprefix("torch.") + ("" if device == "cpu" else f", {device}")
@@ -174,7 +174,7 @@ class Measured:
         return self._rows([name for name in self.steps if name not in COMPILED])
 
     def compiled(self, stop: float, expected: float) -> Iterator[Row]:
-        """`expected`: the seconds that a compilation takes. None is begun that would end after `stop`."""
+        """Rows of compiled steps. `expected`: the seconds that a compilation takes. None that would end after `stop` is started."""
         done = []
         for name in COMPILED:
             begun = time.monotonic()
@@ -190,7 +190,7 @@ class Measured:
         self.compilation = expected
 
     def _rows(self, names: list[str]) -> Iterator[Row]:
-        """Of steps that take turns: medians that are not known yet, and the ratios of those pairs of which one is not."""
+        """Time these steps in turns: rows with the medians that are not known yet, and the ratios of pairs with such a step."""
         of = {name: self.steps[name] for name in names}
         few = min(self.most, FEWEST)
         samples = interleaved(of, rounds=few, calls=1)
@@ -218,11 +218,11 @@ def say(line: str) -> None:
 def measure(
     dtypes: Sequence[torch.dtype], sizes: Sizes, rounds: int, device: str = "cpu", seconds: float = SECONDS
 ) -> Iterator[Row]:
-    """Rows as they come, and each said at once, since the table is printed last."""
+    """Rows as soon as they are measured. Each is also printed at once, since the table is printed last."""
     stop = time.monotonic() + seconds
 
     def rows() -> Iterator[Row]:
-        expected = seconds / 4  # until one is known
+        expected = seconds / 4  # until a compilation was timed
         of = [Measured(dtype, sizes, rounds, seconds / 20, device) for dtype in dtypes]
         for one in of:
             yield from one.eager()
@@ -243,13 +243,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where the step runs (default: %(default)s); a larger model on cuda",
     )
     parser.add_argument(
-        "--seconds", type=float, default=SECONDS, help="begin no compilation that would end later (default: %(default)s)"
+        "--seconds", type=float, default=SECONDS, help="start no compilation that would end later (default: %(default)s)"
     )
     parser.add_argument("--mixture", action="store_true", help="a decoder with experts instead, against Hugging Face's Qwen3-MoE")
 
 
 def run(device: str = "cpu", seconds: float = SECONDS, mixture: bool = False) -> Iterator[Row]:
-    """The rows as they come."""
+    """The rows, each as soon as it is measured."""
     if mixture:
         return moe_step.run()
     if device == "cuda" and not torch.cuda.is_available():

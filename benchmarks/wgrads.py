@@ -1,6 +1,6 @@
 """`batch_wgrads` against one accumulating wgrad after another, fp32 accumulators, in one run, taking turns.
 
-From these rows comes the table in `funcops.ops.linear_wgrads`: joining pays off where the ratio stays below 1.
+The table in `funcops.ops.linear_wgrads` comes from these rows: joining pays off where the ratio stays below 1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from funcops.trees import cast, tree_map_tensors
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 FEATURES = 512
 ROWS = (8, 16, 64, 256, 1024)
-COUNT = 8  # microbatches of one weight, or weights of one microbatch
+COUNT = 8  # microbatches for one weight, or weights for one microbatch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

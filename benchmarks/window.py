@@ -1,4 +1,4 @@
-"""Attention with a window, forward and backward, of rows of one length and of twice that: what each row costs stays the same."""
+"""Attention with a window, forward and backward, with rows of one length and of twice that: the cost of a row stays the same."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What MkDocs calls while it builds the site: pages that lie elsewhere in the repository or are generated, links to them, and
-docstrings whose text is plain, made Markdown.
+"""Hooks that MkDocs calls while it builds the site. They add pages that are elsewhere in the repository or are generated, fix links
+to them, and convert plain-text docstrings to Markdown.
 
-The start page is the README, with its figures first: what is said once cannot differ.
+The start page is the README with its results first, so that the two cannot differ.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 import notebooks  # noqa: E402
 import reference  # noqa: E402
 
-# where a page of the repository lies in the site
+# the path in the site of each page that is outside docs/
 MOVED = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -40,7 +40,7 @@ MOVED = {
     "examples/notebooks/schedule_lab.ipynb": "notebooks/schedule_lab.md",
     "examples/notebooks/fp8_error_map.ipynb": "notebooks/fp8_error_map.md",
 }
-FIRST = ("", "Results", "Ten words", "Install", "Three commands", "Operators", "Read on")  # of the README's headings
+FIRST = ("", "Results", "Ten words", "Install", "Three commands", "Operators", "Read on")  # the README's headings, reordered
 LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)")
 CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.S | re.M)
 
@@ -63,7 +63,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def of_notebooks(config: Any) -> Iterator[File]:
-    """Each notebook as it is, as a page with what its cells give when they are run now, and the pictures of that page."""
+    """Each notebook unchanged, the page with the output of its cells, which are run now, and the pictures of that page."""
     sources = [source for source in MOVED if source.endswith(".ipynb")]
     for source, run in zip(sources, notebooks.all_executed([ROOT / source for source in sources]), strict=True):
         target = MOVED[source]
@@ -79,14 +79,14 @@ def of_notebooks(config: Any) -> Iterator[File]:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     at = page.file.src_uri
     if at == "index.md":
-        page.meta["hide"] = ["navigation"]  # beside it would stand the start page alone
+        page.meta["hide"] = ["navigation"]  # it would list only the start page
     if at in MOVED.values() or at.startswith("reference/"):
         return markdown
     return placed(markdown, f"docs/{at}", at)
 
 
 def ordered(readme: str) -> str:
-    """The README with the sections of `FIRST` in that order; all of them are there, and no other."""
+    """The README with its sections in the order of `FIRST`. Raises `ValueError` if its sections are not exactly these."""
     parts = re.split(r"^## (.*)\n", readme, flags=re.M)
     sections = {"": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
     if set(sections) != set(FIRST):
@@ -95,7 +95,7 @@ def ordered(readme: str) -> str:
 
 
 def placed(text: str, source: str, target: str) -> str:
-    """The text of a page of the repository at `source` with its relative links as they are in the site, where it is at `target`."""
+    """The text of a page at `source` in the repository, with its relative links rewritten for `target` in the site."""
 
     def moved(link: re.Match[str]) -> str:
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), link[1]))
@@ -108,10 +108,11 @@ def placed(text: str, source: str, target: str) -> str:
 
 
 class Plain(griffe.Extension):
-    """Docstrings are plain text: indented blocks are shown as they are, `>>>` as sessions, and a `*` of a shape is no emphasis."""
+    """Converts plain-text docstrings: indented blocks stay verbatim, `>>>` lines become sessions, and a `*` in a shape is
+    escaped."""
 
     def on_module_members(self, *, mod: griffe.Module, **_: Any) -> None:
-        """What a module says is public and makes by a call, which reading it does not tell."""
+        """Add the public names of a module that calls create at run time, which griffe cannot see in the source."""
         if mod.exports is None and "__all__" not in mod.members:
             return
         module = importlib.import_module(mod.path)
@@ -125,14 +126,14 @@ class Plain(griffe.Extension):
             obj.docstring.value = plain(obj.docstring.value)
 
     def on_attribute(self, *, attr: griffe.Attribute, **_: Any) -> None:
-        """An op is what its functions are, each shown below it, not the call that ties them up."""
+        """Hide the `make_op` call of an op, as its functions are shown below it, and a field's `field(...)` call."""
         if str(attr.value).startswith("make_op("):
             attr.value, attr.annotation = None, "Op"
         elif str(attr.value) == "field(kw_only=False)":
             attr.value = None
 
     def on_class_members(self, *, cls: griffe.Class, **_: Any) -> None:
-        """What a config computes from its fields is no field."""
+        """Remove class attributes that a config computes from its fields."""
         for name in [name for name, member in cls.members.items() if member.is_attribute and member.labels == {"class-attribute"}]:
             if cls.members[name].docstring is None and not cls.members[name].value:
                 cls.del_member(name)
@@ -159,7 +160,7 @@ def made(name: str, value: Any) -> griffe.Object:
 
 
 def plain(text: str) -> str:
-    """The Markdown that shows a docstring as it stands in the source."""
+    """The Markdown that shows a docstring as in the source."""
     blocks = []
     for block in re.split(r"\n{2,}", text):
         if block.lstrip().startswith(">>>"):

@@ -1,4 +1,5 @@
-"""Notebooks of examples/notebooks, run and made pages. They are kept without output: a page shows that of the run that made it."""
+"""Runs the notebooks of examples/notebooks and makes pages from them. They are committed without output; a page shows a fresh
+run's."""
 
 from __future__ import annotations
 
@@ -13,29 +14,29 @@ from unittest import mock
 import nbformat
 from nbclient import NotebookClient
 
-SECONDS = 300  # of a cell, after which it is given up
+SECONDS = 300  # the time limit of a cell
 
 
 class Shown(NamedTuple):
-    """A page's Markdown, and its pictures by the name that it has for each."""
+    """A page's Markdown, and its pictures by file name."""
 
     markdown: str
     pictures: dict[str, bytes]
 
 
 def executed(path: Path) -> Any:
-    """The notebook with what its cells give, run in a process of its own that starts in its folder. Raises nbclient's
-    `CellExecutionError` for a cell that raises, `ValueError` for one that warns, or that was kept with output."""
+    """The notebook with the output of its cells, run in a process of its own that starts in its folder. Raises nbclient's
+    `CellExecutionError` if a cell raises, `ValueError` if a cell warns or was committed with output."""
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     for cell in _code(notebook):
         if cell.outputs or cell.execution_count is not None:
-            raise ValueError(f"{path.name}: cells must be kept without output, got that of {cell.id}")
+            raise ValueError(f"{path.name}: cells must be kept without output, got output in {cell.id}")
     with tempfile.TemporaryDirectory() as home:
         env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}  # as a reader would run it
         client = NotebookClient(notebook, timeout=SECONDS, resources={"metadata": {"path": str(path.parent)}})
         manager = client.create_kernel_manager()
-        manager.transport, manager.ip = "ipc", f"{home}/kernel"  # files that this user alone can open, in the place of ports
+        manager.transport, manager.ip = "ipc", f"{home}/kernel"  # files that only this user can open, instead of ports
         client.execute(env={**env, "IPYTHONDIR": home, "OMP_NUM_THREADS": "1"})
     for cell in _code(notebook):
         for output in cell.outputs:
@@ -49,7 +50,7 @@ def _code(notebook: Any) -> list[Any]:
 
 
 def all_executed(paths: list[Path]) -> list[Any]:
-    """Two at a time, in the order given."""
+    """All notebooks, run two at a time; results in the order given."""
     with mock.patch.dict(os.environ, {"PYDEVD_DISABLE_FILE_VALIDATION": "1"}), ThreadPoolExecutor(2) as two:
         return list(two.map(executed, paths))
 

@@ -1,6 +1,6 @@
-"""The public names, by group, as Markdown pages from which mkdocstrings makes the reference. Hardly anything is listed here: the
-groups are those of `help(funcops)`, an operator's file says what belongs to it, and a room (`funcops.optim` and so on) what it
-takes in by name. `AUTHORS` are the names with which an op is written, of modules that have others too."""
+"""The public names, by group, as Markdown pages from which mkdocstrings makes the reference. Most names are found, not listed here:
+the groups come from `help(funcops)`, an operator's names from its file's `__all__`, and the names of a room (`funcops.optim` and so
+on) from its imports. `AUTHORS` lists the names for writing ops, as their modules have other names too."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 import funcops
 from docs import examples
 
-ROOMS = ("adapters.pipelining", *funcops._ROOMS)  # the first is no attribute of funcops: to import it takes torch.distributed
+ROOMS = ("adapters.pipelining", *funcops._ROOMS)  # the first is not imported by funcops: it needs torch.distributed
 AUTHORS = {
     "funcops.contract.op": ("make_op", "config", "OpConfig", "forward", "init_of", "dgrad_of", "wgrad_of", "again_of"),
     "funcops.contract.schema": ("Residuals", "Pending", "saved", "DGRAD", "WGRAD", "AGAIN"),
@@ -30,7 +30,7 @@ GROUP = re.compile(r"^(?: {4})?(\w[\w ]*?)(?: {2,}|$)")
 
 @dataclass(frozen=True)
 class Section:
-    """`home` is the module whose docstring opens the section, or None; `names` are dotted, each of something public."""
+    """`home` is the module whose docstring opens the section, or None; `names` are dotted public names."""
 
     title: str
     home: str | None
@@ -65,7 +65,7 @@ def _path(title: str) -> str:
 
 
 def _groups() -> Iterator[tuple[str, list[str]]]:
-    """(title, names) of each line of `help(funcops)` that has a title, and of those below it that are indented further."""
+    """(title, names) for each titled line of `help(funcops)`, with the names of the further indented lines below it."""
     title, names = "", []
     for line in inspect.getdoc(funcops).split("Operators:", 1)[1].splitlines()[2:]:
         found = GROUP.match(line)
@@ -78,7 +78,7 @@ def _groups() -> Iterator[tuple[str, list[str]]]:
 
 
 def _sections(names: list[str]) -> Iterator[Section]:
-    """An operator, with all that its file says is public, is a section; operators of one file share theirs."""
+    """One section for each operator with all public names of its file; operators of one file share a section."""
     files: dict[str, list[str]] = {}
     for name in names:
         value = getattr(funcops, name)
@@ -102,18 +102,18 @@ ORDER = "_init", "_fwd", "_bwd", "_dgrad", "_wgrad", "Params", "Residuals", "Pen
 
 
 def is_part(name: str) -> bool:
-    """Whether it is a config, a function or a tree of an op, and not the op, nor a thing of its own."""
+    """Whether the name is a config, a function or a tree of an op."""
     return name.endswith(("Config", *ORDER))
 
 
 def _order(name: str) -> int:
-    """The op, its config, then the functions in the order in which they run, then what they take and give."""
+    """A sort key: the op, its config, the functions in the order in which they run, then params, residuals and pending."""
     ends = [i for i, end in enumerate(ORDER) if name.endswith(end)]
     return ends[0] + 2 if ends else int(is_part(name))
 
 
 def _room(name: str) -> Page:
-    """A room's operators have sections of their own, as the package's."""
+    """The page of a room; its operators have their own sections, as the package's do."""
     home = f"funcops.{name}"
     names, files = exported(home), {}
     module = importlib.import_module(home)
@@ -135,7 +135,8 @@ def _room(name: str) -> Page:
 
 
 def exported(name: str) -> list[str]:
-    """`__all__`; else what the module imports `as` itself or by a star, and its own functions and classes. No modules."""
+    """The names in `__all__`; without it the names imported `as` themselves or by a star, and own functions and classes. No
+    modules."""
     module = importlib.import_module(name)
     found = list(getattr(module, "__all__", ()))
     if not found:
@@ -164,7 +165,7 @@ def markdown(page: Page) -> str:
 
 
 def _in_use(*values: Any) -> list[str]:
-    """Links to the pages whose code has one of these."""
+    """Links to the pages whose code names one of these values."""
     found = dict.fromkeys(path for value in values for path in examples.uses(value))
     links = [f"[{title}](../{'index.md' if path == 'README.md' else path.removeprefix('docs/')})" for path, title in _titles(found)]
     return [f"In use: {', '.join(links)}.", ""] if links else []
@@ -176,8 +177,8 @@ def _titles(paths: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def _entry(name: str, level: int) -> list[str]:
-    """A name that a module has too, such as `funcops.report`, is looked up where it is defined, and shown as itself. One of no
-    operator's says which pages use it."""
+    """The lines for one name. If a module has the same name, as with `funcops.report`, the name is looked up where it is defined,
+    but shown as itself. A name outside of an operator's section also lists the pages that use it."""
     found, anchor = defined(name), []
     if found != name:
         anchor = [f'<a id="{name}"></a>', ""]
@@ -194,7 +195,7 @@ def value_of(name: str) -> Any:
 
 
 def defined(name: str) -> str:
-    """The dotted name, or that of the definition where a module on the way to it has the same name."""
+    """The dotted name, or the dotted name of the definition if a module on the way has the same name."""
     value, word = value_of(name), name.rpartition(".")[2]
     home = _home(value) if isinstance(value, funcops.Op) else getattr(value, "__module__", None) or ""
     taken = name in sys.modules or home.rpartition(".")[2] == word

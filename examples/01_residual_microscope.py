@@ -1,11 +1,11 @@
-"""What a language model keeps for its backward, tensor by tensor and policy by policy.
+"""Show what a language model keeps for its backward, tensor by tensor and policy by policy.
 
     python examples/01_residual_microscope.py                  # a few seconds
     python examples/01_residual_microscope.py --layers 2 --dim 256 --context 512 --table
 
-Runs a small Llama forward and backward under each policy of `funcops.POLICIES`, and asks `report` for what it kept. Draws a block
-twice: the bytes of each step by field, under the default policy, and of each policy by step. Prints what each policy keeps
-of the whole model, and how far its furthest gradient is from that of `save_all`.
+Runs a small Llama forward and backward under each policy of `funcops.POLICIES`, and lists what it kept with `report`. Draws a block
+twice: the bytes of each step by field, under the default policy, and the bytes of each policy by step. Prints how many bytes of the
+whole model each policy keeps, and the largest relative error of its gradients against `save_all`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def llama(dim: int, layers: int, context: int) -> DecoderConfig:
 
 
 def looked_at(cfg: DecoderConfig, policies: Mapping[str, Policy] = POLICIES) -> dict[str, tuple[Report, dict[str, Any]]]:
-    """By policy: what is kept, and the gradients by path."""
+    """The report and the gradients by path, for each policy."""
     model = decoder(cfg, loss=True)
     params = chain.init(model, key=random.key(0), dtype=torch.float32)
     ids = (random.uniform(random.key(1), (1, cfg.context)) * VOCAB).long()
@@ -58,7 +58,7 @@ def looked_at(cfg: DecoderConfig, policies: Mapping[str, Policy] = POLICIES) -> 
 
 
 def bars(kept: Report, depth: int) -> dict[str, int]:
-    """Bytes of the first block, by so many names of a path below it."""
+    """The kept bytes of the first block, by the first `depth` names of the path inside it."""
     found: dict[str, int] = {}
     for row in kept.rows:
         names = row.path.split(".")
@@ -81,7 +81,7 @@ def table(found: dict[str, tuple[Report, dict[str, Any]]]) -> str:
 
 
 def stacked(axes: Any, rows: dict[str, dict[str, int]], title: str) -> None:
-    """A bar for each row, in KiB, its parts named where there is room and in the legend."""
+    """Draw a bar for each row, in KiB, its parts named inside if there is room, and in the legend."""
     names = list(dict.fromkeys(name for parts in rows.values() for name in parts))
     left = [0.0] * len(rows)
     for i, name in enumerate(names):
@@ -104,7 +104,7 @@ def by_field(kept: Report) -> dict[str, dict[str, int]]:
 
 
 def draw(found: dict[str, tuple[Report, dict[str, Any]]], path: Path | None = None) -> Any:
-    """The figure; written to `path`, where there is one."""
+    """Draw the figure, and write it to `path` if given."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.6), layout="constrained")

@@ -2,8 +2,8 @@
 
     python examples/02_vit_digits.py                  # a quarter of a minute
 
-The model is a chain: patches of 2 x 2, a linear layer, places, blocks, and one linear layer over all tokens. Prints how many of the
-digits that were held out it reads right, by digit, and draws its loss and all that it got wrong.
+The model is a chain: patches of 2 x 2, a linear layer, position embeddings, blocks, and one linear layer over all tokens. Prints
+how many of the held-out digits it reads correctly, by digit, and draws its loss and the digits that it got wrong.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ PEAK = 2e-3
 
 class Result(NamedTuple):
     losses: list[float]
-    logits: Tensor  # of the images held out
+    logits: Tensor  # for the held-out images
 
 
 def vit(layers: int) -> ChainConfig:
-    """Images [B, 1, 8, 8] to logits [B, 10]."""
+    """The model: images [B, 1, 8, 8] to logits [B, 10]."""
     block = ChainConfig(
         steps=(Step("attn", skip, SkipConfig(chain, attend(plain_norm()))), Step("mlp", skip, SkipConfig(chain, mlp(plain_norm()))))
     )

@@ -2,14 +2,14 @@
 
     python examples/03_dit_digits.py                  # under half a minute
 
-Two chains, joined by hand. The conditioner makes of the time, and of the digit that is asked for, a scale and a shift for each norm
-of the body, and a `modulate` after that norm takes them. They are extras of the body: their gradients come back beside that of its
-input, and are the conditioner's dy. Learned is the velocity from images to noise (a rectified flow, arXiv:2209.03003):
+Two chains are joined by hand. The conditioner computes from the time and the requested digit a scale and a shift for each norm of
+the body, and a `modulate` after the norm applies them. They are extras of the body: their gradients are returned with the input
+gradient, and are the conditioner's dy. The model learns the velocity from images to noise (a rectified flow, arXiv:2209.03003):
 
     x_t = (1 - t) image + t noise        loss = mean (model(x_t, t, digit) - (noise - image))^2
 
-Draws digits from noise in a few steps of Euler's method, and prints how many of them are nearest, of the images held out, to one of
-the digit asked for.
+Draws digits from noise in a few steps of Euler's method, and prints for how many of them the nearest held-out image shows the
+requested digit.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ CONDITION = 2 * FREQUENCIES + CLASSES
 
 
 class Model(NamedTuple):
-    """`body`'s extras are, after positions, what `conditioner` gives: `names`, in its order."""
+    """The two chains. After positions, the extras of `body` are the outputs of `conditioner`, `names`, in its order."""
 
     conditioner: ChainConfig
     body: ChainConfig
@@ -71,7 +71,7 @@ class Model(NamedTuple):
 
 
 def modulated(name: str) -> tuple[Step, ...]:
-    """A norm, and what the condition does to its output."""
+    """A norm, and a `modulate` that applies the condition to its output."""
     return plain_norm(), Step("modulate", modulate, ModulateConfig(), takes=(f"{name}_scale", f"{name}_shift"))
 
 
@@ -96,7 +96,7 @@ def model_of(layers: int) -> Model:
 
 
 def init(model: Model) -> dict[str, Any]:
-    """What modulates, and what blocks and the head give, is zero at first: each block is then the identity."""
+    """Params whose modulations, block outputs and head are zero, so that each block starts as the identity."""
     params = {
         "conditioner": chain.init(model.conditioner, key=random.key(2), dtype=torch.float32),
         "body": chain.init(model.body, key=random.key(3), dtype=torch.float32),
@@ -110,7 +110,7 @@ def init(model: Model) -> dict[str, Any]:
 
 
 def condition(t: Tensor, asked: Tensor) -> Tensor:
-    """[B, 42]: sines and cosines of the time, and the digit that is asked for, -1 for any, as zeros and a one."""
+    """The condition [B, 42]: sines and cosines of the time, and the requested digit, one-hot (-1, any digit: zeros)."""
     angles = t[:, None] * torch.exp(torch.linspace(0, math.log(1000), FREQUENCIES))
     return torch.cat([angles.sin(), angles.cos(), (asked[:, None] == torch.arange(CLASSES)).float()], dim=-1)
 
@@ -125,7 +125,7 @@ def velocity(params: Any, x: Tensor, given: Tensor, model: Model, needs: Needs) 
 
 
 def gradients(residuals: tuple[Any, Any], dy: Tensor, model: Model) -> dict[str, Any]:
-    """From the body's input its gradients of scales and shifts go on to the conditioner."""
+    """The gradients of both chains; the body's gradients of scales and shifts are the conditioner's dy."""
     of_parts, of_body = residuals
     body, dx = chain.bwd(donate(of_body), dy, model.body)
     dparts = tuple(dx.extras[name] for name in model.names)
@@ -134,7 +134,7 @@ def gradients(residuals: tuple[Any, Any], dy: Tensor, model: Model) -> dict[str,
 
 
 def train(digits: Digits, model: Model, steps: int, size: int) -> tuple[Any, list[float]]:
-    """The running mean of the params, and the loss of each step."""
+    """Train; return the running mean of the params, and the loss of each step."""
     params = init(model)
     state, average, losses = adamw_init(params, OPTIMISER), ema_init(params), []
     for step in range(steps):
@@ -155,7 +155,7 @@ def train(digits: Digits, model: Model, steps: int, size: int) -> tuple[Any, lis
 
 
 def sample(params: Any, model: Model, asked: Tensor, euler: int) -> Tensor:
-    """Images [N, 1, 8, 8] of the digits asked for, from noise. What the digit adds to the velocity is taken twice (guidance,
+    """Draw images [N, 1, 8, 8] of the requested digits from noise. The digit's contribution to the velocity counts twice (guidance,
     arXiv:2207.12598)."""
     x, count = random.normal(random.key(5), (len(asked), 1, SIDE, SIDE)), len(asked)
     both = torch.cat([asked, torch.full_like(asked, -1)])
@@ -168,7 +168,7 @@ def sample(params: Any, model: Model, asked: Tensor, euler: int) -> Tensor:
 
 
 def nearest(digits: Digits, images: Tensor) -> Tensor:
-    """The digit of the image, of those held out, that is nearest to each."""
+    """The digit of the nearest held-out image, for each image."""
     return digits.held_out_labels[torch.cdist(images.flatten(1), digits.held_out.flatten(1)).argmin(-1)]
 
 

@@ -1,11 +1,11 @@
-"""What it costs, and gains, to delay weight gradients on one device: the model of train_lm.py, several microbatches a step.
+"""Measure what delaying weight gradients costs and gains on one device: the model of train_lm.py, several microbatches per step.
 
     at once     F0 B0 F1 B1 ...               each weight gradient right after its input gradient
     delayed     F0 I0 F1 I1 ... W0 W1 ...     all weight gradients at the end; pendings wait
-    batched     F0 I0 F1 I1 ... W             the same pendings, those of each weight joined into one product (`batch_wgrads`)
+    batched     F0 I0 F1 I1 ... W             the same pendings, joined into one product for each weight (`batch_wgrads`)
 
 Prints the time of a step and the most bytes that wait, and draws the bytes over time. On one device delaying alone gains nothing;
-it is what a pipeline does with the time in which it would wait, and what lets small products be joined.
+in a pipeline it fills the time in which a rank would wait, and it allows to join small products.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NEEDS = Needs(x=False)
 
 
 class Trace(NamedTuple):
-    """Of one step: gradients, and the seconds and bytes after each action."""
+    """One step's gradients, and the seconds and bytes after each action."""
 
     dparams: Any
     seconds: list[float]
@@ -55,7 +55,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     ):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument(
-        "--dtype", default="bfloat16", choices=DTYPES, help="of the computation; gradients are summed in float32 at least"
+        "--dtype", default="bfloat16", choices=DTYPES, help="dtype of the computation; gradients are summed in float32 at least"
     )
     parser.add_argument("--text", help="a file or a folder (default: the standard library's own sources)")
     parser.add_argument(
@@ -74,7 +74,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def scheduled(actions: list[tuple[str, int]], params: Any, xs: list[Any], cfg: ChainConfig, into: Any) -> Trace:
-    """The model as one stage, its actions in the order given."""
+    """Run a step with the model as one stage, its actions in the order given."""
     schedule = Schedule("one stage", (tuple(Action(0, kind, m) for kind, m in actions),))
     whole = ChainConfig(steps=(Step("model", chain, cfg),), extras=cfg.extras)
     ran = run(schedule, {"model": params}, xs, whole, needs=NEEDS, into={"model": into})
@@ -82,7 +82,7 @@ def scheduled(actions: list[tuple[str, int]], params: Any, xs: list[Any], cfg: C
 
 
 def batched(params: Any, xs: list[Any], cfg: ChainConfig, into: Any) -> Trace:
-    """The loop that one would write by hand."""
+    """Run a step as a hand-written loop."""
     seconds, nbytes, start = [], [], time.perf_counter()
 
     def note(ledger: Ledger) -> None:
@@ -112,7 +112,7 @@ def orders(count: int) -> dict[str, list[tuple[str, int]]]:
 
 
 def measure(args: argparse.Namespace, data: torch.Tensor) -> dict[str, list[Trace]]:
-    """The ways take turns, so that a noisy machine is as noisy for each."""
+    """Run the ways in turns, so that noise of the machine affects all alike."""
     cfg, wide = model(args.decoder), torch.promote_types(args.dtype, torch.float32)
     params = cast(init(args.decoder, seed=0, dtype=wide, device="cpu"), args.dtype)
     batches = [batch(data, step=m, seed=0, size=args.rows, context=args.context) for m in range(args.microbatches)]

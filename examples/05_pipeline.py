@@ -3,9 +3,9 @@
     python examples/05_pipeline.py --schedule zb_v --check
     python examples/05_pipeline.py --schedule mine.csv
 
-Residuals and pending weight gradients are data: each process runs its stages' actions in the schedule's order, and no autograd
-takes part. `--check` does all in float64 and compares the gradients and the losses with one process. Ends in a picture: which rank
-runs which action when, by the costs of the stages on this machine.
+Residuals and pending weight gradients are data: each process runs its stages' actions in the schedule's order, without autograd.
+`--check` computes in float64 and compares the gradients and the losses with one process. At the end it draws which rank runs which
+action when, by the costs of the stages on this machine.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ NEEDS = Needs(x=False)
 
 
 def schedule_of(args: argparse.Namespace) -> Schedule:
-    """The schedule that the flags name, over --stages stages and --ranks processes. Raises `ValueError`."""
+    """The schedule that the flags name, for --stages stages and --ranks processes. Raises `ValueError` if it does not fit."""
     name, ranks, stages, count = args.schedule, args.ranks, args.stages, args.microbatches
     if name in ONE_STAGE:
         return fold(ONE_STAGE[name](stages, count), ranks)
@@ -146,7 +146,7 @@ def distance(got: Any, want: Any) -> float:
 
 
 def work(rank: int, args: argparse.Namespace, data: Tensor, store: str) -> None:
-    """One process: its stages' share of every step. It ends with 1 where --check finds a difference."""
+    """Run one process, its stages' part of every step. It exits with 1 if --check finds a difference."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks, timeout=timedelta(seconds=args.timeout)
@@ -180,7 +180,7 @@ def work(rank: int, args: argparse.Namespace, data: Tensor, store: str) -> None:
     sys.stdout.flush()
     os._exit(
         int(args.check and not bool((found < 1e-12).all()))
-    )  # a thread of Gloo may still hold a tensor: Python's own end would not wait for it
+    )  # a thread of Gloo may still hold a tensor, and Python's own exit would not wait for it
 
 
 def plot(args: argparse.Namespace, data: Tensor) -> None:

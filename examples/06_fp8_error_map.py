@@ -1,11 +1,11 @@
-"""Where 8 and 4 bits cost precision: the rounding error of every linear layer of a language model, by recipe.
+"""Map where 8 and 4 bits cost precision: the rounding error of every linear layer of a language model, by recipe.
 
     python examples/06_fp8_error_map.py                  # a quarter of a minute
 
-Trains the model of train_lm.py for some steps, so that its numbers are no longer random. Then `quantization_report` says what each
-recipe does to the three products of each layer: y = x w^T, dx = dy w, dw = dy^T x. Draws the relative errors as a map, a row for
-each layer. Prints the worst layer of each recipe, and the steps over a limit: those that `with_recipe(..., skip=)` would leave out.
-Scales are of the tensors as they are, so that `fp8_delayed` has the errors of `fp8_current`.
+Trains the model of train_lm.py for some steps, so that its weights have left their random start. Then `quantization_report`
+measures each recipe's errors in the three products of each layer: y = x w^T, dx = dy w, dw = dy^T x. Draws the relative errors as a
+map, a row for each layer. Prints the worst layer of each recipe, and the steps over a limit, which `with_recipe(..., skip=)` would
+leave out. Scales come from the current tensors, so `fp8_delayed` has the errors of `fp8_current`.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from funcops.models import DecoderConfig
 from funcops.optim import AdamWConfig, adamw_init, adamw_update
 
 NUMBERS = (
-    ("steps", 100, "of training before"),
+    ("steps", 100, "training steps before the report"),
     ("layers", 4, "blocks"),
     ("dim", 128, "width, a multiple of 4"),
     ("context", 64, "tokens in a row"),
-    ("rows", 8, "of a batch"),
+    ("rows", 8, "rows in a batch"),
 )
 PRODUCTS = ("y", "dx", "dw")
 
 
 def trained(cfg: DecoderConfig, data: Tensor, steps: int, rows: int) -> tuple[Any, WithExtras]:
-    """Params, and a batch that they have not seen."""
+    """Trained params, and a batch that they have not seen."""
     whole, params, optimiser = model(cfg), init(cfg, seed=0, dtype=torch.float32, device="cpu"), AdamWConfig()
     state = adamw_init(params, optimiser)
 
@@ -52,7 +52,7 @@ def trained(cfg: DecoderConfig, data: Tensor, steps: int, rows: int) -> tuple[An
 
 
 def short(path: str) -> str:
-    """The path of a layer, or of a step of all blocks, without what all have."""
+    """The path of a layer, or of a step in all blocks, without the parts that all paths share."""
     return path.removeprefix("blocks.").removeprefix("*.").replace("attn.qkv.", "")
 
 
@@ -68,7 +68,7 @@ def table(found: dict[str, QuantizationReport], limit: float) -> str:
 
 
 def draw(found: dict[str, QuantizationReport], path: Path | None = None) -> Any:
-    """The figure; written to `path`, where there is one."""
+    """Draw the figure, and write it to `path` if given."""
     from matplotlib.figure import Figure
 
     layers = [short(row.path) for row in next(iter(found.values())).rows]
@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         cfg = described(dim=args.dim, layers=args.layers, heads=2, hidden=2 * args.dim, context=args.context)
         data = load_corpus(args.text, context=args.context).train
-    except ValueError as error:  # of the text too
+    except ValueError as error:  # the text's errors too
         parser.error(str(error))
     params, x = trained(cfg, data, args.steps, args.rows)
     found = {name: quantization_report(params, x, model(cfg), recipe()) for name, recipe in RECIPES.items()}

@@ -1,10 +1,10 @@
-"""A whole training step captured as one graph: what it holds, that it gives the same bits, and what cannot be captured.
+"""Capture a whole training step as one graph: what the graph holds, that it gives the same bits, and what cannot be captured.
 
     python examples/07_capture.py                  # a few seconds
 
-Without a GPU the graph is recorded and replayed: a dry run, with the same checks and errors as a CUDA graph. Its time says nothing,
-and is left out. Ends in two tables: of the captured step beside the step itself, and of three small faults that `check_capturable`
-finds, with what it says of each.
+Without a GPU the graph is recorded and replayed: a dry run, with the same checks and errors as a CUDA graph. Its time means
+nothing, and is left out. Prints two tables: the captured step beside the eager one, and three small faults that `check_capturable`
+finds, with its message for each.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from funcops.optim import AdamWConfig, adamw_init, adamw_update, clip_by_global_
 from funcops.trees import tensors, tree_map_tensors
 
 NUMBERS = (
-    ("width", 64, "of the hidden layer"),
-    ("rows", 32, "of a batch"),
-    ("steps", 20, "each of the captured step and of the step itself"),
+    ("width", 64, "width of the hidden layer"),
+    ("rows", 32, "rows in a batch"),
+    ("steps", 20, "steps of each run, captured and eager"),
 )
 FEATURES, CLASSES, OPTIMISER = 32, 10, AdamWConfig()
 
@@ -64,7 +64,7 @@ def model_of(width: int) -> ChainConfig:
 
 def step_of(model: ChainConfig) -> Callable[..., Any]:
     def step(params: Any, state: Any, x: Tensor, labels: Tensor, key: Tensor, lr: Tensor) -> Any:
-        """One update, written into params and state; all that differs from step to step is an argument."""
+        """Do one update, written into params and state; all values that differ from step to step are arguments."""
         loss, residuals = chain.fwd(params, WithExtras(x, {"key": key, "labels": labels}), model, needs=Needs(x=False))
         grads, _ = chain.bwd(donate(residuals), torch.ones_like(loss), model)
         grads, _ = clip_by_global_norm(grads, 1.0)
@@ -84,7 +84,7 @@ def batch(step: int, rows: int, device: str) -> tuple[Tensor, Tensor, Tensor, Te
 
 
 def run(step: Callable[..., Any], start: Any, batches: list[Any]) -> tuple[Any, list[float], list[Tensor]]:
-    """What params and state are after all batches, the milliseconds of each step, and the losses."""
+    """Run all batches; return params and state after them, the milliseconds of each step, and the losses."""
     trees, times, losses = start, [], []
     for one in batches:
         began = time.perf_counter()

@@ -1,11 +1,11 @@
-"""Which experts of a mixture get the work: a vision transformer on digits, whose MLP is 8 experts, under three routers.
+"""Compare how much work each expert of a mixture gets: a vision transformer on digits, whose MLP is 8 experts, under three routers.
 
     python examples/08_expert_load.py                  # half a minute
 
-A token goes through the 2 of 8 experts that the router scores highest. Nothing in the loss of the digits asks that all experts are
-chosen alike, so it is asked for besides: by a loss of the router (`RouteConfig(aux=)`, arXiv:2101.03961), or by a bias that each
-step moves towards an even load (`optim.balance`, arXiv:2408.15664). Prints for each way how many of the digits held out are read
-right, and the share of the busiest and of the idlest expert. Draws the load of every expert over the steps, and by digit.
+A token goes through the 2 of 8 experts that the router scores highest. The loss of the digits does not make the router use all
+experts alike, so something else must: a loss of the router (`RouteConfig(aux=)`, arXiv:2101.03961), or a bias that each step moves
+towards an even load (`optim.balance`, arXiv:2408.15664). Prints for each way how many of the held-out digits are read correctly,
+and the share of the busiest and of the idlest expert. Draws the load of every expert over the steps, and by digit.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from funcops.optim import AdamWConfig, adamw_init, adamw_update, balance, decay_
 from funcops.trees import at, put
 
 NUMBERS = (
-    ("steps", 200, "of training, for each router"),
+    ("steps", 200, "training steps for each router"),
     ("batch", 64, "images in a step"),
-    ("experts", 8, "of which a token goes through 2"),
+    ("experts", 8, "experts, of which each token goes through 2"),
 )
 TOP_K, HIDDEN = 2, 64
 OPTIMISER = AdamWConfig(weight_decay=0.05)
@@ -37,8 +37,8 @@ BIAS = "moe.route.bias"
 
 
 class Result(NamedTuple):
-    """`over_time`: [steps, experts], the share of each expert, 1 for as much as each would get evenly; `by_digit`: [10, experts],
-    the same of the tokens of each digit that was held out; `right`: how many of these are read right."""
+    """A router's result. `over_time`: [steps, experts], the share of each expert, 1 is an even share; `by_digit`: [10, experts],
+    the same for the tokens of each held-out digit; `right`: how many held-out digits are read correctly."""
 
     over_time: Tensor
     by_digit: Tensor
@@ -54,7 +54,7 @@ def routers(experts: int) -> dict[str, RouteConfig]:
 
 
 def vit(route: RouteConfig) -> ChainConfig:
-    """Images to logits, and the router's load and loss."""
+    """The model: images to logits, and the router's load and loss."""
     mixture = moe(MoEConfig(route=route, experts=ExpertsConfig(route.experts, dim=WIDTH, hidden=HIDDEN)))
     normed = ChainConfig(steps=(plain_norm(), *mixture.steps), outputs=mixture.outputs)
     blocks = Step("attn", skip, SkipConfig(chain, attend(plain_norm()))), Step("moe", skip, SkipConfig(chain, normed))

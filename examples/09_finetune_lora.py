@@ -3,10 +3,10 @@
     python examples/09_finetune_lora.py                  # under a minute on two cores
     python examples/09_finetune_lora.py --steps 500      # goes on where that run ended
 
-The base model reads the standard library's sources, a byte at a time. Its task is then the same text in upper case, which it has
-hardly seen: only the adapters learn it. FOLDER gets `base.safetensors`, and, every few steps, what the next run goes on from, in
-one file; at the end the adapters in PEFT's format. Last comes a table: the held-out loss before and after, what a step keeps for
-its backward, and the size of what was trained.
+The base model learns the standard library's sources, a byte at a time. Its task is then the same text in upper case, which it has
+hardly seen: only the adapters learn it. The program writes to FOLDER `base.safetensors`, every few steps a file from which the next
+run resumes, and at the end the adapters in PEFT's format. Last it prints a table: the held-out loss before and after, the bytes
+that a step keeps for its backward, and the size of the trained params.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ EVERY = 50  # steps between two saves
 
 
 class Run(NamedTuple):
-    """What does not change while adapters learn. `params`: with the adapters that the run began with."""
+    """The values that do not change while adapters learn. `params`: with the adapters at the start of the run."""
 
     cfg: ChainConfig
     base: ChainConfig
@@ -47,12 +47,12 @@ class Run(NamedTuple):
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="09_finetune_lora.py", description="Fine-tune a small language model with LoRA.")
-    parser.add_argument("--folder", type=Path, default=Path("lora"), help="of the checkpoints (default: %(default)s)")
+    parser.add_argument("--folder", type=Path, default=Path("lora"), help="folder of the checkpoints (default: %(default)s)")
     parser.add_argument("--text", help="a file or a folder (default: the standard library's own sources)")
     for name, value, what in (
-        ("base-steps", 400, "steps of the base model, where FOLDER has none yet"),
-        ("steps", 300, "steps of the adapters, those of earlier runs included"),
-        ("rank", 8, "of the adapters"),
+        ("base-steps", 400, "training steps of the base model, if FOLDER has none yet"),
+        ("steps", 300, "training steps of the adapters, including earlier runs"),
+        ("rank", 8, "rank of the adapters"),
         ("alpha", 16, "the adapters' factor, times the rank"),
     ):
         parser.add_argument(f"--{name}", type=int, default=value, help=f"{what} (default: %(default)s)")
@@ -67,7 +67,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def upper(text: Tensor) -> Tensor:
-    """Bytes of text, its letters in upper case."""
+    """The bytes of text with letters in upper case."""
     return torch.where((text >= ord("a")) & (text <= ord("z")), text - 32, text)
 
 
@@ -81,7 +81,7 @@ def loss_of(params: Any, cfg: ChainConfig, data: Tensor) -> float:
 
 
 def base_model(args: argparse.Namespace, data: Tensor) -> Any:
-    """The params of the base: read where they are there, else trained on `data`, whole, and written."""
+    """The params of the base: read if the file exists, otherwise all trained on `data`, and written."""
     path, cfg = args.folder / "base.safetensors", model(DECODER)
     params = init(DECODER, seed=0, dtype=torch.float32, device="cpu")
     if path.is_file():
@@ -98,7 +98,7 @@ def base_model(args: argparse.Namespace, data: Tensor) -> Any:
 
 
 def train_step(params: Any, state: AdamWState, step: int, run: Run) -> tuple[Any, AdamWState, Tensor]:
-    """New adapters, in params whose other leaves are the same objects."""
+    """Do one step; return params with new adapters and otherwise the same tensors, the state, and the loss."""
     x, labels = batch(run.data, step=step, seed=1, size=ROWS, context=CONTEXT)
     loss, residuals = chain.fwd(params, inputs(params, x, labels), run.cfg, needs=lora_needs(run.cfg))
     grads, _ = chain.bwd(donate(residuals), torch.ones_like(loss), run.cfg)
@@ -107,7 +107,7 @@ def train_step(params: Any, state: AdamWState, step: int, run: Run) -> tuple[Any
 
 
 def resumed(path: Path, run: Run) -> tuple[Any, AdamWState, int]:
-    """Params with adapters, the optimiser's state and the steps done: of the file, where it is there."""
+    """Params with adapters, the optimiser's state and the steps done, read from the file if it exists."""
     own = adapter(run.params, run.cfg)
     state = adamw_init(own, OPTIMISER)
     if not path.is_file():
@@ -133,9 +133,9 @@ def fine_tune(args: argparse.Namespace, run: Run) -> None:
 
 
 def table(args: argparse.Namespace, run: Run) -> str:
-    """Losses on held-out text, bytes and sizes: of the base, with the adapters that were written, and merged."""
+    """Losses on held-out text, bytes and sizes: for the base, with the written adapters, and merged."""
     tuned = load_adapter(args.folder / "adapter", run.params, run.cfg)
-    base, merged = merge(run.params, run.cfg), merge(tuned, run.cfg)  # b was zero in those that the run began with
+    base, merged = merge(run.params, run.cfg), merge(tuned, run.cfg)  # the initial adapters have b = 0, so this is the base
     x, labels = batch(run.data, step=0, seed=1, size=ROWS, context=CONTEXT)
     x = inputs(base, x, labels)
     kept = {

@@ -1,10 +1,11 @@
-"""Which mesh for a decoder on so many GPUs: a table of the fastest layouts that fit, and a picture of the best one's pipeline.
+"""Find the best mesh for a decoder on a number of GPUs: a table of the fastest layouts that fit, and a picture of the best
+pipeline.
 
     python examples/plan_parallel.py --gpus 64 --plot best.png
     python examples/plan_parallel.py --gpus 512 --gpu A100 --hidden 8192 --ffn 28672 --layers 80 --heads 64 --batch 512 --fixed tp=8
 
-The model is its sizes (by default those of an 8B Llama); nothing is run. `--fixed` keeps what is decided; `--why tp=16` says why
-the meshes of that size are out.
+The model is described by its sizes (by default an 8B Llama); no model is run. `--fixed` searches only layouts with the given
+values; `--why tp=16` says why the meshes of that size are out.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--memory", type=float, default=72.0, help="GiB of a GPU that may be used (default: %(default)s)")
     for name, value in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=value, help="(default: %(default)s)")
-    parser.add_argument("--fixed", nargs="*", default=[], metavar="NAME=VALUE", help="fields of a layout that are given")
+    parser.add_argument("--fixed", nargs="*", default=[], metavar="NAME=VALUE", help="values that a layout must have")
     parser.add_argument("--why", nargs="*", default=[], metavar="NAME=SIZE", help="say why the meshes of these sizes are out")
-    parser.add_argument("--show", type=int, default=10, help="rows (default: %(default)s)")
+    parser.add_argument("--show", type=int, default=10, help="rows to print (default: %(default)s)")
     parser.add_argument("--plot", help="a file for the picture of the best pipeline (needs matplotlib)")
     return parser.parse_args(argv)
 

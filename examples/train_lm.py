@@ -8,7 +8,7 @@ Writes loss.png, metrics.csv and a checkpoint to --out, and ends with a sample o
 
     torchrun --nproc-per-node 4 examples/train_lm.py --dp 4
 
-trains on several processes, with the losses of one, and goes on from a checkpoint of any number of them.
+trains on several processes, with the losses of one, and can resume from a checkpoint of any number of processes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from funcops.trees import tensors
 
 VALIDATION_WINDOWS = 256
 MOST_SKIPPED = 10
-FREE = {  # flags that change no number of a run
+FREE = {  # flags that do not change the results of a run
     "out", "resume", "force", "stop_at", "sample", "delay_wgrad", "policy", "budget", "graph",
     "mesh", "overlap", "microbatches", "schedule", "zero", *AXES,
 }  # fmt: skip
@@ -69,8 +69,8 @@ def settings_of(args: Any, params: Any, ranks: Ranks, op: Op = chain) -> Setting
 
 
 def sample(params: Any, prompt: Tensor, args: Any, scales: Any = None) -> Iterator[Tensor]:
-    """The next `args.sample` bytes, [1] each, as soon as they are drawn: at temperature 0.8, from the key of --seed. Text may grow
-    beyond the context: in every layer a byte sees the last `context` ones, which its cache holds in a ring."""
+    """Draw the next `args.sample` bytes, [1] each, one by one, at temperature 0.8, from the key of --seed. Text may grow beyond the
+    context: in every layer a byte sees the last `context` bytes, which the cache holds in a ring."""
     cfg = dataclasses.replace(args.decoder, windows=(args.context,) * args.layers)
     predictor = model(cfg, args.recipe, loss=False)
     without_loss = {k: v for k, v in params.items() if k != "loss"}
@@ -80,7 +80,7 @@ def sample(params: Any, prompt: Tensor, args: Any, scales: Any = None) -> Iterat
 
 
 class Interrupt:
-    """Turns Ctrl-C into a flag that the loop reads between steps, so that no step is left half done."""
+    """Turns Ctrl-C into a flag that the loop reads between steps, so that every step is completed."""
 
     def __enter__(self) -> Interrupt:
         self.asked = False
@@ -97,7 +97,7 @@ class Interrupt:
 
 
 class Run:
-    """A training run: params and state, what is done, and the next step."""
+    """A training run: params, state, the steps done, and the function of the next step."""
 
     def __init__(self, args: Any, corpus: Corpus, ranks: Ranks | None = None) -> None:
         ranks = Ranks.one(args) if ranks is None else ranks
@@ -120,7 +120,7 @@ class Run:
         self.baseline = trigram_loss(corpus.train, corpus.held_out) if ranks.first else math.nan
 
     def first_scales(self) -> Any:
-        """Of a recipe with scales, those of one step that is thrown away: at scales of 1 small values would vanish."""
+        """The first scales of a recipe that has some, from a step that is thrown away: at scales of 1 small values would vanish."""
         if self.s.recipe is None or not self.s.recipe.delayed:
             return {}
         params = self.ranks.own(self.params)
@@ -134,7 +134,7 @@ class Run:
         return x.to(a.device), labels.to(a.device)
 
     def advance(self) -> Row:
-        """One step; `FloatingPointError` after ten in a row that were not finite."""
+        """Do one step. Raises `FloatingPointError` after ten steps in a row that were not finite."""
         a, (x, labels) = self.args, self.batch()
         lr = warmup_cosine(self.done, peak=a.lr, warmup=a.warmup, total=a.steps)
         began = time.perf_counter()
@@ -155,7 +155,7 @@ class Run:
         return row
 
     def agree(self) -> None:
-        """Of several processes all check, before they send anything, that they will send the same."""
+        """Check on all processes, before they send anything, that they will send matching messages."""
 
         def step(params: Any, scales: Any, x: Tensor, labels: Tensor) -> Any:
             if self.ranks.stages is not None:
@@ -174,7 +174,8 @@ class Run:
         return self.captured(*given)
 
     def compile(self) -> None:
-        """Before the clock runs. What the first call gives is thrown away: a compiled step writes to none of its arguments."""
+        """Compile the step before the clock runs. The first call's result is thrown away: a compiled step does not write to
+        arguments."""
         a, (x, labels) = self.args, self.batch()
         print("compiling the step ...", flush=True)
         began = time.perf_counter()
@@ -183,8 +184,8 @@ class Run:
         print(f"compiled in {time.perf_counter() - began:.1f} s (not counted as training)")
 
     def save(self) -> bool:
-        """Checkpoint, metrics and picture, each written whole or not at all. Where one cannot be, the run goes on, and what was
-        there before stays; says whether the checkpoint is written. The checkpoint is that of one process, whatever the mesh."""
+        """Write checkpoint, metrics and picture, each whole or not at all. If one cannot be written, the run goes on, and the
+        earlier file stays. Returns whether the checkpoint is written. The checkpoint is the same as one process's, on any mesh."""
         params, state = self.ranks.whole(self.params), self.state._replace(optimiser=self.ranks.whole_state(self.state.optimiser))
         return not self.ranks.any(self.ranks.first and not self.write(params, state))
 
@@ -204,7 +205,7 @@ class Run:
         return saved
 
     def say_load(self) -> None:
-        """Where the choices went since the evaluation before this."""
+        """Print the load of the experts since the last evaluation."""
         since = [row for row in self.rows if row.load is not None and row.step > self.done - self.args.eval_every]
         for i, layer in enumerate(shares(since) if since else ()):
             unused = int((layer == 0).sum())
@@ -213,16 +214,16 @@ class Run:
 
 
 def kept_flags(args: Any) -> dict[str, str]:
-    """The flags that a resumed run must share with the one that it goes on from."""
+    """The flags that a resumed run must share with the run that it continues."""
     return {k: str(v) for k, v in vars(args).items() if k not in FREE and k != "decoder"}
 
 
 def loop(run: Run) -> bool:
-    """Steps until the last one, --stop-at or Ctrl-C, saving on the way and at the end; says whether the end is saved."""
+    """Run steps until the last one, --stop-at or Ctrl-C, and save on the way and at the end. Returns whether the end is saved."""
     a, first, began = run.args, run.done, run.seconds
     stop_at = a.steps if a.stop_at is None else min(a.stop_at, a.steps)
     saved = first
-    shown = None if run.ranks.first else True  # None: where there is a terminal
+    shown = None if run.ranks.first else True  # None: only on a terminal
     with Interrupt() as interrupt, tqdm(total=a.steps, initial=run.done, unit="step", disable=shown) as bar:
         while run.done < stop_at and not run.ranks.any(interrupt.asked):
             row = run.advance()
@@ -303,7 +304,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"train_lm.py: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # outside of the loop, or a second time in it
-        print("train_lm.py: interrupted; what was saved before is as it was", file=sys.stderr)
+        print("train_lm.py: interrupted; earlier saves are unchanged", file=sys.stderr)
         return 130
 
 

@@ -1,7 +1,7 @@
-"""Bytes that the memory-bound kernels move, over the least that they could, and the quality of their code; no GPU is needed.
+"""Bytes that the memory-bound kernels move, over the minimum, and the quality of their code, without a GPU.
 
 python -m benchmarks traffic --csv FILE                       counts all
-python -m benchmarks traffic --changed FILE --csv FILE        counts what FILE, an earlier table, does not hold
+python -m benchmarks traffic --changed FILE --csv FILE        counts only what FILE, an earlier table, lacks
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.traffic.functions import FORWARD, function_of
 from benchmarks.traffic.limits import why
 from benchmarks.traffic.ours import Case, cases, plan
 
-PROGRAMS, MANY = 4, {"embedding_wgrad": 96, "embedding_wgrad_into": 96}  # to sample; more where what they do depends on ids
+PROGRAMS, MANY = 4, {"embedding_wgrad": 96, "embedding_wgrad_into": 96}  # to sample; more if their work depends on ids
 
 
 def _liger(case: Case) -> Peer | None:
@@ -49,17 +49,17 @@ def _inductor(case: Case) -> Peer | None:
     return f"torch {torch.__version__.partition('+')[0]}", made
 
 
-Peer = tuple[str | None, Callable[[], Callable[[], Any]]]  # the version, None where it is not installed, and what makes the call
+Peer = tuple[str | None, Callable[[], Callable[[], Any]]]  # the version, None if not installed, and what makes the call
 PEERS: dict[str, Callable[[Case], Peer | None]] = {"liger": _liger, "inductor": _inductor}
 PROVIDERS = tuple(PEERS)
 
 
 class Traffic(NamedTuple):
-    """A kernel as a training step calls it, all of its launches. Bytes moved (`ratio`), asked for (`asked`) and moved in whole
-    sectors of 32 (`sectors`), over the least: inputs and outputs once. `launches` names them, and what torch does between them;
-    `resident` is of each launch, how many programs a multiprocessor holds. Registers, warps, spills, `wide` (the share of bytes in
-    accesses of 128 bits) and `per_byte` (instructions for each byte moved) are those of the launch that moves most. `hash`:
-    what of the source was counted."""
+    """All launches of a kernel, as a training step calls it. Bytes moved (`ratio`), requested (`asked`) and moved in whole sectors
+    of 32 bytes (`sectors`), over the minimum, inputs and outputs once. `launches` names the launches, and torch's operators between
+    them; `resident` says for each launch how many programs a multiprocessor holds. Registers, warps, spills, `wide` (the share of
+    bytes in accesses of 128 bits) and `per_byte` (instructions for each byte moved) are of the launch that moves most. `hash`: a
+    hash of the counted source."""
 
     kernel: str
     shape: str
@@ -80,16 +80,17 @@ class Traffic(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", default="", help="kernels whose names hold this")
+    parser.add_argument("--only", default="", help="only kernels whose names contain this")
     parser.add_argument(
         "--providers", nargs="*", choices=PROVIDERS, default=PROVIDERS, help="beside ours; default: all that are installed"
     )
-    parser.add_argument("--changed", metavar="FILE", help="count only what this table does not hold as it is now")
+    parser.add_argument("--changed", metavar="FILE", help="count only kernels whose row in this table is missing or outdated")
 
 
 def run(only: str = "", changed: str | None = None, providers: Sequence[str] = PROVIDERS) -> Iterator[Traffic] | list[Traffic]:
-    """The rows as they come: of a kernel the others' first, then ours, which says what it is beyond. With an earlier table its rows
-    of what was not asked for too, and all at once, so that a run that is interrupted leaves that table whole."""
+    """The rows, each as soon as it is counted: for each kernel the other libraries' rows first, then ours, with the reasons for
+    limits that it exceeds. With an earlier table also its rows for kernels and providers that were not selected, and all rows at
+    once, so that an interrupted run leaves that table complete."""
     if knobs.runtime.interpret:
         raise BenchError("bench traffic: TRITON_INTERPRET is set, and the interpreter compiles nothing; unset it")
     if next(cases(torch.bfloat16, "meta", lambda name, _: only in name), None) is None:
@@ -110,7 +111,7 @@ def _rows(only: str, known: dict[tuple[str, str, str], Traffic], providers: Sequ
     yield from (row for row in known.values() if only not in row.kernel)
 
     def held(case: Case, provider: str, source: str | None) -> Traffic | None:
-        """The earlier row, if it is of this source; of what is not installed, whatever it is of."""
+        """The earlier row, if it was counted from this source; for a library that is not installed, the earlier row in any case."""
         row = known.get((*case[:2], provider))
         return row if row is not None and source in (row.hash, None) else None
 
@@ -131,11 +132,11 @@ def _rows(only: str, known: dict[tuple[str, str, str], Traffic], providers: Sequ
         fresh += row is None
         row = row or counted(case, "funcops", source)
         yield row._replace(why=why(row, others))
-    print(f"bench traffic: {fresh} counted, the others as they were", file=sys.stderr)
+    print(f"bench traffic: {fresh} counted, the others unchanged", file=sys.stderr)
 
 
 def other(case: Case, provider: str, version: str | None, made: Callable[[], Callable[[], Any]]) -> Traffic:
-    """A row of another library's; where there is none, why."""
+    """A row of another library; if its call fails, the row says why."""
     try:
         if version is None:
             raise BenchError("not installed")
@@ -175,8 +176,8 @@ def row_of(case: Case, provider: str, built: list[Quality], source: str) -> Traf
 
 
 def wide(found: Quality, launch: Counted) -> float:
-    """The share of 128-bit accesses in the bytes that a launch asks for, by the lines where it does.
-    (Those that the compiler moved to another line are left out.)"""
+    """The share of 128-bit accesses in the bytes that a launch requests, by source line. (Accesses that the compiler moved to
+    another line are left out.)"""
     lines = {line: size for line, size in (launch.lines or {}).items() if line in found.widths}
     return sum(size * found.widths[line] for line, size in lines.items()) / sum(lines.values()) if lines else math.nan
 

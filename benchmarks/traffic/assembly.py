@@ -1,5 +1,4 @@
-"""What a launch became on sm_90: registers, warps, spills, the widths of its accesses and its instructions,
-read off its assembly."""
+"""Reads the assembly of a launch for sm_90: registers, warps, spills, the widths of its accesses and its instructions."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 
 from funcops.backend.aot import TOOLS
 
-THREADS, REGISTERS, SHARED, PROGRAMS = 2048, 65536, 233472, 32  # of an H100's multiprocessor
+THREADS, REGISTERS, SHARED, PROGRAMS = 2048, 65536, 233472, 32  # the limits of an H100's multiprocessor
 INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)([.\w]*)([^;]*)")
 ACCESS = re.compile(r"(?:ld|st)\.global\S*?(?:\.v(\d))?\.[bf](\d+) |cp\.async\.c[ag]\.shared\.global [^,]*,[^,]*, (\w+)")
 LABEL = re.compile(r"^(\.L\w+):")
@@ -23,9 +22,9 @@ BITS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
 
 
 class Quality(NamedTuple):
-    """`widths`: for each line of the kernel that has accesses, a share of their bytes, of those in accesses of 128 bits.
-    `per_byte`: instructions that a thread issues for each byte that it loads or stores in the longest loop that does so, or in all
-    of the kernel where none does; NaN where there are none."""
+    """The quality of a kernel's code. `widths`: for each line of the kernel with accesses, the share of their bytes in accesses of
+    128 bits. `per_byte`: instructions that a thread issues for each byte that it loads or stores, in the longest loop with
+    accesses, or in the whole kernel if no loop has any; NaN without accesses."""
 
     registers: int
     warps: int
@@ -43,7 +42,7 @@ class Instruction(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of global memory, that a thread moves."""
+        """The bytes of global memory that a thread moves."""
         if self.opcode not in GLOBAL:
             return 0
         return next((BITS[suffix] for suffix in self.suffixes if suffix in BITS), 4)
@@ -69,13 +68,13 @@ def _quality(cubin: bytes, ptx: str, warps: int, shared: int) -> Quality:
 
 
 def resident(registers: int, warps: int, shared: int) -> int:
-    """Programs that a multiprocessor holds at a time."""
+    """The number of programs that a multiprocessor holds at a time."""
     by_registers = REGISTERS // (math.ceil(registers / 8) * 8 * 32 * warps)
     return max(1, min(PROGRAMS, THREADS // 32 // warps, by_registers, SHARED // (shared + 1024)))
 
 
 def widths(ptx: str) -> dict[int, float]:
-    """By the kernel's own lines: an access within a helper is its caller's."""
+    """The share of 128-bit accesses by line of the kernel; an access within a helper counts for the calling line."""
     found: dict[int, list[int]] = {}
     line = 0
     for text in ptx.splitlines():
@@ -94,7 +93,7 @@ def per_byte(code: str) -> float:
 
 
 def hot(code: str) -> list[Instruction]:
-    """The longest loop with accesses in it; the whole kernel where there is none."""
+    """The longest loop with accesses in it; the whole kernel if no loop has any."""
     instructions, labels = read(code)
     loops = []
     for i, one in enumerate(instructions):
@@ -109,7 +108,7 @@ def hot(code: str) -> list[Instruction]:
 
 
 def read(code: str) -> tuple[list[Instruction], dict[str, int]]:
-    """The instructions of the kernel, less padding, and which of them each label stands before."""
+    """The instructions of the kernel without padding, and for each label the index of the instruction after it."""
     found: list[Instruction] = []
     labels: dict[str, int] = {}
     for line in code.splitlines():

@@ -1,4 +1,4 @@
-"""Launches as they are asked for, before Triton runs them: by whom, on what grid, with which arguments."""
+"""Requested launches, before Triton runs them: the kernel, the grid and the arguments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from funcops.errors import short
 
 
 class Call(NamedTuple):
-    """`run` launches the kernel as Triton would have."""
+    """A requested launch; `run` launches the kernel as Triton would have."""
 
     kernel: Any
     grid: tuple[int, int, int]
@@ -35,13 +35,13 @@ class Call(NamedTuple):
 
     @property
     def specialised(self) -> str:
-        """The launch in words that do not depend on addresses."""
+        """The launch as text that does not depend on addresses."""
         values = {name: short(v.dtype) if isinstance(v, Tensor) else repr(v) for name, v in self.arguments.items()}
         return f"{self.grid} {values} {sorted(self.options.items())}"
 
 
 class Nothing:
-    """What a launch that did not happen gives: as of a compiled kernel, it may be launched again."""
+    """The result of a launch that was intercepted; like a compiled kernel, it can be launched again."""
 
     function = packed_metadata = None
 
@@ -52,7 +52,7 @@ class Nothing:
 
 @contextlib.contextmanager
 def intercepted(instead: Callable[[Call], Any]) -> Iterator[None]:
-    """Every launch of the block goes to `instead`, whether or not Triton interprets its kernels."""
+    """Send every launch of the block to `instead`, whether or not Triton interprets its kernels."""
 
     def interceptor(launch: Any) -> Any:
         def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **named: Any) -> Any:
@@ -68,7 +68,7 @@ def intercepted(instead: Callable[[Call], Any]) -> Iterator[None]:
 
     kinds = [(kind, kind.run) for kind in (JITFunction, InterpretedFunction)]
     before = knobs.runtime.launch_enter_hook
-    knobs.runtime.launch_enter_hook = Nothing.run  # while there is one, every launch goes through Triton
+    knobs.runtime.launch_enter_hook = Nothing.run  # with a hook set, every launch goes through Triton
     try:
         for kind, launch in kinds:
             kind.run = interceptor(launch)
@@ -81,7 +81,7 @@ def intercepted(instead: Callable[[Call], Any]) -> Iterator[None]:
 
 
 def fingerprint_of(calls: list[Call]) -> str:
-    """A hash of the launches: the kernels' sources and their helpers', and what they are called with. It is the same where Triton
-    interprets, so what tells that is left out."""
+    """A hash of the launches: the sources of the kernels and their helpers, and the arguments. It must be the same with Triton's
+    interpreter, so the lines that differ with it are left out."""
     said = [line for call in calls for line in (*source_of(call.kernel), call.specialised) if " reads INTERPRETED: " not in line]
     return hashlib.sha256("\n".join(said).encode()).hexdigest()[:12]

@@ -1,8 +1,8 @@
-"""Bytes that launches ask for and move, counted by Triton's interpreter on a sample of each launch's programs.
+"""Bytes that launches request and move, counted by Triton's interpreter on a sample of each launch's programs.
 
-What a program asks for is moved, but not again while it is near: until the program has asked for `far` further bytes, which are
-half of the level-2 cache over all programs that the device holds at a time. Of a tensor that is `SMALL`, no more is moved in a
-launch than it has. Operators of torch between the launches are counted by their operands.
+Bytes that a program requests are moved, but not again while they are in the cache: until the program has requested `far` further
+bytes, its share of half of the level-2 cache, which all programs that the device holds at a time divide. A tensor of at most
+`SMALL` bytes is moved at most once per launch. Torch's operators between the launches are counted by their operands.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MADE = ("new_", "zero", "one", "full", "fill")  # operators that read nothing
 
 
 class Bytes(NamedTuple):
-    """`sectors`: as `moved`, in whole sectors."""
+    """Requested and moved bytes. `sectors`: like `moved`, in whole sectors."""
 
     asked: float = 0.0
     moved: float = 0.0
@@ -38,11 +38,11 @@ class Bytes(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """A launch, or an operator of torch, and its bytes."""
+    """A launch, or one of torch's operators, and its bytes."""
 
     name: str
     bytes: Bytes
-    lines: dict[int, float] | None = None  # of a launch: the bytes that each line of the kernel asks for
+    lines: dict[int, float] | None = None  # for a launch: the bytes that each line of the kernel requests
 
 
 def total(counted: list[Counted]) -> Bytes:
@@ -50,10 +50,10 @@ def total(counted: list[Counted]) -> Bytes:
 
 
 class Memory:
-    """A tensor's storage. `read` and `written` of an element: what its program's clock was when it was last touched; 0: never."""
+    """A tensor's storage, with the program's clock at the last read and the last write of each element; 0: never."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor  # which must live, so that its address is not another's
+        self.tensor = tensor  # keep it alive, so that its address is not reused
         storage = tensor.untyped_storage()
         self.start, self.size = storage.data_ptr(), storage.nbytes()
         self._stamps: dict[tuple[bool, int], Any] = {}
@@ -67,8 +67,8 @@ class Memory:
 
 
 class Counter:
-    """Counts launches as they are intercepted: `programs` of each or so, spread over the longest axis of its grid, and over all of
-    the others. Neither the first nor the last, which may do less."""
+    """Counts intercepted launches by about `programs` programs of each, spread over the longest axis of its grid, and all along the
+    other axes. Leaves out the first and the last program, which may do less."""
 
     def __init__(self, residents: Sequence[int], programs: int) -> None:
         self.residents, self.programs = iter(residents), programs
@@ -82,7 +82,7 @@ class Counter:
         self._clock = self._began = self._asked = self._far = 0
 
     def know(self, values: Any) -> None:
-        """Tensors whose memory kernels may reach."""
+        """Register tensors whose memory kernels may reach."""
         for value in leaves(values):
             if isinstance(value, Tensor) and value.untyped_storage().nbytes():
                 start = value.untyped_storage().data_ptr()
@@ -96,7 +96,7 @@ class Counter:
             place = bisect.bisect_right(self._starts, address) - 1
             near = self._near = self._memories[self._starts[max(0, place)]]
             if not near.start <= address < near.start + near.size:
-                raise BenchError("bench traffic: a kernel reached memory that is no argument's")
+                raise BenchError("bench traffic: a kernel reached memory outside of its arguments")
         return near
 
     def access(self, ptrs: Any, mask: Any, written: bool) -> None:
@@ -106,7 +106,7 @@ class Counter:
             at = at[np.broadcast_to(mask.data, at.shape).astype(bool)]  # a mask of scalars may come as integers
         at = at.reshape(-1).astype(np.int64)
         if at.size > 1 and (np.diff(at) <= 0).any():
-            at = np.unique(at)  # an address in many lanes is asked for once
+            at = np.unique(at)  # an address in many lanes is requested once
         if not at.size:
             return
         memory = self._memory(int(at[0]))
@@ -120,14 +120,14 @@ class Counter:
         self._lines[line] = self._lines.get(line, 0.0) + bytes_asked
         self._clock += bytes_asked
         last[place] = self._clock
-        if written:  # what was written is near for a load too
+        if written:  # a written element is cached for loads too
             memory.stamps(False, width)[place] = self._clock
         if new.size:
             sectors = 1 + np.count_nonzero(np.diff(new // SECTOR))
             memory.moved[written] += new.size * width, sectors * SECTOR
 
     def _line(self) -> int:
-        """Of the kernel that runs, whichever helper accesses memory for it."""
+        """The current line of the running kernel, even if a helper accesses memory for it."""
         frame = sys._getframe(2)
         while frame.f_back is not None and frame.f_code is not self._code:
             frame = frame.f_back
@@ -160,7 +160,7 @@ class Counter:
 
 
 class _Operators(TorchDispatchMode):
-    """Counts what operators of torch read and write, but for views and what only makes room."""
+    """Counts the bytes that torch's operators read and write, except views and operators that only allocate."""
 
     runs = True
 
@@ -181,8 +181,8 @@ class _Operators(TorchDispatchMode):
 
 
 def count(f: Callable[[], Any], arguments: Any, residents: Sequence[int], programs: int = 4) -> list[Counted]:
-    """What f moves. `arguments`: the tensors that its kernels may reach without taking them. `residents`: of each launch, how many
-    programs a multiprocessor holds at a time. f runs twice, so that what it keeps is there."""
+    """Count the bytes that f moves. `arguments`: the tensors that its kernels may reach without taking them. `residents`: for each
+    launch, how many programs a multiprocessor holds at a time. f runs twice, so that its caches are filled."""
     with intercepted(lambda _: None):
         f()
     counter = Counter(residents, programs)

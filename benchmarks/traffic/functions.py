@@ -1,5 +1,5 @@
-"""The same work as ours in torch's own functions, for torch.compile: a function, the tensors it takes,
-and which of its graphs ours is."""
+"""Our kernels' work in torch's own functions, for torch.compile: a function, the tensors that it takes,
+and the graphs of it that correspond to our kernel."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from funcops.kernels import glu
 from funcops.kernels.activation import ACTIVATIONS
 
 ACTS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu}
-KINDS = (*ACTS, "swiglu", "geglu_tanh")  # as one is as another
+KINDS = (*ACTS, "swiglu", "geglu_tanh")  # the others are alike
 HEAD = 128  # the width of every head of the samples
 
 
 class Function(NamedTuple):
-    """`graphs`: of forward and backward, those that do our work. `below`: integers that it takes are below that."""
+    """A function for torch.compile. `graphs`: which of forward and backward do our work. `below`: a bound for its integer
+    inputs."""
 
     f: Callable[..., Any]
     inputs: list[Tensor]
@@ -89,13 +90,13 @@ def _angles(table: Tensor) -> list[Tensor]:
 
 
 def turns_halves(case: Case) -> bool:
-    """Whether every number of every head turns, with one of the other half of its head."""
+    """Whether every number of every head is rotated, paired with one of the other half of its head."""
     table = next((t for t in case.args if isinstance(t, Tensor) and t.dtype is torch.float32), None)
     return table is not None and table.shape[-1] == 3 * HEAD and case.shape.startswith("halves")
 
 
 def function_of(case: Case) -> Function | None:
-    """None where torch.compile has nothing of the kind, or its graph cannot be had without CUDA (dropout)."""
+    """The function for a case; None if torch.compile has no counterpart, or makes its graph only with CUDA (dropout)."""
     name, a = case.name, case.args
     if any(kind in (*ACTIVATIONS, *glu.GATES) and kind not in KINDS for kind in case.shape.split()):
         return None
@@ -151,6 +152,6 @@ def _joint(args: Any) -> Tensor:
 
 
 def _split_again(args: Any) -> Callable[..., tuple[Tensor, ...]]:
-    """Its gradient does not flow to the angles."""
+    """The split without gradients for the angles."""
     f = _split(args[0].shape[-2], args[1].shape[-2])
     return lambda qkv, cos, sin: f(qkv, cos.detach(), sin.detach())

@@ -1,9 +1,9 @@
-"""What torch.compile makes of a function for sm_90, captured where there is no GPU, and run kernel by kernel in the interpreter.
+"""Captures the kernels that torch.compile writes for sm_90, without a GPU, and runs them one by one in the interpreter.
 
-A function is traced on fake tensors of the CPU, the device is exchanged in its graphs, and inductor lowers them as it would for
-CUDA. Its wrapper then runs on the CPU, where every launch is intercepted. A device would try each kernel's configurations; here the
-one that moves the fewest sectors is taken, of those the one with the largest blocks. Torch's compiler takes seconds to import, so
-that is done late.
+A function is traced on fake CPU tensors, the device is replaced in its graphs, and inductor lowers them as it would for CUDA. Its
+wrapper then runs on the CPU, where every launch is intercepted. A device would try each kernel's configurations; here the one that
+moves the fewest sectors is taken, among equals the one with the largest blocks. Torch's compiler takes seconds to import, so it is
+imported late.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ OF_INTERFACE = {
     "exchange_device": lambda device: 0,
     "maybe_exchange_device": lambda device: 0,
 }
-CPU_INSTEAD = {  # in the wrapper's source
+CPU_INSTEAD = {  # replacements in the wrapper's source
     "from torch._C import _cuda_getCurrentRawStream as get_raw_stream": "get_raw_stream = int",
     "async_compile = AsyncCompile()": "async_compile = captured_kernels",
     "empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda": (
@@ -79,13 +79,13 @@ class _Captured(Exception):
 
 
 class Graph:
-    """The wrapper's source for one graph, and the shape, strides and dtype of each of its inputs (a number: itself)."""
+    """The wrapper's source for one graph, and the shape, strides and dtype of each input tensor, or the input if it is a number."""
 
     def __init__(self, source: str, inputs: list[Any]) -> None:
         self.source, self.inputs = source, inputs
 
     def runner(self, below: int) -> Callable[[], Any]:
-        """A call on new tensors, those of integers below `below`."""
+        """A call on new tensors; integers are below `below`."""
         for old, new in CPU_INSTEAD.items():
             self.source = self.source.replace(old, new)
         scope: dict[str, Any] = {"captured_kernels": _Kernels(), "contextlib": contextlib, "__name__": "captured"}
@@ -96,7 +96,7 @@ class Graph:
 
 
 def captured(f: Callable[..., Any], inputs: Sequence[Tensor], backward: bool) -> list[Graph]:
-    """The graphs of f on tensors like the inputs: forward, and backward where asked for."""
+    """The graphs of f on tensors like the inputs: forward, and with `backward` the backward."""
     from torch._functorch.aot_autograd import aot_function, make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._guards import TracingContext, tracing
@@ -154,7 +154,7 @@ def captured(f: Callable[..., Any], inputs: Sequence[Tensor], backward: bool) ->
 
 @contextlib.contextmanager
 def _device() -> Iterator[None]:
-    """An H100 to all that asks while lowering; nothing runs on it."""
+    """Pretend to have an H100 while inductor lowers; nothing runs on it."""
     from torch._dynamo import device_interface
     from torch._inductor.fx_passes import joint_graph
 
@@ -169,7 +169,7 @@ def _device() -> Iterator[None]:
         stack.enter_context(
             mock.patch.object(joint_graph, "lazy_init", lambda *_, **__: None)
         )  # its patterns are traced on the device
-        device_interface.init_device_reg()  # which else would register its own over ours
+        device_interface.init_device_reg()  # now, as later it would replace ours
         stack.enter_context(mock.patch.dict(device_interface.device_interfaces))
         for name in ("cuda", "cuda:0"):
             device_interface.register_interface_for_device(name, interface)
@@ -178,7 +178,7 @@ def _device() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _heuristics() -> Iterator[None]:
-    """Kernels as inductor decorates them, kept instead of tuned."""
+    """Keep the kernels that inductor decorates, instead of tuning them."""
     from torch._inductor.runtime import triton_helpers, triton_heuristics
 
     def kept(
@@ -200,12 +200,12 @@ def _heuristics() -> Iterator[None]:
 
 @functools.cache
 def _sources() -> tempfile.TemporaryDirectory[str]:
-    """Where kernels' sources lie until the process ends: they are read when a kernel is compiled."""
+    """The folder of the kernels' sources until the process ends: they are read when a kernel is compiled."""
     return tempfile.TemporaryDirectory()
 
 
 class _Kernels:
-    """In the place of inductor's compiler."""
+    """Replaces inductor's compiler."""
 
     def triton(self, name: str, source: str, device_str: str = "") -> Any:
         module = f"captured_{next(_numbers)}"

@@ -1,7 +1,7 @@
-"""One program of a launch at a time, run by Triton's interpreter, and every access that it makes.
+"""Runs one program of a launch at a time in Triton's interpreter, and reports every access.
 
-Values do not matter here, as no kernel's accesses depend on them but for ids: memory need not be filled, CUDA's mathematical
-library is left out, and reductions with functions of their own give any of their operands.
+Values do not matter here, as a kernel's accesses depend on no values except ids: memory need not be filled, CUDA's mathematical
+library is left out, and reductions with custom functions return any of their operands.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Access = Callable[[Any, Any, bool], None]  # pointers, mask, whether it stores
 
 
 def _hooks(before: list[Any], access: Access) -> list[Any]:
-    """Every load and store ends in one of these four."""
+    """The hooks for the four functions through which every load and store goes."""
     load, store, _, swap = before
 
     def counted_load(self: Any, ptrs: Any, mask: Any, *args: Any, **named: Any) -> Any:
@@ -40,7 +40,7 @@ def _hooks(before: list[Any], access: Access) -> list[Any]:
     def counted_update(self: Any, op: Any, ptr: Any, value: Any, mask: Any, *_: Any) -> Any:
         access(ptr, mask, False)
         access(ptr, mask, True)
-        return value  # as the interpreter updates no 16-bit numbers
+        return value  # the interpreter cannot update 16-bit numbers
 
     def counted_swap(self: Any, ptr: Any, *args: Any) -> Any:
         access(ptr, None, False)
@@ -64,7 +64,7 @@ def interpreting(call: Call, access: Access) -> Iterator[Callable[[tuple[int, ..
             for one in (JITFunction, interpreter.InterpretedFunction)
         ),
         (interpreter.ReduceOps, "generic_reduce", _any_reduction),
-        (builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False)),  # which takes half of the time
+        (builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False)),  # sanitising takes half of the time
     ]
     before = [(place, name, getattr(place, name)) for place, name, _ in replaced]
     scope = interpreter._patch_lang(python)  # the modules of the language that this file names
@@ -78,7 +78,7 @@ def interpreting(call: Call, access: Access) -> Iterator[Callable[[tuple[int, ..
         for place, name, value in replaced:
             setattr(place, name, value)
         with warnings.catch_warnings(), np.errstate(all="ignore"), _library_functions_as_identity(call.kernel.fn.__globals__):
-            warnings.simplefilter("ignore")  # memory that nobody filled overflows
+            warnings.simplefilter("ignore")  # uninitialised memory overflows
             yield run
     finally:
         for place, name, value in before:
@@ -87,19 +87,19 @@ def interpreting(call: Call, access: Access) -> Iterator[Callable[[tuple[int, ..
 
 
 def _converted(value: Any) -> Any:
-    """Floats too are tensors to a kernel."""
+    """The value as a kernel's argument; floats become tensors, too."""
     return (
         interpreter.interpreter_semantic.to_tensor(value, False) if isinstance(value, float) else interpreter._implicit_cvt(value)
     )
 
 
 def _any_reduction(self: Any, operands: Any) -> Any:
-    """Instead of one that runs Python for every element: values do not matter here, shapes do."""
+    """Replaces the reduction that runs Python for every element: values do not matter here, only shapes."""
     return [self.to_tensor(np.max(one.handle.data, axis=self.axis, keepdims=self.keep_dims), one.dtype) for one in operands]
 
 
 class _Identity:
-    """In the place of CUDA's mathematical library, which gives None in the interpreter: any of its functions, or all of them."""
+    """Replaces CUDA's mathematical library, or any of its functions, which return None in the interpreter."""
 
     def __call__(self, first: Any, *_: Any, **__: Any) -> Any:
         return first
@@ -110,7 +110,7 @@ class _Identity:
 
 @contextlib.contextmanager
 def _library_functions_as_identity(names: dict[str, Any]) -> Iterator[None]:
-    """In what a kernel's file names, and in the modules that it names."""
+    """Replace library functions in the globals of a kernel's file, and in the modules that it imports."""
     modules = [vars(value) for value in names.values() if isinstance(value, ModuleType) and not _is_library(value)]
     found = [(scope, {name: v for name, v in scope.items() if _is_library(v)}) for scope in (names, *modules)]
     for scope, library in found:

@@ -1,4 +1,4 @@
-"""What a row of the table must hold, and why some do not."""
+"""The limits that a row of the table must keep, and the reasons why some rows exceed them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MOVED, NEAR_PEER, WIDE, PER_BYTE = 1.05, 0.01, 0.95, 6.0
 
 
 class Reason(NamedTuple):
-    """Why the rows of these kernels and shapes, both regular expressions, are beyond a limit: "moved", "wide", "instructions" or
+    """Why the rows of these kernels and shapes, both regular expressions, exceed a limit: "moved", "wide", "instructions" or
     "spills"."""
 
     kernel: str
@@ -86,11 +86,11 @@ REASONS = (
 
 
 def missed(row: Any, peers: Iterable[Any]) -> list[str]:
-    """The limits that a row of ours is beyond; `peers`: the rows of others for the same call."""
+    """The limits that a row of ours exceeds; `peers`: the other libraries' rows for the same call."""
     counted = [peer for peer in peers if not peer.why]
     best = min((peer.ratio for peer in counted), default=0.0)
     beyond = {
-        "moved": not row.ratio <= max(MOVED, best + NEAR_PEER),  # what could not be counted is nan
+        "moved": not row.ratio <= max(MOVED, best + NEAR_PEER),  # nan, which was not counted, fails
         "wide": not row.wide >= WIDE,
         "instructions": not row.per_byte <= PER_BYTE,
         "spills": row.spills > max((peer.spills for peer in counted if peer.provider == "liger"), default=0),
@@ -99,6 +99,6 @@ def missed(row: Any, peers: Iterable[Any]) -> list[str]:
 
 
 def why(row: Any, peers: Iterable[Any]) -> str:
-    """A sentence for each limit that the row is beyond and that has a reason."""
+    """The reasons for the limits that the row exceeds, as far as there are any."""
     found = [next((reason.words for reason in REASONS if reason.fits(row, limit)), "") for limit in missed(row, peers)]
     return "; ".join(filter(None, found))

@@ -1,4 +1,4 @@
-"""The memory-bound kernels of `samples`, as calls to count: each with the sums of what it leaves in parts."""
+"""The memory-bound kernels of `samples`, as calls to count, each with the final sums of its partial results."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from funcops.kernels import cross_entropy as declared_loss
 from funcops.kernels.norm import sum_parts
 from funcops.trees import leaves, nbytes, tree_map
 
-LONG_AND_ODD = (2048, 32768), (8192, 4099)  # rows of norms, beside those of `samples`
+LONG_AND_ODD = (2048, 32768), (8192, 4099)  # more rows of norms than `samples` has
 READ_OF = {"table": 1 / 3}  # a rotary table has cos, sin and -sin, each twice: a call needs cos and sin once
 
 
 class RoomMaker(Maker):
-    """Makes room and fills little of it: what is never touched takes no memory, and no kernel's accesses depend on values,
-    but for ids."""
+    """Allocates tensors and fills only small ones: untouched pages take no memory, and a kernel's accesses depend on no values
+    except ids."""
 
     def floats(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         t = torch.empty(shape, device=self.device, dtype=dtype or self.dtype)
@@ -34,7 +34,8 @@ class RoomMaker(Maker):
 
 
 class Case(NamedTuple):
-    """`run` is what a training step calls, on `args`; `least` its bytes: all that it takes and all that it gives, each once."""
+    """A call to count: `run` calls the kernel on `args` as a training step does; `least` is the minimum of bytes, each input and
+    each output once."""
 
     name: str
     shape: str
@@ -61,7 +62,7 @@ def case_of(sample: Sample, dtype: torch.dtype) -> Case:
     meta = tree_map(lambda t: t.to("meta") if isinstance(t, Tensor) else t, sample.args)
     with intercepted(lambda _: None), backend("triton"):
         given = leaves(launch(*meta))
-    # the body leaves one part; a kernel that leaves another number of them says so in a fake of its own
+    # the body returns one part; a kernel that returns another number of parts declares a fake of its own
     bodys = given if declared.fake_impl is declared.torch_impl else leaves(declared.torch_impl(*meta))
     in_parts = [isinstance(a, Tensor) and a.shape != b.shape for a, b in zip(given, bodys, strict=True)]
 
@@ -76,7 +77,7 @@ def case_of(sample: Sample, dtype: torch.dtype) -> Case:
 
 
 def both_of_cross_entropy(backward: Sample) -> Case:
-    """Loss and gradient as one, of which the least is a read and a write: what the logits' own tensor could hold."""
+    """Loss and gradient as one call. Its minimum is one read and one write of the logits, whose tensor could hold the gradient."""
     dloss, logits, labels, _, *options = backward.args
     args = logits, labels, *options
 
@@ -85,12 +86,12 @@ def both_of_cross_entropy(backward: Sample) -> Case:
             declared_loss.cross_entropy_fwd.kernel.triton_impl(*args)
             backward.kernel.kernel.triton_impl(*backward.args)
 
-    least = 2 * logits.nbytes + labels.nbytes + 2 * dloss.nbytes  # of these the last is the losses
+    least = 2 * logits.nbytes + labels.nbytes + 2 * dloss.nbytes  # dloss, and losses of the same size
     return Case("cross_entropy", backward.shape, args, run, least)
 
 
 def taken(sample: Sample) -> float:
-    """Bytes of the arguments; twice of those that are written to, or, where there are ids, of their rows that some id has."""
+    """The bytes of the arguments. Arguments that are written to count twice; with ids, only their rows that some id selects."""
     declared, args = sample.kernel.kernel, sample.named
     sizes = {name: nbytes(arg) * READ_OF.get(name, 1.0) for name, arg in args.items()}
     for name in declared.mutates:

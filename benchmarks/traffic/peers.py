@@ -1,4 +1,4 @@
-"""Liger-Kernel's calls for the same work as ours: its own host code and kernels, in place where it works in place by default."""
+"""Liger-Kernel's calls for the same work as ours: its own host code and kernels, in place if that is its default."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LLAMA = 0  # its casting mode: statistics in float32
 
 
 def liger_version() -> str | None:
-    """None where it is not installed."""
+    """Liger-Kernel's version; None if it is not installed."""
     try:
         import liger_kernel.ops  # noqa: F401
     except ImportError:
@@ -28,7 +28,7 @@ def liger_version() -> str | None:
 
 
 def has_liger(case: Case) -> bool:
-    """Whether it has a kernel for this. Of its gated units, SwiGLU and GEGLU over two tensors; of rotations, of all of a head."""
+    """Whether Liger-Kernel has a kernel for this: SwiGLU and GEGLU only over two tensors, rotations only of whole heads."""
     if case.name == "rope_apply":
         return turns_halves(case)
     return case.name in CALLS and (not case.name.startswith("glu") or case.args[-1] in ("swiglu", "geglu_tanh"))
@@ -51,7 +51,7 @@ def _ops(module: str) -> Any:
 
 
 def _on_device(function: Any) -> Any:
-    """Its backwards take as many programs as a CUDA tensor's device has processors, and one for any other tensor."""
+    """The function with an H100's number of processors: it launches one program per processor, and only one for a CPU tensor."""
     source = textwrap.dedent(inspect.getsource(function))
     assert "sm_count = 1\n" in source
     scope = dict(vars(sys.modules[function.__module__]))
@@ -100,7 +100,7 @@ def _glu_pair_bwd(dy: Any, gate: Any, linear: Any, kind: str) -> Any:
 
 
 def _rope_apply(x: Any, table: Any, interleaved: bool, inverse: bool) -> Any:
-    """Half of the heads as q and half as k, each in memory of its own, as [*, N, T, D] that is a view of [*, T, N, D]."""
+    """Rotate half of the heads as q and half as k, each in its own memory, as [*, N, T, D] that is a view of [*, T, N, D]."""
     batch, tokens, heads, width = x.shape
     q, k = (x.view(-1)[: x.numel() // 2].view(batch, tokens, heads // 2, width).transpose(1, 2) for _ in range(2))
     k = torch.empty_like(k)
@@ -116,7 +116,7 @@ def _cross_entropy_fwd(logits: Any, labels: Any, smoothing: float, ignored: int,
 
 
 def _cross_entropy(logits: Any, labels: Any, smoothing: float, ignored: int, z_loss: float) -> Any:
-    """The gradient comes with the loss, and is final where the loss is, and so its gradient is 1."""
+    """Loss and gradient: the forward computes both, and the backward has nothing left to do for a dloss of 1."""
     found = _ops("cross_entropy").cross_entropy_forward(
         logits.detach().requires_grad_(), labels, None, ignored, z_loss, smoothing, "mean", None, False
     )  # fmt: skip

@@ -13,7 +13,7 @@ SIDE, CLASSES, HELD_OUT = 8, 10, 360
 
 
 class Digits(NamedTuple):
-    """Images [N, 1, 8, 8], float32 from -1 to 1, and which digits they are, int64 [N]; those held out are others."""
+    """Images [N, 1, 8, 8], float32 from -1 to 1, and their digits, int64 [N]; held-out images are not among the others."""
 
     images: Tensor
     labels: Tensor
@@ -22,11 +22,11 @@ class Digits(NamedTuple):
 
 
 class MissingPackage(Exception):
-    """scikit-learn is not there."""
+    """scikit-learn is not installed."""
 
 
 def load() -> Digits:
-    """The digits in an order drawn once, the last 360 held out. Raises `MissingPackage`."""
+    """The digits in a fixed random order, the last 360 held out. Raises `MissingPackage` without scikit-learn."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -39,6 +39,6 @@ def load() -> Digits:
 
 
 def rows(digits: Digits, step: int, size: int) -> Tensor:
-    """The numbers of the images of a step's batch: a pure function of the step."""
+    """The indices of the images in a step's batch: a pure function of the step."""
     drawn = random.uniform(random.fold_in(random.key(1), step), (size,))
     return (drawn * len(digits.labels)).long()

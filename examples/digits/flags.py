@@ -1,4 +1,4 @@
-"""What the flags of the examples share."""
+"""Flags that the examples share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def parser_of(program: str, what: str, numbers: tuple[tuple[str, int, str], ...]
 def parsed(
     parser: argparse.ArgumentParser, argv: list[str] | None, numbers: tuple[tuple[str, int, str], ...]
 ) -> argparse.Namespace:
-    """The flags; a number below 1 ends the program with one line."""
+    """The parsed flags; a number below 1 ends the program with a one-line error."""
     args = parser.parse_args(argv)
     for name, _, _ in numbers:
         value = getattr(args, name.replace("-", "_"))

@@ -1,4 +1,4 @@
-"""Parts of transformers on images: [B, 1, 8, 8] as 16 tokens, of 2 x 2 pixels each, of which every one sees all."""
+"""Parts of transformers on images: [B, 1, 8, 8] becomes 16 tokens of 2 x 2 pixels; every token sees all tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WIDTH, HEADS = 64, 4
 
 
 def tokens() -> tuple[Step, ...]:
-    """Images as patches, each by a linear layer, with their places."""
+    """The steps from images to tokens: patches, a linear layer, and position embeddings."""
     return (
         Step("patches", patchify, PatchifyConfig(PATCH)),
         Step("embed", linear, LinearConfig(PIXELS, WIDTH)),
@@ -68,8 +68,8 @@ def plain_norm() -> Step:
 
 
 def reader(*blocks: Step, outputs: tuple[str, ...] = ()) -> ChainConfig:
-    """Images [B, 1, 8, 8] to logits [B, 10], through these blocks and one linear layer over all tokens. `outputs`: what blocks give
-    besides their y, and the reader then too."""
+    """The model from images [B, 1, 8, 8] to logits [B, 10]: these blocks and one linear layer over all tokens. `outputs`: the
+    blocks' named outputs, which the model then returns too."""
     steps = (
         *tokens(),
         *blocks,

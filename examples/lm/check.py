@@ -14,8 +14,8 @@ from lm.step import Settings, loss_and_grads
 
 
 def largest_relative_error(params: Any, x: Tensor, labels: Tensor, s: Settings, args: Any) -> tuple[float, str]:
-    """The largest error of the loss and of any gradient, relative to that tensor's largest value, and where it is."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout, whose `benchmarks` no wheel holds
+    """The largest error of the loss and of any gradient, relative to that tensor's largest value, and its path."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout: wheels do not contain `benchmarks`
     from benchmarks.plain import PlainLlama, plain_name
     from benchmarks.plain_moe import Mixture, Router
 

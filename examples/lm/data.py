@@ -1,9 +1,9 @@
-"""Text for a byte-level language model: what to read, what to hold out, which bytes make batch number n.
+"""Text for a byte-level language model: reading it, holding a part out, and the bytes of batch number n.
 
     corpus = load_corpus(None, context=256)             # the standard library's sources, or a file or folder
     x, y = batch(corpus.train, step=7, seed=0, size=16, context=256)
     x, y = windows(corpus.held_out, count=64, context=256)
-    trigram_loss(corpus.train, corpus.held_out)         # nats per byte: what a table of counts reaches
+    trigram_loss(corpus.train, corpus.held_out)         # nats per byte of a table of counts
 
 A vocabulary of 256 needs no tokenizer: text is a uint8 tensor [N]. B rows, T bytes of context; x, y: int64 [B, T],
 and y is x one byte later.
@@ -22,14 +22,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-HELD_OUT = 10  # one file, or byte, in so many
+HELD_OUT = 10  # one in ten files, or bytes
 SEPARATOR = b"\0"  # between files; text has none, so it says "a file ends here"
 OTHERS_CODE = {"site-packages", "dist-packages"}
 TEST_CODE = {"test", "tests", "idle_test"}  # more than half of the bytes, and much of it literal test data
 
 
 class TextError(ValueError):
-    """The text asked for cannot be trained on."""
+    """The given text cannot be trained on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Corpus:
     source: str  # where it came from, for the log
     train: Tensor  # uint8 [N]
     held_out: Tensor  # uint8 [M]
-    train_files: tuple[str, ...]  # relative to the folder; empty where one file was cut in two
+    train_files: tuple[str, ...]  # relative to the folder; empty if a single file was split
     held_out_files: tuple[str, ...]
 
 
@@ -65,9 +65,9 @@ def load_corpus(text: str | Path | None = None, *, context: int) -> Corpus:
 
 
 def batch(data: Tensor, *, step: int, seed: int, size: int, context: int) -> tuple[Tensor, Tensor]:
-    """Batch number `step`: `size` windows at random places of data [N]; x, y: int64 [B, T].
+    """Batch number `step`: `size` windows at random positions in data [N]; x, y: int64 [B, T].
 
-    A function of its arguments alone. A run resumed at step k draws what an uninterrupted one would have drawn, and a
+    A pure function of its arguments. A run resumed at step k draws what an uninterrupted one would have drawn, and a
     checkpoint needs no generator state.
     """
     number = hashlib.sha256(f"{seed}/{step}".encode()).digest()
@@ -78,7 +78,7 @@ def batch(data: Tensor, *, step: int, seed: int, size: int, context: int) -> tup
 def windows(data: Tensor, *, count: int, context: int) -> tuple[Tensor, Tensor]:
     """`count` windows evenly spread over data [N], the same ones at every call; x, y: int64 [B, T].
 
-    Fewer where the text is short: they never overlap.
+    Fewer if the text is short: windows never overlap.
     """
     room = len(data) - 1  # x and y are one byte apart
     count = max(1, min(count, room // context))
@@ -88,7 +88,7 @@ def windows(data: Tensor, *, count: int, context: int) -> tuple[Tensor, Tensor]:
 def trigram_loss(train: Tensor, held_out: Tensor, *, strength: float = 4.0) -> float:
     """Nats per held-out byte, predicted from the two bytes before it by a table of counts of the training text.
 
-    Each order is mixed with the one below, as if that had been seen `strength` times more:
+    Each order is mixed with the next lower order, as if that one had been seen `strength` times more:
 
         p_0 = 1/256        p_n(c | h) = (count(h c) + strength * p_{n-1}(c | h without its first byte))
                                         / (count(h) + strength)
@@ -96,7 +96,7 @@ def trigram_loss(train: Tensor, held_out: Tensor, *, strength: float = 4.0) -> f
     p = torch.full((max(0, len(held_out) - 2),), 1 / 256, dtype=torch.float64)
     for order in (1, 2, 3):
         counts = torch.bincount(_grams(train, order), minlength=256**order)
-        seen = counts.view(-1, 256).sum(1)  # by history
+        seen = counts.view(-1, 256).sum(1)  # how often each history occurs
         gram = _grams(held_out, order)[3 - order :]  # every order predicts the same bytes: the third and on
         p = (counts[gram] + strength * p) / (seen[gram // 256] + strength)
     return -p.log().mean().item()
@@ -164,7 +164,7 @@ def _by_file(root: Path, texts: dict[Path, bytes]) -> Corpus:
 
 
 def _walk(root: Path, pattern: str) -> Iterator[Path]:
-    """Files below root in one order everywhere; hidden ones, and those in hidden folders, are not text to learn."""
+    """Files below root, in the same order on every machine, without hidden files and files in hidden folders."""
     for path in sorted(root.rglob(pattern)):
         if path.is_file() and not any(part.startswith(".") for part in path.relative_to(root).parts):
             yield path

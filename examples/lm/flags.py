@@ -24,14 +24,14 @@ ONE_PROCESS = {
     "check": "whole params are compared",
     "graph": "communication is not captured",
 }
-OF_EXPERTS = {"top_k": 2, "shared": 0, "balance": 0.002}  # what --experts sets where they are not given
+OF_EXPERTS = {"top_k": 2, "shared": 0, "balance": 0.002}  # the defaults with --experts
 OF_DECODER = ("dim", "layers", "heads", "kv_heads", "hidden", "context", "tied", "experts", "top_k", "shared")
 PIPED = {
-    "tied": "the embedding and the head are of two stages",
+    "tied": "the embedding and the head are on two stages",
     "delay_wgrad": "the schedule orders weight gradients",
     "budget": "each stage keeps what its schedule leaves waiting",
     "compile": "the schedule is run action by action",
-    "experts": "no stage hands on their load",
+    "experts": "no stage sends their load",
 }
 
 OVERLAPS = ("none", "bulk", "ring")
@@ -55,7 +55,7 @@ NUMBERS: dict[str, tuple[tuple[str, type, object, str], ...]] = {
         ("lr", float, 3e-3, "largest learning rate"),
         ("weight-decay", float, 0.1, "AdamW's decay of matrices"),
         ("clip", float, 1.0, "largest global norm of the gradients"),
-        ("seed", int, 0, "of the weights and of the batches"),
+        ("seed", int, 0, "seed of the weights and of the batches"),
         ("eval-every", int, 250, "steps between evaluations, each of which saves the run"),
     ),
 }
@@ -65,9 +65,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="train_lm.py", description="Train a byte-level language model with a functional loop.")
     data = parser.add_argument_group("data and results")
     data.add_argument("--text", help="a file or a folder (default: the standard library's own sources)")
-    data.add_argument("--out", type=Path, help="where results go (default: runs/lm, or runs/lm-2, ... where that holds a run)")
-    data.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out (default: in the latest run)")
-    data.add_argument("--force", action="store_true", help="write over the run in --out")
+    data.add_argument("--out", type=Path, help="where results go (default: runs/lm, or runs/lm-2, ... if that has a run)")
+    data.add_argument("--resume", action="store_true", help="resume from the checkpoint in --out (default: in the latest run)")
+    data.add_argument("--force", action="store_true", help="overwrite the run in --out")
     data.add_argument(
         "--stop-at", type=int, metavar="STEP", help="save and stop after this step, as Ctrl-C would (default: --steps)"
     )
@@ -83,12 +83,12 @@ def _parser() -> argparse.ArgumentParser:
     how = parser.add_argument_group("how a step is computed")
     how.add_argument("--device", default="cpu", help="as torch names it (default: %(default)s)")
     how.add_argument(
-        "--dtype", default="float32", choices=DTYPES, help="of the computation; weights stay float32 (default: %(default)s)"
+        "--dtype", default="float32", choices=DTYPES, help="dtype of the computation; weights stay float32 (default: %(default)s)"
     )
     how.add_argument(
         "--recipe",
         choices=RECIPES,
-        help="of the blocks' linear layers, in low precision; on CPUs with the same codes and slowly (default: none)",
+        help="low precision for the blocks' linear layers; CPUs emulate it slowly, with the same codes (default: none)",
     )
     how.add_argument("--delay-wgrad", action="store_true", help="all dgrads first, then all wgrads")
     how.add_argument("--policy", choices=POLICIES, help="what is kept for the backward (default: recompute_elementwise)")
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         "--budget",
         type=float,
         metavar="MIB",
-        help="MiB kept for the backward at most; picks the cheapest policy that fits (default: none)",
+        help="MiB that may be kept for the backward; picks the cheapest policy that fits (default: none)",
     )
     how.add_argument("--compile", action="store_true", help="the whole step as one torch.compile graph")
     how.add_argument("--graph", action="store_true", help="the whole step as one CUDA graph (without a GPU: recorded and replayed)")
@@ -107,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_processes(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("processes, under torchrun: the product of these is their number")
     number = functools.partial(group.add_argument, type=int, metavar="N")
-    number("--dp", help="data parallelism: each has other rows (default: what the others leave)")
+    number("--dp", help="data parallelism: each has other rows (default: the remaining processes)")
     for name, text in (
         ("ep", "expert parallelism: each has some of the --experts, and other rows"),
         ("tp", "tensor parallelism: each has a part of every projection"),
@@ -119,20 +119,20 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
         "--zero",
         choices=(0, 1, 2, 3),
         default=0,
-        help="what --dp shares out: 1 or 2 the optimiser's state and sums of gradients, 3 weights too (default: %(default)s)",
+        help="what --dp shards: 1 or 2 the optimiser's state and sums of gradients, 3 weights too (default: %(default)s)",
     )
     group.add_argument(
-        "--overlap", choices=OVERLAPS, default="bulk", help="what runs while ranks along --tp talk (default: %(default)s)"
+        "--overlap", choices=OVERLAPS, default="bulk", help="what runs while ranks along --tp communicate (default: %(default)s)"
     )
-    number("--microbatches", help="of a step through the pipeline (default: twice --pp)")
-    group.add_argument("--schedule", choices=SCHEDULES, default="zb_h1", help="of the pipeline (default: %(default)s)")
+    number("--microbatches", help="microbatches of a step in the pipeline (default: twice --pp)")
+    group.add_argument("--schedule", choices=SCHEDULES, default="zb_h1", help="schedule of the pipeline (default: %(default)s)")
 
 
 def _add_experts(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("mixtures of experts, in the place of the MLPs")
-    group.add_argument("--experts", type=int, metavar="N", help="how many, of --hidden each (default: none, an MLP)")
-    group.add_argument("--top-k", type=int, metavar="N", help="how many of them a token goes through (default: 2)")
-    group.add_argument("--shared", type=int, metavar="N", help="how many more all tokens go through (default: none)")
+    group = parser.add_argument_group("mixtures of experts, instead of MLPs")
+    group.add_argument("--experts", type=int, metavar="N", help="number of experts, of --hidden each (default: none, an MLP)")
+    group.add_argument("--top-k", type=int, metavar="N", help="number of experts that a token goes through (default: 2)")
+    group.add_argument("--shared", type=int, metavar="N", help="number of experts that all tokens go through (default: none)")
     group.add_argument(
         "--balance", type=float, metavar="RATE", help="how far a step moves the biases that even the load (default: 0.002)"
     )
@@ -152,7 +152,8 @@ def _check_experts(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The flags, with `decoder`, `dtype`, `device` and `out` made into objects; a bad one ends the program with one line."""
+    """The flags, with `decoder`, `dtype`, `device` and `out` made into objects; a bad flag ends the program with a one-line
+    error."""
     parser = _parser()
     args = parser.parse_args(argv)
     for name in ("context", "batch", "steps", "eval_every"):
@@ -168,7 +169,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if args.budget is not None and not args.budget > 0:
         parser.error(f"--budget: expected a number above 0, got {args.budget}")
     if args.recipe == "fp8_delayed" and args.budget is not None:
-        parser.error("--budget: expected without --recipe fp8_delayed, whose scales no policy is tried with")
+        parser.error("--budget: expected without --recipe fp8_delayed, as policies are tried without its scales")
     for name, least, ok in (
         ("lr", "above 0", args.lr > 0),
         ("clip", "above 0", args.clip > 0),
@@ -207,7 +208,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(str(error))
     _check_mesh(parser, args)
     if args.check and args.recipe is not None:
-        parser.error("--check: expected without --recipe, whose rounding float64 does not have")
+        parser.error("--check: expected without --recipe, as it compares in float64, without rounding")
     args.dtype = DTYPES[args.dtype]
     return args
 
@@ -226,10 +227,10 @@ def _check_mesh(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
     if args.recipe is None:
         return
     if args.ep > 1:
-        parser.error(f"--recipe: expected without --ep {args.ep}, whose ranks compute their experts in no low precision")
+        parser.error(f"--recipe: expected without --ep {args.ep}, whose experts do not run in low precision")
     if args.recipe.delayed and (args.pp > 1 or args.zero == 3):
         other = f"--pp {args.pp}" if args.pp > 1 else "--zero 3"
-        parser.error(f"--recipe: expected one without scales of its own with {other}, which has no place for them, got fp8_delayed")
+        parser.error(f"--recipe: expected one without state with {other}, which has no slots for its scales, got fp8_delayed")
     try:
         mesh = Mesh.abstract(args.mesh, 0)
         parallel(model(args.decoder, args.recipe), roles(mesh, args.decoder), mesh, overlap=args.overlap)
@@ -238,9 +239,9 @@ def _check_mesh(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
 
 
 def _check_out(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Settle --out: no run is written over unless --force says so."""
+    """Choose --out; an existing run is overwritten only with --force."""
     if args.resume and args.force:
-        parser.error("--force: expected without --resume, which goes on with the run")
+        parser.error("--force: expected without --resume, which continues the run")
     if args.out is None:
         found = _runs()
         fresh = args.force or not (args.resume or found)
@@ -257,12 +258,12 @@ def _check_out(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
 
 
 def _runs() -> list[Path]:
-    """The folders runs/lm, runs/lm-2, ... that hold a run, in their order."""
+    """The folders runs/lm, runs/lm-2, ... that contain a run, in order."""
     found = [path.parent for path in RUNS.glob(f"lm*/{CHECKPOINT}") if _number(path.parent)]
     return sorted(found, key=_number)
 
 
 def _number(folder: Path) -> int:
-    """1 for lm, 2 for lm-2; 0 for another name."""
+    """The number of a run's folder: 1 for lm, 2 for lm-2; 0 for another name."""
     tail = folder.name.removeprefix("lm")
     return 1 if not tail else int(tail[1:]) if tail[0] == "-" and tail[1:].isdecimal() else 0

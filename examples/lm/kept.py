@@ -1,4 +1,4 @@
-"""What a step keeps for its backward: which policy the flags ask for, and a report of what comes of it."""
+"""The policy that the flags select, and reports of what a step keeps for its backward and of rounding errors."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ DEFAULT = "recompute_elementwise"
 
 
 def policy_of(args: Any, ranks: Ranks) -> tuple[Op, str]:
-    """The chain under the policy that the flags ask for, and that policy's name. `SystemExit` where none fits --budget, of what a
-    rank keeps."""
-    if ranks.stages is not None:  # whose blocks have it
+    """The chain under the policy that the flags select, and the policy's name. Raises `SystemExit` if no policy fits --budget, the
+    bytes that a rank keeps."""
+    if ranks.stages is not None:  # the stages' blocks have the policy
         return chain, args.policy or DEFAULT
     cfg = ranks.model
     if args.budget is None:
@@ -39,7 +39,7 @@ def policy_of(args: Any, ranks: Ranks) -> tuple[Op, str]:
             least = min(one.kept_bytes for one in tried) / 2**20
             raise SystemExit(f"train_lm.py: --budget: expected at least {least:.2f} MiB, got {args.budget}")
         name, op = chosen.name, with_policy(chain, chosen.policy)
-    op.init(cfg, device="meta")  # works the policy out, before any compiler looks on
+    op.init(cfg, device="meta")  # resolves the policy now, outside of torch.compile
     return op, name
 
 
@@ -63,7 +63,7 @@ def say_what_is_kept(params: Any, x: Tensor, labels: Tensor, s: Settings, name: 
 
 
 def say_what_rounding_does(params: Any, x: Tensor, labels: Tensor, s: Settings) -> None:
-    """Print what the recipe's rounding does to each linear layer of the blocks, on one batch."""
+    """Print the recipe's rounding errors in each linear layer of the blocks, on one batch."""
     wide = cast(params, s.dtype)
     found = quantization_report(wide, inputs(wide, x, labels, s), model(s.decoder), s.recipe)
     left = left_out(s.recipe, s.decoder)

@@ -2,7 +2,7 @@
 
     embed -> layers x [ x + attention(norm(x)), x + swiglu(norm(x)) ] -> norm -> head -> cross entropy
 
-With experts a mixture of them has swiglu's place, and the model gives their `load` and `loss` [layers] besides.
+With experts a mixture of experts replaces swiglu, and the model also returns their `load` and `loss` [layers].
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def described(
     *, dim: int = 192, layers: int = 4, heads: int = 3, kv_heads: int = 1, hidden: int = 512, context: int = 256,
     tied: bool = False, experts: int = 0, top_k: int = 2, shared: int = 0,
 ) -> DecoderConfig:  # fmt: skip
-    """The decoder of these flags. `experts`: how many, of `hidden` each, in the place of the MLPs; `shared`: how many more all
-    tokens go through. `ValueError` names a flag."""
+    """The decoder of these flags. `experts`: the number of experts, of `hidden` each, instead of MLPs; `shared`: the number of
+    experts that all tokens go through. Raises `ValueError` that names a flag."""
     least = dict(dim=dim, layers=layers, heads=heads, kv_heads=kv_heads, hidden=hidden, context=context, top_k=top_k)
     for name, value in least.items():
         if value < 1:
@@ -49,31 +49,31 @@ def described(
 
 
 def model(cfg: DecoderConfig, recipe: Recipe | None = None, *, loss: bool = True) -> ChainConfig:
-    """Bytes [B, T] and labels [B, T] to the mean loss, in nats per byte, or bytes alone to logits [B, T, 256]; with a recipe the
-    blocks' linear layers in low precision, and not the head."""
+    """The model from bytes [B, T] and labels [B, T] to the mean loss, in nats per byte, or without `loss` from bytes to logits
+    [B, T, 256]. With a recipe the blocks' linear layers, but not the head, run in low precision."""
     made = decoder(cfg, loss=loss)
     return made if recipe is None else with_recipe(made, recipe, only=("blocks.*",), skip=left_out(recipe, cfg))
 
 
 def model_x(cfg: DecoderConfig, x: Tensor, labels: Tensor, dtype: torch.dtype, cp: Axis | None = None) -> WithExtras:
-    """x of `model(cfg)`, for params of `dtype`. With an axis, of the positions that this rank has of all."""
+    """x of `model(cfg)`, for params of `dtype`; with an axis `cp`, for this rank's positions."""
     at = None if cp is None else zigzag_positions(x.shape[1] * cp.size, cp, x.device)
     return decoder_x(cfg, x, dtype, positions=at, labels=labels)
 
 
 def main_of(y: Any) -> Tensor:
-    """What a model of mixtures gives, without their load and loss."""
+    """The main value of a model's y, without the load and loss of experts."""
     return y.main if isinstance(y, WithExtras) else y
 
 
 def left_out(recipe: Recipe, cfg: DecoderConfig) -> tuple[str, ...]:
-    """The routers of experts; and in 4 bits the product whose input reaches furthest: training with them leaves some layers as they
-    are (https://arxiv.org/abs/2509.25149, the last 15 % there)."""
+    """The steps that a recipe skips: routers, and in 4 bits the product whose input has the widest range, as published training in
+    4 bits also leaves out some layers (https://arxiv.org/abs/2509.25149, the last 15 % there)."""
     return ("*.gate",) * (cfg.moe is not None) + ("*.down",) * (recipe.x.element == "e2m1")
 
 
 def init(cfg: DecoderConfig, *, seed: int, dtype: torch.dtype, device: Any) -> dict[str, Any]:
-    """Matrices normal with variance 1/fan_in, those that write into the stream divided by sqrt(2 layers) besides."""
+    """Params with normal matrices of variance 1/fan_in; matrices that write into the stream are also divided by sqrt(2 layers)."""
     params = chain.init(model(cfg), key=random.key(seed), dtype=dtype, device="cpu")
     into_stream = (2 * cfg.layers) ** -0.5
 

@@ -1,4 +1,4 @@
-"""The stages of a model on the ranks of a pipeline: each has the params of its own."""
+"""The stages of a model on the ranks of a pipeline: each rank has its own stage's params."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from lm.stages import joined, split, staged
 
 
 def roles(mesh: Mesh, decoder: DecoderConfig) -> dict[str, str]:
-    """What becomes of the steps of a model on a mesh, as `parallel` takes it. The vocabulary is whole on each rank: ranks along tp
-    have rows of their own."""
+    """The roles of a model's steps on a mesh, for `parallel`. The vocabulary is not sharded: ranks along tp have their own rows."""
     alone = {role for role, axis in (("expert", "ep"), ("context", "cp")) if mesh[axis].size == 1}
     return {glob: role for glob, role in models.roles(decoder).items() if role not in alone | {"vocab"}}
 
@@ -33,7 +32,7 @@ NEEDS = Needs(x=False)
 
 
 class Stages:
-    """Of a mesh of several ranks along "pp", each of which has one stage."""
+    """The stages of a model on a mesh with several ranks along "pp", one stage on each."""
 
     def __init__(self, mesh: Mesh, args: Any) -> None:
         self.axis, self.cp, self.decoder, self.count = mesh["pp"], mesh["cp"], args.decoder, args.microbatches
@@ -48,11 +47,11 @@ class Stages:
         return self.axis.rank == self.axis.size - 1
 
     def own(self, params: Any) -> dict[str, Any]:
-        """This rank's stage of the params of the whole model."""
+        """The params of this rank's stage, from the whole model's."""
         return {self.name: split(params, self.decoder, self.axis.size)[self.name]}
 
     def whole(self, own: dict[str, Any]) -> dict[str, Any]:
-        """Those of the whole model, on every rank: each leaf is zero but on one."""
+        """The params of the whole model on every rank, as a sum in which each leaf is zero on all ranks but one."""
         like = next(t for t in leaves(own) if t is not None)
         stages = split(chain.init(model(self.decoder), device="meta", dtype=like.dtype), self.decoder, self.axis.size)
         mine = {
@@ -71,8 +70,9 @@ class Stages:
     def loss_and_grads(
         self, params: Any, x: Tensor, labels: Tensor, dtype: torch.dtype, shares: int, done: Callable[[Any], Any]
     ) -> tuple[Tensor, Any]:
-        """The mean loss of these rows on the last rank, elsewhere 0, and what `done` makes of the gradients of its params, a part
-        of the mean of `shares` times as many rows: once the last is there, while other stages go on."""
+        """The mean loss of these rows on the last rank, 0 on the others, and what `done` returns for the gradients of this rank's
+        params. The gradients are scaled for a mean over `shares` times as many rows. `done` is called once the last gradient is
+        computed, while other stages go on."""
         parts = zip(x.chunk(self.count), labels.chunk(self.count), strict=True)
         xs = [self.inputs(*part, dtype) for part in parts]
         if self.pipeline is None:
@@ -91,7 +91,7 @@ class Stages:
         return zero if losses is None else torch.stack(losses).mean(), found[0]
 
     def once(self, params: Any, x: Tensor, labels: Tensor, dtype: torch.dtype) -> tuple[Tensor, Any]:
-        """What this rank computes for one microbatch, of zeros where it would be sent to: for a handshake."""
+        """This rank's computation for one microbatch, with zeros for received values: for a handshake."""
         x, labels = (t[: len(t) // self.count] for t in (x, labels))
         given, cfg = self._given(x, labels, dtype, x.new_zeros(*x.shape, self.decoder.dim, dtype=dtype))
         y, residuals = chain.fwd(self.work(params, dtype), given, cfg, needs=NEEDS)
@@ -99,12 +99,12 @@ class Stages:
         return y.sum().to(torch.promote_types(dtype, torch.float32)), {self.name: grads}
 
     def _given(self, x: Tensor, labels: Tensor, dtype: torch.dtype, between: Tensor) -> tuple[WithExtras, ChainConfig]:
-        """What this rank's stage is given, and its config."""
+        """The input of this rank's stage, and its config."""
         cfg, extras = self.cfg.steps[self.axis.rank].cfg, self.inputs(x, labels, dtype).extras
         return WithExtras(between if self.axis.rank else x, {name: extras[name] for name in cfg.extras}), cfg
 
     def loss(self, params: Any, x: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
-        """The mean loss of these rows on the last rank, elsewhere 0: each stage in turn."""
+        """The mean loss of these rows on the last rank, 0 on the others; the stages run one after another."""
         compute = self.work(params, dtype)
         between = torch.zeros(*x.shape, self.decoder.dim, dtype=dtype, device=x.device)
         y = between.new_zeros(())

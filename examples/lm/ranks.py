@@ -1,13 +1,13 @@
-"""The processes of a run that torchrun starts: which rows of a batch and which part of the params each has, and what they send.
+"""The processes of a run that torchrun starts: each one's rows of a batch and part of the params, and their communication.
 
-    --dp    rows of the batch, and with --zero parts of what belongs to the params
+    --dp    rows of the batch, and with --zero parts of the optimiser's state, gradients and params
     --ep    some of the experts of each layer, and rows of the batch
     --pp    some of the layers
     --cp    some of the positions of a row
-    --tp    a part of every projection, and rows of the batch between them (sequence parallelism)
+    --tp    a part of every projection, and rows of the batch between projections (sequence parallelism)
 
-A process that is run by itself is the only rank of a mesh of ones, and nothing is sent. All ranks have the same seed and read the
-same text; the first one speaks and writes.
+A process that runs alone is the only rank of a mesh of ones, and sends nothing. All ranks have the same seed and read the same
+text; only the first one prints and writes.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from funcops.trees import tensors
 from lm.model import model
 from lm.piped import Stages, roles
 
-AXES = ("pp", "dp", "ep", "cp", "tp")  # the last the fastest: ranks along it are the nearest
+AXES = ("pp", "dp", "ep", "cp", "tp")  # neighbours along the last axis are nearest to each other
 IGNORED = CrossEntropyConfig().ignore_index
 TIMEOUT = timedelta(minutes=5)
 
 
 def sizes_of(args: Any) -> dict[str, int]:
-    """The sizes of the mesh that the flags ask for; without --dp what the others leave. Raises `ValueError`."""
+    """The sizes of the mesh that the flags select; without --dp its size is what the others leave. Raises `ValueError`."""
     sizes = {name: getattr(args, name) for name in AXES}
     world, others = int(os.environ.get("WORLD_SIZE") or 1), math.prod(n for n in sizes.values() if n)
     sizes["dp"] = max(1, world // max(1, others)) if sizes["dp"] is None else sizes["dp"]
@@ -71,7 +71,7 @@ def sizes_of(args: Any) -> dict[str, int]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Of several processes the first alone prints what all would say alike."""
+    """Print nothing in this process, unless it is the first of its run."""
     with contextlib.ExitStack() as stack:
         if int(os.environ.get("RANK") or 0):
             nowhere = stack.enter_context(open(os.devnull, "w"))
@@ -82,7 +82,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def started(args: Any) -> Iterator[Ranks]:
-    """This process's place among those that torchrun started. Those that are not the first print nothing."""
+    """This process among those that torchrun started. All but the first print nothing."""
     if math.prod(args.mesh.values()) == 1:
         yield Ranks.one(args)
         return
@@ -98,7 +98,7 @@ def started(args: Any) -> Iterator[Ranks]:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the process. One of several does not wait for Python's own end, which a thread of Gloo that holds a tensor aborts."""
+    """End the process. With several processes skip Python's own exit, which aborts if a thread of Gloo still holds a tensor."""
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -108,9 +108,9 @@ def leave(code: int) -> NoReturn:
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """A process among others, and its part of the model. `specs`: how the ranks hold each leaf of the params, by path; `like`: its
-    part of these, before ZeRO; `stages`: where the layers are shared out, too; `zero`: what ranks along "dp" share out besides, 1:
-    the optimiser's state, 2: gradients, 3: params."""
+    """A process among others, and its part of the model. `specs`: how the ranks hold each leaf of the params, by path; `like`: this
+    rank's part of the params, before ZeRO; `stages`: given if the layers are sharded, too; `zero`: what ranks along "dp" also
+    shard, 1: the optimiser's state, 2: gradients, 3: params."""
 
     mesh: Mesh
     model: ChainConfig
@@ -134,7 +134,7 @@ class Ranks:
     def one(args: Any) -> Ranks:
         return Ranks(Mesh.abstract(dict.fromkeys(AXES, 1), 0), model(args.decoder, args.recipe))
 
-    def __post_init__(self) -> None:  # plain values: a compiler reads them
+    def __post_init__(self) -> None:  # plain values, for torch.compile
         put, mesh = functools.partial(object.__setattr__, self), self.mesh
         put("alone", mesh.size == 1)
         put("first", mesh.rank == 0)
@@ -144,18 +144,18 @@ class Ranks:
 
     alone: ClassVar[bool]
     first: ClassVar[bool]
-    groups: ClassVar[int]  # how many parts the rows of a batch are shared out in
-    shares: ClassVar[int]  # and its tokens
+    groups: ClassVar[int]  # into how many parts the rows of a batch are split
+    shares: ClassVar[int]  # into how many parts its tokens are split
     cp: ClassVar[Axis | None]
 
     def rows(self, *batch: Tensor) -> tuple[Tensor, ...]:
-        """This rank's part of a batch, of a number of rows that `groups` divides."""
+        """This rank's part of a batch; `groups` must divide the number of rows."""
         dp, ep, tp, cp = (self.mesh[name] for name in ("dp", "ep", "tp", "cp"))
         own = (dp.rank * ep.size + ep.rank) * tp.size + tp.rank
         return tuple(dist.zigzag(t.chunk(self.groups)[own], cp) for t in batch)
 
     def padded(self, x: Tensor, labels: Tensor) -> tuple[tuple[Tensor, ...], float]:
-        """This rank's part of any number of rows, and how many rows it is worth: some only make the parts even, without labels."""
+        """This rank's part of any number of rows, and how many rows it counts for: rows without labels only pad the parts."""
         missing = -len(x) % self.groups
         if missing:
             x = torch.cat((x, x[:1].expand(missing, -1)))
@@ -165,7 +165,7 @@ class Ranks:
         return rows, counting if self.cp is None else counting / self.cp.size
 
     def total(self, value: float) -> float:
-        """The sum of a number over the ranks that have rows of their own."""
+        """The sum of a number over all ranks, as a float."""
         return value if self.alone else float(self.summed(torch.tensor(value, dtype=torch.float64, device=self.mesh.device)))
 
     def summed(self, t: Tensor) -> Tensor:
@@ -175,43 +175,43 @@ class Ranks:
         return t
 
     def any(self, flag: bool) -> bool:
-        """Whether it holds on some rank, so that all do the same."""
+        """Whether the flag is true on any rank, so that all ranks decide alike."""
         return flag if self.alone else bool(self.summed(torch.tensor([float(flag)], device=self.mesh.device)))
 
     @functools.cached_property
     def summed_over(self) -> dict[str, tuple[Axis, ...]]:
-        """The axes of which each rank has a part of the sum that a gradient is, by path."""
+        """The axes over which each gradient must be summed, by path."""
         dp, over = self.mesh["dp"], dist.sum_axes(self.like, self.specs, self.mesh)
         return {path: tuple(axis for axis in axes if axis != dp) if self.zero == 3 else axes for path, axes in over.items()}
 
     def largest(self, amaxes: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Amaxes of delayed scaling, of all ranks."""
+        """The largest amaxes of delayed scaling over all ranks."""
         return dist.amaxes_over(amaxes, tuple(axis for axis in self.mesh.axes if axis.size > 1)) if amaxes else amaxes
 
     def load_of_all(self, load: Tensor) -> Tensor:
-        """How many choices went where, of those of this rank's tokens: what evens the load must know those of all."""
+        """The experts' load from the tokens of all ranks, which balancing needs; `load` is from this rank's tokens."""
         return load if self.alone else self.summed(load)
 
     def balanced(self, bias: Tensor, load: Tensor, rate: float) -> Tensor:
-        """`optim.balance` of a router's bias, of which this rank has all, or with `zero` 3 its part."""
+        """`optim.balance` of a router's bias, which is whole on this rank, or with `zero` 3 its part."""
         if self.zero < 3:
             return balance(bias, load, rate)
         moves = balance(bias.new_zeros(load.shape), load, rate)
         return bias + dist.own_shards(moves, self.mesh["dp"])
 
     def reduced(self, loss: Tensor, grads: Any) -> tuple[Tensor, Any]:
-        """The mean loss of all rows, and its gradients, of those of this rank's rows, which may be on their way."""
+        """The mean loss of all rows and its gradients, from this rank's, whose sum may have started already."""
         if self.alone:
             return loss, grads
         flying = grads if isinstance(grads, dist.Reducing) else self.reduce_start(grads)
         return self.summed(loss.detach() / self.shares), dist.finish(flying)
 
     def reduce_start(self, grads: Any) -> dist.Reducing:
-        """Begin to sum gradients of this rank's rows over the others."""
+        """Start to sum the gradients of this rank's rows over the ranks."""
         return dist.reduce_start(grads, self.summed_over, shard=self.mesh["dp"] if self.zero in (1, 2) else None)
 
     def clip(self, grads: Any, most: float, *, in_place: bool) -> tuple[Any, Tensor]:
-        """`clip_by_global_norm` of whole gradients, of which this rank has its parts."""
+        """`clip_by_global_norm` with the norm of the whole gradients, on this rank's parts."""
         if self.alone:
             return clip_by_global_norm(grads, most, in_place=in_place)
         over = tuple(self.mesh[name] for name in ("pp", "dp")[: 2 if self.zero else 1])
@@ -219,22 +219,22 @@ class Ranks:
         return clip_by_global_norm(grads, most, in_place=in_place, norm=norm)
 
     def shards(self, params: Any) -> Any:
-        """What this rank updates of its params."""
+        """The part of its params that this rank updates."""
         return dist.own_shards(params, self.mesh["dp"]) if self.zero in (1, 2) else params
 
     def gathered(self, shards: Any, like: Any) -> Any:
-        """The params, of what each rank has updated."""
+        """The params, gathered from the parts that each rank has updated."""
         return dist.finish(dist.gather_shards_start(shards, like, self.mesh["dp"])) if self.zero in (1, 2) else shards
 
     def own(self, params: Any, zero: bool = True) -> Any:
-        """This rank's part of the params of one process."""
+        """This rank's part of one process's params."""
         if self.alone:
             return params
         params = dist.shard(params if self.stages is None else self.stages.own(params), self.specs, self.mesh)
         return dist.own_shards(params, self.mesh["dp"]) if zero and self.zero == 3 else params
 
     def whole(self, params: Any, zero: bool = False) -> Any:
-        """The params of one process, of which every rank has a part; to be called by all."""
+        """One process's params, gathered from every rank's part; all ranks must call it."""
         if self.alone:
             return params
         if zero or self.zero == 3:
@@ -243,7 +243,7 @@ class Ranks:
         return params if self.stages is None else self.stages.whole(params)
 
     def own_state(self, state: AdamWState) -> AdamWState:
-        """Of an optimiser whose steps were of all params."""
+        """This rank's part of the optimiser's state, from the state for all params."""
         means = [self.own(tree, zero=False) for tree in (state.exp_avg, state.exp_avg_sq)]
         if self.zero:
             means = [dist.own_shards(tree, self.mesh["dp"]) for tree in means]

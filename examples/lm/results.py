@@ -1,4 +1,4 @@
-"""What a run leaves behind: checkpoint, metrics.csv, loss.png; with experts load.csv and load.png."""
+"""The files that a run writes: checkpoint, metrics.csv, loss.png; with experts load.csv and load.png."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lm.step import State
 
 
 class RunError(Exception):
-    """The results of a run cannot be written, or not be read back; one line says why."""
+    """The results of a run cannot be written or read; the message is one line."""
 
 
 class Row(NamedTuple):
@@ -31,11 +31,11 @@ class Row(NamedTuple):
     lr: float
     norm: float
     seconds: float
-    load: list[list[int]] | None = None  # by layer and expert: how many choices of the step went there
+    load: list[list[int]] | None = None  # by layer and expert: how many of the step's choices it got
 
 
 def save_run(folder: Path, params: Any, state: State, step: int, rows: list[Row], settings: dict[str, Any]) -> None:
-    """Checkpoint and metrics, each written whole or not at all."""
+    """Write checkpoint and metrics, each whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     metadata = {"step": str(step), "settings": json.dumps(settings, sort_keys=True), "rows": json.dumps(rows)}
     save(_kept(params, state), folder / "checkpoint.safetensors", metadata=metadata)
@@ -55,8 +55,8 @@ def _write(path: Path, names: Any, rows: Any) -> None:
 
 
 def load_run(folder: Path, params: Any, state: State, settings: dict[str, Any]) -> tuple[Any, State, int, list[Row]]:
-    """Params, state, the number of steps done, and the rows so far. `RunError` names a setting that differs, or a file that is no
-    checkpoint of a run."""
+    """Params, state, the number of steps done, and the rows so far. Raises `RunError` that names a setting that differs, or a file
+    that is not a run's checkpoint."""
     path = folder / "checkpoint.safetensors"
     try:
         metadata = read_metadata(path)
@@ -81,7 +81,7 @@ def _check_settings(before: dict[str, Any], settings: dict[str, Any]) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Make the folder and write a file there, so that a long run does not end without a place for its results."""
+    """Make the folder and write a file there, so that a long run cannot fail to write its results at the end."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -95,8 +95,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def plot(folder: Path, rows: list[Row], baseline: float) -> None:
-    """loss.png: training and held-out loss in nats per byte, with the trigram table's;
-    nothing where there is no finite loss yet."""
+    """Draw loss.png: training and held-out loss in nats per byte, with the trigram table's; nothing without a finite loss."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -131,13 +130,13 @@ def _draw(figure: Any, path: Path) -> None:
 
 
 def shares(rows: list[Row]) -> Tensor:
-    """Of these steps together, by layer and expert: the choices that went there, 1 for as many as each would get evenly."""
+    """The share of each expert in the choices of these steps, by layer and expert; 1 is an even share."""
     load = torch.tensor([row.load for row in rows], dtype=torch.float64).sum(0)
     return load / load.mean(1, keepdim=True)
 
 
 def plot_load(folder: Path, rows: list[Row], most: int = 120) -> None:
-    """load.png: for each layer the share of each expert over time, in at most `most` columns; nothing without experts."""
+    """Draw load.png: for each layer the share of each expert over time, in at most `most` columns; nothing without experts."""
     rows = [row for row in rows if row.load is not None]
     if not rows:
         return
@@ -161,8 +160,8 @@ def plot_load(folder: Path, rows: list[Row], most: int = 120) -> None:
 
 
 def texts(drawn: Iterable[Tensor]) -> Iterator[str]:
-    """Bytes, one after another, as pieces of text, each as soon as it is whole; what is no UTF-8 or cannot be printed is written as
-    an escape, such as \\x00."""
+    """Pieces of text from a stream of bytes, each as soon as it is complete; bytes that are invalid UTF-8 or cannot be printed are
+    written as escapes, such as \\x00."""
     decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
     for end, byte in itertools.chain(((False, bytes([int(t)])) for t in drawn), [(True, b"")]):
         text = decoder.decode(byte, end)

@@ -11,7 +11,7 @@ from lm.model import left_out, model
 
 
 def layers_of(cfg: DecoderConfig, stages: int) -> list[range]:
-    """The layers of each stage, as evenly as they go."""
+    """The layers of each stage, as evenly as possible."""
     if not 2 <= stages <= cfg.layers:
         raise ValueError(f"--stages: expected 2 to {cfg.layers}, as there are --layers {cfg.layers}, got {stages}")
     ends = [round(i * cfg.layers / stages) for i in range(stages + 1)]
@@ -19,7 +19,7 @@ def layers_of(cfg: DecoderConfig, stages: int) -> list[range]:
 
 
 def staged(cfg: DecoderConfig, stages: int, recipe: Recipe | None = None, policy: str | None = None) -> ChainConfig:
-    """`model(cfg, recipe)` in stages: bytes, rotary table and labels to the mean loss. `policy`: of what each block keeps."""
+    """`model(cfg, recipe)` in stages: bytes, rotary table and labels to the mean loss. `policy`: the policy of each block."""
     whole, layer = model(cfg), chain if policy is None else with_policy(chain, policy)
     embed, blocks, norm, head, loss = whole.steps
     steps = []
@@ -47,7 +47,7 @@ def split(params: dict[str, Any], cfg: DecoderConfig, stages: int) -> dict[str, 
 
 
 def joined(stages: dict[str, Any]) -> dict[str, Any]:
-    """What `split` was given."""
+    """The params of the whole model, from the stages that `split` made."""
     trees = list(stages.values())
     whole = {name: tree for stage in trees for name, tree in stage.items()}
     return {**whole, "blocks": tuple(layer for stage in trees for layer in stage["blocks"])}

@@ -23,7 +23,7 @@ NEEDS = Needs(x=False)
 
 
 class Settings(NamedTuple):
-    """All that is static in a step."""
+    """The static settings of a step."""
 
     decoder: DecoderConfig
     ranks: Ranks
@@ -40,7 +40,7 @@ class Settings(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a step hands to the next beside the params: the optimiser's state, and the scales of a recipe that has some."""
+    """The state that a step passes to the next beside the params: the optimiser's, and the scales of a recipe that has some."""
 
     optimiser: AdamWState
     scales: Any
@@ -49,8 +49,8 @@ class State(NamedTuple):
 class Gradients(NamedTuple):
     loss: Tensor
     grads: Any
-    amaxes: Any  # of a recipe with scales
-    load: Tensor | None  # [layers, experts]: how many tokens went where, of all ranks
+    amaxes: Any  # for a recipe with scales
+    load: Tensor | None  # [layers, experts]: how many tokens each expert got, over all ranks
 
 
 def balanced(params: Any, load: Tensor | None, s: Settings) -> Any:
@@ -67,8 +67,9 @@ def inputs(params: Any, x: Tensor, labels: Tensor, s: Settings) -> WithExtras:
 
 
 def loss_and_grads(params: Any, x: Tensor, labels: Tensor, s: Settings, scales: Any, reduce: bool = False) -> Gradients:
-    """The loss of these rows, the gradient of every parameter in the parameter's own dtype, of this rank's rows as a part of the
-    mean, and what else a step reads. `reduce`: of a stage, gradients whose sum over ranks has begun."""
+    """The loss of these rows, the gradient of every parameter in the parameter's dtype, from this rank's rows as a part of the
+    mean, and the amaxes and load that a step reads. `reduce`: return a stage's gradients with their sum over ranks already
+    started."""
     wide = torch.float64 if s.dtype is torch.float64 else torch.float32
     if s.ranks.stages is not None:
 
@@ -81,7 +82,7 @@ def loss_and_grads(params: Any, x: Tensor, labels: Tensor, s: Settings, scales: 
     loss = main_of(y)
     dy: Any = torch.full_like(loss, 1 / s.ranks.shares)
     if isinstance(y, WithExtras):
-        dy = WithExtras(dy, dict.fromkeys(y.extras))  # the routers' losses are left out: their biases even the load
+        dy = WithExtras(dy, dict.fromkeys(y.extras))  # routers' losses get no gradient: biases balance the load
     if s.delay_wgrad:
         _, pending = s.op.dgrad(donate(residuals), dy, s.model)
         grads = s.op.wgrad(donate(pending), s.model)
@@ -97,8 +98,8 @@ Stepped = tuple[Any, State, Tensor, Tensor, Tensor | None]
 
 
 def train_step(params: Any, state: State, x: Tensor, labels: Tensor, lr: Any, s: Settings) -> Stepped:
-    """New params and state, the loss, the norm of the gradients before clipping, and the load of experts. Where that norm is not
-    finite, params and state stay as they are."""
+    """Do a step; return new params and state, the loss, the norm of the gradients before clipping, and the load of experts. If the
+    norm is not finite, params and state do not change."""
     loss, grads, amaxes, load = loss_and_grads(params, x, labels, s, state.scales, reduce=True)
     loss, grads = s.ranks.reduced(loss, grads)
     grads, norm = s.ranks.clip(grads, s.clip, in_place=s.in_place)
@@ -111,7 +112,7 @@ def train_step(params: Any, state: State, x: Tensor, labels: Tensor, lr: Any, s:
 
     if not s.in_place:  # one graph: it cannot branch on a value
         (new, after), finite = updated(False), torch.isfinite(norm)
-        if not state.scales:  # an empty dict, which a tracer of trees does not know
+        if not state.scales:  # torch.compile cannot trace an empty dict as a tree
             params, moments = select_step(finite, (new, after.optimiser), (params, state.optimiser))
             return params, State(moments, state.scales), loss, norm, load
         params, state = select_step(finite, (new, after), (params, state))
@@ -121,7 +122,7 @@ def train_step(params: Any, state: State, x: Tensor, labels: Tensor, lr: Any, s:
 
 
 def written_step(params: Any, state: State, x: Tensor, labels: Tensor, lr: Tensor, s: Settings) -> Stepped:
-    """`train_step` with the new params and state written over the old: for a graph, whose tensors stay where they are."""
+    """`train_step` that writes the new params and state over the old: for a graph, whose tensors keep their addresses."""
     new_params, new_state, loss, norm, load = train_step(params, state, x, labels, lr, s._replace(in_place=False))
     for old, new in zip(tensors((params, state)), tensors((new_params, new_state)), strict=True):
         old.copy_(new)

@@ -53,7 +53,7 @@ def test_a_cell_that_raises_or_warns_is_an_error(cell, error, tmp_path):
 
 def test_output_that_is_kept_is_an_error(tmp_path):
     notebooks = pytest.importorskip("docs.notebooks")
-    with pytest.raises(ValueError, match="cells must be kept without output, got that of a"):
+    with pytest.raises(ValueError, match="cells must be kept without output, got output in a"):
         notebooks.executed(written(tmp_path, {"source": "1", "execution_count": 1}))
 
 

@@ -117,7 +117,7 @@ def test_ctrl_c_where_no_step_runs_is_one_line(train, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(train_lm, place, asked)
             code, said = train("--steps", 1, "--out", place)
-        assert code == 130 and said.splitlines()[-1] == "train_lm.py: interrupted; what was saved before is as it was"
+        assert code == 130 and said.splitlines()[-1] == "train_lm.py: interrupted; earlier saves are unchanged"
 
 
 def test_a_run_is_never_written_over_in_silence(train, tmp_path):
