@@ -5,7 +5,7 @@ import pytest
 
 READ = [
     *(f"funcops/{room}" for room in ("contract", "formats", "fused", "kernels", "lora", "low_precision", "models", "program")),
-    *("funcops/schedule", "funcops/testing", "README.md", "CONTRIBUTING.md"),
+    *("funcops/schedule", "funcops/testing", "README.md", "CONTRIBUTING.md", "docs", "benchmarks", "examples"),
 ]
 
 
