@@ -1,4 +1,4 @@
-"""The tensors that a backward reads, declared once: subclasses of `Residuals` and `Pending`, their fields, guards and donation.
+"""What a backward keeps, declared once: subclasses of `Residuals` and `Pending`, their fields, guards and donation.
 
 A field's declaration is its documentation, its row in a report and the rule by which it is dropped when the gradients
 that need it are not wanted.
@@ -56,8 +56,8 @@ class Saved:
 
     A node marks every guarded tensor with its version. A tensor that is the same object keeps its mark wherever the tree is moved:
     mapped, rebuilt of its leaves, edited, copied, given away. A copy of what is fresh is a value of its own, fresh as it is then;
-    a copy of what is stale is stale, however it was made: by a map, deep, pickled, cast there and back. A value that `replace` puts
-    in a field is fresh. A leaf that is missing, or of another shape, dtype or device than the forward kept, is named by
+    a copy of what is stale is stale, however it was made: by a map, deep, pickled, cast there and back. What `replace` puts in a
+    field is what its caller says. A leaf that is missing, or of another shape, dtype or device than the forward kept, is named by
     the backward that would read it.
     Whatever would read, copy, compare or change the leaves of a node that was given away raises `DonatedError`. Its `cfg`,
     `needs` and repr stay; what is assigned to a field nobody reads.
@@ -88,7 +88,7 @@ class Saved:
             """A node with the fields that `needs` asks for; None where it asks for nothing."""
 
     def nothing(self) -> Any:
-        """The dx without any gradient: None, or a tuple of None like x."""
+        """dx where there is no gradient at all."""
         inputs = getattr(self, "inputs", None)
         return None if inputs is None else inputs.nothing()
 
@@ -146,7 +146,7 @@ class Saved:
         return stale_path(self)
 
     def complain(self, where: str) -> None:
-        """Raise the reason why this node is not fresh; return if it is idle: its backward only takes a longer way."""
+        """Say why this node is not fresh; nothing of one that is idle, which only takes the longer way through its backward."""
         self.unused(where)
         if self._marks is IDLE:
             return
@@ -169,7 +169,7 @@ class Saved:
         return _copied, (type(self), *self._parts("pickle", lambda value: value))
 
     def _parts(self, where: str, value_of: Callable[[Any], Any]) -> tuple[Any, ...]:
-        """The arguments for a copy: its fields and statics, and the facts for its marks."""
+        """Of what a copy is made: fields, statics, and what its marks must say."""
         self.unused(where)
         given = {name: getattr(self, name) for name in (*self.names, "cfg", "needs")}
         return given | {name: value_of(given[name]) for name in self.fields}, *told(self)
@@ -219,7 +219,7 @@ register_node(Donated, _refuse, _refuse, _refuse, _refuse)  # a walk over a tree
 
 
 class _Declared(type):
-    """Makes a class body with declared fields a pytree node: a slotted dataclass with `keep`, `twin` and `fresh` written out for
+    """Of a class body with declared fields, a node of a tree: a slotted dataclass with `keep`, `twin` and `fresh` written out for
     its fields. `static`: which of `shape`, `dtype` and `inputs` it has."""
 
     def __new__(mcls, name: str, bases: tuple[type, ...], body: dict[str, Any], static: tuple[str, ...] = ()) -> Any:
@@ -276,7 +276,7 @@ def derive_pending(name: str, residuals_class: Any, dy: str) -> Any:
             body[field_name] = saved(field.shape, alias=f"residuals.{field_name}", needed_by=WGRAD, of=of)
     body["__annotations__"]["dy"] = torch.Tensor
     body["dy"] = saved(dy, alias="dy", needed_by=WGRAD)
-    body["__doc__"] = f"The tensors that the weight gradient reads: its residuals, and dy {dy}."
+    body["__doc__"] = f"What the second half of the backward reads: the residuals of the weight gradient, and dy {dy}."
     return pending(type(name, (), body))
 
 
@@ -361,7 +361,7 @@ def fresh(self):
 def _write_methods(cls: Any) -> dict[str, Any]:
     """`keep`, `twin` and `fresh`, written out as source, as dataclasses do: they run in every forward and backward.
 
-    A leaf has no mark while compiling, if it is an inference tensor, or if it is not a tensor. `keep` returns a node with
+    There is no mark while compiling, for inference tensors and for leaves that are no tensors. `keep` returns a node with
     the fields that `needs` asks for, or None.
     """
 

@@ -4,7 +4,7 @@ import prose
 import pytest
 
 READ = [
-    *(f"funcops/{room}" for room in ("contract", "formats", "fused", "kernels", "lora", "low_precision", "models", "program")),
+    *(f"funcops/{room}" for room in ("formats", "fused", "kernels", "lora", "low_precision", "models", "program")),
     *("funcops/schedule", "funcops/testing", "README.md", "CONTRIBUTING.md", "docs", "benchmarks", "examples"),
 ]
 
