@@ -1,6 +1,6 @@
 """Makes an environment with another torch than `constraints.txt` names, and the Triton that this torch asks for.
 
-    python tests/newest.py .newest                          the newest torch that the index has
+    python tests/newest.py .newest                          the newest torch that pip installs
     python tests/newest.py .newest --torch 2.11.0           that one
     python tests/newest.py .newest --beside .venv           all but torch and Triton is read from that environment, not installed
 
@@ -9,6 +9,7 @@ one line says why, and the exit status is 75: another attempt may succeed. What 
 """
 
 import argparse
+import json
 import re
 import shutil
 import subprocess
@@ -69,12 +70,12 @@ def pip(python, *args, seconds=SECONDS):
 
 
 def newest(python):
-    """The newest released version of torch that the index has for this Python."""
-    said = pip(python, "index", "versions", "torch", seconds=60)
-    found = re.search(r"^torch \(([\d.]+)", said, re.M)
-    if found is None:
-        raise TryLaterError(f"index: pip index versions torch must name a version, got {said[:80]!r}")
-    return found[1]
+    """The version of torch that pip installs for this Python: the newest, under the constraints of pip's own configuration."""
+    said = pip(python, "install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report", "-", "torch")
+    try:
+        return json.loads(said)["install"][0]["metadata"]["version"].partition("+")[0]
+    except (ValueError, LookupError) as error:
+        raise TryLaterError(f"index: pip's report on torch must name a version, got {said[:80]!r}") from error
 
 
 def make(folder, torch, beside):

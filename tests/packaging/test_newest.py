@@ -1,6 +1,7 @@
 """`make newest` installs what it says, keeps what is there, and names what keeps it from running; no test asks an index."""
 
 import collections
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -10,6 +11,7 @@ import newest
 import pytest
 
 Ran = collections.namedtuple("Ran", "returncode stdout stderr")
+REPORT = json.dumps({"version": "1", "install": [{"metadata": {"name": "torch", "version": "2.15.0+cpu"}}]})
 FAULTS = {  # pip's status and words, or what it raises -> the start of what is said
     "unreachable": (Ran(1, "", "WARNING: Retrying\nERROR: Max retries exceeded: Connection refused"), "index: pip"),
     "no such name": (Ran(1, "", "ERROR: Temporary failure in name resolution"), "index: pip"),
@@ -39,7 +41,7 @@ def pips(monkeypatch, tmp_path):
     def pips():
         return said
 
-    pips.answer = lambda command: Ran(0, "torch (2.15.0)\nAvailable versions: 2.15.0, 2.14.0\n", "")
+    pips.answer = lambda command: Ran(0, REPORT if "--report" in command else "", "")
     monkeypatch.setattr(newest.subprocess, "run", run)
     monkeypatch.setattr(newest.shutil, "disk_usage", lambda _: collections.namedtuple("Usage", "free")(pips.free))
     pips.free = 100e9
@@ -47,7 +49,7 @@ def pips(monkeypatch, tmp_path):
 
 
 def installs(pips):
-    return [command for command in pips() if "install" in command]
+    return [command for command in pips() if "install" in command and "--dry-run" not in command]
 
 
 @pytest.mark.parametrize("asked, torch", [([], "2.15.0"), (["--torch", "2.11.0"], "2.11.0")])
@@ -73,17 +75,28 @@ def test_beside_another_environment_torch_alone_is_installed(pips, tmp_path):
     assert (tmp_path / "env/lib/python3.11/site-packages/beside.pth").read_text() == f"{newest.ROOT}\n{site}\n"
 
 
+@pytest.mark.parametrize("fails", ["--dry-run", "install"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_cannot_be_had_is_named_and_leaves_nothing_half_made(pips, tmp_path, capsys, fault):
+def test_an_index_or_disk_that_fails_is_named_and_leaves_nothing_half_made(pips, tmp_path, capsys, fault, fails):
     good, (outcome, words) = pips.answer, FAULTS[fault]
-    pips.answer = lambda command: outcome if "install" in command else good(command)
+    pips.answer = lambda command: outcome if fails in command and (fails == "--dry-run") == ("--dry-run" in command) else good(command)
     with pytest.raises(SystemExit) as ended:
         newest.main([str(tmp_path / "env")])
     assert ended.value.code == newest.TRY_LATER
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"newest: not run: {words}")
     pips.answer = good
+    before = len(installs(pips))
     newest.main([str(tmp_path / "env")])
-    assert len(installs(pips)) == 2  # the next attempt installs
+    assert len(installs(pips)) == before + 1  # the next attempt installs
+
+
+def test_the_newest_torch_is_the_one_that_pip_would_install(pips, tmp_path):
+    newest.main([str(tmp_path / "env")])
+    asked = next(command for command in pips() if "--dry-run" in command)
+    assert asked[-1] == "torch" and "--no-deps" in asked and "index" not in asked
+    pips.answer = lambda command: Ran(0, "{}", "")
+    with pytest.raises(SystemExit, match="75"):
+        newest.main([str(tmp_path / "env")])
 
 
 def test_a_short_disk_is_named_before_anything_is_made(pips, tmp_path, capsys):
