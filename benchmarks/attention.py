@@ -31,9 +31,13 @@ def of_attention(make: Maker) -> Iterator[Sample]:
         args, length = (q, k, v, bias, ends, *chosen), size + t  # the terms of a score, then of a row
         yield Sample(scored_attention.scored_attention_fwd, shape, args, product=_two_products, flops=flops, length=length)
         yield Sample(
-            scored_attention.scored_attention_bwd, shape, (dy, q, k, v, bias, ends, out, lse, *chosen, bias is not None),
-            product=lambda _, *qkv: _two_products(*qkv), flops=2.5 * flops, length=length,
-        )  # fmt: skip
+            scored_attention.scored_attention_bwd,
+            shape,
+            (dy, q, k, v, bias, ends, out, lse, *chosen, bias is not None),
+            product=lambda _, *qkv: _two_products(*qkv),
+            flops=2.5 * flops,
+            length=length,
+        )
 
 
 def _two_products(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Callable[[], Any]:

@@ -12,9 +12,15 @@ from benchmarks.measure import BenchError, Row, interleaved
 from funcops.models import from_hf, generate
 
 SIZES: dict[str, Any] = dict(
-    vocab_size=256, hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=3, num_key_value_heads=1,
-    head_dim=64, max_position_embeddings=512,
-)  # fmt: skip
+    vocab_size=256,
+    hidden_size=192,
+    intermediate_size=512,
+    num_hidden_layers=4,
+    num_attention_heads=3,
+    num_key_value_heads=1,
+    head_dim=64,
+    max_position_embeddings=512,
+)
 PROMPT, TOKENS, BATCHES = 16, 64, (1, 8)
 
 
@@ -29,9 +35,13 @@ def run() -> list[Row]:
         theirs.save_pretrained(folder)
         params, cfg = from_hf(folder)
     how = transformers.GenerationConfig(
-        max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False, cache_implementation="static", disable_compile=True,
+        max_new_tokens=TOKENS,
+        min_new_tokens=TOKENS,
+        do_sample=False,
+        cache_implementation="static",
+        disable_compile=True,
         pad_token_id=0,
-    )  # fmt: skip
+    )
     rows: list[Row] = []
     for batch in BATCHES:
         ids = torch.randint(1, SIZES["vocab_size"], (batch, PROMPT))

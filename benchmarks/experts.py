@@ -41,9 +41,19 @@ class Layer(NamedTuple):
         order, _, offsets, place = sort_by_expert(indices, count)
         up_bias, down_bias = (make.floats(count, 2 * hidden), make.floats(count, dim)) if bias else (None, None)
         return Layer(
-            make, choices, make.floats(tokens, dim), make.floats(count, 2 * hidden, dim), make.floats(count, dim, hidden),
-            up_bias, down_bias, make.wide(tokens, choices), indices, order, offsets, place,
-        )  # fmt: skip
+            make,
+            choices,
+            make.floats(tokens, dim),
+            make.floats(count, 2 * hidden, dim),
+            make.floats(count, dim, hidden),
+            up_bias,
+            down_bias,
+            make.wide(tokens, choices),
+            indices,
+            order,
+            offsets,
+            place,
+        )
 
     @property
     def name(self) -> str:

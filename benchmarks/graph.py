@@ -43,10 +43,14 @@ def steps(sizes: Sizes, dtype: torch.dtype, device: str) -> dict[str, Step]:
     """The providers' steps, each on its own copy of the same weights."""
     torch.manual_seed(0)
     module = PlainLlama(
-        dim=sizes.dim, n_layers=sizes.layers, n_heads=sizes.heads, n_kv_heads=sizes.kv_heads, hidden=sizes.hidden,
+        dim=sizes.dim,
+        n_layers=sizes.layers,
+        n_heads=sizes.heads,
+        n_kv_heads=sizes.kv_heads,
+        hidden=sizes.hidden,
         context=sizes.context,
         vocab=sizes.vocab,
-    ).to(device)  # fmt: skip
+    ).to(device)
     x, labels = torch.randint(0, sizes.vocab, (2, sizes.batch, sizes.context), device=device)
     return {
         "funcops eager": _ours(sizes, module, x, labels, dtype, captured=False),

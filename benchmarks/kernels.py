@@ -64,9 +64,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(
-    only: str = "", dtype: list[str] | None = None, providers: tuple[str, ...] = PROVIDERS, seconds: float = math.inf,
-    jobs: int = 0, liger_csv: str | None = None, plot: str | None = None,
-) -> Iterator[Measured]:  # fmt: skip
+    only: str = "",
+    dtype: list[str] | None = None,
+    providers: tuple[str, ...] = PROVIDERS,
+    seconds: float = math.inf,
+    jobs: int = 0,
+    liger_csv: str | None = None,
+    plot: str | None = None,
+) -> Iterator[Measured]:
     """The rows, each as soon as it is measured."""
     if not torch.cuda.is_available():
         raise NoDevice("bench kernels: no CUDA device here; `bench aot` compiles every kernel without one")
@@ -160,10 +165,21 @@ def measure(sample: Sample, dtype: torch.dtype, providers: tuple[str, ...], time
                 peak, delta = timer.memory_mib(calls[name])
                 off = relative_error(sample) if name == "funcops" else math.nan
                 yield Measured(
-                    sample.name, sample.shape, short(dtype), name, us, timer.host_us(calls[name]), rate / 1e9, rate / copy_rate,
-                    sample.flops / us / 1e6 if sample.flops else math.nan, times.get("cublas", math.nan) / us, peak, delta, off,
+                    sample.name,
+                    sample.shape,
+                    short(dtype),
+                    name,
+                    us,
+                    timer.host_us(calls[name]),
+                    rate / 1e9,
+                    rate / copy_rate,
+                    sample.flops / us / 1e6 if sample.flops else math.nan,
+                    times.get("cublas", math.nan) / us,
+                    peak,
+                    delta,
+                    off,
                     "" if replays[name].captured else "not captured",
-                )  # fmt: skip
+                )
         except Exception as error:
             yield failed(name, error)
 

@@ -32,9 +32,26 @@ def ten(x_ptr, y_ptr, z_ptr, n, m, s0, s1, eps: tl.float32, BLOCK: tl.constexpr,
 
 @triton.jit
 def nineteen(
-    a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, f_ptr, m, n, k, s0, s1, s2, s3, s4, eps: tl.float32,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FLAG: tl.constexpr,
-):  # fmt: skip
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    d_ptr,
+    e_ptr,
+    f_ptr,
+    m,
+    n,
+    k,
+    s0,
+    s1,
+    s2,
+    s3,
+    s4,
+    eps: tl.float32,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    FLAG: tl.constexpr,
+):
     i = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     tl.store(f_ptr + i * s0, tl.load(a_ptr + i * s1, mask=i < n) + eps, mask=i < m)
 

@@ -13,9 +13,22 @@ from benchmarks.measure import machine
 from benchmarks.samples import Prepared, Sample, direct
 
 COLUMNS = (
-    "kernel_name", "kernel_provider", "kernel_operation_mode", "metric_name", "metric_unit", "x_name", "x_label", "x_value",
-    "y_value_50", "y_value_20", "y_value_80", "extra_benchmark_config_str", "gpu_name", "timestamp", "liger_version",
-)  # fmt: skip
+    "kernel_name",
+    "kernel_provider",
+    "kernel_operation_mode",
+    "metric_name",
+    "metric_unit",
+    "x_name",
+    "x_label",
+    "x_value",
+    "y_value_50",
+    "y_value_20",
+    "y_value_80",
+    "extra_benchmark_config_str",
+    "gpu_name",
+    "timestamp",
+    "liger_version",
+)
 
 
 def liger_call(sample: Sample) -> Prepared | None:
@@ -57,7 +70,22 @@ def write_liger_csv(path: str, rows: Sequence[Any]) -> None:
         for row in rows:
             mode = "backward" if row.kernel.endswith(("_bwd", "_dgrad", "_wgrad")) else "forward"
             ms = row.device_us / 1e3
-            writer.writerow((
-                row.kernel, row.provider, mode, "speed", "ms", "shape", "shape", row.shape, ms, ms, ms,
-                f"{{'dtype': '{row.dtype}'}}", about["device"], now, about.get("liger_kernel", ""),
-            ))  # fmt: skip
+            writer.writerow(
+                (
+                    row.kernel,
+                    row.provider,
+                    mode,
+                    "speed",
+                    "ms",
+                    "shape",
+                    "shape",
+                    row.shape,
+                    ms,
+                    ms,
+                    ms,
+                    f"{{'dtype': '{row.dtype}'}}",
+                    about["device"],
+                    now,
+                    about.get("liger_kernel", ""),
+                )
+            )

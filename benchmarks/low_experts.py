@@ -17,9 +17,13 @@ from funcops.kernels.routing import sort_by_expert
 
 # the element of rows, the element of weights or of x's columns, the scales, the block length of rows, the tile of weights
 RECIPES = (
-    ("e4m3", "e4m3", "float32", 0, (0, 0)), ("e5m2", "e4m3", "float32", 0, (0, 0)), ("e4m3", "e4m3", "pow2", 128, (128, 128)),
-    ("e5m2", "e4m3", "pow2", 128, (128, 128)), ("e4m3", "e4m3", "e8m0", 32, (1, 32)), ("e2m1", "e2m1", "e4m3", 16, (16, 16)),
-)  # fmt: skip
+    ("e4m3", "e4m3", "float32", 0, (0, 0)),
+    ("e5m2", "e4m3", "float32", 0, (0, 0)),
+    ("e4m3", "e4m3", "pow2", 128, (128, 128)),
+    ("e5m2", "e4m3", "pow2", 128, (128, 128)),
+    ("e4m3", "e4m3", "e8m0", 32, (1, 32)),
+    ("e2m1", "e2m1", "e4m3", 16, (16, 16)),
+)
 
 
 def of_low_experts(make: Maker) -> Iterator[Sample]:
@@ -38,9 +42,20 @@ def _products(make: Maker, tokens: int, choices: int, count: int, width: int, ou
     for a, w, kind, cols, of_w in RECIPES:
         index, of_rows = (token, tokens) if cols in (32, 128) else (None, rows)  # blocks within rows need no sorted copy of x
         args: tuple[Any, ...] = (
-            *_coded(make, (), of_rows, width, a, kind, (1, cols)), *_coded(make, (count,), outer, width, w, kind, of_w), b, None,
-            offsets, index, a, cols, w, *of_w, kind, width, make.dtype,
-        )  # fmt: skip
+            *_coded(make, (), of_rows, width, a, kind, (1, cols)),
+            *_coded(make, (count,), outer, width, w, kind, of_w),
+            b,
+            None,
+            offsets,
+            index,
+            a,
+            cols,
+            w,
+            *of_w,
+            kind,
+            width,
+            make.dtype,
+        )
         shape, flops = f"{a} by {w} 1x{cols} {kind} {rows}x{width} by {count} to {outer}", 2.0 * rows * width * outer
         yield Sample(grouped_scaled_mm, shape, args, product=_dense(make, rows, width, outer), flops=flops, length=width)
         block = cols or 16
@@ -60,9 +75,15 @@ def _products(make: Maker, tokens: int, choices: int, count: int, width: int, ou
 
 
 def _coded(
-    make: Maker, lead: tuple[int, ...], rows: int, width: int, element: str, kind: str, tile: tuple[int, int],
+    make: Maker,
+    lead: tuple[int, ...],
+    rows: int,
+    width: int,
+    element: str,
+    kind: str,
+    tile: tuple[int, int],
     columns: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Codes, scales, and the scales of groups: one for each row of rows, each block of columns, each weight. `columns`: which
     columns belong to a group, and their group's scales."""
     high, wide = -(-rows // (tile[0] or rows)), -(-width // (tile[1] or width))

@@ -28,12 +28,20 @@ EXPERTS, CHOICES, HIDDEN = 8, 2, 256  # two experts are as wide as the MLP of `b
 ROUNDS = 15
 THEIRS = ("eager", "grouped_mm")
 NAMES = {  # from our names to theirs
-    "embed.": "model.embed_tokens.", "blocks.": "model.layers.", "attn.norm.": "input_layernorm.",
-    "attn.qkv.q.proj.": "self_attn.q_proj.", "attn.qkv.k.proj.": "self_attn.k_proj.", "attn.qkv.v.proj.": "self_attn.v_proj.",
-    "attn.qkv.q.norm.": "self_attn.q_norm.", "attn.qkv.k.norm.": "self_attn.k_norm.", "attn.out.": "self_attn.o_proj.",
-    "mlp.norm.": "post_attention_layernorm.", "mlp.experts.up.weight": "mlp.experts.gate_up_proj",
-    "mlp.experts.down.weight": "mlp.experts.down_proj", "head.": "lm_head.",
-}  # fmt: skip
+    "embed.": "model.embed_tokens.",
+    "blocks.": "model.layers.",
+    "attn.norm.": "input_layernorm.",
+    "attn.qkv.q.proj.": "self_attn.q_proj.",
+    "attn.qkv.k.proj.": "self_attn.k_proj.",
+    "attn.qkv.v.proj.": "self_attn.v_proj.",
+    "attn.qkv.q.norm.": "self_attn.q_norm.",
+    "attn.qkv.k.norm.": "self_attn.k_norm.",
+    "attn.out.": "self_attn.o_proj.",
+    "mlp.norm.": "post_attention_layernorm.",
+    "mlp.experts.up.weight": "mlp.experts.gate_up_proj",
+    "mlp.experts.down.weight": "mlp.experts.down_proj",
+    "head.": "lm_head.",
+}
 
 
 def their_name(path: str) -> str:
@@ -46,11 +54,21 @@ def their_module(sizes: Sizes, experts: int, choices: int, how: str = "eager") -
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     cfg = Qwen3MoeConfig(
-        vocab_size=sizes.vocab, hidden_size=sizes.dim, num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.kv_heads, head_dim=sizes.dim // sizes.heads, moe_intermediate_size=sizes.hidden,
-        num_experts=experts, num_experts_per_tok=choices, norm_topk_prob=True, max_position_embeddings=sizes.context,
-        use_cache=False, tie_word_embeddings=False, attn_implementation="sdpa",
-    )  # fmt: skip
+        vocab_size=sizes.vocab,
+        hidden_size=sizes.dim,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        head_dim=sizes.dim // sizes.heads,
+        moe_intermediate_size=sizes.hidden,
+        num_experts=experts,
+        num_experts_per_tok=choices,
+        norm_topk_prob=True,
+        max_position_embeddings=sizes.context,
+        use_cache=False,
+        tie_word_embeddings=False,
+        attn_implementation="sdpa",
+    )
     module = Qwen3MoeForCausalLM(cfg).train()
     module.config._experts_implementation = how
     return module

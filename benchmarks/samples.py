@@ -52,10 +52,29 @@ from funcops.ops.rope import RopeConfig, rope_table
 
 def samples(make: Maker) -> Iterator[Sample]:
     families = (
-        _norms, _group_norms, _convolutions, _keys, _pointwise, _activations, _glus, _ropes, _losses, _embeddings,
-        _optimisers, _quantisers, _quantised_outputs, _products, _siblings, _scaled_products, _coded_glus, _routers,
-        _rows_of_experts, of_experts, of_low_experts, of_attention,
-    )  # fmt: skip
+        _norms,
+        _group_norms,
+        _convolutions,
+        _keys,
+        _pointwise,
+        _activations,
+        _glus,
+        _ropes,
+        _losses,
+        _embeddings,
+        _optimisers,
+        _quantisers,
+        _quantised_outputs,
+        _products,
+        _siblings,
+        _scaled_products,
+        _coded_glus,
+        _routers,
+        _rows_of_experts,
+        of_experts,
+        of_low_experts,
+        of_attention,
+    )
     for family in families:
         yield from family(make)
 
@@ -81,9 +100,11 @@ def norms(make: Maker, rows: int, width: int) -> Iterator[Sample]:
     yield Sample(norm.rms_norm_bwd, shape, (dy, x, w, rstd, False, True, True), gradient(_rms_norm, wrt=2))
     yield Sample(norm.layer_norm_fwd, shape, (x, w, b, 1e-6, False), direct(_layer_norm))
     yield Sample(
-        norm.layer_norm_bwd, shape, (dy, x, w, mean, rstd, False, True, True, True),
+        norm.layer_norm_bwd,
+        shape,
+        (dy, x, w, mean, rstd, False, True, True, True),
         lambda dy, x, w, *_: gradient(_layer_norm, wrt=3)(dy, x, w, w),
-    )  # fmt: skip
+    )
     yield Sample(norm.l2_norm_fwd, shape, (x, 1e-6), direct(lambda x, _: F.normalize(x, dim=-1)))
     yield Sample(norm.l2_norm_bwd, shape, (dy, x, rstd), gradient(lambda x, _: F.normalize(x, dim=-1), wrt=1))
     yield Sample(norm.row_sums, shape, (dy,), direct(lambda dy: dy.sum(0)))
@@ -158,9 +179,11 @@ def _pointwise(make: Maker) -> Iterator[Sample]:
         yield Sample(pointwise.scale, shape, (x, 0.5))
         yield Sample(pointwise.dropout, shape, (x, make.key(), 0.1), direct(lambda x, *_: F.dropout(x, 0.1)))
         yield Sample(
-            pointwise.dropout_add, f"{shape} + {width}", (x, b, y, make.key(), 0.1),
+            pointwise.dropout_add,
+            f"{shape} + {width}",
+            (x, b, y, make.key(), 0.1),
             direct(lambda x, b, y, *_: y + F.dropout(x + b, 0.1)),
-        )  # fmt: skip
+        )
         yield Sample(bias_activation_fwd, f"gelu_tanh {shape} + {width}", (x, b, "gelu_tanh"))
     yield Sample(pointwise.dropout_add, shape, (x, None, y, make.key(), 0.1), direct(lambda x, _, y, *__: y + F.dropout(x, 0.1)))
     batches, tokens, width = make.sizes(64, 256, 1152)  # of a DiT-XL
@@ -247,9 +270,11 @@ def _losses(make: Maker) -> Iterator[Sample]:
         losses, lse, options = make.wide(rows), make.wide(rows, 2) + 5.0, (0.1, -100, 1e-4)
         yield Sample(cross_entropy.cross_entropy_fwd, shape, (logits, labels, *options), direct(_cross_entropy))
         yield Sample(
-            cross_entropy.cross_entropy_bwd, shape, (losses, logits, labels, lse, *options),
+            cross_entropy.cross_entropy_bwd,
+            shape,
+            (losses, logits, labels, lse, *options),
             lambda d, *args: gradient(_cross_entropy, wrt=1)(d.to(args[0].dtype), *args),
-        )  # fmt: skip
+        )
         plain = (0.0, -100, 0.0)
         yield Sample(cross_entropy.cross_entropy_fwd, f"{shape} unsmoothed", (logits, labels, *plain), direct(_unsmoothed))
         owned = (losses, logits, labels, lse, *options, vocab // 2, 2 * vocab)
@@ -267,8 +292,20 @@ def _embeddings(make: Maker) -> Iterator[Sample]:
 def _optimisers(make: Maker) -> Iterator[Sample]:
     """The tensors of a GPT-2 of 124 million parameters."""
     (width,) = make.sizes(768)
-    layer = [(width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,), (width,), (width,),
-             (4 * width, width), (4 * width,), (width, 4 * width), (width,)]  # fmt: skip
+    layer = [
+        (width,),
+        (width,),
+        (3 * width, width),
+        (3 * width,),
+        (width, width),
+        (width,),
+        (width,),
+        (width,),
+        (4 * width, width),
+        (4 * width,),
+        (width, 4 * width),
+        (width,),
+    ]
     shapes = [make.sizes(50257, 768), make.sizes(1024, 768), *layer * max(1, 12 // make.shrink), (width,), (width,)]
     p, g, m = ([make.floats(*shape) for shape in shapes] for _ in range(3))
     v = [make.floats(*shape).square() for shape in shapes]
@@ -356,8 +393,10 @@ def _coded_glus(make: Maker) -> Iterator[Sample]:
 def _routers(make: Maker) -> Iterator[Sample]:
     """The routers of DeepSeek-V3, of Qwen3-MoE with both losses, and of Mixtral, with logits in the activations' dtype."""
     for experts, top_k, score, groups, losses in (
-        (256, 8, "sigmoid", (8, 4), (0.0, 0.0)), (128, 8, "softmax", (1, 1), (1e-3, 1e-3)), (8, 2, "softmax", (1, 1), (0.0, 0.0)),
-    ):  # fmt: skip
+        (256, 8, "sigmoid", (8, 4), (0.0, 0.0)),
+        (128, 8, "softmax", (1, 1), (1e-3, 1e-3)),
+        (8, 2, "softmax", (1, 1), (0.0, 0.0)),
+    ):
         (tokens,), sigmoid = make.sizes(65536), score == "sigmoid"
         logits, by_choice, shape = make.floats(1, tokens, experts), (1, tokens, top_k), f"{score} {tokens}x{experts} to {top_k}"
         bias = make.floats(experts) if sigmoid else None
@@ -420,10 +459,14 @@ def _scaled_products(make: Maker) -> Iterator[Sample]:
     x, w = make.floats(m, k), make.floats(n, k)
     tensor, each, block, square = (0, 0), (1, 0), (1, 128), (128, 128)
     for a, b, kind, of_a, of_b in (
-        ("e4m3", "e4m3", "float32", tensor, tensor), ("e5m2", "e4m3", "float32", tensor, tensor),
-        ("e4m3", "e4m3", "float32", each, each), ("e4m3", "e4m3", "pow2", block, square), ("e4m3", "e4m3", "pow2", block, block),
-        ("e4m3", "e4m3", "e8m0", (1, 32), (1, 32)), ("e2m1", "e2m1", "e4m3", (1, 16), (1, 16)),
-    ):  # fmt: skip
+        ("e4m3", "e4m3", "float32", tensor, tensor),
+        ("e5m2", "e4m3", "float32", tensor, tensor),
+        ("e4m3", "e4m3", "float32", each, each),
+        ("e4m3", "e4m3", "pow2", block, square),
+        ("e4m3", "e4m3", "pow2", block, block),
+        ("e4m3", "e4m3", "e8m0", (1, 32), (1, 32)),
+        ("e2m1", "e2m1", "e4m3", (1, 16), (1, 16)),
+    ):
         left, right = _coded(make, m, k, a, kind, of_a), _coded(make, n, k, b, kind, of_b)
         args = *left, *right, a, *of_a, b, *of_b, kind, k, make.dtype, True
         shape = f"{a} {of_a[0]}x{of_a[1]} by {b} {of_b[0]}x{of_b[1]} {kind} {m}x{k} to {n}"

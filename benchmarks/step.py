@@ -54,9 +54,15 @@ PAIRS = (
 
 
 def funcops_step(
-    sizes: Sizes, plain: PlainLlama, x: Tensor, labels: Tensor, dtype: torch.dtype, policy: str = "recompute_elementwise",
-    fuse: bool = True, compiled: bool = False,
-) -> Step:  # fmt: skip
+    sizes: Sizes,
+    plain: PlainLlama,
+    x: Tensor,
+    labels: Tensor,
+    dtype: torch.dtype,
+    policy: str = "recompute_elementwise",
+    fuse: bool = True,
+    compiled: bool = False,
+) -> Step:
     """A step of ours on the plain module's weights; each call does one more training step and returns the loss."""
     op = with_policy(chain, policy)
     cfg, adamw = (

@@ -24,11 +24,7 @@ from funcops.models import DecoderConfig, decoder, decoder_x
 from funcops.residuals.report import Report
 from funcops.trees import paths
 
-NUMBERS = (
-    ("dim", 128, "width, a multiple of 4 heads"),
-    ("layers", 2, "blocks"),
-    ("context", 128, "tokens"),
-)
+NUMBERS = (("dim", 128, "width, a multiple of 4 heads"), ("layers", 2, "blocks"), ("context", 128, "tokens"))
 VOCAB, HEADS = 256, 4
 DEFAULT = "recompute_elementwise"
 
@@ -36,9 +32,17 @@ DEFAULT = "recompute_elementwise"
 def llama(dim: int, layers: int, context: int) -> DecoderConfig:
     size = dim // HEADS
     return DecoderConfig(
-        vocab=VOCAB, dim=dim, layers=layers, heads=HEADS, kv_heads=HEADS, head_size=size, hidden=4 * dim, context=context,
-        rope=RopeConfig(size), family="llama",
-    )  # fmt: skip
+        vocab=VOCAB,
+        dim=dim,
+        layers=layers,
+        heads=HEADS,
+        kv_heads=HEADS,
+        head_size=size,
+        hidden=4 * dim,
+        context=context,
+        rope=RopeConfig(size),
+        family="llama",
+    )
 
 
 def looked_at(cfg: DecoderConfig, policies: Mapping[str, Policy] = POLICIES) -> dict[str, tuple[Report, dict[str, Any]]]:

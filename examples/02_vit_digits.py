@@ -18,26 +18,10 @@ from digits.flags import parsed, parser_of
 from digits.model import TOKENS, attend, mlp, plain_norm, reader, with_loss
 from torch import Tensor
 
-from funcops import (
-    ChainConfig,
-    Needs,
-    RepeatConfig,
-    SkipConfig,
-    Step,
-    WithExtras,
-    chain,
-    donate,
-    random,
-    repeat,
-    skip,
-)
+from funcops import ChainConfig, Needs, RepeatConfig, SkipConfig, Step, WithExtras, chain, donate, random, repeat, skip
 from funcops.optim import AdamWConfig, adamw_init, adamw_update, decay_mask, warmup_cosine
 
-NUMBERS = (
-    ("steps", 300, "of training"),
-    ("batch", 64, "images in a step"),
-    ("layers", 2, "blocks"),
-)
+NUMBERS = (("steps", 300, "of training"), ("batch", 64, "images in a step"), ("layers", 2, "blocks"))
 OPTIMISER = AdamWConfig(weight_decay=0.05)
 PEAK = 2e-3
 

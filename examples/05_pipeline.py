@@ -93,9 +93,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds after which a process gives up on another")
     parser.add_argument("--check", action="store_true", help="in float64, compare gradients and losses with one process")
     parser.add_argument(
-        "--plot", type=Path, default=Path("05_pipeline.png"),
+        "--plot",
+        type=Path,
+        default=Path("05_pipeline.png"),
         help="where the picture of the schedule goes, with the costs measured on this machine (default: %(default)s)",
-    )  # fmt: skip
+    )
     args = parser.parse_args(argv)
     for name in ("ranks", "microbatches", "steps", "batch", "context"):
         if getattr(args, name) < 1:

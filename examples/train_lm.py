@@ -46,9 +46,22 @@ from funcops.trees import tensors
 VALIDATION_WINDOWS = 256
 MOST_SKIPPED = 10
 FREE = {  # flags that do not change the results of a run
-    "out", "resume", "force", "stop_at", "sample", "delay_wgrad", "policy", "budget", "graph",
-    "mesh", "overlap", "microbatches", "schedule", "zero", *AXES,
-}  # fmt: skip
+    "out",
+    "resume",
+    "force",
+    "stop_at",
+    "sample",
+    "delay_wgrad",
+    "policy",
+    "budget",
+    "graph",
+    "mesh",
+    "overlap",
+    "microbatches",
+    "schedule",
+    "zero",
+    *AXES,
+}
 
 
 def settings_of(args: Any, params: Any, ranks: Ranks, op: Op = chain) -> Settings:

@@ -109,10 +109,7 @@ def loss_scale_update(loss_scale: LossScale, ok: Tensor, cfg: LossScaleConfig) -
     due = good >= cfg.interval
     grown = scale * cfg.growth
     grown = torch.where(due & torch.isfinite(grown), grown, scale)
-    return LossScale(
-        torch.where(ok, grown, scale * cfg.backoff),
-        torch.where(ok & ~due, good, torch.zeros_like(good)),
-    )
+    return LossScale(torch.where(ok, grown, scale * cfg.backoff), torch.where(ok & ~due, good, torch.zeros_like(good)))
 
 
 def unscale(grads: T, loss_scale: LossScale) -> T:

@@ -31,19 +31,7 @@ from funcops.errors import (
     require_type,
 )
 
-__all__ = [
-    "bits",
-    "bits_of",
-    "check_key",
-    "fold_in",
-    "key",
-    "normal",
-    "path_id",
-    "philox",
-    "put_off",
-    "split",
-    "uniform",
-]
+__all__ = ["bits", "bits_of", "check_key", "fold_in", "key", "normal", "path_id", "philox", "put_off", "split", "uniform"]
 
 _LOW = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

@@ -11,9 +11,15 @@ from hypothesis import settings
 
 COLLECTED = pytest.StashKey()  # every test, before any is left out by its marks
 LONG = {  # files of tests that compile or start processes: they come first, so that no worker ends with one alone
-    "test_pipeline_examples.py", "test_pipeline.py", "test_train_lm_ranks.py",
-    "test_cold_compile.py", "test_train_lm.py", "test_aot.py", "test_smoke.py", "test_notebooks.py"
-}  # fmt: skip
+    "test_pipeline_examples.py",
+    "test_pipeline.py",
+    "test_train_lm_ranks.py",
+    "test_cold_compile.py",
+    "test_train_lm.py",
+    "test_aot.py",
+    "test_smoke.py",
+    "test_notebooks.py",
+}
 gc.disable()  # until all tests are collected: the modules and thousands of tests live to the end
 ROOT = Path(__file__).parents[1]
 settings.register_profile("funcops", deadline=None, max_examples=15, derandomize=True)

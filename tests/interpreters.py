@@ -167,9 +167,14 @@ def gigabytes(line: str) -> str | None:
 def _run(*command: str, stop: Callable[[str], str | None] | None = None) -> None:
     """Until a line says why to stop."""
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, start_new_session=True,
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        start_new_session=True,
         env={**{k: v for k, v in os.environ.items() if k != "PYTHONPATH"}, "PIP_QUIET": "0"},  # which pip takes for installed
-    )  # fmt: skip
+    )
     assert process.stdout is not None
     lines = []
     with process:

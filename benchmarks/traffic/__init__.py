@@ -169,10 +169,23 @@ def row_of(case: Case, provider: str, built: list[Quality], source: str) -> Traf
     found, most = built[main], launches[main]
     again = most.bytes.asked / most.bytes.moved
     return Traffic(
-        case.name, case.shape, "bf16", provider, moved, asked, sectors, round(wide(found, most), 3),
-        round(found.per_byte * again, 2), found.registers, found.warps, max(one.spills for one in built), "",
-        " + ".join(one.name for one in parts), " + ".join(map(str, residents)), source,
-    )  # fmt: skip
+        case.name,
+        case.shape,
+        "bf16",
+        provider,
+        moved,
+        asked,
+        sectors,
+        round(wide(found, most), 3),
+        round(found.per_byte * again, 2),
+        found.registers,
+        found.warps,
+        max(one.spills for one in built),
+        "",
+        " + ".join(one.name for one in parts),
+        " + ".join(map(str, residents)),
+        source,
+    )
 
 
 def wide(found: Quality, launch: Counted) -> float:

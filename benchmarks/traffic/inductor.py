@@ -31,12 +31,23 @@ from funcops.backend.aot import stubbed
 
 CUDA = torch.device("cuda", 0)
 H100 = types.SimpleNamespace(
-    name="H100", type="cuda", index=0, major=9, minor=0, multi_processor_count=PROCESSORS, regs_per_multiprocessor=65536,
-    max_threads_per_multi_processor=2048, max_threads_per_block=1024, warp_size=32, shared_memory_per_block=49152,
-    shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472, L2_cache_size=50 * 2**20,
+    name="H100",
+    type="cuda",
+    index=0,
+    major=9,
+    minor=0,
+    multi_processor_count=PROCESSORS,
+    regs_per_multiprocessor=65536,
+    max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024,
+    warp_size=32,
+    shared_memory_per_block=49152,
+    shared_memory_per_block_optin=232448,
+    shared_memory_per_multiprocessor=233472,
+    L2_cache_size=50 * 2**20,
     total_memory=80 * 2**30,
     gcnArchName="",
-)  # fmt: skip
+)
 DEVICE: dict[str, Any] = {
     "is_available": lambda: True,
     "device_count": lambda: 1,
@@ -142,7 +153,7 @@ def captured(f: Callable[..., Any], inputs: Sequence[Tensor], backward: bool) ->
         ]
         compiled = aot_function(
             f, lowered, functools.partial(lowered, is_backward=True), partition, decompositions=select_decomp_table()
-        )  # fmt: skip
+        )
         results = compiled(*fakes)
         if backward:
             results = list(results) if isinstance(results, (tuple, list)) else [results]
@@ -192,9 +203,11 @@ def _heuristics() -> Iterator[None]:
     ) -> Any:
         return lambda fn: _Kernel(fn, configs, triton_meta, inductor_meta)
 
-    with _device(), mock.patch.object(triton_heuristics, "cached_autotune", kept), mock.patch.object(
-        triton_helpers, "set_driver_to_gpu", lambda: None
-    ):  # fmt: skip
+    with (
+        _device(),
+        mock.patch.object(triton_heuristics, "cached_autotune", kept),
+        mock.patch.object(triton_helpers, "set_driver_to_gpu", lambda: None),
+    ):
         yield
 
 

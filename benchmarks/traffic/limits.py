@@ -24,65 +24,86 @@ class Reason(NamedTuple):
 
 REASONS = (
     Reason(
-        "cross_entropy", "", "moved",
+        "cross_entropy",
+        "",
+        "moved",
         "loss and gradient are two calls, each of which reads the logits: no loss waits for a gradient",
     ),
     Reason(
-        "((rms|layer|l2|add_rms)_norm_bwd|add_(rms|layer)_norm_bwd_again)", "x32768$", "moved",
+        "((rms|layer|l2|add_rms)_norm_bwd|add_(rms|layer)_norm_bwd_again)",
+        "x32768$",
+        "moved",
         "rows of 64 KB leave no registers, and their two sums take a pass of their own; who keeps them spills 8 to 648 bytes a "
         "thread. Rows loaded twice instead: on an H100 230 us where these take 235, and with a mean 564 where these take 237",
     ),
     Reason(
-        "add_layer_norm_bwd_again", "x16384$", "moved",
+        "add_layer_norm_bwd_again",
+        "x16384$",
+        "moved",
         "rows of 32 KB with sums for weight and bias leave no registers: x and dy are loaded again, not all from the cache",
     ),
     Reason(
-        "dropout_add_(rms|layer)_norm_fwd", "x(4099|16384|32768)$", "moved",
+        "dropout_add_(rms|layer)_norm_fwd",
+        "x(4099|16384|32768)$",
+        "moved",
         "the dropout of long rows, and of rows that words of four do not fit, is a kernel of its own, and so is its sum",
     ),
     Reason("dropout_bwd_sums", "", "moved", "partial sums of the bias's gradient, in float32"),
     Reason(
-        "(rms_norm|layer_norm|activation)_quantize", "", "instructions",
+        "(rms_norm|layer_norm|activation)_quantize",
+        "",
+        "instructions",
         "codes are half the bytes of y: the steps of an element, and those that encode it, come to fewer bytes",
     ),
     Reason(
-        "coded_glu_fwd", "", "instructions",
+        "coded_glu_fwd",
+        "",
+        "instructions",
         "codes are half the bytes of x: the steps of an element, and those that decode it, come to fewer bytes",
     ),
     Reason(
-        "quantize_(row|col|both)", "^e2m1", "instructions",
+        "quantize_(row|col|both)",
+        "^e2m1",
+        "instructions",
         "codes of 4 bits are made by steps on bits, since sm_90, for which this is counted, has no instruction for them",
     ),
     Reason(
-        "quantize_both", "0x0", "moved",
+        "quantize_both",
+        "0x0",
+        "moved",
         "codes of square tiles are transposed by a second launch: Triton 3.6 stores a tile both ways wrongly",
     ),
     Reason("quantize_(col|both)", "^e2m1", "wide", "a column's codes in a tile are 32 bytes, 8 for each of 4 threads"),
     Reason(
-        "quantize_(col|both)", "e8m0", "instructions",
-        "a scale for each 32 elements down a column, which lie with many threads",
+        "quantize_(col|both)", "e8m0", "instructions", "a scale for each 32 elements down a column, which lie with many threads"
     ),
     Reason("retile", "", "instructions", "of 2 bytes an element, which is decoded, multiplied twice, and encoded"),
     Reason(
-        "group_norm_(fwd|bwd)", "", "wide",
+        "group_norm_(fwd|bwd)",
+        "",
+        "wide",
         "a group of several channels is read on, and beside each number its channel's weight, one address for many",
     ),
     Reason("softmax_fwd", "long rows", "moved", "a row of 128 KB is read twice, the second time from the cache but for an eighth"),
     Reason("softmax_fwd", "long rows", "instructions", "an exponential in each of two passes: a row of 128 KB is kept nowhere"),
     Reason(
-        "causal_conv1d_bwd", "", "wide",
+        "causal_conv1d_bwd",
+        "",
+        "wide",
         "a thread has four channels, with W of x and of g of each in registers; of eight they would fill them",
     ),
     Reason("causal_conv1d_bwd", "", "instructions", "a number is in W products of z, W of dx and W of dw"),
     Reason("causal_conv1d_fwd", "", "instructions", "a time is loaded W times, of which all but the first are in the cache"),
     Reason(
-        "route_fwd", "", "instructions",
+        "route_fwd",
+        "",
+        "instructions",
         "the K best of a row are found one by one, in registers: K passes over it, and a reduction each",
     ),
     Reason("route_bwd", "", "instructions", "a row's K gradients come to their places by K comparisons of each"),
     Reason("route_(fwd|bwd)", "", "wide", "K weights, indices and gradients of a token, which are fewer than a program's threads"),
     Reason("_fold_in", "", "wide", "two numbers of 64 bits: a launch is all that it takes"),
-)  # fmt: skip
+)
 
 
 def missed(row: Any, peers: Iterable[Any]) -> list[str]:

@@ -112,14 +112,14 @@ def _rope_apply(x: Any, table: Any, interleaved: bool, inverse: bool) -> Any:
 def _cross_entropy_fwd(logits: Any, labels: Any, smoothing: float, ignored: int, z_loss: float) -> Any:
     return _ops("cross_entropy").cross_entropy_forward(
         logits.detach(), labels, None, ignored, z_loss, smoothing, "none", None, False
-    )  # fmt: skip
+    )
 
 
 def _cross_entropy(logits: Any, labels: Any, smoothing: float, ignored: int, z_loss: float) -> Any:
     """Loss and gradient: the forward computes both, and the backward has nothing left to do for a dloss of 1."""
     found = _ops("cross_entropy").cross_entropy_forward(
         logits.detach().requires_grad_(), labels, None, ignored, z_loss, smoothing, "mean", None, False
-    )  # fmt: skip
+    )
     return _ops("cross_entropy").cross_entropy_backward(found[-1].detach(), torch.ones((), device=logits.device))
 
 

@@ -140,13 +140,7 @@ def _one_file(path: Path) -> Corpus:
     if not data:
         raise TextError(f"--text: expected text, got {str(path)!r}, which is empty")
     end = len(data) - len(data) // HELD_OUT
-    return Corpus(
-        source=str(path),
-        train=_bytes(data[:end]),
-        held_out=_bytes(data[end:]),
-        train_files=(),
-        held_out_files=(),
-    )
+    return Corpus(source=str(path), train=_bytes(data[:end]), held_out=_bytes(data[end:]), train_files=(), held_out_files=())
 
 
 def _by_file(root: Path, texts: dict[Path, bytes]) -> Corpus:

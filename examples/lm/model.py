@@ -22,9 +22,18 @@ VOCAB = 256  # bytes
 
 
 def described(
-    *, dim: int = 192, layers: int = 4, heads: int = 3, kv_heads: int = 1, hidden: int = 512, context: int = 256,
-    tied: bool = False, experts: int = 0, top_k: int = 2, shared: int = 0,
-) -> DecoderConfig:  # fmt: skip
+    *,
+    dim: int = 192,
+    layers: int = 4,
+    heads: int = 3,
+    kv_heads: int = 1,
+    hidden: int = 512,
+    context: int = 256,
+    tied: bool = False,
+    experts: int = 0,
+    top_k: int = 2,
+    shared: int = 0,
+) -> DecoderConfig:
     """The decoder of these flags. `experts`: the number of experts, of `hidden` each, instead of MLPs; `shared`: the number of
     experts that all tokens go through. Raises `ValueError` that names a flag."""
     least = dict(dim=dim, layers=layers, heads=heads, kv_heads=kv_heads, hidden=hidden, context=context, top_k=top_k)
@@ -43,9 +52,19 @@ def described(
         mixture = MoEConfig(route=router, experts=ExpertsConfig(experts, dim, hidden), shared=shared * hidden)
     size = dim // heads
     return DecoderConfig(
-        vocab=VOCAB, dim=dim, layers=layers, heads=heads, kv_heads=kv_heads, head_size=size, hidden=hidden, context=context,
-        eps=1e-5, rope=RopeConfig(size), moe=mixture, tied=tied,
-    )  # fmt: skip
+        vocab=VOCAB,
+        dim=dim,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=size,
+        hidden=hidden,
+        context=context,
+        eps=1e-5,
+        rope=RopeConfig(size),
+        moe=mixture,
+        tied=tied,
+    )
 
 
 def model(cfg: DecoderConfig, recipe: Recipe | None = None, *, loss: bool = True) -> ChainConfig:

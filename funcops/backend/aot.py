@@ -135,9 +135,18 @@ def inspect(launched: Launched, target: str) -> Build:
     matrix = ", ".join(sorted(opcode for opcode in found.opcodes if MATRIX.match(opcode)))
     metadata = compiled.metadata
     return Build(
-        name_of(launched.kernel), config_of(launched), target, metadata.num_warps, found.registers, metadata.shared,
-        found.spills, matrix, found.instructions, fingerprint(launched, target), COMPILER,
-    )  # fmt: skip
+        name_of(launched.kernel),
+        config_of(launched),
+        target,
+        metadata.num_warps,
+        found.registers,
+        metadata.shared,
+        found.spills,
+        matrix,
+        found.instructions,
+        fingerprint(launched, target),
+        COMPILER,
+    )
 
 
 def name_of(kernel: Any) -> str:

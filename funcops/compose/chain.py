@@ -265,7 +265,14 @@ def chain_bwd(residuals: Any, dy: Any, cfg: ChainConfig, *, into: Any = None) ->
 
 
 chain: Op = make_op(
-    "chain", ChainConfig, init=chain_init, fwd=chain_fwd, dgrad=chain_dgrad, wgrad=chain_wgrad, bwd=chain_bwd, lower=_lower,
+    "chain",
+    ChainConfig,
+    init=chain_init,
+    fwd=chain_fwd,
+    dgrad=chain_dgrad,
+    wgrad=chain_wgrad,
+    bwd=chain_bwd,
+    lower=_lower,
     products=_products,
-)  # fmt: skip
+)
 programs.lowers(ChainConfig, chain)

@@ -110,9 +110,15 @@ def _products(pending: Any, cfg: ExpertStepsConfig, *, into: Any) -> list[Any]:
 
 
 expert_steps: Op = make_op(
-    "expert_steps", ExpertStepsConfig, init=expert_steps_init, fwd=expert_steps_fwd, dgrad=expert_steps_dgrad,
-    wgrad=expert_steps_wgrad, bwd=expert_steps_bwd, products=_products,
-)  # fmt: skip
+    "expert_steps",
+    ExpertStepsConfig,
+    init=expert_steps_init,
+    fwd=expert_steps_fwd,
+    dgrad=expert_steps_dgrad,
+    wgrad=expert_steps_wgrad,
+    bwd=expert_steps_bwd,
+    products=_products,
+)
 
 
 def by_steps(where: str, op: Op, cfg: ExpertsConfig) -> tuple[Op, ExpertStepsConfig]:

@@ -154,7 +154,14 @@ def parallel_bwd(residuals: Any, dy: Any, cfg: ParallelConfig, *, into: Any = No
 
 
 parallel: Op = make_op(
-    "parallel", ParallelConfig, init=parallel_init, fwd=parallel_fwd, dgrad=parallel_dgrad, wgrad=parallel_wgrad, bwd=parallel_bwd,
-    lower=_lower, products=_products,
-)  # fmt: skip
+    "parallel",
+    ParallelConfig,
+    init=parallel_init,
+    fwd=parallel_fwd,
+    dgrad=parallel_dgrad,
+    wgrad=parallel_wgrad,
+    bwd=parallel_bwd,
+    lower=_lower,
+    products=_products,
+)
 programs.lowers(ParallelConfig, parallel)

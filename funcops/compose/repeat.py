@@ -338,6 +338,12 @@ def _collect(found: list[Any], into: Any, cfg: RepeatConfig) -> Any:
 
 
 repeat: Op = make_op(
-    "repeat", RepeatConfig, init=repeat_init, fwd=repeat_fwd, dgrad=repeat_dgrad, wgrad=repeat_wgrad, bwd=repeat_bwd,
+    "repeat",
+    RepeatConfig,
+    init=repeat_init,
+    fwd=repeat_fwd,
+    dgrad=repeat_dgrad,
+    wgrad=repeat_wgrad,
+    bwd=repeat_bwd,
     products=_products,
-)  # fmt: skip
+)

@@ -133,7 +133,14 @@ def _products(pending: Any, cfg: SkipConfig, *, into: Any) -> list[Any]:
 
 
 skip: Op = make_op(
-    "skip", SkipConfig, init=skip_init, fwd=skip_fwd, dgrad=skip_dgrad, wgrad=skip_wgrad, bwd=skip_bwd, lower=_lower,
+    "skip",
+    SkipConfig,
+    init=skip_init,
+    fwd=skip_fwd,
+    dgrad=skip_dgrad,
+    wgrad=skip_wgrad,
+    bwd=skip_bwd,
+    lower=_lower,
     products=_products,
-)  # fmt: skip
+)
 programs.lowers(SkipConfig, skip)

@@ -54,8 +54,15 @@ class Gone:
 
 
 _OF_ANY_OBJECT = {*dir(Gone), "__annotations__", "__dict__", "__weakref__"} - {
-    "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__reduce__", "__reduce_ex__",
-}  # fmt: skip
+    "__eq__",
+    "__ne__",
+    "__lt__",
+    "__le__",
+    "__gt__",
+    "__ge__",
+    "__reduce__",
+    "__reduce_ex__",
+}
 for _name in {name for kind in (Tensor, complex, float, int, list) for name in dir(kind) if name.startswith("__")} - _OF_ANY_OBJECT:
     if callable(getattr(Tensor, _name, len)):  # Python looks these up on the type
         setattr(Gone, _name, Gone._refuse)

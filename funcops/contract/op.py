@@ -166,10 +166,22 @@ def _op_at(module: str, name: str) -> Any:
 
 
 def make_op(
-    name: str, config: type, *, init: Any = None, fwd: Any, dgrad: Any, wgrad: Any = None, bwd: Any = None,
-    keyed: bool = False, cheap: str = "", again: Any = None, lower: Any = None, view: bool = False, products: Any = None,
+    name: str,
+    config: type,
+    *,
+    init: Any = None,
+    fwd: Any,
+    dgrad: Any,
+    wgrad: Any = None,
+    bwd: Any = None,
+    keyed: bool = False,
+    cheap: str = "",
+    again: Any = None,
+    lower: Any = None,
+    view: bool = False,
+    products: Any = None,
     ahead: Any = None,
-) -> Op:  # fmt: skip
+) -> Op:
     """Build an `Op`, deriving `bwd`, for an op without params `init` and `wgrad`, and `products` if none can be joined. The
     functions carry the decorators `forward`, `dgrad_of`, `wgrad_of`, `again_of` and `bwd_of`, which name the classes of its trees;
     a given `bwd` must equal `dgrad` then `wgrad` bit for bit (the Split law checks it). `cheap`: `"elementwise"` or `"norm"` if

@@ -129,9 +129,9 @@ def reduce_start(
         require_axis(where, shard, "shard")
     found = float_leaves(where, "dparams", dparams)
     axes = _axes_of(where, found, over, shard)
-    kinds = tuple([
-        Kind(i, path, tuple(t.shape), t.dtype, t.device, axes[path]) for i, (path, t) in enumerate(found.items()) if t is not None
-    ])  # fmt: skip
+    kinds = tuple(
+        [Kind(i, path, tuple(t.shape), t.dtype, t.device, axes[path]) for i, (path, t) in enumerate(found.items()) if t is not None]
+    )
     values, spec = flatten(dparams)
     own = shard if shard is not None and shard.size > 1 else None
     buckets = plan(kinds, 1 if own is None else own.size, bucket_bytes, ordered)

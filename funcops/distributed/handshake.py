@@ -21,11 +21,7 @@ from funcops.distributed.mesh import Axis, Mesh
 from funcops.errors import require, require_callable, require_type, short
 from funcops.trees import tree_map_tensors
 
-NAMES = {
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
-}
+NAMES = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "all_to_all_single": "all_to_all"}
 
 
 class Collective(NamedTuple):

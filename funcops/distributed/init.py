@@ -222,8 +222,11 @@ def init(
             if mesh.sizes.get(axis.name) is None or mesh[axis.name] != axis:
                 fail("init", f"the axis of {path}", "one of the mesh", f"{axis} with rank {axis.rank} and group {axis.group!r}")
         if (given.axis, given.dim, given.parts or spec.parts, given.fsdp if spec.fsdp else "") != (
-            spec.axis, spec.dim, spec.parts, spec.fsdp,
-        ):  # fmt: skip
+            spec.axis,
+            spec.dim,
+            spec.parts,
+            spec.fsdp,
+        ):
             fail("init", f"the spec of {path}", f"{spec}, as its layer shares it out", given)
         found[path] = Spec(fsdp="" if spec.fsdp else given.fsdp)
     return own_parts(

@@ -111,10 +111,13 @@ def start_gathering(where: str, name: str, shards: Any, like: Any, axis: Axis, b
         if not isinstance(whole[path], Tensor):
             fail(where, f"like.{path}" if path else "like", "a tensor", describe(whole[path]), TypeError)
         check(where, f"{name}.{path}" if path else name, t, part_shape(tuple(whole[path].shape), axis.size))
-    kinds = tuple([
-        Kind(i, path, tuple(whole[path].shape), t.dtype, t.device, (axis,))
-        for i, (path, t) in enumerate(found.items()) if t is not None
-    ])  # fmt: skip
+    kinds = tuple(
+        [
+            Kind(i, path, tuple(whole[path].shape), t.dtype, t.device, (axis,))
+            for i, (path, t) in enumerate(found.items())
+            if t is not None
+        ]
+    )
     values, spec = flatten(shards)
     buckets = plan(kinds, axis.size, bucket_bytes)
     flying = tuple([gather_start(bucket.pack_parts(values), axis) for bucket in buckets])

@@ -242,9 +242,15 @@ def turned(q: QTensor) -> QTensor:
 
 
 def check_quantized(
-    where: str, name: str, q: Any, format: Format, side: str, shape: torch.Size, like: Tensor | None = None,
+    where: str,
+    name: str,
+    q: Any,
+    format: Format,
+    side: str,
+    shape: torch.Size,
+    like: Tensor | None = None,
     groups: tuple[int, ...] = (),
-) -> None:  # fmt: skip
+) -> None:
     """Raise unless q is a `QTensor` of that format, side and shape, whose codes and scales fit these, on the device of `like` (by
     default its codes'). `groups`: the dims that its codes, scales and scale are stacked by."""
     try:

@@ -139,5 +139,5 @@ again_rule = register_fusion(
         Saving(3, 2),
         whole=True,
         again=True,
-    )  # fmt: skip
+    )
 )

@@ -134,10 +134,24 @@ def _run_backward(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any
     again = whole and down.again is act and of_down.needs.param("weight")
     chosen = torch.searchsorted(offsets[1:], place, right=True, out_int32=True) if cfg.bias else None
     node = ExpertsResiduals.keep(
-        cfg, _asked(calls, again), x=of_up.x, weights=of_act.scales, indices=chosen, up=of_up.weight, down=of_down.weight,
-        down_bias=of_down.bias, z=of_act.x, order=order, place=place.reshape(-1, choices), offsets=offsets,
-        inputs=Inputs.of((0, 0, 0)), shape=dy.shape, dtype=dy.dtype, weights_dtype=of_act.scales_like[1], choices=choices,
-    )  # fmt: skip
+        cfg,
+        _asked(calls, again),
+        x=of_up.x,
+        weights=of_act.scales,
+        indices=chosen,
+        up=of_up.weight,
+        down=of_down.weight,
+        down_bias=of_down.bias,
+        z=of_act.x,
+        order=order,
+        place=place.reshape(-1, choices),
+        offsets=offsets,
+        inputs=Inputs.of((0, 0, 0)),
+        shape=dy.shape,
+        dtype=dy.dtype,
+        weights_dtype=of_act.scales_like[1],
+        choices=choices,
+    )
     (d_weights, dx, _), pending = experts_dgrad(node, dy, cfg)
     keep = functools.partial(GroupedLinearPending.keep, offsets=offsets, choices=choices)
     dz, scaled = (None, None) if pending is None else (pending.dz, pending.scaled)

@@ -11,11 +11,7 @@ from funcops.contract.op import Op
 from funcops.memory.joined_steps import Joint, register_joint
 from funcops.ops.cross_entropy import CrossEntropyConfig, cross_entropy
 from funcops.ops.linear import LinearConfig, LinearParams, linear
-from funcops.ops.linear_cross_entropy import (
-    LinearCrossEntropyConfig,
-    LinearCrossEntropyParams,
-    linear_cross_entropy,
-)
+from funcops.ops.linear_cross_entropy import LinearCrossEntropyConfig, LinearCrossEntropyParams, linear_cross_entropy
 
 
 def _refuses(head: LinearConfig, loss: CrossEntropyConfig) -> str | None:

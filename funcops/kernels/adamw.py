@@ -33,25 +33,56 @@ def like_params(grads: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]
 
 @kernel(mutates=("params", "exp_avg", "exp_avg_sq"))
 def adamw(
-    params: list[Tensor], grads: list[Tensor], exp_avg: list[Tensor], exp_avg_sq: list[Tensor], steps: list[Tensor],
-    decayed: list[bool], lr: float, lr_tensor: Optional[Tensor], beta1: float, beta2: float, eps: float, weight_decay: float,
-) -> None:  # fmt: skip
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avg: list[Tensor],
+    exp_avg_sq: list[Tensor],
+    steps: list[Tensor],
+    decayed: list[bool],
+    lr: float,
+    lr_tensor: Optional[Tensor],
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
     """m <- b1 m + (1 - b1) g; v <- b2 v + (1 - b2) g^2; p <- p - lr weight_decay p (where `decayed`)
     - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps). `lr_tensor`, 0-d, replaces lr if given. All tensors are on one
     device, and contiguous except the gradients."""
     for decays, (p, g, m, v, t) in grouped([params, grads, exp_avg, exp_avg_sq, steps], decayed):
         torch._fused_adamw_(  # type: ignore[call-overload]
-            p, like_params(g, p[0].dtype), m, v, [], t, lr=lr if lr_tensor is None else lr_tensor, beta1=beta1, beta2=beta2,
-            weight_decay=weight_decay if decays else 0.0, eps=eps, amsgrad=False, maximize=False,
-        )  # fmt: skip
+            p,
+            like_params(g, p[0].dtype),
+            m,
+            v,
+            [],
+            t,
+            lr=lr if lr_tensor is None else lr_tensor,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=weight_decay if decays else 0.0,
+            eps=eps,
+            amsgrad=False,
+            maximize=False,
+        )
     torch.autograd.graph.increment_version([*params, *exp_avg, *exp_avg_sq])  # torch's fused ops do not count their writes
 
 
 @adamw.plain
 def plain_adamw(
-    params: list[Tensor], grads: list[Tensor], exp_avg: list[Tensor], exp_avg_sq: list[Tensor], steps: list[Tensor],
-    decayed: list[bool], lr: float, lr_tensor: Optional[Tensor], beta1: float, beta2: float, eps: float, weight_decay: float,
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avg: list[Tensor],
+    exp_avg_sq: list[Tensor],
+    steps: list[Tensor],
+    decayed: list[bool],
+    lr: float,
+    lr_tensor: Optional[Tensor],
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     rate = lr if lr_tensor is None else lr_tensor
     m = [beta1 * m + (1 - beta1) * g for m, g in zip(exp_avg, grads, strict=True)]
     v = [beta2 * v + (1 - beta2) * g**2 for v, g in zip(exp_avg_sq, grads, strict=True)]

@@ -43,9 +43,17 @@ def add_layer_norm_fwd(
 
 @kernel()
 def add_layer_norm_bwd(
-    dy: Tensor, dstream: Tensor, stream: Tensor, w: Optional[Tensor], mean: Tensor, rstd: Tensor, centred: bool, dx: bool,
-    dw: bool, db: bool,
-) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:  # fmt: skip
+    dy: Tensor,
+    dstream: Tensor,
+    stream: Tensor,
+    w: Optional[Tensor],
+    mean: Tensor,
+    rstd: Tensor,
+    centred: bool,
+    dx: bool,
+    dw: bool,
+    db: bool,
+) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
     """dx = dstream + the norm's gradient, which is the gradient of both x and residual; and the partial sums of dw and db."""
     d_x, d_w, d_b = norm.layer_norm_bwd.kernel.torch_impl(dy, stream, w, mean, rstd, centred, dx, dw, db)
     return _added(d_x, dstream), d_w, d_b
@@ -62,9 +70,17 @@ def add_rms_norm_bwd_again(
 
 @kernel()
 def add_layer_norm_bwd_again(
-    dy: Tensor, dstream: Tensor, stream: Tensor, w: Tensor, b: Optional[Tensor], mean: Tensor, rstd: Tensor, centred: bool,
-    dw: bool, db: bool,
-) -> tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:  # fmt: skip
+    dy: Tensor,
+    dstream: Tensor,
+    stream: Tensor,
+    w: Tensor,
+    b: Optional[Tensor],
+    mean: Tensor,
+    rstd: Tensor,
+    centred: bool,
+    dw: bool,
+    db: bool,
+) -> tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:
     """Return dx of `add_layer_norm_bwd`, the recomputed y of the forward, and the partial sums of dw and db."""
     dx, d_w, d_b = add_layer_norm_bwd.kernel.torch_impl(dy, dstream, stream, w, mean, rstd, centred, True, dw, db)
     return dx, _again((stream.to(rstd.dtype) - mean) * rstd, w, b, centred, stream.dtype), d_w, d_b

@@ -116,9 +116,17 @@ def flash_fwd(
 
 
 def flash_bwd(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, out: Tensor, logsumexp: Tensor, causal: bool,
-    window: int, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    out: Tensor,
+    logsumexp: Tensor,
+    causal: bool,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     how, longest = way(q.dtype, max(q.shape[-1], v.shape[-1])), (q.shape[1], k.shape[1])
     parts = [_packed(t, how, cu_seqlens) for t in (dy, q, k, v, out)]
     ends = None if cu_seqlens is None else cu_seqlens.contiguous()
@@ -266,9 +274,17 @@ def attend_fwd(
 
 
 def attend_bwd(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], cu_seqlens: Optional[Tensor], y: Tensor, lse: Tensor,
-    score: Score, wants_bias: bool,
-) -> Gradients:  # fmt: skip
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Optional[Tensor],
+    cu_seqlens: Optional[Tensor],
+    y: Tensor,
+    lse: Tensor,
+    score: Score,
+    wants_bias: bool,
+) -> Gradients:
     """Compute dq, dk, dv and, if `wants_bias`, dbias."""
     served = _served(q, k, v, bias, cu_seqlens, score)
     if served == "library":

@@ -67,9 +67,16 @@ def _below(logits: Tensor, highest: Tensor) -> Tensor:
 
 @kernel()
 def cross_entropy_bwd(
-    dloss: Tensor, logits: Tensor, labels: Tensor, logsumexp: Tensor, smoothing: float, ignore_index: int, z_loss: float,
-    first: int = 0, vocab: int = 0,
-) -> Tensor:  # fmt: skip
+    dloss: Tensor,
+    logits: Tensor,
+    labels: Tensor,
+    logsumexp: Tensor,
+    smoothing: float,
+    ignore_index: int,
+    z_loss: float,
+    first: int = 0,
+    vocab: int = 0,
+) -> Tensor:
     """dlogits [N, C] in the dtype of logits; dloss: [N] or 0-d, in the wide dtype. The C classes begin at `first` of
     `vocab` classes; `vocab` 0 means that they are all."""
     d = _below(logits, logsumexp[:, :1])
@@ -79,18 +86,32 @@ def cross_entropy_bwd(
 
 @cross_entropy_bwd.plain
 def plain_cross_entropy_bwd(
-    dloss: Tensor, logits: Tensor, labels: Tensor, logsumexp: Tensor, smoothing: float, ignore_index: int, z_loss: float,
-    first: int = 0, vocab: int = 0,
-) -> Tensor:  # fmt: skip
+    dloss: Tensor,
+    logits: Tensor,
+    labels: Tensor,
+    logsumexp: Tensor,
+    smoothing: float,
+    ignore_index: int,
+    z_loss: float,
+    first: int = 0,
+    vocab: int = 0,
+) -> Tensor:
     vocab = vocab or logits.shape[-1]
     return plain_cross_entropy_bwd_owned(dloss, logits, labels, logsumexp, smoothing, ignore_index, z_loss, first, vocab)
 
 
 @kernel(mutates=("logits",))
 def cross_entropy_bwd_owned(
-    dloss: Tensor, logits: Tensor, labels: Tensor, logsumexp: Tensor, smoothing: float, ignore_index: int, z_loss: float,
-    first: int, vocab: int,
-) -> None:  # fmt: skip
+    dloss: Tensor,
+    logits: Tensor,
+    labels: Tensor,
+    logsumexp: Tensor,
+    smoothing: float,
+    ignore_index: int,
+    z_loss: float,
+    first: int,
+    vocab: int,
+) -> None:
     """Write dlogits over logits [N, C], contiguous, whose C classes begin at `first` of `vocab` classes."""
     inside = logits.dtype is wide(logits.dtype)
     highest = logsumexp[:, :1]
@@ -102,9 +123,16 @@ def cross_entropy_bwd_owned(
 
 @cross_entropy_bwd_owned.plain
 def plain_cross_entropy_bwd_owned(
-    dloss: Tensor, logits: Tensor, labels: Tensor, logsumexp: Tensor, smoothing: float, ignore_index: int, z_loss: float,
-    first: int, vocab: int,
-) -> Tensor:  # fmt: skip
+    dloss: Tensor,
+    logits: Tensor,
+    labels: Tensor,
+    logsumexp: Tensor,
+    smoothing: float,
+    ignore_index: int,
+    z_loss: float,
+    first: int,
+    vocab: int,
+) -> Tensor:
     lse = logsumexp.sum(-1, keepdim=True)
     along_lse = (1 + 2 * z_loss * lse) * (logits - lse).exp()  # term 1: through logsumexp, whose gradient is p, and its square
     along_label = -(1 - smoothing) * _onehot(labels, first, logits)  # term 2: through the label's own logit
@@ -113,9 +141,16 @@ def plain_cross_entropy_bwd_owned(
 
 
 def _gradient_(
-    d: Tensor, dloss: Tensor, labels: Tensor, logsumexp: Tensor, smoothing: float, ignore_index: int, z_loss: float,
-    first: int, vocab: int,
-) -> None:  # fmt: skip
+    d: Tensor,
+    dloss: Tensor,
+    labels: Tensor,
+    logsumexp: Tensor,
+    smoothing: float,
+    ignore_index: int,
+    z_loss: float,
+    first: int,
+    vocab: int,
+) -> None:
     """Turn d, which holds logits - highest in the wide dtype, into dlogits, in place."""
     ignored = labels == ignore_index
     rows = torch.where(ignored, torch.zeros((), dtype=d.dtype, device=d.device), dloss.to(d.dtype))

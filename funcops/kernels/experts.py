@@ -22,9 +22,17 @@ from funcops.kernels.grouped import grouped_product
 
 @kernel(opaque=True)
 def experts_up(
-    x: Tensor, up: Tensor, bias: Optional[Tensor], weights: Tensor, order: Tensor, offsets: Tensor, kind: str, limit: float,
-    alpha: float, offset: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    up: Tensor,
+    bias: Optional[Tensor],
+    weights: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    kind: str,
+    limit: float,
+    alpha: float,
+    offset: float,
+) -> tuple[Tensor, Tensor]:
     """Compute z [N, 2I] and scaled [N, I]; both are 0 from row offsets[E] on."""
     z = grouped_product.kernel.torch_impl(x, up, bias, offsets, order, weights.shape[1], None, True)
     return z, _scaled(z, _row_weights(weights, order), kind, limit, alpha, offset)
@@ -32,19 +40,40 @@ def experts_up(
 
 @experts_up.fake
 def _experts_up_fake(
-    x: Tensor, up: Tensor, bias: Optional[Tensor], weights: Tensor, order: Tensor, offsets: Tensor, kind: str, limit: float,
-    alpha: float, offset: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    up: Tensor,
+    bias: Optional[Tensor],
+    weights: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    kind: str,
+    limit: float,
+    alpha: float,
+    offset: float,
+) -> tuple[Tensor, Tensor]:
     rows, width = order.shape[0], up.shape[1]
     return x.new_empty((rows, width)), x.new_empty((rows, width // 2))
 
 
 @kernel(opaque=True)
 def experts_dgrad(
-    dy: Tensor, down: Optional[Tensor], z: Tensor, weights: Tensor, order: Tensor, offsets: Tensor, place: Optional[Tensor],
-    bias: Optional[Tensor], indices: Optional[Tensor], kind: str, limit: float, alpha: float, offset: float, dz: bool,
-    dweights: bool, scaled: bool,
-) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:  # fmt: skip
+    dy: Tensor,
+    down: Optional[Tensor],
+    z: Tensor,
+    weights: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    place: Optional[Tensor],
+    bias: Optional[Tensor],
+    indices: Optional[Tensor],
+    kind: str,
+    limit: float,
+    alpha: float,
+    offset: float,
+    dz: bool,
+    dweights: bool,
+    scaled: bool,
+) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
     """Compute, each if requested: dz [N, 2I]; d weights [T, K], which is ds gathered by `place` [T, K], plus, with the second
     product's bias [E, H], dy[t] . bias_e for the expert e = indices[t, k] (e = E was dropped, and adds 0); and scaled [N, I],
     recomputed. dz and ds are 0 from row offsets[E] on. `scaled` alone does not need `down`."""
@@ -69,10 +98,23 @@ def experts_dgrad(
 
 @experts_dgrad.fake
 def _experts_dgrad_fake(
-    dy: Tensor, down: Optional[Tensor], z: Tensor, weights: Tensor, order: Tensor, offsets: Tensor, place: Optional[Tensor],
-    bias: Optional[Tensor], indices: Optional[Tensor], kind: str, limit: float, alpha: float, offset: float, dz: bool,
-    dweights: bool, scaled: bool,
-) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:  # fmt: skip
+    dy: Tensor,
+    down: Optional[Tensor],
+    z: Tensor,
+    weights: Tensor,
+    order: Tensor,
+    offsets: Tensor,
+    place: Optional[Tensor],
+    bias: Optional[Tensor],
+    indices: Optional[Tensor],
+    kind: str,
+    limit: float,
+    alpha: float,
+    offset: float,
+    dz: bool,
+    dweights: bool,
+    scaled: bool,
+) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
     rows, width = z.shape
     d_z, again = dy.new_empty((rows, width)) if dz else None, dy.new_empty((rows, width // 2)) if scaled else None
     return d_z, weights.new_empty(weights.shape) if dweights else None, again

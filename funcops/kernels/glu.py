@@ -149,15 +149,7 @@ def plain_clamped_swiglu_fwd(x: Tensor, scales: Optional[Tensor], first: bool, l
 
 @kernel()
 def clamped_swiglu_bwd(
-    dy: Tensor,
-    x: Tensor,
-    scales: Optional[Tensor],
-    first: bool,
-    limit: float,
-    alpha: float,
-    offset: float,
-    dx: bool,
-    dscales: bool,
+    dy: Tensor, x: Tensor, scales: Optional[Tensor], first: bool, limit: float, alpha: float, offset: float, dx: bool, dscales: bool
 ) -> tuple[Optional[Tensor], Optional[Tensor]]:
     """(g sigmoid(alpha g))' = silu'(alpha g). The gradient is zero where a half was clamped."""
     dtype = wide(x.dtype)

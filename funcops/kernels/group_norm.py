@@ -32,9 +32,16 @@ def group_norm_fwd(x: Tensor, w: Tensor, b: Tensor, groups: int, eps: float) -> 
 
 @kernel()
 def group_norm_bwd(
-    dy: Tensor, x: Optional[Tensor], w: Optional[Tensor], mean: Optional[Tensor], rstd: Optional[Tensor], groups: int,
-    dx: bool, dw: bool, db: bool,
-) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:  # fmt: skip
+    dy: Tensor,
+    x: Optional[Tensor],
+    w: Optional[Tensor],
+    mean: Optional[Tensor],
+    rstd: Optional[Tensor],
+    groups: int,
+    dx: bool,
+    dw: bool,
+    db: bool,
+) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
     """With g = dy * w and n = (x - mean) * rstd: dx = rstd * (g - mean(g) - n * mean(g n)) over a group; dw = sum of dy * n,
     db = sum of dy, both over B and S. x, mean and rstd may be None if only db is requested, w without dx."""
     d = dy.to(wide(dy.dtype))

@@ -26,9 +26,15 @@ LEAST = (8, 0)  # the least device capability for torch's grouped product
 
 @kernel(opaque=True)
 def grouped_product(
-    a: Tensor, w: Tensor, b: Optional[Tensor], offsets: Tensor, index: Optional[Tensor], every: int, scales: Optional[Tensor],
+    a: Tensor,
+    w: Tensor,
+    b: Optional[Tensor],
+    offsets: Tensor,
+    index: Optional[Tensor],
+    every: int,
+    scales: Optional[Tensor],
     transposed: bool,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """y [N, O] = a w_e^T (`transposed`) or a w_e for row n's group e, + b_e, or + scales[n] b_e; 0 for a row without a group."""
     rows = a if index is None else gathered(a, index, every)
     product = by_groups if a.is_cpu else by_library if library_serves(rows, w) else by_masks
@@ -38,17 +44,29 @@ def grouped_product(
 
 @grouped_product.fake
 def _grouped_product_fake(
-    a: Tensor, w: Tensor, b: Optional[Tensor], offsets: Tensor, index: Optional[Tensor], every: int, scales: Optional[Tensor],
+    a: Tensor,
+    w: Tensor,
+    b: Optional[Tensor],
+    offsets: Tensor,
+    index: Optional[Tensor],
+    every: int,
+    scales: Optional[Tensor],
     transposed: bool,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     return a.new_empty((a.shape[0] if index is None else index.shape[0], w.shape[1 if transposed else 2]))
 
 
 @kernel(opaque=True)
 def grouped_wgrad(
-    dy: Tensor, x: Optional[Tensor], offsets: Tensor, dy_index: Optional[Tensor], x_index: Optional[Tensor], every: int,
-    scales: Optional[Tensor], bias: bool,
-) -> tuple[Optional[Tensor], Optional[Tensor]]:  # fmt: skip
+    dy: Tensor,
+    x: Optional[Tensor],
+    offsets: Tensor,
+    dy_index: Optional[Tensor],
+    x_index: Optional[Tensor],
+    every: int,
+    scales: Optional[Tensor],
+    bias: bool,
+) -> tuple[Optional[Tensor], Optional[Tensor]]:
     """dw_e = dy^T x (None without x) and db_e = sum of dy (times scales) over group e's rows, in dy's dtype; 0 if empty."""
     rows, inner = _factors(dy, x, dy_index, x_index, every)
     dw = None
@@ -60,18 +78,31 @@ def grouped_wgrad(
 
 @grouped_wgrad.fake
 def _grouped_wgrad_fake(
-    dy: Tensor, x: Optional[Tensor], offsets: Tensor, dy_index: Optional[Tensor], x_index: Optional[Tensor], every: int,
-    scales: Optional[Tensor], bias: bool,
-) -> tuple[Optional[Tensor], Optional[Tensor]]:  # fmt: skip
+    dy: Tensor,
+    x: Optional[Tensor],
+    offsets: Tensor,
+    dy_index: Optional[Tensor],
+    x_index: Optional[Tensor],
+    every: int,
+    scales: Optional[Tensor],
+    bias: bool,
+) -> tuple[Optional[Tensor], Optional[Tensor]]:
     groups, outer = offsets.shape[0] - 1, dy.shape[-1]
     return None if x is None else dy.new_empty((groups, outer, x.shape[-1])), dy.new_empty((groups, outer)) if bias else None
 
 
 @kernel(opaque=True, mutates=("dw", "db"))
 def grouped_wgrad_into(
-    dy: Tensor, x: Optional[Tensor], offsets: Tensor, dy_index: Optional[Tensor], x_index: Optional[Tensor], every: int,
-    scales: Optional[Tensor], dw: Optional[Tensor], db: Optional[Tensor],
-) -> None:  # fmt: skip
+    dy: Tensor,
+    x: Optional[Tensor],
+    offsets: Tensor,
+    dy_index: Optional[Tensor],
+    x_index: Optional[Tensor],
+    every: int,
+    scales: Optional[Tensor],
+    dw: Optional[Tensor],
+    db: Optional[Tensor],
+) -> None:
     """Add `grouped_wgrad` to dw [E, O, I] and db [E, O], each if given: contiguous, in the wide dtype. Sums are not rounded before,
     except dw's on the CPU."""
     rows, inner = _factors(dy, x, dy_index, x_index, every)
@@ -88,9 +119,16 @@ def grouped_wgrad_into(
 
 @grouped_wgrad_into.fake
 def _grouped_wgrad_into_fake(
-    dy: Tensor, x: Optional[Tensor], offsets: Tensor, dy_index: Optional[Tensor], x_index: Optional[Tensor], every: int,
-    scales: Optional[Tensor], dw: Optional[Tensor], db: Optional[Tensor],
-) -> None:  # fmt: skip
+    dy: Tensor,
+    x: Optional[Tensor],
+    offsets: Tensor,
+    dy_index: Optional[Tensor],
+    x_index: Optional[Tensor],
+    every: int,
+    scales: Optional[Tensor],
+    dw: Optional[Tensor],
+    db: Optional[Tensor],
+) -> None:
     return None
 
 

@@ -19,10 +19,25 @@ from funcops.kernels.quantize import decode_tiles
 
 @kernel(opaque=True)
 def grouped_scaled_mm(
-    a: Tensor, a_scales: Tensor, a_scale: Optional[Tensor], w: Tensor, w_scales: Tensor, w_scale: Optional[Tensor],
-    b: Optional[Tensor], scales: Optional[Tensor], offsets: Tensor, index: Optional[Tensor], a_element: str, a_cols: int,
-    w_element: str, w_rows: int, w_cols: int, kind: str, width: int, out: torch.dtype,
-) -> Tensor:  # fmt: skip
+    a: Tensor,
+    a_scales: Tensor,
+    a_scale: Optional[Tensor],
+    w: Tensor,
+    w_scales: Tensor,
+    w_scale: Optional[Tensor],
+    b: Optional[Tensor],
+    scales: Optional[Tensor],
+    offsets: Tensor,
+    index: Optional[Tensor],
+    a_element: str,
+    a_cols: int,
+    w_element: str,
+    w_rows: int,
+    w_cols: int,
+    kind: str,
+    width: int,
+    out: torch.dtype,
+) -> Tensor:
     """y [N, O] in the dtype `out`: row n of a, or a[index[n]], times w_e^T of its group e, rounded, + b_e or scales[n] b_e; 0 for
     a row without a group.
 
@@ -39,18 +54,45 @@ def grouped_scaled_mm(
 
 @grouped_scaled_mm.fake
 def _grouped_scaled_mm_fake(
-    a: Tensor, a_scales: Tensor, a_scale: Optional[Tensor], w: Tensor, w_scales: Tensor, w_scale: Optional[Tensor],
-    b: Optional[Tensor], scales: Optional[Tensor], offsets: Tensor, index: Optional[Tensor], a_element: str, a_cols: int,
-    w_element: str, w_rows: int, w_cols: int, kind: str, width: int, out: torch.dtype,
-) -> Tensor:  # fmt: skip
+    a: Tensor,
+    a_scales: Tensor,
+    a_scale: Optional[Tensor],
+    w: Tensor,
+    w_scales: Tensor,
+    w_scale: Optional[Tensor],
+    b: Optional[Tensor],
+    scales: Optional[Tensor],
+    offsets: Tensor,
+    index: Optional[Tensor],
+    a_element: str,
+    a_cols: int,
+    w_element: str,
+    w_rows: int,
+    w_cols: int,
+    kind: str,
+    width: int,
+    out: torch.dtype,
+) -> Tensor:
     return a.new_empty((a.shape[0] if index is None else index.shape[0], w.shape[1]), dtype=out)
 
 
 @kernel(opaque=True)
 def grouped_scaled_wgrad(
-    dy: Tensor, dy_scales: Tensor, dy_scale: Optional[Tensor], x: Tensor, x_scales: Tensor, x_scale: Optional[Tensor],
-    starts: Tensor, ends: Tensor, dy_element: str, x_element: str, cols: int, kind: str, width: int, out: torch.dtype,
-) -> Tensor:  # fmt: skip
+    dy: Tensor,
+    dy_scales: Tensor,
+    dy_scale: Optional[Tensor],
+    x: Tensor,
+    x_scales: Tensor,
+    x_scale: Optional[Tensor],
+    starts: Tensor,
+    ends: Tensor,
+    dy_element: str,
+    x_element: str,
+    cols: int,
+    kind: str,
+    width: int,
+    out: torch.dtype,
+) -> Tensor:
     """dw [E, O, I] in the dtype `out`: dw_e = dy x^T over columns starts[e] to ends[e] of dy [O, P] and x [I, P]; 0 if empty.
 
     Codes of transposed rows, of `width` P, with scales [O, P / cols] and [I, P / cols] (cols 1: [1, P], all equal in a group),
@@ -72,7 +114,19 @@ def grouped_scaled_wgrad(
 
 @grouped_scaled_wgrad.fake
 def _grouped_scaled_wgrad_fake(
-    dy: Tensor, dy_scales: Tensor, dy_scale: Optional[Tensor], x: Tensor, x_scales: Tensor, x_scale: Optional[Tensor],
-    starts: Tensor, ends: Tensor, dy_element: str, x_element: str, cols: int, kind: str, width: int, out: torch.dtype,
-) -> Tensor:  # fmt: skip
+    dy: Tensor,
+    dy_scales: Tensor,
+    dy_scale: Optional[Tensor],
+    x: Tensor,
+    x_scales: Tensor,
+    x_scale: Optional[Tensor],
+    starts: Tensor,
+    ends: Tensor,
+    dy_element: str,
+    x_element: str,
+    cols: int,
+    kind: str,
+    width: int,
+    out: torch.dtype,
+) -> Tensor:
     return dy.new_empty((ends.shape[0], dy.shape[0], x.shape[0]), dtype=out)

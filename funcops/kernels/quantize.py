@@ -244,9 +244,16 @@ def _power(biased: Tensor) -> Tensor:
 
 
 def _quantize(
-    x: Tensor, dtype: torch.dtype, element: str, rows: int, cols: int, kind: str, amax: Tensor | None, key: Tensor | None,
+    x: Tensor,
+    dtype: torch.dtype,
+    element: str,
+    rows: int,
+    cols: int,
+    kind: str,
+    amax: Tensor | None,
+    key: Tensor | None,
     turn: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Codes and scales of x [R, K], which had the given dtype; `turn`: of the transposed x, without a copy of it."""
     blocks, turned = cols == BLOCK, not turn if by_columns(rows, cols, kind) else turn
     if turn:

@@ -28,9 +28,18 @@ LEAST = 1e-20  # added to a sum of sigmoids, as in DeepSeek-V3: it avoids a divi
 
 @kernel()
 def route_fwd(
-    logits: Tensor, bias: Optional[Tensor], top_k: int, score: str, normalize: bool, scale: float, groups: int, top_groups: int,
-    aux: float, z: float, keep: bool,
-) -> tuple[Tensor, Tensor, Optional[Tensor], Tensor, Tensor]:  # fmt: skip
+    logits: Tensor,
+    bias: Optional[Tensor],
+    top_k: int,
+    score: str,
+    normalize: bool,
+    scale: float,
+    groups: int,
+    top_groups: int,
+    aux: float,
+    z: float,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Optional[Tensor], Tensor, Tensor]:
     """Return (weights, indices, s_i [S, L, K] if `keep`, n [S, E] int32, loss [])."""
     t = logits.to(wide(logits.dtype))
     scored = bias is not None or groups > 1
@@ -84,9 +93,20 @@ def _losses(t: Tensor, s: Optional[Tensor], score: str, counts: Tensor, top_k: i
 
 @kernel()
 def route_bwd(
-    dloss: Tensor, dweights: Optional[Tensor], indices: Tensor, kept: Optional[Tensor], logits: Optional[Tensor],
-    counts: Optional[Tensor], experts: int, dtype: torch.dtype, score: str, normalize: bool, scale: float, aux: float, z: float,
-) -> Tensor:  # fmt: skip
+    dloss: Tensor,
+    dweights: Optional[Tensor],
+    indices: Tensor,
+    kept: Optional[Tensor],
+    logits: Optional[Tensor],
+    counts: Optional[Tensor],
+    experts: int,
+    dtype: torch.dtype,
+    score: str,
+    normalize: bool,
+    scale: float,
+    aux: float,
+    z: float,
+) -> Tensor:
     """dlogits [S, L, E] in `dtype`; dloss: [] or [1]. An index of -1 - e is a dropped choice of e. `kept`: s_i for a normalised
     sigmoid, else w. `logits` can replace `kept`, and are required if the gradient reads whole rows; `aux` requires `counts`."""
     at = torch.where(indices < 0, -1 - indices, indices).to(torch.int64)

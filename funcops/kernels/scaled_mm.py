@@ -12,10 +12,23 @@ from funcops.kernels.quantize import decode_tiles, matrix
 
 @kernel()
 def scaled_mm(
-    a: Tensor, a_scales: Tensor, a_scale: Optional[Tensor], b: Tensor, b_scales: Tensor, b_scale: Optional[Tensor],
-    a_element: str, a_rows: int, a_cols: int, b_element: str, b_rows: int, b_cols: int, kind: str, width: int, out: dtype,
+    a: Tensor,
+    a_scales: Tensor,
+    a_scale: Optional[Tensor],
+    b: Tensor,
+    b_scales: Tensor,
+    b_scale: Optional[Tensor],
+    a_element: str,
+    a_rows: int,
+    a_cols: int,
+    b_element: str,
+    b_rows: int,
+    b_cols: int,
+    kind: str,
+    width: int,
+    out: dtype,
     emulate: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """c [*, N] in the dtype `out`, from a [*, K] and b [N, K] of `width` K: operands are decoded with their scales, summed in
     float32 at least, and rounded once. Tiles of a and b as quantised; `a_scale` and `b_scale`: float32 [1] for whole tensors. A
     device that cannot multiply such codes raises `ValueError`, unless `emulate`, which decodes them, as here."""

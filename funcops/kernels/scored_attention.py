@@ -45,9 +45,17 @@ class _Block(NamedTuple):
 
 @kernel()
 def scored_attention_fwd(
-    q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], cu_seqlens: Optional[Tensor], causal: bool, window: int,
-    softcap: float, alibi: bool, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Optional[Tensor],
+    cu_seqlens: Optional[Tensor],
+    causal: bool,
+    window: int,
+    softcap: float,
+    alibi: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
     """Compute out and logsumexp."""
     score, dtype = Score(causal, window, softcap, alibi, scale), wide(q.dtype)
     out, lse = q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=dtype)
@@ -69,18 +77,38 @@ def scored_attention_fwd(
 
 @scored_attention_fwd.fake
 def _fake_fwd(
-    q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], cu_seqlens: Optional[Tensor], causal: bool, window: int,
-    softcap: float, alibi: bool, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Optional[Tensor],
+    cu_seqlens: Optional[Tensor],
+    causal: bool,
+    window: int,
+    softcap: float,
+    alibi: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide(q.dtype))
     return q.new_empty((*q.shape[:3], v.shape[3])), lse
 
 
 @kernel()
 def scored_attention_bwd(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], cu_seqlens: Optional[Tensor], out: Tensor, lse: Tensor,
-    causal: bool, window: int, softcap: float, alibi: bool, scale: float, wants_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Optional[Tensor]]:  # fmt: skip
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Optional[Tensor],
+    cu_seqlens: Optional[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    window: int,
+    softcap: float,
+    alibi: bool,
+    scale: float,
+    wants_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Optional[Tensor]]:
     """Compute dq, dk, dv and, if `wants_bias`, dbias, from out and logsumexp: the probabilities are recomputed. As for
     `attention_bwd`, out and logsumexp may be over more keys."""
     score, dtype, groups = Score(causal, window, softcap, alibi, scale), wide(q.dtype), q.shape[2] // k.shape[2]
@@ -110,9 +138,21 @@ def scored_attention_bwd(
 
 @scored_attention_bwd.fake
 def _fake_bwd(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], cu_seqlens: Optional[Tensor], out: Tensor, lse: Tensor,
-    causal: bool, window: int, softcap: float, alibi: bool, scale: float, wants_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Optional[Tensor]]:  # fmt: skip
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Optional[Tensor],
+    cu_seqlens: Optional[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    window: int,
+    softcap: float,
+    alibi: bool,
+    scale: float,
+    wants_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Optional[Tensor]]:
     dbias = None if bias is None or not wants_bias else bias.new_empty(bias.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias
 

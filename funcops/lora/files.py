@@ -37,10 +37,24 @@ READ = {"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern"}
 # settings of PEFT that do not change a trained adapter's output: its origin, which modules have one (the tensors say that), and how
 # it was trained. Some would, but only if another setting, which is refused, turns them on.
 WITHOUT_MEANING = {
-    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "target_modules",
-    "exclude_modules", "lora_dropout", "megatron_core", "runtime_config",
-    "ensure_weight_tying", "qalora_group_size", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
-}  # fmt: skip
+    "task_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "target_modules",
+    "exclude_modules",
+    "lora_dropout",
+    "megatron_core",
+    "runtime_config",
+    "ensure_weight_tying",
+    "qalora_group_size",
+    "loftq_config",
+    "eva_config",
+    "corda_config",
+    "lora_ga_config",
+}
 # settings that change the function or the tensors: their values that do not, besides None, False and empty ones
 PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
@@ -238,12 +252,23 @@ def _described(where: str, found: list[Place], modules: Modules, base: str) -> d
     alphas = {module: _alpha(by_path[path]) for (path, _), there in modules.items() for module in there}
     rank, alpha = _commonest(ranks), _commonest(alphas)
     return {
-        "peft_type": "LORA", "task_type": None, "base_model_name_or_path": base, "inference_mode": True, "bias": "none",
-        "fan_in_fan_out": False, "init_lora_weights": True, "use_rslora": False, "use_dora": False, "modules_to_save": None,
-        "r": rank, "lora_alpha": _plain(alpha), "lora_dropout": drops.pop(), "target_modules": list(ranks),
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+        "r": rank,
+        "lora_alpha": _plain(alpha),
+        "lora_dropout": drops.pop(),
+        "target_modules": list(ranks),
         "rank_pattern": {module: own for module, own in ranks.items() if own != rank},
         "alpha_pattern": {module: _plain(own) for module, own in alphas.items() if own != alpha},
-    }  # fmt: skip
+    }
 
 
 def _commonest(given: Mapping[str, Any]) -> Any:

@@ -12,12 +12,7 @@ from funcops import random
 from funcops.backend import wide
 from funcops.contract.configs import require_config
 from funcops.errors import check, few, require, require_dtype, require_type
-from funcops.formats import (
-    QWeight,
-    quantized_weight,
-    turned,
-    zero_gradient,
-)
+from funcops.formats import QWeight, quantized_weight, turned, zero_gradient
 from funcops.formats.recipes import Recipe
 from funcops.formats.scaled import Scaled
 from funcops.kernels.quantize import amax

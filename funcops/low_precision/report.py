@@ -35,9 +35,14 @@ from funcops.ops.linear import LinearConfig, LinearPending, LinearResiduals, lin
 from funcops.trees import WithExtras, tensors
 
 OPS: dict[type, Op] = {
-    ChainConfig: chain, RepeatConfig: repeat, SkipConfig: skip, ParallelConfig: parallel, LinearConfig: linear,
-    GroupedLinearConfig: grouped_linear, ExpertsConfig: experts,
-}  # fmt: skip
+    ChainConfig: chain,
+    RepeatConfig: repeat,
+    SkipConfig: skip,
+    ParallelConfig: parallel,
+    LinearConfig: linear,
+    GroupedLinearConfig: grouped_linear,
+    ExpertsConfig: experts,
+}
 LARGEST = {"e4m3": 0x7E, "e5m2": 0x7B, "e2m1": 0x77}  # the code of the largest element
 WHERE = "quantization_report"
 

@@ -192,9 +192,14 @@ def _why_nothing_changes(known: dict[str, Kept], policy: Policy, rule: int) -> s
 
 
 def _rewritten(
-    op: Op, cfg: Any, path: str, policy: Policy, offload: bool | None = None, left_out: frozenset[str] = frozenset(),
+    op: Op,
+    cfg: Any,
+    path: str,
+    policy: Policy,
+    offload: bool | None = None,
+    left_out: frozenset[str] = frozenset(),
     named: bool = True,
-) -> tuple[Op, Any]:  # fmt: skip
+) -> tuple[Op, Any]:
     """The op and config at `path`, as the policy has them; with `offload` not None a repeat's body keeps its inputs alone.
     `left_out`: the fields that a chain around computes again; `named`: whether the path is its own, not that of a skip around."""
     action = policy.action(path) if path and named else None

@@ -87,10 +87,7 @@ def block_config(
 def gpt2_block_config(dim: int, heads: int, hidden: int, p: float) -> ChainConfig:
     """A GPT-2 block with dropout on its two branches; the extra `key` is a random key."""
     size = dim // heads
-    heads_of = (
-        Step("proj", linear, LinearConfig(dim, dim)),
-        Step("heads", reshape, ReshapeConfig((dim,), (heads, size))),
-    )
+    heads_of = (Step("proj", linear, LinearConfig(dim, dim)), Step("heads", reshape, ReshapeConfig((dim,), (heads, size))))
     drop = Step("drop", dropout, DropoutConfig(p=p), takes=("key",))
     attn = ChainConfig(
         steps=(

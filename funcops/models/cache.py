@@ -68,9 +68,14 @@ class Cache:
 
 
 def cache_init(
-    cfg: DecoderConfig, batch: int, *, context: int | None = None, chunk: int = 256, dtype: torch.dtype | None = None,
+    cfg: DecoderConfig,
+    batch: int,
+    *,
+    context: int | None = None,
+    chunk: int = 256,
+    dtype: torch.dtype | None = None,
     device: Any = None,
-) -> Cache:  # fmt: skip
+) -> Cache:
     """Make an empty cache for `batch` sequences of up to `context` positions (default: the config's), which takes up to `chunk`
     tokens at once. `dtype`: of the params. Raises `ValueError` or `TypeError` for a size below 1, or more positions than are
     learned.
@@ -164,7 +169,7 @@ class Slots(NamedTuple):
 
 def slots(
     cache: Cache, tokens: int, counts: Tensor | None, dtype: torch.dtype, windows: tuple[int | None, ...]
-) -> dict[int | None, Slots]:  # fmt: skip
+) -> dict[int | None, Slots]:
     """Return, by window, the slots of tokens that follow the cached positions."""
     lengths = cache.lengths.unsqueeze(1)
     step = torch.arange(tokens, device=lengths.device)
@@ -273,9 +278,14 @@ def _no_backward(kept: Any, *_: Any, **__: Any) -> Any:
 
 
 cached_attention = make_op(
-    "cached_attention", CachedAttentionConfig, init=cached_attention_init, fwd=cached_attention_fwd, dgrad=_no_backward,
-    wgrad=_no_backward, bwd=_no_backward,
-)  # fmt: skip
+    "cached_attention",
+    CachedAttentionConfig,
+    init=cached_attention_init,
+    fwd=cached_attention_fwd,
+    dgrad=_no_backward,
+    wgrad=_no_backward,
+    bwd=_no_backward,
+)
 
 
 @functools.lru_cache(maxsize=64)

@@ -26,11 +26,15 @@ SCALE, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
 # fields beside "quant_method", and their supported values; None: any value, as the field does not concern stored weights
 SERVED: dict[str, dict[str, tuple[Any, ...] | None]] = {
     "fp8": {
-        "fmt": ("e4m3",), "weight_block_size": ([BLOCK, BLOCK],), "activation_scheme": ("dynamic",), "scale_fmt": None,
-        "modules_to_not_convert": None, "dequantize": None,
+        "fmt": ("e4m3",),
+        "weight_block_size": ([BLOCK, BLOCK],),
+        "activation_scheme": ("dynamic",),
+        "scale_fmt": None,
+        "modules_to_not_convert": None,
+        "dequantize": None,
     },
     "mxfp4": {"modules_to_not_convert": None, "dequantize": None},
-}  # fmt: skip
+}
 
 
 def coding(where: str, given: Mapping[str, Any]) -> str:
@@ -62,10 +66,7 @@ class Part(NamedTuple):
 def parts(method: str, name: str, shape: list[int], files: Mapping[str, Any]) -> list[Part]:
     """The parts that the files hold of a quantised tensor; [] for a tensor that is not quantised."""
     if method == "fp8" and len(shape) == 2 and (name + SCALE in files or _code(files, name) == "F8_E4M3"):
-        return [
-            Part(name, shape, ("F8_E4M3",)),
-            Part(name + SCALE, [math.ceil(n / BLOCK) for n in shape], ("F32", "BF16")),
-        ]
+        return [Part(name, shape, ("F8_E4M3",)), Part(name + SCALE, [math.ceil(n / BLOCK) for n in shape], ("F32", "BF16"))]
     if method == "mxfp4" and len(shape) > 1 and (name + BLOCKS in files or name + SCALES in files):
         *lead, width, rows = shape
         if width % GROUP:

@@ -130,9 +130,17 @@ def _check_counts(where: str, counts: Any, ids: Tensor, cache: Cache) -> None:
 
 
 def generate(
-    params: Any, cfg: DecoderConfig, ids: Tensor, tokens: int, *, key: Tensor | None = None,
-    sampling: SamplingConfig | None = None, lengths: Tensor | None = None, chunk: int = 256, model: ChainConfig | None = None,
-) -> Iterator[Tensor]:  # fmt: skip
+    params: Any,
+    cfg: DecoderConfig,
+    ids: Tensor,
+    tokens: int,
+    *,
+    key: Tensor | None = None,
+    sampling: SamplingConfig | None = None,
+    lengths: Tensor | None = None,
+    chunk: int = 256,
+    model: ChainConfig | None = None,
+) -> Iterator[Tensor]:
     """Generate the next `tokens` tokens after prompts ids [B, T], one after another: each [B], int64, as soon as it is computed.
 
     `sampling`: how tokens are drawn, by default the likeliest; each is drawn from `key`, folded with its number. `lengths` [B],
@@ -207,9 +215,16 @@ def _check_params(where: str, params: Any, model: ChainConfig | None, cfg: Decod
 
 
 def _stream(
-    placed: Any, cfg: DecoderConfig, ids: Tensor, tokens: int, key: Tensor | None, sampling: SamplingConfig,
-    lengths: Tensor | None, cache: Cache, model: ChainConfig | None,
-) -> Iterator[Tensor]:  # fmt: skip
+    placed: Any,
+    cfg: DecoderConfig,
+    ids: Tensor,
+    tokens: int,
+    key: Tensor | None,
+    sampling: SamplingConfig,
+    lengths: Tensor | None,
+    cache: Cache,
+    model: ChainConfig | None,
+) -> Iterator[Tensor]:
     last: Any = None
     length = cache.context
     for start in range(0, ids.shape[1], cache.chunk):

@@ -270,9 +270,15 @@ def _extras(cfg: DecoderConfig) -> tuple[str, ...]:
 
 
 def decoder_x(
-    cfg: DecoderConfig, ids: Tensor, dtype: torch.dtype, *, positions: Tensor | None = None, labels: Tensor | None = None,
-    key: Tensor | None = None, length: int | None = None,
-) -> WithExtras:  # fmt: skip
+    cfg: DecoderConfig,
+    ids: Tensor,
+    dtype: torch.dtype,
+    *,
+    positions: Tensor | None = None,
+    labels: Tensor | None = None,
+    key: Tensor | None = None,
+    length: int | None = None,
+) -> WithExtras:
     """Make x of `decoder(cfg)`: ids [B, T], int64, with the rotary tables of q and k at `positions` ([T] or [B, T], default 0 to T
     - 1) for params of `dtype`, the `labels`, which are already shifted to the next tokens (-100: no label), and the `key` for the
     dropout of adapters (`with_lora`). `length`: the longest sequence that will occur, for a rope that depends on it (dynamic,

@@ -188,12 +188,7 @@ FAMILIES = {
     "llama": Family("LlamaForCausalLM", LLAMA, ("rope", "act", "biases", "mlp_bias"), defaults=UNTIED),
     "mistral": Family("MistralForCausalLM", LLAMA, ("rope", "act", "one_window"), defaults=UNTIED),
     "qwen2": Family(
-        "Qwen2ForCausalLM",
-        LLAMA,
-        ("rope", "act", "windows"),
-        has=dict(qkv_bias=True),
-        defaults=UNTIED,
-        only={"use_mrope": False},
+        "Qwen2ForCausalLM", LLAMA, ("rope", "act", "windows"), has=dict(qkv_bias=True), defaults=UNTIED, only={"use_mrope": False}
     ),
     "qwen3": Family("Qwen3ForCausalLM", LLAMA, ("rope", "act", "biases", "windows"), has=dict(qk_norm="head"), defaults=UNTIED),
     "olmo2": Family(
@@ -250,11 +245,7 @@ FAMILIES = {
         ignored=MOE_LOSS,
     ),
     "qwen2_moe": Family(
-        "Qwen2MoeForCausalLM",
-        QWEN2_MOE,
-        ("rope", "act", "qkv_bias", "windows", "qwen2_moe"),
-        defaults=UNTIED,
-        ignored=MOE_LOSS,
+        "Qwen2MoeForCausalLM", QWEN2_MOE, ("rope", "act", "qkv_bias", "windows", "qwen2_moe"), defaults=UNTIED, ignored=MOE_LOSS
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
@@ -283,7 +274,22 @@ FAMILIES = {
     ),
 }
 IGNORED = (
-    "architectures", "auto_map", "transformers_version", "torch_dtype", "dtype", "use_cache", "cache_implementation",
-    "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout", "pretraining_tp", "name_or_path",
-    "_name_or_path", "task_specific_params", "tokenizer_class", "gradient_checkpointing",
-)  # fmt: skip
+    "architectures",
+    "auto_map",
+    "transformers_version",
+    "torch_dtype",
+    "dtype",
+    "use_cache",
+    "cache_implementation",
+    "initializer_range",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "attention_dropout",
+    "pretraining_tp",
+    "name_or_path",
+    "_name_or_path",
+    "task_specific_params",
+    "tokenizer_class",
+    "gradient_checkpointing",
+)

@@ -159,9 +159,20 @@ def product(
 ) -> Tensor:
     """y or dx by row, [N, O], with a bias that counts `scales` [N] times."""
     return grouped_scaled_mm(  # type: ignore[no-any-return]
-        *a.args, *w.args, bias, scales, groups.offsets, index, a.format.element, a.format.tile[1], w.format.element, *w.format.tile,
-        a.format.scales, a.width, out,
-    )  # fmt: skip
+        *a.args,
+        *w.args,
+        bias,
+        scales,
+        groups.offsets,
+        index,
+        a.format.element,
+        a.format.tile[1],
+        w.format.element,
+        *w.format.tile,
+        a.format.scales,
+        a.width,
+        out,
+    )
 
 
 def product_of_columns(dy: QTensor, x: QTensor, groups: Groups, out: torch.dtype) -> Tensor:

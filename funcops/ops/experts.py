@@ -203,10 +203,24 @@ def computed(
     y, z, _, order, offsets, place = products(params, x, cfg)
     weights, tokens, indices = x
     kept = ExpertsResiduals.keep(
-        cfg, needs, x=tokens, weights=weights, indices=indices if cfg.bias else None, up=params.up.weight,
-        down=params.down.weight, down_bias=params.down.bias, z=z, order=order, place=place, offsets=offsets,
-        inputs=Inputs.of(x), shape=tokens.shape, dtype=tokens.dtype, weights_dtype=weights.dtype, choices=weights.shape[-1],
-    )  # fmt: skip
+        cfg,
+        needs,
+        x=tokens,
+        weights=weights,
+        indices=indices if cfg.bias else None,
+        up=params.up.weight,
+        down=params.down.weight,
+        down_bias=params.down.bias,
+        z=z,
+        order=order,
+        place=place,
+        offsets=offsets,
+        inputs=Inputs.of(x),
+        shape=tokens.shape,
+        dtype=tokens.dtype,
+        weights_dtype=weights.dtype,
+        choices=weights.shape[-1],
+    )
     return y, kept
 
 
@@ -236,16 +250,35 @@ def experts_dgrad(
         weights = r.weights  # their own gradient reads no more of them than shape and dtype
         weights = r.place.new_empty(r.place.shape, dtype=r.weights_dtype) if weights is None else _rows(weights)
         dz, d_weights, scaled = kernels.experts_dgrad(
-            _rows(dy), r.down, r.z, weights, r.order, r.offsets, r.place, r.down_bias, indices, *cfg.gated, of_up or of_x,
-            of_weights, again,
-        )  # fmt: skip
+            _rows(dy),
+            r.down,
+            r.z,
+            weights,
+            r.order,
+            r.offsets,
+            r.place,
+            r.down_bias,
+            indices,
+            *cfg.gated,
+            of_up or of_x,
+            of_weights,
+            again,
+        )
     dx = None
     if of_x:
         dx = gather_rows(grouped_product(dz, r.up, None, r.offsets, None, 1, None, False), r.place, None).view(r.shape)
     pending = ExpertsPending.keep(
-        cfg, needs, x=r.x, dz=dz, dy=dy, scaled=scaled, weights=r.weights if cfg.bias else None, order=r.order, offsets=r.offsets,
+        cfg,
+        needs,
+        x=r.x,
+        dz=dz,
+        dy=dy,
+        scaled=scaled,
+        weights=r.weights if cfg.bias else None,
+        order=r.order,
+        offsets=r.offsets,
         choices=r.choices,
-    )  # fmt: skip
+    )
     return r.inputs.make((None if d_weights is None else d_weights.view((*r.shape[:-1], r.choices)), dx, None)), pending
 
 

@@ -119,9 +119,7 @@ def group_norm_fwd(
     check("group_norm_fwd", "params.bias", b, (cfg.channels,), w.dtype, x)
     y, mean, rstd = kernels.group_norm_fwd(_flat(x), w, b, cfg.groups, cfg.eps)
     like = None if needs.x or needs.param("weight") else (x.shape, x.dtype)
-    kept = GroupNormResiduals.keep(
-        cfg, needs, x=x, weight=w, bias=b, mean=mean, rstd=rstd, like=like, weight_dtype=w.dtype
-    )  # fmt: skip
+    kept = GroupNormResiduals.keep(cfg, needs, x=x, weight=w, bias=b, mean=mean, rstd=rstd, like=like, weight_dtype=w.dtype)
     return y.reshape(x.shape), kept
 
 
@@ -139,9 +137,16 @@ def group_norm_dgrad(residuals: GroupNormResiduals, dy: Tensor, cfg: GroupNormCo
     shape, dtype = residuals.like if x is None else (x.shape, x.dtype)
     check("group_norm_dgrad", "dy", dy, shape, dtype, x)
     dx, dw_parts, db_parts = kernels.group_norm_bwd(
-        _flat(dy), None if x is None else _flat(x), residuals.weight, residuals.mean, residuals.rstd, cfg.groups,
-        bool(needs.x), needs.param("weight"), needs.param("bias"),
-    )  # fmt: skip
+        _flat(dy),
+        None if x is None else _flat(x),
+        residuals.weight,
+        residuals.mean,
+        residuals.rstd,
+        cfg.groups,
+        bool(needs.x),
+        needs.param("weight"),
+        needs.param("bias"),
+    )
     pending = GroupNormPending.keep(cfg, needs, dw_parts=dw_parts, db_parts=db_parts, weight_dtype=residuals.weight_dtype)
     return NO_GRADIENT if dx is None else dx.reshape(shape), pending
 

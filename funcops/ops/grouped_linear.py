@@ -208,9 +208,17 @@ def grouped_linear_kept(
     if cfg.weighted:
         given |= dict(bias=params.bias, weights=last, weights_order=order, weights_like=(last.shape, last.dtype))
     return GroupedLinearResiduals.keep(
-        cfg, needs, x=rows, weight=params.weight, offsets=offsets, y_shape=y_shape, inputs=Inputs.of(x), shape=rows.shape,
-        dtype=rows.dtype, **given,
-    )  # fmt: skip
+        cfg,
+        needs,
+        x=rows,
+        weight=params.weight,
+        offsets=offsets,
+        y_shape=y_shape,
+        inputs=Inputs.of(x),
+        shape=rows.shape,
+        dtype=rows.dtype,
+        **given,
+    )
 
 
 def _stacked(leaf: Any) -> Tensor:
@@ -226,9 +234,16 @@ def grouped_linear_dgrad(
     r, needs, offsets = residuals, residuals.needs, residuals.offsets
     check("grouped_linear_dgrad", "dy", dy, r.y_shape, r.dtype, offsets)
     pending = GroupedLinearPending.keep(
-        cfg, needs, x=r.x, dy=dy, offsets=offsets, order=r.order, weights=r.weights, weights_order=r.weights_order,
+        cfg,
+        needs,
+        x=r.x,
+        dy=dy,
+        offsets=offsets,
+        order=r.order,
+        weights=r.weights,
+        weights_order=r.weights_order,
         choices=r.choices,
-    )  # fmt: skip
+    )
     dx = d_weights = None
     if needs.input(0):
         dx = kernels.grouped_product(dy, _stacked(r.weight), None, offsets, None, 1, None, False)

@@ -255,9 +255,18 @@ def _dgrad(
     if cfg.weighted and needs.input(3):
         d_weights = gradient_of_weights(dy, residuals.bias, residuals)
     pending = GroupedQLinearPending.keep(
-        cfg, needs, x=residuals.x, dy=col if low else dy, db=_db_of(dy, cfg, residuals), offsets=offsets, order=residuals.order,
-        amaxes=amaxes, choices=residuals.choices, rows=len(dy), dtype=dy.dtype,
-    )  # fmt: skip
+        cfg,
+        needs,
+        x=residuals.x,
+        dy=col if low else dy,
+        db=_db_of(dy, cfg, residuals),
+        offsets=offsets,
+        order=residuals.order,
+        amaxes=amaxes,
+        choices=residuals.choices,
+        rows=len(dy),
+        dtype=dy.dtype,
+    )
     return residuals.inputs.make((dx, None, None, d_weights)[: residuals.inputs.parts]), pending
 
 

@@ -219,6 +219,12 @@ def linear_products(pending: LinearPending, cfg: LinearConfig, *, into: LinearPa
 
 
 linear = make_op(
-    "linear", LinearConfig, init=linear_init, fwd=linear_fwd, dgrad=linear_dgrad, wgrad=linear_wgrad, bwd=linear_bwd,
+    "linear",
+    LinearConfig,
+    init=linear_init,
+    fwd=linear_fwd,
+    dgrad=linear_dgrad,
+    wgrad=linear_wgrad,
+    bwd=linear_bwd,
     products=linear_products,
-)  # fmt: skip
+)

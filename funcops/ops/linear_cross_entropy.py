@@ -141,11 +141,7 @@ def linear_cross_entropy_init(
 
 @forward(LinearCrossEntropyConfig, LinearCrossEntropyParams)
 def linear_cross_entropy_fwd(
-    params: LinearCrossEntropyParams,
-    x: tuple[Tensor, Tensor],
-    cfg: LinearCrossEntropyConfig,
-    *,
-    needs: Needs = Needs.ALL,
+    params: LinearCrossEntropyParams, x: tuple[Tensor, Tensor], cfg: LinearCrossEntropyConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, LinearCrossEntropyResiduals | None]:
     """x: `(x, labels)` -> y. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
     t, labels = check_pair("linear_cross_entropy_fwd", x, cfg.in_features, "x")
@@ -186,9 +182,17 @@ Gradients = Callable[[Any, Tensor, Any, bool, Write | None], Tensor | None]  # o
 
 
 def loss_gradients(
-    rows: Tensor, labels: Tensor, lse: Tensor, weight: Tensor, dloss: Tensor, cfg: LinearCrossEntropyConfig,
-    dx: bool, dw: Write | None, first: int = 0, vocab: int | None = None,
-) -> Tensor | None:  # fmt: skip
+    rows: Tensor,
+    labels: Tensor,
+    lse: Tensor,
+    weight: Tensor,
+    dloss: Tensor,
+    cfg: LinearCrossEntropyConfig,
+    dx: bool,
+    dw: Write | None,
+    first: int = 0,
+    vocab: int | None = None,
+) -> Tensor | None:
     """The gradient of the logits, a chunk of classes at a time: `dw(classes, dlogits, rows)` is called with each, and the result is
     dx [N, I], where wanted, summed over them in the wide dtype. The classes are `cfg.vocab` from `first` among `vocab`."""
     labels, lse, dloss = labels.reshape(-1), lse.reshape(-1, 2), dloss.reshape(-1) if dloss.dim() else dloss

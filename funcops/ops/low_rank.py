@@ -237,13 +237,24 @@ def low_rank_products(pending: LowRankPending, cfg: LowRankConfig, *, into: LowR
 
 
 low_rank = make_op(
-    "low_rank", LowRankConfig, init=low_rank_init, fwd=low_rank_fwd, dgrad=low_rank_dgrad, wgrad=low_rank_wgrad,
+    "low_rank",
+    LowRankConfig,
+    init=low_rank_init,
+    fwd=low_rank_fwd,
+    dgrad=low_rank_dgrad,
+    wgrad=low_rank_wgrad,
     products=low_rank_products,
-)  # fmt: skip
+)
 low_rank_dropout = make_op(
-    "low_rank_dropout", LowRankConfig, init=low_rank_init, fwd=low_rank_dropout_fwd, dgrad=low_rank_dropout_dgrad,
-    wgrad=low_rank_wgrad, products=low_rank_products, keyed=True,
-)  # fmt: skip
+    "low_rank_dropout",
+    LowRankConfig,
+    init=low_rank_init,
+    fwd=low_rank_dropout_fwd,
+    dgrad=low_rank_dropout_dgrad,
+    wgrad=low_rank_wgrad,
+    products=low_rank_products,
+    keyed=True,
+)
 low_rank_bwd = both_halves(low_rank, low_rank_dgrad, low_rank_wgrad)
 
 

@@ -45,15 +45,7 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 from funcops.errors import StaleResidualError, check, check_rows, describe, fail, require, require_type, short
-from funcops.formats import (
-    Format,
-    QTensor,
-    QWeight,
-    check_quantized,
-    quantize_sides,
-    quantize_tensor,
-    turned,
-)
+from funcops.formats import Format, QTensor, QWeight, check_quantized, quantize_sides, quantize_tensor, turned
 from funcops.formats.recipes import LOW_FORMS, Recipe
 from funcops.formats.scaled import Scaled, bits_of, join_amaxes
 from funcops.kernels import linear as products
@@ -219,9 +211,14 @@ def qlinear_wgrad(pending: QLinearPending, cfg: QLinearConfig, *, into: LinearPa
 
 
 def low_gradients(
-    where: str, pending: Any, x: Any, cfg: Any, into: P | None, dw: Callable[[torch.dtype], Any],
+    where: str,
+    pending: Any,
+    x: Any,
+    cfg: Any,
+    into: P | None,
+    dw: Callable[[torch.dtype], Any],
     params: type[P] = LinearParams,  # type: ignore[assignment]
-) -> P:  # fmt: skip
+) -> P:
     """The gradients of params, with `dw(dtype)` where there is an x; added to `into` where that is given, after a check of it."""
     dtype, scaled = pending.dtype, pending.amaxes is not None
     if into is None:
@@ -237,9 +234,13 @@ def low_gradients(
 
 
 def check_low_into(
-    where: str, pending: Any, x: Any, cfg: Any, into: P,
+    where: str,
+    pending: Any,
+    x: Any,
+    cfg: Any,
+    into: P,
     params: type[P] = LinearParams,  # type: ignore[assignment]
-) -> tuple[P, Tensor | None]:  # fmt: skip
+) -> tuple[P, Tensor | None]:
     """The accumulators without those of amaxes, after a check, and db as a gradient of params."""
     sums, db = _sums(where, into, pending.amaxes, cfg, params), None if pending.db is None else pending.db.to(pending.dtype)
     one: Any = a_tensor(x)
@@ -343,9 +344,21 @@ def product(a: QTensor, b: QTensor, out: torch.dtype, emulate: bool) -> Tensor:
     """[*, N] of [*, K] and [N, K], where K is the last dimension of codes."""
     of_a, of_b = a.format, b.format
     return scaled_mm(  # type: ignore[no-any-return]
-        a.codes, a.scales, a.scale, b.codes, b.scales, b.scale, of_a.element, *of_a.tile, of_b.element, *of_b.tile, of_a.scales,
-        a.width, out, emulate,
-    )  # fmt: skip
+        a.codes,
+        a.scales,
+        a.scale,
+        b.codes,
+        b.scales,
+        b.scale,
+        of_a.element,
+        *of_a.tile,
+        of_b.element,
+        *of_b.tile,
+        of_a.scales,
+        a.width,
+        out,
+        emulate,
+    )
 
 
 def _dgrad(

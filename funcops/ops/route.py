@@ -153,9 +153,18 @@ def route_fwd(params: RouteParams, x: Any, cfg: RouteConfig, *, needs: Needs = N
     every = _takes_rows(cfg)
     keep = cfg.score == "sigmoid" and cfg.normalize and not every
     weights, indices, scores, counts, loss = kernels.route_fwd(
-        rows.reshape(*sequences, cfg.experts), params.bias, cfg.top_k, cfg.score, cfg.normalize, cfg.scale, cfg.groups,
-        cfg.top_groups, cfg.aux, cfg.z, keep,
-    )  # fmt: skip
+        rows.reshape(*sequences, cfg.experts),
+        params.bias,
+        cfg.top_k,
+        cfg.score,
+        cfg.normalize,
+        cfg.scale,
+        cfg.groups,
+        cfg.top_groups,
+        cfg.aux,
+        cfg.z,
+        keep,
+    )
     load = counts.view(cfg.experts) if sequences[0] == 1 else counts.sum(0, dtype=torch.int32)
     shape = (*logits.shape[:-1], cfg.top_k)
     y = weights.view(shape), indices.view(shape), load, loss
@@ -266,9 +275,18 @@ def _gradient(residuals: RouteResiduals, dy: Any, cfg: RouteConfig) -> Any:
     by_k, given = (*size, cfg.top_k), (dweights, at, kept)
     parts = [None if t is None else t.reshape(by_k) for t in given]
     dx = kernels.route_bwd(
-        dloss, *parts, None if rows is None else rows.reshape(*size, cfg.experts), counts, cfg.experts,
-        dtype if of_keys is None else of_keys.dtype, cfg.score, cfg.normalize, cfg.scale, cfg.aux, cfg.z,
-    ).view(shape)  # fmt: skip
+        dloss,
+        *parts,
+        None if rows is None else rows.reshape(*size, cfg.experts),
+        counts,
+        cfg.experts,
+        dtype if of_keys is None else of_keys.dtype,
+        cfg.score,
+        cfg.normalize,
+        cfg.scale,
+        cfg.aux,
+        cfg.z,
+    ).view(shape)
     if of_keys is None:
         return dx
     return residuals.inputs.make(((dx * of_keys).to(dtype), None))

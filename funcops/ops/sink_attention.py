@@ -111,9 +111,8 @@ def sink_attention_fwd(
     total = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
     y = (out * torch.exp(lse - total).transpose(1, 2).unsqueeze(-1)).to(q.dtype)
     kept = SinkAttentionResiduals.keep(
-        cfg, needs, q=q, k=k, v=v, y=y, logsumexp=total, more=more, sinks=sinks, sinks_dtype=sinks.dtype,
-        inputs=Inputs.of(x),
-    )  # fmt: skip
+        cfg, needs, q=q, k=k, v=v, y=y, logsumexp=total, more=more, sinks=sinks, sinks_dtype=sinks.dtype, inputs=Inputs.of(x)
+    )
     return y, kept
 
 
@@ -142,7 +141,11 @@ def sink_attention_wgrad(
 
 
 sink_attention = make_op(
-    "sink_attention", SinkAttentionConfig, init=sink_attention_init, fwd=sink_attention_fwd, dgrad=sink_attention_dgrad,
+    "sink_attention",
+    SinkAttentionConfig,
+    init=sink_attention_init,
+    fwd=sink_attention_fwd,
+    dgrad=sink_attention_dgrad,
     wgrad=sink_attention_wgrad,
-)  # fmt: skip
+)
 sink_attention_bwd = both_halves(sink_attention, sink_attention_dgrad, sink_attention_wgrad)

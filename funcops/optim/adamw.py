@@ -13,16 +13,7 @@ from funcops.backend import tracing
 from funcops.contract.op import config
 from funcops.errors import check, require, require_type
 from funcops.kernels import adamw as kernels
-from funcops.optim._rows import (
-    check_rate,
-    not_negative,
-    on_device,
-    open_trees,
-    own_tensors,
-    rebuilt,
-    walkable,
-    zeros_like,
-)
+from funcops.optim._rows import check_rate, not_negative, on_device, open_trees, own_tensors, rebuilt, walkable, zeros_like
 from funcops.trees import leaf, leaves, tree
 
 T = TypeVar("T")
@@ -146,9 +137,19 @@ def _elements(state: AdamWState, step: Tensor) -> Sequence[Tensor]:
 
 
 def _foreach_(
-    params: Any, g: Any, m: Any, v: Any, t: Any, decayed: Any, number: float, rate_tensor: Any, b1: float, b2: float, eps: float,
+    params: Any,
+    g: Any,
+    m: Any,
+    v: Any,
+    t: Any,
+    decayed: Any,
+    number: float,
+    rate_tensor: Any,
+    b1: float,
+    b2: float,
+    eps: float,
     decay: float,
-) -> None:  # fmt: skip
+) -> None:
     """As the kernel, in operators that a tracer can follow."""
     lr = number if rate_tensor is None else rate_tensor
     g = kernels.like_params(g, params[0].dtype)

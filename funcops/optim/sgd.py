@@ -11,16 +11,7 @@ from funcops.backend import tracing
 from funcops.contract.op import config
 from funcops.errors import require, require_type
 from funcops.kernels.adamw import grouped, like_params
-from funcops.optim._rows import (
-    check_rate,
-    not_negative,
-    on_device,
-    open_trees,
-    own_tensors,
-    rebuilt,
-    walkable,
-    zeros_like,
-)
+from funcops.optim._rows import check_rate, not_negative, on_device, open_trees, own_tensors, rebuilt, walkable, zeros_like
 from funcops.trees import leaves, nothing_like, tree
 
 T = TypeVar("T")
@@ -110,9 +101,17 @@ def sgd_update(
 
 def _fused_(p: Any, g: Any, u: Any, lr: Any, cfg: SGDConfig, decay: float) -> None:
     torch._fused_sgd_(
-        p, g, u, weight_decay=decay, momentum=cfg.momentum, lr=lr, dampening=0.0, nesterov=cfg.nesterov,
-        maximize=False, is_first_step=False,
-    )  # fmt: skip
+        p,
+        g,
+        u,
+        weight_decay=decay,
+        momentum=cfg.momentum,
+        lr=lr,
+        dampening=0.0,
+        nesterov=cfg.nesterov,
+        maximize=False,
+        is_first_step=False,
+    )
     torch.autograd.graph.increment_version([*p, *u])  # torch's fused ops count no write
 
 

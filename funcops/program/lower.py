@@ -177,9 +177,17 @@ class Lowered:
         return out, dict(zip(step.given, gives, strict=True)), back
 
     def body(
-        self, op: Op, cfg: Any, place: Place, needs: Needs, main: Value, extras: Extras, again: Call | None = None,
-        gives: int = 0, fuse: bool = True,
-    ) -> Parts:  # fmt: skip
+        self,
+        op: Op,
+        cfg: Any,
+        place: Place,
+        needs: Needs,
+        main: Value,
+        extras: Extras,
+        again: Call | None = None,
+        gives: int = 0,
+        fuse: bool = True,
+    ) -> Parts:
         """Write an op: its calls if it is a combinator, else one call."""
         if op.lower is not None:
             return op.lower(cfg, self, place, needs, main, extras, again)  # type: ignore[no-any-return]
@@ -194,9 +202,19 @@ class Lowered:
         return call.out, call.gives, [call]
 
     def call(
-        self, op: Op, cfg: Any, place: Place | None, needs: Needs, main: Value, takes: Iterable[int] = (),
-        labels: tuple[str, ...] = (), gives: int = 0, fuse: bool = True, path: str = "", names: tuple[str, ...] = (),
-    ) -> Call:  # fmt: skip
+        self,
+        op: Op,
+        cfg: Any,
+        place: Place | None,
+        needs: Needs,
+        main: Value,
+        takes: Iterable[int] = (),
+        labels: tuple[str, ...] = (),
+        gives: int = 0,
+        fuse: bool = True,
+        path: str = "",
+        names: tuple[str, ...] = (),
+    ) -> Call:
         takes = tuple(takes)
         out, given = self.value(), tuple(self.value() for _ in range(gives))
         where = place.path if place else path

@@ -110,8 +110,10 @@ def {name}(self, *args, **options):
         self._open()
     return super(Nested, self).{name}(*args, **options)
 """
-for _name in ("get keys values items pop popitem update setdefault clear __iter__ __reversed__ __len__ __contains__ __eq__ __ne__ "
-              "__or__ __ror__ __ior__ __delitem__").split():  # fmt: skip
+for _name in (
+    "get keys values items pop popitem update setdefault clear __iter__ __reversed__ __len__ __contains__ __eq__ __ne__ "
+    "__or__ __ror__ __ior__ __delitem__"
+).split():
     _scope: dict[str, Any] = {"Nested": Nested}
     exec(_SOURCE.format(name=_name), _scope)
     setattr(Nested, _name, _scope[_name])

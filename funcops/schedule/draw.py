@@ -16,13 +16,7 @@ POINTS = 660  # the width of all boxes of a row
 MOST = 100_000
 
 
-def draw(
-    simulated: Simulated,
-    path: str | os.PathLike[str] | None = None,
-    *,
-    title: str | None = None,
-    unit: str = ANY,
-) -> Any:
+def draw(simulated: Simulated, path: str | os.PathLike[str] | None = None, *, title: str | None = None, unit: str = ANY) -> Any:
     """Return matplotlib's figure, and write it to `path` (PNG, SVG, ...) if given. A box is labelled with its microbatch, and
     fainter for the later stages of its rank, as the legend says. `title` replaces the simulated step's summary; `unit`: the unit of
     time in the axis label and the title. Raises `ImportError` without matplotlib (the extra `docs`), `ValueError` for more than

@@ -114,10 +114,17 @@ class _Pass:
     """All stages, and the values between them: main values on their way forward, gradients on their way back."""
 
     def __init__(
-        self, schedule: Schedule, params: Any, mains: list[Any], extras: list[Any], cfg: ChainConfig, ends: Ends, needs: Needs,
+        self,
+        schedule: Schedule,
+        params: Any,
+        mains: list[Any],
+        extras: list[Any],
+        cfg: ChainConfig,
+        ends: Ends,
+        needs: Needs,
         into: Any,
         done: Done | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.last, self.count = schedule.stages - 1, schedule.microbatches
         self.ledgers = [Ledger(params, mains, extras) for _ in schedule.ranks]
         self.stages = []

@@ -6,15 +6,4 @@ from funcops.testing.laws import LAWS, check_op
 from funcops.testing.ranks import run_ranks
 from funcops.testing.tolerances import assert_close
 
-__all__ = [
-    "Case",
-    "DistCase",
-    "Draw",
-    "Error",
-    "LAWS",
-    "Placed",
-    "assert_close",
-    "check_dist",
-    "check_op",
-    "run_ranks",
-]
+__all__ = ["Case", "DistCase", "Draw", "Error", "LAWS", "Placed", "assert_close", "check_dist", "check_op", "run_ranks"]

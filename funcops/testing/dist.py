@@ -105,11 +105,7 @@ class DistCase:
 
 
 def check_dist(
-    op: Op,
-    cases: Sequence[DistCase] | DistCase,
-    *,
-    sizes: tuple[int, ...] = (1, 2, 4, 8),
-    tolerance: float = 1e-12,
+    op: Op, cases: Sequence[DistCase] | DistCase, *, sizes: tuple[int, ...] = (1, 2, 4, 8), tolerance: float = 1e-12
 ) -> None:
     """Run an op on axes of these sizes, the ranks as threads, in float64, and check it against the reference on whole tensors: y,
     dx and dparams are within `tolerance` of their largest value; `bwd` = `dgrad` then `wgrad`, donated, into accumulators, under

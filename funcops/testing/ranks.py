@@ -51,8 +51,12 @@ class _Board:
             others = self.given.setdefault((axis.group, place), {})
             for rank, other in others.items():
                 if other.what != given.what:
-                    fail(f"collective {place} over {axis}", "it", "the same on all ranks",
-                         f"{other.what} on rank {rank}, {given.what} on rank {mesh.rank}")  # fmt: skip
+                    fail(
+                        f"collective {place} over {axis}",
+                        "it",
+                        "the same on all ranks",
+                        f"{other.what} on rank {rank}, {given.what} on rank {mesh.rank}",
+                    )
             others[mesh.rank] = given
             self.changed.notify_all()
 

@@ -270,16 +270,43 @@ FUNC = {
 }
 
 SERVED = [
-    first, created, batched, backward, backward_of_edges, learning_rate, hooked, dual, dual_level_around, checked(),
-    checked(check_batched_grad=True), saved(cloned, first), saved(save_on_cpu, first), checkpointed(False, first),
+    first,
+    created,
+    batched,
+    backward,
+    backward_of_edges,
+    learning_rate,
+    hooked,
+    dual,
+    dual_level_around,
+    checked(),
+    checked(check_batched_grad=True),
+    saved(cloned, first),
+    saved(save_on_cpu, first),
+    checkpointed(False, first),
     *[run for run in FUNCTIONAL if run.__name__ in ("vjp_u", "vjp_u_create_graph", "jacobian", "jacobian_create_graph")],
     *[run for run in FUNCTIONAL if run.__name__ in ("jacobian_vectorize", "jacobian_vectorize_strategy")],
-]  # fmt: skip
+]
 OTHERS = [
-    penalty, penalty_of_a_sum, penalty_by_backward, penalty_of_edges, upstream, downstream, by_y, maml, hutchinson, third,
-    dual_that_asks, gradgradcheck, checked(check_forward_ad=True), saved(cloned, penalty), saved(save_on_cpu, maml),
-    checkpointed(False, penalty), checkpointed(True, penalty), *[run for run in FUNCTIONAL if run not in SERVED],
-]  # fmt: skip
+    penalty,
+    penalty_of_a_sum,
+    penalty_by_backward,
+    penalty_of_edges,
+    upstream,
+    downstream,
+    by_y,
+    maml,
+    hutchinson,
+    third,
+    dual_that_asks,
+    gradgradcheck,
+    checked(check_forward_ad=True),
+    saved(cloned, penalty),
+    saved(save_on_cpu, maml),
+    checkpointed(False, penalty),
+    checkpointed(True, penalty),
+    *[run for run in FUNCTIONAL if run not in SERVED],
+]
 ENTRIES = {run.__name__: run for run in (*SERVED, *OTHERS)} | FUNC
 BATCHES = ("batched", "jacobian_vectorize", "gradcheck_check_batched_grad")
 NOT_SERVED = {(name, face) for name in BATCHES for face in ("policy", "llama_mlp")}  # a SiLU that multiplies in place

@@ -258,6 +258,7 @@ def test_the_empty_case_in_every_order_in_fresh_processes():
     path = [str(Path(__file__).parent), *sys.path]
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}; import test_filled_later as t; t.in_orders()"],
-        capture_output=True, text=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr

@@ -77,9 +77,16 @@ def by_lightning(model, mixed, folder):
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
     trainer = lightning.Trainer(
-        accelerator="cpu", devices=1, precision="bf16-mixed" if mixed else "32-true", max_epochs=1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=1,
+        precision="bf16-mixed" if mixed else "32-true",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
     trainer.fit(Module(), torch.utils.data.DataLoader(rows(), batch_size=4, collate_fn=stacked))
     return losses
 

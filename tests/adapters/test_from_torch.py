@@ -21,9 +21,19 @@ class Tweaked(nn.Linear):
 
 def test_torch_layers():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(9, 6), nn.LayerNorm(6), nn.Sequential(nn.Linear(6, 8), nn.GELU()), nn.GLU(), Tweaked(4, 4),
-                          nn.ReLU(inplace=True), nn.LayerNorm(4, elementwise_affine=False), nn.Conv1d(3, 2, 1),
-                          nn.GroupNorm(2, 2, affine=False), nn.Softmax(1), nn.RMSNorm(4, elementwise_affine=False))  # fmt: skip
+    model = nn.Sequential(
+        nn.Embedding(9, 6),
+        nn.LayerNorm(6),
+        nn.Sequential(nn.Linear(6, 8), nn.GELU()),
+        nn.GLU(),
+        Tweaked(4, 4),
+        nn.ReLU(inplace=True),
+        nn.LayerNorm(4, elementwise_affine=False),
+        nn.Conv1d(3, 2, 1),
+        nn.GroupNorm(2, 2, affine=False),
+        nn.Softmax(1),
+        nn.RMSNorm(4, elementwise_affine=False),
+    )
     before, ids = copy.deepcopy(model), torch.randint(9, (2, 3))
     seen = []
     model[1].register_forward_hook(lambda *_: seen.append(1))

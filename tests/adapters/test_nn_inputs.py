@@ -93,9 +93,16 @@ def compare(name, want, got, text):
         assert apart < (0.05 if few else 1e-5), (name, text, apart)
 
 
-SERVED = {"Linear": FLOATS, "RMSNorm": FLOATS, "ReLU": (torch.int64,), "Tanh": (torch.bool, torch.complex64),
-          "Sigmoid": (torch.int32,), "Dropout in eval": DTYPES, "Sequential of Dropout": DTYPES,
-          "Sequential of ReLU": (torch.uint8,)}  # fmt: skip
+SERVED = {
+    "Linear": FLOATS,
+    "RMSNorm": FLOATS,
+    "ReLU": (torch.int64,),
+    "Tanh": (torch.bool, torch.complex64),
+    "Sigmoid": (torch.int32,),
+    "Dropout in eval": DTYPES,
+    "Sequential of Dropout": DTYPES,
+    "Sequential of ReLU": (torch.uint8,),
+}
 
 
 @pytest.mark.parametrize(("name", "dtype"), drawn(MODULES, (torch.float32, torch.float64, torch.bfloat16, torch.complex64)))

@@ -18,7 +18,10 @@ SIZES = {"Linear": (D, 4), "Embedding": (9, 3), "LayerNorm": (D,), "RMSNorm": (D
 OPTIONS = {  # values of each option of torch's constructor
     "Linear": {"bias": (True, False)},
     "Embedding": {
-        "padding_idx": (None, -2), "max_norm": (None, 1.0), "norm_type": (2.0, 1.0), "scale_grad_by_freq": (False, True),
+        "padding_idx": (None, -2),
+        "max_norm": (None, 1.0),
+        "norm_type": (2.0, 1.0),
+        "scale_grad_by_freq": (False, True),
         "sparse": (False, True),
     },
     "LayerNorm": {"eps": (1e-5, 0.1), "elementwise_affine": (True, False), "bias": (True, False)},
@@ -28,18 +31,26 @@ OPTIONS = {  # values of each option of torch's constructor
     "GELU": {"approximate": ("none", "tanh")},
     "ReLU": {"inplace": (False, True)},
     "SiLU": {"inplace": (False, True)},
-    "Sigmoid": {}, "Tanh": {},
+    "Sigmoid": {},
+    "Tanh": {},
     "GLU": {"dim": (-1, 2, 0)},
     "Softmax": {"dim": (-1, 2, 0, None)},
     "CrossEntropyLoss": {
-        "weight": (None, torch.linspace(0.5, 1.5, D, dtype=DTYPE)), "ignore_index": (-100, 1), "reduction": ("mean", "sum", "none"),
+        "weight": (None, torch.linspace(0.5, 1.5, D, dtype=DTYPE)),
+        "ignore_index": (-100, 1),
+        "reduction": ("mean", "sum", "none"),
         "label_smoothing": (0.0, 0.2),
     },
     "LinearCrossEntropyLoss": {
-        "out_features": ((), (2,)), "bias": (False, True), "reduction": ("mean", "sum", "none"), "ignore_index": (None, 1),
-        "weight": (None, torch.linspace(0.5, 1.5, D, dtype=DTYPE)), "label_smoothing": (0.0, 0.2), "options": (None,),
+        "out_features": ((), (2,)),
+        "bias": (False, True),
+        "reduction": ("mean", "sum", "none"),
+        "ignore_index": (None, 1),
+        "weight": (None, torch.linspace(0.5, 1.5, D, dtype=DTYPE)),
+        "label_smoothing": (0.0, 0.2),
+        "options": (None,),
     },
-}  # fmt: skip
+}
 SIZES["LinearCrossEntropyLoss"] = (D, D)
 REFUSED = {  # an option that is refused when made: why
     ("Embedding", "max_norm"): "a forward that writes to its weight has no functional form",

@@ -64,10 +64,7 @@ FAMILIES = {
     "bits": (parts, [COMPLEX, COMPLEX.conj(), COMPLEX.conj().resolve_conj(), torch._neg_view(COMPLEX)]),
     "negative": (normed, [SQUARE, torch._neg_view(SQUARE)]),
     "leaves": (pair, [(PAIR[0], PAIR[0]), (PAIR[0], PAIR[1]), (PAIR[1], PAIR[0])]),
-    "trees": (
-        pair,
-        [tuple(PAIR), (PAIR, PAIR), {"a": PAIR[0], "b": PAIR[1]}, {"b": PAIR[0], "a": PAIR[1]}, list(PAIR)],
-    ),
+    "trees": (pair, [tuple(PAIR), (PAIR, PAIR), {"a": PAIR[0], "b": PAIR[1]}, {"b": PAIR[0], "a": PAIR[1]}, list(PAIR)]),
     "dtypes": (doubled, [LINE, LINE.float(), LINE.to(torch.complex64), torch.arange(4)]),
 }
 CFGS = {
@@ -132,9 +129,9 @@ def check(op, fn, x, cfg):
         same(op.bwd(residuals, dy, cfg)[1], dwant)
 
 
-ROWS = [
-    (name, fn, [(x, TorchConfig()) for x in xs]) for name, (fn, xs) in FAMILIES.items()
-] + [(name, fn, [(x, cfg) for cfg in cfgs]) for name, (fn, x, cfgs) in CFGS.items()]  # fmt: skip
+ROWS = [(name, fn, [(x, TorchConfig()) for x in xs]) for name, (fn, xs) in FAMILIES.items()] + [
+    (name, fn, [(x, cfg) for cfg in cfgs]) for name, (fn, x, cfgs) in CFGS.items()
+]
 
 
 @pytest.mark.parametrize(("name", "fn", "calls"), ROWS, ids=[row[0] for row in ROWS])

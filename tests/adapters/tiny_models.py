@@ -31,21 +31,47 @@ MODELS = {
     "Olmo2": ("olmo2", *decoder("Olmo2")),
     "Granite": ("granite", *decoder("Granite")),
     "SmolLM3": ("smollm3", *decoder("SmolLM3")),
-    "DeepSeek-V3": ("deepseek_v3", *decoder("DeepseekV3", num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=32,
-                    qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16, n_routed_experts=4, n_group=1, topk_group=1,
-                    first_k_dense_replace=1, **EXPERTS)),
+    "DeepSeek-V3": (
+        "deepseek_v3",
+        *decoder(
+            "DeepseekV3",
+            num_key_value_heads=4,
+            kv_lora_rank=16,
+            q_lora_rank=32,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=8,
+            v_head_dim=16,
+            n_routed_experts=4,
+            n_group=1,
+            topk_group=1,
+            first_k_dense_replace=1,
+            **EXPERTS,
+        ),
+    ),
     "Mixtral": ("mixtral", *decoder("Mixtral", num_local_experts=4)),
     "Qwen2-MoE": ("qwen2_moe", *decoder("Qwen2Moe", num_experts=4, shared_expert_intermediate_size=64, **EXPERTS)),
     "Qwen3-MoE": ("qwen3_moe", *decoder("Qwen3Moe", num_experts=4, head_dim=16, mlp_only_layers=[1], **EXPERTS)),
-    "GPT-2": ("gpt2", "GPT2LMHeadModel", "GPT2Config",
-              dict(vocab_size=256, n_embd=64, n_layer=2, n_head=4, n_positions=64, attn_pdrop=0)),
-    "BERT": ("bert", "BertForMaskedLM", "BertConfig", dict(SIZES, intermediate_size=256, vocab_size=256,
-             max_position_embeddings=64, attention_probs_dropout_prob=0)),
-    "ViT": ("vit", "ViTForImageClassification", "ViTConfig", dict(SIZES, intermediate_size=256, num_hidden_layers=4, image_size=32,
-            patch_size=4)),
+    "GPT-2": (
+        "gpt2",
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        dict(vocab_size=256, n_embd=64, n_layer=2, n_head=4, n_positions=64, attn_pdrop=0),
+    ),
+    "BERT": (
+        "bert",
+        "BertForMaskedLM",
+        "BertConfig",
+        dict(SIZES, intermediate_size=256, vocab_size=256, max_position_embeddings=64, attention_probs_dropout_prob=0),
+    ),
+    "ViT": (
+        "vit",
+        "ViTForImageClassification",
+        "ViTConfig",
+        dict(SIZES, intermediate_size=256, num_hidden_layers=4, image_size=32, patch_size=4),
+    ),
     "T5": ("t5", *t5(d_ff=256)),
     "T5 1.1": ("t5", *t5(d_ff=176, feed_forward_proj="gated-gelu")),
-}  # fmt: skip
+}
 APART = ("Experts", "TopKRouter", "TopkRouter", "SparseMoeBlock", "MoE")  # of a mixture of experts, what is not dense
 
 

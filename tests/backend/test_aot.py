@@ -450,8 +450,11 @@ def test_what_is_said_of_an_amd_build_is_what_stands_in_it(seed):
     counts = {"sgpr_count": 7, "sgpr_spill_count": scalar, "vgpr_count": registers, "vgpr_spill_count": vector}
     said = "".join(f"    .{name}:     {count}\n" for name, count in counts.items())
     assert _read_amd({"amdgcn": f"kernel:\n; %bb.0:\n{code}.Lfunc_end0:\n{said}"}) == (
-        registers, 4 * (vector + scalar), set(opcodes), len(opcodes)
-    )  # fmt: skip
+        registers,
+        4 * (vector + scalar),
+        set(opcodes),
+        len(opcodes),
+    )
 
 
 @pytest.mark.parametrize("seed", range(8))

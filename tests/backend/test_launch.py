@@ -129,8 +129,13 @@ def test_a_hit_hands_the_driver_grid_and_arguments(seen):
 
 def test_a_profilers_hooks_are_honoured(seen):
     assert seen["bypassed under hooks"] == {
-        "enter": True, "none": False, "set to None": False, "functions": True, "one function": True, "exit": True
-    }  # fmt: skip
+        "enter": True,
+        "none": False,
+        "set to None": False,
+        "functions": True,
+        "one function": True,
+        "exit": True,
+    }
 
 
 def test_a_launcher_that_was_made_under_a_stub_is_not_bound_to_it(seen):

@@ -19,8 +19,12 @@ def test_casts_have_the_bits_of_the_interpreters_own(to, end):
     bits = upper if to == "float32" else ((upper.astype(np.uint32) << 16) | lower).view(np.float32)
     normal = (upper & 0x7F80) != 0
     given = {
-        "all": bits, "few": bits[normal], "one": bits[-1:], "none": bits[:0], "transposed": bits[normal][:4096].reshape(64, 64).T
-    }[end]  # fmt: skip
+        "all": bits,
+        "few": bits[normal],
+        "one": bits[-1:],
+        "none": bits[:0],
+        "transposed": bits[normal][:4096].reshape(64, 64).T,
+    }[end]
     dtypes = (tl.float32, tl.bfloat16) if to == "bfloat16" else (tl.bfloat16, tl.float32)
     got = interpreter._convert_float(given, *dtypes, None)
     want = interpreter._convert_float.__wrapped__(given, *dtypes, None)

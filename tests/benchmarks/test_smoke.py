@@ -75,10 +75,7 @@ BENCHES = {
 def test_benches_of_a_device_run_on_a_pretended_one(name, monkeypatch, tmp_path, capsys):
     two = tiny(torch.bfloat16)[:2]
     for module, changes in (
-        (
-            kernels,
-            dict(samples=lambda make: iter(two), MOST_COPIES=1, COLD_BYTES=0, measured_copy_rate=lambda _: 1e9),
-        ),
+        (kernels, dict(samples=lambda make: iter(two), MOST_COPIES=1, COLD_BYTES=0, measured_copy_rate=lambda _: 1e9)),
         (graph, dict(SMALL=SMALL, ROUNDS=2, CALLS=1)),
         (step, dict(LARGE=SMALL, LARGE_ROUNDS=4)),
         (recipes, dict(LAYERS=((4, 32, 16),), BLOCK=SMALL)),
@@ -179,21 +176,30 @@ def test_what_a_device_gave_is_not_written_over_without_one(tmp_path):
 
 
 OUTCOMES = [
-    ("call", "passed", None, "passed"), ("setup", "passed", None, None), ("call", "failed", "boom", "failed"),
-    ("setup", "failed", "boom", "failed"), ("teardown", "passed", None, None), ("teardown", "failed", "boom", "failed"),
+    ("call", "passed", None, "passed"),
+    ("setup", "passed", None, None),
+    ("call", "failed", "boom", "failed"),
+    ("setup", "failed", "boom", "failed"),
+    ("teardown", "passed", None, None),
+    ("teardown", "failed", "boom", "failed"),
     ("setup", "skipped", ("f", 1, "Skipped: no device: needs one"), "no device"),
     ("setup", "skipped", ("f", 1, "Skipped: out of time"), "out of time"),
     ("call", "skipped", ("f", 1, "Skipped: no fp8"), "skipped"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("when", "outcome", "why", "status"), OUTCOMES, ids=str)
 def test_a_gpu_test_has_its_line(when, outcome, why, status, tmp_path):
     report = SimpleNamespace(
-        when=when, outcome=outcome, longrepr=why, nodeid="a::b", duration=1.234, passed=outcome == "passed",
+        when=when,
+        outcome=outcome,
+        longrepr=why,
+        nodeid="a::b",
+        duration=1.234,
+        passed=outcome == "passed",
         failed=outcome == "failed",
         skipped=outcome == "skipped",
-    )  # fmt: skip
+    )
     gpu_tests._Report(tmp_path / "t.jsonl").pytest_runtest_logreport(report)
     found = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
     assert [one["status"] for one in found] == ([] if status is None else [status])
@@ -217,8 +223,12 @@ def test_a_check_that_fails_says_why(monkeypatch):
     assert smoke.one("broken")["why"] == "ZeroDivisionError: division by zero"
     monkeypatch.setitem(checks.CHECKS, "well", lambda on: {"us": 1.5})
     assert smoke.one("well") | {"torch": "", "triton": ""} == {
-        "status": "passed", "measured": {"us": 1.5}, "device": "none", "torch": "", "triton": "",
-    }  # fmt: skip
+        "status": "passed",
+        "measured": {"us": 1.5},
+        "device": "none",
+        "torch": "",
+        "triton": "",
+    }
 
 
 @pytest.mark.parametrize("many", [False, True], ids=["one process", "many"])

@@ -45,8 +45,7 @@ PARAMS, CFG = CausalConv1dParams(torch.ones(3, 4), torch.ones(3)), CausalConv1dC
 ERRORS = [
     Error(call=lambda: CausalConv1dConfig(3, width=0), match="CausalConv1dConfig: width must be at least 1, got 0"),
     Error(
-        call=lambda: causal_conv1d_fwd(PARAMS, torch.ones(5, 3), CFG),
-        match="causal_conv1d_fwd: x must be [B, T, 3], got [5, 3]",
+        call=lambda: causal_conv1d_fwd(PARAMS, torch.ones(5, 3), CFG), match="causal_conv1d_fwd: x must be [B, T, 3], got [5, 3]"
     ),
     Error(
         call=lambda: causal_conv1d_fwd(PARAMS, torch.ones(2, 5, 3), CausalConv1dConfig(3, bias=False)),

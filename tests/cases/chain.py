@@ -98,11 +98,7 @@ def outputs_case(rows, dim):
 
 
 TIED = ChainConfig(
-    steps=(
-        Step("a", linear, LinearConfig(3, 3)),
-        Step("b", linear, LinearConfig(3, 3)),
-    ),
-    ties={"b.weight": "a.weight"},
+    steps=(Step("a", linear, LinearConfig(3, 3)), Step("b", linear, LinearConfig(3, 3))), ties={"b.weight": "a.weight"}
 )
 
 
@@ -233,10 +229,7 @@ ERRORS = [
         call=lambda: chain_fwd({"a": None}, torch.ones(2, 3), TIED),
         match="chain_fwd: params must be a dict by step name: a, b, got missing ['b'], extra []",
     ),
-    Error(
-        call=lambda: chain_fwd({"a": 1, "b": 2, "c": 3}, torch.ones(2, 3), TIED),
-        match="got missing [], extra ['c']",
-    ),
+    Error(call=lambda: chain_fwd({"a": 1, "b": 2, "c": 3}, torch.ones(2, 3), TIED), match="got missing [], extra ['c']"),
     Error(
         call=lambda: chain_fwd({s.name: None for s in EXTRAS.steps}, torch.ones(2, 3), EXTRAS),
         match="chain_fwd: x must be WithExtras with extras ['given', 'key']",

@@ -12,9 +12,13 @@ EXEMPT = ("finite_differences",)  # codes cannot be moved by a little
 
 def back(shape, format):
     return Case(
-        op=dequantize, cfg=QuantizeConfig(format), x=lambda d: quantize_tensor(d.randn(*shape), format),
-        reference=lambda params, x, cfg: x * 1.0, exempt=EXEMPT, name=f"dequantize-{shape}-{format.name}",
-    )  # fmt: skip
+        op=dequantize,
+        cfg=QuantizeConfig(format),
+        x=lambda d: quantize_tensor(d.randn(*shape), format),
+        reference=lambda params, x, cfg: x * 1.0,
+        exempt=EXEMPT,
+        name=f"dequantize-{shape}-{format.name}",
+    )
 
 
 CASES = [back((2, 3, 69), E4M3_BLOCK), back((4, 0), E4M3_SQUARE), back((5, 31), E2M1_NV), back((33,), E4M3_MX)]

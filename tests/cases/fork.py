@@ -29,5 +29,5 @@ ERRORS = [
         call=lambda: fork_bwd(fork_fwd(None, torch.ones(2), ForkConfig())[1], torch.ones(2), ForkConfig()),
         match="fork_dgrad: dy must be a tuple of 2",
         error=TypeError,
-    ),
+    )
 ]

@@ -26,8 +26,5 @@ def drawn(draw):
 ERRORS = [
     Error(call=lambda: L2NormConfig(0), match="L2NormConfig: dim must be a size of at least 1, got 0"),
     Error(call=lambda: L2NormConfig(4, eps=-1.0), match="L2NormConfig: eps must be a finite number, at least 0, got -1.0"),
-    Error(
-        call=lambda: l2_norm_fwd(None, torch.ones(2, 3), L2NormConfig(4)),
-        match="l2_norm_fwd: x must be [..., 4], got [2, 3]",
-    ),
+    Error(call=lambda: l2_norm_fwd(None, torch.ones(2, 3), L2NormConfig(4)), match="l2_norm_fwd: x must be [..., 4], got [2, 3]"),
 ]

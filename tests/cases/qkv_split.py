@@ -49,8 +49,7 @@ ERRORS = [
     Error(call=lambda: qkv_split_fwd(None, X, QKVSplitConfig(3, 8)), match="qkv_split_fwd: x must be [..., 72], got [2, 5, 32]"),
     Error(call=lambda: qkv_split_fwd(None, X, TURNED), match="qkv_split_fwd: x must be a tuple (x, positions)", error=TypeError),
     Error(
-        call=lambda: qkv_split_fwd(None, (X, torch.arange(4)), TURNED),
-        match="qkv_split_fwd: x.1 (positions) must be [5], got [4]",
+        call=lambda: qkv_split_fwd(None, (X, torch.arange(4)), TURNED), match="qkv_split_fwd: x.1 (positions) must be [5], got [4]"
     ),
     Error(
         call=lambda: qkv_split_dgrad(

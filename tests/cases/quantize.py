@@ -15,9 +15,14 @@ def rounded(params, x, cfg):
 
 def there(shape, format):
     return Case(
-        op=quantize, cfg=QuantizeConfig(format), x=lambda d: d.randn(*shape), reference=rounded, free=("x",), exempt=EXEMPT,
+        op=quantize,
+        cfg=QuantizeConfig(format),
+        x=lambda d: d.randn(*shape),
+        reference=rounded,
+        free=("x",),
+        exempt=EXEMPT,
         name=f"quantize-{shape}-{format.name}",
-    )  # fmt: skip
+    )
 
 
 CASES = [there((2, 3, 69), E4M3_BLOCK), there((0, 3), E4M3_MX), there((5, 31), E2M1_NV), there((7,), E5M2_TENSOR)]
@@ -36,6 +41,7 @@ ERRORS = [
     Error(call=lambda: Format("e4m3", (1, 16), "e4m3"), match="Format: element must be e2m1 with e4m3 scales"),
     Error(
         call=lambda: quantize_fwd(None, torch.ones(2, dtype=torch.int64), QuantizeConfig(E4M3_BLOCK)),
-        match="quantize_fwd: x must be", error=TypeError,
+        match="quantize_fwd: x must be",
+        error=TypeError,
     ),
-]  # fmt: skip
+]

@@ -48,8 +48,7 @@ def given_reference(params, x, cfg):
 
 
 GIVEN = ChainConfig(
-    steps=(Step("a", linear, LinearConfig(3, 3)), Step("join", add, AddConfig(), takes=("given",))),
-    extras=("given",),
+    steps=(Step("a", linear, LinearConfig(3, 3)), Step("join", add, AddConfig(), takes=("given",))), extras=("given",)
 )
 
 

@@ -60,18 +60,11 @@ ERRORS = [
         error=TypeError,
     ),
     Error(call=lambda: RMSNormConfig(0), match="RMSNormConfig: dim must be a size of at least 1"),
+    Error(call=lambda: RMSNormConfig(4, eps=-1.0), match="RMSNormConfig: eps must be a finite number, at least 0, got -1.0"),
     Error(
-        call=lambda: RMSNormConfig(4, eps=-1.0),
-        match="RMSNormConfig: eps must be a finite number, at least 0, got -1.0",
+        call=lambda: RMSNormConfig((4, 0)), match="RMSNormConfig: dim must be a size of at least 1, or a tuple of them, got (4, 0)"
     ),
-    Error(
-        call=lambda: RMSNormConfig((4, 0)),
-        match="RMSNormConfig: dim must be a size of at least 1, or a tuple of them, got (4, 0)",
-    ),
-    Error(
-        call=lambda: RMSNormConfig(4.0),
-        match="RMSNormConfig: dim must be a size of at least 1, or a tuple of them, got 4.0",
-    ),
+    Error(call=lambda: RMSNormConfig(4.0), match="RMSNormConfig: dim must be a size of at least 1, or a tuple of them, got 4.0"),
     Error(
         call=lambda: rms_norm_fwd(RMSNormParams(torch.ones(4)), torch.ones(2, 4).long(), CFG),
         match="rms_norm_fwd: x must be float64 or float32 or bfloat16 or float16, got int64",

@@ -2,16 +2,7 @@ import torch
 from hypothesis import strategies as st
 from rotation import turned
 
-from funcops import (
-    DynamicScaling,
-    LinearScaling,
-    Llama3Scaling,
-    LongRopeScaling,
-    RopeConfig,
-    YarnScaling,
-    rope,
-    rope_fwd,
-)
+from funcops import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, RopeConfig, YarnScaling, rope, rope_fwd
 from funcops.testing import Case, Error
 
 
@@ -64,10 +55,7 @@ X = torch.ones(2, 5, 3, 8)
 ERRORS = [
     Error(call=lambda: RopeConfig(7), match="RopeConfig: rotary_dim must be even, in 2..7, got 7"),
     Error(call=lambda: RopeConfig(8, rotary_dim=10), match="RopeConfig: rotary_dim must be even, in 2..8, got 10"),
-    Error(
-        call=lambda: rope_fwd(None, (X, torch.arange(4)), RopeConfig(8)),
-        match="rope_fwd: x.1 (positions) must be [5], got [4]",
-    ),
+    Error(call=lambda: rope_fwd(None, (X, torch.arange(4)), RopeConfig(8)), match="rope_fwd: x.1 (positions) must be [5], got [4]"),
     Error(call=lambda: rope_fwd(None, X, RopeConfig(8)), match="rope_fwd: x must be a tuple", error=TypeError),
     Error(
         call=lambda: RopeConfig(8, sections=(2, 1)),

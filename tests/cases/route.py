@@ -102,11 +102,20 @@ def drawn(draw):
     top_k = draw(st.integers(1, experts // groups * top_groups))
     rows = tuple(draw(st.lists(st.integers(0, 4), max_size=2)))
     return case(
-        rows, experts, top_k, groups=groups, top_groups=top_groups,
-        score=draw(st.sampled_from(["softmax", "sigmoid"])), normalize=draw(st.booleans()) and top_k > 1, bias=draw(st.booleans()),
-        scale=draw(st.sampled_from([1.0, 2.5])), aux=draw(st.sampled_from([0.0, 0.3])), z=draw(st.sampled_from([0.0, 0.1])),
-        capacity=draw(st.sampled_from([None, 0.5, 1.25])), sequence_wise=len(rows) == 2 and draw(st.booleans()),
-    )  # fmt: skip
+        rows,
+        experts,
+        top_k,
+        groups=groups,
+        top_groups=top_groups,
+        score=draw(st.sampled_from(["softmax", "sigmoid"])),
+        normalize=draw(st.booleans()) and top_k > 1,
+        bias=draw(st.booleans()),
+        scale=draw(st.sampled_from([1.0, 2.5])),
+        aux=draw(st.sampled_from([0.0, 0.3])),
+        z=draw(st.sampled_from([0.0, 0.1])),
+        capacity=draw(st.sampled_from([None, 0.5, 1.25])),
+        sequence_wise=len(rows) == 2 and draw(st.booleans()),
+    )
 
 
 LOGITS, ROUTED = torch.ones(3, 4), RouteConfig(4, 2)

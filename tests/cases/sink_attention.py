@@ -61,7 +61,6 @@ ERRORS = [
     Error(call=_call(3, torch.zeros(3)), match="sink_attention_fwd: x.0 (q) must be [1, 4, 3, 8], got [1, 4, 2, 8]"),
     Error(call=_call(2, torch.zeros(3)), match="sink_attention_fwd: params.sinks must be [2], got [3]"),
     Error(
-        call=_call(2, torch.zeros(2).half()),
-        match="sink_attention_fwd: params.sinks must be float32, got float16", error=TypeError,
+        call=_call(2, torch.zeros(2).half()), match="sink_attention_fwd: params.sinks must be float32, got float16", error=TypeError
     ),
-]  # fmt: skip
+]

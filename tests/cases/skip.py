@@ -30,8 +30,7 @@ def case(rows, dim):
 
 
 GIVEN = ChainConfig(
-    steps=(Step("a", linear, LinearConfig(3, 3)), Step("join", add, AddConfig(), takes=("given",))),
-    extras=("given",),
+    steps=(Step("a", linear, LinearConfig(3, 3)), Step("join", add, AddConfig(), takes=("given",))), extras=("given",)
 )
 
 

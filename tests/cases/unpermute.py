@@ -19,14 +19,7 @@ def case(tokens, width, choices):
     return Case(op=unpermute, cfg=UnpermuteConfig(), x=x, reference=reference, name=f"unpermute-{tokens}-{width}-{choices}")
 
 
-CASES = [
-    case((2, 5), 6, 2),
-    case((7,), 5, 3),
-    case((9,), 16, 8),
-    case((0,), 3, 2),
-    case((), 3, 1),
-    case((5,), 0, 2),
-]
+CASES = [case((2, 5), 6, 2), case((7,), 5, 3), case((9,), 16, 8), case((0,), 3, 2), case((), 3, 1), case((5,), 0, 2)]
 
 
 @st.composite

@@ -67,10 +67,7 @@ def test_into_a_tree_on_meta_and_a_state(tmp_path):
 
 
 def test_every_fault_is_listed_at_once(tmp_path):
-    save(
-        {"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(4), "x": torch.ones(1), "n": torch.ones(1)},
-        tmp_path / "f",
-    )
+    save({"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(4), "x": torch.ones(1), "n": torch.ones(1)}, tmp_path / "f")
     like = {"a": torch.ones(2), "b": torch.ones(3, 1), "c": torch.ones(4).bfloat16(), "m": torch.ones(5), "n": None}
     with pytest.raises(CheckpointError) as caught:
         load(tmp_path / "f", like)

@@ -6,19 +6,7 @@ import pytest
 import torch
 from cases import experts as of_experts
 
-from funcops import (
-    ExpertsConfig,
-    Needs,
-    RouteConfig,
-    WithExtras,
-    chain,
-    donate,
-    experts,
-    explain,
-    fused,
-    random,
-    with_policy,
-)
+from funcops import ExpertsConfig, Needs, RouteConfig, WithExtras, chain, donate, experts, explain, fused, random, with_policy
 from funcops.backend import backend
 from funcops.checkpoint import load, save
 from funcops.graphs import check_capturable
@@ -92,8 +80,10 @@ def test_the_chain_gives_and_keeps_what_the_op_does(dtype):
 
 def test_params_have_the_paths_of_the_ops():
     cfg = ExpertsConfig(3, 4, 2, bias=True)
-    shapes = [{path: t.shape for path, t in paths(op.init(of, key=random.key(0))).items() if t is not None}
-              for op, of in ((experts, cfg), (chain, plain_experts(cfg)))]  # fmt: skip
+    shapes = [
+        {path: t.shape for path, t in paths(op.init(of, key=random.key(0))).items() if t is not None}
+        for op, of in ((experts, cfg), (chain, plain_experts(cfg)))
+    ]
     assert shapes[0] == shapes[1]
     with pytest.raises(TypeError, match="plain_experts: cfg must be ExpertsConfig, got 3"):
         plain_experts(3)

@@ -6,16 +6,7 @@ import pytest
 import torch
 from law_cases import MODULES
 
-from funcops import (
-    DynamicScaling,
-    LinearScaling,
-    Llama3Scaling,
-    LongRopeScaling,
-    RopeConfig,
-    YarnScaling,
-    optim,
-    rope_table,
-)
+from funcops import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, RopeConfig, YarnScaling, optim, rope_table
 from funcops.precision import LossScaleConfig, loss_scale_init, loss_scale_update
 from funcops.testing.checks import float_like
 from funcops.trees import tensors
@@ -70,10 +61,12 @@ def rows():
         yield case.cfg, of_an_op(case)
     yield RopeConfig(8), of_a_table
     for scaling in (
-        LinearScaling(2.0), DynamicScaling(factor=2.0, original_context=8), YarnScaling(factor=2.0, original_context=8),
+        LinearScaling(2.0),
+        DynamicScaling(factor=2.0, original_context=8),
+        YarnScaling(factor=2.0, original_context=8),
         Llama3Scaling(factor=2.0, original_context=8),
         LongRopeScaling(factor=2.0, original_context=8, short_factor=(1.0,) * 4, long_factor=(2.0,) * 4),
-    ):  # fmt: skip
+    ):
         yield scaling, of_a_table
     yield LossScaleConfig(interval=1), of_loss_scale
     yield optim.AdamWConfig(), of_an_optimizer(optim.adamw_init, optim.adamw_update)

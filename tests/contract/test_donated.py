@@ -17,24 +17,81 @@ from funcops import DonatedError, LinearConfig, donate, linear, random
 CFG = LinearConfig(3, 3)
 SAYS = "LinearResiduals.x was given away with donate()"
 BUILTINS = (
-    abs, all, any, bin, bool, bytes, chr, complex, divmod, float, hex, int, iter, len, list, max, min, oct, pow, range, reversed,
-    round, set, slice(0).indices, sorted, sum, tuple,
-)  # fmt: skip
+    abs,
+    all,
+    any,
+    bin,
+    bool,
+    bytes,
+    chr,
+    complex,
+    divmod,
+    float,
+    hex,
+    int,
+    iter,
+    len,
+    list,
+    max,
+    min,
+    oct,
+    pow,
+    range,
+    reversed,
+    round,
+    set,
+    slice(0).indices,
+    sorted,
+    sum,
+    tuple,
+)
 OTHER = torch.tensor([1.0, 2.0, 3.0])
 STAND = torch.tensor([4.0, 5.0, 6.0])  # where the tensor goes
 TENSORS = (STAND, torch.tensor(3.0), torch.tensor(3), torch.tensor([True, False, True]))
 ARGUMENTS = (
-    (STAND,), (STAND, 2), (2, STAND), (STAND, OTHER), (OTHER, STAND), (STAND, STAND), (STAND, 1, 2.0), (OTHER, 1, STAND),
-    (OTHER, STAND, 2.0), (np.ones(3), STAND), (STAND, np.ones(3)),
-)  # fmt: skip
+    (STAND,),
+    (STAND, 2),
+    (2, STAND),
+    (STAND, OTHER),
+    (OTHER, STAND),
+    (STAND, STAND),
+    (STAND, 1, 2.0),
+    (OTHER, 1, STAND),
+    (OTHER, STAND, 2.0),
+    (np.ones(3), STAND),
+    (STAND, np.ones(3)),
+)
 IN_LISTS = (([STAND],), ([STAND, OTHER],), ((OTHER, STAND),))  # where a function looks into these
 NUMPY = (np.asarray, np.array, np.add, np.exp, np.matmul, np.stack, np.mean, np.savetxt, np.isnan, np.less)
 TORCH = (
-    torch.as_tensor, torch.tensor, torch.asarray, torch.stack, torch.cat, torch.add, torch.exp, torch.matmul, torch.where,
-    torch.equal, torch.is_floating_point, torch.numel, torch.allclose, torch.einsum, torch.broadcast_tensors, torch.block_diag,
-    F.relu, F.linear, F.pad, F.mse_loss, torch._foreach_add_, torch._foreach_norm, torch.autograd.grad, torch.nn.Parameter,
-    torch.from_dlpack, torch.linalg.vector_norm, torch.nn.utils.clip_grad_norm_,
-)  # fmt: skip
+    torch.as_tensor,
+    torch.tensor,
+    torch.asarray,
+    torch.stack,
+    torch.cat,
+    torch.add,
+    torch.exp,
+    torch.matmul,
+    torch.where,
+    torch.equal,
+    torch.is_floating_point,
+    torch.numel,
+    torch.allclose,
+    torch.einsum,
+    torch.broadcast_tensors,
+    torch.block_diag,
+    F.relu,
+    F.linear,
+    F.pad,
+    F.mse_loss,
+    torch._foreach_add_,
+    torch._foreach_norm,
+    torch.autograd.grad,
+    torch.nn.Parameter,
+    torch.from_dlpack,
+    torch.linalg.vector_norm,
+    torch.nn.utils.clip_grad_norm_,
+)
 USES = {
     "format": lambda t: format(t[0], ".3f"),
     "f-string": lambda t: f"{t[0]:.3f}",
@@ -113,10 +170,29 @@ def test_uses(name):
 
 
 KEPT = {  # what Python asks of any object
-    "__class__", "__delattr__", "__dict__", "__dir__", "__doc__", "__getattribute__", "__getstate__", "__hash__", "__init__",
-    "__init_subclass__", "__module__", "__new__", "__repr__", "__setattr__", "__sizeof__", "__str__", "__subclasshook__",
-    "__weakref__", "__torch_function__", "__format__", "__annotations__", "__slotnames__",
-}  # fmt: skip
+    "__class__",
+    "__delattr__",
+    "__dict__",
+    "__dir__",
+    "__doc__",
+    "__getattribute__",
+    "__getstate__",
+    "__hash__",
+    "__init__",
+    "__init_subclass__",
+    "__module__",
+    "__new__",
+    "__repr__",
+    "__setattr__",
+    "__sizeof__",
+    "__str__",
+    "__subclasshook__",
+    "__weakref__",
+    "__torch_function__",
+    "__format__",
+    "__annotations__",
+    "__slotnames__",
+}
 
 
 def test_every_attribute_of_a_tensor_is_refused():

@@ -12,8 +12,11 @@ import funcops
 from funcops.contract.moved import GONE, MOVED, new_path
 
 ROOT = Path(__file__).resolve().parents[2]
-RANKS = [f"funcops.dist.{'.'.join(path.relative_to(ROOT / 'funcops' / 'distributed').with_suffix('').parts)}"
-         for path in sorted((ROOT / "funcops" / "distributed").rglob("*.py")) if path.stem != "__init__"]  # fmt: skip
+RANKS = [
+    f"funcops.dist.{'.'.join(path.relative_to(ROOT / 'funcops' / 'distributed').with_suffix('').parts)}"
+    for path in sorted((ROOT / "funcops" / "distributed").rglob("*.py"))
+    if path.stem != "__init__"
+]
 
 
 @pytest.mark.parametrize("old", [*MOVED, *RANKS])

@@ -24,7 +24,7 @@ from funcops import (
     linear,
     random,
     schedule,
-)  # fmt: skip
+)
 from funcops.contract.schema import Saved
 from funcops.errors import (
     BorrowedError,

@@ -211,10 +211,7 @@ def bad_calls(cp):
             f"{name}: t must be of a multiple of 4 along dimension 1 (axis 'tp' of 2), got float32[1, 6]",
             lambda name=name: getattr(dist, name)(t, cp),
         )
-    yield (
-        "zigzag_positions: length must be a multiple of 4 (axis 'tp' of 2), got 6",
-        lambda: dist.zigzag_positions(6, cp),
-    )
+    yield ("zigzag_positions: length must be a multiple of 4 (axis 'tp' of 2), got 6", lambda: dist.zigzag_positions(6, cp))
 
 
 class DTensor(torch.Tensor):

@@ -25,9 +25,12 @@ FAMILIES = {  # what each has that is its own
     "deepseek's mixture": dict(moe=dataclasses.replace(MIXTURE, shared=8, dense=(0,))),
 }
 MESHES = {
-    "tp 2": (dict(tp=2), True), "tp 2, all rows": (dict(tp=2), False), "tp 4": (dict(tp=4), True),
-    "dp 2, tp 2, all rows": (dict(dp=2, tp=2), False), "ep 2, tp 2": (dict(ep=2, tp=2), True),
-}  # fmt: skip
+    "tp 2": (dict(tp=2), True),
+    "tp 2, all rows": (dict(tp=2), False),
+    "tp 4": (dict(tp=4), True),
+    "dp 2, tp 2, all rows": (dict(dp=2, tp=2), False),
+    "ep 2, tp 2": (dict(ep=2, tp=2), True),
+}
 D = torch.float64
 
 
@@ -111,17 +114,19 @@ def test_without_a_loss_logits_are_whole():
 
 
 REFUSED = {
-    "blocks.*.attn.qkv.k.heads: ReshapeConfig: out_shape must be of a first size that 4 ranks can share out, got (2, 4)":
-        dict(kv_heads=2),
+    "blocks.*.attn.qkv.k.heads: ReshapeConfig: out_shape must be of a first size that 4 ranks can share out, got (2, 4)": dict(
+        kv_heads=2
+    ),
     "parallel: step blocks.*.attn.qkv.q.norm must be one that takes each feature by itself "
     "(shared out along its 1. dimension from the end), got rms_norm": dict(qk_norm="all"),
     "blocks.*.attn.mix: SinkAttentionConfig: x must be those of all heads: its sinks are not shared out over ranks, "
     "got 1/4 of dimension 2 from the end": dict(sinks=True),
     "blocks.*.mlp.down: RowLinearConfig: in_features must be a multiple of 4, the size of axis 'tp', got 6": dict(hidden=6),
-    "blocks.*.mlp.experts: ParallelExpertsConfig: experts must be a multiple of 2, the ranks, got 3":
-        dict(moe=MoEConfig(route=RouteConfig(3, 2), experts=ExpertsConfig(3, 16, 6))),
+    "blocks.*.mlp.experts: ParallelExpertsConfig: experts must be a multiple of 2, the ranks, got 3": dict(
+        moe=MoEConfig(route=RouteConfig(3, 2), experts=ExpertsConfig(3, 16, 6))
+    ),
     "embed: VocabEmbeddingConfig: num_embeddings must be a multiple of 4, the size of axis 'tp', got 18": dict(vocab=18),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("said", REFUSED)

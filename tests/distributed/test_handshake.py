@@ -26,9 +26,7 @@ def total(axis, x):
 
 def test_a_program_is_what_a_step_sends():
     mesh = Mesh.abstract(SIZES, 1)
-    for overlap, order in (
-        ("none", "gather scatter gather"), ("bulk", "gather gather scatter"), ("ring", "shift gather shift"),
-    ):  # fmt: skip
+    for overlap, order in (("none", "gather scatter gather"), ("bulk", "gather gather scatter"), ("ring", "shift gather shift")):
         program = record(lambda x, overlap=overlap: mlp(mesh, x, overlap), torch.ones(3, 4))
         names = {
             "gather": "all_gather of float32[3, 4]",

@@ -9,15 +9,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from funcops import DonatedError, Ledger, LedgerError, StaleResidualError, graphs, trees
-from funcops.distributed import (
-    InFlight,
-    Mesh,
-    all_to_all_start,
-    finish,
-    gather_start,
-    scatter_sum_start,
-    sum_over_start,
-)
+from funcops.distributed import InFlight, Mesh, all_to_all_start, finish, gather_start, scatter_sum_start, sum_over_start
 from funcops.testing import run_ranks
 from funcops.trees import tree_map
 

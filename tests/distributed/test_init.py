@@ -72,10 +72,12 @@ def model(draw):
             Step("down", linear, LinearConfig(hidden, d, bias=False)),
         )
     )
-    ends = draw.choice([
-        (Step("loss", linear_cross_entropy, LinearCrossEntropyConfig(d, vocab), takes=("labels",)),),
-        (Step("norm", layer_norm, LayerNormConfig(d)), Step("head", linear, LinearConfig(d, vocab, bias=False))),
-    ])  # fmt: skip
+    ends = draw.choice(
+        [
+            (Step("loss", linear_cross_entropy, LinearCrossEntropyConfig(d, vocab), takes=("labels",)),),
+            (Step("norm", layer_norm, LayerNormConfig(d)), Step("head", linear, LinearConfig(d, vocab, bias=False))),
+        ]
+    )
     steps = (
         Step("embed", embedding, EmbeddingConfig(vocab, d, padding_idx=draw.choice([None, 3]))),
         Step("blocks", repeat, RepeatConfig(skip, SkipConfig(chain, mlp), 2, stacked=draw.random() < 0.5)),

@@ -192,10 +192,15 @@ def bad_calls(tp):
         "all_to_all_fwd: x must be of more dimensions (cfg.split and cfg.cat are one), got float32[4]",
         lambda: dist.all_to_all.fwd(None, torch.ones(4), dist.AllToAllConfig(tp)),
     )
-    yield "ChainConfig: x of step 'down' must be [..., 3], got [..., 4] of step 'up'", lambda: ChainConfig(
-        steps=(Step("up", dist.column_linear, dist.ColumnLinearConfig(4, 8, axis=tp)),
-               Step("down", dist.row_linear, dist.RowLinearConfig(6, 4, axis=tp)))
-    )  # fmt: skip
+    yield (
+        "ChainConfig: x of step 'down' must be [..., 3], got [..., 4] of step 'up'",
+        lambda: ChainConfig(
+            steps=(
+                Step("up", dist.column_linear, dist.ColumnLinearConfig(4, 8, axis=tp)),
+                Step("down", dist.row_linear, dist.RowLinearConfig(6, 4, axis=tp)),
+            )
+        ),
+    )
     for name, op, cfg in (
         ("scatter_sum", dist.scatter_sum, dist.ScatterSumConfig(tp)),
         ("slice_of", dist.slice_of, dist.SliceOfConfig(tp)),

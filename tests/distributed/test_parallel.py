@@ -134,11 +134,15 @@ def test_a_block_in_one_call(name, sizes):
 
 
 ENDS = {
-    "logits": ((Step("head", linear, LinearConfig(32, 16, bias=False)),
-                Step("loss", cross_entropy, CrossEntropyConfig(), takes=("labels",))),
-               {"head": "column", "loss": "vocab"}),
+    "logits": (
+        (
+            Step("head", linear, LinearConfig(32, 16, bias=False)),
+            Step("loss", cross_entropy, CrossEntropyConfig(), takes=("labels",)),
+        ),
+        {"head": "column", "loss": "vocab"},
+    ),
     "fused": ((Step("loss", linear_cross_entropy, LinearCrossEntropyConfig(32, 16), takes=("labels",)),), {"loss": "vocab"}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("end", "sizes"), drawn(ENDS, [{"cp": 2, "tp": 2}, {"dp": 2, "tp": 2}, {"dp": 2, "cp": 2, "tp": 1}]))
@@ -268,40 +272,61 @@ BAD = {
     ),
     "parallel: rules must be with a row layer behind every column layer, got none behind up": (chained(UP), {"up": "column"}),
     "parallel: down, a row layer, must be where x has its features shared out, behind a column layer, "
-    "got shared out by rows alone": (
-        chained(DOWN), {"down": "row"}),
+    "got shared out by rows alone": (chained(DOWN), {"down": "row"}),
     "parallel: down, a column layer, must be where x has all features, got shared out along its 1. dimension from the end": (
-        MLP, {"up": "column", "down": "column"}),
+        MLP,
+        {"up": "column", "down": "column"},
+    ),
     "parallel: rules for act must be of another role ('row' is for linear or low_rank), got ActivationConfig": (
-        chained(UP, ("act", activation, ActivationConfig("silu")), DOWN), {**BOTH, "act": "row"}),
+        chained(UP, ("act", activation, ActivationConfig("silu")), DOWN),
+        {**BOTH, "act": "row"},
+    ),
     "parallel: step norm must be one that takes each feature by itself "
-    "(shared out along its 1. dimension from the end), got layer_norm":
-        (chained(UP, ("norm", layer_norm, LayerNormConfig(8)), DOWN), BOTH),
+    "(shared out along its 1. dimension from the end), got layer_norm": (
+        chained(UP, ("norm", layer_norm, LayerNormConfig(8)), DOWN),
+        BOTH,
+    ),
     "parallel: step soft must be one that takes each feature by itself "
-    "(shared out along its 1. dimension from the end), got softmax":
-        (chained(UP, ("soft", softmax, SoftmaxConfig()), DOWN), BOTH),
+    "(shared out along its 1. dimension from the end), got softmax": (chained(UP, ("soft", softmax, SoftmaxConfig()), DOWN), BOTH),
     "parallel: step loss must be one that takes each feature by itself (shared out along its 1. dimension from the end), "
     "got cross_entropy": (
         ChainConfig(steps=(Step(*UP), Step("loss", cross_entropy, CrossEntropyConfig(), takes=("labels",))), extras=("labels",)),
-        {"up": "column"}),
+        {"up": "column"},
+    ),
     "parallel: step down must be one that takes each feature by itself "
-    "(shared out along its 1. dimension from the end), got linear": (
-        MLP, {"up": "column"}),
+    "(shared out along its 1. dimension from the end), got linear": (MLP, {"up": "column"}),
     "up: ColumnLinearConfig: out_features must be a multiple of 2, the size of axis 'tp', got 7": (
-        chained(("up", linear, LinearConfig(4, 7)), ("down", linear, LinearConfig(7, 4))), BOTH),
+        chained(("up", linear, LinearConfig(4, 7)), ("down", linear, LinearConfig(7, 4))),
+        BOTH,
+    ),
     "down: RowLinearConfig: in_features must be a multiple of 2, the size of axis 'tp', got 3": (
-        chained(("up", linear, LinearConfig(4, 6)), ("act", glu, GLUConfig(kind="swiglu", gate="first")),
-                ("down", linear, LinearConfig(3, 4))), BOTH),
+        chained(
+            ("up", linear, LinearConfig(4, 6)),
+            ("act", glu, GLUConfig(kind="swiglu", gate="first")),
+            ("down", linear, LinearConfig(3, 4)),
+        ),
+        BOTH,
+    ),
     "heads: ReshapeConfig: out_shape must be of a first size that 2 ranks can share out, got (3, 4)": (
-        chained(("up", linear, LinearConfig(4, 12)), ("heads", reshape, ReshapeConfig((12,), (3, 4))),
-                ("merge", reshape, ReshapeConfig((3, 4), (12,))), ("down", linear, LinearConfig(12, 4))), BOTH),
+        chained(
+            ("up", linear, LinearConfig(4, 12)),
+            ("heads", reshape, ReshapeConfig((12,), (3, 4))),
+            ("merge", reshape, ReshapeConfig((3, 4), (12,))),
+            ("down", linear, LinearConfig(12, 4)),
+        ),
+        BOTH,
+    ),
     "parallel: output 'wide' of step split must be of all features, behind a row layer, got shared out "
     "along its 1. dimension from the "
     "end": (
-        ChainConfig(steps=(Step(*UP), Step("split", fork, ForkConfig(), gives=("wide",)), Step(*DOWN)), outputs=("wide",)), BOTH),
+        ChainConfig(steps=(Step(*UP), Step("split", fork, ForkConfig(), gives=("wide",)), Step(*DOWN)), outputs=("wide",)),
+        BOTH,
+    ),
     "parallel: y of inner must be shared out as that of its x, got shared out along its 1. dimension from the end": (
-        chained(("inner", skip, SkipConfig(linear, LinearConfig(4, 4)))), {"inner": "column"}),
-}  # fmt: skip
+        chained(("inner", skip, SkipConfig(linear, LinearConfig(4, 4)))),
+        {"inner": "column"},
+    ),
+}
 
 
 @pytest.mark.parametrize("said", BAD)

@@ -88,15 +88,20 @@ CASES |= {f"{name} ring": (LAYERS[name][0], layer(name, (1,), 3, 2, True, True, 
 WRONG = {  # in what is sent, by what it is instead, and who must notice
     "a sum left out": ("scatter_sum", comm.own_slice, {"gather": "dx differs", "scatter_sum": "y differs", "row": "y differs"}),
     "a sum left to each": ("sum_over", lambda x, axis: x, dict.fromkeys(("copy_to", "sum_over"), "rank 1 has other bits")),
-    "another's part": ("own_slice", lambda x, axis, dim=0: x.narrow(dim, 0, x.shape[dim] // axis.size),
-        {"gather_same": "dx differs", "slice_of": "y differs", "row": "dgrad and wgrad: 0.bias differs"}),
-    "the other way": ("shift", lambda x, axis, by, own=comm.shift: own(x, axis, -by if axis.size > 2 else 0),
-        {"shift": "differs"}),
+    "another's part": (
+        "own_slice",
+        lambda x, axis, dim=0: x.narrow(dim, 0, x.shape[dim] // axis.size),
+        {"gather_same": "dx differs", "slice_of": "y differs", "row": "dgrad and wgrad: 0.bias differs"},
+    ),
+    "the other way": ("shift", lambda x, axis, by, own=comm.shift: own(x, axis, -by if axis.size > 2 else 0), {"shift": "differs"}),
     "a sum that nobody sends": ("start_scatter_sum", lambda x, axis: x[: x.shape[0] // axis.size].clone(), {"column": "differs"}),
-    "a ring that does not turn": ("start_shift", lambda x, axis, by: x[None].clone(),
-        dict.fromkeys(("column ring", "row ring"), r"the near one\.0 differs")),
+    "a ring that does not turn": (
+        "start_shift",
+        lambda x, axis, by: x[None].clone(),
+        dict.fromkeys(("column ring", "row ring"), r"the near one\.0 differs"),
+    ),
     "not waited for": ("wait", lambda t, axis: t.clone(), {"column": "be finished", "row": "differs", "gather": "be finished"}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", WRONG)

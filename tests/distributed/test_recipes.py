@@ -244,14 +244,26 @@ def test_keys_differ_by_rank_where_parts_do():
 
 BAD = {
     "ColumnQLinearConfig: overlap must be 'none' or 'bulk' with a recipe, whose codes are sent as one, got 'ring'": (
-        dist.ColumnQLinearConfig, (64, 64, Fp8Block()), "ring"),
+        dist.ColumnQLinearConfig,
+        (64, 64, Fp8Block()),
+        "ring",
+    ),
     "ColumnQLinearConfig: out_features must be a multiple of 64 (MXFP8 on axis 'tp' of 2), got 96": (
-        dist.ColumnQLinearConfig, (64, 96, MXFP8()), "none"),
+        dist.ColumnQLinearConfig,
+        (64, 96, MXFP8()),
+        "none",
+    ),
     "ColumnQLinearConfig: in_features must be a multiple of 32 (MXFP8), got 48": (
-        dist.ColumnQLinearConfig, (48, 64, MXFP8()), "none"),
+        dist.ColumnQLinearConfig,
+        (48, 64, MXFP8()),
+        "none",
+    ),
     "RowQLinearConfig: in_features must be a multiple of 32 (NVFP4 on axis 'tp' of 2), got 48": (
-        dist.RowQLinearConfig, (48, 64, NVFP4()), "none"),
-}  # fmt: skip
+        dist.RowQLinearConfig,
+        (48, 64, NVFP4()),
+        "none",
+    ),
+}
 
 
 @pytest.mark.parametrize("said", BAD)

@@ -29,10 +29,14 @@ from funcops.testing.checks import float_like, same_bits
 from funcops.testing.tolerances import assert_close
 
 ROWS = st.tuples(st.integers(0, 2)) | st.tuples(st.integers(0, 2), st.integers(0, 3))
-OPTIONS = st.fixed_dictionaries({
-    "label_smoothing": st.sampled_from((0.0, 0.2)), "z_loss": st.sampled_from((0.0, 0.05)),
-    "reduction": st.sampled_from(("mean", "sum", "none")), "ignore_index": st.sampled_from((-100, 0, 5, -1)),
-})  # fmt: skip
+OPTIONS = st.fixed_dictionaries(
+    {
+        "label_smoothing": st.sampled_from((0.0, 0.2)),
+        "z_loss": st.sampled_from((0.0, 0.05)),
+        "reduction": st.sampled_from(("mean", "sum", "none")),
+        "ignore_index": st.sampled_from((-100, 0, 5, -1)),
+    }
+)
 ALL_ON = {"label_smoothing": 0.2, "z_loss": 0.05, "reduction": "mean", "ignore_index": 3}
 SMALL = st.integers(1, 3)
 
@@ -294,11 +298,7 @@ def own_losses(parts, labels, cfg):
 WRONG = {
     "ids of others": ("vocab_embedding", "places_of", lambda ids, size, axis, fill=0: (ids % size, torch.zeros_like(ids).bool())),
     "losses of a rank": ("vocab_cross_entropy", "losses_of_rows", own_losses),
-    "losses of a chunk": (
-        "vocab_linear_cross_entropy",
-        "losses_of_rows",
-        own_losses,
-    ),
+    "losses of a chunk": ("vocab_linear_cross_entropy", "losses_of_rows", own_losses),
 }
 
 

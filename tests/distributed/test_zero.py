@@ -371,9 +371,13 @@ def test_sums_begin_before_the_backward_ends():
     def staged(params, xs):
         flying = []
         ran = run(
-            Schedule.from_csv("0F0,1F0,0F1,1F1,1I0,0I0,1I1,0I1,1W0,1W1,0W0,0W1"), params, list(xs), cfg, dys=list(xs),
+            Schedule.from_csv("0F0,1F0,0F1,1F1,1I0,0I0,1I1,0I1,1W0,1W1,0W0,0W1"),
+            params,
+            list(xs),
+            cfg,
+            dys=list(xs),
             done=lambda stage, dparams: flying.append(reduce_start(dparams, mesh["dp"], shard=mesh["dp"])),
-        )  # fmt: skip
+        )
         return ran.dxs, [finish(h) for h in flying]
 
     params, xs = chain.init(cfg, key=random.key(0)), (torch.ones(2, 4), torch.ones(2, 4))

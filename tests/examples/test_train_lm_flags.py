@@ -62,14 +62,27 @@ def test_every_flag_has_a_text_a_default_and_a_group(action):
 @pytest.mark.parametrize(
     "given",
     [
-        ("--tied",), ("--kv-heads", 1), ("--weight-decay", 0), ("--clip", 0.5), ("--seed", 3), ("--lr", 1e-4), ("--sample", 0),
-        ("--device", "cpu"), ("--dtype", "bfloat16"),
-        ("--recipe", "fp8_delayed"), ("--delay-wgrad",), ("--policy", "minimal"), ("--policy", "compress_fp8"),
-        ("--policy", "offload_block_inputs"), ("--budget", 1), ("--stop-at", 1), ("--out", "here"),
+        ("--tied",),
+        ("--kv-heads", 1),
+        ("--weight-decay", 0),
+        ("--clip", 0.5),
+        ("--seed", 3),
+        ("--lr", 1e-4),
+        ("--sample", 0),
+        ("--device", "cpu"),
+        ("--dtype", "bfloat16"),
+        ("--recipe", "fp8_delayed"),
+        ("--delay-wgrad",),
+        ("--policy", "minimal"),
+        ("--policy", "compress_fp8"),
+        ("--policy", "offload_block_inputs"),
+        ("--budget", 1),
+        ("--stop-at", 1),
+        ("--out", "here"),
         ("--experts", 3, "--top-k", 1, "--shared", 2, "--balance", 0),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_every_flag_trains(train, given):
     code, said = train("--steps", 2, *given)
     assert code == 0, said

@@ -152,11 +152,25 @@ def test_a_sample_is_drawn_byte_by_byte_from_the_last_context(corpus, monkeypatc
 
 
 OTHER = {
-    "dim": 32, "layers": 1, "heads": 1, "kv-heads": 2, "hidden": 8, "context": 4, "batch": 3, "steps": 7, "warmup": 1,
+    "dim": 32,
+    "layers": 1,
+    "heads": 1,
+    "kv-heads": 2,
+    "hidden": 8,
+    "context": 4,
+    "batch": 3,
+    "steps": 7,
+    "warmup": 1,
     "eval-every": 2,
-    "lr": 0.01, "weight-decay": 0.2, "clip": 1, "seed": 1, "dtype": "float32", "text": "other.txt",
-    "recipe": "fp8_block", "experts": 2,
-}  # fmt: skip
+    "lr": 0.01,
+    "weight-decay": 0.2,
+    "clip": 1,
+    "seed": 1,
+    "dtype": "float32",
+    "text": "other.txt",
+    "recipe": "fp8_block",
+    "experts": 2,
+}
 FREE = {"sample": 7, "delay-wgrad": None, "policy": "minimal", "stop-at": 4, "graph": None}
 FREE |= {
     "zero": 3,

@@ -252,9 +252,12 @@ def test_formats_by_the_published_formulas(args):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("args", "shape", "kind"), [
-    (args, SHAPES[i % 3], SOURCES[(i + j) % 4]) for i, args in enumerate(FORMATS) for j in range(2)
-] + [(args, SHAPES[3], "special") for args in FORMATS[2::5]], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("args", "shape", "kind"),
+    [(args, SHAPES[i % 3], SOURCES[(i + j) % 4]) for i, args in enumerate(FORMATS) for j in range(2)]
+    + [(args, SHAPES[3], "special") for args in FORMATS[2::5]],
+    ids=str,
+)
 def test_formats_at_full_sizes(args, shape, kind):
     check_format(source(shape, torch.bfloat16, kind, 0), args)
 

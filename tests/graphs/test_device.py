@@ -25,8 +25,19 @@ class Cuda:
         self.calls, self.stream_now, self.device_now, self.pools = [], "main", 0, itertools.count(7)
         self.device_takes_from, self.host_takes_from, self.generator_captures = [], [], False
         self.graphs = weakref.WeakSet()
-        for name in ("synchronize", "set_stream", "current_stream", "stream", "graph", "graph_pool_handle", "memory_snapshot",
-                     "Stream", "CUDAGraph", "device", "current_device"):  # fmt: skip
+        for name in (
+            "synchronize",
+            "set_stream",
+            "current_stream",
+            "stream",
+            "graph",
+            "graph_pool_handle",
+            "memory_snapshot",
+            "Stream",
+            "CUDAGraph",
+            "device",
+            "current_device",
+        ):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
         monkeypatch.setattr(
             torch._C, "_cuda_endAllocateToPool", lambda device, pool: self.device_takes_from.remove((device, pool)), raising=False

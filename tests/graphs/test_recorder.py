@@ -127,12 +127,19 @@ def test_what_capture_would_refuse(fn, kind):
 
 
 OPS = [
-    lambda a, b: a + b, lambda a, b: a * 0.5, lambda a, b: a.mT.contiguous().mT, lambda a, b: a[1:].repeat(2, 1)[:4], lambda a,
-    b: a.add_(b) + 0,
-    lambda a, b: a.softmax(-1), lambda a, b: torch.where(a > b, a, b), lambda a, b: a @ b.mT @ a, lambda a,
-    b: a.clone().fill_diagonal_(2.0),
-    lambda a, b: torch.stack(a.unbind(0)).flip(1), lambda a, b: a.sort(-1).values, lambda a, b: a.reshape(-1).view(4, 3),
-]  # fmt: skip
+    lambda a, b: a + b,
+    lambda a, b: a * 0.5,
+    lambda a, b: a.mT.contiguous().mT,
+    lambda a, b: a[1:].repeat(2, 1)[:4],
+    lambda a, b: a.add_(b) + 0,
+    lambda a, b: a.softmax(-1),
+    lambda a, b: torch.where(a > b, a, b),
+    lambda a, b: a @ b.mT @ a,
+    lambda a, b: a.clone().fill_diagonal_(2.0),
+    lambda a, b: torch.stack(a.unbind(0)).flip(1),
+    lambda a, b: a.sort(-1).values,
+    lambda a, b: a.reshape(-1).view(4, 3),
+]
 
 
 @given(st.lists(st.integers(0, len(OPS) - 1), min_size=1, max_size=8), st.integers(0, 5))

@@ -383,10 +383,14 @@ def on_axis(op, case, more, axis):
         return tree_map(lambda t, p: None if t is None else p.split(t, axis.size)[axis.rank], whole, placed)
 
     return Case(
-        op=op, cfg=case.cfg(axis), x=lambda d: part(case.x(d), case.placed_x),
+        op=op,
+        cfg=case.cfg(axis),
+        x=lambda d: part(case.x(d), case.placed_x),
         params=lambda d: None if case.params is None else part(case.params(d), case.placed_params),
-        reference=lambda params, x, cfg: case.reference(params, x, 1), name=f"{op.name}-{case}", **more,
-    )  # fmt: skip
+        reference=lambda params, x, cfg: case.reference(params, x, 1),
+        name=f"{op.name}-{case}",
+        **more,
+    )
 
 
 CASES = {op.name: (op, case, more) for op, case, more in all_cases()}
@@ -404,9 +408,12 @@ def of_rank(name, axis, **fields):
         own = dataclasses.replace(case, cfg=lambda axis: dataclasses.replace(case.cfg(axis), **fields))
         return on_axis(op, own, more, axis)
     return Case(
-        op=dist.sharded_dropout, cfg=dist.ShardedDropoutConfig(0.5, shared=(dist.Shared(0, axis),)),
-        x=lambda d: (d.randn(4, 3), d.key()), reference=dropped, free=("x.0",),
-    )  # fmt: skip
+        op=dist.sharded_dropout,
+        cfg=dist.ShardedDropoutConfig(0.5, shared=(dist.Shared(0, axis),)),
+        x=lambda d: (d.randn(4, 3), d.key()),
+        reference=dropped,
+        free=("x.0",),
+    )
 
 
 PLAIN = {name: of_rank(name, ONE) for name in (*CASES, "sharded_dropout")}

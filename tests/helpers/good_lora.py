@@ -46,24 +46,37 @@ def own() -> Any:
 
 
 LORA = {
-    "lora.with_lora": Row(lambda: {"cfg": CHAIN, "rank": 2, "targets": ("a",), "alpha": 4.0, "dropout": 0.5, "key": "key"},
+    "lora.with_lora": Row(
+        lambda: {"cfg": CHAIN, "rank": 2, "targets": ("a",), "alpha": 4.0, "dropout": 0.5, "key": "key"},
         {"rank": (0,), "targets": ((), ("head",), "a"), "dropout": (1.0,), "key": ("a key",)},
-        {("alpha", "-1.0"): "a factor may be negative", ("alpha", "None"): "the rank"}),
-    "lora.lora_init": Row(lambda: {"params": chain_params(), "cfg": ADAPTED, "key": random.key(0), "dtype": torch.float32},
-        accepts={("key", "int64[2]"): "a key on the meta device gives values there", **elsewhere("params", chain_params(), "a.")}),
+        {("alpha", "-1.0"): "a factor may be negative", ("alpha", "None"): "the rank"},
+    ),
+    "lora.lora_init": Row(
+        lambda: {"params": chain_params(), "cfg": ADAPTED, "key": random.key(0), "dtype": torch.float32},
+        accepts={("key", "int64[2]"): "a key on the meta device gives values there", **elsewhere("params", chain_params(), "a.")},
+    ),
     "lora.lora_needs": Row(lambda: {"cfg": ADAPTED, "x": False}, accepts={"x": "a mask, which the forward checks"}),
     "lora.adapter": Row(lambda: {"tree": params(), "cfg": ADAPTED}, accepts=elsewhere("tree", params(), "a.both.lora")),
-    "lora.with_adapter": Row(lambda: {"params": params(), "adapter": own(), "cfg": ADAPTED},
-        accepts=elsewhere("params", params(), "nothing")),
+    "lora.with_adapter": Row(
+        lambda: {"params": params(), "adapter": own(), "cfg": ADAPTED}, accepts=elsewhere("params", params(), "nothing")
+    ),
     "lora.merge": Row(lambda: {"params": params(), "cfg": ADAPTED}, accepts=elsewhere("params", params(), "a.")),
-    "lora.unmerge": Row(lambda: {"params": chain_params(), "adapter": own(), "cfg": ADAPTED},
-        accepts=elsewhere("params", chain_params(), "a.")),
-    "lora.save_adapter": Row(lambda: {"folder": "adapter", "params": params(), "cfg": ADAPTED, "names": {"a": "b"}, "base": "c"},
-        {"names": ({"b": "c"}, {"*": "c"}, {3: "c"})}, {"base": "any name", ("folder", "'no such'"): "is made",
-        **elsewhere("params", params(), "a.both.lora")}),
-    "lora.load_adapter": Row(lambda: {"folder": saved(), "params": params(), "cfg": ADAPTED, "names": {"a": "a"},
-        "dtype": torch.float32}, {"names": ({"b": "c"}, {"a": "other"}), "folder": (Path("none"),)},
-        elsewhere("params", params(), "a.both.lora")),
-    "lora.LowRankConfig": Row(lambda: {"in_features": 4, "out_features": 4, "rank": 2, "scale": 0.5, "dropout": 0.5},
-        {"rank": (0,), "dropout": (1.0,)}, {("scale", "-1.0"): "a factor may be negative"}),
-}  # fmt: skip
+    "lora.unmerge": Row(
+        lambda: {"params": chain_params(), "adapter": own(), "cfg": ADAPTED}, accepts=elsewhere("params", chain_params(), "a.")
+    ),
+    "lora.save_adapter": Row(
+        lambda: {"folder": "adapter", "params": params(), "cfg": ADAPTED, "names": {"a": "b"}, "base": "c"},
+        {"names": ({"b": "c"}, {"*": "c"}, {3: "c"})},
+        {"base": "any name", ("folder", "'no such'"): "is made", **elsewhere("params", params(), "a.both.lora")},
+    ),
+    "lora.load_adapter": Row(
+        lambda: {"folder": saved(), "params": params(), "cfg": ADAPTED, "names": {"a": "a"}, "dtype": torch.float32},
+        {"names": ({"b": "c"}, {"a": "other"}), "folder": (Path("none"),)},
+        elsewhere("params", params(), "a.both.lora"),
+    ),
+    "lora.LowRankConfig": Row(
+        lambda: {"in_features": 4, "out_features": 4, "rank": 2, "scale": 0.5, "dropout": 0.5},
+        {"rank": (0,), "dropout": (1.0,)},
+        {("scale", "-1.0"): "a factor may be negative"},
+    ),
+}

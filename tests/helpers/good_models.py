@@ -67,34 +67,63 @@ def decoding() -> dict[str, Any]:
 
 def generating() -> dict[str, Any]:
     sampling = models.SamplingConfig(temperature=1.0)
-    return {"params": params(), "cfg": LLAMA, "ids": ONE, "tokens": 2, "key": random.key(0), "sampling": sampling,
-            "lengths": COUNTS, "chunk": 3, "model": models.decoder(LLAMA)}  # fmt: skip
+    return {
+        "params": params(),
+        "cfg": LLAMA,
+        "ids": ONE,
+        "tokens": 2,
+        "key": random.key(0),
+        "sampling": sampling,
+        "lengths": COUNTS,
+        "chunk": 3,
+        "model": models.decoder(LLAMA),
+    }
 
 
 MODELS = {
-    "models.DecoderConfig": Row(whole, dict.fromkeys(SIZES, ZERO) | {"windows": ((3,), (None, 0), ("a", 1)), "kv_heads": ZERO,
-        "scale": (0.0,), "softcap": (0.0,)}, {**SOME, ("family", "''"): "any name"}),
+    "models.DecoderConfig": Row(
+        whole,
+        dict.fromkeys(SIZES, ZERO) | {"windows": ((3,), (None, 0), ("a", 1)), "kv_heads": ZERO, "scale": (0.0,), "softcap": (0.0,)},
+        {**SOME, ("family", "''"): "any name"},
+    ),
     "models.LatentConfig": Row(latent, dict.fromkeys(("kv_rank", "rope_size", "q_rank"), ZERO)),
     "models.MoEConfig": Row(sparse, {"dense": ((-1,), ("a",))}, {("dense", "[]"): "none"}),
     "models.moe": Row(lambda: {"cfg": models.MoEConfig(**sparse())}),
     "models.plain_experts": Row(lambda: {"cfg": sparse()["experts"]}),
     "models.decoder": Row(lambda: {"cfg": LLAMA, "loss": True}),
-    "models.decoder_x": Row(lambda: {"cfg": LLAMA, "ids": IDS, "dtype": torch.float32, "positions": torch.arange(3), "labels": IDS,
-        "key": random.key(0), "length": 4},
-        {"ids": (IDS[0],)}, {("ids", "int64[2, 3]"): "one tensor may be anywhere"}),
+    "models.decoder_x": Row(
+        lambda: {
+            "cfg": LLAMA,
+            "ids": IDS,
+            "dtype": torch.float32,
+            "positions": torch.arange(3),
+            "labels": IDS,
+            "key": random.key(0),
+            "length": 4,
+        },
+        {"ids": (IDS[0],)},
+        {("ids", "int64[2, 3]"): "one tensor may be anywhere"},
+    ),
     "models.SamplingConfig": Row(lambda: {"temperature": 1.0, "top_k": 3, "top_p": 0.5}, {"top_k": ZERO, "top_p": (0.0, 1.5)}),
-    "models.cache_init": Row(lambda: {"cfg": LLAMA, "batch": 2, "context": 6, "chunk": 3, "dtype": torch.float32, "device": "cpu"},
-        dict.fromkeys(("batch", "context", "chunk"), ZERO)),
+    "models.cache_init": Row(
+        lambda: {"cfg": LLAMA, "batch": 2, "context": 6, "chunk": 3, "dtype": torch.float32, "device": "cpu"},
+        dict.fromkeys(("batch", "context", "chunk"), ZERO),
+    ),
     "models.decode": Row(decoding, {"ids": (ONE[0], ONE[:, :0])}),
     "models.generate": Row(generating, {"tokens": ZERO, "chunk": ZERO, "lengths": (0 * COUNTS,)}),
-    "models.sample": Row(lambda: {"logits": torch.ones(2, 5), "key": random.key(0), "cfg": models.SamplingConfig(temperature=1.0)},
-        {"logits": (torch.ones(5), torch.ones(2, 0))}, {("logits", "float32[3, 5]"): "rows of any number"}),
+    "models.sample": Row(
+        lambda: {"logits": torch.ones(2, 5), "key": random.key(0), "cfg": models.SamplingConfig(temperature=1.0)},
+        {"logits": (torch.ones(5), torch.ones(2, 0))},
+        {("logits", "float32[3, 5]"): "rows of any number"},
+    ),
     "models.roles": Row(lambda: {"cfg": LLAMA, "loss": True}),
     "models.peft_names": Row(lambda: {"cfg": LLAMA, "model": with_lora(models.decoder(LLAMA), 2, ("*.mlp.*",))}),
     "models.layer_paths": Row(lambda: {"cfg": LLAMA}),
     "models.from_hf": Row(lambda: {"folder": folder(), "dtype": torch.float32, "device": "cpu", "length": 4}),
     "models.open_hf": Row(lambda: {"folder": folder(), "length": 4}),
-    "models.to_hf": Row(lambda: {"params": params(), "cfg": LLAMA, "folder": new_folder(), "fields": {"use_cache": True},
-        "shard_bytes": 1000}, {"fields": ({"no such": 1},), "shard_bytes": ZERO, "folder": (Path("no such") / "folder",)},
-        {("fields", "None"): ANY, ("fields", "[]"): "none"}),
-}  # fmt: skip
+    "models.to_hf": Row(
+        lambda: {"params": params(), "cfg": LLAMA, "folder": new_folder(), "fields": {"use_cache": True}, "shard_bytes": 1000},
+        {"fields": ({"no such": 1},), "shard_bytes": ZERO, "folder": (Path("no such") / "folder",)},
+        {("fields", "None"): ANY, ("fields", "[]"): "none"},
+    ),
+}

@@ -60,8 +60,12 @@ def layered(cfg: Any, tree: Any) -> dict[str, torch.Tensor]:
     found = {path: t for path, t in paths(tree).items() if t is not None}
     if not cfg.steps[1].cfg.stacked:
         return found
-    split = {f"blocks.{i}{path.removeprefix('blocks')}": t[i] for path, t in found.items() if path.startswith("blocks.")
-             for i in range(SIZES.layers)}  # fmt: skip
+    split = {
+        f"blocks.{i}{path.removeprefix('blocks')}": t[i]
+        for path, t in found.items()
+        if path.startswith("blocks.")
+        for i in range(SIZES.layers)
+    }
     return {path: t for path, t in found.items() if not path.startswith("blocks.")} | split
 
 
@@ -77,9 +81,14 @@ def peft_name(path: str) -> str:
 
 def plain() -> PlainLlama:
     return PlainLlama(
-        dim=SIZES.dim, n_layers=SIZES.layers, n_heads=SIZES.heads, n_kv_heads=SIZES.kv_heads, hidden=SIZES.hidden,
-        context=SIZES.context, vocab=SIZES.vocab,
-    ).double()  # fmt: skip
+        dim=SIZES.dim,
+        n_layers=SIZES.layers,
+        n_heads=SIZES.heads,
+        n_kv_heads=SIZES.kv_heads,
+        hidden=SIZES.hidden,
+        context=SIZES.context,
+        vocab=SIZES.vocab,
+    ).double()
 
 
 def theirs(cfg: Any, params: Any, rank: int = 3, alpha: float = 6.0) -> Any:

@@ -72,13 +72,27 @@ def _block(*_, **__):
 
 
 ANSWERS = {
-    "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0, "get_device_name": lambda *_: "pretended",
-    "synchronize": lambda *_: None, "Stream": _Stream, "current_stream": lambda *_: _Stream(), "set_stream": lambda _: None,
-    "stream": _block, "device": _block, "Event": _Event, "CUDAGraph": lambda keep_graph=False: _Graph(), "graph": _block,
-    "graph_pool_handle": lambda: (0, 1), "set_sync_debug_mode": lambda _: None, "_sleep": lambda _: None,
+    "is_available": lambda: True,
+    "device_count": lambda: 1,
+    "current_device": lambda: 0,
+    "get_device_name": lambda *_: "pretended",
+    "synchronize": lambda *_: None,
+    "Stream": _Stream,
+    "current_stream": lambda *_: _Stream(),
+    "set_stream": lambda _: None,
+    "stream": _block,
+    "device": _block,
+    "Event": _Event,
+    "CUDAGraph": lambda keep_graph=False: _Graph(),
+    "graph": _block,
+    "graph_pool_handle": lambda: (0, 1),
+    "set_sync_debug_mode": lambda _: None,
+    "_sleep": lambda _: None,
     "is_current_stream_capturing": lambda: False,
-    "memory_allocated": lambda *_: 0, "max_memory_allocated": lambda *_: 0, "reset_peak_memory_stats": lambda *_: None,
-}  # fmt: skip
+    "memory_allocated": lambda *_: 0,
+    "max_memory_allocated": lambda *_: 0,
+    "reset_peak_memory_stats": lambda *_: None,
+}
 
 
 @contextlib.contextmanager

@@ -28,8 +28,10 @@ def frequencies(cfg, device=None):
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         kept = ((turns - low) / (high - low)).clamp(0, 1)
     else:
-        at = [r * math.log(scaling.original_context / (2 * math.pi * b)) / (2 * math.log(cfg.theta)) for b in
-              (scaling.beta_fast, scaling.beta_slow)]  # fmt: skip
+        at = [
+            r * math.log(scaling.original_context / (2 * math.pi * b)) / (2 * math.log(cfg.theta))
+            for b in (scaling.beta_fast, scaling.beta_slow)
+        ]
         first, last = (math.floor(at[0]), math.ceil(at[1])) if scaling.truncate else at
         first, last = max(first, 0), min(last, r - 1)
         kept = 1 - ((pair - first) / max(last - first, 1e-3)).clamp(0, 1)

@@ -11,9 +11,17 @@ transformers = pytest.importorskip("transformers", minversion="5.0", reason="fam
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 BASE = dict(
-    vocab_size=48, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    max_position_embeddings=64, pad_token_id=None, bos_token_id=None, eos_token_id=None,
-)  # fmt: skip
+    vocab_size=48,
+    hidden_size=32,
+    intermediate_size=40,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    pad_token_id=None,
+    bos_token_id=None,
+    eos_token_id=None,
+)
 WINDOW = dict(sliding_window=3)
 TYPES = {"s": "sliding_attention", "f": "full_attention"}
 LLAMA3 = dict(
@@ -26,9 +34,19 @@ YARN = dict(rope_type="yarn", rope_theta=500.0, factor=4.0, original_max_positio
 DEEPSEEK_YARN = dict(YARN, mscale=0.7, mscale_all_dim=1.3, beta_fast=4)
 EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
 LATENT = dict(
-    num_key_value_heads=4, n_routed_experts=8, n_group=4, topk_group=2, num_experts_per_tok=3, moe_intermediate_size=24,
-    n_shared_experts=2, kv_lora_rank=12, qk_rope_head_dim=6, qk_nope_head_dim=4, v_head_dim=10, first_k_dense_replace=1,
-)  # fmt: skip
+    num_key_value_heads=4,
+    n_routed_experts=8,
+    n_group=4,
+    topk_group=2,
+    num_experts_per_tok=3,
+    moe_intermediate_size=24,
+    n_shared_experts=2,
+    kv_lora_rank=12,
+    qk_rope_head_dim=6,
+    qk_nope_head_dim=4,
+    v_head_dim=10,
+    first_k_dense_replace=1,
+)
 
 
 def types(row):

@@ -244,8 +244,13 @@ def test_parts_of_a_row_are_merged_by_its_logsumexp(dtype):
     """As a prompt in pieces: q after the first keys, over those and then its own."""
     q, k, v = (torch.randn(1, 9, 2, 8).to(dtype) for _ in range(3))
     want, _ = attention_fwd(None, (q, k, v), AttentionConfig(causal=True))
-    got = torch.cat([attention_fwd(None, (q[:, a:b], k[:, :b], v[:, :b]), AttentionConfig(causal=True))[0] for a, b in
-                     ((0, 4), (4, 5), (5, 9))], 1)  # fmt: skip
+    got = torch.cat(
+        [
+            attention_fwd(None, (q[:, a:b], k[:, :b], v[:, :b]), AttentionConfig(causal=True))[0]
+            for a, b in ((0, 4), (4, 5), (5, 9))
+        ],
+        1,
+    )
     assert_close(got, want, dtype=dtype)
 
 

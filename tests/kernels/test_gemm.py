@@ -202,12 +202,16 @@ def test_every_argument_may_ask_for_gradients(rows, provider, monkeypatch):
 
     def run(x, w, dy, b, z, residual):
         return [
-            linear.linear_fwd(x, w, b), linear.linear_dgrad(dy, w), linear.linear_wgrad(dy, x, True),
+            linear.linear_fwd(x, w, b),
+            linear.linear_dgrad(dy, w),
+            linear.linear_wgrad(dy, x, True),
             linear.linear_wgrad(dy, None, True),
-            linear.linear_bwd(dy, x, w, True), fused_linear.fused_linear_fwd(x, w, b, residual, "gelu", 0.5, True),
-            fused_linear.fused_linear_dgrad(dy, w, z, "gelu", 0.5), fused_linear.fused_linear_wgrad(dy, x, 0.5, True),
+            linear.linear_bwd(dy, x, w, True),
+            fused_linear.fused_linear_fwd(x, w, b, residual, "gelu", 0.5, True),
+            fused_linear.fused_linear_dgrad(dy, w, z, "gelu", 0.5),
+            fused_linear.fused_linear_wgrad(dy, x, 0.5, True),
             fused_linear.fused_linear_dgrad_add(dy, w, 0.5, z),
-        ]  # fmt: skip
+        ]
 
     want = run(*given)
     for many in (products.MANY, 1):

@@ -12,12 +12,24 @@ from funcops.kernels.scaled_mm import scaled_mm
 pytest.importorskip("triton")
 TENSOR, EACH, BLOCK, SQUARE = (0, 0), (1, 0), (1, 128), (128, 128)
 PAIRS = [
-    *((a, b, kind, tiles) for a, b in (("e4m3", "e4m3"), ("e5m2", "e4m3")) for kind in ("pow2", "float32") for tiles in (
-        (TENSOR, TENSOR), (EACH, EACH), (EACH, TENSOR), (BLOCK, SQUARE), (BLOCK, BLOCK), (SQUARE, BLOCK), (BLOCK, TENSOR))),
+    *(
+        (a, b, kind, tiles)
+        for a, b in (("e4m3", "e4m3"), ("e5m2", "e4m3"))
+        for kind in ("pow2", "float32")
+        for tiles in (
+            (TENSOR, TENSOR),
+            (EACH, EACH),
+            (EACH, TENSOR),
+            (BLOCK, SQUARE),
+            (BLOCK, BLOCK),
+            (SQUARE, BLOCK),
+            (BLOCK, TENSOR),
+        )
+    ),
     *(("e4m3", b, "e8m0", tiles) for b in ("e4m3", "e5m2", "e2m1") for tiles in (((1, 32), (1, 32)), ((1, 32), (32, 32)))),
     ("e2m1", "e2m1", "e4m3", ((1, 16), (1, 16))),
     ("e2m1", "e2m1", "e4m3", ((1, 16), (16, 16))),
-]  # fmt: skip
+]
 SIZES = (5, 7, 3), (1, 1, 1), (130, 33, 129), (64, 140, 272), (17, 16, 300), (3, 4, 0), (0, 4, 9)
 
 

@@ -126,11 +126,7 @@ def losses(make, smoothing=0.0, z=0.0):
         return [rows + z * leaves[0].logsumexp(-1).square() if z else rows]
 
     return Probe(
-        make,
-        of_op(cross_entropy, cfg, lambda t, labels: (None, (t[0], labels)), lambda _, dx: [dx[0]]),
-        plain,
-        True,
-        ones,
+        make, of_op(cross_entropy, cfg, lambda t, labels: (None, (t[0], labels)), lambda _, dx: [dx[0]]), plain, True, ones
     )
 
 
@@ -278,10 +274,15 @@ def attended(op, cfg, sinks=False, biased=False):
 
 def layer(width, bias=True, rows=(ROWS,)):
     return normed(
-        layer_norm, LayerNormConfig(width, eps=EPS, bias=bias), lambda w, b=None: LayerNormParams(w, b), 1 + bias,
-        lambda x, w, b=None: F.layer_norm(x, [width], w, b, EPS), width, rows,
+        layer_norm,
+        LayerNormConfig(width, eps=EPS, bias=bias),
+        lambda w, b=None: LayerNormParams(w, b),
+        1 + bias,
+        lambda x, w, b=None: F.layer_norm(x, [width], w, b, EPS),
+        width,
+        rows,
         terms=lambda leaves, sizes: of_means(leaves[0])(sizes),
-    )  # fmt: skip
+    )
 
 
 def over_ranks(probe, op, make_cfg, split, join):

@@ -8,8 +8,12 @@ from funcops.kernels import quantize as kernels
 from funcops.kernels.quantize import ELEMENTS
 from funcops.low_precision import Fp8Delayed, recipe_init, recipe_update, with_recipe
 
-WORDS = torch.cat([torch.tensor([0, 1, 255, 256, 2**31, 2**32 - 257, 2**32 - 256, 2**32 - 1]),
-                   torch.randint(2**32, (248,), generator=torch.Generator().manual_seed(0))])  # fmt: skip
+WORDS = torch.cat(
+    [
+        torch.tensor([0, 1, 255, 256, 2**31, 2**32 - 257, 2**32 - 256, 2**32 - 1]),
+        torch.randint(2**32, (248,), generator=torch.Generator().manual_seed(0)),
+    ]
+)
 
 
 def grid(element):

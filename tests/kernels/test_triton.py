@@ -189,8 +189,11 @@ def test_sums_of_a_row_are_of_that_row_and_all_of_it(centre, width, dtype):
     """A gradient with a mean, which its own sum takes out of dx, and a row behind it that begins with a large element."""
     x, dy, w = torch.randn(3, width).to(dtype), (torch.randn(3, width) + 3).to(dtype), torch.ones(width, dtype=dtype)
     dy[2, 0] = x[2, 0] = 3e4
-    (y, *kept), backward = (norm.layer_norm_fwd(x, w, w, 1e-5, False), norm.layer_norm_bwd) if centre else (
-        norm.rms_norm_fwd(x, w, 1e-5, False), norm.rms_norm_bwd)  # fmt: skip
+    (y, *kept), backward = (
+        (norm.layer_norm_fwd(x, w, w, 1e-5, False), norm.layer_norm_bwd)
+        if centre
+        else (norm.rms_norm_fwd(x, w, 1e-5, False), norm.rms_norm_bwd)
+    )
     asked = (False, True, True, True) if centre else (False, True, True)
     want = backward(dy, x, w, *kept, *asked)[0]
     with backend("triton"):

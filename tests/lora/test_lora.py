@@ -193,14 +193,21 @@ def test_every_weight_learns_beside_its_adapter():
     got, _ = chain.bwd(residuals, torch.ones_like(y), cfg)
     y, residuals = chain.fwd(merge(params, cfg), x, base)
     want, _ = chain.bwd(residuals, torch.ones_like(y), base)
-    assert_close({p.replace(".both.base", ""): g for p, g in paths(got).items() if ".lora." not in p and g is not None},
-                 {p: g for p, g in paths(want).items() if g is not None}, rtol=1e-9, atol=1e-12)  # fmt: skip
+    assert_close(
+        {p.replace(".both.base", ""): g for p, g in paths(got).items() if ".lora." not in p and g is not None},
+        {p: g for p, g in paths(want).items() if g is not None},
+        rtol=1e-9,
+        atol=1e-12,
+    )
 
 
 def test_dropout_drops_for_each_adapter_alone():
     """The masks are a function of the key, and of the path: those of two adapters of one x differ."""
-    base = ChainConfig(steps=(Step("both", parallel, ParallelConfig(branches=tuple(
-        Step(n, linear, LinearConfig(64, 64, bias=False)) for n in "qk"))),))  # fmt: skip
+    base = ChainConfig(
+        steps=(
+            Step("both", parallel, ParallelConfig(branches=tuple(Step(n, linear, LinearConfig(64, 64, bias=False)) for n in "qk"))),
+        )
+    )
     cfg = with_lora(base, 64, ("*",), dropout=0.5)
     assert cfg.extras == ("key",)
     eye = torch.eye(64)
@@ -260,7 +267,11 @@ def test_frozen_weights_keep_no_input_of_their_own():
     assert not any(path.endswith(("base.bias", "embed.ids")) for path in held)
     block = "blocks.1"
     assert {path.removeprefix(f"{block}.mlp.up.both.") for path in held if path.startswith(f"{block}.mlp.up.both.")} == {
-        "base.weight", "lora.u", "lora.a", "lora.b"}, "its x is computed again, by the norm before it"  # fmt: skip
+        "base.weight",
+        "lora.u",
+        "lora.a",
+        "lora.b",
+    }, "its x is computed again, by the norm before it"
     assert chain.fwd(merge(params, cfg), x, base, needs=Needs.NONE)[1] is None
     full = report(chain.fwd(params, x, cfg)[1], params, x).kept_bytes
     assert report(residuals, params, x).kept_bytes < full

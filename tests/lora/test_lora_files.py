@@ -127,25 +127,62 @@ def test_a_write_that_fails_leaves_the_folder_as_it_was(saved, tmp_path):
 def test_two_modules_of_one_name_are_not_written(tmp_path):
     _, cfg, params = ours(dtype=torch.float32)
     with pytest.raises(ValueError, match="save_adapter: names must be a name for each adapter, got model for blocks.0"):
-        save_adapter(tmp_path, params, cfg, names={"blocks.0.attn.qkv.q.proj": "model", "blocks.0.attn.qkv.v.proj": "model",
-                                                   "blocks.*": "b*"})  # fmt: skip
+        save_adapter(
+            tmp_path,
+            params,
+            cfg,
+            names={"blocks.0.attn.qkv.q.proj": "model", "blocks.0.attn.qkv.v.proj": "model", "blocks.*": "b*"},
+        )
     assert not list(tmp_path.iterdir())
 
 
 OTHERS = {  # of PEFT's settings that are no bool, values besides the default
-    "task_type": ["CAUSAL_LM"], "auto_mapping": [{"base_model_class": "PlainLlama"}], "peft_version": ["0.1"],
-    "base_model_name_or_path": ["x"], "revision": ["main"], "r": [2, 5], "exclude_modules": [["head"]], "lora_alpha": [3, 12],
-    "lora_dropout": [0.5], "bias": ["all", "lora_only"], "modules_to_save": [["head"]], "layers_to_transform": [[0], [0, 1]],
-    "layers_pattern": ["blocks"], "rank_pattern": [{"q": 2}], "alpha_pattern": [{"q": 1}], "megatron_core": ["other"],
-    "init_lora_weights": [False, "gaussian", "eva", "olora", "pissa", "pissa_niter_4", "corda", "loftq", "orthogonal", "mica",
-                          "lora_ga"],
-    "trainable_token_indices": [[1, 2], {"embed": [1]}], "alora_invocation_tokens": [[1, 2]], "qalora_group_size": [8],
-    "layer_replication": [[[0, 1], [0, 1]]], "target_parameters": [["blocks.0.attn.q.weight"]],
-    "target_modules": [["head", *MODULES], "all-linear"], "megatron_config": [{"tp": 2}], "loftq_config": [{"loftq_bits": 4}],
-    "eva_config": [{"rho": 2.0}], "corda_config": [{"cov_file": "x"}], "lora_ga_config": [{"direction": "ArBr"}],
-    "velora_config": [{"group": 2}], "monteclora_config": [{"samples": 2}], "use_bdlora": [{"nblocks": 2}],
-    "arrow_config": [{"top_k": 2}], "kasa_config": [{"beta": 0.1}],
-}  # fmt: skip
+    "task_type": ["CAUSAL_LM"],
+    "auto_mapping": [{"base_model_class": "PlainLlama"}],
+    "peft_version": ["0.1"],
+    "base_model_name_or_path": ["x"],
+    "revision": ["main"],
+    "r": [2, 5],
+    "exclude_modules": [["head"]],
+    "lora_alpha": [3, 12],
+    "lora_dropout": [0.5],
+    "bias": ["all", "lora_only"],
+    "modules_to_save": [["head"]],
+    "layers_to_transform": [[0], [0, 1]],
+    "layers_pattern": ["blocks"],
+    "rank_pattern": [{"q": 2}],
+    "alpha_pattern": [{"q": 1}],
+    "megatron_core": ["other"],
+    "init_lora_weights": [
+        False,
+        "gaussian",
+        "eva",
+        "olora",
+        "pissa",
+        "pissa_niter_4",
+        "corda",
+        "loftq",
+        "orthogonal",
+        "mica",
+        "lora_ga",
+    ],
+    "trainable_token_indices": [[1, 2], {"embed": [1]}],
+    "alora_invocation_tokens": [[1, 2]],
+    "qalora_group_size": [8],
+    "layer_replication": [[[0, 1], [0, 1]]],
+    "target_parameters": [["blocks.0.attn.q.weight"]],
+    "target_modules": [["head", *MODULES], "all-linear"],
+    "megatron_config": [{"tp": 2}],
+    "loftq_config": [{"loftq_bits": 4}],
+    "eva_config": [{"rho": 2.0}],
+    "corda_config": [{"cov_file": "x"}],
+    "lora_ga_config": [{"direction": "ArBr"}],
+    "velora_config": [{"group": 2}],
+    "monteclora_config": [{"samples": 2}],
+    "use_bdlora": [{"nblocks": 2}],
+    "arrow_config": [{"top_k": 2}],
+    "kasa_config": [{"beta": 0.1}],
+}
 
 
 SAID = {"r": ["r of"], "rank_pattern": ["r of"], "alpha_pattern": ["lora_alpha of"]}  # which setting an error names

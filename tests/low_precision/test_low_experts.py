@@ -56,11 +56,17 @@ def test_experts_in_low_precision_have_the_params_of_experts(recipe):
     assert not torch.equal(y, exact) and torch.equal(found["experts.down.bias"], wanted["experts.down.bias"])  # dy as it is
 
 
-@pytest.mark.parametrize(("held", "dtype", "wanted"), [
-    (torch.float32, torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16, torch.bfloat16),
-    (torch.float32, torch.float16, torch.float32), (torch.float64, torch.bfloat16, torch.float32),
-    (torch.float64, torch.float32, torch.float32), (torch.float32, torch.float32, torch.float32),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("held", "dtype", "wanted"),
+    [
+        (torch.float32, torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.float16, torch.float32),
+        (torch.float64, torch.bfloat16, torch.float32),
+        (torch.float64, torch.float32, torch.float32),
+        (torch.float32, torch.float32, torch.float32),
+    ],
+)
 def test_a_routers_bias_is_as_wide_as_it_may_be_in_the_working_tree(held, dtype, wanted):
     """Steps of 0.002 are lost in bfloat16 beside 1, and the choice with them."""
     mixture = moe(MoEConfig(route=RouteConfig(E, 2, score="sigmoid", bias=True), experts=ExpertsConfig(E, H, HIDDEN)))

@@ -32,14 +32,7 @@ from funcops import (
     with_policy,
 )
 from funcops.compose.walk import steps
-from funcops.formats import (
-    E2M1_NV,
-    E4M3_BLOCK,
-    E4M3_MX,
-    E4M3_SQUARE,
-    E4M3_TENSOR,
-    Format,
-)
+from funcops.formats import E2M1_NV, E4M3_BLOCK, E4M3_MX, E4M3_SQUARE, E4M3_TENSOR, Format
 from funcops.low_precision import MXFP8, NVFP4, Fp8Block, Fp8Current, QuantizationReport, quantize_params, with_recipe
 from funcops.models import MoEConfig, moe, plain_experts
 from funcops.models.blocks import mlp_config
@@ -112,8 +105,11 @@ def test_errors_of_groups_are_those_of_the_grouped_layer_in_low_precision(recipe
         x = *x, order, order.argsort().int().view(12, 2)
     (row,) = quantization_report(params, x, cfg, recipe, dy=dy).rows
     low = GroupedQLinearConfig(4, 96, 160, recipe, bias=False, gathered=gathered)
-    found = [(y, *op.bwd(kept, dy, one)) for op, one in ((grouped_op_of(recipe), low), (grouped_linear, cfg))
-             for y, kept in [op.fwd(params, x, one)]]  # fmt: skip
+    found = [
+        (y, *op.bwd(kept, dy, one))
+        for op, one in ((grouped_op_of(recipe), low), (grouped_linear, cfg))
+        for y, kept in [op.fwd(params, x, one)]
+    ]
     (y, dparams, dx), (want_y, want_dparams, want_dx) = found
     assert row.shape == (4, 160, 96) and row.operands["x"].amax == float(x[0].abs().max())
     assert row.y == pytest.approx(off(y, want_y.double()), rel=1e-3)
@@ -247,10 +243,15 @@ def test_what_it_cannot_report_on():
 
 
 STOCHASTIC = {
-    "columns": NVFP4(stochastic=True), "rows kept": NVFP4(stochastic=True, keep="input"),
-    "high dw": NVFP4(stochastic=True, keep="input", wgrad="high"), "no hadamard": NVFP4(stochastic=True, hadamard=False),
-    "nearest": NVFP4(), "block": Fp8Block(), "current": Fp8Current(), "mx": MXFP8(),
-}  # fmt: skip
+    "columns": NVFP4(stochastic=True),
+    "rows kept": NVFP4(stochastic=True, keep="input"),
+    "high dw": NVFP4(stochastic=True, keep="input", wgrad="high"),
+    "no hadamard": NVFP4(stochastic=True, hadamard=False),
+    "nearest": NVFP4(),
+    "block": Fp8Block(),
+    "current": Fp8Current(),
+    "mx": MXFP8(),
+}
 
 
 @pytest.mark.parametrize("seed", [None, 0, 7])
@@ -293,8 +294,10 @@ def test_rows_of_groups_that_round_stochastically_are_those_of_the_grouped_layer
     low = GroupedQLinearConfig(4, 96, 160, recipe, bias=False)
     work = quantize_params(params, low, dtype=torch.float32, key=random.key(5))
     (y, dparams, dx), (want_y, want_dparams, want_dx) = [
-        (y, *op.bwd(kept, dy, one)) for op, p, one in ((grouped_op_of(recipe), work, low), (grouped_linear, params, cfg))
-        for y, kept in [op.fwd(p, x, one)]]  # fmt: skip
+        (y, *op.bwd(kept, dy, one))
+        for op, p, one in ((grouped_op_of(recipe), work, low), (grouped_linear, params, cfg))
+        for y, kept in [op.fwd(p, x, one)]
+    ]
     assert row.y == pytest.approx(off(y, want_y.double()), rel=1e-4)
     assert row.dw == pytest.approx(off(dparams.weight, want_dparams.weight.double()), rel=1e-4)
     assert row.dx == pytest.approx(off(dx[0], want_dx[0].double()), rel=1e-4)

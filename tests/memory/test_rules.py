@@ -137,7 +137,7 @@ WRONG = {
         {"attn.qkv.q.rope.positions": Compress("int8")},
         r"one for each field that holds the input|for tensors that it makes smaller, got Compress\(codec='int8'\) for int64",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("which", WRONG)
@@ -171,11 +171,7 @@ def test_a_norm_under_recompute_keeps_its_input_alone(rules):
     assert kept["up"].x is None, "its output is computed again all the same"
 
 
-VIEWS = {
-    "itself": lambda t: t,
-    "another shape": lambda t: t.reshape(6, 8),
-    "another order": lambda t: t.permute(2, 0, 1),
-}
+VIEWS = {"itself": lambda t: t, "another shape": lambda t: t.reshape(6, 8), "another order": lambda t: t.permute(2, 0, 1)}
 
 
 @pytest.mark.parametrize("action", [Offload(), Compress("int8"), Compress("bf16")], ids=str)
@@ -203,9 +199,12 @@ def test_forms_of_what_is_not_the_same_are_their_own(other, device):
         elif other == "dead":
             t = None
         u = {
-            "a part": lambda: t[1:], "another dtype": lambda: t.view(torch.float64), "expanded": lambda: t[:1].expand(4, 8),
-            "of its own": lambda: t.clone(), "dead": lambda: torch.ones(4, 8),
-        }.get(other, lambda: t)()  # fmt: skip
+            "a part": lambda: t[1:],
+            "another dtype": lambda: t.view(torch.float64),
+            "expanded": lambda: t[:1].expand(4, 8),
+            "of its own": lambda: t.clone(),
+            "dead": lambda: torch.ones(4, 8),
+        }.get(other, lambda: t)()
         second = pack(u, Offload() if other == "another action" else action)
     assert second.parts[0] is not first.parts[0]
     torch.testing.assert_close(unpack(second), u, atol=0.05, rtol=0.02)
@@ -222,12 +221,15 @@ def test_stowed_trees_share_and_come_back_as_they_were(device):
     assert report(stow(tree_map_tensors(Tensor.clone, kept), Offload())).kept_bytes > small
 
 
-@pytest.mark.parametrize(("name", "rules"), [
-    ("llama", {"attn.mix.y": Compress("int8"), "attn.out.x": Compress("int8")}),
-    ("llama", {"attn.qkv.*.proj.x": Compress("int8")}),
-    ("gpt-2", {"attn.qkv.*.proj.x": Offload()}),
-    ("shared", {"n.rstd": Recompute(), "m.norm.x": Compress("int8")}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "rules"),
+    [
+        ("llama", {"attn.mix.y": Compress("int8"), "attn.out.x": Compress("int8")}),
+        ("llama", {"attn.qkv.*.proj.x": Compress("int8")}),
+        ("gpt-2", {"attn.qkv.*.proj.x": Offload()}),
+        ("shared", {"n.rstd": Recompute(), "m.norm.x": Compress("int8")}),
+    ],
+)
 def test_fields_that_hold_one_tensor_hold_one_form(name, rules, device):
     op, cfg, x = MODELS[name]
     under, params = with_policy(op, Policy(rules)), op.init(cfg, key=random.key(0))

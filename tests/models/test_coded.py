@@ -106,25 +106,43 @@ def test_a_scale_that_is_no_number_is_none(tmp_path, monkeypatch):
 BAD = {
     "quantization_config.quant_method must be one of fp8, mxfp4, got 'awq'": ("qwen3", dict(FP8, quant_method="awq"), None),
     "quantization_config.weight_block_size must be [128, 128], got [64, 64]": (
-        "qwen3", dict(FP8, weight_block_size=[64, 64]), None),
+        "qwen3",
+        dict(FP8, weight_block_size=[64, 64]),
+        None,
+    ),
     "quantization_config.fmt must be 'e4m3', got 'e5m2'": ("qwen3", dict(FP8, fmt="e5m2"), None),
     "quantization_config must be of known fields (quant_method, fmt, weight_block_size, activation_scheme, scale_fmt, "
     "modules_to_not_convert, dequantize), got 'twist'": ("qwen3", dict(FP8, twist=1), None),
     "quantization_config must be dict, got 'fp8'": ("qwen3", "fp8", None),
     "extra: model.layers.0.mlp.down_proj.weight_scale_inv [2, 3]": ("qwen3", None, lambda t: None),
     "model.layers.0.mlp.down_proj.weight_scale_inv [2, 3], got [3, 2]": (
-        "qwen3", FP8, lambda t: t.update({f"{DOWN}_scale_inv": torch.ones(3, 2)})),
+        "qwen3",
+        FP8,
+        lambda t: t.update({f"{DOWN}_scale_inv": torch.ones(3, 2)}),
+    ),
     "mis-typed: model.layers.0.mlp.down_proj.weight_scale_inv float32 or bfloat16, got I32": (
-        "qwen3", FP8, lambda t: t.update({f"{DOWN}_scale_inv": torch.ones(2, 3, dtype=torch.int32)})),
+        "qwen3",
+        FP8,
+        lambda t: t.update({f"{DOWN}_scale_inv": torch.ones(2, 3, dtype=torch.int32)}),
+    ),
     "missing: model.layers.0.mlp.down_proj.weight_scale_inv [2, 3]": ("qwen3", FP8, lambda t: t.pop(f"{DOWN}_scale_inv")),
     "mis-typed: model.layers.0.mlp.down_proj.weight float8_e4m3fn, got BF16": (
-        "qwen3", FP8, lambda t: t.update({DOWN: torch.ones(256, 384, dtype=torch.bfloat16)})),
+        "qwen3",
+        FP8,
+        lambda t: t.update({DOWN: torch.ones(256, 384, dtype=torch.bfloat16)}),
+    ),
     "mis-shaped: model.layers.0.mlp.experts.down_proj_blocks [4, 64, 1, 16], got [4, 64, 16]": (
-        "gpt_oss", MXFP4, lambda t: t.update({f"{EXPERTS}_blocks": t[f"{EXPERTS}_blocks"].flatten(2)})),
+        "gpt_oss",
+        MXFP4,
+        lambda t: t.update({f"{EXPERTS}_blocks": t[f"{EXPERTS}_blocks"].flatten(2)}),
+    ),
     "missing: model.layers.0.mlp.experts.down_proj_scales [4, 64, 1]": ("gpt_oss", MXFP4, lambda t: t.pop(f"{EXPERTS}_scales")),
     "mis-typed: model.layers.0.mlp.experts.down_proj_scales uint8, got F32": (
-        "gpt_oss", MXFP4, lambda t: t.update({f"{EXPERTS}_scales": t[f"{EXPERTS}_scales"].float()})),
-}  # fmt: skip
+        "gpt_oss",
+        MXFP4,
+        lambda t: t.update({f"{EXPERTS}_scales": t[f"{EXPERTS}_scales"].float()}),
+    ),
+}
 DOWN, EXPERTS = "model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp.experts.down_proj"
 
 

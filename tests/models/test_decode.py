@@ -96,14 +96,18 @@ LLAMA = DecoderConfig(**SIZES, rope=RopeConfig(4))
 MODELS = {
     "llama": LLAMA,
     "windows, sinks, a cap, experts": dataclasses.replace(
-        LLAMA, windows=(3, None, 3, None), sinks=True, softcap=2.0, local_rope=RopeConfig(4, theta=100.0),
+        LLAMA,
+        windows=(3, None, 3, None),
+        sinks=True,
+        softcap=2.0,
+        local_rope=RopeConfig(4, theta=100.0),
         moe=MoEConfig(route=RouteConfig(4, 2), experts=ExpertsConfig(4, 8, 6), shared=5, dense=(0,)),
     ),
     "a latent": dataclasses.replace(
         LLAMA, latent=LatentConfig(kv_rank=4, rope_size=4, plain_size=3, value_size=5, q_rank=3), rope=RopeConfig(4)
     ),
     "learned positions": dataclasses.replace(LLAMA, rope=None, places=True, norm="layer_norm", mlp="gelu", tied=True),
-}  # fmt: skip
+}
 IDS = torch.randint(0, 31, (3, 17), generator=torch.Generator().manual_seed(1))
 LENGTHS = torch.tensor([17, 4, 9])
 
@@ -181,8 +185,9 @@ def test_a_cache_stays_where_it_is_and_is_written_to_where_it_is_given_away():
 def test_bad_calls_name_what_is_wrong_before_anything_changes():
     params, cache = given(LLAMA), cache_init(LLAMA, 3, context=6, chunk=4, dtype=torch.float64)
     _, cache = decode(params, cache, IDS[:, :4], LLAMA)
-    wrong = dataclasses.replace(cache, layers={**cache.layers, "blocks.1": KVCache(*[t[:, :, :5] for t in trees.tensors(
-        cache.layers["blocks.1"])])})  # fmt: skip
+    wrong = dataclasses.replace(
+        cache, layers={**cache.layers, "blocks.1": KVCache(*[t[:, :, :5] for t in trees.tensors(cache.layers["blocks.1"])])}
+    )
     narrow = dataclasses.replace(cache, layers={**cache.layers, "blocks.1": trees.cast(cache.layers["blocks.1"], torch.float32)})
     less = dataclasses.replace(cache, layers={"blocks.0": cache.layers["blocks.0"]})
     lengths = torch.tensor([2, 1, 3])
@@ -211,8 +216,11 @@ def test_bad_calls_name_what_is_wrong_before_anything_changes():
         with pytest.raises(ValueError, match=f"^with_cache: attention.{match}"):
             with_cache(ChainConfig(steps=(Step("mix", attention, cfg),)))
     with pytest.raises(ValueError, match="cached_attention_fwd: needs must be Needs.NONE"):
-        chain.fwd({"mix": CachedParams()}, WithExtras((Q, KEYS, VALUES), {"cache": {}}),
-                  with_cache(ChainConfig(steps=(Step("mix", attention, AttentionConfig(causal=True)),))))  # fmt: skip
+        chain.fwd(
+            {"mix": CachedParams()},
+            WithExtras((Q, KEYS, VALUES), {"cache": {}}),
+            with_cache(ChainConfig(steps=(Step("mix", attention, AttentionConfig(causal=True)),))),
+        )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -330,10 +338,18 @@ def test_tokens_come_as_often_as_their_probabilities_say():
 
 
 ODD_ROWS = {
-    "nan": [0.0, torch.nan, 1.0], "all nan": [torch.nan] * 3, "inf": [0.0, torch.inf, 1.0], "two infs": [torch.inf, 0.0, torch.inf],
-    "-inf": [-torch.inf, 0.0, -torch.inf], "all -inf": [-torch.inf] * 3, "both": [torch.inf, -torch.inf, 0.0],
-    "nan and inf": [torch.nan, torch.inf, 0.0], "huge": [3e38, -3e38, 3e38], "equal": [1.0, 1.0, 1.0], "one": [2.0],
-}  # fmt: skip
+    "nan": [0.0, torch.nan, 1.0],
+    "all nan": [torch.nan] * 3,
+    "inf": [0.0, torch.inf, 1.0],
+    "two infs": [torch.inf, 0.0, torch.inf],
+    "-inf": [-torch.inf, 0.0, -torch.inf],
+    "all -inf": [-torch.inf] * 3,
+    "both": [torch.inf, -torch.inf, 0.0],
+    "nan and inf": [torch.nan, torch.inf, 0.0],
+    "huge": [3e38, -3e38, 3e38],
+    "equal": [1.0, 1.0, 1.0],
+    "one": [2.0],
+}
 TEMPERATURES = (0.0, 5e-324, 1e-300, 1e-30, 1.0, 1e30, 3e38)
 FILTERS = ({}, {"top_k": 2}, {"top_p": 0.5}, {"top_k": 2, "top_p": 0.9}, {"top_p": 1e-300})
 

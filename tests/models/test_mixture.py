@@ -37,8 +37,9 @@ def plain(params, x, cfg, config):
     """y with its outputs, of the params of `moe(config)`, by plain torch."""
     of = params["moe"]["routed"] if config.shared else params
     rows, route = x.reshape(-1, x.shape[-1]), config.route
-    by = Router(route.experts, route.top_k, route.score, route.normalize, route.scale, route.groups, route.top_groups, route.aux,
-                route.z)  # fmt: skip
+    by = Router(
+        route.experts, route.top_k, route.score, route.normalize, route.scale, route.groups, route.top_groups, route.aux, route.z
+    )
     logits = torch.nn.functional.linear(rows, of["gate"].weight, of["gate"].bias)
     weights, counts, loss = routed(logits, of["route"].bias if route.bias else None, by)
     y = mixture(rows, weights, of["experts"].up.weight, of["experts"].down.weight)
@@ -174,17 +175,42 @@ def test_jitter_takes_a_key_and_is_the_same_in_the_backward():
 
 
 HUGGING_FACE = {  # home, name of the block, fields of the config, ours, and what names of theirs begin with what
-    "Mixtral": ("mixtral", "MixtralSparseMoeBlock", dict(num_local_experts=8, num_experts_per_tok=2, intermediate_size=6),
-                RouteConfig(8, 2)),
-    "Qwen3-MoE": ("qwen3_moe", "Qwen3MoeSparseMoeBlock", dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=6,
-                  norm_topk_prob=True), RouteConfig(8, 3)),
-    "Qwen2-MoE": ("qwen2_moe", "Qwen2MoeSparseMoeBlock", dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=6,
-                  shared_expert_intermediate_size=10), RouteConfig(8, 2, normalize=False)),
-    "DeepSeek-V3": ("deepseek_v3", "DeepseekV3MoE", dict(n_routed_experts=8, num_local_experts=8, num_experts_per_tok=3,
-                    n_group=4, topk_group=2, moe_intermediate_size=6, n_shared_experts=2, norm_topk_prob=True,
-                    routed_scaling_factor=2.5), RouteConfig(8, 3, groups=4, top_groups=2, **DEEPSEEK)),
+    "Mixtral": (
+        "mixtral",
+        "MixtralSparseMoeBlock",
+        dict(num_local_experts=8, num_experts_per_tok=2, intermediate_size=6),
+        RouteConfig(8, 2),
+    ),
+    "Qwen3-MoE": (
+        "qwen3_moe",
+        "Qwen3MoeSparseMoeBlock",
+        dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=6, norm_topk_prob=True),
+        RouteConfig(8, 3),
+    ),
+    "Qwen2-MoE": (
+        "qwen2_moe",
+        "Qwen2MoeSparseMoeBlock",
+        dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=6, shared_expert_intermediate_size=10),
+        RouteConfig(8, 2, normalize=False),
+    ),
+    "DeepSeek-V3": (
+        "deepseek_v3",
+        "DeepseekV3MoE",
+        dict(
+            n_routed_experts=8,
+            num_local_experts=8,
+            num_experts_per_tok=3,
+            n_group=4,
+            topk_group=2,
+            moe_intermediate_size=6,
+            n_shared_experts=2,
+            norm_topk_prob=True,
+            routed_scaling_factor=2.5,
+        ),
+        RouteConfig(8, 3, groups=4, top_groups=2, **DEEPSEEK),
+    ),
     "GPT-OSS": ("gpt_oss", "GptOssMLP", dict(num_local_experts=8, num_experts_per_tok=4, intermediate_size=6), RouteConfig(8, 4)),
-}  # fmt: skip
+}
 
 
 def as_ours(name, given, shared):

@@ -38,9 +38,12 @@ def test_adapters_of_every_linear_go_to_peft_and_come_back(llama, tmp_path):
     pretrained, cfg = from_hf(llama)
     model = with_lora(decoder(cfg), 3, (*ATTENTION, *UP), alpha=6.0)
     params = drawn(lora_init(pretrained, model, key=random.key(0)), model)
-    globs = {"blocks.*.attn.qkv.*.proj": "model.layers.*.self_attn.*_proj", "blocks.*.attn.out": "model.layers.*.self_attn.o_proj",
-             "blocks.*.mlp.up": ("model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_proj"),
-             "blocks.*.mlp.down": "model.layers.*.mlp.down_proj"}  # fmt: skip
+    globs = {
+        "blocks.*.attn.qkv.*.proj": "model.layers.*.self_attn.*_proj",
+        "blocks.*.attn.out": "model.layers.*.self_attn.o_proj",
+        "blocks.*.mlp.up": ("model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_proj"),
+        "blocks.*.mlp.down": "model.layers.*.mlp.down_proj",
+    }
     for i, names in enumerate((peft_names(cfg, model), globs)):
         save_adapter(tmp_path / str(i), params, model, names=names)
         with torch.no_grad():

@@ -18,7 +18,7 @@ KINDS = {  # `known`: whether it turns one way, whatever the length
     "yarn": ("llama", dict(rope_parameters=YARN), True),
     "linear": ("llama", dict(rope_parameters=dict(rope_type="linear", rope_theta=100.0, factor=2.0)), True),
     "default": ("llama", {}, True),
-}  # fmt: skip
+}
 EACH = [pytest.param(name, marks=pytest.mark.slow if known else ()) for name, (_, _, known) in KINDS.items()]
 LENGTHS = (3, ORIGINAL - 1, ORIGINAL, ORIGINAL + 1, 2 * ORIGINAL, 3 * ORIGINAL + 1)
 

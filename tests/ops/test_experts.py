@@ -145,8 +145,12 @@ def test_torchs_products_without_a_word_from_the_host(offsets):
     for products, wgrads in ((grouped.by_masks, grouped.wgrad_by_masks), (grouped.by_library, grouped.wgrad_by_library)):
         assert_close(products(rows, w, offsets), grouped.by_groups(rows, w, offsets), dtype=torch.float32)
         assert_close(wgrads(rows, inner, offsets), grouped.wgrad_by_groups(rows, inner, offsets), dtype=torch.float32)
-        assert check_capturable(lambda rows, inner, at, p=products, g=wgrads: (p(rows, w, at), g(rows, inner, at)), rows, inner,
-                                offsets.clone()) == []  # fmt: skip
+        assert (
+            check_capturable(
+                lambda rows, inner, at, p=products, g=wgrads: (p(rows, w, at), g(rows, inner, at)), rows, inner, offsets.clone()
+            )
+            == []
+        )
 
 
 def test_a_tracer_sees_one_operator():

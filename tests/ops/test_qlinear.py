@@ -185,7 +185,9 @@ BAD = {
         ValueError,
     ),
     "quantised for a plain layer": (
-        lambda: _forward(Fp8Block(), None), "up: linear_fwd: params.weight must be a tensor [384, 256], got QWeight", TypeError,
+        lambda: _forward(Fp8Block(), None),
+        "up: linear_fwd: params.weight must be a tensor [384, 256], got QWeight",
+        TypeError,
     ),
     "x of another dtype": (
         lambda: _forward(Fp8Block(), Fp8Block(), draw(3, WIDE)),
@@ -260,7 +262,9 @@ BAD = {
         ValueError,
     ),
     "a glob of nothing": (
-        lambda: lambda: _chain(Fp8Block(), skip=("head",)), "with_recipe: skip must be globs over up, down, got 'head'", ValueError,
+        lambda: lambda: _chain(Fp8Block(), skip=("head",)),
+        "with_recipe: skip must be globs over up, down, got 'head'",
+        ValueError,
     ),
     "no key": (
         lambda: lambda: quantize_params(_params(_chain()), _chain(NVFP4(stochastic=True))),
@@ -273,9 +277,11 @@ BAD = {
         ValueError,
     ),
     "edited format": (
-        lambda: _kept(Fp8Block(), {"format": E4M3_TENSOR}), "format must be e4m3 1x128 pow2, got e4m3 allxall float32", ValueError,
+        lambda: _kept(Fp8Block(), {"format": E4M3_TENSOR}),
+        "format must be e4m3 1x128 pow2, got e4m3 allxall float32",
+        ValueError,
     ),
-}  # fmt: skip
+}
 
 
 def _with_scale(into, change):

@@ -46,14 +46,20 @@ X, CFG = torch.ones(2, 5, 3, 8), RopeConfig(8)
     [
         (lambda: rope_table(torch.ones(5), CFG), TypeError, "rope_table: positions must be int64, got float32"),
         (lambda: rope_table(torch.arange(5), CFG, dtype=torch.bfloat16), TypeError, "rope_table: dtype must be float32 or float64"),
-        (lambda: rope_fwd(None, (X, torch.ones(5, 6)), CFG), ValueError,
-            r"rope_fwd: x.1 \(table\) must be \[5, 1, 24\], got \[5, 6\]"),
-        (lambda: rope_fwd(None, (X, torch.ones(3, 5, 1, 24)), CFG), ValueError,
-            r"x.1 \(table\) must be \[2, 5, 1, 24\], got \[3, 5, 1, 24\]"),
+        (
+            lambda: rope_fwd(None, (X, torch.ones(5, 6)), CFG),
+            ValueError,
+            r"rope_fwd: x.1 \(table\) must be \[5, 1, 24\], got \[5, 6\]",
+        ),
+        (
+            lambda: rope_fwd(None, (X, torch.ones(3, 5, 1, 24)), CFG),
+            ValueError,
+            r"x.1 \(table\) must be \[2, 5, 1, 24\], got \[3, 5, 1, 24\]",
+        ),
         (lambda: rope_fwd(None, (X, torch.ones(5, 1, 24).double()), CFG), TypeError, r"x.1 \(table\) must be float32, got float64"),
         (lambda: rope_fwd(None, (X, [1]), CFG), TypeError, r"x.1 \(positions\) must be a tensor"),
     ],
-)  # fmt: skip
+)
 def test_bad_tables(call, error, message):
     with pytest.raises(error, match=message):
         call()
@@ -142,8 +148,9 @@ def test_tables_of_several_axes_are_those_of_hugging_face(family):
 
         sections, layout = ((8, 4, 4), "blocks") if family == "qwen2_vl" else ((6, 5, 5), "interleaved")
         made, rotary = {
-            "qwen2_vl": (Qwen2VLTextConfig, Qwen2VLRotaryEmbedding), "qwen3_vl": (Qwen3VLTextConfig, Qwen3VLTextRotaryEmbedding)
-        }[family]  # fmt: skip
+            "qwen2_vl": (Qwen2VLTextConfig, Qwen2VLRotaryEmbedding),
+            "qwen3_vl": (Qwen3VLTextConfig, Qwen3VLTextRotaryEmbedding),
+        }[family]
         parameters = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sections)}
         theirs = rotary(made(hidden_size=128, num_attention_heads=4, head_dim=32, rope_parameters=parameters))
         cfg, positions = RopeConfig(32, sections=sections, layout=layout), torch.randint(0, 99, (3, 2, 9))

@@ -61,16 +61,19 @@ def as_of(model):
     name, router, fields, cfg = {
         "Mixtral": ("mixtral", "TopKRouter", dict(num_experts_per_tok=2, num_local_experts=8), RouteConfig(8, 2)),
         "Qwen3Moe": (
-            "qwen3_moe", "TopKRouter", dict(num_experts_per_tok=3, num_experts=8, norm_topk_prob=False),
+            "qwen3_moe",
+            "TopKRouter",
+            dict(num_experts_per_tok=3, num_experts=8, norm_topk_prob=False),
             RouteConfig(8, 3, normalize=False),
         ),
         "DeepseekV3": (
-            "deepseek_v3", "TopkRouter",
+            "deepseek_v3",
+            "TopkRouter",
             dict(num_experts_per_tok=4, num_local_experts=16, n_routed_experts=16, n_group=4, topk_group=2),
             RouteConfig(16, 4, **DEEPSEEK),
         ),
         "GptOss": ("gpt_oss", "TopKRouter", dict(num_experts_per_tok=4, num_local_experts=8), RouteConfig(8, 4)),
-    }[model]  # fmt: skip
+    }[model]
     module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     config = getattr(module, f"{model}Config")(hidden_size=24, **fields)
     return getattr(module, model + router)(config), cfg

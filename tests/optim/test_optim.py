@@ -170,8 +170,12 @@ def test_decay_only_where_the_mask_says(init, update, cfg):
     params = model()
     mask = decay_mask(params)
     assert {k for k, v in paths(mask).items() if not v} == {
-        "norm.weight", "norm.bias", "blocks.0.up.bias", "blocks.1.up.bias", "head.bias",
-    }  # fmt: skip
+        "norm.weight",
+        "norm.bias",
+        "blocks.0.up.bias",
+        "blocks.1.up.bias",
+        "head.bias",
+    }
     ps = dict(zip([k for k, p in paths(params).items() if p is not None], tensors(params), strict=True))
     ps = {k: torch.nn.Parameter(p.clone()) for k, p in ps.items()}
     flags = paths(mask)
@@ -271,40 +275,75 @@ def _without(tree, key):
 
 
 ERRORS = [
-    (_bad(grads=lambda a: _without(a["grads"], "head")), ValueError,
-     "adamw_update: grads must be a tree like params, got one without head.weight, head.bias"),
+    (
+        _bad(grads=lambda a: _without(a["grads"], "head")),
+        ValueError,
+        "adamw_update: grads must be a tree like params, got one without head.weight, head.bias",
+    ),
     (_bad(grads=lambda a: {**a["grads"], "tail": torch.ones(2)}), ValueError, "got one with also tail"),
     (_bad(grads=lambda a: {**a["grads"], "blocks": list(a["grads"]["blocks"])}), ValueError, "other containers"),
-    (_bad(grads=lambda a: {**a["grads"], "empty": torch.ones(3)}), ValueError,
-     "adamw_update: grads.empty must be [0, 3], got [3]"),
-    (_bad(grads=lambda a: {**a["grads"], "empty": torch.ones(0, 3, dtype=torch.int64)}), TypeError,
-     "grads.empty must be float32 or bfloat16 or float16, got int64"),
-    (_bad(grads=lambda a: {**a["grads"], "empty": torch.ones(0, 3, dtype=torch.float64)}), TypeError,
-     "grads.empty must be float32 or bfloat16 or float16, got float64"),
+    (_bad(grads=lambda a: {**a["grads"], "empty": torch.ones(3)}), ValueError, "adamw_update: grads.empty must be [0, 3], got [3]"),
+    (
+        _bad(grads=lambda a: {**a["grads"], "empty": torch.ones(0, 3, dtype=torch.int64)}),
+        TypeError,
+        "grads.empty must be float32 or bfloat16 or float16, got int64",
+    ),
+    (
+        _bad(grads=lambda a: {**a["grads"], "empty": torch.ones(0, 3, dtype=torch.float64)}),
+        TypeError,
+        "grads.empty must be float32 or bfloat16 or float16, got float64",
+    ),
     (_bad(grads=lambda a: {**a["grads"], "empty": 3.0}), TypeError, "grads.empty must be a tensor [0, 3], got 3.0"),
-    (_bad(grads=lambda a: {**a["grads"], "empty": torch.ones(0, 3, device="meta")}), ValueError,
-     "grads.empty must be on device cpu, got meta"),
-    (_bad(grads=lambda a: {**a["grads"], "norm": Layer(torch.ones(3), torch.ones(3))}), TypeError,
-     "grads.norm.bias must be None, as params.norm.bias is no tensor, got float32[3]"),
-    (_bad(state=lambda a: adamw_init(_without(a["params"], "head"), ADAMW)), ValueError,
-     "state.exp_avg must be a tree like params, got one without head.weight"),
-    (_bad(state=lambda a: adamw_init({**a["params"], "empty": torch.ones(1)}, ADAMW)), ValueError,
-     "state.exp_avg.empty must be [0, 3], got [1]"),
-    (_bad(state=lambda a: adamw_init({**a["params"], "empty": torch.ones(0, 3).double()}, ADAMW)), TypeError,
-     "state.exp_avg.empty must be float32, got float64"),
-    (_bad(state=lambda a: AdamWState(torch.zeros(()), a["state"].exp_avg, a["state"].exp_avg_sq)), ValueError,
-     "state.step must be [7], got []"),
+    (
+        _bad(grads=lambda a: {**a["grads"], "empty": torch.ones(0, 3, device="meta")}),
+        ValueError,
+        "grads.empty must be on device cpu, got meta",
+    ),
+    (
+        _bad(grads=lambda a: {**a["grads"], "norm": Layer(torch.ones(3), torch.ones(3))}),
+        TypeError,
+        "grads.norm.bias must be None, as params.norm.bias is no tensor, got float32[3]",
+    ),
+    (
+        _bad(state=lambda a: adamw_init(_without(a["params"], "head"), ADAMW)),
+        ValueError,
+        "state.exp_avg must be a tree like params, got one without head.weight",
+    ),
+    (
+        _bad(state=lambda a: adamw_init({**a["params"], "empty": torch.ones(1)}, ADAMW)),
+        ValueError,
+        "state.exp_avg.empty must be [0, 3], got [1]",
+    ),
+    (
+        _bad(state=lambda a: adamw_init({**a["params"], "empty": torch.ones(0, 3).double()}, ADAMW)),
+        TypeError,
+        "state.exp_avg.empty must be float32, got float64",
+    ),
+    (
+        _bad(state=lambda a: AdamWState(torch.zeros(()), a["state"].exp_avg, a["state"].exp_avg_sq)),
+        ValueError,
+        "state.step must be [7], got []",
+    ),
     (_bad(state=lambda a: None), TypeError, "state must be AdamWState, got None"),
     (_bad(cfg=lambda a: SGDConfig()), TypeError, "cfg must be AdamWConfig, got SGDConfig"),
     (_bad(lr=lambda a: "1"), TypeError, "lr must be float or int, got '1'"),
     (_bad(lr=lambda a: torch.ones(2)), ValueError, "lr must be a number or a float tensor of one element, got float32[2]"),
-    (_bad(decay=lambda a: _without(decay_mask(a["params"]), "head")), ValueError,
-     "decay must be a tree like params, got one without head.weight"),
+    (
+        _bad(decay=lambda a: _without(decay_mask(a["params"]), "head")),
+        ValueError,
+        "decay must be a tree like params, got one without head.weight",
+    ),
     (_bad(decay=lambda a: a["params"]), TypeError, "decay.blocks.0.up.weight must be a bool, got float32[5, 3]"),
-    (lambda: adamw_init({"n": torch.ones(2, dtype=torch.int64)}, ADAMW), TypeError,
-     "adamw_init: params.n must be a float tensor or None, got int64[2]"),
-    (lambda: sgd_init((w := torch.ones(2), w), SGDConfig()), ValueError,
-     "sgd_init: params.1 must be a tensor of its own, got the tensor at 0"),
+    (
+        lambda: adamw_init({"n": torch.ones(2, dtype=torch.int64)}, ADAMW),
+        TypeError,
+        "adamw_init: params.n must be a float tensor or None, got int64[2]",
+    ),
+    (
+        lambda: sgd_init((w := torch.ones(2), w), SGDConfig()),
+        ValueError,
+        "sgd_init: params.1 must be a tensor of its own, got the tensor at 0",
+    ),
     (lambda: AdamWConfig(lr=-1.0), ValueError, "AdamWConfig: lr must be finite and not negative, got -1.0"),
     (lambda: AdamWConfig(betas=(0.9, 1.0)), ValueError, "AdamWConfig: betas must be a pair of numbers in [0, 1)"),
     (lambda: AdamWConfig(eps="x"), TypeError, "AdamWConfig: eps must be float or int, got 'x'"),
@@ -314,7 +353,7 @@ ERRORS = [
     (lambda: clip_by_global_norm(model(), -1.0), ValueError, "max_norm must be finite and not negative, got -1.0"),
     (lambda: global_norm({"a": torch.ones(2, dtype=torch.int32)}), TypeError, "global_norm: a must be a float tensor"),
     (lambda: warmup_cosine(0, peak=1.0, warmup=5, total=4), ValueError, "warmup must be from 0 to total (4), got 5"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("call", "error", "text"), ERRORS, ids=[e[2][:50] for e in ERRORS])
@@ -396,8 +435,18 @@ def test_models_updated_in_turn_are_told_apart_without_their_values(init, update
     """Of many structures, some alike but for a part within: to spell a tensor out takes a millisecond, and waits for its device."""
     t = torch.ones(2)
     trees = [
-        t, {"a": t}, {"a": t, "b": t}, {"c": t}, {"a": {"b": t}}, {"a": {"c": t}}, {"a": [t, t]}, [t], (t,), (t, t), ([t], [t, t])
-    ]  # fmt: skip
+        t,
+        {"a": t},
+        {"a": t, "b": t},
+        {"c": t},
+        {"a": {"b": t}},
+        {"a": {"c": t}},
+        {"a": [t, t]},
+        [t],
+        (t,),
+        (t, t),
+        ([t], [t, t]),
+    ]
     trees = [tree_map_tensors(torch.clone, params) for params in trees]  # each leaf a tensor of its own
     monkeypatch.setattr(_rows, "_SEEN_KEPT", len(trees))
     monkeypatch.setattr(_rows, "_seen", [])  # what other tests left would go first, and take the place of one of these

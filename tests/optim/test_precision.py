@@ -38,12 +38,7 @@ def test_loss_scale_is_that_of_torch(initial):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_nonfinite_names_the_first_bad_path(bad, dtype):
     big = torch.finfo(dtype).max  # its square overflows
-    grads = {
-        "a": torch.full((3,), big, dtype=dtype),
-        "b": (None, torch.tensor([1, 2])),
-        "c": torch.zeros(0),
-        "d": torch.ones(2),
-    }
+    grads = {"a": torch.full((3,), big, dtype=dtype), "b": (None, torch.tensor([1, 2])), "c": torch.zeros(0), "d": torch.ones(2)}
     assert all_finite(grads).item() is True and nonfinite(grads) is None
     grads["b"] = (torch.tensor([1.0, bad], dtype=dtype), None)
     grads["d"] = torch.tensor(bad)
@@ -99,17 +94,23 @@ ERRORS = [
     (lambda: select_step(True, 1, 1), TypeError, "select_step: ok must be a tensor [], got True"),
     (lambda: select_step(torch.ones(()), 1, 1), TypeError, "select_step: ok must be bool, got float32"),
     (lambda: select_step(torch.tensor(True), {"a": 1}, {"b": 1}), ValueError, "one that differs at a, b"),
-    (lambda: select_step(torch.tensor(True), {"a": torch.ones(2)}, {"a": torch.ones(3)}), ValueError,
-     "select_step: new.a must be float32[3], got float32[2]"),
-    (lambda: select_step(torch.tensor(True), {"a": torch.ones(2)}, {"a": torch.ones(2).bfloat16()}), ValueError,
-     "select_step: new.a must be bfloat16[2], got float32[2]"),
+    (
+        lambda: select_step(torch.tensor(True), {"a": torch.ones(2)}, {"a": torch.ones(3)}),
+        ValueError,
+        "select_step: new.a must be float32[3], got float32[2]",
+    ),
+    (
+        lambda: select_step(torch.tensor(True), {"a": torch.ones(2)}, {"a": torch.ones(2).bfloat16()}),
+        ValueError,
+        "select_step: new.a must be bfloat16[2], got float32[2]",
+    ),
     (lambda: select_step(torch.tensor(True), {"a": torch.ones(2)}, {"a": None}), TypeError, "new.a must be None, got float32[2]"),
     (lambda: loss_scale_update(None, torch.tensor(True), LossScaleConfig()), TypeError, "loss_scale must be LossScale, got None"),
     (lambda: LossScaleConfig(initial=0.0), ValueError, "LossScaleConfig: initial must be positive and finite, got 0.0"),
     (lambda: LossScaleConfig(growth=0.5), ValueError, "growth must be at least 1, got 0.5"),
     (lambda: LossScaleConfig(backoff=0.0), ValueError, "backoff must be in (0, 1], got 0.0"),
     (lambda: LossScaleConfig(interval=0), ValueError, "interval must be at least 1, got 0"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("call", "error", "text"), ERRORS, ids=[e[2][:50] for e in ERRORS])

@@ -107,12 +107,23 @@ def f(a: int | None, b: "int" = 2) -> int | str:
     return {True: -a}[a is not None]
 '''
 CHANGES = {
-    "16 -> 17", "16 -> 15", "2 -> 3", "2 -> 1", "a < b -> a <= b", "a < b -> a >= b", "not b -> b",
+    "16 -> 17",
+    "16 -> 15",
+    "2 -> 3",
+    "2 -> 1",
+    "a < b -> a <= b",
+    "a < b -> a >= b",
+    "not b -> b",
     "a < b and (not b) -> a < b or not b",
-    "b * 3 -> b / 3", "3 -> 4", "3 -> 2", "total += b * 3 -> total -= b * 3",
-    "True -> False", "-a -> a", "a is not None -> a is None",
+    "b * 3 -> b / 3",
+    "3 -> 4",
+    "3 -> 2",
+    "total += b * 3 -> total -= b * 3",
+    "True -> False",
+    "-a -> a",
+    "a is not None -> a is None",
     "a < b and (not b) -> not (a < b and (not b))",
-}  # fmt: skip
+}
 
 
 def test_every_change_of_a_program_can_be_drawn_and_no_other(tmp_path):

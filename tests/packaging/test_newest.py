@@ -79,7 +79,9 @@ def test_beside_another_environment_torch_alone_is_installed(pips, tmp_path):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_index_or_disk_that_fails_is_named_and_leaves_nothing_half_made(pips, tmp_path, capsys, fault, fails):
     good, (outcome, words) = pips.answer, FAULTS[fault]
-    pips.answer = lambda command: outcome if fails in command and (fails == "--dry-run") == ("--dry-run" in command) else good(command)
+    pips.answer = lambda command: (
+        outcome if fails in command and (fails == "--dry-run") == ("--dry-run" in command) else good(command)
+    )
     with pytest.raises(SystemExit) as ended:
         newest.main([str(tmp_path / "env")])
     assert ended.value.code == newest.TRY_LATER

@@ -95,9 +95,12 @@ TABLE = [
     ("fork bias linear", "linear+end", ""),
     ("add fork gelu rms", "", ""),
     ("linear add fork rms", "add+fork+rms", "add+fork+rms"),
-    ("linear gelu add fork ln linear_b silu linear", "linear+gelu+add linear_b+silu linear+end",
-     "add+fork+ln linear_b+silu+linear"),
-]  # fmt: skip
+    (
+        "linear gelu add fork ln linear_b silu linear",
+        "linear+gelu+add linear_b+silu linear+end",
+        "add+fork+ln linear_b+silu+linear",
+    ),
+]
 
 
 @pytest.mark.parametrize(("words", "forward", "backward"), TABLE, ids=[row[0] for row in TABLE])
@@ -345,8 +348,20 @@ def test_what_does_not_fit_is_refused_as_by_the_steps():
         chain.fwd(params, bad, cfg)
 
 
-LOUD = ["linear_b gelu", "linear add", "linear bias silu add", "linear scale", "bias drop add", "add fork ln", "drop add fork rms",
-        "linear_b gelu linear", "linear scale linear", "bias gelu", "fork ln", "fork linear_b"]  # fmt: skip
+LOUD = [
+    "linear_b gelu",
+    "linear add",
+    "linear bias silu add",
+    "linear scale",
+    "bias drop add",
+    "add fork ln",
+    "drop add fork rms",
+    "linear_b gelu linear",
+    "linear scale linear",
+    "bias gelu",
+    "fork ln",
+    "fork linear_b",
+]
 
 
 @pytest.mark.parametrize("words", LOUD)

@@ -37,8 +37,10 @@ def test_residuals_in_a_dict_of_ones_own_are_reported_as_those_of_a_chain():
         (f"{name}.{field}", size) for name, size in (("up", 48), ("inner.again", 0)) for field, size in (("x", size), ("weight", 0))
     ]
     for wrong, where, got in [
-        ({"up": {"act": x}}, "residuals.up.act", r"float32\[4, 3\]"), ({}, "residuals", "dict"), ([kept], "residuals", "list"),
-    ]:  # fmt: skip
+        ({"up": {"act": x}}, "residuals.up.act", r"float32\[4, 3\]"),
+        ({}, "residuals", "dict"),
+        ([kept], "residuals", "list"),
+    ]:
         with pytest.raises(TypeError, match=f"^report: {where} must be residuals or pending of an op, got {got}$"):
             report(wrong)
 

@@ -9,8 +9,17 @@ from funcops.adapters.pipelining.messages import Messages
 from funcops.schedule import Action
 from funcops.schedule.exchange import Exchange
 
-LEAVES = [((3, 2), torch.float32), ((), torch.float64), ((0, 4), torch.float32), ((2, 1, 3), torch.bfloat16), ((4,), torch.int64),
-          ((1,), torch.bool), ((5,), torch.int8), ((2,), torch.float16), ((7,), torch.float8_e4m3fn)]  # fmt: skip
+LEAVES = [
+    ((3, 2), torch.float32),
+    ((), torch.float64),
+    ((0, 4), torch.float32),
+    ((2, 1, 3), torch.bfloat16),
+    ((4,), torch.int64),
+    ((1,), torch.bool),
+    ((5,), torch.int8),
+    ((2,), torch.float16),
+    ((7,), torch.float8_e4m3fn),
+]
 FORWARD, BACKWARD = Action(0, "F", 0), Action(1, "I", 0)
 
 
@@ -49,10 +58,14 @@ def exchange(rank: int, drawn: Exchanged) -> Any:
 
 def check_exchanged(rank: int, drawn: Exchanged, found: Any) -> None:
     """What the rank was given."""
-    wanted = drawn.values if rank else [
-        None if not drawn.back or not like.is_floating_point() else torch.zeros_like(like) if t is None else t
-        for t, like in zip(drawn.gradients, drawn.values, strict=True)
-    ]  # fmt: skip
+    wanted = (
+        drawn.values
+        if rank
+        else [
+            None if not drawn.back or not like.is_floating_point() else torch.zeros_like(like) if t is None else t
+            for t, like in zip(drawn.gradients, drawn.values, strict=True)
+        ]
+    )
     for got, want in zip(found, wanted, strict=True):
         assert (got is None) == (want is None)
         if got is not None:

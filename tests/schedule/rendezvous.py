@@ -45,9 +45,14 @@ class Network:
 
     def module(self):
         return types.SimpleNamespace(
-            isend="isend", irecv="irecv", P2POp=self._op, batch_isend_irecv=self._start, all_reduce=self._all_reduce,
-            get_rank=lambda group=None: self.rank.value, get_world_size=lambda group=None: self.size,
-        )  # fmt: skip
+            isend="isend",
+            irecv="irecv",
+            P2POp=self._op,
+            batch_isend_irecv=self._start,
+            all_reduce=self._all_reduce,
+            get_rank=lambda group=None: self.rank.value,
+            get_world_size=lambda group=None: self.size,
+        )
 
     def _op(self, op, tensor, group=None, group_peer=None):
         assert tensor.is_contiguous() and tensor.numel(), "memory that any backend takes"

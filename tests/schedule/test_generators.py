@@ -12,12 +12,7 @@ gpipe, one_f_one_b, interleaved_1f1b, interleaved_zb, zb_h1, zb_h2, zb_v, dualpi
     functools.lru_cache(maxsize=None, typed=True)(getattr(schedule, name)) for name in NAMES
 )  # a schedule does not depend on the costs
 ONE_STAGE = {"gpipe": gpipe, "one_f_one_b": one_f_one_b, "zb_h1": zb_h1, "zb_h2": zb_h2}
-CHUNKED = {
-    "interleaved_1f1b": interleaved_1f1b,
-    "interleaved_zb": interleaved_zb,
-    "zb_v": zb_v,
-    "dualpipe_v": dualpipe_v,
-}
+CHUNKED = {"interleaved_1f1b": interleaved_1f1b, "interleaved_zb": interleaved_zb, "zb_v": zb_v, "dualpipe_v": dualpipe_v}
 GENERATORS = ONE_STAGE | CHUNKED
 EVERY = [(p, m) for p in range(2, 9) for m in range(2, 33)]
 COSTS = [

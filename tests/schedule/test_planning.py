@@ -237,8 +237,10 @@ def test_a_plan_is_the_best_of_all_layouts(gpus, memory):
 def test_a_plan_says_why_a_mesh_is_out():
     model = Decoder(768, 2048, 10, 12, 50257, 1008, 24)
     plan = plan_parallel(model, 16, 2e9, "A100")
-    why = {f"{name} {size}": plan.why_not(**{name: size})[0].why for name, size in
-           (("tp", 8), ("tp", 16), ("pp", 16), ("cp", 16), ("dp", 16))}  # fmt: skip
+    why = {
+        f"{name} {size}": plan.why_not(**{name: size})[0].why
+        for name, size in (("tp", 8), ("tp", 16), ("pp", 16), ("cp", 16), ("dp", 16))
+    }
     assert why == {
         "tp 8": "tp must be a divisor of heads 12, got 8",
         "tp 16": "tp must be a divisor of heads 12, got 16",

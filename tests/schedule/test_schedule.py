@@ -31,14 +31,8 @@ def test_a_schedule_with_two_actions_exchanged_is_whole_or_refused(p, m, random)
         ("0F0,0B0\n1F0\n", "Schedule 'csv': rank 1 must be F and B, or F, I and W, of stage 1, microbatch 0, got F"),
         ("0F0,0B0,0F0\n", "rank 0 must be every action once, got 0F0 again"),
         ("0F0,1F0,0B0\n1B0\n", "rank 1 must be without stage 1, which is on rank 0, got 1B0"),
-        (
-            "0B0,0F0\n",
-            "rank 0 must be able to go on at 0B0, got a wait for 0F0 without end: 0B0 waits for 0F0, behind 0B0",
-        ),
-        (
-            "0F0,0B0\n1B0,1F0\n",
-            "rank 1 must be able to go on at 1B0, got a wait for 1F0 without end: 1B0 waits for 1F0, behind",
-        ),
+        ("0B0,0F0\n", "rank 0 must be able to go on at 0B0, got a wait for 0F0 without end: 0B0 waits for 0F0, behind 0B0"),
+        ("0F0,0B0\n1B0,1F0\n", "rank 1 must be able to go on at 1B0, got a wait for 1F0 without end: 1B0 waits for 1F0, behind"),
         (
             "0F0,0I0,0W0,3F0,3B0\n1F0,2F0,2B0,1B0\n",
             "at 0I0, got a wait for 1B0 without end: 0I0 waits for 1B0, behind 2B0 on rank 1; "

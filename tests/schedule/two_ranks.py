@@ -19,33 +19,12 @@ import torch.distributed as dist
 from drawn import every
 from exchanged import check_exchanged, exchange, exchanged
 from forked import codes
-from staged import (
-    DIM,
-    USER,
-    decoder,
-    linears,
-    microbatches,
-    reference,
-    routed_stages,
-    square_error,
-    stages_of_modules,
-)
+from staged import DIM, USER, decoder, linears, microbatches, reference, routed_stages, square_error, stages_of_modules
 
 from funcops import Needs, chain, random
 from funcops.adapters.pipelining import BucketedMean, Pipeline, split_stage
 from funcops.optim import AdamWConfig, adamw_init, adamw_update
-from funcops.schedule import (
-    Schedule,
-    delay_w,
-    dualpipe_v,
-    fold,
-    gpipe,
-    interleaved_1f1b,
-    interleaved_zb,
-    one_f_one_b,
-    run,
-    zb_v,
-)
+from funcops.schedule import Schedule, delay_w, dualpipe_v, fold, gpipe, interleaved_1f1b, interleaved_zb, one_f_one_b, run, zb_v
 from funcops.testing.checks import same_bits
 from funcops.trees import paths, tree_map, tree_map_tensors
 

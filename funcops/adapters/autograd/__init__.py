@@ -2,6 +2,4 @@
 
 from funcops.adapters.autograd.differentiable import differentiable as differentiable
 
-__all__ = [
-    "differentiable",
-]
+__all__ = ["differentiable"]

@@ -97,10 +97,12 @@ class WgradStore:
             self.discard()
         elif not _seen and self.began is not None and _backwards() != self.began + 1:
             fail(
-                "delayed_wgrad", "the backward",
+                "delayed_wgrad",
+                "the backward",
                 "of ops that are not compiled: torch.compile computes weight gradients with the others",
-                "one that delayed nothing", RuntimeError,
-            )  # fmt: skip
+                "one that delayed nothing",
+                RuntimeError,
+            )
 
     def __len__(self) -> int:
         return len(self.waiting)
@@ -215,10 +217,12 @@ def put(store: WgradStore, op: Op, cfg: Any, pending: Any, params: Any, synced: 
     _seen += 1
     if synced:
         fail(
-            "delayed_wgrad", f"the forward of {op.name}",
+            "delayed_wgrad",
+            f"the forward of {op.name}",
             "under no_sync() of DistributedDataParallel, then store.run() and store.reduce()",
-            "one whose gradients it reduces in the backward, before there are any", RuntimeError,
-        )  # fmt: skip
+            "one whose gradients it reduces in the backward, before there are any",
+            RuntimeError,
+        )
     if pending is None:
         return op.wgrad(None, cfg)
     params = tree_map_tensors(cast_from, params)

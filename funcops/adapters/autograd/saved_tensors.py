@@ -44,9 +44,11 @@ def slots_of(residuals: Any) -> Slots | None:
         "def fill(r, t):\n    {nodes}\n    {writes}\n"
         "def empty(r):\n    {nodes}\n    {empties}\n"
     ).format(
-        nodes="; ".join(lines.nodes) or "pass", reads="".join(f"{read}, " for read in lines.reads),
-        empties="; ".join(lines.empties) or "pass", writes="; ".join(lines.writes) or "pass",
-    )  # fmt: skip
+        nodes="; ".join(lines.nodes) or "pass",
+        reads="".join(f"{read}, " for read in lines.reads),
+        empties="; ".join(lines.empties) or "pass",
+        writes="; ".join(lines.writes) or "pass",
+    )
     scope: dict[str, Any] = dict(lines.classes)
     exec(source, scope)
     return Slots(scope["take"], scope["fill"], scope["empty"])

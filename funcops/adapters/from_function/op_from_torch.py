@@ -64,9 +64,12 @@ class Traced:
 
 
 def op_from_torch(
-    fn: Callable[[Any, Any, Any], Any], *, name: str | None = None, config: type = TorchConfig,
+    fn: Callable[[Any, Any, Any], Any],
+    *,
+    name: str | None = None,
+    config: type = TorchConfig,
     init: Callable[..., Any] | None = None,
-) -> Op:  # fmt: skip
+) -> Op:
     """An `Op` of `fn(params, x, cfg) -> y`, which torch's autograd can differentiate.
 
     params, x and y are trees of tensors. The function is traced once for the shapes, strides and dtypes that it meets: Python

@@ -51,10 +51,16 @@ class GraphCache:
     """
 
     def __init__(
-        self, fn: Callable[..., Any], *, sizes: Sequence[int], size_of: Callable[..., int],
+        self,
+        fn: Callable[..., Any],
+        *,
+        sizes: Sequence[int],
+        size_of: Callable[..., int],
         pad: Callable[[tuple[Any, ...], int], tuple[Any, ...]],
-        cut: Callable[[Any, int], Any], capacity: int | None = None, **options: Any,
-    ) -> None:  # fmt: skip
+        cut: Callable[[Any, int], Any],
+        capacity: int | None = None,
+        **options: Any,
+    ) -> None:
         require_callable("GraphCache", fn=fn, size_of=size_of, pad=pad, cut=cut)
         require_type("GraphCache", "sizes", sizes, tuple, list)
         require(
@@ -111,9 +117,14 @@ class GraphCache:
     def report(self) -> CacheReport:
         each = [held.report() for held in self._held.values()]
         return CacheReport(
-            self.hits, self.misses, self.evicted, tuple(self._held),
-            sum(r.input_bytes for r in each), sum(r.output_bytes for r in each), each[0].pool_bytes if each else 0,
-        )  # fmt: skip
+            self.hits,
+            self.misses,
+            self.evicted,
+            tuple(self._held),
+            sum(r.input_bytes for r in each),
+            sum(r.output_bytes for r in each),
+            each[0].pool_bytes if each else 0,
+        )
 
     def reset(self) -> None:
         """Give all graphs back; the counts stay."""

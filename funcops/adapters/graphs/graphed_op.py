@@ -20,16 +20,7 @@ from funcops.compose.step import check_body
 from funcops.contract.marks import Versions
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op
-from funcops.errors import (
-    BorrowedError,
-    GraphOrderError,
-    describe,
-    fail,
-    require,
-    require_count,
-    require_flag,
-    require_type,
-)
+from funcops.errors import BorrowedError, GraphOrderError, describe, fail, require, require_count, require_flag, require_type
 from funcops.residuals.ledger import Ledger
 from funcops.trees import leaves, tensors, tree_map
 

@@ -34,8 +34,8 @@ class Swap(NamedTuple):
 
 
 def from_torch(
-    model: nn.Module, *, policy: Policy | str | None = None, recipe: Recipe | None = None, only: Any = None, skip: Any = (),
-) -> Replaced:  # fmt: skip
+    model: nn.Module, *, policy: Policy | str | None = None, recipe: Recipe | None = None, only: Any = None, skip: Any = ()
+) -> Replaced:
     """Let every layer of `model` that funcops knows run on funcops, and say what was replaced and what was left.
 
     Known are the layers of torch.nn that `funcops.nn` has, and the norms, MLPs, activations and the causal loss of those models of

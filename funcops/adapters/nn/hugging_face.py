@@ -323,9 +323,14 @@ class T5DenseGatedActDense(T5Dense, GatedMLP):
 
 
 def causal_lm_loss(
-    logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, ignore_index: int = -100,
-    shift_labels: Tensor | None = None, **_: Any,
-) -> Tensor:  # fmt: skip
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Any = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
     """transformers' ForCausalLMLoss: the cross entropy of the next token, in float32,
     by one op that keeps the logits and a number a row."""
     if shift_labels is None:

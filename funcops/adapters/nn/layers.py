@@ -333,9 +333,12 @@ class GLU(_AlongDim, nn.GLU):
 
     def plain(self, *given: Any) -> Any:
         require(
-            self._is_torchs(), f"funcops.nn.{type(self).__name__}", "x", f"a plain tensor: torch has no {self.kind}",
+            self._is_torchs(),
+            f"funcops.nn.{type(self).__name__}",
+            "x",
+            f"a plain tensor: torch has no {self.kind}",
             type(given[0]).__name__,
-        )  # fmt: skip
+        )
         return super().plain(*given)
 
     def _is_torchs(self) -> bool:

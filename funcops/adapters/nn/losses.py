@@ -75,10 +75,20 @@ class LinearCrossEntropyLoss(OpModule, _torchs):
     values = ("num_classes", "ignore_index", "reduction", "label_smoothing")
 
     def __init__(
-        self, in_features: int, num_classes: int, *, out_features: tuple[int, ...] = (), bias: bool = False, device: Any = None,
-        dtype: torch.dtype | None = None, reduction: str = "mean", weight: Tensor | None = None, ignore_index: int | None = None,
-        label_smoothing: float = 0.0, options: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        out_features: tuple[int, ...] = (),
+        bias: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        reduction: str = "mean",
+        weight: Tensor | None = None,
+        ignore_index: int | None = None,
+        label_smoothing: float = 0.0,
+        options: Any = None,
+    ) -> None:
         nn.Module.__init__(self)
         where = "LinearCrossEntropyLoss"
         require_device(where, device)
@@ -143,9 +153,8 @@ class LinearCrossEntropyLoss(OpModule, _torchs):
     def _loss(self, logits: Tensor, target: Tensor) -> Tensor:
         ignore = -100 if self.ignore_index is None else self.ignore_index
         return nn.functional.cross_entropy(
-            logits, target, weight=self.weight, ignore_index=ignore, reduction=self.reduction,
-            label_smoothing=self.label_smoothing,
-        )  # fmt: skip
+            logits, target, weight=self.weight, ignore_index=ignore, reduction=self.reduction, label_smoothing=self.label_smoothing
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight" and isinstance(value, Tensor) and value.dim() == 2:

@@ -33,9 +33,13 @@ KINDS: dict[str, str] = {
     "transformers.activations.ReLUSquaredActivation": "squared_relu",
 }
 GATES = {  # the GLU of an activation
-    "relu": "reglu", "squared_relu": "squared_reglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "quick_gelu": "quick_geglu",
+    "relu": "reglu",
+    "squared_relu": "squared_reglu",
+    "gelu": "geglu",
+    "gelu_tanh": "geglu_tanh",
+    "quick_gelu": "quick_geglu",
     "silu": "swiglu",
-}  # fmt: skip
+}
 ACTS = frozenset(GATES)
 
 

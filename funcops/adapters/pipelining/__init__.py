@@ -5,9 +5,4 @@ from funcops.adapters.bucketed_mean import BucketedMean
 from funcops.adapters.pipelining.modules import split_stage
 from funcops.adapters.pipelining.pipeline import Pipeline, Stepped
 
-__all__ = [
-    "BucketedMean",
-    "Pipeline",
-    "Stepped",
-    "split_stage",
-]
+__all__ = ["BucketedMean", "Pipeline", "Stepped", "split_stage"]

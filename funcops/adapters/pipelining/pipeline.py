@@ -49,10 +49,16 @@ class Pipeline:
     """
 
     def __init__(
-        self, schedule: Schedule, cfg: ChainConfig, x: Any, *, dtype: torch.dtype | None = None, device: Any = "cpu",
+        self,
+        schedule: Schedule,
+        cfg: ChainConfig,
+        x: Any,
+        *,
+        dtype: torch.dtype | None = None,
+        device: Any = "cpu",
         group: Any = None,
         needs: Needs = Needs.ALL,
-    ) -> None:  # fmt: skip
+    ) -> None:
         require_type("Pipeline", "schedule", schedule, Schedule)
         if dist.get_world_size(group) != len(schedule.ranks):
             fail(
@@ -100,9 +106,16 @@ class Pipeline:
                 fail("Pipeline", what, "the same on all ranks", f"another on rank {other} than on rank 0")
 
     def step(
-        self, params: dict[str, Any], xs: Sequence[Any], dys: Sequence[Any] | None = None, *, into: dict[str, Any] | None = None,
-        done: Done | None = None, check_finite: bool = True, losses: tuple[str, ...] = (),
-    ) -> Stepped:  # fmt: skip
+        self,
+        params: dict[str, Any],
+        xs: Sequence[Any],
+        dys: Sequence[Any] | None = None,
+        *,
+        into: dict[str, Any] | None = None,
+        done: Done | None = None,
+        check_finite: bool = True,
+        losses: tuple[str, ...] = (),
+    ) -> Stepped:
         """One pass of the schedule. `params` and `into`: by stage, those of this rank (`names`), others are not looked at; xs,
         dys, `into`, `done` and `losses` as in `funcops.schedule.run`; the main value of an x is read on the rank of the first
         stage, extras on all. Without dys the gradients are those of the mean of the microbatches' losses: give dys where

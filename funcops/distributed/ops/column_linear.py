@@ -210,6 +210,11 @@ def _gradients(
 
 
 column_linear = make_op(
-    "column_linear", ColumnLinearConfig, init=column_linear_init, fwd=column_linear_fwd, dgrad=column_linear_dgrad,
-    wgrad=column_linear_wgrad, bwd=column_linear_bwd,
-)  # fmt: skip
+    "column_linear",
+    ColumnLinearConfig,
+    init=column_linear_init,
+    fwd=column_linear_fwd,
+    dgrad=column_linear_dgrad,
+    wgrad=column_linear_wgrad,
+    bwd=column_linear_bwd,
+)

@@ -371,13 +371,23 @@ def _gradients(
 
 
 column_qlinear = make_op(
-    "column_qlinear", ColumnQLinearConfig, init=column_qlinear_init, fwd=column_qlinear_fwd, dgrad=column_qlinear_dgrad,
-    wgrad=column_qlinear_wgrad, bwd=column_qlinear_bwd,
-)  # fmt: skip
+    "column_qlinear",
+    ColumnQLinearConfig,
+    init=column_qlinear_init,
+    fwd=column_qlinear_fwd,
+    dgrad=column_qlinear_dgrad,
+    wgrad=column_qlinear_wgrad,
+    bwd=column_qlinear_bwd,
+)
 column_qlinear_of_input = make_op(
-    "column_qlinear_of_input", ColumnQLinearConfig, init=column_qlinear_init, fwd=column_qlinear_of_input_fwd,
-    dgrad=column_qlinear_of_input_dgrad, wgrad=column_qlinear_wgrad, bwd=column_qlinear_of_input_bwd,
-)  # fmt: skip
+    "column_qlinear_of_input",
+    ColumnQLinearConfig,
+    init=column_qlinear_init,
+    fwd=column_qlinear_of_input_fwd,
+    dgrad=column_qlinear_of_input_dgrad,
+    wgrad=column_qlinear_wgrad,
+    bwd=column_qlinear_of_input_bwd,
+)
 
 
 def column_op_of(recipe: Recipe) -> Op:

@@ -109,9 +109,15 @@ def dispatch_fwd(
     weights, rows, indices, place = dispatched("dispatch_fwd", x, cfg.experts, cfg.capacity, cfg.axis)
     place = place.view(*x[1].shape[:-1], cfg.axis.size)
     kept = DispatchResiduals.keep(
-        cfg, needs, place=place, inputs=Inputs.of(x), shape=rows.shape, dtype=rows.dtype, choices=weights.shape[-1],
+        cfg,
+        needs,
+        place=place,
+        inputs=Inputs.of(x),
+        shape=rows.shape,
+        dtype=rows.dtype,
+        choices=weights.shape[-1],
         weights_dtype=weights.dtype,
-    )  # fmt: skip
+    )
     return (weights, rows, indices, place), kept
 
 

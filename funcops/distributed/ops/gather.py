@@ -33,16 +33,7 @@ from funcops.distributed import comm
 from funcops.distributed.mesh import Axis
 from funcops.distributed.plain import check_part, check_tensor, require_axis
 
-__all__ = [
-    "GatherConfig",
-    "GatherResiduals",
-    "gather",
-    "gather_bwd",
-    "gather_dgrad",
-    "gather_fwd",
-    "gather_init",
-    "gather_wgrad",
-]
+__all__ = ["GatherConfig", "GatherResiduals", "gather", "gather_bwd", "gather_dgrad", "gather_fwd", "gather_init", "gather_wgrad"]
 
 
 @config

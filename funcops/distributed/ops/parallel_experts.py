@@ -210,6 +210,11 @@ def parallel_experts_bwd(
 
 
 parallel_experts = make_op(
-    "parallel_experts", ParallelExpertsConfig, init=parallel_experts_init, fwd=parallel_experts_fwd,
-    dgrad=parallel_experts_dgrad, wgrad=parallel_experts_wgrad, bwd=parallel_experts_bwd,
-)  # fmt: skip
+    "parallel_experts",
+    ParallelExpertsConfig,
+    init=parallel_experts_init,
+    fwd=parallel_experts_fwd,
+    dgrad=parallel_experts_dgrad,
+    wgrad=parallel_experts_wgrad,
+    bwd=parallel_experts_bwd,
+)

@@ -192,9 +192,13 @@ def _summed(t: Tensor, cfg: ParallelLowRankConfig) -> Tensor:
 
 
 parallel_low_rank = make_op(
-    "parallel_low_rank", ParallelLowRankConfig, init=parallel_low_rank_init, fwd=parallel_low_rank_fwd,
-    dgrad=parallel_low_rank_dgrad, wgrad=parallel_low_rank_wgrad,
-)  # fmt: skip
+    "parallel_low_rank",
+    ParallelLowRankConfig,
+    init=parallel_low_rank_init,
+    fwd=parallel_low_rank_fwd,
+    dgrad=parallel_low_rank_dgrad,
+    wgrad=parallel_low_rank_wgrad,
+)
 parallel_low_rank_bwd = both_halves(parallel_low_rank, parallel_low_rank_dgrad, parallel_low_rank_wgrad)
 
 

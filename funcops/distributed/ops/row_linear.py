@@ -220,6 +220,11 @@ def _with_db(dparams: LinearParams, db: Tensor | None, into: LinearParams | None
 
 
 row_linear = make_op(
-    "row_linear", RowLinearConfig, init=row_linear_init, fwd=row_linear_fwd, dgrad=row_linear_dgrad, wgrad=row_linear_wgrad,
+    "row_linear",
+    RowLinearConfig,
+    init=row_linear_init,
+    fwd=row_linear_fwd,
+    dgrad=row_linear_dgrad,
+    wgrad=row_linear_wgrad,
     bwd=row_linear_bwd,
-)  # fmt: skip
+)

@@ -298,9 +298,13 @@ row_qlinear = make_op(
 )
 row_qlinear_bwd = both_halves(row_qlinear, row_qlinear_dgrad, row_qlinear_wgrad)
 row_qlinear_of_input = make_op(
-    "row_qlinear_of_input", RowQLinearConfig, init=row_qlinear_init, fwd=row_qlinear_of_input_fwd,
-    dgrad=row_qlinear_of_input_dgrad, wgrad=row_qlinear_wgrad,
-)  # fmt: skip
+    "row_qlinear_of_input",
+    RowQLinearConfig,
+    init=row_qlinear_init,
+    fwd=row_qlinear_of_input_fwd,
+    dgrad=row_qlinear_of_input_dgrad,
+    wgrad=row_qlinear_wgrad,
+)
 row_qlinear_of_input_bwd = both_halves(row_qlinear_of_input, row_qlinear_of_input_dgrad, row_qlinear_wgrad)
 
 

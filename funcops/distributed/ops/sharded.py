@@ -360,6 +360,12 @@ def _settle(flying: Reducing, into: Any) -> Any:
 
 
 sharded = make_op(
-    "sharded", ShardedConfig, init=sharded_init, fwd=sharded_fwd, dgrad=sharded_dgrad, wgrad=sharded_wgrad, bwd=sharded_bwd,
+    "sharded",
+    ShardedConfig,
+    init=sharded_init,
+    fwd=sharded_fwd,
+    dgrad=sharded_dgrad,
+    wgrad=sharded_wgrad,
+    bwd=sharded_bwd,
     ahead=Ahead(begin=_begin, bwd=_bwd_begun, wgrad=_wgrad_begun, settle=_settle),
-)._replace(residuals=ShardedResiduals, pending=ShardedPending)  # fmt: skip
+)._replace(residuals=ShardedResiduals, pending=ShardedPending)

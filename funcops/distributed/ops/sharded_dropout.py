@@ -143,7 +143,5 @@ def sharded_dropout_dgrad(
     return residuals.inputs.make((dx, None)), None
 
 
-sharded_dropout = make_op(
-    "sharded_dropout", ShardedDropoutConfig, fwd=sharded_dropout_fwd, dgrad=sharded_dropout_dgrad, keyed=True
-)  # fmt: skip
+sharded_dropout = make_op("sharded_dropout", ShardedDropoutConfig, fwd=sharded_dropout_fwd, dgrad=sharded_dropout_dgrad, keyed=True)
 sharded_dropout_init, sharded_dropout_bwd, sharded_dropout_wgrad = no_params(sharded_dropout, sharded_dropout_dgrad)

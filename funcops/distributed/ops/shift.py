@@ -32,16 +32,7 @@ from funcops.distributed.mesh import Axis
 from funcops.distributed.plain import check_tensor, require_axis
 from funcops.errors import FLOATS
 
-__all__ = [
-    "ShiftConfig",
-    "ShiftResiduals",
-    "shift",
-    "shift_bwd",
-    "shift_dgrad",
-    "shift_fwd",
-    "shift_init",
-    "shift_wgrad",
-]
+__all__ = ["ShiftConfig", "ShiftResiduals", "shift", "shift_bwd", "shift_dgrad", "shift_fwd", "shift_init", "shift_wgrad"]
 
 
 @config

@@ -95,9 +95,15 @@ class VocabLinearCrossEntropyConfig(OpConfig):
         check_sizes(self, where)
         require_shares(where, "vocab", self.vocab, self.axis)
         own = LinearCrossEntropyConfig(
-            self.in_features, self.vocab // self.axis.size, label_smoothing=self.label_smoothing, ignore_index=self.ignore_index,
-            z_loss=self.z_loss, reduction=self.reduction, softcap=self.softcap, chunk_bytes=self.chunk_bytes,
-        )  # fmt: skip
+            self.in_features,
+            self.vocab // self.axis.size,
+            label_smoothing=self.label_smoothing,
+            ignore_index=self.ignore_index,
+            z_loss=self.z_loss,
+            reduction=self.reduction,
+            softcap=self.softcap,
+            chunk_bytes=self.chunk_bytes,
+        )
         object.__setattr__(self, "own", own)
 
     own: ClassVar[LinearCrossEntropyConfig]  # of this rank's classes alone
@@ -138,11 +144,7 @@ def vocab_linear_cross_entropy_init(
 
 @forward(VocabLinearCrossEntropyConfig, LinearCrossEntropyParams)
 def vocab_linear_cross_entropy_fwd(
-    params: LinearCrossEntropyParams,
-    x: tuple[Tensor, Tensor],
-    cfg: VocabLinearCrossEntropyConfig,
-    *,
-    needs: Needs = Needs.ALL,
+    params: LinearCrossEntropyParams, x: tuple[Tensor, Tensor], cfg: VocabLinearCrossEntropyConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, VocabLinearCrossEntropyResiduals | None]:
     """x: `(x, labels)`, x: [m, *, I] and labels: [n m, *] (without `sequence_parallel`: [*, I] and [*]) -> y.
 

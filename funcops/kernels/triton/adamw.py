@@ -49,7 +49,7 @@ def _adamw(
     log1: tl.float32,
     log2: tl.float32, eps: tl.float32, weight_decay: tl.float32, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
-):  # fmt: skip
+):
     """`chunks[c]` is (tensor, chunk of that tensor); a row of the table is (distances of p, g, m, v and t from the first tensor's,
     number of elements, whether decayed). A beta b is passed as 1 - b and log b, which float32 cannot compute from b."""
     program = tl.program_id(0).to(tl.int64)
@@ -87,7 +87,7 @@ _tables, _chunks = Tables(KEPT), Tables(KEPT)
 def adamw(
     params: list[Tensor], grads: list[Tensor], exp_avg: list[Tensor], exp_avg_sq: list[Tensor], steps: list[Tensor],
     decayed: list[bool], lr: float, lr_tensor: Optional[Tensor], beta1: float, beta2: float, eps: float, weight_decay: float,
-) -> None:  # fmt: skip
+) -> None:
     if lr_tensor is not None and lr_tensor.device != params[0].device:
         lr, lr_tensor = float(lr_tensor), None
     rows: list[Any] = [params, grads, exp_avg, exp_avg_sq, steps, decayed]
@@ -100,7 +100,7 @@ def adamw(
             _launch(
                 chunks.shape[0], 1, 1, table, chunks, p[0], g[0], m[0], v[0], t[0], lr_tensor, lr,
                 1.0 - beta1, 1.0 - beta2, _log(beta1), _log(beta2), eps, weight_decay, aligned, BLOCK, BLOCKS,
-            )  # fmt: skip
+            )
 
 
 def _table_of(p: Any, g: Any, m: Any, v: Any, t: Any, sizes: tuple[int, ...], decays: Any) -> Table:
@@ -110,7 +110,7 @@ def _table_of(p: Any, g: Any, m: Any, v: Any, t: Any, sizes: tuple[int, ...], de
     widths = tuple([row[0].itemsize for row in (p, g, m, v, t)])
     return _tables.get(
         p[0].device, (addresses, sizes, widths, tuple(decays)), lambda: _new_table(addresses, widths, sizes, decays)
-    )  # fmt: skip
+    )
 
 
 def _new_table(addresses: Any, widths: Any, sizes: tuple[int, ...], decays: Any) -> tuple[tuple[Tensor, ...], bool]:

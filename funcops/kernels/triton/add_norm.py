@@ -46,7 +46,7 @@ def add_layer_norm_fwd(
 def add_layer_norm_bwd(
     dy: Tensor, dstream: Tensor, stream: Tensor, w: Optional[Tensor], mean: Tensor, rstd: Tensor, centred: bool, dx: bool,
     dw: bool, db: bool,
-) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:  # fmt: skip
+) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
     return gradients(dy, stream, w, mean, rstd, Norm(1.0 / stream.shape[-1], True, centred), dx, dw, db, dstream)
 
 
@@ -54,7 +54,7 @@ def add_layer_norm_bwd(
 def _add_layer_norm_bwd_fake(
     dy: Tensor, dstream: Tensor, stream: Tensor, w: Optional[Tensor], mean: Tensor, rstd: Tensor, centred: bool, dx: bool,
     dw: bool, db: bool,
-) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:  # fmt: skip
+) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
     return torch.empty_like(stream) if dx else None, parts_like(stream) if dw else None, parts_like(stream) if db else None
 
 
@@ -79,7 +79,7 @@ def _add_rms_norm_bwd_again_fake(
 def add_layer_norm_bwd_again(
     dy: Tensor, dstream: Tensor, stream: Tensor, w: Tensor, b: Optional[Tensor], mean: Tensor, rstd: Tensor, centred: bool,
     dw: bool, db: bool,
-) -> tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:
     how, y = Norm(1.0 / stream.shape[-1], True, centred), torch.empty_like(stream, memory_format=torch.contiguous_format)
     dx, d_w, d_b = gradients(dy, stream, w, mean, rstd, how, True, dw, db, dstream, b, y)
     assert dx is not None
@@ -90,7 +90,7 @@ def add_layer_norm_bwd_again(
 def _add_layer_norm_bwd_again_fake(
     dy: Tensor, dstream: Tensor, stream: Tensor, w: Tensor, b: Optional[Tensor], mean: Tensor, rstd: Tensor, centred: bool,
     dw: bool, db: bool,
-) -> tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:
     parts = [parts_like(stream) if wanted else None for wanted in (dw, db)]
     return torch.empty_like(stream), torch.empty_like(stream), parts[0], parts[1]
 

@@ -25,7 +25,7 @@ PARTS, PROGRAMS = 256, 1024  # at most, in a backward: partial rows, and program
 def _backward(
     dy_ptr, x_ptr, b_ptr, dz_ptr, db_ptr, rows, width, KIND: tl.constexpr, BIAS: tl.constexpr, DB: tl.constexpr,
     AGAIN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """With AGAIN, write y over dy."""
     part, parts = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -105,7 +105,7 @@ def _bwd(dy: Tensor, x: Tensor, b: Optional[Tensor], kind: str, db: bool, again:
     _launch_backward(
         *grid, dy, x, contiguous(b), dz, d_b, rows, width, kind, b is not None, db, again, at_once, block,
         num_warps=warps_of(TILE),
-    )  # fmt: skip
+    )
     return dz, d_b
 
 
@@ -136,7 +136,7 @@ def dropout_bwd_sums(dy: Tensor, key: Tensor, p: float) -> tuple[Tensor, Tensor]
     grid = _parts(rows, width), cdiv(width, block), 1
     _launch_dropout_sums(
         *grid, dy, key.contiguous(), dx, sums, rows, width, *threshold_and_factor(p), at_once, block, num_warps=warps_of(TILE)
-    )  # fmt: skip
+    )
     return dx, sums
 
 

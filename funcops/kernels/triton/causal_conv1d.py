@@ -28,7 +28,7 @@ PROGRAMS = 1024  # for the sums: a constant, so that they do not depend on the d
 def _forward(
     x_ptr, w_ptr, b_ptr, y_ptr, length, channels, WIDTH: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
     TIMES: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
+):
     c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
     t = tl.program_id(1).to(tl.int64) * TIMES + tl.arange(0, TIMES)[:, None]
     first, inside = tl.program_id(2).to(tl.int64) * length * channels, (t < length) & (c < channels)
@@ -48,7 +48,7 @@ def _forward(
 def _backward(
     dy_ptr, x_ptr, w_ptr, b_ptr, dx_ptr, dw_ptr, db_ptr, length, channels, of_part, WIDTH: tl.constexpr, BIAS: tl.constexpr,
     SILU: tl.constexpr, DX: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+):
     """Compute dx and the sums for dw and db, for a part of a batch's times. dx at a time is complete W - 1 times later. ROWS times
     are read at once."""
     c, part = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS), tl.program_id(1)
@@ -115,7 +115,7 @@ def causal_conv1d_fwd(x: Tensor, w: Tensor, b: Optional[Tensor], silu: bool) -> 
         _launch_forward(
             cdiv(channels, block), cdiv(length, times), batches, x, w.mT.contiguous(), contiguous(b), y, length, channels,
             w.shape[1], b is not None, silu, times, block, num_warps=warps_of(times * block),
-        )  # fmt: skip
+        )
     return y
 
 
@@ -148,7 +148,7 @@ def causal_conv1d_bwd(
         _launch_backward(
             cdiv(channels, block), parts, batches, dy, x, by_time, b, d_x, d_w, d_b, length, channels, of_part, width,
             b is not None, silu, dx, dw, db, block, ROWS, num_warps=1,
-        )  # fmt: skip
+        )
     return d_x, d_w, d_b
 
 

@@ -24,7 +24,7 @@ BLOCK_M, BLOCK_N = 8, 256  # a thread loads 16 codes at once
 def _half(
     codes_ptr, scales_ptr, start, row, column, rows, width, DTYPE: tl.constexpr, COLS: tl.constexpr, NATIVE: tl.constexpr,
     A: tl.constexpr, B: tl.constexpr,
-):  # fmt: skip
+):
     """A tile [A, B] of the half of x that begins at element `start` of each row, rounded to x's dtype."""
     n, j = column + tl.arange(0, B), column // COLS + tl.arange(0, B // COLS)
     high, wide = (row < rows)[:, None], 2 * width // COLS
@@ -39,7 +39,7 @@ def _half(
 def _coded(
     dy_ptr, codes_ptr, scales_ptr, y_ptr, dx_ptr, rows, width, KIND: tl.constexpr, FIRST: tl.constexpr, COLS: tl.constexpr,
     NATIVE: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
-):  # fmt: skip
+):
     """Compute y if dy is None, else dx."""
     across = tl.cdiv(width, B)
     pid = tl.program_id(0)
@@ -78,7 +78,7 @@ def _run(
     _launch_coded(
         cdiv(rows, BLOCK_M) * cdiv(width, BLOCK_N), 1, 1, dy, codes.contiguous(), scales.contiguous(), y, dx, rows, width,
         GATES[kind], first, cols, native(), BLOCK_M, BLOCK_N, num_warps=4,
-    )  # fmt: skip
+    )
 
 
 def _serves(codes: Tensor, cols: int) -> bool:

@@ -52,7 +52,7 @@ def _seen(size, DEEP: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr):
 def _forward(
     logits_ptr, labels_ptr, losses_ptr, lse_ptr, vocab, ignore_index, smoothing: tl.float32, z_loss: tl.float32,
     SMOOTHED: tl.constexpr, EVEN: tl.constexpr, DEEP: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr, before, size = whole_groups(logits_ptr, row * vocab, vocab, EVEN)
     label = tl.load(labels_ptr + row)
@@ -101,7 +101,7 @@ def _descend(t, at, label, highest, at_all, at_label, scale):
 def _backward(
     dloss_ptr, dloss_step, logits_ptr, labels_ptr, lse_ptr, dlogits_ptr, classes, first, vocab, ignore_index,
     smoothing: tl.float32, z_loss: tl.float32, EVEN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """dlogits may be logits themselves, whose classes begin at `first` of `vocab` classes."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr, before, size = whole_groups(logits_ptr, row * classes, classes, EVEN)
@@ -146,7 +146,7 @@ def cross_entropy_fwd(logits: Tensor, labels: Tensor, smoothing: float, ignore_i
         _launch_forward(
             rows, 1, 1, logits, labels, losses, lse, vocab, ignore_index, smoothing, z_loss, smoothing != 0.0,
             vocab % GROUP == 0, deep, lanes, block, num_warps=warps,
-        )  # fmt: skip
+        )
     return losses, lse
 
 
@@ -154,7 +154,7 @@ def cross_entropy_fwd(logits: Tensor, labels: Tensor, smoothing: float, ignore_i
 def cross_entropy_bwd(
     dloss: Tensor, logits: Tensor, labels: Tensor, logsumexp: Tensor, smoothing: float, ignore_index: int, z_loss: float,
     first: int = 0, vocab: int = 0,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     logits = logits.contiguous()
     dlogits = torch.empty_like(logits)
     vocab = vocab or logits.shape[1]
@@ -166,14 +166,14 @@ def cross_entropy_bwd(
 def cross_entropy_bwd_owned(
     dloss: Tensor, logits: Tensor, labels: Tensor, logsumexp: Tensor, smoothing: float, ignore_index: int, z_loss: float,
     first: int, vocab: int,
-) -> None:  # fmt: skip
+) -> None:
     _gradient(dloss, logits, labels, logsumexp, logits, smoothing, ignore_index, z_loss, first, vocab)
 
 
 def _gradient(
     dloss: Tensor, logits: Tensor, labels: Tensor, logsumexp: Tensor, dlogits: Tensor, smoothing: float, ignore_index: int,
     z_loss: float, first: int, vocab: int,
-) -> None:  # fmt: skip
+) -> None:
     rows, classes = logits.shape
     if rows and classes:
         block = block_of(classes, BLOCK)
@@ -181,4 +181,4 @@ def _gradient(
             rows, 1, 1, dloss.contiguous(), int(dloss.dim() > 0), logits, labels.contiguous(), logsumexp.contiguous(),
             dlogits, classes, first, vocab, ignore_index, smoothing, z_loss, classes % GROUP == 0, block,
             num_warps=warps_of(block),
-        )  # fmt: skip
+        )

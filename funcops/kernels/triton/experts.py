@@ -28,7 +28,7 @@ def _up(
     I, H, every,  # noqa: E741 (as in the math)
     limit: tl.float32, alpha: tl.float32, offset: tl.float32, BIAS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, E_BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Compute z and scaled. A program has two sums: of gate columns, and of the linear columns that belong to them."""
     tile_m, tile_n = tile_of(tl.program_id(0), tiles * BLOCK_M, I, BLOCK_M, BLOCK_N, GROUP)
     e, first, last = locate(tile_m, offsets_ptr, E, rows, BLOCK_M, E_BLOCK)
@@ -81,7 +81,7 @@ def _down_part(
     da, s, z_ptr, dz_ptr, scaled_ptr, m, n, last, I,  # noqa: E741 (as in the math)
     limit: tl.float32, alpha: tl.float32, offset: tl.float32,
     KIND: tl.constexpr, DZ: tl.constexpr, AGAIN: tl.constexpr,
-):  # fmt: skip
+):
     """Write dz and scaled for some columns of da; return the sum of da a over them."""
     inside, at = (m < last)[:, None] & (n < I)[None, :], m.to(tl.int64)[:, None] * I + n[None, :]
     of_z = m.to(tl.int64)[:, None] * 2 * I + n[None, :]
@@ -106,7 +106,7 @@ def _down_dgrad(
     limit: tl.float32, alpha: tl.float32, offset: tl.float32, KIND: tl.constexpr, DZ: tl.constexpr,
     DWEIGHTS: tl.constexpr, AGAIN: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP: tl.constexpr, E_BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Compute dz, scaled, and a part of ds per column tile, [column tiles, rows]. The epilogue takes a quarter of the columns at a
     time: all at once would spill registers."""
     tile_m, tile_n = tile_of(tl.program_id(0), tiles * BLOCK_M, I, BLOCK_M, BLOCK_N, GROUP)
@@ -121,7 +121,7 @@ def _down_dgrad(
     length = tl.where(e < E, H, 0)
     da = add_product(
         da, dy_ptr, w_ptr, row, n + tl.arange(0, BLOCK_N), tokens, I, 0, length, H, 1, I, 1, PRECISION, BLOCK_K
-    )  # fmt: skip
+    )
     s = load_wide(weights_ptr + tl.load(order_ptr + m, mask=m < last, other=0), m < last)
     PART: tl.constexpr = BLOCK_N // 4
     left, right = _columns(da, BLOCK_M, BLOCK_N)
@@ -140,7 +140,7 @@ def _down_dgrad(
 def _dweights(
     parts_ptr, place_ptr, dy_ptr, bias_ptr, indices_ptr, dweights_ptr, parts, rows, E, H, every, BIAS: tl.constexpr,
     BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+):
     """Compute d weights [rows], by token and choice: the sum of its row's parts [parts, rows], in order, + dy . bias_e."""
     j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(place_ptr + j, mask=j < rows, other=0).to(tl.int64)
@@ -167,7 +167,7 @@ _launch_up, _launch_down_dgrad, _launch_dweights = launcher(_up), launcher(_down
 def experts_up(
     x: Tensor, up: Tensor, bias: Optional[Tensor], weights: Tensor, order: Tensor, offsets: Tensor, kind: str, limit: float,
     alpha: float, offset: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     (groups, width, length), rows = up.shape, order.shape[0]
     width //= 2
     z, scaled = x.new_empty((rows, 2 * width)), x.new_empty((rows, width))
@@ -181,7 +181,7 @@ def experts_up(
         order.contiguous(), offsets.contiguous(), tiles, rows, x.shape[0], groups, width, length, weights.shape[1], limit, alpha,
         offset, bias is not None, GATES.get(kind, kind), precision(x.dtype), tile.m, tile.n, tile.k, GROUP, blocks_of(groups),
         num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    )
     return z, scaled
 
 
@@ -195,7 +195,7 @@ def experts_dgrad(
     dy: Tensor, down: Optional[Tensor], z: Tensor, weights: Tensor, order: Tensor, offsets: Tensor, place: Optional[Tensor],
     bias: Optional[Tensor], indices: Optional[Tensor], kind: str, limit: float, alpha: float, offset: float, dz: bool,
     dweights: bool, scaled: bool,
-) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:  # fmt: skip
+) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
     groups, width, rows = offsets.shape[0] - 1, z.shape[1] // 2, order.shape[0]
     length = 0 if down is None else down.shape[1]  # the product's; 0 for `scaled` alone
     d_z, again = dy.new_empty((rows, 2 * width)) if dz else None, dy.new_empty((rows, width)) if scaled else None
@@ -210,11 +210,11 @@ def experts_dgrad(
         d_z, again, parts, order.contiguous(), offsets.contiguous(), tiles, rows, dy.shape[0], groups, width, length, every, limit,
         alpha, offset, GATES.get(kind, kind), dz, dweights, scaled, precision(dy.dtype), tile.m, tile.n, tile.k, GROUP,
         blocks_of(groups), num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    )
     if d_weights is not None:
         block = MANY_CHOICES if bias is None else FEW_CHOICES
         _launch_dweights(
             cdiv(rows, block), 1, 1, parts, contiguous(place), dy.contiguous(), contiguous(bias), contiguous(indices), d_weights,
             columns, rows, groups, length, every, bias is not None, block, COLUMNS,
-        )  # fmt: skip
+        )
     return d_z, d_weights, again

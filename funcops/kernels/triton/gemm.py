@@ -28,7 +28,7 @@ def tile_of(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.
 def epilogue(
     total, bias_ptr, z_ptr, add_ptr, m, n, M, N, scale,
     BIAS: tl.constexpr, Z: tl.constexpr, KIND: tl.constexpr, ADD: tl.constexpr,
-):  # fmt: skip
+):
     """t = scale total + bias; with Z "keep" t is written to z; then f(t), or with Z "derivative" t f'(z); then + add."""
     total *= scale
     inside = (m < M)[:, None] & (n < N)[None, :]
@@ -50,7 +50,7 @@ def epilogue(
 def _row_sum(
     a_ptr, sums_ptr, tile_n, m, M, split, first, last, a_m, a_k, shares, per_share, ADD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+):
     """sums[split, share, m] (+)= the sum of A over a share of k in [first, last): the bias gradient, if A is dy^T. Each of the
     first `shares` tiles in a row of tiles takes one share, so that none is much later than the others.
     Their reads are still in the cache."""
@@ -73,7 +73,7 @@ def _row_sum(
 @triton.jit
 def add_product(
     total, a_ptr, b_ptr, m, n, M, N, first, last, a_m, a_k, b_k, b_n, PRECISION: tl.constexpr, BLOCK_K: tl.constexpr
-):  # fmt: skip
+):
     """total + rows m of A times columns n of B, over k in [first, last)."""
     k = tl.arange(0, BLOCK_K)
     a_at = a_ptr + m[:, None] * a_m + (first + k).to(tl.int64)[None, :] * a_k
@@ -95,7 +95,7 @@ def _pointer(
     a_ptr, b_ptr, c_ptr, bias_ptr, z_ptr, add_ptr, sums_ptr, M, N, K, a_m, a_k, b_k, b_n, per_split, shares, per_share,
     scale: tl.float32, BIAS: tl.constexpr, Z: tl.constexpr, KIND: tl.constexpr, ADD: tl.constexpr, SUMS: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+):
     """Split s reads its own part of K and writes C [s, M, N] and, with SUMS, sums [s, shares, M]."""
     tile_m, tile_n = tile_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP)
     split = tl.program_id(1).to(tl.int64)
@@ -117,7 +117,7 @@ def _pointer(
 def product(
     a_desc, b_desc, tile_m, tile_n, first, last, A_FLIPPED: tl.constexpr, B_FLIPPED: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+):
     """A tile of A B over k in [first, last), in float32."""
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(first, last, BLOCK_K):
@@ -142,7 +142,7 @@ def _descriptor(
     SUMS: tl.constexpr,
     A_FLIPPED: tl.constexpr, B_FLIPPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+):
     """`_pointer` over descriptors: a program takes tiles p, p + P, ... A is stored [M, K], or [K, M] if flipped; B [K, N] or [N,
     K]. Split s writes from row s slice_rows of C, a multiple of BLOCK_M, so that no tile reaches into the next split."""
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
@@ -178,7 +178,7 @@ def _sum_splits(parts_ptr, c_ptr, n, slice_size, splits, ADD: tl.constexpr, BLOC
 def _after(
     t_ptr, c_ptr, z_ptr, add_ptr, M, N, Z: tl.constexpr, KIND: tl.constexpr, ADD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):  # fmt: skip
+):
     """Compute C from t by the rest of the epilogue; t, which may be C itself, already has scale and bias."""
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -20,7 +20,7 @@ def _specialised(
     a_ptr, b_ptr, c_ptr, bias_ptr, z_ptr, add_ptr, M, N, K, a_stride, b_stride, scale: tl.float32, BIAS: tl.constexpr,
     Z: tl.constexpr, KIND: tl.constexpr, ADD: tl.constexpr, A_FLIPPED: tl.constexpr, B_FLIPPED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+):
     """`gemm._descriptor` without splits and row sums."""
     if A_FLIPPED:
         a_desc = tl.make_tensor_descriptor(a_ptr, [K, M], [a_stride, 1], [BLOCK_K, BLOCK_M])

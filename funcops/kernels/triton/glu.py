@@ -37,7 +37,7 @@ gate_parts = _parts  # for products with a gated unit in their epilogue
 def _forward(
     gate_ptr, linear_ptr, scales_ptr, y_ptr, width, stride, limit: tl.float32, alpha: tl.float32, offset: tl.float32,
     KIND: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """`stride`: the distance between rows of gate and linear, twice the width if they are the halves of one tensor."""
     row = tl.program_id(0).to(tl.int64)
     gate_ptr += row * stride
@@ -59,7 +59,7 @@ def _backward(
     dy_ptr, gate_ptr, linear_ptr, scales_ptr, dgate_ptr, dlinear_ptr, dscales_ptr, width, stride,
     limit: tl.float32, alpha: tl.float32, offset: tl.float32, KIND: tl.constexpr, SCALED: tl.constexpr, DX: tl.constexpr,
     DSCALES: tl.constexpr, AGAIN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """With AGAIN, write y over dy."""
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros([BLOCK], tl.float32)
@@ -104,7 +104,7 @@ def _fwd(x: Tensor, scales: Optional[Tensor], kind: str, first: bool, *constants
         _launch_forward(
             rows, 1, 1, *_halves(x, first), scales, y, width, 2 * width, *constants, kind, scales is not None, block,
             num_warps=warps_of(block),
-        )  # fmt: skip
+        )
     return y
 
 
@@ -129,7 +129,7 @@ def _bwd(
         _launch_backward(
             rows, 1, 1, dy, *_halves(x, first), scales, *_halves(d_x, first), d_scales, width, 2 * width, *constants, kind,
             scales is not None, dx, dscales, again, block, num_warps=warps_of(block),
-        )  # fmt: skip
+        )
     return d_x, d_scales
 
 
@@ -167,7 +167,7 @@ def glu_pair_fwd(gate: Tensor, linear: Tensor, kind: str) -> Tensor:
         _launch_forward(
             rows, 1, 1, gate, linear.contiguous(), None, y, width, width, 0.0, 0.0, 0.0, declared.GATES[kind], False, block,
             num_warps=warps_of(block),
-        )  # fmt: skip
+        )
     return y
 
 
@@ -179,7 +179,7 @@ def glu_pair_bwd(dy: Tensor, gate: Tensor, linear: Tensor, kind: str) -> tuple[T
         _launch_backward(
             rows, 1, 1, dy.contiguous(), gate, linear.contiguous(), None, d_gate, d_linear, None, width, width, 0.0, 0.0, 0.0,
             declared.GATES[kind], False, True, False, False, block, num_warps=warps_of(block),
-        )  # fmt: skip
+        )
     return d_gate, d_linear
 
 

@@ -24,7 +24,7 @@ STEP = 1024  # elements of a channel at a time
 def _forward(
     x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, groups, channels, size, eps: tl.float32, WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """`channels`: the number per group, each of `size` elements."""
     group = tl.program_id(0).to(tl.int64)
     length = channels * size
@@ -62,7 +62,7 @@ def _forward(
 def _channel_sums(
     dy_ptr, x_ptr, mean_ptr, rstd_ptr, dw_ptr, db_ptr, rows, channels, size, NORMED: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Compute, for every channel of every batch (a row), the sums of dy n, with NORMED, and of dy."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
@@ -85,7 +85,7 @@ def _channel_sums(
 def _descend(
     dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dw_ptr, db_ptr, dx_ptr, groups, channels, size, CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Compute dx of a part of a group, from the sums of its channels."""
     group = tl.program_id(0).to(tl.int64)
     length, first_channel = channels * size, (group % groups) * channels
@@ -116,7 +116,7 @@ def group_norm_fwd(x: Tensor, w: Tensor, b: Tensor, groups: int, eps: float) -> 
         _launch_forward(
             batches * groups, 1, 1, x, w.contiguous(), b.contiguous(), y, mean, rstd, groups, channels // groups, size, eps,
             whole, block, num_warps=warps_of(block),
-        )  # fmt: skip
+        )
     return y, mean, rstd
 
 
@@ -124,7 +124,7 @@ def group_norm_fwd(x: Tensor, w: Tensor, b: Tensor, groups: int, eps: float) -> 
 def group_norm_bwd(
     dy: Tensor, x: Optional[Tensor], w: Optional[Tensor], mean: Optional[Tensor], rstd: Optional[Tensor], groups: int,
     dx: bool, dw: bool, db: bool,
-) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:  # fmt: skip
+) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
     dy, x, w, mean, rstd = dy.contiguous(), contiguous(x), contiguous(w), contiguous(mean), contiguous(rstd)
     batches, channels, size = dy.shape
     d_b = dy.new_zeros((batches, channels), dtype=torch.float32)
@@ -135,13 +135,13 @@ def group_norm_bwd(
         _launch_channel_sums(
             cdiv(batches * channels, at_once), 1, 1, dy, x, mean, rstd, d_w, d_b, batches * channels, of_group, size,
             d_w is not None, at_once, block, num_warps=warps_of(at_once * block),
-        )  # fmt: skip
+        )
         if dx:
             block = block_of(of_group * size, CHUNK)
             _launch_descend(
                 batches * groups, cdiv(of_group * size, block), 1, dy, x, w, mean, rstd, d_w, d_b, d_x, groups, of_group, size,
                 next_power_of_2(of_group), block, num_warps=warps_of(block),
-            )  # fmt: skip
+            )
     return d_x, d_w if dw else None, d_b if db else None
 
 
@@ -149,6 +149,6 @@ def group_norm_bwd(
 def _group_norm_bwd_fake(
     dy: Tensor, x: Optional[Tensor], w: Optional[Tensor], mean: Optional[Tensor], rstd: Optional[Tensor], groups: int,
     dx: bool, dw: bool, db: bool,
-) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:  # fmt: skip
+) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
     parts = dy.new_empty(dy.shape[:2], dtype=torch.float32)
     return torch.empty_like(dy) if dx else None, parts if dw else None, parts.clone() if db else None

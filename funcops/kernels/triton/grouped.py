@@ -17,14 +17,7 @@ from torch import Tensor
 
 from funcops.backend.launch import launcher
 from funcops.kernels import grouped as declared
-from funcops.kernels.triton.common import (
-    INTERPRETED,
-    cdiv,
-    contiguous,
-    load_wide,
-    next_power_of_2,
-    store_rounded,
-)
+from funcops.kernels.triton.common import INTERPRETED, cdiv, contiguous, load_wide, next_power_of_2, store_rounded
 from funcops.kernels.triton.gemm import add_product, tile_of
 from funcops.kernels.triton.gemm_table import FP32_UNALIGNED, SMALL, SQUARE, UNALIGNED_FUSED, Tile
 from funcops.kernels.triton.matmul import GROUP, precision
@@ -62,7 +55,7 @@ def _product(
     a_ptr, w_ptr, y_ptr, bias_ptr, scales_ptr, index_ptr, offsets_ptr, tiles, rows, a_rows, E, N, K, w_k, w_n, every,
     BIAS: tl.constexpr, SCALED: tl.constexpr, INDEXED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, E_BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """y [rows, N] from A [a_rows, K] and W [E, K, N], whose matrices are dense with strides (w_k, w_n)."""
     tile_m, tile_n = tile_of(tl.program_id(0), tiles * BLOCK_M, N, BLOCK_M, BLOCK_N, GROUP)
     e, first, last = locate(tile_m, offsets_ptr, E, rows, BLOCK_M, E_BLOCK)
@@ -91,7 +84,7 @@ def _wgrad(
     DW: tl.constexpr, SUMS: tl.constexpr, SCALED: tl.constexpr, DY_INDEXED: tl.constexpr, X_INDEXED: tl.constexpr,
     ADD: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+):
     """dw [E, O, I] (+)= dy^T x over a group's rows, and with SUMS, in the first tile of a row of tiles, db [E, O] (+)= dy's sum."""
     e = tl.program_id(1).to(tl.int64)
     tile_m, tile_n = tile_of(tl.program_id(0), O, I, BLOCK_M, BLOCK_N, GROUP)
@@ -156,7 +149,7 @@ def blocks_of(groups: int) -> int:
 def grouped_product(
     a: Tensor, w: Tensor, b: Optional[Tensor], offsets: Tensor, index: Optional[Tensor], every: int, scales: Optional[Tensor],
     transposed: bool,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     (groups, outer, inner), rows = w.shape, a.shape[0] if index is None else index.shape[0]
     width, length, w_k, w_n = (outer, inner, 1, inner) if transposed else (inner, outer, inner, 1)
     y = a.new_empty((rows, width))
@@ -169,7 +162,7 @@ def grouped_product(
         offsets.contiguous(), tiles, rows, a.shape[0], groups, width, length, w_k, w_n, every, b is not None, scales is not None,
         index is not None, precision(a.dtype), tile.m, tile.n, tile.k, GROUP, blocks_of(groups), num_warps=tile.warps,
         num_stages=tile.stages,
-    )  # fmt: skip
+    )
     return y
 
 
@@ -177,7 +170,7 @@ def grouped_product(
 def grouped_wgrad(
     dy: Tensor, x: Optional[Tensor], offsets: Tensor, dy_index: Optional[Tensor], x_index: Optional[Tensor], every: int,
     scales: Optional[Tensor], bias: bool,
-) -> tuple[Optional[Tensor], Optional[Tensor]]:  # fmt: skip
+) -> tuple[Optional[Tensor], Optional[Tensor]]:
     groups, outer = offsets.shape[0] - 1, dy.shape[-1]
     dw = None if x is None else dy.new_empty((groups, outer, x.shape[-1]))
     db = dy.new_empty((groups, outer)) if bias else None
@@ -189,14 +182,14 @@ def grouped_wgrad(
 def grouped_wgrad_into(
     dy: Tensor, x: Optional[Tensor], offsets: Tensor, dy_index: Optional[Tensor], x_index: Optional[Tensor], every: int,
     scales: Optional[Tensor], dw: Optional[Tensor], db: Optional[Tensor],
-) -> None:  # fmt: skip
+) -> None:
     _wgrads(dy, None if dw is None else x, offsets, dy_index, x_index, every, scales, dw, db, True)
 
 
 def _wgrads(
     dy: Tensor, x: Optional[Tensor], offsets: Tensor, dy_index: Optional[Tensor], x_index: Optional[Tensor], every: int,
     scales: Optional[Tensor], dw: Optional[Tensor], db: Optional[Tensor], add: bool,
-) -> None:  # fmt: skip
+) -> None:
     groups, outer, inner = offsets.shape[0] - 1, dy.shape[-1], 1 if x is None else x.shape[-1]
     tile = tile_for(dy.dtype, dy.shape[0], 0, outer, outer if x is None else inner)
     _launch_wgrad(
@@ -204,4 +197,4 @@ def _wgrads(
         contiguous(dy_index), contiguous(x_index), offsets.contiguous(), dy.shape[0], 0 if x is None else x.shape[0], outer, inner,
         every, x is not None, db is not None, scales is not None, dy_index is not None, x_index is not None, add,
         precision(dy.dtype), tile.m, tile.n, tile.k, GROUP, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    )

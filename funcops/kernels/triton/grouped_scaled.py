@@ -45,7 +45,7 @@ def _codes(ptr, row, size, k, last, stride, ELEMENT: tl.constexpr, ROWS: tl.cons
 def _operand(
     ptr, scales_ptr, row, size, k, last, stride, down, along, ELEMENT: tl.constexpr, KIND: tl.constexpr, HIGH: tl.constexpr,
     COLS: tl.constexpr, NATIVE: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+):
     """An operand of the product, [ROWS, BLOCK_K]: codes, or their values; times scales for blocks below 128."""
     codes = _codes(ptr, row, size, k, last, stride, ELEMENT, ROWS, BLOCK_K)
     if COLS == 32 or COLS == 16:
@@ -81,7 +81,7 @@ def _product(
     KIND: tl.constexpr, W_ROWS: tl.constexpr, COLS: tl.constexpr, NATIVE: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr,
     INDEXED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     E_BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """y [rows, N] from codes A [a_rows, K] and W [E, N, K]. COLS elements along K share a scale, 0: all; in W also W_ROWS rows."""
     tile_m, tile_n = tile_of(tl.program_id(0), tiles * BLOCK_M, N, BLOCK_M, BLOCK_N, GROUP)
     e, first, last = locate(tile_m, offsets_ptr, E, rows, BLOCK_M, E_BLOCK)
@@ -126,7 +126,7 @@ def _wgrad(
     dy_stride, x_stride, dy_down, dy_along, x_down, x_along, DY: tl.constexpr, X: tl.constexpr, KIND: tl.constexpr,
     COLS: tl.constexpr, NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
-):  # fmt: skip
+):
     """dw [E, O, I] from codes dy [O, P] and x [I, P], over a group's columns, which begin at multiples of 16, and their padding.
     COLS columns share a scale; 1: all of a group do."""
     e = tl.program_id(1).to(tl.int64)
@@ -170,12 +170,12 @@ def grouped_scaled_mm(
     a: Tensor, a_scales: Tensor, a_scale: Optional[Tensor], w: Tensor, w_scales: Tensor, w_scale: Optional[Tensor],
     b: Optional[Tensor], scales: Optional[Tensor], offsets: Tensor, index: Optional[Tensor], a_element: str, a_cols: int,
     w_element: str, w_rows: int, w_cols: int, kind: str, width: int, out: torch.dtype,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     if a_cols != w_cols or a_cols not in (0, 16, 32, BLOCK) or out is torch.float64:
         return declared.grouped_scaled_mm.kernel.torch_impl(  # type: ignore[no-any-return]
             a, a_scales, a_scale, w, w_scales, w_scale, b, scales, offsets, index, a_element, a_cols, w_element, w_rows, w_cols,
             kind, width, out,
-        )  # fmt: skip
+        )
     (groups, outer, _), rows = w.shape, a.shape[0] if index is None else index.shape[0]
     y = a.new_empty((rows, outer), dtype=out)
     if not rows:
@@ -188,7 +188,7 @@ def grouped_scaled_mm(
         groups, outer, width, a.shape[1], w.shape[2], *a_scales.stride(), *w_scales.stride(), a_element, w_element, kind, w_rows,
         a_cols, native(), b is not None, scales is not None, index is not None, tile.m, tile.n, tile.k, GROUP, blocks_of(groups),
         num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    )
     return y
 
 
@@ -196,7 +196,7 @@ def grouped_scaled_mm(
 def grouped_scaled_wgrad(
     dy: Tensor, dy_scales: Tensor, dy_scale: Optional[Tensor], x: Tensor, x_scales: Tensor, x_scale: Optional[Tensor],
     starts: Tensor, ends: Tensor, dy_element: str, x_element: str, cols: int, kind: str, width: int, out: torch.dtype,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     groups, outer, inner = ends.shape[0], dy.shape[0], x.shape[0]
     if cols not in (1, 16, 32, BLOCK) or out is torch.float64:
         return declared.grouped_scaled_wgrad.kernel.torch_impl(  # type: ignore[no-any-return]
@@ -209,5 +209,5 @@ def grouped_scaled_wgrad(
         x_scales, contiguous(x_scale), starts.contiguous(), dw, outer, inner, dy.shape[1], x.shape[1],
         *dy_scales.stride(), *x_scales.stride(), dy_element, x_element, kind, cols, native(), tile.m, tile.n, tile.k, GROUP,
         num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    )
     return dw

@@ -43,7 +43,7 @@ def encode(v, ELEMENT: tl.constexpr, NATIVE: tl.constexpr):
 def _code(
     bits, MOST: tl.constexpr, SHIFT: tl.constexpr, BIAS: tl.constexpr, NORMAL: tl.constexpr, MAGIC: tl.constexpr,
     MAGIC_BITS: tl.constexpr,
-):  # fmt: skip
+):
     """The code without its sign. NORMAL: the least normal number; below it the sum with MAGIC rounds to the subnormal step."""
     a = tl.minimum(bits & 0x7FFFFFFF, MOST)
     normal = (a + ((1 << (SHIFT - 1)) - 1) + ((a >> SHIFT) & 1) - BIAS) >> SHIFT
@@ -201,7 +201,7 @@ def largest(x, A: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, COLS: tl.co
 def quantise(
     x, whole, A: tl.constexpr, B: tl.constexpr, ELEMENT: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
     COLS: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr,
-):  # fmt: skip
+):
     """Unpacked codes [A, B], and the scales to store [A / ROWS, B / COLS], of whole tiles of x [A, B]."""
     factor, stored = scales_of(number(largest(sizes(x), A, B, ROWS, COLS)), whole, ELEMENT, KIND, NARROW, NATIVE)
     if ELEMENT == "e2m1":  # its codes have no NaN, so the tile's scale becomes NaN

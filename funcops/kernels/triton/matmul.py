@@ -109,7 +109,7 @@ def by_library(a: Tensor, b: Tensor, out: Tensor, e: Epilogue) -> None:
         launch_after(
             cdiv(m, rows), cdiv(n, block), 1, t, out, None if keep else e.z, e.add, m, n,
             "" if keep else e.mode, e.kind, e.add is not None, rows, block, num_warps=warps_of(AFTER_TILE),
-        )  # fmt: skip
+        )
     if e.sums is not None:
         sum_rows(a.mT, e.sums, e.add is not None)
 
@@ -161,7 +161,7 @@ def add_up(parts: Tensor, slice_size: int, out: Tensor, add: bool) -> None:
 def by_pointer(
     a: Tensor, b: Tensor, c: Tensor, e: Epilogue, tile: Tile, splits: int, slice_rows: int, per_split: int,
     sums: Optional[Tensor], shares: int,
-) -> None:  # fmt: skip
+) -> None:
     (m, k), n = a.shape, b.shape[1]
     tiles, per_share = cdiv(m, tile.m) * cdiv(n, tile.n), cdiv(per_split // tile.k, shares) * tile.k
     launch_pointer(
@@ -169,13 +169,13 @@ def by_pointer(
         per_share, e.scale,
         e.bias is not None, e.mode, e.kind, e.add is not None, sums is not None, precision(a.dtype),
         tile.m, tile.n, tile.k, GROUP, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    )
 
 
 def by_descriptor(
     a: Tensor, b: Tensor, c: Tensor, e: Epilogue, tile: Tile, splits: int, slice_rows: int, per_split: int,
     sums: Optional[Tensor], shares: int,
-) -> None:  # fmt: skip
+) -> None:
     (m, k), n = a.shape, b.shape[1]
     tiles, per_share = cdiv(m, tile.m) * cdiv(n, tile.n), cdiv(per_split // tile.k, shares) * tile.k
     a_flipped, b_flipped = a.stride(1) != 1, b.stride(1) != 1
@@ -187,7 +187,7 @@ def by_descriptor(
         per_share, e.scale,
         e.bias is not None, e.mode, e.kind, e.add is not None, sums is not None, a_flipped, b_flipped,
         tile.m, tile.n, tile.k, GROUP, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    )
 
 
 def by_specialised(a: Tensor, b: Tensor, c: Tensor, e: Epilogue, tile: Tile) -> None:
@@ -199,7 +199,7 @@ def by_specialised(a: Tensor, b: Tensor, c: Tensor, e: Epilogue, tile: Tile) -> 
         min(programs_at_once(), tiles), 1, 1, a, b, c, e.bias, e.z, e.add, m, n, k, max(a.stride()),
         max(b.stride()), e.scale, e.bias is not None, e.mode, e.kind, e.add is not None, a_flipped, b_flipped,
         tile.m, tile.n, tile.k, GROUP, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    )
 
 
 def scratch(size: int, alignment: int, stream: Optional[int]) -> Tensor:

@@ -34,7 +34,7 @@ def _forward(x_ptr, scale_ptr, shift_ptr, y_ptr, rows, of_part, width, BLOCK: tl
 def _backward(
     dy_ptr, x_ptr, scale_ptr, dx_ptr, dscale_ptr, dshift_ptr, rows, of_part, width, DX: tl.constexpr, DSCALE: tl.constexpr,
     DSHIFT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     i, part, batch = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1), tl.program_id(2).to(tl.int64)
     inside = i < width
     if DX:
@@ -73,7 +73,7 @@ def modulate_fwd(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         block, parts = block_of(width, BLOCK), parts_of(batches, rows, width)
         _launch_forward(
             cdiv(width, block), parts, batches, x, scale.contiguous(), shift.contiguous(), y, rows, cdiv(rows, parts), width, block
-        )  # fmt: skip
+        )
     return y
 
 
@@ -87,7 +87,7 @@ def modulate_bwd(
         block, parts = block_of(width, BLOCK), parts_of(batches, rows, width)
         _launch_backward(
             cdiv(width, block), parts, batches, dy, x, scale, *found, rows, cdiv(rows, parts), width, dx, dscale, dshift, block
-        )  # fmt: skip
+        )
     elif not dy.numel():
         for sums in found[1:]:
             if sums is not None:

@@ -122,7 +122,7 @@ def _holds(t: Tensor, size: int) -> bool:
 def normalise(
     x: Tensor, w: Optional[Tensor], b: Optional[Tensor], how: Norm, residual: Optional[Tensor] = None,
     key: Optional[Tensor] = None, p: float = 0.0,
-) -> tuple[Tensor, Optional[Tensor], Tensor, Optional[Tensor]]:  # fmt: skip
+) -> tuple[Tensor, Optional[Tensor], Tensor, Optional[Tensor]]:
     """Return y, mean, rstd, and with `residual` the sum that was normalised: residual + x or, with a key, residual + dropout(x)."""
     x, rows, width = flat_rows(x)
     long = width > (FORWARD_TILE if width % 16 else ODD_LONGEST)  # rows for the other kernels of a forward
@@ -142,13 +142,13 @@ def normalise(
     elif width > (LONGEST if width % 16 == 0 else ODD_LONGEST):
         kernels.launch_forward_long(
             rows, 1, 1, x, residual, *tensors, width, how.alpha, how.eps, *flags, CHUNK, num_warps=warps_of(CHUNK)
-        )  # fmt: skip
+        )
     elif odd(width):
         block = block_of(width // GROUP * GROUP, ODD_LONGEST)
         norm_odd.launch_forward(
             min(rows, ODD_PROGRAMS), 1, 1, x, residual, *tensors, rows, width, how.alpha, how.eps, *flags, stages(), block,
             num_warps=warps_of(block),
-        )  # fmt: skip
+        )
     else:
         block = block_of(width, LONGEST)
         at_once = max(1, FORWARD_TILE // block)
@@ -156,14 +156,14 @@ def normalise(
             cdiv(rows, at_once), 1, 1, x, residual, contiguous(key), *tensors, rows, width, how.alpha, how.eps,
             *threshold_and_factor(p), flags[0], key is not None, *flags[1:], at_once, block,
             num_warps=warps_of(at_once * block) if block <= ODD_LONGEST else most_warps() if block == LONGEST else 8,
-        )  # fmt: skip
+        )
     return y, mean, rstd, stream
 
 
 def gradients(
     dy: Tensor, x: Tensor, w: Optional[Tensor], mean: Optional[Tensor], rstd: Tensor, how: Norm, dx: bool, dw: bool,
     db: bool, add: Optional[Tensor] = None, b: Optional[Tensor] = None, again: Optional[Tensor] = None,
-) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:  # fmt: skip
+) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
     """Return dx + `add`, and the partial sums of dw and db. `again` receives the forward's recomputed y, which has the bias b."""
     x, rows, width = flat_rows(x)
     dy, w, add, b = dy.contiguous(), contiguous(w), contiguous(add), contiguous(b)
@@ -181,14 +181,14 @@ def gradients(
             parts, 1, 1, dy, x, w, b, *tensors, d_x, again, d_w, d_b, rows, width, stride_of(width), how.alpha, *flags, *normed,
             dx, dw, db, min(stages(), 2 if db or add is not None else 3),  # fewer stages leave registers
             whole.block, num_warps=whole.warps,
-        )  # fmt: skip
+        )
         return d_x, d_w, d_b
     if whole is not None and whole.again and x.itemsize == 2 and (dw or db or how.centre):
         kernels.launch_backward_row(
             parts, 1, 1, dy, x, w, b, *tensors, d_x, again, d_w, d_b, rows, width, how.alpha, *flags, *normed, dx, dw, db,
             dx and dw and db,  # two partial sums leave no registers to keep the row
             PIECES, whole.block // PIECES, num_warps=whole.warps,
-        )  # fmt: skip
+        )
         return d_x, d_w, d_b
     if whole is not None:
         twice = whole.again and dx and x.itemsize == 4
@@ -196,18 +196,18 @@ def gradients(
             parts, 1, 1, dy, x, w, b, *tensors, d_x, again, d_w, d_b, rows, width, how.alpha, *flags, *normed, dx, dw, db, twice,
             1 if whole.again or width % 16 else stages(), whole.at_once, whole.block,
             num_warps=most_warps() if twice else whole.warps,  # 16 would spill float32
-        )  # fmt: skip
+        )
         return d_x, d_w, d_b
     sums = x.new_empty((rows, 2), dtype=torch.float32) if dx else None
     if dx:
         kernels.launch_row_sums(
             rows, 1, 1, dy, x, w, mean, rstd, sums, width, how.alpha, *flags[1:], CHUNK, num_warps=warps_of(CHUNK)
-        )  # fmt: skip
+        )
     kernels.launch_backward_long(
         parts, cdiv(width, CHUNK), 1, dy, x, w, b, *tensors, sums, d_x, again, d_w, d_b, rows, width, *flags, *normed,
         dx, dw, db, CHUNK,
         num_warps=warps_of(CHUNK),
-    )  # fmt: skip
+    )
     return d_x, d_w, d_b
 
 
@@ -282,7 +282,7 @@ def row_sums(dy: Tensor) -> Tensor:
         across = cdiv(width // GROUP * GROUP, block) + 1  # the last program: both ends of the rows
         norm_odd.launch_column_sums(
             count, across, 1, dy, parts, rows, width, stride_of(width), stages(), at_once, block, num_warps=4
-        )  # fmt: skip
+        )
         return parts
     kernels.launch_column_sums(
         count, cdiv(width, block), 1, dy, parts, rows, width, dy.stride(0), stages(), at_once, block, num_warps=4

@@ -20,7 +20,7 @@ def _forward(
     x_ptr, residual_ptr, key_ptr, w_ptr, b_ptr, y_ptr, stream_ptr, mean_ptr, rstd_ptr, rows, width, alpha: tl.float32,
     eps: tl.float32, threshold, factor: tl.float32, ADD: tl.constexpr, DROP: tl.constexpr, CENTRE: tl.constexpr,
     WEIGHT: tl.constexpr, SHIFTED: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """y = (x - mean) * rstd * (w or 1 + w) + b, rstd = (alpha * sum((x - mean)^2) + eps)^(-1/2), for ROWS whole rows. With ADD,
     x is first x + residual, or with DROP dropout(x) + residual, rounded and written to stream."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -69,7 +69,7 @@ def _forward_long(
     x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, stream_ptr, mean_ptr, rstd_ptr, width, alpha: tl.float32, eps: tl.float32,
     ADD: tl.constexpr, CENTRE: tl.constexpr, WEIGHT: tl.constexpr, SHIFTED: tl.constexpr, BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """`_forward` for one row, in chunks of columns."""
     start_of_row = tl.program_id(0).to(tl.int64) * width
     total = tl.zeros([BLOCK], tl.float32)
@@ -127,7 +127,7 @@ def _backward(
     ADD: tl.constexpr, CENTRE: tl.constexpr, WEIGHT: tl.constexpr, SHIFTED: tl.constexpr, BIAS: tl.constexpr,
     NORMED: tl.constexpr, DX: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, AGAIN: tl.constexpr, STAGES: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """dx = rstd * (g - alpha sum(g) - n alpha sum(g n)) + add, and a part of dw and db: whole rows, ROWS at a time, with
     STAGES - 1 loads in flight while one is used. With AGAIN, dy, x and w are loaded for the sums, and once more for the rest. With
     NORMED, y is recomputed, too."""
@@ -186,7 +186,7 @@ def _backward_row(
     ADD: tl.constexpr, CENTRE: tl.constexpr, WEIGHT: tl.constexpr, SHIFTED: tl.constexpr, BIAS: tl.constexpr,
     NORMED: tl.constexpr, DX: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, AGAIN: tl.constexpr, PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """`_backward` for one row at a time, in PIECES of 16-bit elements. A branch encloses the rest of each piece: else the compiler
     holds all pieces in float32 at a time, and lacks the registers. w is loaded for each pass, which takes fewer registers, too."""
     part, parts = tl.program_id(0).to(tl.int64), tl.num_programs(0)
@@ -254,7 +254,7 @@ def _backward_row(
 def _sums_of_row(
     dy, x, w_ptr, width, mean, rstd, CENTRE: tl.constexpr, WEIGHT: tl.constexpr, SHIFTED: tl.constexpr, PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """sum(g n) and, if CENTRE, sum(g) of a row in PIECES; the 8 elements that one thread has are added first."""
     i = tl.arange(0, BLOCK)
     along, plain = tl.zeros([BLOCK // 8], tl.float32), tl.zeros([BLOCK // 8], tl.float32)
@@ -272,7 +272,7 @@ def _sums_of_row(
 def _row_sums(
     dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, sums_ptr, width, alpha: tl.float32,
     CENTRE: tl.constexpr, WEIGHT: tl.constexpr, SHIFTED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """alpha * sum(g n) and, if CENTRE, alpha * sum(g) of each row: [rows, 2]."""
     row = tl.program_id(0).to(tl.int64)
     rstd, mean = tl.load(rstd_ptr + row), 0.0
@@ -295,7 +295,7 @@ def _backward_long(
     dy_ptr, x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, add_ptr, sums_ptr, dx_ptr, y_ptr, dw_ptr, db_ptr, rows, width,
     ADD: tl.constexpr, CENTRE: tl.constexpr, WEIGHT: tl.constexpr, SHIFTED: tl.constexpr, BIAS: tl.constexpr,
     NORMED: tl.constexpr, DX: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """`_backward` for program p and a chunk of columns of rows p, p + P, ..., whose sums are known."""
     part, parts = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -346,7 +346,7 @@ def _column_sums(dy_ptr, parts_ptr, rows, width, stride, STAGES: tl.constexpr, R
 def _sum_parts(
     parts_ptr, others_ptr, total_ptr, other_total_ptr, parts, width, ADD: tl.constexpr, TWO: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Sum a few columns per program: there are many parts, and few columns. With ADD, add to the total; with TWO, a second row of
     programs sums the others."""
     if TWO:

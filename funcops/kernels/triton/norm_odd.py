@@ -22,7 +22,7 @@ def _forward(
     x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, stream_ptr, mean_ptr, rstd_ptr, rows, width, alpha: tl.float32, eps: tl.float32,
     ADD: tl.constexpr, CENTRE: tl.constexpr, WEIGHT: tl.constexpr, SHIFTED: tl.constexpr, BIAS: tl.constexpr,
     STAGES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """`norm_kernels._forward` for whole rows, one at a time, each as many rows after the last as there are programs."""
     first, step = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     _, before, size = whole_groups(x_ptr, first * width, width, False)
@@ -69,7 +69,7 @@ def _backward(
     alpha: tl.float32, ADD: tl.constexpr, CENTRE: tl.constexpr, WEIGHT: tl.constexpr, SHIFTED: tl.constexpr,
     BIAS: tl.constexpr, NORMED: tl.constexpr, DX: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, STAGES: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """`norm_kernels._backward` for such rows, with partial sums `stride` apart."""
     part, parts = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     _, before, size = whole_groups(x_ptr, part * width, width, False)

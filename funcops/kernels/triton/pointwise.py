@@ -60,7 +60,7 @@ def philox_words(block, seed, stream):
     w0, w1, w2, w3 = tl.philox_impl(
         block.to(tl.uint32), (block >> 32).to(tl.uint32), stream.to(tl.uint32), (stream >> 32).to(tl.uint32),
         seed.to(tl.uint32), (seed >> 32).to(tl.uint32),
-    )  # fmt: skip
+    )
     return tl.join(tl.join(w0, w2), tl.join(w1, w3))
 
 
@@ -80,7 +80,7 @@ def _drop(x_ptr, residual_ptr, y_ptr, at, inside, b, words, threshold, factor, B
 def _dropout(
     x_ptr, bias_ptr, residual_ptr, key_ptr, y_ptr, n, groups, width, threshold, factor: tl.float32, BIAS: tl.constexpr,
     ADD: tl.constexpr, WRAPS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     i, span, full, begin = columns(n, groups, WIDE, BLOCK)
     seed, stream = tl.load(key_ptr), tl.load(key_ptr + 1)
     b = 0.0
@@ -156,5 +156,5 @@ def _dropped(x: Tensor, b: Optional[Tensor], residual: Optional[Tensor], key: Te
         _launch_dropout(
             *s.grid, x, b, residual, key.contiguous(), y, n, s.groups, width, *threshold_and_factor(p), b is not None,
             residual is not None, b is not None and s.wraps, s.wide, BLOCK,
-        )  # fmt: skip
+        )
     return y

@@ -25,7 +25,7 @@ def _copy(from_ptr, to_ptr, n, BLOCK: tl.constexpr):
 def _part(
     joint_ptr, own_ptr, cos, sin, heads, TURN: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr, DIM: tl.constexpr,
     HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, COPY: tl.constexpr,
-):  # fmt: skip
+):
     """Move some heads of a position from the joint tensor to their own; with BACK, from their own to the joint one."""
     from_ptr = own_ptr if BACK else joint_ptr
     to_ptr = joint_ptr if BACK else own_ptr
@@ -40,7 +40,7 @@ def _move(
     joint_ptr, q_ptr, k_ptr, v_ptr, table_ptr, batches, heads, kv_heads, TURN: tl.constexpr, INTERLEAVED: tl.constexpr,
     BACK: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     BLOCK: tl.constexpr, REST: tl.constexpr, COPY: tl.constexpr,
-):  # fmt: skip
+):
     position, positions = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     cos, sin = 1.0, 0.0
     if TURN:
@@ -71,7 +71,7 @@ def _run(joint: Tensor, q: Tensor, k: Tensor, v: Tensor, table: Optional[Tensor]
         *grid_of(positions, rows // positions), joint, q, k, v, contiguous(table), rows // positions, heads, kv_heads,
         table is not None, interleaved, back, dim, half, at_once, heads_of(kv_heads, block, rest), block, rest,
         block_of(kv_heads * dim, TILE), num_warps=warps_of_tile(at_once * max(2 * block, rest)),
-    )  # fmt: skip
+    )
 
 
 @declared.qkv_split_fwd.triton

@@ -65,7 +65,7 @@ def _tiles(
     x_ptr, given_ptr, codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, rows, width, stride, turned_stride, FROM: tl.constexpr,
     ELEMENT: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr,
     NARROW: tl.constexpr, NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+):
     """Compute codes and scales of x [rows, width], as x lies (ROW), transposed (COL), or both if tiles are not square. FROM: x is
     codes of this element, with a scale at given_ptr for each row of a block. Else `given` is the largest |x| of the tensor, for its
     one scale (ROWS 0) or the tiles'; with KIND "scaled" it is the factor, and the largest |x| is joined at scales_ptr."""
@@ -124,7 +124,7 @@ def _tiles(
 def _rows(
     x_ptr, codes_ptr, scales_ptr, width, ELEMENT: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, AGAIN: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Quantise a row with a scale of its own; a row that a program cannot hold is loaded AGAIN."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * width
@@ -170,7 +170,7 @@ def _turn(x_ptr, y_ptr, rows, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexp
 def _decode(
     codes_ptr, scales_ptr, scale_ptr, y_ptr, rows, width, stride, wide, down, along, ELEMENT: tl.constexpr, KIND: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+):
     """y [rows, width] from codes with rows of `stride` bytes and scales with rows of `wide`, whose strides are `down` and `along`.
     ROWS 0: one scale for all; COLS 0: one for each row."""
     across = tl.cdiv(width, BLOCK_N)
@@ -262,7 +262,7 @@ def _run(
         cdiv(high, m) * cdiv(wide, n), 1, 1, x, amax, codes, scales, turned, turned_scales, high, wide, _stride(wide, element),
         _stride(high, element), "", element, kind, rows,
         cols, row is not None, col is not None, narrow, native(), m, n, num_warps=warps,
-    )  # fmt: skip
+    )
 
 
 def _by_rows(x: Tensor, element: str, kind: str, made: _Made) -> None:
@@ -353,7 +353,7 @@ def retile(codes: Tensor, scales: Tensor, element: str, rows: int, cols: int) ->
     _launch_tiles(
         cdiv(high, 128) * cdiv(wide, 128), 1, 1, codes.contiguous(), scales.mT.contiguous(), None, None, *made, high, wide, wide,
         high, element, element, "pow2", rows, cols, False, True, False, native(), 128, 128, num_warps=8,
-    )  # fmt: skip
+    )
     return made
 
 
@@ -370,7 +370,7 @@ def transpose(codes: Tensor) -> Tensor:
 def dequantize(
     codes: Tensor, scales: Tensor, scale: Optional[Tensor], element: str, rows: int, cols: int, kind: str, width: int,
     out: torch.dtype,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     tiles = (rows, cols) in ((0, 0), (1, 0)) or (cols in TILES and rows in (1, cols))
     if codes.numel() == 0 or out is torch.float64 or not tiles or (scale is not None and scale.dim() > 1):
         return declared.dequantize.kernel.torch_impl(codes, scales, scale, element, rows, cols, kind, width, out)  # type: ignore[no-any-return]
@@ -379,7 +379,7 @@ def dequantize(
     _launch_decode(
         cdiv(len(t), m) * cdiv(width, n), 1, 1, t, scales, scale, y, len(t), width, t.shape[1], scales.shape[1], *scales.stride(),
         element, kind, rows, cols, native(), m, n, num_warps=warps,
-    )  # fmt: skip
+    )
     return y
 
 

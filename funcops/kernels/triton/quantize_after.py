@@ -30,7 +30,7 @@ BLOCK_M, BLOCK_N = 32, 128
 def _store_quantised(
     codes_ptr, scales_ptr, y, row, column, rows, width, DTYPE: tl.constexpr, ELEMENT: tl.constexpr, COLS: tl.constexpr,
     KIND: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
-):  # fmt: skip
+):
     """Store codes and scales of y [A, B], which is rounded first, from `column` on, in rows `row` [A]."""
     codes, stored = quantise(rounded(y, DTYPE).to(tl.float32), 0.0, A, B, ELEMENT, KIND, 1, COLS, NARROW, NATIVE)
     n, j = column + tl.arange(0, B), column // COLS + tl.arange(0, B // COLS)
@@ -46,7 +46,7 @@ def _norm(
     x_ptr, w_ptr, b_ptr, codes_ptr, scales_ptr, mean_ptr, rstd_ptr, rows, width, alpha: tl.float32, eps: tl.float32,
     CENTRE: tl.constexpr, SHIFTED: tl.constexpr, BIAS: tl.constexpr, ELEMENT: tl.constexpr, COLS: tl.constexpr,
     KIND: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     i = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows)[:, None] & (i < width)
@@ -71,7 +71,7 @@ def _norm(
 def _pointwise(
     x_ptr, linear_ptr, codes_ptr, scales_ptr, rows, width, stride, GATE: tl.constexpr, ELEMENT: tl.constexpr, COLS: tl.constexpr,
     KIND: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
-):  # fmt: skip
+):
     """Quantise y = f(x), times linear if it is given; `stride`: the distance between their rows."""
     across = tl.cdiv(width, B)
     pid = tl.program_id(0)
@@ -119,7 +119,7 @@ def _normed(
         cdiv(rows, at_once), 1, 1, x, w.contiguous(), contiguous(b), *made, mean, rstd, rows, width, 1.0 / width, eps, centre,
         shifted, b is not None, element, cols, scales, _narrow(x, cols), native(), at_once, block,
         num_warps=warps_of(at_once * block),
-    )  # fmt: skip
+    )
     return *made, mean, rstd
 
 
@@ -130,7 +130,7 @@ def _gated(
     _launch_pointwise(
         cdiv(rows, BLOCK_M) * cdiv(width, BLOCK_N), 1, 1, x, linear, *made, rows, width, like.shape[-1], kind, element, cols,
         scales, _narrow(like, cols), native(), BLOCK_M, BLOCK_N, num_warps=4,
-    )  # fmt: skip
+    )
     return made
 
 

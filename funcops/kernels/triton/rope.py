@@ -35,7 +35,7 @@ def angles(table_ptr, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.c
 def turn(
     from_ptr, to_ptr, cos, sin, heads, DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
     REST: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
+):
     """Rotate HALF pairs of every head of a position, HEADS heads at a time; copy the rest of each head."""
     for first in range(0, heads, HEADS):
         head = first + tl.arange(0, HEADS)[:, None]
@@ -61,7 +61,7 @@ def turn(
 def _apply(
     x_ptr, table_ptr, y_ptr, batches, heads, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, DIM: tl.constexpr,
     HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
-):  # fmt: skip
+):
     position, positions = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     cos, sin = angles(table_ptr + position * 6 * HALF, HALF, BLOCK, INTERLEAVED, INVERSE)
     for batch in range(tl.program_id(1), batches, tl.num_programs(1)):
@@ -73,7 +73,7 @@ def _apply(
 def _apply_pair(
     q_ptr, k_ptr, table_ptr, to_q_ptr, to_k_ptr, batches, heads, kv_heads, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
     DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
-):  # fmt: skip
+):
     position, positions = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     cos, sin = angles(table_ptr + position * 6 * HALF, HALF, BLOCK, INTERLEAVED, INVERSE)
     for batch in range(tl.program_id(1), batches, tl.num_programs(1)):
@@ -117,7 +117,7 @@ def rope_apply(x: Tensor, table: Tensor, interleaved: bool, inverse: bool) -> Te
         _launch_apply(
             *grid_of(positions, batches), x, table, y, batches, heads, interleaved, inverse, dim, half, at_once, block, rest,
             num_warps=warps_of_tile(at_once * max(2 * block, rest)),
-        )  # fmt: skip
+        )
     return y
 
 
@@ -133,5 +133,5 @@ def rope_apply_pair(q: Tensor, k: Tensor, table: Tensor, interleaved: bool, inve
         _launch_apply_pair(
             *grid_of(positions, batches), q, k, table, to_q, to_k, batches, heads, kv_heads, interleaved, inverse, dim, half,
             at_once, heads_of(kv_heads, block, rest), block, rest, num_warps=warps_of_tile(at_once * max(2 * block, rest)),
-        )  # fmt: skip
+        )
     return to_q, to_k

@@ -46,7 +46,7 @@ def _ranked(v, at, LAST: tl.constexpr):
 @triton.jit
 def _in_best_groups(
     rank, OF: tl.constexpr, TOP: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr
-):  # fmt: skip
+):
     """The ranks of the TOP groups, out of OF, with the highest sum of their two best; GONE in the other groups."""
     rank = tl.reshape(rank, [TOKENS, GROUPS, SIZE])
     first = tl.max(rank, 2)
@@ -86,7 +86,7 @@ def _forward(
     scale: tl.float32, EXPERTS: tl.constexpr, OF_GROUPS: tl.constexpr, TOP_K: tl.constexpr, TOP_GROUPS: tl.constexpr,
     SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BIASED: tl.constexpr, SCORED: tl.constexpr, KEEP: tl.constexpr,
     AUX: tl.constexpr, Z: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, K_BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Route tiles of TOKENS tokens of sequence program_id(1). A tile has SIZE slots for the experts of each of GROUPS groups."""
     BLOCK: tl.constexpr = GROUPS * SIZE
     part = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
@@ -168,7 +168,7 @@ def _weighted(chosen, top, total, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr
 def _finish(
     parts_ptr, sums_ptr, squares_ptr, counts_ptr, losses_ptr, parts, experts, aux: tl.float32, z: tl.float32, AUX: tl.constexpr,
     Z: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Add a sequence's parts, in order, to its counts and its loss."""
     sequence = tl.program_id(0).to(tl.int64)
     expert, p = tl.arange(0, BLOCK), tl.arange(0, PARTS)
@@ -192,7 +192,7 @@ _launch_forward, _launch_finish = launcher(_forward), launcher(_finish)
 def route_fwd(
     logits: Tensor, bias: Optional[Tensor], top_k: int, score: str, normalize: bool, scale: float, groups: int, top_groups: int,
     aux: float, z: float, keep: bool,
-) -> tuple[Tensor, Tensor, Optional[Tensor], Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Optional[Tensor], Tensor, Tensor]:
     sequences, length, experts = logits.shape
     weights = logits.new_empty((sequences, length, top_k), dtype=torch.float32)
     indices, kept = torch.empty_like(weights, dtype=torch.int32), torch.empty_like(weights) if keep else None
@@ -210,14 +210,14 @@ def route_fwd(
         programs, sequences, 1, logits.contiguous(), contiguous(bias), weights, indices, kept, parts, sums, squares, length,
         tiles, scale, experts, groups, top_k, top_groups, score == "softmax", normalize, bias is not None, scored, keep, aux != 0.0,
         z != 0.0, tokens, blocks, size, next_power_of_2(top_k), num_warps=8 if blocks * size > 256 else 4,
-    )  # fmt: skip
+    )
     counts, losses = indices.new_empty((sequences, experts)), weights.new_empty(sequences)
     block = block_of(experts, experts * 2)
     a, b = aux * experts / (top_k * length * length * sequences), z / (sequences * length)
     _launch_finish(
         sequences, 1, 1, parts, sums, squares, counts, losses, programs, experts, a, b, aux != 0.0, z != 0.0,
         max(1, TILE // 2 // block), block, num_warps=4,
-    )  # fmt: skip
+    )
     return weights, indices, kept, counts, losses.view(()) if sequences == 1 else losses.sum()
 
 
@@ -249,7 +249,7 @@ def _backward(
     aux: tl.float32, z: tl.float32, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr,
     OF_WEIGHTS: tl.constexpr, ROWS: tl.constexpr, AUX: tl.constexpr, Z: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
     K_BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     row = tl.program_id(1).to(tl.int64) * length + token
     expert, k = tl.arange(0, BLOCK), tl.arange(0, K_BLOCK)
@@ -300,7 +300,7 @@ def _backward(
 @triton.jit
 def _of_losses(
     counts_ptr, dloss_ptr, expert, aux, EXPERTS: tl.constexpr, AUX: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+):
     """dq of the first loss, for a sequence's tokens."""
     found = tl.zeros([TOKENS, BLOCK], tl.float32)
     if AUX:
@@ -316,7 +316,7 @@ _launch_backward = launcher(_backward)
 def route_bwd(
     dloss: Tensor, dweights: Optional[Tensor], indices: Tensor, kept: Optional[Tensor], logits: Optional[Tensor],
     counts: Optional[Tensor], experts: int, dtype: torch.dtype, score: str, normalize: bool, scale: float, aux: float, z: float,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     sequences, length, top_k = indices.shape
     dlogits = dloss.new_empty((sequences, length, experts), dtype=dtype)
     if sequences and length:
@@ -328,5 +328,5 @@ def route_bwd(
             contiguous(logits), contiguous(counts), dlogits, length, scale, a, b, experts, top_k, score == "softmax", normalize,
             dweights is not None, logits is not None, aux != 0.0, z != 0.0, tokens, block, next_power_of_2(top_k),
             num_warps=8 if block > 256 else 4,
-        )  # fmt: skip
+        )
     return dlogits

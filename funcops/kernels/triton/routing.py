@@ -72,4 +72,4 @@ def _launch(launch: Callable[..., None], given: Tensor, place: Tensor, offsets: 
         launch(
             tokens, cdiv(width, block), 1, given.contiguous(), place.contiguous(), contiguous(end), out, width, choices,
             end is not None, block, num_warps=warps_of(block),
-        )  # fmt: skip
+        )

@@ -32,7 +32,7 @@ def _forward(x_ptr, gate_ptr, y_ptr, width, SIGMOID: tl.constexpr, BLOCK: tl.con
 def _backward(
     dy_ptr, x_ptr, gate_ptr, dx_ptr, dgate_ptr, width, SIGMOID: tl.constexpr, DX: tl.constexpr, DGATE: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64)
     s = load_wide(gate_ptr + row, True)
     if SIGMOID:
@@ -75,5 +75,5 @@ def row_scale_bwd(
         _launch_backward(
             rows, 1, 1, dy, contiguous(x), gate.contiguous(), d_x, d_gate, width, sigmoid, dx, dgate, block,
             num_warps=warps_of(block),
-        )  # fmt: skip
+        )
     return d_x, d_gate

@@ -34,7 +34,7 @@ def product(
     c = _functional.scaled_mm(
         left.view(left_type), right.view(right_type).mT, of_left, left_way, of_right.mT if tiles[1] == (1, 0) else of_right,
         right_way, output_dtype=out,
-    )  # fmt: skip
+    )
     return c if a.dim() == 2 else c.reshape(*a.shape[:-1], n)
 
 

@@ -51,7 +51,7 @@ FEW_BITS, EMULATED = Tile(128, 128, 256, 4, 3), Tile(128, 128, 64, 8, 3)
 @triton.jit
 def _scales(
     scales_ptr, i, size, k, wide, down, along, KIND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, COUNT: tl.constexpr
-):  # fmt: skip
+):
     """Load the scales [rows, COUNT] of rows i, from element k on."""
     j = k // COLS + tl.arange(0, COUNT)
     at = scales_ptr + (i // ROWS)[:, None] * down + j[None, :] * along
@@ -68,7 +68,7 @@ def _product(
     a_desc, b_desc, a_scales_ptr, b_scales_ptr, a_scale_ptr, b_scale_ptr, c_ptr, M, N, K, a_wide, a_down, a_along, b_wide,
     b_down, b_along, A: tl.constexpr, B: tl.constexpr, KIND: tl.constexpr, A_ROWS: tl.constexpr, B_ROWS: tl.constexpr,
     COLS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+):
     """A tile of C = A B^T, from descriptors of codes; A and B: their elements. COLS elements along K share a scale, 0: all.
     Scales have `wide` columns, and the strides `down` and `along`."""
     tile_m, tile_n = tile_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP)
@@ -171,7 +171,7 @@ def scaled_mm(
     a: Tensor, a_scales: Tensor, a_scale: Optional[Tensor], b: Tensor, b_scales: Tensor, b_scale: Optional[Tensor],
     a_element: str, a_rows: int, a_cols: int, b_element: str, b_rows: int, b_cols: int, kind: str, width: int, out: torch.dtype,
     emulate: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     device, active = (0, None) if _INTERPRETED else (driver.active.get_current_device(), driver.active)
     chosen, n = _chosen(kind, a_element, b_element, a_cols, b_cols, emulate, device, active), b.shape[0]
     by_groups = any([scale is not None and scale.dim() > 1 for scale in (a_scale, b_scale)])
@@ -191,5 +191,5 @@ def scaled_mm(
         _codes(b, b_element, n, tile.n, of_right), a_scales, b_scales, a_scale, b_scale, c, m, n, width, a_scales.shape[1],
         *a_scales.stride(), b_scales.shape[1], *b_scales.stride(), a_element, b_element, kind, a_rows, b_rows, a_cols, tile.m,
         tile.n, tile.k, GROUP, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    )
     return c

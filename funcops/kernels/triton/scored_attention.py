@@ -81,7 +81,7 @@ def _slope(head, whole):
 def _scored(
     s, bias_ptr, i, j, T, S, low, high, slope, scale, softcap, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
+):
     """Scores [rows i, keys j] from products, -inf where masked; and tanh, or without a cap the scaled products."""
     s *= scale
     t = s
@@ -133,7 +133,7 @@ def _forward(
     scale: tl.float32, softcap: tl.float32, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr,
     BIAS: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
+):
     """Compute out and logsumexp of a block of rows of one head."""
     first, head, batch = tl.program_id(0) * ROWS, tl.program_id(1) % H, (tl.program_id(1) // H).to(tl.int64)
     K, kv = H // group, head // group
@@ -181,7 +181,7 @@ def _by_rows(
     bias_batch, bias_head, window, whole, scale: tl.float32, softcap: tl.float32, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr, DBIAS: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
+):
     """Compute dq of a block of rows of one head, and rowsum(dy * out), which `_by_keys` reads; with DBIAS, ds [B, H, T, S]."""
     first, head, batch = tl.program_id(0) * ROWS, tl.program_id(1) % H, (tl.program_id(1) // H).to(tl.int64)
     K, kv = H // group, head // group
@@ -225,7 +225,7 @@ def _by_keys(
     bias_head, window, whole, scale: tl.float32, softcap: tl.float32, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr, ALIBI: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
+):
     """Compute dk and dv of a block of keys of one key head, over the heads of its group in order."""
     K = H // group
     first, kv, batch = tl.program_id(0) * KEYS, tl.program_id(1) % K, (tl.program_id(1) // K).to(tl.int64)
@@ -305,7 +305,7 @@ def _options(q: Tensor, bias: Optional[Tensor], bounds: Optional[Tensor], score:
 def scored_attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], cu_seqlens: Optional[Tensor], causal: bool, window: int,
     softcap: float, alibi: bool, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     score = Score(causal, window, softcap, alibi, scale)
     if not _serves(q, k, v):
         return declared.scored_attention_fwd.kernel.torch_impl(q, k, v, bias, cu_seqlens, *score)  # type: ignore[no-any-return]
@@ -318,7 +318,7 @@ def scored_attention_fwd(
         cdiv(t, tile.rows), batch * heads, 1, q, k, v, bias, bounds, out, lse, *_arguments(q, k, v, bias, score),
         *_options(q, bias, bounds, score), precision(q.dtype), tile.rows, tile.keys, *blocks, num_warps=tile.warps,
         num_stages=tile.stages,
-    )  # fmt: skip
+    )
     return out, lse
 
 
@@ -326,7 +326,7 @@ def scored_attention_fwd(
 def scored_attention_bwd(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], cu_seqlens: Optional[Tensor], out: Tensor, lse: Tensor,
     causal: bool, window: int, softcap: float, alibi: bool, scale: float, wants_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Optional[Tensor]]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Optional[Tensor]]:
     score = Score(causal, window, softcap, alibi, scale)
     if not _serves(q, k, v):
         return declared.scored_attention_bwd.kernel.torch_impl(  # type: ignore[no-any-return]
@@ -345,12 +345,12 @@ def scored_attention_bwd(
     _launch_by_rows(
         cdiv(t, tile.rows), batch * heads, 1, dy, q, k, v, bias, bounds, out, lse, along, dq, dbias, *arguments, *options,
         dbias is not None, precision(q.dtype), tile.rows, tile.keys, *blocks, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    )
     tile = tile_of("by keys", q.dtype, max(blocks))
     _launch_by_keys(
         cdiv(s, tile.keys), batch * k.shape[2], 1, dy, q, k, v, bias, bounds, lse, along, dk, dv, *arguments, *options,
         precision(q.dtype), tile.rows, tile.keys, *blocks, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    )
     if dbias is not None and bias is not None and dbias.shape != bias.shape:
         dbias = dbias.sum_to_size(bias.shape)
     return dq, dk, dv, None if dbias is None else dbias.to(q.dtype)

@@ -22,7 +22,7 @@ from funcops.kernels.triton.matmul import GROUP, Epilogue, aligned, left_to_libr
 def _output_tile(
     x_ptr, w_ptr, b_ptr, y_ptr, tile_m, tile_n, M, N, K, BIAS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+):
     m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -37,7 +37,7 @@ def _fwd(
     x_ptr, w0_ptr, w1_ptr, w2_ptr, b0_ptr, b1_ptr, b2_ptr, y0_ptr, y1_ptr, y2_ptr, M, N0, N1, N2, K,
     BIAS0: tl.constexpr, BIAS1: tl.constexpr, BIAS2: tl.constexpr, THIRD: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+):
     """Compute the tiles of all outputs side by side: tiles in one row of tiles read the same x."""
     first, second = tl.cdiv(N0, BLOCK_N), tl.cdiv(N0, BLOCK_N) + tl.cdiv(N1, BLOCK_N)
     columns = second + tl.cdiv(N2, BLOCK_N)
@@ -54,7 +54,7 @@ def _fwd(
 def _dgrad(
     dy0_ptr, dy1_ptr, dy2_ptr, w0_ptr, w1_ptr, w2_ptr, dx_ptr, M, N, K0, K1, K2, THIRD: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+):
     tile_m, tile_n = tile_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP)
     m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -88,7 +88,7 @@ def sibling_linear_fwd(
             cdiv(m, tile.m) * columns, 1, 1, rows, *weights, contiguous(b0), contiguous(b1), contiguous(b2), y0, y1, y2,
             m, n0, n1, n2, k, b0 is not None, b1 is not None, b2 is not None, w2 is not None, precision(x.dtype),
             tile.m, tile.n, tile.k, GROUP, num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
+        )
     return y0, y1, y2
 
 
@@ -116,5 +116,5 @@ def sibling_linear_dgrad(dy0: Tensor, dy1: Tensor, dy2: Optional[Tensor], w0: Te
         _launch_dgrad(
             cdiv(m, tile.m) * cdiv(n, tile.n), 1, 1, *rows, *weights, dx, m, n, *inner, w2 is not None, precision(dy0.dtype),
             tile.m, tile.n, tile.k, GROUP, num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
+        )
     return dx
