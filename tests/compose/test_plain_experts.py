@@ -180,7 +180,7 @@ NEAR = {
 def test_what_nearly_is_the_chain_says_why_not(name):
     cfg, reason = NEAR[name]
     text = str(explain(cfg))
-    assert f"not {reason}" in text and "+" not in text.replace("GLU again + linear", "")
+    assert f"not {reason}" in text and "+" not in text.replace("recomputed GLU + linear", "")
 
 
 def test_where_the_chain_is_fused():
