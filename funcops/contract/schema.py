@@ -42,7 +42,7 @@ from funcops.contract.marks import (
 from funcops.contract.needs import Needs
 from funcops.contract.renamed import old_names
 from funcops.contract.trace_safe_cache import equal, remember
-from funcops.errors import DonatedError, apart, describe, fail, stale
+from funcops.errors import DonatedError, describe, differing_parts, fail, stale
 from funcops.trees import register, register_node, show, static
 
 T = TypeVar("T")
@@ -405,7 +405,7 @@ def open_node(where: str, node: Any, cls: Any, cfg: Any) -> Any:
     if not node.fresh():
         node.complain(where)
     if node.cfg is not cfg and not equal(node.cfg, cfg):
-        expected, got = apart(node.cfg, cfg)
+        expected, got = differing_parts(node.cfg, cfg)
         fail(where, "cfg", f"the config of the forward, {expected}", got)
     return node
 

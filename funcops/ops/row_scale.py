@@ -31,7 +31,7 @@ from funcops.contract.op import config, dgrad_of, forward, make_op, no_params, r
 from funcops.contract.schema import DGRAD, RECOMPUTE, Inputs, Residuals, saved
 from funcops.errors import FLOATS, check, fail
 from funcops.kernels import row_scale as kernels
-from funcops.ops._tuples import parts_of
+from funcops.ops._tuples import require_tuple
 
 __all__ = [
     "RowScaleConfig",
@@ -65,7 +65,7 @@ def row_scale_fwd(
     params: None, x: tuple[Tensor, Tensor], cfg: RowScaleConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, RowScaleResiduals | None]:
     """x: `(x, gate)` -> y: [*, H]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
-    t, gate = parts_of("row_scale_fwd", x, "x", "gate")
+    t, gate = require_tuple("row_scale_fwd", x, "x", "gate")
     check("row_scale_fwd", "x.0 (x)", t, (...,), FLOATS)
     if t.dim() < 1:
         fail("row_scale_fwd", "x.0 (x)", "[..., H]", list(t.shape))
