@@ -1,4 +1,4 @@
-"""parallel: one input, several bodies.
+"""parallel: one input, several bodies. `funcops.dist.parallel` is another thing: it rewrites a model.
 
     y = (body_1(x), body_2(x), ...)        dx = sum of the bodies' dx
 

@@ -136,7 +136,7 @@ class OpConfig:
     """Whether a `Step` may name further parts of y by their position: y is then `(main, *gives)`."""
     featurewise: ClassVar[bool] = False
     """Whether each feature of y is computed from the same feature of x alone, so that features may be sharded."""
-    apart: bool | None = None
+    shards_features: bool | None = None
     """Whether each rank of the config's axis has different features in y; None if y's features are sharded as x's are."""
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
@@ -270,7 +270,7 @@ def with_hooks(config: type) -> type:
     return config
 
 
-_OLD_HOOKS = {"shared_out": "sharded"}
+_OLD_HOOKS = {"apart": "shards_features", "shared_out": "sharded"}
 _hooked: set[type] = set()  # classes of configs that have the hooks without the base
 
 

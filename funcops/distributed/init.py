@@ -136,19 +136,19 @@ def _ways(cfg: Any) -> Iterator[tuple[Axis, bool]]:
         yield cfg.axis, cfg.sequence_parallel
 
 
-def _between(cfg: Any, params: Any, path: str, axis: Axis, apart: bool, found: set[str]) -> bool:
-    """Note the leaves of steps of whose x each rank of the axis has other features. `apart`: whether x is so; returned for y."""
+def _between(cfg: Any, params: Any, path: str, axis: Axis, sharded: bool, found: set[str]) -> bool:
+    """Note the leaves of steps of whose x each rank of the axis has other features. `sharded`: whether x is so; returned for y."""
     if not isinstance(cfg, Composite):
         own = getattr(cfg, "axis", None) == axis
-        if apart and not own:
+        if sharded and not own:
             found.update(join_path(path, name) for name in paths(params))
-        return cfg.apart if own and cfg.apart is not None else apart
-    before = apart
+        return cfg.shards_features if own and cfg.shards_features is not None else sharded
+    before = sharded
     for name, _, inner in cfg.parts():
-        x_apart = before if type(cfg) is ParallelConfig else apart
+        x_sharded = before if type(cfg) is ParallelConfig else sharded
         for where, layer in _layers(name, params, path):
-            apart = _between(inner, layer, where, axis, x_apart, found)
-    return apart
+            sharded = _between(inner, layer, where, axis, x_sharded, found)
+    return sharded
 
 
 def _layers(name: Any, params: Any, path: str) -> Iterator[tuple[str, Any]]:

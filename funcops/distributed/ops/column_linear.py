@@ -85,7 +85,7 @@ class ColumnLinearConfig(OpConfig):
 
     weight_shape: ClassVar[tuple[int, int]]  # of this rank's part
     bias_shape: ClassVar[tuple[int] | None]
-    apart = True
+    shards_features = True
 
     @property
     def specs(self) -> dict[str, Spec]:

@@ -81,7 +81,7 @@ class RowLinearConfig(OpConfig):
 
     weight_shape: ClassVar[tuple[int, int]]  # of this rank's part
     bias_shape: ClassVar[tuple[int] | None]
-    apart = False
+    shards_features = False
 
     @property
     def specs(self) -> dict[str, Spec]:

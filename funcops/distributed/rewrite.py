@@ -1,4 +1,4 @@
-"""`parallel`: the config of a model, rewritten for the ranks of a mesh.
+"""`dist.parallel`: the config of a model, rewritten for the ranks of a mesh. `funcops.parallel` is another thing: a combinator.
 
     cfg = parallel(model, {"*.proj": "column", "*.out": "row", "*.up": "column", "*.down": "row"}, mesh)
 
