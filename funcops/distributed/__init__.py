@@ -87,6 +87,4 @@ __all__ = [name for name, value in list(globals().items()) if name[0] != "_" and
 if not _TYPE_CHECKING:  # a checker would take every name for one of the module's
     __getattr__ = _old_names(__name__, everywhere="all_ranks", raise_everywhere="raise_on_all_ranks")
 
-_sys.modules[
-    __name__
-].__class__ = _Face  # `parallel` stays the function when the old path `funcops.distributed.parallel` is imported
+_sys.modules[__name__].__class__ = _Face  # `parallel` stays the function, whoever imports that old path

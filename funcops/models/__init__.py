@@ -38,4 +38,4 @@ __all__ = [
     "to_hf",
 ]
 
-_sys.modules[__name__].__class__ = _Face  # `roles` stays the function when the old path `funcops.models.roles` is imported
+_sys.modules[__name__].__class__ = _Face  # `roles` stays the function, whoever imports that old path
