@@ -47,7 +47,7 @@ class Step:
         extras, outputs = self.cfg.extras, self.cfg.outputs
         if extras and self.takes:
             require(self.takes == extras, f"Step {self.name!r}", "takes", f"() or {extras}", self.takes)
-        if self.gives and not self.cfg.gives_by_place:
+        if self.gives and not self.cfg.gives_by_position:
             expected = f"() or a name for each of its outputs {outputs}" if outputs else "() (the config names no outputs)"
             require(len(self.gives) == len(outputs), f"Step {self.name!r}", "gives", expected, self.gives)
         require(len(set(self.gives)) == len(self.gives), f"Step {self.name!r}", "gives", "different names", self.gives)

@@ -96,9 +96,9 @@ class ShardedConfig(Composite):
     constant: ClassVar[tuple[str, ...]]  # the paths of those that have no gradient
 
     @property
-    def gives_by_place(self) -> bool:  # type: ignore[override]
-        """See `OpConfig.gives_by_place`: y is the body's."""
-        return self.cfg.gives_by_place  # type: ignore[no-any-return]
+    def gives_by_position(self) -> bool:  # type: ignore[override]
+        """See `OpConfig.gives_by_position`: y is the body's."""
+        return self.cfg.gives_by_position  # type: ignore[no-any-return]
 
     @property
     def fsdp(self) -> Axis:
@@ -127,26 +127,26 @@ class ShardedConfig(Composite):
         )
 
 
-class Away:
-    """Stands in residuals where a param was: of which leaf, and how it lay in that."""
+class ParamStandIn:
+    """Stands in residuals for a param: `leaf`, the number of its leaf, and `layout`, how it lies in that."""
 
-    __slots__ = ("layout", "place")
+    __slots__ = ("layout", "leaf")
     _version: ClassVar[tuple[()]] = ()  # there is no tensor that could be written to
 
-    def __init__(self, place: int, layout: Layout | None) -> None:
-        self.place, self.layout = place, layout
+    def __init__(self, leaf: int, layout: Layout | None) -> None:
+        self.leaf, self.layout = leaf, layout
 
     def back(self, whole: Sequence[Any]) -> Tensor:
-        t: Tensor = whole[self.place]
+        t: Tensor = whole[self.leaf]
         if self.layout is None:
             return t
         return t.as_strided(self.layout.shape, self.layout.stride, t.storage_offset() + self.layout.offset)
 
     def __repr__(self) -> str:
-        return f"Away({self.place})"
+        return f"ParamStandIn({self.leaf})"
 
 
-STAND_INS.add(Away)
+STAND_INS.add(ParamStandIn)
 
 
 class ShardedResiduals(Residuals):
@@ -232,14 +232,14 @@ def _opened(where: str, kept: Any, cls: Any, cfg: ShardedConfig, into: Any = Non
     if params is not None:
         whole = finish(_gathering(params, cfg, where)) if begun is None else begun.take()
     found = leaves(whole)
-    return _Open(donate(tree_map(lambda t: t.back(found) if type(t) is Away else t, body)), whole, params, needs, out)
+    return _Open(donate(tree_map(lambda t: t.back(found) if type(t) is ParamStandIn else t, body)), whole, params, needs, out)
 
 
 def _stripped(kept: Any, whole: Any, shards: Any) -> tuple[Any, Any]:
     """What a body kept, without the tensors that alias its params, and the shards of these alone; None where there are none."""
     indexed = [(i, t) for i, t in enumerate(leaves(whole)) if isinstance(t, Tensor)]
     traced = tracing()
-    same = {} if traced else {id(t): Away(i, None) for i, t in indexed}
+    same = {} if traced else {id(t): ParamStandIn(i, None) for i, t in indexed}
     spans = {} if traced else _spans(indexed)
     read: set[int] = set()
 
@@ -247,13 +247,13 @@ def _stripped(kept: Any, whole: Any, shards: Any) -> tuple[Any, Any]:
         if not isinstance(t, Tensor):
             return t
         if traced:  # the tracer of torch 2.11 has no id of a tensor that it has made
-            away = next((Away(i, None) for i, one in indexed if one is t), None)
+            stand_in = next((ParamStandIn(i, None) for i, one in indexed if one is t), None)
         else:
-            away = same.get(id(t)) or _view(t, spans)
-        if away is None:
+            stand_in = same.get(id(t)) or _view(t, spans)
+        if stand_in is None:
             return t
-        read.add(away.place)
-        return away
+        read.add(stand_in.leaf)
+        return stand_in
 
     body = tree_map(strip, kept)
     return body, with_leaves(shards, [t if i in read else None for i, t in enumerate(leaves(shards))]) if read else None
@@ -268,13 +268,13 @@ def _spans(indexed: list[tuple[int, Tensor]]) -> dict[int, list[tuple[int, int, 
     return found
 
 
-def _view(t: Tensor, spans: dict[int, list[tuple[int, int, int, torch.dtype]]]) -> Away | None:
+def _view(t: Tensor, spans: dict[int, list[tuple[int, int, int, torch.dtype]]]) -> ParamStandIn | None:
     if not spans:
         return None
     for start, end, i, dtype in spans.get(t.untyped_storage()._cdata, ()):
         if start <= t.storage_offset() < end and t.dtype is dtype:
             layout = Layout.of(t)
-            return Away(i, layout._replace(offset=layout.offset - start))
+            return ParamStandIn(i, layout._replace(offset=layout.offset - start))
     return None
 
 
