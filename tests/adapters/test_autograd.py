@@ -49,12 +49,12 @@ def made():
 
 
 def is_low(node):
-    """What is quantised is no leaf of autograd's: its gradient is that of the weight that it was made of."""
+    """A quantised tensor is not a leaf of autograd: the gradient belongs to the weight that it was made from."""
     return type(node) in (QTensor, QWeight)
 
 
 def asking(t):
-    if isinstance(t, Scaled):  # amaxes are no gradients that autograd could add up
+    if isinstance(t, Scaled):  # amaxes are not gradients: autograd must not add them up
         return replace(t, value=tree_map(asking, t.value, is_leaf=is_low))
     return t.clone().requires_grad_(t.is_floating_point()) if isinstance(t, torch.Tensor) else t
 

@@ -165,7 +165,7 @@ def modules_of(fields):
 
 
 def check_one(kind, fields):
-    """What was written says yes to what it saw, and no to a change of each part."""
+    """The check accepts the state that it saw, and refuses a change of any part."""
     if kind == "parameters":
         (module,) = modules_of([fields]).values()
         before, now = unchanged.parameters_of(module, fields), dict(module._parameters)

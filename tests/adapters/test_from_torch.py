@@ -67,7 +67,7 @@ def tiny(name="llama"):
 
 
 def state_of(model):
-    """What `from_torch` may change of every module."""
+    """The class and attributes of every module, which `from_torch` may change."""
     return [(type(m), dict(vars(m))) for m in model.modules()]
 
 

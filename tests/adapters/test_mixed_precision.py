@@ -157,7 +157,7 @@ def outcome(module, x, region, loss=lambda y: y.float().square().mean()):
 
 
 def check_follows(want, got, exact, spare=0):
-    """As torch: dtypes; no further from the exact numbers; no more kept."""
+    """Check against torch: the same dtypes, errors no larger, and no more bytes kept."""
     assert got[0].dtype is want[0].dtype
     assert [g is None for g in got[1]] == [w is None for w in want[1]]
     for g, w, e in zip([got[0], *got[1]], [want[0], *want[1]], [exact[0], *exact[1]], strict=True):

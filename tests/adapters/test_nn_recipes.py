@@ -46,7 +46,7 @@ def same(a, b):
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=IDS)
 def test_codes_of_weights_give_the_bits_of_quantising_in_every_call(recipe):
-    """With codes and without, delayed and not, under autocast and not; and those of the functional face."""
+    """With and without codes, delayed weight gradients and autocast; the functional interface gives the same bits."""
     model, x = mlp(recipe), torch.randn(4, D)
     for autocast in (False, True):
         want = trained(model, x, autocast)

@@ -83,7 +83,7 @@ def given(name, options):
 
 def outcome(module, args, by_name):
     args = [t.clone().requires_grad_() if t.is_floating_point() else t for t in args]
-    x, first = args[0], args[0] * 1 if args[0].requires_grad else args[0]  # what a module may write to is no leaf
+    x, first = args[0], args[0] * 1 if args[0].requires_grad else args[0]  # a module may write to x, so x must not be a leaf
     args = [first, *args[1:]]
     y = module(**dict(zip(by_name, args, strict=True))) if by_name else module(*args)
     if y.requires_grad:

@@ -236,7 +236,7 @@ def test_the_committed_table_is_of_these_kernels(found):
 
 
 def choice_of(kernel, config, target, warps):
-    """What a product chose: kernel, dtypes (16-bit ones are one class), tile, warps, and what its epilogue is."""
+    """A product's choice: kernel, dtypes (16-bit ones are one class), tile, target and warps."""
     words = dict(word.split("=", 1) for word in config.split() if "=" in word)
     dtypes = [word.replace("bfloat16", "16-bit").replace("float16", "16-bit") for word in config.split() if "=" not in word]
     blocks = tuple(words.get(name) for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK", "SUMS"))
@@ -360,7 +360,7 @@ def test_what_is_said_of_an_amd_build_is_what_stands_in_it(seed):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_code_is_the_executable_sections_of_a_file(seed):
-    """Of a 64-bit ELF file made here: its header says where its sections' headers lie, of which size and how many."""
+    """The file is a 64-bit ELF made here; its header says where its section headers lie, their size and their number."""
     from funcops.backend.aot import _code_bytes
 
     drawn = random.Random(seed)

@@ -50,7 +50,7 @@ def hashed(tmp_path, monkeypatch):
             (tmp_path / f"{module}.py").write_text(text.replace(old, new) if old else text)
         importlib.invalidate_caches()
         kernel = importlib.import_module(name).kernel
-        for module in (helpers, name):  # the modules' names are no part of what is compared
+        for module in (helpers, name):  # the modules' names are not compared
             for value in vars(sys.modules[module]).values():
                 if hasattr(value, "fn"):
                     value.fn.__module__ = "aot"

@@ -58,14 +58,14 @@ def test_a_summary_is_of_medians_and_of_ratios_by_round_to_the_fastest_other():
         ("slow", "quartile spread"): 54.5 - 9,
         ("fast", "median"): 2,
         ("fast", "quartile spread"): 8 - 1.5,
-        ("ours", "ratio to fast"): 2,  # of 0.5, 2, 0.5, 2, 5; 3 / 2 were that of the medians
+        ("ours", "ratio to fast"): 2,  # the median of 0.5, 2, 0.5, 2, 5; the ratio of the medians would be 3 / 2
     }
     units = {row.unit for row in measure.summary("b", "c", samples, "ours", "ms") if "ratio" not in row.metric}
     assert units == {"ms"}
 
 
 class Cuda:
-    """What `CudaTimer` uses of torch.cuda, on a clock: events, a stream, a graph that may refuse to capture, and memory."""
+    """A stand-in for torch.cuda, on a clock: events, a stream, a graph that may refuse to capture, and memory."""
 
     def __init__(self, clock, captures=True):
         self.clock, self.captures, self.synchronized = clock, captures, 0
@@ -166,7 +166,7 @@ def test_device_times_are_of_one_call_in_turns(clock, cuda):
 )
 @pytest.mark.parametrize("captures", [True, False])
 def test_a_replay_is_of_about_two_milliseconds(us, providers, calls, captures, clock, cuda):
-    """Of as many rounds of the copies as take so long, of 64 calls at most, but of each copy once."""
+    """It holds as many rounds of the copies as take so long, at most 64 calls, but each copy at least once."""
     cuda.captures = captures
     found = CudaTimer().replay([clock.takes(str(i), us) for i in range(providers)])
     assert (found.calls, found.captured) == (calls, captures)
@@ -276,7 +276,7 @@ def saved(module, x):
 def test_autograd_is_charged_for_what_it_saves_of_the_inputs_alone():
     torch.manual_seed(0)
     x = torch.randn(5, 8)
-    assert saved(torch.nn.Linear(8, 4), x) == x.nbytes, "the weight is no activation"
+    assert saved(torch.nn.Linear(8, 4), x) == x.nbytes, "the weight is not an activation"
     chained = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 4))
     assert saved(chained, x) == x.nbytes + 5 * 4 * 4
     scaled = torch.nn.Linear(8, 4)
@@ -295,7 +295,7 @@ def test_peak_bytes_are_of_what_lives_at_once():
         y = x + 1
         z = y + 1
         del y
-        w = z.view(10, 100) + 1  # a view is no storage
+        w = z.view(10, 100) + 1  # a view has no storage of its own
         return w, z.add_(1)
 
     def falls():
@@ -314,7 +314,7 @@ def test_peak_bytes_are_of_what_lives_at_once():
 @pytest.mark.parametrize("only", ["", "norm", "linear", "no kernel"])
 @pytest.mark.parametrize("late", [False, True])
 def test_kernels_are_measured_by_name_until_the_time_is_over(only, late, monkeypatch, capsys):
-    """A sample that is not asked for is not measured; one for which there was no time is named."""
+    """A sample that is not selected is not measured; one that the time did not allow is named."""
     names = ["norm fwd", "norm bwd", "linear", "glu"]
     made = [SimpleNamespace(name=name, shape=f"{i} rows") for i, name in enumerate(names)]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -341,7 +341,7 @@ def test_low_precision_is_measured_beside_the_rest(monkeypatch):
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 @pytest.mark.parametrize(("groups", "top_groups"), [(1, 1), (2, 1), (4, 2), (4, 3)])
 def test_plain_routing_chooses_as_ours_does(score, groups, top_groups):
-    """What a mixture is compared with chooses the same experts, of the best groups alone, by the same weights."""
+    """The plain mixture chooses the same experts, from the best groups alone, with the same weights."""
     options = dict(score=score, scale=2.0, groups=groups, top_groups=top_groups)
     logits = torch.randn(33, 8, generator=torch.Generator().manual_seed(groups))
     weights, counts, _ = plain_moe.routed(logits, None, plain_moe.Router(8, 2, **options))

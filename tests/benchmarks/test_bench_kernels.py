@@ -25,7 +25,7 @@ pytest.importorskip("triton")
 
 
 class HostTimer:
-    """As CudaTimer, on the host."""
+    """A CudaTimer for the host."""
 
     stream = None
 

@@ -1,4 +1,4 @@
-"""The smoke run of a device, rehearsed where there is none: its code, its lines and how it ends."""
+"""The smoke run, rehearsed without a device: its code, its lines and how it ends."""
 
 import json
 import os
@@ -97,7 +97,7 @@ def test_benches_of_a_device_run_on_a_pretended_one(name, monkeypatch, tmp_path,
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_all_of_make_gpu_ends_without_a_device(tmp_path):
-    env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKEOVERRIDES")}  # those of the make that runs the tests
+    env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKEOVERRIDES")}  # set by the make that runs the tests
     command = ["make", "gpu", f"PYTHON={sys.executable}", f"RESULTS={tmp_path}"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

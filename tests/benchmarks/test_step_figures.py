@@ -80,7 +80,7 @@ def test_a_steps_ratios_are_paired_by_round(monkeypatch):
 
 @pytest.mark.parametrize(("compiling", "seconds", "left_out"), [(60, 110, 3), (60, 400, 0), (20, 110, 0), (200, 110, 3), (1, 0, 4)])
 def test_a_compilation_that_would_end_too_late_is_named_and_not_begun(compiling, seconds, left_out, monkeypatch, capsys):
-    """What needs no compiler comes first, in every dtype, whatever the time; rounds are as many as there is time for."""
+    """Steps without a compiler come first, in every dtype, whatever the time; the rest of the time sets the number of rounds."""
     now, ran = [0.0], []
 
     def one(name, seen):

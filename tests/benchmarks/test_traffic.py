@@ -185,7 +185,7 @@ def test_widths_are_those_of_the_kernels_own_lines():
 
 def test_instructions_are_those_of_the_loop_that_has_accesses():
     assert per_byte(SASS) == 4 / 24
-    assert per_byte(SASS.replace("@P0 BRA", "FADD")) == 7 / 28, "of all, but for the end, where there is no loop"
+    assert per_byte(SASS.replace("@P0 BRA", "FADD")) == 7 / 28, "without a loop, all instructions but the end count"
 
 
 @pytest.mark.parametrize(
@@ -295,6 +295,6 @@ def test_every_launch_is_seen(planned):
 @pytest.mark.parametrize("suffix", [*BITS, ""])
 @pytest.mark.parametrize("opcode", ["LDG", "STG", "LDS", "FADD"])
 def test_an_instruction_moves_the_bytes_that_its_name_says(opcode, suffix):
-    """Of global memory alone; without a size, 32 bits."""
+    """Only accesses to global memory count; without a size they move 32 bits."""
     one = Instruction(0, opcode, tuple(filter(None, ("E", suffix))), "")
     assert one.bytes == (int(suffix.lstrip("US") or 32) // 8 if opcode in ("LDG", "STG") else 0)

@@ -65,7 +65,7 @@ def test_a_clean_run_has_the_same_bits(case, dtype):
 
 
 def aliases(case, params, x):
-    """What the residuals share with the caller, by path: which of the leaves of params, x and y."""
+    """Paths of the leaves of params, x and y that the residuals share with the caller."""
     y, kept = case.op.fwd(params, x, case.cfg)
     held = {id(t) for t in tensors(kept)}
     return [path for path, t in paths({"params": params, "x": x, "y": y}).items() if id(t) in held and t.numel()]
@@ -96,7 +96,7 @@ def test_a_write_by_data_raises_by_path(case, dtype):
 
 
 def test_without_it_torch_counts_and_nothing_else_does():
-    """What the guards let through, in a block of another context too."""
+    """Writes through `.data` pass the guards, also while another thread has `checking` on."""
     params, x, dy = linear.init(CFG, key=random.key(0)), torch.ones(2, 4), torch.ones(2, 3)
 
     def run(found):

@@ -1,4 +1,4 @@
-"""What configs say of their ops, held against the ops; and configs of others without the base."""
+"""Configs describe their ops correctly; a config without the base class works."""
 
 from dataclasses import field
 
@@ -55,7 +55,7 @@ def test_widths_are_those_of_x_and_y(case, dtype):
 
 
 def width_of(value):
-    """Of main: codes of 4 bits lie two in a byte."""
+    """The last dimension of the main value; a QTensor says its own, as 4-bit codes lie two in a byte."""
     first = value if isinstance(value, QTensor) else tensors(value)[0]
     return first.shape[-1] if len(first.shape) else None
 

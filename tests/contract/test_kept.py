@@ -1,4 +1,4 @@
-"""What is kept and how it is told: frozen prefixes, masks of layers, policies and weights, storages in a report, other threads."""
+"""Kept tensors and reports of them: frozen prefixes, masks of layers, policies and weights, storages, other threads."""
 
 import pytest
 import torch
@@ -106,7 +106,7 @@ def test_no_rule_packs_weights(pattern, codec):
     for step in ("norm", "up", "down"):
         assert id(kept[step].weight) in weights
     if pattern == "*":
-        assert type(kept["norm"].x) is Packed, "what is no weight is packed"
+        assert type(kept["norm"].x) is Packed, "everything but weights is packed"
 
 
 def test_a_report_counts_the_memory_that_a_tensor_keeps_alive():

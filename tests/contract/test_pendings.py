@@ -1,4 +1,4 @@
-"""Pendings as data: summed in few products, put away, saved, moved, reported; each used once."""
+"""Pendings as data: summed in few products, offloaded, saved, moved, reported; each used once."""
 
 import copy
 import random as pyrandom
@@ -189,7 +189,7 @@ WRAPS = ["chain", "skip", "repeat", "parallel", "remat", "minimal", "save_all", 
 
 @pytest.mark.parametrize("seed", range(24))
 def test_products_are_joined_wherever_they_are(seed):
-    """In whatever an op is wrapped, its products are of their weights alone, and their sums those of one wgrad after another."""
+    """However an op is wrapped, each weight gets one joined product, with the sums of one wgrad after another."""
     draw = pyrandom.Random(seed)
     op, cfg, weights = wrapped(draw, linear, LinearConfig(8, 8, bias=seed % 3 > 0), 1 + seed % 4)
     params, pendings = pendings_of(op, cfg, [4, 4, 4])

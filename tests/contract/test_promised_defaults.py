@@ -16,7 +16,7 @@ ROOMS = "", "dist", "graphs", "lora", "low_precision", "models", "optim", "preci
 
 
 def defaults():
-    """Of every public class and function, by the room that it is in: `room.name(parameter=default, ...)`."""
+    """The defaults of every public class and function, as `room.name(parameter=default, ...)`."""
     found = {}
     for room in ROOMS:
         module = getattr(funcops, room) if room else funcops

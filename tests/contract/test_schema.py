@@ -268,7 +268,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_pickled_config_is_made_anew(name):
-    """Its hash holds in one process alone, as that of its strings does; what was computed from its fields is computed again."""
+    """Hashes of strings differ between processes, so the config's hash, and all that follows from its fields, is recomputed."""
     cfg = CONFIGS[name]
     hash(cfg)
     made, fields = cfg.__reduce__()

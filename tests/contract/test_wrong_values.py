@@ -107,7 +107,7 @@ def values_of(row, name, good, default):
 
 
 def label(value):
-    """As an exception of the table is written: `float32[2, 2]` for a tensor, wherever it is."""
+    """A value as the table of exceptions writes it: `float32[2, 2]` for a tensor, also inside a tree."""
     return describe(value) if isinstance(value, Tensor) else repr(tree_map_tensors(Shown, value))
 
 
@@ -252,7 +252,7 @@ READS_NOTHING = {  # of what was given away, and why
 
 
 def given_away():
-    """By name: nodes that were given away, the cells in which they are, and a cell that a backward took."""
+    """Donated nodes by name, the cells that hold them, and a cell that a backward consumed."""
     params, x = chain.init(CHAIN, key=random.key(0)), torch.ones(2, 4)
     made = {"a node": linear.fwd(params["a"], x, LinearConfig(4, 4))[1], "a chain's node": chain.fwd(params, x, CHAIN)[1]}
     cells = {name: donate(node) for name, node in made.items()}

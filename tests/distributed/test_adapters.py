@@ -1,4 +1,4 @@
-"""Adapters over ranks: those of one process, whichever rewrite comes first, in low precision too; what raises."""
+"""Adapters over ranks equal adapters in one process, whichever rewrite comes first, in low precision too; wrong calls raise."""
 
 import pytest
 import torch
@@ -154,7 +154,7 @@ def test_a_base_in_low_precision():
 
 
 def refused():
-    """What it says, and the call."""
+    """Error texts and the calls that raise them."""
     mesh, base = Mesh.abstract({"tp": 2}, 0), model()
     of_base = dist.parallel(base, RULES, mesh)
     yield (

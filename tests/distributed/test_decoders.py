@@ -96,7 +96,7 @@ def test_a_sequence_over_ranks(name, options):
 
 
 def test_without_a_loss_logits_are_whole():
-    """Of a rank's rows. A head that is tied to the embeddings has the whole of them."""
+    """Each rank has all logits of its own rows; a head that is tied to the embeddings is not sharded."""
     for name in ("llama", "gemma2"):
         cfg = dataclasses.replace(LLAMA, **FAMILIES[name])
         model, ids = decoder(cfg), torch.randint(16, (4, 5), generator=torch.Generator().manual_seed(0))

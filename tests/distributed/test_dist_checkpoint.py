@@ -71,7 +71,7 @@ def trained(mesh):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_run_goes_on_on_another_mesh_and_in_one_process(tmp_path):
-    """Params and state of dp 2 x tp 2 are those of tp 4 and of one process; torch's own load reads them, and ours torch's."""
+    """tp 4 and one process load the params and state of dp 2 x tp 2; torch's own load reads them too, and ours reads torch's."""
 
     def write(mesh):
         tree, specs = trained(mesh)

@@ -47,7 +47,7 @@ def backward(params, x, dy, cfg):
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_a_block_on_ranks_is_that_of_one_process(n):
-    """With rows of their own; gradients of what all ranks hold are sums over them, those of experts are whole."""
+    """Each rank has rows of its own; gradients of replicated params are sums over ranks, gradients of experts are whole."""
     params, x, dy = block()
     y, (grads, dx) = backward(params, x, dy, MIXTURE)
 
@@ -116,7 +116,7 @@ def test_dx_leaves_before_the_products_of_dw(monkeypatch):
 
 
 def test_beyond_capacity_a_rank_takes_no_more():
-    """Of 4 tokens a rank, all to experts of the first, two places: the last two get nothing, and no gradient."""
+    """Each rank sends 4 tokens to the first rank, which has two slots for each: the last two get zeros, and no gradient."""
     of = experts.init(ExpertsConfig(4, 3, 2), key=random.key(0), dtype=torch.float64)
     tokens, weights = torch.randn(8, 3, dtype=torch.float64), torch.ones(8, 1, dtype=torch.float64)
     whole, _ = experts.fwd(of, (weights, tokens, torch.zeros(8, 1, dtype=torch.int32)), ExpertsConfig(4, 3, 2))

@@ -33,7 +33,7 @@ def test_trains_and_leaves_its_results(text, tmp_path):
 
 @pytest.fixture(scope="module")
 def fifty(text, tmp_path_factory):
-    """What 50 steps leave."""
+    """The losses of 50 steps."""
     folder = tmp_path_factory.mktemp("fifty")
     run(*TINY, "--text", text, "--steps", 50, "--out", folder)
     assert len(losses(folder)) == 50

@@ -1,4 +1,4 @@
-"""train_lm.py with experts: a run is that of plain PyTorch, its bias moved by hand; what it says and leaves of their load."""
+"""train_lm.py with experts: a run equals plain PyTorch's, with the bias moved by hand; it prints and saves the experts' load."""
 
 import csv
 import math

@@ -84,7 +84,7 @@ def test_codes_of_every_value(element):
 
 
 def test_nothing_is_cast_that_a_cast_must_saturate(monkeypatch):
-    """Casts as those of torch 2.11: NaN above the largest of e4m3, infinity above that of e5m2."""
+    """Casts behave as in torch 2.11: NaN above the largest e4m3, infinity above the largest e5m2."""
     x = torch.cat((torch.logspace(-3, 38, 400), torch.tensor([math.inf, -math.inf, math.nan]), -torch.logspace(-3, 38, 400)))
     x = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(0))].view(11, 73)
     plain, beyond = torch.Tensor.to, {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
@@ -155,8 +155,7 @@ def nv_scales(amax, whole):
 
 
 def published(x, element, rows, cols, kind, whole):
-    """Codes and scales of x [R, K], as kernels make them; `whole`: the amax of a tensor whose scale is one, or has one beside those
-    of tiles."""
+    """Codes and scales of x [R, K], as kernels make them. `whole` is the amax of x if the format has a scale for all of x."""
     wide = x.float().numpy()
     r, k = wide.shape
     block, turned = cols == 128 and x.dtype is torch.bfloat16, (rows, cols) == (1, 128) and kind in ("pow2", "float32")
@@ -238,7 +237,7 @@ SOURCES = "normal", "wide", "tiny", "special"
 
 @pytest.mark.parametrize("args", some(FORMATS, 2))
 def test_formats_by_the_published_formulas(args):
-    """Of each format shapes and sources, drawn for it."""
+    """Each format has shapes and sources of its own, drawn by its name."""
     rng = draws.Random(str(args))
     for shape in (*rng.sample(SMALL, 2), rng.choice(EMPTY)):
         dtype = rng.choice([torch.bfloat16, torch.float16, torch.float32, torch.float64])

@@ -55,7 +55,7 @@ def test_how_far_tiling_anew_can_keep_bits(format):
         assert differ.any() == (most > ratio)
         lost = (row.dequantize() != direct.dequantize())[::128].any(1)  # the codes by rows have not the columns' number
         assert lost.any() == (most > ratio) and not lost[(largest / small) <= ratio].any()
-    x = torch.tensor([[225.0, 15 / 1024], [15 / 1024, 15 / 1024]])  # a span of 15,360: 15/1024 is no e4m3 at a scale of 1
+    x = torch.tensor([[225.0, 15 / 1024], [15 / 1024, 15 / 1024]])  # a span of 15,360: 15/1024 is not in e4m3 at a scale of 1
     found = [
         q.dequantize()[0, 1].item() * 1024 for q in (quantize_tensor(x, E4M3_BLOCK), quantize_tensor(x, E4M3_BLOCK, side="col"))
     ]

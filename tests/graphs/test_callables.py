@@ -308,7 +308,7 @@ def test_a_gradient_is_differentiated_once(loss):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_no_autograd_node_of_a_parameter_is_of_the_capture(kind):
-    """A node that adds to `.grad` runs on the stream that it was made on: the capture's must not be those of later steps."""
+    """A node that adds to `.grad` runs on the stream that it was made on: later steps must not use the capture's nodes."""
     module = made(kind, "cpu")
     held = []
     capture = callables._capture

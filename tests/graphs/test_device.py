@@ -1,4 +1,4 @@
-"""What the CUDA backend asks of torch.cuda, with a stand-in for torch.cuda: the calls, their order, and what a failure leaves."""
+"""The CUDA backend's calls of torch.cuda, recorded by a stand-in: which, in which order, and after a failure."""
 
 import contextlib
 import gc
@@ -109,7 +109,7 @@ class Cuda:
 
 
 class CudaError(RuntimeError):
-    """What a call that a capture forbids raises."""
+    """The error of a call that a capture forbids."""
 
 
 class Graph:

@@ -190,7 +190,7 @@ def test_a_failing_capture_leaves_nothing_behind(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_inputs_are_held_by_the_graph(device):
-    """Where torch offers to check that captured inputs still live, these cannot die."""
+    """Torch can check that captured inputs are still alive: these always are."""
     state = torch.ones(1000, device=device)
     address, storage = state.data_ptr(), torch.multiprocessing.reductions.StorageWeakRef(state.untyped_storage())
     captured = graphed(lambda state, x: state + x, state, torch.ones(1000, device=device), inputs={"0": "pinned"})

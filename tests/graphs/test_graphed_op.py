@@ -26,8 +26,8 @@ def add(a, b):
     "make", [one_f_one_b, zb_h1, zb_h2, lambda p, m: delay_w(one_f_one_b(p, m), p + 1)], ids=["1f1b", "zb_h1", "zb_h2", "delayed"]
 )
 def test_the_orders_of_schedules(make, ranks, device):
-    """What the first rank of a schedule does, with as many slots as it has microbatches in flight: of 1F1B and ZB-H1,
-    one to four."""
+    """The actions of a schedule's first rank, with as many slots as it has microbatches in flight: one to four in 1F1B and
+    ZB-H1."""
     params, _ = init(device)
     actions = make(ranks, 8).ranks[0]
     slots = most_in_flight(actions)

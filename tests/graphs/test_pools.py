@@ -76,7 +76,7 @@ class Run:
 
 
 def eager(params, device, calls=5):
-    """What (y, dparams, dx) of each batch must be."""
+    """The expected (y, dparams, dx) of each batch."""
     wants = []
     for i in range(calls):
         y, residuals = chain.fwd(params, batch(i, device), CFG)

@@ -44,7 +44,7 @@ def test_views_and_writes_in_place():
 
 
 def test_an_earlier_recordings_tensor_is_kept_for_a_later_one():
-    """As the tensors that autograd saves: no output of the first, and read by the second."""
+    """Tensors that autograd saves are like this: the first recording does not return it, the second reads it."""
     pool, x = Pool(), torch.ones(3)
     kept = {}
 

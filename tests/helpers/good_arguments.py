@@ -1,6 +1,6 @@
 """Good arguments of every public callable, one row each: `test_wrong_values.py` makes them wrong, one argument at a time.
 
-Rows of a room of the package are in `good_ROOM.py`; here are those of `funcops` itself and of `funcops.testing`.
+Rows of `funcops` itself and of `funcops.testing` are here, rows of other rooms in `good_ROOM.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from law_cases import CONFIGS
 
 import funcops
 from funcops import LinearParams, Needs, Op, RopeConfig, Save, chain, formats, linear, random, report, trees
-from funcops.adapters.nn.module import Prepared  # whose arguments are those of torch.nn's module
+from funcops.adapters.nn.module import Prepared  # which takes the arguments of torch.nn's module
 from funcops.contract.schema import Saved
 from funcops.residuals.nested import Nested
 from funcops.trees import tree_map_tensors

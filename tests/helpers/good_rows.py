@@ -1,4 +1,4 @@
-"""What a row of good arguments is, and the makers that rows of several rooms share."""
+"""`Row`, a row of good arguments, and the makers that rows of several rooms share."""
 
 from __future__ import annotations
 

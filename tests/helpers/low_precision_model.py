@@ -73,7 +73,7 @@ def together(op, work, xs, dys, cfg, order=range(COUNT), keep=donate):
 
 
 def summed(op, work, xs, dys, cfg):
-    """Trees of gradients, added as those of a shared tensor are."""
+    """The sum of the gradient trees, added as a shared tensor's gradients are."""
     total = None
     for x, dy in zip(xs, dys, strict=True):
         _, pull = fo.vjp(op, work, x, cfg)

@@ -84,7 +84,7 @@ def check(got, want, x, what):
 
 
 def doubled(kind, x):
-    """Where oneDNN's gelu of float32 or bfloat16, which is torch's, overflows: it doubles x."""
+    """Whether torch's gelu overflows: oneDNN's kernel for float32 and bfloat16 doubles x."""
     return (kind == "gelu") & (x.double() > torch.finfo(torch.float32).max / 2)
 
 

@@ -68,7 +68,7 @@ def test_what_is_asked_for_passes_the_checks_of_cuda(monkeypatch):
 
 
 def test_scales_lie_as_the_library_reads_them():
-    """None of a recipe's products copies a scale, but for weights whose tiles along K are no multiple of four."""
+    """No product of a recipe copies a scale, unless the weights' tiles along K are not a multiple of four."""
     x, w = torch.randn(256, 512), torch.randn(384, 512)
     row, square = quantize_tensor(x, Format("e4m3", BLOCK)), quantize_tensor(w, Format("e4m3", SQUARE))
     for q, tile in ((row, BLOCK), (turned(row), BLOCK), (quantize_tensor(x, row.format, side="col"), BLOCK), (square, SQUARE)):
@@ -77,7 +77,7 @@ def test_scales_lie_as_the_library_reads_them():
 
 @ON_CPU
 def test_products_go_to_the_library_unless_ours_are_asked_for(monkeypatch):
-    """As on a device that it serves; what it refuses is ours."""
+    """The library is patched to serve this device; products that it refuses are ours."""
     asked_for, product = [], library.product
 
     def counted(*args):

@@ -53,7 +53,7 @@ def gradients(model, ids, labels):
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["layers", "stacked"])
 def test_gradients_are_those_of_peft(stacked):
-    """Of the adapters alone, in float64 within 1e-9: of the whole backward, of its halves, joined, and into accumulators."""
+    """The adapters' gradients, in float64 within 1e-9: by the whole backward, by halves, joined, and into accumulators."""
     _, cfg, params = ours(stacked=stacked)
     x, ids, labels = batch()
     loss, want = gradients(theirs(cfg, params), ids, labels)
@@ -90,7 +90,7 @@ def test_autograd_and_policies_give_the_same_gradients():
 
 
 def test_every_weight_learns_beside_its_adapter():
-    """`Needs.ALL` is full fine-tuning: the base's gradients are those of the merged weight."""
+    """`Needs.ALL` is full fine-tuning: the base's gradients equal the merged weight's."""
     base, cfg, params = ours(alpha=3.0)
     x, _, _ = batch()
     y, residuals = chain.fwd(params, x, cfg)
@@ -106,7 +106,7 @@ def test_every_weight_learns_beside_its_adapter():
 
 
 def test_dropout_drops_for_each_adapter_alone():
-    """The masks are a function of the key, and of the path: those of two adapters of one x differ."""
+    """A mask depends on the key and on the adapter's path: two adapters of one x have different masks."""
     base = ChainConfig(
         steps=(
             Step("both", parallel, ParallelConfig(branches=tuple(Step(n, linear, LinearConfig(64, 64, bias=False)) for n in "qk"))),
@@ -162,7 +162,7 @@ def numeric(params, x, cfg, step=1e-5):
 
 
 def test_frozen_weights_keep_no_input_of_their_own():
-    """Of a linear with an adapter x, once, for a, and rank numbers a row for b; of one without, nothing."""
+    """A linear with an adapter keeps x once, for a, and `rank` numbers a row for b; a linear without one keeps nothing."""
     base, cfg, params = ours()
     x, _, _ = batch()
     _, residuals = chain.fwd(params, x, cfg, needs=lora_needs(cfg))

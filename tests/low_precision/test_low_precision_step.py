@@ -18,7 +18,7 @@ from funcops.trees import cast, paths, stands_for_one, tensors
 
 
 def test_two_models_in_one_process_do_not_touch_each_other():
-    """Two steps of each, interleaved, are those of each alone."""
+    """Two interleaved steps of each give the same as two steps of each alone."""
     alone, mixed = {}, {}
     models = {seed: (with_recipe(config(), RECIPE), *given(config(), seed)) for seed in (0, 1)}
     for seed, (cfg, params, xs, dys) in models.items():

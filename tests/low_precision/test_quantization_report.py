@@ -1,4 +1,4 @@
-"""What a recipe does to each linear layer, held to that layer in low precision."""
+"""The report of a recipe's errors in each linear layer, checked against that layer in low precision."""
 
 import dataclasses
 
@@ -42,7 +42,7 @@ from funcops.ops.qlinear import QLinearConfig, op_of
 
 @dataclasses.dataclass
 class Formats:
-    """What is no recipe, but says as much."""
+    """Formats with a recipe's attributes, but not a recipe."""
 
     x: Format | None = E4M3_BLOCK
     w: Format | None = E4M3_SQUARE
@@ -196,7 +196,7 @@ def test_every_linear_layer_has_a_row_by_its_path():
         worst = max(found.rows, key=lambda row: row.worst)
         (skipped,) = found.over(sorted({max(r.worst for r in found.rows if r.step == step) for step in found.over(0)})[-2])
         assert skipped == worst.step
-        assert with_recipe(cfg, Fp8Block(), skip=(skipped,)) != with_recipe(cfg, Fp8Block()), "the paths are those of a recipe"
+        assert with_recipe(cfg, Fp8Block(), skip=(skipped,)) != with_recipe(cfg, Fp8Block()), "the paths serve with_recipe"
     words = Step("words", embedding, EmbeddingConfig(7, 6)), Step("head", linear, LinearConfig(6, 7, bias=False))
     tied = ChainConfig(steps=words, ties={"head.weight": "words.weight"})
     (row,) = quantization_report(chain.init(tied, key=random.key(0)), torch.tensor([1, 2]), tied, E4M3_MX).rows

@@ -112,7 +112,7 @@ def test_a_part_that_keeps_its_inputs_already_costs_no_more():
 
 @pytest.mark.slow
 def test_fit_leaves_out_what_a_policy_cannot_do():
-    """Of the last step x cannot be had again, so that nothing of it is tried alone."""
+    """The last step's x cannot be recomputed, so nothing of that step is tried alone."""
     cfg, x = deep(2)["two"]
     assert len(fit(chain, cfg, x, 10**9).tried) >= 4
 

@@ -54,7 +54,7 @@ FP8 = Compress("fp8")
 
 
 def largest(t, width):
-    """Of each element's block: that many along the last dimension, all where width is 0."""
+    """The largest value of each element's block, of `width` elements along the last dimension, or all if width is 0."""
     width = width or max(t.shape[-1], 1)
     wide = torch.nn.functional.pad(t.double().abs(), (0, -t.shape[-1] % width)).unflatten(-1, (-1, width)).amax(-1)
     return wide.repeat_interleave(width, -1)[..., : t.shape[-1]]
@@ -167,7 +167,7 @@ def steps(cfg, dtype, count):
 @pytest.mark.parametrize("codec", ["fp8", "mxfp8", "int8", "bf16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_delayed_gradient_is_that_of_the_rounded_dy(codec, dtype):
-    """Bit for bit: of dy as the codec gives it back, whichever way it runs; dx is that of dy itself."""
+    """Bit for bit: weight gradients read dy as the codec decodes it, whichever way they run; dx reads dy itself."""
     if codec == "bf16" and dtype is torch.bfloat16:
         codec = "fp8"
     cfg = mlp_config(16, 24)
@@ -341,7 +341,7 @@ def test_a_glu_of_codes_is_that_of_what_they_decode_to(implementation, dtypes):
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_backward_reads_a_glus_codes_as_they_are(codec, monkeypatch):
-    """By what it launches on a device: no copy of x in its own dtype is made, neither for y nor for dx."""
+    """On a device neither y nor dx launches a copy of x in x's dtype."""
     cfg = mlp_config(256, 512)
     op = with_policy(chain, Policy({"act.x": Compress(codec)}))
     params, x = op.init(cfg, device="meta", dtype=torch.float32), torch.empty(64, 256, device="meta")
@@ -368,7 +368,7 @@ GLUS = [
 
 @pytest.mark.parametrize("cfg", GLUS, ids=str)
 def test_every_glu_serves_what_is_packed(cfg):
-    """y and dx are those of the x that was decoded, by both halves and by the whole backward."""
+    """dx, by halves and by the whole backward, equals the dx of the decoded x."""
     for codec, width in itertools.product(CODECS, (48, 128)):
         t, dy = torch.randn(6, 2 * width), torch.randn(6, width)
         x = (t, torch.rand(6)) if cfg.scaled else (t[:, :width].contiguous(), t[:, width:].contiguous()) if cfg.paired else t

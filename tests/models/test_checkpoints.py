@@ -198,7 +198,7 @@ def test_dtypes_on_load(folder):
     same, _ = from_hf(folder)
     assert all(torch.equal(a, b.bfloat16()) for a, b in zip(trees.tensors(params), trees.tensors(same), strict=True))
     before = [t.clone() for t in trees.tensors(same)]
-    rewritten(folder, lambda tensors: [t.zero_() for t in tensors.values()])  # params are no view of the file
+    rewritten(folder, lambda tensors: [t.zero_() for t in tensors.values()])  # params are not a view of the file
     assert all(torch.equal(a, b) for a, b in zip(trees.tensors(same), before, strict=True))
 
 

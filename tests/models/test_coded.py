@@ -54,7 +54,7 @@ def in_mxfp4(tensors):
 
 
 def both(name, path, monkeypatch, **sizes):
-    """The folder in codes, and that of the same numbers."""
+    """A folder of codes, and a folder of the same numbers decoded."""
     kind, options = FAMILIES[name]
     monkeypatch.setitem(FAMILIES, name, (kind, options | SIZES[name] | sizes))
     saved(name, path / "codes")

@@ -87,7 +87,7 @@ def test_hugging_face_reads_what_is_written(name, tmp_path):
 
 @pytest.mark.parametrize("rows", [2, 6, 10])
 def test_rows_that_alternate_are_sorted_and_those_that_turn_come_first(rows):
-    """Of a family whose gates alternate with what they multiply, and of one whose heads end with what turns."""
+    """One family's gates alternate with their up rows; another's heads end with the rows that rotate."""
     from types import SimpleNamespace
 
     import torch

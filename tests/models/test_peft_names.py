@@ -96,7 +96,7 @@ def test_linears_that_are_no_modules_of_their_own_raise(family, at, tmp_path):
 
 
 def test_params_with_a_loss_and_without_one(llama, tmp_path):
-    """What takes those of a decoder takes them with "loss": None; what makes those of a config with a loss asks for it."""
+    """Functions that take a decoder's params also take them with "loss": None; making params for a config with a loss needs it."""
     pretrained, cfg = from_hf(llama)
     model, lossy = (with_lora(decoder(cfg, loss=loss), 2, UP) for loss in (False, True))
     with pytest.raises(ValueError, match=r"lora_init: params must be the base config's .*, got missing \['loss'\], extra \[\]"):

@@ -308,7 +308,7 @@ OPS = sorted({name for name in funcops.__all__ if isinstance(getattr(funcops, na
 
 @pytest.mark.parametrize("name", OPS)
 def test_no_op_takes_a_quantised_tensor_for_a_tensor(name):
-    """As params' leaf or as x."""
+    """Neither as a leaf of params nor as x."""
     case = next(case for case in FIRST if case.op.name == name)
     params, x = case.make(torch.float32)
     low = quantize_tensor(draw(4, 64), E4M3_BLOCK)

@@ -226,7 +226,7 @@ def test_nothing_waits_for_the_device(cfg):
 
 
 def test_balance_evens_the_load():
-    """Of a router that prefers some experts, as arXiv 2408.15664 has it: the fullest expert's share falls."""
+    """A router prefers some experts; by the rule of arXiv 2408.15664 the fullest expert's share falls."""
     cfg = RouteConfig(8, 2, score="sigmoid", bias=True)
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(500, 8, generator=generator) + torch.linspace(-1, 1, 8)

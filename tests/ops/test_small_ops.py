@@ -1,5 +1,5 @@
-"""Of softcap, softmax, group_norm, modulate, causal_conv1d and patchify what their laws do not ask: rows and groups that a program
-does not take whole, sequences that go on, and what models make of them."""
+"""softcap, softmax, group_norm, modulate, causal_conv1d and patchify beyond their laws: rows and groups larger than a program,
+sequences that continue, and uses in models."""
 
 import pytest
 import torch

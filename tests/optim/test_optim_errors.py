@@ -146,7 +146,7 @@ def test_errors(call, error, text):
 
 @pytest.mark.parametrize(("init", "update", "cfg"), OPTIMISERS)
 def test_models_updated_in_turn_are_told_apart_without_their_values(init, update, cfg, monkeypatch):
-    """Of many structures, some alike but for a part within: to spell a tensor out takes a millisecond, and waits for its device."""
+    """Structures are compared without a tensor's repr, which takes a millisecond and waits for its device."""
     t = torch.ones(2)
     trees = [
         t,

@@ -1,4 +1,4 @@
-"""What `make interpreters` says of a Python: which names it lacks, and why the tests are not tried with it."""
+"""`make interpreters` says which names a Python lacks, and why it does not run the tests."""
 
 import argparse
 import os

@@ -32,7 +32,7 @@ def test_an_install_that_is_a_checkout_is_no_install(tmp_path):
     ("outcome", "status"), [("good", 0), (AssertionError("it broke"), 1), (None, 1)], ids=["good", "bad", "none"]
 )
 def test_the_exit_status(monkeypatch, capsys, tmp_path, outcome, status):
-    """Of one Python: good, failed, and not tried, of which none may be green."""
+    """One Python is good, failed or not tried; only a good one exits with 0."""
     wheel, source = tmp_path / f"funcops-{funcops.__version__}-py3-none-any.whl", tmp_path / "source"
     for path in (wheel, source):
         path.write_text("")

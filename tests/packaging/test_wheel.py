@@ -1,5 +1,5 @@
-"""What `python -m build` makes: a wheel that installs and imports with torch and optree alone, with no Triton,
-no extra and no GPU."""
+"""`python -m build` makes a wheel that installs and imports with torch and optree alone, without Triton, extras
+or a GPU."""
 
 import importlib.metadata
 import re

@@ -26,7 +26,7 @@ CLASSES = [name for name in NAMES if inspect.isclass(reference.value_of(name))]
 
 
 def moved():
-    """Where pages that lie outside docs/ are in the site: read, as docs/hooks.py imports MkDocs."""
+    """The site's paths of pages outside docs/, read from the text of docs/hooks.py, as that imports MkDocs."""
     tree = ast.parse((ROOT / "docs" / "hooks.py").read_text())
     (table,) = [node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MOVED"]
     return ast.literal_eval(table)
@@ -44,7 +44,7 @@ def path_of_learning(nav):
 
 
 def astray(pages, texts):
-    """Of pages of a path, those that do not say what one can do at their end, which comes before and next, or are too long."""
+    """The faulty pages of a path: too long, or without what one can do at the end, or without the page before or next."""
     found = {}
     for before, page, after in zip([None, *pages[:-1]], pages, [*pages[1:], None], strict=True):
         text = texts[page]
@@ -89,7 +89,7 @@ def test_the_reference_has_every_public_name():
 def means(cls):
     """Whether a class says what it is: in words, or in the shapes of its leaves, which every one of its fields then has."""
     own = cls.__dict__.get("__doc__") or ""
-    if own and not own.startswith(f"{cls.__name__}("):  # what a dataclass writes where there is none
+    if own and not own.startswith(f"{cls.__name__}("):  # what a dataclass writes if it has no docstring
         return True
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     fields = [node for node in tree.body[0].body if isinstance(node, ast.AnnAssign)]
@@ -99,7 +99,7 @@ def means(cls):
 
 
 def raises(function):
-    """What it calls, or says itself, to raise."""
+    """The first call or statement of a function that raises."""
     for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))):
         called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
         if isinstance(node, ast.Raise) or called == "fail" or called.startswith(("check", "require")):
@@ -108,7 +108,7 @@ def raises(function):
 
 
 def silent(names):
-    """Of functions, those that raise and do not say so. What a backward raises is said once, where a dy is: by `Op`."""
+    """Functions that raise without saying so. `Op` says once what a backward raises, where it describes dy."""
     backward = tuple(f"{op}_{part}" for op in OPS for part in ("bwd", "dgrad", "wgrad"))
     found = {name: raises(reference.value_of(name)) for name in names if name.rpartition(".")[2] not in backward}
     return {name: said for name, said in found.items() if said and "rais" not in reference.value_of(name).__doc__.lower()}
@@ -160,7 +160,7 @@ def alone(name, page):
 
 
 def test_an_example_shows_every_name():
-    """Examples are those of docstrings and of pages, all of which run (tests/pages/test_docs.py)."""
+    """Examples are in docstrings and on pages; all of them run (tests/pages/test_docs.py)."""
     missing = []
     for page in reference.pages():
         for section in page.sections:
@@ -196,7 +196,7 @@ def test_the_checks_see_what_lacks_words():
         x: int = 3
 
     class Said:
-        "What it is."
+        "A sentence."
 
     def quiet(x):
         """Halves."""
@@ -239,7 +239,7 @@ def test_what_a_page_of_the_site_lacks_is_seen(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="MkDocs is of the extra docs")
 def test_the_command_that_builds_it_fails_at_a_link_to_nowhere(tmp_path):
-    """The flags are those of `make docs`."""
+    """The flags come from `make docs`."""
     (flags,) = re.findall(r"-m mkdocs (build .*) \$\(ARGS\)", (ROOT / "Makefile").read_text())
     (tmp_path / "docs").mkdir()
     (tmp_path / "mkdocs.yml").write_text("site_name: small\n")

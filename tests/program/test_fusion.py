@@ -434,7 +434,7 @@ def test_users_add_rules():
 
 @pytest.mark.parametrize("library", [True, False])
 def test_a_reader_by_the_library_saves_nothing(library, monkeypatch):
-    """Of a product whose sum the library would do as a call of its own the fork's gradient is written as it is without the rule."""
+    """If the library would do a product's sum as a call of its own, the fork's gradient is written as without the rule."""
     from types import SimpleNamespace
 
     from funcops.fused import fork

@@ -46,7 +46,7 @@ AGAIN = [row for op in CHEAP for row in [row for row in CASES if row[0].op.name 
 
 
 def test_a_block_costs_few_calls():
-    """Of which a chain in nested functions took 435, in 34 files, 22 deep."""
+    """A chain in nested functions took 435 calls, in 34 files, 22 deep."""
     calls, files, depth = of_a_block(recompute=True)
     assert calls <= 140 and files <= 18 and depth <= 10
     assert of_a_block(recompute=False).calls < calls
@@ -54,7 +54,7 @@ def test_a_block_costs_few_calls():
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_y_again_has_the_bits_of_the_forward(name):
-    """Of every op that gives it, under every mask that keeps its x, from the fields that are kept for it alone."""
+    """Every op that can recompute y does so from the fields kept for that, under every mask that keeps its x."""
     seen = set()
     for case, dtype in AGAIN:
         params, x = case.make(dtype)
@@ -151,7 +151,7 @@ def test_a_tree_that_is_not_the_forwards_takes_the_loud_way(wrong):
 
 
 def test_of_two_cheap_steps_in_a_row_one_is_kept():
-    """The second's y cannot be had again of an x that is itself left out."""
+    """The second's y cannot be recomputed from an x that is not kept itself."""
     steps = (Step("norm", rms_norm, RMSNormConfig(D)), Step("act", activation, ActivationConfig("silu")))
     cfg = ChainConfig(steps=(*steps, Step("up", linear, LinearConfig(D, D))))
     params, x, dy = chain.init(cfg, key=random.key(0)), torch.randn(7, D), torch.randn(7, D)

@@ -128,7 +128,7 @@ def test_the_layer_before_comes_back_while_a_layer_computes(device):
     computed = [i for i, note in enumerate(notes) if note[1] == "backward"]
     for layer, start in enumerate(computed):  # counted from the last
         begun = [i for i, note in enumerate(notes[:start]) if note[1] == "back"]
-        assert len(begun) == min(layer + 2, TIMES), "its own copy, and that of the layer before, have begun, and no more"
+        assert len(begun) == min(layer + 2, TIMES), "its own copy and the previous layer's have begun, and no more"
         own = begun[layer]
         assert any(note[:2] == ("main", "waits for") and note[2] == own for note in notes[:start]), "main waits for its own copy"
 

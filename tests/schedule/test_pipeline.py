@@ -45,7 +45,7 @@ PAIRS = {"whole": [*LINES, "nan"], "killed": ["frozen", "kill"], "raised": ["rai
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What each rank of each pair prints, by mode: of one process that forks them, since to import torch takes longer than most
+    """The output of each rank of each pair, by mode. One process forks them, since importing torch takes longer than most
     modes."""
     folder, pairs = tmp_path_factory.mktemp("ranks"), {name: ",".join(modes) for name, modes in PAIRS.items()}
     command = [sys.executable, "-W", "ignore", str(SCRIPT), str(folder), *pairs.values()]
@@ -176,7 +176,7 @@ def test_whatever_is_not_finite_is_named(place, bad, alone):
 @pytest.mark.parametrize(("rows", "dtype"), [(5, torch.float32), (7, torch.float32), (6, torch.float64)])
 @pytest.mark.parametrize("odd", [0, 1])
 def test_a_microbatch_unlike_the_example_is_named(odd, rows, dtype, alone):
-    """Of another size or precision than the other ranks were told: before anything runs, and the pipeline stays whole."""
+    """Another size or dtype than the example's raises before anything runs, and the pipeline can be used afterwards."""
     cfg, params, xs, dys = gated()
     pipeline, good = Pipeline(IN_TURN, cfg, xs[0]), list(xs)
     x, by = torch.randn(2, rows, DIM, dtype=dtype)

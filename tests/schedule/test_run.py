@@ -191,7 +191,7 @@ def test_bytes_fall_when_a_stage_is_done():
 
 
 def test_inputs_are_nobodys_residuals():
-    """What the caller holds anyway is not counted: params, the main value and extras."""
+    """Tensors that the caller holds anyway are not counted: params, the main value and extras."""
     cfg, params, xs, dys = gated()
     ran = run(gpipe(2, 2), params, xs, cfg, dys)
     assert ran.peak_bytes == (0, 2 * 6 * DIM * 4), "the first keeps nothing but what it was given, the second what the first gave"

@@ -63,7 +63,7 @@ def test_a_ring_of_waits_is_said_whole():
     assert stuck(3) == ["0B0 waits for 1B0", "1B0 waits for 2B0", "2B0 waits for 3B0, behind 0B0 on rank 0"]
     long = stuck(20)
     assert len(long) == 9 and long[4] == "..." and long[-1] == "19B0 waits for 20B0, behind 0B0 on rank 0"
-    with pytest.raises(ValueError) as error:  # rank 0 waits for the ring, and is no part of it
+    with pytest.raises(ValueError) as error:  # rank 0 waits for the ring, and is not part of it
         Schedule.from_csv("0F0,0B0\n3F0,1F0,1B0,3B0\n2F0,2B0")
     assert str(error.value).endswith("end: 3F0 waits for 2F0; 2F0 waits for 1F0, behind 3F0 on rank 1")
 

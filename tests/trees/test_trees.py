@@ -84,7 +84,7 @@ def test_cast_leaves_what_has_the_dtype_and_what_is_no_float():
 
 
 def test_cast_of_many_at_once_is_that_of_each(monkeypatch):
-    """As on a GPU; a tensor in two places is cast for each, one that asks for gradients by an operator that gives them."""
+    """All tensors are cast by one call, as on a GPU; a tensor in two places is cast for each, and one that requires grad apart."""
     shared, strided = torch.randn(3, 4), torch.randn(4, 3).mT
     tree = {"a": shared, "b": [shared, None, torch.arange(2)], "c": strided, "d": torch.ones(2, dtype=torch.bfloat16)}
     want = cast(tree, torch.bfloat16)
