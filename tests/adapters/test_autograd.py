@@ -60,7 +60,7 @@ def asking(t):
 
 
 @pytest.mark.parametrize(("case", "dtype"), [(c, d) for c, d in CASES if d is torch.float64], ids=str)
-def test_gradients_are_those_of_the_op(case, dtype):
+def test_gradients_equal_the_ops(case, dtype):
     params, x = case.make(dtype)
     y, residuals = case.op.fwd(params, x, case.cfg)
     dy = float_like(y, 3)
@@ -232,7 +232,7 @@ def test_non_reentrant_checkpoint():
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
 
-def test_what_was_written_to_since_raises():
+def test_a_write_to_a_kept_tensor_raises():
     params, x = made()
     y = differentiable(linear)(params, x, LINEAR)
     with torch.no_grad():

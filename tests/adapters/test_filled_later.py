@@ -189,7 +189,7 @@ def check_one(kind, fields):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_is_written_depends_on_what_is_asked_alone(seed):
+def test_generated_source_depends_on_its_arguments_alone(seed):
     forget()
     order = list(ASKED)
     random.Random(seed).shuffle(order)

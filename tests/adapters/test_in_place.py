@@ -135,7 +135,7 @@ def test_a_large_output_that_was_written_to_is_kept_as_it_is_now():
     assert torch.equal(*found)
 
 
-def test_what_is_kept_of_an_outputs_memory_counts_its_writes():
+def test_kept_views_of_an_output_count_its_writes():
     base, x = torch.zeros(4, 3), torch.zeros(6)
     y, seen = base.view(12), x.view(2, 3)
     outputs, other = [y, seen], torch.zeros(2)

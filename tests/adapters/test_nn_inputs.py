@@ -106,7 +106,7 @@ SERVED = {
 
 
 @pytest.mark.parametrize(("name", "dtype"), drawn(MODULES, (torch.float32, torch.float64, torch.bfloat16, torch.complex64)))
-def test_what_torch_accepts(name, dtype):
+def test_inputs_that_torch_accepts(name, dtype):
     """98 inputs: of the module's dtype and of others, of two layouts, without rows, and without a batch."""
     torch.manual_seed(0)
     want, got = MODULES[name](nn).to(dtype), MODULES[name](fnn).to(dtype)
@@ -117,7 +117,7 @@ def test_what_torch_accepts(name, dtype):
             compare(name, outcome(want, x), outcome(got, x), f"{shape} {of_x} {strided}")
 
 
-def test_what_is_left_to_torch():
+def test_dtypes_left_to_torch():
     for name, dtypes in SERVED.items():
         for dtype in dtypes:
             module = MODULES[name](fnn).to(dtype if dtype in FLOATS else torch.float32)

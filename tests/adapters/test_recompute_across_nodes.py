@@ -55,7 +55,7 @@ def test_a_norm_is_computed_again_across_nodes(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
 
-def test_what_is_not_the_norm_output_any_more_is_kept(monkeypatch):
+def test_a_changed_norm_output_is_kept(monkeypatch):
     def written(h):
         with torch.no_grad():
             return h.mul_(2)
@@ -103,7 +103,7 @@ def drawn_nodes(seed):
     return run, write
 
 
-def test_drawn_nodes_compute_again_what_was_there_or_raise(monkeypatch):
+def test_drawn_nodes_recompute_the_same_values_or_raise(monkeypatch):
     """Also where a value was written to in between: then as without, or an error."""
     raised = 0
     for seed in range(200):

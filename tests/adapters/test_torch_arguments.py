@@ -151,7 +151,7 @@ def test_a_layer_whose_class_is_patched_is_called(monkeypatch):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_writes_in_place_in_a_sequential(seed):
+def test_in_place_modules_in_a_sequential(seed):
     """First it writes to the caller's x, as torch's; later to what nobody else has."""
     make = (
         lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(D, D)),

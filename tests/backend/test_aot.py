@@ -220,7 +220,7 @@ def test_every_build_keeps_its_limits(found):
     assert not found["races"]
 
 
-def test_what_was_drawn_is_as_the_table_says(found):
+def test_drawn_builds_equal_the_table(found):
     table = {row["hash"]: row for row in rows()}
     for build in found["built"]:
         row = table.get(build["hash"])
@@ -277,7 +277,7 @@ def test_no_recipe_makes_a_choice_without_a_row(found):
     assert len(made) > 20 * len(found["targets"]) and not made - known
 
 
-def test_products_of_codes_are_those_of_tensor_cores():
+def test_products_of_codes_use_tensor_cores():
     """Every pair of elements and kind of scales, on Hopper and Blackwell."""
     seen = {}
     for row in rows():
@@ -340,7 +340,7 @@ def test_a_kernel_that_spills_is_seen(found):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_what_is_said_of_an_amd_build_is_what_stands_in_it(seed):
+def test_figures_of_an_amd_build_are_read_from_its_text(seed):
     """Registers are counted, spilled ones are of four bytes, vectors' and scalars', and of instructions each is one."""
     from funcops.backend.aot import _read_amd
 

@@ -180,7 +180,7 @@ def test_host_times_are_of_one_call_on_an_idle_device(clock, cuda):
     assert len(clock.done) == 12 and cuda.synchronized == 4
 
 
-def test_memory_is_the_peak_and_what_it_rose_by(clock, cuda):
+def test_memory_is_the_peak_and_its_rise(clock, cuda):
     def call():
         cuda.peak = 70 * 2**20
 
@@ -273,7 +273,7 @@ def saved(module, x):
     return residuals.saved_by_autograd(module, x)
 
 
-def test_autograd_is_charged_for_what_it_saves_of_the_inputs_alone():
+def test_autograd_is_charged_for_saved_activations_alone():
     torch.manual_seed(0)
     x = torch.randn(5, 8)
     assert saved(torch.nn.Linear(8, 4), x) == x.nbytes, "the weight is not an activation"
@@ -288,7 +288,7 @@ def test_autograd_is_charged_for_what_it_saves_of_the_inputs_alone():
     assert saved(twice, x) == x.nbytes, "a storage counts once"
 
 
-def test_peak_bytes_are_of_what_lives_at_once():
+def test_peak_bytes_count_tensors_alive_at_once():
     x = torch.zeros(1000)
 
     def work():

@@ -117,7 +117,7 @@ def test_without_it_torch_counts_and_nothing_else_does():
     assert [on for on, _ in found] == [False] * 3
 
 
-def test_what_was_given_away_is_refused_in_the_same_words():
+def test_a_donated_tensor_raises_in_the_same_words():
     with checking():
         kept = linear_fwd(linear.init(CFG, key=random.key(0)), torch.ones(2, 4), CFG)[1]
         linear_bwd(donate(kept), torch.ones(2, 3), CFG)
@@ -125,7 +125,7 @@ def test_what_was_given_away_is_refused_in_the_same_words():
             linear_bwd(kept, torch.ones(2, 3), CFG)
 
 
-def test_where_no_block_is_open_nothing_is_exchanged():
+def test_without_an_open_block_nothing_is_swapped():
     keep, count, asked = rms_norm.residuals.keep, len(changes), op.any_autocast
     assert asked is torch._C._is_any_autocast_enabled
     with checking(), checking():

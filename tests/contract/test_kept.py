@@ -155,7 +155,7 @@ LEAVES = [m.CASES[0] for m in MODULES.values() if m.CASES[0].op.fields()]
 
 
 @pytest.mark.parametrize("case", LEAVES, ids=str)
-def test_what_is_kept_is_read(case):
+def test_every_kept_tensor_is_read(case):
     """Under every mask, NaN in a kept tensor of numbers changes a gradient: declarations ask for nothing that no backward reads."""
     params, x = case.make(torch.float64)
     # attention's kernels make dq, dk and dv at once, and read for all of them

@@ -208,7 +208,7 @@ def test_names_are_plain_from_then_on(kind):
     assert literal(n("it's")) == '"it\'s"' and literal(enum.IntEnum("Number", {"TWO": 2}).TWO) == "2"
 
 
-def test_what_is_no_name_stays_refused():
+def test_a_key_without_a_name_still_raises():
     with pytest.raises(ValueError, match="Step: name must be an identifier"):
         Step(Hostile("a b"), linear, LinearConfig(D, D))
     with pytest.raises(TypeError, match="Step: name must be"):

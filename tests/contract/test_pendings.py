@@ -152,7 +152,7 @@ def test_any_rows(rows, how, joined):
 
 
 @pytest.mark.parametrize(("how", "products"), [("each", 6), ("concatenate", 2), ("batch", 1), ("group", 1), (None, 2)])
-def test_how_many_products(how, products):
+def test_the_number_of_products(how, products):
     """Two weights of one shape, three microbatches."""
     cfg = ChainConfig(steps=(Step("a", linear, LinearConfig(8, 8)), Step("b", linear, LinearConfig(8, 8))))
     _, pendings = pendings_of(chain, cfg, [4, 4, 4], torch.float32)
@@ -236,7 +236,7 @@ class Counter(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_what_is_wrong_is_refused_before_anything_is_added():
+def test_wrong_arguments_raise_before_anything_is_added():
     cfg = LinearConfig(8, 16)
     params, pendings = pendings_of(linear, cfg, [3, 3], torch.bfloat16)
     into = LinearParams(torch.zeros(16, 8), torch.zeros(5))

@@ -180,7 +180,7 @@ GUARDS = {
 
 
 @pytest.mark.parametrize("guard", GUARDS)
-def test_every_guard_notices_what_torch_counts_and_says_it_in_one_wording(guard):
+def test_every_guard_notices_counted_writes_in_one_wording(guard):
     unwritten, run = GUARDS[guard]()
     run()
     for name, write in WRITES.items():

@@ -204,7 +204,7 @@ SEEN = {  # by users, one each
 
 
 @pytest.mark.parametrize("said", SEEN)
-def test_what_users_got_wrong(said):
+def test_mistakes_of_users_raise(said):
     with pytest.raises((ValueError, TypeError), match=re.escape(said)):
         SEEN[said]()
 
@@ -261,7 +261,7 @@ def given_away():
     return {**made, "a cell": cells["a node"], "a cell of a chain": cells["a chain's node"], "a spent cell": spent}
 
 
-def test_what_was_given_away_is_refused_by_every_function_of_a_tree(tmp_path, monkeypatch):
+def test_every_function_of_a_tree_refuses_a_donated_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     wrong, asked = [], 0
     for name, row in ROWS.items():

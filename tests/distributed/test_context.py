@@ -121,7 +121,7 @@ def test_one_rank_has_the_bits_of_attention(causal):
 
 
 @pytest.mark.parametrize("n", [2, 3, 8])
-def test_what_is_sent_and_what_is_computed(n, monkeypatch):
+def test_sent_and_computed_blocks(n, monkeypatch):
     """All ranks compute as much, and nothing of no keys; k and v are sent once each way, and dk and dv after them."""
     seen = {}
 
@@ -155,7 +155,7 @@ def test_what_is_sent_and_what_is_computed(n, monkeypatch):
         assert seen == dict.fromkeys(range(n), 2 * (8 * 8 * n // 2))
 
 
-def test_what_needs_no_gradient_is_not_sent():
+def test_tensors_without_a_gradient_are_not_sent():
     for way, back in (("gather", 1), ("ring", 3)):
 
         def step(mesh, way=way):

@@ -140,7 +140,7 @@ def test_buckets_keep_their_bound_and_big_leaves_are_not_copied():
     run_ranks({"dp": 2}, run)
 
 
-def test_what_is_in_flight_is_finished_once_and_a_ledger_names_it():
+def test_started_sums_finish_once_and_a_ledger_names_them():
     for start in (lambda t: reduce_start(t, ALONE), lambda t: gather_shards_start(t, t, ALONE)):
         grads = {"a": torch.ones(4), "b": torch.ones(3)}
         h = start(grads)
@@ -166,7 +166,7 @@ def test_shards_are_a_part_each_and_make_the_whole():
             assert own["odd"].shape == (-(-7 // n),) and own["none"] is None
 
 
-def test_norms_of_what_ranks_have_in_parts():
+def test_norms_of_sharded_trees():
     """dp shards all, tp shards `up`, `norm` is alike on tp, and each pp stage has leaves of its own; one stage has none."""
     tree = {s: {"up": torch.randn(8, 6).double(), "norm": torch.randn(8).double()} for s in (0, 1)}
     want = optim.global_norm(tree)

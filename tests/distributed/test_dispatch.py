@@ -206,7 +206,7 @@ def bad_calls(ep):
     yield "CombineConfig: axis must be Axis, got 3", lambda: dist.CombineConfig(3)
 
 
-def test_what_is_wrong_is_named_before_anything_is_sent():
+def test_wrong_calls_raise_before_anything_is_sent():
     def run(mesh):
         for said, call in bad_calls(mesh["ep"]):
             with pytest.raises((ValueError, TypeError)) as raised:

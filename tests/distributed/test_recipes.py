@@ -283,7 +283,7 @@ def test_a_recipe_that_the_ranks_do_not_take_raises_with_its_path():
                 with_recipe(cfg, MXFP8())
 
 
-def test_what_is_quantised_before_is_checked_before_anything_is_sent():
+def test_quantised_inputs_are_checked_before_anything_is_sent():
     cfg = dist.ColumnQLinearConfig(32, 32, Fp8Block(), axis=Mesh.abstract({"tp": 2}, 0)["tp"])
     assert len(tensors(dist.column_qlinear.init(cfg, key=random.key(0)))) == 2
     params = dist.column_qlinear.init(cfg, key=random.key(0))

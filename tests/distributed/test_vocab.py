@@ -140,7 +140,7 @@ def test_narrow_dtypes(op, dtype):
         same_bits(ys[0], y, "y, of which all but one rank add zeros")
 
 
-def test_of_rows_only_four_floats_are_sent():
+def test_only_four_floats_a_row_are_sent():
     """And no tensor of all rows and classes, nor of more than a chunk of them, is made."""
     n, rows, width, classes, chunk = 4, 64, 8, 4096, 64 * 128 * 4
 
@@ -233,7 +233,7 @@ def test_bad_calls_raise_on_every_rank():
     run_ranks({"tp": 2}, run)
 
 
-def test_what_is_not_finite_reaches_all_ranks():
+def test_values_that_are_not_finite_reach_all_ranks():
     """A NaN that one rank has; classes of -inf, as padding is, all of them a rank's."""
 
     def run(mesh, x):

@@ -103,7 +103,7 @@ def test_a_model_with_ties_and_stacks_inside_of_chains():
             assert a is b is None or torch.allclose(a, b, rtol=1e-5, atol=1e-6), path
 
 
-def test_outputs_of_shared_out_layers_and_of_a_step():
+def test_outputs_of_sharded_layers_and_of_a_step():
     """Each rank has the outputs of its own rows; gradients, from dys of all outputs, are summed: whole, in halves, into sums."""
     layers = Step("layers", repeat, RepeatConfig(skip, SkipConfig(chain, routed(8)), times=3))
     end = Step("end", tally, TallyConfig(8), gives=("count", "size"))
@@ -257,7 +257,7 @@ def test_halves_a_policy_and_another_dtype_give_the_same_gradients():
         run_ranks({"dp": 2}, lambda mesh, options=options: both(mesh, options))
 
 
-def test_what_has_no_gradient_keeps_its_bits_in_another_dtype():
+def test_params_without_a_gradient_keep_their_bits_in_another_dtype():
     """With equal scores a router's bias chooses; in bfloat16 every bias here would round to 1."""
     router = Step("route", route, RouteConfig(8, 2, score="sigmoid", bias=True), gives=("indices", "load", "loss"))
     plain = ChainConfig(steps=(router,), outputs=router.gives)
@@ -273,7 +273,7 @@ def test_what_has_no_gradient_keeps_its_bits_in_another_dtype():
     assert run_ranks({"dp": 2}, chosen) == [[[7, 6]] * 3] * 2
 
 
-def test_specs_say_what_zero_3_shares_out():
+def test_specs_name_what_zero_3_shards():
     whole = chain.init(model(EVEN), key=random.key(0))
 
     def step(mesh):

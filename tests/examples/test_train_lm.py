@@ -96,7 +96,7 @@ RECIPES = ("fp8_block", "fp8_current", "fp8_delayed", "mxfp8", "nvfp4")
 
 
 @pytest.mark.slow
-def test_recipes_train_resume_and_say_what_they_round(text, tmp_path):
+def test_recipes_train_resume_and_print_what_they_round(text, tmp_path):
     """Losses near those without, with other bits; where a run goes on, the state of delayed scaling goes on."""
     sizes = *TINY, "--heads", 1, "--hidden", 64, "--text", text, "--steps", 6, "--sample", 2
     run(*sizes, "--out", tmp_path / "none")

@@ -100,7 +100,7 @@ FLAGS = [
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: " ".join(map(str, flags)) or "as it is")
-def test_a_run_is_that_of_plain_pytorch(flags, corpus):
+def test_a_run_equals_plain_pytorch(flags, corpus):
     args, run = started(corpus, "--eval-every", 4, *flags)
     model = plain_model(args, run.params)
     for i, (loss, val_loss, norm, rate) in enumerate(plain_rows(model, args, corpus)):
@@ -203,7 +203,7 @@ def test_a_run_goes_on_with_the_flags_that_it_began_with(flag, begun, corpus):
 
 
 @pytest.mark.parametrize("flag", [None, *FREE])
-def test_what_changes_no_number_may_change(flag, begun, corpus):
+def test_flags_that_change_no_number_may_change(flag, begun, corpus):
     given = [] if flag is None else [f"--{flag}"] if FREE[flag] is None else [f"--{flag}", FREE[flag]]
     _, resumed = started(corpus, "--resume", *given, out=begun)
     _, whole = started(corpus)
@@ -236,7 +236,7 @@ def kept_bytes(run):
 
 
 @pytest.mark.parametrize("policy", ["save_all", "recompute_elementwise", "minimal"])
-def test_what_a_policy_is_said_to_keep_is_kept(policy, corpus, capsys):
+def test_printed_bytes_of_a_policy_are_kept_bytes(policy, corpus, capsys):
     """The printed figures equal a step's bytes."""
     default = kept_bytes(started(corpus)[1])
     _, run = started(corpus, "--policy", policy)

@@ -144,7 +144,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("flags", BAD)
-def test_what_does_not_fit_is_named_before_a_group_is_made(flags, monkeypatch):
+def test_a_mesh_that_does_not_fit_is_named_before_a_group_is_made(flags, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert BAD[flags] in programs.run("train_lm.py", *SIZES, *flags.split(), code=2)
     monkeypatch.setenv("RANK", "1")
@@ -180,7 +180,7 @@ def rows(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*MESHES, "moved"])
-def test_losses_are_those_of_one_process(name, runs):
+def test_losses_equal_one_process(name, runs):
     folder, said = runs
     want = rows(folder / "one")
     assert want.shape == (STEPS, 3) and want[-1, 0] < want[0, 0] - 0.5

@@ -287,7 +287,7 @@ def test_nan_stays_and_infinity_saturates():
         assert args[0] == "e2m1" or y.isnan().sum() == 1, args
 
 
-def test_what_a_tensor_was_comes_back_within_half_a_step():
+def test_dequantising_is_within_half_a_step():
     x = torch.randn(3, 40, 300).to(torch.bfloat16)
     for args in FORMATS:
         format = Format(args[0], args[1:3], args[3])

@@ -39,7 +39,7 @@ def test_tiles_made_anew_have_the_bits_of_those_from_high_precision(format):
 
 
 @pytest.mark.parametrize("format", [E4M3_BLOCK, E5M2_BLOCK], ids=lambda f: f.name)
-def test_how_far_tiling_anew_can_keep_bits(format):
+def test_the_bound_of_tiling_anew_is_sharp(format):
     """The bound is sharp: of all amaxes of a binade, each beside numbers that are smaller by a drawn ratio, alone in their columns.
     From it to its 8/7, 2^14 for e4m3, codes by rows have a step of two of their columns' in some rows: no tiling can undo that."""
     ratio, g = SPAN[format.element], torch.Generator().manual_seed(0)

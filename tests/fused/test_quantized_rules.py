@@ -193,7 +193,7 @@ def host_calls(fn):
 
 
 @pytest.mark.parametrize(("name", "most"), [("linear", 1.9), ("llama block", 1.5)])
-def test_host_work_of_what_is_quantised(name, most, monkeypatch):
+def test_host_work_of_quantised_layers(name, most, monkeypatch):
     """Host calls as `bench overhead` counts them, against bfloat16's: constants are not checked again, trees are not walked."""
     monkeypatch.setattr(interpreter.InterpretedFunction, "__getitem__", lambda kernel, grid: lambda *_, **__: None)
     with backend("triton"), gemm("triton"):

@@ -275,7 +275,7 @@ def test_several_outputs_of_which_some_are_unused():
         assert torch.equal(x.grad, torch.full_like(x, 3.0 - unused))
 
 
-def test_what_torch_checks_is_checked():
+def test_make_graphed_callables_checks_as_torch_does():
     hooked = made("torch.nn", "cpu")
     hooked[0].register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match="module must be without hooks"):

@@ -120,7 +120,7 @@ def test_a_replay_writes_over_what_later_recordings_of_its_pool_left():
         (lambda x: x + torch.rand(3, generator=torch.Generator()), "generator"),
     ],
 )
-def test_what_capture_would_refuse(fn, kind):
+def test_recording_raises_where_capture_would(fn, kind):
     with pytest.raises(CaptureError, match=f"{__file__}:.*{kind}"):
         recorded(fn, torch.ones(3))
     assert torch._C._len_torch_dispatch_stack() == 0

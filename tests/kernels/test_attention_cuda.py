@@ -100,7 +100,7 @@ def stands_in(kernel):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_the_numbers_are_those_of_the_heads_as_they_came(dtype, monkeypatch):
+def test_numbers_do_not_depend_on_the_layout_of_heads(dtype, monkeypatch):
     for kernel in ("flash", "efficient"):
         monkeypatch.setitem(attention.WAYS, kernel, stands_in(kernel))
     torch.manual_seed(0)

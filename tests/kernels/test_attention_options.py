@@ -123,7 +123,7 @@ def numbers(window):
 
 
 @pytest.mark.parametrize("name", ["window", "packed"])
-def test_what_cuda_is_asked_for_are_the_same_numbers(name, monkeypatch):
+def test_calls_for_cuda_give_the_same_numbers(name, monkeypatch):
     torch.manual_seed(0)
     dtype = torch.bfloat16
     for size in (64, 20):

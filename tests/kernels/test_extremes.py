@@ -144,7 +144,7 @@ def test_clamped_swiglu(name, dtype):
 
 @pytest.mark.parametrize(("name", "dtype"), RUNS, ids=str)
 @pytest.mark.parametrize("kind", ACTIVATIONS)
-def test_what_is_no_number_stays_none(kind, name, dtype):
+def test_nan_stays_nan(kind, name, dtype):
     """And infinities go where the function has a limit that torch computes."""
     x = torch.tensor([math.nan, INF, -INF], dtype=dtype)
     with backend(name):

@@ -203,7 +203,7 @@ def test_a_compiler_is_told_the_strides_of_results(name):
             assert fake.is_contiguous() and real.is_contiguous(), sample.shape
 
 
-def test_poisoned_memory_says_nothing_of_operators_that_have_no_fixed_order():
+def test_poisoned_memory_allows_operators_without_a_fixed_order():
     """Warnings are errors here, and on CUDA attention and cuBLAS warn where deterministic algorithms are asked for."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -38,7 +38,7 @@ def on_cuda(t):
 
 @ON_CPU
 @pytest.mark.parametrize("tiles", PAIRS[:2], ids=str)
-def test_products_are_those_of_decoded_operands(tiles):
+def test_products_equal_products_of_decoded_operands(tiles):
     for elements, (m, n, k) in itertools.product(ELEMENTS[:3], ((1, 16, 32), (37, 48, 16), (2, 16, 144))):
         p, q = operands(m, n, k, elements, tiles)
         got = asked(p, q, elements, tiles, torch.float32)
@@ -47,7 +47,7 @@ def test_products_are_those_of_decoded_operands(tiles):
         assert torch.equal(batched, got[None])
 
 
-def test_what_is_asked_for_passes_the_checks_of_cuda(monkeypatch):
+def test_calls_pass_the_checks_of_cuda(monkeypatch):
     """On fake tensors of a CUDA device, where torch checks shapes, strides and types of operands and scales; operands as they are
     quantised. What torch refuses is never asked for. (Of sizes that blocks do not divide its checks expect too few scales.)"""
     monkeypatch.setattr(library, "_aligned", lambda *tensors: True)
@@ -76,7 +76,7 @@ def test_scales_lie_as_the_library_reads_them():
 
 
 @ON_CPU
-def test_products_go_to_the_library_unless_ours_are_asked_for(monkeypatch):
+def test_products_go_to_the_library_unless_ours_are_requested(monkeypatch):
     """The library is patched to serve this device; products that it refuses are ours."""
     asked_for, product = [], library.product
 

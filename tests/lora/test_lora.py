@@ -52,7 +52,7 @@ def gradients(model, ids, labels):
 
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["layers", "stacked"])
-def test_gradients_are_those_of_peft(stacked):
+def test_gradients_equal_pefts(stacked):
     """The adapters' gradients, in float64 within 1e-9: by the whole backward, by halves, joined, and into accumulators."""
     _, cfg, params = ours(stacked=stacked)
     x, ids, labels = batch()
@@ -181,7 +181,7 @@ def test_frozen_weights_keep_no_input_of_their_own():
     assert report(residuals, params, x).kept_bytes < full
 
 
-def test_a_block_keeps_at_most_six_tenths_of_what_peft_has_autograd_keep():
+def test_a_block_keeps_at_most_six_tenths_of_pefts_bytes():
     """The rows of `python -m benchmarks residuals`, counted again."""
     rows, case = {row.provider: row.value for row in residuals._lora()}, "frozen llama block, LoRA"
     assert rows["funcops"] == pytest.approx(committed("cpu-residuals")[case, "funcops", "kept"], rel=1e-3)

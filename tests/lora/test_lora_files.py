@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*")
 
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["layers", "stacked"])
-def test_files_are_those_of_peft_both_ways(stacked, tmp_path):
+def test_files_go_to_and_from_peft(stacked, tmp_path):
     _, cfg, params = ours(stacked=stacked, dtype=torch.float32)
     save_adapter(tmp_path / "ours", params, cfg, names=NAMES)
     model = theirs(cfg, params).float()
@@ -114,7 +114,7 @@ def test_nothing_of_a_spoiled_folder_is_loaded(name, saved, tmp_path):
     assert same_bits(params, before)
 
 
-def test_a_write_that_fails_leaves_the_folder_as_it_was(saved, tmp_path):
+def test_a_failed_write_leaves_the_folder_unchanged(saved, tmp_path):
     _, cfg, params = saved
     save_adapter(tmp_path, params, cfg, names=NAMES)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}

@@ -36,7 +36,7 @@ def test_two_models_in_one_process_do_not_touch_each_other():
 
 
 @pytest.mark.parametrize("recipe", [Fp8Block(), Fp8Current(), RECIPE, MXFP8(), NVFP4()], ids=lambda r: type(r).__name__)
-def test_a_cast_leaves_what_is_quantised_and_scales(recipe):
+def test_a_cast_leaves_codes_and_scales_alone(recipe):
     """A working tree that is cast is itself; of what is not quantised yet, only the values are cast."""
     cfg = with_recipe(mlp(), recipe)
     params, xs, _ = given(cfg)
@@ -159,7 +159,7 @@ def test_gradients_do_not_depend_on_which_others_are_asked(recipe):
     [Fp8Delayed(keep="col"), NVFP4(stochastic=True), *[NVFP4(stochastic=True, keep="input", wgrad=w) for w in ("low", "high")]],
     ids=str,
 )
-def test_a_backward_without_what_dy_is_rounded_by_raises(recipe):
+def test_a_backward_without_the_rounding_of_dy_raises(recipe):
     """Residuals made by hand, which never had it: a dy that is rounded anyhow would give other gradients in silence."""
     cfg, op = QLinearConfig(16, 32, recipe), op_of(recipe)
     params, x, dy = linear.init(LinearConfig(16, 32), key=random.key(0)), torch.randn(4, 16), torch.randn(4, 32)
@@ -179,7 +179,7 @@ def test_a_backward_without_what_dy_is_rounded_by_raises(recipe):
 
 @pytest.mark.parametrize("columns", [True, False])
 @pytest.mark.parametrize("recipe", [RECIPE, Fp8Delayed(margin=1), Fp8Block(), Fp8Current()], ids=lambda r: type(r).__name__)
-def test_a_working_tree_has_columns_where_they_are_asked_for(recipe, columns):
+def test_a_working_tree_has_columns_if_requested(recipe, columns):
     cfg = with_recipe(fo.LinearConfig(32, 48), recipe)
     params = qlinear.init(cfg, key=random.key(0))
     state = recipe_init(cfg, params) if recipe.delayed else None

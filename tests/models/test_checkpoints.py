@@ -216,7 +216,7 @@ LLAMA = DecoderConfig(
 )
 
 
-def test_what_a_family_has_not_is_not_written(tmp_path):
+def test_only_fields_of_the_family_are_written(tmp_path):
     params = chain.init(decoder(LLAMA), key=random.key(0))
     for change, said in (
         (dict(qk_norm="head"), "cfg.qk_norm must be None for family 'llama' with these other fields, got 'head'"),

@@ -125,7 +125,7 @@ def whole(params, cfg, ids=IDS):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_one_forward(name):
+def test_logits_equal_one_forward(name):
     """In chunks of 1, 7 and all, then token by token; and with rows of several lengths, which go on from where each is."""
     cfg = MODELS[name]
     params = given(cfg)
@@ -182,7 +182,7 @@ def test_a_cache_stays_where_it_is_and_is_written_to_where_it_is_given_away():
     assert sorted(sizes.values()) == [9, 9, 32, 32]  # a window of 3, chunks of 7
 
 
-def test_bad_calls_name_what_is_wrong_before_anything_changes():
+def test_bad_calls_raise_by_name_before_anything_changes():
     params, cache = given(LLAMA), cache_init(LLAMA, 3, context=6, chunk=4, dtype=torch.float64)
     _, cache = decode(params, cache, IDS[:, :4], LLAMA)
     wrong = dataclasses.replace(

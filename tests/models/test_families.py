@@ -75,7 +75,7 @@ def test_a_checkpoint_comes_back_bit_for_bit(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_hugging_face_reads_what_is_written(name, tmp_path):
+def test_hugging_face_reads_written_files(name, tmp_path):
     model = saved(name, tmp_path / "hf")
     params, cfg = from_hf(tmp_path / "hf")
     to_hf(params, cfg, tmp_path / "ours", fields={"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0})

@@ -88,7 +88,7 @@ def test_a_file_of_float32_beside_a_base_of_16_bits(llama, tmp_path):
 
 
 @pytest.mark.parametrize("family, at", [("phi3", "q.proj"), ("gpt2", "v.proj"), ("deepseek_v3", "q.up")])
-def test_linears_that_are_no_modules_of_their_own_raise(family, at, tmp_path):
+def test_linears_that_are_not_modules_raise(family, at, tmp_path):
     tiny(family).save_pretrained(tmp_path / "model")
     _, cfg = from_hf(tmp_path / "model")
     with pytest.raises(ValueError, match=rf"peft_names: model must be .*, got an adapter at blocks\S*\.attn\.qkv\.{at}, "):

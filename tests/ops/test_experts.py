@@ -172,7 +172,7 @@ def test_dropped_choices_add_nothing():
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_gradients_of_some_params_alone_are_those_of_all(bias):
+def test_gradients_do_not_depend_on_which_are_requested(bias):
     """Any subset of the params, with and without x."""
     cfg, params, x = made(5, 2, 4, 6, 3, bias=bias)
     y, residuals = experts.fwd(params, x, cfg)

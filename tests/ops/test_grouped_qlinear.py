@@ -119,7 +119,7 @@ def test_both_implementations_agree(recipe):
 
 
 @pytest.mark.parametrize(("recipe", "least"), [(Fp8Block(), IN + 4), (Fp8Current(), IN + 4), (Fp8Block(keep="input"), 0)], ids=str)
-def test_what_is_kept_of_gathered_rows(recipe, least):
+def test_bytes_kept_of_gathered_rows(recipe, least):
     """Codes and scales of the given x if blocks are within rows; of each gathered row if each group has a scale."""
     w, b, x, rows, _ = given(recipe, True)
     cfg, params = GroupedQLinearConfig(len(w), IN, OUT, recipe, gathered=True), GroupedLinearParams(w, b)

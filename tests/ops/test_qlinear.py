@@ -296,7 +296,7 @@ def _into(made):
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_calls_say_what_is_wrong(name):
+def test_bad_calls_name_the_fault(name):
     make, message, error = BAD[name]
     call = make()
     with pytest.raises(error, match=re.escape(message)):

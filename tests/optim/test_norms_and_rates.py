@@ -14,7 +14,7 @@ from funcops.trees import tensors
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("max_norm", [1.0, 1e6])
-def test_clipping_is_that_of_torch(dtype, max_norm):
+def test_clipping_equals_torch(dtype, max_norm):
     grads = model(dtype)
     ps = [torch.nn.Parameter(torch.zeros_like(g)) for g in tensors(grads)]
     for p, g in zip(ps, tensors(grads), strict=True):

@@ -35,7 +35,7 @@ def torch_optimiser(ps, cfg):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize(("init", "update", "cfg"), OPTIMISERS)
-def test_twenty_steps_are_those_of_torch(init, update, cfg, in_place, dtype):
+def test_twenty_steps_equal_torch(init, update, cfg, in_place, dtype):
     params = model(dtype)
     ps = [torch.nn.Parameter(p.clone()) for p in tensors(params)]
     theirs = torch_optimiser(ps, cfg)
@@ -248,7 +248,7 @@ def test_a_step_count_that_was_exchanged_is_the_one_that_counts(sparse):
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_strided_momentum_is_that_of_dense_params(nesterov):
+def test_strided_momentum_equals_dense(nesterov):
     cfg = SGDConfig(lr=0.1, momentum=0.9, nesterov=nesterov, weight_decay=0.1)
     torch.manual_seed(0)
     dense, g = {"w": torch.randn(4, 3, dtype=torch.float64)}, {"w": torch.randn(4, 3, dtype=torch.float64)}

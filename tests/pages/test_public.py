@@ -122,5 +122,5 @@ def test_every_error_of_the_package_can_be_caught_by_its_name():
         assert getattr(funcops, name, None) is getattr(importlib.import_module(module), name), name
 
 
-def test_the_version_is_that_of_the_metadata():
+def test_the_version_equals_the_metadata():
     assert re.fullmatch(r"\d+\.\d+\.\d+", funcops.__version__)

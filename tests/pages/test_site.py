@@ -117,13 +117,13 @@ def silent(names):
 OPS = [name.rpartition(".")[2] for name in NAMES if isinstance(reference.value_of(name), funcops.Op)]
 
 
-def test_every_public_function_and_class_says_what_it_is():
+def test_every_public_function_and_class_has_a_docstring():
     assert not [name for name in FUNCTIONS if not reference.value_of(name).__doc__]
     assert not [name for name in CLASSES if not means(reference.value_of(name))]
     assert len(FUNCTIONS) > 400 and len(CLASSES) > 150
 
 
-def test_what_raises_says_so():
+def test_functions_that_raise_say_so():
     assert silent(FUNCTIONS) == {}
     assert "Raises" in funcops.Op.__doc__
 
@@ -191,7 +191,7 @@ def test_an_example_shows_what_it_names_and_what_that_gives(code, shows):
     assert {name for name, value in public.items() if id(value) in found} == shows
 
 
-def test_the_checks_see_what_lacks_words():
+def test_the_checks_find_missing_words():
     class Bare:
         x: int = 3
 
@@ -223,7 +223,7 @@ def test_a_link_of_the_site_that_leads_nowhere_is_seen(link, tmp_path):
     assert built_site.faults(tmp_path, wanted) == ([FAULTY[link]] if link in FAULTY else [])
 
 
-def test_what_a_page_of_the_site_lacks_is_seen(tmp_path):
+def test_faults_of_a_page_of_the_site_are_found(tmp_path):
     (tmp_path / "index.html").write_text("<script src='https://elsewhere.org/x.js'>words()</script><img src='b.png'>")
     assert built_site.faults(tmp_path, {"index.html": built_site.Wanted(["a"], ["words"]), "c.html": built_site.Wanted()}) == [
         "c.html: expected a page, got none",

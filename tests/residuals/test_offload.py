@@ -160,7 +160,7 @@ def test_a_field_that_is_offloaded(device, donated):
     assert [who for who, what, _ in device.notes if what in ("out", "back")] == ["side"] * (2 if donated else 3)
 
 
-def test_what_was_copied_or_cut_on_the_host_waits_for_all_that_went_out(device):
+def test_copies_and_views_on_the_host_wait_for_all_offloads(device):
     x = torch.randn(6, 4)
     (kept,) = tensors(stow([x], Offload()))
     for part in (kept[2:], kept.clone()):

@@ -141,7 +141,7 @@ def test_a_disturbed_schedule_is_refused_or_whole():
 
 
 @pytest.mark.parametrize("name", ["one_f_one_b", "zb_h1", "interleaved_1f1b", "zb_v", "dualpipe_v"])
-def test_what_was_sent_is_let_go(name):
+def test_sent_tensors_are_released(name):
     """The tensors of messages that are alive do not grow with the microbatches."""
 
     def most(count):

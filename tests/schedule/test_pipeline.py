@@ -155,7 +155,7 @@ def test_inputs_are_nobodys_residuals(alone):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("place", ["y", "dy", "accumulator"])
-def test_whatever_is_not_finite_is_named(place, bad, alone):
+def test_values_that_are_not_finite_are_named(place, bad, alone):
     """A finite y and a gradient that is not, and the other way round."""
     cfg, params, xs, dys = gated()
     into, needs = {"gate": None, "out": tree_map_tensors(torch.zeros_like, params["out"])}, Needs.ALL
@@ -191,7 +191,7 @@ def test_a_microbatch_unlike_the_example_is_named(odd, rows, dtype, alone):
     assert len(pipeline.step(params, good, dys).ys) == 2
 
 
-def test_a_microbatch_may_differ_in_what_is_sent_nowhere(alone):
+def test_a_microbatch_may_differ_in_leaves_that_are_not_sent(alone):
     """Positions of all rows at once, or of each: the stages make the same of both. Of another number they make nothing."""
     turned = Step("turned", rope, RopeConfig(DIM), takes=("at",))
     cfg = ChainConfig(steps=(turned, Step("out", scale, ScaleConfig(2.0))), extras=("at",))
@@ -249,7 +249,7 @@ def test_torch_loads_and_dumps_the_text(alone, tmp_path):
     assert Schedule.from_csv((tmp_path / "dumped.csv").read_text(), "mine") == made
 
 
-def test_what_does_not_fit_is_named(alone):
+def test_arguments_that_do_not_fit_are_named(alone):
     cfg = decoder(2)
     params, xs = chain.init(cfg, key=random.key(0)), microbatches(3, cfg)
     with pytest.raises(ValueError, match="Pipeline: group must be of 2 processes, one a rank of gpipe, got 1"):

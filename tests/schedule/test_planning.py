@@ -74,7 +74,7 @@ COLLECTIVE = st.builds(
 
 @settings(max_examples=25)
 @given(st.sampled_from(GENERATORS), st.integers(1, 3), st.integers(1, 4), st.data())
-def test_what_nothing_hides_is_time_of_the_action(generator, p, m, data):
+def test_time_that_nothing_hides_belongs_to_the_action(generator, p, m, data):
     """The result equals a simulation of costs with that time added by hand; time once a step follows the rank's last action."""
     made = generator(p, m)
     drawn = [data.draw(st.tuples(TIMES, TIMES, TIMES, st.lists(COLLECTIVE, max_size=3))) for _ in range(made.stages)]
@@ -161,7 +161,7 @@ def test_a_prediction_is_a_whole_simulation(layout, model):
     assert all(a <= b * (1 + 1e-12) for a, b in zip(whole.peak_bytes, held, strict=True)), "the bound of what is in flight"
 
 
-def test_what_shares_helps_memory_and_what_recomputes_costs_time():
+def test_sharding_saves_memory_and_recompute_costs_time():
     rows = [[predict(SMALL, Layout(dp=4, tp=2, zero=z, recompute=r)) for r in ("none", "mlp", "block")] for z in range(4)]
     for way in range(3):
         parts = [row[way].memory for row in rows]

@@ -45,13 +45,13 @@ def test_a_schedule_with_two_actions_exchanged_is_whole_or_refused(p, m, random)
         ("\n", "Schedule: ranks must be at least one action, got none"),
     ],
 )
-def test_what_is_wrong_is_named(csv, text):
+def test_wrong_schedules_are_named(csv, text):
     with pytest.raises(ValueError) as error:
         Schedule.from_csv(csv)
     assert text in str(error.value)
 
 
-def test_a_ring_of_waits_is_said_whole():
+def test_the_error_shows_the_whole_ring_of_waits():
     """Every rank waits for the one after it; the cause is anywhere in the ring, whichever rank was stuck first."""
 
     def stuck(p):  # the last stage is on rank 0 too, behind the dgrad that waits for it

@@ -107,7 +107,7 @@ def test_ranks_of_one_node_are_near():
     assert simulate(zb_v(2, 1), costs, far).time == 4, "the two middle stages are on one rank"
 
 
-def test_stages_cost_what_they_cost():
+def test_costs_may_differ_by_stage():
     unequal = [Costs(1, 1, 1, residual_bytes=5), Costs(2, 2, 2, residual_bytes=7)]
     found = simulate(gpipe(2, 2), unequal)
     assert found.busy == (6, 12) and found.peak_bytes == (10, 14)
@@ -253,7 +253,7 @@ def test_a_weight_gradient_makes_room_for_its_pending():
     assert simulate(made, costs).time == 2 * 1 + 8 * 2.5
 
 
-def test_of_equally_fast_ones_the_smallest_is_taken():
+def test_the_smallest_of_equally_fast_schedules_is_taken():
     """Times that differ by the order of sums alone are equal; what is not faster must not hold more."""
     three = Costs(1, 1.1, 0.7, residual_bytes=1, pending_bytes=1.4, output_bytes=1)
     costs, network = [three] * 3 + [Costs(1.5, 1.6, 0.9, residual_bytes=1.3, pending_bytes=1.8)], Network(0.05, 20)
@@ -308,7 +308,7 @@ def test_costs_are_measured():
 
 
 @pytest.mark.parametrize("made", [gpipe(2, 3), one_f_one_b(2, 3), zb_h1(2, 3)], ids=lambda made: made.name)
-def test_bytes_that_are_simulated_are_those_of_a_run(made):
+def test_simulated_bytes_equal_a_runs(made):
     """One stage keeps what the caller gave, its x and an extra; another keeps the y of the stage before."""
     cfg, params, xs, dys = gated(3)
     costs = measure_stages(params, xs[0], cfg, repeats=1)
