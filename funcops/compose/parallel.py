@@ -101,14 +101,16 @@ def _check_given(branches: tuple[Step, ...]) -> None:
 ParallelResiduals, ParallelPending = nested("Parallel", "the branches by name", __name__)
 
 
-def _lower(cfg: ParallelConfig, rows: Lowered, place: Place, needs: Needs, main: Value, given: Extras, again: Call | None) -> Parts:
+def _lower(
+    cfg: ParallelConfig, rows: Lowered, place: Place, needs: Needs, main: Value, given: Extras, recomputed_by: Call | None
+) -> Parts:
     """The branches in order, forward and backward; their gradients of x are summed."""
     scope = rows.scope(place, "parallel", cfg, needs, (ParallelResiduals, ParallelPending))
     x, ends = rows.alias(main)
     extras, after = rows.aliases(given)
     live, mains, outputs, back = live_inputs(needs.x, cfg.extras), [], [], []
     for branch in cfg.branches:
-        y, gives, own = rows.step(branch, scope, branch.needs(live, needs.params), x, extras, again)
+        y, gives, own = rows.step(branch, scope, branch.needs(live, needs.params), x, extras, recomputed_by)
         mains.append(y)
         outputs += gives.values()
         back += own

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from funcops.distributed.checks import check_tensor
 from funcops.distributed.mesh import Axis
-from funcops.distributed.plain import check_tensor
 from funcops.errors import FLOATS, describe, fail, require_count
 from funcops.trees import paths
 

@@ -23,8 +23,7 @@ from funcops.backend import wide
 from funcops.contract.accumulators import check_into
 from funcops.contract.needs import Needs
 from funcops.contract.schema import WGRAD, saved, static
-from funcops.distributed.buckets import BUCKET_BYTES, Bucket, Kind, float_leaves, part_shape, plan, require_bytes
-from funcops.distributed.in_flight import (
+from funcops.distributed.async_collectives import (
     Flight,
     InFlight,
     all_to_all_start,
@@ -33,8 +32,9 @@ from funcops.distributed.in_flight import (
     scatter_sum_start,
     sum_over_start,
 )
+from funcops.distributed.buckets import BUCKET_BYTES, Bucket, Kind, float_leaves, part_shape, plan, require_bytes
+from funcops.distributed.checks import require_axis
 from funcops.distributed.mesh import Axis, Mesh
-from funcops.distributed.plain import require_axis
 from funcops.distributed.specs import Spec, Specs, check_own, is_leaf, specs_by_path
 from funcops.errors import fail, in_step, require, require_dtype, require_flag, require_type
 from funcops.trees import flatten, paths, unflatten

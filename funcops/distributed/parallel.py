@@ -183,7 +183,7 @@ class _Walk:
             return op, cfg, main
         try:
             self.unpack(cfg, main)
-            sharded = cfg.shared_out(main.place, self.axis.size)
+            sharded = cfg.sharded(main.place, self.axis.size)
             if sharded is not None:
                 return op, sharded[0], _Main(sharded[1])
         except ValueError as error:

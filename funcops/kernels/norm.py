@@ -52,7 +52,7 @@ def plain_rms_norm_fwd(x: Tensor, w: Tensor, eps: float, centred: bool) -> tuple
     return x * rstd * (w + centred), rstd
 
 
-def rms_norm_again(x: Tensor, w: Tensor, rstd: Tensor, eps: float, centred: bool) -> Tensor:
+def rms_norm_recompute(x: Tensor, w: Tensor, rstd: Tensor, eps: float, centred: bool) -> Tensor:
     """Recompute y of `rms_norm_fwd` with the same bits; from rstd, where its Triton kernel does not run."""
     if (select.chosen_anywhere or not x.is_cpu) and wants_triton(x):
         return rms_norm_fwd(x, w, eps, centred)[0]

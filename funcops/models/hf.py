@@ -35,10 +35,10 @@ from funcops.errors import (
     require_type,
     short,
 )
-from funcops.models.coded import Coded, Part, coding, parts
 from funcops.models.decoder import DecoderConfig, decoder, layer_paths, without_loss
 from funcops.models.families import IGNORED, Family, Rule
 from funcops.models.fields import family_of, read_config, write_config
+from funcops.models.quantized_checkpoints import Coded, Part, coding, parts
 from funcops.trees import paths, tree_map_with_path
 
 __all__ = ["from_hf", "open_hf", "to_hf"]

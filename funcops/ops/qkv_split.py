@@ -79,7 +79,7 @@ class QKVSplitConfig(OpConfig):
         heads, kv = self.heads * self.dim, (self.kv_heads or self.heads) * self.dim
         return heads, kv, kv
 
-    def shared_out(self, place: int, n: int) -> tuple[QKVSplitConfig, int]:
+    def sharded(self, place: int, n: int) -> tuple[QKVSplitConfig, int]:
         """The config where ranks share out the heads, 1/n each; and the place of the heads from the end of q, k and v."""
         require(place == 1, "QKVSplitConfig", "x", "shared out along its last dimension", f"one along the {place}. from the end")
         for name in ("heads", "kv_heads"):

@@ -57,7 +57,7 @@ class ReshapeConfig(OpConfig):
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         return (self.in_shape or (None,))[-1], (self.out_shape or (None,))[-1]
 
-    def shared_out(self, place: int, n: int) -> tuple[ReshapeConfig, int]:
+    def sharded(self, place: int, n: int) -> tuple[ReshapeConfig, int]:
         """The config for an x whose dimension `place` from the end ranks share out, 1/n each; and the place of that in y. It is the
         slowest of those that are reshaped, or comes before them."""
         wide, deep = len(self.in_shape), len(self.out_shape)

@@ -2,7 +2,8 @@
 
 Copies run on a stream of their own, one a device, in both directions: what goes out waits for the stream that computes, and that
 waits for what comes back. The memory that is copied from is not used again before its copy is done (`record_stream`); the host's is
-pinned, and torch's allocator of it keeps it for the next one. `ahead` begins to bring a tree back that a later backward will read.
+pinned, and torch's allocator of it keeps it for the next one. `prefetch` begins to bring a tree back that a later backward will
+read.
 
 Under capture the copies are nodes in the order of the computation: a stream that is not waited for again would end the capture.
 """
@@ -67,7 +68,7 @@ class Copies:
         self.held_by(current, t)
         return t
 
-    def ahead(self, tree: Any) -> None:
+    def prefetch(self, tree: Any) -> None:
         """Start to bring back all of a tree that went out."""
         for t in tensors(tree) if self.home else ():
             if t.is_cpu and self.apart(t):

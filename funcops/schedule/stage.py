@@ -19,7 +19,7 @@ from funcops.compose.vjp import check_losses, sum_gradient
 from funcops.contract.needs import Needs
 from funcops.errors import fail, require, require_type
 from funcops.formats import zero_gradient
-from funcops.program.into import check_into_tree
+from funcops.program.accumulator_checks import check_into_tree
 from funcops.program.run import check_names, taken_apart, tied
 from funcops.residuals.donate import donate
 from funcops.residuals.ledger import Ledger

@@ -23,7 +23,7 @@ import needs  # noqa: E402
 import run as smoke  # noqa: E402
 from lines import Lines  # noqa: E402
 from pretend_cuda import pretended  # noqa: E402
-from tiny_samples import tiny  # noqa: E402
+from tiny_kernel_calls import tiny  # noqa: E402
 
 from benchmarks import graph, kernels, recipes, step  # noqa: E402
 from benchmarks.__main__ import main as bench  # noqa: E402
@@ -75,7 +75,7 @@ BENCHES = {
 def test_benches_of_a_device_run_on_a_pretended_one(name, monkeypatch, tmp_path, capsys):
     two = tiny(torch.bfloat16)[:2]
     for module, changes in (
-        (kernels, dict(samples=lambda make: iter(two), MOST_COPIES=1, COLD_BYTES=0, measured_copy_rate=lambda _: 1e9)),
+        (kernels, dict(kernel_calls=lambda make: iter(two), MOST_COPIES=1, COLD_BYTES=0, measured_copy_rate=lambda _: 1e9)),
         (graph, dict(SMALL=SMALL, ROUNDS=2, CALLS=1)),
         (step, dict(LARGE=SMALL, LARGE_ROUNDS=4)),
         (recipes, dict(LAYERS=((4, 32, 16),), BLOCK=SMALL)),

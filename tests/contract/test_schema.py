@@ -20,7 +20,6 @@ from funcops import (
     Step,
     chain,
     donate,
-    fetch,
     linear,
     linear_bwd,
     linear_dgrad,
@@ -28,6 +27,7 @@ from funcops import (
     linear_wgrad,
     random,
     report,
+    unpack,
 )
 from funcops.contract.schema import DGRAD, WGRAD, Pending, Residuals, derive_pending, saved
 from funcops.contract.schema import pending as pending_decorator
@@ -153,7 +153,7 @@ NODE_USES = {
     "a number": lambda node: float(node.x),
     "report": report,
     "donate": donate,
-    "fetch": fetch,
+    "unpack": unpack,
     "pickle": pickle.dumps,
     "deepcopy": copy.deepcopy,
     "copy": copy.copy,
@@ -187,7 +187,7 @@ DICT_USES = {
     "a plain dict": dict,
     **{
         name: NODE_USES[name]
-        for name in ("report", "donate", "fetch", "pickle", "deepcopy", "copy", "a comparison of nodes", "a walk of torch's")
+        for name in ("report", "donate", "unpack", "pickle", "deepcopy", "copy", "a comparison of nodes", "a walk of torch's")
     },
 }
 CELL_USES = {

@@ -194,15 +194,15 @@ def test_a_step_that_goes_wrong_on_one_rank_is_told_on_all():
 
         def run(mesh, bad=bad):
             grads = {"w": torch.full((3,), float("nan") if mesh.rank == bad else 1.0)}
-            ok = dist.everywhere(precision.all_finite(grads), mesh.axes)
+            ok = dist.all_ranks(precision.all_finite(grads), mesh.axes)
             kept = precision.select_step(ok, {"w": torch.ones(1)}, {"w": torch.zeros(1)})
             try:
-                dist.raise_everywhere(precision.nonfinite(grads), mesh)
+                dist.raise_on_all_ranks(precision.nonfinite(grads), mesh)
             except RuntimeError as error:
                 return bool(kept["w"]), str(error)
             return bool(kept["w"]), ""
 
-        said = "" if bad is None else f"raise_everywhere: no rank must have a fault, got rank {bad}: w"
+        said = "" if bad is None else f"raise_on_all_ranks: no rank must have a fault, got rank {bad}: w"
         assert run_ranks({"dp": 2, "tp": 2}, run) == [(bad is None, said)] * 4
 
 

@@ -41,8 +41,10 @@ from funcops.testing.checks import float_like
 from funcops.trees import leaves, tensors
 
 D = 6
-CHEAP = sorted({case.op.name for case, _ in CASES if case.op.again is not None})
-AGAIN = [row for op in CHEAP for row in [row for row in CASES if row[0].op.name == op][::7][:14]]  # 7 and the 4 dtypes take turns
+RECOMPUTABLE = sorted({case.op.name for case, _ in CASES if case.op.recompute is not None})
+ROWS = [
+    row for op in RECOMPUTABLE for row in [row for row in CASES if row[0].op.name == op][::7][:14]
+]  # 7 and the 4 dtypes take turns
 
 
 def test_a_block_costs_few_calls():
@@ -53,16 +55,16 @@ def test_a_block_costs_few_calls():
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
-def test_y_again_has_the_bits_of_the_forward(name):
+def test_a_recomputed_y_has_the_bits_of_the_forward(name):
     """Every op that can recompute y does so from the fields kept for that, under every mask that keeps its x."""
     seen = set()
-    for case, dtype in AGAIN:
+    for case, dtype in ROWS:
         params, x = case.make(dtype)
         for needs in (Needs.ALL, Needs(x=False), Needs(params=False)):
             with backend(name):
-                y, kept = case.op.fwd(params, x, case.cfg, needs=needs.with_again())
+                y, kept = case.op.fwd(params, x, case.cfg, needs=needs.with_recompute())
                 if all(field.wanted(needs) for field in case.op.fields().values() if (field.alias or "").startswith("x")):
-                    assert torch.equal(case.op.again(kept, case.cfg), y), (case, dtype, needs)
+                    assert torch.equal(case.op.recompute(kept, case.cfg), y), (case, dtype, needs)
                     seen.add(case.op.name)
     norms = {"rms_norm", "layer_norm", "l2_norm", "group_norm"}
     assert seen == norms | {"activation", "glu", "softcap", "row_scale", "causal_conv1d"}
@@ -71,8 +73,8 @@ def test_y_again_has_the_bits_of_the_forward(name):
 def test_a_recomputable_op_has_a_function_for_y():
     """Without that a chain would keep what it promises not to, and say nothing."""
     halves = {"fwd": rms_norm.fwd, "dgrad": rms_norm.dgrad, "wgrad": rms_norm.wgrad}
-    for wrong in ({"cheap": "norm"}, {"again": rms_norm.again}):
-        with pytest.raises(ValueError, match=r"make_op 'mine': cheap must be given together with again"):
+    for wrong in ({"recomputable": "norm"}, {"recompute": rms_norm.recompute}):
+        with pytest.raises(ValueError, match=r"make_op 'mine': recomputable must be given together with recompute"):
             make_op("mine", RMSNormConfig, init=rms_norm.init, **halves, **wrong)
 
 

@@ -21,7 +21,7 @@ from funcops import (
     rms_norm,
     with_policy,
 )
-from funcops.residuals import Offload, Policy, donate, fetch, stow
+from funcops.residuals import Offload, Policy, donate, pack, unpack
 from funcops.residuals.offload import Copies, copies
 from funcops.testing.checks import same_bits
 from funcops.trees import leaves, tensors
@@ -162,7 +162,7 @@ def test_a_field_that_is_offloaded(device, donated):
 
 def test_copies_and_views_on_the_host_wait_for_all_offloads(device):
     x = torch.randn(6, 4)
-    (kept,) = tensors(stow([x], Offload()))
+    (kept,) = tensors(pack([x], Offload()))
     for part in (kept[2:], kept.clone()):
         device.hosts.add(part)
         device.notes.clear()
@@ -173,9 +173,9 @@ def test_copies_and_views_on_the_host_wait_for_all_offloads(device):
 def test_copies_under_capture_and_of_nothing_are_in_order(device, monkeypatch):
     monkeypatch.setattr(copies, "apart", lambda t: False)
     x = torch.randn(3)
-    kept = stow([x, torch.empty(0)], Offload())
+    kept = pack([x, torch.empty(0)], Offload())
     assert all(
-        isinstance(t, Tensor) and torch.equal(t, want) for t, want in zip(leaves(fetch(kept)), [x, torch.empty(0)], strict=True)
+        isinstance(t, Tensor) and torch.equal(t, want) for t, want in zip(leaves(unpack(kept)), [x, torch.empty(0)], strict=True)
     )
     assert {who for who, *_ in device.notes} == {"main"} and not copies.home
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from funcops.contract.marks import Versions
-from funcops.distributed.in_flight import InFlight
+from funcops.distributed.async_collectives import InFlight
 from funcops.errors import CaptureError, GradModeError, describe, fail
 from funcops.trees import flatten, leaves, paths, structure, tree_map, with_leaves
 

@@ -41,6 +41,7 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 from funcops.distributed import comm
+from funcops.distributed.checks import check_divides, check_tensor, require_axis, require_shares
 from funcops.distributed.init import init_part
 from funcops.distributed.mesh import Axis
 from funcops.distributed.ops._linear import check_parts, check_x
@@ -48,7 +49,6 @@ from funcops.distributed.ops.column_linear import ColumnLinearConfig
 from funcops.distributed.ops.column_qlinear import ColumnQLinearConfig
 from funcops.distributed.ops.row_linear import RowLinearConfig
 from funcops.distributed.ops.row_qlinear import RowQLinearConfig
-from funcops.distributed.plain import check_divides, check_tensor, require_axis, require_shares
 from funcops.distributed.specs import Spec
 from funcops.errors import require
 from funcops.kernels import linear as products

@@ -38,16 +38,16 @@ from funcops.compose.step import check_body, note
 from funcops.contract.configs import Composite, Replace, Width
 from funcops.contract.marks import STAND_INS
 from funcops.contract.needs import Needs, check_needs
-from funcops.contract.op import Ahead, Op, config, init_of, make_op
+from funcops.contract.op import Op, Prefetch, config, init_of, make_op
 from funcops.contract.schema import DGRAD, WGRAD, Donated, Pending, Residuals, open_node, saved, static
+from funcops.distributed.async_collectives import finish
 from funcops.distributed.buckets import BUCKET_BYTES, part_shape
+from funcops.distributed.checks import require_axis
 from funcops.distributed.data import Reducing, reduce_start
-from funcops.distributed.in_flight import finish
 from funcops.distributed.mesh import Axis
-from funcops.distributed.plain import require_axis
 from funcops.distributed.shards import Gathering, own_shards, start_gathering
 from funcops.errors import describe, fail, require, require_count, require_dtype, short
-from funcops.program.into import check_into_tree
+from funcops.program.accumulator_checks import check_into_tree
 from funcops.program.values import abstract_params
 from funcops.residuals.donate import donate
 from funcops.residuals.forms import Layout
@@ -367,5 +367,5 @@ sharded = make_op(
     dgrad=sharded_dgrad,
     wgrad=sharded_wgrad,
     bwd=sharded_bwd,
-    ahead=Ahead(begin=_begin, bwd=_bwd_begun, wgrad=_wgrad_begun, settle=_settle),
+    prefetch=Prefetch(begin=_begin, bwd=_bwd_begun, wgrad=_wgrad_begun, settle=_settle),
 )._replace(residuals=ShardedResiduals, pending=ShardedPending)

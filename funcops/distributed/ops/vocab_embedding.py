@@ -36,10 +36,10 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.contract.schema import WGRAD, Pending, Residuals, saved, static
 from funcops.distributed import comm
+from funcops.distributed.checks import check_divides, check_tensor, require_axis, require_shares
 from funcops.distributed.init import init_part
 from funcops.distributed.mesh import Axis
 from funcops.distributed.ops._vocab import places_of
-from funcops.distributed.plain import check_divides, check_tensor, require_axis, require_shares
 from funcops.distributed.specs import Spec
 from funcops.errors import FLOATS, describe, fail, require
 from funcops.kernels import embedding as kernels

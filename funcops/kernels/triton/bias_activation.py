@@ -91,8 +91,8 @@ def bias_activation_bwd(dy: Tensor, x: Tensor, b: Optional[Tensor], kind: str, d
     return _bwd(dy.contiguous(), x, b, kind, db, False)
 
 
-@declared.activation_bwd_again.triton
-def activation_bwd_again(dy: Tensor, x: Tensor, kind: str, db: bool) -> tuple[Tensor, Optional[Tensor]]:
+@declared.activation_bwd_recompute.triton
+def activation_bwd_recompute(dy: Tensor, x: Tensor, kind: str, db: bool) -> tuple[Tensor, Optional[Tensor]]:
     return _bwd(dy, x, None, kind, db, True)
 
 
@@ -119,8 +119,8 @@ def _room(x: Tensor) -> Tensor:
     return x.new_empty((_parts(x.numel() // width, width), width), dtype=torch.float32)
 
 
-@declared.activation_bwd_again.fake
-def _activation_bwd_again_fake(dy: Tensor, x: Tensor, kind: str, db: bool) -> tuple[Tensor, Optional[Tensor]]:
+@declared.activation_bwd_recompute.fake
+def _activation_bwd_recompute_fake(dy: Tensor, x: Tensor, kind: str, db: bool) -> tuple[Tensor, Optional[Tensor]]:
     return torch.empty_like(x), _room(x) if db else None
 
 

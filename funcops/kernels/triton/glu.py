@@ -145,8 +145,8 @@ def glu_bwd(
     return _bwd(dy, x, scales, declared.GATES[kind], first, (0.0, 0.0, 0.0), dx, dscales)
 
 
-@declared.glu_bwd_again.triton
-def glu_bwd_again(dy: Tensor, x: Tensor, kind: str, first: bool) -> Tensor:
+@declared.glu_bwd_recompute.triton
+def glu_bwd_recompute(dy: Tensor, x: Tensor, kind: str, first: bool) -> Tensor:
     dx, _ = _bwd(dy, x, None, declared.GATES[kind], first, (0.0, 0.0, 0.0), True, False, again=True)
     assert dx is not None
     return dx
