@@ -33,7 +33,7 @@ def reference(params, x, cfg):
 
 
 def _slopes(heads):
-    """As Hugging Face's build_alibi_tensor has them."""
+    """The slopes of Hugging Face's build_alibi_tensor."""
     n = 2 ** math.floor(math.log2(heads))
     base, more = (2 ** (-8 / m) for m in (n, 2 * n))
     return [base**i for i in range(1, n + 1)] + [more**i for i in range(1, 2 * (heads - n), 2)]

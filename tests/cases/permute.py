@@ -36,7 +36,7 @@ def case(rows, width, experts, choices, used=None):
 
 
 def ordered(params, x, cfg):
-    """Of choices of experts, where each row is."""
+    """The reference for choices of experts: x, weights, offsets, the order of rows, and each row's place."""
     weights, t, indices = x
     _, offsets, place = reference(None, (t, indices), cfg)
     order = torch.empty_like(place.flatten())

@@ -7,7 +7,7 @@ from funcops.testing import Case, Error
 
 
 def reference(params, x, cfg):
-    """By one hot transposed convolutions."""
+    """One-hot transposed convolutions."""
     n, size = len(cfg.patch), x.shape[-1]
     channels = size // torch.Size(cfg.patch).numel()
     weight = torch.eye(size, dtype=x.dtype).reshape(size, channels, *cfg.patch)

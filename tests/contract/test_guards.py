@@ -308,7 +308,7 @@ GUARDS = {
 
 
 @pytest.mark.parametrize("name", GUARDS)
-def test_a_guard_stops_what_is_wrong(name):
+def test_a_guard_stops_wrong_calls(name):
     call, _, wrong, error, said = GUARDS[name]
     with pytest.raises(error) as raised:
         call(wrong)
@@ -316,6 +316,6 @@ def test_a_guard_stops_what_is_wrong(name):
 
 
 @pytest.mark.parametrize("name", GUARDS)
-def test_a_guard_lets_through_what_is_right(name):
+def test_a_guard_passes_correct_calls(name):
     call, right, *_ = GUARDS[name]
     call(right)

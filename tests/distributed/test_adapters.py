@@ -1,4 +1,4 @@
-"""Adapters over ranks: those of one process, whichever rewrite comes first, in low precision too; what raises."""
+"""Adapters over ranks equal adapters in one process, whichever rewrite comes first, in low precision too; wrong calls raise."""
 
 import pytest
 import torch
@@ -66,7 +66,7 @@ def gradients(params, x, cfg, needs=None):
 
 
 @pytest.mark.parametrize("sequence", [True, False], ids=["rows", "all rows"])
-def test_a_model_with_adapters_is_that_of_one_process(sequence):
+def test_a_model_with_adapters_equals_one_process(sequence):
     """Its loss and the adapters' gradients; of `with_lora` before `parallel` and after, which give one config; merged too."""
     base, (x, _, _) = model(), batch()
     cfg, params = ours(base)
@@ -154,7 +154,7 @@ def test_a_base_in_low_precision():
 
 
 def refused():
-    """What it says, and the call."""
+    """Error texts and the calls that raise them."""
     mesh, base = Mesh.abstract({"tp": 2}, 0), model()
     of_base = dist.parallel(base, RULES, mesh)
     yield (
@@ -200,7 +200,7 @@ def refused():
     )
 
 
-def test_what_is_not_served_raises_by_name(tmp_path, monkeypatch):
+def test_unsupported_adapters_raise_by_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for said, call in refused():
         with pytest.raises(ValueError) as raised:

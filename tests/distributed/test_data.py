@@ -34,7 +34,7 @@ def drawn_tree(seed, dtypes):
 
 
 def accumulated(gradients, microbatches, wide=None):
-    """As one process adds them up, in this order: in float32 at least."""
+    """The sums as one process adds them, in this order, in float32 or wider."""
 
     def add(*ts):
         if ts[0] is None:
@@ -76,7 +76,7 @@ def test_an_ordered_sum_is_accumulation_on_one_process(sizes, kind):
             wide = finish(reduce_start(gradients(place), over, dtype=torch.float64, **given))
             if shard:
                 whole = gradients(0)
-                assert_same(once, own_shards(want, mesh[shard]), "what is no element is zero")
+                assert_same(once, own_shards(want, mesh[shard]), "padding is zero")
                 once, sums, wide = (
                     finish(gather_shards_start(t, whole, mesh[shard], bucket_bytes=bound)) for t in (once, sums, wide)
                 )
@@ -140,7 +140,7 @@ def test_buckets_keep_their_bound_and_big_leaves_are_not_copied():
     run_ranks({"dp": 2}, run)
 
 
-def test_what_is_in_flight_is_finished_once_and_a_ledger_names_it():
+def test_started_sums_finish_once_and_a_ledger_names_them():
     for start in (lambda t: reduce_start(t, ALONE), lambda t: gather_shards_start(t, t, ALONE)):
         grads = {"a": torch.ones(4), "b": torch.ones(3)}
         h = start(grads)
@@ -166,7 +166,7 @@ def test_shards_are_a_part_each_and_make_the_whole():
             assert own["odd"].shape == (-(-7 // n),) and own["none"] is None
 
 
-def test_norms_of_what_ranks_have_in_parts():
+def test_norms_of_sharded_trees():
     """dp shards all, tp shards `up`, `norm` is alike on tp, and each pp stage has leaves of its own; one stage has none."""
     tree = {s: {"up": torch.randn(8, 6).double(), "norm": torch.randn(8).double()} for s in (0, 1)}
     want = optim.global_norm(tree)
@@ -253,7 +253,7 @@ def test_bad_calls_raise_before_anything_is_sent(said):
 
 @pytest.mark.parametrize("case", ["whole", "several", "padded", "turned", "another dtype"])
 def test_a_bucket_of_one_tensor_is_that_tensor(case):
-    """Where it fills it as it is; everything else is copied."""
+    """It is the tensor itself if that fills the bucket as it is; anything else is copied."""
     shape, count, width = (4, 6), 2 if case == "several" else 1, 32 if case == "padded" else 24
     leaves = tuple(BucketLeaf(i, str(i), shape, 24 * i, 24) for i in range(count))
     bucket = Bucket(leaves, torch.float32, torch.device("cpu"), (), 1, width * count)

@@ -43,7 +43,7 @@ def step(cfg, model, params, ids, labels, share=1):
 
 
 @pytest.mark.parametrize(("name", "mesh"), drawn(FAMILIES, MESHES))
-def test_a_decoder_on_ranks_is_that_of_one_process(name, mesh):
+def test_a_decoder_on_ranks_equals_one_process(name, mesh):
     cfg, (sizes, sequence_parallel) = dataclasses.replace(LLAMA, **FAMILIES[name]), MESHES[mesh]
     model, draw = decoder(cfg, loss=True), torch.Generator().manual_seed(0)
     ids, labels = (torch.randint(16, (8, 6), generator=draw) for _ in range(2))
@@ -96,7 +96,7 @@ def test_a_sequence_over_ranks(name, options):
 
 
 def test_without_a_loss_logits_are_whole():
-    """Of a rank's rows. A head that is tied to the embeddings has the whole of them."""
+    """Each rank has all logits of its own rows; a head that is tied to the embeddings is not sharded."""
     for name in ("llama", "gemma2"):
         cfg = dataclasses.replace(LLAMA, **FAMILIES[name])
         model, ids = decoder(cfg), torch.randint(16, (4, 5), generator=torch.Generator().manual_seed(0))
@@ -130,7 +130,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("said", REFUSED)
-def test_what_cannot_be_shared_out_is_named(said):
+def test_configs_that_cannot_be_sharded_raise_by_name(said):
     cfg = dataclasses.replace(LLAMA, **REFUSED[said])
     with pytest.raises(ValueError) as raised:
         dist.parallel(decoder(cfg, loss=True), roles(cfg, loss=True), Mesh.abstract({"ep": 2, "tp": 4}, 0))

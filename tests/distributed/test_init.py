@@ -131,7 +131,7 @@ def test_no_more_is_drawn_than_a_rank_has(dim, stacked, monkeypatch):
     assert total == 3 * 128 * 128 // 4 and total <= sum(words) <= total + 12 * runs
 
 
-def test_of_parallel_layers_a_rank_draws_its_part_once_more():
+def test_parallel_layers_draw_the_shards_of_plain_layers():
     mesh, key = Mesh.abstract({"dp": 2, "tp": 2}, 3), random.key(2)
     up = dist.ColumnLinearConfig(4, 16, axis=mesh["tp"], parts=(8, 8))
     down = dist.RowLinearConfig(16, 4, axis=mesh["tp"])

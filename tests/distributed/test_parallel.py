@@ -146,7 +146,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize(("end", "sizes"), drawn(ENDS, [{"cp": 2, "tp": 2}, {"dp": 2, "tp": 2}, {"dp": 2, "cp": 2, "tp": 1}]))
-def test_a_decoder_of_shared_out_vocabulary_and_sequence(end, sizes):
+def test_a_decoder_with_sharded_vocabulary_and_sequence(end, sizes):
     """Loss and gradients of tokens to loss, its dropout drawn by places in the whole."""
     last, roles = ENDS[end]
     drop = Step("drop", dropout, DropoutConfig(0.2), takes=("key",))

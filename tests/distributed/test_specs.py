@@ -44,7 +44,7 @@ def test_parts_of_leaves_and_their_wholes(sizes):
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_gradients_are_summed_over_every_axis_that_a_spec_does_not_name(sizes):
-    """Of each rank's number the sum along those axes: what differs along them alone."""
+    """The sum over an axis is over the ranks that differ along that axis alone."""
     specs = {"a": Spec("tp"), "b.*": Spec("dp") if "dp" in sizes else Spec(), "c": Spec("tp", fsdp="dp" if "dp" in sizes else "")}
     tree = {"a": 1, "b": LinearParams(1, None), "c": 1, "d": 1}
 
@@ -76,7 +76,7 @@ def test_a_path_comes_before_globs_and_globs_in_their_order():
 
 
 class DTensor(torch.Tensor):
-    """As torch's, by its name."""
+    """A stand-in for torch's class, recognised by its name."""
 
 
 W, MESH = torch.ones(4, 6), Mesh.abstract({"dp": 2, "tp": 2}, 0)

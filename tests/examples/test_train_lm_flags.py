@@ -205,7 +205,7 @@ def test_a_picture_that_cannot_be_written_is_one_line(train, tmp_path, monkeypat
     assert (tmp_path / "runs/lm" / flags.CHECKPOINT).exists()
 
 
-def test_the_picture_holds_what_there_is(tmp_path):
+def test_the_picture_shows_finite_losses(tmp_path):
     from matplotlib import pyplot
 
     row = results.Row(1, 5.5, None, 0.0, 1.0, 0.1)
