@@ -41,17 +41,8 @@ from funcops.program.lower import Call, Extras, Lowered, Parts, Place, Value
 from funcops.residuals.nested import nested
 from funcops.trees import paths, put
 
-__all__ = [
-    "ChainConfig",
-    "ChainPending",
-    "ChainResiduals",
-    "chain",
-    "chain_bwd",
-    "chain_dgrad",
-    "chain_fwd",
-    "chain_init",
-    "chain_wgrad",
-]
+__all__ = ["ChainConfig", "ChainPending", "ChainResiduals"]
+__all__ += ["chain", "chain_bwd", "chain_dgrad", "chain_fwd", "chain_init", "chain_wgrad"]
 
 
 @config

@@ -28,17 +28,8 @@ from funcops.program import programs
 from funcops.program.lower import Call, Extras, Lowered, Parts, Place, Value, calls_below
 from funcops.residuals.nested import nested
 
-__all__ = [
-    "ParallelConfig",
-    "ParallelPending",
-    "ParallelResiduals",
-    "parallel",
-    "parallel_bwd",
-    "parallel_dgrad",
-    "parallel_fwd",
-    "parallel_init",
-    "parallel_wgrad",
-]
+__all__ = ["ParallelConfig", "ParallelPending", "ParallelResiduals"]
+__all__ += ["parallel", "parallel_bwd", "parallel_dgrad", "parallel_fwd", "parallel_init", "parallel_wgrad"]
 
 
 @config

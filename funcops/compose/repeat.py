@@ -45,17 +45,8 @@ from funcops.residuals.nested import nested, part
 from funcops.residuals.offload import copies
 from funcops.trees import WithExtras, leaves, tree_map
 
-__all__ = [
-    "RepeatConfig",
-    "RepeatPending",
-    "RepeatResiduals",
-    "repeat",
-    "repeat_bwd",
-    "repeat_dgrad",
-    "repeat_fwd",
-    "repeat_init",
-    "repeat_wgrad",
-]
+__all__ = ["RepeatConfig", "RepeatPending", "RepeatResiduals"]
+__all__ += ["repeat", "repeat_bwd", "repeat_dgrad", "repeat_fwd", "repeat_init", "repeat_wgrad"]
 
 
 @config

@@ -27,16 +27,8 @@ from funcops.contract.schema import AGAIN, DGRAD, NO_GRADIENT, Residuals, saved
 from funcops.errors import FLOATS, check, require
 from funcops.kernels import activation as kernels
 
-__all__ = [
-    "ActivationConfig",
-    "ActivationResiduals",
-    "activation",
-    "activation_bwd",
-    "activation_dgrad",
-    "activation_fwd",
-    "activation_init",
-    "activation_wgrad",
-]
+__all__ = ["ActivationConfig", "ActivationResiduals"]
+__all__ += ["activation", "activation_bwd", "activation_dgrad", "activation_fwd", "activation_init", "activation_wgrad"]
 
 KINDS = tuple(kernels.ACTIVATIONS)
 

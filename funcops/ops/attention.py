@@ -49,16 +49,8 @@ from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels.attention import attend_bwd, attend_fwd
 from funcops.kernels.scored_attention import Score, read_here
 
-__all__ = [
-    "AttentionConfig",
-    "AttentionResiduals",
-    "attention",
-    "attention_bwd",
-    "attention_dgrad",
-    "attention_fwd",
-    "attention_init",
-    "attention_wgrad",
-]
+__all__ = ["AttentionConfig", "AttentionResiduals"]
+__all__ += ["attention", "attention_bwd", "attention_dgrad", "attention_fwd", "attention_init", "attention_wgrad"]
 
 
 @config

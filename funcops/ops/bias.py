@@ -29,18 +29,8 @@ from funcops.kernels import linear as linear_kernels
 from funcops.kernels import pointwise as kernels
 from funcops.trees import leaf, tree
 
-__all__ = [
-    "BiasConfig",
-    "BiasParams",
-    "BiasPending",
-    "BiasResiduals",
-    "bias",
-    "bias_bwd",
-    "bias_dgrad",
-    "bias_fwd",
-    "bias_init",
-    "bias_wgrad",
-]
+__all__ = ["BiasConfig", "BiasParams", "BiasPending", "BiasResiduals"]
+__all__ += ["bias", "bias_bwd", "bias_dgrad", "bias_fwd", "bias_init", "bias_wgrad"]
 
 
 @config

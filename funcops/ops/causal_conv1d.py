@@ -42,18 +42,9 @@ from funcops.kernels import causal_conv1d as kernels
 from funcops.ops._norm import finish
 from funcops.trees import leaf, tree
 
-__all__ = [
-    "CausalConv1dConfig",
-    "CausalConv1dParams",
-    "CausalConv1dPending",
-    "CausalConv1dResiduals",
-    "causal_conv1d",
-    "causal_conv1d_bwd",
-    "causal_conv1d_dgrad",
-    "causal_conv1d_fwd",
-    "causal_conv1d_init",
-    "causal_conv1d_wgrad",
-]
+__all__ = ["CausalConv1dConfig", "CausalConv1dParams", "CausalConv1dPending", "CausalConv1dResiduals"]
+__all__ += ["causal_conv1d", "causal_conv1d_bwd", "causal_conv1d_dgrad"]
+__all__ += ["causal_conv1d_fwd", "causal_conv1d_init", "causal_conv1d_wgrad"]
 
 
 @config

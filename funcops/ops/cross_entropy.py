@@ -27,16 +27,9 @@ from funcops.contract.schema import DGRAD, Inputs, Residuals, saved
 from funcops.kernels import cross_entropy as kernels
 from funcops.ops._loss import check_options, check_pair, reduce_losses, row_gradient
 
-__all__ = [
-    "CrossEntropyConfig",
-    "CrossEntropyResiduals",
-    "cross_entropy",
-    "cross_entropy_bwd",
-    "cross_entropy_dgrad",
-    "cross_entropy_fwd",
-    "cross_entropy_init",
-    "cross_entropy_wgrad",
-]
+__all__ = ["CrossEntropyConfig", "CrossEntropyResiduals"]
+__all__ += ["cross_entropy", "cross_entropy_bwd", "cross_entropy_dgrad"]
+__all__ += ["cross_entropy_fwd", "cross_entropy_init", "cross_entropy_wgrad"]
 
 
 @config

@@ -31,16 +31,8 @@ from funcops.contract.schema import DGRAD, Inputs, Residuals, saved
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import pointwise as kernels
 
-__all__ = [
-    "DropoutConfig",
-    "DropoutResiduals",
-    "dropout",
-    "dropout_bwd",
-    "dropout_dgrad",
-    "dropout_fwd",
-    "dropout_init",
-    "dropout_wgrad",
-]
+__all__ = ["DropoutConfig", "DropoutResiduals"]
+__all__ += ["dropout", "dropout_bwd", "dropout_dgrad", "dropout_fwd", "dropout_init", "dropout_wgrad"]
 
 
 @config

@@ -31,18 +31,8 @@ from funcops.errors import FLOATS, check, require
 from funcops.kernels import embedding as kernels
 from funcops.trees import leaf, tree
 
-__all__ = [
-    "EmbeddingConfig",
-    "EmbeddingParams",
-    "EmbeddingPending",
-    "EmbeddingResiduals",
-    "embedding",
-    "embedding_bwd",
-    "embedding_dgrad",
-    "embedding_fwd",
-    "embedding_init",
-    "embedding_wgrad",
-]
+__all__ = ["EmbeddingConfig", "EmbeddingParams", "EmbeddingPending", "EmbeddingResiduals"]
+__all__ += ["embedding", "embedding_bwd", "embedding_dgrad", "embedding_fwd", "embedding_init", "embedding_wgrad"]
 
 
 @config

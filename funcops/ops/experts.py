@@ -54,18 +54,8 @@ from funcops.ops.glu import GLUConfig
 from funcops.ops.grouped_linear import GroupedLinearConfig, GroupedLinearParams, grouped_linear_init, into_grouped
 from funcops.trees import tree
 
-__all__ = [
-    "ExpertsConfig",
-    "ExpertsParams",
-    "ExpertsPending",
-    "ExpertsResiduals",
-    "experts",
-    "experts_bwd",
-    "experts_dgrad",
-    "experts_fwd",
-    "experts_init",
-    "experts_wgrad",
-]
+__all__ = ["ExpertsConfig", "ExpertsParams", "ExpertsPending", "ExpertsResiduals"]
+__all__ += ["experts", "experts_bwd", "experts_dgrad", "experts_fwd", "experts_init", "experts_wgrad"]
 
 
 @config

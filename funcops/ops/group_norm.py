@@ -40,18 +40,8 @@ from funcops.kernels import group_norm as kernels
 from funcops.ops._norm import check_eps, check_weight, finish_two
 from funcops.trees import leaf, tree
 
-__all__ = [
-    "GroupNormConfig",
-    "GroupNormParams",
-    "GroupNormPending",
-    "GroupNormResiduals",
-    "group_norm",
-    "group_norm_bwd",
-    "group_norm_dgrad",
-    "group_norm_fwd",
-    "group_norm_init",
-    "group_norm_wgrad",
-]
+__all__ = ["GroupNormConfig", "GroupNormParams", "GroupNormPending", "GroupNormResiduals"]
+__all__ += ["group_norm", "group_norm_bwd", "group_norm_dgrad", "group_norm_fwd", "group_norm_init", "group_norm_wgrad"]
 
 
 @config

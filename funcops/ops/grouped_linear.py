@@ -47,18 +47,9 @@ from funcops.kernels import grouped as kernels
 from funcops.kernels.routing import check_row_count, gather_rows, of_choices, of_rows
 from funcops.trees import leaf, tree
 
-__all__ = [
-    "GroupedLinearConfig",
-    "GroupedLinearParams",
-    "GroupedLinearPending",
-    "GroupedLinearResiduals",
-    "grouped_linear",
-    "grouped_linear_bwd",
-    "grouped_linear_dgrad",
-    "grouped_linear_fwd",
-    "grouped_linear_init",
-    "grouped_linear_wgrad",
-]
+__all__ = ["GroupedLinearConfig", "GroupedLinearParams", "GroupedLinearPending", "GroupedLinearResiduals"]
+__all__ += ["grouped_linear", "grouped_linear_bwd", "grouped_linear_dgrad"]
+__all__ += ["grouped_linear_fwd", "grouped_linear_init", "grouped_linear_wgrad"]
 
 
 @config

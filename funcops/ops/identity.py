@@ -24,16 +24,8 @@ from funcops.contract.op import config, dgrad_of, forward, make_op, no_params, s
 from funcops.contract.schema import NO_GRADIENT, Residuals
 from funcops.errors import FLOATS, check
 
-__all__ = [
-    "IdentityConfig",
-    "IdentityResiduals",
-    "identity",
-    "identity_bwd",
-    "identity_dgrad",
-    "identity_fwd",
-    "identity_init",
-    "identity_wgrad",
-]
+__all__ = ["IdentityConfig", "IdentityResiduals"]
+__all__ += ["identity", "identity_bwd", "identity_dgrad", "identity_fwd", "identity_init", "identity_wgrad"]
 
 
 @config

@@ -26,16 +26,8 @@ from funcops.errors import FLOATS, check, require
 from funcops.kernels import norm as kernels
 from funcops.ops._norm import check_eps
 
-__all__ = [
-    "L2NormConfig",
-    "L2NormResiduals",
-    "l2_norm",
-    "l2_norm_bwd",
-    "l2_norm_dgrad",
-    "l2_norm_fwd",
-    "l2_norm_init",
-    "l2_norm_wgrad",
-]
+__all__ = ["L2NormConfig", "L2NormResiduals"]
+__all__ += ["l2_norm", "l2_norm_bwd", "l2_norm_dgrad", "l2_norm_fwd", "l2_norm_init", "l2_norm_wgrad"]
 
 
 @config

@@ -34,16 +34,8 @@ from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import latent_split as kernels
 from funcops.ops._tuples import parts_of
 
-__all__ = [
-    "LatentSplitConfig",
-    "LatentSplitResiduals",
-    "latent_split",
-    "latent_split_bwd",
-    "latent_split_dgrad",
-    "latent_split_fwd",
-    "latent_split_init",
-    "latent_split_wgrad",
-]
+__all__ = ["LatentSplitConfig", "LatentSplitResiduals"]
+__all__ += ["latent_split", "latent_split_bwd", "latent_split_dgrad", "latent_split_fwd", "latent_split_init", "latent_split_wgrad"]
 
 
 @config

@@ -41,18 +41,8 @@ from funcops.kernels import norm as kernels
 from funcops.ops._norm import check_norm, check_sizes, finish_two, flat
 from funcops.trees import leaf, tree
 
-__all__ = [
-    "LayerNormConfig",
-    "LayerNormParams",
-    "LayerNormPending",
-    "LayerNormResiduals",
-    "layer_norm",
-    "layer_norm_bwd",
-    "layer_norm_dgrad",
-    "layer_norm_fwd",
-    "layer_norm_init",
-    "layer_norm_wgrad",
-]
+__all__ = ["LayerNormConfig", "LayerNormParams", "LayerNormPending", "LayerNormResiduals"]
+__all__ += ["layer_norm", "layer_norm_bwd", "layer_norm_dgrad", "layer_norm_fwd", "layer_norm_init", "layer_norm_wgrad"]
 
 
 @config

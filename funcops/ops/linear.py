@@ -40,18 +40,8 @@ from funcops.kernels.norm import sum_parts
 from funcops.ops.linear_wgrads import Product
 from funcops.trees import leaf, tree
 
-__all__ = [
-    "LinearConfig",
-    "LinearParams",
-    "LinearPending",
-    "LinearResiduals",
-    "linear",
-    "linear_bwd",
-    "linear_dgrad",
-    "linear_fwd",
-    "linear_init",
-    "linear_wgrad",
-]
+__all__ = ["LinearConfig", "LinearParams", "LinearPending", "LinearResiduals"]
+__all__ += ["linear", "linear_bwd", "linear_dgrad", "linear_fwd", "linear_init", "linear_wgrad"]
 
 
 @config

@@ -46,18 +46,9 @@ from funcops.kernels import softcap as cap_kernels
 from funcops.ops._loss import check_options, check_pair, reduce_losses, row_gradient
 from funcops.trees import leaf, tree
 
-__all__ = [
-    "LinearCrossEntropyConfig",
-    "LinearCrossEntropyParams",
-    "LinearCrossEntropyPending",
-    "LinearCrossEntropyResiduals",
-    "linear_cross_entropy",
-    "linear_cross_entropy_bwd",
-    "linear_cross_entropy_dgrad",
-    "linear_cross_entropy_fwd",
-    "linear_cross_entropy_init",
-    "linear_cross_entropy_wgrad",
-]
+__all__ = ["LinearCrossEntropyConfig", "LinearCrossEntropyParams", "LinearCrossEntropyPending", "LinearCrossEntropyResiduals"]
+__all__ += ["linear_cross_entropy", "linear_cross_entropy_bwd", "linear_cross_entropy_dgrad"]
+__all__ += ["linear_cross_entropy_fwd", "linear_cross_entropy_init", "linear_cross_entropy_wgrad"]
 
 
 def check_sizes(cfg: Any, where: str) -> None:

@@ -31,16 +31,8 @@ from funcops.kernels import modulate as kernels
 from funcops.kernels.norm import sum_parts
 from funcops.ops._tuples import parts_of
 
-__all__ = [
-    "ModulateConfig",
-    "ModulateResiduals",
-    "modulate",
-    "modulate_bwd",
-    "modulate_dgrad",
-    "modulate_fwd",
-    "modulate_init",
-    "modulate_wgrad",
-]
+__all__ = ["ModulateConfig", "ModulateResiduals"]
+__all__ += ["modulate", "modulate_bwd", "modulate_dgrad", "modulate_fwd", "modulate_init", "modulate_wgrad"]
 
 
 @config

@@ -34,24 +34,9 @@ from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
 from funcops.contract.schema import NO_GRADIENT, Residuals, static
 from funcops.errors import FLOATS, check, fail, require
 
-__all__ = [
-    "PatchifyConfig",
-    "PatchifyResiduals",
-    "UnpatchifyConfig",
-    "UnpatchifyResiduals",
-    "patchify",
-    "patchify_bwd",
-    "patchify_dgrad",
-    "patchify_fwd",
-    "patchify_init",
-    "patchify_wgrad",
-    "unpatchify",
-    "unpatchify_bwd",
-    "unpatchify_dgrad",
-    "unpatchify_fwd",
-    "unpatchify_init",
-    "unpatchify_wgrad",
-]
+__all__ = ["PatchifyConfig", "PatchifyResiduals", "UnpatchifyConfig", "UnpatchifyResiduals"]
+__all__ += ["patchify", "patchify_bwd", "patchify_dgrad", "patchify_fwd", "patchify_init", "patchify_wgrad"]
+__all__ += ["unpatchify", "unpatchify_bwd", "unpatchify_dgrad", "unpatchify_fwd", "unpatchify_init", "unpatchify_wgrad"]
 
 
 def check_sizes(where: str, name: str, sizes: object) -> None:

@@ -39,16 +39,8 @@ from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import routing as kernels
 from funcops.ops._tuples import parts_of
 
-__all__ = [
-    "PermuteConfig",
-    "PermuteResiduals",
-    "permute",
-    "permute_bwd",
-    "permute_dgrad",
-    "permute_fwd",
-    "permute_init",
-    "permute_wgrad",
-]
+__all__ = ["PermuteConfig", "PermuteResiduals"]
+__all__ += ["permute", "permute_bwd", "permute_dgrad", "permute_fwd", "permute_init", "permute_wgrad"]
 
 
 @config

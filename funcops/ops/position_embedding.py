@@ -33,17 +33,9 @@ from funcops.kernels import pointwise
 from funcops.ops._tuples import parts_of
 from funcops.ops.embedding import EmbeddingParams, check_embedding_into, embedding_gradients
 
-__all__ = [
-    "PositionEmbeddingConfig",
-    "PositionEmbeddingPending",
-    "PositionEmbeddingResiduals",
-    "position_embedding",
-    "position_embedding_bwd",
-    "position_embedding_dgrad",
-    "position_embedding_fwd",
-    "position_embedding_init",
-    "position_embedding_wgrad",
-]
+__all__ = ["PositionEmbeddingConfig", "PositionEmbeddingPending", "PositionEmbeddingResiduals"]
+__all__ += ["position_embedding", "position_embedding_bwd", "position_embedding_dgrad"]
+__all__ += ["position_embedding_fwd", "position_embedding_init", "position_embedding_wgrad"]
 
 
 @config

@@ -33,16 +33,8 @@ from funcops.errors import check, check_rows, describe, fail, require
 from funcops.kernels import qkv_split as kernels
 from funcops.ops.rope import RopeConfig, check_rotation, table_of
 
-__all__ = [
-    "QKVSplitConfig",
-    "QKVSplitResiduals",
-    "qkv_split",
-    "qkv_split_bwd",
-    "qkv_split_dgrad",
-    "qkv_split_fwd",
-    "qkv_split_init",
-    "qkv_split_wgrad",
-]
+__all__ = ["QKVSplitConfig", "QKVSplitResiduals"]
+__all__ += ["qkv_split", "qkv_split_bwd", "qkv_split_dgrad", "qkv_split_fwd", "qkv_split_init", "qkv_split_wgrad"]
 
 
 @config

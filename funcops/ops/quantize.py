@@ -34,22 +34,9 @@ from funcops.contract.schema import NO_GRADIENT, Residuals
 from funcops.errors import check, require_type
 from funcops.formats import Format, QTensor, check_quantized, quantize_tensor
 
-__all__ = [
-    "QuantizeConfig",
-    "QuantizeResiduals",
-    "dequantize",
-    "dequantize_bwd",
-    "dequantize_dgrad",
-    "dequantize_fwd",
-    "dequantize_init",
-    "dequantize_wgrad",
-    "quantize",
-    "quantize_bwd",
-    "quantize_dgrad",
-    "quantize_fwd",
-    "quantize_init",
-    "quantize_wgrad",
-]
+__all__ = ["QuantizeConfig", "QuantizeResiduals"]
+__all__ += ["dequantize", "dequantize_bwd", "dequantize_dgrad", "dequantize_fwd", "dequantize_init", "dequantize_wgrad"]
+__all__ += ["quantize", "quantize_bwd", "quantize_dgrad", "quantize_fwd", "quantize_init", "quantize_wgrad"]
 
 
 @config

@@ -27,16 +27,8 @@ from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
 from funcops.contract.schema import NO_GRADIENT, Residuals, static
 from funcops.errors import FLOATS, check, require
 
-__all__ = [
-    "ReshapeConfig",
-    "ReshapeResiduals",
-    "reshape",
-    "reshape_bwd",
-    "reshape_dgrad",
-    "reshape_fwd",
-    "reshape_init",
-    "reshape_wgrad",
-]
+__all__ = ["ReshapeConfig", "ReshapeResiduals"]
+__all__ += ["reshape", "reshape_bwd", "reshape_dgrad", "reshape_fwd", "reshape_init", "reshape_wgrad"]
 
 
 @config

@@ -35,18 +35,8 @@ from funcops.kernels import norm as kernels
 from funcops.ops._norm import check_norm, check_sizes, finish, flat
 from funcops.trees import leaf, tree
 
-__all__ = [
-    "RMSNormConfig",
-    "RMSNormParams",
-    "RMSNormPending",
-    "RMSNormResiduals",
-    "rms_norm",
-    "rms_norm_bwd",
-    "rms_norm_dgrad",
-    "rms_norm_fwd",
-    "rms_norm_init",
-    "rms_norm_wgrad",
-]
+__all__ = ["RMSNormConfig", "RMSNormParams", "RMSNormPending", "RMSNormResiduals"]
+__all__ += ["rms_norm", "rms_norm_bwd", "rms_norm_dgrad", "rms_norm_fwd", "rms_norm_init", "rms_norm_wgrad"]
 
 
 @config

@@ -63,17 +63,8 @@ from funcops.kernels import route as kernels
 from funcops.kernels.routing import over_capacity
 from funcops.trees import leaf, tree
 
-__all__ = [
-    "RouteConfig",
-    "RouteParams",
-    "RouteResiduals",
-    "route",
-    "route_bwd",
-    "route_dgrad",
-    "route_fwd",
-    "route_init",
-    "route_wgrad",
-]
+__all__ = ["RouteConfig", "RouteParams", "RouteResiduals"]
+__all__ += ["route", "route_bwd", "route_dgrad", "route_fwd", "route_init", "route_wgrad"]
 
 Routed = tuple[Tensor, Tensor, Tensor, Tensor]
 Gradients = tuple[Tensor | None, None, None, Tensor | None]

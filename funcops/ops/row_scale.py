@@ -33,16 +33,8 @@ from funcops.errors import FLOATS, check, fail
 from funcops.kernels import row_scale as kernels
 from funcops.ops._tuples import parts_of
 
-__all__ = [
-    "RowScaleConfig",
-    "RowScaleResiduals",
-    "row_scale",
-    "row_scale_bwd",
-    "row_scale_dgrad",
-    "row_scale_fwd",
-    "row_scale_init",
-    "row_scale_wgrad",
-]
+__all__ = ["RowScaleConfig", "RowScaleResiduals"]
+__all__ += ["row_scale", "row_scale_bwd", "row_scale_dgrad", "row_scale_fwd", "row_scale_init", "row_scale_wgrad"]
 
 
 @config

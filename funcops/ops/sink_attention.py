@@ -38,18 +38,9 @@ from funcops.ops._norm import finish
 from funcops.ops.attention import AttentionConfig, check_x, input_gradients, of_config
 from funcops.trees import leaf, tree
 
-__all__ = [
-    "SinkAttentionConfig",
-    "SinkAttentionParams",
-    "SinkAttentionPending",
-    "SinkAttentionResiduals",
-    "sink_attention",
-    "sink_attention_bwd",
-    "sink_attention_dgrad",
-    "sink_attention_fwd",
-    "sink_attention_init",
-    "sink_attention_wgrad",
-]
+__all__ = ["SinkAttentionConfig", "SinkAttentionParams", "SinkAttentionPending", "SinkAttentionResiduals"]
+__all__ += ["sink_attention", "sink_attention_bwd", "sink_attention_dgrad"]
+__all__ += ["sink_attention_fwd", "sink_attention_init", "sink_attention_wgrad"]
 
 
 @config

@@ -26,16 +26,8 @@ from funcops.contract.schema import AGAIN, DGRAD, NO_GRADIENT, Residuals, saved
 from funcops.errors import FLOATS, check, require
 from funcops.kernels import softcap as kernels
 
-__all__ = [
-    "SoftcapConfig",
-    "SoftcapResiduals",
-    "softcap",
-    "softcap_bwd",
-    "softcap_dgrad",
-    "softcap_fwd",
-    "softcap_init",
-    "softcap_wgrad",
-]
+__all__ = ["SoftcapConfig", "SoftcapResiduals"]
+__all__ += ["softcap", "softcap_bwd", "softcap_dgrad", "softcap_fwd", "softcap_init", "softcap_wgrad"]
 
 
 @config

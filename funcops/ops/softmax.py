@@ -22,16 +22,8 @@ from funcops.contract.schema import DGRAD, NO_GRADIENT, Residuals, saved
 from funcops.errors import FLOATS, check, fail
 from funcops.kernels import softmax as kernels
 
-__all__ = [
-    "SoftmaxConfig",
-    "SoftmaxResiduals",
-    "softmax",
-    "softmax_bwd",
-    "softmax_dgrad",
-    "softmax_fwd",
-    "softmax_init",
-    "softmax_wgrad",
-]
+__all__ = ["SoftmaxConfig", "SoftmaxResiduals"]
+__all__ += ["softmax", "softmax_bwd", "softmax_dgrad", "softmax_fwd", "softmax_init", "softmax_wgrad"]
 
 
 @config

@@ -30,16 +30,8 @@ from funcops.errors import FLOATS, check, fail
 from funcops.kernels import routing as kernels
 from funcops.ops.permute import check_rows_and_choices
 
-__all__ = [
-    "UnpermuteConfig",
-    "UnpermuteResiduals",
-    "unpermute",
-    "unpermute_bwd",
-    "unpermute_dgrad",
-    "unpermute_fwd",
-    "unpermute_init",
-    "unpermute_wgrad",
-]
+__all__ = ["UnpermuteConfig", "UnpermuteResiduals"]
+__all__ += ["unpermute", "unpermute_bwd", "unpermute_dgrad", "unpermute_fwd", "unpermute_init", "unpermute_wgrad"]
 
 
 @config

@@ -4,18 +4,5 @@ from funcops.residuals.policy import POLICIES, Compress, Drop, Offload, Policy, 
 from funcops.residuals.put_away import fetch, stow
 from funcops.residuals.report import diff, report
 
-__all__ = [
-    "Compress",
-    "Drop",
-    "Ledger",
-    "Offload",
-    "POLICIES",
-    "Policy",
-    "Recompute",
-    "Save",
-    "diff",
-    "donate",
-    "fetch",
-    "report",
-    "stow",
-]
+__all__ = ["Compress", "Drop", "Ledger", "Offload", "POLICIES", "Policy", "Recompute", "Save"]
+__all__ += ["diff", "donate", "fetch", "report", "stow"]

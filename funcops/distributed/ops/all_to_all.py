@@ -34,16 +34,8 @@ from funcops.distributed.mesh import Axis
 from funcops.distributed.plain import check_divides, check_part, check_tensor, require_axis
 from funcops.errors import describe, require
 
-__all__ = [
-    "AllToAllConfig",
-    "AllToAllResiduals",
-    "all_to_all",
-    "all_to_all_bwd",
-    "all_to_all_dgrad",
-    "all_to_all_fwd",
-    "all_to_all_init",
-    "all_to_all_wgrad",
-]
+__all__ = ["AllToAllConfig", "AllToAllResiduals"]
+__all__ += ["all_to_all", "all_to_all_bwd", "all_to_all_dgrad", "all_to_all_fwd", "all_to_all_init", "all_to_all_wgrad"]
 
 
 @config

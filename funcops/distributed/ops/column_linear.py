@@ -49,17 +49,9 @@ from funcops.distributed.specs import Spec
 from funcops.kernels import linear as kernels
 from funcops.ops.linear import LinearParams, check_linear_into, linear_gradients
 
-__all__ = [
-    "ColumnLinearConfig",
-    "ColumnLinearPending",
-    "ColumnLinearResiduals",
-    "column_linear",
-    "column_linear_bwd",
-    "column_linear_dgrad",
-    "column_linear_fwd",
-    "column_linear_init",
-    "column_linear_wgrad",
-]
+__all__ = ["ColumnLinearConfig", "ColumnLinearPending", "ColumnLinearResiduals"]
+__all__ += ["column_linear", "column_linear_bwd", "column_linear_dgrad"]
+__all__ += ["column_linear_fwd", "column_linear_init", "column_linear_wgrad"]
 
 
 @config

@@ -44,16 +44,8 @@ from funcops.distributed.plain import check_divides, check_tensor, require_axis
 from funcops.errors import FLOATS, describe, fail
 from funcops.ops.permute import check_rows_and_choices
 
-__all__ = [
-    "CombineConfig",
-    "CombineResiduals",
-    "combine",
-    "combine_bwd",
-    "combine_dgrad",
-    "combine_fwd",
-    "combine_init",
-    "combine_wgrad",
-]
+__all__ = ["CombineConfig", "CombineResiduals"]
+__all__ += ["combine", "combine_bwd", "combine_dgrad", "combine_fwd", "combine_init", "combine_wgrad"]
 
 
 @config

@@ -59,16 +59,9 @@ from funcops.kernels import attention as kernels
 from funcops.kernels.scored_attention import Score
 from funcops.ops.attention import check_parts, check_qkv, scale_of
 
-__all__ = [
-    "ContextAttentionConfig",
-    "ContextAttentionResiduals",
-    "context_attention",
-    "context_attention_bwd",
-    "context_attention_dgrad",
-    "context_attention_fwd",
-    "context_attention_init",
-    "context_attention_wgrad",
-]
+__all__ = ["ContextAttentionConfig", "ContextAttentionResiduals"]
+__all__ += ["context_attention", "context_attention_bwd", "context_attention_dgrad"]
+__all__ += ["context_attention_fwd", "context_attention_init", "context_attention_wgrad"]
 
 
 @config

@@ -34,16 +34,8 @@ from funcops.distributed.mesh import Axis
 from funcops.distributed.plain import check_tensor, require_axis
 from funcops.errors import FLOATS
 
-__all__ = [
-    "CopyToConfig",
-    "CopyToResiduals",
-    "copy_to",
-    "copy_to_bwd",
-    "copy_to_dgrad",
-    "copy_to_fwd",
-    "copy_to_init",
-    "copy_to_wgrad",
-]
+__all__ = ["CopyToConfig", "CopyToResiduals"]
+__all__ += ["copy_to", "copy_to_bwd", "copy_to_dgrad", "copy_to_fwd", "copy_to_init", "copy_to_wgrad"]
 
 
 @config

@@ -56,16 +56,8 @@ from funcops.distributed.plain import check_tensor, require_axis
 from funcops.errors import describe, fail, require
 from funcops.ops.experts import check_experts_x
 
-__all__ = [
-    "DispatchConfig",
-    "DispatchResiduals",
-    "dispatch",
-    "dispatch_bwd",
-    "dispatch_dgrad",
-    "dispatch_fwd",
-    "dispatch_init",
-    "dispatch_wgrad",
-]
+__all__ = ["DispatchConfig", "DispatchResiduals"]
+__all__ += ["dispatch", "dispatch_bwd", "dispatch_dgrad", "dispatch_fwd", "dispatch_init", "dispatch_wgrad"]
 
 Sent = tuple[Tensor, Tensor, Tensor, Tensor]
 

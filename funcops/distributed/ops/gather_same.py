@@ -32,16 +32,8 @@ from funcops.distributed import comm
 from funcops.distributed.mesh import Axis
 from funcops.distributed.plain import check_part, check_tensor, require_axis
 
-__all__ = [
-    "GatherSameConfig",
-    "GatherSameResiduals",
-    "gather_same",
-    "gather_same_bwd",
-    "gather_same_dgrad",
-    "gather_same_fwd",
-    "gather_same_init",
-    "gather_same_wgrad",
-]
+__all__ = ["GatherSameConfig", "GatherSameResiduals"]
+__all__ += ["gather_same", "gather_same_bwd", "gather_same_dgrad", "gather_same_fwd", "gather_same_init", "gather_same_wgrad"]
 
 
 @config

@@ -64,17 +64,9 @@ from funcops.ops.experts import (
     experts_wgrad,
 )
 
-__all__ = [
-    "ParallelExpertsConfig",
-    "ParallelExpertsPending",
-    "ParallelExpertsResiduals",
-    "parallel_experts",
-    "parallel_experts_bwd",
-    "parallel_experts_dgrad",
-    "parallel_experts_fwd",
-    "parallel_experts_init",
-    "parallel_experts_wgrad",
-]
+__all__ = ["ParallelExpertsConfig", "ParallelExpertsPending", "ParallelExpertsResiduals"]
+__all__ += ["parallel_experts", "parallel_experts_bwd", "parallel_experts_dgrad"]
+__all__ += ["parallel_experts_fwd", "parallel_experts_init", "parallel_experts_wgrad"]
 
 
 @config

@@ -55,17 +55,9 @@ from funcops.kernels import linear as products
 from funcops.kernels import pointwise
 from funcops.ops.low_rank import ADAPTERS, LowRankConfig, LowRankParams, gradient_of, low_rank_init
 
-__all__ = [
-    "ParallelLowRankConfig",
-    "ParallelLowRankPending",
-    "ParallelLowRankResiduals",
-    "parallel_low_rank",
-    "parallel_low_rank_bwd",
-    "parallel_low_rank_dgrad",
-    "parallel_low_rank_fwd",
-    "parallel_low_rank_init",
-    "parallel_low_rank_wgrad",
-]
+__all__ = ["ParallelLowRankConfig", "ParallelLowRankPending", "ParallelLowRankResiduals"]
+__all__ += ["parallel_low_rank", "parallel_low_rank_bwd", "parallel_low_rank_dgrad"]
+__all__ += ["parallel_low_rank_fwd", "parallel_low_rank_init", "parallel_low_rank_wgrad"]
 
 
 @config

@@ -49,17 +49,8 @@ from funcops.kernels import linear as kernels
 from funcops.kernels import pointwise
 from funcops.ops.linear import LinearParams, check_linear_into, linear_gradients
 
-__all__ = [
-    "RowLinearConfig",
-    "RowLinearPending",
-    "RowLinearResiduals",
-    "row_linear",
-    "row_linear_bwd",
-    "row_linear_dgrad",
-    "row_linear_fwd",
-    "row_linear_init",
-    "row_linear_wgrad",
-]
+__all__ = ["RowLinearConfig", "RowLinearPending", "RowLinearResiduals"]
+__all__ += ["row_linear", "row_linear_bwd", "row_linear_dgrad", "row_linear_fwd", "row_linear_init", "row_linear_wgrad"]
 
 
 @config

@@ -31,16 +31,8 @@ from funcops.distributed import comm
 from funcops.distributed.mesh import Axis
 from funcops.distributed.plain import check_divides, check_part, check_tensor, require_axis
 
-__all__ = [
-    "ScatterSumConfig",
-    "ScatterSumResiduals",
-    "scatter_sum",
-    "scatter_sum_bwd",
-    "scatter_sum_dgrad",
-    "scatter_sum_fwd",
-    "scatter_sum_init",
-    "scatter_sum_wgrad",
-]
+__all__ = ["ScatterSumConfig", "ScatterSumResiduals"]
+__all__ += ["scatter_sum", "scatter_sum_bwd", "scatter_sum_dgrad", "scatter_sum_fwd", "scatter_sum_init", "scatter_sum_wgrad"]
 
 
 @config

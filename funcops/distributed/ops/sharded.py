@@ -53,17 +53,8 @@ from funcops.residuals.donate import donate
 from funcops.residuals.forms import Layout
 from funcops.trees import at, cast, constant_paths, leaves, put, same_structure, tensors, tree_map, tree_map_tensors, with_leaves
 
-__all__ = [
-    "ShardedConfig",
-    "ShardedPending",
-    "ShardedResiduals",
-    "sharded",
-    "sharded_bwd",
-    "sharded_dgrad",
-    "sharded_fwd",
-    "sharded_init",
-    "sharded_wgrad",
-]
+__all__ = ["ShardedConfig", "ShardedPending", "ShardedResiduals"]
+__all__ += ["sharded", "sharded_bwd", "sharded_dgrad", "sharded_fwd", "sharded_init", "sharded_wgrad"]
 
 
 @config

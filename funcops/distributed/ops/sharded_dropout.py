@@ -37,17 +37,9 @@ from funcops.distributed.specs import Ranges, within
 from funcops.errors import FLOATS, describe, fail, require
 from funcops.kernels import pointwise as kernels
 
-__all__ = [
-    "Shared",
-    "ShardedDropoutConfig",
-    "ShardedDropoutResiduals",
-    "sharded_dropout",
-    "sharded_dropout_bwd",
-    "sharded_dropout_dgrad",
-    "sharded_dropout_fwd",
-    "sharded_dropout_init",
-    "sharded_dropout_wgrad",
-]
+__all__ = ["Shared", "ShardedDropoutConfig", "ShardedDropoutResiduals"]
+__all__ += ["sharded_dropout", "sharded_dropout_bwd", "sharded_dropout_dgrad"]
+__all__ += ["sharded_dropout_fwd", "sharded_dropout_init", "sharded_dropout_wgrad"]
 
 
 @config

@@ -32,16 +32,8 @@ from funcops.distributed import comm
 from funcops.distributed.mesh import Axis
 from funcops.distributed.plain import check_divides, check_part, check_tensor, require_axis
 
-__all__ = [
-    "SliceOfConfig",
-    "SliceOfResiduals",
-    "slice_of",
-    "slice_of_bwd",
-    "slice_of_dgrad",
-    "slice_of_fwd",
-    "slice_of_init",
-    "slice_of_wgrad",
-]
+__all__ = ["SliceOfConfig", "SliceOfResiduals"]
+__all__ += ["slice_of", "slice_of_bwd", "slice_of_dgrad", "slice_of_fwd", "slice_of_init", "slice_of_wgrad"]
 
 
 @config

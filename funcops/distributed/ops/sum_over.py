@@ -33,16 +33,8 @@ from funcops.distributed.mesh import Axis
 from funcops.distributed.plain import check_tensor, require_axis
 from funcops.errors import FLOATS
 
-__all__ = [
-    "SumOverConfig",
-    "SumOverResiduals",
-    "sum_over",
-    "sum_over_bwd",
-    "sum_over_dgrad",
-    "sum_over_fwd",
-    "sum_over_init",
-    "sum_over_wgrad",
-]
+__all__ = ["SumOverConfig", "SumOverResiduals"]
+__all__ += ["sum_over", "sum_over_bwd", "sum_over_dgrad", "sum_over_fwd", "sum_over_init", "sum_over_wgrad"]
 
 
 @config

@@ -40,16 +40,9 @@ from funcops.distributed.plain import check_tensor, require_axis
 from funcops.kernels import cross_entropy as kernels
 from funcops.ops._loss import check_options, check_pair, reduce_losses, row_gradient
 
-__all__ = [
-    "VocabCrossEntropyConfig",
-    "VocabCrossEntropyResiduals",
-    "vocab_cross_entropy",
-    "vocab_cross_entropy_bwd",
-    "vocab_cross_entropy_dgrad",
-    "vocab_cross_entropy_fwd",
-    "vocab_cross_entropy_init",
-    "vocab_cross_entropy_wgrad",
-]
+__all__ = ["VocabCrossEntropyConfig", "VocabCrossEntropyResiduals"]
+__all__ += ["vocab_cross_entropy", "vocab_cross_entropy_bwd", "vocab_cross_entropy_dgrad"]
+__all__ += ["vocab_cross_entropy_fwd", "vocab_cross_entropy_init", "vocab_cross_entropy_wgrad"]
 
 
 @config

@@ -45,17 +45,9 @@ from funcops.errors import FLOATS, describe, fail, require
 from funcops.kernels import embedding as kernels
 from funcops.ops.embedding import EmbeddingConfig, EmbeddingParams, check_embedding_into, embedding_gradients, embedding_init
 
-__all__ = [
-    "VocabEmbeddingConfig",
-    "VocabEmbeddingPending",
-    "VocabEmbeddingResiduals",
-    "vocab_embedding",
-    "vocab_embedding_bwd",
-    "vocab_embedding_dgrad",
-    "vocab_embedding_fwd",
-    "vocab_embedding_init",
-    "vocab_embedding_wgrad",
-]
+__all__ = ["VocabEmbeddingConfig", "VocabEmbeddingPending", "VocabEmbeddingResiduals"]
+__all__ += ["vocab_embedding", "vocab_embedding_bwd", "vocab_embedding_dgrad"]
+__all__ += ["vocab_embedding_fwd", "vocab_embedding_init", "vocab_embedding_wgrad"]
 
 
 @config

@@ -58,17 +58,9 @@ from funcops.ops.linear_cross_entropy import (
     weight_gradient,
 )
 
-__all__ = [
-    "VocabLinearCrossEntropyConfig",
-    "VocabLinearCrossEntropyPending",
-    "VocabLinearCrossEntropyResiduals",
-    "vocab_linear_cross_entropy",
-    "vocab_linear_cross_entropy_bwd",
-    "vocab_linear_cross_entropy_dgrad",
-    "vocab_linear_cross_entropy_fwd",
-    "vocab_linear_cross_entropy_init",
-    "vocab_linear_cross_entropy_wgrad",
-]
+__all__ = ["VocabLinearCrossEntropyConfig", "VocabLinearCrossEntropyPending", "VocabLinearCrossEntropyResiduals"]
+__all__ += ["vocab_linear_cross_entropy", "vocab_linear_cross_entropy_bwd", "vocab_linear_cross_entropy_dgrad"]
+__all__ += ["vocab_linear_cross_entropy_fwd", "vocab_linear_cross_entropy_init", "vocab_linear_cross_entropy_wgrad"]
 
 
 @config
