@@ -22,7 +22,7 @@ HOW = ("each", "concatenate", "batch", "group")
 
 
 def batch_wgrads(op: Op, pendings: Sequence[Any], cfg: Any, *, into: Any = None, how: str | None = None) -> Any:
-    """The sum of `op.wgrad(pending, cfg)` over the pendings (microbatches), added to `into` where that is given.
+    """The sum of `op.wgrad(pending, cfg)` over the pendings (microbatches), added to `into` if given.
 
     Products of linear layers, wherever in a chain they are, run together. `how`: "concatenate" those for one weight along tokens,
     "batch" those of one shape (`torch.bmm`), "group" those that differ in tokens alone (`grouped_mm`), "each" alone; by default

@@ -241,7 +241,7 @@ def chain_dgrad(residuals: Any, dy: Any, cfg: ChainConfig) -> tuple[Any, Any]:
 
 
 def chain_wgrad(pending: Any, cfg: ChainConfig, *, into: Any = None) -> dict[str, Any]:
-    """All weight gradients, last step first; added to `into` where that is given."""
+    """All weight gradients, last step first; added to `into` if given."""
     return programs.wgrad(chain, ChainPending, pending, cfg, into)
 
 

@@ -87,7 +87,7 @@ def expert_steps_dgrad(residuals: Any, dy: Any, cfg: ExpertStepsConfig) -> tuple
 
 
 def expert_steps_wgrad(pending: Any, cfg: ExpertStepsConfig, *, into: Any = None) -> ExpertsParams:
-    """The weight gradients of both layers; added to `into` where that is given."""
+    """The weight gradients of both layers; added to `into` if given."""
     where = "expert_steps_wgrad"
     _check_cfg(where, cfg)
     sums = None if into is None else _by_name(where, "into", into, cfg)

@@ -131,7 +131,7 @@ def parallel_dgrad(residuals: Any, dy: Any, cfg: ParallelConfig) -> tuple[Any, A
 
 
 def parallel_wgrad(pending: Any, cfg: ParallelConfig, *, into: Any = None) -> dict[str, Any]:
-    """The weight gradients of all branches; added to `into` where that is given."""
+    """The weight gradients of all branches; added to `into` if given."""
     return programs.wgrad(parallel, ParallelPending, pending, cfg, into)
 
 

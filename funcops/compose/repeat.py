@@ -273,7 +273,7 @@ def repeat_dgrad(residuals: Any, dy: Any, cfg: RepeatConfig) -> tuple[Any, Any]:
 
 
 def repeat_wgrad(pending: Any, cfg: RepeatConfig, *, into: Any = None) -> Any:
-    """All weight gradients, last layer first; added to `into` where that is given."""
+    """All weight gradients, last layer first; added to `into` if given."""
     return _collect(_by_layer("wgrad", pending, cfg, into), into, cfg)
 
 

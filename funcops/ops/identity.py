@@ -30,14 +30,14 @@ __all__ += ["identity", "identity_bwd", "identity_dgrad", "identity_fwd", "ident
 
 @config
 class IdentityConfig(OpConfig):
-    """There is nothing to configure."""
+    """No options."""
 
     widths = same_width
     featurewise = True
 
 
 class IdentityResiduals(Residuals, static=("shape", "dtype")):
-    """No tensor: what dy must be."""
+    """No tensor, only the shape and dtype of dy."""
 
 
 @forward(IdentityConfig)
@@ -51,7 +51,7 @@ def identity_fwd(
 
 @dgrad_of(IdentityResiduals)
 def identity_dgrad(residuals: IdentityResiduals, dy: Any, cfg: IdentityConfig) -> tuple[Tensor, None]:
-    """`dx = dy`, the same tensor. There is no weight gradient: pending is None."""
+    """`dx = dy`, the same tensor. No params, so pending is None."""
     check("identity_dgrad", "dy", dy, residuals.shape, residuals.dtype)
     return dy if residuals.needs.x else NO_GRADIENT, None
 

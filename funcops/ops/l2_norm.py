@@ -60,13 +60,13 @@ def l2_norm_fwd(params: None, x: Tensor, cfg: L2NormConfig, *, needs: Needs = Ne
 
 @again_of(L2NormResiduals)
 def l2_norm_again(residuals: L2NormResiduals, cfg: L2NormConfig) -> Tensor:
-    """y of the forward, the same bits."""
+    """Recompute y, bit for bit."""
     return kernels.l2_norm_fwd(residuals.x, cfg.eps)[0]
 
 
 @dgrad_of(L2NormResiduals)
 def l2_norm_dgrad(residuals: L2NormResiduals, dy: Tensor, cfg: L2NormConfig) -> tuple[Tensor, None]:
-    """dx: [*, D]. There is no weight gradient: pending is None."""
+    """dx: [*, D]. No params, so pending is None."""
     if not residuals.needs.x:
         return NO_GRADIENT, None
     x = residuals.x

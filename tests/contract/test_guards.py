@@ -281,7 +281,7 @@ GUARDS = {
         2,
         1,
         ValueError,
-        "QKVSplitConfig: kv_heads must be a number that 2 ranks can share out, got 1",
+        "QKVSplitConfig: kv_heads must be a multiple of 2, the number of ranks, got 1",
     ),
     "op_from_torch's x": (from_torch, X, X.clone().requires_grad_(), GradModeError, "x must"),
     "rope's x": (

@@ -307,7 +307,7 @@ BAD = {
         ),
         BOTH,
     ),
-    "heads: ReshapeConfig: out_shape must be of a first size that 2 ranks can share out, got (3, 4)": (
+    "heads: ReshapeConfig: out_shape must be sizes of which the first is a multiple of 2, the number of ranks, got (3, 4)": (
         chained(
             ("up", linear, LinearConfig(4, 12)),
             ("heads", reshape, ReshapeConfig((12,), (3, 4))),

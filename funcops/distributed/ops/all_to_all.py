@@ -57,7 +57,7 @@ class AllToAllConfig(OpConfig):
 
 
 class AllToAllResiduals(Residuals, static=("shape", "dtype")):
-    """No tensor: what dy must be."""
+    """No tensor, only the shape and dtype of dy."""
 
 
 @forward(AllToAllConfig)
@@ -75,7 +75,7 @@ def all_to_all_fwd(
 
 @dgrad_of(AllToAllResiduals)
 def all_to_all_dgrad(residuals: AllToAllResiduals, dy: Any, cfg: AllToAllConfig) -> tuple[Tensor, None]:
-    """The parts of dy, back where they came from. There is no weight gradient: pending is None."""
+    """The parts of dy, back where they came from. No params, so pending is None."""
     check_tensor("all_to_all_dgrad", "dy", dy, residuals.shape, residuals.dtype)
     return comm.all_to_all(dy, cfg.axis, cfg.cat % dy.dim(), cfg.split % dy.dim()) if residuals.needs.x else NO_GRADIENT, None
 

@@ -146,7 +146,7 @@ def column_linear_dgrad(
 
 @wgrad_of(ColumnLinearPending, LinearParams)
 def column_linear_wgrad(pending: ColumnLinearPending, cfg: ColumnLinearConfig, *, into: LinearParams | None = None) -> LinearParams:
-    """Gathers x, then `dw_r = dy_r^T x`, `db_r = sum of dy_r`; added to `into` where that is given."""
+    """Gathers x, then `dw_r = dy_r^T x`, `db_r = sum of dy_r`; added to `into` if given."""
     bias = wants_bias(cfg, pending.needs)
     if pending.rows is not None:
         return linear_gradients("column_linear_wgrad", pending.dy, pending.rows, bias, into)

@@ -85,7 +85,7 @@ def combine_fwd(
 
 @dgrad_of(CombineResiduals)
 def combine_dgrad(residuals: CombineResiduals, dy: Any, cfg: CombineConfig) -> tuple[tuple[Tensor, None], None]:
-    """dy: [m, *, D] -> `(drows, None)`. There is no weight gradient: pending is None."""
+    """dy: [m, *, D] -> `(drows, None)`. No params, so pending is None."""
     place = residuals.place
     check_tensor("combine_dgrad", "dy", dy, residuals.shape, residuals.dtype, place)
     if not residuals.needs.input(0):

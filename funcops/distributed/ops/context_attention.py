@@ -124,7 +124,7 @@ def context_attention_fwd(
 def context_attention_dgrad(
     residuals: ContextAttentionResiduals, dy: Tensor, cfg: ContextAttentionConfig
 ) -> tuple[tuple[Tensor, Tensor, Tensor], None]:
-    """`(dq, dk, dv)` of this rank. There is no weight gradient: pending is None."""
+    """`(dq, dk, dv)` of this rank. No params, so pending is None."""
     needs = residuals.needs
     if not needs.x:
         return residuals.nothing(), None

@@ -52,7 +52,7 @@ class CopyToConfig(OpConfig):
 
 
 class CopyToResiduals(Residuals, static=("shape", "dtype")):
-    """No tensor: what dy must be."""
+    """No tensor, only the shape and dtype of dy."""
 
 
 @forward(CopyToConfig)
@@ -64,7 +64,7 @@ def copy_to_fwd(params: None, x: Tensor, cfg: CopyToConfig, *, needs: Needs = Ne
 
 @dgrad_of(CopyToResiduals)
 def copy_to_dgrad(residuals: CopyToResiduals, dy: Any, cfg: CopyToConfig) -> tuple[Tensor, None]:
-    """The sum of dy, on every rank. There is no weight gradient: pending is None."""
+    """The sum of dy, on every rank. No params, so pending is None."""
     check_tensor("copy_to_dgrad", "dy", dy, residuals.shape, residuals.dtype)
     return comm.sum_over(dy, cfg.axis) if residuals.needs.x else NO_GRADIENT, None
 

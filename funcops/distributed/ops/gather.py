@@ -51,7 +51,7 @@ class GatherConfig(OpConfig):
 
 
 class GatherResiduals(Residuals, static=("shape", "dtype")):
-    """No tensor: what dy must be."""
+    """No tensor, only the shape and dtype of dy."""
 
 
 @forward(GatherConfig)
@@ -65,7 +65,7 @@ def gather_fwd(params: None, x: Tensor, cfg: GatherConfig, *, needs: Needs = Nee
 
 @dgrad_of(GatherResiduals)
 def gather_dgrad(residuals: GatherResiduals, dy: Any, cfg: GatherConfig) -> tuple[Tensor, None]:
-    """The sum of dy over the axis, and of that this rank's part. There is no weight gradient: pending is None."""
+    """The sum of dy over the axis, and of that this rank's part. No params, so pending is None."""
     check_tensor("gather_dgrad", "dy", dy, residuals.shape, residuals.dtype)
     return comm.scatter_sum(dy, cfg.axis, cfg.dim) if residuals.needs.x else NO_GRADIENT, None
 

@@ -51,7 +51,7 @@ class GatherSameConfig(OpConfig):
 
 
 class GatherSameResiduals(Residuals, static=("shape", "dtype")):
-    """No tensor: what dy must be."""
+    """No tensor, only the shape and dtype of dy."""
 
 
 @forward(GatherSameConfig)
@@ -67,7 +67,7 @@ def gather_same_fwd(
 
 @dgrad_of(GatherSameResiduals)
 def gather_same_dgrad(residuals: GatherSameResiduals, dy: Any, cfg: GatherSameConfig) -> tuple[Tensor, None]:
-    """This rank's part of dy, a view. There is no weight gradient: pending is None."""
+    """This rank's part of dy, a view. No params, so pending is None."""
     check_tensor("gather_same_dgrad", "dy", dy, residuals.shape, residuals.dtype)
     return comm.own_slice(dy, cfg.axis, cfg.dim) if residuals.needs.x else NO_GRADIENT, None
 

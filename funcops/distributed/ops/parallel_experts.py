@@ -187,7 +187,7 @@ def parallel_experts_dgrad(
 def parallel_experts_wgrad(
     pending: ParallelExpertsPending, cfg: ParallelExpertsConfig, *, into: ExpertsParams | None = None
 ) -> ExpertsParams:
-    """The gradients of this rank's experts, as `experts_wgrad` gives them; added to `into` where that is given."""
+    """The gradients of this rank's experts, as `experts_wgrad` gives them; added to `into` if given."""
     return experts_wgrad(pending.body, cfg.own, into=into)
 
 

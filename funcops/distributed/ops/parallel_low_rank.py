@@ -160,7 +160,7 @@ def parallel_low_rank_dgrad(
 def parallel_low_rank_wgrad(
     pending: ParallelLowRankPending, cfg: ParallelLowRankConfig, *, into: LowRankParams | None = None
 ) -> LowRankParams:
-    """`da = t^T x`, `db = dy^T u`, of a column with u of all rows, gathered again; added to `into` where that is given."""
+    """`da = t^T x`, `db = dy^T u`, of a column with u of all rows, gathered again; added to `into` if given."""
     where, x, t, dy, u = "parallel_low_rank_wgrad", pending.x, pending.t, pending.dy, pending.u
     if into is not None:  # before anything is sent
         like = {name: None if of is None else of.new_empty(()).expand(cfg.shapes[name]) for name, of in (("a", t), ("b", u))}

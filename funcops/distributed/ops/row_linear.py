@@ -142,7 +142,7 @@ def row_linear_dgrad(residuals: RowLinearResiduals, dy: Tensor, cfg: RowLinearCo
 
 @wgrad_of(RowLinearPending, LinearParams)
 def row_linear_wgrad(pending: RowLinearPending, cfg: RowLinearConfig, *, into: LinearParams | None = None) -> LinearParams:
-    """`dw_r = dy^T x_r`, and db of this rank's rows; added to `into` where that is given."""
+    """`dw_r = dy^T x_r`, and db of this rank's rows; added to `into` if given."""
     x, rows, dy = pending.x, pending.rows, pending.dy
     some = dy if rows is None else rows
     assert some is not None

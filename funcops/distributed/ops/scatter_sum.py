@@ -50,7 +50,7 @@ class ScatterSumConfig(OpConfig):
 
 
 class ScatterSumResiduals(Residuals, static=("shape", "dtype")):
-    """No tensor: what dy must be."""
+    """No tensor, only the shape and dtype of dy."""
 
 
 @forward(ScatterSumConfig)
@@ -66,7 +66,7 @@ def scatter_sum_fwd(
 
 @dgrad_of(ScatterSumResiduals)
 def scatter_sum_dgrad(residuals: ScatterSumResiduals, dy: Any, cfg: ScatterSumConfig) -> tuple[Tensor, None]:
-    """The dy of all ranks. There is no weight gradient: pending is None."""
+    """The dy of all ranks. No params, so pending is None."""
     check_tensor("scatter_sum_dgrad", "dy", dy, residuals.shape, residuals.dtype)
     return comm.gather(dy, cfg.axis, cfg.dim) if residuals.needs.x else NO_GRADIENT, None
 

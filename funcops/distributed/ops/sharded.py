@@ -313,7 +313,7 @@ def sharded_dgrad(residuals: Any, dy: Any, cfg: ShardedConfig) -> tuple[Any, Any
 
 
 def sharded_wgrad(pending: Any, cfg: ShardedConfig, *, into: Any = None) -> Any:
-    """The body's weight gradients, summed over the ranks: this one's shards of them, added to `into` where that is given."""
+    """The body's weight gradients, summed over the ranks: this one's shards of them, added to `into` if given."""
     return _settle(_wgrad_begun(pending, cfg, into), into)
 
 

@@ -129,7 +129,7 @@ def _apply(t: Tensor, key: Tensor, cfg: ShardedDropoutConfig) -> Tensor:
 def sharded_dropout_dgrad(
     residuals: ShardedDropoutResiduals, dy: Any, cfg: ShardedDropoutConfig
 ) -> tuple[tuple[Tensor, None], None]:
-    """`(dx, None)`. There is no weight gradient: pending is None."""
+    """`(dx, None)`. No params, so pending is None."""
     check_tensor("sharded_dropout_dgrad", "dy", dy, residuals.shape, residuals.dtype, residuals.key)
     dx = _apply(dy, residuals.key, cfg) if residuals.needs.input(0) else None
     return residuals.inputs.make((dx, None)), None

@@ -51,7 +51,7 @@ class SliceOfConfig(OpConfig):
 
 
 class SliceOfResiduals(Residuals, static=("shape", "dtype")):
-    """No tensor: what dy must be."""
+    """No tensor, only the shape and dtype of dy."""
 
 
 @forward(SliceOfConfig)
@@ -67,7 +67,7 @@ def slice_of_fwd(
 
 @dgrad_of(SliceOfResiduals)
 def slice_of_dgrad(residuals: SliceOfResiduals, dy: Any, cfg: SliceOfConfig) -> tuple[Tensor, None]:
-    """The dy of all ranks. There is no weight gradient: pending is None."""
+    """The dy of all ranks. No params, so pending is None."""
     check_tensor("slice_of_dgrad", "dy", dy, residuals.shape, residuals.dtype)
     return comm.gather(dy, cfg.axis, cfg.dim) if residuals.needs.x else NO_GRADIENT, None
 

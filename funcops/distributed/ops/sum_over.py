@@ -51,7 +51,7 @@ class SumOverConfig(OpConfig):
 
 
 class SumOverResiduals(Residuals, static=("shape", "dtype")):
-    """No tensor: what dy must be."""
+    """No tensor, only the shape and dtype of dy."""
 
 
 @forward(SumOverConfig)
@@ -66,7 +66,7 @@ def sum_over_fwd(
 
 @dgrad_of(SumOverResiduals)
 def sum_over_dgrad(residuals: SumOverResiduals, dy: Any, cfg: SumOverConfig) -> tuple[Tensor, None]:
-    """`dx = dy`, the same tensor. There is no weight gradient: pending is None."""
+    """`dx = dy`, the same tensor. No params, so pending is None."""
     check_tensor("sum_over_dgrad", "dy", dy, residuals.shape, residuals.dtype)
     return dy if residuals.needs.x else NO_GRADIENT, None
 

@@ -92,7 +92,7 @@ def vocab_cross_entropy_fwd(
 def vocab_cross_entropy_dgrad(
     residuals: VocabCrossEntropyResiduals, dy: Tensor, cfg: VocabCrossEntropyConfig
 ) -> tuple[tuple[Tensor, None], None]:
-    """`(dlogits, None)`, of this rank's classes. There is no weight gradient: pending is None."""
+    """`(dlogits, None)`, of this rank's classes. No params, so pending is None."""
     if not residuals.needs.input(0):
         return residuals.nothing(), None
     logits, labels, axis = residuals.logits, residuals.labels, cfg.axis

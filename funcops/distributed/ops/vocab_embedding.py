@@ -141,7 +141,7 @@ def vocab_embedding_dgrad(
 def vocab_embedding_wgrad(
     pending: VocabEmbeddingPending, cfg: VocabEmbeddingConfig, *, into: EmbeddingParams | None = None
 ) -> EmbeddingParams:
-    """Gathers dy, then sums its rows by id. dw_r: [V/n, D]; added to `into` where that is given."""
+    """Gathers dy, then sums its rows by id. dw_r: [V/n, D]; added to `into` if given."""
     where, dy, ids, rows, skipped = "vocab_embedding_wgrad", pending.dy, pending.ids, cfg.weight_shape[0], cfg.skipped
     if into is not None:  # before anything is sent
         check_embedding_into(where, dy, rows, into)

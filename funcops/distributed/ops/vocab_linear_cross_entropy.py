@@ -188,7 +188,7 @@ def vocab_linear_cross_entropy_dgrad(
 def vocab_linear_cross_entropy_wgrad(
     pending: VocabLinearCrossEntropyPending, cfg: VocabLinearCrossEntropyConfig, *, into: LinearCrossEntropyParams | None = None
 ) -> LinearCrossEntropyParams:
-    """Gathers x, then dw_r: [V/n, I], a chunk of classes at a time; added to `into` where that is given."""
+    """Gathers x, then dw_r: [V/n, I], a chunk of classes at a time; added to `into` if given."""
     dparams, dw = weight_gradient("vocab_linear_cross_entropy_wgrad", pending.weight, into)
     _gradients(pending, pending.dloss, cfg, False, dw)
     return dparams
