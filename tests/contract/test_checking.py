@@ -189,18 +189,10 @@ def softplus(keep=lambda x: x, compute=torch.nn.functional.softplus, dx=lambda d
 
 WROTE = r"softplus_\w+: arguments\.{} must be as the"
 FAULTS = {
-    "a forward that writes to x": (
-        dict(compute=lambda x: x.add_(1)),
-        RuntimeError,
-        r"softplus_fwd: arguments\.x must be as the",
-    ),
+    "a forward that writes to x": (dict(compute=lambda x: x.add_(1)), RuntimeError, r"softplus_fwd: arguments\.x must be as the"),
     "a copy for an alias": (dict(keep=torch.clone), RuntimeError, r"softplus_fwd: residuals\.x must be x itself, .* got another"),
     "a backward that writes to dy": (dict(dx=lambda dy, x: dy.mul_(x)), RuntimeError, WROTE.format("dy")),
-    "a backward that writes to x": (
-        dict(dx=lambda dy, x: x.mul_(dy)),
-        RuntimeError,
-        r"softplus_\w+: arguments\.kept\.x must be",
-    ),
+    "a backward that writes to x": (dict(dx=lambda dy, x: x.mul_(dy)), RuntimeError, r"softplus_\w+: arguments\.kept\.x must be"),
     "dx of another dtype": (dict(dx=lambda dy, x: dy.double()), RuntimeError, r"dx must be float32\[3\], like .* got float64\[3\]"),
     "dx of another shape": (dict(dx=lambda dy, x: dy[:2]), RuntimeError, r"dx must be float32\[3\], like .* got float32\[2\]"),
     "dx of another structure": (dict(dx=lambda dy, x: (dy,)), RuntimeError, r"dx must be of the structure"),

@@ -298,7 +298,7 @@ GUARDS = {
         TypeError,
         "expert_steps_fwd: cfg must be ExpertStepsConfig, got LinearConfig",
     ),
-    "finish": (finished, None, X, TypeError, "finish: into must be None (these are no sums of reduce_start)"),
+    "finish": (finished, None, X, TypeError, "finish: into must be None (only sums from reduce_start can be added)"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Copy to an axis: what is the same on all its ranks, for each to use in its own way.
+"""Copy to an axis: passes on an x that is the same on all ranks, for each to use in its own way.
 
     y = x        dx = sum of dy over the axis
 
@@ -40,7 +40,7 @@ __all__ += ["copy_to", "copy_to_bwd", "copy_to_dgrad", "copy_to_fwd", "copy_to_i
 
 @config
 class CopyToConfig(OpConfig):
-    """`axis`: over whose ranks the gradient is summed."""
+    """`axis`: the axis over which the gradient is summed."""
 
     axis: Axis = field(kw_only=False)
 

@@ -1,9 +1,9 @@
-"""Gather for what all ranks of an axis do alike.
+"""Gather, if all ranks of an axis use the result in the same way.
 
     y = x of rank 0, 1, ... n - 1, along dim        dx = this rank's part of dy
 
 x, dx: [*]; y, dy: the same with n times the size along `dim`; any float dtype. Kept: nothing. dy must be the same on all
-ranks; where each has a part of it, that is `gather`. The pair of `slice_of`.
+ranks; if each has a part of it, use `gather`. The pair of `slice_of`.
 
 >>> import torch
 >>> from funcops import dist
@@ -38,7 +38,7 @@ __all__ += ["gather_same", "gather_same_bwd", "gather_same_dgrad", "gather_same_
 
 @config
 class GatherSameConfig(OpConfig):
-    """`axis` of n ranks; `dim`: the dimension that they share out."""
+    """`axis` of n ranks; `dim`: the sharded dimension of x."""
 
     axis: Axis = field(kw_only=False)
     dim: int = 0
@@ -59,7 +59,7 @@ def gather_same_fwd(
     params: None, x: Tensor, cfg: GatherSameConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, GatherSameResiduals | None]:
     """x: [..., m, ...] -> y: [..., n m, ...]. Raises `ValueError` or `TypeError` for an x without that
-    dimension, or that is no float tensor."""
+    dimension, or that is not a float tensor."""
     check_part("gather_same_fwd", "x", x, cfg.dim)
     y = comm.gather(x, cfg.axis, cfg.dim)
     return y, GatherSameResiduals.keep(cfg, needs, shape=y.shape, dtype=y.dtype)

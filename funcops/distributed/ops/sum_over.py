@@ -1,4 +1,4 @@
-"""Sum over an axis: what its ranks have a part of each, added up on all of them.
+"""Sum over an axis: adds the x of all ranks, on each of them.
 
     y = sum of x over the axis        dx = dy
 
@@ -39,7 +39,7 @@ __all__ += ["sum_over", "sum_over_bwd", "sum_over_dgrad", "sum_over_fwd", "sum_o
 
 @config
 class SumOverConfig(OpConfig):
-    """`axis`: over whose ranks to sum."""
+    """`axis`: the axis to sum over."""
 
     axis: Axis = field(kw_only=False)
 
