@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from funcops.distributed.checks import check_tensor
 from funcops.distributed.mesh import Axis
-from funcops.distributed.plain import check_tensor
 from funcops.errors import FLOATS, describe, fail, require_count
 from funcops.trees import paths
 
@@ -24,10 +24,10 @@ BUCKET_BYTES = 25 * 2**20
 _ALIGNED = 16  # elements: a leaf starts where kernels can read several at once
 
 
-class Leaf(NamedTuple):
-    """A tensor of a tree. `place`: its index among the leaves; `offset` and `size`: of a rank's part in a row of the bucket."""
+class BucketLeaf(NamedTuple):
+    """A tensor of a tree, by its number among the leaves; `offset` and `size`: of a rank's part in a row of the bucket."""
 
-    place: int
+    number: int
     path: str
     shape: tuple[int, ...]
     offset: int
@@ -41,7 +41,7 @@ class Leaf(NamedTuple):
 class Bucket(NamedTuple):
     """Leaves of one dtype on one device that are sent over the same axes: `rows` parts of `width` elements each."""
 
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[BucketLeaf, ...]
     dtype: torch.dtype
     device: torch.device
     axes: tuple[Axis, ...]
@@ -60,7 +60,7 @@ class Bucket(NamedTuple):
         """Pack the leaves' tensors into [rows, width]; a tensor that fills the bucket by itself is not copied."""
         dtype = dtype or self.dtype
         if len(self.leaves) == 1:
-            t = given[self.leaves[0].place]
+            t = given[self.leaves[0].number]
             if t.numel() == self.rows * self.width and t.is_contiguous() and t.dtype is dtype:
                 return t.detach().view(self.rows, self.width)
         padded = sum([leaf.numel for leaf in self.leaves]) != self.rows * self.width
@@ -68,8 +68,8 @@ class Bucket(NamedTuple):
         made = flat(self.rows, self.width, dtype=dtype, device=self.device)
         to, of = [], []
         for leaf in self.leaves:
-            for place, part in _pieces(leaf, self.rows, given[leaf.place]):
-                to.append(made[place])
+            for index, part in _pieces(leaf, self.rows, given[leaf.number]):
+                to.append(made[index])
                 of.append(part)
         if to:
             torch._foreach_copy_(to, of)
@@ -81,20 +81,21 @@ class Bucket(NamedTuple):
         return own.pack([t if t is None else t.reshape(-1) for t in given], dtype)[0]
 
     def parts(self, row: Tensor) -> list[tuple[int, Tensor]]:
-        """The index and the part of each leaf in a row [width], as views."""
-        return [(leaf.place, row.narrow(0, leaf.offset, leaf.size).view(part_shape(leaf.shape, self.rows))) for leaf in self.leaves]
+        """The number and the part of each leaf in a row [width], as views."""
+        parts = [(leaf, row.narrow(0, leaf.offset, leaf.size)) for leaf in self.leaves]
+        return [(leaf.number, part.view(part_shape(leaf.shape, self.rows))) for leaf, part in parts]
 
     def wholes(self, flat: Tensor) -> list[tuple[int, Tensor]]:
-        """The index and the tensor of each leaf in all rows [rows * width], as views if the bucket has one row or one leaf."""
+        """The number and the tensor of each leaf in all rows [rows * width], as views if the bucket has one row or one leaf."""
         rows = flat.view(self.rows, self.width)
         found = []
         for leaf in self.leaves:
             t = rows.narrow(1, leaf.offset, leaf.size).reshape(-1)
-            found.append((leaf.place, t.narrow(0, 0, leaf.numel).view(leaf.shape)))
+            found.append((leaf.number, t.narrow(0, 0, leaf.numel).view(leaf.shape)))
         return found
 
 
-def _pieces(leaf: Leaf, rows: int, t: Tensor) -> list[tuple[Any, Tensor]]:
+def _pieces(leaf: BucketLeaf, rows: int, t: Tensor) -> list[tuple[Any, Tensor]]:
     """The copies that put a leaf into a bucket, each an index and the elements for it: the full parts, and the rest."""
     if not leaf.size:
         return []
@@ -119,9 +120,9 @@ def part_shape(shape: tuple[int, ...], n: int) -> tuple[int, ...]:
 
 
 class Kind(NamedTuple):
-    """A tensor as a plan sees it: its index, path, shape, dtype, device, and the axes over which it is sent."""
+    """A tensor as a plan sees it: its number, path, shape, dtype, device, and the axes over which it is sent."""
 
-    place: int
+    number: int
     path: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -143,7 +144,7 @@ def _plan(kinds: tuple[Kind, ...], rows: int, bucket_bytes: int, divisible: bool
 
     def close(key: Any) -> None:
         found = filling.pop(key)
-        made.append((found[0].place, found))
+        made.append((found[0].number, found))
 
     for kind in kinds:
         key = kind.dtype, kind.device, kind.axes
@@ -160,7 +161,7 @@ def _bucket(kinds: list[Kind], rows: int, divisible: bool) -> Bucket:
     for kind in kinds:
         width = -(-width // _ALIGNED) * _ALIGNED if len(kinds) > 1 else 0
         size = -(-math.prod(kind.shape) // rows)
-        leaves.append(Leaf(kind.place, kind.path, kind.shape, width, size))
+        leaves.append(BucketLeaf(kind.number, kind.path, kind.shape, width, size))
         width += size
     first = kinds[0]
     multiple = math.prod([axis.size for axis in first.axes]) // rows if divisible else 1

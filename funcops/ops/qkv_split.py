@@ -71,9 +71,9 @@ class QKVSplitConfig(OpConfig):
         heads, kv = self.heads * self.dim, (self.kv_heads or self.heads) * self.dim
         return heads, kv, kv
 
-    def shared_out(self, place: int, n: int) -> tuple[QKVSplitConfig, int]:
+    def sharded(self, dim: int, n: int) -> tuple[QKVSplitConfig, int]:
         """The config if heads are sharded over n ranks, and the dim of the heads in q, k and v, counted from the end."""
-        require(place == 1, "QKVSplitConfig", "x", "sharded along its last dim", f"dim -{place}")
+        require(dim == 1, "QKVSplitConfig", "x", "sharded along its last dim", f"dim -{dim}")
         for name in ("heads", "kv_heads"):
             value = getattr(self, name)
             require(value % n == 0, "QKVSplitConfig", name, f"a multiple of {n}, the number of ranks", value)

@@ -49,14 +49,14 @@ class ReshapeConfig(OpConfig):
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         return (self.in_shape or (None,))[-1], (self.out_shape or (None,))[-1]
 
-    def shared_out(self, place: int, n: int) -> tuple[ReshapeConfig, int]:
-        """The config for an x sharded over n ranks along dim -`place`, and the sharded dim of y, counted from the end. The dim must
+    def sharded(self, dim: int, n: int) -> tuple[ReshapeConfig, int]:
+        """The config for an x sharded over n ranks along dim -`dim`, and the sharded dim of y, counted from the end. The dim must
         be the first that is reshaped, or come before it."""
         wide, deep = len(self.in_shape), len(self.out_shape)
-        if wide < place:
-            return self, place + deep - wide
-        right = wide == place and deep > 0
-        require(right, "ReshapeConfig", "in_shape", f"{place} sizes, as x is sharded along dim -{place}", self.in_shape)
+        if wide < dim:
+            return self, dim + deep - wide
+        right = wide == dim and deep > 0
+        require(right, "ReshapeConfig", "in_shape", f"{dim} sizes, as x is sharded along dim -{dim}", self.in_shape)
         for name in ("in_shape", "out_shape"):
             sizes = getattr(self, name)
             wanted = f"sizes of which the first is a multiple of {n}, the number of ranks"

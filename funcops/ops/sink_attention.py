@@ -53,10 +53,10 @@ class SinkAttentionConfig(AttentionConfig):
         super().__post_init__()
         require(self.heads >= 1, "SinkAttentionConfig", "heads", "at least 1", self.heads)
 
-    def shared_out(self, place: int, n: int) -> Any:
+    def sharded(self, dim: int, n: int) -> Any:
         """Raise: the heads cannot be sharded (see `funcops.dist.parallel`), as each has a sink, a parameter."""
         wanted = "whole, as sink_attention cannot be sharded over heads (gather x before it)"
-        fail("SinkAttentionConfig", "x", wanted, f"1/{n} of dim -{place}")
+        fail("SinkAttentionConfig", "x", wanted, f"1/{n} of dim -{dim}")
 
 
 @tree

@@ -29,8 +29,8 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
 from funcops.contract.schema import NO_GRADIENT, Residuals
 from funcops.distributed import comm
+from funcops.distributed.checks import check_divides, check_part, check_tensor, require_axis
 from funcops.distributed.mesh import Axis
-from funcops.distributed.plain import check_divides, check_part, check_tensor, require_axis
 
 __all__ = ["SliceOfConfig", "SliceOfResiduals"]
 __all__ += ["slice_of", "slice_of_bwd", "slice_of_dgrad", "slice_of_fwd", "slice_of_init", "slice_of_wgrad"]
