@@ -216,7 +216,7 @@ BAD = {
     "reduce_start: over.1 must be Axis, got 'dp'": lambda: reduce_start({}, (ALONE, "dp")),
     "reduce_start: over must be different axes, got axis 'dp' of 1, axis 'dp' of 1": lambda: reduce_start({}, (ALONE, ALONE)),
     "reduce_start: over must be by paths of the tree (a), got 'b'": lambda: reduce_start({"a": torch.ones(2)}, {"b": (ALONE,)}),
-    "reduce_start: over must be of all paths with a gradient (b is one), got a": lambda: reduce_start(
+    "reduce_start: over must be a mapping with every path that has a gradient, such as b, got a": lambda: reduce_start(
         {"a": None, "b": torch.ones(2)}, {"a": (ALONE,)}
     ),
     "reduce_start: shard must be one of the axes that a is summed over (axis 'dp' of 2), got axis 'tp' of 2": lambda: reduce_start(
@@ -230,7 +230,7 @@ BAD = {
     "finish: into.a must be torch.float32 or a wider float dtype, got torch.bfloat16": lambda: finish(
         reduce_start({"a": torch.ones(2)}, ALONE), into={"a": torch.ones(2).bfloat16()}
     ),
-    "finish: into must be None (these are no sums of reduce_start), got dict": lambda: finish(
+    "finish: into must be None (only sums from reduce_start can be added), got dict": lambda: finish(
         gather_shards_start({"a": torch.ones(2)}, {"a": torch.ones(2)}, ALONE), into={}
     ),
     "gather_shards_start: shards.a must be [1, 3], got [2, 3]": lambda: gather_shards_start(
