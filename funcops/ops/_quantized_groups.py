@@ -149,9 +149,7 @@ def _quantized(weight: Tensor, format: Format, side: str) -> QTensor:
     groups, high, width = lying.shape
     if format.whole or high % format.tile[0]:
         return stacked([quantize_tensor(one, format, side=side) for one in weight])
-    codes, scales = quantize.quantize_row(
-        lying.reshape(groups * high, width), *format.args(), None, None
-    )  # all groups as one matrix
+    codes, scales = quantize.quantize_row(lying.reshape(groups * high, width), *format.args(), None, None)  # all groups as one
     codes, scales = codes.view(groups, high, -1), by_tiles(scales, format).reshape(groups, high // format.tile[0], -1)
     return QTensor(codes, scales, None, format=format, shape=weight.shape[1:], dtype=weight.dtype, side=side, hadamard=False)
 
