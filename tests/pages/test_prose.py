@@ -1,4 +1,4 @@
-"""Prose in the rooms that have been read through by these rules: no docstring begins with a fragment, no banned phrase."""
+"""Prose of the files listed here follows these rules: no docstring begins with a fragment, no banned phrase."""
 
 import prose
 import pytest
