@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.kernel_calls import KernelCall, Maker, kernel_calls
 from benchmarks.norms import norms
-from benchmarks.traffic.calls import Call, fingerprint_of, intercepted
+from benchmarks.traffic.calls import RequestedLaunch, fingerprint_of, intercepted
 from funcops.backend import backend
 from funcops.kernels import cross_entropy as declared_loss
 from funcops.kernels.norm import sum_parts
@@ -102,9 +102,9 @@ def taken(call: KernelCall) -> float:
     return sum(sizes.values())
 
 
-def plan(case: Case) -> list[Call]:
+def plan(case: Case) -> list[RequestedLaunch]:
     """The launches of a case, none of them run."""
-    found: list[Call] = []
+    found: list[RequestedLaunch] = []
     with intercepted(found.append):
         case.run()
     return found

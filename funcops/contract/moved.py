@@ -15,6 +15,7 @@ MOVED = {
     **{f"funcops.{name}": f"funcops.contract.{name}" for name in _CONTRACT},
     "funcops.contract.memo": "funcops.contract.trace_safe_cache",
     "funcops.distributed.in_flight": "funcops.distributed.async_collectives",
+    "funcops.distributed.parallel": "funcops.distributed.rewrite",
     "funcops.distributed.plain": "funcops.distributed.checks",
     "funcops.memo": "funcops.contract.trace_safe_cache",
     "funcops.models.coded": "funcops.models.quantized_checkpoints",

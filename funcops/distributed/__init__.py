@@ -15,9 +15,11 @@ Models        parallel
 Sharding      Spec, specs_of; shard, unshard, init, sum_gradients
 """
 
+import sys as _sys
 from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
+from funcops.contract.moved import Face as _Face
 from funcops.contract.renamed import old_names as _old_names
 from funcops.distributed.async_collectives import InFlight as InFlight
 from funcops.distributed.async_collectives import all_to_all_start as all_to_all_start
@@ -66,7 +68,7 @@ from funcops.distributed.ops.sum_over import *
 from funcops.distributed.ops.vocab_cross_entropy import *
 from funcops.distributed.ops.vocab_embedding import *
 from funcops.distributed.ops.vocab_linear_cross_entropy import *
-from funcops.distributed.parallel import parallel as parallel
+from funcops.distributed.rewrite import parallel as parallel
 from funcops.distributed.shards import Gathering as Gathering
 from funcops.distributed.shards import gather_shards_start as gather_shards_start
 from funcops.distributed.shards import own_shards as own_shards
@@ -84,3 +86,5 @@ __all__ = [name for name, value in list(globals().items()) if name[0] != "_" and
 
 if not _TYPE_CHECKING:  # a checker would take every name for one of the module's
     __getattr__ = _old_names(__name__, everywhere="all_ranks", raise_everywhere="raise_on_all_ranks")
+
+_sys.modules[__name__].__class__ = _Face  # `parallel` stays the function, whoever imports that old path

@@ -183,10 +183,10 @@ def _short(op: Op, cfg: Any, noting: bool, path: str = "", times: int = 1, named
     if type(cfg) is ChainConfig:
         changes = {"ties": (), "recompute": False if noting else cfg.recompute}
 
-    def inside(name: Any, inner: Op, inner_cfg: Any) -> tuple[Op, Any]:
+    def shortened(name: Any, inner: Op, inner_cfg: Any) -> tuple[Op, Any]:
         return _short(inner, inner_cfg, noting, join_path(path, name), layers, name is not None)
 
-    cfg = cfg.with_parts(inside, **changes)
+    cfg = cfg.with_parts(shortened, **changes)
     if layers > 2:
         cfg = dataclasses.replace(cfg, times=2)
     return (_noted(op, path, times, False) if noting and named else op), cfg

@@ -16,7 +16,7 @@ from funcops.contract.op import Op, wrap
 from funcops.contract.schema import Field, Saved
 from funcops.contract.trace_safe_cache import remember
 from funcops.errors import describe, fail, join_path, require, require_type
-from funcops.memory.joined_steps import Joint, joined, joint_of
+from funcops.memory.joined_steps import Joint, join_steps, joint_of
 from funcops.memory.packing import packed
 from funcops.memory.parts import has_parts, keeps_inside, kept_fields, two_forms, what_is_kept
 from funcops.memory.remat import remat
@@ -225,7 +225,7 @@ def _rewritten(
     cfg = cfg.with_parts(replace, **changes)
     require(len(joints) <= 1, "with_policy", "rules", "one loss of a chain to compute the logits of again", f"{joints}")
     if joints:
-        op, cfg = joined(cfg, joints[0])
+        op, cfg = join_steps(cfg, joints[0])
     return (remat(op) if rerun else op), cfg
 
 

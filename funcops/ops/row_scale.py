@@ -1,4 +1,4 @@
-"""Rows times a number each, which may be a gate.
+"""Multiply each row by a number, which may be a gate.
 
     y = x g        dx = dy g        dg = sum over H of dy x
 
@@ -31,18 +31,10 @@ from funcops.contract.op import config, dgrad_of, forward, make_op, no_params, r
 from funcops.contract.schema import DGRAD, RECOMPUTE, Inputs, Residuals, saved
 from funcops.errors import FLOATS, check, fail
 from funcops.kernels import row_scale as kernels
-from funcops.ops._tuples import parts_of
+from funcops.ops._tuples import require_tuple
 
-__all__ = [
-    "RowScaleConfig",
-    "RowScaleResiduals",
-    "row_scale",
-    "row_scale_bwd",
-    "row_scale_dgrad",
-    "row_scale_fwd",
-    "row_scale_init",
-    "row_scale_wgrad",
-]
+__all__ = ["RowScaleConfig", "RowScaleResiduals"]
+__all__ += ["row_scale", "row_scale_bwd", "row_scale_dgrad", "row_scale_fwd", "row_scale_init", "row_scale_wgrad"]
 
 
 @config
@@ -65,7 +57,7 @@ def row_scale_fwd(
     params: None, x: tuple[Tensor, Tensor], cfg: RowScaleConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, RowScaleResiduals | None]:
     """x: `(x, gate)` -> y: [*, H]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
-    t, gate = parts_of("row_scale_fwd", x, "x", "gate")
+    t, gate = require_tuple("row_scale_fwd", x, "x", "gate")
     check("row_scale_fwd", "x.0 (x)", t, (...,), FLOATS)
     if t.dim() < 1:
         fail("row_scale_fwd", "x.0 (x)", "[..., H]", list(t.shape))
@@ -76,13 +68,13 @@ def row_scale_fwd(
 
 @recompute_of(RowScaleResiduals)
 def row_scale_recompute(residuals: RowScaleResiduals, cfg: RowScaleConfig) -> Tensor:
-    """y of the forward, the same bits."""
+    """Recompute y, bit for bit."""
     return kernels.row_scale_fwd(residuals.x, residuals.gate, cfg.sigmoid)
 
 
 @dgrad_of(RowScaleResiduals)
 def row_scale_dgrad(residuals: RowScaleResiduals, dy: Tensor, cfg: RowScaleConfig) -> tuple[tuple[Tensor, Tensor], None]:
-    """`(dx, dgate)`. There is no weight gradient: pending is None."""
+    """`(dx, dgate)`. No params, so pending is None."""
     x, gate, needs = residuals.x, residuals.gate, residuals.needs
     check("row_scale_dgrad", "dy", dy, residuals.shape, residuals.dtype, gate)
     if not needs.x:

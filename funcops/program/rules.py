@@ -201,17 +201,17 @@ def cover(lowered: Lowered, device_type: str | None, dtype: torch.dtype, whole: 
 
 
 class Cut(NamedTuple):
-    """A row of calls cut into pieces; a call that runs alone is in no piece. `joined`: how many fewer calls run."""
+    """A row of calls cut into pieces; a call that runs alone is in no piece. `fewer_calls`: how many fewer run."""
 
     passes: int = 0
     launches: int = 0
-    joined: int = 0
+    fewer_calls: int = 0
     pieces: tuple[Piece, ...] = ()
     misses: tuple[NearMiss, ...] = ()
 
     @property
     def cost(self) -> tuple[int, int, int]:
-        return -self.passes, -self.launches, -self.joined
+        return -self.passes, -self.launches, -self.fewer_calls
 
     def then(self, *others: Cut) -> Cut:
         return Cut(*(sum(parts[1:], parts[0]) for parts in zip(self, *others, strict=True)))

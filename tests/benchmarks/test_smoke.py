@@ -44,7 +44,7 @@ COMPILES = "modules_train_by_autograd_and_compiled"
     ],
 )
 def test_checks_run_on_the_cpu(name):
-    measured = checks.CHECKS[name](checks.Place("cpu"))
+    measured = checks.CHECKS[name](checks.SmokeDevice("cpu"))
     json.dumps(measured, default=str)
 
 
@@ -55,8 +55,8 @@ def test_few_checks_need_a_device():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(checks.DEVICE_ONLY))
 def test_device_only_checks_run_on_a_pretended_device(name, monkeypatch):
-    monkeypatch.setattr(checks.Place, "real", False)
-    monkeypatch.setattr(checks.Place, "size", lambda on, full, small: small)
+    monkeypatch.setattr(checks.SmokeDevice, "real", False)
+    monkeypatch.setattr(checks.SmokeDevice, "size", lambda on, full, small: small)
     with pretended(monkeypatch, "triton"):
         found = smoke.one(name)
     assert found["status"] == "passed" and found["device"] == "pretended", found

@@ -187,24 +187,16 @@ def softplus(keep=lambda x: x, compute=torch.nn.functional.softplus, dx=lambda d
     return make_op("softplus", TorchConfig, fwd=softplus_fwd, dgrad=softplus_dgrad)
 
 
-WROTE = r"softplus_\w+: what was given\.{} must be as the"
+WROTE = r"softplus_\w+: arguments\.{} must be as the"
 FAULTS = {
-    "a forward that writes to x": (
-        dict(compute=lambda x: x.add_(1)),
-        RuntimeError,
-        r"softplus_fwd: what was given\.x must be as the",
-    ),
+    "a forward that writes to x": (dict(compute=lambda x: x.add_(1)), RuntimeError, r"softplus_fwd: arguments\.x must be as the"),
     "a copy for an alias": (dict(keep=torch.clone), RuntimeError, r"softplus_fwd: residuals\.x must be x itself, .* got another"),
     "a backward that writes to dy": (dict(dx=lambda dy, x: dy.mul_(x)), RuntimeError, WROTE.format("dy")),
-    "a backward that writes to x": (
-        dict(dx=lambda dy, x: x.mul_(dy)),
-        RuntimeError,
-        r"softplus_\w+: what was given\.kept\.x must be",
-    ),
-    "dx of another dtype": (dict(dx=lambda dy, x: dy.double()), RuntimeError, r"dx must be float32\[3\], as .* got float64\[3\]"),
-    "dx of another shape": (dict(dx=lambda dy, x: dy[:2]), RuntimeError, r"dx must be float32\[3\], as .* got float32\[2\]"),
+    "a backward that writes to x": (dict(dx=lambda dy, x: x.mul_(dy)), RuntimeError, r"softplus_\w+: arguments\.kept\.x must be"),
+    "dx of another dtype": (dict(dx=lambda dy, x: dy.double()), RuntimeError, r"dx must be float32\[3\], like .* got float64\[3\]"),
+    "dx of another shape": (dict(dx=lambda dy, x: dy[:2]), RuntimeError, r"dx must be float32\[3\], like .* got float32\[2\]"),
     "dx of another structure": (dict(dx=lambda dy, x: (dy,)), RuntimeError, r"dx must be of the structure"),
-    "a dy that is broadcast": (dict(asks=False), ValueError, r"softplus_\w+: dy must be float32\[3\], as y is, got float32\[1\]"),
+    "a dy that is broadcast": (dict(asks=False), ValueError, r"softplus_\w+: dy must be float32\[3\], like y, got float32\[1\]"),
 }
 
 

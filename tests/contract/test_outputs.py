@@ -231,8 +231,8 @@ def test_wrong_gradients_of_stacked_outputs():
     ("second", "error", "match"),
     [
         ((torch.ones(3), torch.ones(3)), TypeError, "a tensor, to be stacked, got tuple"),
-        (torch.ones(2), ValueError, r"float32\[3\], as that of the first layer, got float32\[2\]"),
-        (torch.ones(3).double(), ValueError, r"float32\[3\], as that of the first layer, got float64\[3\]"),
+        (torch.ones(2), ValueError, r"float32\[3\], as in the first layer, got float32\[2\]"),
+        (torch.ones(3).double(), ValueError, r"float32\[3\], as in the first layer, got float64\[3\]"),
     ],
     ids=["pair", "shape", "dtype"],
 )

@@ -158,11 +158,11 @@ def refused():
     mesh, base = Mesh.abstract({"tp": 2}, 0), model()
     of_base = dist.parallel(base, RULES, mesh)
     yield (
-        "blocks.*.mlp.up: ParallelLowRankConfig: dropout must be 0 (an adapter over ranks drops nothing of its x), got 0.1",
+        "blocks.*.mlp.up: ParallelLowRankConfig: dropout must be 0 (an adapter over ranks does not support dropout), got 0.1",
         lambda: dist.parallel(with_lora(base, 2, ("*.up",), dropout=0.1), RULES, mesh),
     )
     yield (
-        "blocks.*.mlp.up: ParallelLowRankConfig: dropout must be 0 (an adapter over ranks drops nothing of its x), got 0.1",
+        "blocks.*.mlp.up: ParallelLowRankConfig: dropout must be 0 (an adapter over ranks does not support dropout), got 0.1",
         lambda: with_lora(of_base, 2, ("*.up",), dropout=0.1),
     )
     yield (
@@ -182,7 +182,7 @@ def refused():
         lambda: with_adapter(params, adapter(lora_init(chain.init(base, key=random.key(0)), whole, key=random.key(1)), whole), own),
     )
     yield (
-        "ParallelLowRankConfig: parts must be () of a row, whose outputs are not shared out, got (2, 2)",
+        "ParallelLowRankConfig: parts must be () for a row, whose outputs are not sharded, got (2, 2)",
         lambda: dist.ParallelLowRankConfig(4, 4, 1, axis=mesh["tp"], side="row", parts=(2, 2)),
     )
     yield (

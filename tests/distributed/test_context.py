@@ -196,7 +196,7 @@ def bad_calls(cp):
         f"{where}: x.0 (q) must be of an even length (two chunks in zigzag order), got 3",
         lambda: fwd(*[(1, 3, 2, 8)] * 3, causal=True),
     )
-    yield f"{where}: x.1 (k) must be of length 4, as q is (cfg.causal), got 6", lambda: fwd(good, *[(1, 6, 2, 8)] * 2, causal=True)
+    yield f"{where}: x.1 (k) must be as long as q, 4 (cfg.causal), got 6", lambda: fwd(good, *[(1, 6, 2, 8)] * 2, causal=True)
     yield f"{where}: x.1 (k) must be of a number of heads that divides 2, got 3", lambda: fwd(good, *[(1, 4, 3, 8)] * 2)
     yield f"{where}: x.0 (q) must be [B, T, H, D], got [4, 2, 8]", lambda: fwd(*[(4, 2, 8)] * 3)
     yield (

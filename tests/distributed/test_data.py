@@ -12,7 +12,7 @@ from tiers import drawn
 
 from funcops import DonatedError, Ledger, StaleResidualError, dist, optim, precision
 from funcops.distributed import Axis, Mesh, finish, gather_shards_start, global_norm, own_shards, reduce_start
-from funcops.distributed.buckets import Bucket, Leaf
+from funcops.distributed.buckets import Bucket, BucketLeaf
 from funcops.testing import run_ranks
 from funcops.trees import leaves, nbytes, paths, tensors, tree_map, tree_map_tensors
 
@@ -217,7 +217,7 @@ BAD = {
     "reduce_start: over.1 must be Axis, got 'dp'": lambda: reduce_start({}, (ALONE, "dp")),
     "reduce_start: over must be different axes, got axis 'dp' of 1, axis 'dp' of 1": lambda: reduce_start({}, (ALONE, ALONE)),
     "reduce_start: over must be by paths of the tree (a), got 'b'": lambda: reduce_start({"a": torch.ones(2)}, {"b": (ALONE,)}),
-    "reduce_start: over must be of all paths with a gradient (b is one), got a": lambda: reduce_start(
+    "reduce_start: over must be a mapping with every path that has a gradient, such as b, got a": lambda: reduce_start(
         {"a": None, "b": torch.ones(2)}, {"a": (ALONE,)}
     ),
     "reduce_start: shard must be one of the axes that a is summed over (axis 'dp' of 2), got axis 'tp' of 2": lambda: reduce_start(
@@ -231,7 +231,7 @@ BAD = {
     "finish: into.a must be torch.float32 or a wider float dtype, got torch.bfloat16": lambda: finish(
         reduce_start({"a": torch.ones(2)}, ALONE), into={"a": torch.ones(2).bfloat16()}
     ),
-    "finish: into must be None (these are no sums of reduce_start), got dict": lambda: finish(
+    "finish: into must be None (only sums from reduce_start can be added), got dict": lambda: finish(
         gather_shards_start({"a": torch.ones(2)}, {"a": torch.ones(2)}, ALONE), into={}
     ),
     "gather_shards_start: shards.a must be [1, 3], got [2, 3]": lambda: gather_shards_start(
@@ -256,7 +256,7 @@ def test_bad_calls_raise_before_anything_is_sent(said):
 def test_a_bucket_of_one_tensor_is_that_tensor(case):
     """It is the tensor itself if that fills the bucket as it is; anything else is copied."""
     shape, count, width = (4, 6), 2 if case == "several" else 1, 32 if case == "padded" else 24
-    leaves = tuple(Leaf(i, str(i), shape, 24 * i, 24) for i in range(count))
+    leaves = tuple(BucketLeaf(i, str(i), shape, 24 * i, 24) for i in range(count))
     bucket = Bucket(leaves, torch.float32, torch.device("cpu"), (), 1, width * count)
     given = [torch.arange(24.0).view(shape) + 100 * i for i in range(count)]
     if case in ("turned", "another dtype"):

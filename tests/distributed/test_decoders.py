@@ -114,15 +114,14 @@ def test_without_a_loss_logits_are_whole():
 
 
 REFUSED = {
-    "blocks.*.attn.qkv.k.heads: ReshapeConfig: out_shape must be of a first size that 4 ranks can share out, got (2, 4)": dict(
-        kv_heads=2
-    ),
-    "parallel: step blocks.*.attn.qkv.q.norm must be one that takes each feature by itself "
-    "(shared out along its 1. dimension from the end), got rms_norm": dict(qk_norm="all"),
-    "blocks.*.attn.mix: SinkAttentionConfig: x must be those of all heads: its sinks are not shared out over ranks, "
-    "got 1/4 of dimension 2 from the end": dict(sinks=True),
+    "blocks.*.attn.qkv.k.heads: ReshapeConfig: out_shape must be sizes of which the first is a multiple of 4, "
+    "the number of ranks, got (2, 4)": dict(kv_heads=2),
+    "parallel: step blocks.*.attn.qkv.q.norm must be featurewise, as x is sharded along dim -1 over 'tp' "
+    "(put a row layer before it), got rms_norm, which mixes features": dict(qk_norm="all"),
+    "blocks.*.attn.mix: SinkAttentionConfig: x must be whole, as sink_attention cannot be sharded over heads "
+    "(gather x before it), got 1/4 of dim -2": dict(sinks=True),
     "blocks.*.mlp.down: RowLinearConfig: in_features must be a multiple of 4, the size of axis 'tp', got 6": dict(hidden=6),
-    "blocks.*.mlp.experts: ParallelExpertsConfig: experts must be a multiple of 2, the ranks, got 3": dict(
+    "blocks.*.mlp.experts: ParallelExpertsConfig: experts must be a multiple of 2, the number of ranks, got 3": dict(
         moe=MoEConfig(route=RouteConfig(3, 2), experts=ExpertsConfig(3, 16, 6))
     ),
     "embed: VocabEmbeddingConfig: num_embeddings must be a multiple of 4, the size of axis 'tp', got 18": dict(vocab=18),

@@ -183,7 +183,7 @@ def bad_calls(ep):
     w, x, i = torch.ones(2, 3), torch.ones(2, 4), torch.zeros(2, 3, dtype=torch.int32)
     place = torch.zeros(2, 2, dtype=torch.int32)
     (_, rows, _, _), kept = dist.dispatch.fwd(None, (w, x, i), to)
-    yield "DispatchConfig: experts must be a multiple of 2, the ranks, got 5", lambda: dist.DispatchConfig(5, axis=ep)
+    yield "DispatchConfig: experts must be a multiple of 2, the number of ranks, got 5", lambda: dist.DispatchConfig(5, axis=ep)
     yield "DispatchConfig: capacity must be None or in (0, 1], got 1.5", lambda: dist.DispatchConfig(4, axis=ep, capacity=1.5)
     yield "DispatchConfig: axis must be Axis, got 'ep'", lambda: dist.DispatchConfig(4, axis="ep")
     yield "dispatch_fwd: x must be a tuple (weights, x, indices), got tuple of 2", lambda: dist.dispatch.fwd(None, (w, x), to)

@@ -107,7 +107,7 @@ def test_no_graph_takes_or_returns_a_collective_in_flight():
 
 
 BAD = {
-    "finish: h must be an InFlight, as gather_start and its like give it, got float32[2]": lambda axis: finish(torch.ones(2)),
+    "finish: h must be an InFlight, from gather_start or another *_start, got float32[2]": lambda axis: finish(torch.ones(2)),
     "gather_start: axis must be Axis, got 'tp'": lambda axis: gather_start(torch.ones(2), "tp"),
     "gather_start: x must be a tensor [...], got list": lambda axis: gather_start([1.0], axis),
     "gather_start: x must be of at least 1 dimension, got float32[]": lambda axis: gather_start(torch.ones(()), axis),

@@ -49,7 +49,7 @@ BAD = {
     "Mesh.of: sizes must be of product 1, the number of processes, got dp 2 x tp 4 = 8": lambda: Mesh.of({"dp": 2, "tp": 4}),
     "Mesh.of: sizes['tp'] must be at least 1, got 0": lambda: Mesh.of({"tp": 0}),
     "Mesh.of: sizes must be Mapping, got 4": lambda: Mesh.of(4),
-    "Mesh.of: device must be the name of a type of device, got 'toaster'": lambda: Mesh.of({"tp": 1}, "toaster"),
+    "Mesh.of: device must be a device type, such as 'cuda', got 'toaster'": lambda: Mesh.of({"tp": 1}, "toaster"),
     "Mesh.abstract: rank must be below 8, the product of the sizes, got 8": lambda: Mesh.abstract({"dp": 2, "tp": 4}, 8),
     "Mesh.abstract: sizes must be by names of axes, got 3": lambda: Mesh.abstract({3: 4}, 0),
     "Mesh: axis must be one of dp, tp, got 'cp'": lambda: Mesh.abstract({"dp": 2, "tp": 4}, 0)["cp"],

@@ -155,8 +155,7 @@ def bad_calls(tp):
     )
     for config in (dist.ColumnLinearConfig, dist.RowLinearConfig):
         yield (
-            f"{config.__name__}: overlap must be 'none' or 'bulk' without sequence_parallel, where no rows "
-            "are shared out, got 'ring'",
+            f"{config.__name__}: overlap must be 'none' or 'bulk' without sequence_parallel, as rows are not sharded, got 'ring'",
             lambda config=config: config(4, 6, axis=tp, overlap="ring", sequence_parallel=False),
         )
     yield (
@@ -176,7 +175,7 @@ def bad_calls(tp):
         lambda: fwd(linear.init(LinearConfig(4, 6), device="meta"), x, column),
     )
     yield (
-        "column_linear_fwd: x must be [m, ..., 4], of a first dimension to share out, got float32[4]",
+        "column_linear_fwd: x must be [m, ..., 4], as its first dim is sharded, got float32[4]",
         lambda: fwd(params, torch.ones(4), column),
     )
     yield (

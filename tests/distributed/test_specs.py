@@ -81,18 +81,15 @@ class DTensor(torch.Tensor):
 
 W, MESH = torch.ones(4, 6), Mesh.abstract({"dp": 2, "tp": 2}, 0)
 BAD = {
-    "shard: specs must be paths and globs that match leaves which no other does before (a.w), got 'b.*'": {"b.*": Spec()},
-    "shard: specs must be paths and globs that match leaves which no other does before (a.w), got 'a.*'": {
-        "*": Spec(),
-        "a.*": Spec(),
-    },
+    "shard: specs must be paths, or globs that are the first to match a leaf (a.w), got 'b.*'": {"b.*": Spec()},
+    "shard: specs must be paths, or globs that are the first to match a leaf (a.w), got 'a.*'": {"*": Spec(), "a.*": Spec()},
     "shard: specs['a.w'] must be of axes of the mesh (dp, tp), got 'cp'": {"a.w": Spec("cp")},
-    "shard: a.w must be of more than 2 dimensions (its spec shares out dimension 2), got [4, 6]": {"a.w": Spec("tp", 2)},
-    "shard: a.w must be of sizes along dimension 1 that axis 'tp' of 2 divides (3 is not), got [4, 6]": {
+    "shard: a.w must be of more than 2 dimensions (its spec shards dimension 2), got [4, 6]": {"a.w": Spec("tp", 2)},
+    "shard: a.w must be of sizes along dimension 1 that axis 'tp' of 2 divides (it does not divide 3), got [4, 6]": {
         "a.w": Spec("tp", 1, parts=(3, 3))
     },
     "shard: a.w must be of 5, the sum of its spec's parts, along dimension 0, got [4, 6]": {"a.w": Spec("tp", 0, parts=(2, 3))},
-    "shard: a.w must be of sizes along dimension 0 that axis 'dp' of 2 divides (1 is not), got [2, 6]": {
+    "shard: a.w must be of sizes along dimension 0 that axis 'dp' of 2 divides (it does not divide 1), got [2, 6]": {
         "a.w": Spec("tp", 0, fsdp="dp")
     },
 }

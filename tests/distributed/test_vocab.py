@@ -200,7 +200,7 @@ def bad_calls(tp):
         lambda: embed_fwd(embed, torch.tensor([0, 1, 2]), embedding_cfg),
     )
     yield (
-        "vocab_embedding_fwd: x must be [m, ...], of a first dimension to share out, got int64[]",
+        "vocab_embedding_fwd: x must be [m, ...], as its first dim is sharded, got int64[]",
         lambda: embed_fwd(embed, torch.tensor(0), embedding_cfg),
     )
     yield "vocab_embedding_fwd: x must be int64, got float32", lambda: embed_fwd(embed, torch.ones(2), embedding_cfg)
@@ -218,7 +218,7 @@ def bad_calls(tp):
         lambda: head_fwd(head, (torch.ones(2, 3), ids), linear_cfg),
     )
     yield (
-        "vocab_linear_cross_entropy_fwd: x.0 (x) must be [m, ..., 3], of a first dimension to share out, got float32[3]",
+        "vocab_linear_cross_entropy_fwd: x.0 (x) must be [m, ..., 3], as its first dim is sharded, got float32[3]",
         lambda: head_fwd(head, (torch.ones(3), ids[0]), linear_cfg),
     )
 
@@ -296,7 +296,7 @@ def own_losses(parts, labels, cfg):
 
 
 WRONG = {
-    "ids of others": ("vocab_embedding", "places_of", lambda ids, size, axis, fill=0: (ids % size, torch.zeros_like(ids).bool())),
+    "ids of others": ("vocab_embedding", "own_rows_of", lambda ids, size, axis, fill=0: (ids % size, torch.zeros_like(ids).bool())),
     "losses of a rank": ("vocab_cross_entropy", "losses_of_rows", own_losses),
     "losses of a chunk": ("vocab_linear_cross_entropy", "losses_of_rows", own_losses),
 }

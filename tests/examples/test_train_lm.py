@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_bytes((ROOT / "funcops" / "contract" / "schema.py").read_bytes() * 3)
+    path.write_bytes((ROOT / "LICENSE").read_bytes() * 5)
     return path
 
 

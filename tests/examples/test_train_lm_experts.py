@@ -28,7 +28,7 @@ TINY = """--dim 16 --layers 2 --heads 2 --hidden 6 --context 8 --batch 2 --lr 0.
 
 @pytest.fixture(scope="module")
 def corpus():
-    return load_corpus(ROOT / "funcops" / "contract" / "schema.py", context=8)
+    return load_corpus(ROOT / "LICENSE", context=8)
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from lm import flags, results  # noqa: E402
 from lm.data import load_corpus, trigram_loss  # noqa: E402
 
 TINY = "--dim 16 --layers 1 --heads 1 --hidden 16 --context 16 --batch 2 --warmup 1 --eval-every 2 --sample 5".split()
-TEXT = ["--text", str(ROOT / "funcops" / "contract" / "schema.py")]
+TEXT = ["--text", str(ROOT / "LICENSE")]
 ACTIONS = [action for action in flags._parser()._actions if action.dest != "help"]
 
 

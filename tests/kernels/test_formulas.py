@@ -320,7 +320,7 @@ def compare(kernel, args, dtype):
 def run(name, dtype, times, monkeypatch):
     d = Draws(f"{name}{dtype}", dtype)
     for _ in range(times):
-        monkeypatch.setattr(norm, "FEW", d.choice((0, 50, 1 << 14)))
+        monkeypatch.setattr(norm, "FEW_FOR_MATMUL", d.choice((0, 50, 1 << 14)))
         monkeypatch.setattr(glu, "AT_ONCE", d.choice((1, 40, 1 << 15)))
         monkeypatch.setattr(glu, "VECTORS", d.choice((1, 4, 64)))
         compare(BODIES[name].kernel, DRAW[name](d), dtype)

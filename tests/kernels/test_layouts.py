@@ -25,7 +25,7 @@ from funcops.trees import tensors, tree_map, tree_map_tensors
 pytest.importorskip("triton")
 EXPANSIONS = {"expanded_rows": functools.partial(expanded, dim=0), "expanded_columns": functools.partial(expanded, dim=-1)}
 WAYS = LAYOUTS | EXPANSIONS
-FEW = 4  # of an optimiser's tensors
+FEW_TENSORS = 4  # of an optimiser's tensors
 
 
 class Single(Maker):
@@ -94,7 +94,7 @@ def calls(maker, dtype):
     torch.manual_seed(0)
     make, found = maker("cpu", dtype, shrink=4096), {}
     for call in {shape_class(s): s for s in (*kernel_calls(make), *library_calls(make))}.values():
-        few = tuple(a[:FEW] if isinstance(a, list) else a for a in call.args)
+        few = tuple(a[:FEW_TENSORS] if isinstance(a, list) else a for a in call.args)
         call = dataclasses.replace(call, args=few)
         found.setdefault(call.name, []).append(call)
     return found

@@ -138,7 +138,7 @@ def _left_alone(node: ast.AST, parent: ast.AST | None) -> bool:
         return True
     if isinstance(node, FUNCTIONS) and any(getattr(d, "id", "") == "overload" for d in node.decorator_list):
         return True
-    if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(parent, ast.Module):
+    if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and isinstance(parent, ast.Module):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         return any(getattr(t, "id", "") == "__all__" for t in targets) or _is_type(node.value)
     return isinstance(node, ast.Import | ast.ImportFrom | ast.Global | ast.Nonlocal)

@@ -54,13 +54,13 @@ class Device:
         for name in ("home", "coming"):
             monkeypatch.setattr(copies, name, getattr(fresh, name))
         monkeypatch.setattr(copies, "_streams", {None: None})
-        for name in ("leaves", "apart", "room", "back", "held_by", "side", "current", "on"):
+        for name in ("leaves", "own_stream", "room", "back", "held_by", "side", "current", "on"):
             monkeypatch.setattr(copies, name, getattr(self, name))
 
     def leaves(self, t):
         return not any(t is host for host in self.hosts)
 
-    def apart(self, t):
+    def own_stream(self, t):
         return t.numel() > 0
 
     def room(self, t):
@@ -171,7 +171,7 @@ def test_copies_and_views_on_the_host_wait_for_all_offloads(device):
 
 
 def test_copies_under_capture_and_of_nothing_are_in_order(device, monkeypatch):
-    monkeypatch.setattr(copies, "apart", lambda t: False)
+    monkeypatch.setattr(copies, "own_stream", lambda t: False)
     x = torch.randn(3)
     kept = pack([x, torch.empty(0)], Offload())
     assert all(

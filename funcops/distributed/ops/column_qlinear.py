@@ -121,7 +121,7 @@ class ColumnQLinearConfig(OpConfig):
         object.__setattr__(self, "linear", ColumnLinearConfig(self.in_features, self.out_features, axis=self.axis, **how))
 
     linear: ClassVar[ColumnLinearConfig]  # the same layer without the recipe
-    apart = True
+    shards_features = True
 
     @property
     def specs(self) -> dict[str, Spec]:

@@ -116,7 +116,7 @@ class RowQLinearConfig(OpConfig):
         object.__setattr__(self, "linear", RowLinearConfig(self.in_features, self.out_features, axis=self.axis, **how))
 
     linear: ClassVar[RowLinearConfig]  # the same layer without the recipe
-    apart = False
+    shards_features = False
 
     @property
     def specs(self) -> dict[str, Spec]:
