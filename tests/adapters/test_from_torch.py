@@ -1,4 +1,4 @@
-"""`from_torch` on models that we did not write."""
+"""`from_torch` on models of other libraries."""
 
 import copy
 import functools
@@ -169,7 +169,7 @@ def test_classes_are_known_by_where_they_are_defined(monkeypatch):
 
 
 def nodes(y):
-    """How many ops are behind y, which must live as long: in torch 2.11 its node does not outlive it."""
+    """The number of ops behind y. y must stay alive meanwhile: in torch 2.11 its node does not outlive it."""
     seen, stack = set(), [y.grad_fn]
     while stack:
         node = stack.pop()
@@ -196,7 +196,7 @@ def test_an_mlp_is_one_node_while_nothing_is_done_to_it():
 
 
 def test_halves_of_a_batch_add_up_to_the_whole():
-    """`num_items_in_batch` divides: what Trainer's gradient accumulation rests on."""
+    """`num_items_in_batch` divides the loss: Trainer's gradient accumulation relies on that."""
     model = tiny().double()
     fnn.from_torch(model)
     ids = torch.randint(32, (4, 9))
@@ -229,7 +229,7 @@ def changed(model, **chosen):
 
 
 def test_only_and_skip():
-    """Globs of paths, ends of paths, names of classes, and classes; each finds a module and all that is in it."""
+    """Globs of paths, ends of paths, names of classes, and classes; each matches a module and everything in it."""
     model = tiny()
     everything = changed(model)
     mlp = type(model.model.layers[0].mlp)

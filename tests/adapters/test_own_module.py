@@ -1,4 +1,4 @@
-"""Modules of an op of one's own: what a class that derives from `OpModule` may leave out, and what it is told."""
+"""Modules of a user's op: what a class derived from `OpModule` may leave out, and its errors."""
 
 from dataclasses import field
 

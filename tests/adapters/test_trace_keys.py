@@ -1,4 +1,4 @@
-"""One op out of a torch function, called with arguments that differ in one thing: each call is right, whatever came before."""
+"""One op from a torch function, called with arguments that differ in one property: each call is right, whatever came before."""
 
 import contextlib
 from dataclasses import field
@@ -111,7 +111,7 @@ def by_autograd(fn, x, cfg):
 
 
 def signs(t):
-    """0.0 and -0.0 are close."""
+    """0.0 and -0.0 differ in sign, though they are close."""
     return t.signbit() if t is not None and t.is_floating_point() else t
 
 

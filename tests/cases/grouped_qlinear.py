@@ -31,7 +31,7 @@ def reference(params, x, cfg):
 
 
 def prepared(cfg, columns):
-    """Params of which the weights are quantised already; they are what their codes decode to, in the reference too."""
+    """Params whose weights are already quantised; in the reference they are the decoded codes."""
 
     def params(d):
         made = [quantize_sides(d.randn(cfg.out_features, cfg.in_features), cfg.recipe.w) for _ in range(cfg.experts)]
@@ -42,7 +42,7 @@ def prepared(cfg, columns):
 
 
 def scaled(cfg):
-    """Params of delayed scaling; in the gradient of their scales' place are amaxes."""
+    """Params of delayed scaling; in the gradient amaxes are in the slots of the scales."""
 
     def params(d):
         scales = torch.tensor([4.0, 0.5, 32.0]) * 2.0 ** torch.arange(cfg.experts).unsqueeze(1)
@@ -67,7 +67,7 @@ def _case(cfg, x, columns, name):
 
 
 def case(counts, i, o, recipe, behind=0, columns=None, **options):
-    """Groups of so many rows each, and rows behind the last."""
+    """Groups with these numbers of rows, and rows behind the last."""
 
     def x(d):
         rows = sum(counts) + behind
@@ -80,7 +80,7 @@ def case(counts, i, o, recipe, behind=0, columns=None, **options):
 
 
 def gathered(tokens, choices, experts, i, o, recipe, **options):
-    """Choices of experts, one more than there are being a choice that was dropped."""
+    """Choices of experts; the number of experts itself is a dropped choice."""
 
     def x(d):
         order, _, offsets, place = sort_by_expert(
@@ -93,7 +93,7 @@ def gathered(tokens, choices, experts, i, o, recipe, **options):
 
 
 def of_steps(params, x, cfg):
-    """`experts` of one expert after the other, each layer a quantised one; the weight comes before down, as there."""
+    """`experts` as one expert after the other, each layer a quantised one; the weight is applied before down, as in the chain."""
     weights, tokens, indices = x
     of = {step.name: step.cfg for step in cfg.cfg.steps}
     flat, choices, rows = indices.reshape(-1).long(), indices.shape[-1], tokens.reshape(-1, tokens.shape[-1])
@@ -107,8 +107,8 @@ def of_steps(params, x, cfg):
 
 
 def steps(recipe, count, h, i):
-    """In float64 alone: in others what is between the layers may be rounded to another code than in the reference. Frugal reads
-    needs of a chain's x, which is another here; `plain_experts` is held to it."""
+    """Only float64: in other dtypes values between the layers may be rounded to another code than in the reference. Frugal reads
+    the needs of a chain's x, which differs here; `plain_experts` obeys it."""
     of = {"up": h, "down": i}
 
     def low(name, op, cfg):

@@ -11,12 +11,12 @@ from funcops.testing import Case, Draw, Error
 
 
 class Products(torch.autograd.Function):
-    """The three products of decoded operands in float64, straight through."""
+    """The three products of decoded operands in float64, with straight-through gradients."""
 
     @staticmethod
     def forward(ctx, x, w, recipe, scale):
         def q(t, format, side, which):
-            """Decoded: of "col" the transposed tensor, as the product sees it."""
+            """A decoded operand; for "col" the transposed tensor, as the product sees it."""
             if scale is None:
                 made = quantize_tensor(t, format, side=side, hadamard=recipe.hadamard and side == "col" and which != 1)
                 return kernels.dequantize(*made.args, *format.args(), made.width, torch.float64)
@@ -57,7 +57,7 @@ OF_SCALES = ("split", "mirror", "frugal")
 
 
 def working(i, o, recipe, bias, columns):
-    """Params of which the weight is quantised already; it is what its codes decode to, in the reference too."""
+    """Params whose weight is already quantised; in the reference it is the decoded codes."""
 
     def params(d):
         row, col = quantize_sides(d.randn(o, i), recipe.w)
@@ -67,7 +67,7 @@ def working(i, o, recipe, bias, columns):
 
 
 def scaled(i, o, bias):
-    """Params of delayed scaling, where scales are other than 1; in their gradient's place are amaxes."""
+    """Params of delayed scaling with scales other than 1; in the gradient amaxes are in their slots."""
     return lambda d: LinearParams(Scaled(d.randn(o, i), torch.tensor([4.0, 0.5, 32.0]), None), d.randn(o) if bias else None)
 
 

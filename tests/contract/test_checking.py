@@ -1,4 +1,4 @@
-"""`checking`: every case gives the bits that it gives without, and no write between forward and backward goes unnoticed."""
+"""`checking`: every case gives the same bits as without, and no write between forward and backward goes unnoticed."""
 
 import os
 import subprocess
@@ -72,7 +72,7 @@ def aliases(case, params, x):
 
 
 def written(t):
-    """Another value in each element, by a write that torch does not count."""
+    """Change every element, by a write that torch does not count."""
     before = t._version
     if t.is_floating_point():
         t.data.copy_((t.double() + 1).to(t.dtype))
@@ -139,7 +139,7 @@ def test_without_an_open_block_nothing_is_swapped():
 
 @pytest.mark.parametrize("size", [1, SAMPLE, SAMPLE + 1, 5 * SAMPLE + 3])
 def test_a_sample_is_spread_over_the_tensor(size):
-    """All of a small tensor; of a larger one places no further apart than its size over theirs."""
+    """All of a small tensor; of a larger one evenly spaced elements."""
     for x in (torch.zeros(size, 4), torch.zeros(4, size).t()):
         with checking():
             for start in range(0, 4 * size, max(1, 4 * size // 7)):
@@ -167,7 +167,7 @@ def test_a_working_tree_notices_a_write_by_data_to_its_master():
 
 
 def softplus(keep=lambda x: x, compute=torch.nn.functional.softplus, dx=lambda dy, x: dy * torch.sigmoid(x), asks=True):
-    """An op with places for a fault."""
+    """An op with places where a test can plant a fault."""
 
     @residuals
     class Kept:

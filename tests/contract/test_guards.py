@@ -1,4 +1,4 @@
-"""Guards that no other test reaches: what each must stop, in its words, and the like of it that it lets through."""
+"""Guards that no other test reaches: the calls that each must stop, in its words, and similar calls that it must pass."""
 
 import pytest
 import torch

@@ -214,7 +214,7 @@ def test_after_donate_every_use_raises(kind, use):
 
 
 def declared(rng):
-    """A class body of some fields and statics, drawn, and what to call its fields."""
+    """A class body with drawn fields and statics, and the names of its fields."""
     names = rng.sample("abcdef", rng.randint(0, 4))
     body = {"__annotations__": dict.fromkeys(names, torch.Tensor), "__module__": __name__}
     for name in names:
@@ -224,7 +224,7 @@ def declared(rng):
 
 
 def test_a_subclass_is_what_the_decorators_make():
-    """Fields, guards, what a mask of needs keeps, copies: the same of both, for drawn classes of either kind."""
+    """Fields, guards, the effect of masks, copies: both kinds of class agree, for drawn classes."""
     rng = draws.Random(0)
     for i in range(40):
         names, body, statics = declared(rng)

@@ -1,4 +1,4 @@
-"""Collectives and linear layers over an axis: as the plain op, on every number of ranks."""
+"""Collectives and linear layers over an axis: equal to the plain op, on every number of ranks."""
 
 import dataclasses
 import itertools
@@ -95,7 +95,7 @@ WAYS = {"overlap": ("bulk", "ring"), "comm": ("gather", "ring")}
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_laws_on_two_ranks(name):
-    """Every rank is held to them at once: what one raises, all do."""
+    """All ranks run the laws at once: if one raises, all do."""
     fields = {field.name for field in dataclasses.fields(PLAIN[name].op.config)}
     ways = [{name: way} for name, both in WAYS.items() if name in fields for way in both[: 1 if "recipe" in fields else 2]] or [{}]
 
@@ -246,7 +246,7 @@ def test_parts_are_slices_of_what_linear_draws(name, dim):
 
 
 def mlp(axis, overlap):
-    """A gated MLP of which each of n ranks has 1/n; steps of a chain like any other."""
+    """A gated MLP of which each of n ranks has 1/n, as steps of a chain."""
     return ChainConfig(
         steps=(
             Step("up", dist.column_linear, dist.ColumnLinearConfig(6, 32, axis=axis, bias=False, overlap=overlap)),
@@ -308,7 +308,7 @@ def test_steps_of_a_chain():
 
 
 def test_a_skip_of_collectives():
-    """sum_over and copy_to as steps, where no layer is parallel by itself."""
+    """sum_over and copy_to as steps of a chain without parallel layers."""
 
     def run(mesh):
         axis = mesh["tp"]

@@ -1,4 +1,4 @@
-"""graphed: the whole training step, its checks, and what is borrowed."""
+"""graphed: the whole training step, its checks, and borrowed outputs."""
 
 import gc
 

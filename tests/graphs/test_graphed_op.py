@@ -1,4 +1,4 @@
-"""graphed_op: halves as graphs, slots in flight, the order of calls, and who owns what."""
+"""graphed_op: halves as graphs, slots in flight, the order of calls, and the ownership of tensors."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def test_the_orders_of_schedules(make, ranks, device):
 
 
 def reference(params, actions, dy, device):
-    """The sum in the order of the weight gradients."""
+    """The sum, in the order of the weight gradients."""
     total = None
     for _, kind, m in actions:
         if kind in "WB":
@@ -145,7 +145,7 @@ def test_a_write_in_flight_is_noticed():
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_gradients_of_two_replays_add_up(device):
-    """torch's make_graphed_callables hands out its own buffers: what two replays gave is the last one's, twice (pytorch#181723)."""
+    """torch's make_graphed_callables returns its own buffers: two replays give the last gradient, twice (pytorch#181723)."""
     params, _ = init(device)
     dy = torch.tensor(1.0, device=device)
     graph = graphed_op(chain, CFG, params, batch(0, device), slots=1, needs=NEEDS)
@@ -210,7 +210,7 @@ def test_bad_arguments():
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_a_graph_is_asked_for_by_name_and_slot(slots, tmp_path, monkeypatch):
-    """The first slot's where none is named; a recording stands here for what a device captured."""
+    """The first slot's if no slot is named; here a recording stands for a device's graph."""
     graph, *_ = small(slots)
     kind = type(graph.graphs()["fwd"])
     monkeypatch.setattr(kind, "raw_graph", property(lambda self: self))

@@ -1,4 +1,4 @@
-"""Cases of the ops of `funcops.dist`: on any number of ranks, and on one, which makes each its plain op."""
+"""Cases of the ops of `funcops.dist`, on any number of ranks; on one rank each is its plain op."""
 
 import dataclasses
 import functools
@@ -41,7 +41,7 @@ def rolled(by):
 
 
 def collectives(rows, width, by, dim):
-    """Each, and a case of it; `dim`: of a [8 rows, 8 width] tensor, or counted from behind."""
+    """Each collective with a case; `dim`: of a [8 rows, 8 width] tensor, or counted from the end."""
     shape = (8 * rows, 8 * width)
     part, other = Placed("shard", dim), 1 - dim % 2
     for op, config, x, y, fields in (
@@ -96,7 +96,7 @@ def low_rank_layer(side, rows, i, o, rank, sequence):
 
 
 class Fp8(torch.autograd.Function):
-    """x w^T of operands rounded to 8 bits, one scale a tensor, of its largest element; straight through."""
+    """x w^T of operands rounded to 8 bits with one scale a tensor, from its largest element; straight-through gradients."""
 
     @staticmethod
     def forward(ctx, x, w):
@@ -119,7 +119,7 @@ LOW = {"column": (column_op_of, dist.ColumnQLinearConfig), "row": (row_op_of, di
 
 
 def low_layer(name, rows, i, o, sequence, keep):
-    """column_qlinear or row_qlinear by `Fp8Current`: its scales are of whole tensors, on any number of ranks."""
+    """column_qlinear or row_qlinear with `Fp8Current`: its scales are of whole tensors, on any number of ranks."""
     case = layer(name, rows, i, o, True, sequence, "bulk")
 
     def cfg(overlap):
@@ -332,7 +332,7 @@ def dispatch(rows, choices, dim, capacity=None, some=9):
 
 
 def combine(tokens, choices, dim, spare=1):
-    """Tokens in eight blocks, of which each lies in places of its own, among `spare` more, on however many ranks they are."""
+    """Tokens in eight blocks, each in slots of its own among `spare` more, on any number of ranks."""
     room = math.prod(tokens) * choices + spare
 
     def x(d):
@@ -355,7 +355,7 @@ def combine(tokens, choices, dim, spare=1):
 
 
 def all_cases():
-    """A small case of each op, and what a `Case` must know of it besides."""
+    """A small case of each op, and the further arguments of its `Case`."""
     for op, case in collectives(1, 1, 1, 0):
         yield op, case, {"free": ("x",)}
     for name, (op, _) in LAYERS.items():
@@ -377,7 +377,7 @@ def all_cases():
 
 
 def on_axis(op, case, more, axis):
-    """The part that a rank of an axis has of a case, held to no reference but on one rank."""
+    """The part of a case that one rank of an axis has; without a reference unless it is the only rank."""
 
     def part(whole, placed):
         return tree_map(lambda t, p: None if t is None else p.split(t, axis.size)[axis.rank], whole, placed)
@@ -402,7 +402,7 @@ def dropped(params, x, cfg):
 
 
 def of_rank(name, axis, **fields):
-    """The part of a case that a rank of an axis has, with these fields of its config."""
+    """The part of a case that one rank of an axis has, with these fields in its config."""
     if name in CASES:
         op, case, more = CASES[name]
         own = dataclasses.replace(case, cfg=lambda axis: dataclasses.replace(case.cfg(axis), **fields))

@@ -47,7 +47,7 @@ def test_laws_on_triton(case):
 
 @pytest.mark.parametrize("case", CASES[:2], ids=str)
 def test_each_side_keeps_what_it_reads_alone(case):
-    """a's gradient reads x and b, b's what was made of x, and dx neither x nor that."""
+    """a's gradient reads x and b, b's reads x a^T, and dx reads neither."""
     params, x = case.make(torch.float32)
     first = "x.0" if case.cfg.dropout else "x"
     wanted = {"params.a": {"x", "b", "key"}, "params.b": {"u"}, first: {"a", "b", "key"}}

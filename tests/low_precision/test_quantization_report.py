@@ -73,7 +73,7 @@ def off(found, want):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_errors_equal_the_layers_in_low_precision(name):
-    """40 tokens: no multiple of what is transformed together."""
+    """40 tokens: not a multiple of the block of a transform."""
     recipe, bar = RECIPES[name]
     params, x, dy = layer()
     (row,) = quantization_report(params, x, LINEAR, recipe, dy=dy).rows
@@ -94,7 +94,7 @@ def test_errors_equal_the_layers_in_low_precision(name):
 @pytest.mark.parametrize("recipe", [Fp8Block(), Fp8Current(), NVFP4()], ids=lambda r: type(r).__name__)
 @pytest.mark.parametrize("gathered", [False, True])
 def test_errors_of_groups_equal_the_grouped_layers_in_low_precision(recipe, gathered):
-    """Groups of 7, no, 14 and 3 rows, whose sizes are far apart."""
+    """Groups of 7, 0, 14 and 3 rows, whose sizes are far apart."""
     cfg = GroupedLinearConfig(4, 96, 160, bias=False, gathered=gathered)
     params = grouped_linear.init(cfg, key=random.key(0), dtype=torch.float32)
     params.weight.mul_(torch.tensor([1.0, 1e3, 1e-3, 4.0])[:, None, None])
@@ -124,7 +124,7 @@ def mixture_x(tokens):
 
 @pytest.mark.parametrize("op", [chain, remat(chain), with_policy(chain, "minimal")], ids=lambda op: op.name)
 def test_no_layer_is_left_out_in_silence(op):
-    """Each layer that a recipe changes has a row, or is said to have none."""
+    """Each layer that a recipe changes has a row, or is listed as not measured."""
     mixture = moe(MoEConfig(route=RouteConfig(4, 2), experts=ExpertsConfig(4, dim=64, hidden=32)))
     cfg = ChainConfig(steps=(Step("moe", op, mixture), Step("head", linear, LinearConfig(64, 8))), outputs=mixture.outputs)
     params = chain.init(cfg, key=random.key(0), dtype=torch.float32)
@@ -257,7 +257,7 @@ STOCHASTIC = {
 @pytest.mark.parametrize("seed", [None, 0, 7])
 @pytest.mark.parametrize("name", STOCHASTIC)
 def test_rows_are_the_errors_of_the_step(name, seed):
-    """Each of two layers of a repeat and of a head, by what the step's own ops make of the operands that the model has there."""
+    """Two layers of a repeat and a head: the errors of the step's own ops on the operands that the model has there."""
     recipe, key = STOCHASTIC[name], None if seed is None else random.key(seed)
     body = ChainConfig(steps=(Step("up", linear, LinearConfig(64, 128)), Step("down", linear, LinearConfig(128, 64))))
     layers = Step("layers", repeat, RepeatConfig(skip, SkipConfig(chain, body), 2))

@@ -1,4 +1,4 @@
-"""Residual policies: what is kept, that the laws hold, what compression costs, and what `fit` picks."""
+"""Residual policies: the kept tensors, the laws, the error of compression, and the choice of `fit`."""
 
 import dataclasses
 import pickle
@@ -47,7 +47,7 @@ EXACT = ("save_all", "recompute_norms", "recompute_elementwise", "minimal", "off
 
 
 def policies_in_turn():
-    """The first case of an op under every policy, the others under one in turn. In the first tier one of an op."""
+    """The first case of an op under every policy, the others under one in turn. One case of an op is in the first tier."""
     rows = drawn(COMBINED, EXACT, families=[case.op.name for case in COMBINED])
     seen = set()
     for i, case in enumerate(COMBINED):
@@ -133,7 +133,7 @@ def test_a_pending_keeps_no_recomputable_output():
 
 
 def test_a_pending_keeps_no_output_that_its_dgrad_recomputed():
-    """The one op whose dgrad reads its x and whose pending has it, too."""
+    """The only op whose dgrad reads its x and whose pending holds it, too."""
     loss = Step("loss", linear_cross_entropy, LinearCrossEntropyConfig(8, 5), takes=("labels",))
     cfg = ChainConfig(steps=(Step("norm", rms_norm, RMSNormConfig(8)), loss), extras=("labels",))
     params, x = chain.init(cfg, key=random.key(0)), WithExtras(torch.randn(3, 8), {"labels": torch.tensor([0, 4, 1])})
@@ -315,7 +315,7 @@ def test_products_that_cannot_be_joined_give_the_reason():
 
 @pytest.mark.parametrize("name", [*POLICIES, *["recompute", "compress", "joint"]])
 def test_residuals_and_ops_pickle(name):
-    """Ops by reference, or by what made them; what they keep as it is: the backward of the copy gives the same bits."""
+    """Ops pickle by reference, or by what made them; their residuals by value: the backward of a copy gives the same bits."""
     rules = {"recompute": {"mlp": Recompute()}, "compress": {"*.x": Compress("fp8")}, "joint": {"head.x": Recompute()}}
     body = ChainConfig(steps=(Step("norm", rms_norm, RMSNormConfig(8)), Step("mlp", linear, LinearConfig(8, 8))))
     cfg = ChainConfig(steps=(Step("blocks", repeat, RepeatConfig(chain, body, 2)), Step("last", rms_norm, RMSNormConfig(8))))

@@ -1,4 +1,5 @@
-"""Rules of policies: each changes what is kept or raises, however it names; and the forms of a tensor that several fields hold."""
+"""Rules of policies: each changes what is kept or raises, however it names fields; and the forms of a tensor that several fields
+hold."""
 
 import random as pyrandom
 import re
@@ -58,13 +59,13 @@ ACTIONS = (Save(), Recompute(), Offload(), Compress("int8"), Drop())
 
 @pytest.fixture
 def device(monkeypatch):
-    """Every tensor is a device's, and is copied to the host's memory and back."""
+    """Treat every tensor as a device's, copied to the host's memory and back."""
     for name, fn in (("leaves", lambda t: True), ("on_host", Tensor.clone), ("on_device", lambda host, device: host.clone())):
         monkeypatch.setattr(copies, name, fn)
 
 
 def drawn_policy(rng, op, cfg):
-    """Rules that name steps, fields, parts of both, and now and then nothing."""
+    """Rules that name steps, fields, parts of both, and sometimes nothing."""
     known = [kept.path for kept in kept_paths(op, cfg) if not kept.waits]
 
     def pattern():

@@ -1,4 +1,5 @@
-"""Each group of `grouped_qlinear` is `qlinear` of its rows: the codes, and where sums are exact the results, bit for bit."""
+"""Each group of `grouped_qlinear` is `qlinear` of its rows: the same codes and, if sums are exact, the same results, bit for
+bit."""
 
 from functools import partial
 
@@ -51,7 +52,7 @@ def given(recipe, gathered):
 
 
 def weights(w, recipe):
-    """Stacked, and one by one: as they are, or as a working tree has them."""
+    """The weights stacked, and one by one: unchanged, or as in a working tree."""
     if recipe.delayed:
         scale = 2.0 ** torch.arange(-1, 3 * len(w) - 1).reshape(-1, 3).float().clamp(max=6)
         return Scaled(w, scale, None), [Scaled(*pair, None) for pair in zip(w, scale, strict=True)]
@@ -100,7 +101,7 @@ def both(recipe, params, x, dy):
 @pytest.mark.parametrize("name", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("recipe", [Fp8Block(keep="col"), Fp8Current(), NVFP4(emulate=True)], ids=str)
 def test_a_graph_can_hold_every_half(recipe, name):
-    """A replay with other groups has the bits of the function."""
+    """A replay with other groups has the function's bits."""
     w, b, x, rows, _ = given(recipe, False)
     with backend(name):
         assert check_capturable(partial(both, recipe), GroupedLinearParams(w, b), x, torch.randn_like(rows @ w[0].mT)) == []

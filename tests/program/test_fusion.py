@@ -1,4 +1,4 @@
-"""Fusion plans: which steps become which kernel, which nearly do, and that the numbers stay."""
+"""Fusion plans: which steps become which kernel, which nearly do, and that results stay the same."""
 
 import dataclasses
 
@@ -39,7 +39,7 @@ pytest.importorskip("triton")
 
 
 def halves(words, needs=Needs.ALL, dtype=torch.bfloat16, device="cuda", **options):
-    """The fused pieces, as words joined by plus signs, of each half."""
+    """The fused pieces of each half, as words joined by plus signs."""
     found = plan(made(words, **options), needs, device, dtype)
     return [" ".join("+".join(path.rpartition("_")[0] for path in line.paths) for line in half if line.rule) for half in found[:2]]
 

@@ -1,4 +1,4 @@
-"""Schedules on the processes of a group: two Gloo processes give what one chain gives, and none hangs when one goes wrong."""
+"""Schedules on the processes of a group: two Gloo processes give the results of one chain, and none hangs if one fails."""
 
 import json
 import math
@@ -86,7 +86,7 @@ def test_a_killed_rank_ends_the_others(ranks):
 
 @pytest.mark.slow
 def test_an_exception_ends_the_others_by_their_timeout(ranks):
-    """The rank that raised stays alive: the other ends by itself. The error says where it was raised."""
+    """The rank that raised stays alive, and the other ends by itself. The error says where it was raised."""
     waiting, raised = ranks["raised"]["raise"]
     assert "rms_norm_fwd: params.weight must be [8], got [1]" in raised[0]
     if sys.version_info >= (3, 11):
@@ -156,7 +156,7 @@ def test_inputs_are_nobodys_residuals(alone):
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("place", ["y", "dy", "accumulator"])
 def test_values_that_are_not_finite_are_named(place, bad, alone):
-    """A finite y and a gradient that is not, and the other way round."""
+    """A finite y with a gradient that is not finite, and the reverse."""
     cfg, params, xs, dys = gated()
     into, needs = {"gate": None, "out": tree_map_tensors(torch.zeros_like, params["out"])}, Needs.ALL
     if place == "y":
@@ -192,7 +192,7 @@ def test_a_microbatch_unlike_the_example_is_named(odd, rows, dtype, alone):
 
 
 def test_a_microbatch_may_differ_in_leaves_that_are_not_sent(alone):
-    """Positions of all rows at once, or of each: the stages make the same of both. Of another number they make nothing."""
+    """Positions for all rows at once or for each row: the stages do the same with both. Another number of positions raises."""
     turned = Step("turned", rope, RopeConfig(DIM), takes=("at",))
     cfg = ChainConfig(steps=(turned, Step("out", scale, ScaleConfig(2.0))), extras=("at",))
     xs = [WithExtras(x, {"at": torch.arange(5)}) for x in torch.randn(2, 3, 5, 1, DIM)]
@@ -205,7 +205,7 @@ def test_a_microbatch_may_differ_in_leaves_that_are_not_sent(alone):
 
 
 def test_params_of_another_dtype_than_was_told(alone):
-    """Whether the example's dtype tells it or not; before any action."""
+    """Whether the dtype comes from the example or not; before any action."""
     cfg = decoder(2)
     xs, wide = microbatches(2, cfg), chain.init(cfg, key=random.key(0), dtype=torch.float64)
     with pytest.raises(ValueError, match="params must be float32, as Pipeline was told, got float64: give it dtype=torch.float64"):
@@ -237,7 +237,7 @@ def test_a_gradient_unlike_the_example_is_named(what, alone, monkeypatch):
 
 
 def test_torch_loads_and_dumps_the_text(alone, tmp_path):
-    """The compute-only form, both ways: our text to torch's runtime, and what that writes back."""
+    """The compute-only form, both ways: torch's runtime reads our text, and we read its text."""
     made = Schedule.from_csv("0F0,1F0,1I0,0F1,(1F1;0B0)OVERLAP_F_B,1W0,1B1,0I1,0W1", "mine")
     stages = [PipelineStage(torch.nn.Identity(), i, 2, torch.device("cpu")) for i in range(2)]
     torchs = schedules._PipelineScheduleRuntime(stages, made.microbatches, loss_fn=torch.nn.functional.mse_loss)
