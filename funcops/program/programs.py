@@ -21,8 +21,11 @@ from funcops.program import rules, run, traced
 from funcops.program.backward import Backward
 from funcops.program.forward import Forward
 from funcops.program.into import check_into_tree
-from funcops.program.lower import lower
-from funcops.program.rules import changes, cover
+from funcops.program.lower import Lowered, lower
+from funcops.program.rows import Row
+from funcops.program.rules import Cover, changes, cover
+from funcops.program.source import Source
+from funcops.program.weights import SecondHalf
 from funcops.residuals.nested import needs_of
 from funcops.trees import WithExtras
 
@@ -89,16 +92,21 @@ def _made(which: str, op: Op, cfg: Any, needs: Needs, device_type: str | None, d
     if which == "wgrad":  # no tensor tells them here: rules decide when it runs
         device_type, dtype = "cuda", torch.bfloat16
     found = cover(lowered, device_type, dtype, which == "backward")
-    if which == "forward":
-        text, names = Forward(lowered, found, for_tracer).write()
-    else:
-        text, names = Backward(lowered, found, for_tracer, which).write()
+    rows = rows_of(which, lowered, found, for_tracer)
+    text, names = Source().function(which, rows, for_tracer)
     file = f"<funcops program {next(_numbers)}: {which} of {op.name}>"
     linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
     scope = dict(names)
     exec(compile(text, file, "exec"), scope)
     weakref.finalize(scope[which], linecache.cache.pop, file, None).atexit = False
     return scope[which]
+
+
+def rows_of(which: str, lowered: Lowered, found: Cover, for_tracer: bool = False) -> tuple[Row, ...]:
+    """The rows of a program's function, after all passes."""
+    if which == "forward":
+        return Forward(lowered, found, for_tracer).write()
+    return (SecondHalf if which in ("wgrad", "products") else Backward)(lowered, found, for_tracer, which).write()
 
 
 def bwd(op: Op, residuals: Any, dy: Any, cfg: Any, into: Any) -> tuple[Any, Any]:
