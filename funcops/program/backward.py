@@ -35,9 +35,9 @@ class Backward(Calls):
     def _piece(self, piece: Piece) -> None:
         """Calls whose dgrads run by a rule, or one by one if it declines their inputs."""
         calls, i = piece.calls, piece.calls[0].index
-        sources = [call.again for call in calls if call.again is not None]
+        sources = [call.recomputed_by for call in calls if call.recomputed_by is not None]
         filled = {call.index: source for call in calls if (source := self._filled_from(call, piece)) is not None}
-        late = self.given.get(calls[-1].index, []) if piece.rule.again else []
+        late = self.given.get(calls[-1].index, []) if piece.rule.recompute else []
         for call in (*calls, *sources):
             self.open(call.place)
         held = [*filled.values(), *calls[-1:] * bool(late)] if self.whole else [call for call in calls if call.source]
@@ -80,14 +80,14 @@ class Backward(Calls):
 
     def _one_after_another(self, calls: list[Call], late: list[Call]) -> None:
         for reader in late[:1]:
-            self.row("recomputed", None, (f"a{reader.again.index}",))  # type: ignore[union-attr]
+            self.row("recomputed", None, (f"a{reader.recomputed_by.index}",))  # type: ignore[union-attr]
         for call in calls:
             self.call(call)
 
     def _filled_from(self, call: Call, piece: Piece) -> Call | None:
         """The call whose recomputed y is put into the pending that the piece gave this one, or None."""
-        given = call.index in self.late or (piece.rule.whole and call.again in piece.calls)
-        return call.again if self.whole and not given else None
+        given = call.index in self.late or (piece.rule.whole and call.recomputed_by in piece.calls)
+        return call.recomputed_by if self.whole and not given else None
 
     def _after(
         self, piece: Piece, ready: list[Call], filled: dict[int, Call], held: list[Call], late: list[Call], after: set[int]

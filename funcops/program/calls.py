@@ -22,7 +22,7 @@ class Calls(Gradients):
         """The readers of each call whose y comes with its gradient, by its index; their weight gradients wait for that y."""
         if not self.whole:
             return {}
-        given = {piece.calls[-1] for piece in self.cover.backward.values() if piece.rule.again}
+        given = {piece.calls[-1] for piece in self.cover.backward.values() if piece.rule.recompute}
         return {call.index: [row for row in self.lowered.backward if row in call.readers] for call in given}
 
     def goes_on(self, call: Call) -> bool:
@@ -55,8 +55,8 @@ class Calls(Gradients):
 
     def _filling(self, call: Call) -> tuple[str, ...]:
         """The recomputed y that is put into the call's residuals."""
-        filled = call.again is not None and (self.goes_on(call) or call.again_in_dgrad)
-        return (f"a{call.again.index}",) if filled else ()  # type: ignore[union-attr]
+        filled = call.recomputed_by is not None and (self.goes_on(call) or call.recomputed_in_dgrad)
+        return (f"a{call.recomputed_by.index}",) if filled else ()  # type: ignore[union-attr]
 
     def _checked(self, call: Call, dy: str) -> None:
         """The op's own function."""
@@ -105,5 +105,5 @@ class Calls(Gradients):
     def recipe(self, call: Call, held: bool = False) -> None:
         """Keep what the recomputed y is computed from, for weight gradients that read it."""
         if not self.whole and call.source:
-            readers = [f"p{reader.index}" for reader in self.lowered.calls if reader.again is call]
+            readers = [f"p{reader.index}" for reader in self.lowered.calls if reader.recomputed_by is call]
             self.row("recipe", call, [f"h{call.index}"] * held + readers, (f"r{call.index}",), readers)

@@ -80,20 +80,20 @@ def locals_of(row: Row) -> set[str]:
     return own.union(*[locals_of(inner) for inner in (*row.then, *row.otherwise)])
 
 
-def recomputed(rows: Iterable[Row], again: Callable[[str, bool], list[Row]], known: Iterable[str] = (), held: Any = ()) -> Any:
-    """The rows, with `again(name, held)` before the first reader of each recomputed y, in each block by itself. `held`: the
+def recomputed(rows: Iterable[Row], recompute: Callable[[str, bool], list[Row]], known: Iterable[str] = (), held: Any = ()) -> Any:
+    """The rows, with `recompute(name, held)` before the first reader of each recomputed y, in each block by itself. `held`: the
     recomputed ys whose residuals are in locals, as a piece took the trees."""
     found: list[Row] = []
     known = set(known)
     for row in rows:
         missing = [name for name in row.reads if name[0] == "a" and name not in known]
-        found += [one for name in missing for one in again(name, "h" + name[1:] in held or row.kind == "recomputed")]
+        found += [one for name in missing for one in recompute(name, "h" + name[1:] in held or row.kind == "recomputed")]
         if row.path is not None:
             found.append(Row("at", data=(row.path,)))
         known.update(missing, row.writes if not row.then else ())
         if row.then:
             inside = row.data[0] if row.kind == "choice" and row.data else ()
-            blocks = recomputed(row.then, again, known), recomputed(row.otherwise, again, known, inside)
+            blocks = recomputed(row.then, recompute, known), recomputed(row.otherwise, recompute, known, inside)
             row = row._replace(then=blocks[0], otherwise=blocks[1])
             known.update(row.writes)
         found += [row] * (row.kind != "recomputed")

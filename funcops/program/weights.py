@@ -45,15 +45,15 @@ class Weights(Rows):
         p = f"p{call.index}"
         self.row("fill", call, (p, f"a{source.index}"), (p,), call.fields, needs=call.needs)
 
-    def again(self, name: str, held: bool = False) -> list[Row]:
+    def recompute(self, name: str, held: bool = False) -> list[Row]:
         """The rows that recompute a y: from the residuals in their tree, or `held` in a local."""
         index = int(name[1:])
         call = next(call for call in self.lowered.calls if call.index == index)
         found = [Row("at", data=(call.path,))]
         if self.trees == "W":
             return [*found, Row("recompute from a recipe", call, writes=(name,))]
-        raw = raw_of(call.op.again)
-        kind = "recompute" if raw is None or not self.testable(call) else "recompute or again"
+        raw = raw_of(call.op.recompute)
+        kind = "recompute" if raw is None or not self.testable(call) else "recompute unchecked"
         return [*found, Row("node", call, (f"h{index}",) * held), Row(kind, call, (), (name,), (raw,))]
 
     def testable(self, call: Call) -> bool:
@@ -91,7 +91,7 @@ class Weights(Rows):
     @property
     def finished(self) -> tuple[Row, ...]:
         """The rows after all passes."""
-        return released(recomputed(self.rows, self.again))
+        return released(recomputed(self.rows, self.recompute))
 
 
 class SecondHalf(Weights):
@@ -121,5 +121,5 @@ class SecondHalf(Weights):
         self.open(call.place)
         self.at(call.path)
         self.row("whole tree" if call.place.scope is None else "pending", call, (), (f"p{call.index}",), "W")
-        if call.again is not None:
-            self.fill(call, call.again)
+        if call.recomputed_by is not None:
+            self.fill(call, call.recomputed_by)
