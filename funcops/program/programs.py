@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import linecache
-import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from funcops.backend import select, wants_triton
+from funcops.backend.source import compile_source
 from funcops.contract.needs import Mask, Needs
 from funcops.contract.op import Op, with_raw
 from funcops.contract.schema import open_node
@@ -29,7 +27,6 @@ from funcops.program.weights import SecondHalf
 from funcops.residuals.nested import needs_of
 from funcops.trees import WithExtras
 
-_numbers = itertools.count()
 _compiling = torch.compiler.is_dynamo_compiling
 
 
@@ -95,12 +92,7 @@ def _made(which: str, op: Op, cfg: Any, needs: Needs, device_type: str | None, d
     found = cover(lowered, device_type, dtype, which == "backward")
     rows = rows_of(which, lowered, found, for_tracer)
     text, names = Source().function(which, rows, for_tracer)
-    file = f"<funcops program {next(_numbers)}: {which} of {op.name}>"
-    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
-    scope = dict(names)
-    exec(compile(text, file, "exec"), scope)
-    weakref.finalize(scope[which], linecache.cache.pop, file, None).atexit = False
-    return scope[which]
+    return compile_source(f"program: {which} of {op.name}", text, names)[which]
 
 
 def rows_of(which: str, lowered: Lowered, found: Cover, for_tracer: bool = False) -> tuple[Row, ...]:
