@@ -76,7 +76,7 @@ class Backward(Calls):
         together = self.block(self._after, piece, ready, filled, held, late, after)
         self.have = after
         names = tuple(f"h{source.index}" for source in held)
-        self.row("choice", None, (f"out{calls[0].index}",), given, names, then=one_by_one, otherwise=together)
+        self.row("choice", None, (f"out{calls[0].index}",), given, names, path=None, then=one_by_one, otherwise=together)
 
     def _one_after_another(self, calls: list[Call], late: list[Call]) -> None:
         for reader in late[:1]:

@@ -44,10 +44,7 @@ class Calls(Gradients):
         dy = self.dy(call)
         raw, own = self.block(self._raw, call, dy), self.block(self._checked, call, dy)
         if raw and self.testable(call):
-            first, *others = own
-            own = (first._replace(path=None), *others)
-            path = call.path if self._filling(call) else None
-            self.row("call", call, (f"n{i}", dy, *self._filling(call)), path=path, then=raw, otherwise=own)
+            self.row("call", call, (f"n{i}", dy, *self._filling(call)), then=raw, otherwise=own)
         else:
             self.rows += own
         if call.needs.x:
@@ -62,7 +59,7 @@ class Calls(Gradients):
         """The op's own function."""
         i, needs = call.index, call.needs if self.goes_on(call) else call.kept
         for a in self._filling(call):
-            self.row("filled", call, (f"n{i}", a), (f"n{i}",), call.fields, needs=needs, path=call.path)
+            self.row("filled", call, (f"n{i}", a), (f"n{i}",), call.fields, needs=needs)
         if self.goes_on(call):
             self.row("bwd", call, (f"n{i}", dy), (f"q{i}", f"d{i}"))
         else:

@@ -97,7 +97,7 @@ class Forward(Rows):
         main = self._of(calls[0].main)
         self.row("forward piece", piece, (*names_of(main), f"E{i}"), (f"out{i}",), main)
         one_by_one = self.block(self._one_by_one, calls)
-        self.row("choice", None, (f"out{i}",), then=one_by_one, otherwise=self.block(self._after, piece))
+        self.row("choice", None, (f"out{i}",), path=None, then=one_by_one, otherwise=self.block(self._after, piece))
 
     def _one_by_one(self, calls: tuple[Call, ...]) -> None:
         for call in calls:

@@ -13,8 +13,8 @@ from funcops.program.rules import Cover
 
 class Row(NamedTuple):
     """A statement. `kind`: what it does, a key of the printer's table. `of`: the call, scope or piece whose op and config it uses.
-    `reads` and `writes`: locals. `path`: the step that an error gets after rows put before this one. `data`: whatever else the
-    printer writes. One of its blocks runs, `then` or `otherwise`, if it has any."""
+    `reads` and `writes`: locals. `path`: the step whose path an error gets; None for a row that raises nothing. `data`: whatever
+    else the printer writes. One of its blocks runs, `then` or `otherwise`, if it has any."""
 
     kind: str
     of: Any = None
@@ -50,15 +50,16 @@ class Rows:
         self.lowered, self.cover, self.traced = lowered, cover, traced
         self.rows: list[Row] = []
         self.opened: set[int] = set()  # the scopes whose trees are in locals
+        self.path = ""
 
     def row(
         self, kind: str, of: Any = None, reads: Iterable[str] = (), writes: Iterable[str] = (), *data: Any, **more: Any
     ) -> None:
-        self.rows.append(Row(kind, of, tuple(reads), tuple(writes), data, **more))
+        self.rows.append(Row(kind, of, tuple(reads), tuple(writes), data, **{"path": self.path, **more}))
 
     def at(self, path: str) -> None:
-        """From here on errors get the path of this step."""
-        self.row("at", None, (), (), path)
+        """Errors of the rows to come get the path of this step."""
+        self.path = path
 
     def block(self, write: Callable[..., None], *arguments: Any) -> tuple[Row, ...]:
         """The rows that `write(*arguments)` adds, as a block."""
@@ -88,8 +89,6 @@ def recomputed(rows: Iterable[Row], recompute: Callable[[str, bool], list[Row]],
     for row in rows:
         missing = [name for name in row.reads if name[0] == "a" and name not in known]
         found += [one for name in missing for one in recompute(name, "h" + name[1:] in held or row.kind == "recomputed")]
-        if row.path is not None:
-            found.append(Row("at", data=(row.path,)))
         known.update(missing, row.writes if not row.then else ())
         if row.then:
             inside = row.data[0] if row.kind == "choice" and row.data else ()

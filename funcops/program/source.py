@@ -33,6 +33,7 @@ class Source:
         self.names: dict[str, Any] = {"WithExtras": WithExtras, "Tensor": Tensor, "add": add, "fold_in": fold_in, "run": run}
         self.names |= {"versions": versions, "any_autocast": op.any_autocast}
         self.paths = [""]
+        self.path: str | None = ""  # the path that an error gets at this line; None if that depends on the block that ran
 
     def function(self, name: str, rows: Iterable[Row], traced: bool) -> tuple[str, dict[str, Any]]:
         """The function's text, and its globals."""
@@ -44,15 +45,23 @@ class Source:
     def _block(self, rows: Iterable[Row], depth: int) -> list[str]:
         lines, indent = list[str](), "    " * depth
         for row in rows:
+            lines += [f"{indent}at = {number}" for number in self._moved(row)]
             lines += [indent + line for line in LINES[row.kind].format_map(Fields(self, row)).split("\n")]
             if row.then:
-                lines += [*self._block(row.then, depth + 1), f"{indent}else:", *self._block(row.otherwise, depth + 1)]
+                before, lines = self.path, [*lines, *self._block(row.then, depth + 1), f"{indent}else:"]
+                after, self.path = self.path, before
+                lines += self._block(row.otherwise, depth + 1)
+                self.path = after if self.path == after else None
         return lines
 
-    def path(self, path: str) -> int:
-        if path not in self.paths:
-            self.paths.append(path)
-        return self.paths.index(path)
+    def _moved(self, row: Row) -> list[int]:
+        """The number of the row's path, if errors got another one before it."""
+        if row.path is None or row.path == self.path:
+            return []
+        self.path = row.path
+        if row.path not in self.paths:
+            self.paths.append(row.path)
+        return [self.paths.index(row.path)]
 
     def const(self, name: str, value: Any) -> str:
         self.names[name] = value

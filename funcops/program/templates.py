@@ -49,7 +49,6 @@ except Exception: ok = False
 """
 
 LINES = {
-    "at": "at = {path}",
     "release": "del {reads}",
     "copy": "{w[0]} = {r[0]}",
     "is": "{w[0]} = {d[0]}",
@@ -167,7 +166,6 @@ EXPRESSIONS: dict[str, Callable[[Any, Row], Any]] = {
     "reads": lambda fields, row: ", ".join(row.reads),
     "writes": lambda fields, row: ", ".join(row.writes),
     "last": lambda fields, row: row.writes[-1],
-    "path": lambda fields, row: fields.source.path(row.data[0]),
     "outer": lambda fields, row: row.of.place.scope.index,
     "name": lambda fields, row: repr(row.of.place.name),
     "node": lambda fields, row: row.reads[0] if row.reads and row.reads[0][0] == "h" else part("K", row.of.place),

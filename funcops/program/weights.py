@@ -49,12 +49,12 @@ class Weights(Rows):
         """The rows that recompute a y: from the residuals in their tree, or `held` in a local."""
         index = int(name[1:])
         call = next(call for call in self.lowered.calls if call.index == index)
-        found = [Row("at", data=(call.path,))]
         if self.trees == "W":
-            return [*found, Row("recompute from a recipe", call, writes=(name,))]
+            return [Row("recompute from a recipe", call, writes=(name,), path=call.path)]
         raw = raw_of(call.op.recompute)
         kind = "recompute" if raw is None or not self.testable(call) else "recompute unchecked"
-        return [*found, Row("node", call, (f"h{index}",) * held), Row(kind, call, (), (name,), (raw,))]
+        node = Row("node", call, (f"h{index}",) * held, path=call.path)
+        return [node, Row(kind, call, (), (name,), (raw,), path=call.path)]
 
     def testable(self, call: Call) -> bool:
         """Whether a test can be written that the residuals pass all checks of the call's op."""
@@ -73,7 +73,7 @@ class Weights(Rows):
         j, found = f"j{own[0].index}", Group(f"q{call.index}" for call in own)
         self.row("joint wgrads", Piece(tuple(own), rule, Saving()), [f"p{call.index}" for call in own], (j,))
         unpacked = self.block(self.row, "unpack", None, (j,), found.names, found)
-        self.row("choice", None, (j,), (), then=self.block(self._one_by_one, own), otherwise=unpacked)
+        self.row("choice", None, (j,), (), path=None, then=self.block(self._one_by_one, own), otherwise=unpacked)
 
     def _one_by_one(self, calls: Sequence[Call]) -> None:
         for call in calls:
