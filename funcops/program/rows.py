@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from funcops.contract.needs import Needs
-from funcops.program.lower import Lowered, Scope, Value
+from funcops.program.lower import Call, Lowered, Scope, Value
 from funcops.program.rules import Cover
 
 
@@ -25,6 +25,13 @@ class Row(NamedTuple):
     path: str | None = None
     then: tuple[Row, ...] = ()
     otherwise: tuple[Row, ...] = ()
+
+    def __str__(self) -> str:
+        path = f" {self.path}" if self.path and isinstance(self.of, Call) else ""
+        lines = [f"{', '.join(self.writes)} = " * bool(self.writes) + f"{self.kind}{path}({', '.join(self.reads)})"]
+        for name, block in (("if", self.then), ("else", self.otherwise)):
+            lines += [f"  {name}:"] * bool(block) + [f"    {line}" for row in block for line in str(row).split("\n")]
+        return "\n".join(lines)
 
 
 class Group(tuple[Any, ...]):
@@ -55,7 +62,8 @@ class Rows:
     def row(
         self, kind: str, of: Any = None, reads: Iterable[str] = (), writes: Iterable[str] = (), *data: Any, **more: Any
     ) -> None:
-        self.rows.append(Row(kind, of, tuple(reads), tuple(writes), data, **{"path": self.path, **more}))
+        made = Row(kind, of, tuple(reads), tuple(writes), data, path=self.path)
+        self.rows.append(made._replace(**more) if more else made)
 
     def at(self, path: str) -> None:
         """Errors of the rows to come get the path of this step."""
