@@ -51,7 +51,7 @@ import torch.utils._pytree as torch_pytree
 from torch import Tensor
 from typing_extensions import dataclass_transform
 
-from funcops.backend.source import exact
+from funcops.backend.source import compile_source, exact
 from funcops.errors import describe, fail, require_callable, require_dtype, require_flag, require_type
 
 NAMESPACE = "funcops"
@@ -164,8 +164,8 @@ def register(cls: type, aside: str = "") -> None:
         return cls(*values, **dict(zip(context, data, strict=True)))
 
     # Written out as source, as dataclasses do: every walk over a tree makes this call at every node.
-    flatten = eval(f"lambda node: ({reading(names)}, {reading(context)}, names)", {"names": names})
-    _register(cls, flatten, rebuild)
+    text = f"def flatten(node):\n    return {reading(names)}, {reading(context)}, names\n"
+    _register(cls, compile_source(f"children of {cls.__name__}", text, {"names": names})["flatten"], rebuild)
 
 
 def register_node(

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from funcops.backend import select
+from funcops.backend.source import compile_source
 from funcops.errors import require
 
 Implementation = Callable[..., Any]
@@ -235,8 +236,8 @@ def _write_call(body: Implementation, declared: Kernel) -> Any:
     first = names[0] + ("[0]" if str(body.__annotations__[names[0]]).startswith("list") else "")
     scope: dict[str, Any] = {"body": body, "select": select, "choose": declared.choose, "watched": watched}
     seen = " and not watched()" if declared.opaque else ""
-    exec(_CALL.format(parameters=", ".join(defaults), names=", ".join(names), first=first, seen=seen), scope)
-    return scope["call"]
+    text = _CALL.format(parameters=", ".join(defaults), names=", ".join(names), first=first, seen=seen)
+    return compile_source(f"call of {body.__name__}", text, scope)["call"]
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -29,6 +29,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from funcops.backend.interpreted import mend
+from funcops.backend.source import compile_source
 
 _SOURCE = """
 def launch(gx, gy, gz, {parameters}, num_warps=4, num_stages=3):
@@ -120,8 +121,8 @@ def launcher(kernel: Any) -> Callable[..., None]:
     scope: dict[str, Any] = {"cache": cache, "miss": miss, "hooks": knobs.runtime}
     _scopes.append(scope)
     _bind(scope)
-    exec(_SOURCE.format(parameters=", ".join(names), key=key), scope)
-    launch: Any = scope["launch"]
+    text = _SOURCE.format(parameters=", ".join(names), key=key)
+    launch: Any = compile_source(f"launch of {kernel.fn.__name__}", text, scope)["launch"]
     launch.cache = cache
     return launch
 

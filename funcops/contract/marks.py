@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from funcops.backend.source import compile_source
 from funcops.errors import DonatedError, StaleResidualError, describe, join_path, short, stale
 from funcops.trees import FIELDS, Aside, leaves, paths, tensors
 
@@ -90,7 +91,7 @@ def counts_writes(cls: type) -> type:
     """Class decorator of a node whose fields are each a tensor, None, or such a node: it gets a `_version`, as a tensor has, which
     `versions` returns for it. Written out as source: every forward and backward reads it."""
     reads = "".join([f"() if (t := n.{name}) is None else t._version, " for name in FIELDS[cls][0]])
-    _readers[cls] = eval(f"lambda n: ({reads})")
+    _readers[cls] = compile_source(f"version of {cls.__name__}", f"def version(n):\n    return ({reads})\n", {})["version"]
     cls._version = property(_readers[cls])  # type: ignore[attr-defined]
     return cls
 

@@ -135,6 +135,11 @@ class Lowered:
     def calls(self) -> tuple[Call, ...]:
         return tuple(row for row in self.forward if type(row) is Call)
 
+    @property
+    def root(self) -> Scope | Call:
+        """The outermost part that has trees."""
+        return self.scopes[0] if self.scopes else next(call for call in self.calls if call.place)
+
     def resolve(self, value: int) -> int:
         while value in self.origin:
             value = self.origin[value]

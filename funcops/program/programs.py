@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import linecache
-import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from funcops.backend import select, wants_triton
+from funcops.backend.source import compile_source
 from funcops.contract.needs import Mask, Needs
 from funcops.contract.op import Op, with_raw
 from funcops.contract.schema import open_node
@@ -21,12 +19,14 @@ from funcops.program import compiled_programs, rules, run
 from funcops.program.accumulator_checks import check_into_tree
 from funcops.program.backward import Backward
 from funcops.program.forward import Forward
-from funcops.program.lower import lower
-from funcops.program.rules import changes, cover
+from funcops.program.lower import Lowered, lower
+from funcops.program.rows import Row
+from funcops.program.rules import Cover, changes, cover
+from funcops.program.source import Source
+from funcops.program.weights import SecondHalf
 from funcops.residuals.nested import needs_of
 from funcops.trees import WithExtras
 
-_numbers = itertools.count()
 _compiling = torch.compiler.is_dynamo_compiling
 
 
@@ -90,16 +90,16 @@ def _made(which: str, op: Op, cfg: Any, needs: Needs, device_type: str | None, d
     if which == "wgrad":  # no tensor tells them here: rules decide when it runs
         device_type, dtype = "cuda", torch.bfloat16
     found = cover(lowered, device_type, dtype, which == "backward")
+    rows = rows_of(which, lowered, found, for_tracer)
+    text, names = Source().function(which, rows, for_tracer)
+    return compile_source(f"program: {which} of {op.name}", text, names)[which]
+
+
+def rows_of(which: str, lowered: Lowered, found: Cover, for_tracer: bool = False) -> tuple[Row, ...]:
+    """The rows of a program's function, after all passes."""
     if which == "forward":
-        text, names = Forward(lowered, found, for_tracer).write()
-    else:
-        text, names = Backward(lowered, found, for_tracer, which).write()
-    file = f"<funcops program {next(_numbers)}: {which} of {op.name}>"
-    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
-    scope = dict(names)
-    exec(compile(text, file, "exec"), scope)
-    weakref.finalize(scope[which], linecache.cache.pop, file, None).atexit = False
-    return scope[which]
+        return Forward(lowered, found, for_tracer).write()
+    return (SecondHalf if which in ("wgrad", "products") else Backward)(lowered, found, for_tracer, which).write()
 
 
 def bwd(op: Op, residuals: Any, dy: Any, cfg: Any, into: Any) -> tuple[Any, Any]:

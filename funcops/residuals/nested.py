@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from funcops.backend.source import compile_source
 from funcops.contract.needs import Needs
 from funcops.contract.schema import Donated
 from funcops.errors import DonatedError, fail
@@ -115,7 +116,7 @@ for _name in (
     "__or__ __ror__ __ior__ __delitem__"
 ).split():
     _scope: dict[str, Any] = {"Nested": Nested}
-    exec(_SOURCE.format(name=_name), _scope)
+    compile_source(f"Nested.{_name}", _SOURCE.format(name=_name), _scope)
     setattr(Nested, _name, _scope[_name])
 
 

@@ -74,7 +74,7 @@ class NoWaiting(TorchDispatchMode):
 @pytest.mark.parametrize("rows", [(8, 8), (8, 24, 16)], ids=str)
 @pytest.mark.parametrize("how", [None, "concatenate", "batch", "group"])
 def test_joined_weight_gradients_do_not_wait(how, rows, indexing, monkeypatch):
-    monkeypatch.setattr(Product, "place", property(lambda p: id(p.dw)))  # a fake tensor has no address
+    monkeypatch.setattr(Product, "accumulator", property(lambda p: id(p.dw)))  # a fake tensor has no address
     with FakeTensorMode(), NoWaiting():
         made = []
         for n in rows:

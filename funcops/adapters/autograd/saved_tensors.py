@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from funcops.adapters.flatten import Shape, TensorIndex, flatten
-from funcops.backend.source import literal
+from funcops.backend.source import compile_source, literal
 from funcops.contract.schema import Saved
 from funcops.formats import QTensor, QWeight
 from funcops.residuals.nested import Nested
@@ -49,8 +49,7 @@ def slots_of(residuals: Any) -> Slots | None:
         empties="; ".join(lines.empties) or "pass",
         writes="; ".join(lines.writes) or "pass",
     )
-    scope: dict[str, Any] = dict(lines.classes)
-    exec(source, scope)
+    scope = compile_source("saved tensors", source, dict(lines.classes))
     return Slots(scope["take"], scope["fill"], scope["empty"])
 
 
@@ -105,9 +104,8 @@ def gradient_writer(params_shape: Any, x_shape: Any) -> Callable[[Any, Any], tup
     reads: list[str] = []
     _reads("p", params_shape, reads)
     _reads("x", x_shape, reads)
-    scope: dict[str, Any] = {}
-    exec(f"def write(p, x):\n    return (None, None, {''.join(f'{read}, ' for read in reads)})", scope)
-    return scope["write"]  # type: ignore[no-any-return]
+    text = f"def write(p, x):\n    return (None, None, {''.join(f'{read}, ' for read in reads)})\n"
+    return compile_source("gradients of saved tensors", text, {})["write"]  # type: ignore[no-any-return]
 
 
 def _reads(at: str, shape: Any, reads: list[str]) -> None:

@@ -8,12 +8,12 @@ of that (what is swapped in place keeps its identity).
 from __future__ import annotations
 
 import functools
-import itertools
-import linecache
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.nn.modules import module as hooks
+
+from funcops.backend.source import compile_source
 
 Same = Callable[[Any, Any], bool]
 
@@ -67,7 +67,6 @@ def same_modules(fields: tuple[tuple[str, ...], ...]) -> Same:
 
 
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-_numbers = itertools.count()
 
 
 def _names(of: str, fields: Sequence[str]) -> list[str]:
@@ -86,8 +85,4 @@ def _same(parameters: str, of: str, fields: Sequence[str]) -> str:
 
 def _compiled(arguments: str, lines: list[str]) -> Same:
     text = f"def same({arguments}):\n" + "\n".join(lines) + "\n"
-    file = f"<funcops unchanged {next(_numbers)}>"
-    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
-    scope: dict[str, Any] = {"hooks": hooks, "s_": object()}
-    exec(compile(text, file, "exec"), scope)
-    return scope["same"]  # type: ignore[no-any-return]
+    return compile_source("unchanged modules", text, {"hooks": hooks, "s_": object()})["same"]  # type: ignore[no-any-return]
