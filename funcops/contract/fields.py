@@ -80,13 +80,13 @@ def saved(
       `"residuals.x"` and `"dy"`; None for a tensor of its own.
     - `of`: the gradients that need it (`"x"`, `"x.0"`, `"params"`, `"params.weight"`). The field is dropped if none of them is
       needed. By default it follows from `needed_by`: x for DGRAD, params for WGRAD.
-    - `recompute_from`: deprecated, and ignored; it goes in version 0.4.
+    - `recompute_from`: deprecated and ignored; removed in version 0.4.
     - `tree`: a tree of tensors, which may be the caller's own.
     - `blocks`: the backward also reads a `Packed` of blocks (`funcops.residuals.forms`), as a policy compresses it.
 
     A field with an alias, and every tensor of a `tree`, is guarded: a backward after a write to it raises `StaleResidualError`."""
     if recompute_from is not None:
-        warnings.warn("saved: recompute_from is ignored and goes in 0.4: leave it out", DeprecationWarning, stacklevel=2)
+        warnings.warn("saved: recompute_from is ignored, and removed in version 0.4: leave it out", DeprecationWarning, stacklevel=2)
     sides = (("x",) if DGRAD in needed_by else ()) + (("params",) if WGRAD in needed_by else ())
     field = Field(shape, alias, needed_by, of or sides, tree, RECOMPUTE in needed_by, DGRAD in needed_by, blocks)
     return dataclasses.field(default=None, metadata={"saved": field})

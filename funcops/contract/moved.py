@@ -52,7 +52,7 @@ class OldPaths(MetaPathFinder, Loader):
         new = new_path(name)
         if new is None or importlib.util.find_spec(new) is None:
             return None
-        warnings.warn(f"{name} is now {new}; the old path goes in version 0.4", DeprecationWarning, stacklevel=2)
+        warnings.warn(f"{name} is now {new}; the old path is removed in version 0.4", DeprecationWarning, stacklevel=2)
         return ModuleSpec(name, self, is_package=hasattr(importlib.import_module(new), "__path__"))
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:

@@ -355,7 +355,7 @@ def bwd_of(
 def wgrad_of(
     node_class: Any, params_class: type, name: str = ""
 ) -> Callable[[WrittenWgrad[G_in, C_in, P_any]], WgradOf[G_in, C_in, P_any]]:
-    """Decorator of a `wgrad`: opens the pending, and answers a pending of None with a tree of None, or `into` as it is."""
+    """Decorator of a `wgrad`: opens the pending, and answers a pending of None with a tree of None, or `into` unchanged."""
 
     def decorate(fn: Any) -> Any:
         where = name or fn.__name__

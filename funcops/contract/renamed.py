@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 def warn(where: str, old: str, new: str, stacklevel: int = 3) -> None:
     """Warn that `old` is now `new`. `stacklevel`: as of `warnings.warn`, called in this function."""
-    warnings.warn(f"{where}: {old} is now {new}; the old name goes in version 0.4", DeprecationWarning, stacklevel)
+    warnings.warn(f"{where}: {old} is now {new}; the old name is removed in version 0.4", DeprecationWarning, stacklevel)
 
 
 def old_arguments(**new_names: str) -> Callable[[F], F]:

@@ -127,8 +127,8 @@ def all_ranks(ok: Tensor, over: Axis | tuple[Axis, ...]) -> Tensor:
 
 
 def raise_on_all_ranks(fault: str | None, mesh: Mesh) -> None:
-    """`RuntimeError` on every rank of the mesh where one of them has a fault, which it says; nothing where all have None. To be
-    called by all ranks. Waits for them.
+    """Raise `RuntimeError` on every rank of the mesh, with the fault, if one of them has a fault; do nothing if all have None. All
+    ranks must call it, and it waits for them.
 
         dist.raise_on_all_ranks(nonfinite(grads), mesh)     # the path of a leaf with a NaN
 

@@ -1,8 +1,8 @@
-"""Operands in low precision of grouped products: each group of sorted rows quantised on its own, as if it were a tensor of its own.
+"""Low-precision operands of grouped products: each group of sorted rows is quantised as a tensor of its own.
 
-A `QTensor` of rows has the codes of all groups; where a format has a scale for a whole tensor, each row has that of its group (so
-that the format is that of scales by rows). One of columns has the rows of `funcops.kernels.grouped_quantize`'s aligned layout: its
-blocks along rows are those of a group. A weight's has a leading dimension of groups.
+A `QTensor` by rows has the codes of all groups; if the format has one scale for a whole tensor, each row has its group's scale, as
+in a format with scales by rows. A `QTensor` by columns has its rows in the aligned layout of `funcops.kernels.grouped_quantize`, so
+that a block along rows belongs to one group. A weight's `QTensor` has a leading dimension of groups.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from funcops.kernels.grouped_scaled import grouped_scaled_mm, grouped_scaled_wgr
 from funcops.ops.qlinear import scaled_weight
 from funcops.trees import replace
 
-ALIGN = 16  # of rows of 8 bits, for a product over them
+ALIGN = 16  # rows of 8 bits, for a product over rows
 
 
 class Groups(NamedTuple):
-    """Of `rows` sorted rows, which are the rows order // choices of a tensor, or where there is no order its own."""
+    """The groups of `rows` sorted rows, which are rows order // choices of a tensor, or, without an order, its own rows."""
 
     offsets: Tensor
     order: Tensor | None
@@ -35,7 +35,7 @@ class Groups(NamedTuple):
     rows: int
 
     def at(self) -> Tensor | None:
-        """[N]: which row of the tensor each is."""
+        """[N]: the tensor's row for each sorted row; None without an order."""
         return self.order if self.order is None or self.choices == 1 else self.order // self.choices
 
     @property
@@ -43,7 +43,7 @@ class Groups(NamedTuple):
         return self.offsets.shape[0] - 1
 
     def gathered(self) -> Groups:
-        """Of rows that are made."""
+        """The same groups, of gathered rows."""
         return Groups(self.offsets, None, 1, self.rows)
 
     def of(self, x: Tensor) -> Tensor:
@@ -52,8 +52,8 @@ class Groups(NamedTuple):
         return x if index is None else x.index_select(0, index)
 
     def aligned(self, block: int, missing: int) -> tuple[Tensor, Tensor]:
-        """Where groups start in the aligned layout, and of each of its rows the one of x that it holds: `missing`, the number of
-        these, for zeros."""
+        """The starts of groups in the aligned layout, and for each of its rows the row of x in it: `missing`, the number of rows of
+        x, for a row of zeros."""
         starts = kernels.aligned_starts(self.offsets, block)
         size = kernels.aligned_count(self.rows, self.experts, block)
         source = kernels.aligned_source(self.offsets, starts, self.rows, size)
@@ -64,8 +64,8 @@ class Groups(NamedTuple):
 
 
 def rows_in(x: Tensor, format: Format, groups: Groups, key: Tensor | None = None) -> tuple[QTensor, Tensor | None]:
-    """x [M, K] by rows, and what row n is found by: None where it is gathered. Blocks within a row know no groups, so that what
-    several rows are gathered of is quantised once."""
+    """x [M, K] by rows, and the index that gathers its rows, or None if they are gathered. Blocks within a row do not depend on
+    groups, so that a row of x is quantised once, however often it is gathered."""
     if not format.whole:
         return quantize_tensor(x, format), groups.at()
     rows, group = groups.of(x), group_of(groups.offsets, groups.rows)
@@ -87,7 +87,7 @@ def _coded(
 
 
 def scaled_rows(x: Tensor, format: Format, groups: Groups, scale: Tensor) -> tuple[QTensor, Tensor]:
-    """The gathered rows by scales [E] that are given, and the groups' amaxes [E]."""
+    """The gathered rows with given scales [E], and the groups' amaxes [E]."""
     rows, group = groups.of(x), group_of(groups.offsets, groups.rows)
     each = torch.cat((scale, scale.new_ones(1))).index_select(0, group).unsqueeze(-1)
     codes, _ = quantize.quantize_scaled(rows, format.element, each)
@@ -96,7 +96,7 @@ def scaled_rows(x: Tensor, format: Format, groups: Groups, scale: Tensor) -> tup
 
 
 def columns_in(x: Tensor, format: Format, groups: Groups, hadamard: bool = False, key: Tensor | None = None) -> QTensor:
-    """x [M, K] by columns, for dw: of the aligned rows. Where a group has one scale, codes of rows are ready for dw."""
+    """x [M, K] by columns, for dw, in the aligned layout. If a group has one scale, codes by rows also serve for dw."""
     if format.tile == (0, 0):
         return rows_in(x, format, groups, key)[0]
     starts, source = groups.aligned(format.tile[1], len(x))
@@ -114,7 +114,7 @@ def columns_in(x: Tensor, format: Format, groups: Groups, hadamard: bool = False
 
 
 def columns_of(row: QTensor, groups: Groups) -> QTensor:
-    """For dw, what `rows_in` gave: codes of blocks are tiled anew, of the aligned rows."""
+    """The result of `rows_in` for dw: codes of blocks are tiled anew, in the aligned layout."""
     if row.format.tile == (1, 0):
         return row
     _, source = groups.aligned(row.format.tile[1], len(row.codes))
@@ -128,7 +128,7 @@ def weight_rows(weight: Any, recipe: Recipe) -> QTensor:
 
 
 def scaled_weights(weight: Scaled, recipe: Recipe) -> tuple[QTensor, Tensor]:
-    """The same by scales that are given, and their amaxes [E]."""
+    """Weights [E, O, I] by rows, with given scales, and their amaxes [E]."""
     if isinstance(weight.value, QWeight) and weight.amax is not None:
         return weight.value.row, weight.amax.reshape(-1)
     found = [scaled_weight(Scaled(w, s, None), recipe) for w, s in zip(weight.value, weight.scale, strict=True)]
@@ -149,7 +149,7 @@ def _quantized(weight: Tensor, format: Format, side: str) -> QTensor:
     groups, high, width = lying.shape
     if format.whole or high % format.tile[0]:
         return stacked([quantize_tensor(one, format, side=side) for one in weight])
-    codes, scales = quantize.quantize_row(lying.reshape(groups * high, width), *format.args(), None, None)  # as one of all groups
+    codes, scales = quantize.quantize_row(lying.reshape(groups * high, width), *format.args(), None, None)  # all groups as one
     codes, scales = codes.view(groups, high, -1), by_tiles(scales, format).reshape(groups, high // format.tile[0], -1)
     return QTensor(codes, scales, None, format=format, shape=weight.shape[1:], dtype=weight.dtype, side=side, hadamard=False)
 
@@ -157,7 +157,7 @@ def _quantized(weight: Tensor, format: Format, side: str) -> QTensor:
 def product(
     a: QTensor, index: Tensor | None, w: QTensor, bias: Tensor | None, scales: Tensor | None, groups: Groups, out: torch.dtype
 ) -> Tensor:
-    """y or dx by row, [N, O], with a bias that counts `scales` [N] times."""
+    """y or dx by row, [N, O], with a bias multiplied by `scales` [N]."""
     return grouped_scaled_mm(  # type: ignore[no-any-return]
         *a.args,
         *w.args,
@@ -177,7 +177,7 @@ def product(
 
 def product_of_columns(dy: QTensor, x: QTensor, groups: Groups, out: torch.dtype) -> Tensor:
     """dw [E, O, I]."""
-    if dy.side == "row":  # a scale a group
+    if dy.side == "row":  # one scale per group
         starts, source = groups.gathered().aligned(ALIGN, groups.rows)
         sides = [(quantize.transpose(kernels.taken(q.codes, source)), kernels.taken(q.scales, source).mT, None) for q in (dy, x)]
         operands: Any = (*sides[0], *sides[1])
@@ -192,6 +192,6 @@ def product_of_columns(dy: QTensor, x: QTensor, groups: Groups, out: torch.dtype
 
 
 def split_keys(keys: Tensor) -> Tensor:
-    """Of keys [E, 2], two each: [2, E, 2], as `random.split` makes them."""
+    """Split each of keys [E, 2] into two, as `random.split` does: [2, E, 2]."""
     each: Any = [random.split(key, 2) for key in keys]
     return torch.stack(each, 1)

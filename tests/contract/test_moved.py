@@ -32,7 +32,7 @@ def test_an_old_path_is_the_module_at_the_new_one(old, monkeypatch):
         module.__spec__,
         [(room, dict(vars(room))) for room in (funcops, funcops.dist, funcops.distributed, funcops.models)],
     )
-    with pytest.warns(DeprecationWarning, match=f"^{old} is now {new_path(old)}; the old path goes in version 0.4$"):
+    with pytest.warns(DeprecationWarning, match=f"^{old} is now {new_path(old)}; the old path is removed in version 0.4$"):
         assert importlib.import_module(old) is module
     assert module.__spec__ is spec and module.__name__ == new_path(old)
     for room, names in rooms:  # an import binds the last name in the module above it: none of the public face's

@@ -30,7 +30,7 @@ MODULES = {
 
 
 def warns(where, old, new):
-    return pytest.warns(DeprecationWarning, match=f"^{where}: {old} is now {new}; the old name goes in version 0.4$")
+    return pytest.warns(DeprecationWarning, match=f"^{where}: {old} is now {new}; the old name is removed in version 0.4$")
 
 
 @pytest.mark.parametrize("module, old", MODULES)
@@ -109,7 +109,7 @@ def test_a_config_may_have_hooks_of_the_old_names():
     hooks = {"apart": "shards_features", "gives_by_place": "gives_by_position", "shared_out": "sharded"}
     with pytest.warns(DeprecationWarning) as caught:
         make_op("halved", HalvedConfig, fwd=activation.fwd, dgrad=activation.dgrad)
-    said = [f"HalvedConfig: {old} is now {new}; the old name goes in version 0.4" for old, new in hooks.items()]
+    said = [f"HalvedConfig: {old} is now {new}; the old name is removed in version 0.4" for old, new in hooks.items()]
     assert [str(one.message) for one in caught] == said and {one.filename for one in caught} == {__file__}
     cfg = HalvedConfig()
     assert cfg.shards_features and not cfg.gives_by_position and cfg.sharded(1, 2)[1] == 3

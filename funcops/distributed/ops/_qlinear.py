@@ -1,8 +1,7 @@
-"""What the linear layers in low precision over an axis share: one quantisation of a tensor of which each rank has a part, and codes
-and scales on their way.
+"""Shared by the low-precision linear layers over an axis: quantisation of a sharded tensor, and codes and scales in flight.
 
-Codes of rows are gathered as rows are. Those of columns stand beside one another where the rows of a rank are whole tiles; where
-they are not, the tensor itself is sent, and quantised when it is whole: the same codes.
+Codes by rows are gathered as rows are. Codes by columns are put side by side if the rows of a rank are whole tiles; if they are
+not, the tensor itself is sent, and quantised when it is whole: the same codes.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from funcops.ops.qlinear import Largest, quantized
 
 
 def check_low_config(cfg: Any, shared: str) -> None:
-    """Of a config whose feature `shared` the axis shares out."""
+    """Check a config whose features `shared` are sharded over the axis."""
     where = type(cfg).__name__
     check_config(cfg, shared)
     require(cfg.overlap != "ring", where, "overlap", "'none' or 'bulk' with a recipe, whose codes are sent as one", "'ring'")
@@ -41,17 +40,17 @@ def check_op(name: str, other: str, cfg: Any) -> None:
 
 
 def over(axis: Axis) -> Largest:
-    """The amax of what the ranks of an axis have in parts, of that of a part."""
+    """The function from a rank's amax to the amax over all ranks of an axis; None for one rank."""
     return None if axis.size == 1 else lambda amax: comm.largest(amax, axis)
 
 
 def whole_tiles(t: Tensor, format: Format, axis: Axis) -> bool:
-    """Whether the columns' tiles of this rank's rows are tiles of all."""
+    """Whether the tiles by columns of this rank's rows are also tiles of all rows."""
     return axis.size == 1 or format.tile == (0, 0) or (format.tile[1] > 0 and t.shape[:-1].numel() % format.tile[1] == 0)
 
 
 class Sent(NamedTuple):
-    """A tensor on its way, in low precision or as it is."""
+    """A tensor in flight, in low precision or not."""
 
     of: Any
     codes: Tensor
@@ -59,7 +58,7 @@ class Sent(NamedTuple):
 
 
 def send(t: Any, axis: Axis) -> Sent:
-    """Begin to gather a `QTensor`, or a tensor, over an axis, along dimension 0 of what it stands for."""
+    """Begin to gather a `QTensor`, or a tensor, over an axis, along dimension 0 of the tensor that it stands for."""
     if not isinstance(t, QTensor) or axis.size == 1:
         return Sent(t, t if axis.size == 1 else comm.start_gather(t, axis))
     codes = comm.start_gather(t.codes, axis)
@@ -69,7 +68,7 @@ def send(t: Any, axis: Axis) -> Sent:
 
 
 def arrived(sent: Sent, axis: Axis) -> Any:
-    """What was sent, whole."""
+    """Wait for the whole tensor."""
     q = sent.of
     if axis.size == 1:
         return q
@@ -82,7 +81,7 @@ def arrived(sent: Sent, axis: Axis) -> Any:
         if sent.scales is not None:
             scales = scales.mT if by_columns(*q.format.tile, q.format.scales) else _side_by_side(scales, axis)
     elif sent.scales is not None and by_columns(*q.format.tile, q.format.scales):
-        scales = scales.mT.contiguous().mT  # as quantisers give them
+        scales = scales.mT.contiguous().mT  # the layout that quantisers return
     shape = q.shape[:0] + (axis.size * q.shape[0], *q.shape[1:])
     return QTensor(codes, scales, q.scale, format=q.format, shape=shape, dtype=q.dtype, side=q.side, hadamard=q.hadamard)
 
@@ -92,7 +91,8 @@ def gathered(t: Any, axis: Axis) -> Any:
 
 
 def send_columns(x: Tensor, recipe: Recipe, format: Format, axis: Axis, key: Tensor | None = None) -> Sent:
-    """Begin to gather what gives the codes by columns of all rows (`columns_of`): those of this rank's, or the rows themselves."""
+    """Begin to gather the codes by columns of this rank's rows, or the rows themselves; `columns_of` returns the codes of all
+    rows."""
     if not whole_tiles(x, format, axis):
         return send(x, axis)
     return send(quantized(x, format, over(axis), side="col", key=key, hadamard=recipe.hadamard), axis)
@@ -104,5 +104,5 @@ def columns_of(sent: Sent, recipe: Recipe, format: Format, axis: Axis, key: Tens
 
 
 def _side_by_side(t: Tensor, axis: Axis) -> Tensor:
-    """[n K, R] of ranks one after the other -> [K, n R]."""
+    """[n K, R], concatenated over ranks -> [K, n R]."""
     return t.unflatten(0, (axis.size, -1)).movedim(0, 1).flatten(1)
