@@ -1,4 +1,4 @@
-"""Names and keys as they are written into generated source."""
+"""Names and keys in generated source."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 
 def exact(names: Any) -> Any:
-    """The names, in tuples, lists and dicts or alone, as plain strings: what is written as source, or joined to a path, has no repr
-    of their own. Anything else is returned as it is.
+    """Turn names, alone or in tuples, lists and dicts, into plain strings: a subclass of str may have its own repr, which must not
+    get into source or a path. Any other value is returned unchanged.
 
     >>> import enum
     >>> from funcops.backend.source import exact

@@ -104,7 +104,7 @@ def test_what_makes_no_module_is_refused_where_the_class_is_made(attributes, sai
 
 
 def test_a_class_that_lacks_its_op_or_values_says_so_when_called():
-    with pytest.raises(TypeError, match="Bare: op must be an op, as an attribute of the class, got none"):
+    with pytest.raises(TypeError, match="Bare: op must be an op, set as an attribute of the class, got none"):
         type("Bare", (fnn.OpModule,), {})()(torch.ones(3))
     with pytest.raises(ValueError, match=r"Bare: values must be fields of GainConfig: .*, got \(\)"):
         type("Bare", (fnn.OpModule,), {"op": gain})()(torch.ones(3))
