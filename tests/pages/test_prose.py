@@ -4,8 +4,11 @@ import prose
 import pytest
 
 READ = [
-    *(f"funcops/{room}" for room in ("formats", "fused", "kernels", "lora", "low_precision", "models", "program")),
-    *("funcops/schedule", "funcops/testing", "README.md", "CONTRIBUTING.md", "docs", "benchmarks", "examples"),
+    *(f"funcops/{room}" for room in ("adapters", "backend", "formats", "fused", "kernels", "lora", "low_precision", "memory")),
+    *(f"funcops/{room}" for room in ("models", "optim", "program", "residuals", "schedule", "testing")),
+    *(f"funcops/{name}.py" for name in ("__init__", "checkpoint", "dist", "errors", "graphs", "nn")),
+    *(f"funcops/{name}.py" for name in ("precision", "random", "trees")),
+    *("README.md", "CONTRIBUTING.md", "docs", "benchmarks", "examples"),
 ]
 
 

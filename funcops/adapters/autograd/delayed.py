@@ -183,7 +183,7 @@ class WgradStore:
 def delayed_wgrad() -> WgradStore:
     """A context in which backwards of `differentiable` ops and `funcops.nn` modules leave their weight gradients to the store.
 
-    Only gradients of parameters, which are leaves, are delayed, not those of a weight that was computed from others. After the
+    Only gradients of parameters, which are leaves, are delayed, not the gradient of a weight computed from others. After the
     block, call `run()`; several backwards, and several blocks of one store, add up. Raises `RuntimeError` if an earlier store still
     has work or blocks are nested; if the model runs under DistributedDataParallel without `no_sync()`; and if torch.compile
     compiled the ops, whose weight gradients cannot be delayed. A process has one store at a time, for all its threads.
