@@ -276,7 +276,7 @@ def test_patterns_that_are_wrong(name):
             fnn.from_torch(model, **{name: pattern})
     with pytest.raises(ValueError, match="from_torch: only must be None or at least one pattern, got none"):
         fnn.from_torch(model, only=[])
-    with pytest.raises(ValueError, match="from_torch: policy must be None for a model without an MLP"):
+    with pytest.raises(ValueError, match="from_torch: policy must be None for a model without a known MLP"):
         fnn.from_torch(model, only="lm_head", policy="minimal")
     assert_untouched(model, before)
 

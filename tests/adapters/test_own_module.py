@@ -152,6 +152,6 @@ def test_autocast_that_casts_nothing_is_named_where_the_op_needs_one_dtype(autoc
 
 
 def test_x_that_the_op_does_not_take_where_torch_has_no_such_module():
-    said = r"Gain: x and parameters must be plain tensors, x of .*, as .* no plain\(x\), got Tensor of torch.int64, Parameter"
+    said = r"Gain: x and parameters must be plain tensors, x of .*, because .* no plain\(x\), got Tensor of torch.int64, Parameter"
     with pytest.raises(TypeError, match=said):
         Gain(3)(torch.ones(3, dtype=torch.int64))
