@@ -12,7 +12,7 @@ from law_cases import CASES
 from train_runs import TINY, losses, run
 
 from benchmarks import kernels
-from benchmarks.samples import Maker, samples
+from benchmarks.kernel_calls import Maker, kernel_calls
 from funcops import WithExtras, chain, random, with_policy
 from funcops.backend import backend, gemm
 from funcops.formats import FORMATS, Format, quantize_tensor, turned
@@ -65,19 +65,19 @@ def test_compiles(name):
         LAWS["compiles"](dataclasses.replace(case, device="cuda"), torch.float32)
 
 
-SAMPLES = [(s.name, s.shape) for s in samples(Maker("meta", torch.float32))]
+CALLS = [(s.name, s.shape) for s in kernel_calls(Maker("meta", torch.float32))]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("i", range(len(SAMPLES)), ids=lambda i: " ".join(SAMPLES[i]))
+@pytest.mark.parametrize("i", range(len(CALLS)), ids=lambda i: " ".join(CALLS[i]))
 def test_real_sizes(i, dtype):
-    """Every benchmark sample against the torch body in float64, at a quarter of its sizes."""
-    sample = list(samples(Maker("cuda", dtype, shrink=4)))[i]
+    """Every benchmarked call against the torch body in float64, at a quarter of its sizes."""
+    call = list(kernel_calls(Maker("cuda", dtype, shrink=4)))[i]
     with backend("triton"):
         # of codes: where y differs in its last bit, an element may be rounded to the next one
-        close = torch.bfloat16 if sample.values is not None else sample.dtype or dtype
-        assert kernels.relative_error(sample) < relative(close, sample.length)
-    del sample
+        close = torch.bfloat16 if call.values is not None else call.dtype or dtype
+        assert kernels.relative_error(call) < relative(close, call.length)
+    del call
     gc.collect()
     torch.cuda.empty_cache()
 

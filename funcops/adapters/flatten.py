@@ -1,4 +1,4 @@
-"""Splitting of a tree into its tensors and a shape with their slots, and the reverse.
+"""Splitting of a tree into its tensors and a shape with their indices, and the reverse.
 
 In plain Python, although `trees` uses optree: the shape must survive a traced `autograd.Function`, and an optree spec made outside
 of a compiled function cannot be used in it.
@@ -16,8 +16,8 @@ from funcops.residuals.nested import Nested
 from funcops.trees import FIELDS
 
 
-class Place(NamedTuple):
-    """The slot of tensor number `i`."""
+class TensorIndex(NamedTuple):
+    """Stands in a shape for tensor number `i`."""
 
     i: int
 
@@ -35,7 +35,7 @@ def flatten(node: Any, found: list[Tensor]) -> Any:
     """The shape of a tree; its tensors are appended to `found`."""
     if isinstance(node, Tensor):
         found.append(node)
-        return Place(len(found) - 1)
+        return TensorIndex(len(found) - 1)
     if isinstance(node, Nested):
         shape: Any = {name: flatten(child, found) for name, child in node.items()}
         return type(node)(shape, cfg=node.cfg, needs=node.needs)
@@ -56,8 +56,8 @@ def flatten(node: Any, found: list[Tensor]) -> Any:
 
 
 def unflatten(shape: Any, tensors: Sequence[Any]) -> Any:
-    """The tree of a shape, with `tensors` in its slots."""
-    if type(shape) is Place:
+    """The tree of a shape, with `tensors` at their indices."""
+    if type(shape) is TensorIndex:
         return tensors[shape.i]
     if type(shape) is Shape:
         node = shape.cls(**{name: unflatten(child, tensors) for name, child in shape.leaves.items()}, **shape.statics)
@@ -76,8 +76,8 @@ def unflatten(shape: Any, tensors: Sequence[Any]) -> Any:
 
 
 def gradients(shape: Any, tree: Any, found: list[Any]) -> list[Any]:
-    """The gradients for each slot of the shape that a tree of gradients mirrors, in order; None if the tree lacks that leaf."""
-    if type(shape) is Place:
+    """The gradients for each tensor of the shape that a tree of gradients mirrors, in order; None if the tree lacks that leaf."""
+    if type(shape) is TensorIndex:
         found.append(tree)
     elif type(shape) is Shape:
         for name, child in shape.leaves.items():
@@ -91,9 +91,9 @@ def gradients(shape: Any, tree: Any, found: list[Any]) -> list[Any]:
     return found
 
 
-def places(shape: Any, path: str) -> Iterator[tuple[int, str]]:
-    """The number and the path of each slot, in order."""
-    if type(shape) is Place:
+def indexed_paths(shape: Any, path: str) -> Iterator[tuple[int, str]]:
+    """The number and the path of each tensor, in order."""
+    if type(shape) is TensorIndex:
         yield shape.i, path
         return
     parts: Any = shape.leaves if type(shape) is Shape else shape
@@ -105,4 +105,4 @@ def places(shape: Any, path: str) -> Iterator[tuple[int, str]]:
         return
     for name, child in named:
         name = exact(name)
-        yield from places(child, f"{path}.{name}" if path else str(name))
+        yield from indexed_paths(child, f"{path}.{name}" if path else str(name))

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from funcops.contract.op import Op
 from funcops.contract.schema import Donated
 from funcops.errors import DonatedError, describe, fail, in_step, require, require_type
-from funcops.program.into import check_into_tree
+from funcops.program.accumulator_checks import check_into_tree
 from funcops.trees import fake, leaves, tree_map, tree_map_tensors
 
 HOW = ("each", "concatenate", "batch", "group")

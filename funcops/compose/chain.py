@@ -127,7 +127,7 @@ def _recomputed(steps: tuple[Step, ...], recompute: Any) -> frozenset[str]:
     unknown = [] if isinstance(recompute, bool) else [name for name in recompute if name not in names]
     require(not unknown, "ChainConfig", "recompute", f"a bool, or names of steps ({', '.join(names)})", unknown)
     asked = names if recompute is True else set(recompute or ())
-    return frozenset(step.name for step in steps if step.name in asked and step.op.again is not None and not step.given)
+    return frozenset(step.name for step in steps if step.name in asked and step.op.recompute is not None and not step.given)
 
 
 def _check_routing(steps: tuple[Step, ...], extras: tuple[str, ...], outputs: tuple[str, ...]) -> None:
@@ -218,15 +218,17 @@ def chain_init(cfg: ChainConfig, *, key: Tensor | None = None, device: Any = Non
     return params
 
 
-def _lower(cfg: ChainConfig, rows: Lowered, place: Place, needs: Needs, main: Value, given: Extras, again: Call | None) -> Parts:
+def _lower(
+    cfg: ChainConfig, rows: Lowered, place: Place, needs: Needs, main: Value, given: Extras, recomputed_by: Call | None
+) -> Parts:
     """Each step reads what the one before it wrote; backward they are reversed."""
     scope = rows.scope(place, "chain", cfg, needs, (ChainResiduals, ChainPending))
     extras, back = rows.aliases(given)
     for step, wanted, before in zip(cfg.steps, needs_of_steps(cfg, needs), (None, *cfg.steps), strict=False):
         if before is not None:
             source = scope.parts[before.name] if before.name in cfg.recomputed else None
-            again = source if isinstance(source, Call) and source.gives_again else None
-        main, gives, own = rows.step(step, scope, wanted, main, extras, again)
+            recomputed_by = source if isinstance(source, Call) and source.can_recompute else None
+        main, gives, own = rows.step(step, scope, wanted, main, extras, recomputed_by)
         extras |= gives
         back = own + back
     return main, tuple([extras[name] for name in cfg.outputs]), back

@@ -14,7 +14,7 @@ from funcops.contract.configs import Composite, Replace
 from funcops.contract.needs import Needs, check_needs
 from funcops.contract.op import Op, config, init_of, make_op
 from funcops.errors import describe, fail, require_type
-from funcops.ops._tuples import parts_of
+from funcops.ops._tuples import require_tuple
 from funcops.ops.experts import ExpertsConfig, ExpertsParams, experts
 
 EXTRAS = "tokens", "indices"
@@ -66,7 +66,7 @@ def expert_steps_fwd(params: ExpertsParams, x: Any, cfg: ExpertStepsConfig, *, n
     """x: `(weights, x, indices)` -> y: [*, H]. Raises as the steps do."""
     where = "expert_steps_fwd"
     _check_cfg(where, cfg)
-    own, (weights, tokens, indices) = _by_name(where, "params", params, cfg), parts_of(where, x, "weights", "x", "indices")
+    own, (weights, tokens, indices) = _by_name(where, "params", params, cfg), require_tuple(where, x, "weights", "x", "indices")
     if needs is not Needs.ALL:
         check_needs(where, needs, params, x)
         labels = ("main", *[f"extras.{name}" for name in EXTRAS])

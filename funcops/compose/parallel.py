@@ -1,4 +1,4 @@
-"""parallel: one input, several bodies.
+"""parallel: one input, several bodies. `funcops.dist.parallel` is another thing: it rewrites a model.
 
     y = (body_1(x), body_2(x), ...)        dx = sum of the bodies' dx
 
@@ -101,14 +101,16 @@ def _check_given(branches: tuple[Step, ...]) -> None:
 ParallelResiduals, ParallelPending = nested("Parallel", "the branches by name", __name__)
 
 
-def _lower(cfg: ParallelConfig, rows: Lowered, place: Place, needs: Needs, main: Value, given: Extras, again: Call | None) -> Parts:
+def _lower(
+    cfg: ParallelConfig, rows: Lowered, place: Place, needs: Needs, main: Value, given: Extras, recomputed_by: Call | None
+) -> Parts:
     """The branches in order, forward and backward; their gradients of x are summed."""
     scope = rows.scope(place, "parallel", cfg, needs, (ParallelResiduals, ParallelPending))
     x, ends = rows.alias(main)
     extras, after = rows.aliases(given)
     live, mains, outputs, back = live_inputs(needs.x, cfg.extras), [], [], []
     for branch in cfg.branches:
-        y, gives, own = rows.step(branch, scope, branch.needs(live, needs.params), x, extras, again)
+        y, gives, own = rows.step(branch, scope, branch.needs(live, needs.params), x, extras, recomputed_by)
         mains.append(y)
         outputs += gives.values()
         back += own

@@ -38,7 +38,7 @@ from funcops.contract.needs import Needs, check_needs, sub_mask
 from funcops.contract.op import Op, config, dgrad_of, init_of, make_op
 from funcops.contract.schema import open_node
 from funcops.errors import describe, fail, in_step, join_path, require
-from funcops.program.into import check_into_tree
+from funcops.program.accumulator_checks import check_into_tree
 from funcops.program.run import taken_apart
 from funcops.program.values import abstract_params, add, has_params
 from funcops.residuals.nested import nested, part
@@ -175,7 +175,7 @@ def repeat_fwd(params: Any, x: Any, cfg: RepeatConfig, *, needs: Needs = Needs.A
     given: dict[str, list[Any]] = {name: [] for name in cfg.outputs}
     i = 0
     try:
-        turns = layers if cfg.op.ahead is None else _begun(layers, cfg)
+        turns = layers if cfg.op.prefetch is None else _begun(layers, cfg)
         for i, (layer, wanted) in enumerate(zip(turns, needs_of_layers(cfg, needs), strict=True)):
             layer_x = bundle(main, dict(extras), cfg.keys, i, True) if extras else main
             main, kept[i] = cfg.op.fwd(layer, layer_x, cfg.cfg, needs=wanted)
@@ -214,7 +214,7 @@ def _begun(given: Iterable[Any], cfg: RepeatConfig) -> Iterator[Any]:
     rest = iter(given)
 
     def begin(one: Any) -> Any:
-        return None if one is None else cfg.op.ahead.begin(one, cfg.cfg)
+        return None if one is None else cfg.op.prefetch.begin(one, cfg.cfg)
 
     coming = begin(next(rest))
     for after in rest:
@@ -226,8 +226,8 @@ def _begun(given: Iterable[Any], cfg: RepeatConfig) -> Iterator[Any]:
 
 def _settle(results: list[Any], i: int, cfg: RepeatConfig, sums: tuple[Any, ...]) -> None:
     """The gradients of layer i, of an op that gives them while they are on their way."""
-    if cfg.op.ahead is not None and i < cfg.times:
-        results[i] = cfg.op.ahead.settle(results[i], sums[i])
+    if cfg.op.prefetch is not None and i < cfg.times:
+        results[i] = cfg.op.prefetch.settle(results[i], sums[i])
 
 
 def _backward(op: Op, cfg: Any, kept: Any, dy: Any, whole: bool, into: Any) -> tuple[Any, Any]:
@@ -235,8 +235,8 @@ def _backward(op: Op, cfg: Any, kept: Any, dy: Any, whole: bool, into: Any) -> t
     if not whole:
         return (None, None) if kept is None else op.dgrad(kept, dy, cfg)
     if kept is None:
-        return None, (op if op.ahead is None else op.ahead).wgrad(None, cfg, into=into)
-    dparams, dx = (op if op.ahead is None else op.ahead).bwd(kept, dy, cfg, into=into)
+        return None, (op if op.prefetch is None else op.prefetch).wgrad(None, cfg, into=into)
+    dparams, dx = (op if op.prefetch is None else op.prefetch).bwd(kept, dy, cfg, into=into)
     return dx, dparams
 
 
@@ -248,11 +248,11 @@ def _walk(node: Any, dy: Any, cfg: RepeatConfig, sums: tuple[Any, ...] | None) -
     of_outputs: Any = None
     if cfg.outputs:
         dy, of_outputs = _of_layers("repeat_bwd" if whole else "repeat_dgrad", dy, cfg)
-    turns = None if cfg.op.ahead is None else _begun((part(node, i) for i in reversed(range(cfg.times))), cfg)
+    turns = None if cfg.op.prefetch is None else _begun((part(node, i) for i in reversed(range(cfg.times))), cfg)
     try:
         for i in reversed(range(cfg.times)):
             if copies.home:  # what went to the host: the layer before this one comes back while this one computes
-                copies.ahead([node.get(i), node.get(i - 1)])
+                copies.prefetch([node.get(i), node.get(i - 1)])
             kept = part(node, i) if turns is None else next(turns)
             if of_outputs is not None:
                 none = dy is None and all([d is None for d in of_outputs[i].values()])
@@ -293,8 +293,8 @@ def _products(pending: Any, cfg: RepeatConfig, *, into: Any) -> list[Any]:
 def _by_layer(part_of_op: str, pending: Any, cfg: RepeatConfig, into: Any) -> list[Any]:
     """What the body's "wgrad" or "products" gives for each layer, called for the last first."""
     _check_cfg("repeat_wgrad", cfg)
-    late = cfg.op.ahead is not None and part_of_op == "wgrad"
-    run = cfg.op.ahead.wgrad if late else getattr(cfg.op, part_of_op)
+    late = cfg.op.prefetch is not None and part_of_op == "wgrad"
+    run = cfg.op.prefetch.wgrad if late else getattr(cfg.op, part_of_op)
     node = None if pending is None else open_node("repeat_wgrad", pending, RepeatPending, cfg)
     sums = _accumulators("repeat_wgrad", into, node, cfg)
     found: list[Any] = [None for _ in range(cfg.times)]

@@ -73,11 +73,13 @@ class SkipConfig(Composite):
     programs: ClassVar[dict[Any, Any]]
 
 
-def _lower(cfg: SkipConfig, rows: Lowered, place: Place, needs: Needs, main: Value, extras: Extras, again: Call | None) -> Parts:
+def _lower(
+    cfg: SkipConfig, rows: Lowered, place: Place, needs: Needs, main: Value, extras: Extras, recomputed_by: Call | None
+) -> Parts:
     """A fork, the body, and the sum. Backward the body's gradient is added to dy."""
     wanted, fuse = _wants_main(needs, cfg), cfg.cfg.fuse
     split = rows.call(fork, ForkConfig(), None, Needs(x=wanted, params=False), main, gives=1, fuse=fuse, path=place.path)
-    branch, outputs, back = rows.body(cfg.op, cfg.cfg, place, needs, split.out, extras, again, fuse=fuse)
+    branch, outputs, back = rows.body(cfg.op, cfg.cfg, place, needs, split.out, extras, recomputed_by, fuse=fuse)
     asked = Needs(x=("0",) * bool(needs) + ("1",) * wanted, params=False)
     total = rows.call(add_op, AddConfig(), None, asked, branch, split.gives, fuse=fuse, path=place.path)
     return total.out, outputs, [total, *back, split]

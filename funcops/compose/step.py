@@ -87,7 +87,7 @@ class Step:
                 sums[name] = add(sums.get(name), gradient)
         return main
 
-    def apart(self, y: Any) -> tuple[Any, dict[str, Any]]:
+    def split_y(self, y: Any) -> tuple[Any, dict[str, Any]]:
         """The main value of the op's y, and what else it gives, by name."""
         if not self.given:
             return y, {}

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from typing_extensions import dataclass_transform
 
-from funcops.contract.fields import AGAIN as AGAIN
 from funcops.contract.fields import DGRAD as DGRAD
 from funcops.contract.fields import NO_GRADIENT as NO_GRADIENT
+from funcops.contract.fields import RECOMPUTE as RECOMPUTE
 from funcops.contract.fields import WGRAD as WGRAD
 from funcops.contract.fields import Field as Field
 from funcops.contract.fields import Inputs as Inputs
@@ -39,9 +39,10 @@ from funcops.contract.marks import (
     told,
     versions,
 )
-from funcops.contract.memo import equal, remember
 from funcops.contract.needs import Needs
-from funcops.errors import DonatedError, apart, describe, fail, stale
+from funcops.contract.renamed import old_names
+from funcops.contract.trace_safe_cache import equal, remember
+from funcops.errors import DonatedError, describe, differing_parts, fail, stale
 from funcops.trees import register, register_node, show, static
 
 T = TypeVar("T")
@@ -316,7 +317,7 @@ def keep(cfg, needs{parameters}):
         if drop is None:
             return None
         {drops}
-        if len(drop) >= {idle} and not needs.x and not needs.again:
+        if len(drop) >= {idle} and not needs.x and not needs.recompute:
             self = object.__new__(cls)
             {assigns}
             self.cfg = cfg
@@ -404,6 +405,10 @@ def open_node(where: str, node: Any, cls: Any, cfg: Any) -> Any:
     if not node.fresh():
         node.complain(where)
     if node.cfg is not cfg and not equal(node.cfg, cfg):
-        expected, got = apart(node.cfg, cfg)
+        expected, got = differing_parts(node.cfg, cfg)
         fail(where, "cfg", f"the config of the forward, {expected}", got)
     return node
+
+
+if not TYPE_CHECKING:  # a checker would take every name for one of the module's
+    __getattr__ = old_names(__name__, AGAIN="RECOMPUTE")

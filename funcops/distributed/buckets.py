@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from funcops.distributed.checks import check_tensor
 from funcops.distributed.mesh import Axis
-from funcops.distributed.plain import check_tensor
 from funcops.errors import FLOATS, describe, fail, require_count
 from funcops.trees import paths
 
@@ -24,10 +24,10 @@ BUCKET_BYTES = 25 * 2**20
 _ALIGNED = 16  # elements: a leaf begins where kernels read many at once
 
 
-class Leaf(NamedTuple):
-    """A tensor of a tree by its place among the leaves; `offset` and `size`: of a rank's part, in a row of its bucket."""
+class BucketLeaf(NamedTuple):
+    """A tensor of a tree by its number among the leaves; `offset` and `size`: of a rank's part, in a row of its bucket."""
 
-    place: int
+    number: int
     path: str
     shape: tuple[int, ...]
     offset: int
@@ -41,7 +41,7 @@ class Leaf(NamedTuple):
 class Bucket(NamedTuple):
     """Leaves of one dtype on one device that go over the same axes: `rows` parts of `width` elements each."""
 
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[BucketLeaf, ...]
     dtype: torch.dtype
     device: torch.device
     axes: tuple[Axis, ...]
@@ -60,7 +60,7 @@ class Bucket(NamedTuple):
         """[rows, width] of the leaves' tensors: one that fills a bucket by itself as it is, without a copy."""
         dtype = dtype or self.dtype
         if len(self.leaves) == 1:
-            t = given[self.leaves[0].place]
+            t = given[self.leaves[0].number]
             if t.numel() == self.rows * self.width and t.is_contiguous() and t.dtype is dtype:
                 return t.detach().view(self.rows, self.width)
         padded = sum([leaf.numel for leaf in self.leaves]) != self.rows * self.width
@@ -68,8 +68,8 @@ class Bucket(NamedTuple):
         made = flat(self.rows, self.width, dtype=dtype, device=self.device)
         to, of = [], []
         for leaf in self.leaves:
-            for place, part in _pieces(leaf, self.rows, given[leaf.place]):
-                to.append(made[place])
+            for index, part in _pieces(leaf, self.rows, given[leaf.number]):
+                to.append(made[index])
                 of.append(part)
         if to:
             torch._foreach_copy_(to, of)
@@ -81,8 +81,9 @@ class Bucket(NamedTuple):
         return own.pack([t if t is None else t.reshape(-1) for t in given], dtype)[0]
 
     def parts(self, row: Tensor) -> list[tuple[int, Tensor]]:
-        """Of a row [width] the parts of leaves, views of it, with their places."""
-        return [(leaf.place, row.narrow(0, leaf.offset, leaf.size).view(part_shape(leaf.shape, self.rows))) for leaf in self.leaves]
+        """Of a row [width] the parts of leaves, views of it, with their numbers."""
+        parts = [(leaf, row.narrow(0, leaf.offset, leaf.size)) for leaf in self.leaves]
+        return [(leaf.number, part.view(part_shape(leaf.shape, self.rows))) for leaf, part in parts]
 
     def wholes(self, flat: Tensor) -> list[tuple[int, Tensor]]:
         """Of all rows [rows * width] the leaves: views where a bucket has one row or one leaf."""
@@ -90,11 +91,11 @@ class Bucket(NamedTuple):
         found = []
         for leaf in self.leaves:
             t = rows.narrow(1, leaf.offset, leaf.size).reshape(-1)
-            found.append((leaf.place, t.narrow(0, 0, leaf.numel).view(leaf.shape)))
+            found.append((leaf.number, t.narrow(0, 0, leaf.numel).view(leaf.shape)))
         return found
 
 
-def _pieces(leaf: Leaf, rows: int, t: Tensor) -> list[tuple[Any, Tensor]]:
+def _pieces(leaf: BucketLeaf, rows: int, t: Tensor) -> list[tuple[Any, Tensor]]:
     """Where the elements of a leaf go in a bucket, as few copies: full parts, and the rest of them."""
     if not leaf.size:
         return []
@@ -119,9 +120,9 @@ def part_shape(shape: tuple[int, ...], n: int) -> tuple[int, ...]:
 
 
 class Kind(NamedTuple):
-    """What a plan is made of: a tensor's place, path, shape, dtype, device, and the axes that it goes over."""
+    """What a plan is made of: a tensor's number, path, shape, dtype, device, and the axes that it goes over."""
 
-    place: int
+    number: int
     path: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -143,7 +144,7 @@ def _plan(kinds: tuple[Kind, ...], rows: int, bucket_bytes: int, divisible: bool
 
     def close(key: Any) -> None:
         found = filling.pop(key)
-        made.append((found[0].place, found))
+        made.append((found[0].number, found))
 
     for kind in kinds:
         key = kind.dtype, kind.device, kind.axes
@@ -160,7 +161,7 @@ def _bucket(kinds: list[Kind], rows: int, divisible: bool) -> Bucket:
     for kind in kinds:
         width = -(-width // _ALIGNED) * _ALIGNED if len(kinds) > 1 else 0
         size = -(-math.prod(kind.shape) // rows)
-        leaves.append(Leaf(kind.place, kind.path, kind.shape, width, size))
+        leaves.append(BucketLeaf(kind.number, kind.path, kind.shape, width, size))
         width += size
     first = kinds[0]
     multiple = math.prod([axis.size for axis in first.axes]) // rows if divisible else 1

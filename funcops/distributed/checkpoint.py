@@ -58,7 +58,7 @@ def _boxes(ranges: Sequence[Ranges]) -> Iterator[_Box]:
         yield _Box(tuple(b[0] for b in box), tuple(b[1] for b in box), tuple(b[2] for b in box))
 
 
-class _Leaf(NamedTuple):
+class _LeafShards(NamedTuple):
     """What a rank tells all of a leaf: the whole, what it has of it, and the bits of that in short, where others have the same."""
 
     shape: tuple[int, ...]
@@ -188,7 +188,7 @@ def _together(mesh: Mesh, act: Callable[[], R]) -> list[R]:
     return [one[3] for one in found]
 
 
-def _described(named: Mapping[str, Tensor], specs: Mapping[str, Spec], mesh: Mesh) -> dict[str, _Leaf]:
+def _described(named: Mapping[str, Tensor], specs: Mapping[str, Spec], mesh: Mesh) -> dict[str, _LeafShards]:
     leaves = {}
     for name, t in named.items():
         is_leaf("save", name, t)
@@ -196,7 +196,7 @@ def _described(named: Mapping[str, Tensor], specs: Mapping[str, Spec], mesh: Mes
             fail("save", name, "a dense tensor with values", f"{describe(t)} on {t.device}", CheckpointError)
         boxes = tuple(_boxes(check_own("save", name, t, specs[name], mesh)))
         alike = math.prod(axis.size for axis in _unnamed(specs[name], mesh)) > 1
-        leaves[name] = _Leaf(whole_shape(t.shape, specs[name], mesh), t.dtype, specs[name], boxes, _digest(t) if alike else 0)
+        leaves[name] = _LeafShards(whole_shape(t.shape, specs[name], mesh), t.dtype, specs[name], boxes, _digest(t) if alike else 0)
     return leaves
 
 
@@ -217,23 +217,23 @@ def _digest(t: Tensor) -> int:
     return total % 2**64
 
 
-def _place(rank: int, spec: Spec, mesh: Mesh) -> tuple[tuple[int, ...], int]:
+def _coordinates(rank: int, spec: Spec, mesh: Mesh) -> tuple[tuple[int, ...], int]:
     """Which part of a leaf a rank has, and its number among those that have the same."""
-    place, number = {}, 0
+    at, number = {}, 0
     for axis in reversed(mesh.axes):
-        rank, place[axis.name] = divmod(rank, axis.size)
+        rank, at[axis.name] = divmod(rank, axis.size)
     for axis in _unnamed(spec, mesh):
-        number = number * axis.size + place[axis.name]
-    return tuple(place.get(name, 0) for name in (*spec.names, PIPELINE)), number
+        number = number * axis.size + at[axis.name]
+    return tuple(at.get(name, 0) for name in (*spec.names, PIPELINE)), number
 
 
-def _check_alike(said: Sequence[Mapping[str, _Leaf]], mesh: Mesh) -> None:
+def _check_alike(said: Sequence[Mapping[str, _LeafShards]], mesh: Mesh) -> None:
     """That ranks have the same leaves, and those of the same part of a leaf the same bits."""
-    stages: dict[Any, tuple[int, Mapping[str, _Leaf]]] = {}
-    wholes: dict[str, tuple[int, _Leaf]] = {}
-    parts: dict[Any, tuple[int, _Leaf]] = {}
+    stages: dict[Any, tuple[int, Mapping[str, _LeafShards]]] = {}
+    wholes: dict[str, tuple[int, _LeafShards]] = {}
+    parts: dict[Any, tuple[int, _LeafShards]] = {}
     for rank, leaves in enumerate(said):
-        other, there = stages.setdefault(_place(rank, WHOLE, mesh)[0], (rank, leaves))
+        other, there = stages.setdefault(_coordinates(rank, WHOLE, mesh)[0], (rank, leaves))
         odd = sorted(there.keys() ^ leaves.keys())
         if odd:
             fail("save", "tree", f"of the same leaves on ranks {other} and {rank}", f"{odd[0]} on one of them", CheckpointError)
@@ -242,17 +242,17 @@ def _check_alike(said: Sequence[Mapping[str, _Leaf]], mesh: Mesh) -> None:
             if known[:3] != one[:3]:
                 wanted = f"of one shape and dtype, with one spec, on ranks {other} and {rank}"
                 fail("save", name, wanted, f"{_of(known)} and {_of(one)}", CheckpointError)
-            other, known = parts.setdefault((name, _place(rank, one.spec, mesh)[0]), (rank, one))
+            other, known = parts.setdefault((name, _coordinates(rank, one.spec, mesh)[0]), (rank, one))
             if known.digest != one.digest:
                 wanted = f"the same on ranks {other} and {rank}, between which its spec shares nothing out"
                 fail("save", name, wanted, f"other values (its spec is {one.spec})", CheckpointError)
 
 
-def _of(leaf: _Leaf) -> str:
+def _of(leaf: _LeafShards) -> str:
     return f"{short(leaf.dtype)}{list(leaf.shape)} by {leaf.spec}"
 
 
-def _plans(said: Sequence[Mapping[str, _Leaf]], mesh: Mesh, folder: Path) -> tuple[Any, list[Any], Any]:
+def _plans(said: Sequence[Mapping[str, _LeafShards]], mesh: Mesh, folder: Path) -> tuple[Any, list[Any], Any]:
     """The writer, the plan of each rank, and what will be where. Of ranks that have the same part the leaf's name chooses one."""
     from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 
@@ -261,7 +261,7 @@ def _plans(said: Sequence[Mapping[str, _Leaf]], mesh: Mesh, folder: Path) -> tup
         items = []
         for name, one in leaves.items():
             count = math.prod(axis.size for axis in _unnamed(one.spec, mesh))
-            boxes = one.boxes if _place(rank, one.spec, mesh)[1] == zlib.crc32(name.encode()) % count else ()
+            boxes = one.boxes if _coordinates(rank, one.spec, mesh)[1] == zlib.crc32(name.encode()) % count else ()
             if not math.prod(one.shape):
                 boxes = (_Box((0,) * len(one.shape), one.shape, (0,) * len(one.shape)),)
             for box in boxes:
@@ -274,7 +274,7 @@ def _plans(said: Sequence[Mapping[str, _Leaf]], mesh: Mesh, folder: Path) -> tup
     return writer, writer.prepare_global_plan(plans), metadata
 
 
-def _item(name: str, leaf: _Leaf, box: _Box) -> Any:
+def _item(name: str, leaf: _LeafShards, box: _Box) -> Any:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -286,7 +286,7 @@ def _item(name: str, leaf: _Leaf, box: _Box) -> Any:
 class _Given:
     """What DCP's writer asks for the tensors that it writes."""
 
-    def __init__(self, named: Mapping[str, Tensor], leaves: Mapping[str, _Leaf]) -> None:
+    def __init__(self, named: Mapping[str, Tensor], leaves: Mapping[str, _LeafShards]) -> None:
         self.named, self.leaves = named, leaves
 
     def resolve_data(self, item: Any) -> Tensor:

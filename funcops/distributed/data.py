@@ -23,8 +23,7 @@ from funcops.backend import wide
 from funcops.contract.accumulators import check_into
 from funcops.contract.needs import Needs
 from funcops.contract.schema import WGRAD, saved, static
-from funcops.distributed.buckets import BUCKET_BYTES, Bucket, Kind, float_leaves, part_shape, plan, require_bytes
-from funcops.distributed.in_flight import (
+from funcops.distributed.async_collectives import (
     Flight,
     InFlight,
     all_to_all_start,
@@ -33,8 +32,9 @@ from funcops.distributed.in_flight import (
     scatter_sum_start,
     sum_over_start,
 )
+from funcops.distributed.buckets import BUCKET_BYTES, Bucket, Kind, float_leaves, part_shape, plan, require_bytes
+from funcops.distributed.checks import require_axis
 from funcops.distributed.mesh import Axis, Mesh
-from funcops.distributed.plain import require_axis
 from funcops.distributed.specs import Spec, Specs, check_own, is_leaf, specs_by_path
 from funcops.errors import fail, in_step, require, require_dtype, require_flag, require_type
 from funcops.trees import flatten, paths, unflatten
@@ -82,8 +82,8 @@ class Reducing(Flight):
         onward = [_rest(bucket, sums, places if into is not None else None) for bucket in sums.buckets]
         found: list[Any] = [None] * spec.num_leaves
         for bucket, row in zip(sums.buckets, _together(onward, flying), strict=True):
-            for place, t in bucket.parts(row):
-                found[place] = t
+            for index, t in bucket.parts(row):
+                found[index] = t
         if into is None:
             return unflatten(spec, found)
         pairs = [(to, t) for to, t in zip(places, found, strict=True) if t is not None]
@@ -222,7 +222,7 @@ def _accumulators(into: Any, sums: Sums, spec: Any) -> list[Any]:
     for bucket in sums.buckets:
         for leaf in bucket.leaves:
             t = torch.empty((), dtype=bucket.dtype, device=bucket.device)
-            like[leaf.place] = t.expand(part_shape(leaf.shape, bucket.rows))
+            like[leaf.number] = t.expand(part_shape(leaf.shape, bucket.rows))
     check_into("finish", into, unflatten(spec, like))
     return list(paths(into).values())
 
@@ -258,7 +258,7 @@ def _rest(bucket: Bucket, sums: Sums, into: list[Any] | None) -> Onward:
 
 
 def _widest(into: list[Any], bucket: Bucket) -> torch.dtype:
-    return functools.reduce(torch.promote_types, [into[leaf.place].dtype for leaf in bucket.leaves])
+    return functools.reduce(torch.promote_types, [into[leaf.number].dtype for leaf in bucket.leaves])
 
 
 def _ordered(bucket: Bucket, order: list[Axis], sums: Sums, start: Tensor | None, out: torch.dtype) -> Onward:

@@ -3,7 +3,7 @@
     specs = specs_of(chain, cfg)                             # what the parallel layers of a model share out
     params = init(chain, cfg, specs, mesh, key=key)
 
-The draws of an `init` are put off until it is known which leaf each has become. Numbers depend on their place in the whole leaf.
+The draws of an `init` are put off until it is known which leaf each has become. Numbers depend on their index in the whole leaf.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class _Stacks(TorchDispatchMode):
 
 
 class _Found(NamedTuple):
-    """A tree, and by the identity of its tensors the places of the draws that they are, untouched: one, or those of a stack."""
+    """A tree, and by the identity of its tensors the indices of the draws that they are, untouched: one, or those of a stack."""
 
     tree: Any
     draws: list[Any]
-    places: dict[int, tuple[int, ...]]
+    indices: dict[int, tuple[int, ...]]
     stacked: set[int]
 
     @staticmethod
@@ -59,17 +59,17 @@ class _Found(NamedTuple):
         with random.put_off(takes) as draws, _Stacks() as stacks:
             tree = make()
         one = {id(draw[0]): (i,) for i, draw in enumerate(draws) if draw is not None and version(draw[0]) == 0}
-        places: dict[int, tuple[int, ...]] = {**one}
+        indices: dict[int, tuple[int, ...]] = {**one}
         for name, (made, parts) in stacks.of.items():
             if version(made) == 0 and all(id(part) in one for part in parts):
-                places[name] = tuple(one[id(part)][0] for part in parts)
-        return _Found(tree, [None if draw is None else draw[1] for draw in draws], places, stacks.of.keys() - one.keys())
+                indices[name] = tuple(one[id(part)][0] for part in parts)
+        return _Found(tree, [None if draw is None else draw[1] for draw in draws], indices, stacks.of.keys() - one.keys())
 
     def part(self, t: Tensor, ranges: Sequence[Ranges]) -> Tensor:
         """The part of a leaf."""
-        if id(t) not in self.places:
+        if id(t) not in self.indices:
             return take(t, ranges)
-        draws = [self.draws[i] for i in self.places[id(t)]]
+        draws = [self.draws[i] for i in self.indices[id(t)]]
         if id(t) not in self.stacked:
             return draws[0].part(ranges)  # type: ignore[no-any-return]
         return torch.stack([draws[i].part(ranges[1:]) for start, n in ranges[0] for i in range(start, start + n)])
@@ -78,9 +78,9 @@ class _Found(NamedTuple):
 def own_parts(make: Callable[[], Any], part_of: PartOf) -> Any:
     """The tree that `make()` makes, of each leaf the part that `part_of` says. A leaf that is a draw, or draws stacked, is drawn in
     part; one that is more than drawn, and so is on the meta device now, is made whole first."""
-    found = _Found.of(make, lambda place: True)
-    clean = {place for t in leaves(found.tree) if id(t) in found.places for place in found.places[id(t)]}
-    if any(isinstance(t, Tensor) and t.is_meta and id(t) not in found.places for t in leaves(found.tree)):
+    found = _Found.of(make, lambda index: True)
+    clean = {index for t in leaves(found.tree) if id(t) in found.indices for index in found.indices[id(t)]}
+    if any(isinstance(t, Tensor) and t.is_meta and id(t) not in found.indices for t in leaves(found.tree)):
         clean = set()  # a leaf is made of a draw, and it does not say of which
     if len(clean) < len(found.draws):
         found = _Found.of(make, clean.__contains__)
@@ -136,19 +136,19 @@ def _ways(cfg: Any) -> Iterator[tuple[Axis, bool]]:
         yield cfg.axis, cfg.sequence_parallel
 
 
-def _between(cfg: Any, params: Any, path: str, axis: Axis, apart: bool, found: set[str]) -> bool:
-    """Note the leaves of steps of whose x each rank of the axis has other features. `apart`: whether x is so; returned for y."""
+def _between(cfg: Any, params: Any, path: str, axis: Axis, sharded: bool, found: set[str]) -> bool:
+    """Note the leaves of steps of whose x each rank of the axis has other features. `sharded`: whether x is so; returned for y."""
     if not isinstance(cfg, Composite):
         own = getattr(cfg, "axis", None) == axis
-        if apart and not own:
+        if sharded and not own:
             found.update(join_path(path, name) for name in paths(params))
-        return cfg.apart if own and cfg.apart is not None else apart
-    before = apart
+        return cfg.shards_features if own and cfg.shards_features is not None else sharded
+    before = sharded
     for name, _, inner in cfg.parts():
-        x_apart = before if type(cfg) is ParallelConfig else apart
+        x_sharded = before if type(cfg) is ParallelConfig else sharded
         for where, layer in _layers(name, params, path):
-            apart = _between(inner, layer, where, axis, x_apart, found)
-    return apart
+            sharded = _between(inner, layer, where, axis, x_sharded, found)
+    return sharded
 
 
 def _layers(name: Any, params: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from funcops.contract.renamed import old_names
 from funcops.distributed import comm
 from funcops.distributed.buckets import float_leaves
+from funcops.distributed.checks import check_tensor
 from funcops.distributed.data import axes_by_path, axes_of
 from funcops.distributed.handshake import known_to_all
 from funcops.distributed.mesh import Axis, Mesh
-from funcops.distributed.plain import check_tensor
 from funcops.errors import check, require_device, require_type
 
 _NONE: Mapping[str, tuple[Axis, ...]] = {}
@@ -106,11 +107,11 @@ def amaxes_over(amaxes: Mapping[str, Tensor], over: Axis | tuple[Axis, ...]) -> 
     return {path: part.view(t.shape) for (path, t), part in zip(amaxes.items(), parts, strict=True)}
 
 
-def everywhere(ok: Tensor, over: Axis | tuple[Axis, ...]) -> Tensor:
+def all_ranks(ok: Tensor, over: Axis | tuple[Axis, ...]) -> Tensor:
     """Whether `ok`, a 0-d bool, holds on all ranks of these axes: the same on each of them. No host sync. Flags are summed, as a
     maximum may drop a NaN.
 
-        ok = dist.everywhere(all_finite(grads), (dp, tp))
+        ok = dist.all_ranks(all_finite(grads), (dp, tp))
         params, state = select_step(ok, new, old)
 
     Raises `ValueError` or `TypeError` unless `ok` is a 0-d bool tensor.
@@ -118,33 +119,37 @@ def everywhere(ok: Tensor, over: Axis | tuple[Axis, ...]) -> Tensor:
     >>> import torch
     >>> from funcops import dist
     >>> from funcops.testing import run_ranks
-    >>> run_ranks({"dp": 2}, lambda mesh: dist.everywhere(torch.tensor(mesh["dp"].rank == 0), mesh["dp"]))
+    >>> run_ranks({"dp": 2}, lambda mesh: dist.all_ranks(torch.tensor(mesh["dp"].rank == 0), mesh["dp"]))
     [tensor(False), tensor(False)]
     """
-    check("everywhere", "ok", ok, (), torch.bool)
-    axes = axes_of("everywhere", over)
+    check("all_ranks", "ok", ok, (), torch.bool)
+    axes = axes_of("all_ranks", over)
     return functools.reduce(lambda s, axis: comm.sum_over(s, axis), axes, (~ok).to(torch.float32)) == 0
 
 
-def raise_everywhere(fault: str | None, mesh: Mesh) -> None:
+def raise_on_all_ranks(fault: str | None, mesh: Mesh) -> None:
     """`RuntimeError` on every rank of the mesh where one of them has a fault, which it says; nothing where all have None. To be
     called by all ranks. Waits for them.
 
-        dist.raise_everywhere(nonfinite(grads), mesh)     # the path of a leaf with a NaN
+        dist.raise_on_all_ranks(nonfinite(grads), mesh)     # the path of a leaf with a NaN
 
     >>> from funcops import dist
     >>> from funcops.testing import run_ranks
     >>> def each(mesh):
     ...     try:
-    ...         dist.raise_everywhere("head.weight" if mesh.rank == 1 else None, mesh)
+    ...         dist.raise_on_all_ranks("head.weight" if mesh.rank == 1 else None, mesh)
     ...     except RuntimeError as error:
     ...         return str(error)
     ...
     >>> run_ranks({"dp": 2}, each)[0]
-    'raise_everywhere: no rank must have a fault, got rank 1: head.weight'
+    'raise_on_all_ranks: no rank must have a fault, got rank 1: head.weight'
     """
-    require_type("raise_everywhere", "fault", fault, str, type(None))
-    require_type("raise_everywhere", "mesh", mesh, Mesh)
+    require_type("raise_on_all_ranks", "fault", fault, str, type(None))
+    require_type("raise_on_all_ranks", "mesh", mesh, Mesh)
     said = known_to_all("" if not fault else f"rank {mesh.rank}: {fault}", mesh)
     if said:
-        raise RuntimeError(f"raise_everywhere: no rank must have a fault, got {said}")
+        raise RuntimeError(f"raise_on_all_ranks: no rank must have a fault, got {said}")
+
+
+if not TYPE_CHECKING:  # a checker would take every name for one of the module's
+    __getattr__ = old_names(__name__, everywhere="all_ranks", raise_everywhere="raise_on_all_ranks")

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from funcops.contract.needs import Needs
 from funcops.contract.schema import WGRAD, saved, static
+from funcops.distributed.async_collectives import Flight, finish, gather_start
 from funcops.distributed.buckets import BUCKET_BYTES, Kind, float_leaves, part_shape, plan, require_bytes
-from funcops.distributed.in_flight import Flight, finish, gather_start
+from funcops.distributed.checks import require_axis
 from funcops.distributed.mesh import Axis
-from funcops.distributed.plain import require_axis
 from funcops.errors import check, describe, fail, in_step
 from funcops.trees import flatten, paths, same_structure, unflatten, with_leaves
 

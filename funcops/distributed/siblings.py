@@ -28,7 +28,7 @@ from funcops.distributed.ops.column_qlinear import (
     rounded_dy,
     send_x,
 )
-from funcops.fused._steps import alike, alone
+from funcops.fused.matchers import alike, alone
 from funcops.kernels import linear as kernels
 from funcops.kernels import pointwise
 from funcops.ops.linear import LinearParams, check_linear_into
@@ -154,7 +154,7 @@ def _saves(window: Window) -> Saving:
     return Saving(2 * len(window.calls) - 2, len(window.calls) - 1)
 
 
-rule = register_fusion(Rule("sibling columns", SIBLINGS_FORWARD, _match_forward, _run, _saves, everywhere=True))
+rule = register_fusion(Rule("sibling columns", SIBLINGS_FORWARD, _match_forward, _run, _saves, on_cpu=True))
 backward_rule = register_fusion(
-    Rule("sibling columns", SIBLINGS_BACKWARD, _match_backward, _run_backward, _saves, everywhere=True, wgrads=_wgrads)
+    Rule("sibling columns", SIBLINGS_BACKWARD, _match_backward, _run_backward, _saves, on_cpu=True, wgrads=_wgrads)
 )

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from funcops.contract.op import config
 from funcops.distributed import comm
-from funcops.distributed.in_flight import finish, sum_over_start
+from funcops.distributed.async_collectives import finish, sum_over_start
+from funcops.distributed.checks import check_tensor
 from funcops.distributed.mesh import Axis, Mesh
-from funcops.distributed.plain import check_tensor
 from funcops.errors import describe, fail, require, require_type
 from funcops.trees import paths, tree_map_with_path, with_leaves
 

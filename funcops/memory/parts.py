@@ -21,7 +21,7 @@ def has_parts(op: Op, cfg: Any) -> bool:
     return isinstance(cfg, Composite) and not hasattr(op.fwd, "made_by")
 
 
-class Leaf(NamedTuple):
+class LeafPart(NamedTuple):
     """A part without parts, and the call that runs it, if it is in a program. `whole`: whether its program's x is the whole
     op's."""
 
@@ -37,10 +37,10 @@ class Leaf(NamedTuple):
         return self.call.fields if self.call else ()
 
 
-def leaves_of(op: Op, cfg: Any, path: str = "", whole: bool = True) -> Iterator[Leaf]:
+def leaves_of(op: Op, cfg: Any, path: str = "", whole: bool = True) -> Iterator[LeafPart]:
     """The ops that an op consists of, in the order of the forward; a repeat's body once."""
     if not has_parts(op, cfg):
-        yield Leaf(path, op, whole)
+        yield LeafPart(path, op, whole)
     elif op.lower is None:
         for name, inner, inner_cfg in cfg.parts():
             yield from leaves_of(inner, inner_cfg, join_path(path, name), False)
@@ -51,7 +51,7 @@ def leaves_of(op: Op, cfg: Any, path: str = "", whole: bool = True) -> Iterator[
             if has_parts(call.op, call.cfg):
                 yield from leaves_of(call.op, call.cfg, here, False)
             elif call.place is not None:
-                yield Leaf(here, call.op, whole, program, call)
+                yield LeafPart(here, call.op, whole, program, call)
 
 
 class Holder(NamedTuple):
@@ -83,7 +83,7 @@ def holders(op: Op, cfg: Any) -> Iterator[Holder]:
                 yield Holder(join_path(leaf.path, name), action, leaf.whole and of_x, leaf.program, value)
 
 
-def _values(leaf: Leaf) -> Iterator[tuple[str, Field, int | None]]:
+def _values(leaf: LeafPart) -> Iterator[tuple[str, Field, int | None]]:
     """The fields of a part, and the values that they hold: None for a tensor of its own, or an element of a tuple that is one
     value."""
     fields = {name: field for name, field in leaf.op.fields().items() if not field.of_params and name not in leaf.dropped}

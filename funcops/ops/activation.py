@@ -22,8 +22,8 @@ from torch import Tensor
 
 from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
-from funcops.contract.op import again_of, config, dgrad_of, forward, make_op, no_params, same_width
-from funcops.contract.schema import AGAIN, DGRAD, NO_GRADIENT, Residuals, saved
+from funcops.contract.op import config, dgrad_of, forward, make_op, no_params, recompute_of, same_width
+from funcops.contract.schema import DGRAD, NO_GRADIENT, RECOMPUTE, Residuals, saved
 from funcops.errors import FLOATS, check, require
 from funcops.kernels import activation as kernels
 
@@ -55,7 +55,7 @@ class ActivationConfig(OpConfig):
 
 
 class ActivationResiduals(Residuals):
-    x: Tensor = saved("[*]", alias="x", needed_by=DGRAD | AGAIN)
+    x: Tensor = saved("[*]", alias="x", needed_by=DGRAD | RECOMPUTE)
 
 
 def activation_kept(cfg: ActivationConfig, needs: Needs, x: Tensor | None) -> ActivationResiduals | None:
@@ -71,8 +71,8 @@ def activation_fwd(
     return kernels.activation_fwd(x, cfg.kind), activation_kept(cfg, needs, x)
 
 
-@again_of(ActivationResiduals)
-def activation_again(residuals: ActivationResiduals, cfg: ActivationConfig) -> Tensor:
+@recompute_of(ActivationResiduals)
+def activation_recompute(residuals: ActivationResiduals, cfg: ActivationConfig) -> Tensor:
     """y of the forward, the same bits."""
     return kernels.activation_fwd(residuals.x, cfg.kind)
 
@@ -88,6 +88,11 @@ def activation_dgrad(residuals: ActivationResiduals, dy: Tensor, cfg: Activation
 
 
 activation = make_op(
-    "activation", ActivationConfig, fwd=activation_fwd, dgrad=activation_dgrad, cheap="elementwise", again=activation_again
+    "activation",
+    ActivationConfig,
+    fwd=activation_fwd,
+    dgrad=activation_dgrad,
+    recomputable="elementwise",
+    recompute=activation_recompute,
 )
 activation_init, activation_bwd, activation_wgrad = no_params(activation, activation_dgrad)

@@ -29,7 +29,7 @@ from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
 from funcops.contract.schema import DGRAD, Inputs, Residuals, saved
 from funcops.errors import FLOATS, check, fail, show_shape
 from funcops.kernels import bmm as kernels
-from funcops.ops._tuples import parts_of
+from funcops.ops._tuples import require_tuple
 
 __all__ = ["BMMConfig", "BMMResiduals", "bmm", "bmm_bwd", "bmm_dgrad", "bmm_fwd", "bmm_init", "bmm_wgrad"]
 
@@ -54,7 +54,7 @@ def bmm_fwd(
     params: None, x: tuple[Tensor, Tensor], cfg: BMMConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, BMMResiduals | None]:
     """x: `(a, b)` -> y: [*, M, N]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
-    a, b = parts_of("bmm_fwd", x, "a", "b")
+    a, b = require_tuple("bmm_fwd", x, "a", "b")
     check("bmm_fwd", "x.0 (a)", a, (...,), FLOATS)
     if a.dim() < 2:
         fail("bmm_fwd", "x.0 (a)", "[..., M, K]", list(a.shape))

@@ -35,8 +35,8 @@ from funcops import random
 from funcops.contract.accumulators import accumulate
 from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
-from funcops.contract.op import again_of, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
-from funcops.contract.schema import AGAIN, DGRAD, WGRAD, Pending, Residuals, saved, static
+from funcops.contract.op import both_halves, config, dgrad_of, forward, init_of, make_op, recompute_of, wgrad_of
+from funcops.contract.schema import DGRAD, RECOMPUTE, WGRAD, Pending, Residuals, saved, static
 from funcops.errors import FLOATS, check, describe, fail, require, require_count
 from funcops.kernels import causal_conv1d as kernels
 from funcops.ops._norm import finish
@@ -79,9 +79,9 @@ class CausalConv1dParams:
 
 
 class CausalConv1dResiduals(Residuals):  # without silu dgrad reads no x; as an alias it is kept all the same
-    x: Tensor = saved("[B, T, C]", alias="x", needed_by=DGRAD | AGAIN, of=("x", "params"))
-    weight: Tensor = saved("[C, W]", alias="params.weight", needed_by=DGRAD | AGAIN, of=("x", "params"))
-    bias: Tensor | None = saved("[C]", alias="params.bias", needed_by=DGRAD | AGAIN, of=("x", "params"))
+    x: Tensor = saved("[B, T, C]", alias="x", needed_by=DGRAD | RECOMPUTE, of=("x", "params"))
+    weight: Tensor = saved("[C, W]", alias="params.weight", needed_by=DGRAD | RECOMPUTE, of=("x", "params"))
+    bias: Tensor | None = saved("[C]", alias="params.bias", needed_by=DGRAD | RECOMPUTE, of=("x", "params"))
 
 
 class CausalConv1dPending(Pending):  # float32 (float64 for float64)
@@ -119,8 +119,8 @@ def causal_conv1d_fwd(
     return kernels.causal_conv1d_fwd(x, w, b, cfg.silu), CausalConv1dResiduals.keep(cfg, needs, x=x, weight=w, bias=b)
 
 
-@again_of(CausalConv1dResiduals)
-def causal_conv1d_again(residuals: CausalConv1dResiduals, cfg: CausalConv1dConfig) -> Tensor:
+@recompute_of(CausalConv1dResiduals)
+def causal_conv1d_recompute(residuals: CausalConv1dResiduals, cfg: CausalConv1dConfig) -> Tensor:
     """y of the forward, the same bits."""
     return kernels.causal_conv1d_fwd(residuals.x, residuals.weight, residuals.bias, cfg.silu)
 
@@ -155,7 +155,7 @@ causal_conv1d = make_op(
     fwd=causal_conv1d_fwd,
     dgrad=causal_conv1d_dgrad,
     wgrad=causal_conv1d_wgrad,
-    cheap="elementwise",
-    again=causal_conv1d_again,
+    recomputable="elementwise",
+    recompute=causal_conv1d_recompute,
 )
 causal_conv1d_bwd = both_halves(causal_conv1d, causal_conv1d_dgrad, causal_conv1d_wgrad)

@@ -243,9 +243,9 @@ def experts_dgrad(
     r, needs = residuals, residuals.needs
     check("experts_dgrad", "dy", dy, r.shape, r.dtype, r.order)
     of_up = needs.param("up.weight") or (cfg.bias and needs.param("up.bias"))
-    of_weights, of_x, again = needs.input(0), needs.input(1), needs.param("down.weight")
+    of_weights, of_x, recomputed = needs.input(0), needs.input(1), needs.param("down.weight")
     dz = d_weights = scaled = None
-    if of_up or of_x or of_weights or again:
+    if of_up or of_x or of_weights or recomputed:
         indices = None if r.indices is None else _rows(r.indices)
         weights = r.weights  # their own gradient reads no more of them than shape and dtype
         weights = r.place.new_empty(r.place.shape, dtype=r.weights_dtype) if weights is None else _rows(weights)
@@ -262,7 +262,7 @@ def experts_dgrad(
             *cfg.gated,
             of_up or of_x,
             of_weights,
-            again,
+            recomputed,
         )
     dx = None
     if of_x:

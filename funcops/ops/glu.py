@@ -33,13 +33,13 @@ from torch import Tensor
 from funcops.backend import wide
 from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
-from funcops.contract.op import again_of, config, dgrad_of, forward, make_op, no_params
-from funcops.contract.schema import AGAIN, DGRAD, Inputs, Residuals, saved, static
+from funcops.contract.op import config, dgrad_of, forward, make_op, no_params, recompute_of
+from funcops.contract.schema import DGRAD, RECOMPUTE, Inputs, Residuals, saved, static
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import coded_glu
 from funcops.kernels import glu as kernels
 from funcops.kernels.routing import of_choices, of_rows
-from funcops.residuals.forms import Packed, block_of, unpack
+from funcops.residuals.forms import Packed, block_of, from_form
 
 __all__ = ["GLUConfig", "GLUResiduals", "glu", "glu_bwd", "glu_dgrad", "glu_fwd", "glu_init", "glu_wgrad"]
 
@@ -85,10 +85,10 @@ class GLUConfig(OpConfig):
 
 
 class GLUResiduals(Residuals, static=("inputs",)):
-    x: Tensor = saved("[*, 2H]", alias="x", needed_by=DGRAD | AGAIN, blocks=True)
-    scales: Tensor | None = saved("[*], or of as many", alias="x.1", needed_by=DGRAD | AGAIN, of=("x.0",))
-    linear: Tensor | None = saved("[*, H]", alias="x.1", needed_by=DGRAD | AGAIN)
-    order: Any = saved("[*]", alias="x.2", needed_by=DGRAD | AGAIN)
+    x: Tensor = saved("[*, 2H]", alias="x", needed_by=DGRAD | RECOMPUTE, blocks=True)
+    scales: Tensor | None = saved("[*], or of as many", alias="x.1", needed_by=DGRAD | RECOMPUTE, of=("x.0",))
+    linear: Tensor | None = saved("[*, H]", alias="x.1", needed_by=DGRAD | RECOMPUTE)
+    order: Any = saved("[*]", alias="x.2", needed_by=DGRAD | RECOMPUTE)
     scales_like: Any = static()  # their shape and dtype
 
 
@@ -152,14 +152,14 @@ def _gated(t: Tensor, scales: Tensor | None, cfg: GLUConfig) -> Tensor:
     return kernels.glu_fwd(t, scales, cfg.kind, cfg.first)
 
 
-@again_of(GLUResiduals)
-def glu_again(residuals: GLUResiduals, cfg: GLUConfig) -> Tensor:
+@recompute_of(GLUResiduals)
+def glu_recompute(residuals: GLUResiduals, cfg: GLUConfig) -> Tensor:
     """y of the forward, the same bits."""
     x: Any = residuals.x
     if type(x) is Packed:
         if _reads(cfg):
             return coded_glu.coded_glu_fwd(*x.parts, block_of(x), cfg.kind, cfg.first, x.dtype)
-        x = unpack(x)
+        x = from_form(x)
     if cfg.paired:
         return kernels.glu_pair_fwd(x, residuals.linear, cfg.kind)
     scales: Any = residuals.scales
@@ -181,7 +181,7 @@ def glu_dgrad(residuals: GLUResiduals, dy: Tensor, cfg: GLUConfig) -> tuple[Any,
         if _reads(cfg):
             check("glu_dgrad", "dy", dy, (*x.shape[:-1], x.shape[-1] // 2), x.dtype, x.parts[0])
             return coded_glu.coded_glu_bwd(dy, *x.parts, block_of(x), cfg.kind, cfg.first), None
-        x = unpack(x)
+        x = from_form(x)
     if cfg.paired:
         check("glu_dgrad", "dy", dy, x.shape, x.dtype, x)
         pair = kernels.glu_pair_bwd(dy, x, residuals.linear, cfg.kind)
@@ -204,5 +204,5 @@ def glu_dgrad(residuals: GLUResiduals, dy: Tensor, cfg: GLUConfig) -> tuple[Any,
     return residuals.inputs.make((dx, d_weights, None)), None
 
 
-glu = make_op("glu", GLUConfig, fwd=glu_fwd, dgrad=glu_dgrad, cheap="elementwise", again=glu_again)
+glu = make_op("glu", GLUConfig, fwd=glu_fwd, dgrad=glu_dgrad, recomputable="elementwise", recompute=glu_recompute)
 glu_init, glu_bwd, glu_wgrad = no_params(glu, glu_dgrad)

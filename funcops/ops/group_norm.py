@@ -33,8 +33,8 @@ from torch import Tensor
 from funcops.contract.accumulators import accumulate
 from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
-from funcops.contract.op import again_of, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
-from funcops.contract.schema import AGAIN, DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
+from funcops.contract.op import both_halves, config, dgrad_of, forward, init_of, make_op, recompute_of, wgrad_of
+from funcops.contract.schema import DGRAD, NO_GRADIENT, RECOMPUTE, WGRAD, Pending, Residuals, saved, static
 from funcops.errors import FLOATS, check, fail, require, require_count
 from funcops.kernels import group_norm as kernels
 from funcops.ops._norm import check_eps, check_weight, finish_two
@@ -76,9 +76,9 @@ class GroupNormParams:
 
 
 class GroupNormResiduals(Residuals):
-    x: Tensor = saved("[B, C, *S]", alias="x", needed_by=DGRAD | AGAIN, of=("x", "params.weight"))
-    weight: Tensor = saved("[C]", alias="params.weight", needed_by=DGRAD | AGAIN)
-    bias: Tensor = saved("[C]", alias="params.bias", needed_by=AGAIN)
+    x: Tensor = saved("[B, C, *S]", alias="x", needed_by=DGRAD | RECOMPUTE, of=("x", "params.weight"))
+    weight: Tensor = saved("[C]", alias="params.weight", needed_by=DGRAD | RECOMPUTE)
+    bias: Tensor = saved("[C]", alias="params.bias", needed_by=RECOMPUTE)
     mean: Tensor = saved("[B, G]", needed_by=DGRAD, of=("x", "params.weight"))
     rstd: Tensor = saved("[B, G]", needed_by=DGRAD, of=("x", "params.weight"))
     like: Any = static()  # shape and dtype of x where x is not kept
@@ -123,8 +123,8 @@ def group_norm_fwd(
     return y.reshape(x.shape), kept
 
 
-@again_of(GroupNormResiduals)
-def group_norm_again(residuals: GroupNormResiduals, cfg: GroupNormConfig) -> Tensor:
+@recompute_of(GroupNormResiduals)
+def group_norm_recompute(residuals: GroupNormResiduals, cfg: GroupNormConfig) -> Tensor:
     """y of the forward, the same bits."""
     x = residuals.x
     return kernels.group_norm_fwd(_flat(x), residuals.weight, residuals.bias, cfg.groups, cfg.eps)[0].reshape(x.shape)
@@ -166,7 +166,7 @@ group_norm = make_op(
     fwd=group_norm_fwd,
     dgrad=group_norm_dgrad,
     wgrad=group_norm_wgrad,
-    cheap="norm",
-    again=group_norm_again,
+    recomputable="norm",
+    recompute=group_norm_recompute,
 )
 group_norm_bwd = both_halves(group_norm, group_norm_dgrad, group_norm_wgrad)

@@ -138,8 +138,8 @@ def grouped_linear_init(
     bias = draw(keys[1], (cfg.experts, cfg.out_features)) if cfg.bias else None
     if cfg.stacked:
         return GroupedLinearParams(weight, bias)
-    apart = tuple(t.clone() for t in weight)
-    return GroupedLinearParams(apart, None if bias is None else tuple(t.clone() for t in bias))
+    unstacked = tuple(t.clone() for t in weight)
+    return GroupedLinearParams(unstacked, None if bias is None else tuple(t.clone() for t in bias))
 
 
 def check_experts(where: str, name: str, leaf: Any, experts: int, shape: tuple[int, ...], like: Tensor, stacked: bool) -> None:
@@ -273,15 +273,15 @@ def grouped_linear_wgrad(
     s = None if pending.weights is None else of_rows(pending.weights, pending.weights_order)
     args = dy, rows, pending.offsets, pending.dy_order, pending.order, pending.choices, s
     if into is None:
-        return _apart(GroupedLinearParams(*kernels.grouped_wgrad(*args, bias)), cfg, needs)
+        return _per_expert(GroupedLinearParams(*kernels.grouped_wgrad(*args, bias)), cfg, needs)
     shape = dy.new_empty(()).expand(cfg.experts, *cfg.weight_shape)
     wanted = GroupedLinearParams(None if x is None else shape, shape[..., 0] if bias else None)
-    check_into("grouped_linear_wgrad", into, _apart(wanted, cfg, needs))
+    check_into("grouped_linear_wgrad", into, _per_expert(wanted, cfg, needs))
     if cfg.stacked:
         return into_grouped("grouped_linear_wgrad", args, into, x is not None, bias)
     found = wanted_sums(args, cfg, x is not None, bias) if _all_wide(into, dy.dtype) else None
     found = GroupedLinearParams(*kernels.grouped_wgrad(*args, bias)) if found is None else found
-    return accumulate("grouped_linear_wgrad", _apart(found, cfg, needs), into)
+    return accumulate("grouped_linear_wgrad", _per_expert(found, cfg, needs), into)
 
 
 def into_grouped(where: str, args: Any, into: GroupedLinearParams, weight: bool, bias: bool) -> GroupedLinearParams:
@@ -307,7 +307,7 @@ def _all_wide(into: GroupedLinearParams, dtype: torch.dtype) -> bool:
     return all([takes_sums(t, dtype) for leaf in (into.weight, into.bias) for t in (leaf or ())])
 
 
-def _apart(found: GroupedLinearParams, cfg: GroupedLinearConfig, needs: Needs) -> GroupedLinearParams:
+def _per_expert(found: GroupedLinearParams, cfg: GroupedLinearConfig, needs: Needs) -> GroupedLinearParams:
     """Of stacked gradients, where params are not stacked, the ones that are needed."""
     if cfg.stacked:
         return found

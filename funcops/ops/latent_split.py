@@ -32,7 +32,7 @@ from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
 from funcops.contract.schema import Inputs, Residuals
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import latent_split as kernels
-from funcops.ops._tuples import parts_of
+from funcops.ops._tuples import require_tuple
 
 __all__ = [
     "LatentSplitConfig",
@@ -69,7 +69,7 @@ def latent_split_fwd(
     params: None, x: tuple[Tensor, Tensor, Tensor], cfg: LatentSplitConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[tuple[Tensor, Tensor, Tensor], LatentSplitResiduals | None]:
     """x: `(q, kv, shared)` -> `(q, k, v)`. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
-    q, kv, shared = parts_of("latent_split_fwd", x, "q", "kv", "shared")
+    q, kv, shared = require_tuple("latent_split_fwd", x, "q", "kv", "shared")
     check("latent_split_fwd", "x.0 (q)", q, (..., cfg.heads, cfg.shared + cfg.own), FLOATS)
     rows = q.shape[:-2]
     check("latent_split_fwd", "x.1 (kv)", kv, (*rows, cfg.heads, cfg.own + cfg.value), q.dtype, q)
@@ -93,13 +93,13 @@ def latent_split_dgrad(
     dq, dk, dv = dy
     dkv = dshared = None
     if needs.input(1) and not (dk is None and dv is None):
-        dkv = _joined(dk, dv, cfg)
+        dkv = _gradient_of_kv(dk, dv, cfg)
     if needs.input(2) and dk is not None:
         dshared = kernels.sum_heads(dk[..., : cfg.shared])
     return residuals.inputs.make((dq if needs.input(0) else None, dkv, dshared)), None
 
 
-def _joined(dk: Tensor | None, dv: Tensor | None, cfg: LatentSplitConfig) -> Tensor:
+def _gradient_of_kv(dk: Tensor | None, dv: Tensor | None, cfg: LatentSplitConfig) -> Tensor:
     """d kv; a part that is None is zero."""
     like = dv if dk is None else dk
     assert like is not None

@@ -34,8 +34,8 @@ from torch import Tensor
 from funcops.contract.accumulators import accumulate
 from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
-from funcops.contract.op import again_of, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
-from funcops.contract.schema import AGAIN, DGRAD, WGRAD, Pending, Residuals, saved, static
+from funcops.contract.op import both_halves, config, dgrad_of, forward, init_of, make_op, recompute_of, wgrad_of
+from funcops.contract.schema import DGRAD, RECOMPUTE, WGRAD, Pending, Residuals, saved, static
 from funcops.errors import check, describe, require
 from funcops.kernels import norm as kernels
 from funcops.ops._norm import check_norm, check_sizes, finish_two, flat
@@ -79,9 +79,9 @@ class LayerNormParams:
 
 
 class LayerNormResiduals(Residuals):
-    x: Tensor = saved("[*, *D]", alias="x", needed_by=DGRAD | AGAIN, of=("x", "params.weight"))
-    weight: Tensor = saved("[*D]", alias="params.weight", needed_by=DGRAD | AGAIN)
-    bias: Tensor | None = saved("[*D]", alias="params.bias", needed_by=AGAIN)
+    x: Tensor = saved("[*, *D]", alias="x", needed_by=DGRAD | RECOMPUTE, of=("x", "params.weight"))
+    weight: Tensor = saved("[*D]", alias="params.weight", needed_by=DGRAD | RECOMPUTE)
+    bias: Tensor | None = saved("[*D]", alias="params.bias", needed_by=RECOMPUTE)
     mean: Tensor = saved("[*, 1]", needed_by=DGRAD, of=("x", "params.weight"))
     rstd: Tensor = saved("[*, 1]", needed_by=DGRAD, of=("x", "params.weight"))
     like: Any = static()  # shape and dtype of x where x is not kept
@@ -129,8 +129,8 @@ def layer_norm_fwd(
     return y if len(dim) == 1 else y.reshape(x.shape), layer_norm_kept(cfg, needs, x, params, mean, rstd)
 
 
-@again_of(LayerNormResiduals)
-def layer_norm_again(residuals: LayerNormResiduals, cfg: LayerNormConfig) -> Tensor:
+@recompute_of(LayerNormResiduals)
+def layer_norm_recompute(residuals: LayerNormResiduals, cfg: LayerNormConfig) -> Tensor:
     """y of the forward, the same bits."""
     x, w, b, dim = residuals.x, residuals.weight, residuals.bias, cfg.dim
     y = kernels.layer_norm_fwd(flat(x, dim), flat(w, dim), None if b is None else flat(b, dim), cfg.eps, cfg.zero_centered_gamma)[0]
@@ -178,7 +178,7 @@ layer_norm = make_op(
     fwd=layer_norm_fwd,
     dgrad=layer_norm_dgrad,
     wgrad=layer_norm_wgrad,
-    cheap="norm",
-    again=layer_norm_again,
+    recomputable="norm",
+    recompute=layer_norm_recompute,
 )
 layer_norm_bwd = both_halves(layer_norm, layer_norm_dgrad, layer_norm_wgrad)

@@ -74,7 +74,7 @@ class Product(NamedTuple):
             _add(p)
 
     @property
-    def place(self) -> tuple[int, tuple[int, ...]]:
+    def accumulator(self) -> tuple[int, tuple[int, ...]]:
         """Of the accumulator in memory: a stacked leaf's views are other objects at every call."""
         return self.dw.data_ptr(), self.dw.stride()
 
@@ -151,7 +151,7 @@ def _stacked(products: list[Product]) -> tuple[Tensor, Tensor]:
 
 
 def _add_all(products: list[Product], found: Tensor) -> None:
-    if len({p.place for p in products}) == len(products) and all(p.dw.dtype is products[0].dw.dtype for p in products):
+    if len({p.accumulator for p in products}) == len(products) and all(p.dw.dtype is products[0].dw.dtype for p in products):
         torch._foreach_add_([p.dw for p in products], list(found.unbind()))
     else:
         for p, dw in zip(products, found.unbind(), strict=True):
@@ -175,7 +175,7 @@ def _add(p: Product) -> None:
 
 
 WAYS: tuple[tuple[str, Callable[[Product], Hashable], Callable[[list[Product]], None]], ...] = (
-    ("concatenate", lambda p: (p.place, p.dy.dtype), _concatenate),
+    ("concatenate", lambda p: (p.accumulator, p.dy.dtype), _concatenate),
     ("batch", lambda p: (p.rows, *p.sizes, p.dy.dtype, p.dy.device), _batch),
     ("group", lambda p: (*p.sizes, p.dy.dtype, p.dy.device) if p.groupable else None, _group),
 )

@@ -29,7 +29,7 @@ from funcops.contract.schema import DGRAD, Inputs, Residuals, saved
 from funcops.errors import FLOATS, check, fail
 from funcops.kernels import modulate as kernels
 from funcops.kernels.norm import sum_parts
-from funcops.ops._tuples import parts_of
+from funcops.ops._tuples import require_tuple
 
 __all__ = [
     "ModulateConfig",
@@ -66,7 +66,7 @@ def modulate_fwd(
     params: None, x: tuple[Tensor, Tensor, Tensor], cfg: ModulateConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, ModulateResiduals | None]:
     """x: `(x, scale, shift)` -> y: [B, *T, D]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
-    t, scale, shift = parts_of("modulate_fwd", x, "x", "scale", "shift")
+    t, scale, shift = require_tuple("modulate_fwd", x, "x", "scale", "shift")
     check("modulate_fwd", "x.0 (x)", t, (...,), FLOATS)
     if t.dim() < 2:
         fail("modulate_fwd", "x.0 (x)", "[B, ..., D]", list(t.shape))

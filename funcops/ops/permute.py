@@ -37,7 +37,7 @@ from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
 from funcops.contract.schema import DGRAD, Inputs, Residuals, saved, static
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import routing as kernels
-from funcops.ops._tuples import parts_of
+from funcops.ops._tuples import require_tuple
 
 __all__ = [
     "PermuteConfig",
@@ -92,7 +92,7 @@ def permute_fwd(
 
 def _sorted(x: Any, cfg: PermuteConfig, needs: Needs) -> tuple[tuple[Tensor, ...], PermuteResiduals | None]:
     """Where rows are, of an x that stays where it is."""
-    weights, t, indices = parts_of("permute_fwd", x, "weights", "x", "indices")
+    weights, t, indices = require_tuple("permute_fwd", x, "weights", "x", "indices")
     check("permute_fwd", "x.1 (x)", t, (...,), FLOATS)
     check("permute_fwd", "x.0 (weights)", weights, (...,), tuple({t.dtype: 0, wide(t.dtype): 0}), t)
     if not t.dim() or not weights.dim() or weights.shape[:-1] != t.shape[:-1] or not weights.shape[-1]:

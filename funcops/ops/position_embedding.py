@@ -30,7 +30,7 @@ from funcops.contract.schema import WGRAD, Inputs, Pending, Residuals, saved
 from funcops.errors import FLOATS, check, check_rows, fail, require
 from funcops.kernels import embedding as kernels
 from funcops.kernels import pointwise
-from funcops.ops._tuples import parts_of
+from funcops.ops._tuples import require_tuple
 from funcops.ops.embedding import EmbeddingParams, check_embedding_into, embedding_gradients
 
 __all__ = [
@@ -83,7 +83,7 @@ def position_embedding_fwd(
     params: EmbeddingParams, x: tuple[Tensor, Tensor], cfg: PositionEmbeddingConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, PositionEmbeddingResiduals | None]:
     """x: `(x, positions)` -> y: [*, T, D]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
-    t, positions = parts_of("position_embedding_fwd", x, "x", "positions")
+    t, positions = require_tuple("position_embedding_fwd", x, "x", "positions")
     check_rows("position_embedding_fwd", "x.0", t, cfg.dim)
     check("position_embedding_fwd", "x.0", t, (...,), FLOATS)
     if t.dim() < 2:

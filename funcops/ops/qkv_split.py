@@ -79,9 +79,9 @@ class QKVSplitConfig(OpConfig):
         heads, kv = self.heads * self.dim, (self.kv_heads or self.heads) * self.dim
         return heads, kv, kv
 
-    def shared_out(self, place: int, n: int) -> tuple[QKVSplitConfig, int]:
-        """The config where ranks share out the heads, 1/n each; and the place of the heads from the end of q, k and v."""
-        require(place == 1, "QKVSplitConfig", "x", "shared out along its last dimension", f"one along the {place}. from the end")
+    def sharded(self, dim: int, n: int) -> tuple[QKVSplitConfig, int]:
+        """The config where ranks share out the heads, 1/n each; and the dim of the heads from the end of q, k and v."""
+        require(dim == 1, "QKVSplitConfig", "x", "shared out along its last dimension", f"one along the {dim}. from the end")
         for name in ("heads", "kv_heads"):
             value = getattr(self, name)
             require(value % n == 0, "QKVSplitConfig", name, f"a number that {n} ranks can share out", value)

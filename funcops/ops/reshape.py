@@ -57,14 +57,14 @@ class ReshapeConfig(OpConfig):
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         return (self.in_shape or (None,))[-1], (self.out_shape or (None,))[-1]
 
-    def shared_out(self, place: int, n: int) -> tuple[ReshapeConfig, int]:
-        """The config for an x whose dimension `place` from the end ranks share out, 1/n each; and the place of that in y. It is the
+    def sharded(self, dim: int, n: int) -> tuple[ReshapeConfig, int]:
+        """The config for an x whose dimension `dim` from the end ranks share out, 1/n each; and the dim of that in y. It is the
         slowest of those that are reshaped, or comes before them."""
         wide, deep = len(self.in_shape), len(self.out_shape)
-        if wide < place:
-            return self, place + deep - wide
-        right = wide == place and deep > 0
-        require(right, "ReshapeConfig", "in_shape", f"{place} sizes, the first of them shared out", self.in_shape)
+        if wide < dim:
+            return self, dim + deep - wide
+        right = wide == dim and deep > 0
+        require(right, "ReshapeConfig", "in_shape", f"{dim} sizes, the first of them shared out", self.in_shape)
         for name in ("in_shape", "out_shape"):
             sizes = getattr(self, name)
             require(sizes[0] % n == 0, "ReshapeConfig", name, f"of a first size that {n} ranks can share out", sizes)

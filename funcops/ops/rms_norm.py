@@ -28,8 +28,8 @@ from torch import Tensor
 from funcops.contract.accumulators import accumulate
 from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
-from funcops.contract.op import again_of, bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
-from funcops.contract.schema import AGAIN, DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
+from funcops.contract.op import bwd_of, config, dgrad_of, forward, init_of, make_op, recompute_of, wgrad_of
+from funcops.contract.schema import DGRAD, NO_GRADIENT, RECOMPUTE, WGRAD, Pending, Residuals, saved, static
 from funcops.errors import check
 from funcops.kernels import norm as kernels
 from funcops.ops._norm import check_norm, check_sizes, finish, flat
@@ -71,9 +71,9 @@ class RMSNormParams:
 
 
 class RMSNormResiduals(Residuals):
-    x: Tensor = saved("[*, *D]", alias="x", needed_by=DGRAD | AGAIN, of=("x", "params"))
-    weight: Tensor = saved("[*D]", alias="params.weight", needed_by=DGRAD | AGAIN)
-    rstd: Tensor = saved("[*, 1]", needed_by=DGRAD | AGAIN, of=("x", "params"))
+    x: Tensor = saved("[*, *D]", alias="x", needed_by=DGRAD | RECOMPUTE, of=("x", "params"))
+    weight: Tensor = saved("[*D]", alias="params.weight", needed_by=DGRAD | RECOMPUTE)
+    rstd: Tensor = saved("[*, 1]", needed_by=DGRAD | RECOMPUTE, of=("x", "params"))
     weight_dtype: torch.dtype = static()
 
 
@@ -107,13 +107,13 @@ def rms_norm_fwd(
     return y if len(cfg.dim) == 1 else y.reshape(x.shape), rms_norm_kept(cfg, needs, x, params, rstd)
 
 
-@again_of(RMSNormResiduals)
-def rms_norm_again(residuals: RMSNormResiduals, cfg: RMSNormConfig) -> Tensor:
+@recompute_of(RMSNormResiduals)
+def rms_norm_recompute(residuals: RMSNormResiduals, cfg: RMSNormConfig) -> Tensor:
     """y of the forward, the same bits: two products."""
     x, w, dim = residuals.x, residuals.weight, cfg.dim
     if len(dim) == 1:
-        return kernels.rms_norm_again(x, w, residuals.rstd, cfg.eps, cfg.zero_centered_gamma)
-    y = kernels.rms_norm_again(flat(x, dim), flat(w, dim), residuals.rstd, cfg.eps, cfg.zero_centered_gamma)
+        return kernels.rms_norm_recompute(x, w, residuals.rstd, cfg.eps, cfg.zero_centered_gamma)
+    y = kernels.rms_norm_recompute(flat(x, dim), flat(w, dim), residuals.rstd, cfg.eps, cfg.zero_centered_gamma)
     return y.reshape(x.shape)
 
 
@@ -160,6 +160,6 @@ rms_norm = make_op(
     dgrad=rms_norm_dgrad,
     wgrad=rms_norm_wgrad,
     bwd=rms_norm_bwd,
-    cheap="norm",
-    again=rms_norm_again,
+    recomputable="norm",
+    recompute=rms_norm_recompute,
 )

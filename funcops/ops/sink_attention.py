@@ -62,10 +62,10 @@ class SinkAttentionConfig(AttentionConfig):
         super().__post_init__()
         require(self.heads >= 1, "SinkAttentionConfig", "heads", "at least 1", self.heads)
 
-    def shared_out(self, place: int, n: int) -> Any:
+    def sharded(self, dim: int, n: int) -> Any:
         """Ranks cannot share out the heads (see `funcops.dist.parallel`): a sink is a parameter of each."""
         wanted = "those of all heads: its sinks are not shared out over ranks"
-        fail("SinkAttentionConfig", "x", wanted, f"1/{n} of dimension {place} from the end")
+        fail("SinkAttentionConfig", "x", wanted, f"1/{n} of dimension {dim} from the end")
 
 
 @tree

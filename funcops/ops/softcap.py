@@ -21,8 +21,8 @@ from torch import Tensor
 
 from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
-from funcops.contract.op import again_of, config, dgrad_of, forward, make_op, no_params, same_width
-from funcops.contract.schema import AGAIN, DGRAD, NO_GRADIENT, Residuals, saved
+from funcops.contract.op import config, dgrad_of, forward, make_op, no_params, recompute_of, same_width
+from funcops.contract.schema import DGRAD, NO_GRADIENT, RECOMPUTE, Residuals, saved
 from funcops.errors import FLOATS, check, require
 from funcops.kernels import softcap as kernels
 
@@ -52,7 +52,7 @@ class SoftcapConfig(OpConfig):
 
 
 class SoftcapResiduals(Residuals):
-    x: Tensor = saved("[*]", alias="x", needed_by=DGRAD | AGAIN)
+    x: Tensor = saved("[*]", alias="x", needed_by=DGRAD | RECOMPUTE)
 
 
 @forward(SoftcapConfig)
@@ -62,8 +62,8 @@ def softcap_fwd(params: None, x: Tensor, cfg: SoftcapConfig, *, needs: Needs = N
     return kernels.softcap_fwd(x, cfg.cap), SoftcapResiduals.keep(cfg, needs, x=x)
 
 
-@again_of(SoftcapResiduals)
-def softcap_again(residuals: SoftcapResiduals, cfg: SoftcapConfig) -> Tensor:
+@recompute_of(SoftcapResiduals)
+def softcap_recompute(residuals: SoftcapResiduals, cfg: SoftcapConfig) -> Tensor:
     """y of the forward, the same bits."""
     return kernels.softcap_fwd(residuals.x, cfg.cap)
 
@@ -78,5 +78,7 @@ def softcap_dgrad(residuals: SoftcapResiduals, dy: Tensor, cfg: SoftcapConfig) -
     return kernels.softcap_bwd(dy, x, cfg.cap), None
 
 
-softcap = make_op("softcap", SoftcapConfig, fwd=softcap_fwd, dgrad=softcap_dgrad, cheap="elementwise", again=softcap_again)
+softcap = make_op(
+    "softcap", SoftcapConfig, fwd=softcap_fwd, dgrad=softcap_dgrad, recomputable="elementwise", recompute=softcap_recompute
+)
 softcap_init, softcap_bwd, softcap_wgrad = no_params(softcap, softcap_dgrad)

@@ -158,10 +158,10 @@ def walkable(rows: list[Row]) -> tuple[list[Row], list[tuple[Tensor, Tensor]]]:
     return dense, [(t, c) for row, copies in zip(rows, dense, strict=True) for t, c in zip(row, copies, strict=True) if t is not c]
 
 
-def rebuilt(tree: T, places: list[Any], values: Row) -> T:
-    """The tree with `values`, in order, at the leaves for which `places` is not None."""
+def rebuilt(tree: T, like: list[Any], values: Row) -> T:
+    """The tree with `values`, in order, at the leaves for which `like` is not None."""
     new = iter(values)
-    return with_leaves(tree, [a if at is None else next(new) for a, at in zip(leaves(tree), places, strict=True)])
+    return with_leaves(tree, [a if at is None else next(new) for a, at in zip(leaves(tree), like, strict=True)])
 
 
 def not_negative(where: str, **given: Any) -> None:

@@ -1,7 +1,10 @@
+from typing import TYPE_CHECKING
+
+from funcops.contract.renamed import old_names
 from funcops.residuals.donate import donate
 from funcops.residuals.ledger import Ledger
+from funcops.residuals.pack_unpack import pack, unpack
 from funcops.residuals.policy import POLICIES, Compress, Drop, Offload, Policy, Recompute, Save
-from funcops.residuals.put_away import fetch, stow
 from funcops.residuals.report import diff, report
 
 __all__ = [
@@ -15,7 +18,11 @@ __all__ = [
     "Save",
     "diff",
     "donate",
-    "fetch",
+    "pack",
     "report",
-    "stow",
+    "unpack",
 ]
+
+
+if not TYPE_CHECKING:  # a checker would take every name for one of the module's
+    __getattr__ = old_names(__name__, fetch="unpack", stow="pack")

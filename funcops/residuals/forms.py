@@ -1,4 +1,4 @@
-"""Forms of a kept tensor: unchanged, compressed, in the host's memory, or dropped. `pack` converts to a form, `unpack` back.
+"""Forms of a kept tensor: unchanged, compressed, in the host's memory, or dropped. `to_form` converts to a form, `from_form` back.
 
 In a block of `one_form_each`, a tensor that several fields keep is packed once: the fields share the bytes, even if one field holds
 a view of another's tensor.
@@ -84,7 +84,8 @@ _known: ContextVar[dict[Any, _Known] | None] = ContextVar("funcops.forms", defau
 
 
 def one_form_each() -> contextlib.AbstractContextManager[None]:
-    """A block in which `pack` reuses the form of a tensor that it packed before. A compiler merges equal computations itself."""
+    """A block in which `to_form` reuses the form of a tensor that it converted before. A compiler merges equal computations
+    itself."""
     return contextlib.nullcontext() if tracing() or _known.get() is not None else _one_form_each()
 
 
@@ -97,7 +98,7 @@ def _one_form_each() -> Iterator[None]:
         _known.reset(token)
 
 
-def pack(t: Any, action: Action) -> Any:
+def to_form(t: Any, action: Action) -> Any:
     """Convert a tensor, or each tensor of a tree, to the form of the action; unchanged if that would save nothing. A `QTensor`,
     which is already in few bits, is not compressed."""
     if isinstance(action, Drop):
@@ -105,7 +106,7 @@ def pack(t: Any, action: Action) -> Any:
     if not isinstance(t, Tensor):
         low = QTensor if isinstance(action, Compress) else ()
         return tree_map(
-            lambda one: pack(one, action) if isinstance(one, Tensor) else one, t, is_leaf=lambda one: isinstance(one, low)
+            lambda one: to_form(one, action) if isinstance(one, Tensor) else one, t, is_leaf=lambda one: isinstance(one, low)
         )
     compress = isinstance(action, Compress) and smaller(action.codec, t)
     if not compress and not (isinstance(action, Offload) and copies.leaves(t)):
@@ -136,7 +137,7 @@ def _packed(t: Tensor, action: Action) -> Packed:
 
 
 def in_blocks(value: Any) -> bool:
-    """Whether `value` is a whole tensor as codes with one scale per block, which a kernel can read without `unpack`: see
+    """Whether `value` is a whole tensor as codes with one scale per block, which a kernel can read without `from_form`: see
     `block_of`."""
     return type(value) is Packed and isinstance(value.action, Compress) and value.action.codec in BLOCKS and value.view is None
 
@@ -146,12 +147,12 @@ def block_of(value: Packed) -> int:
     return BLOCKS[value.action.codec]
 
 
-def unpack(value: Any) -> Any:
+def from_form(value: Any) -> Any:
     """The original of a packed tensor, or of each packed tensor in a tree."""
     if value is None or isinstance(value, Tensor):
         return value
     if type(value) is not Packed:
-        return tree_map(lambda one: unpack(one) if type(one) is Packed else one, value, is_leaf=lambda one: type(one) is Packed)
+        return tree_map(lambda one: from_form(one) if type(one) is Packed else one, value, is_leaf=lambda one: type(one) is Packed)
     if isinstance(value.action, Compress):
         t = codec("unpack", value.action.codec).decode(value.parts, value.dtype)
     else:

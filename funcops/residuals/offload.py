@@ -2,7 +2,7 @@
 
 Each device has one stream for copies in both directions: an offload waits for the compute stream, and the compute stream waits for
 a tensor to return. The memory that a copy reads is not reused before the copy is done (`record_stream`); host memory is pinned, and
-torch's allocator caches it. `ahead` prefetches a tree that a later backward will read.
+torch's allocator caches it. `prefetch` prefetches a tree that a later backward will read.
 
 Under capture, the copies are nodes in the order of the computation: a stream that does not join again would invalidate the capture.
 """
@@ -31,7 +31,7 @@ class Copies:
         """Offload: a copy in pinned host memory, or the tensor itself on the CPU."""
         if not self.leaves(t):
             return t
-        if not self.apart(t):
+        if not self.own_stream(t):
             return self.room(t).copy_(t, non_blocking=True)
         device = t.device
         side = self.side(device)
@@ -55,7 +55,7 @@ class Copies:
 
     def on_device(self, host: Tensor, device: torch.device) -> Tensor:
         """The offloaded tensor back on its device, for the compute stream."""
-        if not self._streams or not self.apart(host):
+        if not self._streams or not self.own_stream(host):
             return host.to(device, non_blocking=True)
         current = self.current(device)
         if self.home.get(host.data_ptr()) != device:  # such as a part or a copy of an offloaded tensor
@@ -67,10 +67,10 @@ class Copies:
         self.held_by(current, t)
         return t
 
-    def ahead(self, tree: Any) -> None:
+    def prefetch(self, tree: Any) -> None:
         """Prefetch all offloaded tensors of a tree."""
         for t in tensors(tree) if self.home else ():
-            if t.is_cpu and self.apart(t):
+            if t.is_cpu and self.own_stream(t):
                 self.begin(t)
 
     def _forget(self, at: int) -> None:
@@ -80,7 +80,7 @@ class Copies:
     def leaves(self, t: Tensor) -> bool:
         return not t.is_cpu
 
-    def apart(self, t: Tensor) -> bool:
+    def own_stream(self, t: Tensor) -> bool:
         """Whether to copy `t` on the stream for copies."""
         return t.numel() > 0 and not tracing() and torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing()
 

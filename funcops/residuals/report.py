@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from funcops.contract.marks import Gone
-from funcops.contract.schema import AGAIN, Phase, Saved
+from funcops.contract.schema import RECOMPUTE, Phase, Saved
 from funcops.errors import describe, fail, require_count, require_flag, require_type, short, size_of
 from funcops.formats import QTensor
 from funcops.residuals.equal_layers import merged
@@ -104,9 +104,9 @@ def report(residuals: Any, params: Any = None, x: Any = None, *, tokens: int | N
     or `x`, or of an earlier row, is an alias and counts 0 bytes. `tokens` defaults to the rows of the first tensor in x (for
     integer ids, to all its elements). To report the residuals of several ops, pass them in a dict.
 
-    `needed by`: the halves of the backward that read the tensor, `dgrad` and `wgrad`, and `again`, a recomputation of the forward.
-    A path with brackets, such as `norm().x`, is a field from which the y of step `norm` is recomputed: a pending keeps it instead
-    of y, which the weight gradient of the next step reads. Raises `TypeError` for anything but residuals or pending.
+    `needed by`: the halves of the backward that read the tensor, `dgrad` and `wgrad`, and `recompute`, a recomputation of the
+    forward. A path with brackets, such as `norm().x`, is a field from which the y of step `norm` is recomputed: a pending keeps it
+    instead of y, which the weight gradient of the next step reads. Raises `TypeError` for anything but residuals or pending.
 
     >>> import torch
     >>> from funcops import RMSNormConfig, report, rms_norm
@@ -216,7 +216,7 @@ def kept_values(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
         return
     if isinstance(node, Saved):
         for name, field in node.fields.items():
-            readers = [phase for phase in Phase if phase in field.needed_by and (node.needs.again or phase is not AGAIN)]
+            readers = [phase for phase in Phase if phase in field.needed_by and (node.needs.recompute or phase is not RECOMPUTE)]
             phases = "+".join((phase.name or "").lower() for phase in readers)
             for path, value in _values(getattr(node, name)):
                 yield f"{prefix}{name}.{path}" if path else prefix + name, value, phases

@@ -410,8 +410,8 @@ def norm_then_linears(monkeypatch, touch=None):
 
 
 def test_a_norm_is_computed_again_across_nodes(monkeypatch):
-    (kept, want), (kept_again, got) = norm_then_linears(monkeypatch)
-    assert kept and not kept_again
+    (kept, want), (kept_recompute, got) = norm_then_linears(monkeypatch)
+    assert kept and not kept_recompute
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
 
@@ -421,12 +421,12 @@ def test_what_is_not_the_norm_output_any_more_is_kept(monkeypatch):
             return h.mul_(2)
 
     for touch in (written, lambda h: h * 2, lambda h: h[:]):
-        (kept, want), (kept_again, got) = norm_then_linears(monkeypatch, touch)
-        assert kept and kept_again
+        (kept, want), (kept_recompute, got) = norm_then_linears(monkeypatch, touch)
+        assert kept and kept_recompute
         assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
 
-CHEAP = {
+RECOMPUTABLE = {
     "rms": (rms_norm, RMSNormConfig(4)),
     "layer": (layer_norm, LayerNormConfig(4)),
     "l2": (l2_norm, L2NormConfig(dim=4)),
@@ -440,8 +440,8 @@ def drawn_nodes(seed):
     """A run of a few nodes, each of any value before it; between them a value may be written to. The names of what it did, and the
     sums of what gradients are asked of."""
     draw = Random(seed)
-    names = [draw.choice(list(CHEAP)) for _ in range(draw.randint(2, 5))]
-    params = [leaves_of(CHEAP[name][1], CHEAP[name][0], i) for i, name in enumerate(names)]
+    names = [draw.choice(list(RECOMPUTABLE)) for _ in range(draw.randint(2, 5))]
+    params = [leaves_of(RECOMPUTABLE[name][1], RECOMPUTABLE[name][0], i) for i, name in enumerate(names)]
     data = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     reads = [max(0, i - draw.choice((0, 0, 0, 1, 2))) for i in range(len(names))]
     write = draw.choice((None, None, (draw.randint(1, len(names)), draw.random() < 0.5)))
@@ -454,7 +454,7 @@ def drawn_nodes(seed):
             if write is not None and write[0] == i:
                 with torch.no_grad():
                     values[reads[i] if write[1] else max(0, reads[i] - 1)].mul_(2)
-            op, cfg = CHEAP[name]
+            op, cfg = RECOMPUTABLE[name]
             values.append(differentiable(op)(params[i], values[reads[i]], cfg))
         wanted = [x, *tensors(params)] if asked == "all" else tensors(params[-1]) or [values[reads[-1]]]
         total = sum(y.square().sum() for y in (values[1:] if asked == "all" else values[-1:]))

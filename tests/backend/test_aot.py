@@ -239,7 +239,7 @@ def wrong_rows(planned, table, compiler):
 
 
 def test_every_build_keeps_its_limits(found):
-    assert not found["missing"], "kernels without a sample in benchmarks/samples.py"
+    assert not found["missing"], "kernels without a call in benchmarks/kernel_calls.py"
     assert len(found["built"]) >= len(found["targets"]) * DRAWN
     for build in [*rows(), *found["built"]]:
         within_limits(build)

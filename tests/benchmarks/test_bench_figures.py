@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import device, kernels, measure, memory, overhead, plain, plain_moe, residuals, step
 from benchmarks.device import CudaTimer, Replay
-from benchmarks.samples import Sample, direct
+from benchmarks.kernel_calls import KernelCall, direct
 from funcops import RouteConfig, RouteParams, route
 from funcops.kernels import fused_linear, norm
 from funcops.models.blocks import Sizes
@@ -211,16 +211,16 @@ class Fixed:
         return 3.0, 1.0
 
 
-def rows_of(sample, timer, providers, copy_rate=1e9):
-    rows = kernels.measure(sample, torch.bfloat16, providers, timer, copy_rate)
+def rows_of(call, timer, providers, copy_rate=1e9):
+    rows = kernels.measure(call, torch.bfloat16, providers, timer, copy_rate)
     return {row.provider: row for row in rows}
 
 
 def test_rates_count_what_is_read_and_what_is_written_once():
     x, w = torch.randn(16, 8).bfloat16(), torch.randn(8).bfloat16()
-    sample = Sample(norm.rms_norm_fwd, "16x8", (x, w, 1e-6, False))
+    call = KernelCall(norm.rms_norm_fwd, "16x8", (x, w, 1e-6, False))
     timer = Fixed(funcops=2.0, torch=4.0)
-    rows = rows_of(sample, timer, ("funcops", "torch"), copy_rate=1e9)
+    rows = rows_of(call, timer, ("funcops", "torch"), copy_rate=1e9)
     moved = (16 * 8 + 8) * 2 + 16 * 8 * 2 + 16 * 4  # x and weight; y; rstd
     assert rows["funcops"].gb_per_s == pytest.approx(moved / 2e-6 / 1e9)
     assert rows["torch"].gb_per_s == pytest.approx(moved / 4e-6 / 1e9)
@@ -234,7 +234,7 @@ def test_rates_count_what_is_read_and_what_is_written_once():
 def test_an_argument_that_is_written_to_is_counted_twice_and_products_by_cublas(monkeypatch):
     dy, x, weight, bias = torch.randn(16, 4), torch.randn(16, 8), torch.zeros(4, 8), torch.zeros(4)
     dy, x = dy.bfloat16(), x.bfloat16()
-    sample = Sample(
+    call = KernelCall(
         fused_linear.fused_linear_wgrad_into,
         "16x8x4",
         (dy, x, 1.0, weight, bias),
@@ -244,7 +244,7 @@ def test_an_argument_that_is_written_to_is_counted_twice_and_products_by_cublas(
     read = 16 * 4 * 2 + 16 * 8 * 2 + 4 * 8 * 4 + 4 * 4
     monkeypatch.setattr(kernels, "COLD_BYTES", 5 * read)
     timer = Fixed(funcops=2.0, cublas=0.5)
-    rows = rows_of(sample, timer, ("funcops", "cublas"))
+    rows = rows_of(call, timer, ("funcops", "cublas"))
     moved = read + 4 * 8 * 4 + 4 * 4
     assert rows["funcops"].gb_per_s == pytest.approx(moved / 2e-6 / 1e9) and math.isnan(rows["cublas"].gb_per_s)
     assert rows["funcops"].tflop_per_s == pytest.approx(1024 / 2e-6 / 1e12)
@@ -254,7 +254,7 @@ def test_an_argument_that_is_written_to_is_counted_twice_and_products_by_cublas(
 
 def test_an_error_is_of_all_results_in_the_euclidean_norm():
     x, w = torch.randn(16, 8), torch.ones(8)
-    good = Sample(norm.rms_norm_fwd, "16x8", (x, w, 1e-6, False))
+    good = KernelCall(norm.rms_norm_fwd, "16x8", (x, w, 1e-6, False))
     assert kernels.relative_error(good) < 1e-6
 
     def off(x, w, eps, zero_centered):
@@ -262,7 +262,7 @@ def test_an_error_is_of_all_results_in_the_euclidean_norm():
         return y * 1.5, rstd * 1.5
 
     off.kernel = norm.rms_norm_fwd.kernel
-    assert kernels.relative_error(Sample(off, "16x8", good.args)) == pytest.approx(0.5, rel=1e-5)
+    assert kernels.relative_error(KernelCall(off, "16x8", good.args)) == pytest.approx(0.5, rel=1e-5)
 
 
 def test_a_copy_reads_and_writes(monkeypatch):
@@ -436,14 +436,14 @@ def test_a_step_is_fused_unless_it_is_to_be_unfused(fuse, monkeypatch):
 @pytest.mark.parametrize("only", ["", "norm", "linear", "no kernel"])
 @pytest.mark.parametrize("late", [False, True])
 def test_kernels_are_measured_by_name_until_the_time_is_over(only, late, monkeypatch, capsys):
-    """A sample that is not asked for is not measured; one for which there was no time is named."""
+    """A call that is not asked for is not measured; one for which there was no time is named."""
     names = ["norm fwd", "norm bwd", "linear", "glu"]
     made = [SimpleNamespace(name=name, shape=f"{i} rows") for i, name in enumerate(names)]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(kernels, "CudaTimer", lambda: None)
     monkeypatch.setattr(kernels, "measured_copy_rate", lambda timer: 1.0)
-    monkeypatch.setattr(kernels, "samples", lambda make: iter(made))
-    monkeypatch.setattr(kernels, "measure", lambda sample, *_: [sample.name])
+    monkeypatch.setattr(kernels, "kernel_calls", lambda make: iter(made))
+    monkeypatch.setattr(kernels, "measure", lambda call, *_: [call.name])
     wanted = [name for name in names if only in name]
     found = list(kernels.run(only, ["bf16"], (), -1.0 if late else math.inf))
     said = capsys.readouterr().err

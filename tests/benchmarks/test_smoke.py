@@ -23,7 +23,7 @@ import needs  # noqa: E402
 import run as smoke  # noqa: E402
 from lines import Lines  # noqa: E402
 from pretend_cuda import pretended  # noqa: E402
-from tiny_samples import tiny  # noqa: E402
+from tiny_kernel_calls import tiny  # noqa: E402
 
 from benchmarks import graph, kernels, recipes, step  # noqa: E402
 from benchmarks.__main__ import main as bench  # noqa: E402
@@ -44,7 +44,7 @@ COMPILES = "modules_train_by_autograd_and_compiled"
     ],
 )
 def test_checks_run_on_the_cpu(name):
-    measured = checks.CHECKS[name](checks.Place("cpu"))
+    measured = checks.CHECKS[name](checks.SmokeDevice("cpu"))
     json.dumps(measured, default=str)
 
 
@@ -55,8 +55,8 @@ def test_what_runs_on_a_device_alone_is_little():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(checks.DEVICE_ONLY))
 def test_what_runs_on_a_device_alone_runs_on_a_pretended_one(name, monkeypatch):
-    monkeypatch.setattr(checks.Place, "real", False)
-    monkeypatch.setattr(checks.Place, "size", lambda on, full, small: small)
+    monkeypatch.setattr(checks.SmokeDevice, "real", False)
+    monkeypatch.setattr(checks.SmokeDevice, "size", lambda on, full, small: small)
     with pretended(monkeypatch, "triton"):
         found = smoke.one(name)
     assert found["status"] == "passed" and found["device"] == "pretended", found
@@ -75,7 +75,7 @@ BENCHES = {
 def test_benches_of_a_device_run_on_a_pretended_one(name, monkeypatch, tmp_path, capsys):
     two = tiny(torch.bfloat16)[:2]
     for module, changes in (
-        (kernels, dict(samples=lambda make: iter(two), MOST_COPIES=1, COLD_BYTES=0, measured_copy_rate=lambda _: 1e9)),
+        (kernels, dict(kernel_calls=lambda make: iter(two), MOST_COPIES=1, COLD_BYTES=0, measured_copy_rate=lambda _: 1e9)),
         (graph, dict(SMALL=SMALL, ROUNDS=2, CALLS=1)),
         (step, dict(LARGE=SMALL, LARGE_ROUNDS=4)),
         (recipes, dict(LAYERS=((4, 32, 16),), BLOCK=SMALL)),

@@ -180,14 +180,14 @@ NEAR = {
 def test_what_nearly_is_the_chain_says_why_not(name):
     cfg, reason = NEAR[name]
     text = str(explain(cfg))
-    assert f"not {reason}" in text and "+" not in text.replace("GLU again + linear", "")
+    assert f"not {reason}" in text and "+" not in text.replace("recomputed GLU + linear", "")
 
 
 def test_where_the_chain_is_fused():
     cfg = changed()
     line = "sort + up + act + down + combine: experts"
     assert f"forward   {line}, saves 1 pass and 2 launches" in str(explain(cfg))
-    assert f"backward  {line}, again, saves 5 passes and 6 launches" in str(explain(cfg))
+    assert f"backward  {line}, recomputed, saves 5 passes and 6 launches" in str(explain(cfg))
     assert "float64 runs on torch" in str(explain(cfg, dtype=torch.float64)) and line not in str(explain(cfg, dtype=torch.float64))
     assert line not in str(explain(cfg, device_type="cpu")) and line not in str(explain(dataclasses.replace(cfg, fuse=False)))
     nothing = Needs(x=False, params=["down.weight"])

@@ -25,16 +25,16 @@ from funcops import (
     Step,
     chain,
     donate,
-    fetch,
     linear,
     linear_bwd,
     linear_fwd,
     op_from_torch,
+    pack,
     random,
     remat,
     rms_norm,
-    stow,
     trees,
+    unpack,
     with_policy,
 )
 from funcops.adapters.from_function import TorchConfig
@@ -216,17 +216,17 @@ def test_fewer_needs_miss_less():
 
 
 @pytest.mark.parametrize("codec", ["bf16", "int8"])
-def test_stowed_trees_are_guarded_too(codec):
+def test_packed_trees_are_guarded_too(codec):
     params, x, dy, kept = mlp()
-    stowed = stow(kept, Compress(codec))
-    chain.bwd(fetch(stowed), dy, MLP)
-    packed = next(p for p in (stowed["up"].weight, stowed["norm"].x) if type(p).__name__ == "Packed")
+    waiting = pack(kept, Compress(codec))
+    chain.bwd(unpack(waiting), dy, MLP)
+    packed = next(p for p in (waiting["up"].weight, waiting["norm"].x) if type(p).__name__ == "Packed")
     packed.parts[0].add_(0)
-    with pytest.raises(StaleResidualError, match="fetch: residuals"):
-        fetch(stowed)
+    with pytest.raises(StaleResidualError, match="unpack: residuals"):
+        unpack(waiting)
     x.add_(1)
-    with pytest.raises(StaleResidualError, match="stow: residuals.x must be"):
-        stow(kept, Compress(codec))
+    with pytest.raises(StaleResidualError, match="pack: residuals.x must be"):
+        pack(kept, Compress(codec))
 
 
 def test_offloaded_inputs_know_their_device_wherever_they_go():

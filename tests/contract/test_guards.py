@@ -111,11 +111,16 @@ def parallel_back(dy):
     return parallel.bwd(parallel.fwd({"a": WEIGHT, "b": WEIGHT}, X, BRANCHES)[1], dy, BRANCHES)
 
 
-def cheap_op(cheap):
+def recomputable_op(recomputable):
     made = make_op(
-        "mine", type(GELU), fwd=activation.fwd, dgrad=activation.dgrad, cheap=cheap, again=lambda *_: None if cheap else None
+        "mine",
+        type(GELU),
+        fwd=activation.fwd,
+        dgrad=activation.dgrad,
+        recomputable=recomputable,
+        recompute=lambda *_: None if recomputable else None,
     )
-    return made.cheap
+    return made.recomputable
 
 
 def scheduled(kind):
@@ -219,12 +224,12 @@ GUARDS = {
         ValueError,
         "replace: changes must be of fields among weight, bias, got 'bais'",
     ),
-    "make_op's cheap": (
-        cheap_op,
+    "make_op's recomputable": (
+        recomputable_op,
         "norm",
-        "cheap",
+        "free",
         ValueError,
-        """make_op 'mine': cheap must be "elementwise", "norm" or "", got 'cheap'""",
+        """make_op 'mine': recomputable must be "elementwise", "norm" or "", got 'free'""",
     ),
     "a schedule's kinds": (scheduled, "F", "X", ValueError, "must be of the kinds F, I, W, B, got 0X0"),
     "quantize_tensor": (
@@ -277,7 +282,7 @@ GUARDS = {
         "stage 1: into must be a tree with the paths of params: weight, bias, got a difference at bias",
     ),
     "qkv_split over ranks": (
-        lambda kv: QKVSplitConfig(4, 8, kv_heads=kv).shared_out(1, 2),
+        lambda kv: QKVSplitConfig(4, 8, kv_heads=kv).sharded(1, 2),
         2,
         1,
         ValueError,

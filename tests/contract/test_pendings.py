@@ -30,8 +30,8 @@ from funcops import (
     batch_wgrads,
     chain,
     donate,
-    fetch,
     linear,
+    pack,
     parallel,
     random,
     remat,
@@ -39,7 +39,7 @@ from funcops import (
     report,
     rms_norm,
     skip,
-    stow,
+    unpack,
     with_policy,
 )
 from funcops.checkpoint import load, save
@@ -264,11 +264,11 @@ def test_pendings_are_saved_moved_reported_and_packed(tmp_path):
     assert_close(chain.wgrad(load(tmp_path / "pending.safetensors", like=blank), cfg), want, dtype=torch.float32)
     on_meta = tree_map_tensors(lambda t: t.to("meta"), pending)
     assert {t.device.type for t in tensors(chain.wgrad(on_meta, cfg))} == {"meta"}
-    packed = stow(pending, Compress("bf16"))
+    packed = pack(pending, Compress("bf16"))
     assert nbytes(packed) < 0.51 * nbytes(pending)
-    assert_close(chain.wgrad(fetch(packed), cfg), want, dtype=torch.bfloat16)
-    assert nbytes(stow(pending, Compress("int8"))) < 0.45 * nbytes(pending)
-    kept = stow(pending, Offload())
-    assert all(a is b for a, b in zip(tensors(fetch(kept)), tensors(pending), strict=True)), "on the CPU it is there already"
-    with pytest.raises(TypeError, match="stow: action must be Offload or Compress, got 'fp8'"):
-        stow(pending, "fp8")
+    assert_close(chain.wgrad(unpack(packed), cfg), want, dtype=torch.bfloat16)
+    assert nbytes(pack(pending, Compress("int8"))) < 0.45 * nbytes(pending)
+    kept = pack(pending, Offload())
+    assert all(a is b for a, b in zip(tensors(unpack(kept)), tensors(pending), strict=True)), "on the CPU it is there already"
+    with pytest.raises(TypeError, match="pack: action must be Offload or Compress, got 'fp8'"):
+        pack(pending, "fp8")

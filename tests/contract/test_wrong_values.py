@@ -241,7 +241,7 @@ def test_check_op_names_the_law_whatever_fails(law):
                 assert str(error).startswith(f"law '{law}', torch.float32: ")
 
 
-TAKES_A_TREE = ("tree", "node", "kept", "stowed", "residuals", "pending", "pendings", "a", "b")
+TAKES_A_TREE = ("tree", "node", "kept", "packed", "residuals", "pending", "pendings", "a", "b")
 READS_NOTHING = {  # of what was given away, and why
     ("trees.show", "node"): "a repr says so",
     ("trees.has", "tree"): "names alone",

@@ -11,7 +11,7 @@ from tiers import drawn
 
 from funcops import DonatedError, Ledger, StaleResidualError, dist, optim, precision
 from funcops.distributed import Axis, Mesh, finish, gather_shards_start, global_norm, own_shards, reduce_start
-from funcops.distributed.buckets import Bucket, Leaf
+from funcops.distributed.buckets import Bucket, BucketLeaf
 from funcops.testing import run_ranks
 from funcops.trees import leaves, nbytes, paths, tensors, tree_map, tree_map_tensors
 
@@ -194,15 +194,15 @@ def test_a_step_that_goes_wrong_on_one_rank_is_told_on_all():
 
         def run(mesh, bad=bad):
             grads = {"w": torch.full((3,), float("nan") if mesh.rank == bad else 1.0)}
-            ok = dist.everywhere(precision.all_finite(grads), mesh.axes)
+            ok = dist.all_ranks(precision.all_finite(grads), mesh.axes)
             kept = precision.select_step(ok, {"w": torch.ones(1)}, {"w": torch.zeros(1)})
             try:
-                dist.raise_everywhere(precision.nonfinite(grads), mesh)
+                dist.raise_on_all_ranks(precision.nonfinite(grads), mesh)
             except RuntimeError as error:
                 return bool(kept["w"]), str(error)
             return bool(kept["w"]), ""
 
-        said = "" if bad is None else f"raise_everywhere: no rank must have a fault, got rank {bad}: w"
+        said = "" if bad is None else f"raise_on_all_ranks: no rank must have a fault, got rank {bad}: w"
         assert run_ranks({"dp": 2, "tp": 2}, run) == [(bad is None, said)] * 4
 
 
@@ -255,7 +255,7 @@ def test_bad_calls_raise_before_anything_is_sent(said):
 def test_a_bucket_of_one_tensor_is_that_tensor(case):
     """Where it fills it as it is; everything else is copied."""
     shape, count, width = (4, 6), 2 if case == "several" else 1, 32 if case == "padded" else 24
-    leaves = tuple(Leaf(i, str(i), shape, 24 * i, 24) for i in range(count))
+    leaves = tuple(BucketLeaf(i, str(i), shape, 24 * i, 24) for i in range(count))
     bucket = Bucket(leaves, torch.float32, torch.device("cpu"), (), 1, width * count)
     given = [torch.arange(24.0).view(shape) + 100 * i for i in range(count)]
     if case in ("turned", "another dtype"):

@@ -143,8 +143,8 @@ def test_specs_of_a_mixture_in_low_precision():
 def test_places_need_no_word_from_the_host():
     axis = dist.Mesh.abstract({"ep": 4}, 1)["ep"]
     indices = torch.rand(6, 8).argsort(-1)[:, :3].int()
-    assert check_capturable(lambda ids: _tokens.token_of(_tokens.places(ids, 8, None, axis), 24), indices) == []
-    place = _tokens.places(indices, 8, None, axis)
+    assert check_capturable(lambda ids: _tokens.token_of(_tokens.send_rows(ids, 8, None, axis), 24), indices) == []
+    place = _tokens.send_rows(indices, 8, None, axis)
     token = _tokens.token_of(place, 24)
     assert token.shape == (4 * 6,)
     for t, row in enumerate(indices.tolist()):

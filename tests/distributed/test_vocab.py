@@ -296,7 +296,7 @@ def own_losses(parts, labels, cfg):
 
 
 WRONG = {
-    "ids of others": ("vocab_embedding", "places_of", lambda ids, size, axis, fill=0: (ids % size, torch.zeros_like(ids).bool())),
+    "ids of others": ("vocab_embedding", "own_rows_of", lambda ids, size, axis, fill=0: (ids % size, torch.zeros_like(ids).bool())),
     "losses of a rank": ("vocab_cross_entropy", "losses_of_rows", own_losses),
     "losses of a chunk": ("vocab_linear_cross_entropy", "losses_of_rows", own_losses),
 }

@@ -147,7 +147,7 @@ def test_graphs_of_a_pool_know_what_earlier_ones_wrote_over(monkeypatch):
         backend.capture(lambda: None, lambda result: [], pool, Options())[0] for pool in (pools[0],) * 3 + (pools[1],)
     )
     graphs = (first, second, third, alone)
-    assert [g.place.overwritten() for g in graphs] == [False] * 4
+    assert [g.entry.overwritten() for g in graphs] == [False] * 4
     for graph, want in [
         (third, (False, False, False, False)),
         (second, (False, False, True, False)),
@@ -157,11 +157,11 @@ def test_graphs_of_a_pool_know_what_earlier_ones_wrote_over(monkeypatch):
         (third, (False, False, False, False)),
     ]:
         graph.replay()
-        assert tuple(g.place.overwritten() for g in graphs) == want
+        assert tuple(g.entry.overwritten() for g in graphs) == want
     first.replay()
     second.reset()
     first.reset()
-    assert third.place.overwritten() and not first.place.overwritten(), "what a graph wrote over stays so when it is gone"
+    assert third.entry.overwritten() and not first.entry.overwritten(), "what a graph wrote over stays so when it is gone"
 
 
 def test_drawing_a_graph_warns_of_nothing(monkeypatch):

@@ -310,24 +310,24 @@ def test_a_timeline_knows_what_was_written_over():
         pass
 
     for seed in range(50):
-        draw, pool, places, spoilt = python_random.Random(seed), Pool(), [], set()
+        draw, pool, entries, spoilt = python_random.Random(seed), Pool(), [], set()
         for _ in range(60):
-            what = draw.choice("CRRRRD") if places else "C"
+            what = draw.choice("CRRRRD") if entries else "C"
             if what == "C":
-                places.append(timeline.Place(pool))
-                assert len(places[0].timeline.last) <= 2 * len(places)
+                entries.append(timeline.TimelineEntry(pool))
+                assert len(entries[0].timeline.last) <= 2 * len(entries)
                 continue
-            place = draw.choice(places)
+            entry = draw.choice(entries)
             if what == "R":
-                place.replayed()
-                spoilt = (spoilt | {one.order for one in places if one.order > place.order}) - {place.order}
+                entry.replayed()
+                spoilt = (spoilt | {one.order for one in entries if one.order > entry.order}) - {entry.order}
             else:
-                places.remove(place)
-                spoilt -= {place.order}
+                entries.remove(entry)
+                spoilt -= {entry.order}
                 if draw.random() < 0.5:
-                    place.leave()
-                del place
-            assert [one.overwritten() for one in places] == [one.order in spoilt for one in places]
+                    entry.leave()
+                del entry
+            assert [one.overwritten() for one in entries] == [one.order in spoilt for one in entries]
 
 
 def test_nothing_is_kept_of_a_pool_whose_graphs_are_gone():

@@ -133,7 +133,7 @@ def low_layer(name, rows, i, o, sequence, keep):
     return dataclasses.replace(case, cfg=cfg("bulk"), twin=cfg("none"), reference=reference, name=f"{case.name}-{keep}")
 
 
-def shared_out(rows, i, o, bias, **options):
+def row_split(rows, i, o, bias, **options):
     """A linear whose params are shared out; the ranks have rows of their own."""
     return DistCase(
         cfg=lambda axis: dist.ShardedConfig(linear, LinearConfig(i, 8 * o, bias=bias), axis=axis, **options),
@@ -363,7 +363,7 @@ def all_cases():
     for name, (op_of, _) in LOW.items():
         given = {"exempt": ("finite_differences",), "cancels": ("params.bias", "params.weight")}
         yield op_of(Fp8Current()), low_layer(name, (1, 2), 3, 2, True, "row"), given
-    yield dist.sharded, shared_out(1, 3, 2, True), {"cancels": ("params.bias", "params.weight")}
+    yield dist.sharded, row_split(1, 3, 2, True), {"cancels": ("params.bias", "params.weight")}
     padded = {"exempt": ("finite_differences",)}  # the padding's gradient is defined as 0, and is not the derivative
     yield dist.vocab_embedding, vocab_embedding((1, 3), 1, 3, True, True), {"free": ("x",), **padded}
     options = {"label_smoothing": 0.1, "z_loss": 0.01}

@@ -393,9 +393,9 @@ def rule() -> dict[str, Any]:
         "run": lambda *given: None,
         "saves": funcops.Saving(passes=2, launches=1),
         "wgrads": lambda calls, pendings: None,
-        "everywhere": False,
+        "on_cpu": False,
         "whole": False,
-        "again": False,
+        "recompute": False,
     }
 
 
@@ -465,8 +465,8 @@ OWN |= (
             {("name", "'no such'"): "any name"},
         ),
         "donate": Row(lambda: {"kept": kept()}, accepts={("kept", "None"): "nothing was kept"}),
-        "stow": Row(lambda: {"kept": kept(), "action": funcops.Compress("fp8")}, accepts={"kept": ANY}),
-        "fetch": Row(lambda: {"stowed": kept()}, accepts={"stowed": ANY}),
+        "pack": Row(lambda: {"kept": kept(), "action": funcops.Compress("fp8")}, accepts={"kept": ANY}),
+        "unpack": Row(lambda: {"packed": kept()}, accepts={"packed": ANY}),
         "report": Row(
             lambda: {"residuals": kept(), "params": params(), "x": x(), "tokens": 2, "expand": True},
             {"tokens": ONE},

@@ -118,7 +118,7 @@ def test_glus(kind, name, dtype):
             x = torch.cat((gate, one) if first else (one, gate), -1)
             dx, _ = glu.glu_bwd(one, x, None, kind, first, True, False)
             again = one.clone()
-            dx2 = glu.glu_bwd_again(again, x, kind, first)
+            dx2 = glu.glu_bwd_recompute(again, x, kind, first)
             halves = [d.chunk(2, -1) if first else d.chunk(2, -1)[::-1] for d in (dx, dx2)]
             runs += [(glu.glu_fwd(x, None, kind, first), *halves[0]), (again, *halves[1])]
     for got_y, d_gate, d_linear in runs:

@@ -197,11 +197,11 @@ def added(centre, rows=ROWS, width=WIDTH):
         if centre:
             y, stream, mean, rstd = add_norm.add_layer_norm_fwd(x, residual, w, b[0], EPS, False)
             dy, dstream = dys((y, stream))
-            dx, again, *parts = add_norm.add_layer_norm_bwd_again(dy, dstream, stream, w, b[0], mean, rstd, False, True, True)
+            dx, again, *parts = add_norm.add_layer_norm_bwd_recompute(dy, dstream, stream, w, b[0], mean, rstd, False, True, True)
         else:
             y, stream, rstd = add_norm.add_rms_norm_fwd(x, residual, w, EPS, False)
             dy, dstream = dys((y, stream))
-            dx, again, *parts = add_norm.add_rms_norm_bwd_again(dy, dstream, stream, w, rstd, False, True)
+            dx, again, *parts = add_norm.add_rms_norm_bwd_recompute(dy, dstream, stream, w, rstd, False, True)
         return [y, stream, again], [dx, dx, *(part.sum(0) for part in parts)]
 
     def plain(leaves, dtype):

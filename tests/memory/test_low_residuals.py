@@ -30,12 +30,12 @@ from funcops import (
     chain,
     donate,
     embedding,
-    fetch,
     glu,
     linear,
+    pack,
     random,
     report,
-    stow,
+    unpack,
     with_policy,
 )
 from funcops.errors import StaleResidualError
@@ -274,7 +274,7 @@ def test_a_report_shows_what_is_in_few_bits_as_one_row(recipe):
 
 @pytest.mark.parametrize("recipe", [Fp8Block(), MXFP8(), NVFP4()], ids=str)
 def test_what_is_in_few_bits_is_not_compressed_again(recipe):
-    """Its float32 scales are exact, and stay so: a rule for it raises, an optional one passes it by, `stow` leaves it."""
+    """Its float32 scales are exact, and stay so: a rule for it raises, an optional one passes it by, `pack` leaves it."""
     cfg = with_recipe(mlp_config(64, 96), recipe)
     params, x, dy = chain.init(cfg, key=random.key(0)), torch.randn(20, 64), torch.randn(20, 64)
     for pattern in ("up.x", "*.dy"):
@@ -288,12 +288,12 @@ def test_what_is_in_few_bits_is_not_compressed_again(recipe):
     assert all(type(part) is QTensor for part in (kept["up"].x, kept["down"].x, pending["up"].dy, pending["down"].dy))
     assert same(op.bwd(kept, dy, cfg), (op.wgrad(pending, cfg), dx))
     for action in (FP8, Compress("int8"), Offload()):
-        again = fetch(stow(want, action))
+        again = unpack(pack(want, action))
         assert same([again[name] for name in ("up", "down")], [want[name] for name in ("up", "down")])
 
 
 @pytest.mark.parametrize("recipe", [Fp8Block(keep="input"), MXFP8(keep="input"), Fp8Block(keep="input", wgrad="high")], ids=str)
-def test_both_halves_are_the_whole_where_x_is_computed_again(recipe):
+def test_both_halves_are_the_whole_where_x_is_recomputed(recipe):
     """Whether dy waits in few bits is the recipe's, not a question of where x is."""
     cfg = with_recipe(mlp_config(64, 96), recipe)
     params, x, dy = chain.init(cfg, key=random.key(0)), torch.randn(20, 64), torch.randn(20, 64)

@@ -122,7 +122,7 @@ def test_a_rule_that_names_a_field_beats_what_the_chain_does_by_itself():
         with_policy(chain, Policy({name: Compress("int8")})).init(block, device="meta")
 
 
-def test_pending_keeps_no_output_that_can_be_had_again():
+def test_pending_keeps_no_output_that_can_be_recomputed():
     cfg = mlp_config(64, 96)
     params, x = chain.init(cfg, key=random.key(0)), torch.randn(32, 64)
     _, kept = chain.fwd(params, x, cfg)
@@ -132,7 +132,7 @@ def test_pending_keeps_no_output_that_can_be_had_again():
     assert kept["up"].x is None and kept["norm"].x is x
 
 
-def test_pending_keeps_no_output_that_its_dgrad_had_again():
+def test_pending_keeps_no_output_that_its_dgrad_recomputed():
     """The one op whose dgrad reads its x and whose pending has it, too."""
     loss = Step("loss", linear_cross_entropy, LinearCrossEntropyConfig(8, 5), takes=("labels",))
     cfg = ChainConfig(steps=(Step("norm", rms_norm, RMSNormConfig(8)), loss), extras=("labels",))
@@ -163,7 +163,7 @@ def test_params_that_changed_are_stale():
     _, kept = chain.fwd(params, x, cfg)
     _, pending = chain.dgrad(kept, dy, cfg)
     params["norm"].weight.add_(1.0)
-    with pytest.raises(StaleResidualError, match="^norm: rms_norm_again: residuals.weight must be as .* or pass recompute=False"):
+    with pytest.raises(StaleResidualError, match="^norm: rms_norm_recompute: residuals.weight must be .* or pass recompute=False"):
         chain.wgrad(pending, cfg)
     minimal = remat(chain)
     _, kept = minimal.fwd(params, x, cfg)
@@ -281,7 +281,7 @@ LOGITS = Policy({"loss.logits": Recompute()})
 )
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 0.01, "reduction": "none", "ignore_index": 3}], ids=str)
 @pytest.mark.parametrize("ties", [(), TIES], ids=["free", "tied"])
-def test_a_loss_whose_logits_are_computed_again(ties, options, needs):
+def test_a_loss_whose_logits_are_recomputed(ties, options, needs):
     cfg, op = decoder(ties, **options), with_policy(chain, LOGITS)
     if ties and isinstance(needs.params, tuple) and needs.params[0].startswith("head"):
         needs = Needs(x=False)
@@ -336,4 +336,4 @@ def test_residuals_and_ops_pickle(name):
 
 def test_an_op_that_nothing_names_says_so():
     with pytest.raises(pickle.PicklingError, match="pickle: op 'linear' must be a name of the module of its fwd, or made by"):
-        pickle.dumps(linear._replace(cheap="norm"))
+        pickle.dumps(linear._replace(recomputable="norm"))

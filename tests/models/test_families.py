@@ -92,10 +92,10 @@ def test_rows_that_alternate_are_sorted_and_those_that_turn_come_first(rows):
 
     import torch
 
-    from funcops.models.hf import Place
+    from funcops.models.hf import StoredLeaf
 
     def order(kind, cfg=None):
-        found = Place(SimpleNamespace(order=kind, stacked=False), ("w",), ("w",), (2 * rows, 3), (2 * rows, 3), 0).order(cfg)
+        found = StoredLeaf(SimpleNamespace(order=kind, stacked=False), ("w",), ("w",), (2 * rows, 3), (2 * rows, 3), 0).order(cfg)
         return None if found is None else found.tolist()
 
     assert order("evens_first") == [*range(0, 2 * rows, 2), *range(1, 2 * rows, 2)] and order("") is None

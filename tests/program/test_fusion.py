@@ -146,8 +146,8 @@ def test_an_error_names_the_function_that_was_called(asked, wrong):
 def test_explain_shows_inner_chains_as_one_program():
     text = str(explain(gpt2_block_config(64, 4, 96, 0.1)))
     assert "forward   mlp.up + mlp.act: linear + epilogue" in text
-    assert "backward  mlp.up + mlp.act + mlp.down + mlp.drop: bias gradients, again, saves 3 passes and 3 launches" in text
-    assert "backward  attn.add + mlp.fork + mlp.norm: add + norm, again, saves 3 passes and 2 launches" in text
+    assert "backward  mlp.up + mlp.act + mlp.down + mlp.drop: bias gradients, recomputed, saves 3 passes and 3 launches" in text
+    assert "backward  attn.add + mlp.fork + mlp.norm: add + norm, recomputed, saves 3 passes and 2 launches" in text
 
 
 def run(cfg, dtype, needs=Needs.ALL, donated=False, split=False, op=chain):
@@ -191,8 +191,8 @@ def test_plans_on_the_cpu(words, backward):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_what_is_fused_on_the_cpu_gives_the_same_bits(monkeypatch, dtype):
     ran = []
-    kernel = fused.glu_linear.glu_bwd_again
-    monkeypatch.setattr(fused.glu_linear, "glu_bwd_again", lambda *args: ran.append(1) or kernel(*args))
+    kernel = fused.glu_linear.glu_bwd_recompute
+    monkeypatch.setattr(fused.glu_linear, "glu_bwd_recompute", lambda *args: ran.append(1) or kernel(*args))
     cfg = made("rms wide glu linear_b wide glu linear")
     want = run(dataclasses.replace(cfg, fuse=False), dtype)
     assert not ran
@@ -310,7 +310,7 @@ def test_a_skip_is_planned_with_its_body(name, needs):
 def test_the_plan_of_a_skip():
     text = str(explain(SKIPS["llama mlp"], Needs.ALL))
     assert "forward   down + add: linear + epilogue" in text
-    assert "backward  fork + norm: fork + norm, again, saves 3 passes and 2 launches" in text
+    assert "backward  fork + norm: fork + norm, recomputed, saves 3 passes and 2 launches" in text
 
 
 def chains():

@@ -41,8 +41,10 @@ from funcops.testing.checks import float_like
 from funcops.trees import leaves, tensors
 
 D = 6
-CHEAP = sorted({case.op.name for case, _ in CASES if case.op.again is not None})
-AGAIN = [row for op in CHEAP for row in [row for row in CASES if row[0].op.name == op][::7][:14]]  # 7 and the 4 dtypes take turns
+RECOMPUTABLE = sorted({case.op.name for case, _ in CASES if case.op.recompute is not None})
+ROWS = [
+    row for op in RECOMPUTABLE for row in [row for row in CASES if row[0].op.name == op][::7][:14]
+]  # 7 and the 4 dtypes take turns
 
 
 def test_a_block_costs_few_calls():
@@ -53,26 +55,26 @@ def test_a_block_costs_few_calls():
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
-def test_y_again_has_the_bits_of_the_forward(name):
+def test_a_recomputed_y_has_the_bits_of_the_forward(name):
     """Of every op that gives it, under every mask that keeps its x, from the fields that are kept for it alone."""
     seen = set()
-    for case, dtype in AGAIN:
+    for case, dtype in ROWS:
         params, x = case.make(dtype)
         for needs in (Needs.ALL, Needs(x=False), Needs(params=False)):
             with backend(name):
-                y, kept = case.op.fwd(params, x, case.cfg, needs=needs.with_again())
+                y, kept = case.op.fwd(params, x, case.cfg, needs=needs.with_recompute())
                 if all(field.wanted(needs) for field in case.op.fields().values() if (field.alias or "").startswith("x")):
-                    assert torch.equal(case.op.again(kept, case.cfg), y), (case, dtype, needs)
+                    assert torch.equal(case.op.recompute(kept, case.cfg), y), (case, dtype, needs)
                     seen.add(case.op.name)
     norms = {"rms_norm", "layer_norm", "l2_norm", "group_norm"}
     assert seen == norms | {"activation", "glu", "softcap", "row_scale", "causal_conv1d"}
 
 
-def test_a_cheap_op_says_how_its_y_is_had_again():
+def test_a_recomputable_op_says_how_its_y_is_recomputed():
     """Without that a chain would keep what it promises not to, and say nothing."""
     halves = {"fwd": rms_norm.fwd, "dgrad": rms_norm.dgrad, "wgrad": rms_norm.wgrad}
-    for wrong in ({"cheap": "norm"}, {"again": rms_norm.again}):
-        with pytest.raises(ValueError, match=r"make_op 'mine': cheap must be given together with again"):
+    for wrong in ({"recomputable": "norm"}, {"recompute": rms_norm.recompute}):
+        with pytest.raises(ValueError, match=r"make_op 'mine': recomputable must be given together with recompute"):
             make_op("mine", RMSNormConfig, init=rms_norm.init, **halves, **wrong)
 
 
@@ -150,8 +152,8 @@ def test_a_tree_that_is_not_the_forwards_takes_the_loud_way(wrong):
         chain.bwd(kept, dy, cfg)
 
 
-def test_of_two_cheap_steps_in_a_row_one_is_kept():
-    """The second's y cannot be had again of an x that is itself left out."""
+def test_of_two_recomputable_steps_in_a_row_one_is_kept():
+    """The second's y cannot be recomputed from an x that is itself left out."""
     steps = (Step("norm", rms_norm, RMSNormConfig(D)), Step("act", activation, ActivationConfig("silu")))
     cfg = ChainConfig(steps=(*steps, Step("up", linear, LinearConfig(D, D))))
     params, x, dy = chain.init(cfg, key=random.key(0)), torch.randn(7, D), torch.randn(7, D)

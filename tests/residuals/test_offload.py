@@ -21,7 +21,7 @@ from funcops import (
     rms_norm,
     with_policy,
 )
-from funcops.residuals import Offload, Policy, donate, fetch, stow
+from funcops.residuals import Offload, Policy, donate, pack, unpack
 from funcops.residuals.offload import Copies, copies
 from funcops.testing.checks import same_bits
 from funcops.trees import leaves, tensors
@@ -54,13 +54,13 @@ class Device:
         for name in ("home", "coming"):
             monkeypatch.setattr(copies, name, getattr(fresh, name))
         monkeypatch.setattr(copies, "_streams", {None: None})
-        for name in ("leaves", "apart", "room", "back", "held_by", "side", "current", "on"):
+        for name in ("leaves", "own_stream", "room", "back", "held_by", "side", "current", "on"):
             monkeypatch.setattr(copies, name, getattr(self, name))
 
     def leaves(self, t):
         return not any(t is host for host in self.hosts)
 
-    def apart(self, t):
+    def own_stream(self, t):
         return t.numel() > 0
 
     def room(self, t):
@@ -162,7 +162,7 @@ def test_a_field_that_is_offloaded(device, donated):
 
 def test_what_was_copied_or_cut_on_the_host_waits_for_all_that_went_out(device):
     x = torch.randn(6, 4)
-    (kept,) = tensors(stow([x], Offload()))
+    (kept,) = tensors(pack([x], Offload()))
     for part in (kept[2:], kept.clone()):
         device.hosts.add(part)
         device.notes.clear()
@@ -171,11 +171,11 @@ def test_what_was_copied_or_cut_on_the_host_waits_for_all_that_went_out(device):
 
 
 def test_copies_under_capture_and_of_nothing_are_in_order(device, monkeypatch):
-    monkeypatch.setattr(copies, "apart", lambda t: False)
+    monkeypatch.setattr(copies, "own_stream", lambda t: False)
     x = torch.randn(3)
-    kept = stow([x, torch.empty(0)], Offload())
+    kept = pack([x, torch.empty(0)], Offload())
     assert all(
-        isinstance(t, Tensor) and torch.equal(t, want) for t, want in zip(leaves(fetch(kept)), [x, torch.empty(0)], strict=True)
+        isinstance(t, Tensor) and torch.equal(t, want) for t, want in zip(leaves(unpack(kept)), [x, torch.empty(0)], strict=True)
     )
     assert {who for who, *_ in device.notes} == {"main"} and not copies.home
 

@@ -1,4 +1,4 @@
-"""Recomputation across nodes: a node that reads the output of a recomputable op keeps its recipe, the fields for `op.again`.
+"""Recomputation across nodes: a node that reads the output of a recomputable op keeps its recipe, the fields for `op.recompute`.
 
 A chain does the same within its program (`program/`); here the op and its readers are separate nodes.
 """
@@ -19,7 +19,7 @@ from funcops.program.rules import FEW
 
 
 class Recipe(NamedTuple):
-    """`op.again(node, node.cfg)` recomputes the output, as long as the output has this version."""
+    """`op.recompute(node, node.cfg)` recomputes the output, as long as the output has this version."""
 
     op: Op
     node: Any
@@ -38,7 +38,7 @@ class LeftOut(NamedTuple):
     def refilled(self, kept: Any) -> list[Any]:
         """The tensors that the node would have kept, with the output recomputed."""
         node = unflatten(self.shape, kept[self.own :])
-        value, filled = self.op.again(node, node.cfg), list(kept[: self.own])
+        value, filled = self.op.recompute(node, node.cfg), list(kept[: self.own])
         for i in self.places:
             filled[i] = value
         return filled
@@ -55,7 +55,7 @@ def large(t: Any) -> bool:
 
 def forward(op: Op, params: Any, x: Any, cfg: Any, needs: Needs) -> tuple[Tensor, Any, Any]:
     """Run the forward of a recomputable op. Returns y, the residuals, and the node from which y can be recomputed."""
-    y, residuals = op.fwd(params, x, cfg, needs=needs.with_again())
+    y, residuals = op.fwd(params, x, cfg, needs=needs.with_recompute())
     node = run.recipe(op, residuals)
     residuals.needs = needs
     return y, residuals.copy(), node

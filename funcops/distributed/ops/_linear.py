@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcops.distributed.checks import check_tensor, require_axis, require_shares
 from funcops.distributed.init import init_part
-from funcops.distributed.plain import check_tensor, require_axis, require_shares
 from funcops.errors import check_rows, describe, fail, require
 from funcops.ops.linear import LinearConfig, LinearParams, linear_init
 

@@ -22,7 +22,7 @@ def row_count(tokens: int, capacity: float | None, axis: Axis) -> int:
     return axis.size * (tokens if capacity is None else math.ceil(capacity * tokens))
 
 
-def places(indices: Tensor, experts: int, capacity: float | None, axis: Axis) -> Tensor:
+def send_rows(indices: Tensor, experts: int, capacity: float | None, axis: Axis) -> Tensor:
     """Of indices [T, K] the place [T, n] of each token on its way to each rank. An index outside [0, E] raises IndexError on the
     CPU."""
     tokens, n, device = indices.shape[0], axis.size, indices.device
@@ -60,7 +60,7 @@ def dispatched(
     weights, tokens, indices = [t.reshape(-1, t.shape[-1]) for t in x]
     rows = row_count(tokens.shape[0], capacity, axis)
     check_row_count(where, "x, sent to all ranks,", rows)
-    place = places(indices, experts, capacity, axis)
+    place = send_rows(indices, experts, capacity, axis)
     token = token_of(place, rows)
     sent = start(weights, token, axis), start(tokens, token, axis), _start_indices(indices, token, experts, axis)
     own_weights, own_rows, own_indices = [comm.wait(t, axis) for t in sent]

@@ -14,24 +14,24 @@ from funcops.kernels import cross_entropy as kernels
 NO_LABEL = -(2**62)  # an ignore_index that no place is
 
 
-def places_of(ids: Tensor, size: int, axis: Axis, fill: int = 0) -> tuple[Tensor, Tensor]:
-    """The places of ids among this rank's `size` rows, and where they are another rank's: `fill` is there. An id that is no
+def own_rows_of(ids: Tensor, size: int, axis: Axis, fill: int = 0) -> tuple[Tensor, Tensor]:
+    """The rows of ids among this rank's `size` rows, and where they are another rank's: `fill` is there. An id that is no
     rank's stays outside, so that kernels refuse it as they do in the plain op."""
-    places = ids - axis.rank * size
-    elsewhere = ((places < 0) | (places >= size)) & (ids >= 0) & (ids < size * axis.size)
-    return places.masked_fill(elsewhere, fill), elsewhere
+    rows = ids - axis.rank * size
+    elsewhere = ((rows < 0) | (rows >= size)) & (ids >= 0) & (ids < size * axis.size)
+    return rows.masked_fill(elsewhere, fill), elsewhere
 
 
 def parts_of_rows(logits: Tensor, labels: Tensor, cfg: Any) -> Tensor:
     """[3, N], in the wide dtype, of this rank's logits [N, V/n]: both numbers of their logsumexp, and the label's own where it is
     among them, else 0; with label smoothing [4, N], with how far their mean is below the highest."""
-    places, elsewhere = places_of(labels, logits.shape[-1], cfg.axis)
-    places.masked_fill_(labels == cfg.ignore_index, 0)
+    rows, elsewhere = own_rows_of(labels, logits.shape[-1], cfg.axis)
+    rows.masked_fill_(labels == cfg.ignore_index, 0)
     # with all of the smoothing a loss is logsumexp less the mean
-    losses, lse = kernels.cross_entropy_fwd(logits, places, 1.0 if cfg.label_smoothing else 0.0, NO_LABEL, 0.0)
+    losses, lse = kernels.cross_entropy_fwd(logits, rows, 1.0 if cfg.label_smoothing else 0.0, NO_LABEL, 0.0)
     highest, rest = lse.unbind(-1)
-    inside = places.clamp(0, logits.shape[-1] - 1)
-    picked = logits.gather(-1, inside.unsqueeze(-1)).squeeze(-1).to(lse.dtype).masked_fill_(inside != places, float("nan"))
+    inside = rows.clamp(0, logits.shape[-1] - 1)
+    picked = logits.gather(-1, inside.unsqueeze(-1)).squeeze(-1).to(lse.dtype).masked_fill_(inside != rows, float("nan"))
     found = [highest, rest, picked.masked_fill_(elsewhere | (labels == cfg.ignore_index), 0.0)]
     return torch.stack([*found, losses - rest] if cfg.label_smoothing else found)
 

@@ -41,9 +41,9 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 from funcops.distributed import comm
+from funcops.distributed.checks import check_tensor
 from funcops.distributed.mesh import Axis
 from funcops.distributed.ops._linear import by_ring, check_config, check_params, check_parts, check_x, init_linear
-from funcops.distributed.plain import check_tensor
 from funcops.distributed.ring import gathered_products, scattered_products
 from funcops.distributed.specs import Spec
 from funcops.kernels import linear as kernels
@@ -85,7 +85,7 @@ class ColumnLinearConfig(OpConfig):
 
     weight_shape: ClassVar[tuple[int, int]]  # of this rank's part
     bias_shape: ClassVar[tuple[int] | None]
-    apart = True
+    shards_features = True
 
     @property
     def specs(self) -> dict[str, Spec]:

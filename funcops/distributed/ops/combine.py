@@ -38,9 +38,9 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import config, dgrad_of, forward, make_op, no_params, same_width
 from funcops.contract.schema import DGRAD, Inputs, Residuals, saved, static
 from funcops.distributed import comm
+from funcops.distributed.checks import check_divides, check_tensor, require_axis
 from funcops.distributed.mesh import Axis
 from funcops.distributed.ops._tokens import arrived, start, token_of
-from funcops.distributed.plain import check_divides, check_tensor, require_axis
 from funcops.errors import FLOATS, describe, fail
 from funcops.ops.permute import check_rows_and_choices
 

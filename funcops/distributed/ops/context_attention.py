@@ -52,8 +52,8 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
 from funcops.contract.schema import DGRAD, Inputs, Residuals, saved
 from funcops.distributed import comm
+from funcops.distributed.checks import check_tensor, require_axis
 from funcops.distributed.mesh import Axis
-from funcops.distributed.plain import check_tensor, require_axis
 from funcops.errors import check, fail, require
 from funcops.kernels import attention as kernels
 from funcops.kernels.scored_attention import Score
@@ -167,7 +167,7 @@ def _groups(cfg: ContextAttentionConfig) -> list[range]:
     return [group for group in (range(rank), range(rank + 1, n)) if group]
 
 
-def _joined(parts: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+def _keys_of_ranks(parts: Tensor, keys: int) -> tuple[Tensor, Tensor]:
     """k and v, [B, ranks keys, K, D], of parts [ranks, 2, B, S/n, K, D]."""
     ranks, _, batch, _, heads, size = parts.shape
     k, v = (parts[:, i, :, :keys].movedim(0, 1).reshape(batch, ranks * keys, heads, size).contiguous() for i in (0, 1))
@@ -198,7 +198,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, cfg: ContextAttentionConfig) -> tup
     def add(other: int, parts: Tensor) -> None:
         pair = _Pair.of(axis.rank, other, cfg, t, s)
         if s and t:
-            k, v = _joined(parts, pair.keys)
+            k, v = _keys_of_ranks(parts, pair.keys)
             out, lse = _forward(q[:, pair.query :], k, v, cfg.score(q.shape[3], pair.causal))
             kernels.merge(total, out, lse, pair.query)
 
@@ -248,7 +248,7 @@ def _gathered_backward(
     for group in _groups(cfg):
         pair = _Pair.of(axis.rank, group[0], cfg, t, s)
         chosen = slice(group[0], group[-1] + 1)
-        found = backward(pair, *_joined(every[chosen], pair.keys))
+        found = backward(pair, *_keys_of_ranks(every[chosen], pair.keys))
         dkv[chosen, :, :, : pair.keys] = found.unflatten(2, (len(group), pair.keys)).movedim(2, 0)
     return backward.result(comm.scatter_sum(dkv.flatten(0, 1), axis) if sends else own)
 
@@ -261,7 +261,7 @@ def _ring_backward(
     dkv = None
     for other, one in _travelling(torch.stack((k, v)), axis):
         pair = _Pair.of(axis.rank, other, cfg, t, s)
-        found = backward(pair, *_joined(one[None], pair.keys))
+        found = backward(pair, *_keys_of_ranks(one[None], pair.keys))
         if not sends:
             continue
         if sent is None:

@@ -50,9 +50,9 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import config, dgrad_of, forward, make_op, no_params, same_width
 from funcops.contract.schema import DGRAD, Inputs, Residuals, saved, static
 from funcops.distributed import comm
+from funcops.distributed.checks import check_tensor, require_axis
 from funcops.distributed.mesh import Axis
 from funcops.distributed.ops._tokens import arrived, dispatched
-from funcops.distributed.plain import check_tensor, require_axis
 from funcops.errors import describe, fail, require
 from funcops.ops.experts import check_experts_x
 

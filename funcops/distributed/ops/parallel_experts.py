@@ -46,11 +46,11 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.contract.schema import DGRAD, WGRAD, Inputs, Pending, Residuals, saved
 from funcops.distributed import comm
+from funcops.distributed.checks import check_tensor
 from funcops.distributed.init import init_part
 from funcops.distributed.mesh import Axis
 from funcops.distributed.ops._tokens import arrived, dispatched, row_count, start, token_of
 from funcops.distributed.ops.dispatch import check_tokens, require_experts
-from funcops.distributed.plain import check_tensor
 from funcops.distributed.specs import Spec
 from funcops.ops.experts import (
     OF_ALL,

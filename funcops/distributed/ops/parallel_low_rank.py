@@ -41,6 +41,7 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 from funcops.distributed import comm
+from funcops.distributed.checks import check_divides, check_tensor, require_axis, require_shares
 from funcops.distributed.init import init_part
 from funcops.distributed.mesh import Axis
 from funcops.distributed.ops._linear import check_parts, check_x
@@ -48,7 +49,6 @@ from funcops.distributed.ops.column_linear import ColumnLinearConfig
 from funcops.distributed.ops.column_qlinear import ColumnQLinearConfig
 from funcops.distributed.ops.row_linear import RowLinearConfig
 from funcops.distributed.ops.row_qlinear import RowQLinearConfig
-from funcops.distributed.plain import check_divides, check_tensor, require_axis, require_shares
 from funcops.distributed.specs import Spec
 from funcops.errors import require
 from funcops.kernels import linear as products
@@ -83,7 +83,7 @@ class ParallelLowRankConfig(LowRankConfig):
         where = "ParallelLowRankConfig"
         require_axis(where, self.axis)
         require(self.side in ("column", "row"), where, "side", "'column' or 'row'", repr(self.side))
-        object.__setattr__(self, "apart", self.side == "column")
+        object.__setattr__(self, "shards_features", self.side == "column")
         require(self.dropout == 0.0, where, "dropout", "0 (an adapter over ranks drops nothing of its x)", self.dropout)
         shared = "out_features" if self.side == "column" else "in_features"
         require_shares(where, shared, getattr(self, shared), self.axis)
@@ -96,13 +96,13 @@ class ParallelLowRankConfig(LowRankConfig):
     def shapes(self) -> dict[str, tuple[int, int]]:
         """Of this rank's part of each leaf."""
         n = self.axis.size
-        i, o = (self.in_features, self.out_features // n) if self.apart else (self.in_features // n, self.out_features)
+        i, o = (self.in_features, self.out_features // n) if self.shards_features else (self.in_features // n, self.out_features)
         return {"a": (self.rank, i), "b": (o, self.rank)}
 
     @property
     def specs(self) -> dict[str, Spec]:
         """What the axis shares out, by the name of the leaf."""
-        return {"b": Spec(self.axis.name, 0, parts=self.parts)} if self.apart else {"a": Spec(self.axis.name, 1)}
+        return {"b": Spec(self.axis.name, 0, parts=self.parts)} if self.shards_features else {"a": Spec(self.axis.name, 1)}
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         return self.shapes["a"][1], self.shapes["b"][0]
@@ -142,11 +142,11 @@ def parallel_low_rank_fwd(
     check_x(where, x, cfg.shapes["a"][1], cfg.sequence_parallel)
     for name, shape in cfg.shapes.items():
         check_tensor(where, f"params.{name}", getattr(params, name), shape, x.dtype, x)
-    if cfg.sequence_parallel and not cfg.apart:
+    if cfg.sequence_parallel and not cfg.shards_features:
         check_divides(where, "x", x, 0, cfg.axis)
     u = pointwise.scale(products.linear_fwd(x, params.a, None), cfg.scale)
-    u = u if cfg.apart else _summed(u, cfg)
-    y = products.linear_fwd(_rows(u, cfg) if cfg.apart else u, params.b, None)
+    u = u if cfg.shards_features else _summed(u, cfg)
+    y = products.linear_fwd(_rows(u, cfg) if cfg.shards_features else u, params.b, None)
     return y, ParallelLowRankResiduals.keep(cfg, needs, x=x, u=u, a=params.a, b=params.b, y_shape=y.shape, dtype=y.dtype)
 
 
@@ -159,7 +159,7 @@ def parallel_low_rank_dgrad(
     check_tensor("parallel_low_rank_dgrad", "dy", dy, residuals.y_shape, residuals.dtype, residuals.u if b is None else b)
     if b is not None:  # dx or da is made of t
         t = pointwise.scale(products.linear_dgrad(dy, b), cfg.scale)
-        t = _summed(t, cfg) if cfg.apart else _rows(t, cfg)
+        t = _summed(t, cfg) if cfg.shards_features else _rows(t, cfg)
     dx = products.linear_dgrad(t, a) if needs.x else NO_GRADIENT
     return dx, ParallelLowRankPending.keep(cfg, needs, x=residuals.x, t=t, dy=dy, u=residuals.u)
 
@@ -177,7 +177,7 @@ def parallel_low_rank_wgrad(
     if t is not None:
         da = gradient_of(where, t, x, None if into is None else into.a)
     if u is not None:
-        db = gradient_of(where, dy, _rows(u, cfg) if cfg.apart else u, None if into is None else into.b)
+        db = gradient_of(where, dy, _rows(u, cfg) if cfg.shards_features else u, None if into is None else into.b)
     return LowRankParams(da, db) if into is None else into
 
 

@@ -40,9 +40,9 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 from funcops.distributed import comm
+from funcops.distributed.checks import check_divides, check_tensor
 from funcops.distributed.mesh import Axis
 from funcops.distributed.ops._linear import by_ring, check_config, check_params, check_x, init_linear
-from funcops.distributed.plain import check_divides, check_tensor
 from funcops.distributed.ring import gathered_products, scattered_products
 from funcops.distributed.specs import Spec
 from funcops.kernels import linear as kernels
@@ -81,7 +81,7 @@ class RowLinearConfig(OpConfig):
 
     weight_shape: ClassVar[tuple[int, int]]  # of this rank's part
     bias_shape: ClassVar[tuple[int] | None]
-    apart = False
+    shards_features = False
 
     @property
     def specs(self) -> dict[str, Spec]:

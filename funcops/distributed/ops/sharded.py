@@ -38,16 +38,16 @@ from funcops.compose.step import check_body, note
 from funcops.contract.configs import Composite, Replace, Width
 from funcops.contract.marks import STAND_INS
 from funcops.contract.needs import Needs, check_needs
-from funcops.contract.op import Ahead, Op, config, init_of, make_op
+from funcops.contract.op import Op, Prefetch, config, init_of, make_op
 from funcops.contract.schema import DGRAD, WGRAD, Donated, Pending, Residuals, open_node, saved, static
+from funcops.distributed.async_collectives import finish
 from funcops.distributed.buckets import BUCKET_BYTES, part_shape
+from funcops.distributed.checks import require_axis
 from funcops.distributed.data import Reducing, reduce_start
-from funcops.distributed.in_flight import finish
 from funcops.distributed.mesh import Axis
-from funcops.distributed.plain import require_axis
 from funcops.distributed.shards import Gathering, own_shards, start_gathering
 from funcops.errors import describe, fail, require, require_count, require_dtype, short
-from funcops.program.into import check_into_tree
+from funcops.program.accumulator_checks import check_into_tree
 from funcops.program.values import abstract_params
 from funcops.residuals.donate import donate
 from funcops.residuals.forms import Layout
@@ -237,17 +237,17 @@ def _opened(where: str, kept: Any, cls: Any, cfg: ShardedConfig, into: Any = Non
 
 def _stripped(kept: Any, whole: Any, shards: Any) -> tuple[Any, Any]:
     """What a body kept, without the tensors that alias its params, and the shards of these alone; None where there are none."""
-    places = [(i, t) for i, t in enumerate(leaves(whole)) if isinstance(t, Tensor)]
+    indexed = [(i, t) for i, t in enumerate(leaves(whole)) if isinstance(t, Tensor)]
     traced = tracing()
-    same = {} if traced else {id(t): Away(i, None) for i, t in places}
-    spans = {} if traced else _spans(places)
+    same = {} if traced else {id(t): Away(i, None) for i, t in indexed}
+    spans = {} if traced else _spans(indexed)
     read: set[int] = set()
 
     def strip(t: Any) -> Any:
         if not isinstance(t, Tensor):
             return t
         if traced:  # the tracer of torch 2.11 has no id of a tensor that it has made
-            away = next((Away(i, None) for i, one in places if one is t), None)
+            away = next((Away(i, None) for i, one in indexed if one is t), None)
         else:
             away = same.get(id(t)) or _view(t, spans)
         if away is None:
@@ -259,10 +259,10 @@ def _stripped(kept: Any, whole: Any, shards: Any) -> tuple[Any, Any]:
     return body, with_leaves(shards, [t if i in read else None for i, t in enumerate(leaves(shards))]) if read else None
 
 
-def _spans(places: list[tuple[int, Tensor]]) -> dict[int, list[tuple[int, int, int, torch.dtype]]]:
+def _spans(indexed: list[tuple[int, Tensor]]) -> dict[int, list[tuple[int, int, int, torch.dtype]]]:
     """By storage, where in it leaves lie."""
     found: dict[int, list[tuple[int, int, int, torch.dtype]]] = {}
-    for i, t in places:
+    for i, t in indexed:
         start = int(t.storage_offset())
         found.setdefault(t.untyped_storage()._cdata, []).append((start, start + t.numel(), i, t.dtype))
     return found
@@ -367,5 +367,5 @@ sharded = make_op(
     dgrad=sharded_dgrad,
     wgrad=sharded_wgrad,
     bwd=sharded_bwd,
-    ahead=Ahead(begin=_begin, bwd=_bwd_begun, wgrad=_wgrad_begun, settle=_settle),
+    prefetch=Prefetch(begin=_begin, bwd=_bwd_begun, wgrad=_wgrad_begun, settle=_settle),
 )._replace(residuals=ShardedResiduals, pending=ShardedPending)

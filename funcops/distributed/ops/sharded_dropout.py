@@ -31,8 +31,8 @@ from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
 from funcops.contract.op import config, dgrad_of, forward, make_op, no_params, same_width
 from funcops.contract.schema import DGRAD, Inputs, Residuals, saved
+from funcops.distributed.checks import check_tensor, require_axis
 from funcops.distributed.mesh import Axis
-from funcops.distributed.plain import check_tensor, require_axis
 from funcops.distributed.specs import Ranges, within
 from funcops.errors import FLOATS, describe, fail, require
 from funcops.kernels import pointwise as kernels

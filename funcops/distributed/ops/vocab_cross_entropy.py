@@ -34,9 +34,9 @@ from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
 from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
 from funcops.contract.schema import DGRAD, Inputs, Residuals, saved
+from funcops.distributed.checks import check_tensor, require_axis
 from funcops.distributed.mesh import Axis
 from funcops.distributed.ops._vocab import losses_of_rows, parts_of_rows
-from funcops.distributed.plain import check_tensor, require_axis
 from funcops.kernels import cross_entropy as kernels
 from funcops.ops._loss import check_options, check_pair, reduce_losses, row_gradient
 

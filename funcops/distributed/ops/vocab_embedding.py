@@ -36,10 +36,10 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.contract.schema import WGRAD, Pending, Residuals, saved, static
 from funcops.distributed import comm
+from funcops.distributed.checks import check_divides, check_tensor, require_axis, require_shares
 from funcops.distributed.init import init_part
 from funcops.distributed.mesh import Axis
-from funcops.distributed.ops._vocab import places_of
-from funcops.distributed.plain import check_divides, check_tensor, require_axis, require_shares
+from funcops.distributed.ops._vocab import own_rows_of
 from funcops.distributed.specs import Spec
 from funcops.errors import FLOATS, describe, fail, require
 from funcops.kernels import embedding as kernels
@@ -130,8 +130,8 @@ def vocab_embedding_fwd(
             if not x.dim():
                 fail(where, "x", "[m, ...], of a first dimension to share out", describe(x))
             check_divides(where, "x", x, 0, axis)
-        places, elsewhere = places_of(x, cfg.weight_shape[0], axis)
-        part = kernels.embedding_fwd(weight, places).masked_fill_(elsewhere.unsqueeze(-1), 0.0)
+        rows, elsewhere = own_rows_of(x, cfg.weight_shape[0], axis)
+        part = kernels.embedding_fwd(weight, rows).masked_fill_(elsewhere.unsqueeze(-1), 0.0)
         y = comm.scatter_sum(part, axis) if cfg.sequence_parallel else comm.sum_over(part, axis)
     return y, VocabEmbeddingResiduals.keep(cfg, needs, ids=x, y_shape=y.shape, dtype=y.dtype)
 
@@ -154,7 +154,7 @@ def vocab_embedding_wgrad(
     if into is not None:  # before anything is sent
         check_embedding_into(where, dy, rows, into)
     if cfg.axis.size > 1:
-        ids = places_of(ids, rows, cfg.axis, skipped)[0]
+        ids = own_rows_of(ids, rows, cfg.axis, skipped)[0]
         dy = comm.gather(dy, cfg.axis) if cfg.sequence_parallel else dy
     return embedding_gradients(where, dy, ids, rows, skipped, into)
 

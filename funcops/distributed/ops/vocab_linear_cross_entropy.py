@@ -37,10 +37,10 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.contract.schema import DGRAD, WGRAD, Inputs, Pending, Residuals, saved
 from funcops.distributed import comm
+from funcops.distributed.checks import check_tensor, require_axis, require_shares
 from funcops.distributed.init import init_part
 from funcops.distributed.mesh import Axis
 from funcops.distributed.ops._vocab import losses_of_rows, parts_of_rows
-from funcops.distributed.plain import check_tensor, require_axis, require_shares
 from funcops.distributed.specs import Spec
 from funcops.ops._loss import check_options, check_pair, reduce_losses
 from funcops.ops.linear_cross_entropy import (

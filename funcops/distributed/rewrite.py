@@ -1,4 +1,4 @@
-"""`parallel`: the config of a model, rewritten for the ranks of a mesh.
+"""`dist.parallel`: the config of a model, rewritten for the ranks of a mesh. `funcops.parallel` is another thing: a combinator.
 
     cfg = parallel(model, {"*.proj": "column", "*.out": "row", "*.up": "column", "*.down": "row"}, mesh)
 
@@ -51,10 +51,10 @@ Rule = str | Callable[[Op, Any], tuple[Op, Any]]
 
 
 class _Main(NamedTuple):
-    """How ranks have the value between two steps. `place`: they share out its dimension that far from the end; 0: none, but rows.
+    """How ranks have the value between two steps. `dim`: it is sharded along dim -`dim`; 0: only along its rows.
     `source`: the path of the column layer whose features stand in it as they were."""
 
-    place: int = 0
+    dim: int = 0
     source: str = ""
 
 
@@ -102,11 +102,11 @@ def parallel(
     parts: dict[str, tuple[int, ...]] = {}
     for _ in range(2):  # the first walk finds what is packed
         walk = _Walk(rules, mesh, mesh[axis], {"overlap": overlap, "sequence_parallel": sequence_parallel}, parts)
-        made, main = walk.inside(cfg, "", _Main())
+        made, main = walk.rewritten_parts(cfg, "", _Main())
     for glob in rules:
         wanted = f"globs over steps that no other matches before ({', '.join(walk.known)})"
         require(glob in walk.deciding, "parallel", "rules", wanted, repr(glob))
-    if main.place:
+    if main.dim:
         fail("parallel", "rules", "with a row layer behind every column layer", f"none behind {main.source or 'the last'}")
     return made
 
@@ -121,7 +121,7 @@ class _Walk:
         self.mesh, self.deciding, self.known, self.widths = mesh, set[str](), list[str](), dict[str, int]()
         self.adapted = dict[str, str]()  # by the paths of a linear's parts, with an adapter, its own
 
-    def inside(self, cfg: Any, path: str, main: _Main) -> tuple[Any, _Main]:
+    def rewritten_parts(self, cfg: Any, path: str, main: _Main) -> tuple[Any, _Main]:
         """The config of a combinator, and how its y is shared out."""
         branches, before = [], main
 
@@ -144,23 +144,23 @@ class _Walk:
         if type(cfg) is ParallelConfig:
             for here, one in branches:
                 self.same(here, one, branches[0][1], branches[0][0])
-            main = _Main(main.place)
-        return made, _Main(main.place, path) if is_adapted(cfg) and main.place == 1 else main
+            main = _Main(main.dim)
+        return made, _Main(main.dim, path) if is_adapted(cfg) and main.dim == 1 else main
 
     def leaves(self, step: Step, cfg: Any, path: str, main: _Main) -> None:
         """What leaves the model must be of all features."""
         names = [name for name in step.gives if name in cfg.outputs and not step.outputs]
-        if names and main.place:
+        if names and main.dim:
             fail("parallel", f"output {names[0]!r} of step {path}", "of all features, behind a row layer", _said(main))
 
     def same(self, path: str, one: _Main, other: _Main, of: str) -> None:
-        if one.place != other.place:
+        if one.dim != other.dim:
             fail("parallel", f"y of {path}", f"shared out as that of {of}", _said(one))
 
     def step(self, op: Op, cfg: Any, path: str, main: _Main) -> tuple[Op, Any, _Main]:
         """A part at a path, and how its y is shared out."""
         if isinstance(cfg, Composite):
-            return op, *self.inside(cfg, path, main)
+            return op, *self.rewritten_parts(cfg, path, main)
         path = self.adapted.get(path, path)  # an adapter has the role of its layer
         if path not in self.known:
             self.known.append(path)
@@ -179,38 +179,38 @@ class _Walk:
             fail("parallel", "rules", f"with one for {path}, an attention over the tokens of all ranks of 'cp'", list(self.rules))
         if type(cfg) is DropoutConfig:
             return self.dropout(op, cfg, path, main)
-        if not main.place or self.axis.size == 1:
+        if not main.dim or self.axis.size == 1:
             return op, cfg, main
         try:
             self.unpack(cfg, main)
-            sharded = cfg.shared_out(main.place, self.axis.size)
+            sharded = cfg.sharded(main.dim, self.axis.size)
             if sharded is not None:
                 return op, sharded[0], _Main(sharded[1])
         except ValueError as error:
             in_step(error, path)
             raise
-        if main.place == 1 and not cfg.featurewise and cfg.packed_parts(0) is None:
+        if main.dim == 1 and not cfg.featurewise and cfg.packed_parts(0) is None:
             fail("parallel", f"step {path}", f"one that takes each feature by itself ({_said(main)})", op.name)
-        return op, cfg, main if cfg.featurewise else _Main(main.place)
+        return op, cfg, main if cfg.featurewise else _Main(main.dim)
 
     def unpack(self, cfg: Any, main: _Main) -> None:
         """Note the parts of a column layer, where this config says that its x is several side by side."""
-        parts = cfg.packed_parts(self.widths.get(main.source, 0)) if main.place == 1 else None
+        parts = cfg.packed_parts(self.widths.get(main.source, 0)) if main.dim == 1 else None
         if parts:
             require(bool(main.source), "parallel", "x", "what a column layer gives, as it is", "what others made of it")
             self.parts[main.source] = parts
 
     def dropout(self, op: Op, cfg: DropoutConfig, path: str, main: _Main) -> tuple[Op, Any, _Main]:
-        names = ("dp", self.axis.name) if self.how["sequence_parallel"] and not main.place else ("dp",)
+        names = ("dp", self.axis.name) if self.how["sequence_parallel"] and not main.dim else ("dp",)
         shared = [Shared(0, self.mesh[name]) for name in names if self.size(name) > 1]
-        if main.place:
-            shared.append(Shared(-main.place, self.axis))
+        if main.dim:
+            shared.append(Shared(-main.dim, self.axis))
         if self.size("cp") > 1:
             shared.append(Shared(1, self.mesh["cp"], zigzag=True))
         if not shared:
             return op, cfg, main
         made = ShardedDropoutConfig(cfg.p, shared=tuple(shared), train=cfg.train)
-        return self.remade(op, path, dropout, sharded_dropout), made, _Main(main.place)
+        return self.remade(op, path, dropout, sharded_dropout), made, _Main(main.dim)
 
     def size(self, name: str) -> int:
         return self.mesh.sizes.get(name, 1)
@@ -231,7 +231,7 @@ class _Walk:
         axis = self.axis if part.axis == "" else self.mesh[part.axis] if part.axis in self.mesh.sizes else None
         if axis is None or axis.size == 1:
             return op, cfg, main
-        if part.before is not None and main.place != part.before:
+        if part.before is not None and main.dim != part.before:
             wanted = "where x has its features shared out, behind a column layer" if part.before else "where x has all features"
             fail("parallel", f"{path}, a {role} layer,", wanted, _said(main))
         more = {"axis": axis, "side": role, "parts": self.parts.get(path, ()), **self.how}
@@ -248,7 +248,7 @@ class _Walk:
             in_step(error, path)
             raise
         self.widths[path] = cfg.widths(None)[1] or 0
-        after = _Main(main.place if part.before is None else part.after, path if part.after else "")
+        after = _Main(main.dim if part.before is None else part.after, path if part.after else "")
         return self.remade(op, path, source, becomes), made, after
 
 
@@ -286,4 +286,4 @@ ROLES: dict[str, dict[type, _Role]] = {
 
 
 def _said(main: _Main) -> str:
-    return f"shared out along its {main.place}. dimension from the end" if main.place else "shared out by rows alone"
+    return f"shared out along its {main.dim}. dimension from the end" if main.dim else "shared out by rows alone"

@@ -18,8 +18,8 @@ from funcops.contract.marks import Gone
 from funcops.contract.needs import Needs
 from funcops.contract.schema import WGRAD, Pending, saved, static
 from funcops.distributed import comm
+from funcops.distributed.checks import check_divides, check_tensor
 from funcops.distributed.mesh import Axis
-from funcops.distributed.plain import check_divides, check_tensor
 from funcops.errors import DonatedError, describe, fail, require_type, stale
 
 
