@@ -85,7 +85,7 @@ def test_real_sizes(i, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
 def test_quantisers_give_the_bits_of_torch(format, dtype):
-    """By the device's instructions, of every bfloat16 number in an order of its own, and of numbers of many sizes."""
+    """The device's instructions convert every bfloat16 number, in a drawn order, and numbers of many sizes."""
     g = torch.Generator().manual_seed(0)
     every = torch.arange(2**16).to(torch.int16).view(torch.bfloat16)[torch.randperm(2**16, generator=g)].view(512, 128)[:, :120]
     wide = torch.randn(300, 260, generator=g) * torch.exp2(torch.randint(-40, 40, (300, 1), generator=g))
@@ -209,7 +209,7 @@ def test_linear_cross_entropy_keeps_to_a_tenth_of_the_logits():
 
 
 def test_the_example_trains_as_on_the_cpu(tmp_path):
-    flags = [*TINY, "--text", "funcops/contract/schema.py", "--steps", 10]
+    flags = [*TINY, "--text", "LICENSE", "--steps", 10]
     run(*flags, "--out", tmp_path / "a")
     run(*flags, "--out", tmp_path / "b", "--device", "cuda")
     for a, b in zip(losses(tmp_path / "a"), losses(tmp_path / "b"), strict=True):

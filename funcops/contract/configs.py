@@ -132,7 +132,7 @@ class OpConfig:
     """The extras that are random keys."""
     fuse: bool = True
     """Whether rules of fusion may join the op's calls with others."""
-    gives_by_place: bool = True
+    gives_by_position: bool = True
     """Whether a `Step` may name further parts of y by their position: y is then `(main, *gives)`."""
     featurewise: ClassVar[bool] = False
     """Whether each feature of y is computed from the same feature of x alone, so that features may be sharded."""
@@ -190,7 +190,7 @@ def same_width(cfg: Any, width: int | None) -> tuple[int | None, int | None]:
 class Composite(OpConfig):
     """The base of a combinator's config: an op that is made of parts, each an op with a config and a name."""
 
-    gives_by_place = False
+    gives_by_position = False
     members: tuple[Any, ...] = ()
     """The `Step`s of a combinator whose parts have names."""
     ties: Any = ()
@@ -270,7 +270,7 @@ def with_hooks(config: type) -> type:
     return config
 
 
-_OLD_HOOKS = {"apart": "shards_features", "shared_out": "sharded"}
+_OLD_HOOKS = {"apart": "shards_features", "gives_by_place": "gives_by_position", "shared_out": "sharded"}
 _hooked: set[type] = set()  # classes of configs that have the hooks without the base
 
 

@@ -68,7 +68,6 @@ from funcops.contract.signatures import (
 )
 from funcops.errors import StaleResidualError, describe, fail, require_device, require_dtype
 
-T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 ALL = Needs.ALL
 NoneType = type(None)
@@ -127,9 +126,8 @@ class Op(NamedTuple):
     prefetch: Any = None
 
     def __call__(self, *args: Any, **options: Any) -> NoReturn:
-        raise TypeError(
-            f"{self.name}: must be called by its functions: {self.name}.fwd(params, x, cfg) -> (y, residuals), got a call of the op"
-        )
+        wanted = f"called by its functions: {self.name}.fwd(params, x, cfg) -> (y, residuals)"
+        raise TypeError(f"{self.name}: must be {wanted}, got a call of the op")
 
     def fields(self) -> dict[str, Field]:
         """The declared fields of its residuals, by name; none if their class depends on the config."""
@@ -152,13 +150,8 @@ class Op(NamedTuple):
                     return _op_at, (module, name)
         make, args = getattr(self.fwd, "made_by", (None, ()))
         if make is None or make(*args) != self:
-            fail(
-                "pickle",
-                f"op {self.name!r}",
-                "a name of the module of its fwd, or made by remat or with_policy",
-                "another op",
-                pickle.PicklingError,
-            )
+            wanted = "a name of the module of its fwd, or made by remat or with_policy"
+            fail("pickle", f"op {self.name!r}", wanted, "another op", pickle.PicklingError)
         return make, args
 
 
@@ -191,8 +184,7 @@ def make_op(
     `"norm"` if y costs little more than reading x, together with `recompute(residuals, cfg)`, which recomputes it; `""` for any
     other op. The other arguments are fields of `Op`.
 
-    Raises `ValueError` for another `recomputable`, for one of `recomputable` and `recompute` without the other, and for a `wgrad`
-    without `init`."""
+    Raises `ValueError` for another `recomputable`, for one of these two without the other, and for a `wgrad` without `init`."""
     if recomputable not in ("", "elementwise", "norm"):
         fail(f"make_op {name!r}", "recomputable", '"elementwise", "norm" or ""', repr(recomputable))
     if bool(recomputable) != (recompute is not None):
@@ -206,9 +198,8 @@ def make_op(
         wgrad, bwd = _no_wgrad(name, config), bwd or _dgrad_as_bwd(name, dgrad)
     pending, params = getattr(wgrad, "opens", (None, None))
     bwd = bwd or _derived_bwd(name, dgrad, wgrad)
-    residuals = getattr(dgrad, "opens", None)
     products = _products(wgrad, products)
-    trees = params, residuals, pending
+    trees = params, getattr(dgrad, "opens", None), pending
     return Op(name, config, init, fwd, bwd, dgrad, wgrad, keyed, recomputable, *trees, recompute, lower, view, products, prefetch)
 
 

@@ -1,4 +1,4 @@
-"""What all ranks must know of trees that they have in parts: norms, and whether a step goes wrong."""
+"""Norms of sharded trees, and flags and faults that all ranks must know."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def global_norm(
 ) -> Tensor:
     """sqrt(sum of g^2) of a tree of which each rank has a part: [], float64, the same on all ranks.
 
-    over: the axes of which each rank has other leaves, or other elements of all leaves: that of ZeRO's shards, that of pipeline
-    stages. parts: by dotted path, further axes of which each rank has other elements of that leaf (tensor parallelism). A leaf
-    that all ranks of an axis have alike counts once. device: where a rank without any gradient has its sum.
+    over: the axes along which ranks have different leaves, or different elements of all leaves: of ZeRO's shards, of pipeline
+    stages. parts: by dotted path, further axes along which ranks have different elements of that leaf (tensor parallelism). A leaf
+    that is the same on all ranks of an axis counts once. device: the device of the sum on a rank without any gradient.
 
         grads, norm = clip_by_global_norm(grads, 1.0, norm=dist.global_norm(grads, (pp, dp), {"up.weight": (tp,)}))
 
-    No host sync. Raises `TypeError` for a leaf that is neither a float tensor nor None, `ValueError` for a path that is not there.
+    No host sync. Raises `TypeError` for a leaf that is neither a float tensor nor None, `ValueError` for a missing path.
 
     >>> import torch
     >>> from funcops import dist
@@ -60,7 +60,7 @@ def global_norm(
 
 
 def _over(axis: Axis, sums: dict[tuple[Axis, ...], Tensor]) -> dict[tuple[Axis, ...], Tensor]:
-    """The sums of squares, those of what `axis` shares out summed over it."""
+    """The sums of squares, after the sums of leaves that `axis` shards are summed over it."""
     apart = [axes for axes in sums if axis in axes]
     summed = comm.sum_over(torch.stack([sums[axes] for axes in apart]), axis)
     left = {axes: t for axes, t in sums.items() if axis not in axes}
@@ -71,7 +71,7 @@ def _over(axis: Axis, sums: dict[tuple[Axis, ...], Tensor]) -> dict[tuple[Axis, 
 
 
 def _squares(ts: list[Tensor], device: torch.device) -> Tensor:
-    """In float64: a sum of squares has twice the exponent of a norm."""
+    """The sum of squares, in float64, as it has twice the exponent of a norm."""
     if not ts:
         return torch.zeros((), dtype=torch.float64, device=device)
     dtype = torch.float64 if any([t.dtype is torch.float64 for t in ts]) else torch.float32
@@ -80,13 +80,12 @@ def _squares(ts: list[Tensor], device: torch.device) -> Tensor:
 
 
 def amaxes_over(amaxes: Mapping[str, Tensor], over: Axis | tuple[Axis, ...]) -> dict[str, Tensor]:
-    """The largest of each amax over all ranks of these axes: what all of them update the state of delayed scaling with. `amaxes`:
-    float32, not negative, by path, as `split_amaxes` gives them; {} is sent nowhere. One communication an axis. A NaN is the
-    largest.
+    """The maximum of each amax over all ranks of these axes, with which all of them update the state of delayed scaling. `amaxes`:
+    float32, not negative, by path, as from `split_amaxes`; {} is not sent. One communication per axis. NaN counts as the largest.
 
         state = recipe_update(state, dist.amaxes_over(amaxes, (dp, tp)), recipe)
 
-    Raises `TypeError` or `ValueError` for amaxes that are no mapping to float32 tensors.
+    Raises `TypeError` or `ValueError` unless amaxes is a mapping to float32 tensors.
 
     >>> import torch
     >>> from funcops import dist

@@ -15,27 +15,8 @@ from funcops.models.peft import peft_names
 from funcops.models.sampling import SamplingConfig, sample
 from funcops.models.sharding_rules import roles
 
-__all__ = [
-    "Cache",
-    "DecoderConfig",
-    "KVCache",
-    "LatentConfig",
-    "MoEConfig",
-    "SamplingConfig",
-    "cache_init",
-    "decode",
-    "decoder",
-    "decoder_x",
-    "from_hf",
-    "generate",
-    "layer_paths",
-    "moe",
-    "open_hf",
-    "peft_names",
-    "plain_experts",
-    "roles",
-    "sample",
-    "to_hf",
-]
+__all__ = ["Cache", "DecoderConfig", "KVCache", "LatentConfig", "MoEConfig", "SamplingConfig"]
+__all__ += ["cache_init", "decode", "decoder", "decoder_x", "from_hf", "generate", "layer_paths"]
+__all__ += ["moe", "open_hf", "peft_names", "plain_experts", "roles", "sample", "to_hf"]
 
 _sys.modules[__name__].__class__ = _Face  # `roles` stays the function, whoever imports that old path

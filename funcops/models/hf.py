@@ -84,7 +84,7 @@ class StoredLeaf(NamedTuple):
 
 
 def stored_leaves(cfg: DecoderConfig, family: Family) -> dict[str, StoredLeaf]:
-    """Where a checkpoint has each leaf of the params of `decoder(cfg)`."""
+    """The tensors of a checkpoint that store each leaf of the params of `decoder(cfg)`."""
     leaves = {path: t for path, t in paths(decoder(cfg).abstract()).items() if t is not None}
     found: dict[str, StoredLeaf] = {}
     for rule in family.rules:

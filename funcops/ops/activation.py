@@ -27,16 +27,8 @@ from funcops.contract.schema import DGRAD, NO_GRADIENT, RECOMPUTE, Residuals, sa
 from funcops.errors import FLOATS, check, require
 from funcops.kernels import activation as kernels
 
-__all__ = [
-    "ActivationConfig",
-    "ActivationResiduals",
-    "activation",
-    "activation_bwd",
-    "activation_dgrad",
-    "activation_fwd",
-    "activation_init",
-    "activation_wgrad",
-]
+__all__ = ["ActivationConfig", "ActivationResiduals"]
+__all__ += ["activation", "activation_bwd", "activation_dgrad", "activation_fwd", "activation_init", "activation_wgrad"]
 
 KINDS = tuple(kernels.ACTIVATIONS)
 
@@ -66,20 +58,20 @@ def activation_kept(cfg: ActivationConfig, needs: Needs, x: Tensor | None) -> Ac
 def activation_fwd(
     params: None, x: Tensor, cfg: ActivationConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, ActivationResiduals | None]:
-    """`y = f(x)`. x: [*] -> y: [*]. Raises `TypeError` for a dtype that is no float."""
+    """`y = f(x)`. x: [*] -> y: [*]. Raises `TypeError` for a dtype that is not a float."""
     check("activation_fwd", "x", x, (...,), FLOATS)
     return kernels.activation_fwd(x, cfg.kind), activation_kept(cfg, needs, x)
 
 
 @recompute_of(ActivationResiduals)
 def activation_recompute(residuals: ActivationResiduals, cfg: ActivationConfig) -> Tensor:
-    """y of the forward, the same bits."""
+    """Recompute y, bit for bit."""
     return kernels.activation_fwd(residuals.x, cfg.kind)
 
 
 @dgrad_of(ActivationResiduals)
 def activation_dgrad(residuals: ActivationResiduals, dy: Tensor, cfg: ActivationConfig) -> tuple[Tensor, None]:
-    """`dx = dy * f'(x)`. There is no weight gradient: pending is None."""
+    """`dx = dy * f'(x)`. No params, so pending is None."""
     if not residuals.needs.x:
         return NO_GRADIENT, None
     x = residuals.x

@@ -26,16 +26,8 @@ from funcops.errors import FLOATS, check, require
 from funcops.kernels import norm as kernels
 from funcops.ops._norm import check_eps
 
-__all__ = [
-    "L2NormConfig",
-    "L2NormResiduals",
-    "l2_norm",
-    "l2_norm_bwd",
-    "l2_norm_dgrad",
-    "l2_norm_fwd",
-    "l2_norm_init",
-    "l2_norm_wgrad",
-]
+__all__ = ["L2NormConfig", "L2NormResiduals"]
+__all__ += ["l2_norm", "l2_norm_bwd", "l2_norm_dgrad", "l2_norm_fwd", "l2_norm_init", "l2_norm_wgrad"]
 
 
 @config
@@ -68,13 +60,13 @@ def l2_norm_fwd(params: None, x: Tensor, cfg: L2NormConfig, *, needs: Needs = Ne
 
 @recompute_of(L2NormResiduals)
 def l2_norm_recompute(residuals: L2NormResiduals, cfg: L2NormConfig) -> Tensor:
-    """y of the forward, the same bits."""
+    """Recompute y, bit for bit."""
     return kernels.l2_norm_fwd(residuals.x, cfg.eps)[0]
 
 
 @dgrad_of(L2NormResiduals)
 def l2_norm_dgrad(residuals: L2NormResiduals, dy: Tensor, cfg: L2NormConfig) -> tuple[Tensor, None]:
-    """dx: [*, D]. There is no weight gradient: pending is None."""
+    """dx: [*, D]. No params, so pending is None."""
     if not residuals.needs.x:
         return NO_GRADIENT, None
     x = residuals.x

@@ -1,9 +1,9 @@
-"""q, k and v of multi-head latent attention, out of what was projected.
+"""q, k and v of multi-head latent attention, from its projections.
 
     kv_h = (own_h, v_h)        k_h = (shared, own_h)
     d shared = sum over h of dk_h's first part        d kv_h = (dk_h's rest, dv_h)
 
-x is `(q, kv, shared)`. q, dq: [*, T, N, S + O]; kv: [*, T, N, O + V]; shared: [*, T, 1, S], the part that turns; one float dtype.
+x is `(q, kv, shared)`. q, dq: [*, T, N, S + O]; kv: [*, T, N, O + V]; shared: [*, T, 1, S], the rotary part; one float dtype.
 y is `(q, k, v)`: q itself, k [*, T, N, S + O], v [*, T, N, V], a view of kv. Kept: nothing. arXiv:2405.04434.
 
 >>> import torch
@@ -34,21 +34,13 @@ from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import latent_split as kernels
 from funcops.ops._tuples import require_tuple
 
-__all__ = [
-    "LatentSplitConfig",
-    "LatentSplitResiduals",
-    "latent_split",
-    "latent_split_bwd",
-    "latent_split_dgrad",
-    "latent_split_fwd",
-    "latent_split_init",
-    "latent_split_wgrad",
-]
+__all__ = ["LatentSplitConfig", "LatentSplitResiduals"]
+__all__ += ["latent_split", "latent_split_bwd", "latent_split_dgrad", "latent_split_fwd", "latent_split_init", "latent_split_wgrad"]
 
 
 @config
 class LatentSplitConfig(OpConfig):
-    """`heads` (N), and the sizes in one: `shared` (S) and `own` (O) of a key, `value` (V)."""
+    """`heads` (N), and the sizes in a head: `shared` (S) and `own` (O) of a key, `value` (V)."""
 
     heads: int = field(kw_only=False)
     shared: int
@@ -61,7 +53,7 @@ class LatentSplitConfig(OpConfig):
 
 
 class LatentSplitResiduals(Residuals, static=("inputs", "shape", "dtype")):
-    """No tensor: what dy must be."""
+    """No tensor, only the shape and dtype of dy."""
 
 
 @forward(LatentSplitConfig)
@@ -83,7 +75,7 @@ def latent_split_fwd(
 def latent_split_dgrad(
     residuals: LatentSplitResiduals, dy: Any, cfg: LatentSplitConfig
 ) -> tuple[tuple[Tensor, Tensor, Tensor], None]:
-    """dy: `(dq, dk, dv)`, a part that is None being zero -> `(dq, dkv, dshared)`. There is no weight gradient: pending is None."""
+    """dy: `(dq, dk, dv)`, None for zero -> `(dq, dkv, dshared)`. No params, so pending is None."""
     if not isinstance(dy, tuple) or len(dy) != 3:
         fail("latent_split_dgrad", "dy", "a tuple (dq, dk, dv)", describe(dy), TypeError)
     needs, rows, key = residuals.needs, residuals.shape[:-2], cfg.shared + cfg.own
@@ -100,7 +92,7 @@ def latent_split_dgrad(
 
 
 def _gradient_of_kv(dk: Tensor | None, dv: Tensor | None, cfg: LatentSplitConfig) -> Tensor:
-    """d kv; a part that is None is zero."""
+    """d kv from dk and dv, None for zero."""
     like = dv if dk is None else dk
     assert like is not None
     own = like.new_zeros((*like.shape[:-1], cfg.own)) if dk is None else dk[..., cfg.shared :]

@@ -1,4 +1,4 @@
-"""Modulation of normalised sequences by what they are conditioned on (adaptive LayerNorm, of DiT).
+"""Modulation of normalised sequences by a condition (the adaptive LayerNorm of DiT).
 
     y = x (1 + scale) + shift        dx = dy (1 + scale)        d scale = sum over T of dy x        d shift = sum over T of dy
 
@@ -31,21 +31,13 @@ from funcops.kernels import modulate as kernels
 from funcops.kernels.norm import sum_parts
 from funcops.ops._tuples import require_tuple
 
-__all__ = [
-    "ModulateConfig",
-    "ModulateResiduals",
-    "modulate",
-    "modulate_bwd",
-    "modulate_dgrad",
-    "modulate_fwd",
-    "modulate_init",
-    "modulate_wgrad",
-]
+__all__ = ["ModulateConfig", "ModulateResiduals"]
+__all__ += ["modulate", "modulate_bwd", "modulate_dgrad", "modulate_fwd", "modulate_init", "modulate_wgrad"]
 
 
 @config
 class ModulateConfig(OpConfig):
-    """Nothing is to be said."""
+    """No options."""
 
     widths = same_width
     featurewise = True
@@ -78,7 +70,7 @@ def modulate_fwd(
 
 @dgrad_of(ModulateResiduals)
 def modulate_dgrad(residuals: ModulateResiduals, dy: Tensor, cfg: ModulateConfig) -> tuple[tuple[Tensor, Tensor, Tensor], None]:
-    """`(dx, dscale, dshift)`. There is no weight gradient: pending is None."""
+    """`(dx, dscale, dshift)`. No params, so pending is None."""
     x, scale, needs = residuals.x, residuals.scale, residuals.needs
     check("modulate_dgrad", "dy", dy, residuals.shape, residuals.dtype, x if scale is None else scale)
     dx, *sums = kernels.modulate_bwd(

@@ -7,7 +7,7 @@ With g = dy * w:
     dx = r * (g - n * mean_j(g_j * n_j))    dw = sum over rows of dy * n
 
 x, y, dy, dx: [*, *D] of one float dtype; w, dw: [*D], of x's dtype or float32; r: [*, 1], float32 (float64 for float64).
-Kept: x and w, both aliases, and r: 4 bytes a row. dgrad reads dy and x anyway, so it leaves dw as partial sums [P, D].
+Kept: x and w, both aliases, and r: 4 bytes a row. dgrad reads dy and x anyway, so it returns dw as partial sums [P, D].
 arXiv:1910.07467.
 
 >>> import torch
@@ -35,18 +35,8 @@ from funcops.kernels import norm as kernels
 from funcops.ops._norm import check_norm, check_sizes, finish, flat
 from funcops.trees import leaf, tree
 
-__all__ = [
-    "RMSNormConfig",
-    "RMSNormParams",
-    "RMSNormPending",
-    "RMSNormResiduals",
-    "rms_norm",
-    "rms_norm_bwd",
-    "rms_norm_dgrad",
-    "rms_norm_fwd",
-    "rms_norm_init",
-    "rms_norm_wgrad",
-]
+__all__ = ["RMSNormConfig", "RMSNormParams", "RMSNormPending", "RMSNormResiduals"]
+__all__ += ["rms_norm", "rms_norm_bwd", "rms_norm_dgrad", "rms_norm_fwd", "rms_norm_init", "rms_norm_wgrad"]
 
 
 @config
@@ -86,7 +76,7 @@ class RMSNormPending(Pending):
 def rms_norm_init(
     cfg: RMSNormConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
 ) -> RMSNormParams:
-    """Weight of ones (zeros where zero-centred); draws nothing."""
+    """Weight of ones (zeros if zero-centred); draws nothing."""
     fill = torch.zeros if cfg.zero_centered_gamma else torch.ones
     return RMSNormParams(fill(cfg.dim, device=device, dtype=dtype))
 
@@ -109,7 +99,7 @@ def rms_norm_fwd(
 
 @recompute_of(RMSNormResiduals)
 def rms_norm_recompute(residuals: RMSNormResiduals, cfg: RMSNormConfig) -> Tensor:
-    """y of the forward, the same bits: two products."""
+    """Recompute y, bit for bit, in two products."""
     x, w, dim = residuals.x, residuals.weight, cfg.dim
     if len(dim) == 1:
         return kernels.rms_norm_recompute(x, w, residuals.rstd, cfg.eps, cfg.zero_centered_gamma)
@@ -137,7 +127,7 @@ def _dx_and_parts(where: str, residuals: RMSNormResiduals, dy: Tensor, cfg: RMSN
 
 @wgrad_of(RMSNormPending, RMSNormParams)
 def rms_norm_wgrad(pending: RMSNormPending, cfg: RMSNormConfig, *, into: RMSNormParams | None = None) -> RMSNormParams:
-    """dw: [*D], in the weight's dtype; added to `into` where that is given, in float32 if `into` is."""
+    """dw: [*D], in the weight's dtype; added to `into` if given, in float32 if `into` is."""
     dw = finish(pending.parts, cfg.dim, pending.weight_dtype, None if into is None else into.weight)
     return accumulate("rms_norm_wgrad", RMSNormParams(dw), into)
 

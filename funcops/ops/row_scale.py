@@ -1,4 +1,4 @@
-"""Rows times a number each, which may be a gate.
+"""Multiply each row by a number, which may be a gate.
 
     y = x g        dx = dy g        dg = sum over H of dy x
 
@@ -33,16 +33,8 @@ from funcops.errors import FLOATS, check, fail
 from funcops.kernels import row_scale as kernels
 from funcops.ops._tuples import require_tuple
 
-__all__ = [
-    "RowScaleConfig",
-    "RowScaleResiduals",
-    "row_scale",
-    "row_scale_bwd",
-    "row_scale_dgrad",
-    "row_scale_fwd",
-    "row_scale_init",
-    "row_scale_wgrad",
-]
+__all__ = ["RowScaleConfig", "RowScaleResiduals"]
+__all__ += ["row_scale", "row_scale_bwd", "row_scale_dgrad", "row_scale_fwd", "row_scale_init", "row_scale_wgrad"]
 
 
 @config
@@ -76,13 +68,13 @@ def row_scale_fwd(
 
 @recompute_of(RowScaleResiduals)
 def row_scale_recompute(residuals: RowScaleResiduals, cfg: RowScaleConfig) -> Tensor:
-    """y of the forward, the same bits."""
+    """Recompute y, bit for bit."""
     return kernels.row_scale_fwd(residuals.x, residuals.gate, cfg.sigmoid)
 
 
 @dgrad_of(RowScaleResiduals)
 def row_scale_dgrad(residuals: RowScaleResiduals, dy: Tensor, cfg: RowScaleConfig) -> tuple[tuple[Tensor, Tensor], None]:
-    """`(dx, dgate)`. There is no weight gradient: pending is None."""
+    """`(dx, dgate)`. No params, so pending is None."""
     x, gate, needs = residuals.x, residuals.gate, residuals.needs
     check("row_scale_dgrad", "dy", dy, residuals.shape, residuals.dtype, gate)
     if not needs.x:

@@ -1,8 +1,8 @@
-"""Soft cap: numbers within ±c, near 0 as they are.
+"""Soft cap: bounds numbers smoothly by ±c.
 
     y = c tanh(x / c)        dx = dy (1 - tanh(x / c)^2)
 
-x, y, dy, dx: [*] of one float dtype. Kept: x, an alias: no bytes of its own. Of logits and attention scores in Gemma 2,
+x, y, dy, dx: [*] of one float dtype. Kept: x, an alias: no bytes of its own. Gemma 2 caps logits and attention scores,
 arXiv:2408.00118.
 
 >>> import torch
@@ -26,16 +26,8 @@ from funcops.contract.schema import DGRAD, NO_GRADIENT, RECOMPUTE, Residuals, sa
 from funcops.errors import FLOATS, check, require
 from funcops.kernels import softcap as kernels
 
-__all__ = [
-    "SoftcapConfig",
-    "SoftcapResiduals",
-    "softcap",
-    "softcap_bwd",
-    "softcap_dgrad",
-    "softcap_fwd",
-    "softcap_init",
-    "softcap_wgrad",
-]
+__all__ = ["SoftcapConfig", "SoftcapResiduals"]
+__all__ += ["softcap", "softcap_bwd", "softcap_dgrad", "softcap_fwd", "softcap_init", "softcap_wgrad"]
 
 
 @config
@@ -57,20 +49,20 @@ class SoftcapResiduals(Residuals):
 
 @forward(SoftcapConfig)
 def softcap_fwd(params: None, x: Tensor, cfg: SoftcapConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, SoftcapResiduals | None]:
-    """`y = c tanh(x / c)`. x: [*] -> y: [*]. Raises `TypeError` for a dtype that is no float."""
+    """`y = c tanh(x / c)`. x: [*] -> y: [*]. Raises `TypeError` for a dtype that is not a float."""
     check("softcap_fwd", "x", x, (...,), FLOATS)
     return kernels.softcap_fwd(x, cfg.cap), SoftcapResiduals.keep(cfg, needs, x=x)
 
 
 @recompute_of(SoftcapResiduals)
 def softcap_recompute(residuals: SoftcapResiduals, cfg: SoftcapConfig) -> Tensor:
-    """y of the forward, the same bits."""
+    """Recompute y, bit for bit."""
     return kernels.softcap_fwd(residuals.x, cfg.cap)
 
 
 @dgrad_of(SoftcapResiduals)
 def softcap_dgrad(residuals: SoftcapResiduals, dy: Tensor, cfg: SoftcapConfig) -> tuple[Tensor, None]:
-    """`dx = dy (1 - tanh(x / c)^2)`. There is no weight gradient: pending is None."""
+    """`dx = dy (1 - tanh(x / c)^2)`. No params, so pending is None."""
     if not residuals.needs.x:
         return NO_GRADIENT, None
     x = residuals.x

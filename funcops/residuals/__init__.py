@@ -7,21 +7,8 @@ from funcops.residuals.pack_unpack import pack, unpack
 from funcops.residuals.policy import POLICIES, Compress, Drop, Offload, Policy, Recompute, Save
 from funcops.residuals.report import diff, report
 
-__all__ = [
-    "Compress",
-    "Drop",
-    "Ledger",
-    "Offload",
-    "POLICIES",
-    "Policy",
-    "Recompute",
-    "Save",
-    "diff",
-    "donate",
-    "pack",
-    "report",
-    "unpack",
-]
+__all__ = ["Compress", "Drop", "Ledger", "Offload", "POLICIES", "Policy", "Recompute", "Save"]
+__all__ += ["diff", "donate", "pack", "report", "unpack"]
 
 
 if not TYPE_CHECKING:  # a checker would take every name for one of the module's

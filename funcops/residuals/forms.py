@@ -119,7 +119,7 @@ def to_form(t: Any, action: Action) -> Any:
     if (found := known.get(key)) is not None and found.storage() is storage and found.version == version(t):
         if found.layout == layout:
             return found.form
-        if found.layout.dense and layout.dense and _same_places(found.layout, layout):
+        if found.layout.dense and layout.dense and _same_elements(found.layout, layout):
             form = found.form
             return dataclasses.replace(form, shape=t.shape, view=(found.layout, layout))
     form = _packed(t, action)
@@ -127,7 +127,7 @@ def to_form(t: Any, action: Action) -> Any:
     return form
 
 
-def _same_places(a: Layout, b: Layout) -> bool:
+def _same_elements(a: Layout, b: Layout) -> bool:
     return a.offset == b.offset and torch.Size(a.shape).numel() == torch.Size(b.shape).numel()
 
 

@@ -82,7 +82,7 @@ def test_an_environment_variable_is_checked(monkeypatch, variable):
 
 
 def in_thread(run):
-    """What `run` returns, or raises, in a thread of its own."""
+    """Run `run` in a new thread; return its result or raise its error."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(run).result()
 

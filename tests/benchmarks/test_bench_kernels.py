@@ -25,7 +25,7 @@ pytest.importorskip("triton")
 
 
 class HostTimer:
-    """As CudaTimer, on the host."""
+    """A CudaTimer for the host."""
 
     stream = None
 
@@ -182,7 +182,7 @@ def test_the_picture_hides_no_mark(count, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so():
+def test_without_a_gpu_the_bench_says_so():
     command = [sys.executable, "-m", "benchmarks", "kernels"]
     found = subprocess.run(command, capture_output=True, text=True)
     assert found.returncode == 2 and "no CUDA device" in found.stderr

@@ -113,7 +113,7 @@ def test_an_edit_makes_one_leaf_fresh_and_no_other():
         linear_bwd(replace(kept, x=x), dy, CFG)
 
 
-def test_marks_are_no_part_of_a_structure_and_keep_nothing_alive():
+def test_marks_are_not_in_a_structure_and_keep_nothing_alive():
     params, x, _, kept = fresh()
     x.add_(1)
     again = linear_fwd(params, x, CFG)[1]
@@ -174,7 +174,7 @@ def test_fake_tensors_move():
                 linear_bwd(move(kept), dy, CFG)
 
 
-def test_what_was_given_away_stays_so():
+def test_donated_residuals_stay_donated():
     _, _, dy, kept = fresh()
     linear_bwd(donate(kept), dy, CFG)
     for name, move in (MOVES | COPIES).items():

@@ -286,7 +286,7 @@ GUARDS = {
         2,
         1,
         ValueError,
-        "QKVSplitConfig: kv_heads must be a number that 2 ranks can share out, got 1",
+        "QKVSplitConfig: kv_heads must be a multiple of 2, the number of ranks, got 1",
     ),
     "op_from_torch's x": (from_torch, X, X.clone().requires_grad_(), GradModeError, "x must"),
     "rope's x": (
@@ -303,12 +303,12 @@ GUARDS = {
         TypeError,
         "expert_steps_fwd: cfg must be ExpertStepsConfig, got LinearConfig",
     ),
-    "finish": (finished, None, X, TypeError, "finish: into must be None (these are no sums of reduce_start)"),
+    "finish": (finished, None, X, TypeError, "finish: into must be None (only sums from reduce_start can be added)"),
 }
 
 
 @pytest.mark.parametrize("name", GUARDS)
-def test_a_guard_stops_what_is_wrong(name):
+def test_a_guard_stops_wrong_calls(name):
     call, _, wrong, error, said = GUARDS[name]
     with pytest.raises(error) as raised:
         call(wrong)
@@ -316,6 +316,6 @@ def test_a_guard_stops_what_is_wrong(name):
 
 
 @pytest.mark.parametrize("name", GUARDS)
-def test_a_guard_lets_through_what_is_right(name):
+def test_a_guard_passes_correct_calls(name):
     call, right, *_ = GUARDS[name]
     call(right)

@@ -48,7 +48,7 @@ def test_a_path_that_never_was_is_not_found(name):
 
 
 @pytest.mark.parametrize("name", GONE)
-def test_what_is_gone_says_where_it_went(name):
+def test_a_removed_name_says_where_it_went(name):
     with pytest.raises(ModuleNotFoundError, match="python -m benchmarks"):
         importlib.import_module(name)
 

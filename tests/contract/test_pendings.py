@@ -1,4 +1,4 @@
-"""Pendings as data: summed in few products, put away, saved, moved, reported; each used once."""
+"""Pendings as data: summed in few products, offloaded, saved, moved, reported; each used once."""
 
 import copy
 import random as pyrandom
@@ -152,7 +152,7 @@ def test_any_rows(rows, how, joined):
 
 
 @pytest.mark.parametrize(("how", "products"), [("each", 6), ("concatenate", 2), ("batch", 1), ("group", 1), (None, 2)])
-def test_how_many_products(how, products):
+def test_the_number_of_products(how, products):
     """Two weights of one shape, three microbatches."""
     cfg = ChainConfig(steps=(Step("a", linear, LinearConfig(8, 8)), Step("b", linear, LinearConfig(8, 8))))
     _, pendings = pendings_of(chain, cfg, [4, 4, 4], torch.float32)
@@ -189,7 +189,7 @@ WRAPS = ["chain", "skip", "repeat", "parallel", "remat", "minimal", "save_all", 
 
 @pytest.mark.parametrize("seed", range(24))
 def test_products_are_joined_wherever_they_are(seed):
-    """In whatever an op is wrapped, its products are of their weights alone, and their sums those of one wgrad after another."""
+    """However an op is wrapped, each weight gets one joined product, with the sums of one wgrad after another."""
     draw = pyrandom.Random(seed)
     op, cfg, weights = wrapped(draw, linear, LinearConfig(8, 8, bias=seed % 3 > 0), 1 + seed % 4)
     params, pendings = pendings_of(op, cfg, [4, 4, 4])
@@ -236,7 +236,7 @@ class Counter(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_what_is_wrong_is_refused_before_anything_is_added():
+def test_wrong_arguments_raise_before_anything_is_added():
     cfg = LinearConfig(8, 16)
     params, pendings = pendings_of(linear, cfg, [3, 3], torch.bfloat16)
     into = LinearParams(torch.zeros(16, 8), torch.zeros(5))

@@ -97,15 +97,22 @@ def test_a_rule_takes_and_has_its_old_fields():
         assert rule.again
 
 
-def test_a_config_may_have_the_old_hook():
+def test_a_config_may_have_hooks_of_the_old_names():
     @config
     class HalvedConfig(OpConfig):
+        apart = True
+        gives_by_place = False
+
         def shared_out(self, dim, n):
             return self, dim + n
 
-    with warns("HalvedConfig", "shared_out", "sharded") as caught:
+    hooks = {"apart": "shards_features", "gives_by_place": "gives_by_position", "shared_out": "sharded"}
+    with pytest.warns(DeprecationWarning) as caught:
         make_op("halved", HalvedConfig, fwd=activation.fwd, dgrad=activation.dgrad)
-    assert caught[0].filename == __file__ and HalvedConfig().sharded(1, 2)[1] == 3
+    said = [f"HalvedConfig: {old} is now {new}; the old name goes in version 0.4" for old, new in hooks.items()]
+    assert [str(one.message) for one in caught] == said and {one.filename for one in caught} == {__file__}
+    cfg = HalvedConfig()
+    assert cfg.shards_features and not cfg.gives_by_position and cfg.sharded(1, 2)[1] == 3
 
 
 def test_what_is_packed_under_the_old_name_is_unpacked_under_the_new():

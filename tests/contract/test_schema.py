@@ -74,7 +74,7 @@ def test_pending_is_guarded_too():
         linear_wgrad(pending, CFG)
 
 
-def test_an_edit_is_no_change_in_place():
+def test_an_edited_copy_passes_the_guard():
     params, x, residuals = fresh()
     x.add_(1)
     edited = replace(residuals, x=x.clone())
@@ -253,7 +253,7 @@ def test_a_derived_pending_has_the_fields_that_wgrad_reads_and_dy():
     assert (derived.fields, derived.kind) == (fields, own.kind) and issubclass(derived, Pending)
 
 
-def test_a_static_that_there_is_not_is_refused():
+def test_an_unknown_static_field_raises():
     with pytest.raises(ValueError, match="Wrong: static must be names among inputs, shape, dtype, got 'size'"):
         type(Residuals)("Wrong", (Residuals,), {}, static=("shape", "size"))
 
@@ -268,7 +268,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_pickled_config_is_made_anew(name):
-    """Its hash holds in one process alone, as that of its strings does; what was computed from its fields is computed again."""
+    """Hashes of strings differ between processes, so the config's hash, and all that follows from its fields, is recomputed."""
     cfg = CONFIGS[name]
     hash(cfg)
     made, fields = cfg.__reduce__()
@@ -291,7 +291,7 @@ def test_a_field_that_is_declared_as_a_tree_is_guarded_as_one():
     assert [(cls.__name__, name) for cls, name in trees if not cls.fields[name].tree] == []
 
 
-def test_an_argument_that_is_going_is_ignored_and_says_so():
+def test_a_deprecated_argument_is_ignored_with_a_warning():
     with pytest.warns(DeprecationWarning, match="^saved: recompute_from is ignored and goes in 0.4: leave it out$"):
         old = saved("[*, 1]", needed_by=DGRAD, recompute_from=("x",))
     assert old.metadata["saved"] == saved("[*, 1]", needed_by=DGRAD).metadata["saved"]

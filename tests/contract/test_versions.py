@@ -180,7 +180,7 @@ GUARDS = {
 
 
 @pytest.mark.parametrize("guard", GUARDS)
-def test_every_guard_notices_what_torch_counts_and_says_it_in_one_wording(guard):
+def test_every_guard_notices_counted_writes_in_one_wording(guard):
     unwritten, run = GUARDS[guard]()
     run()
     for name, write in WRITES.items():
@@ -201,7 +201,7 @@ def test_every_guard_notices_what_torch_counts_and_says_it_in_one_wording(guard)
 
 
 class Silent:
-    """A captured function whose replay counts no write, as that of a CUDA graph."""
+    """A captured function whose replay, like a CUDA graph's, counts no write."""
 
     def __init__(self, captured):
         self.captured = captured

@@ -43,7 +43,7 @@ class Narrow(Maker):
 
 
 def library_calls(make):
-    """Of the kernels that are torch's own on every device, and of those that another call's launch covers."""
+    """Calls of kernels that are torch's own on every device, and of kernels that another call's launch covers."""
     tokens = 5
     yield KernelCall(linear.linear_bwd, "", (make.floats(2, tokens, 8), make.floats(2, tokens, 4), make.floats(8, 4), True))
     q, k, v, dy = (make.floats(2, tokens, heads, 8) for heads in (4, 2, 2, 4))
@@ -70,7 +70,7 @@ def library_calls(make):
 
 
 def calls_of_groups(make):
-    """Of quantisers of 3 groups: of 5, none and 16 of 23 rows, laid out in blocks of 16."""
+    """Calls of quantisers of 3 groups, with 5, 0 and 16 of 23 rows, laid out in blocks of 16."""
     offsets, starts = torch.tensor([[0, 5, 5, 21], [0, 16, 16, 32]], dtype=torch.int32)
     rows, aligned = 23, grouped_quantize.aligned_count(23, 3, 16)
     yield KernelCall(grouped_quantize.aligned_starts, "", (offsets, 16))
@@ -84,13 +84,13 @@ def calls_of_groups(make):
 
 
 def shape_class(call):
-    """What tells one call of a kernel from another but for values."""
+    """The call's kernel, shapes and other arguments: all that tells it from another call, except values."""
     return call.name, str(tree_map(lambda a: tuple(a.shape) if isinstance(a, Tensor) else a, call.args))
 
 
 @functools.cache
 def calls(maker, dtype):
-    """By kernel."""
+    """The calls by kernel."""
     torch.manual_seed(0)
     make, found = maker("cpu", dtype, shrink=4096), {}
     for call in {shape_class(s): s for s in (*kernel_calls(make), *library_calls(make))}.values():
@@ -104,8 +104,8 @@ KERNELS = calls(Maker, torch.float32)
 
 
 def laid_out(call, change):
-    """The arguments, `change(i, t)` of each tensor t that is only read. Labels, places, the angles of a rotation, and the
-    ends of sequences are no values that may be anything."""
+    """The arguments, with `change(i, t)` for each tensor t that is only read. Labels, places, angles of a rotation and ends of
+    sequences stay as they are: not any value is valid there."""
     kept, count = call.kernel.kernel.mutates, itertools.count()
 
     def one(t, name):
@@ -203,7 +203,7 @@ def test_a_compiler_is_told_the_strides_of_results(name):
             assert fake.is_contiguous() and real.is_contiguous(), call.shape
 
 
-def test_poisoned_memory_says_nothing_of_operators_that_have_no_fixed_order():
+def test_poisoned_memory_allows_operators_without_a_fixed_order():
     """Warnings are errors here, and on CUDA attention and cuBLAS warn where deterministic algorithms are asked for."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -219,7 +219,7 @@ def test_poisoned_memory_says_nothing_of_operators_that_have_no_fixed_order():
 
 @pytest.mark.parametrize("warns", [False, True])
 def test_poisoned_memory_leaves_a_fixed_order_fixed(warns):
-    """Where only a warning is asked for, torch's attention on CUDA adds in any order again."""
+    """With warn_only, torch's attention on CUDA may add in any order."""
     try:
         torch.use_deterministic_algorithms(True, warn_only=warns)
         with poisoned_empties():

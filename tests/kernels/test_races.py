@@ -78,7 +78,7 @@ TEXT = """
         ({"tt.store %e, %v : tensor<8x!tt.ptr<bf16>, #two>": "tt.store %x_ptr, %v : !tt.ptr<bf16>"}, {}, 1),  # one thread's, of all
     ],
 )
-def test_what_counts_as_a_race(change, same, count):
+def test_races_and_their_absence(change, same, count):
     text = TEXT
     for old, new in ({"READ": "b", "LAYOUT": "one", "BETWEEN": ""} | change).items():
         text = text.replace(old, new)

@@ -193,7 +193,7 @@ def test_forms_of_views_share_their_bytes(first, second, action, device):
 
 
 @pytest.mark.parametrize("other", ["written to", "a part", "another dtype", "expanded", "another action", "of its own", "dead"])
-def test_forms_of_what_is_not_the_same_are_their_own(other, device):
+def test_tensors_that_differ_are_packed_apart(other, device):
     t, action = torch.randn(4, 8), Compress("int8")
     with one_form_each():
         first = to_form(t, action)
@@ -213,7 +213,7 @@ def test_forms_of_what_is_not_the_same_are_their_own(other, device):
     torch.testing.assert_close(from_form(second), u, atol=0.05, rtol=0.02)
 
 
-def test_packed_trees_share_and_come_back_as_they_were(device):
+def test_packed_trees_share_and_come_back_unchanged(device):
     op, cfg, x = LLAMA
     params = op.init(cfg, key=random.key(0))
     y, kept = with_policy(op, "save_all").fwd(params, x, cfg)

@@ -48,7 +48,7 @@ ROWS = [
 
 
 def test_a_block_costs_few_calls():
-    """Of which a chain in nested functions took 435, in 34 files, 22 deep."""
+    """A chain in nested functions took 435 calls, in 34 files, 22 deep."""
     calls, files, depth = of_a_block(recompute=True)
     assert calls <= 140 and files <= 18 and depth <= 10
     assert of_a_block(recompute=False).calls < calls
@@ -56,7 +56,7 @@ def test_a_block_costs_few_calls():
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_a_recomputed_y_has_the_bits_of_the_forward(name):
-    """Of every op that gives it, under every mask that keeps its x, from the fields that are kept for it alone."""
+    """Every op that can recompute y does so from the fields kept for that, under every mask that keeps its x."""
     seen = set()
     for case, dtype in ROWS:
         params, x = case.make(dtype)
@@ -70,7 +70,7 @@ def test_a_recomputed_y_has_the_bits_of_the_forward(name):
     assert seen == norms | {"activation", "glu", "softcap", "row_scale", "causal_conv1d"}
 
 
-def test_a_recomputable_op_says_how_its_y_is_recomputed():
+def test_a_recomputable_op_has_a_function_for_y():
     """Without that a chain would keep what it promises not to, and say nothing."""
     halves = {"fwd": rms_norm.fwd, "dgrad": rms_norm.dgrad, "wgrad": rms_norm.wgrad}
     for wrong in ({"recomputable": "norm"}, {"recompute": rms_norm.recompute}):
@@ -115,7 +115,7 @@ def test_gradients_of_one_value_are_summed_inside_of_each_scope_first():
     assert torch.equal(dx, own[0] + (own[1] + own[2])) and not torch.equal(dx, (own[0] + own[1]) + own[2])
 
 
-def test_what_is_not_asked_for_is_in_no_program():
+def test_unrequested_gradients_are_not_in_the_program():
     cfg = ChainConfig(steps=(Step("frozen", linear, LinearConfig(D, D)), Step("own", linear, LinearConfig(D, D))))
     calls = lower(chain, cfg, Needs(x=False, params=("own",))).calls
     assert [bool(call.needs) for call in calls] == [False, True] and not calls[1].needs.x
@@ -152,8 +152,8 @@ def test_a_tree_that_is_not_the_forwards_takes_the_loud_way(wrong):
         chain.bwd(kept, dy, cfg)
 
 
-def test_of_two_recomputable_steps_in_a_row_one_is_kept():
-    """The second's y cannot be recomputed from an x that is itself left out."""
+def test_one_of_two_recomputable_steps_in_a_row_is_kept():
+    """The second's y cannot be recomputed from an x that is not kept itself."""
     steps = (Step("norm", rms_norm, RMSNormConfig(D)), Step("act", activation, ActivationConfig("silu")))
     cfg = ChainConfig(steps=(*steps, Step("up", linear, LinearConfig(D, D))))
     params, x, dy = chain.init(cfg, key=random.key(0)), torch.randn(7, D), torch.randn(7, D)
@@ -166,7 +166,7 @@ def test_of_two_recomputable_steps_in_a_row_one_is_kept():
         assert all(torch.equal(a, b) for a, b in zip(tensors(found), tensors(want), strict=True))
 
 
-def test_explicit_forks_and_those_of_skips_give_the_same_bits():
+def test_explicit_forks_and_skips_give_the_same_bits():
     body = (Step("norm", rms_norm, RMSNormConfig(D)), Step("up", linear, LinearConfig(D, D)))
     by_hand = ChainConfig(
         steps=(Step("s", fork, ForkConfig(), gives=("x",)), *body, Step("e", add, AddConfig(), takes=("x",))), fuse=False

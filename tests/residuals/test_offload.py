@@ -128,7 +128,7 @@ def test_the_layer_before_comes_back_while_a_layer_computes(device):
     computed = [i for i, note in enumerate(notes) if note[1] == "backward"]
     for layer, start in enumerate(computed):  # counted from the last
         begun = [i for i, note in enumerate(notes[:start]) if note[1] == "back"]
-        assert len(begun) == min(layer + 2, TIMES), "its own copy, and that of the layer before, have begun, and no more"
+        assert len(begun) == min(layer + 2, TIMES), "its own copy and the previous layer's have begun, and no more"
         own = begun[layer]
         assert any(note[:2] == ("main", "waits for") and note[2] == own for note in notes[:start]), "main waits for its own copy"
 
@@ -160,7 +160,7 @@ def test_a_field_that_is_offloaded(device, donated):
     assert [who for who, what, _ in device.notes if what in ("out", "back")] == ["side"] * (2 if donated else 3)
 
 
-def test_what_was_copied_or_cut_on_the_host_waits_for_all_that_went_out(device):
+def test_copies_and_views_on_the_host_wait_for_all_offloads(device):
     x = torch.randn(6, 4)
     (kept,) = tensors(pack([x], Offload()))
     for part in (kept[2:], kept.clone()):

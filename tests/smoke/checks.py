@@ -1,7 +1,7 @@
-"""What only a device can tell, a function each. A check returns what it measured, and raises where something is wrong.
+"""Checks that need a device, a function each. A check returns its measurements, and raises if something is wrong.
 
-`run.py` runs each in a process of its own on the device. On the CPU, at small sizes and with Triton interpreted, those run that are
-not marked `device_only`: a rehearsal of the code, not of what it asks.
+`run.py` runs each in a process of its own on the device. On the CPU, at small sizes and with Triton interpreted, checks
+without the mark `device_only` run: this rehearses their code, not their questions.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from funcops.trees import leaves, tensors, tree_map_tensors
 
 
 class SmokeDevice(NamedTuple):
-    """Where a check runs: on a device at full sizes, or on the CPU at small ones."""
+    """The place of a run: a device with full sizes, or the CPU with small ones."""
 
     device: str
 
@@ -344,7 +344,7 @@ def a_policy_gives_the_bits_of_save_all(on: SmokeDevice) -> Any:
 
 @check
 def offloading_overlaps_with_computing(on: SmokeDevice) -> Any:
-    """By the profiler: copies that run while a kernel does, of four layers that go out and come back one ahead."""
+    """The profiler sees copies run while kernels do: four layers are offloaded, and prefetched one layer ahead."""
     dim, length = on.size(1024, 16), on.size(1024, 3)
     cfg = RepeatConfig(chain, block_config(dim, 8 if on.real else 2, on.size(2816, 24)), 4)
     op = with_policy(repeat, "offload_block_inputs")

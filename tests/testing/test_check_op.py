@@ -1,4 +1,4 @@
-"""What `check_op` says of an op that is wrong, and of a call of it that is."""
+"""`check_op` names the faults of a wrong op, and of a wrong call of `check_op` itself."""
 
 import re
 from dataclasses import field
