@@ -31,8 +31,8 @@ def compile_source(what: str, text: str, scope: dict[str, Any]) -> dict[str, Any
 
 
 def exact(names: Any) -> Any:
-    """The names, in tuples, lists and dicts or alone, as plain strings: what is written as source, or joined to a path, has no repr
-    of their own. Anything else is returned as it is.
+    """Turn names, alone or in tuples, lists and dicts, into plain strings: a subclass of str may have its own repr, which must not
+    get into source or a path. Any other value is returned unchanged.
 
     >>> import enum
     >>> from funcops.backend.source import exact

@@ -1,8 +1,8 @@
-"""`packed`: an op of which fields wait in another form: compressed, in the host's memory, or not at all.
+"""`packed`: an op that keeps some of its fields compressed, in the host's memory, or not at all.
 
-They are packed right after the forward and unpacked before the half of the backward that reads them, unless that reads them as they
-are; what only wgrad reads goes packed through dgrad into the pending. What is in the pending alone, such as dy, is packed right
-after dgrad, also by a backward in one go: that is dgrad then wgrad, bit for bit.
+Fields are packed right after the forward and unpacked before the half of the backward that reads them, unless it reads the packed
+form; a field that only wgrad reads passes through dgrad into the pending still packed. A field that only the pending has, such as
+dy, is packed right after dgrad. A full backward packs it too: it equals dgrad then wgrad, bit for bit.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ Actions = tuple[tuple[str, Action], ...]  # by field
 
 @functools.lru_cache(maxsize=256)
 def packed(op: Op, actions: Actions) -> Op:
-    """The op with an action for some fields of its residuals and of its pending. Its config is the op's own, and so are its params
-    and dx."""
-    late = {name: action for name, action in actions if name not in op.fields()}  # of the pending alone
+    """The op with an action for some fields of its residuals and pending. Its config, params and dx are the op's own."""
+    late = {name: action for name, action in actions if name not in op.fields()}  # fields that only the pending has
 
     def fwd(params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
         y, node = op.fwd(params, x, cfg, needs=needs)
@@ -55,7 +54,7 @@ def packed(op: Op, actions: Actions) -> Op:
         return op.wgrad(plain(pending, cfg), cfg, into=into)
 
     def products(pending: Any, cfg: Any, *, into: Any) -> Any:
-        if late:  # what is joined waits for all others, unpacked
+        if late:  # products that wait to be joined would be unpacked: do not join
             wgrad(pending, cfg, into=into)
             return []
         return op.products(plain(pending, cfg), cfg, into=into)
@@ -74,12 +73,12 @@ def packed(op: Op, actions: Actions) -> Op:
 
 
 def _opened(actions: Actions, where: str, kept: Any, cls: Any, cfg: Any, phase: Phase) -> tuple[Any, dict[str, Any]]:
-    """A node of its own with what this phase reads unpacked, and these fields."""
+    """A copy of a node with the fields that this phase reads unpacked, and these fields."""
     node = open_node(where, kept, cls, cfg)
     read = {name: action for name, action in actions if name in node.fields and phase & node.fields[name].needed_by}
     for name, action in read.items():
         missed = isinstance(action, Drop) and node.fields[name].wanted(node.needs)
-        require(not missed, where, f"{node.kind}.{name}", "kept, as this half of the backward reads it", "dropped (policy)")
+        require(not missed, where, f"{node.kind}.{name}", "kept, because this half of the backward reads it", "dropped (policy)")
     kept_as = {name: getattr(node, name) for name in read}
     plain = {name: t if node.fields[name].blocks and in_blocks(t) else from_form(t) for name, t in kept_as.items()}
     filled = node.copy(**plain)

@@ -145,7 +145,7 @@ def test_activations():
         assert fnn.from_torch(made).replaced and isinstance(made, cls), name
         torch.testing.assert_close(made(x), want, rtol=1e-9, atol=1e-9)
     for python in (activations.GELUActivation(use_gelu_python=True), activations.GELUTanh(use_gelu_tanh_python=True)):
-        assert [c.after for c in fnn.from_torch(python).left] == ["act must be as its class has it, got another function"]
+        assert [c.after for c in fnn.from_torch(python).left] == ["act must be the function of its class, got another function"]
 
 
 @pytest.mark.parametrize("name", ["Gemma2", "T5 1.1", "ViT"])

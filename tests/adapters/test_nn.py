@@ -166,7 +166,7 @@ def test_linear_cross_entropy():
     loss.load_state_dict(old)  # as earlier versions saved it
     assert loss.linear.weight.eq(1).all() and list(old) == ["weight"]
     shared = nn.Parameter(torch.zeros(11, D))
-    with pytest.warns(DeprecationWarning, match="weight is linear.weight"):
+    with pytest.warns(DeprecationWarning, match="set linear.weight"):
         loss.weight = shared
     assert loss.linear.weight is shared and loss.weight is None
     with pytest.raises(ValueError, match="LinearCrossEntropyConfig: in_features must be at least 1"):

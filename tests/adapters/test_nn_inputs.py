@@ -202,7 +202,7 @@ def test_fx_and_jit_trace(name):
         again = torch.cat([x, x])
         torch.testing.assert_close(traced(again), module(again))
     if [*module.parameters()]:
-        with pytest.raises(RuntimeError, match=r"torch.jit.trace must be around calls under torch.no_grad\(\), got one that asks"):
+        with pytest.raises(RuntimeError, match=r"torch.jit.trace must be around calls under torch.no_grad\(\), got a call"):
             torch.jit.trace(module, x)
 
 

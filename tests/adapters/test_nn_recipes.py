@@ -198,7 +198,7 @@ def test_a_graph_quantises_in_every_replay(recipe):
         x = torch.randn(4, D)
         assert same(stepped(plain, x), stepped(captured, x))
         fnn.quantize_weights(captured)
-    with pytest.raises(StaleResidualError, match=r"funcops.nn.Linear 1: the weight must be .* graphs are captured before"):
+    with pytest.raises(StaleResidualError, match=r"funcops.nn.Linear 1: the weight must be .* capture CUDA graphs before"):
         held = mlp(recipe)
         fnn.quantize_weights(held)
         make_graphed_callables(held, (torch.randn(4, D, requires_grad=True),))

@@ -59,7 +59,7 @@ def test_penalties_raise(face, penalty, asked):
         assert not plain.requires_grad
         return
     extra = torch.ones((), dtype=torch.float64, requires_grad=True)
-    with pytest.raises(RuntimeError, match=r"_bwd: a gradient must be differentiated no further"):
+    with pytest.raises(RuntimeError, match=r"_bwd: a gradient must not be differentiated again"):
         (value + extra).backward()  # a loss beside it hides that the penalty has no gradient
 
 

@@ -210,7 +210,7 @@ def test_rules_for_pendings():
     assert sorted(dys(last).values()) == ["bfloat16", "fp8", "fp8", "mxfp8", "mxfp8", "mxfp8"]
     assert dys(last, Needs(params=["attn.qkv.q.proj.weight"])) == {"attn.qkv.q.proj.dy": "mxfp8"}
     for rules, message in (
-        ({"mlp.down.dy": Recompute()}, "rules must be no Recompute for mlp.down.dy, which came to the backward from outside"),
+        ({"mlp.down.dy": Recompute()}, "rules must be without Recompute for mlp.down.dy, an input of the backward"),
         ({"mlp.act.dy": FP8}, "rules must be globs over .*, got 'mlp.act.dy'"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -117,7 +117,7 @@ def test_a_rule_that_names_a_field_beats_what_the_chain_does_by_itself():
     optional = with_policy(chain, Policy({"*p.x": Compress("int8")}, optional=True)).fwd(params, x, cfg)[1]
     assert optional["up"].x is None, "an optional rule leaves to the chain what it computes again"
     block, name = LLAMA[0], "attn.qkv.q.proj.x"
-    one_of_three = r"one for each field that holds the output of attn.norm .*k.proj.x.* got Compress.* for .*q.proj.x alone"
+    one_of_three = r"the same for each field that holds the output of attn.norm .*k.proj.x.* got Compress.* for .*q.proj.x only"
     with pytest.raises(ValueError, match=one_of_three):
         with_policy(chain, Policy({name: Compress("int8")})).init(block, device="meta")
 
@@ -204,7 +204,7 @@ def test_a_dropped_tensor_raises_where_it_is_read():
     dx, pending = op.dgrad(kept, torch.randn(2, 4), cfg)
     assert dx.shape == x.shape
     with pytest.raises(
-        ValueError, match="linear_wgrad: pending.x must be kept, as this half of the backward reads it, got dropped"
+        ValueError, match="linear_wgrad: pending.x must be kept, because this half of the backward reads it, got dropped"
     ):
         op.wgrad(pending, cfg)
     with pytest.raises(ValueError, match="linear_bwd: residuals.x must be kept"):

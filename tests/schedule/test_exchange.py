@@ -196,10 +196,10 @@ def test_ranks_that_differ_are_told_before_any_message(odd, what):
     assert not any(network.most)
     if what == "error":
         assert "linear" in found.pop(odd)
-        assert set(found) == {f"Pipeline: every rank must be able to make it, got an error on rank {odd}: see what that said"}
+        assert set(found) == {f"Pipeline: every rank must be able to make it, got an error on rank {odd}: see its message"}
     else:
-        said = "schedule" if what == "schedule" else "what lies between stages (by cfg, x, dtype and needs)"
-        assert set(found) == {f"Pipeline: {said} must be the same on all ranks, got another on rank {odd or 1} than on rank 0"}
+        said = "schedule" if what == "schedule" else "boundaries of stages (from cfg, x, dtype and needs)"
+        assert set(found) == {f"Pipeline: {said} must be the same on all ranks, got different ones on rank {odd or 1} and rank 0"}
 
 
 def test_a_wrong_microbatch_sends_nothing():

@@ -182,7 +182,7 @@ def test_a_microbatch_unlike_the_example_is_named(odd, rows, dtype, alone):
     x, by = torch.randn(2, rows, DIM, dtype=dtype)
     xs[odd] = WithExtras(x, {"by": by})
     name = str(dtype).removeprefix("torch.")
-    said = rf"step: microbatch {odd} of xs, main must be float32\[6, 8\], as that of the example x, got {name}\[{rows}, 8\]"
+    said = rf"step: microbatch {odd} of xs, main must be float32\[6, 8\], as in the example x, got {name}\[{rows}, 8\]"
     with pytest.raises(ValueError, match=said):
         pipeline.step(params, xs, dys)
     xs[odd] = WithExtras(good[odd].main, {"by": by})
@@ -208,11 +208,11 @@ def test_params_of_another_dtype_than_was_told(alone):
     """Whether the dtype comes from the example or not; before any action."""
     cfg = decoder(2)
     xs, wide = microbatches(2, cfg), chain.init(cfg, key=random.key(0), dtype=torch.float64)
-    with pytest.raises(ValueError, match="params must be float32, as Pipeline was told, got float64: give it dtype=torch.float64"):
+    with pytest.raises(ValueError, match="params must be float32, Pipeline's dtype, got float64: make it with dtype=torch.float64"):
         Pipeline(IN_TURN, cfg, xs[0]).step(wide, xs)
     assert len(Pipeline(IN_TURN, cfg, xs[0], dtype=torch.float64).step(wide, xs).ys) == 2
     cfg, params, xs, dys = gated()
-    with pytest.raises(ValueError, match=r"Pipeline: dtype must be .*\(is it dtype=torch.float64\?\), got float32: .*linear"):
+    with pytest.raises(ValueError, match=r"Pipeline: dtype must be .*\(try dtype=torch.float64\), got float32: .*linear"):
         Pipeline(IN_TURN, cfg, tree_map_tensors(torch.Tensor.double, xs[0]))
     norms = ChainConfig(steps=tuple(Step(name, rms_norm, rms_norm.config(DIM)) for name in ("s0", "s1")))
     xs, dys = torch.randn(2, 2, 3, DIM).bfloat16()
@@ -232,7 +232,7 @@ def test_a_gradient_unlike_the_example_is_named(what, alone, monkeypatch):
 
     monkeypatch.setattr(Stage, "backward", backward)
     got = r"float64\[6, 8\]" if what == "dtype" else r"float32\[5, 8\]"
-    with pytest.raises(ValueError, match=rf"dx of stage 1 must be float32\[6, 8\], as for the example x, got {got}"):
+    with pytest.raises(ValueError, match=rf"dx of stage 1 must be float32\[6, 8\], as with the example x, got {got}"):
         pipeline.step(params, xs, dys)
 
 
@@ -264,7 +264,7 @@ def test_arguments_that_do_not_fit_are_named(alone):
     with pytest.raises(ValueError, match="Pipeline.step: dys must be a list of 3, one a microbatch, got 1"):
         pipeline.step(params, xs, [None])
     assert math.isfinite(float(pipeline.step(params, xs).ys[0])), "what is refused before it begins leaves the pipeline whole"
-    with pytest.raises(ValueError, match="Pipeline.step: params must be float32, as Pipeline was told, got float64"):
+    with pytest.raises(ValueError, match="Pipeline.step: params must be float32, Pipeline's dtype, got float64"):
         pipeline.step(cast(params, torch.float64), xs)
     fails = tree_map_tensors(lambda t: t[:1], params["s1"])
     with pytest.raises(ValueError):
