@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from funcops.contract import op
+from funcops.contract import functions
 from funcops.contract.marks import versions
 from funcops.contract.schema import Saved
 from funcops.program import run
@@ -34,7 +34,7 @@ class Source:
         self.lowered, self.cover, self.traced = lowered, cover, traced
         self.lines: list[str] = []
         self.names: dict[str, Any] = {"WithExtras": WithExtras, "Tensor": Tensor, "add": add, "fold_in": fold_in, "run": run}
-        self.names |= {"versions": versions, "any_autocast": op.any_autocast}
+        self.names |= {"versions": versions, "any_autocast": functions.any_autocast}
         self.paths = [""]
         self.depth = 2
         self.opened: set[int] = set()
