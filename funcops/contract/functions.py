@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from funcops import random
+from funcops.contract.by_config import class_by, classes_of
 from funcops.contract.checking import asked, unusual, when_switched
 from funcops.contract.marks import IDLE
 from funcops.contract.needs import Needs, check_needs
@@ -96,7 +97,9 @@ def init_of(config: type) -> Callable[[F], F]:
 
 def dgrad_of(node_class: Any) -> Callable[[WrittenDgrad[R_in, D_in, C_in, Y_out]], DgradOf[R_in, D_in, C_in, Y_out]]:
     """Decorator of a `dgrad` (or a `bwd` override): opens the residuals (donated or not), checks class, config and
-    staleness, and answers a dy of None, which means zero, with gradients of None."""
+    staleness, and answers a dy of None, which means zero, with gradients of None. `node_class`: the class of the residuals, or
+    `ByConfig` if it depends on the config."""
+    first, others = classes_of(node_class)
 
     def decorate(fn: Any) -> Any:
         where = fn.__name__
@@ -106,9 +109,9 @@ def dgrad_of(node_class: Any) -> Callable[[WrittenDgrad[R_in, D_in, C_in, Y_out]
             if any_autocast() and (found := unusual("dgrad", where, dgrad, residuals, dy, cfg)):
                 return found[0]
             node = residuals
-            if type(node) is node_class and node.cfg is cfg and dy is not None and node.fresh():
+            if (type(node) is first or type(node) in others) and node.cfg is cfg and dy is not None and node.fresh():
                 return fn(node, dy, cfg)
-            node = open_node(where, node, node_class, cfg)
+            node = open_node(where, node, class_by(where, node_class, cfg), cfg)
             nothing = dy is None or (dgrad.alone and node._marks is IDLE)  # type: ignore[attr-defined]
             result = (node.nothing(), None) if nothing else fn(node, dy, cfg)
             if node is not residuals:
@@ -124,15 +127,17 @@ def dgrad_of(node_class: Any) -> Callable[[WrittenDgrad[R_in, D_in, C_in, Y_out]
 def again_of(node_class: Any) -> Callable[[F], F]:
     """Decorator of an `again`: checks the class, config and staleness of the residuals, which it does not change. The new function
     raises `StaleResidualError` after a write to what they alias, `TypeError` or `ValueError` for another op's or config's."""
+    first, others = classes_of(node_class)
 
     def decorate(fn: Any) -> Any:
         where = fn.__name__
 
         @functools.wraps(fn)
         def again(residuals: Any, cfg: Any) -> Any:
-            if not (type(residuals) is node_class and residuals.cfg is cfg and residuals.fresh()):
+            kind = type(residuals)
+            if not ((kind is first or kind in others) and residuals.cfg is cfg and residuals.fresh()):
                 try:
-                    open_node(where, residuals, node_class, cfg)
+                    open_node(where, residuals, class_by(where, node_class, cfg), cfg)
                 except StaleResidualError as error:
                     raise StaleResidualError(f"{error}; or pass recompute=False to the chain, so that this y is kept") from None
             return fn(residuals, cfg)
@@ -146,6 +151,7 @@ def bwd_of(
     node_class: Any, params_class: type
 ) -> Callable[[WrittenBwd[R_in, D_in, C_in, P_any, Y_out]], BwdOf[R_in, D_in, C_in, P_any, Y_out]]:
     """Decorator of a whole `bwd` that is written out: as `dgrad_of`, with the answer for parameters too."""
+    first, others = classes_of(node_class)
 
     def decorate(fn: Any) -> Any:
         where = fn.__name__
@@ -157,9 +163,9 @@ def bwd_of(
             if any_autocast() and (found := unusual("bwd", where, bwd, residuals, dy, cfg, into=into)):
                 return found[0]
             node = residuals
-            if type(node) is node_class and node.cfg is cfg and dy is not None and node.fresh():
+            if (type(node) is first or type(node) in others) and node.cfg is cfg and dy is not None and node.fresh():
                 return fn(node, dy, cfg, into=into)
-            node = open_node(where, node, node_class, cfg)
+            node = open_node(where, node, class_by(where, node_class, cfg), cfg)
             nothing = no_gradients(params_class, cfg) if into is None else into
             result = (nothing, node.nothing()) if dy is None else fn(node, dy, cfg, into=into)
             if node is not residuals:
@@ -224,6 +230,7 @@ def derived_bwd(name: str, dgrad: Any, wgrad: Any) -> Any:
     """The bwd that runs dgrad, then wgrad."""
     where = f"{name}_bwd"
     raw_dgrad, raw_wgrad, node_class, (_, params_class) = dgrad.__wrapped__, wgrad.__wrapped__, dgrad.opens, wgrad.opens
+    first, others = classes_of(node_class)
 
     def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> Any:
         if into is not None and type(into) is not params_class:
@@ -231,8 +238,8 @@ def derived_bwd(name: str, dgrad: Any, wgrad: Any) -> Any:
         if any_autocast() and (found := unusual("bwd", where, bwd, residuals, dy, cfg, into=into)):
             return found[0]
         node = residuals
-        if not (type(node) is node_class and node.cfg is cfg and node.fresh()):
-            node = open_node(where, node, node_class, cfg)
+        if not ((type(node) is first or type(node) in others) and node.cfg is cfg and node.fresh()):
+            node = open_node(where, node, class_by(where, node_class, cfg), cfg)
         dx, pending = (node.nothing(), None) if dy is None else raw_dgrad(node, dy, cfg)
         if node is not residuals:
             node.empty()
@@ -247,6 +254,7 @@ def dgrad_as_bwd(name: str, dgrad: Any) -> Any:
     """The bwd of an op without params."""
     where = f"{name}_bwd"
     raw_dgrad, node_class = dgrad.__wrapped__, dgrad.opens
+    first, others = classes_of(node_class)
 
     def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> Any:
         if into is not None:
@@ -254,9 +262,9 @@ def dgrad_as_bwd(name: str, dgrad: Any) -> Any:
         if any_autocast() and (found := unusual("bwd", where, bwd, residuals, dy, cfg, into=into)):
             return found[0]
         node = residuals
-        if type(node) is node_class and node.cfg is cfg and dy is not None and node.fresh():
+        if (type(node) is first or type(node) in others) and node.cfg is cfg and dy is not None and node.fresh():
             return None, raw_dgrad(node, dy, cfg)[0]
-        node = open_node(where, node, node_class, cfg)
+        node = open_node(where, node, class_by(where, node_class, cfg), cfg)
         dx = node.nothing() if dy is None or node._marks is IDLE else raw_dgrad(node, dy, cfg)[0]
         if node is not residuals:
             node.empty()

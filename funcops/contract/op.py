@@ -26,6 +26,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 from funcops.backend.source import exact
+from funcops.contract.by_config import ByConfig as ByConfig
+from funcops.contract.by_config import class_by, classes_of
 from funcops.contract.checking import refuse_autocast as refuse_autocast
 from funcops.contract.configs import OpConfig as OpConfig
 from funcops.contract.configs import config as config
@@ -43,6 +45,7 @@ from funcops.contract.functions import no_gradients as no_gradients
 from funcops.contract.functions import raw_of as raw_of
 from funcops.contract.functions import wgrad_of as wgrad_of
 from funcops.contract.functions import with_raw as with_raw
+from funcops.contract.renamed import warn
 from funcops.contract.schema import Field
 from funcops.contract.signatures import (
     Bwd,
@@ -75,14 +78,15 @@ class Ahead(NamedTuple):
 
 
 class Op(NamedTuple):
-    """An operator as data: the functions that generic code takes. `keyed`: the last part of x is a random key. `cheap`: "norm" or
-    "elementwise" if y costs little more than reading x, so that a chain recomputes it in its backward instead of saving it; else
-    "". `params`, `residuals` and `pending` are the classes of these trees; `residuals` is `Saved` if its class depends on the
-    config; None if the tree is built from the parts', or is any pytree. `again(residuals, cfg)`, of a cheap op: recomputes the bits
-    of y from the saved fields that are AGAIN. `lower`, of a combinator: writes its parts as calls (`funcops.program.lower`).
-    `view`: whether y is x or a view of it. `products(pending, cfg, into=)`: what `wgrad(pending, cfg, into=)` would add to `into`,
-    as products not yet run, which `batch_wgrads` joins with others by `join(products, how)` of their class; anything else is added
-    at once. `ahead`: what it can begin before its turn.
+    """An operator as data: the functions that generic code takes. `takes_key`: whether the last part of x is a random key; a
+    function of the config if it depends on that (`keyed_by(cfg)`). `cheap`: "norm" or "elementwise" if y costs little more than
+    reading x, so that a chain recomputes it in its backward instead of saving it; else "". `params`, `keeps` and `pending` are the
+    classes of params, residuals and pending. `keeps` is `ByConfig` if the config chooses among several (`residuals_of(cfg)`),
+    `Saved` if each config has a class of its own, and None if the tree is built from the parts', or is any pytree.
+    `again(residuals, cfg)`, of a cheap op: recomputes the bits of y from the saved fields that are AGAIN. `lower`, of a combinator:
+    writes its parts as calls (`funcops.program.lower`). `view`: whether y is x or a view of it. `products(pending, cfg, into=)`:
+    what `wgrad(pending, cfg, into=)` would add to `into`, as products not yet run, which `batch_wgrads` joins with others by
+    `join(products, how)` of their class; anything else is added at once. `ahead`: what it can begin before its turn.
 
     Raises, of every op's functions, before any of them computes or changes anything: `TypeError` or `ValueError` for a config,
     params, residuals or a pending of another op, for an x or dy of another shape, dtype or device (`dy` must be like y), and
@@ -101,10 +105,10 @@ class Op(NamedTuple):
     bwd: Bwd
     dgrad: Dgrad
     wgrad: Wgrad
-    keyed: bool = False
+    takes_key: bool | Callable[[Any], bool] = False
     cheap: str = ""
     params: Any = NoneType
-    residuals: Any = None
+    keeps: Any = None
     pending: Any = None
     again: Any = None
     lower: Any = None
@@ -117,9 +121,37 @@ class Op(NamedTuple):
             f"{self.name}: must be called by its functions: {self.name}.fwd(params, x, cfg) -> (y, residuals), got a call of the op"
         )
 
-    def fields(self) -> dict[str, Field]:
-        """The declared fields of its residuals, by name; none if their class depends on the config."""
-        return getattr(self.residuals, "fields", {})
+    def residuals_of(self, cfg: Any) -> Any:
+        """The class of its residuals under a config; see `keeps`. Raises `TypeError` for a config of another op."""
+        return class_by(self.name, self.keeps, cfg)
+
+    def fields(self, cfg: Any = None) -> dict[str, Field]:
+        """The declared fields of its residuals under a config, by name; none if the op declares no class of them. `cfg` may be left
+        out until version 0.4, with a `DeprecationWarning`."""
+        if cfg is not None:
+            return getattr(self.residuals_of(cfg), "fields", {})
+        warn(self.name, "fields()", "fields(cfg)")
+        return getattr(classes_of(self.keeps)[0], "fields", {})
+
+    def keyed_by(self, cfg: Any) -> bool:
+        """Whether the last part of x is a random key under a config."""
+        return self.takes_key(cfg) if callable(self.takes_key) else self.takes_key
+
+    @property
+    def residuals(self) -> Any:
+        """The class of its residuals. If that depends on the config, this warns (`DeprecationWarning`): use `residuals_of(cfg)`."""
+        if type(self.keeps) is ByConfig:
+            warn(self.name, "residuals", "residuals_of(cfg)")
+        return classes_of(self.keeps)[0]
+
+    @property
+    def keyed(self) -> bool:
+        """Whether the last part of x is a random key. If that depends on the config, this warns (`DeprecationWarning`) and returns
+        False: use `keyed_by(cfg)`."""
+        if not callable(self.takes_key):
+            return self.takes_key
+        warn(self.name, "keyed", "keyed_by(cfg)")
+        return False
 
     def __repr__(self) -> str:
         return self.name
@@ -162,7 +194,7 @@ def make_op(
     dgrad: Any,
     wgrad: Any = None,
     bwd: Any = None,
-    keyed: bool = False,
+    keyed: bool | Callable[[Any], bool] = False,
     cheap: str = "",
     again: Any = None,
     lower: Any = None,
@@ -172,7 +204,8 @@ def make_op(
 ) -> Op:
     """Build an `Op`, deriving `bwd`, for an op without params `init` and `wgrad`, and `products` if none can be joined. The
     functions carry the decorators `forward`, `dgrad_of`, `wgrad_of`, `again_of` and `bwd_of`, which name the classes of its trees;
-    a given `bwd` must equal `dgrad` then `wgrad` bit for bit (the Split law checks it). `cheap`: `"elementwise"` or `"norm"` if
+    a given `bwd` must equal `dgrad` then `wgrad` bit for bit (the Split law checks it). `keyed`: whether the last part of x is a
+    random key, or a function of the config that says so. `cheap`: `"elementwise"` or `"norm"` if
     y costs little more than reading x, together with `again(residuals, cfg)`, which recomputes it; `""` for any other op. The
     other arguments are fields of `Op`.
 
@@ -190,11 +223,9 @@ def make_op(
         wgrad, bwd = no_wgrad(name, config), bwd or dgrad_as_bwd(name, dgrad)
     pending, params = getattr(wgrad, "opens", (None, None))
     bwd = bwd or derived_bwd(name, dgrad, wgrad)
-    residuals = getattr(dgrad, "opens", None)
+    keeps = getattr(dgrad, "opens", None)
     products = _products(wgrad, products)
-    return Op(
-        name, config, init, fwd, bwd, dgrad, wgrad, keyed, cheap, params, residuals, pending, again, lower, view, products, ahead
-    )
+    return Op(name, config, init, fwd, bwd, dgrad, wgrad, keyed, cheap, params, keeps, pending, again, lower, view, products, ahead)
 
 
 def _products(wgrad: Any, written: Any) -> Any:

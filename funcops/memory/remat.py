@@ -86,4 +86,4 @@ def _remat(op: Op, offload: bool) -> Op:
     again.__name__ = f"{name}_again"
     kept_again = op.again is not None and not offload
     changes = {"again": again_of(RematResiduals)(again)} if kept_again else {"cheap": ""}
-    return wrap(op, (remat, (op, offload)), name=name, fwd=fwd, dgrad=dgrad, bwd=bwd, residuals=RematResiduals, **changes)
+    return wrap(op, (remat, (op, offload)), name=name, fwd=fwd, dgrad=dgrad, bwd=bwd, keeps=RematResiduals, **changes)

@@ -11,7 +11,7 @@ taken for the identity.
 
 `cfg.recipe` says which formats (`funcops.low_precision`). w is a tensor, which every forward and backward quantises, or
 a `QWeight` of `quantize_params`, made once a step. Beside it, for `Fp8Delayed`, are the scales (`Scaled`); dparams has the amaxes.
-Kept: x in low precision (`qlinear`), or x itself (`qlinear_of_input`: recipes with keep="input"); w, an alias.
+Kept: x in low precision, or x itself by a recipe with keep="input"; w, an alias.
 
 >>> import torch
 >>> from funcops import QLinearConfig, qlinear, random
@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import field
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,9 +40,11 @@ from torch import Tensor
 from funcops import random
 from funcops.backend import wide
 from funcops.contract.accumulators import accumulate, check_into, takes_sums
+from funcops.contract.by_config import ByConfig
 from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.contract.renamed import old_names, warn
 from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 from funcops.errors import StaleResidualError, check, check_rows, describe, fail, require, require_type, short
 from funcops.formats import Format, QTensor, QWeight, check_quantized, quantize_sides, quantize_tensor, turned
@@ -109,6 +111,13 @@ class QLinearOfInputResiduals(Residuals, static=("dtype",)):
     y_shape: torch.Size = static()
 
 
+QLinearKept = QLinearResiduals | QLinearOfInputResiduals
+
+
+def _kept(cfg: QLinearConfig) -> type[QLinearKept]:
+    return QLinearOfInputResiduals if cfg.recipe.keep == "input" else QLinearResiduals
+
+
 class QLinearPending(Pending, static=("dtype",)):
     x: Any = saved("[*, I]", alias="residuals.x", needed_by=WGRAD, of=("params.weight",), tree=True)
     dy: Any = saved("[*, O]", needed_by=WGRAD, of=("params.weight",), tree=True)
@@ -127,19 +136,21 @@ def qlinear_init(
 @forward(QLinearConfig, LinearParams)
 def qlinear_fwd(
     params: LinearParams, x: Tensor, cfg: QLinearConfig, *, needs: Needs = Needs.ALL
-) -> tuple[Tensor, QLinearResiduals | None]:
+) -> tuple[Tensor, QLinearKept | None]:
     """`y = q(x) q(w)^T + b`. x: [*, I] -> y: [*, O]. Raises `ValueError` or `TypeError` for a wrong shape, dtype, device, format or
     recipe, and `RuntimeError` on a device without the formats."""
-    where = "qlinear_fwd"
-    require(cfg.recipe.keep != "input", where, "cfg.recipe.keep", "'row' or 'col' (for 'input': qlinear_of_input)", "'input'")
+    where, recipe, weight = "qlinear_fwd", cfg.recipe, params.weight
     check_rows(where, "x", x, cfg.in_features)
     check_params(where, params, x, cfg)
-    weight = params.weight
+    if recipe.keep == "input":
+        y = y_of(quantize_tensor(x, recipe.x), row_of(weight, recipe), params.bias, recipe.emulate)
+        rounding = rounding_of(weight, recipe)
+        return y, QLinearOfInputResiduals.keep(cfg, needs, x=x, weight=weight, rounding=rounding, y_shape=y.shape, dtype=x.dtype)
     if not isinstance(weight, Scaled):
-        return qlinear_of(*operands(x, cfg.recipe, needs), params, cfg, needs)
-    (row, amax_x), (w, amax_w) = scaled_tensor(x, cfg.recipe.x, weight.scale[0:1]), scaled_weight(weight, cfg.recipe)
-    kept = turned(row) if cfg.recipe.keep == "col" and needs.param("weight") else row
-    y, amaxes = y_of(row, w, params.bias, cfg.recipe.emulate), torch.cat((amax_x, amax_w))
+        return qlinear_of(*operands(x, recipe, needs), params, cfg, needs)
+    (row, amax_x), (w, amax_w) = scaled_tensor(x, recipe.x, weight.scale[0:1]), scaled_weight(weight, recipe)
+    kept = turned(row) if recipe.keep == "col" and needs.param("weight") else row
+    y, amaxes = y_of(row, w, params.bias, recipe.emulate), torch.cat((amax_x, amax_w))
     return y, QLinearResiduals.keep(
         cfg, needs, x=kept, weight=weight, amaxes=amaxes, rounding=weight.scale, y_shape=y.shape, dtype=y.dtype
     )
@@ -175,32 +186,27 @@ def qlinear_of(
     return y, QLinearResiduals.keep(cfg, needs, x=kept, weight=params.weight, rounding=rounding, y_shape=y.shape, dtype=y.dtype)
 
 
-@forward(QLinearConfig, LinearParams)
-def qlinear_of_input_fwd(
-    params: LinearParams, x: Tensor, cfg: QLinearConfig, *, needs: Needs = Needs.ALL
-) -> tuple[Tensor, QLinearOfInputResiduals | None]:
-    """As `qlinear_fwd`, for a recipe with keep="input": residuals hold x itself."""
-    where = "qlinear_of_input_fwd"
-    require(cfg.recipe.keep == "input", where, "cfg.recipe.keep", "'input' (for others: qlinear)", repr(cfg.recipe.keep))
-    check_rows(where, "x", x, cfg.in_features)
-    check_params(where, params, x, cfg)
-    y = y_of(quantize_tensor(x, cfg.recipe.x), row_of(params.weight, cfg.recipe), params.bias, cfg.recipe.emulate)
-    rounding = rounding_of(params.weight, cfg.recipe)
-    return y, QLinearOfInputResiduals.keep(cfg, needs, x=x, weight=params.weight, rounding=rounding, y_shape=y.shape, dtype=x.dtype)
-
-
-@dgrad_of(QLinearResiduals)
-def qlinear_dgrad(residuals: QLinearResiduals, dy: Tensor, cfg: QLinearConfig) -> tuple[Tensor, QLinearPending | None]:
-    """`dx = q(dy) q(w)`. dy: [*, O] -> dx: [*, I], and the pending weight gradient: dy and x in low precision, db."""
-    return _dgrad("qlinear_dgrad", residuals, dy, cfg, residuals.amaxes)
-
-
-@dgrad_of(QLinearOfInputResiduals)
-def qlinear_of_input_dgrad(
-    residuals: QLinearOfInputResiduals, dy: Tensor, cfg: QLinearConfig
-) -> tuple[Tensor, QLinearPending | None]:
-    """As `qlinear_dgrad`; the pending holds x itself, and dy itself where the recipe computes dw in high precision."""
-    return _dgrad("qlinear_of_input_dgrad", residuals, dy, cfg, None)
+@dgrad_of(ByConfig(QLinearConfig, _kept, (QLinearResiduals, QLinearOfInputResiduals)))
+def qlinear_dgrad(residuals: QLinearKept, dy: Tensor, cfg: QLinearConfig) -> tuple[Tensor, QLinearPending | None]:
+    """`dx = q(dy) q(w)`. dy: [*, O] -> dx: [*, I], and the pending weight gradient: dy and x in low precision, db; by a recipe with
+    keep="input" x itself, and dy itself where dw is computed in high precision."""
+    where, recipe, needs, weight = "qlinear_dgrad", cfg.recipe, residuals.needs, residuals.weight
+    check(where, "dy", dy, residuals.y_shape, residuals.dtype, a_tensor(weight if residuals.x is None else residuals.x))
+    low = needs_low(needs, recipe)  # also where x is computed again later
+    check_rounding(where, residuals, recipe, low)
+    row = col = None
+    amaxes = residuals.amaxes if isinstance(residuals, QLinearResiduals) else None
+    if recipe.delayed and residuals.rounding is not None:
+        row, amax = scaled_tensor(dy, recipe.dy, residuals.rounding[2:3])
+        col = turned(row) if low else None
+        amaxes = None if amaxes is None else torch.cat((amaxes, amax))
+    elif needs.x or low:
+        row, col = of_gradient(dy, recipe, residuals.rounding, bool(needs.x), low)
+    dx = NO_GRADIENT
+    if needs.x and row is not None:
+        dx = product(row, col_of(weight, recipe), dy.dtype, recipe.emulate)
+    kept = col if low else dy
+    return dx, QLinearPending.keep(cfg, needs, x=residuals.x, dy=kept, db=db_of(dy, cfg, needs), amaxes=amaxes, dtype=dy.dtype)
 
 
 @wgrad_of(QLinearPending, LinearParams)
@@ -361,27 +367,6 @@ def product(a: QTensor, b: QTensor, out: torch.dtype, emulate: bool) -> Tensor:
     )
 
 
-def _dgrad(
-    where: str, residuals: Any, dy: Tensor, cfg: QLinearConfig, amaxes: Tensor | None
-) -> tuple[Tensor, QLinearPending | None]:
-    recipe, needs, weight = cfg.recipe, residuals.needs, residuals.weight
-    check(where, "dy", dy, residuals.y_shape, residuals.dtype, a_tensor(weight if residuals.x is None else residuals.x))
-    low = needs_low(needs, recipe)  # also where x is computed again later
-    check_rounding(where, residuals, recipe, low)
-    row = col = None
-    if recipe.delayed and residuals.rounding is not None:
-        row, amax = scaled_tensor(dy, recipe.dy, residuals.rounding[2:3])
-        col = turned(row) if low else None
-        amaxes = None if amaxes is None else torch.cat((amaxes, amax))
-    elif needs.x or low:
-        row, col = of_gradient(dy, recipe, residuals.rounding, bool(needs.x), low)
-    dx = NO_GRADIENT
-    if needs.x and row is not None:
-        dx = product(row, col_of(weight, recipe), dy.dtype, recipe.emulate)
-    kept = col if low else dy
-    return dx, QLinearPending.keep(cfg, needs, x=residuals.x, dy=kept, db=db_of(dy, cfg, needs), amaxes=amaxes, dtype=dy.dtype)
-
-
 def needs_low(needs: Needs, recipe: Recipe) -> bool:
     """Whether dw will be asked for, in low precision."""
     return recipe.wgrad == "low" and (needs.params is True or needs.param("weight"))
@@ -453,30 +438,27 @@ def _sums(where: str, into: P, amaxes: Tensor | None, cfg: Any, params: type[P])
 
 
 qlinear = make_op("qlinear", QLinearConfig, init=qlinear_init, fwd=qlinear_fwd, dgrad=qlinear_dgrad, wgrad=qlinear_wgrad)
-qlinear_of_input = make_op(
-    "qlinear_of_input",
-    QLinearConfig,
-    init=qlinear_init,
-    fwd=qlinear_of_input_fwd,
-    dgrad=qlinear_of_input_dgrad,
-    wgrad=qlinear_wgrad,
-)
 qlinear_bwd = both_halves(qlinear, qlinear_dgrad, qlinear_wgrad)
-qlinear_of_input_bwd = both_halves(qlinear_of_input, qlinear_of_input_dgrad, qlinear_wgrad)
 
 
 def op_of(recipe: Recipe) -> Op:
-    """The op that keeps what the recipe says.
-
-    >>> from funcops.low_precision import Fp8Block, op_of
-    >>> op_of(Fp8Block()), op_of(Fp8Block(keep="input"))
-    (qlinear, qlinear_of_input)
-    """
-    return qlinear_of_input if recipe.keep == "input" else qlinear
+    """Deprecated: return `qlinear`, which is the op of every recipe."""
+    warn("funcops.low_precision", "op_of(recipe)", "funcops.qlinear, the op of every recipe")
+    return qlinear
 
 
 def _low(cfg: LinearConfig, recipe: Recipe) -> tuple[Op, Op, QLinearConfig]:
-    return linear, op_of(recipe), QLinearConfig(cfg.in_features, cfg.out_features, recipe, bias=cfg.bias)
+    return linear, qlinear, QLinearConfig(cfg.in_features, cfg.out_features, recipe, bias=cfg.bias)
 
 
 LOW_FORMS[LinearConfig] = _low
+
+
+if not TYPE_CHECKING:  # a checker would take every name for one of the module's
+    __getattr__ = old_names(
+        __name__,
+        qlinear_of_input="qlinear",
+        qlinear_of_input_fwd="qlinear_fwd",
+        qlinear_of_input_dgrad="qlinear_dgrad",
+        qlinear_of_input_bwd="qlinear_bwd",
+    )

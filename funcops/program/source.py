@@ -81,7 +81,7 @@ class Source:
     def is_ready(self, call: Call, node: str, also: str = "") -> bool:
         """Write a test, with the result `ok`: whether the residuals `node` pass all checks of the call's op. Returns False if
         no such test can be written."""
-        cls = call.op.residuals
+        cls = call.residuals
         if self.traced or not isinstance(cls, type) or not issubclass(cls, Saved):
             return False
         names = self.const("C", call.index, cls), self.const("c", call.index, call.cfg)

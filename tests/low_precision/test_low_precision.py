@@ -29,7 +29,7 @@ from funcops.low_precision import (
     split_amaxes,
     with_recipe,
 )
-from funcops.ops.qlinear import QLinearConfig, op_of, qlinear
+from funcops.ops.qlinear import QLinearConfig, qlinear
 from funcops.program.values import add
 from funcops.residuals import Ledger
 from funcops.schedule import one_f_one_b, run, zb_h1
@@ -456,7 +456,7 @@ def test_gradients_do_not_depend_on_which_others_are_asked(recipe):
 )
 def test_a_backward_without_what_dy_is_rounded_by_raises(recipe):
     """Residuals made by hand, which never had it: a dy that is rounded anyhow would give other gradients in silence."""
-    cfg, op = QLinearConfig(16, 32, recipe), op_of(recipe)
+    cfg, op = QLinearConfig(16, 32, recipe), qlinear
     params, x, dy = linear.init(LinearConfig(16, 32), key=random.key(0)), torch.randn(4, 16), torch.randn(4, 32)
     state = recipe_init(cfg, params) if recipe.delayed else None
     work = quantize_params(params, cfg, state, dtype=torch.float32, key=random.key(1) if recipe.stochastic else None)

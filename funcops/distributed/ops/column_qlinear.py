@@ -33,15 +33,17 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from funcops import random
+from funcops.contract.by_config import ByConfig
 from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.contract.renamed import old_names
 from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 from funcops.distributed import comm
 from funcops.distributed.mesh import Axis
@@ -50,7 +52,6 @@ from funcops.distributed.ops._qlinear import (
     Sent,
     arrived,
     check_low_config,
-    check_op,
     columns_of,
     gathered,
     over,
@@ -151,6 +152,16 @@ class ColumnQLinearOfInputResiduals(Residuals, static=("dtype",)):
     y_shape: torch.Size = static()
 
 
+ColumnQLinearKept = ColumnQLinearResiduals | ColumnQLinearOfInputResiduals
+
+
+def _kept(cfg: ColumnQLinearConfig) -> type[ColumnQLinearKept]:
+    return ColumnQLinearOfInputResiduals if cfg.recipe.keep == "input" else ColumnQLinearResiduals
+
+
+KEPT = ByConfig(ColumnQLinearConfig, _kept, (ColumnQLinearResiduals, ColumnQLinearOfInputResiduals))
+
+
 class ColumnQLinearPending(Pending, static=("dtype",)):
     x: Any = saved("[*, I]", alias="residuals.x", needed_by=WGRAD, of=("params.weight",), tree=True)
     rows: Any = saved("[n *, I]", needed_by=WGRAD, of=("params.weight",), tree=True)  # of all ranks, where siblings gathered them
@@ -170,22 +181,17 @@ def column_qlinear_init(
 @forward(ColumnQLinearConfig, LinearParams)
 def column_qlinear_fwd(
     params: LinearParams, x: Tensor, cfg: ColumnQLinearConfig, *, needs: Needs = Needs.ALL
-) -> tuple[Tensor, ColumnQLinearResiduals | None]:
+) -> tuple[Tensor, ColumnQLinearKept | None]:
     """`y_r = q(x) q(w_r)^T + b_r`. x: [m, *, I], of n m in all (without `sequence_parallel`: [*, I]) -> y: [n m, *, O/n].
     Raises as `qlinear_fwd`."""
-    return _fwd("column_qlinear", params, x, cfg, needs)
-
-
-def _fwd(name: str, params: LinearParams, x: Tensor, cfg: ColumnQLinearConfig, needs: Needs) -> Any:
-    check_low_column(name, params, x, cfg)
+    check_low_column(params, x, cfg)
     row, kept, amax = column_operands(x, params.weight, cfg, needs)
     return column_of(gathered(row, rows_axis(cfg)), kept, amax, params, cfg, needs)
 
 
-def check_low_column(name: str, params: LinearParams, x: Tensor, cfg: ColumnQLinearConfig) -> None:
-    check_op(name, "column_qlinear", cfg)
-    check_x(f"{name}_fwd", x, cfg.in_features, cfg.sequence_parallel)
-    check_params(f"{name}_fwd", params, x, cfg)
+def check_low_column(params: LinearParams, x: Tensor, cfg: ColumnQLinearConfig) -> None:
+    check_x("column_qlinear_fwd", x, cfg.in_features, cfg.sequence_parallel)
+    check_params("column_qlinear_fwd", params, x, cfg)
 
 
 def column_operands(x: Tensor, weight: Any, cfg: ColumnQLinearConfig, needs: Needs) -> tuple[QTensor, Any, Tensor | None]:
@@ -216,33 +222,13 @@ def column_of(
     return y, ColumnQLinearResiduals.keep(cfg, needs, amaxes=amaxes, **fields)
 
 
-@forward(ColumnQLinearConfig, LinearParams)
-def column_qlinear_of_input_fwd(
-    params: LinearParams, x: Tensor, cfg: ColumnQLinearConfig, *, needs: Needs = Needs.ALL
-) -> tuple[Tensor, ColumnQLinearOfInputResiduals | None]:
-    """As `column_qlinear_fwd`, for a recipe with keep="input": residuals hold x itself."""
-    return _fwd("column_qlinear_of_input", params, x, cfg, needs)
-
-
-@dgrad_of(ColumnQLinearResiduals)
+@dgrad_of(KEPT)
 def column_qlinear_dgrad(
-    residuals: ColumnQLinearResiduals, dy: Tensor, cfg: ColumnQLinearConfig
+    residuals: ColumnQLinearKept, dy: Tensor, cfg: ColumnQLinearConfig
 ) -> tuple[Tensor, ColumnQLinearPending | None]:
     """dy: [n m, *, O/n] -> dx: [m, *, I] (without `sequence_parallel`: [*, I]), and the pending dw: dy in low precision, and x as
     it is kept."""
-    return _dgrad("column_qlinear_dgrad", residuals, dy, cfg)
-
-
-@dgrad_of(ColumnQLinearOfInputResiduals)
-def column_qlinear_of_input_dgrad(
-    residuals: ColumnQLinearOfInputResiduals, dy: Tensor, cfg: ColumnQLinearConfig
-) -> tuple[Tensor, ColumnQLinearPending | None]:
-    """As `column_qlinear_dgrad`."""
-    return _dgrad("column_qlinear_of_input_dgrad", residuals, dy, cfg)
-
-
-def _dgrad(where: str, residuals: Any, dy: Tensor, cfg: ColumnQLinearConfig) -> tuple[Tensor, ColumnQLinearPending | None]:
-    row, pending = rounded_dy(where, residuals, dy, cfg)
+    row, pending = rounded_dy("column_qlinear_dgrad", residuals, dy, cfg)
     return NO_GRADIENT if row is None else comm.wait(_send_dx(row, residuals, cfg), cfg.axis), pending
 
 
@@ -255,25 +241,12 @@ def column_qlinear_wgrad(
     return _gradients("column_qlinear_wgrad", pending, None, cfg, into)
 
 
-@bwd_of(ColumnQLinearResiduals, LinearParams)
+@bwd_of(KEPT, LinearParams)
 def column_qlinear_bwd(
-    residuals: ColumnQLinearResiduals, dy: Tensor, cfg: ColumnQLinearConfig, *, into: LinearParams | None = None
+    residuals: ColumnQLinearKept, dy: Tensor, cfg: ColumnQLinearConfig, *, into: LinearParams | None = None
 ) -> tuple[LinearParams, Tensor]:
     """The whole backward, in the order that `cfg.overlap` says. Returns `(dparams, dx)`."""
-    return _bwd("column_qlinear_bwd", residuals, dy, cfg, into)
-
-
-@bwd_of(ColumnQLinearOfInputResiduals, LinearParams)
-def column_qlinear_of_input_bwd(
-    residuals: ColumnQLinearOfInputResiduals, dy: Tensor, cfg: ColumnQLinearConfig, *, into: LinearParams | None = None
-) -> tuple[LinearParams, Tensor]:
-    """As `column_qlinear_bwd`."""
-    return _bwd("column_qlinear_of_input_bwd", residuals, dy, cfg, into)
-
-
-def _bwd(
-    where: str, residuals: Any, dy: Tensor, cfg: ColumnQLinearConfig, into: LinearParams | None
-) -> tuple[LinearParams, Tensor]:
+    where = "column_qlinear_bwd"
     row, pending = rounded_dy(where, residuals, dy, cfg)
     if pending is None:
         dx = NO_GRADIENT if row is None else comm.wait(_send_dx(row, residuals, cfg), cfg.axis)
@@ -379,25 +352,21 @@ column_qlinear = make_op(
     wgrad=column_qlinear_wgrad,
     bwd=column_qlinear_bwd,
 )
-column_qlinear_of_input = make_op(
-    "column_qlinear_of_input",
-    ColumnQLinearConfig,
-    init=column_qlinear_init,
-    fwd=column_qlinear_of_input_fwd,
-    dgrad=column_qlinear_of_input_dgrad,
-    wgrad=column_qlinear_wgrad,
-    bwd=column_qlinear_of_input_bwd,
-)
-
-
-def column_op_of(recipe: Recipe) -> Op:
-    """The op that keeps what the recipe says."""
-    return column_qlinear_of_input if recipe.keep == "input" else column_qlinear
 
 
 def _low(cfg: ColumnLinearConfig, recipe: Recipe) -> tuple[Op, Op, ColumnQLinearConfig]:
     fields = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)}
-    return column_linear, column_op_of(recipe), ColumnQLinearConfig(**fields, recipe=recipe)
+    return column_linear, column_qlinear, ColumnQLinearConfig(**fields, recipe=recipe)
 
 
 LOW_FORMS[ColumnLinearConfig] = _low
+
+
+if not TYPE_CHECKING:  # a checker would take every name for one of the module's
+    __getattr__ = old_names(
+        __name__,
+        column_qlinear_of_input="column_qlinear",
+        column_qlinear_of_input_fwd="column_qlinear_fwd",
+        column_qlinear_of_input_dgrad="column_qlinear_dgrad",
+        column_qlinear_of_input_bwd="column_qlinear_bwd",
+    )

@@ -33,30 +33,22 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from funcops import random
+from funcops.contract.by_config import ByConfig
 from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.contract.renamed import old_names
 from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 from funcops.distributed import comm
 from funcops.distributed.mesh import Axis
 from funcops.distributed.ops._linear import check_x, init_linear
-from funcops.distributed.ops._qlinear import (
-    arrived,
-    check_low_config,
-    check_op,
-    columns_of,
-    gathered,
-    over,
-    send,
-    send_columns,
-    whole_tiles,
-)
+from funcops.distributed.ops._qlinear import arrived, check_low_config, columns_of, gathered, over, send, send_columns, whole_tiles
 from funcops.distributed.ops.row_linear import RowLinearConfig, row_linear
 from funcops.distributed.plain import check_divides, check_tensor
 from funcops.distributed.specs import Spec
@@ -146,6 +138,13 @@ class RowQLinearOfInputResiduals(Residuals, static=("dtype",)):
     y_shape: torch.Size = static()
 
 
+RowQLinearKept = RowQLinearResiduals | RowQLinearOfInputResiduals
+
+
+def _kept(cfg: RowQLinearConfig) -> type[RowQLinearKept]:
+    return RowQLinearOfInputResiduals if cfg.recipe.keep == "input" else RowQLinearResiduals
+
+
 class RowQLinearPending(Pending, static=("dtype",)):
     x: Any = saved("[*, I/n]", alias="residuals.x", needed_by=WGRAD, of=("params.weight",), tree=True)
     dy: Any = saved("[*, O]", needed_by=WGRAD, of=("params.weight",), tree=True)
@@ -164,15 +163,10 @@ def row_qlinear_init(
 @forward(RowQLinearConfig, LinearParams)
 def row_qlinear_fwd(
     params: LinearParams, x: Tensor, cfg: RowQLinearConfig, *, needs: Needs = Needs.ALL
-) -> tuple[Tensor, RowQLinearResiduals | None]:
+) -> tuple[Tensor, RowQLinearKept | None]:
     """`y = sum over r of q(x_r) q(w_r)^T + b`. x: [n m, *, I/n] -> y: [m, *, O] (without `sequence_parallel`: [*, I/n] ->
     [*, O]). Raises as `qlinear_fwd`."""
-    return _fwd("row_qlinear", params, x, cfg, needs)
-
-
-def _fwd(name: str, params: LinearParams, x: Tensor, cfg: RowQLinearConfig, needs: Needs) -> Any:
-    where, recipe, weight = f"{name}_fwd", cfg.recipe, params.weight
-    check_op(name, "row_qlinear", cfg)
+    where, recipe, weight = "row_qlinear_fwd", cfg.recipe, params.weight
     check_x(where, x, cfg.linear.weight_shape[1], cfg.sequence_parallel)
     if cfg.sequence_parallel:
         check_divides(where, "x", x, 0, cfg.axis)
@@ -198,30 +192,11 @@ def _fwd(name: str, params: LinearParams, x: Tensor, cfg: RowQLinearConfig, need
     return y, RowQLinearResiduals.keep(cfg, needs, amaxes=amaxes, **fields)
 
 
-@forward(RowQLinearConfig, LinearParams)
-def row_qlinear_of_input_fwd(
-    params: LinearParams, x: Tensor, cfg: RowQLinearConfig, *, needs: Needs = Needs.ALL
-) -> tuple[Tensor, RowQLinearOfInputResiduals | None]:
-    """As `row_qlinear_fwd`, for a recipe with keep="input": residuals hold x itself."""
-    return _fwd("row_qlinear_of_input", params, x, cfg, needs)
-
-
-@dgrad_of(RowQLinearResiduals)
-def row_qlinear_dgrad(residuals: RowQLinearResiduals, dy: Tensor, cfg: RowQLinearConfig) -> tuple[Tensor, RowQLinearPending | None]:
+@dgrad_of(ByConfig(RowQLinearConfig, _kept, (RowQLinearResiduals, RowQLinearOfInputResiduals)))
+def row_qlinear_dgrad(residuals: RowQLinearKept, dy: Tensor, cfg: RowQLinearConfig) -> tuple[Tensor, RowQLinearPending | None]:
     """dy: [m, *, O] -> dx: [n m, *, I/n] (without `sequence_parallel`: [*, O] -> [*, I/n]), and the pending dw: dy of all ranks in
     low precision, and x as it is kept."""
-    return _dgrad("row_qlinear_dgrad", residuals, dy, cfg)
-
-
-@dgrad_of(RowQLinearOfInputResiduals)
-def row_qlinear_of_input_dgrad(
-    residuals: RowQLinearOfInputResiduals, dy: Tensor, cfg: RowQLinearConfig
-) -> tuple[Tensor, RowQLinearPending | None]:
-    """As `row_qlinear_dgrad`."""
-    return _dgrad("row_qlinear_of_input_dgrad", residuals, dy, cfg)
-
-
-def _dgrad(where: str, residuals: Any, dy: Tensor, cfg: RowQLinearConfig) -> tuple[Tensor, RowQLinearPending | None]:
+    where = "row_qlinear_dgrad"
     recipe, needs, weight = cfg.recipe, residuals.needs, residuals.weight
     here = residuals.x if weight is None else weight
     check_tensor(where, "dy", dy, residuals.y_shape, residuals.dtype, a_tensor(here))
@@ -297,25 +272,21 @@ row_qlinear = make_op(
     "row_qlinear", RowQLinearConfig, init=row_qlinear_init, fwd=row_qlinear_fwd, dgrad=row_qlinear_dgrad, wgrad=row_qlinear_wgrad
 )
 row_qlinear_bwd = both_halves(row_qlinear, row_qlinear_dgrad, row_qlinear_wgrad)
-row_qlinear_of_input = make_op(
-    "row_qlinear_of_input",
-    RowQLinearConfig,
-    init=row_qlinear_init,
-    fwd=row_qlinear_of_input_fwd,
-    dgrad=row_qlinear_of_input_dgrad,
-    wgrad=row_qlinear_wgrad,
-)
-row_qlinear_of_input_bwd = both_halves(row_qlinear_of_input, row_qlinear_of_input_dgrad, row_qlinear_wgrad)
-
-
-def row_op_of(recipe: Recipe) -> Op:
-    """The op that keeps what the recipe says."""
-    return row_qlinear_of_input if recipe.keep == "input" else row_qlinear
 
 
 def _low(cfg: RowLinearConfig, recipe: Recipe) -> tuple[Op, Op, RowQLinearConfig]:
     fields = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)}
-    return row_linear, row_op_of(recipe), RowQLinearConfig(**fields, recipe=recipe)
+    return row_linear, row_qlinear, RowQLinearConfig(**fields, recipe=recipe)
 
 
 LOW_FORMS[RowLinearConfig] = _low
+
+
+if not TYPE_CHECKING:  # a checker would take every name for one of the module's
+    __getattr__ = old_names(
+        __name__,
+        row_qlinear_of_input="row_qlinear",
+        row_qlinear_of_input_fwd="row_qlinear_fwd",
+        row_qlinear_of_input_dgrad="row_qlinear_dgrad",
+        row_qlinear_of_input_bwd="row_qlinear_bwd",
+    )
