@@ -124,16 +124,17 @@ def dgrad_of(node_class: Any) -> Callable[[WrittenDgrad[R_in, D_in, C_in, Y_out]
     return decorate
 
 
-def again_of(node_class: Any) -> Callable[[F], F]:
-    """Decorator of an `again`: checks the class, config and staleness of the residuals, which it does not change. The new function
-    raises `StaleResidualError` after a write to what they alias, `TypeError` or `ValueError` for another op's or config's."""
+def recompute_of(node_class: Any) -> Callable[[F], F]:
+    """Decorator of a `recompute`: checks the class, config and staleness of the residuals, which it does not change. The new
+    function raises `StaleResidualError` after a write to what they alias, `TypeError` or `ValueError` for another op's or
+    config's."""
     first, others = classes_of(node_class)
 
     def decorate(fn: Any) -> Any:
         where = fn.__name__
 
         @functools.wraps(fn)
-        def again(residuals: Any, cfg: Any) -> Any:
+        def recompute(residuals: Any, cfg: Any) -> Any:
             kind = type(residuals)
             if not ((kind is first or kind in others) and residuals.cfg is cfg and residuals.fresh()):
                 try:
@@ -142,7 +143,7 @@ def again_of(node_class: Any) -> Callable[[F], F]:
                     raise StaleResidualError(f"{error}; or pass recompute=False to the chain, so that this y is kept") from None
             return fn(residuals, cfg)
 
-        return with_raw(again, fn)
+        return with_raw(recompute, fn)
 
     return decorate
 

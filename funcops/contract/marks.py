@@ -21,7 +21,7 @@ from funcops.contract.versions import mark_of as mark_of
 from funcops.contract.versions import mark_source as mark_source
 from funcops.contract.versions import version as version
 from funcops.contract.versions import versions as versions
-from funcops.errors import DonatedError, describe, short
+from funcops.errors import DonatedError, describe, join_path, short
 from funcops.trees import FIELDS, Aside, leaves, paths, tensors
 
 STALE = -1  # the mark of a copy of a stale tensor: no version is below 0
@@ -87,7 +87,7 @@ def marks_of(node: Any) -> Any:
     found = tuple([versions(getattr(node, name), mark_of) for name in node.guarded])
     if any([mark is not None for mark in _flat(found)]):
         return found
-    idle = node.kind == "residuals" and not node.needs.x and not node.needs.again
+    idle = node.kind == "residuals" and not node.needs.x and not node.needs.recompute
     return IDLE if idle and all([getattr(node, name) is None for name in node.fields]) else None
 
 
@@ -312,7 +312,7 @@ class Moved(NamedTuple):
         for name, forms in self.forms.items():
             value, field = getattr(node, name), node.fields[name]
             if field.wanted(node.needs) and _holes(value) > self.holes[name]:
-                path = _joined(name, next(p for p, leaf in paths(value).items() if leaf is None))
+                path = join_path(name, next(p for p, leaf in paths(value).items() if leaf is None))
                 found = path, f"a tensor ({field.shape}), as the forward kept it", "None", TypeError
                 break
             leaves = _kept(value)
@@ -320,7 +320,7 @@ class Moved(NamedTuple):
                 found = name, f"{len(forms)} tensors, as the forward kept them", f"{len(leaves)}. {_BACK}", TypeError
                 break
             pairs = [(path, form, leaf) for (path, leaf), form in zip(leaves.items(), forms, strict=False)]
-            rows += [(_joined(name, path), form, leaf) for path, form, leaf in pairs if form and type(leaf) not in STAND_INS]
+            rows += [(join_path(name, path), form, leaf) for path, form, leaf in pairs if form and type(leaf) not in STAND_INS]
         found = found or _unlike(rows)
         if found or any([got is not None and not form.fits(got) for _, form, leaf in rows for got in [_form(leaf)]]):
             node._marks = Unlike(*(found or ("", "", "", TypeError)), node._marks, self)
@@ -331,10 +331,6 @@ def _as_before(value: Any, forms: list[Form | None]) -> bool:
     if type(value) is not Tensor or len(forms) != 1 or (form := forms[0]) is None:
         return value is None and not forms
     return value.dtype is form.dtype and value.shape == form.shape and value.device == form.device
-
-
-def _joined(name: str, path: str) -> str:
-    return f"{name}.{path}" if path else name
 
 
 def _unlike(rows: list[tuple[str, Form, Any]]) -> tuple[str, str, str, type[Exception]] | None:

@@ -23,7 +23,7 @@ import importlib
 import pickle
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from funcops.backend.source import exact
 from funcops.contract.by_config import ByConfig as ByConfig
@@ -35,7 +35,6 @@ from funcops.contract.configs import same_width as same_width
 from funcops.contract.configs import with_hooks
 from funcops.contract.functions import ALL as ALL
 from funcops.contract.functions import NoneType as NoneType
-from funcops.contract.functions import again_of as again_of
 from funcops.contract.functions import bwd_of as bwd_of
 from funcops.contract.functions import derived_bwd, dgrad_as_bwd, no_init, no_wgrad
 from funcops.contract.functions import dgrad_of as dgrad_of
@@ -43,9 +42,10 @@ from funcops.contract.functions import forward as forward
 from funcops.contract.functions import init_of as init_of
 from funcops.contract.functions import no_gradients as no_gradients
 from funcops.contract.functions import raw_of as raw_of
+from funcops.contract.functions import recompute_of as recompute_of
 from funcops.contract.functions import wgrad_of as wgrad_of
 from funcops.contract.functions import with_raw as with_raw
-from funcops.contract.renamed import warn
+from funcops.contract.renamed import old_arguments, old_attributes, old_names, warn
 from funcops.contract.schema import Field
 from funcops.contract.signatures import (
     Bwd,
@@ -66,7 +66,7 @@ from funcops.contract.signatures import (
 from funcops.errors import fail
 
 
-class Ahead(NamedTuple):
+class Prefetch(NamedTuple):
     """The work that an op can begin before its turn: a `repeat` begins it one layer ahead. `begin(given, cfg)` of params or
     residuals returns an object with `ready()`, whose result the op's functions take in place of these. `bwd` and
     `wgrad(..., cfg, into)` return dparams still in flight, which `settle(dparams, into)` completes."""
@@ -77,16 +77,18 @@ class Ahead(NamedTuple):
     settle: Any
 
 
+@old_attributes(cheap="recomputable", again="recompute", ahead="prefetch")
 class Op(NamedTuple):
     """An operator as data: the functions that generic code takes. `takes_key`: whether the last part of x is a random key; a
-    function of the config if it depends on that (`keyed_by(cfg)`). `cheap`: "norm" or "elementwise" if y costs little more than
-    reading x, so that a chain recomputes it in its backward instead of saving it; else "". `params`, `keeps` and `pending` are the
-    classes of params, residuals and pending. `keeps` is `ByConfig` if the config chooses among several (`residuals_of(cfg)`),
+    function of the config if it depends on that (`keyed_by(cfg)`). `recomputable`: "norm" or "elementwise" if y costs little more
+    than reading x, so that a chain recomputes it in its backward instead of saving it; else "". `params`, `keeps` and `pending` are
+    the classes of params, residuals and pending. `keeps` is `ByConfig` if the config chooses among several (`residuals_of(cfg)`),
     `Saved` if each config has a class of its own, and None if the tree is built from the parts', or is any pytree.
-    `again(residuals, cfg)`, of a cheap op: recomputes the bits of y from the saved fields that are AGAIN. `lower`, of a combinator:
-    writes its parts as calls (`funcops.program.lower`). `view`: whether y is x or a view of it. `products(pending, cfg, into=)`:
-    what `wgrad(pending, cfg, into=)` would add to `into`, as products not yet run, which `batch_wgrads` joins with others by
-    `join(products, how)` of their class; anything else is added at once. `ahead`: what it can begin before its turn.
+    `recompute(residuals, cfg)`, of a recomputable op: recomputes the bits of y from the fields saved with `needed_by=RECOMPUTE`.
+    `lower`, of a combinator: writes its parts as calls (`funcops.program.lower`). `view`: whether y is x or a view of it.
+    `products(pending, cfg, into=)`: what `wgrad(pending, cfg, into=)` would add to `into`, as products not yet run, which
+    `batch_wgrads` joins with others by `join(products, how)` of their class; anything else is added at once. `prefetch`: what it
+    can begin before its turn.
 
     Raises, of every op's functions, before any of them computes or changes anything: `TypeError` or `ValueError` for a config,
     params, residuals or a pending of another op, for an x or dy of another shape, dtype or device (`dy` must be like y), and
@@ -94,7 +96,7 @@ class Op(NamedTuple):
     changed.
 
     >>> from funcops import Op, scale
-    >>> isinstance(scale, Op), scale.config.__name__, scale.fwd.__name__, scale.cheap
+    >>> isinstance(scale, Op), scale.config.__name__, scale.fwd.__name__, scale.recomputable
     (True, 'ScaleConfig', 'scale_fwd', '')
     """
 
@@ -106,20 +108,19 @@ class Op(NamedTuple):
     dgrad: Dgrad
     wgrad: Wgrad
     takes_key: bool | Callable[[Any], bool] = False
-    cheap: str = ""
+    recomputable: str = ""
     params: Any = NoneType
     keeps: Any = None
     pending: Any = None
-    again: Any = None
+    recompute: Any = None
     lower: Any = None
     view: bool = False
     products: Any = None
-    ahead: Any = None
+    prefetch: Any = None
 
     def __call__(self, *args: Any, **options: Any) -> NoReturn:
-        raise TypeError(
-            f"{self.name}: must be called by its functions: {self.name}.fwd(params, x, cfg) -> (y, residuals), got a call of the op"
-        )
+        wanted = f"called by its functions: {self.name}.fwd(params, x, cfg) -> (y, residuals)"
+        raise TypeError(f"{self.name}: must be {wanted}, got a call of the op")
 
     def residuals_of(self, cfg: Any) -> Any:
         """The class of its residuals under a config; see `keeps`. Raises `TypeError` for a config of another op."""
@@ -170,13 +171,8 @@ class Op(NamedTuple):
                     return _op_at, (module, name)
         make, args = getattr(self.fwd, "made_by", (None, ()))
         if make is None or make(*args) != self:
-            fail(
-                "pickle",
-                f"op {self.name!r}",
-                "a name of the module of its fwd, or made by remat or with_policy",
-                "another op",
-                pickle.PicklingError,
-            )
+            wanted = "a name of the module of its fwd, or made by remat or with_policy"
+            fail("pickle", f"op {self.name!r}", wanted, "another op", pickle.PicklingError)
         return make, args
 
 
@@ -185,6 +181,7 @@ def _op_at(module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+@old_arguments(cheap="recomputable", again="recompute", ahead="prefetch")
 def make_op(
     name: str,
     config: type,
@@ -195,25 +192,25 @@ def make_op(
     wgrad: Any = None,
     bwd: Any = None,
     keyed: bool | Callable[[Any], bool] = False,
-    cheap: str = "",
-    again: Any = None,
+    recomputable: str = "",
+    recompute: Any = None,
     lower: Any = None,
     view: bool = False,
     products: Any = None,
-    ahead: Any = None,
+    prefetch: Any = None,
 ) -> Op:
     """Build an `Op`, deriving `bwd`, for an op without params `init` and `wgrad`, and `products` if none can be joined. The
-    functions carry the decorators `forward`, `dgrad_of`, `wgrad_of`, `again_of` and `bwd_of`, which name the classes of its trees;
-    a given `bwd` must equal `dgrad` then `wgrad` bit for bit (the Split law checks it). `keyed`: whether the last part of x is a
-    random key, or a function of the config that says so. `cheap`: `"elementwise"` or `"norm"` if
-    y costs little more than reading x, together with `again(residuals, cfg)`, which recomputes it; `""` for any other op. The
-    other arguments are fields of `Op`.
+    functions carry the decorators `forward`, `dgrad_of`, `wgrad_of`, `recompute_of` and `bwd_of`, which name the classes of its
+    trees; a given `bwd` must equal `dgrad` then `wgrad` bit for bit (the Split law checks it). `keyed`: whether the last part of x
+    is a random key, or a function of the config that says so. `recomputable`: `"elementwise"` or `"norm"` if y costs little more
+    than reading x, together with `recompute(residuals, cfg)`, which recomputes it; `""` for any other op. The other arguments are
+    fields of `Op`.
 
-    Raises `ValueError` for another `cheap`, for one of `cheap` and `again` without the other, and for a `wgrad` without `init`."""
-    if cheap not in ("", "elementwise", "norm"):
-        fail(f"make_op {name!r}", "cheap", '"elementwise", "norm" or ""', repr(cheap))
-    if bool(cheap) != (again is not None):
-        fail(f"make_op {name!r}", "cheap", "given together with again(residuals, cfg), which gives y once more", repr(cheap))
+    Raises `ValueError` for another `recomputable`, for one of these two without the other, and for a `wgrad` without `init`."""
+    if recomputable not in ("", "elementwise", "norm"):
+        fail(f"make_op {name!r}", "recomputable", '"elementwise", "norm" or ""', repr(recomputable))
+    if bool(recomputable) != (recompute is not None):
+        fail(f"make_op {name!r}", "recomputable", "given together with recompute(residuals, cfg)", repr(recomputable))
     if wgrad is not None and init is None:
         fail(f"make_op {name!r}", "init", "given together with wgrad: a combinator asks it which params there are", None)
     name = exact(name)
@@ -223,9 +220,9 @@ def make_op(
         wgrad, bwd = no_wgrad(name, config), bwd or dgrad_as_bwd(name, dgrad)
     pending, params = getattr(wgrad, "opens", (None, None))
     bwd = bwd or derived_bwd(name, dgrad, wgrad)
-    keeps = getattr(dgrad, "opens", None)
     products = _products(wgrad, products)
-    return Op(name, config, init, fwd, bwd, dgrad, wgrad, keyed, cheap, params, keeps, pending, again, lower, view, products, ahead)
+    trees = params, getattr(dgrad, "opens", None), pending
+    return Op(name, config, init, fwd, bwd, dgrad, wgrad, keyed, recomputable, *trees, recompute, lower, view, products, prefetch)
 
 
 def _products(wgrad: Any, written: Any) -> Any:
@@ -264,4 +261,8 @@ def wrap(op: Op, made_by: tuple[Callable[..., Op], tuple[Any, ...]], *, fwd: Any
     fwd.made_by = made_by
     if "wgrad" in changes:
         changes.setdefault("products", _products(changes["wgrad"], None))
-    return op._replace(**{"fwd": fwd, "again": None, "lower": None, "ahead": None, **changes})
+    return op._replace(**{"fwd": fwd, "recompute": None, "lower": None, "prefetch": None, **changes})
+
+
+if not TYPE_CHECKING:  # a checker would take every name for one of the module's
+    __getattr__ = old_names(__name__, Ahead="Prefetch", again_of="recompute_of")

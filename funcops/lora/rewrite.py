@@ -67,7 +67,7 @@ def is_adapted(cfg: Any) -> bool:
     return list(both.names) == [BASE, LORA] and isinstance(both.branches[1].cfg, LowRankConfig)
 
 
-class Place(NamedTuple):
+class AdaptedLinear(NamedTuple):
     """An adapted linear. `lead`: the leading dims of its leaves, if layers are stacked; `module`: the path with "*" for the number
     of a stacked layer."""
 
@@ -93,17 +93,17 @@ class Place(NamedTuple):
         return join_path(self.path, part)
 
 
-def places(cfg: Any, path: str = "", module: str = "", lead: tuple[int, ...] = ()) -> Iterator[Place]:
+def adapted_linears(cfg: Any, path: str = "", module: str = "", lead: tuple[int, ...] = ()) -> Iterator[AdaptedLinear]:
     """The adapted linears of a config, in the order of the forward."""
     if is_adapted(cfg):
         base, lora = cfg.steps[0].cfg.branches
-        yield Place(path, module, lead, base.cfg, lora.cfg, lora.op)
+        yield AdaptedLinear(path, module, lead, base.cfg, lora.cfg, lora.op)
         return
     stacked = type(cfg) is RepeatConfig and cfg.stacked
     for part in Part(path, None, cfg).parts(layers=True):
         own = part.path[len(path) :].removeprefix(".")
         inner = join_path(module, "*" if stacked else own)
-        yield from places(part.cfg, part.path, inner, (*lead, cfg.times) if stacked else lead)
+        yield from adapted_linears(part.cfg, part.path, inner, (*lead, cfg.times) if stacked else lead)
 
 
 class _Walk(NamedTuple):
@@ -153,7 +153,7 @@ def _op_of(cfg: Any) -> Op:
 
 def _moved(ties: Any, made: dict[Any, tuple[Op, Any]]) -> tuple[tuple[str, str], ...]:
     """A chain's ties, with the paths of newly adapted linears extended to their base."""
-    new = [place.path for name, (_, inner) in made.items() for place in places(inner, name)] if ties else []
+    new = [linear.path for name, (_, inner) in made.items() for linear in adapted_linears(inner, name)] if ties else []
 
     def moved(path: str) -> str:
         for at in new:

@@ -21,7 +21,7 @@ def has_parts(op: Op, cfg: Any) -> bool:
     return isinstance(cfg, Composite) and not hasattr(op.fwd, "made_by")
 
 
-class Leaf(NamedTuple):
+class LeafPart(NamedTuple):
     """A part that has none itself, and the call that runs it, where that is one of a program. `whole`: whether its program's x is
     that of all."""
 
@@ -38,10 +38,10 @@ class Leaf(NamedTuple):
         return self.call.fields if self.call else ()
 
 
-def leaves_of(op: Op, cfg: Any, path: str = "", whole: bool = True) -> Iterator[Leaf]:
+def leaves_of(op: Op, cfg: Any, path: str = "", whole: bool = True) -> Iterator[LeafPart]:
     """The ops that an op is made of, in the order of the forward; those of a repeat's body once."""
     if not has_parts(op, cfg):
-        yield Leaf(path, op, cfg, whole)
+        yield LeafPart(path, op, cfg, whole)
     elif op.lower is None:
         for name, inner, inner_cfg in cfg.parts():
             yield from leaves_of(inner, inner_cfg, join_path(path, name), False)
@@ -52,7 +52,7 @@ def leaves_of(op: Op, cfg: Any, path: str = "", whole: bool = True) -> Iterator[
             if has_parts(call.op, call.cfg):
                 yield from leaves_of(call.op, call.cfg, here, False)
             elif call.place is not None:
-                yield Leaf(here, call.op, call.cfg, whole, program, call)
+                yield LeafPart(here, call.op, call.cfg, whole, program, call)
 
 
 class Holder(NamedTuple):
@@ -84,7 +84,7 @@ def holders(op: Op, cfg: Any) -> Iterator[Holder]:
                 yield Holder(join_path(leaf.path, name), action, leaf.whole and of_x, leaf.program, value)
 
 
-def _values(leaf: Leaf) -> Iterator[tuple[str, Field, int | None]]:
+def _values(leaf: LeafPart) -> Iterator[tuple[str, Field, int | None]]:
     """The fields of a part, and the values that they hold: None for the op's own, and for a part of a tuple that is one value."""
     fields = {name: field for name, field in leaf.op.fields(leaf.cfg).items() if not field.of_params and name not in leaf.dropped}
     if leaf.call is None or leaf.program is None:

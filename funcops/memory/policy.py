@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 from funcops.backend import tracing
 from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.repeat import RepeatConfig
-from funcops.contract.memo import remember
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, wrap
 from funcops.contract.schema import Field, Saved
+from funcops.contract.trace_safe_cache import remember
 from funcops.errors import describe, fail, join_path, require, require_type
-from funcops.memory.joined_steps import Joint, joined, joint_of
+from funcops.memory.joined_steps import Joint, join_steps, joint_of
 from funcops.memory.packing import packed
 from funcops.memory.parts import has_parts, keeps_inside, kept_fields, two_forms, what_is_kept
 from funcops.memory.remat import remat
@@ -104,7 +104,7 @@ def _with_policy(op: Op, policy: Policy) -> Op:
         return inner.products(pending, inner_cfg, into=into)
 
     functions = dict(init=init, fwd=fwd, bwd=bwd, dgrad=dgrad, wgrad=wgrad, products=products)
-    return wrap(op, (with_policy, (op, policy)), cheap="", keeps=Saved, **functions)
+    return wrap(op, (with_policy, (op, policy)), recomputable="", keeps=Saved, **functions)
 
 
 def resolved(op: Op, cfg: Any, policy: Policy) -> tuple[Op, Any]:
@@ -203,11 +203,11 @@ def _rewritten(
     """The op and config at `path`, as the policy has them; with `offload` not None a repeat's body keeps its inputs alone.
     `left_out`: the fields that a chain around computes again; `named`: whether the path is its own, not that of a skip around."""
     action = policy.action(path) if path and named else None
-    again = isinstance(action, Recompute) and keeps_inside(op, cfg)
-    if again:  # no rule reaches inside
+    rerun = isinstance(action, Recompute) and keeps_inside(op, cfg)
+    if rerun:  # no rule reaches inside
         policy = Policy(outputs=policy.outputs)
     if not has_parts(op, cfg):
-        return _leaf(op, cfg, path, policy, again, left_out), cfg
+        return _leaf(op, cfg, path, policy, rerun, left_out), cfg
     if type(cfg) is RepeatConfig and offload is not None:
         return op, cfg.with_parts(lambda name, body, inner: (remat(body, offload), inner))
 
@@ -225,8 +225,8 @@ def _rewritten(
     cfg = cfg.with_parts(replace, **changes)
     require(len(joints) <= 1, "with_policy", "rules", "one loss of a chain to compute the logits of again", f"{joints}")
     if joints:
-        op, cfg = joined(cfg, joints[0])
-    return (remat(op) if again else op), cfg
+        op, cfg = join_steps(cfg, joints[0])
+    return (remat(op) if rerun else op), cfg
 
 
 def _pair(cfg: ChainConfig, second: str) -> tuple[str, str]:
@@ -234,10 +234,10 @@ def _pair(cfg: ChainConfig, second: str) -> tuple[str, str]:
     return names[names.index(second) - 1], second
 
 
-def _leaf(op: Op, cfg: Any, path: str, policy: Policy, again: bool, left_out: frozenset[str]) -> Op:
+def _leaf(op: Op, cfg: Any, path: str, policy: Policy, rerun: bool, left_out: frozenset[str]) -> Op:
     fields = {name: field for name, field in op.fields(cfg).items() if not field.of_params}
     chosen = {name: policy.action(join_path(path, name)) for name in fields if join_path(path, name) not in left_out}
-    if again or any(isinstance(action, Recompute) and not fields[name].of_x for name, action in chosen.items()):
+    if rerun or any(isinstance(action, Recompute) and not fields[name].of_x for name, action in chosen.items()):
         return remat(op)
     waits = {name: policy.action(join_path(path, name), True) for name in _waiting(op, cfg)}
     for name in [name for name, action in waits.items() if isinstance(action, Recompute)]:
@@ -255,12 +255,12 @@ def _outputs(cfg: ChainConfig, path: str, policy: Policy) -> tuple[tuple[str, ..
     joined with the one before for it."""
     found, absent, joints = [], [], []
     for before, step in zip(cfg.steps, cfg.steps[1:], strict=False):
-        kind = policy.outputs == "cheap" or (policy.outputs == "norms" and before.op.cheap == "norm")
-        again = _again_fields(cfg, before.name)
-        fields = [join_path(path, p) for p in again or _inputs(step)]
+        kind = policy.outputs == "recomputable" or (policy.outputs == "norms" and before.op.recomputable == "norm")
+        recomputed = _recomputed_fields(cfg, before.name)
+        fields = [join_path(path, p) for p in recomputed or _inputs(step)]
         actions = [policy.action(field) for field in fields]
         asked = any(isinstance(action, Recompute) for action in actions)
-        if asked and not again:
+        if asked and not recomputed:
             joint = joint_of(before, step)
             if isinstance(joint, Joint):
                 joints.append(step.name)
@@ -268,7 +268,7 @@ def _outputs(cfg: ChainConfig, path: str, policy: Policy) -> tuple[tuple[str, ..
             elif not policy.optional:
                 at = join_path(path, step.name)
                 fail("with_policy", "rules", f"without Recompute for the x of {at} ({joint})", "one")
-        elif asked or (kind and again and not _kept_by_rule(policy, actions)):
+        elif asked or (kind and recomputed and not _kept_by_rule(policy, actions)):
             found.append(before.name)
             absent += fields
     return tuple(found), frozenset(absent), joints
@@ -314,10 +314,11 @@ def _inputs(step: Any) -> list[str]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _again_fields(cfg: ChainConfig, name: str) -> list[str]:
+def _recomputed_fields(cfg: ChainConfig, name: str) -> list[str]:
     """The paths of the fields that a chain need not keep where it computes the output of that step again."""
     calls = lower(chain, dataclasses.replace(cfg, recompute=(name,)), Needs.ALL).calls
-    return [f"{call.path}.{field}" for call in calls for field in call.fields if call.again is not None and call.again.path == name]
+    recomputed = [call for call in calls if call.recomputed_by is not None and call.recomputed_by.path == name]
+    return [f"{call.path}.{field}" for call in recomputed for field in call.fields]
 
 
 def _repeats(op: Op, cfg: Any) -> Iterator[bool]:

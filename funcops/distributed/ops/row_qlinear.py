@@ -46,11 +46,11 @@ from funcops.contract.op import Op, both_halves, config, dgrad_of, forward, init
 from funcops.contract.renamed import old_names
 from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 from funcops.distributed import comm
+from funcops.distributed.checks import check_divides, check_tensor
 from funcops.distributed.mesh import Axis
 from funcops.distributed.ops._linear import check_x, init_linear
 from funcops.distributed.ops._qlinear import arrived, check_low_config, columns_of, gathered, over, send, send_columns, whole_tiles
 from funcops.distributed.ops.row_linear import RowLinearConfig, row_linear
-from funcops.distributed.plain import check_divides, check_tensor
 from funcops.distributed.specs import Spec
 from funcops.formats import QTensor, turned
 from funcops.formats.recipes import LOW_FORMS, Recipe
@@ -108,7 +108,7 @@ class RowQLinearConfig(OpConfig):
         object.__setattr__(self, "linear", RowLinearConfig(self.in_features, self.out_features, axis=self.axis, **how))
 
     linear: ClassVar[RowLinearConfig]  # the same layer without the recipe
-    apart = False
+    shards_features = False
 
     @property
     def specs(self) -> dict[str, Spec]:
