@@ -5,15 +5,14 @@
     dx_n = q(dy)_n q(w_e)        dw_e = q(dy)^T q(x), db_e = sum of dy, each over the rows of e: 0 where it has none
 
 x: `(rows, offsets)`, [N, I] and [E + 1], or with `gathered` or `weighted` as for `grouped_linear`; y, dy: [N, O]; w: [E, O, I], b:
-[E, O] or None, of one float dtype. q and recipes as for `qlinear`, which this is of the rows of each group: a scale for a whole
-tensor is one for a group, blocks along rows begin at the first row of a group, and delayed scaling has the scales [E, 3]. Rows
-behind offsets[E] are in no group: y and dx are 0 there, and no scale is of them.
+[E, O] or None, of one float dtype. Each group is a `qlinear` of its rows, with the same q and recipes: a scale for a whole tensor
+is one for a group, blocks along rows begin at the first row of a group, and delayed scaling has the scales [E, 3]. Rows after
+offsets[E] are in no group: y and dx are 0 there, and they do not count for any scale.
 
 w is a tensor, which is then quantised in every forward and backward, or a `QWeight` of `quantize_params`, made once a step. Kept:
-x in low precision, or x itself by a recipe with keep="input"; w and what says where rows are, aliases. Codes by rows of blocks are
-those of x as it was given, before it is gathered; those with a scale a group are of gathered rows, and serve keep="col" as they
-are; codes by columns are of groups filled up to whole blocks: at most E (block - 1) rows more. On CUDA no value is read on the
-host. TransformerEngine's GroupedLinear.
+x in low precision, or x itself by a recipe with keep="input"; w, offsets and indices, aliases. Codes by rows in blocks are made
+before x is gathered; codes with a scale for each group are made after, and also serve keep="col"; codes by columns pad each group
+to whole blocks: at most E (block - 1) rows more. On CUDA the host reads no value. TransformerEngine's GroupedLinear.
 
 >>> import torch
 >>> from funcops import GroupedQLinearConfig, grouped_qlinear, random
@@ -75,8 +74,8 @@ __all__ = [
 
 @config
 class GroupedQLinearConfig(OpConfig):
-    """As `GroupedLinearConfig`, of stacked weights, with a `recipe` of `funcops.low_precision`. Raises `ValueError` for sizes that
-    its blocks do not divide."""
+    """The fields of `GroupedLinearConfig`, for stacked weights, and a `recipe` of `funcops.low_precision`. Raises `ValueError` for
+    sizes that its blocks do not divide."""
 
     experts: int = field(kw_only=False)
     in_features: int = field(kw_only=False)
@@ -161,7 +160,7 @@ class GroupedQLinearPending(Pending, static=("dtype",)):
 def grouped_qlinear_init(
     cfg: GroupedQLinearConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
 ) -> GroupedLinearParams:
-    """As `grouped_linear_init`: params in high precision."""
+    """The params that `grouped_linear_init` draws, in high precision."""
     return grouped_linear_init(cfg.linear, key=key, device=device, dtype=dtype)
 
 
@@ -194,7 +193,7 @@ def grouped_qlinear_fwd(
 def _checked(
     where: str, params: GroupedLinearParams, x: tuple[Tensor, ...], cfg: GroupedQLinearConfig
 ) -> tuple[Tensor, Groups, Tensor | None]:
-    """x as a matrix, its rows' groups, and how often the bias counts in each, where that is weighted."""
+    """Return x as a matrix, the groups of its rows, and, if the bias is weighted, how often it counts in each row."""
     rows, offsets, order, last = grouped_inputs(where, x, cfg)
     check_params(where, params, rows, cfg)
     flat = rows.reshape(-1, cfg.in_features)
@@ -204,7 +203,7 @@ def _checked(
 
 
 def _aliases(params: GroupedLinearParams, x: tuple[Tensor, ...], cfg: GroupedQLinearConfig) -> dict[str, Any]:
-    """What is kept of inputs, but for x and its order, which depend on the recipe."""
+    """The saved inputs, except x and its order, which depend on the recipe."""
     given: Any = (*x, None, None)
     rows, offsets, order, last = given[:4]
     own: dict[str, Any] = dict(weight=params.weight, offsets=offsets, inputs=Inputs.of(x), shape=rows.shape, dtype=rows.dtype)
@@ -219,9 +218,9 @@ def _aliases(params: GroupedLinearParams, x: tuple[Tensor, ...], cfg: GroupedQLi
 def grouped_qlinear_dgrad(
     residuals: GroupedQLinearKept, dy: Tensor, cfg: GroupedQLinearConfig
 ) -> tuple[tuple[Tensor | None, ...], GroupedQLinearPending | None]:
-    """`dx_n = q(dy)_n q(w_e)`, by token where x was gathered; offsets and indices have none. dy: [N, O] -> dx as x, and the pending
-    weight gradient: dy and x in low precision, db; by a recipe with keep="input" x itself, and dy itself where dw is computed in
-    high precision."""
+    """`dx_n = q(dy)_n q(w_e)`, summed by token if x was gathered; None for offsets and indices. dy: [N, O] -> dx like x, and the
+    pending weight gradient: dy and x in low precision, db; by a recipe with keep="input" x itself, and dy itself if dw is computed
+    in high precision."""
     where = "grouped_qlinear_dgrad"
     recipe, needs, weight, offsets = cfg.recipe, residuals.needs, residuals.weight, residuals.offsets
     check(where, "dy", dy, residuals.y_shape, residuals.dtype, offsets)
@@ -255,7 +254,7 @@ def grouped_qlinear_dgrad(
 def _of_gradient(
     dy: Tensor, recipe: Recipe, rounding: Tensor | None, groups: Groups, rows: bool, columns: bool, amaxes: Tensor | None
 ) -> tuple[Any, QTensor | None, Tensor | None]:
-    """dy by rows, for dx, and by columns, for dw; and the amaxes with those of dy."""
+    """dy by rows, for dx, and by columns, for dw; and the amaxes, dy's among them."""
     row: QTensor | None
     if recipe.delayed and rounding is not None:
         row, amax = coded.scaled_rows(dy, recipe.dy, groups, rounding[:, 2])
@@ -281,7 +280,7 @@ def _db_of(dy: Tensor, cfg: GroupedQLinearConfig, residuals: Any) -> Tensor | No
 def grouped_qlinear_wgrad(
     pending: GroupedQLinearPending, cfg: GroupedQLinearConfig, *, into: GroupedLinearParams | None = None
 ) -> GroupedLinearParams:
-    """`dw_e = q(dy)^T q(x)`, and db, 0 for a group without rows; added to `into` where that is given. For a `Scaled` weight, dw is
+    """`dw_e = q(dy)^T q(x)`, and db, 0 for a group without rows; added to `into` if given. For a `Scaled` weight, dw is
     `Scaled` too, with the amaxes [E, 3] of x, w and dy, uint32 (`bits_of`); `into` takes the larger of these."""
 
     def dw(out: torch.dtype) -> Tensor | None:

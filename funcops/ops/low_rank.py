@@ -4,9 +4,9 @@
 
     t = c dy b        da = t^T (m * x)        db = c dy^T ((m * x) a^T), both summed over rows        dx = m * (t a)
 
-x, dx: [*, I], y, dy: [*, O]; a: [R, I]; b: [O, R]; all of one float dtype. m is 1 without dropout; with `cfg.dropout`, where x is
-(x, key), it is drawn as `dropout` draws it, and drawn again in the backward. Kept: x, a and b, aliases,
-and c (m * x) a^T: [*, R]; not the dropped x. `into` may be float32 accumulators for 16-bit gradients.
+x, dx: [*, I], y, dy: [*, O]; a: [R, I]; b: [O, R]; all of one float dtype. m is 1 without dropout. With `cfg.dropout` the op's x is
+(x, key), and m is drawn as `dropout` draws it, once more in the backward. Kept: x, a and b, aliases, and c (m * x) a^T: [*, R]; not
+the dropped x. `into` may be float32 accumulators for 16-bit gradients.
 Source: LoRA, arXiv 2106.09685; initialisation and dropout as PEFT has them (peft/tuners/lora/layer.py).
 
 >>> import torch
@@ -83,7 +83,7 @@ class LowRankConfig(OpConfig):
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """Of each leaf."""
+        """The shape of each leaf."""
         return {"a": (self.rank, self.in_features), "b": (self.out_features, self.rank)}
 
 
@@ -136,7 +136,7 @@ def low_rank_init(
     """a uniform in ±1/sqrt(I), which is Kaiming's with a = sqrt(5); b zero, so that y is."""
     bound = cfg.in_features**-0.5
     a = random.uniform(key, (cfg.rank, cfg.in_features), low=-bound, high=bound, dtype=dtype, device=device)
-    at = device if device is not None else a.device if key is None else key.device  # not that of an a whose draw is put off
+    at = device if device is not None else a.device if key is None else key.device  # an a to be drawn later has no device yet
     return LowRankParams(a, torch.zeros(cfg.out_features, cfg.rank, dtype=a.dtype, device=at))
 
 
@@ -169,7 +169,7 @@ def _check(name: str, params: LowRankParams, x: Any, cfg: LowRankConfig) -> None
 
 
 def _product(params: LowRankParams, x: Tensor, cfg: LowRankConfig) -> tuple[Tensor, Tensor]:
-    """y, and c x a^T: where the factor is on the fewest elements."""
+    """Return y, and u = c x a^T: the factor is applied to u, which has the fewest elements."""
     u = pointwise.scale(products.linear_fwd(x, params.a, None), cfg.scale)
     return products.linear_fwd(u, params.b, None), u
 
@@ -182,7 +182,7 @@ def low_rank_dgrad(
     u, of which t is new."""
     needs, b = residuals.needs, residuals.b
     check("low_rank_dgrad", "dy", dy, residuals.y_shape, residuals.dtype, residuals.u if b is None else b)
-    t = NO_GRADIENT if b is None else pointwise.scale(products.linear_dgrad(dy, b), cfg.scale)  # of dx or da
+    t = NO_GRADIENT if b is None else pointwise.scale(products.linear_dgrad(dy, b), cfg.scale)  # read by dx and da
     if isinstance(residuals, LowRankResiduals):
         dx = products.linear_dgrad(t, residuals.a) if needs.x else NO_GRADIENT
         return dx, LowRankPending.keep(cfg, needs, x=residuals.x, t=t, key=None, dy=dy, u=residuals.u)
@@ -195,7 +195,7 @@ def low_rank_dgrad(
 
 @wgrad_of(LowRankPending, LowRankParams)
 def low_rank_wgrad(pending: LowRankPending, cfg: LowRankConfig, *, into: LowRankParams | None = None) -> LowRankParams:
-    """`da = t^T x`, `db = dy^T u`; added to `into` where that is given."""
+    """`da = t^T x`, `db = dy^T u`; added to `into` if given."""
     if into is not None:
         _check_into(pending, cfg, into)
     da, db = NO_GRADIENT, NO_GRADIENT
@@ -207,7 +207,7 @@ def low_rank_wgrad(pending: LowRankPending, cfg: LowRankConfig, *, into: LowRank
 
 
 def gradient_of(where: str, dy: Tensor, x: Tensor, into: Tensor | None) -> Tensor:
-    """`dy^T x`, added to `into` where that is given."""
+    """`dy^T x`, added to `into` if given."""
     return linear_gradients(where, dy, x, False, None if into is None else LinearParams(into, None)).weight
 
 
@@ -216,7 +216,7 @@ def _dropped(pending: LowRankPending, cfg: LowRankConfig) -> Tensor:
 
 
 def _check_into(pending: LowRankPending, cfg: LowRankConfig, into: LowRankParams) -> None:
-    """Both accumulators before either is written."""
+    """Check both accumulators before either is written."""
     like = LowRankParams(NO_GRADIENT, NO_GRADIENT)
     if pending.t is not None:
         like.a = pending.t.new_empty(()).expand(cfg.rank, cfg.in_features)

@@ -4,15 +4,15 @@
 
     dx = sum over r of q(dy_r) q(w_r)        dw_r = q(dy_r)^T q(x)        db_r = sum over rows of dy_r
 
-Letters and shapes are those of `column_linear`, q that of `qlinear`: what needs the largest element of a whole tensor (of x in
-sequence parallelism, of w, of dy) has it of all ranks, so that all have one scale. Each rank quantises its own rows of x, and
-gathers the codes: about half the bytes of bfloat16, for y and once more for dw. The sum of dx is sent in the dtype of dy. For dw
-columns are quantised along rows: recipes with keep="col" keep codes where a rank's rows are whole tiles, and else x itself, which
-is then gathered as it is. On an axis of one rank it has the bits of `qlinear`.
+Letters and shapes are as in `column_linear`, q as in `qlinear`: a scale for a whole tensor (x in sequence parallelism, w, dy) comes
+from the largest element over all ranks, so that all ranks have one scale. Each rank quantises its own rows of x, and gathers the
+codes: about half the bytes of bfloat16, for y and once more for dw. The sum of dx is sent in the dtype of dy. For dw columns are
+quantised along rows: a recipe with keep="col" saves codes if a rank's rows are whole tiles, else x itself, which is then gathered
+unquantised. On an axis of one rank it has the bits of `qlinear`.
 
-Tiles of w and dy along features are those of a rank: they have the bits of one process where O/n is a multiple of the tile. A
-recipe that rounds stochastically folds the rank into its key. Amaxes of delayed scaling are of this rank's parts: take the largest
-of all ranks before the update (`funcops.dist.amaxes_over`).
+Each rank tiles its own features of w and dy: they have the bits of one process if O/n is a multiple of the tile. A recipe that
+rounds stochastically folds the rank into its key. The amaxes of delayed scaling are of this rank's parts: take the largest over all
+ranks before the update (`funcops.dist.amaxes_over`).
 
 >>> import torch
 >>> from funcops import dist, random
@@ -103,8 +103,8 @@ __all__ = [
 
 @config
 class ColumnQLinearConfig(OpConfig):
-    """As `ColumnLinearConfig`, with a `recipe` of `funcops.low_precision`. `overlap`: "none" or "bulk". Raises `ValueError` for
-    sizes that the recipe's blocks do not divide."""
+    """The fields of `ColumnLinearConfig`, and a `recipe` of `funcops.low_precision`. `overlap`: "none" or "bulk". Raises
+    `ValueError` for sizes that the recipe's blocks do not divide."""
 
     in_features: int = field(kw_only=False)
     out_features: int = field(kw_only=False)
@@ -126,11 +126,11 @@ class ColumnQLinearConfig(OpConfig):
 
     @property
     def specs(self) -> dict[str, Spec]:
-        """What the axis shares out, by the name of the leaf."""
+        """The specs of the sharded params, by path."""
         return self.linear.specs
 
     def largest(self, amaxes: Tensor) -> Tensor:
-        """The amaxes of whole weights, of those of the parts of the ranks."""
+        """The amaxes of whole weights, from the amaxes of this rank's parts."""
         return comm.largest(amaxes, self.axis)
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
@@ -164,7 +164,7 @@ KEPT = ByConfig(ColumnQLinearConfig, _kept, (ColumnQLinearResiduals, ColumnQLine
 
 class ColumnQLinearPending(Pending, static=("dtype",)):
     x: Any = saved("[*, I]", alias="residuals.x", needed_by=WGRAD, of=("params.weight",), tree=True)
-    rows: Any = saved("[n *, I]", needed_by=WGRAD, of=("params.weight",), tree=True)  # of all ranks, where siblings gathered them
+    rows: Any = saved("[n *, I]", needed_by=WGRAD, of=("params.weight",), tree=True)  # of all ranks, if siblings gathered them
     dy: Any = saved("[*, O/n]", needed_by=WGRAD, of=("params.weight",), tree=True)
     db: Tensor = saved("[O/n]", needed_by=WGRAD, of=("params.bias",))
     amaxes: Tensor = saved("[3]", needed_by=WGRAD, of=("params.weight",))
@@ -174,7 +174,7 @@ class ColumnQLinearPending(Pending, static=("dtype",)):
 def column_qlinear_init(
     cfg: ColumnQLinearConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
 ) -> LinearParams:
-    """As `column_linear_init`: params in high precision."""
+    """The params that `column_linear_init` draws, in high precision."""
     return init_linear(cfg, key, device, dtype)
 
 
@@ -195,7 +195,7 @@ def check_low_column(params: LinearParams, x: Tensor, cfg: ColumnQLinearConfig) 
 
 
 def column_operands(x: Tensor, weight: Any, cfg: ColumnQLinearConfig, needs: Needs) -> tuple[QTensor, Any, Tensor | None]:
-    """This rank's x by rows, and as it is kept; its amax, where scales are given."""
+    """This rank's x by rows, and the form of it that is saved; with given scales also its amax, else None."""
     recipe, axis = cfg.recipe, rows_axis(cfg)
     if isinstance(weight, Scaled):
         row, amax = scaled_tensor(x, recipe.x, weight.scale[0:1])
@@ -208,7 +208,7 @@ def column_operands(x: Tensor, weight: Any, cfg: ColumnQLinearConfig, needs: Nee
 def column_of(
     whole: QTensor, kept: Any, amax: Tensor | None, params: LinearParams, cfg: ColumnQLinearConfig, needs: Needs
 ) -> tuple[Tensor, Any]:
-    """y and residuals, of x by rows of all ranks; after every check."""
+    """Return y and residuals, after all checks, from all ranks' x by rows and the form of this rank's x that is saved."""
     recipe, weight = cfg.recipe, params.weight
     if isinstance(weight, Scaled) and amax is not None:
         row, amax_w = scaled_weight(weight, recipe)
@@ -226,8 +226,8 @@ def column_of(
 def column_qlinear_dgrad(
     residuals: ColumnQLinearKept, dy: Tensor, cfg: ColumnQLinearConfig
 ) -> tuple[Tensor, ColumnQLinearPending | None]:
-    """dy: [n m, *, O/n] -> dx: [m, *, I] (without `sequence_parallel`: [*, I]), and the pending dw: dy in low precision, and x as
-    it is kept."""
+    """dy: [n m, *, O/n] -> dx: [m, *, I] (without `sequence_parallel`: [*, I]), and the pending dw: dy in low precision, and the
+    saved x."""
     row, pending = rounded_dy("column_qlinear_dgrad", residuals, dy, cfg)
     return NO_GRADIENT if row is None else comm.wait(_send_dx(row, residuals, cfg), cfg.axis), pending
 
@@ -236,8 +236,8 @@ def column_qlinear_dgrad(
 def column_qlinear_wgrad(
     pending: ColumnQLinearPending, cfg: ColumnQLinearConfig, *, into: LinearParams | None = None
 ) -> LinearParams:
-    """Gathers x in codes, then `dw_r = q(dy_r)^T q(x)`, and db_r; added to `into` where that is given. Of a `Scaled` weight dw is
-    one too, with this rank's amaxes."""
+    """Gather x in codes, then compute `dw_r = q(dy_r)^T q(x)`, and db_r; added to `into` if given. For a `Scaled` weight dw is
+    `Scaled` too, with this rank's amaxes."""
     return _gradients("column_qlinear_wgrad", pending, None, cfg, into)
 
 
@@ -263,7 +263,7 @@ def column_qlinear_bwd(
 
 
 def rows_axis(cfg: ColumnQLinearConfig) -> Axis:
-    """The axis that shares out rows of x."""
+    """The axis over which rows of x are sharded."""
     return cfg.axis if cfg.sequence_parallel else _ALONE
 
 
@@ -273,7 +273,7 @@ _ALONE = Axis("alone", 1, 0)
 def rounded_dy(
     where: str, residuals: Any, dy: Tensor, cfg: ColumnQLinearConfig
 ) -> tuple[QTensor | None, ColumnQLinearPending | None]:
-    """dy by rows, where dx is wanted, and what waits for dw."""
+    """Return dy by rows, None if dx is not needed, and the pending weight gradient."""
     recipe, needs, weight = cfg.recipe, residuals.needs, residuals.weight
     here = residuals.x if weight is None else weight
     check_tensor(where, "dy", dy, residuals.y_shape, residuals.dtype, a_tensor(here))
@@ -297,7 +297,7 @@ def rounded_dy(
 
 
 def _send_dx(row: QTensor, residuals: Any, cfg: ColumnQLinearConfig) -> Tensor:
-    """The sum of the ranks' parts of dx, to be waited for."""
+    """Begin to sum the ranks' parts of dx."""
     dx = part_of_dx(row, residuals, cfg)
     return comm.start_scatter_sum(dx, cfg.axis) if cfg.sequence_parallel else comm.start_sum(dx, cfg.axis)
 
@@ -308,7 +308,7 @@ def part_of_dx(row: QTensor, residuals: Any, cfg: ColumnQLinearConfig) -> Tensor
 
 
 def send_x(where: str, pending: ColumnQLinearPending, cfg: ColumnQLinearConfig) -> Sent:
-    """Begin to gather x as dw reads it."""
+    """Begin to gather x in the form that dw reads."""
     recipe, axis, x = cfg.recipe, rows_axis(cfg), pending.x
     if not isinstance(x, QTensor):
         return send(x, axis) if recipe.wgrad == "high" else send_columns(x, recipe, recipe.x, axis)
@@ -321,7 +321,7 @@ def send_x(where: str, pending: ColumnQLinearPending, cfg: ColumnQLinearConfig) 
 
 
 def arrived_x(sent: Sent, pending: ColumnQLinearPending, cfg: ColumnQLinearConfig) -> Any:
-    """All of x as dw reads it."""
+    """The gathered x in the form that dw reads."""
     recipe, axis = cfg.recipe, rows_axis(cfg)
     by_columns = recipe.wgrad == "low" and not isinstance(pending.x, QTensor)
     return columns_of(sent, recipe, recipe.x, axis) if by_columns else arrived(sent, axis)
@@ -330,7 +330,7 @@ def arrived_x(sent: Sent, pending: ColumnQLinearPending, cfg: ColumnQLinearConfi
 def _gradients(
     where: str, pending: ColumnQLinearPending, sent: Sent | None, cfg: ColumnQLinearConfig, into: LinearParams | None
 ) -> LinearParams:
-    """Of x as it is kept, or as it was `sent`."""
+    """The gradients of params; x is gathered, unless it is in flight already (`sent`)."""
 
     def dw(out: torch.dtype) -> Tensor | None:
         if pending.x is None:

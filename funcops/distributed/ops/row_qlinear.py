@@ -4,15 +4,15 @@
 
     dx_r = q(dy) q(w_r)        dw_r = q(dy)^T q(x_r)        db = sum over rows of dy
 
-Letters and shapes are those of `row_linear`, q that of `qlinear`: what needs the largest element of a whole tensor (of x, of w, of
-dy in sequence parallelism) has it of all ranks, so that all have one scale. The sum of y is sent in the dtype of x. In sequence
-parallelism each rank quantises its own rows of dy, and gathers the codes. Where codes by columns follow from those by rows
-(`Format.turns`; not of a Hadamard transform), rows alone are sent, about half the bytes of bfloat16, and dy is tiled anew for dw,
-as x is with keep="row". Else both are; or, where a rank's rows are no whole tiles, dy itself. On an axis of one rank it has the
-bits of `qlinear`.
+Letters and shapes are as in `row_linear`, q as in `qlinear`: a scale for a whole tensor (x, w, dy in sequence parallelism) comes
+from the largest element over all ranks, so that all ranks have one scale. The sum of y is sent in the dtype of x. In sequence
+parallelism each rank quantises its own rows of dy, and gathers the codes. If codes by columns follow from codes by rows
+(`Format.turns`, without a Hadamard transform), only codes by rows are sent, about half the bytes of bfloat16, and dy is tiled anew
+for dw, as x is with keep="row". Otherwise both are sent; or dy itself, if a rank's rows are not whole tiles. On an axis of one rank
+it has the bits of `qlinear`.
 
-Tiles of x and w along features are those of a rank: they have the bits of one process where I/n is a multiple of the tile. db, keys
-and amaxes: see `row_linear`, `column_qlinear`.
+Each rank tiles its own features of x and w: they have the bits of one process if I/n is a multiple of the tile. db, keys and
+amaxes: see `row_linear`, `column_qlinear`.
 
 >>> import torch
 >>> from funcops import dist, random
@@ -91,7 +91,7 @@ __all__ = [
 
 @config
 class RowQLinearConfig(OpConfig):
-    """As `RowLinearConfig`, with a `recipe` of `funcops.formats.recipes`. `overlap`: "none" or "bulk", which are one order here.
+    """The fields of `RowLinearConfig`, and a `recipe` of `funcops.low_precision`. `overlap`: "none" or "bulk", the same order here.
     Raises `ValueError` for sizes that the recipe's blocks do not divide."""
 
     in_features: int = field(kw_only=False)
@@ -112,11 +112,11 @@ class RowQLinearConfig(OpConfig):
 
     @property
     def specs(self) -> dict[str, Spec]:
-        """What the axis shares out, by the name of the leaf."""
+        """The specs of the sharded params, by path."""
         return self.linear.specs
 
     def largest(self, amaxes: Tensor) -> Tensor:
-        """The amaxes of whole weights, of those of the parts of the ranks."""
+        """The amaxes of whole weights, from the amaxes of this rank's parts."""
         return comm.largest(amaxes, self.axis)
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
@@ -156,7 +156,7 @@ class RowQLinearPending(Pending, static=("dtype",)):
 def row_qlinear_init(
     cfg: RowQLinearConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
 ) -> LinearParams:
-    """As `row_linear_init`: params in high precision."""
+    """The params that `row_linear_init` draws, in high precision."""
     return init_linear(cfg, key, device, dtype)
 
 
@@ -195,7 +195,7 @@ def row_qlinear_fwd(
 @dgrad_of(ByConfig(RowQLinearConfig, _kept, (RowQLinearResiduals, RowQLinearOfInputResiduals)))
 def row_qlinear_dgrad(residuals: RowQLinearKept, dy: Tensor, cfg: RowQLinearConfig) -> tuple[Tensor, RowQLinearPending | None]:
     """dy: [m, *, O] -> dx: [n m, *, I/n] (without `sequence_parallel`: [*, O] -> [*, I/n]), and the pending dw: dy of all ranks in
-    low precision, and x as it is kept."""
+    low precision, and the saved x."""
     where = "row_qlinear_dgrad"
     recipe, needs, weight = cfg.recipe, residuals.needs, residuals.weight
     here = residuals.x if weight is None else weight
@@ -221,7 +221,7 @@ def row_qlinear_dgrad(residuals: RowQLinearKept, dy: Tensor, cfg: RowQLinearConf
 
 @wgrad_of(RowQLinearPending, LinearParams)
 def row_qlinear_wgrad(pending: RowQLinearPending, cfg: RowQLinearConfig, *, into: LinearParams | None = None) -> LinearParams:
-    """`dw_r = q(dy)^T q(x_r)`, and db of this rank's rows; added to `into` where that is given. Of a `Scaled` weight dw is one too,
+    """`dw_r = q(dy)^T q(x_r)`, and db of this rank's rows; added to `into` if given. For a `Scaled` weight dw is `Scaled` too,
     with this rank's amaxes."""
     where, recipe = "row_qlinear_wgrad", cfg.recipe
     x = pending.x
@@ -240,7 +240,7 @@ def row_qlinear_wgrad(pending: RowQLinearPending, cfg: RowQLinearConfig, *, into
 
 
 def _rows(cfg: RowQLinearConfig) -> Axis:
-    """The axis that shares out rows of dy."""
+    """The axis over which rows of dy are sharded."""
     return cfg.axis if cfg.sequence_parallel else _ALONE
 
 
