@@ -17,7 +17,7 @@ class ByConfig(NamedTuple):
     """The class of an op's residuals, if it depends on the config: `choose(cfg)`, for a `config`, is one of `classes`.
 
     >>> from funcops import QLinearConfig, qlinear
-    >>> from funcops.contract.op import ByConfig
+    >>> from funcops.contract.by_config import ByConfig
     >>> from funcops.low_precision import Fp8Block
     >>> isinstance(qlinear.keeps, ByConfig), [one.__name__ for one in qlinear.keeps.classes]
     (True, ['QLinearResiduals', 'QLinearOfInputResiduals'])
