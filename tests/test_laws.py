@@ -99,7 +99,7 @@ def test_an_op_names_the_classes_of_its_trees_and_how_to_call_it(case):
     op, (params, x) = case.op, case.make(torch.float32)
     y, residuals = op.fwd(params, x, case.cfg)
     _, pending = op.dgrad(residuals, float_like(y, 7), case.cfg)
-    assert op.residuals is None or type(residuals) is op.residuals
+    assert op.keeps is None or type(residuals) is op.residuals_of(case.cfg)
     assert pending is None or op.pending is None or type(pending) is op.pending
     assert op.params is None or type(params) is op.params
     with pytest.raises(TypeError, match=re.escape(f"{op.name}: must be called by its functions: {op.name}.fwd(params, x, cfg)")):

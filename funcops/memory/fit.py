@@ -267,7 +267,7 @@ Held = dict[str, tuple[str, ...] | None]  # by path: the fields that a part does
 
 
 def _held(op: Op, cfg: Any) -> Held:
-    return {leaf.path: None if leaf.op.residuals is RematResiduals else leaf.dropped for leaf in leaves_of(op, cfg)}
+    return {leaf.path: None if leaf.op.keeps is RematResiduals else leaf.dropped for leaf in leaves_of(op, cfg)}
 
 
 def _float(t: Any) -> bool:

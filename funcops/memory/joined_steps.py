@@ -105,4 +105,4 @@ def _as_two(joint: Joint, a: str, b: str, name: str, inner: ChainConfig, made_by
     def products(pending: Any, cfg: ChainConfig, *, into: Any) -> Any:
         return chain.products(pending, inner, into=join("chain_wgrad", "into", into, cfg))
 
-    return wrap(chain, made_by, fwd=fwd, dgrad=dgrad, wgrad=wgrad, bwd=bwd, products=products, residuals=Saved)
+    return wrap(chain, made_by, fwd=fwd, dgrad=dgrad, wgrad=wgrad, bwd=bwd, products=products, keeps=Saved)

@@ -27,6 +27,7 @@ class LeafPart(NamedTuple):
 
     path: str
     op: Op
+    cfg: Any
     whole: bool
     program: Lowered | None = None
     call: Call | None = None
@@ -40,7 +41,7 @@ class LeafPart(NamedTuple):
 def leaves_of(op: Op, cfg: Any, path: str = "", whole: bool = True) -> Iterator[LeafPart]:
     """The ops that an op consists of, in the order of the forward; a repeat's body once."""
     if not has_parts(op, cfg):
-        yield LeafPart(path, op, whole)
+        yield LeafPart(path, op, cfg, whole)
     elif op.lower is None:
         for name, inner, inner_cfg in cfg.parts():
             yield from leaves_of(inner, inner_cfg, join_path(path, name), False)
@@ -51,7 +52,7 @@ def leaves_of(op: Op, cfg: Any, path: str = "", whole: bool = True) -> Iterator[
             if has_parts(call.op, call.cfg):
                 yield from leaves_of(call.op, call.cfg, here, False)
             elif call.place is not None:
-                yield LeafPart(here, call.op, whole, program, call)
+                yield LeafPart(here, call.op, call.cfg, whole, program, call)
 
 
 class Holder(NamedTuple):
@@ -65,10 +66,10 @@ class Holder(NamedTuple):
     value: int | None = None
 
 
-def _actions(op: Op) -> dict[str, Action]:
-    """The actions of an op's fields, if it is packed."""
+def _actions(op: Op, late: bool = False) -> dict[str, Action]:
+    """The actions for the saved fields of a packed op; if `late`, for the fields of its pending alone."""
     made_by: Any = getattr(op.fwd, "made_by", (None, None))
-    return dict(made_by[1][1]) if made_by[0] is packed else {}
+    return dict(made_by[1][1 + late]) if made_by[0] is packed else {}
 
 
 def holders(op: Op, cfg: Any) -> Iterator[Holder]:
@@ -86,7 +87,7 @@ def holders(op: Op, cfg: Any) -> Iterator[Holder]:
 def _values(leaf: LeafPart) -> Iterator[tuple[str, Field, int | None]]:
     """The fields of a part, and the values that they hold: None for a tensor of its own, or an element of a tuple that is one
     value."""
-    fields = {name: field for name, field in leaf.op.fields().items() if not field.of_params and name not in leaf.dropped}
+    fields = {name: field for name, field in leaf.op.fields(leaf.cfg).items() if not field.of_params and name not in leaf.dropped}
     if leaf.call is None or leaf.program is None:
         yield from ((name, field, None) for name, field in fields.items())
         return
@@ -95,10 +96,10 @@ def _values(leaf: LeafPart) -> Iterator[tuple[str, Field, int | None]]:
     }
     x = (leaf.call.main, *leaf.call.takes) if leaf.call.takes else leaf.call.main
     parts: tuple[Value, ...] | None = x if isinstance(x, tuple) else None
-    alone = parts is None and any(field.alias == "x" for field in leaf.op.fields().values())  # a tensor, without parts
+    alone = parts is None and any(field.alias == "x" for field in leaf.op.fields(leaf.cfg).values())  # a tensor, without parts
     for name, field in fields.items():
         part = (field.alias or "").partition(".")[2] if field.of_x else ""
-        if leaf.op.residuals is RematResiduals:
+        if leaf.op.keeps is RematResiduals:
             held: tuple[Value, ...] = (x,) if parts is None else parts
         elif part and (alone or (parts is not None and int(part) >= len(parts))):  # an element that x lacks under this config
             held = ()
@@ -127,7 +128,7 @@ def _waiting(op: Op, cfg: Any, path: str = "") -> Iterator[tuple[str, Action | N
         for name, inner, inner_cfg in cfg.parts():
             yield from _waiting(inner, inner_cfg, join_path(path, name))
     else:
-        yield from ((join_path(path, name), action) for name, action in _actions(op).items() if name not in op.fields())
+        yield from ((join_path(path, name), action) for name, action in _actions(op, late=True).items())
 
 
 def two_forms(op: Op, cfg: Any) -> Iterator[tuple[str, dict[str, Action | None]]]:

@@ -104,7 +104,7 @@ def _with_policy(op: Op, policy: Policy) -> Op:
         return inner.products(pending, inner_cfg, into=into)
 
     functions = dict(init=init, fwd=fwd, bwd=bwd, dgrad=dgrad, wgrad=wgrad, products=products)
-    return wrap(op, (with_policy, (op, policy)), recomputable="", residuals=Saved, **functions)
+    return wrap(op, (with_policy, (op, policy)), recomputable="", keeps=Saved, **functions)
 
 
 def resolved(op: Op, cfg: Any, policy: Policy) -> tuple[Op, Any]:
@@ -207,7 +207,7 @@ def _rewritten(
     if rerun:  # no rule reaches inside
         policy = Policy(outputs=policy.outputs)
     if not has_parts(op, cfg):
-        return _leaf(op, path, policy, rerun, left_out), cfg
+        return _leaf(op, cfg, path, policy, rerun, left_out), cfg
     if type(cfg) is RepeatConfig and offload is not None:
         return op, cfg.with_parts(lambda name, body, inner: (remat(body, offload), inner))
 
@@ -234,16 +234,19 @@ def _pair(cfg: ChainConfig, second: str) -> tuple[str, str]:
     return names[names.index(second) - 1], second
 
 
-def _leaf(op: Op, path: str, policy: Policy, rerun: bool, left_out: frozenset[str]) -> Op:
-    fields = {name: field for name, field in op.fields().items() if not field.of_params}
+def _leaf(op: Op, cfg: Any, path: str, policy: Policy, rerun: bool, left_out: frozenset[str]) -> Op:
+    fields = {name: field for name, field in op.fields(cfg).items() if not field.of_params}
     chosen = {name: policy.action(join_path(path, name)) for name in fields if join_path(path, name) not in left_out}
     if rerun or any(isinstance(action, Recompute) and not fields[name].of_x for name, action in chosen.items()):
         return remat(op)
-    waits = {name: policy.action(join_path(path, name), True) for name in _waiting(op)}
+    waits = {name: policy.action(join_path(path, name), True) for name in _waiting(op, cfg)}
     for name in [name for name, action in waits.items() if isinstance(action, Recompute)]:
         fail("with_policy", "rules", f"without Recompute for {join_path(path, name)}, an input of the backward", "one")
-    actions = tuple((name, action) for name, action in (chosen | waits).items() if isinstance(action, Drop | Compress | Offload))
-    return packed(op, actions) if actions else op
+    actions, late = (
+        tuple([(name, action) for name, action in found.items() if isinstance(action, Drop | Compress | Offload)])
+        for found in (chosen, waits)
+    )
+    return packed(op, actions, late) if actions or late else op
 
 
 def _outputs(cfg: ChainConfig, path: str, policy: Policy) -> tuple[tuple[str, ...], frozenset[str], list[str]]:
@@ -295,18 +298,19 @@ def kept_paths(op: Op, cfg: Any, path: str = "") -> Iterator[Kept]:
         for name, inner, inner_cfg in cfg.parts():
             yield from kept_paths(inner, inner_cfg, join_path(path, name))
     else:
-        yield from (Kept(join_path(path, name), field) for name, field in op.fields().items())
-        yield from (Kept(join_path(path, name), field, True) for name, field in _waiting(op).items())
+        yield from (Kept(join_path(path, name), field) for name, field in op.fields(cfg).items())
+        yield from (Kept(join_path(path, name), field, True) for name, field in _waiting(op, cfg).items())
 
 
-def _waiting(op: Op) -> dict[str, Field]:
+def _waiting(op: Op, cfg: Any) -> dict[str, Field]:
     """The fields of an op's pending that its residuals lack."""
-    return {name: field for name, field in getattr(op.pending, "fields", {}).items() if name not in op.fields()}
+    kept = op.fields(cfg)
+    return {name: field for name, field in getattr(op.pending, "fields", {}).items() if name not in kept}
 
 
 def _inputs(step: Any) -> list[str]:
     """The paths of the fields that alias a step's main input."""
-    return [f"{step.name}.{name}" for name, field in step.op.fields().items() if field.alias in ("x", "x.0")]
+    return [f"{step.name}.{name}" for name, field in step.op.fields(step.cfg).items() if field.alias in ("x", "x.0")]
 
 
 @functools.lru_cache(maxsize=1024)

@@ -87,4 +87,4 @@ def _remat(op: Op, offload: bool) -> Op:
     recompute.__name__ = f"{name}_recompute"
     kept_recompute = op.recompute is not None and not offload
     changes = {"recompute": recompute_of(RematResiduals)(recompute)} if kept_recompute else {"recomputable": ""}
-    return wrap(op, (remat, (op, offload)), name=name, fwd=fwd, dgrad=dgrad, bwd=bwd, residuals=RematResiduals, **changes)
+    return wrap(op, (remat, (op, offload)), name=name, fwd=fwd, dgrad=dgrad, bwd=bwd, keeps=RematResiduals, **changes)

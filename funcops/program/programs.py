@@ -77,7 +77,7 @@ def lowers(config: Any, op: Op) -> None:
     """Note on a combinator's class of configs that `op` lowers them to programs; and on the bwd of a scope what it runs after its
     checks of residuals."""
     config.lowered_by, config.program_while_tracing = op, program_while_tracing
-    if op.residuals is not None:
+    if op.keeps is not None:
         with_raw(op.bwd, functools.partial(_raw_bwd, op))
 
 
@@ -105,7 +105,7 @@ def rows_of(which: str, lowered: Lowered, found: Cover, for_tracer: bool = False
 def bwd(op: Op, residuals: Any, dy: Any, cfg: Any, into: Any) -> tuple[Any, Any]:
     """The `bwd` of an op that is lowered to a program."""
     where = f"{op.name}_bwd"
-    if op.residuals is None and not needs_of(residuals):
+    if op.keeps is None and not needs_of(residuals):
         return cfg.op.bwd(residuals, dy, cfg.cfg, into=into)  # type: ignore[no-any-return]
     node, own, own_cfg = _opened(where, op, residuals, cfg)
     sums = into if into is None or own.lower is None else accumulators(where, own, into, node, own_cfg, dy)
@@ -124,7 +124,7 @@ def _raw_bwd(op: Op, node: Any, dy: Any, cfg: Any, *, into: Any = None) -> tuple
 
 def dgrad(op: Op, residuals: Any, dy: Any, cfg: Any) -> tuple[Any, Any]:
     """The `dgrad` of an op that is lowered to a program."""
-    if op.residuals is None and not needs_of(residuals):
+    if op.keeps is None and not needs_of(residuals):
         return cfg.op.dgrad(residuals, dy, cfg.cfg)  # type: ignore[no-any-return]
     node, _, _ = _opened(f"{op.name}_dgrad", op, residuals, cfg)
     found: tuple[Any, Any] = backward("dgrad", op, cfg, needs_of(node), dy)(node, dy)
@@ -136,9 +136,9 @@ def dgrad(op: Op, residuals: Any, dy: Any, cfg: Any) -> tuple[Any, Any]:
 def _opened(where: str, op: Op, residuals: Any, cfg: Any) -> tuple[Any, Op, Any]:
     """The residuals after every check, and the op and config that made them: for a skip, its body's. Residuals of a body that
     is one call are not opened."""
-    while op.lower is not None and op.residuals is None:
+    while op.lower is not None and op.keeps is None:
         op, cfg = cfg.op, cfg.cfg
-    node, cls = residuals, op.residuals
+    node, cls = residuals, op.keeps
     if op.lower is not None and (type(node) is not cls or node.cfg is not cfg or node.gone or node.had):
         node = open_node(where, node, cls, cfg)
     return node, op, cfg

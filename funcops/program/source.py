@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from funcops.contract import op
+from funcops.contract import functions
 from funcops.contract.marks import versions
 from funcops.program import run
 from funcops.program.lower import Call, Scope
@@ -31,7 +31,7 @@ class Source:
 
     def __init__(self) -> None:
         self.names: dict[str, Any] = {"WithExtras": WithExtras, "Tensor": Tensor, "add": add, "fold_in": fold_in, "run": run}
-        self.names |= {"versions": versions, "any_autocast": op.any_autocast}
+        self.names |= {"versions": versions, "any_autocast": functions.any_autocast}
         self.paths = [""]
         self.path: str | None = ""  # the path that an error gets at this line; None if that depends on the block that ran
 

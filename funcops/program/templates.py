@@ -26,7 +26,7 @@ CONSTANTS: dict[str, tuple[str, Callable[[Row], Any]]] = {
     "raw_recompute": ("s", lambda row: row.data[0]),
     "raw_fwd": ("r", lambda row: row.data[3]),
     "Params": ("T", lambda row: row.data[4]),
-    "Residuals": ("C", lambda row: row.of.op.residuals),
+    "Residuals": ("C", lambda row: row.of.residuals),
     "kept_needs": ("w", lambda row: row.needs),
     "needs": ("u", lambda row: row.needs),
     "rule": ("rule", lambda row: row.of.rule),
@@ -156,7 +156,7 @@ def _bundle(main: Any, takes: Iterable[Any], labels: tuple[str, ...]) -> str:
 
 
 def _marks(fields: Any, row: Row) -> str:
-    cls = row.of.op.residuals
+    cls = row.of.residuals
     marks = f"type(m) is tuple and m == ({cls.marks_source})" if cls.guarded else "type(m) is tuple and not m"
     return marks.replace("n.", f"{fields['n']}.")
 

@@ -58,7 +58,7 @@ class Weights(Rows):
 
     def testable(self, call: Call) -> bool:
         """Whether a test can be written that the residuals pass all checks of the call's op."""
-        cls = call.op.residuals
+        cls = call.residuals
         return not self.traced and isinstance(cls, type) and issubclass(cls, Saved)
 
     def wgrads(self, calls: Sequence[Call], rule: Rule | None = None) -> None:

@@ -3,7 +3,7 @@ from cases.experts import gated
 from cases.qlinear import EXEMPT, OF_SCALES, Products
 from hypothesis import strategies as st
 
-from funcops import ExpertsConfig, GroupedQLinearConfig, grouped_qlinear_fwd
+from funcops import ExpertsConfig, GroupedQLinearConfig, grouped_qlinear, grouped_qlinear_fwd
 from funcops.compose.expert_steps import ExpertStepsConfig, expert_steps
 from funcops.compose.plain_experts import plain_experts
 from funcops.formats import QWeight, quantize_sides, stacked
@@ -11,7 +11,6 @@ from funcops.formats.recipes import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delay
 from funcops.formats.scaled import Scaled
 from funcops.kernels.routing import sort_by_expert
 from funcops.ops.grouped_linear import GroupedLinearParams
-from funcops.ops.grouped_qlinear import grouped_op_of
 from funcops.testing import Case, Draw, Error
 
 
@@ -57,7 +56,7 @@ def scaled(cfg):
 def _case(cfg, x, columns, name):
     return Case(
         params=scaled(cfg) if cfg.recipe.delayed else None if columns is None else prepared(cfg, columns),
-        op=grouped_op_of(cfg.recipe),
+        op=grouped_qlinear,
         cfg=cfg,
         x=x,
         reference=reference,
@@ -115,7 +114,7 @@ def steps(recipe, count, h, i):
         if name not in of:
             return op, cfg
         made = GroupedQLinearConfig(count, of[name], cfg.out_features, recipe, bias=False, gathered=cfg.gathered)
-        return grouped_op_of(recipe), made
+        return grouped_qlinear, made
 
     def x(d):
         indices = d.rand(2, 3, count + 1).argsort(-1)[..., :2].to(torch.int32)
@@ -168,9 +167,6 @@ ERRORS = [
     Error(call=_call(offsets=TWO.long()), match="grouped_qlinear_fwd: x.1 (offsets) must be int32, got int64", error=TypeError),
     Error(call=_call(offsets=TWO + 1), match="grouped_product: offsets must be ascending from 0 to at most 2"),
     Error(call=_call(weight=torch.ones(3, 4)), match="grouped_qlinear_fwd: params.weight must be [2, 3, 4], got [3, 4]"),
-    Error(
-        call=_call(recipe=Fp8Block(keep="input")), match="grouped_qlinear_fwd: cfg.recipe.keep must be 'row' or 'col' (for 'input'"
-    ),
     Error(
         call=_call(recipe=Fp8Delayed()),
         match="grouped_qlinear_fwd: params.weight must be a Scaled weight, as quantize_params(params, cfg, state) makes it",

@@ -6,7 +6,7 @@ from funcops.formats.recipes import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delay
 from funcops.formats.scaled import Scaled
 from funcops.kernels import quantize as kernels
 from funcops.ops.linear import LinearParams
-from funcops.ops.qlinear import QLinearConfig, op_of, qlinear_fwd
+from funcops.ops.qlinear import QLinearConfig, qlinear, qlinear_fwd
 from funcops.testing import Case, Draw, Error
 
 
@@ -74,7 +74,7 @@ def scaled(i, o, bias):
 def case(rows, i, o, recipe, bias=True, columns=None):
     return Case(
         params=scaled(i, o, bias) if recipe.delayed else None if columns is None else working(i, o, recipe, bias, columns),
-        op=op_of(recipe),
+        op=qlinear,
         cfg=QLinearConfig(i, o, recipe, bias=bias),
         x=lambda d: d.randn(*rows, i),
         reference=reference,

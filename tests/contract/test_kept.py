@@ -151,7 +151,7 @@ WAITING = (
 )
 
 
-LEAVES = [m.CASES[0] for m in MODULES.values() if m.CASES[0].op.fields()]
+LEAVES = [m.CASES[0] for m in MODULES.values() if m.CASES[0].op.fields(m.CASES[0].cfg)]
 
 
 @pytest.mark.parametrize("case", LEAVES, ids=str)

@@ -279,7 +279,7 @@ BAD = {
         MLP,
         {"up": "column", "down": "column"},
     ),
-    "parallel: rules for act must be of another role ('row' is for linear or low_rank), got ActivationConfig": (
+    "parallel: rules for act must be of another role ('row' is for linear or qlinear or low_rank), got ActivationConfig": (
         chained(UP, ("act", activation, ActivationConfig("silu")), DOWN),
         {**BOTH, "act": "row"},
     ),

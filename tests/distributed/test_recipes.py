@@ -17,7 +17,6 @@ from funcops.low_precision import (
     Fp8Current,
     Fp8Delayed,
     gradients_like,
-    op_of,
     quantization_report,
     quantize_params,
     recipe_init,
@@ -25,7 +24,7 @@ from funcops.low_precision import (
     split_amaxes,
     with_recipe,
 )
-from funcops.ops.qlinear import QLinearConfig
+from funcops.ops.qlinear import QLinearConfig, qlinear
 from funcops.testing import run_ranks
 from funcops.testing.checks import same_bits
 from funcops.trees import tensors
@@ -82,7 +81,7 @@ def test_ranks_have_the_codes_of_one_process(recipe, way):
     rows, overlap, sequence = way
     made = rows > 6 or recipe.delayed
     for name, (_, config) in LOW.items():
-        op, plain = op_of(recipe), QLinearConfig(WIDTH, WIDTH, recipe)
+        op, plain = qlinear, QLinearConfig(WIDTH, WIDTH, recipe)
         cfg = ChainConfig(steps=(Step("one", op, plain),))
         whole = chain.init(cfg, key=random.key(1), dtype=torch.float64)
         x, dy = given(rows, WIDTH), given(rows + 1, WIDTH)[:rows]
@@ -92,7 +91,7 @@ def test_ranks_have_the_codes_of_one_process(recipe, way):
             tp = mesh["tp"]
             cut = functools.partial(lambda t, dim: t.chunk(2, dim)[tp.rank].contiguous())
             own = config(WIDTH, WIDTH, recipe=recipe, axis=tp, overlap=overlap, sequence_parallel=sequence)
-            layer = ChainConfig(steps=(Step("one", LOW[name][0](recipe), own),))
+            layer = ChainConfig(steps=(Step("one", LOW[name][0], own),))
             specs = dist.specs_of(chain, layer)
             rows_of, part = (lambda t: cut(t, 0) if sequence else t), functools.partial(cut, dim=-1)
             mine, dmine = (rows_of(x), part(dy)) if name == "column" else (part(x), rows_of(dy))

@@ -10,8 +10,6 @@ import torch.nn.functional as F
 
 from funcops import EmbeddingParams, LinearConfig, LinearCrossEntropyParams, LinearParams, dist, linear, random
 from funcops.distributed import Mesh
-from funcops.distributed.ops.column_qlinear import column_op_of
-from funcops.distributed.ops.row_qlinear import row_op_of
 from funcops.formats.recipes import Fp8Current
 from funcops.lora import LowRankParams
 from funcops.ops.experts import ExpertsParams
@@ -115,7 +113,7 @@ class Fp8(torch.autograd.Function):
         return ((t.float() * scale).to(dtype).float() * (1 / scale)).double()
 
 
-LOW = {"column": (column_op_of, dist.ColumnQLinearConfig), "row": (row_op_of, dist.RowQLinearConfig)}  # by a recipe
+LOW = {"column": (dist.column_qlinear, dist.ColumnQLinearConfig), "row": (dist.row_qlinear, dist.RowQLinearConfig)}
 
 
 def low_layer(name, rows, i, o, sequence, keep):
@@ -360,9 +358,9 @@ def all_cases():
         yield op, case, {"free": ("x",)}
     for name, (op, _) in LAYERS.items():
         yield op, layer(name, (1, 2), 3, 2, True, True, "bulk"), {"cancels": ("params.bias", "params.weight")}
-    for name, (op_of, _) in LOW.items():
+    for name, (op, _) in LOW.items():
         given = {"exempt": ("finite_differences",), "cancels": ("params.bias", "params.weight")}
-        yield op_of(Fp8Current()), low_layer(name, (1, 2), 3, 2, True, "row"), given
+        yield op, low_layer(name, (1, 2), 3, 2, True, "row"), given
     yield dist.sharded, row_split(1, 3, 2, True), {"cancels": ("params.bias", "params.weight")}
     padded = {"exempt": ("finite_differences",)}  # the padding's gradient is defined as 0, and is not the derivative
     yield dist.vocab_embedding, vocab_embedding((1, 3), 1, 3, True, True), {"free": ("x",), **padded}

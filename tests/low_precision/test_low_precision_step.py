@@ -13,7 +13,7 @@ from funcops import ChainConfig, LinearConfig, Needs, Step, chain, linear, rando
 from funcops.adapters.graphs import graphed
 from funcops.kernels import quantize as kernels
 from funcops.low_precision import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed, Scaled, quantize_params, recipe_init, with_recipe
-from funcops.ops.qlinear import QLinearConfig, op_of, qlinear
+from funcops.ops.qlinear import QLinearConfig, qlinear
 from funcops.trees import cast, paths, stands_for_one, tensors
 
 
@@ -161,7 +161,7 @@ def test_gradients_do_not_depend_on_which_others_are_asked(recipe):
 )
 def test_a_backward_without_the_rounding_of_dy_raises(recipe):
     """Residuals made by hand lack it, and rounding dy in another way would silently give other gradients."""
-    cfg, op = QLinearConfig(16, 32, recipe), op_of(recipe)
+    cfg, op = QLinearConfig(16, 32, recipe), qlinear
     params, x, dy = linear.init(LinearConfig(16, 32), key=random.key(0)), torch.randn(4, 16), torch.randn(4, 32)
     state = recipe_init(cfg, params) if recipe.delayed else None
     work = quantize_params(params, cfg, state, dtype=torch.float32, key=random.key(1) if recipe.stochastic else None)

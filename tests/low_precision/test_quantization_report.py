@@ -36,8 +36,8 @@ from funcops.formats import E2M1_NV, E4M3_BLOCK, E4M3_MX, E4M3_SQUARE, E4M3_TENS
 from funcops.low_precision import MXFP8, NVFP4, Fp8Block, Fp8Current, QuantizationReport, quantize_params, with_recipe
 from funcops.models import MoEConfig, moe, plain_experts
 from funcops.models.blocks import mlp_config
-from funcops.ops.grouped_qlinear import grouped_op_of
-from funcops.ops.qlinear import QLinearConfig, op_of
+from funcops.ops.grouped_qlinear import grouped_qlinear
+from funcops.ops.qlinear import QLinearConfig, qlinear
 
 
 @dataclasses.dataclass
@@ -78,7 +78,7 @@ def test_errors_equal_the_layers_in_low_precision(name):
     params, x, dy = layer()
     (row,) = quantization_report(params, x, LINEAR, recipe, dy=dy).rows
     cfg = QLinearConfig(96, 160, recipe)
-    op = op_of(recipe)
+    op = qlinear
     y, residuals = op.fwd(params, x, cfg)
     dparams, dx = op.bwd(residuals, dy, cfg)
     x, dy, w = x.flatten(0, -2).double(), dy.flatten(0, -2).double(), params.weight.double()
@@ -107,7 +107,7 @@ def test_errors_of_groups_equal_the_grouped_layers_in_low_precision(recipe, gath
     low = GroupedQLinearConfig(4, 96, 160, recipe, bias=False, gathered=gathered)
     found = [
         (y, *op.bwd(kept, dy, one))
-        for op, one in ((grouped_op_of(recipe), low), (grouped_linear, cfg))
+        for op, one in ((grouped_qlinear, low), (grouped_linear, cfg))
         for y, kept in [op.fwd(params, x, one)]
     ]
     (y, dparams, dx), (want_y, want_dparams, want_dx) = found
@@ -274,7 +274,7 @@ def test_rows_are_the_errors_of_the_step(name, seed):
     for row in found.rows:
         waiting, weight = trees.at(pending, row.path), trees.at(params, row.path).weight
         at = next(part.cfg for part in steps(low, layers=True) if part.path == row.path)
-        op = op_of(recipe)
+        op = qlinear
         own = trees.replace(trees.at(work, row.path), bias=torch.zeros(weight.shape[0]))
         y, kept = op.fwd(own, waiting.x, at)
         dparams, dx = op.bwd(kept, waiting.dy, at)
@@ -295,7 +295,7 @@ def test_rows_of_groups_round_stochastically_as_the_grouped_layer(recipe):
     work = quantize_params(params, low, dtype=torch.float32, key=random.key(5))
     (y, dparams, dx), (want_y, want_dparams, want_dx) = [
         (y, *op.bwd(kept, dy, one))
-        for op, p, one in ((grouped_op_of(recipe), work, low), (grouped_linear, params, cfg))
+        for op, p, one in ((grouped_qlinear, work, low), (grouped_linear, params, cfg))
         for y, kept in [op.fwd(p, x, one)]
     ]
     assert row.y == pytest.approx(off(y, want_y.double()), rel=1e-4)

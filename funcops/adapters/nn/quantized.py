@@ -21,7 +21,7 @@ from funcops.errors import StaleResidualError, describe, fail, require, require_
 from funcops.formats import QTensor, QWeight, quantized_weight
 from funcops.formats.recipes import Recipe
 from funcops.ops.linear import LinearParams
-from funcops.ops.qlinear import op_of
+from funcops.ops.qlinear import qlinear
 
 _none: Any = None
 _empty = QTensor(_none, _none, None, format=_none, shape=_none, dtype=_none, side="row", hadamard=False)
@@ -38,7 +38,7 @@ def take_recipe(where: str, module: Any, recipe: Any) -> None:
     keyless = "one that rounds to nearest (a module has no key; quantize_params(params, cfg, key=key) takes one)"
     require(not recipe.stochastic, where, "recipe", keyless, recipe)
     before = dict(vars(module))
-    module.recipe, module.op = recipe, op_of(recipe)
+    module.recipe, module.op = recipe, qlinear
     try:
         module.known_cfg()
     except BaseException:
