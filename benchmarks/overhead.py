@@ -23,12 +23,24 @@ from torch import Tensor, nn
 
 from benchmarks.measure import Row, interleaved, summary
 from benchmarks.plain import MLP, PlainBlock
-from funcops import LinearConfig, RMSNormConfig, RopeConfig, WithExtras, backend, chain, linear, random, rms_norm, rope_table
+from funcops import (
+    LinearConfig,
+    RMSNormConfig,
+    RopeConfig,
+    WithExtras,
+    backend,
+    chain,
+    linear,
+    qlinear,
+    random,
+    rms_norm,
+    rope_table,
+)
 from funcops import nn as fnn
 from funcops.adapters.autograd.differentiable import backward_calls
 from funcops.backend import gemm
 from funcops.contract.op import Op
-from funcops.low_precision import Fp8Block, op_of, quantize_params, with_recipe
+from funcops.low_precision import Fp8Block, quantize_params, with_recipe
 from funcops.models.blocks import block_config, mlp_config
 from funcops.trees import cast
 
@@ -98,7 +110,7 @@ def low_precision_cases(name: str) -> tuple[Callable[[], Any], Callable[[], Any]
         return run
 
     x = WithExtras(data, {"positions": table}) if block else data
-    plain, quantised = (chain, chain) if block else (linear, op_of(Fp8Block()))
+    plain, quantised = (chain, chain) if block else (linear, qlinear)
     return both(plain, cast(params, torch.bfloat16), cfg, x), both(quantised, quantize_params(params, low), low, x)
 
 

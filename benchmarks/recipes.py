@@ -14,9 +14,9 @@ import torch
 
 from benchmarks.device import CudaTimer
 from benchmarks.measure import NoDevice
-from funcops import LinearConfig, RopeConfig, WithExtras, chain, linear, random, rope_table
+from funcops import LinearConfig, RopeConfig, WithExtras, chain, linear, qlinear, random, rope_table
 from funcops.errors import short
-from funcops.low_precision import Fp8Block, Fp8Current, Fp8Delayed, op_of, quantize_params, recipe_init, with_recipe
+from funcops.low_precision import Fp8Block, Fp8Current, Fp8Delayed, quantize_params, recipe_init, with_recipe
 from funcops.models.blocks import Sizes, block_config
 
 RECIPES = Fp8Current(), Fp8Current(keep="col"), Fp8Delayed(), Fp8Block(), Fp8Block(keep="col")
@@ -74,7 +74,7 @@ def _by_recipe(op: Any, cfg: Any, x: Any, dy: torch.Tensor) -> dict[str, Callabl
     params = op.init(cfg, key=random.key(0), device="cuda", dtype=torch.bfloat16)
     made = {short(torch.bfloat16): _both(op, params, cfg, x, dy)}
     for recipe in RECIPES:
-        one, low = op_of(recipe) if op is linear else op, with_recipe(cfg, recipe)
+        one, low = qlinear if op is linear else op, with_recipe(cfg, recipe)
         work = quantize_params(params, low, recipe_init(low, params) if recipe.delayed else None)
         made[f"{type(recipe).__name__}, keep={recipe.keep}"] = _both(one, work, low, x, dy)
     return made

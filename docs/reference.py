@@ -20,6 +20,7 @@ from docs import examples
 
 ROOMS = ("adapters.pipelining", *funcops._ROOMS)  # the first is not imported by funcops: it needs torch.distributed
 AUTHORS = {
+    "funcops.contract.by_config": ("ByConfig",),
     "funcops.contract.op": ("make_op", "config", "OpConfig", "forward", "init_of", "dgrad_of", "wgrad_of", "recompute_of"),
     "funcops.contract.schema": ("Residuals", "Pending", "saved", "DGRAD", "WGRAD", "RECOMPUTE"),
     "funcops.contract.accumulators": ("accumulate",),

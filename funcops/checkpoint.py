@@ -53,8 +53,8 @@ RESERVED = "__metadata__"  # a name that the format reserves
 
 
 def save(tree: Any, path: str | os.PathLike[str], *, metadata: Mapping[str, str] | None = None) -> None:
-    """Write every tensor of a tree to `path`, whole or not at all: first to a temporary file beside it, which is read back and then
-    renamed to `path`.
+    """Write every tensor of a tree to `path` atomically: to a temporary file beside it, which is read back and then renamed to
+    `path`.
 
     Raises before anything is written: `CheckpointError`, which names the path, for leaves that are neither tensors with values in
     memory nor None, dtypes that the format lacks, and paths that occur twice or cannot be written; `TypeError` for metadata that
@@ -97,7 +97,7 @@ def save(tree: Any, path: str | os.PathLike[str], *, metadata: Mapping[str, str]
             kept = kept.clone()
         storages.add(kept.untyped_storage().data_ptr())
         entries[name] = kept
-    beside = target.with_name(f".{secrets.token_hex(8)}.part")  # without the target's name, which may be as long as a name can be
+    beside = target.with_name(f".{secrets.token_hex(8)}.part")  # without the target's name, which may have the maximum length
     try:
         safetensors.torch.save_file(entries, str(beside), metadata=dict(metadata or {}) or None)
         _sync(beside)
@@ -138,8 +138,8 @@ def _check_text(where: str, text: str) -> None:
 def load(path: str | os.PathLike[str], like: T) -> T:
     """Load the tree in a file, with the structure, dtypes and devices of `like` (for meta or fake tensors: on CPU).
 
-    Raises `CheckpointError`, before any tensor is read, that lists every leaf that is missing, extra, of another shape or
-    of another dtype; `FileNotFoundError` if the file does not exist.
+    Raises `CheckpointError`, before any tensor is read, listing every leaf that is missing, extra, or has another shape or
+    dtype; `FileNotFoundError` if the file does not exist.
     """
     wanted = _named("load", "like", like)
     with _opened("load", path) as file:

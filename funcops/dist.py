@@ -230,7 +230,7 @@ from funcops.distributed import zero3 as zero3
 from funcops.distributed import zigzag as zigzag
 from funcops.distributed import zigzag_positions as zigzag_positions
 
-__path__: list[str] = []  # so that `import funcops.dist.mesh` is asked of `funcops.contract.moved`
+__path__: list[str] = []  # so that `funcops.contract.moved` resolves `import funcops.dist.mesh`
 _sys.modules[__name__].__class__ = _Face
 
 if not _TYPE_CHECKING:  # a checker would take every name for one of the module's

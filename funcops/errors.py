@@ -195,7 +195,7 @@ def require_type(where: str, name: str, value: object, *types: type) -> None:
 
 
 def require_count(where: str, least: int = 1, **given: object) -> None:
-    """Raise unless each value is an int, and no bool, of at least `least`."""
+    """Raise unless each value is an int (not a bool) of at least `least`."""
     for name, value in given.items():
         require_type(where, name, value, int, torch.SymInt)
         if isinstance(value, int):
@@ -203,7 +203,7 @@ def require_count(where: str, least: int = 1, **given: object) -> None:
 
 
 def require_number(where: str, least: float = -math.inf, finite: bool = True, **given: Any) -> None:
-    """Raise unless each value is a number of at least `least`, neither bool nor NaN; nor infinite, if `finite`."""
+    """Raise unless each value is a number of at least `least`, not a bool, not NaN and, if `finite`, not infinite."""
     for name, value in given.items():
         require_type(where, name, value, float, int)
         require(value >= least, where, name, "a number" if least == -math.inf else f"at least {least:g}", value)
@@ -358,7 +358,7 @@ def check(where: str, name: str, t: Any, shape: Shape, dtype: Dtypes = None, lik
 
 
 def check_rows(where: str, name: str, t: Any, width: int) -> None:
-    """`check` of float rows `[..., width]`: the most common one, without making or comparing a tuple."""
+    """`check` for float rows `[..., width]`, the most common shape, without building or comparing a tuple."""
     try:
         if t.shape[-1] == width and t.dtype in FLOATS and not (t.requires_grad and torch.is_grad_enabled()):
             return

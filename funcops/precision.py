@@ -105,7 +105,7 @@ def loss_scale_update(loss_scale: LossScale, ok: Tensor, cfg: LossScaleConfig) -
 
 
 def unscale(grads: T, loss_scale: LossScale) -> T:
-    """Gradients divided by the scale; 16-bit gradients come out in float32, as the unscaled values may underflow in 16 bits. Raises
+    """Gradients divided by the scale; 16-bit gradients become float32, because unscaled values may underflow in 16 bits. Raises
     `TypeError` or `ValueError` for an invalid loss scale.
 
     >>> import torch

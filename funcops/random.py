@@ -70,7 +70,7 @@ def _hashed(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
 
 
-# As `torch.compiler.assume_constant_result` does, which would import the compiler: the tracer takes its result as a constant.
+# Marks the result as a constant for Dynamo, as `torch.compiler.assume_constant_result` would, which imports the compiler.
 _hashed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -78,7 +78,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     """A key whose stream depends on `key` and `data`, from 0 to 2^63 - 1; different data give independent streams.
 
     The new stream is the splitmix64 finaliser of stream + (data + 1) * golden ratio: a bijection of either. Raises `ValueError`
-    for other data (-1 would give the key itself); a tensor's value is checked only on the CPU, where reading it waits for nothing.
+    for other data (-1 would give the key itself); a tensor's value is checked only on the CPU, where reading it does not sync.
 
     >>> from funcops.random import fold_in, key
     >>> step_key = fold_in(key(7), 1)
@@ -164,7 +164,7 @@ def _blocks(key: Tensor, block: Tensor) -> Tensor:
 
 
 def _words(key: Tensor, starts: Tensor, length: int) -> Tensor:
-    """The words of runs of `length` elements from `starts` [R], int64[R, length]. Only the blocks with these are computed."""
+    """The words of runs of `length` elements from `starts` [R], int64[R, length]. Only the blocks that hold them are computed."""
     count = (length + 6) // 4
     block = (starts // 4)[:, None] + torch.arange(count, device=starts.device)
     words = _blocks(key, block.reshape(-1)).reshape(len(starts), 4 * count)
@@ -214,8 +214,8 @@ def normal(
     dtype: torch.dtype | None = None,
     device: Any = None,
 ) -> Tensor:
-    """Normal by Box-Muller, two words for two values. Raises `ValueError` or `TypeError` for an invalid key, mean or std (a std
-    below 0 is invalid, too).
+    """Normal by Box-Muller, two words for two values. Raises `ValueError` or `TypeError` for an invalid key, mean or std (std must
+    be at least 0).
 
     >>> from funcops.random import key, normal
     >>> draws = normal(key(0), (100, 100), std=2.0)
@@ -264,8 +264,8 @@ def _in_halves(starts: Tensor, length: int, half: int, run: Callable[[Tensor, in
 
 
 class _Draw(NamedTuple):
-    """A draw of `uniform` or `normal`: all of it, or any part with the bits that it has there. `values(starts, length)`: runs of
-    elements, [R, length]; all of them, [n], if starts is None."""
+    """A draw of `uniform` or `normal`; a part of it has the same bits as in the whole. `values(starts, length)` returns runs of
+    elements, [R, length], or all elements, [n], if starts is None."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -287,7 +287,8 @@ def _drawn(draw: _Draw) -> Tensor:
 
 
 class _Later(NamedTuple):
-    """The draws of a block, in order: None for one that was not put off. `takes(place)` says which are."""
+    """The draws of a `put_off` block, in order, None for a draw that was not deferred; `takes(i)` says whether draw i is
+    deferred."""
 
     takes: Callable[[int], bool]
     draws: list[tuple[Tensor, _Draw] | None]
@@ -299,9 +300,9 @@ _later: ContextVar[_Later | None] = ContextVar("later", default=None)
 def put_off(
     takes: Callable[[int], bool] = lambda place: True,
 ) -> contextlib.AbstractContextManager[list[tuple[Tensor, Any] | None]]:
-    """A block in which `uniform` and `normal` draw nothing: they return tensors on the meta device. The list has these, in order,
-    each with its draw: `part(ranges)` draws the (start, length) pairs `ranges` along each dimension, with the bits of the
-    whole. `takes(i)`: whether draw i is put off; if not, the list has None for it. Raises `TypeError` if `takes` is not a function.
+    """Defer the draws of `uniform` and `normal` in a block: they return tensors on the meta device. The list has these, in order,
+    each with its draw, whose `part(ranges)` draws the (start, length) pairs `ranges` along each dimension, with the same bits as
+    the whole. `takes(i)`: whether draw i is deferred; if not, its entry is None. Raises `TypeError` if `takes` is not a function.
 
     >>> from funcops.random import key, normal, put_off
     >>> with put_off() as waiting:
@@ -325,8 +326,8 @@ def _putting_off(takes: Callable[[int], bool]) -> Iterator[list[tuple[Tensor, An
 
 
 def bits_of(key: Tensor, shape: Sequence[int], ranges: Sequence[Ranges]) -> Tensor:
-    """The words of a part of a tensor of `shape`, all of whose words `bits` gives: the (start, length) pairs `ranges` along each
-    dimension, concatenated. Raises `ValueError` or `TypeError` for an invalid key or shape.
+    """The words that `bits` draws for a part of a tensor of `shape`: the (start, length) pairs `ranges` along each dimension,
+    concatenated. Raises `ValueError` or `TypeError` for an invalid key or shape.
 
     >>> from funcops.random import bits, bits_of, key
     >>> bits_of(key(0), (4, 3), ([(2, 2)], [(0, 3)])).flatten().equal(bits(key(0), 12)[6:])
@@ -344,7 +345,7 @@ def bits_of(key: Tensor, shape: Sequence[int], ranges: Sequence[Ranges]) -> Tens
 
 def _check_ranges(where: str, shape: Sequence[int], ranges: Any) -> None:
     require_type(where, "ranges", ranges, tuple, list)
-    require(len(ranges) == len(shape), where, "ranges", f"of {len(shape)} dimensions, as shape is", len(ranges))
+    require(len(ranges) == len(shape), where, "ranges", f"{len(shape)} lists of pairs, one per dimension of shape", len(ranges))
     for i, (size, pieces) in enumerate(zip(shape, ranges, strict=True)):
         right = isinstance(pieces, (tuple, list)) and bool(pieces) and all(_is_range(piece, size) for piece in pieces)
         require(right, where, f"ranges.{i}", f"pairs of a start and a length within {size}", pieces)
@@ -356,7 +357,7 @@ def _is_range(piece: Any, size: int) -> bool:
 
 
 def _in_runs(shape: Sequence[int], ranges: Sequence[Ranges], device: Any, values: Callable[[Tensor | None, int], Tensor]) -> Tensor:
-    """The part `ranges` of a tensor of `shape`, from `values` of runs of its elements (of all, if starts is None)."""
+    """The part `ranges` of a tensor of `shape`; `values` computes runs of its elements (all elements, if starts is None)."""
     for dim, pieces in enumerate(ranges):
         if len(pieces) > 1:
             boxes = [[*ranges[:dim], (piece,), *ranges[dim + 1 :]] for piece in pieces]
@@ -374,7 +375,7 @@ def _in_runs(shape: Sequence[int], ranges: Sequence[Ranges], device: Any, values
 
 
 def _inside(where: str, low: float, high: float, dtype: torch.dtype) -> tuple[float, float]:
-    """The least and the greatest number of the dtype in [low, high)."""
+    """The smallest and the largest number of the dtype in [low, high)."""
     limits = torch.finfo(dtype)
     digits = 1 - math.frexp(limits.eps)[1] + 1  # eps is 2^(1 - digits)
     smallest = math.frexp(limits.smallest_normal)[1] - digits  # the exponent of the least subnormal number
@@ -384,7 +385,7 @@ def _inside(where: str, low: float, high: float, dtype: torch.dtype) -> tuple[fl
         return rounding(value / unit) * unit
 
     ok = -limits.max <= low < high and high - low <= torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32).max
-    require(ok, where, "low, high", f"finite, low below high, and no further apart than {dtype} holds", (low, high))
+    require(ok, where, "low, high", f"finite, low below high, and not further apart than {dtype} can represent", (low, high))
     first, last = nearest(low, math.ceil), min(limits.max, nearest(math.nextafter(high, -math.inf), math.floor))
     require(first <= last, where, "low, high", f"with a number of {dtype} between", (low, high))
     return first, last
@@ -402,11 +403,11 @@ def check_key(where: str, key: Any) -> None:
     """
     check(where, "key", key, (2,), torch.int64)
     if key.is_meta and not tracing():
-        fail(where, "key", "a tensor with values (or None, where params are on the meta device)", describe(key) + " on meta")
+        fail(where, "key", "a tensor with values (or None, if params are on the meta device)", describe(key) + " on meta")
 
 
 def _check_draw(where: str, shape: Any, dtype: Any, device: Any, **numbers: Any) -> torch.dtype:
-    """The dtype of a draw, after a check of all arguments but the key."""
+    """Check all arguments of a draw but the key, and return its dtype."""
     require_type(where, "shape", shape, tuple, list)
     require_count(where, 0, **{f"shape.{i}": size for i, size in enumerate(shape)})
     require_dtype(where, dtype)

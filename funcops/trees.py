@@ -51,7 +51,7 @@ import torch.utils._pytree as torch_pytree
 from torch import Tensor
 from typing_extensions import dataclass_transform
 
-from funcops.backend.source import exact
+from funcops.backend.source import compile_source, exact
 from funcops.errors import describe, fail, require_callable, require_dtype, require_flag, require_type
 
 NAMESPACE = "funcops"
@@ -60,8 +60,8 @@ T = TypeVar("T")
 
 
 def leaf(shape: str, gradient: bool = True) -> Any:
-    """A tensor field of a tree, None by default; `shape` documents it, as in `"[out, in]"`. `gradient`: whether it ever has one.
-    Raises `TypeError` if that is not a bool."""
+    """A tensor field of a tree, None by default; `shape` documents it, as in `"[out, in]"`. `gradient`: whether it can have a
+    gradient. Raises `TypeError` if `gradient` is not a bool."""
     require_flag("leaf", gradient=gradient)
     return dataclasses.field(default=None, metadata={"shape": shape, "gradient": gradient})
 
@@ -109,8 +109,8 @@ _stand_ins: set[type] = set()
 
 
 def stands_in(cls: type[T]) -> type[T]:
-    """Class decorator of a node that counts as the one leaf for which it stands. It has `zero_gradient(dtype)`, an accumulator for
-    gradients of that leaf, and `cast(dtype)`, which `cast` calls. Raises `TypeError` if `cls` is not a class."""
+    """Class decorator: a node of this class counts as the one leaf that it represents. It has `zero_gradient(dtype)`, an
+    accumulator for gradients of that leaf, and `cast(dtype)`, which `cast` calls. Raises `TypeError` if `cls` is not a class."""
     require_type("stands_in", "cls", cls, type)
     _stand_ins.add(cls)
     return cls
@@ -144,9 +144,9 @@ class Aside:
 
 
 def register(cls: type, aside: str = "") -> None:
-    """Make a dataclass a pytree node of optree and torch. Fields whose metadata says "hidden" are left out. `aside`: an attribute,
-    an `Aside`, that a node passes to the one rebuilt of its leaves, as an argument of that name. Raises `TypeError` if `cls` is
-    not a dataclass."""
+    """Make a dataclass a pytree node of optree and torch. Fields whose metadata says "hidden" are left out. `aside` names an
+    attribute, an `Aside`, that a node rebuilt from new leaves gets as an argument of that name. Raises `TypeError` if `cls` is not
+    a dataclass."""
     if not isinstance(cls, type) or not dataclasses.is_dataclass(cls):
         fail("register", "cls", "a dataclass", describe(cls) if not isinstance(cls, type) else cls.__name__, TypeError)
     require_type("register", "aside", aside, str)
@@ -163,9 +163,9 @@ def register(cls: type, aside: str = "") -> None:
     def rebuild(values: Iterable[Any], data: tuple[Any, ...]) -> Any:
         return cls(*values, **dict(zip(context, data, strict=True)))
 
-    # Written out as source, as dataclasses do: every walk over a tree makes this call at every node.
-    flatten = eval(f"lambda node: ({reading(names)}, {reading(context)}, names)", {"names": names})
-    _register(cls, flatten, rebuild)
+    # Generated source, as in dataclasses: every walk over a tree calls this at every node.
+    text = f"def flatten(node):\n    return {reading(names)}, {reading(context)}, names\n"
+    _register(cls, compile_source(f"children of {cls.__name__}", text, {"names": names})["flatten"], rebuild)
 
 
 def register_node(
@@ -298,7 +298,7 @@ def cast(tree: T, dtype: torch.dtype) -> T:
     made = []
     if others and all([_copied_at_once(t) for t in others]):
         made = [torch.empty_like(t, dtype=dtype) for t in others]
-        torch._foreach_copy_(made, others)  # one launch for many: on a GPU a launch for one costs the host as much
+        torch._foreach_copy_(made, others)  # one launch for all tensors: on a GPU it costs the host no more than a launch for one
     ready = iter(made)
 
     def one(t: Any) -> Any:
@@ -355,9 +355,9 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 
 
 def unflatten(spec: Any, values: Iterable[Any]) -> Any:
-    """A tree of that structure with these leaves. Raises `TypeError` if `spec` is not a structure from `flatten`."""
-    if not (torch.compiler.is_dynamo_compiling() or isinstance(spec, optree.PyTreeSpec)):  # the compiler has structures of its own
-        fail("unflatten", "spec", "a structure of `flatten`", describe(spec), TypeError)
+    """A tree of structure `spec` with these leaves. Raises `TypeError` if `spec` is not a structure from `flatten`."""
+    if not (torch.compiler.is_dynamo_compiling() or isinstance(spec, optree.PyTreeSpec)):  # Dynamo has its own class for structures
+        fail("unflatten", "spec", "a structure from `flatten`", describe(spec), TypeError)
     return _unflatten("unflatten", spec, values)
 
 
@@ -421,8 +421,8 @@ def _key(tree: dict[Any, Any], path: str) -> tuple[Any, str]:
 
 
 def has(tree: Any, path: str) -> bool:
-    """Whether there is a leaf or subtree at a dotted path: one walk down the path, however large the tree. Raises `TypeError`
-    for a path that is not a string."""
+    """Whether a leaf or subtree exists at a dotted path, by one walk down the path. Raises `TypeError` for a path that is not a
+    string."""
     require_type("has", "path", path, str)
     node, rest = tree, path
     while rest or node is tree:
@@ -445,7 +445,7 @@ def has(tree: Any, path: str) -> bool:
 
 def put(tree: Any, path: str, value: Any) -> Any:
     """A copy of the tree with the leaf at a dotted path replaced; all other leaves are the same objects. Raises `ValueError`
-    for a path at which there is nothing.
+    for a path that does not exist.
 
     >>> from funcops.trees import put
     >>> put({"a": (1, 2)}, "a.1", 3)

@@ -33,7 +33,7 @@ class Wanted(NamedTuple):
 
 
 class Page(HTMLParser):
-    """The ids, links, what is fetched, and the words of a page that are there without a script."""
+    """The ids and links of a page, the files that it fetches, and the words that it shows without a script."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -51,7 +51,7 @@ def missing(where: str, text: str, stdlib: frozenset[str] = sys.stdlib_module_na
 
 
 def _names(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
-    """(line, module, name): what is imported from modules, and what is read of the modules that are imported as they are."""
+    """(line, module, name): names imported from modules, and attributes read from modules that are imported whole."""
     nodes = [tree]
     for node in nodes:  # which grows
         nodes += [child for child in ast.iter_child_nodes(node) if not _has_another_way(child)]
@@ -121,7 +121,7 @@ class NotTried(Exception):
 
 
 def environment(version: str, python: str, envs: Path, cuda: bool) -> str:
-    """The Python of an environment that has what the tests import: this one, one that was made before, or a new one."""
+    """The Python of an environment with the tests' packages: this one, an earlier one, or a new one."""
     inside = str(envs / version / "bin" / "python")
     if python == sys.executable or said(inside, "-c", "import torch, optree, pytest, hypothesis") is not None:
         return python if python == sys.executable else inside
@@ -137,21 +137,21 @@ def _install(version: str, python: str, envs: Path, cuda: bool) -> None:
 
 
 def clean(version: str, python: str, envs: Path) -> str:
-    """The Python of a new environment in which nothing is installed, not pip either: this Python's pip installs there."""
+    """The Python of a new, empty environment, without pip: this Python's pip installs there."""
     _run(python, "-m", "venv", "--clear", "--without-pip", str(envs / version))
     return str(envs / version / "bin" / "python")
 
 
 def put(version: str, envs: Path, cuda: bool, *wanted: str) -> None:
-    """Install what is wanted, with its dependencies, into an environment; `NotTried` where torch would come for CUDA."""
+    """Install packages with their dependencies into an environment; raises `NotTried` if torch would come for CUDA."""
     inside = str(envs / version / "bin" / "python")
     pip = (sys.executable, "-m", "pip", "--python", inside, "install", "--disable-pip-version-check", "--progress-bar", "off")
     _run(*pip, "--no-compile", "-c", "constraints.txt", *wanted, stop=None if cuda else gigabytes)  # most is not imported
 
 
 def gigabytes(line: str) -> str | None:
-    """Why to stop at this line of pip's: what it names is a package for CUDA, or a large wheel, of which it gives the size. Nothing
-    is installed before all is there, and most is not downloaded before either is named."""
+    """The reason to stop at this line of pip's, if it names a package for CUDA or a large wheel, whose size it gives. pip installs
+    nothing before it has all packages, and names these before it downloads most of them."""
     at = re.match(
         r"\s*(?:Collecting|Processing|Downloading|Using cached) (?:\S*/)?([^/\s]+)(?:$|\s+(?:\(([\d.]+) (MB|GB)\))?)", line
     )
@@ -165,7 +165,7 @@ def gigabytes(line: str) -> str | None:
 
 
 def _run(*command: str, stop: Callable[[str], str | None] | None = None) -> None:
-    """Until a line says why to stop."""
+    """Run a command until a line gives a reason to stop."""
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -189,7 +189,7 @@ def _run(*command: str, stop: Callable[[str], str | None] | None = None) -> None
 
 
 def tried(version: str, python: str | None, stdlib: frozenset[str], args: argparse.Namespace) -> tuple[bool, bool, str]:
-    """Whether nothing failed, whether the tests ran, and what to say."""
+    """Whether nothing failed, whether the tests ran, and a sentence about it."""
     if python is None:
         return True, False, "none on this machine"
     half = subprocess.run([python, __file__, "--read", *sorted(stdlib)], capture_output=True, text=True, cwd=ROOT)

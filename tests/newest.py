@@ -34,7 +34,7 @@ def constraints(torch):
 
 
 def room(folder):
-    """Raise where the disk of a folder has too little room."""
+    """Raise if the disk of a folder has too little room."""
     free = shutil.disk_usage(folder).free / 1e9
     if free < GIGABYTES:
         raise TryLaterError(
@@ -43,7 +43,7 @@ def room(folder):
 
 
 def pip(python, *args, seconds=SECONDS):
-    """Pip's output. An index that does not answer is an error of its own."""
+    """pip's output. An index that does not answer raises an error of its own class."""
     command = [
         sys.executable,
         "-m",
@@ -79,7 +79,7 @@ def newest(python):
 
 
 def make(folder, torch, beside):
-    """An environment at `folder`. Says the versions, the size and the seconds."""
+    """Make an environment at `folder`; print the versions, the size and the seconds."""
     python = folder / "bin" / "python"
     if not python.exists():
         room(folder.parent)

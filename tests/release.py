@@ -60,7 +60,7 @@ def run(*command: object, cwd: Path, env: dict[str, str] | None = None) -> str:
 
 
 def archives(folder: Path) -> tuple[Path, Path]:
-    """The wheel and the source archive, in the folder: of a copy of what git knows or would add, and nothing else."""
+    """The wheel and the source archive, in the folder, built from a copy of the files that git knows or would add."""
     tree = folder / "tree"
     for name in filter(None, run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT).split("\0")):
         if (ROOT / name).is_file():
@@ -103,7 +103,7 @@ def tried(version: str, python: str, wheel: Path, tree: Path, envs: Path, cuda: 
 
 
 def outcome(version: str, python: str, wheel: Path, tree: Path, envs: Path, cuda: bool) -> tuple[bool, bool, str]:
-    """Whether it failed, whether it was tried, and what to say."""
+    """Whether it failed, whether it was tried, and a sentence about it."""
     try:
         return False, True, tried(version, python, wheel, tree, envs, cuda)
     except interpreters.NotTried as reason:

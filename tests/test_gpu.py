@@ -49,7 +49,7 @@ def test_laws(case, dtype, implementation):
 
 @contextlib.contextmanager
 def deterministic(asked):
-    """torch's kernels of attention add in the order in which they are done, unless they are asked not to."""
+    """torch's attention kernels add in the order in which they finish, unless torch is in deterministic mode."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(asked or before)
     try:
@@ -112,7 +112,7 @@ def test_quantisers_give_the_bits_of_torch(format, dtype):
 )
 @pytest.mark.parametrize("out", DTYPES, ids=str)
 def test_products_of_codes_by_the_library_and_by_ours(m, n, k, out):
-    """Against decoded operands in float64; sums keep some 14 bits."""
+    """Compared with decoded operands in float64; sums keep some 14 bits."""
     x, w = torch.randn(m, k).cuda(), torch.randn(n, k).cuda()
     tiles = (((0, 0), (0, 0)), ((1, 0), (1, 0)), ((1, 128), (128, 128)), ((1, 128), (1, 128)))
     for (a, b), left, right in itertools.product(tiles, ("e4m3", "e5m2"), ("e4m3", "e5m2")):

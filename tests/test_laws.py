@@ -25,7 +25,7 @@ def test_every_exported_op_has_a_case():
 
 
 def laws_and_dtypes():
-    """Right in every dtype; the others, which compare an op with itself, in one in turn."""
+    """Right in every dtype; the other laws, which compare an op with itself, in one dtype in turn."""
     for law in [name for name in LAWS if name not in ELSEWHERE]:
         for case, own in turns():
             yield from ((law, case, dtype) for dtype in (case.dtypes if law == "right" else (own,)))
@@ -38,8 +38,8 @@ def test_law(law, case, dtype):
 
 
 def structural_laws():
-    """The first case of an op under all, the others in the first tier under one in turn: to trace takes ten times as long as the
-    others do, so its turn comes half as often."""
+    """The first case of an op under all laws, the others in the first tier under one in turn. Tracing takes ten times as long as
+    other laws, so its turn comes half as often."""
     first = {id(case) for case in FIRST}
     order = [*DRAWN, *(law for law in DRAWN if law != "traceable")]
     for i, (case, dtype) in enumerate(turns()):
@@ -76,8 +76,8 @@ def test_compiles(case):
     ids=str,
 )
 def test_compiles_by_every_backend(case, backend, dynamic):
-    """`test_compiles` is this by aot_eager for static shapes. aot_eager does what the backend "eager" does, and gives inductor what
-    it compiles, of dynamic shapes and of static ones in turn."""
+    """`test_compiles` uses aot_eager for static shapes. aot_eager does what the backend "eager" does, and gives inductor its input;
+    here dynamic and static shapes take turns."""
     LAWS["compiles"](case, torch.float32, backend, dynamic)
 
 
@@ -99,7 +99,7 @@ def test_an_op_names_the_classes_of_its_trees_and_how_to_call_it(case):
     op, (params, x) = case.op, case.make(torch.float32)
     y, residuals = op.fwd(params, x, case.cfg)
     _, pending = op.dgrad(residuals, float_like(y, 7), case.cfg)
-    assert op.residuals is None or type(residuals) is op.residuals
+    assert op.keeps is None or type(residuals) is op.residuals_of(case.cfg)
     assert pending is None or op.pending is None or type(pending) is op.pending
     assert op.params is None or type(params) is op.params
     with pytest.raises(TypeError, match=re.escape(f"{op.name}: must be called by its functions: {op.name}.fwd(params, x, cfg)")):

@@ -1,4 +1,4 @@
-"""Files import from layers above their own, and what is confined stays confined."""
+"""Files import only from layers above their own, and confined imports stay confined."""
 
 import ast
 import re
@@ -68,7 +68,7 @@ def wrong(package):
 
 
 def rooms():
-    """Folders and files of the package; not what a checkout of another revision has left of caches."""
+    """Folders and files of the package, without caches that a checkout of another revision left behind."""
     return {path.relative_to(ROOT / "funcops").parts[0].removesuffix(".py") for path in (ROOT / "funcops").rglob("*.py")} - {
         "__init__"
     }
@@ -86,9 +86,9 @@ def test_layers_of_the_package():
 
 
 def test_one_file_reads_versions():
-    """So that there is one guard, whatever is guarded."""
+    """So that there is a single guard for whatever depends on a version."""
     readers = {p.name for p in (ROOT / "funcops").rglob("*.py") if re.search(r"\._version\b", p.read_text())}
-    assert readers == {"marks.py"}
+    assert readers == {"versions.py"}
 
 
 def test_a_violation_is_caught(tmp_path):

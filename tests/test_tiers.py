@@ -41,7 +41,7 @@ def test_every_op_is_held_to_every_law(first):
 
 
 def reached(function, seen):
-    """The values that the function uses, strings included, and those that the helpers of its own file use."""
+    """The values that the function uses, strings included, and those that the helpers in its file use."""
     if id(function) in seen:
         return
     seen.add(id(function))
@@ -120,8 +120,8 @@ def test_every_example_is_run(first):
 
 
 def test_no_folder_of_tests_is_left_out(request):
-    """Pytest's own list of folders to leave out has names that a folder of ours may have, such as `dist`: what it leaves out is
-    not run, and nothing says so."""
+    """Pytest's default list of folders to skip has names such as `dist`, which a folder of ours may have: its tests would silently
+    not run."""
     patterns = request.config.getini("norecursedirs")
     folders = {
         part

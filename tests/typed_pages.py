@@ -48,7 +48,7 @@ ARGUMENTS = {"init": 1, "fwd": 3, "bwd": 3, "dgrad": 3, "wgrad": 2}
 
 
 def write_pages(folder):
-    """Each page as one module, its blocks at the lines where they stand."""
+    """Each page as one module, with its blocks at their own line numbers."""
     for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")):
         lines, inside = [], False
         for line in page.read_text().splitlines():
@@ -78,7 +78,7 @@ def functions():
 
 
 def untyped(folder):
-    """Functions whose results mypy does not know whole."""
+    """Functions whose results are not fully typed for mypy."""
     lines = ["import typing", "import funcops", "a: typing.Any"]
     for name in functions():
         given = ", ".join(["a"] * ARGUMENTS[name.rpartition("_")[2]])

@@ -1,4 +1,4 @@
-"""`torch.autocast` and ops: an op runs outside of it, on what a module has cast as `torch.nn` would."""
+"""`torch.autocast` and ops: an op runs outside of it, on tensors that its module has cast as `torch.nn` would."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from funcops.contract.marks import version
 from funcops.trees import tensors
 
-LOWER, FLOAT32 = "lower", "float32"  # as autocast's lists have them: products, and what loses too much in 16 bits
-CAST = (torch.float32, torch.bfloat16, torch.float16)  # float64 stays what it is
+LOWER, FLOAT32 = "lower", "float32"  # autocast's lists: products, and operators that lose too much precision in 16 bits
+CAST = (torch.float32, torch.bfloat16, torch.float16)  # float64 is not cast
 any_autocast = torch._C._is_any_autocast_enabled
 _transforms = torch._C._functorch.maybe_current_level
 _compiling = torch.compiler.is_dynamo_compiling
 
 
 class Outside:
-    """A region without autocast on one kind of device. Unlike `torch.autocast(kind, enabled=False)` it costs two calls."""
+    """A region without autocast on one kind of device, at the cost of two calls, less than `torch.autocast(kind,
+    enabled=False)`."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -38,7 +39,7 @@ _HERE = nullcontext()
 
 
 def is_on(kind: str) -> bool:
-    """Whether autocast is on for a kind of device; it never is for one that has none, as "meta"."""
+    """Whether autocast is on for a kind of device; False for kinds without autocast, such as "meta"."""
     return _available(kind) and torch.is_autocast_enabled(kind)
 
 
@@ -46,8 +47,8 @@ def _available(kind: str) -> bool:
     return torch.amp.is_autocast_available(kind)
 
 
-# torch.compiler.assume_constant_result sets this and imports the compiler. The tracer of torch 2.11 knows neither this function nor
-# what a dispatcher is asked below.
+# `torch.compiler.assume_constant_result` sets this mark, but imports the compiler. The tracer of torch 2.11 supports neither this
+# function nor the dispatcher's query below.
 _available._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -69,9 +70,8 @@ def without_autocast(tree: Any) -> Any:
 
 
 def casts(rule: str, x: Any, kind: str, own: list[Any]) -> tuple[Any, list[Any]]:
-    """x (a tensor, or a tuple that begins with the one that counts) and parameters in the dtypes that autocast gives them: by
-    "lower" in its dtype, by "float32" in that; by the name of an operator of torch in float32 where autocast has a rule for it; by
-    "" as they are."""
+    """Cast x (a tensor, or a tuple whose first tensor is cast) and parameters as autocast would. `rule`: "lower" for autocast's
+    dtype, "float32", the name of an operator of torch for float32 if autocast has a rule for that operator, or "" for no cast."""
     if not rule or (rule not in (LOWER, FLOAT32) and not _known(rule, kind)):
         return x, own
     dtype = torch.get_autocast_dtype(kind) if rule == LOWER else torch.float32
@@ -80,7 +80,7 @@ def casts(rule: str, x: Any, kind: str, own: list[Any]) -> tuple[Any, list[Any]]
 
 
 def is_rule(rule: Any) -> bool:
-    """Whether `casts` knows it."""
+    """Whether `casts` accepts `rule`."""
     if rule in ("", LOWER, FLOAT32):
         return True
     if not isinstance(rule, str) or not rule.startswith("aten::"):
@@ -93,8 +93,8 @@ _knows: dict[tuple[str, str], bool] = {}
 
 
 def _known(operator: str, kind: str) -> bool:
-    """Whether autocast has a rule for an operator on a kind of device. Of norms, CPUs have none, and CUDA has one for rms_norm in
-    some versions of torch."""
+    """Whether autocast has a rule for an operator on a kind of device. CPUs have no rules for norms, and CUDA has a rule for
+    rms_norm only in some versions of torch."""
     key = operator, kind
     if key not in _knows:
         where = "Autocast" + torch._C._dispatch_key_for_device(kind)
@@ -106,7 +106,7 @@ _known._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor as autocast casts it. A float32 parameter is cast once in a region."""
+    """Cast a tensor as autocast does. A float32 parameter is cast once per region."""
     if t.dtype is dtype or t.dtype not in CAST:
         return t
     if _compiling() or type(t) is not nn.Parameter or not t.requires_grad or t.dtype is not torch.float32 or t.is_inference():
@@ -124,7 +124,7 @@ def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def cast_from(t: Any) -> Any:
-    """The parameter that a tensor is autocast's cast of; else the tensor."""
+    """The parameter of which `t` is a cast by `cast`, or `t` itself."""
     return getattr(t, "_cast_of", t)
 
 
@@ -132,13 +132,13 @@ class _Region(dict[Any, Any]):
     """The casts of an autocast region: (parameter, its version, the cast)."""
 
 
-_current: Any = None  # a weak reference to the region that is open
+_current: Any = None  # a weak reference to the open region
 _canary: Any = None
 
 
 def _region() -> _Region | None:
-    """The casts of this region. torch drops its own at the region's end and tells nobody; so the region hangs on the autograd node
-    of a cast that torch itself has cached, and dies with it."""
+    """The casts of the current region. torch drops its own cached casts at the region's end, without notice; so ours are stored on
+    the autograd node of a cast that torch has cached, and are freed with it."""
     global _current, _canary
     found: _Region | None = None if _current is None else _current()
     if found is not None:

@@ -1,4 +1,4 @@
-"""`BucketedMean`: gradients averaged over data-parallel processes, in buckets, while the backward goes on."""
+"""`BucketedMean`: gradients averaged over data-parallel processes, in buckets, during the backward."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from funcops.trees import tensors
 
 
 class BucketedMean:
-    """Means over the processes of `group`, in place.
+    """Averages tensors over the processes of `group`, in place.
 
         mean = BucketedMean()
         run(schedule, params, xs, cfg, done=lambda stage, dparams: mean.start(dparams))
         mean.wait()
 
-    `start` sends what fills a bucket of `bucket_bytes` at once and does not wait; `wait` sends the rest, and returns when every
-    tensor that was given holds its mean. All processes must start the same tensors in the same order.
+    `start` sends each bucket of `bucket_bytes` as soon as it is full and does not wait; `wait` sends the rest, and returns when
+    every tensor holds its mean. All processes must start the same tensors in the same order.
     """
 
     def __init__(self, group: Any = None, *, bucket_bytes: int = 25 * 2**20) -> None:
@@ -29,7 +29,7 @@ class BucketedMean:
         self._sent: list[tuple[list[Tensor], Tensor, Any]] = []
 
     def start(self, tree: Any) -> None:
-        """Take every tensor of the tree; nothing may write to it until `wait` returns."""
+        """Add every tensor of the tree. Do not write to these tensors until `wait` returns."""
         for t in tensors(tree):
             bucket = self._filling.setdefault(t.dtype, [])
             bucket.append(t)
@@ -37,7 +37,7 @@ class BucketedMean:
                 self._send(t.dtype)
 
     def wait(self) -> None:
-        """Until all that was started is done. Raises what torch.distributed raises, as after a timeout."""
+        """Wait until all tensors that were started hold their means. Raises the errors of torch.distributed, such as a timeout."""
         import torch.distributed as dist
 
         for dtype in list(self._filling):

@@ -1,7 +1,7 @@
-"""A tree as a list of its tensors and a shape with their indices, and back.
+"""Splitting of a tree into its tensors and a shape with their indices, and the reverse.
 
-In plain Python, where `trees` uses optree: the shape must live through a traced `autograd.Function`, and a spec made outside of a
-compiled function cannot be used in it.
+In plain Python, although `trees` uses optree: the shape must survive a traced `autograd.Function`, and an optree spec made outside
+of a compiled function cannot be used in it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from funcops.trees import FIELDS
 
 
 class TensorIndex(NamedTuple):
-    """Stands in a shape for tensor number `i` of the list."""
+    """Stands in a shape for tensor number `i`."""
 
     i: int
 
 
 class Shape(NamedTuple):
-    """A dataclass node: the shapes of its leaves by name, and what is no leaf."""
+    """A dataclass node: the shapes of its leaves by name, and its other fields."""
 
     cls: type
     leaves: dict[str, Any]
@@ -32,7 +32,7 @@ class Shape(NamedTuple):
 
 
 def flatten(node: Any, found: list[Tensor]) -> Any:
-    """The shape of a tree; its tensors are added to `found`."""
+    """The shape of a tree; its tensors are appended to `found`."""
     if isinstance(node, Tensor):
         found.append(node)
         return TensorIndex(len(found) - 1)
@@ -56,7 +56,7 @@ def flatten(node: Any, found: list[Tensor]) -> Any:
 
 
 def unflatten(shape: Any, tensors: Sequence[Any]) -> Any:
-    """The tree of a shape, with other tensors at their indices."""
+    """The tree of a shape, with `tensors` at their indices."""
     if type(shape) is TensorIndex:
         return tensors[shape.i]
     if type(shape) is Shape:
@@ -76,8 +76,7 @@ def unflatten(shape: Any, tensors: Sequence[Any]) -> Any:
 
 
 def gradients(shape: Any, tree: Any, found: list[Any]) -> list[Any]:
-    """What a tree of gradients holds for each tensor of the shape that it mirrors, in their order; None where it has
-    less."""
+    """The gradients for each tensor of the shape that a tree of gradients mirrors, in order; None if the tree lacks that leaf."""
     if type(shape) is TensorIndex:
         found.append(tree)
     elif type(shape) is Shape:

@@ -1,10 +1,10 @@
-"""Compiling kernels for a GPU that is not there, and reading what came out.
+"""Compile kernels for a GPU that this machine does not have, and read the compiled code.
 
     with stubbed(TARGETS["sm_90"].gpu), compiled_launches() as found, backend("triton"):
         rms_norm_fwd(torch.empty(4096, 4096, device="meta"), ...)
     builds = [inspect(launched, "sm_90") for launched in found]
 
-A kernel is built just as a launch on that device would build it: the same code path chooses its configuration, and Triton
+A kernel is built exactly as a launch on that device would build it: the same code path chooses its configuration, and Triton
 specialises on the same arguments. Tensors on the meta device need no memory, so every shape can be tried.
 """
 
@@ -38,7 +38,7 @@ MATRIX = re.compile(r"^(?:[A-Z]*MMA|v_mfma)")  # HMMA, HGMMA, QGMMA, UTCHMMA, ..
 
 
 class Target(NamedTuple):
-    """A device to compile for, the bytes of shared memory that a program may have there, and whether it has tensor descriptors."""
+    """A device to compile for, the bytes of shared memory that a program may use there, and whether it has tensor descriptors."""
 
     gpu: GPUTarget
     shared_limit: int
@@ -54,8 +54,8 @@ TARGETS = {
 
 
 class Build(NamedTuple):
-    """What one kernel, specialised for one launch, became on one target. `spills`: bytes of local memory a thread. `hash` and
-    `compiler`: what it was compiled from (`fingerprint`), and by."""
+    """One kernel, specialised for one launch and compiled for one target. `spills`: bytes of local memory per thread. `hash`: the
+    `fingerprint` of its source. `compiler`: the version of Triton that compiled it."""
 
     kernel: str
     config: str
@@ -94,8 +94,8 @@ class _Launch:
 
 
 class StubDriver:
-    """A driver that compiles for `target` and launches nothing. Each is a device of its own: Triton keeps what it compiled
-    by device."""
+    """A driver that compiles for `target` and launches nothing. Each instance is its own device: Triton caches compiled kernels per
+    device."""
 
     launcher_cls, utils, stands_in = _Launch, _Utils(), True
     _numbers = itertools.count(1000)
@@ -118,7 +118,7 @@ class StubDriver:
 
 @contextmanager
 def stubbed(target: GPUTarget = TARGETS["sm_90"].gpu) -> Iterator[None]:
-    """Triton on a `StubDriver` for the block."""
+    """Run Triton on a `StubDriver` in the block."""
     before = driver._active
     use_driver(StubDriver(target))
     try:
@@ -128,7 +128,7 @@ def stubbed(target: GPUTarget = TARGETS["sm_90"].gpu) -> Iterator[None]:
 
 
 def inspect(launched: Launched, target: str) -> Build:
-    """Read a compiled kernel with the disassembler that Triton brings."""
+    """Read a compiled kernel with the disassembler that Triton ships."""
     compiled = launched.compiled
     read = _read_amd if TARGETS[target].gpu.backend == "hip" else _read_nvidia
     found = read(compiled.asm)
@@ -184,7 +184,7 @@ def _read_nvidia(asm: Any) -> _Read:
             return subprocess.run([TOOLS / name, option, path], capture_output=True, text=True, check=True).stdout
 
         usage = tool("cuobjdump", "-res-usage")
-        # the disassembler takes a quarter of a second, and finds a matrix opcode only where the assembly asked for one
+        # the disassembler takes a quarter of a second, and finds a matrix opcode only if the PTX has one
         sass = tool("nvdisasm", "-c") if "mma" in asm["ptx"] else ""
     registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))  # type: ignore[index]
     opcodes = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)[.\w]*", sass, re.M)

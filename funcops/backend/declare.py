@@ -1,15 +1,15 @@
-"""`@kernel`: one declaration gives a kernel its schema, its torch implementation, its Triton one and its fake.
+"""`@kernel`: one declaration gives a kernel its schema, its torch implementation, its Triton implementation and its fake.
 
 The decorated body is the torch implementation: obvious before fast, the default on CPU and always the reference. Its
 annotations are the schema. `@name.triton` adds the Triton implementation, in the file of the same name under
-`funcops/kernels/triton`, which is imported when it is first asked for; `@name.fake` says what shapes come out (the
-torch body itself serves where no fake is given, since it can run on fake tensors). `@name.plain` is the formula, beside
-a body that is fast and not obvious: it is there to be read, and the tests hold the body to it.
+`funcops/kernels/triton`, which is imported on first use; `@name.fake` gives the shapes of the results (without a fake, the
+torch body runs on fake tensors). `@name.plain` is the formula beside a body that is fast but not obvious: it is there to be
+read, and the tests compare the body with it.
 
-An eager call goes straight to an implementation. A torch implementation is traced through (its aten operators are what
-a compiler wants to see); a Triton one is opaque to a tracer, so while tracing it is called as a `torch.library`
-operator, defined on first use. So is a torch one that says (`opaque=True`) that it reads values on the host: what it does
-depends on them, and only its results' shapes do not.
+An eager call goes straight to an implementation. A tracer traces through a torch implementation, because a compiler needs its
+aten operators. A Triton implementation is opaque to a tracer, so while tracing it is called as a `torch.library` operator,
+defined on first use. So is a torch implementation with `opaque=True`, which reads values on the host: its work depends on them,
+but its results' shapes do not.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ import torch
 from torch import Tensor
 
 from funcops.backend import select
+from funcops.backend.source import compile_source
 from funcops.errors import require
 
 Implementation = Callable[..., Any]
 operators = torch.library.Library("funcops", "FRAGMENT")
-_defining = threading.Lock()  # an operator is defined once, whichever thread is the first to ask
+_defining = threading.Lock()  # an operator is defined once, by whichever thread needs it first
 
 
 def tracing() -> bool:
-    """True under torch.compile, make_fx and FakeTensorMode; not under a mode that says (`runs = True`)
-    that it runs every operator as it is."""
+    """True under torch.compile, make_fx and FakeTensorMode, but not under a mode that runs every operator unchanged (`runs =
+    True`)."""
     if torch.compiler.is_compiling():
         return True
     modes = torch._C._len_torch_dispatch_stack()
@@ -43,7 +44,7 @@ def tracing() -> bool:
 
 
 def watched() -> bool:
-    """True under whatever sees operators: a tracer, or any mode."""
+    """True if something observes operators: a tracer, or any mode."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
@@ -62,7 +63,7 @@ class Kernel:
         self._torch_operator: Implementation | None = None
 
     def triton(self, launch: Implementation) -> Implementation:
-        """Decorator: `launch` is the Triton implementation. What it writes to in place counts the write."""
+        """Decorator: `launch` is the Triton implementation. Each tensor that it writes to in place gets a new version."""
         self.triton_impl = _counted(launch, self.torch_impl, self.mutates) if self.mutates else launch
         return launch
 
@@ -72,8 +73,8 @@ class Kernel:
         return outputs
 
     def plain(self, formula: Implementation) -> Implementation:
-        """Decorator: `formula` computes every result as in the math, asked for or not, and after them what the arguments that the
-        kernel writes to will hold. It writes to none."""
+        """Decorator: `formula` computes every result as in the math, whether requested or not, and then the new values of the
+        arguments that the kernel writes to. It writes to no argument."""
         self.formula = formula
         return formula
 
@@ -86,7 +87,7 @@ class Kernel:
         return self._operator
 
     def torch_operator(self) -> Implementation:
-        """The torch implementation likewise."""
+        """This kernel's torch implementation as a `torch.library` operator."""
         if self._torch_operator is None:
             with _defining:
                 self._torch_operator = self._torch_operator or self._define(f"{self.name}_by_torch", self.torch_impl)
@@ -105,7 +106,7 @@ class Kernel:
         return self.torch_impl
 
     def ready_by_torch(self) -> bool:
-        """As `ready`, of the torch implementation."""
+        """Define the torch implementation's operator, outside of the traced code, as `ready` does."""
         self.torch_operator()
         return True
 
@@ -118,7 +119,7 @@ class Kernel:
         if self.product and (select.gemm_provider() == "cublas" or (tracing() and select.gemm_provider() == "auto")):
             return self.torch_impl
         if watched():
-            # whatever watches operators sees this one, not a launch behind torch's back
+            # a tracer or mode sees this operator; a direct launch would bypass torch's dispatcher
             return self.operator() if self.ready() else self._without_triton()
         if self.triton_impl is None and not self.find_triton():
             return self._without_triton()
@@ -127,9 +128,9 @@ class Kernel:
         return self.triton_impl  # type: ignore[return-value]
 
     def ready(self) -> bool:
-        """Whether there is a Triton implementation; then its operator is there after this. Files are imported and operators defined
-        outside of what is traced: torch.compile calls this as it is, for a constant. (`torch.compiler.assume_constant_result` sets
-        this very mark, and would import the compiler for it.)"""
+        """Whether a Triton implementation exists; if so, define its operator. Files are imported and operators defined outside of
+        the traced code: torch.compile runs this function eagerly and takes the result as a constant.
+        (`torch.compiler.assume_constant_result` sets the same mark, but imports the compiler.)"""
         found = self.find_triton()
         if found:
             self.operator()
@@ -143,7 +144,7 @@ class Kernel:
         return self._by_torch()
 
     def find_triton(self) -> bool:
-        """Import the file that holds the Triton implementation, once, and say whether there is one."""
+        """Import the file of the Triton implementation, once, and return whether one exists."""
         if self.unsought:
             self.unsought = False
             family = "funcops.kernels.triton." + self.module.rpartition(".")[2]
@@ -153,7 +154,7 @@ class Kernel:
 
 
 def _contiguous(fake: Implementation, *args: Any) -> Any:
-    """The results of Triton implementations are contiguous, whatever the strides of the arguments."""
+    """Make fake results contiguous: a Triton implementation's results are, whatever the strides of its arguments."""
     found = fake(*args)
     if isinstance(found, tuple):
         return tuple([t if t is None else t.contiguous() for t in found])
@@ -161,7 +162,7 @@ def _contiguous(fake: Implementation, *args: Any) -> Any:
 
 
 def _counted(launch: Implementation, body: Implementation, mutates: tuple[str, ...]) -> Implementation:
-    """A launch writes behind torch's back: autograd and residuals would see no version change."""
+    """Count the writes of a launch, which torch does not see: autograd and residuals rely on versions."""
     names = list(inspect.signature(body).parameters)
     places = [names.index(name) for name in mutates]
 
@@ -177,7 +178,7 @@ def _counted(launch: Implementation, body: Implementation, mutates: tuple[str, .
 
 
 def _on_device(device: torch.device, implementation: Implementation, *args: Any) -> Any:
-    """A Triton launch goes to the current device, an aten operator to its tensors'."""
+    """Run a Triton launch, which goes to the current device, on its tensors' device, as an aten operator would."""
     with torch.cuda.device(device):
         return implementation(*args)
 
@@ -185,12 +186,12 @@ def _on_device(device: torch.device, implementation: Implementation, *args: Any)
 def kernel(
     *, mutates: tuple[str, ...] = (), library: bool = False, product: bool = False, opaque: bool = False
 ) -> Callable[[Implementation], Any]:
-    """Declare a kernel. `mutates` names the arguments that it writes to; `library` says that torch's own kernels are the
-    implementation on every device; `product`, that it is a bare matrix product, which `gemm` may leave to cuBLAS; `opaque`, that
-    the body reads values on the host: a tracer sees one operator, whose results are those of `.fake`, which must be given. The
-    result is called positionally, and has the decorators `.triton`, `.fake` and `.plain`.
+    """Declare a kernel. `mutates` names the arguments that it writes to. `library`: torch's own kernels are the implementation on
+    every device. `product`: it is a bare matrix product, which `gemm` may leave to cuBLAS. `opaque`: the body reads values on the
+    host, so a tracer sees one operator with the results of `.fake`, which must be given. The result is called positionally, and
+    has the decorators `.triton`, `.fake` and `.plain`.
 
-    float64 always runs on the torch implementation: it is there to check the others by.
+    float64 always runs on the torch implementation, as the reference for the other dtypes.
     """
 
     def decorate(body: Implementation) -> Any:
@@ -204,7 +205,7 @@ def kernel(
 
 
 def _schema(body: Implementation, mutates: tuple[str, ...]) -> str:
-    """The body's operator schema. `torch.library.infer_schema` knows every argument here, but no optional result."""
+    """The body's operator schema. `torch.library.infer_schema` handles every argument here, but not an optional result."""
     hints = typing.get_type_hints(body)
     signature = inspect.signature(body)
     parameters = [p.replace(annotation=hints[name]) for name, p in signature.parameters.items()]
@@ -228,15 +229,15 @@ def call({parameters}):
 
 
 def _write_call(body: Implementation, declared: Kernel) -> Any:
-    """The dispatch, written out with the body's own argument names: it runs in every call of a kernel."""
+    """Generate the dispatch with the body's own argument names: it runs in every call of a kernel."""
     parameters = inspect.signature(body).parameters
     names = list(parameters)
     defaults = [name if p.default is p.empty else f"{name}={p.default!r}" for name, p in parameters.items()]
     first = names[0] + ("[0]" if str(body.__annotations__[names[0]]).startswith("list") else "")
     scope: dict[str, Any] = {"body": body, "select": select, "choose": declared.choose, "watched": watched}
     seen = " and not watched()" if declared.opaque else ""
-    exec(_CALL.format(parameters=", ".join(defaults), names=", ".join(names), first=first, seen=seen), scope)
-    return scope["call"]
+    text = _CALL.format(parameters=", ".join(defaults), names=", ".join(names), first=first, seen=seen)
+    return compile_source(f"call of {body.__name__}", text, scope)["call"]
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -1,6 +1,6 @@
-"""A hash of all that a compiled kernel depends on, but for the compiler: its source and the helpers' that it calls, and its launch.
+"""A hash of all that a compiled kernel depends on but the compiler: its source, the source of its helpers, and its launch.
 
-Comments, docstrings, layout and the place in a file do not count: the source is read as a syntax tree.
+Comments, docstrings, layout and the position in a file do not count: the source is read as a syntax tree.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from funcops.backend.launch import Launched
 
 
 def fingerprint(launched: Launched, target: str) -> str:
-    """Twelve hexadecimal digits."""
+    """The hash of a launched kernel for a target: twelve hexadecimal digits."""
     said = "\n".join([*source_of(launched.kernel), repr(launched.key), target])
     return hashlib.sha256(said.encode()).hexdigest()[:12]
 
 
 @functools.cache
 def source_of(kernel: Any) -> tuple[str, ...]:
-    """The source of a kernel, then of every helper that it reaches, and the globals that they read, each once, by name."""
+    """The source of a kernel and of every helper that it reaches, and the globals that they read, each once, with its name."""
     found: dict[str, str] = {}
     _collect(kernel.fn, found)
     return tuple(f"{name}: {text}" for name, text in found.items())
@@ -50,8 +50,8 @@ def _collect(function: FunctionType, found: dict[str, str]) -> None:
 
 
 def _value_of(node: ast.expr, names: Mapping[str, Any]) -> list[Any]:
-    """What a name, or a dotted name, stands for outside the function: one value, or none. The compiler's own names stand for
-    nothing: its version tells them."""
+    """The value of a name, or a dotted name, outside the function, as a list of at most one. Triton's own names have no value here:
+    the compiler's version covers them."""
     if isinstance(node, ast.Name):
         values = [names[node.id]] if node.id in names else []
     elif isinstance(node, ast.Attribute):

@@ -1,10 +1,11 @@
-"""Two mends of Triton's interpreter, which kernels that it runs need.
+"""Two patches of Triton's interpreter that our kernels need.
 
-The interpreter gives the result of a comparison the dtype of what was compared. As a block of one scalar's comparison
-(`(columns < n) & (row >= 0)`) it then holds int32 or int64 in place of bool, which loads and stores refuse as a mask:
-"mask has unsupported dtype" (seen with Triton 3.9). Here a block made of a bool is a block of bools.
+The interpreter gives the result of a comparison the dtype of its operands. A block that is broadcast from a scalar's comparison
+(`(columns < n) & (row >= 0)`) then holds int32 or int64 instead of bool, which loads and stores reject as a mask: "mask has
+unsupported dtype" (seen with Triton 3.9). Patched, a block made from a bool holds bools.
 
-Triton 3.6 takes a scalar's value from an array of one element in a way that NumPy 2.4 refuses; here as later Tritons do.
+Triton 3.6 reads a scalar's value from an array of one element in a way that NumPy 2.4 rejects; patched, it reads it as later
+versions do.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 @functools.cache
 def mend() -> None:
-    """Once for a process, before the first kernel that is interpreted."""
+    """Patch the interpreter, once per process, before it runs the first kernel."""
     import numpy as np
     from triton import language as tl
     from triton.runtime import interpreter
@@ -25,7 +26,7 @@ def mend() -> None:
 
     def create_splat(self: Any, *args: Any) -> Any:
         handle = before(self, *args)
-        # called with the shape, or the type of the block, and what to fill it with, in an order that versions change
+        # the arguments are the shape or type of the block and the value to fill it with; their order differs between versions
         scalar = next(arg for arg in args if isinstance(arg, interpreter.TensorHandle))
         if scalar.data.dtype == np.bool_ and handle.data.dtype != np.bool_:
             return interpreter.TensorHandle(handle.data.astype(np.bool_), tl.int1)
@@ -35,7 +36,7 @@ def mend() -> None:
     patch = interpreter._patch_lang_tensor
 
     def patch_lang_tensor(tensor: Any, *args: Any) -> None:
-        patch(tensor, *args)  # which notes what was there, to be restored
+        patch(tensor, *args)  # which records the old methods, to restore them
         tensor.__index__ = lambda self: int(self.handle.data.squeeze())
 
     interpreter._patch_lang_tensor = patch_lang_tensor

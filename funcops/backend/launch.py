@@ -1,8 +1,7 @@
-"""Launching Triton kernels through a cache of our own.
+"""Launch Triton kernels through our own cache.
 
-`kernel[grid](...)` binds and specialises its arguments anew at every call, which costs more than many a kernel runs. A
-`Launcher` works out, from the kernel's parameters and once, the source of a function whose cache key is all that Triton
-specialises on:
+`kernel[grid](...)` binds and specialises its arguments at every call, which takes longer than many kernels run. `launcher`
+generates, once from the kernel's parameters, a function whose cache key is all that Triton specialises on:
 
     *_ptr      a tensor or None: dtype, whether the address is a multiple of 16, and on AMD whether its memory exceeds 31 bits
     *_desc     a TensorDescriptor or None: dtype and block shape
@@ -11,10 +10,11 @@ specialises on:
     others     integers: whether 1, whether a multiple of 16, whether more than 32 bits
 
 together with num_warps, num_stages and the device. A miss compiles and launches through Triton; a hit goes straight to
-the compiled kernel. Where launch hooks are set (a profiler's), and in the interpreter, every call goes through Triton.
+the compiled kernel. If launch hooks are set (a profiler's), and in the interpreter, every call goes through Triton.
 
-`compiled_launches` collects what is compiled in its block: with a stubbed driver that is how every kernel is built, just as it
-is launched, for a device that is not there (`funcops.backend.aot`). `planned_launches` collects the same and compiles nothing.
+`compiled_launches` collects the kernels compiled in its block: with a stubbed driver, it builds every kernel exactly as it is
+launched, for a device that this machine does not have (`funcops.backend.aot`). `planned_launches` collects the same launches and
+compiles nothing.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from funcops.backend.interpreted import mend
+from funcops.backend.source import compile_source
 
 _SOURCE = """
 def launch(gx, gy, gz, {parameters}, num_warps=4, num_stages=3):
@@ -47,8 +48,8 @@ def launch(gx, gy, gz, {parameters}, num_warps=4, num_stages=3):
 
 
 class Launched(NamedTuple):
-    """A kernel as it was compiled for one launch, or only planned: then `compiled` is None. `key`: all it is specialised on,
-    warps and stages included, but for the device."""
+    """A kernel compiled for one launch, or only planned: then `compiled` is None. `key`: all that it is specialised on except the
+    device, warps and stages included."""
 
     kernel: Any
     grid: tuple[int, int, int]
@@ -57,7 +58,7 @@ class Launched(NamedTuple):
     compiled: Any
 
     def compile(self) -> Launched:
-        """The same on the driver that is active now. Triton launches what it compiles: the driver must be stubbed."""
+        """Compile this launch on the active driver, which must be stubbed, because Triton launches what it compiles."""
         *_, num_warps, num_stages = self.key
         return self._replace(compiled=self.kernel[self.grid](*self.arguments.values(), num_warps=num_warps, num_stages=num_stages))
 
@@ -69,12 +70,12 @@ _planning = False
 
 
 def compiled_launches() -> AbstractContextManager[list[Launched]]:
-    """The launches of the block, one for each specialisation, with all caches empty at its start and its end."""
+    """Collect the launches of the block, one per specialisation. All caches are empty at its start and its end."""
     return _collecting(planning=False)
 
 
 def planned_launches() -> AbstractContextManager[list[Launched]]:
-    """The same, but nothing is compiled and nothing runs: what the block writes to is left as it was."""
+    """Collect launches as `compiled_launches` does, but compile and run nothing: no tensor is written to."""
     return _collecting(planning=True)
 
 
@@ -94,7 +95,7 @@ def _collecting(*, planning: bool) -> Iterator[list[Launched]]:
 
 
 def launched_kernels() -> list[Any]:
-    """The kernels that have a launcher, of the families imported so far."""
+    """The kernels with a launcher in the families imported so far."""
     return [kernel for kernel, _ in _launchers]
 
 
@@ -120,22 +121,22 @@ def launcher(kernel: Any) -> Callable[..., None]:
     scope: dict[str, Any] = {"cache": cache, "miss": miss, "hooks": knobs.runtime}
     _scopes.append(scope)
     _bind(scope)
-    exec(_SOURCE.format(parameters=", ".join(names), key=key), scope)
-    launch: Any = scope["launch"]
+    text = _SOURCE.format(parameters=", ".join(names), key=key)
+    launch: Any = compile_source(f"launch of {kernel.fn.__name__}", text, scope)["launch"]
     launch.cache = cache
     return launch
 
 
 def use_driver(active: Any) -> None:
-    """Make it Triton's driver, and that of every launcher; None: the machine's own, when it is asked for."""
+    """Make `active` the driver of Triton and of every launcher; None: the machine's own driver, found at the first launch."""
     driver._active = active
     for scope in _scopes:
         _bind(scope)
 
 
 def _bind(scope: dict[str, Any]) -> None:
-    """The methods of the driver that is active, as finding it takes a while at every launch; where none is yet,
-    the first launch does."""
+    """Bind the active driver's methods, which are slow to look up at every launch. Without an active driver, the first launch
+    finds it."""
     active = driver._active
     scope["current_device"] = _first_device if active is None else active.get_current_device
     scope["current_stream"] = _first_stream if active is None else active.get_current_stream
@@ -145,8 +146,8 @@ def _first_device() -> Any:
     try:
         use_driver(driver.active)
     except RuntimeError as error:
-        wanted = "'torch' where there is no GPU (or run by Triton's interpreter: set TRITON_INTERPRET=1 before Triton is imported)"
-        raise RuntimeError(f"backend: name must be {wanted}, got 'triton'") from error
+        remedy = "To run kernels in Triton's interpreter, set TRITON_INTERPRET=1 before Triton is imported"
+        raise RuntimeError(f"backend: name must be 'torch' without a GPU, got 'triton'. {remedy}") from error
     return driver.active.get_current_device()
 
 
@@ -156,11 +157,11 @@ def _first_stream(device: Any) -> Any:
 
 
 def _nothing(*_: Any) -> None:
-    """What a planned launch runs."""
+    """Run in place of a kernel by a planned launch."""
 
 
 def key_of(parameter: Any, hip: bool) -> str:
-    """The source of what Triton specialises on."""
+    """The part of the key for one parameter, as source: all that Triton specialises on."""
     name = parameter.name
     if parameter.is_constexpr:
         return name
@@ -179,6 +180,6 @@ def _interpreted(kernel: Any) -> Callable[..., None]:
     mend()
 
     def launch(gx: int, gy: int, gz: int, *arguments: Any, num_warps: int = 4, num_stages: int = 3) -> None:
-        kernel[(gx, gy, gz)](*arguments, num_warps=num_warps, num_stages=num_stages)  # which who intercepts launches sees
+        kernel[(gx, gy, gz)](*arguments, num_warps=num_warps, num_stages=num_stages)  # so that patched launches are seen
 
     return launch

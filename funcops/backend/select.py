@@ -1,8 +1,8 @@
-"""Which implementation runs: by the tensor's device, or by `backend("torch" | "triton")`, or by FUNCOPS_BACKEND; and which
-matrix products: by the table, or by `gemm("auto" | "cublas" | "triton")`, or by FUNCOPS_GEMM. FUNCOPS_CHECK is read here, too.
+"""Select the implementation by the tensor's device, by `backend("torch" | "triton")` or by FUNCOPS_BACKEND, and the matrix products
+by the table, by `gemm("auto" | "cublas" | "triton")` or by FUNCOPS_GEMM. FUNCOPS_CHECK is read here, too.
 
-A choice holds in the context (`contextvars`) of its block: in no other thread or task. What autograd runs on a thread of its own
-follows the choice that its forward ran under (`choice`, `chosen`).
+A choice holds in the context (`contextvars`) of its block, not in other threads or tasks. A backward that autograd runs on its own
+thread follows the choice of its forward (`choice`, `chosen`).
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ _choice: ContextVar[Choice] = ContextVar("funcops.backend")
 
 
 class _Reader:
-    """`choice`: that of this context; the reader itself where there is none. torch.compile can follow no `ContextVar.get`, but it
-    takes a property that is written in C for a field, and guards on what it finds."""
+    """`choice` is the context's choice, or the reader itself if the context has none. torch.compile cannot trace `ContextVar.get`,
+    but treats a property implemented in C as a field, and guards on its value."""
 
     choice = property(_choice.get)
 
 
 _reader: Any = _Reader()
 _blocks, _lock = 0, threading.Lock()
-_chosen_in_a_block = False  # anywhere: where it is not, nothing else need be looked at
-chosen_anywhere = DEFAULT[0] is not None  # by a block or the environment: all that a launch on the CPU reads
+_chosen_in_a_block = False  # in any thread: if False, the default holds
+chosen_anywhere = DEFAULT[0] is not None  # by a block or the environment: the only flag that a launch on the CPU reads
 
 
 def choice() -> Choice:
-    """What holds in this context."""
+    """The choice that holds in this context."""
     if not _chosen_in_a_block:
         return DEFAULT
     found = _reader.choice
@@ -60,7 +60,7 @@ def choice() -> Choice:
 
 @contextmanager
 def chosen(found: Choice) -> Iterator[None]:
-    """Run the block under what `choice` said elsewhere."""
+    """Run the block under a choice read by `choice` in another context."""
     _count(1)
     token = _choice.set(found)
     try:
@@ -79,10 +79,10 @@ def _count(by: int) -> None:
 
 
 def backend(name: str) -> AbstractContextManager[None]:
-    """Run every kernel in the block on one implementation. It changes speed and rounding, never meaning.
+    """Run every kernel in the block on one implementation. Only speed and rounding change.
 
-    Raises `ValueError` for another name, at once. "triton" leaves tensors on the CPU to torch where there is a GPU; where there is
-    none, it needs Triton's interpreter, which the environment chooses before Triton is imported: TRITON_INTERPRET=1.
+    Raises `ValueError` for another name, before the block is entered. On a machine with a GPU, "triton" leaves tensors on the CPU
+    to torch; without a GPU, it needs Triton's interpreter: set TRITON_INTERPRET=1 before Triton is imported.
 
     >>> import torch
     >>> from funcops import ScaleConfig, backend, scale
@@ -108,9 +108,9 @@ def _backend(name: str) -> Iterator[None]:
 
 @contextmanager
 def gemm(name: str) -> Iterator[None]:
-    """Run bare matrix products in the block by cuBLAS, by our Triton kernels, or ("auto", the default) by the table of
-    `funcops/kernels/triton/gemm_table.py`. Inside `backend("triton")` the default is "triton". With "specialised" all
-    products that can go to our kernel with specialised warps: a candidate, to be measured."""
+    """Run bare matrix products in the block by cuBLAS, by our Triton kernels, or ("auto", the default) by the table in
+    `funcops/kernels/triton/gemm_table.py`. Inside `backend("triton")` the default is "triton". "specialised" runs every product
+    that fits by our experimental kernel with specialised warps, to measure it."""
     with chosen((choice()[0], _checked(name, "gemm", PROVIDERS))):
         yield
 
@@ -132,7 +132,7 @@ def wants_triton(first: Tensor) -> bool:
 
 
 def _left_on_the_cpu() -> bool:
-    """Whether Triton's kernels run on a device here, and not on the CPU: then a key or a table there is torch's work."""
+    """Whether Triton's kernels run on a GPU, so that torch handles tensors on the CPU, such as a key or a table."""
     return torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET", "0") == "0"
 
 
@@ -140,5 +140,5 @@ _left_on_the_cpu._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def launched() -> int:
-    """How many processes a launcher such as torchrun says that it started; 1 where none did."""
+    """The number of processes that a launcher such as torchrun started, or 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE") or 1)

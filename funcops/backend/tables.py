@@ -1,7 +1,7 @@
-"""Small tables that kernels read on a device: made on the host, copied there without waiting, and kept by what they are made of.
+"""Small tables that kernels read on a device: made on the host, copied to the device asynchronously, and cached by key.
 
-Under capture a copy to the device is a node of the graph: it happens at each replay, from the host's memory, and not before. So a
-table that is made there belongs to that graph: nobody else may read it, and it lives as long as the graph does.
+Under capture, a copy to the device is a node of the graph: it runs at each replay, from the host's memory, and not before. So a
+table made under capture belongs to its graph: no other code may read it, and it lives as long as the graph.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 
 from funcops.backend.declare import tracing
 
-_held: list[list[Any]] = []  # by the captures under way
-_for_good: list[Any] = []  # by captures that are not ours, where torch does not tell which
+_held: list[list[Any]] = []  # the values held by each capture in progress
+_for_good: list[Any] = []  # held by captures that are not ours, if torch does not say which graph is being captured
 
 
 class Table(NamedTuple):
-    """`on_device`: the tensors. `note`: what the maker has to say of them. `host`: what a captured copy reads."""
+    """`on_device`: the tensors. `note`: any data of their maker. `host`: the memory that a captured copy reads."""
 
     on_device: tuple[Tensor, ...]
     note: Any
@@ -30,15 +30,15 @@ class Table(NamedTuple):
 
 
 class Tables:
-    """The tables of one kind, of which the `kept` used last are kept. Each stream has its own,
-    as it waits for no other's copies."""
+    """A cache of the `kept` most recently used tables of one kind. Each stream has its own tables, because it does not wait for
+    another stream's copies."""
 
     def __init__(self, kept: int) -> None:
         self.kept = kept
         self.cache: OrderedDict[Hashable, Table] = OrderedDict()
 
     def get(self, device: torch.device, key: Hashable, make: Callable[[], tuple[tuple[Tensor, ...], Any]]) -> Table:
-        """The table of `key` on `device`; `make()` gives its tensors, on the host, and a note."""
+        """The table of `key` on `device`; `make()` returns its tensors, on the host, and a note."""
         on_cuda = device.type == "cuda"
         if tracing():
             return _copied(device, *make(), pinned=False)
@@ -66,7 +66,7 @@ def _copied(device: torch.device, host: tuple[Tensor, ...], note: Any, *, pinned
 
 @contextmanager
 def holding() -> Iterator[list[Any]]:
-    """What is made for the capture in this block, for its owner to keep as long as the graph."""
+    """Collect the values that the capture in this block needs; the graph's owner keeps the list as long as the graph."""
     _held.append([])
     try:
         yield _held[-1]
@@ -75,7 +75,7 @@ def holding() -> Iterator[list[Any]]:
 
 
 def hold(value: Any) -> None:
-    """Keep it as long as the graph that is being captured."""
+    """Keep `value` as long as the graph that is being captured."""
     if _held:
         _held[-1].append(value)
         return
@@ -88,4 +88,4 @@ def hold(value: Any) -> None:
 
 
 def _let_go(value: Any) -> None:
-    """Until it is called, the value is held."""
+    """Release `value`: the finalizer that calls this holds it until then."""

@@ -51,7 +51,7 @@ class Step:
             expected = f"() or a name for each of its outputs {outputs}" if outputs else "() (the config names no outputs)"
             require(len(self.gives) == len(outputs), f"Step {self.name!r}", "gives", expected, self.gives)
         require(len(set(self.gives)) == len(self.gives), f"Step {self.name!r}", "gives", "different names", self.gives)
-        keys = self.cfg.keys if extras else self.takes[-1:] if self.op.keyed else ()
+        keys = self.cfg.keys if extras else self.takes[-1:] if self.op.keyed_by(self.cfg) else ()
         note(self, passes=bool(extras), names=extras or self.takes, keys=keys, outputs=outputs, given=self.gives or outputs)
         note(self, fold=random.path_id(self.name), has_params=has_params(self.op, self.cfg))
 

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from funcops.backend import select, tracing
-from funcops.contract import marks
-from funcops.contract.marks import Versions
+from funcops.contract import marks, versions
 from funcops.contract.schema import Donated, Saved
+from funcops.contract.versions import Versions
 from funcops.errors import DonatedError, describe, fail, require_flag, short
 from funcops.trees import at, has, leaves, paths, same_structure, stands_for_one, structure, tensors, tree_map
 
@@ -251,7 +251,7 @@ def _sampled(cls: Any) -> None:
 
 
 def _switch_marks(on: bool) -> None:
-    marks.sampling = active if on else bool
+    versions.sampling = active if on else bool
     if on:
         marks.on_new.append(_sampled)
         for cls in list(marks.NODES):

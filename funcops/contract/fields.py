@@ -86,7 +86,9 @@ def saved(
 
     A field with an alias, and every tensor of a `tree`, is guarded: a backward after a write to it raises `StaleResidualError`."""
     if recompute_from is not None:
-        warnings.warn("saved: recompute_from is ignored, and removed in 0.4: leave it out", DeprecationWarning, stacklevel=2)
+        warnings.warn(
+            "saved: recompute_from is ignored, and removed in version 0.4: leave it out", DeprecationWarning, stacklevel=2
+        )
     sides = (("x",) if DGRAD in needed_by else ()) + (("params",) if WGRAD in needed_by else ())
     field = Field(shape, alias, needed_by, of or sides, tree, RECOMPUTE in needed_by, DGRAD in needed_by, blocks)
     return dataclasses.field(default=None, metadata={"saved": field})

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from typing_extensions import dataclass_transform
 
+from funcops.backend.source import compile_source
 from funcops.contract.fields import DGRAD as DGRAD
 from funcops.contract.fields import NO_GRADIENT as NO_GRADIENT
 from funcops.contract.fields import RECOMPUTE as RECOMPUTE
@@ -382,7 +383,7 @@ def _write_methods(cls: Any) -> dict[str, Any]:
     )
     scope: dict[str, Any] = dict(is_compiling=torch.compiler.is_dynamo_compiling, ALL=Needs.ALL, new=object.__new__, cls=cls)
     scope.update(unwanted=_unwanted, dropped={}, versions=versions, marks_of=marks_of, IDLE=IDLE, still=still)
-    exec(source, scope)
+    compile_source(f"methods of {cls.__name__}", source, scope)
     return {"keep": staticmethod(scope["keep"]), "twin": scope["twin"], "fresh": scope["fresh"]}
 
 

@@ -25,12 +25,12 @@ from funcops.contract.op import Op
 from funcops.distributed.mesh import Axis, Mesh
 from funcops.distributed.ops._linear import require_overlap
 from funcops.distributed.ops.column_linear import column_linear
-from funcops.distributed.ops.column_qlinear import column_op_of
+from funcops.distributed.ops.column_qlinear import column_qlinear
 from funcops.distributed.ops.context_attention import context_attention
 from funcops.distributed.ops.parallel_experts import parallel_experts
 from funcops.distributed.ops.parallel_low_rank import parallel_low_rank
 from funcops.distributed.ops.row_linear import row_linear
-from funcops.distributed.ops.row_qlinear import row_op_of
+from funcops.distributed.ops.row_qlinear import row_qlinear
 from funcops.distributed.ops.sharded_dropout import ShardedDropoutConfig, Shared, sharded_dropout
 from funcops.distributed.ops.vocab_cross_entropy import vocab_cross_entropy
 from funcops.distributed.ops.vocab_embedding import vocab_embedding
@@ -45,7 +45,7 @@ from funcops.ops.experts import ExpertsConfig, experts
 from funcops.ops.linear import LinearConfig, linear
 from funcops.ops.linear_cross_entropy import LinearCrossEntropyConfig, linear_cross_entropy
 from funcops.ops.low_rank import LowRankConfig, low_rank
-from funcops.ops.qlinear import QLinearConfig, op_of
+from funcops.ops.qlinear import QLinearConfig, qlinear
 
 Rule = str | Callable[[Op, Any], tuple[Op, Any]]
 
@@ -231,7 +231,7 @@ class _Walk:
         """Give a step its role: the new config has the fields of its config, and the fields that the role adds."""
         part = ROLES[role].get(type(cfg))
         if part is None:
-            kinds = " or ".join(one.source.name for one in ROLES[role].values() if isinstance(one.source, Op))
+            kinds = " or ".join(one.source.name for one in ROLES[role].values())
             fail("parallel", f"rules for {path}", f"of another role ({role!r} is for {kinds})", type(cfg).__name__)
         axis = self.axis if part.axis == "" else self.mesh[part.axis] if part.axis in self.mesh.sizes else None
         if axis is None or axis.size == 1:
@@ -240,7 +240,7 @@ class _Walk:
             wanted = "after a column layer, where features are sharded" if part.before else "where x has all features"
             fail("parallel", f"{path}, a {role} layer,", wanted, f"x {self.said(main)}")
         more = {"axis": axis, "side": role, "parts": self.parts.get(path, ()), **self.how}
-        source, becomes = (one if isinstance(one, Op) else one(cfg.recipe) for one in (part.source, part.becomes))
+        source, becomes = part.source, part.becomes
         taken = {f.name for f in dataclasses.fields(becomes.config)}
         for field in dataclasses.fields(cfg):
             value = getattr(cfg, field.name)
@@ -259,11 +259,10 @@ class _Walk:
 
 class _Role(NamedTuple):
     """How a role replaces an op. `before`, `after`: the sharded dim of features, from the end, that its x must have and its y has
-    (None: any, and it stays). `axis`: the axis over which the op communicates; "" for the `axis` of the call. `source`, `becomes`:
-    the ops, or functions of the recipe that chooses them."""
+    (None: any, and it stays). `axis`: the axis over which the op communicates; "" for the `axis` of the call."""
 
-    source: Op | Callable[[Any], Op]
-    becomes: Op | Callable[[Any], Op]
+    source: Op
+    becomes: Op
     before: int | None
     after: int = 0
     axis: str = ""
@@ -272,12 +271,12 @@ class _Role(NamedTuple):
 ROLES: dict[str, dict[type, _Role]] = {
     "column": {
         LinearConfig: _Role(linear, column_linear, 0, 1),
-        QLinearConfig: _Role(op_of, column_op_of, 0, 1),
+        QLinearConfig: _Role(qlinear, column_qlinear, 0, 1),
         LowRankConfig: _Role(low_rank, parallel_low_rank, 0, 1),
     },
     "row": {
         LinearConfig: _Role(linear, row_linear, 1),
-        QLinearConfig: _Role(op_of, row_op_of, 1),
+        QLinearConfig: _Role(qlinear, row_qlinear, 1),
         LowRankConfig: _Role(low_rank, parallel_low_rank, 1),
     },
     "vocab": {

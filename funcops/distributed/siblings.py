@@ -23,7 +23,6 @@ from funcops.distributed.ops.column_qlinear import (
     column_of,
     column_operands,
     column_qlinear,
-    column_qlinear_of_input,
     part_of_dx,
     rounded_dy,
     send_x,
@@ -40,9 +39,7 @@ Answer = Union[tuple[int, ...], str, None]
 
 def _match(window: Window) -> Answer:
     calls = window.calls
-    op = next(
-        (op for op in (column_linear, column_qlinear, column_qlinear_of_input) if all(alone(call, op) for call in calls)), None
-    )
+    op = next((op for op in (column_linear, column_qlinear) if all(alone(call, op) for call in calls)), None)
     if op is None or calls[0].cfg.axis.size == 1:
         return None
     if len({(call.cfg.axis, call.cfg.sequence_parallel) for call in calls}) > 1:
@@ -75,12 +72,10 @@ def _run(calls: Any, params: Any, x: Any, values: dict[int, Any]) -> Any:
     if any(type(p) is not LinearParams for p in params) or not alike(x) or x.dim() < 1:
         return NotImplemented
     low = calls[0].op is not column_linear
+    checked = check_low_column if low else check_column
     try:
         for call, p in zip(calls, params, strict=True):
-            if low:
-                check_low_column(call.op.name, p, x, call.cfg)
-            else:
-                check_column(p, x, call.cfg)
+            checked(p, x, call.cfg)
             if not alike(x, *[t for t in (p.weight, p.bias) if isinstance(t, Tensor)]):
                 return NotImplemented
     except (ValueError, TypeError, RuntimeError):  # the call raises it itself

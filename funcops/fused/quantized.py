@@ -36,7 +36,10 @@ def _match_siblings(window: Window) -> tuple[int, ...] | str | None:
     asked = [recipe for recipe in low if recipe is not None]
     if len(asked) < 2:
         return None
-    shared = [recipe for recipe in asked if not recipe.delayed]
+    coded = [recipe for recipe in asked if recipe.keep != "input"]
+    if not coded:
+        return "each saves x itself"
+    shared = [recipe for recipe in coded if not recipe.delayed]
     recipe = max(shared, key=shared.count, default=None)  # of equal counts the first
     if recipe is None or shared.count(recipe) < 2:
         return "recipes differ" if shared else "each has a scale of its own"
@@ -76,6 +79,8 @@ def _match(window: Window) -> int | str | None:
     if why:
         return why
     recipe = reader.cfg.recipe
+    if recipe.keep == "input":
+        return "the linear saves x itself"
     if recipe.keep != "row" or recipe.x.tile[0] != 1 or recipe.x.tile[1] == 0 or recipe.x.scales == "e4m3":
         return "the linear quantises columns, or whole tensors"
     return 2

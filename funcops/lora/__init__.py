@@ -11,11 +11,18 @@ An adapted linear at path p has its own params at p.both.base and a, b at p.both
 `load_adapter`. Source: LoRA, arXiv 2106.09685.
 """
 
+from typing import TYPE_CHECKING
+
+from funcops.contract.renamed import old_names as _old_names
 from funcops.lora.files import load_adapter, save_adapter
 from funcops.lora.params import adapter, lora_init, lora_needs, merge, unmerge, with_adapter
 from funcops.lora.rewrite import with_lora
-from funcops.ops.low_rank import LowRankConfig, LowRankParams, low_rank, low_rank_dropout
+from funcops.ops.low_rank import LowRankConfig, LowRankParams, low_rank
 
 __all__ = ["LowRankConfig", "LowRankParams"]
 __all__ += ["adapter", "load_adapter", "lora_init", "lora_needs", "low_rank"]
-__all__ += ["low_rank_dropout", "merge", "save_adapter", "unmerge", "with_adapter", "with_lora"]
+__all__ += ["merge", "save_adapter", "unmerge", "with_adapter", "with_lora"]
+
+
+if not TYPE_CHECKING:  # a checker would take every name for one of the module's
+    __getattr__ = _old_names(__name__, low_rank_dropout="low_rank")

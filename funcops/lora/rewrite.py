@@ -16,8 +16,7 @@ from funcops.errors import describe, fail, in_step, join_path, require, require_
 from funcops.ops.add import AddConfig, add
 from funcops.ops.linear import LinearConfig, linear
 from funcops.ops.low_rank import ADAPTERS, LowRankConfig
-from funcops.ops.qlinear import QLinearConfig
-from funcops.ops.qlinear import op_of as qlinear_of
+from funcops.ops.qlinear import QLinearConfig, qlinear
 
 BOTH, BASE, LORA, SUM = "both", "base", "lora", "sum"  # the names of an adapted linear's parts
 INSIDE = f"{BOTH}.{BASE}"
@@ -149,7 +148,7 @@ def _op_of(cfg: Any) -> Op:
     if type(cfg) not in (LinearConfig, QLinearConfig):
         wanted = "the config of a combinator (the config of a layer over ranks does not tell its op)"
         fail("with_lora", "cfg", wanted, describe(cfg))
-    return linear if type(cfg) is LinearConfig else qlinear_of(cfg.recipe)
+    return linear if type(cfg) is LinearConfig else qlinear
 
 
 def _moved(ties: Any, made: dict[Any, tuple[Op, Any]]) -> tuple[tuple[str, str], ...]:

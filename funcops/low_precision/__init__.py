@@ -16,6 +16,8 @@ path that the caller keeps; its amaxes come back with the gradients:
     state = recipe_update(state, amaxes, recipe)
 """
 
+from typing import TYPE_CHECKING, Any
+
 from funcops.formats import Format, QTensor, QWeight, dense, quantize_tensor
 from funcops.formats.recipes import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed, Recipe
 from funcops.formats.scaled import Scaled
@@ -23,9 +25,17 @@ from funcops.low_precision.delayed import ScaleState, recipe_init, recipe_update
 from funcops.low_precision.params import gradients_like, quantize_params, with_keys
 from funcops.low_precision.report import LinearErrors, Operand, QuantizationReport, quantization_report
 from funcops.low_precision.rewrite import with_recipe
-from funcops.ops.qlinear import op_of
+from funcops.ops import qlinear as _qlinear
 
 __all__ = ["MXFP8", "NVFP4", "Format", "Fp8Block", "Fp8Current", "Fp8Delayed", "LinearErrors"]
 __all__ += ["Operand", "QTensor", "QWeight", "QuantizationReport", "Recipe", "ScaleState", "Scaled"]
-__all__ += ["dense", "gradients_like", "op_of", "quantization_report", "quantize_params"]
+__all__ += ["dense", "gradients_like", "quantization_report", "quantize_params"]
 __all__ += ["quantize_tensor", "recipe_init", "recipe_update", "split_amaxes", "with_keys", "with_recipe"]
+
+
+if not TYPE_CHECKING:  # a checker would take every name for one of the module's
+
+    def __getattr__(name: str) -> Any:
+        if name != "op_of":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return _qlinear.op_of

@@ -1,1 +1,1 @@
-"""What is kept between forward and backward: policies, forms of kept tensors, recomputing, and the policy that fits."""
+"""Memory between forward and backward: policies, packed fields, recomputation, and the search for a policy that fits a budget."""

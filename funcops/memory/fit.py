@@ -31,28 +31,28 @@ from funcops.trees import fake, tensors, tree_map, tree_map_tensors
 
 
 def _attention_flops(q: Any, k: Any, v: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    """Two products, as torch counts them on other devices: a causal mask spares none. q: [B, H, T, D], k: [B, H', S, D]."""
+    """Two products, as torch counts them on other devices: a causal mask saves nothing. q: [B, H, T, D], k: [B, H', S, D]."""
     batch, heads, rows, size = q
     return int(2 * batch * heads * rows * k[-2] * (size + v[-1]))
 
 
 def _attention_backward_flops(dy: Any, q: Any, k: Any, v: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    """Five products: the scores again, dv, dp, dq, dk."""
+    """Five products: the recomputed scores, dv, dp, dq, dk."""
     batch, heads, rows, size = q
     return int(2 * batch * heads * rows * k[-2] * (3 * size + 2 * v[-1]))
 
 
 _aten = torch.ops.aten
-ON_CPU = {  # torch's counter knows the attention of other devices
+ON_CPU = {  # torch's counter lacks the CPU's attention
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
 }
-MOST_PARTS = 6  # of which every subset is tried
+MOST_PARTS = 6  # every subset of these is tried
 
 
 class Tried(NamedTuple):
-    """A policy, the bytes that it keeps, and its extra floating-point operations in matrix products, as a share of those of a
-    forward and backward that recomputes nothing."""
+    """A policy, the bytes that it keeps, and its extra floating-point operations in matrix products, as a share of a forward and
+    backward without recomputation."""
 
     name: str
     policy: Policy
@@ -61,7 +61,7 @@ class Tried(NamedTuple):
 
 
 class Fitted(NamedTuple):
-    """`op` is the op under the policy that was picked; `tried` are all, cheapest first."""
+    """`op` is the op under the picked policy; `tried` has all policies, the cheapest first."""
 
     op: Op
     picked: Tried
@@ -83,12 +83,12 @@ class Fitted(NamedTuple):
 
 
 def fit(op: Op, cfg: Any, x: Any, budget: int, *, dtype: torch.dtype | None = None) -> Fitted:
-    """The policy that recomputes least and keeps at most `budget` bytes between forward and backward, for inputs like x.
+    """Find the policy that recomputes least and keeps at most `budget` bytes between forward and backward, for inputs like x.
 
-    Tried are the presets that lose no digit, and every subset of a block's parts computed again. Nothing is run: the shapes of one
-    forward and backward are followed, of a repeat two layers, and what each policy keeps of that is counted. So depth costs
-    nothing, and a policy next to nothing. `dtype`: that of the params (by default torch's).
-    Raises `ValueError`, with the least bytes found, where no policy fits.
+    It tries the lossless presets, and every subset of a block's parts to recompute. Nothing runs: one forward and backward, with
+    two layers per repeat, is traced on shapes alone, and the bytes of each policy are counted from that. So the time does not
+    depend on depth, and hardly on the number of policies. `dtype`: the dtype of the params (by default torch's). Raises
+    `ValueError`, with the least bytes found, if no policy fits.
 
     >>> import torch
     >>> from funcops import ChainConfig, LinearConfig, RMSNormConfig, Step, chain, fit, linear, rms_norm
@@ -123,9 +123,8 @@ def _candidates(op: Op, cfg: Any) -> Iterator[tuple[str, Policy, Held]]:
     for name in ("save_all", "recompute_norms", "recompute_elementwise", "minimal"):
         yield name, POLICIES[name], _held(*resolved(op, cfg, POLICIES[name]))
     steps = list(dict.fromkeys([kept.path for kept in kept_paths(op, cfg) if kept.field is None]))
-    inside = [
-        path for path in steps if path.rpartition(".")[0].endswith("*")
-    ]  # the parts of a repeat's body, or those of the whole
+    # the parts of a repeat's body; without a repeat, the op's own parts
+    inside = [path for path in steps if path.rpartition(".")[0].endswith("*")]
     parts = inside or [path for path in steps if "." not in path]
     served = [path for path in parts if _recomputing(op, cfg, (path,))][:MOST_PARTS]
     for size in range(1, len(served) + 1):
@@ -144,8 +143,8 @@ def _recomputing(op: Op, cfg: Any, parts: tuple[str, ...]) -> tuple[Policy, Held
 
 @dataclasses.dataclass
 class Part:
-    """What went through a part of a config in one forward and backward that keep everything: its x, and of an op that has no parts
-    what it keeps, by field, and its floating-point operations in matrix products. It stands for so many `layers`."""
+    """The record of a part of a config in one forward and backward that keep everything: its x and, for an op without parts, the
+    fields that it keeps and its floating-point operations in matrix products. It stands for `layers` layers."""
 
     path: str
     layers: int
@@ -161,9 +160,9 @@ class Run:
     def __init__(self, counter: FlopCounterMode) -> None:
         self.counter = counter
         self.parts: list[Part] = []
-        self.layers = 1  # for how many what comes next stands
+        self.layers = 1  # the number of layers that the next part stands for
         self.calls: Counter[str] = Counter()
-        self.waiting: dict[str, list[Part]] = defaultdict(list)  # for their backward
+        self.waiting: dict[str, list[Part]] = defaultdict(list)  # parts whose backward has not run
 
     def counted(self, fn: Callable[[], Any]) -> tuple[Any, int]:
         before = self.counter.get_total_flops()
@@ -174,8 +173,8 @@ _run: ContextVar[Run] = ContextVar("funcops.fit")
 
 
 def _short(op: Op, cfg: Any, noting: bool, path: str = "", times: int = 1, named: bool = True) -> tuple[Op, Any]:
-    """The op and its config with two layers of a repeat, of which the second stands for all but the first, and without ties, which
-    cost nothing. Where they are `noting`, all is kept and each part notes what goes through it."""
+    """The op and its config with two layers per repeat, the second standing for all but the first, and without ties, which cost
+    nothing. If `noting`, everything is kept and each part records its tensors and operations."""
     if not has_parts(op, cfg):
         return (_noted(op, path, times, True) if noting else op), cfg
     layers = cfg.times if type(cfg) is RepeatConfig else 1
@@ -192,11 +191,11 @@ def _short(op: Op, cfg: Any, noting: bool, path: str = "", times: int = 1, named
     return (_noted(op, path, times, False) if noting and named else op), cfg
 
 
-_noting = functools.lru_cache(maxsize=16)(_short)  # so that a second run finds the programs of the first
+_noting = functools.lru_cache(maxsize=16)(_short)  # so that a second run reuses the programs of the first
 
 
 def _noted(op: Op, path: str, times: int, leaf: bool) -> Op:
-    """The op as the part at `path`, of the body of a repeat of so many layers where `times` is not 1."""
+    """The op with a record of its calls as the part at `path`; `times`: the layers of the repeat whose body it is, or 1."""
 
     def fwd(params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
         run = _run.get()
@@ -223,15 +222,16 @@ def _noted(op: Op, path: str, times: int, leaf: bool) -> Op:
 
 
 class Followed(NamedTuple):
-    """The parts of one forward and backward, the storages of the params, which cost nothing, and the parts that run their forward
-    again whatever the policy."""
+    """The parts of one forward and backward, the storages of the params, which cost nothing, and the parts that rerun their forward
+    under any policy."""
 
     parts: list[Part]
     owned: frozenset[int]
     rerun: frozenset[str]
 
     def under(self, held: Held) -> tuple[int, float]:
-        """The bytes of what is held, each storage once; and the floating-point operations of what runs again, as a share of all."""
+        """The bytes of the held tensors, each storage once, and the floating-point operations of recomputation, as a share of
+        all."""
         seen, kept = set(self.owned), 0
         for part in self.parts:
             if part.path in held:
@@ -247,7 +247,7 @@ class Followed(NamedTuple):
 
 
 def _follow(op: Op, cfg: Any, x: Any, dtype: torch.dtype | None) -> Followed:
-    """A forward and backward of shapes alone."""
+    """Trace a forward and backward on shapes alone."""
     rerun = frozenset(path for path, dropped in _held(op, cfg).items() if dropped is None)
     op, cfg = _noting(op, cfg, True)
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -263,11 +263,11 @@ def _follow(op: Op, cfg: Any, x: Any, dtype: torch.dtype | None) -> Followed:
     return Followed(run.parts, frozenset(map(storage_of, tensors(params))), rerun)
 
 
-Held = dict[str, tuple[str, ...] | None]  # by path: the fields that a part does not keep; None where it keeps its x alone
+Held = dict[str, tuple[str, ...] | None]  # by path: the fields that a part does not keep; None if it keeps only its x
 
 
 def _held(op: Op, cfg: Any) -> Held:
-    return {leaf.path: None if leaf.op.residuals is RematResiduals else leaf.dropped for leaf in leaves_of(op, cfg)}
+    return {leaf.path: None if leaf.op.keeps is RematResiduals else leaf.dropped for leaf in leaves_of(op, cfg)}
 
 
 def _float(t: Any) -> bool:

@@ -1,7 +1,7 @@
-"""Two steps of a chain as one op that keeps less: a fusion that changes what is kept, so it runs only where a policy asks for it.
+"""Two steps of a chain joined into one op that keeps less: a fusion that changes the residuals, so that only a policy selects it.
 
-Unlike a rule of a plan, which leaves residuals as they are, a `Joint` recomputes what its first step gave, a part at a time, and
-holds on every device. Params and gradients keep the structure of the two steps.
+A fusion rule of a plan does not change residuals. A `Joint` recomputes the output of its first step, one part at a time, on every
+device. Params and gradients keep the structure of the two steps.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from funcops.program.run import check_names
 
 
 class Joint(NamedTuple):
-    """`refuses(cfg, cfg)`: why not, or None. `made(cfg, cfg)`: the op that does both and its config. `join`: its params of those
-    of the two steps; `part`: the reverse, of gradients."""
+    """`refuses(cfg, cfg)`: the reason why two steps cannot be joined, or None. `made(cfg, cfg)`: the joined op and its config.
+    `join`: makes its params from the two steps' params; `part`: the reverse, for gradients."""
 
     first: Op
     second: Op
@@ -40,16 +40,16 @@ def register_joint(joint: Joint) -> Joint:
 
 
 def joint_of(before: Step, step: Step) -> Joint | str:
-    """What may run the two steps as one, or why nothing may."""
+    """The joint that runs the two steps as one, or the reason why none can."""
     joint = _joints.get((before.op, step.op))
     if joint is None or before.names or before.gives or step.gives:
-        return f"step {before.name!r} cannot give it again"
+        return f"step {before.name!r} cannot recompute it"
     return joint.refuses(before.cfg, step.cfg) or joint
 
 
 @functools.lru_cache(maxsize=256)
 def join_steps(cfg: ChainConfig, second: str) -> tuple[Op, ChainConfig]:
-    """The chain, its step `second` joined with the one before. The op's config is still `cfg`."""
+    """The chain with its step `second` joined to the previous step. The op's config is still `cfg`."""
     at = [step.name for step in cfg.steps].index(second)
     a, b = cfg.steps[at - 1], cfg.steps[at]
     joint = joint_of(a, b)
@@ -73,7 +73,7 @@ def _renamed(path: str, old: str, new: str) -> str:
 
 
 def _as_two(joint: Joint, a: str, b: str, name: str, inner: ChainConfig, made_by: Any) -> Op:
-    """`chain` on `inner`, with the params tree of the two steps."""
+    """`chain` with config `inner`, for params in the structure of the two steps."""
 
     def join(where: str, what: str, tree: Any, cfg: ChainConfig) -> Any:
         check_names(where, what, tree, cfg)
@@ -105,4 +105,4 @@ def _as_two(joint: Joint, a: str, b: str, name: str, inner: ChainConfig, made_by
     def products(pending: Any, cfg: ChainConfig, *, into: Any) -> Any:
         return chain.products(pending, inner, into=join("chain_wgrad", "into", into, cfg))
 
-    return wrap(chain, made_by, fwd=fwd, dgrad=dgrad, wgrad=wgrad, bwd=bwd, products=products, residuals=Saved)
+    return wrap(chain, made_by, fwd=fwd, dgrad=dgrad, wgrad=wgrad, bwd=bwd, products=products, keeps=Saved)

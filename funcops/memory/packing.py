@@ -1,8 +1,8 @@
-"""`packed`: an op of which fields wait in another form: compressed, in the host's memory, or not at all.
+"""`packed`: an op that keeps some of its fields compressed, in the host's memory, or not at all.
 
-They are packed right after the forward and unpacked before the half of the backward that reads them, unless that reads them as they
-are; what only wgrad reads goes packed through dgrad into the pending. What is in the pending alone, such as dy, is packed right
-after dgrad, also by a backward in one go: that is dgrad then wgrad, bit for bit.
+Fields are packed right after the forward and unpacked before the half of the backward that reads them, unless it reads the packed
+form; a field that only wgrad reads passes through dgrad into the pending still packed. A field that only the pending has, such as
+dy, is packed right after dgrad. A full backward packs it too: it equals dgrad then wgrad, bit for bit.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from funcops.contract.by_config import class_by
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, wrap
 from funcops.contract.schema import DGRAD, RECOMPUTE, WGRAD, Donated, Phase, Saved, open_node
@@ -21,28 +22,28 @@ Actions = tuple[tuple[str, Action], ...]  # by field
 
 
 @functools.lru_cache(maxsize=256)
-def packed(op: Op, actions: Actions) -> Op:
-    """The op with an action for some fields of its residuals and of its pending. Its config is the op's own, and so are its params
-    and dx."""
-    late = {name: action for name, action in actions if name not in op.fields()}  # of the pending alone
+def packed(op: Op, actions: Actions, late: Actions = ()) -> Op:
+    """The op with an action for some fields of its residuals, and `late` ones for fields of its pending alone. Its config, params
+    and dx are the op's own."""
 
     def fwd(params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
         y, node = op.fwd(params, x, cfg, needs=needs)
         if node is not None:
-            values = {name: (getattr(node, name), action) for name, action in actions if name not in late}
+            values = {name: (getattr(node, name), action) for name, action in actions}
             node.set(**{name: to_form(value, action) for name, (value, action) in values.items() if value is not None})
         return y, node
 
-    opened = functools.partial(_opened, actions)
+    every = (*actions, *late)
+    opened = functools.partial(_opened, every)
 
     def dgrad(residuals: Any, dy: Any, cfg: Any) -> tuple[Any, Any]:
         before = residuals._node if type(residuals) is Donated else residuals
-        forms = {name: getattr(before, name, None) for name, _ in actions}
-        node, plain = opened(f"{op.name}_dgrad", residuals, op.residuals, cfg, DGRAD)
+        forms = {name: getattr(before, name, None) for name, _ in every}
+        node, plain = opened(f"{op.name}_dgrad", residuals, op.keeps, cfg, DGRAD)
         dx, waiting = op.dgrad(node, dy, cfg)
         if isinstance(waiting, Saved):
             same = {n: f for n, f in forms.items() if n in waiting.fields and getattr(waiting, n) is plain.get(n, f)}
-            waits = {n: to_form(t, a) for n, a in late.items() if (t := getattr(waiting, n)) is not None}
+            waits = {n: to_form(t, a) for n, a in late if (t := getattr(waiting, n)) is not None}
             waiting = waiting.copy(**same, **waits)
         return dx, waiting
 
@@ -55,7 +56,7 @@ def packed(op: Op, actions: Actions) -> Op:
         return op.wgrad(plain(pending, cfg), cfg, into=into)
 
     def products(pending: Any, cfg: Any, *, into: Any) -> Any:
-        if late:  # what is joined waits for all others, unpacked
+        if late:  # products that wait to be joined would be unpacked: do not join
             wgrad(pending, cfg, into=into)
             return []
         return op.products(plain(pending, cfg), cfg, into=into)
@@ -64,22 +65,22 @@ def packed(op: Op, actions: Actions) -> Op:
         if late:
             dx, waiting = dgrad(residuals, dy, cfg)
             return wgrad(waiting, cfg, into=into), dx
-        return op.bwd(opened(f"{op.name}_bwd", residuals, op.residuals, cfg, DGRAD | WGRAD)[0], dy, cfg, into=into)
+        return op.bwd(opened(f"{op.name}_bwd", residuals, op.keeps, cfg, DGRAD | WGRAD)[0], dy, cfg, into=into)
 
     def recompute(residuals: Any, cfg: Any) -> Any:
-        return op.recompute(opened(f"{op.name}_recompute", residuals, op.residuals, cfg, RECOMPUTE)[0], cfg)
+        return op.recompute(opened(f"{op.name}_recompute", residuals, op.keeps, cfg, RECOMPUTE)[0], cfg)
 
     changes = {"recompute": recompute, "fwd": fwd, "dgrad": dgrad, "wgrad": wgrad, "products": products, "bwd": bwd}
-    return wrap(op, (packed, (op, actions)), **(changes if op.recompute else changes | {"recompute": None}))
+    return wrap(op, (packed, (op, actions, late)), **(changes if op.recompute else changes | {"recompute": None}))
 
 
-def _opened(actions: Actions, where: str, kept: Any, cls: Any, cfg: Any, phase: Phase) -> tuple[Any, dict[str, Any]]:
-    """A node of its own with what this phase reads unpacked, and these fields."""
-    node = open_node(where, kept, cls, cfg)
+def _opened(actions: Actions, where: str, kept: Any, declared: Any, cfg: Any, phase: Phase) -> tuple[Any, dict[str, Any]]:
+    """A copy of a node with the fields that this phase reads unpacked, and these fields."""
+    node = open_node(where, kept, class_by(where, declared, cfg), cfg)
     read = {name: action for name, action in actions if name in node.fields and phase & node.fields[name].needed_by}
     for name, action in read.items():
         missed = isinstance(action, Drop) and node.fields[name].wanted(node.needs)
-        require(not missed, where, f"{node.kind}.{name}", "kept, as this half of the backward reads it", "dropped (policy)")
+        require(not missed, where, f"{node.kind}.{name}", "kept, because this half of the backward reads it", "dropped (policy)")
     kept_as = {name: getattr(node, name) for name in read}
     plain = {name: t if node.fields[name].blocks and in_blocks(t) else from_form(t) for name, t in kept_as.items()}
     filled = node.copy(**plain)

@@ -1,4 +1,4 @@
-"""The parts of an op that a policy reaches, and which of their fields hold one tensor."""
+"""The parts of an op to which a policy applies, and which of their fields hold the same tensor."""
 
 from __future__ import annotations
 
@@ -17,30 +17,31 @@ from funcops.residuals.policy import Action, Drop
 
 
 def has_parts(op: Op, cfg: Any) -> bool:
-    """Whether a policy reaches into the op. What is made of another op, by `remat` or `with_policy`, keeps what that says."""
+    """Whether a policy applies to parts of the op. An op made by `remat` or `with_policy` is not changed inside."""
     return isinstance(cfg, Composite) and not hasattr(op.fwd, "made_by")
 
 
 class LeafPart(NamedTuple):
-    """A part that has none itself, and the call that runs it, where that is one of a program. `whole`: whether its program's x is
-    that of all."""
+    """A part without parts, and the call that runs it, if it is in a program. `whole`: whether its program's x is the whole
+    op's."""
 
     path: str
     op: Op
+    cfg: Any
     whole: bool
     program: Lowered | None = None
     call: Call | None = None
 
     @property
     def dropped(self) -> tuple[str, ...]:
-        """The fields that the program computes again."""
+        """The fields that the program recomputes."""
         return self.call.fields if self.call else ()
 
 
 def leaves_of(op: Op, cfg: Any, path: str = "", whole: bool = True) -> Iterator[LeafPart]:
-    """The ops that an op is made of, in the order of the forward; those of a repeat's body once."""
+    """The ops that an op consists of, in the order of the forward; a repeat's body once."""
     if not has_parts(op, cfg):
-        yield LeafPart(path, op, whole)
+        yield LeafPart(path, op, cfg, whole)
     elif op.lower is None:
         for name, inner, inner_cfg in cfg.parts():
             yield from leaves_of(inner, inner_cfg, join_path(path, name), False)
@@ -51,12 +52,12 @@ def leaves_of(op: Op, cfg: Any, path: str = "", whole: bool = True) -> Iterator[
             if has_parts(call.op, call.cfg):
                 yield from leaves_of(call.op, call.cfg, here, False)
             elif call.place is not None:
-                yield LeafPart(here, call.op, whole, program, call)
+                yield LeafPart(here, call.op, call.cfg, whole, program, call)
 
 
 class Holder(NamedTuple):
-    """A field, and what becomes of it. It holds a value of a program, or (None) a tensor of its own; `given`: one that the whole is
-    given."""
+    """A field and its action. `value`: the value of a program that it holds, or None for a tensor of its own. `given`: whether it
+    holds an input of the whole op."""
 
     path: str
     action: Action | None
@@ -65,14 +66,14 @@ class Holder(NamedTuple):
     value: int | None = None
 
 
-def _actions(op: Op) -> dict[str, Action]:
-    """What becomes of the fields of an op that is packed."""
+def _actions(op: Op, late: bool = False) -> dict[str, Action]:
+    """The actions for the saved fields of a packed op; if `late`, for the fields of its pending alone."""
     made_by: Any = getattr(op.fwd, "made_by", (None, None))
-    return dict(made_by[1][1]) if made_by[0] is packed else {}
+    return dict(made_by[1][1 + late]) if made_by[0] is packed else {}
 
 
 def holders(op: Op, cfg: Any) -> Iterator[Holder]:
-    """The fields of all parts, but for params and what is computed again or dropped."""
+    """The fields of all parts, except params and fields that are recomputed or dropped."""
     for leaf in leaves_of(op, cfg):
         actions = _actions(leaf.op)
         for name, field, value in _values(leaf):
@@ -84,8 +85,9 @@ def holders(op: Op, cfg: Any) -> Iterator[Holder]:
 
 
 def _values(leaf: LeafPart) -> Iterator[tuple[str, Field, int | None]]:
-    """The fields of a part, and the values that they hold: None for the op's own, and for a part of a tuple that is one value."""
-    fields = {name: field for name, field in leaf.op.fields().items() if not field.of_params and name not in leaf.dropped}
+    """The fields of a part, and the values that they hold: None for a tensor of its own, or an element of a tuple that is one
+    value."""
+    fields = {name: field for name, field in leaf.op.fields(leaf.cfg).items() if not field.of_params and name not in leaf.dropped}
     if leaf.call is None or leaf.program is None:
         yield from ((name, field, None) for name, field in fields.items())
         return
@@ -94,12 +96,12 @@ def _values(leaf: LeafPart) -> Iterator[tuple[str, Field, int | None]]:
     }
     x = (leaf.call.main, *leaf.call.takes) if leaf.call.takes else leaf.call.main
     parts: tuple[Value, ...] | None = x if isinstance(x, tuple) else None
-    alone = parts is None and any(field.alias == "x" for field in leaf.op.fields().values())  # a tensor, without parts
+    alone = parts is None and any(field.alias == "x" for field in leaf.op.fields(leaf.cfg).values())  # a tensor, without parts
     for name, field in fields.items():
         part = (field.alias or "").partition(".")[2] if field.of_x else ""
-        if leaf.op.residuals is RematResiduals:
+        if leaf.op.keeps is RematResiduals:
             held: tuple[Value, ...] = (x,) if parts is None else parts
-        elif part and (alone or (parts is not None and int(part) >= len(parts))):  # a part that this config has none of
+        elif part and (alone or (parts is not None and int(part) >= len(parts))):  # an element that x lacks under this config
             held = ()
         elif field.of_x:
             held = (x if not part else None if parts is None else parts[int(part)],)
@@ -112,25 +114,25 @@ def _values(leaf: LeafPart) -> Iterator[tuple[str, Field, int | None]]:
 
 
 def keeps_inside(op: Op, cfg: Any) -> bool:
-    """Whether an op keeps anything but what it is given."""
+    """Whether an op keeps anything but its inputs."""
     return any(not holder.given for holder in holders(op, cfg))
 
 
 def what_is_kept(op: Op, cfg: Any) -> set[tuple[str, Action | None]]:
-    """The fields of all parts and what becomes of them, with those that a pending alone has where that is anything."""
+    """The fields of all parts with their actions, and the fields that only a pending has if they have an action."""
     return {(holder.path, holder.action) for holder in holders(op, cfg)} | set(_waiting(op, cfg))
 
 
 def _waiting(op: Op, cfg: Any, path: str = "") -> Iterator[tuple[str, Action | None]]:
-    if isinstance(cfg, Composite):  # also of what runs its forward again: its pending is that of its parts
+    if isinstance(cfg, Composite):  # for a remat, too: its pending is its parts' pending
         for name, inner, inner_cfg in cfg.parts():
             yield from _waiting(inner, inner_cfg, join_path(path, name))
     else:
-        yield from ((join_path(path, name), action) for name, action in _actions(op).items() if name not in op.fields())
+        yield from ((join_path(path, name), action) for name, action in _actions(op, late=True).items())
 
 
 def two_forms(op: Op, cfg: Any) -> Iterator[tuple[str, dict[str, Action | None]]]:
-    """What fields hold in more than one form: which tensor, and the action for each of these fields."""
+    """The tensors that fields hold in more than one form: the tensor's name, and the action of each of these fields."""
     tensors: dict[Any, list[Holder]] = {}
     for holder in holders(op, cfg):
         if holder.value is not None:
@@ -143,7 +145,7 @@ def two_forms(op: Op, cfg: Any) -> Iterator[tuple[str, dict[str, Action | None]]
 
 
 def kept_fields(residuals: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The fields of residuals, or of a pending, by path, a repeat's layers written `*`, and what they hold."""
+    """The fields of residuals or pending and their values, by path, with a repeat's layers written `*`."""
     if isinstance(residuals, Saved):
         yield from ((join_path(path, name), getattr(residuals, name)) for name in residuals.fields)
     elif residuals is not None:

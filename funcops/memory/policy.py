@@ -1,4 +1,4 @@
-"""`with_policy(op, policy)`: an op that keeps what the policy says, whatever the op is built of."""
+"""`with_policy(op, policy)`: an op with its residuals handled by a policy, whatever the op consists of."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from funcops.residuals.policy import POLICIES, Action, Compress, Drop, Offload, 
 def with_policy(op: Op, policy: Policy | str) -> Op:
     """The op, its residuals handled by `policy`: a `Policy`, or the name of one in `funcops.POLICIES`.
 
-    Config, params, y, dx and dparams are the op's own. Packing follows each step's forward and unpacking precedes its
-    backward; a tensor that several fields hold is packed once. Raises `ValueError` for an unknown name, and, when it first meets a
-    config, for a rule that matches no path there, changes nothing, gives one tensor two forms, or asks to recompute what no step
-    can give again; and at a first forward for a codec that makes nothing smaller there. Optional rules, as those of presets, are
-    left out instead.
+    Config, params, y, dx and dparams are the op's own. Fields are packed after each step's forward and unpacked before its
+    backward; a tensor that several fields hold is packed once. Raises `ValueError` for an unknown name; at the first use of a
+    config, for a rule that matches no path there, changes nothing, gives one tensor two forms, or recomputes what no step can
+    recompute; and at the first forward for a codec that makes nothing smaller there. Optional rules, such as a preset's, are
+    skipped instead.
 
     >>> import torch
     >>> from funcops import LinearConfig, RepeatConfig, linear, random, repeat, report, with_policy
@@ -60,7 +60,7 @@ def _with_policy(op: Op, policy: Policy) -> Op:
     packs = any(isinstance(action, Compress | Offload) for _, action in policy.rules)
 
     def inner_of(cfg: Any) -> tuple[Op, Any, _Unseen]:
-        """The op and config under the policy, and the rules of which no run has shown yet that they make something smaller."""
+        """The op and config under the policy, and the rules that no run has yet confirmed to make a tensor smaller."""
         found = memo.get(cfg)
         if found is None:
             if type(cfg) is not op.config:
@@ -70,7 +70,7 @@ def _with_policy(op: Op, policy: Policy) -> Op:
 
     def init(cfg: Any, *, key: Any = None, device: Any = None, dtype: Any = None) -> Any:
         params = op.init(cfg, key=key, device=device, dtype=dtype)
-        inner_of(cfg)  # here, so that a compiler finds it done
+        inner_of(cfg)  # here, so that it is cached before a compiler traces
         return params
 
     def fwd(params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> Any:
@@ -104,13 +104,13 @@ def _with_policy(op: Op, policy: Policy) -> Op:
         return inner.products(pending, inner_cfg, into=into)
 
     functions = dict(init=init, fwd=fwd, bwd=bwd, dgrad=dgrad, wgrad=wgrad, products=products)
-    return wrap(op, (with_policy, (op, policy)), recomputable="", residuals=Saved, **functions)
+    return wrap(op, (with_policy, (op, policy)), recomputable="", keeps=Saved, **functions)
 
 
 def resolved(op: Op, cfg: Any, policy: Policy) -> tuple[Op, Any]:
-    """The op and config that keep what the policy says. Raises `ValueError` for a rule that it cannot follow."""
+    """The op and config that follow the policy. Raises `ValueError` for a rule that cannot be applied."""
     if policy.optional:
-        left: frozenset[str] = frozenset()  # to its own
+        left: frozenset[str] = frozenset()  # the fields to which no rule applies
         while torn := list(two_forms(*(found := _applied(op, cfg, policy, left)))):
             left |= {field for _, forms in torn for field in forms}
         return found
@@ -127,8 +127,8 @@ def resolved(op: Op, cfg: Any, policy: Policy) -> tuple[Op, Any]:
     found = _applied(op, cfg, policy)
     for tensor, forms in two_forms(*found):
         said = ", ".join(f"{action} for {field}" for field, action in forms.items() if action is not None)
-        wanted = f"one for each field that holds {tensor} ({', '.join(forms)})"
-        fail("with_policy", "rules", wanted, f"{said}{'' if all(forms.values()) else ' alone'}")
+        wanted = f"the same for each field that holds {tensor} ({', '.join(forms)})"
+        fail("with_policy", "rules", wanted, f"{said}{'' if all(forms.values()) else ' only'}")
     for i, (pattern, action) in enumerate(policy.rules):
         if _same_without(op, cfg, policy, i, found):
             why = _why_nothing_changes(known, policy, i)
@@ -137,7 +137,7 @@ def resolved(op: Op, cfg: Any, policy: Policy) -> tuple[Op, Any]:
 
 
 class _Unseen(NamedTuple):
-    """Rules that compress, of which a forward, or a dgrad, is to show that they do; `paths`: of what waits in a pending alone."""
+    """Compress rules that a forward (`kept`) or a dgrad (`waits`) must confirm; `paths`: the fields that only a pending has."""
 
     kept: list[int]
     waits: list[int]
@@ -152,7 +152,7 @@ class _Unseen(NamedTuple):
 
 
 def _makes_smaller(policy: Policy, rule: int, fields: Iterable[tuple[str, Any]], waits: bool = False) -> bool:
-    """Whether the rule compresses one of the fields. Raises `ValueError` where all that it is for are kept as they are."""
+    """Whether the rule compresses one of the fields. Raises `ValueError` if it leaves all fields that it matches unchanged."""
     values = [value for path, value in fields if policy.rule_for(path, waits) == rule and value is not None]
     packed = any(type(value) is Packed for value in values)
     if values and not packed:
@@ -172,7 +172,7 @@ def _applied(op: Op, cfg: Any, policy: Policy, left: frozenset[str] = frozenset(
 def _same_without(op: Op, cfg: Any, policy: Policy, rule: int, found: tuple[Op, Any]) -> bool:
     try:
         return what_is_kept(*_applied(op, cfg, policy.without(rule))) == what_is_kept(*found)
-    except ValueError:  # the others cannot do without it
+    except ValueError:  # the other rules need it
         return False
 
 
@@ -182,12 +182,12 @@ def _why_nothing_changes(known: dict[str, Kept], policy: Policy, rule: int) -> s
     decided = [kept.path for kept in matched if policy.rule_for(kept.path, kept.waits) == rule]
     fields = [path for path in decided if known[path].field is not None]
     if not decided:
-        return "later rules decide for all that it matches"
+        return "later rules decide for all paths that it matches"
     if not fields and not isinstance(action, Recompute):
         below = [path for path, kept in known.items() if path.startswith(f"{decided[0]}.") and kept.field is not None]
-        return f"of a step, only Recompute is one; fields of {decided[0]} are {', '.join(below) or 'none'}"
+        return f"a step itself takes only Recompute; the fields of {decided[0]} are {', '.join(below) or '(no fields)'}"
     if fields and all(field.of_params for path in fields if (field := known[path].field) is not None):
-        return f"{', '.join(fields)} is a parameter, which is there anyway"
+        return f"{', '.join(fields)} is a parameter, which takes no extra memory"
     return f"what is kept of {', '.join(decided)} is the same without it"
 
 
@@ -200,14 +200,14 @@ def _rewritten(
     left_out: frozenset[str] = frozenset(),
     named: bool = True,
 ) -> tuple[Op, Any]:
-    """The op and config at `path`, as the policy has them; with `offload` not None a repeat's body keeps its inputs alone.
-    `left_out`: the fields that a chain around computes again; `named`: whether the path is its own, not that of a skip around."""
+    """The op and config at `path` under the policy; if `offload` is not None, a repeat's body keeps only its inputs. `left_out`:
+    the fields that an enclosing chain recomputes; `named`: whether the path is the op's own, not an enclosing skip's."""
     action = policy.action(path) if path and named else None
     rerun = isinstance(action, Recompute) and keeps_inside(op, cfg)
     if rerun:  # no rule reaches inside
         policy = Policy(outputs=policy.outputs)
     if not has_parts(op, cfg):
-        return _leaf(op, path, policy, rerun, left_out), cfg
+        return _leaf(op, cfg, path, policy, rerun, left_out), cfg
     if type(cfg) is RepeatConfig and offload is not None:
         return op, cfg.with_parts(lambda name, body, inner: (remat(body, offload), inner))
 
@@ -218,12 +218,12 @@ def _rewritten(
         left_out = left_out | absent
 
     def replace(name: Any, inner: Op, inner_cfg: Any) -> tuple[Op, Any]:
-        if joints and name in _pair(cfg, joints[0]):  # they have no residuals of their own
+        if joints and name in _pair(cfg, joints[0]):  # the joined op keeps their residuals
             return inner, inner_cfg
         return _rewritten(inner, inner_cfg, join_path(path, name), policy, offload, left_out, name is not None)
 
     cfg = cfg.with_parts(replace, **changes)
-    require(len(joints) <= 1, "with_policy", "rules", "one loss of a chain to compute the logits of again", f"{joints}")
+    require(len(joints) <= 1, "with_policy", "rules", "such that at most one loss of a chain recomputes its logits", f"{joints}")
     if joints:
         op, cfg = join_steps(cfg, joints[0])
     return (remat(op) if rerun else op), cfg
@@ -234,22 +234,25 @@ def _pair(cfg: ChainConfig, second: str) -> tuple[str, str]:
     return names[names.index(second) - 1], second
 
 
-def _leaf(op: Op, path: str, policy: Policy, rerun: bool, left_out: frozenset[str]) -> Op:
-    fields = {name: field for name, field in op.fields().items() if not field.of_params}
+def _leaf(op: Op, cfg: Any, path: str, policy: Policy, rerun: bool, left_out: frozenset[str]) -> Op:
+    fields = {name: field for name, field in op.fields(cfg).items() if not field.of_params}
     chosen = {name: policy.action(join_path(path, name)) for name in fields if join_path(path, name) not in left_out}
     if rerun or any(isinstance(action, Recompute) and not fields[name].of_x for name, action in chosen.items()):
         return remat(op)
-    waits = {name: policy.action(join_path(path, name), True) for name in _waiting(op)}
+    waits = {name: policy.action(join_path(path, name), True) for name in _waiting(op, cfg)}
     for name in [name for name, action in waits.items() if isinstance(action, Recompute)]:
-        fail("with_policy", "rules", f"no Recompute for {join_path(path, name)}, which came to the backward from outside", "one")
-    actions = tuple((name, action) for name, action in (chosen | waits).items() if isinstance(action, Drop | Compress | Offload))
-    return packed(op, actions) if actions else op
+        fail("with_policy", "rules", f"without Recompute for {join_path(path, name)}, an input of the backward", "one")
+    actions, late = (
+        tuple([(name, action) for name, action in found.items() if isinstance(action, Drop | Compress | Offload)])
+        for found in (chosen, waits)
+    )
+    return packed(op, actions, late) if actions or late else op
 
 
 def _outputs(cfg: ChainConfig, path: str, policy: Policy) -> tuple[tuple[str, ...], frozenset[str], list[str]]:
-    """The steps of a chain whose outputs it computes again: those of the policy's kind, unless a rule says something else of the
-    fields that hold them, and others where one says Recompute. The fields that therefore are not kept; and the steps that are
-    joined with the one before for it."""
+    """The steps of a chain whose outputs it recomputes (all steps of the policy's kind, unless a rule keeps the fields that hold
+    the output, and steps for which a rule says Recompute); the fields that are therefore not kept; and the steps that must be
+    joined to the previous step for it."""
     found, absent, joints = [], [], []
     for before, step in zip(cfg.steps, cfg.steps[1:], strict=False):
         kind = policy.outputs == "recomputable" or (policy.outputs == "norms" and before.op.recomputable == "norm")
@@ -272,7 +275,7 @@ def _outputs(cfg: ChainConfig, path: str, policy: Policy) -> tuple[tuple[str, ..
 
 
 def _kept_by_rule(policy: Policy, actions: list[Action | None]) -> bool:
-    """Whether rules for the fields that hold an output want it kept: an optional one only where it says so."""
+    """Whether rules for the fields that hold an output keep it; an optional rule does so only by Save."""
     wanted = Save if policy.optional else Save | Compress | Offload
     return any(isinstance(action, wanted) for action in actions) or (
         not policy.optional and all(isinstance(action, Drop) for action in actions)
@@ -280,7 +283,7 @@ def _kept_by_rule(policy: Policy, actions: list[Action | None]) -> bool:
 
 
 class Kept(NamedTuple):
-    """The path of a step, or of a field that it keeps. `waits`: in its pending alone."""
+    """The path of a step, or of a field that it keeps. `waits`: the field is only in its pending."""
 
     path: str
     field: Field | None = None
@@ -288,30 +291,31 @@ class Kept(NamedTuple):
 
 
 def kept_paths(op: Op, cfg: Any, path: str = "") -> Iterator[Kept]:
-    """The steps, and the fields that they keep; a repeat's layers are `*`."""
+    """The paths of the steps and of the fields that they keep; a repeat's layers are `*`."""
     if path:
         yield Kept(path)
     if has_parts(op, cfg):
         for name, inner, inner_cfg in cfg.parts():
             yield from kept_paths(inner, inner_cfg, join_path(path, name))
     else:
-        yield from (Kept(join_path(path, name), field) for name, field in op.fields().items())
-        yield from (Kept(join_path(path, name), field, True) for name, field in _waiting(op).items())
+        yield from (Kept(join_path(path, name), field) for name, field in op.fields(cfg).items())
+        yield from (Kept(join_path(path, name), field, True) for name, field in _waiting(op, cfg).items())
 
 
-def _waiting(op: Op) -> dict[str, Field]:
-    """The fields of an op's pending that its residuals have not."""
-    return {name: field for name, field in getattr(op.pending, "fields", {}).items() if name not in op.fields()}
+def _waiting(op: Op, cfg: Any) -> dict[str, Field]:
+    """The fields of an op's pending that its residuals lack."""
+    kept = op.fields(cfg)
+    return {name: field for name, field in getattr(op.pending, "fields", {}).items() if name not in kept}
 
 
 def _inputs(step: Any) -> list[str]:
     """The paths of the fields that alias a step's main input."""
-    return [f"{step.name}.{name}" for name, field in step.op.fields().items() if field.alias in ("x", "x.0")]
+    return [f"{step.name}.{name}" for name, field in step.op.fields(step.cfg).items() if field.alias in ("x", "x.0")]
 
 
 @functools.lru_cache(maxsize=1024)
 def _recomputed_fields(cfg: ChainConfig, name: str) -> list[str]:
-    """The paths of the fields that a chain need not keep where it computes the output of that step again."""
+    """The paths of the fields that a chain need not keep if it recomputes the output of that step."""
     calls = lower(chain, dataclasses.replace(cfg, recompute=(name,)), Needs.ALL).calls
     recomputed = [call for call in calls if call.recomputed_by is not None and call.recomputed_by.path == name]
     return [f"{call.path}.{field}" for call in recomputed for field in call.fields]

@@ -1,8 +1,8 @@
-"""remat: an op that keeps its inputs alone, and runs its forward again in the backward (arXiv:1604.06174).
+"""remat: an op that keeps only its inputs, and reruns its forward in the backward (arXiv:1604.06174).
 
-    dgrad(dy): the forward once more, with residuals, then its own dgrad        wgrad: its own
+    dgrad(dy): rerun the forward with residuals, then the op's dgrad        wgrad: the op's wgrad
 
-Transparent in params, dx and pending. The same kernels on the same inputs: the same bits.
+Params, dx and pending are the op's own. The same kernels on the same inputs give the same bits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from funcops.trees import static, tensors, tree_map_tensors
 class RematResiduals:
     params: Any = saved("the body's", alias="params", needed_by=DGRAD | WGRAD | RECOMPUTE, tree=True)
     x: Any = saved("the body's", needed_by=DGRAD | WGRAD | RECOMPUTE, tree=True)
-    device: Any = static()  # of x, where that waits in the host's memory
+    device: Any = static()  # the device of x, if x is offloaded
 
     def complain(self, where: str) -> None:
         path = self.stale()  # type: ignore[attr-defined]
@@ -33,8 +33,9 @@ class RematResiduals:
 
 
 def remat(op: Op, offload: bool = False) -> Op:
-    """The op with its inputs for residuals; with `offload` they wait in the host's memory. Config, params, x, y and gradients, with
-    their shapes, dtypes and errors, are the op's own; a backward after a param or x was written to raises `StaleResidualError`.
+    """The op with only its inputs as residuals; with `offload` they are offloaded to the host's memory. Config, params, x, y and
+    gradients, with their shapes, dtypes and errors, are the op's own; a backward after a write to a param or x raises
+    `StaleResidualError`.
 
     >>> import torch
     >>> from funcops import SoftcapConfig, remat, softcap
@@ -65,7 +66,7 @@ def _remat(op: Op, offload: bool) -> Op:
         return y, RematResiduals.keep(cfg, needs, params=params, x=waiting, device=device)  # type: ignore[attr-defined]
 
     def opened(where: str, kept: Any, cfg: Any) -> Any:
-        """The body's residuals, in a cell of their own."""
+        """Rerun the forward, and donate its residuals."""
         node = open_node(where, kept, RematResiduals, cfg)
         params, x, needs = node.params, node.x, node.needs
         if offload:
@@ -86,4 +87,4 @@ def _remat(op: Op, offload: bool) -> Op:
     recompute.__name__ = f"{name}_recompute"
     kept_recompute = op.recompute is not None and not offload
     changes = {"recompute": recompute_of(RematResiduals)(recompute)} if kept_recompute else {"recomputable": ""}
-    return wrap(op, (remat, (op, offload)), name=name, fwd=fwd, dgrad=dgrad, bwd=bwd, residuals=RematResiduals, **changes)
+    return wrap(op, (remat, (op, offload)), name=name, fwd=fwd, dgrad=dgrad, bwd=bwd, keeps=RematResiduals, **changes)

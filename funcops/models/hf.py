@@ -4,7 +4,7 @@
     to_hf(params, cfg, other_folder)
 
 Names and layouts are in `families.py`; nothing is initialised at random, and no bit changes unless a dtype is given. Quantised
-tensors (`coded.py`) are read as numbers. Needs the safetensors package. Tokenizers and downloads are not included.
+tensors (`quantized_checkpoints.py`) are read as numbers. Needs the safetensors package. Tokenizers and downloads are not included.
 """
 
 from __future__ import annotations

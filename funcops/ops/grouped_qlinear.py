@@ -5,15 +5,14 @@
     dx_n = q(dy)_n q(w_e)        dw_e = q(dy)^T q(x), db_e = sum of dy, each over the rows of e: 0 where it has none
 
 x: `(rows, offsets)`, [N, I] and [E + 1], or with `gathered` or `weighted` as for `grouped_linear`; y, dy: [N, O]; w: [E, O, I], b:
-[E, O] or None, of one float dtype. q and recipes as for `qlinear`, which this is of the rows of each group: a scale for a whole
-tensor is one for a group, blocks along rows begin at the first row of a group, and delayed scaling has the scales [E, 3]. Rows
-behind offsets[E] are in no group: y and dx are 0 there, and no scale is of them.
+[E, O] or None, of one float dtype. Each group is a `qlinear` of its rows, with the same q and recipes: a scale for a whole tensor
+is one for a group, blocks along rows begin at the first row of a group, and delayed scaling has the scales [E, 3]. Rows after
+offsets[E] are in no group: y and dx are 0 there, and they do not count for any scale.
 
 w is a tensor, which is then quantised in every forward and backward, or a `QWeight` of `quantize_params`, made once a step. Kept:
-x in low precision (`grouped_qlinear`), or x itself (`grouped_qlinear_of_input`: recipes with keep="input"); w and what says where
-rows are, aliases. Codes by rows of blocks are those of x as it was given, before it is gathered; those with a scale a group are of
-gathered rows, and serve keep="col" as they are; codes by columns are of groups filled up to whole blocks: at most E (block - 1)
-rows more. On CUDA no value is read on the host. TransformerEngine's GroupedLinear.
+x in low precision, or x itself by a recipe with keep="input"; w, offsets and indices, aliases. Codes by rows in blocks are made
+before x is gathered; codes with a scale for each group are made after, and also serve keep="col"; codes by columns pad each group
+to whole blocks: at most E (block - 1) rows more. On CUDA the host reads no value. TransformerEngine's GroupedLinear.
 
 >>> import torch
 >>> from funcops import GroupedQLinearConfig, grouped_qlinear, random
@@ -30,15 +29,17 @@ tensor([1., 3.])
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from funcops.backend import wide
+from funcops.contract.by_config import ByConfig
 from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.contract.renamed import old_names
 from funcops.contract.schema import DGRAD, WGRAD, Inputs, Pending, Residuals, saved, static
 from funcops.errors import check, require, require_type
 from funcops.formats import QTensor, check_quantized
@@ -73,8 +74,8 @@ __all__ = [
 
 @config
 class GroupedQLinearConfig(OpConfig):
-    """As `GroupedLinearConfig`, of stacked weights, with a `recipe` of `funcops.low_precision`. Raises `ValueError` for sizes that
-    its blocks do not divide."""
+    """The fields of `GroupedLinearConfig`, for stacked weights, and a `recipe` of `funcops.low_precision`. Raises `ValueError` for
+    sizes that its blocks do not divide."""
 
     experts: int = field(kw_only=False)
     in_features: int = field(kw_only=False)
@@ -137,6 +138,13 @@ class GroupedQLinearOfInputResiduals(Residuals, static=("inputs", "shape", "dtyp
     choices: int = static()  # K; 1 of rows
 
 
+GroupedQLinearKept = GroupedQLinearResiduals | GroupedQLinearOfInputResiduals
+
+
+def _kept(cfg: GroupedQLinearConfig) -> type[GroupedQLinearKept]:
+    return GroupedQLinearOfInputResiduals if cfg.recipe.keep == "input" else GroupedQLinearResiduals
+
+
 class GroupedQLinearPending(Pending, static=("dtype",)):
     x: Any = saved("[N, I] or [*, I]", alias="residuals.x", needed_by=WGRAD, of=OF_WEIGHT, tree=True)
     dy: Any = saved("[N, O]", needed_by=WGRAD, of=OF_WEIGHT, tree=True)
@@ -152,19 +160,18 @@ class GroupedQLinearPending(Pending, static=("dtype",)):
 def grouped_qlinear_init(
     cfg: GroupedQLinearConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
 ) -> GroupedLinearParams:
-    """As `grouped_linear_init`: params in high precision."""
+    """The params that `grouped_linear_init` draws, in high precision."""
     return grouped_linear_init(cfg.linear, key=key, device=device, dtype=dtype)
 
 
 @forward(GroupedQLinearConfig, GroupedLinearParams)
 def grouped_qlinear_fwd(
     params: GroupedLinearParams, x: tuple[Tensor, ...], cfg: GroupedQLinearConfig, *, needs: Needs = Needs.ALL
-) -> tuple[Tensor, GroupedQLinearResiduals | None]:
+) -> tuple[Tensor, GroupedQLinearKept | None]:
     """`y_n = q(x)_n q(w_e)^T + b_e`. x: as `grouped_linear_fwd` takes it -> y: [N, O]. Raises `ValueError` or `TypeError` for a
     wrong shape, dtype, device, format or recipe, and on the CPU for offsets that do not ascend from 0 to at most N;
     `RuntimeError` on a device without the formats."""
     where, recipe = "grouped_qlinear_fwd", cfg.recipe
-    require(recipe.keep != "input", where, "cfg.recipe.keep", "'row' or 'col' (for 'input': grouped_qlinear_of_input)", "'input'")
     flat, groups, scales = _checked(where, params, x, cfg)
     weight, amaxes, rounding = params.weight, None, rounding_of(params.weight, recipe)
     if isinstance(weight, Scaled):
@@ -174,34 +181,19 @@ def grouped_qlinear_fwd(
     else:
         (row, index), w = coded.rows_in(flat, recipe.x, groups), coded.weight_rows(weight, recipe)
     y = coded.product(row, index, w, params.bias, scales, groups, flat.dtype)
+    own = dict(rounding=rounding, y_shape=y.shape, **_aliases(params, x, cfg))
+    if recipe.keep == "input":
+        return y, GroupedQLinearOfInputResiduals.keep(cfg, needs, x=x[0], order=groups.order, **own)
     ready = recipe.keep == "row" or recipe.x.tile == (0, 0) or not needs.param("weight")
     kept = row if ready else coded.columns_in(flat, recipe.x, groups, recipe.hadamard)
     order = groups.order if ready and index is not None else None
-    return y, GroupedQLinearResiduals.keep(
-        cfg, needs, x=kept, order=order, amaxes=amaxes, rounding=rounding, y_shape=y.shape, **_aliases(params, x, cfg)
-    )
-
-
-@forward(GroupedQLinearConfig, GroupedLinearParams)
-def grouped_qlinear_of_input_fwd(
-    params: GroupedLinearParams, x: tuple[Tensor, ...], cfg: GroupedQLinearConfig, *, needs: Needs = Needs.ALL
-) -> tuple[Tensor, GroupedQLinearOfInputResiduals | None]:
-    """As `grouped_qlinear_fwd`, for a recipe with keep="input": residuals hold x itself."""
-    where, recipe = "grouped_qlinear_of_input_fwd", cfg.recipe
-    require(recipe.keep == "input", where, "cfg.recipe.keep", "'input' (for others: grouped_qlinear)", repr(recipe.keep))
-    flat, groups, scales = _checked(where, params, x, cfg)
-    row, index = coded.rows_in(flat, recipe.x, groups)
-    y = coded.product(row, index, coded.weight_rows(params.weight, recipe), params.bias, scales, groups, flat.dtype)
-    rounding = rounding_of(params.weight, recipe)
-    return y, GroupedQLinearOfInputResiduals.keep(
-        cfg, needs, x=x[0], order=groups.order, rounding=rounding, y_shape=y.shape, **_aliases(params, x, cfg)
-    )
+    return y, GroupedQLinearResiduals.keep(cfg, needs, x=kept, order=order, amaxes=amaxes, **own)
 
 
 def _checked(
     where: str, params: GroupedLinearParams, x: tuple[Tensor, ...], cfg: GroupedQLinearConfig
 ) -> tuple[Tensor, Groups, Tensor | None]:
-    """x as a matrix, its rows' groups, and how often the bias counts in each, where that is weighted."""
+    """Return x as a matrix, the groups of its rows, and, if the bias is weighted, how often it counts in each row."""
     rows, offsets, order, last = grouped_inputs(where, x, cfg)
     check_params(where, params, rows, cfg)
     flat = rows.reshape(-1, cfg.in_features)
@@ -211,7 +203,7 @@ def _checked(
 
 
 def _aliases(params: GroupedLinearParams, x: tuple[Tensor, ...], cfg: GroupedQLinearConfig) -> dict[str, Any]:
-    """What is kept of inputs, but for x and its order, which depend on the recipe."""
+    """The saved inputs, except x and its order, which depend on the recipe."""
     given: Any = (*x, None, None)
     rows, offsets, order, last = given[:4]
     own: dict[str, Any] = dict(weight=params.weight, offsets=offsets, inputs=Inputs.of(x), shape=rows.shape, dtype=rows.dtype)
@@ -222,30 +214,19 @@ def _aliases(params: GroupedLinearParams, x: tuple[Tensor, ...], cfg: GroupedQLi
     return own | dict(choices=1)
 
 
-@dgrad_of(GroupedQLinearResiduals)
+@dgrad_of(ByConfig(GroupedQLinearConfig, _kept, (GroupedQLinearResiduals, GroupedQLinearOfInputResiduals)))
 def grouped_qlinear_dgrad(
-    residuals: GroupedQLinearResiduals, dy: Tensor, cfg: GroupedQLinearConfig
+    residuals: GroupedQLinearKept, dy: Tensor, cfg: GroupedQLinearConfig
 ) -> tuple[tuple[Tensor | None, ...], GroupedQLinearPending | None]:
-    """`dx_n = q(dy)_n q(w_e)`, by token where x was gathered; offsets and indices have none. dy: [N, O] -> dx as x, and the pending
-    weight gradient: dy and x in low precision, db."""
-    return _dgrad("grouped_qlinear_dgrad", residuals, dy, cfg, residuals.amaxes)
-
-
-@dgrad_of(GroupedQLinearOfInputResiduals)
-def grouped_qlinear_of_input_dgrad(
-    residuals: GroupedQLinearOfInputResiduals, dy: Tensor, cfg: GroupedQLinearConfig
-) -> tuple[tuple[Tensor | None, ...], GroupedQLinearPending | None]:
-    """As `grouped_qlinear_dgrad`; the pending holds x itself, and dy itself where the recipe computes dw in high precision."""
-    return _dgrad("grouped_qlinear_of_input_dgrad", residuals, dy, cfg, None)
-
-
-def _dgrad(
-    where: str, residuals: Any, dy: Tensor, cfg: GroupedQLinearConfig, amaxes: Tensor | None
-) -> tuple[tuple[Tensor | None, ...], GroupedQLinearPending | None]:
+    """`dx_n = q(dy)_n q(w_e)`, summed by token if x was gathered; None for offsets and indices. dy: [N, O] -> dx like x, and the
+    pending weight gradient: dy and x in low precision, db; by a recipe with keep="input" x itself, and dy itself if dw is computed
+    in high precision."""
+    where = "grouped_qlinear_dgrad"
     recipe, needs, weight, offsets = cfg.recipe, residuals.needs, residuals.weight, residuals.offsets
     check(where, "dy", dy, residuals.y_shape, residuals.dtype, offsets)
     low, groups = needs_low(needs, recipe), Groups(offsets, None, 1, len(dy))
     check_rounding(where, residuals, recipe, low)
+    amaxes = residuals.amaxes if isinstance(residuals, GroupedQLinearResiduals) else None
     row, col, amaxes = _of_gradient(dy, recipe, residuals.rounding, groups, bool(needs.input(0)), low, amaxes)
     dx = d_weights = None
     if needs.input(0):
@@ -253,7 +234,7 @@ def _dgrad(
         if place is not None:
             dx = gather_rows(dx, place.reshape(-1, place.shape[-1]), None).view(residuals.shape)
     if cfg.weighted and needs.input(3):
-        d_weights = gradient_of_weights(dy, residuals.bias, residuals)
+        d_weights = gradient_of_weights(dy, residuals.bias, residuals)  # type: ignore[arg-type]
     pending = GroupedQLinearPending.keep(
         cfg,
         needs,
@@ -273,7 +254,7 @@ def _dgrad(
 def _of_gradient(
     dy: Tensor, recipe: Recipe, rounding: Tensor | None, groups: Groups, rows: bool, columns: bool, amaxes: Tensor | None
 ) -> tuple[Any, QTensor | None, Tensor | None]:
-    """dy by rows, for dx, and by columns, for dw; and the amaxes with those of dy."""
+    """dy by rows, for dx, and by columns, for dw; and the amaxes, dy's among them."""
     row: QTensor | None
     if recipe.delayed and rounding is not None:
         row, amax = coded.scaled_rows(dy, recipe.dy, groups, rounding[:, 2])
@@ -299,7 +280,7 @@ def _db_of(dy: Tensor, cfg: GroupedQLinearConfig, residuals: Any) -> Tensor | No
 def grouped_qlinear_wgrad(
     pending: GroupedQLinearPending, cfg: GroupedQLinearConfig, *, into: GroupedLinearParams | None = None
 ) -> GroupedLinearParams:
-    """`dw_e = q(dy)^T q(x)`, and db, 0 for a group without rows; added to `into` where that is given. For a `Scaled` weight, dw is
+    """`dw_e = q(dy)^T q(x)`, and db, 0 for a group without rows; added to `into` if given. For a `Scaled` weight, dw is
     `Scaled` too, with the amaxes [E, 3] of x, w and dy, uint32 (`bits_of`); `into` takes the larger of these."""
 
     def dw(out: torch.dtype) -> Tensor | None:
@@ -331,28 +312,24 @@ grouped_qlinear = make_op(
     dgrad=grouped_qlinear_dgrad,
     wgrad=grouped_qlinear_wgrad,
 )
-grouped_qlinear_of_input = make_op(
-    "grouped_qlinear_of_input",
-    GroupedQLinearConfig,
-    init=grouped_qlinear_init,
-    fwd=grouped_qlinear_of_input_fwd,
-    dgrad=grouped_qlinear_of_input_dgrad,
-    wgrad=grouped_qlinear_wgrad,
-)
 grouped_qlinear_bwd = both_halves(grouped_qlinear, grouped_qlinear_dgrad, grouped_qlinear_wgrad)
-grouped_qlinear_of_input_bwd = both_halves(grouped_qlinear_of_input, grouped_qlinear_of_input_dgrad, grouped_qlinear_wgrad)
-
-
-def grouped_op_of(recipe: Recipe) -> Op:
-    """The op that keeps what the recipe says."""
-    return grouped_qlinear_of_input if recipe.keep == "input" else grouped_qlinear
 
 
 def _low(cfg: GroupedLinearConfig, recipe: Recipe) -> tuple[Op, Op, GroupedQLinearConfig]:
     require(cfg.stacked, "with_recipe", "cfg.stacked", "True (a recipe takes weights as one leaf)", cfg.stacked)
     sizes = cfg.experts, cfg.in_features, cfg.out_features
     made = GroupedQLinearConfig(*sizes, recipe, bias=cfg.bias, gathered=cfg.gathered, weighted=cfg.weighted)
-    return grouped_linear, grouped_op_of(recipe), made
+    return grouped_linear, grouped_qlinear, made
 
 
 LOW_FORMS[GroupedLinearConfig] = _low
+
+
+if not TYPE_CHECKING:  # a checker would take every name for one of the module's
+    __getattr__ = old_names(
+        __name__,
+        grouped_qlinear_of_input="grouped_qlinear",
+        grouped_qlinear_of_input_fwd="grouped_qlinear_fwd",
+        grouped_qlinear_of_input_dgrad="grouped_qlinear_dgrad",
+        grouped_qlinear_of_input_bwd="grouped_qlinear_bwd",
+    )

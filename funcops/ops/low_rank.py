@@ -4,21 +4,21 @@
 
     t = c dy b        da = t^T (m * x)        db = c dy^T ((m * x) a^T), both summed over rows        dx = m * (t a)
 
-x, dx: [*, I], y, dy: [*, O]; a: [R, I]; b: [O, R]; all of one float dtype. m is 1 without dropout (`low_rank`); with it
-(`low_rank_dropout`, of x = (x, key)) it is drawn as `dropout` draws it, and drawn again in the backward. Kept: x, a and b, aliases,
-and c (m * x) a^T: [*, R]; not the dropped x. `into` may be float32 accumulators for 16-bit gradients.
+x, dx: [*, I], y, dy: [*, O]; a: [R, I]; b: [O, R]; all of one float dtype. m is 1 without dropout. With `cfg.dropout` the op's x is
+(x, key), and m is drawn as `dropout` draws it, once more in the backward. Kept: x, a and b, aliases, and c (m * x) a^T: [*, R]; not
+the dropped x. `into` may be float32 accumulators for 16-bit gradients.
 Source: LoRA, arXiv 2106.09685; initialisation and dropout as PEFT has them (peft/tuners/lora/layer.py).
 
 >>> import torch
 >>> from funcops import random
->>> from funcops.lora import LowRankConfig, low_rank, low_rank_dropout
+>>> from funcops.lora import LowRankConfig, low_rank
 >>> cfg = LowRankConfig(8, 4, 2, scale=0.5)
 >>> params = low_rank.init(cfg, key=random.key(0))
 >>> y, residuals = low_rank.fwd(params, torch.ones(3, 8), cfg)
 >>> y.abs().sum(), residuals.u.shape
 (tensor(0.), torch.Size([3, 2]))
 >>> cfg = LowRankConfig(8, 4, 2, dropout=0.1)
->>> y, residuals = low_rank_dropout.fwd(params, (torch.ones(3, 8), random.key(1)), cfg)
+>>> y, residuals = low_rank.fwd(params, (torch.ones(3, 8), random.key(1)), cfg)
 >>> residuals.key.shape
 torch.Size([2])
 """
@@ -27,16 +27,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from funcops import random
 from funcops.contract.accumulators import check_into
+from funcops.contract.by_config import ByConfig
 from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.contract.renamed import old_names
 from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Inputs, Pending, Residuals, saved, static
 from funcops.errors import check, check_rows, describe, fail, require, require_count, require_number
 from funcops.kernels import linear as products
@@ -52,7 +54,6 @@ __all__ = [
     "low_rank",
     "low_rank_bwd",
     "low_rank_dgrad",
-    "low_rank_dropout",
     "low_rank_fwd",
     "low_rank_init",
     "low_rank_wgrad",
@@ -82,7 +83,7 @@ class LowRankConfig(OpConfig):
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """Of each leaf."""
+        """The shape of each leaf."""
         return {"a": (self.rank, self.in_features), "b": (self.out_features, self.rank)}
 
 
@@ -109,6 +110,17 @@ class LowRankDropoutResiduals(Residuals, static=("inputs", "dtype")):
     y_shape: torch.Size = static()
 
 
+LowRankKept = LowRankResiduals | LowRankDropoutResiduals
+
+
+def _keyed(cfg: LowRankConfig) -> bool:
+    return cfg.dropout > 0.0
+
+
+def _kept(cfg: LowRankConfig) -> type[LowRankKept]:
+    return LowRankDropoutResiduals if _keyed(cfg) else LowRankResiduals
+
+
 class LowRankPending(Pending):
     x: Tensor = saved("[*, I]", alias="residuals.x", needed_by=WGRAD, of=("params.a",))
     t: Tensor = saved("[*, R]", needed_by=WGRAD, of=("params.a",))
@@ -124,82 +136,66 @@ def low_rank_init(
     """a uniform in ±1/sqrt(I), which is Kaiming's with a = sqrt(5); b zero, so that y is."""
     bound = cfg.in_features**-0.5
     a = random.uniform(key, (cfg.rank, cfg.in_features), low=-bound, high=bound, dtype=dtype, device=device)
-    at = device if device is not None else a.device if key is None else key.device  # not that of an a whose draw is put off
+    at = device if device is not None else a.device if key is None else key.device  # an a to be drawn later has no device yet
     return LowRankParams(a, torch.zeros(cfg.out_features, cfg.rank, dtype=a.dtype, device=at))
 
 
 @forward(LowRankConfig, LowRankParams)
 def low_rank_fwd(
-    params: LowRankParams, x: Tensor, cfg: LowRankConfig, *, needs: Needs = Needs.ALL
-) -> tuple[Tensor, LowRankResiduals | None]:
-    """`y = c x a^T b^T`. x: [*, I] -> y: [*, O]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device, and for a
-    config with dropout."""
-    require(cfg.dropout == 0.0, "low_rank_fwd", "cfg.dropout", "0 (with dropout: low_rank_dropout)", cfg.dropout)
-    _check("low_rank_fwd", "x", params, x, cfg)
-    y, u = _product(params, x, cfg)
-    return y, LowRankResiduals.keep(cfg, needs, x=x, u=u, a=params.a, b=params.b, y_shape=y.shape, dtype=y.dtype)
-
-
-@forward(LowRankConfig, LowRankParams)
-def low_rank_dropout_fwd(
-    params: LowRankParams, x: tuple[Tensor, Tensor], cfg: LowRankConfig, *, needs: Needs = Needs.ALL
-) -> tuple[Tensor, LowRankDropoutResiduals | None]:
-    """As `low_rank_fwd`, of x = `(x, key)`."""
-    where = "low_rank_dropout_fwd"
-    require(cfg.dropout > 0.0, where, "cfg.dropout", "above 0 (without dropout: low_rank)", cfg.dropout)
+    params: LowRankParams, x: Tensor | tuple[Tensor, Tensor], cfg: LowRankConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, LowRankKept | None]:
+    """`y = c (m * x) a^T b^T`. x: [*, I], or with dropout `(x, key)` -> y: [*, O]. Raises `ValueError` or `TypeError` for a wrong
+    shape, dtype or device."""
+    if cfg.dropout == 0.0:
+        _check("x", params, x, cfg)
+        y, u = _product(params, x, cfg)  # type: ignore[arg-type]
+        return y, LowRankResiduals.keep(cfg, needs, x=x, u=u, a=params.a, b=params.b, y_shape=y.shape, dtype=y.dtype)
     if not isinstance(x, tuple) or len(x) != 2:
-        fail(where, "x", "a tuple (x, key)", describe(x), TypeError)
+        fail("low_rank_fwd", "x", "a tuple (x, key), as cfg.dropout is above 0", describe(x), TypeError)
     rows, key = x
-    _check(where, "x.0", params, rows, cfg)
-    check(where, "x.1 (the key)", key, (2,), torch.int64, rows)
+    _check("x.0", params, rows, cfg)
+    check("low_rank_fwd", "x.1 (the key)", key, (2,), torch.int64, rows)
     y, u = _product(params, pointwise.dropout(rows, key, cfg.dropout), cfg)
     return y, LowRankDropoutResiduals.keep(
         cfg, needs, x=rows, u=u, a=params.a, b=params.b, key=key, y_shape=y.shape, dtype=y.dtype, inputs=Inputs.of(x)
     )
 
 
-def _check(where: str, name: str, params: LowRankParams, x: Tensor, cfg: LowRankConfig) -> None:
+def _check(name: str, params: LowRankParams, x: Any, cfg: LowRankConfig) -> None:
+    where = "low_rank_fwd"
     check_rows(where, name, x, cfg.in_features)
     check(where, "params.a", params.a, (cfg.rank, cfg.in_features), x.dtype, x)
     check(where, "params.b", params.b, (cfg.out_features, cfg.rank), x.dtype, x)
 
 
 def _product(params: LowRankParams, x: Tensor, cfg: LowRankConfig) -> tuple[Tensor, Tensor]:
-    """y, and c x a^T: where the factor is on the fewest elements."""
+    """Return y, and u = c x a^T: the factor is applied to u, which has the fewest elements."""
     u = pointwise.scale(products.linear_fwd(x, params.a, None), cfg.scale)
     return products.linear_fwd(u, params.b, None), u
 
 
-@dgrad_of(LowRankResiduals)
-def low_rank_dgrad(residuals: LowRankResiduals, dy: Tensor, cfg: LowRankConfig) -> tuple[Tensor, LowRankPending | None]:
-    """`dx = c dy b a`. dy: [*, O] -> dx: [*, I], and the pending weight gradients: x, t, dy and u, of which t is new."""
-    t = _t("low_rank_dgrad", residuals, dy, cfg)
-    dx = products.linear_dgrad(t, residuals.a) if residuals.needs.x else NO_GRADIENT
-    return dx, LowRankPending.keep(cfg, residuals.needs, x=residuals.x, t=t, key=None, dy=dy, u=residuals.u)
-
-
-@dgrad_of(LowRankDropoutResiduals)
-def low_rank_dropout_dgrad(
-    residuals: LowRankDropoutResiduals, dy: Tensor, cfg: LowRankConfig
-) -> tuple[tuple[Tensor, None], LowRankPending | None]:
-    """As `low_rank_dgrad`: `(dx, None)`, of the elements that were not dropped."""
-    t, key = _t("low_rank_dropout_dgrad", residuals, dy, cfg), residuals.key
-    dx = NO_GRADIENT
-    if residuals.needs.input(0):
+@dgrad_of(ByConfig(LowRankConfig, _kept, (LowRankResiduals, LowRankDropoutResiduals)))
+def low_rank_dgrad(
+    residuals: LowRankKept, dy: Tensor, cfg: LowRankConfig
+) -> tuple[Tensor | tuple[Tensor, None], LowRankPending | None]:
+    """`dx = c m * (dy b a)`. dy: [*, O] -> dx: [*, I], or with dropout `(dx, None)`; and the pending weight gradients: x, t, dy and
+    u, of which t is new."""
+    needs, b = residuals.needs, residuals.b
+    check("low_rank_dgrad", "dy", dy, residuals.y_shape, residuals.dtype, residuals.u if b is None else b)
+    t = NO_GRADIENT if b is None else pointwise.scale(products.linear_dgrad(dy, b), cfg.scale)  # read by dx and da
+    if isinstance(residuals, LowRankResiduals):
+        dx = products.linear_dgrad(t, residuals.a) if needs.x else NO_GRADIENT
+        return dx, LowRankPending.keep(cfg, needs, x=residuals.x, t=t, key=None, dy=dy, u=residuals.u)
+    dx, key = NO_GRADIENT, residuals.key
+    if needs.input(0):
         dx = pointwise.dropout(products.linear_dgrad(t, residuals.a), key, cfg.dropout)
-    pending = LowRankPending.keep(cfg, residuals.needs, x=residuals.x, t=t, key=key, dy=dy, u=residuals.u)
+    pending = LowRankPending.keep(cfg, needs, x=residuals.x, t=t, key=key, dy=dy, u=residuals.u)
     return residuals.inputs.make((dx, None)), pending
-
-
-def _t(where: str, residuals: Any, dy: Tensor, cfg: LowRankConfig) -> Tensor:
-    """c dy b, where dx or da is made of it."""
-    check(where, "dy", dy, residuals.y_shape, residuals.dtype, residuals.u if residuals.b is None else residuals.b)
-    return NO_GRADIENT if residuals.b is None else pointwise.scale(products.linear_dgrad(dy, residuals.b), cfg.scale)
 
 
 @wgrad_of(LowRankPending, LowRankParams)
 def low_rank_wgrad(pending: LowRankPending, cfg: LowRankConfig, *, into: LowRankParams | None = None) -> LowRankParams:
-    """`da = t^T x`, `db = dy^T u`; added to `into` where that is given."""
+    """`da = t^T x`, `db = dy^T u`; added to `into` if given."""
     if into is not None:
         _check_into(pending, cfg, into)
     da, db = NO_GRADIENT, NO_GRADIENT
@@ -211,7 +207,7 @@ def low_rank_wgrad(pending: LowRankPending, cfg: LowRankConfig, *, into: LowRank
 
 
 def gradient_of(where: str, dy: Tensor, x: Tensor, into: Tensor | None) -> Tensor:
-    """`dy^T x`, added to `into` where that is given."""
+    """`dy^T x`, added to `into` if given."""
     return linear_gradients(where, dy, x, False, None if into is None else LinearParams(into, None)).weight
 
 
@@ -220,7 +216,7 @@ def _dropped(pending: LowRankPending, cfg: LowRankConfig) -> Tensor:
 
 
 def _check_into(pending: LowRankPending, cfg: LowRankConfig, into: LowRankParams) -> None:
-    """Both accumulators before either is written."""
+    """Check both accumulators before either is written."""
     like = LowRankParams(NO_GRADIENT, NO_GRADIENT)
     if pending.t is not None:
         like.a = pending.t.new_empty(()).expand(cfg.rank, cfg.in_features)
@@ -244,16 +240,7 @@ low_rank = make_op(
     dgrad=low_rank_dgrad,
     wgrad=low_rank_wgrad,
     products=low_rank_products,
-)
-low_rank_dropout = make_op(
-    "low_rank_dropout",
-    LowRankConfig,
-    init=low_rank_init,
-    fwd=low_rank_dropout_fwd,
-    dgrad=low_rank_dropout_dgrad,
-    wgrad=low_rank_wgrad,
-    products=low_rank_products,
-    keyed=True,
+    keyed=_keyed,
 )
 low_rank_bwd = both_halves(low_rank, low_rank_dgrad, low_rank_wgrad)
 
@@ -263,13 +250,14 @@ ADAPTERS: dict[type, Callable[[Any, LowRankConfig], tuple[Op, LowRankConfig]]] =
 config for a layer on one rank. The file of each kind of adapter enters the layers that it serves."""
 
 
-def op_of(cfg: LowRankConfig) -> Op:
-    """`low_rank`, or with dropout `low_rank_dropout`."""
-    return low_rank_dropout if cfg.dropout else low_rank
-
-
 def _beside(cfg: Any, low: LowRankConfig) -> tuple[Op, LowRankConfig]:
-    return op_of(low), low
+    return low_rank, low
 
 
 ADAPTERS |= {LinearConfig: _beside, QLinearConfig: _beside}
+
+
+if not TYPE_CHECKING:  # a checker would take every name for one of the module's
+    __getattr__ = old_names(
+        __name__, low_rank_dropout="low_rank", low_rank_dropout_fwd="low_rank_fwd", low_rank_dropout_dgrad="low_rank_dgrad"
+    )

@@ -6,12 +6,12 @@
 
 x: [*, I], y, dy: [*, O]; w: [O, I]; b: [O] or None, of one float dtype, as for `linear`. q rounds to a format and back
 (`funcops.formats`). Each product quantises its operands along what it sums over: x by rows for y and by columns for dw, w by rows
-for y and by columns for dx, dy by rows for dx and by columns for dw. Gradients are straight through: those of the products, with q
-taken for the identity.
+for y and by columns for dx, dy by rows for dx and by columns for dw. Gradients are straight through: they treat q as
+the identity.
 
 `cfg.recipe` says which formats (`funcops.low_precision`). w is a tensor, which every forward and backward quantises, or
 a `QWeight` of `quantize_params`, made once a step. Beside it, for `Fp8Delayed`, are the scales (`Scaled`); dparams has the amaxes.
-Kept: x in low precision (`qlinear`), or x itself (`qlinear_of_input`: recipes with keep="input"); w, an alias.
+Kept: x in low precision, or x itself by a recipe with keep="input"; w, an alias.
 
 >>> import torch
 >>> from funcops import QLinearConfig, qlinear, random
@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import field
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,9 +40,11 @@ from torch import Tensor
 from funcops import random
 from funcops.backend import wide
 from funcops.contract.accumulators import accumulate, check_into, takes_sums
+from funcops.contract.by_config import ByConfig
 from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.contract.renamed import old_names, warn
 from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 from funcops.errors import StaleResidualError, check, check_rows, describe, fail, require, require_type, short
 from funcops.formats import Format, QTensor, QWeight, check_quantized, quantize_sides, quantize_tensor, turned
@@ -67,12 +69,12 @@ __all__ = [
 ]
 
 P = TypeVar("P", bound=Any)
-Largest = Callable[[Tensor], Tensor] | None  # the amax of a whole tensor, of the amax [1] of the part that is here
+Largest = Callable[[Tensor], Tensor] | None  # from the amax [1] of this rank's part to the amax of the whole tensor
 
 
 @config
 class QLinearConfig(OpConfig):
-    """As `LinearConfig`, with a `recipe` of `funcops.low_precision`. Raises `ValueError` for sizes that its blocks do not
+    """The fields of `LinearConfig`, and a `recipe` of `funcops.low_precision`. Raises `ValueError` for sizes that its blocks do not
     divide."""
 
     in_features: int = field(kw_only=False)
@@ -109,6 +111,13 @@ class QLinearOfInputResiduals(Residuals, static=("dtype",)):
     y_shape: torch.Size = static()
 
 
+QLinearKept = QLinearResiduals | QLinearOfInputResiduals
+
+
+def _kept(cfg: QLinearConfig) -> type[QLinearKept]:
+    return QLinearOfInputResiduals if cfg.recipe.keep == "input" else QLinearResiduals
+
+
 class QLinearPending(Pending, static=("dtype",)):
     x: Any = saved("[*, I]", alias="residuals.x", needed_by=WGRAD, of=("params.weight",), tree=True)
     dy: Any = saved("[*, O]", needed_by=WGRAD, of=("params.weight",), tree=True)
@@ -120,38 +129,40 @@ class QLinearPending(Pending, static=("dtype",)):
 def qlinear_init(
     cfg: QLinearConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
 ) -> LinearParams:
-    """As `linear_init`: params in high precision."""
+    """The params that `linear_init` draws, in high precision."""
     return linear_init(cfg.linear, key=key, device=device, dtype=dtype)
 
 
 @forward(QLinearConfig, LinearParams)
 def qlinear_fwd(
     params: LinearParams, x: Tensor, cfg: QLinearConfig, *, needs: Needs = Needs.ALL
-) -> tuple[Tensor, QLinearResiduals | None]:
+) -> tuple[Tensor, QLinearKept | None]:
     """`y = q(x) q(w)^T + b`. x: [*, I] -> y: [*, O]. Raises `ValueError` or `TypeError` for a wrong shape, dtype, device, format or
     recipe, and `RuntimeError` on a device without the formats."""
-    where = "qlinear_fwd"
-    require(cfg.recipe.keep != "input", where, "cfg.recipe.keep", "'row' or 'col' (for 'input': qlinear_of_input)", "'input'")
+    where, recipe, weight = "qlinear_fwd", cfg.recipe, params.weight
     check_rows(where, "x", x, cfg.in_features)
     check_params(where, params, x, cfg)
-    weight = params.weight
+    if recipe.keep == "input":
+        y = y_of(quantize_tensor(x, recipe.x), row_of(weight, recipe), params.bias, recipe.emulate)
+        rounding = rounding_of(weight, recipe)
+        return y, QLinearOfInputResiduals.keep(cfg, needs, x=x, weight=weight, rounding=rounding, y_shape=y.shape, dtype=x.dtype)
     if not isinstance(weight, Scaled):
-        return qlinear_of(*operands(x, cfg.recipe, needs), params, cfg, needs)
-    (row, amax_x), (w, amax_w) = scaled_tensor(x, cfg.recipe.x, weight.scale[0:1]), scaled_weight(weight, cfg.recipe)
-    kept = turned(row) if cfg.recipe.keep == "col" and needs.param("weight") else row
-    y, amaxes = y_of(row, w, params.bias, cfg.recipe.emulate), torch.cat((amax_x, amax_w))
+        return qlinear_of(*operands(x, recipe, needs), params, cfg, needs)
+    (row, amax_x), (w, amax_w) = scaled_tensor(x, recipe.x, weight.scale[0:1]), scaled_weight(weight, recipe)
+    kept = turned(row) if recipe.keep == "col" and needs.param("weight") else row
+    y, amaxes = y_of(row, w, params.bias, recipe.emulate), torch.cat((amax_x, amax_w))
     return y, QLinearResiduals.keep(
         cfg, needs, x=kept, weight=weight, amaxes=amaxes, rounding=weight.scale, y_shape=y.shape, dtype=y.dtype
     )
 
 
 def rounding_of(weight: Any, recipe: Recipe) -> Tensor | None:
-    """What dy is rounded by beside itself: the key, where that is stochastic. It is kept where the weight is not."""
+    """The key by which dy is rounded stochastically, else None. It is saved even if the weight is not."""
     return weight.key if recipe.stochastic else None
 
 
 def operands(x: Tensor, recipe: Recipe, needs: Needs, largest: Largest = None) -> tuple[QTensor, QTensor]:
-    """x for y, and as it is kept for dw."""
+    """The operand of y, x by rows, and the form of x that is saved for dw."""
     if recipe.keep == "row" or not needs.param("weight"):
         row = quantized(x, recipe.x, largest)
         return row, row
@@ -161,7 +172,7 @@ def operands(x: Tensor, recipe: Recipe, needs: Needs, largest: Largest = None) -
 def quantized(
     t: Tensor, format: Format, largest: Largest, *, side: str = "row", key: Tensor | None = None, hadamard: bool = False
 ) -> QTensor:
-    """As `quantize_tensor`, of a tensor that may be a part of one."""
+    """The result of `quantize_tensor`. `largest`: if t is a part of a tensor, the function from its amax to the whole one's."""
     amax = largest(kernels.amax(t, hadamard)) if format.whole and largest is not None else None
     return quantize_tensor(t, format, side=side, key=key, amax=amax, hadamard=hadamard)
 
@@ -169,43 +180,38 @@ def quantized(
 def qlinear_of(
     row: QTensor, kept: QTensor, params: LinearParams, cfg: QLinearConfig, needs: Needs
 ) -> tuple[Tensor, QLinearResiduals | None]:
-    """y and residuals of x by rows, and as it is kept; after every check."""
+    """Return y and residuals, after all checks, from x by rows and the form of x that is saved."""
     y = y_of(row, row_of(params.weight, cfg.recipe), params.bias, cfg.recipe.emulate)
     rounding = rounding_of(params.weight, cfg.recipe)
     return y, QLinearResiduals.keep(cfg, needs, x=kept, weight=params.weight, rounding=rounding, y_shape=y.shape, dtype=y.dtype)
 
 
-@forward(QLinearConfig, LinearParams)
-def qlinear_of_input_fwd(
-    params: LinearParams, x: Tensor, cfg: QLinearConfig, *, needs: Needs = Needs.ALL
-) -> tuple[Tensor, QLinearOfInputResiduals | None]:
-    """As `qlinear_fwd`, for a recipe with keep="input": residuals hold x itself."""
-    where = "qlinear_of_input_fwd"
-    require(cfg.recipe.keep == "input", where, "cfg.recipe.keep", "'input' (for others: qlinear)", repr(cfg.recipe.keep))
-    check_rows(where, "x", x, cfg.in_features)
-    check_params(where, params, x, cfg)
-    y = y_of(quantize_tensor(x, cfg.recipe.x), row_of(params.weight, cfg.recipe), params.bias, cfg.recipe.emulate)
-    rounding = rounding_of(params.weight, cfg.recipe)
-    return y, QLinearOfInputResiduals.keep(cfg, needs, x=x, weight=params.weight, rounding=rounding, y_shape=y.shape, dtype=x.dtype)
-
-
-@dgrad_of(QLinearResiduals)
-def qlinear_dgrad(residuals: QLinearResiduals, dy: Tensor, cfg: QLinearConfig) -> tuple[Tensor, QLinearPending | None]:
-    """`dx = q(dy) q(w)`. dy: [*, O] -> dx: [*, I], and the pending weight gradient: dy and x in low precision, db."""
-    return _dgrad("qlinear_dgrad", residuals, dy, cfg, residuals.amaxes)
-
-
-@dgrad_of(QLinearOfInputResiduals)
-def qlinear_of_input_dgrad(
-    residuals: QLinearOfInputResiduals, dy: Tensor, cfg: QLinearConfig
-) -> tuple[Tensor, QLinearPending | None]:
-    """As `qlinear_dgrad`; the pending holds x itself, and dy itself where the recipe computes dw in high precision."""
-    return _dgrad("qlinear_of_input_dgrad", residuals, dy, cfg, None)
+@dgrad_of(ByConfig(QLinearConfig, _kept, (QLinearResiduals, QLinearOfInputResiduals)))
+def qlinear_dgrad(residuals: QLinearKept, dy: Tensor, cfg: QLinearConfig) -> tuple[Tensor, QLinearPending | None]:
+    """`dx = q(dy) q(w)`. dy: [*, O] -> dx: [*, I], and the pending weight gradient: dy and x in low precision, db; by a recipe with
+    keep="input" x itself, and dy itself if dw is computed in high precision."""
+    where, recipe, needs, weight = "qlinear_dgrad", cfg.recipe, residuals.needs, residuals.weight
+    check(where, "dy", dy, residuals.y_shape, residuals.dtype, a_tensor(weight if residuals.x is None else residuals.x))
+    low = needs_low(needs, recipe)  # also if x is recomputed later
+    check_rounding(where, residuals, recipe, low)
+    row = col = None
+    amaxes = residuals.amaxes if isinstance(residuals, QLinearResiduals) else None
+    if recipe.delayed and residuals.rounding is not None:
+        row, amax = scaled_tensor(dy, recipe.dy, residuals.rounding[2:3])
+        col = turned(row) if low else None
+        amaxes = None if amaxes is None else torch.cat((amaxes, amax))
+    elif needs.x or low:
+        row, col = of_gradient(dy, recipe, residuals.rounding, bool(needs.x), low)
+    dx = NO_GRADIENT
+    if needs.x and row is not None:
+        dx = product(row, col_of(weight, recipe), dy.dtype, recipe.emulate)
+    kept = col if low else dy
+    return dx, QLinearPending.keep(cfg, needs, x=residuals.x, dy=kept, db=db_of(dy, cfg, needs), amaxes=amaxes, dtype=dy.dtype)
 
 
 @wgrad_of(QLinearPending, LinearParams)
 def qlinear_wgrad(pending: QLinearPending, cfg: QLinearConfig, *, into: LinearParams | None = None) -> LinearParams:
-    """`dw = q(dy)^T q(x)`, and db; added to `into` where that is given. For a `Scaled` weight, dw is `Scaled` too, with
+    """`dw = q(dy)^T q(x)`, and db; added to `into` if given. For a `Scaled` weight, dw is `Scaled` too, with
     the amaxes [3] of x, w and dy, uint32 (`funcops.formats.scaled.bits_of`); `into` takes the larger of these."""
     return low_gradients("qlinear_wgrad", pending, pending.x, cfg, into, lambda out: _dw(pending, cfg.recipe, out))
 
@@ -219,7 +225,7 @@ def low_gradients(
     dw: Callable[[torch.dtype], Any],
     params: type[P] = LinearParams,  # type: ignore[assignment]
 ) -> P:
-    """The gradients of params, with `dw(dtype)` where there is an x; added to `into` where that is given, after a check of it."""
+    """The gradients of params, the weight's from `dw(dtype)`; added to `into`, after a check of it, if that is given."""
     dtype, scaled = pending.dtype, pending.amaxes is not None
     if into is None:
         gradient: Any = Scaled(dw(dtype), bits_of(pending.amaxes), None) if scaled else dw(dtype)
@@ -241,7 +247,7 @@ def check_low_into(
     into: P,
     params: type[P] = LinearParams,  # type: ignore[assignment]
 ) -> tuple[P, Tensor | None]:
-    """The accumulators without those of amaxes, after a check, and db as a gradient of params."""
+    """Check the accumulators. Return them without the amaxes, and db in the dtype of a gradient."""
     sums, db = _sums(where, into, pending.amaxes, cfg, params), None if pending.db is None else pending.db.to(pending.dtype)
     one: Any = a_tensor(x)
     like: Any = None if x is None else one.new_empty((), dtype=pending.dtype).expand(*cfg.group_dims, *cfg.linear.weight_shape)
@@ -250,7 +256,7 @@ def check_low_into(
 
 
 def check_params(where: str, params: Any, x: Tensor, cfg: Any) -> None:
-    """Params beside an x of that dtype and device, and whether this has the formats; of a config with a recipe."""
+    """Check the params of a config with a recipe: their shapes, x's dtype and device, and that the device has the formats."""
     recipe, weight, bias, groups = cfg.recipe, params.weight, params.bias, cfg.group_dims
     if isinstance(weight, Scaled) != recipe.delayed:
         wanted = (
@@ -300,7 +306,7 @@ def _check_quantized(where: str, weight: QWeight, x: Tensor, cfg: Any) -> None:
 
 
 def scaled_tensor(t: Tensor, format: Format, scale: Tensor) -> tuple[QTensor, Tensor]:
-    """t by a scale that is given, and its amax [1]."""
+    """t quantised by the given scale, and its amax [1]."""
     codes, amax = kernels.quantize_scaled(t, format.element, scale)
     scales = (1.0 / scale).reshape(1, 1)[: t.shape[:-1].numel()]  # a tensor without rows has no tile
     return QTensor(codes, scales, None, format=format, shape=t.shape, dtype=t.dtype, side="row", hadamard=False), amax
@@ -341,7 +347,7 @@ def y_of(x: QTensor, w: QTensor, bias: Tensor | None, emulate: bool) -> Tensor:
 
 
 def product(a: QTensor, b: QTensor, out: torch.dtype, emulate: bool) -> Tensor:
-    """[*, N] of [*, K] and [N, K], where K is the last dimension of codes."""
+    """The product [*, N] of [*, K] and [N, K], where K is the last dimension of codes."""
     of_a, of_b = a.format, b.format
     return scaled_mm(  # type: ignore[no-any-return]
         a.codes,
@@ -361,29 +367,8 @@ def product(a: QTensor, b: QTensor, out: torch.dtype, emulate: bool) -> Tensor:
     )
 
 
-def _dgrad(
-    where: str, residuals: Any, dy: Tensor, cfg: QLinearConfig, amaxes: Tensor | None
-) -> tuple[Tensor, QLinearPending | None]:
-    recipe, needs, weight = cfg.recipe, residuals.needs, residuals.weight
-    check(where, "dy", dy, residuals.y_shape, residuals.dtype, a_tensor(weight if residuals.x is None else residuals.x))
-    low = needs_low(needs, recipe)  # also where x is computed again later
-    check_rounding(where, residuals, recipe, low)
-    row = col = None
-    if recipe.delayed and residuals.rounding is not None:
-        row, amax = scaled_tensor(dy, recipe.dy, residuals.rounding[2:3])
-        col = turned(row) if low else None
-        amaxes = None if amaxes is None else torch.cat((amaxes, amax))
-    elif needs.x or low:
-        row, col = of_gradient(dy, recipe, residuals.rounding, bool(needs.x), low)
-    dx = NO_GRADIENT
-    if needs.x and row is not None:
-        dx = product(row, col_of(weight, recipe), dy.dtype, recipe.emulate)
-    kept = col if low else dy
-    return dx, QLinearPending.keep(cfg, needs, x=residuals.x, dy=kept, db=db_of(dy, cfg, needs), amaxes=amaxes, dtype=dy.dtype)
-
-
 def needs_low(needs: Needs, recipe: Recipe) -> bool:
-    """Whether dw will be asked for, in low precision."""
+    """Whether the weight's gradient is needed, in low precision."""
     return recipe.wgrad == "low" and (needs.params is True or needs.param("weight"))
 
 
@@ -398,7 +383,7 @@ def db_of(dy: Tensor, cfg: Any, needs: Needs) -> Tensor | None:
 
 
 def a_tensor(kept: Any) -> Tensor | None:
-    """One that stands for the device of what was kept; None where nothing was."""
+    """A tensor on the device of a saved field; None if the field is None."""
     kept = kept.value if isinstance(kept, Scaled) else kept
     kept = kept.row if isinstance(kept, QWeight) else kept
     return kept.codes if isinstance(kept, QTensor) else kept
@@ -423,7 +408,7 @@ def _dw(pending: QLinearPending, recipe: Recipe, out: torch.dtype) -> Any:
 
 
 def product_of_columns(where: str, dy: Any, x: Any, recipe: Recipe, out: torch.dtype) -> Tensor:
-    """dw of dy, and x as a recipe keeps it."""
+    """dw from dy, and from x in the form that the recipe saves."""
     if not isinstance(dy, QTensor):  # in high precision
         return products.linear_wgrad(dy, x, False)[0].to(out)  # type: ignore[no-any-return]
     if not isinstance(x, QTensor):
@@ -436,12 +421,12 @@ def product_of_columns(where: str, dy: Any, x: Any, recipe: Recipe, out: torch.d
 
 
 def kept_side(recipe: Recipe, x: QTensor) -> str:
-    """By rows or by columns, as x must be kept."""
+    """The side, "row" or "col", by which a saved x must have been quantised."""
     return "row" if recipe.keep == "row" or x.side == "row" else "col"
 
 
 def _sums(where: str, into: P, amaxes: Tensor | None, cfg: Any, params: type[P]) -> P:
-    """The accumulators of gradients, without those of amaxes, which are checked here."""
+    """The accumulators without the amaxes, which are checked here."""
     if amaxes is None:
         return into
     if not isinstance(into.weight, Scaled):
@@ -453,30 +438,27 @@ def _sums(where: str, into: P, amaxes: Tensor | None, cfg: Any, params: type[P])
 
 
 qlinear = make_op("qlinear", QLinearConfig, init=qlinear_init, fwd=qlinear_fwd, dgrad=qlinear_dgrad, wgrad=qlinear_wgrad)
-qlinear_of_input = make_op(
-    "qlinear_of_input",
-    QLinearConfig,
-    init=qlinear_init,
-    fwd=qlinear_of_input_fwd,
-    dgrad=qlinear_of_input_dgrad,
-    wgrad=qlinear_wgrad,
-)
 qlinear_bwd = both_halves(qlinear, qlinear_dgrad, qlinear_wgrad)
-qlinear_of_input_bwd = both_halves(qlinear_of_input, qlinear_of_input_dgrad, qlinear_wgrad)
 
 
 def op_of(recipe: Recipe) -> Op:
-    """The op that keeps what the recipe says.
-
-    >>> from funcops.low_precision import Fp8Block, op_of
-    >>> op_of(Fp8Block()), op_of(Fp8Block(keep="input"))
-    (qlinear, qlinear_of_input)
-    """
-    return qlinear_of_input if recipe.keep == "input" else qlinear
+    """Deprecated: return `qlinear`, which is the op of every recipe."""
+    warn("funcops.low_precision", "op_of(recipe)", "funcops.qlinear, the op of every recipe")
+    return qlinear
 
 
 def _low(cfg: LinearConfig, recipe: Recipe) -> tuple[Op, Op, QLinearConfig]:
-    return linear, op_of(recipe), QLinearConfig(cfg.in_features, cfg.out_features, recipe, bias=cfg.bias)
+    return linear, qlinear, QLinearConfig(cfg.in_features, cfg.out_features, recipe, bias=cfg.bias)
 
 
 LOW_FORMS[LinearConfig] = _low
+
+
+if not TYPE_CHECKING:  # a checker would take every name for one of the module's
+    __getattr__ = old_names(
+        __name__,
+        qlinear_of_input="qlinear",
+        qlinear_of_input_fwd="qlinear_fwd",
+        qlinear_of_input_dgrad="qlinear_dgrad",
+        qlinear_of_input_bwd="qlinear_bwd",
+    )

@@ -3,10 +3,10 @@
     params, state = adamw_update(params, grads, state, cfg)                  # pure: the arguments stay as they are
     params, state = adamw_update(params, grads, state, cfg, in_place=True)   # the same bits, written into the arguments
 
-The fused ops are those of `torch.optim.AdamW(fused=True)` and `torch.optim.SGD(fused=True)`: equal bits. While tracing
-(torch.compile, make_fx) the same formulas are written in `torch._foreach_*` ops, which a compiler can fuse.
+The updates run the fused ops of `torch.optim.AdamW(fused=True)` and `torch.optim.SGD(fused=True)`, with equal bits. While tracing
+(torch.compile, make_fx) they run the same formulas in `torch._foreach_*` ops, which a compiler can fuse.
 
-A leaf whose gradient is None is skipped: no decay, no step; a pure update returns that very tensor. Gradients have the
+A leaf whose gradient is None is skipped: no decay, no step; a pure update returns the same tensor. Gradients have the
 dtype of their param, or a narrower one (bfloat16 gradients of float32 master weights).
 """
 

@@ -1,4 +1,4 @@
-"""From trees to rows of tensors, one row a tree, and back: what every optimiser here does before and after its update."""
+"""Conversion of trees to rows of tensors, one row per tree, and back: the common part of every optimiser."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from funcops.trees import leaves, paths, same_structure, structure, tensors, tre
 T = TypeVar("T")
 Row = Sequence[Tensor]
 Kind = tuple[torch.device, torch.dtype]
-_seen: list[tuple[Any, Any]] = []  # structures of params, each after its outermost part, the latest first
+_seen: list[tuple[Any, Any]] = []  # pairs of a params tree's outermost node (`_top`) and its structure, the latest first
 _SEEN_KEPT = 8
 _LEAVES = (Tensor, bool, type(None))
 
 
 class Opened(NamedTuple):
-    """The tensors of params, grads and state where there is a gradient; the device and dtype of each param there, and whether
-    it is decayed; and whether each of params' tensors has a gradient."""
+    """The tensors of params, grads and state at the leaves with a gradient; the device and dtype of each such param, and whether it
+    is decayed; and whether each tensor of params has a gradient."""
 
     rows: list[Row]
     kinds: list[Kind]
@@ -32,7 +32,7 @@ class Opened(NamedTuple):
 
 
 def open_trees(where: str, trees: dict[str, Any], decay: Any, in_place: bool) -> Opened:
-    """`trees` (params, grads, state by name) as rows to write to, after all checks: copies unless `in_place`."""
+    """Check `trees` (params, grads, state by name) and return rows to write to: copies unless `in_place`."""
     lists = lists_of(where, trees if decay is None else {**trees, "decay": decay})
     kept = [row for row in zip(*lists, strict=True) if row[1] is not None]
     rows: list[Any] = list(zip(*kept, strict=True)) if kept else [()] * len(lists)
@@ -54,9 +54,9 @@ def open_trees(where: str, trees: dict[str, Any], decay: Any, in_place: bool) ->
 
 
 def lists_of(where: str, trees: dict[str, Any]) -> list[list[Any]]:
-    """The leaves of trees that must have the structure of the first; the error names the paths that differ."""
+    """The leaves of trees, all of which must have the structure of the first; the error names the paths that differ."""
     (first, wanted), *others = trees.items()
-    for seen in () if tracing() else _alike(wanted):  # reading by a known structure is thrice as fast as finding the structure
+    for seen in () if tracing() else _alike(wanted):  # flattening by a known structure is three times as fast as finding it
         try:
             lists = [seen.flatten_up_to(tree) for tree in trees.values()]
         except ValueError:
@@ -66,7 +66,7 @@ def lists_of(where: str, trees: dict[str, Any]) -> list[list[Any]]:
     for name, other in others:
         if not same_structure(wanted, other):
             have, got = paths(wanted), paths(other)
-            sides = {"without": [k for k in have if k not in got], "with also": [k for k in got if k not in have]}
+            sides = {"without": [k for k in have if k not in got], "with extra": [k for k in got if k not in have]}
             said = [f"{side} {', '.join(which)}" for side, which in sides.items() if which]
             said = said or [f"other containers, {describe(other)} for {describe(wanted)}"]
             fail(where, name, f"a tree like {first}", "one " + " and ".join(said))
@@ -76,7 +76,7 @@ def lists_of(where: str, trees: dict[str, Any]) -> list[list[Any]]:
 
 
 def _alike(tree: Any) -> list[Any]:
-    """The structures seen that may be the tree's. To read by another one raises, and spells every tensor out for its message."""
+    """The known structures that the tree may have. Flattening by a wrong one raises, and prints every tensor into its message."""
     top = _top(tree)
     alike = [seen for known, seen in _seen if known == top]
     if len(alike) > 1:
@@ -90,8 +90,8 @@ def _top(tree: Any) -> tuple[type, int]:
 
 
 def _traits_of_params(params: Row, grads: Row, *state: Row) -> tuple[list[Any], list[Any]] | None:
-    """The devices and dtypes of params; None where a shape, dtype or device is wrong. A few comparisons of lists: this is
-    the launch path."""
+    """The devices and dtypes of params, or None if a shape, dtype or device is wrong. Compares whole lists, because this is on the
+    launch path."""
     try:
         shapes, devices, dtypes = wanted = _traits(params)
         given = _traits(grads)
@@ -118,7 +118,7 @@ def _explain(where: str, trees: dict[str, Any]) -> NoReturn:
                 continue
             p = params[1][path]
             if not isinstance(p, Tensor):
-                fail(where, dotted("grads", path), f"None, as params.{path} is no tensor", describe(g), TypeError)
+                fail(where, dotted("grads", path), f"None, because params.{path} is not a tensor", describe(g), TypeError)
             check(where, dotted("params", path), p, (...,), FLOATS)
             check(where, dotted("grads", path), g, tuple(p.shape), tuple(d for d in FLOATS if _fits(d, p.dtype)), p)
             for name, found in state:
@@ -131,7 +131,7 @@ def dotted(name: str, path: str) -> str:
 
 
 def own_tensors(where: str, params: Any) -> list[Tensor]:
-    """The tensors of params. Raises for other leaves, and for a tensor that stands at two paths."""
+    """The tensors of params. Raises for other leaves, and for a tensor at two paths."""
     seen: dict[int, str] = {}
     for path, p in paths(params).items():
         if p is None:
@@ -150,9 +150,8 @@ def zeros_like(params: Any) -> Any:
 
 
 def walkable(rows: list[Row]) -> tuple[list[Row], list[tuple[Tensor, Tensor]]]:
-    """The rows, but contiguous copies instead of other tensors: the fused ops walk memory, whatever the strides. And the
-    pairs (tensor, copy) to be written back. A tracer sees operators that read strides, and rows as they are; gradients stay,
-    too."""
+    """The rows with a contiguous copy of each tensor that is not contiguous, because the fused ops ignore strides; and the pairs
+    (tensor, copy) to be written back. Gradients stay unchanged, and so do all rows while tracing, whose operators read strides."""
     if tracing() or all([all(map(Tensor.is_contiguous, row)) for i, row in enumerate(rows) if i != 1]):
         return rows, []
     dense = [row if i == 1 else [t.contiguous() for t in row] for i, row in enumerate(rows)]
@@ -160,7 +159,7 @@ def walkable(rows: list[Row]) -> tuple[list[Row], list[tuple[Tensor, Tensor]]]:
 
 
 def rebuilt(tree: T, like: list[Any], values: Row) -> T:
-    """The tree with `values`, in order, at the leaves where `like` is not None."""
+    """The tree with `values`, in order, at the leaves for which `like` is not None."""
     new = iter(values)
     return with_leaves(tree, [a if at is None else next(new) for a, at in zip(leaves(tree), like, strict=True)])
 
@@ -182,5 +181,5 @@ def check_rate(where: str, lr: Any) -> Any:
 
 
 def on_device(rate: Any, device: torch.device) -> Any:
-    """The rate where the fused op can read it: a host number serves every device."""
+    """The rate on `device`, where the fused op can read it; a number or a tensor on the CPU serves every device."""
     return rate.to(device) if isinstance(rate, Tensor) and not rate.is_cpu and rate.device != device else rate

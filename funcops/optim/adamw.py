@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @config
 class AdamWConfig:
-    """`lr`, `betas` (b1, b2), `eps`, and `weight_decay`, which is decoupled (lr * weight_decay of p is taken off)."""
+    """`lr`, `betas` (b1, b2), `eps`, and `weight_decay`, which is decoupled (lr * weight_decay * p is subtracted from p)."""
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.95)
@@ -40,7 +40,7 @@ class AdamWConfig:
 
 @tree
 class AdamWState:
-    """`step` counts the updates of each tensor in params, in the tree's order; the means are trees like params."""
+    """`step` counts the updates of each tensor of params, in the tree's order; the means are trees like params."""
 
     step: Tensor = leaf("[tensors in params], float32")
     exp_avg: Any = None
@@ -50,7 +50,7 @@ class AdamWState:
 
 def adamw_init(params: Any, cfg: AdamWConfig) -> AdamWState:
     """m = v = 0 in the shape and dtype of each param, t = 0. Raises `TypeError` for a leaf that is neither a float tensor
-    nor None, `ValueError` for a tensor that stands at two paths (it would be updated twice).
+    nor None, `ValueError` for a tensor at two paths (it would be updated twice).
 
     >>> import torch
     >>> from funcops.optim import AdamWConfig, AdamWState, adamw_init
@@ -80,11 +80,11 @@ def adamw_update(
         p <- p - lr weight_decay p - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
     p, m, v: any shape, one float dtype; g: that dtype or a narrower one. `lr` overrides cfg.lr (a tensor: no host sync on
-    CUDA); `decay` is a tree of bools like params, as `decay_mask` makes: a leaf with False is not decayed. `in_place`
+    CUDA); `decay` is a tree of bools like params, from `decay_mask` for example: a leaf with False is not decayed. `in_place`
     writes into params and state and returns them.
 
     Raises `ValueError` (structure, shape, device) or `TypeError` (not a float tensor, dtype), naming the path, before
-    anything changes; `GradModeError` where a pure update would be recorded by autograd.
+    anything changes; `GradModeError` if autograd would record a pure update.
 
     >>> import torch
     >>> from funcops.optim import AdamWConfig, adamw_init, adamw_update
@@ -126,7 +126,7 @@ def adamw_update(
 
 
 def _elements(state: AdamWState, step: Tensor) -> Sequence[Tensor]:
-    """Views of the elements of `state.step`, made once: they are a fifth of an update's host time."""
+    """Views of the elements of `state.step`, cached: making them takes a fifth of an update's host time."""
     if tracing():
         return step.unbind()
     kept = state._views
@@ -150,7 +150,7 @@ def _foreach_(
     eps: float,
     decay: float,
 ) -> None:
-    """As the kernel, in operators that a tracer can follow."""
+    """Compute what the kernel does, in operators that a tracer can follow."""
     lr = number if rate_tensor is None else rate_tensor
     g = kernels.like_params(g, params[0].dtype)
     for decays, (p,) in kernels.grouped([params], decayed):
@@ -159,7 +159,7 @@ def _foreach_(
     torch._foreach_lerp_(m, g, 1 - b1)
     torch._foreach_mul_(v, b2)
     torch._foreach_addcmul_(v, g, g, 1 - b2)
-    t = [s.double() for s in t]  # b^t is close to 1 at first: 1 - b^t takes more digits than float32 has
+    t = [s.double() for s in t]  # b^t is close to 1 at first: 1 - b^t needs more digits than float32 has
     root = [(1 - b2**s).sqrt().to(x.dtype) for s, x in zip(t, params, strict=True)]
     rate = [(lr / (1 - b1**s)).to(x.dtype) for s, x in zip(t, params, strict=True)]
     scaled = torch._foreach_add(torch._foreach_div(torch._foreach_sqrt(v), root), eps)

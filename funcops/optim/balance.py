@@ -1,4 +1,4 @@
-"""The bias by which a router evens the load of its experts, without a loss."""
+"""Load balancing of a router's experts by a bias, without an auxiliary loss."""
 
 from __future__ import annotations
 

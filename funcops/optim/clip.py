@@ -1,4 +1,4 @@
-"""The norm of all gradients together, and clipping by it."""
+"""The global norm of gradients, and clipping by it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def global_norm(tree: Any) -> Tensor:
-    """sqrt(sum of g^2 over all elements of all tensors of a tree): [], float32 (float64 where one of them is float64),
+    """sqrt(sum of g^2 over all elements of all tensors of a tree): [], float32 (float64 if one of them is float64),
     on the device of the first. No host sync. Raises `TypeError` for a leaf that is neither a float tensor nor None.
 
     >>> import torch
@@ -29,9 +29,9 @@ def global_norm(tree: Any) -> Tensor:
 def clip_by_global_norm(
     grads: T, max_norm: float | Tensor, *, norm: Tensor | None = None, in_place: bool = False
 ) -> tuple[T, Tensor]:
-    """Gradients times min(1, max_norm / (norm + 1e-6)), in their dtypes, and the norm before that, as `global_norm` gives
-    it. `norm`: of a tree of which these are a part, as `funcops.dist.global_norm` gives it. `in_place` writes into the gradients.
-    arXiv:1211.5063; the numbers are torch.nn.utils.clip_grad_norm_'s.
+    """Gradients times min(1, max_norm / (norm + 1e-6)), in their dtypes, and their `global_norm` before clipping. `norm`: the norm
+    of a larger tree that these are part of, from `funcops.dist.global_norm` for example. `in_place` writes into the gradients.
+    arXiv:1211.5063; the numbers equal torch.nn.utils.clip_grad_norm_'s.
 
     No host sync. A norm that is not finite spoils every gradient: see `funcops.precision.all_finite` and `select_step`.
     Raises `TypeError` for a leaf that is neither a float tensor nor None, `ValueError` for a negative max_norm.

@@ -1,4 +1,4 @@
-"""An exponential moving average of params: the weights that one evaluates with (Polyak averaging, as torch.optim.swa_utils)."""
+"""An exponential moving average of params, to evaluate with (Polyak averaging, as in torch.optim.swa_utils)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ T = TypeVar("T")
 
 
 def ema_init(params: T, dtype: torch.dtype = torch.float32) -> T:
-    """The average of nothing yet: copies of params, in `dtype` or a wider one. bfloat16 would lose updates of 1 - decay =
-    0.001. Raises `TypeError` or `ValueError` for what is no float dtype.
+    """The initial average: copies of params, in `dtype` or a wider dtype. bfloat16 would lose updates of 1 - decay = 0.001. Raises
+    `TypeError` or `ValueError` if `dtype` is not a float dtype.
 
     >>> import torch
     >>> from funcops.optim import ema_init
@@ -36,13 +36,13 @@ def ema_init(params: T, dtype: torch.dtype = torch.float32) -> T:
 
 
 def ema_update(average: T, params: T, decay: float | Tensor, *, in_place: bool = False) -> T:
-    """The average one step on, leaf by leaf, in the average's dtype:
+    """The average after one more step, leaf by leaf, in the average's dtype:
 
         a <- decay a + (1 - decay) p
 
-    Leaves that are no float tensors are taken from params. `decay` may be a tensor of one number: there is no host sync. With
-    `in_place` the average is written to and returned. Raises `ValueError` for a decay outside of [0, 1], trees of two structures,
-    or shapes and devices that differ; `TypeError` for a leaf that is a tensor in one of them alone.
+    Leaves other than float tensors are taken from params. `decay` may be a tensor of one number, without a host sync. With
+    `in_place` the average is written to and returned. Raises `ValueError` for a decay outside of [0, 1], or trees that differ in
+    structure, shapes or devices; `TypeError` for a leaf that is a tensor in only one of the trees.
 
     >>> import torch
     >>> from funcops.optim import ema_update
@@ -61,7 +61,7 @@ def ema_update(average: T, params: T, decay: float | Tensor, *, in_place: bool =
         if isinstance(a, Tensor) != isinstance(p, Tensor):
             fail("ema_update", dotted("params", name), "a tensor where average has one", describe(p), TypeError)
         if isinstance(a, Tensor) and a.is_floating_point() != p.is_floating_point():
-            fail("ema_update", dotted("params", name), f"of a kind with average, {short(a.dtype)}", short(p.dtype), TypeError)
+            fail("ema_update", dotted("params", name), f"of the same kind as average's {short(a.dtype)}", short(p.dtype), TypeError)
     made = [a if in_place else p for a, p in zip(ours, given, strict=True)]
     with torch.no_grad():
         for i in floats:

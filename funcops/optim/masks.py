@@ -1,4 +1,4 @@
-"""Which leaves are decayed."""
+"""Masks of the leaves that weight decay applies to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_DECAY = ("*norm*", "*.bias")
 def decay_mask(params: T, exclude: Sequence[str] = NO_DECAY) -> T:
     """A tree of bools like params for `decay=`: False where a dotted path matches one of the globs.
 
-    Raises `ValueError` for a glob that matches no path (those of `NO_DECAY` may), `TypeError` for a bare string.
+    Raises `ValueError` for a glob that matches no path (except the globs of `NO_DECAY`), `TypeError` for a bare string.
 
     >>> import torch
     >>> from funcops.optim import NO_DECAY, decay_mask

@@ -12,12 +12,12 @@ from funcops.errors import require, require_count, require_number
 
 
 def warmup_cosine(step: int | Tensor, *, peak: float, warmup: int, total: int, final: float = 0.0) -> Any:
-    """Learning rate of update s = `step`, from 0 (SGDR's cosine, arXiv:1608.03983, after a linear warm-up):
+    """The learning rate of update s = `step`, counted from 0 (SGDR's cosine, arXiv:1608.03983, after a linear warm-up):
 
         s < warmup:  peak (s + 1) / warmup
         s < total:   final + (peak - final) (1 + cos(pi (s - warmup) / (total - warmup))) / 2        then: final
 
-    A tensor step (any shape) gives float32 of its shape, without a host sync. Raises `ValueError` unless
+    A tensor `step` (any shape) gives float32 of the same shape, without a host sync. Raises `ValueError` unless
     0 <= warmup <= total.
 
     >>> from funcops.optim import warmup_cosine

@@ -33,13 +33,13 @@ class SGDConfig:
 
 @tree
 class SGDState:
-    """`momentum` is a tree like params, with None leaves where cfg.momentum is 0."""
+    """`momentum` is a tree like params, with None leaves if cfg.momentum is 0."""
 
     momentum: Any = None
 
 
 def sgd_init(params: Any, cfg: SGDConfig) -> SGDState:
-    """u = 0 in the shape and dtype of each param, or None leaves where cfg.momentum is 0. Raises as `adamw_init`.
+    """u = 0 in the shape and dtype of each param, or None leaves if cfg.momentum is 0. Raises as `adamw_init` does.
 
     >>> import torch
     >>> from funcops.optim import SGDConfig, SGDState, sgd_init
@@ -67,9 +67,7 @@ def sgd_update(
         g' = g + weight_decay p        u <- momentum u + g'
         p <- p - lr u        (nesterov: p <- p - lr (g' + momentum u))
 
-    Shapes, dtypes, other arguments and errors as for `adamw_update`.
-
-    Raises as `adamw_update` does.
+    Shapes, dtypes and other arguments are as for `adamw_update`. Raises as `adamw_update` does.
 
     >>> import torch
     >>> from funcops.optim import SGDConfig, sgd_init, sgd_update
@@ -112,7 +110,7 @@ def _fused_(p: Any, g: Any, u: Any, lr: Any, cfg: SGDConfig, decay: float) -> No
         maximize=False,
         is_first_step=False,
     )
-    torch.autograd.graph.increment_version([*p, *u])  # torch's fused ops count no write
+    torch.autograd.graph.increment_version([*p, *u])  # torch's fused ops do not count their writes
 
 
 def _foreach_(p: Any, g: Any, u: Any, lr: Any, cfg: SGDConfig, decay: float) -> None:

@@ -8,8 +8,10 @@ import torch
 
 from funcops.contract.configs import Composite
 from funcops.contract.needs import Needs
-from funcops.errors import describe, fail, in_html, join_path, on_screen, require_device, require_dtype, require_type
+from funcops.errors import describe, fail, in_html, join_path, on_screen, require_device, require_dtype, require_flag, require_type
 from funcops.program.lower import Call, Lowered, lower
+from funcops.program.programs import rows_of
+from funcops.program.rows import Row
 from funcops.program.rules import BACKWARD, FORWARD, NearMiss, Piece, Rule, Saving, cover
 
 
@@ -104,6 +106,7 @@ class Explained(NamedTuple):
     """The plan of a config, and the plans of the programs inside it (such as a repeat's body), by path."""
 
     plans: dict[str, FusionPlan]
+    rows: dict[str, dict[str, tuple[Row, ...]]] = {}  # by path, the rows of the forward and of the whole backward
 
     def __repr__(self) -> str:
         return on_screen(str(self))
@@ -112,12 +115,20 @@ class Explained(NamedTuple):
         return in_html(repr(self))
 
     def __str__(self) -> str:
-        return "\n".join(f"{path or '(the program)'}\n  " + str(one).replace("\n", "\n  ") for path, one in self.plans.items())
+        lines = list[str]()
+        for path, one in self.plans.items():
+            lines += [path or "(the program)", *(f"  {line}" for line in str(one).split("\n"))]
+            for phase, rows in self.rows.get(path, {}).items():
+                lines += [f"  rows of the {phase}", *(f"    {line}" for row in rows for line in str(row).split("\n"))]
+        return "\n".join(lines)
 
 
-def explain(cfg: Any, needs: Needs = Needs.ALL, device_type: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Explained:
+def explain(
+    cfg: Any, needs: Needs = Needs.ALL, device_type: str = "cuda", dtype: torch.dtype = torch.bfloat16, *, rows: bool = False
+) -> Explained:
     """The `plan` of `cfg` and of every program inside it, with the near misses and their reasons. The body of a repeat is shown
-    once, as if all its gradients were needed, unless `needs` is Needs.NONE. It takes neither params nor an x. Raises
+    once, as if all its gradients were needed, unless `needs` is Needs.NONE. It takes neither params nor an x. With `rows` it also
+    shows the statements of each forward and whole backward: what each reads and writes, and where a local is released. Raises
     `TypeError` for a config that is not a combinator's, `TypeError` or `ValueError` for invalid needs, device type or dtype.
 
     >>> from funcops import ActivationConfig, BiasConfig, ChainConfig, Step, activation, bias, explain
@@ -132,7 +143,9 @@ def explain(cfg: Any, needs: Needs = Needs.ALL, device_type: str = "cuda", dtype
     if not isinstance(cfg, Composite):
         fail("explain", "cfg", "the config of a combinator", describe(cfg), TypeError)
     _check_options("explain", needs, device_type, dtype)
+    require_flag("explain", rows=rows)
     found: dict[str, FusionPlan] = {}
+    written: dict[str, dict[str, tuple[Row, ...]]] = {}
 
     def visit(inner: Any, path: str, own: Needs) -> None:
         if not isinstance(inner, Composite):
@@ -141,9 +154,12 @@ def explain(cfg: Any, needs: Needs = Needs.ALL, device_type: str = "cuda", dtype
             below = [(name, body) for name, _, body in inner.parts()]
         else:
             found[path] = plan(inner, own, device_type, dtype)
+            if rows:
+                low = lowered_of("explain", inner, own)
+                written[path] = {which: rows_of(which, low, cover(low, device_type, dtype)) for which in ("forward", "backward")}
             below = [(call.path, call.cfg) for line in found[path].forward for call in line.calls]
         for name, body in below:
             visit(body, join_path(path, name), own and Needs.ALL)
 
     visit(cfg, "", needs)
-    return Explained(found)
+    return Explained(found, written)

@@ -1,4 +1,4 @@
-"""The forward of a program, as source."""
+"""The forward of a program, as rows."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ from typing import Any
 
 from funcops.contract.op import NoneType, raw_of
 from funcops.ops.fork import fork
-from funcops.program.lower import Call, Fold, Place, Scope
+from funcops.program.lower import Call, Fold, Place, Value
+from funcops.program.rows import Group, Row, Rows, names_of, part_names, released
 from funcops.program.rules import Piece
 from funcops.program.run import joined
-from funcops.program.source import Source
 
 
-class Forward(Source):
+class Forward(Rows):
     """`forward(P, main, extras) -> (y, residuals)`."""
 
-    def write(self) -> tuple[str, dict[str, Any]]:
+    def write(self) -> tuple[Row, ...]:
         low = self.lowered
-        self.put(f"v{low.main} = main; del main", *[f"v{v} = extras[{name!r}]" for name, v in low.extras.items()])
+        self.row("main", None, (), (f"v{low.main}",))
+        for name, v in low.extras.items():
+            self.row("extra", None, (), (f"v{v}",), name)
         turn = {call.index: i for i, piece in self.cover.forward.items() for call in piece.calls}
         done = set[int]()
         for row in low.forward:
@@ -29,21 +31,18 @@ class Forward(Source):
                     self._call(row)
                 else:
                     self._piece(piece, done)
-        y = self.of(low.output)
-        if low.outputs:
-            y = f"WithExtras({y}, {{{', '.join(f'{name!r}: {self.of(v)}' for name, v in low.outputs.items())}}})"
-        return self.written("forward", "P, main, extras", f"{y}, {self.tree('n', self._kept)}")
+        main, others = self._of(low.output), [self._of(v) for v in low.outputs.values()]
+        reads = (*names_of(main), *others, *part_names("n", low.root))
+        self.row("return forward", low.root, reads, (), main, others, tuple(low.outputs))
+        return released(tuple(self.rows))
 
-    def _kept(self, scope: Scope, parts: str) -> str:
-        if not scope.needs:
-            return "None"
-        i = scope.index
-        self.names |= {f"K{i}": scope.residuals, f"k{i}": scope.cfg, f"m{i}": scope.needs}
-        return f"K{i}({parts}, cfg=k{i}, needs=m{i})"
+    def _of(self, value: Value) -> Any:
+        """The local of a value of the forward; a group for a tuple."""
+        return Group(map(self._of, value)) if isinstance(value, tuple) else f"v{self.lowered.resolve(value)}"
 
     def _fold(self, row: Fold, done: set[int]) -> None:
         if row.out not in done:
-            self.put(f"v{row.out} = fold_in({self.of(row.of)}, {row.data})")
+            self.row("fold", None, (self._of(row.of),), (f"v{row.out}",), row.data)
             done.add(row.out)
 
     def _open(self, place: Place | None) -> None:
@@ -53,50 +52,36 @@ class Forward(Source):
         scope = place.scope
         self._open(scope.place)
         self.opened.add(scope.index)
-        i, names, where = scope.index, self.const("names", scope.index, scope.cfg.names), f"{scope.kind}_fwd"
-        self.names[f"k{i}"] = scope.cfg
         self.at(scope.place.path)
-        self.put(
-            f"P{i} = {self.part('P', scope.place)}",
-            f"if type(P{i}) is not dict or P{i}.keys() != {names}.keys(): run.check_names({where!r}, 'params', P{i}, k{i})",
-        )
+        self.row("open params", scope, (), (), f"{scope.kind}_fwd")
         if scope.ties:
-            self.put(f"P{i} = run.tied({where!r}, P{i}, {self.const('ties', i, scope.ties)})")
+            self.row("tied params", scope, (), (), f"{scope.kind}_fwd")
 
     def _call(self, call: Call) -> None:
         if call.place is None:
             self._of_skip(call)
             return
-        i, raw = call.index, raw_of(call.op.fwd)
+        raw = raw_of(call.op.fwd)
         self._open(call.place)
         self.at(call.path)
-        self.names |= {f"f{i}": call.op.fwd, f"c{i}": call.cfg, f"w{i}": call.kept}
-        y = f"({', '.join(f'v{v}' for v in (call.out, *call.gives))})" if call.gives and not call.names else f"v{call.out}"
-        fn = f"f{i}"
-        if raw is not None and not self.traced:
-            self.names |= {f"r{i}": raw, f"T{i}": call.op.params or NoneType}
-            self.put(f"p = {self.part('P', call.place)}")
-            fn = f"(r{i} if fast and type(p) is T{i} else f{i})"
-        params = "p" if fn != f"f{i}" else self.part("P", call.place)
-        self.put(f"{y}, n{i} = {fn}({params}, {self._x(call)}, c{i}, needs=w{i})")
+        y, n = f"v{call.out}", f"n{call.index}"
+        written = (y, n) if call.names else (y, *(f"v{v}" for v in call.gives), n)
+        main, takes = self._of(call.main), [self._of(v) for v in call.takes]
+        kind, raws = ("fwd", ()) if raw is None or self.traced else ("raw fwd", (raw, call.op.params or NoneType))
+        self.row(kind, call, (*names_of(main), *takes), written, main, takes, call.labels, *raws, needs=call.kept)
         if call.names:
-            self.put(*[f"v{v} = {y}.extras[{name!r}]" for v, name in zip(call.gives, call.names, strict=True)], f"{y} = {y}.main")
+            for v, name in zip(call.gives, call.names, strict=True):
+                self.row("output", None, (y,), (f"v{v}",), f".extras[{name!r}]")
+            self.row("output", None, (y,), (y,), ".main")
 
     def _of_skip(self, call: Call) -> None:
         """The fork of a skip, or its sum."""
         if call.op is fork:
-            self.put(*[f"v{value} = {self.of(call.main)}" for value in (call.out, *call.gives)])
+            for value in (call.out, *call.gives):
+                self.row("is", None, names_of(self._of(call.main)), (f"v{value}",), self._of(call.main))
             return
         self.at(call.path)
-        a, b = self.of(call.takes[0]), self.of(call.main)
-        self.put(f"if {b}.shape != {a}.shape or {b}.dtype is not {a}.dtype: run.unlike({a}, {b})", f"v{call.out} = {a} + {b}")
-
-    def _x(self, call: Call) -> str:
-        main = self.of(call.main)
-        if call.labels:
-            given = ", ".join(f"{name!r}: {self.of(v)}" for name, v in zip(call.labels, call.takes, strict=True))
-            return f"WithExtras({main}, {{{given}}})"
-        return f"({main}, {', '.join(self.of(v) for v in call.takes)})" if call.takes else main
+        self.row("sum of skip", call, (self._of(call.takes[0]), self._of(call.main)), (f"v{call.out}",))
 
     def _piece(self, piece: Piece, done: set[int]) -> None:
         """Calls that run by a rule, or one by one if it declines their inputs."""
@@ -107,21 +92,22 @@ class Forward(Source):
         for call in calls:
             self._open(call.place)
         self.at(joined(calls))
-        params = "".join((self.part("P", call.place) if call.place else "None") + ", " for call in calls)
-        outside = {v for call in calls for v in call.takes} - {v for call in calls for v in call.gives}
-        self.names |= {f"rule{i}": piece.rule, f"calls{i}": calls}
-        self.put(
-            f"E{i} = {{{', '.join(f'{v}: {self.of(v)}' for v in sorted(outside))}}}",
-            f"out{i} = run.forward_piece(rule{i}, calls{i}, ({params}), {self.of(calls[0].main)}, E{i})",
-            f"if out{i} is NotImplemented:",
-        )
-        self.depth += 1
+        outside = sorted({v for call in calls for v in call.takes} - {v for call in calls for v in call.gives})
+        self.row("values", piece, [self._of(v) for v in outside], (f"E{i}",), outside)
+        main = self._of(calls[0].main)
+        self.row("forward piece", piece, (*names_of(main), f"E{i}"), (f"out{i}",), main)
+        one_by_one = self.block(self._one_by_one, calls)
+        self.row("choice", None, (f"out{i}",), path=None, then=one_by_one, otherwise=self.block(self._after, piece))
+
+    def _one_by_one(self, calls: tuple[Call, ...]) -> None:
         for call in calls:
             self._call(call)
-        self.depth -= 1
-        self.put("else:")
-        self.depth += 1
-        nodes = "".join(f"n{call.index}, " if call.place else "_, " for call in calls)
-        out = f"({''.join(f'v{call.out}, ' for call in piece.ends)})" if piece.siblings else f"v{calls[-1].out}"
-        self.put(f"{out}, ({nodes}) = out{i}", *[f"v{v} = E{i}[{v}]" for call in calls for v in call.gives])
-        self.depth -= 1
+
+    def _after(self, piece: Piece) -> None:
+        """Pass on the result of the rule, `(y, residuals of each)`."""
+        calls, i = piece.calls, piece.calls[0].index
+        nodes = Group(f"n{call.index}" if call.place else "_" for call in calls)
+        out = Group(f"v{call.out}" for call in piece.ends) if piece.siblings else f"v{calls[-1].out}"
+        self.row("results", None, (f"out{i}",), (*names_of(out), *nodes), out, nodes)
+        for v in (v for call in calls for v in call.gives):
+            self.row("taken", None, (f"E{i}",), (f"v{v}",), v)

@@ -53,7 +53,7 @@ class Call:
     """One op. It reads `main` and the values that it `takes` (as extras with these `labels`, if it has any), and writes `out` and
     the values that it `gives` (as outputs with these `names`, if it has any). `place` is None for the fork and the sum of a skip,
     which have no trees. `recomputed_by`: the call that recomputes main in the backward; the residuals lack the `fields` that hold
-    it."""
+    it. `residuals`: the class that the op keeps under this config, looked up here once for all runs."""
 
     index: int
     path: str
@@ -71,6 +71,10 @@ class Call:
     recomputed_by: Call | None = None
     fields: tuple[str, ...] = ()
     readers: list[Call] = dataclasses.field(default_factory=list)  # the calls whose `recomputed_by` is this one
+    residuals: Any = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.residuals = self.op.residuals_of(self.cfg)
 
     @property
     def source(self) -> bool:
@@ -86,12 +90,13 @@ class Call:
     @property
     def can_recompute(self) -> bool:
         """Whether y can be recomputed: its x is saved, not itself recomputed."""
-        of_x = [field for field in self.op.fields().values() if (field.alias or "").partition(".")[0] == "x"]
+        of_x = [field for field in self.op.fields(self.cfg).values() if (field.alias or "").partition(".")[0] == "x"]
         return self.op.recompute is not None and self.recomputed_by is None and all(field.wanted(self.needs) for field in of_x)
 
     @property
     def recomputed_in_dgrad(self) -> bool:
-        return any([self.op.fields()[name].dgrad for name in self.fields])
+        fields = self.op.fields(self.cfg)
+        return any([fields[name].dgrad for name in self.fields])
 
 
 class Fold(NamedTuple):
@@ -134,6 +139,11 @@ class Lowered:
     @property
     def calls(self) -> tuple[Call, ...]:
         return tuple(row for row in self.forward if type(row) is Call)
+
+    @property
+    def root(self) -> Scope | Call:
+        """The outermost part that has trees."""
+        return self.scopes[0] if self.scopes else next(call for call in self.calls if call.place)
 
     def resolve(self, value: int) -> int:
         while value in self.origin:
@@ -195,7 +205,7 @@ class Lowered:
         labels, names = tuple(extras) if cfg.extras else (), cfg.outputs
         call = self.call(op, cfg, place, needs, main, tuple(extras.values()), labels, len(names) or gives, fuse, names=names)
         if recomputed_by is not None:
-            fields = op.fields()
+            fields = op.fields(cfg)
             call.fields = tuple(n for n, f in fields.items() if f.alias in ("x", "x.0") and f.wanted(needs))
             if call.fields:
                 call.recomputed_by = recomputed_by

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import linecache
-import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from funcops.backend import select, wants_triton
+from funcops.backend.source import compile_source
 from funcops.contract.needs import Mask, Needs
 from funcops.contract.op import Op, with_raw
 from funcops.contract.schema import open_node
@@ -21,12 +19,14 @@ from funcops.program import compiled_programs, rules, run
 from funcops.program.accumulator_checks import check_into_tree
 from funcops.program.backward import Backward
 from funcops.program.forward import Forward
-from funcops.program.lower import lower
-from funcops.program.rules import changes, cover
+from funcops.program.lower import Lowered, lower
+from funcops.program.rows import Row
+from funcops.program.rules import Cover, changes, cover
+from funcops.program.source import Source
+from funcops.program.weights import SecondHalf
 from funcops.residuals.nested import needs_of
 from funcops.trees import WithExtras
 
-_numbers = itertools.count()
 _compiling = torch.compiler.is_dynamo_compiling
 
 
@@ -77,7 +77,7 @@ def lowers(config: Any, op: Op) -> None:
     """Note on a combinator's class of configs that `op` lowers them to programs; and on the bwd of a scope what it runs after its
     checks of residuals."""
     config.lowered_by, config.program_while_tracing = op, program_while_tracing
-    if op.residuals is not None:
+    if op.keeps is not None:
         with_raw(op.bwd, functools.partial(_raw_bwd, op))
 
 
@@ -90,22 +90,22 @@ def _made(which: str, op: Op, cfg: Any, needs: Needs, device_type: str | None, d
     if which == "wgrad":  # no tensor tells them here: rules decide when it runs
         device_type, dtype = "cuda", torch.bfloat16
     found = cover(lowered, device_type, dtype, which == "backward")
+    rows = rows_of(which, lowered, found, for_tracer)
+    text, names = Source().function(which, rows, for_tracer)
+    return compile_source(f"program: {which} of {op.name}", text, names)[which]
+
+
+def rows_of(which: str, lowered: Lowered, found: Cover, for_tracer: bool = False) -> tuple[Row, ...]:
+    """The rows of a program's function, after all passes."""
     if which == "forward":
-        text, names = Forward(lowered, found, for_tracer).write()
-    else:
-        text, names = Backward(lowered, found, for_tracer, which).write()
-    file = f"<funcops program {next(_numbers)}: {which} of {op.name}>"
-    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
-    scope = dict(names)
-    exec(compile(text, file, "exec"), scope)
-    weakref.finalize(scope[which], linecache.cache.pop, file, None).atexit = False
-    return scope[which]
+        return Forward(lowered, found, for_tracer).write()
+    return (SecondHalf if which in ("wgrad", "products") else Backward)(lowered, found, for_tracer, which).write()
 
 
 def bwd(op: Op, residuals: Any, dy: Any, cfg: Any, into: Any) -> tuple[Any, Any]:
     """The `bwd` of an op that is lowered to a program."""
     where = f"{op.name}_bwd"
-    if op.residuals is None and not needs_of(residuals):
+    if op.keeps is None and not needs_of(residuals):
         return cfg.op.bwd(residuals, dy, cfg.cfg, into=into)  # type: ignore[no-any-return]
     node, own, own_cfg = _opened(where, op, residuals, cfg)
     sums = into if into is None or own.lower is None else accumulators(where, own, into, node, own_cfg, dy)
@@ -124,7 +124,7 @@ def _raw_bwd(op: Op, node: Any, dy: Any, cfg: Any, *, into: Any = None) -> tuple
 
 def dgrad(op: Op, residuals: Any, dy: Any, cfg: Any) -> tuple[Any, Any]:
     """The `dgrad` of an op that is lowered to a program."""
-    if op.residuals is None and not needs_of(residuals):
+    if op.keeps is None and not needs_of(residuals):
         return cfg.op.dgrad(residuals, dy, cfg.cfg)  # type: ignore[no-any-return]
     node, _, _ = _opened(f"{op.name}_dgrad", op, residuals, cfg)
     found: tuple[Any, Any] = backward("dgrad", op, cfg, needs_of(node), dy)(node, dy)
@@ -136,9 +136,9 @@ def dgrad(op: Op, residuals: Any, dy: Any, cfg: Any) -> tuple[Any, Any]:
 def _opened(where: str, op: Op, residuals: Any, cfg: Any) -> tuple[Any, Op, Any]:
     """The residuals after every check, and the op and config that made them: for a skip, its body's. Residuals of a body that
     is one call are not opened."""
-    while op.lower is not None and op.residuals is None:
+    while op.lower is not None and op.keeps is None:
         op, cfg = cfg.op, cfg.cfg
-    node, cls = residuals, op.residuals
+    node, cls = residuals, op.keeps
     if op.lower is not None and (type(node) is not cls or node.cfg is not cfg or node.gone or node.had):
         node = open_node(where, node, cls, cfg)
     return node, op, cfg

@@ -211,7 +211,7 @@ def _own(call: Call, trees: dict[int, Any]) -> Any:
 
 def _read(call: Call, node: Any, trees: dict[int, Any], where: str) -> Any:
     """The residuals of a call, after every check; with the recomputed fields, if its dgrad reads them."""
-    node = open_node(where, node, call.op.residuals, call.cfg)
+    node = open_node(where, node, call.residuals, call.cfg)
     if call.recomputed_by is None or not call.recomputed_in_dgrad:
         return node
     source = call.recomputed_by

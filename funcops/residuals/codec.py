@@ -1,15 +1,15 @@
-"""Fewer bytes for a kept tensor, at an error that is stated: each codec bounds it, and tests hold it to that.
+"""Codecs that keep a tensor in fewer bytes, with a bounded error that the tests check.
 
-    codec   bytes an element      largest error of an element
+    codec   bytes per element     largest error of an element
     bf16    2                     2^-8 of its size
-    fp8     1 (+ 1 every 128)     2^-4 of its size, or 2^-17 of its block's largest where that is more
-    mxfp8   1 (+ 1 every 32)      the same, of a smaller block
-    int8    1 (+ 4 a row)         1/254 of the row's largest
+    fp8     1 (+ 1 per 128)       2^-4 of its size or 2^-17 of its block's largest element, whichever is more
+    mxfp8   1 (+ 1 per 32)        the same, with a smaller block
+    int8    1 (+ 4 per row)       1/254 of the row's largest element
 
-fp8 and mxfp8 are e4m3 in blocks of 128 and of 32 along the last dimension (the last of a row may be shorter). A block's scale is
-a power of two, one byte, the least that clips nothing: see `funcops.kernels.quantize`. An outlier takes precision from its own
-block alone. A NaN stays NaN; an infinity stays one, and the rest of its block becomes 0. Of blocks whose largest is below 2^-118
-errors are at most 2^-137.
+fp8 and mxfp8 are e4m3 in blocks of 128 and of 32 along the last dimension (the last block of a row may be shorter). A block's scale
+is one byte, the smallest power of two that clips nothing: see `funcops.kernels.quantize`. An outlier costs precision only in its
+own block. A NaN stays NaN; an infinity stays infinite, and the rest of its block becomes 0. In blocks whose largest element is
+below 2^-118, errors are at most 2^-137.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Codec(NamedTuple):
 
 
 def _blocks(width: int) -> tuple[Callable[[Tensor], Parts], Callable[[Parts, torch.dtype], Tensor]]:
-    """e4m3 with a scale, a byte, for each block of so many elements of a row."""
+    """e4m3 with a one-byte scale for each block of `width` elements of a row."""
     form = ("e4m3", 1, width, "e8m0")
 
     def encode(t: Tensor) -> Parts:
@@ -49,7 +49,7 @@ def _blocks(width: int) -> tuple[Callable[[Tensor], Parts], Callable[[Parts, tor
 def _int8(t: Tensor) -> Parts:
     wide = t.float()
     amax = wide.abs().amax(-1, keepdim=True) if t.numel() else wide.new_ones((*t.shape[:-1], 1))
-    scale = torch.where(amax > 0, amax / 127.0, torch.ones_like(amax))  # a row with an infinity or NaN stays so
+    scale = torch.where(amax > 0, amax / 127.0, torch.ones_like(amax))  # a row with an infinity decodes to NaN
     return (wide / scale).round().to(torch.int8), scale
 
 
@@ -67,5 +67,5 @@ def codec(where: str, name: str) -> Codec:
 
 
 def smaller(name: str, t: Tensor) -> bool:
-    """Whether the codec makes the tensor smaller: never an integer one, one of no dimension, or bf16 of 16 bits."""
+    """Whether the codec makes the tensor smaller: never an integer or 0-d tensor, nor 16 bits by bf16."""
     return t.is_floating_point() and t.dim() > 0 and t.element_size() > (2 if name == "bf16" else 1)

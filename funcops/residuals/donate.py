@@ -1,4 +1,4 @@
-"""Giving residuals away, so that memory falls while the backward walks."""
+"""Donation of residuals, so that memory falls during the backward."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from funcops.errors import describe, fail
 
 
 def donate(kept: Any) -> Any:
-    """Empty `kept` (residuals or pending) into a one-shot cell that the next backward takes; or a cache of `funcops.models` into
-    one that the next `decode` takes.
+    """Move the contents of `kept` (residuals or pending) into a one-shot cell for the next backward, or of a cache of
+    `funcops.models` into a cell for the next `decode`.
 
     Each leaf is dropped as soon as the backward has read it. Any later use of `kept`, or a second use of the cell, raises
-    `DonatedError`. None and a cell are returned as they are. Raises `TypeError` for anything else.
+    `DonatedError`. None and a cell are returned unchanged. Raises `TypeError` for anything else.
 
     >>> import torch
     >>> from funcops import SoftcapConfig, donate, softcap

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 
 class Layers(NamedTuple):
-    """`row`: of `times` equal layers, its path with their first and last number, its bytes those of all; `layer`: its number."""
+    """`row` stands for `times` equal layers: its path has their first and last number, its bytes are their sum. `layer`: the number
+    of a single layer."""
 
     row: Any
     times: int = 1
@@ -15,7 +16,7 @@ class Layers(NamedTuple):
 
 
 def merged(rows: Sequence[Any]) -> list[Layers]:
-    """The rows, one for each run of layers that keep the same under the same name."""
+    """The rows, with one row for each run of layers that keep the same under the same name."""
     found = [Layers(row) for row in rows]
     for nth in reversed(range(max((len(_numbers(row.path)) for row in rows), default=0))):  # inner repeats first
         found = [one for group in _alike(found, nth) for one in _runs(group)]
@@ -23,12 +24,12 @@ def merged(rows: Sequence[Any]) -> list[Layers]:
 
 
 def _numbers(path: str) -> list[int]:
-    """The indices of a path's parts that are layers."""
+    """The positions of layer numbers in a path."""
     return [at for at, part in enumerate(path.split(".")) if part.isdigit()]
 
 
 def _alike(found: list[Layers], nth: int) -> list[list[Layers]]:
-    """Groups of rows whose paths differ in their n-th number alone, in the order of the first of each."""
+    """Groups of rows whose paths differ only in their n-th number, in the order of each group's first row."""
     groups: dict[Any, list[Layers]] = {}
     for one in found:
         indices, parts = _numbers(one.row.path), one.row.path.split(".")
@@ -41,7 +42,7 @@ def _alike(found: list[Layers], nth: int) -> list[list[Layers]]:
 
 
 def _runs(group: list[Layers]) -> Iterator[Layers]:
-    """Layers that follow each other and keep the same, as one."""
+    """Merge consecutive layers that keep the same."""
     run = group[:1]
     for one in group[1:]:
         if one.layer == run[-1].layer + 1 and _same(run, one):
@@ -53,7 +54,7 @@ def _runs(group: list[Layers]) -> Iterator[Layers]:
 
 
 def _same(run: list[Layers], one: Layers) -> bool:
-    """Whether a layer is like those of a run. Their owner is the same, but for numbers that go with the layer's."""
+    """Whether a layer keeps the same as a run's layers. Their owners are equal except for numbers that count with the layer's."""
     three = run[0], run[-1], one
     if len({(a.row.shape, a.row.dtype, a.row.bytes, a.row.needed_by, a.times) for a in three}) > 1:
         return False

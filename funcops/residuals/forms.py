@@ -1,7 +1,7 @@
-"""Forms of a kept tensor: as it is, compressed, in the host's memory, or none. `to_form` gives it one, `from_form` takes it back.
+"""Forms of a kept tensor: unchanged, compressed, in the host's memory, or dropped. `to_form` converts to a form, `from_form` back.
 
-In a block of `one_form_each` a tensor that is kept more than once is packed once: its fields share the bytes, also where one of
-them is a view of another.
+In a block of `one_form_each`, a tensor that several fields keep is packed once: the fields share the bytes, even if one field holds
+a view of another's tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from funcops.trees import leaf, static, tree, tree_map
 
 
 class Layout(NamedTuple):
-    """How a tensor lies in its storage."""
+    """The layout of a tensor in its storage."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -39,7 +39,7 @@ class Layout(NamedTuple):
 
     @property
     def dense(self) -> bool:
-        """Whether each place between its first and its last is one element's."""
+        """Whether the elements fill their range of the storage, without gaps or overlaps."""
         places = 1
         for stride, size in sorted((stride, size) for stride, size in zip(self.stride, self.shape, strict=True) if size != 1):
             if stride != places:
@@ -50,8 +50,8 @@ class Layout(NamedTuple):
 
 @tree
 class Packed:
-    """A kept tensor in another form. `parts`: what is kept; `shape`, `dtype` and `device` are its own; `view`: where it is a view
-    of the tensor that was packed, the layouts of both."""
+    """A kept tensor in another form. `parts` are the tensors of that form; `shape`, `dtype` and `device` are the original's.
+    `view`: if the original is a view of the tensor that was packed, the layouts of that tensor and of the view."""
 
     parts: Any = leaf("its tensors")
     action: Any = static()
@@ -62,12 +62,12 @@ class Packed:
 
     @property
     def _version(self) -> Any:
-        """Those of its parts: it is guarded as the tensor is that it stands for."""
+        """The versions of the parts, so that a packed tensor is guarded like the original."""
         return versions(self)
 
     @property
     def form(self) -> str:
-        """As a report says it."""
+        """The name of the form in a report."""
         return self.action.codec if isinstance(self.action, Compress) else f"{short(self.dtype)} on the host"
 
 
@@ -84,7 +84,8 @@ _known: ContextVar[dict[Any, _Known] | None] = ContextVar("funcops.forms", defau
 
 
 def one_form_each() -> contextlib.AbstractContextManager[None]:
-    """A block in which `to_form` gives a tensor the form that it has. A compiler sees equal computations itself."""
+    """A block in which `to_form` reuses the form of a tensor that it converted before. A compiler merges equal computations
+    itself."""
     return contextlib.nullcontext() if tracing() or _known.get() is not None else _one_form_each()
 
 
@@ -98,8 +99,8 @@ def _one_form_each() -> Iterator[None]:
 
 
 def to_form(t: Any, action: Action) -> Any:
-    """The tensor, or each of a tree, in the form that the action gives it; as it is where that would not help. A `QTensor`, which
-    is in few bits already, is not compressed."""
+    """Convert a tensor, or each tensor of a tree, to the form of the action; unchanged if that would save nothing. A `QTensor`,
+    which is already in few bits, is not compressed."""
     if isinstance(action, Drop):
         return None
     if not isinstance(t, Tensor):
@@ -136,17 +137,18 @@ def _packed(t: Tensor, action: Action) -> Packed:
 
 
 def in_blocks(value: Any) -> bool:
-    """Whether it is a whole tensor in codes and scales of blocks, for whoever reads these as they are: see `block_of`."""
+    """Whether `value` is a whole tensor as codes with one scale per block, which a kernel can read without `from_form`: see
+    `block_of`."""
     return type(value) is Packed and isinstance(value.action, Compress) and value.action.codec in BLOCKS and value.view is None
 
 
 def block_of(value: Packed) -> int:
-    """Elements of a row that share a scale."""
+    """The number of elements of a row that share a scale."""
     return BLOCKS[value.action.codec]
 
 
 def from_form(value: Any) -> Any:
-    """What was packed, in a tree of any kind."""
+    """The original of a packed tensor, or of each packed tensor in a tree."""
     if value is None or isinstance(value, Tensor):
         return value
     if type(value) is not Packed:

@@ -1,4 +1,4 @@
-"""`Ledger`: residuals and pendings that wait, each to be used exactly once."""
+"""`Ledger`: residuals and pendings that are waiting to be used, each exactly once."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from funcops.trees import tensors
 
 
 class Ledger:
-    """Trees by path. What was kept is taken once; what is left at the end is an error; bytes are counted as they come and go.
+    """Trees by path. Each tree is kept once and taken once; a tree left at the end is an error; the bytes that wait are counted.
 
-    `Ledger(params, x)`: storages of these trees, any number of them, are not counted, as the caller has them. `close()` raises
-    `LedgerError` while anything waits. As a context it closes itself, or after an exception forgets what waits. A storage that two
-    trees share counts once. `nbytes` is what waits now, `peak_bytes` the most that has: what a `dgrad` is about to add is for
-    `funcops.schedule.measure` to say.
+    `Ledger(params, x)` does not count the storages of any number of trees that the caller holds. `close()` raises `LedgerError` if
+    a tree is left. A context closes its ledger at the end, or discards the trees after an exception. A storage that two trees share
+    counts once. `nbytes` are the bytes waiting now, `peak_bytes` the most so far; `funcops.schedule.measure` reports what a `dgrad`
+    will add.
 
     >>> import torch
     >>> from funcops import Ledger, SoftcapConfig, softcap
@@ -40,7 +40,7 @@ class Ledger:
         self.peak_bytes = 0
 
     def keep(self, path: str, tree: Any) -> None:
-        """Put a tree under a path that was never used before. Raises `LedgerError`."""
+        """Store a tree under a new path. Raises `LedgerError` for a path that was used before."""
         if path in self._waiting or path in self._taken:
             raise LedgerError(f"Ledger: {path} must be kept once, got it again")
         storages = {key: size for key, size in _storages(tree).items() if key not in self._besides}
@@ -52,7 +52,7 @@ class Ledger:
         self.peak_bytes = max(self.peak_bytes, self.nbytes)
 
     def take(self, path: str) -> Any:
-        """The tree of this path, which is gone from here. Raises `LedgerError` where there is none."""
+        """Remove and return the tree of a path. Raises `LedgerError` if no tree waits there."""
         if path not in self._waiting:
             state = "taken already" if path in self._taken else "never kept"
             raise LedgerError(f"Ledger: {path} must be waiting, got one {state}")
@@ -67,17 +67,17 @@ class Ledger:
 
     @property
     def waiting(self) -> tuple[str, ...]:
-        """The paths of what was kept and not taken, oldest first."""
+        """The paths of the trees that were kept and not taken, oldest first."""
         return tuple(self._waiting)
 
     def close(self) -> None:
-        """Raises `LedgerError` with the paths of what was never taken."""
+        """Raise `LedgerError` with the paths of the trees that were never taken, if any."""
         if self._waiting:
             shown = [*list(self._waiting)[:5], *(["..."] if len(self._waiting) > 5 else [])]
             raise LedgerError(f"Ledger: everything must be taken by the end, got {len(self._waiting)} left: {'; '.join(shown)}")
 
     def discard(self) -> None:
-        """Forget what waits."""
+        """Drop all trees that wait."""
         for path in self.waiting:
             self.take(path)
 

@@ -1,9 +1,10 @@
-"""Residuals and pending of what has parts: a dict of theirs by name."""
+"""Residuals and pending of combinators: a dict of the parts' residuals or pendings by name."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from funcops.backend.source import compile_source
 from funcops.contract.needs import Needs
 from funcops.contract.schema import Donated
 from funcops.errors import DonatedError, fail
@@ -12,7 +13,7 @@ from funcops.trees import Aside, WithExtras, register_node
 
 
 def part(node: Any, name: Any) -> Any:
-    """A child of residuals or pending; given away with its parent where the parent was."""
+    """A child of residuals or pending, donated if its parent was."""
     child = node[name]
     if not node.donated or child is None:
         return child
@@ -27,11 +28,11 @@ def needs_of(kept: Any) -> Needs:
 
 
 class Nested(dict):  # type: ignore[type-arg]
-    """Residuals or pending of a combinator: those of its parts by name, None where a part keeps nothing."""
+    """Residuals or pending of a combinator: its parts' by name, None for a part that keeps nothing."""
 
     __slots__ = ("_noted", "cfg", "donated", "gone", "had", "needs")
     kind: ClassVar[str] = "residuals"
-    had: tuple[str, ...]  # the parts that must not be None, of a node that was made of another
+    had: tuple[str, ...]  # in a derived node, the parts that must not be None
 
     def __init__(self, parts: Any = (), *, cfg: Any = None, needs: Needs = Needs.ALL) -> None:
         if parts:
@@ -44,7 +45,7 @@ class Nested(dict):  # type: ignore[type-arg]
         return not self.gone and (not self.had or self.missing() is None)
 
     def missing(self) -> Any:
-        """The name of a part that was there in the node that this one is made of."""
+        """The name of a part that this derived node has lost, or None."""
         return next((name for name in self.had if self.get(name) is None), None)
 
     def complain(self, where: str) -> None:
@@ -66,7 +67,7 @@ class Nested(dict):  # type: ignore[type-arg]
         return self.had or tuple([name for name, part in dict.items(self) if part is not None])
 
     def moved(self, had: Any) -> Any:
-        """This node, made of another's parts, with what is known of that."""
+        """This node, derived from one with the parts `had`, which it must not lose."""
         if had is not None:
             self.had = had
         return self
@@ -83,13 +84,13 @@ class Nested(dict):  # type: ignore[type-arg]
         return super().__reduce_ex__(protocol)
 
     def _open(self) -> Any:
-        """This node, which must not have been given away."""
+        """Return this node. Raises `DonatedError` if it was given away."""
         if self.gone:
             raise DonatedError(f"{type(self).__name__} was given away with donate(): it must not be used again")
         return self
 
     def nothing(self) -> Any:
-        """dx where there is no gradient at all."""
+        """dx if no gradient is requested."""
         extras = self.cfg.extras
         return WithExtras(None, dict.fromkeys(extras)) if extras else None
 
@@ -101,9 +102,9 @@ class Nested(dict):  # type: ignore[type-arg]
         return f"{type(self).__name__}({super().__repr__()})"
 
 
-# Every other method of a dict, but for what a launch calls (`node[name]` finds nothing in a node that was given away, and asks
-# `__missing__`), with that check before. Written out as source, with `super`, as a tracer follows no method that is called by its
-# class.
+# Every other method of a dict first checks that the node was not given away. `node[name]`, which launches call, does not: a node
+# that was given away is empty, and then `__missing__` checks. The methods are generated source with `super`, because a tracer
+# cannot follow a method that is called through its class.
 _SOURCE = """
 def {name}(self, *args, **options):
     if self.gone:
@@ -115,12 +116,13 @@ for _name in (
     "__or__ __ror__ __ior__ __delitem__"
 ).split():
     _scope: dict[str, Any] = {"Nested": Nested}
-    exec(_SOURCE.format(name=_name), _scope)
+    compile_source(f"Nested.{_name}", _SOURCE.format(name=_name), _scope)
     setattr(Nested, _name, _scope[_name])
 
 
 def nested(name: str, parts: str, module: str) -> tuple[Any, Any]:
-    """The residuals and pending of a combinator, as classes of `module`, by its name and what it calls its `parts`."""
+    """Make the residuals and pending classes of the combinator `name` in `module`; `parts` describes its parts in their
+    docstrings."""
     kept = _nested(f"{name}Residuals", "residuals", f"Residuals of {parts}.", module)
     return kept, _nested(f"{name}Pending", "pending", f"Pending weight gradients of {parts}.", module)
 

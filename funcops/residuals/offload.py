@@ -1,11 +1,10 @@
-"""Tensors that wait in the host's memory, and come and go while the device computes.
+"""Offloading of tensors to the host's memory, overlapped with compute.
 
-Copies run on a stream of their own, one a device, in both directions: what goes out waits for the stream that computes, and that
-waits for what comes back. The memory that is copied from is not used again before its copy is done (`record_stream`); the host's is
-pinned, and torch's allocator of it keeps it for the next one. `prefetch` begins to bring a tree back that a later backward will
-read.
+Each device has one stream for copies in both directions: an offload waits for the compute stream, and the compute stream waits for
+a tensor to return. The memory that a copy reads is not reused before the copy is done (`record_stream`); host memory is pinned, and
+torch's allocator caches it. `prefetch` prefetches a tree that a later backward will read.
 
-Under capture the copies are nodes in the order of the computation: a stream that is not waited for again would end the capture.
+Under capture, the copies are nodes in the order of the computation: a stream that does not join again would invalidate the capture.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from funcops.trees import tensors
 
 
 class Copies:
-    """What has gone out and what is on its way back. A test puts one in place of `copies` that notes the order."""
+    """The offloaded tensors and the prefetches in progress. A test replaces `copies` by an instance that records the order."""
 
     def __init__(self) -> None:
         self.home: dict[int, torch.device] = {}  # by the address of the host's copy: the device that it came from
-        self.coming: dict[int, tuple[Tensor, Any]] = {}  # what has been asked for: the tensor, and the event of its copy
+        self.coming: dict[int, tuple[Tensor, Any]] = {}  # by the same address: the prefetched tensor, and the event of its copy
         self._streams: dict[torch.device, Any] = {}
 
     def on_host(self, t: Tensor) -> Tensor:
-        """A copy in the host's memory, pinned; on the CPU the tensor itself."""
+        """Offload: a copy in pinned host memory, or the tensor itself on the CPU."""
         if not self.leaves(t):
             return t
         if not self.own_stream(t):
@@ -45,7 +44,7 @@ class Copies:
         return host
 
     def begin(self, host: Tensor) -> None:
-        """Start to bring it back, where that has not begun."""
+        """Start to copy an offloaded tensor back, unless that has started."""
         at = host.data_ptr()
         device = self.home.get(at)
         if device is None or at in self.coming:
@@ -55,11 +54,11 @@ class Copies:
             self.coming[at] = self.back(host, device), side.record_event()
 
     def on_device(self, host: Tensor, device: torch.device) -> Tensor:
-        """What went out, for the stream that computes."""
+        """The offloaded tensor back on its device, for the compute stream."""
         if not self._streams or not self.own_stream(host):
             return host.to(device, non_blocking=True)
         current = self.current(device)
-        if self.home.get(host.data_ptr()) != device:  # a part or a copy of what went out, perhaps
+        if self.home.get(host.data_ptr()) != device:  # such as a part or a copy of an offloaded tensor
             current.wait_stream(self.side(device))
             return self.back(host, device)
         self.begin(host)
@@ -69,7 +68,7 @@ class Copies:
         return t
 
     def prefetch(self, tree: Any) -> None:
-        """Start to bring back all of a tree that went out."""
+        """Prefetch all offloaded tensors of a tree."""
         for t in tensors(tree) if self.home else ():
             if t.is_cpu and self.own_stream(t):
                 self.begin(t)
@@ -82,7 +81,7 @@ class Copies:
         return not t.is_cpu
 
     def own_stream(self, t: Tensor) -> bool:
-        """Whether a stream of its own serves."""
+        """Whether to copy `t` on the stream for copies."""
         return t.numel() > 0 and not tracing() and torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing()
 
     def room(self, t: Tensor) -> Tensor:

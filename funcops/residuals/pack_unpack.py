@@ -1,4 +1,4 @@
-"""`pack` and `unpack`: residuals or pendings in fewer bytes, or in the host's memory, while they wait."""
+"""`pack` and `unpack`: compress or offload residuals or pendings while they wait."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ T = TypeVar("T")
 
 
 def pack(kept: T, action: Offload | Compress) -> T:
-    """The tree with every tensor that the action helps in its other form: `Offload()` or `Compress(codec)`.
+    """Pack every tensor of a tree that the action, `Offload()` or `Compress(codec)`, moves or makes smaller.
 
-    What a codec loses is stated in `funcops.residuals.codec`; it leaves a `QTensor` as it is. A tree of any kind: residuals,
-    pendings, lists of them. Raises `StaleResidualError` where something in it was written to since the forward, as the copy would
-    not show it.
+    `funcops.residuals.codec` states the errors of codecs; a `QTensor` is not compressed. The tree may be residuals, pendings, or
+    lists of them. Raises `StaleResidualError` if a tensor in it was written to since the forward, because a copy would hide that.
 
     >>> import torch
     >>> from funcops import Compress, SoftcapConfig, pack, report, softcap, unpack
@@ -38,8 +37,8 @@ def pack(kept: T, action: Offload | Compress) -> T:
 
 
 def unpack(packed: T) -> T:
-    """The tree as a backward reads it. A tree that was never packed is the same object.
-    Raises `StaleResidualError` for what was written to.
+    """Unpack a tree for its backward. A tensor that was not packed stays the same object.
+    Raises `StaleResidualError` for a tensor that was written to.
 
     >>> import torch
     >>> from funcops import Offload, SoftcapConfig, pack, softcap, unpack
@@ -55,7 +54,7 @@ def unpack(packed: T) -> T:
 
 
 def _check_fresh(where: str, tree: Any) -> None:
-    """Residuals and pendings in a tree must be fresh: what is made of them could not show it."""
+    """Raise unless residuals and pendings in a tree are fresh: a tree derived from stale ones would look fresh."""
 
     def check(value: Any) -> bool:
         if (isinstance(value, Saved) and value.stale()) or (hasattr(value, "had") and not value.fresh()):

@@ -9,7 +9,7 @@ from funcops.errors import sized
 
 
 def stacked_bars(rows: Sequence[Any], title: str, path: str | None, depth: int) -> Any:
-    """Horizontal bars: one for each step, a part of it for each field that it keeps, in the unit that fits the longest."""
+    """Horizontal bars: one per step, with a segment for each field that it keeps, in the unit that fits the longest bar."""
     bars: dict[str, dict[str, int]] = {}
     for row in rows:
         if row.bytes:
@@ -21,7 +21,7 @@ def stacked_bars(rows: Sequence[Any], title: str, path: str | None, depth: int) 
     axes = figure.add_subplot()
     colours = {field: f"C{i % 10}" for i, field in enumerate(dict.fromkeys(f for parts in bars.values() for f in parts))}
     most = max([sum(parts.values()) for parts in bars.values()], default=0)
-    small: dict[str, Any] = {}  # what has no room for its name
+    small: dict[str, Any] = {}  # fields whose segments are too short for their names
     one, unit = (most / sized(most)[0] if most else 1), sized(most)[1]
     for place, parts in enumerate(bars.values()):
         left = 0.0
@@ -39,7 +39,7 @@ def stacked_bars(rows: Sequence[Any], title: str, path: str | None, depth: int) 
 
 
 def grouped_bars(bars: Mapping[str, Mapping[str, float]], label: str, title: str, path: str | None) -> Any:
-    """Horizontal bars, side by side: a group for each row, a bar of it for each of its values."""
+    """Grouped horizontal bars: a group per row, with a bar for each of its values."""
     figure = _figure("QuantizationReport.plot", 0.4 * max(1, len(bars)))
     axes = figure.add_subplot()
     names = list(dict.fromkeys(name for group in bars.values() for name in group))
@@ -60,7 +60,7 @@ def _figure(where: str, height: float) -> Any:
 
 
 def _done(figure: Any, rows: list[str], label: str, title: str, path: str | None) -> Any:
-    """The figure with its words, also written to `path`."""
+    """Label the figure, and write it to `path` unless that is None."""
     (axes,) = figure.axes
     axes.set_yticks(range(len(rows)), rows)
     axes.invert_yaxis()

@@ -1,10 +1,10 @@
-"""What becomes of each kept tensor between forward and backward: `Save | Recompute | Offload | Compress | Drop`, by path.
+"""Actions on kept tensors between forward and backward, by path: `Save | Recompute | Offload | Compress | Drop`.
 
     Policy({"attn": Recompute(), "*.mix.q": Compress("fp8"), "mlp.up.x": Offload()})
 
-A pattern is a glob over the paths of steps and of the fields that they keep, a repeat's layers written `*`; of those that match
-the last decides. What waits in a pending alone, such as the `dy` of a linear, is meant by patterns that end in its name: `*.dy`.
-`funcops.with_policy` makes an op of an op and a policy.
+A pattern is a glob over the paths of steps and of the fields that they keep, with a repeat's layers written `*`; the last pattern
+that matches decides. A field that only a pending has, such as the `dy` of a linear, needs a pattern that ends in its name: `*.dy`.
+`funcops.with_policy` applies a policy to an op.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from funcops.residuals.codec import codec
 
 @dataclasses.dataclass(frozen=True)
 class Save:
-    """Keep the tensor as it is, also where a chain could compute it again.
+    """Keep the tensor unchanged, even if a chain could recompute it.
 
     >>> import torch
     >>> from funcops import ChainConfig, LinearConfig, Policy, RMSNormConfig, Save, Step
@@ -38,8 +38,8 @@ class Save:
 
 @dataclasses.dataclass(frozen=True)
 class Recompute:
-    """Compute it again in the backward: for a step, all that it keeps, from its params and x; for the x of a step, from what the
-    step before read.
+    """Recompute in the backward: for a step, all that it keeps, from its params and x; for the x of a step, from the input of the
+    previous step.
 
     >>> import torch
     >>> from funcops import ChainConfig, LinearConfig, Policy, RMSNormConfig, Recompute, Step
@@ -56,8 +56,8 @@ class Recompute:
 
 @dataclasses.dataclass(frozen=True)
 class Offload:
-    """Keep it in the host's memory (pinned), and bring it back before the backward that reads it: on a stream of its own, and for a
-    repeat's layers while the layer after them runs its backward. On the CPU: as `Save`.
+    """Offload the tensor to pinned host memory, and copy it back before the backward that reads it, on a separate stream; for a
+    layer of a repeat, while the layer after it runs its backward. On the CPU it acts as `Save`.
 
     >>> import torch
     >>> from funcops import Offload, Policy, SoftcapConfig, softcap, with_policy
@@ -70,8 +70,8 @@ class Offload:
 
 @dataclasses.dataclass(frozen=True)
 class Compress:
-    """Keep it in fewer bytes: codec "bf16", "fp8" (blocks of 128), "mxfp8" (of 32) or "int8"; `funcops.residuals.codec` states the
-    errors.
+    """Keep the tensor in fewer bytes, by codec "bf16", "fp8" (blocks of 128), "mxfp8" (blocks of 32) or "int8";
+    `funcops.residuals.codec` states their errors.
 
     >>> import torch
     >>> from funcops import Compress, Policy, SoftcapConfig, report, softcap, with_policy
@@ -94,7 +94,7 @@ class Compress:
 
 @dataclasses.dataclass(frozen=True)
 class Drop:
-    """Do not keep it. A backward that needs it after all raises `ValueError`.
+    """Do not keep the tensor. A backward that needs it raises `ValueError`.
 
     >>> import torch
     >>> from funcops import Drop, LinearConfig, Policy, linear, random, with_policy
@@ -104,7 +104,7 @@ class Drop:
     >>> op.wgrad(pending, cfg)
     Traceback (most recent call last):
         ...
-    ValueError: linear_wgrad: pending.x must be kept, as this half of the backward reads it, got dropped (policy)
+    ValueError: linear_wgrad: pending.x must be kept, because this half of the backward reads it, got dropped (policy)
     """
 
 
@@ -113,10 +113,10 @@ Action = Save | Recompute | Offload | Compress | Drop
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """`rules`: a dict, or pairs, of glob and action. A rule beats `outputs`, and one that would change nothing is an error;
-    `optional` rules, as those of a preset, yield to `outputs`, and hold where they can. `outputs`: which steps' outputs a chain
-    recomputes: "recomputable" (norms, activations, GLUs), "norms", or "none". `blocks`: what is kept of a repeat's body (of the op
-    itself if it has no repeat): "residuals", or only its "inputs", or these "offloaded"; the rest is recomputed.
+    """`rules`: a dict, or pairs, of glob and action. A rule overrides `outputs`, and a rule without effect is an error; `optional`
+    rules, such as a preset's, yield to `outputs` and apply only where they can. `outputs`: the steps whose outputs a chain
+    recomputes: "recomputable" (norms, activations, GLUs), "norms", or "none". `blocks`: what a repeat's body keeps (or the op
+    itself, if it has no repeat): "residuals", only its "inputs", or its inputs "offloaded"; the rest is recomputed.
 
     >>> from funcops import POLICIES, Compress, Policy, Save
     >>> policy = Policy({"*.x": Compress("fp8"), "head.x": Save()})
@@ -149,12 +149,12 @@ class Policy:
                 fail("Policy", name, " or ".join(map(repr, among)), repr(value))
 
     def action(self, path: str, waits: bool = False) -> Action | None:
-        """What the last matching rule says; see `means`."""
+        """The action of the last matching rule; see `means`."""
         rule = self.rule_for(path, waits)
         return None if rule is None else self.rules[rule][1]
 
     def rule_for(self, path: str, waits: bool = False) -> int | None:
-        """Which rule decides."""
+        """The index of the last matching rule."""
         found = [i for i, (pattern, _) in enumerate(self.rules) if means(pattern, path, waits)]
         return found[-1] if found else None
 
@@ -163,11 +163,12 @@ class Policy:
 
 
 def means(pattern: str, path: str, waits: bool = False) -> bool:
-    """Whether a pattern is for the path. `waits`: of a field of a pending alone, whose name the pattern must end with."""
+    """Whether a pattern matches the path. `waits`: the path is a field that only a pending has; the pattern must end with its
+    name."""
     return fnmatch.fnmatchcase(path, pattern) and (not waits or pattern.endswith(path.rpartition(".")[2]))
 
 
-_ACTIVATIONS = "*[xqkvy]"  # not the statistics, which are few and matter
+_ACTIVATIONS = "*[xqkvy]"  # not the statistics, which are small and need their precision
 
 POLICIES = {
     "save_all": Policy(outputs="none"),

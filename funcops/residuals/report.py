@@ -1,4 +1,4 @@
-"""`report`: what a backward keeps, tensor by tensor; `diff`: what two reports differ in."""
+"""`report`: the tensors kept for a backward, one by one; `diff`: the difference of two reports."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from funcops.trees import paths, tensors
 
 
 class Row(NamedTuple):
-    """One kept tensor. `bytes` is 0 where it shares the storage of `alias_of`: a parameter, an input, an earlier row. One that is
-    kept in another form, such as a `QTensor`, is a row of the shape that it stands for: `dtype` is that form's name."""
+    """One kept tensor. `bytes` is 0 if it shares the storage of `alias_of`: a parameter, an input, an earlier row. A tensor kept in
+    another form, such as a `QTensor`, has the original's shape, and the form's name as `dtype`."""
 
     path: str
     shape: tuple[int, ...]
@@ -33,8 +33,8 @@ _HEAD = ("path", "shape", "dtype", "bytes", "share", "alias of", "needed by")
 
 
 class Report:
-    """A table of kept tensors with totals. `str()` and notebooks render it, equal layers as one row unless it was made with
-    `expand`; `rows` and `dicts()` are the data, of every tensor."""
+    """A table of kept tensors with totals. `str()` and notebooks show equal layers as one row, unless it was made with `expand`;
+    `rows` and `dicts()` return the data of every tensor."""
 
     def __init__(self, rows: list[Row], aliased_bytes: int, tokens: int | None, expand: bool = False) -> None:
         self.rows = rows
@@ -51,12 +51,12 @@ class Report:
         return [row._asdict() for row in self.rows]
 
     def share(self, row: Row) -> float:
-        """The row's part of all kept bytes."""
+        """The row's share of all kept bytes."""
         return row.bytes / self.kept_bytes if self.kept_bytes else 0.0
 
     def plot(self, path: str | None = None, *, depth: int = 1) -> Any:
-        """A stacked bar for every step, `depth` names deep: the bytes of each field. Writes PNG, SVG, ... to `path` where that
-        is given, and returns matplotlib's figure. Raises `ImportError` without matplotlib (the extra `docs`)."""
+        """Plot a stacked bar for every step, `depth` names deep: the bytes of each field. Writes PNG, SVG, ... to `path` if given,
+        and returns matplotlib's figure. Raises `ImportError` without matplotlib (the extra `docs`)."""
         from funcops.residuals.picture import stacked_bars
 
         return stacked_bars(self.rows, self.totals(), path, depth)
@@ -97,16 +97,16 @@ class Report:
 
 
 def report(residuals: Any, params: Any = None, x: Any = None, *, tokens: int | None = None, expand: bool = False) -> Report:
-    """A table of what `residuals` (or pending) hold, by path; where it is printed, layers that keep the same are one row
+    """A table of the tensors that `residuals` (or pending) hold, by path. Printed, layers that keep the same are one row
     (`blocks.0..127.norm.rstd (x 128)`) unless `expand`.
 
-    Bytes are those of the storage behind a tensor, counted once; a tensor that shares the storage of a leaf of `params`
-    or `x`, or of an earlier row, counts as an alias, with no bytes of its own. `tokens` defaults to the rows of the first
-    tensor in x (all its elements for integer ids). Several ops' residuals may come in a dict of your own.
+    Bytes are the size of the storage behind a tensor, counted once; a tensor that shares the storage of a leaf of `params`
+    or `x`, or of an earlier row, is an alias and counts 0 bytes. `tokens` defaults to the rows of the first tensor in x (for
+    integer ids, to all its elements). To report the residuals of several ops, pass them in a dict.
 
-    `needed by`: the halves of the backward that read it, `dgrad` and `wgrad`, and `recompute`, which recomputes a y. A path with
-    brackets, such as `norm().x`, is what the y of step `norm` is computed from again, where that y itself is not kept: a pending
-    has it for the weight gradient of the step after, which reads that y. Raises `TypeError` for anything but residuals or pending.
+    `needed by`: the halves of the backward that read the tensor, `dgrad` and `wgrad`, and `recompute`, a recomputation of the
+    forward. A path with brackets, such as `norm().x`, is a field from which the y of step `norm` is recomputed: a pending keeps it
+    instead of y, which the weight gradient of the next step reads. Raises `TypeError` for anything but residuals or pending.
 
     >>> import torch
     >>> from funcops import RMSNormConfig, report, rms_norm
@@ -153,7 +153,7 @@ def _check_kept(node: Any, name: str) -> None:
 
 
 class Change(NamedTuple):
-    """A path that two reports count differently; 0 bytes where one lacks it."""
+    """A path whose bytes differ between two reports; 0 bytes if a report lacks it."""
 
     path: str
     before: int
@@ -161,7 +161,7 @@ class Change(NamedTuple):
 
 
 class Difference(list[Change]):
-    """The paths in which two reports differ, the largest change first."""
+    """The paths whose bytes differ between two reports, the largest change first."""
 
     def __str__(self) -> str:
         width = max((len(change.path) for change in self), default=0)
@@ -179,8 +179,7 @@ def _change(nbytes: int) -> str:
 
 
 def diff(before: Report, after: Report) -> Difference:
-    """What changes between two reports: the bytes of each path that both do not count alike. Raises `TypeError` for what is no
-    report.
+    """Compare two reports: the paths whose bytes differ, before and after. Raises `TypeError` if an argument is not a report.
 
     >>> import torch
     >>> from funcops import Compress, Policy, SoftcapConfig, diff, report, softcap, with_policy
@@ -199,20 +198,20 @@ def diff(before: Report, after: Report) -> Difference:
     return Difference(sorted((c for c in changes if c.before != c.after), key=lambda c: -abs(c.after - c.before)))
 
 
-_FORMS: dict[type, Any] = {  # of what is one row: the shape that it stands for, and its name
+_FORMS: dict[type, Any] = {  # nodes that are one row: the original's shape, and the form's name
     QTensor: lambda q: (q.shape, q.format.name),
     Packed: lambda packed: (packed.shape, packed.form),
 }
 
 
 def _values(tree: Any) -> list[tuple[str, Any]]:
-    """The tensors of a tree and what stands for one, by path."""
+    """The tensors of a tree, and the nodes that stand for one, by path."""
     every = paths(tree, is_leaf=lambda value: type(value) in _FORMS).items()
     return [(path, value) for path, value in every if isinstance(value, Tensor) or type(value) in _FORMS]
 
 
 def kept_values(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
-    """All that residuals or pending hold: its path, the tensor or what stands for one, and what reads it."""
+    """All tensors in residuals or pending, and nodes that stand for one: the path, the value, and the phases that read it."""
     if node is None:
         return
     if isinstance(node, Saved):
@@ -227,7 +226,7 @@ def kept_values(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
 
 
 def storage_of(t: Tensor) -> int:
-    """What a tensor shares with its views."""
+    """The identity of a tensor's storage, which it shares with its views."""
     return t.untyped_storage()._cdata
 
 

@@ -205,7 +205,7 @@ def _on_rank(op: Op, case: DistCase, mesh: Mesh, params: Any, x: Any, dy: Any, t
     y, residuals = op.fwd(params, x, cfg)
     same = {id(t) for t in tensors((params, x, y))}
     for path, t in paths(residuals).items():
-        assert t is None or id(t) in same or not op.fields()[path.partition(".")[0]].alias, f"{path} kept as another tensor"
+        assert t is None or id(t) in same or not op.fields(cfg)[path.partition(".")[0]].alias, f"{path} kept as another tensor"
     both = op.bwd(residuals, dy, cfg)
     dx, pending = op.dgrad(residuals, dy, cfg)
     same_bits((op.wgrad(pending, cfg), dx), both, "dgrad and wgrad")

@@ -171,7 +171,7 @@ def _recomputed(full: Any, parts: dict[Any, Needs]) -> set[str]:
     cfg, found, left_out = full.cfg, set[str](), False
     for before, step in itertools.pairwise(cfg.steps):
         places = {f"{step.name}.{place}" for place in _reads_main(step.op, step.cfg, full[step.name], parts[step.name])}
-        fields = before.op.fields()
+        fields = before.op.fields(before.cfg)
         of_x = [field for field in fields.values() if (field.alias or "").partition(".")[0] == "x"]
         asked = before.name in cfg.recomputed and not left_out
         left_out = asked and bool(places) and all(field.wanted(parts[before.name]) for field in of_x)
@@ -194,7 +194,7 @@ def _reads_main(op: Op, cfg: Any, full: Any, needs: Needs) -> Iterator[str]:
     if isinstance(full, Saved):
         while op.lower is not None:  # a skip
             op, cfg = cfg.op, cfg.cfg
-        alias = [name for name, field in op.fields().items() if field.alias in ("x", "x.0")]
+        alias = [name for name, field in op.fields(cfg).items() if field.alias in ("x", "x.0")]
         yield from (name for name in alias if name in full.fields and full.fields[name].wanted(needs))
     elif op.lower is not None:
         parts = parts_needs(full.cfg, needs)

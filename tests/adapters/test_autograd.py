@@ -199,7 +199,7 @@ def test_hooks_fire():
 @pytest.mark.parametrize("policy", ["save_all", "recompute_elementwise", "minimal", "compress_int8"])
 @pytest.mark.parametrize("name", ["llama", "gpt-2"])
 def test_saved_tensor_hooks_see_every_residual(name, policy):
-    """save_on_cpu unpacks other tensors than were packed: nothing may depend on their being the same."""
+    """save_on_cpu unpacks other tensors than it packed: nothing may depend on their identity."""
     cfg, extra = {
         "llama": (block_config(16, 2, 24), {"positions": torch.arange(5)}),
         "gpt-2": (gpt2_block_config(16, 2, 24, 0.1), {"key": random.key(3)}),
@@ -273,7 +273,7 @@ def test_a_backward_inside_autocast_is_as_outside():
 def test_twice_differentiated_raises():
     params, x = made()
     (dx,) = torch.autograd.grad(differentiable(linear)(params, x, LINEAR).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="linear_bwd: a gradient must be differentiated no further"):
+    with pytest.raises(RuntimeError, match="linear_bwd: a gradient must not be differentiated again"):
         dx.sum().backward()
 
 

@@ -1,4 +1,4 @@
-"""`BucketedMean`: means of what every process started, by dtype and bucket. Processes are stood in for by what they would add."""
+"""`BucketedMean`: means of the gradients of all processes, by dtype and bucket. A stand-in adds what other processes would send."""
 
 import pytest
 import torch

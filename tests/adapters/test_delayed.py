@@ -91,7 +91,7 @@ def test_work_left_behind_raises():
     module, x = model(), batches(1)[0]
     with delayed_wgrad() as store:
         module(x).sum().backward()
-    with pytest.raises(RuntimeError, match="1 weight gradients of the store before were never run"), delayed_wgrad():
+    with pytest.raises(RuntimeError, match="1 weight gradients of the previous store were never run"), delayed_wgrad():
         pass
     store.discard()
     with delayed_wgrad(), pytest.raises(RuntimeError, match="must not be entered inside another"), delayed_wgrad():

@@ -1,4 +1,5 @@
-"""Every entry of `torch.autograd` and `torch.func` over every face: what plain torch gives in float64, or an error by name."""
+"""Every entry of `torch.autograd` and `torch.func`, over every way to call an op: plain torch's results in float64, or an error by
+name."""
 
 import re
 
@@ -16,7 +17,7 @@ WHICH = ("x", "params", "both")
 
 
 class Given:
-    """A model as a function of the tensors that are asked about, the others being constants; v is as those are, u as y is."""
+    """A model as a function of the tensors to differentiate; the others are constants. v has their shapes, u has y's."""
 
     def __init__(self, model, which):
         generator = torch.Generator().manual_seed(1)

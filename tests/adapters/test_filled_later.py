@@ -1,4 +1,4 @@
-"""Containers that are empty for a while, and the functions that are written for them: whatever they are asked, in any order."""
+"""Containers that are empty for a while, and the source generated for them, under any calls in any order."""
 
 import copy
 import dataclasses
@@ -50,13 +50,13 @@ LAYERS = {
 
 
 def forget():
-    """The memos as they are in a process that has called nothing."""
+    """Clear the memos, as in a process that has called nothing."""
     unchanged.same_parameters.cache_clear()
     unchanged.same_modules.cache_clear()
 
 
 def same(pair, x):
-    """Both give one y and one set of gradients."""
+    """Both models give the same y and gradients."""
     found = []
     for model in pair:
         model.zero_grad()
@@ -86,7 +86,7 @@ FIRST = {
 
 
 def begin(first):
-    """A process in which these calls came first."""
+    """Start a process in which these calls came first."""
     forget()
     x = torch.randn(2, D, requires_grad=True)
     for kind in FIRST[first]:
@@ -135,7 +135,7 @@ def test_a_sequential_filled_emptied_and_filled_anew(seed):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_shortcut_that_is_empty(seed):
-    """A block of a ResNet."""
+    """A block of a ResNet with an empty shortcut."""
 
     class Block(nn.Module):
         def __init__(self):
@@ -155,7 +155,7 @@ ASKED = [("parameters", f) for f in FIELDS] + [("modules", of) for n in range(3)
 
 
 def modules_of(fields):
-    """Modules that hold what a memo asks for."""
+    """Modules with the fields that a memo reads."""
     made = []
     for own in fields:
         module = fnn.Linear(D, D)
@@ -198,7 +198,7 @@ def test_generated_source_depends_on_its_arguments_alone(seed):
 
 
 def of_no_fields():
-    """Every other function that is written out as source, for what has nothing in it."""
+    """Every other function that is generated as source, for modules without fields."""
 
     @dataclasses.dataclass
     class Nothing:
@@ -236,7 +236,7 @@ PARTS = (of_no_fields, of_no_parameters, of_no_modules)
 
 
 def in_orders():
-    """Each order in a process that has called nothing: a fork of this one, which only imports."""
+    """Run each order in a fork of this process, which has only imported and called nothing."""
     for order in itertools.permutations(PARTS):
         child = os.fork()
         if not child:

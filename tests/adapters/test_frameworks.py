@@ -1,4 +1,4 @@
-"""Mixed precision as frameworks have it: a swapped tiny Llama trains as the untouched one."""
+"""Mixed precision as frameworks use it: a swapped tiny Llama trains like the original."""
 
 import copy
 
@@ -18,7 +18,7 @@ def llama():
 
 
 def rows():
-    """Sequences that count upwards, which is soon learned."""
+    """Sequences that count upwards, which are learned quickly."""
     start = torch.arange(4 * STEPS) * 7 % 32
     return [{"input_ids": row, "labels": row} for row in (start[:, None] + torch.arange(16)) % 32]
 
@@ -93,8 +93,8 @@ def by_lightning(model, mixed, folder):
 
 @pytest.mark.parametrize("run", [by_trainer, by_accelerate, by_lightning], ids=lambda run: run.__name__)
 def test_mixed_precision_trains(run, tmp_path):
-    """Losses stay as near to the float32 run's as torch's own bfloat16 run does (its largest distance over the steps, at least
-    one rounding to bfloat16, 2^-8, of the first loss), and nearer than that to what training wins."""
+    """Losses are as near to the float32 run's as torch's own bfloat16 run's (the largest distance over the steps, at least 2^-8 of
+    the first loss, one rounding to bfloat16), and nearer than training lowers the loss."""
     found = {}
     for swapped in (False, True):
         for mixed in (False, True):
@@ -112,7 +112,7 @@ def test_mixed_precision_trains(run, tmp_path):
 
 
 def test_a_copy_made_in_training_trains_on():
-    """A swapped model is copied and saved with what mixed precision left in it."""
+    """A swapped model is copied and saved with the state that mixed precision left in it."""
     model, batch = llama(), stacked(rows()[:4])
     fnn.from_torch(model)
     with torch.autocast("cpu", torch.bfloat16):

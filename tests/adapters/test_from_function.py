@@ -1,4 +1,4 @@
-"""Ops out of torch functions are held to the laws, as any op."""
+"""Ops from torch functions obey the laws, like any op."""
 
 from dataclasses import field
 
@@ -26,7 +26,7 @@ from funcops.trees import paths
 
 
 def weights(**shapes):
-    """An init of a dict of weights."""
+    """The init of a dict of weights."""
 
     def init(cfg, *, key=None, device=None, dtype=None):
         return {name: torch.ones(shape, device=device, dtype=dtype) for name, shape in shapes.items()}

@@ -1,4 +1,4 @@
-"""`from_torch` on models that we did not write."""
+"""`from_torch` on models of other libraries."""
 
 import copy
 import functools
@@ -42,7 +42,7 @@ def test_torch_layers():
     assert {c.path: c.after for c in done.left} == {
         "4": "a subclass of Linear",
         "7": "not known",
-        "10": "eps must be a number where there is no weight, got None",
+        "10": "eps must be a number if the layer has no weight, got None",
     }
     lines = done.details().splitlines()
     assert "2.0: Linear -> funcops.nn.Linear" in lines and "7: Conv1d left: not known" in lines
@@ -124,7 +124,7 @@ def test_a_policy_that_is_wrong(policy, error, text):
 def test_a_policy_that_finds_no_mlp(policy):
     model = nn.Sequential(nn.RMSNorm(4), nn.Linear(4, 4), nn.SiLU())
     before = state_of(model)
-    with pytest.raises(ValueError, match="from_torch: policy must be None for a model without an MLP that is known"):
+    with pytest.raises(ValueError, match="from_torch: policy must be None for a model without a known MLP"):
         fnn.from_torch(model, policy=policy)
     assert_untouched(model, before)
     fnn.from_torch(tiny(), policy=policy)
@@ -169,7 +169,7 @@ def test_classes_are_known_by_where_they_are_defined(monkeypatch):
 
 
 def nodes(y):
-    """How many ops are behind y, which must live as long: in torch 2.11 its node does not outlive it."""
+    """The number of ops behind y. y must stay alive meanwhile: in torch 2.11 its node does not outlive it."""
     seen, stack = set(), [y.grad_fn]
     while stack:
         node = stack.pop()
@@ -189,14 +189,14 @@ def test_an_mlp_is_one_node_while_nothing_is_done_to_it():
         for part in parts:
             handle = getattr(mlp, part).register_forward_hook(lambda *_: None)
             assert nodes(mlp(x)) != one
-            with pytest.raises(ValueError, match=f"MLP: {part} must be as its class has it, without hooks"):
+            with pytest.raises(ValueError, match=f"MLP: {part} must be unchanged from its class, without hooks"):
                 functional(mlp)
             handle.remove()
             assert nodes(mlp(x)) == one
 
 
 def test_halves_of_a_batch_add_up_to_the_whole():
-    """`num_items_in_batch` divides: what Trainer's gradient accumulation rests on."""
+    """`num_items_in_batch` divides the loss: Trainer's gradient accumulation relies on that."""
     model = tiny().double()
     fnn.from_torch(model)
     ids = torch.randint(32, (4, 9))
@@ -229,7 +229,7 @@ def changed(model, **chosen):
 
 
 def test_only_and_skip():
-    """Globs of paths, ends of paths, names of classes, and classes; each finds a module and all that is in it."""
+    """Globs of paths, ends of paths, names of classes, and classes; each matches a module and everything in it."""
     model = tiny()
     everything = changed(model)
     mlp = type(model.model.layers[0].mlp)
@@ -276,7 +276,7 @@ def test_patterns_that_are_wrong(name):
             fnn.from_torch(model, **{name: pattern})
     with pytest.raises(ValueError, match="from_torch: only must be None or at least one pattern, got none"):
         fnn.from_torch(model, only=[])
-    with pytest.raises(ValueError, match="from_torch: policy must be None for a model without an MLP"):
+    with pytest.raises(ValueError, match="from_torch: policy must be None for a model without a known MLP"):
         fnn.from_torch(model, only="lm_head", policy="minimal")
     assert_untouched(model, before)
 
@@ -355,7 +355,7 @@ def test_to_torch_keeps_later_changes():
     nn.utils.parametrizations.weight_norm(model[0])
     done = fnn.to_torch(model)
     assert [c.path for c in done.replaced] == ["", "1"]
-    assert [(c.path, c.after) for c in done.left] == [("0", "its class is ParametrizedLinear by now")]
+    assert [(c.path, c.after) for c in done.left] == [("0", "its class is now ParametrizedLinear")]
     decoder = tiny()
     fnn.from_torch(decoder)
     mine = decoder.loss_function = lambda *given, **options: None

@@ -1,4 +1,4 @@
-"""Writes in place to what a node gave: torch's gradients, or an error that names the write."""
+"""Writes in place to the output of a node: torch's gradients, or an error that names the write."""
 
 import pytest
 import torch

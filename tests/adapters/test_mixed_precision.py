@@ -35,7 +35,7 @@ CASES = list(_loaded())  # the first of every operator and combinator
 
 @contextlib.contextmanager
 def on_for(kind, dtype=torch.float16):
-    """Autocast for a kind of device, whether or not there is one."""
+    """Autocast for a kind of device, whether or not the machine has one."""
     before = torch.get_autocast_dtype(kind)
     torch.set_autocast_enabled(kind, True)
     torch.set_autocast_dtype(kind, dtype)
@@ -48,7 +48,7 @@ def on_for(kind, dtype=torch.float16):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_ops_refuse_autocast(case):
-    """Every function of every op; but not a region that is off, or for another device."""
+    """Every function of every op raises, but not if autocast is off or for another device."""
     params, x = case.make(torch.float32)
     op, cfg = case.op, case.cfg
     y, residuals = op.fwd(params, x, cfg)
@@ -135,7 +135,7 @@ def frozen(model):
 
 
 def outcome(module, x, region, loss=lambda y: y.float().square().mean()):
-    """y, gradients, and the bytes of what autograd keeps, parameters aside."""
+    """y, gradients, and the bytes that autograd keeps, without parameters."""
     module.zero_grad()
     x = x.detach().clone().requires_grad_(x.is_floating_point())
     parameters, seen = {p.untyped_storage()._cdata for p in module.parameters()}, {}
@@ -241,7 +241,7 @@ def test_the_fused_loss_follows():
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("kind", ["cpu", "cuda", "xpu"])
 def test_norms_have_the_dtype_that_this_torch_gives_them(kind, given, lower):
-    """On stand-ins for tensors of a device: what autocast knows of a norm differs by device, and by version."""
+    """On fake tensors of a device: autocast treats a norm differently by device and by version."""
     for name in ("LayerNorm", "RMSNorm"):
         with FakeTensorMode(), torch.no_grad():
             x, found = torch.empty(2, D, device=kind, dtype=given), []
@@ -267,7 +267,7 @@ def test_modules_follow_on_a_gpu(name, dtype):
 
 
 def casts_of(parameter, y):
-    """How often a parameter is cast behind y."""
+    """The number of casts of a parameter behind y."""
     seen, stack = set(), [y.grad_fn]
     while stack:
         node = stack.pop()
@@ -329,7 +329,7 @@ def test_the_norm_of_decoders(given, weight, enabled):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "GPT2"])
 def test_decoders_follow(family):
-    """Norms, MLPs, attention and loss together: no further from float32 than torch, and no more kept."""
+    """Norms, MLPs, attention and loss together: errors no larger than torch's, and no more bytes kept."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
@@ -354,7 +354,7 @@ def test_decoders_follow(family):
 
 @pytest.mark.parametrize("name", ["Linear", "LinearCrossEntropyLoss", "LayerNorm"])
 def test_autocast_on_another_kind_of_device_changes_nothing(name):
-    """Modules ask whether it is on anywhere, which is quick, and then whether it is on where x is."""
+    """Modules ask first whether autocast is on anywhere, which is quick, then whether it is on for x's device."""
     module = {
         "Linear": lambda: fnn.Linear(D, D),
         "LinearCrossEntropyLoss": lambda: fnn.LinearCrossEntropyLoss(D, 5),

@@ -1,4 +1,4 @@
-"""The models of Hugging Face that `from_torch` knows, against themselves untouched."""
+"""Hugging Face models that `from_torch` knows, compared with the originals."""
 
 import copy
 import importlib
@@ -113,7 +113,7 @@ def norms():
 
 
 def test_norms_of_two_dtypes():
-    """x and weight of any two dtypes: y has the dtype, and the values, that the untouched norm gives."""
+    """x and weight of any two dtypes: y has the dtype and values of the original norm."""
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     for cls in norms():
         for dtype in dtypes:
@@ -145,7 +145,7 @@ def test_activations():
         assert fnn.from_torch(made).replaced and isinstance(made, cls), name
         torch.testing.assert_close(made(x), want, rtol=1e-9, atol=1e-9)
     for python in (activations.GELUActivation(use_gelu_python=True), activations.GELUTanh(use_gelu_tanh_python=True)):
-        assert [c.after for c in fnn.from_torch(python).left] == ["act must be as its class has it, got another function"]
+        assert [c.after for c in fnn.from_torch(python).left] == ["act must be the function of its class, got another function"]
 
 
 @pytest.mark.parametrize("name", ["Gemma2", "T5 1.1", "ViT"])
@@ -175,7 +175,7 @@ def test_t5_keeps_its_last_layer_in_another_dtype():
 
 @pytest.mark.parametrize("name", ["T5", "T5 1.1", "GPT-2"])
 def test_dropout_of_an_mlp(name):
-    """Its zeros and their share, and the same in the backward: an MLP whose weights are the identity's shows the mask."""
+    """The share of zeros, and the same zeros in the backward: an MLP with identity weights shows the mask."""
     model = tiny(name)
     fnn.from_torch(model)
     mlp = next(m for m in model.modules() if type(m).__name__ in ("T5DenseActDense", "T5DenseGatedActDense", "GPT2MLP"))

@@ -166,7 +166,7 @@ def test_linear_cross_entropy():
     loss.load_state_dict(old)  # as earlier versions saved it
     assert loss.linear.weight.eq(1).all() and list(old) == ["weight"]
     shared = nn.Parameter(torch.zeros(11, D))
-    with pytest.warns(DeprecationWarning, match="weight is linear.weight"):
+    with pytest.warns(DeprecationWarning, match="set linear.weight"):
         loss.weight = shared
     assert loss.linear.weight is shared and loss.weight is None
     with pytest.raises(ValueError, match="LinearCrossEntropyConfig: in_features must be at least 1"):
@@ -335,7 +335,7 @@ def test_a_bias_that_is_taken_away_is_gone():
 
 @pytest.mark.parametrize("change", ["made", "eval", "to"])
 def test_a_module_has_its_config_before_its_first_call(change):
-    """torch.compile finds it, and cannot make it."""
+    """torch.compile needs it, and cannot make it."""
     modules = [fnn.Linear(4, 4), fnn.GELU(), fnn.Dropout(0.5), fnn.Softmax(-1), fnn.LayerNorm(4), fnn.Embedding(5, 4)]
     for module in modules:
         module = {"made": lambda m: m, "eval": lambda m: m.eval(), "to": lambda m: m.to(torch.bfloat16)}[change](module)

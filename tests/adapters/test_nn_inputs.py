@@ -74,7 +74,7 @@ def outcome(module, *args):
 
 
 def compare(name, want, got, text):
-    """Whether torch accepts it, and ours gives something else than the same or an error that says what it must be."""
+    """Check an input that torch accepts: ours gives the same result, or an error in the standard wording."""
     if isinstance(want, Exception):
         return
     if isinstance(got, Exception):
@@ -177,7 +177,7 @@ def everything():
 
 
 def test_modules_can_be_looked_at():
-    """`hasattr` and `inspect` ask for every attribute; one without a config has none."""
+    """`hasattr` and `inspect` read every attribute; a module without a config has no such attribute."""
     for name, module in everything():
         if name == "hooked":
             module[0].register_forward_hook(lambda *_: None)
@@ -202,7 +202,7 @@ def test_fx_and_jit_trace(name):
         again = torch.cat([x, x])
         torch.testing.assert_close(traced(again), module(again))
     if [*module.parameters()]:
-        with pytest.raises(RuntimeError, match=r"torch.jit.trace must be around calls under torch.no_grad\(\), got one that asks"):
+        with pytest.raises(RuntimeError, match=r"torch.jit.trace must be around calls under torch.no_grad\(\), got a call"):
             torch.jit.trace(module, x)
 
 

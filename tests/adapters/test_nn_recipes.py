@@ -1,4 +1,4 @@
-"""Modules with a recipe: parameters stay in high precision, and codes of weights are made in every call or once a step."""
+"""Modules with a recipe: parameters stay in high precision; codes of weights are made in every call, or once a step."""
 
 import copy
 import pickle
@@ -190,15 +190,15 @@ def stepped(model, x):
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=IDS)
 def test_a_graph_quantises_in_every_replay(recipe):
-    """So that its codes are never stale, with or without those that `quantize_weights` makes after it. Of codes that were made
-    before, of parameters that are not the graph's, a capture is refused."""
+    """So its codes are never stale, with or without codes from `quantize_weights`. A capture raises if codes exist already, and for
+    parameters that do not belong to the graph."""
     plain, captured = mlp(recipe), mlp(recipe)
     make_graphed_callables(captured, (torch.randn(4, D, requires_grad=True),))
     for _ in range(3):
         x = torch.randn(4, D)
         assert same(stepped(plain, x), stepped(captured, x))
         fnn.quantize_weights(captured)
-    with pytest.raises(StaleResidualError, match=r"funcops.nn.Linear 1: the weight must be .* graphs are captured before"):
+    with pytest.raises(StaleResidualError, match=r"funcops.nn.Linear 1: the weight must be .* capture CUDA graphs before"):
         held = mlp(recipe)
         fnn.quantize_weights(held)
         make_graphed_callables(held, (torch.randn(4, D, requires_grad=True),))
@@ -212,7 +212,8 @@ def alone(tmp_path):
 
 
 def test_stages_of_a_pipeline_read_the_codes_of_a_step(alone, monkeypatch):
-    """Two stages by torch's schedule, dw at its W: gradients of the microbatches one by one, weights quantised once."""
+    """Two stages by torch's schedule, dw at its W: gradients equal the microbatches' sums, one by one; weights are quantised
+    once."""
     made, plain = [], kernels.quantize_row
     for recipe in (Fp8Block(), Fp8Current(), NVFP4()):
         model, count = nn.Sequential(mlp(recipe), mlp(recipe)), 4
@@ -236,7 +237,7 @@ def test_stages_of_a_pipeline_read_the_codes_of_a_step(alone, monkeypatch):
 
 @pytest.mark.slow
 def test_a_step_with_an_optimiser_compiles_whole():
-    """A compiled layer reads no codes, so that it can read no stale ones. By the recipe that has most to trace."""
+    """A compiled layer reads no codes, so it cannot read stale ones. The recipe is the one with most to trace."""
     recipe = NVFP4()
     model, x = mlp(recipe), torch.randn(4, D)
     want = trained(copy.deepcopy(model), x)

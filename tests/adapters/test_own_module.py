@@ -1,4 +1,4 @@
-"""Modules of an op of one's own: what a class that derives from `OpModule` may leave out, and what it is told."""
+"""Modules of a user's op: what a class derived from `OpModule` may leave out, and its errors."""
 
 from dataclasses import field
 
@@ -104,7 +104,7 @@ def test_a_class_that_makes_no_module_raises_when_defined(attributes, said):
 
 
 def test_a_class_that_lacks_its_op_or_values_says_so_when_called():
-    with pytest.raises(TypeError, match="Bare: op must be an op, as an attribute of the class, got none"):
+    with pytest.raises(TypeError, match="Bare: op must be an op, set as an attribute of the class, got none"):
         type("Bare", (fnn.OpModule,), {})()(torch.ones(3))
     with pytest.raises(ValueError, match=r"Bare: values must be fields of GainConfig: .*, got \(\)"):
         type("Bare", (fnn.OpModule,), {"op": gain})()(torch.ones(3))
@@ -152,6 +152,6 @@ def test_autocast_that_casts_nothing_is_named_where_the_op_needs_one_dtype(autoc
 
 
 def test_x_that_the_op_does_not_take_where_torch_has_no_such_module():
-    said = r"Gain: x and parameters must be plain tensors, x of .*, as .* no plain\(x\), got Tensor of torch.int64, Parameter"
+    said = r"Gain: x and parameters must be plain tensors, x of .*, because .* no plain\(x\), got Tensor of torch.int64, Parameter"
     with pytest.raises(TypeError, match=said):
         Gain(3)(torch.ones(3, dtype=torch.int64))

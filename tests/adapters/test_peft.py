@@ -1,4 +1,4 @@
-"""Adapters on every linear layer of a swapped decoder: the gradients of the untouched one."""
+"""Adapters on every linear layer of a swapped decoder: the gradients equal the original's."""
 
 import copy
 
@@ -22,7 +22,7 @@ TARGETS = {
 
 
 class ExactNorm(nn.Module):
-    """transformers' RMSNorm in x's own dtype: its cast to float32 would be an error of 1e-7 beside float64."""
+    """transformers' RMSNorm in x's own dtype: its cast to float32 would cause an error of 1e-7 against float64."""
 
     def forward(self, x):
         return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)

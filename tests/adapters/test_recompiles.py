@@ -1,4 +1,4 @@
-"""torch.compile in training: symbolic sizes, modules that have not run, and how often a step is compiled."""
+"""torch.compile in training: symbolic sizes, modules that have not run, and the number of compilations."""
 
 from itertools import combinations
 from random import Random
@@ -97,7 +97,7 @@ def slow(*values):
     ],
 )
 def test_symbolic_sizes(part, times, backend):
-    """Several chains of equal configs, which are objects of their own."""
+    """Several chains of equal configs that are different objects."""
     torch.manual_seed(0)
     model = nn.Sequential(*[PARTS[part]() for _ in range(times)])
     compiled = torch.compile(model, backend=backend, dynamic=True)
@@ -133,7 +133,7 @@ EDITS = {
 
 @pytest.mark.parametrize("seed", [0, slow(1), slow(2), slow(3)])
 def test_modules_that_have_not_run(seed):
-    """Compiled whole, before any call of it or of one like it; and after edits of what is compiled."""
+    """Compiled whole before any call of the module or of a similar one, and after edits of what is compiled."""
     rng = Random(seed)
     torch.manual_seed(seed)
     width = rng.randrange(9, 99)  # no other config is equal
@@ -207,7 +207,7 @@ def test_needs_seen_later_compile_nothing_again(name, seed):
 
 @pytest.mark.slow
 def test_a_frozen_module_is_compiled_once():
-    """While others are frozen in other ways."""
+    """Other modules are frozen in other ways."""
     model, x = mlp(), torch.randn(3, D)
     model[1].weight.requires_grad_(False)
     compiled = torch.compile(model, backend="eager", fullgraph=True)

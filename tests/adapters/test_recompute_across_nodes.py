@@ -28,7 +28,7 @@ from funcops.trees import tensors
 
 
 def norm_then_linears(monkeypatch, touch=None):
-    """The bytes kept, and the gradients, of three linears of one norm; without and with its output computed again."""
+    """The bytes kept, and the gradients, of three linears after one norm; first keeping the norm's output, then recomputing it."""
     found = []
     for few in (10**9, 0):
         monkeypatch.setattr(recompute, "FEW", few)
@@ -77,8 +77,8 @@ RECOMPUTABLE = {
 
 
 def drawn_nodes(seed):
-    """A run of a few nodes, each of any value before it; between them a value may be written to. The names of what it did, and the
-    sums of what gradients are asked of."""
+    """A run of a few nodes, each reading any earlier value; a value may be written to in between. Returns the run, which gives
+    gradients, and the write."""
     draw = Random(seed)
     names = [draw.choice(list(RECOMPUTABLE)) for _ in range(draw.randint(2, 5))]
     params = [leaves_of(RECOMPUTABLE[name][1], RECOMPUTABLE[name][0], i) for i, name in enumerate(names)]
@@ -104,7 +104,7 @@ def drawn_nodes(seed):
 
 
 def test_drawn_nodes_recompute_the_same_values_or_raise(monkeypatch):
-    """Also where a value was written to in between: then as without, or an error."""
+    """If a value was written to in between, results are unchanged, or autograd raises."""
     raised = 0
     for seed in range(200):
         run, write = drawn_nodes(seed)

@@ -1,4 +1,4 @@
-"""Whatever is done to a layer of a swapped module has the effect that it has on torch's."""
+"""Any change of a layer in a swapped module has the effect that it has in torch's."""
 
 import copy
 import warnings
@@ -173,7 +173,7 @@ class Doubled(nn.Module):
 
 
 class Quantised(nn.Module):
-    """A layer that is like a quantised one: int8 weights and a scale."""
+    """A layer like a quantised one: int8 weights and a scale."""
 
     def __init__(self, layer):
         super().__init__()
@@ -186,7 +186,7 @@ class Quantised(nn.Module):
 
 
 class Tagged(torch.Tensor):
-    """A tensor with a class of its own."""
+    """A tensor subclass."""
 
 
 def tagged_weight(module, name, act):
@@ -195,7 +195,7 @@ def tagged_weight(module, name, act):
 
 
 class Twice(torch.Tensor):
-    """A weight of which a linear layer makes twice what it should."""
+    """A weight with which a linear layer returns twice its result."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -290,7 +290,7 @@ def process_group():
 
 
 def outcome(module, name, act, tamper, when):
-    """y and all gradients of a module, swapped and tampered with in one order or another; as it is for None."""
+    """y and all gradients of a module, changed before or after the swap, or never swapped."""
     x = torch.linspace(-1, 1, 3 * D, dtype=torch.float64).view(3, D).requires_grad_()
     if when in ("after the swap", "after a call"):
         fnn.from_torch(module)

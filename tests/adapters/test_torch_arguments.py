@@ -1,4 +1,4 @@
-"""Modules as `torch.nn` makes and calls them: every option of every constructor, and arguments by name."""
+"""Modules made and called as `torch.nn`'s are: every option of every constructor, and arguments by name."""
 
 import copy
 import inspect
@@ -152,7 +152,7 @@ def test_a_layer_whose_class_is_patched_is_called(monkeypatch):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_in_place_modules_in_a_sequential(seed):
-    """First it writes to the caller's x, as torch's; later to what nobody else has."""
+    """The first writes to the caller's x, as torch's does; later ones write to tensors that nobody else has."""
     make = (
         lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(D, D)),
         lambda: nn.Sequential(nn.Linear(D, D), nn.ReLU(inplace=True), nn.Linear(D, D)),
@@ -179,7 +179,7 @@ OF_X = [name for name in NAMES if name not in ("Embedding", "Dropout") and "Loss
 
 
 def test_classes_compile_apart():
-    """torch counts compilations by code, and each class has its own."""
+    """torch counts compilations by code object, and each class has its own."""
     with torch._dynamo.config.patch(recompile_limit=1), torch.no_grad():
         compile_alone(["Linear", "GELU", "Tanh"])
 

@@ -1,4 +1,4 @@
-"""One op out of a torch function, called with arguments that differ in one thing: each call is right, whatever came before."""
+"""One op from a torch function, called with arguments that differ in one property: each call is right, whatever came before."""
 
 import contextlib
 from dataclasses import field
@@ -111,7 +111,7 @@ def by_autograd(fn, x, cfg):
 
 
 def signs(t):
-    """0.0 and -0.0 are close."""
+    """0.0 and -0.0 differ in sign, though they are close."""
     return t.signbit() if t is not None and t.is_floating_point() else t
 
 
@@ -198,7 +198,7 @@ def test_moved_into_other_values_raises():
     op, cfg = op_from_torch(normed), TorchConfig()
     _, residuals = op.fwd(None, SQUARE[:1].expand(4, 4, 4), cfg)
     other = tree_map_tensors(lambda t: drawn(*t.shape), residuals)
-    with pytest.raises(ValueError, match="normed_dgrad: residuals.kept.input.0 must be equal where the forward's overlapped"):
+    with pytest.raises(ValueError, match="residuals.kept.input.0 must be equal at elements that overlapped in the forward"):
         op.dgrad(other, SQUARE, cfg)
     with pytest.raises(ValueError, match=r"normed_dgrad: residuals.kept.\S+ must be float64\[4, 4, 4\], got float32"):
         op.dgrad(cast(residuals, torch.float32), SQUARE, cfg)
@@ -208,7 +208,7 @@ def test_a_change_that_a_trace_cannot_see_raises():
     weight = drawn(4, 4).requires_grad_()
     captured = op_from_torch(lambda params, x, cfg: x @ weight, name="captured")
     with pytest.raises(
-        ValueError, match="captured_fwd: fn must be a function that takes what requires grad as params or x, got float64"
+        ValueError, match="captured_fwd: fn must be a function that takes tensors that require grad as params or x, got float64"
     ):
         captured.fwd(None, SQUARE, TorchConfig())
     chosen = op_from_torch(lambda params, x, cfg: x[x > 0], name="chosen")

@@ -1,4 +1,4 @@
-"""A gradient under `create_graph=True` is a first derivative, and raises when it is differentiated: every face, every penalty."""
+"""A gradient under `create_graph=True` is a first derivative, and raises if it is differentiated, however the op is called."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def test_penalties_raise(face, penalty, asked):
         assert not plain.requires_grad
         return
     extra = torch.ones((), dtype=torch.float64, requires_grad=True)
-    with pytest.raises(RuntimeError, match=r"_bwd: a gradient must be differentiated no further"):
+    with pytest.raises(RuntimeError, match=r"_bwd: a gradient must not be differentiated again"):
         (value + extra).backward()  # a loss beside it hides that the penalty has no gradient
 
 
@@ -93,7 +93,7 @@ def test_delayed_weight_gradients_refuse_create_graph():
 
 @pytest.fixture
 def alone(tmp_path):
-    """After the test, and its model: a reducer that outlives its group waits for threads that wait for Python."""
+    """After each test, drop its model: a reducer that outlives its group waits for threads that wait for Python."""
     dist = torch.distributed
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
     yield

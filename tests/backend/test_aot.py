@@ -199,14 +199,14 @@ def within_limits(build):
 
 
 def multipliers(target, config):
-    """The opcodes of tensor cores for codes: on Hopper those with MX scales are multiplied as bfloat16."""
+    """The tensor-core opcodes of products of codes: Hopper multiplies codes with MX scales as bfloat16."""
     if target == "sm_90":
         return {"HGMMA"} if "KIND=e8m0" in config else {"QGMMA"}
     return {"UTCOMMA"} if "A=e2m1 B=e2m1" in config else {"UTCQMMA"}
 
 
 def wrong_rows(planned, table, compiler):
-    """The rows that the table should have and has not, and those that it has and should not have."""
+    """The rows that the table lacks, and the rows that it should not have."""
     want = {tuple(row) for row in planned}
     have = {(row["hash"], row["kernel"], row["config"], row["target"]) for row in table if row["compiler"] == compiler}
     return sorted(want - have), sorted(have - want) + [row for row in table if row["compiler"] != compiler]
@@ -250,7 +250,8 @@ def test_no_product_makes_a_choice_without_a_row(found):
 
 
 def way_of(kernel, config, target, warps):
-    """How a norm takes rows: kernel, dtypes, elements at a time, whether it loads them again, and whether rows are aligned."""
+    """The way in which a norm takes rows: kernel, dtypes, elements at a time, whether it loads them twice, and whether rows are
+    aligned."""
     words = dict(word.split("=", 1) for word in config.split() if "=" in word)
     dtypes = tuple(word.replace("bfloat16", "16-bit").replace("float16", "16-bit") for word in config.split() if "=" not in word)
     elements = int(words.get("ROWS", 1)) * int(words.get("PIECES", 1)) * int(words["BLOCK"])
@@ -265,7 +266,7 @@ def test_no_norm_takes_rows_in_a_way_without_a_row(found):
 
 
 def codes_of(kernel, config, target, warps):
-    """How numbers of few bits are made, decoded or multiplied: kernel, dtypes, elements, tiles and scales; not of what size."""
+    """The choice of a kernel that makes, decodes or multiplies codes: kernel, dtypes, elements, tiles and scales, but not sizes."""
     sized = ("ROWS", "BLOCK") if kernel == "quantize_after.norm" else ()
     return kernel, target, *(word for word in config.split() if "%16" not in word and word.split("=")[0] not in sized)
 
@@ -307,14 +308,14 @@ def test_a_table_that_is_not_of_these_kernels_is_seen():
 
 
 def before_casts(ptx):
-    """The instructions that made what is cast to 8 bits."""
+    """The instructions that produce the operands of casts to 8 bits."""
     made = {register: opcode for opcode, register in re.findall(r"^\s*(?:@!?%p\d+ )?([a-z][\w.]*)\s+(%\w+),", ptx, re.M)}
     casts = re.findall(r"cvt\.rn\.satfinite\.e[45]m[23]x2\.f32\s+%\w+, (%\w+), (%\w+);", ptx)
     return [made[register] for cast in casts for register in cast]
 
 
 def test_nothing_is_clamped_before_a_cast(found):
-    """min and max give the other of a NaN and a number."""
+    """min and max of NaN and a number return the number, so a clamp would hide a NaN."""
     assert {name.split()[0] for name in found["ptx"]} == {"quantize.tiles", "quantize_after.norm", "quantize_after.pointwise"}
     assert len(found["ptx"]) == 5
     for name, ptx in found["ptx"].items():
@@ -341,7 +342,7 @@ def test_a_kernel_that_spills_is_seen(found):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_figures_of_an_amd_build_are_read_from_its_text(seed):
-    """Registers are counted, spilled ones are of four bytes, vectors' and scalars', and of instructions each is one."""
+    """Registers are counted; spilled registers, vector and scalar, have four bytes; instructions are counted once each."""
     from funcops.backend.aot import _read_amd
 
     drawn = random.Random(seed)
@@ -374,7 +375,7 @@ def test_code_is_the_executable_sections_of_a_file(seed):
 
 
 def test_every_format_of_a_recipe_has_its_fused_quantisers(monkeypatch):
-    """With its element, the length of its tiles, and its kind of scales."""
+    """Each with its element, the length of its tiles, and its kind of scales."""
     from benchmarks import choices
 
     asked = []

@@ -1,4 +1,4 @@
-"""The kernel registry: which implementation runs, and how a Triton one is seen by a tracer."""
+"""The kernel registry: which implementation runs, and how a tracer sees a Triton kernel."""
 
 import asyncio
 import contextvars
@@ -73,7 +73,7 @@ def test_a_missing_implementation_is_named():
 
 @pytest.mark.parametrize("variable", ["FUNCOPS_BACKEND", "FUNCOPS_GEMM"])
 def test_an_environment_variable_is_checked(monkeypatch, variable):
-    """When the package is imported, since that reads them."""
+    """The check comes when the package is imported, which reads the variable."""
     among = {"FUNCOPS_BACKEND": select.BACKENDS, "FUNCOPS_GEMM": select.PROVIDERS}[variable]
     monkeypatch.setenv(variable, "fast")
     spec = importlib.util.spec_from_file_location("select_again", select.__file__)
@@ -89,7 +89,7 @@ def in_thread(run):
 
 @pytest.mark.parametrize("choose", [backend, gemm], ids=["backend", "gemm"])
 def test_a_choice_holds_in_its_own_context_alone(choose):
-    """Blocks of two threads that begin and end in every order."""
+    """Blocks of two threads begin and end in every order."""
     name, before = "triton", select.choice()
     for order in ("abAB", "abBA", "aAbB"):
         blocks = {who: (choose(name), contextvars.copy_context()) for who in "ab"}
@@ -130,7 +130,7 @@ def test_tasks_choose_for_themselves():
 
 
 def test_a_compiled_function_follows_the_choice_of_each_call(monkeypatch):
-    """One function, compiled once for each choice, called under choices that change, and in a thread that has none."""
+    """One function is compiled once for each choice, then called under changing choices, and in a thread without one."""
     monkeypatch.setattr(registry_probe.kernel, "triton_impl", lambda x, factor: x * -factor)
     monkeypatch.setattr(registry_probe.kernel, "operator", lambda: lambda x, factor: x * -factor)
     compiled, x = torch.compile(lambda x: registry_probe(x, 2.0), fullgraph=True, backend="eager"), torch.ones(2)
@@ -167,7 +167,7 @@ def test_a_backward_on_another_thread_runs_on_the_backend_of_its_forward(monkeyp
 
 @kernel(product=True)
 def product_probe(x: Tensor) -> Tensor:
-    """3 x, a bare product to the registry."""
+    """3 x, a bare product for the registry."""
     return 3 * x
 
 
@@ -177,7 +177,7 @@ def launch_product(x):
 
 
 def test_who_is_chosen_for_a_dtype_and_a_provider_of_products():
-    """float64 checks the kernels, so it never runs on them; `gemm` moves bare products alone."""
+    """float64 is the reference for kernels, so it never runs on them; `gemm` affects only bare products."""
     wide, narrow = torch.ones(2, dtype=torch.float64), torch.ones(2)
     probe, product = registry_probe.kernel, product_probe.kernel
     assert probe.choose(narrow) is probe.torch_impl and product.choose(narrow) is product.torch_impl
@@ -191,14 +191,14 @@ def test_who_is_chosen_for_a_dtype_and_a_provider_of_products():
 
 
 def test_every_triton_kernel_is_an_operator_too():
-    """A mode that watches operators calls kernels through the library: each schema must be one that torch takes."""
+    """A dispatch mode calls kernels through the library, so torch must accept each schema."""
     pytest.importorskip("triton")
     for call in {call.name: call for call in tiny(torch.float32)}.values():
         assert call.kernel.kernel.find_triton() and call.kernel.kernel.operator()
 
 
 def test_tensors_on_the_cpu_are_left_to_torch_beside_a_gpu(monkeypatch):
-    """A key, or params that are moved later: Triton's compiled kernels cannot read them."""
+    """Keys, and params that are moved later, are on the CPU, where compiled Triton kernels cannot read them."""
     key = random.key(3)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with backend("triton"):
@@ -215,7 +215,7 @@ def test_tensors_on_the_cpu_are_left_to_torch_beside_a_gpu(monkeypatch):
 def test_triton_without_a_gpu_names_its_interpreter():
     from funcops.backend import launch
 
-    with pytest.raises(RuntimeError, match="name must be 'torch' where there is no GPU .*TRITON_INTERPRET=1.*, got 'triton'"):
+    with pytest.raises(RuntimeError, match="name must be 'torch' without a GPU, got 'triton'.*TRITON_INTERPRET=1"):
         launch._first_device()
 
 

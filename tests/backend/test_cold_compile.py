@@ -95,7 +95,7 @@ for call in eager:
 
 @pytest.mark.slow
 def test_a_cold_compile_has_no_graph_break():
-    """The programs by the torch bodies; drawn cases of the laws by Triton."""
+    """Programs run the torch bodies; drawn cases of the laws run Triton."""
     needed = {"llama": "transformers", "laws": "triton"}
     programs = [text for what, text in PROGRAMS.items() if importlib.util.find_spec(needed.get(what, "torch"))]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "TRITON_INTERPRET": "1"}

@@ -1,5 +1,5 @@
-"""Forward and backward on fake CUDA tensors: no GPU is needed to see which implementation is chosen, and that no tensor is made
-on another device."""
+"""Forward and backward on fake CUDA tensors: without a GPU they show which implementation is chosen, and that no tensor is made on
+another device."""
 
 import pytest
 import torch
@@ -17,8 +17,8 @@ ROWS = [(case, dtype) for case, dtype in CASES if dtype in (torch.float64, torch
 
 @pytest.fixture
 def indexing(monkeypatch):
-    """x[...], copy_ and contiguous of fake tensors by aten's operators:
-    a torch without CUDA has no guard for their device where Python calls."""
+    """x[...], copy_ and contiguous of fake tensors, through aten's operators: a torch without CUDA has no device guard for Python's
+    own calls."""
     if torch.cuda.is_available():
         return
     get, put = Tensor.__getitem__, Tensor.__setitem__
@@ -37,7 +37,7 @@ def indexing(monkeypatch):
 
 
 def indexed(x, where):
-    """For integers, slices, None, one ellipsis and index tensors that follow one another; a view where x[where] is one."""
+    """Indexing by integers, slices, None, one ellipsis and consecutive index tensors; the result is a view if x[where] is one."""
     where = list(where) if isinstance(where, tuple) else [where]
     if any(one is ... for one in where):
         at = next(i for i, one in enumerate(where) if one is ...)
@@ -58,7 +58,7 @@ def indexed(x, where):
 
 
 class NoWaiting(TorchDispatchMode):
-    """Refuses what would make the host wait for the device."""
+    """Raises at anything that would make the host wait for the device."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -74,7 +74,7 @@ class NoWaiting(TorchDispatchMode):
 @pytest.mark.parametrize("rows", [(8, 8), (8, 24, 16)], ids=str)
 @pytest.mark.parametrize("how", [None, "concatenate", "batch", "group"])
 def test_joined_weight_gradients_do_not_wait(how, rows, indexing, monkeypatch):
-    monkeypatch.setattr(Product, "place", property(lambda p: id(p.dw)))  # a fake tensor has no address
+    monkeypatch.setattr(Product, "accumulator", property(lambda p: id(p.dw)))  # a fake tensor has no address
     with FakeTensorMode(), NoWaiting():
         made = []
         for n in rows:

@@ -1,4 +1,4 @@
-"""Tensors of more than 2**31 elements: every address is computed in 64 bits, or provably fits 32."""
+"""Tensors of more than 2**31 elements: every address is computed in 64 bits, or provably fits in 32."""
 
 import json
 import os
@@ -93,5 +93,5 @@ def test_every_kernel_addresses_more_than_2_to_the_31_elements(tmp_path):
 
 
 def test_addresses_in_32_bits_are_seen(tmp_path):
-    """In 32 bits: a row times a width that passes 2**31, a sum of unknown size, rows that are few enough. Then in 64."""
+    """32-bit cases: a row times a width beyond 2**31, a sum of unknown size, and few enough rows; then 64 bits."""
     assert run(tmp_path, NARROW) == [1, 1, 0, 0, 0, 0]

@@ -1,4 +1,4 @@
-"""The interpreter's masks: a block's comparison joined with a scalar's, of every dtype and operator, in each order."""
+"""The interpreter's masks: a block's comparison combined with a scalar's, for every dtype and operator, in either order."""
 
 import itertools
 import os

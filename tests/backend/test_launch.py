@@ -1,4 +1,4 @@
-"""The launcher, on a stubbed driver: what hits its cache, what misses, what reaches the driver."""
+"""The launcher, on a stubbed driver: which launches hit its cache, which miss, and what reaches the driver."""
 
 import importlib
 import itertools
@@ -150,7 +150,8 @@ class Parameter(NamedTuple):
 
 @pytest.mark.parametrize("backend", ["nvidia", "amd"])
 def test_the_key_tells_apart_what_triton_tells_apart(backend):
-    """Tensors of every dtype, offset and size of memory, and integers: two that Triton specialises alike or not."""
+    """Keys of two arguments (tensors of any dtype, offset and memory size, and integers) are equal exactly if Triton specialises
+    alike."""
     compiler = importlib.import_module(f"triton.backends.{backend}.compiler")
     kind = compiler.HIPBackend if backend == "amd" else compiler.CUDABackend
     values = {"x_ptr": [None], "n": [0, 1, -1, 16, 17, -16, 2**31 - 1, 2**31, -(2**31), -(2**31) - 16, 2**62, 2**62 + 1]}

@@ -1,4 +1,4 @@
-"""Tables on the device, with a stand-in for the device: who shares one, and how long one lives."""
+"""Tables on the device, with a stand-in for the device: which calls share one, and how long it lives."""
 
 import gc
 import weakref
@@ -13,7 +13,7 @@ CUDA = torch.device("cuda", 0)
 
 
 class Device:
-    """Copies of host tensors stay where they are; `capturing` and `stream` are what torch would say."""
+    """A stand-in: copies of host tensors stay on the host; `capturing` and `stream` are torch's answers."""
 
     capturing, stream, graph = False, 1, None
 

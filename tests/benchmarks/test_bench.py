@@ -24,7 +24,7 @@ def test_peak_memory_is_no_higher_than_autograds():
 
 
 def test_a_block_keeps_less_than_autograd():
-    """The exact counts: h of the input, q, k, v, mix, after attention, and gate and up or the pre-activation; and statistics."""
+    """The exact counts: the input h, q, k, v, mix, after attention, and gate and up or the pre-activation; and statistics."""
     kept = {(row.case, row.provider): row.value for row in residuals.run(rivals=False)}
     assert 20 < kept["llama block", "funcops"] <= 23.2 and kept["llama block", "autograd"] > 50
     assert 20 < kept["gpt-2 block", "funcops"] <= 20.3 and kept["gpt-2 block", "autograd"] > 36
@@ -97,7 +97,7 @@ def test_a_split_backward_does_no_work_twice_and_holds_less():
 
 
 def test_the_graphed_step_is_the_eager_one():
-    """On the recorder; what it saves only a GPU can tell."""
+    """It runs on the recorder; only a GPU can tell what it saves."""
     small = Sizes(dim=32, layers=2, heads=2, kv_heads=1, hidden=48, vocab=32, context=16, batch=2)
     steps = graph.steps(small, torch.float32, "cpu")
     eager, captured, plain = (

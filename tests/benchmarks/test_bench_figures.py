@@ -1,4 +1,4 @@
-"""The bench's arithmetic, on known samples and clocks: what it divides by what, in which order things run, and what is counted."""
+"""The benchmarks' arithmetic, on known samples and clocks: denominators, the order of runs, and counts."""
 
 import contextlib
 import math
@@ -16,7 +16,7 @@ from funcops.testing.tolerances import assert_close
 
 
 class Clock:
-    """Goes on when it is told to: `seconds` reads it."""
+    """A clock that advances when it is told to; `seconds` reads it."""
 
     def __init__(self):
         self.now, self.done = 0.0, []
@@ -188,7 +188,7 @@ def test_memory_is_the_peak_and_its_rise(clock, cuda):
 
 
 class Fixed:
-    """A timer that knows its answers, and notes how many copies of the arguments each provider was given."""
+    """A timer with known answers, which records how many copies of the arguments each provider was given."""
 
     stream = None
 

@@ -1,4 +1,4 @@
-"""The kernel bench's calls and measurement, with the host's clock and tiny sizes where there is no GPU."""
+"""The kernel benchmark's calls and measurements, with the host's clock and tiny sizes on a machine without a GPU."""
 
 import csv
 import dataclasses
@@ -54,7 +54,7 @@ KERNELS = [name.rpartition("-")[0] for name in names()]
 
 
 def calls_in_turn():
-    """Every call in one dtype, in turn; in the first tier the first of every other kernel."""
+    """Every call in one dtype, taking turns; the first tier has the first call of every other kernel."""
     order = list(dict.fromkeys(KERNELS))
     for i, name in enumerate(names()):
         chosen = KERNELS[i] not in KERNELS[:i] and order.index(KERNELS[i]) % 2 == 0
@@ -73,7 +73,7 @@ def test_every_call_measures(i, monkeypatch):
 
 
 class Brittle:
-    """A rival that raises from its nth call on, preparation counted as the first."""
+    """A rival that raises from its nth call on; preparation is the first."""
 
     def __init__(self, nth):
         self.left = nth
@@ -102,7 +102,7 @@ def test_who_fails_anywhere_is_named_and_the_rest_goes_on(nth, who, monkeypatch)
 
 
 def test_rivals_run_none_of_our_kernels(monkeypatch):
-    """Also where the torch body of a kernel, which torch.compile compiles, calls another kernel."""
+    """Not even if the torch body of a kernel, which torch.compile compiles, calls another kernel."""
     monkeypatch.setattr(kernels, "MOST_COPIES", 1)
     calls = [dataclasses.replace(s, torch=None) for s in {s.name: s for s in reversed(tiny(torch.float32))}.values()]
 
@@ -119,7 +119,7 @@ def test_rivals_run_none_of_our_kernels(monkeypatch):
 
 
 def test_rows_are_written_as_they_come(tmp_path, monkeypatch, capsys):
-    """A bench that ends early leaves what it had, in every file."""
+    """A benchmark that ends early leaves its rows in every file."""
     rows = measured(tiny(torch.float32)[0], torch.float32, ("funcops", "torch"))
 
     def some(**options):
@@ -153,7 +153,7 @@ def test_what_is_written(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("count", [0, 1, 40, 120])
 def test_the_picture_hides_no_mark(count, tmp_path, monkeypatch):
-    """All labels and marks are within the axes, and the legend outside."""
+    """All labels and marks are within the axes, and the legend is outside."""
     from matplotlib import pyplot as plt
 
     figures = []

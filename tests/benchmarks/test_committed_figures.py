@@ -20,7 +20,7 @@ RECORDED = torch.__version__.startswith("2.13.")
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_exact_benches_give_the_committed_figures(name, rows):
-    """Bytes are counted, not measured: another figure is another library, or another torch."""
+    """Bytes are counted, not measured: another figure means another library version or another torch."""
     want = committed(name)
     for row in rows():
         if "autograd" not in row.provider + row.metric and "torch" not in row.provider + row.metric or RECORDED:

@@ -111,7 +111,7 @@ def test_all_of_make_gpu_ends_without_a_device(tmp_path):
 
 
 def test_make_gpu_fits_ten_minutes():
-    """Each target's limit, and what it takes for itself within that."""
+    """Each target has a limit, and its own overhead is within that."""
     makefile = (ROOT / "Makefile").read_text()
     targets = re.search(r"\(MAKE\) -k (.*)", makefile)[1].split()
     limits = [int(re.search(rf"^{name}:\n(?:\t.*\n)*?\t.*timeout (\d+) ", makefile, re.M)[1]) for name in targets]
@@ -233,7 +233,7 @@ def test_a_check_that_fails_says_why(monkeypatch):
 
 @pytest.mark.parametrize("many", [False, True], ids=["one process", "many"])
 def test_gpu_tests_run_without_plugins_that_warn_of_many_processes(many, monkeypatch):
-    """pytest-benchmark warns as it is configured under xdist, and a warning is an error."""
+    """pytest-benchmark warns when it is configured under xdist, and warnings are errors."""
     said: list[str] = []
     monkeypatch.setattr(gpu_tests, "missing", lambda _: [])
     monkeypatch.setattr(gpu_tests.importlib.util, "find_spec", lambda _: many)

@@ -1,4 +1,4 @@
-"""The step bench: both libraries' steps do the same, ratios are paired by round, and what the time does not allow is left out."""
+"""The step benchmark: both libraries' steps do the same, ratios are paired by round, and the time limit leaves rows out."""
 
 import math
 
@@ -15,7 +15,7 @@ SMALL = Sizes(dim=32, layers=2, heads=2, kv_heads=1, hidden=48, vocab=32, contex
 
 @pytest.mark.parametrize("clip", [0.05, 1e3], ids=["clipped", "whole"])
 def test_both_steps_hand_the_optimiser_the_same_clipped_gradients(clip, monkeypatch):
-    """Adam forgets a gradient's scale, so the losses cannot tell."""
+    """Losses cannot show this, as Adam is invariant to a gradient's scale."""
     found = {}
 
     class Noting(torch.optim.AdamW):
@@ -43,7 +43,7 @@ def test_both_steps_hand_the_optimiser_the_same_clipped_gradients(clip, monkeypa
 
 
 def test_a_narrow_step_hands_the_optimiser_gradients_of_its_batch_alone(monkeypatch):
-    """In bfloat16, at a learning rate of 0: the second step's gradients are the first's again."""
+    """In bfloat16, at a learning rate of 0: the second step has the same gradients as the first."""
     found = []
 
     class Noting(torch.optim.AdamW):

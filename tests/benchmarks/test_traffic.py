@@ -1,4 +1,4 @@
-"""The committed table of bytes moved holds every memory-bound kernel as its source is now, within its limits; no GPU is needed."""
+"""The committed table of bytes moved has every memory-bound kernel in its present source, within its limits; no GPU is needed."""
 
 import itertools
 import math
@@ -58,7 +58,7 @@ def test_counts_are_keyed_by_kernel_grid_constants_and_warps(planned):
 
 
 def beyond(rows):
-    """Rows of ours that are beyond a limit without a reason, or have one without need, and the reasons that none has."""
+    """Our rows beyond a limit without a reason, rows with a needless reason, and reasons that no row has."""
     wrong, used = [], set()
     for row in rows:
         if row.provider != "funcops":

@@ -40,7 +40,7 @@ def _slopes(heads):
 
 
 def case(b, t, s, h, k, d, value=None, bias=None, ends=None, **options):
-    """`bias`: its sizes along batch and heads; `ends`: of packed sequences; `value`: v's head size."""
+    """`bias`: its sizes along batch and heads; `ends`: the ends of packed sequences; `value`: v's head size."""
 
     def x(draw):
         q, keys, values = draw.randn(b, t, h, d), draw.randn(b, s, k, d), draw.randn(b, s, k, value or d)

@@ -7,7 +7,7 @@ from funcops.testing import Case, Error
 
 
 def reference(params, x, cfg):
-    """torch's convolution, of channels before times, cut off at the end."""
+    """torch's convolution with channels before times, cut off at the end."""
     if not x.numel():
         return x * 1.0
     z = F.conv1d(x.mT, params.weight.unsqueeze(1), params.bias, padding=cfg.width - 1, groups=cfg.channels)

@@ -25,7 +25,7 @@ def gated(z, cfg):
 
 
 def reference(params, x, cfg):
-    """Every expert computes every token, whose weight for it is 0 where it was not chosen; the weight comes after down."""
+    """Every expert computes every token, with weight 0 for tokens that did not choose it; the weight is applied after down."""
     weights, tokens, indices = x
     total = torch.zeros_like(tokens)
     for e in range(cfg.experts):
@@ -36,8 +36,8 @@ def reference(params, x, cfg):
 
 
 def case(tokens, choices, count, h, i, chosen=None, wide=False, **options):
-    """Choices of a token differ, as a router's do; they are among `chosen`, where that is given: experts, and `count` for what was
-    dropped."""
+    """A token's choices differ, as a router's do. They come from `chosen` if that is given: experts, and `count` for a dropped
+    choice."""
     cfg = ExpertsConfig(count, h, i, **options)
     among = torch.tensor(range(count) if chosen is None else chosen, device="cpu")
 

@@ -8,7 +8,7 @@ from funcops.testing import Case, Draw, Error
 
 
 def reference(params, x, cfg):
-    """One expert after the other, each of the rows that are its own."""
+    """One expert after the other, each on its own rows."""
     rows, offsets, order, last = (*x, None, None)[:4]
     rows = rows.reshape(-1, cfg.in_features)
     rows = rows[order.long() // last.shape[-1]] if cfg.gathered else rows
@@ -21,7 +21,7 @@ def reference(params, x, cfg):
 
 
 def case(counts, i, o, behind=0, **options):
-    """Experts of so many rows each, and rows behind the last."""
+    """Experts with these numbers of rows, and rows behind the last."""
     cfg = GroupedLinearConfig(len(counts), i, o, **options)
 
     def x(d):
@@ -32,7 +32,7 @@ def case(counts, i, o, behind=0, **options):
 
 
 def weighted(counts, choices, i, o, behind=0, wide=False, **options):
-    """Biases that count as weights say, of rows in another order than these."""
+    """Biases scaled by weights, for rows in another order than the weights."""
     cfg = GroupedLinearConfig(len(counts), i, o, weighted=True, **options)
     rows = sum(counts) + behind
 
@@ -47,7 +47,7 @@ def weighted(counts, choices, i, o, behind=0, wide=False, **options):
 
 
 def gathered(tokens, choices, experts, i, o, low=0, high=None, **options):
-    """Choices of the experts from `low` to `high`, the one behind the last being a choice that was dropped."""
+    """Choices of the experts from `low` to `high`; the number after the last expert is a dropped choice."""
     cfg = GroupedLinearConfig(experts, i, o, gathered=True, **options)
 
     def x(d):

@@ -3,7 +3,7 @@ from cases.experts import gated
 from cases.qlinear import EXEMPT, OF_SCALES, Products
 from hypothesis import strategies as st
 
-from funcops import ExpertsConfig, GroupedQLinearConfig, grouped_qlinear_fwd
+from funcops import ExpertsConfig, GroupedQLinearConfig, grouped_qlinear, grouped_qlinear_fwd
 from funcops.compose.expert_steps import ExpertStepsConfig, expert_steps
 from funcops.compose.plain_experts import plain_experts
 from funcops.formats import QWeight, quantize_sides, stacked
@@ -11,7 +11,6 @@ from funcops.formats.recipes import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delay
 from funcops.formats.scaled import Scaled
 from funcops.kernels.routing import sort_by_expert
 from funcops.ops.grouped_linear import GroupedLinearParams
-from funcops.ops.grouped_qlinear import grouped_op_of
 from funcops.testing import Case, Draw, Error
 
 
@@ -31,7 +30,7 @@ def reference(params, x, cfg):
 
 
 def prepared(cfg, columns):
-    """Params of which the weights are quantised already; they are what their codes decode to, in the reference too."""
+    """Params whose weights are already quantised; in the reference they are the decoded codes."""
 
     def params(d):
         made = [quantize_sides(d.randn(cfg.out_features, cfg.in_features), cfg.recipe.w) for _ in range(cfg.experts)]
@@ -42,7 +41,7 @@ def prepared(cfg, columns):
 
 
 def scaled(cfg):
-    """Params of delayed scaling; in the gradient of their scales' place are amaxes."""
+    """Params of delayed scaling; in the gradient amaxes are in the slots of the scales."""
 
     def params(d):
         scales = torch.tensor([4.0, 0.5, 32.0]) * 2.0 ** torch.arange(cfg.experts).unsqueeze(1)
@@ -57,7 +56,7 @@ def scaled(cfg):
 def _case(cfg, x, columns, name):
     return Case(
         params=scaled(cfg) if cfg.recipe.delayed else None if columns is None else prepared(cfg, columns),
-        op=grouped_op_of(cfg.recipe),
+        op=grouped_qlinear,
         cfg=cfg,
         x=x,
         reference=reference,
@@ -67,7 +66,7 @@ def _case(cfg, x, columns, name):
 
 
 def case(counts, i, o, recipe, behind=0, columns=None, **options):
-    """Groups of so many rows each, and rows behind the last."""
+    """Groups with these numbers of rows, and rows behind the last."""
 
     def x(d):
         rows = sum(counts) + behind
@@ -80,7 +79,7 @@ def case(counts, i, o, recipe, behind=0, columns=None, **options):
 
 
 def gathered(tokens, choices, experts, i, o, recipe, **options):
-    """Choices of experts, one more than there are being a choice that was dropped."""
+    """Choices of experts; the number of experts itself is a dropped choice."""
 
     def x(d):
         order, _, offsets, place = sort_by_expert(
@@ -93,7 +92,7 @@ def gathered(tokens, choices, experts, i, o, recipe, **options):
 
 
 def of_steps(params, x, cfg):
-    """`experts` of one expert after the other, each layer a quantised one; the weight comes before down, as there."""
+    """`experts` as one expert after the other, each layer a quantised one; the weight is applied before down, as in the chain."""
     weights, tokens, indices = x
     of = {step.name: step.cfg for step in cfg.cfg.steps}
     flat, choices, rows = indices.reshape(-1).long(), indices.shape[-1], tokens.reshape(-1, tokens.shape[-1])
@@ -107,15 +106,15 @@ def of_steps(params, x, cfg):
 
 
 def steps(recipe, count, h, i):
-    """In float64 alone: in others what is between the layers may be rounded to another code than in the reference. Frugal reads
-    needs of a chain's x, which is another here; `plain_experts` is held to it."""
+    """Only float64: in other dtypes values between the layers may be rounded to another code than in the reference. Frugal reads
+    the needs of a chain's x, which differs here; `plain_experts` obeys it."""
     of = {"up": h, "down": i}
 
     def low(name, op, cfg):
         if name not in of:
             return op, cfg
         made = GroupedQLinearConfig(count, of[name], cfg.out_features, recipe, bias=False, gathered=cfg.gathered)
-        return grouped_op_of(recipe), made
+        return grouped_qlinear, made
 
     def x(d):
         indices = d.rand(2, 3, count + 1).argsort(-1)[..., :2].to(torch.int32)
@@ -168,9 +167,6 @@ ERRORS = [
     Error(call=_call(offsets=TWO.long()), match="grouped_qlinear_fwd: x.1 (offsets) must be int32, got int64", error=TypeError),
     Error(call=_call(offsets=TWO + 1), match="grouped_product: offsets must be ascending from 0 to at most 2"),
     Error(call=_call(weight=torch.ones(3, 4)), match="grouped_qlinear_fwd: params.weight must be [2, 3, 4], got [3, 4]"),
-    Error(
-        call=_call(recipe=Fp8Block(keep="input")), match="grouped_qlinear_fwd: cfg.recipe.keep must be 'row' or 'col' (for 'input'"
-    ),
     Error(
         call=_call(recipe=Fp8Delayed()),
         match="grouped_qlinear_fwd: params.weight must be a Scaled weight, as quantize_params(params, cfg, state) makes it",

@@ -18,7 +18,7 @@ def reference(params, x, cfg):
 
 
 def case(rows, width, experts, choices, used=None):
-    """`used`: the experts that are chosen; E is a choice that was dropped."""
+    """`used`: the experts that are chosen; E is a dropped choice."""
 
     def x(d):
         few = torch.tensor(list(range(experts)) if used is None else used, device="cpu")

@@ -6,17 +6,17 @@ from funcops.formats.recipes import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delay
 from funcops.formats.scaled import Scaled
 from funcops.kernels import quantize as kernels
 from funcops.ops.linear import LinearParams
-from funcops.ops.qlinear import QLinearConfig, op_of, qlinear_fwd
+from funcops.ops.qlinear import QLinearConfig, qlinear, qlinear_fwd
 from funcops.testing import Case, Draw, Error
 
 
 class Products(torch.autograd.Function):
-    """The three products of decoded operands in float64, straight through."""
+    """The three products of decoded operands in float64, with straight-through gradients."""
 
     @staticmethod
     def forward(ctx, x, w, recipe, scale):
         def q(t, format, side, which):
-            """Decoded: of "col" the transposed tensor, as the product sees it."""
+            """A decoded operand; for "col" the transposed tensor, as the product sees it."""
             if scale is None:
                 made = quantize_tensor(t, format, side=side, hadamard=recipe.hadamard and side == "col" and which != 1)
                 return kernels.dequantize(*made.args, *format.args(), made.width, torch.float64)
@@ -57,7 +57,7 @@ OF_SCALES = ("split", "mirror", "frugal")
 
 
 def working(i, o, recipe, bias, columns):
-    """Params of which the weight is quantised already; it is what its codes decode to, in the reference too."""
+    """Params whose weight is already quantised; in the reference it is the decoded codes."""
 
     def params(d):
         row, col = quantize_sides(d.randn(o, i), recipe.w)
@@ -67,14 +67,14 @@ def working(i, o, recipe, bias, columns):
 
 
 def scaled(i, o, bias):
-    """Params of delayed scaling, where scales are other than 1; in their gradient's place are amaxes."""
+    """Params of delayed scaling with scales other than 1; in the gradient amaxes are in their slots."""
     return lambda d: LinearParams(Scaled(d.randn(o, i), torch.tensor([4.0, 0.5, 32.0]), None), d.randn(o) if bias else None)
 
 
 def case(rows, i, o, recipe, bias=True, columns=None):
     return Case(
         params=scaled(i, o, bias) if recipe.delayed else None if columns is None else working(i, o, recipe, bias, columns),
-        op=op_of(recipe),
+        op=qlinear,
         cfg=QLinearConfig(i, o, recipe, bias=bias),
         x=lambda d: d.randn(*rows, i),
         reference=reference,

@@ -6,7 +6,7 @@ from funcops.testing import Case, Error
 
 
 def chosen(preferred, cfg):
-    """The K best by a walk over each row: of equal ones the first, of groups those whose two best are best."""
+    """The K best, by a walk over each row: the first of equal scores, and the groups whose two best are best."""
     size = cfg.experts // cfg.groups
     rows = []
     for row in preferred.reshape(-1, cfg.experts).tolist():
@@ -18,7 +18,7 @@ def chosen(preferred, cfg):
 
 
 def in_time(indices, cfg):
-    """Which choices find room at their expert."""
+    """Which choices find a slot at their expert."""
     room, taken, found = -(-cfg.capacity * indices.numel() // cfg.experts), [0] * cfg.experts, []
     for e in indices.flatten().tolist():
         found.append(taken[e] < room)

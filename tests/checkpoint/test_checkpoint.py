@@ -1,4 +1,4 @@
-"""Checkpoints: what comes back, what is refused, and that nothing is written by halves."""
+"""Checkpoints: what is restored, what is refused, and that files are written whole or not at all."""
 
 from __future__ import annotations
 

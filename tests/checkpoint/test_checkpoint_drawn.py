@@ -1,4 +1,5 @@
-"""Drawn trees of drawn dtypes, layouts and names: what is saved loads, bit for bit, or `save` raises by path and writes nothing."""
+"""Drawn trees with drawn dtypes, layouts and names: either the saved tree loads bit for bit, or `save` raises by path and writes
+nothing."""
 
 import os
 import resource
@@ -91,7 +92,7 @@ def same(a, b):
 
 
 def served(value):
-    """Whether nothing in the tree gives a reason to refuse it."""
+    """Whether nothing in the tree is a reason to refuse it."""
     found = paths(value)
     if len(found) != len(leaves(value)) or found.get("") is not None:
         return False

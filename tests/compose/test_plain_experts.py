@@ -1,4 +1,4 @@
-"""Experts as a chain of steps: the laws, and the numbers, the bytes and the params of the one op."""
+"""Experts as a chain of steps: the laws, and the numbers, bytes and params of the `experts` op."""
 
 import dataclasses
 
@@ -33,7 +33,7 @@ def as_chain(given):
 
 
 def steps_of(one):
-    """The case of the op as one of its chain."""
+    """The op's case as a case of its chain."""
 
     def reference(params, x, cfg):
         given = x.main, x.extras["tokens"], x.extras["indices"]
@@ -48,7 +48,7 @@ FIRST_TIER = [(law, of_experts.CASES[0]) for law in ("split", "right", "frugal")
 
 
 def rows_of_laws():
-    """Every case under the laws in float64; the first in bfloat16, too, and compiled."""
+    """Every case under the laws in float64; the first case in bfloat16 and compiled, too."""
     for one in of_experts.CASES:
         for law in LAWS:
             slow = () if (law, one) in FIRST_TIER else pytest.mark.slow
@@ -99,7 +99,7 @@ ALIKE = {
 
 @pytest.fixture
 def ran(monkeypatch):
-    """The names of the op's own functions that a rule called."""
+    """The names of the op's own functions that the rule called."""
     found = []
     for name in ("products", "experts_dgrad"):
         own = getattr(fused.experts, name)
@@ -132,7 +132,7 @@ def test_fused_the_chain_is_the_op_to_the_bit(ran, one, dtype, name):
 
 
 def test_a_fused_chain_keeps_the_fields_its_steps_need(ran):
-    """Whatever a policy keeps; accumulators get what they get of the op."""
+    """Under every policy; accumulators get the same sums as from the op."""
     one = BIASED
     params, given = one.make(torch.float32)
     cfg, apart, x = plain_experts(one.cfg), by_steps(params), as_chain(given)
@@ -155,7 +155,7 @@ def test_a_fused_chain_keeps_the_fields_its_steps_need(ran):
 
 
 def changed(extras=("tokens", "indices"), **by_step):
-    """The chain with fields of a step, or of its config, changed."""
+    """The chain with changed fields of a step or of its config."""
     cfg = plain_experts(ExpertsConfig(3, 4, 2, bias=True))
     steps = []
     for step in cfg.steps:
@@ -242,7 +242,7 @@ def in_steps(cfg):
 
 
 def test_a_block_in_steps_is_the_block(tmp_path):
-    """Its outputs, gradients and checkpoints; fused to the bit."""
+    """Its outputs, gradients and checkpoints; bit for bit if fused."""
     cfg = moe(MoEConfig(route=RouteConfig(4, 2, aux=0.1, z=0.01), experts=ExpertsConfig(4, 6, 3)))
     steps = in_steps(cfg)
     params, x = chain.init(cfg, key=random.key(0), dtype=torch.float32), torch.randn(7, 6)

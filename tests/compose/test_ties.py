@@ -1,4 +1,4 @@
-"""Drawn ties of drawn chains, under drawn masks: the gradients of one shared tensor, as autograd has them, or a `ValueError`."""
+"""Drawn ties of drawn chains, under drawn masks: the gradients of one shared tensor, equal to autograd's, or a `ValueError`."""
 
 import random as draws
 
@@ -55,7 +55,7 @@ def drawn_ties(rng, known):
 
 
 def sources_of(ties, known):
-    """The untied source of every tied path; None for ties that mean nothing."""
+    """The untied source of every tied path; None for meaningless ties."""
     given = dict(ties)
     if len(given) != len(ties) or any(known.get(path) is None for tie in ties for path in tie):
         return None
@@ -80,7 +80,7 @@ def covers(mask, path):
 
 
 def only_tied(mask, sources, known):
-    """Whether a path of the mask has nothing below it but tied leaves."""
+    """Whether all leaves below a path of the mask are tied."""
     tied = {
         path: path in sources or path == "inside.i1.weight" for path, t in known.items() if t is not None or "inside.i1.w" in path
     }
@@ -89,7 +89,7 @@ def only_tied(mask, sources, known):
 
 
 def by_autograd(cfg, sources, params, x, dy):
-    """Gradients of the untied chain's params, tied paths holding their source's own tensor."""
+    """Gradients of the untied chain's params, in which tied paths hold their source's own tensor."""
     leaves = tree_map_tensors(lambda t: t.detach().clone().requires_grad_(), params)
     own = x.clone().requires_grad_()
     full = leaves

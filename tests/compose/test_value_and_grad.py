@@ -1,4 +1,4 @@
-"""`value_and_grad` of some gradients alone."""
+"""`value_and_grad` of only some gradients."""
 
 import pytest
 import torch

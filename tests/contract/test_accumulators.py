@@ -1,4 +1,4 @@
-"""`into`: whatever is refused is refused before anything is added, by chains of every shape and by `batch_wgrads`."""
+"""`into`: chains of every shape and `batch_wgrads` refuse a wrong accumulator before anything is added."""
 
 import itertools
 import re
@@ -104,7 +104,7 @@ def test_nothing_is_added_before_the_last_accumulator_is_checked(name, fault):
 
 @pytest.mark.parametrize("name", OPS)
 def test_an_accumulator_serves_one_path(name):
-    """The same tensor at two paths, or memory in common, would hold the gradients of both."""
+    """One tensor at two paths, or shared memory, would mix the gradients of both."""
     op, cfg, params, residuals, dy = run(name)
     room = torch.zeros(1000)
     into = tree_map_tensors(lambda t: room[: t.numel()].view(t.shape), params)
@@ -114,7 +114,7 @@ def test_an_accumulator_serves_one_path(name):
 
 
 def test_parts_of_one_buffer_serve_many_paths():
-    """One after the other, or column by column: their spans meet, their elements do not."""
+    """Parts one after the other, or column by column: their address ranges overlap, their elements do not."""
     params, x, cfg = LinearParams(torch.randn(3, 4), torch.randn(3)), torch.randn(5, 4), LinearConfig(4, 3)
     _, residuals = linear_fwd(params, x, cfg)
     want, _ = linear_bwd(residuals, torch.ones(5, 3), cfg)
@@ -271,7 +271,7 @@ def test_nothing_is_added_before_the_last_dy_is_checked(name, implementation, th
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_triton_adds_to_accumulators_of_any_strides(layout):
-    """Its kernel writes to contiguous ones alone."""
+    """Its kernel writes only to contiguous ones."""
     pytest.importorskip("triton")
     params, x, cfg = LinearParams(torch.randn(6, 4), torch.randn(6)), torch.randn(5, 4), LinearConfig(4, 6)
     _, residuals = linear_fwd(params, x, cfg)

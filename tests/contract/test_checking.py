@@ -1,4 +1,4 @@
-"""`checking`: every case gives the bits that it gives without, and no write between forward and backward goes unnoticed."""
+"""`checking`: every case gives the same bits as without, and no write between forward and backward goes unnoticed."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ from funcops import (
     rms_norm,
 )
 from funcops.adapters.from_function import TorchConfig
-from funcops.contract import op, schema
+from funcops.contract import functions, schema
 from funcops.contract.checking import active
 from funcops.contract.marks import SAMPLE, Sampled
 from funcops.contract.op import dgrad_of, forward, make_op
@@ -72,7 +72,7 @@ def aliases(case, params, x):
 
 
 def written(t):
-    """Another value in each element, by a write that torch does not count."""
+    """Change every element, by a write that torch does not count."""
     before = t._version
     if t.is_floating_point():
         t.data.copy_((t.double() + 1).to(t.dtype))
@@ -126,20 +126,20 @@ def test_a_donated_tensor_raises_in_the_same_words():
 
 
 def test_without_an_open_block_nothing_is_swapped():
-    keep, count, asked = rms_norm.residuals.keep, len(changes), op.any_autocast
+    keep, count, asked = rms_norm.residuals.keep, len(changes), functions.any_autocast
     assert asked is torch._C._is_any_autocast_enabled
     with checking(), checking():
-        assert rms_norm.residuals.keep is not keep and len(changes) == count + 1 and op.any_autocast is not asked
+        assert rms_norm.residuals.keep is not keep and len(changes) == count + 1 and functions.any_autocast is not asked
         made = softplus()
         assert type(made.fwd(None, torch.ones(2), TorchConfig())[1]._marks[0]) is Sampled
-    assert rms_norm.residuals.keep is keep and len(changes) == count and op.any_autocast is asked
+    assert rms_norm.residuals.keep is keep and len(changes) == count and functions.any_autocast is asked
     assert type(made.fwd(None, torch.ones(2), TorchConfig())[1]._marks[0]) is int
     assert schema.Saved.__slots__ == ("_noted",)
 
 
 @pytest.mark.parametrize("size", [1, SAMPLE, SAMPLE + 1, 5 * SAMPLE + 3])
 def test_a_sample_is_spread_over_the_tensor(size):
-    """All of a small tensor; of a larger one places no further apart than its size over theirs."""
+    """All of a small tensor; of a larger one evenly spaced elements."""
     for x in (torch.zeros(size, 4), torch.zeros(4, size).t()):
         with checking():
             for start in range(0, 4 * size, max(1, 4 * size // 7)):
@@ -167,7 +167,7 @@ def test_a_working_tree_notices_a_write_by_data_to_its_master():
 
 
 def softplus(keep=lambda x: x, compute=torch.nn.functional.softplus, dx=lambda dy, x: dy * torch.sigmoid(x), asks=True):
-    """An op with places for a fault."""
+    """An op with places where a test can plant a fault."""
 
     @residuals
     class Kept:

@@ -1,4 +1,4 @@
-"""Each number of each public config, at the ends of its range: it makes what works, with finite results, or raises when made."""
+"""Each number of each public config, at the ends of its range: the config works, with finite results, or raises when it is made."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ def finite(*trees):
 
 
 def of_an_op(case):
-    """Forward and backward in float64, of its case, which is finite as it is."""
+    """The forward and backward in float64 of the op's case, which is finite unchanged."""
 
     def works(cfg):
         params, x = case.make(torch.float64)

@@ -21,7 +21,7 @@ def main_of(x):
 
 
 def changed_features(case, dtype):
-    """Which features of y change if feature 0 of x's main part does; None of a case in which this cannot be asked."""
+    """The features of y that change with feature 0 of x's main part; None if the case cannot show this."""
     params, x = case.make(dtype)
     main = main_of(x)
     before = main_of(case.op.fwd(params, x, case.cfg)[0])

@@ -119,7 +119,7 @@ def gone():
 
 
 def put(arguments, value):
-    """In the place of STAND."""
+    """Replace STAND by the tensor."""
     if isinstance(arguments, (list, tuple)):
         return type(arguments)(put(one, value) for one in arguments)
     return value if arguments is STAND else arguments.clone() if arguments is OTHER else copy.copy(arguments)

@@ -1,4 +1,4 @@
-"""Guards go where trees go: the law Guarded under every policy, and what it rests on."""
+"""Guards follow trees wherever they go: the law Guarded under every policy, and the mechanisms behind it."""
 
 import copy
 import dataclasses
@@ -257,7 +257,7 @@ def test_the_launch_path_looks_at_no_marks_but_its_own(monkeypatch):
 
 
 def softplus(alias, keep=lambda x: x):
-    """An op whose residuals declare their alias, or forget to; `keep(x)` is what they hold."""
+    """An op whose residuals declare their alias, or forget to; `keep(x)` is the kept tensor."""
 
     @residuals
     class Kept:
@@ -325,7 +325,7 @@ def test_the_law_notices_an_alias_that_is_not_declared():
 
 
 def test_the_law_notices_a_copy_that_is_declared_an_alias():
-    """Which would cost the bytes that a report says it does not."""
+    """A copy costs bytes that a report would not count."""
     holds("x", "frugal")
     holds(None, "frugal", keep=torch.clone)
     with pytest.raises(AssertionError, match=r"law 'frugal', .*: residuals.x must be x itself, got another tensor"):
@@ -333,7 +333,7 @@ def test_the_law_notices_a_copy_that_is_declared_an_alias():
 
 
 def test_a_missing_field_is_explained_by_its_declaration():
-    """`of` is said where it is not what the phases make of it."""
+    """The explanation has `of` only if it differs from what the phases imply."""
     from types import SimpleNamespace
 
     from funcops.contract.schema import DGRAD, WGRAD

@@ -1,4 +1,4 @@
-"""Guards that no other test reaches: what each must stop, in its words, and the like of it that it lets through."""
+"""Guards that no other test reaches: the calls that each must stop, in its words, and similar calls that it must pass."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ from funcops.compose.expert_steps import ExpertStepsConfig, expert_steps
 from funcops.contract.op import make_op
 from funcops.low_precision import Format, Fp8Current, quantize_tensor
 from funcops.models import plain_experts
-from funcops.ops.low_rank import LowRankConfig, low_rank_dropout_fwd, low_rank_init
+from funcops.ops.low_rank import LowRankConfig, low_rank_fwd, low_rank_init
 from funcops.schedule import Collective, Costs, Schedule, one_f_one_b
 from funcops.schedule.stage import Stage
 from funcops.testing import Placed, run_ranks
@@ -92,7 +92,7 @@ def gathered_back(dy):
 
 
 def dropped_low_rank(x):
-    return low_rank_dropout_fwd(low_rank_init(LOW_RANK, key=random.key(0)), x, LOW_RANK)
+    return low_rank_fwd(low_rank_init(LOW_RANK, key=random.key(0)), x, LOW_RANK)
 
 
 def one_chain(x):
@@ -180,7 +180,7 @@ GUARDS = {
         (X, random.key(1)),
         X,
         TypeError,
-        "low_rank_dropout_fwd: x must be a tuple (x, key), got float32[3, 4]",
+        "low_rank_fwd: x must be a tuple (x, key), as cfg.dropout is above 0, got float32[3, 4]",
     ),
     "extras that nobody declares": (
         one_chain,

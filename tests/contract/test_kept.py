@@ -131,7 +131,7 @@ def test_donated_blocks_give_the_same_bits(needs):
 
 
 def test_a_block_keeps_exactly_these():
-    """Every path that a Llama block keeps, and its pending: written out, so that a change of it is seen."""
+    """Every path that a Llama block and its pending keep is written out here, so that a change is seen."""
     cfg = block_config(8, 2, 12)
     params, x = chain.init(cfg, key=random.key(0)), WithExtras(torch.randn(1, 4, 8), {"positions": torch.arange(4)})
     y, kept = chain.fwd(params, x, cfg)
@@ -151,12 +151,12 @@ WAITING = (
 )
 
 
-LEAVES = [m.CASES[0] for m in MODULES.values() if m.CASES[0].op.fields()]
+LEAVES = [m.CASES[0] for m in MODULES.values() if m.CASES[0].op.fields(m.CASES[0].cfg)]
 
 
 @pytest.mark.parametrize("case", LEAVES, ids=str)
 def test_every_kept_tensor_is_read(case):
-    """Under every mask, NaN in a kept tensor of numbers changes a gradient: declarations ask for nothing that no backward reads."""
+    """Under every mask, a NaN in a kept float tensor changes a gradient: no declared tensor goes unread."""
     params, x = case.make(torch.float64)
     # attention's kernels make dq, dk and dv at once, and read for all of them
     parts = case.op.name not in ("attention", "sink_attention")

@@ -1,4 +1,4 @@
-"""Import paths of modules that have moved: the old ones lead to the same modules, and say where these are now."""
+"""Import paths of moved modules: the old ones lead to the same modules, and name the new path."""
 
 import importlib
 import inspect

@@ -1,4 +1,4 @@
-"""Names that are subclasses of str, wherever names are taken: what they give is what plain strings give."""
+"""Names that are subclasses of str give the same results as plain strings, wherever names are taken."""
 
 import dataclasses
 import enum

@@ -1,4 +1,4 @@
-"""Outputs of chains by name: nested in every way, wrong gradients of them, and what else knows them."""
+"""Outputs of chains by name: nested in every way, with wrong gradients, and in everything else that handles them."""
 
 import dataclasses
 
@@ -54,7 +54,7 @@ NAMES = ("load", "loss", "logits")
 
 
 def named(cfg, names=None):
-    """A chain of a part that gives outputs, by names of its own where they are given, and one that gives none."""
+    """A chain of a part that gives outputs, under other names if these are given, and a part that gives none."""
     op = skip if type(cfg) is SkipConfig else repeat if type(cfg) is RepeatConfig else chain
     steps = (Step("inner", op, cfg, gives=names or ()), Step("after", rms_norm, RMSNormConfig(D)))
     return ChainConfig(steps=steps, outputs=names or cfg.outputs)
@@ -62,7 +62,7 @@ def named(cfg, names=None):
 
 @st.composite
 def nested(draw):
-    """An op and a config with outputs, and what they give in plain torch."""
+    """An op and a config with outputs, and their reference in plain torch."""
     op, cfg, plain = chain, routed(D), routed_reference
     for depth in range(draw(st.integers(1, 3))):
         kind = draw(st.sampled_from(("skip", "repeat", "stacked", "chain", "parallel", "remat", *EXACT)))
@@ -115,7 +115,7 @@ def beside(plain, params, x):
 @settings(max_examples=40)
 @given(model=nested(), parts=st.sets(st.sampled_from(("main", *NAMES)), min_size=1), seed=st.integers(0, 99))
 def test_gradients_of_outputs_are_autograds(model, parts, seed):
-    """Whatever is nested in what, and whichever parts of dy are given; whole and in halves."""
+    """Under any nesting, with any parts of dy, whole and in halves."""
     op, cfg, plain = model
     params, x = op.init(cfg, key=random.key(seed), dtype=torch.float64), torch.randn(3, D, dtype=torch.float64)
     y, kept = op.fwd(params, x, cfg)
@@ -246,7 +246,7 @@ def test_outputs_that_cannot_be_stacked(second, error, match):
 
 
 def test_outputs_beside_two_steps_that_are_joined():
-    """The logits are computed again, the loss of a router leaves."""
+    """The logits are recomputed, and the loss of a router is an output."""
     steps = (
         Step("moe", repeat, MOE),
         Step("head", linear, LinearConfig(D, 7, bias=False)),

@@ -164,7 +164,7 @@ def test_the_number_of_products(how, products):
 
 
 def wrapped(draw, op, cfg, depth):
-    """A drawn op around one whose x is as y, and how many weights it has for each of that one."""
+    """A drawn op around an op whose x is like its y, and the number of weights for each weight of that op."""
     if depth == 0:
         return op, cfg, 1
     inner, inner_cfg, n = wrapped(draw, op, cfg, depth - 1)
@@ -205,7 +205,7 @@ def test_products_are_joined_wherever_they_are(seed):
 
 
 def test_sums_within_others():
-    """A weight gradient may itself be such a sum, on whatever thread."""
+    """A weight gradient may itself be such a sum, on any thread."""
     cfg = LinearConfig(8, 4)
     params, pendings = pendings_of(linear, cfg, [3, 3])
 

@@ -37,7 +37,7 @@ def defaults():
 
 
 def shown(value):
-    """A default in words that are the same in every process."""
+    """A default as text that is the same in every process."""
     text = repr(value)
     return f"<{type(value).__name__}>" if " at 0x" in text or len(text) > 80 else text
 

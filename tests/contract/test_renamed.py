@@ -1,4 +1,4 @@
-"""Old names of arguments, attributes, functions and values: each still works, and says what it is called now."""
+"""Old names of arguments, attributes, functions and values: each still works, and its warning gives the new name."""
 
 import importlib
 

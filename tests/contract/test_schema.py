@@ -214,7 +214,7 @@ def test_after_donate_every_use_raises(kind, use):
 
 
 def declared(rng):
-    """A class body of some fields and statics, drawn, and what to call its fields."""
+    """A class body with drawn fields and statics, and the names of its fields."""
     names = rng.sample("abcdef", rng.randint(0, 4))
     body = {"__annotations__": dict.fromkeys(names, torch.Tensor), "__module__": __name__}
     for name in names:
@@ -224,7 +224,7 @@ def declared(rng):
 
 
 def test_a_subclass_is_what_the_decorators_make():
-    """Fields, guards, what a mask of needs keeps, copies: the same of both, for drawn classes of either kind."""
+    """Fields, guards, the effect of masks, copies: both kinds of class agree, for drawn classes."""
     rng = draws.Random(0)
     for i in range(40):
         names, body, statics = declared(rng)
@@ -292,6 +292,6 @@ def test_a_field_that_is_declared_as_a_tree_is_guarded_as_one():
 
 
 def test_a_deprecated_argument_is_ignored_with_a_warning():
-    with pytest.warns(DeprecationWarning, match="^saved: recompute_from is ignored, and removed in 0.4: leave it out$"):
+    with pytest.warns(DeprecationWarning, match="^saved: recompute_from is ignored, and removed in version 0.4: leave it out$"):
         old = saved("[*, 1]", needed_by=DGRAD, recompute_from=("x",))
     assert old.metadata["saved"] == saved("[*, 1]", needed_by=DGRAD).metadata["saved"]

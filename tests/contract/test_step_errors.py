@@ -1,5 +1,4 @@
-"""An error inside of combinators begins with the path of its step, and stays the error that the step raises,
-whatever runs the step."""
+"""An error inside combinators begins with the path of its step, and is otherwise the step's own error, whatever runs the step."""
 
 import random as pyrandom
 import re
@@ -100,7 +99,7 @@ def test_errors_begin_with_the_path_of_the_step(seed, way):
 
 
 def _backward(op, cfg, params, x, path, way):
-    """Stale residuals and pending; accumulators; what was donated."""
+    """Calls of a backward that raise: stale residuals and pending, wrong accumulators, donated trees."""
     mine = tree_map_tensors(torch.clone, params)
     y, residuals = op.fwd(mine, x, cfg)
     at(mine, path).add_(0)
@@ -128,7 +127,7 @@ WHOLE_OR_NOT = [(seed, whole) for seed in range(6) for whole in (True, False) if
     ("seed", "fullgraph"), [pytest.param(*case, marks=() if case == (1, True) else pytest.mark.slow) for case in WHOLE_OR_NOT]
 )
 def test_errors_have_the_path_where_they_are_compiled(seed, fullgraph):
-    """A wrong leaf in the forward, and a wrong dy in the backward: what is said is what is said without a compiler."""
+    """A wrong leaf in the forward, and a wrong dy in the backward: the error is the same as without a compiler."""
     op, cfg = model(seed)
     params, x = op.init(cfg, key=random.key(0)), torch.randn(2, D)
     there = [(path, leaf) for path, leaf in paths(params).items() if leaf is not None]
@@ -200,7 +199,7 @@ def test_an_error_of_a_users_op_keeps_its_type_and_what_it_says(error):
 
 
 def fits(widths):
-    """A chain of linears with something that keeps the width between them."""
+    """A chain of linears with a step that keeps the width between them."""
     steps = []
     for i, (a, b) in enumerate(widths):
         steps += [Step(f"lin_{i}", linear, LinearConfig(a, b)), Step(f"act_{i}", activation, ActivationConfig(kind="relu"))]

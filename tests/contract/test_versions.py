@@ -1,4 +1,4 @@
-"""A write in place counts: what autograd and residuals look at to notice it is a tensor's version."""
+"""A write in place increases a tensor's version, by which autograd and residuals notice it."""
 
 import contextlib
 import inspect
@@ -62,7 +62,7 @@ class Watched(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", [*BACKENDS, "triton, watched"])
 def test_kernels_that_write_to_an_argument(name):
-    """Every kernel that says so, in every call."""
+    """Every kernel that declares a write, in every call."""
     seen = set()
     for call in tiny(torch.float32):
         declared = call.kernel.kernel
@@ -133,7 +133,7 @@ UNSEEN = {".data", "numpy"}  # by autograd, too
 
 
 def of_op(op, cfg, half):
-    """The tensors that others hold too by the path at which an error names them, and the half of the backward that reads them."""
+    """The tensors that others hold too, by the path at which an error names them, and the half of the backward that reads them."""
     params, x, dy = op.init(cfg, key=random.key(0)), torch.randn(2, 4), torch.randn(2, 3)
     kept = op.fwd(params, x, cfg)[1]
     if half == "wgrad":
@@ -216,7 +216,7 @@ class Silent:
 
 @pytest.fixture
 def silent(monkeypatch):
-    """All graphs' replays are silent about these tensors."""
+    """Make the replays of all graphs silent about these tensors."""
     written = []
     capture = graphs.RecorderBackend.capture
 

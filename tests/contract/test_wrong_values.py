@@ -1,4 +1,4 @@
-"""Wrong values of every argument of every public callable raise, in the one wording, before anything is changed."""
+"""Wrong values of every argument of every public callable raise in the standard wording, before anything is changed."""
 
 import dataclasses
 import inspect
@@ -57,14 +57,14 @@ NAN, INF = float("nan"), float("inf")
 
 
 class Odd:
-    """Nothing that any function asks for."""
+    """An object that no function takes."""
 
     def __repr__(self):
         return "Odd()"
 
 
 def wrong_values(good):
-    """Wrong values of an argument that takes `good`."""
+    """Wrong values for an argument whose good value is `good`."""
     if isinstance(good, bool):
         return 1, "yes", None
     if isinstance(good, int):
@@ -158,7 +158,7 @@ SLOW = ("graphs.graphed_op", "graphs.make_graphed_callables", "schedule.run", "s
 
 
 def cases():
-    """Functions of ops, whose bad calls the law Loud has too, are of the first tier for a few ops."""
+    """The functions of all ops; the law Loud also tests their bad calls, so only a few ops are in the first tier."""
     for name in sorted(ROWS):
         later = name not in OWN and name.rpartition("_")[0] not in ("linear", "attention")
         yield pytest.param(name, marks=pytest.mark.slow) if later or name in SLOW else name
@@ -166,7 +166,7 @@ def cases():
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
-    """Some write files."""
+    """Run in an empty folder, as some callables write files."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -210,7 +210,7 @@ def test_mistakes_of_users_raise(said):
 
 
 def broken(part, how):
-    """linear with one function that raises, or gives nothing of use."""
+    """linear with one function that raises, or returns nothing useful."""
 
     def instead(*args, **options):
         if how is not None:

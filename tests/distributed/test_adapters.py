@@ -67,7 +67,7 @@ def gradients(params, x, cfg, needs=None):
 
 @pytest.mark.parametrize("sequence", [True, False], ids=["rows", "all rows"])
 def test_a_model_with_adapters_equals_one_process(sequence):
-    """Its loss and the adapters' gradients; of `with_lora` before `parallel` and after, which give one config; merged too."""
+    """Its loss and the adapters' gradients, with `with_lora` before or after `parallel`, which give one config; merged too."""
     base, (x, _, _) = model(), batch()
     cfg, params = ours(base)
     loss, wanted = gradients(params, x, cfg)
@@ -98,7 +98,7 @@ def test_a_model_with_adapters_equals_one_process(sequence):
 
 
 def test_adapters_are_drawn_by_part():
-    """`lora_init` of a rank's base gives its part of the adapters of one process; layers may be stacked."""
+    """`lora_init` of a rank's base draws its part of the adapters of one process; layers may be stacked."""
     for stacked in (False, True):
         base = base_config(stacked, kv_heads=2)
         cfg = with_lora(base, 3, TARGETS)
@@ -110,7 +110,7 @@ def test_adapters_are_drawn_by_part():
 
 
 def test_every_weight_learns_beside_its_adapter():
-    """All gradients, of a decoder by its roles, each layer made again in the backward."""
+    """All gradients of a decoder by its roles, with each layer recomputed in the backward."""
     small = DecoderConfig(vocab=16, dim=16, layers=2, heads=4, kv_heads=2, head_size=4, hidden=8, context=8, qk_norm="head")
     base = decoder(small, loss=True)
     cfg, params = ours(base, ("*.proj", "*.down", "*.up"))
@@ -131,7 +131,7 @@ def test_every_weight_learns_beside_its_adapter():
 
 
 def test_a_base_in_low_precision():
-    """Its scales are of whole tensors: the codes of one process, in either order of the rewrites."""
+    """Its scales are of whole tensors, so codes equal one process's, in either order of the rewrites."""
     base, (x, _, _) = model(), batch()
     recipe, only = Fp8Current(), ("*.both.base",)
     cfg, params = ours(base)

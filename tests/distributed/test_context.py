@@ -1,4 +1,4 @@
-"""Attention over a sequence that an axis shares out: as the plain op, on every number of ranks."""
+"""Attention over a sequence that is sharded over an axis: equal to the plain op, on every number of ranks."""
 
 import importlib
 import math
@@ -88,7 +88,7 @@ def test_narrow_dtypes_on_a_device(dtype, causal, length):
 
 
 def hold_to_plain(whole, causal):
-    """To attention in one piece, within the tolerance that it is held to."""
+    """Compare with attention in one piece, within the op's tolerance."""
     dtype, cfg = whole[0].dtype, AttentionConfig(causal=causal)
     y, residuals = attention.fwd(None, whole, cfg)
     dy = float_like(y, 7)
@@ -122,7 +122,7 @@ def test_one_rank_has_the_bits_of_attention(causal):
 
 @pytest.mark.parametrize("n", [2, 3, 8])
 def test_sent_and_computed_blocks(n, monkeypatch):
-    """All ranks compute as much, and nothing of no keys; k and v are sent once each way, and dk and dv after them."""
+    """All ranks compute equally much, and nothing for masked blocks; k and v are sent once each way, then dk and dv."""
     seen = {}
 
     def counted(given):
@@ -257,7 +257,7 @@ def test_a_wrong_op_does_not_pass(what, monkeypatch):
 
 
 def test_a_sequence_and_a_vocabulary_over_two_axes():
-    """Embedding, attention among the hidden, and the losses: on cp 2 x tp 2 the sum of losses and the gradients of one process."""
+    """Embedding, attention and losses on cp 2 x tp 2: the sum of losses and the gradients of one process."""
     vocab, width, length = 16, 8, 8
     ids, labels = torch.randint(vocab, (2, length)), torch.randint(vocab, (2, length))
     table, head = (torch.randn(vocab, width, dtype=torch.float64) for _ in range(2))

@@ -1,4 +1,5 @@
-"""Sums of gradients over ranks have the bits of one process that adds up the same microbatches; norms and flags are everybody's."""
+"""Sums of gradients over ranks have the bits of one process that adds up the same microbatches; norms and flags are the same on all
+ranks."""
 
 import itertools
 import math
@@ -21,7 +22,7 @@ KINDS = {"float32": (torch.float32,), "bfloat16": (torch.bfloat16,), "mixed": (t
 
 
 def drawn_tree(seed, dtypes):
-    """Shapes, dtypes and holes of a tree: a function of a microbatch, which gives its gradients."""
+    """A function of a microbatch that returns gradients with drawn shapes, dtypes and missing leaves."""
     rng = dice.Random(seed)
     like = [rng.choice([None, *[(shape, rng.choice(dtypes)) for shape in rng.sample(SHAPES, 4)]]) for _ in range(rng.randint(0, 7))]
 
@@ -167,7 +168,7 @@ def test_shards_are_a_part_each_and_make_the_whole():
 
 
 def test_norms_of_sharded_trees():
-    """dp shards all, tp shards `up`, `norm` is alike on tp, and each pp stage has leaves of its own; one stage has none."""
+    """dp shards all, tp shards `up`, `norm` is the same on tp, and each pp stage has leaves of its own; one stage has none."""
     tree = {s: {"up": torch.randn(8, 6).double(), "norm": torch.randn(8).double()} for s in (0, 1)}
     want = optim.global_norm(tree)
 

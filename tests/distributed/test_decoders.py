@@ -35,7 +35,7 @@ D = torch.float64
 
 
 def step(cfg, model, params, ids, labels, share=1):
-    """The loss, and the gradients of its part of the mean."""
+    """The loss, and the gradients of the rank's part of the mean."""
     y, kept = chain.fwd(params, decoder_x(cfg, ids, D, labels=labels), model)
     loss = y.main if type(y) is WithExtras else y
     dy = torch.ones((), dtype=D) / share
@@ -74,7 +74,7 @@ def test_a_decoder_on_ranks_equals_one_process(name, mesh):
 
 @pytest.mark.parametrize(("name", "options"), [("qwen3", dict(softcap=2.0)), pytest.param("gpt2", {}, marks=pytest.mark.slow)])
 def test_a_sequence_over_ranks(name, options):
-    """In zigzag order: ids, labels and positions of a rank."""
+    """A rank's ids, labels and positions are in zigzag order."""
     cfg = dataclasses.replace(LLAMA, **FAMILIES[name] | options)
     model, draw = decoder(cfg, loss=True), torch.Generator().manual_seed(0)
     ids, labels = (torch.randint(16, (4, 8), generator=draw) for _ in range(2))

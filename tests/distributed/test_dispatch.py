@@ -1,4 +1,4 @@
-"""Tokens to the ranks of their experts and back, as ops: each the other's backward, and a mixture of plain ops between them."""
+"""Tokens to the ranks of their experts and back, as ops: each is the other's backward; a mixture with plain ops between them."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ CHOSEN = torch.rand(16, 9, generator=torch.Generator().manual_seed(4)).argsort(-
 
 
 def test_each_is_the_backward_of_the_other():
-    """With the very bits, and no tensor kept that is not there anyway."""
+    """Bit for bit, and every kept tensor is an alias."""
 
     def on_rank(mesh):
         axis = mesh["ep"]
@@ -85,7 +85,7 @@ GATED = GLUConfig(kind="swiglu", gate="first", scaled=True)
 
 
 def plain_ops(params, x, dy, axis):
-    """y, and the gradients, of dispatch, permute, two grouped layers around a gated unit, unpermute and combine, by hand."""
+    """y and gradients by hand, through dispatch, permute, two grouped layers around a gated unit, unpermute and combine."""
     own = 8 // axis.size
     ops = {
         "up": (grouped_linear, GroupedLinearConfig(own, 3, 8, bias=False)),
@@ -150,7 +150,7 @@ def test_plain_ops_between_them_are_experts_of_one_process(n):
 
 
 def test_a_chain_of_them_is_parallel_experts():
-    """With its bits, in halves too."""
+    """Bit for bit, in halves too."""
     params = experts.init(ExpertsConfig(8, 3, 4), key=random.key(0), dtype=torch.float64)
 
     def on_rank(mesh):
@@ -224,7 +224,7 @@ def test_wrong_calls_raise_before_anything_is_sent():
 
 @pytest.mark.parametrize("n", [1, 4])
 def test_a_graph_can_hold_them(n):
-    """No word from the host, and shapes that are known without numbers."""
+    """Nothing waits for the host, and shapes are known without values."""
     axis = dist.Mesh.abstract({"ep": n}, n - 1)["ep"]
     to, back = dist.DispatchConfig(8, axis=axis), dist.CombineConfig(axis)
 

@@ -1,4 +1,4 @@
-"""Checkpoints: what is written on one mesh is read on another, bit for bit, or neither."""
+"""Checkpoints written on one mesh are read on another bit for bit, or raise."""
 
 import dataclasses
 import os
@@ -37,7 +37,7 @@ def same(got, want):
 
 @pytest.mark.parametrize("sizes", [*(pytest.param(one, marks=pytest.mark.slow) for one in MESHES[:3]), MESHES[3]], ids=str)
 def test_any_mesh_reads_files_of_any_other(sizes, tmp_path):
-    """12 leaves of drawn sizes, dtypes, parts and axes, and an empty one, one without dimensions and None; read on every mesh."""
+    """12 leaves of drawn sizes, dtypes, parts and axes, an empty one, one without dimensions and None; read on every mesh."""
     draw, axes = python_random.Random(str(sizes)), ("dp", "tp")
     meshes = [{name: 1 for name in ("pp", "dp", "cp", "tp")} | one for one in (*MESHES[:-1], {"dp": 4}, {})]
     drawn = {f"l{i}": drawn_leaf(draw, {name: 4 for name in axes}) for i in range(12)}
@@ -59,7 +59,7 @@ def test_any_mesh_reads_files_of_any_other(sizes, tmp_path):
 
 
 def trained(mesh):
-    """Params and state of AdamW after a step that is the same on every mesh, and their specs."""
+    """Params and AdamW's state after a step that is the same on every mesh, and their specs."""
     cfg = dist.parallel(BLOCK, RULES, mesh)
     specs = dist.specs_of(chain, cfg)
     params = chain.init(cfg, key=KEY)

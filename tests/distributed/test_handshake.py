@@ -1,4 +1,4 @@
-"""Programs as data: what a step sends is known before it runs, and ranks that disagree raise everywhere."""
+"""Programs as data: a step's messages are known before it runs, and if ranks disagree all raise."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Params by shard: slices of what one process draws, and no more is drawn of them."""
+"""Params by shard: slices of what one process draws, without drawing the rest."""
 
 import math
 import random as python_random
@@ -48,7 +48,7 @@ def taken(t, ranges):
 
 
 def test_a_part_of_a_draw_has_its_bits_in_the_whole():
-    """60 shapes, odd and empty ones among them, and parts of up to two ranges a dimension."""
+    """60 shapes, odd and empty ones among them, and parts of up to two ranges along each dimension."""
     draw, key = python_random.Random(0), random.key(5)
     for _ in range(60):
         shape = [draw.randint(0, 9) for _ in range(draw.randint(0, 3))]
@@ -62,7 +62,7 @@ def test_a_part_of_a_draw_has_its_bits_in_the_whole():
 
 
 def model(draw):
-    """Every way in which an op makes params: uniform, normal, touched after it was drawn, not drawn; in layers, stacked, tied."""
+    """Every way in which an op makes params: uniform, normal, changed after the draw, not drawn; in layers, stacked, tied."""
     d, hidden, vocab = 4 * draw.randint(1, 3), 8 * draw.randint(1, 2), 8 * draw.randint(1, 2)
     mlp = ChainConfig(
         steps=(
@@ -88,7 +88,7 @@ def model(draw):
 
 
 def drawn_specs(draw, cfg, sizes):
-    """For every leaf a dimension and axes that divide it."""
+    """For every leaf a dimension, and axes that divide it."""
     specs = {}
     for path, t in paths(abstract_params(chain, cfg)).items():
         axis, fsdp = draw.sample(["", *sizes], 2)
@@ -104,7 +104,7 @@ def drawn_specs(draw, cfg, sizes):
 
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2, "tp": 2}, {"tp": 4}], ids=str)
 def test_parts_are_slices_of_what_one_process_draws(sizes):
-    """Four models a mesh."""
+    """Four models for each mesh."""
     draw, key = python_random.Random(str(sizes)), random.key(1)
     for _ in range(4):
         cfg, dtype = model(draw), draw.choice([torch.float64, torch.float32, torch.bfloat16])
@@ -120,7 +120,7 @@ def test_parts_are_slices_of_what_one_process_draws(sizes):
 
 @pytest.mark.parametrize(("dim", "stacked"), [(0, False), (1, False), (0, True), (1, True)])
 def test_no_more_is_drawn_than_a_rank_has(dim, stacked, monkeypatch):
-    """But for up to 12 words a run, where that begins and ends within blocks."""
+    """Except for up to 12 words a run, if it begins and ends within blocks."""
     blocks, words = random._blocks, []
     monkeypatch.setattr(random, "_blocks", lambda key, block: words.append(4 * block.numel()) or blocks(key, block))
     cfg, mesh = RepeatConfig(linear, LinearConfig(128, 128, bias=False), 3, stacked=stacked), Mesh.abstract({"tp": 4}, 2)

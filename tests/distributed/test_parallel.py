@@ -1,4 +1,4 @@
-"""Whole models rewritten for a mesh: what one process computes, in parts."""
+"""Whole models rewritten for a mesh compute in parts what one process computes."""
 
 import dataclasses
 import math
@@ -63,7 +63,7 @@ KEY, D = random.key(3), torch.float64
 
 
 def packed_block(dim, heads, hidden, kv_heads):
-    """A block with one joint projection of q, k and v, and a layer that is made again in the backward."""
+    """A block with one joint projection of q, k and v, and a layer that is recomputed in the backward."""
     size = dim // heads
     attn = ChainConfig(
         steps=(
@@ -147,7 +147,7 @@ ENDS = {
 
 @pytest.mark.parametrize(("end", "sizes"), drawn(ENDS, [{"cp": 2, "tp": 2}, {"dp": 2, "tp": 2}, {"dp": 2, "cp": 2, "tp": 1}]))
 def test_a_decoder_with_sharded_vocabulary_and_sequence(end, sizes):
-    """Loss and gradients of tokens to loss, its dropout drawn by places in the whole."""
+    """Loss and gradients of the whole model; dropout is drawn by places in the whole tensor."""
     last, roles = ENDS[end]
     drop = Step("drop", dropout, DropoutConfig(0.2), takes=("key",))
     steps = (Step("embed", embedding, EmbeddingConfig(16, 32)), drop, Step("block", chain, block_config(32, 4, 24)), *last)
@@ -181,7 +181,7 @@ def test_a_decoder_with_sharded_vocabulary_and_sequence(end, sizes):
 
 @pytest.mark.parametrize("name", ["packed", "gpt2"])
 def test_a_block_without_sequence_parallelism(name):
-    """All ranks of tp have the same rows between layers, whose number need not divide; gradients there are whole, and no sums."""
+    """All ranks of tp have the same rows between layers, of any number; gradients there are whole, not partial sums."""
     cfg, rows = MODELS[name](4, 4), 3
     extras = {path: {"positions": torch.arange(3), "key": random.key(9)}[path] for path in cfg.extras}
     whole = chain.init(cfg, key=KEY, dtype=D)
@@ -224,7 +224,7 @@ def test_layers_of_one_axis_agree_on_sequence_parallelism():
 
 
 def test_masks_of_dropout_are_parts_of_one_mask():
-    """Six x of drawn sizes, over every way to share out their dimensions; of half the elements the gradient is 0."""
+    """Six x of drawn sizes, sharded along their dimensions in every way; the gradient of half the elements is 0."""
     draw = python_random.Random(0)
     for case in range(6):
         sizes = {name: draw.choice([1, 2, 3]) for name in ("dp", "cp", "tp")}
@@ -279,7 +279,7 @@ BAD = {
         MLP,
         {"up": "column", "down": "column"},
     ),
-    "parallel: rules for act must be of another role ('row' is for linear or low_rank), got ActivationConfig": (
+    "parallel: rules for act must be of another role ('row' is for linear or qlinear or low_rank), got ActivationConfig": (
         chained(UP, ("act", activation, ActivationConfig("silu")), DOWN),
         {**BOTH, "act": "row"},
     ),

@@ -1,4 +1,4 @@
-"""Experts that ranks share out: as one process, whole blocks too; dx leaves before the products of dw; what capacity drops."""
+"""Sharded experts equal one process, in whole blocks too; dx is sent before the products of dw; capacity drops tokens."""
 
 import threading
 
@@ -135,7 +135,7 @@ def test_a_rank_takes_no_tokens_beyond_capacity():
 
 
 def test_specs_of_a_mixture_in_low_precision():
-    """Its experts are steps of one class of params, of which some have none."""
+    """Its experts are steps with one class of params; some have no params."""
     low = with_recipe(MIXTURE, Fp8Current(), only=("*.experts",))
     assert low != MIXTURE and dist.specs_of(chain, low) == {}
 

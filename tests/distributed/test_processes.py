@@ -1,4 +1,4 @@
-"""The ops on two Gloo processes: what threads give, on real groups, and in one graph."""
+"""The ops on two Gloo processes give the same as threads, on real groups, and in one graph."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""`run_ranks` and `check_dist` notice what they are for: each fault is planted."""
+"""`run_ranks` and `check_dist` notice planted faults of every kind."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""Recipes of low precision over ranks: the codes of one process, sent as codes."""
+"""Recipes of low precision over ranks: they have the codes of one process, and send codes."""
 
 import functools
 import math
@@ -17,7 +17,6 @@ from funcops.low_precision import (
     Fp8Current,
     Fp8Delayed,
     gradients_like,
-    op_of,
     quantization_report,
     quantize_params,
     recipe_init,
@@ -25,7 +24,7 @@ from funcops.low_precision import (
     split_amaxes,
     with_recipe,
 )
-from funcops.ops.qlinear import QLinearConfig
+from funcops.ops.qlinear import QLinearConfig, qlinear
 from funcops.testing import run_ranks
 from funcops.testing.checks import same_bits
 from funcops.trees import tensors
@@ -62,7 +61,7 @@ def state_of(cfg, params):
 
 
 def both_ways(cfg, params, x, dy, made=True):
-    """y, what is kept, the gradients, dx; of weights that are quantised before, or in each product."""
+    """y, residuals, gradients and dx, with weights quantised before or in each product."""
     work = quantize_params(params, cfg, state_of(cfg, params), dtype=torch.float64) if made else params
     y, residuals = chain.fwd(work, x, cfg)
     dparams, dx = chain.bwd(residuals, dy, cfg)
@@ -77,12 +76,12 @@ FAMILIES = [type(recipe).__name__ for recipe in RECIPES]
 
 @pytest.mark.parametrize(("recipe", "way"), drawn(RECIPES, WAYS, families=FAMILIES))
 def test_ranks_have_the_codes_of_one_process(recipe, way):
-    """A column layer and a row layer, by themselves: y, dx and dw within the rounding of sums in float64, far below a code's. The
-    rows of a rank are whole tiles or not, and so is what is sent."""
+    """A column layer and a row layer alone: y, dx and dw within the rounding of sums in float64, far below a code's step. A rank's
+    rows are whole tiles or not, and codes or values are sent accordingly."""
     rows, overlap, sequence = way
     made = rows > 6 or recipe.delayed
     for name, (_, config) in LOW.items():
-        op, plain = op_of(recipe), QLinearConfig(WIDTH, WIDTH, recipe)
+        op, plain = qlinear, QLinearConfig(WIDTH, WIDTH, recipe)
         cfg = ChainConfig(steps=(Step("one", op, plain),))
         whole = chain.init(cfg, key=random.key(1), dtype=torch.float64)
         x, dy = given(rows, WIDTH), given(rows + 1, WIDTH)[:rows]
@@ -92,7 +91,7 @@ def test_ranks_have_the_codes_of_one_process(recipe, way):
             tp = mesh["tp"]
             cut = functools.partial(lambda t, dim: t.chunk(2, dim)[tp.rank].contiguous())
             own = config(WIDTH, WIDTH, recipe=recipe, axis=tp, overlap=overlap, sequence_parallel=sequence)
-            layer = ChainConfig(steps=(Step("one", LOW[name][0](recipe), own),))
+            layer = ChainConfig(steps=(Step("one", LOW[name][0], own),))
             specs = dist.specs_of(chain, layer)
             rows_of, part = (lambda t: cut(t, 0) if sequence else t), functools.partial(cut, dim=-1)
             mine, dmine = (rows_of(x), part(dy)) if name == "column" else (part(x), rows_of(dy))
@@ -128,8 +127,8 @@ def bytes_gathered(cfg, params, x, dy):
 
 @pytest.mark.parametrize("recipe", [Fp8Current(), Fp8Block(), Fp8Delayed(), MXFP8(), NVFP4()], ids=repr)
 def test_half_the_bytes_are_gathered(recipe):
-    """x for y, x for dw, dy for dx and dw: in bfloat16 2 bytes an element each, in codes 1 or 0.5 and scales. Where columns do not
-    follow from rows, dy is sent twice."""
+    """x for y, x for dw, dy for dx and dw: 2 bytes an element each in bfloat16, 1 or 0.5 and scales in codes. If codes by columns
+    cannot be made from codes by rows, dy is sent twice."""
     mesh = Mesh.abstract({"dp": 1, "tp": 2}, 1)
     plain = dist.parallel(PLAIN, BOTH, mesh, overlap="bulk")
     cfg = dist.parallel(with_recipe(PLAIN, recipe), BOTH, mesh, overlap="bulk")
@@ -143,7 +142,7 @@ def test_half_the_bytes_are_gathered(recipe):
 
 
 def test_a_recipe_before_or_after():
-    """The same config; weights of all layers have their largest elements of all ranks in one communication."""
+    """The same config; one communication finds the largest elements of all weights on all ranks."""
     recipe = Fp8Current()
     whole = chain.init(PLAIN, key=random.key(0), dtype=torch.float32)
     want = quantize_params(whole, with_recipe(PLAIN, recipe))
@@ -222,7 +221,7 @@ def test_a_nan_is_the_largest():
 
 
 def test_keys_differ_by_rank_where_parts_do():
-    """Equal rows of dy, on ranks of a row layer, are not rounded alike; the same key rounds the same way again."""
+    """Equal rows of dy on ranks of a row layer are rounded differently; the same key rounds the same way twice."""
     recipe = NVFP4(stochastic=True)
 
     def run(mesh):

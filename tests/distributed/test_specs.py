@@ -1,4 +1,4 @@
-"""Sharding as data: parts of leaves, their wholes, and the sums of their gradients."""
+"""Sharding as data: parts of leaves, whole leaves from parts, and sums of their gradients."""
 
 import dataclasses
 import math
@@ -103,7 +103,7 @@ def test_bad_specs_raise(said):
 
 
 def test_bad_leaves_raise_before_anything_is_sent():
-    """On every rank: none of these meshes has a group that could send."""
+    """On every rank: these meshes have no group that could send."""
     wrapped = {"w": W.as_subclass(DTensor)}
     for call in (dist.shard, dist.unshard, dist.sum_gradients):
         with pytest.raises(TypeError, match=r"^\w+: w must be a plain tensor \(pass its to_local\(\), .*\), got DTensor"):

@@ -1,4 +1,4 @@
-"""Ops over a vocabulary that an axis shares out: as the plain op, on every number of ranks."""
+"""Ops over a sharded vocabulary: equal to the plain op, on every number of ranks."""
 
 import dataclasses
 import importlib
@@ -141,7 +141,7 @@ def test_narrow_dtypes(op, dtype):
 
 
 def test_only_four_floats_a_row_are_sent():
-    """And no tensor of all rows and classes, nor of more than a chunk of them, is made."""
+    """And no tensor with all rows and more than a chunk of classes is made."""
     n, rows, width, classes, chunk = 4, 64, 8, 4096, 64 * 128 * 4
 
     class Largest(TorchDispatchMode):
@@ -178,7 +178,7 @@ def test_only_four_floats_a_row_are_sent():
 
 
 def bad_calls(tp):
-    """The error, what it says, and the call, of a rank of an axis of two."""
+    """The error class, its text and the call, on one rank of an axis of two."""
     weight, ids = torch.ones(4, 3), torch.tensor([0, 7])
     embed, head = EmbeddingParams(weight), LinearCrossEntropyParams(weight)
     embedding_cfg, linear_cfg = dist.VocabEmbeddingConfig(8, 3, axis=tp), dist.VocabLinearCrossEntropyConfig(3, 8, axis=tp)
@@ -234,7 +234,7 @@ def test_bad_calls_raise_on_every_rank():
 
 
 def test_values_that_are_not_finite_reach_all_ranks():
-    """A NaN that one rank has; classes of -inf, as padding is, all of them a rank's."""
+    """One rank has a NaN, or only classes of -inf, as padding is."""
 
     def run(mesh, x):
         op, cfg = dist.vocab_cross_entropy, dist.VocabCrossEntropyConfig(mesh["tp"], reduction="none")

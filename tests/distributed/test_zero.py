@@ -1,4 +1,4 @@
-"""ZeRO-1, 2 and 3 and HSDP over four ranks take the steps that one process takes of the same microbatches, bit for bit."""
+"""ZeRO-1, 2 and 3 and HSDP over four ranks take the same steps as one process with the same microbatches, bit for bit."""
 
 import re
 import threading
@@ -146,7 +146,7 @@ ADAMW = AdamWConfig()
 
 
 def alone(width, steps, rounds=1):
-    """One process: all microbatches of a step accumulated, then the update. Params and state."""
+    """Params and state of one process, which accumulates all microbatches of a step, then updates."""
     cfg = model(width)
     params = chain.init(cfg, key=random.key(0))
     state, decay = adamw_init(params, ADAMW), decay_mask(params)
@@ -299,7 +299,7 @@ def test_specs_name_what_zero_3_shards():
 
 
 class Alive:
-    """Bytes of params that are whole, or on their way, on one rank."""
+    """The bytes of params on one rank that are whole or in flight."""
 
     def __init__(self):
         self.now = self.peak = 0

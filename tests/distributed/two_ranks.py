@@ -1,4 +1,4 @@
-"""Two Gloo processes: `python two_ranks.py FOLDER`. Each prints what came of each check; their exit codes are printed last."""
+"""Two Gloo processes: `python two_ranks.py FOLDER`. Each prints the result of each check; their exit codes are printed last."""
 
 import functools
 import json
@@ -79,13 +79,13 @@ def sums(mesh):
 
 
 def same(mesh, fn):
-    """These processes give what threads give: sums of two have one order."""
+    """Whether these processes give the same as threads: sums of two have only one order."""
     want = run_ranks({"tp": 2}, fn)[mesh.rank]
     return all(torch.equal(a, b) for a, b in zip(tensors(fn(mesh)), tensors(want), strict=True))
 
 
 def compiled(fn, args, backend):
-    """The distance from eager of what is one graph."""
+    """The distance between eager and one compiled graph."""
     got = torch.compile(fn, fullgraph=True, backend=backend)(*args)
     pairs = zip(leaves(got), leaves(fn(*args)), strict=True)
     return max([float((a - b).abs().max()) for a, b in pairs if a is not None])

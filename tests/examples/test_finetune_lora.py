@@ -1,4 +1,4 @@
-"""examples/09_finetune_lora.py, as one would run it."""
+"""examples/09_finetune_lora.py, run as a user would."""
 
 import pytest
 from programs import run

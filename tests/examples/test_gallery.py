@@ -1,4 +1,4 @@
-"""The examples of docs/gallery.md that train nothing large, as one would run them; and the page itself."""
+"""The examples of docs/gallery.md without large training, run as a user would; and the page itself."""
 
 import re
 import sys
@@ -69,7 +69,7 @@ def test_fp8_error_map(tmp_path):
 
 @pytest.fixture
 def made_up(monkeypatch):
-    """Digits that need no package: of each kind one image, and noise."""
+    """Digits without a package: one image of each kind, plus noise."""
     kinds = torch.randn(10, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 
     def drawn(count, seed):

@@ -1,4 +1,4 @@
-"""examples/lm/data.py: what is held out, that a step number alone decides its batch, and what the errors say."""
+"""examples/lm/data.py: the held-out text, batches that depend only on the step's number, and errors."""
 
 import importlib.util
 import math
@@ -23,7 +23,7 @@ def text(corpus_part):
 
 
 def folder(root, count=25, size=300):
-    """`count` files, each of one letter of its own, some in a sub-folder."""
+    """`count` files, each of its own letter, some in a sub-folder."""
     for i in range(count):
         path = root / ("sub" if i % 3 else ".") / f"{i:02}.txt"
         path.parent.mkdir(exist_ok=True)
@@ -179,7 +179,7 @@ def test_too_short(tmp_path):
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no users to keep apart")
 def test_unreadable():
-    """The superuser may read everything, so it looks on as another user."""
+    """The superuser may read everything, so the test runs as another user."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "secret.txt"
         path.write_bytes(b"text")

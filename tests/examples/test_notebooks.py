@@ -1,4 +1,4 @@
-"""The notebooks of examples/notebooks: kept without output, and run as a reader would run them."""
+"""The notebooks of examples/notebooks are committed without output, and run as a reader would run them."""
 
 import json
 from pathlib import Path

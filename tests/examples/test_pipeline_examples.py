@@ -1,4 +1,4 @@
-"""examples/05_pipeline.py and examples/04_delayed_wgrad.py, as one would run them."""
+"""examples/05_pipeline.py and examples/04_delayed_wgrad.py, run as a user would."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ def text(tmp_path_factory):
 
 
 def apart(*command):
-    """In a process of its own, since it starts others."""
+    """Run a program in a process of its own, since it starts others."""
     done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, cwd=ROOT, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr

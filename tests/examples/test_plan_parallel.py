@@ -1,4 +1,4 @@
-"""examples/plan_parallel.py, as one would run it."""
+"""examples/plan_parallel.py, run as a user would."""
 
 import pytest
 from programs import check_picture, run

@@ -1,4 +1,4 @@
-"""The main job's promises, on a tiny model and a text of its own."""
+"""The promises of examples/train_lm.py, on a tiny model and a small text."""
 
 import os
 import re
@@ -87,7 +87,7 @@ def test_bfloat16_trains(text, tmp_path):
 
 
 def rounding_errors(said):
-    """The largest of y, dx and dw by layer, of the table of a run with a recipe."""
+    """The largest of the errors of y, dx and dw by layer, from a run's table."""
     lines = said.partition("relative errors of rounding")[2].splitlines()
     return {line.split()[0]: max(map(float, re.findall(r"(\S+)%", line)[-3:])) for line in lines if line.startswith("blocks.")}
 

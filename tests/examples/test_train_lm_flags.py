@@ -1,4 +1,4 @@
-"""The command line of train_lm: every flag has its text, and every mistake ends in one line with nothing lost."""
+"""The command line of train_lm: every flag is documented, and every mistake ends in one line without losing anything."""
 
 import errno
 import functools
@@ -31,8 +31,8 @@ def baseline_of(*lengths):
 
 @pytest.fixture
 def train(tmp_path, monkeypatch, capsys):
-    """`train(*flags)` in an empty folder: its exit status and all that it said. The text is one, and the picture has a test of its
-    own."""
+    """`train(*flags)` in an empty folder: the exit status and the output. The text is always the same, and pictures are tested
+    elsewhere."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train_lm, "trigram_loss", lambda train, held_out: baseline_of(len(train), len(held_out)))
     monkeypatch.setattr(train_lm, "plot", lambda *_: None)

@@ -44,7 +44,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(autouse=True, scope="module")
 def without_its_baseline():
-    """A table of 2^24 counts, which each run would make."""
+    """Replace the trigram baseline, a table of 2^24 counts that each run would make."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_lm, "trigram_loss", lambda train, held_out: 0.0)
         yield
@@ -71,7 +71,7 @@ def held_out_loss(model, corpus):
 
 
 def plain_rows(model, args, corpus, steps=6):
-    """Loss, validation loss and norm of each step, as one writes it with autograd."""
+    """Loss, validation loss and norm of each step, written with autograd."""
     norms = [p for name, p in model.named_parameters() if name.endswith("norm.weight")]
     others = [p for name, p in model.named_parameters() if not name.endswith("norm.weight")]
     groups = [{"params": others, "weight_decay": args.weight_decay}, {"params": norms, "weight_decay": 0.0}]
@@ -196,7 +196,7 @@ def begun(corpus, tmp_path_factory):
 
 @pytest.mark.parametrize("flag", [*OTHER, "tied", "compile"])
 def test_a_run_goes_on_with_the_flags_that_it_began_with(flag, begun, corpus):
-    """Whatever changes its numbers is compared, and named."""
+    """Every flag that changes its numbers is compared, and named."""
     given = [f"--{flag}"] if flag in ("tied", "compile") else [f"--{flag}", OTHER[flag]]
     with pytest.raises(RunError, match=f"--resume: expected --{flag} as in the checkpoint"):
         started(corpus, "--resume", *given, out=begun)
@@ -252,7 +252,8 @@ def test_a_budget_is_kept(corpus):
 
 
 def test_weights_start_as_the_docstring_says(corpus):
-    """Variance 1 / fan_in; what writes into the stream, less by the number of its writers; a tied matrix serves both ends."""
+    """Variance 1 / fan_in; weights that write into the stream are scaled down by the number of writers; a tied matrix serves both
+    ends."""
     _, run = started(corpus, "--dim", 64, "--hidden", 128)
     for path, t in paths(run.params).items():
         if t is not None and t.dim() == 2:

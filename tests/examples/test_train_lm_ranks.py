@@ -1,4 +1,4 @@
-"""The main job on several ranks: the losses of one process on every mesh, and checkpoints that go from one mesh to another."""
+"""examples/train_lm.py on several ranks: the losses of one process on every mesh, and checkpoints that move between meshes."""
 
 import csv
 import json
@@ -153,7 +153,7 @@ def test_a_mesh_that_does_not_fit_is_named_before_a_group_is_made(flags, monkeyp
 
 @pytest.fixture(scope="module")
 def runs(text, tmp_path_factory):
-    """Folders and words of runs on one process and on four, and of one run that goes from mesh to mesh."""
+    """Folders and outputs of runs on one process and on four, and of one run that moves from mesh to mesh."""
     folder = tmp_path_factory.mktemp("runs")
     shared = *SIZES, "--text", str(text), "--steps", str(STEPS), "--eval-every", "10", "--sample", "5"
     listed = [("one", 1, [*shared, "--out", str(folder / "one")])]

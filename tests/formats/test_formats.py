@@ -28,7 +28,7 @@ EMPTY = (0, 5), (4, 0), (0, 0), (2, 0, 3), (2, 3, 0), (7,)
 
 
 def grid(element):
-    """The values of the codes 0, 1, 2, ... without a sign, finite ones alone, from the bits' meaning."""
+    """The finite values of the codes 0, 1, 2, ... without sign, from the meaning of the bits."""
     bits, mantissa, bias = {"e4m3": (8, 3, 7), "e5m2": (8, 2, 15), "e2m1": (4, 1, 1)}[element]
     values = []
     for code in range(2 ** (bits - 1)):
@@ -39,7 +39,7 @@ def grid(element):
 
 
 def nearest(v, element):
-    """Codes of float32 values: the nearest of all in float64, of two as near the even code."""
+    """Codes of float32 values: the nearest in float64, ties to the even code."""
     values = grid(element)
     with np.errstate(invalid="ignore"):
         wide = np.abs(v.astype(np.float64)).reshape(-1)
@@ -56,7 +56,7 @@ def patterns():
 
 
 def hard(element):
-    """Every point of the grid, every midpoint, and the neighbours of both, of either sign; and what is far outside."""
+    """Every point of the grid, every midpoint, the neighbours of both, of either sign; and values far outside."""
     values = grid(element)
     steps = [values, (values[1:] + values[:-1]) / 2, values[-1:] * 1.0625, values[-1:] * 1.125, [1e-30, 1e-45, 1e38, np.inf]]
     points = np.concatenate(steps).astype(np.float32)
@@ -128,7 +128,7 @@ def f32(value):
 
 
 def current_scale(amax, element, pow2, infinite):
-    """Transformer Engine's compute_scale_from_amax, epsilon 0: `infinite` is what stands where the quotient overflows."""
+    """Transformer Engine's compute_scale_from_amax with epsilon 0; `infinite` replaces an overflowing quotient."""
     with np.errstate(divide="ignore", over="ignore"):
         s = f32(LARGEST[element]) / amax
     s = np.where((amax == 0) | np.isinf(amax), f32(1), np.where(np.isinf(s), f32(infinite), s))
@@ -188,12 +188,12 @@ def published(x, element, rows, cols, kind, whole):
 
 
 def some(cases, nth):
-    """All, of which every nth is in the first tier."""
+    """All cases; every nth is in the first tier."""
     return [pytest.param(case, marks=() if i % nth == 0 else pytest.mark.slow, id=str(case)) for i, case in enumerate(cases)]
 
 
 def source(shape, dtype, kind, seed):
-    """Numbers of many sizes, or of few; tiles of zeros; some that are infinite or NaN; sizes where 448 over them is infinite."""
+    """Numbers of many sizes or of few; tiles of zeros; some infinities and NaN; sizes at which 448 over them is infinite."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=g, dtype=torch.float64)
     if kind == "wide":
@@ -227,7 +227,7 @@ def same(got, want):
 
 
 def bits(t):
-    """Bytes; of a float that is NaN always the same: which of its bits are set is nobody's to say."""
+    """The bytes; all NaN have the same, as their other bits are not specified."""
     t = torch.where(t.isnan(), math.nan, t) if t.is_floating_point() else t
     return t.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
@@ -261,7 +261,7 @@ def test_formats_at_full_sizes(args, shape, kind):
 
 @pytest.mark.parametrize("element", ELEMENTS)
 def test_scales_of_every_largest_element(element):
-    """A tile for each bfloat16, its one number, and float32 ones at and about where a quotient is a power of two."""
+    """A tile for each bfloat16, with that one number, and for float32 numbers at and near a quotient that is a power of two."""
     edges = f32([LARGEST[element] * 2.0**e for e in range(-150, 112)])
     edges = np.concatenate([edges, np.nextafter(edges, f32(0)), np.nextafter(edges, f32(np.inf))])
     random_bits = np.random.default_rng(0).integers(0, 0x7F800000, 20000, dtype=np.int32).view(np.float32)
@@ -317,7 +317,7 @@ def test_rounding_at_random_is_right_on_average(element):
 
 
 def quantised(x, element, key):
-    """Rounded by the key, at a scale of 1: the amax given is the largest of the element."""
+    """x rounded by the key, at a scale of 1: the given amax is the element's largest."""
     if element == "e2m1":
         full = torch.tensor([6.0 * 448.0])
         tiles = torch.cat((x.view(-1, 15), torch.full((len(x) // 15, 1), 6.0)), 1) if len(x) % 15 == 0 else None

@@ -13,7 +13,7 @@ SPAN = {"e4m3": 14336, "e5m2": 7 * 2**26}  # half of the largest over the least 
 
 
 def spanning(rng, span, shape):
-    """Numbers whose largest is `span` times the least, spread over their logarithms, whole tiles near either end."""
+    """Numbers whose largest is `span` times the smallest, spread evenly in their logarithm; some tiles lie near either end."""
     g = torch.Generator().manual_seed(rng.randrange(2**31))
     near = torch.rand(shape[0], 1, generator=g) * torch.rand(1, shape[1], generator=g)
     u = torch.rand(shape, generator=g) * torch.where(torch.rand(shape, generator=g) < 0.5, near, 1.0)
@@ -40,8 +40,9 @@ def test_tiles_made_anew_have_the_bits_of_those_from_high_precision(format):
 
 @pytest.mark.parametrize("format", [E4M3_BLOCK, E5M2_BLOCK], ids=lambda f: f.name)
 def test_the_bound_of_tiling_anew_is_sharp(format):
-    """The bound is sharp: of all amaxes of a binade, each beside numbers that are smaller by a drawn ratio, alone in their columns.
-    From it to its 8/7, 2^14 for e4m3, codes by rows have a step of two of their columns' in some rows: no tiling can undo that."""
+    """The bound is sharp, for all amaxes of a binade, each beside numbers that are smaller by a drawn ratio and alone in their
+    columns. From the bound to 8/7 of it, 2^14 for e4m3, some rows' codes have twice the step of their columns' codes, which no
+    tiling can undo."""
     ratio, g = SPAN[format.element], torch.Generator().manual_seed(0)
     largest = torch.arange(128, 256).float().repeat_interleave(8) / 128
     for least, most in ((ratio / 8, ratio), (ratio, ratio * 8 / 7)):

@@ -103,7 +103,7 @@ def unfused(cfg):
 
 
 def both_ways(cfg, x, needs=Needs.ALL):
-    """y and gradients by Triton, fused and not."""
+    """y and gradients by Triton, fused and unfused."""
     params = chain.init(cfg, key=random.key(0), dtype=x.dtype)
     for given in (params, quantize_params(params, cfg, dtype=x.dtype)):
         found = []
@@ -180,7 +180,7 @@ def test_launches_of_a_quantised_linear(made, most, monkeypatch):
 
 
 def host_calls(fn):
-    """How many functions run, Python's and C's, but for what Triton's interpreter would run."""
+    """The number of functions called, Python's and C's, without what Triton's interpreter would run."""
     found = collections.Counter()
     for _ in range(2):
         fn()

@@ -1,4 +1,4 @@
-"""Siblings: the first steps of a parallel's branches in one kernel, where they should be, and with the same numbers."""
+"""Siblings: the first steps of a parallel's branches run in one kernel where they should, with the same numbers."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ from funcops.trees import leaves, paths, replace, tree_map
 
 
 def heads_of(count, size, biased, theta=None):
-    """A projection to heads, which turn by `theta`."""
+    """A projection to heads, which are rotated with `theta`."""
     steps = [
         Step("proj", linear, LinearConfig(D, count * size, bias=biased)),
         Step("heads", reshape, ReshapeConfig((count * size,), (count, size))),
@@ -200,7 +200,7 @@ def test_queries_keys_and_values(words, dtype, monkeypatch):
 
 
 def test_weights_of_queries_keys_and_values_get_one_product(monkeypatch):
-    """Also where they wait; and one each where they are added to accumulators, or their pendings were copied apart."""
+    """Also if they wait; but one product each if they are added to accumulators, or their pendings were copied separately."""
     ran, product = [], fused.qkv.linear_wgrad
     monkeypatch.setattr(fused.qkv, "linear_wgrad", lambda dy, *given: ran.append(dy.shape[-1]) or product(dy, *given))
     cfg = side_by_side("q k v")

@@ -1,4 +1,5 @@
-"""Functions that no CUDA graph can hold. The line at fault ends in `# fault: KIND`; every function takes x [4, 3] and ids [4]."""
+"""Functions that no CUDA graph can capture. The line at fault ends in `# fault: KIND`; every function takes x [4, 3] and ids
+[4]."""
 
 import random
 import time

@@ -60,7 +60,7 @@ def test_results_are_the_callers_own():
     cache(params, torch.zeros(2, 4))
     assert all(torch.equal(a, b) for a, b in zip(tensors(first), kept, strict=True))
     with pytest.raises(
-        ValueError, match="GraphCache: outputs must be 'clone': graphs of one pool write over each other's buffers, got 'borrow'"
+        ValueError, match="outputs must be 'clone', because graphs of one pool overwrite each other's buffers, got 'borrow'"
     ):
         made(outputs="borrow")
 

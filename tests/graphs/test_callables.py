@@ -1,4 +1,4 @@
-"""make_graphed_callables: modules and functions under autograd give the bits that they give without."""
+"""make_graphed_callables: modules and functions under autograd give the same bits as without."""
 
 import pytest
 import torch
@@ -73,7 +73,7 @@ def test_three_steps_of_two_accumulations(kind, delayed, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("delayed", [False, True], ids=["at once", "delayed"])
 def test_interleaved_microbatches(delayed, device):
-    """Two chunks, two microbatches of each in flight, in an explicit order: what one graph a chunk would write over."""
+    """Two chunks with two microbatches each in flight, in an explicit order: one graph for each chunk would overwrite results."""
     plain, modules = ([made("mixed", device, seed) for seed in (1, 2)] for _ in range(2))
     graphed = make_graphed_callables(tuple(modules), ((given(0, device),), (given(0, device),)), order=ORDER, delayed_wgrad=delayed)
     for chunks in (plain, graphed):
@@ -122,7 +122,7 @@ def test_another_order_raises():
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_gradients_of_two_replays_are_the_callers_own(device):
-    """torch's are views of static buffers: keeping the first and adding the second gives the second twice."""
+    """torch's are views of static buffers: keeping the first and adding the second gives twice the second."""
     plain, module = made("mixed", device), made("mixed", device)
     graphed = make_graphed_callables(module, (given(0, device),))
     both = []
@@ -140,7 +140,7 @@ def test_gradients_of_two_replays_are_the_callers_own(device):
 @pytest.mark.parametrize("delayed", [False, True], ids=["at once", "delayed"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_gradients_of_inputs_are_the_callers_own(kind, delayed, clone_param_grads):
-    """Whoever the gradients of params belong to."""
+    """Whoever owns the gradients of params."""
     if delayed and kind == "torch.nn":
         return
     graphed = make_graphed_callables(
@@ -228,7 +228,7 @@ def test_a_parameter_that_moved_raises():
     module = made("torch.nn", "cpu")
     graphed = make_graphed_callables(module, (given(0, "cpu"),))
     module[0].weight.data = module[0].weight.data.clone()
-    with pytest.raises(ValueError, match=r"a parameter must be where it was when it was captured, got float32\[8, 6\] elsewhere"):
+    with pytest.raises(ValueError, match=r"a parameter must be at its captured address, got float32\[8, 6\] at another"):
         graphed(given(0, "cpu"))
 
 
@@ -290,7 +290,7 @@ def test_make_graphed_callables_checks_as_torch_does():
         make_graphed_callables(made("torch.nn", "cpu"), given(0, "cpu"))
     with pytest.raises(TypeError, match="callable must be a module or a function, got 3"):
         make_graphed_callables(3, (given(0, "cpu"),))
-    with pytest.raises(ValueError, match="sample_args must be 2 tuples, one a callable"):
+    with pytest.raises(ValueError, match="sample_args must be 2 tuples, one per callable"):
         make_graphed_callables((made("torch.nn", "cpu"),) * 2, ((given(0, "cpu"),),))
     with pytest.raises(CaptureError, match="host sync"):
         make_graphed_callables(lambda x: x * x.sum().item(), (given(0, "cpu"),))
@@ -298,11 +298,11 @@ def test_make_graphed_callables_checks_as_torch_does():
 
 @pytest.mark.parametrize("loss", [lambda y: y.square().sum(), lambda y: y.sum(), lambda y: y[0].expand_as(y).sum()])
 def test_a_gradient_is_differentiated_once(loss):
-    """Whether the cotangent wants a gradient or not."""
+    """Whether the cotangent requires grad or not."""
     graphed = make_graphed_callables(made("mixed", "cpu"), (given(0, "cpu"),))
     x = given(1, "cpu")
     (g,) = torch.autograd.grad(loss(graphed(x)), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="a gradient must be differentiated no further"):
+    with pytest.raises(RuntimeError, match="a gradient must not be differentiated again"):
         g.square().sum().backward()
 
 

@@ -1,4 +1,4 @@
-"""check_capturable finds every planted fault on its line, and nothing in what can be captured."""
+"""check_capturable finds every planted fault on its line, and finds none in functions that can be captured."""
 
 import ast
 from pathlib import Path
@@ -79,7 +79,7 @@ def test_a_returned_number_is_a_fault():
 
 @pytest.mark.parametrize("odd", [0, 1])
 def test_a_run_that_does_more_is_a_fault(odd):
-    """Also where the results are the same, as of work that is done every other step."""
+    """Even if the results are the same, such as for work that is done every other step."""
 
     def longer(x, ids):
         planted.COUNT[0] += 1

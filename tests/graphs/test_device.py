@@ -18,8 +18,8 @@ from funcops.errors import CaptureError
 
 
 class Cuda:
-    """Notes every call, and keeps what torch keeps: the current device and stream, which pools the allocators take from, whether
-    the generator is capturing. A capture whose work raised CUDA's error raises at its end, before any of it is put back."""
+    """Records every call, and keeps torch's state: the current device and stream, the pools that allocators use, whether the
+    generator is capturing. A capture whose work raised CUDA's error raises at its end, before any state is restored."""
 
     def __init__(self, monkeypatch):
         self.calls, self.stream_now, self.device_now, self.pools = [], "main", 0, itertools.count(7)
@@ -195,7 +195,7 @@ def test_the_device_comes_from_the_tensors():
 @pytest.mark.parametrize("error", [ValueError, CudaError])
 @pytest.mark.parametrize("times", [1, 3])
 def test_a_failure_leaves_nothing(monkeypatch, error, times):
-    """Nor does one after another: then come a random number, and a capture into the same pool."""
+    """Neither do several failures: random numbers can be drawn afterwards, and the same pool takes another capture."""
     cuda, backend = Cuda(monkeypatch), DeviceBackend()
     pool = backend.pool()
 

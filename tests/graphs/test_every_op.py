@@ -114,7 +114,7 @@ def halves(op, cfg):
 
 @pytest.mark.slow
 def test_fused_triton_kernels():
-    """Interpreted here. A recording sees them as operators, and runs them again."""
+    """The kernels are interpreted here. A recording sees them as operators, and runs them again."""
     params, x = chain.init(FUSED, key=random.key(0)), torch.randn(5, 16)
     with backend("triton"):
         y, residuals = chain.fwd(params, x, FUSED)

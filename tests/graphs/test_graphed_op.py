@@ -1,4 +1,4 @@
-"""graphed_op: halves as graphs, slots in flight, the order of calls, and who owns what."""
+"""graphed_op: halves as graphs, slots in flight, the order of calls, and the ownership of tensors."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def test_the_orders_of_schedules(make, ranks, device):
 
 
 def reference(params, actions, dy, device):
-    """The sum in the order of the weight gradients."""
+    """The sum, in the order of the weight gradients."""
     total = None
     for _, kind, m in actions:
         if kind in "WB":
@@ -101,7 +101,7 @@ def test_every_wrong_order_raises():
     with pytest.raises(GraphOrderError, match="must be unused"):
         graph.dgrad(residuals, dy)
     other, *_ = small()
-    with pytest.raises(GraphOrderError, match="residuals must be of this graph, got those of another"):
+    with pytest.raises(GraphOrderError, match="residuals must be this graph's, got another graph's"):
         other.dgrad(residuals, dy)
     with pytest.raises(
         TypeError, match="graphed linear_dgrad: residuals must be what this graph's fwd or dgrad returned, got float32"
@@ -121,7 +121,7 @@ def test_wrong_inputs_raise_and_leave_the_slot_unchanged():
         graph.dgrad(residuals, dy.double())
     moved = tree_map_tensors(torch.clone, params)
     graph.bwd(residuals, dy)
-    with pytest.raises(ValueError, match=r"input 0.weight must be the very memory that was captured \(pinned\)"):
+    with pytest.raises(ValueError, match=r"input 0.weight must be at its captured address \(pinned\)"):
         graph.fwd(moved, x)
 
 
@@ -145,7 +145,7 @@ def test_a_write_in_flight_is_noticed():
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_gradients_of_two_replays_add_up(device):
-    """torch's make_graphed_callables hands out its own buffers: what two replays gave is the last one's, twice (pytorch#181723)."""
+    """torch's make_graphed_callables returns its own buffers: two replays give the last gradient, twice (pytorch#181723)."""
     params, _ = init(device)
     dy = torch.tensor(1.0, device=device)
     graph = graphed_op(chain, CFG, params, batch(0, device), slots=1, needs=NEEDS)
@@ -196,7 +196,7 @@ def test_buffers_have_names_and_bytes(tmp_path, device):
 def test_bad_arguments():
     cfg = LinearConfig(3, 2)
     params, x = linear.init(cfg, key=random.key(0)), torch.randn(4, 3)
-    with pytest.raises(ValueError, match="graphed_op: needs must be something"):
+    with pytest.raises(ValueError, match="graphed_op: needs must be Needs of at least one gradient"):
         graphed_op(linear, cfg, params, x, needs=Needs.NONE)
     with pytest.raises(TypeError, match="graphed_op: cfg must be ChainConfig, got LinearConfig"):
         graphed_op(chain, cfg, params, x)
@@ -210,7 +210,7 @@ def test_bad_arguments():
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_a_graph_is_asked_for_by_name_and_slot(slots, tmp_path, monkeypatch):
-    """The first slot's where none is named; a recording stands here for what a device captured."""
+    """The first slot's if no slot is named; here a recording stands for a device's graph."""
     graph, *_ = small(slots)
     kind = type(graph.graphs()["fwd"])
     monkeypatch.setattr(kind, "raw_graph", property(lambda self: self))

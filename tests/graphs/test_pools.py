@@ -1,4 +1,5 @@
-"""Memory pools: replays in any legal order give eager bits, and what a graph of a shared pool may have written over raises."""
+"""Memory pools: replays in any legal order give the eager bits, and tensors that a graph of a shared pool may have overwritten
+raise."""
 
 import gc
 import random as python_random
@@ -17,7 +18,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def steps_of_slots(draw, slots, length):
-    """Legal steps (what, call) of up to `slots` calls in flight, ending with none."""
+    """Legal steps (kind, call) of up to `slots` calls in flight, ending with none in flight."""
     fresh, kept, pending, steps = 0, [], [], []
     while len(steps) < length or kept or pending:
         can = ["F"] * (len(kept) + len(pending) < slots and len(steps) < length) + ["I", "B"] * bool(kept) + ["W"] * bool(pending)
@@ -34,7 +35,7 @@ def steps_of_slots(draw, slots, length):
 
 
 class Run:
-    """A graphed op beside the eager one: each step's results are compared, what is borrowed until the slot's next forward."""
+    """A graphed op beside the eager one: each step's results are compared, borrowed ones until the slot's next forward."""
 
     def __init__(self, graph, params, wants, device):
         self.graph, self.params, self.wants, self.device = graph, params, wants, device
@@ -105,7 +106,7 @@ def linears(seed, device):
 
 
 def an_order(draw, most):
-    """Forwards (k) and backwards (-k) of two callables, `most` calls of each in flight."""
+    """Forwards (k) and backwards (-k) of two callables, with `most` calls of each in flight."""
     now, order = [most, most], [1, 2] * most
     draw.shuffle(order)
     while any(now) or len(order) < 6 * most:
@@ -120,7 +121,7 @@ def an_order(draw, most):
 @pytest.mark.parametrize("delayed", [False, True], ids=["at once", "delayed"])
 @pytest.mark.parametrize("given", [False, True], ids=["no order", "an order"])
 def test_callables_in_any_order(given, delayed, device):
-    """Two callables: one call of each in flight, in twelve orders that are drawn; two, twice through six orders that are given."""
+    """Two callables: with one call of each in flight, twelve drawn orders; with two, six given orders, twice."""
     pair = None
     for seed in range(6 if given else 12):
         draw, most = python_random.Random(seed), 2 if given else 1
@@ -176,15 +177,15 @@ def test_borrowed_outputs_live_for_as_many_calls_as_slots(slots, device):
 
 
 REFUSED = (
-    r"graphed chain_\w+: \w+ of slot 0 must be as they were left, got a replay of a graph that was captured earlier into the same "
+    r"graphed chain_\w+: \w+ of slot 0 must be untouched, got a replay of a graph that was captured earlier into the same "
     "memory pool since: capture without pool="
 )
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_shared_pool_gives_the_same_bits_or_raises(device):
-    """A function and two ops in one pool, in fifteen drawn orders: what is in flight in the pool is refused where a graph captured
-    earlier was replayed since. What is in another slot, or was captured first, never is."""
+    """A function and two ops in one pool, in fifteen drawn orders: a tensor in flight raises if an earlier captured graph of the
+    pool was replayed since. Tensors of another slot, or of the first graph, never do."""
     params, _ = init(device)
     wants, x = eager(params, device), torch.ones(4, device=device)
     first = graphed(lambda x: (x * 2).exp(), x, warmup=0)
@@ -225,7 +226,7 @@ def test_callables_in_a_shared_pool(device):
         make_graphed_callables(module, (x,), pool=first, delayed_wgrad=delayed)
         y = module(x)
         first(x.detach())
-        with pytest.raises(BorrowedError, match="what the forward kept must be as it was left, got a replay of a graph that was"):
+        with pytest.raises(BorrowedError, match="the tensors of the forward must be untouched, got a replay of a graph that was"):
             y.sum().backward()
         del y
         first(x.detach())
@@ -233,7 +234,7 @@ def test_callables_in_a_shared_pool(device):
             of(x).square().sum().backward()
         if delayed:
             first(x.detach())
-            with pytest.raises(BorrowedError, match="what the backward kept must be as it was left, got a replay of a graph that"):
+            with pytest.raises(BorrowedError, match="the tensors of the backward must be untouched, got a replay of a graph that"):
                 module.backward_dw()
         else:
             assert all(torch.equal(a.grad, b.grad) for a, b in zip(module.parameters(), plain.parameters(), strict=True))
@@ -258,7 +259,7 @@ def test_stale_borrowed_outputs_of_a_shared_pool_raise(device):
 
 
 def test_versions_count_overwrites_by_earlier_graphs_of_a_pool():
-    """So autograd, and residuals that hold what was borrowed, see it without `debug`, too."""
+    """So autograd, and residuals that hold borrowed tensors, notice them without `debug`, too."""
     pool, x, lent = None, torch.ones(3), []
     for i in range(3):
         pool = graphed(lambda x, i=i: x * 2 + i, x, outputs="borrow", pool=pool)
@@ -304,7 +305,7 @@ def test_a_slot_whose_backward_is_refused_can_be_released():
 
 
 def test_a_timeline_knows_what_was_written_over():
-    """Fifty drawn lives of a pool: graphs are captured, replayed and dropped, and what is kept of them is bounded."""
+    """Fifty drawn histories of a pool: graphs are captured, replayed and dropped, and the records of them stay bounded."""
 
     class Pool:
         pass

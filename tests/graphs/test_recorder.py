@@ -1,4 +1,4 @@
-"""The recorder itself: what is a value, what stays where it is, and who reads whose tensors."""
+"""The recorder: which arguments are values, which tensors stay where they are, and who reads whose tensors."""
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ def test_an_earlier_recordings_tensor_is_kept_for_a_later_one():
 
 
 def test_memory_that_went_back_to_the_pool_is_not_read():
-    """On a GPU the next capture may have taken it: every replay of that one would write over it."""
+    """On a GPU the next capture may have taken that memory, and every replay of it would overwrite it."""
     pool, x, kept = Pool(), torch.ones(3), {}
 
     def first(x):
@@ -83,7 +83,8 @@ def test_memory_that_went_back_to_the_pool_is_not_read():
 
 
 def test_a_replay_writes_over_what_later_recordings_of_its_pool_left():
-    """On a GPU they may have been given for it what the earlier needs for itself. Inputs, its own results and earlier ones stay."""
+    """On a GPU later recordings may have been given memory that the earlier one needs. Inputs, its own results and earlier results
+    stay."""
 
     def several(x):
         y = x * 2 + 1
@@ -144,7 +145,7 @@ OPS = [
 
 @given(st.lists(st.integers(0, len(OPS) - 1), min_size=1, max_size=8), st.integers(0, 5))
 def test_any_program(program, seed):
-    """Random chains of operators, views and in-place writes: a replay on other values is the program itself, bit by bit."""
+    """Random chains of operators, views and in-place writes: a replay on other values equals the program bit by bit."""
 
     def run(x, b):
         a, seen = x + 0, []

@@ -1,4 +1,4 @@
-"""Every test that the docs' table of torch's features names is there."""
+"""Every test named in the docs' table of torch's features exists."""
 
 import re
 from pathlib import Path

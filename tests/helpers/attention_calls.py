@@ -9,8 +9,8 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 def refused(kernel, q, k, v, *others):
-    """Why torch's kernel would not take these, or would read them wrongly (mha_fwd, mha_bwd; check_supported of
-    PyTorchMemEffAttention, with the alignment of its float32 and its aligned 16-bit kernels): None where it takes them."""
+    """Why torch's kernel would not take these arguments, or would read them wrongly (mha_fwd, mha_bwd; check_supported of
+    PyTorchMemEffAttention, with the alignment of its float32 and its aligned 16-bit kernels), or None."""
     if q.dtype not in (HALVES if kernel == "flash" else (*HALVES, torch.float32)):
         return f"{q.dtype}"
     step = 16 // q.itemsize
@@ -27,13 +27,13 @@ def refused(kernel, q, k, v, *others):
 
 
 def on_cuda(t):
-    """A fake CUDA tensor that lies as this one does."""
+    """A fake CUDA tensor with the strides and offset of this one."""
     room = torch.empty(t.untyped_storage().size() // t.itemsize, dtype=t.dtype, device="cuda")
     return room.as_strided(t.shape, t.stride(), t.storage_offset())
 
 
 def made(make, dtype, b, t, heads, kv_heads, size, layout):
-    """q, k, v: apart in some layout, or the parts of one tensor as a projection gives them."""
+    """q, k, v: separate tensors with some layout, or the parts of one tensor as a projection returns them."""
     if layout == "packed":
         parts = make(b, t, (heads + 2 * kv_heads) * size).to(dtype).split([n * size for n in (heads, kv_heads, kv_heads)], -1)
         return [part.unflatten(-1, (-1, size)) for part in parts]

@@ -1,4 +1,4 @@
-"""The tables of docs/coming-from-*.md: their rows, what is wrong with one, and the names of others that must have one."""
+"""The tables of docs/coming-from-*.md: their rows, a row's fault, and the other library's names that need a row."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def constant(node: ast.expr) -> Any:
 
 
 def value_of(name: str) -> Any:
-    """A public name of funcops, a module of its own that may be imported, or a field of a config or tuple."""
+    """A public name of funcops, an importable module of it, or a field of a config or tuple."""
     value: Any = funcops
     for part in name.split("."):
         if part.startswith("_") or (value is funcops and part in MAY_CHANGE):

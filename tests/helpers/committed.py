@@ -1,4 +1,4 @@
-"""The figures that are committed under docs/benchmarks."""
+"""The figures committed under docs/benchmarks."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Cases of the ops of `funcops.dist`: on any number of ranks, and on one, which makes each its plain op."""
+"""Cases of the ops of `funcops.dist`, on any number of ranks; on one rank each is its plain op."""
 
 import dataclasses
 import functools
@@ -10,8 +10,6 @@ import torch.nn.functional as F
 
 from funcops import EmbeddingParams, LinearConfig, LinearCrossEntropyParams, LinearParams, dist, linear, random
 from funcops.distributed import Mesh
-from funcops.distributed.ops.column_qlinear import column_op_of
-from funcops.distributed.ops.row_qlinear import row_op_of
 from funcops.formats.recipes import Fp8Current
 from funcops.lora import LowRankParams
 from funcops.ops.experts import ExpertsParams
@@ -41,7 +39,7 @@ def rolled(by):
 
 
 def collectives(rows, width, by, dim):
-    """Each, and a case of it; `dim`: of a [8 rows, 8 width] tensor, or counted from behind."""
+    """Each collective with a case; `dim`: of a [8 rows, 8 width] tensor, or counted from the end."""
     shape = (8 * rows, 8 * width)
     part, other = Placed("shard", dim), 1 - dim % 2
     for op, config, x, y, fields in (
@@ -96,7 +94,7 @@ def low_rank_layer(side, rows, i, o, rank, sequence):
 
 
 class Fp8(torch.autograd.Function):
-    """x w^T of operands rounded to 8 bits, one scale a tensor, of its largest element; straight through."""
+    """x w^T of operands rounded to 8 bits with one scale a tensor, from its largest element; straight-through gradients."""
 
     @staticmethod
     def forward(ctx, x, w):
@@ -115,11 +113,11 @@ class Fp8(torch.autograd.Function):
         return ((t.float() * scale).to(dtype).float() * (1 / scale)).double()
 
 
-LOW = {"column": (column_op_of, dist.ColumnQLinearConfig), "row": (row_op_of, dist.RowQLinearConfig)}  # by a recipe
+LOW = {"column": (dist.column_qlinear, dist.ColumnQLinearConfig), "row": (dist.row_qlinear, dist.RowQLinearConfig)}
 
 
 def low_layer(name, rows, i, o, sequence, keep):
-    """column_qlinear or row_qlinear by `Fp8Current`: its scales are of whole tensors, on any number of ranks."""
+    """column_qlinear or row_qlinear with `Fp8Current`: its scales are of whole tensors, on any number of ranks."""
     case = layer(name, rows, i, o, True, sequence, "bulk")
 
     def cfg(overlap):
@@ -332,7 +330,7 @@ def dispatch(rows, choices, dim, capacity=None, some=9):
 
 
 def combine(tokens, choices, dim, spare=1):
-    """Tokens in eight blocks, of which each lies in places of its own, among `spare` more, on however many ranks they are."""
+    """Tokens in eight blocks, each in slots of its own among `spare` more, on any number of ranks."""
     room = math.prod(tokens) * choices + spare
 
     def x(d):
@@ -355,14 +353,14 @@ def combine(tokens, choices, dim, spare=1):
 
 
 def all_cases():
-    """A small case of each op, and what a `Case` must know of it besides."""
+    """A small case of each op, and the further arguments of its `Case`."""
     for op, case in collectives(1, 1, 1, 0):
         yield op, case, {"free": ("x",)}
     for name, (op, _) in LAYERS.items():
         yield op, layer(name, (1, 2), 3, 2, True, True, "bulk"), {"cancels": ("params.bias", "params.weight")}
-    for name, (op_of, _) in LOW.items():
+    for name, (op, _) in LOW.items():
         given = {"exempt": ("finite_differences",), "cancels": ("params.bias", "params.weight")}
-        yield op_of(Fp8Current()), low_layer(name, (1, 2), 3, 2, True, "row"), given
+        yield op, low_layer(name, (1, 2), 3, 2, True, "row"), given
     yield dist.sharded, row_split(1, 3, 2, True), {"cancels": ("params.bias", "params.weight")}
     padded = {"exempt": ("finite_differences",)}  # the padding's gradient is defined as 0, and is not the derivative
     yield dist.vocab_embedding, vocab_embedding((1, 3), 1, 3, True, True), {"free": ("x",), **padded}
@@ -377,7 +375,7 @@ def all_cases():
 
 
 def on_axis(op, case, more, axis):
-    """The part that a rank of an axis has of a case, held to no reference but on one rank."""
+    """The part of a case that one rank of an axis has; without a reference unless it is the only rank."""
 
     def part(whole, placed):
         return tree_map(lambda t, p: None if t is None else p.split(t, axis.size)[axis.rank], whole, placed)
@@ -402,7 +400,7 @@ def dropped(params, x, cfg):
 
 
 def of_rank(name, axis, **fields):
-    """The part of a case that a rank of an axis has, with these fields of its config."""
+    """The part of a case that one rank of an axis has, with these fields in its config."""
     if name in CASES:
         op, case, more = CASES[name]
         own = dataclasses.replace(case, cfg=lambda axis: dataclasses.replace(case.cfg(axis), **fields))

@@ -9,7 +9,7 @@ def pytest_addoption(parser):
 
 
 def chosen(name, part, seed):
-    """The same in every process: of a test's name and the seed alone."""
+    """The choice depends only on the test's name and the seed, so it is the same in every process."""
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "big") % part == 0
 
 

@@ -1,4 +1,5 @@
-"""Every way to put ops under torch's autograd, each beside the plain torch that it stands for: two modules of equal parameters."""
+"""Every way to run ops under torch's autograd, each beside the plain torch that it stands for: two modules with equal
+parameters."""
 
 import copy
 
@@ -58,7 +59,7 @@ class Plain(nn.Module):
 
 
 class Frozen(nn.Module):
-    """A layer whose weights are constants: their gradients are asked for nowhere."""
+    """A layer whose weights are constants: nothing requests their gradients."""
 
     def __init__(self, layer):
         super().__init__()
@@ -78,7 +79,7 @@ class Checkpointed(nn.Module):
 
 
 class Recomputed(nn.Module):
-    """The node of the linear keeps what the output of the norm is made of, as it does for large inputs."""
+    """The linear's node keeps what the norm's output is recomputed from, as it does for large inputs."""
 
     def __init__(self, inner):
         super().__init__()
@@ -109,7 +110,7 @@ def mlp(of):
 
 
 def swapped(model):
-    """A copy, swapped, beside the model."""
+    """A swapped copy of the model, and the model."""
     ours = copy.deepcopy(model)
     assert fnn.from_torch(ours).replaced
     return ours, model
@@ -153,14 +154,14 @@ def pure(op, cfg, tree, plain, *shapes):
 
 
 def both(make):
-    """The same of `funcops.nn` and of `torch.nn`, with the weights of the second."""
+    """A module of `funcops.nn` and the same of `torch.nn`, with the second's weights."""
     ours, plain = make(fnn), make(nn)
     ours.load_state_dict(plain.state_dict())
     return ours, plain
 
 
 def frozen():
-    """Two of them: the first keeps nothing by which its x could be found."""
+    """Two frozen modules: the first keeps nothing from which its x could be found."""
 
     def make(of):
         return of.Sequential(of.Linear(D, D), of.Softplus() if of is nn else nn.Softplus(), of.Linear(D, D))
@@ -195,7 +196,7 @@ FACES = {
 
 
 def made(face):
-    """`(ours, plain)` in float64, of the same numbers on every machine."""
+    """`(ours, plain)` in float64, with the same numbers on every machine."""
     torch.manual_seed(0)
     ours, plain = FACES[face]()
     return ours.double(), plain.double()

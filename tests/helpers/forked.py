@@ -1,4 +1,4 @@
-"""Processes that share one import of torch, which takes longer than what most of them do: forks of a process that ran nothing
+"""Processes that share one import of torch, which takes longer than most of them run: forks of a process that has run nothing
 yet."""
 
 import importlib

@@ -50,7 +50,7 @@ MAKERS = {
 
 
 def made(words, **options):
-    """A chain of the steps that `words` name; what a fork gives, the last step adds."""
+    """A chain of the steps that `words` name; the last step adds the output that a fork gives."""
     steps = [MAKERS[word](f"{word}_{i}") for i, word in enumerate(words.split())]
     given_names = [name for step in steps for name in step.gives]
     steps += [Step(f"end_{i}", add, AddConfig(), takes=(name,)) for i, name in enumerate(given_names)]

@@ -138,7 +138,9 @@ OWN = {  # by "module.name", or "name" of funcops itself
         {("x", "float32[2, 4]"): "nothing is run"},
     ),
     "plan": Row(lambda: {"cfg": CHAIN, "needs": Needs.ALL, "device_type": "cuda", "dtype": torch.bfloat16}, accepts=NO_PATH),
-    "explain": Row(lambda: {"cfg": CHAIN, "needs": Needs.ALL, "device_type": "cuda", "dtype": torch.bfloat16}, accepts=NO_PATH),
+    "explain": Row(
+        lambda: {"cfg": CHAIN, "needs": Needs.ALL, "device_type": "cuda", "dtype": torch.bfloat16, "rows": True}, accepts=NO_PATH
+    ),
     "batch_wgrads": Row(
         lambda: {
             "op": linear,

@@ -1,4 +1,4 @@
-"""Good arguments of what is public in `funcops.dist`, and of what tests it."""
+"""Good arguments of the public callables of `funcops.dist`, and of the functions in `funcops.testing` for ops over ranks."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Shown(str):
 
 
 def elsewhere(argument: str, tree: Any, *inside: str) -> dict[Any, str]:
-    """The wrong leaves of a tree at other paths than those that begin so: only what is adapted is looked at."""
+    """Wrong leaves of a tree outside the paths that begin with `inside`: only adapted parts are read."""
     shown, found = tree_map_tensors(lambda t: Shown(describe(t)), tree), {}
     for path, t in paths(tree).items():
         if t is not None and not path.startswith(inside):

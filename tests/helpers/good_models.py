@@ -17,7 +17,7 @@ LLAMA = models.DecoderConfig(**SIZES, rope=RopeConfig(2), family="llama")
 
 
 def whole() -> dict[str, Any]:
-    """Every field of a DecoderConfig, each with a value that another than its own type is wrong for."""
+    """Every field of a DecoderConfig, each with a value for which another type is wrong."""
     named = dict(mlp="swiglu", norm="rms_norm", qk_norm="head", family="any")
     numbers = dict(eps=1e-6, scale=0.5, softcap=2.0, embed_scale=2.0, logit_softcap=3.0)
     flags = "zero_centered norm_before norm_after qkv_bias out_bias mlp_bias places sinks tied".split()

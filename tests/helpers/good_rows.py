@@ -11,8 +11,8 @@ from funcops import ChainConfig, LinearConfig, LinearParams, Step, chain, linear
 
 
 class Row(NamedTuple):
-    """`good()` makes arguments by name. `also`: wrong values by argument besides those that its good value has by its type.
-    `accepts`: by argument, or argument and repr of a value, why what seems wrong is right."""
+    """`good()` makes arguments by name. `also`: wrong values by argument, besides those that follow from the type of its good
+    value. `accepts`: by argument, or by argument and repr of a value, why a value that seems wrong is right."""
 
     good: Callable[[], dict[str, Any]]
     also: dict[str, tuple[Any, ...]] = {}

@@ -1,4 +1,4 @@
-"""Good arguments of what is public in `funcops.schedule`."""
+"""Good arguments of the public callables of `funcops.schedule`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which kernels a function launches on a device, without one: on meta tensors the choices are made as there, and nothing runs."""
+"""The kernels that a function would launch on a device, found without one: on meta tensors the same choices are made, and nothing
+runs."""
 
 import functools
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ NO_KERNEL = ("empty", "new_empty", "detach", "unsafe_view")
 
 
 class _Operators(TorchDispatchMode):
-    """Adds the name of every aten operator that computes. Ours are followed into what they launch."""
+    """Records the name of every aten operator that computes. Our own operators are followed to their launches."""
 
     runs = True
 

@@ -23,7 +23,7 @@ FIRST = [m.CASES[0] for m in MODULES.values()]
 
 
 def turns():
-    """Every case in one dtype: they take turns from case to case."""
+    """Every case in one dtype, which changes from case to case."""
     for i, case in enumerate(case for m in MODULES.values() for case in m.CASES):
         yield case, case.dtypes[i % len(case.dtypes)]
 

@@ -1,4 +1,4 @@
-"""A small Llama with adapters, by funcops and by PEFT on plain modules: the same weights, both ways."""
+"""A small Llama with adapters, in funcops and in PEFT on plain modules, with the same weights."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def batch() -> tuple[Any, torch.Tensor, torch.Tensor]:
 
 
 def drawn(params: Any, cfg: Any) -> Any:
-    """Adapters of which b, too, is not zero."""
+    """Adapters whose b is drawn, not zero."""
     generator = torch.Generator().manual_seed(1)
     given = {id(t) for made in adapter(params, cfg).values() for t in (made.a, made.b)}
     draw = lambda t: torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.dtype) / 4  # noqa: E731

@@ -56,7 +56,7 @@ def given(cfg, seed=0, dtype=torch.float32):
 
 
 def begun(cfg, params):
-    """A state that is not the first one: every scale another."""
+    """A state after some steps: every scale is another."""
     g = torch.Generator().manual_seed(1)
     return {
         path: ScaleState(2.0 ** torch.randint(0, 6, s.scale.shape, generator=g), s.history)

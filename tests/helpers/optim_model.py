@@ -53,6 +53,6 @@ OPTIMISERS = [(adamw_init, adamw_update, ADAMW), *[(sgd_init, sgd_update, cfg) f
 
 
 def missing(grads, index):
-    """Without the gradient of the index-th tensor."""
+    """`grads` without the gradient of the index-th tensor."""
     count = iter(range(100))
     return tree_map(lambda g: g if g is None or next(count) != index else None, grads)

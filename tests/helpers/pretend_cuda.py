@@ -1,4 +1,4 @@
-"""A device that is not there: "cuda" means the CPU, and torch.cuda answers. It shows that code for a device runs to its end,
+"""A pretended device: "cuda" means the CPU, and a stand-in for torch.cuda answers. It shows that code for a device runs to its end,
 not that it is right there."""
 
 import contextlib
@@ -11,7 +11,7 @@ from funcops.backend import backend
 
 
 class _Here(TorchFunctionMode):
-    """Tensors that are asked for on the device are on the CPU."""
+    """Tensors that would be made on the device are made on the CPU."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.cuda:
@@ -37,7 +37,7 @@ class _Stream:
 
 
 class _Event:
-    """Each a second after the one before, so that a timer needs no more of a call."""
+    """Each event is a second after the one before, so that a timer soon has enough calls."""
 
     ticks = itertools.count()
 
@@ -97,7 +97,7 @@ ANSWERS = {
 
 @contextlib.contextmanager
 def pretended(monkeypatch, implementation):
-    """For the block, which runs on the kernels of this implementation."""
+    """Pretend a device in the block, which runs the kernels of this implementation."""
     with monkeypatch.context() as patch, backend(implementation), _Here():
         for name, answer in ANSWERS.items():
             patch.setattr(torch.cuda, name, answer)

@@ -31,7 +31,7 @@ def private_uses(root, *folders):
 
 
 def _of_torch():
-    """Attributes that torch's most used objects have: a name of ours that is one of theirs is theirs."""
+    """Private attributes of torch's most used objects: a name of ours that equals one of these counts as torch's."""
     objects = (torch.empty(0), torch.nn.Module(), torch.empty(0).untyped_storage(), torch.ops.aten.add.Tensor, torch.fx.Graph())
     return {name for one in objects for name in (*dir(one), *getattr(one, "__dict__", ())) if PRIVATE.fullmatch(name)}
 

@@ -37,7 +37,7 @@ def run(program, *flags, code=0):
 
 
 def check_picture(path):
-    """There, wide enough, and not of one colour: neither as a whole nor in either half."""
+    """Check that the picture exists, is wide enough, and is not of a single colour, as a whole or in either half."""
     image = pytest.importorskip("matplotlib.image").imread(path)[..., :3]
     assert image.shape[0] >= 150 and image.shape[1] >= 400
     for half in (image[:, : image.shape[1] // 2], image[:, image.shape[1] // 2 :]):

@@ -8,7 +8,7 @@ from torch.fx.experimental import proxy_tensor
 
 
 def quicken():
-    """Once for a process. A tracer that has no such function is left alone."""
+    """Patch torch once for a process. A tracer without such a function is left alone."""
     extract = getattr(proxy_tensor, "extract_val", None)
     if extract is None:
         return

@@ -18,7 +18,7 @@ from triton.runtime import interpreter
 
 
 def quicken():
-    """Once for a process, before the first kernel runs. Names that this Triton does not have are left alone."""
+    """Patch Triton once for a process, before the first kernel runs. Names that this Triton lacks are left alone."""
     if not all(
         hasattr(interpreter, name)
         for name in ("_patch_builtin", "_patch_attr", "_patch_lang", "_get_np_dtype", "_LangPatchScope", "_convert_float")
@@ -56,7 +56,7 @@ def _patch_builtin(package, builder, scope):
 
 @functools.cache
 def _interpreted(member):
-    """The member with the interpreter's meaning; past what only asks whether it was given a meaning."""
+    """The member with the interpreter's meaning; the wrapper that only checks whether it was given one is skipped."""
     asks = tl.core.builtin(lambda: None).__code__
     call = member.__wrapped__ if getattr(member, "__code__", None) is asks else member
 
@@ -171,7 +171,7 @@ def _same(equal):
 
 
 def _of_one_dtype(check):
-    """Two blocks of one dtype are cast to none, but for divisions of 16-bit numbers."""
+    """Two blocks of one dtype need no cast, except for divisions of 16-bit numbers."""
 
     def binary_op_type_checking_impl(
         self, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False

@@ -24,7 +24,7 @@ class Access(NamedTuple):
 
 
 def bases(lines: list[str]) -> dict[str, str]:
-    """For every value that is a pointer, or is made of one, the value before it: at the end of the chain stands an argument."""
+    """For every value that is a pointer or is derived from one, the value that it comes from; each chain ends at an argument."""
     found: dict[str, str] = {}
     for line in lines:
         defined = DEFINED.match(line)

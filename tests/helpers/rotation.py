@@ -1,4 +1,4 @@
-"""Rotary position embedding by complex numbers: what the cases of `rope` and `qkv_split` are held to."""
+"""Rotary position embedding by complex numbers: the reference for the cases of `rope` and `qkv_split`."""
 
 import math
 

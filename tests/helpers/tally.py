@@ -110,7 +110,7 @@ def tallied(x, weight):
 
 
 def routed(dim):
-    """A chain with outputs, as a router makes them, of which `logits` is also taken inside."""
+    """A chain with outputs, as a router makes them; its output `logits` is also read inside."""
     steps = (
         Step("in", fork, ForkConfig(), gives=("tokens",)),
         Step("gate", linear, LinearConfig(dim, dim)),

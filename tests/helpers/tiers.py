@@ -8,8 +8,8 @@ import pytest
 
 
 def drawn(rows, columns, ids=None, families=None):
-    """Parameters (row, column): the i-th row with the i-th column, round and round, in the first tier; all others marked slow.
-    With `families`, one for each row, so are all rows of a family but the first."""
+    """Parameters (row, column): in the first tier the i-th row with the i-th column, cyclically; all others are marked slow. With
+    `families`, one for each row, only the first row of a family is in the first tier."""
     columns = list(columns)
     ids = [str(row) for row in rows] if ids is None else ids
     again = [families is not None and family in families[:i] for i, family in enumerate(families or ids)]

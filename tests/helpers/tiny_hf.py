@@ -1,4 +1,4 @@
-"""Tiny models of Hugging Face's with random weights, a family each; and theirs in float64 throughout."""
+"""Tiny models of Hugging Face's with random weights, one of each family; and the same models in float64 throughout."""
 
 import copy
 import json
@@ -94,8 +94,8 @@ FAMILIES = {  # model: its type, and its config beside BASE
 
 
 class Wide(TorchFunctionMode):
-    """float64 wherever float32 is asked for. Hugging Face's norms, rotary tables, softmax and routers compute in float32 whatever
-    they are given; within this mode they are the same formulas in float64."""
+    """A mode in which float64 replaces every request for float32. Hugging Face's norms, rotary tables, softmax and routers compute
+    in float32 whatever their input; in this mode they are the same formulas in float64."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.float:
@@ -105,8 +105,8 @@ class Wide(TorchFunctionMode):
 
 
 def tiny(name, dtype=torch.float32):
-    """A model in evaluation mode, every parameter and the bias of its routers drawn: norms' and biases' too, which are else ones
-    and zeros."""
+    """A model in evaluation mode with every parameter and the routers' biases drawn, also norms and biases, which are ones and
+    zeros by default."""
     kind, options = FAMILIES[name]
     options = options if kind == "gpt2" else {**BASE, **options}
     made = transformers.AutoConfig.for_model(kind, **copy.deepcopy(options))  # which writes into the options of rope
@@ -134,7 +134,7 @@ def saved(name, folder, dtype=torch.float32, **options):
 
 
 def edited(folder, **fields):
-    """Change fields of a folder's config.json; one that is None goes."""
+    """Change fields of a folder's config.json; a field that is None is removed."""
     path = folder / "config.json"
     found = json.loads(path.read_text()) | fields
     path.write_text(json.dumps({name: value for name, value in found.items() if value is not None}))

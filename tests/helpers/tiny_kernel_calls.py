@@ -1,4 +1,4 @@
-"""The bench's calls at tiny sizes on the CPU, made once a process. Kernels that write to their arguments get copies."""
+"""The benchmark's calls at tiny sizes on the CPU, made once a process. Kernels that write to their arguments get copies."""
 
 import functools
 

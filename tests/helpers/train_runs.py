@@ -1,4 +1,4 @@
-"""Runs of the main job on a tiny model."""
+"""Runs of examples/train_lm.py on a tiny model."""
 
 import csv
 import functools

@@ -95,7 +95,7 @@ def test_unaligned_addresses(by):
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # 0 / 0 where the interpreter fills a block beyond its end
 def test_bias_corrections_are_exact():
-    """float32 has three digits of 1 - 0.99999."""
+    """float32 has only three digits of 1 - 0.99999."""
     cfg, p = AdamWConfig(lr=0.1, betas=(0.999, 0.99999), eps=0.0, weight_decay=0.0), torch.ones(3)
     with backend("triton"):
         new, _ = adamw_update(p, torch.full_like(p, 2.0), adamw_init(p, cfg), cfg)

@@ -1,4 +1,4 @@
-"""Every kernel at addresses that are multiples of nothing: all its tensors moved by 1, 3 and 5 elements."""
+"""Every kernel at unaligned addresses: all tensors are moved by 1, 3 and 5 elements."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def floats(tree):
 
 
 def check(got, want, dtype):
-    """Partial sums, whose number is an implementation's own, are compared by their sum."""
+    """Partial sums, whose number depends on the implementation, are compared by their sum."""
     for g, w in zip(floats(got), floats(want), strict=True):
         g, w = (g, w) if g.shape == w.shape else (g.sum(0), w.sum(0))
         assert_close(g, w, dtype=dtype)
@@ -37,7 +37,7 @@ def check(got, want, dtype):
 
 @pytest.mark.parametrize(("i", "dtype"), drawn(range(len(names())), DTYPES, names()))
 def test_every_kernel_at_odd_addresses(i, dtype):
-    """A call has a move of its own in each dtype, and each of its kernel's calls others."""
+    """Each call and dtype has its own move, and the calls of a kernel have different ones."""
     by = (1, 3, 5)[(i // 3 + DTYPES.index(dtype)) % 3]
     call = tiny(dtype)[i]
     dtype = call.dtype or dtype

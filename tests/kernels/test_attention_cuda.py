@@ -25,7 +25,7 @@ KERNELS = {
 
 
 def lse_refused(kernel, given):
-    """Why a backward would read logsumexp wrongly: one row after the other, in whole groups of them for one kernel."""
+    """Why a backward would read logsumexp wrongly: its rows must be consecutive, and for one kernel in whole groups."""
     for lse in [t for t in given if t.dim() == 3]:
         if not lse.is_contiguous() or (kernel == "efficient" and lse.shape[-1] % 32):
             return f"logsumexp {list(lse.shape)} of strides {lse.stride()}"
@@ -86,7 +86,7 @@ def test_logsumexp_of_rows_is_what_the_device_takes(dtype):
 
 
 def stands_in(kernel):
-    """The CPU's kernel, refusing what the device's refuses, with as many heads of k and v as of q or fewer."""
+    """The CPU's kernel, which refuses what the device's refuses, with as many heads of k and v as of q, or fewer."""
 
     def forward(q, k, v, causal, scale):
         assert not refused(kernel, q, k, v)
@@ -116,7 +116,7 @@ def test_numbers_do_not_depend_on_the_layout_of_heads(dtype, monkeypatch):
 
 
 def opaque(kernel):
-    """`stands_in` as operators: a tracer looks into none, and they get what the device's kernels would."""
+    """`stands_in` as operators, opaque to a tracer, which get the arguments that the device's kernels would."""
     pair, name = stands_in(kernel), f"funcops_stands_in::{kernel}"
 
     def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Which kernel attends with which options, what torch's are asked for on CUDA, and what a window costs."""
+"""Which kernel runs attention with which options, the arguments of torch's on CUDA, and the cost of a window."""
 
 import importlib
 import itertools
@@ -51,7 +51,7 @@ SERVED = {  # the table of docs/kernels.md: 16-bit heads of up to 256; float32 a
 
 
 class Seen(TorchDispatchMode):
-    """Whose kernels run, and why torch's would not take what they get."""
+    """Records whose kernels run, and why torch's would not take their arguments."""
 
     def __init__(self):
         super().__init__()
@@ -97,7 +97,7 @@ def test_who_attends_on_cuda(name):
 
 
 def stands_for(causal, options, cu, window, q, k, v, scale):
-    """Our kernel's arguments for what torch's was asked: of rows [B, T, H, D] or [T, H, D]."""
+    """Our kernel's arguments for a call of torch's, with rows [B, T, H, D] or [T, H, D]."""
     sides = options.get("window_size_left"), options.get("window_size_right")
     assert sides == ((window - 1, 0) if window else (None, None)), "i - j < window, and no key after one's own"
     q, k, v = (t if t.dim() == 4 else t.unsqueeze(0) for t in (q, k, v))
@@ -105,7 +105,7 @@ def stands_for(causal, options, cu, window, q, k, v, scale):
 
 
 def numbers(window):
-    """torch's CUDA kernels by ours, on the CPU."""
+    """Run torch's CUDA kernels by ours, on the CPU."""
 
     def forward(q, k, v, cu, _, max_q, max_k, dropout, causal, mask, *, scale, **options):
         assert (max_q, max_k) == (q.shape[-3], k.shape[-3])
@@ -168,7 +168,7 @@ def grads_of(f, inputs, dy):
 
 @pytest.mark.parametrize(("t", "s"), [(7, 7), (1, 9), (4, 9)])
 def test_gpt_oss_of_hugging_face_is_a_sink(t, s):
-    """Its eager attention: a window, groups and sinks, y and gradients within 1e-12."""
+    """Hugging Face's eager attention with a window, groups and sinks: y and gradients within 1e-12."""
     gpt_oss = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
     q, k, v = (torch.randn(2, n, h, 8, dtype=torch.float64) for n, h in ((t, 4), (s, 2), (s, 2)))
     sinks, dy = torch.randn(4, dtype=torch.float64), torch.randn(2, t, 4, 8, dtype=torch.float64)
@@ -220,7 +220,7 @@ def test_a_window_costs_each_row_the_same():
 def test_residuals_are_as_many_bytes_as_without_options(options):
     q, k, v = torch.randn(2, 9, 4, 8), torch.randn(2, 9, 2, 8), torch.randn(2, 9, 2, 8)
     kept = [attention.fwd(None, (q, k, v), AttentionConfig(causal=True, **given))[1] for given in ({}, options)]
-    for name in attention.fields():
+    for name in attention.fields(AttentionConfig()):
         plain, other = (getattr(node, name) for node in kept)
         assert plain is other is None or (plain.shape, plain.dtype) == (other.shape, other.dtype), name
 
@@ -282,7 +282,7 @@ def test_triton_goes_over_blocks(name):
 @pytest.mark.parametrize("scale", [None, 0.5])
 @pytest.mark.parametrize("causal", [False, True])
 def test_sizes_of_zero_give_the_formula_or_raise_by_name(scale, causal):
-    """Every size of q, k and v 0, 1 or 3, in turn with every other."""
+    """The sizes of q, k and v are 0, 1 or 3, in all combinations in turn."""
     cfg, served = AttentionConfig(scale=scale, causal=causal), 0
     for batch, t, s, heads, d, width in itertools.product((0, 3), (0, 1, 3), (0, 3), (0, 2), (0, 3), (0, 3)):
         q, k, v = torch.randn(batch, t, heads, d), torch.randn(batch, s, heads, d), torch.randn(batch, s, heads, width)

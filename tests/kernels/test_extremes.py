@@ -64,7 +64,7 @@ FORMULAS = {
 
 
 def ends(dtype):
-    """The largest numbers, the smallest, both zeros, and those where exponents and cubes begin to overflow."""
+    """The largest and smallest numbers, both zeros, and the numbers where exponents and cubes begin to overflow."""
     limits = torch.finfo(dtype)
     sizes = [limits.max, limits.max / 2, limits.max / 4, math.sqrt(limits.max), limits.max ** (1 / 3), limits.tiny, limits.eps]
     sizes += [0.0, 1e-3, 1.0, 3.0, 10.0, 90.0, 110.0, 720.0, 1e4, 6e4]
@@ -76,7 +76,7 @@ def wanted(formula, x):
 
 
 def check(got, want, x, what):
-    """Within a few roundings, of the result or, near zeros of the function, of terms as large as 1; overflow is infinity."""
+    """Errors within a few roundings of the result or, near zeros of the function, of terms as large as 1; overflow is infinity."""
     eps = torch.finfo(x.dtype).eps
     g, w = got.double(), want.double()
     bad = ~(((g - w).abs() <= 8 * eps * (w.abs() + w.abs().clamp(max=1.0) + eps)) | (g == w) | ((g - w).abs() <= 8 * eps))
@@ -107,7 +107,7 @@ def test_activations(kind, name, dtype):
 @pytest.mark.parametrize(("name", "dtype"), RUNS, ids=str)
 @pytest.mark.parametrize("kind", glu.GATES)
 def test_glus(kind, name, dtype):
-    """A row of all ends, gate and linear 1 in both orders, one tensor or two."""
+    """A row of all ends: gate and linear part 1 in either order, one tensor or two."""
     gate, (f, derivative) = ends(dtype)[None], FORMULAS[glu.GATES[kind]]
     one, y, slope = torch.ones_like(gate), wanted(f, gate), wanted(derivative, gate)
     known = ~doubled(glu.GATES[kind], gate)
@@ -145,7 +145,7 @@ def test_clamped_swiglu(name, dtype):
 @pytest.mark.parametrize(("name", "dtype"), RUNS, ids=str)
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_nan_stays_nan(kind, name, dtype):
-    """And infinities go where the function has a limit that torch computes."""
+    """And infinities give the function's limit if torch computes it."""
     x = torch.tensor([math.nan, INF, -INF], dtype=dtype)
     with backend(name):
         y = activation_fwd(x, kind)

@@ -1,5 +1,5 @@
-"""The torch bodies of kernels, which are fast, against the formulas beside them, in float64: over drawn shapes, strides, options,
-dtypes, and sizes of what a body does at a time."""
+"""Kernels' torch bodies, which are fast, against the formulas beside them, in float64: over drawn shapes, strides, options, dtypes
+and chunk sizes."""
 
 import importlib
 import pkgutil
@@ -127,7 +127,7 @@ BODIES = {
 
 
 class Draws(draws.Random):
-    """Arguments in a dtype: tensors of any strides."""
+    """Draws arguments in a dtype: tensors with any strides."""
 
     def __init__(self, seed, dtype):
         super().__init__(seed)
@@ -339,7 +339,7 @@ def test_a_body_is_its_formula_but_for_roundings(name, dtype, monkeypatch):
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")  # of the switch itself
 @pytest.mark.parametrize("seed", range(20))
 def test_gelu_of_few_elements_is_torchs_own_loop(seed):
-    """oneDNN takes longer to begin. Its bits are others: so one sees whose they are. Results are contiguous as ever."""
+    """oneDNN takes longer to start. Its bits differ, which shows whose they are. Results are contiguous in both cases."""
     draw, generator = draws.Random(seed), torch.Generator().manual_seed(seed)
     shape = [draw.randint(2, 6) for _ in range(draw.randint(1, 3))] + [draw.randint(8, 60)]
     x, dy = torch.randn(2, *shape, generator=generator) * 3

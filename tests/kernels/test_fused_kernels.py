@@ -1,4 +1,4 @@
-"""Kernels that do two things in one launch, in both implementations, against autograd in float64."""
+"""Kernels that do two things in one launch, by both implementations, against autograd in float64."""
 
 import pytest
 import torch
@@ -28,19 +28,19 @@ def draw(*shape, dtype, seed=0):
 
 
 def strided(t):
-    """The same values, every other element of a tensor twice as wide."""
+    """The same values in every other element of a tensor twice as wide."""
     return torch.stack((t, t), -1).flatten(-2)[..., ::2]
 
 
 def large_ones_once(kinds, shapes, large):
-    """(kind, shape). Kinds differ in their formulas, not in their addresses: the large shape is there for one of them."""
+    """(kind, shape). Kinds differ in formulas, not in addresses, so only one of them has the large shape."""
     kinds = list(kinds)
     return [(kind, shape) for kind in kinds for shape in shapes] + [(kinds[0], large)]
 
 
 @pytest.fixture(autouse=True)
 def few_parts(monkeypatch):
-    """Programs take one group of rows after another, as they do of thousands of rows."""
+    """Few programs, so that each takes one group of rows after another, as for thousands of rows."""
     monkeypatch.setattr("funcops.kernels.triton.bias_activation.PARTS", 3)
 
 

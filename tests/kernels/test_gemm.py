@@ -1,4 +1,4 @@
-"""The GEMM kernels in the interpreter, both of them, every epilogue, against products in float64."""
+"""Both GEMM kernels in the interpreter, with every epilogue, against products in float64."""
 
 import itertools
 import math
@@ -37,7 +37,7 @@ def product(a, b, choice, epilogue=products.Epilogue(), dtype=None):
 
 @pytest.mark.parametrize("programs", [1, 3, 5])
 def test_splits_keep_apart_whatever_the_number_of_programs(programs, monkeypatch):
-    """Slices that overlapped would be right where the last tile to be written is the right one."""
+    """If slices overlapped, the result would still be right if the right tile is written last."""
     a, b = draw(136, 100, dtype=torch.float32), draw(100, 24, dtype=torch.float32, seed=1)
     want = a.double() @ b.double()
     monkeypatch.setattr(products, "programs_at_once", lambda: programs)
@@ -152,7 +152,7 @@ def test_wgrad_accumulates_with_the_bias_gradient(dtype, bias):
 @pytest.mark.parametrize(("splits", "shares"), [(1, 2), (1, 3), (2, 2), (3, 1)])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_row_sums_are_shared_among_tiles(kernel, splits, shares, monkeypatch):
-    """Shares that end within K, and beyond it; added or not."""
+    """Shares that end within K or beyond it; added or not."""
     monkeypatch.setattr(products, "number_of_splits", lambda tiles, k: splits)
     monkeypatch.setattr(products, "SHARE", 16)
     monkeypatch.setattr(products, "MOST_SHARES", shares)
@@ -275,7 +275,7 @@ def test_no_row_and_one(rows, dtype):
 
 
 def test_operands_that_are_expanded():
-    """Rows, columns or elements repeated by a stride of 0: by every kernel, with and without an epilogue; and rows that overlap."""
+    """Rows, columns or elements repeated by a stride of 0, by every kernel, with and without an epilogue; and overlapping rows."""
     rows = draw(1, 200, dtype=torch.float32)
     lying = {
         "rows": lambda m, k, t: t[:1, :k].expand(m, k),
@@ -350,7 +350,7 @@ SWITCHES = {  # torch's old one, and its new ones, of which a narrower goes befo
 
 @pytest.fixture
 def switches():
-    """torch's own test helpers, which other tests import, forbid to set these otherwise."""
+    """Restores torch's switches; torch's own test helpers, which other tests import, forbid setting them otherwise."""
     with torch.backends.__allow_nonbracketed_mutation():
         yield
         for of in (torch.backends, torch.backends.cudnn, torch.backends.cuda.matmul):
@@ -380,7 +380,7 @@ def test_every_row_of_the_table_is_chosen():
 @pytest.mark.parametrize("odd", [None, 0, 1])
 @pytest.mark.parametrize("large", [False, True])
 def test_rows_that_are_not_aligned_have_a_tile_of_their_own(dtype, odd, large):
-    """One width that 16 does not divide is enough; a large tile is for many rows of wide matrices."""
+    """One width that 16 does not divide is enough; the large tile is for many rows of wide matrices."""
     from funcops.kernels.triton import grouped
 
     sizes = [4096, 4096] if large else [64, 4096]

@@ -1,4 +1,4 @@
-"""Results depend on values alone: every kernel on arguments of any strides, against its torch body on contiguous ones."""
+"""Results depend only on values: every kernel on arguments with any strides, against its torch body on contiguous ones."""
 
 import dataclasses
 import functools
@@ -123,8 +123,8 @@ def contiguous(tree):
 
 
 def check(call, change, dtype, implementation):
-    """The right values, whatever fresh memory holds, and nothing written to but what is declared. Partial sums, whose number is an
-    implementation's own, are compared by their sum."""
+    """The right values whatever fresh memory holds, and no write except declared ones. Partial sums, whose number depends on the
+    implementation, are compared by their sum."""
     kernel, dtype = call.kernel.kernel, call.dtype or dtype
     args = laid_out(call, change)
     wanted_args, before = contiguous(args), contiguous(args)
@@ -146,7 +146,7 @@ def same(way):
 
 
 def mixed(turn):
-    """Every tensor in another way than the one before."""
+    """Every tensor with other strides than the one before."""
     every = list(WAYS.values())
     return lambda i, t: every[(i * 3 + turn) % len(every)]
 
@@ -204,7 +204,7 @@ def test_a_compiler_is_told_the_strides_of_results(name):
 
 
 def test_poisoned_memory_allows_operators_without_a_fixed_order():
-    """Warnings are errors here, and on CUDA attention and cuBLAS warn where deterministic algorithms are asked for."""
+    """Warnings are errors here, and on CUDA attention and cuBLAS warn in deterministic mode."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with poisoned_empties():

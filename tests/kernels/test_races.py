@@ -1,4 +1,4 @@
-"""No thread of a kernel reads from memory what another thread has written, without a barrier between."""
+"""No thread of a kernel reads memory that another thread has written, without a barrier in between."""
 
 import json
 import os

@@ -1,5 +1,5 @@
-"""Triton kernels that read rows 16 bytes at a time, over drawn row lengths: rows shorter than that, rows that begin at no multiple
-of it, rows of several blocks. Each against the torch body."""
+"""Triton kernels that read rows 16 bytes at a time, over drawn row lengths: shorter rows, unaligned rows, rows of several blocks.
+Each is compared with the torch body."""
 
 import random as draws
 
@@ -92,7 +92,8 @@ def test_rows_of_any_length(kernels, dtype):
 @pytest.mark.turns("dtype")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_odd_rows_of_norms_share_programs(dtype, monkeypatch):
-    """A program has rows that begin alike, at every place of 16 bytes. How many programs a forward has changes no bit."""
+    """A program has rows of equal alignment, at every offset within 16 bytes. The number of programs of a forward changes no
+    bit."""
     rng = draws.Random(str(dtype))
     for name in ("PARTS", "ODD_PROGRAMS"):
         assert getattr(launches, name) % GROUP == 0
@@ -135,7 +136,7 @@ def test_parts_are_read_no_further_than_their_memory():
 @pytest.mark.turns("dtype")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_heads_of_any_size(dtype):
-    """Heads that turn wholly, in part, or not at all; angles shared by the batches or not."""
+    """Heads that are rotated wholly, partly or not at all; angles shared by the batches or not."""
     rng = draws.Random(str(dtype))
     for _ in range(4):
         batches, tokens, heads, kv_heads = (rng.randint(1, 3) for _ in range(4))
@@ -157,7 +158,7 @@ def test_heads_of_any_size(dtype):
 @pytest.mark.turns("dtype")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_that_no_token_has_are_zero(dtype):
-    """Few tokens or many, all alike or far apart, the first and the last ids with and without one, padding among them."""
+    """Few tokens or many, all equal or far apart, with and without the first and last ids, padding among them."""
     rng = draws.Random(str(dtype))
     for _ in range(4):
         n, vocab, width = rng.choice([1, 5, 40]), rng.choice([1, 3, 17, 99]), rng.choice([1, 5, 16])
@@ -182,7 +183,7 @@ def _draw(key_ptr, words_ptr, first, BLOCK: tl.constexpr):
 
 @pytest.mark.parametrize("first", [0, 2**29 - 4, 2**31 - 4, 2**32 - 4, 2**34 - 4, 2**40 + 5])
 def test_random_words_of_any_position(first):
-    """Positions beyond 2^31, and those where a word of the counter ends."""
+    """Positions beyond 2^31, and positions where a word of the counter ends."""
     key, words = random.fold_in(random.key(2**63 + 11), 2**40 + 7), torch.empty(32, dtype=torch.int64)
     _draw[(1,)](key, words, torch.tensor([first]), 8)
     low, block = 0xFFFFFFFF, first + torch.arange(8)
@@ -205,7 +206,7 @@ def test_a_span_is_a_multiple_of_what_repeats_and_of_16_bytes():
 
 @pytest.mark.parametrize("kind", ["gelu", "gelu_tanh"])
 def test_gelu_is_as_exact_as_float32(kind):
-    """Far from 0 as well, where a sum with 1 would leave nothing of it."""
+    """Also far from 0, where a sum with 1 would lose it."""
     x = torch.linspace(-12.0, 12.0, 4000)
     (y, want), (dx, slope) = both(activation_fwd, x, kind), both(activation_bwd, torch.ones_like(x), x, kind)
     want, slope = activation_fwd(x.double(), kind), activation_bwd(torch.ones_like(x).double(), x.double(), kind)

@@ -1,4 +1,4 @@
-"""Products by CUDA's library: what it is asked for, by torch's CPU kernels and by the checks that torch makes without a device."""
+"""Products by CUDA's library: their arguments, with torch's CPU kernels and with the checks that torch makes without a device."""
 
 import itertools
 import random as draws
@@ -48,8 +48,8 @@ def test_products_equal_products_of_decoded_operands(tiles):
 
 
 def test_calls_pass_the_checks_of_cuda(monkeypatch):
-    """On fake tensors of a CUDA device, where torch checks shapes, strides and types of operands and scales; operands as they are
-    quantised. What torch refuses is never asked for. (Of sizes that blocks do not divide its checks expect too few scales.)"""
+    """Fake tensors of a CUDA device let torch check shapes, strides and dtypes of quantised operands and scales; a call that torch
+    refuses is never made. (If blocks do not divide a size, torch's checks expect too few scales.)"""
     monkeypatch.setattr(library, "_aligned", lambda *tensors: True)
     rng, served, left = draws.Random(0), 0, 0
     for tiles, elements in itertools.product(PAIRS, ELEMENTS):

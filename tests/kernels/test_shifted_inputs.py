@@ -54,7 +54,7 @@ EPS = 1e-6
 
 
 class Draw:
-    """Tensors in float32 that hold numbers of `dtype`."""
+    """Draws float32 tensors whose numbers are representable in `dtype`."""
 
     def __init__(self, seed, scale, shift, dtype):
         self.generator, self.scale, self.shift, self.dtype = torch.Generator().manual_seed(seed), scale, shift, dtype
@@ -70,8 +70,8 @@ class Draw:
 
 
 class Probe(NamedTuple):
-    """`make(draw)`: float leaves, whose gradients are compared, and what else is an input; `ours(leaves, other, dys)`: y and the
-    gradients of the leaves, `dys(y)` making dy; `plain(leaves, other)`: y in plain PyTorch."""
+    """`make(draw)`: float leaves, whose gradients are compared, and the other inputs; `ours(leaves, other, dys)`: y and the
+    gradients of the leaves, with dy made by `dys(y)`; `plain(leaves, other)`: y in plain PyTorch."""
 
     make: Callable[[Draw], tuple[list[torch.Tensor], Any]]
     ours: Callable[..., tuple[list, list]]
@@ -104,8 +104,8 @@ def of_op(op, cfg, pack, unpack):
 
 
 def confident(margin, spread, rows=ROWS, vocab=WIDTH):
-    """Logits whose label's is `margin` above all others, about which the others lie with a deviation of `spread`; where None a
-    label drawn at random."""
+    """Logits in which the label's is `margin` above all others, which have the deviation `spread`; if `margin` is None, the label
+    is drawn at random."""
 
     def make(d):
         logits, labels = d.moved(rows, vocab), d.ids(rows, below=vocab)
@@ -131,7 +131,7 @@ def losses(make, smoothing=0.0, z=0.0):
 
 
 def projected(smoothing=0.0, softcap=None):
-    """Logits of a shift: the last feature is 1, its weights are the shift."""
+    """Logits with a shift: the last feature is 1, and its weights are the shift."""
     cfg = LinearCrossEntropyConfig(
         3,
         WIDTH,
@@ -186,7 +186,7 @@ def grouped(size, batch=3):
 
 
 def added(centre, rows=ROWS, width=WIDTH):
-    """Norms of a residual stream, of the kernels that a rule of fusion calls; y computed again, too."""
+    """Norms of a residual stream, by the kernels of a fusion rule; y is recomputed, too."""
 
     def make(d):
         x = d.moved(rows, width)
@@ -234,8 +234,8 @@ def routed(**options):
 
 
 def attended(op, cfg, sinks=False, biased=False):
-    """Scores of a shift and a deviation: keys whose last number is 1, of queries whose last is the shift. PyTorch's own are of
-    its fused kernel, which keeps logsumexp, too."""
+    """Scores with a shift and a deviation: the last number of keys is 1, of queries the shift. PyTorch's fused kernel, which keeps
+    logsumexp too, is the comparison."""
 
     def make(d):
         q, k, v = (d.plain(2, 6, 2, 8) for _ in range(3))
@@ -286,8 +286,8 @@ def layer(width, bias=True, rows=(ROWS,)):
 
 
 def over_ranks(probe, op, make_cfg, split, join):
-    """`probe` with the classes on two ranks: `split(leaves, other, rank)` is a rank's `(params, x)`, `join` makes the gradients of
-    the leaves of all ranks'."""
+    """`probe` with the classes on two ranks: `split(leaves, other, rank)` is a rank's `(params, x)`; `join` makes the gradients of
+    the leaves from all ranks'."""
 
     def ours(leaves, other, dys):
         def each(mesh):

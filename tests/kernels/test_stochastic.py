@@ -1,4 +1,4 @@
-"""Stochastic rounding: what is on the grid stays, what is between goes to a neighbour, with the right chance."""
+"""Stochastic rounding: values on the grid stay, values between go to a neighbour, with the right probability."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ WORDS = torch.cat(
 
 
 def grid(element):
-    """All values of an element that are not below 0, in order."""
+    """All nonnegative values of an element, in order."""
     of = ELEMENTS[element]
     subnormal = [of.least * i for i in range(2**of.mantissa)]
     normal = [2.0**e * (1 + i / 2**of.mantissa) for e in range(of.emin, 20) for i in range(2**of.mantissa)]
@@ -61,7 +61,7 @@ def test_nan_and_infinity_stay(element):
 @pytest.mark.parametrize("margin", [-200, -18, -17, -3, 0, 3, 17, 18, 127, 128, 200, 10**6])
 @pytest.mark.parametrize("fwd", ["e4m3", "e5m2"])
 def test_a_margin_makes_scales_that_serve_or_is_refused(fwd, margin):
-    """Over amaxes from the least float32 to the largest: the scale and its inverse are finite and above 0."""
+    """Over amaxes from the smallest float32 to the largest: the scale and its inverse are finite and above 0."""
     most = 17 if fwd == "e4m3" else 31
     if abs(margin) > most:
         with pytest.raises(ValueError, match=rf"^Fp8Delayed: margin must be from -{most} to {most} .*, got {margin}"):

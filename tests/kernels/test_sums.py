@@ -1,4 +1,4 @@
-"""Sums over many rows and chunks in 16 bits: taken in float32, and rounded once."""
+"""Sums over many rows and chunks in 16 bits are taken in float32, and rounded once."""
 
 import itertools
 
@@ -43,7 +43,8 @@ LIMITS = {"linear_cross_entropy": 2.0}
 
 
 def ran(op, cfg, make_x, dtype):
-    """params, and (residuals, dy) in `dtype` and in float64, of the same numbers; the mean of dy is not zero, so that sums grow."""
+    """params, and (residuals, dy) in `dtype` and in float64, with the same numbers; the mean of dy is not zero, so that sums
+    grow."""
     generator = torch.Generator().manual_seed(0)
     params = cast(op.init(cfg, key=random.key(0), dtype=torch.float64), dtype)
     x = tree_map_tensors(

@@ -1,4 +1,4 @@
-"""The Triton implementations, run by Triton's interpreter where there is no GPU, held to the same laws."""
+"""The Triton implementations, in Triton's interpreter if there is no GPU, under the same laws."""
 
 import itertools
 from random import Random
@@ -51,7 +51,7 @@ def test_laws_on_triton(case, law, dtype):
 
 
 def offset(t, by):
-    """The same values at an address `by` elements further."""
+    """The same values at an address that is `by` elements further."""
     return torch.cat((t.new_zeros(by), t.flatten()))[by:].view(t.shape)
 
 
@@ -186,7 +186,7 @@ def test_operators_with_optional_results_trace(masks):
 @pytest.mark.parametrize("width", [4112, 8208])
 @pytest.mark.parametrize("centre", [False, True])
 def test_sums_of_a_row_are_of_that_row_and_all_of_it(centre, width, dtype):
-    """A gradient with a mean, which its own sum takes out of dx, and a row behind it that begins with a large element."""
+    """dy has a mean, which the row's own sum removes from dx, and the next row begins with a large element."""
     x, dy, w = torch.randn(3, width).to(dtype), (torch.randn(3, width) + 3).to(dtype), torch.ones(width, dtype=dtype)
     dy[2, 0] = x[2, 0] = 3e4
     (y, *kept), backward = (

@@ -277,7 +277,7 @@ def test_adapters_of_two_ranks():
 
 @pytest.mark.parametrize("recipe", [Fp8Block(), Fp8Block(keep="input")], ids=["row", "input"])
 def test_a_base_in_low_precision(recipe):
-    """Whichever of the two rewrites comes first: one config, codes of the frozen weights alone, and gradients of the adapters."""
+    """Whichever rewrite comes first: one config, codes of only the frozen weights, and gradients of the adapters."""
     base = base_config()
     only = ("*.proj", "*.out", "*.up", "*.down")
     low_first = with_lora(with_recipe(base, recipe, only=only), 3, TARGETS, alpha=6.0)

@@ -1,4 +1,4 @@
-"""Adapters in files: PEFT's, both ways, and what is spoiled."""
+"""Adapters in files: written to and read from PEFT's, and corrupted."""
 
 import dataclasses
 import json
@@ -190,7 +190,7 @@ NEEDS_MORE = {("task_type", "CAUSAL_LM")}  # PEFT wants more of the model than o
 
 
 def settings():
-    """Every field of PEFT's config with every value that OTHERS names, a bool with both; and a field of a PEFT that is to come."""
+    """Every field of PEFT's config with every value that OTHERS names, or both values of a bool; and a field of a future PEFT."""
     fields = {f.name: f.default for f in dataclasses.fields(peft.LoraConfig)}
     unknown = {name for name, default in fields.items() if not isinstance(default, bool)} - {*OTHERS, "peft_type", "runtime_config"}
     assert not unknown, f"name values of PEFT's new settings in OTHERS: {sorted(unknown)}"

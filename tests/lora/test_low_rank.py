@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from funcops import Needs, backend, random
-from funcops.lora import LowRankConfig, LowRankParams, low_rank, low_rank_dropout
-from funcops.ops.low_rank import low_rank_dropout_fwd, low_rank_fwd
+from funcops.lora import LowRankConfig, LowRankParams, low_rank
+from funcops.ops.low_rank import low_rank_fwd
 from funcops.testing import LAWS, Case, Error
 from funcops.trees import paths
 
@@ -20,7 +20,7 @@ def reference(params, x, cfg):
 
 def case(rows, i, o, rank, scale=0.5, p=0.0):
     return Case(
-        op=low_rank_dropout if p else low_rank,
+        op=low_rank,
         cfg=LowRankConfig(i, o, rank, scale=scale, dropout=p),
         x=(lambda d: (d.randn(*rows, i), d.key())) if p else (lambda d: d.randn(*rows, i)),
         reference=reference,
@@ -47,7 +47,7 @@ def test_laws_on_triton(case):
 
 @pytest.mark.parametrize("case", CASES[:2], ids=str)
 def test_each_side_keeps_what_it_reads_alone(case):
-    """a's gradient reads x and b, b's what was made of x, and dx neither x nor that."""
+    """a's gradient reads x and b, b's reads x a^T, and dx reads neither."""
     params, x = case.make(torch.float32)
     first = "x.0" if case.cfg.dropout else "x"
     wanted = {"params.a": {"x", "b", "key"}, "params.b": {"u"}, first: {"a", "b", "key"}}
@@ -66,22 +66,23 @@ def test_compiles(case):
 
 
 def _call(x=None, a=None, b=None, key=None, **more):
-    op = low_rank_dropout_fwd if key is not None else low_rank_fwd
     x = torch.ones(2, 4) if x is None else x
     params = LowRankParams(torch.ones(2, 4) if a is None else a, torch.ones(3, 2) if b is None else b)
-    return lambda: op(params, x if key is None else (x, key), LowRankConfig(4, 3, 2, **more))
+    return lambda: low_rank_fwd(params, x if key is None else (x, key), LowRankConfig(4, 3, 2, **more))
 
 
 BAD = [
     Error(call=_call(x=torch.ones(2, 5)), match="low_rank_fwd: x must be [..., 4], got [2, 5]"),
     Error(call=_call(a=torch.ones(4, 2)), match="low_rank_fwd: params.a must be [2, 4], got [4, 2]"),
     Error(call=_call(b=torch.ones(3, 2).double()), match="low_rank_fwd: params.b must be float32, got float64", error=TypeError),
-    Error(call=_call(dropout=0.5), match="low_rank_fwd: cfg.dropout must be 0 (with dropout: low_rank_dropout), got 0.5"),
-    Error(call=_call(key=random.key(0)), match="low_rank_dropout_fwd: cfg.dropout must be above 0"),
     Error(
-        call=_call(key=torch.ones(2), dropout=0.5),
-        match="low_rank_dropout_fwd: x.1 (the key) must be int64, got float32",
+        call=_call(dropout=0.5),
+        match="low_rank_fwd: x must be a tuple (x, key), as cfg.dropout is above 0, got float32[2, 4]",
         error=TypeError,
+    ),
+    Error(call=_call(key=random.key(0)), match="low_rank_fwd: x must be a tensor [..., 4], got tuple", error=TypeError),
+    Error(
+        call=_call(key=torch.ones(2), dropout=0.5), match="low_rank_fwd: x.1 (the key) must be int64, got float32", error=TypeError
     ),
     Error(call=lambda: LowRankConfig(4, 3, 0), match="LowRankConfig: rank must be"),
     Error(call=lambda: LowRankConfig(4, 3, 1, dropout=1.0), match="LowRankConfig: dropout must be below 1, got 1.0"),

@@ -68,7 +68,7 @@ def test_experts_in_low_precision_have_the_params_of_experts(recipe):
     ],
 )
 def test_a_routers_bias_is_as_wide_as_it_may_be_in_the_working_tree(held, dtype, wanted):
-    """Steps of 0.002 are lost in bfloat16 beside 1, and the choice with them."""
+    """Steps of 0.002 are lost in bfloat16 beside 1, and so is the choice."""
     mixture = moe(MoEConfig(route=RouteConfig(E, 2, score="sigmoid", bias=True), experts=ExpertsConfig(E, H, HIDDEN)))
     for cfg in (mixture, with_recipe(mixture, Fp8Block(), skip=ROUTER)):
         params = chain.init(cfg, key=random.key(0), dtype=held)

@@ -1,5 +1,5 @@
-"""Low precision in a training step: the working tree is made once, and delayed scaling's state is the same by every way that a
-step may go."""
+"""Low precision in a training step: the working tree is made once, and delayed scaling's state is the same however the step is
+run."""
 
 import math
 
@@ -107,7 +107,7 @@ def filled(value, rows=16):
 
 
 def published(history, algorithm):
-    """A linear layer of the published example: margin 2, values that are the same all over."""
+    """A linear layer of the published example: margin 2, and tensors of one value."""
     recipe = Fp8Delayed(margin=2, history=history, algorithm=algorithm)
     cfg = with_recipe(fo.LinearConfig(16, 16, bias=False), recipe)
     return recipe, cfg, recipe_init(cfg, fo.LinearParams(filled(2), None))
@@ -123,8 +123,8 @@ def one_step(cfg, state, w, x, dy):
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 @pytest.mark.parametrize("history", [1, 31, 1024])
 def test_the_published_update_example(history, algorithm):
-    """Transformer Engine's test_fp8_scale_update (tests/pytorch/test_fusible_ops.py), and one step more. There a weight's scale is
-    one step ahead, as it is quantised when it is written."""
+    """Transformer Engine's test_fp8_scale_update (tests/pytorch/test_fusible_ops.py), and one more step. There a weight's scale is
+    one step ahead, as a weight is quantised when it is written."""
     recipe, cfg, state = published(history, algorithm)
     seen = []
     for step in zip((2, 5, 3, 11), (7, 3, 5, 6), (1, 2, 1, 4), strict=True):
@@ -149,7 +149,7 @@ UNUSABLE = (0.0, math.inf, math.nan)
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 @pytest.mark.parametrize("history", [31, 1024])
 def test_updates_against_a_plain_loop(history, algorithm):
-    """60 drawn amaxes of three slots: slots that did not run, infinite and NaN ones, tiny ones whose scale is float32's largest."""
+    """60 drawn amaxes of three slots: missing, infinite and NaN ones, and tiny ones whose scale is float32's largest."""
     recipe = Fp8Delayed(margin=1, history=history, algorithm=algorithm)
     state = {"w": ScaleState(torch.ones(3), torch.zeros(history, 3))}
     slots, scales = [[], [], []], [1.0, 1.0, 1.0]
@@ -175,7 +175,7 @@ def test_updates_against_a_plain_loop(history, algorithm):
 
 
 def test_the_state_is_an_ordinary_tree(tmp_path, wanted):
-    """It comes back from a checkpoint bit by bit, by path; an update writes to none of what it was given."""
+    """A checkpoint restores it bit by bit, by path; an update writes to none of its arguments."""
     cfg, params, _, _, state, _, _, amaxes = wanted
     before = {path: t.clone() for path, t in paths(state).items()}
     after = recipe_update(state, amaxes, RECIPE)
@@ -223,7 +223,7 @@ SUMS = {
 
 @pytest.mark.parametrize("how", SUMS)
 def test_amaxes_are_not_added_up_in_silence(how):
-    """Leaf by leaf gradients cannot be summed or averaged while they hold amaxes; after `split_amaxes` they can."""
+    """Gradients cannot be summed or averaged leaf by leaf while they hold amaxes; after `split_amaxes` they can."""
     cfg = with_recipe(mlp(), RECIPE)
     params, xs, dys = given(cfg)
     work = quantize_params(params, cfg, recipe_init(cfg, params), dtype=torch.float32)

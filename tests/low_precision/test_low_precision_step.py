@@ -13,7 +13,7 @@ from funcops import ChainConfig, LinearConfig, Needs, Step, chain, linear, rando
 from funcops.adapters.graphs import graphed
 from funcops.kernels import quantize as kernels
 from funcops.low_precision import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed, Scaled, quantize_params, recipe_init, with_recipe
-from funcops.ops.qlinear import QLinearConfig, op_of, qlinear
+from funcops.ops.qlinear import QLinearConfig, qlinear
 from funcops.trees import cast, paths, stands_for_one, tensors
 
 
@@ -37,7 +37,7 @@ def test_two_models_in_one_process_do_not_touch_each_other():
 
 @pytest.mark.parametrize("recipe", [Fp8Block(), Fp8Current(), RECIPE, MXFP8(), NVFP4()], ids=lambda r: type(r).__name__)
 def test_a_cast_leaves_codes_and_scales_alone(recipe):
-    """A working tree that is cast is itself; of what is not quantised yet, only the values are cast."""
+    """Casting a working tree changes nothing; of leaves that are not quantised yet only the values are cast."""
     cfg = with_recipe(mlp(), recipe)
     params, xs, _ = given(cfg)
     work = quantize_params(params, cfg, recipe_init(cfg, params) or None)
@@ -56,7 +56,7 @@ def test_a_cast_leaves_codes_and_scales_alone(recipe):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [Fp8Block(), RECIPE], ids=lambda r: type(r).__name__)
 def test_a_whole_step_compiles_as_one_graph(recipe):
-    """The working tree, two microbatches, the update of the state: gradients close, amaxes of the same bits."""
+    """The working tree, two microbatches and the update of the state: gradients are close, amaxes have the same bits."""
     cfg = with_recipe(mlp(), recipe)
     params, xs, dys = given(cfg)
     state = recipe_init(cfg, params)
@@ -72,7 +72,7 @@ def test_a_whole_step_compiles_as_one_graph(recipe):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [RECIPE, STATELESS[int(time.time() // 86400) % 4]], ids=lambda r: type(r).__name__)
 def test_a_whole_step_compiles_by_the_default_backend(recipe):
-    """One linear layer, as a compiler is slow; of the recipes without state another each day."""
+    """One linear layer, as the compiler is slow; another recipe without state each day."""
     cfg = with_recipe(ChainConfig(steps=(Step("up", fo.linear, fo.LinearConfig(D, D)),)), recipe)
     params, xs, dys = given(cfg)
     state = begun(cfg, params)
@@ -115,7 +115,7 @@ QUANTISERS = ("quantize_row", "quantize_col", "quantize_both", "quantize_scaled"
 
 @pytest.mark.parametrize("recipe", [RECIPE, *STATELESS], ids=lambda r: type(r).__name__)
 def test_weights_are_quantised_once_a_step(recipe, monkeypatch):
-    """Calls of the quantisers' kernels by what they read: of each weight one a step, for 1 microbatch and for 8."""
+    """Calls of the quantisers' kernels by what they read: each weight once a step, for 1 microbatch and for 8."""
     cfg = with_recipe(mlp(), recipe)
     params, xs, dys = given(cfg)
     state = recipe_init(cfg, params)
@@ -140,7 +140,7 @@ def test_weights_are_quantised_once_a_step(recipe, monkeypatch):
     ids=str,
 )
 def test_gradients_do_not_depend_on_which_others_are_asked(recipe):
-    """dy is rounded by a scale or a key that stand beside the weight, which is not kept where no dx is asked."""
+    """dy is rounded by a scale or a key beside the weight, and the weight is not kept if no dx is requested."""
     layer = ChainConfig(steps=(Step("a", linear, LinearConfig(16, 32)),))
     cfg = with_recipe(layer, recipe)
     params, x, dy = chain.init(layer, key=random.key(0)), torch.randn(4, 16), torch.randn(4, 32)
@@ -160,8 +160,8 @@ def test_gradients_do_not_depend_on_which_others_are_asked(recipe):
     ids=str,
 )
 def test_a_backward_without_the_rounding_of_dy_raises(recipe):
-    """Residuals made by hand, which never had it: a dy that is rounded anyhow would give other gradients in silence."""
-    cfg, op = QLinearConfig(16, 32, recipe), op_of(recipe)
+    """Residuals made by hand lack it, and rounding dy in another way would silently give other gradients."""
+    cfg, op = QLinearConfig(16, 32, recipe), qlinear
     params, x, dy = linear.init(LinearConfig(16, 32), key=random.key(0)), torch.randn(4, 16), torch.randn(4, 32)
     state = recipe_init(cfg, params) if recipe.delayed else None
     work = quantize_params(params, cfg, state, dtype=torch.float32, key=random.key(1) if recipe.stochastic else None)

@@ -36,8 +36,8 @@ from funcops.formats import E2M1_NV, E4M3_BLOCK, E4M3_MX, E4M3_SQUARE, E4M3_TENS
 from funcops.low_precision import MXFP8, NVFP4, Fp8Block, Fp8Current, QuantizationReport, quantize_params, with_recipe
 from funcops.models import MoEConfig, moe, plain_experts
 from funcops.models.blocks import mlp_config
-from funcops.ops.grouped_qlinear import grouped_op_of
-from funcops.ops.qlinear import QLinearConfig, op_of
+from funcops.ops.grouped_qlinear import grouped_qlinear
+from funcops.ops.qlinear import QLinearConfig, qlinear
 
 
 @dataclasses.dataclass
@@ -73,12 +73,12 @@ def off(found, want):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_errors_equal_the_layers_in_low_precision(name):
-    """40 tokens: no multiple of what is transformed together."""
+    """40 tokens: not a multiple of the block of a transform."""
     recipe, bar = RECIPES[name]
     params, x, dy = layer()
     (row,) = quantization_report(params, x, LINEAR, recipe, dy=dy).rows
     cfg = QLinearConfig(96, 160, recipe)
-    op = op_of(recipe)
+    op = qlinear
     y, residuals = op.fwd(params, x, cfg)
     dparams, dx = op.bwd(residuals, dy, cfg)
     x, dy, w = x.flatten(0, -2).double(), dy.flatten(0, -2).double(), params.weight.double()
@@ -94,7 +94,7 @@ def test_errors_equal_the_layers_in_low_precision(name):
 @pytest.mark.parametrize("recipe", [Fp8Block(), Fp8Current(), NVFP4()], ids=lambda r: type(r).__name__)
 @pytest.mark.parametrize("gathered", [False, True])
 def test_errors_of_groups_equal_the_grouped_layers_in_low_precision(recipe, gathered):
-    """Groups of 7, no, 14 and 3 rows, whose sizes are far apart."""
+    """Groups of 7, 0, 14 and 3 rows, whose sizes are far apart."""
     cfg = GroupedLinearConfig(4, 96, 160, bias=False, gathered=gathered)
     params = grouped_linear.init(cfg, key=random.key(0), dtype=torch.float32)
     params.weight.mul_(torch.tensor([1.0, 1e3, 1e-3, 4.0])[:, None, None])
@@ -107,7 +107,7 @@ def test_errors_of_groups_equal_the_grouped_layers_in_low_precision(recipe, gath
     low = GroupedQLinearConfig(4, 96, 160, recipe, bias=False, gathered=gathered)
     found = [
         (y, *op.bwd(kept, dy, one))
-        for op, one in ((grouped_op_of(recipe), low), (grouped_linear, cfg))
+        for op, one in ((grouped_qlinear, low), (grouped_linear, cfg))
         for y, kept in [op.fwd(params, x, one)]
     ]
     (y, dparams, dx), (want_y, want_dparams, want_dx) = found
@@ -124,7 +124,7 @@ def mixture_x(tokens):
 
 @pytest.mark.parametrize("op", [chain, remat(chain), with_policy(chain, "minimal")], ids=lambda op: op.name)
 def test_no_layer_is_left_out_in_silence(op):
-    """Each layer that a recipe changes has a row, or is said to have none."""
+    """Each layer that a recipe changes has a row, or is listed as not measured."""
     mixture = moe(MoEConfig(route=RouteConfig(4, 2), experts=ExpertsConfig(4, dim=64, hidden=32)))
     cfg = ChainConfig(steps=(Step("moe", op, mixture), Step("head", linear, LinearConfig(64, 8))), outputs=mixture.outputs)
     params = chain.init(cfg, key=random.key(0), dtype=torch.float32)
@@ -257,7 +257,7 @@ STOCHASTIC = {
 @pytest.mark.parametrize("seed", [None, 0, 7])
 @pytest.mark.parametrize("name", STOCHASTIC)
 def test_rows_are_the_errors_of_the_step(name, seed):
-    """Each of two layers of a repeat and of a head, by what the step's own ops make of the operands that the model has there."""
+    """Two layers of a repeat and a head: the errors of the step's own ops on the operands that the model has there."""
     recipe, key = STOCHASTIC[name], None if seed is None else random.key(seed)
     body = ChainConfig(steps=(Step("up", linear, LinearConfig(64, 128)), Step("down", linear, LinearConfig(128, 64))))
     layers = Step("layers", repeat, RepeatConfig(skip, SkipConfig(chain, body), 2))
@@ -274,7 +274,7 @@ def test_rows_are_the_errors_of_the_step(name, seed):
     for row in found.rows:
         waiting, weight = trees.at(pending, row.path), trees.at(params, row.path).weight
         at = next(part.cfg for part in steps(low, layers=True) if part.path == row.path)
-        op = op_of(recipe)
+        op = qlinear
         own = trees.replace(trees.at(work, row.path), bias=torch.zeros(weight.shape[0]))
         y, kept = op.fwd(own, waiting.x, at)
         dparams, dx = op.bwd(kept, waiting.dy, at)
@@ -295,7 +295,7 @@ def test_rows_of_groups_round_stochastically_as_the_grouped_layer(recipe):
     work = quantize_params(params, low, dtype=torch.float32, key=random.key(5))
     (y, dparams, dx), (want_y, want_dparams, want_dx) = [
         (y, *op.bwd(kept, dy, one))
-        for op, p, one in ((grouped_op_of(recipe), work, low), (grouped_linear, params, cfg))
+        for op, p, one in ((grouped_qlinear, work, low), (grouped_linear, params, cfg))
         for y, kept in [op.fwd(p, x, one)]
     ]
     assert row.y == pytest.approx(off(y, want_y.double()), rel=1e-4)

@@ -1,4 +1,4 @@
-"""`fit`: which policy it picks, and that what it finds by following shapes is what is kept."""
+"""`fit`: the policy that it picks, and that its counts, made by following shapes, equal the kept bytes."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def test_fit_takes_the_cheapest_that_fits():
 
 
 def deep(times):
-    """Repeats of every sort: plain, stacked, in a skip, of two layers that share what they keep, within another."""
+    """Repeats of every kind: plain, stacked, in a skip, two layers that share residuals, nested."""
     shares = ChainConfig(steps=(Step("up", linear, LinearConfig(64, 64)), Step("act", activation, ActivationConfig(kind="tanh"))))
     inner = RepeatConfig(chain, shares, 2)
     return {
@@ -73,7 +73,7 @@ def deep(times):
 
 
 def follow(op, cfg, x):
-    """The bytes that an op keeps, and its floating-point operations, of one run of all its layers."""
+    """The bytes that an op keeps, and its floating-point operations, from one run of all its layers."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         params, given = tree_map_tensors(fake, op.init(cfg, device="meta")), tree_map_tensors(fake, x)
         with FlopCounterMode(display=False, custom_mapping=ON_CPU) as counter:

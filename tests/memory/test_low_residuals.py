@@ -1,4 +1,4 @@
-"""Kept tensors in 8 bits: the bounds that codecs state, what of a pending a policy packs, and what a report says of them."""
+"""Kept tensors in 8 bits: codecs' error bounds, the parts of a pending that a policy packs, and reports of them."""
 
 import dataclasses
 import itertools
@@ -124,7 +124,7 @@ def test_both_implementations_give_the_same_codes_and_values(name):
 
 @pytest.mark.parametrize("name", ["fp8", "mxfp8"])
 def test_nan_and_infinity_survive_packing(name):
-    """A NaN is one, an infinity is one; other blocks do not notice."""
+    """A NaN stays a NaN, an infinity an infinity; other blocks are unaffected."""
     t = torch.randn(4, 300)
     t[0, 5], t[1, 200], t[2, 0] = torch.nan, torch.inf, -torch.inf
     back = CODECS[name].decode(CODECS[name].encode(t), t.dtype)
@@ -134,7 +134,7 @@ def test_nan_and_infinity_survive_packing(name):
 
 
 def test_a_block_keeps_what_its_targets_are():
-    """Bytes a token and unit, as committed, which `test_committed_figures.py` counts again."""
+    """The committed bytes per token and unit, which `test_committed_figures.py` counts again."""
     rows = {
         (provider, metric): value for (case, provider, metric), value in committed("cpu-residuals").items() if case == "llama block"
     }
@@ -158,7 +158,7 @@ def test_laws_where_dy_waits_in_another_form(case, action):
 
 
 def steps(cfg, dtype, count):
-    """Params, and the dys and xs of so many microbatches."""
+    """Params, and the xs and dys of so many microbatches."""
     params = chain.init(cfg, key=random.key(0), dtype=dtype)
     drawn = [random.uniform(random.key(i), (6, 16), low=-1, high=1, dtype=dtype) for i in range(2 * count)]
     return params, drawn[:count], drawn[count:]
@@ -210,7 +210,7 @@ def test_rules_for_pendings():
     assert sorted(dys(last).values()) == ["bfloat16", "fp8", "fp8", "mxfp8", "mxfp8", "mxfp8"]
     assert dys(last, Needs(params=["attn.qkv.q.proj.weight"])) == {"attn.qkv.q.proj.dy": "mxfp8"}
     for rules, message in (
-        ({"mlp.down.dy": Recompute()}, "rules must be no Recompute for mlp.down.dy, which came to the backward from outside"),
+        ({"mlp.down.dy": Recompute()}, "rules must be without Recompute for mlp.down.dy, an input of the backward"),
         ({"mlp.act.dy": FP8}, "rules must be globs over .*, got 'mlp.act.dy'"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -249,7 +249,8 @@ def rows_of(kept, *owners):
 
 @pytest.mark.parametrize("recipe", [Fp8Block(), Fp8Current(), MXFP8(), NVFP4()], ids=lambda r: type(r).__name__)
 def test_a_report_shows_a_quantised_tensor_as_one_row(recipe):
-    """Its format, the shape that it stands for, the bytes of codes and scales; an alias of the working tree where that has it."""
+    """With its format, the shape that it represents, and the bytes of codes and scales; or as an alias, if the working tree has
+    it."""
     cfg = with_recipe(mlp_config(64, 96), recipe)
     params, x = chain.init(cfg, key=random.key(0)), torch.randn(32, 64, dtype=torch.bfloat16)
     work = quantize_params(params, cfg)

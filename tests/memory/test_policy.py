@@ -1,4 +1,4 @@
-"""Residual policies: what is kept, that the laws hold, what compression costs, and what `fit` picks."""
+"""Residual policies: the kept tensors, the laws, the error of compression, and the choice of `fit`."""
 
 import dataclasses
 import pickle
@@ -47,7 +47,7 @@ EXACT = ("save_all", "recompute_norms", "recompute_elementwise", "minimal", "off
 
 
 def policies_in_turn():
-    """The first case of an op under every policy, the others under one in turn. In the first tier one of an op."""
+    """The first case of an op under every policy, the others under one in turn. One case of an op is in the first tier."""
     rows = drawn(COMBINED, EXACT, families=[case.op.name for case in COMBINED])
     seen = set()
     for i, case in enumerate(COMBINED):
@@ -117,7 +117,7 @@ def test_a_rule_that_names_a_field_beats_what_the_chain_does_by_itself():
     optional = with_policy(chain, Policy({"*p.x": Compress("int8")}, optional=True)).fwd(params, x, cfg)[1]
     assert optional["up"].x is None, "an optional rule leaves to the chain what it computes again"
     block, name = LLAMA[0], "attn.qkv.q.proj.x"
-    one_of_three = r"one for each field that holds the output of attn.norm .*k.proj.x.* got Compress.* for .*q.proj.x alone"
+    one_of_three = r"the same for each field that holds the output of attn.norm .*k.proj.x.* got Compress.* for .*q.proj.x only"
     with pytest.raises(ValueError, match=one_of_three):
         with_policy(chain, Policy({name: Compress("int8")})).init(block, device="meta")
 
@@ -133,7 +133,7 @@ def test_a_pending_keeps_no_recomputable_output():
 
 
 def test_a_pending_keeps_no_output_that_its_dgrad_recomputed():
-    """The one op whose dgrad reads its x and whose pending has it, too."""
+    """The only op whose dgrad reads its x and whose pending holds it, too."""
     loss = Step("loss", linear_cross_entropy, LinearCrossEntropyConfig(8, 5), takes=("labels",))
     cfg = ChainConfig(steps=(Step("norm", rms_norm, RMSNormConfig(8)), loss), extras=("labels",))
     params, x = chain.init(cfg, key=random.key(0)), WithExtras(torch.randn(3, 8), {"labels": torch.tensor([0, 4, 1])})
@@ -204,7 +204,7 @@ def test_a_dropped_tensor_raises_where_it_is_read():
     dx, pending = op.dgrad(kept, torch.randn(2, 4), cfg)
     assert dx.shape == x.shape
     with pytest.raises(
-        ValueError, match="linear_wgrad: pending.x must be kept, as this half of the backward reads it, got dropped"
+        ValueError, match="linear_wgrad: pending.x must be kept, because this half of the backward reads it, got dropped"
     ):
         op.wgrad(pending, cfg)
     with pytest.raises(ValueError, match="linear_bwd: residuals.x must be kept"):
@@ -315,7 +315,7 @@ def test_products_that_cannot_be_joined_give_the_reason():
 
 @pytest.mark.parametrize("name", [*POLICIES, *["recompute", "compress", "joint"]])
 def test_residuals_and_ops_pickle(name):
-    """Ops by reference, or by what made them; what they keep as it is: the backward of the copy gives the same bits."""
+    """Ops pickle by reference, or by what made them; their residuals by value: the backward of a copy gives the same bits."""
     rules = {"recompute": {"mlp": Recompute()}, "compress": {"*.x": Compress("fp8")}, "joint": {"head.x": Recompute()}}
     body = ChainConfig(steps=(Step("norm", rms_norm, RMSNormConfig(8)), Step("mlp", linear, LinearConfig(8, 8))))
     cfg = ChainConfig(steps=(Step("blocks", repeat, RepeatConfig(chain, body, 2)), Step("last", rms_norm, RMSNormConfig(8))))

@@ -1,4 +1,5 @@
-"""Rules of policies: each changes what is kept or raises, however it names; and the forms of a tensor that several fields hold."""
+"""Rules of policies: each changes what is kept or raises, however it names fields; and the forms of a tensor that several fields
+hold."""
 
 import random as pyrandom
 import re
@@ -58,13 +59,13 @@ ACTIONS = (Save(), Recompute(), Offload(), Compress("int8"), Drop())
 
 @pytest.fixture
 def device(monkeypatch):
-    """Every tensor is a device's, and is copied to the host's memory and back."""
+    """Treat every tensor as a device's, copied to the host's memory and back."""
     for name, fn in (("leaves", lambda t: True), ("on_host", Tensor.clone), ("on_device", lambda host, device: host.clone())):
         monkeypatch.setattr(copies, name, fn)
 
 
 def drawn_policy(rng, op, cfg):
-    """Rules that name steps, fields, parts of both, and now and then nothing."""
+    """Rules that name steps, fields, parts of both, and sometimes nothing."""
     known = [kept.path for kept in kept_paths(op, cfg) if not kept.waits]
 
     def pattern():
@@ -118,7 +119,10 @@ LLAMA = MODELS["llama"]
 WRONG = {
     "a path that is not there": ({"attn.mix.w": Save()}, r"globs over .*\(nearest attn.mix.*; all attn, attn.norm.*'attn.mix.w'"),
     "a glob that matches nothing": ({"*.mxi.*": Save()}, r"rules must be globs over the paths of cfg \(nearest"),
-    "a step for a field": ({"mlp.act": Compress("fp8")}, r"of a step, only Recompute is one; fields of mlp.act are mlp.act.x"),
+    "a step for a field": (
+        {"mlp.act": Compress("fp8")},
+        r"a step itself takes only Recompute; the fields of mlp.act are mlp.act.x",
+    ),
     "a parameter": ({"mlp.up.weight": Offload()}, r"got Offload\(\), without effect: mlp.up.weight is a parameter"),
     "what is so by itself": ({"mlp.act.x": Save()}, "without effect: what is kept of mlp.act.x is the same without it"),
     "nothing to save": ({"mlp.down": Recompute()}, "without effect: what is kept of mlp.down is the same"),
@@ -127,15 +131,15 @@ WRONG = {
     "a field inside of what is computed again": ({"mlp": Recompute(), "mlp.act.x": Offload()}, "kept of mlp.act.x is the same"),
     "one of two fields": (
         {"attn.out.x": Compress("fp8")},
-        r"one for each field that holds the output of attn.mix \(attn.mix.y, attn.out.x\), got Compress.* for attn.out.x alone",
+        r"the same for each field that holds the output of attn.mix \(attn.mix.y, attn.out.x\), got Compress.* for attn.out.x only",
     ),
     "two forms": (
         {"attn.mix.y": Compress("fp8"), "attn.out.x": Compress("int8")},
-        r"one for each field .*got Compress\(codec='fp8'\) for attn.mix.y, Compress\(codec='int8'\) for attn.out.x",
+        r"the same for each field .*got Compress\(codec='fp8'\) for attn.mix.y, Compress\(codec='int8'\) for attn.out.x",
     ),
     "an integer": (
         {"attn.qkv.q.rope.positions": Compress("int8")},
-        r"one for each field that holds the input|for tensors that it makes smaller, got Compress\(codec='int8'\) for int64",
+        r"the same for each field that holds the input|for tensors that it makes smaller, got Compress\(codec='int8'\) for int64",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Folders that hold no model that is served, wrong params, and what is read of those that do."""
+"""Folders without a supported model, wrong params, and what is read from good folders."""
 
 import json
 

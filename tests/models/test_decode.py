@@ -1,4 +1,5 @@
-"""Decoding: chunks and single tokens give what one forward gives, for whatever attention has; where caches are; bad calls."""
+"""Decoding: chunks and single tokens give what one forward gives, with every option of attention; the memory of caches; bad
+calls."""
 
 import dataclasses
 
@@ -65,7 +66,7 @@ Q, KEYS, VALUES, BIAS = (
 @pytest.mark.parametrize("chunk", [1, 7, T])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_attention_in_chunks_is_attention_of_the_whole(name, chunk):
-    """And then token by token: the last five."""
+    """The last five positions are decoded token by token."""
     options = {"causal": True, **OPTIONS[name]}
     sinks = options.pop("sinks", False)
     op, cfg = (sink_attention, SinkAttentionConfig(H, **options)) if sinks else (attention, AttentionConfig(**options))
@@ -126,7 +127,7 @@ def whole(params, cfg, ids=IDS):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_equal_one_forward(name):
-    """In chunks of 1, 7 and all, then token by token; and with rows of several lengths, which go on from where each is."""
+    """In chunks of 1, 7 and all, then token by token; and with rows of several lengths, each continuing from its own end."""
     cfg = MODELS[name]
     params = given(cfg)
     want = whole(params, cfg)
@@ -155,7 +156,7 @@ def test_logits_equal_one_forward(name):
 
 
 def test_triton_reads_a_ring():
-    """With a cap, for which no library kernel is."""
+    """With a softcap, which no library kernel supports."""
     cfg = dataclasses.replace(LLAMA, layers=1, softcap=2.0, windows=(3,))
     params, cache = given(cfg, torch.float32), cache_init(cfg, 3, context=17, chunk=7)
     want = whole(trees.cast(params, torch.float64), cfg)
@@ -237,7 +238,7 @@ def test_a_step_waits_for_nothing(name):
 
 
 def test_a_captured_step_goes_on_with_its_cache():
-    """Which it is given away at every call, and which stays where it is; until that is full."""
+    """The cache is donated at every call and stays at its address, until it is full."""
     cfg = MODELS["windows, sinks, a cap, experts"]
     params = given(cfg)
 

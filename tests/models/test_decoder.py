@@ -1,4 +1,4 @@
-"""Decoders as chains: what they give, what rewrites them, and configs that fit no model."""
+"""Decoders as chains: their results, rewrites of them, and configs that fit no model."""
 
 import dataclasses
 
@@ -38,7 +38,7 @@ def given(cfg, dtype=torch.float64):
 
 
 def test_routers_losses_and_loads_leave_by_layer():
-    """And their gradients come in: of finite differences along one direction."""
+    """And their gradients come in, compared with finite differences along one direction."""
     cfg, (params, x) = decoder(SPARSE, loss=True), given(SPARSE)
     y, kept = chain.fwd(params, x, cfg)
     assert cfg.outputs == ("load0", "loss0", "load1", "loss1")
@@ -57,7 +57,7 @@ def test_routers_losses_and_loads_leave_by_layer():
 
 
 def test_given_positions_are_used():
-    """A sequence is the end of a longer one as far as positions say, for rope: only distances count."""
+    """For rope only distances count, so a sequence may be the end of a longer one."""
     cfg = decoder(PLAIN)
     params = chain.init(cfg, key=random.key(0), dtype=torch.float64)
     y, _ = chain.fwd(params, decoder_x(PLAIN, IDS, torch.float64), cfg)

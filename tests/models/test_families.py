@@ -1,4 +1,4 @@
-"""Tiny random models of each family: Hugging Face's logits, and its gradients in float64, and the same checkpoint back."""
+"""Tiny random models of each family: Hugging Face's logits, its gradients in float64, and the same checkpoint written back."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_logits_are_hugging_faces(name, tmp_path):
 
 @pytest.mark.parametrize("name", EACH)
 def test_gradients_are_hugging_faces_in_float64(name, tmp_path):
-    """Their gradients go the way of weights: written as a checkpoint, and read as params."""
+    """Hugging Face's gradients are converted as weights are: written as a checkpoint, and read as params."""
     with Wide():
         model = tiny(name, torch.float64)
         model.save_pretrained(tmp_path / "weights")

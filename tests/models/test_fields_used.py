@@ -1,4 +1,4 @@
-"""Every field of a config.json that is read, varied: Hugging Face's logits change as ours do, or the field is refused by name."""
+"""Every field of a config.json that is read is varied: Hugging Face's logits change as ours do, or the field is refused by name."""
 
 import copy
 import json
@@ -81,7 +81,7 @@ REFUSED = {  # what an error names in the place of the field
 
 
 def read_by(family):
-    """The fields that are taken of a family's config."""
+    """The fields that are read of a family's config."""
     seen = fields.Fields("test", {}, None).taken
     kind, options = FAMILIES[family]
     options = copy.deepcopy(options if kind == "gpt2" else {**BASE, **options})

@@ -1,4 +1,4 @@
-"""The whole block of a mixture of experts: its laws, against Hugging Face's blocks, and its outputs from layers."""
+"""The whole block of a mixture of experts: its laws, Hugging Face's blocks, and outputs of layers."""
 
 import dataclasses
 import importlib
@@ -34,7 +34,7 @@ DEEPSEEK = dict(score="sigmoid", bias=True, scale=2.5)
 
 
 def plain(params, x, cfg, config):
-    """y with its outputs, of the params of `moe(config)`, by plain torch."""
+    """y with its outputs in plain torch, from the params of `moe(config)`."""
     of = params["moe"]["routed"] if config.shared else params
     rows, route = x.reshape(-1, x.shape[-1]), config.route
     by = Router(
@@ -51,7 +51,7 @@ def plain(params, x, cfg, config):
 
 
 def case(rows, dim, hidden, route, shared=0, never=(), shared_gate=False):
-    """Experts in `never` are not chosen: a bias says so. The gate's gradient, of weights less their mean, may come to little."""
+    """Experts in `never` are not chosen, because of a bias. The gate's gradient, of weights less their mean, may be small."""
     cfg = MoEConfig(
         route=route,
         experts=ExpertsConfig(route.experts, dim, hidden),
@@ -97,7 +97,7 @@ QUICK = ("split", "right", "frugal")
 
 
 def rows_of_laws():
-    """The first case under all laws, of which a few are in the first tier; the others under all but the one that compiles."""
+    """The first case under all laws, a few of them in the first tier; the others under all laws but Compiles."""
     assert set(QUICK) < set(LAWS)
     for i, one in enumerate(CASES):
         for law in LAWS if i == 0 else [law for law in LAWS if law != "compiles"]:  # to compile takes seconds a case
@@ -214,7 +214,7 @@ HUGGING_FACE = {  # home, name of the block, fields of the config, ours, and wha
 
 
 def as_ours(name, given, shared):
-    """Their weights, or gradients of these, by our paths."""
+    """Their weights, or their weights' gradients, by our paths."""
     oss, at, made = name == "GPT-OSS", "moe.routed." if shared else "", {}
     rows = [*range(0, 12, 2), *range(1, 12, 2)]  # the gate's first
     for path, t in given.items():
@@ -254,7 +254,7 @@ def theirs_and_ours(name):
 
 
 def filled(cfg, ours):
-    """Params of the chain, of tensors by path."""
+    """Params of the chain, from tensors by path."""
     like = chain.init(cfg, key=random.key(0), dtype=torch.float32)
     assert set(ours) == {path for path, t in paths(like).items() if t is not None}
     left = iter([ours[path] for path, t in paths(like).items() if t is not None])
@@ -262,7 +262,7 @@ def filled(cfg, ours):
 
 
 def near(got, want):
-    """Within 1e-6 of the largest of each leaf."""
+    """Compare within 1e-6 of the largest element of each leaf."""
     assert got.keys() == want.keys()
     for path, t in want.items():
         assert float((got[path] - t).abs().max() / t.abs().max()) < 1e-6, path
@@ -271,7 +271,7 @@ def near(got, want):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HUGGING_FACE)
 def test_the_block_is_hugging_faces_with_both_losses(name):
-    """Weights and gradients; the loss of the load, which is theirs over K, and the z loss of their Switch."""
+    """Weights and gradients; the load's loss, which is theirs over K, and the z loss of their Switch."""
     pytest.importorskip("transformers")
     modeling, theirs, config = theirs_and_ours(name)
     softmax = config.route.score == "softmax"

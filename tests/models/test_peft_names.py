@@ -1,4 +1,4 @@
-"""Adapters of decoders, to PEFT's model of the same checkpoint and from it."""
+"""Adapters of decoders, written to PEFT's model of the same checkpoint and read from it."""
 
 import pytest
 import torch
@@ -119,7 +119,7 @@ def test_params_with_a_loss_and_without_one(llama, tmp_path):
 
 
 def test_dropout_beside_a_decoder(llama):
-    """Trained by the config with dropout, whose key stands among the extras, and used by the one without."""
+    """Trained with the config with dropout, whose key is an extra, and used with the config without."""
     pretrained, cfg = from_hf(llama)
     model = with_lora(decoder(cfg), 2, UP, dropout=0.5)
     params = drawn(lora_init(pretrained, model, key=random.key(0)), model)

@@ -1,4 +1,4 @@
-"""Ropes that depend on the longest sequence (dynamic, LongRoPE): T is used where it is known, and nothing else is guessed."""
+"""Ropes that depend on the longest sequence (dynamic, LongRoPE): T is used if it is known, and nothing is guessed."""
 
 import copy
 

@@ -59,7 +59,7 @@ class Drawn(NamedTuple):
 
 
 def changed(node: ast.AST, parents: list[ast.AST]) -> Iterator[tuple[str, ast.AST]]:
-    """Each kind of change of this node alone, with the node that takes its place."""
+    """Each kind of change of this node alone, with the node that replaces it."""
     if isinstance(node, ast.BinOp | ast.AugAssign) and type(node.op) in BINARY and not _of_text(node):
         new = copy.copy(node)
         new.op = BINARY[type(node.op)]()
@@ -145,7 +145,7 @@ def _left_alone(node: ast.AST, parent: ast.AST | None) -> bool:
 
 
 def _is_type(node: ast.expr | None) -> bool:
-    """The right side of an alias of types: names, their subscripts and unions alone, or what makes a type's variable."""
+    """The right side of an alias of types: only names, their subscripts and unions, or a type variable."""
     if isinstance(node, ast.Call):
         return getattr(node.func, "id", "") in {"TypeVar", "ParamSpec", "NewType"}
     kinds = ast.Name, ast.Attribute, ast.Subscript, ast.Tuple, ast.List, ast.Constant, ast.BinOp, ast.BitOr, ast.expr_context
@@ -153,7 +153,7 @@ def _is_type(node: ast.expr | None) -> bool:
 
 
 def _fields(node: ast.AST) -> Iterator[ast.AST]:
-    """The children that are program: no annotation, no words of an error."""
+    """The children that run: no annotations, no words of an error."""
     for name, value in ast.iter_fields(node):
         if name in {"annotation", "returns"} or isinstance(node, ast.Raise):
             continue
@@ -163,7 +163,7 @@ def _fields(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def sites(tree: ast.Module) -> Iterator[tuple[ast.AST, list[ast.AST]]]:
-    """Every node that may be changed, with the nodes around it from the outermost."""
+    """Every node that may be changed, with the nodes around it, outermost first."""
     stack: list[tuple[ast.AST, list[ast.AST]]] = [(tree, [])]
     while stack:
         node, parents = stack.pop()
@@ -175,7 +175,7 @@ def sites(tree: ast.Module) -> Iterator[tuple[ast.AST, list[ast.AST]]]:
 
 
 def planted(text: str, node: ast.AST, new: ast.AST) -> str:
-    """The text with `new` where `node` stood, and every other line where it was."""
+    """The text with `new` in place of `node`, and every other line unchanged."""
     lines = text.splitlines(keepends=True)
     starts = [0]
     for line in lines:
@@ -189,7 +189,7 @@ def planted(text: str, node: ast.AST, new: ast.AST) -> str:
 
 
 def head(parents: list[ast.AST], node: ast.AST) -> tuple[int, int]:
-    """The first and the last line of the statement around a node, or of its head where it holds other statements."""
+    """The first and the last line of the statement around a node, or of its head if it contains other statements."""
     statement = next(n for n in [node, *reversed(parents)] if isinstance(n, ast.stmt))
     body = getattr(statement, "body", None)
     last = body[0].lineno - 1 if isinstance(body, list) and body else statement.end_lineno

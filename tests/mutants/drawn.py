@@ -72,14 +72,14 @@ class Measured:
 
 
 def around(text: str, line: int) -> tuple[int, int]:
-    """The lines of the innermost function, or class, around one."""
+    """The lines of the innermost function or class around one."""
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     found = [(n.lineno, n.end_lineno or n.lineno) for n in ast.walk(ast.parse(text)) if isinstance(n, kinds)]
     return max((one for one in found if one[0] <= line <= one[1]), default=(line, line))
 
 
 def read_as_source(text: str, line: int) -> bool:
-    """Whether the function around the line is a kernel, whose source Triton reads: a fork's code does not reach it."""
+    """Whether the function around the line is a kernel: Triton reads its source, so a fork's code does not affect it."""
     functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef) and n.lineno <= line <= (n.end_lineno or 0)]
     return any("jit" in ast.unparse(decorator) for function in functions for decorator in function.decorator_list)
 
@@ -120,7 +120,7 @@ def in_forks(tree: run.Tree, tasks: Sequence[dict[str, Any]]) -> Iterable[dict[s
 
 
 def in_a_process(tree: run.Tree, fault: draw.Drawn, tests: Sequence[str], cpu: float, seconds: dict[str, float]) -> dict[str, Any]:
-    """The same in a fresh process that imports the planted file, of the tests that fit into the work allowed."""
+    """The same in a fresh process that imports the planted file, with the tests that fit into the allowed work."""
     chosen: list[str] = []
     for test in tests:
         with_it = [*chosen, test]
@@ -144,7 +144,7 @@ def in_a_process(tree: run.Tree, fault: draw.Drawn, tests: Sequence[str], cpu: f
 
 
 def failing(tree: run.Tree, tests: Sequence[str]) -> str:
-    """The first test that fails in a process of its own, or how this ended; "" where all pass."""
+    """The first test that fails in a process of its own, or how the process ended; "" if all pass."""
     chosen = list(tests)
     while chosen:
         command = [sys.executable, "-m", "pytest", "-x", "--tb=no", *FIRST_TIER, *chosen]
@@ -161,7 +161,7 @@ def failing(tree: run.Tree, tests: Sequence[str]) -> str:
 
 
 def known(faults: Sequence[draw.Drawn]) -> dict[int, str]:
-    """Why, of those that stand in the files of faults as equivalent."""
+    """The reasons of the faults that are listed as equivalent."""
     listed = [one for one in run.load() if one.equivalent]
     found = {}
     for i, fault in enumerate(faults):
@@ -205,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
 def judge(
     tree: run.Tree, faults: Sequence[draw.Drawn], answers: dict[int, dict[str, Any]], measured: Measured, cpu: float, out: Path
 ) -> None:
-    """Adds what became of each fault to the answers and, as they end, to a file."""
+    """Add the outcome of each fault to the answers and, as they end, to a file."""
     texts = {fault.file: (run.ROOT / fault.file).read_text() for fault in faults}
     todo = [i for i in range(len(faults)) if answers.get(i, {}).get("outcome") not in ("failed", "equivalent")]
     tests = {i: measured.chosen(faults[i], around(texts[faults[i].file], faults[i].line)) for i in todo}

@@ -56,7 +56,7 @@ def leaves(code: CodeType) -> tuple:
 
 
 def by_place(code: CodeType) -> dict[tuple[str, int, int], CodeType]:
-    """All code objects of a file by the names around them, their first line, and which of several there."""
+    """All code objects of a file, by the names around them, their first line, and their number among equal ones."""
     found: dict[tuple[str, int, int], CodeType] = {}
     pending = [("", code)]
     while pending:
@@ -86,7 +86,7 @@ class Forked:
             self.failed = self.failed or report.nodeid
 
     def plant(self, file: str, text: str) -> bool:
-        """Gives the live functions of a file the fault's code; whether that is all of the fault."""
+        """Give the live functions of a file the fault's code; return whether that is the whole fault."""
         path = Path(file).resolve()
         mine = by_place(compile(path.read_text(), str(path), "exec", dont_inherit=True))
         theirs = by_place(compile(text, str(path), "exec", dont_inherit=True))
@@ -105,7 +105,7 @@ class Forked:
         return all(any(key[0] == around or key[0].startswith(f"{around}.") for around in swapped) for key in other)
 
     def run(self, items: list[pytest.Item], cpu: float) -> None:
-        """In the fork: until a test fails, or none is left, or the work allowed is done."""
+        """In the fork: run tests until one fails, none is left, or the allowed work is done."""
         start = time.process_time()
         for i, item in enumerate(items):
             if time.process_time() - start > cpu:

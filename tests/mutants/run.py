@@ -60,7 +60,7 @@ class Fault(NamedTuple):
 
     @property
     def area(self) -> str:
-        """The folder, or what lies at the top of the package by its name."""
+        """The folder, or for a file at the top of the package its name."""
         return "/".join(Path(self.file).with_suffix("").parts[:2])
 
     def planted(self, text: str) -> str:
@@ -85,7 +85,7 @@ def load(folder: Path = HERE) -> list[Fault]:
 
 
 class Tree:
-    """A copy of the checkout: what git does not ignore."""
+    """A copy of the checkout, without what git ignores."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._moments = folder, itertools.count(1)
@@ -178,14 +178,14 @@ class Runner:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """A process and what it started, which has its group."""
+    """End a process and its group of children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def judge(runner: Runner, faults: Sequence[Fault], sure: bool = False) -> Iterator[tuple[Fault, str, float]]:
-    """Each fault and what became of it, with the seconds that it took, as they end. `sure`: the tests are known to pass without."""
+    """Each fault and its outcome, with its seconds, as they end. `sure`: the tests are known to pass without the fault."""
     sets = sorted({fault.tests for fault in faults if not fault.equivalent and not sure})
     sound = {
         tests: runner.pool.submit(runner.passes, tests) for tests in sets

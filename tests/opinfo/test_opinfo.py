@@ -20,7 +20,7 @@ def samples(name):
 
 
 def compare(op, cfg, params, x, reference):
-    """y and every gradient of ours against autograd through `reference(params, x)`."""
+    """y and every gradient of our op against autograd through `reference(params, x)`."""
     y, residuals = op.fwd(params, x, cfg)
     grad = trees.tree_map_tensors(lambda t: t.clone().requires_grad_() if t.is_floating_point() else t, (params, x))
     want = reference(*grad)

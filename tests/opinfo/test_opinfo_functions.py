@@ -1,4 +1,4 @@
-"""torch's functions (OpInfo) as ops: y and dx against autograd in float64, whatever strides x and dy come in."""
+"""torch's functions (OpInfo) as ops: y and dx equal autograd's in float64, for any strides of x and dy."""
 
 import numpy
 import pytest
@@ -89,7 +89,7 @@ def sampled(info):
 
 
 def by_autograd(fn, x, dys):
-    """dx as autograd has it, of cotangents that are contiguous."""
+    """autograd's dx, from contiguous cotangents."""
     seed()
     own = [t.detach().requires_grad_(t.requires_grad) for t in x]
     pairs = [(y, dy.contiguous()) for y, dy in zip(fn(None, own, None), dys, strict=True) if y.requires_grad]
@@ -101,8 +101,8 @@ def by_autograd(fn, x, dys):
 
 
 def cases(name):
-    """`(fn, x, ys, dys, dx)` for an x that is contiguous, and for one that lies in another way, where torch itself serves that.
-    With each x, dy lies in one way: which of the two, and which of the six, is another function's turn."""
+    """`(fn, x, ys, dys, dx)` for a contiguous x, and for one with other strides, if torch itself supports those. With each x, dy
+    has one of six layouts; which of the two x and six dy a function gets takes turns."""
     fn, leaves = sampled(INFOS[name])
     draw = torch.Generator().manual_seed(1)
     place = sorted(INFOS).index(name)

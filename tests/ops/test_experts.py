@@ -1,4 +1,4 @@
-"""Experts against Hugging Face's, what they keep, and what no loop over groups on the host may decide."""
+"""Experts: equal to Hugging Face's, their kept bytes, and no decisions by a loop over groups on the host."""
 
 import importlib
 import itertools
@@ -27,7 +27,7 @@ HUGGING_FACE = {  # their home and name, fields of their config, and whether wei
 
 
 def hugging_face(name):
-    """Their experts with weights drawn, in float64, and those as params of ours, and the config."""
+    """Hugging Face's experts with drawn weights, in float64, our params with the same weights, and the config."""
     pytest.importorskip("transformers")
     home, kind, sizes, oss = HUGGING_FACE[name]
     modeling = importlib.import_module(f"transformers.models.{home}.modeling_{home}")
@@ -80,7 +80,7 @@ def made(tokens, choices, count, dim, hidden, dtype=torch.float32, **options):
 
 @pytest.mark.parametrize(("tokens", "choices", "count", "dim", "hidden"), [(64, 8, 16, 256, 96), (48, 1, 4, 64, 32)])
 def test_kept_is_z_and_8_bytes_a_row(tokens, choices, count, dim, hidden):
-    """And E + 1 offsets: less than 4 K I + 16 K + 8 bytes a token, which leaves room for weights of their own."""
+    """And E + 1 offsets: less than 4 K I + 16 K + 8 bytes a token, which leaves room for own weights."""
     cfg, params, x = made(tokens, choices, count, dim, hidden, torch.bfloat16)
     _, residuals = experts.fwd(params, x, cfg)
     kept = report(residuals, params, x).kept_bytes
@@ -92,7 +92,7 @@ def test_kept_is_z_and_8_bytes_a_row(tokens, choices, count, dim, hidden):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_a_graph_can_hold_every_half(name, bias):
-    """And its replay with other routing has the bits of the function: `check_capturable` compares them."""
+    """Its replay with other routing has the function's bits: `check_capturable` compares them."""
     cfg, params, x = made(5, 2, 4, 6, 3, bias=bias)
     with backend(name):
         _, residuals = experts.fwd(params, x, cfg)

@@ -1,4 +1,5 @@
-"""Each group of `grouped_qlinear` is `qlinear` of its rows: the codes, and where sums are exact the results, bit for bit."""
+"""Each group of `grouped_qlinear` is `qlinear` of its rows: the same codes and, if sums are exact, the same results, bit for
+bit."""
 
 from functools import partial
 
@@ -12,9 +13,9 @@ from funcops.graphs import check_capturable
 from funcops.kernels.routing import gather_rows, sort_by_expert
 from funcops.low_precision import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed
 from funcops.ops.grouped_linear import GroupedLinearParams
-from funcops.ops.grouped_qlinear import grouped_op_of
+from funcops.ops.grouped_qlinear import grouped_qlinear
 from funcops.ops.linear import LinearParams
-from funcops.ops.qlinear import QLinearConfig, op_of
+from funcops.ops.qlinear import QLinearConfig, qlinear
 from funcops.testing.tolerances import assert_close
 from funcops.trees import leaves
 
@@ -51,7 +52,7 @@ def given(recipe, gathered):
 
 
 def weights(w, recipe):
-    """Stacked, and one by one: as they are, or as a working tree has them."""
+    """The weights stacked, and one by one: unchanged, or as in a working tree."""
     if recipe.delayed:
         scale = 2.0 ** torch.arange(-1, 3 * len(w) - 1).reshape(-1, 3).float().clamp(max=6)
         return Scaled(w, scale, None), [Scaled(*pair, None) for pair in zip(w, scale, strict=True)]
@@ -67,14 +68,14 @@ def test_a_group_is_a_quantised_linear_layer_of_its_rows(recipe, gathered):
     w, b, x, rows, offsets = given(recipe, gathered)
     dy = torch.randn(len(rows), OUT, generator=torch.Generator().manual_seed(1)).bfloat16()
     together, each = weights(w, recipe)
-    cfg, op = GroupedQLinearConfig(len(w), IN, OUT, recipe, gathered=gathered), grouped_op_of(recipe)
+    cfg, op = GroupedQLinearConfig(len(w), IN, OUT, recipe, gathered=gathered), grouped_qlinear
     y, residuals = op.fwd(GroupedLinearParams(together, b), x, cfg)
     (dx, *_), pending = op.dgrad(residuals, dy, cfg)
     found = op.wgrad(pending, cfg)
     whole, at = torch.zeros_like(rows), offsets.tolist()
     for e, one in enumerate(each):
         own = slice(at[e], at[e + 1])
-        alone, one_cfg = op_of(recipe), QLinearConfig(IN, OUT, recipe)
+        alone, one_cfg = qlinear, QLinearConfig(IN, OUT, recipe)
         y_e, kept = alone.fwd(LinearParams(one, b[e]), rows[own], one_cfg)
         whole[own], waiting = alone.dgrad(kept, dy[own], one_cfg)
         wanted = alone.wgrad(waiting, one_cfg)
@@ -92,15 +93,15 @@ def test_a_group_is_a_quantised_linear_layer_of_its_rows(recipe, gathered):
 def both(recipe, params, x, dy):
     """y, dx and dparams."""
     cfg = GroupedQLinearConfig(len(COUNTS), IN, OUT, recipe)
-    y, residuals = grouped_op_of(recipe).fwd(params, x, cfg)
-    dparams, dx = grouped_op_of(recipe).bwd(residuals, dy, cfg)
+    y, residuals = grouped_qlinear.fwd(params, x, cfg)
+    dparams, dx = grouped_qlinear.bwd(residuals, dy, cfg)
     return y, dx[0], dparams
 
 
 @pytest.mark.parametrize("name", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("recipe", [Fp8Block(keep="col"), Fp8Current(), NVFP4(emulate=True)], ids=str)
 def test_a_graph_can_hold_every_half(recipe, name):
-    """A replay with other groups has the bits of the function."""
+    """A replay with other groups has the function's bits."""
     w, b, x, rows, _ = given(recipe, False)
     with backend(name):
         assert check_capturable(partial(both, recipe), GroupedLinearParams(w, b), x, torch.randn_like(rows @ w[0].mT)) == []
@@ -123,7 +124,7 @@ def test_bytes_kept_of_gathered_rows(recipe, least):
     """Codes and scales of the given x if blocks are within rows; of each gathered row if each group has a scale."""
     w, b, x, rows, _ = given(recipe, True)
     cfg, params = GroupedQLinearConfig(len(w), IN, OUT, recipe, gathered=True), GroupedLinearParams(w, b)
-    _, residuals = grouped_op_of(recipe).fwd(params, x, cfg)
+    _, residuals = grouped_qlinear.fwd(params, x, cfg)
     of = len(rows) if recipe.x.whole else len(x[0])
     assert report(residuals, params, x).kept_bytes == of * least
 

@@ -7,7 +7,7 @@ import torch
 from law_cases import FIRST
 
 import funcops
-from funcops import ChainConfig, LinearConfig, QLinearConfig, RepeatConfig, StaleResidualError, Step, chain, linear, random, repeat
+from funcops import ChainConfig, LinearConfig, RepeatConfig, StaleResidualError, Step, chain, linear, random, repeat
 from funcops.formats import E4M3_BLOCK, E4M3_TENSOR, quantize_tensor
 from funcops.low_precision import (
     MXFP8,
@@ -16,7 +16,6 @@ from funcops.low_precision import (
     Fp8Current,
     Fp8Delayed,
     gradients_like,
-    op_of,
     quantize_params,
     recipe_init,
     recipe_update,
@@ -24,7 +23,6 @@ from funcops.low_precision import (
     with_keys,
     with_recipe,
 )
-from funcops.ops.linear import LinearParams
 from funcops.testing.checks import same_bits
 from funcops.trees import cast, leaves, paths, replace, tensors, tree_map_tensors
 
@@ -317,10 +315,3 @@ def test_no_op_takes_a_quantised_tensor_for_a_tensor(name):
     if tensors(params):
         with pytest.raises((TypeError, ValueError), match="must be .*got"):
             case.op.fwd(tree_map_tensors(lambda t: low, params), x, case.cfg)
-
-
-def test_recipes_are_ops():
-    assert op_of(Fp8Block()).name == "qlinear" and op_of(Fp8Block(keep="input")).name == "qlinear_of_input"
-    cfg = QLinearConfig(8, 8, Fp8Block(keep="input"))
-    with pytest.raises(ValueError, match="cfg.recipe.keep must be 'row' or 'col' \\(for 'input': qlinear_of_input\\), got 'input'"):
-        funcops.qlinear_fwd(LinearParams(draw(8, 8), draw(8)), draw(2, 8), cfg)

@@ -1,4 +1,4 @@
-"""The table in place of positions, and Hugging Face's tables; the rest of rope is held by the laws."""
+"""The table instead of positions, and Hugging Face's tables; the laws test the rest of rope."""
 
 import pytest
 import torch

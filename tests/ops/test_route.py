@@ -1,4 +1,4 @@
-"""The router against Hugging Face's, its choice of equal scores, what it keeps; rows to experts and back."""
+"""The router: equal to Hugging Face's, its choice among equal scores, its kept tensors; rows to experts and back."""
 
 import dataclasses
 import importlib
@@ -49,7 +49,7 @@ every_config = pytest.mark.parametrize("cfg", CONFIGS.values(), ids=CONFIGS)
 
 
 def given(cfg, *rows, dtype=torch.float32, seed=0):
-    """params and x; logits of few values, so that many are equal."""
+    """params and x; the logits have few values, so that many are equal."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randint(-3, 4, (*rows, cfg.experts), generator=generator).to(dtype)
     params = RouteParams(torch.randint(-2, 3, (cfg.experts,), generator=generator).to(dtype) / 4 if cfg.bias else None)
@@ -57,7 +57,7 @@ def given(cfg, *rows, dtype=torch.float32, seed=0):
 
 
 def as_of(model):
-    """Hugging Face's router of a model, its config, ours, and where its logits are."""
+    """A model's router of Hugging Face, its config, ours, and the place of its logits."""
     name, router, fields, cfg = {
         "Mixtral": ("mixtral", "TopKRouter", dict(num_experts_per_tok=2, num_local_experts=8), RouteConfig(8, 2)),
         "Qwen3Moe": (
@@ -166,7 +166,7 @@ def test_a_part_of_dy_that_is_None_counts_as_zero(cfg):
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_a_tokens_bits_are_its_own(name):
-    """Whatever the tokens beside it are; losses apart, which are of all of them."""
+    """Whatever the other tokens are, except in the losses, which are over all tokens."""
     for cfg in (CONFIGS["softmax"], CONFIGS["DeepSeek-V3"]):
         params, logits = given(cfg, 9)
         others = torch.cat((given(cfg, 40, seed=2)[1], logits[4:5], logits[:3]))
@@ -182,7 +182,7 @@ def test_a_tokens_bits_are_its_own(name):
 
 
 def test_load_and_loss_leave_a_chain_by_name():
-    """With a key on its way to the router, and a dy of None for what has no gradient."""
+    """With a key passed to the router, and a dy of None for outputs without a gradient."""
     cfg = RouteConfig(8, 3, jitter=0.1, aux=0.2)
     gate, names = LinearConfig(5, 8), ("indices", "load", "loss")
     steps = Step("gate", linear, gate), Step("route", route, cfg, takes=("key",), gives=names)

@@ -41,7 +41,7 @@ def both(kernel, *args):
 @warnings
 @pytest.mark.parametrize("width", [5, 700, 16400, 32800])
 def test_rows_of_which_some_are_masked(width):
-    """From the front, so that a first block of a long row is -inf alone; and wholly, which has no softmax."""
+    """Masked from the front, so that the first block of a long row is only -inf; and whole rows, which have no softmax."""
     x, dy = 3 * torch.randn(3, width), torch.randn(3, width)
     x[0, : max(1, width // 2)], x[2] = -torch.inf, -torch.inf
     got, want = both(softmax.softmax_fwd, x)
@@ -72,7 +72,7 @@ def test_groups_of_every_size(channels, groups, size):
 
 
 def test_sequences_of_several_parts():
-    """Whose sums two kernels take apart over time."""
+    """Two kernels split their sums over time differently."""
     x, dy, scale = torch.randn(2, 70, 1030), torch.randn(2, 70, 1030), torch.randn(2, 1030)
     got, want = both(modulate.modulate_bwd, dy, x, scale, True, True, True)
     assert len(got[1]) > 1 and torch.equal(got[0], want[0])
@@ -123,7 +123,7 @@ def test_capped_logits_keep_as_much_as_others():
 
 
 def test_a_shared_experts_gate_is_qwens():
-    """shared_expert_output * sigmoid(shared_expert_gate(x)), of transformers' Qwen2-MoE block."""
+    """shared_expert_output * sigmoid(shared_expert_gate(x)), from transformers' Qwen2-MoE block."""
     expert, x, gate = torch.randn(4, 6), torch.randn(4, 3), torch.nn.Linear(3, 1, bias=False)
     logits, _ = linear_fwd(LinearParams(gate.weight.detach(), None), x, LinearConfig(3, 1, bias=False))
     y, _ = row_scale_fwd(None, (expert, logits), RowScaleConfig(sigmoid=True))

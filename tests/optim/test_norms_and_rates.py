@@ -50,7 +50,7 @@ def test_schedule_as_numbers_and_tensors(warmup):
 
 
 def test_norms_of_16_bit_gradients_are_summed_in_float32():
-    """10^6 ones, whose sum bfloat16 cannot hold; and a norm of 1e-6, as large as what is added to it."""
+    """10^6 ones, whose sum bfloat16 cannot represent; and a norm of 1e-6, as large as the epsilon that is added to it."""
     ones = {"a": torch.ones(1000, 1000, dtype=torch.bfloat16), "b": None}
     for norm in (global_norm(ones), clip_by_global_norm(ones, 1e9)[1]):
         assert norm.dtype is torch.float32 and abs(float(norm) - 1000) < 1e-3

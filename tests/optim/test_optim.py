@@ -201,7 +201,7 @@ LAYOUTS_OF_A_MATRIX = {
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize(("init", "update", "cfg"), [*OPTIMISERS, (adamw_init, adamw_update, AdamWConfig(betas=(0.9, 0.99999)))])
 def test_an_update_does_not_depend_on_strides(init, update, cfg, in_place, dtype):
-    """Bit for bit, with params, gradients and means laid out in every way, one of them or all."""
+    """Bit for bit, with any layout of params, gradients and means, one of them or all."""
     g = torch.Generator().manual_seed(0)
     p, *grads = (torch.randn(5, 3, generator=g, dtype=torch.float64).to(dtype) for _ in range(4))
 
@@ -223,7 +223,7 @@ def test_an_update_does_not_depend_on_strides(init, update, cfg, in_place, dtype
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.999, 0.99999), (0.0, 0.5)], ids=str)
 @pytest.mark.parametrize("traced", [False, True])
 def test_bias_corrections_are_exact(betas, traced):
-    """In float64 against Python's own, at the first steps and at late ones: float32 has three digits of 1 - 0.99999."""
+    """In float64 against Python's own, at the first steps and at late ones: float32 has only three digits of 1 - 0.99999."""
     cfg, p = AdamWConfig(lr=0.1, betas=betas, eps=0.0, weight_decay=0.0), torch.ones(2, dtype=torch.float64)
     update = torch.compile(adamw_update, fullgraph=True, backend="aot_eager") if traced else adamw_update
     for t in (1, 2, 1000):
@@ -261,7 +261,7 @@ def test_strided_momentum_equals_dense(nesterov):
 
 @pytest.mark.parametrize(("init", "update", "cfg"), OPTIMISERS)
 def test_a_trace_is_the_update_that_runs(init, update, cfg):
-    """A tracer is given other operators than the fused ones: the same numbers, decay by the mask and means that are not zero."""
+    """A tracer gets other operators than the fused ones: the same numbers, with a decay mask and means that are not zero."""
     g = torch.Generator().manual_seed(3)
     params, first, grads = ({"a": torch.randn(4, 3, generator=g), "b": torch.randn(5, generator=g)} for _ in range(3))
     cfg, decay = dataclasses.replace(cfg, weight_decay=0.3), {"a": True, "b": False}

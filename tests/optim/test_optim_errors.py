@@ -61,7 +61,7 @@ ERRORS = [
         ValueError,
         "adamw_update: grads must be a tree like params, got one without head.weight, head.bias",
     ),
-    (_bad(grads=lambda a: {**a["grads"], "tail": torch.ones(2)}), ValueError, "got one with also tail"),
+    (_bad(grads=lambda a: {**a["grads"], "tail": torch.ones(2)}), ValueError, "got one with extra tail"),
     (_bad(grads=lambda a: {**a["grads"], "blocks": list(a["grads"]["blocks"])}), ValueError, "other containers"),
     (_bad(grads=lambda a: {**a["grads"], "empty": torch.ones(3)}), ValueError, "adamw_update: grads.empty must be [0, 3], got [3]"),
     (
@@ -83,7 +83,7 @@ ERRORS = [
     (
         _bad(grads=lambda a: {**a["grads"], "norm": Layer(torch.ones(3), torch.ones(3))}),
         TypeError,
-        "grads.norm.bias must be None, as params.norm.bias is no tensor, got float32[3]",
+        "grads.norm.bias must be None, because params.norm.bias is not a tensor, got float32[3]",
     ),
     (
         _bad(state=lambda a: adamw_init(_without(a["params"], "head"), ADAMW)),

@@ -50,7 +50,7 @@ def test_nonfinite_names_the_first_bad_path(bad, dtype):
 )
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
 def test_complex_numbers_count(bad, dtype):
-    """Conjugate views too: their bits are read as they are."""
+    """Conjugate views too, whose bits are read unresolved."""
     t = torch.tensor([1 + 2j, bad], dtype=dtype)
     for one in (t, t.conj(), t[1:], t.reshape(2, 1).mT):
         assert all_finite({"a": torch.ones(2), "b": one}).item() is False and nonfinite((one,)) == "0"

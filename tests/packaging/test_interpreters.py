@@ -60,7 +60,7 @@ LARGE = {
 @pytest.mark.parametrize("cuda", [False, True])
 @pytest.mark.parametrize("of", ["", *LARGE])
 def test_downloads_of_gigabytes_stop(tmp_path, monkeypatch, cuda, of):
-    """pip is stopped where it names them, and so is what it started, before it downloads or installs anything."""
+    """pip and its children are stopped at the line that names them, before they download or install anything."""
     commands, stops = [], bool(of) and not cuda
     start, (end, into) = interpreters.subprocess.Popen, os.pipe()
     says = "\n".join([*SMALL, *LARGE.get(of, [])])
@@ -118,6 +118,6 @@ def test_a_missing_python_is_named(monkeypatch):
 
 
 def test_a_package_on_pythonpath_does_not_count_as_installed(monkeypatch, tmp_path):
-    """pip would find a checkout's metadata there, and install no wheel of that version."""
+    """pip would find a checkout's metadata there, and not install a wheel of that version."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     interpreters._run(sys.executable, "-S", "-c", f"import sys; raise SystemExit({str(tmp_path)!r} in sys.path)")

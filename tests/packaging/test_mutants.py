@@ -20,7 +20,7 @@ def text(file):
 
 @pytest.mark.parametrize("source", sorted({fault.source for fault in FAULTS}))
 def test_faults_fit_the_code(source):
-    """Each can be planted, is Python, and names tests that there are."""
+    """Each can be planted, is valid Python, and names existing tests."""
     for fault in FAULTS:
         if fault.source == source:
             planted = fault.planted(text(fault.file))
@@ -41,7 +41,7 @@ def test_no_fault_is_counted_twice():
 
 
 def small(folder, monkeypatch):
-    """A checkout of one function and a test of it, as the runner sees one."""
+    """A checkout with one function and a test of it, for the runner."""
     (folder / "funcops").mkdir(parents=True)
     (folder / "funcops" / "__init__.py").write_text("def twice(x):\n    return x * 2\n")
     right = "def test_twice():\n    assert funcops.twice(2) == 4\n"

@@ -1,4 +1,4 @@
-"""`make newest` installs what it says, keeps what is there, and names what keeps it from running; no test asks an index."""
+"""`make newest` installs what it says, keeps what exists, and names its obstacles; no test contacts an index."""
 
 import collections
 import json
@@ -24,7 +24,7 @@ FAULTS = {  # pip's status and words, or what it raises -> the start of what is 
 
 @pytest.fixture
 def pips(monkeypatch, tmp_path):
-    """Every command that is run; `answer(command)` gives what pip returns, or raises it."""
+    """The commands that are run; `answer(command)` returns pip's result, or raises."""
     said = []
 
     def run(command, **options):

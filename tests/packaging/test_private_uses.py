@@ -1,4 +1,4 @@
-"""Private names of torch and Triton: each that the package uses is in the list, each of the list is used and there."""
+"""Private names of torch and Triton: the package uses exactly the names of the list, and each exists."""
 
 import importlib
 from pathlib import Path

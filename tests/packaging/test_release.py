@@ -1,5 +1,4 @@
-"""The version stands in one place, and where it is said again it is the same; what is tried before a release fails where it
-should."""
+"""The version is defined once, and equal wherever it is repeated; checks before a release fail where they should."""
 
 import subprocess
 import sys
@@ -23,7 +22,7 @@ def test_another_version_is_noticed(tmp_path, name):
 
 
 def test_a_checkout_does_not_count_as_an_install(tmp_path):
-    """This process's package lies in the checkout: the imports that are tried must see the wheel's."""
+    """This process imports the package from the checkout: the checks must see the wheel's."""
     done = subprocess.run([sys.executable, "-c", release.IMPORTS], cwd=release.ROOT, capture_output=True, text=True)
     assert done.returncode and "is not what was installed" in done.stderr
 

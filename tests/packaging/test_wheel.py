@@ -91,7 +91,7 @@ def test_contents_of_the_archives(built):
 
 
 def test_it_imports_with_torch_alone(built, tmp_path):
-    """`only` holds what the wheel's dependencies consist of, less Triton."""
+    """`only` holds the wheel's dependencies without Triton."""
     (wheel,) = built.glob("*.whl")
     pip = sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"
     release.run(*pip, "--target", tmp_path / "target", wheel, cwd=tmp_path)

@@ -1,5 +1,5 @@
-"""The pages for those who come from elsewhere: every name in a column "here" is there to be imported, with the arguments that
-the page gives it, what is not here says why, and no row of the other library's names is lost."""
+"""The pages for users of other libraries: every name in a column "here" can be imported, with the arguments that the page gives it;
+a missing counterpart has a reason; and no row of the other library's names is lost."""
 
 import importlib
 

@@ -23,7 +23,7 @@ MODULES = sorted(m.name for m in pkgutil.walk_packages(funcops.__path__, "funcop
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_code_blocks_run(page, monkeypatch, capsys):
-    """And print what the `text` blocks of the page show."""
+    """And print the text of the page's `text` blocks."""
     module = types.ModuleType("page_" + re.sub(r"\W", "_", page.stem))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     names = module.__dict__
@@ -56,7 +56,7 @@ def test_there_are_pages():
 
 @pytest.mark.parametrize("name", MODULES)
 def test_doctests(name, monkeypatch):
-    """Each as whoever reads it would paste it: with nothing imported but what it imports."""
+    """Each as a reader would paste it, with only its own imports."""
     monkeypatch.setattr(linecache, "checkcache", lambda *_: None)  # for each docstring it looks at every file that was ever shown
     module, runner = importlib.import_module(name), doctest.DocTestRunner()
     for session in doctest.DocTestFinder().find(module, name, globs={"__name__": "__main__"}):

@@ -1,4 +1,4 @@
-"""The public face: every name that a page uses can be imported both ways, and a star import takes nothing of the user's."""
+"""The public names: every name that a page uses can be imported both ways, and a star import shadows nothing of the user's."""
 
 import ast
 import importlib

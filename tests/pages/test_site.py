@@ -87,7 +87,7 @@ def test_the_reference_has_every_public_name():
 
 
 def means(cls):
-    """Whether a class says what it is: in words, or in the shapes of its leaves, which every one of its fields then has."""
+    """Whether a class has a description: in words, or in the shapes of its leaves, if every field has one."""
     own = cls.__dict__.get("__doc__") or ""
     if own and not own.startswith(f"{cls.__name__}("):  # what a dataclass writes if it has no docstring
         return True
@@ -144,7 +144,8 @@ def test_an_op_has_its_math_or_meaning_and_shapes(home):
 
 
 def of_an_op(name, opening, beside):
-    """Whether the session that opens its section shows an op; its parts share that, other names have one in the same file."""
+    """Whether the session that opens an op's section shows it; its parts share that session, other names have one in the same
+    file."""
     value = reference.value_of(name)
     if isinstance(value, funcops.Op):
         return bool({id(value), id(value.fwd)} & opening)
@@ -152,7 +153,7 @@ def of_an_op(name, opening, beside):
 
 
 def alone(name, page):
-    """Whether a session of its own file shows it, a page's, or, of a constant, whose file nothing says, one beside it."""
+    """Whether a session of its own file, a session of a page or, for a constant, a session beside it shows a name."""
     value = reference.value_of(name)
     home = getattr(value, "__module__", None)
     homes = [home] if home else [getattr(reference.value_of(n), "__module__", None) for s in page.sections for n in s.names]

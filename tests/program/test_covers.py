@@ -1,4 +1,4 @@
-"""Which fusion rules a program takes: of all covers of its calls the one that saves most."""
+"""The choice of fusion rules: of all covers of a program's calls, the one that saves most."""
 
 from random import Random
 
@@ -13,7 +13,7 @@ from funcops.program.rules import FORWARD, Rule, Saving
 
 
 def drawn_rules(draw, length):
-    """Rules that cover calls from some places of a chain of scales on, and save something."""
+    """Rules that cover calls from some places of a chain of scales, and save something."""
 
     def rule(name):
         starts, size = set(draw.sample(range(length), 3)), draw.randint(2, 4)
@@ -57,6 +57,6 @@ def test_a_cover_is_the_cheapest(monkeypatch):
     ("dtype", "cover"), [(torch.bfloat16, "attn.out + attn.add"), (torch.float32, "attn.add + mlp.fork + mlp.norm")]
 )
 def test_who_multiplies_decides_who_adds(dtype, cover):
-    """A residual is added by our product, or by the norm after the library's."""
+    """A residual is added by our product, or by the norm after the library's product."""
     lines = plan(block_config(256, 4, 512), dtype=dtype).forward
     assert cover in [" + ".join(line.paths) for line in lines if line.rule]

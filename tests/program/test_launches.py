@@ -1,7 +1,5 @@
-"""How many kernels the models launch: today, and in the best order that one would write by hand.
-
-A number that falls, or rises, is changed here, and in the table of docs/kernels.md.
-"""
+"""The number of kernels that the models launch, now and in the best order that one would write by hand. If a number changes, change
+it here and in the table of docs/kernels.md."""
 
 import re
 from pathlib import Path
@@ -77,7 +75,7 @@ def meta(*shape, dtype=torch.bfloat16):
 
 
 def a_model(name):
-    """The op, its config, x, and whether a gradient of x is asked for."""
+    """The op, its config, x, and whether a gradient of x is requested."""
     table = rope_table(meta(LENGTH, dtype=torch.int64), RopeConfig(LLAMA.dim // LLAMA.heads))
     x, ids = meta(BATCH, LENGTH, LLAMA.dim), meta(BATCH, LENGTH, dtype=torch.int64)
     if name == "MLP":

@@ -1,4 +1,4 @@
-"""The order of copies and computation, with streams that note what they are given: what goes out, what comes back, and when."""
+"""The order of copies and computation: streams record what is copied out, what comes back, and when."""
 
 import contextlib
 import weakref
@@ -45,7 +45,7 @@ class Stream:
 
 
 class Device:
-    """Takes some CPU tensors for a device's."""
+    """A stand-in that treats some CPU tensors as a device's."""
 
     def __init__(self, monkeypatch):
         self.notes, self.hosts, self.now = [], weakref.WeakSet(), None
@@ -99,7 +99,7 @@ def device(monkeypatch):
 
 
 def noting(op, notes):
-    """The op, which notes its backwards as it begins to compute."""
+    """The op, which records when a backward begins to compute."""
 
     def bwd(*args, **kwargs):
         notes.append(("main", "backward", None))

@@ -72,7 +72,7 @@ SAME = st.tuples(
 
 
 def expanded(text):
-    """The paths that a path of ranges stands for."""
+    """The paths that a path with ranges stands for."""
     parts = [[str(i) for i in range(int(a), int(b) + 1)] for a, b in re.findall(r"(\d+)\.\.(\d+)", text)]
     form = re.sub(r"\d+\.\.\d+", "{}", text)
     return [form.format(*numbers) for numbers in itertools.product(*parts)]

@@ -40,7 +40,7 @@ def generated(generator, rng, ranks=None):
 
 
 def free(rng, ranks=None):
-    """Stages anywhere, actions in any order that comes to an end, some backwards beside forwards."""
+    """Stages on any ranks, actions in any order that can finish, some backwards paired with forwards."""
     ranks = ranks or rng.randint(1, 4)
     stages, count = ranks + rng.randint(0, 3), rng.randint(1, 4)
     owner = [*range(ranks), *(rng.randrange(ranks) for _ in range(stages - ranks))]
@@ -67,7 +67,7 @@ def free(rng, ranks=None):
 
 
 def disturbed(made, rng):
-    """The ranks' actions with two of one rank exchanged: whole, or stuck."""
+    """The ranks' actions with two actions of one rank exchanged: it finishes, or it is stuck."""
     rows = [list(row) for row in made.ranks]
     row = rng.choice([row for row in rows if len(row) > 1])
     i, j = rng.sample(range(len(row)), 2)

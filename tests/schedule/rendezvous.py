@@ -18,7 +18,7 @@ class Stuck(RuntimeError):
 
 
 class _Stopped(BaseException):
-    """Ends the other ranks once one has raised."""
+    """Ends the other ranks after one has raised."""
 
 
 class _Batch:
@@ -128,7 +128,7 @@ class Network:
 
 
 def on_threads(size, work, whole=False):
-    """`work(rank)` on as many threads as ranks: what each gives, and the network. Raises what the first that fails raises."""
+    """Run `work(rank)` on a thread for each rank; return the results and the network. Raises the first error."""
     network, found = Network(size, whole), [None] * size
 
     def run(rank):

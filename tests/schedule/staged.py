@@ -1,4 +1,4 @@
-"""A small decoder as a staged op, its microbatches, and what a single chain gives for them."""
+"""A small decoder as a staged op, its microbatches, and the results of one chain."""
 
 import torch
 from tally import routed
@@ -45,7 +45,7 @@ def block(keyed=False):
 
 
 def decoder(stages=4, keyed=False, ties=()):
-    """Tokens to the mean loss, in any number of stages from 2."""
+    """From tokens to the mean loss, in any number of stages from 2."""
     extras = ("key",) if keyed else ()
     first = ChainConfig(steps=(Step("embed", embedding, EmbeddingConfig(VOCAB, DIM)), block(keyed)), extras=extras)
     middle = ChainConfig(steps=(block(keyed),), extras=extras)
@@ -80,7 +80,8 @@ def reference(params, xs, cfg):
 
 
 def routed_stages(stages=4):
-    """A scalar in the end; every stage gives its load, loss and logits under names of its own. With params and microbatches."""
+    """A chain that ends in a scalar; every stage gives its load, loss and logits under its own names. With params and
+    microbatches."""
     given = ("load", "loss", "logits")
     names = [tuple(f"{name}{i}" for name in given) for i in range(stages)]
     steps = [Step(f"s{i}", skip, SkipConfig(chain, routed(DIM)), gives=own) for i, own in enumerate(names[:-1])]
@@ -95,7 +96,7 @@ def routed_stages(stages=4):
 
 
 def gated(count=2, rows=6):
-    """Two stages, of which the first keeps its main value and its extra as they came; with params, microbatches and dys."""
+    """Two stages, of which the first keeps its main value and its extra unchanged; with params, microbatches and dys."""
     gate = Step("gate", glu, GLUConfig(kind="swiglu", paired=True), takes=("by",))
     cfg = ChainConfig(steps=(gate, Step("out", linear, LinearConfig(DIM, 3, bias=False))), extras=("by",))
     xs = [WithExtras(x, {"by": by}) for x, by in torch.randn(count, 2, rows, DIM)]

@@ -19,7 +19,7 @@ DIM = 2
 
 
 def check_bits(made, whole):
-    """Every rank's part of a step against `run`."""
+    """Compare every rank's part of a step with `run`."""
     cfg, params, xs, dys = linears(made)
     want = run(made, params, xs, cfg, dys)
 
@@ -35,7 +35,7 @@ def check_bits(made, whole):
 
 
 def test_drawn_schedules_give_the_bits_of_one_process():
-    """All generators, folded and delayed ones, and stages and actions in any order: on ranks that wait for each message."""
+    """All generators, folded and delayed ones, and any stages and orders of actions, on ranks that wait for each message."""
     for i, made in enumerate(every(seed=1, count=9)):
         check_bits(made, whole=i % 2 == 0)
 
@@ -47,8 +47,8 @@ def test_more_drawn_schedules_give_the_bits_of_one_process():
 
 
 def strict(made):
-    """Goes through the programs of all ranks as a network does that moves a rank's messages one batch at a time, each when its peer
-    has come to the same. Gives the most messages that a rank waits to receive at once."""
+    """Run the programs of all ranks as on a network that moves a rank's messages one batch at a time, each when its peer has
+    reached the same batch. Returns the most messages that a rank waits to receive at once."""
     rows = [program(made, rank) for rank in range(len(made.ranks))]
     at, queues, moved, let_go, most = [0] * len(rows), [[] for _ in rows], set(), set(), 0
     progress = True
@@ -117,14 +117,14 @@ def test_messages_of_one_time_are_one_batch():
 @pytest.mark.slow
 @pytest.mark.parametrize("generator", GENERATORS)
 def test_no_schedule_of_a_grid_waits_in_a_ring(generator):
-    """And no rank has memory for more than a few messages ahead, whatever the number of microbatches."""
+    """And no rank needs memory for more than a few messages in advance, for any number of microbatches."""
     for p in range(1, 9):
         for m in (*range(1, 13), 3 * p, 4 * p + 1):
             assert strict(generator(p, m)) <= 5
 
 
 def test_a_disturbed_schedule_is_refused_or_whole():
-    """Two actions of a rank exchanged: Schedule names the ring, or what it lets through comes to its end on every network."""
+    """Two actions of a rank are exchanged: Schedule names the ring, or the schedule finishes on every network."""
     rng, refused, whole = random.Random(3), 0, 0
     for made in every(seed=4, count=180):
         if all(len(row) < 2 for row in made.ranks):
@@ -142,7 +142,7 @@ def test_a_disturbed_schedule_is_refused_or_whole():
 
 @pytest.mark.parametrize("name", ["one_f_one_b", "zb_h1", "interleaved_1f1b", "zb_v", "dualpipe_v"])
 def test_sent_tensors_are_released(name):
-    """The tensors of messages that are alive do not grow with the microbatches."""
+    """The number of live message tensors does not grow with the microbatches."""
 
     def most(count):
         made = getattr(schedule, name)(3, count)
@@ -182,7 +182,7 @@ DIFFERENT = {
 @pytest.mark.parametrize("what", DIFFERENT)
 @pytest.mark.parametrize("odd", [0, 1, 2])
 def test_ranks_that_differ_are_told_before_any_message(odd, what):
-    """All of them, whichever differs."""
+    """All ranks raise, whichever differs."""
     made = one_f_one_b(3, 2)
     cfg, _, xs, _ = linears(made)
 
@@ -196,14 +196,14 @@ def test_ranks_that_differ_are_told_before_any_message(odd, what):
     assert not any(network.most)
     if what == "error":
         assert "linear" in found.pop(odd)
-        assert set(found) == {f"Pipeline: every rank must be able to make it, got an error on rank {odd}: see what that said"}
+        assert set(found) == {f"Pipeline: every rank must be able to make it, got an error on rank {odd}: see its message"}
     else:
-        said = "schedule" if what == "schedule" else "what lies between stages (by cfg, x, dtype and needs)"
-        assert set(found) == {f"Pipeline: {said} must be the same on all ranks, got another on rank {odd or 1} than on rank 0"}
+        said = "schedule" if what == "schedule" else "boundaries of stages (from cfg, x, dtype and needs)"
+        assert set(found) == {f"Pipeline: {said} must be the same on all ranks, got different ones on rank {odd or 1} and rank 0"}
 
 
 def test_a_wrong_microbatch_sends_nothing():
-    """The rank that is given it raises at once, and the others are not told: all go on with the next step."""
+    """The rank that gets it raises at once, without a message: all can go on with the next step."""
     made = one_f_one_b(3, 2)
     cfg, params, xs, dys = linears(made)
 
@@ -221,7 +221,7 @@ def test_a_wrong_microbatch_sends_nothing():
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_stage_that_raises_says_where(stage):
-    """On its rank; the pipeline is not used after it."""
+    """The error is on its rank; the pipeline is not used afterwards."""
     made = zb_v(2, 2)
     cfg, params, xs, dys = linears(made)
 

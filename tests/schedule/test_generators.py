@@ -1,4 +1,4 @@
-"""The generators against the formulas that were published for them."""
+"""The generators against the published formulas."""
 
 import functools
 
@@ -91,8 +91,8 @@ def test_bubble_of_zb_v(grid):
 @pytest.mark.parametrize("together", [None, 1.5, 2.25])
 @pytest.mark.parametrize("costs", COSTS, ids=str)
 def test_bubble_of_dualpipe(costs, together, grid):
-    """DeepSeek's table: (p - 1)(F&B + B - 3 W) for DualPipeV on p ranks, where dgrads take as long as forwards;
-    a longer dgrad hides more."""
+    """DeepSeek's table: (p - 1)(F&B + B - 3 W) for DualPipeV on p ranks, if dgrads take as long as forwards; a longer dgrad hides
+    more."""
     f, i, w = costs.forward, costs.dgrad, costs.wgrad
     side_by_side = f + i + w if together is None else together
     for p, m in grid:
@@ -134,7 +134,7 @@ TORCHS = {
 
 @pytest.mark.parametrize("name", TORCHS)
 def test_schedules_are_torchs(name, grid):
-    """Action for action what torch.distributed.pipelining's class of that schedule would do."""
+    """The same actions as torch.distributed.pipelining's class of that schedule."""
     module = pytest.importorskip("torch.distributed.pipelining.schedules")
     for p, m in full(grid):
         torchs = object.__new__(getattr(module, TORCHS[name]))  # to make one takes a process group

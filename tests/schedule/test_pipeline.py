@@ -1,4 +1,4 @@
-"""Schedules on the processes of a group: two Gloo processes give what one chain gives, and none hangs when one goes wrong."""
+"""Schedules on the processes of a group: two Gloo processes give the results of one chain, and none hangs if one fails."""
 
 import json
 import math
@@ -86,7 +86,7 @@ def test_a_killed_rank_ends_the_others(ranks):
 
 @pytest.mark.slow
 def test_an_exception_ends_the_others_by_their_timeout(ranks):
-    """The rank that raised stays alive: the other ends by itself. The error says where it was raised."""
+    """The rank that raised stays alive, and the other ends by itself. The error says where it was raised."""
     waiting, raised = ranks["raised"]["raise"]
     assert "rms_norm_fwd: params.weight must be [8], got [1]" in raised[0]
     if sys.version_info >= (3, 11):
@@ -156,7 +156,7 @@ def test_inputs_are_nobodys_residuals(alone):
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("place", ["y", "dy", "accumulator"])
 def test_values_that_are_not_finite_are_named(place, bad, alone):
-    """A finite y and a gradient that is not, and the other way round."""
+    """A finite y with a gradient that is not finite, and the reverse."""
     cfg, params, xs, dys = gated()
     into, needs = {"gate": None, "out": tree_map_tensors(torch.zeros_like, params["out"])}, Needs.ALL
     if place == "y":
@@ -182,7 +182,7 @@ def test_a_microbatch_unlike_the_example_is_named(odd, rows, dtype, alone):
     x, by = torch.randn(2, rows, DIM, dtype=dtype)
     xs[odd] = WithExtras(x, {"by": by})
     name = str(dtype).removeprefix("torch.")
-    said = rf"step: microbatch {odd} of xs, main must be float32\[6, 8\], as that of the example x, got {name}\[{rows}, 8\]"
+    said = rf"step: microbatch {odd} of xs, main must be float32\[6, 8\], as in the example x, got {name}\[{rows}, 8\]"
     with pytest.raises(ValueError, match=said):
         pipeline.step(params, xs, dys)
     xs[odd] = WithExtras(good[odd].main, {"by": by})
@@ -192,7 +192,7 @@ def test_a_microbatch_unlike_the_example_is_named(odd, rows, dtype, alone):
 
 
 def test_a_microbatch_may_differ_in_leaves_that_are_not_sent(alone):
-    """Positions of all rows at once, or of each: the stages make the same of both. Of another number they make nothing."""
+    """Positions for all rows at once or for each row: the stages do the same with both. Another number of positions raises."""
     turned = Step("turned", rope, RopeConfig(DIM), takes=("at",))
     cfg = ChainConfig(steps=(turned, Step("out", scale, ScaleConfig(2.0))), extras=("at",))
     xs = [WithExtras(x, {"at": torch.arange(5)}) for x in torch.randn(2, 3, 5, 1, DIM)]
@@ -205,14 +205,14 @@ def test_a_microbatch_may_differ_in_leaves_that_are_not_sent(alone):
 
 
 def test_params_of_another_dtype_than_was_told(alone):
-    """Whether the example's dtype tells it or not; before any action."""
+    """Whether the dtype comes from the example or not; before any action."""
     cfg = decoder(2)
     xs, wide = microbatches(2, cfg), chain.init(cfg, key=random.key(0), dtype=torch.float64)
-    with pytest.raises(ValueError, match="params must be float32, as Pipeline was told, got float64: give it dtype=torch.float64"):
+    with pytest.raises(ValueError, match="params must be float32, Pipeline's dtype, got float64: make it with dtype=torch.float64"):
         Pipeline(IN_TURN, cfg, xs[0]).step(wide, xs)
     assert len(Pipeline(IN_TURN, cfg, xs[0], dtype=torch.float64).step(wide, xs).ys) == 2
     cfg, params, xs, dys = gated()
-    with pytest.raises(ValueError, match=r"Pipeline: dtype must be .*\(is it dtype=torch.float64\?\), got float32: .*linear"):
+    with pytest.raises(ValueError, match=r"Pipeline: dtype must be .*\(try dtype=torch.float64\), got float32: .*linear"):
         Pipeline(IN_TURN, cfg, tree_map_tensors(torch.Tensor.double, xs[0]))
     norms = ChainConfig(steps=tuple(Step(name, rms_norm, rms_norm.config(DIM)) for name in ("s0", "s1")))
     xs, dys = torch.randn(2, 2, 3, DIM).bfloat16()
@@ -232,12 +232,12 @@ def test_a_gradient_unlike_the_example_is_named(what, alone, monkeypatch):
 
     monkeypatch.setattr(Stage, "backward", backward)
     got = r"float64\[6, 8\]" if what == "dtype" else r"float32\[5, 8\]"
-    with pytest.raises(ValueError, match=rf"dx of stage 1 must be float32\[6, 8\], as for the example x, got {got}"):
+    with pytest.raises(ValueError, match=rf"dx of stage 1 must be float32\[6, 8\], as with the example x, got {got}"):
         pipeline.step(params, xs, dys)
 
 
 def test_torch_loads_and_dumps_the_text(alone, tmp_path):
-    """The compute-only form, both ways: our text to torch's runtime, and what that writes back."""
+    """The compute-only form, both ways: torch's runtime reads our text, and we read its text."""
     made = Schedule.from_csv("0F0,1F0,1I0,0F1,(1F1;0B0)OVERLAP_F_B,1W0,1B1,0I1,0W1", "mine")
     stages = [PipelineStage(torch.nn.Identity(), i, 2, torch.device("cpu")) for i in range(2)]
     torchs = schedules._PipelineScheduleRuntime(stages, made.microbatches, loss_fn=torch.nn.functional.mse_loss)
@@ -264,7 +264,7 @@ def test_arguments_that_do_not_fit_are_named(alone):
     with pytest.raises(ValueError, match="Pipeline.step: dys must be a list of 3, one a microbatch, got 1"):
         pipeline.step(params, xs, [None])
     assert math.isfinite(float(pipeline.step(params, xs).ys[0])), "what is refused before it begins leaves the pipeline whole"
-    with pytest.raises(ValueError, match="Pipeline.step: params must be float32, as Pipeline was told, got float64"):
+    with pytest.raises(ValueError, match="Pipeline.step: params must be float32, Pipeline's dtype, got float64"):
         pipeline.step(cast(params, torch.float64), xs)
     fails = tree_map_tensors(lambda t: t[:1], params["s1"])
     with pytest.raises(ValueError):

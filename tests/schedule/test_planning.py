@@ -1,4 +1,4 @@
-"""Collectives in costs, layouts of decoders, and plans: closed forms against the simulator, and plans against trying everything."""
+"""Collectives in costs, layouts of decoders, and plans: closed forms against the simulator, and plans against all layouts."""
 
 import dataclasses
 import itertools
@@ -113,8 +113,8 @@ def test_an_axis_that_the_network_lacks_is_named():
     st.integers(1, 5), st.integers(1, 4), st.integers(1, 7), st.tuples(*[st.tuples(TIMES, TIMES, st.booleans())] * 3), st.booleans()
 )
 def test_closed_forms_are_the_simulators(p, v, groups, drawn, same):
-    """The time of equal stages, the peak of what is in flight; of stages whose ends differ a bound; and of both the time of many
-    microbatches from few."""
+    """For equal stages the exact time, and the peak bytes in flight; for other stages a bound; and the time of many microbatches
+    from few."""
     m, network, layout = groups * p if v > 1 else groups * 3 - 2, Network(axes=LINKS), Layout(pp=p, chunks=v)
     step = (Collective("all_gather", "dp", 6.0, during="step"),)
     costs = [Costs(f, b / 2, b / 2, residual_bytes=3.0, collectives=step if after else ()) for f, b, after in drawn]
@@ -186,7 +186,7 @@ def test_products_fill_tiles_and_waves():
 
 @pytest.mark.parametrize("row", published.PUBLISHED, ids=lambda row: row.name)
 def test_published_steps_are_predicted(row):
-    """Within 15 %, with one efficiency a kind of GPU; the figures of the page are these."""
+    """Within 15 %, with one efficiency for each kind of GPU; the page quotes these figures."""
     said = row.predicted()
     assert abs(said.time / row.seconds - 1.0) <= 0.15
     committed = {(one["case"], one["provider"], one["metric"]): one["value"] for one in json.loads(COMMITTED.read_text())["rows"]}
@@ -215,7 +215,7 @@ PLANNED = [(6, 0.5e9), *(pytest.param(*case, marks=pytest.mark.slow) for case in
 
 @pytest.mark.parametrize(("gpus", "memory"), PLANNED)
 def test_a_plan_is_the_best_of_all_layouts(gpus, memory):
-    """Tried one by one: its rows are the fastest that fit, and a mesh is out where no layout of it does."""
+    """All layouts are tried: the rows are the fastest that fit, and a mesh is out if none of its layouts fits."""
     model = Decoder(256, 640, 4, 4, 4096, 512, 8, kv_heads=2)
     plan = plan_parallel(model, gpus, memory, show=5)
     best = {}
@@ -340,7 +340,7 @@ def test_the_best_is_drawn(tmp_path):
 
 
 def counted(monkeypatch):
-    """How many actions are simulated from here on."""
+    """The number of actions that are simulated from here on."""
     seen = []
     whole = simulate.__globals__["Simulated"]
     monkeypatch.setitem(

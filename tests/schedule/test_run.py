@@ -1,4 +1,4 @@
-"""Schedules run by one process give what one chain gives."""
+"""Schedules run by one process give the results of one chain."""
 
 import pytest
 import torch
@@ -98,7 +98,7 @@ LOSSES = ("loss0", "loss3", "logits1")
 @pytest.mark.parametrize("name", ["zb_v", "one_f_one_b"])
 @pytest.mark.parametrize("given", [False, True], ids=["losses", "dys"])
 def test_outputs_of_stages_and_losses_added_to_the_loss(name, given):
-    """The sums of the losses are added up, against autograd."""
+    """The sums of the losses are added, compared with autograd."""
     cfg, params, xs = routed_stages()
     asked = tree_map_tensors(lambda t: t.requires_grad_(), params)
     total, ys = 0.0, []

@@ -1,4 +1,4 @@
-"""Schedules as data: what is whole, what is refused, and their texts."""
+"""Schedules as data: which are complete, which are refused, and their texts."""
 
 import pytest
 from hypothesis import given

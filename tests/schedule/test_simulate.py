@@ -1,4 +1,4 @@
-"""Times and bytes of schedules, their pictures, and the placer of weight gradients."""
+"""Times and bytes of schedules, their pictures, and the placement of weight gradients."""
 
 import subprocess
 import sys
@@ -54,7 +54,7 @@ def test_every_action_begins_as_soon_as_it_can_and_no_sooner(generator, p, m, da
 @pytest.mark.parametrize("latency", [0.25, 1.0, 3.0, 9.0])
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (2, 9), (3, 8), (4, 8), (4, 20)])
 def test_pairs_begin_when_both_can(p, m, latency):
-    """DualPipe's, of which few drawn schedules have many."""
+    """DualPipe's pairs, of which few drawn schedules have many."""
     made = dualpipe_v(p, m)
     assert made.together
     draw = Random(p * m).choice
@@ -65,15 +65,15 @@ def test_pairs_begin_when_both_can(p, m, latency):
 
 
 def check_times(made, costs, latency):
-    """An action begins when its rank is free and what it needs was sent from where that was made; the two of a pair begin when both
-    can, and end together."""
+    """An action begins when its rank is free and its inputs have arrived; the two of a pair begin when both can, and end
+    together."""
     network = Network(latency, 2.0, ranks_per_node=2, near_latency=latency / 4, near_bandwidth=8.0)
     slots = [list(row) for row in simulate(made, costs, network).slots]
     end = {slot.action: slot.end for row in slots for slot in row}
     owner, last = made.rank_of, made.stages - 1
 
     def sent(action, stage, kinds):
-        """When what these actions make has come to the stage of the action."""
+        """The time at which the results of these actions have arrived at the stage of the action."""
         ends = [end[stage, kind, action.microbatch] for kind in kinds if (stage, kind, action.microbatch) in end]
         return max(ends) + network.time(owner[stage], owner[action.stage], costs[min(stage, action.stage)].output_bytes)
 
@@ -167,7 +167,7 @@ def test_hundreds_of_ranks():
 
 
 def lines_run(call):
-    """How many lines of Python a call runs."""
+    """The number of Python lines that a call runs."""
     count = 0
 
     def trace(frame, event, arg):
@@ -216,8 +216,8 @@ def test_more_bytes_never_cost_time():
     st.sampled_from((0.5, 1.5, 2)),
 )
 def test_delayed_schedules_keep_their_budget(generator, p, m, budget, drawn, pending):
-    """Whole (a Schedule checks itself), within the budget, not slower than before if that was; or refused by name,
-    if it was not."""
+    """Complete (a Schedule checks itself), within the budget, and not slower than before if the original fits; otherwise refused by
+    name."""
     forward, dgrad, wgrad, residual, latency = drawn
     costs, network = (
         Costs(forward, dgrad, wgrad, residual_bytes=residual, pending_bytes=residual * pending),
@@ -248,7 +248,7 @@ def test_a_schedule_that_is_within_the_budget_is_not_refused():
 
 
 def test_a_weight_gradient_makes_room_for_its_pending():
-    """With room for five pendings no rank waits but for the first microbatch: (p - 1) forwards, then m times F, I and W."""
+    """With room for five pendings a rank waits only for the first microbatch: (p - 1) forwards, then m times F, I and W."""
     made = delay_w(one_f_one_b(3, 8), 7.5, costs := Costs(1, 1, 0.5, residual_bytes=1, pending_bytes=1.5))
     assert simulate(made, costs).time == 2 * 1 + 8 * 2.5
 

@@ -1,4 +1,4 @@
-"""torch's `dw_builder` route: stages that are modules, their weight gradients at W."""
+"""torch's `dw_builder` route: stages that are modules, with their weight gradients at W."""
 
 import ast
 from pathlib import Path
@@ -56,7 +56,7 @@ def test_first_batch_is_right(alone, static):
 
 @pytest.mark.parametrize("static", [True, False])
 def test_a_store_open_in_the_dry_run_spoils_the_first_batch(alone, static):
-    """The hazard itself, so that the guard is known to guard: a builder over one store that is open all the time."""
+    """The hazard itself, which shows that the guard works: a builder over one store that is always open."""
     x, target, want, modules = setup()
     store, counts, ex = delayed_wgrad(), [], examples(2)
 
@@ -100,7 +100,7 @@ def test_weight_gradients_wait_for_w(alone):
 
 
 def test_one_file_needs_torchs_pipelining():
-    """And no other imports it before it is asked for a stage: schedules run without."""
+    """It is imported only for a stage: schedules run without it."""
     needs = set()
     for file in PACKAGE.rglob("*.py"):
         for node in ast.parse(file.read_text()).body:

@@ -171,7 +171,7 @@ def outputs():
 
 
 def fails(pipeline, own, xs):
-    """A step that raises, and what it said, with where."""
+    """A step that raises: its message, and the place."""
     try:
         pipeline.step(own, xs)
     except Exception as error:
@@ -181,7 +181,7 @@ def fails(pipeline, own, xs):
 
 
 def second_step():
-    """A pipeline whose first step went well on both ranks."""
+    """A pipeline whose first step succeeded on both ranks."""
     cfg, params, xs = setup(cfg=decoder(4))
     pipeline = Pipeline(zb_v(2, M), cfg, xs[0], dtype=torch.float64)
     own = local(pipeline, params)
@@ -206,7 +206,7 @@ def kill():
 
 
 def raise_(path):
-    """Rank 0 must end by its timeout: rank 1, which raised, is alive until it has."""
+    """Rank 0 must end by its timeout: rank 1, which raised, stays alive until then."""
     cfg, params, xs = setup(cfg=decoder(4))
     dist.barrier()
     group = dist.new_group(timeout=SHORT if dist.get_rank() == 0 else LONG)
@@ -225,7 +225,7 @@ def raise_(path):
 
 
 def reduce():
-    """Data parallelism: each process a schedule of its own over half of the microbatches."""
+    """Data parallelism: each process runs a schedule of its own over half of the microbatches."""
     rank = dist.get_rank()
     cfg, params, xs = setup(16, cfg=decoder(2))
     _, want = reference(params, xs, cfg)
@@ -244,7 +244,7 @@ def reduce():
 
 
 def modules():
-    """Torch's own schedules over `nn` stages, with and without examples of what lies between them."""
+    """Torch's own schedules over `nn` stages, with and without examples of the values between them."""
     from torch.distributed.pipelining import schedules
 
     torch.manual_seed(0)

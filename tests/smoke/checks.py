@@ -84,7 +84,7 @@ def same(a: Any, b: Any) -> None:
 
 @check
 def a_failed_capture_leaves_torch_as_it_was(on: SmokeDevice) -> Any:
-    """Then numbers are drawn, and the same pool takes another capture."""
+    """Afterwards random numbers can be drawn, and the same pool takes another capture."""
     x = on.randn(64)
     first = graphed(lambda x: x * 2, x)
     try:
@@ -188,7 +188,7 @@ def a_step_waits_for_nothing(on: SmokeDevice) -> Any:
 
 @check(device_only=True)
 def a_launch_follows_the_current_stream(on: SmokeDevice) -> Any:
-    """Behind a kernel that sleeps on another stream: what is read is what that stream wrote."""
+    """After a kernel that sleeps on another stream, it reads what that stream wrote."""
     x, side = on.randn(1 << 16), torch.cuda.Stream()
     with backend("triton"):
         pointwise.add(x, x)
@@ -206,7 +206,7 @@ def a_launch_follows_the_current_stream(on: SmokeDevice) -> Any:
 
 @check
 def products_by_every_kernel(on: SmokeDevice) -> Any:
-    """Descriptors and pointers; inner dimensions that are split and that are not; one row; expanded and unaligned operands."""
+    """Descriptors and pointers; inner dimensions split and whole; one row; expanded and unaligned operands."""
     worst: dict[str, float] = {}
     shapes = [(1, 64, 64), (256, 192, 64), (130, 70, 50), (128, 128, 8192)] if on.real else [(1, 8, 8), (5, 7, 6)]
     for dtype in (torch.float32, torch.bfloat16):
@@ -245,7 +245,7 @@ def long_rows_give_the_same_bits_again_and_again(on: SmokeDevice) -> Any:
 
 @check
 def norms_of_many_widths(on: SmokeDevice) -> Any:
-    """Forward and backward, on both sides of what one program keeps."""
+    """Forward and backward, on both sides of the width that one program keeps."""
     for width in (1, 69, 1024, 4096, 8192, 8200, 16384, 32768) if on.real else (1, 69):
         x, dy, w, b = (on.randn(*shape, seed=i) for i, shape in enumerate([(5, width), (5, width), (width,), (width,)]))
         with backend("triton"):
@@ -289,7 +289,7 @@ def dropout_draws_the_bits_of_the_cpu(on: SmokeDevice) -> Any:
 
 
 def _bits(key: Tensor, first: int, count: int) -> Tensor:
-    """`random.bits(key, first + count)[first:]`, without the others."""
+    """`random.bits(key, first + count)[first:]`, without drawing the others."""
     seed, stream = int(key[0]), int(key[1])
     block, low = torch.arange(first // 4, (first + count + 3) // 4), 0xFFFFFFFF
     counter = (block & low, block >> 32, torch.tensor(stream & low), torch.tensor(stream >> 32 & low))
@@ -423,7 +423,7 @@ def work_runs_on_the_device_of_its_tensors(on: SmokeDevice) -> Any:
 
 @check(device_only=True)
 def suspects_are_timed_both_ways(on: SmokeDevice) -> Any:
-    """Microseconds of what may be slow by construction, by our kernels and by torch's; nothing is asserted."""
+    """Microseconds of calls that may be slow by construction, by our kernels and by torch's; nothing is asserted."""
     n = on.size(2048, 16)
     x, w, b = (on.randn(*shape, seed=i) for i, shape in enumerate([(n, n), (n, n), (n,)]))
     qkv = on.randn(on.size(4, 1), on.size(1024, 2), 3 * 16 * on.size(128, 4), dtype=torch.bfloat16)

@@ -27,7 +27,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def had(name: str) -> str | None:
-    """The version of a package, "" where that is not known; None where it is not there."""
+    """The version of a package, "" if it is unknown, None if the package is missing."""
     try:
         return version(name)
     except PackageNotFoundError:

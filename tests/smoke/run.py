@@ -44,7 +44,7 @@ def one(name: str) -> dict[str, Any]:
 
 
 def apart(name: str, until: float) -> dict[str, Any]:
-    """Run a check in another process, which ends with the time."""
+    """Run a check in another process, which is ended at the time limit."""
     began = time.monotonic()
     if began >= until:
         return {"check": name, "status": "out of time", "seconds": 0.0}
@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def report(results: Iterable[dict[str, Any]], lines: Lines) -> int:
-    """Print what each check found as it comes, and write it to the file; 1 where one is not well."""
+    """Print each check's result as it comes, and write it to the file; return 1 if one failed."""
     found = []
     for one in results:
         found.append(one)

@@ -133,7 +133,7 @@ def test_a_path_that_the_op_does_not_have_is_refused(option, path):
 
 
 def test_an_op_with_params_and_no_init_is_refused():
-    """A chain would take it for one without params, and give them no gradient."""
+    """A chain would treat it as an op without params, and give them no gradient."""
     op = grow_of()
     with pytest.raises(ValueError, match="make_op 'grow': init must be given together with wgrad"):
         make_op("grow", GrowConfig, fwd=op.fwd, dgrad=op.dgrad, wgrad=op.wgrad)

@@ -94,7 +94,7 @@ def test_a_range_without_a_number_is_refused():
 
 @pytest.mark.parametrize("word", [0, FULL])
 def test_normals_are_finite_at_the_ends_of_the_bits(word, monkeypatch):
-    """The logarithm never sees a zero."""
+    """The logarithm never gets a zero."""
     monkeypatch.setattr(random, "bits", lambda key, n: torch.full((n,), word))
     drawn = random.normal(random.key(0), (6,), dtype=torch.float64)
     assert drawn.isfinite().all() and float(drawn.abs().max()) <= (2 * 32 * 0.6932) ** 0.5
@@ -102,7 +102,7 @@ def test_normals_are_finite_at_the_ends_of_the_bits(word, monkeypatch):
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_fold_in_is_injective_over_its_range(name):
-    """Near 0, near 2^63, and the ids of names; by the splitmix64 finaliser written out in Python's integers."""
+    """Near 0, near 2^63, and ids of names; by the splitmix64 finaliser written out in Python's integers."""
 
     def stream(before, data):
         z = (before + (data + 1) * 0x9E3779B97F4A7C15) % 2**64

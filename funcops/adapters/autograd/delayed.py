@@ -1,10 +1,10 @@
-"""Weight gradients of autograd-driven ops, computed when one says so.
+"""Weight gradients of autograd-driven ops, delayed until the user asks for them.
 
     with funcops.delayed_wgrad() as store:
-        loss.backward()             # input gradients alone
+        loss.backward()             # only input gradients
     store.run()                     # then the weight gradients
 
-`store.discard()` gives up what waits.
+`store.discard()` drops the delayed gradients.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from funcops.trees import leaves, nbytes, tree_map_tensors
 
 _current: WgradStore | None = None
 _unfinished: WgradStore | None = None
-_open = False  # whether there is a current one: torch.compile guards on what it reads
+_open = False  # whether a store is current: a bool, because torch.compile guards on the globals that it reads
 _compiled = False  # whether torch.compile has ever traced an op with gradients
 _seen = 0  # backwards of ops in the current block
 
@@ -37,12 +37,12 @@ def _note_compiled() -> bool:
     return True
 
 
-# torch.compiler.assume_constant_result sets this and imports the compiler, four times the work of importing everything else here
+# `torch.compiler.assume_constant_result` sets this mark, but imports the compiler, four times the work of all other imports here
 _note_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _backwards() -> int:
-    """The number of this run of autograd's engine: by how many it grows, so many backwards there were."""
+    """The number of this run of autograd's engine: the difference of two such numbers counts the backwards between them."""
     found: list[int] = []
     with torch.inference_mode(False), torch.enable_grad():
         y = torch.zeros((), requires_grad=True).clone()
@@ -52,14 +52,14 @@ def _backwards() -> int:
 
 
 def traced() -> None:
-    """Called where an op is traced: what is compiled computes its weight gradients in its backward."""
+    """Called when an op is traced, because a compiled op cannot delay its weight gradients."""
     if _open:
         raise RuntimeError("delayed_wgrad: the forward must run outside of torch.compile, got a compiled one")
     _note_compiled()
 
 
 class Waiting(NamedTuple):
-    """A weight gradient not yet computed, and the params that it is for."""
+    """A weight gradient that is not computed yet, and its params."""
 
     op: Op
     cfg: Any
@@ -69,7 +69,7 @@ class Waiting(NamedTuple):
 
 
 class WgradStore:
-    """Pending weight gradients in the order of the backward. Each is used once: by `run`, or by `discard`."""
+    """Pending weight gradients in the order of the backward. Each is used once, by `run` or `discard`."""
 
     def __init__(self) -> None:
         self.waiting: list[Waiting] = []
@@ -83,7 +83,7 @@ class WgradStore:
         if _unfinished is not None and _unfinished is not self and _unfinished.waiting:
             left = len(_unfinished.waiting)
             raise RuntimeError(
-                f"delayed_wgrad: {left} weight gradients of the store before were never run: call its run() or discard()"
+                f"delayed_wgrad: {left} weight gradients of the previous store were never run: call its run() or discard()"
             )
         _current = _unfinished = self
         _open, _seen = True, 0
@@ -99,7 +99,7 @@ class WgradStore:
             fail(
                 "delayed_wgrad",
                 "the backward",
-                "of ops that are not compiled: torch.compile computes weight gradients with the others",
+                "of ops that are not compiled, because torch.compile computes weight gradients with the others",
                 "one that delayed nothing",
                 RuntimeError,
             )
@@ -112,18 +112,18 @@ class WgradStore:
             warnings.warn(f"delayed_wgrad: {len(self.waiting)} weight gradients were never run", ResourceWarning, stacklevel=2)
 
     def nbytes(self) -> int:
-        """Bytes of what waits; a tensor that is kept twice counts once."""
+        """Bytes of the pendings that wait; a tensor that is kept twice counts once."""
         return nbytes([one.pending for one in self.waiting])
 
     def discard(self) -> None:
-        """Forget what waits."""
+        """Drop the weight gradients that wait."""
         self.waiting.clear()
 
     @torch.no_grad()
     def run(self) -> None:
-        """Compute every weight gradient, in the order of the backward, and accumulate it: in `main_grad` where a parameter has
-        one, else in `grad`. Tensor hooks and post-accumulate hooks fire as in a backward. Raises `StaleResidualError` where a
-        parameter was written to since: what a chain computes again would be another."""
+        """Compute every weight gradient, in the order of the backward, and accumulate it in the parameter's `main_grad`, if it has
+        one, or else in `grad`. Tensor hooks and post-accumulate hooks fire as in a backward. Raises `StaleResidualError` if a
+        parameter was written to since, because a chain would recompute different values."""
         while self.waiting:
             op, cfg, pending, params, versions = self.waiting.pop(0)
             versions.check(f"delayed_wgrad: {op.name}_wgrad", "params", "backward", "Call run() before the optimiser")
@@ -135,8 +135,8 @@ class WgradStore:
                     self.done[id(parameter)] = parameter
 
     def reduce(self, group: Any = None, *, also: Iterable[Tensor] = ()) -> None:
-        """All-reduce the gradients that `run` gave, as means over the processes of `group`: for data parallelism, where
-        DistributedDataParallel (under `no_sync()`) does not see them. `also`: parameters whose gradients came without the store."""
+        """All-reduce the gradients that `run` computed, as means over the processes of `group`: for data parallelism, because
+        DistributedDataParallel (under `no_sync()`) does not see them. `also`: parameters whose gradients were not delayed."""
         if self.waiting:
             raise RuntimeError(f"delayed_wgrad: reduce() must follow run(), got {len(self.waiting)} weight gradients that wait")
         every = {**self.done, **{id(p): p for p in also}}
@@ -147,8 +147,9 @@ class WgradStore:
         self.done.clear()
 
     def reduce_sharded(self, model: Any) -> None:
-        """The same for a model under `fully_shard`, whose parameters must still be whole (`set_reshard_after_backward(False)`):
-        each process gets its shard of the mean gradient, and the parameters are sharded again."""
+        """Reduce-scatter the gradients of a model under `fully_shard`, whose parameters must still be whole
+        (`set_reshard_after_backward(False)`): each process gets its shard of the mean gradient, and the parameters are
+        resharded."""
         from torch.distributed.fsdp import FSDPModule
         from torch.distributed.tensor import DTensor, Partial
 
@@ -162,7 +163,7 @@ class WgradStore:
             shapes = ", ".join(describe(self.done[one]) for one in absent)
             fail("delayed_wgrad", "model", "one that holds all parameters that got a gradient", f"one without {shapes}")
         whole = []
-        for module, name, p in places:  # one that stands at two places is counted at the first
+        for module, name, p in places:  # a parameter of two modules counts at the first
             if id(p) in self.done and p.grad is not None:
                 whole.append((module, name, p.grad))
                 p.grad = None
@@ -182,11 +183,10 @@ class WgradStore:
 def delayed_wgrad() -> WgradStore:
     """A context in which backwards of `differentiable` ops and `funcops.nn` modules leave their weight gradients to the store.
 
-    They are for parameters, which are leaves; the gradient of a weight that was computed from others is not delayed. After the
-    block call `run()`; several backwards, and blocks of one store, add up. Raises `RuntimeError` where a store before this one was
-    left with work, or blocks are nested; where the model runs under DistributedDataParallel without `no_sync()`; and where the ops
-    are compiled by torch.compile, whose weight gradients cannot wait. Gradients of one process belong to one store at a time,
-    whatever thread runs them.
+    Only gradients of parameters, which are leaves, are delayed, not the gradient of a weight computed from others. After the
+    block, call `run()`; several backwards, and several blocks of one store, add up. Raises `RuntimeError` if an earlier store still
+    has work or blocks are nested; if the model runs under DistributedDataParallel without `no_sync()`; and if torch.compile
+    compiled the ops, whose weight gradients cannot be delayed. A process has one store at a time, for all its threads.
 
     >>> import torch
     >>> from funcops import delayed_wgrad, nn
@@ -204,15 +204,15 @@ def delayed_wgrad() -> WgradStore:
 
 
 def synced() -> bool:
-    """Whether the forward that runs is inside a DistributedDataParallel that will reduce the gradients of its backward."""
+    """Whether the current forward is inside a DistributedDataParallel that will reduce the gradients of its backward."""
     ddp: Any = DistributedDataParallel._active_ddp_module
     return ddp is not None and ddp.require_backward_grad_sync
 
 
 def put(store: WgradStore, op: Op, cfg: Any, pending: Any, params: Any, synced: bool = False) -> Any:
-    """Leave the pending to the store and return absent dparams; or return them, where they are for tensors that are no leaves.
+    """Leave the pending to the store and return None dparams; if a param is not a leaf of autograd, compute and return them.
 
-    Raises `RuntimeError` where the forward ran `synced`."""
+    Raises `RuntimeError` if the forward ran `synced`."""
     global _seen
     _seen += 1
     if synced:
@@ -220,7 +220,7 @@ def put(store: WgradStore, op: Op, cfg: Any, pending: Any, params: Any, synced: 
             "delayed_wgrad",
             f"the forward of {op.name}",
             "under no_sync() of DistributedDataParallel, then store.run() and store.reduce()",
-            "one whose gradients it reduces in the backward, before there are any",
+            "one whose gradients it reduces in the backward, before they are computed",
             RuntimeError,
         )
     if pending is None:
@@ -228,7 +228,7 @@ def put(store: WgradStore, op: Op, cfg: Any, pending: Any, params: Any, synced: 
     params = tree_map_tensors(cast_from, params)
     if any(isinstance(t, Tensor) and t.requires_grad and not t.is_leaf for t in leaves(params)):
         return op.wgrad(pending, cfg)
-    free = tree_map_tensors(lambda t: t.detach() if t.requires_grad else t, pending)  # of the graph behind it
+    free = tree_map_tensors(lambda t: t.detach() if t.requires_grad else t, pending)  # does not keep the autograd graph alive
     store.waiting.append(Waiting(op, cfg, free, params, Versions.of(params)))
     return op.wgrad(None, cfg)
 
@@ -236,7 +236,7 @@ def put(store: WgradStore, op: Op, cfg: Any, pending: Any, params: Any, synced: 
 def accumulate(parameter: Tensor, gradient: Tensor) -> None:
     main: Any = getattr(parameter, "main_grad", None)
     if main is None:
-        gradient = gradient.to(parameter.dtype)  # another one where autocast has cast the parameter
+        gradient = gradient.to(parameter.dtype)  # the dtypes differ if autocast has cast the parameter
     for hook in (parameter._backward_hooks or {}).values():
         changed = hook(gradient)
         gradient = gradient if changed is None else changed

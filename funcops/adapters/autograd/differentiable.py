@@ -1,10 +1,10 @@
-"""`differentiable(op)`: an op as a function that autograd can differentiate: one node, whose residuals autograd keeps.
+"""`differentiable(op)`: an op as a function that autograd can differentiate, with one node, whose residuals autograd keeps.
 
-What a backward needs is read off `requires_grad`: a frozen weight keeps no input, an x without gradient computes no dgrad. Where no
-gradient is asked for (`no_grad`, `inference_mode`, nothing requires one) there is no node, and nothing is kept.
+The needs of a backward are read from `requires_grad`: a frozen weight keeps no input, an x that requires no gradient computes no
+dgrad. If no gradient is requested (`no_grad`, `inference_mode`, no leaf requires one), no node is made and nothing is kept.
 
-As in a chain, the output of a cheap op (a norm, an activation, a GLU) is computed again rather than kept,
-where it goes straight into another op and is not small.
+As in a chain, the output of a recomputable op (a norm, an activation, a GLU) is recomputed rather than kept if it goes directly
+into another op and is not small.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _ddp: Any = DistributedDataParallel
 
 
 class Bound:
-    """An op with its config and needs, and what was written for it: the readers of its residuals and gradients."""
+    """An op with its config and needs, and the functions generated for it, which read its residuals and gradients."""
 
     __slots__ = ("bwd", "cfg", "choice", "empty", "fill", "fwd", "kind", "needs", "op", "reads", "slots", "write", "y_shape")
-    fill: Any  # those of `slots`
+    fill: Any  # from `slots`
     empty: Any
-    fwd: Any  # of the op; once it has checked the params of this kind, what it runs after its checks
-    bwd: Any  # what the op's runs after its checks, if that is one function: its residuals are the forward's own
+    fwd: Any  # the op's; after it has checked params of this kind, the function behind its checks
+    bwd: Any  # the function behind the op's checks, if that is one function: its residuals come from our own forward
     kind: Any
 
     def __init__(self, op: Op, cfg: Any, needs: Needs, params_shape: Any, x_shape: Any) -> None:
@@ -53,12 +53,12 @@ class Bound:
         self.write = gradient_writer(params_shape, x_shape)
         self.choice = None if select.choice() == select.DEFAULT else select.choice()
         self.fwd, self.kind, self.bwd = op.fwd, None, op.bwd
-        self.slots: Any = None  # made of the first residuals; False where those cannot be had so
+        self.slots: Any = None  # made from the first residuals; False if they do not fit
         self.y_shape: Any = None  # None for a tensor
-        self.reads: Any = None  # a `Reads`, of the first call
+        self.reads: Any = None  # the `Reads` of the first call
 
     def made(self, params: Any, leaves: Any, y: Any, residuals: Any) -> Any:
-        """After the first forward: what is known of the next ones."""
+        """Fix, after the first forward, what is the same for all later ones; return the slots."""
         self.reads = Reads.of(leaves, params, y, residuals)
         slots: Any = slots_of(residuals) or False
         if slots:
@@ -71,7 +71,7 @@ class Bound:
 
 
 class _Node(Function):
-    """`trees` is (params, x), whose leaves follow, so that autograd sees them."""
+    """`trees` is (params, x); its leaves follow as arguments, so that autograd sees them."""
 
     @staticmethod
     def forward(ctx: Any, bound: Bound, trees: Any, *leaves: Any) -> Any:
@@ -99,14 +99,14 @@ class _Node(Function):
                     own = (anchor(y),)
             try:
                 ctx.save_for_backward(*found, *own)
-            except TypeError:  # a policy packs what it left alone in the first call
+            except TypeError:  # a policy packs a field that it left unpacked in the first call
                 slots.fill(residuals, found)
                 slots, again = False, None
         if not slots:
             kept: list[Tensor] = []
             residuals, own = flatten(residuals, kept), (anchor(y),)
             ctx.save_for_backward(*(owned(outputs, kept, leaves) if views else kept), *own)
-        if single and recipe is not None and again is None:  # what is made of what was left out would be computed twice over
+        if single and recipe is not None and again is None:  # a recipe based on a recomputed x would compute it twice
             recompute.note(outputs[0], op, recipe)
         if _ddp._active_ddp_module is not None:
             ctx.synced = delayed.synced()
@@ -124,9 +124,9 @@ class _Node(Function):
         if choice is None and not any_autocast() and not _grad_enabled():
             return _backward(ctx, ctx.saved_tensors, *dys)
         with contextlib.ExitStack() as stack:
-            if choice is not None:  # autograd's threads for devices have contexts of their own
+            if choice is not None:  # autograd's threads for devices have their own contexts
                 stack.enter_context(select.chosen(choice))
-            if any_autocast():  # the forward had none
+            if any_autocast():  # the forward ran without it
                 stack.enter_context(without_autocast(dys))
             return _once(ctx, *dys) if _grad_enabled() else _backward(ctx, ctx.saved_tensors, *dys)
 
@@ -167,7 +167,7 @@ _calls = 0
 
 @contextlib.contextmanager
 def backward_calls() -> Iterator[Callable[[], int]]:
-    """Inside the block, the function that it gives says how many backwards of ops autograd has run since the block began."""
+    """Yield a function that returns how many backwards of ops autograd has run since the block began."""
     before = _calls
     yield lambda: _calls - before
 
@@ -175,7 +175,7 @@ def backward_calls() -> Iterator[Callable[[], int]]:
 def _once(ctx: Any, *dys: Any) -> Any:
     """The backward under `create_graph=True`."""
     bound, params = ctx.call[:2]
-    op, saved = bound.op, ctx.saved_tensors  # read once: what is computed again is there for one reading
+    op, saved = bound.op, ctx.saved_tensors  # read once: unpacking a second time may recompute
     if delayed._current is not None:
         fail(f"{op.name}_bwd", "a backward inside delayed_wgrad", "without create_graph", "create_graph=True", RuntimeError)
     with torch.no_grad():
@@ -184,7 +184,7 @@ def _once(ctx: Any, *dys: Any) -> Any:
     return first_order(f"{op.name}_bwd", ctx, found, sources, bound.reads.leaves)
 
 
-_apply = super(Function, _Node).apply  # Function.apply after its search for functorch's wrappers, which `run` has refused
+_apply = super(Function, _Node).apply  # skips Function.apply's search for functorch's wrappers, which `run` has refused
 
 
 _forward_ad: Any = torch.autograd.forward_ad
@@ -196,11 +196,11 @@ _bound: dict[Any, Bound] = {}
 
 
 def run(op: Op, params: Any, x: Any, cfg: Any, leaves: Any = None, bounds: Any = None) -> Any:
-    """`differentiable(op)(params, x, cfg)`. `leaves`: the tensors of params and x, in their trees' order, where the caller has
-    them. `bounds`: a dict of the caller's own for calls of this op and config, in which they are found sooner."""
+    """`differentiable(op)(params, x, cfg)`. `leaves`: the tensors of params and x, in their trees' order, if the caller has them.
+    `bounds`: the caller's own dict, a faster cache for calls of this op and config."""
     if any_autocast():
         refuse_autocast(op.name, params, x)
-    if _transforms() is not None:  # torch.compile would drop the backward of a node in silence
+    if _transforms() is not None:  # torch.compile would silently drop the backward of a node
         transforms.refuse_transforms(op)
     if _compiling():
         return run_traced(op, params, x, cfg)
@@ -214,7 +214,7 @@ def run(op: Op, params: Any, x: Any, cfg: Any, leaves: Any = None, bounds: Any =
     if True not in asked:
         return op.fwd(params, x, cfg, needs=Needs.NONE)[0]
     if _jit_tracing() is not None:
-        fail(op.name, "torch.jit.trace", "around calls under torch.no_grad()", "one that asks for a gradient", RuntimeError)
+        fail(op.name, "torch.jit.trace", "around calls under torch.no_grad()", "a call that requires a gradient", RuntimeError)
     bound = None if bounds is None or select.chosen_anywhere else bounds.get(asked)
     if bound is None:
         key: Any = (op.fwd, cfg, asked)
@@ -230,7 +230,7 @@ def run(op: Op, params: Any, x: Any, cfg: Any, leaves: Any = None, bounds: Any =
 
 
 def _bind(op: Op, params: Any, x: Any, cfg: Any, key: Any) -> Bound:
-    if getattr(op.fwd, "any_tree", False):  # cfg does not tell the structure
+    if getattr(op.fwd, "any_tree", False):  # cfg does not determine the structure
         key = *key, structure((params, x)), repr(cfg)
     if key not in _bound:
         params_shape, x_shape, _, needs = taken_apart(params, x)
@@ -239,12 +239,12 @@ def _bind(op: Op, params: Any, x: Any, cfg: Any, key: Any) -> Bound:
 
 
 def differentiable(op: Op) -> Callable[[Any, Any, Any], Any]:
-    """`run(params, x, cfg) -> y`: the op's forward, which autograd differentiates through the op's own backward.
+    """Return `run(params, x, cfg) -> y`: the op's forward, which autograd differentiates by the op's own backward.
 
-    params and x are trees of tensors as the op takes them. Gradients flow to the leaves that require them. A graph may be kept and
-    run backward again, but not differentiated twice: that raises `RuntimeError`. So does a call under `torch.autocast` (an op's
-    dtype is that of its inputs, and nothing is cast in silence), inside a `torch.func` transform, or of a leaf with a tangent
-    (`torch.autograd.forward_ad`) where a leaf requires grad or Triton's kernels run.
+    params and x are trees of tensors as the op takes them. Gradients flow to the leaves that require them. A graph may be retained
+    and run backward again, but not differentiated twice: that raises `RuntimeError`. So does a call under `torch.autocast` (an op
+    runs in its inputs' dtype, without implicit casts), inside a `torch.func` transform, or with a leaf that has a tangent
+    (`torch.autograd.forward_ad`) if a leaf requires grad or Triton's kernels run.
 
     >>> import torch
     >>> from funcops import ScaleConfig, differentiable, scale

@@ -1,7 +1,7 @@
-"""What a node gives to autograd, which a caller may write to in place: outputs that are no views.
+"""Outputs of a node that a caller may write to in place, because they are not views.
 
-Autograd refuses a write to a view that a node made. Many kernels reshape what they computed, so that their output is a view of a
-tensor that nobody else has. The node gives its memory as a tensor of its own.
+Autograd refuses a write to a view that a node made. Many kernels reshape their result, so that their output is a view of a tensor
+that no one else holds. The node returns that memory as a new tensor, which is not a view.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch import Tensor
 
 
 def owned(outputs: list[Any], kept: Sequence[Any], given: Sequence[Any]) -> list[Any]:
-    """What a node keeps, once each view among its outputs is replaced by a tensor of its own on the same memory. A tensor that is
-    kept and shares memory with an output counts that output's writes, so that autograd's guard sees them. Views of what was
-    `given`, as of a reshape, are left: a write to one is a write to the other, and autograd names it."""
+    """Replace each view among the outputs by a new tensor on the same memory, and return the tensors that the node keeps. A kept
+    tensor that shares memory with an output also counts that output's writes, so that autograd's guard sees them. Views of `given`
+    tensors, as a reshape returns, stay views: a write to one is a write to the other, and autograd reports it."""
     kept = list(kept)
     bases = [_base(t) for t in given if isinstance(t, Tensor)]
     for i, y in enumerate(outputs):
@@ -36,7 +36,7 @@ def _base(t: Tensor) -> Tensor:
 
 
 def _overlaps(a: Tensor, b: Tensor) -> bool:
-    """Whether the ranges of memory from their first to their last element meet."""
+    """Whether the memory ranges from the first to the last element overlap."""
     (a0, a1), (b0, b1) = _range(a), _range(b)
     return a0 < b1 and b0 < a1
 

@@ -1,6 +1,6 @@
-"""The output of a cheap op is not kept by the nodes that read it: they keep its recipe, what `op.recompute` makes it of.
+"""Recomputation across nodes: a node that reads the output of a recomputable op keeps its recipe, the fields for `op.recompute`.
 
-So it is within a chain (`program/`); here the op and its readers are nodes of their own.
+A chain does the same within its program (`program/`); here the op and its readers are separate nodes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from funcops.program.rules import FEW
 
 
 class Recipe(NamedTuple):
-    """`op.recompute(node, node.cfg)` is the output, as long as that has this version."""
+    """`op.recompute(node, node.cfg)` recomputes the output, as long as the output has this version."""
 
     op: Op
     node: Any
@@ -27,8 +27,8 @@ class Recipe(NamedTuple):
 
 
 class LeftOut(NamedTuple):
-    """What a node keeps instead of an output: its recipe without tensors, which lie behind the first `own` that the node keeps;
-    the output belongs at `places`."""
+    """A recipe that a node keeps instead of an output. The node's first `own` kept tensors are its own, the recipe's tensors
+    follow; the output belongs at the indices `places`."""
 
     op: Op
     shape: Any
@@ -36,7 +36,7 @@ class LeftOut(NamedTuple):
     own: int
 
     def refilled(self, kept: Any) -> list[Any]:
-        """What the node would have kept."""
+        """The tensors that the node would have kept, with the output recomputed."""
         node = unflatten(self.shape, kept[self.own :])
         value, filled = self.op.recompute(node, node.cfg), list(kept[: self.own])
         for i in self.places:
@@ -44,17 +44,17 @@ class LeftOut(NamedTuple):
         return filled
 
 
-_recipes: Any = WeakTensorKeyDictionary()  # by the output, while it lives
+_recipes: Any = WeakTensorKeyDictionary()  # keyed by the output, while it is alive
 
 
 def large(t: Any) -> bool:
-    """Whether a tensor, or the first of a tuple, is worth a recipe."""
+    """Whether a tensor, or the first of a tuple, is large enough for a recipe."""
     first = t[0] if type(t) is tuple and t else t
     return isinstance(first, Tensor) and first.numel() >= FEW
 
 
 def forward(op: Op, params: Any, x: Any, cfg: Any, needs: Needs) -> tuple[Tensor, Any, Any]:
-    """The forward of a cheap op, and what gives its y again."""
+    """Run the forward of a recomputable op. Returns y, the residuals, and the node from which y can be recomputed."""
     y, residuals = op.fwd(params, x, cfg, needs=needs.with_recompute())
     node = run.recipe(op, residuals)
     residuals.needs = needs
@@ -62,14 +62,14 @@ def forward(op: Op, params: Any, x: Any, cfg: Any, needs: Needs) -> tuple[Tensor
 
 
 def note(y: Tensor, op: Op, node: Any) -> None:
-    """Nodes that read y may keep the node instead."""
+    """Register a recipe for y, which nodes that read y may keep instead."""
     if large(y):
         _recipes[y] = Recipe(op, node, version(y))
 
 
 def left_out(x: Tensor, kept: tuple[Any, ...]) -> tuple[tuple[Any, ...], LeftOut | None]:
-    """What a node keeps where x has a recipe, and how to have x again; all that it kept where x, or what it is made of, was written
-    to since."""
+    """Replace x among a node's kept tensors by its recipe. Returns `kept` and None if x has no recipe, or if x or the recipe's
+    tensors were written to since."""
     recipe = _recipes.get(x)
     places = [] if recipe is None else [i for i, t in enumerate(kept) if t is x]
     if not places or recipe.version != version(x) or not recipe.node.fresh():

@@ -1,4 +1,4 @@
-"""What a call asks for, read off `requires_grad`."""
+"""The requested gradients of a call, read from `requires_grad`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from funcops.contract.needs import Needs
 
 
 def taken_apart(params: Any, x: Any) -> tuple[Any, Any, list[Tensor], Needs]:
-    """The shapes of params and x, their tensors, and the needs that those have."""
+    """The shapes of params and x, their tensors, and the needs given by `requires_grad`."""
     leaves: list[Tensor] = []
     params_shape = flatten(params, leaves)
     count = len(leaves)
@@ -26,7 +26,7 @@ def able(t: Tensor) -> bool:
 
 
 def _asked(shape: Any, leaves: list[Tensor], first: int) -> Any:
-    """A mask for `Needs`: which of the leaves require a gradient."""
+    """The mask for `Needs` of the leaves that require a gradient."""
     asked = [t.requires_grad for t in leaves if able(t)]
     if all(asked):
         return bool(asked)

@@ -1,6 +1,6 @@
-"""Moving the tensors of residuals to autograd and back: functions written once for the residuals of an op, config and needs.
+"""Moving the tensors of residuals to autograd and back, by functions generated once per op, config and needs.
 
-The nodes stay with autograd's node, emptied: autograd keeps the tensors, sees writes to them, and frees them.
+The emptied residual nodes stay with autograd's node: autograd keeps the tensors, detects writes to them, and frees them.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from funcops.adapters.flatten import Shape, TensorIndex, flatten
-from funcops.backend.source import literal
+from funcops.backend.source import compile_source, literal
 from funcops.contract.schema import Saved
 from funcops.formats import QTensor, QWeight
 from funcops.residuals.nested import Nested
 
 
 class Slots(NamedTuple):
-    """`take(residuals)` empties them and returns their tensors; `fill(residuals, tensors)` puts them back; `empty(residuals)`."""
+    """`take(residuals)` empties them and returns their tensors; `fill(residuals, tensors)` puts them back; `empty(residuals)` only
+    empties them."""
 
     take: Callable[[Any], tuple[Any, ...]]
     fill: Callable[[Any, Any], None]
@@ -35,7 +36,7 @@ class _Lines:
 
 
 def slots_of(residuals: Any) -> Slots | None:
-    """None for residuals that hold something other than tensors and small trees of them (as a policy makes them)."""
+    """The slots of residuals, or None if they hold anything but tensors and small trees of tensors, as under a policy."""
     lines = _Lines()
     if not _visit("r", residuals, lines):
         return None
@@ -49,8 +50,7 @@ def slots_of(residuals: Any) -> Slots | None:
         empties="; ".join(lines.empties) or "pass",
         writes="; ".join(lines.writes) or "pass",
     )
-    scope: dict[str, Any] = dict(lines.classes)
-    exec(source, scope)
+    scope = compile_source("saved tensors", source, dict(lines.classes))
     return Slots(scope["take"], scope["fill"], scope["empty"])
 
 
@@ -101,19 +101,19 @@ def _slot(at: str, value: Any, lines: _Lines) -> bool:
 
 
 def gradient_writer(params_shape: Any, x_shape: Any) -> Callable[[Any, Any], tuple[Any, ...]]:
-    """`write(dparams, dx)`: what autograd wants, by the leaves of (params, x), after the None of its other arguments."""
+    """Generate `write(dparams, dx)`, the result of a backward: None for each other argument, then a gradient per leaf of
+    (params, x)."""
     reads: list[str] = []
     _reads("p", params_shape, reads)
     _reads("x", x_shape, reads)
-    scope: dict[str, Any] = {}
-    exec(f"def write(p, x):\n    return (None, None, {''.join(f'{read}, ' for read in reads)})", scope)
-    return scope["write"]  # type: ignore[no-any-return]
+    text = f"def write(p, x):\n    return (None, None, {''.join(f'{read}, ' for read in reads)})\n"
+    return compile_source("gradients of saved tensors", text, {})["write"]  # type: ignore[no-any-return]
 
 
 def _reads(at: str, shape: Any, reads: list[str]) -> None:
     if type(shape) is TensorIndex:
         reads.append(at)
-    elif type(shape) is Shape and shape.cls in (QTensor, QWeight):  # one leaf, whose gradient is that of what it was made of
+    elif type(shape) is Shape and shape.cls in (QTensor, QWeight):  # counts as one leaf: its codes and scales get no gradient
         parts: list[str] = []
         for child in shape.leaves.values():
             _reads("None", child, parts)
@@ -122,7 +122,7 @@ def _reads(at: str, shape: Any, reads: list[str]) -> None:
         for name, child in shape.leaves.items():
             _reads(f"{at}.{name}", child, reads)
     elif isinstance(shape, dict):
-        for name in sorted(shape):  # as optree orders the leaves of a dict
+        for name in sorted(shape):  # optree's order of the leaves of a dict
             _reads(f"{at}[{literal(name)}]", shape[name], reads)
     elif isinstance(shape, (tuple, list)):
         for i, child in enumerate(shape):

@@ -1,4 +1,4 @@
-"""`differentiable` under torch.compile: a node that a tracer can follow."""
+"""`differentiable` under torch.compile: a node that a tracer can trace."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from funcops.adapters.flatten import flatten, gradients, unflatten
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op
 
-# Before torch 2.13 the tracer returns every tensor that a node writes in place as a further output: one that the node returns, too,
-# then has its gradient there, and the node gets zeros for it. A copy is no such tensor, and a compiler drops it.
+# Before torch 2.13, the tracer returns every tensor that a node writes in place as an additional output. If the node also returns
+# that tensor, its gradient goes to the additional output, and the node gets zeros. A copy avoids this, and a compiler removes it.
 _RETURNS_WRITES = torch.__version__ < "2.13"
 
 
 class _TracedNode(Function):
-    """A node whose trees are rebuilt of the leaves. What is kept is given as further outputs: dynamo keeps no intermediate value
-    that a write in place has made."""
+    """A node that rebuilds its trees from the leaves. Kept tensors are returned as additional outputs, because Dynamo does not keep
+    an intermediate value that was written in place."""
 
     @staticmethod
     def forward(ctx: Any, call: Any, shapes: list[Any], *leaves: Any) -> Any:
@@ -51,7 +51,7 @@ class _TracedNode(Function):
     def backward(ctx: Any, *dys: Any) -> Any:
         op, cfg, params_shape, x_shape, _ = ctx.call
         dparams = dx = None
-        dys = tuple([d if ok else None for d, ok in zip(dys, ctx.able, strict=False)])  # a compiler makes zeros of the others
+        dys = tuple([d if ok else None for d, ok in zip(dys, ctx.able, strict=False)])  # a compiler passes zeros for the others
         if any([d is not None for d in dys]):
             dy = unflatten(ctx.y_shape, dys)
             dparams, dx = op.bwd(unflatten(ctx.residuals, ctx.saved_tensors), dy, cfg)
@@ -71,13 +71,13 @@ def run_traced(op: Op, params: Any, x: Any, cfg: Any) -> Any:
     return unflatten(shapes[0], found)
 
 
-_before: list[bool] = []  # what the tracer was told of floats, while a node is traced
+_before: list[bool] = []  # the tracer's setting for floats, saved while a node is traced
 
 
 def _floats_as_constants(on: bool) -> bool:
-    """Tell the tracer to take the floats of configs for constants, or what it did before. With `dynamic=True` they are symbols: one
-    that it has first met in a node is not there in the next (torch 2.13: "lift_tracked_freevar_to_input"). A node that is left by
-    an error leaves them constants until the next."""
+    """Make the tracer treat the floats of configs as constants, or restore its setting. With `dynamic=True` they are symbols, and a
+    symbol that the tracer first meets in one node is missing in the next (torch 2.13: "lift_tracked_freevar_to_input"). After an
+    error in a node they stay constants until the next node."""
     config: Any = sys.modules["torch._dynamo.config"]
     if on and not _before:
         _before.append(config.specialize_float)
@@ -85,5 +85,5 @@ def _floats_as_constants(on: bool) -> bool:
     return on
 
 
-# What `torch.compiler.assume_constant_result` does, which would import the compiler: the tracer runs it.
+# Makes the tracer run it, as `torch.compiler.assume_constant_result` would, which imports the compiler.
 _floats_as_constants._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Ops out of torch's functions."""
+"""Ops made from torch functions."""
 
 from funcops.adapters.from_function.op_from_torch import TorchConfig as TorchConfig
 from funcops.adapters.from_function.op_from_torch import op_from_torch as op_from_torch

@@ -1,7 +1,7 @@
-"""`op_from_torch(fn)`: an op out of any differentiable torch function, so that no one is stuck for a missing operator.
+"""`op_from_torch(fn)`: an op made from any differentiable torch function, for operators that funcops lacks.
 
-The function and its autograd backward are traced together, and the graph is cut in three. What crosses the first cut are the
-residuals, by the names of the graph's nodes; what crosses the second is pending.
+The function and its autograd backward are traced together, and the graph is cut in three. The values that cross the first cut are
+the residuals, named by the graph's nodes; those that cross the second cut are the pending.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _autocast_enabled = torch._C._is_any_autocast_enabled
 
 @config
 class TorchConfig(OpConfig):
-    """The config of an op that needs none."""
+    """The config of an op without settings."""
 
 
 class TorchResiduals(Residuals, static=("inputs",)):
@@ -44,7 +44,7 @@ class TorchPending(Pending):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Traced:
-    """The graphs of a call's shapes, and the trees around them."""
+    """The graphs traced for a call's shapes, and the trees of their inputs and outputs."""
 
     graphs: Graphs
     params_shape: Any
@@ -54,11 +54,11 @@ class Traced:
     params: int  # leaves of params
 
     def nothing(self) -> Any:
-        """dx where there is no gradient."""
+        """dx without gradients."""
         return unflatten(self.x_shape, [None] * len(self.asked))
 
     def spread(self, found: Any, first: int, last: int) -> list[Any]:
-        """Gradients of the leaves that were asked for, at the places of all."""
+        """The gradients `found` of leaves `first` to `last`, among all leaves; None for leaves without a requested gradient."""
         values = iter(found)
         return [next(values) if ask and first <= i < last else None for i, ask in enumerate(self.asked)]
 
@@ -70,13 +70,13 @@ def op_from_torch(
     config: type = TorchConfig,
     init: Callable[..., Any] | None = None,
 ) -> Op:
-    """An `Op` of `fn(params, x, cfg) -> y`, which torch's autograd can differentiate.
+    """Make an `Op` from `fn(params, x, cfg) -> y`, a function that torch's autograd can differentiate.
 
-    params, x and y are trees of tensors. The function is traced once for the shapes, strides and dtypes that it meets: Python
-    control flow over values is not seen. A dy, or a residual that was moved, in other strides than those traced is copied into
-    them. `init(cfg, *, key, device, dtype)` makes params; without it the op has none. Raises `TypeError` for a y that holds
+    params, x and y are trees of tensors. The function is traced once for each set of shapes, strides and dtypes: Python control
+    flow that depends on values is not traced. A dy, or a residual that was moved, is copied if its strides differ from the traced
+    ones. `init(cfg, *, key, device, dtype)` makes params; without it the op has no params. Raises `TypeError` for a y that holds
     anything but tensors, `ValueError` for a function that cannot be traced without writes, whose shapes depend on values, or that
-    captures a tensor which requires grad, and `RuntimeError` under autocast.
+    captures a tensor that requires grad, and `RuntimeError` under autocast.
 
     >>> import torch
     >>> from funcops import TorchConfig, op_from_torch
@@ -119,7 +119,7 @@ def op_from_torch(
 
 
 class _Function:
-    """What the functions of one op share, and its traces by what they were made for."""
+    """The state that the functions of one op share: its traces, keyed by all that they depend on."""
 
     def __init__(self, label: str, fn: Callable[..., Any], config: type, init: Callable[..., Any] | None) -> None:
         self.label, self.fn, self.config, self.init = label, fn, config, init
@@ -133,7 +133,7 @@ class _Function:
         x_shape = flatten(x, leaves)
         _check_leaves(f"{self.label}_fwd", params, x)
         flat = [resolved(t) for t in leaves]
-        # The reprs are there because 1 == 1.0 == True and 0.0 == -0.0, which a function may tell apart.
+        # The reprs distinguish 1, 1.0 and True, and 0.0 and -0.0, which are equal but may give different traces.
         key: Any = (cfg, repr(cfg), needs, count, repr((params_shape, x_shape)), tuple(map(Like.of, flat)), *_defaults())
         found = self.memo.get(key)
         if found is not None and found.graphs.placed:
@@ -198,7 +198,7 @@ class _Function:
 
 
 def _defaults() -> tuple[Any, ...]:
-    """What a function reads of torch's own state while it is traced."""
+    """The global state of torch on which a trace depends."""
     return torch.get_default_dtype(), torch.get_default_device(), torch.are_deterministic_algorithms_enabled()
 
 
@@ -211,7 +211,7 @@ def _check_leaves(where: str, params: Any, x: Any) -> None:
 
 
 def _unshared(dparams: Any, kept: Any) -> Any:
-    """The gradients, copied where a pending that lives on holds them: what dgrad had computed already."""
+    """Copy the gradients that dgrad computed already and that a pending, which is not consumed, still holds."""
     held = {t.untyped_storage()._cdata for t in kept.values() if isinstance(t, Tensor)}
     return tree_map_tensors(lambda t: t.clone() if t.untyped_storage()._cdata in held else t, dparams)
 

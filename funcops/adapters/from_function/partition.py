@@ -30,7 +30,7 @@ class Like(NamedTuple):
         return Like(tuple(t.shape), tuple(t.stride()), t.dtype, t.device)
 
     def dense(self) -> Like:
-        """As it is, or contiguous where its elements overlap or leave gaps: how a gradient is laid out."""
+        """The layout of its gradient: the same, or contiguous if its elements overlap or leave gaps."""
         return self if self.is_dense() else self._replace(stride=torch.empty(self.shape, device="meta").stride())
 
     def is_dense(self) -> bool:
@@ -45,8 +45,8 @@ class Like(NamedTuple):
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).zero_()
 
     def laid_out(self, where: str, name: str, t: Any) -> Tensor:
-        """t, which has this shape and dtype, in these strides: a graph holds the choices that were made for them. It is copied only
-        where it has others."""
+        """t, which must have this shape and dtype, in these strides, for which the graph was traced; a copy only if its strides
+        differ."""
         if not isinstance(t, Tensor) or t.shape != self.shape or t.dtype is not self.dtype:
             fail(where, name, describe(torch.empty(self.shape, dtype=self.dtype, device="meta")), describe(t))
         t = resolved(t)
@@ -59,31 +59,31 @@ class Like(NamedTuple):
             return made.copy_(t)
         flat[torch.arange(extent, device=t.device).as_strided(self.shape, self.stride).reshape(-1)] = t.reshape(-1)
         if not torch.equal(made.nan_to_num(), t.nan_to_num()):
-            fail(where, name, f"equal where the forward's overlapped (strides {list(self.stride)})", "other values")
+            fail(where, name, f"equal at elements that overlapped in the forward (strides {list(self.stride)})", "other values")
         return made
 
 
 def resolved(t: Tensor) -> Tensor:
-    """t without a conjugate or a negative bit, which a graph's views do not read."""
+    """t with its conjugate and negative bits materialised, because a graph's views ignore them."""
     return t.resolve_conj().resolve_neg()
 
 
 class Graphs(NamedTuple):
-    """The graphs, and the names of what each takes. "input.3" is leaf 3 of the call, "dy.0" the gradient of output 0; any other
-    name is that of a node, whose value the graph before gives after its results."""
+    """The graphs, and the names of their inputs. "input.3" is leaf 3 of the call, "dy.0" the gradient of output 0; any other name
+    is a node's, whose value the previous graph returns after its results."""
 
     forward: fx.GraphModule
     dgrad: fx.GraphModule
     wgrad: fx.GraphModule
-    outputs: tuple[Like, ...]  # laid out as their gradients are
+    outputs: tuple[Like, ...]  # in the layout of their gradients
     kept: dict[str, Like]
     waiting: dict[str, Like]
-    placed: bool  # whether they hold places in storages, and so are for leaves at these offsets alone
+    placed: bool  # whether they contain storage offsets, so that they only serve leaves at these offsets
 
 
 def cut(where: str, run: Run, leaves: Sequence[Tensor], asked: Sequence[bool], params: int) -> Graphs:
-    """Trace `run(leaves) -> outputs` with its gradients for the leaves that are asked for,
-    the first `params` of which are params."""
+    """Trace `run(leaves) -> outputs` with the gradients of the leaves that are `asked` for; the first `params` leaves are
+    params."""
     try:
         with torch.inference_mode(False), FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
             given = [_stand_in(t) for t in leaves]
@@ -93,18 +93,19 @@ def cut(where: str, run: Run, leaves: Sequence[Tensor], asked: Sequence[bool], p
         fail(where, "fn", "a function whose shapes and steps do not depend on values", error)
     for node in traced.graph.nodes:
         if node.op == "get_attr" and getattr(getattr(traced, node.target), "requires_grad", False):
-            fail(where, "fn", "a function that takes what requires grad as params or x", describe(getattr(traced, node.target)))
+            got = describe(getattr(traced, node.target))
+            fail(where, "fn", "a function that takes tensors that require grad as params or x", got)
     return _Cutter(where, traced, len(leaves), len(outputs), asked, params).graphs(tuple(outputs))
 
 
 def _stand_in(t: Tensor) -> Tensor:
-    """A fake tensor where t lies in its storage; of its own, so that no two leaves are taken for one."""
+    """A fake tensor with t's layout and storage offset, in its own storage, so that no two leaves look like one tensor."""
     size = t.untyped_storage().nbytes() // t.element_size()
     return torch.empty(size, dtype=t.dtype, device=t.device).as_strided(t.shape, t.stride(), t.storage_offset())
 
 
 def _joint(run: Run, given: list[Tensor], outputs: Sequence[Like], asked: Sequence[bool]) -> fx.GraphModule:
-    """The graph of (outputs, gradients) of (leaves, gradients of the outputs), which writes nothing where that can be had."""
+    """The graph from (leaves, gradients of the outputs) to (outputs, gradients), without writes if torch can remove them."""
 
     def joint(*flat: Tensor) -> tuple[list[Any], list[Any]]:
         own = [t.detach().requires_grad_() if ask else t for t, ask in zip(flat, asked, strict=False)]
@@ -129,7 +130,7 @@ def _writes(node: fx.Node) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether the node is another look at its argument."""
+    """Whether the node returns a view of its argument."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     schema = node.target._schema
@@ -137,7 +138,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 class _Cutter:
-    """Which node of a joint graph goes where."""
+    """Assigns each node of a joint graph to the forward, dgrad or wgrad."""
 
     def __init__(self, where: str, traced: fx.GraphModule, leaves: int, outputs: int, asked: Sequence[bool], params: int) -> None:
         self.root, self.graph = traced, traced.graph
@@ -156,11 +157,11 @@ class _Cutter:
         self.leaves, self.inputs = inputs[:leaves], set(inputs)
 
     def graphs(self, outputs: tuple[Like, ...]) -> Graphs:
-        views = {n for n in self.order if _is_view(n)}  # made again where they are read, so that their bases cross
+        views = {n for n in self.order if _is_view(n)}  # recomputed by each part that reads them, so that their bases cross
         first = self._ancestors(self.ys)
         second = self._ancestors(self.dx) - (first - views)
         third = self._ancestors(self.dparams) - (first - views) - (second - views)
-        for node in self.order:  # but a part of a tuple goes where the tuple is, so that tensors cross
+        for node in self.order:  # but an element of a tuple goes to the tuple's part, so that tensors cross
             for part in (first, second):
                 if node.target is operator.getitem and node.args[0] in part:
                     third.discard(node)
@@ -184,7 +185,7 @@ class _Cutter:
                 self.graph.erase_node(node)
 
     def _ancestors(self, ends: Iterable[Any]) -> set[fx.Node]:
-        """The nodes that the ends are computed by, inputs aside."""
+        """The nodes from which the ends are computed, without inputs."""
         found: set[fx.Node] = set()
         stack = [n for n in ends if n is not None]
         while stack:
@@ -196,7 +197,7 @@ class _Cutter:
         return found
 
     def _crossing(self, ends: Iterable[Any], part: set[fx.Node]) -> list[fx.Node]:
-        """What a part reads, or gives as a result, without computing it; constants are copied instead."""
+        """The nodes that a part reads or returns without computing them; constants are copied instead."""
         read = {n: None for node in self.order if node in part for n in node.all_input_nodes}
         read.update({n: None for n in ends if n is not None})
         return [n for n in read if n not in part and n.op != "get_attr"]

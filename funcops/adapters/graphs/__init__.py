@@ -1,4 +1,4 @@
-"""CUDA graphs for pure functions; on machines without CUDA the same interface over a recorder."""
+"""CUDA graphs for pure functions; on machines without CUDA, a recorder with the same interface."""
 
 from funcops.adapters.graphs.cache import GraphCache, cut_rows, pad_rows
 from funcops.adapters.graphs.callables import make_graphed_callables

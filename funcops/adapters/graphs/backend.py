@@ -1,4 +1,4 @@
-"""The two ways to capture: a CUDA graph, and, on machines without CUDA, a recording with the same interface and errors."""
+"""The two backends of capture: a CUDA graph and, on machines without CUDA, a recording with the same interface and errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Outputs = Callable[[Any], list[Tensor]]
 
 
 class Captured(Protocol):
-    """A captured function, to be run again."""
+    """A captured function, which can be replayed."""
 
     entry: TimelineEntry
 
@@ -38,7 +38,8 @@ class Captured(Protocol):
 
 
 class Options(NamedTuple):
-    """How to capture. `stream`: the one to capture on; `capture_error_mode` and `keep_graph` as for `torch.cuda.graph`."""
+    """The options of a capture. `stream`: the stream to capture on; `capture_error_mode` and `keep_graph` as for
+    `torch.cuda.graph`."""
 
     stream: Any = None
     capture_error_mode: str = "global"
@@ -55,14 +56,14 @@ class Backend(Protocol):
 
 
 def backend_of(*trees: Any) -> Backend:
-    """CUDA graphs where the tensors are on a CUDA device, the recorder elsewhere."""
+    """The backend for CUDA graphs if a tensor is on a CUDA device, else the recorder."""
     device = next((t.device for t in tensors(trees) if t.is_cuda), None)
     return RecorderBackend() if device is None else DeviceBackend(device)
 
 
 class Capturer:
-    """Captures functions into one memory pool: a new one, or that of a graphed function or op, or of a torch `CUDAGraph`. `pools`:
-    this and those of its slots."""
+    """Captures functions into one memory pool: a new one, or the pool of a graphed function or op, or of a torch `CUDAGraph`.
+    `pools`: this pool and its slots' pools."""
 
     def __init__(self, where: str, trees: Any, pool: Any, options: Options, warmup: int) -> None:
         modes = ("global", "thread_local", "relaxed")
@@ -75,8 +76,8 @@ class Capturer:
         self.pools = [self.pool]
 
     def of_slot(self, i: int) -> Capturer:
-        """The capturer of a slot: slot 0 has this one's pool, every other a new one. What a slot leaves must outlive the replays of
-        others, and a graph writes over what was captured after it into its pool."""
+        """The capturer of a slot: slot 0 uses this pool, every other slot a new one. A slot's results must survive the replays of
+        other slots, but a graph overwrites the results of graphs captured after it into its pool."""
         if i == 0:
             return self
         found = copy.copy(self)
@@ -91,7 +92,8 @@ class Capturer:
         self.backend.warm_up(fn, self.warmup, self.options)
 
     def capture(self, fn: Callable[[], Any], outputs: Outputs = tensors) -> tuple[Captured, Any]:
-        """The captured function, and what it returned. `outputs`: the tensors of that which keep their values."""
+        """Capture `fn`. Returns the captured function and the result of `fn`. `outputs`: the tensors of the result that keep their
+        values."""
         return self.backend.capture(fn, outputs, self.pool, self.options)
 
 
@@ -133,20 +135,20 @@ class _Recorded:
         Path(path).write_text(recorder.dot(self.recording))
 
     def instantiate(self) -> None:
-        """A recording is always ready."""
+        """Do nothing: a recording is always ready."""
 
     @property
     def raw_graph(self) -> Any:
-        raise RuntimeError("raw_graph: a CUDA graph is needed, got a recording (there is no CUDA device here)")
+        raise RuntimeError("raw_graph: a CUDA graph is needed, got a recording (this machine has no CUDA device)")
 
 
 _broken: list[Any] = []  # graphs whose capture did not end: torch's allocators and its list of captures still point to them
-_successors: dict[Any, Any] = {}  # of pools that a broken capture was to allocate from
-_streams: dict[int, Any] = {}  # by device: torch's own default is of whatever device captured first
+_successors: dict[Any, Any] = {}  # the replacements of pools that a broken capture allocated from
+_streams: dict[int, Any] = {}  # by device, because torch's default stream belongs to the device that captured first
 
 
 class DeviceBackend:
-    """On a device; None: on the current one."""
+    """CUDA graphs on a device; None: on the current device."""
 
     name = "cuda"
 
@@ -157,7 +159,7 @@ class DeviceBackend:
         return torch.cuda.graph_pool_handle()
 
     def warm_up(self, fn: Callable[[], Any], times: int, options: Options) -> None:
-        """On a side stream, as torch asks for, so that lazy initialisation ends up in no graph."""
+        """Run `fn` on a side stream, as torch requires, so that no lazy initialisation is captured."""
         with torch.cuda.device(self.device):
             stream = options.stream or torch.cuda.Stream()
             torch.cuda.synchronize()
@@ -185,10 +187,10 @@ class DeviceBackend:
                 with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode=options.capture_error_mode):
                     result = call()
             except Exception as error:
-                torch.cuda.set_stream(stream)  # torch's context does not, where ending the capture raises
+                torch.cuda.set_stream(stream)  # torch's context does not restore it if ending the capture raises
                 if error not in own:
                     _mend(graph, pool, side)
-                cause = error.__context__ or error  # ending a broken capture raises once more
+                cause = error.__context__ or error  # ending a broken capture raises a second error
                 raise CaptureError(f"capture failed: {cause}") from cause
             finally:
                 torch.cuda.set_stream(stream)
@@ -209,7 +211,7 @@ def _side_stream() -> Any:
 
 
 def _pools(pool: Any) -> list[Any]:
-    """The pool, and those that took its place."""
+    """The pool and its replacements, in order."""
     found = [pool]
     while found[-1] in _successors:
         found.append(_successors[found[-1]])
@@ -217,13 +219,13 @@ def _pools(pool: Any) -> list[Any]:
 
 
 def _mend(graph: Any, pool: Any, stream: Any) -> None:
-    """Put right what torch leaves where the end of a capture raises: the device's allocator still takes from the pool, the host's
-    too (nothing can end that, so the pool has a successor), and the generator is still capturing, until a capture ends well."""
+    """Clean up torch's state if the end of a capture raises: the device's allocator still allocates from the pool, and so does the
+    host's (which cannot be stopped, so the pool is replaced), and the generator is still capturing, until another capture ends."""
     _broken.append(graph)
     _successors[pool] = torch.cuda.graph_pool_handle()
     device = torch.cuda.current_device()
     for undo in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
-        with contextlib.suppress(RuntimeError):  # where the capture did not even begin
+        with contextlib.suppress(RuntimeError):  # raised if the capture did not even begin
             undo(device, pool)
     with contextlib.suppress(RuntimeError), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*CUDA Graph is empty")
@@ -232,7 +234,7 @@ def _mend(graph: Any, pool: Any, stream: Any) -> None:
 
 
 class _Graph:
-    """`held`: what the graph reads at each replay, and nobody else keeps."""
+    """A CUDA graph. `held`: memory that it reads at each replay and that no one else keeps."""
 
     def __init__(self, graph: Any, kept: bool, device: Any, held: list[Any], entry: TimelineEntry) -> None:
         self.graph, self.kept, self.device, self.held, self.entry = graph, kept, device, held, entry
@@ -248,7 +250,7 @@ class _Graph:
         self.entry.leave()
 
     def kernels(self) -> int | None:
-        """The graph's kernel nodes, where it was kept and instantiated and the driver tells them."""
+        """The number of kernel nodes, if the graph was kept and instantiated and the driver reports them; else None."""
         try:
             nodes = self.graph.get_graph_data()["nodes"]
         except (AttributeError, RuntimeError, ImportError, KeyError):

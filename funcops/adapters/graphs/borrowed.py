@@ -1,4 +1,4 @@
-"""What a replay gives back: copies that the caller owns, or the graph's own buffers, borrowed until the next replay."""
+"""Results of a replay: copies that the caller owns, or the graph's own buffers, borrowed until the next replay."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHARED = "a graph that was captured earlier into the same memory pool"
 
 
 class Generation:
-    """How often the buffers of a graph have been written over."""
+    """A counter of how often the buffers of a graph were overwritten."""
 
     def __init__(self, entry: TimelineEntry) -> None:
         self.entry = entry
@@ -27,7 +27,7 @@ class Generation:
 
 
 class Borrowed(Tensor):
-    """A graph's buffer that complains of any use after the replay that wrote over it. For `debug=True`: each use costs a check."""
+    """A graph's buffer that raises on any use after the replay that overwrote it. For `debug=True`: each use costs a check."""
 
     _of: Any
 
@@ -67,8 +67,8 @@ def _plain(value: Any) -> Any:
 
 
 class Outputs:
-    """The results of a captured function. A result that is an input, donated and written in place, is given back as the caller's
-    own tensor; None and other values as they were."""
+    """The results of a captured function. A result that is a donated input, written in place, is returned as the caller's own
+    tensor; values other than tensors are returned unchanged."""
 
     def __init__(self, where: str, tree: Any, statics: list[Any], policy: str, debug: bool, entry: TimelineEntry) -> None:
         if policy not in POLICIES:
@@ -77,7 +77,7 @@ class Outputs:
         self.policy, self.debug = policy, debug
         self.generation = Generation(entry)
         inputs = {id(t): i for i, t in enumerate(statics) if isinstance(t, Tensor)}
-        self.leaves = list(paths(tree).items())  # held: their memory must not go back to the pool
+        self.leaves = list(paths(tree).items())  # kept alive, so that their memory does not return to the pool
         self.same_as = [inputs.get(id(t)) for _, t in self.leaves]
         self.structure = structure(tree)
         entry.lend(self.borrowed)
@@ -97,7 +97,7 @@ class Outputs:
 
     @property
     def borrowed(self) -> list[Tensor]:
-        """The buffers that are lent."""
+        """The buffers that callers borrow."""
         found = [t for (_, t), same in zip(self.leaves, self.same_as, strict=True) if same is None and isinstance(t, Tensor)]
         return found if self.policy == "borrow" else []
 

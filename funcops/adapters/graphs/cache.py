@@ -1,4 +1,4 @@
-"""`GraphCache`: a function of inputs of several sizes, captured for a few."""
+"""`GraphCache`: a function of inputs of many sizes, captured for a few sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from funcops.trees import tree_map_tensors
 
 
 class CacheReport(NamedTuple):
-    """Calls that found a captured size, calls that had to capture, captures thrown away; the sizes held, least recently used first;
+    """Calls that found a captured size, calls that had to capture, captures evicted; the sizes held, least recently used first;
     bytes of their inputs and outputs, and of the pool that they share."""
 
     hits: int
@@ -29,16 +29,16 @@ class CacheReport(NamedTuple):
 
 
 class GraphCache:
-    """`fn` captured for each of `sizes`; a call is padded to the smallest that holds it, and its result cut to what it was.
+    """`fn` captured for each of `sizes`; a call is padded to the smallest size that fits, and its result is cut to the call's size.
 
         cache = GraphCache(fn, sizes=(64, 128, 256), size_of=lambda params, x: len(x), pad=pad, cut=cut, inputs={"0": "pinned"})
         cache.warm(params, x)
         y = cache(params, x)
 
-    `pad(trees, size)` gives the padded arguments, `cut(result, size)` what of the result belongs to the first `size`; `pad_rows`
-    and `cut_rows` do so for a leading dimension. All graphs share one memory pool: `warm` captures the largest first, so that the
-    others fit into its memory. At most `capacity` are held, the least recently used is thrown away. Other arguments are
-    `graphed`'s.
+    `pad(trees, size)` returns the padded arguments, `cut(result, size)` the part of the result for the first `size`; `pad_rows` and
+    `cut_rows` do so for a leading dimension. All graphs share one memory pool: `warm` captures the largest size first, so that the
+    others fit into its memory. At most `capacity` graphs are held; the least recently used is evicted. The other arguments are as
+    for `graphed`.
 
     >>> import torch
     >>> from funcops.graphs import GraphCache, cut_rows, pad_rows
@@ -73,7 +73,7 @@ class GraphCache:
         if capacity is not None:
             require_count("GraphCache", capacity=capacity)
         if options.get("outputs") == "borrow":
-            fail("GraphCache", "outputs", "'clone': graphs of one pool write over each other's buffers", "'borrow'")
+            fail("GraphCache", "outputs", "'clone', because graphs of one pool overwrite each other's buffers", "'borrow'")
         self.fn, self.sizes, self.size_of, self.pad, self.cut = fn, tuple(sorted(set(sizes))), size_of, pad, cut
         self.capacity = len(self.sizes) if capacity is None else capacity
         self.options = options
@@ -82,7 +82,7 @@ class GraphCache:
         self._pool: Any = None
 
     def __call__(self, *trees: Any) -> Any:
-        """Raises `ValueError` for inputs larger than every size, and what a `Graphed` call raises."""
+        """Call the captured function. Raises `ValueError` for inputs larger than every size, and the errors of a `Graphed` call."""
         size = self.size_of(*trees)
         fitting = next((one for one in self.sizes if one >= size), None)
         if fitting is None:
@@ -98,7 +98,7 @@ class GraphCache:
         return self.cut(found(*padded), size)
 
     def warm(self, *trees: Any) -> None:
-        """Capture as many sizes as are held, the largest first, for inputs like these."""
+        """Capture as many sizes as `capacity` allows, the largest first, for inputs like these."""
         for size in reversed(self.sizes[-self.capacity :]):
             if size not in self._held:
                 self._capture(size, self.pad(trees, size))
@@ -127,7 +127,7 @@ class GraphCache:
         )
 
     def reset(self) -> None:
-        """Give all graphs back; the counts stay."""
+        """Free all graphs; the counts stay."""
         for held in self._held.values():
             held.reset()
         self._held.clear()
@@ -135,8 +135,8 @@ class GraphCache:
 
 
 def pad_rows(tree: Any, size: int, value: float = 0) -> Any:
-    """Every tensor [n, ...] with n at most `size`, filled up to [size, ...] with `value`. Raises `ValueError` for a tensor of
-    more rows, or of none, `TypeError` for a value that is no number.
+    """Pad every tensor [n, ...], with n at most `size`, to [size, ...] with `value`. Raises `ValueError` for a tensor with more
+    rows, or without dimensions, `TypeError` if `value` is not a number.
 
     >>> import torch
     >>> from funcops.graphs import pad_rows

@@ -30,14 +30,14 @@ class _CallSlot:
     out_tensors: list[Tensor]
     dys: list[Tensor]  # of the outputs that require grad
     grads: list[Tensor | None]  # of the inputs, then of the params
-    weights: list[tuple[Tensor, Tensor]]  # params whose gradients were delayed, and those gradients
-    held: Any  # the autograd graph and the pendings: their memory is read at each backward, and must not go back to the pool
+    weights: list[tuple[Tensor, Tensor]]  # params whose gradients were delayed, and their gradients
+    held: Any  # the autograd graph and the pendings: each backward reads their memory, which must not return to the pool
     graphs: dict[str, Captured]
     written: Written  # by the forward
 
 
 class _Callable:
-    """One captured callable: its slots, its params, and how it is called."""
+    """One captured callable, with its slots and params."""
 
     def __init__(
         self, where: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], clone_param_grads: bool, outputs: str
@@ -54,11 +54,11 @@ class _Callable:
         self.slots: list[_CallSlot] = []
         self.order: _Order | None = None
         self.number = 0
-        self.waiting: list[tuple[_CallSlot, Versions]] = []  # whose weight gradients backward_dw will compute
+        self.waiting: list[tuple[_CallSlot, Versions]] = []  # slots whose weight gradients backward_dw will compute
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self.fn, nn.Module) and self.fn.training != self.training:
-            return self.forward(*args, **kwargs)  # what was captured is another function
+            return self.forward(*args, **kwargs)  # it was captured in the other mode
         given = self._check(args, kwargs)
         if self.order is not None and torch.is_grad_enabled():
             self.order.take(self.number)
@@ -71,7 +71,7 @@ class _Callable:
         return with_leaves(slot.outputs, _fill(leaves(slot.outputs), found[:-1]))
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        """The tensors among the arguments, after every check."""
+        """Check the arguments, and return the tensors among them."""
         if structure((args, kwargs)) != self.structure:
             fail(self.where, "arguments", f"of the captured structure {self.structure}", structure((args, kwargs)))
         values = leaves((args, kwargs))
@@ -86,20 +86,20 @@ class _Callable:
                 )
         for p, address in zip(self.params, self.addresses, strict=True):
             if p.data_ptr() != address:
-                fail(self.where, "a parameter", "where it was when it was captured", f"{describe(p)} elsewhere")
+                fail(self.where, "a parameter", "at its captured address", f"{describe(p)} at another: write to it in place")
         return [value for value in values if isinstance(value, Tensor)]
 
     def check_kept(self, slot: _CallSlot, what: str, *graphs: str) -> None:
         if any([slot.graphs[name].entry.overwritten() for name in graphs]):
             raise BorrowedError(
-                f"{self.where}: what {what} kept must be as it was left, got a replay of {SHARED} since: capture without pool="
+                f"{self.where}: the tensors of {what} must be untouched, got a replay of {SHARED} since: capture without pool="
             )
 
     def backward_dw(self) -> None:
-        """The weight gradients of every backward since the last call, accumulated as `delayed_wgrad`'s `run` does."""
+        """Compute and accumulate the weight gradients of every backward since the last call, as `delayed_wgrad`'s `run` does."""
         while self.waiting:
             slot, versions = self.waiting.pop(0)
-            slot.busy = False  # after an error, too: what it held is of no more use
+            slot.busy = False  # after an error, too: its buffers are of no more use
             versions.check(self.where, "parameters", "backward", "Call backward_dw() before the optimiser")
             self.check_kept(slot, "the backward", "fwd", "bwd")
             slot.graphs["wgrad"].replay()
@@ -108,7 +108,7 @@ class _Callable:
 
 
 class _Order:
-    """Checks that forwards and backwards come in the captured order, over and over."""
+    """Checks that forwards and backwards repeat the captured order."""
 
     def __init__(self, order: Sequence[int]) -> None:
         self.order, self.at = list(order), 0
@@ -121,7 +121,7 @@ class _Order:
 
 
 class _Token:
-    """Lives as long as an autograd node; frees the slot where its backward never came."""
+    """Lives as long as an autograd node, and frees the slot if the node's backward never ran."""
 
     def __init__(self, slot: _CallSlot) -> None:
         self.slot, self.done = slot, False
@@ -162,7 +162,7 @@ class _Graphed(torch.autograd.Function):
 def _replayed(ctx: Any, *dys: Tensor) -> Any:
     of, slot = ctx.of, ctx.slot
     if ctx.token.done:
-        raise GraphOrderError(f"{of.where}: a backward must run once, got a second one: its buffers are another call's by now")
+        raise GraphOrderError(f"{of.where}: a backward must run once, got a second one: another call may use its buffers now")
     ctx.versions.check(of.where, "parameters")
     of.check_kept(slot, "the forward", "fwd")
     if of.order is not None:
@@ -198,21 +198,21 @@ def make_graphed_callables(
     stream: Any = None,
     capture_error_mode: str = "global",
 ) -> Any:
-    """As `torch.cuda.make_graphed_callables`: a module or function, or a tuple of them, each run as one autograd node whose forward
-    and backward are graphs; on machines without CUDA, recordings.
+    """Capture modules and functions under autograd, with the signature of `torch.cuda.make_graphed_callables`: each of them, alone
+    or in a tuple, runs as one autograd node whose forward and backward are graphs, or recordings on machines without CUDA.
 
-    `sample_args`: a tuple of pytrees for each callable, `sample_kwargs` a dict for each; leaves that are no tensors must be the
-    same at every call. `order`: of forwards (k) and backwards (-k) of the callables, counted from 1, as
-    `[1, 2, 1, 2, -2, -1, -2, -1]`: as many calls of each as it has in flight get graphs of their own, and another order raises
+    `sample_args`: a tuple of pytrees per callable, `sample_kwargs` a dict per callable; leaves other than tensors must be the same
+    at every call. `order`: the order of forwards (k) and backwards (-k) of the callables, counted from 1, such as `[1, 2, 1, 2, -2,
+    -1, -2, -1]`; each callable gets separate graphs for the calls that the order has in flight at once, and another order raises
     `GraphOrderError`. `delayed_wgrad`: backwards leave the weight gradients of `funcops.nn` modules to `module.backward_dw()`, a
-    third graph. Parameter gradients are the caller's own unless `clone_param_grads=False`, outputs unless `outputs="borrow"`: then
-    they live until the next forward of that call's graphs. Each call in flight has a memory pool of its own; `pool` is that of the
-    first callable's first. A module in another training mode than it was captured in runs uncaptured. At every call shapes, dtypes,
-    strides, devices, and the addresses of parameters are checked.
+    third graph. The caller owns parameter gradients unless `clone_param_grads=False`, and outputs unless `outputs="borrow"`:
+    borrowed tensors are valid until the next forward of that call's graphs. Each call in flight has its own memory pool; `pool` is
+    for the first callable's first call. A module whose training mode differs from the captured mode runs uncaptured. Every call
+    checks shapes, dtypes, strides, devices, and the addresses of parameters.
 
     Raises `ValueError` for modules with hooks or with buffers that require grad, under autocast with its cache, and for unused
-    inputs unless they are allowed; `CaptureError` for what a graph cannot hold; later `BorrowedError` where a graph that was
-    captured earlier into `pool` may have written over what a forward or backward kept.
+    inputs unless they are allowed; `CaptureError` for anything that a graph cannot hold; later `BorrowedError` if a graph captured
+    earlier into `pool` may have overwritten the tensors that a forward or backward kept.
 
     >>> import torch
     >>> from funcops import nn
@@ -233,7 +233,7 @@ def make_graphed_callables(
     samples = (sample_args,) if one else sample_args
     kwargs: Any = ({},) * len(fns) if sample_kwargs is None else (sample_kwargs,) if one else sample_kwargs
     if not len(fns) == len(samples) == len(kwargs):
-        fail(where, "sample_args", f"{len(fns)} tuples, one a callable", f"{len(samples)}, and {len(kwargs)} of sample_kwargs")
+        fail(where, "sample_args", f"{len(fns)} tuples, one per callable", f"{len(samples)}, and {len(kwargs)} of sample_kwargs")
     made = [
         _checked(f"{where}, callable {i}", *of, clone_param_grads, outputs)
         for i, of in enumerate(zip(fns, samples, kwargs, strict=True))
@@ -281,7 +281,7 @@ def _check_trees(where: str, order: Any, sample_kwargs: Any) -> None:
 
 
 def _in_flight(where: str, order: Sequence[int] | None, count: int) -> list[int]:
-    """How many calls of each callable the order has in flight at once."""
+    """The number of calls of each callable that the order has in flight at once."""
     if order is None:
         return [1] * count
     now, most = [0] * count, [0] * count
@@ -298,7 +298,7 @@ def _in_flight(where: str, order: Sequence[int] | None, count: int) -> list[int]
 
 @contextlib.contextmanager
 def _restored(fn: Any) -> Iterator[None]:
-    """A module's buffers are after it what they were before."""
+    """Restore a module's buffers after the block."""
     buffers = Snapshot(list(fn.buffers()) if isinstance(fn, nn.Module) else [])
     try:
         yield
@@ -319,7 +319,7 @@ def _capture(c: _Callable, allow_unused: bool, delayed: bool, capturer: Capturer
     slot.graphs, slot.weights = {}, []
     args, kwargs = with_leaves((c.args, c.kwargs), [leaf.static for leaf in slot.inputs])
     given = [leaf.static for leaf in slot.inputs if isinstance(leaf.static, Tensor)]
-    # detached aliases, so that no autograd node of a param is of the stream of the capture
+    # detached aliases, so that no param's autograd node belongs to the capture's stream
     aliases = {id(p): p.detach().requires_grad_() for p in c.params}
     params = list(aliases.values())
     differentiable = [t for t in (*given, *params) if t.requires_grad]
@@ -381,8 +381,7 @@ def _lend(c: _Callable, slot: _CallSlot) -> None:
 
 
 def _standing_in(module: nn.Module, aliases: dict[int, Tensor]) -> dict[str, Tensor]:
-    """The aliases by the names of the params that they stand for, each module once:
-    one that is shared is swapped and put back once."""
+    """The aliases by the names of their params, each module once, so that a shared module is swapped and restored once."""
     found = {}
     for path, part in module.named_modules():
         own = part.named_parameters(path, recurse=False, remove_duplicate=False)
@@ -401,13 +400,13 @@ def _weights(store: WgradStore) -> list[tuple[Tensor, Tensor]]:
 
 
 def _fill(values: list[Any], given: Sequence[Tensor]) -> list[Any]:
-    """The values with their tensors exchanged, in order."""
+    """The values with their tensors replaced by `given`, in order."""
     source = iter(given)
     return [next(source) if isinstance(value, Tensor) else value for value in values]
 
 
 def _installed(c: _Callable, delayed: bool) -> Any:
-    """A module with its forward exchanged, as torch does it; a function wrapped."""
+    """The module with its forward replaced, as torch does, or a wrapper of the function."""
     if isinstance(c.fn, nn.Module):
         c.fn.forward = c.__call__
         if delayed:

@@ -1,7 +1,7 @@
-"""`check_capturable`: what in a function a CUDA graph cannot hold, and on which line; on any machine.
+"""`check_capturable`: find what a CUDA graph cannot hold in a function, with its line, on any machine.
 
-The function runs on copies of its inputs, under a watch of every torch call and every operator; then once more on other values, and
-both runs must have done the same; last as a recording, replayed on the other values, which must give what the function gives.
+The function runs on copies of its inputs, with every torch call and operator recorded; then on other values, where both runs must
+call the same operators; last as a recording, replayed on the other values, which must return the function's own results.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _UNSEEN = {
 
 
 class Step(NamedTuple):
-    """An operator that ran: its name, its arguments that are no tensors, and the line."""
+    """An operator that ran: its name, its arguments other than tensors, and the line."""
 
     name: str
     constants: str
@@ -57,8 +57,7 @@ class Step(NamedTuple):
 
 
 class _Calls(TorchFunctionMode):
-    """Watches what the function asks of torch: on a machine without a device, transfers between host and device look like
-    nothing."""
+    """Watches calls of torch functions, because transfers between host and device do nothing on a machine without a device."""
 
     def __init__(self, faults: list[Fault]) -> None:
         super().__init__()
@@ -80,20 +79,20 @@ class _Calls(TorchFunctionMode):
         if name in _TO_HOST or (
             name == "to" and any(value == "cpu" for value in (*args[1:], *kwargs.values()) if isinstance(value, str))
         ):
-            return SYNC, f"{name}() takes a tensor from the device to the host"
+            return SYNC, f"{name}() copies a tensor from the device to the host"
         if name in _FROM_HOST or (
             name == "to" and any(isinstance(v, str) and v.startswith("cuda") for v in (*args[1:], *kwargs.values()))
         ):
             return (
                 COPY,
-                f"{name}() takes values from the host to the device: make them there (torch.full, arange), "
-                "or give them to the function",
+                f"{name}() copies values from the host to the device: make them there (torch.full, arange), "
+                "or pass them to the function",
             )
         return None
 
 
 class _Profile:
-    """Watches calls that torch lets nobody override."""
+    """Watches calls that torch does not let a mode override."""
 
     def __init__(self, faults: list[Fault]) -> None:
         self.faults = faults
@@ -115,7 +114,7 @@ class _Profile:
                 Fault(
                     COPY,
                     user_line(),
-                    f"{arg.__name__}() takes values from the host: make them on the device, or give them to the function",
+                    f"{arg.__name__}() copies values from the host: make them on the device, or pass them to the function",
                 )
             )
         elif event == "call" and frame.f_code.co_name in _UNSEEN and frame.f_globals.get("__name__", "").startswith("torch."):
@@ -144,7 +143,7 @@ class _Operators(TorchDispatchMode):
             self.faults.append(Fault(found[0], where, found[1]))
         out = func(*args, **kwargs)
         if any(t.is_meta for t in flat_tensors([out])):
-            return out  # shapes, worked out once: nothing that a device would do
+            return out  # computes shapes on the host: a device runs nothing
         self.steps.append(Step(str(func), repr(_constants([args, kwargs])), where))
         given = {t.untyped_storage()._cdata for t in flat_tensors([args, kwargs])}
         for t in flat_tensors([out]):
@@ -153,21 +152,21 @@ class _Operators(TorchDispatchMode):
         return out
 
     def outliving(self, returned: set[int]) -> list[Line]:
-        """The lines that made what still lives and was not returned."""
+        """The lines that made tensors that are still alive and were not returned."""
         alive = [(made(), where) for made, where in self.made]
         return [where for t, where in alive if t is not None and t.untyped_storage()._cdata not in returned]
 
 
 def check_capturable(fn: Callable[..., Any], *trees: Any) -> list[Fault]:
-    """Faults of `fn(*trees)` in the order of the lines that ran; empty where it can be captured.
+    """Find the faults of `fn(*trees)`, in the order in which its lines ran; an empty list means that it can be captured.
 
         for fault in check_capturable(step, params, state, x):
             print(fault)          # train.py:41: host sync: item of a tensor waits for the device ...
 
-    Found are: waits for the device (`item`, `bool` and branches on values, `.cpu()`), shapes that depend on values, values and
-    tensors that come from the host, draws from a generator, tensors that outlive the call without being returned, and values that
-    are baked in: Python numbers and caches that another run would find changed. Inputs are copied, so nothing of the caller's is
-    written to. Raises `TypeError` where `fn` is no function.
+    It finds host syncs (`item`, `bool` and branches on values, `.cpu()`), shapes that depend on values, values and tensors that
+    come from the host, draws from a generator, tensors that outlive the call without being returned, and baked-in values: Python
+    numbers and caches that differ in another run. Inputs are copied, so the caller's tensors are not written to. Raises `TypeError`
+    if `fn` is not a function.
 
     >>> import torch
     >>> from funcops.graphs import check_capturable
@@ -206,18 +205,16 @@ def _watched(fn: Callable[..., Any], trees: Any, faults: list[Fault]) -> tuple[l
     returned = {t.untyped_storage()._cdata for t in tensors((result, trees))}
     del result
     if operators.outliving(returned):
-        gc.collect()  # a cycle is no reference that stays
+        gc.collect()  # a reference cycle does not keep a tensor alive for good
     for where in operators.outliving(returned):
         faults.append(
-            Fault(
-                ESCAPE, where, "a tensor made here outlives the call: its memory is the graph's, and is used for others. Return it"
-            )
+            Fault(ESCAPE, where, "a tensor made here outlives the call, but the graph will reuse its memory: return the tensor")
         )
     return operators.steps, None
 
 
 def _differences(first: list[Step], second: list[Step]) -> list[Fault]:
-    """Where two runs on different values did different things."""
+    """The differences between the operators of two runs on different values."""
     found: list[Fault] = []
     for a, b in zip(first, second, strict=False):
         if a.name != b.name:
@@ -226,23 +223,19 @@ def _differences(first: list[Step], second: list[Step]) -> list[Fault]:
                 Fault(
                     BAKED,
                     b.where,
-                    f"another run does {b.name} where this one did {a.name}: what is done depends on values, or on state outside",
+                    f"another run does {b.name} instead of {a.name}: the operators depend on values, or on outside state",
                 ),
             ]
         if a.constants != b.constants:
             found.append(
-                Fault(
-                    BAKED,
-                    a.where,
-                    f"a value that changes from run to run is a constant of {a.name}: make it a tensor, and an input",
-                )
+                Fault(BAKED, a.where, f"a value that changes from run to run is a constant of {a.name}: pass it as a tensor")
             )
     if len(first) != len(second):
         longer = max(first, second, key=len)
         extra = longer[min(len(first), len(second))]
         found.append(
             Fault(
-                BAKED, extra.where, f"only one of two runs does {extra.name}: what is done depends on values, or on state outside"
+                BAKED, extra.where, f"only one of two runs does {extra.name}: the operators depend on values, or on outside state"
             )
         )
     return found
@@ -251,7 +244,7 @@ def _differences(first: list[Step], second: list[Step]) -> list[Fault]:
 def _replayed(fn: Callable[..., Any], trees: Any, other: Any) -> list[Fault]:
     """Record on one set of values, replay on another, and compare with the function itself."""
     statics = clones(trees)
-    held = tensors(statics)  # a tree that the function gives away has them no more
+    held = tensors(statics)  # kept, because a tree that the function donates loses them
     with torch.no_grad():
         try:
             recording, result = recorder.record(lambda: fn(*statics), recorder.Pool(), tensors)
@@ -278,11 +271,11 @@ def _replayed(fn: Callable[..., Any], trees: Any, other: Any) -> list[Fault]:
                 Fault(
                     BAKED,
                     recording.calls[-1].where if recording.calls else user_line(),
-                    f"a replay gives another {path} than the function: some of it was computed outside of torch",
+                    f"a replay returns another {path} than the function: part of it was computed outside of torch",
                 )
             ]
         if not isinstance(t, Tensor) and type(t) in (int, float, bool) and got != t:
-            return [Fault(BAKED, user_line(), f"{path} is {got} in every replay, and {t} without: return a tensor")]
+            return [Fault(BAKED, user_line(), f"{path} is {got} in every replay, but {t} in a call: return a tensor")]
     return []
 
 
@@ -291,8 +284,8 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def poisoned(trees: Any) -> Any:
-    """Other values, of which any function that takes the first may be asked: floats scaled, integers and bools in reverse order;
-    of a vector that ascends (offsets of groups), all but the last one less, so that it still does."""
+    """Other valid inputs for the same function: floats scaled, integers and bools in reverse order; in an ascending vector (offsets
+    of groups) all but the last reduced by one, so that it still ascends."""
 
     def other(t: Any) -> Any:
         if not isinstance(t, Tensor):
@@ -319,7 +312,7 @@ def _constants(value: Any) -> Any:
 def _raised(error: Exception) -> Fault:
     text = _first_line(error)
     if "CUDA" in text or "cuda" in text:
-        return Fault(COPY, _line_of(error), f"asks for the device by name: {text}")
+        return Fault(COPY, _line_of(error), f"names the device: {text}")
     kind = DYNAMIC if "shape" in text else BAKED
     return Fault(kind, _line_of(error), f"raises {type(error).__name__}: {text}")
 
@@ -329,7 +322,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _line_of(error: Exception) -> Line:
-    """The innermost line of the traceback that is the user's."""
+    """The innermost line of user code in the traceback."""
     trace, found = error.__traceback__, Line("?", 0)
     while trace is not None:
         if is_users(trace.tb_frame.f_code.co_filename):
@@ -339,7 +332,7 @@ def _line_of(error: Exception) -> Line:
 
 
 def _once(faults: list[Fault]) -> list[Fault]:
-    """Each kind once a line."""
+    """The faults, with each kind once per line."""
     seen: dict[tuple[str, Line], Fault] = {}
     for fault in faults:
         seen.setdefault((fault.kind, fault.where), fault)

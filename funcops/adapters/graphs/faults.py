@@ -1,4 +1,4 @@
-"""What a CUDA graph cannot hold, told from the operators that run, and the line of the user's code that ran them."""
+"""Detection of what a CUDA graph cannot hold, from the operators that run, with the line of user code that ran them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SYNC, DYNAMIC, COPY, RANDOM, BAKED, ESCAPE = (
 
 
 class Line(NamedTuple):
-    """A place in a source file."""
+    """A line of a source file."""
 
     file: str
     line: int
@@ -37,7 +37,7 @@ class Line(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """Something that a graph cannot hold: what kind, where, and what to do about it."""
+    """Something that a graph cannot hold: its kind, its line, and a message with the remedy."""
 
     kind: str
     where: Line
@@ -48,12 +48,12 @@ class Fault(NamedTuple):
 
 
 def is_users(filename: str) -> bool:
-    """Whether a source file is neither torch's, nor funcops', nor of Python's library."""
+    """Whether a source file belongs neither to torch, nor to funcops, nor to Python's standard library."""
     return not filename.startswith(_OWN) and (not filename.startswith(_STDLIB) or "site-packages" in filename)
 
 
 def user_line() -> Line:
-    """Of the innermost caller that is the user's."""
+    """The line of the innermost caller in user code."""
     frame = sys._getframe(1)
     outermost = frame
     while frame is not None:
@@ -76,7 +76,7 @@ def flat_tensors(values: Any) -> Iterator[Tensor]:
 
 
 def argument(func: Any, args: Any, kwargs: Any, name: str) -> Any:
-    """By name, what an operator was called with; None where it was not."""
+    """An operator's argument by name, or None if the operator lacks it."""
     for i, one in enumerate(func._schema.arguments):
         if one.name == name:
             return kwargs.get(name, args[i] if i < len(args) else one.default_value)
@@ -87,7 +87,7 @@ _SYNCS = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten:
 
 
 def fault_of(func: Any, args: Any, kwargs: Any) -> tuple[str, str] | None:
-    """The kind and the message of what capture would refuse in this call, or None."""
+    """The kind and the message of a fault for which capture would refuse this call, or None."""
     name, tags = func._schema.name, func.tags
     if name in _SYNCS or torch.Tag.data_dependent_output in tags:
         return SYNC, f"{_short(name)} waits for the device to read a value: keep it a tensor (torch.where, lerp, a 0-d scale)"
@@ -124,9 +124,9 @@ def _copy(name: str, func: Any, args: Any, kwargs: Any) -> tuple[str, str] | Non
     else:
         source, target = args[1].device, args[0].device
     if source.type == "cpu" and target.type != "cpu":
-        return COPY, "a tensor goes from the host to the device: make it there, or give it to the function"
+        return COPY, "a tensor is copied from the host to the device: make it there, or pass it to the function"
     if source.type != "cpu" and target.type == "cpu":
-        return SYNC, "a tensor goes from the device to the host"
+        return SYNC, "a tensor is copied from the device to the host"
     return None
 
 

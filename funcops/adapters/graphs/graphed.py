@@ -15,8 +15,8 @@ from funcops.trees import tree_map
 
 
 class Report(NamedTuple):
-    """Bytes of the buffers that inputs are copied to, of outputs, of residuals and pendings between graphs, of all its pools; and
-    how many kernels (on the recorder: operators) a replay launches, where that is known."""
+    """Bytes of the buffers for copied inputs, of outputs, of residuals and pendings between graphs, and of all pools; and the
+    number of kernels (on the recorder: operators) that a replay launches, if known."""
 
     backend: str
     input_bytes: int
@@ -41,8 +41,7 @@ class _ReplaySlot(NamedTuple):
 
 
 class Graphed:
-    """A captured function. Call it as the function; `report`, `reset`, `dot`,
-    `raw_graph` and `instantiate` are those of its graphs."""
+    """A captured function. Call it like the function; `report`, `reset`, `dot`, `raw_graph` and `instantiate` act on its graphs."""
 
     def __init__(self, fn: Callable[..., Any], slots: list[_ReplaySlot], capturer: Capturer) -> None:
         self.fn, self.backend, self.pool = fn, capturer.backend, capturer.pool
@@ -50,8 +49,8 @@ class Graphed:
         self._slots, self._next = slots, 0
 
     def __call__(self, *trees: Any) -> Any:
-        """Replay with these inputs. Raises `ValueError` or `TypeError`, before anything runs, where a leaf's structure, shape,
-        strides, dtype, device, or (pinned, donated) address is not what was captured."""
+        """Replay with these inputs. Raises `ValueError` or `TypeError`, before anything runs, if the structure, or a leaf's shape,
+        strides, dtype, device, or (pinned, donated) address differs from the captured one."""
         if not self._slots:
             raise RuntimeError("graphed: must not be called after reset()")
         inputs, outputs, captured, written = self._slots[self._next]
@@ -73,14 +72,14 @@ class Graphed:
         )
 
     def reset(self) -> None:
-        """Give the graphs and their memory back. What was borrowed must not be used any more."""
+        """Free the graphs and their memory. Borrowed tensors must not be used any more."""
         for slot in self._slots:
             slot.outputs.generation.now += 1
             slot.captured.reset()
         self._slots = []
 
     def dot(self, path: str) -> None:
-        """Write the (first slot's) graph for Graphviz; on CUDA it must have been captured with `keep_graph=True`."""
+        """Write the first slot's graph for Graphviz; on CUDA it must have been captured with `keep_graph=True`."""
         self._slots[0].captured.dot(path)
 
     @property
@@ -89,7 +88,7 @@ class Graphed:
         return self._slots[0].captured.raw_graph
 
     def instantiate(self) -> None:
-        """For `keep_graph=True`: instantiate now, rather than at the first replay."""
+        """Instantiate graphs captured with `keep_graph=True` now, rather than at the first replay."""
         for slot in self._slots:
             slot.captured.instantiate()
 
@@ -107,23 +106,23 @@ def graphed(
     keep_graph: bool = False,
     debug: bool = False,
 ) -> Graphed:
-    """Capture `fn(*examples)` as a CUDA graph; where there is no CUDA tensor, record it, with the same interface and errors.
+    """Capture `fn(*examples)` as a CUDA graph; without a CUDA tensor, record it, with the same interface and errors.
 
         step = graphed(train_step, params, state, x, lr, inputs={"0": "donated", "1": "donated"})
         params, state, loss = step(params, state, x, lr)
 
-    `inputs`, for all leaves or by glob over their dotted paths (`"0.blocks.*"`; the first name is the argument's number): "copy"
-    into a buffer of the graph's own (skipped where it is that buffer already), "pinned": the caller's memory, which must stay where
-    it is, "donated": the same, and the function writes to it. `outputs`: "clone", or "borrow" the graph's buffers, which the next
-    call but `slots - 1` writes over; with `debug` any use after that raises `BorrowedError`. `warmup` runs come first; what they
-    write to donated leaves is undone. Everything that should change from call to call must be a tensor: keys, learning rates,
-    counters.
+    `inputs`: a policy for all leaves, or policies by glob over dotted paths (`"0.blocks.*"`; the first name is the argument's
+    number): "copy" into the graph's own buffer (skipped if the input is that buffer), "pinned" to the caller's memory, whose
+    address must not change, or "donated": pinned, and the function writes to it. `outputs`: "clone", or "borrow" the graph's
+    buffers, which the next call but `slots - 1` overwrites; with `debug` any use after that raises `BorrowedError`. `warmup`
+    runs come first; their writes to donated leaves are undone. Everything that changes from call to call must be a tensor: keys,
+    learning rates, counters.
 
-    Slots whose outputs are borrowed have a memory pool each. `pool`: another graphed function or op (or a handle of torch's),
-    whose memory the first slot shares. The two must not run at the same time, and a call of the one that was captured first may
-    write over what the other lent: with `debug` any use after that raises, too.
+    Slots whose outputs are borrowed have a memory pool each. `pool`: another graphed function or op (or a torch pool handle), whose
+    memory the first slot shares. The two must not run at the same time, and a call of the one that was captured first may overwrite
+    buffers borrowed from the other: with `debug` any use after that raises, too.
 
-    Raises `CaptureError` for what a graph cannot hold, with the line where that is known (`check_capturable` says more).
+    Raises `CaptureError` for anything that a graph cannot hold, with its line if known (`check_capturable` says more).
 
     >>> import torch
     >>> from funcops.graphs import Graphed, Report, graphed
@@ -142,7 +141,7 @@ def graphed(
     require_flag("graphed", keep_graph=keep_graph, debug=debug)
     require_type("graphed", "inputs", inputs, str, Mapping)
     capturer = Capturer("graphed", examples, pool, Options(stream, capture_error_mode, keep_graph), warmup)
-    lent = outputs == "borrow"  # what is cloned at once no later replay can reach: its slots do with one pool
+    lent = outputs == "borrow"  # cloned outputs are safe from later replays, so their slots share one pool
     made = [
         _capture(fn, examples, inputs, outputs, debug, capturer.of_slot(i) if lent else capturer, warm=i == 0) for i in range(slots)
     ]
@@ -162,7 +161,7 @@ def _capture(
     before = Snapshot(inputs.donated)
 
     def call() -> Any:
-        return fn(*tree_map(lambda leaf: leaf, inputs.trees))  # a function may give a tree away: each call has its own
+        return fn(*tree_map(lambda leaf: leaf, inputs.trees))  # a new tree for each call, because the function may donate it
 
     with torch.no_grad():
         try:

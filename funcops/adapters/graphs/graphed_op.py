@@ -1,7 +1,7 @@
-"""`graphed_op`: the halves of an op, each a graph of its own, with slots for microbatches in flight.
+"""`graphed_op`: the forward and the halves of the backward of an op as separate graphs, with slots for microbatches in flight.
 
-A slot goes FREE -> fwd -> RESIDUALS -> dgrad -> PENDING -> wgrad -> FREE, or by bwd straight from RESIDUALS to FREE. Residuals and
-pendings are named static buffers, that one can read; the handles that `fwd` and `dgrad` return say which slot they are in.
+A slot goes FREE -> fwd -> RESIDUALS -> dgrad -> PENDING -> wgrad -> FREE, or by bwd directly from RESIDUALS to FREE. Residuals and
+pendings are named static buffers, which can be read; the handles returned by `fwd` and `dgrad` name their slot.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FREE, RESIDUALS, PENDING = "free", "residuals", "pending"
 
 
 class InFlight:
-    """Residuals or a pending in a slot of a graphed op. `tree`: the static buffers, named as the op names them."""
+    """Residuals or a pending in a slot of a graphed op. `tree`: the static buffers, with the op's names."""
 
     __slots__ = ("graph", "kind", "slot", "ticket", "tree")
 
@@ -40,7 +40,7 @@ class InFlight:
 
 
 class _MicrobatchSlot:
-    """The buffers and graphs of one microbatch, and where it stands."""
+    """The buffers and graphs of one microbatch, and its state."""
 
     state = FREE
     ticket = 0
@@ -56,30 +56,30 @@ class _MicrobatchSlot:
     graphs: dict[str, Captured]
     written: dict[str, Written]  # by graph
     params: Versions
-    kept: Versions  # what the forward leaves: y and the residuals
+    kept: Versions  # of the forward's results: y and the residuals
 
     def replay(self, name: str) -> None:
         self.graphs[name].replay()
         self.written[name].count()
-        if name == "fwd":  # captured first: it may write over what its backwards lent
+        if name == "fwd":  # captured first: it may overwrite buffers borrowed from its backwards
             self.dx.generation.now += 1
             self.whole_dx.generation.now += 1
 
     def overwritten(self) -> bool:
-        """Whether what is in flight here may be gone, by graphs of others in its pool."""
+        """Whether other graphs in its pool may have overwritten the tensors in flight here."""
         return self.graphs["fwd"].entry.overwritten() or (self.state == PENDING and self.graphs["dgrad"].entry.overwritten())
 
 
 class GraphedOp:
-    """A captured op; made by `graphed_op`."""
+    """A captured op, made by `graphed_op`."""
 
     def __init__(self, op: Op, cfg: Any, capturer: Capturer, slots: list[_MicrobatchSlot], into: Any) -> None:
         self.op, self.cfg, self.backend, self.pool = op, cfg, capturer.backend, capturer.pool
         self._slots, self._into, self._capturer = slots, into, capturer
 
     def fwd(self, params: Any, x: Any) -> tuple[Any, InFlight]:
-        """y, and residuals in a free slot. Raises `GraphOrderError` where all slots are in flight, and what a `Graphed` call raises
-        for inputs that are not as captured."""
+        """Return y, and residuals in a free slot. Raises `GraphOrderError` if all slots are in flight, and the errors of a
+        `Graphed` call for inputs that differ from the captured ones."""
         index = next((i for i, slot in enumerate(self._slots) if slot.state == FREE), None)
         if index is None:
             held = ", ".join(f"{i}: {slot.state}" for i, slot in enumerate(self._slots))
@@ -96,7 +96,7 @@ class GraphedOp:
         return y, InFlight(self, RESIDUALS, index, slot.ticket, slot.residuals)
 
     def dgrad(self, residuals: InFlight, dy: Any) -> tuple[Any, InFlight]:
-        """dx, and the pending weight gradient in the same slot."""
+        """Return dx, and the pending weight gradient in the same slot."""
         slot = self._slot("dgrad", residuals, RESIDUALS)
         given = slot.dy.take((dy,))
         slot.replay("dgrad")
@@ -104,14 +104,14 @@ class GraphedOp:
         return slot.dx.give(given), InFlight(self, PENDING, residuals.slot, slot.ticket, slot.pending)
 
     def wgrad(self, pending: InFlight) -> Any:
-        """dparams, which the caller owns; or `into`, with them added. Frees the slot."""
+        """Return dparams, which the caller owns, or `into` with them added. Frees the slot."""
         slot = self._slot("wgrad", pending, PENDING)
         slot.replay("wgrad")
         slot.state, slot.ticket = FREE, slot.ticket + 1
         return clones(slot.dparams) if self._into is None else self._into
 
     def bwd(self, residuals: InFlight, dy: Any) -> tuple[Any, Any]:
-        """`(dparams, dx)`, as `dgrad` and then `wgrad`. Frees the slot."""
+        """Return `(dparams, dx)`, as `dgrad` and then `wgrad` would. Frees the slot."""
         slot = self._slot("bwd", residuals, RESIDUALS)
         given = slot.dy.take((dy,))
         slot.replay("bwd")
@@ -119,7 +119,7 @@ class GraphedOp:
         return clones(slot.whole_dparams) if self._into is None else self._into, slot.whole_dx.give(given)
 
     def release(self, kept: InFlight) -> None:
-        """Give a slot back whose backward will not be run."""
+        """Free a slot whose backward will not run."""
         slot = self._slot("release", kept, kept.kind)
         slot.state, slot.ticket = FREE, slot.ticket + 1
 
@@ -128,7 +128,7 @@ class GraphedOp:
         if not isinstance(kept, InFlight):
             fail(where, kind, "what this graph's fwd or dgrad returned", describe(kept), TypeError)
         if kept.graph is not self:
-            raise GraphOrderError(f"{where}: {kind} must be of this graph, got those of another")
+            raise GraphOrderError(f"{where}: {kind} must be this graph's, got another graph's")
         if not self._slots:
             raise GraphOrderError(f"{where}: must not be called after reset()")
         slot = self._slots[kept.slot]
@@ -152,7 +152,7 @@ class GraphedOp:
         )
 
     def reset(self) -> None:
-        """Give all graphs and their memory back; what was in flight is lost."""
+        """Free all graphs and their memory; residuals and pendings in flight are lost."""
         for slot in self._slots:
             for outputs in (slot.y, slot.dx, slot.whole_dx):
                 outputs.generation.now += 1
@@ -161,11 +161,11 @@ class GraphedOp:
         self._slots = []
 
     def graphs(self, slot: int = 0) -> Mapping[str, Captured]:
-        """Those of a slot by name: "fwd", "dgrad", "wgrad", "bwd", each with `raw_graph` and `dot`."""
+        """The graphs of a slot by name: "fwd", "dgrad", "wgrad", "bwd", each with `raw_graph` and `dot`."""
         return self._slots[slot].graphs
 
     def instantiate(self) -> None:
-        """For `keep_graph=True`: instantiate all graphs now, rather than at their first replay."""
+        """Instantiate graphs captured with `keep_graph=True` now, rather than at their first replay."""
         for slot in self._slots:
             for captured in slot.graphs.values():
                 captured.instantiate()
@@ -205,15 +205,15 @@ def graphed_op(
         dx, pending = graph.dgrad(residuals, dy)
         dparams = graph.wgrad(pending)
 
-    Params are pinned: an optimiser writes to them in place. x and dy are copied, `inputs` says otherwise for leaves of x, by glob
-    over its dotted paths. dy: an example of y's gradient, by default like y. `into`: accumulators like params, pinned too, to which
-    every weight gradient is added (main_grad); without them dparams are the caller's own, never a buffer of the graph. `outputs`
-    (of y and dx), `warmup`, `pool` and the rest are as for `graphed`. Each slot has a memory pool of its own, that of the first is
-    `pool` where it is given. y and dx that are borrowed live until the next `fwd` in their slot.
+    Params are pinned: an optimiser writes to them in place. x and dy are copied; `inputs` sets other policies for leaves of x, by
+    glob over its dotted paths. dy: an example of y's gradient, by default like y. `into`: accumulators like params, also pinned, to
+    which every weight gradient is added (main_grad); without them, the caller owns dparams, which are never a buffer of the graph.
+    `outputs` (for y and dx), `warmup`, `pool` and the rest are as for `graphed`. Each slot has its own memory pool; `pool`, if
+    given, is for the first. Borrowed y and dx are valid until the next `fwd` in their slot.
 
-    Raises `CaptureError`; later `GraphOrderError` for a wrong order, `StaleResidualError` where params were written to between a
-    forward and its backward, `BorrowedError` where a buffer in flight was, or may have been: a graph captured earlier into `pool`
-    was replayed meanwhile.
+    Raises `CaptureError`; later `GraphOrderError` for a wrong order, `StaleResidualError` if params were written to between a
+    forward and its backward, `BorrowedError` if a buffer in flight was written to, or may have been, because a graph captured
+    earlier into `pool` was replayed meanwhile.
 
     >>> import torch
     >>> from funcops import ScaleConfig, scale
@@ -229,7 +229,7 @@ def graphed_op(
     require_count("graphed_op", slots=slots)
     require_flag("graphed_op", keep_graph=keep_graph, debug=debug)
     require_type("graphed_op", "inputs", inputs, str, Mapping)
-    require(bool(needs), "graphed_op", "needs", "something", needs)
+    require(bool(needs), "graphed_op", "needs", "Needs of at least one gradient", needs)
     capturer = Capturer("graphed_op", (params, x), pool, Options(stream, capture_error_mode, keep_graph), warmup)
     rules = {"0": "pinned", "1": inputs} if isinstance(inputs, str) else {"0": "pinned", **{f"1.{k}": v for k, v in inputs.items()}}
     if not leaves(params):
@@ -252,7 +252,7 @@ def graphed_op(
 def _capture(
     op: Op, cfg: Any, slot: _MicrobatchSlot, dy: Any, needs: Needs, into: Any, capturer: Capturer, warm: bool
 ) -> tuple[Any, Any, Any]:
-    """All graphs of a slot; returns y, dx, and the dx of bwd. The gradients' buffers are made once the shape of y is known."""
+    """Capture all graphs of a slot; returns y, dx, and the dx of bwd. The shape of y gives the gradients' buffers."""
 
     def forward() -> Any:
         params, x = slot.inputs.trees
@@ -297,17 +297,17 @@ def _give_outputs(slot: _MicrobatchSlot, y: Any, dx: Any, whole_dx: Any, policy:
 
 
 def _check_kept(where: str, kind: str, index: int, slot: _MicrobatchSlot) -> None:
-    """Raises where params, or what is in flight, may not be as they were left."""
+    """Raise if params or the tensors in flight were, or may have been, overwritten."""
     if slot.overwritten():
         raise BorrowedError(
-            f"{where}: {kind} of slot {index} must be as they were left, got a replay of {SHARED} since: capture without pool="
+            f"{where}: {kind} of slot {index} must be untouched, got a replay of {SHARED} since: capture without pool="
         )
     slot.params.check(where, "params")
     slot.kept.check(where, f"slot {index}", error=BorrowedError)
 
 
 def _kept_bytes(slot: _MicrobatchSlot) -> int:
-    """Residuals and pending, net of params, inputs and y."""
+    """Bytes of residuals and pending, without params, inputs and y."""
     ledger = Ledger(slot.inputs.trees, slot.dy.trees, [t for _, t in slot.y.leaves])
     ledger.keep("residuals", slot.residuals)
     ledger.keep("pending", slot.pending)

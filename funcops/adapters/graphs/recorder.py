@@ -1,12 +1,11 @@
-"""Capture without CUDA: the operators of a function, recorded over static buffers, and run again at each replay.
+"""Capture without CUDA: the operators of a function, recorded over static buffers, and rerun at each replay.
 
-What a graph does with memory is done here with values: inputs and outputs stay where they are, everything else exists only while a
-replay runs. A tensor of an earlier recording that a later one reads (autograd's saved tensors, say)
-becomes an output of the earlier.
+A recording imitates a graph's memory: inputs and outputs stay at their addresses, everything else exists only during a replay. If a
+later recording reads a tensor of an earlier one (such as autograd's saved tensors), it becomes an output of the earlier recording.
 
-As a CUDA graph does not own the memory that it reads, neither does a recording own what other recordings of its pool made: where
-nobody held it after capture, the pool may have given it to others, and a replay raises. And as later graphs may keep what they
-leave in memory that a graph needs for itself, a replay writes garbage over what later recordings of its pool left.
+Like a CUDA graph, a recording does not own the memory that it reads from other recordings of its pool: if no one held such a tensor
+after capture, the pool may have reused its memory, and a replay raises. And because later graphs may keep their results in memory
+that a graph uses for temporaries, a replay writes garbage over the results of later recordings of its pool.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from funcops.errors import BorrowedError, CaptureError
 
 
 class Value(NamedTuple):
-    """A tensor that exists during a replay alone: number `i` in the order of making."""
+    """A tensor that exists only during a replay: the i-th that was made."""
 
     i: int
 
 
 class View(NamedTuple):
-    """A tensor over the storage of a value, that no operator made (autograd unpacks such)."""
+    """A tensor over the storage of a value that no operator made (autograd unpacks such tensors)."""
 
     base: Value
     size: tuple[int, ...]
@@ -39,7 +38,7 @@ class View(NamedTuple):
 
 
 class Lent(NamedTuple):
-    """A tensor in memory of the pool, that somebody else must hold."""
+    """A tensor in the pool's memory, which someone else must hold."""
 
     storage: StorageWeakRef
     dtype: torch.dtype
@@ -52,7 +51,7 @@ class Lent(NamedTuple):
         return Lent(StorageWeakRef(t.untyped_storage()), t.dtype, tuple(t.shape), t.stride(), int(t.storage_offset()))
 
     def get(self) -> Tensor | None:
-        """The tensor, or None where its memory was given back."""
+        """The tensor, or None if its memory was freed."""
         if self.storage.expired():
             return None
         found: Any = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)  # type: ignore[attr-defined]
@@ -64,8 +63,8 @@ class Lent(NamedTuple):
 
 
 class RecordedOperator(NamedTuple):
-    """An operator, its arguments with tensors replaced (`Value`, `View`, `Lent`, or a static tensor),
-    and the numbers of its results."""
+    """An operator, its arguments with tensors replaced (by `Value`, `View`, `Lent`, or a static tensor), and the numbers of its
+    results."""
 
     func: Any
     args: Any
@@ -75,7 +74,7 @@ class RecordedOperator(NamedTuple):
 
 
 class Made(NamedTuple):
-    """The first tensor that was made on a storage: its value, and where it lies."""
+    """The first tensor that was made on a storage: its value, and its memory."""
 
     value: Value
     lent: Lent
@@ -88,7 +87,7 @@ class Pool:
         self.recordings: list[Recording] = []
 
     def owner(self, t: Tensor) -> tuple[Recording, Made] | None:
-        """The recording that made the storage behind t, and what it made there."""
+        """The recording that made the storage behind t, and its first tensor there."""
         key = t.untyped_storage()._cdata
         for recording in self.recordings:
             found = recording.made.get(key)
@@ -98,19 +97,19 @@ class Pool:
 
 
 class Recording:
-    """A captured function. `replay` runs it again, into the tensors that it returned when it was captured."""
+    """A captured function. `replay` reruns it, into the tensors that it returned at capture."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self.calls: list[RecordedOperator] = []
-        self.statics: dict[int, Tensor] = {}  # by storage: what it reads and nobody in the pool made, as inputs and params
-        self.outputs: list[tuple[Any, Lent]] = []  # values, and where they go
+        self.statics: dict[int, Tensor] = {}  # by storage: tensors that it reads and no recording made, such as inputs and params
+        self.outputs: list[tuple[Any, Lent]] = []  # values, and their targets
         self.made: dict[int, Made] = {}  # by storage
 
     @torch.no_grad()
     def replay(self) -> None:
-        """Run again. What later recordings of the pool left is garbage then, as on a device it may be: what this one needs for
-        itself was free when they were captured."""
+        """Rerun the operators. Results of later recordings of the pool become garbage, as they may on a device: the memory that
+        this recording uses for temporaries was free when they were captured."""
         self._spoil_later()
         values: dict[int, Tensor] = {}
         for call in self.calls:
@@ -131,13 +130,14 @@ class Recording:
                 _spoil(found)
 
     def keep(self, made: Made) -> None:
-        """Let what another recording reads, of which it may see a view alone, hold its value after each replay."""
+        """Make a tensor that another recording reads, perhaps through a view, an output, so that it holds its value after a
+        replay."""
         if not any(lent == made.lent for _, lent in self.outputs):
             self.outputs.append(made)
 
     @property
     def operators(self) -> int:
-        """How many a replay runs, views aside."""
+        """The number of operators that a replay runs, not counting views."""
         return sum(not _is_view(call.func) for call in self.calls)
 
     def reset(self) -> None:
@@ -147,8 +147,8 @@ class Recording:
 
 
 def record(fn: Callable[[], Any], pool: Pool, outputs: Callable[[Any], list[Tensor]]) -> tuple[Recording, Any]:
-    """Run `fn` once and record it. `outputs`: the tensors, of what it returns, that keep their values. Raises `CaptureError`, with
-    the line, for what a CUDA graph would refuse."""
+    """Run `fn` once and record it. `outputs`: the tensors of its result that keep their values. Raises `CaptureError`, with the
+    line, for anything that a CUDA graph would refuse."""
     recording = Recording(pool)
     mode = _Recorder(recording)
     with mode:
@@ -159,7 +159,7 @@ def record(fn: Callable[[], Any], pool: Pool, outputs: Callable[[Any], list[Tens
 
 
 class _Recorder(TorchDispatchMode):
-    runs = True  # every operator as it is: kernels need not be opaque to it
+    runs = True  # it runs every operator unchanged, so kernels need not be opaque
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class _Recorder(TorchDispatchMode):
         self.known: dict[int, Any] = {}  # by id: the number of a tensor made here
         self.storages: dict[int, tuple[Value, Tensor]] = {}  # by storage: the first tensor made on it
         self.lent: set[int] = set()  # storages of other recordings
-        self.alive: list[Tensor] = []  # so that no id, and no storage, is used twice while this records
+        self.alive: list[Tensor] = []  # so that ids and storages are not reused while this records
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -179,7 +179,7 @@ class _Recorder(TorchDispatchMode):
             raise CaptureError(f"{user_line()}: {found[0]}: {found[1]}")
         if draws(func, args, kwargs) and kwargs.get("generator") is not None:
             raise CaptureError(
-                f"{user_line()}: generator: a generator of one's own is not registered with the graph: use a key (funcops.random)"
+                f"{user_line()}: generator: a custom generator is not registered with the graph: use a key (funcops.random)"
             )
         out = func(*args, **kwargs)
         given = {id(t) for t in flat_tensors([args, kwargs])}
@@ -190,7 +190,7 @@ class _Recorder(TorchDispatchMode):
         return out
 
     def _number(self, t: Tensor, given: set[int]) -> int:
-        """A new number for a result; that of an argument written in place and returned stays what it was."""
+        """A new number for a result; an argument that was written in place and returned keeps its number."""
         number, self.count = self.count, self.count + 1
         if id(t) in given:
             return number
@@ -203,7 +203,7 @@ class _Recorder(TorchDispatchMode):
         return number
 
     def _outside(self, t: Tensor) -> bool:
-        """Whether t is a view of something static: it needs no number, it stays where it is."""
+        """Whether t is a view of static memory, and so needs no number."""
         key = t.untyped_storage()._cdata
         return key in self.recording.statics or key in self.lent
 
@@ -217,7 +217,7 @@ class _Recorder(TorchDispatchMode):
         return value
 
     def _source(self, t: Tensor) -> Any:
-        """How a replay gets at t: by number, over a number's storage, or as the static tensor that it is."""
+        """The source from which a replay gets t: its number, a view of a numbered storage, or the static tensor itself."""
         if id(t) in self.known:
             return self.known[id(t)]
         made = self.storages.get(t.untyped_storage()._cdata)
@@ -235,7 +235,7 @@ class _Recorder(TorchDispatchMode):
         return Lent.of(t)
 
     def finish(self, outputs: list[Tensor]) -> None:
-        """Say where the results stay, and remember weakly what else was made."""
+        """Register the results as outputs, and remember all other storages weakly."""
         for t in outputs:
             made = self.storages.get(t.untyped_storage()._cdata)
             if made is not None:
@@ -248,7 +248,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _spoil(t: Tensor) -> None:
-    """Garbage in the whole storage of t: NaN, numbers that are no index, masks turned round."""
+    """Fill the whole storage of t with garbage: NaN, numbers that are not an index, inverted masks."""
     if t.dtype is torch.bool:
         t.new_empty(0).set_(t.untyped_storage()).logical_not_()
     else:
@@ -269,8 +269,8 @@ def _resolve(value: Any, values: dict[int, Tensor]) -> Any:
         found = value.get()
         if found is None:
             raise BorrowedError(
-                "a graph reads memory that was given back to its pool after capture, and may be another's by now: "
-                "hold what was captured"
+                "a graph reads memory that was given back to its pool after capture, and may be reused by now: "
+                "keep the captured tensors alive"
             )
         return found
     if isinstance(value, (list, tuple)):
@@ -286,7 +286,7 @@ def _is_view(func: Any) -> bool:
 
 
 def dot(recording: Recording) -> str:
-    """The recorded operators as a Graphviz graph: an edge for each value that one makes and another reads."""
+    """The recorded operators as a Graphviz graph, with an edge for each value that one operator makes and another reads."""
     makers: dict[int, int] = {}
     lines = ["digraph recording {", "  node [shape=box, fontsize=10];"]
     for i, call in enumerate(recording.calls):

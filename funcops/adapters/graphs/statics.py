@@ -18,21 +18,21 @@ POLICIES = ("copy", "pinned", "donated")
 
 
 class StaticInput(NamedTuple):
-    """An input of the captured function: where it is in the arguments, its policy, and the buffer that the graph reads."""
+    """An input of the captured function: its path in the arguments, its policy, and the buffer that the graph reads."""
 
     path: str
     policy: str
     static: Any
     address: int
     strides: tuple[int, ...] = ()
-    own: Any = None  # the caller's tensor, where the graph reads its memory
+    own: Any = None  # the caller's tensor, if the graph reads its memory
 
     def check(self, where: str, given: Any) -> None:
-        """Raises unless `given` may stand here."""
+        """Raise unless `given` fits this input."""
         name, want = f"input {self.path}", self.static
         if not isinstance(want, Tensor):
             if given is not want and (type(given) is not type(want) or given != want):
-                fail(where, name, f"{want!r}, as when it was captured", describe(given))
+                fail(where, name, f"{want!r}, the captured value", describe(given))
             return
         if not isinstance(given, Tensor):
             fail(where, name, describe(want), describe(given), TypeError)
@@ -45,11 +45,11 @@ class StaticInput(NamedTuple):
         if given.stride() != self.strides:
             fail(where, name, f"of strides {self.strides}", given.stride())
         if self.policy != "copy" and given.data_ptr() != self.address:
-            fail(where, name, f"the very memory that was captured ({self.policy})", "a tensor elsewhere")
+            fail(where, name, f"at its captured address ({self.policy})", "a tensor at another: write to it in place")
 
 
 class Inputs:
-    """The arguments of a captured function. `trees` are what it is called with: for `copy` a buffer of its own, else the caller's
+    """The arguments of a captured function. `trees` are the arguments of its calls: its own buffer for `copy`, else the caller's
     tensor."""
 
     def __init__(self, where: str, examples: tuple[Any, ...], policies: str | Mapping[str, str]) -> None:
@@ -63,7 +63,7 @@ class Inputs:
         self._versions = Versions.of([leaf.static for leaf in self.leaves])
 
     def take(self, given: tuple[Any, ...]) -> list[Any]:
-        """Check every leaf, then copy those that are copied. Returns the leaves as given. Raises `ValueError` or `TypeError`."""
+        """Check every leaf, then copy the leaves of policy `copy`. Returns the given leaves. Raises `ValueError` or `TypeError`."""
         values, found = flatten(given)
         if found != self.structure:
             fail(self.where, "inputs", f"of the captured structure {self.structure}", found)
@@ -79,7 +79,7 @@ class Inputs:
         return values
 
     def _check_grad_mode(self, values: list[Any]) -> None:
-        """A graph gives no gradient to autograd: who would expect one is told."""
+        """Raise if the caller could expect gradients, which a graph does not give to autograd."""
         if torch.is_grad_enabled() and any([isinstance(value, Tensor) and value.requires_grad for value in values]):
             raise GradModeError(
                 f"{self.where}: inputs must not require grad, got some that do, in grad mode. Pass detached tensors, call under "
@@ -91,7 +91,7 @@ class Inputs:
         return [leaf.static for leaf in self.leaves if leaf.policy == "donated" and isinstance(leaf.static, Tensor)]
 
     def check_unwritten(self) -> None:
-        """Raises `CaptureError` where the function wrote to an input that was not donated."""
+        """Raise `CaptureError` if the function wrote to an input that was not donated."""
         written = set(map(id, self._versions.written()))
         for leaf in self.leaves:
             if id(leaf.static) in written and leaf.policy != "donated":
@@ -107,7 +107,8 @@ class Inputs:
 
 
 def refuse_in_flight(where: str, what: str, tree: Any) -> None:
-    """Communication begins and ends in one graph: what is sent in one and waited for elsewhere, a replay knows nothing of."""
+    """Raise for communication in flight: it must begin and end in one graph, because a replay cannot wait for another's
+    messages."""
     for path, node in paths(tree, is_leaf=lambda node: type(node) is InFlight).items():
         if type(node) is InFlight:
             fail(where, f"{what} {path}", "finished", f"an InFlight ({node.what})", TypeError)
@@ -118,13 +119,13 @@ def _leaf(path: str, policy: str, value: Any) -> StaticInput:
         return StaticInput(path, policy, value, 0)
     static = value.detach()
     if policy == "copy":
-        static = static.clone()  # of the same strides, unless elements overlap
+        static = static.clone()  # with the same strides, unless elements overlap
     return StaticInput(path, policy, static, static.data_ptr(), value.stride(), None if policy == "copy" else value)
 
 
 def policies_of(where: str, examples: Any, policies: str | Mapping[str, str]) -> dict[str, str]:
-    """The policy of each leaf: one for all, or by glob over dotted paths,
-    of which the last that matches decides ("copy" where none)."""
+    """The policy of each leaf: one for all, or by glob over dotted paths; the last glob that matches decides, "copy" without a
+    match."""
     rules = {"*": policies} if isinstance(policies, str) else dict(policies)
     for pattern, policy in rules.items():
         if policy not in POLICIES:
@@ -139,7 +140,7 @@ def policies_of(where: str, examples: Any, policies: str | Mapping[str, str]) ->
 
 
 class Snapshot:
-    """Copies of tensors that warm-up and capture will write to, and their way back."""
+    """Copies of tensors that warm-up and capture will write to, to restore them."""
 
     def __init__(self, of: list[Tensor]) -> None:
         self.pairs = [(t, t.clone()) for t in of]
@@ -151,19 +152,19 @@ class Snapshot:
 
 
 class Written:
-    """Those of some tensors that a capture writes to. A replay writes to them behind torch's back, so it counts that."""
+    """The tensors among `among` that a capture writes to. Torch does not see a replay's writes, so `count` counts them."""
 
     def __init__(self, among: Iterable[Tensor]) -> None:
         self._before = Versions.of(list(among))
         self.tensors: list[Tensor] = []
 
     def note(self) -> None:
-        """The capture is over."""
+        """Find the written tensors, after the capture."""
         self.tensors = self._before.written()
         self._before = Versions.of(())
 
     def count(self) -> None:
-        """There was a replay."""
+        """Count the writes of a replay."""
         if self.tensors:
             torch.autograd.graph.increment_version(self.tensors)
 

@@ -1,8 +1,8 @@
 """The replays of the graphs of one memory pool, in the order of their capture.
 
-What a graph needs for itself is free in its pool once its capture ended. A graph captured later may be given that memory for what
-it leaves: residuals, borrowed outputs, what autograd saves. Each replay of the earlier then writes over it. The other way round
-nothing is lost, as what is held while a graph is captured is not given to it.
+After its capture, a graph's temporary memory is free in its pool. A graph captured later may get that memory for its results:
+residuals, borrowed outputs, autograd's saved tensors. Each replay of the earlier graph then overwrites them. The reverse cannot
+happen, because memory that is held during a capture is not given to that graph.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 
 
 class Timeline:
-    """Of one pool: its graphs in the order of their capture, and the number of each one's last replay. What a graph wrote over
-    stays so when it is gone, so it is remembered; those with none between them as one."""
+    """The graphs of one pool in the order of their capture, and the number of each one's last replay. A graph that is freed stays
+    in the list, because its writes remain; neighbouring freed graphs are merged."""
 
     def __init__(self) -> None:
         self.captured = self.replays = 0
@@ -38,11 +38,11 @@ class Timeline:
         return self.captured
 
 
-_timelines: WeakValueDictionary[Any, Timeline] = WeakValueDictionary()  # by pool, for as long as a graph of it lives
+_timelines: WeakValueDictionary[Any, Timeline] = WeakValueDictionary()  # by pool, as long as a graph of it is alive
 
 
 class TimelineEntry:
-    """A graph's entry in the timeline of its pool. `lent`: those of its buffers that callers hold."""
+    """A graph's entry in the timeline of its pool. `lent`: its buffers that callers borrow."""
 
     def __init__(self, pool: Any) -> None:
         self.timeline = _timelines.setdefault(pool, Timeline())
@@ -55,7 +55,7 @@ class TimelineEntry:
             self.timeline.lending[self.order] = self
 
     def replayed(self) -> None:
-        """It wrote over what it lends, and over what later graphs lend. torch does not see that, so it is counted."""
+        """Count a replay's writes to buffers that this and later graphs lent, because torch does not see them."""
         timeline, order = self.timeline, self.order
         timeline.last[order] = timeline.replays = timeline.replays + 1
         if timeline.lending:
@@ -64,7 +64,8 @@ class TimelineEntry:
                     torch.autograd.graph.increment_version(entry.lent)
 
     def overwritten(self) -> bool:
-        """Whether what the last replay left may be gone: a graph captured earlier into the same pool has been replayed since."""
+        """Whether the results of the last replay may be lost, because a graph captured earlier into the same pool was replayed
+        since."""
         last = self.timeline.last
         since = last.get(self.order, 0)
         for other, at in last.items():
@@ -75,7 +76,7 @@ class TimelineEntry:
         return False
 
     def leave(self) -> None:
-        """The graph is no more."""
+        """Remove the freed graph."""
         self.timeline.alive.pop(self.order, None)
         self.timeline.lending.pop(self.order, None)
         self.lent = []

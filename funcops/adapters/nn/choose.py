@@ -1,4 +1,4 @@
-"""`only=` and `skip=` of `from_torch`: which modules of a model."""
+"""Selection of a model's modules by `only=` and `skip=` of `from_torch`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from funcops.errors import describe, fail
 
 
 class Chosen:
-    """Modules that patterns find. A pattern is a class, or a glob for a module's path, for the end of it after a dot, or for the
-    name of its class. It finds a module and all that is in it."""
+    """The modules that patterns match. A pattern is a class, or a glob for a module's path, for the end of the path after a dot, or
+    for the name of its class. It matches a module with all its submodules."""
 
     def __init__(self, where: str, name: str, given: Any, model: nn.Module, others: tuple[str, ...]) -> None:
-        """`others`: paths that are no module's, as that of a loss function. Raises `TypeError` for what is no pattern, `ValueError`
-        for a pattern that finds nothing."""
+        """`others`: paths of other things than modules, such as a loss function. Raises `TypeError` for an invalid pattern,
+        `ValueError` for a pattern without a match."""
         patterns = given if isinstance(given, (list, tuple, set, frozenset)) else [given]
         self.paths: set[str] = set()
         for pattern in patterns:
@@ -30,7 +30,7 @@ class Chosen:
             self.paths |= found
 
     def __contains__(self, path: str) -> bool:
-        """Whether a path is chosen, or is in a module that is."""
+        """Whether a path, or a module around it, is chosen."""
         while path not in self.paths:
             if not path:
                 return False

@@ -1,4 +1,4 @@
-"""`from_torch(model)`: the layers of a model that have an op run on it, in place; `to_torch(model)` undoes it."""
+"""`from_torch(model)`: swap the layers of a model that have an op, in place; `to_torch(model)` undoes it."""
 
 from __future__ import annotations
 
@@ -25,37 +25,38 @@ LOSS = "loss_function"  # the attribute of a model of transformers
 
 
 class Swap(NamedTuple):
-    """What a swapped module keeps about what it was."""
+    """The record of a swap that the module keeps, to undo it."""
 
     before: type
     after: type
     added: tuple[str, ...]  # attributes that came with the new class
-    loss: Any = None  # of a model whose loss was swapped: a tuple of the one that was set on it, or empty
+    loss: Any = None  # if the model's loss was swapped: a tuple with the loss that was set on the model, or an empty one
 
 
 def from_torch(
     model: nn.Module, *, policy: Policy | str | None = None, recipe: Recipe | None = None, only: Any = None, skip: Any = ()
 ) -> Replaced:
-    """Let every layer of `model` that funcops knows run on funcops, and say what was replaced and what was left.
+    """Swap every known layer of `model` for its funcops module, in place, and return a report of the replaced and left layers.
 
-    Known are the layers of torch.nn that `funcops.nn` has, and the norms, MLPs, activations and the causal loss of those models of
-    Hugging Face that have a row in `funcops.adapters.nn.models`, by their own classes: a subclass, or a class of the same name from
-    elsewhere, is left. In place: a module changes its class to a subclass of the one that it had; parameters, buffers, names, hooks
-    and state_dict stay what they are. An MLP whose layers are changed later (an adapter, a hook, a sharded weight) runs them one by
-    one.
+    Known layers are the layers of torch.nn that `funcops.nn` has, and the norms, MLPs, activations and the causal loss of the
+    Hugging Face models with a row in `funcops.adapters.nn.models`. Only these classes themselves are known: a subclass, or a class
+    of the same name from elsewhere, is left. A module's class becomes a subclass of its old class; parameters, buffers, names,
+    hooks and state_dict do not change. An MLP whose layers are changed later (an adapter, a hook, a sharded weight) runs them one
+    by one.
 
-    `policy`: what MLPs keep, as in `with_policy`; "minimal" keeps their inputs and runs them again. A second call gives it to MLPs
-    that the first has swapped. `only`, `skip`: a pattern or several: a class, or a glob for a module's path ("model.layers.0.*"),
-    for the end of it ("lm_head") or for the name of its class ("*RMSNorm"). A pattern finds a module and all that is in it.
+    `policy`: the policy for MLPs, as in `with_policy`; "minimal" keeps only their inputs and reruns their forward. `only`, `skip`:
+    one pattern or several: a class, or a glob for a module's path ("model.layers.0.*"), for the end of the path ("lm_head") or for
+    the name of its class ("*RMSNorm"). A pattern matches a module with all its submodules. A second call sets its policy on MLPs
+    that an earlier call has swapped.
 
-    `recipe`: of `funcops.low_precision`, one without state: linear layers compute by it, and MLPs whose layers all have it. A layer
-    of sizes that it does not serve is left, with the reason. A second call gives it to layers that the first has swapped, so that
-    `from_torch(model, recipe=recipe, skip="lm_head")` and then `from_torch(model)` leave the head in high precision.
-    `quantize_weights(model)` makes the codes of weights once a step.
+    `recipe`: a recipe without state from `funcops.low_precision`, for linear layers, and for MLPs whose layers all have it. A layer
+    whose sizes it does not support is left, with the reason. A second call sets its recipe on layers that an earlier call has
+    swapped, so that `from_torch(model, recipe=recipe, skip="lm_head")` and then `from_torch(model)` leave the head in high
+    precision. `quantize_weights(model)` quantises the weights once per step.
 
-    Raises `TypeError` for a model that is no module and for what is no pattern or recipe, `ValueError` for a pattern that finds no
-    module, an unknown policy, one whose rules match nothing, one for a model without an MLP that is known, a recipe with state, and
-    one for a model without a linear layer. The model is then as it was, as after any other exception.
+    Raises `TypeError` if `model` is not a module, and for an invalid pattern or recipe; `ValueError` for a pattern without a match,
+    an unknown policy, a policy whose rules match nothing, a policy for a model without a known MLP, a recipe with state, and a
+    recipe for a model without a linear layer. After any exception, the model is unchanged.
 
     >>> import torch
     >>> from funcops import nn
@@ -85,7 +86,7 @@ def from_torch(
 
 
 class Undo(list[Any]):
-    """What gives modules back the class and the attributes that they had."""
+    """A log of modules with their old classes and attributes, to restore them."""
 
     def note(self, module: nn.Module) -> None:
         self.append((module, type(module), dict(vars(module))))
@@ -133,16 +134,16 @@ def _swap(model: nn.Module, policy: Any, recipe: Any, wanted: Any, done: Replace
         vars(module)["_swap"] = Swap(before, to, tuple(sorted(vars(module).keys() - attributes)))
         done.replaced.append(Change(path, before.__name__, _name(to)))
     if not acted:
-        fail("from_torch", "policy", "None for a model without an MLP that is known (it says what MLPs keep)", describe(policy))
-    require(lowered, "from_torch", "recipe", "None for a model without a linear layer that is known", describe(recipe))
+        fail("from_torch", "policy", "None for a model without a known MLP (it only applies to MLPs)", describe(policy))
+    require(lowered, "from_torch", "recipe", "None for a model without a known linear layer", describe(recipe))
     _swap_losses(model, wanted, done, undo)
     for module in model.modules():
         if isinstance(module, ChainModule):
-            prepare(module)  # its layers have other classes now; a compiler finds them known
+            prepare(module)  # its layers have new classes now; a compiler then finds them cached
 
 
 def _reconfigure(path: str, module: Any, policy: Any, recipe: Any, done: Replaced, undo: Undo) -> bool:
-    """Note a module that runs on funcops already, and give it the policy or the recipe."""
+    """Report a module that runs on funcops already, and set the policy or the recipe on it."""
     acts = policy is not None and isinstance(module, ChainModule)
     if acts:
         undo.note(module)
@@ -168,12 +169,12 @@ def _keep(module: Any, policy: Any) -> bool:
 
 
 def _name(cls: type) -> str:
-    """A class as a report names it: one that was made of a row by what the row says."""
+    """The name of a class in a report: for a class made from a row of a model, the row's class."""
     return f"funcops.nn.{(cls.__bases__[0] if cls in ORIGINALS else cls).__name__}"
 
 
 def _loss_of(module: Any) -> Any:
-    """The loss that a model of transformers computes, where that is known; the op's own where it was swapped."""
+    """The loss function of a transformers model if it is known, or ours if it was swapped; None otherwise."""
     given: Any = module.loss_function if isinstance(getattr(type(module), LOSS, None), property) else None
     known = LOSSES.get(f"{getattr(given, '__module__', '')}.{getattr(given, '__qualname__', '')}")
     return given if known is not None or given in LOSSES.values() else None
@@ -205,7 +206,7 @@ def _reason(error: Exception) -> str:
 
 
 def _refusal(module: Any, recipe: Any = None) -> str | None:
-    """Why a module of the new class cannot run as one, or by the recipe."""
+    """The reason why a module cannot run as its new class, or with the recipe; None if it can."""
     if isinstance(module, Sequential):
         return None
     if isinstance(module, layers.GLU):
@@ -220,7 +221,7 @@ def _refusal(module: Any, recipe: Any = None) -> str | None:
 
 
 def _left(done: Replaced, path: str, module: nn.Module) -> None:
-    """Layers that hold parameters of their own, and subclasses of known ones, are worth a word."""
+    """Report a layer that is left, if it holds its own parameters or is a subclass of a known layer."""
     known = next((cls for cls in TORCH if isinstance(module, cls)), None)
     if known is not None:
         done.left.append(Change(path, type(module).__name__, f"a subclass of {known.__name__}"))
@@ -229,12 +230,12 @@ def _left(done: Replaced, path: str, module: nn.Module) -> None:
 
 
 def to_torch(model: nn.Module) -> Replaced:
-    """Undo `from_torch`: every module of `model` that it has swapped gets back the class that it had, and says so.
+    """Undo `from_torch`, in place: every module of `model` that it has swapped gets its old class back. Returns a report.
 
-    In place: parameters, buffers, names, hooks and state_dict stay what they are. A module that was made as one of `funcops.nn`
-    stays one. So does one whose class was changed again since (parametrized, sharded): it is left, with the reason.
+    Parameters, buffers, names, hooks and state_dict do not change. A module that was created as a `funcops.nn` module stays one. A
+    module whose class was changed again since (parametrized, sharded) is left, with the reason.
 
-    Raises `TypeError` for a model that is no module.
+    Raises `TypeError` if `model` is not a module.
 
     >>> import torch
     >>> from funcops import nn
@@ -251,7 +252,7 @@ def to_torch(model: nn.Module) -> Replaced:
         if swap is None:
             continue
         if type(module) is not swap.after:
-            done.left.append(Change(path, swap.before.__name__, f"its class is {type(module).__name__} by now"))
+            done.left.append(Change(path, swap.before.__name__, f"its class is now {type(module).__name__}"))
             continue
         del vars(module)["_swap"]
         if swap.loss is not None:
@@ -264,7 +265,7 @@ def to_torch(model: nn.Module) -> Replaced:
         after = type(module)
         module.__class__ = swap.before
         if getattr(vars(module).get("forward"), "transient", False):
-            del module.forward  # that of quantised weights
+            del module.forward  # set by quantize_weights
         for name in (*swap.added, *CACHES, "recipe", "op"):
             vars(module).pop(name, None)
         done.replaced.append(Change(path, _name(after), swap.before.__name__))

@@ -1,4 +1,4 @@
-"""What Hugging Face's norms, MLPs and losses are as ops; `models.py` says whose."""
+"""Hugging Face's norms, MLPs and losses as ops; `models.py` lists the models."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from funcops.trees import WithExtras
 
 
 class RMSNorm(OpModule):
-    """LlamaRMSNorm and those that are like it: `weight` and `variance_epsilon`. Where x and weight have two dtypes,
-    y has the wider."""
+    """LlamaRMSNorm and similar norms, with `weight` and `variance_epsilon`. If x and weight differ in dtype, y has the wider
+    one."""
 
     op, params_class, fields, values = rms_norm, RMSNormParams, ("weight",), ("variance_epsilon",)
     zero_centered = False
@@ -51,12 +51,12 @@ class RMSNorm(OpModule):
 
     @staticmethod
     def y_dtype(x: torch.dtype, weight: torch.dtype) -> torch.dtype:
-        """The dtype of y for those of x and weight, where they differ."""
+        """The dtype of y if x and weight differ in dtype."""
         return torch.promote_types(x, weight)
 
 
 class RMSNormOfX(RMSNorm):
-    """Olmo2RMSNorm and those that are like it: y has x's dtype."""
+    """Olmo2RMSNorm and similar norms: y has x's dtype."""
 
     @staticmethod
     def y_dtype(x: torch.dtype, weight: torch.dtype) -> torch.dtype:
@@ -64,13 +64,13 @@ class RMSNormOfX(RMSNorm):
 
 
 class GemmaRMSNorm(RMSNormOfX):
-    """GemmaRMSNorm and those that are like it: scaled by 1 + weight, and their `eps`."""
+    """GemmaRMSNorm and similar norms, with `eps`, scaled by 1 + weight."""
 
     values, zero_centered = ("eps",), True
 
 
 class T5LayerNorm(RMSNorm):
-    """T5LayerNorm, an RMSNorm: y has the weight's dtype where that has 16 bits, else the wider of the two and float32."""
+    """T5LayerNorm, an RMSNorm: y has the weight's dtype if that has 16 bits, else the widest of x's, the weight's and float32."""
 
     @staticmethod
     def y_dtype(x: torch.dtype, weight: torch.dtype) -> torch.dtype:
@@ -78,13 +78,13 @@ class T5LayerNorm(RMSNorm):
 
 
 class Activation(OpModule):
-    """Activations of transformers; most of them hold the function that they call as `act`."""
+    """The activations of transformers; most of them hold their function as `act`."""
 
     op, values = activation, ("act",)
 
     def make_cfg(self) -> ActivationConfig:
         kind = kind_of(self)
-        require(kind is not None, f"funcops.nn.{type(self).__name__}", "act", "as its class has it", "another function")
+        require(kind is not None, f"funcops.nn.{type(self).__name__}", "act", "the function of its class", "another function")
         return ActivationConfig(kind=kind)
 
 
@@ -109,11 +109,11 @@ class Conv1D(OpModule):
 
 
 class ChainModule(OpModule):
-    """A module that is a chain of its layers, as long as they are what they were: each call looks, and goes through the layers
-    where one was replaced, hooked, sharded or given a forward of its own. `policy` says what the chain keeps.
+    """A module that runs its layers as one chain. Each call checks the layers, and calls them one by one if any was replaced,
+    hooked, sharded or given its own forward. `policy`: the policy of the chain.
 
-    Of a kind of MLP, a class says the names: `layers`, the linear ones (of `layer_kind`); `act_name`; `drop_name`, a Dropout before
-    the last layer; `last_name`, one after it, which is called.
+    A subclass for a kind of MLP gives the names: `layers`, the linear layers (of `layer_kind`); `act_name`; `drop_name`, a Dropout
+    before the last layer; `last_name`, a Dropout after it, which is called as a module.
     """
 
     policy: Any = None
@@ -155,8 +155,8 @@ class ChainModule(OpModule):
             return run(self.op, self._params(own, found[1]), given, cfg)
 
     def _found(self) -> list[Any] | None:
-        """The kind of the activation, the probability of its Dropout, and the layers' weights and biases; None where a part must be
-        called."""
+        """The kind of the activation, the probability of its Dropout, and the layers' weights and biases; None if a layer must be
+        called as a module."""
         modules = self._modules
         act = modules.get(self.act_name)
         kind = kind_of(act)
@@ -180,11 +180,11 @@ class ChainModule(OpModule):
         return found
 
     def _recipe(self) -> Any:
-        """That of the first layer, which is that of all where they are a chain."""
+        """The recipe of the first layer, which all layers of a chain share."""
         return self._modules[self.layers[0]].__dict__.get("recipe")  # type: ignore[union-attr]
 
     def _explain(self) -> NoReturn:
-        """Say which part keeps the module from being a chain."""
+        """Raise an error that names the layer because of which the module cannot run as a chain."""
         where = f"funcops.nn.{type(self).__name__}"
         kinds: list[Any] = [(name, (self.layer_kind,), self.layer_kind, FIELDS) for name in self.layers]
         kinds.append((self.act_name, tuple(self.acts), "an activation that funcops has", ()))
@@ -192,13 +192,13 @@ class ChainModule(OpModule):
         for name, allowed, wanted, fields in kinds:
             part = self._modules.get(name)
             got = f"{type(part).__module__}.{type(part).__qualname__}"
-            require(kind_of(part) in allowed, where, name, f"{wanted}, of a class that is known", got)
+            require(kind_of(part) in allowed, where, name, f"{wanted} of a known class", got)
             plain = untouched(part, fields)
-            require(plain, where, name, "as its class has it, without hooks", f"a {type(part).__name__} that was changed")
+            require(plain, where, name, "unchanged from its class, without hooks", f"a {type(part).__name__} that was changed")
         fail(where, "hooks", "absent", "some on all modules")
 
     def _config(self, found: list[Any]) -> ChainConfig:
-        """The config for what was found; made anew only where it would be another."""
+        """The config for `found`, cached until it changes."""
         recipe = self._recipe()
         key = [found[0], found[1], recipe, *[None if t is None else t.shape for t in found[2:]]]
         made = self.__dict__.get("_made")
@@ -228,8 +228,8 @@ def _drop(p: float) -> Step:
 
 
 class GatedMLP(ChainModule):
-    """LlamaMLP and those that are like it: down(act(gate(x)) * up(x)), as one chain. A Dropout of the product is one of up(x): it
-    multiplies, and the product is computed again."""
+    """LlamaMLP and similar MLPs: down(act(gate(x)) * up(x)), as one chain. A Dropout on the product is applied to up(x) instead,
+    which is equal because both multiply, so that the product can be recomputed."""
 
     layers, acts = ("gate_proj", "up_proj", "down_proj"), GATES
 
@@ -253,7 +253,7 @@ class GatedMLP(ChainModule):
 
 
 class FusedMLP(ChainModule):
-    """Phi3MLP and those that are like it: down(up * act(gate)), gate and up the halves of one product."""
+    """Phi3MLP and similar MLPs: down(up * act(gate)), with gate and up the halves of one product."""
 
     layers, acts = ("gate_up_proj", "down_proj"), GATES
 
@@ -270,8 +270,8 @@ class FusedMLP(ChainModule):
 
 
 class PlainMLP(ChainModule):
-    """ViTMLP and those that are like it: last(act(first(x))), as one chain. A Dropout after a ReLU is one before it: it multiplies
-    by no negative number, and the ReLU is computed again."""
+    """ViTMLP and similar MLPs: last(act(first(x))), as one chain. A Dropout after a ReLU is applied before it instead, which is
+    equal because its factors are not negative, so that the ReLU can be recomputed."""
 
     layers = ("fc1", "fc2")
 
@@ -293,7 +293,7 @@ class PlainMLP(ChainModule):
 
 
 class T5Dense(ChainModule):
-    """What T5's MLPs have in common: names, and a last layer that may be of another dtype, to which x is cast."""
+    """The base of T5's MLPs: their names, and a last layer that may have another dtype, to which x is cast."""
 
     act_name, drop_name = "act", "dropout"
 
@@ -331,8 +331,8 @@ def causal_lm_loss(
     shift_labels: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """transformers' ForCausalLMLoss: the cross entropy of the next token, in float32,
-    by one op that keeps the logits and a number a row."""
+    """transformers' ForCausalLMLoss: the cross entropy of the next token, in float32, by one op that keeps the logits and a number
+    per row."""
     if shift_labels is None:
         shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     reduction = "mean" if num_items_in_batch is None else "sum"

@@ -1,6 +1,6 @@
-"""Modules with torch.nn's names, arguments, state_dict keys and initialisation, each of them one op of funcops.
+"""Modules with torch.nn's names, arguments, state_dict keys and initialisation, each of which runs one op of funcops.
 
-They subclass torch.nn's, so that `isinstance` checks, hooks and initialisers of other libraries find what they know.
+They subclass torch.nn's modules, so that `isinstance` checks, hooks and initialisers of other libraries recognise them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from funcops.ops.softmax import SoftmaxConfig, softmax
 
 
 class Linear(OpModule, nn.Linear):
-    """`torch.nn.Linear` by `funcops.linear`; with a `recipe` of `funcops.low_precision` (one without state) by `qlinear`: the
-    parameters stay in high precision, and are quantised in every call, or once a step by `quantize_weights`.
+    """`torch.nn.Linear` by `funcops.linear`, or by `qlinear` with a `recipe` without state from `funcops.low_precision`: the
+    parameters stay in high precision, and are quantised in every call, or once per step by `quantize_weights`.
 
     >>> import torch
     >>> from funcops import nn
@@ -80,15 +80,15 @@ class Embedding(OpModule, nn.Embedding):
 
 
 def ids(t: Any) -> Any:
-    """Indices as the ops take them: int32 and uint8 as int64."""
+    """Indices in the ops' dtype: int32 and uint8 become int64."""
     return t.long() if getattr(t, "dtype", None) in (torch.int32, torch.uint8) else t
 
 
 class _Norm(OpModule):
-    """A norm whose weight, and bias, may be missing: the op then gets ones, and zeros."""
+    """A norm whose weight and bias may be missing: the op then gets ones and zeros."""
 
     complete = True
-    whole = 1  # how many of its parameters the op must have
+    whole = 1  # the number of parameters that the op requires
 
     def other_way(self) -> Any:
         return self.affine_free if None in self._own()[: self.whole] else None
@@ -124,8 +124,8 @@ class LayerNorm(_Norm, nn.LayerNorm):
 
 
 class RMSNorm(_Norm, nn.RMSNorm):
-    """`torch.nn.RMSNorm` by `funcops.rms_norm`. An eps of None is the smallest step of the weight's dtype; without a weight, too,
-    torch's own forward runs.
+    """`torch.nn.RMSNorm` by `funcops.rms_norm`. An eps of None is the machine epsilon of the weight's dtype; without a weight, it
+    runs torch's own forward.
 
     >>> import torch
     >>> from funcops import nn
@@ -142,7 +142,7 @@ class RMSNorm(_Norm, nn.RMSNorm):
     def make_cfg(self) -> RMSNormConfig:
         eps = self.eps
         if eps is None:
-            require(self.weight is not None, "funcops.nn.RMSNorm", "eps", "a number where there is no weight", None)
+            require(self.weight is not None, "funcops.nn.RMSNorm", "eps", "a number if the layer has no weight", None)
             eps = torch.finfo(self.weight.dtype).eps
         return RMSNormConfig(dim=tuple(self.normalized_shape), eps=eps)
 
@@ -167,8 +167,8 @@ class GroupNorm(_Norm, nn.GroupNorm):
 
 
 class Dropout(OpModule, nn.Dropout):
-    """`torch.nn.Dropout` by `funcops.dropout`. Its key is drawn from torch's generator, so `torch.manual_seed` decides.
-    In place it is torch's own, with torch's bits, but for a step of a `Sequential`.
+    """`torch.nn.Dropout` by `funcops.dropout`. Its key is drawn from torch's generator, so `torch.manual_seed` determines it.
+    With `inplace`, torch's own forward runs, with torch's bits, except as a step of a `Sequential`.
 
     >>> import torch
     >>> from funcops import nn
@@ -180,7 +180,7 @@ class Dropout(OpModule, nn.Dropout):
     op, values = dropout, ("p", "training", "inplace")
 
     def rests(self) -> bool:
-        """Whether it gives x itself: without p, and in eval mode."""
+        """Whether it returns x itself: if p is 0, and in eval mode."""
         return self.p == 0.0 or not self.training
 
     def forward(self, input: Tensor) -> Any:
@@ -200,12 +200,13 @@ Dropout._of_step = Dropout.forward
 
 
 def drawn_key(x: Tensor) -> Tensor:
-    """A random key from torch's own generator, on the device of x."""
+    """A random key from torch's generator, on the device of x."""
     return torch.randint(-(2**62), 2**62, (2,), dtype=torch.int64, device=x.device)
 
 
 class _Activation(OpModule):
-    """In place it is torch's own, as x must hold y; but for a step of a `Sequential`, whose x nobody else has."""
+    """With `inplace`, torch's own forward runs, because x must hold y, except as a step of a `Sequential`, where no one else has
+    x."""
 
     kind: str
     op = activation
@@ -281,7 +282,7 @@ class Tanh(_Activation, nn.Tanh):
 
 
 class _AlongDim(OpModule):
-    """An op over the last dimension; `dim` may be another."""
+    """An op over the last dimension, for any `dim`."""
 
     dim: Any
 
@@ -295,7 +296,7 @@ class _AlongDim(OpModule):
 
 
 class Softmax(_AlongDim, nn.Softmax):
-    """`torch.nn.Softmax` by `funcops.softmax`. Without a `dim`, torch's own chooses one.
+    """`torch.nn.Softmax` by `funcops.softmax`. Without a `dim`, torch's own forward chooses one.
 
     >>> import torch
     >>> from funcops import nn
@@ -306,12 +307,12 @@ class Softmax(_AlongDim, nn.Softmax):
     op, values, autocast = softmax, ("dim",), "aten::softmax.int"
 
     def make_cfg(self) -> SoftmaxConfig:
-        require(self.dim is not None, "funcops.nn.Softmax", "dim", "an int: without one torch's own forward chooses", None)
+        require(self.dim is not None, "funcops.nn.Softmax", "dim", "an int (only torch's own forward chooses one)", None)
         return SoftmaxConfig()
 
 
 class GLU(_AlongDim, nn.GLU):
-    """`torch.nn.GLU` by `funcops.glu`; `kind` and `gate` choose another of its gates.
+    """`torch.nn.GLU` by `funcops.glu`; `kind` and `gate` select other gates.
 
     >>> import torch
     >>> from funcops import nn
@@ -350,7 +351,7 @@ class GLU(_AlongDim, nn.GLU):
 
 
 class SwiGLU(GLU):
-    """`silu(first half) * second half`, as most models of that kind have it.
+    """`silu(first half) * second half`, the order of most models with SwiGLU.
 
     >>> import torch
     >>> from funcops import nn

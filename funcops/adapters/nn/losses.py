@@ -15,12 +15,12 @@ from funcops.errors import FLOATS, describe, fail, require, require_count, requi
 from funcops.ops.cross_entropy import CrossEntropyConfig, cross_entropy
 from funcops.ops.linear_cross_entropy import LinearCrossEntropyConfig, LinearCrossEntropyParams, linear_cross_entropy
 
-ALONE = "None: the op has no weights of classes, torch's own forward has"
+ALONE = "None, because the op has no class weights (torch's own forward has)"
 
 
 class CrossEntropyLoss(OpModule, nn.CrossEntropyLoss):
-    """`torch.nn.CrossEntropyLoss` of class indices, without class weights, by `funcops.cross_entropy`: logits [N, V] or [V], or
-    [N, V, *] as in torch. Targets that are probabilities, and class weights, are left to torch's own. The loss of 16-bit logits is
+    """`torch.nn.CrossEntropyLoss` of class indices, without class weights, by `funcops.cross_entropy`: logits [N, V] or [V], or [N,
+    V, *] as in torch. With class weights, or targets that are probabilities, torch's own forward runs. The loss of 16-bit logits is
     float32. Raises `ValueError` for a reduction or a label_smoothing that torch would refuse in the first call.
 
     >>> import torch
@@ -56,12 +56,13 @@ _chunking: Any = getattr(nn, "LinearCrossEntropyOptions", type(None))
 
 
 class LinearCrossEntropyLoss(OpModule, _torchs):
-    """A projection and the cross entropy of its logits, which never exist as a whole: `funcops.linear_cross_entropy`. Arguments and
-    state_dict keys are those of `torch.nn.LinearCrossEntropyLoss` of torch 2.13.
+    """A projection and the cross entropy of its logits, which never exist as a whole, by `funcops.linear_cross_entropy`. It has the
+    arguments and state_dict keys of `torch.nn.LinearCrossEntropyLoss` in torch 2.13.
 
-    `linear.weight`: [num_classes, in_features]; give another module's to share it. input: [*, in_features]; target: [*], indices.
-    Of a bias, out_features, class weights and targets that are probabilities ([N, num_classes, *out_features]) the op has no form:
-    the logits are then made as a whole, by torch. `options`, of torch's chunks, are not read: the op has its own.
+    `linear.weight`: [num_classes, in_features]; assign another module's weight to share it. input: [*, in_features]; target: [*],
+    indices. The op does not support a bias, out_features, class weights, or targets that are probabilities
+    ([N, num_classes, *out_features]): with these, torch computes the whole logits. `options`, for torch's chunks, are ignored: the
+    op has its own chunks.
 
     >>> import torch
     >>> from funcops import nn
@@ -118,14 +119,14 @@ class LinearCrossEntropyLoss(OpModule, _torchs):
         )
 
     def _whole(self) -> bool:
-        """Whether the op has the loss of class indices."""
+        """Whether the op supports this loss, for targets that are class indices."""
         return self.weight is None and not self.out_features and self.linear.bias is None
 
     def make_cfg(self) -> LinearCrossEntropyConfig:
         where = "funcops.nn.LinearCrossEntropyLoss"
         require(self.weight is None, where, "weight", ALONE, "a tensor")
-        require(not self.out_features, where, "out_features", "(): the op has one loss a row", self.out_features)
-        require(self.linear.bias is None, where, "bias", "False: the op has none", True)
+        require(not self.out_features, where, "out_features", "(), because the op has one loss per row", self.out_features)
+        require(self.linear.bias is None, where, "bias", "False, because the op has no bias", True)
         return self._options(self.linear.in_features)
 
     def _own(self) -> list[Any]:
@@ -141,7 +142,7 @@ class LinearCrossEntropyLoss(OpModule, _torchs):
     def plain(self, *given: Any) -> Any:
         x, target = given
         logits = self.linear(x)
-        if logits.dim() > 2 and not self.out_features and target.dtype not in FLOATS:  # [*, V], as the op has them
+        if logits.dim() > 2 and not self.out_features and target.dtype not in FLOATS:  # [*, V], the op's layout
             loss = self._loss(logits.flatten(0, -2), target.flatten())
             return loss.view(target.shape) if self.reduction == "none" else loss
         if self.out_features:
@@ -158,17 +159,15 @@ class LinearCrossEntropyLoss(OpModule, _torchs):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight" and isinstance(value, Tensor) and value.dim() == 2:
-            said = (
-                "LinearCrossEntropyLoss.weight: as in torch 2.13 it is for the weights of classes, and the projection's weight is "
-            )
-            warnings.warn(said + "linear.weight: set that. A matrix will be refused from 0.4 on.", DeprecationWarning, stacklevel=2)
+            said = "LinearCrossEntropyLoss.weight holds class weights, as in torch 2.13, and will refuse a matrix from 0.4 on"
+            warnings.warn(f"{said}: set linear.weight, the projection's weight", DeprecationWarning, stacklevel=2)
             self.linear.weight = value
             return
         super().__setattr__(name, value)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         old = state_dict.get(f"{prefix}weight")
-        if old is not None and old.dim() == 2 and f"{prefix}linear.weight" not in state_dict:  # as earlier versions saved it
+        if old is not None and old.dim() == 2 and f"{prefix}linear.weight" not in state_dict:  # the key of earlier versions
             state_dict[f"{prefix}linear.weight"] = state_dict.pop(f"{prefix}weight")
         super()._load_from_state_dict(state_dict, prefix, *args)
 

@@ -1,4 +1,4 @@
-"""The models of Hugging Face that `from_torch` knows: a row each."""
+"""The models of Hugging Face that `from_torch` knows, one row each."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ if hasattr(nn, "LinearCrossEntropyLoss"):  # from torch 2.13 on
     TORCH[nn.LinearCrossEntropyLoss] = losses.LinearCrossEntropyLoss
 
 ROWS: tuple[tuple[str, dict[str, type]], ...] = (
-    # the module of transformers.models that defines the classes, and what each of them is
-    ("bert", {}),  # all of it is layers of torch.nn, and the activations below
+    # the module of transformers.models that defines the classes, and the base for each class
+    ("bert", {}),  # it only has layers of torch.nn and the activations below
     ("deepseek_v3", {"DeepseekV3RMSNorm": hf.RMSNorm, "DeepseekV3MLP": hf.GatedMLP}),
     ("gemma", {"GemmaRMSNorm": hf.GemmaRMSNorm, "GemmaMLP": hf.GatedMLP}),
     ("gemma2", {"Gemma2RMSNorm": hf.GemmaRMSNorm, "Gemma2MLP": hf.GatedMLP}),
@@ -64,8 +64,8 @@ _made: dict[type, type] = {}
 
 
 def swapped(cls: type) -> type | None:
-    """The class that modules of `cls` get: torch's namesake,
-    or one that is a subclass of `cls` and of what a row says that it is."""
+    """The new class for modules of `cls`: the one with torch's name, or a subclass of `cls` and of the class in its row; None if
+    `cls` is not known."""
     found, to = TORCH.get(cls), known(cls, MODELS)
     if found is None and to is not None:
         found = _made.get(cls)
@@ -77,7 +77,7 @@ def swapped(cls: type) -> type | None:
 
 
 def __getattr__(name: str) -> Any:
-    """The class that was made for one of this name, where a pickle asks for it."""
+    """The class that `swapped` makes for a known class of this name, so that pickles can be loaded."""
     for path in MODELS:
         module, _, own = path.rpartition(".")
         if own == name:

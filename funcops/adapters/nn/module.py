@@ -1,4 +1,4 @@
-"""What a module and an op have to do with each other."""
+"""`OpModule`, the base of modules that run one op."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from funcops.errors import FLOATS, describe, fail
 from funcops.trees import tensors, tree_map_tensors
 
 _compiling = torch.compiler.is_dynamo_compiling
-CACHES = ("_cfg", "_cached", "_made")  # attributes that a call finds or makes
+CACHES = ("_cfg", "_cached", "_made")  # attributes in which calls cache
 CASTING = (LOWER, FLOAT32)  # autocast's rules that give x and the parameters one dtype on any device
 UNPREPARED = object()
-PLAIN: dict[type, bool] = {Tensor: True, nn.Parameter: True, type(None): True}  # and others as they are met
+PLAIN: dict[type, bool] = {Tensor: True, nn.Parameter: True, type(None): True}  # other classes are added by `is_plain`
 
 
 class Prepared(nn.Module):
-    """A module whose config is made when it is, and made anew when its mode or dtype changes: torch.compile cannot make it,
-    but finds it."""
+    """A module that makes its config when it is constructed, and again when its mode or dtype changes, because torch.compile cannot
+    make a config, but can read one."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         recipe: Any = options.pop("recipe", None) if hasattr(self, "take") else None
@@ -40,9 +40,9 @@ class Prepared(nn.Module):
             self.take(recipe)
         prepare(self)
         if self.complete and type(self).__init__ is Prepared.__init__ and self.other_way() != self.plain:
-            self.known_cfg()  # refuses what every call would
+            self.known_cfg()  # raises the errors that every call would raise
 
-    complete = False  # whether torch's constructor sets all that the config of an OpModule is made of
+    complete = False  # whether torch's constructor sets all attributes that the config needs
 
     def train(self, mode: bool = True) -> Any:
         super().train(mode)
@@ -51,7 +51,7 @@ class Prepared(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
-        self.__dict__.pop("_cfg", None)  # the dtype may be another
+        self.__dict__.pop("_cfg", None)  # the dtype may have changed
         prepare(self)
         return self
 
@@ -63,22 +63,23 @@ class Prepared(nn.Module):
 
 
 class OpModule(Prepared):
-    """A module that runs one op: `op`, `cfg` and `op_params()` are what the functional face takes. A class of one's own says
+    """A module that runs one op; `op`, `cfg` and `op_params()` are the arguments of the functional API. A subclass defines
 
-    - `op`; `params_class`, the class of the op's params, None where it has none; `fields`, the attributes that hold the parameters,
-      in the order of `params_class`;
-    - `values`, the attributes that the config is made of. They are fields of the config by the same names; where they are not, the
-      class has a `make_cfg(self)` that returns the config of what they say. Set to another value, they make another config;
-    - `autocast`, in which dtype x and the parameters come to the op where `torch.autocast` is on: "" (the default) as they are,
-      "lower" in autocast's dtype, as for a product, "float32" in that, as for a loss; the name of an operator of torch, such as
-      "aten::layer_norm", in float32 where autocast has a rule for it;
-    - `dtypes` and `pairs`: x of a dtype that is not in `dtypes`, or not beside the first parameter's in `pairs`, is left to
-      `plain(x)`: the forward of the module of torch that the class also is, if any.
+    - `op`; `params_class`, the class of the op's params, or None if it has no params; `fields`, the attributes that hold the
+      parameters, in the order of `params_class`;
+    - `values`, the attributes from which the config is made. They have the names of the config's fields; otherwise the class
+    defines
+      `make_cfg(self)`, which returns the config. Setting one of them makes a new config;
+    - `autocast`, the dtype of x and the parameters under `torch.autocast`: "" (the default) for no cast, "lower" for autocast's
+      dtype, as for a product, "float32", as for a loss, or the name of an operator of torch, such as "aten::layer_norm", for
+      float32 if autocast has a rule for that operator;
+    - `dtypes` and `pairs`: if x's dtype is not in `dtypes`, or x's and the first parameter's are not in `pairs`, `plain(x)` runs
+      instead: the forward of the torch module from which the class also inherits, if any.
 
-    Attributes and parameters are set after `super().__init__()`, as in any module: the config is made when it is first asked for.
+    Set attributes and parameters after `super().__init__()`, as in any module: the config is made on first use.
 
-    Raises, when the class is made, `ValueError` for values that do not make a config and for an unknown `autocast`; when it is
-    called, what the op raises.
+    Defining the class raises `ValueError` for values that do not make a config and for an unknown `autocast`; a call raises the
+    op's errors.
 
     >>> import torch
     >>> from funcops import nn, softcap
@@ -102,8 +103,8 @@ class OpModule(Prepared):
     autocast: str = ""
     dtypes: frozenset[Any] = frozenset(FLOATS)
     pairs: frozenset[Any] = frozenset()
-    _of_torch: bool = False  # whether there is a forward for `plain`
-    _of_step: Any = None  # the forward that is no more than the op; a class with another one is no step of a chain
+    _of_torch: bool = False  # whether the class inherits a forward for `plain`
+    _of_step: Any = None  # the forward that only runs the op; a class with another forward cannot be a step of a chain
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -127,32 +128,32 @@ class OpModule(Prepared):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name in OpModule._read_by(self) and self.__dict__.pop("_cfg", UNPREPARED) is not UNPREPARED and not _compiling():
-            prepare(self)  # set after super().__init__(): as there, it may be complete now
+            prepare(self)  # attributes set after super().__init__() may complete the config
 
     @staticmethod
     def _read_by(module: Any) -> tuple[str, ...]:
-        """The attributes that its config is made of; none once `from_torch` has given it its class back."""
+        """The attributes from which a module's config is made; empty after `to_torch` has restored its class."""
         cls = type(module)
         return (*cls.values, *cls.fields) if issubclass(cls, OpModule) else ()
 
     @property
     def cfg(self) -> Any:
-        """The op's config, from the module's attributes as they are; absent where the op has none for them,
-        as `known_cfg()` says."""
+        """The op's config, from the module's current attributes. Raises `AttributeError` if they do not make a config;
+        `known_cfg()` raises the original error."""
         return config_or_absent(self)
 
     def known_cfg(self) -> Any:
-        """`cfg`. Raises `ValueError` for what the op does not have."""
+        """`cfg`. Raises `ValueError` for values that the op does not support."""
         made = self.__dict__.get("_cfg")
         if made is None:
             made = self.__dict__["_cfg"] = self.make_cfg()
         return made
 
     def make_cfg(self) -> Any:
-        """The config, made of `values` and `fields`; here of the config's fields that have the names of `values`. Raises
-        `ValueError` for what the op does not have."""
+        """Make the config; by default, from the attributes `values`, which have the names of its fields. Raises `ValueError` for
+        values that the op does not support."""
         if not isinstance(getattr(type(self), "op", None), Op):
-            fail(type(self).__name__, "op", "an op, as an attribute of the class", "none", TypeError)
+            fail(type(self).__name__, "op", "an op, set as an attribute of the class", "none", TypeError)
         _check_values(type(self))
         return self.op.config(**{name: getattr(self, name) for name in self.values})
 
@@ -165,14 +166,14 @@ class OpModule(Prepared):
         return x
 
     def other_way(self) -> Callable[[Any], Any] | None:
-        """What a call runs on x instead of the op on x and the parameters, for values that ask for it; None where it is the op."""
+        """The function that a call runs on x instead of the op, for values that need one; None to run the op."""
         return None
 
     def plain(self, *given: Any) -> Any:
-        """What torch's module gives, for tensors of classes of their own (a DTensor, a quantised weight), which ops do not know,
-        and for dtypes that are not the op's. Raises `TypeError` where the class is no module of torch beside."""
+        """Run torch's forward, for tensor subclasses (a DTensor, a quantised weight) and dtypes that the op does not support.
+        Raises `TypeError` if the class does not also inherit from a torch module."""
         if not self._of_torch:
-            wanted = f"plain tensors, x of {', '.join(sorted(map(str, self.dtypes)))}, as the class has no plain(x)"
+            wanted = f"plain tensors, x of {', '.join(sorted(map(str, self.dtypes)))}, because the class has no plain(x)"
             fail(type(self).__name__, "x and parameters", wanted, ", ".join(map(_kind_of, [*given, *self._own()])), TypeError)
         return super().forward(*given)  # type: ignore[misc]
 
@@ -204,7 +205,7 @@ class OpModule(Prepared):
         return run(self.op, self._params(own), given, self.known_cfg(), leaves)
 
     def followed(self, own: list[Any], given: Any, kind: str) -> Any:
-        """The op where autocast is on: outside of it, on what autocast would have cast."""
+        """Run the op outside of autocast, on tensors cast as autocast would."""
         given, own = casts(self.autocast, given, kind, own)
         with outside(kind):
             if self.autocast in CASTING or not self.fields or _compiling():
@@ -220,7 +221,7 @@ class OpModule(Prepared):
                 raise type(error)(f"{error} ({hint})") from error
 
     def launched(self, own: list[Any], given: Any) -> Any:
-        """The op, with or without autocast, for modules with a forward of their own."""
+        """Run the op, with or without autocast, for modules with their own forward."""
         kind = (given[0] if type(given) is tuple else given).device.type
         if any_autocast() and is_on(kind):
             return self.followed(own, given, kind)
@@ -238,8 +239,8 @@ OpModule._of_step = OpModule.forward
 
 
 def copied(forward: Any, theirs: Any) -> Any:
-    """A forward for one class: of code of its own, as torch.compile counts compilations by code; its first argument has the name
-    that it has in `theirs`, torch's, as callers may name it."""
+    """A copy of a forward for one class, because torch.compile counts compilations per code object. Its first argument gets the
+    name that it has in `theirs`, torch's forward, because callers may pass it by name."""
     code, names = forward.__code__, forward.__code__.co_varnames
     known = getattr(theirs, "__code__", code)
     name = known.co_varnames[1] if known.co_argcount > 1 else names[1]
@@ -254,7 +255,7 @@ def copied(forward: Any, theirs: Any) -> Any:
 
 
 def _check_values(cls: Any) -> None:
-    """Whether a config can be made of the `values` of a class without a `make_cfg` of its own."""
+    """Raise unless a config can be made from the `values` of a class without its own `make_cfg`."""
     config = cls.op.config
     fields = [f for f in dataclasses.fields(config) if f.init]
     asked = {f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING}
@@ -268,7 +269,7 @@ def _kind_of(t: Any) -> str:
 
 
 class PreparedCall:
-    """What a call of a module gives to `run` beside x, as long as the module is what it was."""
+    """The cached arguments of `run` besides x for calls of a module, valid as long as the module does not change."""
 
     __slots__ = ("before", "bounds", "cfg", "first", "leaves", "op", "params", "same")
 
@@ -297,8 +298,8 @@ class PreparedCall:
 
 
 def is_plain(t: Any) -> bool:
-    """Whether a tensor is torch's own, or a stand-in for one while torch traces, but for one of torch.fx, which records torch's
-    functions; what is no tensor is for the op to refuse."""
+    """Whether `t` is a tensor without a foreign subclass: torch's own, or a fake tensor while torch traces, but not a proxy of
+    torch.fx, which records torch's functions. Also True for other values, which the op will refuse."""
     kind = type(t)
     found = PLAIN.get(kind)
     if found is None:
@@ -307,8 +308,8 @@ def is_plain(t: Any) -> bool:
 
 
 def untouched(module: Any, fields: tuple[str, ...]) -> bool:
-    """Whether a call of the module is no more than its class's forward on plain parameters of its own. Anything else (a hook, a
-    forward of the instance, a parametrization, a pruned or sharded weight) asks for the call."""
+    """Whether a call of the module only runs its class's forward on its own plain parameters. A module with anything else (a hook,
+    a forward on the instance, a parametrization, a pruned or sharded weight) must be called."""
     state = module.__dict__
     if "forward" in state or any([state[name] for name in HOOKS]):
         return False
@@ -320,15 +321,15 @@ def untouched(module: Any, fields: tuple[str, ...]) -> bool:
 
 
 def prepare(module: Any) -> None:
-    """Make the config now, where it can be made."""
+    """Make the config now, if possible."""
     try:
         module.known_cfg()
     except (AttributeError, KeyError, TypeError, ValueError):
-        module.__dict__.setdefault("_cfg", None)  # not yet complete, or wrong: its first use says so
+        module.__dict__.setdefault("_cfg", None)  # incomplete or wrong: the first use raises
 
 
 def config_or_absent(module: Any) -> Any:
-    """A module's config; `AttributeError` where there is none, so that `hasattr` and `inspect` can ask."""
+    """A module's config. Raises `AttributeError` if it cannot be made, for `hasattr` and `inspect`."""
     try:
         return module.known_cfg()
     except (TypeError, ValueError) as error:
@@ -336,8 +337,8 @@ def config_or_absent(module: Any) -> Any:
 
 
 def functional(module: Any) -> tuple[Op, Any, Any]:
-    """`(op, cfg, params)` of a module or of a Sequential of them, for `op.fwd(params, x, cfg)`: params are detached views of the
-    module's own, so that an update in place is seen by both. Raises `ValueError` for a Sequential that is not one chain.
+    """Return `(op, cfg, params)` of a module, or a Sequential of modules, for `op.fwd(params, x, cfg)`: params are detached views
+    of the module's parameters, so that both see an in-place update. Raises `ValueError` for a Sequential that is not one chain.
 
     >>> import torch
     >>> from funcops import nn

@@ -1,4 +1,4 @@
-"""What classes of other libraries are: known by where they are defined, so that nothing is imported for them."""
+"""Recognition of other libraries' classes by the place of their definition, so that these libraries need not be imported."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ ACTS = frozenset(GATES)
 
 
 def known(cls: type, table: dict[str, Any]) -> Any:
-    """What the table has for a class, by where it is defined: a class of the same name elsewhere is another, and so is one whose
-    forward was replaced or wrapped."""
+    """The table's entry for a class, by module and name; None for a class of the same name from elsewhere, or one whose forward was
+    replaced or wrapped."""
     found = table.get(f"{cls.__module__}.{cls.__qualname__}")
     if found is None or getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is not cls:
         return None
@@ -54,18 +54,18 @@ def known(cls: type, table: dict[str, Any]) -> Any:
     return found if own else None
 
 
-ORIGINALS: dict[type, type] = {}  # of classes that were made for those of a row
+ORIGINALS: dict[type, type] = {}  # the originals of classes that `swapped` has made
 _kinds: dict[type, str] = {}
 
 
 def kind_of(module: Any) -> str | None:
-    """What a part of an MLP is, if a call of it is no more than that."""
+    """The kind of a layer of an MLP, or None if its call may do more."""
     cls = type(module)
     kind = _kinds.get(cls)
     if kind is None:
         kind = known(ORIGINALS.get(cls, cls), KINDS)
         if kind is None:
-            return None  # and is not remembered: such classes are made on the fly
+            return None  # not cached: such classes may be made on the fly
         _kinds[cls] = kind
     if kind in _VARIANTS:
         return _VARIANTS[kind](module.__dict__)

@@ -1,7 +1,7 @@
-"""Linear modules in low precision: a recipe each, and weights that are quantised once a step.
+"""Linear modules in low precision, each with a recipe, and weights that are quantised once per step.
 
-Parameters stay what they are, in high precision, and gradients come there. A layer quantises its weight in every call, or reads the
-codes that `quantize_weights(model)` has put beside it, which are refused once the parameter was written to.
+Parameters and their gradients stay in high precision. A layer quantises its weight in every call, or reads the codes that
+`quantize_weights(model)` has stored beside it, which become invalid when the parameter is written to.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from funcops.errors import StaleResidualError, describe, fail, require, require_
 from funcops.formats import QTensor, QWeight, quantized_weight
 from funcops.formats.recipes import Recipe
 from funcops.ops.linear import LinearParams
-from funcops.ops.qlinear import op_of
+from funcops.ops.qlinear import qlinear
 
 _none: Any = None
 _empty = QTensor(_none, _none, None, format=_none, shape=_none, dtype=_none, side="row", hadamard=False)
-NO_GRADIENT = QWeight(_empty, _empty, None)  # of codes
+NO_GRADIENT = QWeight(_empty, _empty, None)  # the gradient of codes
 
 
 def take_recipe(where: str, module: Any, recipe: Any) -> None:
-    """Let a `fnn.Linear` compute by a recipe. Raises `TypeError` for what is no recipe, and `ValueError` for one with state and for
-    sizes that it does not serve; the module is then as it was."""
+    """Set a recipe on an `nn.Linear`. Raises `TypeError` if it is not a recipe, `ValueError` for a recipe with state and for sizes
+    that it does not support; the module is then unchanged."""
     require_type(where, "recipe", recipe, Recipe)
     if recipe.delayed:
         expected = "one without state (its scales are the caller's: funcops.nn.functional(model), with_recipe, recipe_init)"
@@ -38,7 +38,7 @@ def take_recipe(where: str, module: Any, recipe: Any) -> None:
     keyless = "one that rounds to nearest (a module has no key; quantize_params(params, cfg, key=key) takes one)"
     require(not recipe.stochastic, where, "recipe", keyless, recipe)
     before = dict(vars(module))
-    module.recipe, module.op = recipe, op_of(recipe)
+    module.recipe, module.op = recipe, qlinear
     try:
         module.known_cfg()
     except BaseException:
@@ -48,17 +48,17 @@ def take_recipe(where: str, module: Any, recipe: Any) -> None:
 
 
 def quantize_weights(model: nn.Module, *, dtype: torch.dtype | None = None, columns: bool = True) -> list[str]:
-    """Quantise the weight of every `fnn.Linear` with a recipe in `model`, once: all calls until the next update read these codes.
-    To be called once a step, before its first microbatch. Returns the paths of the modules.
+    """Quantise the weight of every `funcops.nn.Linear` with a recipe in `model`: all calls until the next update read these codes.
+    Call it once per step, before the first microbatch. Returns the paths of the modules.
 
-    `dtype`: in which the layers will compute where that is not the parameters' own (as under autocast). `columns`: make the codes
-    that dx reads now, or else in every backward. Codes are beside the parameter: no buffer, not in `state_dict`, and a copy of the
-    module has none. A call after the parameter was written to or replaced raises `StaleResidualError` with the module's path.
-    torch.compile reads no codes: a compiled layer quantises its weight in every call. Nor does a CUDA graph: it is captured before
-    any call of this, and quantises in every replay.
+    `dtype`: the layers' compute dtype, if it differs from the parameters' (as under autocast). `columns`: whether to make the codes
+    for dx now, or in every backward. The codes are not a buffer, not in `state_dict`, and not in a copy of the module. A call after
+    the parameter was written to or replaced raises `StaleResidualError` with the module's path. A layer compiled by torch.compile
+    does not read the codes: it quantises its weight in every call. Capture CUDA graphs before the first call of this function: they
+    quantise in every replay.
 
-    Raises `ValueError` for a model without such a layer, and `TypeError` for weights that are no plain tensors (under `fully_shard`
-    layers quantise the gathered weight in every call).
+    Raises `ValueError` for a model without such a layer, and `TypeError` for weights that are not plain tensors (under
+    `fully_shard` layers quantise the gathered weight in every call).
 
     >>> import torch
     >>> from funcops import nn
@@ -81,14 +81,14 @@ def quantize_weights(model: nn.Module, *, dtype: torch.dtype | None = None, colu
         vars(module)["forward"] = Held(path, module, dtype, columns)
     for module in model.modules():
         if isinstance(module, Prepared):
-            prepare(module)  # the layers of a chain are called now; a compiler finds it known
+            prepare(module)  # a chain now calls its layers; a compiler then finds that cached
     return list(found)
 
 
 class Held:
     """The forward of a module that reads codes of its weight."""
 
-    transient = True  # no part of a copy
+    transient = True  # not copied with the module
 
     def __init__(self, path: str, module: Any, dtype: torch.dtype | None, columns: bool) -> None:
         self.path, self.module, self.parameter = path, module, module._parameters["weight"]
@@ -104,7 +104,7 @@ class Held:
         if weight is not self.parameter or self.weight.stale():
             raise StaleResidualError(
                 f"funcops.nn.Linear {self.path or '(the model)'}: the weight must be as quantize_weights(model) found it, got one "
-                "that was written to or replaced since. Call it again after an update; graphs are captured before any call"
+                "that was written to or replaced since. Call it again after an update; capture CUDA graphs before its first call"
             )
         if not (any_autocast() and is_on(x.device.type)):
             return run(held(module.op), LinearParams(weight, bias), (x, self.weight), module.known_cfg())
@@ -115,7 +115,7 @@ class Held:
 
 @functools.cache
 def held(op: Op) -> Op:
-    """The op with x `(x, QWeight)`: it reads the codes for y and dx, and gives dw for the weight in params."""
+    """The op for x `(x, QWeight)`: it reads the codes for y and dx, and returns dw for the weight in params."""
 
     def fwd(params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> Any:
         given, weight = x

@@ -1,4 +1,4 @@
-"""What `from_torch` and `to_torch` say that they did."""
+"""The report of `from_torch` and `to_torch`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ SHOWN = 3  # paths of a kind in the summary
 class Change(NamedTuple):
     path: str
     before: str
-    after: str  # the class now, or why it stayed
+    after: str  # the new class, or the reason why the module was left
 
 
 class Replaced(NamedTuple):
-    """The modules that changed their class, the layers that were left, with the reason, and those that ran on funcops already.
+    """The modules that changed their class, the layers that were left, with the reason, and the layers already on funcops.
 
-    Printed, a summary: a line for each kind, with a count and the first paths. `details()` has a line for each module.
+    `str()` gives a summary with a line per kind, its count and first paths; `details()` gives a line per module.
     """
 
     replaced: list[Change]
@@ -34,14 +34,14 @@ class Replaced(NamedTuple):
         return str(self)
 
     def details(self) -> str:
-        """A line for each module: its path, what it was, and what it is now or why it stayed."""
+        """A line per module: its path, its old class, and its new class or the reason why it was left."""
         lines = [f"{c.path or '(the model)'}: {c.before} -> {c.after}" for c in self.replaced]
         lines += [f"{c.path or '(the model)'}: {c.before} left: {c.after}" for c in self.left]
         return "\n".join(lines + [f"{c.path or '(the model)'}: {c.before} already {c.after}" for c in self.already])
 
 
 def _kinds(changes: list[Change], wording: str) -> list[str]:
-    """A line for each kind of change, in the order of the first of each."""
+    """A line per kind of change, in the order in which they first occur."""
     kinds: dict[Any, list[str]] = {}
     for path, before, after in changes:
         kinds.setdefault((before, after), []).append(path or "(the model)")

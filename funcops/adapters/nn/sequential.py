@@ -1,4 +1,4 @@
-"""`Sequential`: runs of funcops modules as one chain each: one autograd node, planned and fused."""
+"""`Sequential`: each run of funcops modules as one chain, with one autograd node, planned and fused."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ _compiling = torch.compiler.is_dynamo_compiling
 
 
 class Group:
-    """Neighbours that run as one chain; or one ordinary module. Small inputs run on `small`, which computes nothing again."""
+    """Neighbouring modules that run as one chain, or one ordinary module. Small inputs run with `small`, which recomputes
+    nothing."""
 
     def __init__(self, named: list[tuple[str, Any]], cfg: ChainConfig | None) -> None:
         self.names, self.modules, self.cfg = [n for n, _ in named], [m for _, m in named], cfg
         self.small = None if cfg is None else dataclasses.replace(cfg, recompute=False)
-        self.in_order = [module for _, module in sorted(named, key=lambda pair: pair[0])]  # of the leaves of a dict
-        self.dtypes: Any = getattr(self.modules[0], "dtypes", frozenset())  # of an x
+        self.in_order = [module for _, module in sorted(named, key=lambda pair: pair[0])]  # the order of a dict's leaves
+        self.dtypes: Any = getattr(self.modules[0], "dtypes", frozenset())  # of x
         self.own: list[Any] = []
         self.leaves: list[Any] = []  # of `params`
         self.params: Any = None
@@ -40,7 +41,7 @@ class Group:
         self.small_bounds: dict[Any, Any] = {}
 
     def refresh(self) -> None:
-        """Take the modules' parameters as they are."""
+        """Read the modules' current parameters."""
         own: list[Any] = []
         for module in self.in_order:
             own += module._own()
@@ -67,7 +68,7 @@ class Group:
         return x
 
     def followed(self, x: Any, kind: str) -> Any:
-        """Where autocast is on: one chain where every step of it would run in autocast's dtype."""
+        """Run under autocast: as one chain if every step would run in autocast's dtype, else one by one."""
         dtype = torch.get_autocast_dtype(kind)
         lower = x.dtype is dtype or (x.dtype in CAST and self.modules[0].autocast == LOWER)
         if not lower or not all([m.autocast == LOWER or not m.fields for m in self.modules]):
@@ -84,8 +85,8 @@ class Group:
 
 
 class Sequential(Prepared, nn.Sequential):
-    """`torch.nn.Sequential` whose runs of funcops modules are each one `chain`: what a step reads of a cheap one before it is
-    computed again, and fused kernels run where there are some. An ordinary module, or one with hooks, splits a run.
+    """`torch.nn.Sequential` that runs neighbouring funcops modules as one `chain`, which recomputes the outputs of recomputable
+    steps and uses fused kernels. An ordinary module, or a module with hooks, splits the chain.
 
     >>> import torch
     >>> from funcops import nn
@@ -104,7 +105,7 @@ class Sequential(Prepared, nn.Sequential):
 
     @property
     def cfg(self) -> ChainConfig:
-        """The chain that all modules are, where they are one; absent where they are not."""
+        """The chain of all modules. Raises `AttributeError` if they are not one chain."""
         return config_or_absent(self)  # type: ignore[no-any-return]
 
     def known_cfg(self) -> ChainConfig:
@@ -123,7 +124,7 @@ class Sequential(Prepared, nn.Sequential):
         return groups[0]
 
     def _groups(self) -> list[Group]:
-        """The groups, made anew when a module, its config or its hooks have changed."""
+        """The groups, cached until a module, its config or its hooks change."""
         if _compiling():
             self._looked_through_while_tracing()
         cached = self.__dict__.get("_cached")
@@ -132,16 +133,16 @@ class Sequential(Prepared, nn.Sequential):
         return cached.groups  # type: ignore[no-any-return]
 
     def _looked_through_while_tracing(self) -> bool:
-        """Make the groups where they are others: a tracer cannot make a config, but finds one."""
-        with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError), reading():  # it comes upon the error itself
+        """Update the groups outside of the traced code: a tracer cannot make a config, but can read one."""
+        with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError), reading():  # the tracer will meet the same error
             self._looked_through(self.__dict__.get("_cached"))
         return True
 
-    # What `torch.compiler.assume_constant_result` does, which would import the compiler: the tracer runs it.
+    # Makes the tracer run it, as `torch.compiler.assume_constant_result` would, which imports the compiler.
     _looked_through_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _looked_through(self, cached: Any) -> Any:
-        """Each module looked at by itself."""
+        """Check every module, and make the groups again if any has changed."""
         seen, modules = watched(), list(self._modules.values())
         now = [m if seen or not _joins(m) else m.known_cfg() for m in modules]
         if (
@@ -158,15 +159,15 @@ class Sequential(Prepared, nn.Sequential):
 
 
 class Cached:
-    """The groups of modules that were as `now` says: the config of each that joins, else the module."""
+    """The groups of modules. `now`: for each module, its config if it can join a chain, else the module itself."""
 
     def __init__(self, now: list[Any], modules: list[Any], groups: list[Group]) -> None:
         self.now, self.modules, self.groups = now, modules, groups
-        self.same: Any = None  # where all join: whether they are still what they were; else each is looked at
+        self.same: Any = None  # if all modules join: a function that checks whether they are unchanged
         self.before: Any = None
 
     def refresh(self) -> None:
-        """Take the modules' parameters as they are."""
+        """Read the modules' current parameters."""
         for group in self.groups:
             if group.cfg is not None:
                 group.refresh()
@@ -177,8 +178,8 @@ class Cached:
 
 
 def _joins(module: Any) -> bool:
-    """Whether the module may be a step of a chain: it takes x alone, and a call of it would be no more than its op. One that writes
-    to its x may, where that is an earlier step's y, which nobody else has."""
+    """Whether the module can be a step of a chain: it takes only x, and its call only runs its op. A module that writes to its x
+    can, if x is an earlier step's y, which no one else has."""
     if not isinstance(module, OpModule) or type(module).forward is not type(module)._of_step:
         return False
     return untouched(module, module.fields) and (_in_place(module) or module.other_way() is None)
@@ -201,7 +202,7 @@ def _grouped(modules: dict[str, Any], joins: list[bool]) -> list[Group]:
 
     for i, (name, module) in enumerate(modules.items()):
         if joins[i] and isinstance(module, Dropout) and module.rests():
-            continue  # it gives x itself
+            continue  # it returns x itself
         if joins[i] and (joined or not _in_place(module)):
             joined.append((f"m{i}", module))  # a module's name need not be an identifier
         else:

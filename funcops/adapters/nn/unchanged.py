@@ -1,19 +1,20 @@
-"""Whether modules are what they were at the call before: asked in every call of one, so written out as one expression a module.
+"""A check whether modules are unchanged since their last call. It runs in every call, so it is generated as one expression per
+module.
 
-A module whose op is called for it must be no more than its class's forward on parameters of its own. Whatever could make it more is
-looked at each time: its class and that class's forward, its config, hooks, a forward of the instance, each parameter and the class
-of that (what is swapped in place keeps its identity).
+A module whose op is called directly must only run its class's forward on its own parameters. So the check covers all that could
+change this: its class and the class's forward, its config, hooks, a forward on the instance, and each parameter and its class
+(a tensor that is swapped in place keeps its identity).
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-import linecache
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.nn.modules import module as hooks
+
+from funcops.backend.source import compile_source
 
 Same = Callable[[Any, Any], bool]
 
@@ -28,13 +29,13 @@ def watched() -> bool:
 
 
 def parameters_of(module: Any, fields: Sequence[str]) -> tuple[Any, ...]:
-    """What `same_parameters` compares with: each parameter and its class."""
+    """The state that `same_parameters` compares: each parameter and its class."""
     found = [module._parameters[name] for name in fields]
     return tuple([part for t in found for part in (t, type(t))])
 
 
 def state_of(modules: Sequence[Any], fields: Sequence[Sequence[str]]) -> tuple[Any, ...]:
-    """What `same_modules` compares with."""
+    """The state that `same_modules` compares."""
     parts: list[Any] = []
     for module, names in zip(modules, fields, strict=True):
         parts += (module, type(module), type(module).forward, module.__dict__["_cfg"], *parameters_of(module, names))
@@ -43,13 +44,13 @@ def state_of(modules: Sequence[Any], fields: Sequence[Sequence[str]]) -> tuple[A
 
 @functools.cache
 def same_parameters(fields: tuple[str, ...]) -> Same:
-    """`same(parameters, before)` for a module's dict of them."""
+    """Generate `same(parameters, before)` for a module's dict of parameters."""
     return _compiled("parameters, before", _unpacked(_names("", fields)) + [f"    return {_same('parameters', '', fields)}"])
 
 
 @functools.cache
 def same_modules(fields: tuple[tuple[str, ...], ...]) -> Same:
-    """`same(modules, before)` for a container's dict of modules with these fields."""
+    """Generate `same(modules, before)` for a container's dict of modules with these fields."""
     heads = [[f"m{i}", f"k{i}", f"f{i}", f"c{i}", *_names(str(i), own)] for i, own in enumerate(fields)]
     lines = [f"    if len(modules) != {len(fields)} or {WATCHED}: return False", *_unpacked([n for head in heads for n in head])]
     if fields:
@@ -67,7 +68,6 @@ def same_modules(fields: tuple[tuple[str, ...], ...]) -> Same:
 
 
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-_numbers = itertools.count()
 
 
 def _names(of: str, fields: Sequence[str]) -> list[str]:
@@ -79,15 +79,11 @@ def _unpacked(names: list[str]) -> list[str]:
 
 
 def _same(parameters: str, of: str, fields: Sequence[str]) -> str:
-    """An expression; a parameter that is not there is None to nobody."""
+    """The expression that compares parameters; the sentinel `s_` distinguishes a missing parameter from None."""
     each = [f"{parameters}.get({n!r}, s_) is t{of}_{n} and type(t{of}_{n}) is y{of}_{n}" for n in fields]
     return " and ".join(each) or "True"
 
 
 def _compiled(arguments: str, lines: list[str]) -> Same:
     text = f"def same({arguments}):\n" + "\n".join(lines) + "\n"
-    file = f"<funcops unchanged {next(_numbers)}>"
-    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
-    scope: dict[str, Any] = {"hooks": hooks, "s_": object()}
-    exec(compile(text, file, "exec"), scope)
-    return scope["same"]  # type: ignore[no-any-return]
+    return compile_source("unchanged modules", text, {"hooks": hooks, "s_": object()})["same"]  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Schedules on the processes of a group: `Pipeline` over a staged chain, `split_stage` for models of modules under
+"""Pipeline schedules on the processes of a group: `Pipeline` for a staged chain, `split_stage` for modules under
 torch.distributed.pipelining's own schedules, and `BucketedMean` for gradients of data-parallel replicas."""
 
 from funcops.adapters.bucketed_mean import BucketedMean

@@ -1,5 +1,5 @@
-"""What lies between stages, from an example of one microbatch; and whether params and microbatches are like it, which is asked
-before a step begins: in its middle the other ranks would wait for a message that does not come."""
+"""The boundaries between stages, from an example of one microbatch, and a check that params and microbatches fit it. The check runs
+before a step begins: an error in its middle would leave the other ranks waiting for a message."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from funcops.program.run import tied
 from funcops.program.values import abstract_params
 from funcops.trees import WithExtras, fake, leaves, paths, tensors, tree_map_tensors
 
-ERRORS = (ValueError, TypeError, RuntimeError)  # of operators and of torch, for what does not fit
+ERRORS = (ValueError, TypeError, RuntimeError)  # raised by operators and torch for tensors that do not fit
 
 
 class Boundaries:
-    """`trees`: what every stage is given and the last gives, as fake tensors. dtype: of params."""
+    """`trees`: the input of every stage and the output of the last, as fake tensors. `dtype`: the dtype of params."""
 
     def __init__(self, cfg: ChainConfig, x: Any, dtype: torch.dtype) -> None:
         self.cfg, self.dtype = cfg, dtype
@@ -38,8 +38,8 @@ class Boundaries:
                     fail("Pipeline", f"y of stage {i - 1}", "tensors, to be sent", describe(t), TypeError)
 
     def check_inputs(self, where: str, mains: Sequence[Any], extras: Sequence[dict[str, Any]], first: bool) -> None:
-        """Raises for a microbatch of which stages would not make what they make of the example. `first`: whether the main value is
-        read here."""
+        """Raise for a microbatch for which a stage's output would differ from the example's in shape or dtype. `first`: whether
+        this rank reads the main value."""
         for m, (main, more) in enumerate(zip(mains, extras, strict=True)):
             given = main if first else self.main
             found = looks(self._whole(given, more))
@@ -50,7 +50,7 @@ class Boundaries:
             self._fit.add(found)
 
     def check_params(self, where: str, own: Mapping[str, Any]) -> None:
-        """Raises for params all of another dtype than was told, unless what their stages give is of the told one nevertheless."""
+        """Raise if all params have another dtype than `dtype`, unless their stages' outputs are the same as the example's."""
         dtypes = {t.dtype for t in tensors(own) if t.is_floating_point()}
         if len(dtypes) != 1 or dtypes <= self._fit_dtypes:
             return
@@ -65,11 +65,11 @@ class Boundaries:
                 except ERRORS:
                     y = None
                 if y is None or looks(y) != looks(self.trees[index + 1]):
-                    fail(where, "params", f"{short(self.dtype)}, as Pipeline was told", f"{short(dtype)}: give it dtype={dtype}")
+                    fail(where, "params", f"{short(self.dtype)}, Pipeline's dtype", f"{short(dtype)}: make it with dtype={dtype}")
         self._fit_dtypes.add(dtype)
 
     def _of_example(self, x: Any) -> list[Any]:
-        """An error of a stage would be its operator's, which does not know where the dtype comes from."""
+        """The boundaries of the example x. An error about dtypes names Pipeline's dtype, which a stage's operator does not know."""
         try:
             return self._through(self.main, self.extras)
         except ERRORS as error:
@@ -77,7 +77,7 @@ class Boundaries:
             if len(others) != 1:
                 raise
             (dtype,) = others
-            expected = f"such that an x of {short(dtype)} goes through the stages (is it dtype={dtype}?)"
+            expected = f"such that the stages accept an x of {short(dtype)} (try dtype={dtype})"
             raise ValueError(f"Pipeline: dtype must be {expected}, got {short(self.dtype)}: {error}") from error
 
     def _forward(self, index: int, params: Any, main: Any, extras: dict[str, Any]) -> Any:
@@ -105,11 +105,11 @@ class Boundaries:
         want, got = paths(self._whole(self.main, self.extras)), paths(given)
         path = next(path for path in (*want, *got) if _look(want.get(path)) != _look(got.get(path)))
         what = f"microbatch {m} of xs{', ' if path else ''}{path}"
-        fail(where, what, f"{describe(want.get(path))}, as that of the example x", describe(got.get(path)))
+        fail(where, what, f"{describe(want.get(path))}, as in the example x", describe(got.get(path)))
 
 
 def looks(tree: Any) -> tuple[Any, ...]:
-    """Shapes and dtypes, by path."""
+    """The shapes and dtypes of a tree, by path."""
     return tuple((path, _look(value)) for path, value in paths(tree).items())
 
 

@@ -1,4 +1,4 @@
-"""Messages between ranks, by `torch.distributed.batch_isend_irecv`; and numbers that all ranks tell each other."""
+"""Messages between ranks, by `torch.distributed.batch_isend_irecv`, and an all-gather of small numbers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 from funcops.schedule.actions import Action
 from funcops.schedule.exchange import Exchange
 
-Values = tuple[Any, ...]  # the leaves of what lies between two stages: tensors, and None where there is no gradient
+Values = tuple[Any, ...]  # the leaves of the boundary of two stages: tensors, and None without a gradient
 
 
 class Started(NamedTuple):
-    """A message on its way: its leaves, and what there is to wait for."""
+    """A message in flight: its leaves, and the handles to wait for."""
 
     values: Values
     works: Sequence[Any]
@@ -29,10 +29,10 @@ class Started(NamedTuple):
 
 
 class Messages:
-    """What this rank sends and receives. `boundaries[s]`: examples of the leaves that stage s is given; `gradients[s]`: whether
-    gradients of these go back. Shapes and dtypes are known from the examples, so that nothing but values is sent.
+    """The messages that this rank sends and receives. `boundaries[s]`: examples of the input leaves of stage s; `gradients[s]`:
+    whether their gradients are sent back. The examples give shapes and dtypes, so that only values are sent.
 
-    What was started is kept until it is waited for: a backend may still read it."""
+    A started message is kept until it is waited for, because a backend may still read it."""
 
     def __init__(self, boundaries: Sequence[Values], gradients: Sequence[bool], device: torch.device, group: Any) -> None:
         self.boundaries, self.gradients, self.device, self.group = boundaries, gradients, device, group
@@ -41,11 +41,11 @@ class Messages:
         self._coming: dict[Action, Started] = {}
 
     def put(self, message: Action, values: Values) -> None:
-        """Have the leaves of a message sent, when its exchange starts."""
+        """Store the leaves of a message until its exchange starts."""
         self._given[message] = values
 
     def start(self, exchange: Exchange) -> None:
-        """One batch for all messages of an exchange."""
+        """Start all messages of an exchange in one batch."""
         batch: list[tuple[dict[Action, Started], Action, Values, Any]] = [
             *((self._sent, one, self._leaves(one, self._given.pop(one)), dist.isend) for one in exchange.sends),
             *((self._coming, one, self._leaves(one), dist.irecv) for one in exchange.receives),
@@ -56,27 +56,28 @@ class Messages:
         works = dist.batch_isend_irecv(list(itertools.chain(*ops))) if count else []
         left = iter(works)
         for (into, message, values, _), own in zip(batch, ops, strict=True):
-            # where the backend makes one work of a batch, each of its messages waits for all
+            # if the backend returns one handle for a batch, each of its messages waits for the whole batch
             waits = list(itertools.islice(left, len(own))) if len(works) == count else works
             into[message] = Started(values, waits)
 
     def take(self, message: Action) -> tuple[Values, bool]:
-        """The leaves of a message, once they are there, and whether any was sent."""
+        """Wait for a message. Returns its leaves, and whether any tensor was sent."""
         started = self._coming.pop(message)
         return started.wait(), bool(started.works)
 
     def forget(self, messages: Sequence[Action]) -> None:
-        """Drop what was sent, once it has gone."""
+        """Wait until these messages are sent, and drop them."""
         for message in messages:
             self._sent[message].wait()
             del self._sent[message]
 
     def finish(self) -> None:
-        """Wait for all that was sent."""
+        """Wait for all messages that were sent."""
         self.forget(tuple(self._sent))
 
     def _leaves(self, message: Action, given: Values | None = None) -> Values:
-        """Those of the given ones that are sent, or memory to receive them. A gradient that is None is zero to its reader."""
+        """The leaves of a message that are sent, taken from `given`, or memory to receive them. A None gradient is sent as
+        zeros."""
         forward = message.kind == "F"
         examples = self.boundaries[message.stage + 1 if forward else message.stage]
         goes = [forward or (self.gradients[message.stage] and t.is_floating_point()) for t in examples]
@@ -92,7 +93,7 @@ class Messages:
 
 
 def from_all(numbers: Sequence[int], device: torch.device, group: Any) -> list[list[int]]:
-    """The numbers of every rank of the group, which all give as many: a small all-reduce, and a wait for the device."""
+    """Gather `numbers`, of the same length on every rank of the group, by a small all-reduce and a host sync."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     found = torch.zeros(size, len(numbers), dtype=torch.int64, device=device)
     found[rank] = torch.tensor(numbers, dtype=torch.int64, device=device)

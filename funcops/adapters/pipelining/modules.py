@@ -1,5 +1,5 @@
-"""`split_stage`: a stage of torch.distributed.pipelining for an `nn.Module` made of `funcops.nn`, driven by autograd, whose weight
-gradients run where the schedule says W."""
+"""`split_stage`: a stage of torch.distributed.pipelining for an `nn.Module` of `funcops.nn` layers, driven by autograd, whose
+weight gradients run at the schedule's W."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def split_stage(
     *,
     group: Any = None,
 ) -> Any:
-    """A `torch.distributed.pipelining.PipelineStage` for any of torch's schedules. Its backward computes input gradients and leaves
-    weight gradients in a store; torch's `dw_builder` takes them out after each, to be run at that microbatch's W (or at once, in a
-    B).
+    """Make a `torch.distributed.pipelining.PipelineStage` for any of torch's schedules. Its backward computes input gradients and
+    leaves weight gradients in a store; torch's `dw_builder` takes them out after each backward and runs them at that microbatch's W
+    (or immediately, in a B).
 
-    Weight gradients are those of `funcops.nn` modules and `differentiable` ops; those of other modules come with the input
+    Only weight gradients of `funcops.nn` modules and `differentiable` ops are delayed; other modules compute theirs with the input
     gradients. `input_args` and `output_args`: examples for one microbatch (with the `requires_grad` that they will have); without
-    them torch finds the shapes in a dry run, forward and backward, on made-up values. The store is open in real backwards alone:
-    what a dry run left there, the first microbatch's W would add to the gradients.
+    them torch infers the shapes in a dry run, forward and backward, on dummy values. The store is not open in a dry run, whose
+    weight gradients the first microbatch's W would otherwise add.
     """
     from funcops.adapters.pipelining.torch_stages import SplitStage
 

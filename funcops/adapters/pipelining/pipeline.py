@@ -1,4 +1,4 @@
-"""`Pipeline`: a schedule over a staged chain, on the ranks of a process group. No autograd takes part."""
+"""`Pipeline`: a schedule over a staged chain, on the ranks of a process group, without autograd."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from funcops.trees import WithExtras, leaves, put, with_leaves
 
 
 class Stepped(NamedTuple):
-    """Of a step on this rank: y of each microbatch, where it has the last stage, else None; the gradients of its stages' params, by
-    stage; dx of each microbatch (its main value where it has the first stage; of extras, this rank's part); the most bytes of
-    residuals and pendings, net of params and of x, that it held. A chain with outputs has a y on every rank, of its main value
-    where it has the last stage, and of the outputs of its stages; the rest is None."""
+    """Results of a step on this rank. `ys`: y of each microbatch if the rank has the last stage, else None. `dparams`: the
+    gradients of its stages' params, by stage. `dxs`: dx of each microbatch (the main value's if the rank has the first stage; for
+    extras, this rank's part). `peak_bytes`: the most bytes of residuals and pendings held, without params and x. A chain with
+    outputs has ys on every rank, with the main value if it has the last stage, and with the outputs of its stages; other entries
+    are None."""
 
     ys: list[Any] | None
     dparams: dict[str, Any]
@@ -40,12 +41,12 @@ class Pipeline:
         pipeline = Pipeline(zb_v(2, 8), cfg, x)            # on every rank
         ys, dparams, dxs, _ = pipeline.step(params, xs)    # params of this rank's stages
 
-    Messages go by `torch.distributed.batch_isend_irecv` (Gloo, NCCL), in an order that follows from the schedule and lets no ranks
-    wait for each other. x: an example of one microbatch, from which the shapes are read. dtype: that of params, by default torch's.
-    `group`: as many processes as the schedule has ranks. Ties between stages of one rank hold; others are refused.
+    Messages are sent by `torch.distributed.batch_isend_irecv` (Gloo, NCCL), in an order that follows from the schedule and cannot
+    deadlock. x: an example of one microbatch, which gives the shapes. dtype: the dtype of params, by default torch's. `group`: as
+    many processes as the schedule has ranks. Ties between stages of one rank are supported; others are refused.
 
-    All ranks make it together: they compare their schedules and shapes. Raises `ValueError` or `TypeError` where these do not fit,
-    on all ranks where they differ; `RuntimeError` where another rank could not make it.
+    All ranks must make it together: they compare their schedules and shapes. Raises `ValueError` or `TypeError` if these do not
+    fit, on all ranks if they differ; `RuntimeError` if another rank could not make it.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Pipeline:
         self.names = tuple(self.cfg.steps[index].name for index in self.runtime.stages)
 
     def _compare(self, fault: Exception | None) -> None:
-        """With the other ranks, before any message: one that is not expected would be waited for without end."""
+        """Compare the schedule and boundaries with the other ranks, before any message: an unexpected message would hang."""
         said = ("", "")
         if fault is None:
             between = [looks(tree) for tree in self.boundaries[1:-1]], self.runtime.messages.gradients
@@ -99,11 +100,11 @@ class Pipeline:
             raise fault
         for rank, row in enumerate(rows):
             if row[0]:
-                raise RuntimeError(f"Pipeline: every rank must be able to make it, got an error on rank {rank}: see what that said")
-        for i, what in enumerate(("schedule", "what lies between stages (by cfg, x, dtype and needs)"), 1):
+                raise RuntimeError(f"Pipeline: every rank must be able to make it, got an error on rank {rank}: see its message")
+        for i, what in enumerate(("schedule", "boundaries of stages (from cfg, x, dtype and needs)"), 1):
             other = next((rank for rank, row in enumerate(rows) if row[i] != rows[0][i]), None)
             if other is not None:
-                fail("Pipeline", what, "the same on all ranks", f"another on rank {other} than on rank 0")
+                fail("Pipeline", what, "the same on all ranks", f"different ones on rank {other} and rank 0")
 
     def step(
         self,
@@ -116,19 +117,18 @@ class Pipeline:
         check_finite: bool = True,
         losses: tuple[str, ...] = (),
     ) -> Stepped:
-        """One pass of the schedule. `params` and `into`: by stage, those of this rank (`names`), others are not looked at; xs,
-        dys, `into`, `done` and `losses` as in `funcops.schedule.run`; the main value of an x is read on the rank of the first
-        stage, extras on all. Without dys the gradients are those of the mean of the microbatches' losses: give dys where
-        microbatches count different numbers of labels, as `run` says.
+        """Run the schedule once. `params` and `into`: dicts by stage, in which only this rank's stages (`names`) are read; xs, dys,
+        `into`, `done` and `losses` are as in `funcops.schedule.run`; the main value of an x is read on the rank of the first stage,
+        extras on all. Without dys, the gradients are of the mean of the microbatches' losses: pass dys if microbatches count
+        different numbers of labels, as in `run`.
 
-        Raises `ValueError` for params or a microbatch of other shapes or dtypes than the example's, before any action and with
-        its number; and what a stage raises, on its rank; the others then wait for the process group's timeout. `check_finite`:
-        where a loss or a gradient is not finite, all ranks raise `FloatingPointError`; it costs a small all-reduce and a wait for
-        the device.
+        Raises `ValueError` for params or a microbatch whose shapes or dtypes differ from the example's, before any action and with
+        its number. An error in a stage is raised on its rank; the others then wait for the process group's timeout. `check_finite`:
+        if a loss or a gradient is not finite, all ranks raise `FloatingPointError`; it costs a small all-reduce and a host sync.
         """
         if self._failed:
             raise RuntimeError(
-                "Pipeline: must not be used after a step that failed: its messages may still be on their way. Make a new one"
+                "Pipeline: must not be used after a step that failed: its messages may still be in flight. Make a new one"
             )
         for name in self.names:
             for what, tree in (("params", params), ("into", into)):
@@ -209,11 +209,11 @@ class _Work:
         return self._sent(f"dx of stage {index}", dx, self.of.boundaries[index])
 
     def _sent(self, what: str, tree: Any, example: Any) -> Values:
-        """The leaves as they are sent, after a check that the other side expects them so."""
+        """Check that the receiver expects the leaves of `tree`, and return them contiguous, ready to send."""
         found = leaves(tree)
         for t, want in zip(found, leaves(example), strict=True):
             if t is not None and (t.shape != want.shape or t.dtype != want.dtype):
-                fail("Pipeline.step", what, f"{describe(want)}, as for the example x", describe(t))
+                fail("Pipeline.step", what, f"{describe(want)}, as with the example x", describe(t))
         return tuple(None if t is None else t.contiguous() for t in found)
 
     def dparams(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The actions of a rank, in order, and the messages between them: what an action does comes from `Work`."""
+"""Runs the actions of a rank, in order, and the messages between them; a `Work` says what an action does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from funcops.schedule.exchange import Exchange, message_of, program, reader_of, 
 
 
 class Work(Protocol):
-    """What a rank does in its stages; values are the leaves of a stage boundary."""
+    """The work of a rank's stages; values are the leaves of a stage boundary."""
 
     def forward(self, stage: int, m: int, values: Values | None) -> Values: ...
     def dgrad(self, stage: int, m: int, gradients: Values | None) -> Values: ...
@@ -19,8 +19,8 @@ class Work(Protocol):
 
 
 class Runtime:
-    """A rank's part of a schedule. A message to a stage of the same rank is handed over; what was sent is let go as soon as it is
-    known to have come."""
+    """A rank's part of a schedule. A message to a stage of the same rank is passed directly; a sent message is dropped as soon as
+    it is known to have arrived."""
 
     def __init__(self, schedule: Schedule, rank: int, messages: Messages) -> None:
         self.messages, self.owner, self.rank, self.count = messages, schedule.rank_of, rank, schedule.stages
@@ -28,7 +28,7 @@ class Runtime:
         self.program = program(schedule, rank)
 
     def step(self, work: Work) -> None:
-        """All actions of this rank, once."""
+        """Run all actions of this rank once."""
         here: dict[Action, Values] = {}
         for step in self.program.steps:
             if isinstance(step, Exchange):

@@ -12,10 +12,10 @@ from funcops.adapters.autograd.delayed import WgradStore, delayed_wgrad
 
 
 class StageOfRank(PipelineStage):
-    """A stage whose neighbours may be on its own rank with Gloo too."""
+    """A stage whose neighbours may be on its own rank, also with Gloo."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """torch 2.11 has each stage send a tensor to its neighbours first, also to its own rank, which Gloo refuses. Versions
+        """In torch 2.11, each stage first sends a tensor to its neighbours, even on its own rank, which Gloo refuses. Versions
         without this method do not call it."""
         rank = dist.get_rank(self.group)
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != rank]
@@ -33,7 +33,7 @@ class SplitStage(StageOfRank):
             return super().backward_one_chunk(*args, **kwargs)
 
     def take(self) -> Callable[[], None]:
-        """What the backward that just ended left, to be run once."""
+        """Take the weight gradients that the last backward left; returns a function that runs them, once."""
         own = WgradStore()
         own.waiting, self.store.waiting = self.store.waiting, []
         return own.run

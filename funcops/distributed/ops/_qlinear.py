@@ -32,13 +32,6 @@ def check_low_config(cfg: Any, shared: str) -> None:
         require(getattr(cfg, name) % multiple == 0, where, name, f"a multiple of {multiple} ({of})", getattr(cfg, name))
 
 
-def check_op(name: str, other: str, cfg: Any) -> None:
-    """Whether an op keeps what the recipe says: `other`, or `other`_of_input."""
-    of_input, keep = name != other, cfg.recipe.keep
-    wanted = f"'input' (for others: {other})" if of_input else f"'row' or 'col' (for 'input': {other}_of_input)"
-    require((keep == "input") == of_input, f"{name}_fwd", "cfg.recipe.keep", wanted, repr(keep))
-
-
 def over(axis: Axis) -> Largest:
     """The function from a rank's amax to the amax over all ranks of an axis; None for one rank."""
     return None if axis.size == 1 else lambda amax: comm.largest(amax, axis)

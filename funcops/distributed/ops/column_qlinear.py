@@ -4,15 +4,15 @@
 
     dx = sum over r of q(dy_r) q(w_r)        dw_r = q(dy_r)^T q(x)        db_r = sum over rows of dy_r
 
-Letters and shapes are those of `column_linear`, q that of `qlinear`: what needs the largest element of a whole tensor (of x in
-sequence parallelism, of w, of dy) has it of all ranks, so that all have one scale. Each rank quantises its own rows of x, and
-gathers the codes: about half the bytes of bfloat16, for y and once more for dw. The sum of dx is sent in the dtype of dy. For dw
-columns are quantised along rows: recipes with keep="col" keep codes where a rank's rows are whole tiles, and else x itself, which
-is then gathered as it is. On an axis of one rank it has the bits of `qlinear`.
+Letters and shapes are as in `column_linear`, q as in `qlinear`: a scale for a whole tensor (x in sequence parallelism, w, dy) comes
+from the largest element over all ranks, so that all ranks have one scale. Each rank quantises its own rows of x, and gathers the
+codes: about half the bytes of bfloat16, for y and once more for dw. The sum of dx is sent in the dtype of dy. For dw columns are
+quantised along rows: a recipe with keep="col" saves codes if a rank's rows are whole tiles, else x itself, which is then gathered
+unquantised. On an axis of one rank it has the bits of `qlinear`.
 
-Tiles of w and dy along features are those of a rank: they have the bits of one process where O/n is a multiple of the tile. A
-recipe that rounds stochastically folds the rank into its key. Amaxes of delayed scaling are of this rank's parts: take the largest
-of all ranks before the update (`funcops.dist.amaxes_over`).
+Each rank tiles its own features of w and dy: they have the bits of one process if O/n is a multiple of the tile. A recipe that
+rounds stochastically folds the rank into its key. The amaxes of delayed scaling are of this rank's parts: take the largest over all
+ranks before the update (`funcops.dist.amaxes_over`).
 
 >>> import torch
 >>> from funcops import dist, random
@@ -33,15 +33,17 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from funcops import random
+from funcops.contract.by_config import ByConfig
 from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.contract.renamed import old_names
 from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 from funcops.distributed import comm
 from funcops.distributed.checks import check_tensor
@@ -51,7 +53,6 @@ from funcops.distributed.ops._qlinear import (
     Sent,
     arrived,
     check_low_config,
-    check_op,
     columns_of,
     gathered,
     over,
@@ -102,8 +103,8 @@ __all__ = [
 
 @config
 class ColumnQLinearConfig(OpConfig):
-    """As `ColumnLinearConfig`, with a `recipe` of `funcops.low_precision`. `overlap`: "none" or "bulk". Raises `ValueError` for
-    sizes that the recipe's blocks do not divide."""
+    """The fields of `ColumnLinearConfig`, and a `recipe` of `funcops.low_precision`. `overlap`: "none" or "bulk". Raises
+    `ValueError` for sizes that the recipe's blocks do not divide."""
 
     in_features: int = field(kw_only=False)
     out_features: int = field(kw_only=False)
@@ -125,11 +126,11 @@ class ColumnQLinearConfig(OpConfig):
 
     @property
     def specs(self) -> dict[str, Spec]:
-        """What the axis shares out, by the name of the leaf."""
+        """The specs of the sharded params, by path."""
         return self.linear.specs
 
     def largest(self, amaxes: Tensor) -> Tensor:
-        """The amaxes of whole weights, of those of the parts of the ranks."""
+        """The amaxes of whole weights, from the amaxes of this rank's parts."""
         return comm.largest(amaxes, self.axis)
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
@@ -151,9 +152,19 @@ class ColumnQLinearOfInputResiduals(Residuals, static=("dtype",)):
     y_shape: torch.Size = static()
 
 
+ColumnQLinearKept = ColumnQLinearResiduals | ColumnQLinearOfInputResiduals
+
+
+def _kept(cfg: ColumnQLinearConfig) -> type[ColumnQLinearKept]:
+    return ColumnQLinearOfInputResiduals if cfg.recipe.keep == "input" else ColumnQLinearResiduals
+
+
+KEPT = ByConfig(ColumnQLinearConfig, _kept, (ColumnQLinearResiduals, ColumnQLinearOfInputResiduals))
+
+
 class ColumnQLinearPending(Pending, static=("dtype",)):
     x: Any = saved("[*, I]", alias="residuals.x", needed_by=WGRAD, of=("params.weight",), tree=True)
-    rows: Any = saved("[n *, I]", needed_by=WGRAD, of=("params.weight",), tree=True)  # of all ranks, where siblings gathered them
+    rows: Any = saved("[n *, I]", needed_by=WGRAD, of=("params.weight",), tree=True)  # of all ranks, if siblings gathered them
     dy: Any = saved("[*, O/n]", needed_by=WGRAD, of=("params.weight",), tree=True)
     db: Tensor = saved("[O/n]", needed_by=WGRAD, of=("params.bias",))
     amaxes: Tensor = saved("[3]", needed_by=WGRAD, of=("params.weight",))
@@ -163,33 +174,28 @@ class ColumnQLinearPending(Pending, static=("dtype",)):
 def column_qlinear_init(
     cfg: ColumnQLinearConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
 ) -> LinearParams:
-    """As `column_linear_init`: params in high precision."""
+    """The params that `column_linear_init` draws, in high precision."""
     return init_linear(cfg, key, device, dtype)
 
 
 @forward(ColumnQLinearConfig, LinearParams)
 def column_qlinear_fwd(
     params: LinearParams, x: Tensor, cfg: ColumnQLinearConfig, *, needs: Needs = Needs.ALL
-) -> tuple[Tensor, ColumnQLinearResiduals | None]:
+) -> tuple[Tensor, ColumnQLinearKept | None]:
     """`y_r = q(x) q(w_r)^T + b_r`. x: [m, *, I], of n m in all (without `sequence_parallel`: [*, I]) -> y: [n m, *, O/n].
     Raises as `qlinear_fwd`."""
-    return _fwd("column_qlinear", params, x, cfg, needs)
-
-
-def _fwd(name: str, params: LinearParams, x: Tensor, cfg: ColumnQLinearConfig, needs: Needs) -> Any:
-    check_low_column(name, params, x, cfg)
+    check_low_column(params, x, cfg)
     row, kept, amax = column_operands(x, params.weight, cfg, needs)
     return column_of(gathered(row, rows_axis(cfg)), kept, amax, params, cfg, needs)
 
 
-def check_low_column(name: str, params: LinearParams, x: Tensor, cfg: ColumnQLinearConfig) -> None:
-    check_op(name, "column_qlinear", cfg)
-    check_x(f"{name}_fwd", x, cfg.in_features, cfg.sequence_parallel)
-    check_params(f"{name}_fwd", params, x, cfg)
+def check_low_column(params: LinearParams, x: Tensor, cfg: ColumnQLinearConfig) -> None:
+    check_x("column_qlinear_fwd", x, cfg.in_features, cfg.sequence_parallel)
+    check_params("column_qlinear_fwd", params, x, cfg)
 
 
 def column_operands(x: Tensor, weight: Any, cfg: ColumnQLinearConfig, needs: Needs) -> tuple[QTensor, Any, Tensor | None]:
-    """This rank's x by rows, and as it is kept; its amax, where scales are given."""
+    """This rank's x by rows, and the form of it that is saved; with given scales also its amax, else None."""
     recipe, axis = cfg.recipe, rows_axis(cfg)
     if isinstance(weight, Scaled):
         row, amax = scaled_tensor(x, recipe.x, weight.scale[0:1])
@@ -202,7 +208,7 @@ def column_operands(x: Tensor, weight: Any, cfg: ColumnQLinearConfig, needs: Nee
 def column_of(
     whole: QTensor, kept: Any, amax: Tensor | None, params: LinearParams, cfg: ColumnQLinearConfig, needs: Needs
 ) -> tuple[Tensor, Any]:
-    """y and residuals, of x by rows of all ranks; after every check."""
+    """Return y and residuals, after all checks, from all ranks' x by rows and the form of this rank's x that is saved."""
     recipe, weight = cfg.recipe, params.weight
     if isinstance(weight, Scaled) and amax is not None:
         row, amax_w = scaled_weight(weight, recipe)
@@ -216,33 +222,13 @@ def column_of(
     return y, ColumnQLinearResiduals.keep(cfg, needs, amaxes=amaxes, **fields)
 
 
-@forward(ColumnQLinearConfig, LinearParams)
-def column_qlinear_of_input_fwd(
-    params: LinearParams, x: Tensor, cfg: ColumnQLinearConfig, *, needs: Needs = Needs.ALL
-) -> tuple[Tensor, ColumnQLinearOfInputResiduals | None]:
-    """As `column_qlinear_fwd`, for a recipe with keep="input": residuals hold x itself."""
-    return _fwd("column_qlinear_of_input", params, x, cfg, needs)
-
-
-@dgrad_of(ColumnQLinearResiduals)
+@dgrad_of(KEPT)
 def column_qlinear_dgrad(
-    residuals: ColumnQLinearResiduals, dy: Tensor, cfg: ColumnQLinearConfig
+    residuals: ColumnQLinearKept, dy: Tensor, cfg: ColumnQLinearConfig
 ) -> tuple[Tensor, ColumnQLinearPending | None]:
-    """dy: [n m, *, O/n] -> dx: [m, *, I] (without `sequence_parallel`: [*, I]), and the pending dw: dy in low precision, and x as
-    it is kept."""
-    return _dgrad("column_qlinear_dgrad", residuals, dy, cfg)
-
-
-@dgrad_of(ColumnQLinearOfInputResiduals)
-def column_qlinear_of_input_dgrad(
-    residuals: ColumnQLinearOfInputResiduals, dy: Tensor, cfg: ColumnQLinearConfig
-) -> tuple[Tensor, ColumnQLinearPending | None]:
-    """As `column_qlinear_dgrad`."""
-    return _dgrad("column_qlinear_of_input_dgrad", residuals, dy, cfg)
-
-
-def _dgrad(where: str, residuals: Any, dy: Tensor, cfg: ColumnQLinearConfig) -> tuple[Tensor, ColumnQLinearPending | None]:
-    row, pending = rounded_dy(where, residuals, dy, cfg)
+    """dy: [n m, *, O/n] -> dx: [m, *, I] (without `sequence_parallel`: [*, I]), and the pending dw: dy in low precision, and the
+    saved x."""
+    row, pending = rounded_dy("column_qlinear_dgrad", residuals, dy, cfg)
     return NO_GRADIENT if row is None else comm.wait(_send_dx(row, residuals, cfg), cfg.axis), pending
 
 
@@ -250,30 +236,17 @@ def _dgrad(where: str, residuals: Any, dy: Tensor, cfg: ColumnQLinearConfig) -> 
 def column_qlinear_wgrad(
     pending: ColumnQLinearPending, cfg: ColumnQLinearConfig, *, into: LinearParams | None = None
 ) -> LinearParams:
-    """Gathers x in codes, then `dw_r = q(dy_r)^T q(x)`, and db_r; added to `into` where that is given. Of a `Scaled` weight dw is
-    one too, with this rank's amaxes."""
+    """Gather x in codes, then compute `dw_r = q(dy_r)^T q(x)`, and db_r; added to `into` if given. For a `Scaled` weight dw is
+    `Scaled` too, with this rank's amaxes."""
     return _gradients("column_qlinear_wgrad", pending, None, cfg, into)
 
 
-@bwd_of(ColumnQLinearResiduals, LinearParams)
+@bwd_of(KEPT, LinearParams)
 def column_qlinear_bwd(
-    residuals: ColumnQLinearResiduals, dy: Tensor, cfg: ColumnQLinearConfig, *, into: LinearParams | None = None
+    residuals: ColumnQLinearKept, dy: Tensor, cfg: ColumnQLinearConfig, *, into: LinearParams | None = None
 ) -> tuple[LinearParams, Tensor]:
     """The whole backward, in the order that `cfg.overlap` says. Returns `(dparams, dx)`."""
-    return _bwd("column_qlinear_bwd", residuals, dy, cfg, into)
-
-
-@bwd_of(ColumnQLinearOfInputResiduals, LinearParams)
-def column_qlinear_of_input_bwd(
-    residuals: ColumnQLinearOfInputResiduals, dy: Tensor, cfg: ColumnQLinearConfig, *, into: LinearParams | None = None
-) -> tuple[LinearParams, Tensor]:
-    """As `column_qlinear_bwd`."""
-    return _bwd("column_qlinear_of_input_bwd", residuals, dy, cfg, into)
-
-
-def _bwd(
-    where: str, residuals: Any, dy: Tensor, cfg: ColumnQLinearConfig, into: LinearParams | None
-) -> tuple[LinearParams, Tensor]:
+    where = "column_qlinear_bwd"
     row, pending = rounded_dy(where, residuals, dy, cfg)
     if pending is None:
         dx = NO_GRADIENT if row is None else comm.wait(_send_dx(row, residuals, cfg), cfg.axis)
@@ -290,7 +263,7 @@ def _bwd(
 
 
 def rows_axis(cfg: ColumnQLinearConfig) -> Axis:
-    """The axis that shares out rows of x."""
+    """The axis over which rows of x are sharded."""
     return cfg.axis if cfg.sequence_parallel else _ALONE
 
 
@@ -300,7 +273,7 @@ _ALONE = Axis("alone", 1, 0)
 def rounded_dy(
     where: str, residuals: Any, dy: Tensor, cfg: ColumnQLinearConfig
 ) -> tuple[QTensor | None, ColumnQLinearPending | None]:
-    """dy by rows, where dx is wanted, and what waits for dw."""
+    """Return dy by rows, None if dx is not needed, and the pending weight gradient."""
     recipe, needs, weight = cfg.recipe, residuals.needs, residuals.weight
     here = residuals.x if weight is None else weight
     check_tensor(where, "dy", dy, residuals.y_shape, residuals.dtype, a_tensor(here))
@@ -324,7 +297,7 @@ def rounded_dy(
 
 
 def _send_dx(row: QTensor, residuals: Any, cfg: ColumnQLinearConfig) -> Tensor:
-    """The sum of the ranks' parts of dx, to be waited for."""
+    """Begin to sum the ranks' parts of dx."""
     dx = part_of_dx(row, residuals, cfg)
     return comm.start_scatter_sum(dx, cfg.axis) if cfg.sequence_parallel else comm.start_sum(dx, cfg.axis)
 
@@ -335,7 +308,7 @@ def part_of_dx(row: QTensor, residuals: Any, cfg: ColumnQLinearConfig) -> Tensor
 
 
 def send_x(where: str, pending: ColumnQLinearPending, cfg: ColumnQLinearConfig) -> Sent:
-    """Begin to gather x as dw reads it."""
+    """Begin to gather x in the form that dw reads."""
     recipe, axis, x = cfg.recipe, rows_axis(cfg), pending.x
     if not isinstance(x, QTensor):
         return send(x, axis) if recipe.wgrad == "high" else send_columns(x, recipe, recipe.x, axis)
@@ -348,7 +321,7 @@ def send_x(where: str, pending: ColumnQLinearPending, cfg: ColumnQLinearConfig) 
 
 
 def arrived_x(sent: Sent, pending: ColumnQLinearPending, cfg: ColumnQLinearConfig) -> Any:
-    """All of x as dw reads it."""
+    """The gathered x in the form that dw reads."""
     recipe, axis = cfg.recipe, rows_axis(cfg)
     by_columns = recipe.wgrad == "low" and not isinstance(pending.x, QTensor)
     return columns_of(sent, recipe, recipe.x, axis) if by_columns else arrived(sent, axis)
@@ -357,7 +330,7 @@ def arrived_x(sent: Sent, pending: ColumnQLinearPending, cfg: ColumnQLinearConfi
 def _gradients(
     where: str, pending: ColumnQLinearPending, sent: Sent | None, cfg: ColumnQLinearConfig, into: LinearParams | None
 ) -> LinearParams:
-    """Of x as it is kept, or as it was `sent`."""
+    """The gradients of params; x is gathered, unless it is in flight already (`sent`)."""
 
     def dw(out: torch.dtype) -> Tensor | None:
         if pending.x is None:
@@ -379,25 +352,21 @@ column_qlinear = make_op(
     wgrad=column_qlinear_wgrad,
     bwd=column_qlinear_bwd,
 )
-column_qlinear_of_input = make_op(
-    "column_qlinear_of_input",
-    ColumnQLinearConfig,
-    init=column_qlinear_init,
-    fwd=column_qlinear_of_input_fwd,
-    dgrad=column_qlinear_of_input_dgrad,
-    wgrad=column_qlinear_wgrad,
-    bwd=column_qlinear_of_input_bwd,
-)
-
-
-def column_op_of(recipe: Recipe) -> Op:
-    """The op that keeps what the recipe says."""
-    return column_qlinear_of_input if recipe.keep == "input" else column_qlinear
 
 
 def _low(cfg: ColumnLinearConfig, recipe: Recipe) -> tuple[Op, Op, ColumnQLinearConfig]:
     fields = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)}
-    return column_linear, column_op_of(recipe), ColumnQLinearConfig(**fields, recipe=recipe)
+    return column_linear, column_qlinear, ColumnQLinearConfig(**fields, recipe=recipe)
 
 
 LOW_FORMS[ColumnLinearConfig] = _low
+
+
+if not TYPE_CHECKING:  # a checker would take every name for one of the module's
+    __getattr__ = old_names(
+        __name__,
+        column_qlinear_of_input="column_qlinear",
+        column_qlinear_of_input_fwd="column_qlinear_fwd",
+        column_qlinear_of_input_dgrad="column_qlinear_dgrad",
+        column_qlinear_of_input_bwd="column_qlinear_bwd",
+    )

@@ -4,15 +4,15 @@
 
     dx_r = q(dy) q(w_r)        dw_r = q(dy)^T q(x_r)        db = sum over rows of dy
 
-Letters and shapes are those of `row_linear`, q that of `qlinear`: what needs the largest element of a whole tensor (of x, of w, of
-dy in sequence parallelism) has it of all ranks, so that all have one scale. The sum of y is sent in the dtype of x. In sequence
-parallelism each rank quantises its own rows of dy, and gathers the codes. Where codes by columns follow from those by rows
-(`Format.turns`; not of a Hadamard transform), rows alone are sent, about half the bytes of bfloat16, and dy is tiled anew for dw,
-as x is with keep="row". Else both are; or, where a rank's rows are no whole tiles, dy itself. On an axis of one rank it has the
-bits of `qlinear`.
+Letters and shapes are as in `row_linear`, q as in `qlinear`: a scale for a whole tensor (x, w, dy in sequence parallelism) comes
+from the largest element over all ranks, so that all ranks have one scale. The sum of y is sent in the dtype of x. In sequence
+parallelism each rank quantises its own rows of dy, and gathers the codes. If codes by columns follow from codes by rows
+(`Format.turns`, without a Hadamard transform), only codes by rows are sent, about half the bytes of bfloat16, and dy is tiled anew
+for dw, as x is with keep="row". Otherwise both are sent; or dy itself, if a rank's rows are not whole tiles. On an axis of one rank
+it has the bits of `qlinear`.
 
-Tiles of x and w along features are those of a rank: they have the bits of one process where I/n is a multiple of the tile. db, keys
-and amaxes: see `row_linear`, `column_qlinear`.
+Each rank tiles its own features of x and w: they have the bits of one process if I/n is a multiple of the tile. db, keys and
+amaxes: see `row_linear`, `column_qlinear`.
 
 >>> import torch
 >>> from funcops import dist, random
@@ -33,31 +33,23 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from funcops import random
+from funcops.contract.by_config import ByConfig
 from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.contract.renamed import old_names
 from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 from funcops.distributed import comm
 from funcops.distributed.checks import check_divides, check_tensor
 from funcops.distributed.mesh import Axis
 from funcops.distributed.ops._linear import check_x, init_linear
-from funcops.distributed.ops._qlinear import (
-    arrived,
-    check_low_config,
-    check_op,
-    columns_of,
-    gathered,
-    over,
-    send,
-    send_columns,
-    whole_tiles,
-)
+from funcops.distributed.ops._qlinear import arrived, check_low_config, columns_of, gathered, over, send, send_columns, whole_tiles
 from funcops.distributed.ops.row_linear import RowLinearConfig, row_linear
 from funcops.distributed.specs import Spec
 from funcops.formats import QTensor, turned
@@ -99,7 +91,7 @@ __all__ = [
 
 @config
 class RowQLinearConfig(OpConfig):
-    """As `RowLinearConfig`, with a `recipe` of `funcops.formats.recipes`. `overlap`: "none" or "bulk", which are one order here.
+    """The fields of `RowLinearConfig`, and a `recipe` of `funcops.low_precision`. `overlap`: "none" or "bulk", the same order here.
     Raises `ValueError` for sizes that the recipe's blocks do not divide."""
 
     in_features: int = field(kw_only=False)
@@ -120,11 +112,11 @@ class RowQLinearConfig(OpConfig):
 
     @property
     def specs(self) -> dict[str, Spec]:
-        """What the axis shares out, by the name of the leaf."""
+        """The specs of the sharded params, by path."""
         return self.linear.specs
 
     def largest(self, amaxes: Tensor) -> Tensor:
-        """The amaxes of whole weights, of those of the parts of the ranks."""
+        """The amaxes of whole weights, from the amaxes of this rank's parts."""
         return comm.largest(amaxes, self.axis)
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
@@ -146,6 +138,13 @@ class RowQLinearOfInputResiduals(Residuals, static=("dtype",)):
     y_shape: torch.Size = static()
 
 
+RowQLinearKept = RowQLinearResiduals | RowQLinearOfInputResiduals
+
+
+def _kept(cfg: RowQLinearConfig) -> type[RowQLinearKept]:
+    return RowQLinearOfInputResiduals if cfg.recipe.keep == "input" else RowQLinearResiduals
+
+
 class RowQLinearPending(Pending, static=("dtype",)):
     x: Any = saved("[*, I/n]", alias="residuals.x", needed_by=WGRAD, of=("params.weight",), tree=True)
     dy: Any = saved("[*, O]", needed_by=WGRAD, of=("params.weight",), tree=True)
@@ -157,22 +156,17 @@ class RowQLinearPending(Pending, static=("dtype",)):
 def row_qlinear_init(
     cfg: RowQLinearConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
 ) -> LinearParams:
-    """As `row_linear_init`: params in high precision."""
+    """The params that `row_linear_init` draws, in high precision."""
     return init_linear(cfg, key, device, dtype)
 
 
 @forward(RowQLinearConfig, LinearParams)
 def row_qlinear_fwd(
     params: LinearParams, x: Tensor, cfg: RowQLinearConfig, *, needs: Needs = Needs.ALL
-) -> tuple[Tensor, RowQLinearResiduals | None]:
+) -> tuple[Tensor, RowQLinearKept | None]:
     """`y = sum over r of q(x_r) q(w_r)^T + b`. x: [n m, *, I/n] -> y: [m, *, O] (without `sequence_parallel`: [*, I/n] ->
     [*, O]). Raises as `qlinear_fwd`."""
-    return _fwd("row_qlinear", params, x, cfg, needs)
-
-
-def _fwd(name: str, params: LinearParams, x: Tensor, cfg: RowQLinearConfig, needs: Needs) -> Any:
-    where, recipe, weight = f"{name}_fwd", cfg.recipe, params.weight
-    check_op(name, "row_qlinear", cfg)
+    where, recipe, weight = "row_qlinear_fwd", cfg.recipe, params.weight
     check_x(where, x, cfg.linear.weight_shape[1], cfg.sequence_parallel)
     if cfg.sequence_parallel:
         check_divides(where, "x", x, 0, cfg.axis)
@@ -198,30 +192,11 @@ def _fwd(name: str, params: LinearParams, x: Tensor, cfg: RowQLinearConfig, need
     return y, RowQLinearResiduals.keep(cfg, needs, amaxes=amaxes, **fields)
 
 
-@forward(RowQLinearConfig, LinearParams)
-def row_qlinear_of_input_fwd(
-    params: LinearParams, x: Tensor, cfg: RowQLinearConfig, *, needs: Needs = Needs.ALL
-) -> tuple[Tensor, RowQLinearOfInputResiduals | None]:
-    """As `row_qlinear_fwd`, for a recipe with keep="input": residuals hold x itself."""
-    return _fwd("row_qlinear_of_input", params, x, cfg, needs)
-
-
-@dgrad_of(RowQLinearResiduals)
-def row_qlinear_dgrad(residuals: RowQLinearResiduals, dy: Tensor, cfg: RowQLinearConfig) -> tuple[Tensor, RowQLinearPending | None]:
+@dgrad_of(ByConfig(RowQLinearConfig, _kept, (RowQLinearResiduals, RowQLinearOfInputResiduals)))
+def row_qlinear_dgrad(residuals: RowQLinearKept, dy: Tensor, cfg: RowQLinearConfig) -> tuple[Tensor, RowQLinearPending | None]:
     """dy: [m, *, O] -> dx: [n m, *, I/n] (without `sequence_parallel`: [*, O] -> [*, I/n]), and the pending dw: dy of all ranks in
-    low precision, and x as it is kept."""
-    return _dgrad("row_qlinear_dgrad", residuals, dy, cfg)
-
-
-@dgrad_of(RowQLinearOfInputResiduals)
-def row_qlinear_of_input_dgrad(
-    residuals: RowQLinearOfInputResiduals, dy: Tensor, cfg: RowQLinearConfig
-) -> tuple[Tensor, RowQLinearPending | None]:
-    """As `row_qlinear_dgrad`."""
-    return _dgrad("row_qlinear_of_input_dgrad", residuals, dy, cfg)
-
-
-def _dgrad(where: str, residuals: Any, dy: Tensor, cfg: RowQLinearConfig) -> tuple[Tensor, RowQLinearPending | None]:
+    low precision, and the saved x."""
+    where = "row_qlinear_dgrad"
     recipe, needs, weight = cfg.recipe, residuals.needs, residuals.weight
     here = residuals.x if weight is None else weight
     check_tensor(where, "dy", dy, residuals.y_shape, residuals.dtype, a_tensor(here))
@@ -246,7 +221,7 @@ def _dgrad(where: str, residuals: Any, dy: Tensor, cfg: RowQLinearConfig) -> tup
 
 @wgrad_of(RowQLinearPending, LinearParams)
 def row_qlinear_wgrad(pending: RowQLinearPending, cfg: RowQLinearConfig, *, into: LinearParams | None = None) -> LinearParams:
-    """`dw_r = q(dy)^T q(x_r)`, and db of this rank's rows; added to `into` where that is given. Of a `Scaled` weight dw is one too,
+    """`dw_r = q(dy)^T q(x_r)`, and db of this rank's rows; added to `into` if given. For a `Scaled` weight dw is `Scaled` too,
     with this rank's amaxes."""
     where, recipe = "row_qlinear_wgrad", cfg.recipe
     x = pending.x
@@ -265,7 +240,7 @@ def row_qlinear_wgrad(pending: RowQLinearPending, cfg: RowQLinearConfig, *, into
 
 
 def _rows(cfg: RowQLinearConfig) -> Axis:
-    """The axis that shares out rows of dy."""
+    """The axis over which rows of dy are sharded."""
     return cfg.axis if cfg.sequence_parallel else _ALONE
 
 
@@ -297,25 +272,21 @@ row_qlinear = make_op(
     "row_qlinear", RowQLinearConfig, init=row_qlinear_init, fwd=row_qlinear_fwd, dgrad=row_qlinear_dgrad, wgrad=row_qlinear_wgrad
 )
 row_qlinear_bwd = both_halves(row_qlinear, row_qlinear_dgrad, row_qlinear_wgrad)
-row_qlinear_of_input = make_op(
-    "row_qlinear_of_input",
-    RowQLinearConfig,
-    init=row_qlinear_init,
-    fwd=row_qlinear_of_input_fwd,
-    dgrad=row_qlinear_of_input_dgrad,
-    wgrad=row_qlinear_wgrad,
-)
-row_qlinear_of_input_bwd = both_halves(row_qlinear_of_input, row_qlinear_of_input_dgrad, row_qlinear_wgrad)
-
-
-def row_op_of(recipe: Recipe) -> Op:
-    """The op that keeps what the recipe says."""
-    return row_qlinear_of_input if recipe.keep == "input" else row_qlinear
 
 
 def _low(cfg: RowLinearConfig, recipe: Recipe) -> tuple[Op, Op, RowQLinearConfig]:
     fields = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)}
-    return row_linear, row_op_of(recipe), RowQLinearConfig(**fields, recipe=recipe)
+    return row_linear, row_qlinear, RowQLinearConfig(**fields, recipe=recipe)
 
 
 LOW_FORMS[RowLinearConfig] = _low
+
+
+if not TYPE_CHECKING:  # a checker would take every name for one of the module's
+    __getattr__ = old_names(
+        __name__,
+        row_qlinear_of_input="row_qlinear",
+        row_qlinear_of_input_fwd="row_qlinear_fwd",
+        row_qlinear_of_input_dgrad="row_qlinear_dgrad",
+        row_qlinear_of_input_bwd="row_qlinear_bwd",
+    )

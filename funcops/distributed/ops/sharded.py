@@ -79,7 +79,7 @@ class ShardedConfig(Composite):
         require(self.axis not in self.also, "ShardedConfig", "also", "other axes", str(self.axis))
         require_dtype("ShardedConfig", self.dtype)
         require_count("ShardedConfig", bucket_bytes=self.bucket_bytes)
-        require(not self.op.keyed, "ShardedConfig", "op", "one without a random key (put it in a chain)", self.op.name)
+        require(not self.op.keyed_by(self.cfg), "ShardedConfig", "op", "one without a random key (put it in a chain)", self.op.name)
         note(self, extras=self.cfg.extras, outputs=self.cfg.outputs, keys=self.cfg.keys)
         note(self, like=abstract_params(self.op, self.cfg))
         note(self, constant=tuple(sorted(constant_paths(self.like))))
@@ -360,4 +360,4 @@ sharded = make_op(
     wgrad=sharded_wgrad,
     bwd=sharded_bwd,
     prefetch=Prefetch(begin=_begin, bwd=_bwd_begun, wgrad=_wgrad_begun, settle=_settle),
-)._replace(residuals=ShardedResiduals, pending=ShardedPending)
+)._replace(keeps=ShardedResiduals, pending=ShardedPending)

@@ -1,4 +1,4 @@
-"""Communication in flight: used once, of a source that stays as it is, and named by a ledger."""
+"""Communication in flight: used once, from a source that must not change, and named by a ledger."""
 
 import copy
 import re
@@ -39,7 +39,7 @@ def test_started_collectives_arrive(name):
 
 
 def moved(h):
-    """The ways in which a tree goes from hand to hand."""
+    """The ways in which a tree can be copied or moved."""
     return {"itself": h, "mapped": tree_map(lambda t: t, {"a": h})["a"], "a copy": copy.copy(h), "taken": taken(h)}
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints in codes: what Hugging Face dequantises them to, and the published formulas; what does not fit raises by name."""
+"""Checkpoints in codes: equal to Hugging Face's dequantised weights and to the published formulas; mismatches raise by name."""
 
 import pytest
 import torch
@@ -17,13 +17,13 @@ SIZES = {"gpt_oss": dict(hidden_size=64, intermediate_size=32), "qwen3": WIDE, "
 
 
 def published(codes, scale):
-    """weight_dequant of DeepSeek-V3's inference/kernel.py: blocks of 128 x 128, those at the edges cut."""
+    """weight_dequant of DeepSeek-V3's inference/kernel.py: blocks of 128 x 128, cut at the edges."""
     return codes.float() * scale.repeat_interleave(128, 0)[: len(codes)].repeat_interleave(128, 1)[:, : codes.shape[1]]
 
 
 def in_fp8(tensors):
-    """Every second projection in codes, and one whose last block is cut; the tensors, and their numbers by the published formula,
-    which are Hugging Face's, but for that one, which it refuses."""
+    """Every second projection in codes, and one whose last block is cut: the tensors, and their numbers by the published formula.
+    Hugging Face gives the same numbers, but refuses the cut one."""
     codes, numbers = {}, {}
     theirs = Fp8Dequantize(None)
     for i, (name, t) in enumerate(sorted(tensors.items())):
@@ -69,7 +69,7 @@ def both(name, path, monkeypatch, **sizes):
 
 @pytest.mark.parametrize("name", SIZES)
 def test_codes_are_read_as_their_numbers(name, tmp_path, monkeypatch):
-    """Bit for bit, whole and by rows, whatever their order and wherever blocks end."""
+    """Bit for bit, whole and by rows, in any order and with any block ends."""
     codes, numbers = both(name, tmp_path, monkeypatch)
     (got, cfg), (want, same) = from_hf(codes), from_hf(numbers)
     assert cfg == same
@@ -92,7 +92,7 @@ def test_numbers_are_rounded_once(tmp_path, monkeypatch):
 
 
 def test_a_nan_scale_gives_nan(tmp_path, monkeypatch):
-    """255 is NaN (OCP MX); the least and the largest scale are numbers."""
+    """255 is NaN (OCP MX); the smallest and the largest scale are numbers."""
     codes, _ = both("gpt_oss", tmp_path, monkeypatch)
     path, name = codes / "model.safetensors", "model.layers.0.mlp.experts.down_proj"
     tensors = load_file(path)

@@ -1,0 +1,188 @@
+"""The lines of each kind of row. In braces: `r`, `w` and `d`, which are a row's reads, writes and data; constants, which become
+globals of the function; and expressions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from funcops.program.lower import Call, Place, Scope
+from funcops.program.rows import Row
+
+ARGUMENTS = {"forward": "P, main, extras", "backward": "K, dy, I", "dgrad": "K, dy", "wgrad": "W, I", "products": "W, I"}
+
+# The letter of a constant's name, before the number of its call, scope or piece; and its value.
+CONSTANTS: dict[str, tuple[str, Callable[[Row], Any]]] = {
+    "op": ("o", lambda row: row.of.op),
+    "cfg": ("c", lambda row: row.of.cfg),
+    "fwd": ("f", lambda row: row.of.op.fwd),
+    "bwd": ("b", lambda row: row.of.op.bwd),
+    "dgrad": ("b", lambda row: row.of.op.dgrad),
+    "wgrad": ("e", lambda row: row.of.op.wgrad),
+    "products": ("e", lambda row: row.of.op.products),
+    "recompute": ("y", lambda row: row.of.op.recompute),
+    "raw": ("x", lambda row: row.data[0]),
+    "raw_wgrad": ("z", lambda row: row.data[0]),
+    "raw_recompute": ("s", lambda row: row.data[0]),
+    "raw_fwd": ("r", lambda row: row.data[3]),
+    "Params": ("T", lambda row: row.data[4]),
+    "Residuals": ("C", lambda row: row.of.residuals),
+    "kept_needs": ("w", lambda row: row.needs),
+    "needs": ("u", lambda row: row.needs),
+    "rule": ("rule", lambda row: row.of.rule),
+    "calls": ("calls", lambda row: row.of.calls),
+    "joint": ("joint", lambda row: row.of.rule),
+    "own": ("own", lambda row: row.of.calls),
+    "scope_cfg": ("k", lambda row: row.of.cfg),
+    "scope_needs": ("m", lambda row: row.of.needs),
+    "Kept": ("K", lambda row: row.of.residuals),
+    "Pending": ("W", lambda row: row.of.pending),
+    "KeptTree": ("R", lambda row: row.of.residuals),
+    "PendingTree": ("R", lambda row: row.of.pending),
+    "names": ("names", lambda row: dict.fromkeys(row.of.cfg.names)),
+    "ties": ("ties", lambda row: row.of.ties),
+}
+
+_TEST = """try: ok = fast and type({n}) is {Residuals} and {n}.cfg is {cfg}%s and (\
+(m := {n}._marks) is None or {marks})
+except Exception: ok = False
+"""
+
+LINES = {
+    "release": "del {reads}",
+    "copy": "{w[0]} = {r[0]}",
+    "is": "{w[0]} = {d[0]}",
+    "none": "{w[0]} = None",
+    "choice": "if {r[0]} is NotImplemented:",
+    "values": "{w[0]} = {{{items}}}",
+    "results": "{d[0]}, {d[1]} = {r[0]}",
+    "unpack": "{d[0]} = {r[0]}",
+    # The forward.
+    "main": "{w[0]} = main; del main",
+    "extra": "{w[0]} = extras[{d[0]!r}]",
+    "fold": "{w[0]} = fold_in({r[0]}, {d[0]})",
+    "open params": """P{i} = {params}
+if type(P{i}) is not dict or P{i}.keys() != {names}.keys(): run.check_names({d[0]!r}, 'params', P{i}, {scope_cfg})""",
+    "tied params": "P{i} = run.tied({d[0]!r}, P{i}, {ties})",
+    "fwd": "{y}, {last} = {fwd}({params}, {bundle}, {cfg}, needs={kept_needs})",
+    "raw fwd": """p = {params}
+{y}, {last} = ({raw_fwd} if fast and type(p) is {Params} else {fwd})(p, {bundle}, {cfg}, needs={kept_needs})""",
+    "output": "{w[0]} = {r[0]}{d[0]}",
+    "sum of skip": """if {r[1]}.shape != {r[0]}.shape or {r[1]}.dtype is not {r[0]}.dtype: run.unlike({r[0]}, {r[1]})
+{w[0]} = {r[0]} + {r[1]}""",
+    "forward piece": "{w[0]} = run.forward_piece({rule}, {calls}, ({all_params}), {d[0]}, E{i})",
+    "taken": "{w[0]} = {r[0]}[{d[0]}]",
+    "return forward": "return {bundle}, {kept}",
+    "kept": "{Kept}({{{d[0]}}}, cfg={scope_cfg}, needs={scope_needs})",
+    # Gradients.
+    "outputs": "dy, {writes} = run.taken_apart({d[0]!r}, dy, {d[1]!r})",
+    "sum": """{w[0]} = {r[0]} + {r[1]} if type({r[0]}) is type({r[1]}) is Tensor else {r[0]} if {r[1]} is None else \
+add({r[0]}, {r[1]})""",
+    "meet": "run.meet({d[0]!r}, {d[1]!r}, {r[0]}, {r[1]})",
+    "split": "{d[0]} = {r[0]} if type({r[0]}) is tuple and len({r[0]}) == {d[1]} else run.parts_of({r[0]}, {d[2]!r})",
+    "nested split": "{d[0]} = run.parts_of({r[0]}, {d[2]!r})",
+    "join": "{w[0]} = None if {absent} else {bundle}",
+    "part": "{w[0]} = None if {r[0]} is None else {r[0]}{d[0]}",
+    "parts": "{writes} = {d[0]!r} if {r[0]} is None else {r[0]}",
+    # Trees.
+    "open outer residuals": "K{i} = K; del K\nt{i} = K{i}.donated",
+    "open residuals": """K{i} = K{outer}[{name}]
+if t{outer} or type(K{i}) is not {KeptTree} or K{i}.cfg is not {scope_cfg} or K{i}.gone or K{i}.had: \
+K{i} = run.scope_of({d[0]!r}, K{outer}, {name}, {KeptTree}, {scope_cfg})
+t{i} = K{i}.donated""",
+    "open outer pending": "W{i} = W; del W",
+    "open pending": "W{i} = None if W{outer} is None else run.opened({d[0]!r}, W{outer}, {name}, {PendingTree}, {scope_cfg})",
+    "accumulators": "I{i} = {into} or {names}",
+    "tied accumulators": "if I{i} is not {names}: I{i} = run.tied({d[0]!r}, I{i}, {ties})",
+    "whole tree": "{w[0]} = {d[0]}; del {d[0]}",
+    "residuals": "{w[0]} = run.part(K{outer}, {name}) if t{outer} else {node}",
+    "pending": "{w[0]} = None if W{outer} is None else run.part(W{outer}, {name})",
+    "held": "{w[0]} = {node}",
+    # The backward of a call.
+    "unwanted": "{w[0]} = {wgrad}(None, {cfg}, into={into})",
+    "call": _TEST % " and {r[1]} is not None" + "if ok:",
+    "twin": "{r[0]} = {r[0]}.twin(); {r[0]}.needs = {needs}; {r[0]}._marks = None",
+    "put": "{r[0]}.{d[0]} = {r[1]}",
+    "filled": "if {r[0]} is not None: {r[0]} = run.filled({r[0]}, {d[0]!r}, {r[1]}, {needs})",
+    "bwd": "{writes} = ({wgrad}(None, {cfg}, into={into}), None) if {r[0]} is None else {bwd}({reads}, {cfg}, into={into})",
+    "dgrad": "{writes} = (None, None) if {r[0]} is None else {dgrad}({reads}, {cfg})",
+    "raw bwd": "{writes} = {raw}({reads}, {cfg}, into={into})",
+    "raw dgrad": "{writes} = {raw}({reads}, {cfg})",
+    "raw wgrad": "{w[0]} = {wgrad}(None, {cfg}, into={into}) if {r[0]} is None else {raw_wgrad}({r[0]}, {cfg}, into={into})",
+    # Recomputation.
+    "node": "h = {node}",
+    "recompute": "{w[0]} = {recompute}(h, {cfg})\ndel h",
+    "recompute unchecked": _TEST % "" + "{w[0]} = ({raw_recompute} if ok else {recompute})(h, {cfg})\ndel h",
+    "recompute from a recipe": "{w[0]} = run.recomputed({recompute}, W{outer}, {name}, {cfg})",
+    "recipe": "{w[0]} = run.recipe({op}, {node}) if {some} else None",
+    "fill": "if {r[0]} is not None and {r[1]} is not None: {r[0]} = run.filled({r[0]}, {d[0]!r}, {r[1]}, {needs})",
+    # Pieces.
+    "backward piece": "{w[0]} = run.backward_piece({rule}, {calls}, {{{trees}}}, {bundle}, G{i}, {d[4]!r})",
+    "given": "{w[0]} = {r[0]}.pop({d[0]})",
+    "gradient": "{w[0]} = {r[0]}.get({d[0]})",
+    # Weight gradients.
+    "joint wgrads": "{w[0]} = run.wgrads({joint}, {own}, ({all_pending}), ({all_into}))",
+    "wgrad": "{w[0]} = {wgrad}({r[0]}, {cfg}, into={into})",
+    "no products": "found = []",
+    "products": "found += {products}({r[0]}, {cfg}, into={into})",
+    # Results.
+    "dict": "{{{d[0]}}}",
+    "tied gradients": "run.collected({{{d[0]}}}, {ties})",
+    "pending tree": "run.pending_of({Pending}, {{{d[0]}}}, {scope_cfg}, {scope_needs})",
+    "return backward": "return {gradients}, {bundle}",
+    "return dgrad": "return {bundle}, {pending}",
+    "return wgrad": "return {gradients}",
+    "return products": "return found",
+}
+
+
+def number(of: Any) -> int:
+    """The number in the names of a call, a scope or a piece."""
+    return of.index if isinstance(of, (Call, Scope)) else of.calls[0].index  # type: ignore[no-any-return]
+
+
+def part(tree: str, place: Place | None) -> str:
+    """A part of the trees with that name, as an expression: `P1['up']`; the whole tree is `P`."""
+    if place is None:
+        return "None"
+    return tree if place.scope is None else f"{tree}{place.scope.index}[{place.name!r}]"
+
+
+def _bundle(main: Any, takes: Iterable[Any], labels: tuple[str, ...]) -> str:
+    """A main value with others, as an expression."""
+    if labels:
+        return f"WithExtras({main}, {{{', '.join(f'{name!r}: {one}' for name, one in zip(labels, takes, strict=True))}}})"
+    return f"({', '.join(map(str, (main, *takes)))})" if takes else str(main)
+
+
+def _marks(fields: Any, row: Row) -> str:
+    cls = row.of.residuals
+    marks = f"type(m) is tuple and m == ({cls.marks_source})" if cls.guarded else "type(m) is tuple and not m"
+    return marks.replace("n.", f"{fields['n']}.")
+
+
+EXPRESSIONS: dict[str, Callable[[Any, Row], Any]] = {
+    "i": lambda fields, row: number(row.of),
+    "reads": lambda fields, row: ", ".join(row.reads),
+    "writes": lambda fields, row: ", ".join(row.writes),
+    "last": lambda fields, row: row.writes[-1],
+    "outer": lambda fields, row: row.of.place.scope.index,
+    "name": lambda fields, row: repr(row.of.place.name),
+    "node": lambda fields, row: row.reads[0] if row.reads and row.reads[0][0] == "h" else part("K", row.of.place),
+    "n": lambda fields, row: row.reads[0] if row.reads else "h",
+    "marks": _marks,
+    "into": lambda fields, row: part("I", row.of.place),
+    "params": lambda fields, row: part("P", row.of.place),
+    "absent": lambda fields, row: " and ".join(f"{one} is None" for one in row.reads if one != "None"),
+    "bundle": lambda fields, row: _bundle(*row.data[:3]),
+    "y": lambda fields, row: _bundle(row.writes[0], row.writes[1:-1], ()),
+    "some": lambda fields, row: " or ".join(f"{one} is not None" for one in row.data[0]),
+    "items": lambda fields, row: ", ".join(f"{v}: {one}" for v, one in zip(row.data[0], row.reads, strict=True)),
+    "trees": lambda fields, row: ", ".join(f"{scope}: K{scope}" for scope in row.data[3]),
+    "all_params": lambda fields, row: "".join(f"{part('P', call.place)}, " for call in row.of.calls),
+    "all_pending": lambda fields, row: "".join(f"{one}, " for one in row.reads),
+    "all_into": lambda fields, row: "".join(f"{part('I', call.place)}, " for call in row.of.calls),
+    "kept": lambda fields, row: fields.tree("n", "kept", row.of),
+    "pending": lambda fields, row: fields.tree("p", "pending tree", row.of),
+    "gradients": lambda fields, row: fields.tree("q", "gradients", row.of),
+}

@@ -1,0 +1,125 @@
+"""The weight gradients of a program's calls, as rows: in a whole backward, or as its second half."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from funcops.contract.op import NoneType, raw_of
+from funcops.contract.schema import Saved
+from funcops.program.lower import Call, Lowered, Place, Scope
+from funcops.program.rows import Group, Row, Rows, part_names, recomputed, released
+from funcops.program.rules import Cover, Piece, Rule, Saving
+
+
+class Weights(Rows):
+    """Rows that open trees, `K` of residuals or `W` of pendings, and compute weight gradients and recomputed ys from them."""
+
+    def __init__(self, lowered: Lowered, cover: Cover, traced: bool, which: str) -> None:
+        super().__init__(lowered, cover, traced)
+        self.which, self.whole = which, which == "backward"
+        self.trees = "W" if which in ("wgrad", "products") else "K"
+
+    def where(self, scope: Scope) -> str:
+        """The function that an error about a scope's trees names."""
+        return f"{scope.kind}_{'wgrad' if self.trees == 'W' else 'bwd' if self.whole else 'dgrad'}"
+
+    def open(self, place: Place | None) -> None:
+        """Put the residuals or pending of a scope, and its accumulators, into locals."""
+        scope = None if place is None else place.scope
+        if scope is None or scope.index in self.opened:
+            return
+        self.open(scope.place)
+        self.opened.add(scope.index)
+        outer, what = scope.place.scope, "residuals" if self.trees == "K" else "pending"
+        if self.trees == "W" or scope.needs:
+            if outer is None:
+                self.row(f"open outer {what}", scope)
+            else:
+                self.at(scope.place.path)
+                self.row(f"open {what}", scope, (), (), self.where(scope))
+        if self.which != "dgrad":
+            self.accumulators(scope, self.where(scope))
+
+    def fill(self, call: Call, source: Call) -> None:
+        """Put the recomputed y of `source` into the call's pending."""
+        p = f"p{call.index}"
+        self.row("fill", call, (p, f"a{source.index}"), (p,), call.fields, needs=call.needs)
+
+    def recompute(self, name: str, held: bool = False) -> list[Row]:
+        """The rows that recompute a y: from the residuals in their tree, or `held` in a local."""
+        index = int(name[1:])
+        call = next(call for call in self.lowered.calls if call.index == index)
+        if self.trees == "W":
+            return [Row("recompute from a recipe", call, writes=(name,), path=call.path)]
+        raw = raw_of(call.op.recompute)
+        kind = "recompute" if raw is None or not self.testable(call) else "recompute unchecked"
+        node = Row("node", call, (f"h{index}",) * held, path=call.path)
+        return [node, Row(kind, call, (), (name,), (raw,), path=call.path)]
+
+    def testable(self, call: Call) -> bool:
+        """Whether a test can be written that the residuals pass all checks of the call's op."""
+        cls = call.residuals
+        return not self.traced and isinstance(cls, type) and issubclass(cls, Saved)
+
+    def wgrads(self, calls: Sequence[Call], rule: Rule | None = None) -> None:
+        """The weight gradients of pendings in locals: together if the rule can, one by one otherwise."""
+        own = [call for call in calls if call.op.params is not NoneType]
+        for call in calls:
+            if call not in own:
+                self.row("none", None, (), (f"q{call.index}",))
+        if not own or rule is None or rule.wgrads is None:
+            self._one_by_one(own)
+            return
+        j, found = f"j{own[0].index}", Group(f"q{call.index}" for call in own)
+        self.row("joint wgrads", Piece(tuple(own), rule, Saving()), [f"p{call.index}" for call in own], (j,))
+        unpacked = self.block(self.row, "unpack", None, (j,), found.names, found)
+        self.row("choice", None, (j,), (), path=None, then=self.block(self._one_by_one, own), otherwise=unpacked)
+
+    def _one_by_one(self, calls: Sequence[Call]) -> None:
+        for call in calls:
+            self.at(call.path)
+            if self.which == "products":
+                self.row("products", call, (f"p{call.index}",))
+            else:
+                self.row("wgrad", call, (f"p{call.index}",), (f"q{call.index}",))
+
+    def joint_rule(self, calls: Sequence[Call]) -> Rule | None:
+        """The rule that gives weight gradients of these together, or None."""
+        pieces = self.cover.backward.values()
+        return next((piece.rule for piece in pieces if piece.rule.wgrads and calls and calls[0] in piece.calls), None)
+
+    @property
+    def finished(self) -> tuple[Row, ...]:
+        """The rows after all passes."""
+        return released(recomputed(self.rows, self.recompute))
+
+
+class SecondHalf(Weights):
+    """`wgrad(W, I) -> dparams`; or `products(W, I)`: the products of all calls, in place of the weight gradients that they make."""
+
+    def write(self) -> tuple[Row, ...]:
+        if self.which == "products":
+            self.row("no products")
+        calls = [row for row in self.lowered.backward if type(row) is Call and row.place is not None]
+        together = {call.index: piece for piece in self.cover.backward.values() if piece.rule.wgrads for call in piece.calls}
+        for at, call in enumerate(calls):
+            self._wait(call)
+            piece = together.get(call.index)
+            if piece is None:
+                self.wgrads([call])
+            elif not any(other in piece.calls for other in calls[at + 1 :]):
+                self.wgrads([other for other in calls if other in piece.calls], piece.rule)
+        root = self.lowered.root
+        self.row(f"return {self.which}", root, part_names("q", root, True))
+        return self.finished
+
+    def _wait(self, call: Call) -> None:
+        """Put the call's pending into a local, with the recomputed y of its source."""
+        assert call.place is not None
+        if call.op.params is NoneType:
+            return
+        self.open(call.place)
+        self.at(call.path)
+        self.row("whole tree" if call.place.scope is None else "pending", call, (), (f"p{call.index}",), "W")
+        if call.recomputed_by is not None:
+            self.fill(call, call.recomputed_by)
