@@ -1,16 +1,16 @@
-"""`grouped_linear` in low precision: each group's rows, and its weight, are quantised on their own.
+"""`grouped_linear` in low precision: each group's rows, and its weight, are quantised separately.
 
-    y_n = q(x)_n q(w_e)^T + b_e        e: the group of row n, which is one of rows offsets[e] to offsets[e + 1]
+    y_n = q(x)_n q(w_e)^T + b_e        e: the group of row n, offsets[e] <= n < offsets[e + 1]
 
-    dx_n = q(dy)_n q(w_e)        dw_e = q(dy)^T q(x), db_e = sum of dy, each over the rows of e: 0 where it has none
+    dx_n = q(dy)_n q(w_e)        dw_e = q(dy)^T q(x), db_e = sum of dy, each over the rows of e: 0 if it has no rows
 
 x: `(rows, offsets)`, [N, I] and [E + 1], or with `gathered` or `weighted` as for `grouped_linear`; y, dy: [N, O]; w: [E, O, I], b:
 [E, O] or None, of one float dtype. Each group is a `qlinear` of its rows, with the same q and recipes: a scale for a whole tensor
 is one for a group, blocks along rows begin at the first row of a group, and delayed scaling has the scales [E, 3]. Rows after
 offsets[E] are in no group: y and dx are 0 there, and they do not count for any scale.
 
-w is a tensor, which is then quantised in every forward and backward, or a `QWeight` of `quantize_params`, made once a step. Kept:
-x in low precision, or x itself by a recipe with keep="input"; w, offsets and indices, aliases. Codes by rows in blocks are made
+w is a tensor, which every forward and backward quantises, or a `QWeight` of `quantize_params`, made once a step. Kept:
+x in low precision, or x itself if the recipe has keep="input"; w, offsets and indices, aliases. Codes by rows in blocks are made
 before x is gathered; codes with a scale for each group are made after, and also serve keep="col"; codes by columns pad each group
 to whole blocks: at most E (block - 1) rows more. On CUDA the host reads no value. TransformerEngine's GroupedLinear.
 
@@ -59,17 +59,9 @@ from funcops.ops.grouped_linear import (
 )
 from funcops.ops.qlinear import check_params, check_rounding, low_gradients, needs_low, rounding_of
 
-__all__ = [
-    "GroupedQLinearConfig",
-    "GroupedQLinearPending",
-    "GroupedQLinearResiduals",
-    "grouped_qlinear",
-    "grouped_qlinear_bwd",
-    "grouped_qlinear_dgrad",
-    "grouped_qlinear_fwd",
-    "grouped_qlinear_init",
-    "grouped_qlinear_wgrad",
-]
+__all__ = ["GroupedQLinearConfig", "GroupedQLinearPending", "GroupedQLinearResiduals"]
+__all__ += ["grouped_qlinear", "grouped_qlinear_bwd", "grouped_qlinear_dgrad"]
+__all__ += ["grouped_qlinear_fwd", "grouped_qlinear_init", "grouped_qlinear_wgrad"]
 
 
 @config
@@ -113,14 +105,14 @@ class GroupedQLinearResiduals(Residuals, static=("inputs", "shape", "dtype")):
     offsets: Tensor = saved("[E + 1]", alias="x.1", needed_by=DGRAD | WGRAD, of=OF_ALL)
     order: Tensor | None = saved("[N]", alias="x.2", needed_by=WGRAD, of=OF_WEIGHT)
     place: Tensor | None = saved("[*, K]", alias="x.3", needed_by=DGRAD, of=("x.0",))
-    bias: Tensor | None = saved("[E, O]", alias="params.bias", needed_by=DGRAD, of=("x.3",))  # where it is weighted
+    bias: Tensor | None = saved("[E, O]", alias="params.bias", needed_by=DGRAD, of=("x.3",))  # if weighted
     weights: Tensor | None = saved("[*, K]", alias="x.3", needed_by=DGRAD, of=("params.bias",))
     weights_order: Tensor | None = saved("[N]", alias="x.2", needed_by=DGRAD, of=("x.3", "params.bias"))
     amaxes: Tensor = saved("[E, 2]", needed_by=WGRAD, of=OF_WEIGHT)
     rounding: Tensor = saved("[E, 3] or [E, 2]", needed_by=DGRAD | WGRAD, of=("x.0", "params.weight"), tree=True)
     y_shape: torch.Size = static()
     weights_like: tuple[torch.Size, torch.dtype] | None = static()
-    choices: int = static()  # K; 1 of rows
+    choices: int = static()  # K; 1 if not gathered
 
 
 class GroupedQLinearOfInputResiduals(Residuals, static=("inputs", "shape", "dtype")):
@@ -129,13 +121,13 @@ class GroupedQLinearOfInputResiduals(Residuals, static=("inputs", "shape", "dtyp
     offsets: Tensor = saved("[E + 1]", alias="x.1", needed_by=DGRAD | WGRAD, of=OF_ALL)
     order: Tensor | None = saved("[N]", alias="x.2", needed_by=WGRAD, of=OF_WEIGHT)
     place: Tensor | None = saved("[*, K]", alias="x.3", needed_by=DGRAD, of=("x.0",))
-    bias: Tensor | None = saved("[E, O]", alias="params.bias", needed_by=DGRAD, of=("x.3",))  # where it is weighted
+    bias: Tensor | None = saved("[E, O]", alias="params.bias", needed_by=DGRAD, of=("x.3",))  # if weighted
     weights: Tensor | None = saved("[*, K]", alias="x.3", needed_by=DGRAD, of=("params.bias",))
     weights_order: Tensor | None = saved("[N]", alias="x.2", needed_by=DGRAD, of=("x.3", "params.bias"))
     rounding: Tensor = saved("[E, 2]", needed_by=DGRAD | WGRAD, of=("x.0", "params.weight"), tree=True)
     y_shape: torch.Size = static()
     weights_like: tuple[torch.Size, torch.dtype] | None = static()
-    choices: int = static()  # K; 1 of rows
+    choices: int = static()  # K; 1 if not gathered
 
 
 GroupedQLinearKept = GroupedQLinearResiduals | GroupedQLinearOfInputResiduals
@@ -152,7 +144,7 @@ class GroupedQLinearPending(Pending, static=("dtype",)):
     offsets: Tensor = saved("[E + 1]", alias="residuals.offsets", needed_by=WGRAD, of=OF_WEIGHT)
     order: Tensor | None = saved("[N]", alias="residuals.order", needed_by=WGRAD, of=OF_WEIGHT)
     amaxes: Tensor = saved("[E, 3]", needed_by=WGRAD, of=OF_WEIGHT)
-    choices: int = static()  # K; 1 of rows
+    choices: int = static()  # K; 1 if not gathered
     rows: int = static()  # N
 
 
@@ -168,7 +160,7 @@ def grouped_qlinear_init(
 def grouped_qlinear_fwd(
     params: GroupedLinearParams, x: tuple[Tensor, ...], cfg: GroupedQLinearConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, GroupedQLinearKept | None]:
-    """`y_n = q(x)_n q(w_e)^T + b_e`. x: as `grouped_linear_fwd` takes it -> y: [N, O]. Raises `ValueError` or `TypeError` for a
+    """`y_n = q(x)_n q(w_e)^T + b_e`. x: as for `grouped_linear_fwd` -> y: [N, O]. Raises `ValueError` or `TypeError` for a
     wrong shape, dtype, device, format or recipe, and on the CPU for offsets that do not ascend from 0 to at most N;
     `RuntimeError` on a device without the formats."""
     where, recipe = "grouped_qlinear_fwd", cfg.recipe
@@ -219,7 +211,7 @@ def grouped_qlinear_dgrad(
     residuals: GroupedQLinearKept, dy: Tensor, cfg: GroupedQLinearConfig
 ) -> tuple[tuple[Tensor | None, ...], GroupedQLinearPending | None]:
     """`dx_n = q(dy)_n q(w_e)`, summed by token if x was gathered; None for offsets and indices. dy: [N, O] -> dx like x, and the
-    pending weight gradient: dy and x in low precision, db; by a recipe with keep="input" x itself, and dy itself if dw is computed
+    pending weight gradient: dy and x in low precision, db; with keep="input" x itself, and dy itself if dw is computed
     in high precision."""
     where = "grouped_qlinear_dgrad"
     recipe, needs, weight, offsets = cfg.recipe, residuals.needs, residuals.weight, residuals.offsets

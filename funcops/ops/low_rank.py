@@ -5,9 +5,9 @@
     t = c dy b        da = t^T (m * x)        db = c dy^T ((m * x) a^T), both summed over rows        dx = m * (t a)
 
 x, dx: [*, I], y, dy: [*, O]; a: [R, I]; b: [O, R]; all of one float dtype. m is 1 without dropout. With `cfg.dropout` the op's x is
-(x, key), and m is drawn as `dropout` draws it, once more in the backward. Kept: x, a and b, aliases, and c (m * x) a^T: [*, R]; not
+(x, key), and m is drawn as in `dropout`, and redrawn in the backward. Kept: x, a and b, aliases, and c (m * x) a^T: [*, R]; not
 the dropped x. `into` may be float32 accumulators for 16-bit gradients.
-Source: LoRA, arXiv 2106.09685; initialisation and dropout as PEFT has them (peft/tuners/lora/layer.py).
+Source: LoRA, arXiv 2106.09685; initialisation and dropout as in PEFT (peft/tuners/lora/layer.py).
 
 >>> import torch
 >>> from funcops import random
@@ -48,16 +48,8 @@ from funcops.ops.linear_wgrads import Product
 from funcops.ops.qlinear import QLinearConfig
 from funcops.trees import leaf, tree
 
-__all__ = [
-    "LowRankConfig",
-    "LowRankParams",
-    "low_rank",
-    "low_rank_bwd",
-    "low_rank_dgrad",
-    "low_rank_fwd",
-    "low_rank_init",
-    "low_rank_wgrad",
-]
+__all__ = ["LowRankConfig", "LowRankParams"]
+__all__ += ["low_rank", "low_rank_bwd", "low_rank_dgrad", "low_rank_fwd", "low_rank_init", "low_rank_wgrad"]
 
 
 @config
@@ -133,7 +125,7 @@ class LowRankPending(Pending):
 def low_rank_init(
     cfg: LowRankConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
 ) -> LowRankParams:
-    """a uniform in ±1/sqrt(I), which is Kaiming's with a = sqrt(5); b zero, so that y is."""
+    """a is uniform in ±1/sqrt(I), Kaiming's with a = sqrt(5); b is zero, and so is y."""
     bound = cfg.in_features**-0.5
     a = random.uniform(key, (cfg.rank, cfg.in_features), low=-bound, high=bound, dtype=dtype, device=device)
     at = device if device is not None else a.device if key is None else key.device  # an a to be drawn later has no device yet
@@ -226,7 +218,7 @@ def _check_into(pending: LowRankPending, cfg: LowRankConfig, into: LowRankParams
 
 
 def low_rank_products(pending: LowRankPending, cfg: LowRankConfig, *, into: LowRankParams) -> list[Product]:
-    """da and db as data: products of a few rows each, that several layers may share."""
+    """da and db as products of few rows, which may be computed together with other layers'."""
     _check_into(pending, cfg, into)
     found = [] if pending.t is None else [Product.of(pending.t, _dropped(pending, cfg), into.a, None)]
     return found if pending.u is None else [*found, Product.of(pending.dy, pending.u, into.b, None)]

@@ -5,13 +5,13 @@
     dx = q(dy) q(w)        dw = q(dy)^T q(x), summed over rows        db = sum over rows of dy
 
 x: [*, I], y, dy: [*, O]; w: [O, I]; b: [O] or None, of one float dtype, as for `linear`. q rounds to a format and back
-(`funcops.formats`). Each product quantises its operands along what it sums over: x by rows for y and by columns for dw, w by rows
-for y and by columns for dx, dy by rows for dx and by columns for dw. Gradients are straight through: they treat q as
-the identity.
+(`funcops.formats`). Each product quantises its operands along the dim that it sums over: x by rows for y and by columns for dw, w
+by rows for y and by columns for dx, dy by rows for dx and by columns for dw. Gradients are straight through: they treat q as the
+identity.
 
-`cfg.recipe` says which formats (`funcops.low_precision`). w is a tensor, which every forward and backward quantises, or
-a `QWeight` of `quantize_params`, made once a step. Beside it, for `Fp8Delayed`, are the scales (`Scaled`); dparams has the amaxes.
-Kept: x in low precision, or x itself by a recipe with keep="input"; w, an alias.
+`cfg.recipe` chooses the formats (`funcops.low_precision`). w is a tensor, which every forward and backward quantises, or
+a `QWeight` of `quantize_params`, made once a step. For `Fp8Delayed` it has scales beside it (`Scaled`), and dparams has the amaxes.
+Kept: x in low precision, or x itself if the recipe has keep="input"; w, an alias.
 
 >>> import torch
 >>> from funcops import QLinearConfig, qlinear, random
@@ -56,17 +56,8 @@ from funcops.kernels.scaled_mm import scaled_mm
 from funcops.ops.linear import LinearConfig, LinearParams, linear, linear_init
 from funcops.trees import Aside
 
-__all__ = [
-    "QLinearConfig",
-    "QLinearPending",
-    "QLinearResiduals",
-    "qlinear",
-    "qlinear_bwd",
-    "qlinear_dgrad",
-    "qlinear_fwd",
-    "qlinear_init",
-    "qlinear_wgrad",
-]
+__all__ = ["QLinearConfig", "QLinearPending", "QLinearResiduals"]
+__all__ += ["qlinear", "qlinear_bwd", "qlinear_dgrad", "qlinear_fwd", "qlinear_init", "qlinear_wgrad"]
 
 P = TypeVar("P", bound=Any)
 Largest = Callable[[Tensor], Tensor] | None  # from the amax [1] of this rank's part to the amax of the whole tensor
@@ -188,7 +179,7 @@ def qlinear_of(
 
 @dgrad_of(ByConfig(QLinearConfig, _kept, (QLinearResiduals, QLinearOfInputResiduals)))
 def qlinear_dgrad(residuals: QLinearKept, dy: Tensor, cfg: QLinearConfig) -> tuple[Tensor, QLinearPending | None]:
-    """`dx = q(dy) q(w)`. dy: [*, O] -> dx: [*, I], and the pending weight gradient: dy and x in low precision, db; by a recipe with
+    """`dx = q(dy) q(w)`. dy: [*, O] -> dx: [*, I], and the pending weight gradient: dy and x in low precision, db; with
     keep="input" x itself, and dy itself if dw is computed in high precision."""
     where, recipe, needs, weight = "qlinear_dgrad", cfg.recipe, residuals.needs, residuals.weight
     check(where, "dy", dy, residuals.y_shape, residuals.dtype, a_tensor(weight if residuals.x is None else residuals.x))
@@ -225,7 +216,7 @@ def low_gradients(
     dw: Callable[[torch.dtype], Any],
     params: type[P] = LinearParams,  # type: ignore[assignment]
 ) -> P:
-    """The gradients of params, the weight's from `dw(dtype)`; added to `into`, after a check of it, if that is given."""
+    """The gradients of params, the weight's from `dw(dtype)`; added to `into`, if given, after a check."""
     dtype, scaled = pending.dtype, pending.amaxes is not None
     if into is None:
         gradient: Any = Scaled(dw(dtype), bits_of(pending.amaxes), None) if scaled else dw(dtype)
@@ -259,20 +250,18 @@ def check_params(where: str, params: Any, x: Tensor, cfg: Any) -> None:
     """Check the params of a config with a recipe: their shapes, x's dtype and device, and that the device has the formats."""
     recipe, weight, bias, groups = cfg.recipe, params.weight, params.bias, cfg.group_dims
     if isinstance(weight, Scaled) != recipe.delayed:
-        wanted = (
-            "a Scaled weight, as quantize_params(params, cfg, state) makes it" if recipe.delayed else "without scales of its own"
-        )
+        wanted = "a Scaled weight, from quantize_params(params, cfg, state)" if recipe.delayed else "without scales of its own"
         fail(where, "params.weight", f"{wanted} (the recipe is {type(recipe).__name__})", describe(weight), TypeError)
     if isinstance(weight, Scaled):
         check(where, "params.weight.scale", weight.scale, (*groups, 3), torch.float32, x)
         if weight.scale.requires_grad:
-            wanted = "without requires_grad (autograd adds gradients up; of amaxes the largest is wanted, as split_amaxes gives it)"
+            wanted = "without requires_grad (autograd sums gradients, and an amax is a maximum: take it with split_amaxes)"
             fail(where, "params.weight.scale", wanted, "one with it")
         weight = weight.value
     if isinstance(weight, QWeight):
         _check_quantized(where, weight, x, cfg)
     elif recipe.stochastic:
-        wanted = "a QWeight with a key, as quantize_params(params, cfg, key=key) makes it (the recipe rounds dy stochastically)"
+        wanted = "a QWeight with a key, from quantize_params(params, cfg, key=key) (the recipe rounds dy stochastically)"
         fail(where, "params.weight", wanted, describe(weight), TypeError)
     else:
         check(where, "params.weight", weight, (*groups, *cfg.linear.weight_shape), x.dtype, x)
@@ -290,8 +279,8 @@ def check_params(where: str, params: Any, x: Tensor, cfg: Any) -> None:
 def _check_quantized(where: str, weight: QWeight, x: Tensor, cfg: Any) -> None:
     if not torch.compiler.is_compiling() and weight.stale():
         raise StaleResidualError(
-            f"{where}: params.weight must be made of the weight as it is now, got codes of one that was written to since. "
-            "Make the working tree again after an update: quantize_params(params, cfg)"
+            f"{where}: params.weight must have the codes of the current weight, got codes of an older one. "
+            "Make a new working tree after an update: quantize_params(params, cfg)"
         )
     if cfg.recipe.stochastic:
         check(where, "params.weight.key", weight.key, (*cfg.group_dims, 2), torch.int64, x)
@@ -302,7 +291,7 @@ def _check_quantized(where: str, weight: QWeight, x: Tensor, cfg: Any) -> None:
         name = f"params.weight.{side}"
         check_quantized(where, name, q, cfg.recipe.w, side, torch.Size(cfg.linear.weight_shape), x, cfg.group_dims)
         if q.dtype is not x.dtype:
-            fail(where, name, f"made of {short(x.dtype)}, as x is", short(q.dtype), TypeError)
+            fail(where, name, f"made from {short(x.dtype)}, like x", short(q.dtype), TypeError)
 
 
 def scaled_tensor(t: Tensor, format: Format, scale: Tensor) -> tuple[QTensor, Tensor]:

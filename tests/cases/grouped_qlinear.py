@@ -169,7 +169,7 @@ ERRORS = [
     Error(call=_call(weight=torch.ones(3, 4)), match="grouped_qlinear_fwd: params.weight must be [2, 3, 4], got [3, 4]"),
     Error(
         call=_call(recipe=Fp8Delayed()),
-        match="grouped_qlinear_fwd: params.weight must be a Scaled weight, as quantize_params(params, cfg, state) makes it",
+        match="grouped_qlinear_fwd: params.weight must be a Scaled weight, from quantize_params(params, cfg, state)",
         error=TypeError,
     ),
     Error(

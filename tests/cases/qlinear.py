@@ -130,7 +130,7 @@ ERRORS = [
     Error(call=lambda: Fp8Block(wgrad="high"), match="Fp8Block: keep must be 'input' where wgrad is 'high', got 'row'"),
     Error(
         call=_call(cfg=QLinearConfig(4, 3, Fp8Delayed())),
-        match="qlinear_fwd: params.weight must be a Scaled weight, as quantize_params(params, cfg, state) makes it",
+        match="qlinear_fwd: params.weight must be a Scaled weight, from quantize_params(params, cfg, state)",
         error=TypeError,
     ),
     Error(

@@ -171,7 +171,7 @@ def _updated(amaxes, history=2):
 
 
 BAD = {
-    "stale": (_written, "down: qlinear_fwd: params.weight must be made of the weight as it is now", StaleResidualError),
+    "stale": (_written, "down: qlinear_fwd: params.weight must have the codes of the current weight", StaleResidualError),
     "another format": (
         lambda: _forward(Fp8Block(), Fp8Block(fwd="e5m2")),
         "up: qlinear_fwd: params.weight.row.format must be e5m2 128x128 pow2, got e4m3 128x128 pow2",
@@ -189,7 +189,7 @@ BAD = {
     ),
     "x of another dtype": (
         lambda: _forward(Fp8Block(), Fp8Block(), draw(3, WIDE)),
-        "up: qlinear_fwd: params.weight.row must be made of float32, as x is, got bfloat16",
+        "up: qlinear_fwd: params.weight.row must be made from float32, like x, got bfloat16",
         TypeError,
     ),
     "x quantised": (

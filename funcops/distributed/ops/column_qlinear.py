@@ -1,4 +1,4 @@
-"""`column_linear` in low precision: x goes over the axis in codes and scales.
+"""`column_linear` in low precision: x is sent over the axis as codes and scales.
 
     y_r = q(x) q(w_r)^T + b_r
 
@@ -88,17 +88,9 @@ from funcops.ops.qlinear import (
     y_of,
 )
 
-__all__ = [
-    "ColumnQLinearConfig",
-    "ColumnQLinearPending",
-    "ColumnQLinearResiduals",
-    "column_qlinear",
-    "column_qlinear_bwd",
-    "column_qlinear_dgrad",
-    "column_qlinear_fwd",
-    "column_qlinear_init",
-    "column_qlinear_wgrad",
-]
+__all__ = ["ColumnQLinearConfig", "ColumnQLinearPending", "ColumnQLinearResiduals"]
+__all__ += ["column_qlinear", "column_qlinear_bwd", "column_qlinear_dgrad"]
+__all__ += ["column_qlinear_fwd", "column_qlinear_init", "column_qlinear_wgrad"]
 
 
 @config

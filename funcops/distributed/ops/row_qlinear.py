@@ -1,4 +1,4 @@
-"""`row_linear` in low precision: dy goes over the axis in codes and scales.
+"""`row_linear` in low precision: dy is sent over the axis as codes and scales.
 
     y = sum over r of q(x_r) q(w_r)^T + b
 
@@ -76,17 +76,8 @@ from funcops.ops.qlinear import (
     y_of,
 )
 
-__all__ = [
-    "RowQLinearConfig",
-    "RowQLinearPending",
-    "RowQLinearResiduals",
-    "row_qlinear",
-    "row_qlinear_bwd",
-    "row_qlinear_dgrad",
-    "row_qlinear_fwd",
-    "row_qlinear_init",
-    "row_qlinear_wgrad",
-]
+__all__ = ["RowQLinearConfig", "RowQLinearPending", "RowQLinearResiduals"]
+__all__ += ["row_qlinear", "row_qlinear_bwd", "row_qlinear_dgrad", "row_qlinear_fwd", "row_qlinear_init", "row_qlinear_wgrad"]
 
 
 @config
