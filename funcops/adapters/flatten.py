@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from funcops.backend.source import exact
+from funcops.errors import join_path
 from funcops.residuals.nested import Nested
 from funcops.trees import FIELDS
 
@@ -106,4 +107,4 @@ def places(shape: Any, path: str) -> Iterator[tuple[int, str]]:
         return
     for name, child in named:
         name = exact(name)
-        yield from places(child, f"{path}.{name}" if path else str(name))
+        yield from places(child, join_path(path, name))

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcops.errors import DonatedError, StaleResidualError, describe, short, stale
+from funcops.errors import DonatedError, StaleResidualError, describe, join_path, short, stale
 from funcops.trees import FIELDS, Aside, leaves, paths, tensors
 
 STALE = -1  # the mark of a copy of a stale tensor: no version is below 0
@@ -201,7 +201,7 @@ class Versions:
         found = self.written()
         if found:
             path = next(path for path, leaf in paths(self._tree).items() if leaf is found[0])
-            stale(where, f"{what}.{path}" if path else what, by, hint, error=error)
+            stale(where, join_path(what, path), by, hint, error=error)
 
 
 def marks_of(node: Any) -> Any:
@@ -237,7 +237,7 @@ def stale_path(node: Any) -> str | None:
             found = [i for i, (t, before) in enumerate(_pairs(value, mark)) if before != version(t)]
             inside = [path for path, t in paths(value).items() if isinstance(t, Tensor)]
             path = inside[found[0]] if found else ""
-            return f"{name}.{path}" if path else name
+            return join_path(name, path)
     return None
 
 
@@ -435,7 +435,7 @@ class Moved(NamedTuple):
         for name, forms in self.forms.items():
             value, field = getattr(node, name), node.fields[name]
             if field.wanted(node.needs) and _holes(value) > self.holes[name]:
-                path = _joined(name, next(p for p, leaf in paths(value).items() if leaf is None))
+                path = join_path(name, next(p for p, leaf in paths(value).items() if leaf is None))
                 found = path, f"a tensor ({field.shape}), as the forward kept it", "None", TypeError
                 break
             leaves = _kept(value)
@@ -443,7 +443,7 @@ class Moved(NamedTuple):
                 found = name, f"{len(forms)} tensors, as the forward kept them", f"{len(leaves)}. {_BACK}", TypeError
                 break
             pairs = [(path, form, leaf) for (path, leaf), form in zip(leaves.items(), forms, strict=False)]
-            rows += [(_joined(name, path), form, leaf) for path, form, leaf in pairs if form and type(leaf) not in STAND_INS]
+            rows += [(join_path(name, path), form, leaf) for path, form, leaf in pairs if form and type(leaf) not in STAND_INS]
         found = found or _unlike(rows)
         if found or any([got is not None and not form.fits(got) for _, form, leaf in rows for got in [_form(leaf)]]):
             node._marks = Unlike(*(found or ("", "", "", TypeError)), node._marks, self)
@@ -454,10 +454,6 @@ def _as_before(value: Any, forms: list[Form | None]) -> bool:
     if type(value) is not Tensor or len(forms) != 1 or (form := forms[0]) is None:
         return value is None and not forms
     return value.dtype is form.dtype and value.shape == form.shape and value.device == form.device
-
-
-def _joined(name: str, path: str) -> str:
-    return f"{name}.{path}" if path else name
 
 
 def _unlike(rows: list[tuple[str, Form, Any]]) -> tuple[str, str, str, type[Exception]] | None:

@@ -13,6 +13,7 @@ from types import ModuleType
 _CONTRACT = ("accumulators", "configs", "marks", "memo", "needs", "op", "schema", "signatures")
 MOVED = {
     **{f"funcops.{name}": f"funcops.contract.{name}" for name in _CONTRACT},
+    "funcops.compose.walk": "funcops.contract.walk",
     "funcops.names": "funcops.backend.source",
     "funcops.quantization": "funcops.low_precision.report",
     "funcops.recipes": "funcops.formats.recipes",

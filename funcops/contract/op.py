@@ -35,8 +35,8 @@ from funcops.contract.checking import asked, unusual, when_switched
 from funcops.contract.checking import refuse_autocast as refuse_autocast
 from funcops.contract.configs import OpConfig as OpConfig
 from funcops.contract.configs import config as config
+from funcops.contract.configs import require_config, with_hooks
 from funcops.contract.configs import same_width as same_width
-from funcops.contract.configs import with_hooks
 from funcops.contract.marks import IDLE
 from funcops.contract.needs import Needs, check_needs
 from funcops.contract.schema import Field, open_node
@@ -267,8 +267,7 @@ def init_of(config: type) -> Callable[[F], F]:
 
         @functools.wraps(fn)
         def init(cfg: Any, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None) -> Any:
-            if type(cfg) is not config:
-                _bad_type(where, "cfg", cfg, config)
+            require_config(where, cfg, config)
             require_device(where, device)
             require_dtype(where, dtype)
             if key is not None:
@@ -455,8 +454,7 @@ _BWD_DOC = "The whole backward of `{name}_fwd`: `{name}_dgrad`, then `{name}_wgr
 
 def _no_params(name: str, config: type) -> Any:
     def init(cfg: Any, *, key: Any = None, device: Any = None, dtype: Any = None) -> None:
-        if type(cfg) is not config:
-            _bad_type(f"{name}_init", "cfg", cfg, config)
+        require_config(f"{name}_init", cfg, config)
 
     return _named(init, f"{name}_init", config.__module__, f"`{name}` has no params: returns None.")
 

@@ -9,7 +9,7 @@ The draws of an `init` are put off until it is known which leaf each has become.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,15 +17,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcops import random
-from funcops.compose.parallel import ParallelConfig
-from funcops.contract.configs import Composite
+from funcops.compose.step import check_body
 from funcops.contract.marks import version
 from funcops.contract.op import Op
+from funcops.contract.walk import nested, steps
 from funcops.distributed.mesh import Axis, Mesh
 from funcops.distributed.specs import WHOLE, Ranges, Spec, Specs, own_ranges, specs_by_path, take
-from funcops.errors import describe, fail, join_path, require, require_device, require_dtype, require_type
+from funcops.errors import fail, join_path, require, require_device, require_dtype
 from funcops.program.values import abstract_params
-from funcops.trees import at, leaves, paths, tree_map_with_path
+from funcops.trees import at, has, leaves, paths, tree_map_with_path
 
 PartOf = Callable[[str, Sequence[int]], "Sequence[Ranges]"]  # of a leaf's path and its shape
 
@@ -110,16 +110,19 @@ def specs_of(op: Op, cfg: Any) -> dict[str, Spec]:
     >>> {path: (spec.axis, spec.dim) for path, spec in specs.items()}
     {'up.weight': ('tp', 0), 'up.bias': ('tp', 0), 'down.weight': ('tp', 1)}
     """
-    _check_op("specs_of", op, cfg)
+    check_body("specs_of", op, cfg)
     params = abstract_params(op, cfg)
-    found = {path: spec for path, spec, _ in _shared(cfg, params, "", 0)}
-    ways = dict.fromkeys(_ways(cfg))
+    found = {path: spec for path, (spec, _) in _shared(cfg, params).items()}
+    ways = dict.fromkeys(
+        (part.cfg.axis, part.cfg.sequence_parallel)
+        for part in steps(cfg)
+        if part.cfg.sequence_parallel is not None and part.cfg.axis.size > 1
+    )
     for axis, sequence in ways:
         if not sequence:
             said = "the same in all layers over " + str(axis)
             require((axis, True) not in ways, "specs_of", "cfg.sequence_parallel", said, "both")
-            partial = set[str]()
-            _between(cfg, params, "", axis, False, partial)
+            partial = _between(cfg, params, axis)
             for path, t in paths(params).items():
                 spec = found.get(path, WHOLE)
                 if t is not None and axis.name not in spec.names and path not in partial:
@@ -127,71 +130,43 @@ def specs_of(op: Op, cfg: Any) -> dict[str, Spec]:
     return found
 
 
-def _ways(cfg: Any) -> Iterator[tuple[Axis, bool]]:
-    """The axes of the parallel layers of several ranks, and whether with sequence parallelism."""
-    if isinstance(cfg, Composite):
-        for _, _, inner in cfg.parts():
-            yield from _ways(inner)
-    elif hasattr(cfg, "sequence_parallel") and cfg.axis.size > 1:
-        yield cfg.axis, cfg.sequence_parallel
+def _between(cfg: Any, params: Any, axis: Axis) -> set[str]:
+    """The leaves of the steps in whose x each rank of the axis has different features."""
+    found, apart, before = set[str](), False, dict[int, bool]()
+    for part, around in nested(cfg, layers=True):
+        if around and around[-1].cfg.branching:
+            apart = before[len(around) - 1]
+        if part.composite:
+            before[len(around)] = apart
+            continue
+        own = any(axis.name in spec.names for spec in part.cfg.specs.values())
+        if apart and not own and has(params, part.path):
+            found |= {join_path(part.path, name) for name in paths(at(params, part.path))}
+        if own and part.cfg.apart is not None:
+            apart = part.cfg.apart
+    return found
 
 
-def _between(cfg: Any, params: Any, path: str, axis: Axis, apart: bool, found: set[str]) -> bool:
-    """Note the leaves of steps of whose x each rank of the axis has other features. `apart`: whether x is so; returned for y."""
-    if not isinstance(cfg, Composite):
-        own = getattr(cfg, "axis", None) == axis
-        if apart and not own:
-            found.update(join_path(path, name) for name in paths(params))
-        return cfg.apart if own and cfg.apart is not None else apart
-    before = apart
-    for name, _, inner in cfg.parts():
-        x_apart = before if type(cfg) is ParallelConfig else apart
-        for where, layer in _layers(name, params, path):
-            apart = _between(inner, layer, where, axis, x_apart, found)
-    return apart
-
-
-def _layers(name: Any, params: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Path and params of a part of a combinator: several for the layers of a repeat, unless they are stacked."""
-    if name is None or (name == "*" and not isinstance(params, tuple)):
-        yield path, params
-    elif name == "*":
-        yield from ((join_path(path, i), layer) for i, layer in enumerate(params))
-    else:
-        own = params[name] if isinstance(params, dict) else getattr(params, name, None)  # experts in steps have a class of params
-        yield join_path(path, name), own
-
-
-def _shared(cfg: Any, params: Any, path: str, dims: int) -> Iterator[tuple[str, Spec, tuple[Axis, ...]]]:
-    """Path, spec and axes of each leaf that a part of the config shares out; `dims`: how many dimensions stacking has put before
-    its own. A config that shares out all leaves of its parts has the axis for `fsdp`, and what they are before that for `like`."""
-    if isinstance(cfg, Composite) and cfg.fsdp is not None:
-        ((_, _, body),) = cfg.parts()
-        inner = {where: (spec, axes) for where, spec, axes in _shared(body, cfg.like, "", 0)}
-        for name, t in paths(cfg.like).items():
+def _shared(cfg: Any, params: Any) -> dict[str, tuple[Spec, tuple[Axis, ...]]]:
+    """Spec and axes of each leaf that a part of the config shards, by path. A config that shards all leaves of its parts has the
+    axis for `fsdp`, and what they are before that for `like`."""
+    found: dict[str, tuple[Spec, tuple[Axis, ...]]] = {}
+    for part, around in nested(cfg, layers=True):
+        dims = sum(one.cfg.stacked for one in around)  # how many dimensions stacking has put before a leaf's own
+        for name, spec in () if part.composite else part.cfg.specs.items():
+            path = join_path(part.path, name)
+            if path in found or at(params, path) is not None:
+                outer, axes = found.get(path, (WHOLE, ()))
+                found[path] = Spec(spec.axis, spec.dim + dims, parts=spec.parts, fsdp=outer.fsdp), (part.cfg.axis, *axes)
+        fsdp = part.cfg.fsdp if part.composite else None
+        for name, t in () if fsdp is None else paths(part.cfg.like).items():
             if t is not None:
-                if dims or not t.dim() or t.shape[0] % cfg.fsdp.size:
-                    where = join_path(path, name)
-                    fail("specs_of", where, f"of a first dimension of its own that {cfg.fsdp} divides", list(t.shape))
-                spec, axes = inner.get(name, (WHOLE, ()))
-                yield join_path(path, name), dataclasses.replace(spec, fsdp=cfg.fsdp.name), (*axes, cfg.fsdp)
-        return
-    if not isinstance(cfg, Composite):
-        for name, spec in cfg.specs.items():
-            leaf = at(params, name)
-            if leaf is not None:
-                yield join_path(path, name), Spec(spec.axis, spec.dim + dims, parts=spec.parts), (cfg.axis,)
-        return
-    for name, _, inner in cfg.parts():
-        stacked = name == "*" and not isinstance(params, tuple)
-        for where, layer in _layers(name, params, path):
-            yield from _shared(inner, layer, where, dims + stacked)
-
-
-def _check_op(where: str, op: Any, cfg: Any) -> None:
-    require_type(where, "op", op, Op)
-    if type(cfg) is not op.config:
-        fail(where, "cfg", op.config.__name__, describe(cfg), TypeError)
+                path = join_path(part.path, name)
+                if dims or not t.dim() or t.shape[0] % fsdp.size:
+                    fail("specs_of", path, f"of a first dimension of its own that {fsdp} divides", list(t.shape))
+                outer, axes = found.get(path, (Spec(fsdp=fsdp.name), ()))
+                found[path] = outer, (fsdp, *axes)
+    return found
 
 
 def init(
@@ -211,12 +186,12 @@ def init(
     >>> mine.weight.shape, mine.weight.equal(linear.init(cfg, key=key).weight[3:])
     (torch.Size([3, 4]), True)
     """
-    _check_op("init", op, cfg)
+    check_body("init", op, cfg)
     require_device("init", device)
     require_dtype("init", dtype)
     params = abstract_params(op, cfg)
     found = specs_by_path("init", params, specs, mesh)
-    for path, spec, axes in _shared(cfg, params, "", 0):
+    for path, (spec, axes) in _shared(cfg, params).items():
         given = found[path]
         for axis in axes:
             if mesh.sizes.get(axis.name) is None or mesh[axis.name] != axis:

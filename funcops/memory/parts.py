@@ -9,6 +9,7 @@ from funcops.contract.configs import Composite
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op
 from funcops.contract.schema import Field, Saved
+from funcops.contract.walk import nested, steps
 from funcops.errors import join_path
 from funcops.memory.packing import packed
 from funcops.memory.remat import RematResiduals
@@ -37,21 +38,17 @@ class Leaf(NamedTuple):
         return self.call.fields if self.call else ()
 
 
-def leaves_of(op: Op, cfg: Any, path: str = "", whole: bool = True) -> Iterator[Leaf]:
+def leaves_of(op: Op, cfg: Any) -> Iterator[Leaf]:
     """The ops that an op is made of, in the order of the forward; those of a repeat's body once."""
-    if not has_parts(op, cfg):
-        yield Leaf(path, op, whole)
-    elif op.lower is None:
-        for name, inner, inner_cfg in cfg.parts():
-            yield from leaves_of(inner, inner_cfg, join_path(path, name), False)
-    else:
-        program = lower(op, cfg, Needs.ALL)
-        for call in program.calls:
-            here = join_path(path, call.path)
-            if has_parts(call.op, call.cfg):
-                yield from leaves_of(call.op, call.cfg, here, False)
-            elif call.place is not None:
-                yield Leaf(here, call.op, whole, program, call)
+    calls: dict[str, tuple[Lowered, Call]] = {}
+    for part, around in nested(cfg, op=op, stop=lambda part: not has_parts(part.op, part.cfg)):
+        in_program = bool(around) and around[-1].op.lower is not None
+        if not has_parts(part.op, part.cfg):
+            own = calls[part.path] if in_program else ()
+            yield Leaf(part.path, part.op, all(one.op.lower is not None for one in around), *own)
+        elif part.op.lower is not None and not in_program:
+            program = lower(part.op, part.cfg, Needs.ALL)
+            calls |= {join_path(part.path, call.path): (program, call) for call in program.calls if call.place is not None}
 
 
 class Holder(NamedTuple):
@@ -121,12 +118,9 @@ def what_is_kept(op: Op, cfg: Any) -> set[tuple[str, Action | None]]:
     return {(holder.path, holder.action) for holder in holders(op, cfg)} | set(_waiting(op, cfg))
 
 
-def _waiting(op: Op, cfg: Any, path: str = "") -> Iterator[tuple[str, Action | None]]:
-    if isinstance(cfg, Composite):  # also of what runs its forward again: its pending is that of its parts
-        for name, inner, inner_cfg in cfg.parts():
-            yield from _waiting(inner, inner_cfg, join_path(path, name))
-    else:
-        yield from ((join_path(path, name), action) for name, action in _actions(op).items() if name not in op.fields())
+def _waiting(op: Op, cfg: Any) -> Iterator[tuple[str, Action | None]]:
+    for part in steps(cfg, op=op):  # also of what runs its forward again: its pending is that of its parts
+        yield from ((join_path(part.path, name), act) for name, act in _actions(part.op).items() if name not in part.op.fields())
 
 
 def two_forms(op: Op, cfg: Any) -> Iterator[tuple[str, dict[str, Action | None]]]:

@@ -313,7 +313,7 @@ def _apart(found: GroupedLinearParams, cfg: GroupedLinearConfig, needs: Needs) -
         return found
 
     def parts(name: str, t: Tensor | None) -> Any:
-        if t is None and not getattr(cfg, name, True):
+        if t is None and name == "bias" and not cfg.bias:
             return None
         return tuple([t[e] if t is not None and needs.param(f"{name}.{e}") else None for e in range(cfg.experts)])
 

@@ -36,7 +36,6 @@ import torch
 from torch import Tensor
 
 from funcops.backend import wide
-from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.contract.schema import DGRAD, WGRAD, Inputs, Pending, Residuals, saved, static
@@ -56,7 +55,7 @@ from funcops.ops.grouped_linear import (
     grouped_linear,
     grouped_linear_init,
 )
-from funcops.ops.qlinear import check_params, check_rounding, low_gradients, needs_low, rounding_of
+from funcops.ops.qlinear import LowConfig, check_params, check_rounding, low_gradients, needs_low, rounding_of
 
 __all__ = [
     "GroupedQLinearConfig",
@@ -72,7 +71,7 @@ __all__ = [
 
 
 @config
-class GroupedQLinearConfig(OpConfig):
+class GroupedQLinearConfig(LowConfig):
     """As `GroupedLinearConfig`, of stacked weights, with a `recipe` of `funcops.low_precision`. Raises `ValueError` for sizes that
     its blocks do not divide."""
 

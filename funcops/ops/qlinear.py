@@ -70,8 +70,29 @@ P = TypeVar("P", bound=Any)
 Largest = Callable[[Tensor], Tensor] | None  # the amax of a whole tensor, of the amax [1] of the part that is here
 
 
+class LowConfig(OpConfig):
+    """The base of the config of a linear layer with a recipe."""
+
+    recipe: Recipe
+    linear: ClassVar[Any]  # the config of the layer without the recipe
+
+    @property
+    def low_recipe(self) -> Recipe:
+        return self.recipe
+
+    @property
+    def weight_shape(self) -> tuple[int, int]:
+        """The shape of the weight that a rank has."""
+        return self.linear.weight_shape  # type: ignore[no-any-return]
+
+    @property
+    def bias_shape(self) -> tuple[int] | None:
+        """The shape of the bias that a rank has; None if the layer over ranks has no bias."""
+        return self.linear.bias_shape  # type: ignore[no-any-return]
+
+
 @config
-class QLinearConfig(OpConfig):
+class QLinearConfig(LowConfig):
     """As `LinearConfig`, with a `recipe` of `funcops.low_precision`. Raises `ValueError` for sizes that its blocks do not
     divide."""
 

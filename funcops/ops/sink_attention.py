@@ -57,6 +57,7 @@ class SinkAttentionConfig(AttentionConfig):
     """`heads`: of q (H); the rest as `AttentionConfig` has it."""
 
     heads: int = field(kw_only=False)
+    sinks = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

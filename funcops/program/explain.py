@@ -8,6 +8,7 @@ import torch
 
 from funcops.contract.configs import Composite
 from funcops.contract.needs import Needs
+from funcops.contract.walk import nested
 from funcops.errors import describe, fail, in_html, join_path, on_screen, require_device, require_dtype, require_type
 from funcops.program.lower import Call, Lowered, lower
 from funcops.program.rules import BACKWARD, FORWARD, NearMiss, Piece, Rule, Saving, cover
@@ -50,7 +51,7 @@ def path_of(call: Call) -> str:
     """The path of a call's step; for a skip's fork and sum, the skip's path with their name."""
     if call.place is not None:
         return call.path or call.op.name
-    return f"{call.path}.{call.op.name}" if call.path else call.op.name
+    return join_path(call.path, call.op.name)
 
 
 def plan(cfg: Any, needs: Needs = Needs.ALL, device_type: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Plan:
@@ -133,17 +134,8 @@ def explain(cfg: Any, needs: Needs = Needs.ALL, device_type: str = "cuda", dtype
         fail("explain", "cfg", "the config of a combinator", describe(cfg), TypeError)
     _check_options("explain", needs, device_type, dtype)
     found: dict[str, Plan] = {}
-
-    def visit(inner: Any, path: str, own: Needs) -> None:
-        if not isinstance(inner, Composite):
-            return
-        if inner.lowered_by is None:
-            below = [(name, body) for name, _, body in inner.parts()]
-        else:
-            found[path] = plan(inner, own, device_type, dtype)
-            below = [(call.path, call.cfg) for line in found[path].forward for call in line.calls]
-        for name, body in below:
-            visit(body, join_path(path, name), own and Needs.ALL)
-
-    visit(cfg, "", needs)
+    for part, around in nested(cfg):
+        in_program = bool(around) and around[-1].cfg.lowered_by is not None and part.op.lower is not None
+        if part.composite and part.cfg.lowered_by is not None and not in_program:
+            found[part.path] = plan(part.cfg, needs and Needs.ALL if around else needs, device_type, dtype)
     return Explained(found)

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from funcops.backend import select, wants_triton
+from funcops.contract.configs import require_config
 from funcops.contract.memo import reading, remember
 from funcops.contract.needs import Mask, Needs
 from funcops.contract.op import Op, with_raw
 from funcops.contract.schema import open_node
-from funcops.errors import describe, fail
+from funcops.errors import fail
 from funcops.program import rules, run, traced
 from funcops.program.backward import Backward
 from funcops.program.forward import Forward
@@ -146,8 +147,7 @@ def _opened(where: str, op: Op, residuals: Any, cfg: Any) -> tuple[Any, Op, Any]
 def wgrad(op: Op, cls: Any, pending: Any, cfg: Any, into: Any, which: str = "wgrad") -> Any:
     """The `wgrad` of an op that is lowered to a scope, or its `products`; `cls`: the class of its pending."""
     where = f"{op.name}_wgrad"
-    if type(cfg) is not op.config:
-        fail(where, "cfg", op.config.__name__, describe(cfg), TypeError)
+    require_config(where, cfg, op.config)
     node = None if pending is None else open_node(where, pending, cls, cfg)
     sums = None if into is None else accumulators(where, op, into, node, cfg)
     found = _found(which, op, cfg, Needs.NONE if node is None else node.needs, None)(node, sums)

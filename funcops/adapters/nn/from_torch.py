@@ -16,7 +16,7 @@ from funcops.adapters.nn.quantized import take_recipe
 from funcops.adapters.nn.report import Change, Replaced
 from funcops.adapters.nn.sequential import Sequential
 from funcops.compose.chain import chain
-from funcops.errors import describe, fail, require, require_type
+from funcops.errors import describe, fail, join_path, require, require_type
 from funcops.formats.recipes import Recipe
 from funcops.memory.policy import with_policy
 from funcops.residuals.policy import Policy
@@ -70,7 +70,7 @@ def from_torch(
         with_policy(chain, policy)
     if recipe is not None:
         take_recipe("from_torch", layers.Linear(64, 64, device="meta"), recipe)
-    losses = [_joined(path, LOSS) for path, module in model.named_modules() if _loss_of(module) is not None]
+    losses = [join_path(path, LOSS) for path, module in model.named_modules() if _loss_of(module) is not None]
     chosen = None if only is None else Chosen("from_torch", "only", only, model, (*losses,))
     if chosen is not None and not chosen.paths:
         fail("from_torch", "only", "None or at least one pattern", "none")
@@ -186,7 +186,7 @@ def _swap_losses(model: nn.Module, wanted: Any, done: Replaced, undo: Undo) -> N
         if given is None or any([not owner or path.startswith(f"{owner}.") for owner in owners]):
             continue  # the module that holds it computes the loss
         owners.append(path)
-        name = _joined(path, LOSS)
+        name = join_path(path, LOSS)
         if not wanted(name):
             continue
         if given in LOSSES.values():
@@ -198,10 +198,6 @@ def _swap_losses(model: nn.Module, wanted: Any, done: Replaced, undo: Undo) -> N
         module.loss_function = loss
         vars(module)["_swap"] = Swap(type(module), type(module), (), loss=set_before)
         done.replaced.append(Change(name, given.__name__, loss.__name__))
-
-
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
 
 
 def _reason(error: Exception) -> str:
@@ -263,7 +259,7 @@ def to_torch(model: nn.Module) -> Replaced:
             if given in LOSSES.values():
                 vars(module).pop(f"_{LOSS}", None)
                 vars(module).update(dict.fromkeys([f"_{LOSS}"], *swap.loss) if swap.loss else {})
-                done.replaced.append(Change(_joined(path, LOSS), given.__name__, module.loss_function.__name__))  # type: ignore[union-attr]
+                done.replaced.append(Change(join_path(path, LOSS), given.__name__, module.loss_function.__name__))  # type: ignore[union-attr]
             continue
         after = type(module)
         module.__class__ = swap.before

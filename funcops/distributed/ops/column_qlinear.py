@@ -31,7 +31,6 @@ of all ranks before the update (`funcops.dist.amaxes_over`).
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import field
 from typing import Any, ClassVar
 
@@ -39,7 +38,7 @@ import torch
 from torch import Tensor
 
 from funcops import random
-from funcops.contract.configs import OpConfig
+from funcops.contract.configs import fields_of
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
@@ -66,6 +65,7 @@ from funcops.formats.recipes import LOW_FORMS, Recipe
 from funcops.formats.scaled import Scaled
 from funcops.ops.linear import LinearParams
 from funcops.ops.qlinear import (
+    LowConfig,
     a_tensor,
     check_low_into,
     check_params,
@@ -101,7 +101,7 @@ __all__ = [
 
 
 @config
-class ColumnQLinearConfig(OpConfig):
+class ColumnQLinearConfig(LowConfig):
     """As `ColumnLinearConfig`, with a `recipe` of `funcops.low_precision`. `overlap`: "none" or "bulk". Raises `ValueError` for
     sizes that the recipe's blocks do not divide."""
 
@@ -396,8 +396,7 @@ def column_op_of(recipe: Recipe) -> Op:
 
 
 def _low(cfg: ColumnLinearConfig, recipe: Recipe) -> tuple[Op, Op, ColumnQLinearConfig]:
-    fields = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)}
-    return column_linear, column_op_of(recipe), ColumnQLinearConfig(**fields, recipe=recipe)
+    return column_linear, column_op_of(recipe), ColumnQLinearConfig(**fields_of(cfg), recipe=recipe)
 
 
 LOW_FORMS[ColumnLinearConfig] = _low

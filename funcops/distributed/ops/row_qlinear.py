@@ -31,7 +31,6 @@ and amaxes: see `row_linear`, `column_qlinear`.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import field
 from typing import Any, ClassVar
 
@@ -39,7 +38,7 @@ import torch
 from torch import Tensor
 
 from funcops import random
-from funcops.contract.configs import OpConfig
+from funcops.contract.configs import fields_of
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
@@ -65,6 +64,7 @@ from funcops.formats.recipes import LOW_FORMS, Recipe
 from funcops.formats.scaled import Scaled
 from funcops.ops.linear import LinearParams
 from funcops.ops.qlinear import (
+    LowConfig,
     a_tensor,
     check_params,
     check_rounding,
@@ -98,7 +98,7 @@ __all__ = [
 
 
 @config
-class RowQLinearConfig(OpConfig):
+class RowQLinearConfig(LowConfig):
     """As `RowLinearConfig`, with a `recipe` of `funcops.formats.recipes`. `overlap`: "none" or "bulk", which are one order here.
     Raises `ValueError` for sizes that the recipe's blocks do not divide."""
 
@@ -314,8 +314,7 @@ def row_op_of(recipe: Recipe) -> Op:
 
 
 def _low(cfg: RowLinearConfig, recipe: Recipe) -> tuple[Op, Op, RowQLinearConfig]:
-    fields = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)}
-    return row_linear, row_op_of(recipe), RowQLinearConfig(**fields, recipe=recipe)
+    return row_linear, row_op_of(recipe), RowQLinearConfig(**fields_of(cfg), recipe=recipe)
 
 
 LOW_FORMS[RowLinearConfig] = _low

@@ -26,6 +26,7 @@ two layers are whole at a time.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import field
 from typing import Any, ClassVar, NamedTuple
@@ -35,7 +36,7 @@ from torch import Tensor
 
 from funcops.backend import tracing, wide
 from funcops.compose.step import check_body, note
-from funcops.contract.configs import Composite, Replace, Width
+from funcops.contract.configs import Composite, Replace, Width, require_config
 from funcops.contract.marks import STAND_INS
 from funcops.contract.needs import Needs, check_needs
 from funcops.contract.op import Ahead, Op, config, init_of, make_op
@@ -46,7 +47,7 @@ from funcops.distributed.in_flight import finish
 from funcops.distributed.mesh import Axis
 from funcops.distributed.plain import require_axis
 from funcops.distributed.shards import Gathering, own_shards, start_gathering
-from funcops.errors import describe, fail, require, require_count, require_dtype, short
+from funcops.errors import fail, require, require_count, require_dtype, short
 from funcops.program.into import check_into_tree
 from funcops.program.values import abstract_params
 from funcops.residuals.donate import donate
@@ -119,12 +120,13 @@ class ShardedConfig(Composite):
         n = self.axis.size
         return tree_map_tensors(lambda t: t.new_empty(part_shape(tuple(t.shape), n)), self.like)
 
-    def with_parts(self, replace: Replace) -> ShardedConfig:
+    def with_parts(self, replace: Replace, **changes: Any) -> ShardedConfig:
         """The config with `replace(None, op, cfg)` for the body: this adds no name to its paths."""
         op, cfg = replace(None, self.op, self.cfg)
-        return ShardedConfig(
-            op, cfg, axis=self.axis, also=self.also, dtype=self.dtype, ordered=self.ordered, bucket_bytes=self.bucket_bytes
-        )
+        return dataclasses.replace(self, op=op, cfg=cfg, **changes)
+
+    def parts(self) -> list[tuple[Any, Any, Any]]:
+        return [(None, self.op, self.cfg)]
 
 
 class Away:
@@ -219,7 +221,7 @@ class _Open(NamedTuple):
 
 def _opened(where: str, kept: Any, cls: Any, cfg: ShardedConfig, into: Any = None, dy: Any = None) -> _Open:
     """The body's residuals, or pending, with its params, of residuals or pending that may have begun to gather them."""
-    _check_cfg(where, cfg)
+    require_config(where, cfg, ShardedConfig)
     begun = kept if type(kept) is Begun else None
     given = kept if begun is None else begun.given
     node = open_node(where, given, cls, cfg)
@@ -278,11 +280,6 @@ def _view(t: Tensor, spans: dict[int, list[tuple[int, int, int, torch.dtype]]]) 
     return None
 
 
-def _check_cfg(where: str, cfg: Any) -> None:
-    if type(cfg) is not ShardedConfig:
-        fail(where, "cfg", "ShardedConfig", describe(cfg), TypeError)
-
-
 @init_of(ShardedConfig)
 def sharded_init(cfg: ShardedConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None) -> Any:
     """This rank's shards of what the body's init draws with the same key, on every mesh."""
@@ -292,7 +289,7 @@ def sharded_init(cfg: ShardedConfig, *, key: Tensor | None = None, device: Any =
 def sharded_fwd(params: Any, x: Any, cfg: ShardedConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
     """The body's y, of params that are gathered for it. Raises `TypeError` for params that are not like the body's, `ValueError`
     for shards of another shape, and what the body raises."""
-    _check_cfg("sharded_fwd", cfg)
+    require_config("sharded_fwd", cfg, ShardedConfig)
     shards = params.given if type(params) is Begun else params
     if needs is not Needs.ALL:
         check_needs("sharded_fwd", needs, shards, x)
@@ -334,7 +331,7 @@ def sharded_bwd(residuals: Any, dy: Any, cfg: ShardedConfig, *, into: Any = None
 
 def _wgrad_begun(pending: Any, cfg: ShardedConfig, into: Any) -> Any:
     """The sums on their way."""
-    _check_cfg("sharded_wgrad", cfg)
+    require_config("sharded_wgrad", cfg, ShardedConfig)
     if pending is None:
         if into is not None:
             check_into_tree("sharded_wgrad", into, sharded, cfg, None)
