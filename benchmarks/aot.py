@@ -20,8 +20,8 @@ import torch
 from triton import knobs
 
 from benchmarks.choices import choices
+from benchmarks.kernel_calls import KernelCall, Maker, kernel_calls
 from benchmarks.measure import BenchError
-from benchmarks.samples import Maker, Sample, samples
 from funcops.backend import backend, gemm
 from funcops.backend.aot import COMPILER, TARGETS, Build, inspect, name_of, stubbed, takes_descriptors
 from funcops.backend.fingerprint import fingerprint
@@ -48,27 +48,27 @@ def run(target: list[str] | None = None, changed: str | None = None) -> list[Bui
 
 
 def plan(target: str) -> list[Launched]:
-    """The launches of every sample in every dtype on `target`, and of every choice for a matrix product or a norm, one for each
+    """The launches of every call in every dtype on `target`, and of every choice for a matrix product or a norm, one for each
     specialisation. Compiles none of them."""
     if knobs.runtime.interpret:
         raise BenchError("bench aot: TRITON_INTERPRET is set, and the interpreter compiles nothing; unset it")
     with stubbed(TARGETS[target].gpu), planned_launches() as found, backend("triton"):
         for dtype in DTYPES:
-            for sample in _shapes(dtype):
-                sample.kernel(*sample.args)
-                if sample.product is not None:
+            for call in _shapes(dtype):
+                call.kernel(*call.args)
+                if call.product is not None:
                     for provider in ("specialised", "cublas"):
                         with gemm(provider):
-                            sample.kernel(*sample.args)
+                            call.kernel(*call.args)
             for choice in choices(dtype) if dtype is not torch.float16 else ():  # float16 has bfloat16's choices
                 choice()
         return found
 
 
 @functools.cache
-def _shapes(dtype: torch.dtype) -> list[Sample]:
-    """The samples, which are the same for every target."""
-    return list(samples(Maker("meta", dtype)))
+def _shapes(dtype: torch.dtype) -> list[KernelCall]:
+    """The calls, which are the same for every target."""
+    return list(kernel_calls(Maker("meta", dtype)))
 
 
 def build(launched: Launched, target: str) -> Build:
@@ -87,6 +87,6 @@ def read(path: str) -> list[Build]:
 
 
 def never_built(found: Iterable[Launched], target: str) -> set[str]:
-    """Kernels with a launcher that `target` can run, but without a launch: their sample is missing."""
+    """Kernels with a launcher that `target` can run, but without a launch: their call is missing."""
     able = [kernel for kernel in launched_kernels() if TARGETS[target].descriptors or not takes_descriptors(kernel)]
     return {name_of(kernel) for kernel in able} - {name_of(launched.kernel) for launched in found}

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.sample import Maker, Sample
+from benchmarks.kernel_call import KernelCall, Maker
 from funcops.kernels import scored_attention
 
 
-def of_attention(make: Maker) -> Iterator[Sample]:
+def of_attention(make: Maker) -> Iterator[KernelCall]:
     score = scored_attention.Score(causal=True, window=0, softcap=0.0, alibi=False, scale=0.0)
     for what, size, value, chosen, extra in (
         ("softcap", 128, 128, score._replace(softcap=50.0), ""),
@@ -29,8 +29,8 @@ def of_attention(make: Maker) -> Iterator[Sample]:
         out, lse = make.floats(batch, t, heads, value), make.wide(batch, heads, t) + math.log(t)
         flops = 2.0 * batch * heads * t * t * (size + value) * (0.5 if chosen.causal else 1.0)
         args, length = (q, k, v, bias, ends, *chosen), size + t  # the terms of a score, then of a row
-        yield Sample(scored_attention.scored_attention_fwd, shape, args, product=_two_products, flops=flops, length=length)
-        yield Sample(
+        yield KernelCall(scored_attention.scored_attention_fwd, shape, args, product=_two_products, flops=flops, length=length)
+        yield KernelCall(
             scored_attention.scored_attention_bwd,
             shape,
             (dy, q, k, v, bias, ends, out, lse, *chosen, bias is not None),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.sample import Maker, Prepared, Sample
+from benchmarks.kernel_call import KernelCall, Maker, Prepared
 from funcops.kernels import glu
 from funcops.kernels.experts import experts_dgrad, experts_up
 from funcops.kernels.grouped import grouped_product, grouped_wgrad, grouped_wgrad_into
@@ -18,7 +18,7 @@ CONSTANTS = 7.0, 1.702, 1.0  # limit, alpha and offset of GPT-OSS
 
 
 class Layer(NamedTuple):
-    """A layer that its samples share: T tokens with K choices of E experts, H to 2I to H."""
+    """A layer that its calls share: T tokens with K choices of E experts, H to 2I to H."""
 
     make: Maker
     choices: int
@@ -61,7 +61,7 @@ class Layer(NamedTuple):
         return f"{tokens}x{dim} by {self.choices} of {count} to 2x{width // 2}"
 
 
-def of_experts(make: Maker) -> Iterator[Sample]:
+def of_experts(make: Maker) -> Iterator[KernelCall]:
     wide = Layer.of(make, 8192, 8, 128, 2048, 768, False)
     yield from _both(wide, "swiglu")
     yield from _products(wide)
@@ -73,20 +73,20 @@ def of_experts(make: Maker) -> Iterator[Sample]:
         yield from _products(biased)
 
 
-def _both(layer: Layer, kind: str) -> Iterator[Sample]:
+def _both(layer: Layer, kind: str) -> Iterator[KernelCall]:
     """The up product and down's input gradient, each with the gated unit."""
     x, make, how = layer.x, layer.make, (kind, *CONSTANTS)
     rows, (_, dim, hidden) = layer.order.numel(), layer.down.shape
     shape, flops = f"{kind} {layer.name}", 2.0 * rows * dim * hidden
     args: tuple[Any, ...] = x, layer.up, layer.up_bias, layer.weights, layer.order, layer.offsets, *how
-    yield Sample(experts_up, shape, args, product=_dense(rows, layer.up[0].mT), flops=2 * flops, length=dim)
+    yield KernelCall(experts_up, shape, args, product=_dense(rows, layer.up[0].mT), flops=2 * flops, length=dim)
     z, indices = make.floats(rows, 2 * hidden), None if layer.down_bias is None else layer.indices
     given = x, layer.down, z, layer.weights, layer.order, layer.offsets, layer.place, layer.down_bias, indices
     args = *given, *how, True, True, True
-    yield Sample(experts_dgrad, shape, args, product=_dense(rows, layer.down[0]), flops=flops, length=dim)
+    yield KernelCall(experts_dgrad, shape, args, product=_dense(rows, layer.down[0]), flops=flops, length=dim)
 
 
-def _products(layer: Layer) -> Iterator[Sample]:
+def _products(layer: Layer) -> Iterator[KernelCall]:
     """Down's forward, up's input gradient, both weight gradients, up's into accumulators too; and up as a single layer."""
     x, make, offsets, order, every = layer.x, layer.make, layer.offsets, layer.order, layer.choices
     rows, (count, dim, hidden), bias = order.numel(), layer.down.shape, layer.up_bias is not None
@@ -103,7 +103,7 @@ def _products(layer: Layer) -> Iterator[Sample]:
         (grouped_wgrad, "down", (x, scaled, offsets, order, None, every, s, bias), ddown, one, rows),
         (grouped_wgrad_into, "up", (dz, x, offsets, None, order, every, None, dw, db), dup, 2 * one, rows),
     ):
-        yield Sample(kernel, f"{what} {layer.name}", args, product=product, flops=flops, length=length)
+        yield KernelCall(kernel, f"{what} {layer.name}", args, product=product, flops=flops, length=length)
 
 
 def _dense(rows: int, other: Tensor) -> Prepared:

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.device import COLD_BYTES, MOST_COPIES, CudaTimer, Replay
+from benchmarks.kernel_calls import KernelCall, Maker, Prepared, direct, kernel_calls
 from benchmarks.liger import liger_call, write_liger_csv
 from benchmarks.measure import NoDevice
 from benchmarks.plot import draw
-from benchmarks.samples import Maker, Prepared, Sample, direct, samples
 from funcops.backend import backend, gemm
 from funcops.errors import short
 from funcops.trees import leaves, nbytes, tree_map
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", default="", help="only kernels whose names contain this")
     parser.add_argument("--dtype", choices=DTYPES, action="append", help="default: bf16")
     parser.add_argument("--providers", choices=PROVIDERS, nargs="+", default=PROVIDERS)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start no sample after this; name those left out")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no call after this; name those left out")
     parser.add_argument("--jobs", type=int, default=0, help="first compile our kernels in so many processes (default: %(default)s)")
     parser.add_argument("--liger-csv", metavar="FILE", help="also write the times under Liger-Kernel's columns")
     parser.add_argument("--plot", metavar="FILE", help="also draw the rates (PNG or SVG)")
@@ -82,13 +82,13 @@ def run(
     left: list[str] = []
     copy_rate = measured_copy_rate(timer)
     for name in dtype or ["bf16"]:
-        for sample in samples(Maker("cuda", DTYPES[name])):
-            if only not in sample.name:
+        for call in kernel_calls(Maker("cuda", DTYPES[name])):
+            if only not in call.name:
                 continue
             if time.monotonic() > stop:
-                left.append(f"{sample.name} {sample.shape} {name}")
+                left.append(f"{call.name} {call.shape} {name}")
                 continue
-            for row in measure(sample, DTYPES[name], providers, timer, copy_rate):
+            for row in measure(call, DTYPES[name], providers, timer, copy_rate):
                 rows.append(row)
                 yield row
             if liger_csv:
@@ -100,7 +100,7 @@ def run(
 
 
 def compile_ahead(only: str, dtypes: list[str], providers: tuple[str, ...], jobs: int) -> None:
-    """Fill Triton's disk cache, with processes that each run a part of the samples once."""
+    """Fill Triton's disk cache, with processes that each run a part of the calls once."""
     parts = [(i, jobs, only, dtypes, providers) for i in range(jobs)]
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         list(pool.map(_run_once, *zip(*parts, strict=True)))
@@ -108,12 +108,12 @@ def compile_ahead(only: str, dtypes: list[str], providers: tuple[str, ...], jobs
 
 def _run_once(part: int, parts: int, only: str, dtypes: list[str], providers: tuple[str, ...]) -> None:
     for name in dtypes:
-        own = (sample for i, sample in enumerate(samples(Maker("cuda", DTYPES[name]))) if i % parts == part and only in sample.name)
-        for sample in own:
-            for provider, prepare in provided(sample).items():
+        own = (call for i, call in enumerate(kernel_calls(Maker("cuda", DTYPES[name]))) if i % parts == part and only in call.name)
+        for call in own:
+            for provider, prepare in provided(call).items():
                 if prepare is not None and provider in providers and provider in ("funcops", "triton"):
                     with contextlib.suppress(Exception), using(provider):  # the bench says what fails
-                        prepare(*sample.args)()
+                        prepare(*call.args)()
 
 
 def measured_copy_rate(timer: Any) -> float:
@@ -131,23 +131,23 @@ def using(provider: str) -> Iterator[None]:
         yield
 
 
-def measure(sample: Sample, dtype: torch.dtype, providers: tuple[str, ...], timer: Any, copy_rate: float) -> Iterator[Measured]:
+def measure(call: KernelCall, dtype: torch.dtype, providers: tuple[str, ...], timer: Any, copy_rate: float) -> Iterator[Measured]:
     """A row for each provider that has this kernel; if a provider fails anywhere, its row has the reason."""
 
     def failed(provider: str, error: Exception) -> Measured:
         lines = f"failed: {type(error).__name__}: {error}".splitlines()
-        return Measured(sample.name, sample.shape, short(dtype), provider, *NOT_MEASURED, note=lines[0][:120])
+        return Measured(call.name, call.shape, short(dtype), provider, *NOT_MEASURED, note=lines[0][:120])
 
-    read = nbytes(sample.args)
+    read = nbytes(call.args)
     calls: dict[str, Callable[[], Any]] = {}
     replays: dict[str, Replay] = {}
-    for name, prepare in provided(sample).items():
+    for name, prepare in provided(call).items():
         if prepare is None or name not in providers:
             continue
         try:
             with torch.cuda.stream(timer.stream), using(name):
                 own = min(MOST_COPIES, COLD_BYTES // max(1, read))
-                ready = [prepare(*args) for args in (sample.args, *(clones(sample.args) for _ in range(own)))]
+                ready = [prepare(*args) for args in (call.args, *(clones(call.args) for _ in range(own)))]
                 ready[0]()
             with using(name):
                 replays[name], calls[name] = timer.replay(ready), ready[0]
@@ -157,23 +157,23 @@ def measure(sample: Sample, dtype: torch.dtype, providers: tuple[str, ...], time
     times, errors = _times(timer, replays)
     for name, error in errors.items():
         yield failed(name, error)
-    moved = _moved(sample) if times else math.nan
+    moved = _moved(call) if times else math.nan
     for name, us in times.items():
         try:
             with using(name):
                 rate = moved / us * 1e6 if name != "cublas" else math.nan
                 peak, delta = timer.memory_mib(calls[name])
-                off = relative_error(sample) if name == "funcops" else math.nan
+                off = relative_error(call) if name == "funcops" else math.nan
                 yield Measured(
-                    sample.name,
-                    sample.shape,
+                    call.name,
+                    call.shape,
                     short(dtype),
                     name,
                     us,
                     timer.host_us(calls[name]),
                     rate / 1e9,
                     rate / copy_rate,
-                    sample.flops / us / 1e6 if sample.flops else math.nan,
+                    call.flops / us / 1e6 if call.flops else math.nan,
                     times.get("cublas", math.nan) / us,
                     peak,
                     delta,
@@ -207,50 +207,50 @@ def _times(timer: Any, replays: dict[str, Replay]) -> tuple[dict[str, float], di
         return times, errors
 
 
-def _moved(sample: Sample) -> float:
+def _moved(call: KernelCall) -> float:
     """The compulsory bytes: those that our kernel reads and writes, or, if it fails, its torch body."""
     for name in ("funcops", "torch"):
         with contextlib.suppress(Exception), using(name):
-            return nbytes(sample.args) + nbytes(sample.kernel(*clones(sample.args))) + written(sample)
+            return nbytes(call.args) + nbytes(call.kernel(*clones(call.args))) + written(call)
     return math.nan
 
 
-def provided(sample: Sample) -> dict[str, Prepared | None]:
-    body = sample.kernel.kernel.torch_impl
+def provided(call: KernelCall) -> dict[str, Prepared | None]:
+    body = call.kernel.kernel.torch_impl
 
     def compiled(*args: Any) -> Callable[[], Any]:
         return direct(torch.compile(body, dynamic=False))(*args)
 
     return {
-        "funcops": direct(sample.kernel),
-        "triton": direct(sample.kernel) if sample.product else None,
-        "torch": sample.torch or direct(body),
+        "funcops": direct(call.kernel),
+        "triton": direct(call.kernel) if call.product else None,
+        "torch": call.torch or direct(body),
         "torch.compile": compiled,
-        "liger": liger_call(sample),
-        "cublas": sample.product,
+        "liger": liger_call(call),
+        "cublas": call.product,
     }
 
 
-def written(sample: Sample) -> int:
+def written(call: KernelCall) -> int:
     """Bytes of the arguments that the kernel writes to."""
-    return sum(nbytes(arg) for name, arg in sample.named.items() if name in sample.kernel.kernel.mutates)
+    return sum(nbytes(arg) for name, arg in call.named.items() if name in call.kernel.kernel.mutates)
 
 
 def clones(args: Any) -> Any:
     return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, args)
 
 
-def relative_error(sample: Sample) -> float:
+def relative_error(call: KernelCall) -> float:
     """The error of the results and of the arguments written to, against the torch body's in float64. Partial sums are summed first,
     and codes decoded."""
-    own = clones(sample.args)
+    own = clones(call.args)
     # 0-d tensors are step counts, which torch's optimisers take only in float32
     exact = tree_map(lambda t: t.double() if isinstance(t, Tensor) and t.is_floating_point() and t.dim() else t, own)
-    got, want = sample.kernel(*own), sample.kernel.kernel.torch_impl(*exact)
-    if sample.kernel.kernel.mutates:
+    got, want = call.kernel(*own), call.kernel.kernel.torch_impl(*exact)
+    if call.kernel.kernel.mutates:
         got, want = (got, own), (want, exact)
-    if sample.values is not None:
-        got, want = sample.values(got), sample.values(want)
+    if call.values is not None:
+        got, want = call.values(got), call.values(want)
     off = size = 0.0
     for a, b in zip(leaves(got), leaves(want), strict=True):
         if not isinstance(a, Tensor) or not a.is_floating_point():

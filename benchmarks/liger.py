@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.kernel_calls import KernelCall, Prepared, direct
 from benchmarks.measure import machine
-from benchmarks.samples import Prepared, Sample, direct
 
 COLUMNS = (
     "kernel_name",
@@ -31,7 +31,7 @@ COLUMNS = (
 )
 
 
-def liger_call(sample: Sample) -> Prepared | None:
+def liger_call(call: KernelCall) -> Prepared | None:
     """Liger-Kernel's forward for the same arguments; None if it lacks one or is not installed."""
     try:
         import liger_kernel.transformers.functional as liger
@@ -53,8 +53,8 @@ def liger_call(sample: Sample) -> Prepared | None:
         "add_rms_norm_fwd": lambda x, stream, w, eps, _: liger.liger_fused_add_rms_norm(x, stream, w, eps),
         "glu_fwd": gated,
         "cross_entropy_fwd": loss,
-    }.get(sample.name)
-    if found is None or (found is gated and sample.args[2] not in ("swiglu", "geglu_tanh")):
+    }.get(call.name)
+    if found is None or (found is gated and call.args[2] not in ("swiglu", "geglu_tanh")):
         return None
     f: Any = found
     return direct(torch.no_grad()(f))

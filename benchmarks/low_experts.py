@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.sample import Maker, Sample
+from benchmarks.kernel_call import KernelCall, Maker
 from funcops.kernels import quantize
 from funcops.kernels.grouped import group_of
 from funcops.kernels.grouped_quantize import aligned_count, aligned_source, aligned_starts
@@ -26,13 +26,13 @@ RECIPES = (
 )
 
 
-def of_low_experts(make: Maker) -> Iterator[Sample]:
+def of_low_experts(make: Maker) -> Iterator[KernelCall]:
     make = type(make)(make.device, torch.bfloat16, make.shrink)
     for tokens, choices, count, width, outer in ((8192, 2, 32, 2048, 1536), (64, 2, 32, 2048, 1536)):
         yield from _products(make, tokens, choices, count, width, outer)
 
 
-def _products(make: Maker, tokens: int, choices: int, count: int, width: int, outer: int) -> Iterator[Sample]:
+def _products(make: Maker, tokens: int, choices: int, count: int, width: int, outer: int) -> Iterator[KernelCall]:
     tokens, width, outer = make.sizes(tokens, width, outer)
     width, outer = (-(-size // 32) * 32 for size in (width, outer))
     count = max(2, count // make.shrink)
@@ -57,7 +57,7 @@ def _products(make: Maker, tokens: int, choices: int, count: int, width: int, ou
             make.dtype,
         )
         shape, flops = f"{a} by {w} 1x{cols} {kind} {rows}x{width} by {count} to {outer}", 2.0 * rows * width * outer
-        yield Sample(grouped_scaled_mm, shape, args, product=_dense(make, rows, width, outer), flops=flops, length=width)
+        yield KernelCall(grouped_scaled_mm, shape, args, product=_dense(make, rows, width, outer), flops=flops, length=width)
         block = cols or 16
         starts = aligned_starts(offsets, block)
         aligned = aligned_count(rows, count, block)
@@ -71,7 +71,7 @@ def _products(make: Maker, tokens: int, choices: int, count: int, width: int, ou
             args = *sides[0], *sides[1], starts, starts[:-1] + offsets.diff(), a, w, cols or 1, kind, aligned, out
             what = f"{shape} {str(out).removeprefix('torch.')}"
             product = _dense(make, outer, rows, width)
-            yield Sample(grouped_scaled_wgrad, what, args, product=product, flops=flops, length=rows, dtype=out)
+            yield KernelCall(grouped_scaled_wgrad, what, args, product=product, flops=flops, length=rows, dtype=out)
 
 
 def _coded(

@@ -20,8 +20,8 @@ from docs import examples
 
 ROOMS = ("adapters.pipelining", *funcops._ROOMS)  # the first is not imported by funcops: it needs torch.distributed
 AUTHORS = {
-    "funcops.contract.op": ("make_op", "config", "OpConfig", "forward", "init_of", "dgrad_of", "wgrad_of", "again_of"),
-    "funcops.contract.schema": ("Residuals", "Pending", "saved", "DGRAD", "WGRAD", "AGAIN"),
+    "funcops.contract.op": ("make_op", "config", "OpConfig", "forward", "init_of", "dgrad_of", "wgrad_of", "recompute_of"),
+    "funcops.contract.schema": ("Residuals", "Pending", "saved", "DGRAD", "WGRAD", "RECOMPUTE"),
     "funcops.contract.accumulators": ("accumulate",),
     "funcops.errors": ("check", "FLOATS"),
 }

@@ -19,7 +19,7 @@ NAME_wgrad (NAME.config, NAME.init, NAME.fwd and so on: `dir` shows one name per
     combinators      chain, repeat, skip, parallel; Step, WithExtras
 Ops of ops           Op, remat, with_policy, op_from_torch (TorchConfig); walk, rewrite (Part)
 Requested gradients  Needs
-Residuals            report, diff, quantization_report, donate, stow, fetch, Ledger,
+Residuals            report, diff, quantization_report, donate, pack, unpack, Ledger,
                      checking
 Policies             fit (Fitted), Policy, POLICIES; Save, Recompute, Offload, Compress, Drop
 Gradients            value_and_grad, vjp, differentiable, delayed_wgrad, batch_wgrads
@@ -31,6 +31,7 @@ Modules              funcops.nn, optim, low_precision, lora, precision, checkpoi
 """
 
 from types import ModuleType as _ModuleType
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from funcops import checkpoint as checkpoint
 from funcops import dist as dist
@@ -63,6 +64,7 @@ from funcops.contract.checking import checking as checking
 from funcops.contract.moved import install as _serve_old_paths
 from funcops.contract.needs import Needs as Needs
 from funcops.contract.op import Op as Op
+from funcops.contract.renamed import old_names as _old_names
 from funcops.contract.walk import Part as Part
 from funcops.contract.walk import rewrite as rewrite
 from funcops.contract.walk import walk as walk
@@ -135,9 +137,9 @@ from funcops.residuals import Recompute as Recompute
 from funcops.residuals import Save as Save
 from funcops.residuals import diff as diff
 from funcops.residuals import donate as donate
-from funcops.residuals import fetch as fetch
+from funcops.residuals import pack as pack
 from funcops.residuals import report as report
-from funcops.residuals import stow as stow
+from funcops.residuals import unpack as unpack
 from funcops.trees import WithExtras as WithExtras
 
 _serve_old_paths()
@@ -167,3 +169,7 @@ __all__ = [name for name in __all__ if name in ("delayed_wgrad", "TorchConfig") 
 
 def __dir__() -> list[str]:
     return sorted([*__all__, *_ROOMS, "__version__"])
+
+
+if not _TYPE_CHECKING:  # a checker would take every name for one of the module's
+    __getattr__ = _old_names(__name__, fetch="unpack", stow="pack")

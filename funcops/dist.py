@@ -1,8 +1,10 @@
 """`funcops.dist`: parallelism over ranks, as functions. It lives in `funcops.distributed`."""
 
 import sys as _sys
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from funcops.contract.moved import Face as _Face
+from funcops.contract.renamed import old_names as _old_names
 from funcops.distributed import AllToAllConfig as AllToAllConfig
 from funcops.distributed import AllToAllResiduals as AllToAllResiduals
 from funcops.distributed import Axis as Axis
@@ -66,6 +68,7 @@ from funcops.distributed import VocabLinearCrossEntropyConfig as VocabLinearCros
 from funcops.distributed import VocabLinearCrossEntropyPending as VocabLinearCrossEntropyPending
 from funcops.distributed import VocabLinearCrossEntropyResiduals as VocabLinearCrossEntropyResiduals
 from funcops.distributed import __all__ as __all__
+from funcops.distributed import all_ranks as all_ranks
 from funcops.distributed import all_to_all as all_to_all
 from funcops.distributed import all_to_all_bwd as all_to_all_bwd
 from funcops.distributed import all_to_all_dgrad as all_to_all_dgrad
@@ -111,7 +114,6 @@ from funcops.distributed import dispatch_dgrad as dispatch_dgrad
 from funcops.distributed import dispatch_fwd as dispatch_fwd
 from funcops.distributed import dispatch_init as dispatch_init
 from funcops.distributed import dispatch_wgrad as dispatch_wgrad
-from funcops.distributed import everywhere as everywhere
 from funcops.distributed import finish as finish
 from funcops.distributed import gather as gather
 from funcops.distributed import gather_bwd as gather_bwd
@@ -146,7 +148,7 @@ from funcops.distributed import parallel_low_rank_fwd as parallel_low_rank_fwd
 from funcops.distributed import parallel_low_rank_init as parallel_low_rank_init
 from funcops.distributed import parallel_low_rank_wgrad as parallel_low_rank_wgrad
 from funcops.distributed import part_axes as part_axes
-from funcops.distributed import raise_everywhere as raise_everywhere
+from funcops.distributed import raise_on_all_ranks as raise_on_all_ranks
 from funcops.distributed import record as record
 from funcops.distributed import reduce_start as reduce_start
 from funcops.distributed import row_linear as row_linear
@@ -230,3 +232,6 @@ from funcops.distributed import zigzag_positions as zigzag_positions
 
 __path__: list[str] = []  # so that `import funcops.dist.mesh` is asked of `funcops.contract.moved`
 _sys.modules[__name__].__class__ = _Face
+
+if not _TYPE_CHECKING:  # a checker would take every name for one of the module's
+    __getattr__ = _old_names(__name__, everywhere="all_ranks", raise_everywhere="raise_on_all_ranks")

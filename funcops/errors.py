@@ -272,7 +272,7 @@ def few(names: Iterable[str], most: int = 6) -> str:
 SHORT = 160  # characters that two texts may have together to be read at a glance
 
 
-def apart(wanted: Any, got: Any, longest: int = 240) -> tuple[str, str]:
+def differing_parts(wanted: Any, got: Any, longest: int = 240) -> tuple[str, str]:
     """Two unequal configs as texts: in full if they are short, else from where they first differ, such as `steps.0.cfg=...`."""
     if len(str(wanted)) + len(str(got)) <= longest:
         return str(wanted), str(got)

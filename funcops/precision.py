@@ -32,16 +32,8 @@ from funcops.contract.op import config
 from funcops.errors import check, describe, fail, require, require_device, require_type
 from funcops.trees import leaf, paths, same_structure, tensors, tree, tree_map, tree_map_tensors
 
-__all__ = [
-    "LossScale",
-    "LossScaleConfig",
-    "all_finite",
-    "loss_scale_init",
-    "loss_scale_update",
-    "nonfinite",
-    "select_step",
-    "unscale",
-]
+__all__ = ["LossScale", "LossScaleConfig"]
+__all__ += ["all_finite", "loss_scale_init", "loss_scale_update", "nonfinite", "select_step", "unscale"]
 
 T = TypeVar("T")
 

@@ -26,7 +26,7 @@ SILENT = {"script", "style", "template"}
 
 
 class Wanted(NamedTuple):
-    """Of a page: the ids that it must have, and what must be read on it."""
+    """The ids that a page must have, and texts that must be on it."""
 
     ids: Sequence[str] = ()
     texts: Sequence[str] = ()
@@ -64,7 +64,7 @@ class Page(HTMLParser):
 
 
 def faults(site: Path, wanted: dict[str, Wanted]) -> list[str]:
-    """What is wrong, a line each; `wanted` by the path of the page."""
+    """The faults of the site, a line each; `wanted` is keyed by the page's path."""
     pages = {path.relative_to(site).as_posix(): Page(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html"))}
     found = [f"{at}: expected a page, got none" for at in wanted if at not in pages]
     for at, page in pages.items():
@@ -80,7 +80,7 @@ def faults(site: Path, wanted: dict[str, Wanted]) -> list[str]:
 
 
 def dead(site: Path, at: str, url: str, pages: dict[str, Page]) -> str | None:
-    """What is wrong with a link of the page at `at`, if it leads into the site."""
+    """The fault of a link from the page at `at`, if the link leads into the site and is broken."""
     parts = urlsplit(url)
     if parts.scheme or parts.netloc:
         return None
@@ -96,7 +96,7 @@ def dead(site: Path, at: str, url: str, pages: dict[str, Page]) -> str | None:
 
 
 def shown(names: Sequence[str], homes: Sequence[str], value_of: Any) -> Iterator[str]:
-    """What the docstrings of these names, and of the modules that open their sections, have a reader type and see."""
+    """The examples in the docstrings of these names and of the modules that open their sections: input and output."""
     of = [value for value in map(value_of, names) if inspect.isfunction(value) or inspect.isclass(value)]
     for value in (*map(importlib.import_module, homes), *of):
         for example in doctest.DocTestParser().get_examples(inspect.getdoc(value) or ""):

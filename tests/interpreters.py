@@ -93,7 +93,7 @@ def read(stdlib: frozenset[str]) -> int:
 
 
 def said(*command: str) -> str | None:
-    """What a command prints; None if there is none such, or it fails."""
+    """A command's output; None if the command is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     except OSError:
@@ -102,8 +102,8 @@ def said(*command: str) -> str | None:
 
 
 def found() -> dict[str, tuple[str, frozenset[str]]]:
-    """Of each version one that answers, and the names of its standard library: the Python that runs this, `pythonX.Y` on PATH, or
-    one of pyenv's. A shim on PATH may answer nothing."""
+    """For each version a Python that answers, and the names of its standard library: the Python that runs this, `pythonX.Y` on
+    PATH, or one of pyenv's. A shim on PATH may answer nothing."""
     root = said("pyenv", "root")
     answers = {}
     for version in VERSIONS:

@@ -1,4 +1,4 @@
-"""What is published, tried as a stranger would: a wheel and a source archive, installed with each Python that the machine has.
+"""Tries the wheel and the source archive as a stranger would: installed with each Python that the machine has.
 
     python tests/release.py                   a line for each; exit status 1 where one of them fails, or where none was tried
     python tests/release.py --here            of the Python that runs this alone; --python 3.11 of another
@@ -43,7 +43,7 @@ print(funcops.__version__, len(names))
 
 
 def disagreements(version: str, root: Path = ROOT) -> list[str]:
-    """Where else the version stands, and is another one: the topmost heading of the changelog, and the citation."""
+    """The places that give another version: the topmost heading of the changelog, and the citation."""
     top = re.search(r"^## (.*)$", (root / "CHANGELOG.md").read_text(), re.M)
     cited = re.search(r'^version: "?([^"\n]*)"?$', (root / "CITATION.cff").read_text(), re.M)
     said = {"CHANGELOG.md": top and top[1], "CITATION.cff": cited and cited[1]}
@@ -84,7 +84,8 @@ def unpacked(source: Path, folder: Path) -> Path:
 
 
 def tried(version: str, python: str, wheel: Path, tree: Path, envs: Path, cuda: bool) -> str:
-    """What to say of it. Raises `NotTried` where torch cannot be had, `AssertionError` with what a failed program said."""
+    """Try one Python and return a sentence about it. Raises `NotTried` if torch is not available for it, `AssertionError` with a
+    failed program's output."""
     inside = interpreters.clean(version, python, envs)
     interpreters.put(version, envs, cuda, str(wheel))
     env = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "TRITON"))}
@@ -114,7 +115,7 @@ def outcome(version: str, python: str, wheel: Path, tree: Path, envs: Path, cuda
 
 
 def chosen(asked: list[str]) -> dict[str, str]:
-    """By version, oldest first, the Pythons of this machine, or those asked for. Raises `ValueError` for one that is not there."""
+    """The machine's Pythons by version, oldest first, or the requested ones. Raises `ValueError` for one that is missing."""
     there = {version: python for version, (python, _) in interpreters.found().items()}
     for version in asked:
         if version not in there:

@@ -12,7 +12,7 @@ from law_cases import CASES
 from train_runs import TINY, losses, run
 
 from benchmarks import kernels
-from benchmarks.samples import Maker, samples
+from benchmarks.kernel_calls import Maker, kernel_calls
 from funcops import WithExtras, chain, random, with_policy
 from funcops.backend import backend, gemm
 from funcops.formats import FORMATS, Format, quantize_tensor, turned
@@ -65,19 +65,19 @@ def test_compiles(name):
         LAWS["compiles"](dataclasses.replace(case, device="cuda"), torch.float32)
 
 
-SAMPLES = [(s.name, s.shape) for s in samples(Maker("meta", torch.float32))]
+CALLS = [(s.name, s.shape) for s in kernel_calls(Maker("meta", torch.float32))]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("i", range(len(SAMPLES)), ids=lambda i: " ".join(SAMPLES[i]))
+@pytest.mark.parametrize("i", range(len(CALLS)), ids=lambda i: " ".join(CALLS[i]))
 def test_real_sizes(i, dtype):
-    """Every benchmark sample against the torch body in float64, at a quarter of its sizes."""
-    sample = list(samples(Maker("cuda", dtype, shrink=4)))[i]
+    """Every benchmarked call against the torch body in float64, at a quarter of its sizes."""
+    call = list(kernel_calls(Maker("cuda", dtype, shrink=4)))[i]
     with backend("triton"):
         # of codes: where y differs in its last bit, an element may be rounded to the next one
-        close = torch.bfloat16 if sample.values is not None else sample.dtype or dtype
-        assert kernels.relative_error(sample) < relative(close, sample.length)
-    del sample
+        close = torch.bfloat16 if call.values is not None else call.dtype or dtype
+        assert kernels.relative_error(call) < relative(close, call.length)
+    del call
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -85,7 +85,7 @@ def test_real_sizes(i, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
 def test_quantisers_give_the_bits_of_torch(format, dtype):
-    """By the device's instructions, of every bfloat16 number in an order of its own, and of numbers of many sizes."""
+    """The device's instructions convert every bfloat16 number, in a drawn order, and numbers of many sizes."""
     g = torch.Generator().manual_seed(0)
     every = torch.arange(2**16).to(torch.int16).view(torch.bfloat16)[torch.randperm(2**16, generator=g)].view(512, 128)[:, :120]
     wide = torch.randn(300, 260, generator=g) * torch.exp2(torch.randint(-40, 40, (300, 1), generator=g))
@@ -209,7 +209,7 @@ def test_linear_cross_entropy_keeps_to_a_tenth_of_the_logits():
 
 
 def test_the_example_trains_as_on_the_cpu(tmp_path):
-    flags = [*TINY, "--text", "funcops/contract/schema.py", "--steps", 10]
+    flags = [*TINY, "--text", "LICENSE", "--steps", 10]
     run(*flags, "--out", tmp_path / "a")
     run(*flags, "--out", tmp_path / "b", "--device", "cuda")
     for a, b in zip(losses(tmp_path / "a"), losses(tmp_path / "b"), strict=True):

@@ -109,7 +109,7 @@ def test_an_op_names_the_classes_of_its_trees_and_how_to_call_it(case):
 @pytest.mark.parametrize(
     ("name", "error"), [(n, e) for n, m in MODULES.items() for e in getattr(m, "ERRORS", [])], ids=lambda v: getattr(v, "match", v)
 )
-def test_errors_name_what_is_wrong(name, error):
+def test_errors_name_the_fault(name, error):
     with pytest.raises(error.error) as raised:
         error.call()
     assert error.match in str(raised.value)

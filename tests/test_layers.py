@@ -100,7 +100,7 @@ def test_a_violation_is_caught(tmp_path):
     assert "errors imports funcops.trees" in found and "errors.py reads os.environ" in found
 
 
-def test_a_commit_is_asked_what_make_check_asks_of_the_sources():
+def test_pre_commit_checks_as_make_check_does():
     hooks = (ROOT / ".pre-commit-config.yaml").read_text()
     check = re.search(r"^check: .*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M)[1]
     asked = re.findall(r"\$\(PY\) -m (.*?)(?: \.)?$", check, re.M)

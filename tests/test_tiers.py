@@ -70,7 +70,7 @@ def expanded(value, home, seen):
 
 
 def all_reached(items):
-    """What every function of the items, once, and their fixtures use."""
+    """All that the items' functions, each once, and their fixtures use."""
     seen = set()
     for item in items:
         yield from reached(item.function, seen)
@@ -80,7 +80,7 @@ def all_reached(items):
 
 
 def with_imports(files, root):
-    """The files, and those of the same kind that they import, one from another."""
+    """The files, and files under `root` that they import, directly or not."""
     names = {".".join(path.relative_to(root).with_suffix("").parts): path for path in root.rglob("*.py")}
     found, left = set(), list(files)
     while left:

@@ -31,7 +31,7 @@ PARAMS = LinearParams(torch.tensor([[3.0, 4.0]]), torch.tensor([5.0]))
 X, DY = torch.tensor([[1.0, 2.0]]), torch.tensor([[10.0]])
 
 
-def test_forward_gives_y_and_what_its_backward_will_read():
+def test_forward_returns_y_and_residuals():
     y, residuals = linear_fwd(PARAMS, X, CFG)
     assert y.tolist() == [[16.0]]
     assert residuals.x is X and residuals.weight is PARAMS.weight  # nothing was copied
@@ -63,7 +63,7 @@ def test_gradients_add_up_in_main_grad():
     assert main_grad.weight.tolist() == [[21.0, 41.0]] and main_grad.bias.tolist() == [21.0]
 
 
-def test_what_is_not_needed_is_neither_kept_nor_computed():
+def test_unneeded_tensors_are_neither_kept_nor_computed():
     _, residuals = linear_fwd(PARAMS, X, CFG, needs=Needs(params=False))
     assert residuals.x is None
     dparams, dx = linear_bwd(residuals, DY, CFG)

@@ -60,7 +60,7 @@ def write_pages(folder):
 
 
 def checkers(folder):
-    """What checks them, by name, as commands."""
+    """The type checkers' commands, by name."""
     settings = {"typeCheckingMode": "basic", "extraPaths": [str(ROOT)], "reportMissingModuleSource": False}
     (folder / "pyrightconfig.json").write_text(json.dumps(settings))
     (folder / "calls.py").write_text(CALLS)
@@ -72,7 +72,7 @@ def checkers(folder):
 
 
 def functions():
-    """Of every op, by name."""
+    """The names of every op's functions."""
     names = {name for name, value in vars(funcops).items() if isinstance(value, funcops.Op)}
     return sorted(f"{name}_{part}" for name in names for part in ARGUMENTS if hasattr(funcops, f"{name}_{part}"))
 

@@ -19,7 +19,7 @@ from triton import knobs
 from benchmarks.measure import BenchError
 from benchmarks.traffic import peers
 from benchmarks.traffic.assembly import Quality, quality
-from benchmarks.traffic.calls import Call, fingerprint_of, intercepted
+from benchmarks.traffic.calls import RequestedLaunch, fingerprint_of, intercepted
 from benchmarks.traffic.count import Counted, count, total
 from benchmarks.traffic.functions import FORWARD, function_of
 from benchmarks.traffic.limits import why
@@ -150,7 +150,7 @@ def other(case: Case, provider: str, version: str | None, made: Callable[[], Cal
 def counted(case: Case, provider: str, source: str) -> Traffic:
     built: list[Quality] = []
 
-    def build(call: Call) -> Any:
+    def build(call: RequestedLaunch) -> Any:
         compiled = call.run()
         built.append(quality(compiled))
         return compiled

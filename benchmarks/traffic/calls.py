@@ -20,7 +20,7 @@ from funcops.backend.launch import compiled_launches
 from funcops.errors import short
 
 
-class Call(NamedTuple):
+class RequestedLaunch(NamedTuple):
     """A requested launch; `run` launches the kernel as Triton would have."""
 
     kernel: Any
@@ -51,7 +51,7 @@ class Nothing:
 
 
 @contextlib.contextmanager
-def intercepted(instead: Callable[[Call], Any]) -> Iterator[None]:
+def intercepted(instead: Callable[[RequestedLaunch], Any]) -> Iterator[None]:
     """Send every launch of the block to `instead`, whether or not Triton interprets its kernels."""
 
     def interceptor(launch: Any) -> Any:
@@ -61,7 +61,7 @@ def intercepted(instead: Callable[[Call], Any]) -> Iterator[None]:
             sizes = grid(bound.arguments) if callable(grid) else grid
             x, y, z = (*map(int, sizes), 1, 1)[:3]
             again = lambda: launch(self, *bound.args, grid=(x, y, z), warmup=warmup, **named)  # noqa: E731
-            found = instead(Call(self, (x, y, z), dict(bound.arguments), named, again))
+            found = instead(RequestedLaunch(self, (x, y, z), dict(bound.arguments), named, again))
             return Nothing if found is None else found
 
         return run
@@ -80,7 +80,7 @@ def intercepted(instead: Callable[[Call], Any]) -> Iterator[None]:
             kind.run = launch
 
 
-def fingerprint_of(calls: list[Call]) -> str:
+def fingerprint_of(calls: list[RequestedLaunch]) -> str:
     """A hash of the launches: the sources of the kernels and their helpers, and the arguments. It must be the same with Triton's
     interpreter, so the lines that differ with it are left out."""
     said = [line for call in calls for line in (*source_of(call.kernel), call.specialised) if " reads INTERPRETED: " not in line]

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.measure import BenchError
-from benchmarks.traffic.calls import Call, intercepted
+from benchmarks.traffic.calls import RequestedLaunch, intercepted
 from benchmarks.traffic.interpret import interpreting, python
 from funcops.trees import leaves
 
@@ -133,7 +133,7 @@ class Counter:
             frame = frame.f_back
         return frame.f_lineno
 
-    def launch(self, call: Call) -> None:
+    def launch(self, call: RequestedLaunch) -> None:
         self.know(list(call.arguments.values()))
         axis = int(np.argmax(call.grid))
         length, every = call.grid[axis], [range(n) for n in call.grid]

@@ -25,7 +25,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks.traffic.calls import Call
+from benchmarks.traffic.calls import RequestedLaunch
 from benchmarks.traffic.count import PROCESSORS, Counter
 from funcops.backend.aot import stubbed
 
@@ -262,7 +262,7 @@ class _Kernel:
     def _sectors_and_size(self, config: Any, args: Any) -> tuple[float, float]:
         grid, arguments = self._launch(config, args)
         counter = Counter([8], 2)
-        counter.launch(Call(self.fn, grid, arguments, {}, lambda: None))
+        counter.launch(RequestedLaunch(self.fn, grid, arguments, {}, lambda: None))
         return counter.found[0].bytes.sectors, -math.prod(v for k, v in config.kwargs.items() if k.endswith("BLOCK"))
 
 

@@ -19,7 +19,7 @@ from triton.language import core  # noqa: F401
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
-from benchmarks.traffic.calls import Call
+from benchmarks.traffic.calls import RequestedLaunch
 
 HOOKED = ("create_masked_load", "create_masked_store", "create_atomic_rmw", "create_atomic_cas")
 Access = Callable[[Any, Any, bool], None]  # pointers, mask, whether it stores
@@ -51,7 +51,7 @@ def _hooks(before: list[Any], access: Access) -> list[Any]:
 
 
 @contextlib.contextmanager
-def interpreting(call: Call, access: Access) -> Iterator[Callable[[tuple[int, ...]], None]]:
+def interpreting(call: RequestedLaunch, access: Access) -> Iterator[Callable[[tuple[int, ...]], None]]:
     """A function that runs one program of the launch."""
     builder, kind = interpreter.interpreter_builder, interpreter.InterpreterBuilder
     function = python(call.kernel)

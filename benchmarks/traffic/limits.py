@@ -30,14 +30,14 @@ REASONS = (
         "loss and gradient are two calls, each of which reads the logits: no loss waits for a gradient",
     ),
     Reason(
-        "((rms|layer|l2|add_rms)_norm_bwd|add_(rms|layer)_norm_bwd_again)",
+        "((rms|layer|l2|add_rms)_norm_bwd|add_(rms|layer)_norm_bwd_recompute)",
         "x32768$",
         "moved",
         "rows of 64 KB leave no registers, and their two sums take a pass of their own; who keeps them spills 8 to 648 bytes a "
         "thread. Rows loaded twice instead: on an H100 230 us where these take 235, and with a mean 564 where these take 237",
     ),
     Reason(
-        "add_layer_norm_bwd_again",
+        "add_layer_norm_bwd_recompute",
         "x16384$",
         "moved",
         "rows of 32 KB with sums for weight and bias leave no registers: x and dy are loaded again, not all from the cache",

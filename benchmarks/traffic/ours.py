@@ -1,4 +1,4 @@
-"""The memory-bound kernels of `samples`, as calls to count, each with the final sums of its partial results."""
+"""The memory-bound kernels of `kernel_calls`, as calls to count, each with the final sums of its partial results."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.samples import Maker, Sample, norms, samples
-from benchmarks.traffic.calls import Call, fingerprint_of, intercepted
+from benchmarks.kernel_calls import KernelCall, Maker, kernel_calls
+from benchmarks.norms import norms
+from benchmarks.traffic.calls import RequestedLaunch, fingerprint_of, intercepted
 from funcops.backend import backend
 from funcops.kernels import cross_entropy as declared_loss
 from funcops.kernels.norm import sum_parts
 from funcops.trees import leaves, nbytes, tree_map
 
-LONG_AND_ODD = (2048, 32768), (8192, 4099)  # more rows of norms than `samples` has
+LONG_AND_ODD = (2048, 32768), (8192, 4099)  # more rows of norms than `kernel_calls` has
 READ_OF = {"table": 1 / 3}  # a rotary table has cos, sin and -sin, each twice: a call needs cos and sin once
 
 
@@ -47,19 +48,19 @@ class Case(NamedTuple):
 def cases(dtype: torch.dtype, device: str, only: Callable[[str, str], bool] = lambda *_: True) -> Iterator[Case]:
     torch.manual_seed(0)
     make = RoomMaker(device, dtype)
-    for sample in itertools.chain(samples(make), *(norms(make, rows, width) for rows, width in LONG_AND_ODD)):
-        if sample.product is None and only(sample.name, sample.shape):
-            yield case_of(sample, dtype)
-        if sample.name == "cross_entropy_bwd" and only("cross_entropy", sample.shape):
-            yield both_of_cross_entropy(sample)
+    for call in itertools.chain(kernel_calls(make), *(norms(make, rows, width) for rows, width in LONG_AND_ODD)):
+        if call.product is None and only(call.name, call.shape):
+            yield case_of(call, dtype)
+        if call.name == "cross_entropy_bwd" and only("cross_entropy", call.shape):
+            yield both_of_cross_entropy(call)
 
 
-def case_of(sample: Sample, dtype: torch.dtype) -> Case:
-    declared = sample.kernel.kernel
+def case_of(call: KernelCall, dtype: torch.dtype) -> Case:
+    declared = call.kernel.kernel
     declared.find_triton()
     sum_parts.kernel.find_triton()
     launch, sums = declared.triton_impl, sum_parts.kernel.triton_impl
-    meta = tree_map(lambda t: t.to("meta") if isinstance(t, Tensor) else t, sample.args)
+    meta = tree_map(lambda t: t.to("meta") if isinstance(t, Tensor) else t, call.args)
     with intercepted(lambda _: None), backend("triton"):
         given = leaves(launch(*meta))
     # the body returns one part; a kernel that returns another number of parts declares a fake of its own
@@ -68,15 +69,15 @@ def case_of(sample: Sample, dtype: torch.dtype) -> Case:
 
     def run() -> None:
         with backend("triton"):
-            for result, apart in zip(leaves(launch(*sample.args)), in_parts, strict=True):
+            for result, apart in zip(leaves(launch(*call.args)), in_parts, strict=True):
                 if apart:
                     sums(result, dtype)
 
     sizes = [t.shape[1] * dtype.itemsize if apart else nbytes(t) for t, apart in zip(given, in_parts, strict=True)]
-    return Case(sample.name, sample.shape, sample.args, run, sum(sizes) + taken(sample))
+    return Case(call.name, call.shape, call.args, run, sum(sizes) + taken(call))
 
 
-def both_of_cross_entropy(backward: Sample) -> Case:
+def both_of_cross_entropy(backward: KernelCall) -> Case:
     """Loss and gradient as one call. Its minimum is one read and one write of the logits, whose tensor could hold the gradient."""
     dloss, logits, labels, _, *options = backward.args
     args = logits, labels, *options
@@ -90,9 +91,9 @@ def both_of_cross_entropy(backward: Sample) -> Case:
     return Case("cross_entropy", backward.shape, args, run, least)
 
 
-def taken(sample: Sample) -> float:
+def taken(call: KernelCall) -> float:
     """The bytes of the arguments. Arguments that are written to count twice; with ids, only their rows that some id selects."""
-    declared, args = sample.kernel.kernel, sample.named
+    declared, args = call.kernel.kernel, call.named
     sizes = {name: nbytes(arg) * READ_OF.get(name, 1.0) for name, arg in args.items()}
     for name in declared.mutates:
         sizes[name] *= 2
@@ -101,9 +102,9 @@ def taken(sample: Sample) -> float:
     return sum(sizes.values())
 
 
-def plan(case: Case) -> list[Call]:
+def plan(case: Case) -> list[RequestedLaunch]:
     """The launches of a case, none of them run."""
-    found: list[Call] = []
+    found: list[RequestedLaunch] = []
     with intercepted(found.append):
         case.run()
     return found

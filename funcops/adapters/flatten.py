@@ -1,4 +1,4 @@
-"""A tree taken apart into its tensors and a shape with their places, and put together again.
+"""A tree as a list of its tensors and a shape with their indices, and back.
 
 In plain Python, where `trees` uses optree: the shape must live through a traced `autograd.Function`, and a spec made outside of a
 compiled function cannot be used in it.
@@ -17,8 +17,8 @@ from funcops.residuals.nested import Nested
 from funcops.trees import FIELDS
 
 
-class Place(NamedTuple):
-    """The place of tensor number `i`."""
+class TensorIndex(NamedTuple):
+    """Stands in a shape for tensor number `i` of the list."""
 
     i: int
 
@@ -36,7 +36,7 @@ def flatten(node: Any, found: list[Tensor]) -> Any:
     """The shape of a tree; its tensors are added to `found`."""
     if isinstance(node, Tensor):
         found.append(node)
-        return Place(len(found) - 1)
+        return TensorIndex(len(found) - 1)
     if isinstance(node, Nested):
         shape: Any = {name: flatten(child, found) for name, child in node.items()}
         return type(node)(shape, cfg=node.cfg, needs=node.needs)
@@ -57,8 +57,8 @@ def flatten(node: Any, found: list[Tensor]) -> Any:
 
 
 def unflatten(shape: Any, tensors: Sequence[Any]) -> Any:
-    """The tree of a shape, with other tensors in their places."""
-    if type(shape) is Place:
+    """The tree of a shape, with other tensors at their indices."""
+    if type(shape) is TensorIndex:
         return tensors[shape.i]
     if type(shape) is Shape:
         node = shape.cls(**{name: unflatten(child, tensors) for name, child in shape.leaves.items()}, **shape.statics)
@@ -77,9 +77,9 @@ def unflatten(shape: Any, tensors: Sequence[Any]) -> Any:
 
 
 def gradients(shape: Any, tree: Any, found: list[Any]) -> list[Any]:
-    """What a tree of gradients holds at each place of the shape that it mirrors, in the order of the places; None where it has
+    """What a tree of gradients holds for each tensor of the shape that it mirrors, in their order; None where it has
     less."""
-    if type(shape) is Place:
+    if type(shape) is TensorIndex:
         found.append(tree)
     elif type(shape) is Shape:
         for name, child in shape.leaves.items():
@@ -93,9 +93,9 @@ def gradients(shape: Any, tree: Any, found: list[Any]) -> list[Any]:
     return found
 
 
-def places(shape: Any, path: str) -> Iterator[tuple[int, str]]:
-    """The number and the path of each place, in order."""
-    if type(shape) is Place:
+def indexed_paths(shape: Any, path: str) -> Iterator[tuple[int, str]]:
+    """The number and the path of each tensor, in order."""
+    if type(shape) is TensorIndex:
         yield shape.i, path
         return
     parts: Any = shape.leaves if type(shape) is Shape else shape
@@ -107,4 +107,4 @@ def places(shape: Any, path: str) -> Iterator[tuple[int, str]]:
         return
     for name, child in named:
         name = exact(name)
-        yield from places(child, join_path(path, name))
+        yield from indexed_paths(child, join_path(path, name))

@@ -1,7 +1,7 @@
 """`batch_wgrads`: many pending weight gradients in few matrix products.
 
-Every op says what products its weight gradient is made of (`Op.products`); those of one class are joined at the end, whatever is no
-product is added as the op's `wgrad` would.
+Every op returns its weight gradient as products (`Op.products`). Products of one class are joined at the end; any other gradient is
+added as the op's `wgrad` would add it.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from funcops.contract.op import Op
 from funcops.contract.schema import Donated
 from funcops.errors import DonatedError, describe, fail, in_step, require, require_type
-from funcops.program.into import check_into_tree
+from funcops.program.accumulator_checks import check_into_tree
 from funcops.trees import fake, leaves, tree_map, tree_map_tensors
 
 HOW = ("each", "concatenate", "batch", "group")
 
 
 def batch_wgrads(op: Op, pendings: Sequence[Any], cfg: Any, *, into: Any = None, how: str | None = None) -> Any:
-    """The sum of `op.wgrad(pending, cfg)` over the pendings (microbatches), added to `into` where that is given.
+    """The sum of `op.wgrad(pending, cfg)` over the pendings (microbatches), added to `into` if given.
 
-    Products of linear layers, wherever in a chain they are, run together. `how`: "concatenate" those for one weight along tokens,
-    "batch" those of one shape (`torch.bmm`), "group" those that differ in tokens alone (`grouped_mm`), "each" alone; by default
-    whichever a measured table says is fastest for the device, dtype and sizes (`docs/benchmarks/cpu-wgrads.csv`, made by
-    `python -m benchmarks wgrads`). Their sums are those of the one-by-one results, in another order of addition.
+    Products of linear layers, wherever in a chain they are, run together. `how`: "concatenate" products for one weight along
+    tokens, "batch" products of one shape (`torch.bmm`), "group" products that differ only in tokens (`grouped_mm`), "each" alone;
+    by default the way that a measured table says is fastest for the device, dtype and sizes (`docs/benchmarks/cpu-wgrads.csv`, made
+    by `python -m benchmarks wgrads`). The results equal the one-by-one sums up to the order of addition.
 
-    Raises what `op.wgrad` raises, before anything is added to `into`, and `ValueError` for an unknown `how` or no pending at all.
+    Raises what `op.wgrad` raises, before anything is added to `into`, and `ValueError` for an unknown `how` or without any pending.
 
     >>> import torch
     >>> from funcops import LinearConfig, batch_wgrads, linear, random
@@ -59,7 +59,7 @@ def batch_wgrads(op: Op, pendings: Sequence[Any], cfg: Any, *, into: Any = None,
 
 
 def _check_all(op: Op, pendings: Sequence[Any], cfg: Any, into: Any) -> None:
-    """Whatever `op.wgrad` would refuse of any of them."""
+    """Raise what `op.wgrad` would raise for any of the pendings."""
     given = set()
     for i, pending in enumerate(pendings):
         where, node = f"batch_wgrads: pendings.{i}", pending
@@ -73,7 +73,7 @@ def _check_all(op: Op, pendings: Sequence[Any], cfg: Any, into: Any) -> None:
         if getattr(node, "kind", "") != "pending":
             fail(where, "it", "a pending", describe(node), TypeError)
         if node.cfg is not cfg and node.cfg != cfg:
-            try:  # a skip's, say, is the config of its body
+            try:  # a skip's pending, for example, has the config of its body
                 _abstract(op, node, cfg)
             except Exception as error:
                 in_step(error, where)
@@ -82,13 +82,13 @@ def _check_all(op: Op, pendings: Sequence[Any], cfg: Any, into: Any) -> None:
 
 
 def _abstract(op: Op, node: Any, cfg: Any) -> Any:
-    """The gradients that will come, by a run without data."""
+    """The gradients that will come, from a run without data."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         return op.wgrad(tree_map_tensors(fake, node), cfg)
 
 
 def _zeros(op: Op, pendings: Sequence[Any], cfg: Any) -> Any:
-    """Like the gradients that will come."""
+    """Zeros like the gradients that will come."""
     nodes = [p._node if type(p) is Donated else p for p in pendings]
     first = next((node for node in nodes if node is not None), None)
     shaped = _abstract(op, first, cfg)

@@ -4,12 +4,13 @@
 
 x and y have the shapes of the first step's x and the last step's y. The backward walks the steps in reverse. Its params,
 residuals and pending are dicts by step name. A step may take named extra inputs (x is then `(main, *takes)`) and give named extra
-outputs (y is `(main, *gives)`); where a name is taken more than once, its gradients are summed. Steps before the first that needs
+outputs (y is `(main, *gives)`); if a name is taken more than once, its gradients are summed. Steps before the first that needs
 a gradient keep nothing, and that step skips its dgrad.
 
-With `outputs` some of what steps give leaves the chain: y is then `WithExtras(h_n, {name: ...})`, and so is dy, of which each part
-may be None, which means zero. An output may also be taken inside. What is no float tensor (a count) has no gradient: its part of
-dy is None. A chain around knows the outputs of a step by name; `skip` and `parallel` hand them on, `repeat` stacks its layers'.
+With `outputs` some of the steps' outputs leave the chain: y is then `WithExtras(h_n, {name: ...})`, and so is dy, of which each
+part may be None, which means zero. An output may also be taken inside. An output that is not a float tensor (a count) has no
+gradient: its part of dy is None. An outer chain reads the outputs of a step by name; `skip` and `parallel` pass them on, `repeat`
+stacks its layers'.
 
 >>> import torch
 >>> from funcops import AddConfig, ChainConfig, ForkConfig, ScaleConfig, Step, add, chain, fork, scale
@@ -41,28 +42,19 @@ from funcops.program.lower import Call, Extras, Lowered, Parts, Place, Value
 from funcops.residuals.nested import nested
 from funcops.trees import paths, put
 
-__all__ = [
-    "ChainConfig",
-    "ChainPending",
-    "ChainResiduals",
-    "chain",
-    "chain_bwd",
-    "chain_dgrad",
-    "chain_fwd",
-    "chain_init",
-    "chain_wgrad",
-]
+__all__ = ["ChainConfig", "ChainPending", "ChainResiduals"]
+__all__ += ["chain", "chain_bwd", "chain_dgrad", "chain_fwd", "chain_init", "chain_wgrad"]
 
 
 @config
 class ChainConfig(Composite):
     """`steps` in order; `extras`: names that the caller gives (x is then `WithExtras(x, {...})`); `outputs`: names that steps give
     and the caller gets (y is then `WithExtras(y, {...})`, and dy too, with None for zero); `ties` maps a path to the path whose
-    leaf it shares: the params tree holds None at the first, and its gradient is added to the second's, under whose path
-    alone `Needs` asks for it. A tie to a tied path is one to that path's source.
-    `recompute`: the outputs of cheap steps (norms, activations, GLUs) are computed again in the backward, not kept; a tuple
-    of step names for some of them. `funcops.with_policy` says more. `fuse`: on devices where Triton runs, steps go to fused
-    kernels as `funcops.explain` says."""
+    leaf it shares: the params tree holds None at the first, whose gradient is added to the second's, and `Needs` names only the
+    second. A tie to a tied path is a tie to that path's source.
+    `recompute`: the outputs of recomputable steps (norms, activations, GLUs) are recomputed in the backward, not kept; a tuple
+    of step names selects some of them, `funcops.with_policy` decides in more detail. `fuse`: on devices where Triton runs, steps
+    run in fused kernels, which `funcops.explain` shows."""
 
     steps: tuple[Step, ...]
     extras: tuple[str, ...] = ()
@@ -95,7 +87,7 @@ class ChainConfig(Composite):
 
     @property
     def first_parts(self) -> tuple[Any, ...]:
-        """The configs whose x this one's is."""
+        """The config of the first step, whose x is this config's x."""
         return (self.steps[0].cfg,)
 
     def follow(self, where: str, path: str, width: Width | None) -> Width | None:
@@ -123,8 +115,8 @@ class ChainConfig(Composite):
         added = dict.fromkeys(name for step in steps for name in step.names if name not in known)
         return dataclasses.replace(self, **{"steps": steps, "extras": (*self.extras, *added), **changes})
 
-    known: ClassVar[tuple[str, ...]]  # the paths of params that are there
-    recomputed: ClassVar[frozenset[str]]  # the steps whose outputs are computed again
+    known: ClassVar[tuple[str, ...]]  # the paths of params that exist
+    recomputed: ClassVar[frozenset[str]]  # the steps whose outputs are recomputed
     programs: ClassVar[dict[Any, Any]]
 
 
@@ -134,11 +126,11 @@ def _recomputed(steps: tuple[Step, ...], recompute: Any) -> frozenset[str]:
     unknown = [] if isinstance(recompute, bool) else [name for name in recompute if name not in names]
     require(not unknown, "ChainConfig", "recompute", f"a bool, or names of steps ({', '.join(names)})", unknown)
     asked = names if recompute is True else set(recompute or ())
-    return frozenset(step.name for step in steps if step.name in asked and step.op.again is not None and not step.given)
+    return frozenset(step.name for step in steps if step.name in asked and step.op.recompute is not None and not step.given)
 
 
 def _check_routing(steps: tuple[Step, ...], extras: tuple[str, ...], outputs: tuple[str, ...]) -> None:
-    """Every name is made once, before it is taken, and taken at least once or given to the caller."""
+    """Check that every name is made once, before it is taken, and is taken at least once or given to the caller."""
     made, taken = dict.fromkeys(extras, "the caller"), set()
     require(len(set(extras)) == len(extras), "ChainConfig", "extras", "different names", extras)
     for step in steps:
@@ -159,11 +151,11 @@ def _check_routing(steps: tuple[Step, ...], extras: tuple[str, ...], outputs: tu
     require(not unused, "ChainConfig", "every extra", expected, f"unused {unused}")
 
 
-ChainResiduals, ChainPending = nested("Chain", "a chain, those of its steps by name", __name__)
+ChainResiduals, ChainPending = nested("Chain", "a chain, by step name", __name__)
 
 
 def needs_of_steps(cfg: ChainConfig, needs: Needs) -> tuple[Needs, ...]:
-    """What each step's backward will be asked for, by following which values need a gradient."""
+    """The needs of each step, found by following which values need a gradient."""
     live = live_inputs(needs.x, cfg.extras)
     params, found = needs.params, []
     if cfg.ties and isinstance(params, tuple):
@@ -177,7 +169,7 @@ def needs_of_steps(cfg: ChainConfig, needs: Needs) -> tuple[Needs, ...]:
 
 
 def _with_tied(where: str, needs: Needs, params: tuple[str, ...], cfg: ChainConfig) -> tuple[str, ...]:
-    """The mask over the steps' own leaves: a tied one is wanted where its source is, and not for its own path."""
+    """The mask over the steps' own leaves, with each tied leaf whose source is in the mask. Raises for a tied path in the mask."""
     sources, found = dict(cfg.ties), []
     for path in params:
         below = [one for one in cfg.known if one == path or one.startswith(path + ".")]
@@ -189,8 +181,8 @@ def _with_tied(where: str, needs: Needs, params: tuple[str, ...], cfg: ChainConf
 
 
 def resolved_ties(where: str, ties: Any, known: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """Pairs of a path and its source, which is not tied itself. Raises `ValueError` for what is no pair of paths, a path tied
-    twice, to itself (also by way of others), or to a leaf of another shape or dtype."""
+    """Pairs of a path and its source, which is not tied itself. Raises `ValueError` for a tie that is not a pair of paths, and for
+    a path tied twice, to itself (also through others), or to a leaf of another shape or dtype."""
     sources: dict[str, str] = {}
     leaves = {path: t for path, t in known.items() if isinstance(t, Tensor)}
     for tie in ties.items() if isinstance(ties, Mapping) else ties:
@@ -225,15 +217,17 @@ def chain_init(cfg: ChainConfig, *, key: Tensor | None = None, device: Any = Non
     return params
 
 
-def _lower(cfg: ChainConfig, rows: Lowered, place: Place, needs: Needs, main: Value, given: Extras, again: Call | None) -> Parts:
-    """Each step reads what the one before it wrote; backward they are reversed."""
+def _lower(
+    cfg: ChainConfig, rows: Lowered, place: Place, needs: Needs, main: Value, given: Extras, recomputed_by: Call | None
+) -> Parts:
+    """Each step reads the output of the step before it; the backward is in reverse order."""
     scope = rows.scope(place, "chain", cfg, needs, (ChainResiduals, ChainPending))
     extras, back = rows.aliases(given)
     for step, wanted, before in zip(cfg.steps, needs_of_steps(cfg, needs), (None, *cfg.steps), strict=False):
         if before is not None:
             source = scope.parts[before.name] if before.name in cfg.recomputed else None
-            again = source if isinstance(source, Call) and source.gives_again else None
-        main, gives, own = rows.step(step, scope, wanted, main, extras, again)
+            recomputed_by = source if isinstance(source, Call) and source.can_recompute else None
+        main, gives, own = rows.step(step, scope, wanted, main, extras, recomputed_by)
         extras |= gives
         back = own + back
     return main, tuple([extras[name] for name in cfg.outputs]), back
@@ -241,8 +235,8 @@ def _lower(cfg: ChainConfig, rows: Lowered, place: Place, needs: Needs, main: Va
 
 @forward(ChainConfig, dict)
 def chain_fwd(params: dict[str, Any], x: Any, cfg: ChainConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
-    """Run the steps in order. x: whatever the first step takes, in `WithExtras` where the config declares extras; y: what the last
-    gives, in `WithExtras` where it declares outputs.
+    """Run the steps in order. x: the x of the first step, in `WithExtras` if the config declares extras; y: the y of the last step,
+    in `WithExtras` if it declares outputs.
 
     Raises `ValueError` for missing or extra params or extras, and whatever a step raises.
     """
@@ -257,7 +251,7 @@ def chain_dgrad(residuals: Any, dy: Any, cfg: ChainConfig) -> tuple[Any, Any]:
 
 
 def chain_wgrad(pending: Any, cfg: ChainConfig, *, into: Any = None) -> dict[str, Any]:
-    """All weight gradients, last step first; added to `into` where that is given."""
+    """All weight gradients, last step first; added to `into` if given."""
     return programs.wgrad(chain, ChainPending, pending, cfg, into)
 
 
@@ -267,7 +261,7 @@ def _products(pending: Any, cfg: ChainConfig, *, into: Any) -> list[Any]:
 
 def chain_bwd(residuals: Any, dy: Any, cfg: ChainConfig, *, into: Any = None) -> tuple[dict[str, Any], Any]:
     """The whole backward, a step at a time: each step's weight gradient right after its dgrad, so that donated residuals
-    fall as it walks. Returns `(dparams, dx)`."""
+    are freed step by step. Returns `(dparams, dx)`."""
     return programs.bwd(chain, residuals, dy, cfg, into)
 
 

@@ -1,5 +1,5 @@
-"""`experts` by the steps of `plain_experts`, where one of these is another, such as one in low precision: x, y and params are those
-of `experts`, residuals and pending those of the chain."""
+"""`experts` as the steps of `plain_experts`, some of them replaced, for example by steps in low precision: x, y and params are as
+in `experts`, residuals and pending as in the chain."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from funcops.contract.needs import Needs, check_needs
 from funcops.contract.op import Op, config, init_of, make_op
 from funcops.contract.walk import remade
 from funcops.errors import describe, fail, require_type
-from funcops.ops._tuples import parts_of
+from funcops.ops._tuples import require_tuple
 from funcops.ops.experts import ExpertsConfig, ExpertsParams, experts
 
 EXTRAS = "tokens", "indices"
@@ -22,7 +22,7 @@ EXTRAS = "tokens", "indices"
 
 @config
 class ExpertStepsConfig(Composite):
-    """The chain of the steps."""
+    """`cfg`: the chain of the steps."""
 
     cfg: ChainConfig = field(kw_only=False)
 
@@ -41,7 +41,7 @@ class ExpertStepsConfig(Composite):
         return _named(self.cfg.abstract())
 
     def with_parts(self, replace: Replace, **changes: Any) -> ExpertStepsConfig:
-        """The config with `replace(name, op, cfg)` for each step: this adds no name to their paths."""
+        """The config with `replace(name, op, cfg)` for each step; the steps' paths have no further name."""
         return ExpertStepsConfig(self.cfg.with_parts(replace, **changes))
 
 
@@ -65,7 +65,7 @@ def expert_steps_fwd(params: ExpertsParams, x: Any, cfg: ExpertStepsConfig, *, n
     """x: `(weights, x, indices)` -> y: [*, H]. Raises as the steps do."""
     where = "expert_steps_fwd"
     require_config(where, cfg, ExpertStepsConfig)
-    own, (weights, tokens, indices) = _by_name(where, "params", params, cfg), parts_of(where, x, "weights", "x", "indices")
+    own, (weights, tokens, indices) = _by_name(where, "params", params, cfg), require_tuple(where, x, "weights", "x", "indices")
     if needs is not Needs.ALL:
         check_needs(where, needs, params, x)
         labels = ("main", *[f"extras.{name}" for name in EXTRAS])
@@ -86,7 +86,7 @@ def expert_steps_dgrad(residuals: Any, dy: Any, cfg: ExpertStepsConfig) -> tuple
 
 
 def expert_steps_wgrad(pending: Any, cfg: ExpertStepsConfig, *, into: Any = None) -> ExpertsParams:
-    """The weight gradients of both layers; added to `into` where that is given."""
+    """The weight gradients of both layers; added to `into` if given."""
     where = "expert_steps_wgrad"
     require_config(where, cfg, ExpertStepsConfig)
     sums = None if into is None else _by_name(where, "into", into, cfg)
@@ -121,5 +121,5 @@ expert_steps: Op = make_op(
 
 
 def by_steps(where: str, op: Op, cfg: ExpertsConfig) -> tuple[Op, ExpertStepsConfig]:
-    """What takes the place of an op that is `experts`, or made of it. Raises `ValueError` for another."""
+    """The op and config that replace `experts`, or an op made from it. Raises `ValueError` for any other op."""
     return remade(where, op, experts, expert_steps), ExpertStepsConfig(plain_experts(cfg))

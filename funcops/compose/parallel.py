@@ -1,11 +1,10 @@
-"""parallel: one input, several bodies.
+"""parallel: one input, several bodies. `funcops.dist.parallel` is another thing: it rewrites a model.
 
     y = (body_1(x), body_2(x), ...)        dx = sum of the bodies' dx
 
 x has the shape and dtype that each body takes. Kept: what the bodies keep. Params, residuals and pending are dicts by branch name;
-y is a tuple in the order of the branches. A branch that is a combinator gets those of the extras that it asks for. What branches
-give beside their main values, by different names, are outputs: y is then `WithExtras((main_1, main_2, ...), {name: ...})`, and so
-is dy.
+y is a tuple in the order of the branches. A branch that is a combinator gets the extras that it names. The branches' further
+outputs, by different names, are outputs: y is then `WithExtras((main_1, main_2, ...), {name: ...})`, and so is dy.
 
 >>> import torch
 >>> from funcops import ParallelConfig, ScaleConfig, Step, parallel, scale
@@ -29,23 +28,14 @@ from funcops.program import programs
 from funcops.program.lower import Call, Extras, Lowered, Parts, Place, Value, calls_below
 from funcops.residuals.nested import nested
 
-__all__ = [
-    "ParallelConfig",
-    "ParallelPending",
-    "ParallelResiduals",
-    "parallel",
-    "parallel_bwd",
-    "parallel_dgrad",
-    "parallel_fwd",
-    "parallel_init",
-    "parallel_wgrad",
-]
+__all__ = ["ParallelConfig", "ParallelPending", "ParallelResiduals"]
+__all__ += ["parallel", "parallel_bwd", "parallel_dgrad", "parallel_fwd", "parallel_init", "parallel_wgrad"]
 
 
 @config
 class ParallelConfig(Composite):
-    """`branches`: named bodies; a branch's `takes` come from the caller's extras, what it gives goes to the caller. `fuse`: the
-    first steps of the branches go to one kernel where `funcops.explain` says so."""
+    """`branches`: named bodies; a branch's `takes` come from the caller's extras, its `gives` go to the caller. `fuse`: the
+    first steps of the branches may run in one kernel, which `funcops.explain` shows."""
 
     branches: tuple[Step, ...]
     fuse: bool = True
@@ -69,11 +59,11 @@ class ParallelConfig(Composite):
 
     @property
     def first_parts(self) -> tuple[Any, ...]:
-        """The configs whose x this one's is."""
+        """The configs of the branches, whose x is this config's x."""
         return tuple(branch.cfg for branch in self.branches)
 
     def follow(self, where: str, path: str, width: Width | None) -> None:
-        """See `OpConfig.follow`: y is a tuple, which has none."""
+        """See `OpConfig.follow`: y is a tuple, which has no width."""
         for branch in self.branches:
             branch.cfg.follow(where, join_path(path, branch.name), width)
 
@@ -87,12 +77,12 @@ class ParallelConfig(Composite):
         return dataclasses.replace(self, branches=branches, **changes)
 
     branching = True
-    part: ClassVar[str] = "branch"  # what an error calls one
+    part: ClassVar[str] = "branch"  # what an error calls a part
     programs: ClassVar[dict[Any, Any]]
 
 
 def _check_given(branches: tuple[Step, ...]) -> None:
-    """No name is given by two branches."""
+    """Check that no name is given by two branches."""
     made: dict[str, str] = {}
     for branch in branches:
         for name in branch.given:
@@ -101,22 +91,24 @@ def _check_given(branches: tuple[Step, ...]) -> None:
             made[name] = branch.name
 
 
-ParallelResiduals, ParallelPending = nested("Parallel", "the branches by name", __name__)
+ParallelResiduals, ParallelPending = nested("Parallel", "a parallel, by branch name", __name__)
 
 
-def _lower(cfg: ParallelConfig, rows: Lowered, place: Place, needs: Needs, main: Value, given: Extras, again: Call | None) -> Parts:
+def _lower(
+    cfg: ParallelConfig, rows: Lowered, place: Place, needs: Needs, main: Value, given: Extras, recomputed_by: Call | None
+) -> Parts:
     """The branches in order, forward and backward; their gradients of x are summed."""
     scope = rows.scope(place, "parallel", cfg, needs, (ParallelResiduals, ParallelPending))
     x, ends = rows.alias(main)
     extras, after = rows.aliases(given)
     live, mains, outputs, back = live_inputs(needs.x, cfg.extras), [], [], []
     for branch in cfg.branches:
-        y, gives, own = rows.step(branch, scope, branch.needs(live, needs.params), x, extras, again)
+        y, gives, own = rows.step(branch, scope, branch.needs(live, needs.params), x, extras, recomputed_by)
         mains.append(y)
         outputs += gives.values()
         back += own
     heads = tuple(call for call in calls_below(scope) if call.main == x and call.fuse and not call.takes and not call.gives)
-    if cfg.fuse and len(heads) == len(cfg.branches) > 1:  # none is first twice
+    if cfg.fuse and len(heads) == len(cfg.branches) > 1:  # one per branch
         rows.siblings.append(heads)
     return tuple(mains), tuple(outputs), [*back, *ends, *after]
 
@@ -129,9 +121,8 @@ def parallel_init(cfg: ParallelConfig, *, key: Any = None, device: Any = None, d
 
 @forward(ParallelConfig, dict)
 def parallel_fwd(params: dict[str, Any], x: Any, cfg: ParallelConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
-    """`y = (body_1(x), ...)`. x: what every body takes, in `WithExtras` where one of them has extras; y: in `WithExtras` where one
-    gives outputs. Raises `ValueError` or `TypeError` for extras that are not the config's, and whatever a branch
-    raises."""
+    """`y = (body_1(x), ...)`. x: the x of every body, in `WithExtras` if one of them has extras; y: in `WithExtras` if one has
+    outputs. Raises `ValueError` or `TypeError` for extras that are not the config's, and whatever a branch raises."""
     main, extras = split_x("parallel_fwd", x, cfg)
     return programs.forward(parallel, cfg, needs, main)(params, main, extras)
 
@@ -143,7 +134,7 @@ def parallel_dgrad(residuals: Any, dy: Any, cfg: ParallelConfig) -> tuple[Any, A
 
 
 def parallel_wgrad(pending: Any, cfg: ParallelConfig, *, into: Any = None) -> dict[str, Any]:
-    """The weight gradients of all branches; added to `into` where that is given."""
+    """The weight gradients of all branches; added to `into` if given."""
     return programs.wgrad(parallel, ParallelPending, pending, cfg, into)
 
 

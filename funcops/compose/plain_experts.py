@@ -1,9 +1,9 @@
-"""The experts of a mixture as a chain of steps, for what changes or looks at a step: `experts` is the same in one op.
+"""The experts of a mixture as a chain of steps, which can be replaced and inspected; `experts` does the same in one op.
 
     order, place = the choices sorted by expert      z = x[token] up_e^T      a = s f(g) l of z = (g, l)      y = sum of a down_e^T
 
-Params have the paths of `experts`' own, `up.weight` to `down.bias`, so that a checkpoint of one is the other's. It keeps the same
-bytes: z, two int32 a row, and offsets, as a GLU's output is computed again.
+Params have the same paths as in `experts`, `up.weight` to `down.bias`, so that each loads the other's checkpoints. It keeps the
+same bytes: z, two int32 a row, and offsets, as the GLU's output is recomputed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ __all__ = ["plain_experts"]
 
 
 def plain_experts(cfg: ExpertsConfig) -> ChainConfig:
-    """The chain for a step that is `experts` of `cfg`: x is `WithExtras(weights, {"tokens": x, "indices": indices})`, y: [*, H].
-    Params: `up` and `down`, each `GroupedLinearParams`. Fused it runs by the kernels of `experts`. Raises `TypeError` for what is
-    no `ExpertsConfig`.
+    """The chain that computes `experts` of `cfg`: x is `WithExtras(weights, {"tokens": x, "indices": indices})`, y: [*, H].
+    Params: `up` and `down`, each `GroupedLinearParams`. Fused, it runs the kernels of `experts`. Raises `TypeError` unless `cfg` is
+    an `ExpertsConfig`.
 
     >>> import torch
     >>> from funcops import ExpertsConfig, WithExtras, chain, random

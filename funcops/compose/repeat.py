@@ -2,10 +2,10 @@
 
     h_0 = x        h_i = body(h_{i-1}; params_i)        y = h_n
 
-x, y and what is between have one shape and dtype, any that the body maps to itself. Kept: what each layer keeps. Params are a
+x, y and every h_i have one shape and dtype, any that the body maps to itself. Kept: what each layer keeps. Params are a
 tuple of per-layer trees, or, with `stacked=True`, one tree whose leaves have a leading layer dimension. Residuals and pending are
 dicts by layer number. Extras go to every layer, and their gradients are summed; the layer number is folded into every random key.
-Outputs of the body are stacked, those of layer i at [i]: y is then `WithExtras(h_n, {name: [n, ...]})`, and so is dy.
+Outputs of the body are stacked, layer i's at [i]: y is then `WithExtras(h_n, {name: [n, ...]})`, and so is dy.
 
 >>> import torch
 >>> from funcops import LinearConfig, RepeatConfig, linear, random, repeat
@@ -38,24 +38,15 @@ from funcops.contract.needs import Needs, check_needs, sub_mask
 from funcops.contract.op import Op, config, dgrad_of, init_of, make_op
 from funcops.contract.schema import open_node
 from funcops.errors import describe, fail, in_step, join_path, require
-from funcops.program.into import check_into_tree
+from funcops.program.accumulator_checks import check_into_tree
 from funcops.program.run import taken_apart
 from funcops.program.values import abstract_params, add, has_params
 from funcops.residuals.nested import nested, part
 from funcops.residuals.offload import copies
 from funcops.trees import WithExtras, leaves, tree_map
 
-__all__ = [
-    "RepeatConfig",
-    "RepeatPending",
-    "RepeatResiduals",
-    "repeat",
-    "repeat_bwd",
-    "repeat_dgrad",
-    "repeat_fwd",
-    "repeat_init",
-    "repeat_wgrad",
-]
+__all__ = ["RepeatConfig", "RepeatPending", "RepeatResiduals"]
+__all__ += ["repeat", "repeat_bwd", "repeat_dgrad", "repeat_fwd", "repeat_init", "repeat_wgrad"]
 
 
 @config
@@ -78,11 +69,11 @@ class RepeatConfig(Composite):
 
     @property
     def first_parts(self) -> tuple[Any, ...]:
-        """The configs whose x this one's is."""
+        """The config of the body, whose x is this config's x."""
         return (self.cfg,)
 
     def follow(self, where: str, path: str, width: Width | None) -> Width | None:
-        """See `OpConfig.follow`: all layers after the second are as that."""
+        """See `OpConfig.follow`: all layers after the second are like the second."""
         for _ in range(min(self.times, 2)):
             width = self.cfg.follow(where, join_path(path, "*"), width)
         return width
@@ -105,11 +96,11 @@ class RepeatConfig(Composite):
     layer_needs: ClassVar[dict[Needs, tuple[Needs, ...]]]
 
 
-RepeatResiduals, RepeatPending = nested("Repeat", "the layers by number", __name__)
+RepeatResiduals, RepeatPending = nested("Repeat", "a repeat, by layer number", __name__)
 
 
 def needs_of_layers(cfg: RepeatConfig, needs: Needs) -> tuple[Needs, ...]:
-    """What each layer's backward will be asked for. With stacked params a mask holds for all layers."""
+    """The needs of each layer. With stacked params a mask holds for all layers."""
     if needs not in cfg.layer_needs:
         live = live_inputs(needs.x, cfg.extras)
         found = []
@@ -140,7 +131,8 @@ def repeat_init(cfg: RepeatConfig, *, key: Tensor | None = None, device: Any = N
 
 
 def _stack(layers: tuple[Any, ...]) -> Any:
-    """Of gradients a layer may have none where others have one: none of its outputs that reach the caller asks for it."""
+    """Stack the leaves of the layers. A gradient that only some layers have, as no dy reaches the others, is zero for the
+    others."""
 
     def one(*ts: Any) -> Any:
         like = next((t for t in ts if t is not None), None)
@@ -150,7 +142,7 @@ def _stack(layers: tuple[Any, ...]) -> Any:
 
 
 def _layers(where: str, what: str, params: Any, cfg: RepeatConfig) -> tuple[Any, ...]:
-    """The per-layer trees of `params`: views where they are stacked."""
+    """The per-layer trees of `params`, as views if they are stacked."""
     if not cfg.stacked:
         if not isinstance(params, tuple) or len(params) != cfg.times:
             fail(where, what, f"a tuple of {cfg.times} layers", describe(params), TypeError)
@@ -162,9 +154,9 @@ def _layers(where: str, what: str, params: Any, cfg: RepeatConfig) -> tuple[Any,
 
 
 def repeat_fwd(params: Any, x: Any, cfg: RepeatConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
-    """Run the body `times` times. x: what the body takes and gives, in `WithExtras` where it has extras; y: in `WithExtras` where
-    it has outputs, those of all layers stacked. Raises `TypeError` for an output that is no tensor, `ValueError` for one that is
-    not alike in all layers."""
+    """Run the body `times` times. x: the body's x, in `WithExtras` if it has extras; y: in `WithExtras` if it has outputs, which
+    are stacked over the layers. Raises `TypeError` for an output that is not a tensor, `ValueError` for one whose shape or dtype
+    differs between layers."""
     require_config("repeat_fwd", cfg, RepeatConfig)
     if needs is not Needs.ALL:
         check_needs("repeat_fwd", needs, params, x)
@@ -174,7 +166,7 @@ def repeat_fwd(params: Any, x: Any, cfg: RepeatConfig, *, needs: Needs = Needs.A
     given: dict[str, list[Any]] = {name: [] for name in cfg.outputs}
     i = 0
     try:
-        turns = layers if cfg.op.ahead is None else _begun(layers, cfg)
+        turns = layers if cfg.op.prefetch is None else _begun(layers, cfg)
         for i, (layer, wanted) in enumerate(zip(turns, needs_of_layers(cfg, needs), strict=True)):
             layer_x = bundle(main, dict(extras), cfg.keys, i, True) if extras else main
             main, kept[i] = cfg.op.fwd(layer, layer_x, cfg.cfg, needs=wanted)
@@ -190,16 +182,16 @@ def repeat_fwd(params: Any, x: Any, cfg: RepeatConfig, *, needs: Needs = Needs.A
 
 
 def _like_the_first(name: str, t: Any, found: list[Any]) -> Tensor:
-    """A layer's output, which is stacked with those of the layers before it."""
+    """Check that a layer's output can be stacked with the outputs of the layers before it."""
     if not isinstance(t, Tensor):
         fail("repeat_fwd", f"y.extras.{name}", "a tensor, to be stacked", describe(t), TypeError)
     if found and (t.shape != found[0].shape or t.dtype is not found[0].dtype):
-        fail("repeat_fwd", f"y.extras.{name}", f"{describe(found[0])}, as that of the first layer", describe(t))
+        fail("repeat_fwd", f"y.extras.{name}", f"{describe(found[0])}, as in the first layer", describe(t))
     return t
 
 
 def _of_layers(where: str, dy: Any, cfg: RepeatConfig) -> tuple[Any, list[dict[str, Any]]]:
-    """The gradient of the last layer's main value, and those of each layer's outputs."""
+    """The gradient of the last layer's main value, and the gradients of each layer's outputs."""
     main, *stacked = taken_apart(where, dy, cfg.outputs)
     for name, t in zip(cfg.outputs, stacked, strict=True):
         if t is not None and (t.dim() == 0 or t.shape[0] != cfg.times):
@@ -209,11 +201,11 @@ def _of_layers(where: str, dy: Any, cfg: RepeatConfig) -> tuple[Any, list[dict[s
 
 
 def _begun(given: Iterable[Any], cfg: RepeatConfig) -> Iterator[Any]:
-    """Params or residuals of layers, in the order of their turns; what the next one needs has begun when one has its turn."""
+    """Yield params or residuals of the layers in turn; the next layer's are prefetched while a layer runs."""
     rest = iter(given)
 
     def begin(one: Any) -> Any:
-        return None if one is None else cfg.op.ahead.begin(one, cfg.cfg)
+        return None if one is None else cfg.op.prefetch.begin(one, cfg.cfg)
 
     coming = begin(next(rest))
     for after in rest:
@@ -224,34 +216,35 @@ def _begun(given: Iterable[Any], cfg: RepeatConfig) -> Iterator[Any]:
 
 
 def _settle(results: list[Any], i: int, cfg: RepeatConfig, sums: tuple[Any, ...]) -> None:
-    """The gradients of layer i, of an op that gives them while they are on their way."""
-    if cfg.op.ahead is not None and i < cfg.times:
-        results[i] = cfg.op.ahead.settle(results[i], sums[i])
+    """Complete the gradients of layer i, if the op returns them in flight."""
+    if cfg.op.prefetch is not None and i < cfg.times:
+        results[i] = cfg.op.prefetch.settle(results[i], sums[i])
 
 
 def _backward(op: Op, cfg: Any, kept: Any, dy: Any, whole: bool, into: Any) -> tuple[Any, Any]:
-    """dx and, where `whole`, dparams; otherwise dx and the pending. A part that kept nothing needs nothing."""
+    """dx and dparams if `whole`, else dx and the pending. A layer that kept nothing needs no gradient."""
     if not whole:
         return (None, None) if kept is None else op.dgrad(kept, dy, cfg)
     if kept is None:
-        return None, (op if op.ahead is None else op.ahead).wgrad(None, cfg, into=into)
-    dparams, dx = (op if op.ahead is None else op.ahead).bwd(kept, dy, cfg, into=into)
+        return None, (op if op.prefetch is None else op.prefetch).wgrad(None, cfg, into=into)
+    dparams, dx = (op if op.prefetch is None else op.prefetch).bwd(kept, dy, cfg, into=into)
     return dx, dparams
 
 
 def _walk(node: Any, dy: Any, cfg: RepeatConfig, sums: tuple[Any, ...] | None) -> tuple[Any, list[Any]]:
-    """The layers in reverse. Returns dx and by layer: dparams, added to `sums` where there is one; without `sums`, pending."""
+    """Run the layers' backward in reverse. Returns dx and, by layer, dparams, added to accumulators in `sums`, or pending without
+    `sums`."""
     gradients: dict[str, Any] = {}
-    results: list[Any] = [None for _ in range(cfg.times)]  # no product: torch 2.11 traces no write to one whose size is dynamic
+    results: list[Any] = [None for _ in range(cfg.times)]  # torch 2.11 cannot trace a write to [None] * times
     whole, i = sums is not None, 0
     of_outputs: Any = None
     if cfg.outputs:
         dy, of_outputs = _of_layers("repeat_bwd" if whole else "repeat_dgrad", dy, cfg)
-    turns = None if cfg.op.ahead is None else _begun((part(node, i) for i in reversed(range(cfg.times))), cfg)
+    turns = None if cfg.op.prefetch is None else _begun((part(node, i) for i in reversed(range(cfg.times))), cfg)
     try:
         for i in reversed(range(cfg.times)):
-            if copies.home:  # what went to the host: the layer before this one comes back while this one computes
-                copies.ahead([node.get(i), node.get(i - 1)])
+            if copies.home:  # prefetch what the layer before this one offloaded, while this one computes
+                copies.prefetch([node.get(i), node.get(i - 1)])
             kept = part(node, i) if turns is None else next(turns)
             if of_outputs is not None:
                 none = dy is None and all([d is None for d in of_outputs[i].values()])
@@ -281,7 +274,7 @@ def repeat_dgrad(residuals: Any, dy: Any, cfg: RepeatConfig) -> tuple[Any, Any]:
 
 
 def repeat_wgrad(pending: Any, cfg: RepeatConfig, *, into: Any = None) -> Any:
-    """All weight gradients, last layer first; added to `into` where that is given."""
+    """All weight gradients, last layer first; added to `into` if given."""
     return _collect(_by_layer("wgrad", pending, cfg, into), into, cfg)
 
 
@@ -290,10 +283,10 @@ def _products(pending: Any, cfg: RepeatConfig, *, into: Any) -> list[Any]:
 
 
 def _by_layer(part_of_op: str, pending: Any, cfg: RepeatConfig, into: Any) -> list[Any]:
-    """What the body's "wgrad" or "products" gives for each layer, called for the last first."""
+    """The results of the body's "wgrad" or "products" by layer, called for the last layer first."""
     require_config("repeat_wgrad", cfg, RepeatConfig)
-    late = cfg.op.ahead is not None and part_of_op == "wgrad"
-    run = cfg.op.ahead.wgrad if late else getattr(cfg.op, part_of_op)
+    late = cfg.op.prefetch is not None and part_of_op == "wgrad"
+    run = cfg.op.prefetch.wgrad if late else getattr(cfg.op, part_of_op)
     node = None if pending is None else open_node("repeat_wgrad", pending, RepeatPending, cfg)
     sums = _accumulators("repeat_wgrad", into, node, cfg)
     found: list[Any] = [None for _ in range(cfg.times)]
@@ -314,7 +307,7 @@ def _by_layer(part_of_op: str, pending: Any, cfg: RepeatConfig, into: Any) -> li
 
 
 def repeat_bwd(residuals: Any, dy: Any, cfg: RepeatConfig, *, into: Any = None) -> tuple[Any, Any]:
-    """The whole backward, a layer at a time, so that donated residuals fall as it walks. Returns `(dparams, dx)`."""
+    """The whole backward, a layer at a time, so that donated residuals are freed layer by layer. Returns `(dparams, dx)`."""
     require_config("repeat_bwd", cfg, RepeatConfig)
     node = open_node("repeat_bwd", residuals, RepeatResiduals, cfg)
     dx, found = _walk(node, dy, cfg, _accumulators("repeat_bwd", into, node, cfg, dy))

@@ -3,8 +3,8 @@
     dx = dy + body_dx(dy)
 
 x, y, dy and dx have one shape and dtype, any that the body maps to itself. Transparent in trees: params, residuals and pending are
-the body's own. Nothing is kept for the sum. The sum is that of main values: the body's extras are passed in, and its outputs
-handed on.
+the body's own. Nothing is kept for the sum. Only main values are summed: the body's extras are passed in, and its outputs
+passed on.
 
 >>> import torch
 >>> from funcops import ScaleConfig, SkipConfig, scale, skip
@@ -49,7 +49,7 @@ class SkipConfig(Composite):
 
     @property
     def first_parts(self) -> tuple[Any, ...]:
-        """The configs whose x this one's is."""
+        """The config of the body, whose x is this config's x."""
         return (self.cfg,)
 
     def abstract(self) -> Any:
@@ -65,24 +65,26 @@ class SkipConfig(Composite):
         return [(None, self.op, self.cfg)]
 
     def follow(self, where: str, path: str, width: Width | None) -> Width | None:
-        """See `OpConfig.follow`: the body gives what it takes."""
+        """See `OpConfig.follow`: the body's y must have the width of its x."""
         first = self.cfg.wanted()
         before = width if width is not None or first is None else Width(first, path)
         after = self.cfg.follow(where, path, before)
         if before is not None and after is not None and after.size != before.size:
             name = f"body of skip {path!r}" if path else "the body"
-            fail(where, name, f"one that gives [..., {before.size}], as its x is", f"[..., {after.size}] of step {after.of!r}")
+            fail(where, name, f"one whose y is [..., {before.size}], as its x", f"[..., {after.size}] of step {after.of!r}")
         return before or after
 
     maps_to_itself = True
     programs: ClassVar[dict[Any, Any]]
 
 
-def _lower(cfg: SkipConfig, rows: Lowered, place: Place, needs: Needs, main: Value, extras: Extras, again: Call | None) -> Parts:
+def _lower(
+    cfg: SkipConfig, rows: Lowered, place: Place, needs: Needs, main: Value, extras: Extras, recomputed_by: Call | None
+) -> Parts:
     """A fork, the body, and the sum. Backward the body's gradient is added to dy."""
     wanted, fuse = _wants_main(needs, cfg), cfg.cfg.fuse
     split = rows.call(fork, ForkConfig(), None, Needs(x=wanted, params=False), main, gives=1, fuse=fuse, path=place.path)
-    branch, outputs, back = rows.body(cfg.op, cfg.cfg, place, needs, split.out, extras, again, fuse=fuse)
+    branch, outputs, back = rows.body(cfg.op, cfg.cfg, place, needs, split.out, extras, recomputed_by, fuse=fuse)
     asked = Needs(x=("0",) * bool(needs) + ("1",) * wanted, params=False)
     total = rows.call(add_op, AddConfig(), None, asked, branch, split.gives, fuse=fuse, path=place.path)
     return total.out, outputs, [total, *back, split]
@@ -100,8 +102,8 @@ def skip_init(cfg: SkipConfig, *, key: Any = None, device: Any = None, dtype: An
 
 
 def skip_fwd(params: Any, x: Any, cfg: SkipConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
-    """`y = x + body(x)`. x: a tensor that the body maps to its own shape, in `WithExtras` where the body has extras. Raises
-    `ValueError` or `TypeError` as the body does, for needs that name no param, and for a body that changes the shape."""
+    """`y = x + body(x)`. x: a tensor that the body maps to its own shape, in `WithExtras` if the body has extras. Raises
+    `ValueError` or `TypeError` as the body does, for needs that name a missing param, and for a body that changes the shape."""
     require_config("skip_fwd", cfg, SkipConfig)
     if needs is not Needs.ALL:
         check_needs("skip_fwd", needs, params, x)

@@ -1,4 +1,4 @@
-"""What combinators share: `Step`, and how its x and y, and their gradients, are put together with extras."""
+"""`Step`, the part of a combinator, and how its x, y and their gradients are put together with extras."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from funcops.trees import WithExtras
 @config
 class Step:
     """A named op in a combinator. Its x is `(main, *takes)`, its y `(main, *gives)`, by name. An op that is a combinator takes its
-    extras and gives its outputs by their own names; `gives`, one for each output, are others.
+    extras and gives its outputs by their own names; `gives`, one name for each output, renames these.
 
     >>> from funcops import ScaleConfig, Step, scale
     >>> step = Step("double", scale, ScaleConfig(2.0), takes=("mask",))
@@ -48,7 +48,7 @@ class Step:
         extras, outputs = self.cfg.extras, self.cfg.outputs
         if extras and self.takes:
             require(self.takes == extras, f"Step {self.name!r}", "takes", f"() or {extras}", self.takes)
-        if self.gives and not self.cfg.gives_by_place:
+        if self.gives and not self.cfg.gives_by_position:
             expected = f"() or a name for each of its outputs {outputs}" if outputs else "() (the config names no outputs)"
             require(len(self.gives) == len(outputs), f"Step {self.name!r}", "gives", expected, self.gives)
         require(len(set(self.gives)) == len(self.gives), f"Step {self.name!r}", "gives", "different names", self.gives)
@@ -58,10 +58,10 @@ class Step:
 
     passes: ClassVar[bool]  # whether the op is a combinator that takes its extras by name
     names: ClassVar[tuple[str, ...]]  # the extras that reach the op, in order
-    keys: ClassVar[tuple[str, ...]]  # those of them that are random keys
-    outputs: ClassVar[tuple[str, ...]]  # those of an op that is a combinator, by its own names
-    given: ClassVar[tuple[str, ...]]  # the names of what the op gives beside main, in order
-    fold: ClassVar[int]  # what is folded into a key on its way down
+    keys: ClassVar[tuple[str, ...]]  # the names that are random keys
+    outputs: ClassVar[tuple[str, ...]]  # a combinator's outputs, by its own names
+    given: ClassVar[tuple[str, ...]]  # the names of the op's outputs beside main, in order
+    fold: ClassVar[int]  # the number that is folded into every key
     has_params: ClassVar[bool]
 
     def x(self, main: Any, extras: dict[str, Any]) -> Any:
@@ -76,7 +76,7 @@ class Step:
         return (main, *[extras[n] for n in names])
 
     def split(self, dx: Any, sums: dict[str, Any]) -> Any:
-        """The gradient of main, from the op's dx; those of the extras are added to `sums`."""
+        """The gradient of main, from the op's dx; the gradients of the extras are added to `sums`."""
         if dx is None or not self.names:
             return dx
         if self.passes:
@@ -88,15 +88,15 @@ class Step:
                 sums[name] = add(sums.get(name), gradient)
         return main
 
-    def apart(self, y: Any) -> tuple[Any, dict[str, Any]]:
-        """The main value of the op's y, and what else it gives, by name."""
+    def split_y(self, y: Any) -> tuple[Any, dict[str, Any]]:
+        """The main value of the op's y, and its other outputs by name."""
         if not self.given:
             return y, {}
         main, *rest = (y.main, *[y.extras[n] for n in self.outputs]) if self.outputs else y
         return main, dict(zip(self.given, rest, strict=True))
 
     def dy(self, main: Any, gradients: Mapping[str, Any]) -> Any:
-        """The gradient of the op's y, of those of its parts; one that is not there is zero."""
+        """The gradient of the op's y, from the gradients of its parts; a missing one is zero."""
         if not self.given:
             return main
         rest = [gradients.get(n) for n in self.given]
@@ -105,7 +105,7 @@ class Step:
         return WithExtras(main, dict(zip(self.outputs, rest, strict=True))) if self.outputs else (main, *rest)
 
     def needs(self, live: dict[str, Mask], params: Mask) -> Needs:
-        """What this step's op needs, where `live` says which values need a gradient ("" is main)."""
+        """The needs of this step's op. `live`: which values need a gradient ("" is main)."""
         params = sub_mask(params, self.name) if self.has_params else False
         if not self.names:
             return Needs(x=live[""], params=params)
@@ -114,8 +114,8 @@ class Step:
         return Needs(x=True if len(wanted) == len(labels) else wanted, params=params)
 
     def with_op(self, op: Op, cfg: Any) -> Step:
-        """The step of another op; one that passes all extras of a combinator passes those that it has now. What the new op
-        `takes_also` it takes, too."""
+        """The step with another op, which takes also the names that `takes_also` of its config adds. A step that passes all extras
+        of a combinator passes all extras of the new one."""
         if op is self.op and cfg is self.cfg:
             return self
         takes = () if self.passes else self.takes
@@ -124,7 +124,7 @@ class Step:
 
 
 def note(cfg: Any, **derived: Any) -> None:
-    """Put what follows from the fields of a config, which is frozen, on it."""
+    """Set attributes that are derived from the fields of a frozen config."""
     for name, value in derived.items():
         object.__setattr__(cfg, name, value)
 
@@ -141,7 +141,7 @@ def check_body(where: str, op: Any, cfg: Any) -> None:
 
 
 def by_name(steps: Sequence[Step], make: Callable[[Step], Any]) -> dict[str, Any]:
-    """What is made of every step, by its name, which is in front of its errors."""
+    """`make(step)` for every step, by the step's name, which is put before its errors."""
     found, name = {}, ""
     try:
         for step in steps:
@@ -169,7 +169,7 @@ def abstract_parts(steps: Sequence[Step]) -> dict[str, Any]:
 
 
 def split_x(where: str, x: Any, cfg: Any) -> tuple[Any, dict[str, Any]]:
-    """The main value and the extras of a combinator's x, after a check of their names and of the random keys."""
+    """Check the extras' names and the random keys of a combinator's x, and return its main value and extras."""
     extras = cfg.extras
     if not extras:
         if type(x) is WithExtras:

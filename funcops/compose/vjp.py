@@ -18,16 +18,16 @@ from funcops.trees import WithExtras, leaves, nothing_like, with_leaves
 def value_and_grad(
     op: Op, *, x: bool = False, has_aux: bool = False, losses: tuple[str, ...] = (), needs: Needs = Needs.ALL
 ) -> Callable[..., Any]:
-    """`run(params, x, cfg) -> (y, dparams)` for an op that gives a scalar, such as a model with its loss; with `x` it is
-    `(y, (dparams, dx))`. The residuals are given away, so memory falls as the backward walks.
+    """Return `run(params, x, cfg) -> (y, dparams)` for an op whose y is a scalar, such as a model with its loss; with `x` the
+    result is `(y, (dparams, dx))`. The residuals are given away, so memory falls during the backward.
 
-    With `has_aux` y is a tuple `(loss, *aux)`, of which loss alone is differentiated; y comes back whole, as from
-    `jax.value_and_grad`. Where the config has outputs, y is `WithExtras(loss, outputs)`, which comes back whole too: differentiated
-    is the loss plus the sums of the outputs named in `losses`. `needs`: which gradients there are, by default all; params that
-    are frozen have None, and keep nothing for one: `needs=lora_needs(cfg)`. Those of x are returned with `x` alone.
+    With `has_aux` y is a tuple `(loss, *aux)`, of which only loss is differentiated; the whole y is returned, as by
+    `jax.value_and_grad`. If the config has outputs, y is `WithExtras(loss, outputs)`, and the loss plus the sums of the outputs
+    named in `losses` is differentiated; the whole y is returned, too. `needs`: the requested gradients, by default all; frozen
+    params get None and keep nothing, with `needs=lora_needs(cfg)`. The gradient of x is returned only with `x`.
 
-    Raises `ValueError` where y, or loss, is not one number, for names of no float outputs, and for `x` with needs that have none of
-    x; `TypeError` where y must be a tuple and is not.
+    Raises `ValueError` if y, or loss, is not one number, for `losses` that are not names of float outputs, and for `x` with needs
+    without a gradient of x; `TypeError` if y must be a tuple and is not.
 
     >>> import torch
     >>> from funcops import CrossEntropyConfig, cross_entropy, value_and_grad
@@ -66,7 +66,7 @@ def value_and_grad(
 
 
 def check_losses(where: str, losses: Any, outputs: Iterable[str] | None = None) -> None:
-    """Raises unless `losses` is a tuple of names, all of outputs where these are known."""
+    """Raise unless `losses` is a tuple of names, all in `outputs` if these are known."""
     right = isinstance(losses, tuple) and all([isinstance(name, str) for name in losses])
     require(right, where, "losses", "a tuple of names", repr(losses))
     if outputs is not None:
@@ -82,9 +82,9 @@ def sum_gradient(where: str, name: str, output: Any, each: float = 1.0) -> Tenso
 
 
 def vjp(op: Op, params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> tuple[Any, Callable[[Any], tuple[Any, Any]]]:
-    """`(y, pullback)`, where `pullback(dy)` is `(dparams, dx)` and may be called again: it holds the residuals.
+    """Return `(y, pullback)`; `pullback(dy)` returns `(dparams, dx)` and may be called several times, as it holds the residuals.
 
-    As `jax.vjp`, of both params and x. Raises `TypeError` for what is no op, and what its forward raises.
+    Like `jax.vjp`, for both params and x. Raises `TypeError` unless `op` is an op, and what its forward raises.
 
     >>> import torch
     >>> from funcops import ScaleConfig, scale, vjp

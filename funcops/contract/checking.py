@@ -161,7 +161,7 @@ def _fwd(where: str, call: Any, params: Any, x: Any, cfg: Any, *, needs: Any) ->
     given = {"params": params, "x": x}
     before = Versions.of(given)
     y, kept = call(params, x, cfg, needs=needs)
-    _left(where, before, "what was given", "forward")
+    _left(where, before, "arguments", "forward")
     if kept is not None:
         for path, alias in aliases_said(kept, given | {"y": y}):
             fail(where, f"residuals.{path}", f"{alias} itself, as it is declared", "another tensor", RuntimeError)
@@ -179,7 +179,7 @@ def _backward(kind: str, where: str, call: Any, kept: Any, *args: Any, **options
     except DonatedError:  # which the call itself raises
         before = Versions.of({"dy": dy})
     found = call(kept, *args, **options)
-    _left(where, before, "what was given", "backward")
+    _left(where, before, "arguments", "backward")
     if noted is not None:
         dparams, dx = {"bwd": lambda: found, "dgrad": lambda: (None, found[0]), "wgrad": lambda: (found, None)}[kind]()
         if kind != "wgrad":
@@ -196,7 +196,7 @@ _CHECKS |= {kind: functools.partial(_backward, kind) for kind in ("bwd", "dgrad"
 
 
 def _left(where: str, before: Versions, what: str, by: str) -> None:
-    """Raise if an argument was written to."""
+    """Raise if the op wrote to an argument."""
     hint = "The op writes to its argument: let it write to a tensor of its own"
     before.check(where, what, by=f"caller of the {by}", hint=hint, error=RuntimeError)
 
@@ -205,7 +205,7 @@ def _as_y(where: str, dy: Any, forms: Any) -> None:
     if same_structure(dy, forms):
         for (path, d), form in zip(paths(dy).items(), leaves(forms), strict=True):
             if isinstance(d, Tensor) and describe(d) != form:
-                fail(where, join_path("dy", path), f"{form}, as y is", describe(d))
+                fail(where, join_path("dy", path), f"{form}, like y", describe(d))
 
 
 def _mirrors(where: str, what: str, tree: Any, forms: Any) -> None:
@@ -218,7 +218,7 @@ def _mirrors(where: str, what: str, tree: Any, forms: Any) -> None:
         said = _form(part) if part is None or isinstance(part, Tensor) else tree_map(describe, part)
         for inner, text in zip(leaves(said), leaves(form), strict=True) if part is not None else ():
             if inner != "None" and inner != text:
-                fail(where, join_path(what, place), f"{text}, as the leaf that it is the gradient of", inner, RuntimeError)
+                fail(where, join_path(what, place), f"{text}, like the leaf of which it is the gradient", inner, RuntimeError)
 
 
 def aliases_said(kept: Any, given: dict[str, Any]) -> Iterator[tuple[str, str]]:

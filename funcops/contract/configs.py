@@ -16,7 +16,8 @@ import torch
 from typing_extensions import Self, dataclass_transform
 
 from funcops.backend.source import exact
-from funcops.contract.memo import number_while_tracing, reading
+from funcops.contract.renamed import warn
+from funcops.contract.trace_safe_cache import number_while_tracing, reading
 from funcops.errors import describe, fail, require_type
 from funcops.trees import constant_paths, paths
 
@@ -131,11 +132,11 @@ class OpConfig:
     declares them as extras."""
     fuse: bool = True
     """Whether rules of fusion may join the op's calls with others."""
-    gives_by_place: bool = True
+    gives_by_position: bool = True
     """Whether a `Step` may name further parts of y by their position: y is then `(main, *gives)`."""
     featurewise: ClassVar[bool] = False
     """Whether each feature of y is computed from the same feature of x alone, so that features may be sharded."""
-    apart: bool | None = None
+    shards_features: bool | None = None
     """Whether each rank of the config's axis has different features in y; None if y's features are sharded as x's are."""
     sequence_parallel: bool | None = None
     """Whether the rows of x or y are sharded over the config's axis; None if the op has no such choice."""
@@ -185,7 +186,7 @@ class OpConfig:
         part; None if the op mixes features."""
         return None
 
-    def shared_out(self, dim: int, n: int) -> tuple[Any, int] | None:
+    def sharded(self, dim: int, n: int) -> tuple[Any, int] | None:
         """If dim -`dim` of x is sharded over n ranks: the config of a rank, and the d for which dim -d of y is then sharded. None
         if config and dim stay the same. Raises `ValueError` if sizes do not divide, or the op cannot be sharded so."""
         return None
@@ -199,7 +200,7 @@ def same_width(cfg: Any, width: int | None) -> tuple[int | None, int | None]:
 class Composite(OpConfig):
     """The base of a combinator's config: an op that is made of parts, each an op with a config and a name."""
 
-    gives_by_place = False
+    gives_by_position = False
     members: tuple[Any, ...] = ()
     """The `Step`s of a combinator whose parts have names."""
     ties: Any = ()
@@ -271,21 +272,27 @@ def shapes(params: Any) -> dict[str, tuple[int, ...] | None]:
 
 
 def with_hooks(config: type) -> type:
-    """The class of an op's configs. If `OpConfig` is not its base, this warns (`DeprecationWarning`) and puts the hooks on it."""
+    """The class of an op's configs. If `OpConfig` is not its base, this warns (`DeprecationWarning`) and puts the hooks on it; it
+    warns as well if a hook has its old name."""
     if not issubclass(config, OpConfig):
         name = config.__name__
         warnings.warn(
             f"{name}: must be a subclass of funcops.contract.op.OpConfig from version 0.4 on: write class {name}(OpConfig)",
             DeprecationWarning,
-            3,
+            4,
         )
         for hook, default in vars(OpConfig).items():
             if not hook.startswith("__") and not hasattr(config, hook):
                 setattr(config, hook, default)
         _hooked.add(config)
+    for old, new in _OLD_HOOKS.items():
+        if old in vars(config):
+            warn(config.__name__, old, new, 5)
+            setattr(config, new, vars(config)[old])
     return config
 
 
+_OLD_HOOKS = {"apart": "shards_features", "gives_by_place": "gives_by_position", "shared_out": "sharded"}
 _hooked: set[type] = set()  # classes of configs that have the hooks without the base
 
 

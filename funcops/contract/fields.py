@@ -6,9 +6,10 @@ import dataclasses
 import enum
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from funcops.contract.needs import Needs
+from funcops.contract.renamed import old_names
 
 
 class Phase(enum.Flag):
@@ -16,15 +17,15 @@ class Phase(enum.Flag):
 
     DGRAD = enum.auto()
     WGRAD = enum.auto()
-    AGAIN = enum.auto()
+    RECOMPUTE = enum.auto()
 
 
 DGRAD = Phase.DGRAD
 """In `saved(needed_by=...)`: `dgrad` reads the field."""
 WGRAD = Phase.WGRAD
 """In `saved(needed_by=...)`: `wgrad` reads the field, from the pending that `dgrad` returns."""
-AGAIN = Phase.AGAIN
-"""In `saved(needed_by=...)`: `again`, which recomputes y, reads the field."""
+RECOMPUTE = Phase.RECOMPUTE
+"""In `saved(needed_by=...)`: `recompute`, which recomputes y, reads the field."""
 
 
 class Field(NamedTuple):
@@ -35,7 +36,7 @@ class Field(NamedTuple):
     needed_by: Phase
     of: tuple[str, ...]
     tree: bool = False
-    again: bool = False  # AGAIN in needed_by, and DGRAD: the tracer of torch 2.11 cannot test that
+    recompute: bool = False  # RECOMPUTE in needed_by, and DGRAD: the tracer of torch 2.11 cannot test that
     dgrad: bool = False
     blocks: bool = False
 
@@ -50,7 +51,7 @@ class Field(NamedTuple):
         return (self.alias or "").startswith("params")
 
     def wanted(self, needs: Needs) -> bool:
-        if needs.again and self.again:
+        if needs.recompute and self.recompute:
             return True
         sides = {"x": (needs.x, needs.input), "params": (needs.params, needs.param)}
         for gradient in self.of:
@@ -74,7 +75,7 @@ def saved(
     """Declare a saved tensor, as a field of `Residuals` or `Pending`.
 
     - `shape`: what a report shows, `"[*, D]"`; `*` is any leading dimensions.
-    - `needed_by`: `DGRAD`, `WGRAD`, `AGAIN`, or several of them, `DGRAD | WGRAD`: which functions of the op read it.
+    - `needed_by`: `DGRAD`, `WGRAD`, `RECOMPUTE`, or several of them, `DGRAD | WGRAD`: which functions of the op read it.
     - `alias`: the path of the tensor that it is: `"x"`, `"x.0"` in a tuple, `"params.weight"`, `"y"`, in a pending also
       `"residuals.x"` and `"dy"`; None for a tensor of its own.
     - `of`: the gradients that need it (`"x"`, `"x.0"`, `"params"`, `"params.weight"`). The field is dropped if none of them is
@@ -87,7 +88,7 @@ def saved(
     if recompute_from is not None:
         warnings.warn("saved: recompute_from is ignored and goes in 0.4: leave it out", DeprecationWarning, stacklevel=2)
     sides = (("x",) if DGRAD in needed_by else ()) + (("params",) if WGRAD in needed_by else ())
-    field = Field(shape, alias, needed_by, of or sides, tree, AGAIN in needed_by, DGRAD in needed_by, blocks)
+    field = Field(shape, alias, needed_by, of or sides, tree, RECOMPUTE in needed_by, DGRAD in needed_by, blocks)
     return dataclasses.field(default=None, metadata={"saved": field})
 
 
@@ -109,3 +110,7 @@ class Inputs(NamedTuple):
 
 _PLAIN = tuple(Inputs(tuple, n) for n in range(5))
 NO_GRADIENT: Any = None  # a gradient that is not needed; Any, so that results are typed as if it were
+
+
+if not TYPE_CHECKING:  # a checker would take every name for one of the module's
+    __getattr__ = old_names(__name__, AGAIN="RECOMPUTE")

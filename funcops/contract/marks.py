@@ -210,7 +210,7 @@ def marks_of(node: Any) -> Any:
     found = tuple([versions(getattr(node, name), mark_of) for name in node.guarded])
     if any([mark is not None for mark in _flat(found)]):
         return found
-    idle = node.kind == "residuals" and not node.needs.x and not node.needs.again
+    idle = node.kind == "residuals" and not node.needs.x and not node.needs.recompute
     return IDLE if idle and all([getattr(node, name) is None for name in node.fields]) else None
 
 

@@ -10,10 +10,17 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-_CONTRACT = ("accumulators", "configs", "marks", "memo", "needs", "op", "schema", "signatures")
+_CONTRACT = ("accumulators", "configs", "marks", "needs", "op", "schema", "signatures")
 MOVED = {
     **{f"funcops.{name}": f"funcops.contract.{name}" for name in _CONTRACT},
     "funcops.compose.walk": "funcops.contract.walk",
+    "funcops.contract.memo": "funcops.contract.trace_safe_cache",
+    "funcops.distributed.in_flight": "funcops.distributed.async_collectives",
+    "funcops.distributed.parallel": "funcops.distributed.rewrite",
+    "funcops.distributed.plain": "funcops.distributed.checks",
+    "funcops.memo": "funcops.contract.trace_safe_cache",
+    "funcops.models.coded": "funcops.models.quantized_checkpoints",
+    "funcops.models.roles": "funcops.models.sharding_rules",
     "funcops.names": "funcops.backend.source",
     "funcops.quantization": "funcops.low_precision.report",
     "funcops.recipes": "funcops.formats.recipes",
@@ -32,7 +39,8 @@ def new_path(name: str) -> str | None:
     """
     for old, new in _PREFIXES.items():
         if name.startswith(old):
-            return new + name.removeprefix(old)
+            name = new + name.removeprefix(old)
+            return MOVED.get(name, name)
     return MOVED.get(name)
 
 

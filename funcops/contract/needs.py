@@ -6,13 +6,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 from funcops.backend.source import exact
-from funcops.contract.memo import remember
+from funcops.contract.renamed import old_attributes
+from funcops.contract.trace_safe_cache import remember
 from funcops.errors import describe, fail
 from funcops.trees import has, paths
 
 Mask = bool | tuple[str, ...]
 
 
+@old_attributes(again="recompute", with_again="with_recompute")
 class Needs:
     """`Needs(x=True, params=True)`; each side is a bool, or the paths that need a gradient.
 
@@ -24,11 +26,11 @@ class Needs:
     Needs(x=True, params=('weight',))
     """
 
-    __slots__ = ("_hash", "again", "drop", "params", "x")
+    __slots__ = ("_hash", "drop", "params", "recompute", "x")
     x: Mask
     params: Mask
     drop: tuple[str, ...]  # fields that the residuals leave out, as a program recomputes them
-    again: bool  # whether a program will recompute y
+    recompute: bool  # whether a program will recompute y
     ALL: ClassVar[Needs]
     NONE: ClassVar[Needs]
 
@@ -36,14 +38,14 @@ class Needs:
         return _intern(_mask("x", x), _mask("params", params))
 
     def __bool__(self) -> bool:
-        return bool(self.x or self.params or self.again)
+        return bool(self.x or self.params or self.recompute)
 
     def __repr__(self) -> str:
         more = f", drop={self.drop}" if self.drop else ""
-        return f"Needs(x={self.x}, params={self.params}{more}{', again=True' if self.again else ''})"
+        return f"Needs(x={self.x}, params={self.params}{more}{', recompute=True' if self.recompute else ''})"
 
     def __reduce__(self) -> Any:
-        return _intern, (self.x, self.params, self.drop, self.again)
+        return _intern, (self.x, self.params, self.drop, self.recompute)
 
     def __copy__(self) -> Needs:
         return self
@@ -53,9 +55,9 @@ class Needs:
 
     def dropping(self, fields: tuple[str, ...]) -> Needs:
         """The same gradients, with residuals that lack these fields until a program fills them in."""
-        return _intern(self.x, self.params, fields, self.again)
+        return _intern(self.x, self.params, fields, self.recompute)
 
-    def with_again(self) -> Needs:
+    def with_recompute(self) -> Needs:
         """The same gradients, and y recomputed."""
         return _intern(self.x, self.params, self.drop, True)
 
@@ -73,11 +75,11 @@ class Needs:
 _interned: dict[Any, Needs] = {}  # a plain dict: torch.compile finds what is in it
 
 
-def _intern(x: Mask, params: Mask, drop: tuple[str, ...] = (), again: bool = False) -> Needs:
-    key = x, params, drop, again
+def _intern(x: Mask, params: Mask, drop: tuple[str, ...] = (), recompute: bool = False) -> Needs:
+    key = x, params, drop, recompute
     if key not in _interned:
         needs = object.__new__(Needs)
-        needs.x, needs.params, needs.drop, needs.again = key
+        needs.x, needs.params, needs.drop, needs.recompute = key
         return remember(_interned, key, needs)
     return _interned[key]
 

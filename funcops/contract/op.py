@@ -24,7 +24,7 @@ import importlib
 import pickle
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ from funcops.contract.configs import require_config, with_hooks
 from funcops.contract.configs import same_width as same_width
 from funcops.contract.marks import IDLE
 from funcops.contract.needs import Needs, check_needs
+from funcops.contract.renamed import old_arguments, old_attributes, old_names
 from funcops.contract.schema import Field, open_node
 from funcops.contract.signatures import (
     Bwd,
@@ -67,7 +68,6 @@ from funcops.contract.signatures import (
 )
 from funcops.errors import StaleResidualError, describe, fail, require_device, require_dtype
 
-T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 ALL = Needs.ALL
 NoneType = type(None)
@@ -75,7 +75,7 @@ any_autocast = torch._C._is_any_autocast_enabled
 when_switched(lambda on: globals().update(any_autocast=asked if on else torch._C._is_any_autocast_enabled))
 
 
-class Ahead(NamedTuple):
+class Prefetch(NamedTuple):
     """The work that an op can begin before its turn: a `repeat` begins it one layer ahead. `begin(given, cfg)` of params or
     residuals returns an object with `ready()`, whose result the op's functions take in place of these. `bwd` and
     `wgrad(..., cfg, into)` return dparams still in flight, which `settle(dparams, into)` completes."""
@@ -86,15 +86,16 @@ class Ahead(NamedTuple):
     settle: Any
 
 
+@old_attributes(cheap="recomputable", again="recompute", ahead="prefetch")
 class Op(NamedTuple):
-    """An operator as data: the functions that generic code takes. `keyed`: the last part of x is a random key. `cheap`: "norm" or
-    "elementwise" if y costs little more than reading x, so that a chain recomputes it in its backward instead of saving it; else
-    "". `params`, `residuals` and `pending` are the classes of these trees; `residuals` is `Saved` if its class depends on the
-    config; None if the tree is built from the parts', or is any pytree. `again(residuals, cfg)`, of a cheap op: recomputes the bits
-    of y from the saved fields that are AGAIN. `lower`, of a combinator: writes its parts as calls (`funcops.program.lower`).
-    `view`: whether y is x or a view of it. `products(pending, cfg, into=)`: what `wgrad(pending, cfg, into=)` would add to `into`,
-    as products not yet run, which `batch_wgrads` joins with others by `join(products, how)` of their class; anything else is added
-    at once. `ahead`: what it can begin before its turn.
+    """An operator as data: the functions that generic code takes. `keyed`: the last part of x is a random key. `recomputable`:
+    "norm" or "elementwise" if y costs little more than reading x, so that a chain recomputes it in its backward instead of saving
+    it; else "". `params`, `residuals` and `pending` are the classes of these trees; `residuals` is `Saved` if its class depends on
+    the config; None if the tree is built from the parts', or is any pytree. `recompute(residuals, cfg)`, of a recomputable op:
+    recomputes the bits of y from the fields saved with `needed_by=RECOMPUTE`. `lower`, of a combinator: writes its parts as calls
+    (`funcops.program.lower`). `view`: whether y is x or a view of it. `products(pending, cfg, into=)`: what `wgrad(pending, cfg,
+    into=)` would add to `into`, as products not yet run, which `batch_wgrads` joins with others by `join(products, how)` of their
+    class; anything else is added at once. `prefetch`: what it can begin before its turn.
 
     Raises, of every op's functions, before any of them computes or changes anything: `TypeError` or `ValueError` for a config,
     params, residuals or a pending of another op, for an x or dy of another shape, dtype or device (`dy` must be like y), and
@@ -102,7 +103,7 @@ class Op(NamedTuple):
     changed.
 
     >>> from funcops import Op, scale
-    >>> isinstance(scale, Op), scale.config.__name__, scale.fwd.__name__, scale.cheap
+    >>> isinstance(scale, Op), scale.config.__name__, scale.fwd.__name__, scale.recomputable
     (True, 'ScaleConfig', 'scale_fwd', '')
     """
 
@@ -114,20 +115,19 @@ class Op(NamedTuple):
     dgrad: Dgrad
     wgrad: Wgrad
     keyed: bool = False
-    cheap: str = ""
+    recomputable: str = ""
     params: Any = NoneType
     residuals: Any = None
     pending: Any = None
-    again: Any = None
+    recompute: Any = None
     lower: Any = None
     view: bool = False
     products: Any = None
-    ahead: Any = None
+    prefetch: Any = None
 
     def __call__(self, *args: Any, **options: Any) -> NoReturn:
-        raise TypeError(
-            f"{self.name}: must be called by its functions: {self.name}.fwd(params, x, cfg) -> (y, residuals), got a call of the op"
-        )
+        wanted = f"called by its functions: {self.name}.fwd(params, x, cfg) -> (y, residuals)"
+        raise TypeError(f"{self.name}: must be {wanted}, got a call of the op")
 
     def fields(self) -> dict[str, Field]:
         """The declared fields of its residuals, by name; none if their class depends on the config."""
@@ -150,13 +150,8 @@ class Op(NamedTuple):
                     return _op_at, (module, name)
         make, args = getattr(self.fwd, "made_by", (None, ()))
         if make is None or make(*args) != self:
-            fail(
-                "pickle",
-                f"op {self.name!r}",
-                "a name of the module of its fwd, or made by remat or with_policy",
-                "another op",
-                pickle.PicklingError,
-            )
+            wanted = "a name of the module of its fwd, or made by remat or with_policy"
+            fail("pickle", f"op {self.name!r}", wanted, "another op", pickle.PicklingError)
         return make, args
 
 
@@ -165,6 +160,7 @@ def _op_at(module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+@old_arguments(cheap="recomputable", again="recompute", ahead="prefetch")
 def make_op(
     name: str,
     config: type,
@@ -175,24 +171,24 @@ def make_op(
     wgrad: Any = None,
     bwd: Any = None,
     keyed: bool = False,
-    cheap: str = "",
-    again: Any = None,
+    recomputable: str = "",
+    recompute: Any = None,
     lower: Any = None,
     view: bool = False,
     products: Any = None,
-    ahead: Any = None,
+    prefetch: Any = None,
 ) -> Op:
     """Build an `Op`, deriving `bwd`, for an op without params `init` and `wgrad`, and `products` if none can be joined. The
-    functions carry the decorators `forward`, `dgrad_of`, `wgrad_of`, `again_of` and `bwd_of`, which name the classes of its trees;
-    a given `bwd` must equal `dgrad` then `wgrad` bit for bit (the Split law checks it). `cheap`: `"elementwise"` or `"norm"` if
-    y costs little more than reading x, together with `again(residuals, cfg)`, which recomputes it; `""` for any other op. The
-    other arguments are fields of `Op`.
+    functions carry the decorators `forward`, `dgrad_of`, `wgrad_of`, `recompute_of` and `bwd_of`, which name the classes of its
+    trees; a given `bwd` must equal `dgrad` then `wgrad` bit for bit (the Split law checks it). `recomputable`: `"elementwise"` or
+    `"norm"` if y costs little more than reading x, together with `recompute(residuals, cfg)`, which recomputes it; `""` for any
+    other op. The other arguments are fields of `Op`.
 
-    Raises `ValueError` for another `cheap`, for one of `cheap` and `again` without the other, and for a `wgrad` without `init`."""
-    if cheap not in ("", "elementwise", "norm"):
-        fail(f"make_op {name!r}", "cheap", '"elementwise", "norm" or ""', repr(cheap))
-    if bool(cheap) != (again is not None):
-        fail(f"make_op {name!r}", "cheap", "given together with again(residuals, cfg), which gives y once more", repr(cheap))
+    Raises `ValueError` for another `recomputable`, for one of these two without the other, and for a `wgrad` without `init`."""
+    if recomputable not in ("", "elementwise", "norm"):
+        fail(f"make_op {name!r}", "recomputable", '"elementwise", "norm" or ""', repr(recomputable))
+    if bool(recomputable) != (recompute is not None):
+        fail(f"make_op {name!r}", "recomputable", "given together with recompute(residuals, cfg)", repr(recomputable))
     if wgrad is not None and init is None:
         fail(f"make_op {name!r}", "init", "given together with wgrad: a combinator asks it which params there are", None)
     name = exact(name)
@@ -202,11 +198,9 @@ def make_op(
         wgrad, bwd = _no_wgrad(name, config), bwd or _dgrad_as_bwd(name, dgrad)
     pending, params = getattr(wgrad, "opens", (None, None))
     bwd = bwd or _derived_bwd(name, dgrad, wgrad)
-    residuals = getattr(dgrad, "opens", None)
     products = _products(wgrad, products)
-    return Op(
-        name, config, init, fwd, bwd, dgrad, wgrad, keyed, cheap, params, residuals, pending, again, lower, view, products, ahead
-    )
+    trees = params, getattr(dgrad, "opens", None), pending
+    return Op(name, config, init, fwd, bwd, dgrad, wgrad, keyed, recomputable, *trees, recompute, lower, view, products, prefetch)
 
 
 def no_params(
@@ -229,7 +223,7 @@ def wrap(op: Op, made_by: tuple[Callable[..., Op], tuple[Any, ...]], *, fwd: Any
     fwd.made_by = made_by
     if "wgrad" in changes:
         changes.setdefault("products", _products(changes["wgrad"], None))
-    return op._replace(**{"fwd": fwd, "again": None, "lower": None, "ahead": None, **changes})
+    return op._replace(**{"fwd": fwd, "recompute": None, "lower": None, "prefetch": None, **changes})
 
 
 def forward(
@@ -306,15 +300,16 @@ def dgrad_of(node_class: Any) -> Callable[[WrittenDgrad[R_in, D_in, C_in, Y_out]
     return decorate
 
 
-def again_of(node_class: Any) -> Callable[[F], F]:
-    """Decorator of an `again`: checks the class, config and staleness of the residuals, which it does not change. The new function
-    raises `StaleResidualError` after a write to what they alias, `TypeError` or `ValueError` for another op's or config's."""
+def recompute_of(node_class: Any) -> Callable[[F], F]:
+    """Decorator of a `recompute`: checks the class, config and staleness of the residuals, which it does not change. The new
+    function raises `StaleResidualError` after a write to what they alias, `TypeError` or `ValueError` for another op's or
+    config's."""
 
     def decorate(fn: Any) -> Any:
         where = fn.__name__
 
         @functools.wraps(fn)
-        def again(residuals: Any, cfg: Any) -> Any:
+        def recompute(residuals: Any, cfg: Any) -> Any:
             if not (type(residuals) is node_class and residuals.cfg is cfg and residuals.fresh()):
                 try:
                     open_node(where, residuals, node_class, cfg)
@@ -322,7 +317,7 @@ def again_of(node_class: Any) -> Callable[[F], F]:
                     raise StaleResidualError(f"{error}; or pass recompute=False to the chain, so that this y is kept") from None
             return fn(residuals, cfg)
 
-        return with_raw(again, fn)
+        return with_raw(recompute, fn)
 
     return decorate
 
@@ -497,3 +492,7 @@ def _named(fn: Any, name: str, module: str, doc: str) -> Any:
 def _bad_type(where: str, name: str, got: Any, expected: type) -> None:
     wanted = "None (this op has no params)" if expected is NoneType else expected.__name__
     fail(where, name, wanted, describe(got) if got is not None else "None", TypeError)
+
+
+if not TYPE_CHECKING:  # a checker would take every name for one of the module's
+    __getattr__ = old_names(__name__, Ahead="Prefetch", again_of="recompute_of")

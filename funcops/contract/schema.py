@@ -1,7 +1,7 @@
-"""What a backward keeps, declared once: subclasses of `Residuals` and `Pending`, their fields, guards and donation.
+"""The tensors that a backward reads, declared once: subclasses of `Residuals` and `Pending`, their fields, guards and donation.
 
-A field's declaration is its documentation, its row in a report and the rule by which it is dropped when the gradients
-that need it are not wanted.
+A field's declaration is its documentation, its row in a report, and the rule by which it is dropped if no requested gradient needs
+it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from typing_extensions import dataclass_transform
 
-from funcops.contract.fields import AGAIN as AGAIN
 from funcops.contract.fields import DGRAD as DGRAD
 from funcops.contract.fields import NO_GRADIENT as NO_GRADIENT
+from funcops.contract.fields import RECOMPUTE as RECOMPUTE
 from funcops.contract.fields import WGRAD as WGRAD
 from funcops.contract.fields import Field as Field
 from funcops.contract.fields import Inputs as Inputs
@@ -39,9 +39,10 @@ from funcops.contract.marks import (
     told,
     versions,
 )
-from funcops.contract.memo import equal, remember
 from funcops.contract.needs import Needs
-from funcops.errors import DonatedError, apart, describe, fail, stale
+from funcops.contract.renamed import old_names
+from funcops.contract.trace_safe_cache import equal, remember
+from funcops.errors import DonatedError, describe, differing_parts, fail, stale
 from funcops.trees import register, register_node, show, static
 
 T = TypeVar("T")
@@ -54,30 +55,30 @@ _STATICS = ("inputs", "shape", "dtype")
 class Saved:
     """Base of residuals and pending. `cfg`, `needs` and, for a tuple-valued x, `inputs` are static fields.
 
-    A node marks every guarded tensor with its version. A tensor that is the same object keeps its mark wherever the tree is moved:
-    mapped, rebuilt of its leaves, edited, copied, given away. A copy of what is fresh is a value of its own, fresh as it is then;
-    a copy of what is stale is stale, however it was made: by a map, deep, pickled, cast there and back. What `replace` puts in a
-    field is what its caller says. A leaf that is missing, or of another shape, dtype or device than the forward kept, is named by
-    the backward that would read it.
-    Whatever would read, copy, compare or change the leaves of a node that was given away raises `DonatedError`. Its `cfg`,
-    `needs` and repr stay; what is assigned to a field nobody reads.
-    Writes through `tensor.data` or NumPy are not counted by torch: `funcops.checking` notices them, and nobody else.
+    A node marks every guarded tensor with its version. The same tensor object keeps its mark wherever the tree is moved:
+    mapped, rebuilt from its leaves, edited, copied, given away. A copy of a fresh tensor is a value of its own, fresh from then on;
+    a copy of a stale one is stale, however it was made: by a map, deep, pickled, cast there and back. A tensor that `replace` puts
+    in a field is fresh. If a leaf is missing, or has another shape, dtype or device than the forward kept, the backward that would
+    read it names it.
+    Reading, copying, comparing or changing the leaves of a node that was given away raises `DonatedError`. Its `cfg`, `needs` and
+    repr stay; a value assigned to one of its fields is never read.
+    torch does not count writes through `tensor.data` or NumPy: only `funcops.checking` notices them.
     """
 
-    __slots__ = ("_noted",)  # what `funcops.checking` knows of the call that made it, where that is on
+    __slots__ = ("_noted",)  # the facts that `funcops.checking`, while it is on, notes of the call that made the node
     fields: ClassVar[dict[str, Field]] = {}
     guarded: ClassVar[tuple[str, ...]] = ()
     kind: ClassVar[str]
     names: ClassVar[tuple[str, ...]]  # of all fields but cfg and needs
-    marks_source: ClassVar[str]  # what the marks of a node `n` are now, as the parts of a tuple
+    marks_source: ClassVar[str]  # the source of the present marks of a node `n`, as the parts of a tuple
     cfg: Any
     needs: Needs
-    shape: torch.Size  # of what has no tensor here that tells; see `static`
+    shape: torch.Size  # for a tensor whose shape no saved tensor tells; see `static`
     dtype: torch.dtype
     inputs: Inputs
     fresh: Callable[[], bool]
-    twin: Callable[[], Any]  # a node of the same leaves and marks
-    _marks: Any  # a tuple, by guarded field; None where nothing can be guarded; Gone; Unlike; IDLE
+    twin: Callable[[], Any]  # a node with the same leaves and marks
+    _marks: Any  # a tuple, by guarded field; None if nothing can be guarded; Gone; Unlike; IDLE
 
     __post_init__ = post_init
 
@@ -85,10 +86,10 @@ class Saved:
 
         @classmethod
         def keep(cls: type[T], cfg: Any, needs: Needs, **fields: Any) -> T | None:
-            """A node with the fields that `needs` asks for; None where it asks for nothing."""
+            """A node with the fields that `needs` requires; None if it requires none."""
 
     def nothing(self) -> Any:
-        """dx where there is no gradient at all."""
+        """The dx without any gradient: None, or a tuple of None like x."""
         inputs = getattr(self, "inputs", None)
         return None if inputs is None else inputs.nothing()
 
@@ -112,14 +113,14 @@ class Saved:
         return node
 
     def copy(self: T, **changes: Any) -> T:
-        """A node like this one, which must be fresh, but for `changes`."""
+        """A copy of this node, which must be fresh, with `changes`."""
         self.unused("copy")  # type: ignore[attr-defined]
         given = {name: getattr(self, name) for name in self.names}  # type: ignore[attr-defined]
         made: T = self.keep(self.cfg, self.needs, **given | changes)  # type: ignore[attr-defined]
         return made
 
     def set(self, **changes: Any) -> None:
-        """Change fields in place. They are marked as they are now; the others keep their marks."""
+        """Change fields in place. The new values are marked as fresh; the other fields keep their marks."""
         self.unused("set")
         for name, value in changes.items():
             setattr(self, name, value)
@@ -131,7 +132,7 @@ class Saved:
 
     def empty(self) -> None:
         """Drop every leaf."""
-        if torch.compiler.is_dynamo_compiling():  # a tracer sees each use; there is nobody to warn at run time
+        if torch.compiler.is_dynamo_compiling():  # a tracer sees each use; at run time nothing could warn
             for name in self.fields:
                 setattr(self, name, None)
             return
@@ -141,12 +142,12 @@ class Saved:
         self._marks = Gone(where)
 
     def stale(self) -> str | None:
-        """The path of a leaf that was written to since it was marked."""
+        """The path of a leaf that was written to since it was marked, or None."""
         self.unused("stale")
         return stale_path(self)
 
     def complain(self, where: str) -> None:
-        """Say why this node is not fresh; nothing of one that is idle, which only takes the longer way through its backward."""
+        """Raise the reason why this node is not fresh. An idle one raises nothing: its backward only takes a longer way."""
         self.unused(where)
         if self._marks is IDLE:
             return
@@ -169,7 +170,7 @@ class Saved:
         return _copied, (type(self), *self._parts("pickle", lambda value: value))
 
     def _parts(self, where: str, value_of: Callable[[Any], Any]) -> tuple[Any, ...]:
-        """Of what a copy is made: fields, statics, and what its marks must say."""
+        """The arguments for a copy: its fields and statics, and the facts for its marks."""
         self.unused(where)
         given = {name: getattr(self, name) for name in (*self.names, "cfg", "needs")}
         return given | {name: value_of(given[name]) for name in self.fields}, *told(self)
@@ -201,7 +202,7 @@ class Donated:
         raise DonatedError(f"{name} of donated {self._kind} must not be used, got a use beside the one call that takes it")
 
     def _refuse(self, *_: Any) -> Any:
-        raise DonatedError("what was donated must not be looked into, got a use beside the one call that takes it")
+        raise DonatedError("a donated node must not be looked into, got a use beside the one call that takes it")
 
     __getitem__ = __iter__ = __len__ = __contains__ = __deepcopy__ = __reduce_ex__ = _refuse
 
@@ -219,7 +220,7 @@ register_node(Donated, _refuse, _refuse, _refuse, _refuse)  # a walk over a tree
 
 
 class _Declared(type):
-    """Of a class body with declared fields, a node of a tree: a slotted dataclass with `keep`, `twin` and `fresh` written out for
+    """Makes a class body with declared fields a pytree node: a slotted dataclass with `keep`, `twin` and `fresh` written out for
     its fields. `static`: which of `shape`, `dtype` and `inputs` it has."""
 
     def __new__(mcls, name: str, bases: tuple[type, ...], body: dict[str, Any], static: tuple[str, ...] = ()) -> Any:
@@ -229,7 +230,7 @@ class _Declared(type):
 
 @dataclass_transform(field_specifiers=(saved, static))
 class Residuals(Saved, metaclass=_Declared):
-    """Base of what a backward reads: exactly that, a field each. Make one with `Cls.keep(cfg, needs, field=...)`.
+    """Base of residuals: exactly the tensors that a backward reads, a field each. Make one with `Cls.keep(cfg, needs, field=...)`.
 
     class LinearResiduals(Residuals, static=("dtype",)):
         x: Tensor = saved("[*, I]", alias="x", needed_by=WGRAD)
@@ -276,7 +277,7 @@ def derive_pending(name: str, residuals_class: Any, dy: str) -> Any:
             body[field_name] = saved(field.shape, alias=f"residuals.{field_name}", needed_by=WGRAD, of=of)
     body["__annotations__"]["dy"] = torch.Tensor
     body["dy"] = saved(dy, alias="dy", needed_by=WGRAD)
-    body["__doc__"] = f"What the second half of the backward reads: the residuals of the weight gradient, and dy {dy}."
+    body["__doc__"] = f"The tensors that the weight gradient reads: its residuals, and dy {dy}."
     return pending(type(name, (), body))
 
 
@@ -285,7 +286,7 @@ def _node_class(cls: Any, statics: tuple[str, ...]) -> Any:
     if wrong:
         fail(cls.__name__, "static", f"names among {', '.join(_STATICS)}", repr(wrong[0]))
     own = {**cls.__dict__.get("__annotations__", {}), **dict.fromkeys((*statics, "cfg", "needs", "_marks"), Any)}
-    cls.__annotations__ = own | {"_moved": dataclasses.InitVar[Any]}  # what `replace` and a rebuilt tree hand to a node, see Moved
+    cls.__annotations__ = own | {"_moved": dataclasses.InitVar[Any]}  # from `replace` or a rebuilt tree, see Moved
     cls._moved = dataclasses.field(default=None, kw_only=True)
     for name in statics:
         setattr(cls, name, static())
@@ -316,7 +317,7 @@ def keep(cfg, needs{parameters}):
         if drop is None:
             return None
         {drops}
-        if len(drop) >= {idle} and not needs.x and not needs.again:
+        if len(drop) >= {idle} and not needs.x and not needs.recompute:
             self = object.__new__(cls)
             {assigns}
             self.cfg = cfg
@@ -361,8 +362,8 @@ def fresh(self):
 def _write_methods(cls: Any) -> dict[str, Any]:
     """`keep`, `twin` and `fresh`, written out as source, as dataclasses do: they run in every forward and backward.
 
-    There is no mark while compiling, for inference tensors and for leaves that are no tensors. `keep` returns a node with
-    the fields that `needs` asks for, or None.
+    A leaf has no mark while compiling, if it is an inference tensor, or if it is not a tensor. `keep` returns a node with
+    the fields that `needs` requires, or None.
     """
 
     def lines(form: str, of: Iterable[str]) -> str:
@@ -386,15 +387,15 @@ def _write_methods(cls: Any) -> dict[str, Any]:
 
 
 def _unwanted(cls: Any, needs: Needs, memo: dict[Needs, Any] | None) -> tuple[str, ...] | None:
-    """The fields that `needs` does not ask for; None where nothing at all will be asked for. A tracer, which would guard on all
-    that a memo holds, has none and computes them."""
+    """The fields that `needs` does not require; None if it requires none at all. A tracer has no memo, as it would guard on all of
+    the memo's entries."""
     asked = needs.params if cls.kind == "pending" else needs
     found = tuple(n for n, field in cls.fields.items() if n in needs.drop or not field.wanted(needs)) if asked else None
     return found if memo is None else remember(memo, needs, found)
 
 
 def open_node(where: str, node: Any, cls: Any, cfg: Any) -> Any:
-    """The residuals or pending behind `node`, after every check: their class, their config, staleness, donation."""
+    """Check the class, config, staleness and donation of residuals or a pending, and return the node."""
     if type(node) is Donated:
         node = node.take(where)
     if type(node) is not cls:
@@ -404,6 +405,10 @@ def open_node(where: str, node: Any, cls: Any, cfg: Any) -> Any:
     if not node.fresh():
         node.complain(where)
     if node.cfg is not cfg and not equal(node.cfg, cfg):
-        expected, got = apart(node.cfg, cfg)
+        expected, got = differing_parts(node.cfg, cfg)
         fail(where, "cfg", f"the config of the forward, {expected}", got)
     return node
+
+
+if not TYPE_CHECKING:  # a checker would take every name for one of the module's
+    __getattr__ = old_names(__name__, AGAIN="RECOMPUTE")

@@ -1,5 +1,5 @@
-"""`walk` and `rewrite`: every part of a model's config by path, looked at or replaced. With them the ties of a config, globs over
-paths, and `remade`, which puts another op inside of what remat or with_policy made."""
+"""`walk` and `rewrite`, which visit and replace the parts of a model's config by path; the ties of a config, globs over paths, and
+`remade`, which puts another op inside an op that remat or with_policy made."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ def nested(
 
 
 def rewrite(cfg: Any, fn: Rewrite, *, op: Any = None, path: str = "") -> tuple[Any, Any]:
-    """The op and config with parts replaced. `fn(part)` is asked of every part, the config itself first: it returns the `(op, cfg)`
-    that takes the part's place, or None to go on with the parts of a combinator, or to leave any other op as it is. An `Inside`
-    goes on as well, with another function, changes of the combinator's own fields, or a step behind its parts.
+    """The op and config with parts replaced. `fn(part)` is called for every part, the config itself first: it returns the
+    `(op, cfg)` that takes the part's place, or None to go on with the parts of a combinator, or to keep any other op. If it returns
+    an `Inside`, that says how to go on.
     Raises `TypeError` for a `cfg` that is not the config of an op, and for an `fn` that is not a function.
 
     >>> from funcops import ActivationConfig, ChainConfig, Step, activation, chain, rewrite
@@ -143,12 +143,12 @@ def ties(cfg: Any) -> dict[str, str]:
 
 
 def matches(path: str, globs: Sequence[str]) -> bool:
-    """Whether one of the globs is for that path."""
+    """Whether one of the globs matches the path."""
     return any(fnmatchcase(path, glob) for glob in globs)
 
 
 def shared_layers(known: Sequence[str], glob: str) -> str:
-    """Of a glob that matches no path: what it must be where it names some layers of a `repeat`; "" of others."""
+    """For a glob that matches no path because it names some layers of a `repeat`: what it must be; "" for any other."""
     given = glob.split(".")
     shared = ["*" if re.fullmatch(r"\d+|\[[^]]*\]", part) else part for part in given]
     for path in known:
@@ -160,16 +160,16 @@ def shared_layers(known: Sequence[str], glob: str) -> str:
 
 
 def check_globs(where: str, name: str, globs: Any) -> None:
-    """A tuple or list of strings."""
+    """Check that globs are a tuple or list of strings."""
     if not isinstance(globs, (tuple, list)) or not all(isinstance(glob, str) for glob in globs):
         fail(where, name, "a tuple of globs", repr(globs), TypeError)
 
 
 def remade(where: str, op: Op, source: Op, becomes: Op) -> Op:
-    """The op made of `becomes` as `op` is made of `source`, as by remat or with_policy. Raises `ValueError` for what is not."""
+    """The op made from `becomes` as `op` is made from `source`, by remat or with_policy. Raises `ValueError` for any other op."""
     if op is source:
         return becomes
     make, args = getattr(op.fwd, "made_by", (None, ()))
     if make is None:
-        fail(where, f"op {op.name!r}", f"{source.name}, or one that remat or with_policy made of it", "another")
+        fail(where, f"op {op.name!r}", f"{source.name}, or one that remat or with_policy made from it", "another")
     return make(*[remade(where, arg, source, becomes) if isinstance(arg, Op) else arg for arg in args])  # type: ignore[no-any-return]

@@ -4,7 +4,7 @@ Meshes        Mesh, Axis
 In flight     gather_start, scatter_sum_start, sum_over_start, all_to_all_start; finish (InFlight)
 Checkpoints   save, load
 Programs      handshake, check_program, record (Program, Collective)
-Gradients     reduce_start, sum_axes; global_norm, part_axes, everywhere, raise_everywhere; amaxes_over
+Gradients     reduce_start, sum_axes; global_norm, part_axes, all_ranks, raise_on_all_ranks; amaxes_over
 ZeRO          own_shards, gather_shards_start, zero3
 Collectives   gather, scatter_sum, sum_over, copy_to, gather_same, slice_of, all_to_all, shift
 Layers        column_linear, row_linear; column_qlinear, row_qlinear; parallel_low_rank; sharded; sharded_dropout
@@ -15,8 +15,18 @@ Models        parallel
 Sharding      Spec, specs_of; shard, unshard, init, sum_gradients
 """
 
+import sys as _sys
 from types import ModuleType as _ModuleType
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
+from funcops.contract.moved import Face as _Face
+from funcops.contract.renamed import old_names as _old_names
+from funcops.distributed.async_collectives import InFlight as InFlight
+from funcops.distributed.async_collectives import all_to_all_start as all_to_all_start
+from funcops.distributed.async_collectives import finish as finish
+from funcops.distributed.async_collectives import gather_start as gather_start
+from funcops.distributed.async_collectives import scatter_sum_start as scatter_sum_start
+from funcops.distributed.async_collectives import sum_over_start as sum_over_start
 from funcops.distributed.checkpoint import load as load
 from funcops.distributed.checkpoint import save as save
 from funcops.distributed.data import Reducing as Reducing
@@ -28,20 +38,14 @@ from funcops.distributed.handshake import Program as Program
 from funcops.distributed.handshake import check_program as check_program
 from funcops.distributed.handshake import handshake as handshake
 from funcops.distributed.handshake import record as record
-from funcops.distributed.in_flight import InFlight as InFlight
-from funcops.distributed.in_flight import all_to_all_start as all_to_all_start
-from funcops.distributed.in_flight import finish as finish
-from funcops.distributed.in_flight import gather_start as gather_start
-from funcops.distributed.in_flight import scatter_sum_start as scatter_sum_start
-from funcops.distributed.in_flight import sum_over_start as sum_over_start
 from funcops.distributed.init import init as init
 from funcops.distributed.init import specs_of as specs_of
 from funcops.distributed.mesh import Axis as Axis
 from funcops.distributed.mesh import Mesh as Mesh
+from funcops.distributed.norms import all_ranks as all_ranks
 from funcops.distributed.norms import amaxes_over as amaxes_over
-from funcops.distributed.norms import everywhere as everywhere
 from funcops.distributed.norms import global_norm as global_norm
-from funcops.distributed.norms import raise_everywhere as raise_everywhere
+from funcops.distributed.norms import raise_on_all_ranks as raise_on_all_ranks
 from funcops.distributed.ops.all_to_all import *
 from funcops.distributed.ops.column_linear import *
 from funcops.distributed.ops.column_qlinear import *
@@ -64,7 +68,7 @@ from funcops.distributed.ops.sum_over import *
 from funcops.distributed.ops.vocab_cross_entropy import *
 from funcops.distributed.ops.vocab_embedding import *
 from funcops.distributed.ops.vocab_linear_cross_entropy import *
-from funcops.distributed.parallel import parallel as parallel
+from funcops.distributed.rewrite import parallel as parallel
 from funcops.distributed.shards import Gathering as Gathering
 from funcops.distributed.shards import gather_shards_start as gather_shards_start
 from funcops.distributed.shards import own_shards as own_shards
@@ -79,3 +83,8 @@ from funcops.distributed.zigzag import zigzag as zigzag
 from funcops.distributed.zigzag import zigzag_positions as zigzag_positions
 
 __all__ = [name for name, value in list(globals().items()) if name[0] != "_" and not isinstance(value, _ModuleType)]
+
+if not _TYPE_CHECKING:  # a checker would take every name for one of the module's
+    __getattr__ = _old_names(__name__, everywhere="all_ranks", raise_everywhere="raise_on_all_ranks")
+
+_sys.modules[__name__].__class__ = _Face  # `parallel` stays the function, whoever imports that old path

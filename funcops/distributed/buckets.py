@@ -1,8 +1,8 @@
-"""Buckets: how the tensors of a tree lie in flat buffers, of which each rank of an axis gets a part.
+"""Buckets: the layout of a tree's tensors in flat buffers, which may be sharded over the ranks of an axis.
 
-A bucket is [n, m]: row r holds, leaf after leaf, the part of each leaf that rank r of the axis has (n = 1 where nobody has a part).
-The part of a leaf [d, *] is its d / n rows; where n does not divide d, 1/n of its elements as they lie in memory, the last ones
-zeros. A plan is data: the same on all ranks that have trees of one kind, and made once.
+A bucket is [n, m]: row r holds, leaf after leaf, rank r's part of each leaf (n = 1 if nothing is sharded). The part of a leaf [d,
+*] is d / n of its rows; if n does not divide d, it is 1/n of its elements in memory order, zero-padded. A plan is data, made once,
+and the same on all ranks whose trees have the same leaves.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from funcops.distributed.checks import check_tensor
 from funcops.distributed.mesh import Axis
-from funcops.distributed.plain import check_tensor
 from funcops.errors import FLOATS, describe, fail, join_path, require_count
 from funcops.trees import paths
 
 BUCKET_BYTES = 25 * 2**20
-_ALIGNED = 16  # elements: a leaf begins where kernels read many at once
+_ALIGNED = 16  # elements: a leaf starts where kernels can read several at once
 
 
-class Leaf(NamedTuple):
-    """A tensor of a tree by its place among the leaves; `offset` and `size`: of a rank's part, in a row of its bucket."""
+class BucketLeaf(NamedTuple):
+    """A tensor of a tree, by its number among the leaves; `offset` and `size`: of a rank's part in a row of the bucket."""
 
-    place: int
+    number: int
     path: str
     shape: tuple[int, ...]
     offset: int
@@ -39,9 +39,9 @@ class Leaf(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """Leaves of one dtype on one device that go over the same axes: `rows` parts of `width` elements each."""
+    """Leaves of one dtype on one device that are sent over the same axes: `rows` parts of `width` elements each."""
 
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[BucketLeaf, ...]
     dtype: torch.dtype
     device: torch.device
     axes: tuple[Axis, ...]
@@ -57,10 +57,10 @@ class Bucket(NamedTuple):
         return first if first == last else f"{first} to {last}"
 
     def pack(self, given: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
-        """[rows, width] of the leaves' tensors: one that fills a bucket by itself as it is, without a copy."""
+        """Pack the leaves' tensors into [rows, width]; a tensor that fills the bucket by itself is not copied."""
         dtype = dtype or self.dtype
         if len(self.leaves) == 1:
-            t = given[self.leaves[0].place]
+            t = given[self.leaves[0].number]
             if t.numel() == self.rows * self.width and t.is_contiguous() and t.dtype is dtype:
                 return t.detach().view(self.rows, self.width)
         padded = sum([leaf.numel for leaf in self.leaves]) != self.rows * self.width
@@ -68,34 +68,35 @@ class Bucket(NamedTuple):
         made = flat(self.rows, self.width, dtype=dtype, device=self.device)
         to, of = [], []
         for leaf in self.leaves:
-            for place, part in _pieces(leaf, self.rows, given[leaf.place]):
-                to.append(made[place])
+            for index, part in _pieces(leaf, self.rows, given[leaf.number]):
+                to.append(made[index])
                 of.append(part)
         if to:
             torch._foreach_copy_(to, of)
         return made
 
     def pack_parts(self, given: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
-        """[width] of a rank's parts of the leaves."""
+        """Pack a rank's parts of the leaves into [width]."""
         own = self._replace(rows=1, leaves=tuple([leaf._replace(shape=(leaf.size,)) for leaf in self.leaves]))
         return own.pack([t if t is None else t.reshape(-1) for t in given], dtype)[0]
 
     def parts(self, row: Tensor) -> list[tuple[int, Tensor]]:
-        """Of a row [width] the parts of leaves, views of it, with their places."""
-        return [(leaf.place, row.narrow(0, leaf.offset, leaf.size).view(part_shape(leaf.shape, self.rows))) for leaf in self.leaves]
+        """The number and the part of each leaf in a row [width], as views."""
+        parts = [(leaf, row.narrow(0, leaf.offset, leaf.size)) for leaf in self.leaves]
+        return [(leaf.number, part.view(part_shape(leaf.shape, self.rows))) for leaf, part in parts]
 
     def wholes(self, flat: Tensor) -> list[tuple[int, Tensor]]:
-        """Of all rows [rows * width] the leaves: views where a bucket has one row or one leaf."""
+        """The number and the tensor of each leaf in all rows [rows * width], as views if the bucket has one row or one leaf."""
         rows = flat.view(self.rows, self.width)
         found = []
         for leaf in self.leaves:
             t = rows.narrow(1, leaf.offset, leaf.size).reshape(-1)
-            found.append((leaf.place, t.narrow(0, 0, leaf.numel).view(leaf.shape)))
+            found.append((leaf.number, t.narrow(0, 0, leaf.numel).view(leaf.shape)))
         return found
 
 
-def _pieces(leaf: Leaf, rows: int, t: Tensor) -> list[tuple[Any, Tensor]]:
-    """Where the elements of a leaf go in a bucket, as few copies: full parts, and the rest of them."""
+def _pieces(leaf: BucketLeaf, rows: int, t: Tensor) -> list[tuple[Any, Tensor]]:
+    """The copies that put a leaf into a bucket, each an index and the elements for it: the full parts, and the rest."""
     if not leaf.size:
         return []
     flat = t.detach().reshape(-1)
@@ -110,7 +111,7 @@ def _pieces(leaf: Leaf, rows: int, t: Tensor) -> list[tuple[Any, Tensor]]:
 
 
 def part_shape(shape: tuple[int, ...], n: int) -> tuple[int, ...]:
-    """Of a rank's part of a tensor: rows of it, or elements."""
+    """The shape of a rank's part of a tensor: some of its rows, or of its elements."""
     if n == 1:
         return shape
     if shape and shape[0] % n == 0:
@@ -119,9 +120,9 @@ def part_shape(shape: tuple[int, ...], n: int) -> tuple[int, ...]:
 
 
 class Kind(NamedTuple):
-    """What a plan is made of: a tensor's place, path, shape, dtype, device, and the axes that it goes over."""
+    """A tensor as a plan sees it: its number, path, shape, dtype, device, and the axes over which it is sent."""
 
-    place: int
+    number: int
     path: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -130,8 +131,8 @@ class Kind(NamedTuple):
 
 
 def plan(kinds: tuple[Kind, ...], rows: int, bucket_bytes: int, divisible: bool = False) -> tuple[Bucket, ...]:
-    """The tensors in buckets of at most `bucket_bytes` (a larger tensor has one to itself), in their order. `divisible`: all axes
-    of a bucket share out its elements evenly."""
+    """Put the tensors, in order, into buckets of at most `bucket_bytes` (a larger tensor gets one to itself). `divisible`: all axes
+    of a bucket together divide its elements evenly."""
     make = _plan.__wrapped__ if torch.compiler.is_dynamo_compiling() else _plan
     return make(kinds, rows, bucket_bytes, divisible)
 
@@ -143,7 +144,7 @@ def _plan(kinds: tuple[Kind, ...], rows: int, bucket_bytes: int, divisible: bool
 
     def close(key: Any) -> None:
         found = filling.pop(key)
-        made.append((found[0].place, found))
+        made.append((found[0].number, found))
 
     for kind in kinds:
         key = kind.dtype, kind.device, kind.axes
@@ -160,7 +161,7 @@ def _bucket(kinds: list[Kind], rows: int, divisible: bool) -> Bucket:
     for kind in kinds:
         width = -(-width // _ALIGNED) * _ALIGNED if len(kinds) > 1 else 0
         size = -(-math.prod(kind.shape) // rows)
-        leaves.append(Leaf(kind.place, kind.path, kind.shape, width, size))
+        leaves.append(BucketLeaf(kind.number, kind.path, kind.shape, width, size))
         width += size
     first = kinds[0]
     multiple = math.prod([axis.size for axis in first.axes]) // rows if divisible else 1
@@ -168,7 +169,7 @@ def _bucket(kinds: list[Kind], rows: int, divisible: bool) -> Bucket:
 
 
 def float_leaves(where: str, name: str, tree: Any) -> dict[str, Tensor | None]:
-    """The leaves by path, float tensors or None. Raises `TypeError` with the path of any other."""
+    """The leaves by path, float tensors or None. Raises `TypeError` with the path of any other leaf."""
     found = paths(tree)
     for path, t in found.items():
         if t is None:
@@ -177,8 +178,7 @@ def float_leaves(where: str, name: str, tree: Any) -> dict[str, Tensor | None]:
         if not isinstance(t, Tensor):
             fail(where, said, "a float tensor or None", describe(t), TypeError)
         if t.dtype is torch.uint32:
-            wanted = "a float tensor or None (amaxes: take them out by split_amaxes first)"
-            fail(where, said, wanted, describe(t), TypeError)
+            fail(where, said, "a float tensor or None (take amaxes out with split_amaxes first)", describe(t), TypeError)
         check_tensor(where, said, t, (...,), FLOATS)
     return found
 

@@ -1,11 +1,11 @@
-"""Checkpoints of what ranks hold, in the format of torch's distributed checkpoints (DCP): written on one mesh, read on any other.
+"""Checkpoints of sharded trees, in the format of torch's distributed checkpoints (DCP): written on one mesh, read on any other.
 
     save({"params": params, "state": state}, "step-1000", specs, mesh)
     tree = load("step-1000", like, specs, mesh)                        # on another mesh, or in one process
 
-A folder holds a file of each rank that writes, and the list of what is where. A shard is written at its place in the whole leaf, by
-one of the ranks that have it; what ranks should have alike is compared in bits before. torch's own `load` reads such a folder too,
-and `load` one of torch's.
+A folder holds a file from each rank that writes, and an index. A shard is written at its offsets in the whole leaf, by one of the
+ranks that have it; before that, tensors that should be the same on several ranks are compared bit for bit. torch's own `load` also
+reads such a folder, and `load` reads one of torch's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ERRORS = {error.__name__: error for error in (CheckpointError, ValueError, TypeE
 
 
 class _Box(NamedTuple):
-    """A part of a whole leaf, from `offsets` on, and where it begins in that of a rank."""
+    """A part of a whole leaf, from `offsets` on; `own`: where it starts in the rank's tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -49,7 +49,7 @@ class _Box(NamedTuple):
 
 
 def _boxes(ranges: Sequence[Ranges]) -> Iterator[_Box]:
-    """What a rank has of a leaf, of the ranges that it has along each dimension."""
+    """The boxes of a leaf that a rank has, from its ranges along each dimension."""
     along = []
     for pieces in ranges:
         before = itertools.accumulate((n for _, n in pieces), initial=0)
@@ -58,8 +58,8 @@ def _boxes(ranges: Sequence[Ranges]) -> Iterator[_Box]:
         yield _Box(tuple(b[0] for b in box), tuple(b[1] for b in box), tuple(b[2] for b in box))
 
 
-class _Leaf(NamedTuple):
-    """What a rank tells all of a leaf: the whole, what it has of it, and the bits of that in short, where others have the same."""
+class _LeafShards(NamedTuple):
+    """A leaf as a rank describes it to all: the whole, the rank's boxes, and a digest of them if other ranks have the same."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -69,12 +69,13 @@ class _Leaf(NamedTuple):
 
 
 def save(tree: Any, path: str | os.PathLike[str], specs: Specs, mesh: Mesh) -> None:
-    """Write every tensor of a tree, of which this rank has its part, to the folder `path`, whole or not at all: to one beside it
-    first, which takes its name. To be called by all ranks of the mesh, on one file system. Leaves that are None have no entry.
+    """Write every tensor of a tree, of which this rank has its part, to the folder `path`, completely or not at all: to a folder
+    beside it, which is renamed at the end. All ranks of the mesh must call it, on one file system. Leaves that are None have no
+    entry.
 
-    Raises on every rank, and before anything is written, `CheckpointError` for leaves without values, and for one of which ranks
-    have other values along an axis that its spec does not name: no shard is written as if all had it alike. `ValueError` for specs
-    that do not fit, `OSError` where the folder cannot be written.
+    Raises on every rank, before anything is written, `CheckpointError` for a leaf without values, and for a leaf of which ranks
+    have different values along an axis that its spec does not name; `ValueError` for specs that do not fit, `OSError` if the folder
+    cannot be written.
 
     >>> import tempfile, torch
     >>> from funcops import dist
@@ -104,7 +105,7 @@ def save(tree: Any, path: str | os.PathLike[str], specs: Specs, mesh: Mesh) -> N
     def write() -> Any:
         if not target.parent.is_dir():
             raise FileNotFoundError(f"save: path must be in an existing folder, got {os.fspath(path)!r}")
-        writer.prepare_local_plan(plans[mesh.rank])  # makes the folder
+        writer.prepare_local_plan(plans[mesh.rank])  # creates the folder
         return writer.write_data(plans[mesh.rank], _Given(named, leaves[mesh.rank])).wait()
 
     def finish() -> None:
@@ -122,12 +123,12 @@ def save(tree: Any, path: str | os.PathLike[str], specs: Specs, mesh: Mesh) -> N
 
 
 def load(path: str | os.PathLike[str], like: T, specs: Specs, mesh: Mesh) -> T:
-    """This rank's part of the tree in a folder, with the structure, shapes and dtypes of `like`, its part too. Leaves are where
-    those of `like` are; of those on the meta device, on the mesh's. To be called by all ranks of the mesh, each of which reads its
-    own.
+    """Read this rank's part of the tree in a folder, with the structure, shapes and dtypes of `like`, which is this rank's part,
+    too. Each leaf is on the device of its leaf in `like`; if that is the meta device, on the mesh's. All ranks of the mesh must
+    call it, and each reads only its own part.
 
     Raises on every rank, before any tensor is read, `CheckpointError` that lists every leaf that is missing, extra, of another
-    shape or of another dtype; `FileNotFoundError` where there is no checkpoint.
+    shape or of another dtype; `FileNotFoundError` if the folder has no checkpoint.
 
     >>> import tempfile, torch
     >>> from funcops import dist
@@ -167,8 +168,8 @@ def load(path: str | os.PathLike[str], like: T, specs: Specs, mesh: Mesh) -> T:
 
 
 def _together(mesh: Mesh, act: Callable[[], R]) -> list[R]:
-    """What `act` gives on each rank, on all. Where it raises on one, all raise: that one its error, the others the same of the
-    first."""
+    """Call `act` on each rank, and return all results on all ranks. If it raises on a rank, all raise: that rank its own error, the
+    others the error of the first such rank."""
     mine: Any = None
     error: Exception | None = None
     try:
@@ -188,7 +189,7 @@ def _together(mesh: Mesh, act: Callable[[], R]) -> list[R]:
     return [one[3] for one in found]
 
 
-def _described(named: Mapping[str, Tensor], specs: Mapping[str, Spec], mesh: Mesh) -> dict[str, _Leaf]:
+def _described(named: Mapping[str, Tensor], specs: Mapping[str, Spec], mesh: Mesh) -> dict[str, _LeafShards]:
     leaves = {}
     for name, t in named.items():
         is_leaf("save", name, t)
@@ -196,17 +197,17 @@ def _described(named: Mapping[str, Tensor], specs: Mapping[str, Spec], mesh: Mes
             fail("save", name, "a dense tensor with values", f"{describe(t)} on {t.device}", CheckpointError)
         boxes = tuple(_boxes(check_own("save", name, t, specs[name], mesh)))
         alike = math.prod(axis.size for axis in _unnamed(specs[name], mesh)) > 1
-        leaves[name] = _Leaf(whole_shape(t.shape, specs[name], mesh), t.dtype, specs[name], boxes, _digest(t) if alike else 0)
+        leaves[name] = _LeafShards(whole_shape(t.shape, specs[name], mesh), t.dtype, specs[name], boxes, _digest(t) if alike else 0)
     return leaves
 
 
 def _unnamed(spec: Spec, mesh: Mesh) -> list[Any]:
-    """The axes along which all ranks have the same of a leaf."""
+    """The axes along which all ranks have the same part of a leaf."""
     return [axis for axis in mesh.axes if axis.name not in (*spec.names, PIPELINE)]
 
 
 def _digest(t: Tensor) -> int:
-    """A number of a tensor's bits and their places."""
+    """A hash of a tensor's bits and their positions."""
     flat = t.detach().contiguous().reshape(-1).view(torch.uint8)
     whole = len(flat) // 8 * 8
     words = flat[:whole] if flat.data_ptr() % 8 == 0 and flat.storage_offset() % 8 == 0 else flat[:whole].clone()
@@ -217,23 +218,23 @@ def _digest(t: Tensor) -> int:
     return total % 2**64
 
 
-def _place(rank: int, spec: Spec, mesh: Mesh) -> tuple[tuple[int, ...], int]:
-    """Which part of a leaf a rank has, and its number among those that have the same."""
-    place, number = {}, 0
+def _coordinates(rank: int, spec: Spec, mesh: Mesh) -> tuple[tuple[int, ...], int]:
+    """Which part of a leaf a rank has, and the rank's number among the ranks that have the same part."""
+    at, number = {}, 0
     for axis in reversed(mesh.axes):
-        rank, place[axis.name] = divmod(rank, axis.size)
+        rank, at[axis.name] = divmod(rank, axis.size)
     for axis in _unnamed(spec, mesh):
-        number = number * axis.size + place[axis.name]
-    return tuple(place.get(name, 0) for name in (*spec.names, PIPELINE)), number
+        number = number * axis.size + at[axis.name]
+    return tuple(at.get(name, 0) for name in (*spec.names, PIPELINE)), number
 
 
-def _check_alike(said: Sequence[Mapping[str, _Leaf]], mesh: Mesh) -> None:
-    """That ranks have the same leaves, and those of the same part of a leaf the same bits."""
-    stages: dict[Any, tuple[int, Mapping[str, _Leaf]]] = {}
-    wholes: dict[str, tuple[int, _Leaf]] = {}
-    parts: dict[Any, tuple[int, _Leaf]] = {}
+def _check_alike(said: Sequence[Mapping[str, _LeafShards]], mesh: Mesh) -> None:
+    """Check that ranks have the same leaves, and the same bits where they have the same part of a leaf."""
+    stages: dict[Any, tuple[int, Mapping[str, _LeafShards]]] = {}
+    wholes: dict[str, tuple[int, _LeafShards]] = {}
+    parts: dict[Any, tuple[int, _LeafShards]] = {}
     for rank, leaves in enumerate(said):
-        other, there = stages.setdefault(_place(rank, WHOLE, mesh)[0], (rank, leaves))
+        other, there = stages.setdefault(_coordinates(rank, WHOLE, mesh)[0], (rank, leaves))
         odd = sorted(there.keys() ^ leaves.keys())
         if odd:
             fail("save", "tree", f"of the same leaves on ranks {other} and {rank}", f"{odd[0]} on one of them", CheckpointError)
@@ -242,18 +243,19 @@ def _check_alike(said: Sequence[Mapping[str, _Leaf]], mesh: Mesh) -> None:
             if known[:3] != one[:3]:
                 wanted = f"of one shape and dtype, with one spec, on ranks {other} and {rank}"
                 fail("save", name, wanted, f"{_of(known)} and {_of(one)}", CheckpointError)
-            other, known = parts.setdefault((name, _place(rank, one.spec, mesh)[0]), (rank, one))
+            other, known = parts.setdefault((name, _coordinates(rank, one.spec, mesh)[0]), (rank, one))
             if known.digest != one.digest:
-                wanted = f"the same on ranks {other} and {rank}, between which its spec shares nothing out"
+                wanted = f"the same on ranks {other} and {rank}, or sharded by an axis in its spec"
                 fail("save", name, wanted, f"other values (its spec is {one.spec})", CheckpointError)
 
 
-def _of(leaf: _Leaf) -> str:
+def _of(leaf: _LeafShards) -> str:
     return f"{short(leaf.dtype)}{list(leaf.shape)} by {leaf.spec}"
 
 
-def _plans(said: Sequence[Mapping[str, _Leaf]], mesh: Mesh, folder: Path) -> tuple[Any, list[Any], Any]:
-    """The writer, the plan of each rank, and what will be where. Of ranks that have the same part the leaf's name chooses one."""
+def _plans(said: Sequence[Mapping[str, _LeafShards]], mesh: Mesh, folder: Path) -> tuple[Any, list[Any], Any]:
+    """The writer, the plan of each rank, and the index. Of the ranks that have the same part, a hash of the leaf's name chooses one
+    to write it."""
     from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 
     plans, seen = [], set()
@@ -261,11 +263,11 @@ def _plans(said: Sequence[Mapping[str, _Leaf]], mesh: Mesh, folder: Path) -> tup
         items = []
         for name, one in leaves.items():
             count = math.prod(axis.size for axis in _unnamed(one.spec, mesh))
-            boxes = one.boxes if _place(rank, one.spec, mesh)[1] == zlib.crc32(name.encode()) % count else ()
+            boxes = one.boxes if _coordinates(rank, one.spec, mesh)[1] == zlib.crc32(name.encode()) % count else ()
             if not math.prod(one.shape):
                 boxes = (_Box((0,) * len(one.shape), one.shape, (0,) * len(one.shape)),)
             for box in boxes:
-                if (name, box.offsets) not in seen:  # that another stage has too
+                if (name, box.offsets) not in seen:  # another stage may have it, too
                     seen.add((name, box.offsets))
                     items.append(_item(name, one, box))
         plans.append(_dcp().SavePlan(items))
@@ -274,7 +276,7 @@ def _plans(said: Sequence[Mapping[str, _Leaf]], mesh: Mesh, folder: Path) -> tup
     return writer, writer.prepare_global_plan(plans), metadata
 
 
-def _item(name: str, leaf: _Leaf, box: _Box) -> Any:
+def _item(name: str, leaf: _LeafShards, box: _Box) -> Any:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -284,9 +286,9 @@ def _item(name: str, leaf: _Leaf, box: _Box) -> Any:
 
 
 class _Given:
-    """What DCP's writer asks for the tensors that it writes."""
+    """The planner that DCP's writer asks for tensors to write."""
 
-    def __init__(self, named: Mapping[str, Tensor], leaves: Mapping[str, _Leaf]) -> None:
+    def __init__(self, named: Mapping[str, Tensor], leaves: Mapping[str, _LeafShards]) -> None:
         self.named, self.leaves = named, leaves
 
     def resolve_data(self, item: Any) -> Tensor:
@@ -297,13 +299,13 @@ class _Given:
 
 
 class _Into:
-    """What DCP's reader asks for where to put what it reads."""
+    """The planner that DCP's reader asks for tensors to read into."""
 
     def __init__(self, leaves: dict[str, Tensor]) -> None:
         self.leaves, self.boxes = leaves, dict[tuple[str, tuple[int, ...]], _Box]()
 
     def asks(self, name: str, metadata: Any, ranges: Sequence[Ranges]) -> Iterable[Any]:
-        """What is to be read of a leaf. Raises `CheckpointError` where the folder does not have all of it."""
+        """The items to read for a leaf. Raises `CheckpointError` if the folder lacks some of its values."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
         from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
@@ -313,7 +315,7 @@ class _Into:
         items = create_read_items_for_chunk_list(name, metadata, wanted) if self.leaves[name].numel() else []
         there = sum(math.prod(item.lengths) for item in items)
         if there != self.leaves[name].numel():
-            fail("load", name, f"there in all its {self.leaves[name].numel()} values", there, CheckpointError)
+            fail("load", name, f"complete, with {self.leaves[name].numel()} values", there, CheckpointError)
         return items
 
     def resolve_tensor(self, item: Any) -> Tensor:
@@ -328,7 +330,7 @@ class _Into:
 
 
 def _check_there(path: Any, there: Mapping[str, Any], whole: Mapping[str, tuple[Any, torch.dtype]], every: set[str]) -> None:
-    """Raise `CheckpointError` unless a folder has these leaves, and those of other ranks alone besides."""
+    """Raise `CheckpointError` unless a folder has these leaves, and no others but the leaves of other ranks."""
     wrong: dict[str, list[str]] = {"missing": [], "extra": sorted(there.keys() - every), "mis-shaped": [], "mis-typed": []}
     for name, (shape, dtype) in whole.items():
         if name not in there or not hasattr(there[name], "size"):
@@ -341,7 +343,7 @@ def _check_there(path: Any, there: Mapping[str, Any], whole: Mapping[str, tuple[
             wrong["mis-typed"].append(f"{name} {short(dtype)}, got {short(kind)}")
     said = "".join(f"\n  {kind}: {'; '.join(names)}" for kind, names in wrong.items() if names)
     if said:
-        raise CheckpointError(f"load: {os.fspath(path)} must hold the whole of the tree of like, got{said}")
+        raise CheckpointError(f"load: {os.fspath(path)} must hold exactly the leaves of like, got{said}")
 
 
 def _device(t: Tensor, mesh: Mesh) -> Any:
@@ -349,7 +351,7 @@ def _device(t: Tensor, mesh: Mesh) -> Any:
 
 
 def _put_in_place(beside: Path, target: Path) -> None:
-    """Give a folder its name; what had it goes only then."""
+    """Rename a folder to its target; an old target is deleted only afterwards."""
     old = target.with_name(f"{beside.name}.old")
     if target.exists():
         os.replace(target, old)

@@ -1,7 +1,7 @@
-"""Communication over an axis: torch's functional collectives, which give a tensor at once, and wait for it when they are told to.
+"""Communication over an axis: torch's functional collectives, which return a tensor at once, and wait for it when told to.
 
-What `start_*` gives must not be read, and what it was given must not be written to, before `wait`. The others start and wait. On an
-axis of size 1 each gives its x itself. Sums are over the ranks; parts lie along dimension 0, or `dim`.
+Before `wait` the result of a `start_*` must not be read, and its argument must not be written to. The other functions start and
+wait. On an axis of size 1 each returns x itself. Sums are over the ranks; parts are along dimension 0, or `dim`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor
 from funcops.distributed.mesh import Axis
 
 if torch.distributed.is_available():
-    import torch.distributed._functional_collectives  # noqa: F401  registers what they do on the meta device
+    import torch.distributed._functional_collectives  # noqa: F401  registers their meta kernels
 
 ops: Any = torch.ops._c10d_functional
 
 
 def wait(t: Tensor, axis: Axis) -> Tensor:
-    """A started tensor, with its values."""
+    """Wait for a started tensor, and return it."""
     return t if axis.size == 1 else ops.wait_tensor(t)
 
 
@@ -40,8 +40,8 @@ def start_sum(x: Tensor, axis: Axis) -> Tensor:
 
 
 def largest(amaxes: Tensor, axis: Axis) -> Tensor:
-    """The largest of each, of float32 that is not negative. By its bits, which are ordered as numbers are, a NaN above all: Gloo's
-    own maximum of floats may drop that."""
+    """The elementwise maximum over the ranks, of float32 that is not negative. It compares bits, which order as the numbers do,
+    with NaN the largest: Gloo's own maximum of floats may drop a NaN."""
     if axis.size == 1:
         return amaxes
     return wait(ops.all_reduce(amaxes.contiguous().view(torch.int32), "max", axis.group), axis).view(torch.float32)
@@ -54,7 +54,7 @@ def start_all_to_all(x: Tensor, axis: Axis) -> Tensor:
 
 
 def start_shift(x: Tensor, axis: Axis, by: int) -> Tensor:
-    """[*] -> [1, *]: the x of the rank that is `by` before this one, round and round."""
+    """[*] -> [1, *]: the x of the rank that is `by` before this one, cyclically."""
     if axis.size == 1:
         return x[None]
     sent, came = [0] * axis.size, [0] * axis.size
@@ -83,7 +83,7 @@ def own_slice(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 
 
 def all_to_all(x: Tensor, axis: Axis, split: int, cat: int) -> Tensor:
-    """Parts along `split` go out, and those that come in lie along `cat`."""
+    """Send parts along `split`, and concatenate the received parts along `cat`."""
     if axis.size == 1:
         return x
     came = wait(start_all_to_all(_first(x, split), axis), axis)
@@ -95,7 +95,7 @@ def shift(x: Tensor, axis: Axis, by: int) -> Tensor:
 
 
 def all_bytes(data: bytes, axis: Axis, device: str) -> list[bytes]:
-    """The bytes of all ranks."""
+    """Gather the bytes of all ranks."""
     if axis.size == 1:
         return [data]
     lengths = gather(torch.tensor([len(data)], device=device), axis).tolist()

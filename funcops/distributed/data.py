@@ -4,9 +4,9 @@
     ...
     dparams = finish(flying)
 
-An ordered sum adds what the ranks send one after another in float32 (float64 for float64), in the order of the ranks: the bits of
-adding the gradients of their microbatches on one process, whatever the buckets. It sends parts to their ranks, which add them up,
-and gathers the sums: the bytes of an all-reduce. Else the sum is the backend's own.
+An ordered sum adds the ranks' gradients one after another in float32 (float64 for float64), in the order of the ranks: the same
+bits as adding the gradients of their microbatches on one process, whatever the buckets. It sends parts to their ranks, which add
+them up, and gathers the sums: the bytes of an all-reduce. Any other sum is the backend's own.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from funcops.backend import wide
 from funcops.contract.accumulators import check_into
 from funcops.contract.needs import Needs
 from funcops.contract.schema import WGRAD, saved, static
-from funcops.distributed.buckets import BUCKET_BYTES, Bucket, Kind, float_leaves, part_shape, plan, require_bytes
-from funcops.distributed.in_flight import (
+from funcops.distributed.async_collectives import (
     Flight,
     InFlight,
     all_to_all_start,
@@ -33,27 +32,27 @@ from funcops.distributed.in_flight import (
     scatter_sum_start,
     sum_over_start,
 )
+from funcops.distributed.buckets import BUCKET_BYTES, Bucket, Kind, float_leaves, part_shape, plan, require_bytes
+from funcops.distributed.checks import require_axis
 from funcops.distributed.mesh import Axis, Mesh
-from funcops.distributed.plain import require_axis
 from funcops.distributed.specs import Spec, Specs, check_own, is_leaf, specs_by_path
 from funcops.errors import fail, in_step, join_path, require, require_dtype, require_flag, require_type
 from funcops.trees import flatten, paths, unflatten
 
 _HERE = Axis("here", 1, 0)
-Onward = Callable[
-    [Tensor], "Tensor | Flying"
-]  # of what a communication gave: the next, or a tensor at last (no generators: traced)
+# from a received tensor to the next communication or, at last, to the result; a tracer does not support generators
+Onward = Callable[[Tensor], "Tensor | Flying"]
 
 
 class Flying(NamedTuple):
-    """A communication on its way, and what becomes of its value."""
+    """A communication in flight, and the function that takes its value."""
 
     h: InFlight
     onward: Onward
 
 
 class Sums(NamedTuple):
-    """How a tree is summed. `dtype`: of the sums; None: each leaf's own."""
+    """How a tree is summed. `dtype`: the dtype of the sums; None: each leaf's own."""
 
     buckets: tuple[Bucket, ...]
     shard: Axis | None
@@ -62,7 +61,7 @@ class Sums(NamedTuple):
 
 
 class Reducing(Flight):
-    """Sums on their way; `finish` gives them. A ledger counts their bytes."""
+    """Sums in flight, which `finish` returns. A ledger counts their bytes."""
 
     buckets: Any = saved("an InFlight each", needed_by=WGRAD)
     spec: Any = static()
@@ -82,8 +81,8 @@ class Reducing(Flight):
         onward = [_rest(bucket, sums, places if into is not None else None) for bucket in sums.buckets]
         found: list[Any] = [None] * spec.num_leaves
         for bucket, row in zip(sums.buckets, _together(onward, flying), strict=True):
-            for place, t in bucket.parts(row):
-                found[place] = t
+            for index, t in bucket.parts(row):
+                found[index] = t
         if into is None:
             return unflatten(spec, found)
         pairs = [(to, t) for to, t in zip(places, found, strict=True) if t is not None]
@@ -101,15 +100,15 @@ def reduce_start(
     dtype: torch.dtype | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Reducing:
-    """Begin to sum a tree of gradients over ranks; `finish(h)` gives the tree of sums, `finish(h, into=sums)` adds them to
-    accumulators, in the ranks' order too. None leaves stay None. To be called by all ranks, of trees of one kind, in one order.
+    """Begin to sum a tree of gradients over ranks; `finish(h)` returns the tree of sums, `finish(h, into=sums)` adds them to
+    accumulators, also in the ranks' order. None leaves stay None. All ranks must call it in the same order, with the same leaves.
 
-    over: the axes that all leaves are summed over, or these by dotted path; the first is the slowest in the order of the sum.
-    shard: one of them, of which each rank gets its part alone (`own_shards`): 1/n of the bytes. ordered: see the module. dtype: of
-    the sums, else each leaf's own: what is not ordered is sent in it. Buckets are of one dtype, of at most `bucket_bytes`, or one
-    leaf; a leaf that fills one is sent as it is, and must not be written to until then.
+    over: the axes over which all leaves are summed, or a mapping of dotted paths to axes; the first is the slowest in the order of
+    the sum. shard: one of the axes, along which each rank gets only its part (`own_shards`): 1/n of the bytes. ordered: see the
+    module. dtype: the dtype of the sums, in which unordered ones are also sent; by default each leaf's own. A bucket has one dtype,
+    and at most `bucket_bytes` or one leaf; a leaf that fills a bucket is not copied, and must not be written to before `finish`.
 
-    Raises `TypeError` for a leaf that is neither a float tensor nor None, `ValueError` for a path that is not there.
+    Raises `TypeError` for a leaf that is neither a float tensor nor None, `ValueError` for a missing path.
 
     >>> import torch
     >>> from funcops import dist
@@ -142,8 +141,8 @@ def reduce_start(
 
 
 def sum_axes(dparams: Any, specs: Specs, mesh: Mesh) -> dict[str, tuple[Axis, ...]]:
-    """By path, every axis of the mesh, pp aside, that the leaf's spec does not name: what `reduce_start` takes for `over`. Raises
-    as `sum_gradients`.
+    """The `over` of `reduce_start`: by path, every axis of the mesh, except pp, that the leaf's spec does not name. Raises as
+    `sum_gradients`.
 
     >>> import torch
     >>> from funcops import dist
@@ -157,7 +156,7 @@ def sum_axes(dparams: Any, specs: Specs, mesh: Mesh) -> dict[str, tuple[Axis, ..
 
 
 def part_axes(tree: Any, specs: Specs, mesh: Mesh) -> dict[str, tuple[Axis, ...]]:
-    """By path, the axes that the leaf's spec names: what `global_norm` takes for `parts`. Raises as `sum_gradients`.
+    """The `parts` of `global_norm`: by path, the axes that the leaf's spec names. Raises as `sum_gradients`.
 
     >>> import torch
     >>> from funcops import dist
@@ -179,7 +178,7 @@ def _specs(where: str, tree: Any, specs: Specs, mesh: Mesh) -> dict[str, Spec]:
 
 
 def axes_of(where: str, over: Any, name: str = "over") -> tuple[Axis, ...]:
-    """Axes, or one, as a tuple of those that have several ranks."""
+    """Check that `over` is an axis or different axes, and return the axes that have several ranks."""
     given = over if isinstance(over, tuple) else (over,)
     for i, axis in enumerate(given):
         require_axis(where, axis, join_path(name, i if isinstance(over, tuple) else None))
@@ -188,7 +187,7 @@ def axes_of(where: str, over: Any, name: str = "over") -> tuple[Axis, ...]:
 
 
 def axes_by_path(where: str, found: Mapping[str, Any], over: Mapping[str, Any], name: str = "over") -> dict[str, tuple[Axis, ...]]:
-    """The axes of paths. Raises `ValueError` for one that the tree lacks."""
+    """The axes of each path. Raises `ValueError` for a path that the tree lacks."""
     for path in over:
         if path not in found:
             fail(where, name, f"by paths of the tree ({', '.join(found) or 'none'})", repr(path))
@@ -201,7 +200,7 @@ def _axes_of(where: str, found: Mapping[str, Any], over: Any, shard: Axis | None
         axes = axes_by_path(where, found, over)
         for path, t in found.items():
             if t is not None and path not in axes:
-                fail(where, "over", f"of all paths with a gradient ({path} is one)", ", ".join(axes) or "none")
+                fail(where, "over", f"a mapping with every path that has a gradient, such as {path}", ", ".join(axes) or "none")
     else:
         require_type(where, "over", over, Axis, tuple, Mapping)
         axes = dict.fromkeys(found, axes_of(where, over))
@@ -217,18 +216,18 @@ def _said(axes: tuple[Axis, ...]) -> str:
 
 
 def _accumulators(into: Any, sums: Sums, spec: Any) -> list[Any]:
-    """The leaves of `into`, after a check of all."""
+    """Check all leaves of `into`, and return them."""
     like: list[Any] = [None] * spec.num_leaves
     for bucket in sums.buckets:
         for leaf in bucket.leaves:
             t = torch.empty((), dtype=bucket.dtype, device=bucket.device)
-            like[leaf.place] = t.expand(part_shape(leaf.shape, bucket.rows))
+            like[leaf.number] = t.expand(part_shape(leaf.shape, bucket.rows))
     check_into("finish", into, unflatten(spec, like))
     return list(paths(into).values())
 
 
 def _order(bucket: Bucket, sums: Sums) -> list[Axis]:
-    """The axes of a bucket as it goes over them: first that of which it keeps a part."""
+    """The axes of a bucket in the order of communication: first the one along which it is sharded."""
     return sorted(bucket.axes, key=lambda axis: axis != sums.shard)
 
 
@@ -242,7 +241,7 @@ def _first(bucket: Bucket, flat: Tensor, sums: Sums) -> InFlight:
 
 
 def _rest(bucket: Bucket, sums: Sums, into: list[Any] | None) -> Onward:
-    """What follows the first communication of a bucket, up to its row of sums."""
+    """The steps after the first communication of a bucket, up to its row of sums."""
     start = None if into is None else bucket.pack_parts(into, _widest(into, bucket))
     out = start.dtype if start is not None else sums.dtype or bucket.dtype
     order = _order(bucket, sums)
@@ -258,12 +257,12 @@ def _rest(bucket: Bucket, sums: Sums, into: list[Any] | None) -> Onward:
 
 
 def _widest(into: list[Any], bucket: Bucket) -> torch.dtype:
-    return functools.reduce(torch.promote_types, [into[leaf.place].dtype for leaf in bucket.leaves])
+    return functools.reduce(torch.promote_types, [into[leaf.number].dtype for leaf in bucket.leaves])
 
 
 def _ordered(bucket: Bucket, order: list[Axis], sums: Sums, start: Tensor | None, out: torch.dtype) -> Onward:
-    """Every rank gets what all have for its piece of the bucket, adds it up, and the pieces are gathered along all axes but that of
-    which it keeps a part."""
+    """Every rank receives all ranks' values of its piece of the bucket and adds them up; the sums are gathered along all axes but
+    the one along which the bucket is sharded."""
     sizes, last = [axis.size for axis in order], max(len(order) - 1, 0)
     others = [axis for axis in order if axis != sums.shard]
 
@@ -271,7 +270,7 @@ def _ordered(bucket: Bucket, order: list[Axis], sums: Sums, start: Tensor | None
         if axes:
             return Flying(all_to_all_start(value.movedim(0, last), axes[0]), lambda came: spread(came, axes[1:]))
         value = value.movedim(0, last) if order else value
-        places = [i for axis in bucket.axes for i, other in enumerate(order) if other == axis]  # a tracer knows no index()
+        places = [i for axis in bucket.axes for i, other in enumerate(order) if other == axis]  # a tracer does not support index()
         value = value.permute(*places, len(order)).reshape(math.prod(sizes), -1)
         own = start
         if own is not None:
@@ -285,19 +284,20 @@ def _ordered(bucket: Bucket, order: list[Axis], sums: Sums, start: Tensor | None
 
 
 def added(rows: Tensor, start: Tensor | None, out: torch.dtype) -> Tensor:
-    """start + rows[0] + rows[1] + ..., in this order, each sum rounded to float32 (or to what start or the rows have, where that is
-    wider), and the last to `out`."""
+    """start + rows[0] + rows[1] + ..., in this order, each sum rounded to float32 (or to the dtype of start or rows, if wider), and
+    the last to `out`."""
     if start is None:
         total, rest = rows[0].to(wide(rows.dtype)), rows[1:]
     else:
         total, rest = start.to(torch.promote_types(start.dtype, wide(rows.dtype))), rows
     for i, row in enumerate(rest):
-        total = total.add_(row) if i else total + row  # the first is not written to: it may be the caller's
+        total = total.add_(row) if i else total + row  # the first term may be the caller's, so it is not written to
     return total.to(out)
 
 
 def _together(onward: list[Onward], flying: tuple[InFlight, ...]) -> list[Tensor]:
-    """All buckets, a communication of each at a time: while one is waited for, the next of those before it is on its way."""
+    """Finish all buckets, one communication of each in turn: while one is waited for, the next ones of the buckets before it are in
+    flight."""
     found: list[Any] = [None] * len(onward)
     waiting = {i: Flying(h, rest) for i, (h, rest) in enumerate(zip(flying, onward, strict=True))}
     while waiting:

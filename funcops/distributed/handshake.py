@@ -1,7 +1,7 @@
-"""Programs: what a rank will send, as data; and the handshake, in which the ranks compare theirs before they run.
+"""Programs: the collectives that a rank will call, as data; and the handshake, in which ranks compare programs before they run.
 
-A rank that sends another shape, or in another order, ends a process group of Gloo in an abort and one of NCCL in a hang. A program
-is had by running the step on the meta device, where nothing is computed or sent, and compared by group.
+If a rank sends another shape, or in another order, Gloo aborts and NCCL hangs. A program is recorded by running the step on the
+meta device, where nothing is computed or sent, and compared by group.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ NAMES = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduc
 
 
 class Collective(NamedTuple):
-    """A collective as its group must agree on it. `shape` is of what this rank gives; None where ranks may give different ones
-    (parts of an all_to_all). `how`: of what kind a sum is.
+    """A collective, on which its group must agree. `shape`: of this rank's input; None if ranks may have different ones (parts of
+    an all_to_all). `how`: the kind of reduction.
 
     >>> import torch
     >>> from funcops.distributed import Collective
@@ -42,7 +42,7 @@ class Collective(NamedTuple):
 
     @staticmethod
     def of(func: Any, args: Sequence[Any]) -> Collective | None:
-        """What a call of an operator sends; None of one that sends nothing."""
+        """The collective of an operator's call; None if the call sends nothing."""
         if getattr(func, "namespace", "") != "_c10d_functional":
             return None
         name, group, how = _arguments(func)
@@ -59,14 +59,14 @@ class Collective(NamedTuple):
 
 @functools.cache
 def _arguments(func: Any) -> tuple[str, int, int]:
-    """The name of an operator, and the places of its group and of the kind of its sum; -1 for none."""
+    """The name of an operator, and the positions of its arguments for group and reduction; -1 if it lacks one."""
     names = [a.name for a in func._schema.arguments]
     name = func._schema.name.partition("::")[2]
     return NAMES.get(name, name), *[names.index(n) if n in names else -1 for n in ("group_name", "reduce_op")]
 
 
 class Program(NamedTuple):
-    """What a step sends, in order, and the places of what it starts and never waits for."""
+    """The collectives of a step, in order, and the positions of the ones that it never waits for."""
 
     sent: tuple[Collective, ...]
     unfinished: tuple[int, ...] = ()
@@ -95,8 +95,8 @@ class _Recorder(TorchDispatchMode):
 
 
 def record(step: Callable[..., Any], *trees: Any) -> Program:
-    """The program of `step(*trees)`, run with every tensor of the trees on the meta device. Raises `TypeError` where `step` is
-    no function.
+    """The program of `step(*trees)`, recorded with every tensor of the trees on the meta device. Raises `TypeError` unless `step`
+    is a function.
 
     >>> import torch
     >>> from funcops import dist
@@ -116,11 +116,11 @@ def _recorded(step: Callable[..., Any], *args: Any) -> Program:
 
 
 def handshake(mesh: Mesh, step: Callable[..., Any], *trees: Any) -> Program:
-    """Record the program of `step(*trees)` and compare it with those of all ranks of the mesh. To be called by all of them, once,
+    """Record the program of `step(*trees)` and compare it with the programs of all ranks of the mesh. All ranks must call it, once,
     before the first step.
 
-    Raises `ValueError` on every rank, with the rank, the position and both entries, where two ranks of a group would send different
-    things; and where a step sends over a group that is not of this mesh, or starts what it never finishes.
+    Raises `ValueError` on every rank, with the rank, the position and both entries, if two ranks of a group would call different
+    collectives; also if a step uses a group of another mesh, or never finishes a collective.
 
     >>> import torch
     >>> from funcops import dist
@@ -153,15 +153,15 @@ def handshake(mesh: Mesh, step: Callable[..., Any], *trees: Any) -> Program:
 
 
 def known_to_all(fault: str, mesh: Mesh) -> str:
-    """Whoever knows of a fault tells the others along each axis in turn: then all do, and of the same one."""
+    """Send a fault along each axis in turn, so that all ranks return the same one; "" if no rank has a fault."""
     for axis in mesh.axes:
         fault = min(filter(None, _all_texts(fault, axis, mesh.device)), default="")
     return fault
 
 
 def check_program(step: Callable[[Mesh], Any], sizes: Mapping[str, int], ranks: Sequence[int] | None = None) -> dict[int, Program]:
-    """The programs of all ranks of a mesh of these sizes (or of `ranks` alone), recorded in this process and compared as
-    `handshake` does: `step(mesh)` runs a whole step on a `Mesh.abstract`, under the meta device.
+    """The programs of all ranks of a mesh of these sizes (or only of `ranks`), recorded in this process and compared as in
+    `handshake`: `step(mesh)` runs a whole step on a `Mesh.abstract`, under the meta device.
 
     Raises `ValueError` for the first fault.
 
@@ -210,7 +210,7 @@ def _own_fault(mesh: Mesh, program: Program, where: str = "handshake") -> str:
 
 
 def _compare(mesh: Mesh, axis: Axis, sent: list[Collective]) -> str:
-    """What is wrong between the ranks of an axis; digests are sent first, and programs only where these differ."""
+    """The difference between the programs of an axis's ranks, or "". Digests are sent first, and programs only if these differ."""
     text = "\n".join(map(str, sent))
     digests = _all_texts(hashlib.sha256(text.encode()).hexdigest(), axis, mesh.device)
     if len(set(digests)) == 1:
@@ -222,7 +222,7 @@ def _compare(mesh: Mesh, axis: Axis, sent: list[Collective]) -> str:
 
 
 def _difference(where: str, name: str, members: Mapping[int, Sequence[Any]]) -> str:
-    """The first position at which two ranks of a group differ."""
+    """The first position at which two ranks of a group differ, as an error's text, or ""."""
     first, *others = members
     for rank in others:
         mine, theirs = members[first], members[rank]
@@ -236,5 +236,5 @@ def _difference(where: str, name: str, members: Mapping[int, Sequence[Any]]) -> 
 
 
 def _all_texts(text: str, axis: Axis, device: str) -> list[str]:
-    """The texts of all ranks of an axis."""
+    """Gather the texts of all ranks of an axis."""
     return [data.decode() for data in comm.all_bytes(text.encode(), axis, device)]

@@ -1,9 +1,9 @@
-"""Params by shard: of what an op's `init` draws each rank draws its own part alone, in the bits that it has in the whole.
+"""Sharded init: each rank draws only its own part of an op's params, with the same bits as in the whole.
 
-    specs = specs_of(chain, cfg)                             # what the parallel layers of a model share out
+    specs = specs_of(chain, cfg)                             # how the parallel layers of a model shard its params
     params = init(chain, cfg, specs, mesh, key=key)
 
-The draws of an `init` are put off until it is known which leaf each has become. Numbers depend on their place in the whole leaf.
+The draws of an `init` are deferred until it is known which leaf each becomes. Numbers depend on their index in the whole leaf.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from funcops.errors import fail, join_path, require, require_device, require_dty
 from funcops.program.values import abstract_params
 from funcops.trees import at, has, leaves, paths, tree_map_with_path
 
-PartOf = Callable[[str, Sequence[int]], "Sequence[Ranges]"]  # of a leaf's path and its shape
+PartOf = Callable[[str, Sequence[int]], "Sequence[Ranges]"]  # (path, shape) of a leaf -> its ranges
 
 
 class _Stacks(TorchDispatchMode):
-    """Notes which tensors are stacked of which, along dimension 0, as those of the layers of a repeat are."""
+    """Notes which tensors are stacks of others along dimension 0, as for the layers of a repeat."""
 
     runs = True  # see funcops.backend.declare.tracing
 
@@ -47,11 +47,11 @@ class _Stacks(TorchDispatchMode):
 
 
 class _Found(NamedTuple):
-    """A tree, and by the identity of its tensors the places of the draws that they are, untouched: one, or those of a stack."""
+    """A tree, and by the `id` of its tensors the indices of the draws that a tensor is, unmodified: one, or a stack of them."""
 
     tree: Any
     draws: list[Any]
-    places: dict[int, tuple[int, ...]]
+    indices: dict[int, tuple[int, ...]]
     stacked: set[int]
 
     @staticmethod
@@ -59,29 +59,29 @@ class _Found(NamedTuple):
         with random.put_off(takes) as draws, _Stacks() as stacks:
             tree = make()
         one = {id(draw[0]): (i,) for i, draw in enumerate(draws) if draw is not None and version(draw[0]) == 0}
-        places: dict[int, tuple[int, ...]] = {**one}
+        indices: dict[int, tuple[int, ...]] = {**one}
         for name, (made, parts) in stacks.of.items():
             if version(made) == 0 and all(id(part) in one for part in parts):
-                places[name] = tuple(one[id(part)][0] for part in parts)
-        return _Found(tree, [None if draw is None else draw[1] for draw in draws], places, stacks.of.keys() - one.keys())
+                indices[name] = tuple(one[id(part)][0] for part in parts)
+        return _Found(tree, [None if draw is None else draw[1] for draw in draws], indices, stacks.of.keys() - one.keys())
 
     def part(self, t: Tensor, ranges: Sequence[Ranges]) -> Tensor:
-        """The part of a leaf."""
-        if id(t) not in self.places:
+        """The ranges of a leaf; if it is a draw, only these are drawn."""
+        if id(t) not in self.indices:
             return take(t, ranges)
-        draws = [self.draws[i] for i in self.places[id(t)]]
+        draws = [self.draws[i] for i in self.indices[id(t)]]
         if id(t) not in self.stacked:
             return draws[0].part(ranges)  # type: ignore[no-any-return]
         return torch.stack([draws[i].part(ranges[1:]) for start, n in ranges[0] for i in range(start, start + n)])
 
 
 def own_parts(make: Callable[[], Any], part_of: PartOf) -> Any:
-    """The tree that `make()` makes, of each leaf the part that `part_of` says. A leaf that is a draw, or draws stacked, is drawn in
-    part; one that is more than drawn, and so is on the meta device now, is made whole first."""
-    found = _Found.of(make, lambda place: True)
-    clean = {place for t in leaves(found.tree) if id(t) in found.places for place in found.places[id(t)]}
-    if any(isinstance(t, Tensor) and t.is_meta and id(t) not in found.places for t in leaves(found.tree)):
-        clean = set()  # a leaf is made of a draw, and it does not say of which
+    """The tree that `make()` makes, with the part of each leaf that `part_of` says. A leaf that is a draw, or a stack of draws, is
+    drawn in part; a leaf that is computed from draws, and so is on the meta device now, is made whole first."""
+    found = _Found.of(make, lambda index: True)
+    clean = {index for t in leaves(found.tree) if id(t) in found.indices for index in found.indices[id(t)]}
+    if any(isinstance(t, Tensor) and t.is_meta and id(t) not in found.indices for t in leaves(found.tree)):
+        clean = set()  # a leaf is computed from a draw, and it is unknown from which
     if len(clean) < len(found.draws):
         found = _Found.of(make, clean.__contains__)
 
@@ -92,16 +92,17 @@ def own_parts(make: Callable[[], Any], part_of: PartOf) -> Any:
 
 
 def init_part(cfg: Any, make: Callable[[], Any]) -> Any:
-    """Of what `make` draws for a whole layer the part of a rank, as the layer's config says in its `specs`: all have its bits."""
+    """This rank's part, by the `specs` of the layer's config, of the params that `make` draws for the whole layer, in their
+    bits."""
     mesh, specs = Mesh(axes=(cfg.axis,)), cfg.specs
     return own_parts(make, lambda path, shape: own_ranges("init", path, shape, specs.get(path, WHOLE), mesh))
 
 
 def specs_of(op: Op, cfg: Any) -> dict[str, Spec]:
-    """What the parallel layers of a model share out, by the path of the leaf in its params; other leaves are the same on all ranks.
-    Where these layers are without sequence parallelism, other leaves have a spec too, as their gradients are whole (`Spec.alike`):
-    all but those between a column layer and its row layer (a norm of each head), of which a rank has the gradient of its features.
-    Raises `ValueError` where layers over one axis are some with it, and some without.
+    """The specs of the leaves that a model's parallel layers shard, by path in its params; other leaves are the same on all ranks.
+    Without sequence parallelism other leaves have a spec, too, as each rank has their whole gradient (`Spec.alike`), except leaves
+    between a column layer and its row layer (a norm of each head), for which a rank has the gradient of its own features.
+    Raises `ValueError` if some layers over an axis have sequence parallelism, and others do not.
 
     >>> from funcops import ChainConfig, Step, chain, dist
     >>> axis = dist.Mesh.abstract({"tp": 2}, rank=0)["tp"]
@@ -131,25 +132,25 @@ def specs_of(op: Op, cfg: Any) -> dict[str, Spec]:
 
 
 def _between(cfg: Any, params: Any, axis: Axis) -> set[str]:
-    """The leaves of the steps in whose x each rank of the axis has different features."""
-    found, apart, before = set[str](), False, dict[int, bool]()
+    """The leaves of the steps whose x has its features sharded over the axis."""
+    found, sharded, before = set[str](), False, dict[int, bool]()
     for part, around in nested(cfg, layers=True):
         if around and around[-1].cfg.branching:
-            apart = before[len(around) - 1]
+            sharded = before[len(around) - 1]
         if part.composite:
-            before[len(around)] = apart
+            before[len(around)] = sharded
             continue
         own = any(axis.name in spec.names for spec in part.cfg.specs.values())
-        if apart and not own and has(params, part.path):
+        if sharded and not own and has(params, part.path):
             found |= {join_path(part.path, name) for name in paths(at(params, part.path))}
-        if own and part.cfg.apart is not None:
-            apart = part.cfg.apart
+        if own and part.cfg.shards_features is not None:
+            sharded = part.cfg.shards_features
     return found
 
 
 def _shared(cfg: Any, params: Any) -> dict[str, tuple[Spec, tuple[Axis, ...]]]:
     """Spec and axes of each leaf that a part of the config shards, by path. A config that shards all leaves of its parts has the
-    axis for `fsdp`, and what they are before that for `like`."""
+    axis as `fsdp`, and the unsharded leaves as `like`."""
     found: dict[str, tuple[Spec, tuple[Axis, ...]]] = {}
     for part, around in nested(cfg, layers=True):
         dims = sum(one.cfg.stacked for one in around)  # how many dimensions stacking has put before a leaf's own
@@ -172,11 +173,11 @@ def _shared(cfg: Any, params: Any) -> dict[str, tuple[Spec, tuple[Axis, ...]]]:
 def init(
     op: Op, cfg: Any, specs: Specs, mesh: Mesh, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
 ) -> Any:
-    """This rank's part of every leaf of what `op.init(cfg, key=key)` draws, and no more of it: the parts of all are its bits, on
-    every mesh. Nothing is sent. What the parallel layers of a config share out themselves the specs must say too (`specs_of`).
+    """Draw only this rank's part of every leaf of `op.init(cfg, key=key)`, with the same bits on every mesh. Nothing is sent. The
+    specs must include the leaves that the config's parallel layers shard (`specs_of`).
 
-    Raises `ValueError` for a spec that decides no leaf, or that does not divide it, one that a parallel layer contradicts, and a
-    layer on an axis of another mesh.
+    Raises `ValueError` for a spec that decides no leaf, does not divide its leaf or contradicts a parallel layer, and for a layer
+    on an axis of another mesh.
 
     >>> import torch
     >>> from funcops import LinearConfig, dist, linear, random
@@ -202,7 +203,7 @@ def init(
             spec.parts,
             spec.fsdp,
         ):
-            fail("init", f"the spec of {path}", f"{spec}, as its layer shares it out", given)
+            fail("init", f"the spec of {path}", f"{spec}, as its layer shards it", given)
         found[path] = Spec(fsdp="" if spec.fsdp else given.fsdp)
     return own_parts(
         lambda: op.init(cfg, key=key, device=device, dtype=dtype),

@@ -1,10 +1,10 @@
-"""`Mesh` and `Axis`: which ranks talk to which, as plain data.
+"""`Mesh` and `Axis`: which ranks communicate, as plain data.
 
     mesh = Mesh.of({"dp": 2, "tp": 4})                     # on torch.distributed, as torchrun starts it
     mesh = Mesh.abstract({"dp": 64, "tp": 8}, rank=4711)   # no process group: to trace, to check, to simulate
     cfg = ColumnLinearConfig(64, 256, axis=mesh["tp"])
 
-Configs hold the `Axis`: static, hashable, with this rank's place on it. Nothing is registered anywhere.
+Configs hold the `Axis`: static, hashable, with this rank's position on it. Nothing is registered anywhere.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from funcops.errors import describe, fail, require, require_count, require_type
 
 @config
 class Axis:
-    """One axis of a mesh as a rank sees it: its `size` n, this rank's place `rank` on it, and the name of the `group` of the n
-    ranks that differ along it alone (that of torch.distributed's process group; "" where n is 1).
+    """One axis of a mesh as a rank sees it: its `size` n, this rank's position `rank` on it, and `group`, the name of
+    torch.distributed's process group of the n ranks that differ only along it ("" if n is 1).
 
     >>> from funcops.distributed import Axis, Mesh
     >>> axis = Mesh.abstract({"dp": 2, "tp": 4}, rank=6)["tp"]
@@ -45,8 +45,8 @@ class Axis:
         return f"axis {self.name!r} of {self.size}"
 
     def process_group(self) -> Any:
-        """torch.distributed's own, for calls of others. Raises `RuntimeError` where there is none: on an axis of one rank, and on
-        an abstract mesh."""
+        """torch.distributed's process group, for other libraries. Raises `RuntimeError` on an axis of one rank and on an abstract
+        mesh, which lack one."""
         try:
             from torch.distributed.distributed_c10d import _resolve_process_group
 
@@ -57,8 +57,8 @@ class Axis:
 
 @config
 class Mesh:
-    """Ranks in a grid, the last axis the fastest. `mesh["tp"]` is an `Axis`; `rank` is this one's number; `device` is the type of
-    device that its ranks compute on.
+    """Ranks in a grid, the last axis the fastest. `mesh["tp"]` is an `Axis`; `rank` is this rank's number; `device` is the type of
+    device on which its ranks compute.
 
     >>> from funcops.distributed import Mesh
     >>> mesh = Mesh.abstract({"dp": 2, "tp": 4}, rank=6)
@@ -78,9 +78,9 @@ class Mesh:
 
     @staticmethod
     def of(sizes: Mapping[str, int], device: str | None = None) -> Mesh:
-        """The mesh of the processes that run: one of torch's `init_device_mesh`, with a group for each axis of more than one rank.
-        `device`: "cuda" where there is a GPU, else "cpu". Raises `ValueError`, before any group is made, where the product of the
-        sizes is not the number of processes."""
+        """The mesh of the running processes, from torch's `init_device_mesh`, with a group for each axis of more than one rank.
+        `device`: by default "cuda" if there is a GPU, else "cpu". Raises `ValueError`, before any group is made, unless the product
+        of the sizes is the number of processes."""
         counts = _checked("Mesh.of", sizes)
         kind = _device("Mesh.of", device)
         world, product = _world(), math.prod(counts.values())
@@ -100,7 +100,7 @@ class Mesh:
 
     @staticmethod
     def abstract(sizes: Mapping[str, int], rank: int, device: str = "cpu") -> Mesh:
-        """The mesh as `rank` of it would see it, without any process: programs can be traced on it, and none be run."""
+        """The mesh as `rank` would see it, without any process: programs can be traced on it, but not run."""
         counts = _checked("Mesh.abstract", sizes)
         world = math.prod(counts.values())
         require_count("Mesh.abstract", 0, rank=rank)
@@ -126,19 +126,19 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return math.prod(self.sizes.values())
 
     @property
     def rank(self) -> int:
-        """This one's number, from 0 to size - 1."""
+        """This rank's number, from 0 to size - 1."""
         found = 0
         for axis in self.axes:
             found = found * axis.size + axis.rank
         return found
 
     def peers(self, axis: Axis) -> list[int]:
-        """The numbers of the ranks along an axis of this mesh, this one's among them."""
+        """The numbers of the ranks along an axis of this mesh, including this rank's."""
         require_type("Mesh.peers", "axis", axis, Axis)
         require(axis in self.axes, "Mesh.peers", "axis", f"an axis of the mesh ({', '.join(map(str, self.axes))})", axis)
         stride = math.prod([other.size for other in self.axes[self.axes.index(axis) + 1 :]])
@@ -166,7 +166,7 @@ def _device(where: str, device: Any) -> str:
     try:
         return torch.device(found).type
     except RuntimeError:
-        fail(where, "device", "the name of a type of device", describe(device))
+        fail(where, "device", "a device type, such as 'cuda'", describe(device))
 
 
 def _world() -> int:

@@ -1,20 +1,21 @@
-"""What all ranks must know of trees that they have in parts: norms, and whether a step goes wrong."""
+"""Norms of sharded trees, and flags and faults that all ranks must know."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from funcops.contract.renamed import old_names
 from funcops.distributed import comm
 from funcops.distributed.buckets import float_leaves
+from funcops.distributed.checks import check_tensor
 from funcops.distributed.data import axes_by_path, axes_of
 from funcops.distributed.handshake import known_to_all
 from funcops.distributed.mesh import Axis, Mesh
-from funcops.distributed.plain import check_tensor
 from funcops.errors import check, require_device, require_type
 
 _NONE: Mapping[str, tuple[Axis, ...]] = {}
@@ -25,13 +26,13 @@ def global_norm(
 ) -> Tensor:
     """sqrt(sum of g^2) of a tree of which each rank has a part: [], float64, the same on all ranks.
 
-    over: the axes of which each rank has other leaves, or other elements of all leaves: that of ZeRO's shards, that of pipeline
-    stages. parts: by dotted path, further axes of which each rank has other elements of that leaf (tensor parallelism). A leaf
-    that all ranks of an axis have alike counts once. device: where a rank without any gradient has its sum.
+    over: the axes along which ranks have different leaves, or different elements of all leaves: of ZeRO's shards, of pipeline
+    stages. parts: by dotted path, further axes along which ranks have different elements of that leaf (tensor parallelism). A leaf
+    that is the same on all ranks of an axis counts once. device: the device of the sum on a rank without any gradient.
 
         grads, norm = clip_by_global_norm(grads, 1.0, norm=dist.global_norm(grads, (pp, dp), {"up.weight": (tp,)}))
 
-    No host sync. Raises `TypeError` for a leaf that is neither a float tensor nor None, `ValueError` for a path that is not there.
+    No host sync. Raises `TypeError` for a leaf that is neither a float tensor nor None, `ValueError` for a missing path.
 
     >>> import torch
     >>> from funcops import dist
@@ -59,7 +60,7 @@ def global_norm(
 
 
 def _over(axis: Axis, sums: dict[tuple[Axis, ...], Tensor]) -> dict[tuple[Axis, ...], Tensor]:
-    """The sums of squares, those of what `axis` shares out summed over it."""
+    """The sums of squares, after the sums of leaves that `axis` shards are summed over it."""
     apart = [axes for axes in sums if axis in axes]
     summed = comm.sum_over(torch.stack([sums[axes] for axes in apart]), axis)
     left = {axes: t for axes, t in sums.items() if axis not in axes}
@@ -70,7 +71,7 @@ def _over(axis: Axis, sums: dict[tuple[Axis, ...], Tensor]) -> dict[tuple[Axis, 
 
 
 def _squares(ts: list[Tensor], device: torch.device) -> Tensor:
-    """In float64: a sum of squares has twice the exponent of a norm."""
+    """The sum of squares, in float64, as it has twice the exponent of a norm."""
     if not ts:
         return torch.zeros((), dtype=torch.float64, device=device)
     dtype = torch.float64 if any([t.dtype is torch.float64 for t in ts]) else torch.float32
@@ -79,13 +80,12 @@ def _squares(ts: list[Tensor], device: torch.device) -> Tensor:
 
 
 def amaxes_over(amaxes: Mapping[str, Tensor], over: Axis | tuple[Axis, ...]) -> dict[str, Tensor]:
-    """The largest of each amax over all ranks of these axes: what all of them update the state of delayed scaling with. `amaxes`:
-    float32, not negative, by path, as `split_amaxes` gives them; {} is sent nowhere. One communication an axis. A NaN is the
-    largest.
+    """The maximum of each amax over all ranks of these axes, with which all of them update the state of delayed scaling. `amaxes`:
+    float32, not negative, by path, as from `split_amaxes`; {} is not sent. One communication per axis. NaN counts as the largest.
 
         state = recipe_update(state, dist.amaxes_over(amaxes, (dp, tp)), recipe)
 
-    Raises `TypeError` or `ValueError` for amaxes that are no mapping to float32 tensors.
+    Raises `TypeError` or `ValueError` unless amaxes is a mapping to float32 tensors.
 
     >>> import torch
     >>> from funcops import dist
@@ -106,11 +106,11 @@ def amaxes_over(amaxes: Mapping[str, Tensor], over: Axis | tuple[Axis, ...]) -> 
     return {path: part.view(t.shape) for (path, t), part in zip(amaxes.items(), parts, strict=True)}
 
 
-def everywhere(ok: Tensor, over: Axis | tuple[Axis, ...]) -> Tensor:
+def all_ranks(ok: Tensor, over: Axis | tuple[Axis, ...]) -> Tensor:
     """Whether `ok`, a 0-d bool, holds on all ranks of these axes: the same on each of them. No host sync. Flags are summed, as a
     maximum may drop a NaN.
 
-        ok = dist.everywhere(all_finite(grads), (dp, tp))
+        ok = dist.all_ranks(all_finite(grads), (dp, tp))
         params, state = select_step(ok, new, old)
 
     Raises `ValueError` or `TypeError` unless `ok` is a 0-d bool tensor.
@@ -118,33 +118,37 @@ def everywhere(ok: Tensor, over: Axis | tuple[Axis, ...]) -> Tensor:
     >>> import torch
     >>> from funcops import dist
     >>> from funcops.testing import run_ranks
-    >>> run_ranks({"dp": 2}, lambda mesh: dist.everywhere(torch.tensor(mesh["dp"].rank == 0), mesh["dp"]))
+    >>> run_ranks({"dp": 2}, lambda mesh: dist.all_ranks(torch.tensor(mesh["dp"].rank == 0), mesh["dp"]))
     [tensor(False), tensor(False)]
     """
-    check("everywhere", "ok", ok, (), torch.bool)
-    axes = axes_of("everywhere", over)
+    check("all_ranks", "ok", ok, (), torch.bool)
+    axes = axes_of("all_ranks", over)
     return functools.reduce(lambda s, axis: comm.sum_over(s, axis), axes, (~ok).to(torch.float32)) == 0
 
 
-def raise_everywhere(fault: str | None, mesh: Mesh) -> None:
+def raise_on_all_ranks(fault: str | None, mesh: Mesh) -> None:
     """`RuntimeError` on every rank of the mesh where one of them has a fault, which it says; nothing where all have None. To be
     called by all ranks. Waits for them.
 
-        dist.raise_everywhere(nonfinite(grads), mesh)     # the path of a leaf with a NaN
+        dist.raise_on_all_ranks(nonfinite(grads), mesh)     # the path of a leaf with a NaN
 
     >>> from funcops import dist
     >>> from funcops.testing import run_ranks
     >>> def each(mesh):
     ...     try:
-    ...         dist.raise_everywhere("head.weight" if mesh.rank == 1 else None, mesh)
+    ...         dist.raise_on_all_ranks("head.weight" if mesh.rank == 1 else None, mesh)
     ...     except RuntimeError as error:
     ...         return str(error)
     ...
     >>> run_ranks({"dp": 2}, each)[0]
-    'raise_everywhere: no rank must have a fault, got rank 1: head.weight'
+    'raise_on_all_ranks: no rank must have a fault, got rank 1: head.weight'
     """
-    require_type("raise_everywhere", "fault", fault, str, type(None))
-    require_type("raise_everywhere", "mesh", mesh, Mesh)
+    require_type("raise_on_all_ranks", "fault", fault, str, type(None))
+    require_type("raise_on_all_ranks", "mesh", mesh, Mesh)
     said = known_to_all("" if not fault else f"rank {mesh.rank}: {fault}", mesh)
     if said:
-        raise RuntimeError(f"raise_everywhere: no rank must have a fault, got {said}")
+        raise RuntimeError(f"raise_on_all_ranks: no rank must have a fault, got {said}")
+
+
+if not TYPE_CHECKING:  # a checker would take every name for one of the module's
+    __getattr__ = old_names(__name__, everywhere="all_ranks", raise_everywhere="raise_on_all_ranks")

@@ -1,10 +1,10 @@
-"""Products by the ring: what is sent goes on from rank to rank in parts, each under the product of another.
+"""Products by a ring: parts are sent from rank to rank, each while another part is multiplied.
 
-    gathered_products    the parts of all ranks come by, one after the other, and each is multiplied as it is here
-    scattered_products   the sum of a part goes by all ranks, and each adds its product; it ends where it belongs
+    gathered_products    the parts of all ranks arrive one after the other, and each is multiplied on arrival
+    scattered_products   the sum of a part passes all ranks, each of which adds its product, and ends at the part's rank
 
-n - 1 shifts, each in flight while one product of 1/n of the rows is computed. The products of rows are those of one large product;
-sums are in the order of the ring, which begins behind the rank that ends with them, and in the dtype of the product.
+n - 1 shifts, each in flight while one product of 1/n of the rows is computed. Rows are as in one large product; sums are in the
+order of the ring, which starts after the rank that ends with them, and in the dtype of the product.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from funcops.kernels import pointwise
 
 
 def gathered_products(x: Tensor, axis: Axis, product: Callable[[Tensor], Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """x: [m, *], this rank's -> the products of the x of all ranks, one after the other, and these x."""
+    """x: [m, *], this rank's -> the concatenated products of the x of all ranks, and a list of these x."""
     n, rank = axis.size, axis.rank
     xs, ys = [x] * n, [x] * n
     for step in range(n):

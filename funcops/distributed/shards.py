@@ -1,4 +1,4 @@
-"""Trees shared out over an axis: what ZeRO keeps of params, gradients and an optimiser's state.
+"""Trees sharded over an axis, as in ZeRO: params, gradients and an optimiser's state.
 
     shards = own_shards(params, dp)                                   # 1/n of the bytes
     state = adamw_init(shards, cfg)
@@ -6,8 +6,8 @@
     shards, state = adamw_update(shards, grads, state, cfg)
     params = finish(gather_shards_start(shards, params, dp))
 
-A rank's part of a leaf [d, *] is its d / n rows; where n does not divide d, 1/n of its elements, the last ones zeros. The tree
-keeps its structure and paths, so that any update that works on each element by itself takes shards as it takes params.
+A rank's part of a leaf [d, *] is d / n of its rows; if n does not divide d, 1/n of its elements, zero-padded. The tree
+keeps its structure and paths, so that any elementwise update takes shards as it takes params.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import Tensor
 
 from funcops.contract.needs import Needs
 from funcops.contract.schema import WGRAD, saved, static
+from funcops.distributed.async_collectives import Flight, finish, gather_start
 from funcops.distributed.buckets import BUCKET_BYTES, Kind, float_leaves, part_shape, plan, require_bytes
-from funcops.distributed.in_flight import Flight, finish, gather_start
+from funcops.distributed.checks import require_axis
 from funcops.distributed.mesh import Axis
-from funcops.distributed.plain import require_axis
 from funcops.errors import check, describe, fail, in_step, join_path
 from funcops.trees import flatten, paths, same_structure, unflatten, with_leaves
 
@@ -31,8 +31,8 @@ T = TypeVar("T")
 
 
 def own_shards(tree: T, axis: Axis) -> T:
-    """This rank's part of every leaf, in memory of its own. None leaves stay None. Raises `TypeError` for other leaves than float
-    tensors.
+    """This rank's part of every leaf, in new memory. None leaves stay None. Raises `TypeError` for a leaf that is neither a float
+    tensor nor None.
 
     >>> import torch
     >>> from funcops import dist
@@ -55,14 +55,14 @@ def _part(t: Tensor, axis: Axis) -> Tensor:
 
 
 class Gathering(Flight):
-    """A tree on its way from its shards; `finish` gives it."""
+    """A tree that is being gathered from its shards; `finish` returns it."""
 
     buckets: Any = saved("an InFlight each", needed_by=WGRAD)
     spec: Any = static()
 
     def arrive(self, into: Any) -> Any:
         if into is not None:
-            fail("finish", "into", "None (these are no sums of reduce_start)", describe(into), TypeError)
+            fail("finish", "into", "None (only sums from reduce_start can be added)", describe(into), TypeError)
         buckets, flying, spec = self.cfg, self.buckets, self.spec
         self.empty()
         found: list[Any] = [None] * spec.num_leaves
@@ -78,10 +78,10 @@ class Gathering(Flight):
 
 
 def gather_shards_start(shards: Any, like: Any, axis: Axis, *, bucket_bytes: int = BUCKET_BYTES) -> Gathering:
-    """Begin to gather a tree of which each rank has its part, as `own_shards` gives it; `finish(h)` gives the tree, in new memory.
-    like: a tree of the whole shapes, of tensors on any device. Buckets are of at most `bucket_bytes` of whole leaves, or one leaf.
+    """Begin to gather a tree from shards, as `own_shards` returns them; `finish(h)` returns the tree, in new memory.
+    like: a tree of tensors of the whole shapes, on any device. A bucket has at most `bucket_bytes` of whole leaves, or one leaf.
 
-    Raises `ValueError` for a shard of another shape than `like` says, `TypeError` for a leaf that is no float tensor.
+    Raises `ValueError` for a shard whose shape does not fit `like`, `TypeError` for a leaf that is not a float tensor.
 
     >>> import torch
     >>> from funcops import dist
@@ -98,7 +98,7 @@ def gather_shards_start(shards: Any, like: Any, axis: Axis, *, bucket_bytes: int
 
 
 def start_gathering(where: str, name: str, shards: Any, like: Any, axis: Axis, bucket_bytes: int) -> Gathering:
-    """The same for `where`, which calls the shards `name`."""
+    """`gather_shards_start` for the function `where`, whose argument `name` has the shards."""
     require_axis(where, axis)
     require_bytes(where, bucket_bytes)
     found, whole = float_leaves(where, name, shards), paths(like)

@@ -1,11 +1,11 @@
-"""Column layers of one x, such as q, k and v: x goes over the axis once for all of them, and the sum of their dx once.
+"""Column layers of one x, such as q, k and v: x is sent over the axis once for all of them, and so is the sum of their dx.
 
-Steps: the first of each branch of a parallel, all `column_linear`, or all `column_qlinear` of one recipe, over one axis and not by
-the ring. y and dw have the bits of layers one by one; dx is the sum of the layers on each rank first, and of the ranks then.
+Steps: the first of each branch of a parallel, all `column_linear`, or all `column_qlinear` with one recipe, over one axis and
+without the ring. y and dw have the same bits as without the rule; dx is summed over the layers first, and over the ranks then.
 
     forward             one gather of x
     input gradients     one scatter of dx
-    weight gradients    one gather of x, whenever they come (in a graph of torch.compile one each)
+    weight gradients    one gather of x, whenever they run (in a graph of torch.compile one each)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from funcops.distributed.ops.column_qlinear import (
     rounded_dy,
     send_x,
 )
-from funcops.fused._steps import alike, alone
+from funcops.fused.matchers import alike, alone
 from funcops.kernels import linear as kernels
 from funcops.kernels import pointwise
 from funcops.ops.linear import LinearParams, check_linear_into
@@ -46,7 +46,7 @@ def _match(window: Window) -> Answer:
     if op is None or calls[0].cfg.axis.size == 1:
         return None
     if len({(call.cfg.axis, call.cfg.sequence_parallel) for call in calls}) > 1:
-        return "they talk over different axes"
+        return "they communicate over different axes"
     if any(call.cfg.overlap == "ring" for call in calls):
         return "the ring sends parts of x under each product"
     if op is not column_linear and len({call.cfg.recipe for call in calls}) > 1:
@@ -61,7 +61,7 @@ def _match_forward(window: Window) -> Answer:
     first = window.calls[0].cfg
     if first.sequence_parallel and first.low_recipe is not None and first.recipe.delayed:
         return "each has a scale of its own"
-    return sizes if first.sequence_parallel else None  # or else nothing is gathered
+    return sizes if first.sequence_parallel else None  # without it nothing is gathered
 
 
 def _match_backward(window: Window) -> Answer:
@@ -83,7 +83,7 @@ def _run(calls: Any, params: Any, x: Any, values: dict[int, Any]) -> Any:
                 check_column(p, x, call.cfg)
             if not alike(x, *[t for t in (p.weight, p.bias) if isinstance(t, Tensor)]):
                 return NotImplemented
-    except (ValueError, TypeError, RuntimeError):  # which the call says itself
+    except (ValueError, TypeError, RuntimeError):  # the call raises it itself
         return NotImplemented
     axis = calls[0].cfg.axis
     if low:
@@ -116,7 +116,7 @@ def _run_backward(calls: Any, kept: list[Any], dys: tuple[Any, ...], gradients: 
 
 
 def _wgrads(calls: Any, pendings: list[Any], into: tuple[Any, ...]) -> Any:
-    """Of x that is gathered once."""
+    """Gather x once for all weight gradients."""
     cfg, low, x = calls[0].cfg, calls[0].op is not column_linear, pendings[0].x
     if not cfg.sequence_parallel or x is None or any(one.x is not x for one in pendings):
         return NotImplemented
@@ -129,7 +129,7 @@ def _wgrads(calls: Any, pendings: list[Any], into: tuple[Any, ...]) -> Any:
 
 
 def _takes(call: Any, pending: Any, x: Any, into: Any, low: bool) -> bool:
-    """Whether accumulators are such that the call adds to them; where not, it says so itself, before anything is sent."""
+    """Whether the call can add to the accumulators; if not, the call itself raises, before anything is sent."""
     if type(into) is not LinearParams:
         return False
     try:
@@ -150,11 +150,11 @@ def _sum(parts: list[Tensor]) -> Tensor:
 
 
 def _saves(window: Window) -> Saving:
-    """Of each layer but one, x is neither gathered nor written once more, nor its dx sent."""
+    """For each layer but one: the gather and the write of x, and the send of dx."""
     return Saving(2 * len(window.calls) - 2, len(window.calls) - 1)
 
 
-rule = register_fusion(Rule("sibling columns", SIBLINGS_FORWARD, _match_forward, _run, _saves, everywhere=True))
+rule = register_fusion(Rule("sibling columns", SIBLINGS_FORWARD, _match_forward, _run, _saves, on_cpu=True))
 backward_rule = register_fusion(
-    Rule("sibling columns", SIBLINGS_BACKWARD, _match_backward, _run_backward, _saves, everywhere=True, wgrads=_wgrads)
+    Rule("sibling columns", SIBLINGS_BACKWARD, _match_backward, _run_backward, _saves, on_cpu=True, wgrads=_wgrads)
 )

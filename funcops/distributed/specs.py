@@ -1,11 +1,11 @@
-"""Sharding as data: which dimension of a leaf which axis of a mesh shares out, by the paths of a tree.
+"""Sharding as data: for each leaf, by path, the axis of a mesh and the dimension that it shards.
 
     specs = {"*.up.weight": Spec("tp", 0, parts=(hidden, hidden)), "*.down.weight": Spec("tp", 1), "*norm*": Spec()}
     own = shard(params, specs, mesh)               # this rank's part of every leaf
-    whole = unshard(own, specs, mesh)              # all of it again
+    whole = unshard(own, specs, mesh)              # the whole tree
     dparams = sum_gradients(dparams, specs, mesh)  # over every axis, pp aside, that a leaf's spec does not name
 
-A path stands for itself before globs do, and of globs the first that matches; what none matches is the same on all ranks.
+A path takes precedence over globs, and the first matching glob over later ones; a leaf without a match is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from torch import Tensor
 
 from funcops.contract.op import config
 from funcops.distributed import comm
-from funcops.distributed.in_flight import finish, sum_over_start
+from funcops.distributed.async_collectives import finish, sum_over_start
+from funcops.distributed.checks import check_tensor
 from funcops.distributed.mesh import Axis, Mesh
-from funcops.distributed.plain import check_tensor
 from funcops.errors import describe, fail, require, require_type
 from funcops.trees import paths, tree_map_with_path, with_leaves
 
 T = TypeVar("T")
-PIPELINE = "pp"  # the axis along which ranks have other leaves
+PIPELINE = "pp"  # the axis along which ranks have different leaves
 Ranges = tuple[tuple[int, int], ...]  # starts and lengths along a dimension
 
 
 @config
 class Spec:
-    """How the ranks hold a leaf: `axis` shares out its dimension `dim`, or all have the same (""). `parts`: the sizes along `dim`
-    of leaves packed into one (q, k and v; gates and values), each of which is shared out by itself. `fsdp`: an axis that shares out
-    dimension 0 of each rank's part once more, as ZeRO-3 does. `alike`: an axis along which all have the same and compute the same
-    gradient, which is then not summed over it (tensor parallelism without sequence parallelism).
+    """How the ranks hold a leaf: `axis` shards its dimension `dim`, or all ranks have all of it (""). `parts`: the sizes along
+    `dim` of leaves packed into one (q, k and v; gates and values), each of which is sharded by itself. `fsdp`: an axis that further
+    shards dimension 0 of each rank's part, as in ZeRO-3. `alike`: an axis along which all ranks have the same leaf and compute the
+    same gradient, which is then not summed over it (tensor parallelism without sequence parallelism).
 
     >>> import torch
     >>> from funcops.distributed import Mesh, Spec, shard
@@ -56,21 +56,20 @@ class Spec:
         require(not self.fsdp or self.fsdp.isidentifier(), "Spec", "fsdp", "the name of an axis", repr(self.fsdp))
         require(not self.fsdp or self.fsdp != self.axis, "Spec", "fsdp", "another axis", repr(self.fsdp))
         require(not self.alike or self.alike.isidentifier(), "Spec", "alike", "the name of an axis", repr(self.alike))
-        require(
-            not self.alike or self.alike not in self.names, "Spec", "alike", "an axis that shares nothing out", repr(self.alike)
-        )
+        free = not self.alike or self.alike not in self.names
+        require(free, "Spec", "alike", "an axis that does not shard the leaf", repr(self.alike))
         require(self.dim >= 0, "Spec", "dim", "at least 0", self.dim)
         right = isinstance(self.parts, tuple) and all(type(n) is int and n >= 1 for n in self.parts)
         require(right, "Spec", "parts", "a tuple of sizes of at least 1", describe(self.parts))
-        require(not self.parts or bool(self.axis), "Spec", "parts", "() where there is no axis", self.parts)
+        require(not self.parts or bool(self.axis), "Spec", "parts", "() without axis", self.parts)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The axes that share out the leaf."""
+        """The axes that shard the leaf."""
         return tuple(name for name in (self.axis, self.fsdp) if name)
 
     def summed_over(self, axis: Axis) -> bool:
-        """Whether the leaf's gradient is a sum of what the ranks of the axis have."""
+        """Whether the leaf's gradient is a sum over the ranks of the axis."""
         return axis.name not in (PIPELINE, self.axis, self.fsdp, self.alike)
 
 
@@ -79,7 +78,7 @@ WHOLE = Spec()
 
 
 def specs_by_path(where: str, tree: Any, specs: Specs, mesh: Mesh) -> dict[str, Spec]:
-    """The spec of every leaf of a tree, by path. Raises `ValueError` for a spec that decides no leaf, and one of an axis that the
+    """The spec of every leaf of a tree, by path. Raises `ValueError` for a spec that decides no leaf, or names an axis that the
     mesh lacks."""
     require_type(where, "mesh", mesh, Mesh)
     require_type(where, "specs", specs, Mapping)
@@ -96,19 +95,19 @@ def specs_by_path(where: str, tree: Any, specs: Specs, mesh: Mesh) -> dict[str, 
         found[path] = WHOLE if key is None else specs[key]
     for glob in specs:
         if glob not in deciding:
-            wanted = f"paths and globs that match leaves which no other does before ({', '.join(known) or 'no leaves'})"
+            wanted = f"paths, or globs that are the first to match a leaf ({', '.join(known) or 'no leaves'})"
             fail(where, "specs", wanted, repr(glob))
     return found
 
 
 def own_ranges(where: str, path: str, shape: Sequence[int], spec: Spec, mesh: Mesh) -> tuple[Ranges, ...]:
-    """What this rank has of a whole leaf of `shape`, along each of its dimensions. Raises `ValueError` where an axis does not
-    divide it."""
+    """This rank's ranges of a whole leaf of `shape`, along each of its dimensions. Raises `ValueError` if an axis does not divide
+    it."""
     found: list[Ranges] = [((0, n),) for n in shape]
     if spec.axis:
         axis = mesh[spec.axis]
         if spec.dim >= len(shape):
-            fail(where, path, f"of more than {spec.dim} dimensions (its spec shares out dimension {spec.dim})", list(shape))
+            fail(where, path, f"of more than {spec.dim} dimensions (its spec shards dimension {spec.dim})", list(shape))
         parts = spec.parts or (shape[spec.dim],)
         if sum(parts) != shape[spec.dim]:
             fail(where, path, f"of {sum(parts)}, the sum of its spec's parts, along dimension {spec.dim}", list(shape))
@@ -121,7 +120,7 @@ def own_ranges(where: str, path: str, shape: Sequence[int], spec: Spec, mesh: Me
         axis = mesh[spec.fsdp]
         rows = sum(n for _, n in found[0]) if found else 0
         if not found:
-            fail(where, path, f"of at least one dimension ({axis} shares it out)", list(shape))
+            fail(where, path, f"of at least one dimension ({axis} shards it)", list(shape))
         _require_divides(where, path, rows, axis, shape, 0)
         found[0] = within(found[0], axis.rank * (rows // axis.size), rows // axis.size)
     return tuple(found)
@@ -129,11 +128,11 @@ def own_ranges(where: str, path: str, shape: Sequence[int], spec: Spec, mesh: Me
 
 def _require_divides(where: str, path: str, n: int, axis: Axis, shape: Sequence[int], dim: int) -> None:
     if n % axis.size:
-        fail(where, path, f"of sizes along dimension {dim} that {axis} divides ({n} is not)", list(shape))
+        fail(where, path, f"of sizes along dimension {dim} that {axis} divides (it does not divide {n})", list(shape))
 
 
 def within(ranges: Ranges, first: int, length: int) -> Ranges:
-    """Of ranges laid end to end those `length` from the `first` on."""
+    """The `length` positions from the `first` on, of ranges laid end to end."""
     found, at = [], 0
     for start, n in ranges:
         low, high = max(first, at), min(first + length, at + n)
@@ -144,8 +143,8 @@ def within(ranges: Ranges, first: int, length: int) -> Ranges:
 
 
 def take(t: Tensor, ranges: Sequence[Ranges]) -> Tensor:
-    """These ranges of a whole leaf, one after the other along each dimension: contiguous, in memory of its own; the leaf itself
-    where it is all of it."""
+    """These ranges of a whole leaf, concatenated along each dimension, in new contiguous memory; the leaf itself if they cover all
+    of it."""
     if all(r == ((0, n),) for r, n in zip(ranges, t.shape, strict=True)):
         return t
     for dim, pieces in enumerate(ranges):
@@ -155,7 +154,7 @@ def take(t: Tensor, ranges: Sequence[Ranges]) -> Tensor:
 
 
 def whole_shape(shape: Sequence[int], spec: Spec, mesh: Mesh) -> tuple[int, ...]:
-    """That of a leaf of which a rank's part has `shape`."""
+    """The shape of the whole leaf, if a rank's part has `shape`."""
     found = list(shape)
     if spec.fsdp:
         found[0] *= mesh[spec.fsdp].size
@@ -172,7 +171,7 @@ def is_leaf(where: str, path: str, t: Any) -> bool:
 
 
 def shard(tree: T, specs: Specs, mesh: Mesh) -> T:
-    """This rank's part of every leaf of a whole tree. A leaf that all ranks have whole is the same object. Nothing is sent.
+    """This rank's part of every leaf of a whole tree. A leaf that is not sharded is the same object. Nothing is sent.
 
     >>> import torch
     >>> from funcops.distributed import Mesh, Spec, shard
@@ -191,7 +190,7 @@ def shard(tree: T, specs: Specs, mesh: Mesh) -> T:
 
 
 def unshard(tree: T, specs: Specs, mesh: Mesh) -> T:
-    """The whole tree, on every rank, of the parts of all: what `shard` was given. To be called by all ranks of the mesh. Raises
+    """Gather the whole tree, on every rank: the inverse of `shard`. All ranks of the mesh must call it. Raises
     `ValueError` or `TypeError` for a part of another shape or dtype than its rank should have.
 
     >>> import torch
@@ -209,7 +208,7 @@ def unshard(tree: T, specs: Specs, mesh: Mesh) -> T:
 
 
 def check_own(where: str, path: str, t: Tensor, spec: Spec, mesh: Mesh) -> tuple[Ranges, ...]:
-    """`own_ranges` of a leaf that is a rank's part. Raises `ValueError` where it cannot be one."""
+    """`own_ranges` for a rank's part of a leaf. Raises `ValueError` if `t` cannot be one."""
     _check_dims(where, path, t, spec)
     ranges = own_ranges(where, path, whole_shape(t.shape, spec, mesh), spec, mesh)
     own = [sum(n for _, n in pieces) for pieces in ranges]
@@ -226,7 +225,7 @@ def _check_dims(where: str, path: str, t: Tensor, spec: Spec) -> None:
 
 def _gathered(t: Tensor, spec: Spec, mesh: Mesh) -> Tensor:
     kind = t.dtype if t.dtype.is_floating_point and t.itemsize == 1 else None
-    t = t if kind is None else t.view(torch.uint8)  # what Gloo can send
+    t = t if kind is None else t.view(torch.uint8)  # as Gloo cannot send 8-bit floats
     if spec.fsdp:
         t = comm.gather(t, mesh[spec.fsdp])
     if spec.axis:
@@ -240,9 +239,9 @@ def _gathered(t: Tensor, spec: Spec, mesh: Mesh) -> Tensor:
 
 
 def sum_gradients(dparams: T, specs: Specs, mesh: Mesh) -> T:
-    """The gradients of params, each summed over every axis of the mesh, `pp` aside, that its spec does not name: along these the
-    ranks have other rows of the batch, and each the gradient of its own. Those of one axis are on their way at once. To be called
-    by all ranks of the mesh.
+    """Sum each gradient over every axis of the mesh, except `pp`, that its spec does not name: along these axes ranks have
+    different rows of the batch, and each the gradient of its own. All sums over one axis are in flight at once. All ranks of the
+    mesh must call it.
 
     >>> import torch
     >>> from funcops import dist

@@ -1,4 +1,4 @@
-"""`zero3`: a model whose params an axis shares out, each layer whole while it computes."""
+"""`zero3`: a model with params sharded over an axis, each layer whole while it computes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def zero3(
     ordered: bool = True,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> ChainConfig:
-    """The chain with `sharded` around each layer of a repeat, and around each other step that has params. Its params are shards, as
-    its `init` or `own_shards` gives them; paths, residuals of activations and ties stay. See `ShardedConfig` for the options.
-    Raises `TypeError` for a config that is no chain's.
+    """The chain with `sharded` around each layer of a repeat, and around each other step that has params. Its params are shards,
+    from its `init` or `own_shards`; paths, residuals of activations and ties stay. See `ShardedConfig` for the options.
+    Raises `TypeError` unless `cfg` is a chain's config.
 
     >>> from funcops import ChainConfig, LinearConfig, Step, chain, dist, linear
     >>> cfg = ChainConfig(steps=(Step("up", linear, LinearConfig(8, 16)),))

@@ -1,5 +1,5 @@
-"""The order in which an axis shares out a causal sequence: 2n chunks, of which rank r has the r-th from the front and the r-th from
-the back, so that all ranks see as many keys."""
+"""Zigzag sharding of a causal sequence over an axis: of 2n chunks, rank r has the r-th from the front and the r-th from the back,
+so that all ranks see the same number of keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from funcops.errors import describe, fail, require, require_count, require_devic
 def zigzag(t: Tensor, axis: Axis, dim: int = 1) -> Tensor:
     """[..., T, ...] -> [..., T/n, ...]: this rank's chunks r and 2n - 1 - r of a sequence along `dim`; on one rank t itself.
 
-    What belongs to positions is all shared out alike: ids, labels, masks. Raises `ValueError` where 2n does not divide T.
+    Shard everything that belongs to positions in the same way: ids, labels, masks. Raises `ValueError` if 2n does not divide T.
 
     >>> import torch
     >>> from funcops.distributed import Mesh, zigzag
@@ -31,7 +31,7 @@ def zigzag(t: Tensor, axis: Axis, dim: int = 1) -> Tensor:
 
 
 def unzigzag(t: Tensor, axis: Axis, dim: int = 1) -> Tensor:
-    """The whole sequence in its own order, of the `zigzag` parts of all ranks one after the other, as a gather gives them.
+    """The whole sequence in its own order, from the concatenated `zigzag` parts of all ranks, as a gather returns them.
 
     >>> import torch
     >>> from funcops.distributed import Mesh, unzigzag
@@ -46,8 +46,8 @@ def unzigzag(t: Tensor, axis: Axis, dim: int = 1) -> Tensor:
 
 
 def zigzag_positions(length: int, axis: Axis, device: Any = None) -> Tensor:
-    """[T/n] int64: the positions that this rank has of a sequence of `length` T, for `rope`. Raises `ValueError` for a length
-    that does not divide into two chunks a rank, `TypeError` for what is no axis.
+    """[T/n] int64: this rank's positions in a sequence of `length` T, for `rope`. Raises `ValueError` for a length
+    that does not divide into two chunks a rank, `TypeError` unless `axis` is an `Axis`.
 
     >>> from funcops.distributed import Mesh, zigzag_positions
     >>> zigzag_positions(8, Mesh.abstract({"cp": 2}, rank=1)["cp"])

@@ -32,26 +32,7 @@ from funcops.formats.qtensor import (
     zero_gradient,
 )
 
-__all__ = [
-    "E2M1_NV",
-    "E2M1_NV_SQUARE",
-    "E4M3_BLOCK",
-    "E4M3_MX",
-    "E4M3_SQUARE",
-    "E4M3_TENSOR",
-    "E5M2_BLOCK",
-    "E5M2_TENSOR",
-    "FORMATS",
-    "Format",
-    "QTensor",
-    "QWeight",
-    "by_tiles",
-    "check_quantized",
-    "dense",
-    "quantize_sides",
-    "quantize_tensor",
-    "quantized_weight",
-    "stacked",
-    "turned",
-    "zero_gradient",
-]
+__all__ = ["E2M1_NV", "E2M1_NV_SQUARE", "E4M3_BLOCK", "E4M3_MX", "E4M3_SQUARE", "E4M3_TENSOR"]
+__all__ += ["E5M2_BLOCK", "E5M2_TENSOR", "FORMATS", "Format", "QTensor", "QWeight"]
+__all__ += ["by_tiles", "check_quantized", "dense", "quantize_sides", "quantize_tensor"]
+__all__ += ["quantized_weight", "stacked", "turned", "zero_gradient"]

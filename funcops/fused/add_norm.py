@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from funcops.fused._steps import alike, alone, is_key, joins
+from funcops.fused.matchers import alike, alone, is_key, joins
 from funcops.kernels import add_norm as kernels
 from funcops.ops.add import add, add_kept
 from funcops.ops.dropout import dropout, dropout_kept
@@ -75,47 +75,49 @@ def _run(calls: Any, params: Any, main: Any, values: dict[int, Any]) -> Any:
     return y, [*first, add_kept(join.cfg, join.kept, (main, residual)), fork_kept(split.cfg, split.kept, stream), node]
 
 
-def _run_backward(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any], again: bool = False) -> Any:
+def _run_backward(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any], recomputed: bool = False) -> Any:
     join, split, norm = calls
     node = kept[2]
     dstream = gradients.get(split.gives[0])
     if dstream is None or not alike(dy, dstream, node.x) or not dy.shape == dstream.shape == node.x.shape:
         return NotImplemented
     gradients.pop(split.gives[0])
-    dx, pending = norm_gradient(norm, node, dy, dstream, gradients if again else None)
+    dx, pending = norm_gradient(norm, node, dy, dstream, gradients if recomputed else None)
     residual = join.takes[0]
     if join.needs.input(1):
         gradients[residual] = summed(gradients.get(residual), dx)
     return dx if join.needs.input(0) else None, [None, None, pending]
 
 
-def match_again(match: Any) -> Any:
+def match_recomputed(match: Any) -> Any:
     """Restrict `match` to windows where only weight gradients read the norm's y, and y was not saved."""
 
     def found(window: Window) -> int | str | None:
         size = match(window)
         readers = window.calls[size - 1].readers if isinstance(size, int) else ()
-        return size if readers and all(call.needs and not call.again_in_dgrad for call in readers) else None
+        return size if readers and all(call.needs and not call.recomputed_in_dgrad for call in readers) else None
 
     return found
 
 
-def norm_gradient(norm: Any, node: Any, dy: Any, dstream: Any, again: dict[int, Any] | None = None) -> tuple[Any, Any]:
-    """Return a norm's dx plus its stream's gradient, and the norm's pending; put the recomputed y into `again`."""
+def norm_gradient(norm: Any, node: Any, dy: Any, dstream: Any, recomputed: dict[int, Any] | None = None) -> tuple[Any, Any]:
+    """Return a norm's dx plus its stream's gradient, and the norm's pending; put the recomputed y into `recomputed`."""
     cfg = norm.cfg
     shared = (dy, dstream, node.x, node.weight)
     if norm.op is rms_norm:
         wanted = bool(node.needs.params)
-        if again is not None:
-            dx, again[norm.out], parts = kernels.add_rms_norm_bwd_again(*shared, node.rstd, cfg.zero_centered_gamma, wanted)
+        if recomputed is not None:
+            dx, recomputed[norm.out], parts = kernels.add_rms_norm_bwd_recompute(
+                *shared, node.rstd, cfg.zero_centered_gamma, wanted
+            )
         else:
             dx, parts = kernels.add_rms_norm_bwd(*shared, node.rstd, cfg.zero_centered_gamma, True, wanted)
         pending = RMSNormPending.keep(cfg, node.needs, parts=parts, weight_dtype=node.weight_dtype)
     else:
         wants = node.needs.param("weight"), cfg.bias and node.needs.param("bias")
         how = node.mean, node.rstd, cfg.zero_centered_gamma
-        if again is not None:
-            dx, again[norm.out], dw, db = kernels.add_layer_norm_bwd_again(*shared, node.bias, *how, *wants)
+        if recomputed is not None:
+            dx, recomputed[norm.out], dw, db = kernels.add_layer_norm_bwd_recompute(*shared, node.bias, *how, *wants)
         else:
             dx, dw, db = kernels.add_layer_norm_bwd(*shared, *how, True, *wants)
         pending = LayerNormPending.keep(cfg, node.needs, dw_parts=dw, db_parts=db, weight_dtype=node.weight_dtype)
@@ -130,14 +132,14 @@ def _saves(window: Window) -> Saving:
 rule = register_fusion(Rule("add + norm", FORWARD, _match_forward, _run, _saves))
 # the norm's gradient is neither written nor read
 backward_rule = register_fusion(Rule("add + norm", BACKWARD, _match_backward, _run_backward, Saving(2, 1)))
-again_rule = register_fusion(
+recompute_rule = register_fusion(
     Rule(
-        "add + norm, again",
+        "add + norm, recomputed",
         BACKWARD,
-        match_again(_match_backward),
-        functools.partial(_run_backward, again=True),
+        match_recomputed(_match_backward),
+        functools.partial(_run_backward, recomputed=True),
         Saving(3, 2),
         whole=True,
-        again=True,
+        recompute=True,
     )
 )

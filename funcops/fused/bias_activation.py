@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from funcops.fused._steps import alike, alone
+from funcops.fused.matchers import alike, alone
 from funcops.kernels.bias_activation import bias_activation_bwd, bias_activation_fwd
 from funcops.ops.activation import activation
 from funcops.ops.bias import BiasPending, bias, bias_kept

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from funcops.fused._steps import alike, alone, joins
-from funcops.kernels.bias_activation import activation_bwd_again, bias_activation_bwd, dropout_bwd_sums
+from funcops.fused.matchers import alike, alone, joins
+from funcops.kernels.bias_activation import activation_bwd_recompute, bias_activation_bwd, dropout_bwd_sums
 from funcops.kernels.linear import linear_dgrad
 from funcops.kernels.pointwise import dropout as dropout_kernel
 from funcops.ops.activation import activation
@@ -31,9 +31,9 @@ def _sums(calls: tuple[Call, ...], i: int) -> bool:
     return i > 0 and calls[i - 1].op is linear and calls[i - 1].cfg.bias and bool(calls[i - 1].needs.param("bias"))
 
 
-def _again(calls: tuple[Call, ...], i: int) -> bool:
+def _recomputed(calls: tuple[Call, ...], i: int) -> bool:
     """Whether this call reads the recomputed y of the activation before it."""
-    return 0 < i < len(calls) and calls[i - 1].op is activation and calls[i].again is calls[i - 1]
+    return 0 < i < len(calls) and calls[i - 1].op is activation and calls[i].recomputed_by is calls[i - 1]
 
 
 def _match(window: Window) -> int | str | None:
@@ -41,7 +41,7 @@ def _match(window: Window) -> int | str | None:
     first = alone(calls[0], linear)
     if not all(alone(call, linear) for call in calls[1 - first :: 2]) or not all(_between(call) for call in calls[first::2]):
         return None
-    if last < 1 or (first and not _sums(calls, 1)) or not (_again if calls[last].op is linear else _sums)(calls, last):
+    if last < 1 or (first and not _sums(calls, 1)) or not (_recomputed if calls[last].op is linear else _sums)(calls, last):
         return None
     if window.dtype is torch.float64:
         return "float64 runs on torch"
@@ -52,7 +52,7 @@ def _match(window: Window) -> int | str | None:
 def _worth(window: Window) -> int:
     """The reads that it saves. A split backward, which recomputes y separately, counts the same: both run the same kernels."""
     return sum(
-        call.op is not linear and _sums(window.calls, i) + _again(window.calls, i + 1) for i, call in enumerate(window.calls)
+        call.op is not linear and _sums(window.calls, i) + _recomputed(window.calls, i + 1) for i, call in enumerate(window.calls)
     )
 
 
@@ -68,9 +68,9 @@ def _run(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any], whole:
             dy = linear_dgrad(dy, node.weight)
         elif call.op is dropout:
             dy, sums = dropout_bwd_sums(dy, node.key, call.cfg.p) if summed else (dropout_kernel(dy, node.key, call.cfg.p), None)
-        elif whole and _again(calls, i + 1):
+        elif whole and _recomputed(calls, i + 1):
             product, y = pendings[i + 1], dy
-            dy, sums = activation_bwd_again(y, node.x, call.cfg.kind, summed)
+            dy, sums = activation_bwd_recompute(y, node.x, call.cfg.kind, summed)
             pendings[i + 1] = LinearPending.keep(calls[i + 1].cfg, calls[i + 1].needs, x=y, dy=product.dy, sums=product.sums)
         else:
             dy, sums = bias_activation_bwd(dy, node.x, None, call.cfg.kind, summed)
@@ -102,4 +102,4 @@ def _rule(name: str, whole: bool) -> Rule:
     return register_fusion(Rule(name, BACKWARD, _match, functools.partial(_run, whole=whole), _saves, whole=whole))
 
 
-rule, whole_rule = _rule("bias gradients", False), _rule("bias gradients, again", True)
+rule, whole_rule = _rule("bias gradients", False), _rule("bias gradients, recomputed", True)

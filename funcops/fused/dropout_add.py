@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from funcops.fused._steps import alike, alone, is_key, joins
+from funcops.fused.matchers import alike, alone, is_key, joins
 from funcops.kernels.pointwise import dropout_add
 from funcops.ops.add import add, add_kept
 from funcops.ops.bias import bias, bias_kept

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from funcops.compose.plain_experts import plain_experts
-from funcops.contract.memo import remember
 from funcops.contract.needs import Needs
 from funcops.contract.schema import Inputs
-from funcops.fused._steps import alike
+from funcops.contract.trace_safe_cache import remember
+from funcops.fused.matchers import alike
 from funcops.ops.experts import (
     ExpertsConfig,
     ExpertsParams,
@@ -96,13 +96,13 @@ def _run(calls: Any, params: Any, main: Any, values: dict[int, Any]) -> Any:
     ]
 
 
-def _asked(calls: Any, again: bool) -> Needs:
+def _asked(calls: Any, recomputed: bool) -> Needs:
     """The requested gradients of the steps together."""
     sort, up, _, down, _ = (call.needs for call in calls)
-    key = sort, up, down, again
+    key = sort, up, down, recomputed
     if key not in _needs:
         x = [str(i) for i in (0, 1) if sort.input(i)]
-        params = [f"up.{name}" for name in ("weight", "bias") if up.param(name)] + ["down.weight"] * again
+        params = [f"up.{name}" for name in ("weight", "bias") if up.param(name)] + ["down.weight"] * recomputed
         return remember(_needs, key, Needs(x=x, params=params))
     return _needs[key]
 
@@ -131,11 +131,11 @@ def _run_backward(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any
         return NotImplemented
     of_up, of_act, of_down, combine = kept[1:]
     order, offsets, place, choices = of_act.order, of_down.offsets, combine.place, combine.place.shape[-1]
-    again = whole and down.again is act and of_down.needs.param("weight")
+    recomputed = whole and down.recomputed_by is act and of_down.needs.param("weight")
     chosen = torch.searchsorted(offsets[1:], place, right=True, out_int32=True) if cfg.bias else None
     node = ExpertsResiduals.keep(
         cfg,
-        _asked(calls, again),
+        _asked(calls, recomputed),
         x=of_up.x,
         weights=of_act.scales,
         indices=chosen,
@@ -159,7 +159,7 @@ def _run_backward(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any
         gradients[sort.takes[0]] = add(gradients.get(sort.takes[0]), dx)
     gradients.pop(sort.gives[0], None)
     first = keep(up.cfg, of_up.needs, x=of_up.x, dy=dz, order=of_up.order)
-    needs, x = (down.needs, scaled) if again else (of_down.needs, of_down.x)
+    needs, x = (down.needs, scaled) if recomputed else (of_down.needs, of_down.x)
     numbers = dict(weights=of_down.weights, weights_order=of_down.weights_order)
     second = keep(down.cfg, needs, x=x, dy=dy, dy_order=order, **numbers)
     return add(elsewhere, d_weights) if sort.needs.input(0) else None, [None, first, None, second, None]
@@ -168,7 +168,7 @@ def _run_backward(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any
 # the unit does not read z or gather weights
 rule = register_fusion(Rule("experts", FORWARD, _match, _run, Saving(1, 2)))
 # the rows of dy and the gradient of what `down` reads are neither written nor read, and z is read once
-backward_rule, again_rule = (
+backward_rule, recompute_rule = (
     register_fusion(Rule(name, BACKWARD, _match_backward, functools.partial(_run_backward, whole=whole), saves, whole=whole))
-    for name, whole, saves in (("experts", False, Saving(4, 5)), ("experts, again", True, Saving(5, 6)))
+    for name, whole, saves in (("experts", False, Saving(4, 5)), ("experts, recomputed", True, Saving(5, 6)))
 )

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from funcops.fused._steps import alike, alone, by_library
-from funcops.fused.add_norm import match_again, norm_gradient
+from funcops.fused.add_norm import match_recomputed, norm_gradient
+from funcops.fused.matchers import alike, alone, by_library
 from funcops.kernels.fused_linear import fused_linear_dgrad_add
 from funcops.ops.fork import fork
 from funcops.ops.layer_norm import layer_norm
@@ -35,7 +35,7 @@ def _match(window: Window) -> int | str | None:
     return 2 if window.needs[0].x and window.needs[1].x else "no gradient is asked of its input"
 
 
-def _run(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any], again: bool = False) -> Any:
+def _run(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any], recomputed: bool = False) -> Any:
     split, reader = calls
     node, dstream = kept[1], gradients.get(split.gives[0])
     shape = node.y_shape[:-1] + node.weight.shape[1:] if reader.op is linear else node.x.shape
@@ -45,7 +45,7 @@ def _run(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any], again:
         if dy.shape != shape:
             return NotImplemented
         gradients.pop(split.gives[0])
-        dx, pending = norm_gradient(reader, node, dy, dstream, gradients if again else None)
+        dx, pending = norm_gradient(reader, node, dy, dstream, gradients if recomputed else None)
         return dx, [None, pending]
     if dy.shape != node.y_shape:
         return NotImplemented
@@ -62,14 +62,14 @@ def _saves(window: Window) -> Saving:
 
 
 rule = register_fusion(Rule("fork + reader", BACKWARD, _match, _run, _saves))
-again_rule = register_fusion(
+recompute_rule = register_fusion(
     Rule(
-        "fork + norm, again",
+        "fork + norm, recomputed",
         BACKWARD,
-        match_again(_match),
-        functools.partial(_run, again=True),
+        match_recomputed(_match),
+        functools.partial(_run, recomputed=True),
         Saving(3, 2),
         whole=True,
-        again=True,
+        recompute=True,
     )
 )

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from funcops.fused._steps import alike, alone
-from funcops.kernels.glu import GATES, glu_bwd_again
+from funcops.fused.matchers import alike, alone
+from funcops.kernels.glu import GATES, glu_bwd_recompute
 from funcops.kernels.linear import linear_dgrad
 from funcops.ops.glu import glu
 from funcops.ops.linear import LinearPending, linear
@@ -19,7 +19,7 @@ from funcops.program.rules import BACKWARD, Rule, Saving, Window, register_fusio
 def _match(window: Window) -> int | str | None:
     if len(window.calls) < 2 or not alone(window.calls[0], glu) or not alone(window.calls[1], linear):
         return None
-    if window.calls[1].again is None:
+    if window.calls[1].recomputed_by is None:
         return "the linear keeps what it reads"
     cfg = window.calls[0].cfg
     if cfg.scaled or cfg.paired or cfg.kind not in GATES:
@@ -35,9 +35,9 @@ def _run(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any]) -> Any
         return NotImplemented
     if x.shape != (*dy.shape[:-1], 2 * product.weight.shape[1]):
         return NotImplemented
-    again = linear_dgrad(dy, product.weight)
-    dx = glu_bwd_again(again, x, calls[0].cfg.kind, calls[0].cfg.first)
-    return dx, [None, LinearPending.keep(calls[1].cfg, calls[1].needs, x=again, dy=dy)]
+    recomputed = linear_dgrad(dy, product.weight)
+    dx = glu_bwd_recompute(recomputed, x, calls[0].cfg.kind, calls[0].cfg.first)
+    return dx, [None, LinearPending.keep(calls[1].cfg, calls[1].needs, x=recomputed, dy=dy)]
 
 
-rule = register_fusion(Rule("GLU again + linear", BACKWARD, _match, _run, Saving(2, 1), everywhere=True, whole=True))
+rule = register_fusion(Rule("recomputed GLU + linear", BACKWARD, _match, _run, Saving(2, 1), on_cpu=True, whole=True))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from funcops.fused._steps import alike, alone, by_library
+from funcops.fused.matchers import alike, alone, by_library
 from funcops.kernels.fused_linear import fused_linear_dgrad
 from funcops.ops.activation import activation
 from funcops.ops.linear import LinearPending, linear

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.fused._steps import alike, alone, by_library, joins
+from funcops.fused.matchers import alike, alone, by_library, joins
 from funcops.kernels.fused_linear import fused_linear_fwd
 from funcops.ops.activation import activation, activation_kept
 from funcops.ops.add import add, add_kept

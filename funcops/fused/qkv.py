@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from funcops.backend import tracing
-from funcops.fused._steps import alike, alone, joins
+from funcops.fused.matchers import alike, alone, joins
 from funcops.fused.siblings import linears_fwd
 from funcops.kernels.linear import linear_wgrad
 from funcops.kernels.qkv_split import qkv_split_bwd

@@ -15,7 +15,7 @@ from funcops.contract.op import Op
 from funcops.errors import FLOATS
 from funcops.formats import QTensor, by_tiles
 from funcops.formats.scaled import Scaled
-from funcops.fused._steps import alike, alone
+from funcops.fused.matchers import alike, alone
 from funcops.kernels import quantize_after as kernels
 from funcops.kernels.activation import ACTIVATIONS
 from funcops.kernels.glu import GATES
@@ -133,6 +133,6 @@ def _saves(window: Window) -> Saving:
     return Saving(2 * len(window.calls) - 2, len(window.calls) - 1)
 
 
-siblings_rule = register_fusion(Rule("sibling qlinears", SIBLINGS_FORWARD, _match_siblings, _run_siblings, _saves, everywhere=True))
+siblings_rule = register_fusion(Rule("sibling qlinears", SIBLINGS_FORWARD, _match_siblings, _run_siblings, _saves, on_cpu=True))
 # y is neither written nor read
 rule = register_fusion(Rule("quantised output", FORWARD, _match, _run, Saving(2, 1)))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.fused._steps import alike
+from funcops.fused.matchers import alike
 from funcops.kernels.sibling_linear import sibling_linear_dgrad, sibling_linear_fwd
 from funcops.ops.linear import LinearParams, LinearPending, linear, linear_kept
 from funcops.program.rules import SIBLINGS_BACKWARD, SIBLINGS_FORWARD, Rule, Saving, Window, register_fusion
@@ -75,4 +75,4 @@ def _saves(window: Window) -> Saving:
 
 
 rule = register_fusion(Rule("sibling linears", SIBLINGS_FORWARD, _match_forward, _run))
-backward_rule = register_fusion(Rule("sibling linears", SIBLINGS_BACKWARD, _match_backward, _run_backward, _saves, everywhere=True))
+backward_rule = register_fusion(Rule("sibling linears", SIBLINGS_BACKWARD, _match_backward, _run_backward, _saves, on_cpu=True))

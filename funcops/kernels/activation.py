@@ -15,7 +15,7 @@ from funcops.backend import kernel, wide
 
 _aten = torch.ops.aten
 _QUICK = 1.702
-FEW = 1 << 14  # elements
+FEW_FOR_ONEDNN = 1 << 14  # elements
 SATURATED = 1e4  # beyond it exp(-|x|) is 0 in every dtype; its cube is finite in every wide dtype
 
 
@@ -53,7 +53,7 @@ def _gelu_tanh_backward(dy: Tensor, x: Tensor, y: Optional[Tensor]) -> Tensor:
 def _few(x: Tensor) -> bool:
     """Whether x is so small that oneDNN, which torch uses for the erf of contiguous tensors, takes longer to start than torch's own
     loop takes in all. A transposed view, which is dense but not contiguous, goes to that loop."""
-    return x.is_cpu and x.dim() > 1 and x.numel() < FEW
+    return x.is_cpu and x.dim() > 1 and x.numel() < FEW_FOR_ONEDNN
 
 
 def _gelu_erf(x: Tensor) -> Tensor:

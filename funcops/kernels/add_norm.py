@@ -60,16 +60,16 @@ def add_layer_norm_bwd(
 
 
 @kernel()
-def add_rms_norm_bwd_again(
+def add_rms_norm_bwd_recompute(
     dy: Tensor, dstream: Tensor, stream: Tensor, w: Tensor, rstd: Tensor, centred: bool, dw: bool
 ) -> tuple[Tensor, Tensor, Optional[Tensor]]:
     """Return dx of `add_rms_norm_bwd`, the recomputed y of the forward, and the partial sums of dw."""
     dx, parts = add_rms_norm_bwd.kernel.torch_impl(dy, dstream, stream, w, rstd, centred, True, dw)
-    return dx, _again(stream.to(rstd.dtype) * rstd, w, None, centred, stream.dtype), parts
+    return dx, _recomputed(stream.to(rstd.dtype) * rstd, w, None, centred, stream.dtype), parts
 
 
 @kernel()
-def add_layer_norm_bwd_again(
+def add_layer_norm_bwd_recompute(
     dy: Tensor,
     dstream: Tensor,
     stream: Tensor,
@@ -83,10 +83,10 @@ def add_layer_norm_bwd_again(
 ) -> tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:
     """Return dx of `add_layer_norm_bwd`, the recomputed y of the forward, and the partial sums of dw and db."""
     dx, d_w, d_b = add_layer_norm_bwd.kernel.torch_impl(dy, dstream, stream, w, mean, rstd, centred, True, dw, db)
-    return dx, _again((stream.to(rstd.dtype) - mean) * rstd, w, b, centred, stream.dtype), d_w, d_b
+    return dx, _recomputed((stream.to(rstd.dtype) - mean) * rstd, w, b, centred, stream.dtype), d_w, d_b
 
 
-def _again(n: Tensor, w: Tensor, b: Optional[Tensor], centred: bool, dtype: torch.dtype) -> Tensor:
+def _recomputed(n: Tensor, w: Tensor, b: Optional[Tensor], centred: bool, dtype: torch.dtype) -> Tensor:
     y = n * (w.to(n.dtype) + 1.0 if centred else w.to(n.dtype))
     return (y if b is None else y + b.to(n.dtype)).to(dtype)
 

@@ -29,7 +29,7 @@ def bias_activation_bwd(dy: Tensor, x: Tensor, b: Optional[Tensor], kind: str, d
 
 
 @kernel(mutates=("dy",))
-def activation_bwd_again(dy: Tensor, x: Tensor, kind: str, db: bool) -> tuple[Tensor, Optional[Tensor]]:
+def activation_bwd_recompute(dy: Tensor, x: Tensor, kind: str, db: bool) -> tuple[Tensor, Optional[Tensor]]:
     """Compute `bias_activation_bwd` without b, and write the forward's y over dy, which is contiguous."""
     dz, parts = bias_activation_bwd.kernel.torch_impl(dy, x, None, kind, db)
     dy.copy_(ACTIVATIONS[kind].forward(x.to(wide(x.dtype))))

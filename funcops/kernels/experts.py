@@ -79,13 +79,13 @@ def experts_dgrad(
     recomputed. dz and ds are 0 from row offsets[E] on. `scaled` alone does not need `down`."""
     s, whole = _row_weights(weights, order), z.to(wide(z.dtype))
     a = _gated(whole, kind, limit, alpha, offset) if dweights or scaled else whole
-    da = d_weights = d_z = again = None
+    da = d_weights = d_z = recomputed = None
     if down is not None:
         da = grouped_product.kernel.torch_impl(dy, down, None, offsets, order, weights.shape[1], None, False).to(whole.dtype)
     if dweights and place is not None and da is not None:
         d_weights = _by_place((a * da).sum(-1), place, dy, bias, indices).to(weights.dtype)
     if scaled:
-        again = a.mul_(s.unsqueeze(-1)).to(z.dtype)
+        recomputed = a.mul_(s.unsqueeze(-1)).to(z.dtype)
     if dz and da is not None:
         da.mul_(s.unsqueeze(-1))
         if kind == "clamped_swiglu":
@@ -93,7 +93,7 @@ def experts_dgrad(
         else:
             found, _ = glu.glu_bwd.kernel.torch_impl(da, whole, None, kind, True, True, False)
         d_z = found.to(z.dtype)
-    return d_z, d_weights, again
+    return d_z, d_weights, recomputed
 
 
 @experts_dgrad.fake
@@ -116,8 +116,8 @@ def _experts_dgrad_fake(
     scaled: bool,
 ) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
     rows, width = z.shape
-    d_z, again = dy.new_empty((rows, width)) if dz else None, dy.new_empty((rows, width // 2)) if scaled else None
-    return d_z, weights.new_empty(weights.shape) if dweights else None, again
+    d_z, recomputed = dy.new_empty((rows, width)) if dz else None, dy.new_empty((rows, width // 2)) if scaled else None
+    return d_z, weights.new_empty(weights.shape) if dweights else None, recomputed
 
 
 def _by_place(ds: Tensor, place: Tensor, dy: Tensor, bias: Optional[Tensor], indices: Optional[Tensor]) -> Tensor:

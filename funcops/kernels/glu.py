@@ -83,51 +83,51 @@ def plain_glu_bwd(
 
 
 @kernel(mutates=("dy",))
-def glu_bwd_again(dy: Tensor, x: Tensor, kind: str, first: bool) -> Tensor:
+def glu_bwd_recompute(dy: Tensor, x: Tensor, kind: str, first: bool) -> Tensor:
     """Return dx, and write y over dy, which is contiguous: f(gate) is computed once for both."""
     return _dx(dy, x, ACTIVATIONS[GATES[kind]], first, True)
 
 
-@glu_bwd_again.plain
-def plain_glu_bwd_again(dy: Tensor, x: Tensor, kind: str, first: bool) -> tuple[Tensor, Tensor]:
+@glu_bwd_recompute.plain
+def plain_glu_bwd_recompute(dy: Tensor, x: Tensor, kind: str, first: bool) -> tuple[Tensor, Tensor]:
     gate, linear = _halves(x, first)
     return plain_glu_bwd(dy, x, None, kind, first, True, False)[0], ACTIVATIONS[GATES[kind]].forward(gate) * linear
 
 
-def _dx(dy: Tensor, x: Tensor, f: Activation, first: bool, again: bool) -> Tensor:
-    """Return dx as a new tensor; if `again`, write y over dy. More than AT_ONCE elements are computed in parts of AT_ONCE per
+def _dx(dy: Tensor, x: Tensor, f: Activation, first: bool, recompute: bool) -> Tensor:
+    """Return dx as a new tensor; if `recompute`, write y over dy. More than AT_ONCE elements are computed in parts of AT_ONCE per
     thread, so that buffers are small and stay in the cache; a compiler makes one kernel of it, which needs no parts."""
     if torch.compiler.is_compiling():
-        return _dx_joined(dy, x, f, first, again)
+        return _dx_joined(dy, x, f, first, recompute)
     d_x, width = torch.empty_like(x, memory_format=torch.contiguous_format), dy.shape[-1]
     if dy.numel() <= AT_ONCE:
-        _write_dx(d_x, dy, x, f, first, again)
+        _write_dx(d_x, dy, x, f, first, recompute)
         return d_x
     whole = VECTORS // math.gcd(width, VECTORS)
     rows = max(1, AT_ONCE * torch.get_num_threads() // width // whole) * whole
     parts = (t.reshape(-1, t.shape[-1]).split(rows) for t in (d_x, dy, x))
     for found, d_y, part in zip(*parts, strict=True):
-        _write_dx(found, d_y, part, f, first, again)
+        _write_dx(found, d_y, part, f, first, recompute)
     return d_x
 
 
-def _dx_joined(dy: Tensor, x: Tensor, f: Activation, first: bool, again: bool) -> Tensor:
+def _dx_joined(dy: Tensor, x: Tensor, f: Activation, first: bool, recompute: bool) -> Tensor:
     """`_dx` without writes to parts of a tensor, which a compiler does not see."""
     gate, linear = _halves(x, first)
     active = f.forward(gate)
     parts = f.backward(dy * linear, gate, active), dy * active
-    if again:
+    if recompute:
         dy.copy_(active.mul_(linear))
     return torch.cat(parts if first else parts[::-1], -1)
 
 
-def _write_dx(d_x: Tensor, dy: Tensor, x: Tensor, f: Activation, first: bool, again: bool) -> None:
+def _write_dx(d_x: Tensor, dy: Tensor, x: Tensor, f: Activation, first: bool, recompute: bool) -> None:
     gate, linear = _halves(x, first)
     d_gate, d_linear = _halves(d_x, first)
     active = f.forward(gate)
     d_linear.copy_(dy).mul_(active)
     d_gate.copy_(f.backward(dy * linear, gate, active))
-    if again:
+    if recompute:
         dy.copy_(active.mul_(linear))
 
 

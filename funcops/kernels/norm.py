@@ -15,7 +15,7 @@ from torch import Tensor
 from funcops.backend import kernel, select, wants_triton, wide
 
 _vector_norm = torch.linalg.vector_norm
-FEW = 1 << 14  # elements; below it the number of operators counts, above it the passes over memory
+FEW_FOR_MATMUL = 1 << 14  # elements; below it the number of operators counts, above it the passes over memory
 _backward = torch.ops.aten.native_layer_norm_backward.default
 
 
@@ -52,7 +52,7 @@ def plain_rms_norm_fwd(x: Tensor, w: Tensor, eps: float, centred: bool) -> tuple
     return x * rstd * (w + centred), rstd
 
 
-def rms_norm_again(x: Tensor, w: Tensor, rstd: Tensor, eps: float, centred: bool) -> Tensor:
+def rms_norm_recompute(x: Tensor, w: Tensor, rstd: Tensor, eps: float, centred: bool) -> Tensor:
     """Recompute y of `rms_norm_fwd` with the same bits; from rstd, where its Triton kernel does not run."""
     if (select.chosen_anywhere or not x.is_cpu) and wants_triton(x):
         return rms_norm_fwd(x, w, eps, centred)[0]
@@ -79,7 +79,7 @@ def rms_norm_bwd(
     zero = torch.zeros_like(rstd)
     d_x, d_w, _ = _backward(dy, x, [size], zero, rstd, scale, None, [dx, dw, False])
     if dx:  # plus rstd * mean(g)
-        if d_x.numel() < FEW:
+        if d_x.numel() < FEW_FOR_MATMUL:
             d_x.addcmul_((dy * scale).sum(-1, True), rstd, value=1.0 / size)
         else:
             d_x.add_(torch.matmul(dy, scale).unsqueeze_(-1).mul_(rstd), alpha=1.0 / size)

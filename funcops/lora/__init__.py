@@ -16,18 +16,6 @@ from funcops.lora.params import adapter, lora_init, lora_needs, merge, unmerge, 
 from funcops.lora.rewrite import with_lora
 from funcops.ops.low_rank import LowRankConfig, LowRankParams, low_rank, low_rank_dropout
 
-__all__ = [
-    "LowRankConfig",
-    "LowRankParams",
-    "adapter",
-    "load_adapter",
-    "lora_init",
-    "lora_needs",
-    "low_rank",
-    "low_rank_dropout",
-    "merge",
-    "save_adapter",
-    "unmerge",
-    "with_adapter",
-    "with_lora",
-]
+__all__ = ["LowRankConfig", "LowRankParams"]
+__all__ += ["adapter", "load_adapter", "lora_init", "lora_needs", "low_rank"]
+__all__ += ["low_rank_dropout", "merge", "save_adapter", "unmerge", "with_adapter", "with_lora"]

@@ -24,7 +24,7 @@ from torch import Tensor
 from funcops import checkpoint
 from funcops.errors import FLOATS, CheckpointError, describe, fail, require, require_dtype, require_type
 from funcops.lora.params import adapted, adapter, with_adapter
-from funcops.lora.rewrite import Place
+from funcops.lora.rewrite import AdaptedLinear
 from funcops.ops.low_rank import LowRankParams
 from funcops.trees import tree_map
 
@@ -131,7 +131,7 @@ def load_adapter(
     where = "load_adapter"
     require_type(where, "folder", folder, str, os.PathLike)
     require_dtype(where, dtype)
-    found = {place.path: place for place in adapted(where, cfg)}
+    found = {linear.path: linear for linear in adapted(where, cfg)}
     modules = _modules(where, list(found.values()), names)
     own = adapter(params, cfg)
     with_adapter(params, own, cfg)
@@ -139,17 +139,17 @@ def load_adapter(
     held = _dtypes(where, Path(folder) / WEIGHTS) if dtype is not None else {}
     like = {}
     for (path, index), there in modules.items():
-        place, a = found[path], own[path].a[index]
+        linear, a = found[path], own[path].a[index]
         for module, rank in zip(there, ranks[path, index], strict=True):
-            shapes = {"a": (rank, place.lora.in_features), "b": (place.lora.out_features // len(there), rank)}
+            shapes = {"a": (rank, linear.lora.in_features), "b": (linear.lora.out_features // len(there), rank)}
             for side, shape in shapes.items():
                 entry = _entry(module, side)
                 like[entry] = getattr(own[path], side).new_empty(shape, dtype=held.get(entry, dtype or a.dtype))
     read = {entry: t if dtype is None else t.to(dtype) for entry, t in checkpoint.load(Path(folder) / WEIGHTS, like).items()}
     made = {}
-    for path, place in found.items():
-        layers = [_joined(where, folder, place, modules[path, index], read) for index in _indices(place)]
-        made[path] = layers[0] if not place.lead else tree_map(lambda *t, of=place: torch.stack(t).unflatten(0, of.lead), *layers)
+    for path, linear in found.items():
+        layers = [_adapter_of_modules(where, folder, linear, modules[path, index], read) for index in _indices(linear)]
+        made[path] = layers[0] if not linear.lead else tree_map(lambda *t, of=linear: torch.stack(t).unflatten(0, of.lead), *layers)
     return with_adapter(params, made, cfg)
 
 
@@ -164,30 +164,32 @@ def _dtypes(where: str, path: Path) -> dict[str, torch.dtype]:
     return {name: dtype for name, dtype in held.items() if dtype in FLOATS}
 
 
-def _joined(where: str, folder: Any, place: Place, modules: tuple[str, ...], read: Mapping[str, Tensor]) -> LowRankParams:
+def _adapter_of_modules(
+    where: str, folder: Any, linear: AdaptedLinear, modules: tuple[str, ...], read: Mapping[str, Tensor]
+) -> LowRankParams:
     """Join the adapters of a linear's modules: with their common a, or with all their a, one below the other."""
     a, b = ([read[_entry(module, side)] for module in modules] for side in SIDES)
-    if sum(len(one) for one in a) == place.lora.rank:
+    if sum(len(one) for one in a) == linear.lora.rank:
         return LowRankParams(torch.cat(a), torch.block_diag(*b))
     for module, one in zip(modules, a, strict=True):
         if not torch.equal(one, a[0]):
-            rank, alpha = place.lora.rank * len(modules), _plain(_alpha(place) * len(modules))
-            wanted = f"equal to {modules[0]}'s (if each has its own, use rank {rank} with alpha {alpha} at {place.module})"
+            rank, alpha = linear.lora.rank * len(modules), _plain(_alpha(linear) * len(modules))
+            wanted = f"equal to {modules[0]}'s (if each has its own, use rank {rank} with alpha {alpha} at {linear.module})"
             fail(where, f"{os.fspath(folder)}: lora_A of {module}", wanted, "another", CheckpointError)
     return LowRankParams(a[0], torch.cat(b))
 
 
-def _indices(place: Place) -> Iterator[tuple[int, ...]]:
-    yield from itertools.product(*[range(n) for n in place.lead])
+def _indices(linear: AdaptedLinear) -> Iterator[tuple[int, ...]]:
+    yield from itertools.product(*[range(n) for n in linear.lead])
 
 
-def _modules(where: str, found: list[Place], names: Any) -> Modules:
+def _modules(where: str, found: list[AdaptedLinear], names: Any) -> Modules:
     """The names of each linear's modules."""
-    for place in found:
-        over = getattr(place.lora, "axis", None)
+    for linear in found:
+        over = getattr(linear.lora, "axis", None)
         if over is not None and over.size > 1:
             wanted = "one with unsharded adapters (dist.unshard the params, and use the config before dist.parallel)"
-            fail(where, "cfg", wanted, f"{place.path} over {over}")
+            fail(where, "cfg", wanted, f"{linear.path} over {over}")
     if names is not None:
         require_type(where, "names", names, Mapping)
         for glob, name in names.items():
@@ -200,16 +202,16 @@ def _modules(where: str, found: list[Place], names: Any) -> Modules:
                 require(glob.count("*") == one.count("*"), where, f"names[{glob!r}]", "a name with as many '*'", repr(one))
     made: Modules = {}
     used = set()
-    for place in found:
-        for index in _indices(place):
+    for linear in found:
+        for index in _indices(linear):
             numbers = iter(index)
-            path = re.sub(r"\*", lambda _, numbers=numbers: str(next(numbers)), place.module)  # type: ignore[misc]
+            path = re.sub(r"\*", lambda _, numbers=numbers: str(next(numbers)), linear.module)  # type: ignore[misc]
             glob = None if names is None else next((glob for glob in names if fnmatchcase(path, glob)), None)
             if names is not None and glob is None:
                 fail(where, "names", f"globs, one of them for {path}", f"{', '.join(names) or 'none'}")
-            made[place.path, index] = (path,) if glob is None else tuple(_named(path, glob, one) for one in _each(names[glob]))
+            made[linear.path, index] = (path,) if glob is None else tuple(_named(path, glob, one) for one in _each(names[glob]))
             used.add(glob)
-            rows, several = place.lora.out_features, len(made[place.path, index])
+            rows, several = linear.lora.out_features, len(made[linear.path, index])
             require(rows % several == 0, where, f"names[{glob!r}]", f"names for equal parts of {rows} rows", f"{several} of them")
     for glob in names or ():
         require(
@@ -238,16 +240,16 @@ def _named(path: str, glob: str, name: str) -> str:
     return re.sub(r"\*", lambda _: next(parts), name)
 
 
-def _alpha(place: Place, rank: int | None = None) -> float:
+def _alpha(linear: AdaptedLinear, rank: int | None = None) -> float:
     """The alpha of an adapter, or of one of another `rank` with the same factor."""
-    return round(place.lora.scale * (place.lora.rank if rank is None else rank), 9)  # 16 / 3, times 3, is 16
+    return round(linear.lora.scale * (linear.lora.rank if rank is None else rank), 9)  # 16 / 3, times 3, is 16
 
 
-def _described(where: str, found: list[Place], modules: Modules, base: str) -> dict[str, Any]:
+def _described(where: str, found: list[AdaptedLinear], modules: Modules, base: str) -> dict[str, Any]:
     """The contents of adapter_config.json: the most common rank and alpha, and by module the others."""
-    drops = {place.lora.dropout for place in found}
+    drops = {linear.lora.dropout for linear in found}
     require(len(drops) == 1, where, "cfg", "one with the same dropout for all adapters, as PEFT has one", sorted(drops))
-    by_path = {place.path: place for place in found}
+    by_path = {linear.path: linear for linear in found}
     ranks = {module: by_path[path].lora.rank for (path, _), there in modules.items() for module in there}
     alphas = {module: _alpha(by_path[path]) for (path, _), there in modules.items() for module in there}
     rank, alpha = _commonest(ranks), _commonest(alphas)
@@ -280,7 +282,7 @@ def _plain(number: float) -> float:
     return int(number) if float(number).is_integer() else number
 
 
-def _checked_settings(where: str, path: Path, found: Mapping[str, Place], modules: Modules) -> dict[Any, list[int]]:
+def _checked_settings(where: str, path: Path, found: Mapping[str, AdaptedLinear], modules: Modules) -> dict[Any, list[int]]:
     """The ranks of each linear's modules, after the check that adapter_config.json describes the adapters of the config."""
     if not path.is_file():
         raise FileNotFoundError(f"{where}: folder must hold {CONFIG}, got {os.fspath(path.parent)!r}")
@@ -297,7 +299,7 @@ def _checked_settings(where: str, path: Path, found: Mapping[str, Place], module
             _refuse_setting(where, path, name, value)
     ranks = {}
     for at, there in modules.items():
-        place, whole = found[at[0]], found[at[0]].lora.rank
+        linear, whole = found[at[0]], found[at[0]].lora.rank
         ranks[at] = each = [_of_module(said, "rank_pattern", module, said.get("r")) for module in there]
         counts = all(type(rank) is int and rank > 0 for rank in each)
         for module, rank in zip(there, each, strict=True):
@@ -305,7 +307,7 @@ def _checked_settings(where: str, path: Path, found: Mapping[str, Place], module
                 more = ", for each if they share one lora_A, or as their sum" if len(there) > 1 else ""
                 fail(where, f"{path}: r of {module}", f"{whole}, as in cfg{more}", repr(rank), CheckpointError)
             alpha = _of_module(said, "alpha_pattern", module, said.get("lora_alpha"))
-            number, right = isinstance(alpha, int | float) and not isinstance(alpha, bool), _alpha(place, rank)
+            number, right = isinstance(alpha, int | float) and not isinstance(alpha, bool), _alpha(linear, rank)
             if not number or not math.isclose(alpha, right, rel_tol=1e-9):
                 fail(where, f"{path}: lora_alpha of {module}", f"{_plain(right)}, as in cfg", repr(alpha), CheckpointError)
     return ranks

@@ -16,7 +16,7 @@ from funcops.contract.needs import Mask, Needs
 from funcops.contract.walk import steps, ties
 from funcops.errors import FLOATS, check, describe, differing, fail, join_path, require_dtype, require_type
 from funcops.formats.scaled import unscaled
-from funcops.lora.rewrite import ADAPTER, BASE, BOTH, INSIDE, LORA, SUM, Place, places
+from funcops.lora.rewrite import ADAPTER, BASE, BOTH, INSIDE, LORA, SUM, AdaptedLinear, adapted_linears
 from funcops.ops.linear import LinearParams
 from funcops.ops.low_rank import LowRankParams
 from funcops.random import check_key
@@ -43,12 +43,12 @@ def lora_init(params: Any, cfg: Any, *, key: Tensor, dtype: torch.dtype | None =
     where = "lora_init"
     check_key(where, key)
     require_dtype(where, dtype)
-    for place in adapted(where, cfg):
-        node = _base(where, params, place.path, place)
+    for linear in adapted(where, cfg):
+        node = _base(where, params, linear.path, linear)
         like = _like(node.weight, params)
-        keys: Any = random.fold_in(key, random.path_id(place.module))
-        made = _init(place, keys, like.device, dtype or like.dtype)
-        params = _put(params, place.path, {BOTH: {BASE: node, LORA: made}, SUM: None})
+        keys: Any = random.fold_in(key, random.path_id(linear.module))
+        made = _init(linear, keys, like.device, dtype or like.dtype)
+        params = _put(params, linear.path, {BOTH: {BASE: node, LORA: made}, SUM: None})
     given, wanted = paths(unscaled(params), is_leaf=stands_for_one), paths(cfg.abstract())
     if given.keys() != wanted.keys():
         fail(where, "params", "the base config's (None for a step without params)", differing(given, wanted))
@@ -75,7 +75,7 @@ def lora_needs(cfg: Any, *, x: Mask = False) -> Needs:
         if recipe is not None and recipe.delayed:
             wanted = "one without delayed scaling, because a frozen weight gets no gradient, and so no amaxes"
             fail("lora_needs", f"the recipe of {part.path}", wanted, type(recipe).__name__)
-    return Needs(x=x, params=tuple(place.at(ADAPTER) for place in adapted("lora_needs", cfg)))
+    return Needs(x=x, params=tuple(linear.at(ADAPTER) for linear in adapted("lora_needs", cfg)))
 
 
 def adapter(tree: Any, cfg: Any) -> dict[str, LowRankParams]:
@@ -91,12 +91,12 @@ def adapter(tree: Any, cfg: Any) -> dict[str, LowRankParams]:
     (['up'], True)
     """
     found = {}
-    for place in adapted("adapter", cfg):
-        path = place.at(ADAPTER)
+    for linear in adapted("adapter", cfg):
+        path = linear.at(ADAPTER)
         if not has(tree, path):
             paths(tree)  # raises if it was given away
             fail("adapter", "tree", f"one with {path}", describe(tree))
-        found[place.path] = own = at(tree, path)
+        found[linear.path] = own = at(tree, path)
         require_type("adapter", f"tree.{path}", own, LowRankParams)
         for part, t in paths(own).items():
             if t is not None:
@@ -120,7 +120,7 @@ def with_adapter(params: Any, adapter: Mapping[str, LowRankParams], cfg: Any) ->
     (True, True)
     """
     where = "with_adapter"
-    known = {place.path: place for place in adapted(where, cfg)}
+    known = {linear.path: linear for linear in adapted(where, cfg)}
     _check_adapter(where, adapter, known)
     for path, made in adapter.items():
         inside = known[path].at(ADAPTER)
@@ -146,11 +146,11 @@ def merge(params: Any, cfg: Any) -> Any:
     True
     """
     _check_ties("merge", cfg)
-    for place in adapted("merge", cfg):
-        node = _base("merge", params, place.at(INSIDE), place)
-        lora = at(params, place.at(ADAPTER))
-        _check_one("merge", f"params.{place.at(ADAPTER)}", lora, place)
-        params = _put(params, place.path, replace(node, weight=_moved("merge", node.weight, lora, place, 1.0)))
+    for linear in adapted("merge", cfg):
+        node = _base("merge", params, linear.at(INSIDE), linear)
+        lora = at(params, linear.at(ADAPTER))
+        _check_one("merge", f"params.{linear.at(ADAPTER)}", lora, linear)
+        params = _put(params, linear.path, replace(node, weight=_moved("merge", node.weight, lora, linear, 1.0)))
     return params
 
 
@@ -168,24 +168,24 @@ def unmerge(params: Any, adapter: Mapping[str, LowRankParams], cfg: Any) -> Any:
     True
     """
     _check_ties("unmerge", cfg)
-    known = {place.path: place for place in adapted("unmerge", cfg)}
+    known = {linear.path: linear for linear in adapted("unmerge", cfg)}
     _check_adapter("unmerge", adapter, known)
-    for path, place in known.items():
-        node, lora = _base("unmerge", params, path, place), adapter[path]
-        base = replace(node, weight=_moved("unmerge", node.weight, lora, place, -1.0))
+    for path, linear in known.items():
+        node, lora = _base("unmerge", params, path, linear), adapter[path]
+        base = replace(node, weight=_moved("unmerge", node.weight, lora, linear, -1.0))
         params = _put(params, path, {BOTH: {BASE: base, LORA: lora}, SUM: None})
     return params
 
 
-def adapted(where: str, cfg: Any) -> list[Place]:
+def adapted(where: str, cfg: Any) -> list[AdaptedLinear]:
     """The adapted linears of a config; raises if it has none."""
-    found = found_once(cfg, "_adapted", lambda: list(places(cfg)))
+    found = found_once(cfg, "_adapted", lambda: list(adapted_linears(cfg)))
     if not found:
         fail(where, "cfg", "one that with_lora made", describe(cfg) if not isinstance(cfg, Composite) else "one without adapters")
     return found
 
 
-def _base(where: str, params: Any, path: str, place: Place) -> LinearParams:
+def _base(where: str, params: Any, path: str, linear: AdaptedLinear) -> LinearParams:
     """The params of the linear at a path, checked."""
     if path and not has(params, path):
         fail(where, "params", f"a tree with {path}", describe(params))
@@ -194,9 +194,9 @@ def _base(where: str, params: Any, path: str, place: Place) -> LinearParams:
         fail(where, join_path("params", path), "a LinearParams (params of the base config)", describe(node), TypeError)
     name = join_path("params", path)
     if node.weight is not None and not stands_for_one(node.weight):  # tied, or in codes
-        check(where, f"{name}.weight", detached(node.weight), (*place.lead, *place.base.weight_shape), FLOATS)
-    if place.base.bias:
-        check(where, f"{name}.bias", detached(node.bias), (*place.lead, *place.base.bias_shape), FLOATS)
+        check(where, f"{name}.weight", detached(node.weight), (*linear.lead, *linear.base.weight_shape), FLOATS)
+    if linear.base.bias:
+        check(where, f"{name}.bias", detached(node.bias), (*linear.lead, *linear.base.bias_shape), FLOATS)
     return node
 
 
@@ -216,18 +216,18 @@ def _like(weight: Any, params: Any) -> Tensor:
     return found if kind is found.dtype else found.new_empty((), dtype=kind)
 
 
-def _init(place: Place, key: Tensor, device: Any, dtype: torch.dtype) -> LowRankParams:
-    if not place.lead:
-        return place.op.init(place.lora, key=key, device=device, dtype=dtype)  # type: ignore[no-any-return]
-    made = [place.op.init(place.lora, key=own, device=device, dtype=dtype) for own in random.split(key, math.prod(place.lead))]
-    return tree_map(lambda *layers: torch.stack(layers).unflatten(0, place.lead), made[0], *made[1:])
+def _init(linear: AdaptedLinear, key: Tensor, device: Any, dtype: torch.dtype) -> LowRankParams:
+    if not linear.lead:
+        return linear.op.init(linear.lora, key=key, device=device, dtype=dtype)  # type: ignore[no-any-return]
+    made = [linear.op.init(linear.lora, key=own, device=device, dtype=dtype) for own in random.split(key, math.prod(linear.lead))]
+    return tree_map(lambda *layers: torch.stack(layers).unflatten(0, linear.lead), made[0], *made[1:])
 
 
 def _put(params: Any, path: str, value: Any) -> Any:
     return put(params, path, value) if path else value
 
 
-def _check_adapter(where: str, adapter: Any, known: Mapping[str, Place]) -> None:
+def _check_adapter(where: str, adapter: Any, known: Mapping[str, AdaptedLinear]) -> None:
     require_type(where, "adapter", adapter, Mapping)
     missing, extra = [path for path in known if path not in adapter], [path for path in adapter if path not in known]
     if missing or extra:
@@ -237,25 +237,25 @@ def _check_adapter(where: str, adapter: Any, known: Mapping[str, Place]) -> None
         _check_one(where, f"adapter[{path!r}]", made, known[path])
 
 
-def _check_one(where: str, name: str, made: Any, place: Place) -> None:
+def _check_one(where: str, name: str, made: Any, linear: AdaptedLinear) -> None:
     require_type(where, name, made, LowRankParams)
-    for part, shape in place.lora.shapes.items():
+    for part, shape in linear.lora.shapes.items():
         t = getattr(made, part)
-        check(where, join_path(name, part), detached(t), (*place.lead, *shape), FLOATS)
+        check(where, join_path(name, part), detached(t), (*linear.lead, *shape), FLOATS)
 
 
 def _check_ties(where: str, cfg: Any) -> None:
     tied = {path: pair for pair in ties(cfg).items() for path in pair}
-    for place in adapted(where, cfg):
-        pair = tied.get(path := place.at(join_path(INSIDE, "weight")))
+    for linear in adapted(where, cfg):
+        pair = tied.get(path := linear.at(join_path(INSIDE, "weight")))
         if pair is not None:
             fail(where, "cfg", f"one where {path} is not tied, as only one of the two would change", f"{pair[0]} tied to {pair[1]}")
 
 
-def _moved(where: str, weight: Any, lora: LowRankParams, place: Place, sign: float) -> Tensor:
+def _moved(where: str, weight: Any, lora: LowRankParams, linear: AdaptedLinear, sign: float) -> Tensor:
     if not (isinstance(weight, Tensor) and weight.dtype in FLOATS):
-        fail(where, f"params.{place.path}: weight", "a float tensor (merge before quantize_params)", describe(weight), TypeError)
+        fail(where, f"params.{linear.path}: weight", "a float tensor (merge before quantize_params)", describe(weight), TypeError)
     dtype = wide(weight.dtype)
     with torch.no_grad():
         change = torch.matmul(lora.b.to(dtype), lora.a.to(dtype))
-        return weight.to(dtype).add(change, alpha=sign * place.lora.scale).to(weight.dtype)
+        return weight.to(dtype).add(change, alpha=sign * linear.lora.scale).to(weight.dtype)

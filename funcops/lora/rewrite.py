@@ -79,7 +79,7 @@ def is_adapted(cfg: Any) -> bool:
     return isinstance(both, Composite) and list(both.names) == [BASE, LORA] and isinstance(both.members[1].cfg, LowRankConfig)
 
 
-class Place(NamedTuple):
+class AdaptedLinear(NamedTuple):
     """An adapted linear. `lead`: the leading dims of its leaves, if layers are stacked; `module`: the path with "*" for the number
     of a stacked layer."""
 
@@ -94,7 +94,7 @@ class Place(NamedTuple):
         return join_path(self.path, part)
 
 
-def places(cfg: Any, path: str = "") -> Iterator[Place]:
+def adapted_linears(cfg: Any, path: str = "") -> Iterator[AdaptedLinear]:
     """The adapted linears of a config, in the order of the forward."""
     for part, around in nested(cfg, path=path, layers=True, stop=lambda part: is_adapted(part.cfg)):
         if is_adapted(part.cfg):
@@ -105,7 +105,7 @@ def places(cfg: Any, path: str = "") -> Iterator[Place]:
                     before, lead = one.path, [*lead, one.cfg.times]
             base, lora = part.cfg.steps[0].cfg.branches
             module = join_path(module, part.path[len(before) :].removeprefix("."))
-            yield Place(part.path, module, tuple(lead), base.cfg, lora.cfg, lora.op)
+            yield AdaptedLinear(part.path, module, tuple(lead), base.cfg, lora.cfg, lora.op)
 
 
 def _both(part: Part, low: LowRankConfig, extras: tuple[str, ...]) -> ChainConfig:
@@ -132,7 +132,7 @@ def _op_of(cfg: Any) -> Op:
 
 def _moved(ties: Any, made: dict[Any, tuple[Op, Any]]) -> tuple[tuple[str, str], ...]:
     """A chain's ties, with the paths of newly adapted linears extended to their base."""
-    new = [place.path for name, (_, inner) in made.items() for place in places(inner, name)] if ties else []
+    new = [linear.path for name, (_, inner) in made.items() for linear in adapted_linears(inner, name)] if ties else []
 
     def moved(path: str) -> str:
         for at in new:

@@ -25,30 +25,7 @@ from funcops.low_precision.report import LinearErrors, Operand, QuantizationRepo
 from funcops.low_precision.rewrite import with_recipe
 from funcops.ops.qlinear import op_of
 
-__all__ = [
-    "MXFP8",
-    "NVFP4",
-    "Format",
-    "Fp8Block",
-    "Fp8Current",
-    "Fp8Delayed",
-    "LinearErrors",
-    "Operand",
-    "QTensor",
-    "QWeight",
-    "QuantizationReport",
-    "Recipe",
-    "ScaleState",
-    "Scaled",
-    "dense",
-    "gradients_like",
-    "op_of",
-    "quantization_report",
-    "quantize_params",
-    "quantize_tensor",
-    "recipe_init",
-    "recipe_update",
-    "split_amaxes",
-    "with_keys",
-    "with_recipe",
-]
+__all__ = ["MXFP8", "NVFP4", "Format", "Fp8Block", "Fp8Current", "Fp8Delayed", "LinearErrors"]
+__all__ += ["Operand", "QTensor", "QWeight", "QuantizationReport", "Recipe", "ScaleState", "Scaled"]
+__all__ += ["dense", "gradients_like", "op_of", "quantization_report", "quantize_params"]
+__all__ += ["quantize_tensor", "recipe_init", "recipe_update", "split_amaxes", "with_keys", "with_recipe"]

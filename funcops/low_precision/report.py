@@ -202,7 +202,7 @@ def quantization_report(
     low = [part.path or "the layer" for part in known if part.cfg.low_recipe is not None]
     if low:
         fail(WHERE, "cfg", "a config without a recipe (it is measured before with_recipe)", f"one with a recipe at {few(low)}")
-    plan = _Plan.of(recipe)
+    plan = _OperandFormats.of(recipe)
     key = _checked_key(key, x)
     op, cfg = rewrite(cfg, _laid_open, op=op)
     op = with_policy(op, "save_all")
@@ -240,7 +240,7 @@ def _bare(op: Op) -> Op:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
+class _OperandFormats:
     """The formats of a recipe, and how the operands of dw are made."""
 
     x: Format | None
@@ -252,13 +252,13 @@ class _Plan:
     high_wgrad: bool = False
 
     @staticmethod
-    def of(recipe: Any) -> _Plan:
+    def of(recipe: Any) -> _OperandFormats:
         if isinstance(recipe, Format):
-            return _Plan(recipe, recipe, recipe)
+            return _OperandFormats(recipe, recipe, recipe)
         formats: dict[str, Any] = {name: getattr(recipe, name, "") for name in ("x", "w", "dy")}
         if not all([one is None or isinstance(one, Format) for one in formats.values()]):
             fail(WHERE, "recipe", "a recipe or a Format", describe(recipe), TypeError)
-        return _Plan(
+        return _OperandFormats(
             **formats,
             hadamard=getattr(recipe, "hadamard", False),
             stochastic=getattr(recipe, "stochastic", False),
@@ -302,7 +302,7 @@ def _checked_key(key: Any, x: Any) -> Tensor:
     return key  # type: ignore[no-any-return]
 
 
-def _keys(path: tuple[Any, ...], key: Tensor, plan: _Plan, groups: int | None) -> list[tuple[Any, Any]]:
+def _keys(path: tuple[Any, ...], key: Tensor, plan: _OperandFormats, groups: int | None) -> list[tuple[Any, Any]]:
     """The keys for dy by rows and by columns of each group, as `with_keys` and the layer's backward in low precision make them."""
     if not plan.stochastic:
         return [(None, None)] * (groups or 1)
@@ -311,7 +311,7 @@ def _keys(path: tuple[Any, ...], key: Tensor, plan: _Plan, groups: int | None) -
     return [(rows, columns) for rows, columns in pairs]
 
 
-def _measured(path: tuple[Any, ...], kept: Any, waiting: Any, plan: _Plan, key: Tensor) -> LinearErrors:
+def _measured(path: tuple[Any, ...], kept: Any, waiting: Any, plan: _OperandFormats, key: Tensor) -> LinearErrors:
     several = isinstance(waiting, GroupedLinearPending)
     found = _groups(kept, waiting) if several else [(0, _whole(kept, waiting))]
     keys = _keys(path, key, plan, len(kept.weight) if several else None)
@@ -346,12 +346,12 @@ class _Rounded(NamedTuple):
     key: Tensor | None
 
     @staticmethod
-    def of(operands: Operands, plan: _Plan, keys: tuple[Any, Any]) -> _Rounded:
+    def of(operands: Operands, plan: _OperandFormats, keys: tuple[Any, Any]) -> _Rounded:
         x, w, dy = operands
         return _Rounded(operands, (_rounded(x, plan.x), _rounded(w, plan.w), _rounded(dy, plan.dy, key=keys[0])), keys[1])
 
 
-def _products(one: _Rounded, plan: _Plan) -> list[tuple[float, float]]:
+def _products(one: _Rounded, plan: _OperandFormats) -> list[tuple[float, float]]:
     """The norms of the errors of y, dx and dw, and of their exact values."""
     (x, w, dy), (qx, qw, qdy) = one.wide, one.rows
     wide_x, wide_w, wide_dy = x.float(), w.float(), dy.float()
@@ -369,7 +369,7 @@ def _rounded(
     return None if format is None else quantize_tensor(t, format, side=side, hadamard=hadamard, key=key)
 
 
-def _column(t: Tensor, row: QTensor | None, format: Format | None, plan: _Plan, key: Tensor | None) -> Tensor:
+def _column(t: Tensor, row: QTensor | None, format: Format | None, plan: _OperandFormats, key: Tensor | None) -> Tensor:
     """An operand of dw, rounded by blocks along its rows; transformed if the recipe says so."""
     if row is not None and plan.turns and row.format.turns:
         return _value(turned(row), t)

@@ -227,7 +227,7 @@ def _noted(op: Op, path: str, times: int, leaf: bool) -> Op:
         run.waiting[path].pop().backward = flops
         return found
 
-    return wrap(op, (_noted, (op, path, times, leaf)), fwd=fwd, cheap="", **({"bwd": bwd} if leaf else {}))
+    return wrap(op, (_noted, (op, path, times, leaf)), fwd=fwd, recomputable="", **({"bwd": bwd} if leaf else {}))
 
 
 class Followed(NamedTuple):
@@ -236,7 +236,7 @@ class Followed(NamedTuple):
 
     parts: list[PartRun]
     owned: frozenset[int]
-    again: frozenset[str]
+    rerun: frozenset[str]
 
     def under(self, held: Held) -> tuple[int, float]:
         """The bytes of what is held, each storage once; and the floating-point operations of what runs again, as a share of all."""
@@ -248,15 +248,15 @@ class Followed(NamedTuple):
                     if storage_of(t) not in seen:
                         seen.add(storage_of(t))
                         kept += part.layers * t.untyped_storage().nbytes()
-        again = [f"{path}." * bool(path) for path, dropped in held.items() if dropped is None and path not in self.again]
-        more = [part for part in self.parts if any(f"{part.path}.".startswith(path) for path in again)]
+        rerun = [f"{path}." * bool(path) for path, dropped in held.items() if dropped is None and path not in self.rerun]
+        more = [part for part in self.parts if any(f"{part.path}.".startswith(path) for path in rerun)]
         base = sum(part.layers * (part.forward + part.backward) for part in self.parts)
         return kept, (base + sum(part.layers * part.forward for part in more)) / base - 1.0 if base else 0.0
 
 
 def _follow(op: Op, cfg: Any, x: Any, dtype: torch.dtype | None) -> Followed:
     """A forward and backward of shapes alone."""
-    again = frozenset(path for path, dropped in _held(op, cfg).items() if dropped is None)
+    rerun = frozenset(path for path, dropped in _held(op, cfg).items() if dropped is None)
     op, cfg = _noting(op, cfg, True)
     with FakeTensorMode(allow_non_fake_inputs=True):
         given = tree_map_tensors(fake, x)
@@ -268,7 +268,7 @@ def _follow(op: Op, cfg: Any, x: Any, dtype: torch.dtype | None) -> Followed:
                 op.bwd(residuals, tree_map(lambda t: torch.empty_like(t) if _float(t) else None, y), cfg)
             finally:
                 _run.reset(token)
-    return Followed(run.parts, frozenset(map(storage_of, tensors(params))), again)
+    return Followed(run.parts, frozenset(map(storage_of, tensors(params))), rerun)
 
 
 Held = dict[str, tuple[str, ...] | None]  # by path: the fields that a part does not keep; None where it keeps its x alone

@@ -48,7 +48,7 @@ def joint_of(before: Step, step: Step) -> Joint | str:
 
 
 @functools.lru_cache(maxsize=256)
-def joined(cfg: ChainConfig, second: str) -> tuple[Op, ChainConfig]:
+def join_steps(cfg: ChainConfig, second: str) -> tuple[Op, ChainConfig]:
     """The chain, its step `second` joined with the one before. The op's config is still `cfg`."""
     at = [step.name for step in cfg.steps].index(second)
     a, b = cfg.steps[at - 1], cfg.steps[at]
@@ -64,7 +64,7 @@ def joined(cfg: ChainConfig, second: str) -> tuple[Op, ChainConfig]:
 
 
 def _joined_op(cfg: ChainConfig, second: str) -> Op:
-    return joined(cfg, second)[0]
+    return join_steps(cfg, second)[0]
 
 
 def _renamed(path: str, old: str, new: str) -> str:

@@ -12,9 +12,9 @@ from typing import Any
 
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, wrap
-from funcops.contract.schema import AGAIN, DGRAD, WGRAD, Donated, Phase, Saved, open_node
+from funcops.contract.schema import DGRAD, RECOMPUTE, WGRAD, Donated, Phase, Saved, open_node
 from funcops.errors import require
-from funcops.residuals.forms import in_blocks, pack, unpack
+from funcops.residuals.forms import from_form, in_blocks, to_form
 from funcops.residuals.policy import Action, Drop
 
 Actions = tuple[tuple[str, Action], ...]  # by field
@@ -30,7 +30,7 @@ def packed(op: Op, actions: Actions) -> Op:
         y, node = op.fwd(params, x, cfg, needs=needs)
         if node is not None:
             values = {name: (getattr(node, name), action) for name, action in actions if name not in late}
-            node.set(**{name: pack(value, action) for name, (value, action) in values.items() if value is not None})
+            node.set(**{name: to_form(value, action) for name, (value, action) in values.items() if value is not None})
         return y, node
 
     opened = functools.partial(_opened, actions)
@@ -41,9 +41,9 @@ def packed(op: Op, actions: Actions) -> Op:
         node, plain = opened(f"{op.name}_dgrad", residuals, op.residuals, cfg, DGRAD)
         dx, waiting = op.dgrad(node, dy, cfg)
         if isinstance(waiting, Saved):
-            again = {n: f for n, f in forms.items() if n in waiting.fields and getattr(waiting, n) is plain.get(n, f)}
-            waits = {n: pack(t, a) for n, a in late.items() if (t := getattr(waiting, n)) is not None}
-            waiting = waiting.copy(**again, **waits)
+            same = {n: f for n, f in forms.items() if n in waiting.fields and getattr(waiting, n) is plain.get(n, f)}
+            waits = {n: to_form(t, a) for n, a in late.items() if (t := getattr(waiting, n)) is not None}
+            waiting = waiting.copy(**same, **waits)
         return dx, waiting
 
     def plain(pending: Any, cfg: Any) -> Any:
@@ -66,11 +66,11 @@ def packed(op: Op, actions: Actions) -> Op:
             return wgrad(waiting, cfg, into=into), dx
         return op.bwd(opened(f"{op.name}_bwd", residuals, op.residuals, cfg, DGRAD | WGRAD)[0], dy, cfg, into=into)
 
-    def again(residuals: Any, cfg: Any) -> Any:
-        return op.again(opened(f"{op.name}_again", residuals, op.residuals, cfg, AGAIN)[0], cfg)
+    def recompute(residuals: Any, cfg: Any) -> Any:
+        return op.recompute(opened(f"{op.name}_recompute", residuals, op.residuals, cfg, RECOMPUTE)[0], cfg)
 
-    changes = {"again": again, "fwd": fwd, "dgrad": dgrad, "wgrad": wgrad, "products": products, "bwd": bwd}
-    return wrap(op, (packed, (op, actions)), **(changes if op.again else changes | {"again": None}))
+    changes = {"recompute": recompute, "fwd": fwd, "dgrad": dgrad, "wgrad": wgrad, "products": products, "bwd": bwd}
+    return wrap(op, (packed, (op, actions)), **(changes if op.recompute else changes | {"recompute": None}))
 
 
 def _opened(actions: Actions, where: str, kept: Any, cls: Any, cfg: Any, phase: Phase) -> tuple[Any, dict[str, Any]]:
@@ -81,7 +81,7 @@ def _opened(actions: Actions, where: str, kept: Any, cls: Any, cfg: Any, phase: 
         missed = isinstance(action, Drop) and node.fields[name].wanted(node.needs)
         require(not missed, where, f"{node.kind}.{name}", "kept, as this half of the backward reads it", "dropped (policy)")
     kept_as = {name: getattr(node, name) for name in read}
-    plain = {name: t if node.fields[name].blocks and in_blocks(t) else unpack(t) for name, t in kept_as.items()}
+    plain = {name: t if node.fields[name].blocks and in_blocks(t) else from_form(t) for name, t in kept_as.items()}
     filled = node.copy(**plain)
     if node is not kept:
         node.empty()

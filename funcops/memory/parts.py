@@ -22,7 +22,7 @@ def has_parts(op: Op, cfg: Any) -> bool:
     return isinstance(cfg, Composite) and not hasattr(op.fwd, "made_by")
 
 
-class Leaf(NamedTuple):
+class LeafPart(NamedTuple):
     """A part that has none itself, and the call that runs it, where that is one of a program. `whole`: whether its program's x is
     that of all."""
 
@@ -38,14 +38,14 @@ class Leaf(NamedTuple):
         return self.call.fields if self.call else ()
 
 
-def leaves_of(op: Op, cfg: Any) -> Iterator[Leaf]:
+def leaves_of(op: Op, cfg: Any) -> Iterator[LeafPart]:
     """The ops that an op is made of, in the order of the forward; those of a repeat's body once."""
     calls: dict[str, tuple[Lowered, Call]] = {}
     for part, around in nested(cfg, op=op, stop=lambda part: not has_parts(part.op, part.cfg)):
         in_program = bool(around) and around[-1].op.lower is not None
         if not has_parts(part.op, part.cfg):
             own = calls[part.path] if in_program else ()
-            yield Leaf(part.path, part.op, all(one.op.lower is not None for one in around), *own)
+            yield LeafPart(part.path, part.op, all(one.op.lower is not None for one in around), *own)
         elif part.op.lower is not None and not in_program:
             program = lower(part.op, part.cfg, Needs.ALL)
             calls |= {join_path(part.path, call.path): (program, call) for call in program.calls if call.place is not None}
@@ -80,7 +80,7 @@ def holders(op: Op, cfg: Any) -> Iterator[Holder]:
                 yield Holder(join_path(leaf.path, name), action, leaf.whole and of_x, leaf.program, value)
 
 
-def _values(leaf: Leaf) -> Iterator[tuple[str, Field, int | None]]:
+def _values(leaf: LeafPart) -> Iterator[tuple[str, Field, int | None]]:
     """The fields of a part, and the values that they hold: None for the op's own, and for a part of a tuple that is one value."""
     fields = {name: field for name, field in leaf.op.fields().items() if not field.of_params and name not in leaf.dropped}
     if leaf.call is None or leaf.program is None:

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 from funcops.backend import tracing
 from funcops.compose.chain import ChainConfig, chain
 from funcops.contract.configs import require_config
-from funcops.contract.memo import remember
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, wrap
 from funcops.contract.schema import Field, Saved
+from funcops.contract.trace_safe_cache import remember
 from funcops.contract.walk import Inside, Part, nested, rewrite
 from funcops.errors import describe, fail, join_path, require, require_type
-from funcops.memory.joined_steps import Joint, joined, joint_of
+from funcops.memory.joined_steps import Joint, join_steps, joint_of
 from funcops.memory.packing import packed
 from funcops.memory.parts import has_parts, keeps_inside, kept_fields, two_forms, what_is_kept
 from funcops.memory.remat import remat
@@ -104,7 +104,7 @@ def _with_policy(op: Op, policy: Policy) -> Op:
         return inner.products(pending, inner_cfg, into=into)
 
     functions = dict(init=init, fwd=fwd, bwd=bwd, dgrad=dgrad, wgrad=wgrad, products=products)
-    return wrap(op, (with_policy, (op, policy)), cheap="", residuals=Saved, **functions)
+    return wrap(op, (with_policy, (op, policy)), recomputable="", residuals=Saved, **functions)
 
 
 def resolved(op: Op, cfg: Any, policy: Policy) -> tuple[Op, Any]:
@@ -212,10 +212,10 @@ class _Rules(NamedTuple):
         if path in self.joined:  # they have no residuals of their own
             return op, cfg
         action = self.policy.action(path) if path != self.around else None
-        again = isinstance(action, Recompute) and keeps_inside(op, cfg)
-        policy = Policy(outputs=self.policy.outputs) if again else self.policy  # no rule reaches inside
+        rerun = isinstance(action, Recompute) and keeps_inside(op, cfg)
+        policy = Policy(outputs=self.policy.outputs) if rerun else self.policy  # no rule reaches inside
         if not has_parts(op, cfg):
-            return _leaf(op, path, policy, again, self.left_out), cfg
+            return _leaf(op, path, policy, rerun, self.left_out), cfg
         if cfg.times is not None and self.offload is not None:
             offload = self.offload
             return Inside(lambda body: (remat(body.op, offload), body.cfg))
@@ -228,8 +228,8 @@ class _Rules(NamedTuple):
         def finish(op: Op, cfg: Any) -> tuple[Op, Any]:
             require(len(joints) <= 1, "with_policy", "rules", "one loss of a chain to compute the logits of again", f"{joints}")
             if joints:
-                op, cfg = joined(cfg, joints[0])
-            return (remat(op) if again else op), cfg
+                op, cfg = join_steps(cfg, joints[0])
+            return (remat(op) if rerun else op), cfg
 
         return Inside(inside, lambda _: changes, finish)
 
@@ -239,10 +239,10 @@ def _pair(cfg: ChainConfig, second: str) -> tuple[str, str]:
     return names[names.index(second) - 1], second
 
 
-def _leaf(op: Op, path: str, policy: Policy, again: bool, left_out: frozenset[str]) -> Op:
+def _leaf(op: Op, path: str, policy: Policy, rerun: bool, left_out: frozenset[str]) -> Op:
     fields = {name: field for name, field in op.fields().items() if not field.of_params}
     chosen = {name: policy.action(join_path(path, name)) for name in fields if join_path(path, name) not in left_out}
-    if again or any(isinstance(action, Recompute) and not fields[name].of_x for name, action in chosen.items()):
+    if rerun or any(isinstance(action, Recompute) and not fields[name].of_x for name, action in chosen.items()):
         return remat(op)
     waits = {name: policy.action(join_path(path, name), True) for name in _waiting(op)}
     for name in [name for name, action in waits.items() if isinstance(action, Recompute)]:
@@ -257,12 +257,12 @@ def _outputs(cfg: ChainConfig, path: str, policy: Policy) -> tuple[tuple[str, ..
     joined with the one before for it."""
     found, absent, joints = [], [], []
     for before, step in zip(cfg.steps, cfg.steps[1:], strict=False):
-        kind = policy.outputs == "cheap" or (policy.outputs == "norms" and before.op.cheap == "norm")
-        again = _again_fields(cfg, before.name)
-        fields = [join_path(path, p) for p in again or _inputs(step)]
+        kind = policy.outputs == "recomputable" or (policy.outputs == "norms" and before.op.recomputable == "norm")
+        recomputed = _recomputed_fields(cfg, before.name)
+        fields = [join_path(path, p) for p in recomputed or _inputs(step)]
         actions = [policy.action(field) for field in fields]
         asked = any(isinstance(action, Recompute) for action in actions)
-        if asked and not again:
+        if asked and not recomputed:
             joint = joint_of(before, step)
             if isinstance(joint, Joint):
                 joints.append(step.name)
@@ -270,7 +270,7 @@ def _outputs(cfg: ChainConfig, path: str, policy: Policy) -> tuple[tuple[str, ..
             elif not policy.optional:
                 at = join_path(path, step.name)
                 fail("with_policy", "rules", f"without Recompute for the x of {at} ({joint})", "one")
-        elif asked or (kind and again and not _kept_by_rule(policy, actions)):
+        elif asked or (kind and recomputed and not _kept_by_rule(policy, actions)):
             found.append(before.name)
             absent += fields
     return tuple(found), frozenset(absent), joints
@@ -313,9 +313,8 @@ def _inputs(step: Any) -> list[str]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _again_fields(cfg: ChainConfig, name: str) -> list[str]:
+def _recomputed_fields(cfg: ChainConfig, name: str) -> list[str]:
     """The paths of the fields that a chain need not keep where it computes the output of that step again."""
     calls = lower(chain, dataclasses.replace(cfg, recompute=(name,)), Needs.ALL).calls
-    return [
-        join_path(call.path, field) for call in calls for field in call.fields if call.again is not None and call.again.path == name
-    ]
+    recomputed = [call for call in calls if call.recomputed_by is not None and call.recomputed_by.path == name]
+    return [join_path(call.path, field) for call in recomputed for field in call.fields]

@@ -11,8 +11,8 @@ import functools
 from typing import Any
 
 from funcops.contract.needs import Needs, check_needs
-from funcops.contract.op import ALL, Op, again_of, wrap
-from funcops.contract.schema import AGAIN, DGRAD, WGRAD, Saved, open_node, residuals, saved
+from funcops.contract.op import ALL, Op, recompute_of, wrap
+from funcops.contract.schema import DGRAD, RECOMPUTE, WGRAD, Saved, open_node, residuals, saved
 from funcops.errors import require_flag, require_type, stale
 from funcops.residuals.donate import donate
 from funcops.residuals.offload import copies
@@ -21,8 +21,8 @@ from funcops.trees import static, tensors, tree_map_tensors
 
 @residuals
 class RematResiduals:
-    params: Any = saved("the body's", alias="params", needed_by=DGRAD | WGRAD | AGAIN, tree=True)
-    x: Any = saved("the body's", needed_by=DGRAD | WGRAD | AGAIN, tree=True)
+    params: Any = saved("the body's", alias="params", needed_by=DGRAD | WGRAD | RECOMPUTE, tree=True)
+    x: Any = saved("the body's", needed_by=DGRAD | WGRAD | RECOMPUTE, tree=True)
     device: Any = static()  # of x, where that waits in the host's memory
 
     def complain(self, where: str) -> None:
@@ -80,10 +80,10 @@ def _remat(op: Op, offload: bool) -> Op:
     def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> tuple[Any, Any]:
         return op.bwd(opened(f"{name}_bwd", residuals, cfg), dy, cfg, into=into)
 
-    def again(residuals: Any, cfg: Any) -> Any:
+    def recompute(residuals: Any, cfg: Any) -> Any:
         return op.fwd(residuals.params, residuals.x, cfg, needs=Needs.NONE)[0]
 
-    again.__name__ = f"{name}_again"
-    kept_again = op.again is not None and not offload
-    changes = {"again": again_of(RematResiduals)(again)} if kept_again else {"cheap": ""}
+    recompute.__name__ = f"{name}_recompute"
+    kept_recompute = op.recompute is not None and not offload
+    changes = {"recompute": recompute_of(RematResiduals)(recompute)} if kept_recompute else {"recomputable": ""}
     return wrap(op, (remat, (op, offload)), name=name, fwd=fwd, dgrad=dgrad, bwd=bwd, residuals=RematResiduals, **changes)

@@ -35,10 +35,10 @@ from funcops.errors import (
     require_type,
     short,
 )
-from funcops.models.coded import Coded, Part, coding, parts
 from funcops.models.decoder import DecoderConfig, decoder, layer_paths, without_loss
 from funcops.models.families import IGNORED, Family, Rule
 from funcops.models.fields import family_of, read_config, write_config
+from funcops.models.quantized_checkpoints import Coded, Part, coding, parts
 from funcops.trees import paths, tree_map_with_path
 
 __all__ = ["from_hf", "open_hf", "to_hf"]
@@ -47,7 +47,7 @@ PLAIN = tuple(code for dtype in FLOATS for code, of in CODES.items() if of is dt
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-class Place(NamedTuple):
+class StoredLeaf(NamedTuple):
     """The rows of a leaf within the tensors `names`, one below the other."""
 
     rule: Rule
@@ -83,10 +83,10 @@ class Place(NamedTuple):
         return None
 
 
-def places(cfg: DecoderConfig, family: Family) -> dict[str, Place]:
-    """The place of each leaf of the params of `decoder(cfg)` in a checkpoint."""
+def stored_leaves(cfg: DecoderConfig, family: Family) -> dict[str, StoredLeaf]:
+    """The tensors of a checkpoint that store each leaf of the params of `decoder(cfg)`."""
     leaves = {path: t for path, t in paths(decoder(cfg).abstract()).items() if t is not None}
-    found: dict[str, Place] = {}
+    found: dict[str, StoredLeaf] = {}
     for rule in family.rules:
         layers = list(enumerate(layer_paths(cfg))) if "{l}" in rule.paths[0] else [(0, "")]
         for i, layer in layers:
@@ -98,7 +98,7 @@ def places(cfg: DecoderConfig, family: Family) -> dict[str, Place]:
             whole = (*shapes[0][:axis], sum(rows), *shapes[0][axis + 1 :])
             experts = range(whole[0]) if "{e}" in rule.names[0] else range(1)
             names = tuple(name.replace("{i}", str(i)).replace("{e}", str(e)) for e in experts for name in rule.names)
-            found |= {path: Place(rule, names, here, whole, shapes[j], sum(rows[:j])) for j, path in enumerate(here)}
+            found |= {path: StoredLeaf(rule, names, here, whole, shapes[j], sum(rows[:j])) for j, path in enumerate(here)}
     missing = [path for path in leaves if path not in found]
     if missing:
         fail("from_hf", f"params of family {cfg.family!r}", "all covered by its rules", ", ".join(missing))
@@ -113,7 +113,7 @@ class HFWeights:
         self, folder: Path, cfg: DecoderConfig, files: dict[str, Any], prefix: str, stack: contextlib.ExitStack, method: str = ""
     ) -> None:
         self.folder, self.cfg, self._files, self._stack, self._method = folder, cfg, files, stack, method
-        self._places = places(cfg, family_of("open_hf", cfg.family))
+        self._stored = stored_leaves(cfg, family_of("open_hf", cfg.family))
         self._prefix = prefix  # of names, which the files lack
 
     def __enter__(self) -> HFWeights:
@@ -123,61 +123,61 @@ class HFWeights:
         self._stack.close()
 
     def __contains__(self, path: object) -> bool:
-        return path in self._places
+        return path in self._stored
 
     def read(self, path: str, start: int = 0, stop: int | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
         """Read rows `start` to `stop` of a leaf, all by default. Other rows are not read, unless the leaf's rows have another order
         in the file. `dtype`: by default the file's, for quantised tensors bfloat16. Raises `ValueError` for a path or rows that do
         not exist."""
-        if path not in self._places:
-            fail("HFWeights.read", "path", f"one of {', '.join(self._places)}", repr(path))
-        place = self._places[path]
-        count = place.leaf[0]
+        if path not in self._stored:
+            fail("HFWeights.read", "path", f"one of {', '.join(self._stored)}", repr(path))
+        stored = self._stored[path]
+        count = stored.leaf[0]
         stop = count if stop is None else stop
         require_count("HFWeights.read", 0, start=start, stop=stop)
         if not start <= stop <= count:
             fail("HFWeights.read", "rows", f"within 0..{count}", f"{start}..{stop}")
-        found = self._experts(place, start, stop) if place.axis else self._read(place, place.first + start, place.first + stop)
-        if dtype is None and any(self._parts(place, name) for name in place.names):
+        found = self._experts(stored, start, stop) if stored.axis else self._read(stored, stored.first + start, stored.first + stop)
+        if dtype is None and any(self._parts(stored, name) for name in stored.names):
             dtype = torch.bfloat16
-        if dtype is not None and place.rule.wide:
+        if dtype is not None and stored.rule.wide:
             dtype = torch.promote_types(dtype, torch.float32)
         return found if dtype is None else found.to(dtype)
 
-    def _read(self, place: Place, first: int, last: int) -> Tensor:
-        order = place.order(self.cfg)
+    def _read(self, stored: StoredLeaf, first: int, last: int) -> Tensor:
+        order = stored.order(self.cfg)
         if order is None:
-            return self._rows(place, place.names, first, last)
-        return self._rows(place, place.names, 0, place.shape[0])[order[first:last]].contiguous()
+            return self._rows(stored, stored.names, first, last)
+        return self._rows(stored, stored.names, 0, stored.shape[0])[order[first:last]].contiguous()
 
-    def _experts(self, place: Place, start: int, stop: int) -> Tensor:
+    def _experts(self, stored: StoredLeaf, start: int, stop: int) -> Tensor:
         """Read experts `start` to `stop` of a stacked leaf."""
-        first, last, per = place.first, place.first + place.leaf[1], len(place.rule.names)
-        if not place.split:
-            (name,), order = place.names, place.order(self.cfg)
-            whole = self._entry(place, name)[start:stop]
-            whole = whole.mT if place.rule.transposed else whole
+        first, last, per = stored.first, stored.first + stored.leaf[1], len(stored.rule.names)
+        if not stored.split:
+            (name,), order = stored.names, stored.order(self.cfg)
+            whole = self._entry(stored, name)[start:stop]
+            whole = whole.mT if stored.rule.transposed else whole
             return whole[:, slice(first, last) if order is None else order[first:last]].clone(memory_format=torch.contiguous_format)
-        each = [self._rows(place, place.names[e * per : (e + 1) * per], first, last) for e in range(start, stop)]
-        return torch.stack(each) if each else self._rows(place, place.names[:per], 0, 0).new_empty((0, *place.leaf[1:]))
+        each = [self._rows(stored, stored.names[e * per : (e + 1) * per], first, last) for e in range(start, stop)]
+        return torch.stack(each) if each else self._rows(stored, stored.names[:per], 0, 0).new_empty((0, *stored.leaf[1:]))
 
-    def _rows(self, place: Place, names: tuple[str, ...], first: int, last: int) -> Tensor:
+    def _rows(self, stored: StoredLeaf, names: tuple[str, ...], first: int, last: int) -> Tensor:
         """Read rows `first` to `last` of tensors taken one below the other."""
-        per, found = place.shape[place.axis] // len(place.rule.names), []
+        per, found = stored.shape[stored.axis] // len(stored.rule.names), []
         for i, name in enumerate(names):
             a, b = max(first - i * per, 0), min(last - i * per, per)
             if a < b or (first == last and i == 0):
-                entry = self._entry(place, name)
-                found.append(entry[:, a:b].mT if place.rule.transposed and len(place.shape) > 1 else entry[a:b])
+                entry = self._entry(stored, name)
+                found.append(entry[:, a:b].mT if stored.rule.transposed and len(stored.shape) > 1 else entry[a:b])
         return torch.cat(found).contiguous()
 
-    def _entry(self, place: Place, name: str) -> Any:
-        found, name = self._parts(place, name), self._prefix_free(name)
+    def _entry(self, stored: StoredLeaf, name: str) -> Any:
+        found, name = self._parts(stored, name), self._prefix_free(name)
         return Coded(self._method, found, self._files) if found else self._files[name].get_slice(name)
 
-    def _parts(self, place: Place, name: str) -> list[Part]:
+    def _parts(self, stored: StoredLeaf, name: str) -> list[Part]:
         """The tensors that hold a quantised one; [] if it is not quantised."""
-        return parts(self._method, self._prefix_free(name), place.tensor_shape(), self._files) if self._method else []
+        return parts(self._method, self._prefix_free(name), stored.tensor_shape(), self._files) if self._method else []
 
     def _prefix_free(self, name: str) -> str:
         return name.removeprefix(self._prefix)
@@ -254,9 +254,9 @@ def _check(weights: HFWeights, family: Family) -> None:
     cfg, files = weights.cfg, weights._files
     wrong: dict[str, list[str]] = {"missing": [], "extra": [], "mis-shaped": [], "mis-typed": []}
     known: set[str] = set()
-    for place in weights._places.values():
-        for name in map(weights._prefix_free, place.names):
-            for part in weights._parts(place, name) or [Part(name, place.tensor_shape(), PLAIN)]:
+    for stored in weights._stored.values():
+        for name in map(weights._prefix_free, stored.names):
+            for part in weights._parts(stored, name) or [Part(name, stored.tensor_shape(), PLAIN)]:
                 if part.name not in known:
                     known.add(part.name)
                     _check_part(part, files, wrong)
@@ -403,16 +403,16 @@ def _checked(params: Any, cfg: DecoderConfig) -> dict[str, Tensor]:
 def _tensors(given: dict[str, Tensor], cfg: DecoderConfig) -> dict[str, Tensor]:
     """The tensors of a checkpoint by name."""
     found: dict[str, Tensor] = {}
-    for place in dict.fromkeys(places(cfg, family_of("to_hf", cfg.family)).values()):
-        if place.first:
+    for stored in dict.fromkeys(stored_leaves(cfg, family_of("to_hf", cfg.family)).values()):
+        if stored.first:
             continue
-        axis, per = place.axis, len(place.rule.names)
-        whole = torch.cat([given[path].detach() for path in place.paths], axis)
-        order = place.order(cfg)
+        axis, per = stored.axis, len(stored.rule.names)
+        whole = torch.cat([given[path].detach() for path in stored.paths], axis)
+        order = stored.order(cfg)
         whole = whole if order is None else whole.index_select(axis, order.argsort().to(whole.device))
-        parts = [part for one in (whole if place.split else (whole,)) for part in one.chunk(per, 0 if place.split else axis)]
-        for name, part in zip(place.names, parts, strict=True):
-            found[name] = (part.mT if place.rule.transposed and part.dim() > 1 else part).contiguous()
+        parts = [part for one in (whole if stored.split else (whole,)) for part in one.chunk(per, 0 if stored.split else axis)]
+        for name, part in zip(stored.names, parts, strict=True):
+            found[name] = (part.mT if stored.rule.transposed and part.dim() > 1 else part).contiguous()
     return found
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from funcops.compose.chain import ChainConfig
 from funcops.errors import fail, require, require_type
-from funcops.lora.rewrite import places as adapted
+from funcops.lora.rewrite import adapted_linears
 from funcops.models.decoder import DecoderConfig
 from funcops.models.fields import family_of
-from funcops.models.hf import places
+from funcops.models.hf import stored_leaves
 
 __all__ = ["peft_names"]
 
@@ -36,17 +36,17 @@ def peft_names(cfg: DecoderConfig, model: ChainConfig) -> dict[str, str | tuple[
     where = "peft_names"
     require_type(where, "cfg", cfg, DecoderConfig)
     require_type(where, "model", model, ChainConfig)
-    known = places(cfg, family_of(where, cfg.family))
+    known = stored_leaves(cfg, family_of(where, cfg.family))
     found: dict[str, Any] = {}
-    for place in adapted(model):
-        held = known.get(f"{place.module}.weight")
+    for linear in adapted_linears(model):
+        held = known.get(f"{linear.module}.weight")
         if held is None:
             said = "whose weight a checkpoint does not have"
-            fail(where, "model", "decoder(cfg) with adapters", f"an adapter at {place.module}, {said}")
+            fail(where, "model", "decoder(cfg) with adapters", f"an adapter at {linear.module}, {said}")
         if len(held.paths) > 1 or held.rule.order:
             said = f"a part of {held.names[0]}" if len(held.paths) > 1 else f"the rows of {held.names[0]} in another order"
-            fail(where, "model", "adapted at linears that are whole modules for PEFT", f"an adapter at {place.module}, {said}")
+            fail(where, "model", "adapted at linears that are whole modules for PEFT", f"an adapter at {linear.module}, {said}")
         names = tuple(name.removesuffix(".weight") for name in held.names)
-        found[place.module] = names[0] if len(names) == 1 else names
+        found[linear.module] = names[0] if len(names) == 1 else names
     require(bool(found), where, "model", "one that with_lora made", "one without adapters")
     return found

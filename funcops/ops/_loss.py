@@ -1,4 +1,4 @@
-"""What the two cross entropies share: their options and the reduction over rows."""
+"""Options and the reduction over rows, shared by both cross entropies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_options(cfg: Any, where: str) -> None:
 
 
 def check_pair(where: str, x: Any, last: int | None, first: str, times: int = 1) -> tuple[Tensor, Tensor]:
-    """x as `(floats [*, last], labels [*])`, after every check; labels of `times` as many rows, along the first dimension."""
+    """Check and return x: `(floats [*, last], labels [*])`, with `times` as many rows of labels along the first dimension."""
     if not isinstance(x, tuple) or len(x) != 2:
         fail(where, "x", f"a tuple ({first}, labels)", describe(x), TypeError)
     t, labels = x
@@ -31,14 +31,14 @@ def check_pair(where: str, x: Any, last: int | None, first: str, times: int = 1)
     rows = t.shape[:-1]
     if times != 1:
         if not rows:
-            fail(where, f"x.0 ({first})", f"[m, ..., {t.shape[-1]}], of a first dimension to share out", describe(t))
+            fail(where, f"x.0 ({first})", f"[m, ..., {t.shape[-1]}], as its first dim is sharded", describe(t))
         rows = (times * rows[0], *rows[1:])  # type: ignore[assignment]
     check(where, "x.1 (labels)", labels, rows, torch.int64, t)
     return t, labels
 
 
 def reduce_losses(losses: Tensor, labels: Tensor, cfg: Any) -> tuple[Tensor, Tensor | None]:
-    """y, and for the mean the number of rows that count (0-d); the mean over no rows is nan, as in PyTorch."""
+    """Return y and, for the mean, the number of rows that count (0-d). The mean over no rows is nan, as in PyTorch."""
     if cfg.reduction == "none":
         return losses, None
     total = losses.sum()
@@ -49,7 +49,7 @@ def reduce_losses(losses: Tensor, labels: Tensor, cfg: Any) -> tuple[Tensor, Ten
 
 
 def row_gradient(where: str, dy: Tensor, labels: Tensor, dtype: torch.dtype, count: Tensor | None, cfg: Any) -> Tensor:
-    """dloss, for every row [*] or for all of them (0-d), from dy."""
+    """Compute dloss from dy: one number per row [*], or one for all rows (0-d)."""
     shape = tuple(labels.shape) if cfg.reduction == "none" else ()
     check(where, "dy", dy, shape, wide(dtype), labels)
     return dy if count is None else dy / count.clamp(min=1)

@@ -1,4 +1,4 @@
-"""What the normalisation operators share: the normalised shape, its checks, and views with one last dimension."""
+"""Shared by the normalisations: checks of the normalised shape, views with one last dimension, and sums of partial gradients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_eps(where: str, eps: Any) -> None:
 
 
 def check_norm(where: str, x: Any, weight: Any, dim: tuple[int, ...]) -> None:
-    """x: [*, *D] of a float dtype; weight: [*D], of a dtype that the table allows beside x's."""
+    """Check x: [*, *D] of a float dtype, and weight: [*D], whose dtype must be in `DTYPES` with x's."""
     if len(dim) == 1:
         check_rows(where, "x", x, dim[0])
     else:
@@ -38,7 +38,7 @@ def check_norm(where: str, x: Any, weight: Any, dim: tuple[int, ...]) -> None:
 
 
 def check_weight(where: str, x: Tensor, weight: Any, shape: tuple[int, ...]) -> None:
-    """weight: of a shape, and of a dtype that the table allows beside x's."""
+    """Check the weight's shape, and that its dtype is in `DTYPES` with x's."""
     check(where, "params.weight", weight, shape, None, x)
     if weight.dtype is not x.dtype and (x.dtype, weight.dtype) not in DTYPES:
         either = " or ".join(short(w) for d, w in sorted(DTYPES, key=str) if d is x.dtype)
@@ -53,8 +53,8 @@ def flat(t: Tensor, dim: tuple[int, ...]) -> Tensor:
 def finish(
     parts: Tensor | None, dim: tuple[int, ...], dtype: torch.dtype, accumulator: Any = None, owned: bool = False
 ) -> Tensor | None:
-    """Partial sums [P, D] as a gradient [*D] of the given dtype; unrounded where the accumulator is as wide as they.
-    `owned`: nobody else reads the parts, so that a single one may itself become the gradient."""
+    """Sum the partial sums [P, D] to a gradient [*D] of the given dtype; unrounded if the accumulator is as wide as they are.
+    `owned`: nothing else reads the parts, so that a single one may itself become the gradient."""
     if parts is None:
         return None
     dtype = _dtype_of(parts, dtype, accumulator)
@@ -69,7 +69,7 @@ def finish(
 def finish_two(
     a: Tensor | None, b: Tensor | None, dim: tuple[int, ...], dtype: torch.dtype, into_a: Any, into_b: Any
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Both, in one launch where their dtypes are one."""
+    """`finish` both, in one launch if they get the same dtype."""
     if a is None or b is None or _dtype_of(a, dtype, into_a) is not _dtype_of(b, dtype, into_b):
         return finish(a, dim, dtype, into_a), finish(b, dim, dtype, into_b)
     totals = kernels.sum_two_parts(a, b, _dtype_of(a, dtype, into_a))

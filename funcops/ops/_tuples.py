@@ -1,4 +1,4 @@
-"""The check of an x that is several tensors."""
+"""The check of an x of several tensors."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 from funcops.errors import describe, fail
 
 
-def parts_of(where: str, x: Any, *names: str) -> Any:
-    """x, after the check that it is a tuple of as many parts as there are names."""
+def require_tuple(where: str, x: Any, *names: str) -> Any:
+    """Check that x is a tuple with a part for each name, and return it."""
     if not isinstance(x, tuple) or len(x) != len(names):
         fail(where, "x", f"a tuple ({', '.join(names)})", describe(x), TypeError)
     return x

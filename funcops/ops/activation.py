@@ -22,21 +22,13 @@ from torch import Tensor
 
 from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
-from funcops.contract.op import again_of, config, dgrad_of, forward, make_op, no_params, same_width
-from funcops.contract.schema import AGAIN, DGRAD, NO_GRADIENT, Residuals, saved
+from funcops.contract.op import config, dgrad_of, forward, make_op, no_params, recompute_of, same_width
+from funcops.contract.schema import DGRAD, NO_GRADIENT, RECOMPUTE, Residuals, saved
 from funcops.errors import FLOATS, check, require
 from funcops.kernels import activation as kernels
 
-__all__ = [
-    "ActivationConfig",
-    "ActivationResiduals",
-    "activation",
-    "activation_bwd",
-    "activation_dgrad",
-    "activation_fwd",
-    "activation_init",
-    "activation_wgrad",
-]
+__all__ = ["ActivationConfig", "ActivationResiduals"]
+__all__ += ["activation", "activation_bwd", "activation_dgrad", "activation_fwd", "activation_init", "activation_wgrad"]
 
 KINDS = tuple(kernels.ACTIVATIONS)
 
@@ -55,7 +47,7 @@ class ActivationConfig(OpConfig):
 
 
 class ActivationResiduals(Residuals):
-    x: Tensor = saved("[*]", alias="x", needed_by=DGRAD | AGAIN)
+    x: Tensor = saved("[*]", alias="x", needed_by=DGRAD | RECOMPUTE)
 
 
 def activation_kept(cfg: ActivationConfig, needs: Needs, x: Tensor | None) -> ActivationResiduals | None:
@@ -66,20 +58,20 @@ def activation_kept(cfg: ActivationConfig, needs: Needs, x: Tensor | None) -> Ac
 def activation_fwd(
     params: None, x: Tensor, cfg: ActivationConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, ActivationResiduals | None]:
-    """`y = f(x)`. x: [*] -> y: [*]. Raises `TypeError` for a dtype that is no float."""
+    """`y = f(x)`. x: [*] -> y: [*]. Raises `TypeError` for a dtype that is not a float."""
     check("activation_fwd", "x", x, (...,), FLOATS)
     return kernels.activation_fwd(x, cfg.kind), activation_kept(cfg, needs, x)
 
 
-@again_of(ActivationResiduals)
-def activation_again(residuals: ActivationResiduals, cfg: ActivationConfig) -> Tensor:
-    """y of the forward, the same bits."""
+@recompute_of(ActivationResiduals)
+def activation_recompute(residuals: ActivationResiduals, cfg: ActivationConfig) -> Tensor:
+    """Recompute y, bit for bit."""
     return kernels.activation_fwd(residuals.x, cfg.kind)
 
 
 @dgrad_of(ActivationResiduals)
 def activation_dgrad(residuals: ActivationResiduals, dy: Tensor, cfg: ActivationConfig) -> tuple[Tensor, None]:
-    """`dx = dy * f'(x)`. There is no weight gradient: pending is None."""
+    """`dx = dy * f'(x)`. No params, so pending is None."""
     if not residuals.needs.x:
         return NO_GRADIENT, None
     x = residuals.x
@@ -88,6 +80,11 @@ def activation_dgrad(residuals: ActivationResiduals, dy: Tensor, cfg: Activation
 
 
 activation = make_op(
-    "activation", ActivationConfig, fwd=activation_fwd, dgrad=activation_dgrad, cheap="elementwise", again=activation_again
+    "activation",
+    ActivationConfig,
+    fwd=activation_fwd,
+    dgrad=activation_dgrad,
+    recomputable="elementwise",
+    recompute=activation_recompute,
 )
 activation_init, activation_bwd, activation_wgrad = no_params(activation, activation_dgrad)

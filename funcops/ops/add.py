@@ -29,14 +29,14 @@ __all__ = ["AddConfig", "AddResiduals", "add", "add_bwd", "add_dgrad", "add_fwd"
 
 @config
 class AddConfig(OpConfig):
-    """There is nothing to configure."""
+    """No options."""
 
     widths = same_width
     featurewise = True
 
 
 class AddResiduals(Residuals, static=("inputs", "shape", "dtype")):
-    """No tensor: what dy must be."""
+    """No tensor, only the shape and dtype of dy."""
 
 
 def add_kept(cfg: AddConfig, needs: Needs, x: tuple[Tensor, Tensor]) -> AddResiduals | None:
@@ -59,7 +59,7 @@ def add_fwd(
 
 @dgrad_of(AddResiduals)
 def add_dgrad(residuals: AddResiduals, dy: Any, cfg: AddConfig) -> tuple[tuple[Tensor, Tensor], None]:
-    """`(dy, dy)`. There is no weight gradient: pending is None."""
+    """`(dy, dy)`. No params, so pending is None."""
     needs = residuals.needs
     check("add_dgrad", "dy", dy, residuals.shape, residuals.dtype)
     return residuals.inputs.make(dy if needs.input(i) else None for i in range(2)), None

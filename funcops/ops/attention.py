@@ -3,20 +3,20 @@
     p = softmax(scale q k^T)        y = p v        dv = p^T dy
     ds = p * (dy v^T - rowsum(dy * y))        dq = scale ds k        dk = scale ds^T q
 
-per head. Query head h reads key head h // (H / K) (grouped-query). The last position of q stands at the last of k: position t at
-i = t + S - T. With `causal` it sees positions j <= i, where T <= S; with `window` of those the last so many, i - j < window.
+per head. Query head h reads key head h // (H / K) (grouped-query). The last position of q is the last of k: position t is at
+i = t + S - T. With `causal`, which requires T <= S, it sees positions j <= i; with `window` only the last of these, i - j < window.
 Options change scores s = scale q k^T, in this order:
 
     softcap     c tanh(s / c)                       ds (1 - tanh^2)            arXiv:2408.00118
     alibi       s - slope_h |i - j|                 slopes by head: arXiv:2108.12409
-    bias        s + bias                            dbias = ds, summed over what it is repeated along
+    bias        s + bias                            dbias = ds, summed over the dims that it broadcasts
 
-x is `(q, k, v)`, and after them what the config asks for: with `bias` one of [B or 1, H or 1, T, S], of their dtype, in which -inf
-hides; with `packed` cu_seqlens [N + 1], int32, ascending from 0 to T: B is 1, and each sequence sees itself alone.
+x is `(q, k, v)`, and one more part if the config says so: with `bias` a bias [B or 1, H or 1, T, S] of q's dtype, in which -inf
+masks; with `packed` cu_seqlens [N + 1], int32, ascending from 0 to T: B is 1, and each sequence sees only itself.
 q: [B, T, H, D]; k: [B, S, K, D]; v: [B, S, K, V] with K dividing H; y, dy: [B, T, H, V]; one float dtype; any strides.
 Kept: q, k, v, bias, cu_seqlens (aliases), y (the caller's own output) and logsumexp: 4 bytes a row and head. No attention matrix is
-kept: the backward recomputes p from logsumexp. Zero-length sequences give zeros, as do rows from which a bias hides all.
-Which kernel serves what is in docs/kernels.md. arXiv:2205.14135, arXiv:2305.13245.
+kept: the backward recomputes p from logsumexp. Empty sequences give zeros, and so do rows that a bias masks entirely.
+docs/kernels.md says which kernel runs when. arXiv:2205.14135, arXiv:2305.13245.
 
 >>> import torch
 >>> from funcops import AttentionConfig, attention_bwd, attention_fwd
@@ -49,22 +49,14 @@ from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels.attention import attend_bwd, attend_fwd
 from funcops.kernels.scored_attention import Score, read_here
 
-__all__ = [
-    "AttentionConfig",
-    "AttentionResiduals",
-    "attention",
-    "attention_bwd",
-    "attention_dgrad",
-    "attention_fwd",
-    "attention_init",
-    "attention_wgrad",
-]
+__all__ = ["AttentionConfig", "AttentionResiduals"]
+__all__ += ["attention", "attention_bwd", "attention_dgrad", "attention_fwd", "attention_init", "attention_wgrad"]
 
 
 @config
 class AttentionConfig(OpConfig):
-    """`scale` defaults to D^(-1/2). `window`, with `causal`: how many positions one sees, itself included. `softcap`: what scores
-    stay below. `alibi`: scores fall with the distance. `bias`, `packed`: x has one more part, the bias or cu_seqlens."""
+    """`scale` defaults to D^(-1/2). `window`, with `causal`: how many positions a position sees, itself included. `softcap` bounds
+    the scores. `alibi` lowers scores with the distance. `bias`, `packed`: x has one more part, the bias or cu_seqlens."""
 
     causal: bool = False
     scale: float | None = None
@@ -83,7 +75,7 @@ class AttentionConfig(OpConfig):
             require(value is None or (math.isfinite(value) and value > 0), where, name, "None or above 0", value)
         require(self.window is None or self.window >= 1, where, "window", "None or at least 1", self.window)
         require(self.window is None or self.causal, where, "window", "None without causal", self.window)
-        require(not (self.bias and self.packed), where, "bias", "False with packed, whose sequences it does not know", self.bias)
+        require(not (self.bias and self.packed), where, "bias", "False with packed, for which a bias is not supported", self.bias)
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -108,34 +100,34 @@ def scale_of(head_size: int, scale: float | None) -> float:
 
 
 def check_parts(where: str, x: object, parts: tuple[str, ...]) -> Any:
-    """x as a tuple of so many parts."""
+    """Check that x is a tuple of these parts, and return it."""
     if not isinstance(x, tuple) or len(x) != len(parts):
         fail(where, "x", f"a tuple ({', '.join(parts)})", describe(x), TypeError)
     return x
 
 
 def check_qkv(where: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
-    """Every check of these three."""
+    """Check the shapes, dtypes and devices of q, k and v."""
     check(where, "x.0 (q)", q, (...,), FLOATS)
     check(where, "x.1 (k)", k, (...,), q.dtype, q)
     q_shape, k_shape = q.shape, k.shape
     if len(q_shape) != 4:
         fail(where, "x.0 (q)", "[B, T, H, D]", list(q_shape))
-    if not q_shape[3]:  # whose default scale would be infinite
-        fail(where, "x.0 (q)", "of heads of at least 1 feature, [B, T, H, D]", list(q_shape))
+    if not q_shape[3]:  # the default scale would be infinite
+        fail(where, "x.0 (q)", "[B, T, H, D] with D at least 1", list(q_shape))
     if len(k_shape) != 4 or k_shape[0] != q_shape[0] or k_shape[3] != q_shape[3]:
         fail(where, "x.1 (k)", f"[{q_shape[0]}, S, K, {q_shape[3]}]", list(k_shape))
     if k_shape[2] == 0 or q_shape[2] % k_shape[2] != 0:
         fail(where, "x.1 (k)", f"of a number of heads that divides {q_shape[2]}", k_shape[2])
     if causal and q_shape[1] > k_shape[1]:
-        fail(where, "x.1 (k)", f"of length {q_shape[1]} or longer, as q's last position sees the last (cfg.causal)", k_shape[1])
+        fail(where, "x.1 (k)", f"at least as long as q, {q_shape[1]} (cfg.causal)", k_shape[1])
     check(where, "x.2 (v)", v, (...,), q.dtype, q)
     if v.dim() != 4 or v.shape[:3] != k_shape[:3]:
         fail(where, "x.2 (v)", f"[{', '.join(map(str, k_shape[:3]))}, V]", list(v.shape))
 
 
 def check_x(where: str, x: object, cfg: AttentionConfig) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """q, k, v, and the part after them, after every check."""
+    """Check x, and return q, k, v and the part after them, or None."""
     q, k, v, *rest = check_parts(where, x, cfg.parts)
     check_qkv(where, q, k, v, cfg.causal)
     more = rest[0] if rest else None
@@ -147,7 +139,7 @@ def check_x(where: str, x: object, cfg: AttentionConfig) -> tuple[Tensor, Tensor
 
 
 def of_config(more: Tensor | None, cfg: AttentionConfig) -> tuple[Tensor | None, Tensor | None]:
-    """Bias and cu_seqlens, of the part of x after q, k and v."""
+    """The part of x after q, k and v as `(bias, cu_seqlens)`."""
     return more if cfg.bias else None, more if cfg.packed else None
 
 
@@ -160,12 +152,12 @@ def _check_bias(where: str, bias: Any, q: Tensor, k: Tensor) -> None:
 
 
 def _check_cu_seqlens(where: str, ends: Any, q: Tensor, k: Tensor) -> None:
-    """On a device, and by a tracer, its values are not looked at."""
+    """Check cu_seqlens; the values only on the CPU, and not while tracing."""
     check(where, "x.3 (cu_seqlens)", ends, (...,), torch.int32, q)
     if q.shape[0] != 1:
-        fail(where, "x.0 (q)", "of a batch of 1, a row of sequences (cfg.packed)", q.shape[0])
+        fail(where, "x.0 (q)", "of batch size 1 (cfg.packed): concatenate the sequences", q.shape[0])
     if q.shape[1] != k.shape[1]:
-        fail(where, "x.1 (k)", f"of length {q.shape[1]}, as q is (cfg.packed)", k.shape[1])
+        fail(where, "x.1 (k)", f"as long as q, {q.shape[1]} (cfg.packed)", k.shape[1])
     if ends.dim() != 1 or ends.shape[0] < 1:
         fail(where, "x.3 (cu_seqlens)", "[N + 1]", list(ends.shape))
     if read_here(ends):
@@ -178,8 +170,8 @@ def _check_cu_seqlens(where: str, ends: Any, q: Tensor, k: Tensor) -> None:
 def attention_fwd(
     params: None, x: tuple[Tensor, ...], cfg: AttentionConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, AttentionResiduals | None]:
-    """x: `(q, k, v)`, and what cfg adds -> y: [B, T, H, V]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device,
-    and on the CPU for cu_seqlens that do not ascend from 0 to T."""
+    """x: `(q, k, v)`, and the part that cfg adds -> y: [B, T, H, V]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or
+    device, and on the CPU for cu_seqlens that do not ascend from 0 to T."""
     q, k, v, more = check_x("attention_fwd", x, cfg)
     y, logsumexp = attend_fwd(q, k, v, *of_config(more, cfg), cfg.score(q.shape[3]))
     kept = AttentionResiduals.keep(cfg, needs, q=q, k=k, v=v, y=y, logsumexp=logsumexp, more=more, inputs=Inputs.of(x))
@@ -187,7 +179,7 @@ def attention_fwd(
 
 
 def input_gradients(where: str, residuals: Any, dy: Tensor, cfg: AttentionConfig) -> Any:
-    """The gradients of the parts of x that are asked for."""
+    """The requested gradients of the parts of x."""
     needs, q, y = residuals.needs, residuals.q, residuals.y
     check(where, "dy", dy, y.shape, y.dtype, y)
     wants_bias, score = cfg.bias and needs.input(3), cfg.score(q.shape[3])
@@ -202,7 +194,7 @@ def input_gradients(where: str, residuals: Any, dy: Tensor, cfg: AttentionConfig
 
 @dgrad_of(AttentionResiduals)
 def attention_dgrad(residuals: AttentionResiduals, dy: Tensor, cfg: AttentionConfig) -> tuple[tuple[Tensor, ...], None]:
-    """`(dq, dk, dv)`, and dbias, or None for cu_seqlens, where x has one. There is no weight gradient: pending is None."""
+    """`(dq, dk, dv)`, and dbias for a bias or None for cu_seqlens. No params, so pending is None."""
     if not residuals.needs.x:
         return residuals.nothing(), None
     return input_gradients("attention_dgrad", residuals, dy, cfg), None

@@ -29,18 +29,8 @@ from funcops.kernels import linear as linear_kernels
 from funcops.kernels import pointwise as kernels
 from funcops.trees import leaf, tree
 
-__all__ = [
-    "BiasConfig",
-    "BiasParams",
-    "BiasPending",
-    "BiasResiduals",
-    "bias",
-    "bias_bwd",
-    "bias_dgrad",
-    "bias_fwd",
-    "bias_init",
-    "bias_wgrad",
-]
+__all__ = ["BiasConfig", "BiasParams", "BiasPending", "BiasResiduals"]
+__all__ += ["bias", "bias_bwd", "bias_dgrad", "bias_fwd", "bias_init", "bias_wgrad"]
 
 
 @config
@@ -62,7 +52,7 @@ class BiasParams:
 
 
 class BiasResiduals(Residuals, static=("shape", "dtype")):
-    """No tensor: what dy must be."""
+    """No tensor, only the shape and dtype of dy."""
 
 
 class BiasPending(Pending, static=("dtype",)):
@@ -76,7 +66,7 @@ def bias_init(cfg: BiasConfig, *, key: Tensor | None = None, device: Any = None,
 
 
 def bias_kept(cfg: BiasConfig, needs: Needs, x: Tensor) -> BiasResiduals | None:
-    """Of x, or of what has its shape and dtype."""
+    """Residuals for x, or for any tensor of its shape and dtype."""
     return BiasResiduals.keep(cfg, needs, shape=x.shape, dtype=x.dtype)
 
 
@@ -97,7 +87,7 @@ def bias_dgrad(residuals: BiasResiduals, dy: Tensor, cfg: BiasConfig) -> tuple[T
 
 @wgrad_of(BiasPending, BiasParams)
 def bias_wgrad(pending: BiasPending, cfg: BiasConfig, *, into: BiasParams | None = None) -> BiasParams:
-    """`db = sum of dy`; added to `into` where that is given."""
+    """`db = sum of dy`; added to `into` if given."""
     _, db = linear_kernels.linear_wgrad(pending.dy, None, True)
     if db.dtype is not pending.dtype and (into is None or getattr(into.bias, "dtype", None) is not db.dtype):
         db = db.to(pending.dtype)

@@ -1,10 +1,10 @@
-"""Products of batches of matrices, of which both have gradients.
+"""Batched matrix product, with gradients of both factors.
 
     y = a b          da = dy b^T        db = a^T dy
     y = a b^T        da = dy b          db = dy^T a        with `transposed`
 
 x is `(a, b)`. a, da: [*, M, K]; b, db: [*, K, N], with `transposed` [*, N, K]; y, dy: [*, M, N]; the same leading sizes, one float
-dtype. Kept: a and b, aliases: no bytes of their own. By torch's library on every device.
+dtype. Kept: a and b, aliases: no bytes of their own. torch's library computes it on every device.
 
 >>> import torch
 >>> from funcops import BMMConfig, bmm_bwd, bmm_fwd
@@ -29,7 +29,7 @@ from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
 from funcops.contract.schema import DGRAD, Inputs, Residuals, saved
 from funcops.errors import FLOATS, check, fail, show_shape
 from funcops.kernels import bmm as kernels
-from funcops.ops._tuples import parts_of
+from funcops.ops._tuples import require_tuple
 
 __all__ = ["BMMConfig", "BMMResiduals", "bmm", "bmm_bwd", "bmm_dgrad", "bmm_fwd", "bmm_init", "bmm_wgrad"]
 
@@ -54,7 +54,7 @@ def bmm_fwd(
     params: None, x: tuple[Tensor, Tensor], cfg: BMMConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, BMMResiduals | None]:
     """x: `(a, b)` -> y: [*, M, N]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
-    a, b = parts_of("bmm_fwd", x, "a", "b")
+    a, b = require_tuple("bmm_fwd", x, "a", "b")
     check("bmm_fwd", "x.0 (a)", a, (...,), FLOATS)
     if a.dim() < 2:
         fail("bmm_fwd", "x.0 (a)", "[..., M, K]", list(a.shape))
@@ -69,7 +69,7 @@ def bmm_fwd(
 
 @dgrad_of(BMMResiduals)
 def bmm_dgrad(residuals: BMMResiduals, dy: Tensor, cfg: BMMConfig) -> tuple[tuple[Tensor, Tensor], None]:
-    """`(da, db)`. There is no weight gradient: pending is None."""
+    """`(da, db)`. No params, so pending is None."""
     a, b, needs = residuals.a, residuals.b, residuals.needs
     check("bmm_dgrad", "dy", dy, residuals.shape, residuals.dtype, b if a is None else a)
     da = kernels.bmm_bwd_left(dy, b, cfg.transposed) if needs.input(0) else None

@@ -2,7 +2,7 @@
 
     y = x in dtype        dx = dy in the dtype of x
 
-x, dx: [*] of one float dtype; y, dy: [*] of `cfg.dtype`. Kept: nothing. Where the dtype is the same already, y is x itself.
+x, dx: [*] of one float dtype; y, dy: [*] of `cfg.dtype`. Kept: nothing. If x already has `cfg.dtype`, y is x itself.
 
 >>> import torch
 >>> from funcops import CastConfig, cast_bwd, cast_fwd
@@ -42,7 +42,7 @@ class CastConfig(OpConfig):
 
 
 class CastResiduals(Residuals, static=("shape", "dtype")):
-    """No tensor: what dy must be."""
+    """No tensor, only the shape and dtype of dy."""
 
 
 @forward(CastConfig)
@@ -54,7 +54,7 @@ def cast_fwd(params: None, x: Tensor, cfg: CastConfig, *, needs: Needs = Needs.A
 
 @dgrad_of(CastResiduals)
 def cast_dgrad(residuals: CastResiduals, dy: Any, cfg: CastConfig) -> tuple[Tensor, None]:
-    """dx: [*] in the dtype of x. There is no weight gradient: pending is None."""
+    """dx: [*] in the dtype of x. No params, so pending is None."""
     check("cast_dgrad", "dy", dy, residuals.shape, cfg.dtype)
     return dy.to(residuals.dtype) if residuals.needs.x else NO_GRADIENT, None
 

@@ -1,4 +1,4 @@
-"""Causal convolution over time of every channel by itself, as before the states of Mamba2, Qwen3-Next and Kimi Linear.
+"""Depthwise causal convolution over time, as before the recurrences of Mamba2, Qwen3-Next and Kimi Linear.
 
     z_t = sum over j < W of w_j x_(t - W + 1 + j) + b        y = silu(z), or z        (x is 0 before the first time)
 
@@ -7,8 +7,8 @@ With g = dy f'(z):
     dx_t = sum over j of w_j g_(t + W - 1 - j)        dw_j = sum over batches and t of g_t x_(t - W + 1 + j)        db = sum of g
 
 x, y, dy, dx: [B, T, C]; w: [C, W] (torch's Conv1d has [C, 1, W]); b: [C]; one float dtype. Kept: x, w and b, aliases: no bytes of
-their own; z is computed again. dgrad leaves dw and db as partial sums. To go on with a sequence, put the W - 1 inputs before it in
-front, and leave their y out.
+their own; z is recomputed. dgrad returns dw and db as partial sums. To continue a sequence, prepend its last W - 1 inputs, and
+drop their y.
 
 >>> import torch
 >>> from funcops import CausalConv1dConfig, CausalConv1dParams, causal_conv1d_bwd, causal_conv1d_fwd
@@ -35,30 +35,21 @@ from funcops import random
 from funcops.contract.accumulators import accumulate
 from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
-from funcops.contract.op import again_of, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
-from funcops.contract.schema import AGAIN, DGRAD, WGRAD, Pending, Residuals, saved, static
+from funcops.contract.op import both_halves, config, dgrad_of, forward, init_of, make_op, recompute_of, wgrad_of
+from funcops.contract.schema import DGRAD, RECOMPUTE, WGRAD, Pending, Residuals, saved, static
 from funcops.errors import FLOATS, check, describe, fail, require, require_count
 from funcops.kernels import causal_conv1d as kernels
 from funcops.ops._norm import finish
 from funcops.trees import leaf, tree
 
-__all__ = [
-    "CausalConv1dConfig",
-    "CausalConv1dParams",
-    "CausalConv1dPending",
-    "CausalConv1dResiduals",
-    "causal_conv1d",
-    "causal_conv1d_bwd",
-    "causal_conv1d_dgrad",
-    "causal_conv1d_fwd",
-    "causal_conv1d_init",
-    "causal_conv1d_wgrad",
-]
+__all__ = ["CausalConv1dConfig", "CausalConv1dParams", "CausalConv1dPending", "CausalConv1dResiduals"]
+__all__ += ["causal_conv1d", "causal_conv1d_bwd", "causal_conv1d_dgrad"]
+__all__ += ["causal_conv1d_fwd", "causal_conv1d_init", "causal_conv1d_wgrad"]
 
 
 @config
 class CausalConv1dConfig(OpConfig):
-    """`channels` (C); `width`: the times W that a y is made of; `bias` adds b; `silu`: y = silu(z)."""
+    """`channels` (C); `width`: the kernel size W; `bias` adds b; `silu`: y = silu(z)."""
 
     channels: int = field(kw_only=False)
     width: int = 4
@@ -78,10 +69,10 @@ class CausalConv1dParams:
     bias: Tensor | None = leaf("[C]")
 
 
-class CausalConv1dResiduals(Residuals):  # without silu dgrad reads no x; as an alias it is kept all the same
-    x: Tensor = saved("[B, T, C]", alias="x", needed_by=DGRAD | AGAIN, of=("x", "params"))
-    weight: Tensor = saved("[C, W]", alias="params.weight", needed_by=DGRAD | AGAIN, of=("x", "params"))
-    bias: Tensor | None = saved("[C]", alias="params.bias", needed_by=DGRAD | AGAIN, of=("x", "params"))
+class CausalConv1dResiduals(Residuals):  # without silu dgrad does not read x; it is kept anyway, as an alias
+    x: Tensor = saved("[B, T, C]", alias="x", needed_by=DGRAD | RECOMPUTE, of=("x", "params"))
+    weight: Tensor = saved("[C, W]", alias="params.weight", needed_by=DGRAD | RECOMPUTE, of=("x", "params"))
+    bias: Tensor | None = saved("[C]", alias="params.bias", needed_by=DGRAD | RECOMPUTE, of=("x", "params"))
 
 
 class CausalConv1dPending(Pending):  # float32 (float64 for float64)
@@ -119,9 +110,9 @@ def causal_conv1d_fwd(
     return kernels.causal_conv1d_fwd(x, w, b, cfg.silu), CausalConv1dResiduals.keep(cfg, needs, x=x, weight=w, bias=b)
 
 
-@again_of(CausalConv1dResiduals)
-def causal_conv1d_again(residuals: CausalConv1dResiduals, cfg: CausalConv1dConfig) -> Tensor:
-    """y of the forward, the same bits."""
+@recompute_of(CausalConv1dResiduals)
+def causal_conv1d_recompute(residuals: CausalConv1dResiduals, cfg: CausalConv1dConfig) -> Tensor:
+    """Recompute y, bit for bit."""
     return kernels.causal_conv1d_fwd(residuals.x, residuals.weight, residuals.bias, cfg.silu)
 
 
@@ -141,7 +132,7 @@ def causal_conv1d_dgrad(
 def causal_conv1d_wgrad(
     pending: CausalConv1dPending, cfg: CausalConv1dConfig, *, into: CausalConv1dParams | None = None
 ) -> CausalConv1dParams:
-    """dw: [C, W] and db: [C], in the weight's dtype; added to `into` where that is given, in float32 if `into` is."""
+    """dw: [C, W] and db: [C], in the weight's dtype; added to `into` if given, in float32 if `into` is."""
     dtype, target = pending.weight_dtype, into or CausalConv1dParams(None, None)  # type: ignore[arg-type]
     dw: Any = finish(pending.dw_parts, (cfg.channels, cfg.width), dtype, target.weight)
     db = finish(pending.db_parts, (cfg.channels,), dtype, target.bias)
@@ -155,7 +146,7 @@ causal_conv1d = make_op(
     fwd=causal_conv1d_fwd,
     dgrad=causal_conv1d_dgrad,
     wgrad=causal_conv1d_wgrad,
-    cheap="elementwise",
-    again=causal_conv1d_again,
+    recomputable="elementwise",
+    recompute=causal_conv1d_recompute,
 )
 causal_conv1d_bwd = both_halves(causal_conv1d, causal_conv1d_dgrad, causal_conv1d_wgrad)

@@ -6,8 +6,8 @@
 s: label_smoothing; z: z_loss. Rows with label ignore_index have loss and gradient 0 and do not count in the mean.
 x is `(logits, labels)`. logits, dl: [*, V] of one float dtype; labels: [*] int64; y: a float32 scalar (float64 for
 float64), or [*] with reduction "none". Kept: logits and labels, aliases, and lse as two
-numbers, max_v l_v and log sum_v exp(l_v - max): 8 bytes a row; no probabilities. Their sum alone would lose what a shift hides.
-The mean over no rows at all is nan, with gradient 0, as in PyTorch.
+numbers, max_v l_v and log sum_v exp(l_v - max): 8 bytes a row; no probabilities. Their rounded sum would lose digits of the second.
+The mean over no rows is nan, with gradient 0, as in PyTorch.
 
 >>> import torch
 >>> from funcops import CrossEntropyConfig, cross_entropy_bwd, cross_entropy_fwd
@@ -27,16 +27,9 @@ from funcops.contract.schema import DGRAD, Inputs, Residuals, saved
 from funcops.kernels import cross_entropy as kernels
 from funcops.ops._loss import check_options, check_pair, reduce_losses, row_gradient
 
-__all__ = [
-    "CrossEntropyConfig",
-    "CrossEntropyResiduals",
-    "cross_entropy",
-    "cross_entropy_bwd",
-    "cross_entropy_dgrad",
-    "cross_entropy_fwd",
-    "cross_entropy_init",
-    "cross_entropy_wgrad",
-]
+__all__ = ["CrossEntropyConfig", "CrossEntropyResiduals"]
+__all__ += ["cross_entropy", "cross_entropy_bwd", "cross_entropy_dgrad"]
+__all__ += ["cross_entropy_fwd", "cross_entropy_init", "cross_entropy_wgrad"]
 
 
 @config
@@ -78,7 +71,7 @@ def cross_entropy_fwd(
 
 @dgrad_of(CrossEntropyResiduals)
 def cross_entropy_dgrad(residuals: CrossEntropyResiduals, dy: Tensor, cfg: CrossEntropyConfig) -> tuple[tuple[Tensor, None], None]:
-    """`(dlogits, None)`. There is no weight gradient: pending is None."""
+    """`(dlogits, None)`. No params, so pending is None."""
     if not residuals.needs.input(0):
         return residuals.nothing(), None
     logits, labels = residuals.logits, residuals.labels

@@ -2,8 +2,8 @@
 
     y = x * m / (1 - p)        dx = dy * m / (1 - p)        m_i = [bits_i(key) >= p 2^32]
 
-x is `(x, key)`. x, y, dy, dx: [*] of one float dtype; key: int64[2], see funcops.random. Kept: the key, an alias; the
-backward draws the same bits again. With p = 0 or train=False, y is x itself; with p = 1, zeros. JMLR 15 (2014) 1929.
+x is `(x, key)`. x, y, dy, dx: [*] of one float dtype; key: int64[2], see funcops.random. Kept: the key, an alias, from
+which the backward redraws the bits. With p = 0 or train=False, y is x itself; with p = 1, zeros. JMLR 15 (2014) 1929.
 
 >>> import torch
 >>> from funcops import DropoutConfig, dropout_bwd, dropout_fwd, random
@@ -31,16 +31,8 @@ from funcops.contract.schema import DGRAD, Inputs, Residuals, saved
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import pointwise as kernels
 
-__all__ = [
-    "DropoutConfig",
-    "DropoutResiduals",
-    "dropout",
-    "dropout_bwd",
-    "dropout_dgrad",
-    "dropout_fwd",
-    "dropout_init",
-    "dropout_wgrad",
-]
+__all__ = ["DropoutConfig", "DropoutResiduals"]
+__all__ += ["dropout", "dropout_bwd", "dropout_dgrad", "dropout_fwd", "dropout_init", "dropout_wgrad"]
 
 
 @config
@@ -87,7 +79,7 @@ def _apply(t: Tensor, key: Tensor, cfg: DropoutConfig) -> Tensor:
 
 @dgrad_of(DropoutResiduals)
 def dropout_dgrad(residuals: DropoutResiduals, dy: Any, cfg: DropoutConfig) -> tuple[tuple[Tensor, None], None]:
-    """`(dx, None)`. There is no weight gradient: pending is None."""
+    """`(dx, None)`. No params, so pending is None."""
     check("dropout_dgrad", "dy", dy, residuals.shape, residuals.dtype, residuals.key)
     dx = _apply(dy, residuals.key, cfg) if residuals.needs.input(0) else None
     return residuals.inputs.make((dx, None)), None

@@ -1,6 +1,6 @@
 """Embedding.
 
-    y = w[ids]        dw_v = sum of dy over the places where ids = v        (0 for padding_idx)
+    y = w[ids]        dw_v = sum of dy over the positions where ids = v        (0 for padding_idx)
 
 ids: [*] int64; w, dw: [V, D]; y, dy: [*, D]. dx is None: ids carry no gradient. Kept: ids, an alias.
 An id outside [0, V) raises `IndexError` on the CPU; on CUDA it is a device-side assertion, as in PyTorch.
@@ -31,18 +31,8 @@ from funcops.errors import FLOATS, check, require
 from funcops.kernels import embedding as kernels
 from funcops.trees import leaf, tree
 
-__all__ = [
-    "EmbeddingConfig",
-    "EmbeddingParams",
-    "EmbeddingPending",
-    "EmbeddingResiduals",
-    "embedding",
-    "embedding_bwd",
-    "embedding_dgrad",
-    "embedding_fwd",
-    "embedding_init",
-    "embedding_wgrad",
-]
+__all__ = ["EmbeddingConfig", "EmbeddingParams", "EmbeddingPending", "EmbeddingResiduals"]
+__all__ += ["embedding", "embedding_bwd", "embedding_dgrad", "embedding_fwd", "embedding_init", "embedding_wgrad"]
 
 
 @config
@@ -111,8 +101,8 @@ def embedding_dgrad(residuals: EmbeddingResiduals, dy: Tensor, cfg: EmbeddingCon
 
 @wgrad_of(EmbeddingPending, EmbeddingParams)
 def embedding_wgrad(pending: EmbeddingPending, cfg: EmbeddingConfig, *, into: EmbeddingParams | None = None) -> EmbeddingParams:
-    """dw: [V, D]; added to `into` where that is given: unrounded, and to the rows of these ids alone,
-    where `into` is as wide as the sums."""
+    """dw: [V, D]; added to `into` if given. If `into` is as wide as the sums, they are added unrounded, and only to the rows of
+    these ids."""
     pad = -1 if cfg.padding_idx is None else cfg.padding_idx
     dy, ids = pending.dy, pending.ids
     if into is not None:
@@ -125,7 +115,7 @@ def check_embedding_into(where: str, dy: Tensor, vocab: int, into: EmbeddingPara
 
 
 def embedding_gradients(where: str, dy: Tensor, ids: Tensor, vocab: int, pad: int, into: EmbeddingParams | None) -> EmbeddingParams:
-    """dw of all ids but `pad`; added to `into`, which was checked."""
+    """dw for all ids but `pad`; added to `into`, which the caller has checked."""
     if into is not None and takes_sums(into.weight, dy.dtype):
         kernels.embedding_wgrad_into(dy, ids, pad, into.weight)
         return into

@@ -1,22 +1,22 @@
-"""The experts of a mixture of experts: each token goes through the K that were chosen for it.
+"""The experts of a mixture of experts: each token passes through the K experts chosen for it.
 
     y_t = sum over k of w_tk down_e f(up_e x_t)        e = indices[t, k];  f: a gated linear unit, whose gate is the first I rows
 
-Rows are sorted by expert: row n is a token's choice, s_n its weight.
+Rows are sorted by expert: row n is one choice of a token, s_n its weight.
 
     z = x[token] up_e^T        a = f(g) l of z = (g, l)        y = sum over k of (s a down_e^T)[place[:, k]]
     da = dy[token] down_e      ds = rowsum(da a), d weights = ds[place]      dz = s (da l f'(g), da f(g))
     dx = sum over k of (dz up_e)[place[:, k]]      d up_e = dz^T x[token]      d down_e = dy[token]^T (s a)
 
-A bias of up is added to z; one of down counts s times, so that ds gets dy[token] . bias_e. As the weight comes before down, neither
-down's output nor its gradient by row is kept: all that is kept beside inputs and params is z, [N, 2I] for N = T K rows, 8 bytes a
-row of order and place, and offsets. Nothing of x by row is made. Sums over k have a fixed order. On CUDA no value is read on the
-host; there a token's bits do not depend on where others go.
+A bias of up is added to z; a bias of down is multiplied by s, which adds dy[token] . bias_e to ds. As the weight is applied before
+down, neither down's output nor its gradient is kept by row: besides inputs and params only z, [N, 2I] for N = T K rows, order and
+place, 8 bytes a row, and offsets are kept. x is not copied by row. Sums over k have a fixed order. On CUDA no value is read on the
+host, and a token's bits do not depend on the experts of other tokens.
 
 x is `(weights, x, indices)`: weights [*, K], of x's dtype or the wide one (float32; float64 for float64); x, y, dy: [*, H];
-indices [*, K], int32, of 0 to E: E is a choice that was dropped, which adds nothing and whose weight has the gradient 0.
+indices [*, K], int32, from 0 to E: E is a dropped choice, which adds nothing and whose weight has gradient 0.
 up: [E, 2I, H], gate rows first, down: [E, H, I], biases [E, 2I], [E, H] or None; one float dtype. arXiv:2512.14080;
-TransformerEngine's GroupedMLP. `funcops.models.plain_experts` is the same in steps.
+TransformerEngine's GroupedMLP. `funcops.models.plain_experts` does the same in steps.
 
 >>> import torch
 >>> from funcops import ExpertsConfig, experts, random
@@ -54,24 +54,14 @@ from funcops.ops.glu import GLUConfig
 from funcops.ops.grouped_linear import GroupedLinearConfig, GroupedLinearParams, grouped_linear_init, into_grouped
 from funcops.trees import tree
 
-__all__ = [
-    "ExpertsConfig",
-    "ExpertsParams",
-    "ExpertsPending",
-    "ExpertsResiduals",
-    "experts",
-    "experts_bwd",
-    "experts_dgrad",
-    "experts_fwd",
-    "experts_init",
-    "experts_wgrad",
-]
+__all__ = ["ExpertsConfig", "ExpertsParams", "ExpertsPending", "ExpertsResiduals"]
+__all__ += ["experts", "experts_bwd", "experts_dgrad", "experts_fwd", "experts_init", "experts_wgrad"]
 
 
 @config
 class ExpertsConfig(OpConfig):
     """`experts` (E), `dim` (H) and `hidden` (I), each at least 1; `kind`, with limit, alpha and offset, as in `GLUConfig`, but not
-    paired (GPT-OSS: "clamped_swiglu" with bias); `bias` adds one to up and one to down."""
+    paired (GPT-OSS: "clamped_swiglu" with bias); `bias` adds a bias to up and to down."""
 
     experts: int = field(kw_only=False)
     dim: int = field(kw_only=False)
@@ -105,15 +95,15 @@ class ExpertsConfig(OpConfig):
 
 @tree
 class ExpertsParams:
-    """Of both linear layers, stacked by expert: up.weight [E, 2I, H], down.weight [E, H, I], with biases [E, 2I], [E, H] or
-    None."""
+    """The params of both linear layers, stacked by expert: up.weight [E, 2I, H], down.weight [E, H, I], and biases [E, 2I], [E, H]
+    or None."""
 
     up: GroupedLinearParams
     down: GroupedLinearParams
 
     @staticmethod
     def without(cfg: ExpertsConfig) -> ExpertsParams:
-        """Of no gradient at all."""
+        """Gradients that are all None."""
         return ExpertsParams(GroupedLinearParams(None, None), GroupedLinearParams(None, None))
 
 
@@ -124,7 +114,7 @@ OF_ALL = "x.0", *OF_DZ, "params.down.weight", "params.down.bias"
 class ExpertsResiduals(Residuals, static=("inputs", "shape", "dtype")):
     x: Tensor = saved("[*, H]", alias="x.1", needed_by=WGRAD, of=("params.up.weight",))
     weights: Tensor = saved("[*, K]", alias="x.0", needed_by=DGRAD | WGRAD, of=OF_ALL[1:])
-    indices: Tensor | None = saved("[*, K]", alias="x.2", needed_by=DGRAD, of=("x.0",))  # where down has a bias
+    indices: Tensor | None = saved("[*, K]", alias="x.2", needed_by=DGRAD, of=("x.0",))  # if down has a bias
     up: Tensor = saved("[E, 2I, H]", alias="params.up.weight", needed_by=DGRAD, of=("x.1",))
     down: Tensor = saved("[E, H, I]", alias="params.down.weight", needed_by=DGRAD, of=OF_ALL[:-2])
     down_bias: Tensor | None = saved("[E, H]", alias="params.down.bias", needed_by=DGRAD, of=("x.0",))
@@ -200,7 +190,7 @@ def experts_fwd(
 def computed(
     params: ExpertsParams, x: tuple[Tensor, Tensor, Tensor], cfg: ExpertsConfig, needs: Needs
 ) -> tuple[Tensor, ExpertsResiduals | None]:
-    """`experts_fwd` of params and x that were looked at, of however many choices."""
+    """`experts_fwd` for checked params and x, with any number of choices."""
     y, z, _, order, offsets, place = products(params, x, cfg)
     weights, tokens, indices = x
     kept = ExpertsResiduals.keep(
@@ -226,7 +216,7 @@ def computed(
 
 
 def products(params: ExpertsParams, x: tuple[Tensor, Tensor, Tensor], cfg: ExpertsConfig) -> tuple[Tensor, ...]:
-    """y, and with it z, what down reads, order, offsets and place [T, K]."""
+    """Compute y, z, the input of down, order, offsets and place [T, K]."""
     weights, tokens, indices = x
     up, down = params.up, params.down
     order, _, offsets, place = sort_by_expert(_rows(indices), cfg.experts)
@@ -244,11 +234,11 @@ def experts_dgrad(
     r, needs = residuals, residuals.needs
     check("experts_dgrad", "dy", dy, r.shape, r.dtype, r.order)
     of_up = needs.param("up.weight") or (cfg.bias and needs.param("up.bias"))
-    of_weights, of_x, again = needs.input(0), needs.input(1), needs.param("down.weight")
+    of_weights, of_x, recomputed = needs.input(0), needs.input(1), needs.param("down.weight")
     dz = d_weights = scaled = None
-    if of_up or of_x or of_weights or again:
+    if of_up or of_x or of_weights or recomputed:
         indices = None if r.indices is None else _rows(r.indices)
-        weights = r.weights  # their own gradient reads no more of them than shape and dtype
+        weights = r.weights  # the gradient of weights reads only their shape and dtype
         weights = r.place.new_empty(r.place.shape, dtype=r.weights_dtype) if weights is None else _rows(weights)
         dz, d_weights, scaled = kernels.experts_dgrad(
             _rows(dy),
@@ -263,7 +253,7 @@ def experts_dgrad(
             *cfg.gated,
             of_up or of_x,
             of_weights,
-            again,
+            recomputed,
         )
     dx = None
     if of_x:
@@ -285,8 +275,8 @@ def experts_dgrad(
 
 @wgrad_of(ExpertsPending, ExpertsParams)
 def experts_wgrad(pending: ExpertsPending, cfg: ExpertsConfig, *, into: ExpertsParams | None = None) -> ExpertsParams:
-    """`d up_e = dz^T x[token]`, `d down_e = dy[token]^T (s a)`, and of biases the sums of dz and of s dy[token]; 0 for an expert
-    that nobody chose. Added to `into` where that is given."""
+    """`d up_e = dz^T x[token]`, `d down_e = dy[token]^T (s a)`, and for biases the sums of dz and of s dy[token]; 0 for an expert
+    that no token chose. Added to `into` if given."""
     p, needs = pending, pending.needs
     biases = [cfg.bias and needs.param(f"{name}.bias") for name in ("up", "down")]
     x, dz, dy, scaled = (None if t is None else _rows(t) for t in (p.x, p.dz, p.dy, p.scaled))
@@ -301,14 +291,14 @@ def experts_wgrad(pending: ExpertsPending, cfg: ExpertsConfig, *, into: ExpertsP
 
 
 def check_experts_into(where: str, p: ExpertsPending, cfg: ExpertsConfig, into: ExpertsParams) -> None:
-    """Before anything is added, or sent."""
+    """Check `into`, before anything is added or sent."""
     biases = [cfg.bias and p.needs.param(f"{name}.bias") for name in ("up", "down")]
     layers = zip((cfg.up, cfg.down), (p.dz, p.dy), (p.x, p.scaled), biases, strict=True)
     check_into(where, into, ExpertsParams(*[_wanted(*layer) for layer in layers]))
 
 
 def _wanted(layer: GroupedLinearConfig, dy: Tensor | None, x: Tensor | None, bias: bool) -> GroupedLinearParams:
-    """What accumulators must be like."""
+    """Gradients of the shapes and dtypes that accumulators must have."""
     if dy is None:
         return GroupedLinearParams(None, None)
     shape = dy.new_empty(()).expand(layer.experts, *layer.weight_shape)

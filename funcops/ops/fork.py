@@ -1,4 +1,4 @@
-"""Fork: the input twice.
+"""Fork: return the input twice.
 
     y = (x, x)        dx = dy_0 + dy_1
 
@@ -29,14 +29,14 @@ __all__ = ["ForkConfig", "ForkResiduals", "fork", "fork_bwd", "fork_dgrad", "for
 
 @config
 class ForkConfig(OpConfig):
-    """There is nothing to configure."""
+    """No options."""
 
     widths = same_width
     featurewise = True
 
 
 class ForkResiduals(Residuals, static=("shape", "dtype")):
-    """No tensor: what dy must be."""
+    """No tensor, only the shape and dtype of dy."""
 
 
 def fork_kept(cfg: ForkConfig, needs: Needs, x: Tensor) -> ForkResiduals | None:
@@ -54,7 +54,7 @@ def fork_fwd(
 
 @dgrad_of(ForkResiduals)
 def fork_dgrad(residuals: ForkResiduals, dy: Any, cfg: ForkConfig) -> tuple[Tensor, None]:
-    """`dx = dy_0 + dy_1`. There is no weight gradient: pending is None."""
+    """`dx = dy_0 + dy_1`. No params, so pending is None."""
     if not isinstance(dy, tuple) or len(dy) != 2:
         fail("fork_dgrad", "dy", "a tuple of 2 (None for zero)", describe(dy), TypeError)
     for i, part in enumerate(dy):

@@ -2,15 +2,14 @@
 
     y = f(gate) * linear        d gate = dy * linear * f'(gate)        d linear = dy * f(gate)
 
-gate and linear are the halves of x; which half is the gate is said in the config (torch.nn.functional.glu gates with the
+gate and linear are the halves of x; the config says which half is the gate (torch.nn.functional.glu gates with the
 second, most SwiGLU models with the first). f: glu sigmoid, reglu relu, squared_reglu relu^2, geglu gelu (erf), geglu_tanh,
 quick_geglu x sigmoid(1.702 x), swiglu silu. clamped_swiglu (GPT-OSS): g = min(gate, limit), l = clamp(linear, ±limit),
 y = g sigmoid(alpha g) (l + offset). With `scaled`, x is `(x, scales)` and y is multiplied by scales row by row;
 d scales = sum over H of dy times the unscaled y. With `gathered` as well, x is `(x, weights, order)` and the scale of row n is
-weights.flat[order[n]], as of rows that are sorted by expert (`permute`). With `paired`, x is `(gate, linear)`, two tensors of
-their own.
+weights.flat[order[n]], for rows sorted by expert (`permute`). With `paired`, x is two tensors, `(gate, linear)`.
 
-x, dx: [*, 2H], or two of [*, H]; y, dy: [*, H]; scales, d scales: [*], of x's dtype or the wide one; else one float dtype.
+x, dx: [*, 2H], or two of [*, H]; y, dy: [*, H]; scales, d scales: [*], of x's dtype or the wide one; all else of one float dtype.
 Gathered: x [N, 2H], weights and d weights of N numbers, order [N], a permutation, int32. Kept: x, scales, weights and order,
 aliases: no bytes of their own. arXiv:2002.05202.
 
@@ -33,13 +32,13 @@ from torch import Tensor
 from funcops.backend import wide
 from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
-from funcops.contract.op import again_of, config, dgrad_of, forward, make_op, no_params
-from funcops.contract.schema import AGAIN, DGRAD, Inputs, Residuals, saved, static
+from funcops.contract.op import config, dgrad_of, forward, make_op, no_params, recompute_of
+from funcops.contract.schema import DGRAD, RECOMPUTE, Inputs, Residuals, saved, static
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import coded_glu
 from funcops.kernels import glu as kernels
 from funcops.kernels.routing import of_choices, of_rows
-from funcops.residuals.forms import Packed, block_of, unpack
+from funcops.residuals.forms import Packed, block_of, from_form
 
 __all__ = ["GLUConfig", "GLUResiduals", "glu", "glu_bwd", "glu_dgrad", "glu_fwd", "glu_init", "glu_wgrad"]
 
@@ -48,8 +47,8 @@ KINDS = (*kernels.GATES, "clamped_swiglu")
 
 @config
 class GLUConfig(OpConfig):
-    """`kind` must be given, and `gate` ("first" or "second" half) unless x is `paired`; limit, alpha and offset are those of
-    clamped_swiglu. `gathered`: the scales of a `scaled` GLU are found by an index."""
+    """`kind` must be given, and `gate` ("first" or "second" half) unless x is `paired`; limit, alpha and offset belong to
+    clamped_swiglu. `gathered`: the scales of a `scaled` GLU are gathered by an index."""
 
     kind: str
     gate: str = ""
@@ -80,16 +79,16 @@ class GLUConfig(OpConfig):
         return None, width if self.paired or width is None else width // 2
 
     def packed_parts(self, width: int) -> tuple[int, ...]:
-        """The sizes of what is side by side in the last dimension of x; () where it is in two tensors."""
+        """The sizes of the parts side by side in x's last dimension; () if x is two tensors."""
         return () if self.paired else (width // 2, width // 2)
 
 
 class GLUResiduals(Residuals, static=("inputs",)):
-    x: Tensor = saved("[*, 2H]", alias="x", needed_by=DGRAD | AGAIN, blocks=True)
-    scales: Tensor | None = saved("[*], or of as many", alias="x.1", needed_by=DGRAD | AGAIN, of=("x.0",))
-    linear: Tensor | None = saved("[*, H]", alias="x.1", needed_by=DGRAD | AGAIN)
-    order: Any = saved("[*]", alias="x.2", needed_by=DGRAD | AGAIN)
-    scales_like: Any = static()  # their shape and dtype
+    x: Tensor = saved("[*, 2H]", alias="x", needed_by=DGRAD | RECOMPUTE, blocks=True)
+    scales: Tensor | None = saved("[*], or [N]", alias="x.1", needed_by=DGRAD | RECOMPUTE, of=("x.0",))
+    linear: Tensor | None = saved("[*, H]", alias="x.1", needed_by=DGRAD | RECOMPUTE)
+    order: Any = saved("[*]", alias="x.2", needed_by=DGRAD | RECOMPUTE)
+    scales_like: Any = static()  # the shape and dtype of scales
 
 
 def _split(x: Any, *names: str) -> tuple[Tensor, ...]:
@@ -109,12 +108,12 @@ def _pair(x: Any, cfg: GLUConfig, needs: Needs) -> tuple[Tensor, Any]:
 
 
 def glu_kept(cfg: GLUConfig, needs: Needs, x: Tensor) -> GLUResiduals | None:
-    """Of one tensor, gate and linear."""
+    """Residuals for one tensor, gate and linear."""
     return GLUResiduals.keep(cfg, needs, x=x, scales=None, inputs=None)
 
 
 def scaled_glu_kept(cfg: GLUConfig, needs: Needs, x: Any) -> GLUResiduals | None:
-    """Of one tensor and its scales, which may be gathered."""
+    """Residuals for one tensor and its scales, which may be gathered."""
     t, scales, order = x if len(x) == 3 else (*x, None)
     like = scales.shape, scales.dtype
     return GLUResiduals.keep(cfg, needs, x=t, scales=scales, order=order, scales_like=like, inputs=Inputs.of(x))
@@ -123,7 +122,7 @@ def scaled_glu_kept(cfg: GLUConfig, needs: Needs, x: Any) -> GLUResiduals | None
 @forward(GLUConfig)
 def glu_fwd(params: None, x: Any, cfg: GLUConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, GLUResiduals | None]:
     """`y = f(gate) * linear`. x: [*, 2H], `(x, scales)`, `(x, weights, order)` or `(gate, linear)` -> y: [*, H]. Raises
-    `ValueError` or `TypeError`."""
+    `ValueError` or `TypeError` for a wrong shape, dtype or device."""
     if cfg.paired:
         return _pair(x, cfg, needs)
     names = ("x", "weights", "order") if cfg.gathered else ("x", "scales")
@@ -131,7 +130,7 @@ def glu_fwd(params: None, x: Any, cfg: GLUConfig, *, needs: Needs = Needs.ALL) -
     t = parts[0]
     check("glu_fwd", "x", t, (...,), FLOATS)
     if t.dim() < 1 or t.shape[-1] % 2 != 0:
-        fail("glu_fwd", "x", "[..., 2H], of even last size", list(t.shape))
+        fail("glu_fwd", "x", "[..., 2H], with an even last size", list(t.shape))
     if not cfg.scaled:
         return _gated(t, None, cfg), glu_kept(cfg, needs, t)
     scales = parts[1]
@@ -140,7 +139,7 @@ def glu_fwd(params: None, x: Any, cfg: GLUConfig, *, needs: Needs = Needs.ALL) -
     if cfg.gathered:
         rows = t.shape[:-1].numel()
         if scales.numel() != rows:
-            fail("glu_fwd", "weights", f"{rows} numbers, as x has rows", list(scales.shape))
+            fail("glu_fwd", "weights", f"{rows} numbers, one per row of x", list(scales.shape))
         check("glu_fwd", "order", parts[2], t.shape[:-1], torch.int32, t)
         scales = of_rows(scales, parts[2])
     return _gated(t, scales, cfg), scaled_glu_kept(cfg, needs, x)
@@ -152,14 +151,14 @@ def _gated(t: Tensor, scales: Tensor | None, cfg: GLUConfig) -> Tensor:
     return kernels.glu_fwd(t, scales, cfg.kind, cfg.first)
 
 
-@again_of(GLUResiduals)
-def glu_again(residuals: GLUResiduals, cfg: GLUConfig) -> Tensor:
-    """y of the forward, the same bits."""
+@recompute_of(GLUResiduals)
+def glu_recompute(residuals: GLUResiduals, cfg: GLUConfig) -> Tensor:
+    """Recompute y, bit for bit."""
     x: Any = residuals.x
     if type(x) is Packed:
         if _reads(cfg):
             return coded_glu.coded_glu_fwd(*x.parts, block_of(x), cfg.kind, cfg.first, x.dtype)
-        x = unpack(x)
+        x = from_form(x)
     if cfg.paired:
         return kernels.glu_pair_fwd(x, residuals.linear, cfg.kind)
     scales: Any = residuals.scales
@@ -167,13 +166,13 @@ def glu_again(residuals: GLUResiduals, cfg: GLUConfig) -> Tensor:
 
 
 def _reads(cfg: GLUConfig) -> bool:
-    """Whether there are kernels that read an x in 8 bits."""
+    """Whether kernels exist that read an x in 8 bits."""
     return not cfg.scaled and not cfg.paired and cfg.kind in kernels.GATES
 
 
 @dgrad_of(GLUResiduals)
 def glu_dgrad(residuals: GLUResiduals, dy: Tensor, cfg: GLUConfig) -> tuple[Any, None]:
-    """dx: [*, 2H], `(dx, dscales)` or `(dx, dweights, None)`. There is no weight gradient: pending is None."""
+    """dx: [*, 2H], `(dx, dscales)` or `(dx, dweights, None)`. No params, so pending is None."""
     x, scales, needs = residuals.x, residuals.scales, residuals.needs
     if not needs.x:
         return residuals.nothing(), None
@@ -181,7 +180,7 @@ def glu_dgrad(residuals: GLUResiduals, dy: Tensor, cfg: GLUConfig) -> tuple[Any,
         if _reads(cfg):
             check("glu_dgrad", "dy", dy, (*x.shape[:-1], x.shape[-1] // 2), x.dtype, x.parts[0])
             return coded_glu.coded_glu_bwd(dy, *x.parts, block_of(x), cfg.kind, cfg.first), None
-        x = unpack(x)
+        x = from_form(x)
     if cfg.paired:
         check("glu_dgrad", "dy", dy, x.shape, x.dtype, x)
         pair = kernels.glu_pair_bwd(dy, x, residuals.linear, cfg.kind)
@@ -189,7 +188,7 @@ def glu_dgrad(residuals: GLUResiduals, dy: Tensor, cfg: GLUConfig) -> tuple[Any,
     check("glu_dgrad", "dy", dy, (*x.shape[:-1], x.shape[-1] // 2), x.dtype, x)
     wanted = (needs.input(0), needs.input(1)) if cfg.scaled else (True, False)
     first = cfg.first
-    if wanted[1] and scales is None:  # their own gradient reads no more of them than the dtype
+    if wanted[1] and scales is None:  # the gradient of scales reads only their dtype
         scales = x.new_empty(x.shape[:-1], dtype=residuals.scales_like[1])
     elif scales is not None and residuals.order is not None:
         scales = of_rows(scales, residuals.order)
@@ -204,5 +203,5 @@ def glu_dgrad(residuals: GLUResiduals, dy: Tensor, cfg: GLUConfig) -> tuple[Any,
     return residuals.inputs.make((dx, d_weights, None)), None
 
 
-glu = make_op("glu", GLUConfig, fwd=glu_fwd, dgrad=glu_dgrad, cheap="elementwise", again=glu_again)
+glu = make_op("glu", GLUConfig, fwd=glu_fwd, dgrad=glu_dgrad, recomputable="elementwise", recompute=glu_recompute)
 glu_init, glu_bwd, glu_wgrad = no_params(glu, glu_dgrad)

@@ -1,14 +1,14 @@
-"""GroupNorm: channels in G groups, each normalised over its channels and places.
+"""GroupNorm: channels in G groups, each normalised over its channels and positions.
 
     m = mean(x)    r = (mean((x - m)^2) + eps)^(-1/2)    n = (x - m) * r    y = n * w + b        means over a group
 
 With g = dy * w:
 
-    dx = r * (g - mean(g) - n * mean(g n))    dw = sum over batches and places of dy * n    db = the same of dy
+    dx = r * (g - mean(g) - n * mean(g n))    dw = sum over batches and positions of dy * n    db = the same sum of dy
 
 x, y, dy, dx: [B, C, *S] of one float dtype; w, b: [C], of x's dtype or float32; m, r: [B, G], float32 (float64 for float64).
-Kept: x and w, both aliases, m and r: 8 bytes a group. dgrad leaves dw and db as partial sums [P, C] each. Where only db is wanted,
-nothing is kept but the shape. arXiv:1803.08494.
+Kept: x and w, both aliases, m and r: 8 bytes a group. dgrad returns dw and db as partial sums [P, C] each. If only db is requested,
+only the shape is kept. arXiv:1803.08494.
 
 >>> import torch
 >>> from funcops import GroupNormConfig, GroupNormParams, group_norm_bwd, group_norm_fwd
@@ -33,25 +33,15 @@ from torch import Tensor
 from funcops.contract.accumulators import accumulate
 from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
-from funcops.contract.op import again_of, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
-from funcops.contract.schema import AGAIN, DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
+from funcops.contract.op import both_halves, config, dgrad_of, forward, init_of, make_op, recompute_of, wgrad_of
+from funcops.contract.schema import DGRAD, NO_GRADIENT, RECOMPUTE, WGRAD, Pending, Residuals, saved, static
 from funcops.errors import FLOATS, check, fail, require, require_count
 from funcops.kernels import group_norm as kernels
 from funcops.ops._norm import check_eps, check_weight, finish_two
 from funcops.trees import leaf, tree
 
-__all__ = [
-    "GroupNormConfig",
-    "GroupNormParams",
-    "GroupNormPending",
-    "GroupNormResiduals",
-    "group_norm",
-    "group_norm_bwd",
-    "group_norm_dgrad",
-    "group_norm_fwd",
-    "group_norm_init",
-    "group_norm_wgrad",
-]
+__all__ = ["GroupNormConfig", "GroupNormParams", "GroupNormPending", "GroupNormResiduals"]
+__all__ += ["group_norm", "group_norm_bwd", "group_norm_dgrad", "group_norm_fwd", "group_norm_init", "group_norm_wgrad"]
 
 
 @config
@@ -76,12 +66,12 @@ class GroupNormParams:
 
 
 class GroupNormResiduals(Residuals):
-    x: Tensor = saved("[B, C, *S]", alias="x", needed_by=DGRAD | AGAIN, of=("x", "params.weight"))
-    weight: Tensor = saved("[C]", alias="params.weight", needed_by=DGRAD | AGAIN)
-    bias: Tensor = saved("[C]", alias="params.bias", needed_by=AGAIN)
+    x: Tensor = saved("[B, C, *S]", alias="x", needed_by=DGRAD | RECOMPUTE, of=("x", "params.weight"))
+    weight: Tensor = saved("[C]", alias="params.weight", needed_by=DGRAD | RECOMPUTE)
+    bias: Tensor = saved("[C]", alias="params.bias", needed_by=RECOMPUTE)
     mean: Tensor = saved("[B, G]", needed_by=DGRAD, of=("x", "params.weight"))
     rstd: Tensor = saved("[B, G]", needed_by=DGRAD, of=("x", "params.weight"))
-    like: Any = static()  # shape and dtype of x where x is not kept
+    like: Any = static()  # shape and dtype of x if x is not kept
     weight_dtype: torch.dtype = static()
 
 
@@ -123,9 +113,9 @@ def group_norm_fwd(
     return y.reshape(x.shape), kept
 
 
-@again_of(GroupNormResiduals)
-def group_norm_again(residuals: GroupNormResiduals, cfg: GroupNormConfig) -> Tensor:
-    """y of the forward, the same bits."""
+@recompute_of(GroupNormResiduals)
+def group_norm_recompute(residuals: GroupNormResiduals, cfg: GroupNormConfig) -> Tensor:
+    """Recompute y, bit for bit."""
     x = residuals.x
     return kernels.group_norm_fwd(_flat(x), residuals.weight, residuals.bias, cfg.groups, cfg.eps)[0].reshape(x.shape)
 
@@ -153,7 +143,7 @@ def group_norm_dgrad(residuals: GroupNormResiduals, dy: Tensor, cfg: GroupNormCo
 
 @wgrad_of(GroupNormPending, GroupNormParams)
 def group_norm_wgrad(pending: GroupNormPending, cfg: GroupNormConfig, *, into: GroupNormParams | None = None) -> GroupNormParams:
-    """dw and db: [C], in the weight's dtype; added to `into` where that is given, in float32 if `into` is."""
+    """dw and db: [C], in the weight's dtype; added to `into` if given, in float32 if `into` is."""
     target: Any = into or GroupNormParams(None, None)  # type: ignore[arg-type]
     found: Any = finish_two(pending.dw_parts, pending.db_parts, (cfg.channels,), pending.weight_dtype, target.weight, target.bias)
     return accumulate("group_norm_wgrad", GroupNormParams(*found), into)
@@ -166,7 +156,7 @@ group_norm = make_op(
     fwd=group_norm_fwd,
     dgrad=group_norm_dgrad,
     wgrad=group_norm_wgrad,
-    cheap="norm",
-    again=group_norm_again,
+    recomputable="norm",
+    recompute=group_norm_recompute,
 )
 group_norm_bwd = both_halves(group_norm, group_norm_dgrad, group_norm_wgrad)

@@ -1,17 +1,17 @@
-"""Linear layers of sorted rows, one for each group of rows: those of an expert each.
+"""Grouped linear layer: rows sorted by group, such as an expert, and a weight for each group.
 
-    y_n = x_n w_e^T + b_e        e: the group of row n, which is one of rows offsets[e] to offsets[e + 1]
+    y_n = x_n w_e^T + b_e        e: the group of row n, offsets[e] <= n < offsets[e + 1]
 
-    dx_n = dy_n w_e        dw_e = dy^T x, db_e = sum of dy, each over the rows of e: 0 where it has none
+    dx_n = dy_n w_e        dw_e = dy^T x, db_e = sum of dy, each over the rows of e: 0 if it has no rows
 
-Rows behind offsets[E] are in no group: y and dx are 0 there. x is `(rows, offsets)`: [N, I] and [E + 1], int32, ascending from 0 to
-at most N. With `gathered` it is `(x, offsets, order, place)`, as `permute` makes them of the choices of experts, int32: x
-[*, I] of T tokens with K choices each, row n being x[order[n] // K]; order [N = T K]; place [*, K], the rows of a token. Then
-dx = the sum of a token's rows, in the order of its choices: no [N, I] is made of x. With `weighted` a bias counts s_n times, as
-after rows that were multiplied by s_n: x is `(rows, offsets, order, weights)`, s_n = weights.flat[order[n]], weights [*, K] of x's
-dtype or the wide one, and y_n = x_n w_e^T + s_n b_e, db_e = sum of s_n dy_n, d weights.flat[order[n]] = dy_n . b_e.
+Rows from offsets[E] on are in no group: y and dx are 0 there. x is `(rows, offsets)`: [N, I] and [E + 1], int32, ascending from 0
+to at most N. With `gathered` it is `(x, offsets, order, place)`, as `permute` returns them for the choices of experts, int32: x [*,
+I] of T tokens with K choices each, row n being x[order[n] // K]; order [N = T K]; place [*, K], the rows of a token. Then dx is the
+sum of a token's rows, in the order of its choices, and x is not copied to [N, I]. With `weighted` the bias is multiplied by s_n,
+for rows that already are: x is `(rows, offsets, order, weights)`, s_n = weights.flat[order[n]], weights [*, K] of x's dtype or the
+wide one, and y_n = x_n w_e^T + s_n b_e, db_e = sum of s_n dy_n, d weights.flat[order[n]] = dy_n . b_e.
 
-y, dy: [N, O]; w: [E, O, I], b: [E, O] or None, or with `stacked=False` a tuple of E tensors each (checkpoints of others), which
+y, dy: [N, O]; w: [E, O, I], b: [E, O] or None, or with `stacked=False` a tuple of E tensors each (as in other checkpoints), which
 costs a copy of the weights a call. One float dtype (float64, float32, bfloat16, float16). Kept: x, w, b, offsets, order, place and
 weights, aliases: no bytes of its own. `into` may be float32 accumulators for 16-bit gradients. The offsets stay on the device.
 TransformerEngine's GroupedLinear; arXiv:2211.15841.
@@ -47,24 +47,15 @@ from funcops.kernels import grouped as kernels
 from funcops.kernels.routing import check_row_count, gather_rows, of_choices, of_rows
 from funcops.trees import leaf, tree
 
-__all__ = [
-    "GroupedLinearConfig",
-    "GroupedLinearParams",
-    "GroupedLinearPending",
-    "GroupedLinearResiduals",
-    "grouped_linear",
-    "grouped_linear_bwd",
-    "grouped_linear_dgrad",
-    "grouped_linear_fwd",
-    "grouped_linear_init",
-    "grouped_linear_wgrad",
-]
+__all__ = ["GroupedLinearConfig", "GroupedLinearParams", "GroupedLinearPending", "GroupedLinearResiduals"]
+__all__ += ["grouped_linear", "grouped_linear_bwd", "grouped_linear_dgrad"]
+__all__ += ["grouped_linear_fwd", "grouped_linear_init", "grouped_linear_wgrad"]
 
 
 @config
 class GroupedLinearConfig(OpConfig):
-    """`experts` (E), `in_features` (I) and `out_features` (O), each at least 1; `bias` adds b. `gathered`: rows of x are found
-    by an index; `weighted`: the bias counts as often as the row's weight says; `stacked`: whether a leaf holds all experts."""
+    """`experts` (E), `in_features` (I) and `out_features` (O), each at least 1; `bias` adds b. `gathered`: rows of x are gathered
+    by an index; `weighted`: the bias is multiplied by the row's weight; `stacked`: one leaf holds all experts."""
 
     experts: int = field(kw_only=False)
     in_features: int = field(kw_only=False)
@@ -78,7 +69,7 @@ class GroupedLinearConfig(OpConfig):
         for name in ("experts", "in_features", "out_features"):
             require(getattr(self, name) >= 1, "GroupedLinearConfig", name, "at least 1", getattr(self, name))
         right = not self.weighted or (self.bias and not self.gathered)
-        require(right, "GroupedLinearConfig", "weighted", "False without a bias, or where rows are gathered", True)
+        require(right, "GroupedLinearConfig", "weighted", "False without a bias or with gathered rows", True)
         object.__setattr__(self, "weight_shape", (self.out_features, self.in_features))
         object.__setattr__(self, "bias_shape", (self.out_features,))
 
@@ -96,7 +87,7 @@ class GroupedLinearParams:
 
     @staticmethod
     def without(cfg: GroupedLinearConfig) -> GroupedLinearParams:
-        """Of no gradient at all."""
+        """Gradients that are all None."""
         nothing = None if cfg.stacked else (None,) * cfg.experts
         return GroupedLinearParams(nothing, nothing if cfg.bias else None)
 
@@ -107,23 +98,23 @@ class GroupedLinearResiduals(Residuals, static=("inputs", "shape", "dtype")):
     offsets: Tensor = saved("[E + 1]", alias="x.1", needed_by=DGRAD | WGRAD, of=("x.0", "x.3", "params.weight", "params.bias"))
     order: Tensor | None = saved("[N]", alias="x.2", needed_by=WGRAD, of=("params.weight",))
     place: Tensor | None = saved("[*, K]", alias="x.3", needed_by=DGRAD, of=("x.0",))
-    bias: Any = saved("[E, O], or E of [O]", alias="params.bias", needed_by=DGRAD, of=("x.3",), tree=True)  # where it is weighted
+    bias: Any = saved("[E, O], or E of [O]", alias="params.bias", needed_by=DGRAD, of=("x.3",), tree=True)  # if weighted
     weights: Any = saved("[*, K]", alias="x.3", needed_by=WGRAD, of=("params.bias",))
     weights_order: Any = saved("[N]", alias="x.2", needed_by=DGRAD | WGRAD, of=("x.3", "params.bias"))
     y_shape: torch.Size = static()
-    weights_like: Any = static()  # their shape and dtype
-    choices: int = static()  # K; 1 of rows
+    weights_like: Any = static()  # the shape and dtype of weights
+    choices: int = static()  # K; 1 if not gathered
 
 
 class GroupedLinearPending(Pending):
     x: Tensor = saved("[N, I] or [*, I]", alias="residuals.x", needed_by=WGRAD, of=("params.weight",))
     dy: Tensor = saved("[N, O] or [*, O]", alias="dy", needed_by=WGRAD)
-    dy_order: Tensor | None = saved("[N]", alias="residuals.order", needed_by=WGRAD)  # of the rows of dy, where a rule made none
+    dy_order: Tensor | None = saved("[N]", alias="residuals.order", needed_by=WGRAD)  # if dy is by token, from a rule
     offsets: Tensor = saved("[E + 1]", alias="residuals.offsets", needed_by=WGRAD)
     order: Tensor | None = saved("[N]", alias="residuals.order", needed_by=WGRAD, of=("params.weight",))
     weights: Tensor | None = saved("[*, K]", alias="residuals.weights", needed_by=WGRAD, of=("params.bias",))
     weights_order: Any = saved("[N]", alias="residuals.weights_order", needed_by=WGRAD, of=("params.bias",))
-    choices: int = static()  # K; 1 of rows
+    choices: int = static()  # K; 1 if not gathered
 
 
 @init_of(GroupedLinearConfig)
@@ -138,12 +129,12 @@ def grouped_linear_init(
     bias = draw(keys[1], (cfg.experts, cfg.out_features)) if cfg.bias else None
     if cfg.stacked:
         return GroupedLinearParams(weight, bias)
-    apart = tuple(t.clone() for t in weight)
-    return GroupedLinearParams(apart, None if bias is None else tuple(t.clone() for t in bias))
+    unstacked = tuple(t.clone() for t in weight)
+    return GroupedLinearParams(unstacked, None if bias is None else tuple(t.clone() for t in bias))
 
 
 def check_experts(where: str, name: str, leaf: Any, experts: int, shape: tuple[int, ...], like: Tensor, stacked: bool) -> None:
-    """A leaf of all experts, or a tuple of one for each."""
+    """Check a leaf of all experts, or a tuple of one leaf per expert."""
     if stacked:
         check(where, name, leaf, (experts, *shape), like.dtype, like)
         return
@@ -154,7 +145,7 @@ def check_experts(where: str, name: str, leaf: Any, experts: int, shape: tuple[i
 
 
 def grouped_inputs(where: str, x: Any, cfg: Any) -> tuple[Tensor, Tensor, Any, Any]:
-    """What x is made of, after a check; at last `place`, or the weights."""
+    """Check x and return its parts, the last of which is `place` or the weights."""
     names = ("x", "offsets", "order", "place") if cfg.gathered else ("rows", "offsets", *("order", "weights") * cfg.weighted)
     if not isinstance(x, tuple) or len(x) != len(names):
         fail(where, "x", f"a tuple ({', '.join(names)}), as the config says", describe(x), TypeError)
@@ -202,7 +193,7 @@ def grouped_linear_fwd(
 def grouped_linear_kept(
     cfg: GroupedLinearConfig, needs: Needs, params: GroupedLinearParams, x: Any, y_shape: torch.Size
 ) -> GroupedLinearResiduals | None:
-    """Of inputs that were looked at."""
+    """Residuals for checked inputs."""
     rows, offsets, order, last = x if len(x) == 4 else (*x, None, None)
     given: dict[str, Any] = dict(order=order, place=last, choices=last.shape[-1]) if cfg.gathered else dict(choices=1)
     if cfg.weighted:
@@ -229,8 +220,8 @@ def _stacked(leaf: Any) -> Tensor:
 def grouped_linear_dgrad(
     residuals: GroupedLinearResiduals, dy: Tensor, cfg: GroupedLinearConfig
 ) -> tuple[tuple[Tensor | None, ...], GroupedLinearPending | None]:
-    """`dx_n = dy_n w_e`, by token where x was gathered; `d weights = dy_n . b_e`; offsets and indices have none. dy: [N, O] -> dx
-    as x, and the pending weight gradient, all aliases."""
+    """`dx_n = dy_n w_e`, by token if x was gathered; `d weights = dy_n . b_e`; offsets and indices have no gradient. dy: [N, O] ->
+    dx with x's shape, and the pending weight gradient, which holds only aliases."""
     r, needs, offsets = residuals, residuals.needs, residuals.offsets
     check("grouped_linear_dgrad", "dy", dy, r.y_shape, r.dtype, offsets)
     pending = GroupedLinearPending.keep(
@@ -255,7 +246,7 @@ def grouped_linear_dgrad(
 
 
 def gradient_of_weights(dy: Tensor, bias: Tensor, residuals: Any) -> Tensor:
-    """`dy_n . b_e`, each where the weight of row n is."""
+    """`dy_n . b_e`, at the position of row n's weight."""
     shape, dtype = residuals.weights_like
     ds = kernels.grouped_product(dy, bias.unsqueeze(-1), None, residuals.offsets, None, 1, None, False)
     return of_choices(ds.to(dtype), residuals.weights_order, shape)
@@ -265,28 +256,27 @@ def gradient_of_weights(dy: Tensor, bias: Tensor, residuals: Any) -> Tensor:
 def grouped_linear_wgrad(
     pending: GroupedLinearPending, cfg: GroupedLinearConfig, *, into: GroupedLinearParams | None = None
 ) -> GroupedLinearParams:
-    """`dw_e = dy^T x`, `db_e = sum of dy` (weighted: of s dy), 0 for an expert without rows; added to `into` where that is
-    given."""
+    """`dw_e = dy^T x`, `db_e = sum of dy` (weighted: of s dy), 0 for an expert without rows; added to `into` if given."""
     x, dy, needs = pending.x, pending.dy.reshape(-1, cfg.out_features), pending.needs
     bias = cfg.bias and needs.param("bias")
     rows = None if x is None else x.reshape(-1, cfg.in_features)
     s = None if pending.weights is None else of_rows(pending.weights, pending.weights_order)
     args = dy, rows, pending.offsets, pending.dy_order, pending.order, pending.choices, s
     if into is None:
-        return _apart(GroupedLinearParams(*kernels.grouped_wgrad(*args, bias)), cfg, needs)
+        return _per_expert(GroupedLinearParams(*kernels.grouped_wgrad(*args, bias)), cfg, needs)
     shape = dy.new_empty(()).expand(cfg.experts, *cfg.weight_shape)
     wanted = GroupedLinearParams(None if x is None else shape, shape[..., 0] if bias else None)
-    check_into("grouped_linear_wgrad", into, _apart(wanted, cfg, needs))
+    check_into("grouped_linear_wgrad", into, _per_expert(wanted, cfg, needs))
     if cfg.stacked:
         return into_grouped("grouped_linear_wgrad", args, into, x is not None, bias)
     found = wanted_sums(args, cfg, x is not None, bias) if _all_wide(into, dy.dtype) else None
     found = GroupedLinearParams(*kernels.grouped_wgrad(*args, bias)) if found is None else found
-    return accumulate("grouped_linear_wgrad", _apart(found, cfg, needs), into)
+    return accumulate("grouped_linear_wgrad", _per_expert(found, cfg, needs), into)
 
 
 def into_grouped(where: str, args: Any, into: GroupedLinearParams, weight: bool, bias: bool) -> GroupedLinearParams:
-    """dw and db of `grouped_wgrad(*args)`, added to stacked accumulators, which were checked: in the product itself, unrounded,
-    where they are as wide as its sums."""
+    """Add dw and db of `grouped_wgrad(*args)` to stacked accumulators, which the caller has checked: in the product itself,
+    unrounded, if they are as wide as its sums."""
     dw, db = into.weight if weight else None, into.bias if bias else None
     if takes_sums(dw, args[0].dtype) and takes_sums(db, args[0].dtype):
         kernels.grouped_wgrad_into(*args, dw, db)
@@ -307,8 +297,8 @@ def _all_wide(into: GroupedLinearParams, dtype: torch.dtype) -> bool:
     return all([takes_sums(t, dtype) for leaf in (into.weight, into.bias) for t in (leaf or ())])
 
 
-def _apart(found: GroupedLinearParams, cfg: GroupedLinearConfig, needs: Needs) -> GroupedLinearParams:
-    """Of stacked gradients, where params are not stacked, the ones that are needed."""
+def _per_expert(found: GroupedLinearParams, cfg: GroupedLinearConfig, needs: Needs) -> GroupedLinearParams:
+    """Split stacked gradients, if params are not stacked, into the requested ones."""
     if cfg.stacked:
         return found
 

@@ -24,28 +24,20 @@ from funcops.contract.op import config, dgrad_of, forward, make_op, no_params, s
 from funcops.contract.schema import NO_GRADIENT, Residuals
 from funcops.errors import FLOATS, check
 
-__all__ = [
-    "IdentityConfig",
-    "IdentityResiduals",
-    "identity",
-    "identity_bwd",
-    "identity_dgrad",
-    "identity_fwd",
-    "identity_init",
-    "identity_wgrad",
-]
+__all__ = ["IdentityConfig", "IdentityResiduals"]
+__all__ += ["identity", "identity_bwd", "identity_dgrad", "identity_fwd", "identity_init", "identity_wgrad"]
 
 
 @config
 class IdentityConfig(OpConfig):
-    """There is nothing to configure."""
+    """No options."""
 
     widths = same_width
     featurewise = True
 
 
 class IdentityResiduals(Residuals, static=("shape", "dtype")):
-    """No tensor: what dy must be."""
+    """No tensor, only the shape and dtype of dy."""
 
 
 @forward(IdentityConfig)
@@ -59,7 +51,7 @@ def identity_fwd(
 
 @dgrad_of(IdentityResiduals)
 def identity_dgrad(residuals: IdentityResiduals, dy: Any, cfg: IdentityConfig) -> tuple[Tensor, None]:
-    """`dx = dy`, the same tensor. There is no weight gradient: pending is None."""
+    """`dx = dy`, the same tensor. No params, so pending is None."""
     check("identity_dgrad", "dy", dy, residuals.shape, residuals.dtype)
     return dy if residuals.needs.x else NO_GRADIENT, None
 

@@ -20,22 +20,14 @@ from torch import Tensor
 
 from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
-from funcops.contract.op import again_of, config, dgrad_of, forward, make_op, no_params
-from funcops.contract.schema import AGAIN, DGRAD, NO_GRADIENT, Residuals, saved
+from funcops.contract.op import config, dgrad_of, forward, make_op, no_params, recompute_of
+from funcops.contract.schema import DGRAD, NO_GRADIENT, RECOMPUTE, Residuals, saved
 from funcops.errors import FLOATS, check, require
 from funcops.kernels import norm as kernels
 from funcops.ops._norm import check_eps
 
-__all__ = [
-    "L2NormConfig",
-    "L2NormResiduals",
-    "l2_norm",
-    "l2_norm_bwd",
-    "l2_norm_dgrad",
-    "l2_norm_fwd",
-    "l2_norm_init",
-    "l2_norm_wgrad",
-]
+__all__ = ["L2NormConfig", "L2NormResiduals"]
+__all__ += ["l2_norm", "l2_norm_bwd", "l2_norm_dgrad", "l2_norm_fwd", "l2_norm_init", "l2_norm_wgrad"]
 
 
 @config
@@ -54,7 +46,7 @@ class L2NormConfig(OpConfig):
 
 
 class L2NormResiduals(Residuals):
-    x: Tensor = saved("[*, D]", alias="x", needed_by=DGRAD | AGAIN)
+    x: Tensor = saved("[*, D]", alias="x", needed_by=DGRAD | RECOMPUTE)
     rstd: Tensor = saved("[*, 1]", needed_by=DGRAD)
 
 
@@ -66,15 +58,15 @@ def l2_norm_fwd(params: None, x: Tensor, cfg: L2NormConfig, *, needs: Needs = Ne
     return y, L2NormResiduals.keep(cfg, needs, x=x, rstd=rstd)
 
 
-@again_of(L2NormResiduals)
-def l2_norm_again(residuals: L2NormResiduals, cfg: L2NormConfig) -> Tensor:
-    """y of the forward, the same bits."""
+@recompute_of(L2NormResiduals)
+def l2_norm_recompute(residuals: L2NormResiduals, cfg: L2NormConfig) -> Tensor:
+    """Recompute y, bit for bit."""
     return kernels.l2_norm_fwd(residuals.x, cfg.eps)[0]
 
 
 @dgrad_of(L2NormResiduals)
 def l2_norm_dgrad(residuals: L2NormResiduals, dy: Tensor, cfg: L2NormConfig) -> tuple[Tensor, None]:
-    """dx: [*, D]. There is no weight gradient: pending is None."""
+    """dx: [*, D]. No params, so pending is None."""
     if not residuals.needs.x:
         return NO_GRADIENT, None
     x = residuals.x
@@ -82,5 +74,5 @@ def l2_norm_dgrad(residuals: L2NormResiduals, dy: Tensor, cfg: L2NormConfig) -> 
     return kernels.l2_norm_bwd(dy, x, residuals.rstd), None
 
 
-l2_norm = make_op("l2_norm", L2NormConfig, fwd=l2_norm_fwd, dgrad=l2_norm_dgrad, cheap="norm", again=l2_norm_again)
+l2_norm = make_op("l2_norm", L2NormConfig, fwd=l2_norm_fwd, dgrad=l2_norm_dgrad, recomputable="norm", recompute=l2_norm_recompute)
 l2_norm_init, l2_norm_bwd, l2_norm_wgrad = no_params(l2_norm, l2_norm_dgrad)

@@ -1,9 +1,9 @@
-"""q, k and v of multi-head latent attention, out of what was projected.
+"""q, k and v of multi-head latent attention, from its projections.
 
     kv_h = (own_h, v_h)        k_h = (shared, own_h)
     d shared = sum over h of dk_h's first part        d kv_h = (dk_h's rest, dv_h)
 
-x is `(q, kv, shared)`. q, dq: [*, T, N, S + O]; kv: [*, T, N, O + V]; shared: [*, T, 1, S], the part that turns; one float dtype.
+x is `(q, kv, shared)`. q, dq: [*, T, N, S + O]; kv: [*, T, N, O + V]; shared: [*, T, 1, S], the rotary part; one float dtype.
 y is `(q, k, v)`: q itself, k [*, T, N, S + O], v [*, T, N, V], a view of kv. Kept: nothing. arXiv:2405.04434.
 
 >>> import torch
@@ -32,23 +32,15 @@ from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
 from funcops.contract.schema import Inputs, Residuals
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import latent_split as kernels
-from funcops.ops._tuples import parts_of
+from funcops.ops._tuples import require_tuple
 
-__all__ = [
-    "LatentSplitConfig",
-    "LatentSplitResiduals",
-    "latent_split",
-    "latent_split_bwd",
-    "latent_split_dgrad",
-    "latent_split_fwd",
-    "latent_split_init",
-    "latent_split_wgrad",
-]
+__all__ = ["LatentSplitConfig", "LatentSplitResiduals"]
+__all__ += ["latent_split", "latent_split_bwd", "latent_split_dgrad", "latent_split_fwd", "latent_split_init", "latent_split_wgrad"]
 
 
 @config
 class LatentSplitConfig(OpConfig):
-    """`heads` (N), and the sizes in one: `shared` (S) and `own` (O) of a key, `value` (V)."""
+    """`heads` (N), and the sizes in a head: `shared` (S) and `own` (O) of a key, `value` (V)."""
 
     heads: int = field(kw_only=False)
     shared: int
@@ -61,7 +53,7 @@ class LatentSplitConfig(OpConfig):
 
 
 class LatentSplitResiduals(Residuals, static=("inputs", "shape", "dtype")):
-    """No tensor: what dy must be."""
+    """No tensor, only the shape and dtype of dy."""
 
 
 @forward(LatentSplitConfig)
@@ -69,7 +61,7 @@ def latent_split_fwd(
     params: None, x: tuple[Tensor, Tensor, Tensor], cfg: LatentSplitConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[tuple[Tensor, Tensor, Tensor], LatentSplitResiduals | None]:
     """x: `(q, kv, shared)` -> `(q, k, v)`. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
-    q, kv, shared = parts_of("latent_split_fwd", x, "q", "kv", "shared")
+    q, kv, shared = require_tuple("latent_split_fwd", x, "q", "kv", "shared")
     check("latent_split_fwd", "x.0 (q)", q, (..., cfg.heads, cfg.shared + cfg.own), FLOATS)
     rows = q.shape[:-2]
     check("latent_split_fwd", "x.1 (kv)", kv, (*rows, cfg.heads, cfg.own + cfg.value), q.dtype, q)
@@ -83,7 +75,7 @@ def latent_split_fwd(
 def latent_split_dgrad(
     residuals: LatentSplitResiduals, dy: Any, cfg: LatentSplitConfig
 ) -> tuple[tuple[Tensor, Tensor, Tensor], None]:
-    """dy: `(dq, dk, dv)`, a part that is None being zero -> `(dq, dkv, dshared)`. There is no weight gradient: pending is None."""
+    """dy: `(dq, dk, dv)`, None for zero -> `(dq, dkv, dshared)`. No params, so pending is None."""
     if not isinstance(dy, tuple) or len(dy) != 3:
         fail("latent_split_dgrad", "dy", "a tuple (dq, dk, dv)", describe(dy), TypeError)
     needs, rows, key = residuals.needs, residuals.shape[:-2], cfg.shared + cfg.own
@@ -93,14 +85,14 @@ def latent_split_dgrad(
     dq, dk, dv = dy
     dkv = dshared = None
     if needs.input(1) and not (dk is None and dv is None):
-        dkv = _joined(dk, dv, cfg)
+        dkv = _gradient_of_kv(dk, dv, cfg)
     if needs.input(2) and dk is not None:
         dshared = kernels.sum_heads(dk[..., : cfg.shared])
     return residuals.inputs.make((dq if needs.input(0) else None, dkv, dshared)), None
 
 
-def _joined(dk: Tensor | None, dv: Tensor | None, cfg: LatentSplitConfig) -> Tensor:
-    """d kv; a part that is None is zero."""
+def _gradient_of_kv(dk: Tensor | None, dv: Tensor | None, cfg: LatentSplitConfig) -> Tensor:
+    """d kv from dk and dv, None for zero."""
     like = dv if dk is None else dk
     assert like is not None
     own = like.new_zeros((*like.shape[:-1], cfg.own)) if dk is None else dk[..., cfg.shared :]

@@ -8,8 +8,8 @@ With g = dy * w (1 + w with zero_centered_gamma):
 
 x, y, dy, dx: [*, *D] of one float dtype; w, b: [*D], of x's dtype or float32; m, r: [*, 1], float32
 (float64 for float64).
-Kept: x and w, both aliases, m and r: 8 bytes a row. dgrad reads dy and x anyway, so it leaves dw and db as partial sums
-[P, D] each. Where only db is wanted, nothing is kept but the shape.
+Kept: x and w, both aliases, m and r: 8 bytes a row. dgrad reads dy and x anyway, so it returns dw and db as partial sums
+[P, D] each. If only db is requested, only the shape is kept.
 arXiv:1607.06450.
 
 >>> import torch
@@ -34,25 +34,15 @@ from torch import Tensor
 from funcops.contract.accumulators import accumulate
 from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
-from funcops.contract.op import again_of, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
-from funcops.contract.schema import AGAIN, DGRAD, WGRAD, Pending, Residuals, saved, static
+from funcops.contract.op import both_halves, config, dgrad_of, forward, init_of, make_op, recompute_of, wgrad_of
+from funcops.contract.schema import DGRAD, RECOMPUTE, WGRAD, Pending, Residuals, saved, static
 from funcops.errors import check, describe, require
 from funcops.kernels import norm as kernels
 from funcops.ops._norm import check_norm, check_sizes, finish_two, flat
 from funcops.trees import leaf, tree
 
-__all__ = [
-    "LayerNormConfig",
-    "LayerNormParams",
-    "LayerNormPending",
-    "LayerNormResiduals",
-    "layer_norm",
-    "layer_norm_bwd",
-    "layer_norm_dgrad",
-    "layer_norm_fwd",
-    "layer_norm_init",
-    "layer_norm_wgrad",
-]
+__all__ = ["LayerNormConfig", "LayerNormParams", "LayerNormPending", "LayerNormResiduals"]
+__all__ += ["layer_norm", "layer_norm_bwd", "layer_norm_dgrad", "layer_norm_fwd", "layer_norm_init", "layer_norm_wgrad"]
 
 
 @config
@@ -79,12 +69,12 @@ class LayerNormParams:
 
 
 class LayerNormResiduals(Residuals):
-    x: Tensor = saved("[*, *D]", alias="x", needed_by=DGRAD | AGAIN, of=("x", "params.weight"))
-    weight: Tensor = saved("[*D]", alias="params.weight", needed_by=DGRAD | AGAIN)
-    bias: Tensor | None = saved("[*D]", alias="params.bias", needed_by=AGAIN)
+    x: Tensor = saved("[*, *D]", alias="x", needed_by=DGRAD | RECOMPUTE, of=("x", "params.weight"))
+    weight: Tensor = saved("[*D]", alias="params.weight", needed_by=DGRAD | RECOMPUTE)
+    bias: Tensor | None = saved("[*D]", alias="params.bias", needed_by=RECOMPUTE)
     mean: Tensor = saved("[*, 1]", needed_by=DGRAD, of=("x", "params.weight"))
     rstd: Tensor = saved("[*, 1]", needed_by=DGRAD, of=("x", "params.weight"))
-    like: Any = static()  # shape and dtype of x where x is not kept
+    like: Any = static()  # shape and dtype of x if x is not kept
     weight_dtype: torch.dtype = static()
 
 
@@ -98,7 +88,7 @@ class LayerNormPending(Pending):  # over blocks of rows; float32 (float64 for fl
 def layer_norm_init(
     cfg: LayerNormConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
 ) -> LayerNormParams:
-    """Weight of ones (zeros where zero-centred), bias of zeros; draws nothing."""
+    """Weight of ones (zeros if zero-centred), bias of zeros; draws nothing."""
     fill = torch.zeros if cfg.zero_centered_gamma else torch.ones
     bias = torch.zeros(cfg.dim, device=device, dtype=dtype) if cfg.bias else None
     return LayerNormParams(fill(cfg.dim, device=device, dtype=dtype), bias)
@@ -129,9 +119,9 @@ def layer_norm_fwd(
     return y if len(dim) == 1 else y.reshape(x.shape), layer_norm_kept(cfg, needs, x, params, mean, rstd)
 
 
-@again_of(LayerNormResiduals)
-def layer_norm_again(residuals: LayerNormResiduals, cfg: LayerNormConfig) -> Tensor:
-    """y of the forward, the same bits."""
+@recompute_of(LayerNormResiduals)
+def layer_norm_recompute(residuals: LayerNormResiduals, cfg: LayerNormConfig) -> Tensor:
+    """Recompute y, bit for bit."""
     x, w, b, dim = residuals.x, residuals.weight, residuals.bias, cfg.dim
     y = kernels.layer_norm_fwd(flat(x, dim), flat(w, dim), None if b is None else flat(b, dim), cfg.eps, cfg.zero_centered_gamma)[0]
     return y if len(dim) == 1 else y.reshape(x.shape)
@@ -165,7 +155,7 @@ def layer_norm_dgrad(residuals: LayerNormResiduals, dy: Tensor, cfg: LayerNormCo
 
 @wgrad_of(LayerNormPending, LayerNormParams)
 def layer_norm_wgrad(pending: LayerNormPending, cfg: LayerNormConfig, *, into: LayerNormParams | None = None) -> LayerNormParams:
-    """dw and db: [*D], in the weight's dtype; added to `into` where that is given, in float32 if `into` is."""
+    """dw and db: [*D], in the weight's dtype; added to `into` if given, in float32 if `into` is."""
     dtype, target = pending.weight_dtype, into or LayerNormParams(None, None)
     dw, db = finish_two(pending.dw_parts, pending.db_parts, cfg.dim, dtype, target.weight, target.bias)
     return accumulate("layer_norm_wgrad", LayerNormParams(dw, db), into)
@@ -178,7 +168,7 @@ layer_norm = make_op(
     fwd=layer_norm_fwd,
     dgrad=layer_norm_dgrad,
     wgrad=layer_norm_wgrad,
-    cheap="norm",
-    again=layer_norm_again,
+    recomputable="norm",
+    recompute=layer_norm_recompute,
 )
 layer_norm_bwd = both_halves(layer_norm, layer_norm_dgrad, layer_norm_wgrad)

@@ -40,18 +40,8 @@ from funcops.kernels.norm import sum_parts
 from funcops.ops.linear_wgrads import Product
 from funcops.trees import leaf, tree
 
-__all__ = [
-    "LinearConfig",
-    "LinearParams",
-    "LinearPending",
-    "LinearResiduals",
-    "linear",
-    "linear_bwd",
-    "linear_dgrad",
-    "linear_fwd",
-    "linear_init",
-    "linear_wgrad",
-]
+__all__ = ["LinearConfig", "LinearParams", "LinearPending", "LinearResiduals"]
+__all__ += ["linear", "linear_bwd", "linear_dgrad", "linear_fwd", "linear_init", "linear_wgrad"]
 
 
 @config
@@ -90,7 +80,7 @@ class LinearResiduals(Residuals, static=("dtype",)):
 class LinearPending(Pending):
     x: Tensor = saved("[*, I]", alias="residuals.x", needed_by=WGRAD, of=("params.weight",))
     dy: Tensor = saved("[*, O]", alias="dy", needed_by=WGRAD)
-    sums: Tensor | None = saved("[P, O]", needed_by=WGRAD, of=("params.bias",))  # over blocks of its rows, by what made it
+    sums: Tensor | None = saved("[P, O]", needed_by=WGRAD, of=("params.bias",))  # over blocks of dy's rows, if a kernel made them
 
 
 @init_of(LinearConfig)
@@ -137,7 +127,7 @@ def linear_dgrad(residuals: LinearResiduals, dy: Tensor, cfg: LinearConfig) -> t
 
 @wgrad_of(LinearPending, LinearParams)
 def linear_wgrad(pending: LinearPending, cfg: LinearConfig, *, into: LinearParams | None = None) -> LinearParams:
-    """`dw = dy^T x`, `db = sum of dy`; added to `into` where that is given."""
+    """`dw = dy^T x`, `db = sum of dy`; added to `into` if given."""
     needs = pending.needs
     bias = cfg.bias and (needs.params is True or needs.param("bias"))
     if bias and pending.sums is not None:
@@ -162,14 +152,14 @@ def linear_bwd(
 
 
 def linear_gradients(where: str, dy: Tensor, x: Tensor | None, bias: bool, into: LinearParams | None) -> LinearParams:
-    """dw of rows x (None without) and db (None unless `bias`), added to `into` where that is given."""
+    """dw (None without x) and db (None unless `bias`), added to `into` if given."""
     if into is not None:
         return _wgrad_into(where, dy, x, bias, into)
     return LinearParams(*kernels.linear_wgrad(dy, x, bias))
 
 
 def _wgrad_into(where: str, dy: Tensor, x: Tensor | None, bias: bool, into: LinearParams) -> LinearParams:
-    """The gradients added to `into`: in the product itself, unrounded, where the accumulators are as wide as its sums."""
+    """Add the gradients to `into`: in the product itself, unrounded, if the accumulators are as wide as its sums."""
     if x is None:
         return accumulate(where, LinearParams(*kernels.linear_wgrad(dy, None, bias)), into)
     check_linear_into(where, dy, x, bias, into)
@@ -181,7 +171,7 @@ def _wgrad_into(where: str, dy: Tensor, x: Tensor | None, bias: bool, into: Line
 
 
 def _of_sums(pending: LinearPending, into: LinearParams | None) -> LinearParams:
-    """dw by itself, and db of partial sums."""
+    """Compute dw alone, and db from its partial sums."""
     dy, x, sums = pending.dy, pending.x, pending.sums
     assert sums is not None
     if into is None:
@@ -206,7 +196,7 @@ def check_linear_into(where: str, dy: Tensor, x: Tensor | None, bias: bool, into
 
 
 def linear_products(pending: LinearPending, cfg: LinearConfig, *, into: LinearParams) -> list[Product]:
-    """`dw = dy^T x` as data, with its db; a db alone, or of partial sums, is added at once."""
+    """`dw = dy^T x`, with its db, as a product to run later. A db alone, or from partial sums, is added at once."""
     if pending.x is None:
         linear_wgrad(pending, cfg, into=into)
         return []

@@ -2,12 +2,12 @@
 
     l = x w^T        loss: as in cross_entropy        dx = dl w        dw = dl^T x
 
-With `softcap` c the loss is that of c tanh(l / c), and dl its gradient times 1 - tanh(l / c)^2 (Gemma 2).
+With `softcap` c the logits are c tanh(l / c), and their gradient times 1 - tanh(l / c)^2 is dl (Gemma 2).
 
 x is `(x, labels)`. x, dx: [*, I]; labels: [*] int64; w, dw: [V, I]; one float dtype; y: a float32 scalar (float64 for
 float64), or [*] with reduction "none". The forward goes by chunks of rows. The backward goes by chunks of classes, so that
 every row of dw is one sum; it keeps a float32 dx meanwhile. Kept: x, w and labels, aliases, and logsumexp as in cross_entropy,
-two numbers: 8 bytes a row; each half of the backward, and the whole one once, recomputes the logits of a chunk at a time.
+two numbers: 8 bytes a row. dgrad and wgrad each recompute the logits, a chunk at a time; bwd recomputes them once.
 arXiv:2411.09009, Liger-Kernel.
 
 >>> import torch
@@ -46,18 +46,9 @@ from funcops.kernels import softcap as cap_kernels
 from funcops.ops._loss import check_options, check_pair, reduce_losses, row_gradient
 from funcops.trees import leaf, tree
 
-__all__ = [
-    "LinearCrossEntropyConfig",
-    "LinearCrossEntropyParams",
-    "LinearCrossEntropyPending",
-    "LinearCrossEntropyResiduals",
-    "linear_cross_entropy",
-    "linear_cross_entropy_bwd",
-    "linear_cross_entropy_dgrad",
-    "linear_cross_entropy_fwd",
-    "linear_cross_entropy_init",
-    "linear_cross_entropy_wgrad",
-]
+__all__ = ["LinearCrossEntropyConfig", "LinearCrossEntropyParams", "LinearCrossEntropyPending", "LinearCrossEntropyResiduals"]
+__all__ += ["linear_cross_entropy", "linear_cross_entropy_bwd", "linear_cross_entropy_dgrad"]
+__all__ += ["linear_cross_entropy_fwd", "linear_cross_entropy_init", "linear_cross_entropy_wgrad"]
 
 
 def check_sizes(cfg: Any, where: str) -> None:
@@ -73,7 +64,7 @@ def check_cap(where: str, cap: float | None) -> None:
 @config
 class LinearCrossEntropyConfig(OpConfig):
     """`in_features` (I) and `vocab` (V); `softcap` keeps logits within ±c; `chunk_bytes` bounds the logits that exist at a time,
-    as if in float32."""
+    counted in float32."""
 
     in_features: int = field(kw_only=False)
     vocab: int = field(kw_only=False)
@@ -90,16 +81,16 @@ class LinearCrossEntropyConfig(OpConfig):
         check_cap("LinearCrossEntropyConfig", self.softcap)
 
     def _of_a_logit(self) -> int:
-        """Bytes: of itself, and with a cap of what it is capped to, and of that one's gradient."""
+        """The bytes per logit; with a cap, also for the capped logit and its gradient."""
         return 4 if self.softcap is None else 12
 
     def row_chunks(self, rows: int) -> Iterator[slice]:
-        """Slices of rows; their number depends on the sizes alone."""
+        """Slices of rows; their number depends only on the sizes."""
         size = max(1, self.chunk_bytes // (self._of_a_logit() * self.vocab))
         return (slice(start, start + size) for start in range(0, rows, size))
 
     def class_chunks(self, rows: int) -> Iterator[slice]:
-        """Slices of classes, of a multiple of 128 where they are as large."""
+        """Slices of classes; above 128 classes, of a multiple of 128."""
         size = max(1, self.chunk_bytes // (self._of_a_logit() * max(1, rows)))
         size = size - size % 128 if size > 128 else size
         return (slice(start, start + size) for start in range(0, self.vocab, size))
@@ -158,7 +149,7 @@ def linear_cross_entropy_fwd(
 
 
 def losses_of_chunks(rows: Tensor, labels: Tensor, weight: Tensor, cfg: LinearCrossEntropyConfig) -> tuple[Tensor, Tensor]:
-    """losses [N] and logsumexp [N, 2], a chunk of rows at a time."""
+    """Compute losses [N] and logsumexp [N, 2], a chunk of rows at a time."""
     found = [
         kernels.cross_entropy_fwd(
             logits_of(rows[c], weight, cfg.softcap), labels[c], cfg.label_smoothing, cfg.ignore_index, cfg.z_loss
@@ -178,7 +169,7 @@ def logits_of(rows: Tensor, weight: Tensor, cap: float | None) -> Tensor:
 
 
 Write = Callable[[slice, Tensor, Tensor], None]
-Gradients = Callable[[Any, Tensor, Any, bool, Write | None], Tensor | None]  # of residuals or a pending: `_gradients`
+Gradients = Callable[[Any, Tensor, Any, bool, Write | None], Tensor | None]  # `_gradients`, of residuals or a pending
 
 
 def loss_gradients(
@@ -193,8 +184,8 @@ def loss_gradients(
     first: int = 0,
     vocab: int | None = None,
 ) -> Tensor | None:
-    """The gradient of the logits, a chunk of classes at a time: `dw(classes, dlogits, rows)` is called with each, and the result is
-    dx [N, I], where wanted, summed over them in the wide dtype. The classes are `cfg.vocab` from `first` among `vocab`."""
+    """Compute the gradient of the logits, a chunk of classes at a time; call `dw(classes, dlogits, rows)` with each, and return dx
+    [N, I], if requested, summed in the wide dtype. The weight has `cfg.vocab` of `vocab` classes, from `first` on."""
     labels, lse, dloss = labels.reshape(-1), lse.reshape(-1, 2), dloss.reshape(-1) if dloss.dim() else dloss
     chunks, total = list(cfg.class_chunks(rows.shape[0])), None
     for c in chunks:
@@ -233,7 +224,7 @@ def linear_cross_entropy_dgrad(
 def dgrad_by(
     gradients: Gradients, where: str, residuals: Any, dy: Tensor, cfg: Any, pending: Any
 ) -> tuple[tuple[Tensor, None], Any]:
-    """The dgrad of a loss whose `gradients` these are."""
+    """The dgrad of the loss that has these `gradients`."""
     if residuals.x is None:
         return residuals.nothing(), None
     dloss = row_gradient(where, dy, residuals.labels, residuals.x.dtype, residuals.count, cfg)
@@ -246,7 +237,7 @@ def dgrad_by(
 def linear_cross_entropy_wgrad(
     pending: LinearCrossEntropyPending, cfg: LinearCrossEntropyConfig, *, into: LinearCrossEntropyParams | None = None
 ) -> LinearCrossEntropyParams:
-    """dw: [V, I], a chunk of classes at a time; added to `into` where that is given."""
+    """dw: [V, I], a chunk of classes at a time; added to `into` if given."""
     dparams, dw = weight_gradient("linear_cross_entropy_wgrad", pending.weight, into)
     _gradients(pending, pending.dloss, cfg, False, dw)
     return dparams
@@ -267,7 +258,7 @@ def linear_cross_entropy_bwd(
 def bwd_by(
     gradients: Gradients, where: str, residuals: Any, dy: Tensor, cfg: Any, into: LinearCrossEntropyParams | None
 ) -> tuple[LinearCrossEntropyParams, tuple[Tensor, None]]:
-    """The whole backward of a loss whose `gradients` these are, which calls them once."""
+    """The whole backward of the loss that has these `gradients`, which it calls once."""
     needs, dw = residuals.needs, None
     dparams: Any = into or LinearCrossEntropyParams()  # type: ignore[call-arg]
     if residuals.x is None:
@@ -279,7 +270,7 @@ def bwd_by(
 
 
 def weight_gradient(where: str, weight: Tensor, into: LinearCrossEntropyParams | None) -> tuple[LinearCrossEntropyParams, Write]:
-    """dparams, and what writes a chunk of classes to it: into fresh memory, or added to `into`."""
+    """dparams, and the function that writes a chunk of classes to it: to new memory, or added to `into`."""
     if into is None:
         fresh = torch.empty_like(weight, memory_format=torch.contiguous_format)
 

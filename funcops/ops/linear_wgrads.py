@@ -3,7 +3,7 @@
     dw_k += sum over i of dy_i^T x_i, over the products i that add to dw_k
 
 concatenate: dy = [dy_1; dy_2; ...], x likewise, one product for one dw. batch: [n, O, R] @ [n, R, I], n weights of one shape.
-group: as batch, with R_i rows each (`torch.nn.functional.grouped_mm`, which takes rows of a multiple of 16 bytes, and no float64:
+group: as batch, with R_i rows each (`torch.nn.functional.grouped_mm`, which takes rows of a multiple of 16 bytes, not float64;
 other products run alone).
 """
 
@@ -30,22 +30,22 @@ class Limits(NamedTuple):
     group: int = -1
 
 
-# Measured by `python -m benchmarks wgrads`; see docs/benchmarks/cpu-wgrads.csv. What is not here was not measured,
-# and runs alone.
+# Measured by `python -m benchmarks wgrads`; see docs/benchmarks/cpu-wgrads.csv. Products of other devices and dtypes, which were
+# not measured, run alone.
 MEASURED = {
     ("cpu", torch.bfloat16): Limits(256, 256, 16),
     ("cpu", torch.float16): Limits(256, 256, 16),
     ("cpu", torch.float32): Limits(concatenate=16),
 }
 NEVER = Limits()
-JOINED_ROWS = 2048  # of a concatenation: longer ones were no faster, and their copies larger
+JOINED_ROWS = 2048  # of a concatenation: longer ones were not faster, and their copies are larger
 
 
-_ends = Tables(32)  # of the rows of grouped products
+_ends = Tables(32)  # the row ends of grouped products
 
 
 class Product(NamedTuple):
-    """dy [R, O] and x [R, I] of one weight gradient, and the accumulators dw [O, I] and db [O] or None; all checked."""
+    """dy [R, O] and x [R, I] of one weight gradient, and its accumulators dw [O, I] and db [O] or None; all checked."""
 
     dy: Tensor
     x: Tensor
@@ -56,14 +56,14 @@ class Product(NamedTuple):
 
     @staticmethod
     def of(dy: Tensor, x: Tensor, dw: Tensor, db: Tensor | None) -> Product:
-        """dy [*, O] and x [*, I]."""
+        """A product of dy [*, O] and x [*, I]."""
         if dy.dim() != 2:
             dy, x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
         return Product(dy, x, dw, db, dy.shape[0], MEASURED.get((dy.device.type, dy.dtype), NEVER))
 
     @staticmethod
     def join(products: list[Product], how: str | None) -> None:
-        """Add every product to its accumulators, joined as `how` says, or as was measured to be fastest."""
+        """Add every product to its accumulators, joined as `how` says, or in the way that was measured to be fastest."""
         left = products
         if how is not None or any([p.rows <= p.limits.concatenate for p in products]):  # no way's limit is higher
             for name, key, run in WAYS:
@@ -74,8 +74,8 @@ class Product(NamedTuple):
             _add(p)
 
     @property
-    def place(self) -> tuple[int, tuple[int, ...]]:
-        """Of the accumulator in memory: a stacked leaf's views are other objects at every call."""
+    def accumulator(self) -> tuple[int, tuple[int, ...]]:
+        """The accumulator's address and strides: the views of a stacked leaf are new objects in every call."""
         return self.dw.data_ptr(), self.dw.stride()
 
     @property
@@ -89,7 +89,7 @@ class Product(NamedTuple):
 
 
 def _join(products: list[Product], candidates: list[Product], key: Any, run: Any) -> list[Product]:
-    """Run those candidates that belong together by `key` (None: with no other); returns the other products."""
+    """Run together the candidates that have the same `key`, unless it is None. Returns the other products."""
     marks = [key(p) for p in candidates]
     if len(set(marks)) == len(marks):
         return products
@@ -140,7 +140,7 @@ def _group(products: list[Product]) -> None:
 
 
 def _stacked(products: list[Product]) -> tuple[Tensor, Tensor]:
-    """All rows of dy, and of x, in one buffer: one large allocation is given back and taken again without new pages."""
+    """All rows of dy, and of x, in one buffer: a single large allocation is reused without new pages."""
     rows = sum(p.rows for p in products)
     out, inner = products[0].sizes
     buffer = products[0].dy.new_empty(rows * (out + inner))
@@ -151,7 +151,7 @@ def _stacked(products: list[Product]) -> tuple[Tensor, Tensor]:
 
 
 def _add_all(products: list[Product], found: Tensor) -> None:
-    if len({p.place for p in products}) == len(products) and all(p.dw.dtype is products[0].dw.dtype for p in products):
+    if len({p.accumulator for p in products}) == len(products) and all(p.dw.dtype is products[0].dw.dtype for p in products):
         torch._foreach_add_([p.dw for p in products], list(found.unbind()))
     else:
         for p, dw in zip(products, found.unbind(), strict=True):
@@ -166,7 +166,7 @@ def _add_biases(products: Iterable[Product]) -> None:
 
 
 def _add(p: Product) -> None:
-    """One alone: in the product itself where the accumulators are as wide as its sums."""
+    """Add one product alone: in the product itself if the accumulators are as wide as its sums."""
     if takes_sums(p.dw, p.dy.dtype) and takes_sums(p.db, p.dy.dtype):
         fused_linear.fused_linear_wgrad_into(p.dy, p.x, 1.0, p.dw, p.db)
     else:
@@ -175,7 +175,7 @@ def _add(p: Product) -> None:
 
 
 WAYS: tuple[tuple[str, Callable[[Product], Hashable], Callable[[list[Product]], None]], ...] = (
-    ("concatenate", lambda p: (p.place, p.dy.dtype), _concatenate),
+    ("concatenate", lambda p: (p.accumulator, p.dy.dtype), _concatenate),
     ("batch", lambda p: (p.rows, *p.sizes, p.dy.dtype, p.dy.device), _batch),
     ("group", lambda p: (*p.sizes, p.dy.dtype, p.dy.device) if p.groupable else None, _group),
 )

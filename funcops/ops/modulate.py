@@ -1,4 +1,4 @@
-"""Modulation of normalised sequences by what they are conditioned on (adaptive LayerNorm, of DiT).
+"""Modulation of normalised sequences by a condition (the adaptive LayerNorm of DiT).
 
     y = x (1 + scale) + shift        dx = dy (1 + scale)        d scale = sum over T of dy x        d shift = sum over T of dy
 
@@ -29,23 +29,15 @@ from funcops.contract.schema import DGRAD, Inputs, Residuals, saved
 from funcops.errors import FLOATS, check, fail
 from funcops.kernels import modulate as kernels
 from funcops.kernels.norm import sum_parts
-from funcops.ops._tuples import parts_of
+from funcops.ops._tuples import require_tuple
 
-__all__ = [
-    "ModulateConfig",
-    "ModulateResiduals",
-    "modulate",
-    "modulate_bwd",
-    "modulate_dgrad",
-    "modulate_fwd",
-    "modulate_init",
-    "modulate_wgrad",
-]
+__all__ = ["ModulateConfig", "ModulateResiduals"]
+__all__ += ["modulate", "modulate_bwd", "modulate_dgrad", "modulate_fwd", "modulate_init", "modulate_wgrad"]
 
 
 @config
 class ModulateConfig(OpConfig):
-    """Nothing is to be said."""
+    """No options."""
 
     widths = same_width
     featurewise = True
@@ -66,7 +58,7 @@ def modulate_fwd(
     params: None, x: tuple[Tensor, Tensor, Tensor], cfg: ModulateConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, ModulateResiduals | None]:
     """x: `(x, scale, shift)` -> y: [B, *T, D]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
-    t, scale, shift = parts_of("modulate_fwd", x, "x", "scale", "shift")
+    t, scale, shift = require_tuple("modulate_fwd", x, "x", "scale", "shift")
     check("modulate_fwd", "x.0 (x)", t, (...,), FLOATS)
     if t.dim() < 2:
         fail("modulate_fwd", "x.0 (x)", "[B, ..., D]", list(t.shape))
@@ -78,7 +70,7 @@ def modulate_fwd(
 
 @dgrad_of(ModulateResiduals)
 def modulate_dgrad(residuals: ModulateResiduals, dy: Tensor, cfg: ModulateConfig) -> tuple[tuple[Tensor, Tensor, Tensor], None]:
-    """`(dx, dscale, dshift)`. There is no weight gradient: pending is None."""
+    """`(dx, dscale, dshift)`. No params, so pending is None."""
     x, scale, needs = residuals.x, residuals.scale, residuals.needs
     check("modulate_dgrad", "dy", dy, residuals.shape, residuals.dtype, x if scale is None else scale)
     dx, *sums = kernels.modulate_bwd(

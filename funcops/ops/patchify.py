@@ -1,10 +1,10 @@
 """Images, or clips, as sequences of patches, and back.
 
-    y = x with its last n dimensions cut into patches        dx = dy put together again, as `unpatchify` does
+    y = x with its last n dimensions cut into patches        dx = dy put back together, as by `unpatchify`
 
-x, dx: [*, C, *S] with n sizes S; y, dy: [*, N, C p_1 ... p_n], N patches, the last dimension going slowest along S; one float
-dtype. `unpatchify` is the inverse. Kept: nothing. A linear layer after `patchify` is torch's convolution of kernel and stride p, of
-the weight [out, C, *p] as [out, C p_1 ... p_n]: the patch embedding of a ViT, arXiv:2010.11929.
+x, dx: [*, C, *S] with n sizes S; y, dy: [*, N, C p_1 ... p_n], N patches in the order of the grid, its last dim fastest; one float
+dtype. `unpatchify` is the inverse. Kept: nothing. `patchify` and a linear layer are torch's convolution of kernel and stride p,
+with the weight [out, C, *p] as [out, C p_1 ... p_n]: the patch embedding of a ViT, arXiv:2010.11929.
 
 >>> import torch
 >>> from funcops import PatchifyConfig, UnpatchifyConfig, patchify_bwd, patchify_fwd, unpatchify_fwd
@@ -34,24 +34,9 @@ from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
 from funcops.contract.schema import NO_GRADIENT, Residuals, static
 from funcops.errors import FLOATS, check, fail, require
 
-__all__ = [
-    "PatchifyConfig",
-    "PatchifyResiduals",
-    "UnpatchifyConfig",
-    "UnpatchifyResiduals",
-    "patchify",
-    "patchify_bwd",
-    "patchify_dgrad",
-    "patchify_fwd",
-    "patchify_init",
-    "patchify_wgrad",
-    "unpatchify",
-    "unpatchify_bwd",
-    "unpatchify_dgrad",
-    "unpatchify_fwd",
-    "unpatchify_init",
-    "unpatchify_wgrad",
-]
+__all__ = ["PatchifyConfig", "PatchifyResiduals", "UnpatchifyConfig", "UnpatchifyResiduals"]
+__all__ += ["patchify", "patchify_bwd", "patchify_dgrad", "patchify_fwd", "patchify_init", "patchify_wgrad"]
+__all__ += ["unpatchify", "unpatchify_bwd", "unpatchify_dgrad", "unpatchify_fwd", "unpatchify_init", "unpatchify_wgrad"]
 
 
 def check_sizes(where: str, name: str, sizes: object) -> None:
@@ -74,7 +59,7 @@ class PatchifyConfig(OpConfig):
 
 @config
 class UnpatchifyConfig(OpConfig):
-    """`patch`: the sizes of a patch; `grid`: how many there are along each dimension, in the order of `patch`."""
+    """`patch`: the sizes of a patch; `grid`: how many patches there are along each dimension, in the order of `patch`."""
 
     patch: tuple[int, ...] = field(kw_only=False)
     grid: tuple[int, ...] = field(kw_only=False)
@@ -83,20 +68,20 @@ class UnpatchifyConfig(OpConfig):
         check_sizes("UnpatchifyConfig", "patch", self.patch)
         check_sizes("UnpatchifyConfig", "grid", self.grid)
         same = len(self.grid) == len(self.patch)
-        require(same, "UnpatchifyConfig", "grid", f"of {len(self.patch)} sizes, as patch is", self.grid)
+        require(same, "UnpatchifyConfig", "grid", f"of {len(self.patch)} sizes, as many as patch has", self.grid)
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         return None, self.grid[-1] * self.patch[-1]
 
 
 class PatchifyResiduals(Residuals, static=("shape", "dtype")):
-    """No tensor: what dy must be."""
+    """No tensor, only the shape and dtype of dy."""
 
     grid: tuple[int, ...] = static()
 
 
 class UnpatchifyResiduals(Residuals, static=("shape", "dtype")):
-    """No tensor: what dy must be."""
+    """No tensor, only the shape and dtype of dy."""
 
 
 def _cut(t: Tensor, patch: tuple[int, ...]) -> Tensor:
@@ -124,8 +109,8 @@ def _together(t: Tensor, patch: tuple[int, ...], grid: tuple[int, ...]) -> Tenso
 def patchify_fwd(
     params: None, x: Tensor, cfg: PatchifyConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, PatchifyResiduals | None]:
-    """x: [*, C, *S] -> y: [*, N, C p_1 ... p_n]. Raises `ValueError` for sizes that are no multiples of the patch's, `TypeError`
-    for a dtype that is no float."""
+    """x: [*, C, *S] -> y: [*, N, C p_1 ... p_n]. Raises `ValueError` unless the sizes are multiples of the patch's, `TypeError`
+    for a dtype that is not a float."""
     check("patchify_fwd", "x", x, (...,), FLOATS)
     patch, n = cfg.patch, len(cfg.patch)
     sizes = x.shape[max(0, x.dim() - n) :]
@@ -137,7 +122,7 @@ def patchify_fwd(
 
 @dgrad_of(PatchifyResiduals)
 def patchify_dgrad(residuals: PatchifyResiduals, dy: Tensor, cfg: PatchifyConfig) -> tuple[Tensor, None]:
-    """dx: [*, C, *S]. There is no weight gradient: pending is None."""
+    """dx: [*, C, *S]. No params, so pending is None."""
     check("patchify_dgrad", "dy", dy, residuals.shape, residuals.dtype)
     return _together(dy, cfg.patch, residuals.grid) if residuals.needs.x else NO_GRADIENT, None
 
@@ -146,8 +131,8 @@ def patchify_dgrad(residuals: PatchifyResiduals, dy: Tensor, cfg: PatchifyConfig
 def unpatchify_fwd(
     params: None, x: Tensor, cfg: UnpatchifyConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, UnpatchifyResiduals | None]:
-    """x: [*, N, C p_1 ... p_n] -> y: [*, C, *S]. Raises `ValueError` for another number of patches than the grid's, or a last size
-    that is no multiple of a patch's; `TypeError` for a dtype that is no float."""
+    """x: [*, N, C p_1 ... p_n] -> y: [*, C, *S]. Raises `ValueError` unless the number of patches is the grid's and the last size
+    a multiple of a patch's; `TypeError` for a dtype that is not a float."""
     check("unpatchify_fwd", "x", x, (...,), FLOATS)
     count, of_patch = math.prod(cfg.grid), math.prod(cfg.patch)
     if x.dim() < 2 or x.shape[-2] != count or x.shape[-1] % of_patch:
@@ -158,7 +143,7 @@ def unpatchify_fwd(
 
 @dgrad_of(UnpatchifyResiduals)
 def unpatchify_dgrad(residuals: UnpatchifyResiduals, dy: Tensor, cfg: UnpatchifyConfig) -> tuple[Tensor, None]:
-    """dx: [*, N, C p_1 ... p_n]. There is no weight gradient: pending is None."""
+    """dx: [*, N, C p_1 ... p_n]. No params, so pending is None."""
     check("unpatchify_dgrad", "dy", dy, residuals.shape, residuals.dtype)
     return _cut(dy, cfg.patch) if residuals.needs.x else NO_GRADIENT, None
 

@@ -1,14 +1,14 @@
-"""Tokens to their experts: each token's row once for every expert that it was routed to, sorted by expert.
+"""Permutation of tokens to experts: each token's row, once for every expert chosen for it, sorted by expert.
 
-    rows[place_tk] = x_t        dx_t = sum_k drows[place_tk], over k in order        (the backward is `unpermute`, the forward its)
+    rows[place_tk] = x_t        dx_t = sum_k drows[place_tk], over k in order        (`unpermute` with forward and backward swapped)
 
 x is `(x, indices)`. x, dx: [*, D] of one float dtype; indices: [*, K] int32 in [0, E], the experts of each token. y is
-`(rows, offsets, place)`: rows [N, D], N = T K of T tokens, of which those from offsets[e] to offsets[e + 1] are expert e's; offsets
-[E + 1] and place [*, K] int32. dy is `(drows, None, None)`: integers have no gradient. An index of E is a choice that was dropped:
-its row is behind offsets[E]. Such rows are zero, and have no gradient. Within an expert rows are in the order of the tokens.
-With `gathered` no rows are made, for what finds them by an index (`grouped_linear`, `glu`): x is `(weights, x, indices)`, as
-`experts` takes it, and y `(x, weights, offsets, order, place)`, the first two themselves; row n is of token order[n] // K, its
-weight weights.flat[order[n]], order [N] int32. dy is `(dx, d weights, None, None, None)`, and nothing is kept.
+`(rows, offsets, place)`: rows [N, D], N = T K for T tokens, where expert e has rows offsets[e] to offsets[e + 1]; offsets [E + 1]
+and place [*, K] int32. dy is `(drows, None, None)`: integers have no gradient. An index of E is a dropped choice: its row, at
+offsets[E] or beyond, is zero and has no gradient. Within an expert rows are in the order of the tokens.
+With `gathered` no rows are made, for ops that gather them by an index (`grouped_linear`, `glu`): x is `(weights, x, indices)`, as
+for `experts`, and y is `(x, weights, offsets, order, place)`, with x and weights themselves; row n belongs to token order[n] // K,
+with weight weights.flat[order[n]], order [N] int32. dy is `(dx, d weights, None, None, None)`, and nothing is kept.
 Sums are in float32 (float64 for float64), rounded once. Kept: place and offsets, parts of y: no bytes of its own.
 An index outside [0, E] raises `IndexError` on the CPU; on CUDA it is a device-side assertion, as in PyTorch.
 
@@ -37,23 +37,15 @@ from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
 from funcops.contract.schema import DGRAD, Inputs, Residuals, saved, static
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import routing as kernels
-from funcops.ops._tuples import parts_of
+from funcops.ops._tuples import require_tuple
 
-__all__ = [
-    "PermuteConfig",
-    "PermuteResiduals",
-    "permute",
-    "permute_bwd",
-    "permute_dgrad",
-    "permute_fwd",
-    "permute_init",
-    "permute_wgrad",
-]
+__all__ = ["PermuteConfig", "PermuteResiduals"]
+__all__ += ["permute", "permute_bwd", "permute_dgrad", "permute_fwd", "permute_init", "permute_wgrad"]
 
 
 @config
 class PermuteConfig(OpConfig):
-    """`experts` (E), by which rows are sorted; `gathered`: they are found by an index, not made."""
+    """`experts` (E), by which rows are sorted; `gathered`: rows are gathered by an index, not made."""
 
     experts: int = field(kw_only=False)
     gathered: bool = False
@@ -68,7 +60,7 @@ class PermuteConfig(OpConfig):
 class PermuteResiduals(Residuals, static=("inputs", "shape", "dtype")):
     offsets: Any = saved("[E + 1]", alias="y.1", needed_by=DGRAD, of=("x.0",))
     place: Any = saved("[*, K]", alias="y.2", needed_by=DGRAD, of=("x.0",))
-    weights_like: Any = static()  # their shape and dtype
+    weights_like: Any = static()  # the shape and dtype of weights
 
 
 @forward(PermuteConfig)
@@ -82,7 +74,7 @@ def permute_fwd(
     t, indices = check_rows_and_choices("permute_fwd", x, "indices")
     check("permute_fwd", "x.0", t, (...,), FLOATS)
     if tuple(t.shape[:-1]) != tuple(indices.shape[:-1]) or not t.dim():
-        fail("permute_fwd", "x.0", f"[{', '.join([*map(str, indices.shape[:-1]), 'D'])}], as x.1 has tokens", list(t.shape))
+        fail("permute_fwd", "x.0", f"[{', '.join([*map(str, indices.shape[:-1]), 'D'])}], one row per token of x.1", list(t.shape))
     _, _, offsets, place = kernels.sort_by_expert(indices, cfg.experts)
     by_token = place.view(-1, indices.shape[-1])
     rows = kernels.scatter_rows(t.reshape(by_token.shape[0], t.shape[-1]), by_token, offsets)
@@ -91,12 +83,12 @@ def permute_fwd(
 
 
 def _sorted(x: Any, cfg: PermuteConfig, needs: Needs) -> tuple[tuple[Tensor, ...], PermuteResiduals | None]:
-    """Where rows are, of an x that stays where it is."""
-    weights, t, indices = parts_of("permute_fwd", x, "weights", "x", "indices")
+    """Sort the choices by expert, without copying x."""
+    weights, t, indices = require_tuple("permute_fwd", x, "weights", "x", "indices")
     check("permute_fwd", "x.1 (x)", t, (...,), FLOATS)
     check("permute_fwd", "x.0 (weights)", weights, (...,), tuple({t.dtype: 0, wide(t.dtype): 0}), t)
     if not t.dim() or not weights.dim() or weights.shape[:-1] != t.shape[:-1] or not weights.shape[-1]:
-        fail("permute_fwd", "x.0 (weights)", f"{[*t.shape[:-1], 'K']}, K at least 1, as x.1 has tokens", list(weights.shape))
+        fail("permute_fwd", "x.0 (weights)", f"{[*t.shape[:-1], 'K']}, K at least 1, one row per token of x.1", list(weights.shape))
     check("permute_fwd", "x.2 (indices)", indices, weights.shape, torch.int32, t)
     kernels.check_row_count("permute_fwd", "x.2 (indices)", indices.numel())
     order, _, offsets, place = kernels.sort_by_expert(indices, cfg.experts)
@@ -104,14 +96,14 @@ def _sorted(x: Any, cfg: PermuteConfig, needs: Needs) -> tuple[tuple[Tensor, ...
 
 
 def sorted_kept(cfg: PermuteConfig, needs: Needs, x: tuple[Tensor, Tensor, Tensor]) -> PermuteResiduals | None:
-    """Of rows that are not made."""
+    """Residuals for rows that are not made."""
     weights, t, _ = x
     like = weights.shape, weights.dtype
     return PermuteResiduals.keep(cfg, needs, weights_like=like, inputs=Inputs.of(x), shape=t.shape, dtype=t.dtype)
 
 
 def check_rows_and_choices(where: str, x: Any, name: str) -> tuple[Tensor, Tensor]:
-    """The parts of a pair of which the second has an integer for each choice of each token."""
+    """Check and return a pair whose second part has an integer for each choice of each token."""
     if not isinstance(x, tuple) or len(x) != 2:
         fail(where, "x", f"a tuple (x, {name})", describe(x), TypeError)
     check(where, f"x.1 ({name})", x[1], (...,), torch.int32, x[0] if isinstance(x[0], Tensor) else None)
@@ -123,8 +115,8 @@ def check_rows_and_choices(where: str, x: Any, name: str) -> tuple[Tensor, Tenso
 
 @dgrad_of(PermuteResiduals)
 def permute_dgrad(residuals: PermuteResiduals, dy: Any, cfg: PermuteConfig) -> tuple[tuple[Tensor | None, ...], None]:
-    """dy: `(drows, None, None)` -> `(dx, None)`, or `(dx, d weights, None, None, None)` -> `(d weights, dx, None)`. There is no
-    weight gradient: pending is None."""
+    """dy: `(drows, None, None)` -> `(dx, None)`, or `(dx, d weights, None, None, None)` -> `(d weights, dx, None)`. No params, so
+    pending is None."""
     if cfg.gathered:
         return _back(residuals, dy), None
     if not isinstance(dy, tuple) or len(dy) != 3:

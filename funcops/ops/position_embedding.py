@@ -1,6 +1,6 @@
-"""Learned position embedding, added to what stands there.
+"""Learned position embedding, added to x.
 
-    y = x + w[positions]        dx = dy        dw_p = sum of dy over the places at position p
+    y = x + w[positions]        dx = dy        dw_p = sum of dy over the rows at position p
 
 x, y, dy, dx: [*, T, D]; w, dw: [P, D], of x's float dtype, `EmbeddingParams`; positions: [T] or [*, T], int64, without a gradient.
 x is `(x, positions)`. Kept: positions, an alias. dx is dy itself. A position outside [0, P) raises `IndexError` on the CPU; on CUDA
@@ -30,25 +30,17 @@ from funcops.contract.schema import WGRAD, Inputs, Pending, Residuals, saved
 from funcops.errors import FLOATS, check, check_rows, fail, require
 from funcops.kernels import embedding as kernels
 from funcops.kernels import pointwise
-from funcops.ops._tuples import parts_of
+from funcops.ops._tuples import require_tuple
 from funcops.ops.embedding import EmbeddingParams, check_embedding_into, embedding_gradients
 
-__all__ = [
-    "PositionEmbeddingConfig",
-    "PositionEmbeddingPending",
-    "PositionEmbeddingResiduals",
-    "position_embedding",
-    "position_embedding_bwd",
-    "position_embedding_dgrad",
-    "position_embedding_fwd",
-    "position_embedding_init",
-    "position_embedding_wgrad",
-]
+__all__ = ["PositionEmbeddingConfig", "PositionEmbeddingPending", "PositionEmbeddingResiduals"]
+__all__ += ["position_embedding", "position_embedding_bwd", "position_embedding_dgrad"]
+__all__ += ["position_embedding_fwd", "position_embedding_init", "position_embedding_wgrad"]
 
 
 @config
 class PositionEmbeddingConfig(OpConfig):
-    """`positions` (P), the most there can be, and `dim` (D)."""
+    """`positions` (P), the number of positions, and `dim` (D)."""
 
     positions: int = field(kw_only=False)
     dim: int = field(kw_only=False)
@@ -83,7 +75,7 @@ def position_embedding_fwd(
     params: EmbeddingParams, x: tuple[Tensor, Tensor], cfg: PositionEmbeddingConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, PositionEmbeddingResiduals | None]:
     """x: `(x, positions)` -> y: [*, T, D]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
-    t, positions = parts_of("position_embedding_fwd", x, "x", "positions")
+    t, positions = require_tuple("position_embedding_fwd", x, "x", "positions")
     check_rows("position_embedding_fwd", "x.0", t, cfg.dim)
     check("position_embedding_fwd", "x.0", t, (...,), FLOATS)
     if t.dim() < 2:
@@ -111,7 +103,7 @@ def position_embedding_dgrad(
 def position_embedding_wgrad(
     pending: PositionEmbeddingPending, cfg: PositionEmbeddingConfig, *, into: EmbeddingParams | None = None
 ) -> EmbeddingParams:
-    """dw: [P, D]; added to `into` where that is given, as embedding's."""
+    """dw: [P, D]; added to `into` if given, as in embedding."""
     dy, positions = pending.dy, pending.positions
     if into is not None:
         check_embedding_into("position_embedding_wgrad", dy, cfg.positions, into)

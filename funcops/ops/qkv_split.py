@@ -1,4 +1,4 @@
-"""q, k and v out of one joint projection, rotary position embedding of q and k included: one kernel each way.
+"""Split of a joint projection into q, k and v, with rotary position embedding of q and k: one kernel each way.
 
     (q, k, v) = split(x)        q, k = rope(q), rope(k)        dx = (rope^-1(dq), rope^-1(dk), dv)
 
@@ -33,22 +33,14 @@ from funcops.errors import check, check_rows, describe, fail, require
 from funcops.kernels import qkv_split as kernels
 from funcops.ops.rope import RopeConfig, check_rotation, table_of
 
-__all__ = [
-    "QKVSplitConfig",
-    "QKVSplitResiduals",
-    "qkv_split",
-    "qkv_split_bwd",
-    "qkv_split_dgrad",
-    "qkv_split_fwd",
-    "qkv_split_init",
-    "qkv_split_wgrad",
-]
+__all__ = ["QKVSplitConfig", "QKVSplitResiduals"]
+__all__ += ["qkv_split", "qkv_split_bwd", "qkv_split_dgrad", "qkv_split_fwd", "qkv_split_init", "qkv_split_wgrad"]
 
 
 @config
 class QKVSplitConfig(OpConfig):
-    """`heads` (N) of q, of size `dim` (D); `kv_heads` (M) of k and of v (default: as many); `rope`: how q and k turn,
-    if they do."""
+    """`heads` (N) of q, of size `dim` (D); `kv_heads` (M) of k and of v (default: N); `rope`: the rotary embedding of q and k, if
+    any."""
 
     heads: int = field(kw_only=False)
     dim: int = field(kw_only=False)
@@ -75,16 +67,16 @@ class QKVSplitConfig(OpConfig):
         return (self.heads + 2 * (self.kv_heads or self.heads)) * self.dim, None
 
     def packed_parts(self, width: int) -> tuple[int, ...]:
-        """The sizes of what is side by side in the last dimension of x."""
+        """The sizes of the parts side by side in x's last dimension."""
         heads, kv = self.heads * self.dim, (self.kv_heads or self.heads) * self.dim
         return heads, kv, kv
 
-    def shared_out(self, place: int, n: int) -> tuple[QKVSplitConfig, int]:
-        """The config where ranks share out the heads, 1/n each; and the place of the heads from the end of q, k and v."""
-        require(place == 1, "QKVSplitConfig", "x", "shared out along its last dimension", f"one along the {place}. from the end")
+    def sharded(self, dim: int, n: int) -> tuple[QKVSplitConfig, int]:
+        """The config if heads are sharded over n ranks, and the dim of the heads in q, k and v, counted from the end."""
+        require(dim == 1, "QKVSplitConfig", "x", "sharded along its last dim", f"dim -{dim}")
         for name in ("heads", "kv_heads"):
             value = getattr(self, name)
-            require(value % n == 0, "QKVSplitConfig", name, f"a number that {n} ranks can share out", value)
+            require(value % n == 0, "QKVSplitConfig", name, f"a multiple of {n}, the number of ranks", value)
         return QKVSplitConfig(self.heads // n, self.dim, kv_heads=(self.kv_heads or self.heads) // n, rope=self.rope), 2
 
 
@@ -96,7 +88,8 @@ class QKVSplitResiduals(Residuals, static=("inputs", "shape", "dtype")):
 def qkv_split_fwd(
     params: None, x: Any, cfg: QKVSplitConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[tuple[Tensor, Tensor, Tensor], QKVSplitResiduals | None]:
-    """x: [*, T, (N + 2M) D], or `(x, positions or table)` -> `(q, k, v)`. Raises `ValueError` or `TypeError`."""
+    """x: [*, T, (N + 2M) D], or `(x, positions or table)` -> `(q, k, v)`. Raises `ValueError` or `TypeError` for a wrong shape,
+    dtype or device."""
     if cfg.rope is not None and (not isinstance(x, tuple) or len(x) != 2):
         fail("qkv_split_fwd", "x", "a tuple (x, positions), as cfg.rope says", describe(x), TypeError)
     positions: Any
@@ -115,7 +108,7 @@ def qkv_split_fwd(
 
 @dgrad_of(QKVSplitResiduals)
 def qkv_split_dgrad(residuals: QKVSplitResiduals, dy: Any, cfg: QKVSplitConfig) -> tuple[Any, None]:
-    """dy: `(dq, dk, dv)`, a part that is None being zero -> dx, and None: there is no weight gradient."""
+    """dy: `(dq, dk, dv)`, None for zero -> dx. No params, so pending is None."""
     if not isinstance(dy, tuple) or len(dy) != 3:
         fail("qkv_split_dgrad", "dy", "a tuple (dq, dk, dv)", describe(dy), TypeError)
     needs, shape = residuals.needs, residuals.shape

@@ -1,11 +1,11 @@
-"""A tensor in low precision and back.
+"""Quantisation of a tensor to low precision, and back.
 
     quantize      y = q(x), codes and scales of a format          dx = dy
     dequantize    y = codes times scales, rounded to x's dtype    dx = dy
 
 x of `quantize` and y of `dequantize`: [*, K] of a float dtype; the other side is a `QTensor` of that shape, which counts as one
-leaf: its gradient is dense, [*, K] in the dtype of x. Gradients are straight through: rounding is taken for the identity, where an
-element saturates too. Kept: nothing.
+leaf: its gradient is dense, [*, K] in the dtype of x. Gradients are straight-through: rounding counts as the identity, even for an
+element that saturates. Kept: nothing.
 
 >>> import torch
 >>> from funcops import QuantizeConfig, dequantize_fwd, quantize_bwd, quantize_fwd
@@ -34,22 +34,9 @@ from funcops.contract.schema import NO_GRADIENT, Residuals
 from funcops.errors import check, require_type
 from funcops.formats import Format, QTensor, check_quantized, quantize_tensor
 
-__all__ = [
-    "QuantizeConfig",
-    "QuantizeResiduals",
-    "dequantize",
-    "dequantize_bwd",
-    "dequantize_dgrad",
-    "dequantize_fwd",
-    "dequantize_init",
-    "dequantize_wgrad",
-    "quantize",
-    "quantize_bwd",
-    "quantize_dgrad",
-    "quantize_fwd",
-    "quantize_init",
-    "quantize_wgrad",
-]
+__all__ = ["QuantizeConfig", "QuantizeResiduals"]
+__all__ += ["dequantize", "dequantize_bwd", "dequantize_dgrad", "dequantize_fwd", "dequantize_init", "dequantize_wgrad"]
+__all__ += ["quantize", "quantize_bwd", "quantize_dgrad", "quantize_fwd", "quantize_init", "quantize_wgrad"]
 
 
 @config
@@ -65,7 +52,7 @@ class QuantizeConfig(OpConfig):
 
 
 class QuantizeResiduals(Residuals, static=("shape", "dtype")):
-    """No tensor: what dy must be."""
+    """No tensor, only the shape and dtype of dy."""
 
 
 @forward(QuantizeConfig)
@@ -79,7 +66,7 @@ def quantize_fwd(
 
 @dgrad_of(QuantizeResiduals)
 def quantize_dgrad(residuals: QuantizeResiduals, dy: Any, cfg: QuantizeConfig) -> tuple[Tensor, None]:
-    """`dx = dy`: [*, K]. There is no weight gradient: pending is None."""
+    """`dx = dy`: [*, K]. No params, so pending is None."""
     return _straight("quantize_dgrad", residuals, dy), None
 
 
@@ -95,7 +82,7 @@ def dequantize_fwd(
 
 @dgrad_of(QuantizeResiduals)
 def dequantize_dgrad(residuals: QuantizeResiduals, dy: Any, cfg: QuantizeConfig) -> tuple[Tensor, None]:
-    """`dx = dy`: dense, [*, K]. There is no weight gradient: pending is None."""
+    """`dx = dy`: dense, [*, K]. No params, so pending is None."""
     return _straight("dequantize_dgrad", residuals, dy), None
 
 

@@ -2,7 +2,7 @@
 
     y = x as [*, *out]        dx = dy as [*, *in]
 
-x, dx: [*, *in]; y, dy: [*, *out]; any dtype. Kept: nothing. y is a view of x where its strides allow, as dx is of dy.
+x, dx: [*, *in]; y, dy: [*, *out]; any dtype. Kept: nothing. y is a view of x if x's strides allow it, and so is dx of dy.
 
 >>> import torch
 >>> from funcops import ReshapeConfig, reshape_bwd, reshape_fwd
@@ -27,21 +27,13 @@ from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
 from funcops.contract.schema import NO_GRADIENT, Residuals, static
 from funcops.errors import FLOATS, check, require
 
-__all__ = [
-    "ReshapeConfig",
-    "ReshapeResiduals",
-    "reshape",
-    "reshape_bwd",
-    "reshape_dgrad",
-    "reshape_fwd",
-    "reshape_init",
-    "reshape_wgrad",
-]
+__all__ = ["ReshapeConfig", "ReshapeResiduals"]
+__all__ += ["reshape", "reshape_bwd", "reshape_dgrad", "reshape_fwd", "reshape_init", "reshape_wgrad"]
 
 
 @config
 class ReshapeConfig(OpConfig):
-    """`in_shape` and `out_shape`: the trailing sizes before and after, of one product; leading dimensions stay."""
+    """`in_shape` and `out_shape`: the trailing sizes before and after, with the same product; leading dimensions stay."""
 
     in_shape: tuple[int, ...] = field(kw_only=False)
     out_shape: tuple[int, ...] = field(kw_only=False)
@@ -52,22 +44,23 @@ class ReshapeConfig(OpConfig):
             right = isinstance(sizes, tuple) and all(isinstance(n, int) and n >= 1 for n in sizes)
             require(right, "ReshapeConfig", name, "a tuple of sizes of at least 1", sizes)
         same = math.prod(self.in_shape) == math.prod(self.out_shape)
-        require(same, "ReshapeConfig", "out_shape", f"of the product of in_shape {self.in_shape}", self.out_shape)
+        require(same, "ReshapeConfig", "out_shape", f"sizes with the product of in_shape {self.in_shape}", self.out_shape)
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         return (self.in_shape or (None,))[-1], (self.out_shape or (None,))[-1]
 
-    def shared_out(self, place: int, n: int) -> tuple[ReshapeConfig, int]:
-        """The config for an x whose dimension `place` from the end ranks share out, 1/n each; and the place of that in y. It is the
-        slowest of those that are reshaped, or comes before them."""
+    def sharded(self, dim: int, n: int) -> tuple[ReshapeConfig, int]:
+        """The config for an x sharded over n ranks along dim -`dim`, and the sharded dim of y, counted from the end. The dim must
+        be the first that is reshaped, or come before it."""
         wide, deep = len(self.in_shape), len(self.out_shape)
-        if wide < place:
-            return self, place + deep - wide
-        right = wide == place and deep > 0
-        require(right, "ReshapeConfig", "in_shape", f"{place} sizes, the first of them shared out", self.in_shape)
+        if wide < dim:
+            return self, dim + deep - wide
+        right = wide == dim and deep > 0
+        require(right, "ReshapeConfig", "in_shape", f"{dim} sizes, as x is sharded along dim -{dim}", self.in_shape)
         for name in ("in_shape", "out_shape"):
             sizes = getattr(self, name)
-            require(sizes[0] % n == 0, "ReshapeConfig", name, f"of a first size that {n} ranks can share out", sizes)
+            wanted = f"sizes of which the first is a multiple of {n}, the number of ranks"
+            require(sizes[0] % n == 0, "ReshapeConfig", name, wanted, sizes)
         first = ((sizes[0] // n, *sizes[1:]) for sizes in (self.in_shape, self.out_shape))
         return ReshapeConfig(*first), deep
 
@@ -92,7 +85,7 @@ def reshape_fwd(params: None, x: Tensor, cfg: ReshapeConfig, *, needs: Needs = N
 
 @dgrad_of(ReshapeResiduals)
 def reshape_dgrad(residuals: ReshapeResiduals, dy: Any, cfg: ReshapeConfig) -> tuple[Tensor, None]:
-    """dx: [*, *in]. There is no weight gradient: pending is None."""
+    """dx: [*, *in]. No params, so pending is None."""
     check("reshape_dgrad", "dy", dy, residuals.y_shape, residuals.dtype)
     return torch.reshape(dy, residuals.x_shape) if residuals.needs.x else NO_GRADIENT, None
 

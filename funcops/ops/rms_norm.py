@@ -7,7 +7,7 @@ With g = dy * w:
     dx = r * (g - n * mean_j(g_j * n_j))    dw = sum over rows of dy * n
 
 x, y, dy, dx: [*, *D] of one float dtype; w, dw: [*D], of x's dtype or float32; r: [*, 1], float32 (float64 for float64).
-Kept: x and w, both aliases, and r: 4 bytes a row. dgrad reads dy and x anyway, so it leaves dw as partial sums [P, D].
+Kept: x and w, both aliases, and r: 4 bytes a row. dgrad reads dy and x anyway, so it returns dw as partial sums [P, D].
 arXiv:1910.07467.
 
 >>> import torch
@@ -28,25 +28,15 @@ from torch import Tensor
 from funcops.contract.accumulators import accumulate
 from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
-from funcops.contract.op import again_of, bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
-from funcops.contract.schema import AGAIN, DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
+from funcops.contract.op import bwd_of, config, dgrad_of, forward, init_of, make_op, recompute_of, wgrad_of
+from funcops.contract.schema import DGRAD, NO_GRADIENT, RECOMPUTE, WGRAD, Pending, Residuals, saved, static
 from funcops.errors import check
 from funcops.kernels import norm as kernels
 from funcops.ops._norm import check_norm, check_sizes, finish, flat
 from funcops.trees import leaf, tree
 
-__all__ = [
-    "RMSNormConfig",
-    "RMSNormParams",
-    "RMSNormPending",
-    "RMSNormResiduals",
-    "rms_norm",
-    "rms_norm_bwd",
-    "rms_norm_dgrad",
-    "rms_norm_fwd",
-    "rms_norm_init",
-    "rms_norm_wgrad",
-]
+__all__ = ["RMSNormConfig", "RMSNormParams", "RMSNormPending", "RMSNormResiduals"]
+__all__ += ["rms_norm", "rms_norm_bwd", "rms_norm_dgrad", "rms_norm_fwd", "rms_norm_init", "rms_norm_wgrad"]
 
 
 @config
@@ -72,9 +62,9 @@ class RMSNormParams:
 
 
 class RMSNormResiduals(Residuals):
-    x: Tensor = saved("[*, *D]", alias="x", needed_by=DGRAD | AGAIN, of=("x", "params"))
-    weight: Tensor = saved("[*D]", alias="params.weight", needed_by=DGRAD | AGAIN)
-    rstd: Tensor = saved("[*, 1]", needed_by=DGRAD | AGAIN, of=("x", "params"))
+    x: Tensor = saved("[*, *D]", alias="x", needed_by=DGRAD | RECOMPUTE, of=("x", "params"))
+    weight: Tensor = saved("[*D]", alias="params.weight", needed_by=DGRAD | RECOMPUTE)
+    rstd: Tensor = saved("[*, 1]", needed_by=DGRAD | RECOMPUTE, of=("x", "params"))
     weight_dtype: torch.dtype = static()
 
 
@@ -87,7 +77,7 @@ class RMSNormPending(Pending):
 def rms_norm_init(
     cfg: RMSNormConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
 ) -> RMSNormParams:
-    """Weight of ones (zeros where zero-centred); draws nothing."""
+    """Weight of ones (zeros if zero-centred); draws nothing."""
     fill = torch.zeros if cfg.zero_centered_gamma else torch.ones
     return RMSNormParams(fill(cfg.dim, device=device, dtype=dtype))
 
@@ -108,13 +98,13 @@ def rms_norm_fwd(
     return y if len(cfg.dim) == 1 else y.reshape(x.shape), rms_norm_kept(cfg, needs, x, params, rstd)
 
 
-@again_of(RMSNormResiduals)
-def rms_norm_again(residuals: RMSNormResiduals, cfg: RMSNormConfig) -> Tensor:
-    """y of the forward, the same bits: two products."""
+@recompute_of(RMSNormResiduals)
+def rms_norm_recompute(residuals: RMSNormResiduals, cfg: RMSNormConfig) -> Tensor:
+    """Recompute y, bit for bit, in two products."""
     x, w, dim = residuals.x, residuals.weight, cfg.dim
     if len(dim) == 1:
-        return kernels.rms_norm_again(x, w, residuals.rstd, cfg.eps, cfg.zero_centered_gamma)
-    y = kernels.rms_norm_again(flat(x, dim), flat(w, dim), residuals.rstd, cfg.eps, cfg.zero_centered_gamma)
+        return kernels.rms_norm_recompute(x, w, residuals.rstd, cfg.eps, cfg.zero_centered_gamma)
+    y = kernels.rms_norm_recompute(flat(x, dim), flat(w, dim), residuals.rstd, cfg.eps, cfg.zero_centered_gamma)
     return y.reshape(x.shape)
 
 
@@ -138,7 +128,7 @@ def _dx_and_parts(where: str, residuals: RMSNormResiduals, dy: Tensor, cfg: RMSN
 
 @wgrad_of(RMSNormPending, RMSNormParams)
 def rms_norm_wgrad(pending: RMSNormPending, cfg: RMSNormConfig, *, into: RMSNormParams | None = None) -> RMSNormParams:
-    """dw: [*D], in the weight's dtype; added to `into` where that is given, in float32 if `into` is."""
+    """dw: [*D], in the weight's dtype; added to `into` if given, in float32 if `into` is."""
     dw = finish(pending.parts, cfg.dim, pending.weight_dtype, None if into is None else into.weight)
     return accumulate("rms_norm_wgrad", RMSNormParams(dw), into)
 
@@ -161,6 +151,6 @@ rms_norm = make_op(
     dgrad=rms_norm_dgrad,
     wgrad=rms_norm_wgrad,
     bwd=rms_norm_bwd,
-    cheap="norm",
-    again=rms_norm_again,
+    recomputable="norm",
+    recompute=rms_norm_recompute,
 )

@@ -7,10 +7,10 @@ passes through. A `scaling` changes the frequencies, and may multiply cos and si
 backward is the transpose: the inverse rotation, times that factor. So no activation is kept.
 
 x is `(x, positions)`. x, y, dy, dx: [*, T, N, D] (sequence, heads, head size) of one float dtype; positions: [T] or
-[*, T], int64, or in their place the table that `rope_table` makes of them: float32 (float64 for float64), [T, 1, 3R]
-or [*, T, 1, 3R]. A model makes the table once and gives it to every layer. Kept: positions or table, an alias. arXiv:2104.09864.
+[*, T], int64, or instead the table that `rope_table` makes from them: float32 (float64 for float64), [T, 1, 3R]
+or [*, T, 1, 3R]. A model makes the table once and passes it to every layer. Kept: positions or table, an alias. arXiv:2104.09864.
 
-With `sections` a token has a position on each of A axes (time, height, width), and each pair turns by one of them:
+With `sections` a token has a position on each of A axes (time, height, width), and each pair rotates by one of them:
 positions are [A, T] or [A, *, T]. arXiv:2409.12191.
 
 >>> import torch
@@ -54,12 +54,12 @@ LAYOUTS = ("blocks", "interleaved", "axial")
 
 @config
 class RopeConfig(OpConfig):
-    """`dim`: the head size D; `rotary_dim`: the even part of it that turns (default: all); `scaling`: LinearScaling,
-    DynamicScaling, YarnScaling, LongRopeScaling or Llama3Scaling.
+    """`dim`: the head size D; `rotary_dim`: how many features of a head rotate, an even number (default: all); `scaling`:
+    LinearScaling, DynamicScaling, YarnScaling, LongRopeScaling or Llama3Scaling.
 
-    `sections`: how many pairs turn by each axis, R/2 in all. `layout`: "blocks", those of an axis side by side (Qwen2-VL);
-    "interleaved", pair i by axis i mod A as far as that has pairs, then by the first (Qwen3-VL); "axial", blocks whose frequencies
-    each begin anew, theta^(-i / section) (vision encoders)."""
+    `sections`: how many pairs rotate by each axis, R/2 in all. `layout`: "blocks", an axis's pairs side by side (Qwen2-VL);
+    "interleaved", pair i by axis i mod A while that axis has pairs left, then by the first (Qwen3-VL); "axial", blocks whose
+    frequencies each start anew, theta^(-i / section) (vision encoders)."""
 
     dim: int = field(kw_only=False)
     theta: float = 10000.0
@@ -88,16 +88,15 @@ class RopeConfig(OpConfig):
     def _check_sections(self, pairs: int) -> None:
         sections = self.sections
         if sections is None:
-            require(self.layout == "blocks", "RopeConfig", "layout", "'blocks' where there are no sections", repr(self.layout))
+            require(self.layout == "blocks", "RopeConfig", "layout", "'blocks' without sections", repr(self.layout))
             return
         right = isinstance(sections, tuple) and all(type(n) is int and n >= 1 for n in sections) and sum(sections) == pairs
         require(right, "RopeConfig", "sections", f"a tuple of counts of at least 1, {pairs} in all", sections)
         if self.layout == "interleaved":
             axes = len(sections)
             fits = all(axis + axes * (n - 1) < pairs for axis, n in enumerate(sections) if axis > 0)
-            require(
-                fits, "RopeConfig", "sections", f"of room at every {axes}th of {pairs} pairs for layout 'interleaved'", sections
-            )
+            wanted = f"counts that fit at every {axes}th of {pairs} pairs (layout 'interleaved')"
+            require(fits, "RopeConfig", "sections", wanted, sections)
 
     def _check_scaling(self, r: int) -> None:
         scaling = self.scaling
@@ -115,11 +114,11 @@ class RopeConfig(OpConfig):
 
     @property
     def factor(self) -> float:
-        """What cos and sin are multiplied by."""
+        """The factor of cos and sin."""
         return 1.0 if self.scaling is None else self.scaling.table_factor()
 
     def frequencies(self, dtype: torch.dtype, device: Any = None) -> Tensor:
-        """What the positions of each pair are multiplied by: [R/2]."""
+        """The frequency of each pair, by which positions are multiplied: [R/2]."""
         if self.scaling is not None:
             return self.scaling.frequencies(self.theta, self.rotating, dtype, device)
         if self.layout == "axial":
@@ -127,7 +126,7 @@ class RopeConfig(OpConfig):
         return kernels.frequencies(self.theta, self.rotating, dtype, device)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        """By which each pair turns at `positions`, [*, T] or of A axes [A, *, T]: [*, T, R/2]."""
+        """The angle of each pair at `positions` ([*, T], or [A, *, T] for A axes): [*, T, R/2]."""
         found = positions.to(dtype).unsqueeze(-1) * self.frequencies(dtype, positions.device)
         if self.sections is None:
             return found
@@ -140,8 +139,8 @@ class RopeConfig(OpConfig):
 
     @property
     def known_to(self) -> int | None:
-        """The longest sequence for which this turns as it says. Beyond, its scaling depends on a `length` that it lacks. None if
-        any."""
+        """The longest sequence for which the frequencies are known: beyond it they depend on the scaling's missing `length`. None
+        without such a limit."""
         scaling: Any = self.scaling
         return scaling.original_context if getattr(scaling, "length", 0) is None else None
 
@@ -160,8 +159,8 @@ class RopeResiduals(Residuals, static=("inputs", "shape", "dtype")):
 
 
 def rope_table(positions: Tensor, cfg: RopeConfig, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What `rope` multiplies with at `positions` ([*, T], or of A axes [A, *, T], int64), to be given as its x.1: cosines and
-    signed sines, [*, T, 1, 3R].
+    """Make the table that `rope` takes as x.1: cosines and signed sines at `positions` ([*, T], or [A, *, T] for A axes, int64),
+    [*, T, 1, 3R].
 
     `dtype`: float32, or float64 for float64 x. Raises `TypeError` for another dtype or for positions that are not int64,
     `ValueError` for another number of axes than the config's.
@@ -180,7 +179,7 @@ def _table_at(positions: Tensor, cfg: RopeConfig, dtype: torch.dtype) -> Tensor:
 
 
 def check_rotation(where: str, t: Tensor, positions: Any, cfg: RopeConfig) -> None:
-    """t: [*, T, N, D]; positions: [T] or [*, T], of A axes [A, T] or [A, *, T], int64; or their table, [T, 1, 3R] or
+    """Check t: [*, T, N, D], and positions: [T] or [*, T], for A axes [A, T] or [A, *, T], int64; or their table, [T, 1, 3R] or
     [*, T, 1, 3R]."""
     shape = t.shape
     if len(shape) < 3:
@@ -195,7 +194,7 @@ def check_rotation(where: str, t: Tensor, positions: Any, cfg: RopeConfig) -> No
 
 
 def table_of(positions: Tensor, cfg: RopeConfig, dtype: torch.dtype) -> Tensor:
-    """The table for numbers of `dtype`, from positions or as it was given."""
+    """The table for an x of `dtype`: the given one, or one made from positions."""
     if positions.is_floating_point():
         return positions
     return _table_at(positions, cfg, wide(dtype))
@@ -221,7 +220,7 @@ def rope_fwd(
 
 @dgrad_of(RopeResiduals)
 def rope_dgrad(residuals: RopeResiduals, dy: Tensor, cfg: RopeConfig) -> tuple[tuple[Tensor, None], None]:
-    """`(dx, None)`: dy turned back, times the table's factor. There is no weight gradient: pending is None."""
+    """`(dx, None)`: dy rotated back, times the table's factor. No params, so pending is None."""
     check("rope_dgrad", "dy", dy, residuals.shape, residuals.dtype, residuals.positions)
     if residuals.needs.x is not True and not residuals.needs.input(0):
         return residuals.nothing(), None

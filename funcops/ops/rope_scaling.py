@@ -1,15 +1,15 @@
-"""How a model trained on short sequences turns long ones: the frequencies f_i of rope's pairs, i < R/2, and a factor of the table.
+"""Rope for longer sequences than a model was trained on: the frequencies f_i of its pairs, i < R/2, and a factor of the table.
 
-    plain     f_i = theta^(-2i / R)                                        factor 1, as of all but yarn and longrope
+    plain     f_i = theta^(-2i / R)                                        factor 1, as for all but yarn and longrope
     linear    f_i / factor                                                 (arXiv:2306.15595)
     dynamic   theta times (factor s - factor + 1)^(R / (R - 2)),           s = length / original_context, at least 1
     yarn      (1 - r_i) f_i + r_i f_i / factor, r_i a ramp from 0 to 1     (arXiv:2309.00071)
-              between the pairs that turn beta_fast and beta_slow times within the original context
+              between the pairs that rotate beta_fast and beta_slow times within the original context
     longrope  f_i / short_factor_i, or long_factor_i beyond the original context       (arXiv:2402.13753)
     llama3    f_i where the wave is short, f_i / factor where it is long, between them a mean of both
 
-The arithmetic is that of `transformers.modeling_rope_utils`, operation by operation, so that tables are equal to Hugging Face's.
-Where that measures how long a sequence is, here the config says so: a pass by chunks turns as one over all of it.
+The arithmetic follows `transformers.modeling_rope_utils` operation by operation, so that tables are equal to Hugging Face's. That
+module measures the length of a sequence; here the config states it, so that passes over chunks rotate like one over the whole.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def check_positive(where: str, cfg: Any, *names: str) -> None:
 
 @config
 class LinearScaling:
-    """All frequencies over `factor`, as if positions were closer together.
+    """Divide all frequencies by `factor`, as if positions were closer together.
 
     >>> import torch
     >>> from funcops import LinearScaling, RopeConfig, rope_table
@@ -64,8 +64,8 @@ class LinearScaling:
 
 @config
 class DynamicScaling:
-    """A theta that grows with `length`, the longest sequence there will be, where that is beyond `original_context` (default: it is
-    not, and nothing changes).
+    """Increase theta with `length`, the longest sequence that will occur, if it exceeds `original_context` (by default nothing
+    changes).
 
     >>> import torch
     >>> from funcops import DynamicScaling
@@ -84,7 +84,7 @@ class DynamicScaling:
 
     def frequencies(self, theta: float, size: int, dtype: torch.dtype, device: Any) -> Tensor:
         longest = max(self.length or 0, self.original_context)
-        if longest == self.original_context:  # a factor of 1, which the difference below would round away
+        if longest == self.original_context:  # the factor is 1, which the difference below may miss by rounding
             return plain_frequencies(theta, size, dtype, device)
         theta = theta * (self.factor * longest / self.original_context - (self.factor - 1)) ** (size / (size - 2))
         return plain_frequencies(theta, size, dtype, device)
@@ -95,9 +95,9 @@ class DynamicScaling:
 
 @config
 class YarnScaling:
-    """Slow pairs over `factor`, fast ones as they are. The table's factor is `attention_factor`, by default 1 + 0.1 ln(factor), or
-    with both `mscale` and `mscale_all_dim` (DeepSeek) the quotient of 1 + 0.1 m ln(factor) for either. `truncate`: the ramp begins
-    and ends at whole pairs (GPT-OSS: False).
+    """Divide the frequencies of slow pairs by `factor`, and keep fast ones. The table's factor is `attention_factor`, by default
+    1 + 0.1 ln(factor), or with both `mscale` and `mscale_all_dim` (DeepSeek) the quotient of 1 + 0.1 m ln(factor) for the two.
+    `truncate`: the ramp begins and ends at whole pairs (GPT-OSS: False).
 
     >>> import torch
     >>> from funcops import YarnScaling
@@ -126,7 +126,7 @@ class YarnScaling:
         require(fast, "YarnScaling", "beta_fast", f"at least beta_slow ({self.beta_slow})", self.beta_fast)
 
     def _pair_that_turns(self, times: float, theta: float, size: int) -> float:
-        """The pair, counted from 0, which turns so many times within the original context."""
+        """The index of the pair that rotates so many times within the original context."""
         return size * math.log(self.original_context / (times * 2 * math.pi)) / (2 * math.log(theta))
 
     def frequencies(self, theta: float, size: int, dtype: torch.dtype, device: Any) -> Tensor:
@@ -152,9 +152,9 @@ class YarnScaling:
 
 @config
 class LongRopeScaling:
-    """A divisor for each pair: `long_factor` where `length`, the longest sequence there will be, is beyond `original_context`, else
-    `short_factor` (default). The table's factor is `attention_factor`, by default sqrt(1 + ln(factor) / ln(original_context)), with
-    `factor` the ratio of the new context to the original one.
+    """Divide each pair's frequency by its `long_factor` if `length`, the longest sequence that will occur, exceeds
+    `original_context`, else by its `short_factor` (default). The table's factor is `attention_factor`, by default
+    sqrt(1 + ln(factor) / ln(original_context)), with `factor` the ratio of the new context to the original one.
 
     >>> import torch
     >>> from funcops import LongRopeScaling
@@ -184,7 +184,7 @@ class LongRopeScaling:
 
     def frequencies(self, theta: float, size: int, dtype: torch.dtype, device: Any) -> Tensor:
         divisors = self.long_factor if (self.length or 0) > self.original_context else self.short_factor
-        # each filled in on the device: a copy of a list would wait for it
+        # filled in on the device, as copying a list would wait for it
         of_pairs = torch.stack([torch.scalar_tensor(d, dtype=dtype, device=device) for d in divisors])
         return 1.0 / (of_pairs * powers(theta, size, dtype, device))
 
@@ -196,8 +196,8 @@ class LongRopeScaling:
 
 @config
 class Llama3Scaling:
-    """Waves of up to original_context / high_freq_factor positions stay, those beyond original_context / low_freq_factor are
-    stretched by `factor`.
+    """Keep waves of up to original_context / high_freq_factor positions, and stretch by `factor` those beyond
+    original_context / low_freq_factor.
 
     >>> import torch
     >>> from funcops import Llama3Scaling

@@ -1,4 +1,4 @@
-"""Router of a mixture of experts: from the logits of E experts the K of each token, and how much each of them counts.
+"""Router of a mixture of experts: chooses K of E experts for each token from logits, and weighs them.
 
     s = softmax(l) or sigmoid(l)        i = the K best of s + b        w_k = c s_ik / sum_j s_ij, or c s_ik
     n_e = how often e was chosen        q = s / sum_e s_e
@@ -8,29 +8,30 @@ x, dx: logits [*, E] of one float dtype. y is `(weights, indices, load, loss)`: 
 float64), i [*, K] and n [E] int32. dy is `(dw, None, None, dloss)`: integers have no gradient, and a part that is None is zero.
 With g = c dw, a_e = dloss aux E n_e / (K T^2), and S the sum of the chosen s:
 
-    normalised:        ds_i = (g_i - sum_j g_j s_j / S) / S, of softmax: dl_i = s_i ds_i, s the softmax of the chosen logits
+    normalised:        ds_i = (g_i - sum_j g_j s_j / S) / S, for softmax: dl_i = s_i ds_i, s the softmax of the chosen logits
     not normalised:    ds_i = g_i
     losses:            dq = a,  dl = dloss 2 z lse softmax(l) / T
-    dl = s (ds - sum_e ds_e s_e) of softmax, s (1 - s) ds of sigmoid
+    dl = s (ds - sum_e ds_e s_e) for softmax, s (1 - s) ds for sigmoid
 
-Logits are computed with in float32 whatever they come in. The choice has no gradient, nor has its bias b [E], a parameter that
-`optim.balance` updates; optimisers leave it alone, as its gradient is None. Equal scores: the lowest index. NaN is the highest.
-Kept: indices, and with them weights (softmax normalised; sigmoid that is not), the chosen s (sigmoid normalised), or logits where
-the gradient takes all of a row: softmax that is not normalised, or a loss. All but the chosen s are aliases, of x and parts of y.
+Computation is in float32 (float64 for float64), whatever the logits' dtype. The choice has no gradient, nor has its bias b [E], a
+parameter that `optim.balance` updates; optimisers skip it, as its gradient is None. Of equal scores the lowest index is chosen; NaN
+is the highest score.
+Kept: indices, and weights (softmax, normalised; sigmoid, not normalised), the chosen s (sigmoid, normalised), or logits if the
+gradient reads whole rows: softmax, not normalised, or a loss. All but the chosen s are aliases of x or of parts of y.
 
-As models name it: softmax, then the K best (Qwen2-MoE) is normalize=False. The same, normalised (Mixtral, Qwen3-MoE), and the K
-best, then softmax over these (GPT-OSS), are one function: normalize=True. DeepSeek-V3 and GLM-4.5: score="sigmoid", bias=True,
+In models: softmax, then the K best (Qwen2-MoE) is normalize=False. Normalising these (Mixtral, Qwen3-MoE), and a softmax over the
+K best logits (GPT-OSS), are one function: normalize=True. DeepSeek-V3 and GLM-4.5: score="sigmoid", bias=True,
 scale, and groups, of which the top_groups best take part; a group's score is the sum of its two best s + b.
 
-The first loss is that of Switch (arXiv 2101.03961), which is `aux` where every expert gets as much. `load_balancing_loss_func` of
-Hugging Face's has no 1/K, so is K times this one with aux=1, and takes means over the tokens of all layers before their product.
-`sequence_wise` (DeepSeek-V3, arXiv 2412.19437, eq. 17): the same of each sequence, logits [*, T, E], then their mean; aux is the
-paper's alpha. The second is ST-MoE's z loss (arXiv 2202.08906). The loss of no tokens is 0.
+The first loss is Switch's (arXiv 2101.03961), which is `aux` if every expert has the same load. Hugging Face's
+`load_balancing_loss_func` lacks 1/K, so it is K times this loss with aux=1, and it takes means over the tokens of all layers before
+their product. `sequence_wise` (DeepSeek-V3, arXiv 2412.19437, eq. 17): this loss for each sequence, logits [*, T, E], then their
+mean; aux is the paper's alpha. The second is ST-MoE's z loss (arXiv 2202.08906). The loss over no tokens is 0.
 
-`jitter`: x is `(logits, key)`, and logits are multiplied by u, uniform in [1 - jitter, 1 + jitter) and drawn again by the backward.
-`capacity`: an expert takes ceil(capacity T K / E) choices, the first of them by token. Those beyond are dropped: their index is E,
-their weight and its gradient are 0; w_k is normalised before, and n counts them. Then a tensor of [*, K] is kept for each of
-weights and indices.
+`jitter`: x is `(logits, key)`, and logits are multiplied by u, uniform in [1 - jitter, 1 + jitter), which the backward redraws.
+`capacity`: an expert takes its first ceil(capacity T K / E) choices, by token. Further ones are dropped: their index is E, their
+weight and its gradient are 0; w_k is normalised before the drop, and n counts them. Then a tensor [*, K] is kept each for weights
+and indices.
 
 >>> import torch
 >>> from funcops import RouteConfig, RouteParams, route_bwd, route_fwd
@@ -63,17 +64,8 @@ from funcops.kernels import route as kernels
 from funcops.kernels.routing import over_capacity
 from funcops.trees import leaf, tree
 
-__all__ = [
-    "RouteConfig",
-    "RouteParams",
-    "RouteResiduals",
-    "route",
-    "route_bwd",
-    "route_dgrad",
-    "route_fwd",
-    "route_init",
-    "route_wgrad",
-]
+__all__ = ["RouteConfig", "RouteParams", "RouteResiduals"]
+__all__ += ["route", "route_bwd", "route_dgrad", "route_fwd", "route_init", "route_wgrad"]
 
 Routed = tuple[Tensor, Tensor, Tensor, Tensor]
 Gradients = tuple[Tensor | None, None, None, Tensor | None]
@@ -83,8 +75,8 @@ Gradients = tuple[Tensor | None, None, None, Tensor | None]
 class RouteConfig(OpConfig):
     """`experts` (E), of which a token gets `top_k` (K); `score`: "softmax" or "sigmoid"; `normalize`: weights sum to `scale`;
     `bias`: a parameter that is added to the scores for the choice; `groups` of experts, of which the `top_groups` best take part;
-    `aux` and `z`: factors of the losses, the first a sequence's where `sequence_wise`; `jitter`: how far a factor of the logits is
-    from 1; `capacity`: of an expert, as a multiple of its fair share."""
+    `aux` and `z`: factors of the losses, the first per sequence if `sequence_wise`; `jitter`: how far the random factors of the
+    logits are from 1, at most; `capacity`: an expert's, as a multiple of its fair share."""
 
     experts: int = field(kw_only=False)
     top_k: int = field(kw_only=False)
@@ -133,14 +125,14 @@ class RouteResiduals(Residuals, static=("inputs", "shape", "dtype")):
     weights: Tensor | None = saved("[*, K]", alias="y.0", needed_by=DGRAD)
     indices: Tensor | None = saved("[*, K]", alias="y.1", needed_by=DGRAD)
     load: Tensor | None = saved("[E]", alias="y.2", needed_by=DGRAD)
-    scores: Tensor | None = saved("[*, K]", needed_by=DGRAD)  # s of the chosen; with a capacity w before drops
-    choice: Tensor | None = saved("[*, K]", needed_by=DGRAD)  # with a capacity: indices, -1 - e of a dropped choice of e
-    counts: Tensor | None = saved("[S, E]", needed_by=DGRAD)  # of sequences
+    scores: Tensor | None = saved("[*, K]", needed_by=DGRAD)  # s of the chosen experts; with a capacity, w before the drop
+    choice: Tensor | None = saved("[*, K]", needed_by=DGRAD)  # with a capacity: indices, -1 - e for a dropped choice of e
+    counts: Tensor | None = saved("[S, E]", needed_by=DGRAD)  # the load of each sequence
 
 
 @init_of(RouteConfig)
 def route_init(cfg: RouteConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None) -> RouteParams:
-    """A bias of zeros where cfg.bias asks for one; draws nothing."""
+    """A bias of zeros, or None without cfg.bias; draws nothing."""
     return RouteParams(torch.zeros(cfg.experts, device=device, dtype=dtype) if cfg.bias else None)
 
 
@@ -195,12 +187,12 @@ def _check_x(bias: Any, x: Any, cfg: RouteConfig) -> tuple[Tensor, Tensor | None
 
 
 def _takes_rows(cfg: RouteConfig) -> bool:
-    """Whether the gradient takes all logits of a row."""
+    """Whether the gradient reads whole rows of logits."""
     return bool(cfg.score == "softmax" and not cfg.normalize) or cfg.aux > 0 or cfg.z > 0
 
 
 def _sequences(logits: Tensor, cfg: RouteConfig) -> tuple[int, int]:
-    """S and L: how many sequences of what length, of which each has a loss."""
+    """S and L: the number and the length of the sequences, each of which has a loss."""
     tokens = math.prod(logits.shape[:-1])
     if not cfg.sequence_wise or logits.dim() < 3:
         return 1, tokens
@@ -218,7 +210,7 @@ def _jittered(logits: Tensor, key: Tensor | None, cfg: RouteConfig) -> Tensor:
 
 
 def _dropped(y: Routed, kept: dict[str, Any], cfg: RouteConfig) -> tuple[Routed, dict[str, Any]]:
-    """y without the choices beyond capacity, and what is kept of them."""
+    """Drop the choices beyond capacity. Returns y and the fields to keep."""
     weights, indices, load, loss = y
     choices = indices.numel()
     room = min(choices, math.ceil(cfg.capacity * choices / cfg.experts))  # type: ignore[operator]
@@ -230,20 +222,20 @@ def _dropped(y: Routed, kept: dict[str, Any], cfg: RouteConfig) -> tuple[Routed,
 
 @dgrad_of(RouteResiduals)
 def route_dgrad(residuals: RouteResiduals, dy: Any, cfg: RouteConfig) -> tuple[Any, None]:
-    """dy: `(dw, None, None, dloss)`, a part that is None being zero -> dx, with jitter `(dx, None)`. There is no weight gradient:
-    pending is None."""
+    """dy: `(dw, None, None, dloss)`, None for zero -> dx, with jitter `(dx, None)`. pending is None, as no parameter has a
+    gradient."""
     return _gradient(residuals, dy, cfg), None
 
 
 @bwd_of(RouteResiduals, RouteParams)
 def route_bwd(residuals: RouteResiduals, dy: Any, cfg: RouteConfig, *, into: RouteParams | None = None) -> tuple[RouteParams, Any]:
-    """The whole backward: `route_dgrad`, and `into` as it is."""
+    """The whole backward: `route_dgrad`, and `into` unchanged."""
     dx = _gradient(residuals, dy, cfg)
     return RouteParams(None) if into is None else into, dx
 
 
 def route_wgrad(pending: None, cfg: RouteConfig, *, into: RouteParams | None = None) -> RouteParams:
-    """A gradient of None, as the bias has none; `into` as it is."""
+    """A gradient of None, as the bias has no gradient; `into` unchanged."""
     require_config("route_wgrad", cfg, RouteConfig)
     if pending is not None:
         fail("route_wgrad", "pending", "None (no parameter has a gradient)", describe(pending), TypeError)
@@ -292,7 +284,7 @@ def _gradient(residuals: RouteResiduals, dy: Any, cfg: RouteConfig) -> Any:
 
 
 def _check_dy(dy: Any, shape: tuple[int, ...], dtype: torch.dtype, residuals: RouteResiduals) -> tuple[Any, Any]:
-    """dweights and dloss."""
+    """Check dy, and return dweights and dloss."""
     if not isinstance(dy, tuple) or len(dy) != 4:
         fail("route_dgrad", "dy", "a tuple (dweights, None, None, dloss)", describe(dy), TypeError)
     like = residuals.indices if residuals.choice is None else residuals.choice

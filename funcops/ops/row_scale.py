@@ -1,4 +1,4 @@
-"""Rows times a number each, which may be a gate.
+"""Multiply each row by a number, which may be a gate.
 
     y = x g        dx = dy g        dg = sum over H of dy x
 
@@ -27,22 +27,14 @@ from torch import Tensor
 
 from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
-from funcops.contract.op import again_of, config, dgrad_of, forward, make_op, no_params, same_width
-from funcops.contract.schema import AGAIN, DGRAD, Inputs, Residuals, saved
+from funcops.contract.op import config, dgrad_of, forward, make_op, no_params, recompute_of, same_width
+from funcops.contract.schema import DGRAD, RECOMPUTE, Inputs, Residuals, saved
 from funcops.errors import FLOATS, check, fail
 from funcops.kernels import row_scale as kernels
-from funcops.ops._tuples import parts_of
+from funcops.ops._tuples import require_tuple
 
-__all__ = [
-    "RowScaleConfig",
-    "RowScaleResiduals",
-    "row_scale",
-    "row_scale_bwd",
-    "row_scale_dgrad",
-    "row_scale_fwd",
-    "row_scale_init",
-    "row_scale_wgrad",
-]
+__all__ = ["RowScaleConfig", "RowScaleResiduals"]
+__all__ += ["row_scale", "row_scale_bwd", "row_scale_dgrad", "row_scale_fwd", "row_scale_init", "row_scale_wgrad"]
 
 
 @config
@@ -56,8 +48,8 @@ class RowScaleConfig(OpConfig):
 
 
 class RowScaleResiduals(Residuals, static=("inputs", "shape", "dtype")):
-    x: Tensor = saved("[*, H]", alias="x.0", needed_by=DGRAD | AGAIN, of=("x.1",))
-    gate: Tensor = saved("[*, 1]", alias="x.1", needed_by=DGRAD | AGAIN)  # dgate reads it for a sigmoid's derivative
+    x: Tensor = saved("[*, H]", alias="x.0", needed_by=DGRAD | RECOMPUTE, of=("x.1",))
+    gate: Tensor = saved("[*, 1]", alias="x.1", needed_by=DGRAD | RECOMPUTE)  # dgate reads it for a sigmoid's derivative
 
 
 @forward(RowScaleConfig)
@@ -65,7 +57,7 @@ def row_scale_fwd(
     params: None, x: tuple[Tensor, Tensor], cfg: RowScaleConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, RowScaleResiduals | None]:
     """x: `(x, gate)` -> y: [*, H]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
-    t, gate = parts_of("row_scale_fwd", x, "x", "gate")
+    t, gate = require_tuple("row_scale_fwd", x, "x", "gate")
     check("row_scale_fwd", "x.0 (x)", t, (...,), FLOATS)
     if t.dim() < 1:
         fail("row_scale_fwd", "x.0 (x)", "[..., H]", list(t.shape))
@@ -74,15 +66,15 @@ def row_scale_fwd(
     return kernels.row_scale_fwd(t, gate, cfg.sigmoid), kept
 
 
-@again_of(RowScaleResiduals)
-def row_scale_again(residuals: RowScaleResiduals, cfg: RowScaleConfig) -> Tensor:
-    """y of the forward, the same bits."""
+@recompute_of(RowScaleResiduals)
+def row_scale_recompute(residuals: RowScaleResiduals, cfg: RowScaleConfig) -> Tensor:
+    """Recompute y, bit for bit."""
     return kernels.row_scale_fwd(residuals.x, residuals.gate, cfg.sigmoid)
 
 
 @dgrad_of(RowScaleResiduals)
 def row_scale_dgrad(residuals: RowScaleResiduals, dy: Tensor, cfg: RowScaleConfig) -> tuple[tuple[Tensor, Tensor], None]:
-    """`(dx, dgate)`. There is no weight gradient: pending is None."""
+    """`(dx, dgate)`. No params, so pending is None."""
     x, gate, needs = residuals.x, residuals.gate, residuals.needs
     check("row_scale_dgrad", "dy", dy, residuals.shape, residuals.dtype, gate)
     if not needs.x:
@@ -91,6 +83,6 @@ def row_scale_dgrad(residuals: RowScaleResiduals, dy: Tensor, cfg: RowScaleConfi
 
 
 row_scale = make_op(
-    "row_scale", RowScaleConfig, fwd=row_scale_fwd, dgrad=row_scale_dgrad, cheap="elementwise", again=row_scale_again
+    "row_scale", RowScaleConfig, fwd=row_scale_fwd, dgrad=row_scale_dgrad, recomputable="elementwise", recompute=row_scale_recompute
 )
 row_scale_init, row_scale_bwd, row_scale_wgrad = no_params(row_scale, row_scale_dgrad)

@@ -43,11 +43,11 @@ class ScaleConfig(OpConfig):
 
 
 class ScaleResiduals(Residuals, static=("shape", "dtype")):
-    """No tensor: what dy must be."""
+    """No tensor, only the shape and dtype of dy."""
 
 
 def scale_kept(cfg: ScaleConfig, needs: Needs, x: Tensor) -> ScaleResiduals | None:
-    """Of x, or of what has its shape and dtype."""
+    """Residuals for x, or for any tensor of its shape and dtype."""
     return ScaleResiduals.keep(cfg, needs, shape=x.shape, dtype=x.dtype)
 
 
@@ -60,7 +60,7 @@ def scale_fwd(params: None, x: Tensor, cfg: ScaleConfig, *, needs: Needs = Needs
 
 @dgrad_of(ScaleResiduals)
 def scale_dgrad(residuals: ScaleResiduals, dy: Any, cfg: ScaleConfig) -> tuple[Tensor, None]:
-    """`dx = c dy`. There is no weight gradient: pending is None."""
+    """`dx = c dy`. No params, so pending is None."""
     check("scale_dgrad", "dy", dy, residuals.shape, residuals.dtype)
     return kernels.scale(dy, cfg.factor) if residuals.needs.x else NO_GRADIENT, None
 

@@ -1,10 +1,10 @@
-"""Attention with a sink: a learned score per head, of a key whose value is zero.
+"""Attention with a sink: each head has a learned score of a key whose value is zero.
 
     L = log(e^logsumexp + e^sink_h)        y = softmax(s) v e^(logsumexp - L)        dsink_h = -sum e^(sink_h - L) rowsum(dy * y)
 
-where logsumexp is that of a row's scores s, as attention has them; L takes its place in what is kept, and attention's own backward,
-given y and L, gives dq, dk and dv. x, shapes, options and what is kept are attention's; sinks: [H], of x's dtype or float32.
-dgrad reads dy and y anyway, so it leaves dsinks as sums over rows [B, H].
+where logsumexp is over a row's scores s, as in attention. L is kept in its place, and attention's own backward computes dq, dk and
+dv from y and L. x, shapes, options and residuals are otherwise attention's; sinks: [H], of x's dtype or float32.
+dgrad reads dy and y anyway, so it returns dsinks as sums over rows [B, H].
 Kept besides: sinks, an alias: no bytes of its own. arXiv:2309.17453, arXiv:2508.10925.
 
 >>> import torch
@@ -38,23 +38,14 @@ from funcops.ops._norm import finish
 from funcops.ops.attention import AttentionConfig, check_x, input_gradients, of_config
 from funcops.trees import leaf, tree
 
-__all__ = [
-    "SinkAttentionConfig",
-    "SinkAttentionParams",
-    "SinkAttentionPending",
-    "SinkAttentionResiduals",
-    "sink_attention",
-    "sink_attention_bwd",
-    "sink_attention_dgrad",
-    "sink_attention_fwd",
-    "sink_attention_init",
-    "sink_attention_wgrad",
-]
+__all__ = ["SinkAttentionConfig", "SinkAttentionParams", "SinkAttentionPending", "SinkAttentionResiduals"]
+__all__ += ["sink_attention", "sink_attention_bwd", "sink_attention_dgrad"]
+__all__ += ["sink_attention_fwd", "sink_attention_init", "sink_attention_wgrad"]
 
 
 @config
 class SinkAttentionConfig(AttentionConfig):
-    """`heads`: of q (H); the rest as `AttentionConfig` has it."""
+    """`heads`: the number of q's heads (H); the other fields are `AttentionConfig`'s."""
 
     heads: int = field(kw_only=False)
     sinks = True
@@ -63,10 +54,10 @@ class SinkAttentionConfig(AttentionConfig):
         super().__post_init__()
         require(self.heads >= 1, "SinkAttentionConfig", "heads", "at least 1", self.heads)
 
-    def shared_out(self, place: int, n: int) -> Any:
-        """Ranks cannot share out the heads (see `funcops.dist.parallel`): a sink is a parameter of each."""
-        wanted = "those of all heads: its sinks are not shared out over ranks"
-        fail("SinkAttentionConfig", "x", wanted, f"1/{n} of dimension {place} from the end")
+    def sharded(self, dim: int, n: int) -> Any:
+        """Raise: the heads cannot be sharded (see `funcops.dist.parallel`), as each has a sink, a parameter."""
+        wanted = "whole, as sink_attention cannot be sharded over heads (gather x before it)"
+        fail("SinkAttentionConfig", "x", wanted, f"1/{n} of dim -{dim}")
 
 
 @tree
@@ -102,13 +93,14 @@ def sink_attention_init(
 def sink_attention_fwd(
     params: SinkAttentionParams, x: tuple[Tensor, ...], cfg: SinkAttentionConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, SinkAttentionResiduals | None]:
-    """x: `(q, k, v)`, and what cfg adds -> y: [B, T, H, V]. Raises as `attention_fwd`, and for sinks or q of other heads."""
+    """x: `(q, k, v)`, and the part that cfg adds -> y: [B, T, H, V]. Raises as `attention_fwd`, and unless sinks and q have
+    `cfg.heads` heads."""
     where, sinks = "sink_attention_fwd", params.sinks
     q, k, v, more = check_x(where, x, cfg)
     check(where, "x.0 (q)", q, (*q.shape[:2], cfg.heads, q.shape[3]))
     check(where, "params.sinks", sinks, (cfg.heads,), tuple(dict.fromkeys((q.dtype, wide(q.dtype)))), q)
     out, lse = attend_fwd(q, k, v, *of_config(more, cfg), cfg.score(q.shape[3]))
-    lse = lse[..., : q.shape[1]]  # some kernels leave more rows
+    lse = lse[..., : q.shape[1]]  # some kernels return more rows
     total = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
     y = (out * torch.exp(lse - total).transpose(1, 2).unsqueeze(-1)).to(q.dtype)
     kept = SinkAttentionResiduals.keep(
@@ -136,7 +128,7 @@ def sink_attention_dgrad(
 def sink_attention_wgrad(
     pending: SinkAttentionPending, cfg: SinkAttentionConfig, *, into: SinkAttentionParams | None = None
 ) -> SinkAttentionParams:
-    """dsinks: [H], in the sinks' dtype; added to `into` where that is given, in float32 if `into` is."""
+    """dsinks: [H], in the sinks' dtype; added to `into` if given, in float32 if `into` is."""
     dsinks: Any = finish(pending.parts, (cfg.heads,), pending.sinks_dtype, None if into is None else into.sinks)
     return accumulate("sink_attention_wgrad", SinkAttentionParams(dsinks), into)
 

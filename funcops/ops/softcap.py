@@ -1,8 +1,8 @@
-"""Soft cap: numbers within ±c, near 0 as they are.
+"""Soft cap: bounds numbers smoothly by ±c.
 
     y = c tanh(x / c)        dx = dy (1 - tanh(x / c)^2)
 
-x, y, dy, dx: [*] of one float dtype. Kept: x, an alias: no bytes of its own. Of logits and attention scores in Gemma 2,
+x, y, dy, dx: [*] of one float dtype. Kept: x, an alias: no bytes of its own. Gemma 2 caps logits and attention scores,
 arXiv:2408.00118.
 
 >>> import torch
@@ -21,21 +21,13 @@ from torch import Tensor
 
 from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
-from funcops.contract.op import again_of, config, dgrad_of, forward, make_op, no_params, same_width
-from funcops.contract.schema import AGAIN, DGRAD, NO_GRADIENT, Residuals, saved
+from funcops.contract.op import config, dgrad_of, forward, make_op, no_params, recompute_of, same_width
+from funcops.contract.schema import DGRAD, NO_GRADIENT, RECOMPUTE, Residuals, saved
 from funcops.errors import FLOATS, check, require
 from funcops.kernels import softcap as kernels
 
-__all__ = [
-    "SoftcapConfig",
-    "SoftcapResiduals",
-    "softcap",
-    "softcap_bwd",
-    "softcap_dgrad",
-    "softcap_fwd",
-    "softcap_init",
-    "softcap_wgrad",
-]
+__all__ = ["SoftcapConfig", "SoftcapResiduals"]
+__all__ += ["softcap", "softcap_bwd", "softcap_dgrad", "softcap_fwd", "softcap_init", "softcap_wgrad"]
 
 
 @config
@@ -52,25 +44,25 @@ class SoftcapConfig(OpConfig):
 
 
 class SoftcapResiduals(Residuals):
-    x: Tensor = saved("[*]", alias="x", needed_by=DGRAD | AGAIN)
+    x: Tensor = saved("[*]", alias="x", needed_by=DGRAD | RECOMPUTE)
 
 
 @forward(SoftcapConfig)
 def softcap_fwd(params: None, x: Tensor, cfg: SoftcapConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, SoftcapResiduals | None]:
-    """`y = c tanh(x / c)`. x: [*] -> y: [*]. Raises `TypeError` for a dtype that is no float."""
+    """`y = c tanh(x / c)`. x: [*] -> y: [*]. Raises `TypeError` for a dtype that is not a float."""
     check("softcap_fwd", "x", x, (...,), FLOATS)
     return kernels.softcap_fwd(x, cfg.cap), SoftcapResiduals.keep(cfg, needs, x=x)
 
 
-@again_of(SoftcapResiduals)
-def softcap_again(residuals: SoftcapResiduals, cfg: SoftcapConfig) -> Tensor:
-    """y of the forward, the same bits."""
+@recompute_of(SoftcapResiduals)
+def softcap_recompute(residuals: SoftcapResiduals, cfg: SoftcapConfig) -> Tensor:
+    """Recompute y, bit for bit."""
     return kernels.softcap_fwd(residuals.x, cfg.cap)
 
 
 @dgrad_of(SoftcapResiduals)
 def softcap_dgrad(residuals: SoftcapResiduals, dy: Tensor, cfg: SoftcapConfig) -> tuple[Tensor, None]:
-    """`dx = dy (1 - tanh(x / c)^2)`. There is no weight gradient: pending is None."""
+    """`dx = dy (1 - tanh(x / c)^2)`. No params, so pending is None."""
     if not residuals.needs.x:
         return NO_GRADIENT, None
     x = residuals.x
@@ -78,5 +70,7 @@ def softcap_dgrad(residuals: SoftcapResiduals, dy: Tensor, cfg: SoftcapConfig) -
     return kernels.softcap_bwd(dy, x, cfg.cap), None
 
 
-softcap = make_op("softcap", SoftcapConfig, fwd=softcap_fwd, dgrad=softcap_dgrad, cheap="elementwise", again=softcap_again)
+softcap = make_op(
+    "softcap", SoftcapConfig, fwd=softcap_fwd, dgrad=softcap_dgrad, recomputable="elementwise", recompute=softcap_recompute
+)
 softcap_init, softcap_bwd, softcap_wgrad = no_params(softcap, softcap_dgrad)

@@ -22,21 +22,13 @@ from funcops.contract.schema import DGRAD, NO_GRADIENT, Residuals, saved
 from funcops.errors import FLOATS, check, fail
 from funcops.kernels import softmax as kernels
 
-__all__ = [
-    "SoftmaxConfig",
-    "SoftmaxResiduals",
-    "softmax",
-    "softmax_bwd",
-    "softmax_dgrad",
-    "softmax_fwd",
-    "softmax_init",
-    "softmax_wgrad",
-]
+__all__ = ["SoftmaxConfig", "SoftmaxResiduals"]
+__all__ += ["softmax", "softmax_bwd", "softmax_dgrad", "softmax_fwd", "softmax_init", "softmax_wgrad"]
 
 
 @config
 class SoftmaxConfig(OpConfig):
-    """Nothing is to be said."""
+    """No options."""
 
     widths = same_width
 
@@ -48,7 +40,7 @@ class SoftmaxResiduals(Residuals):
 @forward(SoftmaxConfig)
 def softmax_fwd(params: None, x: Tensor, cfg: SoftmaxConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, SoftmaxResiduals | None]:
     """x: [*, D] -> y: [*, D]. A row of -inf alone gives NaN, as in PyTorch. Raises `ValueError` for a scalar, `TypeError` for a
-    dtype that is no float."""
+    dtype that is not a float."""
     check("softmax_fwd", "x", x, (...,), FLOATS)
     if x.dim() < 1:
         fail("softmax_fwd", "x", "[..., D]", list(x.shape))
@@ -58,7 +50,7 @@ def softmax_fwd(params: None, x: Tensor, cfg: SoftmaxConfig, *, needs: Needs = N
 
 @dgrad_of(SoftmaxResiduals)
 def softmax_dgrad(residuals: SoftmaxResiduals, dy: Tensor, cfg: SoftmaxConfig) -> tuple[Tensor, None]:
-    """`dx = y (dy - sum(dy y))`. There is no weight gradient: pending is None."""
+    """`dx = y (dy - sum(dy y))`. No params, so pending is None."""
     if not residuals.needs.x:
         return NO_GRADIENT, None
     y = residuals.y

@@ -1,12 +1,12 @@
-"""Tokens back from their experts: the sum of a token's rows.
+"""Return of tokens from their experts: the sum of a token's rows.
 
-    y_t = sum_k rows[place_tk], over k in order        drows[place_tk] = dy_t        (the backward is `permute`, the forward its)
+    y_t = sum_k rows[place_tk], over k in order        drows[place_tk] = dy_t        (`permute` with forward and backward swapped)
 
-x is `(rows, place)`, as `permute` gives them. rows, drows: [N, D] of one float dtype; place: [*, K] int32, a permutation of the
-N = T K rows of T tokens; y, dy: [*, D]. Sums are in float32 (float64 for float64), rounded once. Rows of choices that were dropped
-are zero as `permute` leaves them, and add nothing. Kept: place, an alias.
-A place outside [0, N) raises `IndexError` on the CPU. Weights are the business of whoever makes the rows: before a product they
-cost no kept rows, here they would.
+x is `(rows, place)`, as `permute` returns them. rows, drows: [N, D] of one float dtype; place: [*, K] int32, a permutation of the
+N = T K rows of T tokens; y, dy: [*, D]. Sums are in float32 (float64 for float64), rounded once. Rows of dropped choices
+are zero, as from `permute`, and add nothing. Kept: place, an alias.
+A place outside [0, N) raises `IndexError` on the CPU. Rows must be weighted before: ahead of a linear layer weights cost no kept
+rows, here they would.
 
 >>> import torch
 >>> from funcops import UnpermuteConfig, unpermute_bwd, unpermute_fwd
@@ -30,21 +30,13 @@ from funcops.errors import FLOATS, check, fail
 from funcops.kernels import routing as kernels
 from funcops.ops.permute import check_rows_and_choices
 
-__all__ = [
-    "UnpermuteConfig",
-    "UnpermuteResiduals",
-    "unpermute",
-    "unpermute_bwd",
-    "unpermute_dgrad",
-    "unpermute_fwd",
-    "unpermute_init",
-    "unpermute_wgrad",
-]
+__all__ = ["UnpermuteConfig", "UnpermuteResiduals"]
+__all__ += ["unpermute", "unpermute_bwd", "unpermute_dgrad", "unpermute_fwd", "unpermute_init", "unpermute_wgrad"]
 
 
 @config
 class UnpermuteConfig(OpConfig):
-    """There is nothing to configure."""
+    """No options."""
 
     widths = same_width
     featurewise = True
@@ -73,7 +65,7 @@ def unpermute_kept(cfg: UnpermuteConfig, needs: Needs, x: tuple[Tensor, Tensor],
 
 @dgrad_of(UnpermuteResiduals)
 def unpermute_dgrad(residuals: UnpermuteResiduals, dy: Any, cfg: UnpermuteConfig) -> tuple[tuple[Tensor, None], None]:
-    """dy: [*, D] -> `(drows, None)`. There is no weight gradient: pending is None."""
+    """dy: [*, D] -> `(drows, None)`. No params, so pending is None."""
     place = residuals.place
     check("unpermute_dgrad", "dy", dy, residuals.shape, residuals.dtype, place)
     if not residuals.needs.input(0):

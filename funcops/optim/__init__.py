@@ -18,21 +18,6 @@ from funcops.optim.masks import NO_DECAY, decay_mask
 from funcops.optim.schedules import warmup_cosine
 from funcops.optim.sgd import SGDConfig, SGDState, sgd_init, sgd_update
 
-__all__ = [
-    "AdamWConfig",
-    "AdamWState",
-    "NO_DECAY",
-    "SGDConfig",
-    "SGDState",
-    "adamw_init",
-    "adamw_update",
-    "balance",
-    "clip_by_global_norm",
-    "decay_mask",
-    "ema_init",
-    "ema_update",
-    "global_norm",
-    "sgd_init",
-    "sgd_update",
-    "warmup_cosine",
-]
+__all__ = ["AdamWConfig", "AdamWState", "NO_DECAY", "SGDConfig", "SGDState"]
+__all__ += ["adamw_init", "adamw_update", "balance", "clip_by_global_norm", "decay_mask"]
+__all__ += ["ema_init", "ema_update", "global_norm", "sgd_init", "sgd_update", "warmup_cosine"]

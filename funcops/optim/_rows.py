@@ -146,7 +146,7 @@ def zeros_like(params: Any) -> Any:
 
 
 def walkable(rows: list[Row]) -> tuple[list[Row], list[tuple[Tensor, Tensor]]]:
-    """The rows, but contiguous copies in the places of other tensors: the fused ops walk memory, whatever the strides. And the
+    """The rows, but contiguous copies instead of other tensors: the fused ops walk memory, whatever the strides. And the
     pairs (tensor, copy) to be written back. A tracer sees operators that read strides, and rows as they are; gradients stay,
     too."""
     if tracing() or all([all(map(Tensor.is_contiguous, row)) for i, row in enumerate(rows) if i != 1]):
@@ -155,10 +155,10 @@ def walkable(rows: list[Row]) -> tuple[list[Row], list[tuple[Tensor, Tensor]]]:
     return dense, [(t, c) for row, copies in zip(rows, dense, strict=True) for t, c in zip(row, copies, strict=True) if t is not c]
 
 
-def rebuilt(tree: T, places: list[Any], values: Row) -> T:
-    """The tree with `values`, in order, at the leaves where `places` is not None."""
+def rebuilt(tree: T, like: list[Any], values: Row) -> T:
+    """The tree with `values`, in order, at the leaves where `like` is not None."""
     new = iter(values)
-    return with_leaves(tree, [a if at is None else next(new) for a, at in zip(leaves(tree), places, strict=True)])
+    return with_leaves(tree, [a if at is None else next(new) for a, at in zip(leaves(tree), like, strict=True)])
 
 
 def not_negative(where: str, **given: Any) -> None:

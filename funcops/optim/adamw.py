@@ -120,9 +120,9 @@ def adamw_update(
             tensor.copy_(copy)
     if in_place:
         return params, state
-    places, (p, _, m, v) = leaves(grads), rows
-    means = rebuilt(state.exp_avg, places, m), rebuilt(state.exp_avg_sq, places, v)
-    return rebuilt(params, places, p), AdamWState(step, *means)
+    every, (p, _, m, v) = leaves(grads), rows
+    means = rebuilt(state.exp_avg, every, m), rebuilt(state.exp_avg_sq, every, v)
+    return rebuilt(params, every, p), AdamWState(step, *means)
 
 
 def _elements(state: AdamWState, step: Tensor) -> Sequence[Tensor]:

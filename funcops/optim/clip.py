@@ -46,8 +46,8 @@ def clip_by_global_norm(
         check("clip_by_global_norm", "max_norm", max_norm, (), FLOATS)
     else:
         not_negative("clip_by_global_norm", max_norm=max_norm)
-    places = leaves(grads)
-    given = _float_tensors("clip_by_global_norm", grads, places)
+    every = leaves(grads)
+    given = _float_tensors("clip_by_global_norm", grads, every)
     if norm is not None:
         check("clip_by_global_norm", "norm", norm, (), FLOATS)
     norm = _norm(given) if norm is None else norm
@@ -61,7 +61,7 @@ def clip_by_global_norm(
                 continue
             for i, g in zip(at, torch._foreach_mul([given[i] for i in at], factor.to(device)), strict=True):
                 clipped[i] = g
-    return (grads if in_place else rebuilt(grads, places, clipped)), norm
+    return (grads if in_place else rebuilt(grads, every, clipped)), norm
 
 
 def _norm(given: list[Tensor]) -> Tensor:
@@ -74,8 +74,8 @@ def _norm(given: list[Tensor]) -> Tensor:
         return torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]))
 
 
-def _float_tensors(where: str, tree: Any, places: list[Any]) -> list[Tensor]:
-    given = [t for t in places if t is not None]
+def _float_tensors(where: str, tree: Any, every: list[Any]) -> list[Tensor]:
+    given = [t for t in every if t is not None]
     if not all([isinstance(t, Tensor) and t.dtype in FLOATS for t in given]):
         wrong = ((k, t) for k, t in paths(tree).items() if t is not None and getattr(t, "dtype", None) not in FLOATS)
         path, t = next(wrong)

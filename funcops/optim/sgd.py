@@ -94,9 +94,9 @@ def sgd_update(
             tensor.copy_(copy)
     if in_place:
         return params, state
-    places = leaves(grads)
-    new = rebuilt(params, places, rows[0])
-    return new, SGDState(rebuilt(state.momentum, places, rows[2])) if cfg.momentum else state
+    every = leaves(grads)
+    new = rebuilt(params, every, rows[0])
+    return new, SGDState(rebuilt(state.momentum, every, rows[2])) if cfg.momentum else state
 
 
 def _fused_(p: Any, g: Any, u: Any, lr: Any, cfg: SGDConfig, decay: float) -> None:

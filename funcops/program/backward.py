@@ -26,7 +26,8 @@ class Backward(Source):
         self.held: set[int] = set()  # the calls whose residuals are in locals, as a piece took them
         self.keys = {row.out for row in lowered.forward if type(row) is Fold}  # values without a gradient
         self.outer = {v: name for name, v in lowered.outputs.items()}  # outputs whose gradient is only dy so far
-        self.late = {reader.index for readers in self._given_again().values() for reader in readers}  # their weight gradients wait
+        # the calls whose weight gradients wait for the recomputed y
+        self.late = {reader.index for readers in self._given_recomputed().values() for reader in readers}
 
     def write(self) -> tuple[str, dict[str, Any]]:
         if self.kept == "W":
@@ -51,11 +52,11 @@ class Backward(Source):
             return self.written("backward", "K, dy, I", f"{self.tree('q', self.gradients)}, {dx}")
         return self.written("dgrad", "K, dy", f"{dx}, {self.tree('p', self._pending)}")
 
-    def _given_again(self) -> dict[int, list[Call]]:
+    def _given_recomputed(self) -> dict[int, list[Call]]:
         """The readers of each call whose y comes with its gradient, by its index; their weight gradients wait for that y."""
         if not self.whole:
             return {}
-        given = {piece.calls[-1] for piece in self.cover.backward.values() if piece.rule.again}
+        given = {piece.calls[-1] for piece in self.cover.backward.values() if piece.rule.recompute}
         return {call.index: [row for row in self.lowered.backward if row in call.readers] for call in given}
 
     def _goes_on(self, call: Call) -> bool:
@@ -209,11 +210,11 @@ class Backward(Source):
             self.put(f"n{i} = K; del K")
         else:
             self.put(f"n{i} = run.part(K{scope.index}, {call.place.name!r}) if t{scope.index} else {self._node(call)}")
-        dy, again = self._dy(call), self._filling(call)
-        checked, ready = self._checked(call, dy, into, again), self._raw(call, dy, into)
+        dy, recomputed = self._dy(call), self._filling(call)
+        checked, ready = self._checked(call, dy, into, recomputed), self._raw(call, dy, into)
         if ready and self.is_ready(call, f"n{i}", f" and {dy} is not None"):
-            if again:
-                fields = [f"n{i}.{name} = {again}" for name in call.fields]
+            if recomputed:
+                fields = [f"n{i}.{name} = {recomputed}" for name in call.fields]
                 ready = [f"n{i} = n{i}.twin(); n{i}.needs = u{i}; n{i}._marks = None", *fields, *ready]
             self.put("if ok:", *["    " + line for line in ready], "else:", *["    " + line for line in checked])
         else:
@@ -221,10 +222,10 @@ class Backward(Source):
         if call.needs.x:
             self._spread(call)
 
-    def _checked(self, call: Call, dy: str, into: str, again: str) -> list[str]:
+    def _checked(self, call: Call, dy: str, into: str, recomputed: str) -> list[str]:
         """The lines that call the op's own function."""
         i = call.index
-        filled = [f"if n{i} is not None: n{i} = run.filled(n{i}, {call.fields!r}, {again}, u{i})"] if again else []
+        filled = [f"if n{i} is not None: n{i} = run.filled(n{i}, {call.fields!r}, {recomputed}, u{i})"] if recomputed else []
         if self._goes_on(call):
             self.names[f"b{i}"] = call.op.bwd
             return [*filled, f"q{i}, d{i} = (e{i}(None, c{i}, {into}), None) if n{i} is None else b{i}(n{i}, {dy}, c{i}, {into})"]
@@ -288,14 +289,14 @@ class Backward(Source):
         else:
             k = place.scope.index
             self.put(f"p{call.index} = None if W{k} is None else run.part(W{k}, {place.name!r})")
-        if call.again is not None:
-            self._fill(call, call.again)
+        if call.recomputed_by is not None:
+            self._fill(call, call.recomputed_by)
 
     def _fill(self, call: Call, source: Call) -> None:
         """Put the recomputed y of `source` into the call's pending."""
-        i, again = call.index, self._again(source)
+        i, recomputed = call.index, self._recomputed(source)
         self.names[f"u{i}"] = call.needs
-        self.put(f"if p{i} is not None and {again} is not None: p{i} = run.filled(p{i}, {call.fields!r}, {again}, u{i})")
+        self.put(f"if p{i} is not None and {recomputed} is not None: p{i} = run.filled(p{i}, {call.fields!r}, {recomputed}, u{i})")
 
     def _wgrads(self, calls: list[Call], rule: Rule | None = None) -> None:
         """The weight gradients of pendings in locals: together if the rule can, one by one otherwise."""
@@ -327,14 +328,14 @@ class Backward(Source):
 
     def _filling(self, call: Call) -> str:
         """The recomputed y that is put into the call's residuals."""
-        if call.again is None or not (self._goes_on(call) or call.again_in_dgrad):
+        if call.recomputed_by is None or not (self._goes_on(call) or call.recomputed_in_dgrad):
             return ""
         self.names[f"u{call.index}"] = call.needs if self._goes_on(call) else call.kept
-        again = self._again(call.again)
+        recomputed = self._recomputed(call.recomputed_by)
         self.at(call.path)
-        return again
+        return recomputed
 
-    def _again(self, source: Call) -> str:
+    def _recomputed(self, source: Call) -> str:
         """The call's recomputed y, computed before its first reader."""
         k, place = source.index, source.place
         if k in self.computed:
@@ -342,12 +343,12 @@ class Backward(Source):
         assert place is not None and place.scope is not None, "a step of a chain"
         self.computed.add(k)
         self._open(place)
-        self.names |= {f"y{k}": source.op.again, f"c{k}": source.cfg}
+        self.names |= {f"y{k}": source.op.recompute, f"c{k}": source.cfg}
         self.at(source.path)
         if self.kept == "W":
-            self.put(f"a{k} = run.again(y{k}, W{place.scope.index}, {place.name!r}, c{k})")
+            self.put(f"a{k} = run.recomputed(y{k}, W{place.scope.index}, {place.name!r}, c{k})")
             return f"a{k}"
-        raw, fn = raw_of(source.op.again), f"y{k}"
+        raw, fn = raw_of(source.op.recompute), f"y{k}"
         self.put(f"h = {self._node(source)}")
         if raw is not None and self.is_ready(source, "h"):
             self.names[f"s{k}"] = raw
@@ -360,7 +361,7 @@ class Backward(Source):
         if self.whole or not call.source:
             return
         self.names[f"o{call.index}"] = call.op
-        some = " or ".join(f"p{reader.index} is not None" for reader in self.lowered.calls if reader.again is call)
+        some = " or ".join(f"p{reader.index} is not None" for reader in self.lowered.calls if reader.recomputed_by is call)
         self.put(f"r{call.index} = run.recipe(o{call.index}, {self._node(call)}) if {some} else None")
 
     # Pieces.
@@ -369,9 +370,9 @@ class Backward(Source):
         """Calls whose dgrads run by a rule, or one by one if it declines their inputs."""
         calls, i = piece.calls, piece.calls[0].index
         in_order = [row for row in self.lowered.backward if type(row) is Call and row in calls]
-        sources = [call.again for call in calls if call.again is not None]
+        sources = [call.recomputed_by for call in calls if call.recomputed_by is not None]
         filled = {call.index: source for call in calls if (source := self._filled_from(call, piece)) is not None}
-        late = self._given_again().get(calls[-1].index, []) if piece.rule.again else []
+        late = self._given_recomputed().get(calls[-1].index, []) if piece.rule.recompute else []
         for call in (*calls, *sources):
             self._open(call.place)
         held = [*filled.values(), *calls[-1:] * bool(late)] if self.whole else [call for call in calls if call.source]
@@ -397,7 +398,7 @@ class Backward(Source):
         self.depth += 1
         have, computed, self.held = set(self.have), set(self.computed), {source.index for source in held}
         if late:
-            self._again(calls[-1])
+            self._recomputed(calls[-1])
         self.held = set()
         for call in in_order:
             self._call(call)
@@ -422,8 +423,8 @@ class Backward(Source):
 
     def _filled_from(self, call: Call, piece: Piece) -> Call | None:
         """The call whose recomputed y is put into the pending that the piece gave this one, or None."""
-        given = call.index in self.late or (piece.rule.whole and call.again in piece.calls)
-        return call.again if self.whole and not given else None
+        given = call.index in self.late or (piece.rule.whole and call.recomputed_by in piece.calls)
+        return call.recomputed_by if self.whole and not given else None
 
     def _after(self, piece: Piece, ready: list[Call], filled: dict[int, Call]) -> None:
         """Pass on the result of the rule, `(dmain, pending of each)`."""

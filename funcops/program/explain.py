@@ -30,7 +30,7 @@ class Line(NamedTuple):
         return f"{' + '.join(self.paths)}: {what}"
 
 
-class Plan(NamedTuple):
+class FusionPlan(NamedTuple):
     """The lines of each half, in the order of the forward; and for each named output, the path of the call that gives it."""
 
     forward: tuple[Line, ...]
@@ -54,7 +54,7 @@ def path_of(call: Call) -> str:
     return join_path(call.path, call.op.name)
 
 
-def plan(cfg: Any, needs: Needs = Needs.ALL, device_type: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Plan:
+def plan(cfg: Any, needs: Needs = Needs.ALL, device_type: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> FusionPlan:
     """The calls of a combinator, and which run as one: a pure function of its arguments and of the rules that are registered.
     Raises `TypeError` for a config of another op.
 
@@ -68,7 +68,7 @@ def plan(cfg: Any, needs: Needs = Needs.ALL, device_type: str = "cuda", dtype: t
     _check_options("plan", needs, device_type, dtype)
     lowered = lowered_of("plan", cfg, needs)
     found = cover(lowered, device_type, dtype)
-    return Plan(_lines(lowered, found.forward), _lines(lowered, found.backward), found.near_misses, _outputs(lowered))
+    return FusionPlan(_lines(lowered, found.forward), _lines(lowered, found.backward), found.near_misses, _outputs(lowered))
 
 
 def _check_options(where: str, needs: Any, device_type: Any, dtype: Any) -> None:
@@ -104,7 +104,7 @@ def _lines(lowered: Lowered, pieces: dict[int, Piece]) -> tuple[Line, ...]:
 class Explained(NamedTuple):
     """The plan of a config, and the plans of the programs inside it (such as a repeat's body), by path."""
 
-    plans: dict[str, Plan]
+    plans: dict[str, FusionPlan]
 
     def __repr__(self) -> str:
         return on_screen(str(self))
@@ -133,7 +133,7 @@ def explain(cfg: Any, needs: Needs = Needs.ALL, device_type: str = "cuda", dtype
     if not isinstance(cfg, Composite):
         fail("explain", "cfg", "the config of a combinator", describe(cfg), TypeError)
     _check_options("explain", needs, device_type, dtype)
-    found: dict[str, Plan] = {}
+    found: dict[str, FusionPlan] = {}
     for part, around in nested(cfg):
         in_program = bool(around) and around[-1].cfg.lowered_by is not None and part.op.lower is not None
         if part.composite and part.cfg.lowered_by is not None and not in_program:

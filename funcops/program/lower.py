@@ -52,7 +52,8 @@ class Scope:
 class Call:
     """One op. It reads `main` and the values that it `takes` (as extras with these `labels`, if it has any), and writes `out` and
     the values that it `gives` (as outputs with these `names`, if it has any). `place` is None for the fork and the sum of a skip,
-    which have no trees. `again`: the call that recomputes main in the backward; the residuals lack the `fields` that hold it."""
+    which have no trees. `recomputed_by`: the call that recomputes main in the backward; the residuals lack the `fields` that hold
+    it."""
 
     index: int
     path: str
@@ -67,9 +68,9 @@ class Call:
     gives: tuple[int, ...]
     names: tuple[str, ...]
     fuse: bool
-    again: Call | None = None
+    recomputed_by: Call | None = None
     fields: tuple[str, ...] = ()
-    readers: list[Call] = dataclasses.field(default_factory=list)  # the calls whose `again` is this one
+    readers: list[Call] = dataclasses.field(default_factory=list)  # the calls whose `recomputed_by` is this one
 
     @property
     def source(self) -> bool:
@@ -80,16 +81,16 @@ class Call:
     def kept(self) -> Needs:
         """The needs for which the forward saves tensors."""
         needs = self.needs.dropping(self.fields) if self.fields else self.needs
-        return needs.with_again() if self.source else needs
+        return needs.with_recompute() if self.source else needs
 
     @property
-    def gives_again(self) -> bool:
+    def can_recompute(self) -> bool:
         """Whether y can be recomputed: its x is saved, not itself recomputed."""
         of_x = [field for field in self.op.fields().values() if (field.alias or "").partition(".")[0] == "x"]
-        return self.op.again is not None and self.again is None and all(field.wanted(self.needs) for field in of_x)
+        return self.op.recompute is not None and self.recomputed_by is None and all(field.wanted(self.needs) for field in of_x)
 
     @property
-    def again_in_dgrad(self) -> bool:
+    def recomputed_in_dgrad(self) -> bool:
         return any([self.op.fields()[name].dgrad for name in self.fields])
 
 
@@ -113,8 +114,8 @@ Parts = tuple[Value, tuple[int, ...], Back]  # a combinator's output, its named 
 
 
 class Lowered:
-    """A program's calls, which a combinator's `lower(cfg, rows, place, needs, main, extras, again)` writes into `rows`; it returns
-    its `Parts`."""
+    """A program's calls, which a combinator's `lower(cfg, rows, place, needs, main, extras, recomputed_by)` writes into `rows`; it
+    returns its `Parts`."""
 
     name: str  # of the combinator
     main: int
@@ -163,7 +164,7 @@ class Lowered:
             place.scope.parts[place.name] = found
         return found
 
-    def step(self, step: Any, scope: Scope, needs: Needs, main: Value, extras: Extras, again: Call | None = None) -> Any:
+    def step(self, step: Any, scope: Scope, needs: Needs, main: Value, extras: Extras, recomputed_by: Call | None = None) -> Any:
         """Write a named part. Returns its output, its named outputs, and its backward."""
         given: Extras = {}
         for name in step.names:
@@ -173,7 +174,7 @@ class Lowered:
                 self.forward.append(Fold(given[name], extras[name], step.fold))
         place = scope.at(step.name)
         fuse = scope.cfg.fuse
-        out, gives, back = self.body(step.op, step.cfg, place, needs, main, given, again, len(step.given), fuse)
+        out, gives, back = self.body(step.op, step.cfg, place, needs, main, given, recomputed_by, len(step.given), fuse)
         return out, dict(zip(step.given, gives, strict=True)), back
 
     def body(
@@ -184,21 +185,21 @@ class Lowered:
         needs: Needs,
         main: Value,
         extras: Extras,
-        again: Call | None = None,
+        recomputed_by: Call | None = None,
         gives: int = 0,
         fuse: bool = True,
     ) -> Parts:
         """Write an op: its calls if it is a combinator, else one call."""
         if op.lower is not None:
-            return op.lower(cfg, self, place, needs, main, extras, again)  # type: ignore[no-any-return]
+            return op.lower(cfg, self, place, needs, main, extras, recomputed_by)  # type: ignore[no-any-return]
         labels, names = tuple(extras) if cfg.extras else (), cfg.outputs
         call = self.call(op, cfg, place, needs, main, tuple(extras.values()), labels, len(names) or gives, fuse, names=names)
-        if again is not None:
+        if recomputed_by is not None:
             fields = op.fields()
             call.fields = tuple(n for n, f in fields.items() if f.alias in ("x", "x.0") and f.wanted(needs))
             if call.fields:
-                call.again = again
-                again.readers.append(call)
+                call.recomputed_by = recomputed_by
+                recomputed_by.readers.append(call)
         return call.out, call.gives, [call]
 
     def call(

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from funcops.backend import select, wants_triton
 from funcops.contract.configs import require_config
-from funcops.contract.memo import reading, remember
 from funcops.contract.needs import Mask, Needs
 from funcops.contract.op import Op, with_raw
 from funcops.contract.schema import open_node
+from funcops.contract.trace_safe_cache import reading, remember
 from funcops.errors import fail
-from funcops.program import rules, run, traced
+from funcops.program import compiled_programs, rules, run
+from funcops.program.accumulator_checks import check_into_tree
 from funcops.program.backward import Backward
 from funcops.program.forward import Forward
-from funcops.program.into import check_into_tree
 from funcops.program.lower import lower
 from funcops.program.rules import changes, cover
 from funcops.residuals.nested import needs_of
@@ -52,7 +52,7 @@ def _found(which: str, op: Op, cfg: Any, needs: Needs, main: Any) -> Any:
         dtype = main.dtype if device_type else None
     if _compiling():
         id(cfg)  # the tracer guards on it: a method that gives a constant has no guard on its object
-        return getattr(traced, cfg.program_while_tracing(which, needs.x, needs.params, device_type, dtype))
+        return getattr(compiled_programs, cfg.program_while_tracing(which, needs.x, needs.params, device_type, dtype))
     key = which, needs, device_type, dtype, len(changes)
     found = cfg.programs.get(key)
     return remember(cfg.programs, key, _made(which, op, cfg, needs, device_type, dtype)) if found is None else found
@@ -62,13 +62,14 @@ _traced: dict[Any, str] = {}
 
 
 def program_while_tracing(cfg: Any, which: str, x: Mask, params: Mask, device_type: str | None, dtype: Any) -> str:
-    """The name of a program in the module `traced`: a tracer reads a module's attributes as they are, but a dict in an older state.
-    A method of configs: the tracer of torch 2.11 wants every argument to be a constant, except the object of a method."""
+    """The name of a program in the module `compiled_programs`: a tracer reads a module's attributes as they are, but a dict in an
+    older state. A method of configs: the tracer of torch 2.11 wants every argument to be a constant, except the object of a
+    method."""
     key = which, cfg, x, params, device_type, dtype, len(changes)
     if key not in _traced:
         name = f"{which}_{len(_traced)}"
         with reading():
-            setattr(traced, name, _made(which, cfg.lowered_by, cfg, Needs(x, params), device_type, dtype, True))
+            setattr(compiled_programs, name, _made(which, cfg.lowered_by, cfg, Needs(x, params), device_type, dtype, True))
         _traced[key] = name
     return _traced[key]
 

@@ -2,7 +2,7 @@
 
 A forward rule covers some calls with one that also makes their residuals, as they would; a backward rule covers their dgrads with
 one that makes their pendings. So either half may be fused without the other, a policy need not know, and `fuse=False` changes only
-speed and rounding. Most rules are for devices where Triton kernels run; on the CPU only rules with `everywhere` apply.
+speed and rounding. Most rules are for devices where Triton kernels run; on the CPU only rules with `on_cpu` apply.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 
 from funcops.contract.checking import when_switched
 from funcops.contract.needs import Needs
+from funcops.contract.renamed import old_fields
 from funcops.errors import describe, fail, require_callable, require_flag, require_type
 from funcops.program.lower import Call, Lowered
 
@@ -52,6 +53,7 @@ class Saving(NamedTuple):
         return " and ".join(parts) or "nothing"
 
 
+@old_fields(everywhere="on_cpu", again="recompute")
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """`match(window)` returns how many of the window's calls the rule covers (for siblings, of each branch); or a text that says
@@ -67,19 +69,18 @@ class Rule:
     without params, residuals and pending. For siblings y and dy are tuples, with an entry for the last call of each branch.
     `wgrads(calls, pendings, into)` gives their weight gradients together, or NotImplemented; `into`: accumulators of each, or None.
 
-    `everywhere`: on the CPU too, for an x or dy of at least FEW elements. `whole`: only for a full backward, which computes the
-    weight gradients at once; its pendings already hold what its own calls recompute. `again`: the recomputed y of its last call,
-    which others read, is put into `gradients` in place of the gradient of y; their weight gradients wait for it.
-    """
+    `on_cpu`: on the CPU too, for an x or dy of at least FEW elements. `whole`: only for a full backward, which computes the weight
+    gradients at once; its pendings already hold what its own calls recompute. `recompute`: the recomputed y of its last call, which
+    others read, is put into `gradients` in place of the gradient of y; their weight gradients wait for it."""
 
     name: str
     phase: str
     match: Callable[[Window], int | tuple[int, ...] | str | None]
     run: Callable[..., Any]
     saves: Saving | Callable[[Window], Saving] = Saving()
-    everywhere: bool = False
+    on_cpu: bool = False
     whole: bool = False
-    again: bool = False
+    recompute: bool = False
     wgrads: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
@@ -89,7 +90,7 @@ class Rule:
             fail("Rule", "saves", "a Saving, or a function that gives one", describe(self.saves), TypeError)
         if self.wgrads is not None:
             require_callable("Rule", wgrads=self.wgrads)
-        require_flag("Rule", everywhere=self.everywhere, whole=self.whole, again=self.again)
+        require_flag("Rule", on_cpu=self.on_cpu, whole=self.whole, recompute=self.recompute)
         if self.phase not in PHASES:
             fail("Rule", "phase", f"one of {', '.join(PHASES)}", repr(self.phase))
 
@@ -189,7 +190,7 @@ def cover(lowered: Lowered, device_type: str | None, dtype: torch.dtype, whole: 
     backward, which computes the weight gradients at once."""
     if device_type is None:
         return NOTHING
-    asked = [one for one in _rules[::-1] if (one.everywhere or device_type != "cpu") and (whole or not one.whole)]
+    asked = [one for one in _rules[::-1] if (one.on_cpu or device_type != "cpu") and (whole or not one.whole)]
     forward, misses = _cheapest(lowered, FORWARD, asked, dtype)
     backward, more = _cheapest(lowered, BACKWARD, asked, dtype)
     order = {row.index: i for i, row in enumerate(lowered.backward) if type(row) is Call}
@@ -200,17 +201,17 @@ def cover(lowered: Lowered, device_type: str | None, dtype: torch.dtype, whole: 
 
 
 class Cut(NamedTuple):
-    """A row of calls cut into pieces; a call that runs alone is in no piece. `joined`: how many fewer calls run."""
+    """A row of calls cut into pieces; a call that runs alone is in no piece. `fewer_calls`: how many fewer run."""
 
     passes: int = 0
     launches: int = 0
-    joined: int = 0
+    fewer_calls: int = 0
     pieces: tuple[Piece, ...] = ()
     misses: tuple[NearMiss, ...] = ()
 
     @property
     def cost(self) -> tuple[int, int, int]:
-        return -self.passes, -self.launches, -self.joined
+        return -self.passes, -self.launches, -self.fewer_calls
 
     def then(self, *others: Cut) -> Cut:
         return Cut(*(sum(parts[1:], parts[0]) for parts in zip(self, *others, strict=True)))

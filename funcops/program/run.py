@@ -115,7 +115,7 @@ def recipe_of(name: Any) -> str:
     return f"{name}()"
 
 
-_ONLY = Needs(x=False, params=False).with_again()
+_ONLY = Needs(x=False, params=False).with_recompute()
 
 
 def recipe(op: Op, node: Any) -> Any:
@@ -123,12 +123,12 @@ def recipe(op: Op, node: Any) -> Any:
     if node is None:
         return None
     if not node.fresh():
-        node.complain(f"{op.name}_again")
+        node.complain(f"{op.name}_recompute")
     given = {name: getattr(node, name) for name in node.names}
     return type(node).keep(node.cfg, _ONLY, **given)
 
 
-def again(compute: Any, pending: Any, name: Any, cfg: Any) -> Any:
+def recomputed(compute: Any, pending: Any, name: Any, cfg: Any) -> Any:
     """The y of a step, recomputed from the recipe in the pending of its scope, which is dropped if the pending was given away."""
     key = recipe_of(name)
     node = None if pending is None else pending.get(key)
@@ -212,6 +212,7 @@ def _own(call: Call, trees: dict[int, Any]) -> Any:
 def _read(call: Call, node: Any, trees: dict[int, Any], where: str) -> Any:
     """The residuals of a call, after every check; with the recomputed fields, if its dgrad reads them."""
     node = open_node(where, node, call.op.residuals, call.cfg)
-    if call.again is None or not call.again_in_dgrad:
+    if call.recomputed_by is None or not call.recomputed_in_dgrad:
         return node
-    return filled(node, call.fields, call.again.op.again(_own(call.again, trees), call.again.cfg), call.kept)
+    source = call.recomputed_by
+    return filled(node, call.fields, source.op.recompute(_own(source, trees), source.cfg), call.kept)

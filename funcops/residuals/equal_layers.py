@@ -23,7 +23,7 @@ def merged(rows: Sequence[Any]) -> list[Layers]:
 
 
 def _numbers(path: str) -> list[int]:
-    """The places of layers in a path."""
+    """The indices of a path's parts that are layers."""
     return [at for at, part in enumerate(path.split(".")) if part.isdigit()]
 
 
@@ -31,12 +31,12 @@ def _alike(found: list[Layers], nth: int) -> list[list[Layers]]:
     """Groups of rows whose paths differ in their n-th number alone, in the order of the first of each."""
     groups: dict[Any, list[Layers]] = {}
     for one in found:
-        places, parts = _numbers(one.row.path), one.row.path.split(".")
-        if len(places) <= nth:
+        indices, parts = _numbers(one.row.path), one.row.path.split(".")
+        if len(indices) <= nth:
             groups[one.row.path] = [one]
             continue
-        layer, parts[places[nth]] = int(parts[places[nth]]), "*"
-        groups.setdefault((tuple(parts), places[nth]), []).append(one._replace(layer=layer))
+        layer, parts[indices[nth]] = int(parts[indices[nth]]), "*"
+        groups.setdefault((tuple(parts), indices[nth]), []).append(one._replace(layer=layer))
     return list(groups.values())
 
 
@@ -62,11 +62,12 @@ def _same(run: list[Layers], one: Layers) -> bool:
         return False
     steps = zip(*owners, strict=True)
     return all(
-        len(set(parts)) == 1 or len({_apart(part, a.layer) for part, a in zip(parts, three, strict=True)}) == 1 for parts in steps
+        len(set(parts)) == 1 or len({_less_layer(part, a.layer) for part, a in zip(parts, three, strict=True)}) == 1
+        for parts in steps
     )
 
 
-def _apart(part: str, layer: int) -> Any:
+def _less_layer(part: str, layer: int) -> Any:
     return int(part) - layer if part.isdigit() else part
 
 

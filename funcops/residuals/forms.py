@@ -1,4 +1,4 @@
-"""Forms of a kept tensor: as it is, compressed, in the host's memory, or none. `pack` gives it one, `unpack` takes it back.
+"""Forms of a kept tensor: as it is, compressed, in the host's memory, or none. `to_form` gives it one, `from_form` takes it back.
 
 In a block of `one_form_each` a tensor that is kept more than once is packed once: its fields share the bytes, also where one of
 them is a view of another.
@@ -84,7 +84,7 @@ _known: ContextVar[dict[Any, _Known] | None] = ContextVar("funcops.forms", defau
 
 
 def one_form_each() -> contextlib.AbstractContextManager[None]:
-    """A block in which `pack` gives a tensor the form that it has. A compiler sees equal computations itself."""
+    """A block in which `to_form` gives a tensor the form that it has. A compiler sees equal computations itself."""
     return contextlib.nullcontext() if tracing() or _known.get() is not None else _one_form_each()
 
 
@@ -97,7 +97,7 @@ def _one_form_each() -> Iterator[None]:
         _known.reset(token)
 
 
-def pack(t: Any, action: Action) -> Any:
+def to_form(t: Any, action: Action) -> Any:
     """The tensor, or each of a tree, in the form that the action gives it; as it is where that would not help. A `QTensor`, which
     is in few bits already, is not compressed."""
     if isinstance(action, Drop):
@@ -105,7 +105,7 @@ def pack(t: Any, action: Action) -> Any:
     if not isinstance(t, Tensor):
         low = QTensor if isinstance(action, Compress) else ()
         return tree_map(
-            lambda one: pack(one, action) if isinstance(one, Tensor) else one, t, is_leaf=lambda one: isinstance(one, low)
+            lambda one: to_form(one, action) if isinstance(one, Tensor) else one, t, is_leaf=lambda one: isinstance(one, low)
         )
     compress = isinstance(action, Compress) and smaller(action.codec, t)
     if not compress and not (isinstance(action, Offload) and copies.leaves(t)):
@@ -118,7 +118,7 @@ def pack(t: Any, action: Action) -> Any:
     if (found := known.get(key)) is not None and found.storage() is storage and found.version == version(t):
         if found.layout == layout:
             return found.form
-        if found.layout.dense and layout.dense and _same_places(found.layout, layout):
+        if found.layout.dense and layout.dense and _same_elements(found.layout, layout):
             form = found.form
             return dataclasses.replace(form, shape=t.shape, view=(found.layout, layout))
     form = _packed(t, action)
@@ -126,7 +126,7 @@ def pack(t: Any, action: Action) -> Any:
     return form
 
 
-def _same_places(a: Layout, b: Layout) -> bool:
+def _same_elements(a: Layout, b: Layout) -> bool:
     return a.offset == b.offset and torch.Size(a.shape).numel() == torch.Size(b.shape).numel()
 
 
@@ -145,12 +145,12 @@ def block_of(value: Packed) -> int:
     return BLOCKS[value.action.codec]
 
 
-def unpack(value: Any) -> Any:
+def from_form(value: Any) -> Any:
     """What was packed, in a tree of any kind."""
     if value is None or isinstance(value, Tensor):
         return value
     if type(value) is not Packed:
-        return tree_map(lambda one: unpack(one) if type(one) is Packed else one, value, is_leaf=lambda one: type(one) is Packed)
+        return tree_map(lambda one: from_form(one) if type(one) is Packed else one, value, is_leaf=lambda one: type(one) is Packed)
     if isinstance(value.action, Compress):
         t = codec("unpack", value.action.codec).decode(value.parts, value.dtype)
     else:

@@ -2,7 +2,8 @@
 
 Copies run on a stream of their own, one a device, in both directions: what goes out waits for the stream that computes, and that
 waits for what comes back. The memory that is copied from is not used again before its copy is done (`record_stream`); the host's is
-pinned, and torch's allocator of it keeps it for the next one. `ahead` begins to bring a tree back that a later backward will read.
+pinned, and torch's allocator of it keeps it for the next one. `prefetch` begins to bring a tree back that a later backward will
+read.
 
 Under capture the copies are nodes in the order of the computation: a stream that is not waited for again would end the capture.
 """
@@ -31,7 +32,7 @@ class Copies:
         """A copy in the host's memory, pinned; on the CPU the tensor itself."""
         if not self.leaves(t):
             return t
-        if not self.apart(t):
+        if not self.own_stream(t):
             return self.room(t).copy_(t, non_blocking=True)
         device = t.device
         side = self.side(device)
@@ -55,7 +56,7 @@ class Copies:
 
     def on_device(self, host: Tensor, device: torch.device) -> Tensor:
         """What went out, for the stream that computes."""
-        if not self._streams or not self.apart(host):
+        if not self._streams or not self.own_stream(host):
             return host.to(device, non_blocking=True)
         current = self.current(device)
         if self.home.get(host.data_ptr()) != device:  # a part or a copy of what went out, perhaps
@@ -67,10 +68,10 @@ class Copies:
         self.held_by(current, t)
         return t
 
-    def ahead(self, tree: Any) -> None:
+    def prefetch(self, tree: Any) -> None:
         """Start to bring back all of a tree that went out."""
         for t in tensors(tree) if self.home else ():
-            if t.is_cpu and self.apart(t):
+            if t.is_cpu and self.own_stream(t):
                 self.begin(t)
 
     def _forget(self, at: int) -> None:
@@ -80,7 +81,7 @@ class Copies:
     def leaves(self, t: Tensor) -> bool:
         return not t.is_cpu
 
-    def apart(self, t: Tensor) -> bool:
+    def own_stream(self, t: Tensor) -> bool:
         """Whether a stream of its own serves."""
         return t.numel() > 0 and not tracing() and torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing()
 

@@ -14,6 +14,7 @@ import fnmatch
 from collections.abc import Mapping
 from typing import Any
 
+from funcops.contract.renamed import warn
 from funcops.errors import describe, fail, require_flag, require_type
 from funcops.residuals.codec import codec
 
@@ -113,10 +114,9 @@ Action = Save | Recompute | Offload | Compress | Drop
 @dataclasses.dataclass(frozen=True)
 class Policy:
     """`rules`: a dict, or pairs, of glob and action. A rule beats `outputs`, and one that would change nothing is an error;
-    `optional` rules, as those of a preset, yield to `outputs`, and hold where they can.
-    `outputs`: which steps' outputs a chain computes again: "cheap" (norms, activations, GLUs), "norms", or "none". `blocks`: what
-    is kept of a repeat's body (of the op itself where it has no repeat): "residuals", or its "inputs" alone, or these "offloaded";
-    the rest is computed again.
+    `optional` rules, as those of a preset, yield to `outputs`, and hold where they can. `outputs`: which steps' outputs a chain
+    recomputes: "recomputable" (norms, activations, GLUs), "norms", or "none". `blocks`: what is kept of a repeat's body (of the op
+    itself if it has no repeat): "residuals", or only its "inputs", or these "offloaded"; the rest is recomputed.
 
     >>> from funcops import POLICIES, Compress, Policy, Save
     >>> policy = Policy({"*.x": Compress("fp8"), "head.x": Save()})
@@ -127,7 +127,7 @@ class Policy:
     """
 
     rules: Any = ()
-    outputs: str = "cheap"
+    outputs: str = "recomputable"
     blocks: str = "residuals"
     optional: bool = False
 
@@ -139,8 +139,11 @@ class Policy:
                 fail("Policy", "rules", "pairs of a glob and an action", describe(rule), TypeError)
             require_type("Policy", f"rules at {rule[0]!r}", rule[1], Save, Recompute, Offload, Compress, Drop)
         object.__setattr__(self, "rules", rules)
+        if self.outputs == "cheap":
+            warn("Policy", "outputs='cheap'", "outputs='recomputable'", 4)  # through the class's own __init__
+            object.__setattr__(self, "outputs", "recomputable")
         require_flag("Policy", optional=self.optional)
-        for name, among in (("outputs", ("cheap", "norms", "none")), ("blocks", ("residuals", "inputs", "offloaded"))):
+        for name, among in (("outputs", ("recomputable", "norms", "none")), ("blocks", ("residuals", "inputs", "offloaded"))):
             value = getattr(self, name)
             if value not in among:
                 fail("Policy", name, " or ".join(map(repr, among)), repr(value))

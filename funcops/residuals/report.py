@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from funcops.contract.marks import Gone
-from funcops.contract.schema import AGAIN, Phase, Saved
+from funcops.contract.schema import RECOMPUTE, Phase, Saved
 from funcops.errors import describe, fail, join_path, require_count, require_flag, require_type, short, size_of
 from funcops.formats import QTensor
 from funcops.residuals.equal_layers import merged
@@ -104,7 +104,7 @@ def report(residuals: Any, params: Any = None, x: Any = None, *, tokens: int | N
     or `x`, or of an earlier row, counts as an alias, with no bytes of its own. `tokens` defaults to the rows of the first
     tensor in x (all its elements for integer ids). Several ops' residuals may come in a dict of your own.
 
-    `needed by`: the halves of the backward that read it, `dgrad` and `wgrad`, and `again`, a forward done again. A path with
+    `needed by`: the halves of the backward that read it, `dgrad` and `wgrad`, and `recompute`, which recomputes a y. A path with
     brackets, such as `norm().x`, is what the y of step `norm` is computed from again, where that y itself is not kept: a pending
     has it for the weight gradient of the step after, which reads that y. Raises `TypeError` for anything but residuals or pending.
 
@@ -217,7 +217,7 @@ def kept_values(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
         return
     if isinstance(node, Saved):
         for name, field in node.fields.items():
-            readers = [phase for phase in Phase if phase in field.needed_by and (node.needs.again or phase is not AGAIN)]
+            readers = [phase for phase in Phase if phase in field.needed_by and (node.needs.recompute or phase is not RECOMPUTE)]
             phases = "+".join((phase.name or "").lower() for phase in readers)
             for path, value in _values(getattr(node, name)):
                 yield join_path(prefix + name, path), value, phases

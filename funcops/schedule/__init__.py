@@ -16,36 +16,7 @@ from funcops.schedule.predict import Predicted, predict
 from funcops.schedule.run import Ran, run
 from funcops.schedule.simulate import Costs, Network, Simulated, simulate
 
-__all__ = [
-    "Action",
-    "Collective",
-    "Costs",
-    "Decoder",
-    "GPU",
-    "GPUS",
-    "Layout",
-    "Link",
-    "Network",
-    "Plan",
-    "Predicted",
-    "Ran",
-    "Schedule",
-    "Simulated",
-    "delay_w",
-    "draw",
-    "dualpipe_v",
-    "fold",
-    "gpipe",
-    "interleaved_1f1b",
-    "interleaved_zb",
-    "measure",
-    "measure_stages",
-    "one_f_one_b",
-    "plan_parallel",
-    "predict",
-    "run",
-    "simulate",
-    "zb_h1",
-    "zb_h2",
-    "zb_v",
-]
+__all__ = ["Action", "Collective", "Costs", "Decoder", "GPU", "GPUS", "Layout"]
+__all__ += ["Link", "Network", "Plan", "Predicted", "Ran", "Schedule", "Simulated"]
+__all__ += ["delay_w", "draw", "dualpipe_v", "fold", "gpipe", "interleaved_1f1b", "interleaved_zb", "measure"]
+__all__ += ["measure_stages", "one_f_one_b", "plan_parallel", "predict", "run", "simulate", "zb_h1", "zb_h2", "zb_v"]

@@ -119,9 +119,9 @@ class Schedule:
             while i < len(actions):
                 action = actions[i]
                 stage, kind, m = action
-                place = stage * count + m
+                index = stage * count + m
                 if kind == "F":
-                    if stage and not forward[place - count]:
+                    if stage and not forward[index - count]:
                         break
                     if (
                         together
@@ -130,16 +130,16 @@ class Schedule:
                         and not _can_begin(actions[i + 1], last, count, forward, dgrad)
                     ):
                         break
-                    forward[place] = 1
+                    forward[index] = 1
                     reader = owner[stage + 1] if stage < last else rank
                 elif kind == "W":
-                    if not dgrad[place]:
+                    if not dgrad[index]:
                         break
                     reader = rank
                 else:
-                    if not forward[place] or (stage < last and not dgrad[place + count]):
+                    if not forward[index] or (stage < last and not dgrad[index + count]):
                         break
-                    dgrad[place] = 1
+                    dgrad[index] = 1
                     reader = owner[stage - 1] if stage else rank
                 yield rank, action
                 i += 1
@@ -219,8 +219,8 @@ def needs(action: Action, last: int) -> list[Action]:
 
 
 def _can_begin(backward: Action, last: int, count: int, forward: bytearray, dgrad: bytearray) -> bool:
-    place = backward.stage * count + backward.microbatch
-    return bool(forward[place]) and (backward.stage == last or bool(dgrad[place + count]))
+    index = backward.stage * count + backward.microbatch
+    return bool(forward[index]) and (backward.stage == last or bool(dgrad[index + count]))
 
 
 def _check_together(schedule: Schedule) -> None:
@@ -267,19 +267,19 @@ def _check_once(schedule: Schedule) -> None:
     for rank, actions in enumerate(schedule.ranks):
         for action in actions:
             stage, kind, m = action
-            bit, place = _BITS.get(kind), stage * count + m
+            bit, index = _BITS.get(kind), stage * count + m
             if bit is None:
                 fail(where, f"rank {rank}", f"of the kinds {', '.join(KINDS)}", str(action))
-            if seen[place] & bit:
+            if seen[index] & bit:
                 fail(where, f"rank {rank}", "every action once", f"{action} again")
-            seen[place] |= bit
+            seen[index] |= bit
         for stage in {action[0] for action in actions}:
             if owner.setdefault(stage, rank) != rank:
                 first = next(action for action in actions if action.stage == stage)
                 fail(where, f"rank {rank}", f"without stage {stage}, which is on rank {owner[stage]}", str(first))
     absent = next((stage for stage in range(schedule.stages) if stage not in owner), None)
     require(absent is None, where, "ranks", f"actions of every stage up to {schedule.stages - 1}", f"none of stage {absent}")
-    broken = next((place for place, bits in enumerate(seen) if bits not in _WHOLE), None)
+    broken = next((index for index, bits in enumerate(seen) if bits not in _WHOLE), None)
     if broken is not None:
         stage, m = divmod(broken, count)
         kinds = "".join(kind for kind in KINDS if seen[broken] & _BITS[kind])

@@ -142,7 +142,7 @@ def _described(cfg: ChainConfig, x: Any, batch: int) -> Decoder:
     wanted = "a chain of an embedding, a repeat of blocks of attention and one MLP, and a head"
     if len(repeats) != 1 or len(embeddings) != 1:
         fail("Decoder.of", "cfg", wanted, f"{len(embeddings)} embeddings and {len(repeats)} repeats")
-    place, step = repeats[0]
+    index, step = repeats[0]
     block: Any = step.cfg
     leaves = list(leaves_of(block.op, block.cfg))
     mixes = [(leaf.path, leaf.call.cfg) for leaf in leaves if leaf.call and leaf.call.cfg.attends]
@@ -152,7 +152,7 @@ def _described(cfg: ChainConfig, x: Any, batch: int) -> Decoder:
 
     def at_depth(times: int) -> Any:
         steps = list(cfg.steps)
-        steps[place] = dataclasses.replace(step, cfg=dataclasses.replace(block, times=times))
+        steps[index] = dataclasses.replace(step, cfg=dataclasses.replace(block, times=times))
         return dataclasses.replace(cfg, steps=tuple(steps), ties=())
 
     two, three = (_follow(chain, at_depth(times), x, torch.bfloat16) for times in (2, 3))

@@ -64,8 +64,8 @@ def _groups(simulated: Simulated) -> list[list[int]]:
     return [sorted(own[i] for own in owner.values() if i < len(own)) for i in range(most)]
 
 
-def _shade(place: int, count: int) -> float:
-    return 1.0 - 0.45 * place / (count - 1) if count > 1 else 1.0
+def _shade(index: int, count: int) -> float:
+    return 1.0 - 0.45 * index / (count - 1) if count > 1 else 1.0
 
 
 def _named(stages: list[int]) -> str:

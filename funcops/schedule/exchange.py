@@ -134,13 +134,13 @@ def _peers(schedule: Schedule, rank: int) -> set[int]:
 
 def _arrived(schedule: Schedule, rank: int) -> dict[Action, tuple[Action, ...]]:
     owner, stages = schedule.rank_of, schedule.stages
-    place = {message_of(action): i for peer in _peers(schedule, rank) for i, action in enumerate(schedule.ranks[peer])}
+    index = {message_of(action): i for peer in _peers(schedule, rank) for i, action in enumerate(schedule.ranks[peer])}
     under_way: dict[int, list[tuple[int, Action]]] = {}
     found = {}
     for action in schedule.ranks[rank]:
         message = taken_by(action, stages)
         if message is not None and owner[message.stage] != rank:
-            peer, given = owner[message.stage], place[message]
+            peer, given = owner[message.stage], index[message]
             waiting = under_way.get(peer, [])
             known = tuple(sent for read, sent in waiting if read <= given)
             if known:
@@ -149,5 +149,5 @@ def _arrived(schedule: Schedule, rank: int) -> dict[Action, tuple[Action, ...]]:
         reader = reader_of(action, stages)
         if reader is not None and owner[reader] != rank:
             sent = message_of(action)
-            under_way.setdefault(owner[reader], []).append((place[sent._replace(stage=reader)], sent))
+            under_way.setdefault(owner[reader], []).append((index[sent._replace(stage=reader)], sent))
     return found

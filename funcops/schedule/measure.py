@@ -98,7 +98,7 @@ def measure_stages(
     for step, wanted in zip(cfg.steps, needs_of_steps(cfg, needs), strict=True):
         given = step.x(main, extras)
         found.append(_measured(step.op, params[step.name], given, step.cfg, wanted, repeats, params, x))
-        main, _ = step.apart(step.op.fwd(params[step.name], given, step.cfg, needs=Needs.NONE)[0])
+        main, _ = step.split_y(step.op.fwd(params[step.name], given, step.cfg, needs=Needs.NONE)[0])
     return tuple(found)
 
 

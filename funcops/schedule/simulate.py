@@ -128,7 +128,7 @@ class Model(NamedTuple):
         return Model(tuple(found[one][0] for one in given), (*send, 0.0), tuple(found[one][1] for one in given))
 
 
-class Slot(NamedTuple):
+class TimedAction(NamedTuple):
     action: Action
     start: float
     end: float
@@ -146,10 +146,10 @@ class Simulated:
     peak_bytes: tuple[float, ...]
 
     @functools.cached_property
-    def slots(self) -> tuple[tuple[Slot, ...], ...]:
+    def slots(self) -> tuple[tuple[TimedAction, ...], ...]:
         """The actions of each rank with their times."""
         rows = zip(self.schedule.ranks, self.starts, self.ends, strict=True)
-        return tuple(tuple(map(Slot, actions, starts, ends)) for actions, starts, ends in rows)
+        return tuple(tuple(map(TimedAction, actions, starts, ends)) for actions, starts, ends in rows)
 
     @functools.cached_property
     def busy(self) -> tuple[float, ...]:
@@ -231,22 +231,22 @@ def simulate(schedule: Schedule, costs: Costs | Sequence[Costs] | None = None, n
     send, last = model.send, schedule.stages - 1
     for rank, action in schedule.order():
         stage, kind, m = action
-        start, place = free[rank], stage * count + m
+        start, index = free[rank], stage * count + m
         if kind == "F":
-            if stage and forward[place - count] > start:
-                start = forward[place - count]
+            if stage and forward[index - count] > start:
+                start = forward[index - count]
             end = start + times[kind][stage]
-            forward[place] = end + send[stage]
+            forward[index] = end + send[stage]
         elif kind == "W":
             end = start + times[kind][stage]
         else:
-            arrival = dgrad[place + count] if stage < last else 0.0
+            arrival = dgrad[index + count] if stage < last else 0.0
             if together and action in together:
                 start, end = _side_by_side(schedule, model, rank, action, arrival, starts, ends, forward)
             else:
                 start = max(start, arrival)
                 end = start + times[kind][stage]
-            dgrad[place] = end + (send[stage - 1] if stage else 0.0)
+            dgrad[index] = end + (send[stage - 1] if stage else 0.0)
         starts[rank].append(start)
         ends[rank].append(end)
         free[rank] = end

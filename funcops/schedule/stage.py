@@ -19,7 +19,7 @@ from funcops.compose.vjp import check_losses, sum_gradient
 from funcops.contract.needs import Needs
 from funcops.errors import fail, require, require_type
 from funcops.formats import zero_gradient
-from funcops.program.into import check_into_tree
+from funcops.program.accumulator_checks import check_into_tree
 from funcops.program.run import check_names, taken_apart, tied
 from funcops.residuals.donate import donate
 from funcops.residuals.ledger import Ledger
@@ -56,7 +56,7 @@ class Stage:
         with self._named("forward", m):
             y, residuals = self.step.op.fwd(self.params, self.step.x(main, extras), self.step.cfg, needs=self.needs)
             self.ledger.keep(self._path("residuals", m), residuals)
-            return self.step.apart(y)
+            return self.step.split_y(y)
 
     def dgrad(self, m: int, dy: Any, sums: dict[str, Any]) -> Any:
         """Return dx of microbatch m; add the gradients of extras to `sums`. Its pending replaces its residuals in the ledger."""

@@ -20,7 +20,7 @@ from funcops.compose.step import Step, live_inputs
 from funcops.contract.checking import aliases_said
 from funcops.contract.needs import Mask, Needs
 from funcops.contract.op import Op
-from funcops.contract.schema import AGAIN, DGRAD, WGRAD, Field, Saved
+from funcops.contract.schema import DGRAD, RECOMPUTE, WGRAD, Field, Saved
 from funcops.errors import join_path
 from funcops.formats import dense
 from funcops.program.values import abstract_params
@@ -36,10 +36,10 @@ def law_frugal(case: Case, dtype: torch.dtype) -> None:
     op, cfg = case.op, case.cfg
     params, x, y, residuals, dy, full = run(case, dtype)
     assert op.fwd(params, x, cfg, needs=Needs.NONE)[1] is None, "Needs.NONE keeps nothing"
-    if op.again is not None:
-        _, kept = op.fwd(params, x, cfg, needs=Needs.NONE.with_again())
-        with _naming_what_lacks("again", Needs.NONE.with_again(), kept, residuals):
-            same_bits(op.again(kept, cfg), y, "y recomputed without gradients")
+    if op.recompute is not None:
+        _, kept = op.fwd(params, x, cfg, needs=Needs.NONE.with_recompute())
+        with _naming_what_lacks("recompute", Needs.NONE.with_recompute(), kept, residuals):
+            same_bits(op.recompute(kept, cfg), y, "y recomputed without gradients")
     _aliases_are_inputs(residuals, (params, x))
     for name, alias in aliases_said(residuals, {"params": params, "x": x, "y": y}):
         raise AssertionError(f"residuals.{name} must be {alias} itself, got another tensor")
@@ -81,7 +81,7 @@ def _naming_what_lacks(what: str, needs: Needs, kept: Any, full: Any) -> Iterato
 
 def _declared(field: Field) -> str:
     """Say why a field is saved, by its declaration."""
-    phases = "|".join(str(phase.name) for phase in (DGRAD, WGRAD, AGAIN) if phase in field.needed_by)
+    phases = "|".join(str(phase.name) for phase in (DGRAD, WGRAD, RECOMPUTE) if phase in field.needed_by)
     usual = tuple(side for phase, side in ((DGRAD, "x"), (WGRAD, "params")) if phase in field.needed_by)
     return f"needed_by={phases}" + (f", of={field.of}" if field.of != usual else "")
 
@@ -151,7 +151,7 @@ def expected(full: Any, needs: Needs) -> set[str]:
     parts = parts_needs(full.cfg, needs)
     found = {join_path(str(name), path) for name, own in parts.items() for path in expected(full[name], own)}
     if full.cfg.recompute is not None:
-        found |= _computed_again(full, parts)
+        found |= _recomputed(full, parts)
     return found
 
 
@@ -164,7 +164,7 @@ def _under(name: str, field: Any, value: Any) -> Iterator[str]:
             yield join_path(name, path)
 
 
-def _computed_again(full: Any, parts: dict[Any, Needs]) -> set[str]:
+def _recomputed(full: Any, parts: dict[Any, Needs]) -> set[str]:
     """The paths held for the outputs of a chain's recomputed steps: the fields that an output is recomputed from if its producer
     saves its x anyway, otherwise the output itself."""
     cfg, found, left_out = full.cfg, set[str](), False
@@ -179,7 +179,9 @@ def _computed_again(full: Any, parts: dict[Any, Needs]) -> set[str]:
                 (full.get(f"{before.name}()"), f"{before.name}()") if full.kind == "pending" else (full[before.name], before.name)
             )
             found |= {
-                join_path(name, field) for field in fields if AGAIN in fields[field].needed_by and getattr(node, field) is not None
+                join_path(name, field)
+                for field in fields
+                if RECOMPUTE in fields[field].needed_by and getattr(node, field) is not None
             }
         else:
             found |= places if before.name in cfg.recomputed else places & held(full)  # recomputed outputs are not in `full`

@@ -18,8 +18,8 @@ from funcops.contract.schema import Saved
 from funcops.errors import FLOATS, StaleResidualError
 from funcops.formats import dense
 from funcops.residuals.donate import donate
+from funcops.residuals.pack_unpack import pack, unpack
 from funcops.residuals.policy import Offload
-from funcops.residuals.put_away import fetch, stow
 from funcops.testing.case import Case
 from funcops.trees import at, flatten, leaves, paths, put, replace, stands_for_one, tensors, tree_map, tree_map_tensors, unflatten
 
@@ -54,14 +54,14 @@ def _saved_and_loaded(tree: Any) -> Any:
     return torch.load(buffer, weights_only=False)
 
 
-MOVES: dict[str, Callable[[Any], Any]] = {  # a leaf stays the same object, unless stow copies it
+MOVES: dict[str, Callable[[Any], Any]] = {  # a leaf stays the same object, unless `pack` copies it
     "tree_map": lambda tree: tree_map(lambda t: t, tree),
     "replace": lambda tree: tree.copy() if type(tree) is dict else replace(tree) if hasattr(tree, "fields") else copy.copy(tree),
     "put": _put,
     "flatten": _rebuilt,
     "torch's flatten": _rebuilt_by_torch,
     "copy.copy": copy.copy,
-    "stow": lambda tree: fetch(stow(tree, Offload())),
+    "pack": lambda tree: unpack(pack(tree, Offload())),
     "detach": lambda tree: tree_map_tensors(torch.detach, tree),  # another object, the same memory
     "donate": lambda tree: donate(tree_map(lambda t: t, tree)),
 }

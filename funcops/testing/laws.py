@@ -71,9 +71,9 @@ def law_pure(case: Case, dtype: torch.dtype) -> None:
     before = tree_map_tensors(torch.clone, (params, x))
     y, residuals = case.op.fwd(params, x, case.cfg)
     same_bits(y, case.op.fwd(params, x, case.cfg)[0], "y of a second forward")
-    if case.op.again is not None:
-        kept_for_it = case.op.fwd(params, x, case.cfg, needs=Needs.ALL.with_again())[1]
-        same_bits(case.op.again(kept_for_it, case.cfg), y, "y recomputed")
+    if case.op.recompute is not None:
+        kept_for_it = case.op.fwd(params, x, case.cfg, needs=Needs.ALL.with_recompute())[1]
+        same_bits(case.op.recompute(kept_for_it, case.cfg), y, "y recomputed")
     dy = float_like(y, 7)
     dy_before = tree_map_tensors(torch.clone, dy)
     y_before = tree_map_tensors(torch.clone, y)

@@ -29,7 +29,7 @@ def law_loud(case: Case, dtype: torch.dtype) -> None:
             call()
         except (ValueError, TypeError, GradModeError, DonatedError, StaleResidualError) as error:
             message = str(error)
-            transparent = any(f"{half}: " in message for half in ("_fwd", "_bwd", "grad", "_again"))
+            transparent = any(f"{half}: " in message for half in ("_fwd", "_bwd", "grad", "_recompute"))
             assert message.startswith(names) or transparent, f"{what}: unnamed error {message!r}"
             assert "must" in message and "got" in message, f"{what}: {message!r} does not say both what must be and what came"
         else:

@@ -46,13 +46,13 @@ class _Board:
         self.running = size
         self.error: tuple[int, BaseException] | None = None
 
-    def put(self, mesh: Mesh, axis: Axis, place: int, given: _Given) -> None:
+    def put(self, mesh: Mesh, axis: Axis, number: int, given: _Given) -> None:
         with self.changed:
-            others = self.given.setdefault((axis.group, place), {})
+            others = self.given.setdefault((axis.group, number), {})
             for rank, other in others.items():
                 if other.what != given.what:
                     fail(
-                        f"collective {place} over {axis}",
+                        f"collective {number} over {axis}",
                         "it",
                         "the same on all ranks",
                         f"{other.what} on rank {rank}, {given.what} on rank {mesh.rank}",
@@ -60,18 +60,18 @@ class _Board:
             others[mesh.rank] = given
             self.changed.notify_all()
 
-    def take(self, mesh: Mesh, axis: Axis, place: int) -> list[_Given]:
+    def take(self, mesh: Mesh, axis: Axis, number: int) -> list[_Given]:
         """Wait for the parts of all ranks of the axis, and return them in the ranks' order."""
         peers = mesh.peers(axis)
         with self.changed:
-            self.waiting[mesh.rank] = axis.group, place, axis
-            while len(self.given[axis.group, place]) < axis.size:
+            self.waiting[mesh.rank] = axis.group, number, axis
+            while len(self.given[axis.group, number]) < axis.size:
                 if self.error is not None:
                     raise _Stopped
                 self._check_progress()
                 self.changed.wait()
             del self.waiting[mesh.rank]
-            return [self.given[axis.group, place][rank] for rank in peers]
+            return [self.given[axis.group, number][rank] for rank in peers]
 
     def leave(self, rank: int, error: BaseException | None) -> None:
         with self.changed:
@@ -84,7 +84,8 @@ class _Board:
         stuck = [(rank, *w) for rank, w in self.waiting.items() if len(self.given[w[0], w[1]]) < w[2].size]
         if len(stuck) == self.running:
             said = [
-                f"rank {rank} for {self.given[group, place][rank].what} ({place} over {axis})" for rank, group, place, axis in stuck
+                f"rank {rank} for {self.given[group, number][rank].what} ({number} over {axis})"
+                for rank, group, number, axis in stuck
             ]
             fail("run_ranks", "every rank", "able to go on", f"all running ones waiting: {'; '.join(sorted(said))}", RuntimeError)
 
@@ -98,7 +99,7 @@ class _Rank(TorchDispatchMode):
         super().__init__()
         self.mesh, self.board = mesh, board
         self.axes = {axis.group: axis for axis in mesh.axes if axis.size > 1}
-        self.places = dict.fromkeys(self.axes, 0)
+        self.counts = dict.fromkeys(self.axes, 0)
         self.flying: dict[int, tuple[Tensor, Tensor, Axis, int, Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -110,28 +111,28 @@ class _Rank(TorchDispatchMode):
         axis = self.axes.get(what.group)
         if axis is None:
             fail(what.op, "group", f"of an axis of the mesh ({', '.join(self.axes)})", repr(what.group))
-        x, place = args[0], self.places[axis.group]
+        x, number = args[0], self.counts[axis.group]
         if not x.is_contiguous():
             fail(what.op, "x", "contiguous", describe(x))
-        self.places[axis.group] += 1
-        self.board.put(self.mesh, axis, place, _Given(what, x.clone(), args[1:]))
+        self.counts[axis.group] += 1
+        self.board.put(self.mesh, axis, number, _Given(what, x.clone(), args[1:]))
         out = _RESULTS[what.op](x, axis, args)
-        self.flying[id(out)] = out, x, axis, place, what
+        self.flying[id(out)] = out, x, axis, number, what
         return out
 
     def _wait(self, t: Tensor) -> Tensor:
         if id(t) not in self.flying:
             return t
-        out, x, axis, place, what = self.flying.pop(id(t))
-        given = self.board.take(self.mesh, axis, place)
+        out, x, axis, number, what = self.flying.pop(id(t))
+        given = self.board.take(self.mesh, axis, number)
         if not torch.equal(_bits(x), _bits(given[axis.rank].sent)):
             fail(what.op, "x", "left unchanged until it is waited for", "one that was written to", AssertionError)
         return out.copy_(_VALUES[what.op](given, axis))
 
     def check_finished(self) -> None:
-        for _, _, axis, place, what in self.flying.values():
+        for _, _, axis, number, what in self.flying.values():
             fail(
-                f"collective {place} over {axis}",
+                f"collective {number} over {axis}",
                 "it",
                 "finished",
                 f"{what} that nobody waits for on rank {self.mesh.rank}",

@@ -1,24 +1,19 @@
 """`differentiable`: what autograd expects of a node, and what a node must not do."""
 
-import gc
-import pickle
 import threading
-from random import Random
 
 import pytest
 import torch
 import torch.nn.functional as F
+from autograd_nodes import LINEAR, kept_bytes, leaves_of
 from law_cases import CASES
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from funcops import (
-    ActivationConfig,
     ChainConfig,
     CrossEntropyConfig,
     IdentityConfig,
-    L2NormConfig,
-    LayerNormConfig,
     LinearConfig,
     LinearParams,
     Needs,
@@ -28,13 +23,10 @@ from funcops import (
     Step,
     TorchConfig,
     WithExtras,
-    activation,
     chain,
     cross_entropy,
     differentiable,
     identity,
-    l2_norm,
-    layer_norm,
     linear,
     op_from_torch,
     parallel,
@@ -43,7 +35,6 @@ from funcops import (
     rms_norm,
     with_policy,
 )
-from funcops.adapters.autograd import recompute
 from funcops.formats import QTensor, QWeight, dense
 from funcops.formats.recipes import Fp8Delayed
 from funcops.formats.scaled import Scaled
@@ -52,44 +43,24 @@ from funcops.testing.laws import float_like
 from funcops.testing.tolerances import assert_close
 from funcops.trees import leaves, replace, same_structure, tensors, tree_map, tree_map_tensors
 
-LINEAR = LinearConfig(4, 3)
-
-
-def leaves_of(cfg, op, seed=0, dtype=torch.float64):
-    params = op.init(cfg, key=random.key(seed), dtype=dtype)
-    return tree_map_tensors(lambda t: t.requires_grad_(t.is_floating_point()), params)
-
 
 def made():
     return leaves_of(LINEAR, linear), torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
 
 
-def kept_bytes(run):
-    """Bytes that a call leaves with autograd, counted once a storage."""
-    seen = {}
-
-    def pack(t):
-        seen[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
-        return t
-
-    with saved_tensors_hooks(pack, lambda t: t):
-        y = run()
-    return y, seen
-
-
 def is_low(node):
-    """What is quantised is no leaf of autograd's: its gradient is that of the weight that it was made of."""
+    """A quantised tensor is not a leaf of autograd: the gradient belongs to the weight that it was made from."""
     return type(node) in (QTensor, QWeight)
 
 
 def asking(t):
-    if isinstance(t, Scaled):  # amaxes are no gradients that autograd could add up
+    if isinstance(t, Scaled):  # amaxes are not gradients: autograd must not add them up
         return replace(t, value=tree_map(asking, t.value, is_leaf=is_low))
     return t.clone().requires_grad_(t.is_floating_point()) if isinstance(t, torch.Tensor) else t
 
 
 @pytest.mark.parametrize(("case", "dtype"), [(c, d) for c, d in CASES if d is torch.float64], ids=str)
-def test_gradients_are_those_of_the_op(case, dtype):
+def test_gradients_equal_the_ops(case, dtype):
     params, x = case.make(dtype)
     y, residuals = case.op.fwd(params, x, case.cfg)
     dy = float_like(y, 3)
@@ -261,7 +232,7 @@ def test_non_reentrant_checkpoint():
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
 
-def test_what_was_written_to_since_raises():
+def test_a_write_to_a_kept_tensor_raises():
     params, x = made()
     y = differentiable(linear)(params, x, LINEAR)
     with torch.no_grad():
@@ -385,112 +356,3 @@ def test_a_policy_that_packs_large_inputs_alone():
         x = torch.randn(rows, 64, requires_grad=True)
         differentiable(op)(params, x, cfg).square().sum().backward()
         assert x.grad is not None
-
-
-def norm_then_linears(monkeypatch, touch=None):
-    """The bytes kept, and the gradients, of three linears of one norm; without and with its output computed again."""
-    found = []
-    for few in (10**9, 0):
-        monkeypatch.setattr(recompute, "FEW", few)
-        norm, one = RMSNormConfig(4), ChainConfig(steps=(Step("a", linear, LINEAR),))
-        params = leaves_of(norm, rms_norm), leaves_of(LINEAR, linear), leaves_of(one, chain)
-        x = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-
-        def run(params=params, x=x, norm=norm, one=one):
-            h = differentiable(rms_norm)(params[0], x, norm)
-            h = h if touch is None else touch(h)
-            y = differentiable(linear)(params[1], h, LINEAR), differentiable(chain)(params[2], h, one)
-            return h, y
-
-        (h, y), seen = kept_bytes(run)
-        (y[0].square().sum() + y[1].sum()).backward(retain_graph=True)
-        (y[0].square().sum() + y[1].sum()).backward()
-        found.append((h.untyped_storage()._cdata in seen, [t.grad for t in (x, *tensors(params))]))
-    return found
-
-
-def test_a_norm_is_computed_again_across_nodes(monkeypatch):
-    (kept, want), (kept_again, got) = norm_then_linears(monkeypatch)
-    assert kept and not kept_again
-    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
-
-
-def test_what_is_not_the_norm_output_any_more_is_kept(monkeypatch):
-    def written(h):
-        with torch.no_grad():
-            return h.mul_(2)
-
-    for touch in (written, lambda h: h * 2, lambda h: h[:]):
-        (kept, want), (kept_again, got) = norm_then_linears(monkeypatch, touch)
-        assert kept and kept_again
-        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
-
-
-CHEAP = {
-    "rms": (rms_norm, RMSNormConfig(4)),
-    "layer": (layer_norm, LayerNormConfig(4)),
-    "l2": (l2_norm, L2NormConfig(dim=4)),
-    "gelu": (activation, ActivationConfig(kind="gelu")),
-    "tanh": (activation, ActivationConfig(kind="tanh")),
-    "linear": (linear, LinearConfig(4, 4)),
-}
-
-
-def drawn_nodes(seed):
-    """A run of a few nodes, each of any value before it; between them a value may be written to. The names of what it did, and the
-    sums of what gradients are asked of."""
-    draw = Random(seed)
-    names = [draw.choice(list(CHEAP)) for _ in range(draw.randint(2, 5))]
-    params = [leaves_of(CHEAP[name][1], CHEAP[name][0], i) for i, name in enumerate(names)]
-    data = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    reads = [max(0, i - draw.choice((0, 0, 0, 1, 2))) for i in range(len(names))]
-    write = draw.choice((None, None, (draw.randint(1, len(names)), draw.random() < 0.5)))
-    asked = draw.choice(("all", "last"))
-
-    def run():
-        x = data.clone().requires_grad_()
-        values = [x * 1]
-        for i, name in enumerate(names):
-            if write is not None and write[0] == i:
-                with torch.no_grad():
-                    values[reads[i] if write[1] else max(0, reads[i] - 1)].mul_(2)
-            op, cfg = CHEAP[name]
-            values.append(differentiable(op)(params[i], values[reads[i]], cfg))
-        wanted = [x, *tensors(params)] if asked == "all" else tensors(params[-1]) or [values[reads[-1]]]
-        total = sum(y.square().sum() for y in (values[1:] if asked == "all" else values[-1:]))
-        return torch.autograd.grad(total, wanted, allow_unused=True)
-
-    return run, write
-
-
-def test_drawn_nodes_compute_again_what_was_there_or_raise(monkeypatch):
-    """Also where a value was written to in between: then as without, or an error."""
-    raised = 0
-    for seed in range(200):
-        run, write = drawn_nodes(seed)
-        found = []
-        for few in (10**9, 0):
-            monkeypatch.setattr(recompute, "FEW", few)
-            try:
-                found.append(run())
-            except RuntimeError:  # of autograd, that notices the write
-                found.append(None)
-        want, got = found
-        raised += got is None
-        if want is None or got is None:
-            assert write is not None, seed
-        else:
-            same = [a is b is None or torch.equal(a, b) for a, b in zip(want, got, strict=True)]
-            assert all(same), (seed, same)
-    assert raised < 100
-
-
-def test_marks_leave_with_the_output(monkeypatch):
-    monkeypatch.setattr(recompute, "FEW", 0)
-    before = len(recompute._recipes)
-    h = differentiable(rms_norm)(leaves_of(RMSNormConfig(4), rms_norm), torch.randn(5, 4, dtype=torch.float64), RMSNormConfig(4))
-    assert len(recompute._recipes) == before + 1
-    assert torch.equal(pickle.loads(pickle.dumps(h.detach())), h)
-    del h
-    gc.collect()
-    assert len(recompute._recipes) == before

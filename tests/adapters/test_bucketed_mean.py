@@ -21,7 +21,7 @@ class Work:
 
 @pytest.fixture
 def sent(monkeypatch):
-    """What was sent, in order: dtype and number of elements."""
+    """A list of what is sent, in order: dtype and number of elements."""
     found = []
 
     def all_reduce(flat, group=None, async_op=False):
@@ -71,7 +71,7 @@ def test_buckets_are_of_one_dtype_and_every_tensor_gets_its_mean(size, at_once, 
 
 
 def test_a_store_reduces_every_gradient_that_it_gave_once(sent):
-    """Those that came without the store too, if they are named; main_grad before grad."""
+    """Gradients that came without the store are reduced too, if they are named; main_grad comes before grad."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(fnn.Linear(3, 4), torch.nn.Tanh(), fnn.Linear(4, 2), torch.nn.Linear(2, 2)).double()
     net[0].bias.requires_grad_(False)

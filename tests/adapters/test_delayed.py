@@ -70,7 +70,7 @@ def test_tied_weights_main_grad_and_hooks():
     assert a.bias.grad is None and len(seen) == 2
 
 
-def test_a_weight_that_is_no_leaf_is_not_delayed():
+def test_a_weight_that_is_not_a_leaf_is_not_delayed():
     base = torch.randn(3, D, dtype=torch.float64, requires_grad=True)
     params = LinearParams(base * 2, None)
     with delayed_wgrad() as store:

@@ -16,7 +16,7 @@ MODES = ("ddp", "ddp-delayed", "fsdp", "fsdp-delayed", "fsdp-recipe")
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    """What each of two processes prints of all modes: to import torch takes longer than a mode."""
+    """The output of each of two processes, which run all modes: importing torch takes longer than a mode."""
     folder = tmp_path_factory.mktemp("two")
     command = [sys.executable, "-W", "ignore", str(SCRIPT), ",".join(MODES), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)

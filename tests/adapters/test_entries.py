@@ -104,7 +104,7 @@ def penalty_of_edges(g):
 
 
 def upstream(g):
-    """By leaves and by what lies between."""
+    """Second derivatives with respect to the leaves and to values in between."""
     w = g.asking()
     h = tuple([t.sin() for t in w])
     loss = g.loss(*h)
@@ -113,7 +113,7 @@ def upstream(g):
 
 
 def downstream(g):
-    """By y, which the gradient is linear in."""
+    """Second derivative with respect to dy, in which the gradient is linear."""
     w = g.asking()
     y = g.f(*w)
     dy = g.u[0].clone().requires_grad_()
@@ -133,7 +133,7 @@ def maml(g):
 
 
 def learning_rate(g):
-    """What is asked about is upstream of the gradient's factor alone."""
+    """The gradient of the rate, which only multiplies a gradient: no second derivative is needed."""
     w, rate = g.asking(), torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
     fast = [t - rate * d for t, d in zip(w, grad(g.loss(*w), w, create_graph=True), strict=True)]
     return grad(g.loss(*fast), rate)
@@ -320,7 +320,7 @@ def flat(found):
 
 
 def value_of(entry, model, which):
-    """What comes of it; an error where it raises."""
+    """The values of the entry, or the error that it raises."""
     try:
         return flat(entry(Given(model, which)))
     except (RuntimeError, NotImplementedError, ValueError) as error:

@@ -165,7 +165,7 @@ def modules_of(fields):
 
 
 def check_one(kind, fields):
-    """What was written says yes to what it saw, and no to a change of each part."""
+    """The check accepts the state that it saw, and refuses a change of any part."""
     if kind == "parameters":
         (module,) = modules_of([fields]).values()
         before, now = unchanged.parameters_of(module, fields), dict(module._parameters)
@@ -189,7 +189,7 @@ def check_one(kind, fields):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_is_written_depends_on_what_is_asked_alone(seed):
+def test_generated_source_depends_on_its_arguments_alone(seed):
     forget()
     order = list(ASKED)
     random.Random(seed).shuffle(order)

@@ -67,7 +67,7 @@ def tiny(name="llama"):
 
 
 def state_of(model):
-    """What `from_torch` may change of every module."""
+    """The class and attributes of every module, which `from_torch` may change."""
     return [(type(m), dict(vars(m))) for m in model.modules()]
 
 
@@ -78,7 +78,7 @@ def assert_untouched(model, before):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, MemoryError])
-def test_an_exception_leaves_the_model_as_it_was(error, monkeypatch):
+def test_an_exception_leaves_the_model_unchanged(error, monkeypatch):
     model = nn.ModuleList([tiny(), nn.Sequential(nn.GLU(), nn.Linear(4, 4), nn.LayerNorm(4))])
     before, module = state_of(model), importlib.import_module("funcops.adapters.nn.from_torch")
     steps = (
@@ -294,7 +294,7 @@ def test_the_report_is_a_summary():
         assert repr(done) == str(done) and len(done.details().splitlines()) == 4 * layers
 
 
-def test_a_second_call_says_so():
+def test_a_second_call_reports_modules_already_replaced():
     model = tiny()
     first = fnn.from_torch(model)
     state = state_of(model)
@@ -349,7 +349,7 @@ def test_to_torch_undoes_it():
         fnn.to_torch(None)
 
 
-def test_to_torch_leaves_what_was_changed_since():
+def test_to_torch_keeps_later_changes():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fnn.from_torch(model)
     nn.utils.parametrizations.weight_norm(model[0])

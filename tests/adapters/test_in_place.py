@@ -34,7 +34,7 @@ def of_call(call, params, x):
 
 
 def compare(call, params, x, write):
-    """The gradients after writes in place to each output are those of the same arithmetic on copies. Returns what refused."""
+    """Gradients after writes in place to each output equal gradients of the same arithmetic on copies. Returns the refusals."""
     kept = set()
     with saved_tensors_hooks(lambda t: kept.add(storage(t)) or t, lambda t: t):  # hooks get no guard against writes
         given, outputs = of_call(call, params, x)
@@ -124,7 +124,7 @@ def test_a_module_that_writes_in_place_follows_a_swapped_one(after, shape):
 
 
 def test_a_large_output_that_was_written_to_is_kept_as_it_is_now():
-    """What its reader would have computed again from its recipe is another value."""
+    """A recompute from the recipe would give the value before the write."""
     norm, linear = fnn.LayerNorm((64, D)).double(), fnn.Linear(D, D).double()
     x = torch.randn(64, 64, D, dtype=torch.float64)
     found = []
@@ -135,7 +135,7 @@ def test_a_large_output_that_was_written_to_is_kept_as_it_is_now():
     assert torch.equal(*found)
 
 
-def test_what_is_kept_of_an_outputs_memory_counts_its_writes():
+def test_kept_views_of_an_output_count_its_writes():
     base, x = torch.zeros(4, 3), torch.zeros(6)
     y, seen = base.view(12), x.view(2, 3)
     outputs, other = [y, seen], torch.zeros(2)

@@ -34,7 +34,7 @@ KINDS = ("Gemma2", "Phi3", "Olmo2", "DeepSeek-V3", "GPT-2", "BERT", "ViT", "T5",
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in KINDS else pytest.mark.slow) for name in MODELS])
 def test_loss_and_gradients(name):
-    """In float64, as far as norms that compute in float32 let them be equal; weights that are no ones and zeros."""
+    """In float64, as far as norms that compute in float32 let them be equal; weights are drawn, not ones and zeros."""
     sizes = MODELS[name][3]
     experts = any("experts" in key for key in sizes)
     model = tiny(name, **({} if experts else {key: n for key, n in ONE.items() if key in sizes})).double().eval()
@@ -65,7 +65,7 @@ NET_OF_ATTENTION = ("T5", "T5 1.1")  # theirs has a bias and dropout: no SDPA bu
 
 @pytest.mark.slow
 def test_the_bytes_that_models_keep():
-    """In bfloat16 at most 0.65 of what they were: net of experts, which are no layers, and of attention that keeps all scores."""
+    """In bfloat16 at most 0.65 of torch's bytes, without experts, which are not swapped, and attention that keeps all scores."""
     lines, over = [f"{'':12} {'bytes before':>14} {'after':>12} {'part':>6} {'net':>6}"], []
     for name in MODELS:
         model = tiny(name).to(torch.bfloat16)
@@ -162,7 +162,7 @@ def test_copies_and_pickles(name):
 
 
 def test_t5_keeps_its_last_layer_in_another_dtype():
-    """As `_keep_in_fp32_modules` has it: x is cast to its dtype."""
+    """`_keep_in_fp32_modules` says so: x is cast to the layer's dtype."""
     for name in ("T5", "T5 1.1"):
         model = tiny(name, num_layers=1).to(torch.bfloat16).eval()
         for module in model.modules():
@@ -195,7 +195,7 @@ def test_dropout_of_an_mlp(name):
 
 @pytest.mark.slow
 def test_compiled_before_any_call():
-    """What a swapped module looks up of its parts is found by then: a compiler cannot make it."""
+    """A swapped module looks up its parts before the first call: a compiler could not trace that."""
     model = tiny("T5 1.1", num_layers=1)
     fnn.from_torch(model)
     block, x = model.encoder.block[0].layer[1], torch.randn(2, 8, 64)

@@ -70,7 +70,7 @@ def gradients(module, x):
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_as_torch(name):
+def test_modules_equal_torchs(name):
     want, got = both(PAIRS[name])
     assert isinstance(got, type(want)) and repr(got).startswith(type(got).__name__)
     assert list(want.state_dict()) == list(got.state_dict())
@@ -202,7 +202,7 @@ def test_a_sequential_is_one_node_and_ordinary_modules_split_it():
         assert nodes(one(x)) == ["_NodeBackward"]
 
 
-def test_large_inputs_compute_again_what_small_ones_keep():
+def test_large_inputs_recompute_what_small_ones_keep():
     model = fnn.Sequential(fnn.RMSNorm(64), fnn.Linear(64, 8))
     for rows, kept in ((8, True), (1024, False)):
         node = model(torch.randn(rows, 64)).grad_fn
@@ -236,7 +236,7 @@ def test_functional_access():
         fnn.functional(fnn.Sequential(nn.Softplus()))
 
 
-def test_what_every_call_would_refuse_is_refused_when_made():
+def test_arguments_that_every_call_would_refuse_raise_at_construction():
     for make, text in (
         (lambda: fnn.Embedding(4, 3, max_norm=1.0), "Embedding: max_norm must be off .*use torch.nn.Embedding"),
         (lambda: fnn.Embedding(4, 3, sparse=True), "Embedding: sparse must be off"),
@@ -257,7 +257,7 @@ def test_a_module_whose_call_is_more_than_its_op_has_no_functional_form():
     assert fnn.functional(fnn.Softmax(-1))[0] is funcops.softmax
 
 
-def test_the_op_is_what_runs(monkeypatch):
+def test_the_op_runs(monkeypatch):
     ran = []
     real = fnn.Linear.op
     monkeypatch.setattr(

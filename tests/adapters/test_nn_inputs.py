@@ -1,4 +1,4 @@
-"""What torch.nn's modules accept: those of `funcops.nn` give the same, or say in the one wording why not."""
+"""For every input that torch.nn's modules accept, `funcops.nn` gives the same result or an error in the standard wording."""
 
 import inspect
 import itertools
@@ -85,7 +85,7 @@ def compare(name, want, got, text):
     found = [(a, b) for a, b in zip([got[0], *got[1]], [want[0], *want[1]], strict=True) if a is not None or b is not None]
     few = any(t.dtype in SHORT for pair in found for t in pair)
     for i, (a, b) in enumerate(found):
-        loss = name == "CrossEntropyLoss" and i == 0 and b.dtype in SHORT  # that of short logits may be wider
+        loss = name == "CrossEntropyLoss" and i == 0 and b.dtype in SHORT  # the loss of short logits may be wider
         assert (a.dtype is b.dtype or (loss and a.dtype is torch.float32)) and a.shape == b.shape, (name, text)
         a, b = a.to(torch.complex128), b.to(torch.complex128)
         assert torch.equal(a.isnan(), b.isnan()), (name, text)
@@ -106,7 +106,7 @@ SERVED = {
 
 
 @pytest.mark.parametrize(("name", "dtype"), drawn(MODULES, (torch.float32, torch.float64, torch.bfloat16, torch.complex64)))
-def test_what_torch_accepts(name, dtype):
+def test_inputs_that_torch_accepts(name, dtype):
     """98 inputs: of the module's dtype and of others, of two layouts, without rows, and without a batch."""
     torch.manual_seed(0)
     want, got = MODULES[name](nn).to(dtype), MODULES[name](fnn).to(dtype)
@@ -117,7 +117,7 @@ def test_what_torch_accepts(name, dtype):
             compare(name, outcome(want, x), outcome(got, x), f"{shape} {of_x} {strided}")
 
 
-def test_what_is_left_to_torch():
+def test_dtypes_left_to_torch():
     for name, dtypes in SERVED.items():
         for dtype in dtypes:
             module = MODULES[name](fnn).to(dtype if dtype in FLOATS else torch.float32)
@@ -150,7 +150,7 @@ def test_targets_that_torch_accepts(options):
 
 
 def test_dropout_at_rest_is_x_itself():
-    """What is done in place after it works, and the generator is not drawn from."""
+    """Its y may be written in place, and the generator is not advanced."""
     for drop in (fnn.Dropout(0.0), fnn.Dropout(0.5).eval(), fnn.Sequential(fnn.Dropout(0.0), fnn.Dropout(0.0))):
         x = torch.randn(3, D, requires_grad=True) * 1
         assert drop(x) is x

@@ -46,7 +46,7 @@ def same(a, b):
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=IDS)
 def test_codes_of_weights_give_the_bits_of_quantising_in_every_call(recipe):
-    """With codes and without, delayed and not, under autocast and not; and those of the functional face."""
+    """With and without codes, delayed weight gradients and autocast; the functional interface gives the same bits."""
     model, x = mlp(recipe), torch.randn(4, D)
     for autocast in (False, True):
         want = trained(model, x, autocast)
@@ -100,7 +100,7 @@ def test_codes_of_a_weight_that_changed_raise(write):
     assert same(trained(model, x), trained(fresh, x))
 
 
-def test_codes_are_no_part_of_a_copy_or_of_state():
+def test_codes_are_not_in_copies_or_state():
     model, x = mlp(Fp8Block()), torch.randn(4, D)
     want = trained(model, x)
     keys = list(model.state_dict())
@@ -176,7 +176,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("call", "error", "text"), BAD, ids=range(len(BAD)))
-def test_what_is_refused(call, error, text):
+def test_bad_recipes_raise(call, error, text):
     with pytest.raises(error) as caught:
         call()
     assert text in str(caught.value)

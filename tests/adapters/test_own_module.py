@@ -98,7 +98,7 @@ def test_one_that_was_never_called_compiles():
         (dict(autocast=None), "Own: autocast must be"),
     ],
 )
-def test_what_makes_no_module_is_refused_where_the_class_is_made(attributes, said):
+def test_a_class_that_makes_no_module_raises_when_defined(attributes, said):
     with pytest.raises(ValueError, match=said):
         type("Own", (fnn.OpModule,), dict(op=gain, params_class=GainParams, fields=("weight",), values=("dim",)) | attributes)
 

@@ -109,7 +109,7 @@ def test_adapters(name, kind, order):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_every_parameter_learns_beside_an_adapter(name):
-    """As `modules_to_save` and full fine-tuning beside an adapter have it."""
+    """`modules_to_save`, and full fine-tuning beside an adapter, train every parameter."""
     models = [adapted(decoder(name), "lora", name) for _ in range(2)]
     for module in models[0].modules():
         if type(module).__name__ in ("LlamaRMSNorm", "Phi3RMSNorm"):

@@ -226,7 +226,7 @@ BY_AUTOGRAD = [case for case in FIRST if case.op.name != "quantize"]  # whose y 
 
 @pytest.mark.parametrize("case", [case if case.op.name == "rms_norm" else slow(case) for case in BY_AUTOGRAD], ids=str)
 def test_a_compiled_call_has_the_gradients_of_an_eager_one(case):
-    """By autograd: what a forward writes in place the tracer may return a second time, with the gradient there."""
+    """The comparison is by autograd: if a forward writes in place, the tracer may return the tensor twice, once with a gradient."""
 
     def by_autograd(run):
         params, x = tree_map_tensors(lambda t: t.clone().requires_grad_(t.is_floating_point()), case.make(torch.float32))

@@ -83,7 +83,7 @@ def given(name, options):
 
 def outcome(module, args, by_name):
     args = [t.clone().requires_grad_() if t.is_floating_point() else t for t in args]
-    x, first = args[0], args[0] * 1 if args[0].requires_grad else args[0]  # what a module may write to is no leaf
+    x, first = args[0], args[0] * 1 if args[0].requires_grad else args[0]  # a module may write to x, so x must not be a leaf
     args = [first, *args[1:]]
     y = module(**dict(zip(by_name, args, strict=True))) if by_name else module(*args)
     if y.requires_grad:
@@ -151,7 +151,7 @@ def test_a_layer_whose_class_is_patched_is_called(monkeypatch):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_writes_in_place_in_a_sequential(seed):
+def test_in_place_modules_in_a_sequential(seed):
     """First it writes to the caller's x, as torch's; later to what nobody else has."""
     make = (
         lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(D, D)),

@@ -204,7 +204,7 @@ def test_moved_into_other_values_raises():
         op.dgrad(cast(residuals, torch.float32), SQUARE, cfg)
 
 
-def test_what_a_trace_cannot_see_raises():
+def test_a_change_that_a_trace_cannot_see_raises():
     weight = drawn(4, 4).requires_grad_()
     captured = op_from_torch(lambda params, x, cfg: x @ weight, name="captured")
     with pytest.raises(

@@ -44,7 +44,7 @@ PENALTIES = [wgan_gp, r1, expanded, hessian_vector, backward_graph]
 @pytest.mark.parametrize("penalty", PENALTIES, ids=lambda p: p.__name__)
 @pytest.mark.parametrize("face", FACES)
 def test_penalties_raise(face, penalty, asked):
-    """Where torch's own penalty has a gradient."""
+    """They raise wherever torch's own penalty has a gradient."""
     found = []
     for model in made(face):
         own = list(model.parameters())

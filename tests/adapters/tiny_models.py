@@ -90,8 +90,8 @@ def batch_of(model, rows=8, length=64):
 
 
 def kept(model, batch):
-    """The bytes that a forward leaves for the backward, parameters aside; those that attentions keep themselves, which are no
-    layers'; those of experts; and the model's output."""
+    """The model's output, and the bytes kept for the backward, without parameters: all, those that attention itself keeps,
+    and those that experts keep."""
     parameters = {p.untyped_storage()._cdata for p in model.parameters()}
     seen, inside, handles = {}, [], []
 

@@ -5,8 +5,6 @@ and of the rest a few, drawn anew each day; `make aot` compiles what changed and
 `python -m benchmarks aot` all.
 """
 
-import importlib
-import itertools
 import json
 import os
 import random
@@ -25,7 +23,6 @@ ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "docs" / "benchmarks" / "aot.csv"
 DRAWN = 4  # for each target
 PINNED = "triton " + re.search(r"^triton==([\d.]+)", (ROOT / "constraints.txt").read_text(), re.M)[1]  # the table's compiler
-NUMBERS = itertools.count()
 OF_EXPERTS = ("grouped.product", "grouped.wgrad", "experts.up", "experts.down_dgrad")
 PROGRAM = """
 import dataclasses, json, random, sys, torch, triton, triton.language as tl
@@ -159,29 +156,6 @@ found["refused"] = {target: [refused(target, *product) for product in PRODUCTS] 
 found["greedy"] = inspect(launches[0], "sm_90")._asdict()
 print(json.dumps(found))
 """
-HELPERS = """
-import triton, triton.language as tl
-
-LIMIT = tl.constexpr(4)
-
-@triton.jit
-def deep(x):
-    return x + 1
-
-@triton.jit
-def helper(x):
-    return deep(x) * 2
-"""
-KERNEL = """
-import triton, triton.language as tl
-import {helpers} as helpers
-from {helpers} import LIMIT
-
-@triton.jit
-def kernel(x_ptr, BLOCK: tl.constexpr):
-    i = tl.arange(0, BLOCK)
-    tl.store(x_ptr + i, helpers.helper(tl.load(x_ptr + i)), mask=i < LIMIT)
-"""
 
 
 def rows():
@@ -239,14 +213,14 @@ def wrong_rows(planned, table, compiler):
 
 
 def test_every_build_keeps_its_limits(found):
-    assert not found["missing"], "kernels without a sample in benchmarks/samples.py"
+    assert not found["missing"], "kernels without a call in benchmarks/kernel_calls.py"
     assert len(found["built"]) >= len(found["targets"]) * DRAWN
     for build in [*rows(), *found["built"]]:
         within_limits(build)
     assert not found["races"]
 
 
-def test_what_was_drawn_is_as_the_table_says(found):
+def test_drawn_builds_equal_the_table(found):
     table = {row["hash"]: row for row in rows()}
     for build in found["built"]:
         row = table.get(build["hash"])
@@ -262,7 +236,7 @@ def test_the_committed_table_is_of_these_kernels(found):
 
 
 def choice_of(kernel, config, target, warps):
-    """What a product chose: kernel, dtypes (16-bit ones are one class), tile, warps, and what its epilogue is."""
+    """A product's choice: kernel, dtypes (16-bit ones are one class), tile, target and warps."""
     words = dict(word.split("=", 1) for word in config.split() if "=" in word)
     dtypes = [word.replace("bfloat16", "16-bit").replace("float16", "16-bit") for word in config.split() if "=" not in word]
     blocks = tuple(words.get(name) for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK", "SUMS"))
@@ -303,7 +277,7 @@ def test_no_recipe_makes_a_choice_without_a_row(found):
     assert len(made) > 20 * len(found["targets"]) and not made - known
 
 
-def test_products_of_codes_are_those_of_tensor_cores():
+def test_products_of_codes_use_tensor_cores():
     """Every pair of elements and kind of scales, on Hopper and Blackwell."""
     seen = {}
     for row in rows():
@@ -330,79 +304,6 @@ def test_a_table_that_is_not_of_these_kernels_is_seen():
         for name, value in (("hash", "0" * 12), ("compiler", "triton 3.6.0")):
             missing, over = wrong_rows(planned, [*table[:i], {**row, name: value}, *table[i + 1 :]], compiler)
             assert missing == [planned[i]] and len(over) == 1
-
-
-@pytest.fixture
-def hashed(tmp_path, monkeypatch):
-    """The hash of KERNEL with its helpers, after a replacement in their sources; a new pair of modules each time."""
-    from funcops.backend.fingerprint import fingerprint
-    from funcops.backend.launch import Launched
-
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def hashed(old="", new="", key=("float32", 64, 4, 3), target="sm_90"):
-        number = next(NUMBERS)
-        helpers, name = f"aot_helpers_{number}", f"aot_kernel_{number}"
-        for module, text in ((helpers, HELPERS), (name, KERNEL.format(helpers=helpers))):
-            assert not old or old in HELPERS + KERNEL
-            (tmp_path / f"{module}.py").write_text(text.replace(old, new) if old else text)
-        importlib.invalidate_caches()
-        kernel = importlib.import_module(name).kernel
-        for module in (helpers, name):  # the modules' names are no part of what is compared
-            for value in vars(sys.modules[module]).values():
-                if hasattr(value, "fn"):
-                    value.fn.__module__ = "aot"
-        return fingerprint(Launched(kernel, (1, 1, 1), {}, key, None), target)
-
-    return hashed
-
-
-def test_the_hash_is_of_the_source_its_helpers_and_the_launch(hashed):
-    first = hashed()
-    assert hashed() == first
-    changes = [
-        {"old": "tl.load(x_ptr + i)", "new": "tl.load(x_ptr + i, mask=i < 2)"},
-        {"old": "* 2", "new": "* 3"},  # a helper
-        {"old": "x + 1", "new": "x - 1"},  # a helper's helper
-        {"old": "constexpr(4)", "new": "constexpr(5)"},  # a value that it reads
-        {"key": ("float16", 64, 4, 3)},
-        {"key": ("float32", 64, 8, 3)},
-        {"key": ("float32", 64, 4, 2)},
-        {"target": "sm_100"},
-    ]
-    assert len({first, *(hashed(**change) for change in changes)}) == 1 + len(changes)
-
-
-def test_the_hash_is_not_of_comments_and_layout(hashed):
-    first = hashed()
-    for old, new in (
-        ("\n\n@triton", "\n\n\n# why\n@triton"),
-        ("return deep(x) * 2", "'''What it does.'''\n    return (deep(x)\n        * 2)  # why"),
-        ("helpers.helper(tl.load(x_ptr + i)), mask", "helpers.helper(tl.load(x_ptr+i)),\n        mask"),
-        ("LIMIT = ", "UNREAD = 1\nLIMIT = "),
-    ):
-        assert hashed(old, new) == first, new
-
-
-def test_the_bench_compiles_what_changed_alone(monkeypatch, tmp_path):
-    from benchmarks import aot
-    from benchmarks.measure import BenchError, write_csv
-    from funcops.backend.aot import COMPILER, Build
-
-    def made(launched, target):
-        return Build(launched, "", target, 4, 8, 0, 0, "", 16, launched + target, COMPILER)
-
-    monkeypatch.setattr(aot, "plan", lambda target: ["a", "b", "c"])
-    monkeypatch.setattr(aot, "fingerprint", lambda launched, target: launched + target)
-    monkeypatch.setattr(aot, "build", made)
-    every = aot.run()
-    changed = [every[0]._replace(hash="other"), every[1]._replace(compiler="triton 3.0"), *every[2:]]
-    write_csv(tmp_path / "table.csv", changed)
-    monkeypatch.setattr(aot, "build", lambda *args: made(*args)._replace(registers=9))
-    again = aot.run(changed=tmp_path / "table.csv")
-    assert again == [every[0]._replace(registers=9), every[1]._replace(registers=9), *every[2:]]
-    with pytest.raises(BenchError, match="must be a table of `bench aot`"):
-        aot.run(changed=tmp_path / "none.csv")
 
 
 def before_casts(ptx):
@@ -439,7 +340,7 @@ def test_a_kernel_that_spills_is_seen(found):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_what_is_said_of_an_amd_build_is_what_stands_in_it(seed):
+def test_figures_of_an_amd_build_are_read_from_its_text(seed):
     """Registers are counted, spilled ones are of four bytes, vectors' and scalars', and of instructions each is one."""
     from funcops.backend.aot import _read_amd
 
@@ -459,7 +360,7 @@ def test_what_is_said_of_an_amd_build_is_what_stands_in_it(seed):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_code_is_the_executable_sections_of_a_file(seed):
-    """Of a 64-bit ELF file made here: its header says where its sections' headers lie, of which size and how many."""
+    """The file is a 64-bit ELF made here; its header says where its section headers lie, their size and their number."""
     from funcops.backend.aot import _code_bytes
 
     drawn = random.Random(seed)

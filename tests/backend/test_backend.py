@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from tiny_samples import tiny
+from tiny_kernel_calls import tiny
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -82,7 +82,7 @@ def test_an_environment_variable_is_checked(monkeypatch, variable):
 
 
 def in_thread(run):
-    """What `run` returns, or raises, in a thread of its own."""
+    """Run `run` in a new thread; return its result or raise its error."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(run).result()
 
@@ -193,8 +193,8 @@ def test_who_is_chosen_for_a_dtype_and_a_provider_of_products():
 def test_every_triton_kernel_is_an_operator_too():
     """A mode that watches operators calls kernels through the library: each schema must be one that torch takes."""
     pytest.importorskip("triton")
-    for sample in {sample.name: sample for sample in tiny(torch.float32)}.values():
-        assert sample.kernel.kernel.find_triton() and sample.kernel.kernel.operator()
+    for call in {call.name: call for call in tiny(torch.float32)}.values():
+        assert call.kernel.kernel.find_triton() and call.kernel.kernel.operator()
 
 
 def test_tensors_on_the_cpu_are_left_to_torch_beside_a_gpu(monkeypatch):

@@ -16,7 +16,7 @@ from funcops.backend import backend
 from funcops.backend.aot import TARGETS, name_of, stubbed
 from funcops.backend.launch import compiled_launches
 from benchmarks.aot import never_built
-from benchmarks.samples import Maker, samples
+from benchmarks.kernel_calls import Maker, kernel_calls
 
 class Huge(Maker):
     def sizes(self, *sizes):
@@ -27,16 +27,16 @@ def largest(args):
 
 wrong, sizes, seen = [], {}, set()
 with stubbed(TARGETS["sm_90"].gpu), compiled_launches() as found, backend("triton"):
-    for sample in samples(Huge("meta", torch.bfloat16)):
-        kind = sample.shape.split()[0]
-        if (sample.name, kind) in seen or (kind.isidentifier() and kind not in ("silu", "swiglu", "halves", "interleaved")):
+    for call in kernel_calls(Huge("meta", torch.bfloat16)):
+        kind = call.shape.split()[0]
+        if (call.name, kind) in seen or (kind.isidentifier() and kind not in ("silu", "swiglu", "halves", "interleaved")):
             continue  # kinds differ in their formulas, not in their addresses
         before = len(found)
-        sample.kernel(*sample.args)
+        call.kernel(*call.args)
         for launched in found[before:]:
             name = name_of(launched.kernel)
-            sizes[name] = max(sizes.get(name, 0), largest(sample.args), largest(launched.arguments.values()))
-            wrong += [f"{name} for {sample.name} {sample.shape}: {line}" for line in wrong_addresses(launched)]
+            sizes[name] = max(sizes.get(name, 0), largest(call.args), largest(launched.arguments.values()))
+            wrong += [f"{name} for {call.name} {call.shape}: {line}" for line in wrong_addresses(launched)]
 print(json.dumps({"wrong": wrong, "sizes": sizes}))
 """
 NARROW = """

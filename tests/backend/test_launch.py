@@ -107,13 +107,13 @@ def seen(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_what_triton_does_not_specialise_on_hits(seen):
+def test_launches_that_triton_compiles_once_share_a_key(seen):
     for name in ("again", "other tensors, alike", "other multiples of 16", "another float"):
         assert seen[name] == 0, name
 
 
 @pytest.mark.slow
-def test_what_triton_specialises_on_misses(seen):
+def test_launches_that_triton_specialises_differ_in_key(seen):
     names = ("first", "unaligned address", "another dtype", "no tensor", "not a multiple of 16", "one")
     for name in (*names, "more than 32 bits", "another constexpr", "num_warps"):
         assert seen[name] == 1, name

@@ -1,4 +1,4 @@
-"""What `helpers/quick_triton.py` makes of Triton's interpreter does what the interpreter does."""
+"""Triton's interpreter with the changes of `helpers/quick_triton.py` gives the same results as without."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from triton.runtime import interpreter
 @pytest.mark.parametrize("end", ["all", "few", "one", "none", "transposed"])
 @pytest.mark.parametrize("to", ["bfloat16", "float32"])
 def test_casts_have_the_bits_of_the_interpreters_own(to, end):
-    """Of every bfloat16, those below the normal ones and what is no number included, and of as many float32."""
+    """Every bfloat16, subnormal numbers and NaN included, and as many float32 numbers."""
     upper = np.arange(2**16, dtype=np.uint16)
     lower = torch.randint(2**16, (2**16,), generator=torch.Generator().manual_seed(3)).numpy().astype(np.uint32)
     bits = upper if to == "float32" else ((upper.astype(np.uint32) << 16) | lower).view(np.float32)

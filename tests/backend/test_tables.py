@@ -50,7 +50,7 @@ def test_a_table_is_made_once_a_stream_and_the_oldest_goes(device):
     assert len(shared.cache) == 2 and got(shared) is not first
 
 
-def test_what_a_capture_makes_is_its_own(device):
+def test_a_table_made_in_a_capture_belongs_to_it(device):
     """The copy is only a node of the graph: an eager call, and another graph, must not read it."""
     shared = Tables(2)
     device.capturing = True

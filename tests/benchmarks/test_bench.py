@@ -1,4 +1,4 @@
-"""What the exact benches promise; timings are not tested."""
+"""The exact benches keep their promises; timings are not tested."""
 
 import json
 from pathlib import Path

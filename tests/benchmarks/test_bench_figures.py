@@ -7,14 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import device, kernels, measure, memory, overhead, plain, plain_moe, residuals, step
+from benchmarks import device, kernels, measure, memory, overhead, plain_moe, residuals
 from benchmarks.device import CudaTimer, Replay
-from benchmarks.samples import Sample, direct
+from benchmarks.kernel_calls import KernelCall, direct
 from funcops import RouteConfig, RouteParams, route
 from funcops.kernels import fused_linear, norm
-from funcops.models.blocks import Sizes
 from funcops.testing.tolerances import assert_close
-from funcops.trees import paths
 
 
 class Clock:
@@ -60,14 +58,14 @@ def test_a_summary_is_of_medians_and_of_ratios_by_round_to_the_fastest_other():
         ("slow", "quartile spread"): 54.5 - 9,
         ("fast", "median"): 2,
         ("fast", "quartile spread"): 8 - 1.5,
-        ("ours", "ratio to fast"): 2,  # of 0.5, 2, 0.5, 2, 5; 3 / 2 were that of the medians
+        ("ours", "ratio to fast"): 2,  # the median of 0.5, 2, 0.5, 2, 5; the ratio of the medians would be 3 / 2
     }
     units = {row.unit for row in measure.summary("b", "c", samples, "ours", "ms") if "ratio" not in row.metric}
     assert units == {"ms"}
 
 
 class Cuda:
-    """What `CudaTimer` uses of torch.cuda, on a clock: events, a stream, a graph that may refuse to capture, and memory."""
+    """A stand-in for torch.cuda, on a clock: events, a stream, a graph that may refuse to capture, and memory."""
 
     def __init__(self, clock, captures=True):
         self.clock, self.captures, self.synchronized = clock, captures, 0
@@ -168,7 +166,7 @@ def test_device_times_are_of_one_call_in_turns(clock, cuda):
 )
 @pytest.mark.parametrize("captures", [True, False])
 def test_a_replay_is_of_about_two_milliseconds(us, providers, calls, captures, clock, cuda):
-    """Of as many rounds of the copies as take so long, of 64 calls at most, but of each copy once."""
+    """It holds as many rounds of the copies as take so long, at most 64 calls, but each copy at least once."""
     cuda.captures = captures
     found = CudaTimer().replay([clock.takes(str(i), us) for i in range(providers)])
     assert (found.calls, found.captured) == (calls, captures)
@@ -182,7 +180,7 @@ def test_host_times_are_of_one_call_on_an_idle_device(clock, cuda):
     assert len(clock.done) == 12 and cuda.synchronized == 4
 
 
-def test_memory_is_the_peak_and_what_it_rose_by(clock, cuda):
+def test_memory_is_the_peak_and_its_rise(clock, cuda):
     def call():
         cuda.peak = 70 * 2**20
 
@@ -211,16 +209,16 @@ class Fixed:
         return 3.0, 1.0
 
 
-def rows_of(sample, timer, providers, copy_rate=1e9):
-    rows = kernels.measure(sample, torch.bfloat16, providers, timer, copy_rate)
+def rows_of(call, timer, providers, copy_rate=1e9):
+    rows = kernels.measure(call, torch.bfloat16, providers, timer, copy_rate)
     return {row.provider: row for row in rows}
 
 
 def test_rates_count_what_is_read_and_what_is_written_once():
     x, w = torch.randn(16, 8).bfloat16(), torch.randn(8).bfloat16()
-    sample = Sample(norm.rms_norm_fwd, "16x8", (x, w, 1e-6, False))
+    call = KernelCall(norm.rms_norm_fwd, "16x8", (x, w, 1e-6, False))
     timer = Fixed(funcops=2.0, torch=4.0)
-    rows = rows_of(sample, timer, ("funcops", "torch"), copy_rate=1e9)
+    rows = rows_of(call, timer, ("funcops", "torch"), copy_rate=1e9)
     moved = (16 * 8 + 8) * 2 + 16 * 8 * 2 + 16 * 4  # x and weight; y; rstd
     assert rows["funcops"].gb_per_s == pytest.approx(moved / 2e-6 / 1e9)
     assert rows["torch"].gb_per_s == pytest.approx(moved / 4e-6 / 1e9)
@@ -234,7 +232,7 @@ def test_rates_count_what_is_read_and_what_is_written_once():
 def test_an_argument_that_is_written_to_is_counted_twice_and_products_by_cublas(monkeypatch):
     dy, x, weight, bias = torch.randn(16, 4), torch.randn(16, 8), torch.zeros(4, 8), torch.zeros(4)
     dy, x = dy.bfloat16(), x.bfloat16()
-    sample = Sample(
+    call = KernelCall(
         fused_linear.fused_linear_wgrad_into,
         "16x8x4",
         (dy, x, 1.0, weight, bias),
@@ -244,7 +242,7 @@ def test_an_argument_that_is_written_to_is_counted_twice_and_products_by_cublas(
     read = 16 * 4 * 2 + 16 * 8 * 2 + 4 * 8 * 4 + 4 * 4
     monkeypatch.setattr(kernels, "COLD_BYTES", 5 * read)
     timer = Fixed(funcops=2.0, cublas=0.5)
-    rows = rows_of(sample, timer, ("funcops", "cublas"))
+    rows = rows_of(call, timer, ("funcops", "cublas"))
     moved = read + 4 * 8 * 4 + 4 * 4
     assert rows["funcops"].gb_per_s == pytest.approx(moved / 2e-6 / 1e9) and math.isnan(rows["cublas"].gb_per_s)
     assert rows["funcops"].tflop_per_s == pytest.approx(1024 / 2e-6 / 1e12)
@@ -254,7 +252,7 @@ def test_an_argument_that_is_written_to_is_counted_twice_and_products_by_cublas(
 
 def test_an_error_is_of_all_results_in_the_euclidean_norm():
     x, w = torch.randn(16, 8), torch.ones(8)
-    good = Sample(norm.rms_norm_fwd, "16x8", (x, w, 1e-6, False))
+    good = KernelCall(norm.rms_norm_fwd, "16x8", (x, w, 1e-6, False))
     assert kernels.relative_error(good) < 1e-6
 
     def off(x, w, eps, zero_centered):
@@ -262,7 +260,7 @@ def test_an_error_is_of_all_results_in_the_euclidean_norm():
         return y * 1.5, rstd * 1.5
 
     off.kernel = norm.rms_norm_fwd.kernel
-    assert kernels.relative_error(Sample(off, "16x8", good.args)) == pytest.approx(0.5, rel=1e-5)
+    assert kernels.relative_error(KernelCall(off, "16x8", good.args)) == pytest.approx(0.5, rel=1e-5)
 
 
 def test_a_copy_reads_and_writes(monkeypatch):
@@ -275,10 +273,10 @@ def saved(module, x):
     return residuals.saved_by_autograd(module, x)
 
 
-def test_autograd_is_charged_for_what_it_saves_of_the_inputs_alone():
+def test_autograd_is_charged_for_saved_activations_alone():
     torch.manual_seed(0)
     x = torch.randn(5, 8)
-    assert saved(torch.nn.Linear(8, 4), x) == x.nbytes, "the weight is no activation"
+    assert saved(torch.nn.Linear(8, 4), x) == x.nbytes, "the weight is not an activation"
     chained = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 4))
     assert saved(chained, x) == x.nbytes + 5 * 4 * 4
     scaled = torch.nn.Linear(8, 4)
@@ -290,14 +288,14 @@ def test_autograd_is_charged_for_what_it_saves_of_the_inputs_alone():
     assert saved(twice, x) == x.nbytes, "a storage counts once"
 
 
-def test_peak_bytes_are_of_what_lives_at_once():
+def test_peak_bytes_count_tensors_alive_at_once():
     x = torch.zeros(1000)
 
     def work():
         y = x + 1
         z = y + 1
         del y
-        w = z.view(10, 100) + 1  # a view is no storage
+        w = z.view(10, 100) + 1  # a view has no storage of its own
         return w, z.add_(1)
 
     def falls():
@@ -313,137 +311,17 @@ def test_peak_bytes_are_of_what_lives_at_once():
     assert memory.peak_of(lambda: x.add_(1).view(10, 100)) == 0
 
 
-SMALL = Sizes(dim=32, layers=2, heads=2, kv_heads=1, hidden=48, vocab=32, context=16, batch=2)
-
-
-@pytest.mark.parametrize("clip", [0.05, 1e3], ids=["clipped", "whole"])
-def test_both_steps_hand_the_optimiser_the_same_clipped_gradients(clip, monkeypatch):
-    """Adam forgets a gradient's scale, so the losses cannot tell."""
-    found = {}
-
-    class Noting(torch.optim.AdamW):
-        def step(self):
-            found["torch"] = [p.grad.clone() for group in self.param_groups for p in group["params"]]
-            super().step()
-
-    def update(params, grads, *args, **kwargs):
-        found["funcops"] = {plain.plain_name(path): g.clone() for path, g in paths(grads).items() if g is not None}
-        return kept(params, grads, *args, **kwargs)
-
-    kept = step.adamw_update
-    monkeypatch.setattr(torch.optim, "AdamW", Noting)
-    monkeypatch.setattr(step, "adamw_update", update)
-    monkeypatch.setattr(step, "CLIP", clip)
-    torch.manual_seed(0)
-    module = step.PlainLlama(dim=32, n_layers=2, n_heads=2, n_kv_heads=1, hidden=48, context=16, vocab=32)
-    x, labels = torch.randint(0, 32, (2, 2, 16))
-    step.funcops_step(SMALL, module, x, labels, torch.float32)()
-    step.torch_step(module, x, labels, torch.float32)()
-    theirs = dict(zip([name for name, _ in module.named_parameters()], found["torch"], strict=True))
-    assert_close({name: found["funcops"][name] for name in theirs}, theirs, dtype=torch.float32)
-    norm = math.sqrt(sum(float(g.square().sum()) for g in theirs.values()))
-    assert norm == pytest.approx(clip, rel=1e-4) if clip < 1 else 0.05 < norm < 1e3
-
-
-def test_a_narrow_step_hands_the_optimiser_gradients_of_its_batch_alone(monkeypatch):
-    """In bfloat16, at a learning rate of 0: the second step's gradients are the first's again."""
-    found = []
-
-    class Noting(torch.optim.AdamW):
-        def step(self):
-            found.append([p.grad.clone() for group in self.param_groups for p in group["params"]])
-
-    monkeypatch.setattr(torch.optim, "AdamW", Noting)
-    monkeypatch.setattr(step, "CLIP", 1e9)
-    torch.manual_seed(0)
-    module = step.PlainLlama(dim=32, n_layers=2, n_heads=2, n_kv_heads=1, hidden=48, context=16, vocab=32)
-    x, labels = torch.randint(0, 32, (2, 2, 16))
-    one = step.torch_step(module, x, labels, torch.bfloat16)
-    one()
-    one()
-    assert {g.dtype for g in found[0]} == {torch.float32}
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-def test_a_steps_ratios_are_paired_by_round(monkeypatch):
-    names = ["funcops", "funcops, save_all", "funcops, unfused", "torch eager", "torch.compile", "funcops, compiled", "jax, jitted"]
-    given = {name: [1000.0 * (i + 1) * (r + 1) for r in range(4)] for i, name in enumerate(names)}
-    monkeypatch.setattr(step, "steps", lambda sizes, dtype, device: dict.fromkeys(names, lambda: None))
-    monkeypatch.setattr(step, "FEWEST", 4)
-    monkeypatch.setattr(step, "interleaved", lambda functions, *, rounds, calls: {name: given[name] for name in functions})
-    rows = {(row.provider, row.metric): row.value for row in step.measure([torch.bfloat16], SMALL, 4)}
-    assert rows["funcops", "median"] == 2.5 and rows["torch eager", "quartile spread"] == 4 * 2.5
-    assert rows["funcops", "ratio to funcops, unfused, median"] == pytest.approx(1 / 3)
-    for label in ("median", "95 % low", "95 % high"):
-        assert rows["funcops, save_all", f"ratio to torch eager, {label}"] == 0.5
-        assert rows["funcops", f"ratio to torch.compile, {label}"] == 0.2
-        assert rows["funcops, compiled", f"ratio to torch.compile, {label}"] == 1.2
-        assert rows["funcops, compiled", f"ratio to jax, jitted, {label}"] == pytest.approx(6 / 7)
-
-
-@pytest.mark.parametrize(("compiling", "seconds", "left_out"), [(60, 110, 3), (60, 400, 0), (20, 110, 0), (200, 110, 3), (1, 0, 4)])
-def test_a_compilation_that_would_end_too_late_is_named_and_not_begun(compiling, seconds, left_out, monkeypatch, capsys):
-    """What needs no compiler comes first, in every dtype, whatever the time; rounds are as many as there is time for."""
-    now, ran = [0.0], []
-
-    def one(name, seen):
-        def run():
-            now[0] += compiling if name in step.COMPILED and name not in seen else 0.1
-            seen.append(name)
-
-        return run
-
-    def steps(sizes, dtype, device):
-        ran.append([])
-        names = "funcops", "funcops, save_all", "funcops, unfused", "torch eager", *step.COMPILED
-        return {name: one(name, ran[-1]) for name in names}
-
-    monkeypatch.setattr(step, "steps", steps)
-    monkeypatch.setattr(step, "interval", lambda ratios: (1.0, 1.0, 1.0))
-    for clock in ("monotonic", "perf_counter"):
-        monkeypatch.setattr(step.time, clock, lambda: now[0])
-    rows = list(step.measure([torch.float32, torch.bfloat16], SMALL, 40, seconds=seconds))
-    said = capsys.readouterr().err
-    assert said.count("is left out, for want of time (see --seconds)") == left_out
-    medians = [(row.case, row.provider) for row in rows if row.metric == "median"]
-    assert [case for case, _ in medians[:8]] == ["float32"] * 4 + ["bfloat16"] * 4
-    assert len(medians) == len(set(medians)) == 12 - left_out and all(f"{row.metric}: " in said for row in rows)
-    ratios = [(row.case, row.provider, row.metric) for row in rows if row.metric.startswith("ratio")]
-    assert len(ratios) == len(set(ratios)) and (("float32", "funcops", "ratio to torch.compile, median") in ratios) == (
-        left_out < 4
-    )
-    assert ran[0].count("torch eager") == {0: 1 + step.FEWEST, 110: 2 + 13, 400: 2 + 40}[seconds], "rounds, and what warms up"
-
-
-def test_an_interval_leaves_a_fortieth_on_each_side():
-    values = [float(i) for i in range(101)]
-    median, low, high = step.interval(values, draws=2000)
-    assert median == 50 and 30 < low < 42 and 58 < high < 70, "2 * 1.2533 * 29.2 / sqrt(101) = 7.3 on each side, and as many again"
-
-
-@pytest.mark.parametrize("fuse", [True, False])
-def test_a_step_is_fused_unless_it_is_to_be_unfused(fuse, monkeypatch):
-    asked = []
-    monkeypatch.setattr(step, "unfused", lambda cfg: asked.append(cfg) or cfg)
-    sizes = SMALL.dim, SMALL.layers, SMALL.heads, SMALL.kv_heads, SMALL.hidden, SMALL.context, SMALL.vocab
-    names = "dim", "n_layers", "n_heads", "n_kv_heads", "hidden", "context", "vocab"
-    plain = step.PlainLlama(**dict(zip(names, sizes, strict=True)))
-    x, labels = torch.zeros((2, 1, 4), dtype=torch.int64)
-    step.funcops_step(SMALL, plain, x, labels, torch.float32, fuse=fuse)
-    assert len(asked) == (not fuse)
-
-
 @pytest.mark.parametrize("only", ["", "norm", "linear", "no kernel"])
 @pytest.mark.parametrize("late", [False, True])
 def test_kernels_are_measured_by_name_until_the_time_is_over(only, late, monkeypatch, capsys):
-    """A sample that is not asked for is not measured; one for which there was no time is named."""
+    """A call that is not selected is not measured; one that the time did not allow is named."""
     names = ["norm fwd", "norm bwd", "linear", "glu"]
     made = [SimpleNamespace(name=name, shape=f"{i} rows") for i, name in enumerate(names)]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(kernels, "CudaTimer", lambda: None)
     monkeypatch.setattr(kernels, "measured_copy_rate", lambda timer: 1.0)
-    monkeypatch.setattr(kernels, "samples", lambda make: iter(made))
-    monkeypatch.setattr(kernels, "measure", lambda sample, *_: [sample.name])
+    monkeypatch.setattr(kernels, "kernel_calls", lambda make: iter(made))
+    monkeypatch.setattr(kernels, "measure", lambda call, *_: [call.name])
     wanted = [name for name in names if only in name]
     found = list(kernels.run(only, ["bf16"], (), -1.0 if late else math.inf))
     said = capsys.readouterr().err
@@ -463,7 +341,7 @@ def test_low_precision_is_measured_beside_the_rest(monkeypatch):
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 @pytest.mark.parametrize(("groups", "top_groups"), [(1, 1), (2, 1), (4, 2), (4, 3)])
 def test_plain_routing_chooses_as_ours_does(score, groups, top_groups):
-    """What a mixture is compared with chooses the same experts, of the best groups alone, by the same weights."""
+    """The plain mixture chooses the same experts, from the best groups alone, with the same weights."""
     options = dict(score=score, scale=2.0, groups=groups, top_groups=top_groups)
     logits = torch.randn(33, 8, generator=torch.Generator().manual_seed(groups))
     weights, counts, _ = plain_moe.routed(logits, None, plain_moe.Router(8, 2, **options))

@@ -1,4 +1,4 @@
-"""The kernel bench's samples and measurement, with the host's clock and tiny sizes where there is no GPU."""
+"""The kernel bench's calls and measurement, with the host's clock and tiny sizes where there is no GPU."""
 
 import csv
 import dataclasses
@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from tiny_samples import names, tiny
+from tiny_kernel_calls import names, tiny
 
 from benchmarks import kernels, plot
 from benchmarks.__main__ import main
@@ -25,7 +25,7 @@ pytest.importorskip("triton")
 
 
 class HostTimer:
-    """As CudaTimer, on the host."""
+    """A CudaTimer for the host."""
 
     stream = None
 
@@ -44,30 +44,30 @@ class HostTimer:
         return 0.0, 0.0
 
 
-def measured(sample, dtype, providers=("funcops",)):
+def measured(call, dtype, providers=("funcops",)):
     torch.manual_seed(0)
     with backend("triton"):
-        return list(kernels.measure(sample, dtype, providers, HostTimer(), 1e9))
+        return list(kernels.measure(call, dtype, providers, HostTimer(), 1e9))
 
 
 KERNELS = [name.rpartition("-")[0] for name in names()]
 
 
-def samples_in_turn():
-    """Every sample in one dtype, in turn; in the first tier the first of every other kernel."""
+def calls_in_turn():
+    """Every call in one dtype, in turn; in the first tier the first of every other kernel."""
     order = list(dict.fromkeys(KERNELS))
     for i, name in enumerate(names()):
         chosen = KERNELS[i] not in KERNELS[:i] and order.index(KERNELS[i]) % 2 == 0
         yield pytest.param(i, id=name, marks=() if chosen else pytest.mark.slow)
 
 
-@pytest.mark.parametrize("i", list(samples_in_turn()))
-def test_every_sample_measures(i, monkeypatch):
+@pytest.mark.parametrize("i", list(calls_in_turn()))
+def test_every_call_measures(i, monkeypatch):
     monkeypatch.setattr(kernels, "MOST_COPIES", 1)
     dtype = (torch.bfloat16, torch.float32)[i % 2]
-    sample = tiny(dtype)[i]
-    (row,) = measured(sample, dtype)
-    dtype = sample.dtype or dtype
+    call = tiny(dtype)[i]
+    (row,) = measured(call, dtype)
+    dtype = call.dtype or dtype
     assert row.note == "not captured" and row.device_us > 0 and row.gb_per_s > 0
     assert row.error < FACTOR[dtype] * ROUNDOFF[dtype]
 
@@ -93,10 +93,10 @@ class Brittle:
 def test_who_fails_anywhere_is_named_and_the_rest_goes_on(nth, who, monkeypatch):
     """In preparing, in the first call, while it is timed, or after."""
     monkeypatch.setattr(kernels, "MOST_COPIES", 1)
-    sample = next(s for s in tiny(torch.float32) if s.name == "rms_norm_bwd")
-    given, brittle = kernels.provided(sample), Brittle(nth)
-    monkeypatch.setattr(kernels, "provided", lambda sample: {**given, who: brittle.prepare})
-    rows = {row.provider: row for row in measured(sample, torch.float32, ("funcops", "torch", who))}
+    call = next(s for s in tiny(torch.float32) if s.name == "rms_norm_bwd")
+    given, brittle = kernels.provided(call), Brittle(nth)
+    monkeypatch.setattr(kernels, "provided", lambda call: {**given, who: brittle.prepare})
+    rows = {row.provider: row for row in measured(call, torch.float32, ("funcops", "torch", who))}
     assert set(rows) == {"funcops", "torch", who} and rows["torch"].device_us > 0
     assert (rows[who].note == "failed: RuntimeError: no such case") == (brittle.left <= 0) == math.isnan(rows[who].device_us)
 
@@ -104,18 +104,18 @@ def test_who_fails_anywhere_is_named_and_the_rest_goes_on(nth, who, monkeypatch)
 def test_rivals_run_none_of_our_kernels(monkeypatch):
     """Also where the torch body of a kernel, which torch.compile compiles, calls another kernel."""
     monkeypatch.setattr(kernels, "MOST_COPIES", 1)
-    samples = [dataclasses.replace(s, torch=None) for s in {s.name: s for s in reversed(tiny(torch.float32))}.values()]
+    calls = [dataclasses.replace(s, torch=None) for s in {s.name: s for s in reversed(tiny(torch.float32))}.values()]
 
     def ours(*args):
         raise AssertionError("ours")
 
-    for sample in samples:
-        declared = sample.kernel.kernel
+    for call in calls:
+        declared = call.kernel.kernel
         if declared.find_triton():
             monkeypatch.setattr(declared, "triton_impl", ours)
-    for sample in samples:
-        rows = measured(sample, torch.float32, ("torch",))
-        assert [row.note for row in rows] == ["not captured"], sample.name
+    for call in calls:
+        rows = measured(call, torch.float32, ("torch",))
+        assert [row.note for row in rows] == ["not captured"], call.name
 
 
 def test_rows_are_written_as_they_come(tmp_path, monkeypatch, capsys):
@@ -182,7 +182,7 @@ def test_the_picture_hides_no_mark(count, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so():
+def test_without_a_gpu_the_bench_says_so():
     command = [sys.executable, "-m", "benchmarks", "kernels"]
     found = subprocess.run(command, capture_output=True, text=True)
     assert found.returncode == 2 and "no CUDA device" in found.stderr

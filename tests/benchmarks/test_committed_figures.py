@@ -1,4 +1,4 @@
-"""The committed figures: those that are counted are had again, and pages say what the files do."""
+"""Committed figures: counts are counted again and must agree, and pages quote the files."""
 
 import csv
 import json
@@ -28,7 +28,7 @@ def test_exact_benches_give_the_committed_figures(name, rows):
 
 
 def test_the_figures_of_a_device_are_committed_ones():
-    """Of the page on kernels: the steps' milliseconds, and that no kernel is 2 % slower than another's."""
+    """The page on kernels quotes the steps' milliseconds, and no kernel is 2 % slower than another provider's."""
     text = (COMMITTED.parent / "kernels-without-a-gpu.md").read_text()
     known = [*committed("step-cuda").values(), *committed("graph").values()]
     (table,) = re.findall(r"^\| one H100, bfloat16 .*\n\|.*\n((?:\|.*\n)+)", text, re.M)
@@ -46,7 +46,7 @@ def test_the_figures_of_a_device_are_committed_ones():
 
 
 def test_the_figures_of_recipes_on_a_device_are_committed_ones():
-    """Of the page on low precision: milliseconds and speedups in the order of their columns, and the rates of products."""
+    """The page on low precision quotes milliseconds and speedups in the order of its columns, and rates of products."""
     text = (COMMITTED.parent / "low-precision-in-depth.md").read_text()
     rows, wanted = json.loads((COMMITTED / "recipes.json").read_text())["rows"], {}
     for row in rows:
@@ -64,7 +64,7 @@ def test_the_figures_of_recipes_on_a_device_are_committed_ones():
 
 
 def test_recipes_learn_as_well_as_bfloat16():
-    """Of the example at its own sizes: the held-out loss is at most 2.5 % above that without a recipe."""
+    """In the example at its own sizes, the held-out loss is at most 2.5 % above the loss without a recipe."""
     with (COMMITTED / "low-precision.csv").open() as file:
         rows = {row["recipe"]: row for row in csv.DictReader(file)}
     assert set(rows) == {"none", "fp8_block", "fp8_current", "fp8_delayed", "mxfp8", "nvfp4"}

@@ -1,4 +1,4 @@
-"""The smoke run of a device, rehearsed where there is none: its code, its lines and how it ends."""
+"""The smoke run, rehearsed without a device: its code, its lines and how it ends."""
 
 import json
 import os
@@ -23,7 +23,7 @@ import needs  # noqa: E402
 import run as smoke  # noqa: E402
 from lines import Lines  # noqa: E402
 from pretend_cuda import pretended  # noqa: E402
-from tiny_samples import tiny  # noqa: E402
+from tiny_kernel_calls import tiny  # noqa: E402
 
 from benchmarks import graph, kernels, recipes, step  # noqa: E402
 from benchmarks.__main__ import main as bench  # noqa: E402
@@ -44,19 +44,19 @@ COMPILES = "modules_train_by_autograd_and_compiled"
     ],
 )
 def test_checks_run_on_the_cpu(name):
-    measured = checks.CHECKS[name](checks.Place("cpu"))
+    measured = checks.CHECKS[name](checks.SmokeDevice("cpu"))
     json.dumps(measured, default=str)
 
 
-def test_what_runs_on_a_device_alone_is_little():
+def test_few_checks_need_a_device():
     assert len(checks.CHECKS) >= 20 and len(checks.DEVICE_ONLY) <= 7
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(checks.DEVICE_ONLY))
-def test_what_runs_on_a_device_alone_runs_on_a_pretended_one(name, monkeypatch):
-    monkeypatch.setattr(checks.Place, "real", False)
-    monkeypatch.setattr(checks.Place, "size", lambda on, full, small: small)
+def test_device_only_checks_run_on_a_pretended_device(name, monkeypatch):
+    monkeypatch.setattr(checks.SmokeDevice, "real", False)
+    monkeypatch.setattr(checks.SmokeDevice, "size", lambda on, full, small: small)
     with pretended(monkeypatch, "triton"):
         found = smoke.one(name)
     assert found["status"] == "passed" and found["device"] == "pretended", found
@@ -75,7 +75,7 @@ BENCHES = {
 def test_benches_of_a_device_run_on_a_pretended_one(name, monkeypatch, tmp_path, capsys):
     two = tiny(torch.bfloat16)[:2]
     for module, changes in (
-        (kernels, dict(samples=lambda make: iter(two), MOST_COPIES=1, COLD_BYTES=0, measured_copy_rate=lambda _: 1e9)),
+        (kernels, dict(kernel_calls=lambda make: iter(two), MOST_COPIES=1, COLD_BYTES=0, measured_copy_rate=lambda _: 1e9)),
         (graph, dict(SMALL=SMALL, ROUNDS=2, CALLS=1)),
         (step, dict(LARGE=SMALL, LARGE_ROUNDS=4)),
         (recipes, dict(LAYERS=((4, 32, 16),), BLOCK=SMALL)),
@@ -97,7 +97,7 @@ def test_benches_of_a_device_run_on_a_pretended_one(name, monkeypatch, tmp_path,
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_all_of_make_gpu_ends_without_a_device(tmp_path):
-    env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKEOVERRIDES")}  # those of the make that runs the tests
+    env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKEOVERRIDES")}  # set by the make that runs the tests
     command = ["make", "gpu", f"PYTHON={sys.executable}", f"RESULTS={tmp_path}"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -123,14 +123,14 @@ def test_make_gpu_fits_ten_minutes():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_device_every_check_says_so(tmp_path, capsys):
+def test_without_a_device_every_check_reports_it(tmp_path, capsys):
     assert smoke.main(["--json", str(tmp_path / "a" / "found.jsonl")]) == 0
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(one["check"], one["status"]) for one in said] == [(name, "no device") for name in checks.CHECKS]
     assert [json.loads(line) for line in (tmp_path / "a" / "found.jsonl").read_text().splitlines()] == said
 
 
-def test_what_ends_a_process_has_its_line(tmp_path, monkeypatch, capsys):
+def test_a_process_that_dies_has_a_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "run.py").write_text("import os; os._exit(7)")
     monkeypatch.setattr(smoke, "HERE", tmp_path)
     now = time.monotonic()
@@ -150,7 +150,7 @@ def test_what_ends_a_process_has_its_line(tmp_path, monkeypatch, capsys):
     ],
     ids=str,
 )
-def test_what_is_missing_is_named_first(has, said, monkeypatch, capsys):
+def test_missing_packages_are_named_first(has, said, monkeypatch, capsys):
     real = needs.had
     monkeypatch.setattr(needs, "had", lambda name: has.get(name, real(name)) if name in has else real(name))
     assert needs.missing((*needs.NEEDED, *needs.TESTS)) == said
@@ -167,7 +167,7 @@ def test_a_python_that_is_too_old_is_named(monkeypatch):
     assert needs.missing(())[0].startswith("python>=3.10 (got ")
 
 
-def test_what_a_device_gave_is_not_written_over_without_one(tmp_path):
+def test_a_run_without_a_device_keeps_a_devices_file(tmp_path):
     file = tmp_path / "found.jsonl"
     for device, status, kept in ((False, "no device", "no device"), (True, "passed", "passed"), (False, "no device", "passed")):
         Lines(file, device=device).add({"check": "a", "status": status})

@@ -46,7 +46,7 @@ def test_the_table_holds_every_memory_bound_kernel_as_it_is(ours, planned):
     assert not changed, "run `make traffic`, which counts them again"
 
 
-def test_what_was_counted_is_told_by_kernel_grid_constants_and_warps(planned):
+def test_counts_are_keyed_by_kernel_grid_constants_and_warps(planned):
     for calls in planned.values():
         call = calls[0]
         others = [
@@ -96,7 +96,7 @@ def test_a_row_beyond_a_limit_is_seen(rows, fault):
         assert beyond([*rows[:i], rows[i]._replace(**fault)])[0], rows[i]
 
 
-def test_rows_that_are_not_asked_for_stay_where_they_are(rows, monkeypatch):
+def test_unrequested_rows_stay_where_they_are(rows, monkeypatch):
     counted = []
     monkeypatch.setattr(traffic.knobs.runtime, "interpret", False)
     monkeypatch.setattr(traffic, "cases", lambda dtype, device, wanted: (c for c in cases(dtype, "meta") if wanted(c.name, "")))
@@ -179,13 +179,13 @@ SASS = """
 """
 
 
-def test_widths_are_those_of_the_kernels_own_lines():
+def test_widths_equal_the_kernels_own_lines():
     assert widths(PTX) == {30: 16 / 24, 37: 0.0, 40: 1.0, 0: 1.0}
 
 
-def test_instructions_are_those_of_the_loop_that_has_accesses():
+def test_instructions_of_the_loop_with_accesses_are_counted():
     assert per_byte(SASS) == 4 / 24
-    assert per_byte(SASS.replace("@P0 BRA", "FADD")) == 7 / 28, "of all, but for the end, where there is no loop"
+    assert per_byte(SASS.replace("@P0 BRA", "FADD")) == 7 / 28, "without a loop, all instructions but the end count"
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_masked_lanes_repeated_lanes_and_sectors():
     assert bytes_of(_scalar_mask, 2000, x, y, 0, 1024) == (0.0,) * 3, "a mask of scalars is a mask"
 
 
-def test_what_is_small_is_moved_once_atomics_twice_and_torch_counts():
+def test_small_tensors_move_once_atomics_twice_and_torch_counts():
     x, w = room(1000, 1024), room(1024)
     asked, moved, _ = bytes_of(_small, 1000, x, w, 1024)
     assert (asked, moved) == (3 * x.nbytes, 2 * x.nbytes + w.nbytes)
@@ -295,6 +295,6 @@ def test_every_launch_is_seen(planned):
 @pytest.mark.parametrize("suffix", [*BITS, ""])
 @pytest.mark.parametrize("opcode", ["LDG", "STG", "LDS", "FADD"])
 def test_an_instruction_moves_the_bytes_that_its_name_says(opcode, suffix):
-    """Of global memory alone; without a size, 32 bits."""
+    """Only accesses to global memory count; without a size they move 32 bits."""
     one = Instruction(0, opcode, tuple(filter(None, ("E", suffix))), "")
     assert one.bytes == (int(suffix.lstrip("US") or 32) // 8 if opcode in ("LDG", "STG") else 0)

@@ -33,7 +33,7 @@ def reference(params, x, cfg):
 
 
 def _slopes(heads):
-    """As Hugging Face's build_alibi_tensor has them."""
+    """The slopes of Hugging Face's build_alibi_tensor."""
     n = 2 ** math.floor(math.log2(heads))
     base, more = (2 ** (-8 / m) for m in (n, 2 * n))
     return [base**i for i in range(1, n + 1)] + [more**i for i in range(1, 2 * (heads - n), 2)]
@@ -105,7 +105,7 @@ ERRORS = [
     Error(call=_call((1, 4, 3, 8), (1, 4, 2, 8), (1, 4, 2, 8)), match="attention_fwd: x.1 (k) must be of a number of heads"),
     Error(
         call=_call((1, 5, 2, 8), (1, 4, 2, 8), (1, 4, 2, 8), causal=True),
-        match="attention_fwd: x.1 (k) must be of length 5 or longer, as q's last position sees the last (cfg.causal), got 4",
+        match="attention_fwd: x.1 (k) must be at least as long as q, 5 (cfg.causal), got 4",
     ),
     Error(call=_call((1, 4, 2, 8), (1, 4, 2, 7), (1, 4, 2, 7)), match="attention_fwd: x.1 (k) must be [1, S, K, 8]"),
     Error(call=_call(*SAME[1:], (1, 3, 2, 8)), match="attention_fwd: x.2 (v) must be [1, 4, 2, V], got [1, 3, 2, 8]"),
@@ -124,10 +124,10 @@ ERRORS = [
     ),
     Error(
         call=_call(*((2, 4, 2, 8),) * 3, ends=[0, 4], packed=True),
-        match="attention_fwd: x.0 (q) must be of a batch of 1, a row of sequences (cfg.packed), got 2",
+        match="attention_fwd: x.0 (q) must be of batch size 1 (cfg.packed): concatenate the sequences, got 2",
     ),
     Error(
         call=_call((1, 4, 2, 8), (1, 5, 2, 8), (1, 5, 2, 8), ends=[0, 4], packed=True),
-        match="attention_fwd: x.1 (k) must be of length 4, as q is (cfg.packed), got 5",
+        match="attention_fwd: x.1 (k) must be as long as q, 4 (cfg.packed), got 5",
     ),
 ]

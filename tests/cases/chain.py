@@ -56,7 +56,7 @@ def case(rows, dim, hidden, **options):
 
 
 def apart(dim, hidden):
-    """As `mlp`, gate and up projected each by its own weight."""
+    """`mlp` with a weight each for gate and up."""
     branches = tuple(Step(name, linear, LinearConfig(dim, hidden, bias=False)) for name in ("gate", "up"))
     return ChainConfig(
         steps=(

@@ -112,7 +112,7 @@ ERRORS = [
     ),
     Error(
         call=lambda: glu_fwd(None, (torch.ones(6, 4), torch.ones(2, 2), torch.arange(6).int()), SORTED),
-        match="glu_fwd: weights must be 6 numbers, as x has rows, got [2, 2]",
+        match="glu_fwd: weights must be 6 numbers, one per row of x, got [2, 2]",
     ),
     Error(
         call=lambda: glu_fwd(None, (torch.ones(6, 4), torch.ones(3, 2), torch.arange(6)), SORTED),

@@ -104,7 +104,7 @@ ERRORS = [
     ),
     Error(
         call=lambda: GroupedLinearConfig(2, 4, 3, bias=False, weighted=True),
-        match="GroupedLinearConfig: weighted must be False without a bias, or where rows are gathered, got True",
+        match="GroupedLinearConfig: weighted must be False without a bias or with gathered rows, got True",
     ),
     Error(
         call=_call(cfg=GroupedLinearConfig(2, 4, 3, weighted=True), x=(torch.ones(2, 4), TWO, TWO[:2], torch.ones(3, 1))),

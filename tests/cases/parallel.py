@@ -17,7 +17,7 @@ def case(rows, dim, outs):
 
 
 def outputs_case(rows, dim):
-    """Of a branch that is a chain with outputs, one that gives, under names of its own, and one that does neither."""
+    """Three branches: a chain with outputs, an op with `gives` under other names, and an op with neither."""
     chained, plain = Step("chained", chain, routed(dim)), Step("plain", linear, LinearConfig(dim, 2))
     given = Step("given", tally, TallyConfig(dim), gives=("load_of_given", "loss_of_given"))
 

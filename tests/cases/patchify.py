@@ -7,7 +7,7 @@ from funcops.testing import Case, Error
 
 
 def reference(params, x, cfg):
-    """By one hot convolutions of kernel and stride p: as patch embeddings are had without it."""
+    """One-hot convolutions with kernel and stride p, as patch embeddings are usually written."""
     n, channels, p = len(cfg.patch), x.shape[-len(cfg.patch) - 1], cfg.patch
     flat = x.reshape(-1, *x.shape[-n - 1 :])
     size = channels * torch.Size(p).numel()

@@ -36,7 +36,7 @@ def case(rows, width, experts, choices, used=None):
 
 
 def ordered(params, x, cfg):
-    """Of choices of experts, where each row is."""
+    """The reference for choices of experts: x, weights, offsets, the order of rows, and each row's place."""
     weights, t, indices = x
     _, offsets, place = reference(None, (t, indices), cfg)
     order = torch.empty_like(place.flatten())
@@ -100,7 +100,7 @@ ERRORS = [
     ),
     Error(
         call=lambda: permute_fwd(None, (X[:2, :2], X, TOP), PermuteConfig(2, gathered=True)),
-        match="permute_fwd: x.0 (weights) must be [3, 'K'], K at least 1, as x.1 has tokens, got [2, 2]",
+        match="permute_fwd: x.0 (weights) must be [3, 'K'], K at least 1, one row per token of x.1, got [2, 2]",
     ),
     Error(
         call=lambda: permute_dgrad(
@@ -112,7 +112,7 @@ ERRORS = [
     ),
     Error(call=lambda: PermuteConfig(0), match="PermuteConfig: experts must be at least 1, got 0"),
     Error(call=lambda: permute_fwd(None, X, TO_TWO), match="permute_fwd: x must be a tuple (x, indices)", error=TypeError),
-    Error(call=lambda: permute_fwd(None, (X[:2], TOP), TO_TWO), match="permute_fwd: x.0 must be [3, D], as x.1 has tokens"),
+    Error(call=lambda: permute_fwd(None, (X[:2], TOP), TO_TWO), match="permute_fwd: x.0 must be [3, D], one row per token of x.1"),
     Error(call=lambda: permute_fwd(None, (X, TOP + 3), TO_TWO), match="", error=IndexError),
     Error(call=lambda: permute_fwd(None, (X, TOP[:, :0]), TO_TWO), match="permute_fwd: x.1 (indices) must be [..., K], K at least"),
     Error(

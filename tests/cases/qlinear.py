@@ -50,9 +50,9 @@ def reference(params, x, cfg):
     return y if params.bias is None else y + params.bias
 
 
-# straight-through gradients are not those of a step function; a float32 scale is no weight, and its gradient an amax
+# straight-through gradients differ from a step function's; a float32 scale is not a weight, and its gradient is an amax
 EXEMPT = ("finite_differences",)
-# amaxes join by their maximum, not by a sum; and their place is inside that of the weight
+# amaxes join by their maximum, not by a sum; and their path is inside the weight's
 OF_SCALES = ("split", "mirror", "frugal")
 
 

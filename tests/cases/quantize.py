@@ -6,7 +6,7 @@ from funcops.formats import E2M1_NV, E4M3_BLOCK, E4M3_MX, E4M3_SQUARE, E5M2_TENS
 from funcops.testing import Case, Error
 
 FORMATS = (E4M3_BLOCK, E5M2_TENSOR, E4M3_MX, E2M1_NV, E4M3_SQUARE, Format("e4m3", (1, 0), "float32"))
-EXEMPT = ("finite_differences",)  # straight-through gradients are not those of a step function
+EXEMPT = ("finite_differences",)  # straight-through gradients differ from a step function's
 
 
 def rounded(params, x, cfg):

@@ -53,7 +53,7 @@ GIVEN = ChainConfig(
 
 
 def outputs_reference(params, x, cfg):
-    """Of `repeat(skip(chain))`: the outputs of the layers, stacked."""
+    """The reference of `repeat(skip(chain))`: the layers' outputs are stacked."""
     found = []
     for i in range(cfg.times):
         y = routed_reference(tree_map(lambda t, i=i: None if t is None else t[i], params) if cfg.stacked else params[i], x)

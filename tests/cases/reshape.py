@@ -26,7 +26,7 @@ def drawn(draw):
 
 
 ERRORS = [
-    Error(call=lambda: ReshapeConfig((2, 3), (5,)), match="ReshapeConfig: out_shape must be of the product of in_shape"),
+    Error(call=lambda: ReshapeConfig((2, 3), (5,)), match="ReshapeConfig: out_shape must be sizes with the product of in_shape"),
     Error(call=lambda: ReshapeConfig(6, (2, 3)), match="ReshapeConfig: in_shape must be a tuple of sizes"),
     Error(
         call=lambda: reshape_fwd(None, torch.ones(2, 5), ReshapeConfig((6,), (2, 3))),

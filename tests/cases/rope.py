@@ -63,12 +63,9 @@ ERRORS = [
     ),
     Error(
         call=lambda: RopeConfig(8, sections=(1, 3), layout="interleaved"),
-        match="RopeConfig: sections must be of room at every 2th of 4 pairs for layout 'interleaved', got (1, 3)",
+        match="RopeConfig: sections must be counts that fit at every 2th of 4 pairs (layout 'interleaved'), got (1, 3)",
     ),
-    Error(
-        call=lambda: RopeConfig(8, layout="axial"),
-        match="RopeConfig: layout must be 'blocks' where there are no sections, got 'axial'",
-    ),
+    Error(call=lambda: RopeConfig(8, layout="axial"), match="RopeConfig: layout must be 'blocks' without sections, got 'axial'"),
     Error(
         call=lambda: RopeConfig(8, scaling=LinearScaling(2.0), sections=(2, 2), layout="axial"),
         match="RopeConfig: scaling must be None for layout 'axial', got LinearScaling",

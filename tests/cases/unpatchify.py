@@ -7,7 +7,7 @@ from funcops.testing import Case, Error
 
 
 def reference(params, x, cfg):
-    """By one hot transposed convolutions."""
+    """One-hot transposed convolutions."""
     n, size = len(cfg.patch), x.shape[-1]
     channels = size // torch.Size(cfg.patch).numel()
     weight = torch.eye(size, dtype=x.dtype).reshape(size, channels, *cfg.patch)
@@ -38,7 +38,10 @@ def drawn(draw):
 
 
 ERRORS = [
-    Error(call=lambda: UnpatchifyConfig((2, 2), (3,)), match="UnpatchifyConfig: grid must be of 2 sizes, as patch is, got (3,)"),
+    Error(
+        call=lambda: UnpatchifyConfig((2, 2), (3,)),
+        match="UnpatchifyConfig: grid must be of 2 sizes, as many as patch has, got (3,)",
+    ),
     Error(
         call=lambda: unpatchify_fwd(None, torch.ones(2, 5, 8), UnpatchifyConfig((2, 2), (3, 2))),
         match="unpatchify_fwd: x must be [..., 6, 4 C], got [2, 5, 8]",

@@ -142,7 +142,7 @@ def test_every_dtype_in_every_layout(dtype, layout, tmp_path):
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_has_no_values_raises(kind, tmp_path):
+def test_a_tensor_without_values_raises(kind, tmp_path):
     with pytest.raises(CheckpointError, match=r"save: tree.a.1 must be "):
         save({"a": (torch.ones(2), REFUSED[kind]())}, tmp_path / "f")
     assert not list(tmp_path.iterdir())

@@ -64,7 +64,7 @@ def test_laws_of_the_chain(law, one, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_the_chain_gives_and_keeps_what_the_op_does(dtype):
+def test_the_chain_returns_and_keeps_what_the_op_does(dtype):
     for one in (of_experts.CASES[0], BIASED, EMPTY):
         params, given = one.make(dtype)
         cfg, apart = plain_experts(one.cfg), by_steps(params)
@@ -131,7 +131,7 @@ def test_fused_the_chain_is_the_op_to_the_bit(ran, one, dtype, name):
         same_bits(got, (y, dparams, d_weights, dx), name)
 
 
-def test_fused_the_chain_keeps_what_its_steps_are_asked_for(ran):
+def test_a_fused_chain_keeps_the_fields_its_steps_need(ran):
     """Whatever a policy keeps; accumulators get what they get of the op."""
     one = BIASED
     params, given = one.make(torch.float32)
@@ -177,17 +177,17 @@ NEAR = {
 
 
 @pytest.mark.parametrize("name", NEAR)
-def test_what_nearly_is_the_chain_says_why_not(name):
+def test_a_near_miss_of_the_chain_gives_the_reason(name):
     cfg, reason = NEAR[name]
     text = str(explain(cfg))
-    assert f"not {reason}" in text and "+" not in text.replace("GLU again + linear", "")
+    assert f"not {reason}" in text and "+" not in text.replace("recomputed GLU + linear", "")
 
 
-def test_where_the_chain_is_fused():
+def test_the_chain_is_fused():
     cfg = changed()
     line = "sort + up + act + down + combine: experts"
     assert f"forward   {line}, saves 1 pass and 2 launches" in str(explain(cfg))
-    assert f"backward  {line}, again, saves 5 passes and 6 launches" in str(explain(cfg))
+    assert f"backward  {line}, recomputed, saves 5 passes and 6 launches" in str(explain(cfg))
     assert "float64 runs on torch" in str(explain(cfg, dtype=torch.float64)) and line not in str(explain(cfg, dtype=torch.float64))
     assert line not in str(explain(cfg, device_type="cpu")) and line not in str(explain(dataclasses.replace(cfg, fuse=False)))
     nothing = Needs(x=False, params=["down.weight"])

@@ -168,7 +168,7 @@ def test_drawn_ties_under_autograd(seed):
                 torch.testing.assert_close(t.grad, at(want, path))
 
 
-def test_what_a_tie_must_be():
+def test_bad_ties_raise():
     linear = [Step(name, *PLAIN["linear"]) for name in "abcd"]
     wide = Step("w", fo.linear, fo.LinearConfig(D, 5))
     for ties, match in (

@@ -65,7 +65,7 @@ def test_a_clean_run_has_the_same_bits(case, dtype):
 
 
 def aliases(case, params, x):
-    """What the residuals share with the caller, by path: which of the leaves of params, x and y."""
+    """Paths of the leaves of params, x and y that the residuals share with the caller."""
     y, kept = case.op.fwd(params, x, case.cfg)
     held = {id(t) for t in tensors(kept)}
     return [path for path, t in paths({"params": params, "x": x, "y": y}).items() if id(t) in held and t.numel()]
@@ -96,7 +96,7 @@ def test_a_write_by_data_raises_by_path(case, dtype):
 
 
 def test_without_it_torch_counts_and_nothing_else_does():
-    """What the guards let through, in a block of another context too."""
+    """Writes through `.data` pass the guards, also while another thread has `checking` on."""
     params, x, dy = linear.init(CFG, key=random.key(0)), torch.ones(2, 4), torch.ones(2, 3)
 
     def run(found):
@@ -117,7 +117,7 @@ def test_without_it_torch_counts_and_nothing_else_does():
     assert [on for on, _ in found] == [False] * 3
 
 
-def test_what_was_given_away_is_refused_in_the_same_words():
+def test_a_donated_tensor_raises_in_the_same_words():
     with checking():
         kept = linear_fwd(linear.init(CFG, key=random.key(0)), torch.ones(2, 4), CFG)[1]
         linear_bwd(donate(kept), torch.ones(2, 3), CFG)
@@ -125,7 +125,7 @@ def test_what_was_given_away_is_refused_in_the_same_words():
             linear_bwd(kept, torch.ones(2, 3), CFG)
 
 
-def test_where_no_block_is_open_nothing_is_exchanged():
+def test_without_an_open_block_nothing_is_swapped():
     keep, count, asked = rms_norm.residuals.keep, len(changes), op.any_autocast
     assert asked is torch._C._is_any_autocast_enabled
     with checking(), checking():
@@ -187,24 +187,16 @@ def softplus(keep=lambda x: x, compute=torch.nn.functional.softplus, dx=lambda d
     return make_op("softplus", TorchConfig, fwd=softplus_fwd, dgrad=softplus_dgrad)
 
 
-WROTE = r"softplus_\w+: what was given\.{} must be as the"
+WROTE = r"softplus_\w+: arguments\.{} must be as the"
 FAULTS = {
-    "a forward that writes to x": (
-        dict(compute=lambda x: x.add_(1)),
-        RuntimeError,
-        r"softplus_fwd: what was given\.x must be as the",
-    ),
+    "a forward that writes to x": (dict(compute=lambda x: x.add_(1)), RuntimeError, r"softplus_fwd: arguments\.x must be as the"),
     "a copy for an alias": (dict(keep=torch.clone), RuntimeError, r"softplus_fwd: residuals\.x must be x itself, .* got another"),
     "a backward that writes to dy": (dict(dx=lambda dy, x: dy.mul_(x)), RuntimeError, WROTE.format("dy")),
-    "a backward that writes to x": (
-        dict(dx=lambda dy, x: x.mul_(dy)),
-        RuntimeError,
-        r"softplus_\w+: what was given\.kept\.x must be",
-    ),
-    "dx of another dtype": (dict(dx=lambda dy, x: dy.double()), RuntimeError, r"dx must be float32\[3\], as .* got float64\[3\]"),
-    "dx of another shape": (dict(dx=lambda dy, x: dy[:2]), RuntimeError, r"dx must be float32\[3\], as .* got float32\[2\]"),
+    "a backward that writes to x": (dict(dx=lambda dy, x: x.mul_(dy)), RuntimeError, r"softplus_\w+: arguments\.kept\.x must be"),
+    "dx of another dtype": (dict(dx=lambda dy, x: dy.double()), RuntimeError, r"dx must be float32\[3\], like .* got float64\[3\]"),
+    "dx of another shape": (dict(dx=lambda dy, x: dy[:2]), RuntimeError, r"dx must be float32\[3\], like .* got float32\[2\]"),
     "dx of another structure": (dict(dx=lambda dy, x: (dy,)), RuntimeError, r"dx must be of the structure"),
-    "a dy that is broadcast": (dict(asks=False), ValueError, r"softplus_\w+: dy must be float32\[3\], as y is, got float32\[1\]"),
+    "a dy that is broadcast": (dict(asks=False), ValueError, r"softplus_\w+: dy must be float32\[3\], like y, got float32\[1\]"),
 }
 
 

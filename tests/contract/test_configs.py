@@ -1,4 +1,4 @@
-"""What configs say of their ops, held against the ops; and configs of others without the base."""
+"""Configs describe their ops correctly; a config without the base class works."""
 
 from dataclasses import field
 
@@ -34,7 +34,7 @@ def changed_features(case, dtype):
 
 
 @pytest.mark.parametrize(("case", "dtype"), CASES, ids=str)
-def test_an_op_that_says_that_it_is_featurewise_is(case, dtype):
+def test_ops_declared_featurewise_are(case, dtype):
     changed = changed_features(case, dtype) if case.cfg.featurewise else None
     assert changed is None or not changed[1:].any()
 
@@ -46,7 +46,7 @@ def test_some_ops_mix_features_and_say_so():
 
 
 @pytest.mark.parametrize(("case", "dtype"), CASES, ids=str)
-def test_widths_are_those_of_x_and_y(case, dtype):
+def test_widths_equal_x_and_y(case, dtype):
     params, x = case.make(dtype)
     own = width_of(x)
     wanted, given = case.cfg.widths(own)
@@ -55,7 +55,7 @@ def test_widths_are_those_of_x_and_y(case, dtype):
 
 
 def width_of(value):
-    """Of main: codes of 4 bits lie two in a byte."""
+    """The last dimension of the main value; a QTensor says its own, as 4-bit codes lie two in a byte."""
     first = value if isinstance(value, QTensor) else tensors(value)[0]
     return first.shape[-1] if len(first.shape) else None
 
@@ -113,6 +113,6 @@ def test_a_field_does_not_take_a_hook_for_its_default(hook):
 
 @pytest.mark.parametrize("entry", [walk, lambda cfg: rewrite(cfg, lambda part: None)], ids=["walk", "rewrite"])
 @pytest.mark.parametrize("wrong", [None, 3, "x", ActivationConfig, activation, random.key(0)], ids=str)
-def test_what_is_no_config_is_refused(entry, wrong):
+def test_anything_but_a_config_raises(entry, wrong):
     with pytest.raises(TypeError, match=r"^(walk|rewrite): cfg must be the config of an op"):
         entry(wrong)

@@ -1,4 +1,4 @@
-"""What was given away is refused by whatever takes a tensor: operators, conversions, attributes, torch, NumPy, copies, pickles."""
+"""Everything that takes a tensor refuses a donated one: operators, conversions, attributes, torch, NumPy, copies, pickles."""
 
 import copy
 import inspect
@@ -112,7 +112,7 @@ USES = {
 
 
 def gone():
-    """Where the x of a linear layer was."""
+    """A linear layer's donated `residuals.x`."""
     _, residuals = linear.fwd(linear.init(CFG, key=random.key(0)), torch.ones(3, 3), CFG)
     donate(residuals)
     return residuals.x
@@ -137,7 +137,7 @@ def works(call, arguments):
 
 def calls():
     modules = [f for m in (operator, math) for name, f in vars(m).items() if inspect.isbuiltin(f) and not name.startswith("is_")]
-    left = {operator.contains}  # a tensor's own refuses what is no tensor; the other way round is among USES
+    left = {operator.contains}  # a tensor's own refuses anything but a tensor; USES has the other way round
     for call in dict.fromkeys((*modules, *BUILTINS)).keys() - left:
         yield from ((call, arguments) for arguments in ARGUMENTS)
     for call in (*NUMPY, *TORCH):
@@ -145,7 +145,7 @@ def calls():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_works_with_a_tensor_is_refused():
+def test_functions_that_take_a_tensor_raise():
     """Every function of Python's operators and numbers, and some of torch and NumPy, with the tensor in any place."""
     wrong, asked, t = [], 0, gone()
     for call, arguments in calls():
@@ -196,7 +196,7 @@ KEPT = {  # what Python asks of any object
 
 
 def test_every_attribute_of_a_tensor_is_refused():
-    """As Python looks methods with two underscores up: on the type."""
+    """Python looks up methods with two underscores on the type."""
     t, left = gone(), []
     for name in dir(torch.Tensor):
         special = name.startswith("__") and callable(getattr(torch.Tensor, name))
@@ -211,7 +211,7 @@ def test_every_attribute_of_a_tensor_is_refused():
     assert set(left) <= KEPT, sorted(set(left) - KEPT)
 
 
-def test_what_is_said_of_any_object_is_said():
+def test_functions_of_any_object_still_work():
     t = gone()
     assert {t: 1}[t] == 1 and hash(t) == hash(t) and isinstance(t, object) and not isinstance(t, torch.Tensor)
     assert repr(t) == str(t) == f"{t}" == "donated" and t is not None and not callable(t)

@@ -25,16 +25,16 @@ from funcops import (
     Step,
     chain,
     donate,
-    fetch,
     linear,
     linear_bwd,
     linear_fwd,
     op_from_torch,
+    pack,
     random,
     remat,
     rms_norm,
-    stow,
     trees,
+    unpack,
     with_policy,
 )
 from funcops.adapters.from_function import TorchConfig
@@ -113,7 +113,7 @@ def test_an_edit_makes_one_leaf_fresh_and_no_other():
         linear_bwd(replace(kept, x=x), dy, CFG)
 
 
-def test_marks_are_no_part_of_a_structure_and_keep_nothing_alive():
+def test_marks_are_not_in_a_structure_and_keep_nothing_alive():
     params, x, _, kept = fresh()
     x.add_(1)
     again = linear_fwd(params, x, CFG)[1]
@@ -174,7 +174,7 @@ def test_fake_tensors_move():
                 linear_bwd(move(kept), dy, CFG)
 
 
-def test_what_was_given_away_stays_so():
+def test_donated_residuals_stay_donated():
     _, _, dy, kept = fresh()
     linear_bwd(donate(kept), dy, CFG)
     for name, move in (MOVES | COPIES).items():
@@ -216,17 +216,17 @@ def test_fewer_needs_miss_less():
 
 
 @pytest.mark.parametrize("codec", ["bf16", "int8"])
-def test_stowed_trees_are_guarded_too(codec):
+def test_packed_trees_are_guarded_too(codec):
     params, x, dy, kept = mlp()
-    stowed = stow(kept, Compress(codec))
-    chain.bwd(fetch(stowed), dy, MLP)
-    packed = next(p for p in (stowed["up"].weight, stowed["norm"].x) if type(p).__name__ == "Packed")
+    waiting = pack(kept, Compress(codec))
+    chain.bwd(unpack(waiting), dy, MLP)
+    packed = next(p for p in (waiting["up"].weight, waiting["norm"].x) if type(p).__name__ == "Packed")
     packed.parts[0].add_(0)
-    with pytest.raises(StaleResidualError, match="fetch: residuals"):
-        fetch(stowed)
+    with pytest.raises(StaleResidualError, match="unpack: residuals"):
+        unpack(waiting)
     x.add_(1)
-    with pytest.raises(StaleResidualError, match="stow: residuals.x must be"):
-        stow(kept, Compress(codec))
+    with pytest.raises(StaleResidualError, match="pack: residuals.x must be"):
+        pack(kept, Compress(codec))
 
 
 def test_offloaded_inputs_know_their_device_wherever_they_go():

@@ -111,11 +111,16 @@ def parallel_back(dy):
     return parallel.bwd(parallel.fwd({"a": WEIGHT, "b": WEIGHT}, X, BRANCHES)[1], dy, BRANCHES)
 
 
-def cheap_op(cheap):
+def recomputable_op(recomputable):
     made = make_op(
-        "mine", type(GELU), fwd=activation.fwd, dgrad=activation.dgrad, cheap=cheap, again=lambda *_: None if cheap else None
+        "mine",
+        type(GELU),
+        fwd=activation.fwd,
+        dgrad=activation.dgrad,
+        recomputable=recomputable,
+        recompute=lambda *_: None if recomputable else None,
     )
-    return made.cheap
+    return made.recomputable
 
 
 def scheduled(kind):
@@ -219,12 +224,12 @@ GUARDS = {
         ValueError,
         "replace: changes must be of fields among weight, bias, got 'bais'",
     ),
-    "make_op's cheap": (
-        cheap_op,
+    "make_op's recomputable": (
+        recomputable_op,
         "norm",
-        "cheap",
+        "free",
         ValueError,
-        """make_op 'mine': cheap must be "elementwise", "norm" or "", got 'cheap'""",
+        """make_op 'mine': recomputable must be "elementwise", "norm" or "", got 'free'""",
     ),
     "a schedule's kinds": (scheduled, "F", "X", ValueError, "must be of the kinds F, I, W, B, got 0X0"),
     "quantize_tensor": (
@@ -277,11 +282,11 @@ GUARDS = {
         "stage 1: into must be a tree with the paths of params: weight, bias, got a difference at bias",
     ),
     "qkv_split over ranks": (
-        lambda kv: QKVSplitConfig(4, 8, kv_heads=kv).shared_out(1, 2),
+        lambda kv: QKVSplitConfig(4, 8, kv_heads=kv).sharded(1, 2),
         2,
         1,
         ValueError,
-        "QKVSplitConfig: kv_heads must be a number that 2 ranks can share out, got 1",
+        "QKVSplitConfig: kv_heads must be a multiple of 2, the number of ranks, got 1",
     ),
     "op_from_torch's x": (from_torch, X, X.clone().requires_grad_(), GradModeError, "x must"),
     "rope's x": (
@@ -298,12 +303,12 @@ GUARDS = {
         TypeError,
         "expert_steps_fwd: cfg must be ExpertStepsConfig, got LinearConfig",
     ),
-    "finish": (finished, None, X, TypeError, "finish: into must be None (these are no sums of reduce_start)"),
+    "finish": (finished, None, X, TypeError, "finish: into must be None (only sums from reduce_start can be added)"),
 }
 
 
 @pytest.mark.parametrize("name", GUARDS)
-def test_a_guard_stops_what_is_wrong(name):
+def test_a_guard_stops_wrong_calls(name):
     call, _, wrong, error, said = GUARDS[name]
     with pytest.raises(error) as raised:
         call(wrong)
@@ -311,6 +316,6 @@ def test_a_guard_stops_what_is_wrong(name):
 
 
 @pytest.mark.parametrize("name", GUARDS)
-def test_a_guard_lets_through_what_is_right(name):
+def test_a_guard_passes_correct_calls(name):
     call, right, *_ = GUARDS[name]
     call(right)

@@ -1,4 +1,4 @@
-"""What is kept and how it is told: frozen prefixes, masks of layers, policies and weights, storages in a report, other threads."""
+"""Kept tensors and reports of them: frozen prefixes, masks of layers, policies and weights, storages, other threads."""
 
 import pytest
 import torch
@@ -106,7 +106,7 @@ def test_no_rule_packs_weights(pattern, codec):
     for step in ("norm", "up", "down"):
         assert id(kept[step].weight) in weights
     if pattern == "*":
-        assert type(kept["norm"].x) is Packed, "what is no weight is packed"
+        assert type(kept["norm"].x) is Packed, "everything but weights is packed"
 
 
 def test_a_report_counts_the_memory_that_a_tensor_keeps_alive():
@@ -155,7 +155,7 @@ LEAVES = [m.CASES[0] for m in MODULES.values() if m.CASES[0].op.fields()]
 
 
 @pytest.mark.parametrize("case", LEAVES, ids=str)
-def test_what_is_kept_is_read(case):
+def test_every_kept_tensor_is_read(case):
     """Under every mask, NaN in a kept tensor of numbers changes a gradient: declarations ask for nothing that no backward reads."""
     params, x = case.make(torch.float64)
     # attention's kernels make dq, dk and dv at once, and read for all of them

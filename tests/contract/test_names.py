@@ -46,7 +46,7 @@ D = 4
 
 
 class Hostile(str):
-    """Whatever is written of it is no name."""
+    """A key whose text is never a valid name."""
 
     def __repr__(self):
         return "<not a name>"
@@ -85,7 +85,7 @@ def asking(tree):
 
 
 def pair(op, cfg, x, params=None, needs=None):
-    """What the pair gives, and what autograd does."""
+    """Results of the pair fwd and bwd, then of autograd."""
     params = op.init(cfg, key=random.key(0), dtype=torch.float64) if params is None else params
     y, residuals = op.fwd(params, x, cfg, needs=Needs() if needs is None else needs)
     dy = trees.tree_map_tensors(torch.ones_like, y)
@@ -153,7 +153,7 @@ def of_a_mask(n):
 
 
 def of_a_part(n):
-    """What requires grad is read off a tree with such keys."""
+    """`requires_grad` is read off a tree with such keys."""
     op = op_from_torch(
         lambda params, x, cfg: x * params["one"] + params["two"], init=lambda cfg, **_: {"one": x_of(D), "two": x_of(D)}
     )
@@ -208,7 +208,7 @@ def test_names_are_plain_from_then_on(kind):
     assert literal(n("it's")) == '"it\'s"' and literal(enum.IntEnum("Number", {"TWO": 2}).TWO) == "2"
 
 
-def test_what_is_no_name_stays_refused():
+def test_a_key_without_a_name_still_raises():
     with pytest.raises(ValueError, match="Step: name must be an identifier"):
         Step(Hostile("a b"), linear, LinearConfig(D, D))
     with pytest.raises(TypeError, match="Step: name must be"):

@@ -49,7 +49,7 @@ def test_a_part_of_a_tuple():
     assert all(Needs.ALL.input(i) for i in range(3)) and not Needs.NONE.input(0)
 
 
-def test_sub_mask_is_what_lies_under_a_name():
+def test_a_sub_mask_holds_the_paths_under_a_name():
     assert sub_mask(("a.x", "a.y", "b"), "a") == ("x", "y")
     assert sub_mask(("a.x", "b"), "b") is True and sub_mask(("a.x",), "c") is False
     assert sub_mask(True, "a") is True and sub_mask(False, "a") is False

@@ -183,7 +183,7 @@ STREAM = ChainConfig(
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_outputs_that_a_fused_kernel_reads_and_gives(name):
-    """The sum and the norm are one kernel; its gradients meet those of the caller."""
+    """The sum and the norm are one kernel, and the caller's dys add to its gradients."""
     params, x = chain.init(STREAM, key=random.key(0)), torch.randn(5, D)
     asked = tree_map_tensors(lambda t: t.requires_grad_(), (params, x))
     plain = dataclasses.replace(STREAM, fuse=False)
@@ -231,8 +231,8 @@ def test_wrong_gradients_of_stacked_outputs():
     ("second", "error", "match"),
     [
         ((torch.ones(3), torch.ones(3)), TypeError, "a tensor, to be stacked, got tuple"),
-        (torch.ones(2), ValueError, r"float32\[3\], as that of the first layer, got float32\[2\]"),
-        (torch.ones(3).double(), ValueError, r"float32\[3\], as that of the first layer, got float64\[3\]"),
+        (torch.ones(2), ValueError, r"float32\[3\], as in the first layer, got float32\[2\]"),
+        (torch.ones(3).double(), ValueError, r"float32\[3\], as in the first layer, got float64\[3\]"),
     ],
     ids=["pair", "shape", "dtype"],
 )
@@ -288,7 +288,7 @@ def test_value_and_grad_adds_outputs_to_the_loss():
 
 
 class Routed(nn.Module):
-    """What a user writes around a model with outputs."""
+    """A module that a user might write around a model with outputs."""
 
     def __init__(self, cfg):
         super().__init__()

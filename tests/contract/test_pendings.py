@@ -1,4 +1,4 @@
-"""Pendings as data: summed in few products, put away, saved, moved, reported; each used once."""
+"""Pendings as data: summed in few products, offloaded, saved, moved, reported; each used once."""
 
 import copy
 import random as pyrandom
@@ -30,8 +30,8 @@ from funcops import (
     batch_wgrads,
     chain,
     donate,
-    fetch,
     linear,
+    pack,
     parallel,
     random,
     remat,
@@ -39,7 +39,7 @@ from funcops import (
     report,
     rms_norm,
     skip,
-    stow,
+    unpack,
     with_policy,
 )
 from funcops.checkpoint import load, save
@@ -152,7 +152,7 @@ def test_any_rows(rows, how, joined):
 
 
 @pytest.mark.parametrize(("how", "products"), [("each", 6), ("concatenate", 2), ("batch", 1), ("group", 1), (None, 2)])
-def test_how_many_products(how, products):
+def test_the_number_of_products(how, products):
     """Two weights of one shape, three microbatches."""
     cfg = ChainConfig(steps=(Step("a", linear, LinearConfig(8, 8)), Step("b", linear, LinearConfig(8, 8))))
     _, pendings = pendings_of(chain, cfg, [4, 4, 4], torch.float32)
@@ -189,7 +189,7 @@ WRAPS = ["chain", "skip", "repeat", "parallel", "remat", "minimal", "save_all", 
 
 @pytest.mark.parametrize("seed", range(24))
 def test_products_are_joined_wherever_they_are(seed):
-    """In whatever an op is wrapped, its products are of their weights alone, and their sums those of one wgrad after another."""
+    """However an op is wrapped, each weight gets one joined product, with the sums of one wgrad after another."""
     draw = pyrandom.Random(seed)
     op, cfg, weights = wrapped(draw, linear, LinearConfig(8, 8, bias=seed % 3 > 0), 1 + seed % 4)
     params, pendings = pendings_of(op, cfg, [4, 4, 4])
@@ -236,7 +236,7 @@ class Counter(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_what_is_wrong_is_refused_before_anything_is_added():
+def test_wrong_arguments_raise_before_anything_is_added():
     cfg = LinearConfig(8, 16)
     params, pendings = pendings_of(linear, cfg, [3, 3], torch.bfloat16)
     into = LinearParams(torch.zeros(16, 8), torch.zeros(5))
@@ -264,11 +264,11 @@ def test_pendings_are_saved_moved_reported_and_packed(tmp_path):
     assert_close(chain.wgrad(load(tmp_path / "pending.safetensors", like=blank), cfg), want, dtype=torch.float32)
     on_meta = tree_map_tensors(lambda t: t.to("meta"), pending)
     assert {t.device.type for t in tensors(chain.wgrad(on_meta, cfg))} == {"meta"}
-    packed = stow(pending, Compress("bf16"))
+    packed = pack(pending, Compress("bf16"))
     assert nbytes(packed) < 0.51 * nbytes(pending)
-    assert_close(chain.wgrad(fetch(packed), cfg), want, dtype=torch.bfloat16)
-    assert nbytes(stow(pending, Compress("int8"))) < 0.45 * nbytes(pending)
-    kept = stow(pending, Offload())
-    assert all(a is b for a, b in zip(tensors(fetch(kept)), tensors(pending), strict=True)), "on the CPU it is there already"
-    with pytest.raises(TypeError, match="stow: action must be Offload or Compress, got 'fp8'"):
-        stow(pending, "fp8")
+    assert_close(chain.wgrad(unpack(packed), cfg), want, dtype=torch.bfloat16)
+    assert nbytes(pack(pending, Compress("int8"))) < 0.45 * nbytes(pending)
+    kept = pack(pending, Offload())
+    assert all(a is b for a, b in zip(tensors(unpack(kept)), tensors(pending), strict=True)), "on the CPU it is there already"
+    with pytest.raises(TypeError, match="pack: action must be Offload or Compress, got 'fp8'"):
+        pack(pending, "fp8")

@@ -16,7 +16,7 @@ ROOMS = "", "dist", "graphs", "lora", "low_precision", "models", "optim", "preci
 
 
 def defaults():
-    """Of every public class and function, by the room that it is in: `room.name(parameter=default, ...)`."""
+    """The defaults of every public class and function, as `room.name(parameter=default, ...)`."""
     found = {}
     for room in ROOMS:
         module = getattr(funcops, room) if room else funcops
@@ -42,7 +42,7 @@ def shown(value):
     return f"<{type(value).__name__}>" if " at 0x" in text or len(text) > 80 else text
 
 
-def test_defaults_are_those_of_the_table():
+def test_defaults_equal_the_table():
     committed = dict(line.partition(": ")[::2] for line in TABLE.read_text().splitlines())
     now = defaults()
     assert len(now) > 150

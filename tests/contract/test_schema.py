@@ -20,7 +20,6 @@ from funcops import (
     Step,
     chain,
     donate,
-    fetch,
     linear,
     linear_bwd,
     linear_dgrad,
@@ -28,11 +27,12 @@ from funcops import (
     linear_wgrad,
     random,
     report,
+    unpack,
 )
 from funcops.contract.schema import DGRAD, WGRAD, Pending, Residuals, derive_pending, saved
 from funcops.contract.schema import pending as pending_decorator
 from funcops.contract.schema import residuals as residuals_decorator
-from funcops.errors import apart
+from funcops.errors import differing_parts
 from funcops.ops.linear import LinearPending, LinearResiduals
 from funcops.trees import nbytes, paths, replace, static, tree_map_tensors
 
@@ -74,7 +74,7 @@ def test_pending_is_guarded_too():
         linear_wgrad(pending, CFG)
 
 
-def test_an_edit_is_no_change_in_place():
+def test_an_edited_copy_passes_the_guard():
     params, x, residuals = fresh()
     x.add_(1)
     edited = replace(residuals, x=x.clone())
@@ -112,14 +112,14 @@ def test_another_config_is_refused():
     with pytest.raises(ValueError, match=r"linear_bwd: cfg must be the config of the forward, LinearConfig\(in"):
         linear_bwd(residuals, DY, LinearConfig(4, 3, bias=False))
     wide, narrow = LinearConfig(4, 4), LinearConfig(4, 4, bias=False)
-    assert apart(wide, narrow) == (str(wide), str(narrow))
+    assert differing_parts(wide, narrow) == (str(wide), str(narrow))
     many = [
         ChainConfig(steps=tuple(Step(f"s{i}", linear, at if i == 30 else wide) for i in range(n)))
         for n, at in ((40, wide), (40, narrow), (39, wide))
     ]
-    assert apart(many[0], many[1]) == (f"steps.30.cfg={wide}", f"steps.30.cfg={narrow}")
-    assert apart(many[0], many[2]) == ("steps=40 of them", "steps=39")
-    assert all(len(text) < 300 for text in apart(many[0], wide))
+    assert differing_parts(many[0], many[1]) == (f"steps.30.cfg={wide}", f"steps.30.cfg={narrow}")
+    assert differing_parts(many[0], many[2]) == ("steps=40 of them", "steps=39")
+    assert all(len(text) < 300 for text in differing_parts(many[0], wide))
     assert linear_bwd(residuals, DY, LinearConfig(4, 3))[1].shape == (2, 4)  # equal is as good as identical
 
 
@@ -153,7 +153,7 @@ NODE_USES = {
     "a number": lambda node: float(node.x),
     "report": report,
     "donate": donate,
-    "fetch": fetch,
+    "unpack": unpack,
     "pickle": pickle.dumps,
     "deepcopy": copy.deepcopy,
     "copy": copy.copy,
@@ -187,7 +187,7 @@ DICT_USES = {
     "a plain dict": dict,
     **{
         name: NODE_USES[name]
-        for name in ("report", "donate", "fetch", "pickle", "deepcopy", "copy", "a comparison of nodes", "a walk of torch's")
+        for name in ("report", "donate", "unpack", "pickle", "deepcopy", "copy", "a comparison of nodes", "a walk of torch's")
     },
 }
 CELL_USES = {
@@ -253,7 +253,7 @@ def test_a_derived_pending_has_the_fields_that_wgrad_reads_and_dy():
     assert (derived.fields, derived.kind) == (fields, own.kind) and issubclass(derived, Pending)
 
 
-def test_a_static_that_there_is_not_is_refused():
+def test_an_unknown_static_field_raises():
     with pytest.raises(ValueError, match="Wrong: static must be names among inputs, shape, dtype, got 'size'"):
         type(Residuals)("Wrong", (Residuals,), {}, static=("shape", "size"))
 
@@ -268,7 +268,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_pickled_config_is_made_anew(name):
-    """Its hash holds in one process alone, as that of its strings does; what was computed from its fields is computed again."""
+    """Hashes of strings differ between processes, so the config's hash, and all that follows from its fields, is recomputed."""
     cfg = CONFIGS[name]
     hash(cfg)
     made, fields = cfg.__reduce__()
@@ -291,7 +291,7 @@ def test_a_field_that_is_declared_as_a_tree_is_guarded_as_one():
     assert [(cls.__name__, name) for cls, name in trees if not cls.fields[name].tree] == []
 
 
-def test_an_argument_that_is_going_is_ignored_and_says_so():
+def test_a_deprecated_argument_is_ignored_with_a_warning():
     with pytest.warns(DeprecationWarning, match="^saved: recompute_from is ignored and goes in 0.4: leave it out$"):
         old = saved("[*, 1]", needed_by=DGRAD, recompute_from=("x",))
     assert old.metadata["saved"] == saved("[*, 1]", needed_by=DGRAD).metadata["saved"]

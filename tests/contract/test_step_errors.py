@@ -238,7 +238,7 @@ def test_widths_that_cannot_fit_are_refused_with_both_steps(seed):
 def test_bodies_that_must_give_what_they_take():
     body = ChainConfig(steps=(Step("norm", rms_norm, RMSNormConfig(4)), Step("up", linear, LinearConfig(4, 6))))
     assert message_of(ValueError, lambda: SkipConfig(chain, body)) == (
-        "SkipConfig: the body must be one that gives [..., 4], as its x is, got [..., 6] of step 'up'"
+        "SkipConfig: the body must be one whose y is [..., 4], as its x, got [..., 6] of step 'up'"
     )
     assert message_of(ValueError, lambda: RepeatConfig(chain, body, 2)) == (
         "RepeatConfig: x of step '*.norm' must be [..., 4], got [..., 6] of step '*.up'"

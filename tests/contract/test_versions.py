@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from tiny_samples import tiny
+from tiny_kernel_calls import tiny
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -62,19 +62,19 @@ class Watched(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", [*BACKENDS, "triton, watched"])
 def test_kernels_that_write_to_an_argument(name):
-    """Every kernel that says so, in every sample."""
+    """Every kernel that says so, in every call."""
     seen = set()
-    for sample in tiny(torch.float32):
-        declared = sample.kernel.kernel
+    for call in tiny(torch.float32):
+        declared = call.kernel.kernel
         if not declared.mutates or declared.name in seen:
             continue
         seen.add(declared.name)
         names = list(inspect.signature(declared.torch_impl).parameters)
-        args = clones(sample.args)
+        args = clones(call.args)
         written = {n: [t for t in tensors(arg) if t.numel()] for n, arg in zip(names, args, strict=True) if n in declared.mutates}
         before = versions(written)
         with backend(name.partition(",")[0]), Watched() if "watched" in name else contextlib.nullcontext():
-            sample.kernel(*args)
+            call.kernel(*args)
         assert all([now > then for now, then in zip(versions(written), before, strict=True)]), declared.name
     assert len(seen) >= 4
 
@@ -180,7 +180,7 @@ GUARDS = {
 
 
 @pytest.mark.parametrize("guard", GUARDS)
-def test_every_guard_notices_what_torch_counts_and_says_it_in_one_wording(guard):
+def test_every_guard_notices_counted_writes_in_one_wording(guard):
     unwritten, run = GUARDS[guard]()
     run()
     for name, write in WRITES.items():
@@ -201,7 +201,7 @@ def test_every_guard_notices_what_torch_counts_and_says_it_in_one_wording(guard)
 
 
 class Silent:
-    """A captured function whose replay counts no write, as that of a CUDA graph."""
+    """A captured function whose replay, like a CUDA graph's, counts no write."""
 
     def __init__(self, captured):
         self.captured = captured

@@ -107,7 +107,7 @@ def values_of(row, name, good, default):
 
 
 def label(value):
-    """As an exception of the table is written: `float32[2, 2]` for a tensor, wherever it is."""
+    """A value as the table of exceptions writes it: `float32[2, 2]` for a tensor, also inside a tree."""
     return describe(value) if isinstance(value, Tensor) else repr(tree_map_tensors(Shown, value))
 
 
@@ -204,7 +204,7 @@ SEEN = {  # by users, one each
 
 
 @pytest.mark.parametrize("said", SEEN)
-def test_what_users_got_wrong(said):
+def test_mistakes_of_users_raise(said):
     with pytest.raises((ValueError, TypeError), match=re.escape(said)):
         SEEN[said]()
 
@@ -241,7 +241,7 @@ def test_check_op_names_the_law_whatever_fails(law):
                 assert str(error).startswith(f"law '{law}', torch.float32: ")
 
 
-TAKES_A_TREE = ("tree", "node", "kept", "stowed", "residuals", "pending", "pendings", "a", "b")
+TAKES_A_TREE = ("tree", "node", "kept", "packed", "residuals", "pending", "pendings", "a", "b")
 READS_NOTHING = {  # of what was given away, and why
     ("trees.show", "node"): "a repr says so",
     ("trees.has", "tree"): "names alone",
@@ -252,7 +252,7 @@ READS_NOTHING = {  # of what was given away, and why
 
 
 def given_away():
-    """By name: nodes that were given away, the cells in which they are, and a cell that a backward took."""
+    """Donated nodes by name, the cells that hold them, and a cell that a backward consumed."""
     params, x = chain.init(CHAIN, key=random.key(0)), torch.ones(2, 4)
     made = {"a node": linear.fwd(params["a"], x, LinearConfig(4, 4))[1], "a chain's node": chain.fwd(params, x, CHAIN)[1]}
     cells = {name: donate(node) for name, node in made.items()}
@@ -261,7 +261,7 @@ def given_away():
     return {**made, "a cell": cells["a node"], "a cell of a chain": cells["a chain's node"], "a spent cell": spent}
 
 
-def test_what_was_given_away_is_refused_by_every_function_of_a_tree(tmp_path, monkeypatch):
+def test_every_function_of_a_tree_refuses_a_donated_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     wrong, asked = [], 0
     for name, row in ROWS.items():

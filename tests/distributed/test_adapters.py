@@ -1,4 +1,4 @@
-"""Adapters over ranks: those of one process, whichever rewrite comes first, in low precision too; what raises."""
+"""Adapters over ranks equal adapters in one process, whichever rewrite comes first, in low precision too; wrong calls raise."""
 
 import pytest
 import torch
@@ -66,7 +66,7 @@ def gradients(params, x, cfg, needs=None):
 
 
 @pytest.mark.parametrize("sequence", [True, False], ids=["rows", "all rows"])
-def test_a_model_with_adapters_is_that_of_one_process(sequence):
+def test_a_model_with_adapters_equals_one_process(sequence):
     """Its loss and the adapters' gradients; of `with_lora` before `parallel` and after, which give one config; merged too."""
     base, (x, _, _) = model(), batch()
     cfg, params = ours(base)
@@ -154,15 +154,15 @@ def test_a_base_in_low_precision():
 
 
 def refused():
-    """What it says, and the call."""
+    """Error texts and the calls that raise them."""
     mesh, base = Mesh.abstract({"tp": 2}, 0), model()
     of_base = dist.parallel(base, RULES, mesh)
     yield (
-        "blocks.*.mlp.up: ParallelLowRankConfig: dropout must be 0 (an adapter over ranks drops nothing of its x), got 0.1",
+        "blocks.*.mlp.up: ParallelLowRankConfig: dropout must be 0 (an adapter over ranks does not support dropout), got 0.1",
         lambda: dist.parallel(with_lora(base, 2, ("*.up",), dropout=0.1), RULES, mesh),
     )
     yield (
-        "blocks.*.mlp.up: ParallelLowRankConfig: dropout must be 0 (an adapter over ranks drops nothing of its x), got 0.1",
+        "blocks.*.mlp.up: ParallelLowRankConfig: dropout must be 0 (an adapter over ranks does not support dropout), got 0.1",
         lambda: with_lora(of_base, 2, ("*.up",), dropout=0.1),
     )
     yield (
@@ -182,7 +182,7 @@ def refused():
         lambda: with_adapter(params, adapter(lora_init(chain.init(base, key=random.key(0)), whole, key=random.key(1)), whole), own),
     )
     yield (
-        "ParallelLowRankConfig: parts must be () of a row, whose outputs are not shared out, got (2, 2)",
+        "ParallelLowRankConfig: parts must be () for a row, whose outputs are not sharded, got (2, 2)",
         lambda: dist.ParallelLowRankConfig(4, 4, 1, axis=mesh["tp"], side="row", parts=(2, 2)),
     )
     yield (
@@ -200,7 +200,7 @@ def refused():
     )
 
 
-def test_what_is_not_served_raises_by_name(tmp_path, monkeypatch):
+def test_unsupported_adapters_raise_by_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for said, call in refused():
         with pytest.raises(ValueError) as raised:

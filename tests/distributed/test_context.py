@@ -63,7 +63,7 @@ def test_more_shapes(way, batch, t, s, heads, groups, size, causal):
 
 
 def qkv(dtype, causal, length=16, size=8, device="cpu"):
-    """Of 4 heads in 2 groups, and as many keys as queries or twice that."""
+    """q of 4 heads, k and v of 2; as many keys as queries if causal, otherwise twice as many."""
     shapes = (2, length, 4, size), *[(2, length if causal else 2 * length, 2, size)] * 2
     return tuple(torch.randn(shape).to(device, dtype) for shape in shapes)
 
@@ -121,7 +121,7 @@ def test_one_rank_has_the_bits_of_attention(causal):
 
 
 @pytest.mark.parametrize("n", [2, 3, 8])
-def test_what_is_sent_and_what_is_computed(n, monkeypatch):
+def test_sent_and_computed_blocks(n, monkeypatch):
     """All ranks compute as much, and nothing of no keys; k and v are sent once each way, and dk and dv after them."""
     seen = {}
 
@@ -155,7 +155,7 @@ def test_what_is_sent_and_what_is_computed(n, monkeypatch):
         assert seen == dict.fromkeys(range(n), 2 * (8 * 8 * n // 2))
 
 
-def test_what_needs_no_gradient_is_not_sent():
+def test_tensors_without_a_gradient_are_not_sent():
     for way, back in (("gather", 1), ("ring", 3)):
 
         def step(mesh, way=way):
@@ -183,7 +183,7 @@ def test_zigzag_and_back(n, length, dim, width):
 
 
 def bad_calls(cp):
-    """What it says, and the call, of a rank of an axis of two."""
+    """Error texts and the calls that raise them, on one rank of an axis of two."""
 
     def fwd(*shapes, **options):
         return dist.context_attention.fwd(None, tuple(map(torch.ones, shapes)), dist.ContextAttentionConfig(cp, **options))
@@ -196,7 +196,7 @@ def bad_calls(cp):
         f"{where}: x.0 (q) must be of an even length (two chunks in zigzag order), got 3",
         lambda: fwd(*[(1, 3, 2, 8)] * 3, causal=True),
     )
-    yield f"{where}: x.1 (k) must be of length 4, as q is (cfg.causal), got 6", lambda: fwd(good, *[(1, 6, 2, 8)] * 2, causal=True)
+    yield f"{where}: x.1 (k) must be as long as q, 4 (cfg.causal), got 6", lambda: fwd(good, *[(1, 6, 2, 8)] * 2, causal=True)
     yield f"{where}: x.1 (k) must be of a number of heads that divides 2, got 3", lambda: fwd(good, *[(1, 4, 3, 8)] * 2)
     yield f"{where}: x.0 (q) must be [B, T, H, D], got [4, 2, 8]", lambda: fwd(*[(4, 2, 8)] * 3)
     yield (
@@ -215,7 +215,7 @@ def bad_calls(cp):
 
 
 class DTensor(torch.Tensor):
-    """As torch's, by its name."""
+    """A stand-in for torch's class, recognised by its name."""
 
 
 def test_bad_calls_raise_on_every_rank():
@@ -229,13 +229,13 @@ def test_bad_calls_raise_on_every_rank():
 
 
 def other_half(rank, other, cfg, t, s):
-    """What queries see of the ranks after theirs is seen by the wrong ones."""
+    """Planted fault: the wrong queries attend to the keys of later ranks."""
     right = PAIR(rank, other, cfg, t, s)
     return right._replace(query=0) if other > rank else right
 
 
 def own_logsumexp(total, out, logsumexp, first):
-    """That of the first keys stays, instead of that of all."""
+    """Planted fault: the logsumexp of the first keys is returned, not of all keys."""
     MERGE((total[0], total[1].clone()), out, logsumexp, first)
 
 

@@ -11,7 +11,7 @@ from tiers import drawn
 
 from funcops import DonatedError, Ledger, StaleResidualError, dist, optim, precision
 from funcops.distributed import Axis, Mesh, finish, gather_shards_start, global_norm, own_shards, reduce_start
-from funcops.distributed.buckets import Bucket, Leaf
+from funcops.distributed.buckets import Bucket, BucketLeaf
 from funcops.testing import run_ranks
 from funcops.trees import leaves, nbytes, paths, tensors, tree_map, tree_map_tensors
 
@@ -34,7 +34,7 @@ def drawn_tree(seed, dtypes):
 
 
 def accumulated(gradients, microbatches, wide=None):
-    """As one process adds them up, in this order: in float32 at least."""
+    """The sums as one process adds them, in this order, in float32 or wider."""
 
     def add(*ts):
         if ts[0] is None:
@@ -76,7 +76,7 @@ def test_an_ordered_sum_is_accumulation_on_one_process(sizes, kind):
             wide = finish(reduce_start(gradients(place), over, dtype=torch.float64, **given))
             if shard:
                 whole = gradients(0)
-                assert_same(once, own_shards(want, mesh[shard]), "what is no element is zero")
+                assert_same(once, own_shards(want, mesh[shard]), "padding is zero")
                 once, sums, wide = (
                     finish(gather_shards_start(t, whole, mesh[shard], bucket_bytes=bound)) for t in (once, sums, wide)
                 )
@@ -140,7 +140,7 @@ def test_buckets_keep_their_bound_and_big_leaves_are_not_copied():
     run_ranks({"dp": 2}, run)
 
 
-def test_what_is_in_flight_is_finished_once_and_a_ledger_names_it():
+def test_started_sums_finish_once_and_a_ledger_names_them():
     for start in (lambda t: reduce_start(t, ALONE), lambda t: gather_shards_start(t, t, ALONE)):
         grads = {"a": torch.ones(4), "b": torch.ones(3)}
         h = start(grads)
@@ -166,7 +166,7 @@ def test_shards_are_a_part_each_and_make_the_whole():
             assert own["odd"].shape == (-(-7 // n),) and own["none"] is None
 
 
-def test_norms_of_what_ranks_have_in_parts():
+def test_norms_of_sharded_trees():
     """dp shards all, tp shards `up`, `norm` is alike on tp, and each pp stage has leaves of its own; one stage has none."""
     tree = {s: {"up": torch.randn(8, 6).double(), "norm": torch.randn(8).double()} for s in (0, 1)}
     want = optim.global_norm(tree)
@@ -194,15 +194,15 @@ def test_a_step_that_goes_wrong_on_one_rank_is_told_on_all():
 
         def run(mesh, bad=bad):
             grads = {"w": torch.full((3,), float("nan") if mesh.rank == bad else 1.0)}
-            ok = dist.everywhere(precision.all_finite(grads), mesh.axes)
+            ok = dist.all_ranks(precision.all_finite(grads), mesh.axes)
             kept = precision.select_step(ok, {"w": torch.ones(1)}, {"w": torch.zeros(1)})
             try:
-                dist.raise_everywhere(precision.nonfinite(grads), mesh)
+                dist.raise_on_all_ranks(precision.nonfinite(grads), mesh)
             except RuntimeError as error:
                 return bool(kept["w"]), str(error)
             return bool(kept["w"]), ""
 
-        said = "" if bad is None else f"raise_everywhere: no rank must have a fault, got rank {bad}: w"
+        said = "" if bad is None else f"raise_on_all_ranks: no rank must have a fault, got rank {bad}: w"
         assert run_ranks({"dp": 2, "tp": 2}, run) == [(bad is None, said)] * 4
 
 
@@ -216,7 +216,7 @@ BAD = {
     "reduce_start: over.1 must be Axis, got 'dp'": lambda: reduce_start({}, (ALONE, "dp")),
     "reduce_start: over must be different axes, got axis 'dp' of 1, axis 'dp' of 1": lambda: reduce_start({}, (ALONE, ALONE)),
     "reduce_start: over must be by paths of the tree (a), got 'b'": lambda: reduce_start({"a": torch.ones(2)}, {"b": (ALONE,)}),
-    "reduce_start: over must be of all paths with a gradient (b is one), got a": lambda: reduce_start(
+    "reduce_start: over must be a mapping with every path that has a gradient, such as b, got a": lambda: reduce_start(
         {"a": None, "b": torch.ones(2)}, {"a": (ALONE,)}
     ),
     "reduce_start: shard must be one of the axes that a is summed over (axis 'dp' of 2), got axis 'tp' of 2": lambda: reduce_start(
@@ -230,7 +230,7 @@ BAD = {
     "finish: into.a must be torch.float32 or a wider float dtype, got torch.bfloat16": lambda: finish(
         reduce_start({"a": torch.ones(2)}, ALONE), into={"a": torch.ones(2).bfloat16()}
     ),
-    "finish: into must be None (these are no sums of reduce_start), got dict": lambda: finish(
+    "finish: into must be None (only sums from reduce_start can be added), got dict": lambda: finish(
         gather_shards_start({"a": torch.ones(2)}, {"a": torch.ones(2)}, ALONE), into={}
     ),
     "gather_shards_start: shards.a must be [1, 3], got [2, 3]": lambda: gather_shards_start(
@@ -253,9 +253,9 @@ def test_bad_calls_raise_before_anything_is_sent(said):
 
 @pytest.mark.parametrize("case", ["whole", "several", "padded", "turned", "another dtype"])
 def test_a_bucket_of_one_tensor_is_that_tensor(case):
-    """Where it fills it as it is; everything else is copied."""
+    """It is the tensor itself if that fills the bucket as it is; anything else is copied."""
     shape, count, width = (4, 6), 2 if case == "several" else 1, 32 if case == "padded" else 24
-    leaves = tuple(Leaf(i, str(i), shape, 24 * i, 24) for i in range(count))
+    leaves = tuple(BucketLeaf(i, str(i), shape, 24 * i, 24) for i in range(count))
     bucket = Bucket(leaves, torch.float32, torch.device("cpu"), (), 1, width * count)
     given = [torch.arange(24.0).view(shape) + 100 * i for i in range(count)]
     if case in ("turned", "another dtype"):

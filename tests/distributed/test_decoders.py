@@ -43,7 +43,7 @@ def step(cfg, model, params, ids, labels, share=1):
 
 
 @pytest.mark.parametrize(("name", "mesh"), drawn(FAMILIES, MESHES))
-def test_a_decoder_on_ranks_is_that_of_one_process(name, mesh):
+def test_a_decoder_on_ranks_equals_one_process(name, mesh):
     cfg, (sizes, sequence_parallel) = dataclasses.replace(LLAMA, **FAMILIES[name]), MESHES[mesh]
     model, draw = decoder(cfg, loss=True), torch.Generator().manual_seed(0)
     ids, labels = (torch.randint(16, (8, 6), generator=draw) for _ in range(2))
@@ -96,7 +96,7 @@ def test_a_sequence_over_ranks(name, options):
 
 
 def test_without_a_loss_logits_are_whole():
-    """Of a rank's rows. A head that is tied to the embeddings has the whole of them."""
+    """Each rank has all logits of its own rows; a head that is tied to the embeddings is not sharded."""
     for name in ("llama", "gemma2"):
         cfg = dataclasses.replace(LLAMA, **FAMILIES[name])
         model, ids = decoder(cfg), torch.randint(16, (4, 5), generator=torch.Generator().manual_seed(0))
@@ -114,15 +114,14 @@ def test_without_a_loss_logits_are_whole():
 
 
 REFUSED = {
-    "blocks.*.attn.qkv.k.heads: ReshapeConfig: out_shape must be of a first size that 4 ranks can share out, got (2, 4)": dict(
-        kv_heads=2
-    ),
-    "parallel: step blocks.*.attn.qkv.q.norm must be one that takes each feature by itself "
-    "(shared out along its 1. dimension from the end), got rms_norm": dict(qk_norm="all"),
-    "blocks.*.attn.mix: SinkAttentionConfig: x must be those of all heads: its sinks are not shared out over ranks, "
-    "got 1/4 of dimension 2 from the end": dict(sinks=True),
+    "blocks.*.attn.qkv.k.heads: ReshapeConfig: out_shape must be sizes of which the first is a multiple of 4, "
+    "the number of ranks, got (2, 4)": dict(kv_heads=2),
+    "parallel: step blocks.*.attn.qkv.q.norm must be featurewise, as x is sharded along dim -1 over 'tp' "
+    "(put a row layer before it), got rms_norm, which mixes features": dict(qk_norm="all"),
+    "blocks.*.attn.mix: SinkAttentionConfig: x must be whole, as sink_attention cannot be sharded over heads "
+    "(gather x before it), got 1/4 of dim -2": dict(sinks=True),
     "blocks.*.mlp.down: RowLinearConfig: in_features must be a multiple of 4, the size of axis 'tp', got 6": dict(hidden=6),
-    "blocks.*.mlp.experts: ParallelExpertsConfig: experts must be a multiple of 2, the ranks, got 3": dict(
+    "blocks.*.mlp.experts: ParallelExpertsConfig: experts must be a multiple of 2, the number of ranks, got 3": dict(
         moe=MoEConfig(route=RouteConfig(3, 2), experts=ExpertsConfig(3, 16, 6))
     ),
     "embed: VocabEmbeddingConfig: num_embeddings must be a multiple of 4, the size of axis 'tp', got 18": dict(vocab=18),
@@ -130,7 +129,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("said", REFUSED)
-def test_what_cannot_be_shared_out_is_named(said):
+def test_configs_that_cannot_be_sharded_raise_by_name(said):
     cfg = dataclasses.replace(LLAMA, **REFUSED[said])
     with pytest.raises(ValueError) as raised:
         dist.parallel(decoder(cfg, loss=True), roles(cfg, loss=True), Mesh.abstract({"ep": 2, "tp": 4}, 0))

@@ -183,7 +183,7 @@ def bad_calls(ep):
     w, x, i = torch.ones(2, 3), torch.ones(2, 4), torch.zeros(2, 3, dtype=torch.int32)
     place = torch.zeros(2, 2, dtype=torch.int32)
     (_, rows, _, _), kept = dist.dispatch.fwd(None, (w, x, i), to)
-    yield "DispatchConfig: experts must be a multiple of 2, the ranks, got 5", lambda: dist.DispatchConfig(5, axis=ep)
+    yield "DispatchConfig: experts must be a multiple of 2, the number of ranks, got 5", lambda: dist.DispatchConfig(5, axis=ep)
     yield "DispatchConfig: capacity must be None or in (0, 1], got 1.5", lambda: dist.DispatchConfig(4, axis=ep, capacity=1.5)
     yield "DispatchConfig: axis must be Axis, got 'ep'", lambda: dist.DispatchConfig(4, axis="ep")
     yield "dispatch_fwd: x must be a tuple (weights, x, indices), got tuple of 2", lambda: dist.dispatch.fwd(None, (w, x), to)
@@ -206,7 +206,7 @@ def bad_calls(ep):
     yield "CombineConfig: axis must be Axis, got 3", lambda: dist.CombineConfig(3)
 
 
-def test_what_is_wrong_is_named_before_anything_is_sent():
+def test_wrong_calls_raise_before_anything_is_sent():
     def run(mesh):
         for said, call in bad_calls(mesh["ep"]):
             with pytest.raises((ValueError, TypeError)) as raised:
@@ -233,7 +233,7 @@ def test_a_graph_can_hold_them(n):
         y, of_combine = dist.combine.fwd(None, (rows, place), back)
         return y, dist.dispatch.dgrad(kept, (w, rows, None, None), to)[0], dist.combine.dgrad(of_combine, y, back)[0]
 
-    if n == 1:  # of more there are no processes
+    if n == 1:  # more ranks would need processes
         assert check_capturable(there_and_back, WEIGHTS, X, CHOSEN) == []
     made = paths(there_and_back(*(t.to("meta") for t in (WEIGHTS, X, CHOSEN))))
     shapes = {path: tuple(t.shape) for path, t in made.items() if t is not None}

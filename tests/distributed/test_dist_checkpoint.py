@@ -36,7 +36,7 @@ def same(got, want):
 
 
 @pytest.mark.parametrize("sizes", [*(pytest.param(one, marks=pytest.mark.slow) for one in MESHES[:3]), MESHES[3]], ids=str)
-def test_what_one_mesh_writes_any_other_reads(sizes, tmp_path):
+def test_any_mesh_reads_files_of_any_other(sizes, tmp_path):
     """12 leaves of drawn sizes, dtypes, parts and axes, and an empty one, one without dimensions and None; read on every mesh."""
     draw, axes = python_random.Random(str(sizes)), ("dp", "tp")
     meshes = [{name: 1 for name in ("pp", "dp", "cp", "tp")} | one for one in (*MESHES[:-1], {"dp": 4}, {})]
@@ -71,7 +71,7 @@ def trained(mesh):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_run_goes_on_on_another_mesh_and_in_one_process(tmp_path):
-    """Params and state of dp 2 x tp 2 are those of tp 4 and of one process; torch's own load reads them, and ours torch's."""
+    """tp 4 and one process load the params and state of dp 2 x tp 2; torch's own load reads them too, and ours reads torch's."""
 
     def write(mesh):
         tree, specs = trained(mesh)
@@ -129,7 +129,7 @@ def test_no_shard_goes_in_as_if_all_had_it(tmp_path):
     for heard in run_ranks({"dp": 2, "tp": 2}, write):
         assert len(heard) == 6
         for path, said in heard.items():
-            wanted = f"save: {path} must be the same on ranks 0 and 1, between which its spec shares nothing out, got other values"
+            wanted = f"save: {path} must be the same on ranks 0 and 1, or sharded by an axis in its spec, got other values"
             assert said == f"{wanted} (its spec is {Spec()})"
     assert os.listdir(tmp_path) == []
 
@@ -160,7 +160,7 @@ def test_ranks_that_have_other_things_raise_on_all(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_what_was_there_stays_where_writing_fails(tmp_path, monkeypatch):
+def test_old_files_stay_if_writing_fails(tmp_path, monkeypatch):
     tree, specs = {"a": torch.arange(8.0)}, {"a": Spec("tp", 0)}
 
     def write(mesh, scale=1):
@@ -189,7 +189,7 @@ def test_what_was_there_stays_where_writing_fails(tmp_path, monkeypatch):
     same(dist.load(tmp_path / "a", empty(tree), {}, ONE), {"a": 3 * tree["a"]})
 
 
-def test_what_does_not_fit_raises_on_every_rank(tmp_path):
+def test_a_mismatch_raises_on_every_rank(tmp_path):
     tree, folder = {"w": torch.ones(4, 6), "b": torch.ones(4)}, tmp_path / "a"
     dist.save(tree, folder, {}, ONE)
     bad = {
@@ -204,7 +204,7 @@ def test_what_does_not_fit_raises_on_every_rank(tmp_path):
             specs = {"w": Spec("tp", 1)} if "shaped" in said else {}
             with pytest.raises(CheckpointError) as raised:
                 dist.load(folder, like, specs, mesh)
-            assert str(raised.value).startswith(f"load: {folder} must hold the whole of the tree of like, got\n  {said}")
+            assert str(raised.value).startswith(f"load: {folder} must hold exactly the leaves of like, got\n  {said}")
         with pytest.raises(FileNotFoundError, match=r"^load: path must be the folder of a checkpoint, got .*no such"):
             dist.load(tmp_path / "no such", tree, {}, mesh)
 
@@ -215,5 +215,5 @@ def test_what_does_not_fit_raises_on_every_rank(tmp_path):
     chunks = metadata.state_dict_metadata["w"].chunks
     chunks[0] = dataclasses.replace(chunks[0], sizes=torch.Size((4, 5)))
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match=r"^load: w must be there in all its 24 values, got 20"):
+    with pytest.raises(CheckpointError, match=r"^load: w must be complete, with 24 values, got 20"):
         dist.load(folder, tree, {}, ONE)

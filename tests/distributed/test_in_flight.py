@@ -27,7 +27,7 @@ def on_two(fn):
 
 
 @pytest.mark.parametrize("name", STARTS)
-def test_what_was_started_arrives(name):
+def test_started_collectives_arrive(name):
     def run(axis, x):
         h = STARTS[name](x, axis)
         assert type(h) is InFlight and not isinstance(h, Tensor) and h.source is x and h.value.isnan().all()
@@ -70,7 +70,7 @@ def test_used_twice_or_after_a_write_it_raises(way):
     on_two(run)
 
 
-def test_what_is_never_finished_is_named():
+def test_a_collective_that_is_never_finished_is_named():
     def run(axis, x):
         with pytest.raises(LedgerError, match=r"got 1 left: blocks\.3\.up, gradients"), Ledger(x) as ledger:
             ledger.keep("blocks.3.up, gradients", gather_start(x, axis))
@@ -96,7 +96,7 @@ def test_traced_a_start_and_a_wait_stay_where_they_are():
     assert ops == ["_c10d_functional.all_gather_into_tensor.default", "aten.mm.default", "_c10d_functional.wait_tensor.default"]
 
 
-def test_no_graph_takes_or_gives_what_is_in_flight():
+def test_no_graph_takes_or_returns_a_collective_in_flight():
     one, x = Mesh.abstract({"tp": 1}, 0)["tp"], torch.ones(2)
     with pytest.raises(TypeError, match=re.escape("graphed: input 1.a must be finished, got an InFlight (gather)")):
         graphs.graphed(lambda x, tree: x, x, {"a": gather_start(x, one)})
@@ -107,7 +107,7 @@ def test_no_graph_takes_or_gives_what_is_in_flight():
 
 
 BAD = {
-    "finish: h must be an InFlight, as gather_start and its like give it, got float32[2]": lambda axis: finish(torch.ones(2)),
+    "finish: h must be an InFlight, from gather_start or another *_start, got float32[2]": lambda axis: finish(torch.ones(2)),
     "gather_start: axis must be Axis, got 'tp'": lambda axis: gather_start(torch.ones(2), "tp"),
     "gather_start: x must be a tensor [...], got list": lambda axis: gather_start([1.0], axis),
     "gather_start: x must be of at least 1 dimension, got float32[]": lambda axis: gather_start(torch.ones(()), axis),

@@ -131,7 +131,7 @@ def test_no_more_is_drawn_than_a_rank_has(dim, stacked, monkeypatch):
     assert total == 3 * 128 * 128 // 4 and total <= sum(words) <= total + 12 * runs
 
 
-def test_of_parallel_layers_a_rank_draws_its_part_once_more():
+def test_parallel_layers_draw_the_shards_of_plain_layers():
     mesh, key = Mesh.abstract({"dp": 2, "tp": 2}, 3), random.key(2)
     up = dist.ColumnLinearConfig(4, 16, axis=mesh["tp"], parts=(8, 8))
     down = dist.RowLinearConfig(16, 4, axis=mesh["tp"])
@@ -152,9 +152,9 @@ def test_of_parallel_layers_a_rank_draws_its_part_once_more():
     specs = dist.specs_of(repeat, cfg)
     other = Mesh.abstract({"dp": 2, "tp": 2}, 2)
     bad = {
-        r"^init: the spec of 0.up.weight must be Spec\(axis='tp', .* as its layer shares it out, got Spec\(axis='', ": ({}, mesh),
+        r"^init: the spec of 0.up.weight must be Spec\(axis='tp', .* as its layer shards it, got Spec\(axis='', ": ({}, mesh),
         r"^init: the axis of 0.up.weight must be one of the mesh, got axis 'tp' of 2 with rank 1": (specs, other),
-        r"^init: specs must be paths and globs that match leaves": ({"2.up.weight": Spec()}, mesh),
+        r"^init: specs must be paths, or globs that are the first to match a leaf": ({"2.up.weight": Spec()}, mesh),
     }
     for said, (given, on) in bad.items():
         with pytest.raises(ValueError, match=said):

@@ -15,7 +15,7 @@ from funcops.distributed import Axis, GatherConfig, Mesh
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4))
 def test_an_abstract_mesh_is_a_grid_of_ranks(counts):
-    """By counting: rank r stands at the r-th place, the last axis the fastest, and talks to those that differ along one axis."""
+    """Rank r stands at the r-th place of the grid, the last axis fastest, and its peers differ from it along one axis."""
     sizes = dict(zip("abcd", counts, strict=False))
     places = list(itertools.product(*map(range, counts)))
     meshes = [Mesh.abstract(sizes, rank) for rank in range(len(places))]
@@ -49,7 +49,7 @@ BAD = {
     "Mesh.of: sizes must be of product 1, the number of processes, got dp 2 x tp 4 = 8": lambda: Mesh.of({"dp": 2, "tp": 4}),
     "Mesh.of: sizes['tp'] must be at least 1, got 0": lambda: Mesh.of({"tp": 0}),
     "Mesh.of: sizes must be Mapping, got 4": lambda: Mesh.of(4),
-    "Mesh.of: device must be the name of a type of device, got 'toaster'": lambda: Mesh.of({"tp": 1}, "toaster"),
+    "Mesh.of: device must be a device type, such as 'cuda', got 'toaster'": lambda: Mesh.of({"tp": 1}, "toaster"),
     "Mesh.abstract: rank must be below 8, the product of the sizes, got 8": lambda: Mesh.abstract({"dp": 2, "tp": 4}, 8),
     "Mesh.abstract: sizes must be by names of axes, got 3": lambda: Mesh.abstract({3: 4}, 0),
     "Mesh: axis must be one of dp, tp, got 'cp'": lambda: Mesh.abstract({"dp": 2, "tp": 4}, 0)["cp"],
@@ -82,7 +82,7 @@ def test_a_wrong_product_raises_before_a_group_is_made(monkeypatch):
 
 @pytest.mark.parametrize("sizes", [{"dp": 1, "tp": 4}, {"dp": 2, "cp": 1, "tp": 2}, {"pp": 1, "dp": 4, "tp": 1}])
 def test_an_axis_of_one_rank_has_no_group(sizes, monkeypatch):
-    """Of the others each has its own, in the order of the sizes."""
+    """Every other axis has a group of its own, in the order of the sizes."""
     from types import SimpleNamespace
 
     from torch.distributed import device_mesh

@@ -132,15 +132,15 @@ def test_a_wrong_value_of_a_config_field_raises(name):
 
 
 class DTensor(torch.Tensor):
-    """As torch's, by its name."""
+    """A stand-in for torch's class, recognised by its name."""
 
 
 class AsyncCollectiveTensor(torch.Tensor):
-    """As torch's, by its name."""
+    """A stand-in for torch's class, recognised by its name."""
 
 
 def bad_calls(tp):
-    """What it says, and the call, of a rank of an axis of two."""
+    """Error texts and the calls that raise them, on one rank of an axis of two."""
     column, row = (config(4, 6, axis=tp) for _, config in LAYERS.values())
     params = LinearParams(torch.ones(3, 4), torch.ones(3))
     rows = LinearParams(torch.ones(6, 2), torch.ones(6))
@@ -155,8 +155,7 @@ def bad_calls(tp):
     )
     for config in (dist.ColumnLinearConfig, dist.RowLinearConfig):
         yield (
-            f"{config.__name__}: overlap must be 'none' or 'bulk' without sequence_parallel, where no rows "
-            "are shared out, got 'ring'",
+            f"{config.__name__}: overlap must be 'none' or 'bulk' without sequence_parallel, as rows are not sharded, got 'ring'",
             lambda config=config: config(4, 6, axis=tp, overlap="ring", sequence_parallel=False),
         )
     yield (
@@ -176,7 +175,7 @@ def bad_calls(tp):
         lambda: fwd(linear.init(LinearConfig(4, 6), device="meta"), x, column),
     )
     yield (
-        "column_linear_fwd: x must be [m, ..., 4], of a first dimension to share out, got float32[4]",
+        "column_linear_fwd: x must be [m, ..., 4], as its first dim is sharded, got float32[4]",
         lambda: fwd(params, torch.ones(4), column),
     )
     yield (
@@ -276,7 +275,7 @@ def test_a_wgrad_of_x_that_is_computed_again():
 
 
 def test_steps_of_a_chain():
-    """gate and up are shared out each, so that rank r's rows are [gate_r | up_r]."""
+    """gate and up are sharded separately, so that rank r's rows are [gate_r | up_r]."""
     plain = ChainConfig(
         steps=(
             Step("up", linear, LinearConfig(6, 32, bias=False)),

@@ -146,7 +146,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize(("end", "sizes"), drawn(ENDS, [{"cp": 2, "tp": 2}, {"dp": 2, "tp": 2}, {"dp": 2, "cp": 2, "tp": 1}]))
-def test_a_decoder_of_shared_out_vocabulary_and_sequence(end, sizes):
+def test_a_decoder_with_sharded_vocabulary_and_sequence(end, sizes):
     """Loss and gradients of tokens to loss, its dropout drawn by places in the whole."""
     last, roles = ENDS[end]
     drop = Step("drop", dropout, DropoutConfig(0.2), takes=("key",))
@@ -264,16 +264,18 @@ def chained(*steps):
 UP, DOWN = ("up", linear, LinearConfig(4, 8)), ("down", linear, LinearConfig(8, 4))
 MLP, BOTH = chained(UP, DOWN), {"up": "column", "down": "row"}
 BAD = {
-    "parallel: rules must be globs over steps that no other matches before (up, down), got 'no'": (MLP, {**BOTH, "no": "row"}),
-    "parallel: rules must be globs over steps that no other matches before (up, down), got 'd*'": (MLP, {**BOTH, "d*": "row"}),
+    "parallel: rules must be globs that are the first to match a step (up, down), got 'no'": (MLP, {**BOTH, "no": "row"}),
+    "parallel: rules must be globs that are the first to match a step (up, down), got 'd*'": (MLP, {**BOTH, "d*": "row"}),
     "parallel: rules['up'] must be 'column', 'row', 'vocab', 'expert', 'context', or a function, got 'rows'": (
         MLP,
         {**BOTH, "up": "rows"},
     ),
-    "parallel: rules must be with a row layer behind every column layer, got none behind up": (chained(UP), {"up": "column"}),
-    "parallel: down, a row layer, must be where x has its features shared out, behind a column layer, "
-    "got shared out by rows alone": (chained(DOWN), {"down": "row"}),
-    "parallel: down, a column layer, must be where x has all features, got shared out along its 1. dimension from the end": (
+    "parallel: rules must be with a row layer after every column layer, got none after up": (chained(UP), {"up": "column"}),
+    "parallel: down, a row layer, must be after a column layer, where features are sharded, got x sharded only along rows": (
+        chained(DOWN),
+        {"down": "row"},
+    ),
+    "parallel: down, a column layer, must be where x has all features, got x sharded along dim -1 over 'tp'": (
         MLP,
         {"up": "column", "down": "column"},
     ),
@@ -281,20 +283,17 @@ BAD = {
         chained(UP, ("act", activation, ActivationConfig("silu")), DOWN),
         {**BOTH, "act": "row"},
     ),
-    "parallel: step norm must be one that takes each feature by itself "
-    "(shared out along its 1. dimension from the end), got layer_norm": (
-        chained(UP, ("norm", layer_norm, LayerNormConfig(8)), DOWN),
-        BOTH,
-    ),
-    "parallel: step soft must be one that takes each feature by itself "
-    "(shared out along its 1. dimension from the end), got softmax": (chained(UP, ("soft", softmax, SoftmaxConfig()), DOWN), BOTH),
-    "parallel: step loss must be one that takes each feature by itself (shared out along its 1. dimension from the end), "
-    "got cross_entropy": (
+    "parallel: step norm must be featurewise, as x is sharded along dim -1 over 'tp' (put a row layer before it), "
+    "got layer_norm, which mixes features": (chained(UP, ("norm", layer_norm, LayerNormConfig(8)), DOWN), BOTH),
+    "parallel: step soft must be featurewise, as x is sharded along dim -1 over 'tp' (put a row layer before it), "
+    "got softmax, which mixes features": (chained(UP, ("soft", softmax, SoftmaxConfig()), DOWN), BOTH),
+    "parallel: step loss must be featurewise, as x is sharded along dim -1 over 'tp' (put a row layer before it), "
+    "got cross_entropy, which mixes features": (
         ChainConfig(steps=(Step(*UP), Step("loss", cross_entropy, CrossEntropyConfig(), takes=("labels",))), extras=("labels",)),
         {"up": "column"},
     ),
-    "parallel: step down must be one that takes each feature by itself "
-    "(shared out along its 1. dimension from the end), got linear": (MLP, {"up": "column"}),
+    "parallel: step down must be featurewise, as x is sharded along dim -1 over 'tp' (put a row layer before it), "
+    "got linear, which mixes features": (MLP, {"up": "column"}),
     "up: ColumnLinearConfig: out_features must be a multiple of 2, the size of axis 'tp', got 7": (
         chained(("up", linear, LinearConfig(4, 7)), ("down", linear, LinearConfig(7, 4))),
         BOTH,
@@ -307,7 +306,7 @@ BAD = {
         ),
         BOTH,
     ),
-    "heads: ReshapeConfig: out_shape must be of a first size that 2 ranks can share out, got (3, 4)": (
+    "heads: ReshapeConfig: out_shape must be sizes of which the first is a multiple of 2, the number of ranks, got (3, 4)": (
         chained(
             ("up", linear, LinearConfig(4, 12)),
             ("heads", reshape, ReshapeConfig((12,), (3, 4))),
@@ -316,13 +315,12 @@ BAD = {
         ),
         BOTH,
     ),
-    "parallel: output 'wide' of step split must be of all features, behind a row layer, got shared out "
-    "along its 1. dimension from the "
-    "end": (
+    "parallel: output 'wide' of step split must be of all features: take it after a row layer, "
+    "got sharded along dim -1 over 'tp'": (
         ChainConfig(steps=(Step(*UP), Step("split", fork, ForkConfig(), gives=("wide",)), Step(*DOWN)), outputs=("wide",)),
         BOTH,
     ),
-    "parallel: y of inner must be shared out as that of its x, got shared out along its 1. dimension from the end": (
+    "parallel: y of inner must be sharded like its x, got sharded along dim -1 over 'tp'": (
         chained(("inner", skip, SkipConfig(linear, LinearConfig(4, 4)))),
         {"inner": "column"},
     ),
@@ -363,7 +361,7 @@ def test_other_axes():
     with pytest.raises(ValueError, match=r"^Mesh: axis must be one of dp, tp, got 'xp'"):
         dist.parallel(MLP, BOTH, Mesh.abstract({"dp": 1, "tp": 2}, 0), axis="xp")
     with pytest.raises(
-        ValueError, match=r"^parallel: rules must be with one for attn.mix, an attention over the tokens of all ranks"
+        ValueError, match=r"^parallel: rules must be with 'context' for attn.mix, an attention over the tokens of all ranks"
     ):
         dist.parallel(block_config(16, 4, 24), RULES, Mesh.abstract({"cp": 2, "tp": 2}, 0))
     cfg = chained(UP, ("mid", activation, ActivationConfig("silu")), DOWN)

@@ -18,7 +18,7 @@ from funcops.testing.tolerances import assert_close
 from funcops.trees import paths, tree_map_tensors
 
 
-def test_experts_are_those_of_one_process():
+def test_experts_equal_one_process():
     check_dist(dist.parallel_experts, parallel_experts((1, 2), 3, 3, 2, True), sizes=(1, 2, 4))
 
 
@@ -26,7 +26,7 @@ def test_experts_are_those_of_one_process():
 @pytest.mark.parametrize(
     "case", [((2,), 2, 3, 2, False), ((1, 2), 1, 3, 2, False, 1), ((0, 3), 2, 2, 2, True), ((1,), 8, 2, 3, False)]
 )
-def test_experts_are_those_of_one_process_however_they_are_chosen(case):
+def test_experts_equal_one_process_however_they_are_chosen(case):
     """All tokens to one, no tokens, every expert."""
     check_dist(dist.parallel_experts, parallel_experts(*case))
 
@@ -46,8 +46,8 @@ def backward(params, x, dy, cfg):
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_a_block_on_ranks_is_that_of_one_process(n):
-    """With rows of their own; gradients of what all ranks hold are sums over them, those of experts are whole."""
+def test_a_block_on_ranks_equals_one_process(n):
+    """Each rank has rows of its own; gradients of replicated params are sums over ranks, gradients of experts are whole."""
     params, x, dy = block()
     y, (grads, dx) = backward(params, x, dy, MIXTURE)
 
@@ -115,8 +115,8 @@ def test_dx_leaves_before_the_products_of_dw(monkeypatch):
     assert between.count("all to all") == 2 and "wait" not in between
 
 
-def test_beyond_capacity_a_rank_takes_no_more():
-    """Of 4 tokens a rank, all to experts of the first, two places: the last two get nothing, and no gradient."""
+def test_a_rank_takes_no_tokens_beyond_capacity():
+    """Each rank sends 4 tokens to the first rank, which has two slots for each: the last two get zeros, and no gradient."""
     of = experts.init(ExpertsConfig(4, 3, 2), key=random.key(0), dtype=torch.float64)
     tokens, weights = torch.randn(8, 3, dtype=torch.float64), torch.ones(8, 1, dtype=torch.float64)
     whole, _ = experts.fwd(of, (weights, tokens, torch.zeros(8, 1, dtype=torch.int32)), ExpertsConfig(4, 3, 2))
@@ -143,8 +143,8 @@ def test_specs_of_a_mixture_in_low_precision():
 def test_places_need_no_word_from_the_host():
     axis = dist.Mesh.abstract({"ep": 4}, 1)["ep"]
     indices = torch.rand(6, 8).argsort(-1)[:, :3].int()
-    assert check_capturable(lambda ids: _tokens.token_of(_tokens.places(ids, 8, None, axis), 24), indices) == []
-    place = _tokens.places(indices, 8, None, axis)
+    assert check_capturable(lambda ids: _tokens.token_of(_tokens.send_rows(ids, 8, None, axis), 24), indices) == []
+    place = _tokens.send_rows(indices, 8, None, axis)
     token = _tokens.token_of(place, 24)
     assert token.shape == (4 * 6,)
     for t, row in enumerate(indices.tolist()):

@@ -76,7 +76,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_a_network_would_not_tell_raises(fault):
+def test_mistakes_that_a_network_would_hide_raise(fault):
     error, said = FAULTS[fault]
     with pytest.raises(error, match=re.escape(said)):
         run_ranks({"dp": 2, "tp": 2}, lambda mesh: fault(mesh, torch.ones(2)))

@@ -49,7 +49,7 @@ BOTH = {"up": "column", "down": "row"}
 
 
 def given(rows, *sizes):
-    """Of a span within which codes of rows are tiled anew as columns would be quantised."""
+    """Values whose span lets codes by rows be tiled anew with the bits of quantising by columns."""
     draw = torch.Generator().manual_seed(rows)
     t = torch.rand(rows, *sizes, generator=draw, dtype=torch.float64) + 0.5
     return t * torch.randint(2, t.shape, generator=draw).mul(2).sub(1)
@@ -116,7 +116,7 @@ def test_ranks_have_the_codes_of_one_process(recipe, way):
 
 
 def bytes_gathered(cfg, params, x, dy):
-    """What a rank sends to be gathered in a step, by dtype."""
+    """The bytes that a rank sends to all-gathers in a step."""
 
     def step(params, x, dy):
         y, residuals = chain.fwd(params, x, cfg)
@@ -163,7 +163,7 @@ def test_a_recipe_before_or_after():
 
 
 def test_delayed_scaling_learns_of_all_ranks():
-    """The state after a step is that of one process, on all ranks, and in the place of amaxes sums of gradients say what is due."""
+    """After a step all ranks have the state of one process; reducing gradients that still hold amaxes raises, with the remedy."""
     recipe = Fp8Delayed(history=2)
     whole = chain.init(PLAIN, key=random.key(0), dtype=torch.float32)
     x = given(8, WIDTH).float()
@@ -176,7 +176,7 @@ def test_delayed_scaling_learns_of_all_ranks():
         y, residuals = chain.fwd(work, x, cfg)
         chain.bwd(residuals, x, cfg, into=into)
         if over:
-            with pytest.raises(TypeError, match=r"reduce_start: dparams\..*amaxes: take them out by split_amaxes first"):
+            with pytest.raises(TypeError, match=r"reduce_start: dparams\..*take amaxes out with split_amaxes first"):
                 dist.reduce_start(into, over)
         return recipe_update(state, dist.amaxes_over(split_amaxes(into)[1], over), recipe)
 
@@ -283,14 +283,11 @@ def test_a_recipe_that_the_ranks_do_not_take_raises_with_its_path():
                 with_recipe(cfg, MXFP8())
 
 
-def test_what_is_quantised_before_is_checked_before_anything_is_sent():
+def test_quantised_inputs_are_checked_before_anything_is_sent():
     cfg = dist.ColumnQLinearConfig(32, 32, Fp8Block(), axis=Mesh.abstract({"tp": 2}, 0)["tp"])
     assert len(tensors(dist.column_qlinear.init(cfg, key=random.key(0)))) == 2
     params = dist.column_qlinear.init(cfg, key=random.key(0))
-    for x, said in (
-        (torch.ones(2, 31), r"x must be \[\.\.\., 32\]"),
-        (torch.ones(32), "x must be .*of a first dimension to share out"),
-    ):
+    for x, said in ((torch.ones(2, 31), r"x must be \[\.\.\., 32\]"), (torch.ones(32), "x must be .*as its first dim is sharded")):
         with pytest.raises(ValueError, match=f"^column_qlinear_fwd: {said}"):
             dist.column_qlinear.fwd(params, x, cfg)
     with pytest.raises(ValueError, match=r"^column_qlinear_fwd: params.weight must be \[16, 32\], got \[32, 32\]"):

@@ -44,7 +44,7 @@ def test_parts_of_leaves_and_their_wholes(sizes):
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_gradients_are_summed_over_every_axis_that_a_spec_does_not_name(sizes):
-    """Of each rank's number the sum along those axes: what differs along them alone."""
+    """The sum over an axis is over the ranks that differ along that axis alone."""
     specs = {"a": Spec("tp"), "b.*": Spec("dp") if "dp" in sizes else Spec(), "c": Spec("tp", fsdp="dp" if "dp" in sizes else "")}
     tree = {"a": 1, "b": LinearParams(1, None), "c": 1, "d": 1}
 
@@ -76,23 +76,20 @@ def test_a_path_comes_before_globs_and_globs_in_their_order():
 
 
 class DTensor(torch.Tensor):
-    """As torch's, by its name."""
+    """A stand-in for torch's class, recognised by its name."""
 
 
 W, MESH = torch.ones(4, 6), Mesh.abstract({"dp": 2, "tp": 2}, 0)
 BAD = {
-    "shard: specs must be paths and globs that match leaves which no other does before (a.w), got 'b.*'": {"b.*": Spec()},
-    "shard: specs must be paths and globs that match leaves which no other does before (a.w), got 'a.*'": {
-        "*": Spec(),
-        "a.*": Spec(),
-    },
+    "shard: specs must be paths, or globs that are the first to match a leaf (a.w), got 'b.*'": {"b.*": Spec()},
+    "shard: specs must be paths, or globs that are the first to match a leaf (a.w), got 'a.*'": {"*": Spec(), "a.*": Spec()},
     "shard: specs['a.w'] must be of axes of the mesh (dp, tp), got 'cp'": {"a.w": Spec("cp")},
-    "shard: a.w must be of more than 2 dimensions (its spec shares out dimension 2), got [4, 6]": {"a.w": Spec("tp", 2)},
-    "shard: a.w must be of sizes along dimension 1 that axis 'tp' of 2 divides (3 is not), got [4, 6]": {
+    "shard: a.w must be of more than 2 dimensions (its spec shards dimension 2), got [4, 6]": {"a.w": Spec("tp", 2)},
+    "shard: a.w must be of sizes along dimension 1 that axis 'tp' of 2 divides (it does not divide 3), got [4, 6]": {
         "a.w": Spec("tp", 1, parts=(3, 3))
     },
     "shard: a.w must be of 5, the sum of its spec's parts, along dimension 0, got [4, 6]": {"a.w": Spec("tp", 0, parts=(2, 3))},
-    "shard: a.w must be of sizes along dimension 0 that axis 'dp' of 2 divides (1 is not), got [2, 6]": {
+    "shard: a.w must be of sizes along dimension 0 that axis 'dp' of 2 divides (it does not divide 1), got [2, 6]": {
         "a.w": Spec("tp", 0, fsdp="dp")
     },
 }

@@ -140,7 +140,7 @@ def test_narrow_dtypes(op, dtype):
         same_bits(ys[0], y, "y, of which all but one rank add zeros")
 
 
-def test_of_rows_only_four_floats_are_sent():
+def test_only_four_floats_a_row_are_sent():
     """And no tensor of all rows and classes, nor of more than a chunk of them, is made."""
     n, rows, width, classes, chunk = 4, 64, 8, 4096, 64 * 128 * 4
 
@@ -200,7 +200,7 @@ def bad_calls(tp):
         lambda: embed_fwd(embed, torch.tensor([0, 1, 2]), embedding_cfg),
     )
     yield (
-        "vocab_embedding_fwd: x must be [m, ...], of a first dimension to share out, got int64[]",
+        "vocab_embedding_fwd: x must be [m, ...], as its first dim is sharded, got int64[]",
         lambda: embed_fwd(embed, torch.tensor(0), embedding_cfg),
     )
     yield "vocab_embedding_fwd: x must be int64, got float32", lambda: embed_fwd(embed, torch.ones(2), embedding_cfg)
@@ -218,7 +218,7 @@ def bad_calls(tp):
         lambda: head_fwd(head, (torch.ones(2, 3), ids), linear_cfg),
     )
     yield (
-        "vocab_linear_cross_entropy_fwd: x.0 (x) must be [m, ..., 3], of a first dimension to share out, got float32[3]",
+        "vocab_linear_cross_entropy_fwd: x.0 (x) must be [m, ..., 3], as its first dim is sharded, got float32[3]",
         lambda: head_fwd(head, (torch.ones(3), ids[0]), linear_cfg),
     )
 
@@ -233,7 +233,7 @@ def test_bad_calls_raise_on_every_rank():
     run_ranks({"tp": 2}, run)
 
 
-def test_what_is_not_finite_reaches_all_ranks():
+def test_values_that_are_not_finite_reach_all_ranks():
     """A NaN that one rank has; classes of -inf, as padding is, all of them a rank's."""
 
     def run(mesh, x):
@@ -255,7 +255,7 @@ def test_what_is_not_finite_reaches_all_ranks():
 @pytest.mark.parametrize("shift", [0.0, -1e4])
 @pytest.mark.parametrize("n", [2, 4])
 def test_a_rank_whose_classes_are_all_masked(n, shift):
-    """As the end of a padded vocabulary is: it adds nothing to the sum, and has no gradient."""
+    """The end of a padded vocabulary adds nothing to the sum, and gets no gradient."""
     logits, labels = torch.randn(5, 8) + shift, torch.tensor([0, 1, 2, 3, 3])
     logits[:, 8 - 8 // n :] = float("-inf")
     plain = CrossEntropyConfig(z_loss=1e-4, reduction="none")
@@ -274,7 +274,7 @@ def test_a_rank_whose_classes_are_all_masked(n, shift):
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_parts_of_rows_by_triton(smoothing):
-    """Without a rank to talk to. A label that is no class makes NaN there, as in the plain op."""
+    """Without a rank to talk to. A label outside the classes makes NaN there, as in the plain op."""
     logits, labels = torch.randn(6, 10), torch.tensor([0, 9, 10, 19, -100, 20])
     for rank, expected in ((0, [0, 9, None, None, None]), (1, [None, None, 0, 9, None])):
         cfg = dist.VocabCrossEntropyConfig(axis_of(2, rank), label_smoothing=smoothing)
@@ -290,13 +290,13 @@ def test_parts_of_rows_by_triton(smoothing):
 
 
 def own_losses(parts, labels, cfg):
-    """Of this rank's classes alone."""
+    """Planted fault: the losses over this rank's classes alone."""
     highest, rest, picked = parts[:3]
     return rest + highest - picked, torch.stack((highest, rest), -1)
 
 
 WRONG = {
-    "ids of others": ("vocab_embedding", "places_of", lambda ids, size, axis, fill=0: (ids % size, torch.zeros_like(ids).bool())),
+    "ids of others": ("vocab_embedding", "own_rows_of", lambda ids, size, axis, fill=0: (ids % size, torch.zeros_like(ids).bool())),
     "losses of a rank": ("vocab_cross_entropy", "losses_of_rows", own_losses),
     "losses of a chunk": ("vocab_linear_cross_entropy", "losses_of_rows", own_losses),
 }

@@ -51,7 +51,7 @@ LAYERS, MICROBATCHES = 2, 4
 
 
 def model(width, mesh=None, axis="dp", also=(), **options):
-    """A residual stack and a loss; on a mesh its params are shared out."""
+    """A residual stack and a loss; on a mesh its params are sharded."""
     classes, inner = (32, 32) if width == EVEN else (5, 5)
     block = ChainConfig(
         steps=(
@@ -71,7 +71,7 @@ def model(width, mesh=None, axis="dp", also=(), **options):
 
 
 def test_a_model_with_ties_and_stacks_inside_of_chains():
-    """Of a tied pair each step gathers the shard, and the source gets the sum."""
+    """Each step of a tied pair gathers the shard, and the source gets the sum of the gradients."""
     stack = Step("stack", repeat, RepeatConfig(linear, LinearConfig(8, 8), times=3))
     inner = ChainConfig(steps=(stack, Step("norm", rms_norm, RMSNormConfig(8))))
     tied = ChainConfig(
@@ -103,8 +103,8 @@ def test_a_model_with_ties_and_stacks_inside_of_chains():
             assert a is b is None or torch.allclose(a, b, rtol=1e-5, atol=1e-6), path
 
 
-def test_outputs_of_shared_out_layers_and_of_a_step():
-    """Each rank has those of its own rows; the gradients, of dys for all of them, are summed; whole, in halves and added up."""
+def test_outputs_of_sharded_layers_and_of_a_step():
+    """Each rank has the outputs of its own rows; gradients, from dys of all outputs, are summed: whole, in halves, into sums."""
     layers = Step("layers", repeat, RepeatConfig(skip, SkipConfig(chain, routed(8)), times=3))
     end = Step("end", tally, TallyConfig(8), gives=("count", "size"))
     whole = ChainConfig(steps=(layers, end), outputs=("load", "loss", "logits", "count", "size"))
@@ -257,8 +257,8 @@ def test_halves_a_policy_and_another_dtype_give_the_same_gradients():
         run_ranks({"dp": 2}, lambda mesh, options=options: both(mesh, options))
 
 
-def test_what_has_no_gradient_keeps_its_bits_in_another_dtype():
-    """Of equal scores a router's bias chooses: in bfloat16 all of these would be 1."""
+def test_params_without_a_gradient_keep_their_bits_in_another_dtype():
+    """With equal scores a router's bias chooses; in bfloat16 every bias here would round to 1."""
     router = Step("route", route, RouteConfig(8, 2, score="sigmoid", bias=True), gives=("indices", "load", "loss"))
     plain = ChainConfig(steps=(router,), outputs=router.gives)
     bias, logits = 1 + 1e-4 * torch.arange(8.0), torch.zeros(3, 8, dtype=torch.bfloat16)
@@ -273,7 +273,7 @@ def test_what_has_no_gradient_keeps_its_bits_in_another_dtype():
     assert run_ranks({"dp": 2}, chosen) == [[[7, 6]] * 3] * 2
 
 
-def test_specs_say_what_zero_3_shares_out():
+def test_specs_name_what_zero_3_shards():
     whole = chain.init(model(EVEN), key=random.key(0))
 
     def step(mesh):
@@ -357,7 +357,7 @@ def test_no_more_than_two_layers_are_whole_at_a_time(monkeypatch):
 
 
 def test_sums_begin_before_the_backward_ends():
-    """As `done` of a schedule begins them at each stage's last weight gradient; and in a stack of ZeRO-3."""
+    """A schedule's `done` begins them at each stage's last weight gradient; a stack of ZeRO-3 begins them layer by layer."""
     mesh = Mesh.abstract({"dp": 4, "tp": 2}, 0)
     tp = mesh["tp"]
     stage = ChainConfig(

@@ -69,7 +69,7 @@ def steps(mesh):
 
 
 def sums(mesh):
-    """In buckets, ordered, whole and by shards; and of a stack whose params are shared out."""
+    """Sums in buckets, in order, whole and by shards, and the gradients of a stack whose params are sharded."""
     tp = mesh["tp"]
     grads = {"a": torch.arange(7.0) / 3 + mesh.rank, "b": [torch.ones(4, 2).bfloat16() / 3 * (1 + mesh.rank), None]}
     found = [dist.finish(dist.reduce_start(grads, tp, shard=shard, bucket_bytes=20)) for shard in (None, tp)]
@@ -97,7 +97,7 @@ def compiled_steps(mesh, backend, ways):
 
 
 def compiled_sums(mesh):
-    """What a step of training sends for its gradients, whole and by shards."""
+    """The collectives of a training step's gradients, whole and by shards, compiled."""
     tp = mesh["tp"]
     grads = (torch.arange(7.0) / 3 + mesh.rank, torch.ones(4, 2) * mesh.rank)
 
@@ -126,7 +126,7 @@ def disagreement(mesh):
 
 
 def checkpoint(mesh, folder):
-    """What two processes write they read again; the test reads it in one."""
+    """Two processes save and load; the test loads the files in one process."""
     tree, specs = {"w": torch.arange(24.0).reshape(4, 6), "b": torch.arange(6)}, {"w": dist.Spec("tp", 1, parts=(4, 2))}
     own = dist.shard(tree, specs, mesh)
     dist.save(own, folder, specs, mesh)

@@ -1,5 +1,5 @@
-"""Runs of examples/train_lm.py on several processes: `python four_ranks.py FOLDER < runs.json`. Each run is its name, how many
-processes it has, and its flags; those of one run after those of the one before. The exit codes of all are printed last."""
+"""Runs of examples/train_lm.py on several processes: `python four_ranks.py FOLDER < runs.json`. Each run is its name, its number
+of processes, and its flags; runs go one after another. All exit codes are printed last."""
 
 import functools
 import json
@@ -13,7 +13,7 @@ from programs import main_of
 
 
 def rank(number, count, port, flags):
-    """As torchrun starts it."""
+    """Run one rank with the variables that torchrun sets."""
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(count)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if ended := main_of("train_lm.py")(flags):

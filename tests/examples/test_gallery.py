@@ -81,7 +81,7 @@ def made_up(monkeypatch):
         monkeypatch.setitem(names, "load", lambda kind=names["Digits"]: kind(*drawn(200, 1), *drawn(40, 2)))
 
 
-def test_vit_reads_what_it_was_shown(made_up, tmp_path):
+def test_vit_learns_its_images(made_up, tmp_path):
     said = run("02_vit_digits.py", *"--steps 30 --batch 16 --layers 1".split(), "--plot", tmp_path / "plot.png")
     assert float(re.search(r"\((.*)%\)", said)[1]) > 80, said
     check_picture(tmp_path / "plot.png")

@@ -16,7 +16,7 @@ USER = "0F0,2F0,0F1,2F1,2I1,0B1,2I0,0I0,0W0,2W1,2W0\n1F0,3F0,1F1,3F1,3B1,1I1,3I0
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_bytes((ROOT / "funcops" / "contract" / "schema.py").read_bytes())
+    path.write_bytes((ROOT / "LICENSE").read_bytes())
     return path
 
 

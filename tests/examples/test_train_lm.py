@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_bytes((ROOT / "funcops" / "contract" / "schema.py").read_bytes() * 3)
+    path.write_bytes((ROOT / "LICENSE").read_bytes() * 5)
     return path
 
 
@@ -33,7 +33,7 @@ def test_trains_and_leaves_its_results(text, tmp_path):
 
 @pytest.fixture(scope="module")
 def fifty(text, tmp_path_factory):
-    """What 50 steps leave."""
+    """The losses of 50 steps."""
     folder = tmp_path_factory.mktemp("fifty")
     run(*TINY, "--text", text, "--steps", 50, "--out", folder)
     assert len(losses(folder)) == 50
@@ -96,7 +96,7 @@ RECIPES = ("fp8_block", "fp8_current", "fp8_delayed", "mxfp8", "nvfp4")
 
 
 @pytest.mark.slow
-def test_recipes_train_resume_and_say_what_they_round(text, tmp_path):
+def test_recipes_train_resume_and_print_what_they_round(text, tmp_path):
     """Losses near those without, with other bits; where a run goes on, the state of delayed scaling goes on."""
     sizes = *TINY, "--heads", 1, "--hidden", 64, "--text", text, "--steps", 6, "--sample", 2
     run(*sizes, "--out", tmp_path / "none")

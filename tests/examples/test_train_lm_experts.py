@@ -1,4 +1,4 @@
-"""train_lm.py with experts: a run is that of plain PyTorch, its bias moved by hand; what it says and leaves of their load."""
+"""train_lm.py with experts: a run equals plain PyTorch's, with the bias moved by hand; it prints and saves the experts' load."""
 
 import csv
 import math
@@ -28,7 +28,7 @@ TINY = """--dim 16 --layers 2 --heads 2 --hidden 6 --context 8 --batch 2 --lr 0.
 
 @pytest.fixture(scope="module")
 def corpus():
-    return load_corpus(ROOT / "funcops" / "contract" / "schema.py", context=8)
+    return load_corpus(ROOT / "LICENSE", context=8)
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def plain_model(args, params):
 
 
 @pytest.mark.parametrize("given", [(), ("--shared", 1, "--top-k", 1, "--delay-wgrad", "--policy", "minimal")], ids=str)
-def test_a_run_is_that_of_plain_pytorch_with_biases_moved_by_hand(given, corpus):
+def test_a_run_equals_plain_pytorch_with_biases_moved_by_hand(given, corpus):
     args, run = started(corpus, *given)
     model = plain_model(args, run.params)
     norms = [p for name, p in model.named_parameters() if name.endswith("norm.weight")]
@@ -95,7 +95,7 @@ def test_a_run_goes_on_with_its_biases_and_load(corpus, tmp_path):
             started(corpus, "--resume", *given, out=tmp_path)
 
 
-def test_load_is_said_written_and_drawn(corpus, tmp_path, capsys):
+def test_load_is_printed_saved_and_plotted(corpus, tmp_path, capsys):
     _, run = started(corpus, "--sample", 0, out=tmp_path)
     assert train_lm.loop(run)
     said = capsys.readouterr().out
@@ -117,7 +117,7 @@ def test_load_is_said_written_and_drawn(corpus, tmp_path, capsys):
         (["--balance", "inf"], "--balance: expected a finite number of at least 0, got inf"),
     ],
 )
-def test_what_does_not_go_with_experts_is_named(given, said, capsys):
+def test_flags_that_exclude_experts_are_named(given, said, capsys):
     with pytest.raises(SystemExit):
         flags.parse([*TINY, *given])
     assert said in capsys.readouterr().err

@@ -29,7 +29,7 @@ TRAIN, HELD_OUT = b"abcdefghijklm", b"nopqrstuvwxyz"
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """What is held out has no letter in common with what is trained on; 7 windows of it, in batches of 4, leave 3."""
+    """Held-out text shares no letter with training text; its 7 windows, in batches of 4, leave 3."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(letters, count):
@@ -63,7 +63,7 @@ def plain_model(args, params):
 
 
 def held_out_loss(model, corpus):
-    """Of every byte but the first of windows that do not overlap, each byte once."""
+    """The mean loss over every byte but each window's first; windows do not overlap."""
     starts = [round((59 - CONTEXT) * i // 6) for i in range(7)]
     rows = torch.stack([corpus.held_out[i : i + CONTEXT + 1] for i in starts]).long()
     with torch.no_grad():
@@ -100,7 +100,7 @@ FLAGS = [
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: " ".join(map(str, flags)) or "as it is")
-def test_a_run_is_that_of_plain_pytorch(flags, corpus):
+def test_a_run_equals_plain_pytorch(flags, corpus):
     args, run = started(corpus, "--eval-every", 4, *flags)
     model = plain_model(args, run.params)
     for i, (loss, val_loss, norm, rate) in enumerate(plain_rows(model, args, corpus)):
@@ -132,7 +132,7 @@ def test_every_step_has_a_batch_of_its_own(corpus):
 
 
 def test_a_sample_is_drawn_byte_by_byte_from_the_last_context(corpus, monkeypatch):
-    """By forwards of the whole, whose attention is a band, and of the byte whose interval of probabilities has the number drawn."""
+    """The reference runs whole forwards with banded attention, and takes the byte whose interval of probability holds the draw."""
     args, run = started(corpus, "--sample", 12, "--seed", 5)
     model, attention = plain_model(args, run.params), F.scaled_dot_product_attention
 
@@ -203,7 +203,7 @@ def test_a_run_goes_on_with_the_flags_that_it_began_with(flag, begun, corpus):
 
 
 @pytest.mark.parametrize("flag", [None, *FREE])
-def test_what_changes_no_number_may_change(flag, begun, corpus):
+def test_flags_that_change_no_number_may_change(flag, begun, corpus):
     given = [] if flag is None else [f"--{flag}"] if FREE[flag] is None else [f"--{flag}", FREE[flag]]
     _, resumed = started(corpus, "--resume", *given, out=begun)
     _, whole = started(corpus)
@@ -224,7 +224,7 @@ def test_every_flag_is_compared_or_known_to_change_no_number():
 
 
 def kept_bytes(run):
-    """Of storages that the caller does not hold anyway."""
+    """The bytes of residuals whose storages the caller does not hold anyway."""
     x, labels = run.batch()
     given = inputs(run.params, x, labels, run.s)
     _, residuals = run.s.op.fwd(run.params, given, run.s.model, needs=NEEDS)
@@ -236,8 +236,8 @@ def kept_bytes(run):
 
 
 @pytest.mark.parametrize("policy", ["save_all", "recompute_elementwise", "minimal"])
-def test_what_a_policy_is_said_to_keep_is_kept(policy, corpus, capsys):
-    """The figures that are printed are those of a step."""
+def test_printed_bytes_of_a_policy_are_kept_bytes(policy, corpus, capsys):
+    """The printed figures equal a step's bytes."""
     default = kept_bytes(started(corpus)[1])
     _, run = started(corpus, "--policy", policy)
     say_what_is_kept(run.params, *run.batch(), run.s, run.policy)

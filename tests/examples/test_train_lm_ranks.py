@@ -47,7 +47,7 @@ FIRST = ("tp-zero3", "cp-zero1", "ep-zero3")
 
 @pytest.mark.parametrize("name", [one if one in FIRST else pytest.param(one, marks=pytest.mark.slow) for one in THREADS])
 def test_losses_on_ranks_that_are_threads(name, text, tmp_path, monkeypatch):
-    """Of params in parts, of rows in parts, and of a held-out text whose windows the ranks do not share out evenly."""
+    """Params are sharded, rows are split, and the ranks get unequal numbers of held-out windows."""
     sizes, zero, more = THREADS[name]
     programs.main_of("train_lm.py")
     import train_lm
@@ -89,7 +89,7 @@ def test_losses_on_ranks_that_are_threads(name, text, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_recipe_on_ranks_that_are_threads(text, tmp_path):
-    """Losses are those of one process up to what rounding makes of sums in another order; all ranks have one state of scales."""
+    """Losses equal one process's up to the rounding of sums in another order; all ranks have the same state of scales."""
     programs.main_of("train_lm.py")
     import train_lm
     from lm.data import load_corpus
@@ -144,7 +144,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("flags", BAD)
-def test_what_does_not_fit_is_named_before_a_group_is_made(flags, monkeypatch):
+def test_a_mesh_that_does_not_fit_is_named_before_a_group_is_made(flags, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert BAD[flags] in programs.run("train_lm.py", *SIZES, *flags.split(), code=2)
     monkeypatch.setenv("RANK", "1")
@@ -180,7 +180,7 @@ def rows(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*MESHES, "moved"])
-def test_losses_are_those_of_one_process(name, runs):
+def test_losses_equal_one_process(name, runs):
     folder, said = runs
     want = rows(folder / "one")
     assert want.shape == (STEPS, 3) and want[-1, 0] < want[0, 0] - 0.5
@@ -192,7 +192,7 @@ def test_losses_are_those_of_one_process(name, runs):
 
 @pytest.mark.slow
 def test_experts_go_from_four_processes_to_one(runs):
-    """The first half on a mesh, the second from its checkpoint: losses, load and weights are those of one process."""
+    """The first half on a mesh, the second from its checkpoint: losses, load and weights equal one process's."""
     folder, said = runs
     torch.testing.assert_close(rows(folder / "moved experts"), rows(folder / "experts"), rtol=0, atol=1e-9)
     whole, moved = ((folder / name / "load.csv").read_text() for name in ("experts", "moved experts"))

@@ -1,4 +1,4 @@
-"""What makes x of a quantised linear layer quantises it, and siblings share it: by the bits of the calls one by one."""
+"""The kernel that makes the x of a quantised linear layer also quantises it, and siblings share the codes: the same bits."""
 
 import collections
 import dataclasses
@@ -97,7 +97,7 @@ def test_a_maker_and_its_reader_are_one(maker):
 
 
 def unfused(cfg):
-    """Of a chain and of its parallels."""
+    """The config with fusion off, in the chain and in its parallels."""
     steps = [dataclasses.replace(s, cfg=dataclasses.replace(s.cfg, fuse=False)) if s.op is parallel else s for s in cfg.steps]
     return dataclasses.replace(cfg, steps=tuple(steps), fuse=False)
 
@@ -166,7 +166,7 @@ def test_siblings_share_their_codes_beside_one_that_has_another_recipe_or_none(o
 
 @pytest.mark.parametrize(("made", "most"), [(False, 6), (True, 5)])
 def test_launches_of_a_quantised_linear(made, most, monkeypatch):
-    """Forward and backward of one with the step's working tree, but for those of a norm that makes its x, and quantises it."""
+    """Launches of its forward and backward with a step's working tree, without a norm's that makes and quantises its x."""
     up = Step("up", qlinear, QLinearConfig(512, 1024, Fp8Block(), bias=False))
     cfg = ChainConfig(steps=((Step("norm", rms_norm, RMSNormConfig(512)),) if made else ()) + (up,))
     params = quantize_params(chain.init(cfg, key=random.key(0), dtype=torch.float32), cfg)
@@ -193,8 +193,8 @@ def host_calls(fn):
 
 
 @pytest.mark.parametrize(("name", "most"), [("linear", 1.9), ("llama block", 1.5)])
-def test_host_work_of_what_is_quantised(name, most, monkeypatch):
-    """As `bench overhead` times it, of the same in bfloat16: no check of what cannot change, no walk over a tree."""
+def test_host_work_of_quantised_layers(name, most, monkeypatch):
+    """Host calls as `bench overhead` counts them, against bfloat16's: constants are not checked again, trees are not walked."""
     monkeypatch.setattr(interpreter.InterpretedFunction, "__getitem__", lambda kernel, grid: lambda *_, **__: None)
     with backend("triton"), gemm("triton"):
         plain, low = [host_calls(fn) for fn in low_precision_cases(name)]

@@ -223,7 +223,7 @@ def test_weights_of_queries_keys_and_values_get_one_product(monkeypatch):
 
 @pytest.mark.parametrize("frozen", ["linear_b_0", "linear_2"])
 @pytest.mark.parametrize("name", ["torch", "triton"])
-def test_what_is_frozen_in_a_branch_gets_no_gradient_and_keeps_nothing(monkeypatch, name, frozen):
+def test_a_frozen_branch_gets_no_gradient_and_keeps_nothing(monkeypatch, name, frozen):
     monkeypatch.setattr(rules, "FEW", 0)
     names = ["linear_b_0.weight", "linear_b_0.bias", "linear_2.weight"]
     asked = [f"{branch}.{n}" for branch in ("b0", "b1") for n in names if not n.startswith(frozen)]
@@ -236,7 +236,7 @@ def test_what_is_frozen_in_a_branch_gets_no_gradient_and_keeps_nothing(monkeypat
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
-def test_what_siblings_refuse_is_as_without_them(monkeypatch, name):
+def test_siblings_refuse_as_the_ops_alone(monkeypatch, name):
     monkeypatch.setattr(rules, "FEW", 0)
     cfg = side_by_side("linear_b heads linear")
 
@@ -247,7 +247,7 @@ def test_what_siblings_refuse_is_as_without_them(monkeypatch, name):
         LAWS["loud"](Case(op=parallel, cfg=cfg, x=x, reference=None, name="siblings"), torch.float32)
 
 
-def test_what_queries_keys_and_values_refuse_is_as_without_them():
+def test_queries_keys_and_values_refuse_as_the_ops_alone():
     def x(d):
         return WithExtras(d.randn(5, D), {"positions": torch.arange(5)})
 

@@ -27,7 +27,7 @@ def made(device="cpu", **options):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_every_size_gives_what_the_function_gives(device):
+def test_every_size_equals_the_function(device):
     cache, params = made(device)
     cache.warm(params, torch.zeros(1, 4, device=device))
     assert cache.report().sizes == (8, 4, 2) and cache.report().misses == 0, "largest first"

@@ -275,7 +275,7 @@ def test_several_outputs_of_which_some_are_unused():
         assert torch.equal(x.grad, torch.full_like(x, 3.0 - unused))
 
 
-def test_what_torch_checks_is_checked():
+def test_make_graphed_callables_checks_as_torch_does():
     hooked = made("torch.nn", "cpu")
     hooked[0].register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match="module must be without hooks"):
@@ -308,7 +308,7 @@ def test_a_gradient_is_differentiated_once(loss):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_no_autograd_node_of_a_parameter_is_of_the_capture(kind):
-    """A node that adds to `.grad` runs on the stream that it was made on: the capture's must not be those of later steps."""
+    """A node that adds to `.grad` runs on the stream that it was made on: later steps must not use the capture's nodes."""
     module = made(kind, "cpu")
     held = []
     capture = callables._capture

@@ -100,8 +100,8 @@ SAID = {
 
 
 @pytest.mark.parametrize(("kind", "text"), [(kind, text) for kind, texts in SAID.items() for text in texts])
-def test_what_is_raised_says_what_kind_of_fault_it_is(kind, text):
-    """Torch writes the name of the device in small letters, that of what makes it work in capitals."""
+def test_an_error_is_sorted_by_the_kind_of_fault(kind, text):
+    """Torch's messages write the device (cuda) in small letters and its library (CUDA) in capitals."""
 
     def raising(x, ids):
         raise RuntimeError(text)

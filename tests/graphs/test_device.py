@@ -1,4 +1,4 @@
-"""What the CUDA backend asks of torch.cuda, with a stand-in for torch.cuda: the calls, their order, and what a failure leaves."""
+"""The CUDA backend's calls of torch.cuda, recorded by a stand-in: which, in which order, and after a failure."""
 
 import contextlib
 import gc
@@ -109,7 +109,7 @@ class Cuda:
 
 
 class CudaError(RuntimeError):
-    """What a call that a capture forbids raises."""
+    """The error of a call that a capture forbids."""
 
 
 class Graph:
@@ -139,7 +139,7 @@ def test_capture_and_replay(monkeypatch):
     assert captured.kernels() == 2 and captured.raw_graph.keep_graph and backend.pool_bytes(pool) == 1536
 
 
-def test_graphs_of_a_pool_know_what_earlier_ones_wrote_over(monkeypatch):
+def test_graphs_of_a_pool_know_which_outputs_were_overwritten(monkeypatch):
     Cuda(monkeypatch)
     backend = DeviceBackend()
     pools = [backend.pool(), backend.pool()]
@@ -147,7 +147,7 @@ def test_graphs_of_a_pool_know_what_earlier_ones_wrote_over(monkeypatch):
         backend.capture(lambda: None, lambda result: [], pool, Options())[0] for pool in (pools[0],) * 3 + (pools[1],)
     )
     graphs = (first, second, third, alone)
-    assert [g.place.overwritten() for g in graphs] == [False] * 4
+    assert [g.entry.overwritten() for g in graphs] == [False] * 4
     for graph, want in [
         (third, (False, False, False, False)),
         (second, (False, False, True, False)),
@@ -157,11 +157,11 @@ def test_graphs_of_a_pool_know_what_earlier_ones_wrote_over(monkeypatch):
         (third, (False, False, False, False)),
     ]:
         graph.replay()
-        assert tuple(g.place.overwritten() for g in graphs) == want
+        assert tuple(g.entry.overwritten() for g in graphs) == want
     first.replay()
     second.reset()
     first.reset()
-    assert third.place.overwritten() and not first.place.overwritten(), "what a graph wrote over stays so when it is gone"
+    assert third.entry.overwritten() and not first.entry.overwritten(), "what a graph wrote over stays so when it is gone"
 
 
 def test_drawing_a_graph_warns_of_nothing(monkeypatch):
@@ -186,7 +186,7 @@ def test_everything_is_on_the_tensors_device(monkeypatch, device, stream):
     assert cuda.calls[-1] == ("replay", device) and cuda.device_now == 0 and cuda.stream_now == "main"
 
 
-def test_the_device_is_that_of_the_tensors():
+def test_the_device_comes_from_the_tensors():
     with FakeTensorMode():
         trees = {"a": torch.empty(2), "b": [torch.empty(2, device="cuda:1")]}
     assert graphs.backend_of(trees).device == torch.device("cuda", 1)
@@ -244,7 +244,7 @@ def test_a_graph_that_was_not_kept_cannot_be_drawn(monkeypatch):
         captured.dot("graph.dot")
 
 
-def test_what_the_kernels_of_a_graph_read_lives_as_long_as_the_graph(monkeypatch):
+def test_tensors_that_a_graph_reads_live_as_long_as_the_graph(monkeypatch):
     Cuda(monkeypatch)
 
     class Read:

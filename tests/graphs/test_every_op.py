@@ -1,5 +1,5 @@
-"""Every operator and combinator, in its first cases and those of outputs: nothing to complain of, and the same bits by graph,
-in any order of two slots."""
+"""Every operator and combinator, in its first cases and its cases with outputs: a check of capture finds no fault, and a graph
+gives the same bits, in any order of two slots."""
 
 import importlib.util
 from pathlib import Path

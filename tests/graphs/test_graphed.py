@@ -89,7 +89,7 @@ def test_wrong_inputs_are_named_before_anything_runs(given, error, text):
     assert torch.equal(y, x * 2), "the graph did not run"
 
 
-def test_values_that_are_no_tensors_are_baked_in():
+def test_values_other_than_tensors_are_baked_in():
     captured = graphed(lambda x, n, flag: x * n if flag else x, torch.ones(3), 2.0, True)
     assert torch.equal(captured(torch.ones(3), 2.0, True), torch.full((3,), 2.0))
     with pytest.raises(ValueError, match="graphed: input 1 must be 2.0, as when it was captured, got 3.0"):
@@ -111,7 +111,7 @@ def test_a_leaf_that_moved_raises(policy, device):
         captured(state.clone(), x)
 
 
-def test_only_what_is_donated_is_written_to():
+def test_only_donated_tensors_are_written():
     x = torch.ones(3)
     for policy in ("copy", "pinned"):
         with pytest.raises(
@@ -190,7 +190,7 @@ def test_a_failing_capture_leaves_nothing_behind(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_inputs_are_held_by_the_graph(device):
-    """Where torch offers to check that captured inputs still live, these cannot die."""
+    """Torch can check that captured inputs are still alive: these always are."""
     state = torch.ones(1000, device=device)
     address, storage = state.data_ptr(), torch.multiprocessing.reductions.StorageWeakRef(state.untyped_storage())
     captured = graphed(lambda state, x: state + x, state, torch.ones(1000, device=device), inputs={"0": "pinned"})

@@ -26,8 +26,8 @@ def add(a, b):
     "make", [one_f_one_b, zb_h1, zb_h2, lambda p, m: delay_w(one_f_one_b(p, m), p + 1)], ids=["1f1b", "zb_h1", "zb_h2", "delayed"]
 )
 def test_the_orders_of_schedules(make, ranks, device):
-    """What the first rank of a schedule does, with as many slots as it has microbatches in flight: of 1F1B and ZB-H1,
-    one to four."""
+    """The actions of a schedule's first rank, with as many slots as it has microbatches in flight: one to four in 1F1B and
+    ZB-H1."""
     params, _ = init(device)
     actions = make(ranks, 8).ranks[0]
     slots = most_in_flight(actions)
@@ -112,7 +112,7 @@ def test_every_wrong_order_raises():
         graph.bwd(residuals, dy)
 
 
-def test_wrong_inputs_raise_and_leave_the_slot_as_it_was():
+def test_wrong_inputs_raise_and_leave_the_slot_unchanged():
     graph, params, x, dy = small(1)
     with pytest.raises(ValueError, match=r"graphed linear_fwd: input 1 must be float32\[4, 3\], got float32\[2, 3\]"):
         graph.fwd(params, x[:2])
@@ -125,7 +125,7 @@ def test_wrong_inputs_raise_and_leave_the_slot_as_it_was():
         graph.fwd(moved, x)
 
 
-def test_what_is_written_to_in_flight_is_noticed():
+def test_a_write_in_flight_is_noticed():
     graph, params, x, dy = small(1, outputs="borrow")
     y, residuals = graph.fwd(params, x)
     params.weight.add_(1)

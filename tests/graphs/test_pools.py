@@ -76,7 +76,7 @@ class Run:
 
 
 def eager(params, device, calls=5):
-    """What (y, dparams, dx) of each batch must be."""
+    """The expected (y, dparams, dx) of each batch."""
     wants = []
     for i in range(calls):
         y, residuals = chain.fwd(params, batch(i, device), CFG)
@@ -161,7 +161,7 @@ def test_callables_in_any_order(given, delayed, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_what_is_borrowed_lives_for_as_many_calls_as_slots(slots, device):
+def test_borrowed_outputs_live_for_as_many_calls_as_slots(slots, device):
     def fn(x):
         h = (x * 3).softmax(-1)
         return {"y": h @ x.mT, "n": (h * 100).long(), "mask": h > 0.2}
@@ -240,7 +240,7 @@ def test_callables_in_a_shared_pool(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_is_borrowed_from_a_shared_pool_complains(device):
+def test_stale_borrowed_outputs_of_a_shared_pool_raise(device):
     x = torch.ones(3, device=device)
     first = graphed(lambda x: x * 2 + 1, x, outputs="borrow", debug=True)
     second = graphed(lambda x: x * 3 + 1, x, outputs="borrow", debug=True, pool=first)
@@ -257,7 +257,7 @@ def test_what_is_borrowed_from_a_shared_pool_complains(device):
     assert float(second(x).sum()) == 12
 
 
-def test_versions_count_what_earlier_graphs_of_a_pool_write_over():
+def test_versions_count_overwrites_by_earlier_graphs_of_a_pool():
     """So autograd, and residuals that hold what was borrowed, see it without `debug`, too."""
     pool, x, lent = None, torch.ones(3), []
     for i in range(3):
@@ -310,24 +310,24 @@ def test_a_timeline_knows_what_was_written_over():
         pass
 
     for seed in range(50):
-        draw, pool, places, spoilt = python_random.Random(seed), Pool(), [], set()
+        draw, pool, entries, spoilt = python_random.Random(seed), Pool(), [], set()
         for _ in range(60):
-            what = draw.choice("CRRRRD") if places else "C"
+            what = draw.choice("CRRRRD") if entries else "C"
             if what == "C":
-                places.append(timeline.Place(pool))
-                assert len(places[0].timeline.last) <= 2 * len(places)
+                entries.append(timeline.TimelineEntry(pool))
+                assert len(entries[0].timeline.last) <= 2 * len(entries)
                 continue
-            place = draw.choice(places)
+            entry = draw.choice(entries)
             if what == "R":
-                place.replayed()
-                spoilt = (spoilt | {one.order for one in places if one.order > place.order}) - {place.order}
+                entry.replayed()
+                spoilt = (spoilt | {one.order for one in entries if one.order > entry.order}) - {entry.order}
             else:
-                places.remove(place)
-                spoilt -= {place.order}
+                entries.remove(entry)
+                spoilt -= {entry.order}
                 if draw.random() < 0.5:
-                    place.leave()
-                del place
-            assert [one.overwritten() for one in places] == [one.order in spoilt for one in places]
+                    entry.leave()
+                del entry
+            assert [one.overwritten() for one in entries] == [one.order in spoilt for one in entries]
 
 
 def test_nothing_is_kept_of_a_pool_whose_graphs_are_gone():

@@ -44,7 +44,7 @@ def test_views_and_writes_in_place():
 
 
 def test_an_earlier_recordings_tensor_is_kept_for_a_later_one():
-    """As the tensors that autograd saves: no output of the first, and read by the second."""
+    """Tensors that autograd saves are like this: the first recording does not return it, the second reads it."""
     pool, x = Pool(), torch.ones(3)
     kept = {}
 
@@ -120,7 +120,7 @@ def test_a_replay_writes_over_what_later_recordings_of_its_pool_left():
         (lambda x: x + torch.rand(3, generator=torch.Generator()), "generator"),
     ],
 )
-def test_what_capture_would_refuse(fn, kind):
+def test_recording_raises_where_capture_would(fn, kind):
     with pytest.raises(CaptureError, match=f"{__file__}:.*{kind}"):
         recorded(fn, torch.ones(3))
     assert torch._C._len_torch_dispatch_stack() == 0

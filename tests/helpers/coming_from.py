@@ -26,7 +26,7 @@ class Row(NamedTuple):
 
 
 def rows(text: str) -> Iterator[Row]:
-    """Those of tables whose second column is "here"."""
+    """The rows of every table whose second column is "here"."""
     section, inside = "", False
     for line in text.splitlines():
         section = line.lstrip("# ") if line.startswith("#") else section
@@ -40,7 +40,7 @@ def rows(text: str) -> Iterator[Row]:
 
 
 def fault(row: Row) -> str | None:
-    """What a reader would stumble over: a name that is not here, an argument that it does not take, a reason that is not said."""
+    """The fault of a row, if any: an unknown name, an argument that the name does not take, a reason that is missing."""
     names = CODE.findall(row.here)
     if not row.theirs:
         return "names nothing"
@@ -57,7 +57,7 @@ def fault(row: Row) -> str | None:
 
 
 def found(node: ast.expr) -> Any:
-    """What an expression of funcops' names stands for. A config whose arguments are all given is made; of any other call, such as
+    """The value of an expression of funcops' names. A config whose arguments are all given is made; for any other call, such as
     one with `...`, the names of the arguments are looked up."""
     if not isinstance(node, ast.Call):
         return value_of(ast.unparse(node))

@@ -25,7 +25,7 @@ ONE = Mesh.abstract({"tp": 1}, 0)["tp"]
 
 
 def collective(op, config, x, y, shape, reference=lambda params, x, n: x * 1.0, **fields):
-    """Of a whole x of this shape."""
+    """A case of a collective on a whole x of this shape."""
     return DistCase(
         cfg=lambda axis: config(axis, **fields),
         x=lambda d: d.randn(*shape),
@@ -58,7 +58,7 @@ def collectives(rows, width, by, dim):
 
 
 def layer(name, rows, i, o, bias, sequence, overlap):
-    """column_linear or row_linear, beside itself without overlap; the sizes that are shared out are multiples of 8."""
+    """column_linear or row_linear, beside itself without overlap; sharded sizes are multiples of 8."""
     column = name == "column"
     i, o = (i, 8 * o) if column else (8 * i, o)
     made = functools.partial(LAYERS[name][1], i, o, bias=bias, sequence_parallel=sequence)
@@ -133,8 +133,8 @@ def low_layer(name, rows, i, o, sequence, keep):
     return dataclasses.replace(case, cfg=cfg("bulk"), twin=cfg("none"), reference=reference, name=f"{case.name}-{keep}")
 
 
-def shared_out(rows, i, o, bias, **options):
-    """A linear whose params are shared out; the ranks have rows of their own."""
+def row_split(rows, i, o, bias, **options):
+    """A linear whose params are sharded; each rank has rows of its own."""
     return DistCase(
         cfg=lambda axis: dist.ShardedConfig(linear, LinearConfig(i, 8 * o, bias=bias), axis=axis, **options),
         x=lambda d: d.randn(8 * rows, i),
@@ -233,7 +233,7 @@ def axis_of(n, rank=0):
 
 
 def context_attention(batch, t, s, heads, groups, size, causal, comm, scale=None, softcap=None):
-    """Of 16 t queries and 16 s keys; what is whole is as the ranks would gather it."""
+    """A case of 16 t queries and 16 s keys; whole tensors are in the order in which ranks would gather them."""
     s = t if causal else s
 
     def reference(params, x, n):
@@ -293,7 +293,7 @@ def parallel_experts(rows, choices, dim, hidden, bias, some=8, **options):
 
 
 def sent(weights, tokens, indices, count, n, capacity):
-    """What each rank gets of the tokens of all, in C places for those of each rank: weights, rows, indices, and the places."""
+    """Each rank's weights, rows and indices, with C slots for the tokens of each rank, and the slots of all tokens."""
     m, own = len(tokens) // n, count // n
     room = m if capacity is None else math.ceil(capacity * m)
     zeros = torch.zeros_like(weights[0]), torch.zeros_like(tokens[0]), torch.full_like(indices[0], own)
@@ -309,7 +309,7 @@ def sent(weights, tokens, indices, count, n, capacity):
 
 
 def dispatch(rows, choices, dim, capacity=None, some=9):
-    """Of 8 experts, of which the first `some` are chosen; the ninth is a choice that was dropped."""
+    """A case of 8 experts: tokens choose among the first `some`; a ninth is a choice that was dropped."""
 
     def x(d):
         indices = d.rand(8 * rows[0], *rows[1:], some).argsort(-1)[..., :choices].to(torch.int32)
@@ -363,7 +363,7 @@ def all_cases():
     for name, (op_of, _) in LOW.items():
         given = {"exempt": ("finite_differences",), "cancels": ("params.bias", "params.weight")}
         yield op_of(Fp8Current()), low_layer(name, (1, 2), 3, 2, True, "row"), given
-    yield dist.sharded, shared_out(1, 3, 2, True), {"cancels": ("params.bias", "params.weight")}
+    yield dist.sharded, row_split(1, 3, 2, True), {"cancels": ("params.bias", "params.weight")}
     padded = {"exempt": ("finite_differences",)}  # the padding's gradient is defined as 0, and is not the derivative
     yield dist.vocab_embedding, vocab_embedding((1, 3), 1, 3, True, True), {"free": ("x",), **padded}
     options = {"label_smoothing": 0.1, "z_loss": 0.01}

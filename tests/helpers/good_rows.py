@@ -1,4 +1,4 @@
-"""What a row of good arguments is, and the makers that rows of several rooms share."""
+"""`Row`, a row of good arguments, and the makers that rows of several rooms share."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ class Row(NamedTuple):
 ANY = "any tree is a tree, a leaf included"
 CFG = LinearConfig(4, 4)
 CHAIN = ChainConfig(steps=(Step("a", linear, CFG), Step("b", linear, LinearConfig(4, 4, bias=False))))
+META_KEY = {("key", "int64[2]"): "a key on the meta device gives keys and bits there"}
+ONE = (0,)
 NAME = {("name", "'no such'"): "any name", ("name", "''"): "any name"}
 
 
@@ -35,3 +37,15 @@ def chain_params() -> dict[str, Any]:
 
 def x() -> torch.Tensor:
     return torch.arange(8.0).reshape(2, 4)
+
+
+def tree() -> dict[str, Any]:
+    return {"a": torch.ones(2, 2), "b": None}
+
+
+def grads() -> dict[str, Any]:
+    return {"a": torch.full((2, 2), 0.5), "b": None}
+
+
+def doubled(tree: Any) -> Any:
+    return 2 * tree

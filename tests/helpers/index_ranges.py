@@ -1,6 +1,6 @@
 """Interval arithmetic over a compiled kernel's Triton IR: which addresses may have gone through 32 bits that do not hold them.
 
-Grid and arguments are those of a launch, so every program index, range and loop variable has known bounds. An interval that
+Grid and arguments come from a launch, so every program index, range and loop variable has known bounds. An interval that
 leaves 32 bits in a 32-bit operation, or a 32-bit value of unknown size, is `WRONG`; it matters only where it reaches an
 address. 64-bit values of unknown size (what a kernel loads) are `ANY`. What a kernel loads in 32 bits are numbers of rows or of
 experts: `MOST_ROWS` at most, as calls refuse more.

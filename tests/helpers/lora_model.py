@@ -56,7 +56,7 @@ def ours(rank: int = 3, alpha: float = 6.0, stacked: bool = False, dtype: Any = 
 
 
 def layered(cfg: Any, tree: Any) -> dict[str, torch.Tensor]:
-    """The leaves by path, those of stacked layers by layer."""
+    """The leaves by path; stacked layers are split by layer."""
     found = {path: t for path, t in paths(tree).items() if t is not None}
     if not cfg.steps[1].cfg.stacked:
         return found
@@ -70,7 +70,7 @@ def layered(cfg: Any, tree: Any) -> dict[str, torch.Tensor]:
 
 
 def peft_name(path: str) -> str:
-    """What PEFT's model calls a leaf of ours."""
+    """The name of one of our leaves in PEFT's model."""
     before, both, after = path.partition(".both.")
     if not both:
         return f"base_model.model.{plain_name(path)}"

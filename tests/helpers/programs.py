@@ -22,7 +22,7 @@ def main_of(program):
 
 
 def run(program, *flags, code=0):
-    """What the program says, on either stream, before it ends with `code`."""
+    """The output of a program, on either stream, which must end with `code`."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         try:

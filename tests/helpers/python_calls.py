@@ -1,4 +1,4 @@
-"""What a backward of a Llama block costs in Python: calls of this library's functions, files and depth.
+"""The cost in Python of a Llama block's backward: calls of this library's functions, files and depth.
 
 python tests/python_calls.py
 """
@@ -51,7 +51,7 @@ def counted(run: Callable[[], Any]) -> Count:
 
 
 def of_a_block(recompute: bool) -> Count:
-    """Of one backward of the block, which has run before."""
+    """The count of one backward of the block, after a first one."""
     cfg = block_config(64, 4, 96, recompute=recompute)
     params = chain.init(cfg, key=random.key(0))
     x = WithExtras(torch.randn(2, 16, 64), {"positions": torch.arange(16)})

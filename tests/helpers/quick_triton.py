@@ -69,12 +69,12 @@ def _interpreted(member):
 
 @functools.cache
 def _languages(function):
-    """Those of the two modules of the language that a function calls by."""
+    """The modules of the language (tl, tl.core) among a function's globals."""
     return frozenset(each for each in (tl, tl.core) if any(value is each for value in function.__globals__.values()))
 
 
 def _once(patch):
-    """What is replaced stays so: only a module that was not seen has more to replace."""
+    """Patch each module once and leave it patched, where the interpreter patches and restores for every call."""
     replaced, nothing = set(), interpreter._LangPatchScope()
 
     def patch_lang(function):
@@ -87,7 +87,7 @@ def _once(patch):
 
 
 def _halves(convert):
-    """Of float32 to bfloat16, cut off as the interpreter does, and back. Numbers below the normal ones go its way."""
+    """Convert float32 to bfloat16, truncated as the interpreter does, and back. Subnormal numbers go the interpreter's own way."""
 
     @functools.wraps(convert)
     def convert_float(input, input_dtype, output_dtype, rounding_mode):
@@ -102,7 +102,7 @@ def _halves(convert):
 
 
 def _by_name(find):
-    """Dtypes and blocks of them have names that tell them apart; a pointer's is that of what it points to."""
+    """Cache by name: dtypes and blocks have distinct names, and a pointer's is its element's."""
     known = {}
 
     def np_dtype(dtype):
@@ -125,7 +125,7 @@ def _unwrapped(unwrap):
 
 
 def _block_type(init):
-    """What a type of blocks checks and makes of its shape is made once for the shape; its name, where it is asked for."""
+    """Check a block's shape and derive its fields once for each shape; make its name only when it is read."""
     known = {}
 
     def block_type(self, element_ty, shape):

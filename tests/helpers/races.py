@@ -85,7 +85,7 @@ def memory_of(launched: Any) -> dict[str, Any]:
 
 
 def ttgir(launched: Any, target: str) -> str:
-    """As `launched.compile()` makes it, and no further."""
+    """The TTGIR of a launch, as `launched.compile()` makes it."""
     from triton._C.libtriton import ir
     from triton.compiler import ASTSource
     from triton.runtime.driver import driver

@@ -6,7 +6,7 @@ import torch
 
 
 def frequencies(cfg, device=None):
-    """Of the pairs [R/2], in float64, by the formulas of the papers."""
+    """The frequencies of the pairs [R/2], in float64, by the papers' formulas."""
     r, scaling = cfg.rotating, cfg.scaling
     if cfg.layout == "axial":
         return torch.cat([cfg.theta ** (-torch.arange(n, dtype=torch.float64, device=device) / n) for n in cfg.sections])

@@ -109,7 +109,7 @@ def tiny(name, dtype=torch.float32):
     and zeros."""
     kind, options = FAMILIES[name]
     options = options if kind == "gpt2" else {**BASE, **options}
-    made = transformers.AutoConfig.for_model(kind, **copy.deepcopy(options))  # which writes into those of rope
+    made = transformers.AutoConfig.for_model(kind, **copy.deepcopy(options))  # which writes into the options of rope
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.promote_types(dtype, torch.float32))  # of constants, such as what Gemma multiplies embeddings by
     try:

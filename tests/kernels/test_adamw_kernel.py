@@ -33,7 +33,7 @@ def updated(name, params, grads, steps, **options):
 
 
 def by_torch(params, grads, decay):
-    """What torch.optim.AdamW makes of them in float64, with its means."""
+    """The params and means of torch.optim.AdamW in float64."""
     params = [torch.nn.Parameter(p.double()) for p in params]
     groups = [{"params": [p], "weight_decay": 0.3 if d else 0.0} for p, d in zip(params, decay, strict=True)]
     optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.999))

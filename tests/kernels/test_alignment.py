@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tiers import drawn
-from tiny_samples import names, tiny
+from tiny_kernel_calls import names, tiny
 from torch import Tensor
 
 from funcops.backend import backend
@@ -37,14 +37,14 @@ def check(got, want, dtype):
 
 @pytest.mark.parametrize(("i", "dtype"), drawn(range(len(names())), DTYPES, names()))
 def test_every_kernel_at_odd_addresses(i, dtype):
-    """A sample has a move of its own in each dtype, and each of its kernel's samples others."""
+    """A call has a move of its own in each dtype, and each of its kernel's calls others."""
     by = (1, 3, 5)[(i // 3 + DTYPES.index(dtype)) % 3]
-    sample = tiny(dtype)[i]
-    dtype = sample.dtype or dtype
-    plain, args = moved(sample.args, 0), moved(sample.args, by)
-    want = sample.kernel.kernel.torch_impl(*plain)
+    call = tiny(dtype)[i]
+    dtype = call.dtype or dtype
+    plain, args = moved(call.args, 0), moved(call.args, by)
+    want = call.kernel.kernel.torch_impl(*plain)
     with backend("triton"):
-        got = sample.kernel(*args)
+        got = call.kernel(*args)
     check(got, want, dtype)
-    if sample.kernel.kernel.mutates:
+    if call.kernel.kernel.mutates:
         check(args, plain, dtype)

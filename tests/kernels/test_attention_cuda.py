@@ -1,5 +1,5 @@
-"""What attention asks of torch's CUDA kernels is what they take: their rules, from torch's sources, against every call; and
-numbers, with the CPU's kernel in their place."""
+"""Attention calls torch's CUDA kernels with arguments that they take: every call is checked against the rules of torch's
+sources; and numbers, with the CPU's kernel in place of CUDA's."""
 
 import random
 
@@ -77,7 +77,7 @@ def test_every_call_is_one_that_the_device_takes(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_logsumexp_of_rows_is_what_the_device_takes(dtype):
-    """As it is had by merging: of T rows, where a kernel wants groups of them."""
+    """Merging gives a logsumexp of T rows, where a kernel wants rows in groups."""
     for size in (64, 264):
         with FakeTensorMode(), Rules() as rules:
             q, lse = torch.empty(2, 33, 4, size, dtype=dtype, device="cuda"), torch.empty(2, 4, 33, device="cuda")
@@ -100,7 +100,7 @@ def stands_in(kernel):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_the_numbers_are_those_of_the_heads_as_they_came(dtype, monkeypatch):
+def test_numbers_do_not_depend_on_the_layout_of_heads(dtype, monkeypatch):
     for kernel in ("flash", "efficient"):
         monkeypatch.setitem(attention.WAYS, kernel, stands_in(kernel))
     torch.manual_seed(0)

@@ -123,7 +123,7 @@ def numbers(window):
 
 
 @pytest.mark.parametrize("name", ["window", "packed"])
-def test_what_cuda_is_asked_for_are_the_same_numbers(name, monkeypatch):
+def test_calls_for_cuda_give_the_same_numbers(name, monkeypatch):
     torch.manual_seed(0)
     dtype = torch.bfloat16
     for size in (64, 20):
@@ -146,7 +146,7 @@ def test_float64_takes_no_kernel_that_has_none():
 
 
 def test_sinks_take_the_rows_that_there_are(monkeypatch):
-    """Of a logsumexp that goes on with infinities, as memory-efficient attention leaves it."""
+    """Memory-efficient attention pads its logsumexp with infinities; the sinks ignore the padding."""
     x = tuple(torch.randn(1, 5, 2, 8, dtype=torch.float64) for _ in range(3))
     params, cfg = SinkAttentionParams(torch.randn(2).double()), SinkAttentionConfig(2, causal=True)
     want, kept = sink_attention.fwd(params, x, cfg)
@@ -241,7 +241,7 @@ def test_rows_that_a_bias_hides_are_zeros():
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_parts_of_a_row_are_merged_by_its_logsumexp(dtype):
-    """As a prompt in pieces: q after the first keys, over those and then its own."""
+    """A prompt in pieces: each piece of q attends to earlier keys and to its own."""
     q, k, v = (torch.randn(1, 9, 2, 8).to(dtype) for _ in range(3))
     want, _ = attention_fwd(None, (q, k, v), AttentionConfig(causal=True))
     got = torch.cat(

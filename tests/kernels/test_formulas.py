@@ -27,8 +27,8 @@ ELSEWHERE = {  # what holds the kernels that have no formula beside them: obviou
         "add_rms_norm_bwd",
         "add_layer_norm_fwd",
         "add_layer_norm_bwd",
-        "add_rms_norm_bwd_again",
-        "add_layer_norm_bwd_again",
+        "add_rms_norm_bwd_recompute",
+        "add_layer_norm_bwd_recompute",
         "dropout_add_rms_norm_fwd",
         "dropout_add_layer_norm_fwd",
     ),
@@ -43,7 +43,7 @@ ELSEWHERE = {  # what holds the kernels that have no formula beside them: obviou
         "row_sums",
         "sum_parts",
         "sum_two_parts",
-        "activation_bwd_again",
+        "activation_bwd_recompute",
         "embedding_fwd",
         "glu_fwd",
         "glu_pair_fwd",
@@ -244,7 +244,7 @@ def glu_bwd(d):
     return d.floats(*rows, width), d.floats(*rows, 2 * width), scales, d.choice(list(glu.GATES)), d.flag(), d.flag(), d.flag()
 
 
-def glu_bwd_again(d):
+def glu_bwd_recompute(d):
     dy, x, _, kind, first, *_ = glu_bwd(d)
     return d.owned(*dy.shape), x, kind, first
 
@@ -283,7 +283,7 @@ DRAW = {
         embedding_wgrad,
         embedding_wgrad_into,
         glu_bwd,
-        glu_bwd_again,
+        glu_bwd_recompute,
         clamped_swiglu_fwd,
         clamped_swiglu_bwd,
         softmax_fwd,
@@ -320,7 +320,7 @@ def compare(kernel, args, dtype):
 def run(name, dtype, times, monkeypatch):
     d = Draws(f"{name}{dtype}", dtype)
     for _ in range(times):
-        monkeypatch.setattr(norm, "FEW", d.choice((0, 50, 1 << 14)))
+        monkeypatch.setattr(norm, "FEW_FOR_MATMUL", d.choice((0, 50, 1 << 14)))
         monkeypatch.setattr(glu, "AT_ONCE", d.choice((1, 40, 1 << 15)))
         monkeypatch.setattr(glu, "VECTORS", d.choice((1, 4, 64)))
         compare(BODIES[name].kernel, DRAW[name](d), dtype)

@@ -56,7 +56,7 @@ def test_add_rms_norm(name, dtype, shape, centred):
         y, stream, rstd = add_norm.add_rms_norm_fwd(x, r, w, 1e-6, centred)
         dx, parts = add_norm.add_rms_norm_bwd(dy, ds, stream, w, rstd, centred, True, True)
         again = add_norm.add_rms_norm_bwd(dy, ds, stream, w, rstd, centred, True, True)
-        third, normed, _ = add_norm.add_rms_norm_bwd_again(dy, ds, stream, w, rstd, centred, False)
+        third, normed, _ = add_norm.add_rms_norm_bwd_recompute(dy, ds, stream, w, rstd, centred, False)
     assert torch.equal(stream, x + r) and torch.equal(third, dx)
     assert torch.equal(dx, again[0]) and torch.equal(parts, again[1])
     assert torch.equal(normed, y) if name == "triton" else normed.dtype is dtype
@@ -75,7 +75,7 @@ def test_add_layer_norm(name, dtype, shape, bias):
     with backend(name):
         y, stream, mean, rstd = add_norm.add_layer_norm_fwd(x, r, w, b if bias else None, 1e-5, False)
         dx, dw, db = add_norm.add_layer_norm_bwd(dy, ds, stream, w, mean, rstd, False, True, True, bias)
-        again = add_norm.add_layer_norm_bwd_again(dy, ds, stream, w, b if bias else None, mean, rstd, False, True, bias)
+        again = add_norm.add_layer_norm_bwd_recompute(dy, ds, stream, w, b if bias else None, mean, rstd, False, True, bias)
     assert torch.equal(stream, x + r) and (db is not None) == bias
     assert torch.equal(again[0], dx) and torch.equal(again[2], dw) and (again[3] is None or torch.equal(again[3], db))
     assert torch.equal(again[1], y) if name == "triton" else again[1].dtype is dtype
@@ -121,13 +121,13 @@ def test_bias_activation(name, dtype, shape, kind):
 
 
 @pytest.mark.parametrize(("kind", "shape"), large_ones_once(ACTIVATIONS, [(0, 8), (5, 3, 19)], (70, 1100)), ids=str)
-def test_activation_bwd_again_is_both_kernels(name, dtype, shape, kind):
+def test_activation_bwd_recompute_is_both_kernels(name, dtype, shape, kind):
     x, dy = strided(draw(*shape, dtype=dtype)), draw(*shape, dtype=dtype, seed=1)
     with backend(name):
         want, y = bias_activation.bias_activation_bwd(dy, x, None, kind, True), activation_fwd(x, kind)
         for db in (True, False):
             again = dy.clone()
-            dz, parts = bias_activation.activation_bwd_again(again, x, kind, db)
+            dz, parts = bias_activation.activation_bwd_recompute(again, x, kind, db)
             assert torch.equal(dz, want[0]) and (torch.equal(parts, want[1]) if db else parts is None)
             assert torch.equal(again, y) if name == "triton" else again.dtype is dtype
             assert_close(again, y, dtype=dtype)
@@ -246,12 +246,12 @@ def test_a_pair_is_turned_as_each(name, dtype, heads, half):
     large_ones_once(["swiglu", "geglu_tanh", "glu", "quick_geglu"], [(0, 8), (1, 2), (33, 6), (2, 3, 70), (2, 4100)], (2, 70000)),
     ids=str,
 )
-def test_glu_bwd_again_is_both_kernels(name, dtype, shape, kind):
+def test_glu_bwd_recompute_is_both_kernels(name, dtype, shape, kind):
     first = kind in ("swiglu", "glu")  # which half is activated is an address
     x = strided(draw(*shape, dtype=dtype))
     dy = draw(*shape[:-1], shape[-1] // 2, dtype=dtype, seed=1)
     with backend(name):
         want_y, (want_dx, _) = glu.glu_fwd(x, None, kind, first), glu.glu_bwd(dy, x, None, kind, first, True, False)
         y = dy.clone()
-        dx = glu.glu_bwd_again(y, x, kind, first)
+        dx = glu.glu_bwd_recompute(y, x, kind, first)
     assert torch.equal(dx, want_dx) and torch.equal(y, want_y)

@@ -168,7 +168,7 @@ def test_row_sums_are_shared_among_tiles(kernel, splits, shares, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["", *ACTIVATIONS])
 def test_a_product_is_the_librarys_and_its_epilogue_ours(kind, dtype, monkeypatch):
-    """By `gemm`; and what is given may ask for gradients."""
+    """`gemm` chooses the product; arguments may require grad."""
     x, w, z, residual = (draw(*s, dtype=dtype, seed=i) for i, s in enumerate([(5, 24), (40, 24), (5, 24), (5, 40)]))
     b, dy, wide = draw(40, dtype=dtype), draw(5, 40, dtype=dtype), [torch.ones(s) for s in [(5, 24), (40, 24), (40,)]]
     w.requires_grad_()
@@ -196,7 +196,7 @@ def test_a_product_is_the_librarys_and_its_epilogue_ours(kind, dtype, monkeypatc
 @pytest.mark.parametrize("provider", ["auto", "cublas", "triton"])
 @pytest.mark.parametrize("rows", [5, 0])
 def test_every_argument_may_ask_for_gradients(rows, provider, monkeypatch):
-    """By torch's sums of rows and by ours."""
+    """Sums of rows are torch's or ours."""
     shapes = [(rows, 24), (40, 24), (rows, 40), (40,), (rows, 24), (rows, 40)]
     given = [draw(*shape, dtype=torch.float32, seed=i) for i, shape in enumerate(shapes)]
 
@@ -222,7 +222,7 @@ def test_every_argument_may_ask_for_gradients(rows, provider, monkeypatch):
 
 
 def test_ours_is_taken_where_another_tensor_is_added(monkeypatch):
-    """As the table says: by tensor descriptors, where there are any, and of 16 bits."""
+    """The table says which: ours needs tensor descriptors, and 16-bit dtypes."""
     monkeypatch.setattr(products, "device_has_descriptors", lambda: True)
 
     def empty(*shape, dtype=torch.bfloat16):
@@ -359,7 +359,7 @@ def switches():
 
 
 def test_float32_products_are_exact_unless_torch_is_told_otherwise(switches):
-    """By every switch, and two after another: as cuBLAS reads them."""
+    """Every switch, and every two in turn, has the effect that it has on cuBLAS."""
     assert products.precision(torch.float32) == "ieee"
     for first, second, on, then in itertools.product(SWITCHES, SWITCHES, (False, True), (False, True)):
         SWITCHES[first](on)

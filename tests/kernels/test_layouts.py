@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import funcops.kernels
-from benchmarks.samples import Maker, Sample, samples
+from benchmarks.kernel_calls import KernelCall, Maker, kernel_calls
 from funcops.backend import backend
 from funcops.kernels import attention, bmm, embedding, grouped_quantize, latent_split, linear, rope, routing
 from funcops.kernels.grouped import group_of
@@ -25,7 +25,7 @@ from funcops.trees import tensors, tree_map, tree_map_tensors
 pytest.importorskip("triton")
 EXPANSIONS = {"expanded_rows": functools.partial(expanded, dim=0), "expanded_columns": functools.partial(expanded, dim=-1)}
 WAYS = LAYOUTS | EXPANSIONS
-FEW = 4  # of an optimiser's tensors
+FEW_TENSORS = 4  # of an optimiser's tensors
 
 
 class Single(Maker):
@@ -43,70 +43,70 @@ class Narrow(Maker):
 
 
 def library_calls(make):
-    """Of the kernels that are torch's own on every device, and of those that another sample's launch covers."""
+    """Calls of kernels that are torch's own on every device, and of kernels that another call's launch covers."""
     tokens = 5
-    yield Sample(linear.linear_bwd, "", (make.floats(2, tokens, 8), make.floats(2, tokens, 4), make.floats(8, 4), True))
+    yield KernelCall(linear.linear_bwd, "", (make.floats(2, tokens, 8), make.floats(2, tokens, 4), make.floats(8, 4), True))
     q, k, v, dy = (make.floats(2, tokens, heads, 8) for heads in (4, 2, 2, 4))
     for causal in (True, False):
         out, lse = attention.attention_fwd(q, k, v, causal, 0.3)
-        yield Sample(attention.attention_fwd, "", (q, k, v, causal, 0.3))
-        yield Sample(attention.attention_bwd, "", (dy, q, k, v, out, lse, causal, 0.3))
+        yield KernelCall(attention.attention_fwd, "", (q, k, v, causal, 0.3))
+        yield KernelCall(attention.attention_bwd, "", (dy, q, k, v, out, lse, causal, 0.3))
     ids = make.ids(3, tokens, below=16)
-    yield Sample(embedding.embedding_fwd, "", (make.floats(16, 8), ids))
-    yield Sample(routing.sort_by_expert, "", (ids.to(torch.int32), 16))
+    yield KernelCall(embedding.embedding_fwd, "", (make.floats(16, 8), ids))
+    yield KernelCall(routing.sort_by_expert, "", (ids.to(torch.int32), 16))
     own = make.floats(2, tokens, 3, 4)
-    yield Sample(latent_split.join_heads, "", (make.floats(2, tokens, 1, 8), own))
-    yield Sample(latent_split.join_values, "", (own, make.floats(2, tokens, 3, 8)))
-    yield Sample(latent_split.sum_heads, "", (own,))
+    yield KernelCall(latent_split.join_heads, "", (make.floats(2, tokens, 1, 8), own))
+    yield KernelCall(latent_split.join_values, "", (own, make.floats(2, tokens, 3, 8)))
+    yield KernelCall(latent_split.sum_heads, "", (own,))
     a, b = make.floats(2, 3, 4), make.floats(2, 4, 5)
     y = make.floats(2, 3, 5)
     for transposed in (False, True):
         right = make.floats(2, 5, 4) if transposed else b
-        yield Sample(bmm.bmm_fwd, "", (a, right, transposed))
-        yield Sample(bmm.bmm_bwd_left, "", (y, right, transposed))
-        yield Sample(bmm.bmm_bwd_right, "", (y, a, transposed))
+        yield KernelCall(bmm.bmm_fwd, "", (a, right, transposed))
+        yield KernelCall(bmm.bmm_bwd_left, "", (y, right, transposed))
+        yield KernelCall(bmm.bmm_bwd_right, "", (y, a, transposed))
     yield from calls_of_groups(make)
-    yield Sample(rope.rope_table, "", (make.floats(3, tokens, 2, dtype=torch.float32), 1.5, True))
+    yield KernelCall(rope.rope_table, "", (make.floats(3, tokens, 2, dtype=torch.float32), 1.5, True))
 
 
 def calls_of_groups(make):
-    """Of quantisers of 3 groups: of 5, none and 16 of 23 rows, laid out in blocks of 16."""
+    """Calls of quantisers of 3 groups, with 5, 0 and 16 of 23 rows, laid out in blocks of 16."""
     offsets, starts = torch.tensor([[0, 5, 5, 21], [0, 16, 16, 32]], dtype=torch.int32)
     rows, aligned = 23, grouped_quantize.aligned_count(23, 3, 16)
-    yield Sample(grouped_quantize.aligned_starts, "", (offsets, 16))
-    yield Sample(grouped_quantize.aligned_source, "", (offsets, starts, rows, aligned))
+    yield KernelCall(grouped_quantize.aligned_starts, "", (offsets, 16))
+    yield KernelCall(grouped_quantize.aligned_source, "", (offsets, starts, rows, aligned))
     x, group = make.floats(rows, 8), group_of(offsets, rows)
-    yield Sample(grouped_quantize.taken, "", (x, grouped_quantize.aligned_source(offsets, starts, rows, aligned)))
-    yield Sample(grouped_quantize.group_amax, "", (x, group, 3, False))
-    yield Sample(grouped_quantize.group_amax, "", (make.floats(aligned, 8), group_of(starts, aligned), 3, True))
+    yield KernelCall(grouped_quantize.taken, "", (x, grouped_quantize.aligned_source(offsets, starts, rows, aligned)))
+    yield KernelCall(grouped_quantize.group_amax, "", (x, group, 3, False))
+    yield KernelCall(grouped_quantize.group_amax, "", (make.floats(aligned, 8), group_of(starts, aligned), 3, True))
     keys, across, down = torch.arange(6).view(3, 2) + 7, torch.ones(3, dtype=torch.int64), torch.full((3,), 8)
-    yield Sample(grouped_quantize.random_words, "", (keys, group, offsets[:3].long(), across, down, 8))
+    yield KernelCall(grouped_quantize.random_words, "", (keys, group, offsets[:3].long(), across, down, 8))
 
 
-def shape_class(sample):
-    """What tells one call of a kernel from another but for values."""
-    return sample.name, str(tree_map(lambda a: tuple(a.shape) if isinstance(a, Tensor) else a, sample.args))
+def shape_class(call):
+    """The call's kernel, shapes and other arguments: all that tells it from another call, except values."""
+    return call.name, str(tree_map(lambda a: tuple(a.shape) if isinstance(a, Tensor) else a, call.args))
 
 
 @functools.cache
 def calls(maker, dtype):
-    """By kernel."""
+    """The calls by kernel."""
     torch.manual_seed(0)
     make, found = maker("cpu", dtype, shrink=4096), {}
-    for sample in {shape_class(s): s for s in (*samples(make), *library_calls(make))}.values():
-        few = tuple(a[:FEW] if isinstance(a, list) else a for a in sample.args)
-        sample = dataclasses.replace(sample, args=few)
-        found.setdefault(sample.name, []).append(sample)
+    for call in {shape_class(s): s for s in (*kernel_calls(make), *library_calls(make))}.values():
+        few = tuple(a[:FEW_TENSORS] if isinstance(a, list) else a for a in call.args)
+        call = dataclasses.replace(call, args=few)
+        found.setdefault(call.name, []).append(call)
     return found
 
 
 KERNELS = calls(Maker, torch.float32)
 
 
-def laid_out(sample, change):
-    """The arguments, `change(i, t)` of each tensor t that is only read. Labels, places, the angles of a rotation, and the
-    ends of sequences are no values that may be anything."""
-    kept, count = sample.kernel.kernel.mutates, itertools.count()
+def laid_out(call, change):
+    """The arguments, with `change(i, t)` for each tensor t that is only read. Labels, places, angles of a rotation and ends of
+    sequences stay as they are: not any value is valid there."""
+    kept, count = call.kernel.kernel.mutates, itertools.count()
 
     def one(t, name):
         way = change(next(count), t)
@@ -114,7 +114,7 @@ def laid_out(sample, change):
 
     return tuple(
         tree_map_tensors(torch.clone, a) if name in kept else tree_map_tensors(lambda t, name=name: one(t, name), a)
-        for name, a in sample.named.items()
+        for name, a in call.named.items()
     )
 
 
@@ -122,23 +122,23 @@ def contiguous(tree):
     return tree_map_tensors(lambda t: t.clone(memory_format=torch.contiguous_format), tree)
 
 
-def check(sample, change, dtype, implementation):
+def check(call, change, dtype, implementation):
     """The right values, whatever fresh memory holds, and nothing written to but what is declared. Partial sums, whose number is an
     implementation's own, are compared by their sum."""
-    kernel, dtype = sample.kernel.kernel, sample.dtype or dtype
-    args = laid_out(sample, change)
+    kernel, dtype = call.kernel.kernel, call.dtype or dtype
+    args = laid_out(call, change)
     wanted_args, before = contiguous(args), contiguous(args)
     want = kernel.torch_impl(*wanted_args)
-    if sample.kernel.__wrapped__.__module__.endswith(".quantize_after"):  # where y differs in its last bit, so may a code or scale
+    if call.kernel.__wrapped__.__module__.endswith(".quantize_after"):  # where y differs in its last bit, so may a code or scale
         with backend(implementation):
-            want = sample.kernel(*contiguous(args))
+            want = call.kernel(*contiguous(args))
     with poisoned_empties(), backend(implementation):
-        got = sample.kernel(*args)
+        got = call.kernel(*args)
     for g, w in zip(tensors(got), tensors(want), strict=True):
         g, w = (g, w) if g.shape == w.shape else (g.sum(0), w.sum(0))
-        assert_close(g, w, dtype=dtype, what=sample.name)
-    for name, a, w, b in zip(sample.named, args, wanted_args, before, strict=True):
-        assert_close(tensors(a), tensors(w if name in kernel.mutates else b), dtype=dtype, what=f"{name} of {sample.name}")
+        assert_close(g, w, dtype=dtype, what=call.name)
+    for name, a, w, b in zip(call.named, args, wanted_args, before, strict=True):
+        assert_close(tensors(a), tensors(w if name in kernel.mutates else b), dtype=dtype, what=f"{name} of {call.name}")
 
 
 def same(way):
@@ -164,8 +164,8 @@ def test_every_kernel_has_calls():
 def test_torch_kernels(name):
     ways = [(maker, same(way)) for maker in (Single, Narrow) for way in WAYS.values()] + [(Maker, mixed(turn)) for turn in (0, 3)]
     for maker, way in ways:
-        for sample in calls(maker, torch.float32)[name]:
-            check(sample, way, torch.float32, "torch")
+        for call in calls(maker, torch.float32)[name]:
+            check(call, way, torch.float32, "torch")
 
 
 def with_triton(of):
@@ -174,8 +174,8 @@ def with_triton(of):
 
 @pytest.mark.parametrize("name", with_triton(KERNELS))
 def test_triton_kernels(name):
-    for turn, sample in itertools.product((0, 1), calls(Narrow, torch.float32)[name][:3]):
-        check(sample, mixed(turn), torch.float32, "triton")
+    for turn, call in itertools.product((0, 1), calls(Narrow, torch.float32)[name][:3]):
+        check(call, mixed(turn), torch.float32, "triton")
 
 
 @pytest.mark.slow
@@ -183,27 +183,27 @@ def test_triton_kernels(name):
 def test_every_call_in_every_way(i):
     name, dtype = with_triton(KERNELS)[i], (torch.float32, torch.bfloat16)[i % 2]
     for maker in (Maker, Single, Narrow):
-        for sample in calls(maker, dtype)[name]:
+        for call in calls(maker, dtype)[name]:
             for turn in range(len(WAYS)):
-                check(sample, mixed(turn), dtype, "torch")
+                check(call, mixed(turn), dtype, "torch")
             for turn in (0, 3):
-                check(sample, mixed(turn), dtype, "triton")
-            check(sample, same(WAYS["column_major"]), dtype, "triton")
+                check(call, mixed(turn), dtype, "triton")
+            check(call, same(WAYS["column_major"]), dtype, "triton")
 
 
 @pytest.mark.parametrize("name", [name for name in with_triton(KERNELS) if not KERNELS[name][0].kernel.kernel.mutates])
 def test_a_compiler_is_told_the_strides_of_results(name):
     """It lays out what follows by the fake. Strides of dimensions of size 1 mean nothing."""
-    for sample, turn in itertools.product((calls(m, torch.float32)[name][0] for m in (Single, Narrow)), (0, 3)):
-        args = laid_out(sample, mixed(turn))
+    for call, turn in itertools.product((calls(m, torch.float32)[name][0] for m in (Single, Narrow)), (0, 3)):
+        args = laid_out(call, mixed(turn))
         with FakeTensorMode() as mode:
-            faked = sample.kernel.kernel.operator()(*tree_map_tensors(mode.from_tensor, args))
-        for fake, real in zip(tensors(faked), tensors(sample.kernel.kernel.triton_impl(*args)), strict=True):
+            faked = call.kernel.kernel.operator()(*tree_map_tensors(mode.from_tensor, args))
+        for fake, real in zip(tensors(faked), tensors(call.kernel.kernel.triton_impl(*args)), strict=True):
             assert (fake.shape, fake.dtype) == (real.shape, real.dtype)
-            assert fake.is_contiguous() and real.is_contiguous(), sample.shape
+            assert fake.is_contiguous() and real.is_contiguous(), call.shape
 
 
-def test_poisoned_memory_says_nothing_of_operators_that_have_no_fixed_order():
+def test_poisoned_memory_allows_operators_without_a_fixed_order():
     """Warnings are errors here, and on CUDA attention and cuBLAS warn where deterministic algorithms are asked for."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -219,7 +219,7 @@ def test_poisoned_memory_says_nothing_of_operators_that_have_no_fixed_order():
 
 @pytest.mark.parametrize("warns", [False, True])
 def test_poisoned_memory_leaves_a_fixed_order_fixed(warns):
-    """Where only a warning is asked for, torch's attention on CUDA adds in any order again."""
+    """With warn_only, torch's attention on CUDA may add in any order."""
     try:
         torch.use_deterministic_algorithms(True, warn_only=warns)
         with poisoned_empties():

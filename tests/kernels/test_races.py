@@ -19,7 +19,7 @@ from races import memory_of, races, ttgir
 from funcops.backend import backend
 from funcops.backend.aot import TARGETS, config_of, name_of, stubbed
 from funcops.backend.launch import planned_launches
-from benchmarks.samples import Maker, samples
+from benchmarks.kernel_calls import Maker, kernel_calls
 
 class Odd(Maker):
     def sizes(self, *sizes):
@@ -27,8 +27,8 @@ class Odd(Maker):
 
 draw = random.Random(int(sys.argv[1]))
 with stubbed(TARGETS["sm_90"].gpu), planned_launches() as launches, backend("triton"):
-    for sample in samples(Odd("meta", torch.bfloat16)):
-        sample.kernel(*sample.args)
+    for call in kernel_calls(Odd("meta", torch.bfloat16)):
+        call.kernel(*call.args)
 launches = draw.sample(list(launches), len(launches))
 each = {name_of(launched.kernel): launched for launched in launches}
 written = [one for one in launches if "ADD=True" in config_of(one) and "forward_long" in name_of(one.kernel)]
@@ -78,7 +78,7 @@ TEXT = """
         ({"tt.store %e, %v : tensor<8x!tt.ptr<bf16>, #two>": "tt.store %x_ptr, %v : !tt.ptr<bf16>"}, {}, 1),  # one thread's, of all
     ],
 )
-def test_what_counts_as_a_race(change, same, count):
+def test_races_and_their_absence(change, same, count):
     text = TEXT
     for old, new in ({"READ": "b", "LAYOUT": "one", "BETWEEN": ""} | change).items():
         text = text.replace(old, new)

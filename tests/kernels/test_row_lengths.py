@@ -27,14 +27,14 @@ def floats(*shape, dtype=torch.float32):
 
 
 def lengths(rng):
-    """Of rows: short, odd, about a block, about a multiple of 16 bytes."""
+    """A drawn length of rows: short, odd, about a block, about a multiple of 16 bytes."""
     return rng.choice(
         [rng.randint(1, 19), rng.randint(20, 700), 4096 + rng.randint(-9, 9), 8 * rng.randint(1, 300) + rng.choice([0, 4])]
     )
 
 
 def both(kernel, *args):
-    """What a kernel gives, in memory where what nobody writes shows, and what its body gives."""
+    """Results of a kernel, in memory where unwritten values show, and of its body."""
     with backend("triton"), poisoned_empties():
         got = kernel(*args)
     return got, kernel.kernel.torch_impl(*args)
@@ -107,7 +107,7 @@ def test_odd_rows_of_norms_share_programs(dtype, monkeypatch):
         again = add_norm.add_layer_norm_fwd(x, residual, w, b, 1e-5, False)
     assert all(torch.equal(*pair) for pair in zip(got, again, strict=True))
     args = dy, ds, want[1], w, b, *want[2:], False, True, True
-    (dx, y, *parts), (want_dx, _, *totals) = both(add_norm.add_layer_norm_bwd_again, *args)
+    (dx, y, *parts), (want_dx, _, *totals) = both(add_norm.add_layer_norm_bwd_recompute, *args)
     assert_close((dx, y), (want_dx, want[0]), dtype=dtype, length=width)
     sums, total = both(norm.row_sums, dy)
     for part, whole in zip([*parts, sums], [*totals, total], strict=True):
@@ -119,7 +119,7 @@ def test_odd_rows_of_norms_share_programs(dtype, monkeypatch):
 
 
 def test_parts_are_read_no_further_than_their_memory():
-    """Of rows in memory that ends with the last of them nothing beyond is read; where there is room, what lies there is no part."""
+    """Nothing is read beyond memory that ends with the last row; if there is room, its content is ignored."""
     for width in (5, 333):
         whole = launches.room(torch.empty(1, width), 3, True)
         assert launches.rows_of(whole) == ((whole,), whole.stride(0)) and whole.stride(0) % 16 == 0

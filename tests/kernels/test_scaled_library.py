@@ -38,7 +38,7 @@ def on_cuda(t):
 
 @ON_CPU
 @pytest.mark.parametrize("tiles", PAIRS[:2], ids=str)
-def test_products_are_those_of_decoded_operands(tiles):
+def test_products_equal_products_of_decoded_operands(tiles):
     for elements, (m, n, k) in itertools.product(ELEMENTS[:3], ((1, 16, 32), (37, 48, 16), (2, 16, 144))):
         p, q = operands(m, n, k, elements, tiles)
         got = asked(p, q, elements, tiles, torch.float32)
@@ -47,7 +47,7 @@ def test_products_are_those_of_decoded_operands(tiles):
         assert torch.equal(batched, got[None])
 
 
-def test_what_is_asked_for_passes_the_checks_of_cuda(monkeypatch):
+def test_calls_pass_the_checks_of_cuda(monkeypatch):
     """On fake tensors of a CUDA device, where torch checks shapes, strides and types of operands and scales; operands as they are
     quantised. What torch refuses is never asked for. (Of sizes that blocks do not divide its checks expect too few scales.)"""
     monkeypatch.setattr(library, "_aligned", lambda *tensors: True)
@@ -68,7 +68,7 @@ def test_what_is_asked_for_passes_the_checks_of_cuda(monkeypatch):
 
 
 def test_scales_lie_as_the_library_reads_them():
-    """None of a recipe's products copies a scale, but for weights whose tiles along K are no multiple of four."""
+    """No product of a recipe copies a scale, unless the weights' tiles along K are not a multiple of four."""
     x, w = torch.randn(256, 512), torch.randn(384, 512)
     row, square = quantize_tensor(x, Format("e4m3", BLOCK)), quantize_tensor(w, Format("e4m3", SQUARE))
     for q, tile in ((row, BLOCK), (turned(row), BLOCK), (quantize_tensor(x, row.format, side="col"), BLOCK), (square, SQUARE)):
@@ -76,8 +76,8 @@ def test_scales_lie_as_the_library_reads_them():
 
 
 @ON_CPU
-def test_products_go_to_the_library_unless_ours_are_asked_for(monkeypatch):
-    """As on a device that it serves; what it refuses is ours."""
+def test_products_go_to_the_library_unless_ours_are_requested(monkeypatch):
+    """The library is patched to serve this device; products that it refuses are ours."""
     asked_for, product = [], library.product
 
     def counted(*args):

@@ -48,8 +48,8 @@ def product(m, n, k, a, b, kind, tiles, out, seed=0):
     ("a", "b", "kind", "tiles"),
     [pytest.param(*pair, marks=() if i % 6 == 0 else pytest.mark.slow, id=str(pair)) for i, pair in enumerate(PAIRS)],
 )
-def test_products_are_those_of_decoded_operands(a, b, kind, tiles):
-    """Of each pair two sizes, drawn for it; by both implementations, in every dtype."""
+def test_products_equal_products_of_decoded_operands(a, b, kind, tiles):
+    """Each pair of formats has two drawn sizes, both implementations and every dtype."""
     rng = draws.Random(str((a, b, kind, tiles)))
     for m, n, k in rng.sample(SIZES, 2):
         for name, out, within in (

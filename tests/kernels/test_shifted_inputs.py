@@ -1,7 +1,7 @@
 """Inputs far from zero, or very large or small: what a forward keeps for its backward loses no more than plain PyTorch loses.
 
-Inputs are x = scale * draw + shift. The error of y and of each gradient is taken against float64 on the very same inputs, and held
-to that of plain PyTorch.
+Inputs are x = scale * draw + shift. The errors of y and of each gradient are taken against float64 on the very same inputs, and
+compared with plain PyTorch's.
 """
 
 import itertools
@@ -81,12 +81,12 @@ class Probe(NamedTuple):
 
 
 def ones(leaves, sizes):
-    """Of what is made of probabilities, which are rounded at the size of their sum."""
+    """Roundings of results made from probabilities, which are rounded at the size of their sum, 1."""
     return [1.0 for _ in sizes]
 
 
 def of_means(x):
-    """Of what is made of x less a mean that is kept, as PyTorch keeps it: one number, rounded at its own size."""
+    """Roundings of results made from x minus a kept mean: PyTorch keeps it too, as one number rounded at its own size."""
     far = float((x.mean(-1).abs() * (x.var(-1, correction=0) + EPS).rsqrt()).max())
     return lambda sizes: [far * size for size in sizes]
 
@@ -197,11 +197,11 @@ def added(centre, rows=ROWS, width=WIDTH):
         if centre:
             y, stream, mean, rstd = add_norm.add_layer_norm_fwd(x, residual, w, b[0], EPS, False)
             dy, dstream = dys((y, stream))
-            dx, again, *parts = add_norm.add_layer_norm_bwd_again(dy, dstream, stream, w, b[0], mean, rstd, False, True, True)
+            dx, again, *parts = add_norm.add_layer_norm_bwd_recompute(dy, dstream, stream, w, b[0], mean, rstd, False, True, True)
         else:
             y, stream, rstd = add_norm.add_rms_norm_fwd(x, residual, w, EPS, False)
             dy, dstream = dys((y, stream))
-            dx, again, *parts = add_norm.add_rms_norm_bwd_again(dy, dstream, stream, w, rstd, False, True)
+            dx, again, *parts = add_norm.add_rms_norm_bwd_recompute(dy, dstream, stream, w, rstd, False, True)
         return [y, stream, again], [dx, dx, *(part.sum(0) for part in parts)]
 
     def plain(leaves, dtype):
@@ -263,7 +263,7 @@ def attended(op, cfg, sinks=False, biased=False):
         return None, (*t, more.to(t[0].dtype)) if biased else tuple(t)
 
     def terms(leaves, _):
-        """Of y, dq, dk and dv. Beside a sink logsumexp is a kernel's of torch's, rounded at the size of the scores."""
+        """Roundings of y, dq, dk and dv. With sinks the logsumexp comes from torch's kernel, rounded at the size of the scores."""
         q, k, v = (float(t.abs().max()) for t in leaves)
         sizes = [v, k * 8**-0.5, q * 8**-0.5, 1.0]
         largest = float((leaves[0].transpose(1, 2) @ leaves[1].transpose(1, 2).mT).abs().max()) * 8**-0.5 if sinks else 1.0
@@ -302,7 +302,7 @@ def over_ranks(probe, op, make_cfg, split, join):
 
 
 def over_classes(smoothing):
-    """The labels' margin is no other class's, so that one rank has nearly all of the sum."""
+    """Only the labels' classes have a margin, so one rank has nearly all of the sum."""
     return over_ranks(
         losses(confident(14.0, 0.5), smoothing, 1e-4),
         dist.vocab_cross_entropy,
@@ -365,7 +365,7 @@ PROBES = {
 
 
 def grid():
-    """By torch in float32 all are in the first tier, by Triton those that are made of logits."""
+    """All torch cases in float32 are in the first tier; of Triton's, those with logits."""
     for probe, name, dtype in itertools.product(PROBES, POINTS, (torch.float32, torch.bfloat16)):
         first = dtype is torch.float32 and (name == "torch" or probe.startswith(("cross_entropy", "route")))
         yield pytest.param(probe, name, dtype, id=f"{probe}-{name}-{dtype}", marks=() if first else pytest.mark.slow)
@@ -378,7 +378,7 @@ def by_autograd(probe, leaves, other, dys):
 
 
 def compared(probe, seed, scale, shift, dtype):
-    """(name, error, that of PyTorch, a rounding) of each result."""
+    """(name, error, PyTorch's error, a rounding) of each result."""
     leaves, other = probe.make(Draw(seed, scale, shift, dtype))
     leaves = [t.to(dtype).float() for t in leaves]
     other = other.to(dtype).float() if isinstance(other, torch.Tensor) and other.is_floating_point() else other

@@ -51,7 +51,7 @@ def test_values_between_go_to_a_neighbour_with_the_chance_of_where_they_are(elem
 
 
 @pytest.mark.parametrize("element", ELEMENTS)
-def test_what_is_no_number_or_beyond_stays_so(element):
+def test_nan_and_infinity_stay(element):
     largest = ELEMENTS[element].largest
     v = torch.tensor([torch.inf, -torch.inf, torch.nan, 3e38, 2 * largest])
     found = rounded(v, element, WORDS[:5])

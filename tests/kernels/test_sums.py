@@ -58,7 +58,7 @@ def ran(op, cfg, make_x, dtype):
 
 
 def off(got, want):
-    """The root of the mean square error over that of the values."""
+    """The root mean square error over the root mean square of the values."""
     return float((got.double() - want).square().mean().sqrt() / want.square().mean().sqrt())
 
 
@@ -91,8 +91,8 @@ def test_biases_of_joined_products_reach_wide_accumulators_unrounded(how, dtype)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [(), (1,), (2,), (3,), (17,), (1, 1), (1, 3)], ids=str)
 def test_a_linear_layers_sums_are_as_exact_as_pytorchs(rows, bias):
-    """Of y and every gradient, by both ways backward: the mean error of some draws, in roundings of the sum of all terms' sizes. Of
-    a single number a lucky draw tells nothing."""
+    """The mean error over some draws, of y and every gradient by both backwards, in roundings of the sum of all terms' sizes.
+    A single number from a lucky draw would prove nothing."""
     generator = torch.Generator().manual_seed(0)
     for inner, outer in itertools.product((1, 3, 65, 129), (1, 5, 65, 129)):
         cfg, found = LinearConfig(inner, outer, bias=bias), []

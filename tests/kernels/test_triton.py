@@ -110,7 +110,7 @@ def test_long_rows_that_begin_anywhere(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_rows_that_are_taken_in_pieces(dtype):
-    """Of all pieces, and of rows that end within one or before one; whatever is asked for, with and without a weight."""
+    """Rows fill all pieces, end within one or before one, with any gradients requested, with and without a weight."""
     draw = Random(str(dtype))
     asked = list(itertools.product((False, True), repeat=4))  # 1 + w, dx, dw, db
     for width, (shifted, *wanted) in zip((16384, 12304, 8208), draw.sample(asked, 3), strict=True):

@@ -1,4 +1,4 @@
-"""LoRA: the op's laws, PEFT's gradients and files, what a frozen model keeps, merging, and what raises."""
+"""LoRA: PEFT's gradients, what a frozen model keeps, merging, and what raises."""
 
 import pytest
 import torch
@@ -18,7 +18,6 @@ from funcops import (
     RMSNormConfig,
     Step,
     WithExtras,
-    backend,
     batch_wgrads,
     chain,
     differentiable,
@@ -33,109 +32,14 @@ from funcops import (
 )
 from funcops.errors import StaleResidualError
 from funcops.graphs import check_capturable
-from funcops.lora import (
-    LowRankConfig,
-    LowRankParams,
-    adapter,
-    lora_init,
-    lora_needs,
-    low_rank,
-    low_rank_dropout,
-    merge,
-    save_adapter,
-    unmerge,
-    with_adapter,
-    with_lora,
-)
+from funcops.lora import LowRankParams, adapter, lora_init, lora_needs, merge, save_adapter, unmerge, with_adapter, with_lora
 from funcops.low_precision import Fp8Block, Fp8Delayed, quantize_params, split_amaxes, with_recipe
 from funcops.models.blocks import gpt2_block_config
-from funcops.ops.low_rank import low_rank_dropout_fwd, low_rank_fwd
-from funcops.testing import LAWS, Case, Error
+from funcops.testing import Error
 from funcops.trees import paths, tree_map_tensors
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:.*")
-
-
-# the op
-
-
-def reference(params, x, cfg):
-    if cfg.dropout:
-        rows, key = x
-        kept = random.bits(key, rows.numel()).reshape(rows.shape) / 2**32 >= cfg.dropout
-        x = torch.where(kept, rows / (1 - cfg.dropout), torch.zeros_like(rows))
-    return cfg.scale * torch.einsum("...i,ri,or->...o", x, params.a, params.b)
-
-
-def case(rows, i, o, rank, scale=0.5, p=0.0):
-    return Case(
-        op=low_rank_dropout if p else low_rank,
-        cfg=LowRankConfig(i, o, rank, scale=scale, dropout=p),
-        x=(lambda d: (d.randn(*rows, i), d.key())) if p else (lambda d: d.randn(*rows, i)),
-        reference=reference,
-        name=f"low_rank-{rows}-{i}-{o}-{rank}-{scale}-{p}",
-    )
-
-
-CASES = [case((2, 5), 69, 3, 2), case((2, 5), 9, 3, 2, 2.0, 0.25), case((0,), 4, 3, 1), case((), 3, 2, 4, -1.5, 0.5)]
-
-
-@pytest.mark.parametrize("law", [name for name in LAWS if name != "compiles"])
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_law(law, case):
-    for dtype in case.dtypes if law == "right" else case.dtypes[:1]:
-        LAWS[law](case, dtype)
-
-
-@pytest.mark.parametrize("case", CASES[1:3], ids=str)
-def test_laws_on_triton(case):
-    with backend("triton"):
-        for law in ("right", "split", "pure"):
-            LAWS[law](case, torch.float32)
-
-
-@pytest.mark.parametrize("case", CASES[:2], ids=str)
-def test_each_side_keeps_what_it_reads_alone(case):
-    """a's gradient reads x and b, b's what was made of x, and dx neither x nor that."""
-    params, x = case.make(torch.float32)
-    first = "x.0" if case.cfg.dropout else "x"
-    wanted = {"params.a": {"x", "b", "key"}, "params.b": {"u"}, first: {"a", "b", "key"}}
-    for gradient, fields in wanted.items():
-        side, _, path = gradient.partition(".")
-        needs = Needs(**{"x": False, "params": False, side: (path,) if path else True})
-        _, residuals = case.op.fwd(params, x, case.cfg, needs=needs)
-        held = {name for name, t in paths(residuals).items() if t is not None}
-        assert held == fields - (set() if case.cfg.dropout else {"key"}), gradient
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES[:2], ids=str)
-def test_compiles(case):
-    LAWS["compiles"](case, torch.float32)
-
-
-def _call(x=None, a=None, b=None, key=None, **more):
-    op = low_rank_dropout_fwd if key is not None else low_rank_fwd
-    x = torch.ones(2, 4) if x is None else x
-    params = LowRankParams(torch.ones(2, 4) if a is None else a, torch.ones(3, 2) if b is None else b)
-    return lambda: op(params, x if key is None else (x, key), LowRankConfig(4, 3, 2, **more))
-
-
-BAD = [
-    Error(call=_call(x=torch.ones(2, 5)), match="low_rank_fwd: x must be [..., 4], got [2, 5]"),
-    Error(call=_call(a=torch.ones(4, 2)), match="low_rank_fwd: params.a must be [2, 4], got [4, 2]"),
-    Error(call=_call(b=torch.ones(3, 2).double()), match="low_rank_fwd: params.b must be float32, got float64", error=TypeError),
-    Error(call=_call(dropout=0.5), match="low_rank_fwd: cfg.dropout must be 0 (with dropout: low_rank_dropout), got 0.5"),
-    Error(call=_call(key=random.key(0)), match="low_rank_dropout_fwd: cfg.dropout must be above 0"),
-    Error(
-        call=_call(key=torch.ones(2), dropout=0.5),
-        match="low_rank_dropout_fwd: x.1 (the key) must be int64, got float32",
-        error=TypeError,
-    ),
-    Error(call=lambda: LowRankConfig(4, 3, 0), match="LowRankConfig: rank must be"),
-    Error(call=lambda: LowRankConfig(4, 3, 1, dropout=1.0), match="LowRankConfig: dropout must be below 1, got 1.0"),
-]
 
 
 # gradients
@@ -148,8 +52,8 @@ def gradients(model, ids, labels):
 
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["layers", "stacked"])
-def test_gradients_are_those_of_peft(stacked):
-    """Of the adapters alone, in float64 within 1e-9: of the whole backward, of its halves, joined, and into accumulators."""
+def test_gradients_equal_pefts(stacked):
+    """The adapters' gradients, in float64 within 1e-9: by the whole backward, by halves, joined, and into accumulators."""
     _, cfg, params = ours(stacked=stacked)
     x, ids, labels = batch()
     loss, want = gradients(theirs(cfg, params), ids, labels)
@@ -186,7 +90,7 @@ def test_autograd_and_policies_give_the_same_gradients():
 
 
 def test_every_weight_learns_beside_its_adapter():
-    """`Needs.ALL` is full fine-tuning: the base's gradients are those of the merged weight."""
+    """`Needs.ALL` is full fine-tuning: the base's gradients equal the merged weight's."""
     base, cfg, params = ours(alpha=3.0)
     x, _, _ = batch()
     y, residuals = chain.fwd(params, x, cfg)
@@ -202,7 +106,7 @@ def test_every_weight_learns_beside_its_adapter():
 
 
 def test_dropout_drops_for_each_adapter_alone():
-    """The masks are a function of the key, and of the path: those of two adapters of one x differ."""
+    """A mask depends on the key and on the adapter's path: two adapters of one x have different masks."""
     base = ChainConfig(
         steps=(
             Step("both", parallel, ParallelConfig(branches=tuple(Step(n, linear, LinearConfig(64, 64, bias=False)) for n in "qk"))),
@@ -258,7 +162,7 @@ def numeric(params, x, cfg, step=1e-5):
 
 
 def test_frozen_weights_keep_no_input_of_their_own():
-    """Of a linear with an adapter x, once, for a, and rank numbers a row for b; of one without, nothing."""
+    """A linear with an adapter keeps x once, for a, and `rank` numbers a row for b; a linear without one keeps nothing."""
     base, cfg, params = ours()
     x, _, _ = batch()
     _, residuals = chain.fwd(params, x, cfg, needs=lora_needs(cfg))
@@ -277,7 +181,7 @@ def test_frozen_weights_keep_no_input_of_their_own():
     assert report(residuals, params, x).kept_bytes < full
 
 
-def test_a_block_keeps_at_most_six_tenths_of_what_peft_has_autograd_keep():
+def test_a_block_keeps_at_most_six_tenths_of_pefts_bytes():
     """The rows of `python -m benchmarks residuals`, counted again."""
     rows, case = {row.provider: row.value for row in residuals._lora()}, "frozen llama block, LoRA"
     assert rows["funcops"] == pytest.approx(committed("cpu-residuals")[case, "funcops", "kept"], rel=1e-3)
@@ -439,6 +343,7 @@ def test_a_step_can_be_captured():
 
 # what raises
 
+
 NORMED = ChainConfig(steps=(Step("norm", rms_norm, RMSNormConfig(4)), Step("a", linear, LinearConfig(4, 4, bias=False))))
 
 
@@ -447,7 +352,7 @@ def _made():
     return cfg, lora_init(chain.init(NORMED, key=random.key(0)), cfg, key=random.key(1))
 
 
-BAD += [
+BAD = [
     Error(call=lambda: with_lora(NORMED, 0, ("a",)), match="with_lora: rank must be"),
     Error(
         call=lambda: with_lora(NORMED, 2, ("b",)),

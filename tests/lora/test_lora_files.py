@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*")
 
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["layers", "stacked"])
-def test_files_are_those_of_peft_both_ways(stacked, tmp_path):
+def test_files_go_to_and_from_peft(stacked, tmp_path):
     _, cfg, params = ours(stacked=stacked, dtype=torch.float32)
     save_adapter(tmp_path / "ours", params, cfg, names=NAMES)
     model = theirs(cfg, params).float()
@@ -114,7 +114,7 @@ def test_nothing_of_a_spoiled_folder_is_loaded(name, saved, tmp_path):
     assert same_bits(params, before)
 
 
-def test_a_write_that_fails_leaves_the_folder_as_it_was(saved, tmp_path):
+def test_a_failed_write_leaves_the_folder_unchanged(saved, tmp_path):
     _, cfg, params = saved
     save_adapter(tmp_path, params, cfg, names=NAMES)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -136,7 +136,7 @@ def test_two_modules_of_one_name_are_not_written(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-OTHERS = {  # of PEFT's settings that are no bool, values besides the default
+OTHERS = {  # values besides the default of PEFT's settings other than bools
     "task_type": ["CAUSAL_LM"],
     "auto_mapping": [{"base_model_class": "PlainLlama"}],
     "peft_version": ["0.1"],
@@ -212,7 +212,7 @@ def of_peft(tmp_path_factory):
 
 @pytest.mark.parametrize(("name", "value"), list(settings()), ids=str)
 def test_a_setting_is_served_as_peft_does_or_refused_by_name(name, value, of_peft, tmp_path):
-    """What PEFT makes of the folder is held against what is loaded here: the same function of x for every linear, or an error."""
+    """For every linear the adapter loaded here is the same function of x as the one that PEFT loads, or loading raises."""
     folder, cfg, params = of_peft
     for path in folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())

@@ -1,26 +1,18 @@
 """Low precision in a training step: the working tree is made once, and delayed scaling's state is the same by every way that a
 step may go."""
 
-import contextlib
-import itertools
 import math
-import time
 
 import pytest
 import torch
+from low_precision_model import COUNT, RECIPE, STATELESS, begun, config, given, mlp, summed, together
 
 import funcops as fo
-from funcops import ChainConfig, LinearConfig, Needs, Step, batch_wgrads, chain, donate, linear, random, remat, with_policy
+from funcops import batch_wgrads, chain, donate, remat, with_policy
 from funcops.adapters.graphs import graphed
 from funcops.checkpoint import load, save
-from funcops.kernels import quantize as kernels
 from funcops.low_precision import (
-    MXFP8,
-    NVFP4,
-    Fp8Block,
-    Fp8Current,
     Fp8Delayed,
-    Scaled,
     ScaleState,
     gradients_like,
     quantize_params,
@@ -29,64 +21,12 @@ from funcops.low_precision import (
     split_amaxes,
     with_recipe,
 )
-from funcops.ops.qlinear import QLinearConfig, op_of, qlinear
-from funcops.program.values import add
+from funcops.ops.qlinear import qlinear
 from funcops.residuals import Ledger
 from funcops.schedule import one_f_one_b, run, zb_h1
-from funcops.trees import cast, paths, stands_for_one, tensors, tree_map_tensors
+from funcops.trees import paths, tensors, tree_map_tensors
 
-D, COUNT = 32, 3
-RECIPE = Fp8Delayed(history=4)
-STATELESS = Fp8Block(), Fp8Current(), MXFP8(), NVFP4()
 FP8_MAX = {"e4m3": 448.0, "e5m2": 57344.0}
-
-
-def mlp(hidden=2 * D):
-    steps = (
-        Step("norm", fo.rms_norm, fo.RMSNormConfig(D)),
-        Step("up", fo.linear, fo.LinearConfig(D, hidden)),
-        Step("act", fo.activation, fo.ActivationConfig("gelu")),
-        Step("down", fo.linear, fo.LinearConfig(hidden, D, bias=False)),
-    )
-    return ChainConfig(steps=steps)
-
-
-def config(stacked=False, ties=(), op=fo.skip, cfg=None):
-    """Four stages: a projection, a repeat of MLPs, a parallel, a projection."""
-    inner = fo.SkipConfig(chain, mlp()) if cfg is None else cfg
-    branches = tuple(Step(name, fo.linear, fo.LinearConfig(D, D)) for name in "qk")
-    heads = (Step("fan", fo.parallel, fo.ParallelConfig(branches=branches)), Step("sum", fo.add, fo.AddConfig()))
-    steps = (
-        Step("first", fo.linear, fo.LinearConfig(D, D)),
-        Step("blocks", fo.repeat, fo.RepeatConfig(op, inner, 2, stacked=stacked)),
-        Step("heads", chain, ChainConfig(steps=heads)),
-        Step("last", fo.linear, fo.LinearConfig(D, D)),
-    )
-    return ChainConfig(steps=steps, ties=ties)
-
-
-def given(cfg, seed=0, dtype=torch.float32):
-    params = chain.init(cfg, key=random.key(seed), dtype=dtype)
-    g = torch.Generator().manual_seed(seed)
-    xs, dys = ([torch.randn(5, D, generator=g) * 2.0**i for i in range(COUNT)] for _ in range(2))
-    return params, [t.to(dtype) for t in xs], [t.to(dtype) for t in dys]
-
-
-def begun(cfg, params):
-    """A state that is not the first one: every scale another."""
-    g = torch.Generator().manual_seed(1)
-    return {
-        path: ScaleState(2.0 ** torch.randint(0, 6, s.scale.shape, generator=g), s.history)
-        for path, s in recipe_init(cfg, params).items()
-    }
-
-
-def together(op, work, xs, dys, cfg, order=range(COUNT), keep=donate):
-    sums = gradients_like(work)
-    for i in order:
-        _, residuals = op.fwd(work, xs[i], cfg)
-        op.bwd(keep(residuals), dys[i], cfg, into=sums)
-    return sums
 
 
 def later(op, work, xs, dys, cfg, order=range(COUNT)):
@@ -106,15 +46,6 @@ def batched(op, work, xs, dys, cfg, into=True):
         _, residuals = op.fwd(work, x, cfg)
         pendings.append(op.dgrad(donate(residuals), dy, cfg)[1])
     return batch_wgrads(op, pendings, cfg, into=gradients_like(work) if into else None)
-
-
-def summed(op, work, xs, dys, cfg):
-    """Trees of gradients, added as those of a shared tensor are."""
-    total = None
-    for x, dy in zip(xs, dys, strict=True):
-        _, pull = fo.vjp(op, work, x, cfg)
-        total = add(total, pull(dy)[0])
-    return total
 
 
 def scheduled(schedule, into):
@@ -278,48 +209,6 @@ def test_one_collective_a_step_for_scales_and_none_without(wanted):
         assert none == {} == recipe_init(cfg, params) == recipe_update({}, none, RECIPE, reduce=reduce) and len(calls) == 1
 
 
-def whole_step(params, state, xs, dys, cfg, recipe):
-    work = quantize_params(params, cfg, state, dtype=torch.float32)
-    grads, amaxes = split_amaxes(summed(chain, work, xs, dys, cfg))
-    return grads, recipe_update(state, amaxes, recipe) if amaxes else state
-
-
-def test_two_models_in_one_process_do_not_touch_each_other():
-    """Two steps of each, interleaved, are those of each alone."""
-    alone, mixed = {}, {}
-    models = {seed: (with_recipe(config(), RECIPE), *given(config(), seed)) for seed in (0, 1)}
-    for seed, (cfg, params, xs, dys) in models.items():
-        state = recipe_init(cfg, params)
-        for _ in range(2):
-            alone[seed], state = whole_step(params, state, xs, dys, cfg, RECIPE)
-        alone[seed] = alone[seed], state
-    states = {seed: recipe_init(cfg, params) for seed, (cfg, params, _, _) in models.items()}
-    for _ in range(2):
-        for seed, (cfg, params, xs, dys) in models.items():
-            mixed[seed], states[seed] = whole_step(params, states[seed], xs, dys, cfg, RECIPE)
-    for seed in models:
-        want, found = paths(alone[seed]), paths((mixed[seed], states[seed]))
-        assert all(t is None or torch.equal(t, found[path]) for path, t in want.items())
-
-
-@pytest.mark.parametrize("recipe", [Fp8Block(), Fp8Current(), RECIPE, MXFP8(), NVFP4()], ids=lambda r: type(r).__name__)
-def test_a_cast_leaves_what_is_quantised_and_scales(recipe):
-    """A working tree that is cast is itself; of what is not quantised yet, only the values are cast."""
-    cfg = with_recipe(mlp(), recipe)
-    params, xs, _ = given(cfg)
-    work = quantize_params(params, cfg, recipe_init(cfg, params) or None)
-    weights = [node for path, node in paths(work, is_leaf=stands_for_one).items() if stands_for_one(node)]
-    for before, after in zip(tensors(work), tensors(cast(work, torch.bfloat16)), strict=True):
-        assert before is after
-    assert weights and all(w.zero_gradient(torch.float32) is not None for w in weights)
-    bare = Scaled(torch.ones(2, 3), torch.ones(3), None)
-    made = cast({"a": bare, "b": weights[0]}, torch.float64)
-    assert (made["a"].value.dtype, made["a"].scale.dtype) == (torch.float64, torch.float32)
-    assert all(a is b for a, b in zip(tensors(made["b"]), tensors(weights[0]), strict=True))
-    y, _ = chain.fwd(cast(work, torch.bfloat16), xs[0].bfloat16(), cfg)
-    assert y.dtype is torch.bfloat16
-
-
 SUMS = {
     "add": lambda a, b: tree_map_tensors(torch.add, a, b),
     "sub": lambda a, b: tree_map_tensors(torch.sub, a, b),
@@ -346,138 +235,3 @@ def test_amaxes_are_not_added_up_in_silence(how):
         SUMS[how](a, b)
     assert all(t.dtype is torch.float32 and t.min() > 0 for t in (*of_a.values(), *of_b.values()))
     tree_map_tensors(torch.add, left, right)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", [Fp8Block(), RECIPE], ids=lambda r: type(r).__name__)
-def test_a_whole_step_compiles_as_one_graph(recipe):
-    """The working tree, two microbatches, the update of the state: gradients close, amaxes of the same bits."""
-    cfg = with_recipe(mlp(), recipe)
-    params, xs, dys = given(cfg)
-    state = recipe_init(cfg, params)
-    want, want_state = whole_step(params, state, xs[:2], dys[:2], cfg, recipe)
-    step = torch.compile(whole_step, fullgraph=True, dynamic=False, backend="aot_eager")
-    found, found_state = step(params, state, xs[:2], dys[:2], cfg, recipe)
-    for path, t in paths(want).items():
-        if t is not None:
-            torch.testing.assert_close(paths(found)[path], t, rtol=1e-4, atol=0.02 * float(t.abs().max()), msg=path)
-    assert all(torch.equal(t[..., :2], paths(found_state)[path][..., :2]) for path, t in paths(want_state).items())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", [RECIPE, STATELESS[int(time.time() // 86400) % 4]], ids=lambda r: type(r).__name__)
-def test_a_whole_step_compiles_by_the_default_backend(recipe):
-    """One linear layer, as a compiler is slow; of the recipes without state another each day."""
-    cfg = with_recipe(ChainConfig(steps=(Step("up", fo.linear, fo.LinearConfig(D, D)),)), recipe)
-    params, xs, dys = given(cfg)
-    state = begun(cfg, params)
-    want = paths(whole_step(params, state, xs[:1], dys[:1], cfg, recipe))
-    found = paths(torch.compile(whole_step, fullgraph=True, dynamic=False)(params, state, xs[:1], dys[:1], cfg, recipe))
-    assert set(found) == set(want) and (len(state) == 1) == recipe.delayed
-    for path, t in want.items():
-        if path.startswith("1."):
-            assert torch.equal(found[path], t), path
-        else:
-            torch.testing.assert_close(found[path], t, rtol=1e-5, atol=1e-6 * float(t.abs().max()), msg=path)
-
-
-@pytest.mark.parametrize(
-    "recipe", [RECIPE, *[pytest.param(r, marks=pytest.mark.slow) for r in STATELESS]], ids=lambda r: type(r).__name__
-)
-def test_a_recorded_step_gives_the_same_bits(recipe):
-    """The working tree and the update are in the graph, the state is one of its buffers: three replays are three steps."""
-    cfg = with_recipe(mlp(), recipe)
-    params, xs, dys = given(cfg)
-    state = want_state = recipe_init(cfg, params)
-
-    def step(params, state, *batch):
-        grads, new = whole_step(params, state, batch[:2], batch[2:], cfg, recipe)
-        for old, now in zip(tensors(state), tensors(new), strict=True):
-            old.copy_(now)
-        return grads, state
-
-    captured = graphed(step, params, state, *xs[:2], *dys[:2], inputs={"1": "donated"} if state else {})
-    for i in range(3):
-        batch = [x * (i + 1) for x in xs[:2]], [dy * (i + 1) for dy in dys[:2]]
-        want, want_state = whole_step(params, want_state, *batch, cfg, recipe)
-        found, state = captured(params, state, *batch[0], *batch[1])
-        for a, b in zip(tensors((want, want_state)), tensors((found, state)), strict=True):
-            assert torch.equal(a, b)
-
-
-QUANTISERS = ("quantize_row", "quantize_col", "quantize_both", "quantize_scaled")
-
-
-@pytest.mark.parametrize("recipe", [RECIPE, *STATELESS], ids=lambda r: type(r).__name__)
-def test_weights_are_quantised_once_a_step(recipe, monkeypatch):
-    """Calls of the quantisers' kernels by what they read: of each weight one a step, for 1 microbatch and for 8."""
-    cfg = with_recipe(mlp(), recipe)
-    params, xs, dys = given(cfg)
-    state = recipe_init(cfg, params)
-    read = []
-    for name in QUANTISERS:
-        plain = getattr(kernels, name)
-        monkeypatch.setattr(kernels, name, lambda x, *rest, plain=plain: read.append(tuple(x.shape)) or plain(x, *rest))
-    counts = {}
-    for microbatches in (1, 8):
-        read.clear()
-        batch = [xs[i % COUNT] for i in range(microbatches)], [dys[i % COUNT] for i in range(microbatches)]
-        whole_step(params, state, *batch, cfg, recipe)
-        counts[microbatches] = [shape for shape in read if shape in ((2 * D, D), (D, 2 * D))], len(read)
-    assert counts[1][0] == counts[8][0] and sorted(counts[1][0]) == [(D, 2 * D), (2 * D, D)]
-    weights = len(counts[1][0])
-    assert counts[8][1] - weights == 8 * (counts[1][1] - weights) > 0
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    [Fp8Delayed(), Fp8Delayed(keep="col"), NVFP4(stochastic=True), NVFP4(stochastic=True, keep="input"), Fp8Block()],
-    ids=str,
-)
-def test_gradients_do_not_depend_on_which_others_are_asked(recipe):
-    """dy is rounded by a scale or a key that stand beside the weight, which is not kept where no dx is asked."""
-    layer = ChainConfig(steps=(Step("a", linear, LinearConfig(16, 32)),))
-    cfg = with_recipe(layer, recipe)
-    params, x, dy = chain.init(layer, key=random.key(0)), torch.randn(4, 16), torch.randn(4, 32)
-    state = recipe_init(cfg, params) if recipe.delayed else None
-    work = quantize_params(params, cfg, state, dtype=torch.float32, key=random.key(1) if recipe.stochastic else None)
-    whole, dx = chain.bwd(chain.fwd(work, x, cfg)[1], dy, cfg)
-    for needs in (Needs(x=False), Needs(params=False), Needs(params=("a.weight",), x=False), Needs(params=("a.bias",), x=False)):
-        some, found = chain.bwd(chain.fwd(work, x, cfg, needs=needs)[1], dy, cfg)
-        assert found is None or torch.equal(found, dx)
-        for path, gradient in paths(some).items():
-            assert gradient is None or torch.equal(gradient, paths(whole)[path]), (needs, path)
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    [Fp8Delayed(keep="col"), NVFP4(stochastic=True), *[NVFP4(stochastic=True, keep="input", wgrad=w) for w in ("low", "high")]],
-    ids=str,
-)
-def test_a_backward_without_what_dy_is_rounded_by_raises(recipe):
-    """Residuals made by hand, which never had it: a dy that is rounded anyhow would give other gradients in silence."""
-    cfg, op = QLinearConfig(16, 32, recipe), op_of(recipe)
-    params, x, dy = linear.init(LinearConfig(16, 32), key=random.key(0)), torch.randn(4, 16), torch.randn(4, 32)
-    state = recipe_init(cfg, params) if recipe.delayed else None
-    work = quantize_params(params, cfg, state, dtype=torch.float32, key=random.key(1) if recipe.stochastic else None)
-    raised = 0
-    for dx, asked in itertools.product((True, False), (True, ("weight",), ("bias",))):
-        node = op.fwd(work, x, cfg, needs=Needs(x=dx, params=asked))[1].copy(rounding=None)
-        rounded = dx or (asked != ("bias",) and recipe.wgrad == "low")
-        raised += rounded
-        said = rf"^{op.name}_dgrad: residuals.rounding must be kept .*, got None"
-        for backward in (op.bwd, op.dgrad):
-            with pytest.raises(ValueError, match=said) if rounded else contextlib.nullcontext():
-                backward(node, dy, cfg)
-    assert raised == (5 if recipe.wgrad == "low" else 3)
-
-
-@pytest.mark.parametrize("columns", [True, False])
-@pytest.mark.parametrize("recipe", [RECIPE, Fp8Delayed(margin=1), Fp8Block(), Fp8Current()], ids=lambda r: type(r).__name__)
-def test_a_working_tree_has_columns_where_they_are_asked_for(recipe, columns):
-    cfg = with_recipe(fo.LinearConfig(32, 48), recipe)
-    params = qlinear.init(cfg, key=random.key(0))
-    state = recipe_init(cfg, params) if recipe.delayed else None
-    weight = quantize_params(params, cfg, state, columns=columns, dtype=torch.float32).weight
-    value = weight.value if recipe.delayed else weight
-    assert (value.col is not None) == columns and (value.row.side == "row")

@@ -1,4 +1,4 @@
-"""What a recipe does to each linear layer, held to that layer in low precision."""
+"""The report of a recipe's errors in each linear layer, checked against that layer in low precision."""
 
 import dataclasses
 
@@ -42,7 +42,7 @@ from funcops.ops.qlinear import QLinearConfig, op_of
 
 @dataclasses.dataclass
 class Formats:
-    """What is no recipe, but says as much."""
+    """Formats with a recipe's attributes, but not a recipe."""
 
     x: Format | None = E4M3_BLOCK
     w: Format | None = E4M3_SQUARE
@@ -72,7 +72,7 @@ def off(found, want):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_errors_are_those_of_the_layer_in_low_precision(name):
+def test_errors_equal_the_layers_in_low_precision(name):
     """40 tokens: no multiple of what is transformed together."""
     recipe, bar = RECIPES[name]
     params, x, dy = layer()
@@ -93,7 +93,7 @@ def test_errors_are_those_of_the_layer_in_low_precision(name):
 
 @pytest.mark.parametrize("recipe", [Fp8Block(), Fp8Current(), NVFP4()], ids=lambda r: type(r).__name__)
 @pytest.mark.parametrize("gathered", [False, True])
-def test_errors_of_groups_are_those_of_the_grouped_layer_in_low_precision(recipe, gathered):
+def test_errors_of_groups_equal_the_grouped_layers_in_low_precision(recipe, gathered):
     """Groups of 7, no, 14 and 3 rows, whose sizes are far apart."""
     cfg = GroupedLinearConfig(4, 96, 160, bias=False, gathered=gathered)
     params = grouped_linear.init(cfg, key=random.key(0), dtype=torch.float32)
@@ -161,7 +161,7 @@ def test_operands_may_stay_as_they_are():
     assert same == quantization_report(params, x, LINEAR, Formats(w=E4M3_BLOCK), dy=dy).rows
 
 
-def test_what_is_on_the_grid_is_exact_and_what_is_not_is_counted():
+def test_values_on_the_grid_are_exact_and_others_are_counted():
     cfg = LinearConfig(128, 4)
     params = linear.init(cfg, key=random.key(0))
     params.weight.copy_(torch.arange(512).reshape(4, 128) % 9 - 4.0)
@@ -196,14 +196,14 @@ def test_every_linear_layer_has_a_row_by_its_path():
         worst = max(found.rows, key=lambda row: row.worst)
         (skipped,) = found.over(sorted({max(r.worst for r in found.rows if r.step == step) for step in found.over(0)})[-2])
         assert skipped == worst.step
-        assert with_recipe(cfg, Fp8Block(), skip=(skipped,)) != with_recipe(cfg, Fp8Block()), "the paths are those of a recipe"
+        assert with_recipe(cfg, Fp8Block(), skip=(skipped,)) != with_recipe(cfg, Fp8Block()), "the paths serve with_recipe"
     words = Step("words", embedding, EmbeddingConfig(7, 6)), Step("head", linear, LinearConfig(6, 7, bias=False))
     tied = ChainConfig(steps=words, ties={"head.weight": "words.weight"})
     (row,) = quantization_report(chain.init(tied, key=random.key(0)), torch.tensor([1, 2]), tied, E4M3_MX).rows
     assert row.path == "head" and row.shape == (7, 6), "a tied weight is there"
 
 
-def test_the_table_the_picture_and_what_to_leave_out(tmp_path):
+def test_the_table_the_picture_and_layers_to_skip(tmp_path):
     cfg = mlp_config(64, 96)
     params, x = chain.init(cfg, key=random.key(0)), torch.randn(32, 64)
     x[:, 0] *= 1e6
@@ -224,7 +224,7 @@ def test_the_table_the_picture_and_what_to_leave_out(tmp_path):
     assert axes.patches[0].get_width() == found.rows[0].y and (tmp_path / "errors.png").stat().st_size > 5000
 
 
-def test_what_it_cannot_report_on():
+def test_models_without_a_report_raise():
     params, x, _ = layer()
     for args, error, message in (
         (((params, x, LINEAR, "fp8")), TypeError, "quantization_report: recipe must be a recipe or a Format, got 'fp8'"),
@@ -285,7 +285,7 @@ def test_rows_are_the_errors_of_the_step(name, seed):
 
 
 @pytest.mark.parametrize("recipe", [NVFP4(stochastic=True), NVFP4(stochastic=True, keep="input")], ids=["columns", "input"])
-def test_rows_of_groups_that_round_stochastically_are_those_of_the_grouped_layer(recipe):
+def test_rows_of_groups_round_stochastically_as_the_grouped_layer(recipe):
     cfg = GroupedLinearConfig(4, 96, 160, bias=False)
     params = grouped_linear.init(cfg, key=random.key(0), dtype=torch.float32)
     offsets, dy = torch.tensor([0, 7, 7, 21, 24], dtype=torch.int32), random.normal(random.key(2), (24, 160), dtype=torch.float32)

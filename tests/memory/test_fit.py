@@ -88,7 +88,7 @@ def follow(op, cfg, x):
 @pytest.mark.parametrize("times", [3, 4])
 @pytest.mark.parametrize("name", deep(1))
 @pytest.mark.slow
-def test_what_fit_finds_for_many_layers_is_what_they_keep(name, times, turn):
+def test_fit_for_many_layers_equals_their_bytes(name, times, turn):
     cfg, x = deep(times)[name]
     op = chain if isinstance(cfg, ChainConfig) else repeat
     tried = fit(op, cfg, x, 10**9).tried
@@ -111,8 +111,8 @@ def test_a_part_that_keeps_its_inputs_already_costs_no_more():
 
 
 @pytest.mark.slow
-def test_fit_leaves_out_what_a_policy_cannot_do():
-    """Of the last step x cannot be had again, so that nothing of it is tried alone."""
+def test_fit_leaves_out_impossible_policies():
+    """The last step's x cannot be recomputed, so nothing of that step is tried alone."""
     cfg, x = deep(2)["two"]
     assert len(fit(chain, cfg, x, 10**9).tried) >= 4
 

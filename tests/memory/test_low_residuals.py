@@ -30,12 +30,12 @@ from funcops import (
     chain,
     donate,
     embedding,
-    fetch,
     glu,
     linear,
+    pack,
     random,
     report,
-    stow,
+    unpack,
     with_policy,
 )
 from funcops.errors import StaleResidualError
@@ -54,7 +54,7 @@ FP8 = Compress("fp8")
 
 
 def largest(t, width):
-    """Of each element's block: that many along the last dimension, all where width is 0."""
+    """The largest value of each element's block, of `width` elements along the last dimension, or all if width is 0."""
     width = width or max(t.shape[-1], 1)
     wide = torch.nn.functional.pad(t.double().abs(), (0, -t.shape[-1] % width)).unflatten(-1, (-1, width)).amax(-1)
     return wide.repeat_interleave(width, -1)[..., : t.shape[-1]]
@@ -123,7 +123,7 @@ def test_both_implementations_give_the_same_codes_and_values(name):
 
 
 @pytest.mark.parametrize("name", ["fp8", "mxfp8"])
-def test_what_is_no_number_is_seen_after_packing(name):
+def test_nan_and_infinity_survive_packing(name):
     """A NaN is one, an infinity is one; other blocks do not notice."""
     t = torch.randn(4, 300)
     t[0, 5], t[1, 200], t[2, 0] = torch.nan, torch.inf, -torch.inf
@@ -166,8 +166,8 @@ def steps(cfg, dtype, count):
 
 @pytest.mark.parametrize("codec", ["fp8", "mxfp8", "int8", "bf16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_delayed_gradient_is_that_of_the_rounded_dy(codec, dtype):
-    """Bit for bit: of dy as the codec gives it back, whichever way it runs; dx is that of dy itself."""
+def test_a_delayed_gradient_reads_the_rounded_dy(codec, dtype):
+    """Bit for bit: weight gradients read dy as the codec decodes it, whichever way they run; dx reads dy itself."""
     if codec == "bf16" and dtype is torch.bfloat16:
         codec = "fp8"
     cfg = mlp_config(16, 24)
@@ -193,7 +193,7 @@ def test_a_delayed_gradient_is_that_of_the_rounded_dy(codec, dtype):
     assert_close(sums, batch_wgrads(op, [donate(one) for one in waiting], cfg), dtype=dtype)
 
 
-def test_rules_for_what_waits():
+def test_rules_for_pendings():
     cfg, params, x, dy = made("llama", torch.bfloat16)
 
     def dys(policy, needs=Needs.ALL):
@@ -217,7 +217,7 @@ def test_rules_for_what_waits():
             with_policy(chain, Policy(rules)).init(cfg, device="meta")
 
 
-def test_what_waits_in_fewer_bits_is_guarded_dropped_and_asked_for_as_ever():
+def test_packed_pendings_are_guarded_and_dropped_as_plain_ones():
     cfg = LinearConfig(8, 4, bias=True)
     op, (params, x, dy) = (
         with_policy(linear, Policy({"dy": FP8})),
@@ -248,7 +248,7 @@ def rows_of(kept, *owners):
 
 
 @pytest.mark.parametrize("recipe", [Fp8Block(), Fp8Current(), MXFP8(), NVFP4()], ids=lambda r: type(r).__name__)
-def test_a_report_shows_what_is_in_few_bits_as_one_row(recipe):
+def test_a_report_shows_a_quantised_tensor_as_one_row(recipe):
     """Its format, the shape that it stands for, the bytes of codes and scales; an alias of the working tree where that has it."""
     cfg = with_recipe(mlp_config(64, 96), recipe)
     params, x = chain.init(cfg, key=random.key(0)), torch.randn(32, 64, dtype=torch.bfloat16)
@@ -273,8 +273,8 @@ def test_a_report_shows_what_is_in_few_bits_as_one_row(recipe):
 
 
 @pytest.mark.parametrize("recipe", [Fp8Block(), MXFP8(), NVFP4()], ids=str)
-def test_what_is_in_few_bits_is_not_compressed_again(recipe):
-    """Its float32 scales are exact, and stay so: a rule for it raises, an optional one passes it by, `stow` leaves it."""
+def test_a_quantised_tensor_is_not_compressed_again(recipe):
+    """Its float32 scales are exact, and stay so: a rule for it raises, an optional one passes it by, `pack` leaves it."""
     cfg = with_recipe(mlp_config(64, 96), recipe)
     params, x, dy = chain.init(cfg, key=random.key(0)), torch.randn(20, 64), torch.randn(20, 64)
     for pattern in ("up.x", "*.dy"):
@@ -288,12 +288,12 @@ def test_what_is_in_few_bits_is_not_compressed_again(recipe):
     assert all(type(part) is QTensor for part in (kept["up"].x, kept["down"].x, pending["up"].dy, pending["down"].dy))
     assert same(op.bwd(kept, dy, cfg), (op.wgrad(pending, cfg), dx))
     for action in (FP8, Compress("int8"), Offload()):
-        again = fetch(stow(want, action))
+        again = unpack(pack(want, action))
         assert same([again[name] for name in ("up", "down")], [want[name] for name in ("up", "down")])
 
 
 @pytest.mark.parametrize("recipe", [Fp8Block(keep="input"), MXFP8(keep="input"), Fp8Block(keep="input", wgrad="high")], ids=str)
-def test_both_halves_are_the_whole_where_x_is_computed_again(recipe):
+def test_both_halves_are_the_whole_where_x_is_recomputed(recipe):
     """Whether dy waits in few bits is the recipe's, not a question of where x is."""
     cfg = with_recipe(mlp_config(64, 96), recipe)
     params, x, dy = chain.init(cfg, key=random.key(0)), torch.randn(20, 64), torch.randn(20, 64)
@@ -314,7 +314,7 @@ def test_both_halves_are_the_whole_where_x_is_computed_again(recipe):
         pytest.param("triton", (torch.float32, torch.float16), marks=pytest.mark.slow),
     ],
 )
-def test_a_glu_of_codes_is_that_of_what_they_decode_to(implementation, dtypes):
+def test_a_glu_of_codes_equals_the_glu_of_decoded_values(implementation, dtypes):
     """Bit for bit, also where a block of scales reaches from one half into the other."""
     generator = draws.Random("coded glu")
     for dtype in dtypes:
@@ -341,7 +341,7 @@ def test_a_glu_of_codes_is_that_of_what_they_decode_to(implementation, dtypes):
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_backward_reads_a_glus_codes_as_they_are(codec, monkeypatch):
-    """By what it launches on a device: no copy of x in its own dtype is made, neither for y nor for dx."""
+    """On a device neither y nor dx launches a copy of x in x's dtype."""
     cfg = mlp_config(256, 512)
     op = with_policy(chain, Policy({"act.x": Compress(codec)}))
     params, x = op.init(cfg, device="meta", dtype=torch.float32), torch.empty(64, 256, device="meta")
@@ -367,8 +367,8 @@ GLUS = [
 
 
 @pytest.mark.parametrize("cfg", GLUS, ids=str)
-def test_every_glu_serves_what_is_packed(cfg):
-    """y and dx are those of the x that was decoded, by both halves and by the whole backward."""
+def test_every_glu_reads_a_packed_x(cfg):
+    """dx, by halves and by the whole backward, equals the dx of the decoded x."""
     for codec, width in itertools.product(CODECS, (48, 128)):
         t, dy = torch.randn(6, 2 * width), torch.randn(6, width)
         x = (t, torch.rand(6)) if cfg.scaled else (t[:, :width].contiguous(), t[:, width:].contiguous()) if cfg.paired else t

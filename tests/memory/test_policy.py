@@ -73,7 +73,7 @@ def test_compiles(policy):
 
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_gradients_are_those_of_save_all(block, policy):
+def test_gradients_equal_save_all(block, policy):
     cfg, params, x, dy = made(block)
     _, plain = with_policy(chain, "save_all").fwd(params, x, cfg)
     want = with_policy(chain, "save_all").bwd(plain, dy, cfg)
@@ -122,7 +122,7 @@ def test_a_rule_that_names_a_field_beats_what_the_chain_does_by_itself():
         with_policy(chain, Policy({name: Compress("int8")})).init(block, device="meta")
 
 
-def test_pending_keeps_no_output_that_can_be_had_again():
+def test_a_pending_keeps_no_recomputable_output():
     cfg = mlp_config(64, 96)
     params, x = chain.init(cfg, key=random.key(0)), torch.randn(32, 64)
     _, kept = chain.fwd(params, x, cfg)
@@ -132,7 +132,7 @@ def test_pending_keeps_no_output_that_can_be_had_again():
     assert kept["up"].x is None and kept["norm"].x is x
 
 
-def test_pending_keeps_no_output_that_its_dgrad_had_again():
+def test_a_pending_keeps_no_output_that_its_dgrad_recomputed():
     """The one op whose dgrad reads its x and whose pending has it, too."""
     loss = Step("loss", linear_cross_entropy, LinearCrossEntropyConfig(8, 5), takes=("labels",))
     cfg = ChainConfig(steps=(Step("norm", rms_norm, RMSNormConfig(8)), loss), extras=("labels",))
@@ -163,7 +163,7 @@ def test_params_that_changed_are_stale():
     _, kept = chain.fwd(params, x, cfg)
     _, pending = chain.dgrad(kept, dy, cfg)
     params["norm"].weight.add_(1.0)
-    with pytest.raises(StaleResidualError, match="^norm: rms_norm_again: residuals.weight must be as .* or pass recompute=False"):
+    with pytest.raises(StaleResidualError, match="^norm: rms_norm_recompute: residuals.weight must be .* or pass recompute=False"):
         chain.wgrad(pending, cfg)
     minimal = remat(chain)
     _, kept = minimal.fwd(params, x, cfg)
@@ -197,7 +197,7 @@ def test_rules_by_path():
     assert dy is not None
 
 
-def test_what_is_dropped_is_missed_where_it_is_read():
+def test_a_dropped_tensor_raises_where_it_is_read():
     op, cfg = with_policy(linear, Policy({"x": Drop()})), LinearConfig(3, 4)
     params, x = linear.init(cfg, key=random.key(0)), torch.randn(2, 3)
     _, kept = op.fwd(params, x, cfg)
@@ -213,7 +213,7 @@ def test_what_is_dropped_is_missed_where_it_is_read():
     assert op.bwd(frozen, torch.randn(2, 4), cfg)[1] is not None
 
 
-def test_what_both_halves_read_goes_packed_into_the_pending():
+def test_a_tensor_that_both_halves_read_enters_the_pending_packed():
     op, cfg = with_policy(linear_cross_entropy, Policy({"x": Compress("int8")})), LinearCrossEntropyConfig(8, 12)
     params, x = linear_cross_entropy.init(cfg, key=random.key(0)), (torch.randn(4, 8), torch.tensor([0, 3, 11, 5]))
     _, kept = op.fwd(params, x, cfg)
@@ -281,7 +281,7 @@ LOGITS = Policy({"loss.logits": Recompute()})
 )
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 0.01, "reduction": "none", "ignore_index": 3}], ids=str)
 @pytest.mark.parametrize("ties", [(), TIES], ids=["free", "tied"])
-def test_a_loss_whose_logits_are_computed_again(ties, options, needs):
+def test_a_loss_whose_logits_are_recomputed(ties, options, needs):
     cfg, op = decoder(ties, **options), with_policy(chain, LOGITS)
     if ties and isinstance(needs.params, tuple) and needs.params[0].startswith("head"):
         needs = Needs(x=False)
@@ -304,7 +304,7 @@ def test_a_loss_whose_logits_are_computed_again(ties, options, needs):
         assert_close((got, found), (y, want), dtype=torch.float64, length=64)
 
 
-def test_what_cannot_be_joined_says_why():
+def test_products_that_cannot_be_joined_give_the_reason():
     for cfg, reason in ((decoder(bias=True), "the linear has a bias"), (block_config(8, 2, 8), "globs over")):
         with pytest.raises(ValueError, match=reason):
             with_policy(chain, LOGITS).init(cfg, key=random.key(0))
@@ -334,6 +334,6 @@ def test_residuals_and_ops_pickle(name):
     assert all(torch.equal(a, b) for a, b in zip(tensors(got), tensors(want), strict=True))
 
 
-def test_an_op_that_nothing_names_says_so():
+def test_an_op_without_a_name_is_not_pickled():
     with pytest.raises(pickle.PicklingError, match="pickle: op 'linear' must be a name of the module of its fwd, or made by"):
-        pickle.dumps(linear._replace(cheap="norm"))
+        pickle.dumps(linear._replace(recomputable="norm"))

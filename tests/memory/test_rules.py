@@ -23,20 +23,20 @@ from funcops import (
     Step,
     WithExtras,
     chain,
-    fetch,
     linear,
+    pack,
     random,
     remat,
     repeat,
     report,
     rms_norm,
     skip,
-    stow,
+    unpack,
     with_policy,
 )
 from funcops.memory.policy import kept_paths
 from funcops.models.blocks import block_config, gpt2_block_config, mlp_config
-from funcops.residuals.forms import Packed, one_form_each, pack, unpack
+from funcops.residuals.forms import Packed, from_form, one_form_each, to_form
 from funcops.residuals.offload import copies
 from funcops.testing.checks import same_bits
 from funcops.trees import tensors, tree_map_tensors
@@ -74,7 +74,7 @@ def drawn_policy(rng, op, cfg):
         return rng.choice(globs)
 
     rules = [(pattern(), rng.choice(ACTIONS)) for _ in range(rng.choice((1, 1, 1, 2, 3)))]
-    return Policy(rules, outputs=rng.choice(("cheap", "cheap", "norms", "none")))
+    return Policy(rules, outputs=rng.choice(("recomputable", "recomputable", "norms", "none")))
 
 
 def rows(op, cfg, params, x):
@@ -181,19 +181,19 @@ def test_forms_of_views_share_their_bytes(first, second, action, device):
     t = torch.randn(2, 3, 8)
     a, b = VIEWS[first](t), VIEWS[second](t)
     with one_form_each():
-        forms = pack(a, action), pack(b, action)
+        forms = to_form(a, action), to_form(b, action)
     assert [p.data_ptr() for p in forms[0].parts] == [p.data_ptr() for p in forms[1].parts]
-    assert torch.equal(VIEWS[second](unpack(forms[0]).as_strided(t.shape, t.stride())), unpack(forms[1])) or first != "itself"
+    assert torch.equal(VIEWS[second](from_form(forms[0]).as_strided(t.shape, t.stride())), from_form(forms[1])) or first != "itself"
     for form, tensor in zip(forms, (a, b), strict=True):
-        assert unpack(form).shape == tensor.shape
-        torch.testing.assert_close(unpack(form), tensor, atol=0.02, rtol=0.02)
+        assert from_form(form).shape == tensor.shape
+        torch.testing.assert_close(from_form(form), tensor, atol=0.02, rtol=0.02)
 
 
 @pytest.mark.parametrize("other", ["written to", "a part", "another dtype", "expanded", "another action", "of its own", "dead"])
-def test_forms_of_what_is_not_the_same_are_their_own(other, device):
+def test_tensors_that_differ_are_packed_apart(other, device):
     t, action = torch.randn(4, 8), Compress("int8")
     with one_form_each():
-        first = pack(t, action)
+        first = to_form(t, action)
         if other == "written to":
             t.mul_(2.0)
         elif other == "dead":
@@ -205,20 +205,20 @@ def test_forms_of_what_is_not_the_same_are_their_own(other, device):
             "of its own": lambda: t.clone(),
             "dead": lambda: torch.ones(4, 8),
         }.get(other, lambda: t)()
-        second = pack(u, Offload() if other == "another action" else action)
+        second = to_form(u, Offload() if other == "another action" else action)
     assert second.parts[0] is not first.parts[0]
-    torch.testing.assert_close(unpack(second), u, atol=0.05, rtol=0.02)
+    torch.testing.assert_close(from_form(second), u, atol=0.05, rtol=0.02)
 
 
-def test_stowed_trees_share_and_come_back_as_they_were(device):
+def test_packed_trees_share_and_come_back_unchanged(device):
     op, cfg, x = LLAMA
     params = op.init(cfg, key=random.key(0))
     y, kept = with_policy(op, "save_all").fwd(params, x, cfg)
-    whole, small = report(kept).kept_bytes, report(stow(kept, Offload())).kept_bytes
+    whole, small = report(kept).kept_bytes, report(pack(kept, Offload())).kept_bytes
     assert small == whole, "each storage once"
-    want, got = (with_policy(op, "save_all").bwd(tree, torch.ones_like(y), cfg) for tree in (kept, fetch(stow(kept, Offload()))))
-    same_bits(want, got, "stowed")
-    assert report(stow(tree_map_tensors(Tensor.clone, kept), Offload())).kept_bytes > small
+    want, got = (with_policy(op, "save_all").bwd(tree, torch.ones_like(y), cfg) for tree in (kept, unpack(pack(kept, Offload()))))
+    same_bits(want, got, "packed")
+    assert report(pack(tree_map_tensors(Tensor.clone, kept), Offload())).kept_bytes > small
 
 
 @pytest.mark.parametrize(

@@ -198,7 +198,7 @@ def test_dtypes_on_load(folder):
     same, _ = from_hf(folder)
     assert all(torch.equal(a, b.bfloat16()) for a, b in zip(trees.tensors(params), trees.tensors(same), strict=True))
     before = [t.clone() for t in trees.tensors(same)]
-    rewritten(folder, lambda tensors: [t.zero_() for t in tensors.values()])  # params are no view of the file
+    rewritten(folder, lambda tensors: [t.zero_() for t in tensors.values()])  # params are not a view of the file
     assert all(torch.equal(a, b) for a, b in zip(trees.tensors(same), before, strict=True))
 
 
@@ -216,7 +216,7 @@ LLAMA = DecoderConfig(
 )
 
 
-def test_what_a_family_has_not_is_not_written(tmp_path):
+def test_only_fields_of_the_family_are_written(tmp_path):
     params = chain.init(decoder(LLAMA), key=random.key(0))
     for change, said in (
         (dict(qk_norm="head"), "cfg.qk_norm must be None for family 'llama' with these other fields, got 'head'"),

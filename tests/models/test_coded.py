@@ -54,7 +54,7 @@ def in_mxfp4(tensors):
 
 
 def both(name, path, monkeypatch, **sizes):
-    """The folder in codes, and that of the same numbers."""
+    """A folder of codes, and a folder of the same numbers decoded."""
     kind, options = FAMILIES[name]
     monkeypatch.setitem(FAMILIES, name, (kind, options | SIZES[name] | sizes))
     saved(name, path / "codes")
@@ -91,7 +91,7 @@ def test_numbers_are_rounded_once(tmp_path, monkeypatch):
         assert torch.equal(from_hf(codes, dtype=dtype)[0]["blocks"][0]["mlp"]["down"].weight, wanted.to(dtype))
 
 
-def test_a_scale_that_is_no_number_is_none(tmp_path, monkeypatch):
+def test_a_nan_scale_gives_nan(tmp_path, monkeypatch):
     """255 is NaN (OCP MX); the least and the largest scale are numbers."""
     codes, _ = both("gpt_oss", tmp_path, monkeypatch)
     path, name = codes / "model.safetensors", "model.layers.0.mlp.experts.down_proj"
@@ -153,7 +153,7 @@ def folders(tmp_path_factory):
 
 
 @pytest.mark.parametrize("said", BAD)
-def test_what_does_not_fit_is_named(said, folders):
+def test_a_mismatch_is_named(said, folders):
     name, config, change = BAD[said]
     folder = folders[name]
     path = folder / "model.safetensors"

@@ -125,7 +125,7 @@ def whole(params, cfg, ids=IDS):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_one_forward(name):
+def test_logits_equal_one_forward(name):
     """In chunks of 1, 7 and all, then token by token; and with rows of several lengths, which go on from where each is."""
     cfg = MODELS[name]
     params = given(cfg)
@@ -182,7 +182,7 @@ def test_a_cache_stays_where_it_is_and_is_written_to_where_it_is_given_away():
     assert sorted(sizes.values()) == [9, 9, 32, 32]  # a window of 3, chunks of 7
 
 
-def test_bad_calls_name_what_is_wrong_before_anything_changes():
+def test_bad_calls_raise_by_name_before_anything_changes():
     params, cache = given(LLAMA), cache_init(LLAMA, 3, context=6, chunk=4, dtype=torch.float64)
     _, cache = decode(params, cache, IDS[:, :4], LLAMA)
     wrong = dataclasses.replace(
@@ -260,7 +260,7 @@ def test_a_captured_step_goes_on_with_its_cache():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_stream_is_the_likeliest_token_after_each_prompt(name):
-    """Of rows of several lengths: what each would go on with alone, by forwards of the whole."""
+    """Rows of several lengths go on as each would alone, by whole forwards."""
     cfg = MODELS[name]
     params = given(cfg)
     got = torch.stack(list(generate(params, cfg, IDS, 4, lengths=LENGTHS, chunk=5)), 1)
@@ -319,7 +319,7 @@ def test_a_stream_is_of_its_key():
 
 
 def test_tokens_come_as_often_as_their_probabilities_say():
-    """Of many rows of the same logits, each within five deviations of the binomial's; those left out never."""
+    """Over many rows of the same logits each count is within five standard deviations; filtered tokens never come."""
     logits = torch.tensor([2.0, 0.5, 1.0, -1.0, 1.0, -3.0])
     rows = 20000
     p = torch.softmax(logits.double() / 0.8, 0)
@@ -358,7 +358,7 @@ FILTERS = ({}, {"top_k": 2}, {"top_p": 0.5}, {"top_k": 2, "top_p": 0.9}, {"top_p
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("row", ODD_ROWS)
 def test_a_sampled_token_is_one_that_can_come_next(row, temperature, dtype):
-    """Of every row, temperature and filter: an id of the highest in the limit, one that has a chance in every other."""
+    """For every row, temperature and filter: one of the highest ids in the limit, otherwise an id whose probability is not 0."""
     logits = torch.tensor([ODD_ROWS[row]]).to(dtype)
     possible = {i for i, value in enumerate(logits[0].tolist()) if value == value and value > -torch.inf}
     refused = bool(logits.isnan().any()) or not possible
@@ -377,7 +377,7 @@ def test_a_sampled_token_is_one_that_can_come_next(row, temperature, dtype):
 
 
 def recorded(logits, seed, cfg):
-    """As where calls are recorded, so that no value is read."""
+    """Sample under a dispatch mode, as when calls are recorded, so that no value is read."""
 
     class Seen(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):

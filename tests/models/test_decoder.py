@@ -56,7 +56,7 @@ def test_routers_losses_and_loads_leave_by_layer():
     torch.testing.assert_close((dw * way).sum(), slope, rtol=1e-6, atol=1e-8)
 
 
-def test_positions_are_those_that_are_given():
+def test_given_positions_are_used():
     """A sequence is the end of a longer one as far as positions say, for rope: only distances count."""
     cfg = decoder(PLAIN)
     params = chain.init(cfg, key=random.key(0), dtype=torch.float64)
@@ -78,7 +78,7 @@ def test_a_policy_keeps_less_and_changes_nothing():
     assert found[1][0] < found[0][0] and all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
 
 
-def test_a_part_of_dy_that_is_none_is_zero():
+def test_a_part_of_dy_that_is_None_counts_as_zero():
     cfg = LatentSplitConfig(2, shared=2, own=3, value=1)
     x = torch.randn(4, 2, 5), torch.randn(4, 2, 4), torch.randn(4, 1, 2)
     y, kept = latent_split.fwd(None, x, cfg)

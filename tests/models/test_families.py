@@ -75,7 +75,7 @@ def test_a_checkpoint_comes_back_bit_for_bit(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_hugging_face_reads_what_is_written(name, tmp_path):
+def test_hugging_face_reads_written_files(name, tmp_path):
     model = saved(name, tmp_path / "hf")
     params, cfg = from_hf(tmp_path / "hf")
     to_hf(params, cfg, tmp_path / "ours", fields={"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0})
@@ -87,15 +87,15 @@ def test_hugging_face_reads_what_is_written(name, tmp_path):
 
 @pytest.mark.parametrize("rows", [2, 6, 10])
 def test_rows_that_alternate_are_sorted_and_those_that_turn_come_first(rows):
-    """Of a family whose gates alternate with what they multiply, and of one whose heads end with what turns."""
+    """One family's gates alternate with their up rows; another's heads end with the rows that rotate."""
     from types import SimpleNamespace
 
     import torch
 
-    from funcops.models.hf import Place
+    from funcops.models.hf import StoredLeaf
 
     def order(kind, cfg=None):
-        found = Place(SimpleNamespace(order=kind, stacked=False), ("w",), ("w",), (2 * rows, 3), (2 * rows, 3), 0).order(cfg)
+        found = StoredLeaf(SimpleNamespace(order=kind, stacked=False), ("w",), ("w",), (2 * rows, 3), (2 * rows, 3), 0).order(cfg)
         return None if found is None else found.tolist()
 
     assert order("evens_first") == [*range(0, 2 * rows, 2), *range(1, 2 * rows, 2)] and order("") is None

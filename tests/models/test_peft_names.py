@@ -88,7 +88,7 @@ def test_a_file_of_float32_beside_a_base_of_16_bits(llama, tmp_path):
 
 
 @pytest.mark.parametrize("family, at", [("phi3", "q.proj"), ("gpt2", "v.proj"), ("deepseek_v3", "q.up")])
-def test_linears_that_are_no_modules_of_their_own_raise(family, at, tmp_path):
+def test_linears_that_are_not_modules_raise(family, at, tmp_path):
     tiny(family).save_pretrained(tmp_path / "model")
     _, cfg = from_hf(tmp_path / "model")
     with pytest.raises(ValueError, match=rf"peft_names: model must be .*, got an adapter at blocks\S*\.attn\.qkv\.{at}, "):
@@ -96,7 +96,7 @@ def test_linears_that_are_no_modules_of_their_own_raise(family, at, tmp_path):
 
 
 def test_params_with_a_loss_and_without_one(llama, tmp_path):
-    """What takes those of a decoder takes them with "loss": None; what makes those of a config with a loss asks for it."""
+    """Functions that take a decoder's params also take them with "loss": None; making params for a config with a loss needs it."""
     pretrained, cfg = from_hf(llama)
     model, lossy = (with_lora(decoder(cfg, loss=loss), 2, UP) for loss in (False, True))
     with pytest.raises(ValueError, match=r"lora_init: params must be the base config's .*, got missing \['loss'\], extra \[\]"):

@@ -1,4 +1,4 @@
-"""config.json as it was published with models, before transformers 5, and how many parameters those have."""
+"""config.json as published with models before transformers 5, and the number of their parameters."""
 
 import json
 

@@ -44,7 +44,7 @@ def models(tmp_path_factory):
 
 
 def theirs(model, given):
-    """Of a model that has seen nothing longer: Hugging Face's dynamic frequencies stay grown until a short sequence comes."""
+    """Logits of a model that has seen nothing longer: Hugging Face's dynamic frequencies stay scaled until a short input comes."""
     with torch.no_grad():
         model(given[:, :1])
         return model(given, use_cache=False).logits

@@ -1,7 +1,7 @@
 """Draws faults over the syntax tree of the package, by seed.
 
 A line that holds something that can be changed is drawn, each as likely as any other, then a change of that line: an operator or a
-comparison flipped, a condition inverted, a constant of another value, a statement dropped. What is no program is left alone:
+comparison flipped, a condition inverted, a constant of another value, a statement dropped. Text that does not run is left alone:
 docstrings, annotations, `if TYPE_CHECKING`, `__all__`, overloads, and the words of errors.
 
 A fault keeps the numbers of all lines, so that what was measured of the file without it still holds.
@@ -81,7 +81,7 @@ def changed(node: ast.AST, parents: list[ast.AST]) -> Iterator[tuple[str, ast.AS
 
 
 def _of_text(node: ast.BinOp | ast.AugAssign) -> bool:
-    """Joined strings, whose difference or quotient is no program."""
+    """Whether it joins strings: their difference or quotient would not run."""
     sides = (node.left, node.right) if isinstance(node, ast.BinOp) else (node.value,)
     return any(isinstance(side, ast.JoinedStr) or isinstance(side, ast.Constant) and isinstance(side.value, str) for side in sides)
 
@@ -131,14 +131,14 @@ def _bound(node: ast.AST) -> Iterator[ast.Name]:
 
 
 def _left_alone(node: ast.AST, parent: ast.AST | None) -> bool:
-    """What is no program, with all that is in it."""
+    """Whether to leave a node and all within it alone, as it does not run."""
     if isinstance(node, ast.JoinedStr):  # words, whose places 3.11 does not tell
         return True
     if isinstance(node, ast.If) and {"TYPE_CHECKING", "__name__"} & {n.id for n in ast.walk(node.test) if isinstance(n, ast.Name)}:
         return True
     if isinstance(node, FUNCTIONS) and any(getattr(d, "id", "") == "overload" for d in node.decorator_list):
         return True
-    if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(parent, ast.Module):
+    if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and isinstance(parent, ast.Module):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         return any(getattr(t, "id", "") == "__all__" for t in targets) or _is_type(node.value)
     return isinstance(node, ast.Import | ast.ImportFrom | ast.Global | ast.Nonlocal)
@@ -197,7 +197,7 @@ def head(parents: list[ast.AST], node: ast.AST) -> tuple[int, int]:
 
 
 def draw(root: Path, count: int, seed: int, folder: str = "funcops") -> list[Drawn]:
-    """That many faults of the package's files, no two the same. Raises `ValueError` where there are fewer lines."""
+    """`count` distinct faults of the package's files. Raises `ValueError` if there are fewer lines that can be changed."""
     where = []
     for path in sorted((root / folder).rglob("*.py")):
         text = path.read_text()

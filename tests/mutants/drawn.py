@@ -3,7 +3,7 @@
     python tests/mutants/drawn.py --drawn 300 --seed 0
 
 One run of the first tier under coverage, kept in `--measured`, tells which tests run which line. A fault then meets the tests that
-run its lines, the cheapest of each function first, then those of its function and of its file, until one fails or `--cpu` seconds
+run its lines, the cheapest of each function first, then tests of its function and of its file, until one fails or `--cpu` seconds
 of work are done: in a fork of a process that has collected all tests (`forked.py`), and where that is not enough, in a process of
 its own which imports the planted file. What survives is written to `--out`; with a reason, or with the test that now notices it,
 it belongs into `drawn.toml` beside the other faults, and one that is there as equivalent is not run again. Needs the package
@@ -97,7 +97,7 @@ def environment(tree: run.Tree) -> dict[str, str]:
 
 
 def in_forks(tree: run.Tree, tasks: Sequence[dict[str, Any]]) -> Iterable[dict[str, Any]]:
-    """What became of each, as they end."""
+    """The outcome of each fault, as they end."""
     path = tree.folder / "faults.jsonl"
     path.write_text("".join(json.dumps(task) + "\n" for task in tasks))
     answers = Path(f"{path}.out")
@@ -229,7 +229,7 @@ def judge(
 
 
 def print_totals(faults: Sequence[draw.Drawn], answers: dict[int, dict[str, Any]]) -> float:
-    """By kind; the share of those that are not equivalent."""
+    """Print the counts by kind; return the noticed share of faults that are not equivalent."""
     states = {"failed": run.NOTICED, "passed": run.SURVIVED, "equivalent": run.EQUIVALENT}
     kinds: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for i, answer in answers.items():

@@ -50,7 +50,7 @@ class Measure:
 
 
 def leaves(code: CodeType) -> tuple:
-    """What a code object does by itself, without the code in it."""
+    """A code object's own instructions and names, without nested code."""
     constants = tuple((type(c), repr(c)) for c in code.co_consts if not isinstance(c, CodeType))
     return code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
 

@@ -148,7 +148,7 @@ class Runner:
             self.trees.put(tree)
 
     def _run(self, tree: Tree, tests: Sequence[str]) -> int | None:
-        """Those of them that are in the first tier; where none is, all."""
+        """Run the tests of the first tier among them, or all tests if none is in that tier."""
         code = self._pytest(tree, "not gpu and not slow", tests)
         return self._pytest(tree, "not gpu", tests) if code == NO_TESTS else code
 
@@ -207,7 +207,7 @@ def chosen(pattern: str) -> list[Fault]:
 
 
 def print_totals(states: dict[str, collections.Counter[str]]) -> float:
-    """By area; the share of the faults run that were noticed."""
+    """Print the counts by area; return the noticed share of the faults that ran."""
     total: collections.Counter[str] = collections.Counter()
     for area, counts in sorted(states.items()):
         total += counts

@@ -1,4 +1,4 @@
-"""torch's own samples of its modules (`module_db`) through those of `funcops.nn`, made and swapped: all are equal.
+"""torch's own samples of its modules (`module_db`) give equal results through `funcops.nn`'s, constructed and swapped in.
 
 Options without a sample there are in `tests/adapters/test_torch_arguments.py`."""
 

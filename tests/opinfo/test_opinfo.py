@@ -46,7 +46,7 @@ def activation(kind):
 def linear(x, args, kwargs):
     weight, bias = (*args, None)[:2]
     if weight.dim() != 2 or 0 in weight.shape:
-        return False  # a vector weight is no linear layer; ours has no feature count of 0
+        return False  # a vector weight is not a linear layer; ours takes no feature count of 0
     cfg = fo.LinearConfig(weight.shape[1], weight.shape[0], bias=bias is not None)
     compare(fo.linear, cfg, fo.LinearParams(weight, bias), x, lambda p, t: F.linear(t, p.weight, p.bias))
     return True

@@ -13,7 +13,7 @@ SEED = 42  # OpInfo's functions that draw numbers seed themselves with it
 
 
 def seed():
-    """As `torch.manual_seed`, which notes the stack for each kind of device that is not there."""
+    """`torch.manual_seed` without its record of the stack for each missing kind of device."""
     torch.default_generator.manual_seed(SEED)
     numpy.random.seed(SEED)
 

@@ -38,7 +38,7 @@ def hugging_face(name):
     named = dict(theirs.named_parameters())
 
     def ours(of):
-        """Of their weights, or of gradients of these."""
+        """Our params from their weights, or from their weights' gradients."""
         up, down = of(named["gate_up_proj"]), of(named["down_proj"])
         if not oss:
             return ExpertsParams(GroupedLinearParams(up), GroupedLinearParams(down))
@@ -118,7 +118,7 @@ def test_a_graph_can_hold_every_half(name, bias):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_token_has_the_same_bits_wherever_the_others_go(dtype):
-    """By our kernels; torch's products on the CPU may add in another order for another number of rows."""
+    """Our kernels promise this; torch's products on the CPU may add in another order for another number of rows."""
     cfg, params, (weights, x, indices) = made(70, 2, 3, 20, 17, dtype)
     other = indices.roll(1, 0)
     other[:3] = indices[:3]
@@ -138,7 +138,7 @@ OFFSETS = {"empty ends": (0, 0, 9, 20, 20), "empty middle": (0, 7, 7, 8, 24), "o
 
 @pytest.mark.parametrize("offsets", OFFSETS)
 def test_torchs_products_without_a_word_from_the_host(offsets):
-    """What runs on CUDA where Triton does not: the bits of the loop over groups but for the order of sums, and no value read."""
+    """Products for CUDA without Triton equal the loop over groups up to the order of sums, and read no value."""
     offsets = torch.tensor(OFFSETS[offsets], dtype=torch.int32)
     rows, inner = torch.randn(ROWS, 16), torch.randn(ROWS, 8)
     w = torch.randn(4, 16, 8)
@@ -154,7 +154,7 @@ def test_torchs_products_without_a_word_from_the_host(offsets):
 
 
 def test_a_tracer_sees_one_operator():
-    """Of a body that reads values on the host; the graph serves other values."""
+    """The body reads values on the host, and yet the graph serves other values."""
     cfg, params, x = made(5, 2, 4, 6, 3)
     graph = make_fx(lambda *t: experts.fwd(params, t, cfg, needs=Needs.NONE)[0])(*x)
     names = {str(node.target) for node in graph.graph.nodes}
@@ -172,8 +172,8 @@ def test_dropped_choices_add_nothing():
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_gradients_of_some_params_alone_are_those_of_all(bias):
-    """With and without that of x: of one layer, of its weight or its bias, or of none."""
+def test_gradients_do_not_depend_on_which_are_requested(bias):
+    """Any subset of the params, with and without x."""
     cfg, params, x = made(5, 2, 4, 6, 3, bias=bias)
     y, residuals = experts.fwd(params, x, cfg)
     dy = torch.randn_like(y)

@@ -119,8 +119,8 @@ def test_both_implementations_agree(recipe):
 
 
 @pytest.mark.parametrize(("recipe", "least"), [(Fp8Block(), IN + 4), (Fp8Current(), IN + 4), (Fp8Block(keep="input"), 0)], ids=str)
-def test_what_is_kept_of_gathered_rows(recipe, least):
-    """Codes and scales of x as it was given, where blocks are within rows; of each of its K rows, where a group has a scale."""
+def test_bytes_kept_of_gathered_rows(recipe, least):
+    """Codes and scales of the given x if blocks are within rows; of each gathered row if each group has a scale."""
     w, b, x, rows, _ = given(recipe, True)
     cfg, params = GroupedQLinearConfig(len(w), IN, OUT, recipe, gathered=True), GroupedLinearParams(w, b)
     _, residuals = grouped_op_of(recipe).fwd(params, x, cfg)
@@ -129,7 +129,7 @@ def test_what_is_kept_of_gathered_rows(recipe, least):
 
 
 def test_groups_without_rows_have_no_say():
-    """In delayed scaling: their amaxes of x and dy are 0, those of rows behind the last group nobody's."""
+    """In delayed scaling an empty group's amaxes of x and dy are 0, and rows behind the last group count nowhere."""
     recipe = Fp8Delayed()
     w, b, (x, offsets), rows, _ = given(recipe, False)
     x[-BEHIND:] = 1e4

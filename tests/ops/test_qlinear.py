@@ -296,7 +296,7 @@ def _into(made):
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_calls_say_what_is_wrong(name):
+def test_bad_calls_name_the_fault(name):
     make, message, error = BAD[name]
     call = make()
     with pytest.raises(error, match=re.escape(message)):
@@ -308,7 +308,7 @@ OPS = sorted({name for name in funcops.__all__ if isinstance(getattr(funcops, na
 
 @pytest.mark.parametrize("name", OPS)
 def test_no_op_takes_a_quantised_tensor_for_a_tensor(name):
-    """As params' leaf or as x."""
+    """Neither as a leaf of params nor as x."""
     case = next(case for case in FIRST if case.op.name == name)
     params, x = case.make(torch.float32)
     low = quantize_tensor(draw(4, 64), E4M3_BLOCK)

@@ -107,7 +107,7 @@ THEIRS = [  # a scaling, what Hugging Face calls it, and how much of a head turn
 
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
 @pytest.mark.parametrize(("scaling", "given", "part"), THEIRS, ids=repr)
-def test_tables_are_those_of_hugging_face(scaling, given, part, theta):
+def test_tables_equal_hugging_face(scaling, given, part, theta):
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -134,7 +134,7 @@ def assert_within(*pairs, atol=1e-6):
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "vision"])
-def test_tables_of_several_axes_are_those_of_hugging_face(family):
+def test_tables_of_several_axes_equal_hugging_face(family):
     pytest.importorskip("transformers")
     if family == "vision":
         from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLVisionConfig, Qwen2VLVisionRotaryEmbedding

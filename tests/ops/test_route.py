@@ -129,7 +129,7 @@ def test_the_loss_of_an_even_load_is_its_factor():
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
-def test_of_equal_logits_the_first_are_chosen(name):
+def test_equal_logits_choose_the_first(name):
     nan, inf = float("nan"), float("inf")
     rows = torch.tensor([[1.0] * 5, [0.0, -0.0, 0.0, -0.0, 0.0], [-inf, 2, -inf, 2, -inf], [1, nan, 2, nan, 3], [-inf] * 4 + [1]])
     with backend(name):
@@ -152,7 +152,7 @@ def test_both_implementations_choose_the_same(cfg):
 
 
 @every_config
-def test_a_part_of_dy_that_is_none_is_zero(cfg):
+def test_a_part_of_dy_that_is_None_counts_as_zero(cfg):
     params, x = given(cfg, 2, 5)
     (weights, _, _, loss), kept = route.fwd(params, x, cfg)
     dweights, dloss = torch.randn_like(weights), torch.randn_like(loss)
@@ -199,7 +199,7 @@ def test_load_and_loss_leave_a_chain_by_name():
 
 
 @every_config
-def test_what_is_kept(cfg):
+def test_kept_tensors(cfg):
     params, x = given(cfg, 4, 16, dtype=torch.bfloat16)
     y, kept = route.fwd(params, x, cfg)
     logits, choices = x[0] if cfg.jitter else x, 64 * cfg.top_k
@@ -226,7 +226,7 @@ def test_nothing_waits_for_the_device(cfg):
 
 
 def test_balance_evens_the_load():
-    """Of a router that prefers some experts, as arXiv 2408.15664 has it: the fullest expert's share falls."""
+    """A router prefers some experts; by the rule of arXiv 2408.15664 the fullest expert's share falls."""
     cfg = RouteConfig(8, 2, score="sigmoid", bias=True)
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(500, 8, generator=generator) + torch.linspace(-1, 1, 8)

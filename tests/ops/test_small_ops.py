@@ -1,5 +1,5 @@
-"""Of softcap, softmax, group_norm, modulate, causal_conv1d and patchify what their laws do not ask: rows and groups that a program
-does not take whole, sequences that go on, and what models make of them."""
+"""softcap, softmax, group_norm, modulate, causal_conv1d and patchify beyond their laws: rows and groups larger than a program,
+sequences that continue, and uses in models."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def test_rows_of_which_some_are_masked(width):
 
 @warnings
 @pytest.mark.parametrize("width", [9, 32800])
-def test_a_row_with_an_infinity_or_a_nan_is_none(width):
+def test_a_row_with_infinity_or_nan_gives_nan(width):
     x = torch.randn(3, width)
     x[0, 4], x[1, -1] = torch.inf, torch.nan
     got, want = both(softmax.softmax_fwd, x)
@@ -109,7 +109,7 @@ def test_a_patch_embedding_is_torchs_convolution():
     assert torch.equal(again, x) and again.data_ptr() != patches.data_ptr()
 
 
-def test_capped_logits_keep_what_others_keep():
+def test_capped_logits_keep_as_much_as_others():
     """Eight bytes a row, and the loss of Gemma 2's logits."""
     rows, labels, weight = torch.randn(7, 3), torch.randint(0, 11, (7,)), 5 * torch.randn(11, 3)
     kept = {}

@@ -9,7 +9,7 @@ from funcops.optim import ema_init, ema_update
 from funcops.trees import tree_map
 
 
-def test_ema_is_that_of_torch():
+def test_ema_equals_torch():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     torchs = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
@@ -47,6 +47,6 @@ def test_ema_keeps_small_steps_of_16_bit_params():
         ({"w": torch.ones(2)}, {"v": torch.ones(2)}, 0.5, "ema_update: params must be a tree like average"),
     ],
 )
-def test_ema_names_what_is_wrong(average, params, decay, match):
+def test_ema_names_the_fault(average, params, decay, match):
     with pytest.raises(ValueError, match=re.escape(match)):
         ema_update(average, params, decay)

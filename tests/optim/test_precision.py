@@ -20,7 +20,7 @@ from funcops.trees import leaves
 
 
 @pytest.mark.parametrize("initial", [8.0, 1e38])
-def test_loss_scale_is_that_of_torch(initial):
+def test_loss_scale_equals_torch(initial):
     cfg = LossScaleConfig(initial=initial, growth=2.0, backoff=0.5, interval=3)
     ours = loss_scale_init(cfg)
     scale, tracker = torch.tensor(initial), torch.zeros((), dtype=torch.int32)
@@ -62,7 +62,7 @@ def test_nothing_is_finite():
         assert all_finite(nothing).item() is True and nonfinite(nothing) is None
 
 
-def test_unscale_widens_what_is_narrow():
+def test_unscale_widens_narrow_gradients():
     grads = unscale({"a": torch.tensor([6e4], dtype=torch.float16), "b": None}, LossScale(torch.tensor(2.0**20), torch.zeros(())))
     assert grads["b"] is None and grads["a"].dtype is torch.float32
     torch.testing.assert_close(grads["a"], torch.tensor([6e4]).half().float() / 2**20)

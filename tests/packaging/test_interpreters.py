@@ -1,4 +1,4 @@
-"""What `make interpreters` says of a Python: which names it lacks, and why the tests are not tried with it."""
+"""`make interpreters` says which names a Python lacks, and why it does not run the tests."""
 
 import argparse
 import os
@@ -37,7 +37,7 @@ def test_names_that_a_python_lacks_are_found(text, said):
     assert interpreters.missing("f.py", text, sys.stdlib_module_names | {"nowhere"}) == said
 
 
-def test_the_versions_are_those_of_the_metadata():
+def test_the_versions_equal_the_metadata():
     assert interpreters.VERSIONS[0] == "3.10" and len(interpreters.VERSIONS) >= 4
     assert f'requires-python = ">={interpreters.VERSIONS[0]}"' in interpreters.PROJECT
 
@@ -59,7 +59,7 @@ LARGE = {
 
 @pytest.mark.parametrize("cuda", [False, True])
 @pytest.mark.parametrize("of", ["", *LARGE])
-def test_gigabytes_are_asked_for(tmp_path, monkeypatch, cuda, of):
+def test_downloads_of_gigabytes_stop(tmp_path, monkeypatch, cuda, of):
     """pip is stopped where it names them, and so is what it started, before it downloads or installs anything."""
     commands, stops = [], bool(of) and not cuda
     start, (end, into) = interpreters.subprocess.Popen, os.pipe()
@@ -86,7 +86,7 @@ def test_gigabytes_are_asked_for(tmp_path, monkeypatch, cuda, of):
     assert {"torch>=2.11", "pytest"} < set(pip)
 
 
-def test_what_pip_cannot_do_is_said():
+def test_a_failure_of_pip_is_reported():
     for said, want in (("x\nERROR: No matching distribution\ny", "ERROR: No matching distribution"), ("No module named pip", None)):
         with pytest.raises(interpreters.NotTried, match=f"^{want or said}$"):
             interpreters._run(sys.executable, "-S", "-c", f"print({said!r}); raise SystemExit(1)")
@@ -110,14 +110,14 @@ def test_the_exit_status(monkeypatch, capsys, halves, status):
     assert capsys.readouterr().out.splitlines() == [f"Python {i}: said" for i in range(len(halves))]
 
 
-def test_a_python_that_is_not_there_is_named(monkeypatch):
+def test_a_missing_python_is_named(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert interpreters.tried("3.99", None, frozenset(), argparse.Namespace()) == (True, False, "none on this machine")
     (own,) = interpreters.found().items()
     assert own == (f"{sys.version_info[0]}.{sys.version_info[1]}", (sys.executable, sys.stdlib_module_names))
 
 
-def test_what_lies_on_pythonpath_is_not_installed(monkeypatch, tmp_path):
+def test_a_package_on_pythonpath_does_not_count_as_installed(monkeypatch, tmp_path):
     """pip would find a checkout's metadata there, and install no wheel of that version."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     interpreters._run(sys.executable, "-S", "-c", f"import sys; raise SystemExit({str(tmp_path)!r} in sys.path)")

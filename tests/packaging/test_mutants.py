@@ -92,6 +92,7 @@ def test_a_fault_that_does_not_fit_is_named():
 SMALL = '''"""Words: a == b."""
 from typing import TYPE_CHECKING
 __all__ = ["f"]
+__all__ += ["g"]
 Alias = dict[str, "Alias"] | None
 if TYPE_CHECKING:
     from math import pi

@@ -108,7 +108,7 @@ def test_a_short_disk_is_named_before_anything_is_made(pips, tmp_path, capsys):
     assert "must have 8 GB of room, got 7.9 GB" in capsys.readouterr().out and not pips()
 
 
-def test_a_fault_of_pip_itself_is_no_reason_to_go_on(pips, tmp_path):
+def test_a_fault_of_pip_itself_ends_the_run(pips, tmp_path):
     pips.answer = lambda command: Ran(1, "", "ERROR: Cannot install torch and peft: they conflict")
     with pytest.raises(SystemExit, match="they conflict") as ended:
         newest.main([str(tmp_path / "env"), "--torch", "2.11.0"])

@@ -40,7 +40,7 @@ def uses():
 
 def test_every_private_name_is_in_the_list(uses):
     new = {name: sorted(files) for name, files in uses.items() if name not in NAMES}
-    assert not new, f"take the public name instead, or say in tests/helpers/private_names.py why there is none: {new}"
+    assert not new, f"take the public name instead, or say in tests/helpers/private_names.py why no public one serves: {new}"
 
 
 def test_every_name_of_the_list_is_used(uses):
@@ -73,7 +73,7 @@ def resolves(name):
 
 
 def dotted(name):
-    """Those that are there without a CUDA device, and in a process where Triton interprets."""
+    """Whether a name exists without a CUDA device, in a process where Triton interprets."""
     return not name.startswith(".") and "_cuda_" not in name and "pipelining" not in name
 
 

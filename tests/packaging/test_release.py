@@ -10,7 +10,7 @@ import release
 import funcops
 
 
-def test_the_version_is_said_alike_everywhere():
+def test_the_version_is_the_same_everywhere():
     assert release.disagreements(funcops.__version__) == []
 
 
@@ -22,7 +22,7 @@ def test_another_version_is_noticed(tmp_path, name):
     assert release.disagreements(funcops.__version__, tmp_path) == [f"{name} must say {funcops.__version__}, got 9.8.7"]
 
 
-def test_an_install_that_is_a_checkout_is_no_install(tmp_path):
+def test_a_checkout_does_not_count_as_an_install(tmp_path):
     """This process's package lies in the checkout: the imports that are tried must see the wheel's."""
     done = subprocess.run([sys.executable, "-c", release.IMPORTS], cwd=release.ROOT, capture_output=True, text=True)
     assert done.returncode and "is not what was installed" in done.stderr
@@ -32,7 +32,7 @@ def test_an_install_that_is_a_checkout_is_no_install(tmp_path):
     ("outcome", "status"), [("good", 0), (AssertionError("it broke"), 1), (None, 1)], ids=["good", "bad", "none"]
 )
 def test_the_exit_status(monkeypatch, capsys, tmp_path, outcome, status):
-    """Of one Python: good, failed, and not tried, of which none may be green."""
+    """One Python is good, failed or not tried; only a good one exits with 0."""
     wheel, source = tmp_path / f"funcops-{funcops.__version__}-py3-none-any.whl", tmp_path / "source"
     for path in (wheel, source):
         path.write_text("")
@@ -51,7 +51,7 @@ def test_the_exit_status(monkeypatch, capsys, tmp_path, outcome, status):
     assert said in capsys.readouterr().out
 
 
-def test_a_python_that_is_asked_for_is_tried_alone(monkeypatch):
+def test_a_requested_python_is_tried_alone(monkeypatch):
     there = {version: (f"python{version}", frozenset()) for version in ("3.9", "3.11", "3.10")}
     monkeypatch.setattr(release.interpreters, "found", lambda: there)
     assert list(release.chosen([])) == ["3.9", "3.10", "3.11"]

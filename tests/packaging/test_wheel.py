@@ -1,5 +1,5 @@
-"""What `python -m build` makes: a wheel that installs and imports with torch and optree alone, with no Triton,
-no extra and no GPU."""
+"""`python -m build` makes a wheel that installs and imports with torch and optree alone, without Triton, extras
+or a GPU."""
 
 import importlib.metadata
 import re
@@ -64,7 +64,7 @@ def built(tmp_path_factory):
     return folder
 
 
-def test_what_is_in_them(built):
+def test_contents_of_the_archives(built):
     (wheel,), (source,) = built.glob("*.whl"), built.glob("*.tar.gz")
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "funcops").rglob("*.py")}
     with zipfile.ZipFile(wheel) as file:
@@ -90,7 +90,7 @@ def test_what_is_in_them(built):
     assert sources | kept <= unpacked
 
 
-def test_it_imports_where_there_is_torch_and_no_more(built, tmp_path):
+def test_it_imports_with_torch_alone(built, tmp_path):
     """`only` holds what the wheel's dependencies consist of, less Triton."""
     (wheel,) = built.glob("*.whl")
     pip = sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"

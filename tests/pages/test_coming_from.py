@@ -14,7 +14,7 @@ PIPELINING = importlib.import_module("torch.distributed.pipelining")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_what_is_said_to_be_here_is(page):
+def test_names_said_to_be_here_exist(page):
     found = list(rows(page.read_text()))
     wrong = {row.theirs: said for row in found if (said := fault(row))}
     assert not wrong and len(found) > 25

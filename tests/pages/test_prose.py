@@ -25,7 +25,7 @@ def test_prose_is_plain(name):
         ('def f():\n    """Return x: whether it is not None."""\n    return x is None\n', []),
     ],
 )
-def test_what_is_hard_to_read_is_found(tmp_path, text, said):
+def test_hard_prose_is_found(tmp_path, text, said):
     path = tmp_path / "module.py"
     path.write_text(text)
     assert sorted(one.text for one in prose.found(path)) == said

@@ -85,7 +85,7 @@ def test_a_star_import_of_a_room_brings_its_public_names_alone(room):
 
 
 def test_the_face_has_a_name_for_each_concept():
-    """Of an operator itself; its config, its functions and what they take and return are imported by name."""
+    """An operator counts once; its config, its functions and their arguments and results are imported by name."""
     assert len(funcops.__all__) <= 120 and set(funcops.__all__) < set(dir(funcops)) and len(dir(funcops)) <= 120
     for op in (value for value in vars(funcops).values() if isinstance(value, funcops.Op)):
         assert op.name in funcops.__all__
@@ -98,7 +98,7 @@ def test_the_face_has_a_name_for_each_concept():
 
 
 def test_help_lists_every_name_by_group():
-    """Those of an operator by the pattern that the text gives; params, residuals and pendings come with their operator."""
+    """The text gives a pattern for an operator's functions; params, residuals and pendings come with their operator."""
     words = set(re.findall(r"\w+", funcops.__doc__))
     parts = ("Config", "Params", "Residuals", "Pending")
     ops = {name for name in funcops.__all__ if isinstance(getattr(funcops, name), funcops.Op)}
@@ -122,5 +122,5 @@ def test_every_error_of_the_package_can_be_caught_by_its_name():
         assert getattr(funcops, name, None) is getattr(importlib.import_module(module), name), name
 
 
-def test_the_version_is_that_of_the_metadata():
+def test_the_version_equals_the_metadata():
     assert re.fullmatch(r"\d+\.\d+\.\d+", funcops.__version__)

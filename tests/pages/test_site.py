@@ -26,7 +26,7 @@ CLASSES = [name for name in NAMES if inspect.isclass(reference.value_of(name))]
 
 
 def moved():
-    """Where pages that lie outside docs/ are in the site: read, as docs/hooks.py imports MkDocs."""
+    """The site's paths of pages outside docs/, read from the text of docs/hooks.py, as that imports MkDocs."""
     tree = ast.parse((ROOT / "docs" / "hooks.py").read_text())
     (table,) = [node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MOVED"]
     return ast.literal_eval(table)
@@ -44,7 +44,7 @@ def path_of_learning(nav):
 
 
 def astray(pages, texts):
-    """Of pages of a path, those that do not say what one can do at their end, which comes before and next, or are too long."""
+    """The faulty pages of a path: too long, or without what one can do at the end, or without the page before or next."""
     found = {}
     for before, page, after in zip([None, *pages[:-1]], pages, [*pages[1:], None], strict=True):
         text = texts[page]
@@ -89,7 +89,7 @@ def test_the_reference_has_every_public_name():
 def means(cls):
     """Whether a class says what it is: in words, or in the shapes of its leaves, which every one of its fields then has."""
     own = cls.__dict__.get("__doc__") or ""
-    if own and not own.startswith(f"{cls.__name__}("):  # what a dataclass writes where there is none
+    if own and not own.startswith(f"{cls.__name__}("):  # what a dataclass writes if it has no docstring
         return True
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     fields = [node for node in tree.body[0].body if isinstance(node, ast.AnnAssign)]
@@ -99,7 +99,7 @@ def means(cls):
 
 
 def raises(function):
-    """What it calls, or says itself, to raise."""
+    """The first call or statement of a function that raises."""
     for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))):
         called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
         if isinstance(node, ast.Raise) or called == "fail" or called.startswith(("check", "require")):
@@ -108,7 +108,7 @@ def raises(function):
 
 
 def silent(names):
-    """Of functions, those that raise and do not say so. What a backward raises is said once, where a dy is: by `Op`."""
+    """Functions that raise without saying so. `Op` says once what a backward raises, where it describes dy."""
     backward = tuple(f"{op}_{part}" for op in OPS for part in ("bwd", "dgrad", "wgrad"))
     found = {name: raises(reference.value_of(name)) for name in names if name.rpartition(".")[2] not in backward}
     return {name: said for name, said in found.items() if said and "rais" not in reference.value_of(name).__doc__.lower()}
@@ -117,13 +117,13 @@ def silent(names):
 OPS = [name.rpartition(".")[2] for name in NAMES if isinstance(reference.value_of(name), funcops.Op)]
 
 
-def test_every_public_function_and_class_says_what_it_is():
+def test_every_public_function_and_class_has_a_docstring():
     assert not [name for name in FUNCTIONS if not reference.value_of(name).__doc__]
     assert not [name for name in CLASSES if not means(reference.value_of(name))]
     assert len(FUNCTIONS) > 400 and len(CLASSES) > 150
 
 
-def test_what_raises_says_so():
+def test_functions_that_raise_say_so():
     assert silent(FUNCTIONS) == {}
     assert "Raises" in funcops.Op.__doc__
 
@@ -160,7 +160,7 @@ def alone(name, page):
 
 
 def test_an_example_shows_every_name():
-    """Examples are those of docstrings and of pages, all of which run (tests/pages/test_docs.py)."""
+    """Examples are in docstrings and on pages; all of them run (tests/pages/test_docs.py)."""
     missing = []
     for page in reference.pages():
         for section in page.sections:
@@ -191,12 +191,12 @@ def test_an_example_shows_what_it_names_and_what_that_gives(code, shows):
     assert {name for name, value in public.items() if id(value) in found} == shows
 
 
-def test_the_checks_see_what_lacks_words():
+def test_the_checks_find_missing_words():
     class Bare:
         x: int = 3
 
     class Said:
-        "What it is."
+        "A sentence."
 
     def quiet(x):
         """Halves."""
@@ -223,7 +223,7 @@ def test_a_link_of_the_site_that_leads_nowhere_is_seen(link, tmp_path):
     assert built_site.faults(tmp_path, wanted) == ([FAULTY[link]] if link in FAULTY else [])
 
 
-def test_what_a_page_of_the_site_lacks_is_seen(tmp_path):
+def test_faults_of_a_page_of_the_site_are_found(tmp_path):
     (tmp_path / "index.html").write_text("<script src='https://elsewhere.org/x.js'>words()</script><img src='b.png'>")
     assert built_site.faults(tmp_path, {"index.html": built_site.Wanted(["a"], ["words"]), "c.html": built_site.Wanted()}) == [
         "c.html: expected a page, got none",
@@ -239,7 +239,7 @@ def test_what_a_page_of_the_site_lacks_is_seen(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="MkDocs is of the extra docs")
 def test_the_command_that_builds_it_fails_at_a_link_to_nowhere(tmp_path):
-    """The flags are those of `make docs`."""
+    """The flags come from `make docs`."""
     (flags,) = re.findall(r"-m mkdocs (build .*) \$\(ARGS\)", (ROOT / "Makefile").read_text())
     (tmp_path / "docs").mkdir()
     (tmp_path / "mkdocs.yml").write_text("site_name: small\n")

@@ -28,7 +28,7 @@ def drawn_rules(draw, length):
 
 
 def most(found, length, i=0):
-    """What the best cover from call i on saves, by trying them all."""
+    """The savings of the best cover from call i on, found by trying all covers."""
     if i >= length:
         return 0, 0
     best = most(found, length, i + 1)

@@ -146,8 +146,8 @@ def test_an_error_names_the_function_that_was_called(asked, wrong):
 def test_explain_shows_inner_chains_as_one_program():
     text = str(explain(gpt2_block_config(64, 4, 96, 0.1)))
     assert "forward   mlp.up + mlp.act: linear + epilogue" in text
-    assert "backward  mlp.up + mlp.act + mlp.down + mlp.drop: bias gradients, again, saves 3 passes and 3 launches" in text
-    assert "backward  attn.add + mlp.fork + mlp.norm: add + norm, again, saves 3 passes and 2 launches" in text
+    assert "backward  mlp.up + mlp.act + mlp.down + mlp.drop: bias gradients, recomputed, saves 3 passes and 3 launches" in text
+    assert "backward  attn.add + mlp.fork + mlp.norm: add + norm, recomputed, saves 3 passes and 2 launches" in text
 
 
 def run(cfg, dtype, needs=Needs.ALL, donated=False, split=False, op=chain):
@@ -189,10 +189,10 @@ def test_plans_on_the_cpu(words, backward):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_what_is_fused_on_the_cpu_gives_the_same_bits(monkeypatch, dtype):
+def test_fusion_on_the_cpu_gives_the_same_bits(monkeypatch, dtype):
     ran = []
-    kernel = fused.glu_linear.glu_bwd_again
-    monkeypatch.setattr(fused.glu_linear, "glu_bwd_again", lambda *args: ran.append(1) or kernel(*args))
+    kernel = fused.glu_linear.glu_bwd_recompute
+    monkeypatch.setattr(fused.glu_linear, "glu_bwd_recompute", lambda *args: ran.append(1) or kernel(*args))
     cfg = made("rms wide glu linear_b wide glu linear")
     want = run(dataclasses.replace(cfg, fuse=False), dtype)
     assert not ran
@@ -242,7 +242,7 @@ def test_fused_is_unfused_in_16_bits(words, dtype):
     compare(words, dtype)
 
 
-def test_the_fused_kernels_are_those_that_run(monkeypatch):
+def test_the_fused_kernels_run(monkeypatch):
     ran = []
     with backend("triton"):  # an implementation is imported when it is first called
         run(made("add fork ln"), torch.float32)
@@ -310,7 +310,7 @@ def test_a_skip_is_planned_with_its_body(name, needs):
 def test_the_plan_of_a_skip():
     text = str(explain(SKIPS["llama mlp"], Needs.ALL))
     assert "forward   down + add: linear + epilogue" in text
-    assert "backward  fork + norm: fork + norm, again, saves 3 passes and 2 launches" in text
+    assert "backward  fork + norm: fork + norm, recomputed, saves 3 passes and 2 launches" in text
 
 
 def chains():
@@ -340,7 +340,7 @@ def test_a_policy_and_a_plan_do_not_know_of_each_other():
         assert_close(got[:3], want[:3], dtype=torch.float32, length=1024)
 
 
-def test_what_does_not_fit_is_refused_as_by_the_steps():
+def test_a_mismatch_raises_as_in_the_steps():
     cfg = made("linear add")
     params = chain.init(cfg, key=random.key(0))
     bad = WithExtras(torch.randn(5, D), {"given": torch.randn(4, D)})
@@ -434,7 +434,7 @@ def test_users_add_rules():
 
 @pytest.mark.parametrize("library", [True, False])
 def test_a_reader_by_the_library_saves_nothing(library, monkeypatch):
-    """Of a product whose sum the library would do as a call of its own the fork's gradient is written as it is without the rule."""
+    """If the library would do a product's sum as a call of its own, the fork's gradient is written as without the rule."""
     from types import SimpleNamespace
 
     from funcops.fused import fork

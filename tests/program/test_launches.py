@@ -26,26 +26,27 @@ LLAMA = Sizes(dim=4096, layers=1, heads=32, kv_heads=8, hidden=11008, vocab=3200
 # no activations.
 MLP_FORWARD = "norm | up + glu | down + residual"
 MLP_BACKWARD = (
-    "down dgrad + glu derivative + glu again | down wgrad | up dgrad | norm derivative + norm again + residual | "
+    "down dgrad + glu derivative + recomputed glu | down wgrad | up dgrad | norm derivative + recomputed norm + residual | "
     "weight sum | up wgrad"
 )
 LLAMA_FORWARD = f"norm | q, k and v | rope of q and k | attention | out + residual | {MLP_FORWARD}"
 LLAMA_BACKWARD = (
     f"{MLP_BACKWARD} | out dgrad | out wgrad | attention | rope of q and k | q, k and v dgrad | "
-    "norm derivative + norm again + residual | weight sum | q, k and v wgrad"
+    "norm derivative + recomputed norm + residual | weight sum | q, k and v wgrad"
 )
 GPT2_FORWARD = (
     "norm | q, k and v + bias | attention | out | bias + dropout + residual + norm | up + bias + gelu | down | "
     "bias + dropout + residual"
 )
 GPT2_BACKWARD = (
-    "dropout | down dgrad + gelu derivative + gelu again | down wgrad + bias | up dgrad | "
-    "norm derivative + norm again + residual + dropout | weight and bias sums | up wgrad + bias | out dgrad | out wgrad + bias | "
-    "attention | q, k and v dgrad | norm derivative + norm again + residual | weight and bias sums | q, k and v wgrad + biases"
+    "dropout | down dgrad + gelu derivative + recomputed gelu | down wgrad + bias | up dgrad | "
+    "norm derivative + recomputed norm + residual + dropout | weight and bias sums | up wgrad + bias | out dgrad | "
+    "out wgrad + bias | attention | q, k and v dgrad | "
+    "norm derivative + recomputed norm + residual | weight and bias sums | q, k and v wgrad + biases"
 )
 DECODER_FORWARD = f"embedding | {LLAMA_FORWARD} | norm | head | losses | mean"
 DECODER_BACKWARD = (
-    "loss derivative | head dgrad | norm derivative + norm again | weight sum | head wgrad | "
+    "loss derivative | head dgrad | norm derivative + recomputed norm | weight sum | head wgrad | "
     f"{LLAMA_BACKWARD} | order of ids | embedding"
 )
 

@@ -41,38 +41,40 @@ from funcops.testing.checks import float_like
 from funcops.trees import leaves, tensors
 
 D = 6
-CHEAP = sorted({case.op.name for case, _ in CASES if case.op.again is not None})
-AGAIN = [row for op in CHEAP for row in [row for row in CASES if row[0].op.name == op][::7][:14]]  # 7 and the 4 dtypes take turns
+RECOMPUTABLE = sorted({case.op.name for case, _ in CASES if case.op.recompute is not None})
+ROWS = [
+    row for op in RECOMPUTABLE for row in [row for row in CASES if row[0].op.name == op][::7][:14]
+]  # 7 and the 4 dtypes take turns
 
 
 def test_a_block_costs_few_calls():
-    """Of which a chain in nested functions took 435, in 34 files, 22 deep."""
+    """A chain in nested functions took 435 calls, in 34 files, 22 deep."""
     calls, files, depth = of_a_block(recompute=True)
     assert calls <= 140 and files <= 18 and depth <= 10
     assert of_a_block(recompute=False).calls < calls
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
-def test_y_again_has_the_bits_of_the_forward(name):
-    """Of every op that gives it, under every mask that keeps its x, from the fields that are kept for it alone."""
+def test_a_recomputed_y_has_the_bits_of_the_forward(name):
+    """Every op that can recompute y does so from the fields kept for that, under every mask that keeps its x."""
     seen = set()
-    for case, dtype in AGAIN:
+    for case, dtype in ROWS:
         params, x = case.make(dtype)
         for needs in (Needs.ALL, Needs(x=False), Needs(params=False)):
             with backend(name):
-                y, kept = case.op.fwd(params, x, case.cfg, needs=needs.with_again())
+                y, kept = case.op.fwd(params, x, case.cfg, needs=needs.with_recompute())
                 if all(field.wanted(needs) for field in case.op.fields().values() if (field.alias or "").startswith("x")):
-                    assert torch.equal(case.op.again(kept, case.cfg), y), (case, dtype, needs)
+                    assert torch.equal(case.op.recompute(kept, case.cfg), y), (case, dtype, needs)
                     seen.add(case.op.name)
     norms = {"rms_norm", "layer_norm", "l2_norm", "group_norm"}
     assert seen == norms | {"activation", "glu", "softcap", "row_scale", "causal_conv1d"}
 
 
-def test_a_cheap_op_says_how_its_y_is_had_again():
+def test_a_recomputable_op_has_a_function_for_y():
     """Without that a chain would keep what it promises not to, and say nothing."""
     halves = {"fwd": rms_norm.fwd, "dgrad": rms_norm.dgrad, "wgrad": rms_norm.wgrad}
-    for wrong in ({"cheap": "norm"}, {"again": rms_norm.again}):
-        with pytest.raises(ValueError, match=r"make_op 'mine': cheap must be given together with again"):
+    for wrong in ({"recomputable": "norm"}, {"recompute": rms_norm.recompute}):
+        with pytest.raises(ValueError, match=r"make_op 'mine': recomputable must be given together with recompute"):
             make_op("mine", RMSNormConfig, init=rms_norm.init, **halves, **wrong)
 
 
@@ -113,7 +115,7 @@ def test_gradients_of_one_value_are_summed_inside_of_each_scope_first():
     assert torch.equal(dx, own[0] + (own[1] + own[2])) and not torch.equal(dx, (own[0] + own[1]) + own[2])
 
 
-def test_what_is_not_asked_for_is_in_no_program():
+def test_unrequested_gradients_are_not_in_the_program():
     cfg = ChainConfig(steps=(Step("frozen", linear, LinearConfig(D, D)), Step("own", linear, LinearConfig(D, D))))
     calls = lower(chain, cfg, Needs(x=False, params=("own",))).calls
     assert [bool(call.needs) for call in calls] == [False, True] and not calls[1].needs.x
@@ -150,8 +152,8 @@ def test_a_tree_that_is_not_the_forwards_takes_the_loud_way(wrong):
         chain.bwd(kept, dy, cfg)
 
 
-def test_of_two_cheap_steps_in_a_row_one_is_kept():
-    """The second's y cannot be had again of an x that is itself left out."""
+def test_one_of_two_recomputable_steps_in_a_row_is_kept():
+    """The second's y cannot be recomputed from an x that is not kept itself."""
     steps = (Step("norm", rms_norm, RMSNormConfig(D)), Step("act", activation, ActivationConfig("silu")))
     cfg = ChainConfig(steps=(*steps, Step("up", linear, LinearConfig(D, D))))
     params, x, dy = chain.init(cfg, key=random.key(0)), torch.randn(7, D), torch.randn(7, D)
@@ -164,7 +166,7 @@ def test_of_two_cheap_steps_in_a_row_one_is_kept():
         assert all(torch.equal(a, b) for a, b in zip(tensors(found), tensors(want), strict=True))
 
 
-def test_explicit_forks_and_those_of_skips_give_the_same_bits():
+def test_explicit_forks_and_skips_give_the_same_bits():
     body = (Step("norm", rms_norm, RMSNormConfig(D)), Step("up", linear, LinearConfig(D, D)))
     by_hand = ChainConfig(
         steps=(Step("s", fork, ForkConfig(), gives=("x",)), *body, Step("e", add, AddConfig(), takes=("x",))), fuse=False

@@ -21,7 +21,7 @@ from funcops import (
     rms_norm,
     with_policy,
 )
-from funcops.residuals import Offload, Policy, donate, fetch, stow
+from funcops.residuals import Offload, Policy, donate, pack, unpack
 from funcops.residuals.offload import Copies, copies
 from funcops.testing.checks import same_bits
 from funcops.trees import leaves, tensors
@@ -54,13 +54,13 @@ class Device:
         for name in ("home", "coming"):
             monkeypatch.setattr(copies, name, getattr(fresh, name))
         monkeypatch.setattr(copies, "_streams", {None: None})
-        for name in ("leaves", "apart", "room", "back", "held_by", "side", "current", "on"):
+        for name in ("leaves", "own_stream", "room", "back", "held_by", "side", "current", "on"):
             monkeypatch.setattr(copies, name, getattr(self, name))
 
     def leaves(self, t):
         return not any(t is host for host in self.hosts)
 
-    def apart(self, t):
+    def own_stream(self, t):
         return t.numel() > 0
 
     def room(self, t):
@@ -128,7 +128,7 @@ def test_the_layer_before_comes_back_while_a_layer_computes(device):
     computed = [i for i, note in enumerate(notes) if note[1] == "backward"]
     for layer, start in enumerate(computed):  # counted from the last
         begun = [i for i, note in enumerate(notes[:start]) if note[1] == "back"]
-        assert len(begun) == min(layer + 2, TIMES), "its own copy, and that of the layer before, have begun, and no more"
+        assert len(begun) == min(layer + 2, TIMES), "its own copy and the previous layer's have begun, and no more"
         own = begun[layer]
         assert any(note[:2] == ("main", "waits for") and note[2] == own for note in notes[:start]), "main waits for its own copy"
 
@@ -160,9 +160,9 @@ def test_a_field_that_is_offloaded(device, donated):
     assert [who for who, what, _ in device.notes if what in ("out", "back")] == ["side"] * (2 if donated else 3)
 
 
-def test_what_was_copied_or_cut_on_the_host_waits_for_all_that_went_out(device):
+def test_copies_and_views_on_the_host_wait_for_all_offloads(device):
     x = torch.randn(6, 4)
-    (kept,) = tensors(stow([x], Offload()))
+    (kept,) = tensors(pack([x], Offload()))
     for part in (kept[2:], kept.clone()):
         device.hosts.add(part)
         device.notes.clear()
@@ -171,11 +171,11 @@ def test_what_was_copied_or_cut_on_the_host_waits_for_all_that_went_out(device):
 
 
 def test_copies_under_capture_and_of_nothing_are_in_order(device, monkeypatch):
-    monkeypatch.setattr(copies, "apart", lambda t: False)
+    monkeypatch.setattr(copies, "own_stream", lambda t: False)
     x = torch.randn(3)
-    kept = stow([x, torch.empty(0)], Offload())
+    kept = pack([x, torch.empty(0)], Offload())
     assert all(
-        isinstance(t, Tensor) and torch.equal(t, want) for t, want in zip(leaves(fetch(kept)), [x, torch.empty(0)], strict=True)
+        isinstance(t, Tensor) and torch.equal(t, want) for t, want in zip(leaves(unpack(kept)), [x, torch.empty(0)], strict=True)
     )
     assert {who for who, *_ in device.notes} == {"main"} and not copies.home
 

@@ -1,4 +1,4 @@
-"""What is shown when nobody asked for all of it fits a screen: 100 columns, 40 lines."""
+"""Reports fit a screen of 100 columns and 40 lines, unless all is requested."""
 
 import re
 

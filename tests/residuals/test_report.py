@@ -28,7 +28,7 @@ def test_shares_add_up():
     assert report(None).share is not None and "kept 0 bytes" in str(report(None))
 
 
-def test_residuals_in_a_dict_of_ones_own_are_reported_as_those_of_a_chain():
+def test_residuals_in_a_users_dict_are_reported_as_a_chains():
     cfg = LinearConfig(3, 2)
     params, x = linear.init(cfg, key=random.key(0)), torch.randn(4, 3)
     kept = linear.fwd(params, x, cfg)[1]
@@ -45,7 +45,7 @@ def test_residuals_in_a_dict_of_ones_own_are_reported_as_those_of_a_chain():
             report(wrong)
 
 
-def test_a_difference_names_what_is_no_longer_kept():
+def test_a_difference_names_tensors_no_longer_kept():
     before, after = reports()
     found = diff(before, after)
     assert {c.path: (c.before, c.after) for c in found} == {"up.x": (8 * 16 * 4, 0), "down.x": (8 * 24 * 4, 0)}

@@ -1,4 +1,4 @@
-"""Schedules drawn by seed: those of all generators, and any that keep the order of a microbatch."""
+"""Schedules drawn by seed: from all generators, and arbitrary ones that keep the order of a microbatch."""
 
 import random
 
@@ -26,7 +26,7 @@ GENERATORS = (*ONE_STAGE, *LOOPED, *FOLDED)
 
 
 def generated(generator, rng, ranks=None):
-    """Of a generator, on that many ranks, or on any: folded, or with its weight gradients elsewhere."""
+    """A schedule of a generator, on `ranks` ranks or any number: maybe folded, maybe with weight gradients delayed."""
     ranks, count = ranks or rng.randint(1, 5), rng.randint(1, 9)
     if generator in ONE_STAGE and rng.random() < 0.5:
         made = fold(generator(ranks * rng.randint(2, 3), count), ranks)

@@ -24,7 +24,8 @@ FORWARD, BACKWARD = Action(0, "F", 0), Action(1, "I", 0)
 
 
 class Exchanged(NamedTuple):
-    """What rank 0 sends and rank 1 sends back; whether gradients go back at all; whether both go in one batch."""
+    """The values that rank 0 sends and the gradients that rank 1 sends back; whether gradients go back at all; whether both go in
+    one batch."""
 
     values: tuple[Any, ...]
     gradients: tuple[Any, ...]
@@ -41,7 +42,7 @@ def exchanged(rng: random.Random) -> Exchanged:
 
 
 def exchange(rank: int, drawn: Exchanged) -> Any:
-    """What the rank is given."""
+    """Run the exchange on one rank; return what it receives."""
     nothing = (torch.empty(2),)
     messages = Messages((nothing, drawn.values, nothing), (False, drawn.back, True), torch.device("cpu"), None)
     own, other = (FORWARD, BACKWARD) if rank == 0 else (BACKWARD, FORWARD)
@@ -57,7 +58,7 @@ def exchange(rank: int, drawn: Exchanged) -> Any:
 
 
 def check_exchanged(rank: int, drawn: Exchanged, found: Any) -> None:
-    """What the rank was given."""
+    """Check what the rank received."""
     wanted = (
         drawn.values
         if rank

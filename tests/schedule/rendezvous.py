@@ -70,7 +70,7 @@ class Network:
         return works[:1] if self.whole else works
 
     def _go_on(self):
-        """What the heads of the queues agree on is done."""
+        """Do the exchanges at the heads of two queues that name each other, until none is left."""
         again = True
         while again:
             again = False

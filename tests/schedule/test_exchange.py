@@ -1,4 +1,4 @@
-"""What follows from a schedule: messages that no ranks wait for in a ring, and the same bits as one process gives."""
+"""Messages of a schedule: no ranks wait for each other in a ring, and results have the bits of one process."""
 
 import random
 
@@ -141,7 +141,7 @@ def test_a_disturbed_schedule_is_refused_or_whole():
 
 
 @pytest.mark.parametrize("name", ["one_f_one_b", "zb_h1", "interleaved_1f1b", "zb_v", "dualpipe_v"])
-def test_what_was_sent_is_let_go(name):
+def test_sent_tensors_are_released(name):
     """The tensors of messages that are alive do not grow with the microbatches."""
 
     def most(count):
@@ -162,7 +162,7 @@ def test_what_was_sent_is_let_go(name):
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_leaves_of_any_kind_come_as_they_were_sent(whole):
-    """Of any shapes and dtypes, none at all included; a gradient of None is zero to its reader, and integers have none."""
+    """Any shapes and dtypes are sent, also no leaves at all; a gradient of None arrives as zeros, and integers have no gradient."""
     for case in range(25):
         drawn = exchanged(random.Random(case))
         found, _ = on_threads(2, lambda rank, drawn=drawn: exchange(rank, drawn), whole)

@@ -55,7 +55,7 @@ UNEVEN = [Costs(1.0, 1.0, 1.5), Costs(1.0, 0.5, 1.25), Costs(0.5, 1.0, 1.0), Cos
 
 @pytest.mark.parametrize("costs", [*COSTS, *UNEVEN], ids=str)
 def test_bubbles_of_zero_bubble_schedules(costs, grid):
-    """As the docstrings have them: the papers' formulas, and what is lost where weight gradients are longer than the gaps."""
+    """Bubbles follow the docstrings: the papers' formulas, plus the loss if weight gradients are longer than the gaps."""
     f, i, w = costs.forward, costs.dgrad, costs.wgrad
     for p, m in grid:
         if m >= p:
@@ -70,7 +70,7 @@ def test_bubbles_of_zero_bubble_schedules(costs, grid):
 
 @pytest.mark.parametrize("costs", COSTS, ids=str)
 def test_bubbles_of_interleaved_schedules(costs, grid):
-    """Megatron's table: the bubble is that of 1F1B over the number of chunks."""
+    """Megatron's table: the bubble is 1F1B's over the number of chunks."""
     f, i, w = costs.forward, costs.dgrad, costs.wgrad
     for p, m in full(grid):
         found = simulate(interleaved_1f1b(p, m), costs)

@@ -45,7 +45,7 @@ PAIRS = {"whole": [*LINES, "nan"], "killed": ["frozen", "kill"], "raised": ["rai
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What each rank of each pair prints, by mode: of one process that forks them, since to import torch takes longer than most
+    """The output of each rank of each pair, by mode. One process forks them, since importing torch takes longer than most
     modes."""
     folder, pairs = tmp_path_factory.mktemp("ranks"), {name: ",".join(modes) for name, modes in PAIRS.items()}
     command = [sys.executable, "-W", "ignore", str(SCRIPT), str(folder), *pairs.values()]
@@ -155,7 +155,7 @@ def test_inputs_are_nobodys_residuals(alone):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("place", ["y", "dy", "accumulator"])
-def test_whatever_is_not_finite_is_named(place, bad, alone):
+def test_values_that_are_not_finite_are_named(place, bad, alone):
     """A finite y and a gradient that is not, and the other way round."""
     cfg, params, xs, dys = gated()
     into, needs = {"gate": None, "out": tree_map_tensors(torch.zeros_like, params["out"])}, Needs.ALL
@@ -176,7 +176,7 @@ def test_whatever_is_not_finite_is_named(place, bad, alone):
 @pytest.mark.parametrize(("rows", "dtype"), [(5, torch.float32), (7, torch.float32), (6, torch.float64)])
 @pytest.mark.parametrize("odd", [0, 1])
 def test_a_microbatch_unlike_the_example_is_named(odd, rows, dtype, alone):
-    """Of another size or precision than the other ranks were told: before anything runs, and the pipeline stays whole."""
+    """Another size or dtype than the example's raises before anything runs, and the pipeline can be used afterwards."""
     cfg, params, xs, dys = gated()
     pipeline, good = Pipeline(IN_TURN, cfg, xs[0]), list(xs)
     x, by = torch.randn(2, rows, DIM, dtype=dtype)
@@ -191,7 +191,7 @@ def test_a_microbatch_unlike_the_example_is_named(odd, rows, dtype, alone):
     assert len(pipeline.step(params, good, dys).ys) == 2
 
 
-def test_a_microbatch_may_differ_in_what_is_sent_nowhere(alone):
+def test_a_microbatch_may_differ_in_leaves_that_are_not_sent(alone):
     """Positions of all rows at once, or of each: the stages make the same of both. Of another number they make nothing."""
     turned = Step("turned", rope, RopeConfig(DIM), takes=("at",))
     cfg = ChainConfig(steps=(turned, Step("out", scale, ScaleConfig(2.0))), extras=("at",))
@@ -249,7 +249,7 @@ def test_torch_loads_and_dumps_the_text(alone, tmp_path):
     assert Schedule.from_csv((tmp_path / "dumped.csv").read_text(), "mine") == made
 
 
-def test_what_does_not_fit_is_named(alone):
+def test_arguments_that_do_not_fit_are_named(alone):
     cfg = decoder(2)
     params, xs = chain.init(cfg, key=random.key(0)), microbatches(3, cfg)
     with pytest.raises(ValueError, match="Pipeline: group must be of 2 processes, one a rank of gpipe, got 1"):

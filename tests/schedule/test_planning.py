@@ -74,8 +74,8 @@ COLLECTIVE = st.builds(
 
 @settings(max_examples=25)
 @given(st.sampled_from(GENERATORS), st.integers(1, 3), st.integers(1, 4), st.data())
-def test_what_nothing_hides_is_time_of_the_action(generator, p, m, data):
-    """So the schedule is that of costs to which it was added by hand; what comes once a step comes after the rank's last action."""
+def test_time_that_nothing_hides_belongs_to_the_action(generator, p, m, data):
+    """The result equals a simulation of costs with that time added by hand; time once a step follows the rank's last action."""
     made = generator(p, m)
     drawn = [data.draw(st.tuples(TIMES, TIMES, TIMES, st.lists(COLLECTIVE, max_size=3))) for _ in range(made.stages)]
     costs = [Costs(f, i, w, output_bytes=4.0, collectives=tuple(said)) for f, i, w, said in drawn]
@@ -161,7 +161,7 @@ def test_a_prediction_is_a_whole_simulation(layout, model):
     assert all(a <= b * (1 + 1e-12) for a, b in zip(whole.peak_bytes, held, strict=True)), "the bound of what is in flight"
 
 
-def test_what_shares_helps_memory_and_what_recomputes_costs_time():
+def test_sharding_saves_memory_and_recompute_costs_time():
     rows = [[predict(SMALL, Layout(dp=4, tp=2, zero=z, recompute=r)) for r in ("none", "mlp", "block")] for z in range(4)]
     for way in range(3):
         parts = [row[way].memory for row in rows]
@@ -316,7 +316,7 @@ def test_a_window_is_counted(window):
 @pytest.mark.turns("sizes")
 @pytest.mark.parametrize("sizes", [(64, 3, 4, 2, 96, 128), (48, 5, 3, 3, 80, 50), (32, 2, 4, 1, 64, 64)])
 def test_a_decoder_of_ours_is_counted(sizes):
-    """Its params, and what a layer keeps, are those of a forward of it; so is what is said of one described by its sizes."""
+    """Its params and kept bytes equal a forward's; a decoder described by its sizes gives the same."""
     dim, layers, heads, kv_heads, hidden, vocab = sizes
     named = Sizes(dim=dim, layers=layers, heads=heads, kv_heads=kv_heads, hidden=hidden, vocab=vocab)
     cfg, x = decoder_config(named), tokens(2, 16)
@@ -352,7 +352,7 @@ def counted(monkeypatch):
 
 
 def test_work_does_not_grow_with_gpus(monkeypatch):
-    """Of replicas and microbatches."""
+    """The work to predict does not depend on the number of replicas or microbatches."""
     model, seen = dataclasses.replace(SMALL, batch=2**14), counted(monkeypatch)
     for dp in (1, 64, 2048):
         predict(model, Layout(dp=dp, pp=4, chunks=3))

@@ -58,7 +58,7 @@ def setup(cfg, count=M, dtype=torch.float64):
 
 @pytest.mark.parametrize("keyed", [False, True])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_gradients_are_those_of_the_chain(name, keyed):
+def test_gradients_equal_the_chains(name, keyed):
     cfg, schedule = decoder(4, keyed), SCHEDULES[name]
     params, xs = setup(cfg, schedule.microbatches)
     losses, want = reference(params, xs, cfg)
@@ -97,7 +97,7 @@ LOSSES = ("loss0", "loss3", "logits1")
 
 @pytest.mark.parametrize("name", ["zb_v", "one_f_one_b"])
 @pytest.mark.parametrize("given", [False, True], ids=["losses", "dys"])
-def test_outputs_of_stages_and_those_that_are_added_to_the_loss(name, given):
+def test_outputs_of_stages_and_losses_added_to_the_loss(name, given):
     """The sums of the losses are added up, against autograd."""
     cfg, params, xs = routed_stages()
     asked = tree_map_tensors(lambda t: t.requires_grad_(), params)
@@ -120,7 +120,7 @@ def test_outputs_of_stages_and_those_that_are_added_to_the_loss(name, given):
     assert_close(tensors(ran.dparams), list(wanted), dtype=torch.float64)
 
 
-def test_outputs_that_are_no_losses_are_refused():
+def test_outputs_that_are_not_losses_raise():
     cfg, params, xs = routed_stages()
     for losses, match in (
         (("lost",), r"run: losses must be names among the outputs \(load0, .*, logits3\), got \['lost'\]"),
@@ -191,7 +191,7 @@ def test_bytes_fall_when_a_stage_is_done():
 
 
 def test_inputs_are_nobodys_residuals():
-    """What the caller holds anyway is not counted: params, the main value and extras."""
+    """Tensors that the caller holds anyway are not counted: params, the main value and extras."""
     cfg, params, xs, dys = gated()
     ran = run(gpipe(2, 2), params, xs, cfg, dys)
     assert ran.peak_bytes == (0, 2 * 6 * DIM * 4), "the first keeps nothing but what it was given, the second what the first gave"
@@ -199,7 +199,7 @@ def test_inputs_are_nobodys_residuals():
     assert frozen.peak_bytes == (0, 0), "a weight is not counted either"
 
 
-def test_what_does_not_fit_is_refused_before_anything_runs():
+def test_a_mismatch_raises_before_anything_runs():
     cfg = decoder(4)
     params, xs = setup(cfg)
     with pytest.raises(ValueError, match="run: cfg must be a chain of 2 steps, one a stage of the schedule, got 4 steps"):

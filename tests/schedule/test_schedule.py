@@ -45,13 +45,13 @@ def test_a_schedule_with_two_actions_exchanged_is_whole_or_refused(p, m, random)
         ("\n", "Schedule: ranks must be at least one action, got none"),
     ],
 )
-def test_what_is_wrong_is_named(csv, text):
+def test_wrong_schedules_are_named(csv, text):
     with pytest.raises(ValueError) as error:
         Schedule.from_csv(csv)
     assert text in str(error.value)
 
 
-def test_a_ring_of_waits_is_said_whole():
+def test_the_error_shows_the_whole_ring_of_waits():
     """Every rank waits for the one after it; the cause is anywhere in the ring, whichever rank was stuck first."""
 
     def stuck(p):  # the last stage is on rank 0 too, behind the dgrad that waits for it
@@ -63,7 +63,7 @@ def test_a_ring_of_waits_is_said_whole():
     assert stuck(3) == ["0B0 waits for 1B0", "1B0 waits for 2B0", "2B0 waits for 3B0, behind 0B0 on rank 0"]
     long = stuck(20)
     assert len(long) == 9 and long[4] == "..." and long[-1] == "19B0 waits for 20B0, behind 0B0 on rank 0"
-    with pytest.raises(ValueError) as error:  # rank 0 waits for the ring, and is no part of it
+    with pytest.raises(ValueError) as error:  # rank 0 waits for the ring, and is not part of it
         Schedule.from_csv("0F0,0B0\n3F0,1F0,1B0,3B0\n2F0,2B0")
     assert str(error.value).endswith("end: 3F0 waits for 2F0; 2F0 waits for 1F0, behind 3F0 on rank 1")
 

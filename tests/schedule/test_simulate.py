@@ -107,7 +107,7 @@ def test_ranks_of_one_node_are_near():
     assert simulate(zb_v(2, 1), costs, far).time == 4, "the two middle stages are on one rank"
 
 
-def test_stages_cost_what_they_cost():
+def test_costs_may_differ_by_stage():
     unequal = [Costs(1, 1, 1, residual_bytes=5), Costs(2, 2, 2, residual_bytes=7)]
     found = simulate(gpipe(2, 2), unequal)
     assert found.busy == (6, 12) and found.peak_bytes == (10, 14)
@@ -152,15 +152,15 @@ from pathlib import Path
 from funcops.schedule import Costs, Network, simulate, zb_h1
 found = simulate(zb_h1(500, 500), Costs(1.0, 1.1, 0.9), Network(latency=0.01, ranks_per_node=8))
 (most,) = [line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
-print(int(most) / 2**20, found.time)  # of this program alone: getrusage counts that of what started it
+print(int(most) / 2**20, found.time)  # of this program alone: getrusage also counts its parent's memory
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux")
 def test_hundreds_of_ranks():
-    """Planning for machines that one does not have: the limit, in GiB, is that of 2 for a thousand ranks, which take four times as
-    much beyond what torch takes."""
+    """Planning for machines that one does not have. The limit in GiB follows from 2 GiB for a thousand ranks, which take four
+    times as much, torch's own memory aside."""
     done = subprocess.run([sys.executable, "-c", BIG], capture_output=True, text=True, check=True)
     gib, total = map(float, done.stdout.split())
     assert gib < 0.7 and total > 1_500
@@ -253,7 +253,7 @@ def test_a_weight_gradient_makes_room_for_its_pending():
     assert simulate(made, costs).time == 2 * 1 + 8 * 2.5
 
 
-def test_of_equally_fast_ones_the_smallest_is_taken():
+def test_the_smallest_of_equally_fast_schedules_is_taken():
     """Times that differ by the order of sums alone are equal; what is not faster must not hold more."""
     three = Costs(1, 1.1, 0.7, residual_bytes=1, pending_bytes=1.4, output_bytes=1)
     costs, network = [three] * 3 + [Costs(1.5, 1.6, 0.9, residual_bytes=1.3, pending_bytes=1.8)], Network(0.05, 20)
@@ -268,7 +268,7 @@ def test_of_equally_fast_ones_the_smallest_is_taken():
 
 
 def test_a_rank_that_never_waits_waits_exactly_0():
-    """Sums in two orders differ in their last bits, and below 0 there is no time."""
+    """Sums in two orders differ in their last bits, and yet no time is below 0."""
     for wgrad in (0.6, 1.0, 1.2):
         for made in (zb_h1(4, 16), zb_v(3, 9), gpipe(3, 7)):
             found = simulate(made, Costs(1.0, 1.1, wgrad))
@@ -308,8 +308,8 @@ def test_costs_are_measured():
 
 
 @pytest.mark.parametrize("made", [gpipe(2, 3), one_f_one_b(2, 3), zb_h1(2, 3)], ids=lambda made: made.name)
-def test_bytes_that_are_simulated_are_those_of_a_run(made):
-    """Where a stage keeps what the caller gave, its x and an extra, and where it keeps the y of the one before."""
+def test_simulated_bytes_equal_a_runs(made):
+    """One stage keeps what the caller gave, its x and an extra; another keeps the y of the stage before."""
     cfg, params, xs, dys = gated(3)
     costs = measure_stages(params, xs[0], cfg, repeats=1)
     assert costs[0].residual_bytes == 0 < costs[1].residual_bytes < costs[1].pending_bytes
@@ -317,7 +317,7 @@ def test_bytes_that_are_simulated_are_those_of_a_run(made):
 
 
 def test_costs_are_medians_without_the_first_run(monkeypatch):
-    """By a clock that is told how long each call takes: forward, dgrad and wgrad of a first run and of three others."""
+    """The clock is told how long each call takes: forward, dgrad and wgrad of a first run and of three others."""
     runs = [(100.0, 100.0, 100.0), (1.0, 3.0, 7.0), (9.0, 3.0, 5.0), (2.0, 4.0, 6.0)]
     ticks = iter([tick for run in runs for seconds in run for tick in (50.0, 50.0 + seconds)])
     monkeypatch.setattr("time.perf_counter", lambda: next(ticks))

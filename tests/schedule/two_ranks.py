@@ -155,7 +155,7 @@ def frozen():
 
 
 def outputs():
-    """Each rank has those of its stages; what is added to the loss of each is in the gradients of all before it."""
+    """Each rank has the outputs of its stages; a loss added at a stage reaches the gradients of all stages before it."""
     cfg, params, xs = routed_stages()
     losses = ("loss0", "loss3", "logits2")
     want = run(zb_v(2, M), params, xs, cfg, losses=losses)

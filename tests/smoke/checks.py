@@ -1,7 +1,7 @@
-"""What only a device can tell, a function each. A check returns what it measured, and raises where something is wrong.
+"""Checks that need a device, a function each. A check returns its measurements, and raises if something is wrong.
 
-`run.py` runs each in a process of its own on the device. On the CPU, at small sizes and with Triton interpreted, those run that are
-not marked `device_only`: a rehearsal of the code, not of what it asks.
+`run.py` runs each in a process of its own on the device. On the CPU, at small sizes and with Triton interpreted, checks
+without the mark `device_only` run: this rehearses their code, not their questions.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from funcops.testing.tolerances import assert_close
 from funcops.trees import leaves, tensors, tree_map_tensors
 
 
-class Place(NamedTuple):
-    """Where a check runs: on a device at full sizes, or on the CPU at small ones."""
+class SmokeDevice(NamedTuple):
+    """The place of a run: a device with full sizes, or the CPU with small ones."""
 
     device: str
 
@@ -60,7 +60,7 @@ class Place(NamedTuple):
         return torch.randn(shape, generator=generator, device=self.device).to(dtype)
 
 
-Check = Callable[[Place], Any]
+Check = Callable[[SmokeDevice], Any]
 CHECKS: dict[str, Check] = {}
 DEVICE_ONLY: set[str] = set()
 
@@ -83,7 +83,7 @@ def same(a: Any, b: Any) -> None:
 
 
 @check
-def a_failed_capture_leaves_torch_as_it_was(on: Place) -> Any:
+def a_failed_capture_leaves_torch_as_it_was(on: SmokeDevice) -> Any:
     """Then numbers are drawn, and the same pool takes another capture."""
     x = on.randn(64)
     first = graphed(lambda x: x * 2, x)
@@ -100,7 +100,7 @@ def a_failed_capture_leaves_torch_as_it_was(on: Place) -> Any:
 
 
 @check
-def adamw_in_a_graph_of_two_slots(on: Place) -> Any:
+def adamw_in_a_graph_of_two_slots(on: SmokeDevice) -> Any:
     cfg = AdamWConfig(lr=1e-2)
     params = {"w": on.randn(33, 65), "b": on.randn(65, seed=1)}
     grads = [tree_map_tensors(lambda t, i=i: on.randn(*t.shape, seed=i + 2), params) for i in range(4)]
@@ -115,7 +115,7 @@ def adamw_in_a_graph_of_two_slots(on: Place) -> Any:
 
 
 @check
-def sizes_of_a_cache_of_graphs_smallest_first(on: Place) -> Any:
+def sizes_of_a_cache_of_graphs_smallest_first(on: SmokeDevice) -> Any:
     cfg = LinearConfig(16, 8)
     params = linear.init(cfg, key=random.key(0), device=on.device)
 
@@ -132,7 +132,7 @@ def sizes_of_a_cache_of_graphs_smallest_first(on: Place) -> Any:
 
 
 @check
-def a_training_step_in_a_graph_gives_the_bits_of_the_eager_one(on: Place) -> Any:
+def a_training_step_in_a_graph_gives_the_bits_of_the_eager_one(on: SmokeDevice) -> Any:
     cfg = gpt2_block_config(32, 2, 48, 0.1)
     params = chain.init(cfg, key=random.key(0), device=on.device)
     x = WithExtras(on.randn(2, 8, 32), {"key": random.key(3).to(on.device)})
@@ -146,7 +146,7 @@ def a_training_step_in_a_graph_gives_the_bits_of_the_eager_one(on: Place) -> Any
 
 
 @check
-def joined_weight_gradients_in_a_graph(on: Place) -> Any:
+def joined_weight_gradients_in_a_graph(on: SmokeDevice) -> Any:
     """Three microbatches of different sizes in every way of joining them."""
     cfg = LinearConfig(32, 16)
     params = linear.init(cfg, key=random.key(0), device=on.device, dtype=torch.bfloat16)
@@ -164,7 +164,7 @@ def joined_weight_gradients_in_a_graph(on: Place) -> Any:
 
 
 @check(device_only=True)
-def a_step_waits_for_nothing(on: Place) -> Any:
+def a_step_waits_for_nothing(on: SmokeDevice) -> Any:
     """One training step under `set_sync_debug_mode("error")`."""
     dim, length = on.size(64, 16), on.size(16, 3)
     cfg = block_config(dim, 4, 96)
@@ -187,7 +187,7 @@ def a_step_waits_for_nothing(on: Place) -> Any:
 
 
 @check(device_only=True)
-def a_launch_follows_the_current_stream(on: Place) -> Any:
+def a_launch_follows_the_current_stream(on: SmokeDevice) -> Any:
     """Behind a kernel that sleeps on another stream: what is read is what that stream wrote."""
     x, side = on.randn(1 << 16), torch.cuda.Stream()
     with backend("triton"):
@@ -205,7 +205,7 @@ def a_launch_follows_the_current_stream(on: Place) -> Any:
 
 
 @check
-def products_by_every_kernel(on: Place) -> Any:
+def products_by_every_kernel(on: SmokeDevice) -> Any:
     """Descriptors and pointers; inner dimensions that are split and that are not; one row; expanded and unaligned operands."""
     worst: dict[str, float] = {}
     shapes = [(1, 64, 64), (256, 192, 64), (130, 70, 50), (128, 128, 8192)] if on.real else [(1, 8, 8), (5, 7, 6)]
@@ -225,7 +225,7 @@ def products_by_every_kernel(on: Place) -> Any:
 
 
 @check
-def long_rows_give_the_same_bits_again_and_again(on: Place) -> Any:
+def long_rows_give_the_same_bits_again_and_again(on: SmokeDevice) -> Any:
     """Rows wider than a program keeps are written and read back: a race would show as a difference."""
     widths, times = ((8193, 8200, 11999, 33000), 2500) if on.real else ((8200,), 2)
     for width in widths:
@@ -244,7 +244,7 @@ def long_rows_give_the_same_bits_again_and_again(on: Place) -> Any:
 
 
 @check
-def norms_of_many_widths(on: Place) -> Any:
+def norms_of_many_widths(on: SmokeDevice) -> Any:
     """Forward and backward, on both sides of what one program keeps."""
     for width in (1, 69, 1024, 4096, 8192, 8200, 16384, 32768) if on.real else (1, 69):
         x, dy, w, b = (on.randn(*shape, seed=i) for i, shape in enumerate([(5, width), (5, width), (width,), (width,)]))
@@ -261,7 +261,7 @@ def norms_of_many_widths(on: Place) -> Any:
 
 
 @check
-def attention_of_every_head_size(on: Place) -> Any:
+def attention_of_every_head_size(on: SmokeDevice) -> Any:
     sizes = (4, 8, 20, 64, 72, 128, 192, 256, 320) if on.real else (4, 20)
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         for dim in sizes:
@@ -279,7 +279,7 @@ def attention_of_every_head_size(on: Place) -> Any:
 
 
 @check
-def dropout_draws_the_bits_of_the_cpu(on: Place) -> Any:
+def dropout_draws_the_bits_of_the_cpu(on: SmokeDevice) -> Any:
     """Also beyond 2^30 numbers."""
     n, key = on.size(2**30 + 4099, 5000), random.fold_in(random.key(3), 2**40 + 7)
     with backend("triton"):
@@ -298,7 +298,7 @@ def _bits(key: Tensor, first: int, count: int) -> Tensor:
 
 
 @check
-def gradients_of_an_embedding_are_the_same_again(on: Place) -> Any:
+def gradients_of_an_embedding_are_the_same_again(on: SmokeDevice) -> Any:
     ids = torch.randint(7, (on.size(100_000, 300),), generator=torch.Generator().manual_seed(0)).to(on.device)
     dy = on.randn(len(ids), 64, dtype=torch.bfloat16)
     with backend("triton"):
@@ -310,7 +310,7 @@ def gradients_of_an_embedding_are_the_same_again(on: Place) -> Any:
 
 
 @check
-def a_loss_over_a_large_vocabulary(on: Place) -> Any:
+def a_loss_over_a_large_vocabulary(on: SmokeDevice) -> Any:
     classes = on.size(128_256, 300)
     logits, labels = on.randn(5, classes, dtype=torch.bfloat16), torch.tensor([classes - 1, -100, 7, 0, 1], device=on.device)
     cfg = CrossEntropyConfig(label_smoothing=0.1, z_loss=1e-3, reduction="none")
@@ -328,7 +328,7 @@ def a_loss_over_a_large_vocabulary(on: Place) -> Any:
 
 
 @check
-def a_policy_gives_the_bits_of_save_all(on: Place) -> Any:
+def a_policy_gives_the_bits_of_save_all(on: SmokeDevice) -> Any:
     cfg = gpt2_block_config(32, 2, 48, 0.1)
     params = chain.init(cfg, key=random.key(0), device=on.device)
     x = WithExtras(on.randn(2, 8, 32), {"key": random.key(3).to(on.device)})
@@ -343,8 +343,8 @@ def a_policy_gives_the_bits_of_save_all(on: Place) -> Any:
 
 
 @check
-def offloading_overlaps_with_computing(on: Place) -> Any:
-    """By the profiler: copies that run while a kernel does, of four layers that go out and come back one ahead."""
+def offloading_overlaps_with_computing(on: SmokeDevice) -> Any:
+    """The profiler sees copies run while kernels do: four layers are offloaded, and prefetched one layer ahead."""
     dim, length = on.size(1024, 16), on.size(1024, 3)
     cfg = RepeatConfig(chain, block_config(dim, 8 if on.real else 2, on.size(2816, 24)), 4)
     op = with_policy(repeat, "offload_block_inputs")
@@ -374,7 +374,7 @@ def offloading_overlaps_with_computing(on: Place) -> Any:
 
 
 @check
-def modules_train_by_autograd_and_compiled(on: Place) -> Any:
+def modules_train_by_autograd_and_compiled(on: SmokeDevice) -> Any:
     torch.manual_seed(0)
     model = fnn.Sequential(fnn.RMSNorm(16), fnn.Linear(16, 32), fnn.GELU(), fnn.Linear(32, 4)).to(on.device)
     x = on.randn(5, 16)
@@ -388,7 +388,7 @@ def modules_train_by_autograd_and_compiled(on: Place) -> Any:
 
 
 @check(device_only=True)
-def a_linear_pair_holds_no_more_than_its_results(on: Place) -> Any:
+def a_linear_pair_holds_no_more_than_its_results(on: SmokeDevice) -> Any:
     n = on.size(1024, 16)
     cfg = LinearConfig(n, n, bias=False)
     params, x = linear.init(cfg, key=random.key(0), device=on.device), on.randn(4 * n, n)
@@ -407,7 +407,7 @@ def a_linear_pair_holds_no_more_than_its_results(on: Place) -> Any:
 
 
 @check(device_only=True)
-def work_runs_on_the_device_of_its_tensors(on: Place) -> Any:
+def work_runs_on_the_device_of_its_tensors(on: SmokeDevice) -> Any:
     if torch.cuda.device_count() < 2:
         return {"not asked": "there is one device"}
     x = torch.randn(33, 64, device="cuda:1")
@@ -422,7 +422,7 @@ def work_runs_on_the_device_of_its_tensors(on: Place) -> Any:
 
 
 @check(device_only=True)
-def suspects_are_timed_both_ways(on: Place) -> Any:
+def suspects_are_timed_both_ways(on: SmokeDevice) -> Any:
     """Microseconds of what may be slow by construction, by our kernels and by torch's; nothing is asserted."""
     n = on.size(2048, 16)
     x, w, b = (on.randn(*shape, seed=i) for i, shape in enumerate([(n, n), (n, n), (n,)]))

@@ -29,7 +29,7 @@ OUT_OF_TIME = "out of time"
 
 
 def files() -> list[str]:
-    """Those that name the mark, the commonest tests first."""
+    """The test files that use the mark `gpu`."""
     marked = re.compile(r"\bmark\.gpu\b")
     found = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if marked.search(path.read_text())]
     return [str(path.relative_to(ROOT)) for path in found]

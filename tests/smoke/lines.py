@@ -10,7 +10,7 @@ NO_DEVICE = "no device"
 
 
 class Lines:
-    """To a file, if one is given. What a device once gave stays where there is none now."""
+    """Lines of results, also written to a file if one is given. A run without a device does not overwrite a device's file."""
 
     def __init__(self, file: Path | None, device: bool = True) -> None:
         self.file = file if device or file is None or not _of_a_device(file) else None

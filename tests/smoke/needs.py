@@ -1,4 +1,4 @@
-"""What the runs on a device need of this Python's environment, and what of it is missing: said first, by name.
+"""The packages that runs on a device need in this Python's environment, and which of them are missing.
 
 python tests/smoke/needs.py      one line: Python, the device, and each package; exits with 2 where the library cannot be imported
 """
@@ -35,7 +35,7 @@ def had(name: str) -> str | None:
 
 
 def missing(names: Iterable[str] = NEEDED) -> list[str]:
-    """What is not there, or too old, in words."""
+    """The packages that are missing or too old, in words."""
     found = [] if sys.version_info[:2] >= PYTHON else [f"python>=3.10 (got {sys.version.split()[0]})"]
     for name in names:
         got, least = had(name), LEAST.get(name)

@@ -32,11 +32,11 @@ def one(name: str) -> dict[str, Any]:
     """Run a check in this process."""
     import torch
     import triton
-    from checks import CHECKS, Place
+    from checks import CHECKS, SmokeDevice
 
     where = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     try:
-        measured = CHECKS[name](Place("cuda"))
+        measured = CHECKS[name](SmokeDevice("cuda"))
         torch.cuda.synchronize()
     except Exception as error:
         return {"status": "failed", "why": f"{type(error).__name__}: {error}"[:2000], **where}

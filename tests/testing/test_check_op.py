@@ -1,4 +1,4 @@
-"""What `check_op` says of an op that is wrong, and of a call of it that is."""
+"""`check_op` names the faults of a wrong op, and of a wrong call of `check_op` itself."""
 
 import re
 from dataclasses import field
@@ -9,8 +9,8 @@ import torch
 from funcops import LinearConfig, linear
 from funcops.contract.accumulators import accumulate
 from funcops.contract.needs import Needs
-from funcops.contract.op import OpConfig, again_of, config, dgrad_of, forward, make_op, wgrad_of
-from funcops.contract.schema import AGAIN, DGRAD, WGRAD, Pending, Residuals, saved
+from funcops.contract.op import OpConfig, config, dgrad_of, forward, make_op, recompute_of, wgrad_of
+from funcops.contract.schema import DGRAD, RECOMPUTE, WGRAD, Pending, Residuals, saved
 from funcops.errors import FLOATS, check
 from funcops.testing import check_op
 from funcops.trees import leaf, tree
@@ -28,11 +28,11 @@ class GrowParams:
     a: torch.Tensor = leaf("[D]")
 
 
-def grow_of(needed_by=DGRAD | WGRAD | AGAIN, rows=lambda t: t.reshape(-1, t.shape[-1]).sum(0)):
+def grow_of(needed_by=DGRAD | WGRAD | RECOMPUTE, rows=lambda t: t.reshape(-1, t.shape[-1]).sum(0)):
     """The op with `a` declared to be needed by this, and with these sums over rows."""
 
     class GrowResiduals(Residuals):
-        x: torch.Tensor = saved("[*, D]", alias="x", needed_by=DGRAD | WGRAD | AGAIN)
+        x: torch.Tensor = saved("[*, D]", alias="x", needed_by=DGRAD | WGRAD | RECOMPUTE)
         a: torch.Tensor = saved("[D]", alias="params.a", needed_by=needed_by)
 
     class GrowPending(Pending):
@@ -49,8 +49,8 @@ def grow_of(needed_by=DGRAD | WGRAD | AGAIN, rows=lambda t: t.reshape(-1, t.shap
         check("grow_fwd", "params.a", params.a, (cfg.dim,), x.dtype, x)
         return x * params.a.exp(), GrowResiduals.keep(cfg, needs, x=x, a=params.a)
 
-    @again_of(GrowResiduals)
-    def grow_again(residuals, cfg):
+    @recompute_of(GrowResiduals)
+    def grow_recompute(residuals, cfg):
         return residuals.x * residuals.a.exp()
 
     @dgrad_of(GrowResiduals)
@@ -70,7 +70,14 @@ def grow_of(needed_by=DGRAD | WGRAD | AGAIN, rows=lambda t: t.reshape(-1, t.shap
         return accumulate("grow_wgrad", GrowParams(da), into)
 
     return make_op(
-        "grow", GrowConfig, init=grow_init, fwd=grow_fwd, dgrad=grow_dgrad, wgrad=grow_wgrad, cheap="elementwise", again=grow_again
+        "grow",
+        GrowConfig,
+        init=grow_init,
+        fwd=grow_fwd,
+        dgrad=grow_dgrad,
+        wgrad=grow_wgrad,
+        recomputable="elementwise",
+        recompute=grow_recompute,
     )
 
 
@@ -102,14 +109,14 @@ def test_a_sum_over_rows_that_takes_no_x_without_any(rows, said, shape):
 @pytest.mark.parametrize(
     ("needed_by", "call"),
     [
-        (DGRAD | AGAIN, "bwd under Needs(x=False, params=True)"),
-        (WGRAD | AGAIN, "bwd under Needs(x=True, params=False)"),
-        (DGRAD | WGRAD, "again under Needs(x=False, params=False, again=True)"),
+        (DGRAD | RECOMPUTE, "bwd under Needs(x=False, params=True)"),
+        (WGRAD | RECOMPUTE, "bwd under Needs(x=True, params=False)"),
+        (DGRAD | WGRAD, "recompute under Needs(x=False, params=False, recompute=True)"),
     ],
 )
 def test_a_field_that_is_read_and_not_declared_is_named(needed_by, call):
     said = f"law 'frugal', torch.float64: {call} raised AttributeError: "
-    declared = "|".join(p.name for p in (DGRAD, WGRAD, AGAIN) if p in needed_by)
+    declared = "|".join(p.name for p in (DGRAD, WGRAD, RECOMPUTE) if p in needed_by)
     with pytest.raises(
         AssertionError, match=f"^{re.escape(said)}.*; residuals.a is None there: {re.escape(f'needed_by={declared}')}"
     ):

@@ -150,7 +150,7 @@ def test_other_data_are_refused(data):
 
 @pytest.mark.parametrize("place", range(64))
 def test_every_bit_of_a_key_counts(place):
-    """Of the seed and of the stream, the sign included."""
+    """Every bit of the seed and of the stream, the sign bit included."""
     bit = (1 << place) - ((1 << 64) if place == 63 else 0)
     key = torch.tensor([5, 7])
     drawn = random.bits(key, 8)

@@ -76,15 +76,15 @@ def test_trees_survive(through):
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(leaves(tree), leaves(again), strict=True))
 
 
-def test_cast_leaves_what_has_the_dtype_and_what_is_no_float():
+def test_cast_returns_tensors_of_the_dtype_and_integers_unchanged():
     tree = {"w": torch.ones(2), "i": torch.arange(2), "none": None, "half": torch.ones(2, dtype=torch.bfloat16)}
     made = cast(tree, torch.bfloat16)
     assert made["w"].dtype is torch.bfloat16 and made["i"] is tree["i"]
     assert made["half"] is tree["half"] and made["none"] is None
 
 
-def test_cast_of_many_at_once_is_that_of_each(monkeypatch):
-    """As on a GPU; a tensor in two places is cast for each, one that asks for gradients by an operator that gives them."""
+def test_casting_many_at_once_equals_casting_each(monkeypatch):
+    """All tensors are cast by one call, as on a GPU; a tensor in two places is cast for each, and one that requires grad apart."""
     shared, strided = torch.randn(3, 4), torch.randn(4, 3).mT
     tree = {"a": shared, "b": [shared, None, torch.arange(2)], "c": strided, "d": torch.ones(2, dtype=torch.bfloat16)}
     want = cast(tree, torch.bfloat16)

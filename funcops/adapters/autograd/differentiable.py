@@ -77,7 +77,7 @@ class _Node(Function):
     def forward(ctx: Any, bound: Bound, trees: Any, *leaves: Any) -> Any:
         op, (params, x) = bound.op, trees
         again = recipe = None
-        if op.again is not None and large(x):
+        if op.recompute is not None and large(x):
             y, residuals, recipe = recompute.forward(op, params, x, bound.cfg, bound.needs)
         else:
             y, residuals = (bound.fwd if type(params) is bound.kind else op.fwd)(params, x, bound.cfg, needs=bound.needs)

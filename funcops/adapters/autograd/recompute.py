@@ -1,4 +1,4 @@
-"""The output of a cheap op is not kept by the nodes that read it: they keep its recipe, what `op.again` makes it of.
+"""The output of a cheap op is not kept by the nodes that read it: they keep its recipe, what `op.recompute` makes it of.
 
 So it is within a chain (`program/`); here the op and its readers are nodes of their own.
 """
@@ -19,7 +19,7 @@ from funcops.program.rules import FEW
 
 
 class Recipe(NamedTuple):
-    """`op.again(node, node.cfg)` is the output, as long as that has this version."""
+    """`op.recompute(node, node.cfg)` is the output, as long as that has this version."""
 
     op: Op
     node: Any
@@ -38,7 +38,7 @@ class LeftOut(NamedTuple):
     def refilled(self, kept: Any) -> list[Any]:
         """What the node would have kept."""
         node = unflatten(self.shape, kept[self.own :])
-        value, filled = self.op.again(node, node.cfg), list(kept[: self.own])
+        value, filled = self.op.recompute(node, node.cfg), list(kept[: self.own])
         for i in self.places:
             filled[i] = value
         return filled
@@ -55,7 +55,7 @@ def large(t: Any) -> bool:
 
 def forward(op: Op, params: Any, x: Any, cfg: Any, needs: Needs) -> tuple[Tensor, Any, Any]:
     """The forward of a cheap op, and what gives its y again."""
-    y, residuals = op.fwd(params, x, cfg, needs=needs.with_again())
+    y, residuals = op.fwd(params, x, cfg, needs=needs.with_recompute())
     node = run.recipe(op, residuals)
     residuals.needs = needs
     return y, residuals.copy(), node

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from funcops.adapters.flatten import flatten, places
+from funcops.adapters.flatten import flatten, indexed_paths
 from funcops.contract.needs import Needs
 
 
@@ -30,4 +30,4 @@ def _asked(shape: Any, leaves: list[Tensor], first: int) -> Any:
     asked = [t.requires_grad for t in leaves if able(t)]
     if all(asked):
         return bool(asked)
-    return [path for i, path in places(shape, "") if leaves[i - first].requires_grad] if any(asked) else False
+    return [path for i, path in indexed_paths(shape, "") if leaves[i - first].requires_grad] if any(asked) else False

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from funcops.adapters.flatten import Place, Shape, flatten
+from funcops.adapters.flatten import Shape, TensorIndex, flatten
 from funcops.backend.source import literal
 from funcops.contract.schema import Saved
 from funcops.formats import QTensor, QWeight
@@ -81,7 +81,11 @@ def _slot(at: str, value: Any, lines: _Lines) -> bool:
         lines.reads += [f"{at}[{i}]" for i in range(len(value))]
         return True
     shape = flatten(value, [])
-    if type(shape) is not Shape or shape.hidden or not all(part is None or type(part) is Place for part in shape.leaves.values()):
+    if (
+        type(shape) is not Shape
+        or shape.hidden
+        or not all(part is None or type(part) is TensorIndex for part in shape.leaves.values())
+    ):
         return False
     cls = f"C{len(lines.classes)}"
     lines.classes[cls] = shape.cls
@@ -107,7 +111,7 @@ def gradient_writer(params_shape: Any, x_shape: Any) -> Callable[[Any, Any], tup
 
 
 def _reads(at: str, shape: Any, reads: list[str]) -> None:
-    if type(shape) is Place:
+    if type(shape) is TensorIndex:
         reads.append(at)
     elif type(shape) is Shape and shape.cls in (QTensor, QWeight):  # one leaf, whose gradient is that of what it was made of
         parts: list[str] = []

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.adapters.flatten import flatten, gradients, places, unflatten
+from funcops.adapters.flatten import flatten, gradients, indexed_paths, unflatten
 from funcops.adapters.from_function.partition import Graphs, Like, cut, resolved
 from funcops.contract.accumulators import accumulate
 from funcops.contract.configs import OpConfig
@@ -193,7 +193,7 @@ class _Function:
         if node is not pending:
             node.empty()
         elif into is None:
-            dparams = _apart(dparams, node.kept)
+            dparams = _unshared(dparams, node.kept)
         return accumulate(label, dparams, into)
 
 
@@ -210,7 +210,7 @@ def _check_leaves(where: str, params: Any, x: Any) -> None:
             fail(where, path, "a tensor", describe(t), TypeError)
 
 
-def _apart(dparams: Any, kept: Any) -> Any:
+def _unshared(dparams: Any, kept: Any) -> Any:
     """The gradients, copied where a pending that lives on holds them: what dgrad had computed already."""
     held = {t.untyped_storage()._cdata for t in kept.values() if isinstance(t, Tensor)}
     return tree_map_tensors(lambda t: t.clone() if t.untyped_storage()._cdata in held else t, dparams)
@@ -221,7 +221,7 @@ def _trace(
 ) -> Traced:
     asked = []
     for shape_, side in ((params_shape, needs.param), (x_shape, needs.input)):
-        for i, path in places(shape_, ""):
+        for i, path in indexed_paths(shape_, ""):
             wanted = side(path) if path else bool(needs.params if i < count else needs.x)
             asked.append(bool(wanted and (leaves[i].is_floating_point() or leaves[i].is_complex())))
     shape: list[Any] = []

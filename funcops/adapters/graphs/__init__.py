@@ -7,17 +7,5 @@ from funcops.adapters.graphs.faults import Fault
 from funcops.adapters.graphs.graphed import Graphed, Report, graphed
 from funcops.adapters.graphs.graphed_op import GraphedOp, InFlight, graphed_op
 
-__all__ = [
-    "Fault",
-    "GraphCache",
-    "Graphed",
-    "GraphedOp",
-    "InFlight",
-    "Report",
-    "check_capturable",
-    "cut_rows",
-    "graphed",
-    "graphed_op",
-    "make_graphed_callables",
-    "pad_rows",
-]
+__all__ = ["Fault", "GraphCache", "Graphed", "GraphedOp", "InFlight", "Report"]
+__all__ += ["check_capturable", "cut_rows", "graphed", "graphed_op", "make_graphed_callables", "pad_rows"]

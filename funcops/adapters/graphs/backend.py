@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from funcops.adapters.graphs import recorder
-from funcops.adapters.graphs.timeline import Place
+from funcops.adapters.graphs.timeline import TimelineEntry
 from funcops.backend.tables import holding
 from funcops.errors import CaptureError, fail, require_count
 from funcops.trees import nbytes, tensors
@@ -25,7 +25,7 @@ Outputs = Callable[[Any], list[Tensor]]
 class Captured(Protocol):
     """A captured function, to be run again."""
 
-    place: Place
+    entry: TimelineEntry
 
     def replay(self) -> None: ...
     def reset(self) -> None: ...
@@ -107,7 +107,7 @@ class RecorderBackend:
 
     def capture(self, fn: Callable[[], Any], outputs: Outputs, pool: Any, options: Options) -> tuple[Captured, Any]:
         recording, result = recorder.record(fn, pool, outputs)
-        return _Recorded(recording, Place(pool)), result
+        return _Recorded(recording, TimelineEntry(pool)), result
 
     def pool_bytes(self, pool: Any) -> int:
         lent = [one.get() for recording in pool.recordings for _, one in recording.outputs]
@@ -115,16 +115,16 @@ class RecorderBackend:
 
 
 class _Recorded:
-    def __init__(self, recording: recorder.Recording, place: Place) -> None:
-        self.recording, self.place = recording, place
+    def __init__(self, recording: recorder.Recording, entry: TimelineEntry) -> None:
+        self.recording, self.entry = recording, entry
 
     def replay(self) -> None:
         self.recording.replay()
-        self.place.replayed()
+        self.entry.replayed()
 
     def reset(self) -> None:
         self.recording.reset()
-        self.place.leave()
+        self.entry.leave()
 
     def kernels(self) -> int | None:
         return self.recording.operators
@@ -194,7 +194,7 @@ class DeviceBackend:
                 torch.cuda.set_stream(stream)
                 if collected != gc.isenabled():
                     (gc.enable if collected else gc.disable)()
-        return _Graph(graph, options.keep_graph, self.device, held, Place(pool)), result
+        return _Graph(graph, options.keep_graph, self.device, held, TimelineEntry(pool)), result
 
     def pool_bytes(self, pool: Any) -> int:
         segments = [segment for one in _pools(pool) for segment in torch.cuda.memory_snapshot(one)]
@@ -234,18 +234,18 @@ def _mend(graph: Any, pool: Any, stream: Any) -> None:
 class _Graph:
     """`held`: what the graph reads at each replay, and nobody else keeps."""
 
-    def __init__(self, graph: Any, kept: bool, device: Any, held: list[Any], place: Place) -> None:
-        self.graph, self.kept, self.device, self.held, self.place = graph, kept, device, held, place
+    def __init__(self, graph: Any, kept: bool, device: Any, held: list[Any], entry: TimelineEntry) -> None:
+        self.graph, self.kept, self.device, self.held, self.entry = graph, kept, device, held, entry
 
     def replay(self) -> None:
         with torch.cuda.device(self.device):
             self.graph.replay()
-        self.place.replayed()
+        self.entry.replayed()
 
     def reset(self) -> None:
         self.graph.reset()
         self.held.clear()
-        self.place.leave()
+        self.entry.leave()
 
     def kernels(self) -> int | None:
         """The graph's kernel nodes, where it was kept and instantiated and the driver tells them."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from funcops.adapters.graphs.statics import refuse_in_flight
-from funcops.adapters.graphs.timeline import Place
+from funcops.adapters.graphs.timeline import TimelineEntry
 from funcops.errors import BorrowedError, fail
 from funcops.trees import nbytes, paths, structure, unflatten
 
@@ -21,8 +21,8 @@ SHARED = "a graph that was captured earlier into the same memory pool"
 class Generation:
     """How often the buffers of a graph have been written over."""
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
+    def __init__(self, entry: TimelineEntry) -> None:
+        self.entry = entry
         self.now = 0
 
 
@@ -54,7 +54,7 @@ def _check(t: Any) -> None:
         raise BorrowedError(
             f"{name} was borrowed from a graph that has been replayed since: clone it, or capture with outputs='clone'"
         )
-    if generation.place.overwritten():
+    if generation.entry.overwritten():
         raise BorrowedError(
             f"{name} was borrowed from a graph, and {SHARED} has been replayed since: clone it, or capture without pool="
         )
@@ -70,17 +70,17 @@ class Outputs:
     """The results of a captured function. A result that is an input, donated and written in place, is given back as the caller's
     own tensor; None and other values as they were."""
 
-    def __init__(self, where: str, tree: Any, statics: list[Any], policy: str, debug: bool, place: Place) -> None:
+    def __init__(self, where: str, tree: Any, statics: list[Any], policy: str, debug: bool, entry: TimelineEntry) -> None:
         if policy not in POLICIES:
             fail(where, "outputs", " or ".join(map(repr, POLICIES)), repr(policy))
         refuse_in_flight(where, "output", tree)
         self.policy, self.debug = policy, debug
-        self.generation = Generation(place)
+        self.generation = Generation(entry)
         inputs = {id(t): i for i, t in enumerate(statics) if isinstance(t, Tensor)}
         self.leaves = list(paths(tree).items())  # held: their memory must not go back to the pool
         self.same_as = [inputs.get(id(t)) for _, t in self.leaves]
         self.structure = structure(tree)
-        place.lend(self.borrowed)
+        entry.lend(self.borrowed)
 
     def give(self, given: list[Any]) -> Any:
         """The results of the replay that just ended; `given`: the leaves of its inputs."""

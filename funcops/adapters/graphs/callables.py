@@ -15,17 +15,17 @@ from funcops.adapters.autograd.delayed import WgradStore, accumulate, delayed_wg
 from funcops.adapters.autograd.first_order import anchor, first_order
 from funcops.adapters.graphs.backend import Captured, Capturer, Options
 from funcops.adapters.graphs.borrowed import SHARED
-from funcops.adapters.graphs.statics import Leaf, Snapshot, Written
+from funcops.adapters.graphs.statics import Snapshot, StaticInput, Written
 from funcops.contract.marks import Versions
 from funcops.errors import BorrowedError, GraphOrderError, describe, fail, require, require_flag, require_type
 from funcops.trees import leaves, paths, structure, tensors, with_leaves
 
 
-class _Slot:
+class _CallSlot:
     """The graphs and buffers of one call in flight."""
 
     busy = False
-    inputs: list[Leaf]
+    inputs: list[StaticInput]
     outputs: Any
     out_tensors: list[Tensor]
     dys: list[Tensor]  # of the outputs that require grad
@@ -51,10 +51,10 @@ class _Callable:
         self.versions = Versions.of({name: p for name, p in names.items() if p.requires_grad})
         self.forward = fn.forward if isinstance(fn, nn.Module) else fn
         self.training = fn.training if isinstance(fn, nn.Module) else True
-        self.slots: list[_Slot] = []
+        self.slots: list[_CallSlot] = []
         self.order: _Order | None = None
         self.number = 0
-        self.waiting: list[tuple[_Slot, Versions]] = []  # whose weight gradients backward_dw will compute
+        self.waiting: list[tuple[_CallSlot, Versions]] = []  # whose weight gradients backward_dw will compute
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self.fn, nn.Module) and self.fn.training != self.training:
@@ -89,8 +89,8 @@ class _Callable:
                 fail(self.where, "a parameter", "where it was when it was captured", f"{describe(p)} elsewhere")
         return [value for value in values if isinstance(value, Tensor)]
 
-    def check_kept(self, slot: _Slot, what: str, *graphs: str) -> None:
-        if any([slot.graphs[name].place.overwritten() for name in graphs]):
+    def check_kept(self, slot: _CallSlot, what: str, *graphs: str) -> None:
+        if any([slot.graphs[name].entry.overwritten() for name in graphs]):
             raise BorrowedError(
                 f"{self.where}: what {what} kept must be as it was left, got a replay of {SHARED} since: capture without pool="
             )
@@ -123,7 +123,7 @@ class _Order:
 class _Token:
     """Lives as long as an autograd node; frees the slot where its backward never came."""
 
-    def __init__(self, slot: _Slot) -> None:
+    def __init__(self, slot: _CallSlot) -> None:
         self.slot, self.done = slot, False
 
     def __del__(self) -> None:
@@ -133,7 +133,7 @@ class _Token:
 
 class _Graphed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, of: _Callable, slot: _Slot, *inputs: Tensor) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, of: _Callable, slot: _CallSlot, *inputs: Tensor) -> Any:  # type: ignore[override]
         statics = [leaf.static for leaf in slot.inputs if isinstance(leaf.static, Tensor)]
         for static, given in zip(statics, inputs, strict=False):
             if static.data_ptr() != given.data_ptr():
@@ -306,15 +306,15 @@ def _restored(fn: Any) -> Iterator[None]:
         buffers.restore()
 
 
-def _static(path: str, value: Any) -> Leaf:
+def _static(path: str, value: Any) -> StaticInput:
     if not isinstance(value, Tensor):
-        return Leaf(path, "copy", value, 0)
+        return StaticInput(path, "copy", value, 0)
     static = value.detach().clone().requires_grad_(value.requires_grad)
-    return Leaf(path, "copy", static, static.data_ptr(), value.stride())
+    return StaticInput(path, "copy", static, static.data_ptr(), value.stride())
 
 
-def _capture(c: _Callable, allow_unused: bool, delayed: bool, capturer: Capturer, warm: bool) -> _Slot:
-    slot = _Slot()
+def _capture(c: _Callable, allow_unused: bool, delayed: bool, capturer: Capturer, warm: bool) -> _CallSlot:
+    slot = _CallSlot()
     slot.inputs = [_static(path, value) for path, value in paths((c.args, c.kwargs)).items()]
     slot.graphs, slot.weights = {}, []
     args, kwargs = with_leaves((c.args, c.kwargs), [leaf.static for leaf in slot.inputs])
@@ -373,11 +373,11 @@ def _capture(c: _Callable, allow_unused: bool, delayed: bool, capturer: Capturer
     return slot
 
 
-def _lend(c: _Callable, slot: _Slot) -> None:
+def _lend(c: _Callable, slot: _CallSlot) -> None:
     if c.outputs == "borrow":
-        slot.graphs["fwd"].place.lend(slot.out_tensors)
+        slot.graphs["fwd"].entry.lend(slot.out_tensors)
     if not c.clone and "bwd" in slot.graphs:
-        slot.graphs["bwd"].place.lend([g for g in slot.grads[len(slot.grads) - len(c.params) :] if g is not None])
+        slot.graphs["bwd"].entry.lend([g for g in slot.grads[len(slot.grads) - len(c.params) :] if g is not None])
 
 
 def _standing_in(module: nn.Module, aliases: dict[int, Tensor]) -> dict[str, Tensor]:

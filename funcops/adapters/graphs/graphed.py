@@ -33,7 +33,7 @@ class Report(NamedTuple):
         )
 
 
-class _Slot(NamedTuple):
+class _ReplaySlot(NamedTuple):
     inputs: Inputs
     outputs: Outputs
     captured: Captured
@@ -44,7 +44,7 @@ class Graphed:
     """A captured function. Call it as the function; `report`, `reset`, `dot`,
     `raw_graph` and `instantiate` are those of its graphs."""
 
-    def __init__(self, fn: Callable[..., Any], slots: list[_Slot], capturer: Capturer) -> None:
+    def __init__(self, fn: Callable[..., Any], slots: list[_ReplaySlot], capturer: Capturer) -> None:
         self.fn, self.backend, self.pool = fn, capturer.backend, capturer.pool
         self._capturer = capturer
         self._slots, self._next = slots, 0
@@ -157,7 +157,7 @@ def _capture(
     debug: bool,
     capturer: Capturer,
     warm: bool,
-) -> _Slot:
+) -> _ReplaySlot:
     inputs = Inputs("graphed", examples, policies)
     before = Snapshot(inputs.donated)
 
@@ -176,8 +176,8 @@ def _capture(
             before.restore()
     try:
         inputs.check_unwritten()
-        outputs = Outputs("graphed", result, [leaf.static for leaf in inputs.leaves], policy, debug, captured.place)
+        outputs = Outputs("graphed", result, [leaf.static for leaf in inputs.leaves], policy, debug, captured.entry)
     except Exception:
         captured.reset()
         raise
-    return _Slot(inputs, outputs, captured, written)
+    return _ReplaySlot(inputs, outputs, captured, written)

@@ -39,7 +39,7 @@ class InFlight:
         return f"InFlight({self.kind} in slot {self.slot}: {self.tree!r})"
 
 
-class _Slot:
+class _MicrobatchSlot:
     """The buffers and graphs of one microbatch, and where it stands."""
 
     state = FREE
@@ -67,13 +67,13 @@ class _Slot:
 
     def overwritten(self) -> bool:
         """Whether what is in flight here may be gone, by graphs of others in its pool."""
-        return self.graphs["fwd"].place.overwritten() or (self.state == PENDING and self.graphs["dgrad"].place.overwritten())
+        return self.graphs["fwd"].entry.overwritten() or (self.state == PENDING and self.graphs["dgrad"].entry.overwritten())
 
 
 class GraphedOp:
     """A captured op; made by `graphed_op`."""
 
-    def __init__(self, op: Op, cfg: Any, capturer: Capturer, slots: list[_Slot], into: Any) -> None:
+    def __init__(self, op: Op, cfg: Any, capturer: Capturer, slots: list[_MicrobatchSlot], into: Any) -> None:
         self.op, self.cfg, self.backend, self.pool = op, cfg, capturer.backend, capturer.pool
         self._slots, self._into, self._capturer = slots, into, capturer
 
@@ -123,7 +123,7 @@ class GraphedOp:
         slot = self._slot("release", kept, kept.kind)
         slot.state, slot.ticket = FREE, slot.ticket + 1
 
-    def _slot(self, what: str, kept: Any, kind: str) -> _Slot:
+    def _slot(self, what: str, kept: Any, kind: str) -> _MicrobatchSlot:
         where = f"graphed {self.op.name}_{what}"
         if not isinstance(kept, InFlight):
             fail(where, kind, "what this graph's fwd or dgrad returned", describe(kept), TypeError)
@@ -239,7 +239,7 @@ def graphed_op(
     try:
         with torch.no_grad():
             for i in range(slots):
-                slot = _Slot()
+                slot = _MicrobatchSlot()
                 slot.inputs = Inputs(f"graphed {op.name}_fwd", (params, x), rules)
                 found = _capture(op, cfg, slot, dy, needs, into, capturer.of_slot(i), warm=i == 0)
                 _give_outputs(slot, *found, outputs, debug)
@@ -250,7 +250,7 @@ def graphed_op(
 
 
 def _capture(
-    op: Op, cfg: Any, slot: _Slot, dy: Any, needs: Needs, into: Any, capturer: Capturer, warm: bool
+    op: Op, cfg: Any, slot: _MicrobatchSlot, dy: Any, needs: Needs, into: Any, capturer: Capturer, warm: bool
 ) -> tuple[Any, Any, Any]:
     """All graphs of a slot; returns y, dx, and the dx of bwd. The gradients' buffers are made once the shape of y is known."""
 
@@ -288,15 +288,15 @@ def _capture(
     return y, dx, whole_dx
 
 
-def _give_outputs(slot: _Slot, y: Any, dx: Any, whole_dx: Any, policy: str, debug: bool) -> None:
+def _give_outputs(slot: _MicrobatchSlot, y: Any, dx: Any, whole_dx: Any, policy: str, debug: bool) -> None:
     given, dys = ([leaf.static for leaf in of.leaves] for of in (slot.inputs, slot.dy))
     of = [("fwd", y, given), ("dgrad", dx, dys), ("bwd", whole_dx, dys)]
     slot.y, slot.dx, slot.whole_dx = [
-        Outputs("graphed_op", tree, statics, policy, debug, slot.graphs[name].place) for name, tree, statics in of
+        Outputs("graphed_op", tree, statics, policy, debug, slot.graphs[name].entry) for name, tree, statics in of
     ]
 
 
-def _check_kept(where: str, kind: str, index: int, slot: _Slot) -> None:
+def _check_kept(where: str, kind: str, index: int, slot: _MicrobatchSlot) -> None:
     """Raises where params, or what is in flight, may not be as they were left."""
     if slot.overwritten():
         raise BorrowedError(
@@ -306,7 +306,7 @@ def _check_kept(where: str, kind: str, index: int, slot: _Slot) -> None:
     slot.kept.check(where, f"slot {index}", error=BorrowedError)
 
 
-def _kept_bytes(slot: _Slot) -> int:
+def _kept_bytes(slot: _MicrobatchSlot) -> int:
     """Residuals and pending, net of params, inputs and y."""
     ledger = Ledger(slot.inputs.trees, slot.dy.trees, [t for _, t in slot.y.leaves])
     ledger.keep("residuals", slot.residuals)

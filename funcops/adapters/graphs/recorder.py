@@ -63,7 +63,7 @@ class Lent(NamedTuple):
         )
 
 
-class Call(NamedTuple):
+class RecordedOperator(NamedTuple):
     """An operator, its arguments with tensors replaced (`Value`, `View`, `Lent`, or a static tensor),
     and the numbers of its results."""
 
@@ -102,7 +102,7 @@ class Recording:
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
-        self.calls: list[Call] = []
+        self.calls: list[RecordedOperator] = []
         self.statics: dict[int, Tensor] = {}  # by storage: what it reads and nobody in the pool made, as inputs and params
         self.outputs: list[tuple[Any, Lent]] = []  # values, and where they go
         self.made: dict[int, Made] = {}  # by storage
@@ -186,7 +186,7 @@ class _Recorder(TorchDispatchMode):
         taken_args, taken_kwargs = self._take(args), self._take(kwargs)
         results = list(flat_tensors([out]))
         numbers = tuple(self._number(t, given) for t in results)
-        self.recording.calls.append(Call(func, taken_args, taken_kwargs, numbers, user_line()))
+        self.recording.calls.append(RecordedOperator(func, taken_args, taken_kwargs, numbers, user_line()))
         return out
 
     def _number(self, t: Tensor, given: set[int]) -> int:

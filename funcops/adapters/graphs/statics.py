@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from funcops.contract.marks import Versions
-from funcops.distributed.in_flight import InFlight
+from funcops.distributed.async_collectives import InFlight
 from funcops.errors import CaptureError, GradModeError, describe, fail
 from funcops.trees import flatten, leaves, paths, structure, tree_map, with_leaves
 
 POLICIES = ("copy", "pinned", "donated")
 
 
-class Leaf(NamedTuple):
+class StaticInput(NamedTuple):
     """An input of the captured function: where it is in the arguments, its policy, and the buffer that the graph reads."""
 
     path: str
@@ -113,13 +113,13 @@ def refuse_in_flight(where: str, what: str, tree: Any) -> None:
             fail(where, f"{what} {path}", "finished", f"an InFlight ({node.what})", TypeError)
 
 
-def _leaf(path: str, policy: str, value: Any) -> Leaf:
+def _leaf(path: str, policy: str, value: Any) -> StaticInput:
     if not isinstance(value, Tensor):
-        return Leaf(path, policy, value, 0)
+        return StaticInput(path, policy, value, 0)
     static = value.detach()
     if policy == "copy":
         static = static.clone()  # of the same strides, unless elements overlap
-    return Leaf(path, policy, static, static.data_ptr(), value.stride(), None if policy == "copy" else value)
+    return StaticInput(path, policy, static, static.data_ptr(), value.stride(), None if policy == "copy" else value)
 
 
 def policies_of(where: str, examples: Any, policies: str | Mapping[str, str]) -> dict[str, str]:

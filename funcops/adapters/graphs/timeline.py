@@ -21,10 +21,10 @@ class Timeline:
     def __init__(self) -> None:
         self.captured = self.replays = 0
         self.last: dict[int, int] = {}
-        self.alive: WeakValueDictionary[int, Place] = WeakValueDictionary()
-        self.lending: WeakValueDictionary[int, Place] = WeakValueDictionary()
+        self.alive: WeakValueDictionary[int, TimelineEntry] = WeakValueDictionary()
+        self.lending: WeakValueDictionary[int, TimelineEntry] = WeakValueDictionary()
 
-    def enter(self, place: Place) -> int:
+    def enter(self, entry: TimelineEntry) -> int:
         found: dict[int, int] = {}
         gone = 0
         for order, at in self.last.items():
@@ -34,15 +34,15 @@ class Timeline:
                 found[order], gone = max(at, found.pop(gone, 0)), order
         self.captured += 1
         self.last = {**found, self.captured: self.replays}
-        self.alive[self.captured] = place
+        self.alive[self.captured] = entry
         return self.captured
 
 
 _timelines: WeakValueDictionary[Any, Timeline] = WeakValueDictionary()  # by pool, for as long as a graph of it lives
 
 
-class Place:
-    """A graph's place in the timeline of its pool. `lent`: those of its buffers that callers hold."""
+class TimelineEntry:
+    """A graph's entry in the timeline of its pool. `lent`: those of its buffers that callers hold."""
 
     def __init__(self, pool: Any) -> None:
         self.timeline = _timelines.setdefault(pool, Timeline())
@@ -59,9 +59,9 @@ class Place:
         timeline, order = self.timeline, self.order
         timeline.last[order] = timeline.replays = timeline.replays + 1
         if timeline.lending:
-            for place in list(timeline.lending.values()):
-                if place.order >= order:
-                    torch.autograd.graph.increment_version(place.lent)
+            for entry in list(timeline.lending.values()):
+                if entry.order >= order:
+                    torch.autograd.graph.increment_version(entry.lent)
 
     def overwritten(self) -> bool:
         """Whether what the last replay left may be gone: a graph captured earlier into the same pool has been replayed since."""

@@ -22,27 +22,6 @@ from funcops.adapters.nn.module import OpModule, functional
 from funcops.adapters.nn.quantized import quantize_weights
 from funcops.adapters.nn.sequential import Sequential
 
-__all__ = [
-    "CrossEntropyLoss",
-    "Dropout",
-    "Embedding",
-    "GELU",
-    "GLU",
-    "GroupNorm",
-    "LayerNorm",
-    "Linear",
-    "LinearCrossEntropyLoss",
-    "OpModule",
-    "RMSNorm",
-    "ReLU",
-    "Sequential",
-    "SiLU",
-    "Sigmoid",
-    "Softmax",
-    "SwiGLU",
-    "Tanh",
-    "from_torch",
-    "functional",
-    "quantize_weights",
-    "to_torch",
-]
+__all__ = ["CrossEntropyLoss", "Dropout", "Embedding", "GELU", "GLU", "GroupNorm", "LayerNorm", "Linear"]
+__all__ += ["LinearCrossEntropyLoss", "OpModule", "RMSNorm", "ReLU", "Sequential", "SiLU", "Sigmoid", "Softmax", "SwiGLU", "Tanh"]
+__all__ += ["from_torch", "functional", "quantize_weights", "to_torch"]

@@ -108,7 +108,7 @@ def _swap(model: nn.Module, policy: Any, recipe: Any, wanted: Any, done: Replace
         if not wanted(path):
             continue
         if isinstance(module, (OpModule, Sequential)):
-            acted |= _again(path, module, policy, recipe, done, undo)
+            acted |= _reconfigure(path, module, policy, recipe, done, undo)
             lowered |= isinstance(module, layers.Linear)
             continue
         to = swapped(before)
@@ -141,7 +141,7 @@ def _swap(model: nn.Module, policy: Any, recipe: Any, wanted: Any, done: Replace
             prepare(module)  # its layers have other classes now; a compiler finds them known
 
 
-def _again(path: str, module: Any, policy: Any, recipe: Any, done: Replaced, undo: Undo) -> bool:
+def _reconfigure(path: str, module: Any, policy: Any, recipe: Any, done: Replaced, undo: Undo) -> bool:
     """Note a module that runs on funcops already, and give it the policy or the recipe."""
     acts = policy is not None and isinstance(module, ChainModule)
     if acts:

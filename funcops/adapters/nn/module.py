@@ -197,8 +197,8 @@ class OpModule(Prepared):
         if any_autocast() and is_on(x.device.type):
             return self.followed(own, given, x.device.type)
         leaves = [t for t in own if t is not None]
-        if given is x and not _compiling() and Call.may_be_of(self):
-            call = self.__dict__["_cached"] = Call(self, own, leaves)
+        if given is x and not _compiling() and PreparedCall.may_be_of(self):
+            call = self.__dict__["_cached"] = PreparedCall(self, own, leaves)
             return run(call.op, call.params, x, call.cfg, [*leaves, x], call.bounds)
         leaves += given if type(given) is tuple else (given,)
         return run(self.op, self._params(own), given, self.known_cfg(), leaves)
@@ -267,7 +267,7 @@ def _kind_of(t: Any) -> str:
     return f"{type(t).__name__} of {t.dtype}" if isinstance(t, Tensor) else describe(t)
 
 
-class Call:
+class PreparedCall:
     """What a call of a module gives to `run` beside x, as long as the module is what it was."""
 
     __slots__ = ("before", "bounds", "cfg", "first", "leaves", "op", "params", "same")

@@ -16,7 +16,7 @@ from funcops.adapters.nn.module import OpModule, Prepared, config_or_absent, is_
 from funcops.adapters.nn.unchanged import same_modules, state_of, watched
 from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.step import Step
-from funcops.contract.memo import reading
+from funcops.contract.trace_safe_cache import reading
 from funcops.errors import require
 from funcops.program.rules import FEW
 from funcops.trees import WithExtras

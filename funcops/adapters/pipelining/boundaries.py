@@ -82,7 +82,7 @@ class Boundaries:
 
     def _forward(self, index: int, params: Any, main: Any, extras: dict[str, Any]) -> Any:
         step = self.cfg.steps[index]
-        return step.apart(step.op.fwd(params, step.x(main, extras), step.cfg, needs=Needs.NONE)[0])[0]
+        return step.split_y(step.op.fwd(params, step.x(main, extras), step.cfg, needs=Needs.NONE)[0])[0]
 
     def _through(self, main: Any, extras: dict[str, Any]) -> list[Any]:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():

@@ -1,9 +1,9 @@
-"""All to all: what is shared out along one dimension is shared out along another.
+"""All to all: a tensor sharded along one dimension becomes sharded along another.
 
     y = part r of x of rank 0, 1, ... n - 1, along cat        dx = part r of dy of rank 0, 1, ... n - 1, along split
 
 r: this rank. x, dx: [*]; y, dy: the same with 1/n of the size along `split` and n times that along `cat`; any float
-dtype. Kept: nothing. Its own pair, with `split` and `cat` exchanged.
+dtype. Kept: nothing. The backward is the op itself, with `split` and `cat` exchanged.
 
 >>> import torch
 >>> from funcops import dist
@@ -30,25 +30,17 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
 from funcops.contract.schema import NO_GRADIENT, Residuals
 from funcops.distributed import comm
+from funcops.distributed.checks import check_divides, check_part, check_tensor, require_axis
 from funcops.distributed.mesh import Axis
-from funcops.distributed.plain import check_divides, check_part, check_tensor, require_axis
 from funcops.errors import describe, require
 
-__all__ = [
-    "AllToAllConfig",
-    "AllToAllResiduals",
-    "all_to_all",
-    "all_to_all_bwd",
-    "all_to_all_dgrad",
-    "all_to_all_fwd",
-    "all_to_all_init",
-    "all_to_all_wgrad",
-]
+__all__ = ["AllToAllConfig", "AllToAllResiduals"]
+__all__ += ["all_to_all", "all_to_all_bwd", "all_to_all_dgrad", "all_to_all_fwd", "all_to_all_init", "all_to_all_wgrad"]
 
 
 @config
 class AllToAllConfig(OpConfig):
-    """`axis` of n ranks; `split`: the dimension that they will share out; `cat`: the one that they do."""
+    """`axis` of n ranks; `split`: the sharded dimension of y; `cat`: the sharded dimension of x."""
 
     axis: Axis = field(kw_only=False)
     split: int = 0
@@ -65,15 +57,15 @@ class AllToAllConfig(OpConfig):
 
 
 class AllToAllResiduals(Residuals, static=("shape", "dtype")):
-    """No tensor: what dy must be."""
+    """No tensor, only the shape and dtype of dy."""
 
 
 @forward(AllToAllConfig)
 def all_to_all_fwd(
     params: None, x: Tensor, cfg: AllToAllConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, AllToAllResiduals | None]:
-    """x: [..., n a, ..., b, ...] -> y: [..., a, ..., n b, ...]. Raises `ValueError` or `TypeError` for an x that the ranks
-    cannot share out, or of another dtype."""
+    """x: [..., n a, ..., b, ...] -> y: [..., a, ..., n b, ...]. Raises `ValueError` or `TypeError` for an x whose size the
+    axis does not divide, or that is not a float tensor."""
     split, cat = (check_part("all_to_all_fwd", "x", x, dim) for dim in (cfg.split, cfg.cat))
     require(split != cat, "all_to_all_fwd", "x", "of more dimensions (cfg.split and cfg.cat are one)", describe(x))
     check_divides("all_to_all_fwd", "x", x, split, cfg.axis)
@@ -83,7 +75,7 @@ def all_to_all_fwd(
 
 @dgrad_of(AllToAllResiduals)
 def all_to_all_dgrad(residuals: AllToAllResiduals, dy: Any, cfg: AllToAllConfig) -> tuple[Tensor, None]:
-    """The parts of dy, back where they came from. There is no weight gradient: pending is None."""
+    """The parts of dy, sent back. No params, so pending is None."""
     check_tensor("all_to_all_dgrad", "dy", dy, residuals.shape, residuals.dtype)
     return comm.all_to_all(dy, cfg.axis, cfg.cat % dy.dim(), cfg.split % dy.dim()) if residuals.needs.x else NO_GRADIENT, None
 

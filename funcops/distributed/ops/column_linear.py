@@ -1,17 +1,17 @@
-"""Linear layer whose outputs an axis shares out: each rank has some rows of w (columns of w^T, hence the name).
+"""Linear layer with outputs sharded over an axis: each rank has some rows of w (columns of w^T, hence the name).
 
     y_r = x w_r^T + b_r
 
     dx = sum over r of dy_r w_r        dw_r = dy_r^T x        db_r = sum over rows of dy_r
 
 r: a rank of the axis, of n. w_r: [O/n, I]; b_r: [O/n] or None; y_r, dy_r: [*, O/n], of all rows; one float dtype.
-In sequence parallelism x is shared out along its first dimension: a rank has x_r, 1/n of it, gathers the whole, and gets 1/n of dx,
-of a sum that is scattered. Without, x is the same on all ranks, as dx is. The gradients of w_r and b_r are whole either way.
+With sequence parallelism x is sharded along its first dimension: a rank has x_r, 1/n of it, gathers the whole, and gets 1/n of dx,
+whose sum is scattered. Without, x and dx are the same on all ranks. The gradients of w_r and b_r are complete either way.
 
-Kept: x_r and w_r, both aliases. The weight gradient gathers x once more, whenever it comes: a schedule can hide that.
-`overlap="bulk"` orders the whole backward so that x is on its way under the product of dx, and dx under that of dw: the same bits.
-`overlap="ring"` sends x on from rank to rank, each part under the product of another, and sums dx as it goes round, under its own
-products: in another order. In the whole backward x is on its way meanwhile, and whole before dw, whose bits are the same.
+Kept: x_r and w_r, both aliases. The weight gradient gathers x once more when it runs, which a schedule can hide.
+`overlap="bulk"` orders the whole backward so that x is in flight during the product for dx, and dx during the product for dw: the
+same bits. `overlap="ring"` sends x from rank to rank, each part during the product of another, and sums dx around the ring during
+its products: in another order. In the whole backward x is gathered meanwhile, so that dw has the same bits.
 
 >>> import torch
 >>> from funcops import LinearParams, dist
@@ -41,32 +41,24 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 from funcops.distributed import comm
+from funcops.distributed.checks import check_tensor
 from funcops.distributed.mesh import Axis
 from funcops.distributed.ops._linear import by_ring, check_config, check_params, check_parts, check_x, init_linear
-from funcops.distributed.plain import check_tensor
 from funcops.distributed.ring import gathered_products, scattered_products
 from funcops.distributed.specs import Spec
 from funcops.kernels import linear as kernels
 from funcops.ops.linear import LinearParams, check_linear_into, linear_gradients
 
-__all__ = [
-    "ColumnLinearConfig",
-    "ColumnLinearPending",
-    "ColumnLinearResiduals",
-    "column_linear",
-    "column_linear_bwd",
-    "column_linear_dgrad",
-    "column_linear_fwd",
-    "column_linear_init",
-    "column_linear_wgrad",
-]
+__all__ = ["ColumnLinearConfig", "ColumnLinearPending", "ColumnLinearResiduals"]
+__all__ += ["column_linear", "column_linear_bwd", "column_linear_dgrad"]
+__all__ += ["column_linear_fwd", "column_linear_init", "column_linear_wgrad"]
 
 
 @config
 class ColumnLinearConfig(OpConfig):
     """`in_features` (I) and `out_features` (O) of the whole layer, O a multiple of the size of `axis`; `bias` adds b.
-    `sequence_parallel`: x is shared out along its first dimension. `overlap`: "none", "bulk", or, with it, "ring".
-    `parts`: the sizes of outputs packed into one (q, k and v; gates and values), each of which is shared out by itself."""
+    `sequence_parallel`: x is sharded along its first dimension. `overlap`: "none", "bulk", or, if `sequence_parallel`, "ring".
+    `parts`: the sizes of outputs packed into one (q, k and v; gates and values), each of which is sharded by itself."""
 
     in_features: int = field(kw_only=False)
     out_features: int = field(kw_only=False)
@@ -85,11 +77,11 @@ class ColumnLinearConfig(OpConfig):
 
     weight_shape: ClassVar[tuple[int, int]]  # of this rank's part
     bias_shape: ClassVar[tuple[int] | None]
-    apart = True
+    shards_features = True
 
     @property
     def specs(self) -> dict[str, Spec]:
-        """What the axis shares out, by the name of the leaf."""
+        """The specs of the sharded params, by path."""
         spec = Spec(self.axis.name, 0, parts=self.parts)
         return {"weight": spec, "bias": spec} if self.bias else {"weight": spec}
 
@@ -105,7 +97,7 @@ class ColumnLinearResiduals(Residuals, static=("dtype",)):
 
 class ColumnLinearPending(Pending):
     x: Tensor = saved("[*, I]", alias="residuals.x", needed_by=WGRAD, of=("params.weight",))
-    rows: Tensor = saved("[n *, I]", needed_by=WGRAD, of=("params.weight",))  # of all ranks, where siblings gathered them
+    rows: Tensor = saved("[n *, I]", needed_by=WGRAD, of=("params.weight",))  # of all ranks, if siblings gathered them
     dy: Tensor = saved("[*, O/n]", alias="dy", needed_by=WGRAD)
 
 
@@ -113,7 +105,7 @@ class ColumnLinearPending(Pending):
 def column_linear_init(
     cfg: ColumnLinearConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
 ) -> LinearParams:
-    """This rank's rows of what `linear_init` draws with the same key, on every mesh."""
+    """This rank's rows of the params that `linear_init` draws with the same key, on every mesh."""
     return init_linear(cfg, key, device, dtype)
 
 
@@ -154,7 +146,7 @@ def column_linear_dgrad(
 
 @wgrad_of(ColumnLinearPending, LinearParams)
 def column_linear_wgrad(pending: ColumnLinearPending, cfg: ColumnLinearConfig, *, into: LinearParams | None = None) -> LinearParams:
-    """Gathers x, then `dw_r = dy_r^T x`, `db_r = sum of dy_r`; added to `into` where that is given."""
+    """Gathers x, then `dw_r = dy_r^T x`, `db_r = sum of dy_r`; added to `into` if given."""
     bias = wants_bias(cfg, pending.needs)
     if pending.rows is not None:
         return linear_gradients("column_linear_wgrad", pending.dy, pending.rows, bias, into)
@@ -183,7 +175,7 @@ def wants_bias(cfg: ColumnLinearConfig, needs: Needs) -> bool:
 
 
 def _rows(x: Tensor, cfg: ColumnLinearConfig) -> Tensor:
-    """All of x."""
+    """The whole x."""
     return comm.gather(x, cfg.axis) if cfg.sequence_parallel else x
 
 
@@ -194,14 +186,14 @@ def _dx(dy: Tensor, weight: Tensor, cfg: ColumnLinearConfig) -> Tensor:
 
 
 def _send_dx(dx: Tensor, cfg: ColumnLinearConfig) -> Tensor:
-    """The sum of a rank's parts of dx, to be waited for."""
+    """The sum of the ranks' parts of dx, in flight."""
     return comm.start_scatter_sum(dx, cfg.axis) if cfg.sequence_parallel else comm.start_sum(dx, cfg.axis)
 
 
 def _gradients(
     where: str, dy: Tensor, x: Tensor | None, sent: Tensor | None, bias: bool, cfg: ColumnLinearConfig, into: LinearParams | None
 ) -> LinearParams:
-    """Of x as it is, or as it was `sent`."""
+    """The gradients from x, or from the gathered x in flight, `sent`."""
     if into is not None:
         check_linear_into(where, dy, x, bias, into)
     if x is not None:

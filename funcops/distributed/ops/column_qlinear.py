@@ -43,6 +43,7 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import Op, bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 from funcops.distributed import comm
+from funcops.distributed.checks import check_tensor
 from funcops.distributed.mesh import Axis
 from funcops.distributed.ops._linear import check_parts, check_x, init_linear
 from funcops.distributed.ops._qlinear import (
@@ -58,7 +59,6 @@ from funcops.distributed.ops._qlinear import (
     whole_tiles,
 )
 from funcops.distributed.ops.column_linear import ColumnLinearConfig, column_linear
-from funcops.distributed.plain import check_tensor
 from funcops.distributed.specs import Spec
 from funcops.formats import QTensor, check_quantized, turned
 from funcops.formats.recipes import LOW_FORMS, Recipe
@@ -121,7 +121,7 @@ class ColumnQLinearConfig(LowConfig):
         object.__setattr__(self, "linear", ColumnLinearConfig(self.in_features, self.out_features, axis=self.axis, **how))
 
     linear: ClassVar[ColumnLinearConfig]  # the same layer without the recipe
-    apart = True
+    shards_features = True
 
     @property
     def specs(self) -> dict[str, Spec]:

@@ -1,13 +1,13 @@
-"""Tokens back from the ranks of their experts: the sum of what each of these gives.
+"""Return of tokens from the ranks of their experts: the sum of these ranks' results.
 
-    back = all_to_all(rows)        y_t = sum over r of back[place_tr]        (the backward is `dispatch`, the forward its)
+    back = all_to_all(rows)        y_t = sum over r of back[place_tr]        (`dispatch` with forward and backward swapped)
     drows = all_to_all(sent)        sent[place_tr] = dy_t
 
-x is `(rows, place)`, as `dispatch` gives them: rows [n C, D] of one float dtype, of which the q-th C go back to rank q; place
-[m, *, K] int32, where each of this rank's tokens lies among the n C rows that come back, n C where it went nowhere; no two of them
-in one place. `dispatch` has K = n. y: [m, *, D]; dy likewise, drows [n C, D], zero where no token lies. Sums are in float32
-(float64 for float64), in the order of the places, that is of the ranks, rounded once. Kept: place, an alias. A place outside
-[0, n C] raises `IndexError` on the CPU. Weights are the business of whoever makes the rows, as of `unpermute`.
+x is `(rows, place)`, as `dispatch` returns them: rows [n C, D] of one float dtype, of which the q-th C go back to rank q; place
+[m, *, K] int32, the rows of each of this rank's tokens among the n C rows that come back, n C if it was not sent; two tokens never
+share a row. `dispatch` has K = n. y, dy: [m, *, D]; drows: [n C, D], zero in unused rows. Sums are in float32 (float64 for
+float64), in the order of the places, that is of the ranks, rounded once. Kept: place, an alias. A place outside [0, n C] raises
+`IndexError` on the CPU. Rows must be weighted before, as for `unpermute`.
 
 >>> import torch
 >>> from funcops import dist
@@ -38,27 +38,19 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import config, dgrad_of, forward, make_op, no_params, same_width
 from funcops.contract.schema import DGRAD, Inputs, Residuals, saved, static
 from funcops.distributed import comm
+from funcops.distributed.checks import check_divides, check_tensor, require_axis
 from funcops.distributed.mesh import Axis
 from funcops.distributed.ops._tokens import arrived, start, token_of
-from funcops.distributed.plain import check_divides, check_tensor, require_axis
 from funcops.errors import FLOATS, describe, fail
 from funcops.ops.permute import check_rows_and_choices
 
-__all__ = [
-    "CombineConfig",
-    "CombineResiduals",
-    "combine",
-    "combine_bwd",
-    "combine_dgrad",
-    "combine_fwd",
-    "combine_init",
-    "combine_wgrad",
-]
+__all__ = ["CombineConfig", "CombineResiduals"]
+__all__ += ["combine", "combine_bwd", "combine_dgrad", "combine_fwd", "combine_init", "combine_wgrad"]
 
 
 @config
 class CombineConfig(OpConfig):
-    """`axis`: that of `dispatch`."""
+    """`axis`: the axis of `dispatch`."""
 
     axis: Axis = field(kw_only=False)
 
@@ -93,7 +85,7 @@ def combine_fwd(
 
 @dgrad_of(CombineResiduals)
 def combine_dgrad(residuals: CombineResiduals, dy: Any, cfg: CombineConfig) -> tuple[tuple[Tensor, None], None]:
-    """dy: [m, *, D] -> `(drows, None)`. There is no weight gradient: pending is None."""
+    """dy: [m, *, D] -> `(drows, None)`. No params, so pending is None."""
     place = residuals.place
     check_tensor("combine_dgrad", "dy", dy, residuals.shape, residuals.dtype, place)
     if not residuals.needs.input(0):

@@ -1,23 +1,23 @@
-"""Attention over a sequence that an axis shares out (context parallelism).
+"""Attention over a sequence that is sharded over an axis (context parallelism).
 
     as attention: y = softmax(s) v of this rank's queries, over the keys of all ranks; s = scale q k^T, with softcap c tanh(s / c)
 
 x is `(q, k, v)`. q, y, dy: [B, T/n, H, D]; k, v: [B, S/n, K, D] with K dividing H; one float dtype. With `causal` T = S, and each
-rank has chunks r and 2n - 1 - r of 2n (`zigzag`): in that order all ranks have as much to compute. Without, any order will do.
+rank has chunks r and 2n - 1 - r of 2n (`zigzag`): in that order all ranks compute the same amount. Without, any order works.
 
     keys of rank j     queries that see them, causal
     j = r              all, causally: in zigzag order that is a causal mask too
     j < r              all see the first half, and none the second
     j > r              the second half sees all, and the first none
 
-What no query sees is not computed. The rest is merged by logsumexp: L = log(e^l + e^l'), y = y e^(l - L) + y' e^(l' - L), in the
-wide dtype. In the backward such a pair of queries and keys, given y and L over all keys, has its own part of dq, dk and dv. Those
+Keys that no query sees are skipped. The rest is merged by logsumexp: L = log(e^l + e^l'), y = y e^(l - L) + y' e^(l' - L), in the
+wide dtype. In the backward each pair of queries and keys, given y and L over all keys, has its own part of dq, dk and dv. The parts
 of dk and dv are sent and summed in the wide dtype.
 
-`comm="gather"`: k and v are gathered, under the attention to this rank's own; dk and dv are scattered. `comm="ring"`: k and v go
-round, each under the attention to the one before, and dk and dv follow them: k and v of two ranks at a time in memory.
+`comm="gather"`: k and v are gathered during the attention to this rank's own; dk and dv are scattered. `comm="ring"`: k and v are
+sent around the ring, each during the attention to the ones before, and dk and dv follow: k and v of two ranks at a time in memory.
 Kept: q, k, v (aliases), y (the caller's own output) and logsumexp: 1/n of what attention keeps. The backward sends k and v again.
-Windows and ALiBi are not here: of two chunks that are far apart, a place in a block is no distance.
+Windows and ALiBi are not supported: with two chunks that are far apart, positions in a block do not tell distances.
 arXiv:2310.01889, arXiv:2407.21783.
 
 >>> import torch
@@ -52,29 +52,22 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
 from funcops.contract.schema import DGRAD, Inputs, Residuals, saved
 from funcops.distributed import comm
+from funcops.distributed.checks import check_tensor, require_axis
 from funcops.distributed.mesh import Axis
-from funcops.distributed.plain import check_tensor, require_axis
 from funcops.errors import check, fail, require
 from funcops.kernels import attention as kernels
 from funcops.kernels.scored_attention import Score
 from funcops.ops.attention import check_parts, check_qkv, scale_of
 
-__all__ = [
-    "ContextAttentionConfig",
-    "ContextAttentionResiduals",
-    "context_attention",
-    "context_attention_bwd",
-    "context_attention_dgrad",
-    "context_attention_fwd",
-    "context_attention_init",
-    "context_attention_wgrad",
-]
+__all__ = ["ContextAttentionConfig", "ContextAttentionResiduals"]
+__all__ += ["context_attention", "context_attention_bwd", "context_attention_dgrad"]
+__all__ += ["context_attention_fwd", "context_attention_init", "context_attention_wgrad"]
 
 
 @config
 class ContextAttentionConfig(OpConfig):
-    """`axis`: its ranks share out the sequence. `scale` defaults to D^(-1/2); `softcap`: what scores stay below. `comm`: "gather"
-    or "ring"."""
+    """`axis`: the axis that shards the sequence. `scale` defaults to D^(-1/2); `softcap` bounds the scores. `comm`: "gather" or
+    "ring"."""
 
     axis: Axis = field(kw_only=False)
     causal: bool = False
@@ -91,7 +84,7 @@ class ContextAttentionConfig(OpConfig):
         require(self.comm in ("gather", "ring"), "ContextAttentionConfig", "comm", "'gather' or 'ring'", repr(self.comm))
 
     def score(self, head_size: int, causal: bool | None = None) -> Score:
-        """Of a pair of queries and keys; by default of this rank's own."""
+        """The `Score` of a pair of queries and keys; by default of this rank's own."""
         causal = self.causal if causal is None else causal
         return Score(causal, 0, self.softcap or 0.0, False, scale_of(head_size, self.scale))
 
@@ -113,7 +106,7 @@ def context_attention_fwd(
     q, k, v = check_parts(where, x, ("q", "k", "v"))
     check_qkv(where, q, k, v, cfg.causal)
     if cfg.causal and q.shape[1] != k.shape[1]:
-        fail(where, "x.1 (k)", f"of length {q.shape[1]}, as q is (cfg.causal)", k.shape[1])
+        fail(where, "x.1 (k)", f"as long as q, {q.shape[1]} (cfg.causal)", k.shape[1])
     check(where, "x.2 (v)", v, tuple(k.shape))
     for name, t in (("x.0 (q)", q), ("x.1 (k)", k), ("x.2 (v)", v)):
         check_tensor(where, name, t, (...,))
@@ -131,7 +124,7 @@ def context_attention_fwd(
 def context_attention_dgrad(
     residuals: ContextAttentionResiduals, dy: Tensor, cfg: ContextAttentionConfig
 ) -> tuple[tuple[Tensor, Tensor, Tensor], None]:
-    """`(dq, dk, dv)` of this rank. There is no weight gradient: pending is None."""
+    """`(dq, dk, dv)` of this rank. No params, so pending is None."""
     needs = residuals.needs
     if not needs.x:
         return residuals.nothing(), None
@@ -148,7 +141,7 @@ def context_attention_dgrad(
 
 
 class _Pair(NamedTuple):
-    """The queries from `query` on see the keys before `keys` of each of some ranks."""
+    """The queries from `query` on see the keys before `keys` of each rank in a group."""
 
     query: int
     keys: int
@@ -162,20 +155,20 @@ class _Pair(NamedTuple):
 
 
 def _groups(cfg: ContextAttentionConfig) -> list[range]:
-    """The other ranks, by which queries see their keys."""
+    """The other ranks, grouped by which queries see their keys."""
     rank, n = cfg.axis.rank, cfg.axis.size
     return [group for group in (range(rank), range(rank + 1, n)) if group]
 
 
-def _joined(parts: Tensor, keys: int) -> tuple[Tensor, Tensor]:
-    """k and v, [B, ranks keys, K, D], of parts [ranks, 2, B, S/n, K, D]."""
+def _keys_of_ranks(parts: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+    """k and v, [B, ranks keys, K, D], from parts [ranks, 2, B, S/n, K, D]."""
     ranks, _, batch, _, heads, size = parts.shape
     k, v = (parts[:, i, :, :keys].movedim(0, 1).reshape(batch, ranks * keys, heads, size).contiguous() for i in (0, 1))
     return k, v
 
 
 def _travelling(kv: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor]]:
-    """Each rank and its k and v, this one's first; the next are on their way meanwhile."""
+    """Yield each rank and its k and v, this rank's first; the next are in flight meanwhile."""
     for step in range(axis.size):
         sent = comm.start_shift(kv, axis, 1) if step + 1 < axis.size else None
         yield (axis.rank - step) % axis.size, kv
@@ -198,7 +191,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, cfg: ContextAttentionConfig) -> tup
     def add(other: int, parts: Tensor) -> None:
         pair = _Pair.of(axis.rank, other, cfg, t, s)
         if s and t:
-            k, v = _joined(parts, pair.keys)
+            k, v = _keys_of_ranks(parts, pair.keys)
             out, lse = _forward(q[:, pair.query :], k, v, cfg.score(q.shape[3], pair.causal))
             kernels.merge(total, out, lse, pair.query)
 
@@ -214,7 +207,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, cfg: ContextAttentionConfig) -> tup
 
 
 class _Backward:
-    """dq, summed in the wide dtype over the pairs that it was called with."""
+    """Sums dq in the wide dtype over the pairs with which it is called."""
 
     def __init__(self, dy: Tensor, q: Tensor, y: Tensor, lse: Tensor, cfg: ContextAttentionConfig) -> None:
         self.dy, self.q, self.y, self.lse, self.cfg = dy, q, y, lse, cfg
@@ -248,7 +241,7 @@ def _gathered_backward(
     for group in _groups(cfg):
         pair = _Pair.of(axis.rank, group[0], cfg, t, s)
         chosen = slice(group[0], group[-1] + 1)
-        found = backward(pair, *_joined(every[chosen], pair.keys))
+        found = backward(pair, *_keys_of_ranks(every[chosen], pair.keys))
         dkv[chosen, :, :, : pair.keys] = found.unflatten(2, (len(group), pair.keys)).movedim(2, 0)
     return backward.result(comm.scatter_sum(dkv.flatten(0, 1), axis) if sends else own)
 
@@ -261,12 +254,12 @@ def _ring_backward(
     dkv = None
     for other, one in _travelling(torch.stack((k, v)), axis):
         pair = _Pair.of(axis.rank, other, cfg, t, s)
-        found = backward(pair, *_joined(one[None], pair.keys))
+        found = backward(pair, *_keys_of_ranks(one[None], pair.keys))
         if not sends:
             continue
         if sent is None:
             dkv = found
-        else:  # the sum so far of those that had these keys before
+        else:  # the sum over the ranks that had these keys before
             dkv = comm.wait(sent, axis)[0]
             dkv[:, :, : pair.keys] += found
         sent = comm.start_shift(dkv, axis, 1)

@@ -1,4 +1,4 @@
-"""Copy to an axis: what is the same on all its ranks, for each to use in its own way.
+"""Copy to an axis: passes on an x that is the same on all ranks, for each to use in its own way.
 
     y = x        dx = sum of dy over the axis
 
@@ -30,25 +30,17 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import config, dgrad_of, forward, make_op, no_params, same_width
 from funcops.contract.schema import NO_GRADIENT, Residuals
 from funcops.distributed import comm
+from funcops.distributed.checks import check_tensor, require_axis
 from funcops.distributed.mesh import Axis
-from funcops.distributed.plain import check_tensor, require_axis
 from funcops.errors import FLOATS
 
-__all__ = [
-    "CopyToConfig",
-    "CopyToResiduals",
-    "copy_to",
-    "copy_to_bwd",
-    "copy_to_dgrad",
-    "copy_to_fwd",
-    "copy_to_init",
-    "copy_to_wgrad",
-]
+__all__ = ["CopyToConfig", "CopyToResiduals"]
+__all__ += ["copy_to", "copy_to_bwd", "copy_to_dgrad", "copy_to_fwd", "copy_to_init", "copy_to_wgrad"]
 
 
 @config
 class CopyToConfig(OpConfig):
-    """`axis`: over whose ranks the gradient is summed."""
+    """`axis`: the axis over which the gradient is summed."""
 
     axis: Axis = field(kw_only=False)
 
@@ -60,7 +52,7 @@ class CopyToConfig(OpConfig):
 
 
 class CopyToResiduals(Residuals, static=("shape", "dtype")):
-    """No tensor: what dy must be."""
+    """No tensor, only the shape and dtype of dy."""
 
 
 @forward(CopyToConfig)
@@ -72,7 +64,7 @@ def copy_to_fwd(params: None, x: Tensor, cfg: CopyToConfig, *, needs: Needs = Ne
 
 @dgrad_of(CopyToResiduals)
 def copy_to_dgrad(residuals: CopyToResiduals, dy: Any, cfg: CopyToConfig) -> tuple[Tensor, None]:
-    """The sum of dy, on every rank. There is no weight gradient: pending is None."""
+    """The sum of dy, on every rank. No params, so pending is None."""
     check_tensor("copy_to_dgrad", "dy", dy, residuals.shape, residuals.dtype)
     return comm.sum_over(dy, cfg.axis) if residuals.needs.x else NO_GRADIENT, None
 

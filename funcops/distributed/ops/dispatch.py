@@ -1,22 +1,21 @@
-"""Tokens to the ranks of their experts: each token once for every rank that has an expert of its own.
+"""Dispatch of tokens to the ranks of their experts: each token once to every rank that has one of its experts.
 
-    sent[place_tr] = x_t        rows = all_to_all(sent)        (the backward is `combine`, the forward its)
+    sent[place_tr] = x_t        rows = all_to_all(sent)        (`combine` with forward and backward swapped)
     dx_t = sum over r of back[place_tr]        back = all_to_all(drows)
 
-x is `(weights, x, indices)`, as `experts` takes it, of this rank's tokens: weights, indices [m, *, K], x [m, *, H]; x of any
-float dtype, weights of that or its wide one, indices int32. The E experts are shared out in blocks, expert e is on rank
-e // (E/n), and an index of E is a choice that was dropped. y is `(weights, rows, indices, place)`: what has come to this rank,
-weights, indices [n C, K] and rows [n C, H], and where its own tokens lie, place [m, *, n] int32. Indices count this rank's experts
-from 0; a choice of another rank's is E/n, dropped. dy is `(dweights, drows, None, None)`, a part that is None being zero: integers
-have no gradient.
+x is `(weights, x, indices)`, as for `experts`, of this rank's tokens: weights, indices [m, *, K], x [m, *, H]; x of any float
+dtype, weights of that or its wide one, indices int32. The E experts are sharded in blocks, expert e is on rank e // (E/n), and an
+index of E is a dropped choice. y is `(weights, rows, indices, place)`: received by this rank, weights, indices [n C, K] and rows [n
+C, H]; and the rows of its own tokens, place [m, *, n] int32. Indices count this rank's experts from 0; a choice of another rank's
+expert is E/n, dropped. dy is `(dweights, drows, None, None)`, None for zero: integers have no gradient.
 
-What a rank sends to another lies in C places, of the T tokens that it has: all T by default, which is always enough, so that sizes
-are known without a look at the routing, and a CUDA graph can hold it. Places that are not used have rows of zeros and dropped
-choices. `capacity` makes C = ceil(capacity T): tokens beyond it do not go to that rank, the last first, and get no gradient through
-it. All ranks have as many tokens. Sums of the backward are in float32 (float64 for float64), in the order of the ranks, rounded
-once. Kept: place, a part of y: no bytes of its own. An index outside [0, E] raises `IndexError` on the CPU.
+A rank sends C rows to each rank. By default C is T, the number of its tokens, which is always enough, so that sizes do not depend
+on the routing, and a CUDA graph can capture it. Unused rows are zero, and their choices dropped. `capacity` makes
+C = ceil(capacity T): tokens beyond it are not sent to that rank, the last first, and get no gradient through
+it. All ranks must have the same number of tokens. Sums of the backward are in float32 (float64 for float64), in the order of the
+ranks, rounded once. Kept: place, a part of y: no bytes of its own. An index outside [0, E] raises `IndexError` on the CPU.
 
-    dispatch -> `experts`, E/n of them -> combine        is `parallel_experts`, which sends dx under the products of dw
+    dispatch -> `experts`, E/n of them -> combine        is `parallel_experts`, which sends dx during the products for dw
 
 Megatron-Core and torchtitan: token dispatcher; DeepEP: dispatch; GShard, arXiv:2006.16668.
 
@@ -30,7 +29,7 @@ Megatron-Core and torchtitan: token dispatcher; DeepEP: dispatch; GShard, arXiv:
 ...     _, (dweights, dx, _) = dist.dispatch_bwd(residuals, (None, rows, None, None), cfg)
 ...     return rows.flatten(), indices.flatten(), dx.equal(x[1]), residuals.place is place
 ...
->>> for rank in run_ranks({"ep": 2}, each):  # of four places of a rank two are not used
+>>> for rank in run_ranks({"ep": 2}, each):  # two of a rank's four rows are unused
 ...     print(rank)
 ...
 (tensor([ 1.,  0., 11.,  0.]), tensor([0, 2, 0, 2], dtype=torch.int32), True, True)
@@ -50,29 +49,21 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import config, dgrad_of, forward, make_op, no_params, same_width
 from funcops.contract.schema import DGRAD, Inputs, Residuals, saved, static
 from funcops.distributed import comm
+from funcops.distributed.checks import check_tensor, require_axis
 from funcops.distributed.mesh import Axis
 from funcops.distributed.ops._tokens import arrived, dispatched
-from funcops.distributed.plain import check_tensor, require_axis
 from funcops.errors import describe, fail, require
 from funcops.ops.experts import check_experts_x
 
-__all__ = [
-    "DispatchConfig",
-    "DispatchResiduals",
-    "dispatch",
-    "dispatch_bwd",
-    "dispatch_dgrad",
-    "dispatch_fwd",
-    "dispatch_init",
-    "dispatch_wgrad",
-]
+__all__ = ["DispatchConfig", "DispatchResiduals"]
+__all__ += ["dispatch", "dispatch_bwd", "dispatch_dgrad", "dispatch_fwd", "dispatch_init", "dispatch_wgrad"]
 
 Sent = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @config
 class DispatchConfig(OpConfig):
-    """`experts` (E), a multiple of the size of `axis`. `capacity`: the part of a rank's tokens that another takes at most; None:
+    """`experts` (E), a multiple of the size of `axis`. `capacity`: the largest part of a rank's tokens that another takes; None:
     all."""
 
     experts: int = field(kw_only=False)
@@ -87,9 +78,9 @@ class DispatchConfig(OpConfig):
 
 
 def require_experts(where: str, experts: int, axis: Any, capacity: float | None) -> None:
-    """Of a config of experts that an axis shares out."""
+    """Check a config of sharded experts."""
     require_axis(where, axis)
-    require(experts >= 1 and experts % axis.size == 0, where, "experts", f"a multiple of {axis.size}, the ranks", experts)
+    require(experts >= 1 and experts % axis.size == 0, where, "experts", f"a multiple of {axis.size}, the number of ranks", experts)
     require(capacity is None or 0.0 < capacity <= 1.0, where, "capacity", "None or in (0, 1]", capacity)
 
 
@@ -122,7 +113,7 @@ def dispatch_fwd(
 
 
 def check_tokens(where: str, x: Any, experts: int, dim: int | None = None) -> None:
-    """x of experts that an axis shares out: plain tensors, of any width where `dim` is None."""
+    """Check the x of sharded experts: plain tensors, of any width if `dim` is None."""
     width: int | str = "H" if dim is None else dim
     if isinstance(x, tuple) and len(x) == 3:
         for i, name in enumerate(("weights", "x", "indices")):
@@ -134,8 +125,7 @@ def check_tokens(where: str, x: Any, experts: int, dim: int | None = None) -> No
 
 @dgrad_of(DispatchResiduals)
 def dispatch_dgrad(residuals: DispatchResiduals, dy: Any, cfg: DispatchConfig) -> tuple[Any, None]:
-    """dy: `(dweights, drows, None, None)`, a part that is None being zero -> `(dweights, dx, None)`. There is no weight gradient:
-    pending is None."""
+    """dy: `(dweights, drows, None, None)`, None for zero -> `(dweights, dx, None)`. No params, so pending is None."""
     where, r = "dispatch_dgrad", residuals
     if not isinstance(dy, tuple) or len(dy) != 4:
         fail(where, "dy", "a tuple (dweights, drows, None, None)", describe(dy), TypeError)

@@ -1,10 +1,10 @@
-"""Gather: the parts of all ranks of an axis, put together on each.
+"""Gather: concatenates the parts of all ranks of an axis, on each of them.
 
     y = x of rank 0, 1, ... n - 1, along dim        dx = this rank's part of the sum of dy over the axis
 
 x, dx: [*]; y, dy: the same with n times the size along `dim`; any float dtype. Kept: nothing. The ranks may use y in
-different ways, so that each has a part of its gradient: their sum is scattered. `scatter_sum` is the pair of this op; where all
-ranks have the same dy, that is `gather_same`.
+different ways, so that each has a part of its gradient: their sum is scattered. `scatter_sum` is the pair of this op; if all
+ranks have the same dy, use `gather_same`.
 
 >>> import torch
 >>> from funcops import dist
@@ -30,15 +30,15 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
 from funcops.contract.schema import NO_GRADIENT, Residuals
 from funcops.distributed import comm
+from funcops.distributed.checks import check_part, check_tensor, require_axis
 from funcops.distributed.mesh import Axis
-from funcops.distributed.plain import check_part, check_tensor, require_axis
 
 __all__ = ["GatherConfig", "GatherResiduals", "gather", "gather_bwd", "gather_dgrad", "gather_fwd", "gather_init", "gather_wgrad"]
 
 
 @config
 class GatherConfig(OpConfig):
-    """`axis` of n ranks; `dim`: the dimension that they share out."""
+    """`axis` of n ranks; `dim`: the sharded dimension of x."""
 
     axis: Axis = field(kw_only=False)
     dim: int = 0
@@ -51,13 +51,13 @@ class GatherConfig(OpConfig):
 
 
 class GatherResiduals(Residuals, static=("shape", "dtype")):
-    """No tensor: what dy must be."""
+    """No tensor, only the shape and dtype of dy."""
 
 
 @forward(GatherConfig)
 def gather_fwd(params: None, x: Tensor, cfg: GatherConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, GatherResiduals | None]:
     """x: [..., m, ...] -> y: [..., n m, ...]. Raises `ValueError` or `TypeError` for an x without that
-    dimension, or that is no float tensor."""
+    dimension, or that is not a float tensor."""
     check_part("gather_fwd", "x", x, cfg.dim)
     y = comm.gather(x, cfg.axis, cfg.dim)
     return y, GatherResiduals.keep(cfg, needs, shape=y.shape, dtype=y.dtype)
@@ -65,7 +65,7 @@ def gather_fwd(params: None, x: Tensor, cfg: GatherConfig, *, needs: Needs = Nee
 
 @dgrad_of(GatherResiduals)
 def gather_dgrad(residuals: GatherResiduals, dy: Any, cfg: GatherConfig) -> tuple[Tensor, None]:
-    """The sum of dy over the axis, and of that this rank's part. There is no weight gradient: pending is None."""
+    """This rank's part of the sum of dy over the axis. No params, so pending is None."""
     check_tensor("gather_dgrad", "dy", dy, residuals.shape, residuals.dtype)
     return comm.scatter_sum(dy, cfg.axis, cfg.dim) if residuals.needs.x else NO_GRADIENT, None
 

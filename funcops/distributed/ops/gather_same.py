@@ -1,9 +1,9 @@
-"""Gather for what all ranks of an axis do alike.
+"""Gather, if all ranks of an axis use the result in the same way.
 
     y = x of rank 0, 1, ... n - 1, along dim        dx = this rank's part of dy
 
 x, dx: [*]; y, dy: the same with n times the size along `dim`; any float dtype. Kept: nothing. dy must be the same on all
-ranks; where each has a part of it, that is `gather`. The pair of `slice_of`.
+ranks; if each has a part of it, use `gather`. The pair of `slice_of`.
 
 >>> import torch
 >>> from funcops import dist
@@ -29,24 +29,16 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
 from funcops.contract.schema import NO_GRADIENT, Residuals
 from funcops.distributed import comm
+from funcops.distributed.checks import check_part, check_tensor, require_axis
 from funcops.distributed.mesh import Axis
-from funcops.distributed.plain import check_part, check_tensor, require_axis
 
-__all__ = [
-    "GatherSameConfig",
-    "GatherSameResiduals",
-    "gather_same",
-    "gather_same_bwd",
-    "gather_same_dgrad",
-    "gather_same_fwd",
-    "gather_same_init",
-    "gather_same_wgrad",
-]
+__all__ = ["GatherSameConfig", "GatherSameResiduals"]
+__all__ += ["gather_same", "gather_same_bwd", "gather_same_dgrad", "gather_same_fwd", "gather_same_init", "gather_same_wgrad"]
 
 
 @config
 class GatherSameConfig(OpConfig):
-    """`axis` of n ranks; `dim`: the dimension that they share out."""
+    """`axis` of n ranks; `dim`: the sharded dimension of x."""
 
     axis: Axis = field(kw_only=False)
     dim: int = 0
@@ -59,7 +51,7 @@ class GatherSameConfig(OpConfig):
 
 
 class GatherSameResiduals(Residuals, static=("shape", "dtype")):
-    """No tensor: what dy must be."""
+    """No tensor, only the shape and dtype of dy."""
 
 
 @forward(GatherSameConfig)
@@ -67,7 +59,7 @@ def gather_same_fwd(
     params: None, x: Tensor, cfg: GatherSameConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, GatherSameResiduals | None]:
     """x: [..., m, ...] -> y: [..., n m, ...]. Raises `ValueError` or `TypeError` for an x without that
-    dimension, or that is no float tensor."""
+    dimension, or that is not a float tensor."""
     check_part("gather_same_fwd", "x", x, cfg.dim)
     y = comm.gather(x, cfg.axis, cfg.dim)
     return y, GatherSameResiduals.keep(cfg, needs, shape=y.shape, dtype=y.dtype)
@@ -75,7 +67,7 @@ def gather_same_fwd(
 
 @dgrad_of(GatherSameResiduals)
 def gather_same_dgrad(residuals: GatherSameResiduals, dy: Any, cfg: GatherSameConfig) -> tuple[Tensor, None]:
-    """This rank's part of dy, a view. There is no weight gradient: pending is None."""
+    """This rank's part of dy, a view. No params, so pending is None."""
     check_tensor("gather_same_dgrad", "dy", dy, residuals.shape, residuals.dtype)
     return comm.own_slice(dy, cfg.axis, cfg.dim) if residuals.needs.x else NO_GRADIENT, None
 

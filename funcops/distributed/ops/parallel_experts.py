@@ -1,21 +1,21 @@
-"""Experts that an axis shares out: each rank has E/n of them, and tokens of its own.
+"""Experts that are sharded over an axis: each rank has E/n of them, and tokens of its own.
 
     y_t = sum over k of w_tk down_e f(up_e x_t)        e = indices[t, k], on rank e // (E/n);  as `experts`
 
-A token goes to each rank that has an expert of its own once, with its weights: dispatch. There `experts` runs as it is, a choice of
-another rank's expert being one that was dropped. What it gives goes back and is summed in the order of the ranks: combine. Each is
-the other's backward (the ops `dispatch` and `combine`):
+Dispatch: a token is sent once, with its weights, to each rank that has one of its experts. There `experts` runs unchanged; a choice
+of another rank's expert counts as dropped. Combine: the results are sent back and summed in the order of the ranks. Each is the
+other's backward (the ops `dispatch` and `combine`):
 
     dispatch   x, w -> rows [n C]            dy -> rows [n C]
     combine    y = sum over ranks of rows    dx, dw = sum over ranks of rows
 
-What goes to a rank lies in C places, of T tokens that this rank has: all T by default, `capacity` makes C = ceil(capacity T), as
-`dispatch` says. Rows that are not used are zero, and no expert's.
+A rank sends C rows to each rank: T, the number of its tokens, by default; `capacity` makes C = ceil(capacity T), see `dispatch`.
+Unused rows are zero, and belong to no expert.
 
-x is `(weights, x, indices)`: weights, indices [m, *, K]; x, y, dy: [m, *, H], shared out along their first dimension; up:
-[E/n, 2I, H], down: [E/n, H, I], biases likewise; dtypes are those of `experts`. Kept: what the rank's `experts` keep of the rows
-that came, these rows, and where its tokens lie. The gradients of weights are whole: they are of the tokens of all ranks. In the
-whole backward dx is on its way under the products of dw; `parallel_experts_dgrad` waits for it. TransformerEngine and
+x is `(weights, x, indices)`: weights, indices [m, *, K]; x, y, dy: [m, *, H], sharded along their first dimension; up:
+[E/n, 2I, H], down: [E/n, H, I], biases likewise; dtypes as in `experts`. Kept: what this rank's `experts` keep for the received
+rows, these rows, and the places of its tokens. The gradients of weights are complete: over the tokens of all ranks. In the
+whole backward dx is in flight during the products for dw; `parallel_experts_dgrad` waits for it. TransformerEngine and
 Megatron-Core: token dispatcher; arXiv:2006.16668.
 
 >>> import torch
@@ -46,11 +46,11 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.contract.schema import DGRAD, WGRAD, Inputs, Pending, Residuals, saved
 from funcops.distributed import comm
+from funcops.distributed.checks import check_tensor
 from funcops.distributed.init import init_part
 from funcops.distributed.mesh import Axis
 from funcops.distributed.ops._tokens import arrived, dispatched, row_count, start, token_of
 from funcops.distributed.ops.dispatch import check_tokens, require_experts
-from funcops.distributed.plain import check_tensor
 from funcops.distributed.specs import Spec
 from funcops.ops.experts import (
     OF_ALL,
@@ -64,23 +64,15 @@ from funcops.ops.experts import (
     experts_wgrad,
 )
 
-__all__ = [
-    "ParallelExpertsConfig",
-    "ParallelExpertsPending",
-    "ParallelExpertsResiduals",
-    "parallel_experts",
-    "parallel_experts_bwd",
-    "parallel_experts_dgrad",
-    "parallel_experts_fwd",
-    "parallel_experts_init",
-    "parallel_experts_wgrad",
-]
+__all__ = ["ParallelExpertsConfig", "ParallelExpertsPending", "ParallelExpertsResiduals"]
+__all__ += ["parallel_experts", "parallel_experts_bwd", "parallel_experts_dgrad"]
+__all__ += ["parallel_experts_fwd", "parallel_experts_init", "parallel_experts_wgrad"]
 
 
 @config
 class ParallelExpertsConfig(OpConfig):
-    """The fields of `ExpertsConfig`, `experts` a multiple of the size of `axis`. `capacity`: the part of a rank's tokens that
-    another takes at most; None: all."""
+    """The fields of `ExpertsConfig`, `experts` a multiple of the size of `axis`. `capacity`: the largest part of a rank's tokens
+    that another takes; None: all."""
 
     experts: int = field(kw_only=False)
     dim: int = field(kw_only=False)
@@ -107,7 +99,7 @@ class ParallelExpertsConfig(OpConfig):
 
     @property
     def specs(self) -> dict[str, Spec]:
-        """What the axis shares out, by the name of the leaf."""
+        """The specs of the sharded params, by path."""
         names = ("weight", "bias") if self.bias else ("weight",)
         return {f"{layer}.{name}": Spec(self.axis.name, 0) for layer in ("up", "down") for name in names}
 
@@ -128,7 +120,7 @@ class ParallelExpertsPending(Pending):
 def parallel_experts_init(
     cfg: ParallelExpertsConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
 ) -> ExpertsParams:
-    """This rank's experts of those that `experts_init` draws with the same key, on every mesh."""
+    """This rank's experts, as `experts_init` draws them with the same key, on every mesh."""
     whole = ExpertsConfig(cfg.experts, cfg.dim, cfg.hidden, bias=cfg.bias)
     made: ExpertsParams = init_part(cfg, lambda: experts_init(whole, key=key, device=device, dtype=dtype))
     return made
@@ -138,8 +130,8 @@ def parallel_experts_init(
 def parallel_experts_fwd(
     params: ExpertsParams, x: tuple[Tensor, Tensor, Tensor], cfg: ParallelExpertsConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, ParallelExpertsResiduals | None]:
-    """x: `(weights, x, indices)`, this rank's tokens -> y: [m, *, H]. All ranks have as many tokens. Raises `ValueError` or
-    `TypeError` for a wrong shape, dtype or device."""
+    """x: `(weights, x, indices)`, this rank's tokens -> y: [m, *, H]. All ranks must have the same number of tokens. Raises
+    `ValueError` or `TypeError` for a wrong shape, dtype or device."""
     check_tokens("parallel_experts_fwd", x, cfg.experts, cfg.dim)
     check_experts_params("parallel_experts_fwd", params, cfg.own, x[1])
     tokens = x[1]
@@ -158,7 +150,7 @@ def parallel_experts_fwd(
 def _sent_back(
     where: str, residuals: ParallelExpertsResiduals, dy: Tensor, cfg: ParallelExpertsConfig, into: ExpertsParams | None = None
 ) -> tuple[list[Tensor | None], Any]:
-    """dweights and dx by row, on the way back, and the pending of this rank's experts."""
+    """dweights and dx by row, in flight, and the pending of this rank's experts."""
     check_tensor(where, "dy", dy, residuals.shape, residuals.dtype)
     axis, place = cfg.axis, residuals.place
     if place is not None:
@@ -195,7 +187,7 @@ def parallel_experts_dgrad(
 def parallel_experts_wgrad(
     pending: ParallelExpertsPending, cfg: ParallelExpertsConfig, *, into: ExpertsParams | None = None
 ) -> ExpertsParams:
-    """The gradients of this rank's experts, as `experts_wgrad` gives them; added to `into` where that is given."""
+    """The gradients of this rank's experts, as from `experts_wgrad`; added to `into` if given."""
     return experts_wgrad(pending.body, cfg.own, into=into)
 
 
@@ -203,7 +195,7 @@ def parallel_experts_wgrad(
 def parallel_experts_bwd(
     residuals: ParallelExpertsResiduals, dy: Tensor, cfg: ParallelExpertsConfig, *, into: ExpertsParams | None = None
 ) -> tuple[ExpertsParams, Any]:
-    """The whole backward: dx is on its way under the products of dw. Returns `(dparams, dx)`."""
+    """The whole backward: dx is in flight during the products for dw. Returns `(dparams, dx)`."""
     sent, pending = _sent_back("parallel_experts_bwd", residuals, dy, cfg, into)
     dparams = experts_wgrad(pending, cfg.own, into=into)
     return dparams, _arrived(residuals, sent, cfg)

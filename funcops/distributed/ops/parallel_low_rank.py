@@ -1,17 +1,17 @@
-"""The adapter beside a linear layer whose features an axis shares out, `column_linear` or `row_linear`.
+"""The adapter of a linear layer with sharded features, `column_linear` or `row_linear`.
 
     side="column"   u = c x a^T          y_r = u b_r^T        b_r: [O/n, R], a rank's rows
                     t = c sum over r of dy_r b_r              dx = t a          da = t^T x      db_r = dy_r^T u
     side="row"      u = c sum over r of x_r a_r^T             y = u b^T         a_r: [R, I/n], a rank's columns
                     t = c dy b           dx_r = t a_r         da_r = t^T x_r    db = dy^T u
 
-c = cfg.scale; all of one float dtype. What goes over the axis is u and t, R numbers a row. In sequence parallelism rows are shared
-out where features are not, as for the layer beside it: u and t are gathered for the side that has all rows, and sums of them are
-scattered. Without, all ranks have the same rows. The gradient of the leaf that is shared out is whole either way; that of the other
-is of a rank's own rows, or without sequence parallelism whole.
+c = cfg.scale; all of one float dtype. Only u and t are sent over the axis, R numbers a row. With sequence parallelism rows are
+sharded where features are not, as in the layer: u and t are gathered for the side that has all rows, and their sums are
+scattered. Without, all ranks have the same rows. The gradient of the sharded leaf is complete either way; the other leaf's gradient
+is over a rank's own rows or, without sequence parallelism, complete.
 
-Kept: x, a and b, aliases, and u of this rank's rows, [*, R]. `init` draws this rank's part of what `low_rank_init` draws.
-LoRA: arXiv 2106.09685; shared out as in PEFT's `LoraParallelLinear` (peft/tuners/lora/tp_layer.py).
+Kept: x, a and b, aliases, and u of this rank's rows, [*, R]. `init` draws this rank's part of the params that `low_rank_init`
+draws. LoRA: arXiv 2106.09685; sharded as in PEFT's `LoraParallelLinear` (peft/tuners/lora/tp_layer.py).
 
 >>> import torch
 >>> from funcops import dist, random
@@ -41,6 +41,7 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 from funcops.distributed import comm
+from funcops.distributed.checks import check_divides, check_tensor, require_axis, require_shares
 from funcops.distributed.init import init_part
 from funcops.distributed.mesh import Axis
 from funcops.distributed.ops._linear import check_parts, check_x
@@ -48,30 +49,21 @@ from funcops.distributed.ops.column_linear import ColumnLinearConfig
 from funcops.distributed.ops.column_qlinear import ColumnQLinearConfig
 from funcops.distributed.ops.row_linear import RowLinearConfig
 from funcops.distributed.ops.row_qlinear import RowQLinearConfig
-from funcops.distributed.plain import check_divides, check_tensor, require_axis, require_shares
 from funcops.distributed.specs import Spec
 from funcops.errors import require
 from funcops.kernels import linear as products
 from funcops.kernels import pointwise
 from funcops.ops.low_rank import ADAPTERS, LowRankConfig, LowRankParams, gradient_of, low_rank_init
 
-__all__ = [
-    "ParallelLowRankConfig",
-    "ParallelLowRankPending",
-    "ParallelLowRankResiduals",
-    "parallel_low_rank",
-    "parallel_low_rank_bwd",
-    "parallel_low_rank_dgrad",
-    "parallel_low_rank_fwd",
-    "parallel_low_rank_init",
-    "parallel_low_rank_wgrad",
-]
+__all__ = ["ParallelLowRankConfig", "ParallelLowRankPending", "ParallelLowRankResiduals"]
+__all__ += ["parallel_low_rank", "parallel_low_rank_bwd", "parallel_low_rank_dgrad"]
+__all__ += ["parallel_low_rank_fwd", "parallel_low_rank_init", "parallel_low_rank_wgrad"]
 
 
 @config
 class ParallelLowRankConfig(LowRankConfig):
-    """The fields of `LowRankConfig`, of the whole adapter, without dropout. `side`: "column", outputs are shared out over `axis`,
-    or "row", inputs are. `sequence_parallel` and, of a column, `parts`: as of the layer beside it."""
+    """The fields of `LowRankConfig` for the whole adapter, without dropout. `side`: "column" if outputs are sharded over `axis`,
+    "row" if inputs are. `sequence_parallel` and, for a column, `parts`: as in the layer."""
 
     axis: Axis
     side: str
@@ -83,26 +75,24 @@ class ParallelLowRankConfig(LowRankConfig):
         where = "ParallelLowRankConfig"
         require_axis(where, self.axis)
         require(self.side in ("column", "row"), where, "side", "'column' or 'row'", repr(self.side))
-        object.__setattr__(self, "apart", self.side == "column")
-        require(self.dropout == 0.0, where, "dropout", "0 (an adapter over ranks drops nothing of its x)", self.dropout)
+        object.__setattr__(self, "shards_features", self.side == "column")
+        require(self.dropout == 0.0, where, "dropout", "0 (an adapter over ranks does not support dropout)", self.dropout)
         shared = "out_features" if self.side == "column" else "in_features"
         require_shares(where, shared, getattr(self, shared), self.axis)
         check_parts(self)
-        require(
-            not self.parts or self.side == "column", where, "parts", "() of a row, whose outputs are not shared out", self.parts
-        )
+        require(not self.parts or self.side == "column", where, "parts", "() for a row, whose outputs are not sharded", self.parts)
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """Of this rank's part of each leaf."""
+        """The shape of this rank's part of each leaf."""
         n = self.axis.size
-        i, o = (self.in_features, self.out_features // n) if self.apart else (self.in_features // n, self.out_features)
+        i, o = (self.in_features, self.out_features // n) if self.shards_features else (self.in_features // n, self.out_features)
         return {"a": (self.rank, i), "b": (o, self.rank)}
 
     @property
     def specs(self) -> dict[str, Spec]:
-        """What the axis shares out, by the name of the leaf."""
-        return {"b": Spec(self.axis.name, 0, parts=self.parts)} if self.apart else {"a": Spec(self.axis.name, 1)}
+        """The specs of the sharded params, by path."""
+        return {"b": Spec(self.axis.name, 0, parts=self.parts)} if self.shards_features else {"a": Spec(self.axis.name, 1)}
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         return self.shapes["a"][1], self.shapes["b"][0]
@@ -127,7 +117,7 @@ class ParallelLowRankPending(Pending):
 def parallel_low_rank_init(
     cfg: ParallelLowRankConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
 ) -> LowRankParams:
-    """This rank's part of what `low_rank_init` draws with the same key, on every mesh."""
+    """This rank's part of the params that `low_rank_init` draws with the same key, on every mesh."""
     plain = LowRankConfig(cfg.in_features, cfg.out_features, cfg.rank)
     return init_part(cfg, lambda: low_rank_init(plain, key=key, device=device, dtype=dtype))  # type: ignore[no-any-return]
 
@@ -136,17 +126,17 @@ def parallel_low_rank_init(
 def parallel_low_rank_fwd(
     params: LowRankParams, x: Tensor, cfg: ParallelLowRankConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, ParallelLowRankResiduals | None]:
-    """x: [m, *, I] -> y: [n m, *, O/n] of a column; [n m, *, I/n] -> [m, *, O] of a row; without `sequence_parallel` both have all
-    rows. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
+    """x: [m, *, I] -> y: [n m, *, O/n] for a column; [n m, *, I/n] -> [m, *, O] for a row; without `sequence_parallel` both have
+    all rows. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
     where = "parallel_low_rank_fwd"
     check_x(where, x, cfg.shapes["a"][1], cfg.sequence_parallel)
     for name, shape in cfg.shapes.items():
         check_tensor(where, f"params.{name}", getattr(params, name), shape, x.dtype, x)
-    if cfg.sequence_parallel and not cfg.apart:
+    if cfg.sequence_parallel and not cfg.shards_features:
         check_divides(where, "x", x, 0, cfg.axis)
     u = pointwise.scale(products.linear_fwd(x, params.a, None), cfg.scale)
-    u = u if cfg.apart else _summed(u, cfg)
-    y = products.linear_fwd(_rows(u, cfg) if cfg.apart else u, params.b, None)
+    u = u if cfg.shards_features else _summed(u, cfg)
+    y = products.linear_fwd(_rows(u, cfg) if cfg.shards_features else u, params.b, None)
     return y, ParallelLowRankResiduals.keep(cfg, needs, x=x, u=u, a=params.a, b=params.b, y_shape=y.shape, dtype=y.dtype)
 
 
@@ -154,12 +144,12 @@ def parallel_low_rank_fwd(
 def parallel_low_rank_dgrad(
     residuals: ParallelLowRankResiduals, dy: Tensor, cfg: ParallelLowRankConfig
 ) -> tuple[Tensor, ParallelLowRankPending | None]:
-    """dy: as y -> dx: as x, and the pending weight gradients: x, t, dy and u, of which t is new."""
+    """dy: like y -> dx: like x, and the pending weight gradients: x, t, dy and u, of which t is new."""
     a, b, needs, t = residuals.a, residuals.b, residuals.needs, NO_GRADIENT
     check_tensor("parallel_low_rank_dgrad", "dy", dy, residuals.y_shape, residuals.dtype, residuals.u if b is None else b)
-    if b is not None:  # dx or da is made of t
+    if b is not None:  # dx or da is computed from t
         t = pointwise.scale(products.linear_dgrad(dy, b), cfg.scale)
-        t = _summed(t, cfg) if cfg.apart else _rows(t, cfg)
+        t = _summed(t, cfg) if cfg.shards_features else _rows(t, cfg)
     dx = products.linear_dgrad(t, a) if needs.x else NO_GRADIENT
     return dx, ParallelLowRankPending.keep(cfg, needs, x=residuals.x, t=t, dy=dy, u=residuals.u)
 
@@ -168,7 +158,7 @@ def parallel_low_rank_dgrad(
 def parallel_low_rank_wgrad(
     pending: ParallelLowRankPending, cfg: ParallelLowRankConfig, *, into: LowRankParams | None = None
 ) -> LowRankParams:
-    """`da = t^T x`, `db = dy^T u`, of a column with u of all rows, gathered again; added to `into` where that is given."""
+    """`da = t^T x`, `db = dy^T u`, for a column with u of all rows, which is gathered once more; added to `into` if given."""
     where, x, t, dy, u = "parallel_low_rank_wgrad", pending.x, pending.t, pending.dy, pending.u
     if into is not None:  # before anything is sent
         like = {name: None if of is None else of.new_empty(()).expand(cfg.shapes[name]) for name, of in (("a", t), ("b", u))}
@@ -177,7 +167,7 @@ def parallel_low_rank_wgrad(
     if t is not None:
         da = gradient_of(where, t, x, None if into is None else into.a)
     if u is not None:
-        db = gradient_of(where, dy, _rows(u, cfg) if cfg.apart else u, None if into is None else into.b)
+        db = gradient_of(where, dy, _rows(u, cfg) if cfg.shards_features else u, None if into is None else into.b)
     return LowRankParams(da, db) if into is None else into
 
 
@@ -187,7 +177,7 @@ def _rows(t: Tensor, cfg: ParallelLowRankConfig) -> Tensor:
 
 
 def _summed(t: Tensor, cfg: ParallelLowRankConfig) -> Tensor:
-    """The sum over the ranks, of this rank's rows."""
+    """The sum over the ranks, for this rank's rows."""
     return comm.scatter_sum(t, cfg.axis) if cfg.sequence_parallel else comm.sum_over(t, cfg.axis)
 
 

@@ -1,17 +1,17 @@
-"""Linear layer whose inputs an axis shares out: each rank has some columns of w (rows of w^T, hence the name).
+"""Linear layer with inputs sharded over an axis: each rank has some columns of w (rows of w^T, hence the name).
 
     y = sum over r of x_r w_r^T + b
 
     dx_r = dy w_r        dw_r = dy^T x_r        db = sum over rows of dy
 
 r: a rank of the axis, of n. x_r, dx_r: [*, I/n], of all rows; w_r: [O, I/n]; b: [O] or None, the same on all; one float dtype.
-In sequence parallelism y is shared out along its first dimension: a rank has 1/n of it, of a sum that is scattered, and 1/n of dy,
-which is gathered. The gradient of w_r is whole. That of b is of this rank's rows alone, as it is for the weights of a norm between
-such layers: sum it over the axis. Without, y and dy are the same on all ranks, and all gradients are whole.
+With sequence parallelism y is sharded along its first dimension: a rank has 1/n of it, from a sum that is scattered, and 1/n of dy,
+which is gathered. The gradient of w_r is complete. The gradient of b is over this rank's rows only, as for the weights of a norm
+between such layers: sum it over the axis. Without, y and dy are the same on all ranks, and all gradients are complete.
 
-Kept: x_r and w_r, both aliases. `overlap="bulk"`: in the whole backward dy is on its way while db is summed, for the same bits.
-`overlap="ring"` sums y as it goes round the ranks, each part under the product of another: in another order. dy goes round likewise
-in the backward, under the products of dx.
+Kept: x_r and w_r, both aliases. `overlap="bulk"`: in the whole backward dy is in flight while db is summed, with the same bits.
+`overlap="ring"` sums y around the ring, each part during the product of another: in another order. In the backward dy is sent
+around the ring, too, during the products for dx.
 
 >>> import torch
 >>> from funcops import LinearParams, dist
@@ -40,32 +40,23 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 from funcops.distributed import comm
+from funcops.distributed.checks import check_divides, check_tensor
 from funcops.distributed.mesh import Axis
 from funcops.distributed.ops._linear import by_ring, check_config, check_params, check_x, init_linear
-from funcops.distributed.plain import check_divides, check_tensor
 from funcops.distributed.ring import gathered_products, scattered_products
 from funcops.distributed.specs import Spec
 from funcops.kernels import linear as kernels
 from funcops.kernels import pointwise
 from funcops.ops.linear import LinearParams, check_linear_into, linear_gradients
 
-__all__ = [
-    "RowLinearConfig",
-    "RowLinearPending",
-    "RowLinearResiduals",
-    "row_linear",
-    "row_linear_bwd",
-    "row_linear_dgrad",
-    "row_linear_fwd",
-    "row_linear_init",
-    "row_linear_wgrad",
-]
+__all__ = ["RowLinearConfig", "RowLinearPending", "RowLinearResiduals"]
+__all__ += ["row_linear", "row_linear_bwd", "row_linear_dgrad", "row_linear_fwd", "row_linear_init", "row_linear_wgrad"]
 
 
 @config
 class RowLinearConfig(OpConfig):
     """`in_features` (I) and `out_features` (O) of the whole layer, I a multiple of the size of `axis`; `bias` adds b.
-    `sequence_parallel`: y is shared out along its first dimension. `overlap`: "none", "bulk", or, with it, "ring"."""
+    `sequence_parallel`: y is sharded along its first dimension. `overlap`: "none", "bulk", or, if `sequence_parallel`, "ring"."""
 
     in_features: int = field(kw_only=False)
     out_features: int = field(kw_only=False)
@@ -81,11 +72,11 @@ class RowLinearConfig(OpConfig):
 
     weight_shape: ClassVar[tuple[int, int]]  # of this rank's part
     bias_shape: ClassVar[tuple[int] | None]
-    apart = False
+    shards_features = False
 
     @property
     def specs(self) -> dict[str, Spec]:
-        """What the axis shares out, by the name of the leaf."""
+        """The specs of the sharded params, by path."""
         return {"weight": Spec(self.axis.name, 1)}
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
@@ -108,7 +99,7 @@ class RowLinearPending(Pending):
 def row_linear_init(
     cfg: RowLinearConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
 ) -> LinearParams:
-    """This rank's columns of what `linear_init` draws with the same key, on every mesh, and the whole bias."""
+    """This rank's columns of the weight that `linear_init` draws with the same key, on every mesh, and the whole bias."""
     return init_linear(cfg, key, device, dtype)
 
 
@@ -134,10 +125,10 @@ def row_linear_fwd(
 @dgrad_of(RowLinearResiduals)
 def row_linear_dgrad(residuals: RowLinearResiduals, dy: Tensor, cfg: RowLinearConfig) -> tuple[Tensor, RowLinearPending | None]:
     """dy: [m, *, O] -> dx: [n m, *, I/n] (without `sequence_parallel`: [*, O] -> [*, I/n]), and the pending weight gradient: x,
-    and dy of all ranks, as it was gathered."""
+    and the gathered dy of all ranks."""
     x, weight, needs = residuals.x, residuals.weight, residuals.needs
     check_tensor("row_linear_dgrad", "dy", dy, residuals.y_shape, residuals.dtype, weight if x is None else x)
-    rows, of_weight = dy, needs.param("weight")  # x may come for the wgrad alone, computed again
+    rows, of_weight = dy, needs.param("weight")  # x may be missing here, and recomputed for the wgrad
     if by_ring(cfg) and needs.x:
         dx, rows = _products_of_dy(dy, of_weight, weight, cfg.axis)
     else:
@@ -151,7 +142,7 @@ def row_linear_dgrad(residuals: RowLinearResiduals, dy: Tensor, cfg: RowLinearCo
 
 @wgrad_of(RowLinearPending, LinearParams)
 def row_linear_wgrad(pending: RowLinearPending, cfg: RowLinearConfig, *, into: LinearParams | None = None) -> LinearParams:
-    """`dw_r = dy^T x_r`, and db of this rank's rows; added to `into` where that is given."""
+    """`dw_r = dy^T x_r`, and db of this rank's rows; added to `into` if given."""
     x, rows, dy = pending.x, pending.rows, pending.dy
     some = dy if rows is None else rows
     assert some is not None
@@ -198,7 +189,7 @@ def _sum_of_products(x: Tensor, weight: Tensor, cfg: RowLinearConfig) -> Tensor:
 
 
 def _products_of_dy(dy: Tensor, of_weight: bool, weight: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-    """dx of dy of all ranks, and that dy, where the gradient of the weight is asked for."""
+    """dx from dy of all ranks, and that dy, if the gradient of the weight is requested."""
     dx, parts = gathered_products(dy, axis, lambda part: kernels.linear_dgrad(part, weight))
     return dx, torch.cat(parts) if of_weight else dy
 

@@ -43,6 +43,7 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 from funcops.distributed import comm
+from funcops.distributed.checks import check_divides, check_tensor
 from funcops.distributed.mesh import Axis
 from funcops.distributed.ops._linear import check_x, init_linear
 from funcops.distributed.ops._qlinear import (
@@ -57,7 +58,6 @@ from funcops.distributed.ops._qlinear import (
     whole_tiles,
 )
 from funcops.distributed.ops.row_linear import RowLinearConfig, row_linear
-from funcops.distributed.plain import check_divides, check_tensor
 from funcops.distributed.specs import Spec
 from funcops.formats import QTensor, turned
 from funcops.formats.recipes import LOW_FORMS, Recipe
@@ -116,7 +116,7 @@ class RowQLinearConfig(LowConfig):
         object.__setattr__(self, "linear", RowLinearConfig(self.in_features, self.out_features, axis=self.axis, **how))
 
     linear: ClassVar[RowLinearConfig]  # the same layer without the recipe
-    apart = False
+    shards_features = False
 
     @property
     def specs(self) -> dict[str, Spec]:

@@ -1,4 +1,4 @@
-"""Scatter of a sum: what the ranks of an axis have added up, a part to each.
+"""Scatter of a sum: adds the x of all ranks of an axis, and gives each rank a part of the sum.
 
     y = this rank's part, along dim, of the sum of x over the axis        dx = dy of rank 0, 1, ... n - 1, along dim
 
@@ -28,24 +28,16 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
 from funcops.contract.schema import NO_GRADIENT, Residuals
 from funcops.distributed import comm
+from funcops.distributed.checks import check_divides, check_part, check_tensor, require_axis
 from funcops.distributed.mesh import Axis
-from funcops.distributed.plain import check_divides, check_part, check_tensor, require_axis
 
-__all__ = [
-    "ScatterSumConfig",
-    "ScatterSumResiduals",
-    "scatter_sum",
-    "scatter_sum_bwd",
-    "scatter_sum_dgrad",
-    "scatter_sum_fwd",
-    "scatter_sum_init",
-    "scatter_sum_wgrad",
-]
+__all__ = ["ScatterSumConfig", "ScatterSumResiduals"]
+__all__ += ["scatter_sum", "scatter_sum_bwd", "scatter_sum_dgrad", "scatter_sum_fwd", "scatter_sum_init", "scatter_sum_wgrad"]
 
 
 @config
 class ScatterSumConfig(OpConfig):
-    """`axis` of n ranks; `dim`: the dimension that they will share out."""
+    """`axis` of n ranks; `dim`: the sharded dimension of y."""
 
     axis: Axis = field(kw_only=False)
     dim: int = 0
@@ -58,15 +50,15 @@ class ScatterSumConfig(OpConfig):
 
 
 class ScatterSumResiduals(Residuals, static=("shape", "dtype")):
-    """No tensor: what dy must be."""
+    """No tensor, only the shape and dtype of dy."""
 
 
 @forward(ScatterSumConfig)
 def scatter_sum_fwd(
     params: None, x: Tensor, cfg: ScatterSumConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, ScatterSumResiduals | None]:
-    """x: [..., n m, ...] -> y: [..., m, ...]. Raises `ValueError` or `TypeError` for an x that the ranks cannot share out, or
-    of another dtype."""
+    """x: [..., n m, ...] -> y: [..., m, ...]. Raises `ValueError` or `TypeError` for an x whose size the axis does not
+    divide, or that is not a float tensor."""
     check_divides("scatter_sum_fwd", "x", x, check_part("scatter_sum_fwd", "x", x, cfg.dim), cfg.axis)
     y = comm.scatter_sum(x, cfg.axis, cfg.dim)
     return y, ScatterSumResiduals.keep(cfg, needs, shape=y.shape, dtype=y.dtype)
@@ -74,7 +66,7 @@ def scatter_sum_fwd(
 
 @dgrad_of(ScatterSumResiduals)
 def scatter_sum_dgrad(residuals: ScatterSumResiduals, dy: Any, cfg: ScatterSumConfig) -> tuple[Tensor, None]:
-    """The dy of all ranks. There is no weight gradient: pending is None."""
+    """The dy of all ranks, concatenated. No params, so pending is None."""
     check_tensor("scatter_sum_dgrad", "dy", dy, residuals.shape, residuals.dtype)
     return comm.gather(dy, cfg.axis, cfg.dim) if residuals.needs.x else NO_GRADIENT, None
 

@@ -1,14 +1,14 @@
-"""An op whose params an axis shares out, as in ZeRO-3: each rank keeps 1/n of them, and has them whole while it computes.
+"""An op with params sharded over an axis, as in ZeRO-3: each rank keeps 1/n of them, and has them whole only while it computes.
 
     y = body(x; params)        params = the parts of all ranks, gathered
 
-    dx = body's        dparams_r = rank r's part of the sum over ranks of the body's
+    dx = the body's dx        dparams_r = rank r's part of the body's dparams, summed over the ranks
 
-Params and dparams are trees of shards (`funcops.dist.own_shards`), x and dx this rank's own, of the shapes and dtypes that the
-body takes and gives. Kept: the body's residuals, without the params that they alias: the dgrad gathers those that it reads once
-more. A weight gradient reads none, but for what its x is computed again of (the weight of a norm). In a `repeat` the params of a
-layer are on their way while the layer before it computes, and the sums of a layer's gradients while the next does; no more than
-two layers are whole at a time.
+Params and dparams are trees of shards (`funcops.dist.own_shards`), x and dx this rank's own, with the body's shapes and
+dtypes. Kept: the body's residuals, without the params that they alias: dgrad gathers the params that it reads once
+more. A weight gradient reads no params, except to recompute its x (the weight of a norm). In a `repeat` the params of a
+layer are prefetched while the layer before it computes, and the sums of a layer's gradients are in flight while the next layer
+computes; at most two layers are whole at a time.
 
 >>> import torch
 >>> from funcops import LinearConfig, dist, linear, random
@@ -39,39 +39,30 @@ from funcops.compose.step import check_body, note
 from funcops.contract.configs import Composite, Replace, Width, require_config
 from funcops.contract.marks import STAND_INS
 from funcops.contract.needs import Needs, check_needs
-from funcops.contract.op import Ahead, Op, config, init_of, make_op
+from funcops.contract.op import Op, Prefetch, config, init_of, make_op
 from funcops.contract.schema import DGRAD, WGRAD, Donated, Pending, Residuals, open_node, saved, static
+from funcops.distributed.async_collectives import finish
 from funcops.distributed.buckets import BUCKET_BYTES, part_shape
+from funcops.distributed.checks import require_axis
 from funcops.distributed.data import Reducing, reduce_start
-from funcops.distributed.in_flight import finish
 from funcops.distributed.mesh import Axis
-from funcops.distributed.plain import require_axis
 from funcops.distributed.shards import Gathering, own_shards, start_gathering
 from funcops.errors import fail, require, require_count, require_dtype, short
-from funcops.program.into import check_into_tree
+from funcops.program.accumulator_checks import check_into_tree
 from funcops.program.values import abstract_params
 from funcops.residuals.donate import donate
 from funcops.residuals.forms import Layout
 from funcops.trees import at, cast, constant_paths, leaves, put, same_structure, tensors, tree_map, tree_map_tensors, with_leaves
 
-__all__ = [
-    "ShardedConfig",
-    "ShardedPending",
-    "ShardedResiduals",
-    "sharded",
-    "sharded_bwd",
-    "sharded_dgrad",
-    "sharded_fwd",
-    "sharded_init",
-    "sharded_wgrad",
-]
+__all__ = ["ShardedConfig", "ShardedPending", "ShardedResiduals"]
+__all__ += ["sharded", "sharded_bwd", "sharded_dgrad", "sharded_fwd", "sharded_init", "sharded_wgrad"]
 
 
 @config
 class ShardedConfig(Composite):
-    """The body (an op and its config), and the `axis` that shares out its params. `also`: further axes over which gradients are
-    summed, and whose ranks have the same shards (HSDP). `dtype`: of the whole params, if not that of the shards, in which gradients
-    come. `ordered`, `bucket_bytes`: see `reduce_start`."""
+    """The body (an op and its config), and the `axis` over which its params are sharded. `also`: further axes over which gradients
+    are summed, and whose ranks have the same shards (HSDP). `dtype`: the dtype of the whole params, if not the shards'; gradients
+    have the shards'. `ordered`, `bucket_bytes`: see `reduce_start`."""
 
     op: Op = field(kw_only=False)
     cfg: Any = field(kw_only=False)
@@ -94,12 +85,12 @@ class ShardedConfig(Composite):
         note(self, like=abstract_params(self.op, self.cfg))
         note(self, constant=tuple(sorted(constant_paths(self.like))))
 
-    constant: ClassVar[tuple[str, ...]]  # the paths of those that have no gradient
+    constant: ClassVar[tuple[str, ...]]  # the paths of params without a gradient
 
     @property
-    def gives_by_place(self) -> bool:  # type: ignore[override]
-        """See `OpConfig.gives_by_place`: y is the body's."""
-        return self.cfg.gives_by_place  # type: ignore[no-any-return]
+    def gives_by_position(self) -> bool:  # type: ignore[override]
+        """See `OpConfig.gives_by_position`: y is the body's."""
+        return self.cfg.gives_by_position  # type: ignore[no-any-return]
 
     @property
     def fsdp(self) -> Axis:
@@ -108,7 +99,7 @@ class ShardedConfig(Composite):
 
     @property
     def first_parts(self) -> tuple[Any, ...]:
-        """The configs whose x this one's is."""
+        """The config of the body, whose x is this config's x."""
         return (self.cfg,)
 
     def follow(self, where: str, path: str, width: Width | None) -> Width | None:
@@ -121,7 +112,7 @@ class ShardedConfig(Composite):
         return tree_map_tensors(lambda t: t.new_empty(part_shape(tuple(t.shape), n)), self.like)
 
     def with_parts(self, replace: Replace, **changes: Any) -> ShardedConfig:
-        """The config with `replace(None, op, cfg)` for the body: this adds no name to its paths."""
+        """The config with `replace(None, op, cfg)` for the body, whose paths have no further name."""
         op, cfg = replace(None, self.op, self.cfg)
         return dataclasses.replace(self, op=op, cfg=cfg, **changes)
 
@@ -129,32 +120,32 @@ class ShardedConfig(Composite):
         return [(None, self.op, self.cfg)]
 
 
-class Away:
-    """Stands in residuals where a param was: of which leaf, and how it lay in that."""
+class ParamStandIn:
+    """Takes a param's place in residuals. `leaf`: the index of its leaf; `layout`: of a view in that leaf."""
 
-    __slots__ = ("layout", "place")
-    _version: ClassVar[tuple[()]] = ()  # there is no tensor that could be written to
+    __slots__ = ("layout", "leaf")
+    _version: ClassVar[tuple[()]] = ()  # without a tensor that could be written to
 
-    def __init__(self, place: int, layout: Layout | None) -> None:
-        self.place, self.layout = place, layout
+    def __init__(self, leaf: int, layout: Layout | None) -> None:
+        self.leaf, self.layout = leaf, layout
 
     def back(self, whole: Sequence[Any]) -> Tensor:
-        t: Tensor = whole[self.place]
+        t: Tensor = whole[self.leaf]
         if self.layout is None:
             return t
         return t.as_strided(self.layout.shape, self.layout.stride, t.storage_offset() + self.layout.offset)
 
     def __repr__(self) -> str:
-        return f"Away({self.place})"
+        return f"ParamStandIn({self.leaf})"
 
 
-STAND_INS.add(Away)
+STAND_INS.add(ParamStandIn)
 
 
 class ShardedResiduals(Residuals):
     params: Any = saved("{shards}", alias="params", needed_by=DGRAD, of=("x", "params"), tree=True)
     body: Any = saved("{the body's}", needed_by=DGRAD | WGRAD, tree=True)
-    out: torch.dtype | None = static()  # of the gradients, where the whole params have another
+    out: torch.dtype | None = static()  # of the gradients, if the whole params have another
 
 
 class ShardedPending(Pending):
@@ -164,7 +155,7 @@ class ShardedPending(Pending):
 
 
 class Begun:
-    """Shards, or what a forward kept of them, and their params: on their way, then whole, then taken."""
+    """Shards, or the residuals of a forward, and their params: in flight, then whole, then taken."""
 
     __slots__ = ("flying", "given", "whole")
 
@@ -177,7 +168,7 @@ class Begun:
         return self
 
     def take(self) -> Any:
-        """The whole params, which are held by the taker alone."""
+        """Return the whole params, and no longer hold them."""
         whole = self.ready().whole
         self.whole = None
         return whole
@@ -192,7 +183,8 @@ def _gathering(shards: Any, cfg: ShardedConfig, where: str) -> Gathering:
 
 
 def _cast(shards: Any, dtype: torch.dtype, constant: tuple[str, ...]) -> Any:
-    """In this dtype, but wide what has no gradient: the bias of a router moves by less than 16 bits tell apart."""
+    """Cast the shards to `dtype`, but params without a gradient to its wide dtype: 16 bits cannot hold the small steps of a
+    router's bias."""
     own = cast(shards, dtype)
     for path in constant:
         t = at(shards, path)
@@ -201,7 +193,7 @@ def _cast(shards: Any, dtype: torch.dtype, constant: tuple[str, ...]) -> Any:
 
 
 def _begin(given: Any, cfg: ShardedConfig) -> Begun:
-    """Of params, or of residuals, donated or not."""
+    """Begin to gather params, from their shards or from residuals, donated or not."""
     node = given._node if type(given) is Donated else given
     if type(node) is ShardedResiduals:
         reads = node.fresh() and node.params is not None
@@ -210,7 +202,7 @@ def _begin(given: Any, cfg: ShardedConfig) -> Begun:
 
 
 class _Open(NamedTuple):
-    """What the body reads, to be given away, and of what it was made."""
+    """The body's residuals or pending, donated, with its whole params; and the node's other fields."""
 
     body: Any
     whole: Any
@@ -220,7 +212,7 @@ class _Open(NamedTuple):
 
 
 def _opened(where: str, kept: Any, cls: Any, cfg: ShardedConfig, into: Any = None, dy: Any = None) -> _Open:
-    """The body's residuals, or pending, with its params, of residuals or pending that may have begun to gather them."""
+    """Open residuals or a pending, which may have begun to gather the params, and put the whole params into the body's."""
     require_config(where, cfg, ShardedConfig)
     begun = kept if type(kept) is Begun else None
     given = kept if begun is None else begun.given
@@ -234,60 +226,60 @@ def _opened(where: str, kept: Any, cls: Any, cfg: ShardedConfig, into: Any = Non
     if params is not None:
         whole = finish(_gathering(params, cfg, where)) if begun is None else begun.take()
     found = leaves(whole)
-    return _Open(donate(tree_map(lambda t: t.back(found) if type(t) is Away else t, body)), whole, params, needs, out)
+    return _Open(donate(tree_map(lambda t: t.back(found) if type(t) is ParamStandIn else t, body)), whole, params, needs, out)
 
 
 def _stripped(kept: Any, whole: Any, shards: Any) -> tuple[Any, Any]:
-    """What a body kept, without the tensors that alias its params, and the shards of these alone; None where there are none."""
-    places = [(i, t) for i, t in enumerate(leaves(whole)) if isinstance(t, Tensor)]
+    """The kept tree without the tensors that alias params, and the shards of these params, or None without any."""
+    indexed = [(i, t) for i, t in enumerate(leaves(whole)) if isinstance(t, Tensor)]
     traced = tracing()
-    same = {} if traced else {id(t): Away(i, None) for i, t in places}
-    spans = {} if traced else _spans(places)
+    same = {} if traced else {id(t): ParamStandIn(i, None) for i, t in indexed}
+    spans = {} if traced else _spans(indexed)
     read: set[int] = set()
 
     def strip(t: Any) -> Any:
         if not isinstance(t, Tensor):
             return t
         if traced:  # the tracer of torch 2.11 has no id of a tensor that it has made
-            away = next((Away(i, None) for i, one in places if one is t), None)
+            stand_in = next((ParamStandIn(i, None) for i, one in indexed if one is t), None)
         else:
-            away = same.get(id(t)) or _view(t, spans)
-        if away is None:
+            stand_in = same.get(id(t)) or _view(t, spans)
+        if stand_in is None:
             return t
-        read.add(away.place)
-        return away
+        read.add(stand_in.leaf)
+        return stand_in
 
     body = tree_map(strip, kept)
     return body, with_leaves(shards, [t if i in read else None for i, t in enumerate(leaves(shards))]) if read else None
 
 
-def _spans(places: list[tuple[int, Tensor]]) -> dict[int, list[tuple[int, int, int, torch.dtype]]]:
-    """By storage, where in it leaves lie."""
+def _spans(indexed: list[tuple[int, Tensor]]) -> dict[int, list[tuple[int, int, int, torch.dtype]]]:
+    """The spans of the leaves in each storage."""
     found: dict[int, list[tuple[int, int, int, torch.dtype]]] = {}
-    for i, t in places:
+    for i, t in indexed:
         start = int(t.storage_offset())
         found.setdefault(t.untyped_storage()._cdata, []).append((start, start + t.numel(), i, t.dtype))
     return found
 
 
-def _view(t: Tensor, spans: dict[int, list[tuple[int, int, int, torch.dtype]]]) -> Away | None:
+def _view(t: Tensor, spans: dict[int, list[tuple[int, int, int, torch.dtype]]]) -> ParamStandIn | None:
     if not spans:
         return None
     for start, end, i, dtype in spans.get(t.untyped_storage()._cdata, ()):
         if start <= t.storage_offset() < end and t.dtype is dtype:
             layout = Layout.of(t)
-            return Away(i, layout._replace(offset=layout.offset - start))
+            return ParamStandIn(i, layout._replace(offset=layout.offset - start))
     return None
 
 
 @init_of(ShardedConfig)
 def sharded_init(cfg: ShardedConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None) -> Any:
-    """This rank's shards of what the body's init draws with the same key, on every mesh."""
+    """This rank's shards of the params that the body's init draws with the same key, on every mesh."""
     return own_shards(cfg.op.init(cfg.cfg, key=key, device=device, dtype=dtype), cfg.axis)
 
 
 def sharded_fwd(params: Any, x: Any, cfg: ShardedConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
-    """The body's y, of params that are gathered for it. Raises `TypeError` for params that are not like the body's, `ValueError`
+    """Gather the params, and run the body. Raises `TypeError` for params that are not like the body's, `ValueError`
     for shards of another shape, and what the body raises."""
     require_config("sharded_fwd", cfg, ShardedConfig)
     shards = params.given if type(params) is Begun else params
@@ -304,7 +296,7 @@ def sharded_fwd(params: Any, x: Any, cfg: ShardedConfig, *, needs: Needs = Needs
 
 def _dtype_of(shards: Any, cfg: ShardedConfig) -> torch.dtype | None:
     found = list(dict.fromkeys([t.dtype for t in tensors(shards)])) if cfg.dtype is not None else []
-    require(len(found) < 2, "sharded_fwd", "params", "of one dtype, where cfg.dtype is another", ", ".join(map(short, found)))
+    require(len(found) < 2, "sharded_fwd", "params", "of one dtype, if cfg.dtype is given", ", ".join(map(short, found)))
     return found[0] if found else None
 
 
@@ -319,18 +311,18 @@ def sharded_dgrad(residuals: Any, dy: Any, cfg: ShardedConfig) -> tuple[Any, Any
 
 
 def sharded_wgrad(pending: Any, cfg: ShardedConfig, *, into: Any = None) -> Any:
-    """The body's weight gradients, summed over the ranks: this one's shards of them, added to `into` where that is given."""
+    """This rank's shards of the body's weight gradients, summed over the ranks; added to `into` if given."""
     return _settle(_wgrad_begun(pending, cfg, into), into)
 
 
 def sharded_bwd(residuals: Any, dy: Any, cfg: ShardedConfig, *, into: Any = None) -> tuple[Any, Any]:
-    """The whole backward. Returns `(dparams, dx)`, of dparams this rank's shards."""
+    """The whole backward. Returns `(dparams, dx)`, with this rank's shards as dparams."""
     flying, dx = _bwd_begun(residuals, dy, cfg, into)
     return _settle(flying, into), dx
 
 
 def _wgrad_begun(pending: Any, cfg: ShardedConfig, into: Any) -> Any:
-    """The sums on their way."""
+    """Start the sums of the weight gradients."""
     require_config("sharded_wgrad", cfg, ShardedConfig)
     if pending is None:
         if into is not None:
@@ -364,5 +356,5 @@ sharded = make_op(
     dgrad=sharded_dgrad,
     wgrad=sharded_wgrad,
     bwd=sharded_bwd,
-    ahead=Ahead(begin=_begin, bwd=_bwd_begun, wgrad=_wgrad_begun, settle=_settle),
+    prefetch=Prefetch(begin=_begin, bwd=_bwd_begun, wgrad=_wgrad_begun, settle=_settle),
 )._replace(residuals=ShardedResiduals, pending=ShardedPending)

@@ -1,9 +1,9 @@
-"""Dropout of an x that ranks share out: its mask is that part of the mask which one process draws for the whole.
+"""Dropout of a sharded x: each rank draws its part of the mask that one process draws for the whole.
 
-    y = x * m / (1 - p)        dx = dy * m / (1 - p)        m_i = [bits_i(key) >= p 2^32],  i: of the element in the whole x
+    y = x * m / (1 - p)        dx = dy * m / (1 - p)        m_i = [bits_i(key) >= p 2^32],  i: the element's index in the whole x
 
-x is `(x, key)`, the key the same on all ranks. x, y, dy, dx: [*] of one float dtype; key: int64[2]. Kept: the key, an alias; the
-backward draws the same bits again. Nothing is sent. Where nothing is shared out it is `dropout`.
+x is `(x, key)`, the key the same on all ranks. x, y, dy, dx: [*] of one float dtype; key: int64[2]. Kept: the key, an alias, from
+which the backward redraws the bits. Nothing is sent. For an x that is not sharded it is `dropout`.
 
 >>> import torch
 >>> from funcops import DropoutConfig, dist, dropout, random
@@ -31,29 +31,20 @@ from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
 from funcops.contract.op import config, dgrad_of, forward, make_op, no_params, same_width
 from funcops.contract.schema import DGRAD, Inputs, Residuals, saved
+from funcops.distributed.checks import check_tensor, require_axis
 from funcops.distributed.mesh import Axis
-from funcops.distributed.plain import check_tensor, require_axis
 from funcops.distributed.specs import Ranges, within
 from funcops.errors import FLOATS, describe, fail, require
 from funcops.kernels import pointwise as kernels
 
-__all__ = [
-    "Shared",
-    "ShardedDropoutConfig",
-    "ShardedDropoutResiduals",
-    "sharded_dropout",
-    "sharded_dropout_bwd",
-    "sharded_dropout_dgrad",
-    "sharded_dropout_fwd",
-    "sharded_dropout_init",
-    "sharded_dropout_wgrad",
-]
+__all__ = ["Shared", "ShardedDropoutConfig", "ShardedDropoutResiduals"]
+__all__ += ["sharded_dropout", "sharded_dropout_bwd", "sharded_dropout_dgrad"]
+__all__ += ["sharded_dropout_fwd", "sharded_dropout_init", "sharded_dropout_wgrad"]
 
 
 @config
 class Shared:
-    """The ranks of `axis` share out dimension `dim` of a tensor: each has its part of n, or (`zigzag`) of 2n the part of its rank
-    and that as far from the end."""
+    """Dimension `dim` of a tensor is sharded over `axis`: rank r has part r of n, or (`zigzag`) parts r and 2n - 1 - r of 2n."""
 
     dim: int = field(kw_only=False)
     axis: Axis = field(kw_only=False)
@@ -63,7 +54,7 @@ class Shared:
         require_axis("Shared", self.axis)
 
     def of(self, ranges: Ranges) -> Ranges:
-        """This rank's, of ranges along the dimension."""
+        """This rank's part of ranges along the dimension."""
         n, r = self.axis.size, self.axis.rank
         total = sum(length for _, length in ranges)
         if not self.zigzag:
@@ -74,7 +65,7 @@ class Shared:
 
 @config
 class ShardedDropoutConfig(OpConfig):
-    """`p`: the probability of zero, in [0, 1]; `shared`: how the ranks share out x, of a dimension with several the outer first;
+    """`p`: the probability of zero, in [0, 1]; `shared`: how x is sharded, outer axes of a dimension first;
     `train=False` is the identity."""
 
     widths = same_width
@@ -99,7 +90,7 @@ def sharded_dropout_fwd(
     params: None, x: tuple[Tensor, Tensor], cfg: ShardedDropoutConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, ShardedDropoutResiduals | None]:
     """x: `(x, key)`, x this rank's part -> y: [*]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device, and
-    for what is no pair."""
+    unless x is a pair."""
     where = "sharded_dropout_fwd"
     if not isinstance(x, tuple) or len(x) != 2:
         fail(where, "x", "a tuple (x, key)", describe(x), TypeError)
@@ -110,7 +101,7 @@ def sharded_dropout_fwd(
         if not -t.dim() <= one.dim < t.dim():
             fail(where, "x.0", f"of more dimensions (cfg.shared has one of {one.dim})", describe(t))
         if one.zigzag and t.shape[one.dim] % 2:
-            fail(where, "x.0", f"of an even size along dimension {one.dim}, two parts of one size", describe(t))
+            fail(where, "x.0", f"of an even size along dimension {one.dim} (zigzag)", describe(t))
     residuals = ShardedDropoutResiduals.keep(cfg, needs, key=key, inputs=Inputs.of(x), shape=t.shape, dtype=t.dtype)
     return _apply(t, key, cfg), residuals
 
@@ -137,7 +128,7 @@ def _apply(t: Tensor, key: Tensor, cfg: ShardedDropoutConfig) -> Tensor:
 def sharded_dropout_dgrad(
     residuals: ShardedDropoutResiduals, dy: Any, cfg: ShardedDropoutConfig
 ) -> tuple[tuple[Tensor, None], None]:
-    """`(dx, None)`. There is no weight gradient: pending is None."""
+    """`(dx, None)`. No params, so pending is None."""
     check_tensor("sharded_dropout_dgrad", "dy", dy, residuals.shape, residuals.dtype, residuals.key)
     dx = _apply(dy, residuals.key, cfg) if residuals.needs.input(0) else None
     return residuals.inputs.make((dx, None)), None

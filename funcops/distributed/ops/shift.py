@@ -1,4 +1,4 @@
-"""Shift: to each rank of an axis what another has, round and round.
+"""Shift: sends x along an axis, cyclically.
 
     y = x of rank r - by        dx = dy of rank r + by        (modulo n)
 
@@ -28,8 +28,8 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import config, dgrad_of, forward, make_op, no_params, same_width
 from funcops.contract.schema import NO_GRADIENT, Residuals
 from funcops.distributed import comm
+from funcops.distributed.checks import check_tensor, require_axis
 from funcops.distributed.mesh import Axis
-from funcops.distributed.plain import check_tensor, require_axis
 from funcops.errors import FLOATS
 
 __all__ = ["ShiftConfig", "ShiftResiduals", "shift", "shift_bwd", "shift_dgrad", "shift_fwd", "shift_init", "shift_wgrad"]
@@ -50,7 +50,7 @@ class ShiftConfig(OpConfig):
 
 
 class ShiftResiduals(Residuals, static=("shape", "dtype")):
-    """No tensor: what dy must be."""
+    """No tensor, only the shape and dtype of dy."""
 
 
 @forward(ShiftConfig)
@@ -63,7 +63,7 @@ def shift_fwd(params: None, x: Tensor, cfg: ShiftConfig, *, needs: Needs = Needs
 
 @dgrad_of(ShiftResiduals)
 def shift_dgrad(residuals: ShiftResiduals, dy: Any, cfg: ShiftConfig) -> tuple[Tensor, None]:
-    """The dy of the rank that is `by` behind this one. There is no weight gradient: pending is None."""
+    """The dy of the rank that is `by` after this one. No params, so pending is None."""
     check_tensor("shift_dgrad", "dy", dy, residuals.shape, residuals.dtype)
     return comm.shift(dy, cfg.axis, -cfg.by) if residuals.needs.x else NO_GRADIENT, None
 

@@ -1,4 +1,4 @@
-"""Slice: of what is the same on all ranks of an axis, a part to each.
+"""Slice: each rank of an axis takes its part of an x that is the same on all.
 
     y = this rank's part of x, along dim        dx = dy of rank 0, 1, ... n - 1, along dim
 
@@ -29,24 +29,16 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
 from funcops.contract.schema import NO_GRADIENT, Residuals
 from funcops.distributed import comm
+from funcops.distributed.checks import check_divides, check_part, check_tensor, require_axis
 from funcops.distributed.mesh import Axis
-from funcops.distributed.plain import check_divides, check_part, check_tensor, require_axis
 
-__all__ = [
-    "SliceOfConfig",
-    "SliceOfResiduals",
-    "slice_of",
-    "slice_of_bwd",
-    "slice_of_dgrad",
-    "slice_of_fwd",
-    "slice_of_init",
-    "slice_of_wgrad",
-]
+__all__ = ["SliceOfConfig", "SliceOfResiduals"]
+__all__ += ["slice_of", "slice_of_bwd", "slice_of_dgrad", "slice_of_fwd", "slice_of_init", "slice_of_wgrad"]
 
 
 @config
 class SliceOfConfig(OpConfig):
-    """`axis` of n ranks; `dim`: the dimension that they will share out."""
+    """`axis` of n ranks; `dim`: the sharded dimension of y."""
 
     axis: Axis = field(kw_only=False)
     dim: int = 0
@@ -59,15 +51,15 @@ class SliceOfConfig(OpConfig):
 
 
 class SliceOfResiduals(Residuals, static=("shape", "dtype")):
-    """No tensor: what dy must be."""
+    """No tensor, only the shape and dtype of dy."""
 
 
 @forward(SliceOfConfig)
 def slice_of_fwd(
     params: None, x: Tensor, cfg: SliceOfConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, SliceOfResiduals | None]:
-    """x: [..., n m, ...] -> y: [..., m, ...], a view. Raises `ValueError` or `TypeError` for an x that the ranks cannot share
-    out, or of another dtype."""
+    """x: [..., n m, ...] -> y: [..., m, ...], a view. Raises `ValueError` or `TypeError` for an x whose size the axis
+    does not divide, or that is not a float tensor."""
     check_divides("slice_of_fwd", "x", x, check_part("slice_of_fwd", "x", x, cfg.dim), cfg.axis)
     y = comm.own_slice(x, cfg.axis, cfg.dim)
     return y, SliceOfResiduals.keep(cfg, needs, shape=y.shape, dtype=y.dtype)
@@ -75,7 +67,7 @@ def slice_of_fwd(
 
 @dgrad_of(SliceOfResiduals)
 def slice_of_dgrad(residuals: SliceOfResiduals, dy: Any, cfg: SliceOfConfig) -> tuple[Tensor, None]:
-    """The dy of all ranks. There is no weight gradient: pending is None."""
+    """The dy of all ranks, concatenated. No params, so pending is None."""
     check_tensor("slice_of_dgrad", "dy", dy, residuals.shape, residuals.dtype)
     return comm.gather(dy, cfg.axis, cfg.dim) if residuals.needs.x else NO_GRADIENT, None
 

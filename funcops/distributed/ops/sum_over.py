@@ -1,4 +1,4 @@
-"""Sum over an axis: what its ranks have a part of each, added up on all of them.
+"""Sum over an axis: adds the x of all ranks, on each of them.
 
     y = sum of x over the axis        dx = dy
 
@@ -29,25 +29,17 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import config, dgrad_of, forward, make_op, no_params, same_width
 from funcops.contract.schema import NO_GRADIENT, Residuals
 from funcops.distributed import comm
+from funcops.distributed.checks import check_tensor, require_axis
 from funcops.distributed.mesh import Axis
-from funcops.distributed.plain import check_tensor, require_axis
 from funcops.errors import FLOATS
 
-__all__ = [
-    "SumOverConfig",
-    "SumOverResiduals",
-    "sum_over",
-    "sum_over_bwd",
-    "sum_over_dgrad",
-    "sum_over_fwd",
-    "sum_over_init",
-    "sum_over_wgrad",
-]
+__all__ = ["SumOverConfig", "SumOverResiduals"]
+__all__ += ["sum_over", "sum_over_bwd", "sum_over_dgrad", "sum_over_fwd", "sum_over_init", "sum_over_wgrad"]
 
 
 @config
 class SumOverConfig(OpConfig):
-    """`axis`: over whose ranks to sum."""
+    """`axis`: the axis to sum over."""
 
     axis: Axis = field(kw_only=False)
 
@@ -59,7 +51,7 @@ class SumOverConfig(OpConfig):
 
 
 class SumOverResiduals(Residuals, static=("shape", "dtype")):
-    """No tensor: what dy must be."""
+    """No tensor, only the shape and dtype of dy."""
 
 
 @forward(SumOverConfig)
@@ -74,7 +66,7 @@ def sum_over_fwd(
 
 @dgrad_of(SumOverResiduals)
 def sum_over_dgrad(residuals: SumOverResiduals, dy: Any, cfg: SumOverConfig) -> tuple[Tensor, None]:
-    """`dx = dy`, the same tensor. There is no weight gradient: pending is None."""
+    """`dx = dy`, the same tensor. No params, so pending is None."""
     check_tensor("sum_over_dgrad", "dy", dy, residuals.shape, residuals.dtype)
     return dy if residuals.needs.x else NO_GRADIENT, None
 

@@ -1,4 +1,4 @@
-"""Cross entropy from logits whose classes an axis shares out.
+"""Cross entropy from logits with classes sharded over an axis.
 
     lse = log sum over r of exp(lse_r)        loss = lse - (1 - s) l_label - s mean_v(l_v) + z lse^2
     dl_r = dloss ((1 + 2 z lse) exp(l_r - lse) - (1 - s) onehot_r(label) - s / V)
@@ -7,8 +7,8 @@ r: a rank of the axis, of n; s: label_smoothing; z: z_loss. x is `(logits, label
 r V/n on, of one float dtype; labels: [*] int64, the same on all ranks, as is y: a float32 scalar (float64 for float64), or [*] with
 reduction "none". Rows with label ignore_index have loss and gradient 0 and do not count in the mean.
 
-The ranks talk once, in the forward: they gather four floats a row, lse_r, which is two numbers, as `cross_entropy` keeps it, the
-label's logit where rank r has it, and mean_r (three without smoothing). Each then has the same bits. The gradient needs no
+The ranks communicate once, in the forward: they gather four floats a row, lse_r, which is two numbers, as in `cross_entropy`, the
+label's logit if rank r has it, and mean_r (three without smoothing). All then have the same bits. The gradient needs no
 communication. Kept: logits and labels, aliases, and lse, two numbers: 8 bytes a row; no probabilities.
 
 >>> import torch
@@ -34,27 +34,20 @@ from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
 from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
 from funcops.contract.schema import DGRAD, Inputs, Residuals, saved
+from funcops.distributed.checks import check_tensor, require_axis
 from funcops.distributed.mesh import Axis
 from funcops.distributed.ops._vocab import losses_of_rows, parts_of_rows
-from funcops.distributed.plain import check_tensor, require_axis
 from funcops.kernels import cross_entropy as kernels
 from funcops.ops._loss import check_options, check_pair, reduce_losses, row_gradient
 
-__all__ = [
-    "VocabCrossEntropyConfig",
-    "VocabCrossEntropyResiduals",
-    "vocab_cross_entropy",
-    "vocab_cross_entropy_bwd",
-    "vocab_cross_entropy_dgrad",
-    "vocab_cross_entropy_fwd",
-    "vocab_cross_entropy_init",
-    "vocab_cross_entropy_wgrad",
-]
+__all__ = ["VocabCrossEntropyConfig", "VocabCrossEntropyResiduals"]
+__all__ += ["vocab_cross_entropy", "vocab_cross_entropy_bwd", "vocab_cross_entropy_dgrad"]
+__all__ += ["vocab_cross_entropy_fwd", "vocab_cross_entropy_init", "vocab_cross_entropy_wgrad"]
 
 
 @config
 class VocabCrossEntropyConfig(OpConfig):
-    """`axis`: its ranks share out the classes. `reduction`: "mean" (over the rows that count), "sum" or "none"."""
+    """`axis`: the axis that shards the classes. `reduction`: "mean" (over the rows that count), "sum" or "none"."""
 
     axis: Axis = field(kw_only=False)
     label_smoothing: float = 0.0
@@ -99,7 +92,7 @@ def vocab_cross_entropy_fwd(
 def vocab_cross_entropy_dgrad(
     residuals: VocabCrossEntropyResiduals, dy: Tensor, cfg: VocabCrossEntropyConfig
 ) -> tuple[tuple[Tensor, None], None]:
-    """`(dlogits, None)`, of this rank's classes. There is no weight gradient: pending is None."""
+    """`(dlogits, None)`, for this rank's classes. No params, so pending is None."""
     if not residuals.needs.input(0):
         return residuals.nothing(), None
     logits, labels, axis = residuals.logits, residuals.labels, cfg.axis

@@ -1,13 +1,13 @@
-"""Embedding whose rows an axis shares out.
+"""Embedding with rows sharded over an axis.
 
-    y = sum over r of (w_r[ids - r V/n] where that row is of rank r, else 0)        dw_r = sum of dy over the places of its ids
+    y = sum over r of (w_r[ids - r V/n] if rank r has that row, else 0)        dw_r = sum of dy over the positions of its ids
 
 r: a rank of the axis, of n. ids: [*] int64, the same on all ranks; w_r: [V/n, D]; y, dy: [*, D]. dx is None.
-In sequence parallelism y is shared out along its first dimension: a rank has 1/n of it, of a sum that is scattered, and 1/n of dy,
-which is gathered. Without, y and dy are the same on all ranks. Either way the gradient of w_r is whole, and 0 for padding_idx.
-Of a row of y all but one rank have zeros, so that y has the bits of the plain op.
+With sequence parallelism y is sharded along its first dimension: a rank has 1/n of it, from a sum that is scattered, and 1/n of dy,
+which is gathered. Without, y and dy are the same on all ranks. Either way the gradient of w_r is complete, and 0 for padding_idx.
+All ranks but one add zeros to a row of y, so that y has the bits of the plain op.
 
-Kept: ids, an alias. The weight gradient gathers dy whenever it comes: a schedule can hide that.
+Kept: ids, an alias. The weight gradient gathers dy when it runs, which a schedule can hide.
 An id outside [0, V) raises `IndexError` on the CPU; on CUDA it is a device-side assertion, as in PyTorch.
 
 >>> import torch
@@ -36,32 +36,24 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.contract.schema import WGRAD, Pending, Residuals, saved, static
 from funcops.distributed import comm
+from funcops.distributed.checks import check_divides, check_tensor, require_axis, require_shares
 from funcops.distributed.init import init_part
 from funcops.distributed.mesh import Axis
-from funcops.distributed.ops._vocab import places_of
-from funcops.distributed.plain import check_divides, check_tensor, require_axis, require_shares
+from funcops.distributed.ops._vocab import own_rows_of
 from funcops.distributed.specs import Spec
 from funcops.errors import FLOATS, describe, fail, require
 from funcops.kernels import embedding as kernels
 from funcops.ops.embedding import EmbeddingConfig, EmbeddingParams, check_embedding_into, embedding_gradients, embedding_init
 
-__all__ = [
-    "VocabEmbeddingConfig",
-    "VocabEmbeddingPending",
-    "VocabEmbeddingResiduals",
-    "vocab_embedding",
-    "vocab_embedding_bwd",
-    "vocab_embedding_dgrad",
-    "vocab_embedding_fwd",
-    "vocab_embedding_init",
-    "vocab_embedding_wgrad",
-]
+__all__ = ["VocabEmbeddingConfig", "VocabEmbeddingPending", "VocabEmbeddingResiduals"]
+__all__ += ["vocab_embedding", "vocab_embedding_bwd", "vocab_embedding_dgrad"]
+__all__ += ["vocab_embedding_fwd", "vocab_embedding_init", "vocab_embedding_wgrad"]
 
 
 @config
 class VocabEmbeddingConfig(OpConfig):
     """`num_embeddings` (V) of all ranks, a multiple of the size of `axis`, and `dim` (D); the row `padding_idx` of the whole w gets
-    no gradient. `sequence_parallel`: y is shared out along its first dimension."""
+    no gradient. `sequence_parallel`: y is sharded along its first dimension."""
 
     num_embeddings: int = field(kw_only=False)
     dim: int = field(kw_only=False)
@@ -83,11 +75,11 @@ class VocabEmbeddingConfig(OpConfig):
         object.__setattr__(self, "skipped", place if 0 <= place < rows else -1)
 
     weight_shape: ClassVar[tuple[int, int]]  # of this rank's part
-    skipped: ClassVar[int]  # the place of padding_idx there, or -1
+    skipped: ClassVar[int]  # the row of padding_idx in it, or -1
 
     @property
     def specs(self) -> dict[str, Spec]:
-        """What the axis shares out, by the name of the leaf."""
+        """The specs of the sharded params, by path."""
         return {"weight": Spec(self.axis.name, 0)}
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
@@ -108,7 +100,7 @@ class VocabEmbeddingPending(Pending):
 def vocab_embedding_init(
     cfg: VocabEmbeddingConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
 ) -> EmbeddingParams:
-    """This rank's rows of what `embedding_init` draws with the same key, on every mesh."""
+    """This rank's rows of the params that `embedding_init` draws with the same key, on every mesh."""
     plain = EmbeddingConfig(cfg.num_embeddings, cfg.dim, padding_idx=cfg.padding_idx)
     return init_part(cfg, lambda: embedding_init(plain, key=key, device=device, dtype=dtype))  # type: ignore[no-any-return]
 
@@ -128,10 +120,10 @@ def vocab_embedding_fwd(
     else:
         if cfg.sequence_parallel:
             if not x.dim():
-                fail(where, "x", "[m, ...], of a first dimension to share out", describe(x))
+                fail(where, "x", "[m, ...], as its first dim is sharded", describe(x))
             check_divides(where, "x", x, 0, axis)
-        places, elsewhere = places_of(x, cfg.weight_shape[0], axis)
-        part = kernels.embedding_fwd(weight, places).masked_fill_(elsewhere.unsqueeze(-1), 0.0)
+        rows, elsewhere = own_rows_of(x, cfg.weight_shape[0], axis)
+        part = kernels.embedding_fwd(weight, rows).masked_fill_(elsewhere.unsqueeze(-1), 0.0)
         y = comm.scatter_sum(part, axis) if cfg.sequence_parallel else comm.sum_over(part, axis)
     return y, VocabEmbeddingResiduals.keep(cfg, needs, ids=x, y_shape=y.shape, dtype=y.dtype)
 
@@ -149,12 +141,12 @@ def vocab_embedding_dgrad(
 def vocab_embedding_wgrad(
     pending: VocabEmbeddingPending, cfg: VocabEmbeddingConfig, *, into: EmbeddingParams | None = None
 ) -> EmbeddingParams:
-    """Gathers dy, then sums its rows by id. dw_r: [V/n, D]; added to `into` where that is given."""
+    """Gathers dy, then sums its rows by id. dw_r: [V/n, D]; added to `into` if given."""
     where, dy, ids, rows, skipped = "vocab_embedding_wgrad", pending.dy, pending.ids, cfg.weight_shape[0], cfg.skipped
     if into is not None:  # before anything is sent
         check_embedding_into(where, dy, rows, into)
     if cfg.axis.size > 1:
-        ids = places_of(ids, rows, cfg.axis, skipped)[0]
+        ids = own_rows_of(ids, rows, cfg.axis, skipped)[0]
         dy = comm.gather(dy, cfg.axis) if cfg.sequence_parallel else dy
     return embedding_gradients(where, dy, ids, rows, skipped, into)
 

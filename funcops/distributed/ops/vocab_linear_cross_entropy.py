@@ -1,14 +1,14 @@
-"""Projection and cross entropy in chunks of rows, of classes that an axis shares out: no logits exist beyond a chunk's.
+"""Projection and cross entropy in chunks, with classes sharded over an axis: only the logits of one chunk exist at a time.
 
     l_r = x w_r^T        loss: as in vocab_cross_entropy        dx = sum over r of dl_r w_r        dw_r = dl_r^T x
 
 r: a rank of the axis, of n. x is `(x, labels)`. w_r, dw_r: [V/n, I]; labels: [*] int64, of all rows and the same on all ranks, as
-is y; one float dtype. In sequence parallelism x is shared out along its first dimension: a rank has 1/n of it, gathers the whole,
-and gets 1/n of dx, of a sum that is scattered. Without, x is the same on all ranks, as dx is. dw_r is whole either way.
+is y; one float dtype. With sequence parallelism x is sharded along its first dimension: a rank has 1/n of it, gathers the whole,
+and gets 1/n of dx, whose sum is scattered. Without, x and dx are the same on all ranks. dw_r is complete either way.
 
 For the losses the ranks gather four floats a row (three without label smoothing), once, after the last chunk. Kept: x and w_r and
-labels, aliases, and logsumexp, two numbers: 8 bytes a row; each half of the backward, and the whole one once, gathers x and
-recomputes the logits of a chunk of classes at a time, as `linear_cross_entropy` does.
+labels, aliases, and logsumexp, two numbers: 8 bytes a row. dgrad and wgrad each gather x and recompute the logits, a chunk of
+classes at a time, and bwd does so once, as in `linear_cross_entropy`.
 
 >>> import torch
 >>> from funcops import LinearCrossEntropyParams, dist
@@ -37,10 +37,10 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.contract.schema import DGRAD, WGRAD, Inputs, Pending, Residuals, saved
 from funcops.distributed import comm
+from funcops.distributed.checks import check_tensor, require_axis, require_shares
 from funcops.distributed.init import init_part
 from funcops.distributed.mesh import Axis
 from funcops.distributed.ops._vocab import losses_of_rows, parts_of_rows
-from funcops.distributed.plain import check_tensor, require_axis, require_shares
 from funcops.distributed.specs import Spec
 from funcops.ops._loss import check_options, check_pair, reduce_losses
 from funcops.ops.linear_cross_entropy import (
@@ -58,23 +58,15 @@ from funcops.ops.linear_cross_entropy import (
     weight_gradient,
 )
 
-__all__ = [
-    "VocabLinearCrossEntropyConfig",
-    "VocabLinearCrossEntropyPending",
-    "VocabLinearCrossEntropyResiduals",
-    "vocab_linear_cross_entropy",
-    "vocab_linear_cross_entropy_bwd",
-    "vocab_linear_cross_entropy_dgrad",
-    "vocab_linear_cross_entropy_fwd",
-    "vocab_linear_cross_entropy_init",
-    "vocab_linear_cross_entropy_wgrad",
-]
+__all__ = ["VocabLinearCrossEntropyConfig", "VocabLinearCrossEntropyPending", "VocabLinearCrossEntropyResiduals"]
+__all__ += ["vocab_linear_cross_entropy", "vocab_linear_cross_entropy_bwd", "vocab_linear_cross_entropy_dgrad"]
+__all__ += ["vocab_linear_cross_entropy_fwd", "vocab_linear_cross_entropy_init", "vocab_linear_cross_entropy_wgrad"]
 
 
 @config
 class VocabLinearCrossEntropyConfig(OpConfig):
-    """`in_features` (I) and `vocab` (V) of all ranks, a multiple of the size of `axis`. `sequence_parallel`: x is shared out along
-    its first dimension. `chunk_bytes` bounds the logits that exist at a time on a rank, as if in float32."""
+    """`in_features` (I) and `vocab` (V) of all ranks, a multiple of the size of `axis`. `sequence_parallel`: x is sharded along
+    its first dimension. `chunk_bytes` bounds the logits that exist at a time on a rank, counted in float32."""
 
     in_features: int = field(kw_only=False)
     vocab: int = field(kw_only=False)
@@ -110,7 +102,7 @@ class VocabLinearCrossEntropyConfig(OpConfig):
 
     @property
     def specs(self) -> dict[str, Spec]:
-        """What the axis shares out, by the name of the leaf."""
+        """The specs of the sharded params, by path."""
         return {"weight": Spec(self.axis.name, 0)}
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
@@ -137,7 +129,7 @@ class VocabLinearCrossEntropyPending(Pending):
 def vocab_linear_cross_entropy_init(
     cfg: VocabLinearCrossEntropyConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
 ) -> LinearCrossEntropyParams:
-    """This rank's rows of what `linear_cross_entropy_init` draws with the same key, on every mesh."""
+    """This rank's rows of the params that `linear_cross_entropy_init` draws with the same key, on every mesh."""
     plain = LinearCrossEntropyConfig(cfg.in_features, cfg.vocab)
     return init_part(cfg, lambda: linear_cross_entropy_init(plain, key=key, device=device, dtype=dtype))  # type: ignore[no-any-return]
 
@@ -168,18 +160,18 @@ def vocab_linear_cross_entropy_fwd(
 
 
 def _rows(x: Tensor, cfg: VocabLinearCrossEntropyConfig) -> Tensor:
-    """All of x, as [N, I]."""
+    """The whole x, as [N, I]."""
     return (comm.gather(x, cfg.axis) if cfg.sequence_parallel else x).reshape(-1, cfg.in_features)
 
 
 def _gradients(kept: Any, dloss: Tensor, cfg: VocabLinearCrossEntropyConfig, dx: bool, dw: Write | None) -> Tensor | None:
-    """dx, where wanted, in the shape of x; what `dw` is called with is this rank's alone."""
+    """dx, if requested, in the shape of x; `dw` is called with this rank's classes only."""
     axis, own, rows = cfg.axis, cfg.own, _rows(kept.x, cfg)
     first = axis.rank * own.vocab
     part = loss_gradients(rows, kept.labels, kept.logsumexp, kept.weight, dloss, own, dx, dw, first, cfg.vocab)
     if not dx:
         return None
-    part = rows.new_zeros(rows.shape) if part is None else part  # of no rows
+    part = rows.new_zeros(rows.shape) if part is None else part  # without rows
     shaped = part.reshape(*kept.labels.shape, cfg.in_features)
     return comm.scatter_sum(shaped, axis) if cfg.sequence_parallel else comm.sum_over(shaped, axis)
 
@@ -196,7 +188,7 @@ def vocab_linear_cross_entropy_dgrad(
 def vocab_linear_cross_entropy_wgrad(
     pending: VocabLinearCrossEntropyPending, cfg: VocabLinearCrossEntropyConfig, *, into: LinearCrossEntropyParams | None = None
 ) -> LinearCrossEntropyParams:
-    """Gathers x, then dw_r: [V/n, I], a chunk of classes at a time; added to `into` where that is given."""
+    """Gathers x, then dw_r: [V/n, I], a chunk of classes at a time; added to `into` if given."""
     dparams, dw = weight_gradient("vocab_linear_cross_entropy_wgrad", pending.weight, into)
     _gradients(pending, pending.dloss, cfg, False, dw)
     return dparams

@@ -58,8 +58,8 @@ def _add_layer_norm_bwd_fake(
     return torch.empty_like(stream) if dx else None, parts_like(stream) if dw else None, parts_like(stream) if db else None
 
 
-@declared.add_rms_norm_bwd_again.triton
-def add_rms_norm_bwd_again(
+@declared.add_rms_norm_bwd_recompute.triton
+def add_rms_norm_bwd_recompute(
     dy: Tensor, dstream: Tensor, stream: Tensor, w: Tensor, rstd: Tensor, centred: bool, dw: bool
 ) -> tuple[Tensor, Tensor, Optional[Tensor]]:
     how, y = Norm(1.0 / stream.shape[-1], False, centred), torch.empty_like(stream, memory_format=torch.contiguous_format)
@@ -68,15 +68,15 @@ def add_rms_norm_bwd_again(
     return dx, y, parts
 
 
-@declared.add_rms_norm_bwd_again.fake
-def _add_rms_norm_bwd_again_fake(
+@declared.add_rms_norm_bwd_recompute.fake
+def _add_rms_norm_bwd_recompute_fake(
     dy: Tensor, dstream: Tensor, stream: Tensor, w: Tensor, rstd: Tensor, centred: bool, dw: bool
 ) -> tuple[Tensor, Tensor, Optional[Tensor]]:
     return torch.empty_like(stream), torch.empty_like(stream), parts_like(stream) if dw else None
 
 
-@declared.add_layer_norm_bwd_again.triton
-def add_layer_norm_bwd_again(
+@declared.add_layer_norm_bwd_recompute.triton
+def add_layer_norm_bwd_recompute(
     dy: Tensor, dstream: Tensor, stream: Tensor, w: Tensor, b: Optional[Tensor], mean: Tensor, rstd: Tensor, centred: bool,
     dw: bool, db: bool,
 ) -> tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:
@@ -86,8 +86,8 @@ def add_layer_norm_bwd_again(
     return dx, y, d_w, d_b
 
 
-@declared.add_layer_norm_bwd_again.fake
-def _add_layer_norm_bwd_again_fake(
+@declared.add_layer_norm_bwd_recompute.fake
+def _add_layer_norm_bwd_recompute_fake(
     dy: Tensor, dstream: Tensor, stream: Tensor, w: Tensor, b: Optional[Tensor], mean: Tensor, rstd: Tensor, centred: bool,
     dw: bool, db: bool,
 ) -> tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:

@@ -91,19 +91,19 @@ def bias_activation_bwd(dy: Tensor, x: Tensor, b: Optional[Tensor], kind: str, d
     return _bwd(dy.contiguous(), x, b, kind, db, False)
 
 
-@declared.activation_bwd_again.triton
-def activation_bwd_again(dy: Tensor, x: Tensor, kind: str, db: bool) -> tuple[Tensor, Optional[Tensor]]:
+@declared.activation_bwd_recompute.triton
+def activation_bwd_recompute(dy: Tensor, x: Tensor, kind: str, db: bool) -> tuple[Tensor, Optional[Tensor]]:
     return _bwd(dy, x, None, kind, db, True)
 
 
-def _bwd(dy: Tensor, x: Tensor, b: Optional[Tensor], kind: str, db: bool, again: bool) -> tuple[Tensor, Optional[Tensor]]:
+def _bwd(dy: Tensor, x: Tensor, b: Optional[Tensor], kind: str, db: bool, recompute: bool) -> tuple[Tensor, Optional[Tensor]]:
     x, rows, width = flat_rows(x)
     dz, d_b, (at_once, block) = torch.empty_like(x), _room(x) if db else None, _tile(width)
     if not rows:
         return dz, None if d_b is None else d_b.zero_()
     grid = _parts(rows, width), cdiv(width, block), 1
     _launch_backward(
-        *grid, dy, x, contiguous(b), dz, d_b, rows, width, kind, b is not None, db, again, at_once, block,
+        *grid, dy, x, contiguous(b), dz, d_b, rows, width, kind, b is not None, db, recompute, at_once, block,
         num_warps=warps_of(TILE),
     )
     return dz, d_b
@@ -119,8 +119,8 @@ def _room(x: Tensor) -> Tensor:
     return x.new_empty((_parts(x.numel() // width, width), width), dtype=torch.float32)
 
 
-@declared.activation_bwd_again.fake
-def _activation_bwd_again_fake(dy: Tensor, x: Tensor, kind: str, db: bool) -> tuple[Tensor, Optional[Tensor]]:
+@declared.activation_bwd_recompute.fake
+def _activation_bwd_recompute_fake(dy: Tensor, x: Tensor, kind: str, db: bool) -> tuple[Tensor, Optional[Tensor]]:
     return torch.empty_like(x), _room(x) if db else None
 
 

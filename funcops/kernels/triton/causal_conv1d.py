@@ -119,13 +119,13 @@ def causal_conv1d_fwd(x: Tensor, w: Tensor, b: Optional[Tensor], silu: bool) -> 
     return y
 
 
-def parts_of(batches: int, length: int, channels: int) -> int:
+def number_of_splits(batches: int, length: int, channels: int) -> int:
     """The number of parts into which a batch's times are split for the sums."""
     return max(1, min(cdiv(length, TIMES), PROGRAMS // max(1, batches * cdiv(channels, CHANNELS))))
 
 
 def _room(x: Tensor, w: Tensor, dx: bool, dw: bool, db: bool) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
-    parts = parts_of(*x.shape) * x.shape[0]
+    parts = number_of_splits(*x.shape) * x.shape[0]
     return (
         torch.empty_like(x) if dx else None,
         x.new_empty((parts, w.numel()), dtype=torch.float32) if dw else None,
@@ -143,7 +143,7 @@ def causal_conv1d_bwd(
     if not x.numel():
         return d_x, None if d_w is None else d_w.zero_(), None if d_b is None else d_b.zero_()
     if dx or dw or db:
-        block, parts = block_of(channels, CHANNELS if width <= NARROW else 32), parts_of(batches, length, channels)
+        block, parts = block_of(channels, CHANNELS if width <= NARROW else 32), number_of_splits(batches, length, channels)
         of_part = cdiv(length, parts)
         _launch_backward(
             cdiv(channels, block), parts, batches, dy, x, by_time, b, d_x, d_w, d_b, length, channels, of_part, width,

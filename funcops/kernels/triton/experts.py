@@ -198,17 +198,17 @@ def experts_dgrad(
 ) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
     groups, width, rows = offsets.shape[0] - 1, z.shape[1] // 2, order.shape[0]
     length = 0 if down is None else down.shape[1]  # the product's; 0 for `scaled` alone
-    d_z, again = dy.new_empty((rows, 2 * width)) if dz else None, dy.new_empty((rows, width)) if scaled else None
+    d_z, recomputed = dy.new_empty((rows, 2 * width)) if dz else None, dy.new_empty((rows, width)) if scaled else None
     d_weights = weights.new_empty(weights.shape) if dweights else None
     if not rows:
-        return d_z, d_weights, again
+        return d_z, d_weights, recomputed
     tile = tile_for(dy.dtype, rows, groups, width, dy.shape[1])
     tiles, columns, every = row_tiles(rows, groups, tile), cdiv(width, tile.n), weights.shape[1]
     parts = dy.new_empty((columns, rows), dtype=torch.float32) if dweights else None
     _launch_down_dgrad(
         tiles * columns, 1, 1, dy.contiguous(), (z if down is None else down).contiguous(), z.contiguous(), weights.contiguous(),
-        d_z, again, parts, order.contiguous(), offsets.contiguous(), tiles, rows, dy.shape[0], groups, width, length, every, limit,
-        alpha, offset, GATES.get(kind, kind), dz, dweights, scaled, precision(dy.dtype), tile.m, tile.n, tile.k, GROUP,
+        d_z, recomputed, parts, order.contiguous(), offsets.contiguous(), tiles, rows, dy.shape[0], groups, width, length, every,
+        limit, alpha, offset, GATES.get(kind, kind), dz, dweights, scaled, precision(dy.dtype), tile.m, tile.n, tile.k, GROUP,
         blocks_of(groups), num_warps=tile.warps, num_stages=tile.stages,
     )
     if d_weights is not None:
@@ -217,4 +217,4 @@ def experts_dgrad(
             cdiv(rows, block), 1, 1, parts, contiguous(place), dy.contiguous(), contiguous(bias), contiguous(indices), d_weights,
             columns, rows, groups, length, every, bias is not None, block, COLUMNS,
         )
-    return d_z, d_weights, again
+    return d_z, d_weights, recomputed

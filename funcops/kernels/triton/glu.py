@@ -117,7 +117,7 @@ def _bwd(
     constants: Any,
     dx: bool,
     dscales: bool,
-    again: bool = False,
+    recompute: bool = False,
 ) -> tuple[Optional[Tensor], Optional[Tensor]]:
     x, rows, width = flat_rows(x)
     width //= 2
@@ -128,7 +128,7 @@ def _bwd(
         block = block_of(width, BLOCK)
         _launch_backward(
             rows, 1, 1, dy, *_halves(x, first), scales, *_halves(d_x, first), d_scales, width, 2 * width, *constants, kind,
-            scales is not None, dx, dscales, again, block, num_warps=warps_of(block),
+            scales is not None, dx, dscales, recompute, block, num_warps=warps_of(block),
         )
     return d_x, d_scales
 
@@ -145,9 +145,9 @@ def glu_bwd(
     return _bwd(dy, x, scales, declared.GATES[kind], first, (0.0, 0.0, 0.0), dx, dscales)
 
 
-@declared.glu_bwd_again.triton
-def glu_bwd_again(dy: Tensor, x: Tensor, kind: str, first: bool) -> Tensor:
-    dx, _ = _bwd(dy, x, None, declared.GATES[kind], first, (0.0, 0.0, 0.0), True, False, again=True)
+@declared.glu_bwd_recompute.triton
+def glu_bwd_recompute(dy: Tensor, x: Tensor, kind: str, first: bool) -> Tensor:
+    dx, _ = _bwd(dy, x, None, declared.GATES[kind], first, (0.0, 0.0, 0.0), True, False, recompute=True)
     assert dx is not None
     return dx
 

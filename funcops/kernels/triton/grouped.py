@@ -23,7 +23,7 @@ from funcops.kernels.triton.gemm_table import FP32_UNALIGNED, SMALL, SQUARE, UNA
 from funcops.kernels.triton.matmul import GROUP, precision
 
 FP32, FP32_ODD = FP32_UNALIGNED, Tile(64, 32, 16, 4, 3)  # deeper or wider tiles spill with a gated unit
-FEW = 64  # rows per group at which a tile of 128 would be half empty
+FEW_ROWS = 64  # rows per group at which a tile of 128 would be half empty
 
 
 @triton.jit
@@ -133,7 +133,7 @@ def tile_for(dtype: torch.dtype, rows: int, groups: int, *widths: int) -> Tile:
         return FP32 if even else FP32_ODD
     if not even:
         return UNALIGNED_FUSED
-    return SQUARE if min(widths) > FEW and rows > FEW * groups else SMALL
+    return SQUARE if min(widths) > FEW_ROWS and rows > FEW_ROWS * groups else SMALL
 
 
 def row_tiles(rows: int, groups: int, tile: Tile) -> int:

@@ -20,7 +20,7 @@ from funcops.kernels.quantize import BLOCK
 from funcops.kernels.triton.common import INTERPRETED, cdiv, contiguous, load_wide, rounded
 from funcops.kernels.triton.gemm import tile_of
 from funcops.kernels.triton.gemm_table import Tile
-from funcops.kernels.triton.grouped import FEW, blocks_of, locate, place_of
+from funcops.kernels.triton.grouped import FEW_ROWS, blocks_of, locate, place_of
 from funcops.kernels.triton.low_bits import decode, decode_scale, native, store_exact, times, unpacked
 
 GROUP = 8
@@ -161,7 +161,7 @@ def _tile(large: Tile, cols: int, rows: int, groups: int, *widths: int) -> Tile:
     """Choose the tile, by shapes alone: a large one if groups fill it and rows are aligned."""
     if cols in (16, 32) or not native():
         return FOREIGN if cols == BLOCK else DECODED
-    fills = min(widths) > FEW and rows > FEW * groups and all([width % 16 == 0 for width in widths])
+    fills = min(widths) > FEW_ROWS and rows > FEW_ROWS * groups and all([width % 16 == 0 for width in widths])
     return (BLOCKS if cols == BLOCK else large) if fills else SMALL
 
 

@@ -60,7 +60,7 @@ def _backward(
 _launch_forward, _launch_backward = launcher(_forward), launcher(_backward)
 
 
-def parts_of(batches: int, rows: int, width: int) -> int:
+def number_of_splits(batches: int, rows: int, width: int) -> int:
     """The number of parts into which a batch's rows are split."""
     return max(1, min(cdiv(rows, ROWS), PROGRAMS // max(1, batches * cdiv(width, BLOCK))))
 
@@ -70,7 +70,7 @@ def modulate_fwd(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     x = x.contiguous()
     y, (batches, rows, width) = torch.empty_like(x), x.shape
     if x.numel():
-        block, parts = block_of(width, BLOCK), parts_of(batches, rows, width)
+        block, parts = block_of(width, BLOCK), number_of_splits(batches, rows, width)
         _launch_forward(
             cdiv(width, block), parts, batches, x, scale.contiguous(), shift.contiguous(), y, rows, cdiv(rows, parts), width, block
         )
@@ -84,7 +84,7 @@ def modulate_bwd(
     dy, x, scale = dy.contiguous(), contiguous(x), contiguous(scale)
     (batches, rows, width), found = dy.shape, _room(dy, dx, dscale, dshift)
     if dy.numel() and (dx or dscale or dshift):
-        block, parts = block_of(width, BLOCK), parts_of(batches, rows, width)
+        block, parts = block_of(width, BLOCK), number_of_splits(batches, rows, width)
         _launch_backward(
             cdiv(width, block), parts, batches, dy, x, scale, *found, rows, cdiv(rows, parts), width, dx, dscale, dshift, block
         )
@@ -97,7 +97,7 @@ def modulate_bwd(
 
 def _room(dy: Tensor, dx: bool, dscale: bool, dshift: bool) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
     batches, rows, width = dy.shape
-    shape = (parts_of(batches, rows, width), batches * width)
+    shape = (number_of_splits(batches, rows, width), batches * width)
     dscale_parts = dy.new_empty(shape, dtype=torch.float32) if dscale else None
     return torch.empty_like(dy) if dx else None, dscale_parts, dy.new_empty(shape, dtype=torch.float32) if dshift else None
 

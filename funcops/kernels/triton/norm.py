@@ -162,9 +162,9 @@ def normalise(
 
 def gradients(
     dy: Tensor, x: Tensor, w: Optional[Tensor], mean: Optional[Tensor], rstd: Tensor, how: Norm, dx: bool, dw: bool,
-    db: bool, add: Optional[Tensor] = None, b: Optional[Tensor] = None, again: Optional[Tensor] = None,
+    db: bool, add: Optional[Tensor] = None, b: Optional[Tensor] = None, recomputed: Optional[Tensor] = None,
 ) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
-    """Return dx + `add`, and the partial sums of dw and db. `again` receives the forward's recomputed y, which has the bias b."""
+    """Return dx + `add`, and the partial sums of dw and db. `recomputed` receives the forward's y, which has the bias b."""
     x, rows, width = flat_rows(x)
     dy, w, add, b = dy.contiguous(), contiguous(w), contiguous(add), contiguous(b)
     mean, rstd = contiguous(mean), rstd.contiguous()
@@ -173,19 +173,19 @@ def gradients(
     parts, apart = number_of_parts(rows, width, whole), whole is not None and odd(width)
     d_w, d_b = room(x, parts, apart) if dw else None, room(x, parts, apart) if db else None
     flags = add is not None, how.centre, w is not None, how.shifted
-    tensors, normed = (mean, rstd, add), (b is not None, again is not None)
+    tensors, normed = (mean, rstd, add), (b is not None, recomputed is not None)
     if not rows:
         return d_x, None if d_w is None else d_w.zero_(), None if d_b is None else d_b.zero_()
     if whole is not None and apart:
         norm_odd.launch_backward(
-            parts, 1, 1, dy, x, w, b, *tensors, d_x, again, d_w, d_b, rows, width, stride_of(width), how.alpha, *flags, *normed,
-            dx, dw, db, min(stages(), 2 if db or add is not None else 3),  # fewer stages leave registers
+            parts, 1, 1, dy, x, w, b, *tensors, d_x, recomputed, d_w, d_b, rows, width, stride_of(width), how.alpha,
+            *flags, *normed, dx, dw, db, min(stages(), 2 if db or add is not None else 3),  # fewer stages leave registers
             whole.block, num_warps=whole.warps,
         )
         return d_x, d_w, d_b
     if whole is not None and whole.again and x.itemsize == 2 and (dw or db or how.centre):
         kernels.launch_backward_row(
-            parts, 1, 1, dy, x, w, b, *tensors, d_x, again, d_w, d_b, rows, width, how.alpha, *flags, *normed, dx, dw, db,
+            parts, 1, 1, dy, x, w, b, *tensors, d_x, recomputed, d_w, d_b, rows, width, how.alpha, *flags, *normed, dx, dw, db,
             dx and dw and db,  # two partial sums leave no registers to keep the row
             PIECES, whole.block // PIECES, num_warps=whole.warps,
         )
@@ -193,8 +193,8 @@ def gradients(
     if whole is not None:
         twice = whole.again and dx and x.itemsize == 4
         kernels.launch_backward(
-            parts, 1, 1, dy, x, w, b, *tensors, d_x, again, d_w, d_b, rows, width, how.alpha, *flags, *normed, dx, dw, db, twice,
-            1 if whole.again or width % 16 else stages(), whole.at_once, whole.block,
+            parts, 1, 1, dy, x, w, b, *tensors, d_x, recomputed, d_w, d_b, rows, width, how.alpha, *flags, *normed, dx, dw, db,
+            twice, 1 if whole.again or width % 16 else stages(), whole.at_once, whole.block,
             num_warps=most_warps() if twice else whole.warps,  # 16 would spill float32
         )
         return d_x, d_w, d_b
@@ -204,7 +204,7 @@ def gradients(
             rows, 1, 1, dy, x, w, mean, rstd, sums, width, how.alpha, *flags[1:], CHUNK, num_warps=warps_of(CHUNK)
         )
     kernels.launch_backward_long(
-        parts, cdiv(width, CHUNK), 1, dy, x, w, b, *tensors, sums, d_x, again, d_w, d_b, rows, width, *flags, *normed,
+        parts, cdiv(width, CHUNK), 1, dy, x, w, b, *tensors, sums, d_x, recomputed, d_w, d_b, rows, width, *flags, *normed,
         dx, dw, db, CHUNK,
         num_warps=warps_of(CHUNK),
     )

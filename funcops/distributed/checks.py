@@ -1,4 +1,4 @@
-"""Checks of what is sent over an axis: a plain tensor of this rank, whose sizes divide."""
+"""Checks of a tensor before it is sent over an axis: a plain tensor of this rank, with sizes that divide."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WRAPPED = {
 
 
 def check_tensor(where: str, name: str, t: Any, shape: Shape, dtype: Dtypes = None, like: Tensor | None = None) -> None:
-    """`check` of a tensor that is this rank's own: torch's wrappers of what is sharded or in flight are refused by name."""
+    """`check` for a tensor of this rank: torch's wrappers of sharded tensors, and of tensors in flight, are refused by name."""
     if type(t) is not Tensor and type(t).__name__ in _WRAPPED:
         kind = type(t).__name__
         fail(where, name, f"a plain tensor ({_WRAPPED[kind]})", f"{kind} {describe(t)}", TypeError)
@@ -24,7 +24,7 @@ def check_tensor(where: str, name: str, t: Any, shape: Shape, dtype: Dtypes = No
 
 
 def check_part(where: str, name: str, t: Any, dim: int, dtype: Dtypes = FLOATS) -> int:
-    """A float tensor that has a dimension `dim`, which is returned counted from the front."""
+    """Check that t is a float tensor with a dimension `dim`, and return `dim` counted from the front."""
     check_tensor(where, name, t, (...,), dtype)
     dims = t.dim()
     if not -dims <= dim < dims:

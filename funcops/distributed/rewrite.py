@@ -1,11 +1,11 @@
-"""`parallel`: the config of a model, rewritten for the ranks of a mesh.
+"""`dist.parallel`: the config of a model, rewritten for the ranks of a mesh. `funcops.parallel` is another thing: a combinator.
 
     cfg = parallel(model, {"*.proj": "column", "*.out": "row", "*.up": "column", "*.down": "row"}, mesh)
 
-Between two such layers x and y are shared out along dimension 0 over the axis (sequence parallelism); from a column layer to its
-row layer a rank has all rows, of its own features or heads. What reshapes or splits heads there is given its part of them, what is
-packed (gates and values; q, k and v) is shared out each by itself, and dropout draws the mask of the whole. Params keep their
-paths.
+Between two such layers x and y are sharded along dimension 0 over the axis (sequence parallelism); from a column layer to its
+row layer a rank has all rows, of its own features or heads. Steps there that reshape or split heads get the rank's heads, packed
+features (gates and values; q, k and v) are sharded each by itself, and dropout draws the rank's part of the whole mask. Params keep
+their paths.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ Rule = str | Callable[[Op, Any], tuple[Op, Any]]
 
 
 class _Main(NamedTuple):
-    """How ranks have the value between two steps. `place`: they share out its dimension that far from the end; 0: none, but rows.
-    `source`: the path of the column layer whose features stand in it as they were."""
+    """How the value between two steps is sharded. `dim`: along dim -`dim`; 0: only along rows. `source`: the path of the column
+    layer whose features it has, unchanged."""
 
-    place: int = 0
+    dim: int = 0
     source: str = ""
 
 
@@ -59,23 +59,23 @@ def parallel(
     cfg: Any, rules: Mapping[str, Rule], mesh: Mesh, *, axis: str = "tp", overlap: str = "none", sequence_parallel: bool = True
 ) -> Any:
     """The config of a whole model, or a part of it, for this rank of a mesh. `rules`: by globs over the paths of steps (the layers
-    of a repeat are "*"), what becomes of a step, of globs the first that matches:
+    of a repeat are "*"), the role of a step; the first glob that matches decides:
 
-        "column"   a linear whose outputs `axis` shares out, with this `overlap`
-        "row"      a linear whose inputs it shares out, behind a column layer
-        "vocab"    an embedding, or a linear cross entropy, whose vocabulary it shares out, or a cross entropy of what a column
-                   layer gives: ids and labels are then the same on all ranks of `axis`
-        "context"  an attention over the tokens that "cp" shares out
-        "expert"   experts that "ep" shares out
-        a function (op, cfg) -> (op, cfg), of one that leaves its x shared out as it is
+        "column"   a linear with outputs sharded over `axis`, with this `overlap`
+        "row"      a linear with inputs sharded over `axis`, after a column layer
+        "vocab"    an embedding or a linear cross entropy with its vocabulary sharded over `axis`, or a cross entropy after a column
+                   layer: ids and labels are then the same on all ranks of `axis`
+        "context"  an attention over tokens that are sharded over "cp"
+        "expert"   experts that are sharded over "ep"
+        a function (op, cfg) -> (op, cfg), for a step that does not change how its x is sharded
 
-    Outputs are this rank's, of its rows. Rows are shared out along dimension 0 over "dp" and then `axis`, and along dimension 1,
-    zigzag, over "cp": where the mesh has them, dropout draws the part of the mask that is this rank's. On an axis of one rank
-    layers stay as they are. Without `sequence_parallel` all ranks of `axis` have the same rows between layers, whatever their
-    number, and more of them in memory.
+    Outputs are for this rank's rows. Rows are sharded along dimension 0 over "dp" and then `axis`, and along dimension 1, in zigzag
+    order, over "cp": over the axes that the mesh has, dropout draws this rank's part of the mask. On an axis of one rank
+    layers are unchanged. Without `sequence_parallel` all ranks of `axis` have the same rows between layers: their number need not
+    divide, and they take more memory.
 
-    Raises `ValueError`, with the path: a rule that decides no step, sizes that do not divide, a step that has no meaning where its
-    x is shared out, and features that no row layer takes.
+    Raises `ValueError`, with the path, for a rule that decides no step, sizes that do not divide, a step that mixes sharded
+    features, and features that no row layer takes.
 
     >>> from funcops import ActivationConfig, ChainConfig, LinearConfig, Step, activation, chain, dist, linear
     >>> up, act = Step("up", linear, LinearConfig(8, 16)), Step("act", activation, ActivationConfig("gelu"))
@@ -97,14 +97,14 @@ def parallel(
     if not isinstance(cfg, Composite):
         fail("parallel", "cfg", "the config of a combinator", describe(cfg), TypeError)
     parts: dict[str, tuple[int, ...]] = {}
-    for _ in range(2):  # the first walk finds what is packed
+    for _ in range(2):  # the first walk finds packed features
         walk = _Walk(rules, mesh, mesh[axis], {"overlap": overlap, "sequence_parallel": sequence_parallel}, parts)
         made, main = rewrite(cfg, walk.part)[1], walk.around[0].main
     for glob in rules:
-        wanted = f"globs over steps that no other matches before ({', '.join(walk.known)})"
+        wanted = f"globs that are the first to match a step ({', '.join(walk.known)})"
         require(glob in walk.deciding, "parallel", "rules", wanted, repr(glob))
-    if main.place:
-        fail("parallel", "rules", "with a row layer behind every column layer", f"none behind {main.source or 'the last'}")
+    if main.dim:
+        fail("parallel", "rules", "with a row layer after every column layer", f"none after {main.source or 'the last'}")
     return made
 
 
@@ -128,7 +128,7 @@ class _Walk:
     ) -> None:
         self.rules, self.axis, self.how, self.parts = rules, axis, how, parts
         self.mesh, self.deciding, self.known, self.widths = mesh, set[str](), list[str](), dict[str, int]()
-        self.adapted = dict[str, str]()  # by the paths of a linear's parts, with an adapter, its own
+        self.adapted = dict[str, str]()  # the path of an adapted linear, by the paths of its parts
         self.around = [_Around(Composite(), "", _Main())]
 
     def part(self, part: Part) -> tuple[Op, Any] | Inside:
@@ -159,23 +159,26 @@ class _Walk:
         main = parts[-1][1]
         if cfg.branching:
             for here, one in parts:
-                self.same(here, one, parts[0][1], parts[0][0])
-            main = _Main(main.place)
-        self.note(around.path, _Main(main.place, around.path) if is_adapted(cfg) and main.place == 1 else main)
+                self.same(here, one, parts[0][1], f"y of {parts[0][0]}")
+            main = _Main(main.dim)
+        self.note(around.path, _Main(main.dim, around.path) if is_adapted(cfg) and main.dim == 1 else main)
         return op, made
 
     def leaves(self, step: Step, cfg: Any, path: str, main: _Main) -> None:
-        """What leaves the model must be of all features."""
+        """Check that the outputs of a step, if they leave the model, have all features."""
         names = [name for name in step.gives if name in cfg.outputs and not step.outputs]
-        if names and main.place:
-            fail("parallel", f"output {names[0]!r} of step {path}", "of all features, behind a row layer", _said(main))
+        if names and main.dim:
+            fail("parallel", f"output {names[0]!r} of step {path}", "of all features: take it after a row layer", self.said(main))
 
     def same(self, path: str, one: _Main, other: _Main, of: str) -> None:
-        if one.place != other.place:
-            fail("parallel", f"y of {path}", f"shared out as that of {of}", _said(one))
+        if one.dim != other.dim:
+            fail("parallel", f"y of {path}", f"sharded like {of}", self.said(one))
+
+    def said(self, main: _Main) -> str:
+        return f"sharded along dim -{main.dim} over {self.axis.name!r}" if main.dim else "sharded only along rows"
 
     def step(self, op: Op, cfg: Any, path: str, main: _Main) -> tuple[Op, Any, _Main]:
-        """An op without parts at a path, and how its y is shared out."""
+        """The op and config of an op without parts, and how its y is sharded."""
         path = self.adapted.get(path, path)  # an adapter has the role of its layer
         if path not in self.known:
             self.known.append(path)
@@ -191,41 +194,43 @@ class _Walk:
     def between(self, op: Op, cfg: Any, path: str, main: _Main) -> tuple[Op, Any, _Main]:
         """A step without a rule."""
         if cfg.attends and self.size("cp") > 1:
-            fail("parallel", "rules", f"with one for {path}, an attention over the tokens of all ranks of 'cp'", list(self.rules))
+            wanted = f"with 'context' for {path}, an attention over the tokens of all ranks of 'cp'"
+            fail("parallel", "rules", wanted, list(self.rules))
         if cfg.draws_mask:
             return self.dropout(op, cfg, path, main)
-        if not main.place or self.axis.size == 1:
+        if not main.dim or self.axis.size == 1:
             return op, cfg, main
         try:
             self.unpack(cfg, main)
-            sharded = cfg.shared_out(main.place, self.axis.size)
+            sharded = cfg.sharded(main.dim, self.axis.size)
             if sharded is not None:
                 return op, sharded[0], _Main(sharded[1])
         except ValueError as error:
             in_step(error, path)
             raise
-        if main.place == 1 and not cfg.featurewise and cfg.packed_parts(0) is None:
-            fail("parallel", f"step {path}", f"one that takes each feature by itself ({_said(main)})", op.name)
-        return op, cfg, main if cfg.featurewise else _Main(main.place)
+        if main.dim == 1 and not cfg.featurewise and cfg.packed_parts(0) is None:
+            wanted = f"featurewise, as x is {self.said(main)} (put a row layer before it)"
+            fail("parallel", f"step {path}", wanted, f"{op.name}, which mixes features")
+        return op, cfg, main if cfg.featurewise else _Main(main.dim)
 
     def unpack(self, cfg: Any, main: _Main) -> None:
-        """Note the parts of a column layer, where this config says that its x is several side by side."""
-        parts = cfg.packed_parts(self.widths.get(main.source, 0)) if main.place == 1 else None
+        """Note the parts of a column layer, if this config says that its x has several side by side."""
+        parts = cfg.packed_parts(self.widths.get(main.source, 0)) if main.dim == 1 else None
         if parts:
-            require(bool(main.source), "parallel", "x", "what a column layer gives, as it is", "what others made of it")
+            require(bool(main.source), "parallel", "x", "the y of a column layer, unchanged", "one that other steps changed")
             self.parts[main.source] = parts
 
     def dropout(self, op: Op, cfg: DropoutConfig, path: str, main: _Main) -> tuple[Op, Any, _Main]:
-        names = ("dp", self.axis.name) if self.how["sequence_parallel"] and not main.place else ("dp",)
+        names = ("dp", self.axis.name) if self.how["sequence_parallel"] and not main.dim else ("dp",)
         shared = [Shared(0, self.mesh[name]) for name in names if self.size(name) > 1]
-        if main.place:
-            shared.append(Shared(-main.place, self.axis))
+        if main.dim:
+            shared.append(Shared(-main.dim, self.axis))
         if self.size("cp") > 1:
             shared.append(Shared(1, self.mesh["cp"], zigzag=True))
         if not shared:
             return op, cfg, main
         made = ShardedDropoutConfig(cfg.p, shared=tuple(shared), train=cfg.train)
-        return self.remade(op, path, dropout, sharded_dropout), made, _Main(main.place)
+        return self.remade(op, path, dropout, sharded_dropout), made, _Main(main.dim)
 
     def size(self, name: str) -> int:
         return self.mesh.sizes.get(name, 1)
@@ -238,7 +243,7 @@ class _Walk:
             raise
 
     def plays(self, role: str, op: Op, cfg: Any, path: str, main: _Main) -> tuple[Op, Any, _Main]:
-        """A step in a role: its config's fields, and those that the role adds."""
+        """Give a step its role: the new config has the fields of its config, and the fields that the role adds."""
         part = ROLES[role].get(type(cfg))
         if part is None:
             kinds = " or ".join(one.source.name for one in ROLES[role].values() if isinstance(one.source, Op))
@@ -246,9 +251,9 @@ class _Walk:
         axis = self.axis if part.axis == "" else self.mesh[part.axis] if part.axis in self.mesh.sizes else None
         if axis is None or axis.size == 1:
             return op, cfg, main
-        if part.before is not None and main.place != part.before:
-            wanted = "where x has its features shared out, behind a column layer" if part.before else "where x has all features"
-            fail("parallel", f"{path}, a {role} layer,", wanted, _said(main))
+        if part.before is not None and main.dim != part.before:
+            wanted = "after a column layer, where features are sharded" if part.before else "where x has all features"
+            fail("parallel", f"{path}, a {role} layer,", wanted, f"x {self.said(main)}")
         more = {"axis": axis, "side": role, "parts": self.parts.get(path, ()), **self.how}
         source, becomes = (one if isinstance(one, Op) else one(cfg.recipe) for one in (part.source, part.becomes))
         taken = {f.name for f in dataclasses.fields(becomes.config)}
@@ -263,14 +268,14 @@ class _Walk:
             in_step(error, path)
             raise
         self.widths[path] = cfg.widths(None)[1] or 0
-        after = _Main(main.place if part.before is None else part.after, path if part.after else "")
+        after = _Main(main.dim if part.before is None else part.after, path if part.after else "")
         return self.remade(op, path, source, becomes), made, after
 
 
 class _Role(NamedTuple):
-    """What becomes of an op. `before`, `after`: the place at which features must be shared out in its x and are in its y (None: at
-    any, and they stay there). `axis`: that over which it talks; "" is that of the call. `source`, `becomes`: by a recipe, where one
-    chooses."""
+    """How a role replaces an op. `before`, `after`: the sharded dim of features, from the end, that its x must have and its y has
+    (None: any, and it stays). `axis`: the axis over which the op communicates; "" for the `axis` of the call. `source`, `becomes`:
+    the ops, or functions of the recipe that chooses them."""
 
     source: Op | Callable[[Any], Op]
     becomes: Op | Callable[[Any], Op]
@@ -298,7 +303,3 @@ ROLES: dict[str, dict[type, _Role]] = {
     "expert": {ExpertsConfig: _Role(experts, parallel_experts, None, axis="ep")},
     "context": {AttentionConfig: _Role(attention, context_attention, None, axis="cp")},
 }
-
-
-def _said(main: _Main) -> str:
-    return f"shared out along its {main.place}. dimension from the end" if main.place else "shared out by rows alone"

@@ -1,4 +1,4 @@
-"""Samples: a kernel's call, the product or bytes that it is measured by, and a maker of its arguments."""
+"""A call of a kernel, the product or bytes that it is measured by, and a maker of its arguments."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 from funcops import random
 
 Prepared = Callable[..., Callable[[], Any]]
-Dtype = torch.dtype  # in `Sample` the name dtype is a field
+Dtype = torch.dtype  # in `KernelCall` the name dtype is a field
 
 
 @dataclasses.dataclass(frozen=True)
-class Sample:
+class KernelCall:
     """The call `kernel(*args)`. `torch(*args)` prepares torch's own call for the same result, if one differs from the kernel's
     torch body; `product(*args)` prepares the bare matrix product, of `flops`, that the kernel is measured by (None: it is measured
     by bytes), with sums of `length` terms. `dtype`: the results' dtype, if it is not the maker's. `values(results)`: decodes

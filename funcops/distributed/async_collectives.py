@@ -1,11 +1,11 @@
 """Communication in flight, as a value.
 
-    h = gather_start(x, axis)      # the ranks begin to talk
+    h = gather_start(x, axis)      # starts the communication
     ...                            # anything but a write to x
     whole = finish(h)              # once
 
-An `InFlight` is a node of a tree and no tensor, so that no op takes it by mistake; `finish` alone reads it. A `Ledger` keeps one as
-it keeps a pending weight gradient, and names what was never finished. On an axis of size 1 nothing is sent.
+An `InFlight` is a pytree node, not a tensor, so that no op takes it by mistake; only `finish` reads it. A `Ledger` keeps one as
+it keeps a pending weight gradient, and names any that was never finished. On an axis of size 1 nothing is sent.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from funcops.contract.marks import Gone
 from funcops.contract.needs import Needs
 from funcops.contract.schema import WGRAD, Pending, saved, static
 from funcops.distributed import comm
+from funcops.distributed.checks import check_divides, check_tensor
 from funcops.distributed.mesh import Axis
-from funcops.distributed.plain import check_divides, check_tensor
 from funcops.errors import DonatedError, describe, fail, require_type, stale
 
 
 class Flight(Pending):
-    """Base of what `finish` takes."""
+    """Base of the nodes that `finish` takes."""
 
     __slots__ = ()
     kind = "in flight"
@@ -37,11 +37,11 @@ class Flight(Pending):
     if TYPE_CHECKING:
 
         def arrive(self, into: Any) -> Any:
-            """Its value, waited for."""
+            """Wait for the value, and return it."""
 
 
 class InFlight(Flight):
-    """What a `*_start` gives and `finish` takes. `value` must not be read before; `source` is the x that is sent."""
+    """The result of a `*_start`, for `finish`. `value` must not be read before; `source` is the x that is sent."""
 
     value: Tensor = saved("[*]", needed_by=WGRAD)
     source: Tensor = saved("[*]", alias="x", needed_by=WGRAD)
@@ -49,7 +49,7 @@ class InFlight(Flight):
 
     def arrive(self, into: Any) -> Tensor:
         if into is not None:
-            fail("finish", "into", "None (these are no sums of reduce_start)", describe(into), TypeError)
+            fail("finish", "into", "None (only sums from reduce_start can be added)", describe(into), TypeError)
         value, axis = self.value, self.cfg
         self.empty()
         return comm.wait(value, axis)
@@ -57,7 +57,7 @@ class InFlight(Flight):
     def complain(self, where: str) -> None:
         self.unused(where)
         path = self.stale() or "source"
-        hint = f"Finish the {self.what} first, or start it of a clone"
+        hint = f"Finish the {self.what} first, or start it with a clone"
         stale(where, f"h.{path}", by=f"{self.what}_start", hint=hint, aliases="its x")
 
 
@@ -66,10 +66,10 @@ def finish(h: InFlight) -> Tensor: ...
 @overload
 def finish(h: Any, *, into: Any = None) -> Any: ...
 def finish(h: Any, *, into: Any = None) -> Any:
-    """Wait for what a `*_start` began, and give its value. Raises `DonatedError` for one that was finished before,
-    `StaleResidualError` where x was written to since the start: what arrived may be anything.
+    """Wait for the communication that a `*_start` began, and return its value. Raises `DonatedError` if it was finished before,
+    `StaleResidualError` if x was written to since the start, as the received values are then undefined.
 
-    `into`: of sums that `reduce_start` began, the accumulators that they are added to.
+    `into`: the accumulators to which sums from `reduce_start` are added.
 
     >>> import torch
     >>> from funcops import dist
@@ -83,7 +83,7 @@ def finish(h: Any, *, into: Any = None) -> Any:
     tensor([14., 14.])
     """
     if not isinstance(h, Flight):
-        fail("finish", "h", "an InFlight, as gather_start and its like give it", describe(h), TypeError)
+        fail("finish", "h", "an InFlight, from gather_start or another *_start", describe(h), TypeError)
     if not h.fresh():
         h.complain("finish")
     return h.arrive(into)
@@ -106,7 +106,7 @@ def gather_start(x: Tensor, axis: Axis) -> InFlight:
 
 
 def scatter_sum_start(x: Tensor, axis: Axis) -> InFlight:
-    """[n m, *] -> [m, *]: this rank's part of the sum of x over the axis. Raises `ValueError` where the axis does not divide
+    """[n m, *] -> [m, *]: this rank's part of the sum of x over the axis. Raises `ValueError` if the axis does not divide
     the first dimension.
 
     >>> import torch
@@ -134,7 +134,7 @@ def sum_over_start(x: Tensor, axis: Axis) -> InFlight:
 
 
 def all_to_all_start(x: Tensor, axis: Axis) -> InFlight:
-    """[n m, *] -> [n m, *]: part i goes to rank i of the axis, and becomes part `rank` there. Raises `ValueError` where the
+    """[n m, *] -> [n m, *]: part i goes to rank i of the axis, and becomes part `rank` there. Raises `ValueError` if the
     axis does not divide the first dimension.
 
     >>> import torch

@@ -1,0 +1,61 @@
+"""Good arguments of `funcops.low_precision`, for `good_arguments.py`."""
+
+from __future__ import annotations
+
+import torch
+from good_rows import ANY, CHAIN, META_KEY, Row, chain_params, grads
+
+from funcops import low_precision, random
+
+LOW = low_precision.with_recipe(CHAIN, low_precision.Fp8Delayed(history=2), only=("a",))
+OTHER_LEAVES = {
+    (
+        "params",
+        f"{{'a': LinearParams(weight=float32[4, 4], bias={a}), 'b': LinearParams(weight={b}, bias=None)}}",
+    ): "leaves that no recipe is for, which ops look at"
+    for a, b in [
+        ("'x'", "float32[4, 4]"),
+        ("complex64[4]", "float32[4, 4]"),
+        ("float32[4]", "'x'"),
+        ("float32[4]", "complex64[4, 4]"),
+    ]
+}
+
+
+LOW_PRECISION = {
+    "low_precision.with_recipe": Row(
+        lambda: {"cfg": CHAIN, "recipe": low_precision.Fp8Block(), "only": ("*",), "skip": ()},
+        {"only": (("head",),), "skip": (("head",),)},
+        {(name, "[]"): "none" for name in ("only", "skip")},
+    ),
+    "low_precision.quantize_params": Row(
+        lambda: {
+            "params": chain_params(),
+            "cfg": LOW,
+            "dtype": torch.float32,
+            "columns": True,
+            "state": low_precision.recipe_init(LOW, chain_params()),
+            "key": random.key(0),
+        },
+        accepts={**OTHER_LEAVES, **META_KEY},
+    ),
+    "low_precision.recipe_init": Row(
+        lambda: {"cfg": LOW, "params": chain_params(), "amaxes": {"a.weight": torch.ones(3)}},
+        {"cfg": (None, 3)},
+        {"cfg": "any config: one without a recipe has no state", **OTHER_LEAVES},
+    ),
+    "low_precision.recipe_update": Row(
+        lambda: {
+            "state": low_precision.recipe_init(LOW, chain_params()),
+            "amaxes": {"a.weight": torch.ones(3)},
+            "recipe": low_precision.Fp8Delayed(history=2),
+            "reduce": torch.clone,
+        }
+    ),
+    "low_precision.split_amaxes": Row(lambda: {"dparams": grads()}, accepts={"dparams": ANY}),
+    "low_precision.gradients_like": Row(lambda: {"work": chain_params(), "dtype": torch.float32}, accepts={"work": ANY}),
+    "low_precision.with_keys": Row(
+        lambda: {"work": chain_params(), "cfg": LOW, "key": random.key(0)},
+        accepts={"work": ANY, "cfg": "any config: one without a stochastic recipe has no keys", **META_KEY},
+    ),
+}

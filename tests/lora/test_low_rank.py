@@ -1,0 +1,96 @@
+"""`low_rank`: the op's laws, and wrong calls of it."""
+
+import pytest
+import torch
+
+from funcops import Needs, backend, random
+from funcops.lora import LowRankConfig, LowRankParams, low_rank, low_rank_dropout
+from funcops.ops.low_rank import low_rank_dropout_fwd, low_rank_fwd
+from funcops.testing import LAWS, Case, Error
+from funcops.trees import paths
+
+
+def reference(params, x, cfg):
+    if cfg.dropout:
+        rows, key = x
+        kept = random.bits(key, rows.numel()).reshape(rows.shape) / 2**32 >= cfg.dropout
+        x = torch.where(kept, rows / (1 - cfg.dropout), torch.zeros_like(rows))
+    return cfg.scale * torch.einsum("...i,ri,or->...o", x, params.a, params.b)
+
+
+def case(rows, i, o, rank, scale=0.5, p=0.0):
+    return Case(
+        op=low_rank_dropout if p else low_rank,
+        cfg=LowRankConfig(i, o, rank, scale=scale, dropout=p),
+        x=(lambda d: (d.randn(*rows, i), d.key())) if p else (lambda d: d.randn(*rows, i)),
+        reference=reference,
+        name=f"low_rank-{rows}-{i}-{o}-{rank}-{scale}-{p}",
+    )
+
+
+CASES = [case((2, 5), 69, 3, 2), case((2, 5), 9, 3, 2, 2.0, 0.25), case((0,), 4, 3, 1), case((), 3, 2, 4, -1.5, 0.5)]
+
+
+@pytest.mark.parametrize("law", [name for name in LAWS if name != "compiles"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_law(law, case):
+    for dtype in case.dtypes if law == "right" else case.dtypes[:1]:
+        LAWS[law](case, dtype)
+
+
+@pytest.mark.parametrize("case", CASES[1:3], ids=str)
+def test_laws_on_triton(case):
+    with backend("triton"):
+        for law in ("right", "split", "pure"):
+            LAWS[law](case, torch.float32)
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
+def test_each_side_keeps_what_it_reads_alone(case):
+    """a's gradient reads x and b, b's what was made of x, and dx neither x nor that."""
+    params, x = case.make(torch.float32)
+    first = "x.0" if case.cfg.dropout else "x"
+    wanted = {"params.a": {"x", "b", "key"}, "params.b": {"u"}, first: {"a", "b", "key"}}
+    for gradient, fields in wanted.items():
+        side, _, path = gradient.partition(".")
+        needs = Needs(**{"x": False, "params": False, side: (path,) if path else True})
+        _, residuals = case.op.fwd(params, x, case.cfg, needs=needs)
+        held = {name for name, t in paths(residuals).items() if t is not None}
+        assert held == fields - (set() if case.cfg.dropout else {"key"}), gradient
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
+def test_compiles(case):
+    LAWS["compiles"](case, torch.float32)
+
+
+def _call(x=None, a=None, b=None, key=None, **more):
+    op = low_rank_dropout_fwd if key is not None else low_rank_fwd
+    x = torch.ones(2, 4) if x is None else x
+    params = LowRankParams(torch.ones(2, 4) if a is None else a, torch.ones(3, 2) if b is None else b)
+    return lambda: op(params, x if key is None else (x, key), LowRankConfig(4, 3, 2, **more))
+
+
+BAD = [
+    Error(call=_call(x=torch.ones(2, 5)), match="low_rank_fwd: x must be [..., 4], got [2, 5]"),
+    Error(call=_call(a=torch.ones(4, 2)), match="low_rank_fwd: params.a must be [2, 4], got [4, 2]"),
+    Error(call=_call(b=torch.ones(3, 2).double()), match="low_rank_fwd: params.b must be float32, got float64", error=TypeError),
+    Error(call=_call(dropout=0.5), match="low_rank_fwd: cfg.dropout must be 0 (with dropout: low_rank_dropout), got 0.5"),
+    Error(call=_call(key=random.key(0)), match="low_rank_dropout_fwd: cfg.dropout must be above 0"),
+    Error(
+        call=_call(key=torch.ones(2), dropout=0.5),
+        match="low_rank_dropout_fwd: x.1 (the key) must be int64, got float32",
+        error=TypeError,
+    ),
+    Error(call=lambda: LowRankConfig(4, 3, 0), match="LowRankConfig: rank must be"),
+    Error(call=lambda: LowRankConfig(4, 3, 1, dropout=1.0), match="LowRankConfig: dropout must be below 1, got 1.0"),
+]
+
+
+@pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.match[:60])
+def test_bad_calls_raise_by_name(bad, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(bad.error) as raised:
+        bad.call()
+    assert bad.match in str(raised.value) and not list(tmp_path.iterdir())

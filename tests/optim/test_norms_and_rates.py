@@ -1,0 +1,58 @@
+"""Clipping against torch's, global norms, and the schedule of the learning rate."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from optim_model import close, equal, model
+
+from funcops.optim import clip_by_global_norm, global_norm, warmup_cosine
+from funcops.trees import tensors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("max_norm", [1.0, 1e6])
+def test_clipping_equals_torch(dtype, max_norm):
+    grads = model(dtype)
+    ps = [torch.nn.Parameter(torch.zeros_like(g)) for g in tensors(grads)]
+    for p, g in zip(ps, tensors(grads), strict=True):
+        p.grad = g.clone()
+    norm = torch.nn.utils.clip_grad_norm_(ps, max_norm)
+    before = copy.deepcopy(grads)
+    clipped, ours = clip_by_global_norm(grads, max_norm)
+    assert equal(grads, before)
+    tol = 1e-2 if dtype is torch.bfloat16 else 1e-6
+    torch.testing.assert_close(ours, norm.to(ours.dtype), rtol=tol, atol=tol)
+    close(clipped, [p.grad for p in ps], tol)
+    same, again = clip_by_global_norm(grads, max_norm, in_place=True)
+    assert same is grads and equal(grads, clipped) and torch.equal(again, ours)
+
+
+def test_norm_of_nothing():
+    assert global_norm({"a": None}).item() == 0
+    grads, norm = clip_by_global_norm({"a": None}, 1.0)
+    assert grads == {"a": None} and norm.item() == 0
+    assert global_norm((torch.ones(4), torch.ones(5).double())).dtype is torch.float64
+
+
+@pytest.mark.parametrize("warmup", [0, 3, 10])
+def test_schedule_as_numbers_and_tensors(warmup):
+    kw = {"peak": 0.5, "warmup": warmup, "total": 10, "final": 0.1}
+    numbers = [warmup_cosine(s, **kw) for s in range(13)]
+    ours = warmup_cosine(torch.arange(13), **kw)
+    torch.testing.assert_close(ours, torch.tensor(numbers))
+    assert numbers[10:] == [0.1] * 3 and max(numbers) == 0.5
+    if warmup:
+        assert numbers[0] == pytest.approx(0.5 / warmup) and numbers[warmup - 1] == 0.5
+    assert numbers[warmup:] == sorted(numbers[warmup:], reverse=True)
+
+
+def test_norms_of_16_bit_gradients_are_summed_in_float32():
+    """10^6 ones, whose sum bfloat16 cannot hold; and a norm of 1e-6, as large as what is added to it."""
+    ones = {"a": torch.ones(1000, 1000, dtype=torch.bfloat16), "b": None}
+    for norm in (global_norm(ones), clip_by_global_norm(ones, 1e9)[1]):
+        assert norm.dtype is torch.float32 and abs(float(norm) - 1000) < 1e-3
+    clipped, norm = clip_by_global_norm({"a": torch.tensor([1e-6], dtype=torch.float64)}, 1e-6)
+    torch.testing.assert_close(clipped["a"], torch.tensor([0.5e-6], dtype=torch.float64), rtol=1e-9, atol=0)
