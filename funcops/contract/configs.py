@@ -141,13 +141,13 @@ class OpConfig:
     sequence_parallel: bool | None = None
     """Whether the rows of x or y are sharded over the config's axis; None if the op has no such choice."""
     attends: ClassVar[bool] = False
-    """Whether y at a position depends on the keys and values of other positions, as that of an attention does."""
+    """Whether y at a position depends on the keys and values of other positions: attention."""
     draws_mask: ClassVar[bool] = False
     """Whether the op draws a mask with the shape of x, of which a rank draws the part for its own part of x."""
     linear_parts: tuple[str, ...] = ()
     """The names of the linear layers inside an op, if it has several; each has its params under that name."""
     largest: Any = None
-    """The function that makes the amaxes of a whole weight from those of the ranks' parts; None if a rank has the whole weight."""
+    """The function that combines the amaxes of the ranks' parts of a weight into the whole weight's; None if ranks have whole weights."""
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         """The width (size of the last dimension) that x must have, None if any; and the width of y if x has `width`, None if not
@@ -311,10 +311,11 @@ def fields_of(cfg: Any) -> dict[str, Any]:
 
 
 def found_once(cfg: Any, name: str, find: Callable[[], T]) -> T:
-    """The result of `find()`, which is kept on the config under `name`: a tracer then reads it, instead of tracing `find`."""
+    """The result of `find()`. Unless it is empty, it is kept on the config under `name`, so that a tracer reads it instead of
+    tracing `find`."""
     found = getattr(cfg, name, None)
     if found is None:
         found = find()
-        if not torch.compiler.is_dynamo_compiling():
+        if found and not torch.compiler.is_dynamo_compiling():
             object.__setattr__(cfg, name, found)
     return found

@@ -451,13 +451,17 @@ def _no_params(name: str, config: type) -> Any:
     def init(cfg: Any, *, key: Any = None, device: Any = None, dtype: Any = None) -> None:
         require_config(f"{name}_init", cfg, config)
 
-    return _named(init, f"{name}_init", config.__module__, f"`{name}` has no params: returns None.")
+    return _named(
+        init,
+        f"{name}_init",
+        config.__module__,
+        f"`{name}` has no params: returns None. Raises `TypeError` for the config of another op.",
+    )
 
 
 def _no_wgrad(name: str, config: type) -> Any:
     def wgrad(pending: Any, cfg: Any, *, into: Any = None) -> None:
-        if type(cfg) is not config:
-            _bad_type(f"{name}_wgrad", "cfg", cfg, config)
+        require_config(f"{name}_wgrad", cfg, config)
         for argument, value in (("pending", pending), ("into", into)):
             if value is not None:
                 _bad_type(f"{name}_wgrad", argument, value, NoneType)

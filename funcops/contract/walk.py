@@ -42,11 +42,18 @@ class Part(NamedTuple):
 
 
 class Inside(NamedTuple):
-    """What `rewrite` does with the parts of a combinator, and then with the combinator itself. Each field may be None.
+    """An answer to `rewrite`: how it goes on with the parts of a combinator, and then with the combinator. Each field may be None.
 
-    `fn`: the function to call with these parts, and with theirs. `changes`: takes the new `(op, cfg)` of each part by name, and
+    `fn`: the function to call for these parts, and for theirs. `changes`: takes the new `(op, cfg)` of each part by name, and
     returns the other fields of the combinator that change. `after`: takes the op and the new config, and returns the `(op, cfg)`
-    that replaces the combinator; it is called for an op without parts, too."""
+    that replaces the combinator; it is called for an op without parts, too.
+
+    >>> from funcops import ChainConfig, ScaleConfig, Step, chain, rewrite, scale
+    >>> from funcops.contract.walk import Inside
+    >>> cfg = ChainConfig(steps=(Step("double", scale, ScaleConfig(2.0)),))
+    >>> rewrite(cfg, lambda part: Inside(changes=lambda parts: {"recompute": False}) if part.composite else None)[1].recompute
+    False
+    """
 
     fn: Rewrite | None = None
     changes: Callable[[dict[Any, tuple[Any, Any]]], dict[str, Any]] | None = None

@@ -159,10 +159,12 @@ def _shared(cfg: Any, params: Any) -> dict[str, tuple[Spec, tuple[Axis, ...]]]:
             if path in found or at(params, path) is not None:
                 outer, axes = found.get(path, (WHOLE, ()))
                 found[path] = Spec(spec.axis, spec.dim + dims, parts=spec.parts, fsdp=outer.fsdp), (part.cfg.axis, *axes)
-        fsdp = part.cfg.fsdp if part.composite else None
-        for name, t in () if fsdp is None else paths(part.cfg.like).items():
-            if t is not None:
+        if part.composite and part.cfg.fsdp is not None:
+            fsdp = part.cfg.fsdp
+            for name, t in paths(part.cfg.like).items():
                 path = join_path(part.path, name)
+                if t is None:
+                    continue
                 if dims or not t.dim() or t.shape[0] % fsdp.size:
                     fail("specs_of", path, f"of a first dimension of its own that {fsdp} divides", list(t.shape))
                 outer, axes = found.get(path, (Spec(fsdp=fsdp.name), ()))

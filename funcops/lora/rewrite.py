@@ -73,10 +73,14 @@ def with_lora(
 
 def is_adapted(cfg: Any) -> bool:
     """Whether it is a config that `with_lora` makes from a linear's."""
-    if not isinstance(cfg, Composite) or list(cfg.names) != [BOTH, SUM]:
+    if _names(cfg) != [BOTH, SUM]:
         return False
     both = cfg.members[0].cfg
-    return isinstance(both, Composite) and list(both.names) == [BASE, LORA] and isinstance(both.members[1].cfg, LowRankConfig)
+    return _names(both) == [BASE, LORA] and isinstance(both.members[1].cfg, LowRankConfig)
+
+
+def _names(cfg: Any) -> list[str]:
+    return [step.name for step in cfg.members] if isinstance(cfg, Composite) else []
 
 
 class AdaptedLinear(NamedTuple):
@@ -98,14 +102,19 @@ def adapted_linears(cfg: Any, path: str = "") -> Iterator[AdaptedLinear]:
     """The adapted linears of a config, in the order of the forward."""
     for part, around in nested(cfg, path=path, layers=True, stop=lambda part: is_adapted(part.cfg)):
         if is_adapted(part.cfg):
-            module, before, lead = "", "", []
-            for one in around:
-                if one.cfg.stacked:
-                    module = join_path(join_path(module, one.path[len(before) :].removeprefix(".")), "*")
-                    before, lead = one.path, [*lead, one.cfg.times]
+            stacked = [one for one in around if one.cfg.stacked]
             base, lora = part.cfg.steps[0].cfg.branches
-            module = join_path(module, part.path[len(before) :].removeprefix("."))
-            yield AdaptedLinear(part.path, module, tuple(lead), base.cfg, lora.cfg, lora.op)
+            lead = tuple(one.cfg.times for one in stacked)
+            yield AdaptedLinear(part.path, _module(part.path, stacked), lead, base.cfg, lora.cfg, lora.op)
+
+
+def _module(path: str, stacked: Sequence[Part]) -> str:
+    """The path with "*" behind the path of each stacked repeat, outermost first."""
+    module, before = "", ""
+    for repeat in stacked:
+        module = join_path(join_path(module, repeat.path[len(before) :].removeprefix(".")), "*")
+        before = repeat.path
+    return join_path(module, path[len(before) :].removeprefix("."))
 
 
 def _both(part: Part, low: LowRankConfig, extras: tuple[str, ...]) -> ChainConfig:

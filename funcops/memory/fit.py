@@ -178,9 +178,10 @@ def _short(op: Op, cfg: Any, noting: bool) -> tuple[Op, Any]:
     return rewrite(cfg, _Shorter(noting), op=op)
 
 
-class _Shorter(NamedTuple):
-    """What `rewrite` asks of every part: see `_short`. `times`: the layers of the repeat whose body the part is, else 1; `around`:
-    the path of the combinator around, None if there is none."""
+@dataclasses.dataclass(frozen=True)
+class _Shorter:
+    """The function that `_short` gives to `rewrite`. `times`: the layers of the repeat whose body the part is, else 1; `around`:
+    the path of the combinator around, None for the whole."""
 
     noting: bool
     times: int = 1
@@ -197,7 +198,7 @@ class _Shorter(NamedTuple):
         def note(op: Op, cfg: Any) -> tuple[Op, Any]:
             return (_noted(op, path, self.times, False) if self.noting and path != self.around else op), cfg
 
-        return Inside(self._replace(times=cfg.times or 1, around=path), lambda _: changes, note)
+        return Inside(dataclasses.replace(self, times=cfg.times or 1, around=path), lambda _: changes, note)
 
 
 _noting = functools.lru_cache(maxsize=16)(_short)  # so that a second run finds the programs of the first

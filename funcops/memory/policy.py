@@ -196,10 +196,11 @@ def _why_nothing_changes(known: dict[str, Kept], policy: Policy, rule: int) -> s
     return f"what is kept of {', '.join(decided)} is the same without it"
 
 
-class _Rules(NamedTuple):
-    """What `rewrite` asks of every part: its op and config under the policy. With `offload` not None a repeat's body keeps its
-    inputs alone. `left_out`: the fields that a chain around recomputes; `joined`: the paths of two steps that run as one;
-    `around`: the path of the combinator around, which a part without a name of its own has as well."""
+@dataclasses.dataclass(frozen=True)
+class _Rules:
+    """The function that `rewrite` calls for every part, and that returns its op and config under the policy. With `offload` not
+    None a repeat's body keeps only its inputs. `left_out`: the fields that a chain around recomputes; `joined`: the paths of two
+    steps that run as one; `around`: the path of the combinator around, which a part without a name of its own has as well."""
 
     policy: Policy
     offload: bool | None = None
@@ -219,11 +220,11 @@ class _Rules(NamedTuple):
         if cfg.times is not None and self.offload is not None:
             offload = self.offload
             return Inside(lambda body: (remat(body.op, offload), body.cfg))
-        inside, changes, joints = self._replace(policy=policy, around=path, joined=()), dict[str, Any](), list[str]()
+        inside, changes, joints = dataclasses.replace(self, policy=policy, around=path, joined=()), dict[str, Any](), list[str]()
         if cfg.recompute is not None:
             changes["recompute"], absent, joints = _outputs(cfg, path, policy)
             pair = tuple(join_path(path, name) for name in _pair(cfg, joints[0])) if joints else ()
-            inside = inside._replace(left_out=self.left_out | absent, joined=pair)
+            inside = dataclasses.replace(inside, left_out=self.left_out | absent, joined=pair)
 
         def finish(op: Op, cfg: Any) -> tuple[Op, Any]:
             require(len(joints) <= 1, "with_policy", "rules", "one loss of a chain to compute the logits of again", f"{joints}")

@@ -215,9 +215,10 @@ def cached_attention_init(
     cfg: CachedAttentionConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
 ) -> CachedParams:
     """Make the sinks alone: `cache_init` makes a cache."""
-    if not cfg.of.sinks:
+    of: Any = cfg.of
+    if not of.sinks:
         return CachedParams(None, None, None)
-    return CachedParams(None, None, sink_attention_init(cfg.of, device=device, dtype=dtype).sinks)
+    return CachedParams(None, None, sink_attention_init(of, device=device, dtype=dtype).sinks)
 
 
 @forward(CachedAttentionConfig, CachedParams)

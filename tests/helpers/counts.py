@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from prose import docstrings, fragments
+from prose import FRAGMENT
 
 ROOT = Path(__file__).resolve().parents[2]
 OF_A_CONFIG = {"cfg", "inner", "body", "block"}  # names of values that are configs; so are those that end with cfg
@@ -30,6 +30,20 @@ class Found(NamedTuple):
 @functools.cache
 def trees(folder: Path) -> dict[Path, ast.Module]:
     return {path: ast.parse(path.read_text()) for path in sorted(folder.rglob("*.py"))}
+
+
+@functools.cache
+def nodes(folder: Path) -> list[tuple[Path, ast.AST, str]]:
+    """Every node of every file, with the name of the class around it."""
+    found = []
+    for path, tree in trees(folder).items():
+        todo = [(tree, "")]
+        while todo:
+            node, cls = todo.pop()
+            found.append((path, node, cls))
+            inside = node.name if isinstance(node, ast.ClassDef) else cls
+            todo += [(child, inside) for child in ast.iter_child_nodes(node)]
+    return found
 
 
 def _last(node: ast.AST) -> str:
@@ -52,36 +66,24 @@ def _call_of(node: ast.AST, *names: str) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names and len(node.args) > 0
 
 
-def _own_nodes(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
-    """Every node, with the name of the class around it."""
-    todo = [(tree, "")]
-    while todo:
-        node, cls = todo.pop()
-        yield node, cls
-        inside = node.name if isinstance(node, ast.ClassDef) else cls
-        todo += [(child, inside) for child in ast.iter_child_nodes(node)]
-
-
 def probes(root: Path) -> Iterator[Found]:
     """`hasattr` of a config, or `getattr` with a default: a question to a config whose answer no class declares"""
-    for path, tree in trees(root / "funcops").items():
-        for node, cls in _own_nodes(tree):
-            if _call_of(node, "hasattr") or (_call_of(node, "getattr") and len(node.args) == 3):
-                asked = node.args[0]
-                own = _last(asked) == "self" and (cls.endswith("Config") or cls in BASES)
-                if own or is_config(asked) or _last(asked) == "config":
-                    yield Found(path, node.lineno, ast.unparse(node))
+    for path, node, cls in nodes(root / "funcops"):
+        if _call_of(node, "hasattr") or (_call_of(node, "getattr") and len(node.args) == 3):
+            asked = node.args[0]
+            own = _last(asked) == "self" and (cls.endswith("Config") or cls in BASES)
+            if own or is_config(asked) or _last(asked) == "config":
+                yield Found(path, node.lineno, ast.unparse(node))
 
 
 def class_questions(root: Path) -> Iterator[Found]:
     """`type(cfg) is C`, also `in` and `==`, and `isinstance(cfg, C)` of the class of one op's configs"""
-    for path, tree in trees(root / "funcops").items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Compare) and _call_of(node.left, "type"):
-                if is_config(node.left.args[0]) or any(_is_class_of_configs(one) for one in node.comparators):
-                    yield Found(path, node.lineno, ast.unparse(node))
-            elif _call_of(node, "isinstance") and is_config(node.args[0]) and _is_class_of_configs(node.args[1]):
+    for path, node, _ in nodes(root / "funcops"):
+        if isinstance(node, ast.Compare) and _call_of(node.left, "type"):
+            if is_config(node.left.args[0]) or any(_is_class_of_configs(one) for one in node.comparators):
                 yield Found(path, node.lineno, ast.unparse(node))
+        elif _call_of(node, "isinstance") and is_config(node.args[0]) and _is_class_of_configs(node.args[1]):
+            yield Found(path, node.lineno, ast.unparse(node))
 
 
 def _functions(tree: ast.Module) -> Iterator[tuple[str, str, ast.AST]]:
@@ -115,16 +117,17 @@ def walks(root: Path) -> Iterator[Found]:
     see, or call themselves, also by way of others in the file"""
     for path, tree in trees(root / "funcops").items():
         functions = {(cls, name): node for cls, name, node in _functions(tree)}
-        names = {key: set(_refers(node, key[0])) & functions.keys() for key, node in functions.items()}
-        for circle in circles_of(names):
-            lines = [functions[key].lineno for key in circle if _reaches_parts(functions[key])]
-            if lines:
+        reaching = {key for key, node in functions.items() if _reaches_parts(node)}
+        if not reaching:
+            continue
+        circles = circles_of({key: set(_refers(node, key[0])) & functions.keys() for key, node in functions.items()})
+        for circle in circles:
+            if circle & reaching:
+                lines = [functions[key].lineno for key in circle & reaching]
                 yield Found(path, min(lines), ", ".join(sorted(name for _, name in circle)))
-        recursive = {key for circle in circles_of(names) for key in circle}
-        for key, node in functions.items():
-            loops = any(isinstance(one, ast.While) for one in ast.walk(node))
-            if loops and key not in recursive and _reaches_parts(node):
-                yield Found(path, node.lineno, key[1])
+        for key in reaching - {key for circle in circles for key in circle}:
+            if any(isinstance(one, ast.While) for one in ast.walk(functions[key])):
+                yield Found(path, functions[key].lineno, key[1])
 
 
 def circles_of(edges: dict) -> list[set]:
@@ -162,13 +165,12 @@ def _joined(node: ast.AST) -> tuple[str, ...]:
 
 def joins(root: Path) -> Iterator[Found]:
     """places that join a path and a name unless one of the two is missing, as `funcops.errors.join_path` does"""
-    for path, tree in trees(root / "funcops").items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.IfExp):
-                for one, other in ((node.body, node.orelse), (node.orelse, node.body)):
-                    bare = ast.unparse(other.args[0] if _call_of(other, "str", "exact") else other)
-                    if bare in _joined(one):
-                        yield Found(path, node.lineno, ast.unparse(node))
+    for path, node, _ in nodes(root / "funcops"):
+        if isinstance(node, ast.IfExp):
+            for one, other in ((node.body, node.orelse), (node.orelse, node.body)):
+                bare = ast.unparse(other.args[0] if _call_of(other, "str", "exact") else other)
+                if bare in _joined(one):
+                    yield Found(path, node.lineno, ast.unparse(node))
 
 
 def _module(path: Path, root: Path) -> str:
@@ -178,14 +180,16 @@ def _module(path: Path, root: Path) -> str:
 def import_circles(root: Path) -> Iterator[Found]:
     """sets of files that import each other, also inside functions; a package's own `__init__` is left out"""
     files = {_module(path, root): path for path in trees(root / "funcops") if path.name != "__init__.py"}
-    edges = {}
-    for name, path in files.items():
-        edges[name] = set()
-        for node in ast.walk(trees(root / "funcops")[path]):
-            if isinstance(node, ast.Import):
-                edges[name] |= {alias.name for alias in node.names} & files.keys()
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                edges[name] |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)} & files.keys()
+    edges = {name: set() for name in files}
+    for path, node, _ in nodes(root / "funcops"):
+        if isinstance(node, ast.Import):
+            imported = {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            imported = {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        else:
+            continue
+        if path.name != "__init__.py":
+            edges[_module(path, root)] |= imported & files.keys()
     for circle in circles_of(edges):
         yield Found(files[min(circle)], 1, " <-> ".join(sorted(circle)))
 
@@ -205,21 +209,29 @@ def kept_from_the_formatter(root: Path) -> Iterator[Found]:
 
 
 def twins(root: Path) -> Iterator[Found]:
-    """ops whose config class is that of another op, too: which of them runs, the config does not tell"""
-    known: dict[str, str] = {}
-    for path, tree in trees(root / "funcops").items():
-        for node in ast.walk(tree):
-            if _call_of(node, "make_op") and len(node.args) == 2 and isinstance(node.args[0], ast.Constant):
-                name, config = node.args[0].value, _last(node.args[1])
-                if config in known:
-                    yield Found(path, node.lineno, f"{name} ({config}, as {known[config]})")
-                known.setdefault(config, str(name))
+    """ops with the config class of another op, whose name their own begins with: which of them runs, the config does not tell"""
+    known: dict[str, list[tuple[str, Path, int]]] = {}
+    for path, node, _ in nodes(root / "funcops"):
+        if _call_of(node, "make_op") and len(node.args) == 2 and isinstance(node.args[0], ast.Constant):
+            known.setdefault(_last(node.args[1]), []).append((str(node.args[0].value), path, node.lineno))
+    for config, ops in known.items():
+        for name, path, line in ops:
+            for other, *_ in ops:
+                if name != other and name.startswith(other):
+                    yield Found(path, line, f"{name} ({config}, as {other})")
 
 
 def fragment_docstrings(root: Path) -> Iterator[Found]:
     """docstrings of the package that begin with a fragment (see `prose.py`), in per cent of all"""
-    for path in trees(root / "funcops"):
-        yield from (Found(path, one.line, one.text) for one in fragments(path))
+    for path, doc, line in _docstrings(root):
+        if FRAGMENT.match(doc):
+            yield Found(path, line, doc.splitlines()[0])
+
+
+def _docstrings(root: Path) -> Iterator[tuple[Path, str, int]]:
+    for path, node, _ in nodes(root / "funcops"):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Module)) and (doc := ast.get_docstring(node)):
+            yield path, doc, node.body[0].lineno
 
 
 def test_files(root: Path) -> Iterator[Found]:
@@ -238,8 +250,7 @@ def _length(root: Path, name: str) -> Iterator[Found]:
 
 def rewrite_lines(root: Path) -> Iterator[Found]:
     """lines of the longest of `with_recipe`, `with_lora`, `zero3` and `with_cache`, without its docstring"""
-    every = [list(_length(root, name)) for name in ("with_recipe", "with_lora", "zero3", "with_cache")]
-    yield from max(every, key=len)
+    yield from max([list(_length(root, name)) for name in ("with_recipe", "with_lora", "zero3", "with_cache")], key=len)
 
 
 def package_lines(root: Path) -> Iterator[Found]:
@@ -258,7 +269,7 @@ class Count(NamedTuple):
         n = sum(1 for _ in self.find(root))
         if self.find is not fragment_docstrings:
             return n
-        return 100 * n / sum(1 for path in trees(root / "funcops") for _ in docstrings(path))
+        return 100 * n / max(1, sum(1 for _ in _docstrings(root)))
 
 
 COUNTS = {
@@ -285,8 +296,8 @@ def main(args: list[str]) -> None:
         for one in COUNTS[name].find(root):
             print(f"{one.path.relative_to(root)}:{one.line}: {one.text}")
     for name, count in COUNTS.items() if not args else ():
-        said = " ".join((count.find.__doc__ or "").split())
-        print(f"{name:<16} {count.number(root):>8,.4g} of {count.most:>6,}   {said}".replace("e+04", "e4"))
+        number, said = count.number(root), " ".join((count.find.__doc__ or "").split())
+        print(f"{name:<16} {number:>10{',' if number == int(number) else '.2f'}} of {count.most:>6,}   {said}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from torch import Tensor
 from funcops.adapters.flatten import flatten, gradients, indexed_paths, unflatten
 from funcops.adapters.from_function.partition import Graphs, Like, cut, resolved
 from funcops.contract.accumulators import accumulate
-from funcops.contract.configs import OpConfig
+from funcops.contract.configs import OpConfig, require_config
 from funcops.contract.needs import Needs, check_needs
 from funcops.contract.op import Op, config, dgrad_of, make_op, refuse_autocast
 from funcops.contract.schema import DGRAD, WGRAD, Pending, Residuals, open_node, saved, static
@@ -145,8 +145,7 @@ class _Function:
 
     def forward(self, params: Any, x: Any, cfg: Any, needs: Needs) -> tuple[Any, Any]:
         label = f"{self.label}_fwd"
-        if type(cfg) is not self.config:
-            fail(label, "cfg", self.config.__name__, describe(cfg), TypeError)
+        require_config(label, cfg, self.config)
         if self.init is None and params is not None:
             fail(label, "params", "None (op_from_torch got no init)", describe(params), TypeError)
         if _autocast_enabled():
