@@ -147,7 +147,7 @@ class OpConfig:
     linear_parts: tuple[str, ...] = ()
     """The names of the linear layers inside an op, if it has several; each has its params under that name."""
     largest: Any = None
-    """The function that combines the amaxes of the ranks' parts of a weight into the whole weight's; None if ranks have whole weights."""
+    """The function that makes a whole weight's amaxes of the amaxes of its parts on the ranks; None if ranks have whole weights."""
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         """The width (size of the last dimension) that x must have, None if any; and the width of y if x has `width`, None if not
@@ -311,11 +311,11 @@ def fields_of(cfg: Any) -> dict[str, Any]:
 
 
 def found_once(cfg: Any, name: str, find: Callable[[], T]) -> T:
-    """The result of `find()`. Unless it is empty, it is kept on the config under `name`, so that a tracer reads it instead of
-    tracing `find`."""
-    found = getattr(cfg, name, None)
+    """The result of `find()`. Unless it is empty, it is kept on the config, by `name`, so that a tracer reads it instead of tracing
+    `find`."""
+    found = getattr(cfg, f"found_{name}", None)
     if found is None:
         found = find()
         if found and not torch.compiler.is_dynamo_compiling():
-            object.__setattr__(cfg, name, found)
+            object.__setattr__(cfg, f"found_{name}", found)
     return found

@@ -179,7 +179,7 @@ def unmerge(params: Any, adapter: Mapping[str, LowRankParams], cfg: Any) -> Any:
 
 def adapted(where: str, cfg: Any) -> list[AdaptedLinear]:
     """The adapted linears of a config; raises if it has none."""
-    found = found_once(cfg, "_adapted", lambda: list(adapted_linears(cfg)))
+    found = found_once(cfg, "adapted", lambda: list(adapted_linears(cfg)))
     if not found:
         fail(where, "cfg", "one that with_lora made", describe(cfg) if not isinstance(cfg, Composite) else "one without adapters")
     return found

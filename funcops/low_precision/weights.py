@@ -21,7 +21,7 @@ def low_steps(cfg: Any) -> tuple[dict[str, QLinearConfig], dict[str, str]]:
         low = [part for part in steps(cfg, layers=True) if part.cfg.low_recipe is not None]
         return {join_path(part.path, "weight"): part.cfg for part in low}, ties(cfg)
 
-    return found_once(cfg, "_low", find)
+    return found_once(cfg, "low", find)
 
 
 def recipe_weights(where: str, cfg: Any, params: Any) -> dict[str, tuple[QLinearConfig, Tensor]]:

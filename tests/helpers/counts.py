@@ -284,7 +284,7 @@ COUNTS = {
     "fragments, %": Count(fragment_docstrings, 1),
     "root test files": Count(test_files, 15),
     "rewrite lines": Count(rewrite_lines, 30),
-    "package lines": Count(package_lines, 56_000),
+    "package lines": Count(package_lines, 55_500),
 }
 
 
