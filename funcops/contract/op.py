@@ -451,12 +451,8 @@ def _no_params(name: str, config: type) -> Any:
     def init(cfg: Any, *, key: Any = None, device: Any = None, dtype: Any = None) -> None:
         require_config(f"{name}_init", cfg, config)
 
-    return _named(
-        init,
-        f"{name}_init",
-        config.__module__,
-        f"`{name}` has no params: returns None. Raises `TypeError` for the config of another op.",
-    )
+    doc = f"`{name}` has no params: returns None. Raises `TypeError` for the config of another op."
+    return _named(init, f"{name}_init", config.__module__, doc)
 
 
 def _no_wgrad(name: str, config: type) -> Any:

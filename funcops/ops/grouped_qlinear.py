@@ -46,6 +46,7 @@ from funcops.formats.scaled import Scaled
 from funcops.kernels.grouped import grouped_wgrad, grouped_wgrad_into
 from funcops.kernels.routing import gather_rows, of_rows
 from funcops.ops import _quantized_groups as coded
+from funcops.ops._low_config import LowConfig
 from funcops.ops._quantized_groups import Groups
 from funcops.ops.grouped_linear import (
     GroupedLinearConfig,
@@ -55,7 +56,7 @@ from funcops.ops.grouped_linear import (
     grouped_linear,
     grouped_linear_init,
 )
-from funcops.ops.qlinear import LowConfig, check_params, check_rounding, low_gradients, needs_low, rounding_of
+from funcops.ops.qlinear import check_params, check_rounding, low_gradients, needs_low, rounding_of
 
 __all__ = [
     "GroupedQLinearConfig",

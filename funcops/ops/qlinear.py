@@ -40,7 +40,6 @@ from torch import Tensor
 from funcops import random
 from funcops.backend import wide
 from funcops.contract.accumulators import accumulate, check_into, takes_sums
-from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
@@ -51,6 +50,7 @@ from funcops.formats.scaled import Scaled, bits_of, join_amaxes
 from funcops.kernels import linear as products
 from funcops.kernels import quantize as kernels
 from funcops.kernels.scaled_mm import scaled_mm
+from funcops.ops._low_config import LowConfig
 from funcops.ops.linear import LinearConfig, LinearParams, linear, linear_init
 from funcops.trees import Aside
 
@@ -68,27 +68,6 @@ __all__ = [
 
 P = TypeVar("P", bound=Any)
 Largest = Callable[[Tensor], Tensor] | None  # the amax of a whole tensor, of the amax [1] of the part that is here
-
-
-class LowConfig(OpConfig):
-    """The base of the config of a linear layer with a recipe."""
-
-    recipe: Recipe
-    linear: ClassVar[Any]  # the config of the layer without the recipe
-
-    @property
-    def low_recipe(self) -> Recipe:
-        return self.recipe
-
-    @property
-    def weight_shape(self) -> tuple[int, int]:
-        """The shape of the weight that a rank has."""
-        return self.linear.weight_shape  # type: ignore[no-any-return]
-
-    @property
-    def bias_shape(self) -> tuple[int] | None:
-        """The shape of the bias that a rank has; None if the layer over ranks has no bias."""
-        return self.linear.bias_shape  # type: ignore[no-any-return]
 
 
 @config

@@ -63,9 +63,9 @@ from funcops.distributed.specs import Spec
 from funcops.formats import QTensor, check_quantized, turned
 from funcops.formats.recipes import LOW_FORMS, Recipe
 from funcops.formats.scaled import Scaled
+from funcops.ops._low_config import LowConfig
 from funcops.ops.linear import LinearParams
 from funcops.ops.qlinear import (
-    LowConfig,
     a_tensor,
     check_low_into,
     check_params,
