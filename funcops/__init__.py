@@ -60,14 +60,14 @@ from funcops.compose.skip import *
 from funcops.compose.step import Step as Step
 from funcops.compose.vjp import value_and_grad as value_and_grad
 from funcops.compose.vjp import vjp as vjp
-from funcops.compose.walk import Part as Part
-from funcops.compose.walk import rewrite as rewrite
-from funcops.compose.walk import walk as walk
 from funcops.contract.checking import checking as checking
 from funcops.contract.moved import install as _serve_old_paths
 from funcops.contract.needs import Needs as Needs
 from funcops.contract.op import Op as Op
 from funcops.contract.renamed import old_names as _old_names
+from funcops.contract.walk import Part as Part
+from funcops.contract.walk import rewrite as rewrite
+from funcops.contract.walk import walk as walk
 from funcops.errors import BorrowedError as BorrowedError
 from funcops.errors import CaptureError as CaptureError
 from funcops.errors import CheckpointError as CheckpointError

@@ -52,7 +52,7 @@ from torch import Tensor
 from typing_extensions import dataclass_transform
 
 from funcops.backend.source import compile_source, exact
-from funcops.errors import describe, fail, require_callable, require_dtype, require_flag, require_type
+from funcops.errors import describe, fail, join_path, require_callable, require_dtype, require_flag, require_type
 
 NAMESPACE = "funcops"
 FIELDS: dict[type, tuple[tuple[str, ...], ...]] = {}  # for each node class, the names of leaves, statics and hidden fields
@@ -102,7 +102,7 @@ _constant: dict[type, list[str]] = {}  # for each class, the leaves that never h
 def constant_paths(tree: Any) -> set[str]:
     """The paths of leaves that never have a gradient, such as the bias of a router."""
     nodes = paths(tree, is_leaf=lambda node: type(node) in _constant)
-    return {f"{path}.{name}" if path else name for path, node in nodes.items() for name in _constant.get(type(node), ())}
+    return {join_path(path, name) for path, node in nodes.items() for name in _constant.get(type(node), ())}
 
 
 _stand_ins: set[type] = set()

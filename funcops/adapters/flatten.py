@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from funcops.backend.source import exact
+from funcops.errors import join_path
 from funcops.residuals.nested import Nested
 from funcops.trees import FIELDS
 
@@ -105,4 +106,4 @@ def indexed_paths(shape: Any, path: str) -> Iterator[tuple[int, str]]:
         return
     for name, child in named:
         name = exact(name)
-        yield from indexed_paths(child, f"{path}.{name}" if path else str(name))
+        yield from indexed_paths(child, join_path(path, name))

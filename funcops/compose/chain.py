@@ -104,9 +104,16 @@ class ChainConfig(Composite):
         return params
 
     def with_parts(self, replace: Replace, **changes: Any) -> ChainConfig:
-        """The config with `replace(name, op, cfg)` for each step's op and config."""
+        """The config with `replace(name, op, cfg)` for each step's op and config. A name that only the new steps take, and that no
+        step gives, becomes one of the extras."""
         steps = tuple(step.with_op(*replace(step.name, step.op, step.cfg)) for step in self.steps)
-        return dataclasses.replace(self, steps=steps, **changes)
+        known = {
+            *self.extras,
+            *(name for step in self.steps for name in step.names),
+            *(name for step in steps for name in step.given),
+        }
+        added = dict.fromkeys(name for step in steps for name in step.names if name not in known)
+        return dataclasses.replace(self, **{"steps": steps, "extras": (*self.extras, *added), **changes})
 
     known: ClassVar[tuple[str, ...]]  # the paths of params that exist
     recomputed: ClassVar[frozenset[str]]  # the steps whose outputs are recomputed

@@ -8,11 +8,11 @@ from typing import Any
 
 from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.plain_experts import plain_experts
-from funcops.compose.step import WithExtras
-from funcops.compose.walk import remade
-from funcops.contract.configs import Composite, Replace
+from funcops.compose.step import Step, WithExtras
+from funcops.contract.configs import Composite, Replace, require_config
 from funcops.contract.needs import Needs, check_needs
 from funcops.contract.op import Op, config, init_of, make_op
+from funcops.contract.walk import remade
 from funcops.errors import describe, fail, require_type
 from funcops.ops._tuples import require_tuple
 from funcops.ops.experts import ExpertsConfig, ExpertsParams, experts
@@ -31,6 +31,10 @@ class ExpertStepsConfig(Composite):
         names = {step.name for step in self.cfg.steps}
         if self.cfg.extras != EXTRAS or self.cfg.outputs or not {"up", "down"} <= names:
             fail("ExpertStepsConfig", "cfg", "a chain as plain_experts makes it", f"one of steps {', '.join(names)}")
+
+    @property
+    def members(self) -> tuple[Step, ...]:  # type: ignore[override]
+        return self.cfg.steps
 
     def abstract(self) -> Any:
         """See `funcops.program.values.abstract_params`."""
@@ -51,11 +55,6 @@ def _by_name(where: str, what: str, params: Any, cfg: ExpertStepsConfig) -> dict
     return {step.name: getattr(params, step.name, None) for step in cfg.cfg.steps}
 
 
-def _check_cfg(where: str, cfg: Any) -> None:
-    if type(cfg) is not ExpertStepsConfig:
-        fail(where, "cfg", "ExpertStepsConfig", describe(cfg), TypeError)
-
-
 @init_of(ExpertStepsConfig)
 def expert_steps_init(cfg: ExpertStepsConfig, *, key: Any = None, device: Any = None, dtype: Any = None) -> ExpertsParams:
     """The params of both layers."""
@@ -65,7 +64,7 @@ def expert_steps_init(cfg: ExpertStepsConfig, *, key: Any = None, device: Any = 
 def expert_steps_fwd(params: ExpertsParams, x: Any, cfg: ExpertStepsConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
     """x: `(weights, x, indices)` -> y: [*, H]. Raises as the steps do."""
     where = "expert_steps_fwd"
-    _check_cfg(where, cfg)
+    require_config(where, cfg, ExpertStepsConfig)
     own, (weights, tokens, indices) = _by_name(where, "params", params, cfg), require_tuple(where, x, "weights", "x", "indices")
     if needs is not Needs.ALL:
         check_needs(where, needs, params, x)
@@ -81,7 +80,7 @@ def _as_parts(dx: Any) -> Any:
 
 def expert_steps_dgrad(residuals: Any, dy: Any, cfg: ExpertStepsConfig) -> tuple[Any, Any]:
     """dy: [*, H] -> `(d weights, dx, None)`, and the steps' pending."""
-    _check_cfg("expert_steps_dgrad", cfg)
+    require_config("expert_steps_dgrad", cfg, ExpertStepsConfig)
     dx, pending = chain.dgrad(residuals, dy, cfg.cfg)
     return _as_parts(dx), pending
 
@@ -89,7 +88,7 @@ def expert_steps_dgrad(residuals: Any, dy: Any, cfg: ExpertStepsConfig) -> tuple
 def expert_steps_wgrad(pending: Any, cfg: ExpertStepsConfig, *, into: Any = None) -> ExpertsParams:
     """The weight gradients of both layers; added to `into` if given."""
     where = "expert_steps_wgrad"
-    _check_cfg(where, cfg)
+    require_config(where, cfg, ExpertStepsConfig)
     sums = None if into is None else _by_name(where, "into", into, cfg)
     return _named(chain.wgrad(pending, cfg.cfg, into=sums))
 
@@ -97,7 +96,7 @@ def expert_steps_wgrad(pending: Any, cfg: ExpertStepsConfig, *, into: Any = None
 def expert_steps_bwd(residuals: Any, dy: Any, cfg: ExpertStepsConfig, *, into: Any = None) -> tuple[ExpertsParams, Any]:
     """The whole backward. Returns `(dparams, dx)`."""
     where = "expert_steps_bwd"
-    _check_cfg(where, cfg)
+    require_config(where, cfg, ExpertStepsConfig)
     sums = None if into is None else _by_name(where, "into", into, cfg)
     dparams, dx = chain.bwd(residuals, dy, cfg.cfg, into=sums)
     return _named(dparams), _as_parts(dx)
@@ -105,7 +104,7 @@ def expert_steps_bwd(residuals: Any, dy: Any, cfg: ExpertStepsConfig, *, into: A
 
 def _products(pending: Any, cfg: ExpertStepsConfig, *, into: Any) -> list[Any]:
     where = "expert_steps_wgrad"
-    _check_cfg(where, cfg)
+    require_config(where, cfg, ExpertStepsConfig)
     return chain.products(pending, cfg.cfg, into=None if into is None else _by_name(where, "into", into, cfg))  # type: ignore[no-any-return]
 
 

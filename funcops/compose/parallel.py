@@ -16,6 +16,7 @@ outputs, by different names, are outputs: y is then `WithExtras((main_1, main_2,
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, ClassVar
 
 from funcops.compose.step import Step, abstract_parts, init_parts, live_inputs, note, split_x
@@ -70,10 +71,12 @@ class ParallelConfig(Composite):
         """See `funcops.program.values.abstract_params`."""
         return abstract_parts(self.branches)
 
-    def with_parts(self, replace: Replace) -> ParallelConfig:
+    def with_parts(self, replace: Replace, **changes: Any) -> ParallelConfig:
         """The config with `replace(name, op, cfg)` for each branch's op and config."""
-        return ParallelConfig(branches=tuple(b.with_op(*replace(b.name, b.op, b.cfg)) for b in self.branches), fuse=self.fuse)
+        branches = tuple(b.with_op(*replace(b.name, b.op, b.cfg)) for b in self.branches)
+        return dataclasses.replace(self, branches=branches, **changes)
 
+    branching = True
     part: ClassVar[str] = "branch"  # what an error calls a part
     programs: ClassVar[dict[Any, Any]]
 

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from funcops import random
 from funcops.compose.step import bundle, check_body, live_inputs, note, split_x
-from funcops.contract.configs import Composite, Replace, Width
+from funcops.contract.configs import Composite, Replace, Width, require_config
 from funcops.contract.needs import Needs, check_needs, sub_mask
 from funcops.contract.op import Op, config, dgrad_of, init_of, make_op
 from funcops.contract.schema import open_node
@@ -83,11 +83,15 @@ class RepeatConfig(Composite):
         layers = (abstract_params(self.op, self.cfg),) * self.times
         return _stack(layers) if self.stacked else layers
 
-    def with_parts(self, replace: Replace) -> RepeatConfig:
+    def with_parts(self, replace: Replace, **changes: Any) -> RepeatConfig:
         """The config with `replace("*", op, cfg)` for the body."""
         op, cfg = replace("*", self.op, self.cfg)
-        return dataclasses.replace(self, op=op, cfg=cfg)
+        return dataclasses.replace(self, op=op, cfg=cfg, **changes)
 
+    def parts(self) -> list[tuple[Any, Any, Any]]:
+        return [("*", self.op, self.cfg)]
+
+    maps_to_itself = True
     has_params: ClassVar[bool]
     layer_needs: ClassVar[dict[Needs, tuple[Needs, ...]]]
 
@@ -111,11 +115,6 @@ def needs_of_layers(cfg: RepeatConfig, needs: Needs) -> tuple[Needs, ...]:
             live[""] = bool(wanted)
         cfg.layer_needs[needs] = tuple(found)
     return cfg.layer_needs[needs]
-
-
-def _check_cfg(where: str, cfg: Any) -> None:
-    if type(cfg) is not RepeatConfig:
-        fail(where, "cfg", "RepeatConfig", describe(cfg), TypeError)
 
 
 @init_of(RepeatConfig)
@@ -158,7 +157,7 @@ def repeat_fwd(params: Any, x: Any, cfg: RepeatConfig, *, needs: Needs = Needs.A
     """Run the body `times` times. x: the body's x, in `WithExtras` if it has extras; y: in `WithExtras` if it has outputs, which
     are stacked over the layers. Raises `TypeError` for an output that is not a tensor, `ValueError` for one whose shape or dtype
     differs between layers."""
-    _check_cfg("repeat_fwd", cfg)
+    require_config("repeat_fwd", cfg, RepeatConfig)
     if needs is not Needs.ALL:
         check_needs("repeat_fwd", needs, params, x)
     layers = _layers("repeat_fwd", "params", params, cfg)
@@ -285,7 +284,7 @@ def _products(pending: Any, cfg: RepeatConfig, *, into: Any) -> list[Any]:
 
 def _by_layer(part_of_op: str, pending: Any, cfg: RepeatConfig, into: Any) -> list[Any]:
     """The results of the body's "wgrad" or "products" by layer, called for the last layer first."""
-    _check_cfg("repeat_wgrad", cfg)
+    require_config("repeat_wgrad", cfg, RepeatConfig)
     late = cfg.op.prefetch is not None and part_of_op == "wgrad"
     run = cfg.op.prefetch.wgrad if late else getattr(cfg.op, part_of_op)
     node = None if pending is None else open_node("repeat_wgrad", pending, RepeatPending, cfg)
@@ -309,7 +308,7 @@ def _by_layer(part_of_op: str, pending: Any, cfg: RepeatConfig, into: Any) -> li
 
 def repeat_bwd(residuals: Any, dy: Any, cfg: RepeatConfig, *, into: Any = None) -> tuple[Any, Any]:
     """The whole backward, a layer at a time, so that donated residuals are freed layer by layer. Returns `(dparams, dx)`."""
-    _check_cfg("repeat_bwd", cfg)
+    require_config("repeat_bwd", cfg, RepeatConfig)
     node = open_node("repeat_bwd", residuals, RepeatResiduals, cfg)
     dx, found = _walk(node, dy, cfg, _accumulators("repeat_bwd", into, node, cfg, dy))
     if node is not residuals:

@@ -16,14 +16,15 @@ passed on.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import field
 from typing import Any, ClassVar
 
 from funcops.compose.step import check_body, note, split_x
-from funcops.contract.configs import Composite, Replace, Width
+from funcops.contract.configs import Composite, Replace, Width, require_config
 from funcops.contract.needs import Needs, check_needs, sub_mask
 from funcops.contract.op import Op, config, init_of, make_op
-from funcops.errors import describe, fail
+from funcops.errors import fail
 from funcops.ops.add import AddConfig
 from funcops.ops.add import add as add_op
 from funcops.ops.fork import ForkConfig, fork
@@ -55,10 +56,13 @@ class SkipConfig(Composite):
         """See `funcops.program.values.abstract_params`."""
         return abstract_params(self.op, self.cfg)
 
-    def with_parts(self, replace: Replace) -> SkipConfig:
+    def with_parts(self, replace: Replace, **changes: Any) -> SkipConfig:
         """The config with `replace(None, op, cfg)` for the body: a skip adds no name to its paths."""
         op, cfg = replace(None, self.op, self.cfg)
-        return SkipConfig(op=op, cfg=cfg)
+        return dataclasses.replace(self, op=op, cfg=cfg, **changes)
+
+    def parts(self) -> list[tuple[Any, Any, Any]]:
+        return [(None, self.op, self.cfg)]
 
     def follow(self, where: str, path: str, width: Width | None) -> Width | None:
         """See `OpConfig.follow`: the body's y must have the width of its x."""
@@ -70,6 +74,7 @@ class SkipConfig(Composite):
             fail(where, name, f"one whose y is [..., {before.size}], as its x", f"[..., {after.size}] of step {after.of!r}")
         return before or after
 
+    maps_to_itself = True
     programs: ClassVar[dict[Any, Any]]
 
 
@@ -90,11 +95,6 @@ def _wants_main(needs: Needs, cfg: SkipConfig) -> bool:
     return mask is True or bool(sub_mask(mask, "main") if cfg.extras else mask)
 
 
-def _check_cfg(where: str, cfg: Any) -> None:
-    if type(cfg) is not SkipConfig:
-        fail(where, "cfg", "SkipConfig", describe(cfg), TypeError)
-
-
 @init_of(SkipConfig)
 def skip_init(cfg: SkipConfig, *, key: Any = None, device: Any = None, dtype: Any = None) -> Any:
     """The body's params."""
@@ -104,7 +104,7 @@ def skip_init(cfg: SkipConfig, *, key: Any = None, device: Any = None, dtype: An
 def skip_fwd(params: Any, x: Any, cfg: SkipConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
     """`y = x + body(x)`. x: a tensor that the body maps to its own shape, in `WithExtras` if the body has extras. Raises
     `ValueError` or `TypeError` as the body does, for needs that name a missing param, and for a body that changes the shape."""
-    _check_cfg("skip_fwd", cfg)
+    require_config("skip_fwd", cfg, SkipConfig)
     if needs is not Needs.ALL:
         check_needs("skip_fwd", needs, params, x)
     main, extras = split_x("skip_fwd", x, cfg)
@@ -113,24 +113,24 @@ def skip_fwd(params: Any, x: Any, cfg: SkipConfig, *, needs: Needs = Needs.ALL) 
 
 def skip_dgrad(residuals: Any, dy: Any, cfg: SkipConfig) -> tuple[Any, Any]:
     """`dx = dy + body_dx(dy)`, and the body's pending."""
-    _check_cfg("skip_dgrad", cfg)
+    require_config("skip_dgrad", cfg, SkipConfig)
     return programs.dgrad(skip, residuals, dy, cfg)
 
 
 def skip_wgrad(pending: Any, cfg: SkipConfig, *, into: Any = None) -> Any:
     """The body's weight gradients."""
-    _check_cfg("skip_wgrad", cfg)
+    require_config("skip_wgrad", cfg, SkipConfig)
     return cfg.op.wgrad(pending, cfg.cfg, into=into)
 
 
 def skip_bwd(residuals: Any, dy: Any, cfg: SkipConfig, *, into: Any = None) -> tuple[Any, Any]:
     """The whole backward. Returns `(dparams, dx)`."""
-    _check_cfg("skip_bwd", cfg)
+    require_config("skip_bwd", cfg, SkipConfig)
     return programs.bwd(skip, residuals, dy, cfg, into)
 
 
 def _products(pending: Any, cfg: SkipConfig, *, into: Any) -> list[Any]:
-    _check_cfg("skip_wgrad", cfg)
+    require_config("skip_wgrad", cfg, SkipConfig)
     return cfg.op.products(pending, cfg.cfg, into=into)  # type: ignore[no-any-return]
 
 

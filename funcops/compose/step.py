@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from funcops import random
+from funcops.contract.configs import require_config
 from funcops.contract.needs import Mask, Needs, sub_mask
 from funcops.contract.op import Op, config
 from funcops.errors import check, describe, fail, in_step, require, require_type
@@ -113,10 +114,13 @@ class Step:
         return Needs(x=True if len(wanted) == len(labels) else wanted, params=params)
 
     def with_op(self, op: Op, cfg: Any) -> Step:
-        """The step with another op. A step that passes all extras of a combinator passes all extras of the new one."""
+        """The step with another op, which takes also the names that `takes_also` of its config adds. A step that passes all extras
+        of a combinator passes all extras of the new one."""
         if op is self.op and cfg is self.cfg:
             return self
-        return dataclasses.replace(self, op=op, cfg=cfg, takes=() if self.passes else self.takes)
+        takes = () if self.passes else self.takes
+        takes += tuple([name for name in cfg.takes_also if name not in takes])
+        return dataclasses.replace(self, op=op, cfg=cfg, takes=takes)
 
 
 def note(cfg: Any, **derived: Any) -> None:
@@ -133,8 +137,7 @@ def bundle(main: Any, extras: dict[str, Any], keys: tuple[str, ...], fold: int, 
 
 def check_body(where: str, op: Any, cfg: Any) -> None:
     require_type(where, "op", op, Op)
-    if type(cfg) is not op.config:
-        fail(where, "cfg", op.config.__name__, describe(cfg), TypeError)
+    require_config(where, cfg, op.config)
 
 
 def by_name(steps: Sequence[Step], make: Callable[[Step], Any]) -> dict[str, Any]:

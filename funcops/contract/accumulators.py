@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from funcops.backend import tracing, wide
-from funcops.errors import GradModeError, describe, fail
+from funcops.errors import GradModeError, describe, fail, join_path
 from funcops.trees import leaves, paths, same_structure
 
 T = TypeVar("T")
@@ -48,26 +48,26 @@ def takes_sums(accumulator: Tensor | None, dtype: torch.dtype) -> bool:
 
 def check_accumulator(where: str, path: str, accumulator: Any, shape: Any, device: Any = None) -> None:
     """Raise unless it is a float tensor of that shape, on that device, on which `add_` can be called."""
-    name = f"into.{path}" if path else "into"
     if not isinstance(accumulator, Tensor):
-        fail(where, name, f"a tensor {list(shape)}", describe(accumulator), TypeError)
+        fail(where, join_path("into", path), f"a tensor {list(shape)}", describe(accumulator), TypeError)
     if tuple(accumulator.shape) != tuple(shape):  # two tuples: torch 2.11 cannot trace a comparison of a Size with one
-        fail(where, name, str(list(shape)), list(accumulator.shape))
+        fail(where, join_path("into", path), str(list(shape)), list(accumulator.shape))
     if device is not None and accumulator.device != device:
-        fail(where, name, f"on device {device}", accumulator.device)
+        fail(where, join_path("into", path), f"on device {device}", accumulator.device)
     if not accumulator.is_floating_point():
-        fail(where, name, "a floating dtype", accumulator.dtype, TypeError)
+        fail(where, join_path("into", path), "a floating dtype", accumulator.dtype, TypeError)
     if accumulator.requires_grad and torch.is_grad_enabled():
-        fail(where, name, "a tensor that does not require grad", "one that does, in grad mode", GradModeError)
+        wanted = "a tensor that does not require grad"
+        fail(where, join_path("into", path), wanted, "one that does, in grad mode", GradModeError)
     if not accumulator.is_contiguous() and _overlaps_itself(accumulator):
-        fail(where, name, "a tensor with memory for every element", f"{describe(accumulator)} with strides {accumulator.stride()}")
+        got = f"{describe(accumulator)} with strides {accumulator.stride()}"
+        fail(where, join_path("into", path), "a tensor with memory for every element", got)
 
 
 def check_width(where: str, path: str, accumulator: Tensor, dtype: torch.dtype) -> None:
     have = accumulator.dtype
     if have is not dtype and have.itemsize <= dtype.itemsize:  # neither float16 nor bfloat16 holds all values of the other
-        name = f"into.{path}" if path else "into"
-        fail(where, name, f"{dtype} or a wider float dtype", have, TypeError)
+        fail(where, join_path("into", path), f"{dtype} or a wider float dtype", have, TypeError)
 
 
 def check_apart(where: str, accumulators: dict[str, Tensor]) -> None:

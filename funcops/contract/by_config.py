@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from funcops.contract.configs import require_config
 from funcops.errors import describe, fail
 
 
@@ -36,8 +37,7 @@ def class_by(where: str, declared: Any, cfg: Any) -> Any:
     """The declared class, or the one that the config chooses. Raises `TypeError` if the choice is for configs of another class."""
     if type(declared) is not ByConfig:
         return declared
-    if type(cfg) is not declared.config:
-        fail(where, "cfg", declared.config.__name__, describe(cfg), TypeError)
+    require_config(where, cfg, declared.config)
     found = declared.choose(cfg)
     if found not in declared.classes:
         fail(where, "choose(cfg)", f"one of {', '.join(one.__name__ for one in declared.classes)}", describe(found))

@@ -31,7 +31,7 @@ from funcops.backend import select, tracing
 from funcops.contract import marks, versions
 from funcops.contract.schema import Donated, Saved
 from funcops.contract.versions import Versions
-from funcops.errors import DonatedError, describe, fail, require_flag, short
+from funcops.errors import DonatedError, describe, fail, join_path, require_flag, short
 from funcops.trees import at, has, leaves, paths, same_structure, stands_for_one, structure, tensors, tree_map
 
 any_autocast = torch._C._is_any_autocast_enabled
@@ -205,7 +205,7 @@ def _as_y(where: str, dy: Any, forms: Any) -> None:
     if same_structure(dy, forms):
         for (path, d), form in zip(paths(dy).items(), leaves(forms), strict=True):
             if isinstance(d, Tensor) and describe(d) != form:
-                fail(where, f"dy.{path}" if path else "dy", f"{form}, like y", describe(d))
+                fail(where, join_path("dy", path), f"{form}, like y", describe(d))
 
 
 def _mirrors(where: str, what: str, tree: Any, forms: Any) -> None:
@@ -218,8 +218,7 @@ def _mirrors(where: str, what: str, tree: Any, forms: Any) -> None:
         said = _form(part) if part is None or isinstance(part, Tensor) else tree_map(describe, part)
         for inner, text in zip(leaves(said), leaves(form), strict=True) if part is not None else ():
             if inner != "None" and inner != text:
-                path = f"{what}.{place}" if place else what
-                fail(where, path, f"{text}, like the leaf of which it is the gradient", inner, RuntimeError)
+                fail(where, join_path(what, place), f"{text}, like the leaf of which it is the gradient", inner, RuntimeError)
 
 
 def aliases_said(kept: Any, given: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -62,14 +62,11 @@ def _unpickled(cls: Any, fields: dict[str, Any]) -> Any:
 def _check_hooks(cls: Any) -> None:
     """Raise if a field has the name of a hook and no default: dataclasses would take the hook for its default."""
     for name, annotation in cls.__dict__.get("__annotations__", {}).items():
-        if name in vars(OpConfig) and name not in cls.__dict__ and "ClassVar" not in str(annotation):
-            fail(
-                cls.__name__,
-                f"field {name}",
-                "of another name, or have a default (OpConfig has a hook of that name)",
-                "none",
-                TypeError,
-            )
+        if name not in cls.__dict__ and "ClassVar" not in str(annotation):
+            for base in (OpConfig, Composite):
+                if name in vars(base) and (base is OpConfig or issubclass(cls, base)):
+                    wanted = f"of another name, or have a default ({base.__name__} has a hook of that name)"
+                    fail(cls.__name__, f"field {name}", wanted, "none", TypeError)
 
 
 _PLAIN = (str, int, float, bool, NoneType)
@@ -130,6 +127,9 @@ class OpConfig:
     """Names of the outputs beside main, if y is `WithExtras(main, {name: ...})`."""
     keys: tuple[str, ...] = ()
     """The extras that are random keys."""
+    takes_also: tuple[str, ...] = ()
+    """Names of values that the op takes behind those that its step took before a rewrite put this config there. A chain around it
+    declares them as extras."""
     fuse: bool = True
     """Whether rules of fusion may join the op's calls with others."""
     gives_by_position: bool = True
@@ -138,6 +138,16 @@ class OpConfig:
     """Whether each feature of y is computed from the same feature of x alone, so that features may be sharded."""
     shards_features: bool | None = None
     """Whether each rank of the config's axis has different features in y; None if y's features are sharded as x's are."""
+    sequence_parallel: bool | None = None
+    """Whether the rows of x or y are sharded over the config's axis; None if the op has no such choice."""
+    attends: ClassVar[bool] = False
+    """Whether y at a position depends on the keys and values of other positions: attention."""
+    draws_mask: ClassVar[bool] = False
+    """Whether the op draws a mask with the shape of x, of which a rank draws the part for its own part of x."""
+    linear_parts: tuple[str, ...] = ()
+    """The names of the linear layers inside an op, if it has several; each has its params under that name."""
+    largest: Any = None
+    """The function that makes a whole weight's amaxes of the amaxes of its parts on the ranks; None if ranks have whole weights."""
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         """The width (size of the last dimension) that x must have, None if any; and the width of y if x has `width`, None if not
@@ -164,7 +174,7 @@ class OpConfig:
     @property
     def low_recipe(self) -> Any:
         """The recipe of an op in low precision; None for any other op."""
-        return getattr(self, "recipe", None)
+        return None
 
     @property
     def specs(self) -> dict[str, Any]:
@@ -205,14 +215,26 @@ class Composite(OpConfig):
     """The axis over which all params of the parts are sharded."""
     like: Any = None
     """The params of the parts by shape alone, before that axis shards them."""
+    times: int | None = None
+    """The number of layers, if the part runs several times, one layer after another, each with params of its own; else None."""
+    stacked: bool = False
+    """Whether the params of these layers are one tree, whose leaves have a leading layer dimension."""
+    branching: ClassVar[bool] = False
+    """Whether every part reads the config's x, and y is the tuple of their y; else each reads the y of the part before it."""
+    maps_to_itself: ClassVar[bool] = False
+    """Whether y has the shape of x, and is sharded as x is."""
+    recompute: Any = None
+    """The parts whose outputs are recomputed in the backward, as in `ChainConfig`; None if the config has no such choice."""
 
-    def with_parts(self, replace: Replace) -> Self:
-        """The config with `replace(name, op, cfg)` for each part's op and config. A part whose name is None has its combinator's
-        path."""
+    def with_parts(self, replace: Replace, **changes: Any) -> Self:
+        """The config with `replace(name, op, cfg)` for each part's op and config, and `changes` of other fields. A part whose name
+        is None has its combinator's path."""
         raise NotImplementedError(f"{type(self).__name__}.with_parts")
 
     def parts(self) -> list[tuple[Any, Any, Any]]:
         """Name, op and config of each part, in the order of the forward; the body of a repeat once, as "*"."""
+        if self.members:
+            return [(step.name, step.op, step.cfg) for step in self.members]
         found: list[tuple[Any, Any, Any]] = []
 
         def note(name: Any, op: Any, inner: Any) -> tuple[Any, Any]:
@@ -274,7 +296,26 @@ _OLD_HOOKS = {"apart": "shards_features", "gives_by_place": "gives_by_position",
 _hooked: set[type] = set()  # classes of configs that have the hooks without the base
 
 
-def require_config(where: str, cfg: Any) -> None:
-    """Raise `TypeError` unless `cfg` is the config of an op."""
-    if not isinstance(cfg, OpConfig) and type(cfg) not in _hooked:
+def require_config(where: str, cfg: Any, wanted: type | None = None) -> None:
+    """Raise `TypeError` unless `cfg` is the config of an op; with `wanted`, unless it is of that very class."""
+    if wanted is not None:
+        if type(cfg) is not wanted:
+            fail(where, "cfg", wanted.__name__, describe(cfg), TypeError)
+    elif not isinstance(cfg, OpConfig) and type(cfg) not in _hooked:
         fail(where, "cfg", "the config of an op (of a DecoderConfig: decoder(cfg))", describe(cfg), TypeError)
+
+
+def fields_of(cfg: Any) -> dict[str, Any]:
+    """The values of a config's fields by name, as its class takes them."""
+    return {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)}
+
+
+def found_once(cfg: Any, name: str, find: Callable[[], T]) -> T:
+    """The result of `find()`. Unless it is empty, it is kept on the config, by `name`, so that a tracer reads it instead of tracing
+    `find`."""
+    found = getattr(cfg, f"found_{name}", None)
+    if found is None:
+        found = find()
+        if found and not torch.compiler.is_dynamo_compiling():
+            object.__setattr__(cfg, f"found_{name}", found)
+    return found

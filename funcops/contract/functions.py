@@ -16,6 +16,7 @@ from torch import Tensor
 from funcops import random
 from funcops.contract.by_config import class_by, classes_of
 from funcops.contract.checking import asked, unusual, when_switched
+from funcops.contract.configs import require_config
 from funcops.contract.marks import IDLE
 from funcops.contract.needs import Needs, check_needs
 from funcops.contract.schema import open_node
@@ -82,8 +83,7 @@ def init_of(config: type) -> Callable[[F], F]:
 
         @functools.wraps(fn)
         def init(cfg: Any, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None) -> Any:
-            if type(cfg) is not config:
-                _bad_type(where, "cfg", cfg, config)
+            require_config(where, cfg, config)
             require_device(where, device)
             require_dtype(where, dtype)
             if key is not None:
@@ -281,18 +281,17 @@ def no_init(name: str, config: type) -> Any:
     """The init of an op without params."""
 
     def init(cfg: Any, *, key: Any = None, device: Any = None, dtype: Any = None) -> None:
-        if type(cfg) is not config:
-            _bad_type(f"{name}_init", "cfg", cfg, config)
+        require_config(f"{name}_init", cfg, config)
 
-    return _named(init, f"{name}_init", config.__module__, f"`{name}` has no params: returns None.")
+    doc = f"`{name}` has no params: returns None. Raises `TypeError` for the config of another op."
+    return _named(init, f"{name}_init", config.__module__, doc)
 
 
 def no_wgrad(name: str, config: type) -> Any:
     """The wgrad of an op without params."""
 
     def wgrad(pending: Any, cfg: Any, *, into: Any = None) -> None:
-        if type(cfg) is not config:
-            _bad_type(f"{name}_wgrad", "cfg", cfg, config)
+        require_config(f"{name}_wgrad", cfg, config)
         for argument, value in (("pending", pending), ("into", into)):
             if value is not None:
                 _bad_type(f"{name}_wgrad", argument, value, NoneType)

@@ -114,7 +114,7 @@ def stale_path(node: Any) -> str | None:
             found = [i for i, (t, before) in enumerate(_pairs(value, mark)) if before != version(t)]
             inside = [path for path, t in paths(value).items() if isinstance(t, Tensor)]
             path = inside[found[0]] if found else ""
-            return f"{name}.{path}" if path else name
+            return join_path(name, path)
     return None
 
 

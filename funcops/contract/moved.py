@@ -13,6 +13,7 @@ from types import ModuleType
 _CONTRACT = ("accumulators", "configs", "marks", "needs", "op", "schema", "signatures")
 MOVED = {
     **{f"funcops.{name}": f"funcops.contract.{name}" for name in _CONTRACT},
+    "funcops.compose.walk": "funcops.contract.walk",
     "funcops.contract.memo": "funcops.contract.trace_safe_cache",
     "funcops.distributed.in_flight": "funcops.distributed.async_collectives",
     "funcops.distributed.parallel": "funcops.distributed.rewrite",

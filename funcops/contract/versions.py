@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from funcops.backend.source import compile_source
-from funcops.errors import StaleResidualError, stale
+from funcops.errors import StaleResidualError, join_path, stale
 from funcops.trees import FIELDS, paths, tensors
 
 _own: Callable[[Any], Any] = operator.attrgetter("_version")
@@ -142,4 +142,4 @@ class Versions:
         found = self.written()
         if found:
             path = next(path for path, leaf in paths(self._tree).items() if leaf is found[0])
-            stale(where, f"{what}.{path}" if path else what, by, hint, error=error)
+            stale(where, join_path(what, path), by, hint, error=error)

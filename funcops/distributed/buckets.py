@@ -17,7 +17,7 @@ from torch import Tensor
 
 from funcops.distributed.checks import check_tensor
 from funcops.distributed.mesh import Axis
-from funcops.errors import FLOATS, describe, fail, require_count
+from funcops.errors import FLOATS, describe, fail, join_path, require_count
 from funcops.trees import paths
 
 BUCKET_BYTES = 25 * 2**20
@@ -174,7 +174,7 @@ def float_leaves(where: str, name: str, tree: Any) -> dict[str, Tensor | None]:
     for path, t in found.items():
         if t is None:
             continue
-        said = f"{name}.{path}" if path else name
+        said = join_path(name, path)
         if not isinstance(t, Tensor):
             fail(where, said, "a float tensor or None", describe(t), TypeError)
         if t.dtype is torch.uint32:

@@ -36,7 +36,7 @@ from funcops.distributed.buckets import BUCKET_BYTES, Bucket, Kind, float_leaves
 from funcops.distributed.checks import require_axis
 from funcops.distributed.mesh import Axis, Mesh
 from funcops.distributed.specs import Spec, Specs, check_own, is_leaf, specs_by_path
-from funcops.errors import fail, in_step, require, require_dtype, require_flag, require_type
+from funcops.errors import fail, in_step, join_path, require, require_dtype, require_flag, require_type
 from funcops.trees import flatten, paths, unflatten
 
 _HERE = Axis("here", 1, 0)
@@ -181,7 +181,7 @@ def axes_of(where: str, over: Any, name: str = "over") -> tuple[Axis, ...]:
     """Check that `over` is an axis or different axes, and return the axes that have several ranks."""
     given = over if isinstance(over, tuple) else (over,)
     for i, axis in enumerate(given):
-        require_axis(where, axis, f"{name}.{i}" if isinstance(over, tuple) else name)
+        require_axis(where, axis, join_path(name, i if isinstance(over, tuple) else None))
     require(len(set(given)) == len(given), where, name, "different axes", ", ".join(map(str, given)))
     return tuple([axis for axis in given if axis.size > 1])
 

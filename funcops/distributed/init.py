@@ -9,7 +9,7 @@ The draws of an `init` are deferred until it is known which leaf each becomes. N
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,15 +17,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcops import random
-from funcops.compose.parallel import ParallelConfig
-from funcops.contract.configs import Composite
+from funcops.compose.step import check_body
 from funcops.contract.marks import version
 from funcops.contract.op import Op
+from funcops.contract.walk import nested, steps
 from funcops.distributed.mesh import Axis, Mesh
 from funcops.distributed.specs import WHOLE, Ranges, Spec, Specs, own_ranges, specs_by_path, take
-from funcops.errors import describe, fail, join_path, require, require_device, require_dtype, require_type
+from funcops.errors import fail, join_path, require, require_device, require_dtype
 from funcops.program.values import abstract_params
-from funcops.trees import at, leaves, paths, tree_map_with_path
+from funcops.trees import at, has, leaves, paths, tree_map_with_path
 
 PartOf = Callable[[str, Sequence[int]], "Sequence[Ranges]"]  # (path, shape) of a leaf -> its ranges
 
@@ -111,16 +111,19 @@ def specs_of(op: Op, cfg: Any) -> dict[str, Spec]:
     >>> {path: (spec.axis, spec.dim) for path, spec in specs.items()}
     {'up.weight': ('tp', 0), 'up.bias': ('tp', 0), 'down.weight': ('tp', 1)}
     """
-    _check_op("specs_of", op, cfg)
+    check_body("specs_of", op, cfg)
     params = abstract_params(op, cfg)
-    found = {path: spec for path, spec, _ in _shared(cfg, params, "", 0)}
-    ways = dict.fromkeys(_ways(cfg))
+    found = {path: spec for path, (spec, _) in _shared(cfg, params).items()}
+    ways = dict.fromkeys(
+        (part.cfg.axis, part.cfg.sequence_parallel)
+        for part in steps(cfg)
+        if part.cfg.sequence_parallel is not None and part.cfg.axis.size > 1
+    )
     for axis, sequence in ways:
         if not sequence:
             said = "the same in all layers over " + str(axis)
             require((axis, True) not in ways, "specs_of", "cfg.sequence_parallel", said, "both")
-            partial = set[str]()
-            _between(cfg, params, "", axis, False, partial)
+            partial = _between(cfg, params, axis)
             for path, t in paths(params).items():
                 spec = found.get(path, WHOLE)
                 if t is not None and axis.name not in spec.names and path not in partial:
@@ -128,71 +131,45 @@ def specs_of(op: Op, cfg: Any) -> dict[str, Spec]:
     return found
 
 
-def _ways(cfg: Any) -> Iterator[tuple[Axis, bool]]:
-    """The axis of each parallel layer over several ranks, and whether the layer has sequence parallelism."""
-    if isinstance(cfg, Composite):
-        for _, _, inner in cfg.parts():
-            yield from _ways(inner)
-    elif hasattr(cfg, "sequence_parallel") and cfg.axis.size > 1:
-        yield cfg.axis, cfg.sequence_parallel
+def _between(cfg: Any, params: Any, axis: Axis) -> set[str]:
+    """The leaves of the steps whose x has its features sharded over the axis."""
+    found, sharded, before = set[str](), False, dict[int, bool]()
+    for part, around in nested(cfg, layers=True):
+        if around and around[-1].cfg.branching:
+            sharded = before[len(around) - 1]
+        if part.composite:
+            before[len(around)] = sharded
+            continue
+        own = any(axis.name in spec.names for spec in part.cfg.specs.values())
+        if sharded and not own and has(params, part.path):
+            found |= {join_path(part.path, name) for name in paths(at(params, part.path))}
+        if own and part.cfg.shards_features is not None:
+            sharded = part.cfg.shards_features
+    return found
 
 
-def _between(cfg: Any, params: Any, path: str, axis: Axis, sharded: bool, found: set[str]) -> bool:
-    """Note the leaves of steps whose x has its features sharded over the axis. `sharded`: whether x has; returns whether y has."""
-    if not isinstance(cfg, Composite):
-        own = getattr(cfg, "axis", None) == axis
-        if sharded and not own:
-            found.update(join_path(path, name) for name in paths(params))
-        return cfg.shards_features if own and cfg.shards_features is not None else sharded
-    before = sharded
-    for name, _, inner in cfg.parts():
-        x_sharded = before if type(cfg) is ParallelConfig else sharded
-        for where, layer in _layers(name, params, path):
-            sharded = _between(inner, layer, where, axis, x_sharded, found)
-    return sharded
-
-
-def _layers(name: Any, params: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Path and params of a combinator's part; for the body of a repeat, of each layer, unless the layers are stacked."""
-    if name is None or (name == "*" and not isinstance(params, tuple)):
-        yield path, params
-    elif name == "*":
-        yield from ((join_path(path, i), layer) for i, layer in enumerate(params))
-    else:
-        own = params[name] if isinstance(params, dict) else getattr(params, name, None)  # experts in steps have a class of params
-        yield join_path(path, name), own
-
-
-def _shared(cfg: Any, params: Any, path: str, dims: int) -> Iterator[tuple[str, Spec, tuple[Axis, ...]]]:
-    """Path, spec and axes of each leaf that a part of the config shards; `dims`: how many dimensions stacking has put before the
-    leaf's own. A config that shards all leaves of its parts has the axis as `fsdp`, and the unsharded leaves as `like`."""
-    if isinstance(cfg, Composite) and cfg.fsdp is not None:
-        ((_, _, body),) = cfg.parts()
-        inner = {where: (spec, axes) for where, spec, axes in _shared(body, cfg.like, "", 0)}
-        for name, t in paths(cfg.like).items():
-            if t is not None:
-                if dims or not t.dim() or t.shape[0] % cfg.fsdp.size:
-                    where = join_path(path, name)
-                    fail("specs_of", where, f"of a first dimension of its own that {cfg.fsdp} divides", list(t.shape))
-                spec, axes = inner.get(name, (WHOLE, ()))
-                yield join_path(path, name), dataclasses.replace(spec, fsdp=cfg.fsdp.name), (*axes, cfg.fsdp)
-        return
-    if not isinstance(cfg, Composite):
-        for name, spec in cfg.specs.items():
-            leaf = at(params, name)
-            if leaf is not None:
-                yield join_path(path, name), Spec(spec.axis, spec.dim + dims, parts=spec.parts), (cfg.axis,)
-        return
-    for name, _, inner in cfg.parts():
-        stacked = name == "*" and not isinstance(params, tuple)
-        for where, layer in _layers(name, params, path):
-            yield from _shared(inner, layer, where, dims + stacked)
-
-
-def _check_op(where: str, op: Any, cfg: Any) -> None:
-    require_type(where, "op", op, Op)
-    if type(cfg) is not op.config:
-        fail(where, "cfg", op.config.__name__, describe(cfg), TypeError)
+def _shared(cfg: Any, params: Any) -> dict[str, tuple[Spec, tuple[Axis, ...]]]:
+    """Spec and axes of each leaf that a part of the config shards, by path. A config that shards all leaves of its parts has the
+    axis as `fsdp`, and the unsharded leaves as `like`."""
+    found: dict[str, tuple[Spec, tuple[Axis, ...]]] = {}
+    for part, around in nested(cfg, layers=True):
+        dims = sum(one.cfg.stacked for one in around)  # how many dimensions stacking has put before a leaf's own
+        for name, spec in () if part.composite else part.cfg.specs.items():
+            path = join_path(part.path, name)
+            if path in found or at(params, path) is not None:
+                outer, axes = found.get(path, (WHOLE, ()))
+                found[path] = Spec(spec.axis, spec.dim + dims, parts=spec.parts, fsdp=outer.fsdp), (part.cfg.axis, *axes)
+        if part.composite and part.cfg.fsdp is not None:
+            fsdp = part.cfg.fsdp
+            for name, t in paths(part.cfg.like).items():
+                path = join_path(part.path, name)
+                if t is None:
+                    continue
+                if dims or not t.dim() or t.shape[0] % fsdp.size:
+                    fail("specs_of", path, f"of a first dimension of its own that {fsdp} divides", list(t.shape))
+                outer, axes = found.get(path, (Spec(fsdp=fsdp.name), ()))
+                found[path] = outer, (fsdp, *axes)
+    return found
 
 
 def init(
@@ -212,12 +189,12 @@ def init(
     >>> mine.weight.shape, mine.weight.equal(linear.init(cfg, key=key).weight[3:])
     (torch.Size([3, 4]), True)
     """
-    _check_op("init", op, cfg)
+    check_body("init", op, cfg)
     require_device("init", device)
     require_dtype("init", dtype)
     params = abstract_params(op, cfg)
     found = specs_by_path("init", params, specs, mesh)
-    for path, spec, axes in _shared(cfg, params, "", 0):
+    for path, (spec, axes) in _shared(cfg, params).items():
         given = found[path]
         for axis in axes:
             if mesh.sizes.get(axis.name) is None or mesh[axis.name] != axis:

@@ -15,13 +15,10 @@ from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from funcops.compose.parallel import ParallelConfig
-from funcops.compose.repeat import RepeatConfig
-from funcops.compose.skip import SkipConfig
 from funcops.compose.step import Step
-from funcops.compose.walk import remade
-from funcops.contract.configs import Composite
+from funcops.contract.configs import Composite, fields_of
 from funcops.contract.op import Op
+from funcops.contract.walk import Inside, Part, remade, rewrite
 from funcops.distributed.mesh import Axis, Mesh
 from funcops.distributed.ops._linear import require_overlap
 from funcops.distributed.ops.column_linear import column_linear
@@ -36,7 +33,7 @@ from funcops.distributed.ops.vocab_cross_entropy import vocab_cross_entropy
 from funcops.distributed.ops.vocab_embedding import vocab_embedding
 from funcops.distributed.ops.vocab_linear_cross_entropy import vocab_linear_cross_entropy
 from funcops.errors import describe, fail, in_step, join_path, require, require_flag, require_type
-from funcops.lora.rewrite import BASE, BOTH, LORA, is_adapted
+from funcops.lora.rewrite import ADAPTER, INSIDE, is_adapted
 from funcops.ops.attention import AttentionConfig, attention
 from funcops.ops.cross_entropy import CrossEntropyConfig, cross_entropy
 from funcops.ops.dropout import DropoutConfig, dropout
@@ -102,7 +99,7 @@ def parallel(
     parts: dict[str, tuple[int, ...]] = {}
     for _ in range(2):  # the first walk finds packed features
         walk = _Walk(rules, mesh, mesh[axis], {"overlap": overlap, "sequence_parallel": sequence_parallel}, parts)
-        made, main = walk.rewritten_parts(cfg, "", _Main())
+        made, main = rewrite(cfg, walk.part)[1], walk.around[0].main
     for glob in rules:
         wanted = f"globs that are the first to match a step ({', '.join(walk.known)})"
         require(glob in walk.deciding, "parallel", "rules", wanted, repr(glob))
@@ -111,8 +108,20 @@ def parallel(
     return made
 
 
+class _Around:
+    """A combinator whose parts are being rewritten: how its x is sharded, and how the y of each part so far is, by path."""
+
+    def __init__(self, cfg: Any, path: str, x: _Main) -> None:
+        self.cfg, self.path, self.x, self.parts = cfg, path, x, list[tuple[str, _Main]]()
+
+    @property
+    def main(self) -> _Main:
+        """How the x of the next part is sharded."""
+        return self.x if self.cfg.branching or not self.parts else self.parts[-1][1]
+
+
 class _Walk:
-    """One walk over a config."""
+    """One rewrite of a config, in the order of the forward. `around`: the combinators whose parts are not done, outermost first."""
 
     def __init__(
         self, rules: Mapping[str, Rule], mesh: Mesh, axis: Axis, how: dict[str, Any], parts: dict[str, tuple[int, ...]]
@@ -120,32 +129,40 @@ class _Walk:
         self.rules, self.axis, self.how, self.parts = rules, axis, how, parts
         self.mesh, self.deciding, self.known, self.widths = mesh, set[str](), list[str](), dict[str, int]()
         self.adapted = dict[str, str]()  # the path of an adapted linear, by the paths of its parts
+        self.around = [_Around(Composite(), "", _Main())]
 
-    def rewritten_parts(self, cfg: Any, path: str, main: _Main) -> tuple[Any, _Main]:
-        """The config of a combinator, and how its y is sharded."""
-        branches, before = [], main
+    def part(self, part: Part) -> tuple[Op, Any] | Inside:
+        """The op and config of a rank."""
+        path, main = part.path, self.around[-1].main
+        if part.composite:
+            self.around.append(_Around(part.cfg, path, main))
+            if is_adapted(part.cfg):
+                self.adapted |= {join_path(path, one): path for one in (INSIDE, ADAPTER)}
+            return Inside(after=self.finish)
+        op, cfg, main = self.step(part.op, part.cfg, path, main)
+        self.note(path, main)
+        return op, cfg
 
-        def part(name: Any, op: Op, inner: Any) -> tuple[Op, Any]:
-            nonlocal main
-            here = join_path(path, name)
-            if type(cfg) is ParallelConfig:
-                main = before
-            op, inner, main = self.step(op, inner, here, main)
-            branches.append((here, main))
-            if type(cfg) in (SkipConfig, RepeatConfig):
-                self.same(here, main, before, "its x")
-            return op, inner
+    def note(self, path: str, main: _Main) -> None:
+        """Note how the y of a part is sharded."""
+        around = self.around[-1]
+        around.parts.append((path, main))
+        if around.cfg.maps_to_itself:
+            self.same(path, main, around.x, "its x")
 
-        if is_adapted(cfg):
-            self.adapted |= {join_path(path, one): path for one in (f"{BOTH}.{BASE}", f"{BOTH}.{LORA}")}
-        made = cfg.with_parts(part)
-        for step, (here, one) in zip(cfg.members, branches, strict=False):
+    def finish(self, op: Op, made: Any) -> tuple[Op, Any]:
+        """Go on behind a combinator whose parts are done."""
+        around = self.around.pop()
+        cfg, parts = around.cfg, around.parts
+        for step, (here, one) in zip(cfg.members, parts, strict=False):
             self.leaves(step, cfg, here, one)
-        if type(cfg) is ParallelConfig:
-            for here, one in branches:
-                self.same(here, one, branches[0][1], f"y of {branches[0][0]}")
+        main = parts[-1][1]
+        if cfg.branching:
+            for here, one in parts:
+                self.same(here, one, parts[0][1], f"y of {parts[0][0]}")
             main = _Main(main.dim)
-        return made, _Main(main.dim, path) if is_adapted(cfg) and main.dim == 1 else main
+        self.note(around.path, _Main(main.dim, around.path) if is_adapted(cfg) and main.dim == 1 else main)
+        return op, made
 
     def leaves(self, step: Step, cfg: Any, path: str, main: _Main) -> None:
         """Check that the outputs of a step, if they leave the model, have all features."""
@@ -161,9 +178,7 @@ class _Walk:
         return f"sharded along dim -{main.dim} over {self.axis.name!r}" if main.dim else "sharded only along rows"
 
     def step(self, op: Op, cfg: Any, path: str, main: _Main) -> tuple[Op, Any, _Main]:
-        """The op and config of a part at a path, and how its y is sharded."""
-        if isinstance(cfg, Composite):
-            return op, *self.rewritten_parts(cfg, path, main)
+        """The op and config of an op without parts, and how its y is sharded."""
         path = self.adapted.get(path, path)  # an adapter has the role of its layer
         if path not in self.known:
             self.known.append(path)
@@ -178,10 +193,10 @@ class _Walk:
 
     def between(self, op: Op, cfg: Any, path: str, main: _Main) -> tuple[Op, Any, _Main]:
         """A step without a rule."""
-        if isinstance(cfg, AttentionConfig) and self.size("cp") > 1:
+        if cfg.attends and self.size("cp") > 1:
             wanted = f"with 'context' for {path}, an attention over the tokens of all ranks of 'cp'"
             fail("parallel", "rules", wanted, list(self.rules))
-        if type(cfg) is DropoutConfig:
+        if cfg.draws_mask:
             return self.dropout(op, cfg, path, main)
         if not main.dim or self.axis.size == 1:
             return op, cfg, main
@@ -245,8 +260,8 @@ class _Walk:
         for field in dataclasses.fields(cfg):
             value = getattr(cfg, field.name)
             if field.name not in taken and value != field.default:
-                fail("parallel", f"{path}.{field.name}", f"{field.default} ({becomes.name} has no such option)", value)
-        fields = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)} | more
+                fail("parallel", join_path(path, field.name), f"{field.default} ({becomes.name} has no such option)", value)
+        fields = fields_of(cfg) | more
         try:
             made = becomes.config(**{name: value for name, value in fields.items() if name in taken})
         except ValueError as error:

@@ -24,7 +24,7 @@ from funcops.distributed.async_collectives import Flight, finish, gather_start
 from funcops.distributed.buckets import BUCKET_BYTES, Kind, float_leaves, part_shape, plan, require_bytes
 from funcops.distributed.checks import require_axis
 from funcops.distributed.mesh import Axis
-from funcops.errors import check, describe, fail, in_step
+from funcops.errors import check, describe, fail, in_step, join_path
 from funcops.trees import flatten, paths, same_structure, unflatten, with_leaves
 
 T = TypeVar("T")
@@ -109,8 +109,8 @@ def start_gathering(where: str, name: str, shards: Any, like: Any, axis: Axis, b
         if t is None:
             continue
         if not isinstance(whole[path], Tensor):
-            fail(where, f"like.{path}" if path else "like", "a tensor", describe(whole[path]), TypeError)
-        check(where, f"{name}.{path}" if path else name, t, part_shape(tuple(whole[path].shape), axis.size))
+            fail(where, join_path("like", path), "a tensor", describe(whole[path]), TypeError)
+        check(where, join_path(name, path), t, part_shape(tuple(whole[path].shape), axis.size))
     kinds = tuple(
         [
             Kind(i, path, tuple(whole[path].shape), t.dtype, t.device, (axis,))

@@ -56,7 +56,7 @@ def _match_forward(window: Window) -> Answer:
     if not isinstance(sizes, tuple):
         return sizes
     first = window.calls[0].cfg
-    if first.sequence_parallel and getattr(first, "recipe", None) is not None and first.recipe.delayed:
+    if first.sequence_parallel and first.low_recipe is not None and first.recipe.delayed:
         return "each has a scale of its own"
     return sizes if first.sequence_parallel else None  # without it nothing is gathered
 

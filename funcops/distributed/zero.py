@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from funcops.compose.chain import ChainConfig
-from funcops.compose.repeat import RepeatConfig
-from funcops.compose.walk import Part, rewrite, walk
 from funcops.contract.op import Op
+from funcops.contract.walk import Inside, Part, rewrite, walk
 from funcops.distributed.buckets import BUCKET_BYTES
 from funcops.distributed.mesh import Axis
 from funcops.distributed.ops.sharded import ShardedConfig, sharded
@@ -40,16 +39,13 @@ def zero3(
 
     options: dict[str, Any] = {"axis": axis, "also": also, "dtype": dtype, "ordered": ordered, "bucket_bytes": bucket_bytes}
 
-    def shard(op: Op, inner: Any) -> tuple[Op, Any]:
-        return (sharded, ShardedConfig(op, inner, **options)) if has_params(op, inner) else (op, inner)
+    def shard(part: Part) -> tuple[Op, Any]:
+        return (sharded, ShardedConfig(part.op, part.cfg, **options)) if has_params(part.op, part.cfg) else (part.op, part.cfg)
 
-    def step(part: Part) -> tuple[Op, Any] | None:
-        if type(part.cfg) is RepeatConfig:
-            return part.op, part.cfg.with_parts(lambda _, op, inner: shard(op, inner))
-        return None if not part.path or _repeats(part.cfg) else shard(part.op, part.cfg)
+    def step(part: Part) -> tuple[Op, Any] | Inside | None:
+        if part.composite and part.cfg.times is not None:
+            return Inside(shard)
+        repeats = any(inner.composite and inner.cfg.times is not None for inner in walk(part.cfg))
+        return None if not part.path or repeats else shard(part)
 
     return rewrite(cfg, step)[1]  # type: ignore[no-any-return]
-
-
-def _repeats(cfg: Any) -> bool:
-    return any(type(part.cfg) is RepeatConfig for part in walk(cfg))

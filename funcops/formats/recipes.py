@@ -25,6 +25,12 @@ LOW_FORMS: dict[type, LowForm] = {}
 """Maps the class of a linear layer's config to `form(cfg, recipe)`, which returns its op, the op that replaces it under the recipe,
 and that op's config. The file of each low-precision op adds its own entry."""
 
+
+def low_form_of(cfg: Any) -> LowForm | None:
+    """The entry of `LOW_FORMS` for a config; None if its op cannot take a recipe."""
+    return LOW_FORMS.get(type(cfg))
+
+
 KEEP = ("input", "row", "col")
 WGRAD = ("low", "high")
 FP8 = ("e4m3", "e5m2")

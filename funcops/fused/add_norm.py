@@ -54,7 +54,7 @@ def _run(calls: Any, params: Any, main: Any, values: dict[int, Any]) -> Any:
     *dropped, join, split, norm = calls
     residual, cfg, w, b = values[join.takes[0]], norm.cfg, params[-1].weight, getattr(params[-1], "bias", None)
     key: Any = values[dropped[0].takes[0]] if dropped else None
-    if getattr(cfg, "bias", False) != (b is not None) or not alike(main, residual, w, *([b] if b is not None else [])):
+    if cfg.bias != (b is not None) or not alike(main, residual, w, *([b] if b is not None else [])):
         return NotImplemented
     sizes = [main.shape[-1:], w.shape, cfg.dim if b is None else b.shape]
     if main.shape != residual.shape or any([tuple(size) != cfg.dim for size in sizes]):

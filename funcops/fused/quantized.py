@@ -115,7 +115,7 @@ def _made(maker: Any, params: Any, x: Tensor, format: Any, width: int) -> Any:
         w, b = params.weight, getattr(params, "bias", None)
         if not alike(x, w, *([] if b is None else [b])) or w.shape != cfg.dim or cfg.dim != (width,):
             return NotImplemented
-        if getattr(cfg, "bias", False) != (b is not None) or (b is not None and b.shape != cfg.dim):
+        if cfg.bias != (b is not None) or (b is not None and b.shape != cfg.dim):
             return NotImplemented
         if maker.op is rms_norm:
             codes, scales, rstd = kernels.rms_norm_quantize(x, w, cfg.eps, cfg.zero_centered_gamma, *how)

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from funcops import random
 from funcops.backend import wide
-from funcops.compose.walk import steps, ties
-from funcops.contract.configs import Composite
+from funcops.contract.configs import Composite, found_once
 from funcops.contract.needs import Mask, Needs
-from funcops.errors import FLOATS, check, describe, differing, fail, require_dtype, require_type
+from funcops.contract.walk import steps, ties
+from funcops.errors import FLOATS, check, describe, differing, fail, join_path, require_dtype, require_type
 from funcops.formats.scaled import unscaled
-from funcops.lora.rewrite import BASE, BOTH, LORA, SUM, AdaptedLinear, adapted_linears
+from funcops.lora.rewrite import ADAPTER, BASE, BOTH, INSIDE, LORA, SUM, AdaptedLinear, adapted_linears
 from funcops.ops.linear import LinearParams
 from funcops.ops.low_rank import LowRankParams
 from funcops.random import check_key
@@ -75,7 +75,7 @@ def lora_needs(cfg: Any, *, x: Mask = False) -> Needs:
         if recipe is not None and recipe.delayed:
             wanted = "one without delayed scaling, because a frozen weight gets no gradient, and so no amaxes"
             fail("lora_needs", f"the recipe of {part.path}", wanted, type(recipe).__name__)
-    return Needs(x=x, params=tuple(linear.at(f"{BOTH}.{LORA}") for linear in adapted("lora_needs", cfg)))
+    return Needs(x=x, params=tuple(linear.at(ADAPTER) for linear in adapted("lora_needs", cfg)))
 
 
 def adapter(tree: Any, cfg: Any) -> dict[str, LowRankParams]:
@@ -92,7 +92,7 @@ def adapter(tree: Any, cfg: Any) -> dict[str, LowRankParams]:
     """
     found = {}
     for linear in adapted("adapter", cfg):
-        path = linear.at(f"{BOTH}.{LORA}")
+        path = linear.at(ADAPTER)
         if not has(tree, path):
             paths(tree)  # raises if it was given away
             fail("adapter", "tree", f"one with {path}", describe(tree))
@@ -123,7 +123,7 @@ def with_adapter(params: Any, adapter: Mapping[str, LowRankParams], cfg: Any) ->
     known = {linear.path: linear for linear in adapted(where, cfg)}
     _check_adapter(where, adapter, known)
     for path, made in adapter.items():
-        inside = known[path].at(f"{BOTH}.{LORA}")
+        inside = known[path].at(ADAPTER)
         if not has(params, inside):
             fail(where, "params", f"a tree with {inside}", describe(params))
         params = _put(params, inside, made)
@@ -147,9 +147,9 @@ def merge(params: Any, cfg: Any) -> Any:
     """
     _check_ties("merge", cfg)
     for linear in adapted("merge", cfg):
-        node = _base("merge", params, linear.at(f"{BOTH}.{BASE}"), linear)
-        lora = at(params, linear.at(f"{BOTH}.{LORA}"))
-        _check_one("merge", f"params.{linear.at(f'{BOTH}.{LORA}')}", lora, linear)
+        node = _base("merge", params, linear.at(INSIDE), linear)
+        lora = at(params, linear.at(ADAPTER))
+        _check_one("merge", f"params.{linear.at(ADAPTER)}", lora, linear)
         params = _put(params, linear.path, replace(node, weight=_moved("merge", node.weight, lora, linear, 1.0)))
     return params
 
@@ -178,17 +178,11 @@ def unmerge(params: Any, adapter: Mapping[str, LowRankParams], cfg: Any) -> Any:
 
 
 def adapted(where: str, cfg: Any) -> list[AdaptedLinear]:
-    """The adapted linears of a config; raises if it has none. Found once per config: a tracer would trace the walk."""
-    found = getattr(cfg, "_adapted", None)
-    if found is None:
-        found = list(adapted_linears(cfg))
-        if not found:
-            fail(
-                where, "cfg", "one that with_lora made", describe(cfg) if not isinstance(cfg, Composite) else "one without adapters"
-            )
-        if not torch.compiler.is_dynamo_compiling():
-            object.__setattr__(cfg, "_adapted", found)
-    return found  # type: ignore[no-any-return]
+    """The adapted linears of a config; raises if it has none."""
+    found = found_once(cfg, "adapted", lambda: list(adapted_linears(cfg)))
+    if not found:
+        fail(where, "cfg", "one that with_lora made", describe(cfg) if not isinstance(cfg, Composite) else "one without adapters")
+    return found
 
 
 def _base(where: str, params: Any, path: str, linear: AdaptedLinear) -> LinearParams:
@@ -197,12 +191,12 @@ def _base(where: str, params: Any, path: str, linear: AdaptedLinear) -> LinearPa
         fail(where, "params", f"a tree with {path}", describe(params))
     node = at(params, path)
     if not isinstance(node, LinearParams):
-        fail(where, f"params.{path}" if path else "params", "a LinearParams (params of the base config)", describe(node), TypeError)
-    name = f"params.{path}" if path else "params"
+        fail(where, join_path("params", path), "a LinearParams (params of the base config)", describe(node), TypeError)
+    name = join_path("params", path)
     if node.weight is not None and not stands_for_one(node.weight):  # tied, or in codes
-        check(where, f"{name}.weight", detached(node.weight), (*linear.lead, *linear.base_shape), FLOATS)
+        check(where, f"{name}.weight", detached(node.weight), (*linear.lead, *linear.base.weight_shape), FLOATS)
     if linear.base.bias:
-        check(where, f"{name}.bias", detached(node.bias), (*linear.lead, *linear.bias_shape), FLOATS)
+        check(where, f"{name}.bias", detached(node.bias), (*linear.lead, *linear.base.bias_shape), FLOATS)
     return node
 
 
@@ -247,13 +241,13 @@ def _check_one(where: str, name: str, made: Any, linear: AdaptedLinear) -> None:
     require_type(where, name, made, LowRankParams)
     for part, shape in linear.lora.shapes.items():
         t = getattr(made, part)
-        check(where, f"{name}.{part}", detached(t), (*linear.lead, *shape), FLOATS)
+        check(where, join_path(name, part), detached(t), (*linear.lead, *shape), FLOATS)
 
 
 def _check_ties(where: str, cfg: Any) -> None:
     tied = {path: pair for pair in ties(cfg).items() for path in pair}
     for linear in adapted(where, cfg):
-        pair = tied.get(path := linear.at(f"{BOTH}.{BASE}.weight"))
+        pair = tied.get(path := linear.at(join_path(INSIDE, "weight")))
         if pair is not None:
             fail(where, "cfg", f"one where {path} is not tied, as only one of the two would change", f"{pair[0]} tied to {pair[1]}")
 

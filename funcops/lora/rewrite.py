@@ -7,19 +7,18 @@ from typing import Any, NamedTuple
 
 from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.parallel import ParallelConfig, parallel
-from funcops.compose.repeat import RepeatConfig
 from funcops.compose.step import Step
-from funcops.compose.walk import Part, check_globs, matches
 from funcops.contract.configs import Composite, require_config
 from funcops.contract.op import Op
+from funcops.contract.walk import Inside, Part, check_globs, matches, nested, rewrite
 from funcops.errors import describe, fail, in_step, join_path, require, require_count, require_number, require_type
 from funcops.ops.add import AddConfig, add
 from funcops.ops.linear import LinearConfig, linear
-from funcops.ops.low_rank import ADAPTERS, LowRankConfig
+from funcops.ops.low_rank import ADAPTERS, LowRankConfig, adapter_of
 from funcops.ops.qlinear import QLinearConfig, qlinear
 
 BOTH, BASE, LORA, SUM = "both", "base", "lora", "sum"  # the names of an adapted linear's parts
-INSIDE = f"{BOTH}.{BASE}"
+INSIDE, ADAPTER = join_path(BOTH, BASE), join_path(BOTH, LORA)
 
 
 def with_lora(
@@ -56,15 +55,31 @@ def with_lora(
     require_type(where, "key", key, str)
     require(key.isidentifier(), where, "key", "an identifier", repr(key))
     _check_targets(where, cfg, targets)
-    walk = _Walk(tuple(targets), rank, (rank if alpha is None else alpha) / rank, dropout, key)
-    return walk.rewritten(chain, cfg, "")[1]
+    scale = (rank if alpha is None else alpha) / rank
+
+    def adapt(part: Part) -> tuple[Op, Any] | Inside | None:
+        if is_adapted(part.cfg):
+            return part.op, part.cfg
+        if part.composite:
+            return Inside(changes=lambda made: {"ties": _moved(part.cfg.ties, made)}) if part.cfg.ties else None
+        if not adapter_of(part.cfg) or not matches(part.path, targets):
+            return None
+        low = LowRankConfig(part.cfg.in_features, part.cfg.out_features, rank, scale=scale, dropout=dropout)
+        return chain, _both(part, low, (key,) if dropout else ())
+
+    return rewrite(cfg, adapt)[1]
 
 
 def is_adapted(cfg: Any) -> bool:
     """Whether it is a config that `with_lora` makes from a linear's."""
-    if type(cfg) is not ChainConfig or list(cfg.names) != [BOTH, SUM] or type(both := cfg.steps[0].cfg) is not ParallelConfig:
+    if _names(cfg) != [BOTH, SUM]:
         return False
-    return list(both.names) == [BASE, LORA] and isinstance(both.branches[1].cfg, LowRankConfig)
+    both = cfg.members[0].cfg
+    return _names(both) == [BASE, LORA] and isinstance(both.members[1].cfg, LowRankConfig)
+
+
+def _names(cfg: Any) -> list[str]:
+    return [step.name for step in cfg.members] if isinstance(cfg, Composite) else []
 
 
 class AdaptedLinear(NamedTuple):
@@ -78,77 +93,48 @@ class AdaptedLinear(NamedTuple):
     lora: LowRankConfig
     op: Op  # the adapter's
 
-    @property
-    def base_shape(self) -> tuple[int, int]:
-        """The weight's shape; for a layer over ranks, of this rank's part."""
-        of = getattr(self.base, "linear", self.base)
-        return getattr(of, "weight_shape", (of.out_features, of.in_features))
-
-    @property
-    def bias_shape(self) -> tuple[int]:
-        of = getattr(self.base, "linear", self.base)
-        return getattr(of, "bias_shape", (of.out_features,))
-
     def at(self, part: str) -> str:
         return join_path(self.path, part)
 
 
-def adapted_linears(cfg: Any, path: str = "", module: str = "", lead: tuple[int, ...] = ()) -> Iterator[AdaptedLinear]:
+def adapted_linears(cfg: Any, path: str = "") -> Iterator[AdaptedLinear]:
     """The adapted linears of a config, in the order of the forward."""
-    if is_adapted(cfg):
-        base, lora = cfg.steps[0].cfg.branches
-        yield AdaptedLinear(path, module, lead, base.cfg, lora.cfg, lora.op)
-        return
-    stacked = type(cfg) is RepeatConfig and cfg.stacked
-    for part in Part(path, None, cfg).parts(layers=True):
-        own = part.path[len(path) :].removeprefix(".")
-        inner = join_path(module, "*" if stacked else own)
-        yield from adapted_linears(part.cfg, part.path, inner, (*lead, cfg.times) if stacked else lead)
+    for part, around in nested(cfg, path=path, layers=True, stop=lambda part: is_adapted(part.cfg)):
+        if is_adapted(part.cfg):
+            stacked = [one for one in around if one.cfg.stacked]
+            base, lora = part.cfg.steps[0].cfg.branches
+            lead = tuple(one.cfg.times for one in stacked)
+            yield AdaptedLinear(part.path, _module(part.path, stacked), lead, base.cfg, lora.cfg, lora.op)
 
 
-class _Walk(NamedTuple):
-    targets: tuple[str, ...]
-    rank: int
-    scale: float
-    dropout: float
-    key: str
+def _module(path: str, stacked: Sequence[Part]) -> str:
+    """The path with "*" behind the path of each stacked repeat, outermost first."""
+    module, before = "", ""
+    for repeat in stacked:
+        module = join_path(join_path(module, repeat.path[len(before) :].removeprefix(".")), "*")
+        before = repeat.path
+    return join_path(module, path[len(before) :].removeprefix("."))
 
-    def rewritten(self, op: Op, cfg: Any, path: str) -> tuple[Op, Any]:
-        if is_adapted(cfg):
-            return op, cfg
-        if not isinstance(cfg, Composite):
-            wanted = type(cfg) in ADAPTERS and matches(path, self.targets)
-            return (chain, self.adapted(op, cfg, path)) if wanted else (op, cfg)
-        made = {name: self.rewritten(part, inner, join_path(path, name)) for name, part, inner in cfg.parts()}
-        changes: dict[str, Any] = {}
-        if type(cfg) is ChainConfig:
-            asked = any(self.key in inner.extras for _, inner in made.values())
-            given = {*cfg.extras, *(name for step in cfg.steps for name in step.gives)}
-            if asked and self.key not in given:
-                changes["extras"] = (*cfg.extras, self.key)
-            changes["ties"] = _moved(cfg.ties, made)
-        return op, cfg.with_parts(lambda name, *_: made[name], **changes)
 
-    def adapted(self, op: Op, cfg: Any, path: str) -> ChainConfig:
-        if not path:  # a config alone, from which the op follows
-            op = _op_of(cfg)
-        low = LowRankConfig(cfg.in_features, cfg.out_features, self.rank, scale=self.scale, dropout=self.dropout)
-        try:
-            own, low = ADAPTERS[type(cfg)](cfg, low)
-        except ValueError as error:
-            in_step(error, path)
-            raise
-        extras = (self.key,) if self.dropout else ()
-        both = ParallelConfig(branches=(Step(BASE, op, cfg), Step(LORA, own, low, takes=extras)))
-        return ChainConfig(steps=(Step(BOTH, parallel, both), Step(SUM, add, AddConfig())), extras=extras)
+def _both(part: Part, low: LowRankConfig, extras: tuple[str, ...]) -> ChainConfig:
+    """The config of a linear with an adapter beside it."""
+    op = part.op if part.path else _op_of(part.cfg)  # a config alone, from which the op follows
+    try:
+        own, low = ADAPTERS[type(part.cfg)](part.cfg, low)
+    except ValueError as error:
+        in_step(error, part.path)
+        raise
+    both = ParallelConfig(branches=(Step(BASE, op, part.cfg), Step(LORA, own, low, takes=extras)))
+    return ChainConfig(steps=(Step(BOTH, parallel, both), Step(SUM, add, AddConfig())), extras=extras)
 
 
 def _op_of(cfg: Any) -> Op:
     """The op of a linear's config."""
-    if type(cfg) not in (LinearConfig, QLinearConfig):
+    found = {LinearConfig: linear, QLinearConfig: qlinear}.get(type(cfg))
+    if found is None:
         wanted = "the config of a combinator (the config of a layer over ranks does not tell its op)"
         fail("with_lora", "cfg", wanted, describe(cfg))
-    return linear if type(cfg) is LinearConfig else qlinear
+    return found
 
 
 def _moved(ties: Any, made: dict[Any, tuple[Op, Any]]) -> tuple[tuple[str, str], ...]:
@@ -166,10 +152,10 @@ def _moved(ties: Any, made: dict[Any, tuple[Op, Any]]) -> tuple[tuple[str, str],
 
 def _check_targets(where: str, cfg: Any, targets: Sequence[str]) -> None:
     """Raise unless every glob matches a linear step, and none matches an adapted one."""
-    if not isinstance(cfg, Composite) and type(cfg) not in ADAPTERS:
+    if not isinstance(cfg, Composite) and not adapter_of(cfg):
         wanted = "the config of a linear, or one with steps (for a DecoderConfig: decoder(cfg))"
         fail("with_lora", "cfg", wanted, type(cfg).__name__)
-    found = dict(_kinds(cfg, ""))
+    found = dict(_kinds(cfg))
     known = [path for path, kind in found.items() if kind == "linear"]
     for glob in targets:
         met = [path for path in found if matches(path, (glob,))]
@@ -183,13 +169,11 @@ def _check_targets(where: str, cfg: Any, targets: Sequence[str]) -> None:
             fail(where, "targets", wanted, f"{glob!r}" + (f", which matches {met[0]}, a {found[met[0]]}" if met else ""))
 
 
-def _kinds(cfg: Any, path: str) -> Iterator[tuple[str, str]]:
+def _kinds(cfg: Any) -> Iterator[tuple[str, str]]:
     """Yield the path of each step with "linear", "adapter", or the name of its config's class."""
-    if is_adapted(cfg):
-        yield path, "adapter"
-        yield join_path(path, INSIDE), "adapter"
-    elif isinstance(cfg, Composite):
-        for part in Part(path, None, cfg).parts():
-            yield from _kinds(part.cfg, part.path)
-    else:
-        yield path, "linear" if type(cfg) in ADAPTERS else type(cfg).__name__
+    for part, _ in nested(cfg, stop=lambda part: is_adapted(part.cfg)):
+        if is_adapted(part.cfg):
+            yield part.path, "adapter"
+            yield join_path(part.path, INSIDE), "adapter"
+        elif not part.composite:
+            yield part.path, "linear" if adapter_of(part.cfg) else type(part.cfg).__name__

@@ -130,7 +130,7 @@ def _amaxes_over_ranks(found: Mapping[str, tuple[Any, Tensor]]) -> dict[str, lis
     axis communicates once."""
     groups: dict[Any, dict[str, list[Tensor]]] = {}
     for path, (inner, weight) in found.items():
-        if hasattr(inner, "largest") and inner.recipe.w.whole and not inner.recipe.delayed:
+        if inner.largest is not None and inner.recipe.w.whole and not inner.recipe.delayed:
             groups.setdefault(inner.axis, {})[path] = [amax(w, False) for w, _ in each_layer(weight, None)]
     made: dict[str, list[Tensor]] = {}
     for by_path in groups.values():

@@ -21,11 +21,11 @@ from funcops.compose.expert_steps import by_steps
 from funcops.compose.parallel import ParallelConfig, parallel
 from funcops.compose.repeat import RepeatConfig, repeat
 from funcops.compose.skip import SkipConfig, skip
-from funcops.compose.walk import Part, rewrite, steps
 from funcops.contract.op import Op
+from funcops.contract.walk import Inside, Part, rewrite, steps
 from funcops.errors import check, describe, fail, few, in_html, join_path, on_screen, require_count, require_number
 from funcops.formats import Format, QTensor, quantize_tensor, turned
-from funcops.formats.recipes import LOW_FORMS
+from funcops.formats.recipes import low_form_of
 from funcops.kernels.grouped import gathered, groups_of
 from funcops.kernels.quantize import HADAMARD
 from funcops.memory.policy import with_policy
@@ -218,26 +218,19 @@ def quantization_report(
     return QuantizationReport(rows, recipe, missing)
 
 
-def takes_recipe(cfg: Any) -> bool:
-    """Whether a layer of that config can take a recipe."""
-    return type(cfg) in LOW_FORMS
-
-
 def layers(part: Part) -> list[str]:
     """The paths of a step's layers that can take a recipe."""
-    if type(part.cfg) is ExpertsConfig:
-        return [join_path(part.path, "up"), join_path(part.path, "down")]
-    return [part.path] if takes_recipe(part.cfg) else []
+    return [join_path(part.path, name) for name in part.cfg.linear_parts] or ([part.path] if low_form_of(part.cfg) else [])
 
 
-def _laid_open(part: Part) -> tuple[Op, Any] | None:
+def _laid_open(part: Part) -> tuple[Op, Any] | Inside:
     """Rewrite a part so that all its layers can be measured: `experts` as separate steps, and nothing recomputed, as remat
     would."""
     op = _bare(part.op)
-    if type(part.cfg) is ExpertsConfig:
+    if part.cfg.linear_parts:
         op, inner = by_steps(WHERE, op, part.cfg)
         return op, dataclasses.replace(inner, cfg=dataclasses.replace(inner.cfg, recompute=False, fuse=False))
-    return None if op is part.op else rewrite(part.cfg, _laid_open, op=op, path=part.path)
+    return Inside(after=lambda _, cfg: (op, cfg))
 
 
 def _bare(op: Op) -> Op:

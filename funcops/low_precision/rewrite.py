@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from funcops.compose.expert_steps import ExpertStepsConfig, by_steps
-from funcops.compose.walk import Part, check_globs, matches, remade, rewrite, shared_layers, steps
 from funcops.contract.configs import require_config
 from funcops.contract.op import Op
+from funcops.contract.walk import Part, check_globs, matches, remade, rewrite, shared_layers, steps
 from funcops.errors import fail, few, in_step, require_type
-from funcops.formats.recipes import LOW_FORMS, Recipe
-from funcops.low_precision.report import layers, takes_recipe
+from funcops.formats.recipes import Recipe, low_form_of
+from funcops.low_precision.report import layers
 from funcops.low_precision.weights import low_steps
-from funcops.ops.experts import ExpertsConfig, experts
+from funcops.ops.experts import experts
 
 
 def with_recipe(cfg: Any, recipe: Recipe, *, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Any:
@@ -48,12 +48,13 @@ def with_recipe(cfg: Any, recipe: Recipe, *, only: Sequence[str] = (), skip: Seq
         return (not only or any(matches(path, only) for path in paths)) and not any(matches(path, skip) for path in paths)
 
     def low(part: Part, *around: str) -> tuple[Op, Any] | None:
-        if type(part.cfg) is ExpertsConfig:
+        if part.cfg.linear_parts:
             return _experts(part, low)
-        if not takes_recipe(part.cfg) or not wanted(part.path, *around):
+        form = low_form_of(part.cfg)
+        if form is None or not wanted(part.path, *around):
             return None
         try:
-            source, becomes, made = LOW_FORMS[type(part.cfg)](part.cfg, recipe)
+            source, becomes, made = form(part.cfg, recipe)
         except ValueError as error:
             in_step(error, part.path)
             raise
@@ -73,4 +74,4 @@ def _experts(part: Part, low: Callable[..., tuple[Op, Any] | None]) -> tuple[Op,
 
 def _names(part: Part) -> list[str]:
     """The paths by which a glob may name a step; [] if the step cannot take a recipe."""
-    return [*([part.path] if type(part.cfg) is ExpertsConfig else []), *layers(part)]
+    return [*([part.path] if part.cfg.linear_parts else []), *layers(part)]

@@ -5,25 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from funcops.compose.walk import steps, ties
+from funcops.contract.configs import found_once
+from funcops.contract.walk import steps, ties
 from funcops.errors import describe, fail, few, join_path, require, require_type
 from funcops.ops.qlinear import QLinearConfig
 from funcops.trees import at, has
 
 
 def low_steps(cfg: Any) -> tuple[dict[str, QLinearConfig], dict[str, str]]:
-    """Return the config of every step with a recipe, by the path of its weight, and the sources of tied paths. Computed once per
-    config: a tracer only reads the result; it would trace every config that a walk makes."""
-    found = getattr(cfg, "_low", None)
-    if found is None:
-        low = {join_path(part.path, "weight"): part.cfg for part in steps(cfg, layers=True) if part.cfg.low_recipe is not None}
-        found = low, ties(cfg)
-        if not torch.compiler.is_dynamo_compiling():
-            object.__setattr__(cfg, "_low", found)
-    return found  # type: ignore[no-any-return]
+    """Return the config of every step with a recipe, by the path of its weight, and the sources of tied paths."""
+
+    def find() -> tuple[dict[str, QLinearConfig], dict[str, str]]:
+        low = [part for part in steps(cfg, layers=True) if part.cfg.low_recipe is not None]
+        return {join_path(part.path, "weight"): part.cfg for part in low}, ties(cfg)
+
+    return found_once(cfg, "low", find)
 
 
 def recipe_weights(where: str, cfg: Any, params: Any) -> dict[str, tuple[QLinearConfig, Tensor]]:

@@ -15,12 +15,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from funcops.compose.chain import ChainConfig
-from funcops.compose.repeat import RepeatConfig
 from funcops.compose.step import check_body
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, wrap
-from funcops.errors import in_html, join_path, on_screen, require, require_dtype, size_of
+from funcops.contract.walk import Inside, Part, rewrite
+from funcops.errors import in_html, on_screen, require, require_dtype, size_of
 from funcops.memory.parts import has_parts, leaves_of
 from funcops.memory.policy import kept_paths, resolved, with_policy
 from funcops.memory.remat import RematResiduals
@@ -142,7 +141,7 @@ def _recomputing(op: Op, cfg: Any, parts: tuple[str, ...]) -> tuple[Policy, Held
 
 
 @dataclasses.dataclass
-class Part:
+class PartRun:
     """The record of a part of a config in one forward and backward that keep everything: its x and, for an op without parts, the
     fields that it keeps and its floating-point operations in matrix products. It stands for `layers` layers."""
 
@@ -159,10 +158,10 @@ class Run:
 
     def __init__(self, counter: FlopCounterMode) -> None:
         self.counter = counter
-        self.parts: list[Part] = []
+        self.parts: list[PartRun] = []
         self.layers = 1  # the number of layers that the next part stands for
         self.calls: Counter[str] = Counter()
-        self.waiting: dict[str, list[Part]] = defaultdict(list)  # parts whose backward has not run
+        self.waiting: dict[str, list[PartRun]] = defaultdict(list)  # parts whose backward has not run
 
     def counted(self, fn: Callable[[], Any]) -> tuple[Any, int]:
         before = self.counter.get_total_flops()
@@ -172,23 +171,33 @@ class Run:
 _run: ContextVar[Run] = ContextVar("funcops.fit")
 
 
-def _short(op: Op, cfg: Any, noting: bool, path: str = "", times: int = 1, named: bool = True) -> tuple[Op, Any]:
+def _short(op: Op, cfg: Any, noting: bool) -> tuple[Op, Any]:
     """The op and its config with two layers per repeat, the second standing for all but the first, and without ties, which cost
     nothing. If `noting`, everything is kept and each part records its tensors and operations."""
-    if not has_parts(op, cfg):
-        return (_noted(op, path, times, True) if noting else op), cfg
-    layers = cfg.times if type(cfg) is RepeatConfig else 1
-    changes: dict[str, Any] = {}
-    if type(cfg) is ChainConfig:
-        changes = {"ties": (), "recompute": False if noting else cfg.recompute}
+    return rewrite(cfg, _Shorter(noting), op=op)
 
-    def shortened(name: Any, inner: Op, inner_cfg: Any) -> tuple[Op, Any]:
-        return _short(inner, inner_cfg, noting, join_path(path, name), layers, name is not None)
 
-    cfg = cfg.with_parts(shortened, **changes)
-    if layers > 2:
-        cfg = dataclasses.replace(cfg, times=2)
-    return (_noted(op, path, times, False) if noting and named else op), cfg
+@dataclasses.dataclass(frozen=True)
+class _Shorter:
+    """The function that `_short` gives to `rewrite`. `times`: the layers of the repeat whose body the part is, else 1; `around`:
+    the path of the combinator around, None for the whole."""
+
+    noting: bool
+    times: int = 1
+    around: str | None = None
+
+    def __call__(self, part: Part) -> tuple[Op, Any] | Inside:
+        path, op, cfg, _ = part
+        if not has_parts(op, cfg):
+            return (_noted(op, path, self.times, True) if self.noting else op), cfg
+        changes: dict[str, Any] = {} if cfg.times is None else {"times": min(cfg.times, 2)}
+        if cfg.recompute is not None:
+            changes |= {"ties": (), "recompute": False if self.noting else cfg.recompute}
+
+        def note(op: Op, cfg: Any) -> tuple[Op, Any]:
+            return (_noted(op, path, self.times, False) if self.noting and path != self.around else op), cfg
+
+        return Inside(dataclasses.replace(self, times=cfg.times or 1, around=path), lambda _: changes, note)
 
 
 _noting = functools.lru_cache(maxsize=16)(_short)  # so that a second run reuses the programs of the first
@@ -202,7 +211,7 @@ def _noted(op: Op, path: str, times: int, leaf: bool) -> Op:
         around, run.calls[path] = run.layers, run.calls[path] + 1
         if times > 1 and run.calls[path] % 2 == 0:
             run.layers *= times - 1
-        here = Part(path, run.layers, tensors(x))
+        here = PartRun(path, run.layers, tensors(x))
         run.parts.append(here)
         (y, node), flops = run.counted(lambda: op.fwd(params, x, cfg, needs=needs))
         if leaf:
@@ -225,7 +234,7 @@ class Followed(NamedTuple):
     """The parts of one forward and backward, the storages of the params, which cost nothing, and the parts that rerun their forward
     under any policy."""
 
-    parts: list[Part]
+    parts: list[PartRun]
     owned: frozenset[int]
     rerun: frozenset[str]
 

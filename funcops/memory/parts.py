@@ -9,6 +9,7 @@ from funcops.contract.configs import Composite
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op
 from funcops.contract.schema import Field, Saved
+from funcops.contract.walk import nested, steps
 from funcops.errors import join_path
 from funcops.memory.packing import packed
 from funcops.memory.remat import RematResiduals
@@ -38,21 +39,17 @@ class LeafPart(NamedTuple):
         return self.call.fields if self.call else ()
 
 
-def leaves_of(op: Op, cfg: Any, path: str = "", whole: bool = True) -> Iterator[LeafPart]:
+def leaves_of(op: Op, cfg: Any) -> Iterator[LeafPart]:
     """The ops that an op consists of, in the order of the forward; a repeat's body once."""
-    if not has_parts(op, cfg):
-        yield LeafPart(path, op, cfg, whole)
-    elif op.lower is None:
-        for name, inner, inner_cfg in cfg.parts():
-            yield from leaves_of(inner, inner_cfg, join_path(path, name), False)
-    else:
-        program = lower(op, cfg, Needs.ALL)
-        for call in program.calls:
-            here = join_path(path, call.path)
-            if has_parts(call.op, call.cfg):
-                yield from leaves_of(call.op, call.cfg, here, False)
-            elif call.place is not None:
-                yield LeafPart(here, call.op, call.cfg, whole, program, call)
+    calls: dict[str, tuple[Lowered, Call]] = {}
+    for part, around in nested(cfg, op=op, stop=lambda part: not has_parts(part.op, part.cfg)):
+        in_program = bool(around) and around[-1].op.lower is not None
+        if not has_parts(part.op, part.cfg):
+            own = calls[part.path] if in_program else ()
+            yield LeafPart(part.path, part.op, part.cfg, all(one.op.lower is not None for one in around), *own)
+        elif part.op.lower is not None and not in_program:
+            program = lower(part.op, part.cfg, Needs.ALL)
+            calls |= {join_path(part.path, call.path): (program, call) for call in program.calls if call.place is not None}
 
 
 class Holder(NamedTuple):
@@ -123,12 +120,9 @@ def what_is_kept(op: Op, cfg: Any) -> set[tuple[str, Action | None]]:
     return {(holder.path, holder.action) for holder in holders(op, cfg)} | set(_waiting(op, cfg))
 
 
-def _waiting(op: Op, cfg: Any, path: str = "") -> Iterator[tuple[str, Action | None]]:
-    if isinstance(cfg, Composite):  # for a remat, too: its pending is its parts' pending
-        for name, inner, inner_cfg in cfg.parts():
-            yield from _waiting(inner, inner_cfg, join_path(path, name))
-    else:
-        yield from ((join_path(path, name), action) for name, action in _actions(op, late=True).items())
+def _waiting(op: Op, cfg: Any) -> Iterator[tuple[str, Action | None]]:
+    for part in steps(cfg, op=op):  # for a remat, too: its pending is its parts' pending
+        yield from ((join_path(part.path, name), action) for name, action in _actions(part.op, late=True).items())
 
 
 def two_forms(op: Op, cfg: Any) -> Iterator[tuple[str, dict[str, Action | None]]]:

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 from funcops.backend import tracing
 from funcops.compose.chain import ChainConfig, chain
-from funcops.compose.repeat import RepeatConfig
+from funcops.contract.configs import require_config
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, wrap
 from funcops.contract.schema import Field, Saved
 from funcops.contract.trace_safe_cache import remember
+from funcops.contract.walk import Inside, Part, nested, rewrite
 from funcops.errors import describe, fail, join_path, require, require_type
 from funcops.memory.joined_steps import Joint, join_steps, joint_of
 from funcops.memory.packing import packed
@@ -63,8 +64,7 @@ def _with_policy(op: Op, policy: Policy) -> Op:
         """The op and config under the policy, and the rules that no run has yet confirmed to make a tensor smaller."""
         found = memo.get(cfg)
         if found is None:
-            if type(cfg) is not op.config:
-                fail(op.name, "cfg", op.config.__name__, type(cfg).__name__, TypeError)
+            require_config(op.name, cfg, op.config)
             found = remember(memo, cfg, (*resolved(op, cfg, policy), _Unseen.of(op, cfg, policy)))
         return found
 
@@ -163,10 +163,15 @@ def _makes_smaller(policy: Policy, rule: int, fields: Iterable[tuple[str, Any]],
 
 
 def _applied(op: Op, cfg: Any, policy: Policy, left: frozenset[str] = frozenset()) -> tuple[Op, Any]:
-    if policy.blocks == "residuals":
-        return _rewritten(op, cfg, "", policy, left_out=left)
-    offload = policy.blocks == "offloaded"
-    return _rewritten(op, cfg, "", policy, offload, left) if any(_repeats(op, cfg)) else (remat(op, offload), cfg)
+    offload = None if policy.blocks == "residuals" else policy.blocks == "offloaded"
+    if offload is not None and not any(part.cfg.times for part in _within(op, cfg) if has_parts(part.op, part.cfg)):
+        return remat(op, offload), cfg
+    return rewrite(cfg, _Rules(policy, offload, left), op=op)
+
+
+def _within(op: Op, cfg: Any, path: str = "") -> Iterator[Part]:
+    """The parts that a policy reaches, the whole first."""
+    return (part for part, _ in nested(cfg, op=op, path=path, stop=lambda part: not has_parts(part.op, part.cfg)))
 
 
 def _same_without(op: Op, cfg: Any, policy: Policy, rule: int, found: tuple[Op, Any]) -> bool:
@@ -191,42 +196,45 @@ def _why_nothing_changes(known: dict[str, Kept], policy: Policy, rule: int) -> s
     return f"what is kept of {', '.join(decided)} is the same without it"
 
 
-def _rewritten(
-    op: Op,
-    cfg: Any,
-    path: str,
-    policy: Policy,
-    offload: bool | None = None,
-    left_out: frozenset[str] = frozenset(),
-    named: bool = True,
-) -> tuple[Op, Any]:
-    """The op and config at `path` under the policy; if `offload` is not None, a repeat's body keeps only its inputs. `left_out`:
-    the fields that an enclosing chain recomputes; `named`: whether the path is the op's own, not an enclosing skip's."""
-    action = policy.action(path) if path and named else None
-    rerun = isinstance(action, Recompute) and keeps_inside(op, cfg)
-    if rerun:  # no rule reaches inside
-        policy = Policy(outputs=policy.outputs)
-    if not has_parts(op, cfg):
-        return _leaf(op, cfg, path, policy, rerun, left_out), cfg
-    if type(cfg) is RepeatConfig and offload is not None:
-        return op, cfg.with_parts(lambda name, body, inner: (remat(body, offload), inner))
+@dataclasses.dataclass(frozen=True)
+class _Rules:
+    """The function that `rewrite` calls for every part; it returns the part's op and config under the policy. If `offload` is not
+    None, a repeat's body keeps only its inputs. `left_out`: the fields that an enclosing chain recomputes; `joined`: the paths of
+    two steps that run as one; `around`: the path of the enclosing combinator, which is also the path of a part without a name."""
 
-    changes: dict[str, Any] = {}
-    joints: list[str] = []
-    if type(cfg) is ChainConfig:
-        changes["recompute"], absent, joints = _outputs(cfg, path, policy)
-        left_out = left_out | absent
+    policy: Policy
+    offload: bool | None = None
+    left_out: frozenset[str] = frozenset()
+    joined: tuple[str, ...] = ()
+    around: str = ""
 
-    def replace(name: Any, inner: Op, inner_cfg: Any) -> tuple[Op, Any]:
-        if joints and name in _pair(cfg, joints[0]):  # the joined op keeps their residuals
-            return inner, inner_cfg
-        return _rewritten(inner, inner_cfg, join_path(path, name), policy, offload, left_out, name is not None)
+    def __call__(self, part: Part) -> tuple[Op, Any] | Inside:
+        path, op, cfg, _ = part
+        if path in self.joined:  # they have no residuals of their own
+            return op, cfg
+        action = self.policy.action(path) if path != self.around else None
+        rerun = isinstance(action, Recompute) and keeps_inside(op, cfg)
+        policy = Policy(outputs=self.policy.outputs) if rerun else self.policy  # no rule reaches inside
+        if not has_parts(op, cfg):
+            return _leaf(op, cfg, path, policy, rerun, self.left_out), cfg
+        if cfg.times is not None and self.offload is not None:
+            offload = self.offload
+            return Inside(lambda body: (remat(body.op, offload), body.cfg))
+        inside, changes, joints = dataclasses.replace(self, policy=policy, around=path, joined=()), dict[str, Any](), list[str]()
+        if cfg.recompute is not None:
+            changes["recompute"], absent, joints = _outputs(cfg, path, policy)
+            pair = tuple(join_path(path, name) for name in _pair(cfg, joints[0])) if joints else ()
+            inside = dataclasses.replace(inside, left_out=self.left_out | absent, joined=pair)
 
-    cfg = cfg.with_parts(replace, **changes)
-    require(len(joints) <= 1, "with_policy", "rules", "such that at most one loss of a chain recomputes its logits", f"{joints}")
-    if joints:
-        op, cfg = join_steps(cfg, joints[0])
-    return (remat(op) if rerun else op), cfg
+        def finish(op: Op, cfg: Any) -> tuple[Op, Any]:
+            require(
+                len(joints) <= 1, "with_policy", "rules", "such that at most one loss of a chain recomputes its logits", f"{joints}"
+            )
+            if joints:
+                op, cfg = join_steps(cfg, joints[0])
+            return (remat(op) if rerun else op), cfg
+
+        return Inside(inside, lambda _: changes, finish)
 
 
 def _pair(cfg: ChainConfig, second: str) -> tuple[str, str]:
@@ -292,14 +300,12 @@ class Kept(NamedTuple):
 
 def kept_paths(op: Op, cfg: Any, path: str = "") -> Iterator[Kept]:
     """The paths of the steps and of the fields that they keep; a repeat's layers are `*`."""
-    if path:
-        yield Kept(path)
-    if has_parts(op, cfg):
-        for name, inner, inner_cfg in cfg.parts():
-            yield from kept_paths(inner, inner_cfg, join_path(path, name))
-    else:
-        yield from (Kept(join_path(path, name), field) for name, field in op.fields(cfg).items())
-        yield from (Kept(join_path(path, name), field, True) for name, field in _waiting(op, cfg).items())
+    for here, own, inner, _ in _within(op, cfg, path):
+        if here:
+            yield Kept(here)
+        if not has_parts(own, inner):
+            yield from (Kept(join_path(here, name), field) for name, field in own.fields(inner).items())
+            yield from (Kept(join_path(here, name), field, True) for name, field in _waiting(own, inner).items())
 
 
 def _waiting(op: Op, cfg: Any) -> dict[str, Field]:
@@ -310,7 +316,7 @@ def _waiting(op: Op, cfg: Any) -> dict[str, Field]:
 
 def _inputs(step: Any) -> list[str]:
     """The paths of the fields that alias a step's main input."""
-    return [f"{step.name}.{name}" for name, field in step.op.fields(step.cfg).items() if field.alias in ("x", "x.0")]
+    return [join_path(step.name, name) for name, field in step.op.fields(step.cfg).items() if field.alias in ("x", "x.0")]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -318,11 +324,4 @@ def _recomputed_fields(cfg: ChainConfig, name: str) -> list[str]:
     """The paths of the fields that a chain need not keep if it recomputes the output of that step."""
     calls = lower(chain, dataclasses.replace(cfg, recompute=(name,)), Needs.ALL).calls
     recomputed = [call for call in calls if call.recomputed_by is not None and call.recomputed_by.path == name]
-    return [f"{call.path}.{field}" for call in recomputed for field in call.fields]
-
-
-def _repeats(op: Op, cfg: Any) -> Iterator[bool]:
-    if has_parts(op, cfg):
-        yield type(cfg) is RepeatConfig
-        for _, inner, inner_cfg in cfg.parts():
-            yield from _repeats(inner, inner_cfg)
+    return [join_path(call.path, field) for call in recomputed for field in call.fields]

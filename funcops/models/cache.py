@@ -17,18 +17,17 @@ import torch
 from torch import Tensor
 
 from funcops.backend.declare import watched
-from funcops.compose.chain import ChainConfig
-from funcops.compose.step import Step
-from funcops.contract.configs import Composite, OpConfig, config
+from funcops.contract.configs import OpConfig, config
 from funcops.contract.marks import Gone
 from funcops.contract.needs import Needs
-from funcops.contract.op import forward, init_of, make_op
+from funcops.contract.op import Op, forward, init_of, make_op
+from funcops.contract.walk import Part, rewrite
 from funcops.errors import DonatedError, check, describe, fail, require, require_count, require_device, require_dtype, require_type
 from funcops.kernels.attention import masked_fwd
 from funcops.kernels.scored_attention import alibi_slopes
 from funcops.models.decoder import DecoderConfig, layer_paths
 from funcops.ops.attention import AttentionConfig, attention, check_parts, check_qkv
-from funcops.ops.sink_attention import SinkAttentionConfig, sink_attention, sink_attention_init
+from funcops.ops.sink_attention import sink_attention, sink_attention_init
 from funcops.trees import has, leaf, static, tree
 
 __all__ = ["Cache", "KVCache", "cache_init", "cached_attention", "with_cache"]
@@ -193,6 +192,7 @@ class CachedAttentionConfig(OpConfig):
     """`of`: the config of the attention that reads the cache."""
 
     of: AttentionConfig
+    takes_also = (CACHE,)
 
     def __post_init__(self) -> None:
         where = "with_cache"
@@ -215,9 +215,10 @@ def cached_attention_init(
     cfg: CachedAttentionConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
 ) -> CachedParams:
     """Make the sinks alone: `cache_init` makes a cache."""
-    if type(cfg.of) is not SinkAttentionConfig:
+    of: Any = cfg.of
+    if not of.sinks:
         return CachedParams(None, None, None)
-    return CachedParams(None, None, sink_attention_init(cfg.of, device=device, dtype=dtype).sinks)
+    return CachedParams(None, None, sink_attention_init(of, device=device, dtype=dtype).sinks)
 
 
 @forward(CachedAttentionConfig, CachedParams)
@@ -241,7 +242,7 @@ def cached_attention_fwd(
     mask = _mask(where, at, q, bias, of.alibi)
     scale = of.score(q.shape[3]).scale
     y, lse = masked_fwd(q, keys.transpose(1, 2), values.transpose(1, 2), mask, of.softcap or 0.0, scale)
-    if type(of) is SinkAttentionConfig:
+    if of.sinks:
         sinks: Any = params.sinks
         check(where, "params.sinks", sinks, (q.shape[2],), tuple(dict.fromkeys((q.dtype, lse.dtype))), q)
         total = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
@@ -292,19 +293,12 @@ cached_attention = make_op(
 def with_cache(cfg: Any) -> Any:
     """Return the config of a combinator with every attention reading a cache: the attention's params are then `CachedParams`, and
     there is one more extra input, "cache", made by `slots`. Raises `ValueError` for attention that is not causal, or packed."""
-    if type(cfg) is ChainConfig:
-        steps = tuple(_cached(step) for step in cfg.steps)
-        reads = any(CACHE in step.names for step in steps)
-        return dataclasses.replace(cfg, steps=steps, extras=(*cfg.extras, CACHE) if reads else cfg.extras)
-    if isinstance(cfg, Composite):
-        return cfg.with_parts(lambda name, op, part: (op, with_cache(part)))
-    return cfg
 
+    def cached(part: Part) -> tuple[Op, Any] | None:
+        reads = part.op is attention or part.op is sink_attention
+        return (cached_attention, CachedAttentionConfig(of=part.cfg)) if reads else None
 
-def _cached(step: Step) -> Step:
-    if step.op is attention or step.op is sink_attention:
-        return dataclasses.replace(step, op=cached_attention, cfg=CachedAttentionConfig(of=step.cfg), takes=(*step.takes, CACHE))
-    return step.with_op(step.op, with_cache(step.cfg))
+    return rewrite(cfg, cached)[1]
 
 
 def with_caches(where: str, params: Any, cache: Cache) -> Any:

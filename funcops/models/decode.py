@@ -12,15 +12,14 @@ from torch import Tensor
 from funcops import random
 from funcops.backend.declare import watched
 from funcops.compose.chain import ChainConfig, chain
-from funcops.compose.walk import steps
 from funcops.contract.needs import Needs
 from funcops.contract.schema import Donated
+from funcops.contract.walk import steps
 from funcops.errors import FLOATS, DonatedError, check, differing, fail, require, require_count, require_type
 from funcops.formats.scaled import unscaled
 from funcops.models.cache import CACHE, Cache, cache_init, check_cache, check_room, slots, with_cache, with_caches
 from funcops.models.decoder import DecoderConfig, decoder, decoder_x, without_loss
 from funcops.models.sampling import SamplingConfig, sample
-from funcops.ops.attention import AttentionConfig
 from funcops.ops.rope_scaling import LongRopeScaling
 from funcops.trees import WithExtras, at, paths, stands_for_one, tree_map_tensors
 
@@ -32,7 +31,7 @@ _chain_of = functools.lru_cache(maxsize=64)(decoder)
 @functools.lru_cache(maxsize=64)
 def _windows(model: ChainConfig) -> tuple[int | None, ...]:
     """The window of each attention, in order."""
-    return tuple(part.cfg.window for part in steps(model, layers=True) if isinstance(part.cfg, AttentionConfig))
+    return tuple(part.cfg.window for part in steps(model, layers=True) if part.cfg.attends)
 
 
 def _check_model(where: str, model: Any, cfg: DecoderConfig) -> None:

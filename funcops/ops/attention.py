@@ -36,7 +36,7 @@ tensor([0.0000, 0.5000, 1.0000])
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -65,6 +65,8 @@ class AttentionConfig(OpConfig):
     alibi: bool = False
     bias: bool = False
     packed: bool = False
+    attends = True
+    sinks: ClassVar[bool] = False  # whether each head has a learned sink
 
     def __post_init__(self) -> None:
         where = type(self).__name__

@@ -41,6 +41,7 @@ class DropoutConfig(OpConfig):
 
     widths = same_width
     featurewise = True
+    draws_mask = True
 
     p: float = field(kw_only=False)
     train: bool = True

@@ -84,6 +84,7 @@ class ExpertsConfig(OpConfig):
         object.__setattr__(self, "down", GroupedLinearConfig(self.experts, self.hidden, self.dim, bias=self.bias))
         object.__setattr__(self, "gated", (self.kind, self.limit, self.alpha, self.offset))
 
+    linear_parts = "up", "down"
     up: ClassVar[GroupedLinearConfig]
     down: ClassVar[GroupedLinearConfig]
     gated: ClassVar[tuple[str, float, float, float]]

@@ -303,7 +303,7 @@ def _per_expert(found: GroupedLinearParams, cfg: GroupedLinearConfig, needs: Nee
         return found
 
     def parts(name: str, t: Tensor | None) -> Any:
-        if t is None and not getattr(cfg, name, True):
+        if t is None and name == "bias" and not cfg.bias:
             return None
         return tuple([t[e] if t is not None and needs.param(f"{name}.{e}") else None for e in range(cfg.experts)])
 

@@ -36,7 +36,6 @@ from torch import Tensor
 
 from funcops.backend import wide
 from funcops.contract.by_config import ByConfig
-from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.contract.renamed import old_names
@@ -48,6 +47,7 @@ from funcops.formats.scaled import Scaled
 from funcops.kernels.grouped import grouped_wgrad, grouped_wgrad_into
 from funcops.kernels.routing import gather_rows, of_rows
 from funcops.ops import _quantized_groups as coded
+from funcops.ops._low_config import LowConfig
 from funcops.ops._quantized_groups import Groups
 from funcops.ops.grouped_linear import (
     GroupedLinearConfig,
@@ -65,7 +65,7 @@ __all__ += ["grouped_qlinear_fwd", "grouped_qlinear_init", "grouped_qlinear_wgra
 
 
 @config
-class GroupedQLinearConfig(OpConfig):
+class GroupedQLinearConfig(LowConfig):
     """The fields of `GroupedLinearConfig`, for stacked weights, and a `recipe` of `funcops.low_precision`. Raises `ValueError` for
     sizes that its blocks do not divide."""
 

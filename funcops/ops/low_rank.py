@@ -242,6 +242,11 @@ ADAPTERS: dict[type, Callable[[Any, LowRankConfig], tuple[Op, LowRankConfig]]] =
 config for a layer on one rank. The file of each kind of adapter enters the layers that it serves."""
 
 
+def adapter_of(cfg: Any) -> Callable[[Any, LowRankConfig], tuple[Op, LowRankConfig]] | None:
+    """The entry of `ADAPTERS` for a config; None if it is not a linear layer's."""
+    return ADAPTERS.get(type(cfg))
+
+
 def _beside(cfg: Any, low: LowRankConfig) -> tuple[Op, LowRankConfig]:
     return low_rank, low
 

@@ -56,7 +56,7 @@ class QKVSplitConfig(OpConfig):
             require(isinstance(value, int) and value >= 1, "QKVSplitConfig", name, "at least 1", value)
         if self.rope is not None:
             require(
-                type(self.rope) is RopeConfig and self.rope.dim == self.dim,
+                isinstance(self.rope, RopeConfig) and self.rope.dim == self.dim,
                 "QKVSplitConfig",
                 "rope",
                 f"a RopeConfig({self.dim})",

@@ -41,7 +41,6 @@ from funcops import random
 from funcops.backend import wide
 from funcops.contract.accumulators import accumulate, check_into, takes_sums
 from funcops.contract.by_config import ByConfig
-from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.contract.renamed import old_names, warn
@@ -53,6 +52,7 @@ from funcops.formats.scaled import Scaled, bits_of, join_amaxes
 from funcops.kernels import linear as products
 from funcops.kernels import quantize as kernels
 from funcops.kernels.scaled_mm import scaled_mm
+from funcops.ops._low_config import LowConfig
 from funcops.ops.linear import LinearConfig, LinearParams, linear, linear_init
 from funcops.trees import Aside
 
@@ -64,7 +64,7 @@ Largest = Callable[[Tensor], Tensor] | None  # from the amax [1] of this rank's 
 
 
 @config
-class QLinearConfig(OpConfig):
+class QLinearConfig(LowConfig):
     """The fields of `LinearConfig`, and a `recipe` of `funcops.low_precision`. Raises `ValueError` for sizes that its blocks do not
     divide."""
 

@@ -20,7 +20,7 @@ tensor([[1., 1.]])
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ class RMSNormConfig(OpConfig):
     dim: Any = field(kw_only=False)  # int or tuple of ints, kept as a tuple
     eps: float = 1e-6
     zero_centered_gamma: bool = False
+    bias: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_sizes("RMSNormConfig", self)

@@ -55,7 +55,7 @@ from torch import Tensor
 
 from funcops import random
 from funcops.backend import wide
-from funcops.contract.configs import OpConfig
+from funcops.contract.configs import OpConfig, require_config
 from funcops.contract.needs import Needs
 from funcops.contract.op import bwd_of, config, dgrad_of, forward, init_of, make_op
 from funcops.contract.schema import DGRAD, Inputs, Residuals, saved
@@ -236,8 +236,7 @@ def route_bwd(residuals: RouteResiduals, dy: Any, cfg: RouteConfig, *, into: Rou
 
 def route_wgrad(pending: None, cfg: RouteConfig, *, into: RouteParams | None = None) -> RouteParams:
     """A gradient of None, as the bias has no gradient; `into` unchanged."""
-    if type(cfg) is not RouteConfig:
-        fail("route_wgrad", "cfg", "RouteConfig", describe(cfg), TypeError)
+    require_config("route_wgrad", cfg, RouteConfig)
     if pending is not None:
         fail("route_wgrad", "pending", "None (no parameter has a gradient)", describe(pending), TypeError)
     if into is not None and type(into) is not RouteParams:

@@ -48,6 +48,7 @@ class SinkAttentionConfig(AttentionConfig):
     """`heads`: the number of q's heads (H); the other fields are `AttentionConfig`'s."""
 
     heads: int = field(kw_only=False)
+    sinks = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from funcops.backend import tracing
-from funcops.errors import FLOATS, GradModeError, check, describe, fail, require, require_type
+from funcops.errors import FLOATS, GradModeError, check, describe, fail, join_path, require, require_type
 from funcops.trees import leaves, paths, same_structure, structure, tensors, tree_map, with_leaves
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ def open_trees(where: str, trees: dict[str, Any], decay: Any, in_place: bool) ->
     decayed: list[Any] = [True] * len(kept) if decay is None else list(rows.pop())
     if not set(map(type, decayed)) <= {bool}:
         path, flag = next((k, v) for k, v in paths(decay).items() if not isinstance(v, bool))
-        fail(where, dotted("decay", path), "a bool", describe(flag), TypeError)
+        fail(where, join_path("decay", path), "a bool", describe(flag), TypeError)
     devices, dtypes = _traits_of_params(*rows) or _explain(where, trees)
     if not in_place:
         if torch.is_grad_enabled() and any([p.requires_grad for p in rows[0]]):
@@ -118,16 +118,12 @@ def _explain(where: str, trees: dict[str, Any]) -> NoReturn:
                 continue
             p = params[1][path]
             if not isinstance(p, Tensor):
-                fail(where, dotted("grads", path), f"None, because params.{path} is not a tensor", describe(g), TypeError)
-            check(where, dotted("params", path), p, (...,), FLOATS)
-            check(where, dotted("grads", path), g, tuple(p.shape), tuple(d for d in FLOATS if _fits(d, p.dtype)), p)
+                fail(where, join_path("grads", path), f"None, because params.{path} is not a tensor", describe(g), TypeError)
+            check(where, join_path("params", path), p, (...,), FLOATS)
+            check(where, join_path("grads", path), g, tuple(p.shape), tuple(d for d in FLOATS if _fits(d, p.dtype)), p)
             for name, found in state:
-                check(where, dotted(name, path), found[path], tuple(p.shape), p.dtype, p)
+                check(where, join_path(name, path), found[path], tuple(p.shape), p.dtype, p)
     fail(where, "grads", "tensors that agree with params and state", describe(trees["grads"]))
-
-
-def dotted(name: str, path: str) -> str:
-    return f"{name}.{path}" if path else name
 
 
 def own_tensors(where: str, params: Any) -> list[Tensor]:
@@ -137,10 +133,10 @@ def own_tensors(where: str, params: Any) -> list[Tensor]:
         if p is None:
             continue
         if not isinstance(p, Tensor) or p.dtype not in FLOATS:
-            fail(where, dotted("params", path), "a float tensor or None", describe(p), TypeError)
+            fail(where, join_path("params", path), "a float tensor or None", describe(p), TypeError)
         if id(p) in seen:
             got = f"the tensor at {seen[id(p)]}, which would be updated twice"
-            fail(where, dotted("params", path), "a tensor of its own", got)
+            fail(where, join_path("params", path), "a tensor of its own", got)
         seen[id(p)] = path
     return tensors(params)
 

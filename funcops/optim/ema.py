@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from funcops.errors import check, describe, fail, require, require_dtype, require_flag, short
-from funcops.optim._rows import dotted, lists_of
+from funcops.errors import check, describe, fail, join_path, require, require_dtype, require_flag, short
+from funcops.optim._rows import lists_of
 from funcops.trees import paths, tree_map, with_leaves
 
 T = TypeVar("T")
@@ -59,13 +59,14 @@ def ema_update(average: T, params: T, decay: float | Tensor, *, in_place: bool =
     names = list(paths(average))
     for name, a, p in zip(names, ours, given, strict=True):
         if isinstance(a, Tensor) != isinstance(p, Tensor):
-            fail("ema_update", dotted("params", name), "a tensor where average has one", describe(p), TypeError)
+            fail("ema_update", join_path("params", name), "a tensor where average has one", describe(p), TypeError)
         if isinstance(a, Tensor) and a.is_floating_point() != p.is_floating_point():
-            fail("ema_update", dotted("params", name), f"of the same kind as average's {short(a.dtype)}", short(p.dtype), TypeError)
+            expected = f"of the same kind as average's {short(a.dtype)}"
+            fail("ema_update", join_path("params", name), expected, short(p.dtype), TypeError)
     made = [a if in_place else p for a, p in zip(ours, given, strict=True)]
     with torch.no_grad():
         for i in floats:
-            check("ema_update", dotted("average", names[i]), ours[i], tuple(given[i].shape), None, given[i])
+            check("ema_update", join_path("average", names[i]), ours[i], tuple(given[i].shape), None, given[i])
         rows = [ours[i] if in_place else ours[i].clone() for i in floats]
         _blend(rows, [given[i].to(ours[i].dtype) for i in floats], decay)
         for i, row in zip(floats, rows, strict=True):

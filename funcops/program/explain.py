@@ -8,6 +8,7 @@ import torch
 
 from funcops.contract.configs import Composite
 from funcops.contract.needs import Needs
+from funcops.contract.walk import nested
 from funcops.errors import describe, fail, in_html, join_path, on_screen, require_device, require_dtype, require_flag, require_type
 from funcops.program.lower import Call, Lowered, lower
 from funcops.program.programs import rows_of
@@ -52,7 +53,7 @@ def path_of(call: Call) -> str:
     """The path of a call's step; for a skip's fork and sum, the skip's path with their name."""
     if call.place is not None:
         return call.path or call.op.name
-    return f"{call.path}.{call.op.name}" if call.path else call.op.name
+    return join_path(call.path, call.op.name)
 
 
 def plan(cfg: Any, needs: Needs = Needs.ALL, device_type: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> FusionPlan:
@@ -146,20 +147,13 @@ def explain(
     require_flag("explain", rows=rows)
     found: dict[str, FusionPlan] = {}
     written: dict[str, dict[str, tuple[Row, ...]]] = {}
-
-    def visit(inner: Any, path: str, own: Needs) -> None:
-        if not isinstance(inner, Composite):
-            return
-        if inner.lowered_by is None:
-            below = [(name, body) for name, _, body in inner.parts()]
-        else:
-            found[path] = plan(inner, own, device_type, dtype)
-            if rows:
-                low = lowered_of("explain", inner, own)
-                written[path] = {which: rows_of(which, low, cover(low, device_type, dtype)) for which in ("forward", "backward")}
-            below = [(call.path, call.cfg) for line in found[path].forward for call in line.calls]
-        for name, body in below:
-            visit(body, join_path(path, name), own and Needs.ALL)
-
-    visit(cfg, "", needs)
+    for part, around in nested(cfg):
+        in_program = bool(around) and around[-1].cfg.lowered_by is not None and part.op.lower is not None
+        if not part.composite or part.cfg.lowered_by is None or in_program:
+            continue
+        own = needs and Needs.ALL if around else needs
+        found[part.path] = plan(part.cfg, own, device_type, dtype)
+        if rows:
+            low = lowered_of("explain", part.cfg, own)
+            written[part.path] = {which: rows_of(which, low, cover(low, device_type, dtype)) for which in ("forward", "backward")}
     return Explained(found, written)

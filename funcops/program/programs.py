@@ -10,11 +10,12 @@ from torch import Tensor
 
 from funcops.backend import select, wants_triton
 from funcops.backend.source import compile_source
+from funcops.contract.configs import require_config
 from funcops.contract.needs import Mask, Needs
 from funcops.contract.op import Op, with_raw
 from funcops.contract.schema import open_node
 from funcops.contract.trace_safe_cache import reading, remember
-from funcops.errors import describe, fail
+from funcops.errors import fail
 from funcops.program import compiled_programs, rules, run
 from funcops.program.accumulator_checks import check_into_tree
 from funcops.program.backward import Backward
@@ -147,8 +148,7 @@ def _opened(where: str, op: Op, residuals: Any, cfg: Any) -> tuple[Any, Op, Any]
 def wgrad(op: Op, cls: Any, pending: Any, cfg: Any, into: Any, which: str = "wgrad") -> Any:
     """The `wgrad` of an op that is lowered to a scope, or its `products`; `cls`: the class of its pending."""
     where = f"{op.name}_wgrad"
-    if type(cfg) is not op.config:
-        fail(where, "cfg", op.config.__name__, describe(cfg), TypeError)
+    require_config(where, cfg, op.config)
     node = None if pending is None else open_node(where, pending, cls, cfg)
     sums = None if into is None else accumulators(where, op, into, node, cfg)
     found = _found(which, op, cfg, Needs.NONE if node is None else node.needs, None)(node, sums)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from funcops.contract.marks import Gone
 from funcops.contract.schema import RECOMPUTE, Phase, Saved
-from funcops.errors import describe, fail, require_count, require_flag, require_type, short, size_of
+from funcops.errors import describe, fail, join_path, require_count, require_flag, require_type, short, size_of
 from funcops.formats import QTensor
 from funcops.residuals.equal_layers import merged
 from funcops.residuals.forms import Packed
@@ -129,7 +129,7 @@ def report(residuals: Any, params: Any = None, x: Any = None, *, tokens: int | N
     for name, tree in (("params", params), ("x", x)):
         for path, value in _values(tree):
             for t in tensors(value):
-                owners.setdefault(storage_of(t), f"{name}.{path}" if path else name)
+                owners.setdefault(storage_of(t), join_path(name, path))
     rows, aliased = [], 0
     for path, value, phases in kept_values(residuals):
         parts = {storage_of(t): t.untyped_storage().nbytes() for t in tensors(value)}
@@ -145,7 +145,7 @@ def report(residuals: Any, params: Any = None, x: Any = None, *, tokens: int | N
 def _check_kept(node: Any, name: str) -> None:
     if isinstance(node, dict) and node and not hasattr(node, "give"):
         for key, child in node.items():
-            _check_kept(child, f"{name}.{key}")
+            _check_kept(child, join_path(name, key))
     elif node is not None and not isinstance(node, Saved) and not hasattr(node, "give"):
         fail("report", name, "residuals or pending of an op", describe(node), TypeError)
     elif getattr(node, "gone", False) or isinstance(getattr(node, "_marks", None), Gone):
@@ -219,7 +219,7 @@ def kept_values(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
             readers = [phase for phase in Phase if phase in field.needed_by and (node.needs.recompute or phase is not RECOMPUTE)]
             phases = "+".join((phase.name or "").lower() for phase in readers)
             for path, value in _values(getattr(node, name)):
-                yield f"{prefix}{name}.{path}" if path else prefix + name, value, phases
+                yield join_path(prefix + name, path), value, phases
         return
     for name, child in node.items():
         yield from kept_values(child, f"{prefix}{name}.")

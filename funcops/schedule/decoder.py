@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from funcops.compose.chain import ChainConfig, chain
-from funcops.compose.repeat import RepeatConfig
 from funcops.compose.step import check_body
+from funcops.contract.configs import Composite
 from funcops.errors import describe, fail, require, require_count, require_flag, require_number
 from funcops.memory.fit import _follow, _held
 from funcops.memory.parts import leaves_of
-from funcops.ops.attention import AttentionConfig
 from funcops.ops.embedding import EmbeddingConfig
 from funcops.ops.glu import glu
 from funcops.ops.linear import LinearConfig
@@ -138,7 +137,7 @@ def _described(cfg: ChainConfig, x: Any, batch: int) -> Decoder:
     if not shapes:
         fail("Decoder.of", "x", "tokens [B, T], with the chain's extras", describe(x))
     rows, seq = shapes[0]
-    repeats = [(i, step) for i, step in enumerate(cfg.steps) if type(step.cfg) is RepeatConfig]
+    repeats = [(i, step) for i, step in enumerate(cfg.steps) if isinstance(step.cfg, Composite) and step.cfg.times is not None]
     embeddings = [step.cfg for step in cfg.steps if type(step.cfg) is EmbeddingConfig]
     wanted = "a chain of an embedding, a repeat of blocks of attention and one MLP, and a head"
     if len(repeats) != 1 or len(embeddings) != 1:
@@ -146,7 +145,7 @@ def _described(cfg: ChainConfig, x: Any, batch: int) -> Decoder:
     index, step = repeats[0]
     block: Any = step.cfg
     leaves = list(leaves_of(block.op, block.cfg))
-    mixes = [(leaf.path, leaf.call.cfg) for leaf in leaves if leaf.call and isinstance(leaf.call.cfg, AttentionConfig)]
+    mixes = [(leaf.path, leaf.call.cfg) for leaf in leaves if leaf.call and leaf.call.cfg.attends]
     matrices = [leaf.call.cfg for leaf in leaves if leaf.call and type(leaf.call.cfg) is LinearConfig]
     if len(mixes) != 1 or len(matrices) < 4:
         fail("Decoder.of", "cfg", wanted, f"a block of {len(mixes)} attentions and {len(matrices)} linear layers")

@@ -13,7 +13,17 @@ from torch import Tensor
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op
 from funcops.distributed.mesh import Axis, Mesh
-from funcops.errors import describe, fail, require, require_callable, require_count, require_flag, require_number, require_type
+from funcops.errors import (
+    describe,
+    fail,
+    join_path,
+    require,
+    require_callable,
+    require_count,
+    require_flag,
+    require_number,
+    require_type,
+)
 from funcops.residuals.donate import donate
 from funcops.testing.case import Draw
 from funcops.testing.checks import float_like, same_bits
@@ -236,7 +246,7 @@ def _close(got: Any, want: Any, tolerance: float, what: str) -> None:
     for (path, g), w in zip(paths(got).items(), leaves(want), strict=True):
         if g is None and w is None:
             continue
-        name = f"{what}.{path}" if path else what
+        name = join_path(what, path)
         assert g is not None and w is not None and g.shape == w.shape, f"{name}: {g} instead of {w}"
         allowed = tolerance * (1 + (float(w.abs().max()) if w.numel() else 0.0))
         error = float((g - w).abs().max()) if w.numel() else 0.0

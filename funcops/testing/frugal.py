@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from funcops.compose.chain import ChainConfig
-from funcops.compose.parallel import ParallelConfig
-from funcops.compose.repeat import RepeatConfig
 from funcops.compose.step import Step, live_inputs
 from funcops.contract.checking import aliases_said
 from funcops.contract.needs import Mask, Needs
 from funcops.contract.op import Op
 from funcops.contract.schema import DGRAD, RECOMPUTE, WGRAD, Field, Saved
+from funcops.errors import join_path
 from funcops.formats import dense
 from funcops.program.values import abstract_params
 from funcops.testing.case import Case
@@ -150,8 +149,8 @@ def expected(full: Any, needs: Needs) -> set[str]:
             path for name, field in full.fields.items() if field.wanted(needs) for path in _under(name, field, getattr(full, name))
         }
     parts = parts_needs(full.cfg, needs)
-    found = {f"{name}.{path}" for name, own in parts.items() for path in expected(full[name], own)}
-    if isinstance(full.cfg, ChainConfig):
+    found = {join_path(str(name), path) for name, own in parts.items() for path in expected(full[name], own)}
+    if full.cfg.recompute is not None:
         found |= _recomputed(full, parts)
     return found
 
@@ -162,7 +161,7 @@ def _under(name: str, field: Any, value: Any) -> Iterator[str]:
         return
     for path, t in paths(value).items():
         if t is not None:
-            yield f"{name}.{path}" if path else name
+            yield join_path(name, path)
 
 
 def _recomputed(full: Any, parts: dict[Any, Needs]) -> set[str]:
@@ -170,7 +169,7 @@ def _recomputed(full: Any, parts: dict[Any, Needs]) -> set[str]:
     saves its x anyway, otherwise the output itself."""
     cfg, found, left_out = full.cfg, set[str](), False
     for before, step in itertools.pairwise(cfg.steps):
-        places = {f"{step.name}.{place}" for place in _reads_main(step.op, step.cfg, full[step.name], parts[step.name])}
+        places = {join_path(step.name, place) for place in _reads_main(step.op, step.cfg, full[step.name], parts[step.name])}
         fields = before.op.fields(before.cfg)
         of_x = [field for field in fields.values() if (field.alias or "").partition(".")[0] == "x"]
         asked = before.name in cfg.recomputed and not left_out
@@ -180,7 +179,9 @@ def _recomputed(full: Any, parts: dict[Any, Needs]) -> set[str]:
                 (full.get(f"{before.name}()"), f"{before.name}()") if full.kind == "pending" else (full[before.name], before.name)
             )
             found |= {
-                f"{name}.{field}" for field in fields if RECOMPUTE in fields[field].needed_by and getattr(node, field) is not None
+                join_path(name, field)
+                for field in fields
+                if RECOMPUTE in fields[field].needed_by and getattr(node, field) is not None
             }
         else:
             found |= places if before.name in cfg.recomputed else places & held(full)  # recomputed outputs are not in `full`
@@ -202,26 +203,24 @@ def _reads_main(op: Op, cfg: Any, full: Any, needs: Needs) -> Iterator[str]:
             if name is None:
                 yield from _reads_main(inner, inner_cfg, full, needs)
             else:
-                yield from (f"{name}.{path}" for path in _reads_main(inner, inner_cfg, full[name], parts[name]))
+                yield from (join_path(str(name), path) for path in _reads_main(inner, inner_cfg, full[name], parts[name]))
 
 
 def first_parts(cfg: Any) -> Iterator[tuple[Any, Op, Any]]:
     """The name, op and config of each part whose input is x; a skip's body has the name None."""
     found = cfg.parts()
-    if isinstance(cfg, ChainConfig):
-        found = found[:1]
-    elif isinstance(cfg, RepeatConfig):
+    if cfg.times is not None:
         found = [(0, *found[0][1:])]
-    yield from found
+    yield from found if cfg.branching else found[:1]
 
 
 def parts_needs(cfg: Any, needs: Needs) -> dict[Any, Needs]:
     """The needs of each part of a combinator, by its name."""
     live = live_inputs(needs.x, cfg.extras)
-    if isinstance(cfg, ParallelConfig):
+    if cfg.branching:
         return {branch.name: _step_needs(branch, live, needs) for branch in cfg.branches}
     found: dict[Any, Needs] = {}
-    if isinstance(cfg, RepeatConfig):
+    if cfg.times is not None:
         for i in range(cfg.times):
             asked = _asked(cfg.op, cfg.cfg, needs, "" if cfg.stacked else f"{i}.")
             found[i] = Needs(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.errors import DonatedError, GradModeError, StaleResidualError
+from funcops.errors import DonatedError, GradModeError, StaleResidualError, join_path
 from funcops.formats import dense
 from funcops.residuals.donate import donate
 from funcops.testing.case import Case
@@ -55,7 +55,7 @@ def bad_calls(case: Case, params: Any, x: Any, residuals: Any, dy: Any, dparams:
         for path, t in paths(tree).items():
             if not isinstance(t, Tensor):
                 continue
-            name = f"{side}.{path}" if path else side
+            name = join_path(side, path)
             if side != "dy":
                 yield f"{name} None", lambda p=path, s=tree, c=call: c(changed(s, p, lambda t: None))
                 if several:

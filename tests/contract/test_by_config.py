@@ -166,9 +166,7 @@ def test_a_choice_must_be_one_of_the_declared_classes():
 
 def test_what_needs_a_config_warns_without_one():
     cfg = QLinearConfig(8, 8, Fp8Block())
-    with pytest.warns(
-        DeprecationWarning, match=r"^qlinear: fields\(\) is now fields\(cfg\); the old name is removed in version 0.4$"
-    ):
+    with pytest.warns(DeprecationWarning, match=r"^qlinear: fields\(\) is now fields\(cfg\); .* 0.4$"):
         assert qlinear.fields() == qlinear.fields(cfg)
     with pytest.warns(DeprecationWarning, match=r"^qlinear: residuals is now residuals_of\(cfg\); .* 0.4$"):
         assert qlinear.residuals is qlinear.residuals_of(cfg)

@@ -1,14 +1,42 @@
 """Configs describe their ops correctly; a config without the base class works."""
 
+import dataclasses
 from dataclasses import field
 
 import pytest
 import torch
 from law_cases import CASES as LAW_CASES
 
-from funcops import ActivationConfig, ChainConfig, IdentityConfig, Step, activation, chain, identity, random, rewrite, walk
+from funcops import (
+    ActivationConfig,
+    AddConfig,
+    ChainConfig,
+    DropoutConfig,
+    ForkConfig,
+    IdentityConfig,
+    RepeatConfig,
+    ScaleConfig,
+    SkipConfig,
+    Step,
+    WithExtras,
+    activation,
+    add,
+    chain,
+    dropout,
+    fork,
+    identity,
+    random,
+    repeat,
+    rewrite,
+    scale,
+    skip,
+    walk,
+)
+from funcops.contract.configs import Composite
+from funcops.contract.needs import Needs
 from funcops.contract.op import OpConfig, config, dgrad_of, forward, make_op, same_width
 from funcops.contract.schema import DGRAD, Residuals, saved
+from funcops.contract.walk import Inside, nested
 from funcops.formats import QTensor
 from funcops.trees import tensors
 
@@ -109,6 +137,105 @@ def test_a_field_does_not_take_a_hook_for_its_default(hook):
         config(type("Own", (OpConfig,), dict(body)))
     made = config(type("Own", (OpConfig,), {**body, hook: field(default=(1,))}))
     assert getattr(made(), hook) == (1,)
+
+
+OF_COMBINATORS = [name for name in vars(Composite) if not name.startswith("__") and name not in vars(OpConfig)]
+
+
+@pytest.mark.parametrize("hook", OF_COMBINATORS)
+def test_a_field_of_a_combinator_does_not_take_a_hook_for_its_default(hook):
+    with pytest.raises(TypeError, match=rf"^Own: field {hook} must be of another name, .* \(Composite has a hook of that name\)"):
+        config(type("Own", (Composite,), {"__annotations__": {hook: "Any"}, "__module__": __name__}))
+    assert config(type("Own", (OpConfig,), {"__annotations__": {hook: "Any"}, "__module__": __name__}))
+
+
+COMPOSITES = [case for case, _ in CASES if isinstance(case.cfg, Composite)]
+
+
+@pytest.mark.parametrize("case", COMPOSITES, ids=str)
+def test_parts_are_those_that_are_replaced(case):
+    replaced = []
+    same = case.cfg.with_parts(lambda name, op, cfg: replaced.append((name, op, cfg)) or (op, cfg))
+    assert case.cfg.parts() == replaced and same == case.cfg and len(replaced) > 0
+
+
+@pytest.mark.parametrize("case", COMPOSITES, ids=str)
+def test_a_combinator_says_how_its_parts_lie(case):
+    params, x = case.make(torch.float64)
+    y = case.op.fwd(params, x, case.cfg)[0]
+    main_y, main_x = (value.main if isinstance(value, WithExtras) else value for value in (y, x))
+    assert isinstance(main_y, tuple) == case.cfg.branching
+    assert not case.cfg.maps_to_itself or main_y.shape == main_x.shape
+    assert (case.cfg.times is None) == (case.op is not repeat) and case.cfg.stacked <= (case.op is repeat)
+
+
+SCALE = Step("scale", scale, ScaleConfig(2.0))
+LAYERS = ChainConfig(steps=(SCALE, Step("layers", repeat, RepeatConfig(skip, SkipConfig(chain, ChainConfig(steps=(SCALE,))), 2))))
+
+
+def test_parts_come_with_what_is_around_them():
+    found = {part.path: [one.path for one in around] for part, around in nested(LAYERS, op=chain) if not part.composite}
+    assert found == {"scale": [""], "layers.*.scale": ["", "layers", "layers.*", "layers.*"]}
+    stopped = [part.path for part, _ in nested(LAYERS, stop=lambda part: part.op is repeat)]
+    assert stopped == ["", "scale", "layers"]
+
+
+def test_a_rewrite_goes_on_with_another_function_and_ends_with_a_step():
+    seen = []
+
+    def factor(by):
+        def replace(part):
+            seen.append((part.path, by))
+            if part.op is scale:
+                return scale, ScaleConfig(by)
+            if part.cfg.times is not None:
+                return Inside(factor(10.0), lambda parts: {"times": 2 + len(parts)})
+            return Inside(after=lambda op, cfg: (op, dataclasses.replace(cfg, fuse=False))) if part.op is chain else None
+
+        return replace
+
+    op, made = rewrite(LAYERS, factor(3.0), op=chain)
+    assert op is chain and not made.fuse and made.steps[0].cfg.factor == 3.0
+    inner = made.steps[1].cfg.cfg.cfg
+    assert made.steps[1].cfg.times == 3 and inner.steps[0].cfg.factor == 10.0 and not inner.fuse
+    assert seen == [("", 3.0), ("scale", 3.0), ("layers", 3.0), ("layers.*", 10.0), ("layers.*", 10.0), ("layers.*.scale", 10.0)]
+    assert rewrite(ScaleConfig(1.0), lambda part: Inside(after=lambda op, cfg: (scale, cfg))) == (scale, ScaleConfig(1.0))
+
+
+def test_a_chain_declares_what_only_its_rewritten_steps_take():
+    drop = ChainConfig(steps=(Step("drop", dropout, DropoutConfig(0.5), takes=("key",)),), extras=("key",))
+    op, made = rewrite(LAYERS, lambda part: (chain, drop) if part.op is scale else None, op=chain)
+    assert made.extras == ("key",) == made.steps[1].cfg.cfg.cfg.extras and made.steps[0].names == ("key",)
+    with pytest.raises(ValueError, match=r"^ChainConfig: takes of step 'drop' must be names made before it"):
+        ChainConfig(steps=drop.steps)
+
+
+@config
+class AddsConfig(OpConfig):
+    takes_also = ("other",)
+
+
+@forward(AddsConfig)
+def adds_fwd(params, x, cfg, *, needs):
+    return sum(x), None
+
+
+@dgrad_of(Kept)
+def adds_dgrad(residuals, dy, cfg):
+    return (dy, dy, dy), None
+
+
+adds = make_op("adds", AddsConfig, fwd=adds_fwd, dgrad=adds_dgrad)
+
+
+def test_an_op_takes_also_what_its_config_adds():
+    steps = Step("fork", fork, ForkConfig(), gives=("copy",)), Step("add", add, AddConfig(), takes=("copy",))
+    made = rewrite(ChainConfig(steps=steps), lambda part: (adds, AddsConfig()) if part.op is add else None)[1]
+    assert made.steps[1].takes == ("copy", "other") and made.extras == ("other",)
+    x = WithExtras(torch.ones(2), {"other": torch.full((2,), 3.0)})
+    assert chain.fwd(chain.init(made), x, made, needs=Needs.NONE)[0].tolist() == [5.0, 5.0]
+    again = made.with_parts(lambda name, op, cfg: (op, AddsConfig() if op is adds else cfg))
+    assert again.steps[1].takes == ("copy", "other") and again.extras == ("other",)
 
 
 @pytest.mark.parametrize("entry", [walk, lambda cfg: rewrite(cfg, lambda part: None)], ids=["walk", "rewrite"])

@@ -11,7 +11,7 @@ from programs import check_picture
 
 from benchmarks.plain import PlainLlama, plain_name
 from benchmarks.plain_moe import Mixture, Router
-from funcops.compose.walk import steps
+from funcops.contract.walk import steps
 from funcops.testing.checks import same_bits
 from funcops.trees import paths
 

@@ -47,6 +47,8 @@ def _defined(tree):
             isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and getattr(node.value, "id", "") in ("self", "cls")
         ):
             yield node.attr
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self.__dict__":
+            yield from [one.value for one in (node.slice,) if isinstance(one, ast.Constant)]
         elif isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) in ("setattr", "__setattr__"):
             yield from [arg.value for arg in node.args[:2] if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
 

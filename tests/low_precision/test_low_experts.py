@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from funcops import ChainConfig, GroupedLinearConfig, RepeatConfig, Step, WithExtras, chain, experts, random, remat, repeat
-from funcops.compose.walk import steps
+from funcops.contract.walk import steps
 from funcops.low_precision import (
     NVFP4,
     Fp8Block,

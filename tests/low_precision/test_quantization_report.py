@@ -31,7 +31,7 @@ from funcops import (
     trees,
     with_policy,
 )
-from funcops.compose.walk import steps
+from funcops.contract.walk import steps
 from funcops.formats import E2M1_NV, E4M3_BLOCK, E4M3_MX, E4M3_SQUARE, E4M3_TENSOR, Format
 from funcops.low_precision import MXFP8, NVFP4, Fp8Block, Fp8Current, QuantizationReport, quantize_params, with_recipe
 from funcops.models import MoEConfig, moe, plain_experts

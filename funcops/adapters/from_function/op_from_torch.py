@@ -16,11 +16,11 @@ from torch import Tensor
 from funcops.adapters.flatten import flatten, gradients, indexed_paths, unflatten
 from funcops.adapters.from_function.partition import Graphs, Like, cut, resolved
 from funcops.contract.accumulators import accumulate
-from funcops.contract.configs import OpConfig
+from funcops.contract.configs import OpConfig, require_config
 from funcops.contract.needs import Needs, check_needs
 from funcops.contract.op import Op, config, dgrad_of, make_op, refuse_autocast
 from funcops.contract.schema import DGRAD, WGRAD, Pending, Residuals, open_node, saved, static
-from funcops.errors import check, describe, fail, require, require_callable, require_type
+from funcops.errors import check, describe, fail, join_path, require, require_callable, require_type
 from funcops.residuals.donate import donate
 from funcops.trees import nothing_like, paths, tree_map_tensors
 
@@ -145,8 +145,7 @@ class _Function:
 
     def forward(self, params: Any, x: Any, cfg: Any, needs: Needs) -> tuple[Any, Any]:
         label = f"{self.label}_fwd"
-        if type(cfg) is not self.config:
-            fail(label, "cfg", self.config.__name__, describe(cfg), TypeError)
+        require_config(label, cfg, self.config)
         if self.init is None and params is not None:
             fail(label, "params", "None (op_from_torch got no init)", describe(params), TypeError)
         if _autocast_enabled():
@@ -165,7 +164,7 @@ class _Function:
         label, outputs, values = f"{self.label}_dgrad", own.graphs.outputs, gradients(own.y_shape, dy, [])
         for i, (d, like) in enumerate(zip(values, outputs, strict=True)):
             if d is not None:
-                check(label, "dy" if len(outputs) == 1 else f"dy.{i}", d, like.shape, like.dtype)
+                check(label, join_path("dy", i if len(outputs) > 1 else None), d, like.shape, like.dtype)
         dys = [like.zeros() if d is None else like.laid_out("", "", d) for d, like in zip(values, outputs, strict=True)]
         kept = {n: like.laid_out(label, f"residuals.kept.{n}", residuals.kept[n]) for n, like in own.graphs.kept.items()}
         found = own.graphs.dgrad(*kept.values(), *dys)
@@ -231,7 +230,7 @@ def _trace(
         y = fn(unflatten(params_shape, flat), unflatten(x_shape, flat), cfg)
         for path, value in paths(y).items():
             if not isinstance(value, Tensor):
-                fail(f"{label}_fwd", "y" + (f".{path}" if path else ""), "a tensor", describe(value), TypeError)
+                fail(f"{label}_fwd", join_path("y", path), "a tensor", describe(value), TypeError)
         shape[:] = [flatten(y, found)]
         return found
 

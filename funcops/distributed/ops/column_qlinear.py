@@ -31,7 +31,6 @@ ranks before the update (`funcops.dist.amaxes_over`).
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -40,7 +39,7 @@ from torch import Tensor
 
 from funcops import random
 from funcops.contract.by_config import ByConfig
-from funcops.contract.configs import OpConfig
+from funcops.contract.configs import fields_of
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.contract.renamed import old_names
@@ -65,6 +64,7 @@ from funcops.distributed.specs import Spec
 from funcops.formats import QTensor, check_quantized, turned
 from funcops.formats.recipes import LOW_FORMS, Recipe
 from funcops.formats.scaled import Scaled
+from funcops.ops._low_config import LowConfig
 from funcops.ops.linear import LinearParams
 from funcops.ops.qlinear import (
     a_tensor,
@@ -94,7 +94,7 @@ __all__ += ["column_qlinear_fwd", "column_qlinear_init", "column_qlinear_wgrad"]
 
 
 @config
-class ColumnQLinearConfig(OpConfig):
+class ColumnQLinearConfig(LowConfig):
     """The fields of `ColumnLinearConfig`, and a `recipe` of `funcops.low_precision`. `overlap`: "none" or "bulk". Raises
     `ValueError` for sizes that the recipe's blocks do not divide."""
 
@@ -347,8 +347,7 @@ column_qlinear = make_op(
 
 
 def _low(cfg: ColumnLinearConfig, recipe: Recipe) -> tuple[Op, Op, ColumnQLinearConfig]:
-    fields = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)}
-    return column_linear, column_qlinear, ColumnQLinearConfig(**fields, recipe=recipe)
+    return column_linear, column_qlinear, ColumnQLinearConfig(**fields_of(cfg), recipe=recipe)
 
 
 LOW_FORMS[ColumnLinearConfig] = _low

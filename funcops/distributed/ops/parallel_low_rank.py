@@ -29,7 +29,6 @@ draws. LoRA: arXiv 2106.09685; sharded as in PEFT's `LoraParallelLinear` (peft/t
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -37,6 +36,7 @@ import torch
 from torch import Tensor
 
 from funcops.contract.accumulators import check_into
+from funcops.contract.configs import fields_of
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
@@ -193,9 +193,8 @@ parallel_low_rank_bwd = both_halves(parallel_low_rank, parallel_low_rank_dgrad, 
 
 
 def _beside(side: str, cfg: Any, low: LowRankConfig) -> tuple[Op, ParallelLowRankConfig]:
-    fields = {f.name: getattr(low, f.name) for f in dataclasses.fields(low)}
     parts = cfg.parts if side == "column" else ()
-    made = ParallelLowRankConfig(**fields, side=side, axis=cfg.axis, sequence_parallel=cfg.sequence_parallel, parts=parts)
+    made = ParallelLowRankConfig(**fields_of(low), side=side, axis=cfg.axis, sequence_parallel=cfg.sequence_parallel, parts=parts)
     return parallel_low_rank, made
 
 

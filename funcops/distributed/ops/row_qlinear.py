@@ -31,7 +31,6 @@ amaxes: see `row_linear`, `column_qlinear`.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -40,7 +39,7 @@ from torch import Tensor
 
 from funcops import random
 from funcops.contract.by_config import ByConfig
-from funcops.contract.configs import OpConfig
+from funcops.contract.configs import fields_of
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.contract.renamed import old_names
@@ -55,6 +54,7 @@ from funcops.distributed.specs import Spec
 from funcops.formats import QTensor, turned
 from funcops.formats.recipes import LOW_FORMS, Recipe
 from funcops.formats.scaled import Scaled
+from funcops.ops._low_config import LowConfig
 from funcops.ops.linear import LinearParams
 from funcops.ops.qlinear import (
     a_tensor,
@@ -81,7 +81,7 @@ __all__ += ["row_qlinear", "row_qlinear_bwd", "row_qlinear_dgrad", "row_qlinear_
 
 
 @config
-class RowQLinearConfig(OpConfig):
+class RowQLinearConfig(LowConfig):
     """The fields of `RowLinearConfig`, and a `recipe` of `funcops.low_precision`. `overlap`: "none" or "bulk", the same order here.
     Raises `ValueError` for sizes that the recipe's blocks do not divide."""
 
@@ -266,8 +266,7 @@ row_qlinear_bwd = both_halves(row_qlinear, row_qlinear_dgrad, row_qlinear_wgrad)
 
 
 def _low(cfg: RowLinearConfig, recipe: Recipe) -> tuple[Op, Op, RowQLinearConfig]:
-    fields = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)}
-    return row_linear, row_qlinear, RowQLinearConfig(**fields, recipe=recipe)
+    return row_linear, row_qlinear, RowQLinearConfig(**fields_of(cfg), recipe=recipe)
 
 
 LOW_FORMS[RowLinearConfig] = _low

@@ -26,6 +26,7 @@ computes; at most two layers are whole at a time.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import field
 from typing import Any, ClassVar, NamedTuple
@@ -35,7 +36,7 @@ from torch import Tensor
 
 from funcops.backend import tracing, wide
 from funcops.compose.step import check_body, note
-from funcops.contract.configs import Composite, Replace, Width
+from funcops.contract.configs import Composite, Replace, Width, require_config
 from funcops.contract.marks import STAND_INS
 from funcops.contract.needs import Needs, check_needs
 from funcops.contract.op import Op, Prefetch, config, init_of, make_op
@@ -46,7 +47,7 @@ from funcops.distributed.checks import require_axis
 from funcops.distributed.data import Reducing, reduce_start
 from funcops.distributed.mesh import Axis
 from funcops.distributed.shards import Gathering, own_shards, start_gathering
-from funcops.errors import describe, fail, require, require_count, require_dtype, short
+from funcops.errors import fail, require, require_count, require_dtype, short
 from funcops.program.accumulator_checks import check_into_tree
 from funcops.program.values import abstract_params
 from funcops.residuals.donate import donate
@@ -110,12 +111,13 @@ class ShardedConfig(Composite):
         n = self.axis.size
         return tree_map_tensors(lambda t: t.new_empty(part_shape(tuple(t.shape), n)), self.like)
 
-    def with_parts(self, replace: Replace) -> ShardedConfig:
+    def with_parts(self, replace: Replace, **changes: Any) -> ShardedConfig:
         """The config with `replace(None, op, cfg)` for the body, whose paths have no further name."""
         op, cfg = replace(None, self.op, self.cfg)
-        return ShardedConfig(
-            op, cfg, axis=self.axis, also=self.also, dtype=self.dtype, ordered=self.ordered, bucket_bytes=self.bucket_bytes
-        )
+        return dataclasses.replace(self, op=op, cfg=cfg, **changes)
+
+    def parts(self) -> list[tuple[Any, Any, Any]]:
+        return [(None, self.op, self.cfg)]
 
 
 class ParamStandIn:
@@ -211,7 +213,7 @@ class _Open(NamedTuple):
 
 def _opened(where: str, kept: Any, cls: Any, cfg: ShardedConfig, into: Any = None, dy: Any = None) -> _Open:
     """Open residuals or a pending, which may have begun to gather the params, and put the whole params into the body's."""
-    _check_cfg(where, cfg)
+    require_config(where, cfg, ShardedConfig)
     begun = kept if type(kept) is Begun else None
     given = kept if begun is None else begun.given
     node = open_node(where, given, cls, cfg)
@@ -270,11 +272,6 @@ def _view(t: Tensor, spans: dict[int, list[tuple[int, int, int, torch.dtype]]]) 
     return None
 
 
-def _check_cfg(where: str, cfg: Any) -> None:
-    if type(cfg) is not ShardedConfig:
-        fail(where, "cfg", "ShardedConfig", describe(cfg), TypeError)
-
-
 @init_of(ShardedConfig)
 def sharded_init(cfg: ShardedConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None) -> Any:
     """This rank's shards of the params that the body's init draws with the same key, on every mesh."""
@@ -284,7 +281,7 @@ def sharded_init(cfg: ShardedConfig, *, key: Tensor | None = None, device: Any =
 def sharded_fwd(params: Any, x: Any, cfg: ShardedConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
     """Gather the params, and run the body. Raises `TypeError` for params that are not like the body's, `ValueError`
     for shards of another shape, and what the body raises."""
-    _check_cfg("sharded_fwd", cfg)
+    require_config("sharded_fwd", cfg, ShardedConfig)
     shards = params.given if type(params) is Begun else params
     if needs is not Needs.ALL:
         check_needs("sharded_fwd", needs, shards, x)
@@ -326,7 +323,7 @@ def sharded_bwd(residuals: Any, dy: Any, cfg: ShardedConfig, *, into: Any = None
 
 def _wgrad_begun(pending: Any, cfg: ShardedConfig, into: Any) -> Any:
     """Start the sums of the weight gradients."""
-    _check_cfg("sharded_wgrad", cfg)
+    require_config("sharded_wgrad", cfg, ShardedConfig)
     if pending is None:
         if into is not None:
             check_into_tree("sharded_wgrad", into, sharded, cfg, None)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from funcops.compose.repeat import RepeatConfig
 from funcops.contract.configs import Composite, require_config
 from funcops.contract.op import Op
 from funcops.errors import fail, join_path, require_callable, require_flag, require_type
@@ -33,12 +32,35 @@ class Part(NamedTuple):
         layer, by number, or one under the repeat's own path if its params are stacked."""
         if not isinstance(self.cfg, Composite):
             return
+        times = self.cfg.times if layers else None
         for name, op, inner in self.cfg.parts():
-            if layers and type(self.cfg) is RepeatConfig:
-                numbers = [None] if self.cfg.stacked else range(self.cfg.times)
-                yield from (Part(join_path(self.path, i), op, inner, i) for i in numbers)
-            else:
+            if times is None:
                 yield Part(join_path(self.path, name), op, inner, self.layer)
+            else:
+                numbers = [None] if self.cfg.stacked else range(times)
+                yield from (Part(join_path(self.path, i), op, inner, i) for i in numbers)
+
+
+class Inside(NamedTuple):
+    """An answer to `rewrite`: how it goes on with the parts of a combinator, and then with the combinator. Each field may be None.
+
+    `fn`: the function to call for these parts, and for theirs. `changes`: takes the new `(op, cfg)` of each part by name, and
+    returns the other fields of the combinator that change. `after`: takes the op and the new config, and returns the `(op, cfg)`
+    that replaces the combinator; it is called for an op without parts, too.
+
+    >>> from funcops import ChainConfig, ScaleConfig, Step, chain, rewrite, scale
+    >>> from funcops.contract.walk import Inside
+    >>> cfg = ChainConfig(steps=(Step("double", scale, ScaleConfig(2.0)),))
+    >>> rewrite(cfg, lambda part: Inside(changes=lambda parts: {"recompute": False}) if part.composite else None)[1].recompute
+    False
+    """
+
+    fn: Rewrite | None = None
+    changes: Callable[[dict[Any, tuple[Any, Any]]], dict[str, Any]] | None = None
+    after: Callable[[Any, Any], tuple[Any, Any]] | None = None
+
+
+Rewrite = Callable[[Part], "tuple[Any, Any] | Inside | None"]
 
 
 def walk(cfg: Any, *, op: Any = None, path: str = "", layers: bool = False) -> Iterator[Part]:
@@ -56,20 +78,26 @@ def walk(cfg: Any, *, op: Any = None, path: str = "", layers: bool = False) -> I
     require_config("walk", cfg)
     require_flag("walk", layers=layers)
     require_type("walk", "path", path, str)
-    return _walk(Part(path, op, cfg), layers)
+    return (part for part, _ in nested(cfg, op=op, path=path, layers=layers))
 
 
-def _walk(root: Part, layers: bool) -> Iterator[Part]:
-    todo = [root]
+def nested(
+    cfg: Any, *, op: Any = None, path: str = "", layers: bool = False, stop: Callable[[Part], bool] | None = None
+) -> Iterator[tuple[Part, tuple[Part, ...]]]:
+    """Every part as `walk` yields it, with the combinators around it, outermost first; nothing below a part at which `stop(part)`
+    is true."""
+    todo: list[tuple[Part, tuple[Part, ...]]] = [(Part(path, op, cfg), ())]
     while todo:
-        part = todo.pop()
-        yield part
-        todo += reversed(list(part.parts(layers)))
+        part, around = todo.pop()
+        yield part, around
+        if stop is None or not stop(part):
+            todo += [(inner, (*around, part)) for inner in reversed(list(part.parts(layers)))]
 
 
-def rewrite(cfg: Any, fn: Callable[[Part], tuple[Any, Any] | None], *, op: Any = None, path: str = "") -> tuple[Any, Any]:
+def rewrite(cfg: Any, fn: Rewrite, *, op: Any = None, path: str = "") -> tuple[Any, Any]:
     """The op and config with parts replaced. `fn(part)` is called for every part, the config itself first: it returns the
-    `(op, cfg)` that takes the part's place, or None to go on with the parts of a combinator, or to keep any other op.
+    `(op, cfg)` that takes the part's place, or None to go on with the parts of a combinator, or to keep any other op. If it returns
+    an `Inside`, that says how to go on.
     Raises `TypeError` for a `cfg` that is not the config of an op, and for an `fn` that is not a function.
 
     >>> from funcops import ActivationConfig, ChainConfig, Step, activation, chain, rewrite
@@ -83,17 +111,32 @@ def rewrite(cfg: Any, fn: Callable[[Part], tuple[Any, Any] | None], *, op: Any =
     require_config("rewrite", cfg)
     require_callable("rewrite", fn=fn)
     require_type("rewrite", "path", path, str)
-    made = fn(Part(path, op, cfg))
-    if made is not None:
+    return _rewritten(Part(path, op, cfg), fn)
+
+
+def _rewritten(part: Part, fn: Rewrite) -> tuple[Any, Any]:
+    made = fn(part)
+    if made is not None and not isinstance(made, Inside):
         return made
-    if not isinstance(cfg, Composite):
-        return op, cfg
-    return op, cfg.with_parts(lambda name, inner_op, inner: rewrite(inner, fn, op=inner_op, path=join_path(path, name)))
+    op, cfg = part.op, part.cfg
+    inner, changes, after = made or Inside()
+    if isinstance(cfg, Composite):
+        within = fn if inner is None else inner
+
+        def replaced(name: Any, of: Any, own: Any) -> tuple[Any, Any]:
+            return _rewritten(Part(join_path(part.path, name), of, own), within)
+
+        if changes is None:
+            cfg = cfg.with_parts(replaced)
+        else:
+            by_name = {name: replaced(name, of, own) for name, of, own in cfg.parts()}
+            cfg = cfg.with_parts(lambda name, *_: by_name[name], **changes(by_name))
+    return (op, cfg) if after is None else after(op, cfg)
 
 
-def steps(cfg: Any, *, layers: bool = False) -> Iterator[Part]:
+def steps(cfg: Any, *, op: Any = None, layers: bool = False) -> Iterator[Part]:
     """The parts that are not combinators."""
-    return (part for part in walk(cfg, layers=layers) if not part.composite)
+    return (part for part in walk(cfg, op=op, layers=layers) if not part.composite)
 
 
 def ties(cfg: Any) -> dict[str, str]:

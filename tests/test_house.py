@@ -1,0 +1,93 @@
+"""The counts of `helpers/counts.py`, each within its limit; and that each finds what it counts."""
+
+import textwrap
+
+import counts
+import pytest
+from counts import COUNTS
+
+PLANTED = {
+    "probes": "def f(cfg):\n    return hasattr(cfg, 'axis'), getattr(cfg.base, 'linear', None), getattr(cfg, 'axis')\n",
+    "class questions": """
+        def f(step, cfg):
+            asked = type(step.cfg) is LinearConfig, type(cfg) in KNOWN, isinstance(cfg, (LinearConfig, Other))
+            return asked, isinstance(cfg, OpConfig), type(params) is dict
+        """,
+    "walks": """
+        def down(cfg):
+            return [below(inner) for _, _, inner in cfg.parts()]
+
+        def below(cfg):
+            return down(cfg)
+
+        def flat(cfg):
+            return cfg.parts()
+
+        class Walk:
+            def inside(self, cfg):
+                def part(name, op, inner):
+                    return op, self.inside(inner)
+
+                return cfg.with_parts(part)
+        """,
+    "path joins": """
+        def f(path, name):
+            whole = f"{path}.{name}" if path else str(name), f"x.{path}" if path else "x", path + "." + name if name else path
+            return whole, f"{path}.{name}", f"{path}, {name}" if path else name
+        """,
+    "root files": "",
+    "fmt: skip": "x = 1  # fmt: skip\ny = 'fmt: skip'\n",
+    "twin ops": """
+        linear = make_op("linear", LinearConfig, fwd=f)
+        linear_of_input = make_op("linear_of_input", LinearConfig, fwd=f)
+        unlinear = make_op("unlinear", LinearConfig, fwd=f)
+        """,
+    "rewrite lines": 'def with_lora(cfg):\n    """Return it."""\n    made = cfg\n\n    return made\n',
+    "package lines": "x = 1\ny = 1\n",
+}
+FOUND = {"probes": 2, "class questions": 3, "walks": 2, "path joins": 3, "root files": 1, "fmt: skip": 1, "twin ops": 1}
+FOUND |= {"rewrite lines": 2, "package lines": 2}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_a_count_is_within_its_limit(name):
+    found = COUNTS[name].number()
+    said = list(COUNTS[name].find(counts.ROOT)) if found > COUNTS[name].most else []
+    assert found <= COUNTS[name].most, f"python tests/helpers/counts.py {name!r}\n" + "\n".join(map(str, said[:100]))
+
+
+def planted(tmp_path, files):
+    for path, text in files.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(textwrap.dedent(text))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_count_finds_what_it_counts(tmp_path, name):
+    assert COUNTS[name].number(planted(tmp_path, {"funcops/errors.py": PLANTED[name]})) == FOUND[name]
+
+
+def test_files_that_import_each_other_are_found(tmp_path):
+    files = {
+        "funcops/a.py": "from funcops.room import b\n",
+        "funcops/room/b.py": "def f():\n    import funcops.c\n",
+        "funcops/c.py": "from funcops.a import f\nfrom funcops.d import g\n",
+        "funcops/d.py": "",
+    }
+    (circle,) = COUNTS["import circles"].find(planted(tmp_path, files))
+    assert circle.text == "funcops.a <-> funcops.c <-> funcops.room.b"
+
+
+def test_fragments_are_counted_in_per_cent(tmp_path):
+    files = {"funcops/a.py": '"""What it is."""\n\ndef f():\n    """Return x."""\n'}
+    assert COUNTS["fragments, %"].number(planted(tmp_path, files)) == 50
+
+
+def test_every_count_is_printed_with_its_limit(tmp_path, capsys):
+    root = str(planted(tmp_path, {"funcops/errors.py": PLANTED["probes"], "tests/test_a.py": ""}))
+    counts.main(["--root", root])
+    said = capsys.readouterr().out.splitlines()
+    assert [line[:16].rstrip() for line in said] == list(COUNTS) and said[0].split()[:4] == ["probes", "2", "of", "8"]
+    counts.main(["--root", root, "root files", "root test files"])
+    assert capsys.readouterr().out == "funcops/errors.py:1: errors.py\ntests/test_a.py:1: test_a.py\n"
