@@ -51,7 +51,7 @@ def reached(function, seen):
         codes += [value for value in code.co_consts if isinstance(value, types.CodeType)]
         yield from (value for value in code.co_consts if isinstance(value, str))
         for name in code.co_names:
-            for value in (function.__globals__.get(name), *(getattr(v, name, None) for v in modules)):
+            for value in (function.__globals__.get(name), *(vars(v).get(name) for v in modules)):
                 yield from expanded(value, function.__module__, seen)
 
 
