@@ -5,6 +5,9 @@
 x, dx: [*, T, (N + 2M) D]: N heads of q, then M of k, then M of v; q, dq: [*, T, N, D]; k, v, dk, dv: [*, T, M, D]; one float
 dtype. With `rope`, x is `(x, positions)` as in `rope`, or `(x, table)`. Kept: positions or table, an alias; without `rope` nothing.
 
+Use it if one weight projects to q, k and v, as in GPT-2's checkpoints. If q, k and v have a weight each, as in Llama's, write three
+`linear` branches of a `parallel`: fusion rules then share their products, and each weight keeps its own path.
+
 >>> import torch
 >>> from funcops import QKVSplitConfig, RopeConfig, qkv_split_bwd, qkv_split_fwd
 >>> cfg = QKVSplitConfig(4, 8, kv_heads=2, rope=RopeConfig(8))
