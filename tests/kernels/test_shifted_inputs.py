@@ -154,7 +154,12 @@ def projected(smoothing=0.0, softcap=None):
     def pack(t, labels):
         return LinearCrossEntropyParams(t[1]), (t[0], labels)
 
-    return Probe(make, of_op(linear_cross_entropy, cfg, pack, lambda dp, dx: [dx[0], dp.weight]), plain, False, ones)
+    def terms(leaves, sizes):
+        """As `ones`; a row of dx sums dlogits times weights, and dlogits add up to 0, their sizes to at most 2."""
+        loss, _, dw = ones(leaves, sizes)
+        return [loss, 2.0 * float(leaves[1].abs().max()), dw]
+
+    return Probe(make, of_op(linear_cross_entropy, cfg, pack, lambda dp, dx: [dx[0], dp.weight]), plain, False, terms)
 
 
 def normed(op, cfg, params, count, plain, width=WIDTH, rows=(ROWS,), **options):
