@@ -47,8 +47,9 @@ KINDS = (*kernels.GATES, "clamped_swiglu")
 
 @config
 class GLUConfig(OpConfig):
-    """`kind` must be given, and `gate` ("first" or "second" half) unless x is `paired`; limit, alpha and offset belong to
-    clamped_swiglu. `gathered`: the scales of a `scaled` GLU are gathered by an index."""
+    """`kind`: glu, reglu, squared_reglu, geglu, geglu_tanh, quick_geglu, swiglu or clamped_swiglu, to which limit, alpha and offset
+    belong. `gate` ("first" or "second" half) must be given unless x is `paired`. `gathered`: the scales of a `scaled` GLU are
+    gathered by an index."""
 
     kind: str
     gate: str = ""
