@@ -155,7 +155,7 @@ def projected(smoothing=0.0, softcap=None):
         return LinearCrossEntropyParams(t[1]), (t[0], labels)
 
     def terms(leaves, sizes):
-        """As `ones`; a row of dx sums dlogits times weights, and dlogits add up to 0, their sizes to at most 2."""
+        """Like `ones`, but a row of dx sums dlogits times weights; dlogits add up to 0, and their sizes to at most 2."""
         loss, _, dw = ones(leaves, sizes)
         return [loss, 2.0 * float(leaves[1].abs().max()), dw]
 
