@@ -63,10 +63,13 @@ class Recipe:
     capability = (8, 9)  # the lowest of a CUDA device whose tensor cores take the formats
 
     def settle(self, x: Format, w: Format, dy: Format) -> None:
-        """Set the formats, and check that the fields go together."""
-        for name, format in (("x", x), ("w", w), ("dy", dy)):
-            object.__setattr__(self, name, format)
+        """Set the formats, and check that the fields go together. Raises `ValueError` for scales of different kinds: a product
+        decodes both of its operands by one kind ("pow2" is "float32" with powers of two)."""
         where = type(self).__name__
+        kinds = {name: "float32" if format.scales == "pow2" else format.scales for name, format in (("w", w), ("dy", dy), ("x", x))}
+        for name, format in (("x", x), ("w", w), ("dy", dy)):
+            require(kinds[name] == kinds["x"], where, f"{name}.scales", f"of the kind of x's, {x.scales!r}", repr(format.scales))
+            object.__setattr__(self, name, format)
         require(self.keep in KEEP, where, "keep", f"one of {', '.join(KEEP)}", repr(self.keep))
         require(self.wgrad in WGRAD, where, "wgrad", f"one of {', '.join(WGRAD)}", repr(self.wgrad))
         if self.wgrad == "high":

@@ -162,7 +162,7 @@ def test_a_working_tree_notices_a_write_by_data_to_its_master():
         work = quantize_params(params, cfg)
         qlinear.fwd(work, x, cfg)
         params.weight.data.mul_(2)
-        with pytest.raises(StaleResidualError, match=r"qlinear_fwd: params\.weight must be"):
+        with pytest.raises(StaleResidualError, match=r"qlinear_fwd: params\.weight must have the codes"):
             qlinear.fwd(work, x, cfg)
 
 
