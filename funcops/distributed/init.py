@@ -154,7 +154,7 @@ def _shared(cfg: Any, params: Any) -> dict[str, tuple[Spec, tuple[Axis, ...]]]:
     found: dict[str, tuple[Spec, tuple[Axis, ...]]] = {}
     for part, around in nested(cfg, layers=True):
         dims = sum(one.cfg.stacked for one in around)  # how many dimensions stacking has put before a leaf's own
-        for name, spec in () if part.composite else part.cfg.specs.items():
+        for name, spec in part.cfg.specs.items():
             path = join_path(part.path, name)
             if path in found or at(params, path) is not None:
                 outer, axes = found.get(path, (WHOLE, ()))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+from funcops.compose.expert_steps import ExpertStepsConfig, expert_steps
 from funcops.compose.step import Step
 from funcops.contract.configs import Composite, fields_of
 from funcops.contract.op import Op
@@ -24,6 +25,7 @@ from funcops.distributed.ops._linear import require_overlap
 from funcops.distributed.ops.column_linear import column_linear
 from funcops.distributed.ops.column_qlinear import column_qlinear
 from funcops.distributed.ops.context_attention import context_attention
+from funcops.distributed.ops.parallel_expert_steps import parallel_expert_steps, sharded_steps
 from funcops.distributed.ops.parallel_experts import parallel_experts
 from funcops.distributed.ops.parallel_low_rank import parallel_low_rank
 from funcops.distributed.ops.row_linear import row_linear
@@ -134,7 +136,7 @@ class _Walk:
     def part(self, part: Part) -> tuple[Op, Any] | Inside:
         """The op and config of a rank."""
         path, main = part.path, self.around[-1].main
-        if part.composite:
+        if part.composite and (ROLES["expert"].get(type(part.cfg)) is None or self.glob(path) is None):
             self.around.append(_Around(part.cfg, path, main))
             if is_adapted(part.cfg):
                 self.adapted |= {join_path(path, one): path for one in (INSIDE, ADAPTER)}
@@ -182,7 +184,7 @@ class _Walk:
         path = self.adapted.get(path, path)  # an adapter has the role of its layer
         if path not in self.known:
             self.known.append(path)
-        glob = next((glob for glob in self.rules if fnmatchcase(path, glob)), None)
+        glob = self.glob(path)
         if glob is None:
             return self.between(op, cfg, path, main)
         self.deciding.add(glob)
@@ -190,6 +192,10 @@ class _Walk:
         if callable(rule):
             return *rule(op, cfg), main
         return self.plays(rule, op, cfg, path, main)
+
+    def glob(self, path: str) -> str | None:
+        """The glob that decides the role of a step."""
+        return next((glob for glob in self.rules if fnmatchcase(path, glob)), None)
 
     def between(self, op: Op, cfg: Any, path: str, main: _Main) -> tuple[Op, Any, _Main]:
         """A step without a rule."""
@@ -263,7 +269,7 @@ class _Walk:
                 fail("parallel", join_path(path, field.name), f"{field.default} ({becomes.name} has no such option)", value)
         fields = fields_of(cfg) | more
         try:
-            made = becomes.config(**{name: value for name, value in fields.items() if name in taken})
+            made = (part.make or becomes.config)(**{name: value for name, value in fields.items() if name in taken})
         except ValueError as error:
             in_step(error, path)
             raise
@@ -274,13 +280,15 @@ class _Walk:
 
 class _Role(NamedTuple):
     """How a role replaces an op. `before`, `after`: the sharded dim of features, from the end, that its x must have and its y has
-    (None: any, and it stays). `axis`: the axis over which the op communicates; "" for the `axis` of the call."""
+    (None: any, and it stays). `axis`: the axis over which the op communicates; "" for the `axis` of the call. `make`: makes the new
+    config of its fields."""
 
     source: Op
     becomes: Op
     before: int | None
     after: int = 0
     axis: str = ""
+    make: Callable[..., Any] | None = None
 
 
 ROLES: dict[str, dict[type, _Role]] = {
@@ -299,6 +307,9 @@ ROLES: dict[str, dict[type, _Role]] = {
         LinearCrossEntropyConfig: _Role(linear_cross_entropy, vocab_linear_cross_entropy, 0),
         CrossEntropyConfig: _Role(cross_entropy, vocab_cross_entropy, 1),
     },
-    "expert": {ExpertsConfig: _Role(experts, parallel_experts, None, axis="ep")},
+    "expert": {
+        ExpertsConfig: _Role(experts, parallel_experts, None, axis="ep"),
+        ExpertStepsConfig: _Role(expert_steps, parallel_expert_steps, None, axis="ep", make=sharded_steps),
+    },
     "context": {AttentionConfig: _Role(attention, context_attention, None, axis="cp")},
 }
