@@ -25,6 +25,7 @@ from funcops.distributed.ops._linear import require_overlap
 from funcops.distributed.ops.column_linear import column_linear
 from funcops.distributed.ops.column_qlinear import column_qlinear
 from funcops.distributed.ops.context_attention import context_attention
+from funcops.distributed.ops.context_sink_attention import context_sink_attention
 from funcops.distributed.ops.parallel_expert_steps import parallel_expert_steps, sharded_steps
 from funcops.distributed.ops.parallel_experts import parallel_experts
 from funcops.distributed.ops.parallel_low_rank import parallel_low_rank
@@ -45,6 +46,7 @@ from funcops.ops.linear import LinearConfig, linear
 from funcops.ops.linear_cross_entropy import LinearCrossEntropyConfig, linear_cross_entropy
 from funcops.ops.low_rank import LowRankConfig, low_rank
 from funcops.ops.qlinear import QLinearConfig, qlinear
+from funcops.ops.sink_attention import SinkAttentionConfig, sink_attention
 
 Rule = str | Callable[[Op, Any], tuple[Op, Any]]
 
@@ -208,16 +210,24 @@ class _Walk:
             return op, cfg, main
         try:
             self.unpack(cfg, main)
-            sharded = cfg.sharded(main.dim, self.axis.size)
-            if sharded is not None:
-                return op, sharded[0], _Main(sharded[1])
+            found = self.of_rank(cfg, main)
         except ValueError as error:
             in_step(error, path)
             raise
+        if found is not None:
+            return op, *found
         if main.dim == 1 and not cfg.featurewise and cfg.packed_parts(0) is None:
             wanted = f"featurewise, as x is {self.said(main)} (put a row layer before it)"
             fail("parallel", f"step {path}", wanted, f"{op.name}, which mixes features")
         return op, cfg, main if cfg.featurewise else _Main(main.dim)
+
+    def of_rank(self, cfg: Any, main: _Main) -> tuple[Any, _Main] | None:
+        """The config of a rank, and how its y is sharded, for a step that changes with its x; None for any other."""
+        found = cfg.sharded(main.dim, self.axis.size)
+        if found is None:
+            return None
+        own, dim = found
+        return dataclasses.replace(own, over=self.axis.name) if "over" in fields_of(own) else own, _Main(dim)
 
     def unpack(self, cfg: Any, main: _Main) -> None:
         """Note the parts of a column layer, if this config says that its x has several side by side."""
@@ -256,7 +266,7 @@ class _Walk:
             fail("parallel", f"rules for {path}", f"of another role ({role!r} is for {kinds})", type(cfg).__name__)
         axis = self.axis if part.axis == "" else self.mesh[part.axis] if part.axis in self.mesh.sizes else None
         if axis is None or axis.size == 1:
-            return op, cfg, main
+            return (op, cfg, main) if part.axis == "" else self.between(op, cfg, path, main)
         if part.before is not None and main.dim != part.before:
             wanted = "after a column layer, where features are sharded" if part.before else "where x has all features"
             fail("parallel", f"{path}, a {role} layer,", wanted, f"x {self.said(main)}")
@@ -267,8 +277,10 @@ class _Walk:
             value = getattr(cfg, field.name)
             if field.name not in taken and value != field.default:
                 fail("parallel", join_path(path, field.name), f"{field.default} ({becomes.name} has no such option)", value)
-        fields = fields_of(cfg) | more
         try:
+            if part.before is None and main.dim and self.axis.size > 1:
+                cfg = (self.of_rank(cfg, main) or (cfg,))[0]
+            fields = fields_of(cfg) | more
             made = (part.make or becomes.config)(**{name: value for name, value in fields.items() if name in taken})
         except ValueError as error:
             in_step(error, path)
@@ -311,5 +323,8 @@ ROLES: dict[str, dict[type, _Role]] = {
         ExpertsConfig: _Role(experts, parallel_experts, None, axis="ep"),
         ExpertStepsConfig: _Role(expert_steps, parallel_expert_steps, None, axis="ep", make=sharded_steps),
     },
-    "context": {AttentionConfig: _Role(attention, context_attention, None, axis="cp")},
+    "context": {
+        AttentionConfig: _Role(attention, context_attention, None, axis="cp"),
+        SinkAttentionConfig: _Role(sink_attention, context_sink_attention, None, axis="cp"),
+    },
 }
