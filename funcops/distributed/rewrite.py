@@ -187,6 +187,8 @@ class _Walk:
         if path not in self.known:
             self.known.append(path)
         glob = self.glob(path)
+        if cfg.draws_mask and "shared" in fields_of(cfg):
+            cfg = dataclasses.replace(cfg, shared=self.shares(main))
         if glob is None:
             return self.between(op, cfg, path, main)
         self.deciding.add(glob)
@@ -204,7 +206,7 @@ class _Walk:
         if cfg.attends and self.size("cp") > 1:
             wanted = f"with 'context' for {path}, an attention over the tokens of all ranks of 'cp'"
             fail("parallel", "rules", wanted, list(self.rules))
-        if cfg.draws_mask:
+        if cfg.draws_mask and "shared" not in fields_of(cfg):
             return self.dropout(op, cfg, path, main)
         if not main.dim or self.axis.size == 1:
             return op, cfg, main
@@ -236,16 +238,21 @@ class _Walk:
             require(bool(main.source), "parallel", "x", "the y of a column layer, unchanged", "one that other steps changed")
             self.parts[main.source] = parts
 
-    def dropout(self, op: Op, cfg: DropoutConfig, path: str, main: _Main) -> tuple[Op, Any, _Main]:
+    def shares(self, main: _Main) -> tuple[Shared, ...]:
+        """How the x of a step is sharded."""
         names = ("dp", self.axis.name) if self.how["sequence_parallel"] and not main.dim else ("dp",)
         shared = [Shared(0, self.mesh[name]) for name in names if self.size(name) > 1]
         if main.dim:
             shared.append(Shared(-main.dim, self.axis))
         if self.size("cp") > 1:
             shared.append(Shared(1, self.mesh["cp"], zigzag=True))
+        return tuple(shared)
+
+    def dropout(self, op: Op, cfg: DropoutConfig, path: str, main: _Main) -> tuple[Op, Any, _Main]:
+        shared = self.shares(main)
         if not shared:
             return op, cfg, main
-        made = ShardedDropoutConfig(cfg.p, shared=tuple(shared), train=cfg.train)
+        made = ShardedDropoutConfig(cfg.p, shared=shared, train=cfg.train)
         return self.remade(op, path, dropout, sharded_dropout), made, _Main(main.dim)
 
     def size(self, name: str) -> int:
@@ -273,10 +280,6 @@ class _Walk:
         more = {"axis": axis, "side": role, "parts": self.parts.get(path, ()), **self.how}
         source, becomes = part.source, part.becomes
         taken = {f.name for f in dataclasses.fields(becomes.config)}
-        for field in dataclasses.fields(cfg):
-            value = getattr(cfg, field.name)
-            if field.name not in taken and value != field.default:
-                fail("parallel", join_path(path, field.name), f"{field.default} ({becomes.name} has no such option)", value)
         try:
             if part.before is None and main.dim and self.axis.size > 1:
                 cfg = (self.of_rank(cfg, main) or (cfg,))[0]
