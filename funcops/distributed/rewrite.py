@@ -74,6 +74,7 @@ def parallel(
                    layer: ids and labels are then the same on all ranks of `axis`
         "context"  an attention over tokens that are sharded over "cp"
         "expert"   experts that are sharded over "ep"
+        "hidden"   experts whose hidden features are sharded over `axis`, without biases
         "shared"   the rotary part of a key, which all heads of latent attention share, and the `latent_split` that joins it to
                    heads that are sharded over `axis`
         a function (op, cfg) -> (op, cfg), for a step that does not change how its x is sharded
@@ -283,6 +284,7 @@ class _Walk:
             wanted = "after a column layer, where features are sharded" if part.before else "where x has all features"
             fail("parallel", f"{path}, a {role} layer,", wanted, f"x {self.said(main)}")
         more = {"axis": axis, "side": role, "parts": self.parts.get(path, ()), **self.how}
+        more |= {"hidden": {"shards": "hidden"}, "expert": {"sequence_parallel": None}}.get(role, {})
         source, becomes = part.source, part.becomes
         taken = {f.name for f in dataclasses.fields(becomes.config)}
         try:
@@ -332,6 +334,7 @@ ROLES: dict[str, dict[type, _Role]] = {
         ExpertsConfig: _Role(experts, parallel_experts, None, axis="ep"),
         ExpertStepsConfig: _Role(expert_steps, parallel_expert_steps, None, axis="ep", make=sharded_steps),
     },
+    "hidden": {ExpertsConfig: _Role(experts, parallel_experts, 0)},
     "context": {
         AttentionConfig: _Role(attention, context_attention, None, axis="cp"),
         SinkAttentionConfig: _Role(sink_attention, context_sink_attention, None, axis="cp"),
