@@ -10,8 +10,8 @@ from funcops.compose.expert_steps import by_steps
 from funcops.contract.configs import require_config
 from funcops.contract.op import Op
 from funcops.contract.walk import Part, check_globs, matches, remade, rewrite, shared_layers, steps
-from funcops.errors import fail, few, in_step, require_type
-from funcops.formats.recipes import Recipe, low_form_of
+from funcops.errors import fail, few, in_step
+from funcops.formats.recipes import Recipe, low_form_of, require_recipe
 from funcops.low_precision.report import layers
 from funcops.low_precision.weights import low_steps
 
@@ -33,7 +33,7 @@ def with_recipe(cfg: Any, recipe: Recipe, *, only: Sequence[str] = (), skip: Seq
     [qlinear, linear]
     """
     where = "with_recipe"
-    require_type(where, "recipe", recipe, Recipe)
+    require_recipe(where, recipe)
     require_config(where, cfg)
     known = [name for part in steps(cfg) for name in _names(part)]
     for name, globs in (("only", only), ("skip", skip)):
