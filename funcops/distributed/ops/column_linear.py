@@ -30,6 +30,7 @@ its products: in another order. In the whole backward x is gathered meanwhile, s
 
 from __future__ import annotations
 
+import functools
 from dataclasses import field
 from typing import Any, ClassVar
 
@@ -48,6 +49,7 @@ from funcops.distributed.ring import gathered_products, scattered_products
 from funcops.distributed.specs import Spec
 from funcops.kernels import linear as kernels
 from funcops.ops.linear import LinearParams, check_linear_into, linear_gradients
+from funcops.ops.linear_wgrads import Product
 
 __all__ = ["ColumnLinearConfig", "ColumnLinearPending", "ColumnLinearResiduals"]
 __all__ += ["column_linear", "column_linear_bwd", "column_linear_dgrad"]
@@ -201,6 +203,17 @@ def _gradients(
     return linear_gradients(where, dy, x, bias, into)
 
 
+def column_linear_products(pending: ColumnLinearPending, cfg: ColumnLinearConfig, *, into: LinearParams) -> list[Product]:
+    """dw and db as a product to run later, with x of all ranks. A db alone is added at once."""
+    where, dy, x, bias = "column_linear_wgrad", pending.dy, pending.x, wants_bias(cfg, pending.needs)
+    if x is None:
+        column_linear_wgrad(pending, cfg, into=into)
+        return []
+    check_linear_into(where, dy, x, bias, into)
+    rows = pending.rows
+    return [Product.of(dy, functools.partial(_rows, x, cfg) if rows is None else rows, into.weight, into.bias if bias else None)]
+
+
 column_linear = make_op(
     "column_linear",
     ColumnLinearConfig,
@@ -209,4 +222,5 @@ column_linear = make_op(
     dgrad=column_linear_dgrad,
     wgrad=column_linear_wgrad,
     bwd=column_linear_bwd,
+    products=column_linear_products,
 )

@@ -31,6 +31,7 @@ ranks before the update (`funcops.dist.amaxes_over`).
 
 from __future__ import annotations
 
+import functools
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -73,13 +74,13 @@ from funcops.ops.qlinear import (
     check_rounding,
     col_of,
     db_of,
+    factors_of_dw,
     kept_side,
-    low_gradients,
+    low_products,
+    low_wgrad,
     needs_low,
     of_gradient,
     operands,
-    product,
-    product_of_columns,
     quantized,
     rounding_of,
     row_of,
@@ -87,6 +88,7 @@ from funcops.ops.qlinear import (
     scaled_weight,
     y_of,
 )
+from funcops.ops.qlinear_wgrads import product
 
 __all__ = ["ColumnQLinearConfig", "ColumnQLinearPending", "ColumnQLinearResiduals"]
 __all__ += ["column_qlinear", "column_qlinear_bwd", "column_qlinear_dgrad"]
@@ -323,16 +325,19 @@ def _gradients(
     where: str, pending: ColumnQLinearPending, sent: Sent | None, cfg: ColumnQLinearConfig, into: LinearParams | None
 ) -> LinearParams:
     """The gradients of params; x is gathered, unless it is in flight already (`sent`)."""
+    return low_wgrad(where, pending, cfg, into, functools.partial(_factors, sent=sent))
 
-    def dw(out: torch.dtype) -> Tensor | None:
-        if pending.x is None:
-            return None
-        whole = pending.rows
-        if whole is None:
-            whole = arrived_x(send_x(where, pending, cfg) if sent is None else sent, pending, cfg)
-        return product_of_columns(where, pending.dy, whole, cfg.recipe, out)
 
-    return low_gradients(where, pending, pending.x, cfg, into, dw)
+def column_qlinear_products(pending: ColumnQLinearPending, cfg: ColumnQLinearConfig, *, into: LinearParams) -> list[Any]:
+    """The weight's gradient as a product to run later, with x of all ranks."""
+    return low_products("column_qlinear_wgrad", pending, cfg, into, _factors)
+
+
+def _factors(where: str, pending: ColumnQLinearPending, cfg: ColumnQLinearConfig, sent: Sent | None = None) -> tuple[Any, Any]:
+    whole = pending.rows
+    if whole is None:
+        whole = arrived_x(send_x(where, pending, cfg) if sent is None else sent, pending, cfg)
+    return factors_of_dw(where, pending.dy, whole, cfg.recipe)
 
 
 column_qlinear = make_op(
@@ -343,6 +348,7 @@ column_qlinear = make_op(
     dgrad=column_qlinear_dgrad,
     wgrad=column_qlinear_wgrad,
     bwd=column_qlinear_bwd,
+    products=column_qlinear_products,
 )
 
 

@@ -35,7 +35,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.contract.accumulators import check_into
 from funcops.contract.configs import fields_of
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
@@ -53,7 +52,8 @@ from funcops.distributed.specs import Spec
 from funcops.errors import require
 from funcops.kernels import linear as products
 from funcops.kernels import pointwise
-from funcops.ops.low_rank import ADAPTERS, LowRankConfig, LowRankParams, gradient_of, low_rank_init
+from funcops.ops.linear_wgrads import Product
+from funcops.ops.low_rank import ADAPTERS, LowRankConfig, LowRankParams, low_rank_gradients, low_rank_init, products_of
 
 __all__ = ["ParallelLowRankConfig", "ParallelLowRankPending", "ParallelLowRankResiduals"]
 __all__ += ["parallel_low_rank", "parallel_low_rank_bwd", "parallel_low_rank_dgrad"]
@@ -159,16 +159,20 @@ def parallel_low_rank_wgrad(
     pending: ParallelLowRankPending, cfg: ParallelLowRankConfig, *, into: LowRankParams | None = None
 ) -> LowRankParams:
     """`da = t^T x`, `db = dy^T u`, for a column with u of all rows, which is gathered once more; added to `into` if given."""
-    where, x, t, dy, u = "parallel_low_rank_wgrad", pending.x, pending.t, pending.dy, pending.u
-    if into is not None:  # before anything is sent
-        like = {name: None if of is None else of.new_empty(()).expand(cfg.shapes[name]) for name, of in (("a", t), ("b", u))}
-        check_into(where, into, LowRankParams(**like))  # type: ignore[arg-type]
-    da, db = NO_GRADIENT, NO_GRADIENT
-    if t is not None:
-        da = gradient_of(where, t, x, None if into is None else into.a)
-    if u is not None:
-        db = gradient_of(where, dy, _rows(u, cfg) if cfg.shards_features else u, None if into is None else into.b)
-    return LowRankParams(da, db) if into is None else into
+    return low_rank_gradients("parallel_low_rank_wgrad", pending, cfg, into, _factors)
+
+
+def parallel_low_rank_products(
+    pending: ParallelLowRankPending, cfg: ParallelLowRankConfig, *, into: LowRankParams
+) -> list[Product]:
+    """da and db as products to run later."""
+    return products_of("parallel_low_rank_wgrad", pending, cfg, into, _factors)
+
+
+def _factors(pending: ParallelLowRankPending, cfg: ParallelLowRankConfig, name: str) -> tuple[Tensor, Tensor]:
+    if name == "a":
+        return pending.t, pending.x
+    return pending.dy, _rows(pending.u, cfg) if cfg.shards_features else pending.u
 
 
 def _rows(t: Tensor, cfg: ParallelLowRankConfig) -> Tensor:
@@ -188,6 +192,7 @@ parallel_low_rank = make_op(
     fwd=parallel_low_rank_fwd,
     dgrad=parallel_low_rank_dgrad,
     wgrad=parallel_low_rank_wgrad,
+    products=parallel_low_rank_products,
 )
 parallel_low_rank_bwd = both_halves(parallel_low_rank, parallel_low_rank_dgrad, parallel_low_rank_wgrad)
 

@@ -48,6 +48,7 @@ from funcops.distributed.specs import Spec
 from funcops.kernels import linear as kernels
 from funcops.kernels import pointwise
 from funcops.ops.linear import LinearParams, check_linear_into, linear_gradients
+from funcops.ops.linear_wgrads import Product
 
 __all__ = ["RowLinearConfig", "RowLinearPending", "RowLinearResiduals"]
 __all__ += ["row_linear", "row_linear_bwd", "row_linear_dgrad", "row_linear_fwd", "row_linear_init", "row_linear_wgrad"]
@@ -154,6 +155,19 @@ def row_linear_wgrad(pending: RowLinearPending, cfg: RowLinearConfig, *, into: L
     return _with_db(linear_gradients("row_linear_wgrad", rows, x, False, _weight_of(into)), db, into)
 
 
+def row_linear_products(pending: RowLinearPending, cfg: RowLinearConfig, *, into: LinearParams) -> list[Product]:
+    """dw as a product to run later, with db if both are sums over the same rows. Any other db is added at once."""
+    x, rows, dy = pending.x, pending.rows, pending.dy
+    if x is None:
+        row_linear_wgrad(pending, cfg, into=into)
+        return []
+    check_linear_into("row_linear_wgrad", rows, x, dy is not None, into)
+    if dy is not None and _gathers(cfg):
+        _db("row_linear_wgrad", dy, into)
+        dy = None
+    return [Product.of(rows, x, into.weight, None if dy is None else into.bias)]
+
+
 @bwd_of(RowLinearResiduals, LinearParams)
 def row_linear_bwd(
     residuals: RowLinearResiduals, dy: Tensor, cfg: RowLinearConfig, *, into: LinearParams | None = None
@@ -218,4 +232,5 @@ row_linear = make_op(
     dgrad=row_linear_dgrad,
     wgrad=row_linear_wgrad,
     bwd=row_linear_bwd,
+    products=row_linear_products,
 )
