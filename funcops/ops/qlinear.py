@@ -51,8 +51,10 @@ from funcops.formats.recipes import LOW_FORMS, Recipe
 from funcops.formats.scaled import Scaled, bits_of, join_amaxes
 from funcops.kernels import linear as products
 from funcops.kernels import quantize as kernels
+from funcops.kernels.norm import sum_parts
 from funcops.ops._low_config import LowConfig
-from funcops.ops.linear import LinearConfig, LinearParams, linear, linear_init
+from funcops.ops.linear import LinearConfig, LinearParams, linear, linear_init, wants_bias
+from funcops.ops.linear_layer import LinearLayer
 from funcops.ops.linear_wgrads import Product
 from funcops.ops.qlinear_wgrads import ScaledProduct, product
 from funcops.trees import Aside, replace
@@ -180,7 +182,9 @@ def qlinear_of(
 
 
 @dgrad_of(ByConfig(QLinearConfig, _kept, (QLinearResiduals, QLinearOfInputResiduals)))
-def qlinear_dgrad(residuals: QLinearKept, dy: Tensor, cfg: QLinearConfig) -> tuple[Tensor, QLinearPending | None]:
+def qlinear_dgrad(
+    residuals: QLinearKept, dy: Tensor, cfg: QLinearConfig, sums: Tensor | None = None
+) -> tuple[Tensor, QLinearPending | None]:
     """`dx = q(dy) q(w)`. dy: [*, O] -> dx: [*, I], and the pending weight gradient: dy and x in low precision, db; with
     keep="input" x itself, and dy itself if dw is computed in high precision."""
     where, recipe, needs, weight = "qlinear_dgrad", cfg.recipe, residuals.needs, residuals.weight
@@ -199,7 +203,8 @@ def qlinear_dgrad(residuals: QLinearKept, dy: Tensor, cfg: QLinearConfig) -> tup
     if needs.x and row is not None:
         dx = product(row, col_of(weight, recipe), dy.dtype, recipe.emulate)
     kept = col if low else dy
-    return dx, QLinearPending.keep(cfg, needs, x=residuals.x, dy=kept, db=db_of(dy, cfg, needs), amaxes=amaxes, dtype=dy.dtype)
+    db = db_of(dy, cfg, needs, sums)
+    return dx, QLinearPending.keep(cfg, needs, x=residuals.x, dy=kept, db=db, amaxes=amaxes, dtype=dy.dtype)
 
 
 @wgrad_of(QLinearPending, LinearParams)
@@ -381,9 +386,18 @@ def check_rounding(where: str, residuals: Any, recipe: Recipe, low: bool) -> Non
         fail(where, "residuals.rounding", "kept (the recipe rounds dy by it)", "None")
 
 
-def db_of(dy: Tensor, cfg: Any, needs: Needs) -> Tensor | None:
-    bias = cfg.bias and (needs.params is True or needs.param("bias"))
-    return torch.sum(dy.reshape(-1, dy.shape[-1]), 0, dtype=wide(dy.dtype)) if bias else None
+def db_of(dy: Tensor, cfg: Any, needs: Needs, sums: Tensor | None = None) -> Tensor | None:
+    """db in the wide dtype, from dy or from its sums over blocks of rows."""
+    if not wants_bias(cfg, needs):
+        return None
+    dtype = wide(dy.dtype)
+    return torch.sum(dy.reshape(-1, dy.shape[-1]), 0, dtype=dtype) if sums is None else sum_parts(sums, dtype)  # type: ignore[no-any-return]
+
+
+class LowLayer(LinearLayer):
+    """The hooks of a linear layer in low precision, whose operands are codes."""
+
+    dense = False
 
 
 def a_tensor(kept: Any) -> Tensor | None:
@@ -449,6 +463,7 @@ qlinear = make_op(
     dgrad=qlinear_dgrad,
     wgrad=qlinear_wgrad,
     products=qlinear_products,
+    layer=LowLayer(),
 )
 qlinear_bwd = both_halves(qlinear, qlinear_dgrad, qlinear_wgrad)
 

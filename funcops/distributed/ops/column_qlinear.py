@@ -68,6 +68,7 @@ from funcops.formats.scaled import Scaled
 from funcops.ops._low_config import LowConfig
 from funcops.ops.linear import LinearParams
 from funcops.ops.qlinear import (
+    LowLayer,
     a_tensor,
     check_low_into,
     check_params,
@@ -218,11 +219,11 @@ def column_of(
 
 @dgrad_of(KEPT)
 def column_qlinear_dgrad(
-    residuals: ColumnQLinearKept, dy: Tensor, cfg: ColumnQLinearConfig
+    residuals: ColumnQLinearKept, dy: Tensor, cfg: ColumnQLinearConfig, sums: Tensor | None = None
 ) -> tuple[Tensor, ColumnQLinearPending | None]:
     """dy: [n m, *, O/n] -> dx: [m, *, I] (without `sequence_parallel`: [*, I]), and the pending dw: dy in low precision, and the
     saved x."""
-    row, pending = rounded_dy("column_qlinear_dgrad", residuals, dy, cfg)
+    row, pending = rounded_dy("column_qlinear_dgrad", residuals, dy, cfg, sums)
     return NO_GRADIENT if row is None else comm.wait(_send_dx(row, residuals, cfg), cfg.axis), pending
 
 
@@ -265,7 +266,7 @@ _ALONE = Axis("alone", 1, 0)
 
 
 def rounded_dy(
-    where: str, residuals: Any, dy: Tensor, cfg: ColumnQLinearConfig
+    where: str, residuals: Any, dy: Tensor, cfg: ColumnQLinearConfig, sums: Tensor | None = None
 ) -> tuple[QTensor | None, ColumnQLinearPending | None]:
     """Return dy by rows, None if dx is not needed, and the pending weight gradient."""
     recipe, needs, weight = cfg.recipe, residuals.needs, residuals.weight
@@ -285,7 +286,7 @@ def rounded_dy(
         )
         row, col = of_gradient(dy, recipe, key, bool(needs.x), low, over(cfg.axis))
     pending = ColumnQLinearPending.keep(
-        cfg, needs, x=residuals.x, rows=None, dy=col if low else dy, db=db_of(dy, cfg, needs), amaxes=amaxes, dtype=dy.dtype
+        cfg, needs, x=residuals.x, rows=None, dy=col if low else dy, db=db_of(dy, cfg, needs, sums), amaxes=amaxes, dtype=dy.dtype
     )
     return row if needs.x else None, pending
 
@@ -340,6 +341,14 @@ def _factors(where: str, pending: ColumnQLinearPending, cfg: ColumnQLinearConfig
     return factors_of_dw(where, pending.dy, whole, cfg.recipe)
 
 
+class _Layer(LowLayer):
+    def overlaps(self, cfg: Any) -> bool:
+        return bool(cfg.overlap != "none" and cfg.axis.size > 1)
+
+    def x_rows(self, rows: int, cfg: Any) -> int:
+        return rows // (cfg.axis.size if cfg.sequence_parallel else 1)
+
+
 column_qlinear = make_op(
     "column_qlinear",
     ColumnQLinearConfig,
@@ -349,6 +358,7 @@ column_qlinear = make_op(
     wgrad=column_qlinear_wgrad,
     bwd=column_qlinear_bwd,
     products=column_qlinear_products,
+    layer=_Layer(),
 )
 
 

@@ -57,6 +57,7 @@ from funcops.formats.scaled import Scaled
 from funcops.ops._low_config import LowConfig
 from funcops.ops.linear import LinearParams
 from funcops.ops.qlinear import (
+    LowLayer,
     a_tensor,
     check_params,
     check_rounding,
@@ -185,7 +186,9 @@ def row_qlinear_fwd(
 
 
 @dgrad_of(ByConfig(RowQLinearConfig, _kept, (RowQLinearResiduals, RowQLinearOfInputResiduals)))
-def row_qlinear_dgrad(residuals: RowQLinearKept, dy: Tensor, cfg: RowQLinearConfig) -> tuple[Tensor, RowQLinearPending | None]:
+def row_qlinear_dgrad(
+    residuals: RowQLinearKept, dy: Tensor, cfg: RowQLinearConfig, sums: Tensor | None = None
+) -> tuple[Tensor, RowQLinearPending | None]:
     """dy: [m, *, O] -> dx: [n m, *, I/n] (without `sequence_parallel`: [*, O] -> [*, I/n]), and the pending dw: dy of all ranks in
     low precision, and the saved x."""
     where = "row_qlinear_dgrad"
@@ -207,7 +210,7 @@ def row_qlinear_dgrad(residuals: RowQLinearKept, dy: Tensor, cfg: RowQLinearConf
     if needs.x and row is not None:
         dx = product(row, col_of(weight, recipe, over(cfg.axis)), dy.dtype, recipe.emulate)
     return dx, RowQLinearPending.keep(
-        cfg, needs, x=residuals.x, dy=col if low else dy, db=db_of(dy, cfg, needs), amaxes=amaxes, dtype=dy.dtype
+        cfg, needs, x=residuals.x, dy=col if low else dy, db=db_of(dy, cfg, needs, sums), amaxes=amaxes, dtype=dy.dtype
     )
 
 
@@ -261,6 +264,11 @@ def _of_all(
     )
 
 
+class _Layer(LowLayer):
+    def x_rows(self, rows: int, cfg: Any) -> int:
+        return rows * (cfg.axis.size if cfg.sequence_parallel else 1)
+
+
 row_qlinear = make_op(
     "row_qlinear",
     RowQLinearConfig,
@@ -269,6 +277,7 @@ row_qlinear = make_op(
     dgrad=row_qlinear_dgrad,
     wgrad=row_qlinear_wgrad,
     products=row_qlinear_products,
+    layer=_Layer(),
 )
 row_qlinear_bwd = both_halves(row_qlinear, row_qlinear_dgrad, row_qlinear_wgrad)
 
