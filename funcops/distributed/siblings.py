@@ -16,7 +16,7 @@ from torch import Tensor
 
 from funcops.distributed import comm
 from funcops.distributed.ops._qlinear import gathered
-from funcops.distributed.ops.column_linear import ColumnLinearPending, check_column, column_kept, column_linear, wants_bias
+from funcops.distributed.ops.column_linear import ColumnLinearPending, check_column, column_kept, column_linear
 from funcops.distributed.ops.column_qlinear import (
     arrived_x,
     check_low_column,
@@ -30,7 +30,7 @@ from funcops.distributed.ops.column_qlinear import (
 from funcops.fused.matchers import alike, alone
 from funcops.kernels import linear as kernels
 from funcops.kernels import pointwise
-from funcops.ops.linear import LinearParams, check_linear_into
+from funcops.ops.linear import LinearParams, check_linear_into, wants_bias
 from funcops.ops.qlinear import check_low_into
 from funcops.program.rules import SIBLINGS_BACKWARD, SIBLINGS_FORWARD, Rule, Saving, Window, register_fusion
 

@@ -31,6 +31,7 @@ ranks before the update (`funcops.dist.amaxes_over`).
 
 from __future__ import annotations
 
+import functools
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -67,19 +68,20 @@ from funcops.formats.scaled import Scaled
 from funcops.ops._low_config import LowConfig
 from funcops.ops.linear import LinearParams
 from funcops.ops.qlinear import (
+    LowLayer,
     a_tensor,
     check_low_into,
     check_params,
     check_rounding,
     col_of,
     db_of,
+    factors_of_dw,
     kept_side,
-    low_gradients,
+    low_products,
+    low_wgrad,
     needs_low,
     of_gradient,
     operands,
-    product,
-    product_of_columns,
     quantized,
     rounding_of,
     row_of,
@@ -87,6 +89,7 @@ from funcops.ops.qlinear import (
     scaled_weight,
     y_of,
 )
+from funcops.ops.qlinear_wgrads import product
 
 __all__ = ["ColumnQLinearConfig", "ColumnQLinearPending", "ColumnQLinearResiduals"]
 __all__ += ["column_qlinear", "column_qlinear_bwd", "column_qlinear_dgrad"]
@@ -216,11 +219,11 @@ def column_of(
 
 @dgrad_of(KEPT)
 def column_qlinear_dgrad(
-    residuals: ColumnQLinearKept, dy: Tensor, cfg: ColumnQLinearConfig
+    residuals: ColumnQLinearKept, dy: Tensor, cfg: ColumnQLinearConfig, sums: Tensor | None = None
 ) -> tuple[Tensor, ColumnQLinearPending | None]:
     """dy: [n m, *, O/n] -> dx: [m, *, I] (without `sequence_parallel`: [*, I]), and the pending dw: dy in low precision, and the
     saved x."""
-    row, pending = rounded_dy("column_qlinear_dgrad", residuals, dy, cfg)
+    row, pending = rounded_dy("column_qlinear_dgrad", residuals, dy, cfg, sums)
     return NO_GRADIENT if row is None else comm.wait(_send_dx(row, residuals, cfg), cfg.axis), pending
 
 
@@ -263,7 +266,7 @@ _ALONE = Axis("alone", 1, 0)
 
 
 def rounded_dy(
-    where: str, residuals: Any, dy: Tensor, cfg: ColumnQLinearConfig
+    where: str, residuals: Any, dy: Tensor, cfg: ColumnQLinearConfig, sums: Tensor | None = None
 ) -> tuple[QTensor | None, ColumnQLinearPending | None]:
     """Return dy by rows, None if dx is not needed, and the pending weight gradient."""
     recipe, needs, weight = cfg.recipe, residuals.needs, residuals.weight
@@ -283,7 +286,7 @@ def rounded_dy(
         )
         row, col = of_gradient(dy, recipe, key, bool(needs.x), low, over(cfg.axis))
     pending = ColumnQLinearPending.keep(
-        cfg, needs, x=residuals.x, rows=None, dy=col if low else dy, db=db_of(dy, cfg, needs), amaxes=amaxes, dtype=dy.dtype
+        cfg, needs, x=residuals.x, rows=None, dy=col if low else dy, db=db_of(dy, cfg, needs, sums), amaxes=amaxes, dtype=dy.dtype
     )
     return row if needs.x else None, pending
 
@@ -323,16 +326,27 @@ def _gradients(
     where: str, pending: ColumnQLinearPending, sent: Sent | None, cfg: ColumnQLinearConfig, into: LinearParams | None
 ) -> LinearParams:
     """The gradients of params; x is gathered, unless it is in flight already (`sent`)."""
+    return low_wgrad(where, pending, cfg, into, functools.partial(_factors, sent=sent))
 
-    def dw(out: torch.dtype) -> Tensor | None:
-        if pending.x is None:
-            return None
-        whole = pending.rows
-        if whole is None:
-            whole = arrived_x(send_x(where, pending, cfg) if sent is None else sent, pending, cfg)
-        return product_of_columns(where, pending.dy, whole, cfg.recipe, out)
 
-    return low_gradients(where, pending, pending.x, cfg, into, dw)
+def column_qlinear_products(pending: ColumnQLinearPending, cfg: ColumnQLinearConfig, *, into: LinearParams) -> list[Any]:
+    """The weight's gradient as a product to run later, with x of all ranks."""
+    return low_products("column_qlinear_wgrad", pending, cfg, into, _factors)
+
+
+def _factors(where: str, pending: ColumnQLinearPending, cfg: ColumnQLinearConfig, sent: Sent | None = None) -> tuple[Any, Any]:
+    whole = pending.rows
+    if whole is None:
+        whole = arrived_x(send_x(where, pending, cfg) if sent is None else sent, pending, cfg)
+    return factors_of_dw(where, pending.dy, whole, cfg.recipe)
+
+
+class _Layer(LowLayer):
+    def overlaps(self, cfg: Any) -> bool:
+        return bool(cfg.overlap != "none" and cfg.axis.size > 1)
+
+    def x_rows(self, rows: int, cfg: Any) -> int:
+        return rows // (cfg.axis.size if cfg.sequence_parallel else 1)
 
 
 column_qlinear = make_op(
@@ -343,6 +357,8 @@ column_qlinear = make_op(
     dgrad=column_qlinear_dgrad,
     wgrad=column_qlinear_wgrad,
     bwd=column_qlinear_bwd,
+    products=column_qlinear_products,
+    layer=_Layer(),
 )
 
 

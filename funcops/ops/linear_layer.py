@@ -1,0 +1,58 @@
+"""How rules of fusion run a linear layer of any variant: its rows or features over ranks, or its operands in low precision.
+
+    y = P + b, P the product of `rows(x)` and the weight        dx: the product of `dy_rows(dy)` and the weight
+
+A rule asks for these properties, not for an op, so it serves each variant that has them. An op has its `LinearLayer` in `Op.layer`.
+Its raw dgrad also takes the sums of dy over blocks of rows, of which it makes the bias gradient: `dgrad(residuals, dy, cfg, sums)`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from funcops.contract.needs import Needs
+
+
+class LinearLayer:
+    """The base of the hooks of an op whose params are `LinearParams`. Its defaults hold for a layer without communication."""
+
+    dense = True
+    """Whether the operands of the products are tensors, not codes."""
+
+    def y_is_product(self, cfg: Any) -> bool:
+        """Whether y is the product of `rows(x, cfg)` and the weight, and the bias: a kernel may compute it together with the steps
+        that follow."""
+        return self.dense
+
+    def dx_is_product(self, cfg: Any) -> bool:
+        """Whether dx is the product of `dy_rows(dy, cfg)` and the weight: a kernel may compute it together with the dgrad of the
+        step before."""
+        return self.dense
+
+    def overlaps(self, cfg: Any) -> bool:
+        """Whether the backward sends dx under the product of dw, which a rule that ends with dx would prevent."""
+        return False
+
+    def rows(self, x: Tensor, cfg: Any) -> Tensor:
+        return x
+
+    def dy_rows(self, dy: Tensor, cfg: Any) -> Tensor:
+        return dy
+
+    def y_rows(self, rows: int, cfg: Any) -> int:
+        """The size of y's first dimension, from x's."""
+        return rows
+
+    def x_rows(self, rows: int, cfg: Any) -> int:
+        """The size of x's first dimension, from y's."""
+        return rows
+
+    def kept(self, cfg: Any, needs: Needs, x: Tensor, weight: Tensor, y: Tensor) -> Any:
+        """The residuals, of checked tensors."""
+        raise NotImplementedError
+
+    def pending(self, residuals: Any, dy: Tensor, rows: Tensor, cfg: Any) -> Any:
+        """The pending weight gradient, of dy and `dy_rows(dy, cfg)`."""
+        raise NotImplementedError
