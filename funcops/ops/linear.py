@@ -21,6 +21,7 @@ tensor([[11.5000]])
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from dataclasses import field
 from typing import Any, ClassVar
 
@@ -220,6 +221,9 @@ def products_of(where: str, pending: Any, x: Any, bias: bool, into: LinearParams
 
 
 class _Layer(LinearLayer):
+    def joins(self, cfg: Any) -> Hashable:
+        return "linear"
+
     def kept(self, cfg: Any, needs: Needs, x: Tensor, weight: Tensor, y: Tensor) -> Any:
         return linear_kept(cfg, needs, x, weight, y)
 

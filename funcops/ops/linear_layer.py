@@ -8,6 +8,7 @@ Its raw dgrad also takes the sums of dy over blocks of rows, of which it makes t
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 from torch import Tensor
@@ -52,6 +53,37 @@ class LinearLayer:
     def kept(self, cfg: Any, needs: Needs, x: Tensor, weight: Tensor, y: Tensor) -> Any:
         """The residuals, of checked tensors."""
         raise NotImplementedError
+
+    def prepares(self, cfg: Any) -> Hashable:
+        """What siblings must have in common to prepare their shared x once: gathered, in codes. None if x is read as it is."""
+        return None
+
+    def prepared(self, x: Tensor, params: Any, cfg: Any, needs: Needs) -> Any:
+        """x as the products of siblings in low precision read it, after the checks of `check`."""
+        raise NotImplementedError
+
+    def from_prepared(self, given: Any, params: Any, cfg: Any, needs: Needs) -> tuple[Tensor, Any]:
+        """y and residuals from the prepared x."""
+        raise NotImplementedError
+
+    def check(self, params: Any, x: Tensor, cfg: Any) -> None:
+        """Raise what the op's forward raises for its params."""
+
+    def joins(self, cfg: Any) -> Hashable:
+        """What siblings must have in common to sum their parts of dx, or to prepare x for their dw, once. None if they cannot."""
+        return None
+
+    def part_of_dx(self, residuals: Any, dy: Tensor, cfg: Any) -> tuple[Tensor, Any]:
+        """The part of dx that `dx_of` takes, and the pending weight gradient."""
+        raise NotImplementedError
+
+    def dx_of(self, part: Tensor, cfg: Any) -> Tensor:
+        """dx of the sum of the siblings' parts: sent over the ranks, or as it is."""
+        return part
+
+    def shared(self, pending: Any, cfg: Any) -> dict[str, Any] | None:
+        """The fields of a pending that siblings with the same x share, made from x once; None if there is nothing to make."""
+        return None
 
     def pending(self, residuals: Any, dy: Tensor, rows: Tensor, cfg: Any) -> Any:
         """The pending weight gradient, of dy and `dy_rows(dy, cfg)`."""

@@ -30,7 +30,7 @@ tensor([4., 4.])
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -137,10 +137,6 @@ def qlinear_fwd(
     where, recipe, weight = "qlinear_fwd", cfg.recipe, params.weight
     check_rows(where, "x", x, cfg.in_features)
     check_params(where, params, x, cfg)
-    if recipe.keep == "input":
-        y = y_of(quantize_tensor(x, recipe.x), row_of(weight, recipe), params.bias, recipe.emulate)
-        rounding = rounding_of(weight, recipe)
-        return y, QLinearOfInputResiduals.keep(cfg, needs, x=x, weight=weight, rounding=rounding, y_shape=y.shape, dtype=x.dtype)
     if not isinstance(weight, Scaled):
         return qlinear_of(*operands(x, recipe, needs), params, cfg, needs)
     (row, amax_x), (w, amax_w) = scaled_tensor(x, recipe.x, weight.scale[0:1]), scaled_weight(weight, recipe)
@@ -156,8 +152,10 @@ def rounding_of(weight: Any, recipe: Recipe) -> Tensor | None:
     return weight.key if recipe.stochastic else None
 
 
-def operands(x: Tensor, recipe: Recipe, needs: Needs, largest: Largest = None) -> tuple[QTensor, QTensor]:
+def operands(x: Tensor, recipe: Recipe, needs: Needs, largest: Largest = None) -> tuple[QTensor, Any]:
     """The operand of y, x by rows, and the form of x that is saved for dw."""
+    if recipe.keep == "input":
+        return quantized(x, recipe.x, largest), x
     if recipe.keep == "row" or not needs.param("weight"):
         row = quantized(x, recipe.x, largest)
         return row, row
@@ -173,12 +171,13 @@ def quantized(
 
 
 def qlinear_of(
-    row: QTensor, kept: QTensor, params: LinearParams, cfg: QLinearConfig, needs: Needs
-) -> tuple[Tensor, QLinearResiduals | None]:
+    row: QTensor, kept: Any, params: LinearParams, cfg: QLinearConfig, needs: Needs
+) -> tuple[Tensor, QLinearKept | None]:
     """Return y and residuals, after all checks, from x by rows and the form of x that is saved."""
     y = y_of(row, row_of(params.weight, cfg.recipe), params.bias, cfg.recipe.emulate)
     rounding = rounding_of(params.weight, cfg.recipe)
-    return y, QLinearResiduals.keep(cfg, needs, x=kept, weight=params.weight, rounding=rounding, y_shape=y.shape, dtype=y.dtype)
+    own: Any = dict(x=kept, weight=params.weight, rounding=rounding, y_shape=y.shape, dtype=y.dtype)
+    return y, _kept(cfg).keep(cfg, needs, **own)
 
 
 @dgrad_of(ByConfig(QLinearConfig, _kept, (QLinearResiduals, QLinearOfInputResiduals)))
@@ -398,6 +397,28 @@ class LowLayer(LinearLayer):
     """The hooks of a linear layer in low precision, whose operands are codes."""
 
     dense = False
+
+    def prepares(self, cfg: Any) -> Hashable:
+        return None if cfg.recipe.delayed else cfg.recipe  # with delayed scaling each has a scale of its own
+
+    def prepared(self, x: Tensor, params: Any, cfg: Any, needs: Needs) -> Any:
+        return operands(x, cfg.recipe, needs)
+
+    def from_prepared(self, given: Any, params: Any, cfg: Any, needs: Needs) -> tuple[Tensor, Any]:
+        row, kept = given
+        return qlinear_of(row, kept, params, cfg, needs)
+
+    def check(self, params: Any, x: Tensor, cfg: Any) -> None:
+        check_params("qlinear_fwd", params, x, cfg)
+
+    def joins(self, cfg: Any) -> Hashable:
+        return cfg.recipe if cfg.recipe.keep == "input" and cfg.recipe.wgrad == "low" else None
+
+    def part_of_dx(self, residuals: Any, dy: Tensor, cfg: Any) -> tuple[Tensor, Any]:
+        return qlinear_dgrad.__wrapped__(residuals, dy, cfg)  # type: ignore[attr-defined, no-any-return]
+
+    def shared(self, pending: Any, cfg: Any) -> dict[str, Any] | None:
+        return {"x": factors_of_dw("qlinear_wgrad", pending.dy, pending.x, cfg.recipe)[1]}
 
 
 def a_tensor(kept: Any) -> Tensor | None:

@@ -1,7 +1,6 @@
 """The rules of linear layers serve each variant that has the property they ask for: over ranks, in low precision, both. Each rule
 fires there, and gives what `fuse=False` gives."""
 
-import dataclasses
 import importlib
 import pkgutil
 import threading
@@ -29,14 +28,16 @@ from funcops import (
     skip,
 )
 from funcops.backend import backend
+from funcops.contract.configs import Composite, fields_of
 from funcops.kernels import triton as triton_kernels
 from funcops.low_precision import Fp8Block, Fp8Current, gradients_like, quantize_params, recipe_init, with_recipe
+from funcops.models.blocks import block_config, gpt2_block_config
 from funcops.testing import run_ranks
 from funcops.trees import paths
 
 pytest.importorskip("triton")
 
-WIDTH, ROWS = 256, 16
+WIDTH, ROWS, TOKENS = 256, 16, 4
 RECIPES = {
     "": None,
     "block": Fp8Block(),
@@ -59,11 +60,9 @@ ROLES = {"up*": "column", "wide*": "column", "down*": "row", "mid*.up": "column"
 
 
 def unfused(cfg):
-    """The chain with fusion off, also inside its skips."""
-    steps = [
-        dataclasses.replace(s, cfg=dataclasses.replace(s.cfg, cfg=unfused(s.cfg.cfg))) if s.op is skip else s for s in cfg.steps
-    ]
-    return dataclasses.replace(cfg, steps=tuple(steps), fuse=False)
+    """The config with fusion off, also in its parts."""
+    changes = {"fuse": False} if "fuse" in fields_of(cfg) else {}
+    return cfg.with_parts(lambda name, op, part: (op, unfused(part) if isinstance(part, Composite) else part), **changes)
 
 
 @pytest.fixture(autouse=True)
@@ -105,24 +104,21 @@ def step(cfg, work, x, dy, way):
     return {"y": y, "dx": getattr(dx, "main", dx), **{path: t for path, t in paths(dparams).items() if t is not None}}
 
 
-def check(words, recipe, mesh=None, **options):
-    cfg = made(words, MAKERS | OWN)
+def check(cfg, recipe, mesh=None, **options):
+    """The steps of `cfg` with its rules, and without; returns the rules that fire."""
     cfg = cfg if RECIPES[recipe] is None else with_recipe(cfg, RECIPES[recipe])
     axis = None
     if mesh is not None:
-        roles = {
-            glob: role for glob, role in ROLES.items() if any(one.name.startswith(glob.partition("*")[0]) for one in cfg.steps)
-        }
-        cfg, axis = dist.parallel(cfg, roles, mesh, **options), mesh["tp"]
+        cfg, axis = dist.parallel(cfg, options.pop("roles"), mesh, **options), mesh["tp"]
     params = chain.init(cfg, key=random.key(0), dtype=torch.float32)
     work = params if RECIPES[recipe] is None else quantize_params(params, cfg, recipe_init(cfg, params), dtype=torch.float32)
     sharded = axis is not None and options.get("sequence_parallel", True)
 
     def drawn(i):
-        t = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(i))
+        t = torch.randn(ROWS // TOKENS, TOKENS, WIDTH, generator=torch.Generator().manual_seed(i))
         return t.chunk(axis.size)[axis.rank] if sharded else t
 
-    x, extras = drawn(1), {"given": drawn(2), "key": random.key(7)}
+    x, extras = drawn(1), {"given": drawn(2), "key": random.key(7), "positions": torch.arange(TOKENS)}
     x = WithExtras(x, {name: extras[name] for name in cfg.extras}) if cfg.extras else x
     plain = unfused(cfg)
     with backend("triton"):
@@ -134,8 +130,15 @@ def check(words, recipe, mesh=None, **options):
         assert got.keys() == want.keys()
         for name, t in got.items():  # a code on the border of two rounds to the other one where sums differ in their last bit
             error = (t - want[name]).norm() / want[name].norm()
-            assert error < (1e-5 if RECIPES[recipe] is None else 2e-3), (words, recipe, way, name, error)
+            assert error < (1e-5 if RECIPES[recipe] is None else 5e-3), (recipe, way, name, error)
     return halves(cfg)
+
+
+def of_words(words):
+    """The chain of these steps, and the roles of its layers over ranks."""
+    names = words.split()
+    roles = {glob: role for glob, role in ROLES.items() if glob.partition("*")[0] in [name.partition("_")[0] for name in names]}
+    return made(words, MAKERS | OWN), roles
 
 
 BIAS = "bias gradients, recomputed"
@@ -166,11 +169,30 @@ def most_slow(rows, first):
 
 @pytest.mark.parametrize(("words", "recipe", "forward", "backward"), most_slow(ONE_RANK, (0, 3, 4)), ids=str)
 def test_a_rule_serves_layers_in_low_precision(words, recipe, forward, backward):
-    assert check(words, recipe) == [forward, backward]
+    assert check(of_words(words)[0], recipe) == [forward, backward]
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("words", "recipe", "forward", "backward"), most_slow(TWO_RANKS, (0, 4, 5)), ids=str)
 def test_a_rule_serves_layers_over_ranks(words, recipe, forward, backward, sequence_parallel):
-    for found in run_ranks({"tp": 2}, lambda mesh: check(words, recipe, mesh, sequence_parallel=sequence_parallel)):
+    cfg, roles = of_words(words)
+    options = {"roles": roles, "sequence_parallel": sequence_parallel}
+    for found in run_ranks({"tp": 2}, lambda mesh: check(cfg, recipe, mesh, **options)):
         assert found == [forward, backward]
+
+
+BLOCKS = {"GPT-2": gpt2_block_config(WIDTH, 2, WIDTH, 0.1), "Llama": block_config(WIDTH, 2, WIDTH)}
+BLOCK_ROLES = {"*.qkv.*.proj": "column", "*.out": "row", "*.up": "column", "*.down": "row"}
+# of one rank, or over two ranks with or without sequence parallelism
+WHOLE = [("Llama", "input", None), ("GPT-2", "", False), ("GPT-2", "input", None), ("Llama", "", True), ("Llama", "input", True)]
+WHOLE += [("Llama", "block", None), ("Llama", "current", False), ("GPT-2", "input", False), ("GPT-2", "", True)]
+
+
+@pytest.mark.parametrize(("name", "recipe", "sequence_parallel"), most_slow(WHOLE, (0, 1)), ids=str)
+def test_siblings_of_a_block_give_what_they_give_one_by_one(name, recipe, sequence_parallel):
+    options = {} if sequence_parallel is None else {"roles": BLOCK_ROLES, "sequence_parallel": sequence_parallel}
+    if not options:
+        found = check(BLOCKS[name], recipe)
+    else:
+        found = run_ranks({"tp": 2}, lambda mesh: check(BLOCKS[name], recipe, mesh, **dict(options)))[0]
+    assert "q, k and v" in str(found) or "sibling linears" in str(found)

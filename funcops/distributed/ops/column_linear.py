@@ -31,6 +31,7 @@ its products: in another order. In the whole backward x is gathered meanwhile, s
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from dataclasses import field
 from typing import Any, ClassVar
 
@@ -119,18 +120,14 @@ def column_linear_fwd(
 ) -> tuple[Tensor, ColumnLinearResiduals | None]:
     """`y_r = x w_r^T + b_r`. x: [m, *, I], of n m in all (without `sequence_parallel`: [*, I]) -> y: [n m, *, O/n]. Raises
     `ValueError` or `TypeError` for a wrong shape, dtype or device."""
-    check_column(params, x, cfg)
+    check_x("column_linear_fwd", x, cfg.in_features, cfg.sequence_parallel)
+    check_params("column_linear_fwd", params, cfg.weight_shape, cfg.bias_shape, x)
     weight, bias = params.weight, params.bias
     if by_ring(cfg):
         y, _ = gathered_products(x, cfg.axis, lambda part: kernels.linear_fwd(part, weight, bias))
     else:
         y = kernels.linear_fwd(_rows(x, cfg), weight, bias)
     return y, column_kept(cfg, needs, x, weight, y)
-
-
-def check_column(params: LinearParams, x: Tensor, cfg: ColumnLinearConfig) -> None:
-    check_x("column_linear_fwd", x, cfg.in_features, cfg.sequence_parallel)
-    check_params("column_linear_fwd", params, cfg.weight_shape, cfg.bias_shape, x)
 
 
 def column_kept(cfg: ColumnLinearConfig, needs: Needs, x: Tensor, weight: Tensor, y: Tensor) -> ColumnLinearResiduals | None:
@@ -233,6 +230,21 @@ class _Layer(LinearLayer):
 
     def x_rows(self, rows: int, cfg: Any) -> int:
         return rows // (cfg.axis.size if cfg.sequence_parallel else 1)
+
+    def prepares(self, cfg: Any) -> Hashable:
+        return cfg.axis if cfg.sequence_parallel and cfg.axis.size > 1 and not by_ring(cfg) else None
+
+    def joins(self, cfg: Any) -> Hashable:
+        return None if by_ring(cfg) or cfg.axis.size == 1 else (cfg.axis, cfg.sequence_parallel)
+
+    def dx_of(self, part: Tensor, cfg: Any) -> Tensor:
+        return comm.wait(_send_dx(part, cfg), cfg.axis)
+
+    def pending(self, residuals: Any, dy: Tensor, rows: Tensor, cfg: Any) -> Any:
+        return ColumnLinearPending.keep(cfg, residuals.needs, x=residuals.x, rows=None, dy=dy)
+
+    def shared(self, pending: Any, cfg: Any) -> dict[str, Any] | None:
+        return {"rows": _rows(pending.x, cfg)} if cfg.sequence_parallel else None
 
     def kept(self, cfg: Any, needs: Needs, x: Tensor, weight: Tensor, y: Tensor) -> Any:
         return column_kept(cfg, needs, x, weight, y)

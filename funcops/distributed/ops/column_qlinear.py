@@ -32,6 +32,7 @@ ranks before the update (`funcops.dist.amaxes_over`).
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -179,14 +180,10 @@ def column_qlinear_fwd(
 ) -> tuple[Tensor, ColumnQLinearKept | None]:
     """`y_r = q(x) q(w_r)^T + b_r`. x: [m, *, I], of n m in all (without `sequence_parallel`: [*, I]) -> y: [n m, *, O/n].
     Raises as `qlinear_fwd`."""
-    check_low_column(params, x, cfg)
-    row, kept, amax = column_operands(x, params.weight, cfg, needs)
-    return column_of(gathered(row, rows_axis(cfg)), kept, amax, params, cfg, needs)
-
-
-def check_low_column(params: LinearParams, x: Tensor, cfg: ColumnQLinearConfig) -> None:
     check_x("column_qlinear_fwd", x, cfg.in_features, cfg.sequence_parallel)
     check_params("column_qlinear_fwd", params, x, cfg)
+    row, kept, amax = column_operands(x, params.weight, cfg, needs)
+    return column_of(gathered(row, rows_axis(cfg)), kept, amax, params, cfg, needs)
 
 
 def column_operands(x: Tensor, weight: Any, cfg: ColumnQLinearConfig, needs: Needs) -> tuple[QTensor, Any, Tensor | None]:
@@ -195,7 +192,7 @@ def column_operands(x: Tensor, weight: Any, cfg: ColumnQLinearConfig, needs: Nee
     if isinstance(weight, Scaled):
         row, amax = scaled_tensor(x, recipe.x, weight.scale[0:1])
         return row, turned(row) if recipe.keep == "col" and needs.param("weight") else row, amax
-    if recipe.keep == "input" or (recipe.keep == "col" and needs.param("weight") and not whole_tiles(x, recipe.x, axis)):
+    if recipe.keep == "col" and needs.param("weight") and not whole_tiles(x, recipe.x, axis):
         return quantized(x, recipe.x, over(axis)), x, None
     return *operands(x, recipe, needs, over(axis)), None
 
@@ -293,7 +290,10 @@ def rounded_dy(
 
 def _send_dx(row: QTensor, residuals: Any, cfg: ColumnQLinearConfig) -> Tensor:
     """Begin to sum the ranks' parts of dx."""
-    dx = part_of_dx(row, residuals, cfg)
+    return _send(part_of_dx(row, residuals, cfg), cfg)
+
+
+def _send(dx: Tensor, cfg: ColumnQLinearConfig) -> Tensor:
     return comm.start_scatter_sum(dx, cfg.axis) if cfg.sequence_parallel else comm.start_sum(dx, cfg.axis)
 
 
@@ -342,6 +342,33 @@ def _factors(where: str, pending: ColumnQLinearPending, cfg: ColumnQLinearConfig
 
 
 class _Layer(LowLayer):
+    def prepares(self, cfg: Any) -> Hashable:
+        return None if cfg.recipe.delayed else (cfg.recipe, rows_axis(cfg))
+
+    def prepared(self, x: Tensor, params: Any, cfg: Any, needs: Needs) -> Any:
+        row, kept, _ = column_operands(x, params.weight, cfg, needs)
+        return gathered(row, rows_axis(cfg)), kept
+
+    def from_prepared(self, given: Any, params: Any, cfg: Any, needs: Needs) -> tuple[Tensor, Any]:
+        whole, kept = given
+        return column_of(whole, kept, None, params, cfg, needs)
+
+    def joins(self, cfg: Any) -> Hashable:
+        return None if cfg.axis.size == 1 else (cfg.axis, cfg.sequence_parallel, cfg.recipe)
+
+    def part_of_dx(self, residuals: Any, dy: Tensor, cfg: Any) -> tuple[Tensor, Any]:
+        row, pending = rounded_dy("column_qlinear_dgrad", residuals, dy, cfg)
+        assert row is not None
+        return part_of_dx(row, residuals, cfg), pending
+
+    def dx_of(self, part: Tensor, cfg: Any) -> Tensor:
+        return comm.wait(_send(part, cfg), cfg.axis)
+
+    def shared(self, pending: Any, cfg: Any) -> dict[str, Any] | None:
+        if not cfg.sequence_parallel:
+            return None
+        return {"rows": arrived_x(send_x("column_qlinear_wgrad", pending, cfg), pending, cfg)}
+
     def overlaps(self, cfg: Any) -> bool:
         return bool(cfg.overlap != "none" and cfg.axis.size > 1)
 

@@ -31,6 +31,7 @@ amaxes: see `row_linear`, `column_qlinear`.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -172,10 +173,7 @@ def row_qlinear_fwd(
         kept, amaxes = turned(row) if recipe.keep == "col" and needs.param("weight") else row, torch.cat((amax_x, amax_w))
     else:
         w = row_of(weight, recipe, over(cfg.axis))
-        if recipe.keep == "input":
-            row = quantized(x, recipe.x, over(cfg.axis))
-        else:
-            row, kept = operands(x, recipe, needs, over(cfg.axis))
+        row, kept = operands(x, recipe, needs, over(cfg.axis))
     part = y_of(row, w, None, recipe.emulate)
     y = comm.scatter_sum(part, cfg.axis) if cfg.sequence_parallel else comm.sum_over(part, cfg.axis)
     y = y if params.bias is None else y.add_(params.bias)
@@ -265,6 +263,12 @@ def _of_all(
 
 
 class _Layer(LowLayer):
+    def prepares(self, cfg: Any) -> Hashable:
+        return None
+
+    def joins(self, cfg: Any) -> Hashable:
+        return None
+
     def x_rows(self, rows: int, cfg: Any) -> int:
         return rows * (cfg.axis.size if cfg.sequence_parallel else 1)
 
