@@ -19,6 +19,7 @@ from funcops.distributed import CombineConfig as CombineConfig
 from funcops.distributed import CombineResiduals as CombineResiduals
 from funcops.distributed import ContextAttentionConfig as ContextAttentionConfig
 from funcops.distributed import ContextAttentionResiduals as ContextAttentionResiduals
+from funcops.distributed import ContextSinkAttentionConfig as ContextSinkAttentionConfig
 from funcops.distributed import CopyToConfig as CopyToConfig
 from funcops.distributed import CopyToResiduals as CopyToResiduals
 from funcops.distributed import DispatchConfig as DispatchConfig
@@ -102,6 +103,11 @@ from funcops.distributed import context_attention_dgrad as context_attention_dgr
 from funcops.distributed import context_attention_fwd as context_attention_fwd
 from funcops.distributed import context_attention_init as context_attention_init
 from funcops.distributed import context_attention_wgrad as context_attention_wgrad
+from funcops.distributed import context_sink_attention as context_sink_attention
+from funcops.distributed import context_sink_attention_bwd as context_sink_attention_bwd
+from funcops.distributed import context_sink_attention_dgrad as context_sink_attention_dgrad
+from funcops.distributed import context_sink_attention_fwd as context_sink_attention_fwd
+from funcops.distributed import context_sink_attention_init as context_sink_attention_init
 from funcops.distributed import copy_to as copy_to
 from funcops.distributed import copy_to_bwd as copy_to_bwd
 from funcops.distributed import copy_to_dgrad as copy_to_dgrad

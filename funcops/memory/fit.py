@@ -214,7 +214,8 @@ def _noted(op: Op, path: str, times: int, leaf: bool) -> Op:
             run.layers *= times - 1
         here = PartRun(path, run.layers, tensors(x))
         run.parts.append(here)
-        (y, node), flops = run.counted(lambda: op.fwd(params, x, cfg, needs=needs))
+        kept = needs.with_recompute() if leaf and op.recompute is not None else needs  # with what a recomputation of y reads
+        (y, node), flops = run.counted(lambda: op.fwd(params, x, cfg, needs=kept))
         if leaf:
             here.kept = [(name.partition(".")[0], t) for name, value, _ in kept_values(node) for t in tensors(value)]
             here.forward = flops

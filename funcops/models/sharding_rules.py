@@ -15,7 +15,7 @@ def roles(cfg: DecoderConfig, *, loss: bool = False) -> dict[str, str]:
         attention's out, down   "row"
         embed, loss          "vocab"    and the head is "column": no rank has logits of the whole vocabulary
         experts              "expert"   sharded over "ep", if the mesh has it
-        attention            "context"  over "cp", if the mesh has it; attention with sinks has no such role
+        attention            "context"  over "cp", if the mesh has it
 
     Without `loss` the head gives whole logits of a rank's rows, so it is replicated, as is the embedding if they are tied.
     Raises `TypeError` if `cfg` is not a DecoderConfig, and `ValueError` for latent attention, whose keys have a part that all heads
@@ -36,7 +36,7 @@ def roles(cfg: DecoderConfig, *, loss: bool = False) -> dict[str, str]:
     wanted = "None (all heads share a part of a key, which a column layer would split)"
     require(cfg.latent is None, "roles", "cfg.latent", wanted, cfg.latent)
     found = {} if cfg.tied and not loss else {"embed": "vocab"}
-    found |= {"*.qkv.*.proj": "column", "*.attn.out": "row"} | ({} if cfg.sinks else {"*.attn.mix": "context"})
+    found |= {"*.qkv.*.proj": "column", "*.attn.out": "row", "*.attn.mix": "context"}
     if any(not cfg.kind(i).sparse for i in range(cfg.layers)):
         found |= {"*.mlp.up": "column", "*.mlp.down": "row"}
     if cfg.moe is not None:

@@ -43,6 +43,7 @@ from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Inputs, Pending, 
 from funcops.errors import check, check_rows, describe, fail, require, require_count, require_number
 from funcops.kernels import linear as products
 from funcops.kernels import pointwise
+from funcops.ops.dropout import sharded_mask
 from funcops.ops.linear import LinearConfig, LinearParams, linear_gradients
 from funcops.ops.linear_wgrads import Product
 from funcops.ops.qlinear import QLinearConfig
@@ -55,13 +56,15 @@ __all__ += ["low_rank", "low_rank_bwd", "low_rank_dgrad", "low_rank_fwd", "low_r
 @config
 class LowRankConfig(OpConfig):
     """`in_features` (I), `out_features` (O) and `rank` (R), all at least 1; `scale`: the factor c; `dropout`: the probability with
-    which an element of x is dropped, in [0, 1)."""
+    which an element of x is dropped, in [0, 1); `shared`: how x is sharded over ranks, which draw their parts of one mask
+    (`dist.parallel` says it, as in `dist.ShardedDropoutConfig`)."""
 
     in_features: int = field(kw_only=False)
     out_features: int = field(kw_only=False)
     rank: int = field(kw_only=False)
     scale: float = 1.0
     dropout: float = 0.0
+    shared: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
         where = type(self).__name__
@@ -72,6 +75,10 @@ class LowRankConfig(OpConfig):
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         return self.in_features, self.out_features
+
+    @property
+    def draws_mask(self) -> bool:  # type: ignore[override]
+        return self.dropout > 0.0
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
@@ -147,7 +154,7 @@ def low_rank_fwd(
     rows, key = x
     _check("x.0", params, rows, cfg)
     check("low_rank_fwd", "x.1 (the key)", key, (2,), torch.int64, rows)
-    y, u = _product(params, pointwise.dropout(rows, key, cfg.dropout), cfg)
+    y, u = _product(params, masked(rows, key, cfg), cfg)
     return y, LowRankDropoutResiduals.keep(
         cfg, needs, x=rows, u=u, a=params.a, b=params.b, key=key, y_shape=y.shape, dtype=y.dtype, inputs=Inputs.of(x)
     )
@@ -180,7 +187,7 @@ def low_rank_dgrad(
         return dx, LowRankPending.keep(cfg, needs, x=residuals.x, t=t, key=None, dy=dy, u=residuals.u)
     dx, key = NO_GRADIENT, residuals.key
     if needs.input(0):
-        dx = pointwise.dropout(products.linear_dgrad(t, residuals.a), key, cfg.dropout)
+        dx = masked(products.linear_dgrad(t, residuals.a), key, cfg)
     pending = LowRankPending.keep(cfg, needs, x=residuals.x, t=t, key=key, dy=dy, u=residuals.u)
     return residuals.inputs.make((dx, None)), pending
 
@@ -192,7 +199,7 @@ def low_rank_wgrad(pending: LowRankPending, cfg: LowRankConfig, *, into: LowRank
         _check_into(pending, cfg, into)
     da, db = NO_GRADIENT, NO_GRADIENT
     if pending.t is not None:
-        da = gradient_of("low_rank_wgrad", pending.t, _dropped(pending, cfg), None if into is None else into.a)
+        da = gradient_of("low_rank_wgrad", pending.t, dropped(pending, cfg), None if into is None else into.a)
     if pending.u is not None:
         db = gradient_of("low_rank_wgrad", pending.dy, pending.u, None if into is None else into.b)
     return LowRankParams(da, db) if into is None else into
@@ -203,8 +210,14 @@ def gradient_of(where: str, dy: Tensor, x: Tensor, into: Tensor | None) -> Tenso
     return linear_gradients(where, dy, x, False, None if into is None else LinearParams(into, None)).weight
 
 
-def _dropped(pending: LowRankPending, cfg: LowRankConfig) -> Tensor:
-    return pending.x if pending.key is None else pointwise.dropout(pending.x, pending.key, cfg.dropout)
+def masked(t: Tensor, key: Tensor, cfg: LowRankConfig) -> Tensor:
+    """`m * t`."""
+    return sharded_mask(t, key, cfg.dropout, cfg.shared) if cfg.shared else pointwise.dropout(t, key, cfg.dropout)  # type: ignore[no-any-return]
+
+
+def dropped(pending: Any, cfg: LowRankConfig) -> Tensor:
+    """The x that a was multiplied with."""
+    return pending.x if pending.key is None else masked(pending.x, pending.key, cfg)  # type: ignore[no-any-return]
 
 
 def _check_into(pending: LowRankPending, cfg: LowRankConfig, into: LowRankParams) -> None:
@@ -220,7 +233,7 @@ def _check_into(pending: LowRankPending, cfg: LowRankConfig, into: LowRankParams
 def low_rank_products(pending: LowRankPending, cfg: LowRankConfig, *, into: LowRankParams) -> list[Product]:
     """da and db as products of few rows, which may be computed together with other layers'."""
     _check_into(pending, cfg, into)
-    found = [] if pending.t is None else [Product.of(pending.t, _dropped(pending, cfg), into.a, None)]
+    found = [] if pending.t is None else [Product.of(pending.t, dropped(pending, cfg), into.a, None)]
     return found if pending.u is None else [*found, Product.of(pending.dy, pending.u, into.b, None)]
 
 

@@ -117,7 +117,8 @@ WRONG |= {"recipe": (None, "fp8_current")}
 WRONG |= {"comm": ("p2p", None), "kind": ("silu", None), "capacity": (0.0, 1.5, "1"), "softcap": (0.0, -1.0, "1")}
 WRONG |= dict.fromkeys(("limit", "alpha", "offset"), ("1", None))
 WRONG |= dict.fromkeys(("experts", "hidden", "rank"), WRONG["vocab"])
-WRONG |= {"side": ("both", None), "dropout": (0.5, "0", None)}
+WRONG |= {"side": ("both", None), "dropout": (1.0, "0", None)}
+WRONG |= {"alibi": WRONG["bias"], "packed": WRONG["bias"], "window": (0, 1.5), "heads": (0, "1", None), "over": (1, None)}
 MAY_BE_ZERO = {("parallel_low_rank", "scale")}
 
 

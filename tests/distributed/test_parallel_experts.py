@@ -11,9 +11,20 @@ from funcops.distributed import comm
 from funcops.distributed.ops import _tokens
 from funcops.distributed.ops import parallel_experts as home
 from funcops.graphs import check_capturable
-from funcops.low_precision import Fp8Current, with_recipe
+from funcops.low_precision import (
+    MXFP8,
+    NVFP4,
+    Fp8Block,
+    Fp8Current,
+    Fp8Delayed,
+    quantize_params,
+    recipe_init,
+    split_amaxes,
+    with_recipe,
+)
 from funcops.models import MoEConfig, moe
 from funcops.testing import check_dist, run_ranks
+from funcops.testing.checks import same_bits
 from funcops.testing.tolerances import assert_close
 from funcops.trees import paths, tree_map_tensors
 
@@ -138,6 +149,48 @@ def test_specs_of_a_mixture_in_low_precision():
     """Its experts are steps with one class of params; some have no params."""
     low = with_recipe(MIXTURE, Fp8Current(), only=("*.experts",))
     assert low != MIXTURE and dist.specs_of(chain, low) == {}
+
+
+WIDE = moe(MoEConfig(route=RouteConfig(4, 2), experts=ExpertsConfig(4, 128, 128)))
+RECIPES = (Fp8Block(), Fp8Current(keep="input"), Fp8Delayed(history=2), MXFP8(), NVFP4())
+
+
+def low_step(cfg, params, x, dy, state):
+    """y, dx, gradients and amaxes, in both halves."""
+    work, dy = quantize_params(params, cfg, state, dtype=torch.float64), WithExtras(dy, {"load": None, "loss": None})
+    y, kept = chain.fwd(work, x, cfg)
+    dparams, dx = chain.bwd(kept, dy, cfg)
+    dx_again, pending = chain.dgrad(kept, dy, cfg)
+    same_bits((dparams, dx), (chain.wgrad(pending, cfg), dx_again), "the halves")
+    return y.main, dx, *split_amaxes(dparams)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda one: type(one).__name__)
+def test_experts_with_a_recipe_have_the_codes_of_one_process(recipe):
+    """The recipe before or after, and the params of one process's init; an expert's rows are in the order of all tokens."""
+    low, draw = with_recipe(WIDE, recipe, skip=("gate",)), torch.Generator().manual_seed(0)
+    x, dy = torch.randn(2, 64, 128, generator=draw, dtype=torch.float64)
+    whole = chain.init(low, key=random.key(1), dtype=torch.float64)
+    y, dx, wanted, amaxes = low_step(low, whole, x, dy, recipe_init(low, whole))
+
+    def run(mesh):
+        ep, rules = mesh["ep"], {"experts": "expert"}
+        cfg = dist.parallel(low, rules, mesh, axis="ep")
+        assert cfg == with_recipe(dist.parallel(WIDE, rules, mesh, axis="ep"), recipe, skip=("gate",))
+        specs = dist.specs_of(chain, cfg)
+        own = dist.shard(whole, specs, mesh)
+        same_bits(chain.init(cfg, key=random.key(1), dtype=torch.float64), own, "init")
+        same_bits(dist.init(chain, cfg, specs, mesh, key=random.key(1), dtype=torch.float64), own, "dist.init")
+        y, dx, dparams, found = low_step(cfg, own, x.chunk(2)[ep.rank], dy.chunk(2)[ep.rank], recipe_init(cfg, own))
+        found = dist.amaxes_over(found, ep, specs=specs)
+        return y, dx, dist.unshard(dist.sum_gradients(dparams, specs, mesh), specs, mesh), found
+
+    ys, dxs, found, joined = zip(*run_ranks({"ep": 2}, run), strict=True)
+    same_bits((torch.cat(ys), torch.cat(dxs)), (y, dx), "y and dx")
+    for dparams in found:
+        same_bits(dparams["experts"], wanted["experts"], "dw")
+        assert_close(dparams["gate"].weight, wanted["gate"].weight, dtype=torch.float64)
+    same_bits({path: torch.cat([one[path] for one in joined]) for path in joined[0]}, amaxes, "amaxes")
 
 
 def test_places_need_no_word_from_the_host():

@@ -74,7 +74,7 @@ def of_rank(meeting: Meeting, mesh: Any) -> dict[str, Tensor]:
     specs = {} if mesh is None else dist.specs_of(chain, cfg)
     params = whole if mesh is None else dist.shard(whole, specs, mesh)
     if meeting.recipe is not None:
-        params = working(meeting, params, cfg)
+        params = working(meeting, params, cfg, specs, mesh)
     mine = batches(meeting)
     axes = [axis for axis in ([] if mesh is None else mesh.axes) if axis.name in ("dp", "ep")]
     for axis in axes:
@@ -86,7 +86,8 @@ def of_rank(meeting: Meeting, mesh: Any) -> dict[str, Tensor]:
     loss = torch.stack(list(losses)).sum() / share
     if mesh is not None:
         grads = dist.unshard(dist.sum_gradients(grads, specs, mesh), specs, mesh)
-        amaxes = dist.amaxes_over(amaxes, mesh.axes)
+        amaxes = dist.amaxes_over(amaxes, mesh.axes, specs=specs)
+        amaxes = dist.unshard(amaxes, of_groups(amaxes, specs), mesh)
         for axis in mesh.axes:
             if axis.name in ("dp", "ep", "cp"):
                 loss = dist.sum_over.fwd(None, loss, dist.SumOverConfig(axis))[0]
@@ -94,11 +95,14 @@ def of_rank(meeting: Meeting, mesh: Any) -> dict[str, Tensor]:
     return {"loss": loss, **found, **{f"{AMAXES} {path}": t for path, t in amaxes.items()}}
 
 
-def working(meeting: Meeting, params: Any, cfg: Any) -> Any:
+def working(meeting: Meeting, params: Any, cfg: Any, specs: Any, mesh: Any) -> Any:
     """The params of a step with a recipe: quantised, but for autograd and ZeRO-3, whose layers quantise weights themselves."""
     state = None
     if meeting.recipe.delayed:
-        state = recipe_init(cfg, params, amaxes=first_amaxes(meeting.model | {"fp8_delayed"}))
+        amaxes = first_amaxes(meeting.model | {"fp8_delayed"})
+        if mesh is not None:
+            amaxes = dist.shard(amaxes, of_groups(amaxes, specs), mesh)
+        state = recipe_init(cfg, params, amaxes=amaxes)
     if not {"differentiable", "zero3"} & meeting.names:
         return quantize_params(params, cfg, state, dtype=D)
     for path, one in (state or {}).items():

@@ -35,13 +35,12 @@ Megatron-Core: token dispatcher; arXiv:2006.16668.
 
 from __future__ import annotations
 
-from dataclasses import field
+import dataclasses
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
 from funcops.contract.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.contract.schema import DGRAD, WGRAD, Inputs, Pending, Residuals, saved
@@ -70,30 +69,18 @@ __all__ += ["parallel_experts_fwd", "parallel_experts_init", "parallel_experts_w
 
 
 @config
-class ParallelExpertsConfig(OpConfig):
+class ParallelExpertsConfig(ExpertsConfig):
     """The fields of `ExpertsConfig`, `experts` a multiple of the size of `axis`. `capacity`: the largest part of a rank's tokens
     that another takes; None: all."""
 
-    experts: int = field(kw_only=False)
-    dim: int = field(kw_only=False)
-    hidden: int = field(kw_only=False)
     axis: Axis
-    kind: str = "swiglu"
-    bias: bool = False
-    limit: float = 7.0
-    alpha: float = 1.702
-    offset: float = 1.0
     capacity: float | None = None
 
     def __post_init__(self) -> None:
-        where = "ParallelExpertsConfig"
-        require_experts(where, self.experts, self.axis, self.capacity)
-        options = dict(kind=self.kind, bias=self.bias, limit=self.limit, alpha=self.alpha, offset=self.offset)
-        try:
-            own = ExpertsConfig(self.experts // self.axis.size, self.dim, self.hidden, **options)  # type: ignore[arg-type]
-        except ValueError as error:
-            raise ValueError(str(error).replace("ExpertsConfig", where)) from None
-        object.__setattr__(self, "own", own)
+        super().__post_init__()
+        require_experts("ParallelExpertsConfig", self.experts, self.axis, self.capacity)
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(ExpertsConfig)}
+        object.__setattr__(self, "own", ExpertsConfig(**fields | {"experts": self.experts // self.axis.size}))
 
     own: ClassVar[ExpertsConfig]  # this rank's
 
@@ -102,9 +89,6 @@ class ParallelExpertsConfig(OpConfig):
         """The specs of the sharded params, by path."""
         names = ("weight", "bias") if self.bias else ("weight",)
         return {f"{layer}.{name}": Spec(self.axis.name, 0) for layer in ("up", "down") for name in names}
-
-    def widths(self, width: int | None) -> tuple[int | None, int | None]:
-        return None, self.dim
 
 
 class ParallelExpertsResiduals(Residuals, static=("inputs", "shape", "dtype")):
