@@ -33,7 +33,7 @@ that builds every pair on a small decoder and checks it.
 | empty | **left out**: no model has both |
 
 The plain model is a decoder of two layers in PyTorch under autograd, in float64; gradients agree to 1e-11 of their norm. A
-model with a recipe agrees to 1e-11 with the same recipe on one process (over `cp`, where a rank has tiles of its own tokens, as far
+model with a recipe agrees to 1e-11 with the same recipe on one process (over `cp` and `ep`, where tiles are of other tokens, as far
 as rounding allows), and with the plain model as far as rounding allows. Where the pages promise equal bits (policies,
 `fit`, `remat`, `donate`, delayed weight gradients, graphs), the model without the feature has the same bits. Ranks are
 threads, two on each axis.

@@ -110,33 +110,38 @@ def working(meeting: Meeting, params: Any, cfg: Any, specs: Any, mesh: Any) -> A
     return params
 
 
+def of_groups(amaxes: dict[str, Tensor], specs: Any) -> Any:
+    """The specs of amaxes [E, 3] of experts that are sharded."""
+    return {path: specs[path] for path, t in amaxes.items() if t.dim() == 2 and path in specs and specs[path].axis == "ep"}
+
+
 @functools.cache
 def first_amaxes(names: frozenset[str]) -> dict[str, Tensor]:
     meeting = Meeting(*names)
     cfg, whole = meeting.whole, drawn(meeting.model)
     work = quantize_params(whole, cfg, recipe_init(cfg, whole), dtype=D)
     x = x_of(meeting, *batches(meeting)[0], None)
-    return split_amaxes(whole_backward(chain, cfg, work, [x], torch.full((), 1 / 2, dtype=D))[1])[1]
+    return split_amaxes(whole_backward(chain, cfg, work, [x], gradient_of(cfg, torch.full((), 1 / 2, dtype=D)))[1])[1]
 
 
 def stepped(meeting: Meeting, cfg: Any, params: Any, xs: Sequence[WithExtras], dy: Tensor) -> tuple[Any, Any]:
     """The losses of the microbatches and the sums of their gradients."""
-    op = meeting.op(cfg, params, xs[0])
+    op, dloss, dy = meeting.op(cfg, params, xs[0]), dy, gradient_of(cfg, dy)
     if "pipeline" in meeting:
         call = functools.partial(pipelined, op, cfg, "delayed" in meeting)
     elif "differentiable" in meeting:
-        call = functools.partial(by_autograd, op, cfg, meeting.names)
+        return by_autograd(op, cfg, meeting.names, params, xs, dloss)
     elif "batch" in meeting:
         call = functools.partial(joined, op, cfg, "donate" in meeting)
     elif "delayed" in meeting:
         call = functools.partial(in_halves, op, cfg, "donate" in meeting)
     else:
         call = functools.partial(whole_backward, op, cfg, given="donate" in meeting)
-    if "graph" in meeting and not {"pipeline", "differentiable", "batch", "donate", "compile"} & meeting.names:
+    if "graph" in meeting and not {"pipeline", "batch", "donate", "compile"} & meeting.names:
         return of_graphs(op, cfg, "delayed" in meeting, params, xs, dy)
     if "compile" in meeting:
         call = compiled(call)
-    if "graph" in meeting and "differentiable" not in meeting:
+    if "graph" in meeting:
         call = graphed(call, params, xs, dy, warmup=1)
     return call(params, xs, dy)
 
@@ -177,7 +182,7 @@ def whole_backward(op: Op, cfg: Any, params: Any, xs: Any, dy: Tensor, *, given:
     sums, losses = gradients_like(params, D), []
     for x in xs:
         y, residuals = op.fwd(params, x, cfg)
-        op.bwd(donate(residuals) if given else residuals, gradient_of(cfg, dy), cfg, into=sums)
+        op.bwd(donate(residuals) if given else residuals, dy, cfg, into=sums)
         losses.append(loss_of(y))
     return losses, sums
 
@@ -187,7 +192,7 @@ def dgrads(op: Op, cfg: Any, given: bool, params: Any, xs: Any, dy: Tensor) -> t
     losses, pendings = [], []
     for x in xs:
         y, residuals = op.fwd(params, x, cfg)
-        _, pending = op.dgrad(donate(residuals) if given else residuals, gradient_of(cfg, dy), cfg)
+        _, pending = op.dgrad(donate(residuals) if given else residuals, dy, cfg)
         losses.append(loss_of(y))
         pendings.append(donate(pending) if given else pending)
     return losses, pendings
@@ -209,14 +214,14 @@ def joined(op: Op, cfg: Any, given: bool, params: Any, xs: Any, dy: Tensor) -> t
 def of_graphs(op: Op, cfg: Any, halves: bool, params: Any, xs: Any, dy: Tensor) -> tuple[Any, Any]:
     """Forward and backward, or its halves, as graphs of their own."""
     sums, losses, pendings = gradients_like(params, D), [], []
-    graph = graphed_op(op, cfg, params, xs[0], dy=gradient_of(cfg, dy), into=sums, warmup=1, slots=len(xs) if halves else 1)
+    graph = graphed_op(op, cfg, params, xs[0], dy=dy, into=sums, warmup=1, slots=len(xs) if halves else 1)
     for x in xs:
         y, residuals = graph.fwd(params, x)
         losses.append(loss_of(y).clone())
         if halves:
-            pendings.append(graph.dgrad(residuals, gradient_of(cfg, dy))[1])
+            pendings.append(graph.dgrad(residuals, dy)[1])
         else:
-            graph.bwd(residuals, gradient_of(cfg, dy))
+            graph.bwd(residuals, dy)
     for pending in pendings:
         graph.wgrad(pending)
     return losses, sums
@@ -226,6 +231,8 @@ def by_autograd(op: Op, cfg: Any, names: frozenset[str], params: Any, xs: Any, d
     """The caller's params get gradients from autograd; scales of a recipe, which are float32, do not."""
     params = tree_map_tensors(lambda t: t.detach().clone().requires_grad_(t.dtype is D), params)
     call, losses = (lambda params, x: differentiable(op)(params, x, cfg)), []
+    if "compile" in names:
+        call = compiled(call)
     if "graph" in names:
         call = make_graphed_callables(call, (params, xs[0]), 1)
     with delayed_wgrad() if "delayed" in names else contextlib.nullcontext() as store:
@@ -241,7 +248,7 @@ def by_autograd(op: Op, cfg: Any, names: frozenset[str], params: Any, xs: Any, d
 def pipelined(op: Op, cfg: Any, delayed: bool, params: Any, xs: Any, dy: Tensor) -> tuple[Any, Any]:
     """Every step of the chain is a stage. A policy is each stage's own."""
     make: Callable[..., Any] = zb_h1 if delayed else one_f_one_b
-    ran = run(make(len(cfg.steps), len(xs)), params, xs, staged(op, cfg), [gradient_of(cfg, dy)] * len(xs))
+    ran = run(make(len(cfg.steps), len(xs)), params, xs, staged(op, cfg), [dy] * len(xs))
     return [loss_of(y) for y in ran.ys], ran.dparams
 
 

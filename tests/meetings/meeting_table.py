@@ -93,9 +93,10 @@ def from_plain(meeting: Meeting) -> float:
 
 
 def from_recipe(meeting: Meeting) -> float:
-    """How far they may be from the recipe's on one process. A rank of "cp" has tiles, and largest elements, of its own tokens."""
+    """How far they may be from the recipe's on one process. Tiles, and largest elements, are of a rank's own tokens over "cp", and
+    for experts over "ep" of more tokens than one process has at a time."""
     name = next(name for name in RECIPES if name in meeting)
-    return OWN_TILES[name] if {"cp", "compress"} & meeting.names else EXACT
+    return OWN_TILES[name] if {"cp", "ep", "compress"} & meeting.names else EXACT
 
 
 def check(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float) -> None:
