@@ -83,7 +83,8 @@ def make(folder, torch, beside):
     python = folder / "bin" / "python"
     if not python.exists():
         room(folder.parent)
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+        without = ["--without-pip"] if beside else []  # a test of the wheel installs it
+        subprocess.run([sys.executable, "-m", "venv", *without, str(folder)], check=True)
     torch = torch or newest(python)
     made = folder / ".made"
     wanted = (

@@ -165,8 +165,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--budget: expected without --policy, as it picks one")
     if args.budget is not None and not args.budget > 0:
         parser.error(f"--budget: expected a number above 0, got {args.budget}")
-    if args.recipe == "fp8_delayed" and args.budget is not None:
-        parser.error("--budget: expected without --recipe fp8_delayed, as policies are tried without its scales")
     for name, least, ok in (
         ("lr", "above 0", args.lr > 0),
         ("clip", "above 0", args.clip > 0),
@@ -223,10 +221,9 @@ def _check_mesh(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
         parser.error("--compile: expected without --zero 3, whose layers take minutes to trace, got True")
     if args.recipe is None:
         return
-    if args.ep > 1:
-        parser.error(f"--recipe: expected without --ep {args.ep}, whose experts do not run in low precision")
-    if args.recipe.delayed and (args.pp > 1 or args.zero == 3):
-        other = f"--pp {args.pp}" if args.pp > 1 else "--zero 3"
+    slotless = {"pp": args.pp > 1, "ep": args.ep > 1, "zero": args.zero == 3}
+    if args.recipe.delayed and any(slotless.values()):
+        other = " ".join(f"--{name} {getattr(args, name)}" for name, given in slotless.items() if given)
         parser.error(f"--recipe: expected one without state with {other}, which has no slots for its scales, got fp8_delayed")
     try:
         mesh = Mesh.abstract(args.mesh, 0)

@@ -3,13 +3,15 @@ in `experts`, residuals and pending as in the chain."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from dataclasses import field
 from typing import Any
 
 from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.plain_experts import plain_experts
 from funcops.compose.step import Step, WithExtras
-from funcops.contract.configs import Composite, Replace, require_config
+from funcops.contract.configs import Composite, Replace
 from funcops.contract.needs import Needs, check_needs
 from funcops.contract.op import Op, config, init_of, make_op
 from funcops.contract.walk import remade
@@ -42,7 +44,7 @@ class ExpertStepsConfig(Composite):
 
     def with_parts(self, replace: Replace, **changes: Any) -> ExpertStepsConfig:
         """The config with `replace(name, op, cfg)` for each step; the steps' paths have no further name."""
-        return ExpertStepsConfig(self.cfg.with_parts(replace, **changes))
+        return dataclasses.replace(self, cfg=self.cfg.with_parts(replace, **changes))
 
 
 def _named(by_name: dict[str, Any]) -> ExpertsParams:
@@ -64,7 +66,7 @@ def expert_steps_init(cfg: ExpertStepsConfig, *, key: Any = None, device: Any = 
 def expert_steps_fwd(params: ExpertsParams, x: Any, cfg: ExpertStepsConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
     """x: `(weights, x, indices)` -> y: [*, H]. Raises as the steps do."""
     where = "expert_steps_fwd"
-    require_config(where, cfg, ExpertStepsConfig)
+    require_type(where, "cfg", cfg, ExpertStepsConfig)
     own, (weights, tokens, indices) = _by_name(where, "params", params, cfg), require_tuple(where, x, "weights", "x", "indices")
     if needs is not Needs.ALL:
         check_needs(where, needs, params, x)
@@ -80,7 +82,7 @@ def _as_parts(dx: Any) -> Any:
 
 def expert_steps_dgrad(residuals: Any, dy: Any, cfg: ExpertStepsConfig) -> tuple[Any, Any]:
     """dy: [*, H] -> `(d weights, dx, None)`, and the steps' pending."""
-    require_config("expert_steps_dgrad", cfg, ExpertStepsConfig)
+    require_type("expert_steps_dgrad", "cfg", cfg, ExpertStepsConfig)
     dx, pending = chain.dgrad(residuals, dy, cfg.cfg)
     return _as_parts(dx), pending
 
@@ -88,7 +90,7 @@ def expert_steps_dgrad(residuals: Any, dy: Any, cfg: ExpertStepsConfig) -> tuple
 def expert_steps_wgrad(pending: Any, cfg: ExpertStepsConfig, *, into: Any = None) -> ExpertsParams:
     """The weight gradients of both layers; added to `into` if given."""
     where = "expert_steps_wgrad"
-    require_config(where, cfg, ExpertStepsConfig)
+    require_type(where, "cfg", cfg, ExpertStepsConfig)
     sums = None if into is None else _by_name(where, "into", into, cfg)
     return _named(chain.wgrad(pending, cfg.cfg, into=sums))
 
@@ -96,7 +98,7 @@ def expert_steps_wgrad(pending: Any, cfg: ExpertStepsConfig, *, into: Any = None
 def expert_steps_bwd(residuals: Any, dy: Any, cfg: ExpertStepsConfig, *, into: Any = None) -> tuple[ExpertsParams, Any]:
     """The whole backward. Returns `(dparams, dx)`."""
     where = "expert_steps_bwd"
-    require_config(where, cfg, ExpertStepsConfig)
+    require_type(where, "cfg", cfg, ExpertStepsConfig)
     sums = None if into is None else _by_name(where, "into", into, cfg)
     dparams, dx = chain.bwd(residuals, dy, cfg.cfg, into=sums)
     return _named(dparams), _as_parts(dx)
@@ -104,22 +106,24 @@ def expert_steps_bwd(residuals: Any, dy: Any, cfg: ExpertStepsConfig, *, into: A
 
 def _products(pending: Any, cfg: ExpertStepsConfig, *, into: Any) -> list[Any]:
     where = "expert_steps_wgrad"
-    require_config(where, cfg, ExpertStepsConfig)
+    require_type(where, "cfg", cfg, ExpertStepsConfig)
     return chain.products(pending, cfg.cfg, into=None if into is None else _by_name(where, "into", into, cfg))  # type: ignore[no-any-return]
 
 
-expert_steps: Op = make_op(
-    "expert_steps",
-    ExpertStepsConfig,
-    init=expert_steps_init,
-    fwd=expert_steps_fwd,
-    dgrad=expert_steps_dgrad,
-    wgrad=expert_steps_wgrad,
-    bwd=expert_steps_bwd,
-    products=_products,
-)
+def steps_op(name: str, config: type, init: Any) -> Op:
+    """An op whose config is an `ExpertStepsConfig`."""
+    halves = dict(dgrad=expert_steps_dgrad, wgrad=expert_steps_wgrad, bwd=expert_steps_bwd, products=_products)
+    return make_op(name, config, init=init, fwd=expert_steps_fwd, **halves)
 
 
-def by_steps(where: str, op: Op, cfg: ExpertsConfig) -> tuple[Op, ExpertStepsConfig]:
-    """The op and config that replace `experts`, or an op made from it. Raises `ValueError` for any other op."""
-    return remade(where, op, experts, expert_steps), ExpertStepsConfig(plain_experts(cfg))
+expert_steps = steps_op("expert_steps", ExpertStepsConfig, expert_steps_init)
+BY_STEPS: dict[type, Callable[[Any], tuple[Op, Op, ExpertStepsConfig]]] = {}
+"""By the class of a config with `linear_parts`: its op, and the op and config that do the same in steps. The file of each such op
+enters it."""
+BY_STEPS[ExpertsConfig] = lambda cfg: (experts, expert_steps, ExpertStepsConfig(plain_experts(cfg)))
+
+
+def by_steps(where: str, op: Op | None, cfg: Any) -> tuple[Op, ExpertStepsConfig]:
+    """The op and config that replace an op with `linear_parts`, or an op made from it. Raises `ValueError` for any other op."""
+    source, becomes, made = BY_STEPS[type(cfg)](cfg)
+    return remade(where, op or source, source, becomes), made

@@ -178,7 +178,7 @@ class OpConfig:
 
     @property
     def specs(self) -> dict[str, Any]:
-        """A `funcops.dist.Spec` for each sharded param, by its path in the op's params."""
+        """A `funcops.dist.Spec` for each sharded param, or the name of its axis and its dim, by its path in the op's params."""
         return {}
 
     def packed_parts(self, width: int) -> tuple[int, ...] | None:

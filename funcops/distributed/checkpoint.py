@@ -10,6 +10,7 @@ reads such a folder, and `load` reads one of torch's.
 
 from __future__ import annotations
 
+import glob
 import itertools
 import math
 import os
@@ -32,6 +33,7 @@ from funcops.trees import paths, with_leaves
 
 T = TypeVar("T")
 R = TypeVar("R")
+INDEX = ".metadata"  # torch's name of it
 ERRORS = {error.__name__: error for error in (CheckpointError, ValueError, TypeError, FileNotFoundError, OSError)}
 
 
@@ -74,8 +76,9 @@ def save(tree: Any, path: str | os.PathLike[str], specs: Specs, mesh: Mesh) -> N
     entry.
 
     Raises on every rank, before anything is written, `CheckpointError` for a leaf without values, and for a leaf of which ranks
-    have different values along an axis that its spec does not name; `ValueError` for specs that do not fit, `OSError` if the folder
-    cannot be written.
+    have different values along an axis that its spec does not name, two stages of a pipeline included; `ValueError` for specs that
+    do not fit, `OSError` if the folder cannot be written. A save that is killed leaves the checkpoint from before it, or the new
+    one, for `load`; the next save to `path` removes what it left.
 
     >>> import tempfile, torch
     >>> from funcops import dist
@@ -99,7 +102,7 @@ def save(tree: Any, path: str | os.PathLike[str], specs: Specs, mesh: Mesh) -> N
     leaves = [one for _, one in said]
     _check_alike(leaves, mesh)
     target = Path(os.path.realpath(path))
-    beside = target.with_name(f".{said[0][0]}.part")
+    beside = target.with_name(f".{target.name}.{said[0][0]}.part")
     writer, plans, metadata = _plans(leaves, mesh, beside)
 
     def write() -> Any:
@@ -128,7 +131,7 @@ def load(path: str | os.PathLike[str], like: T, specs: Specs, mesh: Mesh) -> T:
     call it, and each reads only its own part.
 
     Raises on every rank, before any tensor is read, `CheckpointError` that lists every leaf that is missing, extra, of another
-    shape or of another dtype; `FileNotFoundError` if the folder has no checkpoint.
+    shape or of another dtype, or that names a file which was cut short; `FileNotFoundError` if the folder has no checkpoint.
 
     >>> import tempfile, torch
     >>> from funcops import dist
@@ -144,20 +147,17 @@ def load(path: str | os.PathLike[str], like: T, specs: Specs, mesh: Mesh) -> T:
     named = {name: t for name, t in paths(like).items() if is_leaf("load", name, t)}
     ranges = {name: check_own("load", name, t, found[name], mesh) for name, t in named.items()}
 
-    def look() -> list[str]:
-        if not os.path.isfile(os.path.join(path, ".metadata")):
-            raise FileNotFoundError(f"load: path must be the folder of a checkpoint, got {os.fspath(path)!r}")
-        return list(named)
-
-    every = set().union(*_together(mesh, look))
+    every = set().union(*_together(mesh, lambda: list(named)))
 
     def read() -> dict[str, Tensor]:
-        reader = _dcp().FileSystemReader(path)
-        metadata = reader.read_metadata()
+        folder = _folder(path)
+        reader = _dcp().FileSystemReader(folder)
+        metadata = _index(reader, folder)
         whole = {name: (whole_shape(t.shape, found[name], mesh), t.dtype) for name, t in named.items()}
         _check_there(path, metadata.state_dict_metadata, whole, every)
         into = _Into({name: torch.empty(t.shape, dtype=t.dtype, device=_device(t, mesh)) for name, t in named.items()})
         items = [item for name in named for item in into.asks(name, metadata.state_dict_metadata[name], ranges[name])]
+        _check_files(folder, metadata.storage_data, items)
         reader.set_up_storage_reader(metadata, mesh.rank == 0)
         reader.read_data(_dcp().LoadPlan(items), into).wait()
         return into.leaves
@@ -196,7 +196,7 @@ def _described(named: Mapping[str, Tensor], specs: Mapping[str, Spec], mesh: Mes
         if t.is_meta or t.layout is not torch.strided or t.is_nested:
             fail("save", name, "a dense tensor with values", f"{describe(t)} on {t.device}", CheckpointError)
         boxes = tuple(_boxes(check_own("save", name, t, specs[name], mesh)))
-        alike = math.prod(axis.size for axis in _unnamed(specs[name], mesh)) > 1
+        alike = math.prod(axis.size for axis in _unnamed(specs[name], mesh)) * mesh.sizes.get(PIPELINE, 1) > 1
         leaves[name] = _LeafShards(whole_shape(t.shape, specs[name], mesh), t.dtype, specs[name], boxes, _digest(t) if alike else 0)
     return leaves
 
@@ -232,7 +232,7 @@ def _check_alike(said: Sequence[Mapping[str, _LeafShards]], mesh: Mesh) -> None:
     """Check that ranks have the same leaves, and the same bits where they have the same part of a leaf."""
     stages: dict[Any, tuple[int, Mapping[str, _LeafShards]]] = {}
     wholes: dict[str, tuple[int, _LeafShards]] = {}
-    parts: dict[Any, tuple[int, _LeafShards]] = {}
+    parts: dict[Any, tuple[int, _LeafShards, int]] = {}
     for rank, leaves in enumerate(said):
         other, there = stages.setdefault(_coordinates(rank, WHOLE, mesh)[0], (rank, leaves))
         odd = sorted(there.keys() ^ leaves.keys())
@@ -243,9 +243,11 @@ def _check_alike(said: Sequence[Mapping[str, _LeafShards]], mesh: Mesh) -> None:
             if known[:3] != one[:3]:
                 wanted = f"of one shape and dtype, with one spec, on ranks {other} and {rank}"
                 fail("save", name, wanted, f"{_of(known)} and {_of(one)}", CheckpointError)
-            other, known = parts.setdefault((name, _coordinates(rank, one.spec, mesh)[0]), (rank, one))
+            *place, stage = _coordinates(rank, one.spec, mesh)[0]
+            other, known, of = parts.setdefault((name, *place), (rank, one, stage))
             if known.digest != one.digest:
-                wanted = f"the same on ranks {other} and {rank}, or sharded by an axis in its spec"
+                otherwise = "sharded by an axis in its spec" if stage == of else f"of another path on each stage of {PIPELINE}"
+                wanted = f"the same on ranks {other} and {rank}, or {otherwise}"
                 fail("save", name, wanted, f"other values (its spec is {one.spec})", CheckpointError)
 
 
@@ -351,15 +353,59 @@ def _device(t: Tensor, mesh: Mesh) -> Any:
 
 
 def _put_in_place(beside: Path, target: Path) -> None:
-    """Rename a folder to its target; an old target is deleted only afterwards."""
-    old = target.with_name(f"{beside.name}.old")
+    """Rename a folder to its target, then delete the old target and what killed saves left. If a save is killed between the two
+    renames, `_folder` finds the new one."""
+    old = beside.with_suffix(".old")
     if target.exists():
         os.replace(target, old)
-    os.replace(beside, target)
-    if old.is_dir():
-        shutil.rmtree(old)
-    elif old.exists():
-        old.unlink()
+    try:
+        os.replace(beside, target)
+    except BaseException:
+        if old.exists():
+            os.replace(old, target)
+        raise
+    for left in [one for suffix in ("old", "part") for one in _beside(target, suffix)]:
+        if left.is_dir():
+            shutil.rmtree(left)
+        else:
+            left.unlink()
+
+
+def _beside(target: Path, suffix: str) -> list[Path]:
+    """The hidden folders of saves to a target, the latest first."""
+    found = target.parent.glob(f".{glob.escape(target.name)}.{'[0-9a-f]' * 16}.{suffix}")
+    return sorted(found, key=lambda one: one.stat().st_mtime, reverse=True)
+
+
+def _folder(path: str | os.PathLike[str]) -> Path:
+    """The folder to read: `path`, or beside it a complete one that a save was killed before it could rename."""
+    target = Path(os.path.realpath(path))
+    for folder in (target, *(() if target.exists() else _beside(target, "part"))):
+        if (folder / INDEX).is_file():
+            return folder
+    raise FileNotFoundError(f"load: path must be the folder of a checkpoint, got {os.fspath(path)!r}")
+
+
+def _index(reader: Any, folder: Path) -> Any:
+    try:
+        return reader.read_metadata()
+    except Exception as error:
+        whole = "a whole index of a checkpoint (use an older checkpoint, or copy the file again)"
+        fail("load", os.fspath(folder / INDEX), whole, f"{type(error).__name__}: {error}", CheckpointError)
+
+
+def _check_files(folder: Path, stored: Mapping[Any, Any], items: Iterable[Any]) -> None:
+    """Raise `CheckpointError` if a file that has a part of the items is missing or cut short."""
+    ends: dict[str, int] = {}
+    for item in items:
+        info = stored[item.storage_index]
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    for name, end in sorted(ends.items()):
+        file = folder / name
+        size = file.stat().st_size if file.is_file() else None
+        if size is None or size < end:
+            whole = f"a file of at least {end} bytes (use an older checkpoint, or copy the file again)"
+            fail("load", os.fspath(file), whole, "no file" if size is None else f"{size} bytes", CheckpointError)
 
 
 def _dcp() -> Any:

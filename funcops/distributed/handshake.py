@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcops.distributed import comm
+from funcops.distributed.agreement import Entry, deadlock, difference
 from funcops.distributed.mesh import Axis, Mesh
 from funcops.errors import require, require_callable, require_type, short
 from funcops.trees import tree_map_tensors
@@ -25,8 +27,9 @@ NAMES = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduc
 
 
 class Collective(NamedTuple):
-    """A collective, on which its group must agree. `shape`: of this rank's input; None if ranks may have different ones (parts of
-    an all_to_all). `how`: the kind of reduction.
+    """A collective, on which its group must agree. `shape`: of this rank's input; its first dimension is None in an all_to_all,
+    whose ranks may have different numbers of rows. `how`: the kind of reduction. `sends`, `receives`: the rows of an all_to_all for
+    each rank, and from each.
 
     >>> import torch
     >>> from funcops.distributed import Collective
@@ -36,9 +39,11 @@ class Collective(NamedTuple):
 
     op: str
     group: str
-    shape: tuple[int, ...] | None
+    shape: tuple[int | None, ...]
     dtype: torch.dtype
     how: str = ""
+    sends: tuple[int, ...] = ()
+    receives: tuple[int, ...] = ()
 
     @staticmethod
     def of(func: Any, args: Sequence[Any]) -> Collective | None:
@@ -49,12 +54,18 @@ class Collective(NamedTuple):
         if group < 0:  # wait_tensor
             return None
         first = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
-        shape = None if name == "all_to_all" else tuple(first.shape)
-        return Collective(name, args[group], shape, first.dtype, args[how] if how >= 0 else "")
+        shape, receives, sends = tuple(first.shape), *(tuple(args[1:3]) if name == "all_to_all" else ((), ()))
+        if sends:
+            shape = (None, *shape[1:])
+        return Collective(name, args[group], shape, first.dtype, args[how] if how >= 0 else "", tuple(sends), tuple(receives))
 
     def __str__(self) -> str:
-        size = "" if self.shape is None else str(list(self.shape))
-        return f"{self.op}{f' ({self.how})' if self.how else ''} of {short(self.dtype)}{size}"
+        size = ", ".join("*" if n is None else str(n) for n in self.shape)
+        return f"{self.op}{f' ({self.how})' if self.how else ''} of {short(self.dtype)}[{size}]"
+
+    @property
+    def entry(self) -> Entry:
+        return Entry(str(self), self.sends, self.receives)
 
 
 @functools.cache
@@ -71,8 +82,13 @@ class Program(NamedTuple):
     sent: tuple[Collective, ...]
     unfinished: tuple[int, ...] = ()
 
-    def over(self, group: str) -> list[Collective]:
-        return [one for one in self.sent if one.group == group]
+    def over(self, axis: Axis) -> list[Entry]:
+        return [one.entry for one in self.sent if one.group == axis.group]
+
+    def groups(self, mesh: Mesh) -> list[tuple[str, int]]:
+        """The group of each collective: the name of its axis, and the first rank along it."""
+        known = {axis.group: (axis.name, mesh.peers(axis)[0]) for axis in mesh.axes if axis.size > 1}
+        return [known[one.group] for one in self.sent]
 
 
 class _Recorder(TorchDispatchMode):
@@ -119,8 +135,9 @@ def handshake(mesh: Mesh, step: Callable[..., Any], *trees: Any) -> Program:
     """Record the program of `step(*trees)` and compare it with the programs of all ranks of the mesh. All ranks must call it, once,
     before the first step.
 
-    Raises `ValueError` on every rank, with the rank, the position and both entries, if two ranks of a group would call different
-    collectives; also if a step uses a group of another mesh, or never finishes a collective.
+    Raises `ValueError` on every rank, with the ranks, the position and both entries, if two ranks of a group would call different
+    collectives, if one sends other rows than another expects, and if ranks would wait for each other as they go through their axes
+    in different orders; also if a step uses a group of another mesh, or never finishes a collective.
 
     >>> import torch
     >>> from funcops import dist
@@ -145,8 +162,10 @@ def handshake(mesh: Mesh, step: Callable[..., Any], *trees: Any) -> Program:
         said = f"handshake: step must run on the meta device, got {type(error).__name__} on rank {mesh.rank}: {error}"
     said = known_to_all(said, mesh)
     if not said:
-        found = [_compare(mesh, axis, program.over(axis.group)) for axis in mesh.axes if axis.size > 1]
+        found = [_compare(mesh, axis, program.over(axis)) for axis in mesh.axes if axis.size > 1]
         said = known_to_all(min(filter(None, found), default=""), mesh)
+    if not said:
+        said = _compare_orders(mesh, program.groups(mesh))
     if said:
         raise ValueError(said) from raised
     return program
@@ -180,20 +199,25 @@ def check_program(step: Callable[[Mesh], Any], sizes: Mapping[str, int], ranks: 
         require(len(ranks) > 0, "check_program", "ranks", "at least one rank", ranks)
     meshes = [Mesh.abstract(sizes, rank) for rank in (range(math.prod(sizes.values())) if ranks is None else ranks)]
     programs: dict[int, Program] = {}
-    groups: dict[tuple[str, str], dict[int, list[Collective]]] = {}
+    orders: dict[int, list[tuple[str, int]]] = {}
+    groups: dict[tuple[str, str], dict[int, tuple[int, list[Entry]]]] = {}
     for mesh in meshes:
         with torch.device("meta"):
             programs[mesh.rank] = program = _recorded(step, mesh)
         fault = _own_fault(mesh, program, "check_program")
         if fault:
             raise ValueError(fault)
+        orders[mesh.rank] = program.groups(mesh)
         for axis in mesh.axes:
             if axis.size > 1:
-                groups.setdefault((axis.name, axis.group), {})[mesh.rank] = program.over(axis.group)
+                groups.setdefault((axis.name, axis.group), {})[mesh.rank] = axis.rank, program.over(axis)
     for (name, _), members in groups.items():
-        fault = _difference("check_program", name, members)
+        fault = difference("check_program", name, members)
         if fault:
             raise ValueError(fault)
+    fault = deadlock("check_program", orders)
+    if fault:
+        raise ValueError(fault)
     return programs
 
 
@@ -209,30 +233,27 @@ def _own_fault(mesh: Mesh, program: Program, where: str = "handshake") -> str:
     return ""
 
 
-def _compare(mesh: Mesh, axis: Axis, sent: list[Collective]) -> str:
-    """The difference between the programs of an axis's ranks, or "". Digests are sent first, and programs only if these differ."""
-    text = "\n".join(map(str, sent))
-    digests = _all_texts(hashlib.sha256(text.encode()).hexdigest(), axis, mesh.device)
-    if len(set(digests)) == 1:
+def _compare(mesh: Mesh, axis: Axis, sent: list[Entry]) -> str:
+    """The difference between the programs of an axis's ranks, or "". Digests are sent first, and programs only if these differ, or
+    if ranks may send different numbers of rows."""
+    same = "\n".join(entry.text for entry in sent) + ("\nrows" if any(entry.sends for entry in sent) else "")
+    digests = _all_texts(hashlib.sha256(same.encode()).hexdigest(), axis, mesh.device)
+    if len(set(digests)) == 1 and not same.endswith("\nrows"):
         return ""
-    texts = _all_texts(text, axis, mesh.device)
-    return _difference(
-        "handshake", axis.name, dict(zip(mesh.peers(axis), [t.split("\n") if t else [] for t in texts], strict=True))
-    )
+    found = [[Entry(*one) for one in json.loads(text)] for text in _all_texts(json.dumps(sent), axis, mesh.device)]
+    return difference("handshake", axis.name, dict(zip(mesh.peers(axis), enumerate(found), strict=True)))
 
 
-def _difference(where: str, name: str, members: Mapping[int, Sequence[Any]]) -> str:
-    """The first position at which two ranks of a group differ, as an error's text, or ""."""
-    first, *others = members
-    for rank in others:
-        mine, theirs = members[first], members[rank]
-        if mine != theirs:
-            length = max(len(mine), len(theirs))
-            at = next(i for i in range(length) if mine[i : i + 1] != theirs[i : i + 1])
-            a, b = (str(one[at]) if at < len(one) else "nothing" for one in (mine, theirs))
-            got = f"{a} on rank {first}, {b} on rank {rank}"
-            return f"{where}: collective {at} over axis {name!r} must be the same on all ranks, got {got}"
-    return ""
+def _compare_orders(mesh: Mesh, groups: list[tuple[str, int]]) -> str:
+    """Whether ranks would wait for each other, or "". Digests are sent first, and the orders of axes only if these differ."""
+    own = hashlib.sha256(" ".join(name for name, _ in groups).encode()).hexdigest()
+    if not known_to_all("differs" if known_to_all(own, mesh) != own else "", mesh):
+        return ""
+    orders = [json.dumps(groups)]
+    for axis in reversed(mesh.axes):
+        orders = [one for lot in _all_texts("\n".join(orders), axis, mesh.device) for one in lot.split("\n")]
+    programs = {rank: [(name, first) for name, first in json.loads(order)] for rank, order in enumerate(orders)}
+    return deadlock("handshake", programs)
 
 
 def _all_texts(text: str, axis: Axis, device: str) -> list[str]:

@@ -140,12 +140,17 @@ def _between(cfg: Any, params: Any, axis: Axis) -> set[str]:
         if part.composite:
             before[len(around)] = sharded
             continue
-        own = any(axis.name in spec.names for spec in part.cfg.specs.values())
+        own = any(axis.name in spec.names for spec, _ in _own(part.cfg).values())
         if sharded and not own and has(params, part.path):
             found |= {join_path(part.path, name) for name in paths(at(params, part.path))}
         if own and part.cfg.shards_features is not None:
             sharded = part.cfg.shards_features
     return found
+
+
+def _own(cfg: Any) -> dict[str, tuple[Spec, tuple[Axis, ...]]]:
+    """The specs of a config's own params, and the axis of the config, if it has one."""
+    return {name: (one, (cfg.axis,)) if isinstance(one, Spec) else (Spec(*one), ()) for name, one in cfg.specs.items()}
 
 
 def _shared(cfg: Any, params: Any) -> dict[str, tuple[Spec, tuple[Axis, ...]]]:
@@ -154,11 +159,11 @@ def _shared(cfg: Any, params: Any) -> dict[str, tuple[Spec, tuple[Axis, ...]]]:
     found: dict[str, tuple[Spec, tuple[Axis, ...]]] = {}
     for part, around in nested(cfg, layers=True):
         dims = sum(one.cfg.stacked for one in around)  # how many dimensions stacking has put before a leaf's own
-        for name, spec in () if part.composite else part.cfg.specs.items():
+        for name, (spec, own) in _own(part.cfg).items():
             path = join_path(part.path, name)
             if path in found or at(params, path) is not None:
                 outer, axes = found.get(path, (WHOLE, ()))
-                found[path] = Spec(spec.axis, spec.dim + dims, parts=spec.parts, fsdp=outer.fsdp), (part.cfg.axis, *axes)
+                found[path] = Spec(spec.axis, spec.dim + dims, parts=spec.parts, fsdp=outer.fsdp), (*own, *axes)
         if part.composite and part.cfg.fsdp is not None:
             fsdp = part.cfg.fsdp
             for name, t in paths(part.cfg.like).items():

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import field
+from datetime import timedelta
 from typing import Any
 
 from funcops.backend.select import launched
@@ -77,12 +78,14 @@ class Mesh:
         _device("Mesh", self.device)
 
     @staticmethod
-    def of(sizes: Mapping[str, int], device: str | None = None) -> Mesh:
+    def of(sizes: Mapping[str, int], device: str | None = None, timeout: timedelta | None = None) -> Mesh:
         """The mesh of the running processes, from torch's `init_device_mesh`, with a group for each axis of more than one rank.
-        `device`: by default "cuda" if there is a GPU, else "cpu". Raises `ValueError`, before any group is made, unless the product
-        of the sizes is the number of processes."""
+        `device`: by default "cuda" if there is a GPU, else "cpu". `timeout`: how long a rank waits for the others along an axis, by
+        default the timeout of `init_process_group`. Raises `ValueError`, before any group is made, unless the product of the sizes
+        is the number of processes."""
         counts = _checked("Mesh.of", sizes)
         kind = _device("Mesh.of", device)
+        require_type("Mesh.of", "timeout", timeout, timedelta, type(None))
         world, product = _world(), math.prod(counts.values())
         if product != world:
             fail("Mesh.of", "sizes", f"of product {world}, the number of processes", f"{_product(counts)} = {product}")
@@ -92,6 +95,8 @@ class Mesh:
         from torch.distributed.device_mesh import init_device_mesh
 
         made: Any = init_device_mesh(kind, tuple(wide.values()), mesh_dim_names=tuple(wide))
+        for name in wide:  # torch's groups of a part of the processes have 30 minutes otherwise, whatever the world has
+            made.get_group(name).set_timeout(timeout or _world_timeout(kind))
         axes = [
             Axis(name, n, made.get_local_rank(name), made.get_group(name).group_name) if n > 1 else Axis(name, n, 0)
             for name, n in counts.items()
@@ -167,6 +172,13 @@ def _device(where: str, device: Any) -> str:
         return torch.device(found).type
     except RuntimeError:
         fail(where, "device", "a device type, such as 'cuda'", describe(device))
+
+
+def _world_timeout(kind: str) -> timedelta:
+    import torch
+
+    world: Any = torch.distributed.group.WORLD
+    return world._get_backend(torch.device(kind)).options._timeout  # type: ignore[no-any-return]
 
 
 def _world() -> int:

@@ -16,6 +16,7 @@ from funcops.distributed.checks import check_tensor
 from funcops.distributed.data import axes_by_path, axes_of
 from funcops.distributed.handshake import known_to_all
 from funcops.distributed.mesh import Axis, Mesh
+from funcops.distributed.specs import Spec
 from funcops.errors import check, require_device, require_type
 
 _NONE: Mapping[str, tuple[Axis, ...]] = {}
@@ -79,9 +80,13 @@ def _squares(ts: list[Tensor], device: torch.device) -> Tensor:
     return torch.stack([n.to(device) for n in norms]).double().square().sum()
 
 
-def amaxes_over(amaxes: Mapping[str, Tensor], over: Axis | tuple[Axis, ...]) -> dict[str, Tensor]:
+def amaxes_over(
+    amaxes: Mapping[str, Tensor], over: Axis | tuple[Axis, ...], *, specs: Mapping[str, Spec] | None = None
+) -> dict[str, Tensor]:
     """The maximum of each amax over all ranks of these axes, with which all of them update the state of delayed scaling. `amaxes`:
     float32, not negative, by path, as from `split_amaxes`; {} is not sent. One communication per axis. NaN counts as the largest.
+    `specs`: from `specs_of`, needed for experts over ranks, whose amaxes are not joined over the axis that shards them: each rank
+    has other experts.
 
         state = recipe_update(state, dist.amaxes_over(amaxes, (dp, tp)), recipe)
 
@@ -99,11 +104,19 @@ def amaxes_over(amaxes: Mapping[str, Tensor], over: Axis | tuple[Axis, ...]) -> 
         check_tensor("amaxes_over", f"amaxes[{path!r}]", t, (...,), torch.float32)
     if not amaxes or not axes:
         return dict(amaxes)
-    flat = torch.cat([t.reshape(-1) for t in amaxes.values()])
+    found, known = dict(amaxes), specs or {}
     for axis in axes:
-        flat = comm.largest(flat, axis)
-    parts = flat.split([t.numel() for t in amaxes.values()])
-    return {path: part.view(t.shape) for (path, t), part in zip(amaxes.items(), parts, strict=True)}
+        joined = {path: t for path, t in found.items() if not (path in known and _shards_groups(known[path], axis, t))}
+        if joined:
+            flat = comm.largest(torch.cat([t.reshape(-1) for t in joined.values()]), axis)
+            parts = flat.split([t.numel() for t in joined.values()])
+            found |= {path: part.view(t.shape) for (path, t), part in zip(joined.items(), parts, strict=True)}
+    return found
+
+
+def _shards_groups(spec: Spec, axis: Axis, amaxes: Tensor) -> bool:
+    """Whether the axis shards a dimension that the amaxes have, too: ranks have different groups."""
+    return spec.axis == axis.name and spec.dim < amaxes.dim() - 1
 
 
 def all_ranks(ok: Tensor, over: Axis | tuple[Axis, ...]) -> Tensor:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+from funcops.compose.expert_steps import ExpertStepsConfig, expert_steps
 from funcops.compose.step import Step
 from funcops.contract.configs import Composite, fields_of
 from funcops.contract.op import Op
@@ -24,7 +25,10 @@ from funcops.distributed.ops._linear import require_overlap
 from funcops.distributed.ops.column_linear import column_linear
 from funcops.distributed.ops.column_qlinear import column_qlinear
 from funcops.distributed.ops.context_attention import context_attention
+from funcops.distributed.ops.context_sink_attention import context_sink_attention
+from funcops.distributed.ops.parallel_expert_steps import parallel_expert_steps, sharded_steps
 from funcops.distributed.ops.parallel_experts import parallel_experts
+from funcops.distributed.ops.parallel_latent_split import parallel_latent_split
 from funcops.distributed.ops.parallel_low_rank import parallel_low_rank
 from funcops.distributed.ops.row_linear import row_linear
 from funcops.distributed.ops.row_qlinear import row_qlinear
@@ -39,10 +43,13 @@ from funcops.ops.cross_entropy import CrossEntropyConfig, cross_entropy
 from funcops.ops.dropout import DropoutConfig, dropout
 from funcops.ops.embedding import EmbeddingConfig, embedding
 from funcops.ops.experts import ExpertsConfig, experts
+from funcops.ops.latent_split import LatentSplitConfig, latent_split
 from funcops.ops.linear import LinearConfig, linear
 from funcops.ops.linear_cross_entropy import LinearCrossEntropyConfig, linear_cross_entropy
 from funcops.ops.low_rank import LowRankConfig, low_rank
 from funcops.ops.qlinear import QLinearConfig, qlinear
+from funcops.ops.rope import RopeConfig, rope
+from funcops.ops.sink_attention import SinkAttentionConfig, sink_attention
 
 Rule = str | Callable[[Op, Any], tuple[Op, Any]]
 
@@ -67,6 +74,9 @@ def parallel(
                    layer: ids and labels are then the same on all ranks of `axis`
         "context"  an attention over tokens that are sharded over "cp"
         "expert"   experts that are sharded over "ep"
+        "hidden"   experts whose hidden features are sharded over `axis`, without biases
+        "shared"   the rotary part of a key, which all heads of latent attention share, and the `latent_split` that joins it to
+                   heads that are sharded over `axis`
         a function (op, cfg) -> (op, cfg), for a step that does not change how its x is sharded
 
     Outputs are for this rank's rows. Rows are sharded along dimension 0 over "dp" and then `axis`, and along dimension 1, in zigzag
@@ -134,7 +144,7 @@ class _Walk:
     def part(self, part: Part) -> tuple[Op, Any] | Inside:
         """The op and config of a rank."""
         path, main = part.path, self.around[-1].main
-        if part.composite:
+        if part.composite and (ROLES["expert"].get(type(part.cfg)) is None or self.glob(path) is None):
             self.around.append(_Around(part.cfg, path, main))
             if is_adapted(part.cfg):
                 self.adapted |= {join_path(path, one): path for one in (INSIDE, ADAPTER)}
@@ -182,7 +192,9 @@ class _Walk:
         path = self.adapted.get(path, path)  # an adapter has the role of its layer
         if path not in self.known:
             self.known.append(path)
-        glob = next((glob for glob in self.rules if fnmatchcase(path, glob)), None)
+        glob = self.glob(path)
+        if cfg.draws_mask and "shared" in fields_of(cfg):
+            cfg = dataclasses.replace(cfg, shared=self.shares(main))
         if glob is None:
             return self.between(op, cfg, path, main)
         self.deciding.add(glob)
@@ -191,27 +203,39 @@ class _Walk:
             return *rule(op, cfg), main
         return self.plays(rule, op, cfg, path, main)
 
+    def glob(self, path: str) -> str | None:
+        """The glob that decides the role of a step."""
+        return next((glob for glob in self.rules if fnmatchcase(path, glob)), None)
+
     def between(self, op: Op, cfg: Any, path: str, main: _Main) -> tuple[Op, Any, _Main]:
         """A step without a rule."""
         if cfg.attends and self.size("cp") > 1:
             wanted = f"with 'context' for {path}, an attention over the tokens of all ranks of 'cp'"
             fail("parallel", "rules", wanted, list(self.rules))
-        if cfg.draws_mask:
+        if cfg.draws_mask and "shared" not in fields_of(cfg):
             return self.dropout(op, cfg, path, main)
         if not main.dim or self.axis.size == 1:
             return op, cfg, main
         try:
             self.unpack(cfg, main)
-            sharded = cfg.sharded(main.dim, self.axis.size)
-            if sharded is not None:
-                return op, sharded[0], _Main(sharded[1])
+            found = self.of_rank(cfg, main)
         except ValueError as error:
             in_step(error, path)
             raise
+        if found is not None:
+            return op, *found
         if main.dim == 1 and not cfg.featurewise and cfg.packed_parts(0) is None:
             wanted = f"featurewise, as x is {self.said(main)} (put a row layer before it)"
             fail("parallel", f"step {path}", wanted, f"{op.name}, which mixes features")
         return op, cfg, main if cfg.featurewise else _Main(main.dim)
+
+    def of_rank(self, cfg: Any, main: _Main) -> tuple[Any, _Main] | None:
+        """The config of a rank, and how its y is sharded, for a step that changes with its x; None for any other."""
+        found = cfg.sharded(main.dim, self.axis.size)
+        if found is None:
+            return None
+        own, dim = found
+        return dataclasses.replace(own, over=self.axis.name) if "over" in fields_of(own) else own, _Main(dim)
 
     def unpack(self, cfg: Any, main: _Main) -> None:
         """Note the parts of a column layer, if this config says that its x has several side by side."""
@@ -220,16 +244,21 @@ class _Walk:
             require(bool(main.source), "parallel", "x", "the y of a column layer, unchanged", "one that other steps changed")
             self.parts[main.source] = parts
 
-    def dropout(self, op: Op, cfg: DropoutConfig, path: str, main: _Main) -> tuple[Op, Any, _Main]:
+    def shares(self, main: _Main) -> tuple[Shared, ...]:
+        """How the x of a step is sharded."""
         names = ("dp", self.axis.name) if self.how["sequence_parallel"] and not main.dim else ("dp",)
         shared = [Shared(0, self.mesh[name]) for name in names if self.size(name) > 1]
         if main.dim:
             shared.append(Shared(-main.dim, self.axis))
         if self.size("cp") > 1:
             shared.append(Shared(1, self.mesh["cp"], zigzag=True))
+        return tuple(shared)
+
+    def dropout(self, op: Op, cfg: DropoutConfig, path: str, main: _Main) -> tuple[Op, Any, _Main]:
+        shared = self.shares(main)
         if not shared:
             return op, cfg, main
-        made = ShardedDropoutConfig(cfg.p, shared=tuple(shared), train=cfg.train)
+        made = ShardedDropoutConfig(cfg.p, shared=shared, train=cfg.train)
         return self.remade(op, path, dropout, sharded_dropout), made, _Main(main.dim)
 
     def size(self, name: str) -> int:
@@ -250,20 +279,19 @@ class _Walk:
             fail("parallel", f"rules for {path}", f"of another role ({role!r} is for {kinds})", type(cfg).__name__)
         axis = self.axis if part.axis == "" else self.mesh[part.axis] if part.axis in self.mesh.sizes else None
         if axis is None or axis.size == 1:
-            return op, cfg, main
+            return (op, cfg, main) if part.axis == "" else self.between(op, cfg, path, main)
         if part.before is not None and main.dim != part.before:
             wanted = "after a column layer, where features are sharded" if part.before else "where x has all features"
             fail("parallel", f"{path}, a {role} layer,", wanted, f"x {self.said(main)}")
         more = {"axis": axis, "side": role, "parts": self.parts.get(path, ()), **self.how}
+        more |= {"hidden": {"shards": "hidden"}, "expert": {"sequence_parallel": None}}.get(role, {})
         source, becomes = part.source, part.becomes
         taken = {f.name for f in dataclasses.fields(becomes.config)}
-        for field in dataclasses.fields(cfg):
-            value = getattr(cfg, field.name)
-            if field.name not in taken and value != field.default:
-                fail("parallel", join_path(path, field.name), f"{field.default} ({becomes.name} has no such option)", value)
-        fields = fields_of(cfg) | more
         try:
-            made = becomes.config(**{name: value for name, value in fields.items() if name in taken})
+            if part.before is None and main.dim and self.axis.size > 1:
+                cfg = (self.of_rank(cfg, main) or (cfg,))[0]
+            fields = fields_of(cfg) | more
+            made = (part.make or becomes.config)(**{name: value for name, value in fields.items() if name in taken})
         except ValueError as error:
             in_step(error, path)
             raise
@@ -274,13 +302,15 @@ class _Walk:
 
 class _Role(NamedTuple):
     """How a role replaces an op. `before`, `after`: the sharded dim of features, from the end, that its x must have and its y has
-    (None: any, and it stays). `axis`: the axis over which the op communicates; "" for the `axis` of the call."""
+    (None: any, and it stays). `axis`: the axis over which the op communicates; "" for the `axis` of the call. `make`: makes the new
+    config of its fields."""
 
     source: Op
     becomes: Op
     before: int | None
     after: int = 0
     axis: str = ""
+    make: Callable[..., Any] | None = None
 
 
 ROLES: dict[str, dict[type, _Role]] = {
@@ -299,6 +329,14 @@ ROLES: dict[str, dict[type, _Role]] = {
         LinearCrossEntropyConfig: _Role(linear_cross_entropy, vocab_linear_cross_entropy, 0),
         CrossEntropyConfig: _Role(cross_entropy, vocab_cross_entropy, 1),
     },
-    "expert": {ExpertsConfig: _Role(experts, parallel_experts, None, axis="ep")},
-    "context": {AttentionConfig: _Role(attention, context_attention, None, axis="cp")},
+    "shared": {RopeConfig: _Role(rope, rope, 0, 2), LatentSplitConfig: _Role(latent_split, parallel_latent_split, 2, 2)},
+    "expert": {
+        ExpertsConfig: _Role(experts, parallel_experts, None, axis="ep"),
+        ExpertStepsConfig: _Role(expert_steps, parallel_expert_steps, None, axis="ep", make=sharded_steps),
+    },
+    "hidden": {ExpertsConfig: _Role(experts, parallel_experts, 0)},
+    "context": {
+        AttentionConfig: _Role(attention, context_attention, None, axis="cp"),
+        SinkAttentionConfig: _Role(sink_attention, context_sink_attention, None, axis="cp"),
+    },
 }

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from funcops.contract.op import config
-from funcops.errors import require
+from funcops.errors import describe, fail, require, require_type
 from funcops.formats.format import Format
 from funcops.kernels.quantize import ELEMENTS
 
@@ -37,7 +37,8 @@ FP8 = ("e4m3", "e5m2")
 
 
 class Recipe:
-    """The fields that every recipe has.
+    """The base of recipes. A recipe of your own is a `config` with a subset of the fields below and of fields of its own; its
+    `__post_init__` calls `settle(x, w, dy)` with the format of each operand (`docs/your-own-recipe.md`).
 
     `keep`: what is saved of x for dw, "input" (x itself: an alias, or recomputed by a chain; quantised once more for dw), "row"
     (the codes that y's product read, tiled anew for dw) or "col" (codes ready for dw). `wgrad`: whether dw's product runs in "low"
@@ -50,9 +51,9 @@ class Recipe:
     (True, 'e4m3', 'e5m2', (128, 128))
     """
 
-    keep: str
-    wgrad: str
-    emulate: bool
+    keep: str = "input"
+    wgrad: str = "low"
+    emulate: bool = False
     x: ClassVar[Format]
     w: ClassVar[Format]
     dy: ClassVar[Format]
@@ -66,6 +67,10 @@ class Recipe:
         """Set the formats, and check that the fields go together. Raises `ValueError` for scales of different kinds: a product
         decodes both of its operands by one kind ("pow2" is "float32" with powers of two)."""
         where = type(self).__name__
+        for name, format in (("x", x), ("w", w), ("dy", dy)):
+            require_type(f"{where}.settle", name, format, Format)
+        stateless = "False, or the class a subclass of Fp8Delayed, whose fields say how a scale follows from earlier steps"
+        require(not self.delayed or isinstance(self, Fp8Delayed), where, "delayed", stateless, True)
         kinds = {name: "float32" if format.scales == "pow2" else format.scales for name, format in (("w", w), ("dy", dy), ("x", x))}
         for name, format in (("x", x), ("w", w), ("dy", dy)):
             require(kinds[name] == kinds["x"], where, f"{name}.scales", f"of the kind of x's, {x.scales!r}", repr(format.scales))
@@ -77,6 +82,14 @@ class Recipe:
         turns = self.x.turns and not self.hadamard
         why = "'input' or 'col', as codes by rows would be rounded a second time"
         require(turns or self.keep != "row", where, "keep", why, repr(self.keep))
+
+
+def require_recipe(where: str, recipe: Any) -> None:
+    """Raise `TypeError` unless `recipe` is a recipe whose formats are set."""
+    require_type(where, "recipe", recipe, Recipe)
+    if not hasattr(recipe, "dy"):
+        wanted = "a Recipe whose formats are set (call self.settle(x, w, dy) in its __post_init__)"
+        fail(where, "recipe", wanted, describe(recipe), TypeError)
 
 
 def _check_elements(where: str, fwd: str, bwd: str) -> None:

@@ -106,9 +106,8 @@ def flash_fwd(
     """Flash attention on CUDA with a window (0: none), or over one row of packed sequences, bounded by `cu_seqlens`."""
     how, longest = way(q.dtype, max(q.shape[-1], v.shape[-1])), (q.shape[1], k.shape[1])
     parts = [_packed(t, how, cu_seqlens) for t in (q, k, v)]
-    ends = None if cu_seqlens is None else cu_seqlens.contiguous()
     out, lse, *_ = _aten._flash_attention_forward.default(
-        *parts, ends, ends, *longest, 0.0, causal, False, scale=scale, **_sides(window)
+        *parts, *_ends(cu_seqlens, q, k), *longest, 0.0, causal, False, scale=scale, **_sides(window)
     )
     if cu_seqlens is not None:
         out, lse = out.unsqueeze(0), lse.unsqueeze(0)
@@ -129,15 +128,22 @@ def flash_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     how, longest = way(q.dtype, max(q.shape[-1], v.shape[-1])), (q.shape[1], k.shape[1])
     parts = [_packed(t, how, cu_seqlens) for t in (dy, q, k, v, out)]
-    ends = None if cu_seqlens is None else cu_seqlens.contiguous()
     lse = logsumexp if cu_seqlens is None else logsumexp.squeeze(0)
     state = torch.empty((), dtype=torch.uint64, device=q.device)
     found = _aten._flash_attention_backward.default(
-        *parts, lse, ends, ends, *longest, 0.0, causal, state, state, scale=scale, **_sides(window)
+        *parts, lse, *_ends(cu_seqlens, q, k), *longest, 0.0, causal, state, state, scale=scale, **_sides(window)
     )
     grads = found if cu_seqlens is None else tuple([g.unsqueeze(0) for g in found])
     dq, dk, dv = (_cut(g, t.shape[-1]) for g, t in zip(grads, (q, k, v), strict=True))
     return dq, dk, dv
+
+
+def _ends(cu_seqlens: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The ends of sequences among the rows of q, of which the last is the last of k, and among the keys."""
+    if cu_seqlens is None:
+        return None, None
+    ends, before = cu_seqlens.contiguous(), k.shape[1] - q.shape[1]
+    return (ends - before).clamp_(min=0) if before else ends, ends
 
 
 def _sides(window: int) -> dict[str, int]:

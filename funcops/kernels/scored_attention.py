@@ -5,8 +5,8 @@ q: [B, T, H, D]; k: [B, S, K, D]; v: [B, S, K, V] with K dividing H; out: [B, T,
     s = scale q k^T        s = softcap tanh(s / softcap)        s = s - slope_h |j - i| + bias        out = softmax(s) v
 
 The last row's own key is the last: row t is at position i = t + S - T. `causal`: it sees keys j <= i; `window`: only the last of
-them, i - j < window. With `cu_seqlens` [N + 1], from 0 to T, the rows of a sequence see only its keys. 0 means no window, and no
-cap. A row that sees no key (a bias of -inf) has out 0 and logsumexp -inf.
+them, i - j < window. With `cu_seqlens` [N + 1], from 0 to S, the rows at positions of a sequence see only its keys. 0 means no
+window, and no cap. A row that sees no key (a bias of -inf) has out 0 and logsumexp -inf.
 
 The bodies take some rows at a time, with the keys that these may see: with a window every row costs the same. No [T, S]
 matrix is saved.
@@ -62,7 +62,7 @@ def scored_attention_fwd(
     if nothing_to_see(q, k):
         return out.zero_(), lse.fill_(float("-inf"))
     groups, keys, values = q.shape[2] // k.shape[2], by_heads(k, dtype), by_heads(v, dtype)
-    ids = _ids(cu_seqlens, q)
+    ids = _ids(cu_seqlens, k)
     for block in _blocks(q, k, cu_seqlens, score):
         s, _ = _scores(_rows(q, block, groups, dtype), keys, bias, ids, block, score)
         top = s.amax(-1, keepdim=True)
@@ -116,7 +116,7 @@ def scored_attention_bwd(
     dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
     dbias = bias.new_zeros(bias.shape) if bias is not None and wants_bias else None
     if not nothing_to_see(q, k):
-        ids, lse = _ids(cu_seqlens, q), lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)
+        ids, lse = _ids(cu_seqlens, k), lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)
         along = (dy.to(dtype) * out.to(dtype)).sum(-1).transpose(1, 2).unsqueeze(-1)
         for block in _blocks(q, k, cu_seqlens, score):
             rows, at = _rows(q, block, groups, dtype), block.keys
@@ -173,11 +173,11 @@ def read_here(cu_seqlens: Tensor) -> bool:
     return cu_seqlens.is_cpu and not tracing()
 
 
-def _ids(cu_seqlens: Optional[Tensor], q: Tensor) -> Optional[Tensor]:
-    """The sequence of each row, if rows of all sequences are computed together; else None."""
+def _ids(cu_seqlens: Optional[Tensor], k: Tensor) -> Optional[Tensor]:
+    """The sequence of each key, if rows of all sequences are computed together; else None."""
     if cu_seqlens is None or read_here(cu_seqlens):
         return None
-    return sequence_of(cu_seqlens, q.shape[1])
+    return sequence_of(cu_seqlens, k.shape[1])
 
 
 def sequence_of(cu_seqlens: Tensor, rows: int) -> Tensor:
@@ -190,8 +190,8 @@ def _blocks(q: Tensor, k: Tensor, cu_seqlens: Optional[Tensor], score: Score) ->
     (batch, t, heads, _), s = q.shape, k.shape[1]
     ends = [(0, t, 0, s)]
     if cu_seqlens is not None and read_here(cu_seqlens):
-        given = cu_seqlens.tolist()
-        ends = [(a, b, a, b) for a, b in zip(given, given[1:], strict=False) if a < b]
+        given, before = cu_seqlens.tolist(), s - t  # the first row's position
+        ends = [(max(a - before, 0), b - before, a, b) for a, b in zip(given, given[1:], strict=False) if max(a, before) < b]
     longest = min(s, ROWS + score.window) if score.window else s
     count = max(16, min(ROWS, SCORES // (batch * heads * longest)))
     for first, last, low, high in ends:
@@ -224,7 +224,8 @@ def _scores(
         hidden = away > 0 if not score.window else (away > 0) | (away <= -score.window)
         s = s.masked_fill(hidden, float("-inf"))
     if ids is not None:
-        s = s.masked_fill(ids[block.rows].unsqueeze(-1) != ids[block.keys], float("-inf"))
+        of_rows = ids[block.rows.start + block.shift : block.rows.stop + block.shift]
+        s = s.masked_fill(of_rows.unsqueeze(-1) != ids[block.keys], float("-inf"))
     return s, t
 
 

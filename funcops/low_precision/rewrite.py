@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from funcops.compose.expert_steps import ExpertStepsConfig, by_steps
+from funcops.compose.expert_steps import by_steps
 from funcops.contract.configs import require_config
 from funcops.contract.op import Op
 from funcops.contract.walk import Part, check_globs, matches, remade, rewrite, shared_layers, steps
-from funcops.errors import fail, few, in_step, require_type
-from funcops.formats.recipes import Recipe, low_form_of
+from funcops.errors import fail, few, in_step
+from funcops.formats.recipes import Recipe, low_form_of, require_recipe
 from funcops.low_precision.report import layers
 from funcops.low_precision.weights import low_steps
-from funcops.ops.experts import experts
 
 
 def with_recipe(cfg: Any, recipe: Recipe, *, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Any:
-    """Return the config with its `linear` and `grouped_linear` steps in low precision, and with `experts` as the chain of its steps
-    (`funcops.models.plain_experts`), whose `up` and `down` are in low precision; params keep their paths. Other steps keep their
-    dtype, also `dist.parallel_experts`: a glob that names one of these alone raises.
+    """Return the config with its `linear` and `grouped_linear` steps in low precision, and with `experts` and
+    `dist.parallel_experts` as the chains of their steps (`funcops.models.plain_experts`), whose `up` and `down` are in low
+    precision; params keep their paths. Other steps keep their dtype: a glob that names one of these alone raises.
 
     `only`, `skip`: globs over the paths of steps, such as "head" or "*.down"; by default all, and none. Steps that have a recipe
     keep it, so recipes can be mixed: `with_recipe(with_recipe(cfg, a, only=("*.mlp.*",)), b)`. The layers of a `repeat` share one
@@ -33,7 +33,7 @@ def with_recipe(cfg: Any, recipe: Recipe, *, only: Sequence[str] = (), skip: Seq
     [qlinear, linear]
     """
     where = "with_recipe"
-    require_type(where, "recipe", recipe, Recipe)
+    require_recipe(where, recipe)
     require_config(where, cfg)
     known = [name for part in steps(cfg) for name in _names(part)]
     for name, globs in (("only", only), ("skip", skip)):
@@ -66,10 +66,10 @@ def with_recipe(cfg: Any, recipe: Recipe, *, only: Sequence[str] = (), skip: Seq
 
 
 def _experts(part: Part, low: Callable[..., tuple[Op, Any] | None]) -> tuple[Op, Any]:
-    """The chain that replaces `experts`, if one of its layers is selected by its own path, or by the step's."""
-    becomes, plain = by_steps("with_recipe", part.op or experts, part.cfg)
+    """The chain that replaces experts, if one of its layers is selected by its own path, or by the step's."""
+    becomes, plain = by_steps("with_recipe", part.op, part.cfg)
     made = rewrite(plain.cfg, lambda inner: low(inner, part.path), path=part.path)[1]
-    return (part.op, part.cfg) if made == plain.cfg else (becomes, ExpertStepsConfig(made))
+    return (part.op, part.cfg) if made == plain.cfg else (becomes, dataclasses.replace(plain, cfg=made))
 
 
 def _names(part: Part) -> list[str]:

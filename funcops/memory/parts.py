@@ -35,8 +35,10 @@ class LeafPart(NamedTuple):
 
     @property
     def dropped(self) -> tuple[str, ...]:
-        """The fields that the program recomputes."""
-        return self.call.fields if self.call else ()
+        """The fields that are not kept: another call recomputes them, or only a recomputation of y that never runs reads them."""
+        recomputed, needs = (self.call.fields, self.call.kept) if self.call else ((), Needs.ALL)
+        fields = self.op.fields(self.cfg).items()
+        return tuple([name for name, field in fields if name in recomputed or not field.wanted(needs)])
 
 
 def leaves_of(op: Op, cfg: Any) -> Iterator[LeafPart]:

@@ -322,6 +322,6 @@ def _inputs(step: Any) -> list[str]:
 @functools.lru_cache(maxsize=1024)
 def _recomputed_fields(cfg: ChainConfig, name: str) -> list[str]:
     """The paths of the fields that a chain need not keep if it recomputes the output of that step."""
-    calls = lower(chain, dataclasses.replace(cfg, recompute=(name,)), Needs.ALL).calls
+    calls = lower(chain, dataclasses.replace(cfg, recompute=True), Needs.ALL).calls
     recomputed = [call for call in calls if call.recomputed_by is not None and call.recomputed_by.path == name]
     return [join_path(call.path, field) for call in recomputed for field in call.fields]

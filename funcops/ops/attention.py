@@ -77,6 +77,10 @@ class AttentionConfig(OpConfig):
         require(self.window is None or self.causal, where, "window", "None without causal", self.window)
         require(not (self.bias and self.packed), where, "bias", "False with packed, for which a bias is not supported", self.bias)
 
+    def sharded(self, dim: int, n: int) -> Any:
+        """Raise for ALiBi over sharded heads: a slope goes by the number of a head among all heads."""
+        require(not self.alibi or dim != 2, type(self).__name__, "alibi", f"False over heads sharded over {n} ranks", self.alibi)
+
     @property
     def parts(self) -> tuple[str, ...]:
         """The names of the parts of x."""
@@ -132,9 +136,9 @@ def check_x(where: str, x: object, cfg: AttentionConfig) -> tuple[Tensor, Tensor
     check_qkv(where, q, k, v, cfg.causal)
     more = rest[0] if rest else None
     if cfg.bias:
-        _check_bias(where, more, q, k)
+        check_bias(where, more, q, k.shape[1])
     if cfg.packed:
-        _check_cu_seqlens(where, more, q, k)
+        check_cu_seqlens(where, more, q, k)
     return q, k, v, more
 
 
@@ -143,16 +147,17 @@ def of_config(more: Tensor | None, cfg: AttentionConfig) -> tuple[Tensor | None,
     return more if cfg.bias else None, more if cfg.packed else None
 
 
-def _check_bias(where: str, bias: Any, q: Tensor, k: Tensor) -> None:
+def check_bias(where: str, bias: Any, q: Tensor, s: int) -> None:
+    """Check a bias of `s` keys."""
     check(where, "x.3 (bias)", bias, (...,), q.dtype, q)
-    batch, heads, t, s = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
+    batch, heads, t = q.shape[0], q.shape[2], q.shape[1]
     shape = bias.shape
     if len(shape) != 4 or shape[0] not in (1, batch) or shape[1] not in (1, heads) or tuple(shape[2:]) != (t, s):
         fail(where, "x.3 (bias)", f"[{batch} or 1, {heads} or 1, {t}, {s}]", list(shape))
 
 
-def _check_cu_seqlens(where: str, ends: Any, q: Tensor, k: Tensor) -> None:
-    """Check cu_seqlens; the values only on the CPU, and not while tracing."""
+def check_cu_seqlens(where: str, ends: Any, q: Tensor, k: Tensor, ranks: int = 1) -> None:
+    """Check cu_seqlens, over the rows of all ranks; the values only on the CPU, and not while tracing."""
     check(where, "x.3 (cu_seqlens)", ends, (...,), torch.int32, q)
     if q.shape[0] != 1:
         fail(where, "x.0 (q)", "of batch size 1 (cfg.packed): concatenate the sequences", q.shape[0])
@@ -161,7 +166,7 @@ def _check_cu_seqlens(where: str, ends: Any, q: Tensor, k: Tensor) -> None:
     if ends.dim() != 1 or ends.shape[0] < 1:
         fail(where, "x.3 (cu_seqlens)", "[N + 1]", list(ends.shape))
     if read_here(ends):
-        found, rows = ends.tolist(), q.shape[1]
+        found, rows = ends.tolist(), ranks * q.shape[1]
         if found[0] != 0 or found[-1] != rows or any(a > b for a, b in zip(found, found[1:], strict=False)):
             fail(where, "x.3 (cu_seqlens)", f"ascending, from 0 to q's length {rows}", found)
 

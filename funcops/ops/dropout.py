@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcops import random
 from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
 from funcops.contract.op import config, dgrad_of, forward, make_op, no_params, same_width
@@ -75,6 +76,20 @@ def _apply(t: Tensor, key: Tensor, cfg: DropoutConfig) -> Tensor:
     if not cfg.train or cfg.p == 0.0:
         return t
     return torch.zeros_like(t) if cfg.p == 1.0 else kernels.dropout(t, key, cfg.p)
+
+
+def sharded_mask(t: Tensor, key: Tensor, p: float, shared: tuple[Any, ...]) -> Tensor:
+    """Dropout of a rank's part of a tensor, by the mask of the whole: `shared` says how it is sharded (`funcops.dist.Shared`)."""
+    shared = tuple([one for one in shared if one.axis.size > 1])
+    if not shared:
+        return kernels.dropout(t, key, p)  # type: ignore[no-any-return]
+    shape = list(t.shape)
+    for one in shared:
+        shape[one.dim] *= one.axis.size
+    ranges: list[Any] = [((0, n),) for n in shape]
+    for one in shared:
+        ranges[one.dim] = one.of(ranges[one.dim])
+    return t * (random.bits_of(key, shape, ranges) >= round(p * 2**32)) * (1.0 / (1.0 - p))
 
 
 @dgrad_of(DropoutResiduals)

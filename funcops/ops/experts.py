@@ -74,12 +74,13 @@ class ExpertsConfig(OpConfig):
     offset: float = 1.0
 
     def __post_init__(self) -> None:
+        where = type(self).__name__
         for name in ("experts", "dim", "hidden"):
-            require(getattr(self, name) >= 1, "ExpertsConfig", name, "at least 1", getattr(self, name))
+            require(getattr(self, name) >= 1, where, name, "at least 1", getattr(self, name))
         try:
             GLUConfig(kind=self.kind, gate="first", limit=self.limit, alpha=self.alpha, offset=self.offset)
         except ValueError as error:
-            raise ValueError(str(error).replace("GLUConfig", "ExpertsConfig")) from None
+            raise ValueError(str(error).replace("GLUConfig", where)) from None
         up = GroupedLinearConfig(self.experts, self.dim, 2 * self.hidden, bias=self.bias)
         object.__setattr__(self, "up", up)
         object.__setattr__(self, "down", GroupedLinearConfig(self.experts, self.hidden, self.dim, bias=self.bias))

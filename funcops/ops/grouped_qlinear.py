@@ -40,9 +40,9 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.contract.renamed import old_names
 from funcops.contract.schema import DGRAD, WGRAD, Inputs, Pending, Residuals, saved, static
-from funcops.errors import check, require, require_type
+from funcops.errors import check, require
 from funcops.formats import QTensor, check_quantized
-from funcops.formats.recipes import LOW_FORMS, Recipe
+from funcops.formats.recipes import LOW_FORMS, Recipe, require_recipe
 from funcops.formats.scaled import Scaled
 from funcops.kernels.grouped import grouped_wgrad, grouped_wgrad_into
 from funcops.kernels.routing import gather_rows, of_rows
@@ -79,11 +79,15 @@ class GroupedQLinearConfig(LowConfig):
 
     def __post_init__(self) -> None:
         where = "GroupedQLinearConfig"
-        require_type(where, "recipe", self.recipe, Recipe)
+        require_recipe(where, self.recipe)
         for name in ("experts", "in_features", "out_features"):
             size, multiple = getattr(self, name), 1 if name == "experts" else self.recipe.multiple
             require(size >= 1, where, name, "at least 1", size)
             require(size % multiple == 0, where, name, f"a multiple of {multiple} ({type(self.recipe).__name__})", size)
+        for name, format in (("x", self.recipe.x), ("dy", self.recipe.dy)):
+            within = format.tile == (0, 0) or (format.tile[0] == 1 and format.tile[1] > 0)
+            wanted = "(0, 0) or within a row, such as (1, 128): no scale is shared by rows of two groups"
+            require(within, where, f"recipe.{name}.tile", wanted, format.tile)
         options = dict(bias=self.bias, gathered=self.gathered, weighted=self.weighted)
         object.__setattr__(self, "linear", GroupedLinearConfig(self.experts, self.in_features, self.out_features, **options))
         object.__setattr__(self, "group_dims", (self.experts,))

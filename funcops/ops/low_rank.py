@@ -43,6 +43,7 @@ from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Inputs, Pending, 
 from funcops.errors import check, check_rows, describe, fail, require, require_count, require_number
 from funcops.kernels import linear as products
 from funcops.kernels import pointwise
+from funcops.ops.dropout import sharded_mask
 from funcops.ops.linear import LinearConfig, LinearParams, linear_gradients
 from funcops.ops.linear_wgrads import Product
 from funcops.ops.qlinear import QLinearConfig
@@ -55,13 +56,15 @@ __all__ += ["low_rank", "low_rank_bwd", "low_rank_dgrad", "low_rank_fwd", "low_r
 @config
 class LowRankConfig(OpConfig):
     """`in_features` (I), `out_features` (O) and `rank` (R), all at least 1; `scale`: the factor c; `dropout`: the probability with
-    which an element of x is dropped, in [0, 1)."""
+    which an element of x is dropped, in [0, 1); `shared`: how x is sharded over ranks, which draw their parts of one mask
+    (`dist.parallel` says it, as in `dist.ShardedDropoutConfig`)."""
 
     in_features: int = field(kw_only=False)
     out_features: int = field(kw_only=False)
     rank: int = field(kw_only=False)
     scale: float = 1.0
     dropout: float = 0.0
+    shared: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
         where = type(self).__name__
@@ -72,6 +75,10 @@ class LowRankConfig(OpConfig):
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         return self.in_features, self.out_features
+
+    @property
+    def draws_mask(self) -> bool:  # type: ignore[override]
+        return self.dropout > 0.0
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
@@ -148,7 +155,7 @@ def low_rank_fwd(
     rows, key = x
     _check("x.0", params, rows, cfg)
     check("low_rank_fwd", "x.1 (the key)", key, (2,), torch.int64, rows)
-    y, u = _product(params, pointwise.dropout(rows, key, cfg.dropout), cfg)
+    y, u = _product(params, masked(rows, key, cfg), cfg)
     return y, LowRankDropoutResiduals.keep(
         cfg, needs, x=rows, u=u, a=params.a, b=params.b, key=key, y_shape=y.shape, dtype=y.dtype, inputs=Inputs.of(x)
     )
@@ -181,7 +188,7 @@ def low_rank_dgrad(
         return dx, LowRankPending.keep(cfg, needs, x=residuals.x, t=t, key=None, dy=dy, u=residuals.u)
     dx, key = NO_GRADIENT, residuals.key
     if needs.input(0):
-        dx = pointwise.dropout(products.linear_dgrad(t, residuals.a), key, cfg.dropout)
+        dx = masked(products.linear_dgrad(t, residuals.a), key, cfg)
     pending = LowRankPending.keep(cfg, needs, x=residuals.x, t=t, key=key, dy=dy, u=residuals.u)
     return residuals.inputs.make((dx, None)), pending
 
@@ -203,6 +210,16 @@ def low_rank_gradients(where: str, pending: Any, cfg: LowRankConfig, into: LowRa
     return made if into is None else into
 
 
+def masked(t: Tensor, key: Tensor, cfg: LowRankConfig) -> Tensor:
+    """`m * t`."""
+    return sharded_mask(t, key, cfg.dropout, cfg.shared) if cfg.shared else pointwise.dropout(t, key, cfg.dropout)  # type: ignore[no-any-return]
+
+
+def dropped(pending: Any, cfg: LowRankConfig) -> Tensor:
+    """The x that a was multiplied with."""
+    return pending.x if pending.key is None else masked(pending.x, pending.key, cfg)  # type: ignore[no-any-return]
+
+
 def products_of(where: str, pending: Any, cfg: LowRankConfig, into: LowRankParams, factors: Factors) -> list[Product]:
     """da and db as products of few rows, which may be computed together with other layers'."""
     _check_into(where, pending, cfg, into)
@@ -217,7 +234,7 @@ def _factors(pending: LowRankPending, cfg: LowRankConfig, name: str) -> tuple[Te
     """The operands of da and of db."""
     if name == "b":
         return pending.dy, pending.u
-    return pending.t, pending.x if pending.key is None else pointwise.dropout(pending.x, pending.key, cfg.dropout)
+    return pending.t, dropped(pending, cfg)
 
 
 def _check_into(where: str, pending: Any, cfg: LowRankConfig, into: LowRankParams) -> None:

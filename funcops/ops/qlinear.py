@@ -45,9 +45,9 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.contract.renamed import old_names, warn
 from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
-from funcops.errors import StaleResidualError, check, check_rows, describe, fail, require, require_type, short
+from funcops.errors import StaleResidualError, check, check_rows, describe, fail, require, short
 from funcops.formats import Format, QTensor, QWeight, check_quantized, quantize_sides, quantize_tensor, turned
-from funcops.formats.recipes import LOW_FORMS, Recipe
+from funcops.formats.recipes import LOW_FORMS, Recipe, require_recipe
 from funcops.formats.scaled import Scaled, bits_of, join_amaxes
 from funcops.kernels import linear as products
 from funcops.kernels import quantize as kernels
@@ -78,7 +78,7 @@ class QLinearConfig(LowConfig):
     bias: bool = True
 
     def __post_init__(self) -> None:
-        require_type("QLinearConfig", "recipe", self.recipe, Recipe)
+        require_recipe("QLinearConfig", self.recipe)
         for name in ("in_features", "out_features"):
             size, multiple = getattr(self, name), self.recipe.multiple
             require(size >= 1, "QLinearConfig", name, "at least 1", size)

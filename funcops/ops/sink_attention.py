@@ -21,6 +21,7 @@ tensor([-1.5000])
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import field
 from typing import Any
 
@@ -32,7 +33,7 @@ from funcops.contract.accumulators import accumulate
 from funcops.contract.needs import Needs
 from funcops.contract.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.contract.schema import DGRAD, WGRAD, Inputs, Pending, Residuals, saved, static
-from funcops.errors import check, fail, require
+from funcops.errors import check, require
 from funcops.kernels.attention import attend_fwd
 from funcops.ops._norm import finish
 from funcops.ops.attention import AttentionConfig, check_x, input_gradients, of_config
@@ -45,19 +46,29 @@ __all__ += ["sink_attention_fwd", "sink_attention_init", "sink_attention_wgrad"]
 
 @config
 class SinkAttentionConfig(AttentionConfig):
-    """`heads`: the number of q's heads (H); the other fields are `AttentionConfig`'s."""
+    """`heads`: the number of q's heads (H); the other fields are `AttentionConfig`'s. `over`: the name of the axis that shards the
+    heads, of which this rank has `heads` (`funcops.dist.parallel`)."""
 
     heads: int = field(kw_only=False)
+    over: str = ""
     sinks = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.heads >= 1, "SinkAttentionConfig", "heads", "at least 1", self.heads)
+        named = not self.over or self.over.isidentifier()
+        require(named, "SinkAttentionConfig", "over", "the name of an axis, or '' where no axis shards the heads", repr(self.over))
+
+    @property
+    def specs(self) -> dict[str, Any]:
+        return {"sinks": (self.over, 0)} if self.over else {}
 
     def sharded(self, dim: int, n: int) -> Any:
-        """Raise: the heads cannot be sharded (see `funcops.dist.parallel`), as each has a sink, a parameter."""
-        wanted = "whole, as sink_attention cannot be sharded over heads (gather x before it)"
-        fail("SinkAttentionConfig", "x", wanted, f"1/{n} of dim -{dim}")
+        """A rank's heads, each with its sink. Raises `ValueError` if their number does not divide."""
+        super().sharded(dim, n)
+        right = dim == 2 and self.heads % n == 0
+        require(right, "SinkAttentionConfig", "heads", f"dim -2 of x, and a multiple of {n}", f"{self.heads}, dim -{dim} sharded")
+        return dataclasses.replace(self, heads=self.heads // n), dim
 
 
 @tree
@@ -99,14 +110,18 @@ def sink_attention_fwd(
     q, k, v, more = check_x(where, x, cfg)
     check(where, "x.0 (q)", q, (*q.shape[:2], cfg.heads, q.shape[3]))
     check(where, "params.sinks", sinks, (cfg.heads,), tuple(dict.fromkeys((q.dtype, wide(q.dtype)))), q)
-    out, lse = attend_fwd(q, k, v, *of_config(more, cfg), cfg.score(q.shape[3]))
-    lse = lse[..., : q.shape[1]]  # some kernels return more rows
-    total = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
-    y = (out * torch.exp(lse - total).transpose(1, 2).unsqueeze(-1)).to(q.dtype)
+    y, total = with_sinks(*attend_fwd(q, k, v, *of_config(more, cfg), cfg.score(q.shape[3])), sinks, q)
     kept = SinkAttentionResiduals.keep(
         cfg, needs, q=q, k=k, v=v, y=y, logsumexp=total, more=more, sinks=sinks, sinks_dtype=sinks.dtype, inputs=Inputs.of(x)
     )
     return y, kept
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """y and logsumexp with sinks, from both without."""
+    lse = lse[..., : q.shape[1]]  # some kernels return more rows
+    total = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
+    return (out * torch.exp(lse - total).transpose(1, 2).unsqueeze(-1)).to(q.dtype), total
 
 
 @dgrad_of(SinkAttentionResiduals)
@@ -114,14 +129,20 @@ def sink_attention_dgrad(
     residuals: SinkAttentionResiduals, dy: Tensor, cfg: SinkAttentionConfig
 ) -> tuple[tuple[Tensor, ...], SinkAttentionPending | None]:
     """The gradients of x, as `attention_dgrad`, and the pending sums for dsinks."""
-    where, needs, y, parts = "sink_attention_dgrad", residuals.needs, residuals.y, None
+    where, y = "sink_attention_dgrad", residuals.y
     check(where, "dy", dy, y.shape, y.dtype, y)
-    dx = input_gradients(where, residuals, dy, cfg) if needs.x else residuals.nothing()
+    dx = input_gradients(where, residuals, dy, cfg) if residuals.needs.x else residuals.nothing()
+    return dx, pending_sums(residuals, dy, cfg)
+
+
+def pending_sums(residuals: SinkAttentionResiduals, dy: Tensor, cfg: Any) -> SinkAttentionPending | None:
+    """The sums for dsinks."""
+    needs, parts = residuals.needs, None
     if needs.params:
         lse = residuals.logsumexp
         share = torch.exp(residuals.sinks.to(lse.dtype).unsqueeze(-1) - lse)
-        parts = (dy.to(lse.dtype) * y).sum(-1).transpose(1, 2).mul_(share).sum(-1).neg_()
-    return dx, SinkAttentionPending.keep(cfg, needs, parts=parts, sinks_dtype=residuals.sinks_dtype)
+        parts = (dy.to(lse.dtype) * residuals.y).sum(-1).transpose(1, 2).mul_(share).sum(-1).neg_()
+    return SinkAttentionPending.keep(cfg, needs, parts=parts, sinks_dtype=residuals.sinks_dtype)
 
 
 @wgrad_of(SinkAttentionPending, SinkAttentionParams)

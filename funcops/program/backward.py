@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+from funcops.contract.op import NoneType
 from funcops.program.calls import Calls
 from funcops.program.lower import Alias, Call, Scope
 from funcops.program.rows import Group, Row, part_names
@@ -35,12 +37,13 @@ class Backward(Calls):
     def _piece(self, piece: Piece) -> None:
         """Calls whose dgrads run by a rule, or one by one if it declines their inputs."""
         calls, i = piece.calls, piece.calls[0].index
-        sources = [call.recomputed_by for call in calls if call.recomputed_by is not None]
+        early = list(dict.fromkeys(call.recomputed_by for call in calls if call.recomputed_by and call.recomputed_in_dgrad))
         filled = {call.index: source for call in calls if (source := self._filled_from(call, piece)) is not None}
         late = self.given.get(calls[-1].index, []) if piece.rule.recompute else []
+        sources = _recomputing(filled.values())
         for call in (*calls, *sources):
             self.open(call.place)
-        held = [*filled.values(), *calls[-1:] * bool(late)] if self.whole else [call for call in calls if call.source]
+        held = [*sources, *calls[-1:] * bool(late)] if self.whole else [call for call in calls if call.source]
         self.at("")
         inside = {v for call in calls for v in call.gives}
         apart = {v: self.outer.pop(v) for call in calls for v in call.takes if v in self.outer and v not in inside}
@@ -53,9 +56,10 @@ class Backward(Calls):
         self.row("values", piece, [f"g{v}" for v in values], (f"G{i}",), values)
         dys = [self.gradient(call.out) for call in piece.ends]
         dy = (dys[0], dys[1:]) if piece.siblings else (dys[-1], [])
-        scopes = {c.place.scope.index for c in (*calls, *sources) if c.place and c.place.scope and c.place.scope.needs}
+        scopes = {c.place.scope.index for c in calls if c.place and c.place.scope and c.place.scope.needs}
         where = next(self.where(call.place.scope) for call in calls if call.place and call.place.scope)
-        self.row("backward piece", piece, (*dys, f"G{i}"), (f"out{i}",), *dy, (), sorted(scopes), where)
+        reads = (*dys, f"G{i}", *(f"a{source.index}" for source in early))
+        self.row("backward piece", piece, reads, (f"out{i}",), *dy, (), sorted(scopes), where, bool(early))
         self._either_way(piece, late, held, filled)
         for v, name in apart.items():
             self.meet(f"part{v}", self.gradient(v), name)
@@ -67,7 +71,9 @@ class Backward(Calls):
 
     def _either_way(self, piece: Piece, late: list[Call], held: list[Call], filled: dict[int, Call]) -> None:
         """Both blocks: the calls one by one, or what the rule gave. Both know the same gradients at their ends."""
-        calls, given = piece.calls, [f"a{call.index}" for call in piece.calls[-1:] * bool(late)]
+        calls = piece.calls
+        again = [source for source in _recomputing(filled.values()) if any(reader not in calls for reader in source.readers)]
+        given = [f"a{call.index}" for call in (*calls[-1:] * bool(late), *again)]
         in_order = [row for row in self.lowered.backward if type(row) is Call and row in calls]
         before = set(self.have)
         one_by_one = self.block(self._one_after_another, in_order, late)
@@ -87,7 +93,7 @@ class Backward(Calls):
     def _filled_from(self, call: Call, piece: Piece) -> Call | None:
         """The call whose recomputed y is put into the pending that the piece gave this one, or None."""
         given = call.index in self.late or (piece.rule.whole and call.recomputed_by in piece.calls)
-        return call.recomputed_by if self.whole and not given else None
+        return call.recomputed_by if self.whole and not given and call.op.params is not NoneType else None
 
     def _after(
         self, piece: Piece, ready: list[Call], filled: dict[int, Call], held: list[Call], late: list[Call], after: set[int]
@@ -98,7 +104,7 @@ class Backward(Calls):
             self.row("given", None, (f"G{i}",), (f"a{calls[-1].index}",), calls[-1].out)
         pendings = Group(f"p{call.index}" if call.place else "_" for call in calls)
         self.row("results", None, (f"out{i}",), (f"d{i}", *pendings), f"d{i}", pendings)
-        for call in calls:
+        for call in reversed(calls):  # what another is recomputed from asks whether that one has a recipe
             self.recipe(call, call in held)
         gives = {v for call in calls for v in call.gives}
         for v in sorted({v for call in calls for v in call.takes} - self.keys - gives):
@@ -112,6 +118,16 @@ class Backward(Calls):
             self.wgrads(ready, self.joint_rule(ready))
         for v in sorted(after - self.have - gives - {call.out for call in calls}):
             self.row("none", None, (), (f"g{v}",))
+
+
+def _recomputing(sources: Iterable[Call]) -> list[Call]:
+    """These calls, and those that recompute what they read, each once."""
+    found = dict.fromkeys(sources)
+    for call in sources:
+        while call.recomputed_by is not None:
+            call = call.recomputed_by
+            found[call] = None
+    return list(found)
 
 
 def _recipes(part: Any) -> list[str]:

@@ -52,7 +52,8 @@ class Calls(Gradients):
 
     def _filling(self, call: Call) -> tuple[str, ...]:
         """The recomputed y that is put into the call's residuals."""
-        filled = call.recomputed_by is not None and (self.goes_on(call) or call.recomputed_in_dgrad)
+        reads = call.recomputed_in_bwd if self.goes_on(call) else call.recomputed_in_dgrad
+        filled = call.recomputed_by is not None and reads
         return (f"a{call.recomputed_by.index}",) if filled else ()  # type: ignore[union-attr]
 
     def _checked(self, call: Call, dy: str) -> None:
@@ -102,5 +103,6 @@ class Calls(Gradients):
     def recipe(self, call: Call, held: bool = False) -> None:
         """Keep what the recomputed y is computed from, for weight gradients that read it."""
         if not self.whole and call.source:
-            readers = [f"p{reader.index}" for reader in self.lowered.calls if reader.recomputed_by is call]
+            letters = [(letter, reader) for reader in call.readers for letter in "pr"[: 1 + reader.source]]
+            readers = [f"{letter}{reader.index}" for letter, reader in letters]  # a reader's y may be recomputed from it, too
             self.row("recipe", call, [f"h{call.index}"] * held + readers, (f"r{call.index}",), readers)

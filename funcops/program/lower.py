@@ -52,8 +52,9 @@ class Scope:
 class Call:
     """One op. It reads `main` and the values that it `takes` (as extras with these `labels`, if it has any), and writes `out` and
     the values that it `gives` (as outputs with these `names`, if it has any). `place` is None for the fork and the sum of a skip,
-    which have no trees. `recomputed_by`: the call that recomputes main in the backward; the residuals lack the `fields` that hold
-    it. `residuals`: the class that the op keeps under this config, looked up here once for all runs."""
+    which have no trees. `recomputed_by`: the call that recomputes main in the backward, perhaps from an x that is recomputed, too;
+    the residuals lack the `fields` that hold it. `residuals`: the class that the op keeps under this config, looked up here once
+    for all runs."""
 
     index: int
     path: str
@@ -89,9 +90,15 @@ class Call:
 
     @property
     def can_recompute(self) -> bool:
-        """Whether y can be recomputed: its x is saved, not itself recomputed."""
-        of_x = [field for field in self.op.fields(self.cfg).values() if (field.alias or "").partition(".")[0] == "x"]
-        return self.op.recompute is not None and self.recomputed_by is None and all(field.wanted(self.needs) for field in of_x)
+        """Whether y may be recomputed: its x is in memory anyway, saved or itself recomputed, or only its `recompute` reads x."""
+        of_x = [field for field in self.op.fields(self.cfg).values() if field.of_x]
+        return self.op.recompute is not None and all(field.wanted(self.needs) or not field.of for field in of_x)
+
+    @property
+    def recomputed_in_bwd(self) -> bool:
+        """Whether its own backward reads the recomputed x, not only the recomputation of its y."""
+        fields = self.op.fields(self.cfg)
+        return any([fields[name].wanted(self.needs) for name in self.fields])
 
     @property
     def recomputed_in_dgrad(self) -> bool:
@@ -204,12 +211,7 @@ class Lowered:
             return op.lower(cfg, self, place, needs, main, extras, recomputed_by)  # type: ignore[no-any-return]
         labels, names = tuple(extras) if cfg.extras else (), cfg.outputs
         call = self.call(op, cfg, place, needs, main, tuple(extras.values()), labels, len(names) or gives, fuse, names=names)
-        if recomputed_by is not None:
-            fields = op.fields(cfg)
-            call.fields = tuple(n for n, f in fields.items() if f.alias in ("x", "x.0") and f.wanted(needs))
-            if call.fields:
-                call.recomputed_by = recomputed_by
-                recomputed_by.readers.append(call)
+        call.recomputed_by = recomputed_by
         return call.out, call.gives, [call]
 
     def call(
@@ -236,6 +238,18 @@ class Lowered:
         return found
 
 
+def _leave_out(calls: tuple[Call, ...]) -> None:
+    """Note which fields each call leaves out, as another call recomputes them. From the last call to the first: an x that a call
+    reads only to recompute its y is left out if another call reads that y."""
+    for call in calls[::-1]:
+        source, kept = call.recomputed_by, call.kept
+        if source is not None:
+            fields = call.op.fields(call.cfg)
+            call.fields = tuple(n for n, f in fields.items() if f.alias in ("x", "x.0") and f.wanted(kept))
+            call.recomputed_by = source if call.fields else None
+            source.readers[:0] = [call] * bool(call.fields)
+
+
 def calls_below(part: Scope | Call) -> list[Call]:
     """The calls of a part, in order."""
     return [part] if isinstance(part, Call) else [call for one in part.parts.values() for call in calls_below(one)]
@@ -248,4 +262,5 @@ def lower(op: Op, cfg: Any, needs: Needs) -> Lowered:
     rows.extras = {name: rows.value() for name in cfg.extras}
     rows.output, given, rows.backward = op.lower(cfg, rows, Place(None, None, ""), needs, rows.main, rows.extras, None)
     rows.outputs = dict(zip(cfg.outputs, given, strict=True))
+    _leave_out(rows.calls)
     return rows

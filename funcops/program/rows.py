@@ -94,10 +94,19 @@ def recomputed(rows: Iterable[Row], recompute: Callable[[str, bool], list[Row]],
     recomputed ys whose residuals are in locals, as a piece took the trees."""
     found: list[Row] = []
     known = set(known)
+
+    def bring(row: Row) -> None:
+        """Put the recomputation of each y that a row reads before it, in the order in which they read each other."""
+        for name in [name for name in row.reads if name[0] == "a" and name not in known]:
+            known.add(name)
+            rows = recompute(name, "h" + name[1:] in held or row.kind == "recomputed")
+            for one in rows:
+                bring(one)
+            found.extend(rows)
+
     for row in rows:
-        missing = [name for name in row.reads if name[0] == "a" and name not in known]
-        found += [one for name in missing for one in recompute(name, "h" + name[1:] in held or row.kind == "recomputed")]
-        known.update(missing, row.writes if not row.then else ())
+        bring(row)
+        known.update(row.writes if not row.then else ())
         if row.then:
             inside = row.data[0] if row.kind == "choice" and row.data else ()
             blocks = recomputed(row.then, recompute, known), recomputed(row.otherwise, recompute, known, inside)

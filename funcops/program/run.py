@@ -15,6 +15,7 @@ from funcops.errors import FLOATS, check, describe, fail, in_step
 from funcops.program.lower import Call
 from funcops.program.rules import Rule
 from funcops.program.values import add
+from funcops.residuals.nested import needs_of
 from funcops.residuals.nested import part as part
 from funcops.trees import WithExtras, at, put
 
@@ -128,15 +129,21 @@ def recipe(op: Op, node: Any) -> Any:
     return type(node).keep(node.cfg, _ONLY, **given)
 
 
-def recomputed(compute: Any, pending: Any, name: Any, cfg: Any) -> Any:
-    """The y of a step, recomputed from the recipe in the pending of its scope, which is dropped if the pending was given away."""
+def recomputed(compute: Any, pending: Any, name: Any, cfg: Any, fields: tuple[str, ...] = (), x: Any = None) -> Any:
+    """The y of a step, recomputed from the recipe in the pending of its scope, which is dropped if the pending was given away. The
+    recomputed `x` is put into `fields` before."""
     key = recipe_of(name)
     node = None if pending is None else pending.get(key)
     if node is None:
         return None
     if pending.donated:
         pending[key] = None
-    return compute(node, cfg)
+    return recomputed_from(compute, node, fields, x, cfg) if fields else compute(node, cfg)
+
+
+def recomputed_from(compute: Any, node: Any, fields: tuple[str, ...], x: Any, cfg: Any) -> Any:
+    """A y recomputed from residuals that lack x: in a copy of them, x is in these fields."""
+    return compute(filled(node, fields, x, needs_of(node)), cfg)
 
 
 def filled(node: Any, fields: tuple[str, ...], value: Any, needs: Needs) -> Any:
@@ -158,9 +165,16 @@ def forward_piece(rule: Rule, calls: tuple[Call, ...], params: tuple[Any, ...], 
 
 
 def backward_piece(
-    rule: Rule, calls: tuple[Call, ...], trees: dict[int, Any], dy: Any, gradients: dict[int, Any], where: str
+    rule: Rule,
+    calls: tuple[Call, ...],
+    trees: dict[int, Any],
+    dy: Any,
+    gradients: dict[int, Any],
+    where: str,
+    ys: dict[int, Any] | None = None,
 ) -> Any:
-    """The result of the rule for the dgrads, or NotImplemented; donated residuals are dropped. Errors get their step's path."""
+    """The result of the rule for the dgrads, or NotImplemented; donated residuals are dropped. Errors get their step's path. `ys`:
+    the recomputed ys that the dgrads read, by the number of their call."""
     if dy is None or (type(dy) is tuple and any([d is None for d in dy])):
         return NotImplemented
     kept, path = [_own(call, trees) for call in calls], ""
@@ -169,7 +183,7 @@ def backward_piece(
     try:
         for i, call in enumerate(calls):
             path = call.path
-            kept[i] = None if call.place is None else _read(call, kept[i], trees, where)
+            kept[i] = None if call.place is None else _read(call, kept[i], where, ys)
         path = joined(calls)
         found = rule.run(calls, kept, dy, gradients)
     except Exception as error:
@@ -221,10 +235,9 @@ def _own(call: Call, trees: dict[int, Any]) -> Any:
     return None if place is None or place.scope is None else trees[place.scope.index][place.name]
 
 
-def _read(call: Call, node: Any, trees: dict[int, Any], where: str) -> Any:
+def _read(call: Call, node: Any, where: str, ys: dict[int, Any] | None) -> Any:
     """The residuals of a call, after every check; with the recomputed fields, if its dgrad reads them."""
     node = open_node(where, node, call.residuals, call.cfg)
-    if call.recomputed_by is None or not call.recomputed_in_dgrad:
+    if ys is None or call.recomputed_by is None or not call.recomputed_in_dgrad:
         return node
-    source = call.recomputed_by
-    return filled(node, call.fields, source.op.recompute(_own(source, trees), source.cfg), call.kept)
+    return filled(node, call.fields, ys[call.recomputed_by.index], call.kept)

@@ -49,12 +49,20 @@ class Weights(Rows):
         """The rows that recompute a y: from the residuals in their tree, or `held` in a local."""
         index = int(name[1:])
         call = next(call for call in self.lowered.calls if call.index == index)
+        given = () if call.recomputed_by is None else (f"a{call.recomputed_by.index}",)
         if self.trees == "W":
-            return [Row("recompute from a recipe", call, writes=(name,), path=call.path)]
+            return [Row("recompute from a recipe", call, given, (name,), path=call.path)]
         raw = raw_of(call.op.recompute)
-        kind = "recompute" if raw is None or not self.testable(call) else "recompute unchecked"
+        fast = raw is not None and self.testable(call)
         node = Row("node", call, (f"h{index}",) * held, path=call.path)
-        return [node, Row(kind, call, (), (name,), (raw,), path=call.path)]
+        if not given:
+            return [node, Row("recompute unchecked" if fast else "recompute", call, (), (name,), (raw,), path=call.path)]
+        checked = Row("recompute from x", call, ("h", *given), (name,), (call.fields,), path=call.path)
+        if not fast:
+            return [node, checked]
+        puts = [Row("put", call, ("h", *given), (), (field,)) for field in call.fields]
+        quick = (Row("twin to fill"), *puts, Row("raw recompute", call, (), (name,), (raw,)))
+        return [node, Row("call", call, ("h", *given), (name,), then=quick, otherwise=(checked,), path=call.path)]
 
     def testable(self, call: Call) -> bool:
         """Whether a test can be written that the residuals pass all checks of the call's op."""

@@ -97,6 +97,33 @@ def test_a_model_with_adapters_equals_one_process(sequence):
         assert specs[f"{out}.lora.a"] == dist.Spec("tp", 1) and f"{out}.lora.b" not in {p for p, s in specs.items() if s.axis}
 
 
+@pytest.mark.parametrize(("sizes", "sequence"), [(dict(dp=2, tp=2), True), (dict(dp=1, tp=2), False), (dict(dp=2, tp=1), True)])
+def test_masks_are_parts_of_one_mask(sizes, sequence):
+    """Dropout of adapters, also of one whose layer is not sharded (the keys'): y and gradients of one process."""
+    base, (x, _, _) = model(), batch()
+    cfg = with_lora(base, 3, (*TARGETS[:-1], "*.k.proj"), alpha=6.0, dropout=0.5)
+    params = drawn(lora_init(chain.init(base, key=random.key(0), dtype=D), cfg, key=random.key(1)), cfg)
+    x = WithExtras(torch.cat([x.main] * 2), x.extras | {"labels": torch.cat([x.extras["labels"]] * 2)})
+    given = WithExtras(x.main, x.extras | {"key": random.key(5)})
+    loss, wanted = gradients(params, given, cfg)
+    assert not torch.equal(loss, gradients(params, WithExtras(x.main, x.extras | {"key": random.key(6)}), cfg)[0])
+
+    def run(mesh):
+        dp, rules = mesh["dp"], RULES
+        own = dist.parallel(cfg, rules, mesh, sequence_parallel=sequence)
+        specs = dist.specs_of(chain, own)
+        cut = {name: t.chunk(dp.size)[dp.rank] if name == "labels" else t for name, t in given.extras.items()}
+        mine = WithExtras(given.main.chunk(dp.size)[dp.rank], cut)
+        loss, dparams = gradients(dist.shard(params, specs, mesh), mine, own)
+        return loss, dist.unshard(dist.sum_gradients(dparams, specs, mesh), specs, mesh)
+
+    losses, found = zip(*run_ranks(sizes, run), strict=True)
+    torch.testing.assert_close(torch.stack(losses).mean(), loss, rtol=1e-12, atol=1e-12)
+    for path, t in paths(found[-1]).items():
+        if t is not None:
+            torch.testing.assert_close(t / sizes["dp"], at(wanted, path), rtol=0, atol=1e-12)
+
+
 def test_adapters_are_drawn_by_part():
     """`lora_init` of a rank's base draws its part of the adapters of one process; layers may be stacked."""
     for stacked in (False, True):
@@ -158,11 +185,8 @@ def refused():
     mesh, base = Mesh.abstract({"tp": 2}, 0), model()
     of_base = dist.parallel(base, RULES, mesh)
     yield (
-        "blocks.*.mlp.up: ParallelLowRankConfig: dropout must be 0 (an adapter over ranks does not support dropout), got 0.1",
-        lambda: dist.parallel(with_lora(base, 2, ("*.up",), dropout=0.1), RULES, mesh),
-    )
-    yield (
-        "blocks.*.mlp.up: ParallelLowRankConfig: dropout must be 0 (an adapter over ranks does not support dropout), got 0.1",
+        "blocks.*.mlp.up: ParallelLowRankConfig: dropout must be 0 beside a layer over ranks (call with_lora before dist.parallel, "
+        "which knows how x is sharded), got 0.1",
         lambda: with_lora(of_base, 2, ("*.up",), dropout=0.1),
     )
     yield (

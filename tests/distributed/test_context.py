@@ -16,10 +16,13 @@ from funcops import (
     LinearCrossEntropyConfig,
     LinearCrossEntropyParams,
     Needs,
+    SinkAttentionConfig,
+    SinkAttentionParams,
     attention,
     dist,
     embedding,
     linear_cross_entropy,
+    sink_attention,
 )
 from funcops.distributed import comm
 from funcops.kernels import attention as kernels
@@ -52,6 +55,61 @@ def test_it_is_the_plain_op_in_parts(way, batch, t, s, heads, groups, size, caus
 @pytest.mark.parametrize(("way", "causal"), [("gather", True), ("ring", False)])
 def test_capped_scores(way, causal):
     check_dist(dist.context_attention, context_attention(2, 1, 2, 1, 2, 4, causal, way, 0.7, 0.5), sizes=(1, 2, 4))
+
+
+OPTIONS = {  # an attention in order, of rows whose windows and sequences reach into other chunks, or end in them
+    "a window": dict(causal=True, window=7, softcap=1.5),
+    "alibi": dict(causal=True, alibi=True),
+    "a bias": dict(causal=True, bias=True),
+    "a bias, all keys": dict(bias=True),
+    "packed": dict(causal=True, packed=True),
+    "packed, a window": dict(causal=True, packed=True, window=3),
+    "sinks alone": dict(causal=True),
+}
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_attention(name, sinks):
+    options, length, draw = OPTIONS[name], 16, torch.Generator().manual_seed(1)
+    if sinks:
+        plain, config, op = SinkAttentionConfig(4, **options), dist.ContextSinkAttentionConfig, dist.context_sink_attention
+        options, of = options | {"heads": 4}, sink_attention
+    else:
+        plain, config, op, of = AttentionConfig(**options), dist.ContextAttentionConfig, dist.context_attention, attention
+    batch, keys = 2 - plain.packed, length * (2 - plain.causal)
+    shapes = (batch, length, 4, 8), (batch, keys, 2, 8), (batch, keys, 2, 8), *[(1, 4, length, keys)] * plain.bias
+    x = [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]
+    x += [torch.tensor([0, 3, 3, 11, length], dtype=torch.int32)] * plain.packed
+    params = SinkAttentionParams(torch.randn(4, generator=draw, dtype=torch.float64)) if sinks else None
+    y, kept = of.fwd(params, tuple(x), plain)
+    dy = torch.randn(y.shape, generator=draw, dtype=torch.float64)
+    dparams, dx = of.bwd(kept, dy, plain)
+
+    def part(t, axis):
+        return dist.zigzag(t, axis, 1 if t.shape[1] != 4 else 2) if t.dim() == 4 else t
+
+    def run(mesh):
+        cp = mesh["cp"]
+        cfg = config(cp, **options)
+        y, kept = op.fwd(params, tuple([part(t, cp) for t in x]), cfg)
+        dparams, dx = op.bwd(kept, part(dy, cp), cfg)
+        again, pending = op.dgrad(kept, part(dy, cp), cfg)
+        same_bits((op.wgrad(pending, cfg), again), (dparams, dx), "the halves")
+        return y, *dx[:3], *[None if d is None else d.transpose(1, 2) for d in dx[3:]], dparams and comm.sum_over(dparams.sinks, cp)
+
+    found = list(zip(*run_ranks({"cp": 4}, run), strict=True))
+    want = [y, *dx[:3], *[None if d is None else d.transpose(1, 2) for d in dx[3:]]]
+    for ranks, one in zip(found[:-1], want, strict=True):
+        if one is not None:
+            torch.testing.assert_close(dist.unzigzag(torch.cat(ranks, 1), axis_of(4)), one, rtol=0, atol=1e-13)
+    if sinks:
+        torch.testing.assert_close(found[-1][2], dparams.sinks, rtol=0, atol=1e-13)
+
+
+def test_sinks_and_windows_are_the_plain_op_in_parts():
+    case = context_attention(2, 1, 1, 1, 2, 4, True, "gather", window=5, sinks=True)
+    check_dist(dist.context_sink_attention, case, sizes=(1, 2, 4))
 
 
 @pytest.mark.slow
@@ -146,7 +204,7 @@ def test_sent_and_computed_blocks(n, monkeypatch):
         y, residuals = dist.context_attention.fwd(None, (q, kv, kv), cfg)
         dist.context_attention.bwd(residuals, y, cfg)
 
-    shift, kv = "all_to_all of float32", "[2, 1, 8, 2, 8]"
+    shift, kv = "all_to_all of float32[*, 2, 1, 8, 2, 8]", "[2, 1, 8, 2, 8]"
     gathered = [f"all_gather of float32{kv}", f"all_gather of float32{kv}", f"reduce_scatter (sum) of float32[{2 * n}, 1, 8, 2, 8]"]
     for way, want in (("gather", gathered), ("ring", [shift] * (3 * n - 2))):
         seen.clear()
@@ -205,6 +263,13 @@ def bad_calls(cp):
     )
     yield f"{where}: x.0 (q) must be a plain tensor", lambda: plain(torch.ones(good).as_subclass(DTensor))
     yield "ContextAttentionConfig: comm must be 'gather' or 'ring', got 'p2p'", lambda: fwd(*[good] * 3, comm="p2p")
+    for name in ("alibi", "packed"):
+        said = "False without causal (kernels take the last row to be at the last key), got True"
+        yield f"ContextAttentionConfig: {name} must be {said}", lambda name=name: fwd(*[good] * 3, **{name: True})
+    said = "'gather' with a window, ALiBi, a bias or packed sequences, got 'ring'"
+    yield f"ContextAttentionConfig: comm must be {said}", lambda: fwd(*[good] * 3, causal=True, window=2, comm="ring")
+    yield f"{where}: x.3 (bias) must be [1 or 1, 2 or 1, 4, 8], got [1, 1, 4, 4]", lambda: fwd(*[good] * 3, (1, 1, 4, 4), bias=True)
+    yield f"{where}: x.1 (k) must be of an even length", lambda: fwd(good, *[(1, 3, 2, 8)] * 2, (1, 1, 4, 6), bias=True)
     t = torch.ones(1, 6)
     for name in ("zigzag", "unzigzag"):
         yield (
@@ -226,6 +291,18 @@ def test_bad_calls_raise_on_every_rank():
             assert str(raised.value).startswith(said), (said, raised.value)
 
     run_ranks({"tp": 2}, run)
+
+
+def test_slopes_of_some_heads_are_refused():
+    said = "AttentionConfig: alibi must be False over heads sharded over 2 ranks, got True"
+    with pytest.raises(ValueError, match=f"^{said}"):
+        AttentionConfig(alibi=True).sharded(2, 2)
+    with pytest.raises(ValueError, match=f"^Sink{said}"):
+        SinkAttentionConfig(4, alibi=True).sharded(2, 2)
+    with pytest.raises(
+        ValueError, match="^SinkAttentionConfig: heads must be dim -2 of x, and a multiple of 3, got 4, dim -2 sharded"
+    ):
+        SinkAttentionConfig(4).sharded(2, 3)
 
 
 def other_half(rank, other, cfg, t, s):

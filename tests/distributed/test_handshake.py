@@ -1,12 +1,14 @@
 """Programs as data: a step's messages are known before it runs, and if ranks disagree all raise."""
 
+import random
 import re
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from funcops import LinearParams, dist
-from funcops.distributed import Mesh, check_program, finish, gather_start, handshake, record
+from funcops.distributed import Mesh, check_program, comm, finish, gather_start, handshake, record
 from funcops.testing import run_ranks
 
 SIZES = {"dp": 2, "tp": 2}
@@ -31,7 +33,7 @@ def test_a_program_is_what_a_step_sends():
         names = {
             "gather": "all_gather of float32[3, 4]",
             "scatter": "reduce_scatter (sum) of float32[6, 4]",
-            "shift": "all_to_all of float32",
+            "shift": "all_to_all of float32[*, 3, 4]",
         }
         assert [str(one) for one in program.sent] == [names[word] for word in order.split()] and not program.unfinished
         assert {one.group for one in program.sent} == {"tp[0:2:1]"}
@@ -85,7 +87,29 @@ def broken(mesh, x):
     return total(mesh["tp"], x) if mesh.rank != 1 else total(mesh["tp"], x @ x)
 
 
+def rows(mesh, x):
+    """Rank 1 expects one row of its neighbour, which sends two."""
+    sends, receives = ([0, 2], [0, 2]) if mesh["tp"].rank == 0 else ([2, 0], [1 if mesh.rank == 1 else 2, 0])
+    return comm.wait(comm.ops.all_to_all_single(x, receives, sends, mesh["tp"].group), mesh["tp"])
+
+
+def features(mesh, x):
+    return comm.shift(x[:, : 3 if mesh.rank == 1 else 4], mesh["tp"], 1)
+
+
+def crossed(mesh, x):
+    """Ranks 0 and 3 sum over tp first, ranks 1 and 2 over dp: each waits for one that waits for it."""
+    for name in ("tp", "dp") if mesh.rank in (0, 3) else ("dp", "tp"):
+        total(mesh[name], x)
+
+
 FAULTS = {
+    rows: "collective 0 over axis 'tp' must send the rows that the other rank expects, got all_to_all of float32[*, 4] with 2 rows "
+    "for rank 1 on rank 0, 1 rows from rank 0 on rank 1",
+    features: "collective 0 over axis 'tp' must be the same on all ranks, got all_to_all of float32[*, 2, 4] on rank 0, "
+    "all_to_all of float32[*, 2, 3] on rank 1",
+    crossed: "all ranks must call collectives over different axes in one order, got rank 0 at collective 0, over axis 'tp', and "
+    "rank 1 at collective 0, over axis 'dp', each waiting for the other",
     shape: "collective 0 over axis 'dp' must be the same on all ranks, got all_reduce (sum) of float32[2, 4] on rank 0, "
     "all_reduce (sum) of float32[1, 4] on rank 2",
     kind: "collective 3 over axis 'tp' must be the same on all ranks, got all_reduce (sum) of float32[2, 4] on rank 0, "
@@ -113,6 +137,106 @@ def test_a_fault_raises_on_every_rank(fault):
     if fault is not broken:
         with pytest.raises(ValueError, match=re.escape(f"check_program: {FAULTS[fault]}")):
             check_program(lambda mesh: fault(mesh, torch.ones(2, 4)), SIZES)
+
+
+GRID = {"dp": 2, "tp": 3}
+KINDS = ("sum", "gather", "scatter", "rows")
+
+
+class Drawn(NamedTuple):
+    axis: str
+    kind: str
+    columns: int
+    dtype: torch.dtype
+    splits: tuple  # the rows from each rank of an axis to each, of "rows"
+
+
+def drawn_program(draw):
+    found = []
+    for _ in range(draw.randrange(1, 9)):
+        axis = draw.choice(list(GRID))
+        n = GRID[axis]
+        splits = tuple(tuple(draw.randrange(3) for _ in range(n)) for _ in range(n))
+        found.append(Drawn(axis, draw.choice(KINDS), draw.randrange(1, 5), draw.choice([torch.float32, torch.float64]), splits))
+    return found
+
+
+def changed(draw, program):
+    """The program of the rank that differs, by one planted difference."""
+    at = draw.randrange(len(program))
+    one, n = program[at], GRID[program[at].axis]
+    ways = [
+        program[:at] + program[at + 1 :],
+        [*program[:at], one, *program[at:]],
+        [*program[:at], one._replace(columns=one.columns + 1), *program[at + 1 :]],
+        [*program[:at], one._replace(dtype=torch.bfloat16), *program[at + 1 :]],
+        [*program[:at], one._replace(kind=KINDS[KINDS.index(one.kind) - 1]), *program[at + 1 :]],
+    ]
+    if one.kind == "rows":
+        other = draw.randrange(n)
+        more = tuple(tuple(s + (other in (i, j)) * (i != j) for j, s in enumerate(row)) for i, row in enumerate(one.splits))
+        ways.append([*program[:at], one._replace(splits=more), *program[at + 1 :]])
+    return draw.choice(ways)
+
+
+def run_drawn(mesh, program):
+    for one in program:
+        axis = mesh[one.axis]
+        if one.kind == "rows":
+            sends, receives = list(one.splits[axis.rank]), [row[axis.rank] for row in one.splits]
+            x = torch.empty(sum(sends), one.columns, dtype=one.dtype, device="meta")
+            comm.wait(comm.ops.all_to_all_single(x, receives, sends, axis.group), axis)
+            continue
+        x = torch.empty(axis.size, one.columns, dtype=one.dtype, device="meta")
+        {"sum": comm.sum_over, "gather": comm.gather, "scatter": comm.scatter_sum}[one.kind](x, axis)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
+def test_drawn_programs_with_one_difference_are_refused_and_equal_ones_are_not(seed):
+    draw = random.Random(seed)
+    for _ in range(50):
+        program, rank = drawn_program(draw), draw.randrange(6)
+        assert len(check_program(lambda mesh, program=program: run_drawn(mesh, program), GRID)) == 6
+        other = changed(draw, program)
+        with pytest.raises(ValueError, match=r"must be the same on all ranks|must send the rows that the other rank expects"):
+            check_program(lambda mesh, a=program, b=other, rank=rank: run_drawn(mesh, b if mesh.rank == rank else a), GRID)
+
+
+def gets_stuck(orders, sizes):
+    """Whether ranks wait for each other, by trying every rank again until none can go on."""
+    meshes = [Mesh.abstract(sizes, rank) for rank in range(len(orders))]
+    at, before = [0] * len(orders), None
+    while at != before:
+        before = list(at)
+        for mesh in meshes:
+            if at[mesh.rank] == len(orders[mesh.rank]):
+                continue
+            name = orders[mesh.rank][at[mesh.rank]]
+            peers = mesh.peers(mesh[name])
+            if all(at[peer] < len(orders[peer]) and orders[peer][at[peer]] == name for peer in peers):
+                for peer in peers:
+                    at[peer] += 1
+    return any(here < len(order) for here, order in zip(at, orders, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_drawn_orders_over_axes_are_refused_where_ranks_wait_for_each_other(seed):
+    draw, seen = random.Random(seed), set()
+    for _ in range(60):
+        order = [draw.choice(("dp", "tp")) for _ in range(draw.randrange(2, 6))]
+        orders = [order if draw.random() < 0.5 else draw.sample(order, len(order)) for _ in range(4)]
+        seen.add(stuck := gets_stuck(orders, SIZES))
+
+        def step(mesh, orders=orders):
+            for name in orders[mesh.rank]:
+                total(mesh[name], torch.empty(2, device="meta"))
+
+        if not stuck:
+            check_program(step, SIZES)
+        else:
+            with pytest.raises(ValueError, match="must call collectives over different axes in one order"):
+                check_program(step, SIZES)
+    assert seen == {True, False}
 
 
 @pytest.mark.slow

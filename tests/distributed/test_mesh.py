@@ -1,16 +1,21 @@
 """Meshes and axes as plain data."""
 
 import copy
+import functools
 import itertools
 import math
 import pickle
+import time
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
+from forked import codes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from funcops.distributed import Axis, GatherConfig, Mesh
+from funcops.distributed import Axis, GatherConfig, Mesh, comm
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4))
@@ -50,6 +55,7 @@ BAD = {
     "Mesh.of: sizes['tp'] must be at least 1, got 0": lambda: Mesh.of({"tp": 0}),
     "Mesh.of: sizes must be Mapping, got 4": lambda: Mesh.of(4),
     "Mesh.of: device must be a device type, such as 'cuda', got 'toaster'": lambda: Mesh.of({"tp": 1}, "toaster"),
+    "Mesh.of: timeout must be timedelta or NoneType, got 5": lambda: Mesh.of({"tp": 1}, timeout=5),
     "Mesh.abstract: rank must be below 8, the product of the sizes, got 8": lambda: Mesh.abstract({"dp": 2, "tp": 4}, 8),
     "Mesh.abstract: sizes must be by names of axes, got 3": lambda: Mesh.abstract({3: 4}, 0),
     "Mesh: axis must be one of dp, tp, got 'cp'": lambda: Mesh.abstract({"dp": 2, "tp": 4}, 0)["cp"],
@@ -90,16 +96,44 @@ def test_an_axis_of_one_rank_has_no_group(sizes, monkeypatch):
     def made(kind, counts, mesh_dim_names):
         assert dict(zip(mesh_dim_names, counts, strict=True)) == {name: n for name, n in sizes.items() if n > 1}
         ranks = {name: i for i, name in enumerate(mesh_dim_names)}
-        groups = {name: SimpleNamespace(group_name=f"group of {name}") for name in mesh_dim_names}
+        groups = {name: SimpleNamespace(group_name=f"group of {name}", set_timeout=waits.append) for name in mesh_dim_names}
         return SimpleNamespace(get_local_rank=ranks.__getitem__, get_group=groups.__getitem__)
 
     monkeypatch.setattr(device_mesh, "init_device_mesh", made)
     monkeypatch.setattr("funcops.distributed.mesh._world", lambda: 4)
-    mesh = Mesh.of(sizes)
-    wide = [name for name, n in sizes.items() if n > 1]
+    waits, wide = [], [name for name, n in sizes.items() if n > 1]
+    mesh = Mesh.of(sizes, timeout=timedelta(seconds=7))
+    assert waits == [timedelta(seconds=7)] * len(wide)
     assert [(axis.name, axis.size) for axis in mesh.axes] == list(sizes.items())
     for axis in mesh.axes:
         own = axis.name in wide
         assert axis == (
             Axis(axis.name, axis.size, wide.index(axis.name), f"group of {axis.name}") if own else Axis(axis.name, 1, 0)
         )
+
+
+GONE = timedelta(seconds=60)  # the most that the rank that sends nothing waits for the others to give up
+
+
+def gives_up(folder, named, number):
+    """The last of four ranks sends nothing; the two that share an axis with it give up after the timeout."""
+    given = {} if named else {"timeout": timedelta(seconds=3)}
+    dist.init_process_group("gloo", f"file://{folder / 'store'}", rank=number, world_size=4, **given)
+    mesh = Mesh.of({"dp": 2, "tp": 2}, "cpu", timeout=timedelta(seconds=3) if named else None)
+    if number == 3:
+        began = time.monotonic()
+        while len(list(folder.glob("gave_up*"))) < 2 and time.monotonic() - began < GONE.total_seconds():
+            time.sleep(0.05)
+        return
+    axis = {0: None, 1: "dp", 2: "tp"}[number]
+    if axis is not None:
+        with pytest.raises(RuntimeError, match="Timed out waiting"):
+            comm.sum_over(torch.ones(2), mesh[axis])
+        (folder / f"gave_up{number}").touch()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("named", [False, True], ids=["of init_process_group", "of the mesh"])
+def test_a_rank_waits_along_an_axis_no_longer_than_it_was_told(named, tmp_path):
+    ended = codes({f"rank{i}": functools.partial(gives_up, tmp_path, named, i) for i in range(4)}, tmp_path)
+    assert set(ended.values()) == {0}, [file.read_text() for file in tmp_path.glob("*.err")]

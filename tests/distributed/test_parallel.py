@@ -50,6 +50,7 @@ from funcops import (
     softmax,
 )
 from funcops.distributed import Mesh
+from funcops.distributed.rewrite import ROLES
 from funcops.models.blocks import block_config, gpt2_block_config
 from funcops.testing import run_ranks
 from funcops.testing.checks import same_bits
@@ -266,7 +267,7 @@ MLP, BOTH = chained(UP, DOWN), {"up": "column", "down": "row"}
 BAD = {
     "parallel: rules must be globs that are the first to match a step (up, down), got 'no'": (MLP, {**BOTH, "no": "row"}),
     "parallel: rules must be globs that are the first to match a step (up, down), got 'd*'": (MLP, {**BOTH, "d*": "row"}),
-    "parallel: rules['up'] must be 'column', 'row', 'vocab', 'expert', 'context', or a function, got 'rows'": (
+    "parallel: rules['up'] must be 'column', 'row', 'vocab', 'shared', 'expert', 'hidden', 'context', or a function, got 'rows'": (
         MLP,
         {**BOTH, "up": "rows"},
     ),
@@ -370,14 +371,14 @@ def test_other_axes():
     assert replaced.steps[1].cfg == ActivationConfig("relu") and replaced.steps[0].op is dist.column_linear
 
 
-def test_an_option_that_the_parallel_layer_lacks_is_refused():
+def test_a_parallel_layer_has_every_option_of_its_plain_one():
+    for role in (role for roles in ROLES.values() for role in roles.values()):
+        names = [{field.name for field in dataclasses.fields(op.config)} for op in (role.source, role.becomes)]
+        assert names[0] <= names[1], role.source.name
     mesh = Mesh.abstract({"cp": 2, "tp": 1}, 0)
-    cfg = ChainConfig(steps=(Step("mix", attention, AttentionConfig(causal=True, window=4)),))
-    with pytest.raises(ValueError) as raised:
-        dist.parallel(cfg, {"mix": "context"}, mesh)
-    assert str(raised.value) == "parallel: mix.window must be None (context_attention has no such option), got 4"
-    plain = ChainConfig(steps=(Step("mix", attention, AttentionConfig(causal=True, scale=0.3)),))
-    assert dist.parallel(plain, {"mix": "context"}, mesh).steps[0].cfg.scale == 0.3
+    cfg = ChainConfig(steps=(Step("mix", attention, AttentionConfig(causal=True, scale=0.3, window=4)),))
+    made = dist.parallel(cfg, {"mix": "context"}, mesh).steps[0].cfg
+    assert (made.causal, made.scale, made.window, made.axis) == (True, 0.3, 4, mesh["cp"])
 
 
 def test_a_sharded_leaf_given_to_a_plain_op_is_named():

@@ -11,9 +11,20 @@ from funcops.distributed import comm
 from funcops.distributed.ops import _tokens
 from funcops.distributed.ops import parallel_experts as home
 from funcops.graphs import check_capturable
-from funcops.low_precision import Fp8Current, with_recipe
+from funcops.low_precision import (
+    MXFP8,
+    NVFP4,
+    Fp8Block,
+    Fp8Current,
+    Fp8Delayed,
+    quantize_params,
+    recipe_init,
+    split_amaxes,
+    with_recipe,
+)
 from funcops.models import MoEConfig, moe
 from funcops.testing import check_dist, run_ranks
+from funcops.testing.checks import same_bits
 from funcops.testing.tolerances import assert_close
 from funcops.trees import paths, tree_map_tensors
 
@@ -138,6 +149,85 @@ def test_specs_of_a_mixture_in_low_precision():
     """Its experts are steps with one class of params; some have no params."""
     low = with_recipe(MIXTURE, Fp8Current(), only=("*.experts",))
     assert low != MIXTURE and dist.specs_of(chain, low) == {}
+
+
+WIDE = moe(MoEConfig(route=RouteConfig(4, 2), experts=ExpertsConfig(4, 128, 128)))
+RECIPES = (Fp8Block(), Fp8Current(keep="input"), Fp8Delayed(history=2), MXFP8(), NVFP4())
+
+
+def low_step(cfg, params, x, dy, state):
+    """y, dx, gradients and amaxes, in both halves."""
+    work, dy = quantize_params(params, cfg, state, dtype=torch.float64), WithExtras(dy, {"load": None, "loss": None})
+    y, kept = chain.fwd(work, x, cfg)
+    dparams, dx = chain.bwd(kept, dy, cfg)
+    dx_again, pending = chain.dgrad(kept, dy, cfg)
+    same_bits((dparams, dx), (chain.wgrad(pending, cfg), dx_again), "the halves")
+    return y.main, dx, *split_amaxes(dparams)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda one: type(one).__name__)
+def test_experts_with_a_recipe_have_the_codes_of_one_process(recipe):
+    """The recipe before or after, and the params of one process's init; an expert's rows are in the order of all tokens."""
+    low, draw = with_recipe(WIDE, recipe, skip=("gate",)), torch.Generator().manual_seed(0)
+    x, dy = torch.randn(2, 64, 128, generator=draw, dtype=torch.float64)
+    whole = chain.init(low, key=random.key(1), dtype=torch.float64)
+    y, dx, wanted, amaxes = low_step(low, whole, x, dy, recipe_init(low, whole))
+
+    def run(mesh):
+        ep, rules = mesh["ep"], {"experts": "expert"}
+        cfg = dist.parallel(low, rules, mesh, axis="ep")
+        assert cfg == with_recipe(dist.parallel(WIDE, rules, mesh, axis="ep"), recipe, skip=("gate",))
+        specs = dist.specs_of(chain, cfg)
+        own = dist.shard(whole, specs, mesh)
+        same_bits(chain.init(cfg, key=random.key(1), dtype=torch.float64), own, "init")
+        same_bits(dist.init(chain, cfg, specs, mesh, key=random.key(1), dtype=torch.float64), own, "dist.init")
+        y, dx, dparams, found = low_step(cfg, own, x.chunk(2)[ep.rank], dy.chunk(2)[ep.rank], recipe_init(cfg, own))
+        found = dist.amaxes_over(found, ep, specs=specs)
+        return y, dx, dist.unshard(dist.sum_gradients(dparams, specs, mesh), specs, mesh), found
+
+    ys, dxs, found, joined = zip(*run_ranks({"ep": 2}, run), strict=True)
+    same_bits((torch.cat(ys), torch.cat(dxs)), (y, dx), "y and dx")
+    for dparams in found:
+        same_bits(dparams["experts"], wanted["experts"], "dw")
+        assert_close(dparams["gate"].weight, wanted["gate"].weight, dtype=torch.float64)
+    same_bits({path: torch.cat([one[path] for one in joined]) for path in joined[0]}, amaxes, "amaxes")
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+def test_hidden_features_over_ranks(sequence):
+    """A rank has all experts, and some hidden features of each; the shared MLP beside them is a column and a row layer."""
+    mixture = moe(MoEConfig(route=RouteConfig(8, 2), experts=ExpertsConfig(8, 6, 4), shared=4))
+    params, (_, x, dy) = chain.init(mixture, key=random.key(0), dtype=torch.float64), block()
+    rules = {"*.experts": "hidden", "*.shared.up": "column", "*.shared.down": "row"}
+    y, (grads, dx) = backward(params, x, dy, mixture)
+
+    def on_rank(mesh):
+        tp = mesh["tp"]
+        cfg = dist.parallel(mixture, rules, mesh, sequence_parallel=sequence)
+        specs = dist.specs_of(chain, cfg)
+        own = dist.shard(params, specs, mesh)
+        assert own["moe"]["routed"]["experts"].up.weight.shape == (8, 4, 6)
+        same_bits(paths(chain.init(cfg, key=random.key(0), dtype=torch.float64)), paths(own), "init")
+        mine, dmine = (t.chunk(2)[tp.rank] if sequence else t for t in (x, dy))
+        y, (grads, dx) = backward(own, mine, dmine, cfg)
+        return y.main, dx, dist.unshard(dist.sum_gradients(grads, specs, mesh), specs, mesh)
+
+    ys, dxs, found = zip(*run_ranks({"tp": 2}, on_rank), strict=True)
+    whole = (lambda parts: torch.cat(parts)) if sequence else (lambda parts: parts[1])
+    assert_close(whole(ys), y.main, dtype=torch.float64)
+    assert_close(whole(dxs), dx, dtype=torch.float64)
+    for path, want in paths(grads).items():
+        if want is not None:
+            assert_close(paths(found[1])[path], want, dtype=torch.float64, what=path)
+
+
+def test_hidden_features_of_experts_have_no_bias_and_no_recipe():
+    tp = dist.Mesh.abstract({"tp": 2}, 0)["tp"]
+    with pytest.raises(ValueError, match="^ParallelExpertsConfig: bias must be False with shards='hidden'"):
+        dist.ParallelExpertsConfig(4, 8, 8, axis=tp, shards="hidden", bias=True, sequence_parallel=True)
+    cfg = dist.parallel(MIXTURE, {"*.experts": "hidden"}, dist.Mesh.abstract({"tp": 2}, 0))
+    with pytest.raises(ValueError, match="ParallelExpertsConfig: shards must be 'experts' with a recipe or adapters"):
+        with_recipe(cfg, Fp8Current(), only=("*.experts",))
 
 
 def test_places_need_no_word_from_the_host():

@@ -135,7 +135,7 @@ BAD = {
     "--ep 2 --experts 4 --batch 6": "--batch: expected a multiple of 4 (--pp 1 --dp 2 --ep 2 --cp 1 --tp 1), got 6",
     "--tp 4 --experts 8 --shared 1 --hidden 6": "--hidden: expected a multiple of --tp 4, got 6",
     "--pp 2 --experts 4": "--experts: expected without --pp 2 --dp 2 --ep 1 --cp 1 --tp 1, as no stage sends their load, got 4",
-    "--ep 2 --experts 4 --recipe fp8_current": "--recipe: expected without --ep 2, whose experts do not run in low precision",
+    "--ep 2 --experts 4 --recipe fp8_delayed": "--recipe: expected one without state with --ep 2, which has no slots",
     "--zero 3 --compile": "--compile: expected without --zero 3, whose layers take minutes to trace, got True",
     "--zero 3 --recipe fp8_delayed": "--recipe: expected one without state with --zero 3, which has no slots for its scales",
     "--tp 4 --overlap ring --recipe fp8_block": "ColumnQLinearConfig: overlap must be 'none' or 'bulk' with a recipe",

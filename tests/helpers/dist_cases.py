@@ -8,7 +8,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from funcops import EmbeddingParams, LinearConfig, LinearCrossEntropyParams, LinearParams, dist, linear, random
+from funcops import EmbeddingParams, LinearConfig, LinearCrossEntropyParams, LinearParams, SinkAttentionParams, dist, linear, random
 from funcops.distributed import Mesh
 from funcops.formats.recipes import Fp8Current
 from funcops.lora import LowRankParams
@@ -217,12 +217,16 @@ def vocab_linear_cross_entropy(rows, width, vocab, sequence, chunk_bytes, softca
     )
 
 
-def attended(q, k, v, causal, scale, softcap=None):
+def attended(q, k, v, causal, scale, softcap=None, window=None, sinks=None):
     k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], 2) for t in (k, v))
     scores = torch.einsum("bthd,bshd->bhts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     if causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), float("-inf"))
+        seen = torch.ones(scores.shape[-2:]).tril()
+        scores = scores.masked_fill((seen if window is None else seen.triu(1 - window)) == 0, float("-inf"))
+    if sinks is not None:  # the score of a key whose value is zero
+        scores = torch.cat((scores, sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)), -1)
+        v = torch.cat((v, torch.zeros_like(v[:, :1])), 1)
     return torch.einsum("bhts,bshd->bthd", scores.softmax(-1) if k.shape[1] else scores, v)
 
 
@@ -230,25 +234,29 @@ def axis_of(n, rank=0):
     return Mesh.abstract({"tp": n}, rank)["tp"]
 
 
-def context_attention(batch, t, s, heads, groups, size, causal, comm, scale=None, softcap=None):
+def context_attention(batch, t, s, heads, groups, size, causal, comm, scale=None, softcap=None, window=None, sinks=False):
     """A case of 16 t queries and 16 s keys; whole tensors are in the order in which ranks would gather them."""
     s = t if causal else s
 
     def reference(params, x, n):
-        y = attended(*(dist.unzigzag(one, axis_of(n)) for one in x), causal, scale, softcap)
+        own = params.sinks if sinks else None
+        y = attended(*(dist.unzigzag(one, axis_of(n)) for one in x), causal, scale, softcap, window, own)
         return torch.cat([dist.zigzag(y, axis_of(n, rank)) for rank in range(n)], 1)
 
     def x(d):
         return tuple(d.randn(batch, 16 * n, h, size) for n, h in ((t, heads * groups), (s, heads), (s, heads)))
 
+    made = functools.partial(dist.ContextSinkAttentionConfig, heads=heads * groups) if sinks else dist.ContextAttentionConfig
     part = Placed("shard", 1)
     return DistCase(
-        cfg=lambda axis: dist.ContextAttentionConfig(axis, causal=causal, scale=scale, comm=comm, softcap=softcap),
+        cfg=lambda axis: made(axis, causal=causal, scale=scale, comm=comm, softcap=softcap, window=window),
+        **({"params": lambda d: SinkAttentionParams(d.randn(heads * groups))} if sinks else {}),
+        placed_params=SinkAttentionParams(Placed("replicate")) if sinks else None,
         x=x,
         reference=reference,
         placed_x=(part, part, part),
         placed_y=part,
-        name=f"{batch}-{t}-{s}-{heads}x{groups}-{size}-causal={causal}-{comm}-{softcap}",
+        name=f"{batch}-{t}-{s}-{heads}x{groups}-{size}-causal={causal}-{comm}-{softcap}-{window}-{sinks}",
     )
 
 
@@ -304,6 +312,25 @@ def sent(weights, tokens, indices, count, n, capacity):
         rows += [(weights[t], tokens[t], torch.where(here[t], indices[t] - r * own, own)) for t in goes]
         rows += [zeros] * (room - len(goes))
     return (*(torch.stack(column) for column in zip(*rows, strict=True)), place)
+
+
+def latent_split(rows, heads, sequence):
+    """8 heads times `heads`, of keys with 2 shared and 3 own numbers, and values of 4."""
+
+    def reference(params, x, n):
+        q, kv, shared = x
+        own, v = kv.split((3, 4), -1)
+        return q * 1.0, torch.cat((shared.expand(*own.shape[:-1], 2), own), -1), v * 1.0
+
+    of_heads, rest = Placed("shard", -2), Placed("shard", 0) if sequence else Placed("invariant")
+    return DistCase(
+        cfg=lambda axis: dist.ParallelLatentSplitConfig(8 * heads, shared=2, own=3, value=4, axis=axis, sequence_parallel=sequence),
+        x=lambda d: (d.randn(8 * rows, 2, 8 * heads, 5), d.randn(8 * rows, 2, 8 * heads, 7), d.randn(8 * rows, 2, 1, 2)),
+        reference=reference,
+        placed_x=(of_heads, of_heads, rest),
+        placed_y=(of_heads, of_heads, of_heads),
+        name=f"{rows}-{heads}-sequence={sequence}",
+    )
 
 
 def dispatch(rows, choices, dim, capacity=None, some=9):
@@ -371,7 +398,9 @@ def all_cases():
     yield dist.parallel_experts, parallel_experts((1, 3), 3, 3, 2, True), {}
     yield dist.dispatch, dispatch((1, 3), 3, 2), {}
     yield dist.combine, combine((1, 2), 2, 3), {"free": ("x.0", "x.1")}
+    yield dist.parallel_latent_split, latent_split(1, 1, True), {"free": ("x.0", "x.1", "x.2")}
     yield dist.context_attention, context_attention(1, 1, 1, 1, 2, 4, True, "ring"), {}
+    yield dist.context_sink_attention, context_attention(1, 1, 1, 1, 2, 4, True, "ring", sinks=True), {}
 
 
 def on_axis(op, case, more, axis):

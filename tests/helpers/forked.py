@@ -1,6 +1,7 @@
 """Processes that share one import of torch, which takes longer than most of them run: forks of a process that has run nothing
 yet."""
 
+import faulthandler
 import importlib
 import os
 import sys
@@ -30,6 +31,7 @@ def _child(call, path):
     try:
         for number, suffix in ((1, ".out"), (2, ".err")):
             os.dup2(os.open(path.with_suffix(suffix), os.O_WRONLY | os.O_CREAT), number)
+        faulthandler.enable()  # where a process was that torch or Gloo aborts
         call()
         code = 0
     except BaseException:

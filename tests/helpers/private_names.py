@@ -13,6 +13,7 @@ FLASH = "scaled_dot_product_attention does not give the logsumexp, which a backw
 HOST = "public only by a slower way, and on the path of every call"
 DYNAMO = "torch.compiler.assume_constant_result sets it, and imports the compiler, most of the time of an import"
 FUNCTORCH = "no public way to ask whether a tensor is one of torch.func's; tests try every entry of torch.func"
+TIMEOUT = "no public way to ask a process group for its timeout; a test lets a rank of four stop, on each version"
 C10D = "no public operator that a compiler may trace; tests run each on threads and on processes"
 HOOKS = "no public way to ask whether a module or tensor has hooks, which decides whether a layer may be skipped"
 MODULE = "torch.nn documents the dictionaries for subclasses; named_parameters and named_modules cost a generator a call"
@@ -27,6 +28,8 @@ NAMES = {
     "torch._dynamo": "its config of floats, read once a compiler runs: torch.compiler has no public name for one",
     "._current_level": "whether torch.autograd.forward_ad is on: no public name; a layer under it would lose tangents in silence",
     "._load_from_state_dict": "the hook that torch.nn documents for subclasses with older state dicts",
+    "._get_backend": TIMEOUT,
+    "._timeout": TIMEOUT,
     "._version": "autograd's own counter, documented in torch's notes; test_versions tries every way to write",
     "._base": "the tensor that a view is of: no public name; a fusion is left out where it is None",
     "._is_view": "whether a tensor is a view: no public name; tests/distributed tries views and their bases",

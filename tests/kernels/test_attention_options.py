@@ -279,6 +279,26 @@ def test_triton_goes_over_blocks(name):
     assert_close(got, want, dtype=torch.float32)
 
 
+@pytest.mark.parametrize("score", [PLAIN, PLAIN._replace(window=3, softcap=2.0, alibi=True)])
+@pytest.mark.parametrize("first", [4, 9, 11])
+def test_the_last_rows_of_packed_sequences(score, first, monkeypatch):
+    """Rows from `first` on, over the keys of all rows, have the y and gradients that they have among all rows."""
+    q, k, v, dy = torch.randn(4, 1, 12, 2, 8, dtype=torch.float64)
+    dy[:, :first], ends = 0, torch.tensor([0, 3, 3, 8, 11, 12], dtype=torch.int32)
+
+    def run(at):
+        y, lse = attend_fwd(q[:, at:], k, v, None, ends, score)
+        dq, *dkv, _ = attend_bwd(dy[:, at:], q[:, at:], k, v, None, ends, y, lse, score, False)
+        return y[:, first - at :], lse[..., first - at :], dq[:, first - at :], *dkv
+
+    want = run(0)
+    torch.testing.assert_close(run(first), want, rtol=0, atol=1e-14)
+    monkeypatch.setattr("funcops.kernels.scored_attention.read_here", lambda ends: False)  # as on a device
+    torch.testing.assert_close(run(first), want, rtol=0, atol=1e-14)
+    of_q, of_k = library._ends(ends, q[:, first:], k)
+    assert of_k.equal(ends) and of_q.tolist() == [max(end - first, 0) for end in ends.tolist()]
+
+
 @pytest.mark.parametrize("scale", [None, 0.5])
 @pytest.mark.parametrize("causal", [False, True])
 def test_sizes_of_zero_give_the_formula_or_raise_by_name(scale, causal):

@@ -1,13 +1,19 @@
-"""A recipe of one's own: its three formats must have scales of one kind, since a product decodes both operands by one kind."""
+"""A recipe of one's own: what it must set, which formats go together, and which rows take them."""
 
 import itertools
 
 import pytest
 import torch
 
-from funcops import LinearConfig, QLinearConfig, linear, qlinear, random
+from funcops import ChainConfig, LinearConfig, QLinearConfig, Step, dist, linear, qlinear, random
+from funcops import nn as fnn
 from funcops.contract.op import config
-from funcops.low_precision import Format, Recipe, quantize_params, quantize_tensor
+from funcops.formats.format import FORMATS
+from funcops.low_precision import Format, Fp8Delayed, Recipe, quantize_params, quantize_tensor, with_recipe
+from funcops.ops.grouped_linear import GroupedLinearParams
+from funcops.ops.grouped_qlinear import GroupedQLinearConfig, grouped_qlinear
+from funcops.ops.linear import LinearParams
+from funcops.testing import run_ranks
 
 KINDS = {  # by kind of scales: the element of x and dy, and the tiles of x, dy and of w
     "pow2": ("e4m3", (1, 128), (128, 128)),
@@ -47,3 +53,110 @@ def test_a_recipe_has_scales_of_one_kind(kinds):
     _, dx = qlinear.bwd(residuals, dy, cfg)
     exact = dy @ params.weight
     assert (dx - exact).norm() < 0.3 * exact.norm()  # four-bit operands; scales read as another kind are off by 1 at least
+
+
+@config
+class OfOne(Recipe):
+    """One format for all operands; all other fields are the base's."""
+
+    format: Format = Format("e4m3")
+
+    def __post_init__(self):
+        self.settle(self.format, self.format, self.format)
+
+
+@config
+class Unsettled(Recipe):
+    pass
+
+
+WITHOUT_FORMATS = {
+    "QLinearConfig": lambda recipe: QLinearConfig(128, 128, recipe),
+    "GroupedQLinearConfig": lambda recipe: GroupedQLinearConfig(2, 128, 128, recipe),
+    "with_recipe": lambda recipe: with_recipe(ChainConfig(steps=(Step("up", linear, LinearConfig(128, 128)),)), recipe),
+    "ColumnQLinearConfig": lambda recipe: dist.ColumnQLinearConfig(128, 128, recipe, axis=dist.Axis("tp", 1, 0)),
+    "funcops.nn.Linear": lambda recipe: fnn.Linear(128, 128, recipe=recipe),
+}
+
+
+@pytest.mark.parametrize("where", WITHOUT_FORMATS)
+def test_a_recipe_without_formats_is_refused_by_name(where):
+    with pytest.raises(
+        TypeError, match=r"recipe must be a Recipe whose formats are set \(call self\.settle\(x, w, dy\) in .*Unsettled$"
+    ):
+        WITHOUT_FORMATS[where](Unsettled())
+
+
+def test_what_settle_takes():
+    with pytest.raises(TypeError, match="^OfOne.settle: x must be Format, got 'e4m3'$"):
+        OfOne(format="e4m3")
+
+
+def test_scales_from_earlier_steps_are_those_of_delayed_scaling():
+    made = type("Remembers", (OfOne,), {"delayed": True})
+    with pytest.raises(ValueError, match=r"^Remembers: delayed must be False, or the class a subclass of Fp8Delayed"):
+        made()
+    assert type("Longer", (Fp8Delayed,), {})(history=4096).delayed
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+def test_rows_in_groups_take_a_format_or_refuse_it(format):
+    """A group of rows is a layer of its own, or the recipe is refused."""
+    recipe = OfOne(format=format)
+    if format.tile != (0, 0) and (format.tile[0] > 1 or format.tile[1] == 0):
+        with pytest.raises(ValueError, match=r"^GroupedQLinearConfig: recipe\.x\.tile must be \(0, 0\) or within a row"):
+            GroupedQLinearConfig(2, 128, 128, recipe)
+        return
+    cfg = GroupedQLinearConfig(2, 128, 128, recipe, bias=False)
+    generator = torch.Generator().manual_seed(0)
+    weight, rows, dy = (torch.randn(*shape, 128, generator=generator) for shape in ((2, 128), (256,), (256,)))
+    _, residuals = grouped_qlinear.fwd(
+        GroupedLinearParams(weight, None), (rows, torch.tensor([0, 96, 256], dtype=torch.int32)), cfg
+    )
+    dparams, _ = grouped_qlinear.bwd(residuals, dy, cfg)
+    for e, own in enumerate((slice(96), slice(96, 256))):
+        one = QLinearConfig(128, 128, recipe, bias=False)
+        _, kept = qlinear.fwd(LinearParams(weight[e], None), rows[own], one)
+        torch.testing.assert_close(dparams.weight[e], qlinear.bwd(kept, dy[own], one)[0].weight, rtol=1e-4, atol=1e-3)
+
+
+X, DY, W = torch.randn(3, 128, 256, generator=torch.Generator().manual_seed(0)).unbind()
+W = torch.cat((W, W.flip(1)))
+
+
+def of_rank(mesh, recipe, columns, sequence):
+    """y, dw and dx of one rank, each along the dims on which the ranks hold parts."""
+    tp = mesh["tp"]
+    op, config = (dist.column_qlinear, dist.ColumnQLinearConfig) if columns else (dist.row_qlinear, dist.RowQLinearConfig)
+    cfg = config(256, 256, recipe, bias=False, axis=tp, sequence_parallel=sequence)
+
+    def own(t, dim):
+        return t if dim is None else t.chunk(2, dim)[tp.rank].contiguous()
+
+    rows = 0 if sequence else None
+    x, dy = (own(X, rows), own(DY, 1)) if columns else (own(X, 1), own(DY, rows))
+    y, residuals = op.fwd(LinearParams(own(W, 0 if columns else 1), None), x, cfg)
+    dparams, dx = op.bwd(residuals, dy, cfg)
+    return y, dparams.weight, dx
+
+
+@pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.slow, id="whole"), pytest.param(True, id="sequence")])
+@pytest.mark.parametrize("columns", [True, False], ids=["column", "row"])
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+def test_layers_over_ranks_take_a_format_or_refuse_it(format, columns, sequence):
+    """Two ranks have the codes of one process, or the recipe is refused."""
+    recipe, where = OfOne(format=format), "ColumnQLinearConfig" if columns else "RowQLinearConfig"
+    refused = r"\(0, 0\) or blocks" if format.tile == (1, 0) else "within a row" if sequence and format.tile[0] > 1 else None
+    if refused is not None:
+        with pytest.raises(ValueError, match=rf"^{where}: recipe\.x\.tile must be {refused}"):
+            run_ranks({"tp": 2}, lambda mesh: of_rank(mesh, recipe, columns, sequence))
+        return
+    ranks = run_ranks({"tp": 2}, lambda mesh: of_rank(mesh, recipe, columns, sequence))
+    one = QLinearConfig(256, 256, recipe, bias=False)
+    y, residuals = qlinear.fwd(LinearParams(W, None), X, one)
+    dparams, dx = qlinear.bwd(residuals, DY, one)
+    rows = 0 if sequence else None
+    dims = (1, 0, rows) if columns else (rows, 1, 1)
+    for parts, dim, wanted in zip(zip(*ranks, strict=True), dims, (y, dparams.weight, dx), strict=True):
+        found = parts[0] if dim is None else torch.cat(parts, dim)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)

@@ -152,20 +152,6 @@ def test_a_tree_that_is_not_the_forwards_takes_the_loud_way(wrong):
         chain.bwd(kept, dy, cfg)
 
 
-def test_one_of_two_recomputable_steps_in_a_row_is_kept():
-    """The second's y cannot be recomputed from an x that is not kept itself."""
-    steps = (Step("norm", rms_norm, RMSNormConfig(D)), Step("act", activation, ActivationConfig("silu")))
-    cfg = ChainConfig(steps=(*steps, Step("up", linear, LinearConfig(D, D))))
-    params, x, dy = chain.init(cfg, key=random.key(0)), torch.randn(7, D), torch.randn(7, D)
-    _, kept = chain.fwd(params, x, cfg)
-    assert kept["act"].x is None and kept["up"].x is not None
-    everything = dataclasses.replace(cfg, recompute=False)
-    want = chain.bwd(chain.fwd(params, x, everything)[1], dy, everything)
-    dx, pending = chain.dgrad(kept, dy, cfg)
-    for found in (chain.bwd(kept, dy, cfg), (chain.wgrad(pending, cfg), dx)):
-        assert all(torch.equal(a, b) for a, b in zip(tensors(found), tensors(want), strict=True))
-
-
 def test_explicit_forks_and_skips_give_the_same_bits():
     body = (Step("norm", rms_norm, RMSNormConfig(D)), Step("up", linear, LinearConfig(D, D)))
     by_hand = ChainConfig(

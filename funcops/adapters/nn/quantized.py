@@ -19,7 +19,7 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import Op, wrap
 from funcops.errors import StaleResidualError, describe, fail, require, require_dtype, require_flag, require_type
 from funcops.formats import QTensor, QWeight, quantized_weight
-from funcops.formats.recipes import Recipe
+from funcops.formats.recipes import require_recipe
 from funcops.ops.linear import LinearParams
 from funcops.ops.qlinear import qlinear
 
@@ -31,7 +31,7 @@ NO_GRADIENT = QWeight(_empty, _empty, None)  # the gradient of codes
 def take_recipe(where: str, module: Any, recipe: Any) -> None:
     """Set a recipe on an `nn.Linear`. Raises `TypeError` if it is not a recipe, `ValueError` for a recipe with state and for sizes
     that it does not support; the module is then unchanged."""
-    require_type(where, "recipe", recipe, Recipe)
+    require_recipe(where, recipe)
     if recipe.delayed:
         expected = "one without state (its scales are the caller's: funcops.nn.functional(model), with_recipe, recipe_init)"
         fail(where, "recipe", expected, type(recipe).__name__)

@@ -13,9 +13,9 @@ from torch import Tensor
 from funcops.distributed import comm
 from funcops.distributed.mesh import Axis
 from funcops.distributed.ops._linear import check_config
-from funcops.errors import require, require_type
+from funcops.errors import require
 from funcops.formats import Format, QTensor, by_tiles
-from funcops.formats.recipes import Recipe
+from funcops.formats.recipes import Recipe, require_recipe
 from funcops.kernels.quantize import by_columns
 from funcops.ops.qlinear import Largest, quantized
 
@@ -25,7 +25,12 @@ def check_low_config(cfg: Any, shared: str) -> None:
     where = type(cfg).__name__
     check_config(cfg, shared)
     require(cfg.overlap != "ring", where, "overlap", "'none' or 'bulk' with a recipe, whose codes are sent as one", "'ring'")
-    require_type(where, "recipe", cfg.recipe, Recipe)
+    require_recipe(where, cfg.recipe)
+    for name in ("x", "w", "dy") if cfg.axis.size > 1 else ():
+        tile, whole = getattr(cfg.recipe, name).tile, "(0, 0) or blocks, as ranks hold parts of a row and share no scale of it"
+        require(tile != (1, 0), where, f"recipe.{name}.tile", whole, tile)
+        within = name == "w" or tile[0] < 2 or not cfg.sequence_parallel
+        require(within, where, f"recipe.{name}.tile", "within a row with sequence_parallel, as ranks hold other rows", tile)
     for name in ("in_features", "out_features"):
         multiple = cfg.recipe.multiple * (cfg.axis.size if name == shared else 1)
         of = f"{type(cfg.recipe).__name__} on {cfg.axis}" if name == shared else type(cfg.recipe).__name__

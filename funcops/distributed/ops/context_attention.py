@@ -17,7 +17,11 @@ of dk and dv are sent and summed in the wide dtype.
 `comm="gather"`: k and v are gathered during the attention to this rank's own; dk and dv are scattered. `comm="ring"`: k and v are
 sent around the ring, each during the attention to the ones before, and dk and dv follow: k and v of two ranks at a time in memory.
 Kept: q, k, v (aliases), y (the caller's own output) and logsumexp: 1/n of what attention keeps. The backward sends k and v again.
-Windows and ALiBi are not supported: with two chunks that are far apart, positions in a block do not tell distances.
+
+With a window, ALiBi, a bias or packed sequences k and v are gathered first, and put in order; each chunk is then one attention to
+the keys up to its end: of a window, only those that it reaches. These options are as in attention: ALiBi and packed sequences need
+`causal`, a bias [B or 1, H or 1, T/n, S] has this rank's rows and all keys, cu_seqlens [N + 1] are the whole sequence's, the same
+on all ranks. They need comm="gather", as a part of the ring's keys has no place in one causal mask.
 arXiv:2310.01889, arXiv:2407.21783.
 
 >>> import torch
@@ -38,26 +42,25 @@ arXiv:2310.01889, arXiv:2407.21783.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from funcops.backend import wide
-from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
 from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
 from funcops.contract.schema import DGRAD, Inputs, Residuals, saved
 from funcops.distributed import comm
 from funcops.distributed.checks import check_tensor, require_axis
 from funcops.distributed.mesh import Axis
+from funcops.distributed.zigzag import unzigzag
 from funcops.errors import check, fail, require
 from funcops.kernels import attention as kernels
-from funcops.kernels.scored_attention import Score
-from funcops.ops.attention import check_parts, check_qkv, scale_of
+from funcops.kernels.scored_attention import Score, nothing_to_see
+from funcops.ops.attention import AttentionConfig, check_bias, check_cu_seqlens, check_parts, check_qkv, of_config
 
 __all__ = ["ContextAttentionConfig", "ContextAttentionResiduals"]
 __all__ += ["context_attention", "context_attention_bwd", "context_attention_dgrad"]
@@ -65,28 +68,28 @@ __all__ += ["context_attention_fwd", "context_attention_init", "context_attentio
 
 
 @config
-class ContextAttentionConfig(OpConfig):
-    """`axis`: the axis that shards the sequence. `scale` defaults to D^(-1/2); `softcap` bounds the scores. `comm`: "gather" or
-    "ring"."""
+class ContextAttentionConfig(AttentionConfig):
+    """The fields of `AttentionConfig`; `axis`: the axis that shards the sequence; `comm`: "gather" or "ring"."""
 
     axis: Axis = field(kw_only=False)
-    causal: bool = False
-    scale: float | None = None
     comm: str = "gather"
-    softcap: float | None = None
+    attends = False  # beyond what it communicates itself
 
     def __post_init__(self) -> None:
-        require_axis("ContextAttentionConfig", self.axis)
-        for name in ("scale", "softcap"):
-            value = getattr(self, name)
-            right = value is None or (math.isfinite(value) and value > 0)
-            require(right, "ContextAttentionConfig", name, "None or above 0", value)
-        require(self.comm in ("gather", "ring"), "ContextAttentionConfig", "comm", "'gather' or 'ring'", repr(self.comm))
+        super().__post_init__()
+        where = type(self).__name__
+        require_axis(where, self.axis)
+        require(self.comm in ("gather", "ring"), where, "comm", "'gather' or 'ring'", repr(self.comm))
+        for name in ("alibi", "packed"):
+            wanted = "False without causal (kernels take the last row to be at the last key)"
+            require(self.causal or not getattr(self, name), where, name, wanted, True)
+        in_parts = self.comm == "gather" or not self.in_order
+        require(in_parts, where, "comm", "'gather' with a window, ALiBi, a bias or packed sequences", repr(self.comm))
 
-    def score(self, head_size: int, causal: bool | None = None) -> Score:
-        """The `Score` of a pair of queries and keys; by default of this rank's own."""
-        causal = self.causal if causal is None else causal
-        return Score(causal, 0, self.softcap or 0.0, False, scale_of(head_size, self.scale))
+    @property
+    def in_order(self) -> bool:
+        """Whether keys must be in the order of the sequence."""
+        return bool(self.window) or self.alibi or self.bias or self.packed
 
 
 class ContextAttentionResiduals(Residuals, static=("inputs",)):
@@ -95,49 +98,145 @@ class ContextAttentionResiduals(Residuals, static=("inputs",)):
     v: Tensor = saved("[B, S/n, K, D]", alias="x.2", needed_by=DGRAD)
     y: Tensor = saved("[B, T/n, H, D]", alias="y", needed_by=DGRAD)
     logsumexp: Tensor = saved("[B, H, T/n]", needed_by=DGRAD)
+    more: Tensor | None = saved("[B or 1, H or 1, T/n, S] or [N + 1]", alias="x.3", needed_by=DGRAD)  # bias or cu_seqlens
 
 
 @forward(ContextAttentionConfig)
 def context_attention_fwd(
-    params: None, x: tuple[Tensor, Tensor, Tensor], cfg: ContextAttentionConfig, *, needs: Needs = Needs.ALL
+    params: None, x: tuple[Tensor, ...], cfg: ContextAttentionConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, ContextAttentionResiduals | None]:
-    """x: `(q, k, v)` of this rank -> y: [B, T/n, H, D]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
-    where = "context_attention_fwd"
-    q, k, v = check_parts(where, x, ("q", "k", "v"))
+    """x: `(q, k, v)` of this rank, and the part that cfg adds -> y: [B, T/n, H, D]. Raises `ValueError` or `TypeError` for a wrong
+    shape, dtype or device."""
+    q, k, v, more = check_context_x("context_attention_fwd", x, cfg)
+    y, lse = attended(q, k, v, more, cfg)
+    kept = ContextAttentionResiduals.keep(cfg, needs, q=q, k=k, v=v, y=y, logsumexp=lse, more=more, inputs=Inputs.of(x))
+    return y, kept
+
+
+def check_context_x(where: str, x: object, cfg: ContextAttentionConfig) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Check a rank's x, and return q, k, v and the part after them, or None."""
+    q, k, v, *rest = check_parts(where, x, cfg.parts)
     check_qkv(where, q, k, v, cfg.causal)
     if cfg.causal and q.shape[1] != k.shape[1]:
         fail(where, "x.1 (k)", f"as long as q, {q.shape[1]} (cfg.causal)", k.shape[1])
     check(where, "x.2 (v)", v, tuple(k.shape))
     for name, t in (("x.0 (q)", q), ("x.1 (k)", k), ("x.2 (v)", v)):
         check_tensor(where, name, t, (...,))
-    if cfg.axis.size == 1:
-        y, lse = _forward(q, k, v, cfg.score(q.shape[3]))
-    else:
-        if cfg.causal and q.shape[1] % 2:
-            fail(where, "x.0 (q)", "of an even length (two chunks in zigzag order)", q.shape[1])
-        y, lse = _attend(q, k, v, cfg)
-    kept = ContextAttentionResiduals.keep(cfg, needs, q=q, k=k, v=v, y=y, logsumexp=lse, inputs=Inputs.of(x))
-    return y, kept
+    for name, t in (("x.0 (q)", q),) * cfg.causal + (("x.1 (k)", k),) * cfg.bias:
+        if cfg.axis.size > 1 and t.shape[1] % 2:
+            fail(where, name, "of an even length (two chunks in zigzag order)", t.shape[1])
+    more = rest[0] if rest else None
+    if more is not None:
+        check_tensor(where, f"x.3 ({cfg.parts[3]})", more, (...,))
+    if cfg.bias:
+        check_bias(where, more, q, cfg.axis.size * k.shape[1])
+    if cfg.packed:
+        check_cu_seqlens(where, more, q, k, cfg.axis.size)
+    return q, k, v, more
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, more: Tensor | None, cfg: ContextAttentionConfig) -> tuple[Tensor, Tensor]:
+    """y and logsumexp over the keys of all ranks."""
+    if cfg.axis.size == 1 or (cfg.in_order and nothing_to_see(q, k)):
+        return kernels.attend_fwd(q, k, v, *of_config(more, cfg), cfg.score(q.shape[3]))
+    return _attend_in_order(q, k, v, more, cfg) if cfg.in_order else _attend(q, k, v, cfg)
 
 
 @dgrad_of(ContextAttentionResiduals)
 def context_attention_dgrad(
     residuals: ContextAttentionResiduals, dy: Tensor, cfg: ContextAttentionConfig
-) -> tuple[tuple[Tensor, Tensor, Tensor], None]:
-    """`(dq, dk, dv)` of this rank. No params, so pending is None."""
-    needs = residuals.needs
-    if not needs.x:
+) -> tuple[tuple[Tensor, ...], None]:
+    """`(dq, dk, dv)` of this rank, and dbias for a bias or None for cu_seqlens. No params, so pending is None."""
+    if not residuals.needs.x:
         return residuals.nothing(), None
-    q, k, v, y, lse = residuals.q, residuals.k, residuals.v, residuals.y, residuals.logsumexp
-    check_tensor("context_attention_dgrad", "dy", dy, (...,))
-    check("context_attention_dgrad", "dy", dy, q.shape, q.dtype, q)
-    if cfg.axis.size == 1:
-        grads = kernels.attend_bwd(dy, q, k, v, None, None, y, lse, cfg.score(q.shape[3]), False)[:3]
+    return context_gradients("context_attention_dgrad", residuals, dy, cfg), None
+
+
+def context_gradients(where: str, residuals: Any, dy: Tensor, cfg: ContextAttentionConfig) -> Any:
+    """The requested gradients of the parts of x."""
+    needs, q, k, v, y, lse = residuals.needs, residuals.q, residuals.k, residuals.v, residuals.y, residuals.logsumexp
+    check_tensor(where, "dy", dy, (...,))
+    check(where, "dy", dy, q.shape, q.dtype, q)
+    sends = needs.input(1) or needs.input(2)
+    if cfg.axis.size == 1 or (cfg.in_order and nothing_to_see(q, k)):
+        wants_bias, parts = cfg.bias and needs.input(3), of_config(residuals.more, cfg)
+        grads: Any = kernels.attend_bwd(dy, q, k, v, *parts, y, lse, cfg.score(q.shape[3]), wants_bias)
+    elif cfg.in_order:
+        grads = _backward_in_order(dy, residuals, cfg, sends)
     else:
         backward = _Backward(dy, q, y, lse, cfg)
-        sends = needs.input(1) or needs.input(2)
         grads = (_gathered_backward if cfg.comm == "gather" else _ring_backward)(backward, k, v, cfg, sends)
-    return residuals.inputs.make(tuple([g if needs.input(i) else None for i, g in enumerate(grads)])), None
+    grads = (*grads[:3], *((grads[3],) if cfg.bias else (None,) * cfg.packed))
+    return residuals.inputs.make(tuple([g if needs.input(i) else None for i, g in enumerate(grads)]))
+
+
+class _Piece(NamedTuple):
+    """Some rows, the keys that they see, and bias or cu_seqlens for these."""
+
+    rows: slice
+    keys: slice
+    bias: Tensor | None
+    cu_seqlens: Tensor | None
+
+    @staticmethod
+    def all_of(more: Tensor | None, cfg: ContextAttentionConfig, t: int, s: int) -> list[_Piece]:
+        """A rank's rows: at once, or if causal by chunk, whose last row is at the last key."""
+        bias, ends = of_config(more, cfg)
+        rank, n, chunk = cfg.axis.rank, cfg.axis.size, t // 2
+        spans = [(slice(None), 0, n * s)]
+        if cfg.causal:
+            firsts = rank * chunk, (2 * n - 1 - rank) * chunk
+            low = [max(0, first - cfg.window + 1) if cfg.window else 0 for first in firsts]
+            spans = [(slice(i * chunk, (i + 1) * chunk), low[i], firsts[i] + chunk) for i in (0, 1)]
+        return [
+            _Piece(
+                rows,
+                slice(first, last),
+                None if bias is None else bias[:, :, rows, first:last],
+                None if ends is None else (ends - first).clamp_(0, last - first),
+            )
+            for rows, first, last in spans
+        ]
+
+
+def _in_order(k: Tensor, v: Tensor, cfg: ContextAttentionConfig) -> Tensor:
+    """[2, B, S, K, D]: k and v of all ranks, in the order of the sequence."""
+    kv = torch.stack((k, v))
+    every = comm.wait(comm.start_gather(kv, cfg.axis), cfg.axis).unflatten(0, (cfg.axis.size, 2))
+    return unzigzag(every.movedim(0, 2).flatten(2, 3), cfg.axis, 2)
+
+
+def _attend_in_order(q: Tensor, k: Tensor, v: Tensor, more: Tensor | None, cfg: ContextAttentionConfig) -> tuple[Tensor, Tensor]:
+    (k, v), s, score = _in_order(k, v, cfg), k.shape[1], cfg.score(q.shape[3])
+    found = [
+        kernels.attend_fwd(q[:, one.rows], k[:, one.keys], v[:, one.keys], one.bias, one.cu_seqlens, score)
+        for one in _Piece.all_of(more, cfg, q.shape[1], s)
+    ]
+    rows = q.shape[1] // len(found)
+    return torch.cat([y for y, _ in found], 1), torch.cat([lse[..., :rows] for _, lse in found], -1)
+
+
+def _backward_in_order(dy: Tensor, residuals: Any, cfg: ContextAttentionConfig, sends: bool) -> tuple[Tensor | None, ...]:
+    q, y, lse, axis = residuals.q, residuals.y, residuals.logsumexp, cfg.axis
+    kv, score = _in_order(residuals.k, residuals.v, cfg), cfg.score(q.shape[3])
+    dkv, found = torch.zeros_like(kv, dtype=wide(q.dtype)), []
+    for one in _Piece.all_of(residuals.more, cfg, q.shape[1], residuals.k.shape[1]):
+        dy_rows, q_rows, y_rows = (t[:, one.rows] for t in (dy, q, y))
+        of_rows, wants_bias = lse[..., one.rows].contiguous(), cfg.bias and residuals.needs.input(3)
+        k, v = kv[:, :, one.keys]
+        dq, dk, dv, dbias = kernels.attend_bwd(dy_rows, q_rows, k, v, one.bias, one.cu_seqlens, y_rows, of_rows, score, wants_bias)
+        dkv[0, :, one.keys] += dk
+        dkv[1, :, one.keys] += dv
+        if dbias is not None:
+            dbias = torch.nn.functional.pad(dbias, (one.keys.start, kv.shape[2] - one.keys.stop))
+        found.append((dq, dbias))
+    dk = dv = None
+    if sends:
+        chunks = dkv.chunk(2 * axis.size, 2)
+        parts = [torch.cat((chunks[r], chunks[-1 - r]), 2) for r in range(axis.size)]
+        dk, dv = comm.scatter_sum(torch.cat(parts), axis).to(q.dtype)
+    dbias = None if found[0][1] is None else torch.cat([one for _, one in found], 2)
+    return torch.cat([dq for dq, _ in found], 1), dk, dv, dbias
 
 
 class _Pair(NamedTuple):
@@ -176,6 +275,10 @@ def _travelling(kv: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor]]:
             kv = comm.wait(sent, axis)[0]
 
 
+def _score(cfg: ContextAttentionConfig, q: Tensor, causal: bool) -> Score:
+    return cfg.score(q.shape[3])._replace(causal=causal)
+
+
 def _forward(q: Tensor, k: Tensor, v: Tensor, score: Score) -> tuple[Tensor, Tensor]:
     return kernels.attend_fwd(q, k, v, None, None, score)
 
@@ -185,14 +288,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, cfg: ContextAttentionConfig) -> tup
     axis, t, s = cfg.axis, q.shape[1], k.shape[1]
     kv = torch.stack((k, v))
     sent = comm.start_gather(kv, axis) if cfg.comm == "gather" else None
-    out, lse = _forward(q, k, v, cfg.score(q.shape[3]))
+    out, lse = _forward(q, k, v, _score(cfg, q, cfg.causal))
     total = out.to(wide(q.dtype)), lse[..., :t].contiguous()
 
     def add(other: int, parts: Tensor) -> None:
         pair = _Pair.of(axis.rank, other, cfg, t, s)
         if s and t:
             k, v = _keys_of_ranks(parts, pair.keys)
-            out, lse = _forward(q[:, pair.query :], k, v, cfg.score(q.shape[3], pair.causal))
+            out, lse = _forward(q[:, pair.query :], k, v, _score(cfg, q, pair.causal))
             kernels.merge(total, out, lse, pair.query)
 
     if sent is None:
@@ -218,7 +321,7 @@ class _Backward:
         at = pair.query
         lse = self.lse[..., at:].contiguous()
         dy, q, y = (t[:, at:] for t in (self.dy, self.q, self.y))
-        score = self.cfg.score(q.shape[3], pair.causal)
+        score = _score(self.cfg, q, pair.causal)
         dq, dk, dv, _ = kernels.attend_bwd(dy, q, k, v, None, None, y, lse, score, False)
         self.dq[:, at:] += dq
         return torch.stack((dk, dv)).to(self.dq.dtype)

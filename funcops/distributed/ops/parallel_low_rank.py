@@ -5,6 +5,8 @@
     side="row"      u = c sum over r of x_r a_r^T             y = u b^T         a_r: [R, I/n], a rank's columns
                     t = c dy b           dx_r = t a_r         da_r = t^T x_r    db = dy^T u
 
+With dropout x is multiplied by a mask, as in `low_rank`, and so is dx: ranks draw their parts of one mask.
+
 c = cfg.scale; all of one float dtype. Only u and t are sent over the axis, R numbers a row. With sequence parallelism rows are
 sharded where features are not, as in the layer: u and t are gathered for the side that has all rows, and their sums are
 scattered. Without, all ranks have the same rows. The gradient of the sharded leaf is complete either way; the other leaf's gradient
@@ -35,10 +37,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcops.contract.by_config import ByConfig
 from funcops.contract.configs import fields_of
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
-from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
+from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Inputs, Pending, Residuals, saved, static
 from funcops.distributed import comm
 from funcops.distributed.checks import check_divides, check_tensor, require_axis, require_shares
 from funcops.distributed.init import init_part
@@ -48,12 +51,23 @@ from funcops.distributed.ops.column_linear import ColumnLinearConfig
 from funcops.distributed.ops.column_qlinear import ColumnQLinearConfig
 from funcops.distributed.ops.row_linear import RowLinearConfig
 from funcops.distributed.ops.row_qlinear import RowQLinearConfig
+from funcops.distributed.ops.sharded_dropout import Shared, check_shared
 from funcops.distributed.specs import Spec
-from funcops.errors import require
+from funcops.errors import describe, require
 from funcops.kernels import linear as products
 from funcops.kernels import pointwise
+from funcops.ops._tuples import require_tuple
 from funcops.ops.linear_wgrads import Product
-from funcops.ops.low_rank import ADAPTERS, LowRankConfig, LowRankParams, low_rank_gradients, low_rank_init, products_of
+from funcops.ops.low_rank import (
+    ADAPTERS,
+    LowRankConfig,
+    LowRankParams,
+    dropped,
+    low_rank_gradients,
+    low_rank_init,
+    masked,
+    products_of,
+)
 
 __all__ = ["ParallelLowRankConfig", "ParallelLowRankPending", "ParallelLowRankResiduals"]
 __all__ += ["parallel_low_rank", "parallel_low_rank_bwd", "parallel_low_rank_dgrad"]
@@ -62,8 +76,8 @@ __all__ += ["parallel_low_rank_fwd", "parallel_low_rank_init", "parallel_low_ran
 
 @config
 class ParallelLowRankConfig(LowRankConfig):
-    """The fields of `LowRankConfig` for the whole adapter, without dropout. `side`: "column" if outputs are sharded over `axis`,
-    "row" if inputs are. `sequence_parallel` and, for a column, `parts`: as in the layer."""
+    """The fields of `LowRankConfig` for the whole adapter. `side`: "column" if outputs are sharded over `axis`, "row" if inputs
+    are. `sequence_parallel` and, for a column, `parts`: as in the layer."""
 
     axis: Axis
     side: str
@@ -76,7 +90,8 @@ class ParallelLowRankConfig(LowRankConfig):
         require_axis(where, self.axis)
         require(self.side in ("column", "row"), where, "side", "'column' or 'row'", repr(self.side))
         object.__setattr__(self, "shards_features", self.side == "column")
-        require(self.dropout == 0.0, where, "dropout", "0 (an adapter over ranks does not support dropout)", self.dropout)
+        right = isinstance(self.shared, tuple) and all(type(one) is Shared for one in self.shared)
+        require(right, where, "shared", "a tuple of Shared", describe(self.shared))
         shared = "out_features" if self.side == "column" else "in_features"
         require_shares(where, shared, getattr(self, shared), self.axis)
         check_parts(self)
@@ -106,9 +121,30 @@ class ParallelLowRankResiduals(Residuals, static=("dtype",)):
     y_shape: torch.Size = static()
 
 
+class ParallelLowRankDropoutResiduals(Residuals, static=("inputs", "dtype")):
+    x: Tensor = saved("[*, I or I/n]", alias="x.0", needed_by=WGRAD, of=("params.a",))
+    u: Tensor = saved("[*, R]", needed_by=WGRAD, of=("params.b",))
+    a: Tensor = saved("[R, I or I/n]", alias="params.a", needed_by=DGRAD, of=("x.0",))
+    b: Tensor = saved("[O/n or O, R]", alias="params.b", needed_by=DGRAD | WGRAD, of=("x.0", "params.a"))
+    key: Tensor = saved("[2]", alias="x.1", needed_by=DGRAD | WGRAD, of=("x.0", "params.a"))
+    y_shape: torch.Size = static()
+
+
+Kept = ParallelLowRankResiduals | ParallelLowRankDropoutResiduals
+
+
+def _keyed(cfg: ParallelLowRankConfig) -> bool:
+    return cfg.draws_mask
+
+
+def _kept(cfg: ParallelLowRankConfig) -> type[Kept]:
+    return ParallelLowRankDropoutResiduals if cfg.draws_mask else ParallelLowRankResiduals
+
+
 class ParallelLowRankPending(Pending):
     x: Tensor = saved("[*, I or I/n]", alias="residuals.x", needed_by=WGRAD, of=("params.a",))
     t: Tensor = saved("[*, R]", needed_by=WGRAD, of=("params.a",))
+    key: Tensor = saved("[2]", alias="residuals.key", needed_by=WGRAD, of=("params.a",))
     dy: Tensor = saved("[*, O/n or O]", alias="dy", needed_by=WGRAD, of=("params.b",))
     u: Tensor = saved("[*, R]", alias="residuals.u", needed_by=WGRAD, of=("params.b",))
 
@@ -124,34 +160,43 @@ def parallel_low_rank_init(
 
 @forward(ParallelLowRankConfig, LowRankParams)
 def parallel_low_rank_fwd(
-    params: LowRankParams, x: Tensor, cfg: ParallelLowRankConfig, *, needs: Needs = Needs.ALL
-) -> tuple[Tensor, ParallelLowRankResiduals | None]:
+    params: LowRankParams, x: Tensor | tuple[Tensor, Tensor], cfg: ParallelLowRankConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, Kept | None]:
     """x: [m, *, I] -> y: [n m, *, O/n] for a column; [n m, *, I/n] -> [m, *, O] for a row; without `sequence_parallel` both have
-    all rows. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
-    where = "parallel_low_rank_fwd"
+    all rows. With dropout x is `(x, key)`. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
+    where, given, more = "parallel_low_rank_fwd", x, {}
+    if cfg.draws_mask:
+        x, key = require_tuple(where, given, "x", "key")
+        check_tensor(where, "x.1 (the key)", key, (2,), torch.int64, x)
+        more = {"key": key, "inputs": Inputs.of(given)}
     check_x(where, x, cfg.shapes["a"][1], cfg.sequence_parallel)
     for name, shape in cfg.shapes.items():
         check_tensor(where, f"params.{name}", getattr(params, name), shape, x.dtype, x)
     if cfg.sequence_parallel and not cfg.shards_features:
         check_divides(where, "x", x, 0, cfg.axis)
-    u = pointwise.scale(products.linear_fwd(x, params.a, None), cfg.scale)
+    if more:
+        check_shared(where, x, cfg.shared)
+    u = pointwise.scale(products.linear_fwd(masked(x, more["key"], cfg) if more else x, params.a, None), cfg.scale)
     u = u if cfg.shards_features else _summed(u, cfg)
     y = products.linear_fwd(_rows(u, cfg) if cfg.shards_features else u, params.b, None)
-    return y, ParallelLowRankResiduals.keep(cfg, needs, x=x, u=u, a=params.a, b=params.b, y_shape=y.shape, dtype=y.dtype)
+    return y, _kept(cfg).keep(cfg, needs, x=x, u=u, a=params.a, b=params.b, y_shape=y.shape, dtype=y.dtype, **more)
 
 
-@dgrad_of(ParallelLowRankResiduals)
-def parallel_low_rank_dgrad(
-    residuals: ParallelLowRankResiduals, dy: Tensor, cfg: ParallelLowRankConfig
-) -> tuple[Tensor, ParallelLowRankPending | None]:
-    """dy: like y -> dx: like x, and the pending weight gradients: x, t, dy and u, of which t is new."""
+@dgrad_of(ByConfig(ParallelLowRankConfig, _kept, (ParallelLowRankResiduals, ParallelLowRankDropoutResiduals)))
+def parallel_low_rank_dgrad(residuals: Kept, dy: Tensor, cfg: ParallelLowRankConfig) -> tuple[Any, ParallelLowRankPending | None]:
+    """dy: like y -> dx: like x, or with dropout `(dx, None)`, and the pending weight gradients: x, t, dy and u; t is new."""
     a, b, needs, t = residuals.a, residuals.b, residuals.needs, NO_GRADIENT
     check_tensor("parallel_low_rank_dgrad", "dy", dy, residuals.y_shape, residuals.dtype, residuals.u if b is None else b)
     if b is not None:  # dx or da is computed from t
         t = pointwise.scale(products.linear_dgrad(dy, b), cfg.scale)
         t = _summed(t, cfg) if cfg.shards_features else _rows(t, cfg)
-    dx = products.linear_dgrad(t, a) if needs.x else NO_GRADIENT
-    return dx, ParallelLowRankPending.keep(cfg, needs, x=residuals.x, t=t, dy=dy, u=residuals.u)
+    if isinstance(residuals, ParallelLowRankResiduals):
+        dx: Any = products.linear_dgrad(t, a) if needs.x else NO_GRADIENT
+        return dx, ParallelLowRankPending.keep(cfg, needs, x=residuals.x, t=t, key=None, dy=dy, u=residuals.u)
+    key = residuals.key
+    dx = masked(products.linear_dgrad(t, a), key, cfg) if needs.input(0) else NO_GRADIENT
+    pending = ParallelLowRankPending.keep(cfg, needs, x=residuals.x, t=t, key=key, dy=dy, u=residuals.u)
+    return residuals.inputs.make((dx, None)), pending
 
 
 @wgrad_of(ParallelLowRankPending, LowRankParams)
@@ -171,7 +216,7 @@ def parallel_low_rank_products(
 
 def _factors(pending: ParallelLowRankPending, cfg: ParallelLowRankConfig, name: str) -> tuple[Tensor, Tensor]:
     if name == "a":
-        return pending.t, pending.x
+        return pending.t, dropped(pending, cfg)
     return pending.dy, _rows(pending.u, cfg) if cfg.shards_features else pending.u
 
 
@@ -192,12 +237,15 @@ parallel_low_rank = make_op(
     fwd=parallel_low_rank_fwd,
     dgrad=parallel_low_rank_dgrad,
     wgrad=parallel_low_rank_wgrad,
+    keyed=_keyed,
     products=parallel_low_rank_products,
 )
 parallel_low_rank_bwd = both_halves(parallel_low_rank, parallel_low_rank_dgrad, parallel_low_rank_wgrad)
 
 
 def _beside(side: str, cfg: Any, low: LowRankConfig) -> tuple[Op, ParallelLowRankConfig]:
+    wanted = "0 beside a layer over ranks (call with_lora before dist.parallel, which knows how x is sharded)"
+    require(low.dropout == 0.0, "ParallelLowRankConfig", "dropout", wanted, low.dropout)
     parts = cfg.parts if side == "column" else ()
     made = ParallelLowRankConfig(**fields_of(low), side=side, axis=cfg.axis, sequence_parallel=cfg.sequence_parallel, parts=parts)
     return parallel_low_rank, made

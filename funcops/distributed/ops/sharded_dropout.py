@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops import random
 from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
 from funcops.contract.op import config, dgrad_of, forward, make_op, no_params, same_width
@@ -35,7 +34,7 @@ from funcops.distributed.checks import check_tensor, require_axis
 from funcops.distributed.mesh import Axis
 from funcops.distributed.specs import Ranges, within
 from funcops.errors import FLOATS, describe, fail, require
-from funcops.kernels import pointwise as kernels
+from funcops.ops.dropout import sharded_mask
 
 __all__ = ["Shared", "ShardedDropoutConfig", "ShardedDropoutResiduals"]
 __all__ += ["sharded_dropout", "sharded_dropout_bwd", "sharded_dropout_dgrad"]
@@ -97,13 +96,18 @@ def sharded_dropout_fwd(
     t, key = x
     check_tensor(where, "x.0", t, (...,), FLOATS)
     check_tensor(where, "x.1 (the key)", key, (2,), torch.int64, t)
-    for one in cfg.shared:
+    check_shared(where, t, cfg.shared)
+    residuals = ShardedDropoutResiduals.keep(cfg, needs, key=key, inputs=Inputs.of(x), shape=t.shape, dtype=t.dtype)
+    return _apply(t, key, cfg), residuals
+
+
+def check_shared(where: str, t: Tensor, shared: tuple[Shared, ...]) -> None:
+    """Check that a rank's part `x.0` has the dimensions that are sharded."""
+    for one in shared:
         if not -t.dim() <= one.dim < t.dim():
             fail(where, "x.0", f"of more dimensions (cfg.shared has one of {one.dim})", describe(t))
         if one.zigzag and t.shape[one.dim] % 2:
             fail(where, "x.0", f"of an even size along dimension {one.dim} (zigzag)", describe(t))
-    residuals = ShardedDropoutResiduals.keep(cfg, needs, key=key, inputs=Inputs.of(x), shape=t.shape, dtype=t.dtype)
-    return _apply(t, key, cfg), residuals
 
 
 def _apply(t: Tensor, key: Tensor, cfg: ShardedDropoutConfig) -> Tensor:
@@ -111,17 +115,7 @@ def _apply(t: Tensor, key: Tensor, cfg: ShardedDropoutConfig) -> Tensor:
         return t
     if cfg.p == 1.0:
         return torch.zeros_like(t)
-    shared = [one for one in cfg.shared if one.axis.size > 1]
-    if not shared:
-        return kernels.dropout(t, key, cfg.p)
-    shape = list(t.shape)
-    for one in shared:
-        shape[one.dim] *= one.axis.size
-    ranges: list[Any] = [((0, n),) for n in shape]
-    for one in shared:
-        ranges[one.dim] = one.of(ranges[one.dim])
-    kept = random.bits_of(key, shape, ranges) >= round(cfg.p * 2**32)
-    return t * kept * (1.0 / (1.0 - cfg.p))
+    return sharded_mask(t, key, cfg.p, cfg.shared)
 
 
 @dgrad_of(ShardedDropoutResiduals)

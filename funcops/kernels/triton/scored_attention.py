@@ -282,8 +282,10 @@ def _bounds(cu_seqlens: Optional[Tensor], rows: int) -> Optional[Tensor]:
     return torch.stack((cu_seqlens[of], cu_seqlens[of + 1]))
 
 
-def _serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    return not nothing_to_see(q, k) and v.shape[3] > 0 and max(q.shape[3], v.shape[3]) <= LONGEST
+def _serves(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Optional[Tensor]) -> bool:
+    if nothing_to_see(q, k) or (cu_seqlens is not None and q.shape[1] != k.shape[1]):
+        return False
+    return v.shape[3] > 0 and max(q.shape[3], v.shape[3]) <= LONGEST
 
 
 def _arguments(q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], score: Score) -> tuple[Any, ...]:
@@ -307,7 +309,7 @@ def scored_attention_fwd(
     softcap: float, alibi: bool, scale: float,
 ) -> tuple[Tensor, Tensor]:
     score = Score(causal, window, softcap, alibi, scale)
-    if not _serves(q, k, v):
+    if not _serves(q, k, v, cu_seqlens):
         return declared.scored_attention_fwd.kernel.torch_impl(q, k, v, bias, cu_seqlens, *score)  # type: ignore[no-any-return]
     (batch, t, heads, d), bounds = q.shape, _bounds(cu_seqlens, q.shape[1])
     q, k, v, bias = q.contiguous(), k.contiguous(), v.contiguous(), contiguous(bias)
@@ -328,7 +330,7 @@ def scored_attention_bwd(
     causal: bool, window: int, softcap: float, alibi: bool, scale: float, wants_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Optional[Tensor]]:
     score = Score(causal, window, softcap, alibi, scale)
-    if not _serves(q, k, v):
+    if not _serves(q, k, v, cu_seqlens):
         return declared.scored_attention_bwd.kernel.torch_impl(  # type: ignore[no-any-return]
             dy, q, k, v, bias, cu_seqlens, out, lse, *score, wants_bias
         )
