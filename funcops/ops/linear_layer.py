@@ -44,11 +44,15 @@ class LinearLayer:
 
     def y_rows(self, rows: int, cfg: Any) -> int:
         """The size of y's first dimension, from x's."""
-        return rows
+        if not cfg.sequence_parallel:
+            return rows
+        return rows * cfg.axis.size if cfg.shards_features else rows // cfg.axis.size  # type: ignore[no-any-return]
 
     def x_rows(self, rows: int, cfg: Any) -> int:
         """The size of x's first dimension, from y's."""
-        return rows
+        if not cfg.sequence_parallel:
+            return rows
+        return rows // cfg.axis.size if cfg.shards_features else rows * cfg.axis.size  # type: ignore[no-any-return]
 
     def kept(self, cfg: Any, needs: Needs, x: Tensor, weight: Tensor, y: Tensor) -> Any:
         """The residuals, of checked tensors."""

@@ -398,28 +398,6 @@ class LowLayer(LinearLayer):
 
     dense = False
 
-    def prepares(self, cfg: Any) -> Hashable:
-        return None if cfg.recipe.delayed else cfg.recipe  # with delayed scaling each has a scale of its own
-
-    def prepared(self, x: Tensor, params: Any, cfg: Any, needs: Needs) -> Any:
-        return operands(x, cfg.recipe, needs)
-
-    def from_prepared(self, given: Any, params: Any, cfg: Any, needs: Needs) -> tuple[Tensor, Any]:
-        row, kept = given
-        return qlinear_of(row, kept, params, cfg, needs)
-
-    def check(self, params: Any, x: Tensor, cfg: Any) -> None:
-        check_params("qlinear_fwd", params, x, cfg)
-
-    def joins(self, cfg: Any) -> Hashable:
-        return cfg.recipe if cfg.recipe.keep == "input" and cfg.recipe.wgrad == "low" else None
-
-    def part_of_dx(self, residuals: Any, dy: Tensor, cfg: Any) -> tuple[Tensor, Any]:
-        return qlinear_dgrad.__wrapped__(residuals, dy, cfg)  # type: ignore[attr-defined, no-any-return]
-
-    def shared(self, pending: Any, cfg: Any) -> dict[str, Any] | None:
-        return {"x": factors_of_dw("qlinear_wgrad", pending.dy, pending.x, cfg.recipe)[1]}
-
 
 def a_tensor(kept: Any) -> Tensor | None:
     """A tensor on the device of a saved field; None if the field is None."""
@@ -476,6 +454,30 @@ def _sums(where: str, into: P, amaxes: Tensor | None, cfg: Any, params: type[P])
     return params(into.weight.value, into.bias)
 
 
+class _Layer(LowLayer):
+    def prepares(self, cfg: Any) -> Hashable:
+        return None if cfg.recipe.delayed else cfg.recipe  # with delayed scaling each has a scale of its own
+
+    def prepared(self, x: Tensor, params: Any, cfg: Any, needs: Needs) -> Any:
+        return operands(x, cfg.recipe, needs)
+
+    def from_prepared(self, given: Any, params: Any, cfg: Any, needs: Needs) -> tuple[Tensor, Any]:
+        row, kept = given
+        return qlinear_of(row, kept, params, cfg, needs)
+
+    def check(self, params: Any, x: Tensor, cfg: Any) -> None:
+        check_params("qlinear_fwd", params, x, cfg)
+
+    def joins(self, cfg: Any) -> Hashable:
+        return cfg.recipe if cfg.recipe.keep == "input" and cfg.recipe.wgrad == "low" else None
+
+    def part_of_dx(self, residuals: Any, dy: Tensor, cfg: Any) -> tuple[Tensor, Any]:
+        return qlinear_dgrad.__wrapped__(residuals, dy, cfg)  # type: ignore[attr-defined, no-any-return]
+
+    def shared(self, pending: Any, cfg: Any) -> dict[str, Any] | None:
+        return {"x": factors_of_dw("qlinear_wgrad", pending.dy, pending.x, cfg.recipe)[1]}
+
+
 qlinear = make_op(
     "qlinear",
     QLinearConfig,
@@ -484,7 +486,7 @@ qlinear = make_op(
     dgrad=qlinear_dgrad,
     wgrad=qlinear_wgrad,
     products=qlinear_products,
-    layer=LowLayer(),
+    layer=_Layer(),
 )
 qlinear_bwd = both_halves(qlinear, qlinear_dgrad, qlinear_wgrad)
 

@@ -225,12 +225,6 @@ class _Layer(LinearLayer):
     def rows(self, x: Tensor, cfg: Any) -> Tensor:
         return _rows(x, cfg)
 
-    def y_rows(self, rows: int, cfg: Any) -> int:
-        return rows * (cfg.axis.size if cfg.sequence_parallel else 1)
-
-    def x_rows(self, rows: int, cfg: Any) -> int:
-        return rows // (cfg.axis.size if cfg.sequence_parallel else 1)
-
     def prepares(self, cfg: Any) -> Hashable:
         return cfg.axis if cfg.sequence_parallel and cfg.axis.size > 1 and not by_ring(cfg) else None
 

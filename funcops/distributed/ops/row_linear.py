@@ -243,12 +243,6 @@ class _Layer(LinearLayer):
     def dy_rows(self, dy: Tensor, cfg: Any) -> Tensor:
         return comm.gather(dy, cfg.axis) if _gathers(cfg) else dy
 
-    def y_rows(self, rows: int, cfg: Any) -> int:
-        return rows // (cfg.axis.size if cfg.sequence_parallel else 1)
-
-    def x_rows(self, rows: int, cfg: Any) -> int:
-        return rows * (cfg.axis.size if cfg.sequence_parallel else 1)
-
     def pending(self, residuals: Any, dy: Tensor, rows: Tensor, cfg: Any) -> Any:
         return _pending(residuals, dy, rows, cfg)
 

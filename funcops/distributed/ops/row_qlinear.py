@@ -31,7 +31,6 @@ amaxes: see `row_linear`, `column_qlinear`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -55,28 +54,9 @@ from funcops.distributed.specs import Spec
 from funcops.formats import QTensor, turned
 from funcops.formats.recipes import LOW_FORMS, Recipe
 from funcops.formats.scaled import Scaled
+from funcops.ops import qlinear as coded
 from funcops.ops._low_config import LowConfig
 from funcops.ops.linear import LinearParams
-from funcops.ops.qlinear import (
-    LowLayer,
-    a_tensor,
-    check_params,
-    check_rounding,
-    col_of,
-    db_of,
-    factors_of_dw,
-    low_products,
-    low_wgrad,
-    needs_low,
-    of_gradient,
-    operands,
-    quantized,
-    rounding_of,
-    row_of,
-    scaled_tensor,
-    scaled_weight,
-    y_of,
-)
 from funcops.ops.qlinear_wgrads import product
 
 __all__ = ["RowQLinearConfig", "RowQLinearPending", "RowQLinearResiduals"]
@@ -164,17 +144,17 @@ def row_qlinear_fwd(
     check_x(where, x, cfg.linear.weight_shape[1], cfg.sequence_parallel)
     if cfg.sequence_parallel:
         check_divides(where, "x", x, 0, cfg.axis)
-    check_params(where, params, x, cfg)
+    coded.check_params(where, params, x, cfg)
     kept: Any = x
     amaxes = None
-    rounding = rounding_of(weight, recipe) if not isinstance(weight, Scaled) else weight.scale
+    rounding = coded.rounding_of(weight, recipe) if not isinstance(weight, Scaled) else weight.scale
     if isinstance(weight, Scaled):
-        (row, amax_x), (w, amax_w) = scaled_tensor(x, recipe.x, weight.scale[0:1]), scaled_weight(weight, recipe)
+        (row, amax_x), (w, amax_w) = coded.scaled_tensor(x, recipe.x, weight.scale[0:1]), coded.scaled_weight(weight, recipe)
         kept, amaxes = turned(row) if recipe.keep == "col" and needs.param("weight") else row, torch.cat((amax_x, amax_w))
     else:
-        w = row_of(weight, recipe, over(cfg.axis))
-        row, kept = operands(x, recipe, needs, over(cfg.axis))
-    part = y_of(row, w, None, recipe.emulate)
+        w = coded.row_of(weight, recipe, over(cfg.axis))
+        row, kept = coded.operands(x, recipe, needs, over(cfg.axis))
+    part = coded.y_of(row, w, None, recipe.emulate)
     y = comm.scatter_sum(part, cfg.axis) if cfg.sequence_parallel else comm.sum_over(part, cfg.axis)
     y = y if params.bias is None else y.add_(params.bias)
     fields: Any = {"x": kept, "weight": weight, "rounding": rounding, "y_shape": y.shape, "dtype": y.dtype}
@@ -192,13 +172,13 @@ def row_qlinear_dgrad(
     where = "row_qlinear_dgrad"
     recipe, needs, weight = cfg.recipe, residuals.needs, residuals.weight
     here = residuals.x if weight is None else weight
-    check_tensor(where, "dy", dy, residuals.y_shape, residuals.dtype, a_tensor(here))
-    low = needs_low(needs, recipe)
-    check_rounding(where, residuals, recipe, low)
+    check_tensor(where, "dy", dy, residuals.y_shape, residuals.dtype, coded.a_tensor(here))
+    low = coded.needs_low(needs, recipe)
+    coded.check_rounding(where, residuals, recipe, low)
     row = col = None
     amaxes, rounding = getattr(residuals, "amaxes", None), residuals.rounding
     if recipe.delayed and rounding is not None:
-        own, amax = scaled_tensor(dy, recipe.dy, rounding[2:3])
+        own, amax = coded.scaled_tensor(dy, recipe.dy, rounding[2:3])
         amaxes = None if amaxes is None else torch.cat((amaxes, amax))
         row = gathered(own, _rows(cfg))
         col = turned(row) if low else None
@@ -206,9 +186,9 @@ def row_qlinear_dgrad(
         row, col = _of_all(dy, recipe, rounding, bool(needs.x), low, _rows(cfg))
     dx = NO_GRADIENT
     if needs.x and row is not None:
-        dx = product(row, col_of(weight, recipe, over(cfg.axis)), dy.dtype, recipe.emulate)
+        dx = product(row, coded.col_of(weight, recipe, over(cfg.axis)), dy.dtype, recipe.emulate)
     return dx, RowQLinearPending.keep(
-        cfg, needs, x=residuals.x, dy=col if low else dy, db=db_of(dy, cfg, needs, sums), amaxes=amaxes, dtype=dy.dtype
+        cfg, needs, x=residuals.x, dy=col if low else dy, db=coded.db_of(dy, cfg, needs, sums), amaxes=amaxes, dtype=dy.dtype
     )
 
 
@@ -216,12 +196,12 @@ def row_qlinear_dgrad(
 def row_qlinear_wgrad(pending: RowQLinearPending, cfg: RowQLinearConfig, *, into: LinearParams | None = None) -> LinearParams:
     """`dw_r = q(dy)^T q(x_r)`, and db of this rank's rows; added to `into` if given. For a `Scaled` weight dw is `Scaled` too,
     with this rank's amaxes."""
-    return low_wgrad("row_qlinear_wgrad", pending, cfg, into, _factors)
+    return coded.low_wgrad("row_qlinear_wgrad", pending, cfg, into, _factors)
 
 
 def row_qlinear_products(pending: RowQLinearPending, cfg: RowQLinearConfig, *, into: LinearParams) -> list[Any]:
     """The weight's gradient as a product to run later, with dy of all ranks."""
-    return low_products("row_qlinear_wgrad", pending, cfg, into, _factors)
+    return coded.low_products("row_qlinear_wgrad", pending, cfg, into, _factors)
 
 
 def _factors(where: str, pending: RowQLinearPending, cfg: RowQLinearConfig) -> tuple[Any, Any]:
@@ -229,8 +209,8 @@ def _factors(where: str, pending: RowQLinearPending, cfg: RowQLinearConfig) -> t
     if recipe.wgrad == "high":
         dy = gathered(dy, _rows(cfg))
     elif not isinstance(x, QTensor):
-        x = quantized(x, recipe.x, over(cfg.axis), side="col", hadamard=recipe.hadamard)
-    return factors_of_dw(where, dy, x, recipe)
+        x = coded.quantized(x, recipe.x, over(cfg.axis), side="col", hadamard=recipe.hadamard)
+    return coded.factors_of_dw(where, dy, x, recipe)
 
 
 def _rows(cfg: RowQLinearConfig) -> Axis:
@@ -247,30 +227,19 @@ def _of_all(
     """dy of all ranks by rows, for dx, and by columns, for dw."""
     format = recipe.dy
     if axis.size == 1:
-        return of_gradient(dy, recipe, key, rows, columns)
+        return coded.of_gradient(dy, recipe, key, rows, columns)
     if format.turns and not recipe.hadamard and not recipe.stochastic:
-        row = gathered(quantized(dy, format, over(axis)), axis)
+        row = gathered(coded.quantized(dy, format, over(axis)), axis)
         return row, turned(row) if columns else None
     if not whole_tiles(dy, format, axis):
-        return of_gradient(gathered(dy, axis), recipe, key, rows, columns)
+        return coded.of_gradient(gathered(dy, axis), recipe, key, rows, columns)
     keys: Any = random.split(random.fold_in(key, axis.rank), 2) if recipe.stochastic and key is not None else (None, None)
-    by_rows = send(quantized(dy, format, over(axis), key=keys[0]), axis) if rows else None
+    by_rows = send(coded.quantized(dy, format, over(axis), key=keys[0]), axis) if rows else None
     by_columns = send_columns(dy, recipe, format, axis, keys[1]) if columns else None
     return (
         None if by_rows is None else arrived(by_rows, axis),
         None if by_columns is None else columns_of(by_columns, recipe, format, axis),
     )
-
-
-class _Layer(LowLayer):
-    def prepares(self, cfg: Any) -> Hashable:
-        return None
-
-    def joins(self, cfg: Any) -> Hashable:
-        return None
-
-    def x_rows(self, rows: int, cfg: Any) -> int:
-        return rows * (cfg.axis.size if cfg.sequence_parallel else 1)
 
 
 row_qlinear = make_op(
@@ -281,7 +250,7 @@ row_qlinear = make_op(
     dgrad=row_qlinear_dgrad,
     wgrad=row_qlinear_wgrad,
     products=row_qlinear_products,
-    layer=_Layer(),
+    layer=coded.LowLayer(),
 )
 row_qlinear_bwd = both_halves(row_qlinear, row_qlinear_dgrad, row_qlinear_wgrad)
 
