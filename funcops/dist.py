@@ -34,6 +34,8 @@ from funcops.distributed import Mesh as Mesh
 from funcops.distributed import ParallelExpertsConfig as ParallelExpertsConfig
 from funcops.distributed import ParallelExpertsPending as ParallelExpertsPending
 from funcops.distributed import ParallelExpertsResiduals as ParallelExpertsResiduals
+from funcops.distributed import ParallelLatentSplitConfig as ParallelLatentSplitConfig
+from funcops.distributed import ParallelLatentSplitResiduals as ParallelLatentSplitResiduals
 from funcops.distributed import ParallelLowRankConfig as ParallelLowRankConfig
 from funcops.distributed import ParallelLowRankPending as ParallelLowRankPending
 from funcops.distributed import ParallelLowRankResiduals as ParallelLowRankResiduals
@@ -147,6 +149,12 @@ from funcops.distributed import parallel_experts_dgrad as parallel_experts_dgrad
 from funcops.distributed import parallel_experts_fwd as parallel_experts_fwd
 from funcops.distributed import parallel_experts_init as parallel_experts_init
 from funcops.distributed import parallel_experts_wgrad as parallel_experts_wgrad
+from funcops.distributed import parallel_latent_split as parallel_latent_split
+from funcops.distributed import parallel_latent_split_bwd as parallel_latent_split_bwd
+from funcops.distributed import parallel_latent_split_dgrad as parallel_latent_split_dgrad
+from funcops.distributed import parallel_latent_split_fwd as parallel_latent_split_fwd
+from funcops.distributed import parallel_latent_split_init as parallel_latent_split_init
+from funcops.distributed import parallel_latent_split_wgrad as parallel_latent_split_wgrad
 from funcops.distributed import parallel_low_rank as parallel_low_rank
 from funcops.distributed import parallel_low_rank_bwd as parallel_low_rank_bwd
 from funcops.distributed import parallel_low_rank_dgrad as parallel_low_rank_dgrad

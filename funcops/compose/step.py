@@ -120,7 +120,7 @@ class Step:
             return self
         takes = () if self.passes else self.takes
         takes += tuple([name for name in cfg.takes_also if name not in takes])
-        return dataclasses.replace(self, op=op, cfg=cfg, takes=takes)
+        return dataclasses.replace(self, op=op, cfg=cfg, takes=() if takes == cfg.extras else takes)
 
 
 def note(cfg: Any, **derived: Any) -> None:

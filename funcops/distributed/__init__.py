@@ -10,7 +10,7 @@ Collectives   gather, scatter_sum, sum_over, copy_to, gather_same, slice_of, all
 Layers        column_linear, row_linear; column_qlinear, row_qlinear; parallel_low_rank; sharded; sharded_dropout
 Experts       parallel_experts; dispatch, combine
 Vocabulary    vocab_embedding, vocab_cross_entropy, vocab_linear_cross_entropy
-Sequence      context_attention, context_sink_attention; zigzag, unzigzag, zigzag_positions
+Sequence      context_attention, context_sink_attention, parallel_latent_split; zigzag, unzigzag, zigzag_positions
 Models        parallel
 Sharding      Spec, specs_of; shard, unshard, init, sum_gradients
 """
@@ -57,6 +57,7 @@ from funcops.distributed.ops.dispatch import *
 from funcops.distributed.ops.gather import *
 from funcops.distributed.ops.gather_same import *
 from funcops.distributed.ops.parallel_experts import *
+from funcops.distributed.ops.parallel_latent_split import *
 from funcops.distributed.ops.parallel_low_rank import *
 from funcops.distributed.ops.row_linear import *
 from funcops.distributed.ops.row_qlinear import *
@@ -73,7 +74,6 @@ from funcops.distributed.rewrite import parallel as parallel
 from funcops.distributed.shards import Gathering as Gathering
 from funcops.distributed.shards import gather_shards_start as gather_shards_start
 from funcops.distributed.shards import own_shards as own_shards
-from funcops.distributed.siblings import rule as _rule  # noqa: F401  registers it
 from funcops.distributed.specs import Spec as Spec
 from funcops.distributed.specs import shard as shard
 from funcops.distributed.specs import sum_gradients as sum_gradients

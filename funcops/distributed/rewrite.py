@@ -28,6 +28,7 @@ from funcops.distributed.ops.context_attention import context_attention
 from funcops.distributed.ops.context_sink_attention import context_sink_attention
 from funcops.distributed.ops.parallel_expert_steps import parallel_expert_steps, sharded_steps
 from funcops.distributed.ops.parallel_experts import parallel_experts
+from funcops.distributed.ops.parallel_latent_split import parallel_latent_split
 from funcops.distributed.ops.parallel_low_rank import parallel_low_rank
 from funcops.distributed.ops.row_linear import row_linear
 from funcops.distributed.ops.row_qlinear import row_qlinear
@@ -42,10 +43,12 @@ from funcops.ops.cross_entropy import CrossEntropyConfig, cross_entropy
 from funcops.ops.dropout import DropoutConfig, dropout
 from funcops.ops.embedding import EmbeddingConfig, embedding
 from funcops.ops.experts import ExpertsConfig, experts
+from funcops.ops.latent_split import LatentSplitConfig, latent_split
 from funcops.ops.linear import LinearConfig, linear
 from funcops.ops.linear_cross_entropy import LinearCrossEntropyConfig, linear_cross_entropy
 from funcops.ops.low_rank import LowRankConfig, low_rank
 from funcops.ops.qlinear import QLinearConfig, qlinear
+from funcops.ops.rope import RopeConfig, rope
 from funcops.ops.sink_attention import SinkAttentionConfig, sink_attention
 
 Rule = str | Callable[[Op, Any], tuple[Op, Any]]
@@ -71,6 +74,9 @@ def parallel(
                    layer: ids and labels are then the same on all ranks of `axis`
         "context"  an attention over tokens that are sharded over "cp"
         "expert"   experts that are sharded over "ep"
+        "hidden"   experts whose hidden features are sharded over `axis`, without biases
+        "shared"   the rotary part of a key, which all heads of latent attention share, and the `latent_split` that joins it to
+                   heads that are sharded over `axis`
         a function (op, cfg) -> (op, cfg), for a step that does not change how its x is sharded
 
     Outputs are for this rank's rows. Rows are sharded along dimension 0 over "dp" and then `axis`, and along dimension 1, in zigzag
@@ -278,6 +284,7 @@ class _Walk:
             wanted = "after a column layer, where features are sharded" if part.before else "where x has all features"
             fail("parallel", f"{path}, a {role} layer,", wanted, f"x {self.said(main)}")
         more = {"axis": axis, "side": role, "parts": self.parts.get(path, ()), **self.how}
+        more |= {"hidden": {"shards": "hidden"}, "expert": {"sequence_parallel": None}}.get(role, {})
         source, becomes = part.source, part.becomes
         taken = {f.name for f in dataclasses.fields(becomes.config)}
         try:
@@ -322,10 +329,12 @@ ROLES: dict[str, dict[type, _Role]] = {
         LinearCrossEntropyConfig: _Role(linear_cross_entropy, vocab_linear_cross_entropy, 0),
         CrossEntropyConfig: _Role(cross_entropy, vocab_cross_entropy, 1),
     },
+    "shared": {RopeConfig: _Role(rope, rope, 0, 2), LatentSplitConfig: _Role(latent_split, parallel_latent_split, 2, 2)},
     "expert": {
         ExpertsConfig: _Role(experts, parallel_experts, None, axis="ep"),
         ExpertStepsConfig: _Role(expert_steps, parallel_expert_steps, None, axis="ep", make=sharded_steps),
     },
+    "hidden": {ExpertsConfig: _Role(experts, parallel_experts, 0)},
     "context": {
         AttentionConfig: _Role(attention, context_attention, None, axis="cp"),
         SinkAttentionConfig: _Role(sink_attention, context_sink_attention, None, axis="cp"),

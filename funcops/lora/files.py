@@ -190,6 +190,9 @@ def _modules(where: str, found: list[AdaptedLinear], names: Any) -> Modules:
         if over is not None and over.size > 1:
             wanted = "one with unsharded adapters (dist.unshard the params, and use the config before dist.parallel)"
             fail(where, "cfg", wanted, f"{linear.path} over {over}")
+        if len(linear.lora.shapes["a"]) > 2:
+            wanted = "one without adapters of experts, which a PEFT file cannot name (save the tree of adapter(params, cfg))"
+            fail(where, "cfg", wanted, linear.path)
     if names is not None:
         require_type(where, "names", names, Mapping)
         for glob, name in names.items():

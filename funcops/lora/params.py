@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from funcops.contract.walk import steps, ties
 from funcops.errors import FLOATS, check, describe, differing, fail, join_path, require_dtype, require_type
 from funcops.formats.scaled import unscaled
 from funcops.lora.rewrite import ADAPTER, BASE, BOTH, INSIDE, LORA, SUM, AdaptedLinear, adapted_linears
+from funcops.ops.grouped_linear import GroupedLinearParams
 from funcops.ops.linear import LinearParams
 from funcops.ops.low_rank import LowRankParams
 from funcops.random import check_key
@@ -185,18 +187,18 @@ def adapted(where: str, cfg: Any) -> list[AdaptedLinear]:
     return found
 
 
-def _base(where: str, params: Any, path: str, linear: AdaptedLinear) -> LinearParams:
+def _base(where: str, params: Any, path: str, linear: AdaptedLinear) -> LinearParams | GroupedLinearParams:
     """The params of the linear at a path, checked."""
     if path and not has(params, path):
         fail(where, "params", f"a tree with {path}", describe(params))
     node = at(params, path)
-    if not isinstance(node, LinearParams):
+    if not isinstance(node, (LinearParams, GroupedLinearParams)):
         fail(where, join_path("params", path), "a LinearParams (params of the base config)", describe(node), TypeError)
-    name = join_path("params", path)
+    name, lead = join_path("params", path), (*linear.lead, *linear.lora.shapes["a"][:-2])
     if node.weight is not None and not stands_for_one(node.weight):  # tied, or in codes
-        check(where, f"{name}.weight", detached(node.weight), (*linear.lead, *linear.base.weight_shape), FLOATS)
+        check(where, f"{name}.weight", detached(node.weight), (*lead, *linear.base.weight_shape), FLOATS)
     if linear.base.bias:
-        check(where, f"{name}.bias", detached(node.bias), (*linear.lead, *linear.base.bias_shape), FLOATS)
+        check(where, f"{name}.bias", detached(node.bias), (*lead, *linear.base.bias_shape), FLOATS)
     return node
 
 
@@ -217,9 +219,16 @@ def _like(weight: Any, params: Any) -> Tensor:
 
 
 def _init(linear: AdaptedLinear, key: Tensor, device: Any, dtype: torch.dtype) -> LowRankParams:
+    def draw(key: Tensor) -> Any:
+        axis, lora = linear.axis, linear.lora
+        if axis is None:
+            return linear.op.init(lora, key=key, device=device, dtype=dtype)
+        whole = linear.op.init(dataclasses.replace(lora, experts=axis.size * lora.experts), key=key, device=device, dtype=dtype)
+        return tree_map(lambda t: t.chunk(axis.size)[axis.rank].contiguous(), whole)
+
     if not linear.lead:
-        return linear.op.init(linear.lora, key=key, device=device, dtype=dtype)  # type: ignore[no-any-return]
-    made = [linear.op.init(linear.lora, key=own, device=device, dtype=dtype) for own in random.split(key, math.prod(linear.lead))]
+        return draw(key)  # type: ignore[no-any-return]
+    made = [draw(own) for own in random.split(key, math.prod(linear.lead))]
     return tree_map(lambda *layers: torch.stack(layers).unflatten(0, linear.lead), made[0], *made[1:])
 
 

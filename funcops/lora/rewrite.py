@@ -6,12 +6,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from funcops.compose.chain import ChainConfig, chain
+from funcops.compose.expert_steps import by_steps
 from funcops.compose.parallel import ParallelConfig, parallel
 from funcops.compose.step import Step
-from funcops.contract.configs import Composite, require_config
+from funcops.contract.configs import Composite, fields_of, require_config
 from funcops.contract.op import Op
 from funcops.contract.walk import Inside, Part, check_globs, matches, nested, rewrite
 from funcops.errors import describe, fail, in_step, join_path, require, require_count, require_number, require_type
+from funcops.ops import grouped_low_rank as grouped_low_rank  # enters the layers of experts
 from funcops.ops.add import AddConfig, add
 from funcops.ops.linear import LinearConfig, linear
 from funcops.ops.low_rank import ADAPTERS, LowRankConfig, adapter_of
@@ -24,7 +26,8 @@ INSIDE, ADAPTER = join_path(BOTH, BASE), join_path(BOTH, LORA)
 def with_lora(
     cfg: Any, rank: int, targets: Sequence[str], *, alpha: float | None = None, dropout: float = 0.0, key: str = "key"
 ) -> Any:
-    """Return the config with an adapter beside each `linear` or `qlinear` step, also over ranks, that a glob of `targets` matches.
+    """Return the config with an adapter beside each linear step that a glob of `targets` matches: `linear`, `qlinear`, their layers
+    over ranks, and the layers `up` and `down` of experts.
 
         y = base(x) + (alpha / rank) (m * x) a^T b^T
 
@@ -57,12 +60,16 @@ def with_lora(
     _check_targets(where, cfg, targets)
     scale = (rank if alpha is None else alpha) / rank
 
-    def adapt(part: Part) -> tuple[Op, Any] | Inside | None:
+    def adapt(part: Part, around: str = "") -> tuple[Op, Any] | Inside | None:
         if is_adapted(part.cfg):
             return part.op, part.cfg
         if part.composite:
             return Inside(changes=lambda made: {"ties": _moved(part.cfg.ties, made)}) if part.cfg.ties else None
-        if not adapter_of(part.cfg) or not matches(part.path, targets):
+        if part.cfg.linear_parts:
+            becomes, plain = by_steps(where, part.op, part.cfg)
+            made = rewrite(plain, lambda inner: adapt(inner, part.path), path=part.path)[1]
+            return (part.op, part.cfg) if made == plain else (becomes, made)
+        if not adapter_of(part.cfg) or not (matches(part.path, targets) or (around and matches(around, targets))):
             return None
         low = LowRankConfig(part.cfg.in_features, part.cfg.out_features, rank, scale=scale, dropout=dropout)
         return chain, _both(part, low, (key,) if dropout else ())
@@ -84,7 +91,7 @@ def _names(cfg: Any) -> list[str]:
 
 class AdaptedLinear(NamedTuple):
     """An adapted linear. `lead`: the leading dims of its leaves, if layers are stacked; `module`: the path with "*" for the number
-    of a stacked layer."""
+    of a stacked layer; `axis`: the axis that shards its experts."""
 
     path: str
     module: str
@@ -92,6 +99,7 @@ class AdaptedLinear(NamedTuple):
     base: Any
     lora: LowRankConfig
     op: Op  # the adapter's
+    axis: Any = None
 
     def at(self, part: str) -> str:
         return join_path(self.path, part)
@@ -104,7 +112,8 @@ def adapted_linears(cfg: Any, path: str = "") -> Iterator[AdaptedLinear]:
             stacked = [one for one in around if one.cfg.stacked]
             base, lora = part.cfg.steps[0].cfg.branches
             lead = tuple(one.cfg.times for one in stacked)
-            yield AdaptedLinear(part.path, _module(part.path, stacked), lead, base.cfg, lora.cfg, lora.op)
+            axis = next((one.cfg.axis for one in around if one.cfg.specs), None)
+            yield AdaptedLinear(part.path, _module(part.path, stacked), lead, base.cfg, lora.cfg, lora.op, axis)
 
 
 def _module(path: str, stacked: Sequence[Part]) -> str:
@@ -124,8 +133,19 @@ def _both(part: Part, low: LowRankConfig, extras: tuple[str, ...]) -> ChainConfi
     except ValueError as error:
         in_step(error, part.path)
         raise
-    both = ParallelConfig(branches=(Step(BASE, op, part.cfg), Step(LORA, own, low, takes=extras)))
-    return ChainConfig(steps=(Step(BOTH, parallel, both), Step(SUM, add, AddConfig())), extras=extras)
+    groups, rows = _taken(part.cfg)
+    both = ParallelConfig(branches=(Step(BASE, op, part.cfg, takes=groups), Step(LORA, own, low, takes=(*rows, *extras))))
+    return ChainConfig(steps=(Step(BOTH, parallel, both), Step(SUM, add, AddConfig())), extras=(*groups, *extras))
+
+
+def _taken(cfg: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The values that a layer of experts takes beside x, by their names in `plain_experts`, and the ones that its adapter takes."""
+    given = fields_of(cfg)
+    if "gathered" not in given:
+        return (), ()
+    if given["gathered"]:
+        return ("offsets", "order", "place"), ("offsets", "order", "place")
+    return ("offsets", "order", "weights") if given["weighted"] else ("offsets",), ("offsets",)
 
 
 def _op_of(cfg: Any) -> Op:
@@ -176,4 +196,6 @@ def _kinds(cfg: Any) -> Iterator[tuple[str, str]]:
             yield part.path, "adapter"
             yield join_path(part.path, INSIDE), "adapter"
         elif not part.composite:
-            yield part.path, "linear" if adapter_of(part.cfg) else type(part.cfg).__name__
+            inner = part.cfg.linear_parts
+            yield part.path, "linear" if inner or adapter_of(part.cfg) else type(part.cfg).__name__
+            yield from ((join_path(part.path, name), "linear") for name in inner)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from funcops.errors import require, require_type
+from funcops.errors import require_type
 from funcops.models.decoder import DecoderConfig
 
 __all__ = ["roles"]
@@ -17,9 +17,9 @@ def roles(cfg: DecoderConfig, *, loss: bool = False) -> dict[str, str]:
         experts              "expert"   sharded over "ep", if the mesh has it
         attention            "context"  over "cp", if the mesh has it
 
-    Without `loss` the head gives whole logits of a rank's rows, so it is replicated, as is the embedding if they are tied.
-    Raises `TypeError` if `cfg` is not a DecoderConfig, and `ValueError` for latent attention, whose keys have a part that all heads
-    share. `dist.parallel` raises for every other layer that a mesh cannot shard, and names its path.
+    Latent attention has its heads' projections as "column" and the keys' shared part as "shared". Without `loss` the head gives
+    whole logits of a rank's rows, so it is replicated, as is the embedding if they are tied. Raises `TypeError` if `cfg` is not a
+    DecoderConfig. `dist.parallel` raises for a layer that a mesh cannot shard, and names its path.
 
     >>> from funcops import RopeConfig, dist
     >>> from funcops.models import DecoderConfig, decoder, roles
@@ -33,10 +33,13 @@ def roles(cfg: DecoderConfig, *, loss: bool = False) -> dict[str, str]:
     """
     require_type("roles", "cfg", cfg, DecoderConfig)
     require_type("roles", "loss", loss, bool)
-    wanted = "None (all heads share a part of a key, which a column layer would split)"
-    require(cfg.latent is None, "roles", "cfg.latent", wanted, cfg.latent)
     found = {} if cfg.tied and not loss else {"embed": "vocab"}
-    found |= {"*.qkv.*.proj": "column", "*.attn.out": "row", "*.attn.mix": "context"}
+    if cfg.latent is None:
+        found |= {"*.qkv.*.proj": "column"}
+    else:
+        q = "up" if cfg.latent.q_rank else "proj"
+        found |= {f"*.qkv.q.{q}": "column", "*.qkv.kv.up": "column", "*.qkv.shared.rope": "shared", "*.attn.split": "shared"}
+    found |= {"*.attn.out": "row", "*.attn.mix": "context"}
     if any(not cfg.kind(i).sparse for i in range(cfg.layers)):
         found |= {"*.mlp.up": "column", "*.mlp.down": "row"}
     if cfg.moe is not None:

@@ -49,7 +49,7 @@ class LatentSplitConfig(OpConfig):
 
     def __post_init__(self) -> None:
         for name in ("heads", "shared", "own", "value"):
-            require(getattr(self, name) >= 1, "LatentSplitConfig", name, "at least 1", getattr(self, name))
+            require(getattr(self, name) >= 1, type(self).__name__, name, "at least 1", getattr(self, name))
 
 
 class LatentSplitResiduals(Residuals, static=("inputs", "shape", "dtype")):

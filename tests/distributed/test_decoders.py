@@ -15,6 +15,7 @@ from funcops.trees import paths, tree_map_tensors
 SIZES = dict(vocab=16, dim=16, layers=2, heads=8, kv_heads=4, head_size=4, hidden=12, context=8)
 LLAMA = DecoderConfig(**SIZES, rope=RopeConfig(4))
 MIXTURE = MoEConfig(route=RouteConfig(4, 2), experts=ExpertsConfig(4, 16, 6))
+LATENT = LatentConfig(kv_rank=4, rope_size=4, plain_size=4, value_size=6)
 CAPPED = dict(softcap=2.0, logit_softcap=1.5)
 FAMILIES = {  # what each has that is its own
     "llama": {},
@@ -24,6 +25,8 @@ FAMILIES = {  # what each has that is its own
     "mixtral": dict(moe=MIXTURE),
     "gpt-oss": dict(sinks=True, windows=(3, None), moe=MIXTURE, qkv_bias=True),
     "deepseek's mixture": dict(moe=dataclasses.replace(MIXTURE, shared=8, dense=(0,))),
+    "deepseek's attention": dict(latent=LATENT),
+    "latents of q": dict(latent=dataclasses.replace(LATENT, q_rank=6), moe=MIXTURE),
 }
 MESHES = {
     "tp 2": (dict(tp=2), True),
@@ -70,7 +73,10 @@ def test_a_decoder_on_ranks_equals_one_process(name, mesh):
         assert got.keys() == wanted.keys()
         for path, t in got.items():
             torch.testing.assert_close(t, wanted[path], rtol=0, atol=1e-12, msg=lambda said, path=path: f"{path}: {said}")
-    assert {"embed.weight", *[path for path in wanted if path.endswith((".proj.weight", ".out.weight"))]} <= shared[0]
+    assert {
+        "embed.weight",
+        *[path for path in wanted if path.endswith((".proj.weight", ".out.weight")) and ".shared." not in path],
+    } <= shared[0]
 
 
 @pytest.mark.parametrize(
@@ -137,9 +143,3 @@ def test_configs_that_cannot_be_sharded_raise_by_name(said):
     with pytest.raises(ValueError) as raised:
         dist.parallel(decoder(cfg, loss=True), roles(cfg, loss=True), Mesh.abstract({"ep": 2, "tp": 4}, 0))
     assert str(raised.value) == said
-
-
-def test_latent_attention_has_no_roles():
-    latent = LatentConfig(kv_rank=4, rope_size=4, plain_size=4, value_size=4)
-    with pytest.raises(ValueError, match=r"^roles: cfg.latent must be None \(all heads share a part of a key"):
-        roles(dataclasses.replace(LLAMA, latent=latent))

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from dist_cases import LAYERS, LOW, ONE, PLAIN, collectives, layer, low_layer, of_rank
+from dist_cases import LAYERS, LOW, ONE, PLAIN, collectives, latent_split, layer, low_layer, of_rank
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -68,6 +68,11 @@ def test_layers_in_low_precision_are_the_plain_op_in_parts(name, sequence, keep,
     check_dist(LOW[name][0], low_layer(name, rows, i, o, sequence, keep), sizes=(1, 2, 4))
 
 
+@pytest.mark.parametrize("sequence", [True, False])
+def test_heads_that_share_a_part_of_a_key(sequence):
+    check_dist(dist.parallel_latent_split, latent_split(1, 2, sequence))
+
+
 def test_every_op_of_the_room_is_among_them():
     assert {value.name for value in vars(dist).values() if isinstance(value, Op)} == PLAIN.keys()
 
@@ -118,6 +123,8 @@ WRONG |= {"comm": ("p2p", None), "kind": ("silu", None), "capacity": (0.0, 1.5, 
 WRONG |= dict.fromkeys(("limit", "alpha", "offset"), ("1", None))
 WRONG |= dict.fromkeys(("experts", "hidden", "rank"), WRONG["vocab"])
 WRONG |= {"side": ("both", None), "dropout": (1.0, "0", None)}
+WRONG |= dict.fromkeys(("own", "value"), WRONG["vocab"])
+WRONG |= {"shards": ("rows", None)}
 WRONG |= {"alibi": WRONG["bias"], "packed": WRONG["bias"], "window": (0, 1.5), "heads": (0, "1", None), "over": (1, None)}
 MAY_BE_ZERO = {("parallel_low_rank", "scale")}
 

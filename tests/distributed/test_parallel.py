@@ -267,7 +267,7 @@ MLP, BOTH = chained(UP, DOWN), {"up": "column", "down": "row"}
 BAD = {
     "parallel: rules must be globs that are the first to match a step (up, down), got 'no'": (MLP, {**BOTH, "no": "row"}),
     "parallel: rules must be globs that are the first to match a step (up, down), got 'd*'": (MLP, {**BOTH, "d*": "row"}),
-    "parallel: rules['up'] must be 'column', 'row', 'vocab', 'expert', 'context', or a function, got 'rows'": (
+    "parallel: rules['up'] must be 'column', 'row', 'vocab', 'shared', 'expert', 'hidden', 'context', or a function, got 'rows'": (
         MLP,
         {**BOTH, "up": "rows"},
     ),

@@ -193,6 +193,43 @@ def test_experts_with_a_recipe_have_the_codes_of_one_process(recipe):
     same_bits({path: torch.cat([one[path] for one in joined]) for path in joined[0]}, amaxes, "amaxes")
 
 
+@pytest.mark.parametrize("sequence", [True, False])
+def test_hidden_features_over_ranks(sequence):
+    """A rank has all experts, and some hidden features of each; the shared MLP beside them is a column and a row layer."""
+    mixture = moe(MoEConfig(route=RouteConfig(8, 2), experts=ExpertsConfig(8, 6, 4), shared=4))
+    params, (_, x, dy) = chain.init(mixture, key=random.key(0), dtype=torch.float64), block()
+    rules = {"*.experts": "hidden", "*.shared.up": "column", "*.shared.down": "row"}
+    y, (grads, dx) = backward(params, x, dy, mixture)
+
+    def on_rank(mesh):
+        tp = mesh["tp"]
+        cfg = dist.parallel(mixture, rules, mesh, sequence_parallel=sequence)
+        specs = dist.specs_of(chain, cfg)
+        own = dist.shard(params, specs, mesh)
+        assert own["moe"]["routed"]["experts"].up.weight.shape == (8, 4, 6)
+        same_bits(paths(chain.init(cfg, key=random.key(0), dtype=torch.float64)), paths(own), "init")
+        mine, dmine = (t.chunk(2)[tp.rank] if sequence else t for t in (x, dy))
+        y, (grads, dx) = backward(own, mine, dmine, cfg)
+        return y.main, dx, dist.unshard(dist.sum_gradients(grads, specs, mesh), specs, mesh)
+
+    ys, dxs, found = zip(*run_ranks({"tp": 2}, on_rank), strict=True)
+    whole = (lambda parts: torch.cat(parts)) if sequence else (lambda parts: parts[1])
+    assert_close(whole(ys), y.main, dtype=torch.float64)
+    assert_close(whole(dxs), dx, dtype=torch.float64)
+    for path, want in paths(grads).items():
+        if want is not None:
+            assert_close(paths(found[1])[path], want, dtype=torch.float64, what=path)
+
+
+def test_hidden_features_of_experts_have_no_bias_and_no_recipe():
+    tp = dist.Mesh.abstract({"tp": 2}, 0)["tp"]
+    with pytest.raises(ValueError, match="^ParallelExpertsConfig: bias must be False with shards='hidden'"):
+        dist.ParallelExpertsConfig(4, 8, 8, axis=tp, shards="hidden", bias=True, sequence_parallel=True)
+    cfg = dist.parallel(MIXTURE, {"*.experts": "hidden"}, dist.Mesh.abstract({"tp": 2}, 0))
+    with pytest.raises(ValueError, match="ParallelExpertsConfig: shards must be 'experts' with a recipe or adapters"):
+        with_recipe(cfg, Fp8Current(), only=("*.experts",))
+
+
 def test_places_need_no_word_from_the_host():
     axis = dist.Mesh.abstract({"ep": 4}, 1)["ep"]
     indices = torch.rand(6, 8).argsort(-1)[:, :3].int()

@@ -314,6 +314,25 @@ def sent(weights, tokens, indices, count, n, capacity):
     return (*(torch.stack(column) for column in zip(*rows, strict=True)), place)
 
 
+def latent_split(rows, heads, sequence):
+    """8 heads times `heads`, of keys with 2 shared and 3 own numbers, and values of 4."""
+
+    def reference(params, x, n):
+        q, kv, shared = x
+        own, v = kv.split((3, 4), -1)
+        return q * 1.0, torch.cat((shared.expand(*own.shape[:-1], 2), own), -1), v * 1.0
+
+    of_heads, rest = Placed("shard", -2), Placed("shard", 0) if sequence else Placed("invariant")
+    return DistCase(
+        cfg=lambda axis: dist.ParallelLatentSplitConfig(8 * heads, shared=2, own=3, value=4, axis=axis, sequence_parallel=sequence),
+        x=lambda d: (d.randn(8 * rows, 2, 8 * heads, 5), d.randn(8 * rows, 2, 8 * heads, 7), d.randn(8 * rows, 2, 1, 2)),
+        reference=reference,
+        placed_x=(of_heads, of_heads, rest),
+        placed_y=(of_heads, of_heads, of_heads),
+        name=f"{rows}-{heads}-sequence={sequence}",
+    )
+
+
 def dispatch(rows, choices, dim, capacity=None, some=9):
     """A case of 8 experts: tokens choose among the first `some`; a ninth is a choice that was dropped."""
 
@@ -379,6 +398,7 @@ def all_cases():
     yield dist.parallel_experts, parallel_experts((1, 3), 3, 3, 2, True), {}
     yield dist.dispatch, dispatch((1, 3), 3, 2), {}
     yield dist.combine, combine((1, 2), 2, 3), {"free": ("x.0", "x.1")}
+    yield dist.parallel_latent_split, latent_split(1, 1, True), {"free": ("x.0", "x.1", "x.2")}
     yield dist.context_attention, context_attention(1, 1, 1, 1, 2, 4, True, "ring"), {}
     yield dist.context_sink_attention, context_attention(1, 1, 1, 1, 2, 4, True, "ring", sinks=True), {}
 

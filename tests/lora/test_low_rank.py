@@ -5,7 +5,9 @@ import torch
 
 from funcops import Needs, backend, random
 from funcops.lora import LowRankConfig, LowRankParams, low_rank
+from funcops.ops.grouped_low_rank import GroupedLowRankConfig, grouped_low_rank
 from funcops.ops.low_rank import low_rank_fwd
+from funcops.ops.permute import PermuteConfig, permute
 from funcops.testing import LAWS, Case, Error
 from funcops.trees import paths
 
@@ -28,7 +30,29 @@ def case(rows, i, o, rank, scale=0.5, p=0.0):
     )
 
 
+def of_groups(params, x, cfg):
+    rows, offsets, order, place = (*x, None, None)[:4]
+    rows = rows if place is None else rows.flatten(0, -2)[order // place.shape[-1]]
+    ends = offsets.tolist()
+    found = [cfg.scale * rows[i:j] @ a.mT @ b.mT for a, b, i, j in zip(params.a, params.b, ends, ends[1:], strict=False)]
+    return torch.cat([*found, torch.zeros(len(rows) - ends[-1], cfg.out_features, dtype=rows.dtype)])
+
+
+def grouped(gathered):
+    def x(d):
+        if not gathered:
+            return d.randn(9, 4), torch.tensor([0, 3, 3, 7], dtype=torch.int32)
+        indices = torch.tensor([[0, 2], [2, 3], [0, 2]], dtype=torch.int32)  # 3 is a dropped choice
+        (t, _, *given), _ = permute.fwd(None, (d.rand(3, 2), d.randn(3, 4), indices), PermuteConfig(3, gathered=True))
+        return t, *given
+
+    cfg = GroupedLowRankConfig(4, 5, 2, scale=0.5, experts=3, gathered=gathered)
+    params = lambda d: LowRankParams(d.randn(3, 2, 4), d.randn(3, 5, 2))  # noqa: E731
+    return Case(op=grouped_low_rank, cfg=cfg, x=x, params=params, reference=of_groups, name=f"grouped-{gathered}")
+
+
 CASES = [case((2, 5), 69, 3, 2), case((2, 5), 9, 3, 2, 2.0, 0.25), case((0,), 4, 3, 1), case((), 3, 2, 4, -1.5, 0.5)]
+CASES += [grouped(False), grouped(True)]
 
 
 @pytest.mark.parametrize("law", [name for name in LAWS if name != "compiles"])
@@ -38,7 +62,7 @@ def test_law(law, case):
         LAWS[law](case, dtype)
 
 
-@pytest.mark.parametrize("case", CASES[1:3], ids=str)
+@pytest.mark.parametrize("case", [*CASES[1:3], CASES[-1]], ids=str)
 def test_laws_on_triton(case):
     with backend("triton"):
         for law in ("right", "split", "pure"):

@@ -31,6 +31,8 @@ ranks before the update (`funcops.dist.amaxes_over`).
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Hashable
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -67,19 +69,20 @@ from funcops.formats.scaled import Scaled
 from funcops.ops._low_config import LowConfig
 from funcops.ops.linear import LinearParams
 from funcops.ops.qlinear import (
+    LowLayer,
     a_tensor,
     check_low_into,
     check_params,
     check_rounding,
     col_of,
     db_of,
+    factors_of_dw,
     kept_side,
-    low_gradients,
+    low_products,
+    low_wgrad,
     needs_low,
     of_gradient,
     operands,
-    product,
-    product_of_columns,
     quantized,
     rounding_of,
     row_of,
@@ -87,6 +90,7 @@ from funcops.ops.qlinear import (
     scaled_weight,
     y_of,
 )
+from funcops.ops.qlinear_wgrads import product
 
 __all__ = ["ColumnQLinearConfig", "ColumnQLinearPending", "ColumnQLinearResiduals"]
 __all__ += ["column_qlinear", "column_qlinear_bwd", "column_qlinear_dgrad"]
@@ -176,14 +180,10 @@ def column_qlinear_fwd(
 ) -> tuple[Tensor, ColumnQLinearKept | None]:
     """`y_r = q(x) q(w_r)^T + b_r`. x: [m, *, I], of n m in all (without `sequence_parallel`: [*, I]) -> y: [n m, *, O/n].
     Raises as `qlinear_fwd`."""
-    check_low_column(params, x, cfg)
-    row, kept, amax = column_operands(x, params.weight, cfg, needs)
-    return column_of(gathered(row, rows_axis(cfg)), kept, amax, params, cfg, needs)
-
-
-def check_low_column(params: LinearParams, x: Tensor, cfg: ColumnQLinearConfig) -> None:
     check_x("column_qlinear_fwd", x, cfg.in_features, cfg.sequence_parallel)
     check_params("column_qlinear_fwd", params, x, cfg)
+    row, kept, amax = column_operands(x, params.weight, cfg, needs)
+    return column_of(gathered(row, rows_axis(cfg)), kept, amax, params, cfg, needs)
 
 
 def column_operands(x: Tensor, weight: Any, cfg: ColumnQLinearConfig, needs: Needs) -> tuple[QTensor, Any, Tensor | None]:
@@ -192,7 +192,7 @@ def column_operands(x: Tensor, weight: Any, cfg: ColumnQLinearConfig, needs: Nee
     if isinstance(weight, Scaled):
         row, amax = scaled_tensor(x, recipe.x, weight.scale[0:1])
         return row, turned(row) if recipe.keep == "col" and needs.param("weight") else row, amax
-    if recipe.keep == "input" or (recipe.keep == "col" and needs.param("weight") and not whole_tiles(x, recipe.x, axis)):
+    if recipe.keep == "col" and needs.param("weight") and not whole_tiles(x, recipe.x, axis):
         return quantized(x, recipe.x, over(axis)), x, None
     return *operands(x, recipe, needs, over(axis)), None
 
@@ -216,11 +216,11 @@ def column_of(
 
 @dgrad_of(KEPT)
 def column_qlinear_dgrad(
-    residuals: ColumnQLinearKept, dy: Tensor, cfg: ColumnQLinearConfig
+    residuals: ColumnQLinearKept, dy: Tensor, cfg: ColumnQLinearConfig, sums: Tensor | None = None
 ) -> tuple[Tensor, ColumnQLinearPending | None]:
     """dy: [n m, *, O/n] -> dx: [m, *, I] (without `sequence_parallel`: [*, I]), and the pending dw: dy in low precision, and the
     saved x."""
-    row, pending = rounded_dy("column_qlinear_dgrad", residuals, dy, cfg)
+    row, pending = rounded_dy("column_qlinear_dgrad", residuals, dy, cfg, sums)
     return NO_GRADIENT if row is None else comm.wait(_send_dx(row, residuals, cfg), cfg.axis), pending
 
 
@@ -263,7 +263,7 @@ _ALONE = Axis("alone", 1, 0)
 
 
 def rounded_dy(
-    where: str, residuals: Any, dy: Tensor, cfg: ColumnQLinearConfig
+    where: str, residuals: Any, dy: Tensor, cfg: ColumnQLinearConfig, sums: Tensor | None = None
 ) -> tuple[QTensor | None, ColumnQLinearPending | None]:
     """Return dy by rows, None if dx is not needed, and the pending weight gradient."""
     recipe, needs, weight = cfg.recipe, residuals.needs, residuals.weight
@@ -283,14 +283,17 @@ def rounded_dy(
         )
         row, col = of_gradient(dy, recipe, key, bool(needs.x), low, over(cfg.axis))
     pending = ColumnQLinearPending.keep(
-        cfg, needs, x=residuals.x, rows=None, dy=col if low else dy, db=db_of(dy, cfg, needs), amaxes=amaxes, dtype=dy.dtype
+        cfg, needs, x=residuals.x, rows=None, dy=col if low else dy, db=db_of(dy, cfg, needs, sums), amaxes=amaxes, dtype=dy.dtype
     )
     return row if needs.x else None, pending
 
 
 def _send_dx(row: QTensor, residuals: Any, cfg: ColumnQLinearConfig) -> Tensor:
     """Begin to sum the ranks' parts of dx."""
-    dx = part_of_dx(row, residuals, cfg)
+    return _send(part_of_dx(row, residuals, cfg), cfg)
+
+
+def _send(dx: Tensor, cfg: ColumnQLinearConfig) -> Tensor:
     return comm.start_scatter_sum(dx, cfg.axis) if cfg.sequence_parallel else comm.start_sum(dx, cfg.axis)
 
 
@@ -323,16 +326,54 @@ def _gradients(
     where: str, pending: ColumnQLinearPending, sent: Sent | None, cfg: ColumnQLinearConfig, into: LinearParams | None
 ) -> LinearParams:
     """The gradients of params; x is gathered, unless it is in flight already (`sent`)."""
+    return low_wgrad(where, pending, cfg, into, functools.partial(_factors, sent=sent))
 
-    def dw(out: torch.dtype) -> Tensor | None:
-        if pending.x is None:
+
+def column_qlinear_products(pending: ColumnQLinearPending, cfg: ColumnQLinearConfig, *, into: LinearParams) -> list[Any]:
+    """The weight's gradient as a product to run later, with x of all ranks."""
+    return low_products("column_qlinear_wgrad", pending, cfg, into, _factors)
+
+
+def _factors(where: str, pending: ColumnQLinearPending, cfg: ColumnQLinearConfig, sent: Sent | None = None) -> tuple[Any, Any]:
+    whole = pending.rows
+    if whole is None:
+        whole = arrived_x(send_x(where, pending, cfg) if sent is None else sent, pending, cfg)
+    return factors_of_dw(where, pending.dy, whole, cfg.recipe)
+
+
+class _Layer(LowLayer):
+    def prepares(self, cfg: Any) -> Hashable:
+        return None if cfg.recipe.delayed else (cfg.recipe, rows_axis(cfg))
+
+    def prepared(self, x: Tensor, params: Any, cfg: Any, needs: Needs) -> Any:
+        row, kept, _ = column_operands(x, params.weight, cfg, needs)
+        return gathered(row, rows_axis(cfg)), kept
+
+    def from_prepared(self, given: Any, params: Any, cfg: Any, needs: Needs) -> tuple[Tensor, Any]:
+        whole, kept = given
+        return column_of(whole, kept, None, params, cfg, needs)
+
+    def joins(self, cfg: Any) -> Hashable:
+        return None if cfg.axis.size == 1 else (cfg.axis, cfg.sequence_parallel, cfg.recipe)
+
+    def part_of_dx(self, residuals: Any, dy: Tensor, cfg: Any) -> tuple[Tensor, Any]:
+        row, pending = rounded_dy("column_qlinear_dgrad", residuals, dy, cfg)
+        assert row is not None
+        return part_of_dx(row, residuals, cfg), pending
+
+    def dx_of(self, part: Tensor, cfg: Any) -> Tensor:
+        return comm.wait(_send(part, cfg), cfg.axis)
+
+    def shared(self, pending: Any, cfg: Any) -> dict[str, Any] | None:
+        if not cfg.sequence_parallel:
             return None
-        whole = pending.rows
-        if whole is None:
-            whole = arrived_x(send_x(where, pending, cfg) if sent is None else sent, pending, cfg)
-        return product_of_columns(where, pending.dy, whole, cfg.recipe, out)
+        return {"rows": arrived_x(send_x("column_qlinear_wgrad", pending, cfg), pending, cfg)}
 
-    return low_gradients(where, pending, pending.x, cfg, into, dw)
+    def overlaps(self, cfg: Any) -> bool:
+        return bool(cfg.overlap != "none" and cfg.axis.size > 1)
+
+    def x_rows(self, rows: int, cfg: Any) -> int:
+        return rows // (cfg.axis.size if cfg.sequence_parallel else 1)
 
 
 column_qlinear = make_op(
@@ -343,6 +384,8 @@ column_qlinear = make_op(
     dgrad=column_qlinear_dgrad,
     wgrad=column_qlinear_wgrad,
     bwd=column_qlinear_bwd,
+    products=column_qlinear_products,
+    layer=_Layer(),
 )
 
 

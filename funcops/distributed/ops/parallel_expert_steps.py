@@ -28,6 +28,7 @@ from funcops.distributed.ops.combine import CombineConfig, combine
 from funcops.distributed.ops.dispatch import DispatchConfig, dispatch
 from funcops.distributed.ops.parallel_experts import ParallelExpertsConfig, parallel_experts
 from funcops.distributed.specs import Spec
+from funcops.errors import require
 from funcops.trees import paths
 
 SENT = "rows", "chosen", "sent"
@@ -78,6 +79,8 @@ parallel_expert_steps = steps_op("parallel_expert_steps", ParallelExpertStepsCon
 
 
 def _of(cfg: ParallelExpertsConfig) -> tuple[Op, Op, ExpertStepsConfig]:
+    wanted = "'experts' with a recipe or adapters, whose steps have no gather of all three inputs"
+    require(cfg.shards == "experts", "ParallelExpertsConfig", "shards", wanted, repr(cfg.shards))
     whole = plain_experts(dataclasses.replace(cfg.own, experts=cfg.experts))
     return parallel_experts, parallel_expert_steps, sharded_steps(whole, cfg.axis, cfg.capacity)
 

@@ -12,6 +12,10 @@ other's backward (the ops `dispatch` and `combine`):
 A rank sends C rows to each rank: T, the number of its tokens, by default; `capacity` makes C = ceil(capacity T), see `dispatch`.
 Unused rows are zero, and belong to no expert.
 
+With shards="hidden" a rank has all experts, and H/n of the hidden features of each: up [E, 2I/n, H], gates and values each by
+part, and down [E, H, I/n], without biases. Tokens, weights and indices are gathered, and the sums of y scattered; without
+`sequence_parallel` all ranks have the same tokens.
+
 x is `(weights, x, indices)`: weights, indices [m, *, K]; x, y, dy: [m, *, H], sharded along their first dimension; up:
 [E/n, 2I, H], down: [E/n, H, I], biases likewise; dtypes as in `experts`. Kept: what this rank's `experts` keep for the received
 rows, these rows, and the places of its tokens. The gradients of weights are complete: over the tokens of all ranks. In the
@@ -45,12 +49,13 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.contract.schema import DGRAD, WGRAD, Inputs, Pending, Residuals, saved
 from funcops.distributed import comm
-from funcops.distributed.checks import check_tensor
+from funcops.distributed.checks import check_tensor, require_axis, require_shares
 from funcops.distributed.init import init_part
 from funcops.distributed.mesh import Axis
 from funcops.distributed.ops._tokens import arrived, dispatched, row_count, start, token_of
 from funcops.distributed.ops.dispatch import check_tokens, require_experts
 from funcops.distributed.specs import Spec
+from funcops.errors import require
 from funcops.ops.experts import (
     OF_ALL,
     ExpertsConfig,
@@ -58,6 +63,7 @@ from funcops.ops.experts import (
     check_experts_into,
     check_experts_params,
     computed,
+    experts,
     experts_dgrad,
     experts_init,
     experts_wgrad,
@@ -71,22 +77,39 @@ __all__ += ["parallel_experts_fwd", "parallel_experts_init", "parallel_experts_w
 @config
 class ParallelExpertsConfig(ExpertsConfig):
     """The fields of `ExpertsConfig`, `experts` a multiple of the size of `axis`. `capacity`: the largest part of a rank's tokens
-    that another takes; None: all."""
+    that another takes; None: all. `shards`: whether the axis shards "experts", or their "hidden" features; `sequence_parallel`: for
+    "hidden", whether the ranks have different tokens."""
 
     axis: Axis
     capacity: float | None = None
+    shards: str = "experts"
+    sequence_parallel: bool | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_experts("ParallelExpertsConfig", self.experts, self.axis, self.capacity)
+        where, n, size = "ParallelExpertsConfig", self.axis.size if type(self.axis) is Axis else 1, self.experts
+        require(self.shards in ("experts", "hidden"), where, "shards", "'experts' or 'hidden'", repr(self.shards))
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(ExpertsConfig)}
-        object.__setattr__(self, "own", ExpertsConfig(**fields | {"experts": self.experts // self.axis.size}))
+        if self.shards == "experts":
+            require_experts(where, size, self.axis, self.capacity)
+            object.__setattr__(self, "own", ExpertsConfig(**fields | {"experts": size // n}))
+            return
+        require_axis(where, self.axis)
+        require_shares(where, "hidden", self.hidden, self.axis)
+        require(not self.bias, where, "bias", "False with shards='hidden' (each rank would add down's bias)", self.bias)
+        given = self.sequence_parallel is not None
+        require(given, where, "sequence_parallel", "True or False with shards='hidden'", self.sequence_parallel)
+        require(self.capacity is None, where, "capacity", "None with shards='hidden'", self.capacity)
+        object.__setattr__(self, "own", ExpertsConfig(**fields | {"hidden": self.hidden // n}))
 
     own: ClassVar[ExpertsConfig]  # this rank's
 
     @property
     def specs(self) -> dict[str, Spec]:
         """The specs of the sharded params, by path."""
+        if self.shards == "hidden":
+            parts = (self.hidden, self.hidden)
+            return {"up.weight": Spec(self.axis.name, 1, parts=parts), "down.weight": Spec(self.axis.name, 2)}
         names = ("weight", "bias") if self.bias else ("weight",)
         return {f"{layer}.{name}": Spec(self.axis.name, 0) for layer in ("up", "down") for name in names}
 
@@ -121,6 +144,9 @@ def parallel_experts_fwd(
     tokens = x[1]
     if cfg.axis.size == 1:
         (y, body), place = computed(params, x, cfg.own, needs), None
+    elif cfg.shards == "hidden":
+        rows, body = computed(params, x if not cfg.sequence_parallel else _gathered(x, cfg.axis), cfg.own, needs)
+        y, place = comm.wait(_start_sum(rows, cfg), cfg.axis), None
     else:
         *came, place = dispatched("parallel_experts_fwd", x, cfg.experts, cfg.capacity, cfg.axis)
         rows, body = computed(params, (came[0], came[1], came[2]), cfg.own, needs)
@@ -129,6 +155,16 @@ def parallel_experts_fwd(
         cfg, needs, body=body, place=place, inputs=Inputs.of(x), shape=tokens.shape, dtype=tokens.dtype
     )
     return y, kept
+
+
+def _gathered(x: tuple[Tensor, Tensor, Tensor], axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
+    weights, tokens, indices = [comm.wait(one, axis) for one in [comm.start_gather(t, axis) for t in x]]
+    return weights, tokens, indices
+
+
+def _start_sum(t: Tensor, cfg: ParallelExpertsConfig) -> Tensor:
+    """The sum over the ranks, for this rank's tokens, in flight."""
+    return (comm.start_scatter_sum if cfg.sequence_parallel else comm.start_sum)(t, cfg.axis)
 
 
 def _sent_back(
@@ -140,17 +176,23 @@ def _sent_back(
     if place is not None:
         token = token_of(place, row_count(place.shape[0], cfg.capacity, axis))
         dy = comm.wait(start(dy.reshape(-1, dy.shape[-1]), token, axis), axis)
+    elif cfg.sequence_parallel and axis.size > 1:
+        dy = comm.gather(dy, axis)
     (d_weights, dx, _), pending = experts_dgrad(residuals.body, dy, cfg.own)
     if into is not None and pending is not None:
         check_experts_into(where, pending, cfg.own, into)
     if axis.size == 1:
         return [d_weights, dx], pending
+    if cfg.shards == "hidden":
+        return [None if t is None else _start_sum(t, cfg) for t in (d_weights, dx)], pending
     return [None if t is None else comm.start_all_to_all(t, axis) for t in (d_weights, dx)], pending
 
 
 def _arrived(residuals: ParallelExpertsResiduals, sent: Any, cfg: ParallelExpertsConfig) -> Any:
     """The gradient of x."""
     place, shape = residuals.place, residuals.shape
+    if cfg.shards == "hidden" and cfg.axis.size > 1:
+        sent = [None if t is None else comm.wait(t, cfg.axis) for t in sent]
     if place is None:
         return residuals.inputs.make((*sent, None))
     d_weights, dx = (None if t is None else arrived(t, place, cfg.axis) for t in sent)
@@ -192,5 +234,6 @@ parallel_experts = make_op(
     fwd=parallel_experts_fwd,
     dgrad=parallel_experts_dgrad,
     wgrad=parallel_experts_wgrad,
+    products=lambda pending, cfg, *, into: experts.products(pending.body, cfg.own, into=into),
     bwd=parallel_experts_bwd,
 )

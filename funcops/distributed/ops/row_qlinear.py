@@ -31,6 +31,7 @@ amaxes: see `row_linear`, `column_qlinear`.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -57,17 +58,18 @@ from funcops.formats.scaled import Scaled
 from funcops.ops._low_config import LowConfig
 from funcops.ops.linear import LinearParams
 from funcops.ops.qlinear import (
+    LowLayer,
     a_tensor,
     check_params,
     check_rounding,
     col_of,
     db_of,
-    low_gradients,
+    factors_of_dw,
+    low_products,
+    low_wgrad,
     needs_low,
     of_gradient,
     operands,
-    product,
-    product_of_columns,
     quantized,
     rounding_of,
     row_of,
@@ -75,6 +77,7 @@ from funcops.ops.qlinear import (
     scaled_weight,
     y_of,
 )
+from funcops.ops.qlinear_wgrads import product
 
 __all__ = ["RowQLinearConfig", "RowQLinearPending", "RowQLinearResiduals"]
 __all__ += ["row_qlinear", "row_qlinear_bwd", "row_qlinear_dgrad", "row_qlinear_fwd", "row_qlinear_init", "row_qlinear_wgrad"]
@@ -170,10 +173,7 @@ def row_qlinear_fwd(
         kept, amaxes = turned(row) if recipe.keep == "col" and needs.param("weight") else row, torch.cat((amax_x, amax_w))
     else:
         w = row_of(weight, recipe, over(cfg.axis))
-        if recipe.keep == "input":
-            row = quantized(x, recipe.x, over(cfg.axis))
-        else:
-            row, kept = operands(x, recipe, needs, over(cfg.axis))
+        row, kept = operands(x, recipe, needs, over(cfg.axis))
     part = y_of(row, w, None, recipe.emulate)
     y = comm.scatter_sum(part, cfg.axis) if cfg.sequence_parallel else comm.sum_over(part, cfg.axis)
     y = y if params.bias is None else y.add_(params.bias)
@@ -184,7 +184,9 @@ def row_qlinear_fwd(
 
 
 @dgrad_of(ByConfig(RowQLinearConfig, _kept, (RowQLinearResiduals, RowQLinearOfInputResiduals)))
-def row_qlinear_dgrad(residuals: RowQLinearKept, dy: Tensor, cfg: RowQLinearConfig) -> tuple[Tensor, RowQLinearPending | None]:
+def row_qlinear_dgrad(
+    residuals: RowQLinearKept, dy: Tensor, cfg: RowQLinearConfig, sums: Tensor | None = None
+) -> tuple[Tensor, RowQLinearPending | None]:
     """dy: [m, *, O] -> dx: [n m, *, I/n] (without `sequence_parallel`: [*, O] -> [*, I/n]), and the pending dw: dy of all ranks in
     low precision, and the saved x."""
     where = "row_qlinear_dgrad"
@@ -206,7 +208,7 @@ def row_qlinear_dgrad(residuals: RowQLinearKept, dy: Tensor, cfg: RowQLinearConf
     if needs.x and row is not None:
         dx = product(row, col_of(weight, recipe, over(cfg.axis)), dy.dtype, recipe.emulate)
     return dx, RowQLinearPending.keep(
-        cfg, needs, x=residuals.x, dy=col if low else dy, db=db_of(dy, cfg, needs), amaxes=amaxes, dtype=dy.dtype
+        cfg, needs, x=residuals.x, dy=col if low else dy, db=db_of(dy, cfg, needs, sums), amaxes=amaxes, dtype=dy.dtype
     )
 
 
@@ -214,20 +216,21 @@ def row_qlinear_dgrad(residuals: RowQLinearKept, dy: Tensor, cfg: RowQLinearConf
 def row_qlinear_wgrad(pending: RowQLinearPending, cfg: RowQLinearConfig, *, into: LinearParams | None = None) -> LinearParams:
     """`dw_r = q(dy)^T q(x_r)`, and db of this rank's rows; added to `into` if given. For a `Scaled` weight dw is `Scaled` too,
     with this rank's amaxes."""
-    where, recipe = "row_qlinear_wgrad", cfg.recipe
-    x = pending.x
+    return low_wgrad("row_qlinear_wgrad", pending, cfg, into, _factors)
 
-    def dw(out: torch.dtype) -> Tensor | None:
-        if x is None:
-            return None
-        if recipe.wgrad == "high":
-            return product_of_columns(where, gathered(pending.dy, _rows(cfg)), x, recipe, out)
-        low = x
-        if not isinstance(x, QTensor):
-            low = quantized(x, recipe.x, over(cfg.axis), side="col", hadamard=recipe.hadamard)
-        return product_of_columns(where, pending.dy, low, recipe, out)
 
-    return low_gradients(where, pending, x, cfg, into, dw)
+def row_qlinear_products(pending: RowQLinearPending, cfg: RowQLinearConfig, *, into: LinearParams) -> list[Any]:
+    """The weight's gradient as a product to run later, with dy of all ranks."""
+    return low_products("row_qlinear_wgrad", pending, cfg, into, _factors)
+
+
+def _factors(where: str, pending: RowQLinearPending, cfg: RowQLinearConfig) -> tuple[Any, Any]:
+    recipe, dy, x = cfg.recipe, pending.dy, pending.x
+    if recipe.wgrad == "high":
+        dy = gathered(dy, _rows(cfg))
+    elif not isinstance(x, QTensor):
+        x = quantized(x, recipe.x, over(cfg.axis), side="col", hadamard=recipe.hadamard)
+    return factors_of_dw(where, dy, x, recipe)
 
 
 def _rows(cfg: RowQLinearConfig) -> Axis:
@@ -259,8 +262,26 @@ def _of_all(
     )
 
 
+class _Layer(LowLayer):
+    def prepares(self, cfg: Any) -> Hashable:
+        return None
+
+    def joins(self, cfg: Any) -> Hashable:
+        return None
+
+    def x_rows(self, rows: int, cfg: Any) -> int:
+        return rows * (cfg.axis.size if cfg.sequence_parallel else 1)
+
+
 row_qlinear = make_op(
-    "row_qlinear", RowQLinearConfig, init=row_qlinear_init, fwd=row_qlinear_fwd, dgrad=row_qlinear_dgrad, wgrad=row_qlinear_wgrad
+    "row_qlinear",
+    RowQLinearConfig,
+    init=row_qlinear_init,
+    fwd=row_qlinear_fwd,
+    dgrad=row_qlinear_dgrad,
+    wgrad=row_qlinear_wgrad,
+    products=row_qlinear_products,
+    layer=_Layer(),
 )
 row_qlinear_bwd = both_halves(row_qlinear, row_qlinear_dgrad, row_qlinear_wgrad)
 
