@@ -133,6 +133,7 @@ ZERO = SIGNED | {"eps", "p", "label_smoothing", "z_loss", "padding_idx", "aux", 
 INFINITE = {"limit"}  # where nothing is clamped
 OTHERS = {
     ("GLUConfig", "gate"): ("left", 3),  # "" is right for a pair
+    ("SinkAttentionConfig", "over"): (3, None, "no such"),  # "" is right where no axis shards the heads
     ("QKVSplitConfig", "rope"): (3, "no such"),
     ("RopeConfig", "scaling"): (3, "no such"),
     ("RopeConfig", "sections"): (3, "ab", (-1,), (0,), (1.5,), (True,), [1]),

@@ -165,8 +165,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--budget: expected without --policy, as it picks one")
     if args.budget is not None and not args.budget > 0:
         parser.error(f"--budget: expected a number above 0, got {args.budget}")
-    if args.recipe == "fp8_delayed" and args.budget is not None:
-        parser.error("--budget: expected without --recipe fp8_delayed, as policies are tried without its scales")
     for name, least, ok in (
         ("lr", "above 0", args.lr > 0),
         ("clip", "above 0", args.clip > 0),

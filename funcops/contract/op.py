@@ -88,7 +88,7 @@ class Op(NamedTuple):
     `lower`, of a combinator: writes its parts as calls (`funcops.program.lower`). `view`: whether y is x or a view of it.
     `products(pending, cfg, into=)`: what `wgrad(pending, cfg, into=)` would add to `into`, as products not yet run, which
     `batch_wgrads` joins with others by `join(products, how)` of their class; anything else is added at once. `prefetch`: what it
-    can begin before its turn.
+    can begin before its turn. `layer`: of a linear layer, how rules of fusion run it (`funcops.ops.linear_layer`).
 
     Raises, of every op's functions, before any of them computes or changes anything: `TypeError` or `ValueError` for a config,
     params, residuals or a pending of another op, for an x or dy of another shape, dtype or device (`dy` must be like y), and
@@ -117,6 +117,7 @@ class Op(NamedTuple):
     view: bool = False
     products: Any = None
     prefetch: Any = None
+    layer: Any = None
 
     def __call__(self, *args: Any, **options: Any) -> NoReturn:
         wanted = f"called by its functions: {self.name}.fwd(params, x, cfg) -> (y, residuals)"
@@ -198,6 +199,7 @@ def make_op(
     view: bool = False,
     products: Any = None,
     prefetch: Any = None,
+    layer: Any = None,
 ) -> Op:
     """Build an `Op`, deriving `bwd`, for an op without params `init` and `wgrad`, and `products` if none can be joined. The
     functions carry the decorators `forward`, `dgrad_of`, `wgrad_of`, `recompute_of` and `bwd_of`, which name the classes of its
@@ -222,7 +224,8 @@ def make_op(
     bwd = bwd or derived_bwd(name, dgrad, wgrad)
     products = _products(wgrad, products)
     trees = params, getattr(dgrad, "opens", None), pending
-    return Op(name, config, init, fwd, bwd, dgrad, wgrad, keyed, recomputable, *trees, recompute, lower, view, products, prefetch)
+    how = recompute, lower, view, products, prefetch, layer
+    return Op(name, config, init, fwd, bwd, dgrad, wgrad, keyed, recomputable, *trees, *how)
 
 
 def _products(wgrad: Any, written: Any) -> Any:
@@ -261,7 +264,7 @@ def wrap(op: Op, made_by: tuple[Callable[..., Op], tuple[Any, ...]], *, fwd: Any
     fwd.made_by = made_by
     if "wgrad" in changes:
         changes.setdefault("products", _products(changes["wgrad"], None))
-    return op._replace(**{"fwd": fwd, "recompute": None, "lower": None, "prefetch": None, **changes})
+    return op._replace(**{"fwd": fwd, "recompute": None, "lower": None, "prefetch": None, "layer": None, **changes})
 
 
 if not TYPE_CHECKING:  # a checker would take every name for one of the module's

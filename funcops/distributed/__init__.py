@@ -74,7 +74,6 @@ from funcops.distributed.rewrite import parallel as parallel
 from funcops.distributed.shards import Gathering as Gathering
 from funcops.distributed.shards import gather_shards_start as gather_shards_start
 from funcops.distributed.shards import own_shards as own_shards
-from funcops.distributed.siblings import rule as _rule  # noqa: F401  registers it
 from funcops.distributed.specs import Spec as Spec
 from funcops.distributed.specs import shard as shard
 from funcops.distributed.specs import sum_gradients as sum_gradients

@@ -30,13 +30,14 @@ def difference(where: str, axis: str, members: Mapping[int, tuple[int, Sequence[
             return f"{where}: collective {at} over axis {axis!r} must be the same on all ranks, got {got}"
     for at, entry in enumerate(members[first][1]):
         if entry.sends:
-            fault = _unexpected({rank: (place, sent[at]) for rank, (place, sent) in members.items()})
+            fault = unexpected_rows({rank: (place, sent[at]) for rank, (place, sent) in members.items()})
             if fault:
                 return f"{where}: collective {at} over axis {axis!r} must send the rows that the other rank expects, got {fault}"
     return ""
 
 
-def _unexpected(members: Mapping[int, tuple[int, Entry]]) -> str:
+def unexpected_rows(members: Mapping[int, tuple[int, Entry]]) -> str:
+    """The first pair of ranks of which one sends other rows than the other expects, or ""."""
     for rank, (place, entry) in members.items():
         for other, (there, its) in members.items():
             if entry.sends[there] != its.receives[place]:

@@ -12,7 +12,7 @@ from funcops.contract.walk import Inside, Part, rewrite, walk
 from funcops.distributed.buckets import BUCKET_BYTES
 from funcops.distributed.mesh import Axis
 from funcops.distributed.ops.sharded import ShardedConfig, sharded
-from funcops.errors import require_type
+from funcops.errors import in_step, require_type
 from funcops.program.values import has_params
 
 
@@ -40,7 +40,13 @@ def zero3(
     options: dict[str, Any] = {"axis": axis, "also": also, "dtype": dtype, "ordered": ordered, "bucket_bytes": bucket_bytes}
 
     def shard(part: Part) -> tuple[Op, Any]:
-        return (sharded, ShardedConfig(part.op, part.cfg, **options)) if has_params(part.op, part.cfg) else (part.op, part.cfg)
+        if not has_params(part.op, part.cfg):
+            return part.op, part.cfg
+        try:
+            return sharded, ShardedConfig(part.op, part.cfg, **options)
+        except ValueError as error:
+            in_step(error, part.path)
+            raise
 
     def step(part: Part) -> tuple[Op, Any] | Inside | None:
         if part.composite and part.cfg.times is not None:

@@ -1,7 +1,7 @@
-"""Linears with dropouts and activations between them: the backward kernel of an activation or a dropout also sums the gradient that
-it writes, for the bias gradient of the linear before, and recomputes the activation if it was not saved.
+"""Linear layers with dropouts and activations between them: the backward kernel of an activation or a dropout also sums the
+gradient that it writes, for the bias gradient of the layer before, and recomputes the activation if it was not saved.
 
-Steps: linears in turn with activations or dropouts; backward.
+Steps: linear layers of any variant in turn with activations or dropouts; backward.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ from typing import Any
 
 import torch
 
-from funcops.fused.matchers import alike, alone, joins
+from funcops.fused.matchers import alike, alone, dgrad, joins, layer, x_shape
 from funcops.kernels.bias_activation import activation_bwd_recompute, bias_activation_bwd, dropout_bwd_sums
-from funcops.kernels.linear import linear_dgrad
 from funcops.kernels.pointwise import dropout as dropout_kernel
 from funcops.ops.activation import activation
 from funcops.ops.dropout import dropout
-from funcops.ops.linear import LinearPending, linear
 from funcops.program.lower import Call
 from funcops.program.rules import BACKWARD, Rule, Saving, Window, register_fusion
+from funcops.program.run import filled
 
 
 def _between(call: Call) -> bool:
@@ -27,8 +26,8 @@ def _between(call: Call) -> bool:
 
 
 def _sums(calls: tuple[Call, ...], i: int) -> bool:
-    """Whether the sum of the gradient that this call writes is the bias gradient of the linear before it."""
-    return i > 0 and calls[i - 1].op is linear and calls[i - 1].cfg.bias and bool(calls[i - 1].needs.param("bias"))
+    """Whether the sum of the gradient that this call writes is the bias gradient of the layer before it."""
+    return i > 0 and calls[i - 1].op.layer is not None and calls[i - 1].cfg.bias and bool(calls[i - 1].needs.param("bias"))
 
 
 def _recomputed(calls: tuple[Call, ...], i: int) -> bool:
@@ -38,11 +37,13 @@ def _recomputed(calls: tuple[Call, ...], i: int) -> bool:
 
 def _match(window: Window) -> int | str | None:
     calls, last = window.calls, len(window.calls) - 1
-    first = alone(calls[0], linear)
-    if not all(alone(call, linear) for call in calls[1 - first :: 2]) or not all(_between(call) for call in calls[first::2]):
+    first = layer(calls[0]) is not None
+    if not all(layer(call) for call in calls[1 - first :: 2]) or not all(_between(call) for call in calls[first::2]):
         return None
-    if last < 1 or (first and not _sums(calls, 1)) or not (_recomputed if calls[last].op is linear else _sums)(calls, last):
+    if last < 1 or (first and not _sums(calls, 1)) or not (_recomputed if calls[last].op.layer else _sums)(calls, last):
         return None
+    if any(call.op.layer and call.op.layer.overlaps(call.cfg) for call in calls):
+        return "a layer sends its dx under the product of dw"
     if window.dtype is torch.float64:
         return "float64 runs on torch"
     asked = all(call.needs.input(0) if call.op is dropout else call.needs.x for call in calls)
@@ -52,7 +53,7 @@ def _match(window: Window) -> int | str | None:
 def _worth(window: Window) -> int:
     """The reads that it saves. A split backward, which recomputes y separately, counts the same: both run the same kernels."""
     return sum(
-        call.op is not linear and _sums(window.calls, i) + _recomputed(window.calls, i + 1) for i, call in enumerate(window.calls)
+        call.op.layer is None and _sums(window.calls, i) + _recomputed(window.calls, i + 1) for i, call in enumerate(window.calls)
     )
 
 
@@ -63,15 +64,14 @@ def _run(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any], whole:
     sums = None
     for i in range(len(calls))[::-1]:
         call, node, summed = calls[i], kept[i], _sums(calls, i)
-        if call.op is linear:
-            pendings[i] = LinearPending.keep(call.cfg, node.needs, x=node.x, dy=dy, sums=sums)
-            dy = linear_dgrad(dy, node.weight)
+        if call.op.layer is not None:
+            dy, pendings[i] = dgrad(call, node, dy, sums)
         elif call.op is dropout:
             dy, sums = dropout_bwd_sums(dy, node.key, call.cfg.p) if summed else (dropout_kernel(dy, node.key, call.cfg.p), None)
         elif whole and _recomputed(calls, i + 1):
-            product, y = pendings[i + 1], dy
+            y, reader = dy, calls[i + 1]
             dy, sums = activation_bwd_recompute(y, node.x, call.cfg.kind, summed)
-            pendings[i + 1] = LinearPending.keep(calls[i + 1].cfg, calls[i + 1].needs, x=y, dy=product.dy, sums=product.sums)
+            pendings[i + 1] = filled(pendings[i + 1], reader.fields, y, reader.needs)
         else:
             dy, sums = bias_activation_bwd(dy, node.x, None, call.cfg.kind, summed)
     return dy, pendings
@@ -79,17 +79,15 @@ def _run(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any], whole:
 
 def _fits(calls: Any, kept: list[Any], dy: Any) -> bool:
     """Whether the gradient that each call writes has the shape of y of the call before it."""
-    tensors = [
-        node.weight if call.op is linear else node.x for call, node in zip(calls, kept, strict=True) if call.op is not dropout
-    ]
-    if not alike(dy, *tensors):
+    pairs = list(zip(calls, kept, strict=True))
+    tensors = [node.x for call, node in pairs if call.op is activation]
+    if not alike(dy, *tensors, *[node.weight for call, node in pairs if call.op.layer and call.op.layer.dense]):
         return False
-    shape = tuple(dy.shape)
-    for call, node in list(zip(calls, kept, strict=True))[::-1]:
-        own = node.y_shape if call.op is linear else node.x.shape if call.op is activation else node.shape
-        if tuple(own) != shape:
+    shape = dy.shape
+    for call, node in pairs[::-1]:
+        if (node.y_shape if call.op.layer else node.x.shape if call.op is activation else node.shape) != shape:
             return False
-        shape = (*shape[:-1], node.weight.shape[1]) if call.op is linear else shape
+        shape = x_shape(call, node) if call.op.layer else shape
     return True
 
 

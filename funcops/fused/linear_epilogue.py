@@ -1,6 +1,7 @@
 """A linear layer and the steps that follow it: y = f(c x w^T + b) + residual, in one product.
 
-Steps: linear, or linear and bias, or linear without bias and scale; then an activation; then an add. At least two of them.
+Steps: a layer whose y is a product, or it and a bias, or it without bias and a scale; then an activation; then an add. At least two
+of them.
 """
 
 from __future__ import annotations
@@ -10,19 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.fused.matchers import alike, alone, by_library, joins
+from funcops.fused.matchers import alike, alone, by_library, joins, layer
 from funcops.kernels.fused_linear import fused_linear_fwd
 from funcops.ops.activation import activation, activation_kept
 from funcops.ops.add import add, add_kept
 from funcops.ops.bias import bias, bias_kept
-from funcops.ops.linear import linear, linear_kept
 from funcops.ops.scale import scale, scale_kept
 from funcops.program.rules import FORWARD, Rule, Saving, Window, register_fusion
 
 
 def _match(window: Window) -> int | str | None:
     first, *rest = window.calls
-    if not alone(first, linear):
+    own = layer(first)
+    if own is None or not own.y_is_product(first.cfg):
         return None
     if window.dtype is torch.float64:
         return "float64 runs on torch"
@@ -55,12 +56,13 @@ def _run(calls: Any, params: Any, main: Any, values: dict[int, Any]) -> Any:
     if (
         (params[0].bias is not None) != calls[0].cfg.bias
         or (b is not None) != biased
-        or not _fits(calls[0].cfg, main, weight, b, add in by_op, residual)
+        or not _fits(calls[0], main, weight, b, add in by_op, residual)
     ):
         return NotImplemented
+    first, own = calls[0], calls[0].op.layer
     keep = bool(kind) and bool(calls[by_op[activation]].needs.x)
-    y, z = fused_linear_fwd(main, weight, b, residual, kind, factor, keep)
-    made = {linear: (linear_kept, main, weight, y), bias: (bias_kept, y), scale: (scale_kept, y)}
+    y, z = fused_linear_fwd(own.rows(main, first.cfg), weight, b, residual, kind, factor, keep)
+    made = {first.op: (own.kept, main, weight, y), bias: (bias_kept, y), scale: (scale_kept, y)}
     made |= {activation: (activation_kept, z), add: (add_kept, (y, residual))}
     nodes = [(call, *made[call.op]) for call in calls]
     return y, [kept(call.cfg, call.kept, *given) for call, kept, *given in nodes]
@@ -72,20 +74,22 @@ def _saves(window: Window) -> Saving:
     found = {call.op: call for call in window.calls}
     keeps, steps = activation in found and bool(found[activation].needs.x), len(window.calls) - 1
     family = "kept" if keeps else "added" if add in found else "fused"
-    if by_library(family, window.dtype, window.calls[0].cfg.out_features):
+    if by_library(family, window.dtype, window.calls[0].cfg.weight_shape[0]):
         steps -= activation in found or add in found
         return Saving(2 * steps, steps)
     return Saving(2 * steps - keeps, steps)
 
 
-def _fits(cfg: Any, x: Any, weight: Any, b: Any, adds: bool, residual: Any) -> bool:
+def _fits(call: Any, x: Any, weight: Any, b: Any, adds: bool, residual: Any) -> bool:
+    cfg, own = call.cfg, call.op.layer
     given = [x, weight, *([b] if b is not None else []), *([residual] if adds else [])]
-    if not alike(*given) or x.dim() < 1:
+    if not alike(*given) or x.dim() < 1 + bool(cfg.sequence_parallel):
         return False
-    o, i = cfg.out_features, cfg.in_features
+    o, i = cfg.weight_shape
+    y_shape = (o,) if x.dim() == 1 else (own.y_rows(x.shape[0], cfg), *x.shape[1:-1], o)
     shapes = [(x.shape[-1], i), (tuple(weight.shape), (o, i))]
     shapes += [(tuple(b.shape), (o,))] if b is not None else []
-    shapes += [(tuple(residual.shape), (*x.shape[:-1], o))] if isinstance(residual, Tensor) else []
+    shapes += [(tuple(residual.shape), y_shape)] if isinstance(residual, Tensor) else []
     return all(got == want for got, want in shapes)
 
 

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.contract.op import Op
+from funcops.contract.op import Op, raw_of
 from funcops.errors import FLOATS
 from funcops.kernels.triton.gemm_table import choose
+from funcops.ops.linear_layer import LinearLayer
 from funcops.program.lower import Call
 
 
@@ -21,6 +22,24 @@ def alone(call: Call, op: Op) -> bool:
 def joins(call: Call, op: Op) -> bool:
     """Whether the call is of this op, takes one extra and gives none."""
     return call.op is op and len(call.takes) == 1 and not call.gives
+
+
+def layer(call: Call) -> LinearLayer | None:
+    """How to run the call if it is a linear layer, of any variant, that takes and gives nothing but main; else None."""
+    return None if call.takes or call.gives else call.op.layer
+
+
+def x_shape(call: Call, node: Any) -> torch.Size:
+    """The shape of a linear layer's x on this rank, from its residuals."""
+    own: Any = call.op.layer
+    first, *rest = node.y_shape[:-1] or (None,)
+    width = call.cfg.weight_shape[1]
+    return torch.Size((width,) if first is None else (own.x_rows(first, call.cfg), *rest, width))
+
+
+def dgrad(call: Call, node: Any, dy: Tensor, sums: Tensor | None = None) -> tuple[Tensor, Any]:
+    """The dgrad of a linear layer, after the op's checks of the residuals; `sums`: dy summed over blocks of rows, if known."""
+    return raw_of(call.op.dgrad)(node, dy, call.cfg, sums)  # type: ignore[no-any-return]
 
 
 def by_library(family: str, dtype: torch.dtype, columns: int) -> bool:

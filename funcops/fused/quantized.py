@@ -1,8 +1,6 @@
-"""Quantised linear layers: siblings quantise and save their shared x once; and a norm, GLU or activation before such a layer writes
-codes and scales instead of its y.
+"""A norm, GLU or activation before a linear layer in low precision writes codes and scales instead of its y.
 
-Steps: the first of each of two or more branches of a parallel, qlinear with one recipe; or a norm, GLU or activation, and a qlinear
-that saves x by rows, in tiles of one row.
+Steps: a norm, GLU or activation, and a qlinear that saves x by rows, in tiles of one row.
 """
 
 from __future__ import annotations
@@ -23,27 +21,11 @@ from funcops.ops.activation import activation, activation_kept
 from funcops.ops.glu import glu, glu_kept
 from funcops.ops.layer_norm import layer_norm, layer_norm_kept
 from funcops.ops.linear import LinearParams
-from funcops.ops.qlinear import check_params, operands, qlinear, qlinear_of
+from funcops.ops.qlinear import check_params, qlinear, qlinear_of
 from funcops.ops.rms_norm import rms_norm, rms_norm_kept
-from funcops.program.rules import FORWARD, SIBLINGS_FORWARD, Rule, Saving, Window, register_fusion
+from funcops.program.rules import FORWARD, Rule, Saving, Window, register_fusion
 
 NORMS = (rms_norm, layer_norm)
-
-
-def _match_siblings(window: Window) -> tuple[int, ...] | str | None:
-    """Cover the branches with the most common recipe; the other branches run by themselves."""
-    low = [call.cfg.recipe if alone(call, qlinear) else None for call in window.calls]
-    asked = [recipe for recipe in low if recipe is not None]
-    if len(asked) < 2:
-        return None
-    coded = [recipe for recipe in asked if recipe.keep != "input"]
-    if not coded:
-        return "each saves x itself"
-    shared = [recipe for recipe in coded if not recipe.delayed]
-    recipe = max(shared, key=shared.count, default=None)  # of equal counts the first
-    if recipe is None or shared.count(recipe) < 2:
-        return "recipes differ" if shared else "each has a scale of its own"
-    return tuple([int(one == recipe) for one in low])
 
 
 def _fits(call: Any, params: Any, like: Any) -> bool:
@@ -57,16 +39,6 @@ def _fits(call: Any, params: Any, like: Any) -> bool:
     except (ValueError, TypeError, RuntimeError):
         return False
     return True
-
-
-def _run_siblings(calls: Any, params: Any, x: Any, values: dict[int, Any]) -> Any:
-    fits = all(_fits(call, p, x) for call, p in zip(calls, params, strict=True))
-    if not fits or not alike(x) or x.dim() < 1 or any(x.shape[-1] != call.cfg.in_features for call in calls):
-        return NotImplemented
-    wanting = next((call for call in calls if call.kept.param("weight")), calls[0])
-    row, kept = operands(x, calls[0].cfg.recipe, wanting.kept)
-    made = [qlinear_of(row, kept, p, call.cfg, call.kept) for call, p in zip(calls, params, strict=True)]
-    return tuple([y for y, _ in made]), [node for _, node in made]
 
 
 def _match(window: Window) -> int | str | None:
@@ -133,11 +105,5 @@ def _made(maker: Any, params: Any, x: Tensor, format: Any, width: int) -> Any:
     return QTensor(codes, scales, None, format=format, shape=codes.shape, dtype=x.dtype, side="row", hadamard=False), node
 
 
-def _saves(window: Window) -> Saving:
-    """All siblings but one neither read x nor write codes."""
-    return Saving(2 * len(window.calls) - 2, len(window.calls) - 1)
-
-
-siblings_rule = register_fusion(Rule("sibling qlinears", SIBLINGS_FORWARD, _match_siblings, _run_siblings, _saves, on_cpu=True))
 # y is neither written nor read
 rule = register_fusion(Rule("quantised output", FORWARD, _match, _run, Saving(2, 1)))

@@ -1,7 +1,9 @@
-"""Two or three linear layers of one input, such as q, k, v or gate, up: one product forward, and one for the sum of their input
-gradients.
+"""Linear layers of one input, such as q, k, v or gate, up: x is prepared once (gathered over ranks, in codes) and read by one
+product; the parts of dx are summed before they are sent, and x is prepared once for the weight gradients, whenever they run.
 
-Steps: the first of each branch of a parallel, all linear. On the CPU only the backward: a joint forward gains nothing there.
+Steps: the first of each branch of a parallel, linear layers of any variant whose y needs no sum. Where layers do not all prepare x
+alike, the most common ones share it, and the others run by themselves. On the CPU a joint forward of layers that prepare nothing
+gains nothing. y and dw have the bits of layers one by one; dx is summed over the layers first, and over the ranks then.
 """
 
 from __future__ import annotations
@@ -11,68 +13,151 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.fused.matchers import alike
+from funcops.fused.matchers import alike, layer
+from funcops.kernels.linear import linear_dgrad, linear_fwd
+from funcops.kernels.pointwise import add
 from funcops.kernels.sibling_linear import sibling_linear_dgrad, sibling_linear_fwd
-from funcops.ops.linear import LinearParams, LinearPending, linear, linear_kept
+from funcops.ops.linear import LinearParams, check_linear_into, wants_bias
+from funcops.ops.qlinear import check_low_into
 from funcops.program.rules import SIBLINGS_BACKWARD, SIBLINGS_FORWARD, Rule, Saving, Window, register_fusion
 
 MOST = 3
 
 
-def _match(window: Window) -> tuple[int, ...] | str | None:
-    if any(step.op is not linear for step in window.calls):
+def _match_plain(window: Window) -> tuple[int, ...] | str | None:
+    if not all((own := layer(call)) and own.y_is_product(call.cfg) and own.prepares(call.cfg) is None for call in window.calls):
         return None
-    return (1,) * len(window.calls) if len(window.calls) <= MOST else f"more than {MOST} branches"
+    if len(window.calls) > MOST:
+        return f"more than {MOST} branches"
+    return "float64 runs on torch" if window.dtype is torch.float64 else (1,) * len(window.calls)
 
 
-def _match_forward(window: Window) -> tuple[int, ...] | str | None:
-    sizes = _match(window)
-    return "float64 runs on torch" if sizes and window.dtype is torch.float64 else sizes
+def _match_prepared(window: Window) -> tuple[int, ...] | str | None:
+    marks = [None if (own := layer(call)) is None else own.prepares(call.cfg) for call in window.calls]
+    asked = [mark for mark in marks if mark is not None]
+    if len(asked) < 2:
+        return None
+    common = max(asked, key=asked.count)  # of equal counts the first
+    return tuple([int(mark == common) for mark in marks]) if asked.count(common) > 1 else "each prepares x in its own way"
 
 
-def _match_backward(window: Window) -> tuple[int, ...] | str | None:
-    sizes = _match(window)
-    if isinstance(sizes, tuple) and not all(needs.x for needs in window.needs):
-        return "no gradient is asked of their input"
-    return sizes
+def match_backward(window: Window) -> tuple[int, ...] | str | None:
+    marks = [None if (own := layer(call)) is None else own.joins(call.cfg) for call in window.calls]
+    if any(mark is None for mark in marks):
+        return None
+    if len(set(marks)) > 1:
+        return "they sum dx in different ways"
+    if marks[0] == "linear" and len(marks) > MOST:
+        return f"more than {MOST} branches"
+    return (1,) * len(marks) if all(needs.x for needs in window.needs) else "no gradient is asked of their input"
+
+
+def _fits(call: Any, params: Any, x: Any) -> bool:
+    """Whether the call takes these inputs; if not, the call itself raises the error."""
+    cfg = call.cfg
+    if type(params) is not LinearParams or not isinstance(x, Tensor) or x.dim() < 1 + bool(cfg.sequence_parallel):
+        return False
+    given: list[Any] = [params.weight]
+    shapes = [cfg.weight_shape]
+    if (params.bias is not None) != cfg.bias or x.shape[-1] != cfg.weight_shape[1]:
+        return False
+    if cfg.bias:
+        given, shapes = [*given, params.bias], [*shapes, cfg.bias_shape]
+    if call.op.layer.dense:
+        return alike(x, *given) and [t.shape for t in given] == shapes
+    try:
+        call.op.layer.check(params, x, cfg)
+    except (ValueError, TypeError, RuntimeError):
+        return False
+    return alike(x, *[t for t in given if isinstance(t, Tensor)])
+
+
+def _run(calls: Any, params: Any, x: Any, values: dict[int, Any]) -> Any:
+    return forward(calls, params, x)
+
+
+def forward(calls: Any, params: Any, x: Any) -> Any:
+    """The y and the residuals of each, or NotImplemented."""
+    if not all([_fits(call, p, x) for call, p in zip(calls, params, strict=True)]):
+        return NotImplemented
+    own = calls[0].op.layer
+    if own.dense:
+        ys = _products(own.rows(x, calls[0].cfg), params)
+        given = zip(calls, params, ys, strict=True)
+        return ys, [call.op.layer.kept(call.cfg, call.kept, x, p.weight, y) for call, p, y in given]
+    first = next((i for i, call in enumerate(calls) if call.kept.param("weight")), 0)
+    prepared = own.prepared(x, params[first], calls[first].cfg, calls[first].kept)
+    made = [own.from_prepared(prepared, p, call.cfg, call.kept) for call, p in zip(calls, params, strict=True)]
+    return tuple([y for y, _ in made]), [node for _, node in made]
+
+
+def _products(x: Tensor, params: Any) -> tuple[Tensor, ...]:
+    if len(params) > MOST or x.dtype is torch.float64:
+        return tuple([linear_fwd(x, p.weight, p.bias) for p in params])
+    ys: tuple[Tensor, ...] = sibling_linear_fwd(x, *_three([p.weight for p in params]), *_three([p.bias for p in params]))
+    return ys[: len(params)]
 
 
 def _three(given: Any) -> list[Any]:
     return [*given] + [None] * (MOST - len(given))
 
 
-def _run(calls: Any, params: Any, x: Any, values: dict[int, Any]) -> Any:
-    return linears_fwd(calls, params, x)
-
-
-def linears_fwd(calls: Any, params: Any, x: Any) -> Any:
-    if any(type(p) is not LinearParams for p in params) or not alike(x) or x.dim() < 1:
-        return NotImplemented
-    for step, p in zip(calls, params, strict=True):
-        given = [p.weight, *([p.bias] if step.cfg.bias else [])]
-        shapes = [step.cfg.weight_shape, step.cfg.bias_shape][: len(given)]
-        if not alike(x, *given) or [t.shape for t in given] != shapes or (p.bias is not None) != step.cfg.bias:
-            return NotImplemented
-        if x.shape[-1] != step.cfg.in_features:
-            return NotImplemented
-    ys: tuple[Tensor, ...] = sibling_linear_fwd(x, *_three([p.weight for p in params]), *_three([p.bias for p in params]))
-    ys = ys[: len(calls)]
-    return ys, [linear_kept(call.cfg, call.kept, x, p.weight, y) for call, p, y in zip(calls, params, ys, strict=True)]
-
-
 def _run_backward(calls: Any, kept: list[Any], dys: tuple[Any, ...], gradients: dict[int, Any]) -> Any:
-    weights = [node.weight for node in kept]
-    if not alike(*dys, *weights) or any(d.shape != node.y_shape for d, node in zip(dys, kept, strict=True)):
+    own, cfg = calls[0].op.layer, calls[0].cfg
+    weights = [node.weight for node in kept] if own.dense else []
+    if not alike(*dys, *weights) or any(d.shape != n.y_shape or d.dtype is not n.dtype for d, n in zip(dys, kept, strict=True)):
         return NotImplemented
-    dx = sibling_linear_dgrad(*_three(dys), *_three(weights))
-    pendings = [LinearPending.keep(step.cfg, node.needs, x=node.x, dy=dy) for step, node, dy in zip(calls, kept, dys, strict=True)]
-    return dx, pendings
+    both = list(zip(calls, kept, dys, strict=True))
+    if not own.dense:
+        found = [own.part_of_dx(node, dy, call.cfg) for call, node, dy in both]
+        return own.dx_of(_sum([part for part, _ in found]), cfg), [pending for _, pending in found]
+    pendings = [call.op.layer.pending(node, dy, dy, call.cfg) for call, node, dy in both]
+    if own.joins(cfg) == "linear":
+        return own.dx_of(sibling_linear_dgrad(*_three(dys), *_three(weights)), cfg), pendings
+    return own.dx_of(_sum([linear_dgrad(dy, w) for dy, w in zip(dys, weights, strict=True)]), cfg), pendings
+
+
+def _sum(parts: list[Tensor]) -> Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = add(total, part)
+    return total
+
+
+def shared(calls: Any, pendings: list[Any], into: tuple[Any, ...]) -> Any:
+    """The pendings with what they make of x made once, or NotImplemented."""
+    own, x = calls[0].op.layer, pendings[0].x
+    if x is None or any([one.x is not x for one in pendings]):
+        return NotImplemented
+    for call, one, sums in zip(calls, pendings, into, strict=True):
+        if sums is not None and not _takes(call, one, x, sums):
+            return NotImplemented
+    made = own.shared(pendings[0], calls[0].cfg)
+    return NotImplemented if made is None else [one.copy(**made) for one in pendings]
+
+
+def _takes(call: Any, pending: Any, x: Any, into: Any) -> bool:
+    """Whether the call can add to the accumulators; if not, the call itself raises, before anything is sent."""
+    if type(into) is not LinearParams:
+        return False
+    try:
+        if call.op.layer.dense:
+            check_linear_into(call.op.wgrad.__name__, pending.dy, x, wants_bias(call.cfg, pending.needs), into)
+        else:
+            check_low_into(call.op.wgrad.__name__, pending, x, call.cfg, into)
+    except (ValueError, TypeError):
+        return False
+    return True
 
 
 def _saves(window: Window) -> Saving:
-    """In each sum of two gradients the second is neither written nor read."""
+    """For each layer but one, x is neither read nor prepared."""
     return Saving(2 * len(window.calls) - 2, len(window.calls) - 1)
 
 
-rule = register_fusion(Rule("sibling linears", SIBLINGS_FORWARD, _match_forward, _run))
-backward_rule = register_fusion(Rule("sibling linears", SIBLINGS_BACKWARD, _match_backward, _run_backward, _saves, on_cpu=True))
+rule = register_fusion(Rule("sibling linears", SIBLINGS_FORWARD, _match_plain, _run))
+prepared_rule = register_fusion(Rule("sibling linears, x once", SIBLINGS_FORWARD, _match_prepared, _run, _saves, on_cpu=True))
+# in each sum of two gradients the second is neither written nor read, or not sent
+backward_rule = register_fusion(
+    Rule("sibling linears", SIBLINGS_BACKWARD, match_backward, _run_backward, _saves, on_cpu=True, shared=shared)
+)

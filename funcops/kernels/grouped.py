@@ -68,7 +68,7 @@ def grouped_wgrad(
     bias: bool,
 ) -> tuple[Optional[Tensor], Optional[Tensor]]:
     """dw_e = dy^T x (None without x) and db_e = sum of dy (times scales) over group e's rows, in dy's dtype; 0 if empty."""
-    rows, inner = _factors(dy, x, dy_index, x_index, every)
+    rows, inner = factors(dy, x, dy_index, x_index, every)
     dw = None
     if inner is not None:
         product = wgrad_by_groups if dy.is_cpu else wgrad_by_library if library_serves(rows, inner) else wgrad_by_masks
@@ -105,7 +105,7 @@ def grouped_wgrad_into(
 ) -> None:
     """Add `grouped_wgrad` to dw [E, O, I] and db [E, O], each if given: contiguous, in the wide dtype. Sums are not rounded before,
     except dw's on the CPU."""
-    rows, inner = _factors(dy, x, dy_index, x_index, every)
+    rows, inner = factors(dy, x, dy_index, x_index, every)
     if dw is not None and inner is not None:
         if dy.is_cpu:
             for e, first, last in groups_of(offsets, len(rows)):
@@ -196,9 +196,10 @@ def wgrad_by_masks(rows: Tensor, inner: Tensor, offsets: Tensor) -> Tensor:
     return torch.stack(parts)
 
 
-def _factors(
+def factors(
     dy: Tensor, x: Optional[Tensor], dy_index: Optional[Tensor], x_index: Optional[Tensor], every: int
 ) -> tuple[Tensor, Optional[Tensor]]:
+    """The gathered rows of dy and x, which are summed over."""
     rows = dy if dy_index is None else gathered(dy, dy_index, every)
     return rows, x if x is None or x_index is None else gathered(x, x_index, every)
 

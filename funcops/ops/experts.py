@@ -52,6 +52,7 @@ from funcops.kernels.grouped import grouped_product, grouped_wgrad
 from funcops.kernels.routing import check_row_count, gather_rows, of_rows, sort_by_expert
 from funcops.ops.glu import GLUConfig
 from funcops.ops.grouped_linear import GroupedLinearConfig, GroupedLinearParams, grouped_linear_init, into_grouped
+from funcops.ops.grouped_wgrads import GroupedProduct
 from funcops.trees import tree
 
 __all__ = ["ExpertsConfig", "ExpertsParams", "ExpertsPending", "ExpertsResiduals"]
@@ -278,17 +279,31 @@ def experts_dgrad(
 def experts_wgrad(pending: ExpertsPending, cfg: ExpertsConfig, *, into: ExpertsParams | None = None) -> ExpertsParams:
     """`d up_e = dz^T x[token]`, `d down_e = dy[token]^T (s a)`, and for biases the sums of dz and of s dy[token]; 0 for an expert
     that no token chose. Added to `into` if given."""
-    p, needs = pending, pending.needs
-    biases = [cfg.bias and needs.param(f"{name}.bias") for name in ("up", "down")]
-    x, dz, dy, scaled = (None if t is None else _rows(t) for t in (p.x, p.dz, p.dy, p.scaled))
-    s = of_rows(p.weights, p.order) if biases[1] and p.weights is not None else None
-    of_up = dz, x, p.offsets, None, p.order, p.choices, None
-    of_down = dy, scaled, p.offsets, p.order, None, p.choices, s
     if into is not None:
-        check_experts_into("experts_wgrad", p, cfg, into)
-    up, down = (None, None) if into is None else (into.up, into.down)
-    made = ExpertsParams(_gradients(of_up, up, biases[0]), _gradients(of_down, down, biases[1]))
+        check_experts_into("experts_wgrad", pending, cfg, into)
+    sums = (None, None) if into is None else (into.up, into.down)
+    made = ExpertsParams(*[_gradients(args, own, bias) for (args, bias), own in zip(_layers(pending, cfg), sums, strict=True)])
     return made if into is None else into
+
+
+def experts_products(pending: ExpertsPending, cfg: ExpertsConfig, *, into: ExpertsParams) -> list[GroupedProduct]:
+    """The gradients of both layers as products to run later. A bias's gradient alone is added at once."""
+    check_experts_into("experts_wgrad", pending, cfg, into)
+    found = []
+    for (args, bias), sums in zip(_layers(pending, cfg), (into.up, into.down), strict=True):
+        if args[0] is not None and args[1] is not None:
+            found.append(GroupedProduct(args, sums.weight, sums.bias if bias else None))
+        else:
+            _gradients(args, sums, bias)
+    return found
+
+
+def _layers(p: ExpertsPending, cfg: ExpertsConfig) -> list[tuple[Any, bool]]:
+    """Of the up and the down layer, the arguments of `grouped_wgrad` but the last, and the last: whether a bias gets a gradient."""
+    up, down = (cfg.bias and p.needs.param(f"{name}.bias") for name in ("up", "down"))
+    x, dz, dy, scaled = (None if t is None else _rows(t) for t in (p.x, p.dz, p.dy, p.scaled))
+    s = of_rows(p.weights, p.order) if down and p.weights is not None else None
+    return [((dz, x, p.offsets, None, p.order, p.choices, None), up), ((dy, scaled, p.offsets, p.order, None, p.choices, s), down)]
 
 
 def check_experts_into(where: str, p: ExpertsPending, cfg: ExpertsConfig, into: ExpertsParams) -> None:
@@ -312,8 +327,16 @@ def _gradients(args: Any, into: GroupedLinearParams | None, bias: bool) -> Group
         return GroupedLinearParams(None, None) if into is None else into
     if into is None:
         return GroupedLinearParams(*grouped_wgrad(*args, bias))
-    return into_grouped("experts_wgrad", args, into, x is not None, bias)
+    return into_grouped(args, into, x is not None, bias)
 
 
-experts = make_op("experts", ExpertsConfig, init=experts_init, fwd=experts_fwd, dgrad=experts_dgrad, wgrad=experts_wgrad)
+experts = make_op(
+    "experts",
+    ExpertsConfig,
+    init=experts_init,
+    fwd=experts_fwd,
+    dgrad=experts_dgrad,
+    wgrad=experts_wgrad,
+    products=experts_products,
+)
 experts_bwd = both_halves(experts, experts_dgrad, experts_wgrad)

@@ -45,6 +45,7 @@ from funcops.contract.schema import DGRAD, WGRAD, Inputs, Pending, Residuals, sa
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import grouped as kernels
 from funcops.kernels.routing import check_row_count, gather_rows, of_choices, of_rows
+from funcops.ops.grouped_wgrads import GroupedProduct, add_grouped
 from funcops.trees import leaf, tree
 
 __all__ = ["GroupedLinearConfig", "GroupedLinearParams", "GroupedLinearPending", "GroupedLinearResiduals"]
@@ -257,31 +258,32 @@ def grouped_linear_wgrad(
     pending: GroupedLinearPending, cfg: GroupedLinearConfig, *, into: GroupedLinearParams | None = None
 ) -> GroupedLinearParams:
     """`dw_e = dy^T x`, `db_e = sum of dy` (weighted: of s dy), 0 for an expert without rows; added to `into` if given."""
-    x, dy, needs = pending.x, pending.dy.reshape(-1, cfg.out_features), pending.needs
-    bias = cfg.bias and needs.param("bias")
-    rows = None if x is None else x.reshape(-1, cfg.in_features)
-    s = None if pending.weights is None else of_rows(pending.weights, pending.weights_order)
-    args = dy, rows, pending.offsets, pending.dy_order, pending.order, pending.choices, s
+    args, needs, x = _wgrad_args(pending, cfg), pending.needs, pending.x
+    dy, bias = args[0], cfg.bias and needs.param("bias")
     if into is None:
         return _per_expert(GroupedLinearParams(*kernels.grouped_wgrad(*args, bias)), cfg, needs)
     shape = dy.new_empty(()).expand(cfg.experts, *cfg.weight_shape)
     wanted = GroupedLinearParams(None if x is None else shape, shape[..., 0] if bias else None)
     check_into("grouped_linear_wgrad", into, _per_expert(wanted, cfg, needs))
     if cfg.stacked:
-        return into_grouped("grouped_linear_wgrad", args, into, x is not None, bias)
+        return into_grouped(args, into, x is not None, bias)
     found = wanted_sums(args, cfg, x is not None, bias) if _all_wide(into, dy.dtype) else None
     found = GroupedLinearParams(*kernels.grouped_wgrad(*args, bias)) if found is None else found
     return accumulate("grouped_linear_wgrad", _per_expert(found, cfg, needs), into)
 
 
-def into_grouped(where: str, args: Any, into: GroupedLinearParams, weight: bool, bias: bool) -> GroupedLinearParams:
-    """Add dw and db of `grouped_wgrad(*args)` to stacked accumulators, which the caller has checked: in the product itself,
-    unrounded, if they are as wide as its sums."""
-    dw, db = into.weight if weight else None, into.bias if bias else None
-    if takes_sums(dw, args[0].dtype) and takes_sums(db, args[0].dtype):
-        kernels.grouped_wgrad_into(*args, dw, db)
-        return into
-    return accumulate(where, GroupedLinearParams(*kernels.grouped_wgrad(*args, bias)), into)
+def _wgrad_args(pending: GroupedLinearPending, cfg: GroupedLinearConfig) -> tuple[Any, ...]:
+    """The arguments of `grouped_wgrad` but the last."""
+    rows = None if pending.x is None else pending.x.reshape(-1, cfg.in_features)
+    s = None if pending.weights is None else of_rows(pending.weights, pending.weights_order)
+    dy = pending.dy.reshape(-1, cfg.out_features)
+    return dy, rows, pending.offsets, pending.dy_order, pending.order, pending.choices, s
+
+
+def into_grouped(args: Any, into: GroupedLinearParams, weight: bool, bias: bool) -> GroupedLinearParams:
+    """Add dw and db of `grouped_wgrad(*args)` to stacked accumulators, which the caller has checked."""
+    add_grouped(args, into.weight if weight else None, into.bias if bias else None)
+    return into
 
 
 def wanted_sums(args: Any, cfg: GroupedLinearConfig, weight: bool, bias: bool) -> GroupedLinearParams:
@@ -310,6 +312,20 @@ def _per_expert(found: GroupedLinearParams, cfg: GroupedLinearConfig, needs: Nee
     return GroupedLinearParams(parts("weight", found.weight), parts("bias", found.bias))
 
 
+def grouped_linear_products(
+    pending: GroupedLinearPending, cfg: GroupedLinearConfig, *, into: GroupedLinearParams
+) -> list[GroupedProduct]:
+    """dw and db of all groups as a product to run later. Weights that are not stacked get their gradients at once."""
+    bias = cfg.bias and pending.needs.param("bias")
+    if pending.x is None or not cfg.stacked:
+        grouped_linear_wgrad(pending, cfg, into=into)
+        return []
+    args = _wgrad_args(pending, cfg)
+    shape = args[0].new_empty(()).expand(cfg.experts, *cfg.weight_shape)
+    check_into("grouped_linear_wgrad", into, GroupedLinearParams(shape, shape[..., 0] if bias else None))
+    return [GroupedProduct(args, into.weight, into.bias if bias else None)]
+
+
 grouped_linear = make_op(
     "grouped_linear",
     GroupedLinearConfig,
@@ -317,5 +333,6 @@ grouped_linear = make_op(
     fwd=grouped_linear_fwd,
     dgrad=grouped_linear_dgrad,
     wgrad=grouped_linear_wgrad,
+    products=grouped_linear_products,
 )
 grouped_linear_bwd = both_halves(grouped_linear, grouped_linear_dgrad, grouped_linear_wgrad)

@@ -21,6 +21,7 @@ tensor([[11.5000]])
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from dataclasses import field
 from typing import Any, ClassVar
 
@@ -37,6 +38,7 @@ from funcops.errors import check, check_rows, require
 from funcops.kernels import fused_linear
 from funcops.kernels import linear as kernels
 from funcops.kernels.norm import sum_parts
+from funcops.ops.linear_layer import LinearLayer
 from funcops.ops.linear_wgrads import Product
 from funcops.trees import leaf, tree
 
@@ -117,12 +119,14 @@ def linear_fwd(
 
 
 @dgrad_of(LinearResiduals)
-def linear_dgrad(residuals: LinearResiduals, dy: Tensor, cfg: LinearConfig) -> tuple[Tensor, LinearPending | None]:
+def linear_dgrad(
+    residuals: LinearResiduals, dy: Tensor, cfg: LinearConfig, sums: Tensor | None = None
+) -> tuple[Tensor, LinearPending | None]:
     """`dx = dy w`. dy: [*, O] -> dx: [*, I], and the pending weight gradient (dy and x, both aliases)."""
     x, weight, needs = residuals.x, residuals.weight, residuals.needs
     check("linear_dgrad", "dy", dy, residuals.y_shape, residuals.dtype, weight if x is None else x)
     dx = kernels.linear_dgrad(dy, weight) if needs.x else NO_GRADIENT
-    return dx, LinearPending.keep(cfg, needs, x=x, dy=dy)
+    return dx, LinearPending.keep(cfg, needs, x=x, dy=dy, sums=sums)
 
 
 @wgrad_of(LinearPending, LinearParams)
@@ -130,9 +134,11 @@ def linear_wgrad(pending: LinearPending, cfg: LinearConfig, *, into: LinearParam
     """`dw = dy^T x`, `db = sum of dy`; added to `into` if given."""
     needs = pending.needs
     bias = cfg.bias and (needs.params is True or needs.param("bias"))
-    if bias and pending.sums is not None:
-        return _of_sums(pending, into)
-    return linear_gradients("linear_wgrad", pending.dy, pending.x, bias, into)
+    return linear_gradients("linear_wgrad", pending.dy, pending.x, bias, into, pending.sums)
+
+
+def wants_bias(cfg: Any, needs: Needs) -> bool:
+    return cfg.bias and (needs.params is True or needs.param("bias"))
 
 
 @bwd_of(LinearResiduals, LinearParams)
@@ -151,8 +157,13 @@ def linear_bwd(
     return LinearParams(*kernels.linear_wgrad(dy, x, bias)), NO_GRADIENT
 
 
-def linear_gradients(where: str, dy: Tensor, x: Tensor | None, bias: bool, into: LinearParams | None) -> LinearParams:
-    """dw (None without x) and db (None unless `bias`), added to `into` if given."""
+def linear_gradients(
+    where: str, dy: Tensor, x: Tensor | None, bias: bool, into: LinearParams | None, sums: Tensor | None = None
+) -> LinearParams:
+    """dw (None without x) and db (None unless `bias`), added to `into` if given. `sums`: dy summed over blocks of rows, of which db
+    is made if they are given."""
+    if bias and sums is not None:
+        return _of_sums(where, dy, x, sums, into)
     if into is not None:
         return _wgrad_into(where, dy, x, bias, into)
     return LinearParams(*kernels.linear_wgrad(dy, x, bias))
@@ -170,23 +181,19 @@ def _wgrad_into(where: str, dy: Tensor, x: Tensor | None, bias: bool, into: Line
     return accumulate(where, LinearParams(*kernels.linear_wgrad(dy, x, bias)), into)
 
 
-def _of_sums(pending: LinearPending, into: LinearParams | None) -> LinearParams:
+def _of_sums(where: str, dy: Tensor, x: Tensor | None, sums: Tensor, into: LinearParams | None) -> LinearParams:
     """Compute dw alone, and db from its partial sums."""
-    dy, x, sums = pending.dy, pending.x, pending.sums
-    assert sums is not None
     if into is None:
         return LinearParams(kernels.linear_wgrad(dy, x, False)[0], sum_parts(sums, dy.dtype))
-    check_linear_into("linear_wgrad", dy, x, True, into)
+    check_linear_into(where, dy, x, True, into)
     if x is not None:
-        _wgrad_into("linear_wgrad", dy, x, False, LinearParams(into.weight, None))
-    return _add_db(pending, into)
+        _wgrad_into(where, dy, x, False, LinearParams(into.weight, None))
+    return _add_db(where, dy, sums, into)
 
 
-def _add_db(pending: LinearPending, into: LinearParams) -> LinearParams:
-    sums = pending.sums
-    assert sums is not None
+def _add_db(where: str, dy: Tensor, sums: Tensor, into: LinearParams) -> LinearParams:
     wide = into.bias is not None and into.bias.dtype is sums.dtype
-    accumulate("linear_wgrad", LinearParams(NO_GRADIENT, sum_parts(sums, sums.dtype if wide else pending.dy.dtype)), into)
+    accumulate(where, LinearParams(NO_GRADIENT, sum_parts(sums, sums.dtype if wide else dy.dtype)), into)
     return into
 
 
@@ -197,15 +204,31 @@ def check_linear_into(where: str, dy: Tensor, x: Tensor | None, bias: bool, into
 
 def linear_products(pending: LinearPending, cfg: LinearConfig, *, into: LinearParams) -> list[Product]:
     """`dw = dy^T x`, with its db, as a product to run later. A db alone, or from partial sums, is added at once."""
-    if pending.x is None:
-        linear_wgrad(pending, cfg, into=into)
+    return products_of("linear_wgrad", pending, pending.x, wants_bias(cfg, pending.needs), into)
+
+
+def products_of(where: str, pending: Any, x: Any, bias: bool, into: LinearParams) -> list[Product]:
+    """The product of pending.dy and x, or of the x that a function returns, to run later."""
+    dy, sums = pending.dy, pending.sums
+    if x is None:
+        linear_gradients(where, dy, x, bias, into, sums)
         return []
-    bias = cfg.bias and (pending.needs.params is True or pending.needs.param("bias"))
-    check_linear_into("linear_wgrad", pending.dy, pending.x, bias, into)
-    if bias and pending.sums is not None:
-        _add_db(pending, into)
+    check_linear_into(where, dy, pending.x, bias, into)
+    if bias and sums is not None:
+        _add_db(where, dy, sums, into)
         bias = False
-    return [Product.of(pending.dy, pending.x, into.weight, into.bias if bias else None)]
+    return [Product.of(dy, x, into.weight, into.bias if bias else None)]
+
+
+class _Layer(LinearLayer):
+    def joins(self, cfg: Any) -> Hashable:
+        return "linear"
+
+    def kept(self, cfg: Any, needs: Needs, x: Tensor, weight: Tensor, y: Tensor) -> Any:
+        return linear_kept(cfg, needs, x, weight, y)
+
+    def pending(self, residuals: Any, dy: Tensor, rows: Tensor, cfg: Any) -> Any:
+        return LinearPending.keep(cfg, residuals.needs, x=residuals.x, dy=dy)
 
 
 linear = make_op(
@@ -217,4 +240,5 @@ linear = make_op(
     wgrad=linear_wgrad,
     bwd=linear_bwd,
     products=linear_products,
+    layer=_Layer(),
 )

@@ -10,7 +10,7 @@ other products run alone).
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from funcops.backend import wide
 from funcops.backend.tables import Tables
 from funcops.contract.accumulators import takes_sums
 from funcops.kernels import fused_linear
+
+P = TypeVar("P")
 
 
 class Limits(NamedTuple):
@@ -45,21 +47,29 @@ _ends = Tables(32)  # the row ends of grouped products
 
 
 class Product(NamedTuple):
-    """dy [R, O] and x [R, I] of one weight gradient, and its accumulators dw [O, I] and db [O] or None; all checked."""
+    """dy [R, O] and x [R, I] of one weight gradient, and its accumulators dw [O, I] and db [O] or None; all checked. `made` returns
+    x, in its turn: an x that is gathered for the product should not wait beside others."""
 
     dy: Tensor
-    x: Tensor
+    made: Callable[[], Tensor]
     dw: Tensor
     db: Tensor | None
     rows: int
     limits: Limits
 
     @staticmethod
-    def of(dy: Tensor, x: Tensor, dw: Tensor, db: Tensor | None) -> Product:
-        """A product of dy [*, O] and x [*, I]."""
+    def of(dy: Tensor, x: Tensor | Callable[[], Tensor], dw: Tensor, db: Tensor | None) -> Product:
+        """A product of dy [*, O] and x [*, I], or the function that returns x."""
+        made = (lambda: x) if isinstance(x, Tensor) else x
         if dy.dim() != 2:
-            dy, x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
-        return Product(dy, x, dw, db, dy.shape[0], MEASURED.get((dy.device.type, dy.dtype), NEVER))
+            dy = dy.reshape(-1, dy.shape[-1])
+        return Product(dy, made, dw, db, dy.shape[0], MEASURED.get((dy.device.type, dy.dtype), NEVER))
+
+    @property
+    def x(self) -> Tensor:
+        """x [R, I], which is made now."""
+        x = self.made()
+        return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
     @staticmethod
     def join(products: list[Product], how: str | None) -> None:
@@ -69,7 +79,7 @@ class Product(NamedTuple):
             for name, key, run in WAYS:
                 candidates = [p for p in left if how == name or (how is None and p.rows <= getattr(p.limits, name))]
                 if len(candidates) > 1:
-                    left = _join(left, candidates, key, run)
+                    left = join_some(left, candidates, key, run)
         for p in left:
             _add(p)
 
@@ -80,7 +90,7 @@ class Product(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        return self.dy.shape[1], self.x.shape[1]
+        return self.dw.shape[0], self.dw.shape[1]
 
     @property
     def groupable(self) -> bool:
@@ -88,12 +98,12 @@ class Product(NamedTuple):
         return size < 8 and not any(width * size % 16 for width in self.sizes)
 
 
-def _join(products: list[Product], candidates: list[Product], key: Any, run: Any) -> list[Product]:
+def join_some(products: list[P], candidates: list[P], key: Callable[[P], Hashable], run: Any) -> list[P]:
     """Run together the candidates that have the same `key`, unless it is None. Returns the other products."""
     marks = [key(p) for p in candidates]
     if len(set(marks)) == len(marks):
         return products
-    sets: dict[Hashable, list[Product]] = {}
+    sets: dict[Hashable, list[P]] = {}
     for p, mark in zip(candidates, marks, strict=True):
         if mark is not None:
             sets.setdefault(mark, []).append(p)

@@ -110,6 +110,7 @@ class LowRankDropoutResiduals(Residuals, static=("inputs", "dtype")):
     y_shape: torch.Size = static()
 
 
+Factors = Callable[[Any, Any, str], tuple[Tensor, Tensor]]  # (pending, cfg, "a" or "b") -> the operands of its gradient
 LowRankKept = LowRankResiduals | LowRankDropoutResiduals
 
 
@@ -196,19 +197,18 @@ def low_rank_dgrad(
 @wgrad_of(LowRankPending, LowRankParams)
 def low_rank_wgrad(pending: LowRankPending, cfg: LowRankConfig, *, into: LowRankParams | None = None) -> LowRankParams:
     """`da = t^T x`, `db = dy^T u`; added to `into` if given."""
-    if into is not None:
-        _check_into(pending, cfg, into)
-    da, db = NO_GRADIENT, NO_GRADIENT
-    if pending.t is not None:
-        da = gradient_of("low_rank_wgrad", pending.t, dropped(pending, cfg), None if into is None else into.a)
-    if pending.u is not None:
-        db = gradient_of("low_rank_wgrad", pending.dy, pending.u, None if into is None else into.b)
-    return LowRankParams(da, db) if into is None else into
+    return low_rank_gradients("low_rank_wgrad", pending, cfg, into, _factors)
 
 
-def gradient_of(where: str, dy: Tensor, x: Tensor, into: Tensor | None) -> Tensor:
-    """`dy^T x`, added to `into` if given."""
-    return linear_gradients(where, dy, x, False, None if into is None else LinearParams(into, None)).weight
+def low_rank_gradients(where: str, pending: Any, cfg: LowRankConfig, into: LowRankParams | None, factors: Factors) -> LowRankParams:
+    """The requested ones of da and db, each from its operands `factors(pending, cfg, name)`; added to `into` if given."""
+    if into is not None:  # before anything is sent
+        _check_into(where, pending, cfg, into)
+    made = LowRankParams(NO_GRADIENT, NO_GRADIENT)
+    for name in _asked(pending):
+        sums = None if into is None else LinearParams(getattr(into, name), None)
+        setattr(made, name, linear_gradients(where, *factors(pending, cfg, name), False, sums).weight)
+    return made if into is None else into
 
 
 def masked(t: Tensor, key: Tensor, cfg: LowRankConfig) -> Tensor:
@@ -221,21 +221,32 @@ def dropped(pending: Any, cfg: LowRankConfig) -> Tensor:
     return pending.x if pending.key is None else masked(pending.x, pending.key, cfg)  # type: ignore[no-any-return]
 
 
-def _check_into(pending: LowRankPending, cfg: LowRankConfig, into: LowRankParams) -> None:
+def products_of(where: str, pending: Any, cfg: LowRankConfig, into: LowRankParams, factors: Factors) -> list[Product]:
+    """da and db as products of few rows, which may be computed together with other layers'."""
+    _check_into(where, pending, cfg, into)
+    return [Product.of(*factors(pending, cfg, name), getattr(into, name), None) for name in _asked(pending)]
+
+
+def _asked(pending: Any) -> list[str]:
+    return ["a"] * (pending.t is not None) + ["b"] * (pending.u is not None)
+
+
+def _factors(pending: LowRankPending, cfg: LowRankConfig, name: str) -> tuple[Tensor, Tensor]:
+    """The operands of da and of db."""
+    if name == "b":
+        return pending.dy, pending.u
+    return pending.t, dropped(pending, cfg)
+
+
+def _check_into(where: str, pending: Any, cfg: LowRankConfig, into: LowRankParams) -> None:
     """Check both accumulators before either is written."""
-    like = LowRankParams(NO_GRADIENT, NO_GRADIENT)
-    if pending.t is not None:
-        like.a = pending.t.new_empty(()).expand(cfg.rank, cfg.in_features)
-    if pending.u is not None:
-        like.b = pending.u.new_empty(()).expand(cfg.out_features, cfg.rank)
-    check_into("low_rank_wgrad", into, like)
+    like = {name: (pending.t if name == "a" else pending.u).new_empty(()).expand(cfg.shapes[name]) for name in _asked(pending)}
+    check_into(where, into, LowRankParams(like.get("a"), like.get("b")))  # type: ignore[arg-type]
 
 
 def low_rank_products(pending: LowRankPending, cfg: LowRankConfig, *, into: LowRankParams) -> list[Product]:
-    """da and db as products of few rows, which may be computed together with other layers'."""
-    _check_into(pending, cfg, into)
-    found = [] if pending.t is None else [Product.of(pending.t, dropped(pending, cfg), into.a, None)]
-    return found if pending.u is None else [*found, Product.of(pending.dy, pending.u, into.b, None)]
+    """da and db as products to run later."""
+    return products_of("low_rank_wgrad", pending, cfg, into, _factors)
 
 
 low_rank = make_op(

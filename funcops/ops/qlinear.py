@@ -30,7 +30,7 @@ tensor([4., 4.])
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -51,15 +51,19 @@ from funcops.formats.recipes import LOW_FORMS, Recipe, require_recipe
 from funcops.formats.scaled import Scaled, bits_of, join_amaxes
 from funcops.kernels import linear as products
 from funcops.kernels import quantize as kernels
-from funcops.kernels.scaled_mm import scaled_mm
+from funcops.kernels.norm import sum_parts
 from funcops.ops._low_config import LowConfig
-from funcops.ops.linear import LinearConfig, LinearParams, linear, linear_init
-from funcops.trees import Aside
+from funcops.ops.linear import LinearConfig, LinearParams, linear, linear_init, wants_bias
+from funcops.ops.linear_layer import LinearLayer
+from funcops.ops.linear_wgrads import Product
+from funcops.ops.qlinear_wgrads import ScaledProduct, product
+from funcops.trees import Aside, replace
 
 __all__ = ["QLinearConfig", "QLinearPending", "QLinearResiduals"]
 __all__ += ["qlinear", "qlinear_bwd", "qlinear_dgrad", "qlinear_fwd", "qlinear_init", "qlinear_wgrad"]
 
 P = TypeVar("P", bound=Any)
+Factors = Callable[[str, Any, Any], tuple[Any, Any]]  # (where, pending, cfg) -> the operands of dw
 Largest = Callable[[Tensor], Tensor] | None  # from the amax [1] of this rank's part to the amax of the whole tensor
 
 
@@ -133,10 +137,6 @@ def qlinear_fwd(
     where, recipe, weight = "qlinear_fwd", cfg.recipe, params.weight
     check_rows(where, "x", x, cfg.in_features)
     check_params(where, params, x, cfg)
-    if recipe.keep == "input":
-        y = y_of(quantize_tensor(x, recipe.x), row_of(weight, recipe), params.bias, recipe.emulate)
-        rounding = rounding_of(weight, recipe)
-        return y, QLinearOfInputResiduals.keep(cfg, needs, x=x, weight=weight, rounding=rounding, y_shape=y.shape, dtype=x.dtype)
     if not isinstance(weight, Scaled):
         return qlinear_of(*operands(x, recipe, needs), params, cfg, needs)
     (row, amax_x), (w, amax_w) = scaled_tensor(x, recipe.x, weight.scale[0:1]), scaled_weight(weight, recipe)
@@ -152,8 +152,10 @@ def rounding_of(weight: Any, recipe: Recipe) -> Tensor | None:
     return weight.key if recipe.stochastic else None
 
 
-def operands(x: Tensor, recipe: Recipe, needs: Needs, largest: Largest = None) -> tuple[QTensor, QTensor]:
+def operands(x: Tensor, recipe: Recipe, needs: Needs, largest: Largest = None) -> tuple[QTensor, Any]:
     """The operand of y, x by rows, and the form of x that is saved for dw."""
+    if recipe.keep == "input":
+        return quantized(x, recipe.x, largest), x
     if recipe.keep == "row" or not needs.param("weight"):
         row = quantized(x, recipe.x, largest)
         return row, row
@@ -169,16 +171,19 @@ def quantized(
 
 
 def qlinear_of(
-    row: QTensor, kept: QTensor, params: LinearParams, cfg: QLinearConfig, needs: Needs
-) -> tuple[Tensor, QLinearResiduals | None]:
+    row: QTensor, kept: Any, params: LinearParams, cfg: QLinearConfig, needs: Needs
+) -> tuple[Tensor, QLinearKept | None]:
     """Return y and residuals, after all checks, from x by rows and the form of x that is saved."""
     y = y_of(row, row_of(params.weight, cfg.recipe), params.bias, cfg.recipe.emulate)
     rounding = rounding_of(params.weight, cfg.recipe)
-    return y, QLinearResiduals.keep(cfg, needs, x=kept, weight=params.weight, rounding=rounding, y_shape=y.shape, dtype=y.dtype)
+    own: Any = dict(x=kept, weight=params.weight, rounding=rounding, y_shape=y.shape, dtype=y.dtype)
+    return y, _kept(cfg).keep(cfg, needs, **own)
 
 
 @dgrad_of(ByConfig(QLinearConfig, _kept, (QLinearResiduals, QLinearOfInputResiduals)))
-def qlinear_dgrad(residuals: QLinearKept, dy: Tensor, cfg: QLinearConfig) -> tuple[Tensor, QLinearPending | None]:
+def qlinear_dgrad(
+    residuals: QLinearKept, dy: Tensor, cfg: QLinearConfig, sums: Tensor | None = None
+) -> tuple[Tensor, QLinearPending | None]:
     """`dx = q(dy) q(w)`. dy: [*, O] -> dx: [*, I], and the pending weight gradient: dy and x in low precision, db; with
     keep="input" x itself, and dy itself if dw is computed in high precision."""
     where, recipe, needs, weight = "qlinear_dgrad", cfg.recipe, residuals.needs, residuals.weight
@@ -197,14 +202,46 @@ def qlinear_dgrad(residuals: QLinearKept, dy: Tensor, cfg: QLinearConfig) -> tup
     if needs.x and row is not None:
         dx = product(row, col_of(weight, recipe), dy.dtype, recipe.emulate)
     kept = col if low else dy
-    return dx, QLinearPending.keep(cfg, needs, x=residuals.x, dy=kept, db=db_of(dy, cfg, needs), amaxes=amaxes, dtype=dy.dtype)
+    db = db_of(dy, cfg, needs, sums)
+    return dx, QLinearPending.keep(cfg, needs, x=residuals.x, dy=kept, db=db, amaxes=amaxes, dtype=dy.dtype)
 
 
 @wgrad_of(QLinearPending, LinearParams)
 def qlinear_wgrad(pending: QLinearPending, cfg: QLinearConfig, *, into: LinearParams | None = None) -> LinearParams:
     """`dw = q(dy)^T q(x)`, and db; added to `into` if given. For a `Scaled` weight, dw is `Scaled` too, with
     the amaxes [3] of x, w and dy, uint32 (`funcops.formats.scaled.bits_of`); `into` takes the larger of these."""
-    return low_gradients("qlinear_wgrad", pending, pending.x, cfg, into, lambda out: _dw(pending, cfg.recipe, out))
+    return low_wgrad("qlinear_wgrad", pending, cfg, into, _factors)
+
+
+def qlinear_products(pending: QLinearPending, cfg: QLinearConfig, *, into: LinearParams) -> list[Any]:
+    """The weight's gradient as a product to run later."""
+    return low_products("qlinear_wgrad", pending, cfg, into, _factors)
+
+
+def _factors(where: str, pending: QLinearPending, cfg: QLinearConfig) -> tuple[Any, Any]:
+    return factors_of_dw(where, pending.dy, pending.x, cfg.recipe)
+
+
+def low_wgrad(where: str, pending: Any, cfg: Any, into: LinearParams | None, factors: Factors) -> LinearParams:
+    """The gradients of params, the weight's from the operands `factors(where, pending, cfg)`; added to `into`, if given, after a
+    check."""
+
+    def dw(out: torch.dtype) -> Tensor | None:
+        return None if pending.x is None else dw_of(*factors(where, pending, cfg), cfg.recipe, out)
+
+    return low_gradients(where, pending, pending.x, cfg, into, dw)
+
+
+def low_products(where: str, pending: Any, cfg: Any, into: LinearParams, factors: Factors) -> list[Any]:
+    """The weight's gradient as a product to run later; db and the amaxes are added at once."""
+    sums, db = check_low_into(where, pending, pending.x, cfg, into)
+    _add_rest(where, pending, LinearParams(NO_GRADIENT, db), sums, into)
+    if pending.x is None:
+        return []
+    if not isinstance(pending.dy, QTensor):
+        return [Product.of(*factors(where, pending, cfg), sums.weight, None)]
+    out = wide(pending.dtype) if takes_sums(sums.weight, pending.dtype) else pending.dtype
+    return [ScaledProduct(pending.dy, lambda: factors(where, pending, cfg)[1], cfg.recipe, sums.weight, out)]
 
 
 def low_gradients(
@@ -217,17 +254,20 @@ def low_gradients(
     params: type[P] = LinearParams,  # type: ignore[assignment]
 ) -> P:
     """The gradients of params, the weight's from `dw(dtype)`; added to `into`, if given, after a check."""
-    dtype, scaled = pending.dtype, pending.amaxes is not None
+    dtype = pending.dtype
     if into is None:
-        gradient: Any = Scaled(dw(dtype), bits_of(pending.amaxes), None) if scaled else dw(dtype)
+        gradient: Any = dw(dtype) if pending.amaxes is None else Scaled(dw(dtype), bits_of(pending.amaxes), None)
         return params(gradient, None if pending.db is None else pending.db.to(dtype, copy=True))
     sums, db = check_low_into(where, pending, x, cfg, into, params)
-    out = wide(dtype) if takes_sums(sums.weight, dtype) else dtype
-    accumulate(where, params(dw(out), pending.db if takes_sums(sums.bias, dtype) else db), sums)
-    if scaled:
-        largest: Any = into.weight
-        join_amaxes(largest.scale, pending.amaxes)
+    _add_rest(where, pending, params(dw(wide(dtype) if takes_sums(sums.weight, dtype) else dtype), db), sums, into)
     return into
+
+
+def _add_rest(where: str, pending: Any, found: Any, sums: Any, into: Any) -> None:
+    """Add gradients to accumulators: db unrounded if its accumulator is wide enough, and the amaxes by their maximum."""
+    accumulate(where, replace(found, bias=pending.db) if takes_sums(sums.bias, pending.dtype) else found, sums)
+    if pending.amaxes is not None:
+        join_amaxes(into.weight.scale, pending.amaxes)
 
 
 def check_low_into(
@@ -335,27 +375,6 @@ def y_of(x: QTensor, w: QTensor, bias: Tensor | None, emulate: bool) -> Tensor:
     return y if bias is None else y.add_(bias)
 
 
-def product(a: QTensor, b: QTensor, out: torch.dtype, emulate: bool) -> Tensor:
-    """The product [*, N] of [*, K] and [N, K], where K is the last dimension of codes."""
-    of_a, of_b = a.format, b.format
-    return scaled_mm(  # type: ignore[no-any-return]
-        a.codes,
-        a.scales,
-        a.scale,
-        b.codes,
-        b.scales,
-        b.scale,
-        of_a.element,
-        *of_a.tile,
-        of_b.element,
-        *of_b.tile,
-        of_a.scales,
-        a.width,
-        out,
-        emulate,
-    )
-
-
 def needs_low(needs: Needs, recipe: Recipe) -> bool:
     """Whether the weight's gradient is needed, in low precision."""
     return recipe.wgrad == "low" and (needs.params is True or needs.param("weight"))
@@ -366,9 +385,18 @@ def check_rounding(where: str, residuals: Any, recipe: Recipe, low: bool) -> Non
         fail(where, "residuals.rounding", "kept (the recipe rounds dy by it)", "None")
 
 
-def db_of(dy: Tensor, cfg: Any, needs: Needs) -> Tensor | None:
-    bias = cfg.bias and (needs.params is True or needs.param("bias"))
-    return torch.sum(dy.reshape(-1, dy.shape[-1]), 0, dtype=wide(dy.dtype)) if bias else None
+def db_of(dy: Tensor, cfg: Any, needs: Needs, sums: Tensor | None = None) -> Tensor | None:
+    """db in the wide dtype, from dy or from its sums over blocks of rows."""
+    if not wants_bias(cfg, needs):
+        return None
+    dtype = wide(dy.dtype)
+    return torch.sum(dy.reshape(-1, dy.shape[-1]), 0, dtype=dtype) if sums is None else sum_parts(sums, dtype)  # type: ignore[no-any-return]
+
+
+class LowLayer(LinearLayer):
+    """The hooks of a linear layer in low precision, whose operands are codes."""
+
+    dense = False
 
 
 def a_tensor(kept: Any) -> Tensor | None:
@@ -391,22 +419,22 @@ def of_gradient(
     return row, quantized(dy, recipe.dy, largest, side="col", key=keys[1], hadamard=recipe.hadamard)
 
 
-def _dw(pending: QLinearPending, recipe: Recipe, out: torch.dtype) -> Any:
-    """dw [O, I] in the dtype `out`."""
-    return None if pending.x is None else product_of_columns("qlinear_wgrad", pending.dy, pending.x, recipe, out)
-
-
-def product_of_columns(where: str, dy: Any, x: Any, recipe: Recipe, out: torch.dtype) -> Tensor:
-    """dw from dy, and from x in the form that the recipe saves."""
+def dw_of(dy: Any, x: Any, recipe: Recipe, out: torch.dtype) -> Tensor:
+    """dw [O, I] in the dtype `out`, from the operands that `factors_of_dw` returns."""
     if not isinstance(dy, QTensor):  # in high precision
         return products.linear_wgrad(dy, x, False)[0].to(out)  # type: ignore[no-any-return]
-    if not isinstance(x, QTensor):
-        x = quantize_tensor(x, recipe.x, side="col", hadamard=recipe.hadamard)
-    else:
-        side = kept_side(recipe, x)
-        check_quantized(where, "pending.x", x, recipe.x, side, torch.Size((*dy.shape[:-1], x.shape[-1])), dy.codes)
-        x = turned(x) if side == "row" else x
     return product(dy, x, out, recipe.emulate)
+
+
+def factors_of_dw(where: str, dy: Any, x: Any, recipe: Recipe) -> tuple[Any, Any]:
+    """The operands of dw: both by columns, or both in high precision, from x in the form that the recipe saves."""
+    if not isinstance(dy, QTensor):
+        return dy, x
+    if not isinstance(x, QTensor):
+        return dy, quantize_tensor(x, recipe.x, side="col", hadamard=recipe.hadamard)
+    side = kept_side(recipe, x)
+    check_quantized(where, "pending.x", x, recipe.x, side, torch.Size((*dy.shape[:-1], x.shape[-1])), dy.codes)
+    return dy, turned(x) if side == "row" else x
 
 
 def kept_side(recipe: Recipe, x: QTensor) -> str:
@@ -426,7 +454,40 @@ def _sums(where: str, into: P, amaxes: Tensor | None, cfg: Any, params: type[P])
     return params(into.weight.value, into.bias)
 
 
-qlinear = make_op("qlinear", QLinearConfig, init=qlinear_init, fwd=qlinear_fwd, dgrad=qlinear_dgrad, wgrad=qlinear_wgrad)
+class _Layer(LowLayer):
+    def prepares(self, cfg: Any) -> Hashable:
+        return None if cfg.recipe.delayed else cfg.recipe  # with delayed scaling each has a scale of its own
+
+    def prepared(self, x: Tensor, params: Any, cfg: Any, needs: Needs) -> Any:
+        return operands(x, cfg.recipe, needs)
+
+    def from_prepared(self, given: Any, params: Any, cfg: Any, needs: Needs) -> tuple[Tensor, Any]:
+        row, kept = given
+        return qlinear_of(row, kept, params, cfg, needs)
+
+    def check(self, params: Any, x: Tensor, cfg: Any) -> None:
+        check_params("qlinear_fwd", params, x, cfg)
+
+    def joins(self, cfg: Any) -> Hashable:
+        return cfg.recipe if cfg.recipe.keep == "input" and cfg.recipe.wgrad == "low" else None
+
+    def part_of_dx(self, residuals: Any, dy: Tensor, cfg: Any) -> tuple[Tensor, Any]:
+        return qlinear_dgrad.__wrapped__(residuals, dy, cfg)  # type: ignore[attr-defined, no-any-return]
+
+    def shared(self, pending: Any, cfg: Any) -> dict[str, Any] | None:
+        return {"x": factors_of_dw("qlinear_wgrad", pending.dy, pending.x, cfg.recipe)[1]}
+
+
+qlinear = make_op(
+    "qlinear",
+    QLinearConfig,
+    init=qlinear_init,
+    fwd=qlinear_fwd,
+    dgrad=qlinear_dgrad,
+    wgrad=qlinear_wgrad,
+    products=qlinear_products,
+    layer=_Layer(),
+)
 qlinear_bwd = both_halves(qlinear, qlinear_dgrad, qlinear_wgrad)
 
 

@@ -56,6 +56,8 @@ class SinkAttentionConfig(AttentionConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.heads >= 1, "SinkAttentionConfig", "heads", "at least 1", self.heads)
+        named = not self.over or self.over.isidentifier()
+        require(named, "SinkAttentionConfig", "over", "the name of an axis, or '' where no axis shards the heads", repr(self.over))
 
     @property
     def specs(self) -> dict[str, Any]:

@@ -31,8 +31,9 @@ def check_into_tree(where: str, into: Any, op: Op, cfg: Any, node: Any, dy: Any 
     wide, and with memory of its own; and that all parts can read the residuals or pending. `dy`: if node holds residuals. Each of
     several parts of dy goes to another part of the op, and the first would add before the last has checked its own."""
     several = isinstance(dy, (tuple, WithExtras))
+    parts = _given(dy)
     if several:
-        _check_kinds(where, dy)
+        _check_kinds(where, parts)
     want, have = _shapes(op, cfg), paths(into)
     if want.keys() != have.keys():
         have = paths(unscaled(into))  # amaxes are for their op to check
@@ -46,7 +47,7 @@ def check_into_tree(where: str, into: Any, op: Op, cfg: Any, node: Any, dy: Any 
             given[path] = have[path]
             check_accumulator(where, path, have[path], shape, device)
     check_apart(where, given)
-    kept += [] if dy is None else tensors(dy)
+    kept += [] if dy is None else tensors(parts)
     widest = max([t.element_size() for t in kept if t.is_floating_point()], default=0)
     narrow = {t.dtype for t in given.values() if t.element_size() <= 2} - {t.dtype for t in kept}
     known = node is not None and (node.kind == "pending" or dy is not None)
@@ -68,6 +69,14 @@ def _shapes(op: Op, cfg: Any) -> dict[str, tuple[int, ...] | None]:
     else:
         params = op.init(cfg, key=None, device="meta")
     return shapes(params)
+
+
+def _given(dy: Any) -> Any:
+    """dy without the extras that are None: torch 2.11 cannot trace the flattening of a dict that has no tensor."""
+    if type(dy) is not WithExtras:
+        return dy
+    extras = {name: part for name, part in dy.extras.items() if part is not None}
+    return WithExtras(dy.main, extras) if extras else {"main": dy.main}
 
 
 def _check_kinds(where: str, dy: Any) -> None:

@@ -68,6 +68,7 @@ class Rule:
     or returns NotImplemented for inputs that the calls one by one must take, or refuse. The fork and the sum of a `skip` are calls
     without params, residuals and pending. For siblings y and dy are tuples, with an entry for the last call of each branch.
     `wgrads(calls, pendings, into)` gives their weight gradients together, or NotImplemented; `into`: accumulators of each, or None.
+    `shared(calls, pendings, into)` gives the pendings with what their weight gradients share made once, or NotImplemented.
 
     `on_cpu`: on the CPU too, for an x or dy of at least FEW elements. `whole`: only for a full backward, which computes the weight
     gradients at once; its pendings already hold what its own calls recompute. `recompute`: the recomputed y of its last call, which
@@ -82,17 +83,24 @@ class Rule:
     whole: bool = False
     recompute: bool = False
     wgrads: Callable[..., Any] | None = None
+    shared: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         require_type("Rule", "name", self.name, str)
         require_callable("Rule", match=self.match, run=self.run)
         if not isinstance(self.saves, Saving) and not callable(self.saves):
             fail("Rule", "saves", "a Saving, or a function that gives one", describe(self.saves), TypeError)
-        if self.wgrads is not None:
-            require_callable("Rule", wgrads=self.wgrads)
+        for name in ("wgrads", "shared"):
+            if getattr(self, name) is not None:
+                require_callable("Rule", **{name: getattr(self, name)})
         require_flag("Rule", on_cpu=self.on_cpu, whole=self.whole, recompute=self.recompute)
         if self.phase not in PHASES:
             fail("Rule", "phase", f"one of {', '.join(PHASES)}", repr(self.phase))
+
+    @property
+    def joint(self) -> bool:
+        """Whether the weight gradients of its calls are computed at one turn."""
+        return self.wgrads is not None or self.shared is not None
 
 
 class Piece(NamedTuple):

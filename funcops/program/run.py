@@ -197,20 +197,32 @@ def backward_piece(
     return found
 
 
-def wgrads(rule: Rule, calls: tuple[Call, ...], pendings: tuple[Any, ...], into: tuple[Any, ...]) -> Any:
-    """The weight gradients of calls together, or NotImplemented: then one by one."""
+def wgrads(rule: Rule, calls: tuple[Call, ...], pendings: tuple[Any, ...], into: tuple[Any, ...], products: Any = None) -> Any:
+    """The weight gradients of calls together, or put as products into a list; or NotImplemented: then one by one."""
     if torch.compiler.is_dynamo_compiling():
         return NotImplemented
     nodes = [p._node if type(p) is Donated else p for p in pendings]
     for call, node in zip(calls, nodes, strict=True):  # the op's own function refuses what it must
         if type(node) is not call.op.pending or node.cfg is not call.cfg or not node.fresh():
             return NotImplemented
-    found = rule.wgrads(calls, nodes, into)  # type: ignore[misc]
+    found = NotImplemented if rule.wgrads is None else rule.wgrads(calls, nodes, into)
+    if found is NotImplemented and rule.shared is not None:
+        found = _of_shared(calls, rule.shared(calls, nodes, into), into, products)
     if found is not NotImplemented:
         for call, cell in zip(calls, pendings, strict=True):
             if type(cell) is Donated:
                 cell.take(f"{call.op.name}_wgrad")
     return found
+
+
+def _of_shared(calls: tuple[Call, ...], nodes: Any, into: tuple[Any, ...], products: Any) -> Any:
+    if nodes is NotImplemented:
+        return nodes
+    given = zip(calls, nodes, into, strict=True)
+    if products is None:
+        return tuple([call.op.wgrad(node, call.cfg, into=sums) for call, node, sums in given])
+    products += [one for call, node, sums in given for one in call.op.products(node, call.cfg, into=sums)]
+    return (None,) * len(calls)
 
 
 def joined(calls: Iterable[Call]) -> str:

@@ -125,6 +125,7 @@ t{i} = K{i}.donated""",
     "gradient": "{w[0]} = {r[0]}.get({d[0]})",
     # Weight gradients.
     "joint wgrads": "{w[0]} = run.wgrads({joint}, {own}, ({all_pending}), ({all_into}))",
+    "joint products": "{w[0]} = run.wgrads({joint}, {own}, ({all_pending}), ({all_into}), found)",
     "wgrad": "{w[0]} = {wgrad}({r[0]}, {cfg}, into={into})",
     "no products": "found = []",
     "products": "found += {products}({r[0]}, {cfg}, into={into})",

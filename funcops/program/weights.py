@@ -75,11 +75,12 @@ class Weights(Rows):
         for call in calls:
             if call not in own:
                 self.row("none", None, (), (f"q{call.index}",))
-        if not own or rule is None or rule.wgrads is None:
+        if not own or rule is None or not rule.joint:
             self._one_by_one(own)
             return
         j, found = f"j{own[0].index}", Group(f"q{call.index}" for call in own)
-        self.row("joint wgrads", Piece(tuple(own), rule, Saving()), [f"p{call.index}" for call in own], (j,))
+        waiting, kind = [f"p{call.index}" for call in own], "products" if self.which == "products" else "wgrads"
+        self.row(f"joint {kind}", Piece(tuple(own), rule, Saving()), waiting, (j,))
         unpacked = self.block(self.row, "unpack", None, (j,), found.names, found)
         self.row("choice", None, (j,), (), path=None, then=self.block(self._one_by_one, own), otherwise=unpacked)
 
@@ -94,7 +95,7 @@ class Weights(Rows):
     def joint_rule(self, calls: Sequence[Call]) -> Rule | None:
         """The rule that gives weight gradients of these together, or None."""
         pieces = self.cover.backward.values()
-        return next((piece.rule for piece in pieces if piece.rule.wgrads and calls and calls[0] in piece.calls), None)
+        return next((piece.rule for piece in pieces if piece.rule.joint and calls and calls[0] in piece.calls), None)
 
     @property
     def finished(self) -> tuple[Row, ...]:
@@ -109,7 +110,7 @@ class SecondHalf(Weights):
         if self.which == "products":
             self.row("no products")
         calls = [row for row in self.lowered.backward if type(row) is Call and row.place is not None]
-        together = {call.index: piece for piece in self.cover.backward.values() if piece.rule.wgrads for call in piece.calls}
+        together = {call.index: piece for piece in self.cover.backward.values() if piece.rule.joint for call in piece.calls}
         for at, call in enumerate(calls):
             self._wait(call)
             piece = together.get(call.index)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from funcops.distributed.agreement import unexpected_rows
 from funcops.distributed.handshake import Collective
 from funcops.distributed.mesh import Axis, Mesh
 from funcops.errors import describe, fail, require_callable
@@ -50,7 +51,7 @@ class _Board:
         with self.changed:
             others = self.given.setdefault((axis.group, number), {})
             for rank, other in others.items():
-                if other.what != given.what:
+                if str(other.what) != str(given.what):
                     fail(
                         f"collective {number} over {axis}",
                         "it",
@@ -58,6 +59,10 @@ class _Board:
                         f"{other.what} on rank {rank}, {given.what} on rank {mesh.rank}",
                     )
             others[mesh.rank] = given
+            if given.what.sends and len(others) == axis.size:
+                fault = unexpected_rows({rank: (place, others[rank].what.entry) for place, rank in enumerate(mesh.peers(axis))})
+                if fault:
+                    fail(f"collective {number} over {axis}", "it", "of the rows that the other rank expects", fault)
             self.changed.notify_all()
 
     def take(self, mesh: Mesh, axis: Axis, number: int) -> list[_Given]:

@@ -204,7 +204,7 @@ def test_sent_and_computed_blocks(n, monkeypatch):
         y, residuals = dist.context_attention.fwd(None, (q, kv, kv), cfg)
         dist.context_attention.bwd(residuals, y, cfg)
 
-    shift, kv = "all_to_all of float32", "[2, 1, 8, 2, 8]"
+    shift, kv = "all_to_all of float32[*, 2, 1, 8, 2, 8]", "[2, 1, 8, 2, 8]"
     gathered = [f"all_gather of float32{kv}", f"all_gather of float32{kv}", f"reduce_scatter (sum) of float32[{2 * n}, 1, 8, 2, 8]"]
     for way, want in (("gather", gathered), ("ring", [shift] * (3 * n - 2))):
         seen.clear()

@@ -38,6 +38,7 @@ from funcops import (
 )
 from funcops.distributed import Mesh, buckets, finish, gather_shards_start, own_shards, reduce_start
 from funcops.distributed import shards as shards_of_trees
+from funcops.low_precision import NVFP4, Fp8Block, Fp8Delayed, with_recipe
 from funcops.ops.route import RouteParams
 from funcops.optim import AdamWConfig, adamw_init, adamw_update, decay_mask
 from funcops.schedule import Schedule, run
@@ -296,6 +297,21 @@ def test_specs_name_what_zero_3_shards():
     )
     with pytest.raises(ValueError, match=said):
         dist.specs_of(chain, odd)
+
+
+@pytest.mark.parametrize("recipe", [Fp8Delayed(), NVFP4(stochastic=True)], ids=["scales", "keys"])
+def test_a_recipe_with_values_beside_weights_is_refused(recipe):
+    """In either order of the rewrites, before anything runs."""
+    cfg, dp = ChainConfig(steps=(Step("up", linear, LinearConfig(16, 16)),)), Mesh.abstract({"dp": 2}, 0)["dp"]
+    said = (
+        "ShardedConfig: recipe must be one without scales or keys beside weights, which are not sharded "
+        f"(Fp8Current and Fp8Block have none), got {type(recipe).__name__}"
+    )
+    with pytest.raises(ValueError, match=re.escape(f"up: {said}")):
+        dist.zero3(with_recipe(cfg, recipe), dp)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        with_recipe(dist.zero3(cfg, dp), recipe)
+    assert with_recipe(dist.zero3(cfg, dp), Fp8Block()) == dist.zero3(with_recipe(cfg, Fp8Block()), dp)
 
 
 class Alive:

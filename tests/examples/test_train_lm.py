@@ -169,7 +169,6 @@ BAD_FLAGS = [
         "--recipe: blocks.*.mlp.down: QLinearConfig: in_features must be a multiple of 32 (MXFP8), got 48",
     ),
     (("--recipe", "fp8_block", "--check"), "--check: expected without --recipe"),
-    (("--recipe", "fp8_delayed", "--budget", "1"), "--budget: expected without --recipe fp8_delayed"),
     (("--budget", "1", "--policy", "minimal"), "--budget: expected without --policy"),
     (("--policy", "minimum"), "--policy: invalid choice: 'minimum'"),
     (("--dim", "0"), "--dim"),

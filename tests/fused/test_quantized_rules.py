@@ -142,8 +142,8 @@ def test_siblings_share_their_codes(monkeypatch):
         params = quantize_params(chain.init(cfg, key=random.key(0), dtype=torch.float32), cfg)
         once, thrice = (nbytes([n.x for n in chain.fwd(params, x, c)[1]["qkv"].values()]) for c in (cfg, unfused(cfg)))
         assert thrice == 3 * once, f"{recipe}: codes are kept once"
-    assert "sibling qlinears" in names(siblings([Fp8Block()] * 2))
-    assert "sibling qlinears" not in names(siblings([Fp8Block(), Fp8Block(bwd="e5m2")]))
+    assert "sibling linears, x once" in names(siblings([Fp8Block()] * 2))
+    assert "sibling linears, x once" not in names(siblings([Fp8Block(), Fp8Block(bwd="e5m2")]))
 
 
 @pytest.mark.parametrize("own", [None, Fp8Current(), Fp8Delayed()], ids=lambda recipe: type(recipe).__name__)

@@ -49,9 +49,9 @@ MAKERS = {
 }
 
 
-def made(words, **options):
+def made(words, makers=MAKERS, **options):
     """A chain of the steps that `words` name; the last step adds the output that a fork gives."""
-    steps = [MAKERS[word](f"{word}_{i}") for i, word in enumerate(words.split())]
+    steps = [makers[word](f"{word}_{i}") for i, word in enumerate(words.split())]
     given_names = [name for step in steps for name in step.gives]
     steps += [Step(f"end_{i}", add, AddConfig(), takes=(name,)) for i, name in enumerate(given_names)]
     taken = {name for step in steps for name in step.takes}

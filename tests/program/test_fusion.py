@@ -463,6 +463,6 @@ def test_a_reader_by_the_library_saves_nothing(library, monkeypatch):
 
     monkeypatch.setattr(fork, "by_library", lambda *_: library)
     for reader, none in ((linear, library), (rms_norm, False)):
-        calls = SimpleNamespace(op=None), SimpleNamespace(op=reader, cfg=SimpleNamespace(in_features=8))
+        calls = SimpleNamespace(op=None), SimpleNamespace(op=reader, cfg=SimpleNamespace(weight_shape=(8, 8)))
         saved = fork._saves(SimpleNamespace(calls=calls, dtype=torch.float32))
         assert (saved == fork.Saving()) == none, (reader.name, saved)

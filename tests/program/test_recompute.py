@@ -26,6 +26,7 @@ from funcops import (
     SoftcapConfig,
     Step,
     activation,
+    batch_wgrads,
     chain,
     dist,
     donate,
@@ -187,21 +188,24 @@ def test_drawn_chains_equal_autograd(ws, needs, fuse):
     if needs is Needs.ALL:
         assert report(kept, params, x).kept_bytes == kept_by_hand(params, x, ws)
     everything = dataclasses.replace(cfg, recompute=False)
-    plain = chain.bwd(chain.fwd(params, x, everything, needs=needs)[1], dy, everything) if kept is not None else None
-    if plain is None:
+    if kept is None:  # no gradient is requested of these steps
         return
+    plain = chain.bwd(chain.fwd(params, x, everything, needs=needs)[1], dy, everything)
     for dparams, dx in gradients(chain, params, x, cfg, needs, dy):
         assert same((dparams, dx), plain), "the bits of a chain that keeps everything"
         for found, leaf in zip(leaves((dparams, dx)), leaves((own, its_x)), strict=True):
             if found is not None:
                 torch.testing.assert_close(found, leaf.grad, atol=1e-11, rtol=1e-9)
+    if needs is Needs.ALL:
+        joined = batch_wgrads(chain, [chain.dgrad(kept, dy, cfg)[1] for _ in range(2)], cfg)
+        for found, leaf in zip(tensors(joined), tensors(own), strict=True):
+            torch.testing.assert_close(found, 2.0 * leaf.grad, atol=1e-11, rtol=1e-9)
 
 
 def nested(first, second):
     """A recomputed step before a parallel and a skip, whose own first steps are recomputed, too."""
     inner = made([second, "linear"])
-    branches = (Step("a", chain, inner), Step("b", linear, LinearConfig(D, D)), Step("c", *WORDS[second][0](D)))
-    pair = ParallelConfig(branches=branches[:2])
+    pair = ParallelConfig(branches=(Step("a", chain, inner), Step("b", linear, LinearConfig(D, D))))
     return ChainConfig(
         steps=(
             Step("first", *WORDS[first][0](D)),

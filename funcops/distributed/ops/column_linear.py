@@ -30,6 +30,8 @@ its products: in another order. In the whole backward x is gathered meanwhile, s
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Hashable
 from dataclasses import field
 from typing import Any, ClassVar
 
@@ -47,7 +49,9 @@ from funcops.distributed.ops._linear import by_ring, check_config, check_params,
 from funcops.distributed.ring import gathered_products, scattered_products
 from funcops.distributed.specs import Spec
 from funcops.kernels import linear as kernels
-from funcops.ops.linear import LinearParams, check_linear_into, linear_gradients
+from funcops.ops.linear import LinearParams, check_linear_into, linear_gradients, products_of, wants_bias
+from funcops.ops.linear_layer import LinearLayer
+from funcops.ops.linear_wgrads import Product
 
 __all__ = ["ColumnLinearConfig", "ColumnLinearPending", "ColumnLinearResiduals"]
 __all__ += ["column_linear", "column_linear_bwd", "column_linear_dgrad"]
@@ -99,6 +103,7 @@ class ColumnLinearPending(Pending):
     x: Tensor = saved("[*, I]", alias="residuals.x", needed_by=WGRAD, of=("params.weight",))
     rows: Tensor = saved("[n *, I]", needed_by=WGRAD, of=("params.weight",))  # of all ranks, if siblings gathered them
     dy: Tensor = saved("[*, O/n]", alias="dy", needed_by=WGRAD)
+    sums: Tensor | None = saved("[P, O/n]", needed_by=WGRAD, of=("params.bias",))  # of dy over blocks of rows, from a rule
 
 
 @init_of(ColumnLinearConfig)
@@ -115,7 +120,8 @@ def column_linear_fwd(
 ) -> tuple[Tensor, ColumnLinearResiduals | None]:
     """`y_r = x w_r^T + b_r`. x: [m, *, I], of n m in all (without `sequence_parallel`: [*, I]) -> y: [n m, *, O/n]. Raises
     `ValueError` or `TypeError` for a wrong shape, dtype or device."""
-    check_column(params, x, cfg)
+    check_x("column_linear_fwd", x, cfg.in_features, cfg.sequence_parallel)
+    check_params("column_linear_fwd", params, cfg.weight_shape, cfg.bias_shape, x)
     weight, bias = params.weight, params.bias
     if by_ring(cfg):
         y, _ = gathered_products(x, cfg.axis, lambda part: kernels.linear_fwd(part, weight, bias))
@@ -124,24 +130,19 @@ def column_linear_fwd(
     return y, column_kept(cfg, needs, x, weight, y)
 
 
-def check_column(params: LinearParams, x: Tensor, cfg: ColumnLinearConfig) -> None:
-    check_x("column_linear_fwd", x, cfg.in_features, cfg.sequence_parallel)
-    check_params("column_linear_fwd", params, cfg.weight_shape, cfg.bias_shape, x)
-
-
 def column_kept(cfg: ColumnLinearConfig, needs: Needs, x: Tensor, weight: Tensor, y: Tensor) -> ColumnLinearResiduals | None:
     return ColumnLinearResiduals.keep(cfg, needs, x=x, weight=weight, y_shape=y.shape, dtype=y.dtype)
 
 
 @dgrad_of(ColumnLinearResiduals)
 def column_linear_dgrad(
-    residuals: ColumnLinearResiduals, dy: Tensor, cfg: ColumnLinearConfig
+    residuals: ColumnLinearResiduals, dy: Tensor, cfg: ColumnLinearConfig, sums: Tensor | None = None
 ) -> tuple[Tensor, ColumnLinearPending | None]:
     """dy: [n m, *, O/n] -> dx: [m, *, I] (without `sequence_parallel`: [*, I]), and the pending dw: dy and x, aliases."""
     x, weight, needs = residuals.x, residuals.weight, residuals.needs
     check_tensor("column_linear_dgrad", "dy", dy, residuals.y_shape, residuals.dtype, weight if x is None else x)
     dx = _dx(dy, weight, cfg) if needs.x else NO_GRADIENT
-    return dx, ColumnLinearPending.keep(cfg, needs, x=x, rows=None, dy=dy)
+    return dx, ColumnLinearPending.keep(cfg, needs, x=x, rows=None, dy=dy, sums=sums)
 
 
 @wgrad_of(ColumnLinearPending, LinearParams)
@@ -149,8 +150,8 @@ def column_linear_wgrad(pending: ColumnLinearPending, cfg: ColumnLinearConfig, *
     """Gathers x, then `dw_r = dy_r^T x`, `db_r = sum of dy_r`; added to `into` if given."""
     bias = wants_bias(cfg, pending.needs)
     if pending.rows is not None:
-        return linear_gradients("column_linear_wgrad", pending.dy, pending.rows, bias, into)
-    return _gradients("column_linear_wgrad", pending.dy, pending.x, None, bias, cfg, into)
+        return linear_gradients("column_linear_wgrad", pending.dy, pending.rows, bias, into, pending.sums)
+    return _gradients("column_linear_wgrad", pending.dy, pending.x, None, bias, cfg, into, pending.sums)
 
 
 @bwd_of(ColumnLinearResiduals, LinearParams)
@@ -170,10 +171,6 @@ def column_linear_bwd(
     return dparams, comm.wait(dx, cfg.axis) if late else dx
 
 
-def wants_bias(cfg: ColumnLinearConfig, needs: Needs) -> bool:
-    return cfg.bias and (needs.params is True or needs.param("bias"))
-
-
 def _rows(x: Tensor, cfg: ColumnLinearConfig) -> Tensor:
     """The whole x."""
     return comm.gather(x, cfg.axis) if cfg.sequence_parallel else x
@@ -191,14 +188,60 @@ def _send_dx(dx: Tensor, cfg: ColumnLinearConfig) -> Tensor:
 
 
 def _gradients(
-    where: str, dy: Tensor, x: Tensor | None, sent: Tensor | None, bias: bool, cfg: ColumnLinearConfig, into: LinearParams | None
+    where: str,
+    dy: Tensor,
+    x: Tensor | None,
+    sent: Tensor | None,
+    bias: bool,
+    cfg: ColumnLinearConfig,
+    into: LinearParams | None,
+    sums: Tensor | None = None,
 ) -> LinearParams:
     """The gradients from x, or from the gathered x in flight, `sent`."""
     if into is not None:
         check_linear_into(where, dy, x, bias, into)
     if x is not None:
         x = _rows(x, cfg) if sent is None else comm.wait(sent, cfg.axis)
-    return linear_gradients(where, dy, x, bias, into)
+    return linear_gradients(where, dy, x, bias, into, sums)
+
+
+def column_linear_products(pending: ColumnLinearPending, cfg: ColumnLinearConfig, *, into: LinearParams) -> list[Product]:
+    """dw and db as a product to run later, with x of all ranks, which is gathered then."""
+    x = pending.x if pending.rows is None else pending.rows
+    whole = x if x is None or pending.rows is not None else functools.partial(_rows, x, cfg)
+    return products_of("column_linear_wgrad", pending, whole, wants_bias(cfg, pending.needs), into)
+
+
+class _Layer(LinearLayer):
+    def y_is_product(self, cfg: Any) -> bool:
+        return not by_ring(cfg)
+
+    def dx_is_product(self, cfg: Any) -> bool:
+        return False  # it is a sum over the ranks
+
+    def overlaps(self, cfg: Any) -> bool:
+        return bool(cfg.overlap != "none" and cfg.axis.size > 1)
+
+    def rows(self, x: Tensor, cfg: Any) -> Tensor:
+        return _rows(x, cfg)
+
+    def prepares(self, cfg: Any) -> Hashable:
+        return cfg.axis if cfg.sequence_parallel and cfg.axis.size > 1 and not by_ring(cfg) else None
+
+    def joins(self, cfg: Any) -> Hashable:
+        return None if by_ring(cfg) or cfg.axis.size == 1 else (cfg.axis, cfg.sequence_parallel)
+
+    def dx_of(self, part: Tensor, cfg: Any) -> Tensor:
+        return comm.wait(_send_dx(part, cfg), cfg.axis)
+
+    def pending(self, residuals: Any, dy: Tensor, rows: Tensor, cfg: Any) -> Any:
+        return ColumnLinearPending.keep(cfg, residuals.needs, x=residuals.x, rows=None, dy=dy)
+
+    def shared(self, pending: Any, cfg: Any) -> dict[str, Any] | None:
+        return {"rows": _rows(pending.x, cfg)} if cfg.sequence_parallel else None
+
+    def kept(self, cfg: Any, needs: Needs, x: Tensor, weight: Tensor, y: Tensor) -> Any:
+        return column_kept(cfg, needs, x, weight, y)
 
 
 column_linear = make_op(
@@ -209,4 +252,6 @@ column_linear = make_op(
     dgrad=column_linear_dgrad,
     wgrad=column_linear_wgrad,
     bwd=column_linear_bwd,
+    products=column_linear_products,
+    layer=_Layer(),
 )

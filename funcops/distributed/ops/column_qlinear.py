@@ -31,6 +31,8 @@ ranks before the update (`funcops.dist.amaxes_over`).
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Hashable
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -64,29 +66,10 @@ from funcops.distributed.specs import Spec
 from funcops.formats import QTensor, check_quantized, turned
 from funcops.formats.recipes import LOW_FORMS, Recipe
 from funcops.formats.scaled import Scaled
+from funcops.ops import qlinear as coded
 from funcops.ops._low_config import LowConfig
 from funcops.ops.linear import LinearParams
-from funcops.ops.qlinear import (
-    a_tensor,
-    check_low_into,
-    check_params,
-    check_rounding,
-    col_of,
-    db_of,
-    kept_side,
-    low_gradients,
-    needs_low,
-    of_gradient,
-    operands,
-    product,
-    product_of_columns,
-    quantized,
-    rounding_of,
-    row_of,
-    scaled_tensor,
-    scaled_weight,
-    y_of,
-)
+from funcops.ops.qlinear_wgrads import product
 
 __all__ = ["ColumnQLinearConfig", "ColumnQLinearPending", "ColumnQLinearResiduals"]
 __all__ += ["column_qlinear", "column_qlinear_bwd", "column_qlinear_dgrad"]
@@ -176,25 +159,21 @@ def column_qlinear_fwd(
 ) -> tuple[Tensor, ColumnQLinearKept | None]:
     """`y_r = q(x) q(w_r)^T + b_r`. x: [m, *, I], of n m in all (without `sequence_parallel`: [*, I]) -> y: [n m, *, O/n].
     Raises as `qlinear_fwd`."""
-    check_low_column(params, x, cfg)
+    check_x("column_qlinear_fwd", x, cfg.in_features, cfg.sequence_parallel)
+    coded.check_params("column_qlinear_fwd", params, x, cfg)
     row, kept, amax = column_operands(x, params.weight, cfg, needs)
     return column_of(gathered(row, rows_axis(cfg)), kept, amax, params, cfg, needs)
-
-
-def check_low_column(params: LinearParams, x: Tensor, cfg: ColumnQLinearConfig) -> None:
-    check_x("column_qlinear_fwd", x, cfg.in_features, cfg.sequence_parallel)
-    check_params("column_qlinear_fwd", params, x, cfg)
 
 
 def column_operands(x: Tensor, weight: Any, cfg: ColumnQLinearConfig, needs: Needs) -> tuple[QTensor, Any, Tensor | None]:
     """This rank's x by rows, and the form of it that is saved; with given scales also its amax, else None."""
     recipe, axis = cfg.recipe, rows_axis(cfg)
     if isinstance(weight, Scaled):
-        row, amax = scaled_tensor(x, recipe.x, weight.scale[0:1])
+        row, amax = coded.scaled_tensor(x, recipe.x, weight.scale[0:1])
         return row, turned(row) if recipe.keep == "col" and needs.param("weight") else row, amax
-    if recipe.keep == "input" or (recipe.keep == "col" and needs.param("weight") and not whole_tiles(x, recipe.x, axis)):
-        return quantized(x, recipe.x, over(axis)), x, None
-    return *operands(x, recipe, needs, over(axis)), None
+    if recipe.keep == "col" and needs.param("weight") and not whole_tiles(x, recipe.x, axis):
+        return coded.quantized(x, recipe.x, over(axis)), x, None
+    return *coded.operands(x, recipe, needs, over(axis)), None
 
 
 def column_of(
@@ -203,11 +182,11 @@ def column_of(
     """Return y and residuals, after all checks, from all ranks' x by rows and the form of this rank's x that is saved."""
     recipe, weight = cfg.recipe, params.weight
     if isinstance(weight, Scaled) and amax is not None:
-        row, amax_w = scaled_weight(weight, recipe)
+        row, amax_w = coded.scaled_weight(weight, recipe)
         amaxes, rounding = torch.cat((amax, amax_w)), weight.scale
     else:
-        row, amaxes, rounding = row_of(weight, recipe, over(cfg.axis)), None, rounding_of(weight, recipe)
-    y = y_of(whole, row, params.bias, recipe.emulate)
+        row, amaxes, rounding = coded.row_of(weight, recipe, over(cfg.axis)), None, coded.rounding_of(weight, recipe)
+    y = coded.y_of(whole, row, params.bias, recipe.emulate)
     fields: Any = {"x": kept, "weight": weight, "rounding": rounding, "y_shape": y.shape, "dtype": y.dtype}
     if recipe.keep == "input":
         return y, ColumnQLinearOfInputResiduals.keep(cfg, needs, **fields)
@@ -216,11 +195,11 @@ def column_of(
 
 @dgrad_of(KEPT)
 def column_qlinear_dgrad(
-    residuals: ColumnQLinearKept, dy: Tensor, cfg: ColumnQLinearConfig
+    residuals: ColumnQLinearKept, dy: Tensor, cfg: ColumnQLinearConfig, sums: Tensor | None = None
 ) -> tuple[Tensor, ColumnQLinearPending | None]:
     """dy: [n m, *, O/n] -> dx: [m, *, I] (without `sequence_parallel`: [*, I]), and the pending dw: dy in low precision, and the
     saved x."""
-    row, pending = rounded_dy("column_qlinear_dgrad", residuals, dy, cfg)
+    row, pending = rounded_dy("column_qlinear_dgrad", residuals, dy, cfg, sums)
     return NO_GRADIENT if row is None else comm.wait(_send_dx(row, residuals, cfg), cfg.axis), pending
 
 
@@ -244,7 +223,7 @@ def column_qlinear_bwd(
         dx = NO_GRADIENT if row is None else comm.wait(_send_dx(row, residuals, cfg), cfg.axis)
         return column_qlinear_wgrad(None, cfg, into=into), dx  # type: ignore[arg-type]
     if into is not None:  # before anything is sent
-        check_low_into(where, pending, pending.x, cfg, into)
+        coded.check_low_into(where, pending, pending.x, cfg, into)
     bulk = cfg.overlap == "bulk"
     sent = send_x(where, pending, cfg) if bulk and pending.x is not None else None
     dx = NO_GRADIENT if row is None else _send_dx(row, residuals, cfg)
@@ -263,39 +242,49 @@ _ALONE = Axis("alone", 1, 0)
 
 
 def rounded_dy(
-    where: str, residuals: Any, dy: Tensor, cfg: ColumnQLinearConfig
+    where: str, residuals: Any, dy: Tensor, cfg: ColumnQLinearConfig, sums: Tensor | None = None
 ) -> tuple[QTensor | None, ColumnQLinearPending | None]:
     """Return dy by rows, None if dx is not needed, and the pending weight gradient."""
     recipe, needs, weight = cfg.recipe, residuals.needs, residuals.weight
     here = residuals.x if weight is None else weight
-    check_tensor(where, "dy", dy, residuals.y_shape, residuals.dtype, a_tensor(here))
-    low = needs_low(needs, recipe)
-    check_rounding(where, residuals, recipe, low)
+    check_tensor(where, "dy", dy, residuals.y_shape, residuals.dtype, coded.a_tensor(here))
+    low = coded.needs_low(needs, recipe)
+    coded.check_rounding(where, residuals, recipe, low)
     row = col = None
     amaxes = getattr(residuals, "amaxes", None)
     if recipe.delayed and residuals.rounding is not None:
-        row, amax = scaled_tensor(dy, recipe.dy, residuals.rounding[2:3])
+        row, amax = coded.scaled_tensor(dy, recipe.dy, residuals.rounding[2:3])
         col = turned(row) if low else None
         amaxes = None if amaxes is None else torch.cat((amaxes, amax))
     elif needs.x or low:
         key = (
             residuals.rounding if cfg.axis.size == 1 or not recipe.stochastic else random.fold_in(residuals.rounding, cfg.axis.rank)
         )
-        row, col = of_gradient(dy, recipe, key, bool(needs.x), low, over(cfg.axis))
+        row, col = coded.of_gradient(dy, recipe, key, bool(needs.x), low, over(cfg.axis))
     pending = ColumnQLinearPending.keep(
-        cfg, needs, x=residuals.x, rows=None, dy=col if low else dy, db=db_of(dy, cfg, needs), amaxes=amaxes, dtype=dy.dtype
+        cfg,
+        needs,
+        x=residuals.x,
+        rows=None,
+        dy=col if low else dy,
+        db=coded.db_of(dy, cfg, needs, sums),
+        amaxes=amaxes,
+        dtype=dy.dtype,
     )
     return row if needs.x else None, pending
 
 
 def _send_dx(row: QTensor, residuals: Any, cfg: ColumnQLinearConfig) -> Tensor:
     """Begin to sum the ranks' parts of dx."""
-    dx = part_of_dx(row, residuals, cfg)
+    return _send(part_of_dx(row, residuals, cfg), cfg)
+
+
+def _send(dx: Tensor, cfg: ColumnQLinearConfig) -> Tensor:
     return comm.start_scatter_sum(dx, cfg.axis) if cfg.sequence_parallel else comm.start_sum(dx, cfg.axis)
 
 
 def part_of_dx(row: QTensor, residuals: Any, cfg: ColumnQLinearConfig) -> Tensor:
-    col = col_of(residuals.weight, cfg.recipe, over(cfg.axis))
+    col = coded.col_of(residuals.weight, cfg.recipe, over(cfg.axis))
     return product(row, col, residuals.dtype, cfg.recipe.emulate)
 
 
@@ -308,7 +297,7 @@ def send_x(where: str, pending: ColumnQLinearPending, cfg: ColumnQLinearConfig) 
     shape = (
         torch.Size((dy[0] // axis.size, *dy[1:-1], cfg.in_features)) if axis.size > 1 else torch.Size((*dy[:-1], cfg.in_features))
     )
-    check_quantized(where, "pending.x", x, recipe.x, kept_side(recipe, x), shape, pending.dy.codes)
+    check_quantized(where, "pending.x", x, recipe.x, coded.kept_side(recipe, x), shape, pending.dy.codes)
     return send(x, axis)
 
 
@@ -323,16 +312,54 @@ def _gradients(
     where: str, pending: ColumnQLinearPending, sent: Sent | None, cfg: ColumnQLinearConfig, into: LinearParams | None
 ) -> LinearParams:
     """The gradients of params; x is gathered, unless it is in flight already (`sent`)."""
+    return coded.low_wgrad(where, pending, cfg, into, functools.partial(_factors, sent=sent))
 
-    def dw(out: torch.dtype) -> Tensor | None:
-        if pending.x is None:
+
+def column_qlinear_products(pending: ColumnQLinearPending, cfg: ColumnQLinearConfig, *, into: LinearParams) -> list[Any]:
+    """The weight's gradient as a product to run later, with x of all ranks."""
+    return coded.low_products("column_qlinear_wgrad", pending, cfg, into, _factors)
+
+
+def _factors(where: str, pending: ColumnQLinearPending, cfg: ColumnQLinearConfig, sent: Sent | None = None) -> tuple[Any, Any]:
+    whole = pending.rows
+    if whole is None:
+        whole = arrived_x(send_x(where, pending, cfg) if sent is None else sent, pending, cfg)
+    return coded.factors_of_dw(where, pending.dy, whole, cfg.recipe)
+
+
+class _Layer(coded.LowLayer):
+    def prepares(self, cfg: Any) -> Hashable:
+        return None if cfg.recipe.delayed else (cfg.recipe, rows_axis(cfg))
+
+    def prepared(self, x: Tensor, params: Any, cfg: Any, needs: Needs) -> Any:
+        row, kept, _ = column_operands(x, params.weight, cfg, needs)
+        return gathered(row, rows_axis(cfg)), kept
+
+    def from_prepared(self, given: Any, params: Any, cfg: Any, needs: Needs) -> tuple[Tensor, Any]:
+        whole, kept = given
+        return column_of(whole, kept, None, params, cfg, needs)
+
+    def check(self, params: Any, x: Tensor, cfg: Any) -> None:
+        coded.check_params("column_qlinear_fwd", params, x, cfg)
+
+    def joins(self, cfg: Any) -> Hashable:
+        return None if cfg.axis.size == 1 else (cfg.axis, cfg.sequence_parallel, cfg.recipe)
+
+    def part_of_dx(self, residuals: Any, dy: Tensor, cfg: Any) -> tuple[Tensor, Any]:
+        row, pending = rounded_dy("column_qlinear_dgrad", residuals, dy, cfg)
+        assert row is not None
+        return part_of_dx(row, residuals, cfg), pending
+
+    def dx_of(self, part: Tensor, cfg: Any) -> Tensor:
+        return comm.wait(_send(part, cfg), cfg.axis)
+
+    def shared(self, pending: Any, cfg: Any) -> dict[str, Any] | None:
+        if not cfg.sequence_parallel:
             return None
-        whole = pending.rows
-        if whole is None:
-            whole = arrived_x(send_x(where, pending, cfg) if sent is None else sent, pending, cfg)
-        return product_of_columns(where, pending.dy, whole, cfg.recipe, out)
+        return {"rows": arrived_x(send_x("column_qlinear_wgrad", pending, cfg), pending, cfg)}
 
-    return low_gradients(where, pending, pending.x, cfg, into, dw)
+    def overlaps(self, cfg: Any) -> bool:
+        return bool(cfg.overlap != "none" and cfg.axis.size > 1)
 
 
 column_qlinear = make_op(
@@ -343,6 +370,8 @@ column_qlinear = make_op(
     dgrad=column_qlinear_dgrad,
     wgrad=column_qlinear_wgrad,
     bwd=column_qlinear_bwd,
+    products=column_qlinear_products,
+    layer=_Layer(),
 )
 
 

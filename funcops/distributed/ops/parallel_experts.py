@@ -63,6 +63,7 @@ from funcops.ops.experts import (
     check_experts_into,
     check_experts_params,
     computed,
+    experts,
     experts_dgrad,
     experts_init,
     experts_wgrad,
@@ -233,5 +234,6 @@ parallel_experts = make_op(
     fwd=parallel_experts_fwd,
     dgrad=parallel_experts_dgrad,
     wgrad=parallel_experts_wgrad,
+    products=lambda pending, cfg, *, into: experts.products(pending.body, cfg.own, into=into),
     bwd=parallel_experts_bwd,
 )

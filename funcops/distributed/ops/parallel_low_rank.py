@@ -37,7 +37,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.contract.accumulators import check_into
 from funcops.contract.by_config import ByConfig
 from funcops.contract.configs import fields_of
 from funcops.contract.needs import Needs
@@ -58,7 +57,17 @@ from funcops.errors import describe, require
 from funcops.kernels import linear as products
 from funcops.kernels import pointwise
 from funcops.ops._tuples import require_tuple
-from funcops.ops.low_rank import ADAPTERS, LowRankConfig, LowRankParams, dropped, gradient_of, low_rank_init, masked
+from funcops.ops.linear_wgrads import Product
+from funcops.ops.low_rank import (
+    ADAPTERS,
+    LowRankConfig,
+    LowRankParams,
+    dropped,
+    low_rank_gradients,
+    low_rank_init,
+    masked,
+    products_of,
+)
 
 __all__ = ["ParallelLowRankConfig", "ParallelLowRankPending", "ParallelLowRankResiduals"]
 __all__ += ["parallel_low_rank", "parallel_low_rank_bwd", "parallel_low_rank_dgrad"]
@@ -196,16 +205,20 @@ def parallel_low_rank_wgrad(
     pending: ParallelLowRankPending, cfg: ParallelLowRankConfig, *, into: LowRankParams | None = None
 ) -> LowRankParams:
     """`da = t^T x`, `db = dy^T u`, for a column with u of all rows, which is gathered once more; added to `into` if given."""
-    where, t, dy, u = "parallel_low_rank_wgrad", pending.t, pending.dy, pending.u
-    if into is not None:  # before anything is sent
-        like = {name: None if of is None else of.new_empty(()).expand(cfg.shapes[name]) for name, of in (("a", t), ("b", u))}
-        check_into(where, into, LowRankParams(**like))  # type: ignore[arg-type]
-    da, db = NO_GRADIENT, NO_GRADIENT
-    if t is not None:
-        da = gradient_of(where, t, dropped(pending, cfg), None if into is None else into.a)
-    if u is not None:
-        db = gradient_of(where, dy, _rows(u, cfg) if cfg.shards_features else u, None if into is None else into.b)
-    return LowRankParams(da, db) if into is None else into
+    return low_rank_gradients("parallel_low_rank_wgrad", pending, cfg, into, _factors)
+
+
+def parallel_low_rank_products(
+    pending: ParallelLowRankPending, cfg: ParallelLowRankConfig, *, into: LowRankParams
+) -> list[Product]:
+    """da and db as products to run later."""
+    return products_of("parallel_low_rank_wgrad", pending, cfg, into, _factors)
+
+
+def _factors(pending: ParallelLowRankPending, cfg: ParallelLowRankConfig, name: str) -> tuple[Tensor, Tensor]:
+    if name == "a":
+        return pending.t, dropped(pending, cfg)
+    return pending.dy, _rows(pending.u, cfg) if cfg.shards_features else pending.u
 
 
 def _rows(t: Tensor, cfg: ParallelLowRankConfig) -> Tensor:
@@ -226,6 +239,7 @@ parallel_low_rank = make_op(
     dgrad=parallel_low_rank_dgrad,
     wgrad=parallel_low_rank_wgrad,
     keyed=_keyed,
+    products=parallel_low_rank_products,
 )
 parallel_low_rank_bwd = both_halves(parallel_low_rank, parallel_low_rank_dgrad, parallel_low_rank_wgrad)
 

@@ -48,6 +48,8 @@ from funcops.distributed.specs import Spec
 from funcops.kernels import linear as kernels
 from funcops.kernels import pointwise
 from funcops.ops.linear import LinearParams, check_linear_into, linear_gradients
+from funcops.ops.linear_layer import LinearLayer
+from funcops.ops.linear_wgrads import Product
 
 __all__ = ["RowLinearConfig", "RowLinearPending", "RowLinearResiduals"]
 __all__ += ["row_linear", "row_linear_bwd", "row_linear_dgrad", "row_linear_fwd", "row_linear_init", "row_linear_wgrad"]
@@ -93,6 +95,7 @@ class RowLinearPending(Pending):
     x: Tensor = saved("[*, I/n]", alias="residuals.x", needed_by=WGRAD, of=("params.weight",))
     rows: Tensor = saved("[*, O]", alias="dy", needed_by=WGRAD, of=("params.weight",))  # dy of all ranks
     dy: Tensor | None = saved("[*, O]", alias="dy", needed_by=WGRAD, of=("params.bias",))
+    sums: Tensor | None = saved("[P, O]", needed_by=WGRAD, of=("params.bias",))  # of dy over blocks of rows, from a rule
 
 
 @init_of(RowLinearConfig)
@@ -123,7 +126,9 @@ def row_linear_fwd(
 
 
 @dgrad_of(RowLinearResiduals)
-def row_linear_dgrad(residuals: RowLinearResiduals, dy: Tensor, cfg: RowLinearConfig) -> tuple[Tensor, RowLinearPending | None]:
+def row_linear_dgrad(
+    residuals: RowLinearResiduals, dy: Tensor, cfg: RowLinearConfig, sums: Tensor | None = None
+) -> tuple[Tensor, RowLinearPending | None]:
     """dy: [m, *, O] -> dx: [n m, *, I/n] (without `sequence_parallel`: [*, O] -> [*, I/n]), and the pending weight gradient: x,
     and the gathered dy of all ranks."""
     x, weight, needs = residuals.x, residuals.weight, residuals.needs
@@ -135,9 +140,14 @@ def row_linear_dgrad(residuals: RowLinearResiduals, dy: Tensor, cfg: RowLinearCo
         if _gathers(cfg) and (needs.x or of_weight):
             rows = comm.gather(dy, cfg.axis)
         dx = kernels.linear_dgrad(rows, weight) if needs.x else NO_GRADIENT
-    if rows is not dy:
-        dy = comm.own_slice(rows, cfg.axis)
-    return dx, RowLinearPending.keep(cfg, needs, x=x, rows=rows, dy=dy if cfg.bias else None)
+    return dx, _pending(residuals, dy, rows, cfg, sums)
+
+
+def _pending(
+    residuals: RowLinearResiduals, dy: Tensor, rows: Tensor, cfg: RowLinearConfig, sums: Tensor | None = None
+) -> RowLinearPending | None:
+    own = dy if rows is dy else comm.own_slice(rows, cfg.axis)
+    return RowLinearPending.keep(cfg, residuals.needs, x=residuals.x, rows=rows, dy=own if cfg.bias else None, sums=sums)
 
 
 @wgrad_of(RowLinearPending, LinearParams)
@@ -149,9 +159,22 @@ def row_linear_wgrad(pending: RowLinearPending, cfg: RowLinearConfig, *, into: L
     if into is not None:
         check_linear_into("row_linear_wgrad", some, x, dy is not None, into)
     if not _gathers(cfg) or x is None:
-        return linear_gradients("row_linear_wgrad", some, x, dy is not None, into)
-    db = None if dy is None else _db("row_linear_wgrad", dy, into)
+        return linear_gradients("row_linear_wgrad", some, x, dy is not None, into, pending.sums)
+    db = None if dy is None else _db("row_linear_wgrad", dy, into, pending.sums)
     return _with_db(linear_gradients("row_linear_wgrad", rows, x, False, _weight_of(into)), db, into)
+
+
+def row_linear_products(pending: RowLinearPending, cfg: RowLinearConfig, *, into: LinearParams) -> list[Product]:
+    """dw as a product to run later, with db if both are sums over the same rows. Any other db is added at once."""
+    x, rows, dy = pending.x, pending.rows, pending.dy
+    if x is None:
+        row_linear_wgrad(pending, cfg, into=into)
+        return []
+    check_linear_into("row_linear_wgrad", rows, x, dy is not None, into)
+    if dy is not None and (_gathers(cfg) or pending.sums is not None):
+        _db("row_linear_wgrad", dy, into, pending.sums)
+        dy = None
+    return [Product.of(rows, x, into.weight, None if dy is None else into.bias)]
 
 
 @bwd_of(RowLinearResiduals, LinearParams)
@@ -198,8 +221,8 @@ def _gathers(cfg: RowLinearConfig) -> bool:
     return cfg.sequence_parallel and cfg.axis.size > 1
 
 
-def _db(where: str, dy: Tensor, into: LinearParams | None) -> Tensor | None:
-    return linear_gradients(where, dy, None, True, None if into is None else LinearParams(NO_GRADIENT, into.bias)).bias
+def _db(where: str, dy: Tensor, into: LinearParams | None, sums: Tensor | None = None) -> Tensor | None:
+    return linear_gradients(where, dy, None, True, None if into is None else LinearParams(NO_GRADIENT, into.bias), sums).bias
 
 
 def _weight_of(into: LinearParams | None) -> LinearParams | None:
@@ -210,6 +233,20 @@ def _with_db(dparams: LinearParams, db: Tensor | None, into: LinearParams | None
     return LinearParams(dparams.weight, db) if into is None else into
 
 
+class _Layer(LinearLayer):
+    def y_is_product(self, cfg: Any) -> bool:
+        return False  # it is a sum over the ranks
+
+    def dx_is_product(self, cfg: Any) -> bool:
+        return not by_ring(cfg)
+
+    def dy_rows(self, dy: Tensor, cfg: Any) -> Tensor:
+        return comm.gather(dy, cfg.axis) if _gathers(cfg) else dy
+
+    def pending(self, residuals: Any, dy: Tensor, rows: Tensor, cfg: Any) -> Any:
+        return _pending(residuals, dy, rows, cfg)
+
+
 row_linear = make_op(
     "row_linear",
     RowLinearConfig,
@@ -218,4 +255,6 @@ row_linear = make_op(
     dgrad=row_linear_dgrad,
     wgrad=row_linear_wgrad,
     bwd=row_linear_bwd,
+    products=row_linear_products,
+    layer=_Layer(),
 )

@@ -54,27 +54,10 @@ from funcops.distributed.specs import Spec
 from funcops.formats import QTensor, turned
 from funcops.formats.recipes import LOW_FORMS, Recipe
 from funcops.formats.scaled import Scaled
+from funcops.ops import qlinear as coded
 from funcops.ops._low_config import LowConfig
 from funcops.ops.linear import LinearParams
-from funcops.ops.qlinear import (
-    a_tensor,
-    check_params,
-    check_rounding,
-    col_of,
-    db_of,
-    low_gradients,
-    needs_low,
-    of_gradient,
-    operands,
-    product,
-    product_of_columns,
-    quantized,
-    rounding_of,
-    row_of,
-    scaled_tensor,
-    scaled_weight,
-    y_of,
-)
+from funcops.ops.qlinear_wgrads import product
 
 __all__ = ["RowQLinearConfig", "RowQLinearPending", "RowQLinearResiduals"]
 __all__ += ["row_qlinear", "row_qlinear_bwd", "row_qlinear_dgrad", "row_qlinear_fwd", "row_qlinear_init", "row_qlinear_wgrad"]
@@ -161,20 +144,17 @@ def row_qlinear_fwd(
     check_x(where, x, cfg.linear.weight_shape[1], cfg.sequence_parallel)
     if cfg.sequence_parallel:
         check_divides(where, "x", x, 0, cfg.axis)
-    check_params(where, params, x, cfg)
+    coded.check_params(where, params, x, cfg)
     kept: Any = x
     amaxes = None
-    rounding = rounding_of(weight, recipe) if not isinstance(weight, Scaled) else weight.scale
+    rounding = coded.rounding_of(weight, recipe) if not isinstance(weight, Scaled) else weight.scale
     if isinstance(weight, Scaled):
-        (row, amax_x), (w, amax_w) = scaled_tensor(x, recipe.x, weight.scale[0:1]), scaled_weight(weight, recipe)
+        (row, amax_x), (w, amax_w) = coded.scaled_tensor(x, recipe.x, weight.scale[0:1]), coded.scaled_weight(weight, recipe)
         kept, amaxes = turned(row) if recipe.keep == "col" and needs.param("weight") else row, torch.cat((amax_x, amax_w))
     else:
-        w = row_of(weight, recipe, over(cfg.axis))
-        if recipe.keep == "input":
-            row = quantized(x, recipe.x, over(cfg.axis))
-        else:
-            row, kept = operands(x, recipe, needs, over(cfg.axis))
-    part = y_of(row, w, None, recipe.emulate)
+        w = coded.row_of(weight, recipe, over(cfg.axis))
+        row, kept = coded.operands(x, recipe, needs, over(cfg.axis))
+    part = coded.y_of(row, w, None, recipe.emulate)
     y = comm.scatter_sum(part, cfg.axis) if cfg.sequence_parallel else comm.sum_over(part, cfg.axis)
     y = y if params.bias is None else y.add_(params.bias)
     fields: Any = {"x": kept, "weight": weight, "rounding": rounding, "y_shape": y.shape, "dtype": y.dtype}
@@ -184,19 +164,21 @@ def row_qlinear_fwd(
 
 
 @dgrad_of(ByConfig(RowQLinearConfig, _kept, (RowQLinearResiduals, RowQLinearOfInputResiduals)))
-def row_qlinear_dgrad(residuals: RowQLinearKept, dy: Tensor, cfg: RowQLinearConfig) -> tuple[Tensor, RowQLinearPending | None]:
+def row_qlinear_dgrad(
+    residuals: RowQLinearKept, dy: Tensor, cfg: RowQLinearConfig, sums: Tensor | None = None
+) -> tuple[Tensor, RowQLinearPending | None]:
     """dy: [m, *, O] -> dx: [n m, *, I/n] (without `sequence_parallel`: [*, O] -> [*, I/n]), and the pending dw: dy of all ranks in
     low precision, and the saved x."""
     where = "row_qlinear_dgrad"
     recipe, needs, weight = cfg.recipe, residuals.needs, residuals.weight
     here = residuals.x if weight is None else weight
-    check_tensor(where, "dy", dy, residuals.y_shape, residuals.dtype, a_tensor(here))
-    low = needs_low(needs, recipe)
-    check_rounding(where, residuals, recipe, low)
+    check_tensor(where, "dy", dy, residuals.y_shape, residuals.dtype, coded.a_tensor(here))
+    low = coded.needs_low(needs, recipe)
+    coded.check_rounding(where, residuals, recipe, low)
     row = col = None
     amaxes, rounding = getattr(residuals, "amaxes", None), residuals.rounding
     if recipe.delayed and rounding is not None:
-        own, amax = scaled_tensor(dy, recipe.dy, rounding[2:3])
+        own, amax = coded.scaled_tensor(dy, recipe.dy, rounding[2:3])
         amaxes = None if amaxes is None else torch.cat((amaxes, amax))
         row = gathered(own, _rows(cfg))
         col = turned(row) if low else None
@@ -204,9 +186,9 @@ def row_qlinear_dgrad(residuals: RowQLinearKept, dy: Tensor, cfg: RowQLinearConf
         row, col = _of_all(dy, recipe, rounding, bool(needs.x), low, _rows(cfg))
     dx = NO_GRADIENT
     if needs.x and row is not None:
-        dx = product(row, col_of(weight, recipe, over(cfg.axis)), dy.dtype, recipe.emulate)
+        dx = product(row, coded.col_of(weight, recipe, over(cfg.axis)), dy.dtype, recipe.emulate)
     return dx, RowQLinearPending.keep(
-        cfg, needs, x=residuals.x, dy=col if low else dy, db=db_of(dy, cfg, needs), amaxes=amaxes, dtype=dy.dtype
+        cfg, needs, x=residuals.x, dy=col if low else dy, db=coded.db_of(dy, cfg, needs, sums), amaxes=amaxes, dtype=dy.dtype
     )
 
 
@@ -214,20 +196,21 @@ def row_qlinear_dgrad(residuals: RowQLinearKept, dy: Tensor, cfg: RowQLinearConf
 def row_qlinear_wgrad(pending: RowQLinearPending, cfg: RowQLinearConfig, *, into: LinearParams | None = None) -> LinearParams:
     """`dw_r = q(dy)^T q(x_r)`, and db of this rank's rows; added to `into` if given. For a `Scaled` weight dw is `Scaled` too,
     with this rank's amaxes."""
-    where, recipe = "row_qlinear_wgrad", cfg.recipe
-    x = pending.x
+    return coded.low_wgrad("row_qlinear_wgrad", pending, cfg, into, _factors)
 
-    def dw(out: torch.dtype) -> Tensor | None:
-        if x is None:
-            return None
-        if recipe.wgrad == "high":
-            return product_of_columns(where, gathered(pending.dy, _rows(cfg)), x, recipe, out)
-        low = x
-        if not isinstance(x, QTensor):
-            low = quantized(x, recipe.x, over(cfg.axis), side="col", hadamard=recipe.hadamard)
-        return product_of_columns(where, pending.dy, low, recipe, out)
 
-    return low_gradients(where, pending, x, cfg, into, dw)
+def row_qlinear_products(pending: RowQLinearPending, cfg: RowQLinearConfig, *, into: LinearParams) -> list[Any]:
+    """The weight's gradient as a product to run later, with dy of all ranks."""
+    return coded.low_products("row_qlinear_wgrad", pending, cfg, into, _factors)
+
+
+def _factors(where: str, pending: RowQLinearPending, cfg: RowQLinearConfig) -> tuple[Any, Any]:
+    recipe, dy, x = cfg.recipe, pending.dy, pending.x
+    if recipe.wgrad == "high":
+        dy = gathered(dy, _rows(cfg))
+    elif not isinstance(x, QTensor):
+        x = coded.quantized(x, recipe.x, over(cfg.axis), side="col", hadamard=recipe.hadamard)
+    return coded.factors_of_dw(where, dy, x, recipe)
 
 
 def _rows(cfg: RowQLinearConfig) -> Axis:
@@ -244,14 +227,14 @@ def _of_all(
     """dy of all ranks by rows, for dx, and by columns, for dw."""
     format = recipe.dy
     if axis.size == 1:
-        return of_gradient(dy, recipe, key, rows, columns)
+        return coded.of_gradient(dy, recipe, key, rows, columns)
     if format.turns and not recipe.hadamard and not recipe.stochastic:
-        row = gathered(quantized(dy, format, over(axis)), axis)
+        row = gathered(coded.quantized(dy, format, over(axis)), axis)
         return row, turned(row) if columns else None
     if not whole_tiles(dy, format, axis):
-        return of_gradient(gathered(dy, axis), recipe, key, rows, columns)
+        return coded.of_gradient(gathered(dy, axis), recipe, key, rows, columns)
     keys: Any = random.split(random.fold_in(key, axis.rank), 2) if recipe.stochastic and key is not None else (None, None)
-    by_rows = send(quantized(dy, format, over(axis), key=keys[0]), axis) if rows else None
+    by_rows = send(coded.quantized(dy, format, over(axis), key=keys[0]), axis) if rows else None
     by_columns = send_columns(dy, recipe, format, axis, keys[1]) if columns else None
     return (
         None if by_rows is None else arrived(by_rows, axis),
@@ -260,7 +243,14 @@ def _of_all(
 
 
 row_qlinear = make_op(
-    "row_qlinear", RowQLinearConfig, init=row_qlinear_init, fwd=row_qlinear_fwd, dgrad=row_qlinear_dgrad, wgrad=row_qlinear_wgrad
+    "row_qlinear",
+    RowQLinearConfig,
+    init=row_qlinear_init,
+    fwd=row_qlinear_fwd,
+    dgrad=row_qlinear_dgrad,
+    wgrad=row_qlinear_wgrad,
+    products=row_qlinear_products,
+    layer=coded.LowLayer(),
 )
 row_qlinear_bwd = both_halves(row_qlinear, row_qlinear_dgrad, row_qlinear_wgrad)
 

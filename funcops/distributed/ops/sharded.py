@@ -41,13 +41,14 @@ from funcops.contract.marks import STAND_INS
 from funcops.contract.needs import Needs, check_needs
 from funcops.contract.op import Op, Prefetch, config, init_of, make_op
 from funcops.contract.schema import DGRAD, WGRAD, Donated, Pending, Residuals, open_node, saved, static
+from funcops.contract.walk import steps
 from funcops.distributed.async_collectives import finish
 from funcops.distributed.buckets import BUCKET_BYTES, part_shape
 from funcops.distributed.checks import require_axis
 from funcops.distributed.data import Reducing, reduce_start
 from funcops.distributed.mesh import Axis
 from funcops.distributed.shards import Gathering, own_shards, start_gathering
-from funcops.errors import fail, require, require_count, require_dtype, short
+from funcops.errors import fail, join_path, require, require_count, require_dtype, short
 from funcops.program.accumulator_checks import check_into_tree
 from funcops.program.values import abstract_params
 from funcops.residuals.donate import donate
@@ -80,6 +81,11 @@ class ShardedConfig(Composite):
         require(self.axis not in self.also, "ShardedConfig", "also", "other axes", str(self.axis))
         require_dtype("ShardedConfig", self.dtype)
         require_count("ShardedConfig", bucket_bytes=self.bucket_bytes)
+        for part in steps(self.cfg, op=self.op):
+            recipe = part.cfg.low_recipe
+            if recipe is not None and (recipe.delayed or recipe.stochastic):
+                wanted = "one without scales or keys beside weights, which are not sharded (Fp8Current and Fp8Block have none)"
+                fail("ShardedConfig", join_path(part.path, "recipe"), wanted, type(recipe).__name__)
         require(not self.op.keyed_by(self.cfg), "ShardedConfig", "op", "one without a random key (put it in a chain)", self.op.name)
         note(self, extras=self.cfg.extras, outputs=self.cfg.outputs, keys=self.cfg.keys)
         note(self, like=abstract_params(self.op, self.cfg))

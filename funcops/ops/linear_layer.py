@@ -1,0 +1,94 @@
+"""How rules of fusion run a linear layer of any variant: its rows or features over ranks, or its operands in low precision.
+
+    y = P + b, P the product of `rows(x)` and the weight        dx: the product of `dy_rows(dy)` and the weight
+
+A rule asks for these properties, not for an op, so it serves each variant that has them. An op has its `LinearLayer` in `Op.layer`.
+Its raw dgrad also takes the sums of dy over blocks of rows, of which it makes the bias gradient: `dgrad(residuals, dy, cfg, sums)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from torch import Tensor
+
+from funcops.contract.needs import Needs
+
+
+class LinearLayer:
+    """The base of the hooks of an op whose params are `LinearParams`. Its defaults hold for a layer without communication."""
+
+    dense = True
+    """Whether the operands of the products are tensors, not codes."""
+
+    def y_is_product(self, cfg: Any) -> bool:
+        """Whether y is the product of `rows(x, cfg)` and the weight, and the bias: a kernel may compute it together with the steps
+        that follow."""
+        return self.dense
+
+    def dx_is_product(self, cfg: Any) -> bool:
+        """Whether dx is the product of `dy_rows(dy, cfg)` and the weight: a kernel may compute it together with the dgrad of the
+        step before."""
+        return self.dense
+
+    def overlaps(self, cfg: Any) -> bool:
+        """Whether the backward sends dx under the product of dw, which a rule that ends with dx would prevent."""
+        return False
+
+    def rows(self, x: Tensor, cfg: Any) -> Tensor:
+        return x
+
+    def dy_rows(self, dy: Tensor, cfg: Any) -> Tensor:
+        return dy
+
+    def y_rows(self, rows: int, cfg: Any) -> int:
+        """The size of y's first dimension, from x's."""
+        if not cfg.sequence_parallel:
+            return rows
+        return rows * cfg.axis.size if cfg.shards_features else rows // cfg.axis.size  # type: ignore[no-any-return]
+
+    def x_rows(self, rows: int, cfg: Any) -> int:
+        """The size of x's first dimension, from y's."""
+        if not cfg.sequence_parallel:
+            return rows
+        return rows // cfg.axis.size if cfg.shards_features else rows * cfg.axis.size  # type: ignore[no-any-return]
+
+    def kept(self, cfg: Any, needs: Needs, x: Tensor, weight: Tensor, y: Tensor) -> Any:
+        """The residuals, of checked tensors."""
+        raise NotImplementedError
+
+    def prepares(self, cfg: Any) -> Hashable:
+        """What siblings must have in common to prepare their shared x once: gathered, in codes. None if x is read as it is."""
+        return None
+
+    def prepared(self, x: Tensor, params: Any, cfg: Any, needs: Needs) -> Any:
+        """x as the products of siblings in low precision read it, after the checks of `check`."""
+        raise NotImplementedError
+
+    def from_prepared(self, given: Any, params: Any, cfg: Any, needs: Needs) -> tuple[Tensor, Any]:
+        """y and residuals from the prepared x."""
+        raise NotImplementedError
+
+    def check(self, params: Any, x: Tensor, cfg: Any) -> None:
+        """Raise what the op's forward raises for its params."""
+
+    def joins(self, cfg: Any) -> Hashable:
+        """What siblings must have in common to sum their parts of dx, or to prepare x for their dw, once. None if they cannot."""
+        return None
+
+    def part_of_dx(self, residuals: Any, dy: Tensor, cfg: Any) -> tuple[Tensor, Any]:
+        """The part of dx that `dx_of` takes, and the pending weight gradient."""
+        raise NotImplementedError
+
+    def dx_of(self, part: Tensor, cfg: Any) -> Tensor:
+        """dx of the sum of the siblings' parts: sent over the ranks, or as it is."""
+        return part
+
+    def shared(self, pending: Any, cfg: Any) -> dict[str, Any] | None:
+        """The fields of a pending that siblings with the same x share, made from x once; None if there is nothing to make."""
+        return None
+
+    def pending(self, residuals: Any, dy: Tensor, rows: Tensor, cfg: Any) -> Any:
+        """The pending weight gradient, of dy and `dy_rows(dy, cfg)`."""
+        raise NotImplementedError

@@ -1,0 +1,158 @@
+"""`batch_wgrads` joins the weight gradients of layers with recipes, groups and ranks: the same sums, of fewer products."""
+
+import pytest
+import torch
+from launches import launches
+
+from funcops import (
+    ExpertsConfig,
+    GroupedLinearConfig,
+    GroupedQLinearConfig,
+    QLinearConfig,
+    batch_wgrads,
+    dist,
+    experts,
+    grouped_linear,
+    grouped_qlinear,
+    qlinear,
+    random,
+)
+from funcops.distributed.ops.parallel_low_rank import ParallelLowRankConfig, parallel_low_rank
+from funcops.low_precision import MXFP8, Fp8Block, Fp8Current, Fp8Delayed, gradients_like, quantize_params, recipe_init
+from funcops.ops.low_rank import LowRankConfig, low_rank
+from funcops.testing import run_ranks
+from funcops.testing.checks import same_bits
+from funcops.testing.tolerances import assert_close
+from funcops.trees import tree_map_tensors
+
+pytest.importorskip("triton")
+
+HOW = (None, "each", "concatenate", "batch", "group")
+COUNT, ROWS, WIDTH = 3, 128, 128  # whole blocks of every format
+PRODUCTS = ("mm", "addmm", "bmm", "grouped_mm", "scaled_mm.product", "grouped_scaled.wgrad", "grouped.wgrad")
+ONE = Fp8Block(keep="input")
+HIGH = Fp8Block(keep="input", wgrad="high")
+LOW = {"block": Fp8Block(), "col": Fp8Block(keep="col"), "input": ONE, "high": HIGH, "mx": MXFP8(), "current": Fp8Current()}
+
+
+def on(layer, **options):
+    """The config of a layer over two ranks, from the axis."""
+    return lambda axis: layer(WIDTH * 2, WIDTH * 2, axis=axis, **options)
+
+
+# The op, its config (of an axis), and the products of COUNT pendings by `how`: alone, concatenated, as a batch, as a group.
+ALONE = {
+    **{name: (qlinear, QLinearConfig(WIDTH, WIDTH * 2, recipe), (3, 1, 1, 1)) for name, recipe in LOW.items()},
+    "current": (qlinear, QLinearConfig(WIDTH, WIDTH * 2, LOW["current"]), (3, 3, 3, 3)),
+    "delayed": (qlinear, QLinearConfig(WIDTH, WIDTH * 2, Fp8Delayed()), ()),
+    "low rank": (low_rank, LowRankConfig(WIDTH, WIDTH, 8, dropout=0.5), (6, 2, 2, 2)),
+    "grouped": (grouped_linear, GroupedLinearConfig(3, WIDTH, 16), (3, 3, 1, 1)),
+    "grouped input": (grouped_qlinear, GroupedQLinearConfig(3, WIDTH, WIDTH, ONE), (3, 3, 3, 3)),
+    "experts": (experts, ExpertsConfig(3, WIDTH, 16), (6, 6, 2, 2)),
+}
+OVER_RANKS = {
+    "column": (dist.column_linear, on(dist.ColumnLinearConfig), (3, 1, 1, 1)),
+    "column of all rows": (dist.column_linear, on(dist.ColumnLinearConfig, sequence_parallel=False), (3, 1, 1, 1)),
+    "row": (dist.row_linear, on(dist.RowLinearConfig), (3, 1, 1, 1)),
+    "row of all rows": (dist.row_linear, on(dist.RowLinearConfig, sequence_parallel=False), (3, 1, 1, 1)),
+    "column block": (dist.column_qlinear, on(dist.ColumnQLinearConfig, recipe=LOW["block"]), (3, 1, 1, 1)),
+    "column high": (dist.column_qlinear, on(dist.ColumnQLinearConfig, recipe=HIGH), (3, 1, 1, 1)),
+    "row input": (dist.row_qlinear, on(dist.RowQLinearConfig, recipe=ONE), (3, 1, 1, 1)),
+    "row high": (dist.row_qlinear, on(dist.RowQLinearConfig, recipe=HIGH), (3, 1, 1, 1)),
+    "adapter of a column": (parallel_low_rank, on(ParallelLowRankConfig, rank=8, side="column"), (6, 2, 2, 2)),
+    "adapter of a row": (parallel_low_rank, on(ParallelLowRankConfig, rank=8, side="row"), (6, 2, 2, 2)),
+}
+FIRST = ("column", "row input")  # in the first tier
+
+
+def inputs(op, cfg, i, device, dtype, axis=None):
+    """The i-th x of the op; rows of groups, with some in no group."""
+
+    def draw(*shape):
+        t = torch.randn(shape, generator=torch.Generator().manual_seed(i), dtype=torch.float32)
+        return t.to(device, dtype)
+
+    rows = ROWS // (
+        axis.size if axis is not None and cfg.sequence_parallel and "row" not in (op.name[:3], getattr(cfg, "side", "")) else 1
+    )
+    x = draw(rows, cfg.dim if op is experts else cfg.wanted())
+    if op is low_rank:
+        return x, torch.tensor([5, i], device=device)
+    if op is experts:
+        chosen = torch.arange(2 * ROWS, dtype=torch.int32).view(ROWS, 2) % 3
+        return draw(ROWS, 2).softmax(-1), x, chosen.to(device)
+    if op in (grouped_linear, grouped_qlinear):
+        return x, torch.tensor([0, 40, 40 + i, 100], dtype=torch.int32).to(device)
+    return x
+
+
+def pendings(op, cfg, work, device, dtype, axis=None):
+    found = []
+    for i in range(COUNT):
+        y, kept = op.fwd(work, inputs(op, cfg, i, device, dtype, axis), cfg)
+        dy = (
+            torch.randn(y.shape, generator=torch.Generator().manual_seed(100 + i)).to(y) if device == "cpu" else torch.empty_like(y)
+        )
+        found.append(op.dgrad(kept, dy, cfg)[1])
+    return found
+
+
+def made(op, cfg, device="cpu", dtype=torch.bfloat16):
+    """The working tree."""
+    params = op.init(cfg, key=None if device == "meta" else random.key(0), device=device, dtype=dtype)
+    if device == "meta" or cfg.low_recipe is None:
+        return params
+    return quantize_params(params, cfg, recipe_init(cfg, params), dtype=dtype)
+
+
+def check(op, cfg, axis=None):
+    """The sums of every way beside the sums of one `wgrad` after another: the same bits where nothing is joined."""
+    work = made(op, cfg)
+    waiting = pendings(op, cfg, work, "cpu", torch.bfloat16, axis)
+    want = gradients_like(work, torch.float32)
+    for pending in waiting:
+        op.wgrad(pending, cfg, into=want)
+    for how in HOW:
+        got = batch_wgrads(op, waiting, cfg, into=gradients_like(work, torch.float32), how=how)
+        if how in (None, "each") and axis is None and not low_rows(cfg):
+            same_bits(got, want, f"{op}, {how}")
+        assert_close(dense(got), dense(want), dtype=torch.bfloat16, length=COUNT * ROWS)
+
+
+def low_rows(cfg):
+    """Whether the table of the CPU joins products of so few rows."""
+    return cfg.low_recipe is None or cfg.low_recipe.wgrad == "high"
+
+
+def dense(tree):
+    return tree_map_tensors(lambda t: t.float() if t.is_floating_point() else t.view(torch.int32).float(), tree)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_sums_equal_one_wgrad_after_another(name):
+    op, cfg, _ = ALONE[name]
+    check(op, cfg)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in ("column", "row input") else pytest.param(n, marks=pytest.mark.slow) for n in OVER_RANKS]
+)
+def test_sums_over_ranks_equal_one_wgrad_after_another(name):
+    op, of, _ = OVER_RANKS[name]
+    run_ranks({"tp": 2}, lambda mesh: check(op, of(mesh["tp"]), mesh["tp"]))
+
+
+@pytest.mark.parametrize("name", [name for name in (*ALONE, *OVER_RANKS) if name != "delayed"])  # whose scales are data
+def test_joined_products_are_as_written_down(name, monkeypatch):
+    op, cfg, (alone, concatenated, batch, group) = (ALONE | OVER_RANKS)[name]
+    axis = None
+    if name in OVER_RANKS:
+        axis = dist.Mesh.abstract({"tp": 2}, 0)["tp"]
+        cfg = cfg(axis)
+    work = made(op, cfg, "meta")
+    with launches(monkeypatch):
+        waiting = pendings(op, cfg, work, "meta", torch.bfloat16, axis)
+    for how, count in zip(HOW, (alone, alone, concatenated, batch, group), strict=True):
+        with launches(monkeypatch) as found:
+            batch_wgrads(op, waiting, cfg, into=gradients_like(work, torch.float32), how=how)
+        assert sum(one in PRODUCTS for one in found) == count, (how, found)
