@@ -148,8 +148,6 @@ DIST = {
         lambda: {"amaxes": {"a": torch.ones(3)}, "over": ALONE, "specs": None},
         {"amaxes": ({"a": 3},), "over": ((3,),)},
     ),
-        lambda: {"amaxes": {"a": torch.ones(3)}, "over": ALONE, "specs": None}, {"amaxes": ({"a": 3},), "over": ((3,),)}
-    ),
     "dist.all_ranks": Row(lambda: {"ok": torch.tensor(True), "over": ALONE}, {"over": ((3,),)}),
     "dist.raise_on_all_ranks": Row(
         lambda: {"fault": "", "mesh": dist.Mesh(axes=(ALONE,))}, {}, {"fault": "a text is raised, none is not"}
