@@ -110,6 +110,7 @@ from funcops.distributed import context_sink_attention_bwd as context_sink_atten
 from funcops.distributed import context_sink_attention_dgrad as context_sink_attention_dgrad
 from funcops.distributed import context_sink_attention_fwd as context_sink_attention_fwd
 from funcops.distributed import context_sink_attention_init as context_sink_attention_init
+from funcops.distributed import context_sink_attention_wgrad as context_sink_attention_wgrad
 from funcops.distributed import copy_to as copy_to
 from funcops.distributed import copy_to_bwd as copy_to_bwd
 from funcops.distributed import copy_to_dgrad as copy_to_dgrad

@@ -112,7 +112,7 @@ def _products(pending: Any, cfg: ExpertStepsConfig, *, into: Any) -> list[Any]:
 
 def steps_op(name: str, config: type, init: Any) -> Op:
     """An op whose config is an `ExpertStepsConfig`."""
-    halves = dict(dgrad=expert_steps_dgrad, wgrad=expert_steps_wgrad, bwd=expert_steps_bwd, products=_products)
+    halves: Any = dict(dgrad=expert_steps_dgrad, wgrad=expert_steps_wgrad, bwd=expert_steps_bwd, products=_products)
     return make_op(name, config, init=init, fwd=expert_steps_fwd, **halves)
 
 

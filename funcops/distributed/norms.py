@@ -99,6 +99,7 @@ def amaxes_over(
     [{'up': tensor([2.])}, {'up': tensor([2.])}]
     """
     require_type("amaxes_over", "amaxes", amaxes, Mapping)
+    require_type("amaxes_over", "specs", specs, Mapping, type(None))
     axes = axes_of("amaxes_over", over)
     for path, t in amaxes.items():
         check_tensor("amaxes_over", f"amaxes[{path!r}]", t, (...,), torch.float32)

@@ -284,7 +284,8 @@ class _Walk:
             wanted = "after a column layer, where features are sharded" if part.before else "where x has all features"
             fail("parallel", f"{path}, a {role} layer,", wanted, f"x {self.said(main)}")
         more = {"axis": axis, "side": role, "parts": self.parts.get(path, ()), **self.how}
-        more |= {"hidden": {"shards": "hidden"}, "expert": {"sequence_parallel": None}}.get(role, {})
+        by_role: dict[str, dict[str, Any]] = {"hidden": {"shards": "hidden"}, "expert": {"sequence_parallel": None}}
+        more |= by_role.get(role, {})
         source, becomes = part.source, part.becomes
         taken = {f.name for f in dataclasses.fields(becomes.config)}
         try:

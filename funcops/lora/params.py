@@ -219,8 +219,9 @@ def _like(weight: Any, params: Any) -> Tensor:
 
 
 def _init(linear: AdaptedLinear, key: Tensor, device: Any, dtype: torch.dtype) -> LowRankParams:
-    def draw(key: Tensor) -> Any:
-        axis, lora = linear.axis, linear.lora
+    def draw(key: Any) -> Any:
+        axis: Any = linear.axis
+        lora: Any = linear.lora
         if axis is None:
             return linear.op.init(lora, key=key, device=device, dtype=dtype)
         whole = linear.op.init(dataclasses.replace(lora, experts=axis.size * lora.experts), key=key, device=device, dtype=dtype)

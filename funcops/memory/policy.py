@@ -5,22 +5,27 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import itertools
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+import torch
+
 from funcops.backend import tracing
 from funcops.compose.chain import ChainConfig, chain
-from funcops.contract.configs import require_config
+from funcops.contract.configs import OpConfig, require_config
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, wrap
 from funcops.contract.schema import Field, Saved
-from funcops.contract.trace_safe_cache import remember
+from funcops.contract.trace_safe_cache import reading, remember
 from funcops.contract.walk import Inside, Part, nested, rewrite
 from funcops.errors import describe, fail, join_path, require, require_type
 from funcops.memory.joined_steps import Joint, join_steps, joint_of
 from funcops.memory.packing import packed
 from funcops.memory.parts import has_parts, keeps_inside, kept_fields, two_forms, what_is_kept
 from funcops.memory.remat import remat
+from funcops.program import compiled_programs
 from funcops.program.lower import lower
 from funcops.residuals.forms import Packed, one_form_each
 from funcops.residuals.policy import POLICIES, Action, Compress, Drop, Offload, Policy, Recompute, Save, means
@@ -55,6 +60,26 @@ def with_policy(op: Op, policy: Policy | str) -> Op:
     return _with_policy(op, policy)
 
 
+_names: dict[tuple[int, Any], str] = {}
+_numbers = itertools.count()
+_traced: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # `inner_of` of the ops below, by number
+
+
+def under_policy(cfg: Any, number: int) -> str:
+    """The name in the module `compiled_programs` of the op and config under a policy, as `program_while_tracing` has one for a
+    program: a compiler cannot trace how a policy is resolved."""
+    key = number, cfg
+    if key not in _names:
+        with reading():
+            setattr(compiled_programs, f"policy_{len(_names)}", _traced[number](cfg))
+        _names[key] = f"policy_{len(_names)}"
+    return _names[key]
+
+
+under_policy._dynamo_marked_constant = True  # type: ignore[attr-defined]
+OpConfig.under_policy = under_policy  # type: ignore[attr-defined]
+
+
 @functools.lru_cache(maxsize=256)
 def _with_policy(op: Op, policy: Policy) -> Op:
     memo: dict[Any, tuple[Op, Any, _Unseen]] = {}
@@ -62,15 +87,21 @@ def _with_policy(op: Op, policy: Policy) -> Op:
 
     def inner_of(cfg: Any) -> tuple[Op, Any, _Unseen]:
         """The op and config under the policy, and the rules that no run has yet confirmed to make a tensor smaller."""
+        if torch.compiler.is_dynamo_compiling():
+            id(cfg)  # the tracer guards on it: a method that gives a constant has no guard on its object
+            return getattr(compiled_programs, cfg.under_policy(number))  # type: ignore[no-any-return]
         found = memo.get(cfg)
         if found is None:
             require_config(op.name, cfg, op.config)
             found = remember(memo, cfg, (*resolved(op, cfg, policy), _Unseen.of(op, cfg, policy)))
         return found
 
+    number = next(_numbers)
+    _traced[number] = inner_of
+
     def init(cfg: Any, *, key: Any = None, device: Any = None, dtype: Any = None) -> Any:
         params = op.init(cfg, key=key, device=device, dtype=dtype)
-        inner_of(cfg)  # here, so that it is cached before a compiler traces
+        inner_of(cfg)  # raises for a rule that does not apply
         return params
 
     def fwd(params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> Any:
@@ -116,14 +147,9 @@ def resolved(op: Op, cfg: Any, policy: Policy) -> tuple[Op, Any]:
         return found
     known = {kept.path: kept for kept in kept_paths(op, cfg)}
     for pattern, _ in policy.rules:
-        near = ", ".join(difflib.get_close_matches(pattern, known, 4, 0.0))
-        require(
-            any(means(pattern, kept.path, kept.waits) for kept in known.values()),
-            "with_policy",
-            "rules",
-            f"globs over the paths of cfg (nearest {near}; all {', '.join(known)})",
-            repr(pattern),
-        )
+        if not any(means(pattern, kept.path, kept.waits) for kept in known.values()):  # a compiler cannot trace difflib
+            near = ", ".join(difflib.get_close_matches(pattern, known, 4, 0.0))
+            fail("with_policy", "rules", f"globs over the paths of cfg (nearest {near}; all {', '.join(known)})", repr(pattern))
     found = _applied(op, cfg, policy)
     for tensor, forms in two_forms(*found):
         said = ", ".join(f"{action} for {field}" for field, action in forms.items() if action is not None)

@@ -72,6 +72,7 @@ class LowRankConfig(OpConfig):
         require_number(where, scale=self.scale)
         require_number(where, 0.0, dropout=self.dropout)
         require(self.dropout < 1.0, where, "dropout", "below 1", self.dropout)
+        require(isinstance(self.shared, tuple), where, "shared", "a tuple of dist.Shared", describe(self.shared))
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         return self.in_features, self.out_features

@@ -13,6 +13,7 @@ from funcops import (
     ChainConfig,
     DonatedError,
     EmbeddingConfig,
+    ForkConfig,
     LinearConfig,
     LinearParams,
     ParallelConfig,
@@ -22,12 +23,14 @@ from funcops import (
     SkipConfig,
     StaleResidualError,
     Step,
+    WithExtras,
     activation,
     batch_wgrads,
     bias,
     chain,
     donate,
     embedding,
+    fork,
     linear,
     linear_bwd,
     linear_fwd,
@@ -176,6 +179,22 @@ def test_a_compiled_step_adds_and_refuses_as_an_eager_one(name):
             step(params, x, wrong)
         with pytest.raises(Exception, match=re.escape(str(said.value))):
             compiled(params, x, wrong)
+
+
+def test_a_compiled_step_takes_outputs_whose_gradients_are_none():
+    """A mixture's router has such outputs: a dict of nothing but None."""
+    steps = (Step("fork", fork, ForkConfig(), gives=("copy",)), Step("up", linear, LinearConfig(4, 4)))
+    cfg, x = ChainConfig(steps=steps, outputs=("copy",)), torch.randn(3, 4)
+    params = chain.init(cfg, key=random.key(0))
+
+    def step(params, x, into):
+        y, residuals = chain.fwd(params, x, cfg)
+        return chain.bwd(residuals, WithExtras(y.main, {"copy": None}), cfg, into=into)[0]
+
+    got, want = (tree_map_tensors(torch.ones_like, params) for _ in range(2))
+    torch.compile(step, fullgraph=True, backend="eager", dynamic=False)(params, x, got)
+    step(params, x, want)
+    assert_close(got, want, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("name", OPS)

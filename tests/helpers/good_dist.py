@@ -144,7 +144,10 @@ DIST = {
         {"over": ((3,),), "parts": ({"a": 3}, {"c": ()})},
         {**empty("tree"), ("device", "None"): "torch's own"},
     ),
-    "dist.amaxes_over": Row(lambda: {"amaxes": {"a": torch.ones(3)}, "over": ALONE}, {"amaxes": ({"a": 3},), "over": ((3,),)}),
+    "dist.amaxes_over": Row(
+        lambda: {"amaxes": {"a": torch.ones(3)}, "over": ALONE, "specs": None},
+        {"amaxes": ({"a": 3},), "over": ((3,),)},
+    ),
     "dist.all_ranks": Row(lambda: {"ok": torch.tensor(True), "over": ALONE}, {"over": ((3,),)}),
     "dist.raise_on_all_ranks": Row(
         lambda: {"fault": "", "mesh": dist.Mesh(axes=(ALONE,))}, {}, {"fault": "a text is raised, none is not"}

@@ -75,8 +75,8 @@ LORA = {
         elsewhere("params", params(), "a.both.lora"),
     ),
     "lora.LowRankConfig": Row(
-        lambda: {"in_features": 4, "out_features": 4, "rank": 2, "scale": 0.5, "dropout": 0.5},
-        {"rank": (0,), "dropout": (1.0,)},
+        lambda: {"in_features": 4, "out_features": 4, "rank": 2, "scale": 0.5, "dropout": 0.5, "shared": ()},
+        {"rank": (0,), "dropout": (1.0,), "shared": ([], 3)},
         {("scale", "-1.0"): "a factor may be negative"},
     ),
 }

@@ -337,3 +337,18 @@ def test_residuals_and_ops_pickle(name):
 def test_an_op_without_a_name_is_not_pickled():
     with pytest.raises(pickle.PicklingError, match="pickle: op 'linear' must be a name of the module of its fwd, or made by"):
         pickle.dumps(linear._replace(recomputable="norm"))
+
+
+@pytest.mark.parametrize("policy", ["minimal", Policy({"norm": Recompute()})], ids=["preset", "own"])
+def test_a_compiler_meets_a_policy_first(policy):
+    """Params come from the plain op or from a file, so nothing has resolved the policy for this config before."""
+    cfg = ChainConfig(steps=(Step("norm", rms_norm, RMSNormConfig(4)), Step("up", linear, LinearConfig(4, 4))))
+    params, x = chain.init(cfg, key=random.key(0)), torch.randn(3, 4)
+
+    def step(params, x):
+        y, residuals = op.fwd(params, x, cfg)
+        return y, op.bwd(residuals, y, cfg)[0]
+
+    op = with_policy(chain, policy)
+    found = torch.compile(step, fullgraph=True, backend="eager", dynamic=False)(params, x)
+    assert_close(found, step(params, x), dtype=torch.float32)

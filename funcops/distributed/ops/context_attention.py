@@ -230,13 +230,13 @@ def _backward_in_order(dy: Tensor, residuals: Any, cfg: ContextAttentionConfig, 
         if dbias is not None:
             dbias = torch.nn.functional.pad(dbias, (one.keys.start, kv.shape[2] - one.keys.stop))
         found.append((dq, dbias))
-    dk = dv = None
+    own: tuple[Tensor | None, ...] = None, None
     if sends:
         chunks = dkv.chunk(2 * axis.size, 2)
         parts = [torch.cat((chunks[r], chunks[-1 - r]), 2) for r in range(axis.size)]
-        dk, dv = comm.scatter_sum(torch.cat(parts), axis).to(q.dtype)
-    dbias = None if found[0][1] is None else torch.cat([one for _, one in found], 2)
-    return torch.cat([dq for dq, _ in found], 1), dk, dv, dbias
+        own = comm.scatter_sum(torch.cat(parts), axis).to(q.dtype).unbind()
+    biases = [dbias for _, dbias in found if dbias is not None]
+    return torch.cat([dq for dq, _ in found], 1), *own, torch.cat(biases, 2) if biases else None
 
 
 class _Pair(NamedTuple):

@@ -43,6 +43,7 @@ from funcops.ops.sink_attention import (
 
 __all__ = ["ContextSinkAttentionConfig", "context_sink_attention", "context_sink_attention_bwd"]
 __all__ += ["context_sink_attention_dgrad", "context_sink_attention_fwd", "context_sink_attention_init"]
+__all__ += ["context_sink_attention_wgrad"]
 
 
 @config
@@ -98,12 +99,13 @@ def context_sink_attention_dgrad(
     return dx, pending_sums(residuals, dy, cfg)
 
 
+context_sink_attention_wgrad = sink_attention_wgrad
 context_sink_attention = make_op(
     "context_sink_attention",
     ContextSinkAttentionConfig,
     init=context_sink_attention_init,
     fwd=context_sink_attention_fwd,
     dgrad=context_sink_attention_dgrad,
-    wgrad=sink_attention_wgrad,
+    wgrad=context_sink_attention_wgrad,
 )
-context_sink_attention_bwd = both_halves(context_sink_attention, context_sink_attention_dgrad, sink_attention_wgrad)
+context_sink_attention_bwd = both_halves(context_sink_attention, context_sink_attention_dgrad, context_sink_attention_wgrad)

@@ -164,22 +164,23 @@ def parallel_low_rank_fwd(
 ) -> tuple[Tensor, Kept | None]:
     """x: [m, *, I] -> y: [n m, *, O/n] for a column; [n m, *, I/n] -> [m, *, O] for a row; without `sequence_parallel` both have
     all rows. With dropout x is `(x, key)`. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
-    where, given, more = "parallel_low_rank_fwd", x, {}
+    rows: Any = x
+    where, more = "parallel_low_rank_fwd", dict[str, Any]()
     if cfg.draws_mask:
-        x, key = require_tuple(where, given, "x", "key")
-        check_tensor(where, "x.1 (the key)", key, (2,), torch.int64, x)
-        more = {"key": key, "inputs": Inputs.of(given)}
-    check_x(where, x, cfg.shapes["a"][1], cfg.sequence_parallel)
+        rows, key = require_tuple(where, x, "x", "key")
+        check_tensor(where, "x.1 (the key)", key, (2,), torch.int64, rows)
+        more = {"key": key, "inputs": Inputs.of((rows, key))}
+    check_x(where, rows, cfg.shapes["a"][1], cfg.sequence_parallel)
     for name, shape in cfg.shapes.items():
-        check_tensor(where, f"params.{name}", getattr(params, name), shape, x.dtype, x)
+        check_tensor(where, f"params.{name}", getattr(params, name), shape, rows.dtype, rows)
     if cfg.sequence_parallel and not cfg.shards_features:
-        check_divides(where, "x", x, 0, cfg.axis)
+        check_divides(where, "x", rows, 0, cfg.axis)
     if more:
-        check_shared(where, x, cfg.shared)
-    u = pointwise.scale(products.linear_fwd(masked(x, more["key"], cfg) if more else x, params.a, None), cfg.scale)
+        check_shared(where, rows, cfg.shared)
+    u = pointwise.scale(products.linear_fwd(masked(rows, more["key"], cfg) if more else rows, params.a, None), cfg.scale)
     u = u if cfg.shards_features else _summed(u, cfg)
     y = products.linear_fwd(_rows(u, cfg) if cfg.shards_features else u, params.b, None)
-    return y, _kept(cfg).keep(cfg, needs, x=x, u=u, a=params.a, b=params.b, y_shape=y.shape, dtype=y.dtype, **more)
+    return y, _kept(cfg).keep(cfg, needs, x=rows, u=u, a=params.a, b=params.b, y_shape=y.shape, dtype=y.dtype, **more)
 
 
 @dgrad_of(ByConfig(ParallelLowRankConfig, _kept, (ParallelLowRankResiduals, ParallelLowRankDropoutResiduals)))

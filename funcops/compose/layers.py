@@ -1,0 +1,133 @@
+"""The layers of a repeat: their turns, with what starts before one and what waits until after it; their needs and their trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops.compose.step import live_inputs
+from funcops.contract.needs import Needs, sub_mask
+from funcops.errors import describe, fail, in_step
+from funcops.program.run import taken_apart
+from funcops.residuals.nested import part
+from funcops.residuals.offload import copies
+from funcops.trees import leaves, tree_map
+
+
+def in_turn(
+    cfg: Any,
+    order: Sequence[int],
+    read: Callable[[int], Any],
+    run: Callable[[int, Any], Any],
+    begin: bool = True,
+    sums: Sequence[Any] | None = None,
+) -> list[Any]:
+    """The results, by layer, of `run(i, read(i))`, called in this order. If the body can prefetch (`Op.prefetch`): what the next
+    layer reads is begun before a layer runs, if `begin`; and if accumulators are given, in `sums`, the results are gradients in
+    flight, each completed after the next layer has run. An error gets the number of its layer."""
+    ahead, i = cfg.op.prefetch, order[0]
+    begin, late = begin and ahead is not None, sums is not None and ahead is not None
+    found: list[Any] = [None for _ in order]  # torch 2.11 cannot trace a write to [None] * times
+
+    def begun(turn: int) -> Any:
+        tree = read(order[turn]) if turn < len(order) else None
+        return None if tree is None else ahead.begin(tree, cfg.cfg)
+
+    def complete(i: int) -> None:
+        found[i] = ahead.settle(found[i], sums[i])  # type: ignore[index]
+
+    try:
+        coming = begun(0) if begin else None
+        for turn, i in enumerate(order):
+            if begin:
+                tree = None if coming is None else coming.ready()
+                coming = begun(turn + 1)
+            else:
+                tree = read(i)
+            found[i] = run(i, tree)
+            if late and turn:
+                complete(order[turn - 1])
+        if late:
+            complete(i)
+    except Exception as error:
+        in_step(error, i)
+        raise
+    return found
+
+
+def kept_by(node: Any, i: int, cfg: Any) -> Any:
+    """The residuals of a layer. Its offloaded tensors start to come back, and so do the tensors of the layer before it; if layers
+    are prefetched, that layer is read early enough by itself."""
+    if copies.home:
+        copies.prefetch([node.get(i)] if cfg.op.prefetch is not None else [node.get(i), node.get(i - 1)])
+    return part(node, i)
+
+
+def needs_of_layers(cfg: Any, needs: Needs) -> tuple[Needs, ...]:
+    """The needs of each layer. With stacked params a mask holds for all layers."""
+    if needs not in cfg.layer_needs:
+        live = live_inputs(needs.x, cfg.extras)
+        found = []
+        for i in range(cfg.times):
+            params = needs.params if cfg.stacked else sub_mask(needs.params, str(i))
+            x: Any = live[""]
+            if cfg.extras:
+                x = [label for label, name in (("main", ""), *((f"extras.{n}", n) for n in cfg.extras)) if live[name]]
+                x = True if len(x) == len(cfg.extras) + 1 else x
+            wanted = Needs(x=x, params=params if cfg.has_params else False)
+            found.append(wanted)
+            live[""] = bool(wanted)
+        cfg.layer_needs[needs] = tuple(found)
+    return cfg.layer_needs[needs]  # type: ignore[no-any-return]
+
+
+def stacked(layers: tuple[Any, ...]) -> Any:
+    """Stack the leaves of the layers. A gradient that only some layers have, as no dy reaches the others, is zero for the
+    others."""
+
+    def one(*ts: Any) -> Any:
+        like = next((t for t in ts if t is not None), None)
+        return None if like is None else torch.stack([torch.zeros_like(like) if t is None else t for t in ts])
+
+    return tree_map(one, *layers)
+
+
+def collected(found: list[Any], into: Any, cfg: Any) -> Any:
+    """The params or gradients of all layers, as the config has them; `into`, if they were added to it."""
+    if into is not None:
+        return into
+    return stacked(tuple(found)) if cfg.stacked else tuple(found)
+
+
+def by_layer(where: str, what: str, params: Any, cfg: Any) -> tuple[Any, ...]:
+    """The per-layer trees of `params`, as views if they are stacked."""
+    if not cfg.stacked:
+        if not isinstance(params, tuple) or len(params) != cfg.times:
+            fail(where, what, f"a tuple of {cfg.times} layers", describe(params), TypeError)
+        return params
+    for t in leaves(params):
+        if t is not None and (not isinstance(t, Tensor) or t.dim() == 0 or t.shape[0] != cfg.times):
+            fail(where, what, f"stacked leaves [{cfg.times}, ...]", describe(t))
+    return tuple(tree_map(lambda t, i=i: None if t is None else t[i], params) for i in range(cfg.times))
+
+
+def like_the_first(name: str, t: Any, found: list[Any]) -> Tensor:
+    """Check that a layer's output can be stacked with the outputs of the layers before it."""
+    if not isinstance(t, Tensor):
+        fail("repeat_fwd", f"y.extras.{name}", "a tensor, to be stacked", describe(t), TypeError)
+    if found and (t.shape != found[0].shape or t.dtype is not found[0].dtype):
+        fail("repeat_fwd", f"y.extras.{name}", f"{describe(found[0])}, as in the first layer", describe(t))
+    return t
+
+
+def outputs_by_layer(where: str, dy: Any, cfg: Any) -> tuple[Any, list[dict[str, Any]]]:
+    """The gradient of the last layer's main value, and the gradients of each layer's outputs."""
+    main, *given = taken_apart(where, dy, cfg.outputs)
+    for name, t in zip(cfg.outputs, given, strict=True):
+        if t is not None and (t.dim() == 0 or t.shape[0] != cfg.times):
+            fail(where, f"dy.extras.{name}", f"[{cfg.times}, ...], a part for each layer", describe(t))
+    parts = [(None,) * cfg.times if t is None else t.unbind(0) for t in given]
+    return main, [dict(zip(cfg.outputs, own, strict=True)) for own in zip(*parts, strict=True)]
