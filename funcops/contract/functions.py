@@ -7,6 +7,7 @@ by itself. The checks are written out in each function, not shared: a call of an
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -118,6 +119,9 @@ def dgrad_of(node_class: Any) -> Callable[[WrittenDgrad[R_in, D_in, C_in, Y_out]
                 node.empty()
             return result
 
+        if fn.__code__.co_argcount > 3:  # what only a rule of fusion gives is no argument of the op's function
+            signature = inspect.signature(fn)
+            dgrad.__signature__ = signature.replace(parameters=[*signature.parameters.values()][:3])  # type: ignore[attr-defined]
         dgrad.opens, dgrad.alone = node_class, False  # type: ignore[attr-defined]
         return with_raw(dgrad, fn)
 

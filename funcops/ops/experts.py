@@ -299,7 +299,7 @@ def experts_products(pending: ExpertsPending, cfg: ExpertsConfig, *, into: Exper
 
 
 def _layers(p: ExpertsPending, cfg: ExpertsConfig) -> list[tuple[Any, bool]]:
-    """Of the up and the down layer, the arguments of `grouped_wgrad` but the last, and the last: whether a bias gets a gradient."""
+    """The arguments of `grouped_wgrad` for the up and the down layer, the last one apart: whether a bias gets a gradient."""
     up, down = (cfg.bias and p.needs.param(f"{name}.bias") for name in ("up", "down"))
     x, dz, dy, scaled = (None if t is None else _rows(t) for t in (p.x, p.dz, p.dy, p.scaled))
     s = of_rows(p.weights, p.order) if down and p.weights is not None else None

@@ -59,7 +59,7 @@ class LinearLayer:
         raise NotImplementedError
 
     def prepares(self, cfg: Any) -> Hashable:
-        """What siblings must have in common to prepare their shared x once: gathered, in codes. None if x is read as it is."""
+        """Siblings for which this is equal prepare their shared x once: gathered, in codes. None if x is read as it is."""
         return None
 
     def prepared(self, x: Tensor, params: Any, cfg: Any, needs: Needs) -> Any:
@@ -74,7 +74,7 @@ class LinearLayer:
         """Raise what the op's forward raises for its params."""
 
     def joins(self, cfg: Any) -> Hashable:
-        """What siblings must have in common to sum their parts of dx, or to prepare x for their dw, once. None if they cannot."""
+        """Siblings for which this is equal sum their parts of dx, or prepare x for their dw, once. None if they cannot."""
         return None
 
     def part_of_dx(self, residuals: Any, dy: Tensor, cfg: Any) -> tuple[Tensor, Any]:

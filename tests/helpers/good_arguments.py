@@ -84,6 +84,7 @@ def rule() -> dict[str, Any]:
         "run": lambda *given: None,
         "saves": funcops.Saving(passes=2, launches=1),
         "wgrads": lambda calls, pendings: None,
+        "shared": lambda calls, pendings, into: None,
         "on_cpu": False,
         "whole": False,
         "recompute": False,
