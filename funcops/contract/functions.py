@@ -119,7 +119,7 @@ def dgrad_of(node_class: Any) -> Callable[[WrittenDgrad[R_in, D_in, C_in, Y_out]
                 node.empty()
             return result
 
-        if fn.__code__.co_argcount > 3:  # what only a rule of fusion gives is no argument of the op's function
+        if fn.__code__.co_argcount > 3:  # the op's function hides an argument that only fusion rules give
             signature = inspect.signature(fn)
             dgrad.__signature__ = signature.replace(parameters=[*signature.parameters.values()][:3])  # type: ignore[attr-defined]
         dgrad.opens, dgrad.alone = node_class, False  # type: ignore[attr-defined]

@@ -23,6 +23,7 @@ from funcops.trees import paths
 AXIS = Mesh.abstract({"tp": 1}, 0)["tp"]
 X, OFFSETS = random.normal(random.key(0), (4, 8), dtype=torch.float32), torch.tensor([0, 1, 4], dtype=torch.int32)
 KEEPS = {"row": {"x": None}, "col": {"x": None}, "input": {"x": "x"}}  # by keep, what the field that holds x aliases
+DROPPED = dist.ParallelLowRankConfig(8, 8, 2, axis=AXIS, side="row", dropout=0.5)
 
 
 class Kind(NamedTuple):
@@ -51,6 +52,12 @@ KINDS = {
     "low_rank": Kind(
         lora.low_rank,
         {"whole": lora.LowRankConfig(8, 8, 2), "dropped": lora.LowRankConfig(8, 8, 2, dropout=0.5)},
+        {"whole": X, "dropped": (X, random.key(1))},
+        {"whole": {"x": "x"}, "dropped": {"x": "x.0", "key": "x.1"}},
+    ),
+    "parallel_low_rank": Kind(
+        dist.parallel_low_rank,
+        {"whole": dist.ParallelLowRankConfig(8, 8, 2, axis=AXIS, side="row"), "dropped": DROPPED},
         {"whole": X, "dropped": (X, random.key(1))},
         {"whole": {"x": "x"}, "dropped": {"x": "x.0", "key": "x.1"}},
     ),

@@ -4,7 +4,7 @@
     d shared = sum over ranks of the sum over their h of dk_h's first part        the rest as in `latent_split`
 
 With `sequence_parallel` shared [m, *, 1, S] has a rank's own rows, and q, kv, dy [n m, *, N/n, ...] the rows of all ranks: shared
-is gathered, and d shared scattered. Without, all ranks have the same rows, and d shared is summed. Kept: nothing.
+is gathered, and d shared scattered. Without, all ranks have the same rows, and d shared is summed. Any float dtype. Kept: nothing.
 
 >>> import torch
 >>> from funcops import dist
