@@ -4,7 +4,7 @@
     L = log(e^logsumexp + e^sink_h)        y = softmax(s) v e^(logsumexp - L)        dsink_h = -sum e^(sink_h - L) rowsum(dy * y)
 
 logsumexp is over the keys of all ranks, so each rank adds the sink once, after the merge, without communication. x, shapes, dtypes
-and options are context_attention's, params and residuals sink_attention's. dsinks is in the sinks'
+and options are context_attention's, params and what is kept sink_attention's. dsinks is in the sinks'
 dtype, over a rank's own rows: sum it over the axis.
 
 >>> import torch
