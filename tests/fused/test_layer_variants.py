@@ -188,7 +188,7 @@ WHOLE = [("Llama", "input", None), ("GPT-2", "", False), ("GPT-2", "input", None
 WHOLE += [("Llama", "block", None), ("Llama", "current", False), ("GPT-2", "input", False), ("GPT-2", "", True)]
 
 
-@pytest.mark.parametrize(("name", "recipe", "sequence_parallel"), most_slow(WHOLE, (0, 1)), ids=str)
+@pytest.mark.parametrize(("name", "recipe", "sequence_parallel"), most_slow(WHOLE, (0,)), ids=str)
 def test_siblings_of_a_block_give_what_they_give_one_by_one(name, recipe, sequence_parallel):
     options = {} if sequence_parallel is None else {"roles": BLOCK_ROLES, "sequence_parallel": sequence_parallel}
     if not options:
