@@ -18,7 +18,7 @@ from funcops.formats.scaled import Scaled
 from funcops.kernels.quantize import amax
 from funcops.low_precision.delayed import ScaleState, check_state
 from funcops.low_precision.weights import each_layer, low_steps, recipe_weights
-from funcops.ops.qlinear import scaled_tensor
+from funcops.ops._low_operands import scaled_tensor
 from funcops.trees import Aside, at, cast, constant_paths, put, replace, stands_for_one, tree_map
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from funcops.kernels import grouped_quantize as kernels
 from funcops.kernels import quantize
 from funcops.kernels.grouped import group_of
 from funcops.kernels.grouped_scaled import grouped_scaled_mm, grouped_scaled_wgrad
-from funcops.ops.qlinear import scaled_weight
+from funcops.ops._low_operands import scaled_weight
 from funcops.trees import replace
 
 ALIGN = 16  # rows of 8 bits, for a product over rows

@@ -37,7 +37,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from funcops import random
 from funcops.backend import wide
 from funcops.contract.accumulators import accumulate, check_into, takes_sums
 from funcops.contract.by_config import ByConfig
@@ -46,25 +45,33 @@ from funcops.contract.op import Op, both_halves, config, dgrad_of, forward, init
 from funcops.contract.renamed import old_names, warn
 from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 from funcops.errors import StaleResidualError, check, check_rows, describe, fail, require, short
-from funcops.formats import Format, QTensor, QWeight, check_quantized, quantize_sides, quantize_tensor, turned
+from funcops.formats import QTensor, QWeight, check_quantized, turned
 from funcops.formats.recipes import LOW_FORMS, Recipe, require_recipe
 from funcops.formats.scaled import Scaled, bits_of, join_amaxes
-from funcops.kernels import linear as products
-from funcops.kernels import quantize as kernels
 from funcops.kernels.norm import sum_parts
 from funcops.ops._low_config import LowConfig
+from funcops.ops._low_operands import (
+    col_of,
+    dw_of,
+    factors_of_dw,
+    of_gradient,
+    operands,
+    row_of,
+    scaled_tensor,
+    scaled_weight,
+    y_of,
+)
 from funcops.ops.linear import LinearConfig, LinearParams, linear, linear_init, wants_bias
 from funcops.ops.linear_layer import LinearLayer
 from funcops.ops.linear_wgrads import Product
 from funcops.ops.qlinear_wgrads import ScaledProduct, product
-from funcops.trees import Aside, replace
+from funcops.trees import replace
 
 __all__ = ["QLinearConfig", "QLinearPending", "QLinearResiduals"]
 __all__ += ["qlinear", "qlinear_bwd", "qlinear_dgrad", "qlinear_fwd", "qlinear_init", "qlinear_wgrad"]
 
 P = TypeVar("P", bound=Any)
 Factors = Callable[[str, Any, Any], tuple[Any, Any]]  # (where, pending, cfg) -> the operands of dw
-Largest = Callable[[Tensor], Tensor] | None  # from the amax [1] of this rank's part to the amax of the whole tensor
 
 
 @config
@@ -150,24 +157,6 @@ def qlinear_fwd(
 def rounding_of(weight: Any, recipe: Recipe) -> Tensor | None:
     """The key by which dy is rounded stochastically, else None. It is saved even if the weight is not."""
     return weight.key if recipe.stochastic else None
-
-
-def operands(x: Tensor, recipe: Recipe, needs: Needs, largest: Largest = None) -> tuple[QTensor, Any]:
-    """The operand of y, x by rows, and the form of x that is saved for dw."""
-    if recipe.keep == "input":
-        return quantized(x, recipe.x, largest), x
-    if recipe.keep == "row" or not needs.param("weight"):
-        row = quantized(x, recipe.x, largest)
-        return row, row
-    return _sides(x, recipe.x, recipe, largest)
-
-
-def quantized(
-    t: Tensor, format: Format, largest: Largest, *, side: str = "row", key: Tensor | None = None, hadamard: bool = False
-) -> QTensor:
-    """The result of `quantize_tensor`. `largest`: if t is a part of a tensor, the function from its amax to the whole one's."""
-    amax = largest(kernels.amax(t, hadamard)) if format.whole and largest is not None else None
-    return quantize_tensor(t, format, side=side, key=key, amax=amax, hadamard=hadamard)
 
 
 def qlinear_of(
@@ -334,47 +323,6 @@ def _check_quantized(where: str, weight: QWeight, x: Tensor, cfg: Any) -> None:
             fail(where, name, f"made from {short(x.dtype)}, like x", short(q.dtype), TypeError)
 
 
-def scaled_tensor(t: Tensor, format: Format, scale: Tensor) -> tuple[QTensor, Tensor]:
-    """t quantised by the given scale, and its amax [1]."""
-    codes, amax = kernels.quantize_scaled(t, format.element, scale)
-    scales = (1.0 / scale).reshape(1, 1)[: t.shape[:-1].numel()]  # a tensor without rows has no tile
-    return QTensor(codes, scales, None, format=format, shape=t.shape, dtype=t.dtype, side="row", hadamard=False), amax
-
-
-def scaled_weight(weight: Scaled, recipe: Recipe) -> tuple[QTensor, Tensor]:
-    if isinstance(weight.value, QWeight) and weight.amax is not None:
-        return weight.value.row, weight.amax
-    return scaled_tensor(weight.value, recipe.w, weight.scale[1:2])
-
-
-def row_of(weight: Any, recipe: Recipe, largest: Largest = None) -> QTensor:
-    """The weight by rows, for y."""
-    return weight.row if isinstance(weight, QWeight) else quantized(weight, recipe.w, largest)
-
-
-def col_of(weight: Any, recipe: Recipe, largest: Largest = None) -> QTensor:
-    """The weight by columns, for dx."""
-    if isinstance(weight, Scaled):
-        weight = (
-            weight.value if isinstance(weight.value, QWeight) else QWeight(scaled_weight(weight, recipe)[0], None, None, Aside())
-        )
-    if isinstance(weight, QWeight):
-        return turned(weight.row) if weight.col is None else weight.col
-    return quantized(weight, recipe.w, largest, side="col")
-
-
-def _sides(t: Tensor, format: Format, recipe: Recipe, largest: Largest = None) -> tuple[QTensor, QTensor]:
-    """t by rows, and by columns for dw."""
-    if recipe.hadamard:
-        return quantized(t, format, largest), quantized(t, format, largest, side="col", hadamard=True)
-    return quantize_sides(t, format, largest(kernels.amax(t, False)) if format.whole and largest is not None else None)
-
-
-def y_of(x: QTensor, w: QTensor, bias: Tensor | None, emulate: bool) -> Tensor:
-    y = product(x, w, x.dtype, emulate)
-    return y if bias is None else y.add_(bias)
-
-
 def needs_low(needs: Needs, recipe: Recipe) -> bool:
     """Whether the weight's gradient is needed, in low precision."""
     return recipe.wgrad == "low" and (needs.params is True or needs.param("weight"))
@@ -404,42 +352,6 @@ def a_tensor(kept: Any) -> Tensor | None:
     kept = kept.value if isinstance(kept, Scaled) else kept
     kept = kept.row if isinstance(kept, QWeight) else kept
     return kept.codes if isinstance(kept, QTensor) else kept
-
-
-def of_gradient(
-    dy: Tensor, recipe: Recipe, key: Tensor | None, rows: bool, columns: bool, largest: Largest = None
-) -> tuple[QTensor | None, QTensor | None]:
-    """dy by rows, for dx, and by columns, for dw."""
-    if rows and columns and not recipe.stochastic:
-        return _sides(dy, recipe.dy, recipe, largest)
-    keys = random.split(key, 2) if recipe.stochastic else (None, None)
-    row = quantized(dy, recipe.dy, largest, key=keys[0]) if rows else None
-    if not columns:
-        return row, None
-    return row, quantized(dy, recipe.dy, largest, side="col", key=keys[1], hadamard=recipe.hadamard)
-
-
-def dw_of(dy: Any, x: Any, recipe: Recipe, out: torch.dtype) -> Tensor:
-    """dw [O, I] in the dtype `out`, from the operands that `factors_of_dw` returns."""
-    if not isinstance(dy, QTensor):  # in high precision
-        return products.linear_wgrad(dy, x, False)[0].to(out)  # type: ignore[no-any-return]
-    return product(dy, x, out, recipe.emulate)
-
-
-def factors_of_dw(where: str, dy: Any, x: Any, recipe: Recipe) -> tuple[Any, Any]:
-    """The operands of dw: both by columns, or both in high precision, from x in the form that the recipe saves."""
-    if not isinstance(dy, QTensor):
-        return dy, x
-    if not isinstance(x, QTensor):
-        return dy, quantize_tensor(x, recipe.x, side="col", hadamard=recipe.hadamard)
-    side = kept_side(recipe, x)
-    check_quantized(where, "pending.x", x, recipe.x, side, torch.Size((*dy.shape[:-1], x.shape[-1])), dy.codes)
-    return dy, turned(x) if side == "row" else x
-
-
-def kept_side(recipe: Recipe, x: QTensor) -> str:
-    """The side, "row" or "col", by which a saved x must have been quantised."""
-    return "row" if recipe.keep == "row" or x.side == "row" else "col"
 
 
 def _sums(where: str, into: P, amaxes: Tensor | None, cfg: Any, params: type[P]) -> P:

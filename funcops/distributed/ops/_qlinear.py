@@ -17,7 +17,7 @@ from funcops.errors import require
 from funcops.formats import Format, QTensor, by_tiles
 from funcops.formats.recipes import Recipe, require_recipe
 from funcops.kernels.quantize import by_columns
-from funcops.ops.qlinear import Largest, quantized
+from funcops.ops._low_operands import Largest, quantized
 
 
 def check_low_config(cfg: Any, shared: str) -> None:

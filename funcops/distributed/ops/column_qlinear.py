@@ -66,6 +66,7 @@ from funcops.distributed.specs import Spec
 from funcops.formats import QTensor, check_quantized, turned
 from funcops.formats.recipes import LOW_FORMS, Recipe
 from funcops.formats.scaled import Scaled
+from funcops.ops import _low_operands as low_operands
 from funcops.ops import qlinear as coded
 from funcops.ops._low_config import LowConfig
 from funcops.ops.linear import LinearParams
@@ -169,11 +170,11 @@ def column_operands(x: Tensor, weight: Any, cfg: ColumnQLinearConfig, needs: Nee
     """This rank's x by rows, and the form of it that is saved; with given scales also its amax, else None."""
     recipe, axis = cfg.recipe, rows_axis(cfg)
     if isinstance(weight, Scaled):
-        row, amax = coded.scaled_tensor(x, recipe.x, weight.scale[0:1])
+        row, amax = low_operands.scaled_tensor(x, recipe.x, weight.scale[0:1])
         return row, turned(row) if recipe.keep == "col" and needs.param("weight") else row, amax
     if recipe.keep == "col" and needs.param("weight") and not whole_tiles(x, recipe.x, axis):
-        return coded.quantized(x, recipe.x, over(axis)), x, None
-    return *coded.operands(x, recipe, needs, over(axis)), None
+        return low_operands.quantized(x, recipe.x, over(axis)), x, None
+    return *low_operands.operands(x, recipe, needs, over(axis)), None
 
 
 def column_of(
@@ -182,11 +183,11 @@ def column_of(
     """Return y and residuals, after all checks, from all ranks' x by rows and the form of this rank's x that is saved."""
     recipe, weight = cfg.recipe, params.weight
     if isinstance(weight, Scaled) and amax is not None:
-        row, amax_w = coded.scaled_weight(weight, recipe)
+        row, amax_w = low_operands.scaled_weight(weight, recipe)
         amaxes, rounding = torch.cat((amax, amax_w)), weight.scale
     else:
-        row, amaxes, rounding = coded.row_of(weight, recipe, over(cfg.axis)), None, coded.rounding_of(weight, recipe)
-    y = coded.y_of(whole, row, params.bias, recipe.emulate)
+        row, amaxes, rounding = low_operands.row_of(weight, recipe, over(cfg.axis)), None, coded.rounding_of(weight, recipe)
+    y = low_operands.y_of(whole, row, params.bias, recipe.emulate)
     fields: Any = {"x": kept, "weight": weight, "rounding": rounding, "y_shape": y.shape, "dtype": y.dtype}
     if recipe.keep == "input":
         return y, ColumnQLinearOfInputResiduals.keep(cfg, needs, **fields)
@@ -253,14 +254,14 @@ def rounded_dy(
     row = col = None
     amaxes = getattr(residuals, "amaxes", None)
     if recipe.delayed and residuals.rounding is not None:
-        row, amax = coded.scaled_tensor(dy, recipe.dy, residuals.rounding[2:3])
+        row, amax = low_operands.scaled_tensor(dy, recipe.dy, residuals.rounding[2:3])
         col = turned(row) if low else None
         amaxes = None if amaxes is None else torch.cat((amaxes, amax))
     elif needs.x or low:
         key = (
             residuals.rounding if cfg.axis.size == 1 or not recipe.stochastic else random.fold_in(residuals.rounding, cfg.axis.rank)
         )
-        row, col = coded.of_gradient(dy, recipe, key, bool(needs.x), low, over(cfg.axis))
+        row, col = low_operands.of_gradient(dy, recipe, key, bool(needs.x), low, over(cfg.axis))
     pending = ColumnQLinearPending.keep(
         cfg,
         needs,
@@ -284,7 +285,7 @@ def _send(dx: Tensor, cfg: ColumnQLinearConfig) -> Tensor:
 
 
 def part_of_dx(row: QTensor, residuals: Any, cfg: ColumnQLinearConfig) -> Tensor:
-    col = coded.col_of(residuals.weight, cfg.recipe, over(cfg.axis))
+    col = low_operands.col_of(residuals.weight, cfg.recipe, over(cfg.axis))
     return product(row, col, residuals.dtype, cfg.recipe.emulate)
 
 
@@ -297,7 +298,7 @@ def send_x(where: str, pending: ColumnQLinearPending, cfg: ColumnQLinearConfig) 
     shape = (
         torch.Size((dy[0] // axis.size, *dy[1:-1], cfg.in_features)) if axis.size > 1 else torch.Size((*dy[:-1], cfg.in_features))
     )
-    check_quantized(where, "pending.x", x, recipe.x, coded.kept_side(recipe, x), shape, pending.dy.codes)
+    check_quantized(where, "pending.x", x, recipe.x, low_operands.kept_side(recipe, x), shape, pending.dy.codes)
     return send(x, axis)
 
 
@@ -324,7 +325,7 @@ def _factors(where: str, pending: ColumnQLinearPending, cfg: ColumnQLinearConfig
     whole = pending.rows
     if whole is None:
         whole = arrived_x(send_x(where, pending, cfg) if sent is None else sent, pending, cfg)
-    return coded.factors_of_dw(where, pending.dy, whole, cfg.recipe)
+    return low_operands.factors_of_dw(where, pending.dy, whole, cfg.recipe)
 
 
 class _Layer(coded.LowLayer):

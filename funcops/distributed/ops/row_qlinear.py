@@ -54,6 +54,7 @@ from funcops.distributed.specs import Spec
 from funcops.formats import QTensor, turned
 from funcops.formats.recipes import LOW_FORMS, Recipe
 from funcops.formats.scaled import Scaled
+from funcops.ops import _low_operands as low_operands
 from funcops.ops import qlinear as coded
 from funcops.ops._low_config import LowConfig
 from funcops.ops.linear import LinearParams
@@ -149,12 +150,13 @@ def row_qlinear_fwd(
     amaxes = None
     rounding = coded.rounding_of(weight, recipe) if not isinstance(weight, Scaled) else weight.scale
     if isinstance(weight, Scaled):
-        (row, amax_x), (w, amax_w) = coded.scaled_tensor(x, recipe.x, weight.scale[0:1]), coded.scaled_weight(weight, recipe)
+        row, amax_x = low_operands.scaled_tensor(x, recipe.x, weight.scale[0:1])
+        w, amax_w = low_operands.scaled_weight(weight, recipe)
         kept, amaxes = turned(row) if recipe.keep == "col" and needs.param("weight") else row, torch.cat((amax_x, amax_w))
     else:
-        w = coded.row_of(weight, recipe, over(cfg.axis))
-        row, kept = coded.operands(x, recipe, needs, over(cfg.axis))
-    part = coded.y_of(row, w, None, recipe.emulate)
+        w = low_operands.row_of(weight, recipe, over(cfg.axis))
+        row, kept = low_operands.operands(x, recipe, needs, over(cfg.axis))
+    part = low_operands.y_of(row, w, None, recipe.emulate)
     y = comm.scatter_sum(part, cfg.axis) if cfg.sequence_parallel else comm.sum_over(part, cfg.axis)
     y = y if params.bias is None else y.add_(params.bias)
     fields: Any = {"x": kept, "weight": weight, "rounding": rounding, "y_shape": y.shape, "dtype": y.dtype}
@@ -178,7 +180,7 @@ def row_qlinear_dgrad(
     row = col = None
     amaxes, rounding = getattr(residuals, "amaxes", None), residuals.rounding
     if recipe.delayed and rounding is not None:
-        own, amax = coded.scaled_tensor(dy, recipe.dy, rounding[2:3])
+        own, amax = low_operands.scaled_tensor(dy, recipe.dy, rounding[2:3])
         amaxes = None if amaxes is None else torch.cat((amaxes, amax))
         row = gathered(own, _rows(cfg))
         col = turned(row) if low else None
@@ -186,7 +188,7 @@ def row_qlinear_dgrad(
         row, col = _of_all(dy, recipe, rounding, bool(needs.x), low, _rows(cfg))
     dx = NO_GRADIENT
     if needs.x and row is not None:
-        dx = product(row, coded.col_of(weight, recipe, over(cfg.axis)), dy.dtype, recipe.emulate)
+        dx = product(row, low_operands.col_of(weight, recipe, over(cfg.axis)), dy.dtype, recipe.emulate)
     return dx, RowQLinearPending.keep(
         cfg, needs, x=residuals.x, dy=col if low else dy, db=coded.db_of(dy, cfg, needs, sums), amaxes=amaxes, dtype=dy.dtype
     )
@@ -209,8 +211,8 @@ def _factors(where: str, pending: RowQLinearPending, cfg: RowQLinearConfig) -> t
     if recipe.wgrad == "high":
         dy = gathered(dy, _rows(cfg))
     elif not isinstance(x, QTensor):
-        x = coded.quantized(x, recipe.x, over(cfg.axis), side="col", hadamard=recipe.hadamard)
-    return coded.factors_of_dw(where, dy, x, recipe)
+        x = low_operands.quantized(x, recipe.x, over(cfg.axis), side="col", hadamard=recipe.hadamard)
+    return low_operands.factors_of_dw(where, dy, x, recipe)
 
 
 def _rows(cfg: RowQLinearConfig) -> Axis:
@@ -227,14 +229,14 @@ def _of_all(
     """dy of all ranks by rows, for dx, and by columns, for dw."""
     format = recipe.dy
     if axis.size == 1:
-        return coded.of_gradient(dy, recipe, key, rows, columns)
+        return low_operands.of_gradient(dy, recipe, key, rows, columns)
     if format.turns and not recipe.hadamard and not recipe.stochastic:
-        row = gathered(coded.quantized(dy, format, over(axis)), axis)
+        row = gathered(low_operands.quantized(dy, format, over(axis)), axis)
         return row, turned(row) if columns else None
     if not whole_tiles(dy, format, axis):
-        return coded.of_gradient(gathered(dy, axis), recipe, key, rows, columns)
+        return low_operands.of_gradient(gathered(dy, axis), recipe, key, rows, columns)
     keys: Any = random.split(random.fold_in(key, axis.rank), 2) if recipe.stochastic and key is not None else (None, None)
-    by_rows = send(coded.quantized(dy, format, over(axis), key=keys[0]), axis) if rows else None
+    by_rows = send(low_operands.quantized(dy, format, over(axis), key=keys[0]), axis) if rows else None
     by_columns = send_columns(dy, recipe, format, axis, keys[1]) if columns else None
     return (
         None if by_rows is None else arrived(by_rows, axis),
