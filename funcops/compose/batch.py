@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.compiler import is_dynamo_compiling
 
 from funcops.contract.op import Op
 from funcops.contract.schema import Donated
@@ -85,6 +86,8 @@ def _check_all(op: Op, pendings: Sequence[Any], cfg: Any, into: Any) -> None:
 
 def _abstract(op: Op, node: Any, cfg: Any) -> Any:
     """The gradients that will come, from a run without data."""
+    if is_dynamo_compiling():  # a traced run computes nothing either: the graph drops what nobody reads
+        return op.wgrad(node, cfg)
     with FakeTensorMode(allow_non_fake_inputs=True):
         return op.wgrad(tree_map_tensors(fake, node), cfg)
 

@@ -5,17 +5,28 @@ import torch
 from launches import launches
 
 from funcops import (
+    ActivationConfig,
+    ChainConfig,
     ExpertsConfig,
     GroupedLinearConfig,
     GroupedQLinearConfig,
+    LinearConfig,
     QLinearConfig,
+    SkipConfig,
+    Step,
+    activation,
     batch_wgrads,
+    chain,
     dist,
     experts,
     grouped_linear,
     grouped_qlinear,
+    linear,
     qlinear,
     random,
+    remat,
+    skip,
+    with_policy,
 )
 from funcops.distributed.ops.parallel_low_rank import ParallelLowRankConfig, parallel_low_rank
 from funcops.low_precision import MXFP8, Fp8Block, Fp8Current, Fp8Delayed, gradients_like, quantize_params, recipe_init
@@ -23,7 +34,7 @@ from funcops.ops.low_rank import LowRankConfig, low_rank
 from funcops.testing import run_ranks
 from funcops.testing.checks import same_bits
 from funcops.testing.tolerances import assert_close
-from funcops.trees import tree_map_tensors
+from funcops.trees import tensors, tree_map_tensors
 
 pytest.importorskip("triton")
 
@@ -156,3 +167,24 @@ def test_joined_products_are_as_written_down(name, monkeypatch):
         with launches(monkeypatch) as found:
             batch_wgrads(op, waiting, cfg, into=gradients_like(work, torch.float32), how=how)
         assert sum(one in PRODUCTS for one in found) == count, (how, found)
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["into", "new"])
+@pytest.mark.parametrize("wrap", [lambda op: op, lambda op: with_policy(op, "minimal"), remat], ids=["plain", "policy", "remat"])
+def test_a_compiled_step_joins_them(wrap, given):
+    """Also where the pendings have another config than the op, as those of a skip and of a policy do."""
+    body = ChainConfig(steps=(Step("up", linear, LinearConfig(4, 4)), Step("act", activation, ActivationConfig("silu"))))
+    op, cfg = wrap(skip), SkipConfig(chain, body)
+    params, x = op.init(cfg, key=random.key(0), dtype=torch.float64), torch.ones(3, 4, dtype=torch.float64)
+
+    def step(params, x):
+        waiting = []
+        for scale in (1.0, 2.0):
+            y, residuals = op.fwd(params, x * scale, cfg)
+            waiting.append(op.dgrad(residuals, y, cfg)[1])
+        sums = tree_map_tensors(torch.zeros_like, params) if given else None
+        return batch_wgrads(op, waiting, cfg, into=sums)
+
+    found = torch.compile(step, fullgraph=True, backend="eager")(params, x)
+    for got, want in zip(tensors(found), tensors(step(params, x)), strict=True):
+        torch.testing.assert_close(got, want)

@@ -165,7 +165,7 @@ def parallel_low_rank_fwd(
     """x: [m, *, I] -> y: [n m, *, O/n] for a column; [n m, *, I/n] -> [m, *, O] for a row; without `sequence_parallel` both have
     all rows. With dropout x is `(x, key)`. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
     rows: Any = x
-    where, more = "parallel_low_rank_fwd", dict[str, Any]()
+    where, more = "parallel_low_rank_fwd", {}
     if cfg.draws_mask:
         rows, key = require_tuple(where, x, "x", "key")
         check_tensor(where, "x.1 (the key)", key, (2,), torch.int64, rows)
