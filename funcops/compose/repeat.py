@@ -130,7 +130,7 @@ def repeat_fwd(params: Any, x: Any, cfg: RepeatConfig, *, needs: Needs = Needs.A
             main = main.main
         return residuals
 
-    kept = RepeatResiduals(enumerate(in_turn(cfg, range(cfg.times), lambda i: layers[i], run)), cfg=cfg, needs=needs)
+    kept = RepeatResiduals(dict(enumerate(in_turn(cfg, range(cfg.times), lambda i: layers[i], run))), cfg=cfg, needs=needs)
     y = WithExtras(main, {name: torch.stack(found) for name, found in given.items()}) if given else main
     return y, kept if needs else None
 
