@@ -38,11 +38,13 @@ def difference(where: str, axis: str, members: Mapping[int, tuple[int, Sequence[
 
 def unexpected_rows(members: Mapping[int, tuple[int, Entry]]) -> str:
     """The first pair of ranks of which one sends other rows than the other expects, or ""."""
+    places = [place for place, _ in members.values()]
     for rank, (place, entry) in members.items():
-        for other, (there, its) in members.items():
-            if entry.sends[there] != its.receives[place]:
-                sent = f"{entry.text} with {entry.sends[there]} rows for rank {other} on rank {rank}"
-                return f"{sent}, {its.receives[place]} rows from rank {rank} on rank {other}"
+        expected = [its.receives[place] for _, its in members.values()]
+        sent = [entry.sends[there] for there in places]
+        if sent != expected:
+            other, sends, takes = next(one for one in zip(members, sent, expected, strict=True) if one[1] != one[2])
+            return f"{entry.text} with {sends} rows for rank {other} on rank {rank}, {takes} rows from rank {rank} on rank {other}"
     return ""
 
 

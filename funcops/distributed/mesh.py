@@ -81,11 +81,13 @@ class Mesh:
     def of(sizes: Mapping[str, int], device: str | None = None, timeout: timedelta | None = None) -> Mesh:
         """The mesh of the running processes, from torch's `init_device_mesh`, with a group for each axis of more than one rank.
         `device`: by default "cuda" if there is a GPU, else "cpu". `timeout`: how long a rank waits for the others along an axis, by
-        default the timeout of `init_process_group`. Raises `ValueError`, before any group is made, unless the product of the sizes
-        is the number of processes."""
+        default the timeout of `init_process_group`; the group of all processes gets it too, if an axis has them all. Raises
+        `ValueError`, before any group is made, unless the product of the sizes is the number of processes, and unless the timeout
+        is positive."""
         counts = _checked("Mesh.of", sizes)
         kind = _device("Mesh.of", device)
         require_type("Mesh.of", "timeout", timeout, timedelta, type(None))
+        require(timeout is None or timeout > timedelta(0), "Mesh.of", "timeout", "above 0 seconds", timeout)
         world, product = _world(), math.prod(counts.values())
         if product != world:
             fail("Mesh.of", "sizes", f"of product {world}, the number of processes", f"{_product(counts)} = {product}")

@@ -17,7 +17,9 @@ from funcops.contract.needs import Needs
 
 
 class LinearLayer:
-    """The base of the hooks of an op whose params are `LinearParams`. Its defaults hold for a layer without communication."""
+    """The base of the hooks of an op whose params are `LinearParams`. Its defaults hold for a layer without communication. A hook
+    without a default is called only if the layer has its property: `kept` if `y_is_product`, `pending` if `dense`, `prepared` and
+    `from_prepared` if `prepares`, `part_of_dx` if `joins`."""
 
     dense = True
     """Whether the operands of the products are tensors, not codes."""
@@ -54,9 +56,12 @@ class LinearLayer:
             return rows
         return rows // cfg.axis.size if cfg.shards_features else rows * cfg.axis.size  # type: ignore[no-any-return]
 
+    def _absent(self, hook: str) -> NotImplementedError:
+        return NotImplementedError(f"{type(self).__name__}.{hook}: must be defined, as the layer says that a rule may call it")
+
     def kept(self, cfg: Any, needs: Needs, x: Tensor, weight: Tensor, y: Tensor) -> Any:
         """The residuals, of checked tensors."""
-        raise NotImplementedError
+        raise self._absent("kept")
 
     def prepares(self, cfg: Any) -> Hashable:
         """Siblings for which this is equal prepare their shared x once: gathered, in codes. None if x is read as it is."""
@@ -64,11 +69,11 @@ class LinearLayer:
 
     def prepared(self, x: Tensor, params: Any, cfg: Any, needs: Needs) -> Any:
         """x as the products of siblings in low precision read it, after the checks of `check`."""
-        raise NotImplementedError
+        raise self._absent("prepared")
 
     def from_prepared(self, given: Any, params: Any, cfg: Any, needs: Needs) -> tuple[Tensor, Any]:
         """y and residuals from the prepared x."""
-        raise NotImplementedError
+        raise self._absent("from_prepared")
 
     def check(self, params: Any, x: Tensor, cfg: Any) -> None:
         """Raise what the op's forward raises for its params."""
@@ -79,7 +84,7 @@ class LinearLayer:
 
     def part_of_dx(self, residuals: Any, dy: Tensor, cfg: Any) -> tuple[Tensor, Any]:
         """The part of dx that `dx_of` takes, and the pending weight gradient."""
-        raise NotImplementedError
+        raise self._absent("part_of_dx")
 
     def dx_of(self, part: Tensor, cfg: Any) -> Tensor:
         """dx of the sum of the siblings' parts: sent over the ranks, or as it is."""
@@ -91,4 +96,4 @@ class LinearLayer:
 
     def pending(self, residuals: Any, dy: Tensor, rows: Tensor, cfg: Any) -> Any:
         """The pending weight gradient, of dy and `dy_rows(dy, cfg)`."""
-        raise NotImplementedError
+        raise self._absent("pending")

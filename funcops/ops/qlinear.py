@@ -41,7 +41,7 @@ from funcops.backend import wide
 from funcops.contract.accumulators import accumulate, check_into, takes_sums
 from funcops.contract.by_config import ByConfig
 from funcops.contract.needs import Needs
-from funcops.contract.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.contract.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, raw_of, wgrad_of
 from funcops.contract.renamed import old_names, warn
 from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 from funcops.errors import StaleResidualError, check, check_rows, describe, fail, require, short
@@ -384,7 +384,7 @@ class _Layer(LowLayer):
         return cfg.recipe if cfg.recipe.keep == "input" and cfg.recipe.wgrad == "low" else None
 
     def part_of_dx(self, residuals: Any, dy: Tensor, cfg: Any) -> tuple[Tensor, Any]:
-        return qlinear_dgrad.__wrapped__(residuals, dy, cfg)  # type: ignore[attr-defined, no-any-return]
+        return raw_of(qlinear_dgrad)(residuals, dy, cfg)  # type: ignore[no-any-return]
 
     def shared(self, pending: Any, cfg: Any) -> dict[str, Any] | None:
         return {"x": factors_of_dw("qlinear_wgrad", pending.dy, pending.x, cfg.recipe)[1]}

@@ -56,6 +56,7 @@ BAD = {
     "Mesh.of: sizes must be Mapping, got 4": lambda: Mesh.of(4),
     "Mesh.of: device must be a device type, such as 'cuda', got 'toaster'": lambda: Mesh.of({"tp": 1}, "toaster"),
     "Mesh.of: timeout must be timedelta or NoneType, got 5": lambda: Mesh.of({"tp": 1}, timeout=5),
+    "Mesh.of: timeout must be above 0 seconds, got 0:00:00": lambda: Mesh.of({"tp": 1}, timeout=timedelta(0)),
     "Mesh.abstract: rank must be below 8, the product of the sizes, got 8": lambda: Mesh.abstract({"dp": 2, "tp": 4}, 8),
     "Mesh.abstract: sizes must be by names of axes, got 3": lambda: Mesh.abstract({3: 4}, 0),
     "Mesh: axis must be one of dp, tp, got 'cp'": lambda: Mesh.abstract({"dp": 2, "tp": 4}, 0)["cp"],
