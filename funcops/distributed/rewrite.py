@@ -283,16 +283,14 @@ class _Walk:
         if part.before is not None and main.dim != part.before:
             wanted = "after a column layer, where features are sharded" if part.before else "where x has all features"
             fail("parallel", f"{path}, a {role} layer,", wanted, f"x {self.said(main)}")
-        more = {"axis": axis, "side": role, "parts": self.parts.get(path, ()), **self.how}
-        by_role: dict[str, dict[str, Any]] = {"hidden": {"shards": "hidden"}, "expert": {"sequence_parallel": None}}
-        more |= by_role.get(role, {})
+        more = {"axis": axis, "side": role, "parts": self.parts.get(path, ()), **self.how, **part.more}
         source, becomes = part.source, part.becomes
         taken = {f.name for f in dataclasses.fields(becomes.config)}
         try:
             if part.before is None and main.dim and self.axis.size > 1:
                 cfg = (self.of_rank(cfg, main) or (cfg,))[0]
-            fields = fields_of(cfg) | more
-            made = (part.make or becomes.config)(**{name: value for name, value in fields.items() if name in taken})
+            fields = fields_of(cfg) | {name: value for name, value in more.items() if name in taken}
+            made = (part.make or becomes.config)(**fields)
         except ValueError as error:
             in_step(error, path)
             raise
@@ -304,7 +302,7 @@ class _Walk:
 class _Role(NamedTuple):
     """How a role replaces an op. `before`, `after`: the sharded dim of features, from the end, that its x must have and its y has
     (None: any, and it stays). `axis`: the axis over which the op communicates; "" for the `axis` of the call. `make`: makes the new
-    config of its fields."""
+    config of its fields. `more`: further fields of the new config, if it has them."""
 
     source: Op
     becomes: Op
@@ -312,6 +310,7 @@ class _Role(NamedTuple):
     after: int = 0
     axis: str = ""
     make: Callable[..., Any] | None = None
+    more: Mapping[str, Any] = {}
 
 
 ROLES: dict[str, dict[type, _Role]] = {
@@ -332,10 +331,10 @@ ROLES: dict[str, dict[type, _Role]] = {
     },
     "shared": {RopeConfig: _Role(rope, rope, 0, 2), LatentSplitConfig: _Role(latent_split, parallel_latent_split, 2, 2)},
     "expert": {
-        ExpertsConfig: _Role(experts, parallel_experts, None, axis="ep"),
+        ExpertsConfig: _Role(experts, parallel_experts, None, axis="ep", more={"sequence_parallel": None}),
         ExpertStepsConfig: _Role(expert_steps, parallel_expert_steps, None, axis="ep", make=sharded_steps),
     },
-    "hidden": {ExpertsConfig: _Role(experts, parallel_experts, 0)},
+    "hidden": {ExpertsConfig: _Role(experts, parallel_experts, 0, more={"shards": "hidden"})},
     "context": {
         AttentionConfig: _Role(attention, context_attention, None, axis="cp"),
         SinkAttentionConfig: _Role(sink_attention, context_sink_attention, None, axis="cp"),

@@ -388,3 +388,13 @@ def test_a_sharded_leaf_given_to_a_plain_op_is_named():
     assert len(tensors(params)) == 4
     with pytest.raises(ValueError, match=r"^up: linear_fwd: params.weight must be \[8, 4\], got \[4, 4\]"):
         chain.fwd(params, torch.ones(2, 4), MLP)
+
+
+def test_a_role_drops_no_option():
+    """Each option of a step is one of the step that replaces it."""
+    for role, kinds in ROLES.items():
+        for cls, part in kinds.items():
+            assert {f.name for f in dataclasses.fields(cls)} <= {f.name for f in dataclasses.fields(part.becomes.config)}, (
+                role,
+                cls,
+            )
