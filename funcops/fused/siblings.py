@@ -17,8 +17,8 @@ from funcops.fused.matchers import alike, layer
 from funcops.kernels.linear import linear_dgrad, linear_fwd
 from funcops.kernels.pointwise import add
 from funcops.kernels.sibling_linear import sibling_linear_dgrad, sibling_linear_fwd
+from funcops.ops.coded_linear import check_low_into
 from funcops.ops.linear import LinearParams, check_linear_into, wants_bias
-from funcops.ops.qlinear import check_low_into
 from funcops.program.rules import SIBLINGS_BACKWARD, SIBLINGS_FORWARD, Rule, Saving, Window, register_fusion
 
 MOST = 3

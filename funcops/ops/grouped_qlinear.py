@@ -38,7 +38,6 @@ from funcops.backend import wide
 from funcops.contract.by_config import ByConfig
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
-from funcops.contract.renamed import old_names
 from funcops.contract.schema import DGRAD, WGRAD, Inputs, Pending, Residuals, saved, static
 from funcops.errors import check, require
 from funcops.formats import QTensor, check_quantized
@@ -47,8 +46,9 @@ from funcops.formats.scaled import Scaled
 from funcops.kernels.grouped import grouped_wgrad, grouped_wgrad_into
 from funcops.kernels.routing import gather_rows, of_rows
 from funcops.ops import _quantized_groups as coded
-from funcops.ops._low_config import LowConfig
+from funcops.ops._low_config import LowConfig, old_of_input
 from funcops.ops._quantized_groups import Groups
+from funcops.ops.coded_linear import check_params, check_rounding, low_gradients, needs_low, rounding_of
 from funcops.ops.grouped_linear import (
     GroupedLinearConfig,
     GroupedLinearParams,
@@ -57,7 +57,6 @@ from funcops.ops.grouped_linear import (
     grouped_linear,
     grouped_linear_init,
 )
-from funcops.ops.qlinear import check_params, check_rounding, low_gradients, needs_low, rounding_of
 
 __all__ = ["GroupedQLinearConfig", "GroupedQLinearPending", "GroupedQLinearResiduals"]
 __all__ += ["grouped_qlinear", "grouped_qlinear_bwd", "grouped_qlinear_dgrad"]
@@ -88,11 +87,14 @@ class GroupedQLinearConfig(LowConfig):
             within = format.tile == (0, 0) or (format.tile[0] == 1 and format.tile[1] > 0)
             wanted = "(0, 0) or within a row, such as (1, 128): no scale is shared by rows of two groups"
             require(within, where, f"recipe.{name}.tile", wanted, format.tile)
-        options = dict(bias=self.bias, gathered=self.gathered, weighted=self.weighted)
-        object.__setattr__(self, "linear", GroupedLinearConfig(self.experts, self.in_features, self.out_features, **options))
+        self.set_linear(GroupedLinearConfig)
+        object.__setattr__(self, "weight_shape", self.linear.weight_shape)
+        object.__setattr__(self, "bias_shape", self.linear.bias_shape)
         object.__setattr__(self, "group_dims", (self.experts,))
 
     linear: ClassVar[GroupedLinearConfig]
+    weight_shape: ClassVar[tuple[int, int]]  # of an expert
+    bias_shape: ClassVar[tuple[int]]
     stacked: ClassVar[bool] = True
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
@@ -322,10 +324,4 @@ LOW_FORMS[GroupedLinearConfig] = _low
 
 
 if not TYPE_CHECKING:  # a checker would take every name for one of the module's
-    __getattr__ = old_names(
-        __name__,
-        grouped_qlinear_of_input="grouped_qlinear",
-        grouped_qlinear_of_input_fwd="grouped_qlinear_fwd",
-        grouped_qlinear_of_input_dgrad="grouped_qlinear_dgrad",
-        grouped_qlinear_of_input_bwd="grouped_qlinear_bwd",
-    )
+    __getattr__ = old_of_input(__name__, "grouped_qlinear")

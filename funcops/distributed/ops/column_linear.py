@@ -32,24 +32,30 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable
-from dataclasses import field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
 from funcops.contract.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
-from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
+from funcops.contract.schema import NO_GRADIENT, WGRAD, Pending, saved
 from funcops.distributed import comm
 from funcops.distributed.checks import check_tensor
-from funcops.distributed.mesh import Axis
-from funcops.distributed.ops._linear import by_ring, check_config, check_params, check_parts, check_x, init_linear
+from funcops.distributed.ops._linear import (
+    OverAxisConfig,
+    by_ring,
+    check_params,
+    check_parts,
+    check_x,
+    init_linear,
+    rows_axis,
+    start_sum,
+)
 from funcops.distributed.ring import gathered_products, scattered_products
 from funcops.distributed.specs import Spec
 from funcops.kernels import linear as kernels
-from funcops.ops.linear import LinearParams, check_linear_into, linear_gradients, products_of, wants_bias
+from funcops.ops.linear import LinearParams, LinearResiduals, check_linear_into, linear_gradients, products_of, wants_bias
 from funcops.ops.linear_layer import LinearLayer
 from funcops.ops.linear_wgrads import Product
 
@@ -59,29 +65,17 @@ __all__ += ["column_linear_fwd", "column_linear_init", "column_linear_wgrad"]
 
 
 @config
-class ColumnLinearConfig(OpConfig):
+class ColumnLinearConfig(OverAxisConfig):
     """`in_features` (I) and `out_features` (O) of the whole layer, O a multiple of the size of `axis`; `bias` adds b.
     `sequence_parallel`: x is sharded along its first dimension. `overlap`: "none", "bulk", or, if `sequence_parallel`, "ring".
     `parts`: the sizes of outputs packed into one (q, k and v; gates and values), each of which is sharded by itself."""
 
-    in_features: int = field(kw_only=False)
-    out_features: int = field(kw_only=False)
-    axis: Axis
-    bias: bool = True
-    sequence_parallel: bool = True
-    overlap: str = "none"
     parts: tuple[int, ...] = ()
+    shards_features = True
 
     def __post_init__(self) -> None:
-        check_config(self, "out_features")
+        super().__post_init__()
         check_parts(self)
-        own = self.out_features // self.axis.size
-        object.__setattr__(self, "weight_shape", (own, self.in_features))
-        object.__setattr__(self, "bias_shape", (own,) if self.bias else None)
-
-    weight_shape: ClassVar[tuple[int, int]]  # of this rank's part
-    bias_shape: ClassVar[tuple[int] | None]
-    shards_features = True
 
     @property
     def specs(self) -> dict[str, Spec]:
@@ -89,14 +83,9 @@ class ColumnLinearConfig(OpConfig):
         spec = Spec(self.axis.name, 0, parts=self.parts)
         return {"weight": spec, "bias": spec} if self.bias else {"weight": spec}
 
-    def widths(self, width: int | None) -> tuple[int | None, int | None]:
-        return self.in_features, self.weight_shape[0]
 
-
-class ColumnLinearResiduals(Residuals, static=("dtype",)):
-    x: Tensor = saved("[*, I]", alias="x", needed_by=WGRAD, of=("params.weight",))
-    weight: Tensor = saved("[O/n, I]", alias="params.weight", needed_by=DGRAD)
-    y_shape: torch.Size = static()
+class ColumnLinearResiduals(LinearResiduals):
+    """The fields of `LinearResiduals`, of this rank: x [*, I], weight [O/n, I]."""
 
 
 class ColumnLinearPending(Pending):
@@ -127,11 +116,7 @@ def column_linear_fwd(
         y, _ = gathered_products(x, cfg.axis, lambda part: kernels.linear_fwd(part, weight, bias))
     else:
         y = kernels.linear_fwd(_rows(x, cfg), weight, bias)
-    return y, column_kept(cfg, needs, x, weight, y)
-
-
-def column_kept(cfg: ColumnLinearConfig, needs: Needs, x: Tensor, weight: Tensor, y: Tensor) -> ColumnLinearResiduals | None:
-    return ColumnLinearResiduals.keep(cfg, needs, x=x, weight=weight, y_shape=y.shape, dtype=y.dtype)
+    return y, ColumnLinearResiduals.keep(cfg, needs, x=x, weight=weight, y_shape=y.shape, dtype=y.dtype)
 
 
 @dgrad_of(ColumnLinearResiduals)
@@ -166,25 +151,20 @@ def column_linear_bwd(
         check_linear_into("column_linear_bwd", dy, x, bias, into)
     sent = comm.start_gather(x, cfg.axis) if cfg.overlap != "none" and cfg.sequence_parallel and x is not None else None
     late = cfg.overlap == "bulk" and needs.x
-    dx = _send_dx(kernels.linear_dgrad(dy, weight), cfg) if late else _dx(dy, weight, cfg) if needs.x else NO_GRADIENT
+    dx = start_sum(kernels.linear_dgrad(dy, weight), cfg) if late else _dx(dy, weight, cfg) if needs.x else NO_GRADIENT
     dparams = _gradients("column_linear_bwd", dy, x, sent, bias, cfg, into)
     return dparams, comm.wait(dx, cfg.axis) if late else dx
 
 
 def _rows(x: Tensor, cfg: ColumnLinearConfig) -> Tensor:
     """The whole x."""
-    return comm.gather(x, cfg.axis) if cfg.sequence_parallel else x
+    return comm.gather(x, rows_axis(cfg))
 
 
 def _dx(dy: Tensor, weight: Tensor, cfg: ColumnLinearConfig) -> Tensor:
     if by_ring(cfg):
         return scattered_products(dy, cfg.axis, lambda rows: kernels.linear_dgrad(rows, weight))
-    return comm.wait(_send_dx(kernels.linear_dgrad(dy, weight), cfg), cfg.axis)
-
-
-def _send_dx(dx: Tensor, cfg: ColumnLinearConfig) -> Tensor:
-    """The sum of the ranks' parts of dx, in flight."""
-    return comm.start_scatter_sum(dx, cfg.axis) if cfg.sequence_parallel else comm.start_sum(dx, cfg.axis)
+    return comm.wait(start_sum(kernels.linear_dgrad(dy, weight), cfg), cfg.axis)
 
 
 def _gradients(
@@ -232,7 +212,7 @@ class _Layer(LinearLayer):
         return None if by_ring(cfg) or cfg.axis.size == 1 else (cfg.axis, cfg.sequence_parallel)
 
     def dx_of(self, part: Tensor, cfg: Any) -> Tensor:
-        return comm.wait(_send_dx(part, cfg), cfg.axis)
+        return comm.wait(start_sum(part, cfg), cfg.axis)
 
     def pending(self, residuals: Any, dy: Tensor, rows: Tensor, cfg: Any) -> Any:
         return ColumnLinearPending.keep(cfg, residuals.needs, x=residuals.x, rows=None, dy=dy)
@@ -241,7 +221,7 @@ class _Layer(LinearLayer):
         return {"rows": _rows(pending.x, cfg)} if cfg.sequence_parallel else None
 
     def kept(self, cfg: Any, needs: Needs, x: Tensor, weight: Tensor, y: Tensor) -> Any:
-        return column_kept(cfg, needs, x, weight, y)
+        return ColumnLinearResiduals.keep(cfg, needs, x=x, weight=weight, y_shape=y.shape, dtype=y.dtype)
 
 
 column_linear = make_op(
