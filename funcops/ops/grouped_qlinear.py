@@ -38,7 +38,7 @@ from funcops.backend import wide
 from funcops.contract.by_config import ByConfig
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
-from funcops.contract.schema import DGRAD, WGRAD, Inputs, Pending, Residuals, saved, static
+from funcops.contract.schema import DGRAD, WGRAD, Pending, Residuals, saved, static
 from funcops.errors import check, require
 from funcops.formats import QTensor, check_quantized
 from funcops.formats.recipes import LOW_FORMS, Recipe, require_recipe
@@ -56,6 +56,7 @@ from funcops.ops.grouped_linear import (
     grouped_inputs,
     grouped_linear,
     grouped_linear_init,
+    kept_inputs,
 )
 
 __all__ = ["GroupedQLinearConfig", "GroupedQLinearPending", "GroupedQLinearResiduals"]
@@ -106,7 +107,7 @@ OF_ALL = ("x.0", "x.3", "params.weight", "params.bias")
 
 
 class GroupedQLinearResiduals(Residuals, static=("inputs", "shape", "dtype")):
-    x: QTensor = saved("[N, I] or [*, I]", needed_by=WGRAD, of=OF_WEIGHT, tree=True)
+    x: Any = saved("[N, I] or [*, I]", needed_by=WGRAD, of=OF_WEIGHT, tree=True)
     weight: Any = saved("[E, O, I]", alias="params.weight", needed_by=DGRAD, of=("x.0",), tree=True)
     offsets: Tensor = saved("[E + 1]", alias="x.1", needed_by=DGRAD | WGRAD, of=OF_ALL)
     order: Tensor | None = saved("[N]", alias="x.2", needed_by=WGRAD, of=OF_WEIGHT)
@@ -121,19 +122,8 @@ class GroupedQLinearResiduals(Residuals, static=("inputs", "shape", "dtype")):
     choices: int = static()  # K; 1 if not gathered
 
 
-class GroupedQLinearOfInputResiduals(Residuals, static=("inputs", "shape", "dtype")):
+class GroupedQLinearOfInputResiduals(GroupedQLinearResiduals):
     x: Tensor = saved("[N, I] or [*, I]", alias="x.0", needed_by=WGRAD, of=OF_WEIGHT)
-    weight: Any = saved("[E, O, I]", alias="params.weight", needed_by=DGRAD, of=("x.0",), tree=True)
-    offsets: Tensor = saved("[E + 1]", alias="x.1", needed_by=DGRAD | WGRAD, of=OF_ALL)
-    order: Tensor | None = saved("[N]", alias="x.2", needed_by=WGRAD, of=OF_WEIGHT)
-    place: Tensor | None = saved("[*, K]", alias="x.3", needed_by=DGRAD, of=("x.0",))
-    bias: Tensor | None = saved("[E, O]", alias="params.bias", needed_by=DGRAD, of=("x.3",))  # if weighted
-    weights: Tensor | None = saved("[*, K]", alias="x.3", needed_by=DGRAD, of=("params.bias",))
-    weights_order: Tensor | None = saved("[N]", alias="x.2", needed_by=DGRAD, of=("x.3", "params.bias"))
-    rounding: Tensor = saved("[E, 2]", needed_by=DGRAD | WGRAD, of=("x.0", "params.weight"), tree=True)
-    y_shape: torch.Size = static()
-    weights_like: tuple[torch.Size, torch.dtype] | None = static()
-    choices: int = static()  # K; 1 if not gathered
 
 
 GroupedQLinearKept = GroupedQLinearResiduals | GroupedQLinearOfInputResiduals
@@ -179,13 +169,12 @@ def grouped_qlinear_fwd(
     else:
         (row, index), w = coded.rows_in(flat, recipe.x, groups), coded.weight_rows(weight, recipe)
     y = coded.product(row, index, w, params.bias, scales, groups, flat.dtype)
-    own = dict(rounding=rounding, y_shape=y.shape, **_aliases(params, x, cfg))
-    if recipe.keep == "input":
-        return y, GroupedQLinearOfInputResiduals.keep(cfg, needs, x=x[0], order=groups.order, **own)
-    ready = recipe.keep == "row" or recipe.x.tile == (0, 0) or not needs.param("weight")
-    kept = row if ready else coded.columns_in(flat, recipe.x, groups, recipe.hadamard)
-    order = groups.order if ready and index is not None else None
-    return y, GroupedQLinearResiduals.keep(cfg, needs, x=kept, order=order, amaxes=amaxes, **own)
+    own = kept_inputs(params, x, cfg) | dict(rounding=rounding, y_shape=y.shape, amaxes=amaxes)
+    if recipe.keep != "input":
+        ready = recipe.keep == "row" or recipe.x.tile == (0, 0) or not needs.param("weight")
+        own["x"] = row if ready else coded.columns_in(flat, recipe.x, groups, recipe.hadamard)
+        own["order"] = groups.order if ready and index is not None else None
+    return y, _kept(cfg).keep(cfg, needs, **own)
 
 
 def _checked(
@@ -200,18 +189,6 @@ def _checked(
     return flat, Groups(offsets, None, 1, len(flat)), of_rows(last, order) if cfg.weighted else None
 
 
-def _aliases(params: GroupedLinearParams, x: tuple[Tensor, ...], cfg: GroupedQLinearConfig) -> dict[str, Any]:
-    """The saved inputs, except x and its order, which depend on the recipe."""
-    given: Any = (*x, None, None)
-    rows, offsets, order, last = given[:4]
-    own: dict[str, Any] = dict(weight=params.weight, offsets=offsets, inputs=Inputs.of(x), shape=rows.shape, dtype=rows.dtype)
-    if cfg.gathered:
-        return own | dict(place=last, choices=last.shape[-1])
-    if cfg.weighted:
-        own |= dict(bias=params.bias, weights=last, weights_order=order, weights_like=(last.shape, last.dtype))
-    return own | dict(choices=1)
-
-
 @dgrad_of(ByConfig(GroupedQLinearConfig, _kept, (GroupedQLinearResiduals, GroupedQLinearOfInputResiduals)))
 def grouped_qlinear_dgrad(
     residuals: GroupedQLinearKept, dy: Tensor, cfg: GroupedQLinearConfig
@@ -224,8 +201,7 @@ def grouped_qlinear_dgrad(
     check(where, "dy", dy, residuals.y_shape, residuals.dtype, offsets)
     low, groups = needs_low(needs, recipe), Groups(offsets, None, 1, len(dy))
     check_rounding(where, residuals, recipe, low)
-    amaxes = residuals.amaxes if isinstance(residuals, GroupedQLinearResiduals) else None
-    row, col, amaxes = _of_gradient(dy, recipe, residuals.rounding, groups, bool(needs.input(0)), low, amaxes)
+    row, col, amaxes = _of_gradient(dy, recipe, residuals.rounding, groups, bool(needs.input(0)), low, residuals.amaxes)
     dx = d_weights = None
     if needs.input(0):
         dx, place = coded.product(row, None, coded.weight_columns(weight, recipe), None, None, groups, dy.dtype), residuals.place

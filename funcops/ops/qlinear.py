@@ -43,7 +43,6 @@ from funcops.contract.op import Op, both_halves, config, dgrad_of, forward, init
 from funcops.contract.renamed import warn
 from funcops.contract.schema import DGRAD, WGRAD, Pending, Residuals, saved, static
 from funcops.errors import require
-from funcops.formats import QTensor
 from funcops.formats.recipes import Recipe, require_recipe
 from funcops.ops._low_config import LowConfig, low_form, old_of_input
 from funcops.ops.coded_linear import CodedLinear
@@ -70,18 +69,15 @@ class QLinearConfig(LowConfig, LinearConfig):
 
 
 class QLinearResiduals(Residuals, static=("dtype",)):
-    x: QTensor = saved("[*, I]", needed_by=WGRAD, of=("params.weight",), tree=True)
+    x: Any = saved("[*, I]", needed_by=WGRAD, of=("params.weight",), tree=True)
     weight: Any = saved("[O, I]", alias="params.weight", needed_by=DGRAD, tree=True)
     amaxes: Tensor = saved("[2]", needed_by=WGRAD, of=("params.weight",))
     rounding: Tensor = saved("[3] or [2]", needed_by=DGRAD | WGRAD, of=("x", "params.weight"), tree=True)
     y_shape: torch.Size = static()
 
 
-class QLinearOfInputResiduals(Residuals, static=("dtype",)):
+class QLinearOfInputResiduals(QLinearResiduals):
     x: Tensor = saved("[*, I]", alias="x", needed_by=WGRAD, of=("params.weight",))
-    weight: Any = saved("[O, I]", alias="params.weight", needed_by=DGRAD, tree=True)
-    rounding: Tensor = saved("[2]", needed_by=DGRAD | WGRAD, of=("x", "params.weight"), tree=True)
-    y_shape: torch.Size = static()
 
 
 QLinearKept = QLinearResiduals | QLinearOfInputResiduals
