@@ -124,7 +124,9 @@ class CodedLinear(LinearLayer):
     def dgrad(self, residuals: Any, dy: Tensor, cfg: Any, sums: Tensor | None = None) -> tuple[Tensor, Any]:
         """dx, and the pending weight gradient: dy and x in low precision, db; x or dy itself where the recipe keeps or reads it."""
         row, pending = self.rounded(f"{self.name}_dgrad", residuals, dy, cfg, sums)
-        return NO_GRADIENT if row is None else self.dx_of(self.part(row, residuals, cfg), cfg), pending
+        if row is None:
+            return NO_GRADIENT, pending
+        return self.wait_dx(self.start_dx((dy,), cfg, lambda _: self.part(row, residuals, cfg)), cfg), pending
 
     def rounded(self, where: str, residuals: Any, dy: Tensor, cfg: Any, sums: Tensor | None = None) -> tuple[QTensor | None, Any]:
         """dy by rows, None if dx is not needed, and the pending weight gradient."""

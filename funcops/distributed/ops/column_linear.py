@@ -31,7 +31,7 @@ its products: in another order. In the whole backward x is gathered meanwhile, s
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -113,7 +113,7 @@ def column_linear_fwd(
     check_params("column_linear_fwd", params, cfg.weight_shape, cfg.bias_shape, x)
     weight, bias = params.weight, params.bias
     if by_ring(cfg):
-        y, _ = gathered_products(x, cfg.axis, lambda part: kernels.linear_fwd(part, weight, bias))
+        y = torch.cat(gathered_products(x, cfg.axis, lambda part: kernels.linear_fwd(part, weight, bias))[0])
     else:
         y = kernels.linear_fwd(_rows(x, cfg), weight, bias)
     return y, ColumnLinearResiduals.keep(cfg, needs, x=x, weight=weight, y_shape=y.shape, dtype=y.dtype)
@@ -163,7 +163,7 @@ def _rows(x: Tensor, cfg: ColumnLinearConfig) -> Tensor:
 
 def _dx(dy: Tensor, weight: Tensor, cfg: ColumnLinearConfig) -> Tensor:
     if by_ring(cfg):
-        return scattered_products(dy, cfg.axis, lambda rows: kernels.linear_dgrad(rows, weight))
+        return scattered_products(dy.chunk(cfg.axis.size), cfg.axis, lambda rows: kernels.linear_dgrad(rows, weight))
     return comm.wait(start_sum(kernels.linear_dgrad(dy, weight), cfg), cfg.axis)
 
 
@@ -206,19 +206,39 @@ class _Layer(LinearLayer):
         return _rows(x, cfg)
 
     def prepares(self, cfg: Any) -> Hashable:
-        return cfg.axis if cfg.sequence_parallel and cfg.axis.size > 1 and not by_ring(cfg) else None
+        return (cfg.axis, by_ring(cfg)) if cfg.sequence_parallel and cfg.axis.size > 1 else None
 
     def joins(self, cfg: Any) -> Hashable:
-        return None if by_ring(cfg) or cfg.axis.size == 1 else (cfg.axis, cfg.sequence_parallel)
+        return None if cfg.axis.size == 1 else (cfg.axis, cfg.sequence_parallel, by_ring(cfg))
 
-    def dx_of(self, part: Tensor, cfg: Any) -> Tensor:
-        return comm.wait(start_sum(part, cfg), cfg.axis)
+    def y_products(self, x: Tensor, cfg: Any, products: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        if not by_ring(cfg):
+            return products(_rows(x, cfg))
+        found, _ = gathered_products(x, cfg.axis, products)
+        return tuple([torch.cat(ys) for ys in zip(*found, strict=True)])
+
+    def start_dx(self, dys: tuple[Tensor, ...], cfg: Any, product: Callable[[tuple[Tensor, ...]], Tensor]) -> Tensor:
+        if not by_ring(cfg):
+            return start_sum(product(dys), cfg)
+        return scattered_products(list(zip(*[dy.chunk(cfg.axis.size) for dy in dys], strict=True)), cfg.axis, product)
+
+    def wait_dx(self, dx: Tensor, cfg: Any) -> Tensor:
+        return dx if by_ring(cfg) else comm.wait(dx, cfg.axis)
+
+    def start_x(self, residuals: Any, dy: Tensor, cfg: Any) -> Any:
+        return comm.start_gather(residuals.x, cfg.axis) if cfg.sequence_parallel else None
+
+    def wait_x(self, sent: Any, residuals: Any, cfg: Any) -> Any:
+        return comm.wait(sent, cfg.axis)
+
+    def dw_rows(self, pending: Any, cfg: Any) -> Tensor:
+        return _rows(pending.x, cfg) if pending.rows is None else pending.rows  # type: ignore[no-any-return]
 
     def pending(self, residuals: Any, dy: Tensor, rows: Tensor, cfg: Any) -> Any:
         return ColumnLinearPending.keep(cfg, residuals.needs, x=residuals.x, rows=None, dy=dy)
 
     def shared(self, pending: Any, cfg: Any) -> dict[str, Any] | None:
-        return {"rows": _rows(pending.x, cfg)} if cfg.sequence_parallel else None
+        return {"rows": _rows(pending.x, cfg)} if cfg.sequence_parallel and pending.rows is None else None
 
     def kept(self, cfg: Any, needs: Needs, x: Tensor, weight: Tensor, y: Tensor) -> Any:
         return ColumnLinearResiduals.keep(cfg, needs, x=x, weight=weight, y_shape=y.shape, dtype=y.dtype)

@@ -32,7 +32,7 @@ ranks before the update (`funcops.dist.amaxes_over`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
@@ -118,30 +118,40 @@ class _Layer(CodedOverAxis):
             key = random.fold_in(key, cfg.axis.rank)
         return super().of_dy(dy, key, rows, columns, cfg)
 
-    def dx_of(self, part: Tensor, cfg: Any) -> Tensor:
-        return comm.wait(start_sum(part, cfg), cfg.axis)
+    def start_dx(self, dys: tuple[Tensor, ...], cfg: Any, product: Callable[[tuple[Tensor, ...]], Tensor]) -> Tensor:
+        return start_sum(product(dys), cfg)
+
+    def wait_dx(self, dx: Tensor, cfg: Any) -> Tensor:
+        return comm.wait(dx, cfg.axis)
+
+    def start_x(self, residuals: Any, dy: Tensor, cfg: Any) -> Any:
+        return self.send_x(f"{self.name}_bwd", residuals.x, dy, cfg) if cfg.sequence_parallel else None
+
+    def wait_x(self, sent: Any, residuals: Any, cfg: Any) -> Any:
+        return self.arrived_x(sent, residuals.x, cfg)
 
     def factors(self, where: str, pending: Any, cfg: Any, sent: Sent | None = None) -> tuple[Any, Any]:
         """`sent`: x, if it is in flight already."""
         whole = pending.rows
         if whole is None:
-            whole = self.arrived_x(self.send_x(where, pending, cfg) if sent is None else sent, pending, cfg)
+            sent = self.send_x(where, pending.x, pending.dy, cfg) if sent is None else sent
+            whole = self.arrived_x(sent, pending.x, cfg)
         return factors_of_dw(where, pending.dy, whole, cfg.recipe)
 
-    def send_x(self, where: str, pending: Any, cfg: Any) -> Sent:
+    def send_x(self, where: str, x: Any, dy: Any, cfg: Any) -> Sent:
         """Begin to gather x in the form that dw reads."""
-        recipe, axis, x, dy = cfg.recipe, rows_axis(cfg), pending.x, pending.dy
+        recipe, axis = cfg.recipe, rows_axis(cfg)
         if not isinstance(x, QTensor):
             return send(x, axis) if recipe.wgrad == "high" else send_columns(x, recipe, recipe.x, axis)
         rows = (dy.shape[0] // axis.size, *dy.shape[1:-1]) if axis.size > 1 else dy.shape[:-1]
         shape = torch.Size((*rows, cfg.in_features))
-        check_quantized(where, "pending.x", x, recipe.x, kept_side(recipe, x), shape, dy.codes)
+        check_quantized(where, "pending.x", x, recipe.x, kept_side(recipe, x), shape, dy.codes if isinstance(dy, QTensor) else dy)
         return send(x, axis)
 
-    def arrived_x(self, sent: Sent, pending: Any, cfg: Any) -> Any:
+    def arrived_x(self, sent: Sent, x: Any, cfg: Any) -> Any:
         """The gathered x in the form that dw reads."""
         recipe, axis = cfg.recipe, rows_axis(cfg)
-        by_columns = recipe.wgrad == "low" and not isinstance(pending.x, QTensor)
+        by_columns = recipe.wgrad == "low" and not isinstance(x, QTensor)
         return columns_of(sent, recipe, recipe.x, axis) if by_columns else arrived(sent, axis)
 
     def bwd(self, residuals: Any, dy: Tensor, cfg: Any, into: LinearParams | None) -> tuple[LinearParams, Tensor]:
@@ -150,7 +160,8 @@ class _Layer(CodedOverAxis):
         row, pending = self.rounded(where, residuals, dy, cfg)
         if into is not None and pending is not None:  # before anything is sent
             check_low_into(where, pending, pending.x, cfg, into)
-        sent = self.send_x(where, pending, cfg) if bulk and pending is not None and pending.x is not None else None
+        reads_x = pending is not None and pending.x is not None
+        sent = self.send_x(where, pending.x, pending.dy, cfg) if bulk and reads_x else None
         dx = NO_GRADIENT if row is None else start_sum(self.part(row, residuals, cfg), cfg)
         if row is not None and not bulk:
             dx = comm.wait(dx, cfg.axis)
@@ -166,8 +177,10 @@ class _Layer(CodedOverAxis):
         return None if cfg.axis.size == 1 else (cfg.axis, cfg.sequence_parallel, cfg.recipe)
 
     def shared(self, pending: Any, cfg: Any) -> dict[str, Any] | None:
-        where = f"{self.name}_wgrad"
-        return {"rows": self.arrived_x(self.send_x(where, pending, cfg), pending, cfg)} if cfg.sequence_parallel else None
+        if not cfg.sequence_parallel or pending.rows is not None:
+            return None
+        sent = self.send_x(f"{self.name}_wgrad", pending.x, pending.dy, cfg)
+        return {"rows": self.arrived_x(sent, pending.x, cfg)}
 
     def overlaps(self, cfg: Any) -> bool:
         return bool(cfg.overlap != "none" and cfg.axis.size > 1)

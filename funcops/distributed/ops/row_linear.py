@@ -185,14 +185,14 @@ def row_linear_bwd(
 
 def _sum_of_products(x: Tensor, weight: Tensor, cfg: RowLinearConfig) -> Tensor:
     if by_ring(cfg):
-        return scattered_products(x, cfg.axis, lambda rows: kernels.linear_fwd(rows, weight, None))
+        return scattered_products(x.chunk(cfg.axis.size), cfg.axis, lambda rows: kernels.linear_fwd(rows, weight, None))
     return comm.wait(start_sum(kernels.linear_fwd(x, weight, None), cfg), cfg.axis)
 
 
 def _products_of_dy(dy: Tensor, of_weight: bool, weight: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
     """dx from dy of all ranks, and that dy, if the gradient of the weight is requested."""
-    dx, parts = gathered_products(dy, axis, lambda part: kernels.linear_dgrad(part, weight))
-    return dx, torch.cat(parts) if of_weight else dy
+    dxs, parts = gathered_products(dy, axis, lambda part: kernels.linear_dgrad(part, weight))
+    return torch.cat(dxs), torch.cat(parts) if of_weight else dy
 
 
 def _gathers(cfg: RowLinearConfig) -> bool:
