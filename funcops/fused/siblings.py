@@ -1,5 +1,6 @@
 """Linear layers of one input, such as q, k, v or gate, up: x is prepared once (gathered over ranks, in codes) and read by one
-product; the parts of dx are summed before they are sent, and x is prepared once for the weight gradients, whenever they run.
+product; the parts of dx are summed before they are sent, and x is prepared once for the weight gradients, whenever they run. In a
+whole backward of layers with an `overlap`, x is in flight during the products for dx, and dx during the products for dw.
 
 Steps: the first of each branch of a parallel, linear layers of any variant whose y needs no sum. Where layers do not all prepare x
 alike, the most common ones share it, and the others run by themselves. On the CPU a joint forward of layers that prepare nothing

@@ -97,6 +97,8 @@ class Rule:
             if getattr(self, name) is not None:
                 require_callable("Rule", **{name: getattr(self, name)})
         require_flag("Rule", on_cpu=self.on_cpu, whole=self.whole, recompute=self.recompute)
+        if self.settle is not None and not self.whole:
+            fail("Rule", "whole", "True with settle, as only a full backward waits after the weight gradients", self.whole)
         if self.phase not in PHASES:
             fail("Rule", "phase", f"one of {', '.join(PHASES)}", repr(self.phase))
 
