@@ -95,6 +95,65 @@ class ColumnLinearPending(Pending):
     sums: Tensor | None = saved("[P, O/n]", needed_by=WGRAD, of=("params.bias",))  # of dy over blocks of rows, from a rule
 
 
+class ColumnLayer(LinearLayer):
+    """How a column layer sends dx, in high precision or in low."""
+
+    def overlaps(self, cfg: Any) -> bool:
+        return bool(cfg.overlap != "none" and cfg.axis.size > 1)
+
+    def start_dx(self, dys: tuple[Tensor, ...], cfg: Any, product: Callable[[tuple[Tensor, ...]], Tensor]) -> Tensor:
+        if not by_ring(cfg):
+            return start_sum(product(dys), cfg)
+        return scattered_products(list(zip(*[dy.chunk(cfg.axis.size) for dy in dys], strict=True)), cfg.axis, product)
+
+    def wait_dx(self, dx: Tensor, cfg: Any) -> Tensor:
+        return dx if by_ring(cfg) else comm.wait(dx, cfg.axis)
+
+
+class _Layer(ColumnLayer):
+    def y_is_product(self, cfg: Any) -> bool:
+        return not by_ring(cfg)
+
+    def dx_is_product(self, cfg: Any) -> bool:
+        return False  # it is a sum over the ranks
+
+    def rows(self, x: Tensor, cfg: Any) -> Tensor:
+        return comm.gather(x, rows_axis(cfg))
+
+    def y_products(self, x: Tensor, cfg: Any, products: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        if not by_ring(cfg):
+            return products(self.rows(x, cfg))
+        found, _ = gathered_products(x, cfg.axis, products)
+        return tuple([torch.cat(ys) for ys in zip(*found, strict=True)])
+
+    def start_x(self, residuals: Any, dy: Tensor, cfg: Any) -> Any:
+        return comm.start_gather(residuals.x, cfg.axis) if cfg.sequence_parallel else None
+
+    def wait_x(self, sent: Any, residuals: Any, cfg: Any) -> Any:
+        return comm.wait(sent, cfg.axis)
+
+    def dw_rows(self, pending: Any, cfg: Any) -> Tensor:
+        return self.rows(pending.x, cfg) if pending.rows is None else pending.rows  # type: ignore[no-any-return]
+
+    def prepares(self, cfg: Any) -> Hashable:
+        return (cfg.axis, by_ring(cfg)) if cfg.sequence_parallel and cfg.axis.size > 1 else None
+
+    def joins(self, cfg: Any) -> Hashable:
+        return None if cfg.axis.size == 1 else (cfg.axis, cfg.sequence_parallel, by_ring(cfg))
+
+    def pending(self, residuals: Any, dy: Tensor, rows: Tensor, cfg: Any) -> Any:
+        return ColumnLinearPending.keep(cfg, residuals.needs, x=residuals.x, rows=None, dy=dy)
+
+    def shared(self, pending: Any, cfg: Any) -> dict[str, Any] | None:
+        return {"rows": self.rows(pending.x, cfg)} if cfg.sequence_parallel and pending.rows is None else None
+
+    def kept(self, cfg: Any, needs: Needs, x: Tensor, weight: Tensor, y: Tensor) -> Any:
+        return ColumnLinearResiduals.keep(cfg, needs, x=x, weight=weight, y_shape=y.shape, dtype=y.dtype)
+
+
+_layer = _Layer()
+
+
 @init_of(ColumnLinearConfig)
 def column_linear_init(
     cfg: ColumnLinearConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
@@ -112,11 +171,8 @@ def column_linear_fwd(
     check_x("column_linear_fwd", x, cfg.in_features, cfg.sequence_parallel)
     check_params("column_linear_fwd", params, cfg.weight_shape, cfg.bias_shape, x)
     weight, bias = params.weight, params.bias
-    if by_ring(cfg):
-        y = torch.cat(gathered_products(x, cfg.axis, lambda part: kernels.linear_fwd(part, weight, bias))[0])
-    else:
-        y = kernels.linear_fwd(_rows(x, cfg), weight, bias)
-    return y, ColumnLinearResiduals.keep(cfg, needs, x=x, weight=weight, y_shape=y.shape, dtype=y.dtype)
+    (y,) = _layer.y_products(x, cfg, lambda rows: (kernels.linear_fwd(rows, weight, bias),))
+    return y, _layer.kept(cfg, needs, x, weight, y)
 
 
 @dgrad_of(ColumnLinearResiduals)
@@ -126,17 +182,24 @@ def column_linear_dgrad(
     """dy: [n m, *, O/n] -> dx: [m, *, I] (without `sequence_parallel`: [*, I]), and the pending dw: dy and x, aliases."""
     x, weight, needs = residuals.x, residuals.weight, residuals.needs
     check_tensor("column_linear_dgrad", "dy", dy, residuals.y_shape, residuals.dtype, weight if x is None else x)
-    dx = _dx(dy, weight, cfg) if needs.x else NO_GRADIENT
+    dx = _layer.wait_dx(_start_dx(dy, weight, cfg), cfg) if needs.x else NO_GRADIENT
     return dx, ColumnLinearPending.keep(cfg, needs, x=x, rows=None, dy=dy, sums=sums)
 
 
 @wgrad_of(ColumnLinearPending, LinearParams)
 def column_linear_wgrad(pending: ColumnLinearPending, cfg: ColumnLinearConfig, *, into: LinearParams | None = None) -> LinearParams:
     """Gathers x, then `dw_r = dy_r^T x`, `db_r = sum of dy_r`; added to `into` if given."""
-    bias = wants_bias(cfg, pending.needs)
-    if pending.rows is not None:
-        return linear_gradients("column_linear_wgrad", pending.dy, pending.rows, bias, into, pending.sums)
-    return _gradients("column_linear_wgrad", pending.dy, pending.x, None, bias, cfg, into, pending.sums)
+    x, dy, bias = pending.x, pending.dy, wants_bias(cfg, pending.needs)
+    if into is not None:  # before anything is sent
+        check_linear_into("column_linear_wgrad", dy, x, bias, into)
+    rows = None if x is None else _layer.dw_rows(pending, cfg)
+    return linear_gradients("column_linear_wgrad", dy, rows, bias, into, pending.sums)
+
+
+def column_linear_products(pending: ColumnLinearPending, cfg: ColumnLinearConfig, *, into: LinearParams) -> list[Product]:
+    """dw and db as a product to run later, with x of all ranks, which is gathered then."""
+    rows = None if pending.x is None else functools.partial(_layer.dw_rows, pending, cfg)
+    return products_of("column_linear_wgrad", pending, rows, wants_bias(cfg, pending.needs), into)
 
 
 @bwd_of(ColumnLinearResiduals, LinearParams)
@@ -144,104 +207,22 @@ def column_linear_bwd(
     residuals: ColumnLinearResiduals, dy: Tensor, cfg: ColumnLinearConfig, *, into: LinearParams | None = None
 ) -> tuple[LinearParams, Tensor]:
     """The whole backward, in the order that `cfg.overlap` says. Returns `(dparams, dx)`."""
-    x, weight, needs = residuals.x, residuals.weight, residuals.needs
+    x, weight, needs, late = residuals.x, residuals.weight, residuals.needs, cfg.overlap != "none"
     check_tensor("column_linear_bwd", "dy", dy, residuals.y_shape, residuals.dtype, weight if x is None else x)
     bias = wants_bias(cfg, needs)
     if into is not None:  # before anything is sent
         check_linear_into("column_linear_bwd", dy, x, bias, into)
-    sent = comm.start_gather(x, cfg.axis) if cfg.overlap != "none" and cfg.sequence_parallel and x is not None else None
-    late = cfg.overlap == "bulk" and needs.x
-    dx = start_sum(kernels.linear_dgrad(dy, weight), cfg) if late else _dx(dy, weight, cfg) if needs.x else NO_GRADIENT
-    dparams = _gradients("column_linear_bwd", dy, x, sent, bias, cfg, into)
-    return dparams, comm.wait(dx, cfg.axis) if late else dx
-
-
-def _rows(x: Tensor, cfg: ColumnLinearConfig) -> Tensor:
-    """The whole x."""
-    return comm.gather(x, rows_axis(cfg))
-
-
-def _dx(dy: Tensor, weight: Tensor, cfg: ColumnLinearConfig) -> Tensor:
-    if by_ring(cfg):
-        return scattered_products(dy.chunk(cfg.axis.size), cfg.axis, lambda rows: kernels.linear_dgrad(rows, weight))
-    return comm.wait(start_sum(kernels.linear_dgrad(dy, weight), cfg), cfg.axis)
-
-
-def _gradients(
-    where: str,
-    dy: Tensor,
-    x: Tensor | None,
-    sent: Tensor | None,
-    bias: bool,
-    cfg: ColumnLinearConfig,
-    into: LinearParams | None,
-    sums: Tensor | None = None,
-) -> LinearParams:
-    """The gradients from x, or from the gathered x in flight, `sent`."""
-    if into is not None:
-        check_linear_into(where, dy, x, bias, into)
+    sent = _layer.start_x(residuals, dy, cfg) if late and x is not None else None
+    dx = _start_dx(dy, weight, cfg) if needs.x else NO_GRADIENT
+    dx = _layer.wait_dx(dx, cfg) if needs.x and not late else dx
     if x is not None:
-        x = _rows(x, cfg) if sent is None else comm.wait(sent, cfg.axis)
-    return linear_gradients(where, dy, x, bias, into, sums)
+        x = _layer.rows(x, cfg) if sent is None else _layer.wait_x(sent, residuals, cfg)
+    dparams = linear_gradients("column_linear_bwd", dy, x, bias, into)
+    return dparams, _layer.wait_dx(dx, cfg) if needs.x and late else dx
 
 
-def column_linear_products(pending: ColumnLinearPending, cfg: ColumnLinearConfig, *, into: LinearParams) -> list[Product]:
-    """dw and db as a product to run later, with x of all ranks, which is gathered then."""
-    x = pending.x if pending.rows is None else pending.rows
-    whole = x if x is None or pending.rows is not None else functools.partial(_rows, x, cfg)
-    return products_of("column_linear_wgrad", pending, whole, wants_bias(cfg, pending.needs), into)
-
-
-class _Layer(LinearLayer):
-    def y_is_product(self, cfg: Any) -> bool:
-        return not by_ring(cfg)
-
-    def dx_is_product(self, cfg: Any) -> bool:
-        return False  # it is a sum over the ranks
-
-    def overlaps(self, cfg: Any) -> bool:
-        return bool(cfg.overlap != "none" and cfg.axis.size > 1)
-
-    def rows(self, x: Tensor, cfg: Any) -> Tensor:
-        return _rows(x, cfg)
-
-    def prepares(self, cfg: Any) -> Hashable:
-        return (cfg.axis, by_ring(cfg)) if cfg.sequence_parallel and cfg.axis.size > 1 else None
-
-    def joins(self, cfg: Any) -> Hashable:
-        return None if cfg.axis.size == 1 else (cfg.axis, cfg.sequence_parallel, by_ring(cfg))
-
-    def y_products(self, x: Tensor, cfg: Any, products: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        if not by_ring(cfg):
-            return products(_rows(x, cfg))
-        found, _ = gathered_products(x, cfg.axis, products)
-        return tuple([torch.cat(ys) for ys in zip(*found, strict=True)])
-
-    def start_dx(self, dys: tuple[Tensor, ...], cfg: Any, product: Callable[[tuple[Tensor, ...]], Tensor]) -> Tensor:
-        if not by_ring(cfg):
-            return start_sum(product(dys), cfg)
-        return scattered_products(list(zip(*[dy.chunk(cfg.axis.size) for dy in dys], strict=True)), cfg.axis, product)
-
-    def wait_dx(self, dx: Tensor, cfg: Any) -> Tensor:
-        return dx if by_ring(cfg) else comm.wait(dx, cfg.axis)
-
-    def start_x(self, residuals: Any, dy: Tensor, cfg: Any) -> Any:
-        return comm.start_gather(residuals.x, cfg.axis) if cfg.sequence_parallel else None
-
-    def wait_x(self, sent: Any, residuals: Any, cfg: Any) -> Any:
-        return comm.wait(sent, cfg.axis)
-
-    def dw_rows(self, pending: Any, cfg: Any) -> Tensor:
-        return _rows(pending.x, cfg) if pending.rows is None else pending.rows  # type: ignore[no-any-return]
-
-    def pending(self, residuals: Any, dy: Tensor, rows: Tensor, cfg: Any) -> Any:
-        return ColumnLinearPending.keep(cfg, residuals.needs, x=residuals.x, rows=None, dy=dy)
-
-    def shared(self, pending: Any, cfg: Any) -> dict[str, Any] | None:
-        return {"rows": _rows(pending.x, cfg)} if cfg.sequence_parallel and pending.rows is None else None
-
-    def kept(self, cfg: Any, needs: Needs, x: Tensor, weight: Tensor, y: Tensor) -> Any:
-        return ColumnLinearResiduals.keep(cfg, needs, x=x, weight=weight, y_shape=y.shape, dtype=y.dtype)
+def _start_dx(dy: Tensor, weight: Tensor, cfg: ColumnLinearConfig) -> Tensor:
+    return _layer.start_dx((dy,), cfg, lambda dys: kernels.linear_dgrad(dys[0], weight))
 
 
 column_linear = make_op(
@@ -253,5 +234,5 @@ column_linear = make_op(
     wgrad=column_linear_wgrad,
     bwd=column_linear_bwd,
     products=column_linear_products,
-    layer=_Layer(),
+    layer=_layer,
 )

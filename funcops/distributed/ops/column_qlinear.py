@@ -32,7 +32,7 @@ ranks before the update (`funcops.dist.amaxes_over`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +44,7 @@ from funcops.contract.by_config import ByConfig
 from funcops.contract.needs import Needs
 from funcops.contract.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.contract.schema import NO_GRADIENT, WGRAD, Pending, saved
-from funcops.distributed import comm
-from funcops.distributed.ops._linear import init_linear, rows_axis, start_sum
+from funcops.distributed.ops._linear import init_linear, rows_axis
 from funcops.distributed.ops._qlinear import (
     CodedOverAxis,
     LowOverAxis,
@@ -58,7 +57,7 @@ from funcops.distributed.ops._qlinear import (
     send_columns,
     whole_tiles,
 )
-from funcops.distributed.ops.column_linear import ColumnLinearConfig, column_linear
+from funcops.distributed.ops.column_linear import ColumnLayer, ColumnLinearConfig, column_linear
 from funcops.formats import QTensor, check_quantized
 from funcops.formats.recipes import Recipe
 from funcops.ops._low_config import low_form, old_of_input
@@ -103,7 +102,7 @@ class ColumnQLinearPending(Pending, static=("dtype",)):
     amaxes: Tensor = saved("[3]", needed_by=WGRAD, of=("params.weight",))
 
 
-class _Layer(CodedOverAxis):
+class _Layer(CodedOverAxis, ColumnLayer):
     def operands(self, x: Tensor, cfg: Any, needs: Needs) -> tuple[QTensor, Any]:
         recipe, axis = cfg.recipe, rows_axis(cfg)
         if recipe.keep == "col" and needs.param("weight") and not whole_tiles(x, recipe.x, axis):
@@ -117,12 +116,6 @@ class _Layer(CodedOverAxis):
         if cfg.recipe.stochastic and key is not None and cfg.axis.size > 1:
             key = random.fold_in(key, cfg.axis.rank)
         return super().of_dy(dy, key, rows, columns, cfg)
-
-    def start_dx(self, dys: tuple[Tensor, ...], cfg: Any, product: Callable[[tuple[Tensor, ...]], Tensor]) -> Tensor:
-        return start_sum(product(dys), cfg)
-
-    def wait_dx(self, dx: Tensor, cfg: Any) -> Tensor:
-        return comm.wait(dx, cfg.axis)
 
     def start_x(self, residuals: Any, dy: Tensor, cfg: Any) -> Any:
         return self.send_x(f"{self.name}_bwd", residuals.x, dy, cfg) if cfg.sequence_parallel else None
@@ -162,13 +155,12 @@ class _Layer(CodedOverAxis):
             check_low_into(where, pending, pending.x, cfg, into)
         reads_x = pending is not None and pending.x is not None
         sent = self.send_x(where, pending.x, pending.dy, cfg) if bulk and reads_x else None
-        dx = NO_GRADIENT if row is None else start_sum(self.part(row, residuals, cfg), cfg)
-        if row is not None and not bulk:
-            dx = comm.wait(dx, cfg.axis)
+        dx = NO_GRADIENT if row is None else self.start_dx((dy,), cfg, lambda _: self.part(row, residuals, cfg))
+        dx = self.wait_dx(dx, cfg) if row is not None and not bulk else dx
         factors = functools.partial(self.factors, sent=sent)
         dparams = into if pending is None else self.gradients(where, pending, cfg, into, factors)
         dparams = LinearParams(NO_GRADIENT, None) if dparams is None else dparams
-        return dparams, comm.wait(dx, cfg.axis) if bulk and row is not None else dx
+        return dparams, self.wait_dx(dx, cfg) if bulk and row is not None else dx
 
     def prepares(self, cfg: Any) -> Hashable:
         return None if cfg.recipe.delayed else (cfg.recipe, rows_axis(cfg))
@@ -181,9 +173,6 @@ class _Layer(CodedOverAxis):
             return None
         sent = self.send_x(f"{self.name}_wgrad", pending.x, pending.dy, cfg)
         return {"rows": self.arrived_x(sent, pending.x, cfg)}
-
-    def overlaps(self, cfg: Any) -> bool:
-        return bool(cfg.overlap != "none" and cfg.axis.size > 1)
 
 
 _layer = _Layer("column_qlinear", ColumnQLinearResiduals, ColumnQLinearOfInputResiduals, ColumnQLinearPending)
