@@ -134,7 +134,8 @@ def row_linear_wgrad(pending: RowLinearPending, cfg: RowLinearConfig, *, into: L
     """`dw_r = dy^T x_r`, and db of this rank's rows; added to `into` if given."""
     x, rows, dy = pending.x, pending.rows, pending.dy
     some = dy if rows is None else rows
-    assert some is not None
+    if some is None:  # a gradient of a bias is asked for, and the layer has none
+        return LinearParams(NO_GRADIENT, None) if into is None else into
     if into is not None:
         check_linear_into("row_linear_wgrad", some, x, dy is not None, into)
     if not _gathers(cfg) or x is None:
