@@ -131,7 +131,7 @@ def in_flight(calls: Any, nodes: Any, dys: Any, start: Callable[[], Any]) -> Any
     rows = own.wait_x(sent, first, cfg)
     if found is not NotImplemented:
         for pending in found[1]:
-            if pending is not None and hasattr(pending, "rows"):
+            if pending is not None:
                 pending.set(rows=rows)
     return found
 
