@@ -29,6 +29,12 @@ def layer(call: Call) -> LinearLayer | None:
     return None if call.takes or call.gives else call.op.layer
 
 
+def readers_wait(call: Call) -> bool:
+    """Whether y was not saved, and only weight gradients, which can come late, read it."""
+    waits = [bool(one.needs) and not one.recomputed_in_dgrad and not one.source for one in call.readers]
+    return len(waits) > 0 and all(waits)
+
+
 def x_shape(call: Call, node: Any) -> torch.Size:
     """The shape of a linear layer's x on this rank, from its residuals."""
     own: Any = call.op.layer

@@ -155,8 +155,20 @@ def _saves(window: Window) -> Saving:
     return Saving(2 * len(window.calls) - 2, len(window.calls) - 1)
 
 
+def prepared_once(first: Any, layers: int) -> Saving:
+    """For each layer but one, x is neither read nor prepared; where it is gathered, it is also neither sent nor received."""
+    times = (layers - 1) * (1 + bool(first.cfg.sequence_parallel))
+    return Saving(2 * times, times)
+
+
+def _saves_forward(window: Window) -> Saving:
+    return prepared_once(window.calls[0], len(window.calls))
+
+
 rule = register_fusion(Rule("sibling linears", SIBLINGS_FORWARD, _match_plain, _run))
-prepared_rule = register_fusion(Rule("sibling linears, x once", SIBLINGS_FORWARD, _match_prepared, _run, _saves, on_cpu=True))
+prepared_rule = register_fusion(
+    Rule("sibling linears, x once", SIBLINGS_FORWARD, _match_prepared, _run, _saves_forward, on_cpu=True)
+)
 # in each sum of two gradients the second is neither written nor read, or not sent
 backward_rule = register_fusion(
     Rule("sibling linears", SIBLINGS_BACKWARD, match_backward, _run_backward, _saves, on_cpu=True, shared=shared)

@@ -67,7 +67,7 @@ class Backward(Calls):
         if late:
             for call in late:
                 self.fill(call, calls[-1])
-            self.wgrads(late, self.joint_rule(late))
+            self.joint_wgrads(late)
 
     def _either_way(self, piece: Piece, late: list[Call], held: list[Call], filled: dict[int, Call]) -> None:
         """Both blocks: the calls one by one, or what the rule gave. Both know the same gradients at their ends."""
@@ -110,12 +110,12 @@ class Backward(Calls):
         for v in sorted({v for call in calls for v in call.takes} - self.keys - gives):
             self.row("gradient", None, (f"G{i}",), (f"g{v}",), v)
             self.have.add(v)
-        self.give(calls[0].main, f"d{i}")
+        self.give(calls[0].main, f"d{i}")  # siblings read one x, each perhaps by another name, whose sum comes after them all
         if self.whole:
             for call in ready:
                 if call.index in filled:
                     self.fill(call, filled[call.index])
-            self.wgrads(ready, self.joint_rule(ready))
+            self.joint_wgrads(ready)
         for v in sorted(after - self.have - gives - {call.out for call in calls}):
             self.row("none", None, (), (f"g{v}",))
 
