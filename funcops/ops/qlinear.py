@@ -223,14 +223,19 @@ def low_wgrad(where: str, pending: Any, cfg: Any, into: LinearParams | None, fac
 
 def low_products(where: str, pending: Any, cfg: Any, into: LinearParams, factors: Factors) -> list[Any]:
     """The weight's gradient as a product to run later; db and the amaxes are added at once."""
-    sums, db = check_low_into(where, pending, pending.x, cfg, into)
-    _add_rest(where, pending, LinearParams(NO_GRADIENT, db), sums, into)
+    dw, out = add_all_but_dw(where, pending, cfg, into, LinearParams)
     if pending.x is None:
         return []
     if not isinstance(pending.dy, QTensor):
-        return [Product.of(*factors(where, pending, cfg), sums.weight, None)]
-    out = wide(pending.dtype) if takes_sums(sums.weight, pending.dtype) else pending.dtype
-    return [ScaledProduct(pending.dy, lambda: factors(where, pending, cfg)[1], cfg.recipe, sums.weight, out)]
+        return [Product.of(*factors(where, pending, cfg), dw, None)]
+    return [ScaledProduct(pending.dy, lambda: factors(where, pending, cfg)[1], cfg.recipe, dw, out)]
+
+
+def add_all_but_dw(where: str, pending: Any, cfg: Any, into: P, params: type[P]) -> tuple[Any, torch.dtype]:
+    """Check the accumulators, and add db and the amaxes. Return the weight's accumulator, and the dtype of its product."""
+    sums, db = check_low_into(where, pending, pending.x, cfg, into, params)
+    _add_rest(where, pending, params(NO_GRADIENT, db), sums, into)
+    return sums.weight, wide(pending.dtype) if takes_sums(sums.weight, pending.dtype) else pending.dtype
 
 
 def low_gradients(
