@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.fused.matchers import alike, layer
+from funcops.fused.matchers import alike, fits, layer
 from funcops.kernels.linear import linear_dgrad, linear_fwd
 from funcops.kernels.pointwise import add
 from funcops.kernels.sibling_linear import sibling_linear_dgrad, sibling_linear_fwd
@@ -52,33 +52,13 @@ def match_backward(window: Window) -> tuple[int, ...] | str | None:
     return (1,) * len(marks) if all(needs.x for needs in window.needs) else "no gradient is asked of their input"
 
 
-def _fits(call: Any, params: Any, x: Any) -> bool:
-    """Whether the call takes these inputs; if not, the call itself raises the error."""
-    cfg = call.cfg
-    if type(params) is not LinearParams or not isinstance(x, Tensor) or x.dim() < 1 + bool(cfg.sequence_parallel):
-        return False
-    given: list[Any] = [params.weight]
-    shapes = [cfg.weight_shape]
-    if (params.bias is not None) != cfg.bias or x.shape[-1] != cfg.weight_shape[1]:
-        return False
-    if cfg.bias:
-        given, shapes = [*given, params.bias], [*shapes, cfg.bias_shape]
-    if call.op.layer.dense:
-        return alike(x, *given) and [t.shape for t in given] == shapes
-    try:
-        call.op.layer.check(params, x, cfg)
-    except (ValueError, TypeError, RuntimeError):
-        return False
-    return alike(x, *[t for t in given if isinstance(t, Tensor)])
-
-
 def _run(calls: Any, params: Any, x: Any, values: dict[int, Any]) -> Any:
     return forward(calls, params, x)
 
 
 def forward(calls: Any, params: Any, x: Any) -> Any:
     """The y and the residuals of each, or NotImplemented."""
-    if not all([_fits(call, p, x) for call, p in zip(calls, params, strict=True)]):
+    if not all([fits(call, p, x) for call, p in zip(calls, params, strict=True)]):
         return NotImplemented
     own = calls[0].op.layer
     if own.dense:
