@@ -202,7 +202,8 @@ def attention_fwd(
     """x: `(q, k, v)`, and the part that cfg adds -> y: [B, T, H, V]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or
     device, and on the CPU for cu_seqlens that do not ascend from 0 to T."""
     q, k, v, more = check_x("attention_fwd", x, cfg)
-    y, logsumexp = attend_fwd(q, k, v, *of_config(more, cfg), cfg.score(q.shape[3]))
+    bias, ends = (None, None) if more is None else of_config(more, cfg)
+    y, logsumexp = attend_fwd(q, k, v, bias, ends, cfg.score(q.shape[3]))
     kept = AttentionResiduals.keep(cfg, needs, q=q, k=k, v=v, y=y, logsumexp=logsumexp, more=more, inputs=Inputs.of(x))
     return y, kept
 
