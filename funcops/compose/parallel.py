@@ -101,16 +101,35 @@ def _lower(
     scope = rows.scope(place, "parallel", cfg, needs, (ParallelResiduals, ParallelPending))
     x, ends = rows.alias(main)
     extras, after = rows.aliases(given)
-    live, mains, outputs, back = live_inputs(needs.x, cfg.extras), [], [], []
+    live, mains, outputs, backs, first = live_inputs(needs.x, cfg.extras), [], [], [], len(rows.forward)
     for branch in cfg.branches:
         y, gives, own = rows.step(branch, scope, branch.needs(live, needs.params), x, extras, recomputed_by)
         mains.append(y)
         outputs += gives.values()
-        back += own
-    heads = tuple(call for call in calls_below(scope) if call.main == x and call.fuse and not call.takes and not call.gives)
-    if cfg.fuse and len(heads) == len(cfg.branches) > 1:  # one per branch
-        rows.siblings.append(heads)
-    return tuple(mains), tuple(outputs), [*back, *ends, *after]
+        backs.append(own)
+    found = [_head(scope.parts.get(branch.name), x, rows) for branch in cfg.branches]
+    heads = [head for head in found if head is not None]
+    if cfg.fuse and len(heads) == len(cfg.branches) > 1:
+        rows.siblings.append(tuple(heads))
+        if any(head.main != x for head in heads):
+            rows.heads_last(heads, first)
+            backs = _heads_first(backs, heads)
+    return tuple(mains), tuple(outputs), [*(row for own in backs for row in own), *ends, *after]
+
+
+def _head(part: Any, x: Value, rows: Lowered) -> Call | None:
+    """The call of a branch that reads x: the only one, or the linear layer, which may have adapters beside it."""
+    readers = [call for call in calls_below(part) if rows.reads(call, x)] if part is not None else []
+    found = readers if len(readers) == 1 else [call for call in readers if call.op.layer is not None]
+    right = len(found) == 1 and found[0].fuse and not found[0].takes and not found[0].gives
+    return found[0] if right else None
+
+
+def _heads_first(backs: list[Any], heads: list[Any]) -> list[Any]:
+    """The rows of each branch's backward, with what comes after its head at the end: siblings may run as one at the turn of the
+    last head. Each sum still has its terms in the order of the branches."""
+    cuts = [own.index(head) + 1 for own, head in zip(backs, heads, strict=True)]
+    return [own[:cut] for own, cut in zip(backs, cuts, strict=True)] + [own[cut:] for own, cut in zip(backs, cuts, strict=True)]
 
 
 @init_of(ParallelConfig)

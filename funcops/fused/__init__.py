@@ -6,10 +6,10 @@ from funcops.fused import bias_gradients as bias_gradients
 from funcops.fused import dropout_add as dropout_add
 from funcops.fused import experts as experts
 from funcops.fused import fork as fork
-from funcops.fused import glu_linear as glu_linear
 from funcops.fused import linear_cross_entropy as linear_cross_entropy
 from funcops.fused import linear_dgrad as linear_dgrad
 from funcops.fused import linear_epilogue as linear_epilogue
 from funcops.fused import qkv as qkv
 from funcops.fused import quantized as quantized
+from funcops.fused import recomputed_glu as recomputed_glu
 from funcops.fused import siblings as siblings

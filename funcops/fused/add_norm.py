@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 
-from funcops.fused.matchers import alike, alone, is_key, joins
+from funcops.fused.matchers import alike, alone, is_key, joins, readers_wait
 from funcops.kernels import add_norm as kernels
 from funcops.ops.add import add, add_kept
 from funcops.ops.dropout import dropout, dropout_kept
 from funcops.ops.fork import fork, fork_kept
 from funcops.ops.layer_norm import LayerNormPending, layer_norm, layer_norm_kept
 from funcops.ops.rms_norm import RMSNormPending, rms_norm, rms_norm_kept
-from funcops.program.lower import Call
 from funcops.program.rules import BACKWARD, FORWARD, Rule, Saving, Window, register_fusion
 from funcops.program.values import add as summed
 
@@ -93,14 +92,9 @@ def _run_backward(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any
 def match_recomputed(match: Any) -> Any:
     """Restrict `match` to windows where only weight gradients read the norm's y, and y was not saved."""
 
-    def waits(reader: Call) -> bool:
-        """Whether only its weight gradient reads the y, which can come late."""
-        return bool(reader.needs) and not reader.recomputed_in_dgrad and not reader.source
-
     def found(window: Window) -> int | str | None:
         size = match(window)
-        readers = window.calls[size - 1].readers if isinstance(size, int) else ()
-        return size if readers and all(map(waits, readers)) else None
+        return size if isinstance(size, int) and readers_wait(window.calls[size - 1]) else None
 
     return found
 

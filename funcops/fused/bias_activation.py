@@ -1,44 +1,45 @@
 """A bias and the activation that follows it: one kernel forward if nothing is saved; one kernel backward for the derivative and the
 bias gradient.
 
-Steps: a bias and an activation.
+Steps: a bias and an activation; forward, also a linear layer in low precision that has a bias.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from funcops.fused.matchers import alike, alone
+from funcops.fused.matchers import adds, alike, alone, before_bias
 from funcops.kernels.bias_activation import bias_activation_bwd, bias_activation_fwd
 from funcops.ops.activation import activation
-from funcops.ops.bias import BiasPending, bias, bias_kept
+from funcops.ops.bias import BiasPending, bias
+from funcops.program.lower import Call
 from funcops.program.rules import BACKWARD, FORWARD, Rule, Saving, Window, register_fusion
 
 
-def _match(window: Window) -> int | str | None:
-    if len(window.calls) < 2 or not alone(window.calls[0], bias) or not alone(window.calls[1], activation):
+def _match(window: Window, first: Callable[[Call], bool]) -> int | str | None:
+    if len(window.calls) < 2 or not first(window.calls[0]) or not alone(window.calls[1], activation):
         return None
     return "float64 runs on torch" if window.dtype is torch.float64 else 2
 
 
 def _match_forward(window: Window) -> int | str | None:
-    size = _match(window)
+    size = _match(window, adds)
     return "the activation keeps the sum" if size == 2 and window.needs[1].x else size
 
 
 def _match_backward(window: Window) -> int | str | None:
-    size = _match(window)
+    size = _match(window, lambda call: alone(call, bias))
     return "no gradient is asked of the sum" if size == 2 and not window.needs[1].x else size
 
 
 def _run(calls: Any, params: Any, main: Any, values: dict[int, Any]) -> Any:
-    b = params[0].bias
-    if not alike(main, b) or main.dim() < 1 or not b.shape == main.shape[-1:] == (calls[0].cfg.dim,):
+    found = before_bias(calls[0], params[0], main)
+    if found is NotImplemented:
         return NotImplemented
-    y = bias_activation_fwd(main, b, calls[1].cfg.kind)
-    return y, [bias_kept(calls[0].cfg, calls[0].kept, y), None]
+    return bias_activation_fwd(found[0], params[0].bias, calls[1].cfg.kind), [found[1], None]
 
 
 def _run_backward(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any]) -> Any:

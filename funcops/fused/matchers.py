@@ -10,6 +10,8 @@ from torch import Tensor
 from funcops.contract.op import Op, raw_of
 from funcops.errors import FLOATS
 from funcops.kernels.triton.gemm_table import choose
+from funcops.ops.bias import bias, bias_kept
+from funcops.ops.linear import LinearParams
 from funcops.ops.linear_layer import LinearLayer
 from funcops.program.lower import Call
 
@@ -27,6 +29,12 @@ def joins(call: Call, op: Op) -> bool:
 def layer(call: Call) -> LinearLayer | None:
     """How to run the call if it is a linear layer, of any variant, that takes and gives nothing but main; else None."""
     return None if call.takes or call.gives else call.op.layer
+
+
+def readers_wait(call: Call) -> bool:
+    """Whether y was not saved, and only weight gradients, which can come late, read it."""
+    waits = [bool(one.needs) and not one.recomputed_in_dgrad and not one.source for one in call.readers]
+    return len(waits) > 0 and all(waits)
 
 
 def x_shape(call: Call, node: Any) -> torch.Size:
@@ -61,3 +69,41 @@ def alike(*given: Any) -> bool:
 def is_key(key: Any, like: Tensor) -> bool:
     """Whether `key` is a random key on the device of `like`."""
     return isinstance(key, Tensor) and key.dtype is torch.int64 and key.shape == (2,) and key.device == like.device
+
+
+def fits(call: Any, params: Any, x: Any) -> bool:
+    """Whether a linear layer takes these inputs; if not, the call itself raises the error."""
+    cfg = call.cfg
+    if type(params) is not LinearParams or not isinstance(x, Tensor) or x.dim() < 1 + bool(cfg.sequence_parallel):
+        return False
+    given: list[Any] = [params.weight]
+    shapes = [cfg.weight_shape]
+    if (params.bias is not None) != cfg.bias or x.shape[-1] != cfg.weight_shape[1]:
+        return False
+    if cfg.bias:
+        given, shapes = [*given, params.bias], [*shapes, cfg.bias_shape]
+    if call.op.layer.dense:
+        return alike(x, *given) and [t.shape for t in given] == shapes
+    try:
+        call.op.layer.check(params, x, cfg)
+    except (ValueError, TypeError, RuntimeError):
+        return False
+    return alike(x, *[t for t in given if isinstance(t, Tensor)])
+
+
+def adds(call: Call) -> bool:
+    """Whether the call adds a bias by a kernel of its own: a bias, or a linear layer whose product takes none."""
+    own = layer(call)
+    return alone(call, bias) if own is None else own.bias_apart(call.cfg)
+
+
+def before_bias(call: Call, params: Any, x: Any) -> Any:
+    """For a call that `adds`: what it adds its bias to, and its residuals. NotImplemented for inputs that the call itself must
+    refuse."""
+    own, b = call.op.layer, params.bias
+    if own is None:
+        right = alike(x, b) and x.dim() > 0 and b.shape == x.shape[-1:] == (call.cfg.dim,)
+        return (x, bias_kept(call.cfg, call.kept, x)) if right else NotImplemented
+    if not fits(call, params, x):
+        return NotImplemented
+    return own.from_prepared(own.prepared(x, params, call.cfg, call.kept), LinearParams(params.weight, None), call.cfg, call.kept)

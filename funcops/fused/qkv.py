@@ -1,8 +1,8 @@
 """Queries, keys and values of one input: forward, one launch rotates q and k; backward, their gradients lie in one tensor, so that
 the input gradient is one product, and the three weight gradients another.
 
-Steps: three branches of a parallel, each a linear layer of any variant and a reshape to heads; the first two with the same rope, or
-all without one. In the backward, layers whose products read tensors, not codes.
+Steps: three branches of a parallel, each a linear layer of any variant, the sum with its adapter's y if it has one, and a reshape
+to heads; the first two with the same rope, or all without one. In the backward, layers whose products read tensors, not codes.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import torch
 
 from funcops.backend import tracing
 from funcops.fused.matchers import alike, alone, joins, layer
-from funcops.fused.siblings import arrived, forward, in_flight, match_backward, match_in_flight, shared
+from funcops.fused.siblings import arrived, forward, in_flight, match_backward, match_in_flight, prepared_once, shared
 from funcops.kernels.linear import linear_wgrad
+from funcops.kernels.pointwise import add as added
 from funcops.kernels.qkv_split import qkv_split_bwd
 from funcops.kernels.rope import rope_apply_pair
 from funcops.kernels.sibling_linear import joined_linear_dgrad
+from funcops.ops.add import add, add_kept
 from funcops.ops.linear import LinearParams
 from funcops.ops.reshape import reshape, reshape_kept
 from funcops.ops.rope import check_rotation, rope, rope_kept, table_of
@@ -26,26 +28,29 @@ from funcops.program.rules import SIBLINGS_BACKWARD, SIBLINGS_FORWARD, Rule, Sav
 
 
 def _match(window: Window) -> tuple[int, ...] | str | None:
-    if len(window.branches) != 3 or any(len(row) < 2 for row in window.branches):
+    sums = [int(len(row) > 1 and joins(row[1], add)) for row in window.branches]
+    rows = [row[n:] for row, n in zip(window.branches, sums, strict=True)]  # from the sum on, or from the layer
+    if len(rows) != 3 or any(len(row) < 2 for row in rows):
         return None
-    turned = [len(row) > 2 and joins(row[2], rope) for row in window.branches]
-    if not all(layer(row[0]) and alone(row[1], reshape) for row in window.branches) or turned[2] or turned[0] != turned[1]:
+    turned = [len(row) > 2 and joins(row[2], rope) for row in rows]
+    layers = all(layer(row[0]) is not None for row in window.branches)
+    if not layers or not all(alone(row[1], reshape) for row in rows) or turned[2] or turned[0] != turned[1]:
         return None
     if window.dtype is torch.float64:
         return "float64 runs on torch"
-    shapes = [row[1].cfg for row in window.branches]
+    shapes = [row[1].cfg for row in rows]
     if any(len(cfg.in_shape) != 1 or len(cfg.out_shape) != 2 or cfg.out_shape[1] != shapes[0].out_shape[1] for cfg in shapes):
         return "their heads are not of one size"
     if shapes[1].out_shape != shapes[2].out_shape:
         return "k and v have not as many heads"
-    if turned[0] and window.branches[0][2].cfg != window.branches[1][2].cfg:
+    if turned[0] and rows[0][2].cfg != rows[1][2].cfg:
         return "q and k do not turn alike"
-    return 2 + turned[0], 2 + turned[1], 2
+    return sums[0] + 2 + turned[0], sums[1] + 2 + turned[1], sums[2] + 2
 
 
 def _match_forward(window: Window) -> tuple[int, ...] | str | None:
     sizes = _match(window)
-    if not isinstance(sizes, tuple) or sizes == (2, 2, 2):
+    if not isinstance(sizes, tuple) or not any(joins(call, rope) for call in window.branches[0][: sizes[0]]):
         return sizes if isinstance(sizes, str) else None
     first = window.calls[0]
     apart = {(call.op, call.op.layer.prepares(call.cfg)) for call in window.calls}
@@ -59,7 +64,7 @@ def _match_backward(window: Window) -> tuple[int, ...] | str | None:
         if not isinstance(match_backward(window), tuple) or not window.calls[0].op.layer.dense:
             return None
         calls = [call for row, size in zip(window.branches, sizes, strict=True) for call in row[:size]]
-        if not all(call.needs.input(0) if call.op is rope else call.needs.x for call in calls):
+        if not all(call.needs.input(0) if call.takes else call.needs.x for call in calls):
             return "no gradient is asked of their input"
     return sizes
 
@@ -73,6 +78,7 @@ def _of(op: Any, calls: Any, given: Any) -> tuple[list[Any], list[Any]]:
 def _run(calls: Any, params: Any, x: Any, values: dict[int, Any]) -> Any:
     products, weights = _of(None, calls, params)
     turns, _ = _of(rope, calls, params)
+    sums, _ = _of(add, calls, params)
     tables = [values[call.takes[0]] for call in turns]
     if tables[0] is not tables[1]:
         return NotImplemented
@@ -80,6 +86,12 @@ def _run(calls: Any, params: Any, x: Any, values: dict[int, Any]) -> Any:
     if found is NotImplemented:
         return NotImplemented
     ys, nodes = found
+    beside = [next((values[call.takes[0]] for call in sums if call.main == product.out), None) for product in products]
+    pairs = [(y, other) for y, other in zip(ys, beside, strict=True) if other is not None]
+    if any([not alike(y, other) or other.shape != y.shape for y, other in pairs]):
+        return NotImplemented
+    ys = [y if other is None else added(y, other) for y, other in zip(ys, beside, strict=True)]
+    nodes += [add_kept(call.cfg, call.kept, pair) for call, pair in zip(sums, pairs, strict=True)]
     shapes, _ = _of(reshape, calls, params)
     heads = [y.view(*y.shape[:-1], *call.cfg.out_shape) for y, call in zip(ys, shapes, strict=True)]
     nodes += [reshape_kept(call.cfg, call.kept, y.shape, head) for y, call, head in zip(ys, shapes, heads, strict=True)]
@@ -90,20 +102,20 @@ def _run(calls: Any, params: Any, x: Any, values: dict[int, Any]) -> Any:
     cfg = turns[0].cfg
     turned = rope_apply_pair(heads[0], heads[1], table_of(tables[0], cfg, x.dtype), cfg.interleaved, False)
     nodes += [rope_kept(call.cfg, call.kept, (head, tables[0])) for call, head in zip(turns, heads[:2], strict=True)]
-    kept = dict(zip((*products, *shapes, *turns), nodes, strict=True))
+    kept = dict(zip((*products, *sums, *shapes, *turns), nodes, strict=True))
     return (*turned, heads[2]), [kept[call] for call in calls]
 
 
 def _run_backward(calls: Any, kept: list[Any], dys: tuple[Any, ...], gradients: dict[int, Any]) -> Any:
-    found = _start_backward(calls, kept, dys)
+    found = _start_backward(calls, kept, dys, gradients)
     return found if found is NotImplemented else (arrived(calls, found[0]), found[1])
 
 
 def _run_in_flight(calls: Any, kept: list[Any], dys: tuple[Any, ...], gradients: dict[int, Any]) -> Any:
-    return in_flight(*_of(None, calls, kept), dys, lambda: _start_backward(calls, kept, dys))
+    return in_flight(*_of(None, calls, kept), dys, lambda: _start_backward(calls, kept, dys, gradients))
 
 
-def _start_backward(calls: Any, kept: list[Any], dys: tuple[Any, ...]) -> Any:
+def _start_backward(calls: Any, kept: list[Any], dys: tuple[Any, ...], gradients: dict[int, Any]) -> Any:
     products, nodes = _of(None, calls, kept)
     _, shapes = _of(reshape, calls, kept)
     turns, angles = _of(rope, calls, kept)
@@ -122,6 +134,8 @@ def _start_backward(calls: Any, kept: list[Any], dys: tuple[Any, ...]) -> Any:
     dx = own.start_dx((joined,), cfg, lambda dys: joined_linear_dgrad(dys[0], *weights))
     parts = joined.split([w.shape[0] for w in weights], -1)
     pendings = {call: own.pending(node, dy, dy, call.cfg) for call, node, dy in zip(products, nodes, parts, strict=True)}
+    of_products = dict(zip([call.out for call in products], parts, strict=True))
+    gradients |= {call.takes[0]: of_products[call.main] for call in _of(add, calls, kept)[0] if call.needs.input(1)}
     return dx, [pendings.get(call) for call in calls]
 
 
@@ -152,8 +166,10 @@ def _saves_backward(window: Window) -> Saving:
 
 def _saves(window: Window) -> Saving:
     """One launch turns q and k; and x is prepared once, if it is."""
-    first = window.calls[0]
-    return Saving(0, 1) if first.op.layer.prepares(first.cfg) is None else Saving(4, 3)
+    first, passes, launches = window.calls[0], 0, 0
+    if first.op.layer.prepares(first.cfg) is not None:
+        passes, launches = prepared_once(first, 3)
+    return Saving(passes, launches + 1)
 
 
 rule = register_fusion(Rule("q, k and v", SIBLINGS_FORWARD, _match_forward, _run, _saves))

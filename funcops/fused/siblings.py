@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.fused.matchers import alike, layer
+from funcops.fused.matchers import alike, fits, layer
 from funcops.kernels.linear import linear_dgrad, linear_fwd
 from funcops.kernels.pointwise import add
 from funcops.kernels.sibling_linear import sibling_linear_dgrad, sibling_linear_fwd
@@ -55,33 +55,13 @@ def match_backward(window: Window) -> tuple[int, ...] | str | None:
     return (1,) * len(marks) if all(needs.x for needs in window.needs) else "no gradient is asked of their input"
 
 
-def _fits(call: Any, params: Any, x: Any) -> bool:
-    """Whether the call takes these inputs; if not, the call itself raises the error."""
-    cfg = call.cfg
-    if type(params) is not LinearParams or not isinstance(x, Tensor) or x.dim() < 1 + bool(cfg.sequence_parallel):
-        return False
-    given: list[Any] = [params.weight]
-    shapes = [cfg.weight_shape]
-    if (params.bias is not None) != cfg.bias or x.shape[-1] != cfg.weight_shape[1]:
-        return False
-    if cfg.bias:
-        given, shapes = [*given, params.bias], [*shapes, cfg.bias_shape]
-    if call.op.layer.dense:
-        return alike(x, *given) and [t.shape for t in given] == shapes
-    try:
-        call.op.layer.check(params, x, cfg)
-    except (ValueError, TypeError, RuntimeError):
-        return False
-    return alike(x, *[t for t in given if isinstance(t, Tensor)])
-
-
 def _run(calls: Any, params: Any, x: Any, values: dict[int, Any]) -> Any:
     return forward(calls, params, x)
 
 
 def forward(calls: Any, params: Any, x: Any) -> Any:
     """The y and the residuals of each, or NotImplemented."""
-    if not all([_fits(call, p, x) for call, p in zip(calls, params, strict=True)]):
+    if not all([fits(call, p, x) for call, p in zip(calls, params, strict=True)]):
         return NotImplemented
     own = calls[0].op.layer
     if own.dense:
@@ -197,8 +177,20 @@ def _saves(window: Window) -> Saving:
     return Saving(2 * len(window.calls) - 2, len(window.calls) - 1)
 
 
+def prepared_once(first: Any, layers: int) -> Saving:
+    """For each layer but one, x is neither read nor prepared; where it is gathered, it is also neither sent nor received."""
+    times = (layers - 1) * (1 + bool(first.cfg.sequence_parallel))
+    return Saving(2 * times, times)
+
+
+def _saves_forward(window: Window) -> Saving:
+    return prepared_once(window.calls[0], len(window.calls))
+
+
 rule = register_fusion(Rule("sibling linears", SIBLINGS_FORWARD, _match_plain, _run))
-prepared_rule = register_fusion(Rule("sibling linears, x once", SIBLINGS_FORWARD, _match_prepared, _run, _saves, on_cpu=True))
+prepared_rule = register_fusion(
+    Rule("sibling linears, x once", SIBLINGS_FORWARD, _match_prepared, _run, _saves_forward, on_cpu=True)
+)
 # in each sum of two gradients the second is neither written nor read, or not sent
 backward_rule = register_fusion(
     Rule("sibling linears", SIBLINGS_BACKWARD, match_backward, _run_backward, _saves, on_cpu=True, shared=shared)

@@ -41,6 +41,7 @@ def glu_pair_bwd(dy: Tensor, gate: Tensor, linear: Tensor, kind: str) -> tuple[T
 
 VECTORS = 64  # a part has a multiple of so many elements, as torch's loops compute their remainder with another exp
 AT_ONCE = 1 << 15  # elements of dy per thread for which there are buffers beside dx
+FEW = 1 << 12  # elements of dy below which the number of operators counts, above it the passes over memory
 
 
 def _halves(x: Tensor, first: bool) -> tuple[Tensor, Tensor]:
@@ -61,9 +62,10 @@ def glu_bwd(
     dy: Tensor, x: Tensor, scales: Optional[Tensor], kind: str, first: bool, dx: bool, dscales: bool
 ) -> tuple[Optional[Tensor], Optional[Tensor]]:
     """d gate = dy scale linear f'(gate), d linear = dy scale f(gate); dscales = sum over H of dy f(gate) linear."""
-    gate, linear = _halves(x, first)
-    f = ACTIVATIONS[GATES[kind]]
-    d_scales = _row_sums(dy, f.forward(gate).mul_(linear), scales) if dscales else None
+    f, d_scales = ACTIVATIONS[GATES[kind]], None
+    if dscales:
+        gate, linear = _halves(x, first)
+        d_scales = _row_sums(dy, f.forward(gate).mul_(linear), scales)
     if not dx:
         return None, d_scales
     return _dx(dy if scales is None else (dy * scales.unsqueeze(-1)).to(dy.dtype), x, f, first, False), d_scales
@@ -96,8 +98,9 @@ def plain_glu_bwd_recompute(dy: Tensor, x: Tensor, kind: str, first: bool) -> tu
 
 def _dx(dy: Tensor, x: Tensor, f: Activation, first: bool, recompute: bool) -> Tensor:
     """Return dx as a new tensor; if `recompute`, write y over dy. More than AT_ONCE elements are computed in parts of AT_ONCE per
-    thread, so that buffers are small and stay in the cache; a compiler makes one kernel of it, which needs no parts."""
-    if torch.compiler.is_compiling():
+    thread, so that buffers are small and stay in the cache; a compiler makes one kernel of it, which needs no parts. All ways give
+    the same bits."""
+    if torch.compiler.is_compiling() or dy.numel() < FEW:
         return _dx_joined(dy, x, f, first, recompute)
     d_x, width = torch.empty_like(x, memory_format=torch.contiguous_format), dy.shape[-1]
     if dy.numel() <= AT_ONCE:
@@ -125,7 +128,7 @@ def _write_dx(d_x: Tensor, dy: Tensor, x: Tensor, f: Activation, first: bool, re
     gate, linear = _halves(x, first)
     d_gate, d_linear = _halves(d_x, first)
     active = f.forward(gate)
-    d_linear.copy_(dy).mul_(active)
+    torch.mul(dy, active, out=d_linear)
     d_gate.copy_(f.backward(dy * linear, gate, active))
     if recompute:
         dy.copy_(active.mul_(linear))

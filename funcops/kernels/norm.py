@@ -67,10 +67,24 @@ def rms_norm_bwd(
     dy: Tensor, x: Tensor, w: Optional[Tensor], rstd: Tensor, centred: bool, dx: bool, dw: bool
 ) -> tuple[Optional[Tensor], Optional[Tensor]]:
     """dx = rstd * (g - n * mean(g n)) with g = dy * w, n = x * rstd; dw = sum over rows of dy * n. w may be None
-    without dx.
+    without dx."""
+    d_x, d_w = _rms_norm_gradients(dy, x, w, rstd, centred, dx, dw)
+    return d_x, None if d_w is None else d_w.unsqueeze(0)
 
-    LayerNorm's backward with a mean of zero gives dw, and dx less rstd * mean(g), in one pass; that term is added back.
-    """
+
+def rms_norm_bwd_at_once(
+    dy: Tensor, x: Tensor, w: Optional[Tensor], rstd: Tensor, centred: bool, dx: bool, dw: bool
+) -> tuple[Optional[Tensor], Optional[Tensor]]:
+    """`rms_norm_bwd` whose dw is [D] where no Triton kernel makes partial sums, in two views less."""
+    if (select.chosen_anywhere or not x.is_cpu) and wants_triton(x):
+        return rms_norm_bwd(dy, x, w, rstd, centred, dx, dw)  # type: ignore[no-any-return]
+    return _rms_norm_gradients(dy, x, w, rstd, centred, dx, dw)
+
+
+def _rms_norm_gradients(
+    dy: Tensor, x: Tensor, w: Optional[Tensor], rstd: Tensor, centred: bool, dx: bool, dw: bool
+) -> tuple[Optional[Tensor], Optional[Tensor]]:
+    """LayerNorm's backward with a mean of zero gives dw, and dx less rstd * mean(g), in one pass; that term is added back."""
     narrow, dtype, size = x.dtype, rstd.dtype, x.shape[-1]
     scale = rstd.new_ones(size) if w is None else _scale(w, centred, dtype)
     if narrow is not dtype:
@@ -85,7 +99,7 @@ def rms_norm_bwd(
             d_x.add_(torch.matmul(dy, scale).unsqueeze_(-1).mul_(rstd), alpha=1.0 / size)
     if dx and narrow is not dtype:
         d_x = d_x.to(narrow)
-    return d_x if dx else None, d_w.unsqueeze(0) if dw else None
+    return d_x if dx else None, d_w if dw else None
 
 
 @rms_norm_bwd.plain

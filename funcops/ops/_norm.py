@@ -54,12 +54,12 @@ def finish(
     parts: Tensor | None, dim: tuple[int, ...], dtype: torch.dtype, accumulator: Any = None, owned: bool = False
 ) -> Tensor | None:
     """Sum the partial sums [P, D] to a gradient [*D] of the given dtype; unrounded if the accumulator is as wide as they are.
-    `owned`: nothing else reads the parts, so that a single one may itself become the gradient."""
+    `owned`: nothing else reads the parts, so that a single one, which may be [D], may itself become the gradient."""
     if parts is None:
         return None
     dtype = _dtype_of(parts, dtype, accumulator)
-    if owned and len(parts) == 1:
-        total = parts.squeeze(0)
+    if owned and (parts.dim() == 1 or parts.shape[0] == 1):
+        total = parts if parts.dim() == 1 else parts.squeeze(0)
         total = total if total.dtype is dtype else total.to(dtype)
     else:
         total = kernels.sum_parts(parts, dtype)

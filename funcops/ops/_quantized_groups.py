@@ -19,8 +19,9 @@ from funcops.formats.scaled import Scaled
 from funcops.kernels import grouped_quantize as kernels
 from funcops.kernels import quantize
 from funcops.kernels.grouped import group_of
-from funcops.kernels.grouped_scaled import grouped_scaled_mm, grouped_scaled_wgrad
+from funcops.kernels.grouped_scaled import grouped_scaled_mm
 from funcops.ops._low_operands import scaled_weight
+from funcops.ops.grouped_wgrads import Columns
 from funcops.trees import replace
 
 ALIGN = 16  # rows of 8 bits, for a product over rows
@@ -175,20 +176,21 @@ def product(
     )
 
 
-def product_of_columns(dy: QTensor, x: QTensor, groups: Groups, out: torch.dtype) -> Tensor:
-    """dw [E, O, I]."""
+def columns(dy: QTensor, x: QTensor, groups: Groups) -> Columns:
+    """The operands of dw."""
+    operands, cols, width = (dy.args, x.args), dy.format.tile[1], dy.width
     if dy.side == "row":  # one scale per group
         starts, source = groups.gathered().aligned(ALIGN, groups.rows)
-        sides = [(quantize.transpose(kernels.taken(q.codes, source)), kernels.taken(q.scales, source).mT, None) for q in (dy, x)]
-        operands: Any = (*sides[0], *sides[1])
-        cols, width = 1, source.shape[0]
+        operands, cols, width = (_turned(dy, source), _turned(x, source)), 1, source.shape[0]
     else:
-        operands, cols, width = (*dy.args, *x.args), dy.format.tile[1], dy.width
         starts = kernels.aligned_starts(groups.offsets, cols)
     ends = starts[1:] if dy.hadamard else starts[:-1] + groups.offsets.diff()
-    return grouped_scaled_wgrad(  # type: ignore[no-any-return]
-        *operands, starts, ends, dy.format.element, x.format.element, cols, dy.format.scales, width, out
-    )
+    return Columns(*operands, starts, ends, (dy.format.element, x.format.element, cols, dy.format.scales), width)
+
+
+def _turned(q: QTensor, source: Tensor) -> tuple[Tensor, Tensor, None]:
+    """Codes by columns in the aligned layout, and each column's scale."""
+    return quantize.transpose(kernels.taken(q.codes, source)), kernels.taken(q.scales, source).mT, None
 
 
 def split_keys(keys: Tensor) -> Tensor:

@@ -175,19 +175,24 @@ class CodedLinear(LinearLayer):
     def products(self, pending: Any, cfg: Any, *, into: LinearParams) -> list[Any]:
         """The weight's gradient as a product to run later; db and the amaxes are added at once."""
         where = f"{self.name}_wgrad"
-        sums, db = check_low_into(where, pending, pending.x, cfg, into)
-        _add_rest(where, pending, LinearParams(NO_GRADIENT, db), sums, into)
+        dw, out = add_all_but_dw(where, pending, cfg, into, LinearParams)
         if pending.x is None:
             return []
         if not isinstance(pending.dy, QTensor):
-            return [Product.of(*self.factors(where, pending, cfg), sums.weight, None)]
-        out = wide(pending.dtype) if takes_sums(sums.weight, pending.dtype) else pending.dtype
-        return [ScaledProduct(pending.dy, lambda: self.factors(where, pending, cfg)[1], cfg.recipe, sums.weight, out)]
+            return [Product.of(*self.factors(where, pending, cfg), dw, None)]
+        return [ScaledProduct(pending.dy, lambda: self.factors(where, pending, cfg)[1], cfg.recipe, dw, out)]
 
 
 def rounding_of(weight: Any, recipe: Recipe) -> Tensor | None:
     """The key by which dy is rounded stochastically, else None. It is saved even if the weight is not."""
     return weight.key if recipe.stochastic else None
+
+
+def add_all_but_dw(where: str, pending: Any, cfg: Any, into: P, params: type[P]) -> tuple[Any, torch.dtype]:
+    """Check the accumulators, and add db and the amaxes. Return the weight's accumulator, and the dtype of its product."""
+    sums, db = check_low_into(where, pending, pending.x, cfg, into, params)
+    _add_rest(where, pending, params(NO_GRADIENT, db), sums, into)
+    return sums.weight, wide(pending.dtype) if takes_sums(sums.weight, pending.dtype) else pending.dtype
 
 
 def low_gradients(

@@ -120,21 +120,25 @@ def scaled_glu_kept(cfg: GLUConfig, needs: Needs, x: Any) -> GLUResiduals | None
     return GLUResiduals.keep(cfg, needs, x=t, scales=scales, order=order, scales_like=like, inputs=Inputs.of(x))
 
 
+def _check_halves(t: Any) -> None:
+    check("glu_fwd", "x", t, (...,), FLOATS)
+    if t.dim() < 1 or t.shape[-1] % 2 != 0:
+        fail("glu_fwd", "x", "[..., 2H], with an even last size", list(t.shape))
+
+
 @forward(GLUConfig)
 def glu_fwd(params: None, x: Any, cfg: GLUConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, GLUResiduals | None]:
     """`y = f(gate) * linear`. x: [*, 2H], `(x, scales)`, `(x, weights, order)` or `(gate, linear)` -> y: [*, H]. Raises
     `ValueError` or `TypeError` for a wrong shape, dtype or device."""
     if cfg.paired:
         return _pair(x, cfg, needs)
-    names = ("x", "weights", "order") if cfg.gathered else ("x", "scales")
-    parts: Any = _split(x, *names) if cfg.scaled else (x,)
-    t = parts[0]
-    check("glu_fwd", "x", t, (...,), FLOATS)
-    if t.dim() < 1 or t.shape[-1] % 2 != 0:
-        fail("glu_fwd", "x", "[..., 2H], with an even last size", list(t.shape))
     if not cfg.scaled:
-        return _gated(t, None, cfg), glu_kept(cfg, needs, t)
-    scales = parts[1]
+        _check_halves(x)
+        return _gated(x, None, cfg), glu_kept(cfg, needs, x)
+    names = ("x", "weights", "order") if cfg.gathered else ("x", "scales")
+    parts: Any = _split(x, *names)
+    t, scales = parts[:2]
+    _check_halves(t)
     dtypes = tuple({t.dtype: 0, wide(t.dtype): 0})
     check("glu_fwd", names[1], scales, (...,) if cfg.gathered else t.shape[:-1], dtypes, t)
     if cfg.gathered:

@@ -48,7 +48,7 @@ from funcops.kernels.routing import gather_rows, of_rows
 from funcops.ops import _quantized_groups as coded
 from funcops.ops._low_config import LowConfig, old_of_input
 from funcops.ops._quantized_groups import Groups
-from funcops.ops.coded_linear import check_params, check_rounding, low_gradients, needs_low, rounding_of
+from funcops.ops.coded_linear import add_all_but_dw, check_params, check_rounding, low_gradients, needs_low, rounding_of
 from funcops.ops.grouped_linear import (
     GroupedLinearConfig,
     GroupedLinearParams,
@@ -58,6 +58,7 @@ from funcops.ops.grouped_linear import (
     grouped_linear_init,
     kept_inputs,
 )
+from funcops.ops.grouped_wgrads import Columns, GroupedProduct, GroupedScaledProduct
 
 __all__ = ["GroupedQLinearConfig", "GroupedQLinearPending", "GroupedQLinearResiduals"]
 __all__ += ["grouped_qlinear", "grouped_qlinear_bwd", "grouped_qlinear_dgrad"]
@@ -263,19 +264,40 @@ def grouped_qlinear_wgrad(
     return low_gradients("grouped_qlinear_wgrad", pending, pending.x, cfg, into, dw, GroupedLinearParams)
 
 
+def grouped_qlinear_products(
+    pending: GroupedQLinearPending, cfg: GroupedQLinearConfig, *, into: GroupedLinearParams
+) -> list[GroupedProduct | GroupedScaledProduct]:
+    """dw of all groups as a product to run later; db and the amaxes are added at once."""
+    dw, out = add_all_but_dw("grouped_qlinear_wgrad", pending, cfg, into, GroupedLinearParams)
+    if pending.x is None:
+        return []
+    if not isinstance(pending.dy, QTensor):
+        return [GroupedProduct(_high_args(pending, cfg), dw, None)]
+    return [GroupedScaledProduct(lambda: _columns(pending, cfg), cfg.recipe, dw, out)]
+
+
 def _dw(pending: GroupedQLinearPending, cfg: GroupedQLinearConfig, out: torch.dtype) -> Tensor:
-    recipe, dy = cfg.recipe, pending.dy
-    x: Any = pending.x
+    if not isinstance(pending.dy, QTensor):
+        return grouped_wgrad(*_high_args(pending, cfg), False)[0].to(out)  # type: ignore[no-any-return]
+    return _columns(pending, cfg).product(out)
+
+
+def _high_args(pending: GroupedQLinearPending, cfg: GroupedQLinearConfig) -> tuple[Any, ...]:
+    """The arguments of `grouped_wgrad` for dw in high precision."""
+    p, rows = pending, pending.x.reshape(-1, cfg.in_features)
+    return p.dy, rows, p.offsets, None, p.order, p.choices, None
+
+
+def _columns(pending: GroupedQLinearPending, cfg: GroupedQLinearConfig) -> Columns:
+    """The operands of dw in low precision."""
+    recipe, dy, x = cfg.recipe, pending.dy, pending.x
     groups = Groups(pending.offsets, pending.order, pending.choices, pending.rows)
-    if not isinstance(dy, QTensor):  # in high precision
-        rows = x.reshape(-1, cfg.in_features)
-        return grouped_wgrad(dy, rows, groups.offsets, None, groups.order, groups.choices, None, False)[0].to(out)  # type: ignore[no-any-return]
     if not isinstance(x, QTensor):
         x = coded.columns_in(x.reshape(-1, cfg.in_features), recipe.x, groups, recipe.hadamard)
     elif x.side == "row":
         check_quantized("grouped_qlinear_wgrad", "pending.x", x, recipe.x.by_rows, "row", x.shape, dy.codes)
         x = coded.columns_of(x, groups)
-    return coded.product_of_columns(dy, x, groups, out)
+    return coded.columns(dy, x, groups)
 
 
 grouped_qlinear = make_op(
@@ -285,6 +307,7 @@ grouped_qlinear = make_op(
     fwd=grouped_qlinear_fwd,
     dgrad=grouped_qlinear_dgrad,
     wgrad=grouped_qlinear_wgrad,
+    products=grouped_qlinear_products,
 )
 grouped_qlinear_bwd = both_halves(grouped_qlinear, grouped_qlinear_dgrad, grouped_qlinear_wgrad)
 

@@ -29,6 +29,11 @@ class LinearLayer:
         that follow."""
         return self.dense
 
+    def bias_apart(self, cfg: Any) -> bool:
+        """Whether y is the product of the prepared x, to which another kernel adds the bias: it may be added together with the
+        steps that follow."""
+        return not self.dense and cfg.bias and self.prepares(cfg) is not None
+
     def dx_is_product(self, cfg: Any) -> bool:
         """Whether dx is the product of `dy_rows(dy, cfg)` and the weight: a kernel may compute it together with the dgrad of the
         step before."""

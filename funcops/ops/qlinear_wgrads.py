@@ -1,7 +1,8 @@
 """Weight gradients of linear layers in low precision, dw += q(dy)^T q(x), several of them in few products.
 
 concatenate: codes and scales of dy, and of x, side by side along rows, one product for one dw. batch, group: every product a group
-of rows of one grouped product. Only operands of blocks along rows, all of whole blocks, are joined: their codes stay as they are.
+of rows of one grouped product. Joined are operands of blocks along rows, all of whole blocks, whose codes stay as they are; and
+operands with one scale each, of rows by 16, for one dw too as groups, whose gradients are then added.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class ScaledProduct(NamedTuple):
         left = products
         if how == "concatenate":
             left = join_some(products, products, _of_one, _concatenate)
+            left = join_some(left, left, _of_one_scaled, _group)
         elif how in ("batch", "group"):
             left = join_some(products, products, _of_a_group, _group)
         for p in left:
@@ -65,7 +67,19 @@ def _of_one(p: ScaledProduct) -> Hashable:
     return None if kind is None else (kind, p.dw.data_ptr(), p.dw.stride())
 
 
+def _of_one_scaled(p: ScaledProduct) -> Hashable:
+    return (_of_a_group(p), p.dw.data_ptr(), p.dw.stride()) if _one_scale(p) else None
+
+
+def _one_scale(p: ScaledProduct) -> bool:
+    """Whether each operand has one scale, and the rows make a group."""
+    whole = p.dy.format.tile == p.recipe.x.tile == (0, 0)
+    return whole and p.dy.scale is None and p.dy.width % 16 == 0 < p.dy.width and not p.recipe.emulate
+
+
 def _of_a_group(p: ScaledProduct) -> Hashable:
+    if _one_scale(p):
+        return p.recipe, p.out, p.dy.device, p.dw.shape
     kind, tiles = _kind(p), (p.dy.format.tile, p.recipe.x.tile)
     one = kind is not None and tiles[0] == tiles[1] and tiles[0][0] == 1 and tiles[0][1] % 16 == 0 and not p.recipe.emulate
     return (kind, p.dw.shape) if one else None
@@ -74,7 +88,9 @@ def _of_a_group(p: ScaledProduct) -> Hashable:
 def _side_by_side(parts: list[QTensor]) -> QTensor:
     """Codes by columns of several tensors, as the codes of their rows one after the other."""
     first = parts[0]
-    if by_columns(*first.format.tile, first.format.scales):  # the layout that quantisers return
+    if first.format.tile == (0, 0):  # each column of codes gets the scale of its tensor
+        scales = torch.cat([q.scales.expand(1, q.width) for q in parts], 1)
+    elif by_columns(*first.format.tile, first.format.scales):  # the layout that quantisers return
         scales = by_tiles(torch.cat([by_tiles(q.scales, first.format) for q in parts]), first.format)
     else:
         scales = torch.cat([q.scales for q in parts], 1)
@@ -97,7 +113,7 @@ def _group(products: list[ScaledProduct]) -> None:
 
     ((starts,), _, _) = _starts.get(dy.device, rows, made)
     format, out = dy.format, products[0].out
-    how = format.element, x.format.element, format.tile[1], format.scales, dy.width
+    how = format.element, x.format.element, format.tile[1] or 1, format.scales, dy.width
     found = grouped_scaled_wgrad(*dy.args, *x.args, starts, starts[1:], *how, out)
     for p, dw in zip(products, found.unbind(), strict=True):
         p.dw.add_(dw)

@@ -25,7 +25,7 @@ from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
 from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
 from funcops.contract.schema import NO_GRADIENT, Residuals, static
-from funcops.errors import FLOATS, check, require
+from funcops.errors import FLOATS, check, check_rows, require
 
 __all__ = ["ReshapeConfig", "ReshapeResiduals"]
 __all__ += ["reshape", "reshape_bwd", "reshape_dgrad", "reshape_fwd", "reshape_init", "reshape_wgrad"]
@@ -77,9 +77,13 @@ def reshape_kept(cfg: ReshapeConfig, needs: Needs, x_shape: torch.Size, y: Tenso
 @forward(ReshapeConfig)
 def reshape_fwd(params: None, x: Tensor, cfg: ReshapeConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, ReshapeResiduals | None]:
     """x: [*, *in] -> y: [*, *out]. Raises `ValueError` or `TypeError` for a wrong shape or dtype."""
-    check("reshape_fwd", "x", x, (..., *cfg.in_shape), FLOATS)
+    inner = cfg.in_shape
+    if len(inner) == 1:
+        check_rows("reshape_fwd", "x", x, inner[0])
+    else:
+        check("reshape_fwd", "x", x, (..., *inner), FLOATS)
     x_shape = x.shape
-    y = torch.reshape(x, (*x_shape[: len(x_shape) - len(cfg.in_shape)], *cfg.out_shape))
+    y = torch.reshape(x, (*x_shape[: len(x_shape) - len(inner)], *cfg.out_shape))
     return y, reshape_kept(cfg, needs, x_shape, y)
 
 

@@ -93,9 +93,14 @@ def rms_norm_fwd(
 ) -> tuple[Tensor, RMSNormResiduals | None]:
     """`y = x * rstd * w`. x: [*, *D] -> y: [*, *D]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
     w = params.weight
-    check_norm("rms_norm_fwd", x, w, cfg.dim)
-    y, rstd = kernels.rms_norm_fwd(flat(x, cfg.dim), flat(w, cfg.dim), cfg.eps, cfg.zero_centered_gamma)
-    return y if len(cfg.dim) == 1 else y.reshape(x.shape), rms_norm_kept(cfg, needs, x, params, rstd)
+    dim = cfg.dim
+    check_norm("rms_norm_fwd", x, w, dim)
+    if len(dim) == 1:
+        y, rstd = kernels.rms_norm_fwd(x, w, cfg.eps, cfg.zero_centered_gamma)
+    else:
+        y, rstd = kernels.rms_norm_fwd(flat(x, dim), flat(w, dim), cfg.eps, cfg.zero_centered_gamma)
+        y = y.reshape(x.shape)
+    return y, rms_norm_kept(cfg, needs, x, params, rstd)
 
 
 @recompute_of(RMSNormResiduals)
@@ -111,18 +116,20 @@ def rms_norm_recompute(residuals: RMSNormResiduals, cfg: RMSNormConfig) -> Tenso
 @dgrad_of(RMSNormResiduals)
 def rms_norm_dgrad(residuals: RMSNormResiduals, dy: Tensor, cfg: RMSNormConfig) -> tuple[Tensor, RMSNormPending | None]:
     """dx: [*, *D], and the pending sums for dw."""
-    dx, parts = _dx_and_parts("rms_norm_dgrad", residuals, dy, cfg)
+    dx, parts = _dx_and_parts("rms_norm_dgrad", residuals, dy, cfg, kernels.rms_norm_bwd)
     return dx, RMSNormPending.keep(cfg, residuals.needs, parts=parts, weight_dtype=residuals.weight_dtype)
 
 
-def _dx_and_parts(where: str, residuals: RMSNormResiduals, dy: Tensor, cfg: RMSNormConfig) -> tuple[Tensor, Tensor | None]:
+def _dx_and_parts(
+    where: str, residuals: RMSNormResiduals, dy: Tensor, cfg: RMSNormConfig, run: Any
+) -> tuple[Tensor, Tensor | None]:
     x, w, needs, dim = residuals.x, residuals.weight, residuals.needs, cfg.dim
     check(where, "dy", dy, x.shape, x.dtype, x)
     wanted = cfg.zero_centered_gamma, bool(needs.x), bool(needs.params)
     if len(dim) == 1:
-        return kernels.rms_norm_bwd(dy, x, w, residuals.rstd, *wanted)
+        return run(dy, x, w, residuals.rstd, *wanted)  # type: ignore[no-any-return]
     flat_w = None if w is None else flat(w, dim)
-    dx, parts = kernels.rms_norm_bwd(flat(dy, dim), flat(x, dim), flat_w, residuals.rstd, *wanted)
+    dx, parts = run(flat(dy, dim), flat(x, dim), flat_w, residuals.rstd, *wanted)
     return NO_GRADIENT if dx is None else dx.reshape(x.shape), parts
 
 
@@ -138,7 +145,7 @@ def rms_norm_bwd(
     residuals: RMSNormResiduals, dy: Tensor, cfg: RMSNormConfig, *, into: RMSNormParams | None = None
 ) -> tuple[RMSNormParams, Tensor]:
     """The whole backward, one pass over dy and x. Returns `(dparams, dx)`."""
-    dx, parts = _dx_and_parts("rms_norm_bwd", residuals, dy, cfg)
+    dx, parts = _dx_and_parts("rms_norm_bwd", residuals, dy, cfg, kernels.rms_norm_bwd_at_once)
     dw = finish(parts, cfg.dim, residuals.weight_dtype, None if into is None else into.weight, owned=True)
     return RMSNormParams(dw) if into is None else accumulate("rms_norm_bwd", RMSNormParams(dw), into), dx
 

@@ -69,7 +69,7 @@ class Backward(Calls):
         if late:
             for call in late:
                 self.fill(call, calls[-1])
-            self.wgrads(late, self.joint_rule(late))
+            self.joint_wgrads(late)
 
     def _either_way(self, piece: Piece, late: list[Call], held: list[Call], filled: dict[int, Call]) -> None:
         """Both blocks: the calls one by one, or what the rule gave. Both know the same gradients at their ends."""
@@ -113,13 +113,13 @@ class Backward(Calls):
             self.row("gradient", None, (f"G{i}",), (f"g{v}",), v)
             self.have.add(v)
         in_flight = piece.rule.settle is not None
-        if not in_flight:
+        if not in_flight:  # siblings read one x, each perhaps by another name, whose sum comes after them all
             self.give(calls[0].main, f"d{i}")
         if self.whole:
             for call in ready:
                 if call.index in filled:
                     self.fill(call, filled[call.index])
-            self.wgrads(ready, self.joint_rule(ready))
+            self.joint_wgrads(ready)
         if in_flight:
             self.row("settle", piece, (f"d{i}",), (f"d{i}",))
             self.give(calls[0].main, f"d{i}")

@@ -20,17 +20,15 @@ class Forward(Rows):
         self.row("main", None, (), (f"v{low.main}",))
         for name, v in low.extras.items():
             self.row("extra", None, (), (f"v{v}",), name)
-        turn = {call.index: i for i, piece in self.cover.forward.items() for call in piece.calls}
+        piece_of = {call: piece for piece in self.cover.forward.values() for call in piece.calls}
         done = set[int]()
         for row in low.forward:
             if type(row) is Fold:
                 self._fold(row, done)
-            elif turn.get(row.index, row.index) == row.index:
-                piece = self.cover.forward.get(row.index)
-                if piece is None:
-                    self._call(row)
-                else:
-                    self._piece(piece, done)
+            elif (piece := piece_of.get(row)) is None:
+                self._call(row)
+            elif row is piece.turn:
+                self._piece(piece, done)
         main, others = self._of(low.output), [self._of(v) for v in low.outputs.values()]
         reads = (*names_of(main), *others, *part_names("n", low.root))
         self.row("return forward", low.root, reads, (), main, others, tuple(low.outputs))

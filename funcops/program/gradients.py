@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from funcops.program.lower import Call, Fold, Lowered, Value
-from funcops.program.rows import Group, flat
+from funcops.program.lower import Call, Fold, Lowered, Value, flat
+from funcops.program.rows import Group
 from funcops.program.rules import Cover
 from funcops.program.weights import Weights
 

@@ -8,12 +8,14 @@ which it reads. The backward has an order of its own: a chain's calls reversed, 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op
 from funcops.errors import join_path
+from funcops.ops.add import add
 
 Value = Any  # int, or a tuple of Values
 Extras = dict[str, int]
@@ -53,8 +55,9 @@ class Call:
     """One op. It reads `main` and the values that it `takes` (as extras with these `labels`, if it has any), and writes `out` and
     the values that it `gives` (as outputs with these `names`, if it has any). `place` is None for the fork and the sum of a skip,
     which have no trees. `recomputed_by`: the call that recomputes main in the backward, perhaps from an x that is recomputed, too;
-    the residuals lack the `fields` that hold it. `residuals`: the class that the op keeps under this config, looked up here once
-    for all runs."""
+    the residuals lack the `fields` that hold it. `read_by_others`: whether y is an output, or read by a call that is neither in
+    `readers` nor a linear layer. Without such a call the gradient of y is a new tensor. `residuals`: the class that the op keeps
+    under this config, looked up here once for all runs."""
 
     index: int
     path: str
@@ -72,6 +75,7 @@ class Call:
     recomputed_by: Call | None = None
     fields: tuple[str, ...] = ()
     readers: list[Call] = dataclasses.field(default_factory=list)  # the calls whose `recomputed_by` is this one
+    read_by_others: bool = False
     residuals: Any = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -157,6 +161,13 @@ class Lowered:
             value = self.origin[value]
         return value
 
+    def reads(self, call: Call, value: Value) -> bool:
+        """Whether the call's main is this value, perhaps by other names."""
+        main = call.main
+        while main != value and main in self.origin:
+            main = self.origin[main]
+        return bool(main == value)
+
     def value(self) -> int:
         self._values += 1
         return self._values - 1
@@ -229,6 +240,10 @@ class Lowered:
         names: tuple[str, ...] = (),
     ) -> Call:
         takes = tuple(takes)
+        if op is add and isinstance(main, tuple) and all(type(one) is int for one in main):
+            main, *beside = main
+            takes = tuple(beside)
+            self._beside(main)
         out, given = self.value(), tuple(self.value() for _ in range(gives))
         where = place.path if place else path
         found = Call(len(self.forward), where, place, op, cfg, needs, main, takes, labels, out, given, names, fuse)
@@ -237,10 +252,33 @@ class Lowered:
             place.scope.parts[place.name] = found
         return found
 
+    def heads_last(self, heads: list[Any], first: int) -> None:
+        """Put the calls that need what these siblings write after the others, from the forward's row `first` on: siblings may run
+        as one with the calls after them, which read what stands beside a sibling."""
+        written: set[int] = set()
+        before, after = list[Any](), list[Any]()
+        for row in self.forward[first:]:
+            read = [self.resolve(value) for one in (row.main, *row.takes) for value in flat(one)] if type(row) is Call else []
+            late = row in heads or any(value in written for value in read)
+            written.update((row.out, *row.gives) if late else ())
+            (after if late else before).append(row)
+        self.forward[first:] = before + after
 
-def _leave_out(calls: tuple[Call, ...]) -> None:
+    def _beside(self, main: int) -> None:
+        """Put the call that writes `main` after the calls of the other branch, to which a sum adds it: the sum goes on with the row
+        of `main`, and reads the other branch as an extra. So an adapter stands beside the row of its linear layer."""
+        at = next((i for i, row in enumerate(self.forward) if type(row) is Call and row.out == main), None)
+        if at is not None and not self.forward[at].gives:
+            self.forward.append(self.forward.pop(at))
+
+
+def _leave_out(rows: Lowered) -> None:
     """Note which fields each call leaves out, as another call recomputes them. From the last call to the first: an x that a call
     reads only to recompute its y is left out if another call reads that y."""
+    calls = rows.calls
+    read = Counter(rows.resolve(value) for one in (rows.output, *rows.outputs.values()) for value in flat(one))
+    others = [call for call in calls if call.op.layer is None]
+    read.update(rows.resolve(value) for call in others for one in (call.main, *call.takes) for value in flat(one))
     for call in calls[::-1]:
         source, kept = call.recomputed_by, call.kept
         if source is not None:
@@ -248,6 +286,12 @@ def _leave_out(calls: tuple[Call, ...]) -> None:
             call.fields = tuple(n for n, f in fields.items() if f.alias in ("x", "x.0") and f.wanted(kept))
             call.recomputed_by = source if call.fields else None
             source.readers[:0] = [call] * bool(call.fields)
+        call.read_by_others = read[call.out] > sum(one.op.layer is None for one in call.readers)  # which come after it
+
+
+def flat(value: Value) -> list[int]:
+    """The numbers of a value."""
+    return [number for one in value for number in flat(one)] if isinstance(value, tuple) else [value]
 
 
 def calls_below(part: Scope | Call) -> list[Call]:
@@ -262,5 +306,5 @@ def lower(op: Op, cfg: Any, needs: Needs) -> Lowered:
     rows.extras = {name: rows.value() for name in cfg.extras}
     rows.output, given, rows.backward = op.lower(cfg, rows, Place(None, None, ""), needs, rows.main, rows.extras, None)
     rows.outputs = dict(zip(cfg.outputs, given, strict=True))
-    _leave_out(rows.calls)
+    _leave_out(rows)
     return rows

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from funcops.contract.needs import Needs
-from funcops.program.lower import Call, Lowered, Scope, Value
+from funcops.program.lower import Call, Lowered, Scope
 from funcops.program.rules import Cover
 
 
@@ -132,11 +132,6 @@ def released(rows: tuple[Row, ...], held: Iterable[str] = ()) -> tuple[Row, ...]
         if gone and not row.kind.startswith("return"):
             found.append(Row("release", reads=tuple(gone)))
     return tuple(found)
-
-
-def flat(value: Value) -> list[int]:
-    """The numbers of a value."""
-    return [number for one in value for number in flat(one)] if isinstance(value, tuple) else [value]
 
 
 def part_names(letter: str, part: Any, whole: bool = False) -> list[str]:

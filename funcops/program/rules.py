@@ -72,9 +72,9 @@ class Rule:
 
     `on_cpu`: on the CPU too, for an x or dy of at least FEW elements. `whole`: only for a full backward, which computes the weight
     gradients at once; its pendings already hold what its own calls recompute. `recompute`: the recomputed y of its last call, which
-    others read, is put into `gradients` in place of the gradient of y; their weight gradients wait for it. `settle`, of a rule that
-    is `whole`: `run` returns dmain in flight, and `settle(calls, dmain)` waits for it after the weight gradients; `run` may read an
-    x that is recomputed."""
+    others read, is put into `gradients` in place of the gradient of y; their weight gradients wait for it. Such a rule may cover
+    one call alone. `settle`, of a rule that is `whole`: `run` returns dmain in flight, and `settle(calls, dmain)` waits for it
+    after the weight gradients; `run` may read an x that is recomputed."""
 
     name: str
     phase: str
@@ -119,6 +119,11 @@ class Piece(NamedTuple):
     @staticmethod
     def of(rule: Rule, window: Window, siblings: bool = False) -> Piece:
         return Piece(window.calls, rule, rule.saves if isinstance(rule.saves, Saving) else rule.saves(window), siblings)
+
+    @property
+    def turn(self) -> Call:
+        """The call at whose turn the forward runs them: the last, as the values that it takes may be written after the first."""
+        return self.calls[0] if self.siblings else self.calls[-1]
 
     @property
     def ends(self) -> tuple[Call, ...]:
@@ -244,7 +249,7 @@ def _cheapest(
     found = Cut()
     for heads in lowered.siblings:
         rows = [by_first[call.index] for call in heads if call.index in by_first]
-        if len(rows) < len(heads):
+        if len(rows) < len(heads) or any(row not in cuts for row in rows):  # siblings of siblings may run as one already
             continue
         piece, misses = _piece_of(Window(heads, dtype, tuple(rows)), of_siblings)
         joint = Cut(misses=misses) if piece is None else _cut_of(piece, misses)
@@ -264,16 +269,17 @@ def _cheapest(
 def _rows(lowered: Lowered) -> list[tuple[Call, ...]]:
     """The longest rows of calls each of which alone reads what the one before it wrote."""
     found: list[list[Call]] = []
+    ends: dict[Any, list[Call]] = {}  # by the value that the last call of a row wrote
     for call in lowered.calls:
         if not call.fuse or (call.place is not None and call.place.scope is None):
-            found.append([])
             continue
-        last = found[-1][-1] if found and found[-1] else None
-        if last is not None and call.main == last.out:
-            found[-1].append(call)
-        else:
-            found.append([call])
-    return [tuple(row) for row in found if row]
+        row = ends.pop(call.main, None)
+        if row is None:
+            row = []
+            found.append(row)
+        row.append(call)
+        ends[call.out] = row
+    return [tuple(row) for row in found]
 
 
 def _cut(row: tuple[Call, ...], rules: list[Rule], dtype: torch.dtype) -> Cut:
@@ -282,8 +288,9 @@ def _cut(row: tuple[Call, ...], rules: list[Rule], dtype: torch.dtype) -> Cut:
     for i in range(len(row))[::-1]:
         found: list[Cut] = []
         misses: tuple[NearMiss, ...] = ()
-        for size in range(min(LONGEST, len(row) - i), 1, -1):
-            piece, reasons = _piece_of(Window(row[i : i + size], dtype), rules)
+        for size in range(min(LONGEST, len(row) - i), 0, -1):
+            able = rules if size > 1 else [one for one in rules if one.recompute]
+            piece, reasons = _piece_of(Window(row[i : i + size], dtype), able)
             misses = misses or (reasons if size == min(LONGEST, len(row) - i) else ())
             if piece is not None:
                 found.append(_cut_of(piece).then(best[i + size]))

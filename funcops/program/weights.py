@@ -92,10 +92,14 @@ class Weights(Rows):
             else:
                 self.row("wgrad", call, (f"p{call.index}",), (f"q{call.index}",))
 
-    def joint_rule(self, calls: Sequence[Call]) -> Rule | None:
-        """The rule that gives weight gradients of these together, or None."""
-        pieces = self.cover.backward.values()
-        return next((piece.rule for piece in pieces if piece.rule.joint and calls and calls[0] in piece.calls), None)
+    def joint_wgrads(self, calls: Sequence[Call]) -> None:
+        """The weight gradients of these: calls of a piece with a joint rule together, the others one by one."""
+        pieces = [piece for piece in self.cover.backward.values() if piece.rule.joint]
+        piece = next((piece for piece in pieces if any(call in piece.calls for call in calls)), None)
+        joint = [] if piece is None else [call for call in calls if call in piece.calls]
+        if piece is not None:
+            self.wgrads(joint, piece.rule)
+        self.wgrads([call for call in calls if call not in joint])
 
     @property
     def finished(self) -> tuple[Row, ...]:

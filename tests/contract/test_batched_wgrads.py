@@ -28,8 +28,9 @@ from funcops import (
     skip,
     with_policy,
 )
+from funcops.backend import backend
 from funcops.distributed.ops.parallel_low_rank import ParallelLowRankConfig, parallel_low_rank
-from funcops.low_precision import MXFP8, Fp8Block, Fp8Current, Fp8Delayed, gradients_like, quantize_params, recipe_init
+from funcops.low_precision import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed, gradients_like, quantize_params, recipe_init
 from funcops.ops.low_rank import LowRankConfig, low_rank
 from funcops.testing import run_ranks
 from funcops.testing.checks import same_bits
@@ -54,11 +55,16 @@ def on(layer, **options):
 # The op, its config (of an axis), and the products of COUNT pendings by `how`: alone, concatenated, as a batch, as a group.
 ALONE = {
     **{name: (qlinear, QLinearConfig(WIDTH, WIDTH * 2, recipe), (3, 1, 1, 1)) for name, recipe in LOW.items()},
-    "current": (qlinear, QLinearConfig(WIDTH, WIDTH * 2, LOW["current"]), (3, 3, 3, 3)),
     "delayed": (qlinear, QLinearConfig(WIDTH, WIDTH * 2, Fp8Delayed()), ()),
     "low rank": (low_rank, LowRankConfig(WIDTH, WIDTH, 8, dropout=0.5), (6, 2, 2, 2)),
     "grouped": (grouped_linear, GroupedLinearConfig(3, WIDTH, 16), (3, 3, 1, 1)),
-    "grouped input": (grouped_qlinear, GroupedQLinearConfig(3, WIDTH, WIDTH, ONE), (3, 3, 3, 3)),
+    **{
+        f"grouped {name}": (grouped_qlinear, GroupedQLinearConfig(3, WIDTH, WIDTH, recipe), (3, 3, 1, 1))
+        for name, recipe in LOW.items()
+    },
+    "grouped fp4": (grouped_qlinear, GroupedQLinearConfig(3, WIDTH, WIDTH, NVFP4()), (3, 3, 1, 1)),
+    "grouped delayed": (grouped_qlinear, GroupedQLinearConfig(3, WIDTH, WIDTH, Fp8Delayed()), ()),
+    "grouped gathered": (grouped_qlinear, GroupedQLinearConfig(3, WIDTH, WIDTH, LOW["block"], gathered=True), (3, 3, 1, 1)),
     "experts": (experts, ExpertsConfig(3, WIDTH, 16), (6, 6, 2, 2)),
 }
 OVER_RANKS = {
@@ -68,6 +74,8 @@ OVER_RANKS = {
     "row of all rows": (dist.row_linear, on(dist.RowLinearConfig, sequence_parallel=False), (3, 1, 1, 1)),
     "column block": (dist.column_qlinear, on(dist.ColumnQLinearConfig, recipe=LOW["block"]), (3, 1, 1, 1)),
     "column high": (dist.column_qlinear, on(dist.ColumnQLinearConfig, recipe=HIGH), (3, 1, 1, 1)),
+    "column current": (dist.column_qlinear, on(dist.ColumnQLinearConfig, recipe=LOW["current"]), (3, 1, 1, 1)),
+    "row current": (dist.row_qlinear, on(dist.RowQLinearConfig, recipe=LOW["current"]), (3, 1, 1, 1)),
     "row input": (dist.row_qlinear, on(dist.RowQLinearConfig, recipe=ONE), (3, 1, 1, 1)),
     "row high": (dist.row_qlinear, on(dist.RowQLinearConfig, recipe=HIGH), (3, 1, 1, 1)),
     "adapter of a column": (parallel_low_rank, on(ParallelLowRankConfig, rank=8, side="column"), (6, 2, 2, 2)),
@@ -93,7 +101,11 @@ def inputs(op, cfg, i, device, dtype, axis=None):
         chosen = torch.arange(2 * ROWS, dtype=torch.int32).view(ROWS, 2) % 3
         return draw(ROWS, 2).softmax(-1), x, chosen.to(device)
     if op in (grouped_linear, grouped_qlinear):
-        return x, torch.tensor([0, 40, 40 + i, 100], dtype=torch.int32).to(device)
+        offsets = torch.tensor([0, 40, 40 + i, 100], dtype=torch.int32).to(device)
+        if not cfg.gathered:
+            return x, offsets
+        order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(i)).to(device, torch.int32)
+        return x, offsets, order, order.argsort().to(torch.int32).view(ROWS, 1)
     return x
 
 
@@ -145,6 +157,13 @@ def test_sums_equal_one_wgrad_after_another(name):
     check(op, cfg)
 
 
+@pytest.mark.parametrize("name", ["current", "delayed", "grouped block", "grouped current", "grouped fp4"])
+def test_sums_of_triton_equal_one_wgrad_after_another(name):
+    op, cfg, _ = ALONE[name]
+    with backend("triton"):
+        check(op, cfg)
+
+
 @pytest.mark.parametrize(
     "name", [n if n in ("column", "row input") else pytest.param(n, marks=pytest.mark.slow) for n in OVER_RANKS]
 )
@@ -153,7 +172,7 @@ def test_sums_over_ranks_equal_one_wgrad_after_another(name):
     run_ranks({"tp": 2}, lambda mesh: check(op, of(mesh["tp"]), mesh["tp"]))
 
 
-@pytest.mark.parametrize("name", [name for name in (*ALONE, *OVER_RANKS) if name != "delayed"])  # whose scales are data
+@pytest.mark.parametrize("name", [name for name in (*ALONE, *OVER_RANKS) if "delayed" not in name])  # whose scales are data
 def test_joined_products_are_as_written_down(name, monkeypatch):
     op, cfg, (alone, concatenated, batch, group) = (ALONE | OVER_RANKS)[name]
     axis = None

@@ -25,13 +25,14 @@ SHORT = {
     "add + norm": "add+norm",
     "add + norm, recomputed": "add+norm",
     "bias gradients, recomputed": "bias",
+    "bias gradients, recomputed for readers": "bias",
     "dropout + add": "dropout",
     "fork + norm, recomputed": "fork",
     "fork + reader": "fork",
     "linear + epilogue": "epilogue",
     "q, k and v": "qkv",
     "quantised output": "quantised",
-    "recomputed GLU + linear": "glu",
+    "recomputed GLU": "glu",
     "sibling linears": "siblings",
     "sibling linears, x once": "siblings",
 }
@@ -45,20 +46,25 @@ class Row(NamedTuple):
     launches: tuple[int, int]
 
 
+FOUR, SIX = (" ".join(["epilogue"] * n) for n in (4, 6))  # of each layer and its adapter's y
 TABLE = {
     ("GPT-2", "plain"): Row("add+norm dropout epilogue siblings", "add+norm bias bias fork qkv", (15, 23)),
     ("GPT-2", "tp"): Row("add+norm dropout epilogue siblings", "add+norm bias bias fork qkv", (21, 27)),
     ("GPT-2", "tp + sp"): Row("add+norm epilogue siblings", "add+norm bias fork qkv", (27, 35)),
-    ("GPT-2", "block"): Row("dropout dropout quantised quantised siblings", "add+norm bias bias fork", (30, 52)),
-    ("GPT-2", "input"): Row("add+norm dropout siblings", "add+norm bias bias fork siblings", (31, 50)),
-    ("GPT-2", "current"): Row("add+norm dropout siblings", "add+norm bias bias fork", (51, 82)),
+    ("GPT-2", "block"): Row("dropout dropout quantised quantised siblings", "add+norm bias bias fork", (29, 52)),
+    ("GPT-2", "input"): Row("dropout dropout siblings", "add+norm bias bias fork siblings", (30, 50)),
+    ("GPT-2", "current"): Row("dropout dropout siblings", "add+norm bias bias fork", (50, 82)),
     ("GPT-2", "tp + block"): Row("add+norm dropout siblings", "add+norm bias bias fork siblings", (35, 56)),
     ("GPT-2", "tp + input"): Row("add+norm dropout siblings", "add+norm bias bias fork siblings", (35, 56)),
     ("GPT-2", "tp + current"): Row("add+norm dropout siblings", "add+norm bias bias fork siblings", (71, 106)),
     ("GPT-2", "tp + sp + block"): Row("add+norm siblings", "add+norm bias fork siblings", (49, 82)),
     ("GPT-2", "tp + sp + input"): Row("add+norm siblings", "add+norm bias fork siblings", (49, 78)),
-    ("GPT-2", "lora"): Row("add+norm dropout", "add+norm fork", (39, 71)),
-    ("GPT-2", "tp + sp + lora"): Row("add+norm", "add+norm fork", (67, 106)),
+    ("GPT-2", "lora"): Row(f"add+norm dropout {SIX}", "add+norm bias bias bias fork qkv", (33, 59)),
+    ("GPT-2", "block + lora"): Row("add+norm dropout siblings", "add+norm bias bias bias fork", (55, 88)),
+    ("GPT-2", "input + lora"): Row("add+norm dropout siblings", "add+norm bias bias bias fork siblings", (55, 86)),
+    ("GPT-2", "tp + lora"): Row(f"add+norm dropout {FOUR}", "add+norm bias bias bias fork qkv", (45, 71)),
+    ("GPT-2", "tp + sp + block + lora"): Row("add+norm siblings", "add+norm bias fork siblings", (85, 138)),
+    ("GPT-2", "tp + sp + lora"): Row("add+norm epilogue siblings", "add+norm bias fork qkv", (62, 91)),
     ("Llama", "plain"): Row("epilogue epilogue qkv", "add+norm fork glu qkv", (11, 16)),
     ("Llama", "tp"): Row("add+norm qkv", "add+norm fork glu qkv", (16, 20)),
     ("Llama", "tp + sp"): Row("add+norm qkv", "add+norm fork glu qkv", (20, 28)),
@@ -70,8 +76,12 @@ TABLE = {
     ("Llama", "tp + current"): Row("add+norm qkv", "add+norm fork siblings", (62, 94)),
     ("Llama", "tp + sp + block"): Row("add+norm qkv", "add+norm fork siblings", (38, 70)),
     ("Llama", "tp + sp + input"): Row("add+norm qkv", "add+norm fork glu siblings", (38, 66)),
-    ("Llama", "lora"): Row("add+norm", "add+norm fork", (37, 59)),
-    ("Llama", "tp + sp + lora"): Row("add+norm", "add+norm fork", (61, 99)),
+    ("Llama", "lora"): Row(f"add+norm {SIX}", "add+norm fork glu qkv", (31, 52)),
+    ("Llama", "block + lora"): Row("add+norm qkv", "add+norm fork glu", (46, 76)),
+    ("Llama", "input + lora"): Row("add+norm qkv", "add+norm fork glu siblings", (46, 74)),
+    ("Llama", "tp + lora"): Row(f"add+norm {FOUR}", "add+norm fork glu qkv", (41, 64)),
+    ("Llama", "tp + sp + block + lora"): Row("add+norm qkv", "add+norm fork glu siblings", (74, 126)),
+    ("Llama", "tp + sp + lora"): Row("add+norm epilogue qkv", "add+norm fork glu qkv", (55, 84)),
 }
 
 
