@@ -97,8 +97,17 @@ DIST = {
             "axis": "tp",
             "overlap": "none",
             "sequence_parallel": False,
+            "context": "cp",
+            "experts": "ep",
+            "rows": (),
         },
-        {"rules": ({"up": "no such"}, {"up": 3}, {3: "row"}, {"no such": "row"})},
+        {
+            "rules": ({"up": "no such"}, {"up": 3}, {3: "row"}, {"no such": "row"}),
+            "context": ("tp",),
+            "experts": ("cp",),
+            "rows": (("tp",), ["dp"], ("no such",)),
+        },
+        {(name, value): "an axis that the mesh lacks" for name in ("context", "experts") for value in ("'no such'", "''")},
     ),
     "dist.Shared": Row(lambda: {"dim": 1, "axis": ALONE, "zigzag": True}, accepts={("dim", "-1"): "the last"}),
     "dist.Spec": Row(
