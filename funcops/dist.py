@@ -124,6 +124,7 @@ from funcops.distributed import dispatch_fwd as dispatch_fwd
 from funcops.distributed import dispatch_init as dispatch_init
 from funcops.distributed import dispatch_wgrad as dispatch_wgrad
 from funcops.distributed import finish as finish
+from funcops.distributed import fsdp_specs as fsdp_specs
 from funcops.distributed import gather as gather
 from funcops.distributed import gather_bwd as gather_bwd
 from funcops.distributed import gather_dgrad as gather_dgrad

@@ -12,7 +12,7 @@ Experts       parallel_experts; dispatch, combine
 Vocabulary    vocab_embedding, vocab_cross_entropy, vocab_linear_cross_entropy
 Sequence      context_attention, context_sink_attention, parallel_latent_split; zigzag, unzigzag, zigzag_positions
 Models        parallel
-Sharding      Spec, specs_of; shard, unshard, init, sum_gradients
+Sharding      Spec, specs_of, fsdp_specs; shard, unshard, init, sum_gradients
 """
 
 import sys as _sys
@@ -75,6 +75,7 @@ from funcops.distributed.shards import Gathering as Gathering
 from funcops.distributed.shards import gather_shards_start as gather_shards_start
 from funcops.distributed.shards import own_shards as own_shards
 from funcops.distributed.specs import Spec as Spec
+from funcops.distributed.specs import fsdp_specs as fsdp_specs
 from funcops.distributed.specs import shard as shard
 from funcops.distributed.specs import sum_gradients as sum_gradients
 from funcops.distributed.specs import unshard as unshard

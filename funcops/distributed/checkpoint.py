@@ -11,14 +11,13 @@ reads such a folder, and `load` reads one of torch's.
 from __future__ import annotations
 
 import glob
-import itertools
 import math
 import os
 import pickle
 import secrets
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,38 +25,16 @@ import torch
 from torch import Tensor
 
 from funcops.distributed import comm
+from funcops.distributed.boxes import Box, own_boxes
 from funcops.distributed.mesh import Mesh
-from funcops.distributed.specs import PIPELINE, WHOLE, Ranges, Spec, Specs, check_own, is_leaf, specs_by_path, whole_shape
-from funcops.errors import CheckpointError, describe, fail, require_type, short
-from funcops.trees import paths, with_leaves
+from funcops.distributed.specs import PIPELINE, WHOLE, Spec, Specs, check_own, is_leaf, specs_by_path, whole_shape
+from funcops.errors import CheckpointError, check, describe, fail, require_type, short
+from funcops.trees import elements, paths, with_leaves
 
 T = TypeVar("T")
 R = TypeVar("R")
 INDEX = ".metadata"  # torch's name of it
 ERRORS = {error.__name__: error for error in (CheckpointError, ValueError, TypeError, FileNotFoundError, OSError)}
-
-
-class _Box(NamedTuple):
-    """A part of a whole leaf, from `offsets` on; `own`: where it starts in the rank's tensor."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    own: tuple[int, ...]
-
-    def within(self, t: Tensor) -> Tensor:
-        for dim, (start, n) in enumerate(zip(self.own, self.sizes, strict=True)):
-            t = t.narrow(dim, start, n)
-        return t
-
-
-def _boxes(ranges: Sequence[Ranges]) -> Iterator[_Box]:
-    """The boxes of a leaf that a rank has, from its ranges along each dimension."""
-    along = []
-    for pieces in ranges:
-        before = itertools.accumulate((n for _, n in pieces), initial=0)
-        along.append([(start, n, own) for (start, n), own in zip(pieces, before, strict=False) if n])
-    for box in itertools.product(*along):
-        yield _Box(tuple(b[0] for b in box), tuple(b[1] for b in box), tuple(b[2] for b in box))
 
 
 class _LeafShards(NamedTuple):
@@ -66,7 +43,7 @@ class _LeafShards(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     spec: Spec
-    boxes: tuple[_Box, ...]
+    boxes: tuple[Box, ...]
     digest: int
 
 
@@ -96,8 +73,7 @@ def save(tree: Any, path: str | os.PathLike[str], specs: Specs, mesh: Mesh) -> N
     ({'w': tensor([3.])}, {'w': tensor([0., 1., 2., 3.])})
     """
     require_type("save", "path", path, str, os.PathLike)
-    found = specs_by_path("save", tree, specs, mesh)
-    named = {name: t for name, t in paths(tree).items() if t is not None}
+    named, found = _by_path("save", tree, specs, mesh)
     said = _together(mesh, lambda: (secrets.token_hex(8), _described(named, found, mesh)))
     leaves = [one for _, one in said]
     _check_alike(leaves, mesh)
@@ -143,9 +119,9 @@ def load(path: str | os.PathLike[str], like: T, specs: Specs, mesh: Mesh) -> T:
     {'w': tensor([0., 1.])}
     """
     require_type("load", "path", path, str, os.PathLike)
-    found = specs_by_path("load", like, specs, mesh)
-    named = {name: t for name, t in paths(like).items() if is_leaf("load", name, t)}
-    ranges = {name: check_own("load", name, t, found[name], mesh) for name, t in named.items()}
+    named, found = _by_path("load", like, specs, mesh)
+    boxes = {name: own_boxes(check_own("load", name, t, found[name], mesh), found[name], mesh) for name, t in named.items()}
+    vectors = {name: inner for name, inner in elements(like).items() if inner and f"{name}.{inner[0]}" in named}
 
     every = set().union(*_together(mesh, lambda: list(named)))
 
@@ -153,10 +129,14 @@ def load(path: str | os.PathLike[str], like: T, specs: Specs, mesh: Mesh) -> T:
         folder = _folder(path)
         reader = _dcp().FileSystemReader(folder)
         metadata = _index(reader, folder)
-        whole = {name: (whole_shape(t.shape, found[name], mesh), t.dtype) for name, t in named.items()}
-        _check_there(path, metadata.state_dict_metadata, whole, every)
-        into = _Into({name: torch.empty(t.shape, dtype=t.dtype, device=_device(t, mesh)) for name, t in named.items()})
-        items = [item for name in named for item in into.asks(name, metadata.state_dict_metadata[name], ranges[name])]
+        there = metadata.state_dict_metadata
+        old = _old_vectors(path, there, vectors)
+        wanted = _with_vectors(named, old)
+        whole = {name: (whole_shape(t.shape, found.get(name, WHOLE), mesh), t.dtype) for name, t in wanted.items()}
+        _check_there(path, there, whole, every | set(old))
+        into = _Into({name: torch.zeros(t.shape, dtype=t.dtype, device=_device(t, mesh)) for name, t in wanted.items()})
+        boxes.update({name: (Box((0,), (len(inner),), (0,)),) for name, inner in old.items()})
+        items = [item for name in wanted for item in into.asks(name, there[name], boxes[name])]
         _check_files(folder, metadata.storage_data, items)
         reader.set_up_storage_reader(metadata, mesh.rank == 0)
         reader.read_data(_dcp().LoadPlan(items), into).wait()
@@ -164,7 +144,47 @@ def load(path: str | os.PathLike[str], like: T, specs: Specs, mesh: Mesh) -> T:
 
     own: dict[str, Tensor] = {}
     _together(mesh, lambda: own.update(read()))
+    for name, inner in vectors.items():
+        if name not in own:
+            own[name] = torch.stack([own[f"{name}.{path}"] for path in inner])
     return with_leaves(like, [own.get(name) for name in paths(like)])
+
+
+def _by_path(where: str, tree: Any, specs: Specs, mesh: Mesh) -> tuple[dict[str, Tensor], dict[str, Spec]]:
+    """The tensors of a tree and their specs by path; of a vector with an element for each tensor of another field
+    (`AdamWState.step`), each element, at the path of that tensor behind the vector's own."""
+    found = specs_by_path(where, tree, specs, mesh)
+    named = {name: t for name, t in paths(tree).items() if is_leaf(where, name, t)}
+    for name, inner in elements(tree).items():
+        if named.get(name) is None or name == "":
+            continue
+        check(where, name, named[name], (len(inner),))
+        if found[name].names:
+            fail(where, f"the spec of {name}", "one that shards nothing (each of its elements has a path)", found[name])
+        vector, spec = named.pop(name), found.pop(name)
+        named |= {f"{name}.{path}": t for path, t in zip(inner, vector.unbind(), strict=True)}
+        found |= {f"{name}.{path}": spec for path in inner}
+    return named, found
+
+
+def _old_vectors(path: Any, there: Mapping[str, Any], vectors: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """The vectors that an older version wrote whole: they fit only a rank with the same leaves."""
+    old = {name: inner for name, inner in vectors.items() if name in there}
+    for name, inner in old.items():
+        size = tuple(getattr(there[name], "size", ()))
+        if size != (len(inner),):
+            wanted = f"an element for each of this rank's {len(inner)} tensors (load it on the mesh that wrote it, then save it)"
+            fail("load", f"{name} of {os.fspath(path)}", wanted, f"one vector of {list(size)}", CheckpointError)
+    return old
+
+
+def _with_vectors(named: Mapping[str, Tensor], old: Mapping[str, list[str]]) -> dict[str, Tensor]:
+    """The leaves to read, with each of these vectors instead of its elements."""
+    wanted = dict(named)
+    for name, inner in old.items():
+        found = [wanted.pop(f"{name}.{path}") for path in inner]
+        wanted[name] = found[0].new_empty(len(inner))
+    return wanted
 
 
 def _together(mesh: Mesh, act: Callable[[], R]) -> list[R]:
@@ -195,7 +215,7 @@ def _described(named: Mapping[str, Tensor], specs: Mapping[str, Spec], mesh: Mes
         is_leaf("save", name, t)
         if t.is_meta or t.layout is not torch.strided or t.is_nested:
             fail("save", name, "a dense tensor with values", f"{describe(t)} on {t.device}", CheckpointError)
-        boxes = tuple(_boxes(check_own("save", name, t, specs[name], mesh)))
+        boxes = own_boxes(check_own("save", name, t, specs[name], mesh), specs[name], mesh)
         alike = math.prod(axis.size for axis in _unnamed(specs[name], mesh)) * mesh.sizes.get(PIPELINE, 1) > 1
         leaves[name] = _LeafShards(whole_shape(t.shape, specs[name], mesh), t.dtype, specs[name], boxes, _digest(t) if alike else 0)
     return leaves
@@ -267,7 +287,7 @@ def _plans(said: Sequence[Mapping[str, _LeafShards]], mesh: Mesh, folder: Path) 
             count = math.prod(axis.size for axis in _unnamed(one.spec, mesh))
             boxes = one.boxes if _coordinates(rank, one.spec, mesh)[1] == zlib.crc32(name.encode()) % count else ()
             if not math.prod(one.shape):
-                boxes = (_Box((0,) * len(one.shape), one.shape, (0,) * len(one.shape)),)
+                boxes = (Box((0,) * len(one.shape), one.shape, (0,) * len(one.shape)),)
             for box in boxes:
                 if (name, box.offsets) not in seen:  # another stage may have it, too
                     seen.add((name, box.offsets))
@@ -278,7 +298,7 @@ def _plans(said: Sequence[Mapping[str, _LeafShards]], mesh: Mesh, folder: Path) 
     return writer, writer.prepare_global_plan(plans), metadata
 
 
-def _item(name: str, leaf: _LeafShards, box: _Box) -> Any:
+def _item(name: str, leaf: _LeafShards, box: Box) -> Any:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -304,20 +324,20 @@ class _Into:
     """The planner that DCP's reader asks for tensors to read into."""
 
     def __init__(self, leaves: dict[str, Tensor]) -> None:
-        self.leaves, self.boxes = leaves, dict[tuple[str, tuple[int, ...]], _Box]()
+        self.leaves, self.boxes = leaves, dict[tuple[str, tuple[int, ...]], Box]()
 
-    def asks(self, name: str, metadata: Any, ranges: Sequence[Ranges]) -> Iterable[Any]:
+    def asks(self, name: str, metadata: Any, boxes: Sequence[Box]) -> Iterable[Any]:
         """The items to read for a leaf. Raises `CheckpointError` if the folder lacks some of its values."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
         from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-        boxes = list(_boxes(ranges))
         self.boxes.update({(name, box.offsets): box for box in boxes})
         wanted = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
-        items = create_read_items_for_chunk_list(name, metadata, wanted) if self.leaves[name].numel() else []
+        count = sum(box.numel for box in boxes)
+        items = create_read_items_for_chunk_list(name, metadata, wanted) if count else []
         there = sum(math.prod(item.lengths) for item in items)
-        if there != self.leaves[name].numel():
-            fail("load", name, f"complete, with {self.leaves[name].numel()} values", there, CheckpointError)
+        if there != count:
+            fail("load", name, f"complete, with {count} values", there, CheckpointError)
         return items
 
     def resolve_tensor(self, item: Any) -> Tensor:

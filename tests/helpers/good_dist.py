@@ -68,6 +68,11 @@ DIST = {
             ("sum_axes", "dparams"),
         )
     },
+    "dist.fsdp_specs": Row(
+        lambda: {"like": {"weight": x()}, "specs": {"weight": dist.Spec()}, "mesh": dist.Mesh(axes=(ALONE,)), "axis": "tp"},
+        {"specs": WRONG_SPECS, "axis": ("no such",)},
+        {("like", "{'weight': complex64[2, 4]}"): "of any dtype", **empty("like")},
+    ),
     "dist.save": Row(
         lambda: {"tree": {"weight": x()}, "path": saved(), "specs": SPECS, "mesh": dist.Mesh(axes=(ALONE,))},
         {"specs": WRONG_SPECS, "path": (Path("no such") / "folder",)},
@@ -111,7 +116,8 @@ DIST = {
     ),
     "dist.Shared": Row(lambda: {"dim": 1, "axis": ALONE, "zigzag": True}, accepts={("dim", "-1"): "the last"}),
     "dist.Spec": Row(
-        lambda: {"axis": "tp", "dim": 1, "parts": (2, 4), "fsdp": "dp", "alike": "cp"}, {"parts": ((0,), [2], (1.5,)), "dim": (-1,)}
+        lambda: {"axis": "tp", "dim": 1, "parts": (2, 4), "fsdp": "dp", "alike": "cp", "whole": (6, 6)},
+        {"whole": ([6, 6], (6,), (-1, 6)), "parts": ((0,), [2], (1.5,)), "dim": (-1,)},
     ),
     **{
         f"dist.{name}_start": Row(lambda: {"x": x(), "axis": ALONE}, accepts={"x": "any tensor, but one without dimensions"})
