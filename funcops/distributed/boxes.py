@@ -15,8 +15,8 @@ from funcops.distributed.specs import Ranges, Spec, by_elements, within
 
 
 class Box(NamedTuple):
-    """A part of a whole leaf, from `offsets` on; `own`: where it starts in the rank's tensor. If that is flat, it starts in the block
-    of shape `rows` that its elements from `first` on make."""
+    """A part of a whole leaf, from `offsets` on; `own`: where it starts in the rank's tensor, or, if that is flat, in the block of
+    shape `rows` that its elements from `first` on make."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]

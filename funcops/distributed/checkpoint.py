@@ -156,7 +156,7 @@ def _by_path(where: str, tree: Any, specs: Specs, mesh: Mesh) -> tuple[dict[str,
     found = specs_by_path(where, tree, specs, mesh)
     named = {name: t for name, t in paths(tree).items() if is_leaf(where, name, t)}
     for name, inner in elements(tree).items():
-        if named.get(name) is None or name == "":
+        if name not in named:
             continue
         check(where, name, named[name], (len(inner),))
         if found[name].names:
