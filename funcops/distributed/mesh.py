@@ -71,8 +71,8 @@ class Mesh:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        right = isinstance(self.axes, tuple) and all(isinstance(axis, Axis) for axis in self.axes)
-        require(right, "Mesh", "axes", "a tuple of Axis", repr(self.axes))
+        if not (isinstance(self.axes, tuple) and all(isinstance(axis, Axis) for axis in self.axes)):
+            fail("Mesh", "axes", "a tuple of Axis", repr(self.axes))
         names = [axis.name for axis in self.axes]
         require(len(set(names)) == len(names), "Mesh", "axes", "of different names", ", ".join(names))
         _device("Mesh", self.device)
