@@ -44,7 +44,7 @@ $(VENV)/.dev: $(VENV)/.test
 	@touch $@
 
 train: $(VENV)/.ready
-	$(PY) examples/train_lm.py $(ARGS)
+	$(PY) examples/train_lm.py --dtype auto $(ARGS)  # the last of two --dtype counts
 
 MESH ?= --dp 2 --tp 2
 
