@@ -142,6 +142,8 @@ from funcops.distributed import gather_wgrad as gather_wgrad
 from funcops.distributed import global_norm as global_norm
 from funcops.distributed import handshake as handshake
 from funcops.distributed import init as init
+from funcops.distributed import init_tree as init_tree
+from funcops.distributed import is_saved as is_saved
 from funcops.distributed import load as load
 from funcops.distributed import own_shards as own_shards
 from funcops.distributed import parallel as parallel

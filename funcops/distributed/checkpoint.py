@@ -178,6 +178,20 @@ def _by_path(where: str, tree: Any, specs: Specs, mesh: Mesh) -> tuple[dict[str,
     return named, found
 
 
+def is_saved(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder has a checkpoint that `load` reads; also beside it, if a save was killed before it could rename its folder.
+
+    >>> from funcops import dist
+    >>> dist.is_saved("no such folder")
+    False
+    """
+    require_type("is_saved", "path", path, str, os.PathLike)
+    try:
+        return folder_of(path).is_dir()
+    except FileNotFoundError:
+        return False
+
+
 def _old_vectors(path: Any, there: Mapping[str, Any], vectors: Mapping[str, list[str]]) -> dict[str, list[str]]:
     """The vectors that an older version wrote whole: they fit only a rank with the same leaves."""
     old = {name: inner for name, inner in vectors.items() if name in there}

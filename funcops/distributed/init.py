@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,10 +26,11 @@ from funcops.distributed.boxes import own_runs
 from funcops.distributed.buckets import part_shape
 from funcops.distributed.mesh import Axis, Mesh
 from funcops.distributed.specs import WHOLE, Ranges, Spec, Specs, by_elements, own_ranges, specs_by_path, take, within
-from funcops.errors import fail, join_path, require, require_device, require_dtype
+from funcops.errors import fail, join_path, require, require_callable, require_device, require_dtype
 from funcops.program.values import abstract_params
 from funcops.trees import at, has, leaves, paths, tree_map_with_path
 
+T = TypeVar("T")
 PartOf = Callable[[str, Sequence[int]], "tuple[Spec, Mesh]"]  # (path, shape) of a leaf -> how it is sharded
 
 
@@ -93,11 +94,8 @@ def own_parts(make: Callable[[], Any], part_of: PartOf) -> Any:
     """The tree that `make()` makes, with the part of each leaf that `part_of` says. A leaf that is a draw, or a stack of draws, is
     drawn in part; a leaf that is computed from draws, and so is on the meta device now, is made whole first."""
     found = _Found.of(make, lambda index: True)
-    clean = {index for t in leaves(found.tree) if id(t) in found.indices for index in found.indices[id(t)]}
     if any(isinstance(t, Tensor) and t.is_meta and id(t) not in found.indices for t in leaves(found.tree)):
-        clean = set()  # a leaf is computed from a draw, and it is unknown from which
-    if len(clean) < len(found.draws):
-        found = _Found.of(make, clean.__contains__)
+        found = _Found.of(make, lambda index: False)  # a leaf is computed from a draw, and it is unknown from which
 
     def own(path: str, t: Any) -> Any:
         return found.own(path, t, *part_of(path, t.shape)) if isinstance(t, Tensor) else t
@@ -196,6 +194,24 @@ def _shared(cfg: Any, params: Any) -> dict[str, tuple[Spec, tuple[Axis, ...]]]:
                 outer, axes = found.get(path, (Spec(fsdp=fsdp.name, whole=whole), ()))
                 found[path] = outer, (fsdp, *axes)
     return found
+
+
+def init_tree(make: Callable[[], T], specs: Specs, mesh: Mesh) -> T:
+    """Draw only this rank's part of every leaf of the tree that `make()` makes with `funcops.random`, with the same bits on every
+    mesh: `init` for a function of one's own. Draws are deferred while `make` runs, so it must not read their values. Raises
+    `ValueError` for a spec that decides no leaf or does not divide its leaf.
+
+    >>> from funcops import dist, random
+    >>> mesh, specs = dist.Mesh.abstract({"tp": 2}, rank=1), {"w": dist.Spec("tp", 0)}
+    >>> mine = dist.init_tree(lambda: {"w": random.normal(random.key(0), (4, 2), std=0.1)}, specs, mesh)
+    >>> mine["w"].equal(random.normal(random.key(0), (4, 2), std=0.1)[2:])
+    True
+    """
+    require_callable("init_tree", make=make)
+    with random.put_off():
+        like = make()
+    found = specs_by_path("init_tree", like, specs, mesh)
+    return own_parts(make, lambda path, shape: (found[path], mesh))  # type: ignore[no-any-return]
 
 
 def init(
