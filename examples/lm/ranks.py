@@ -89,7 +89,11 @@ def started(args: Any) -> Iterator[Ranks]:
         return
     if args.device.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.distributed.init_process_group("nccl" if args.device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    store, rank, world = next(torch.distributed.rendezvous("env://", timeout=TIMEOUT))
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):  # on one machine a restart finds the store of the start
+        store = torch.distributed.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    backend = "nccl" if args.device.type == "cuda" else "gloo"
+    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
     ranks = Ranks.of(Mesh.of(args.mesh, args.device.type), args)
     with contextlib.ExitStack() as stack:
         if not ranks.first:

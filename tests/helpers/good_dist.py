@@ -81,6 +81,15 @@ DIST = {
     "dist.load": Row(
         lambda: {"path": saved(), "like": {"weight": x()}, "specs": SPECS, "mesh": dist.Mesh(axes=(ALONE,))}, {"specs": WRONG_SPECS}
     ),
+    "dist.is_saved": Row(lambda: {"path": saved()}, accepts={"path": "a folder that does not exist holds no checkpoint"}),
+    "dist.init_tree": Row(
+        lambda: {
+            "make": lambda: linear.init(LinearConfig(4, 6), key=random.key(0)),
+            "specs": SPECS,
+            "mesh": dist.Mesh(axes=(ALONE,)),
+        },
+        {"specs": WRONG_SPECS},
+    ),
     "dist.specs_of": Row(lambda: {"op": dist.column_linear, "cfg": dist.ColumnLinearConfig(4, 6, axis=ALONE)}),
     "dist.init": Row(
         lambda: {
