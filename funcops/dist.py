@@ -47,6 +47,7 @@ from funcops.distributed import RowLinearResiduals as RowLinearResiduals
 from funcops.distributed import RowQLinearConfig as RowQLinearConfig
 from funcops.distributed import RowQLinearPending as RowQLinearPending
 from funcops.distributed import RowQLinearResiduals as RowQLinearResiduals
+from funcops.distributed import Saving as Saving
 from funcops.distributed import ScatterSumConfig as ScatterSumConfig
 from funcops.distributed import ScatterSumResiduals as ScatterSumResiduals
 from funcops.distributed import ShardedConfig as ShardedConfig
@@ -182,6 +183,7 @@ from funcops.distributed import row_qlinear_fwd as row_qlinear_fwd
 from funcops.distributed import row_qlinear_init as row_qlinear_init
 from funcops.distributed import row_qlinear_wgrad as row_qlinear_wgrad
 from funcops.distributed import save as save
+from funcops.distributed import save_start as save_start
 from funcops.distributed import scatter_sum as scatter_sum
 from funcops.distributed import scatter_sum_bwd as scatter_sum_bwd
 from funcops.distributed import scatter_sum_dgrad as scatter_sum_dgrad

@@ -2,7 +2,7 @@
 
 Meshes        Mesh, Axis
 In flight     gather_start, scatter_sum_start, sum_over_start, all_to_all_start; finish (InFlight)
-Checkpoints   save, load, is_saved
+Checkpoints   save, save_start (Saving), load, is_saved
 Programs      handshake, check_program, record (Program, Collective)
 Gradients     reduce_start, sum_axes; global_norm, part_axes, all_ranks, raise_on_all_ranks; amaxes_over
 ZeRO          own_shards, gather_shards_start, zero3
@@ -27,9 +27,11 @@ from funcops.distributed.async_collectives import finish as finish
 from funcops.distributed.async_collectives import gather_start as gather_start
 from funcops.distributed.async_collectives import scatter_sum_start as scatter_sum_start
 from funcops.distributed.async_collectives import sum_over_start as sum_over_start
+from funcops.distributed.checkpoint import Saving as Saving
 from funcops.distributed.checkpoint import is_saved as is_saved
 from funcops.distributed.checkpoint import load as load
 from funcops.distributed.checkpoint import save as save
+from funcops.distributed.checkpoint import save_start as save_start
 from funcops.distributed.data import Reducing as Reducing
 from funcops.distributed.data import part_axes as part_axes
 from funcops.distributed.data import reduce_start as reduce_start

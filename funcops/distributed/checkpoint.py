@@ -16,6 +16,7 @@ import os
 import pickle
 import secrets
 import shutil
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -74,33 +75,100 @@ def save(tree: Any, path: str | os.PathLike[str], specs: Specs, mesh: Mesh) -> N
     ...
     ({'w': tensor([3.])}, {'w': tensor([0., 1., 2., 3.])})
     """
-    require_type("save", "path", path, str, os.PathLike)
+    saving = _begun("save", tree, path, specs, mesh)
+    saving.write()
+    saving.finish()
+
+
+def save_start(tree: Any, path: str | os.PathLike[str], specs: Specs, mesh: Mesh) -> Saving:
+    """Begin to `save`: the tensors that this rank writes are copied to the CPU, so that they may change, and a thread writes them.
+    `finish()` of what it returns waits for all ranks, and puts the folder in place; until then `path` has the checkpoint from
+    before. All ranks must call both, in the same order as what else they send. Raises as `save`, and `finish()` raises `OSError`
+    on every rank if one could not write.
+
+    >>> import tempfile, torch
+    >>> from funcops import dist
+    >>> alone, w = dist.Mesh.abstract({"dp": 1}, rank=0), torch.arange(2.0)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saving = dist.save_start({"w": w}, f"{folder}/a", {}, alone)
+    ...     w += 1                                              # the next step
+    ...     saving.finish()
+    ...     dist.load(f"{folder}/a", {"w": w}, {}, alone)
+    ...
+    {'w': tensor([0., 1.])}
+    """
+    saving = _begun("save_start", tree, path, specs, mesh)
+    saving.copy()
+    saving.thread.start()
+    return saving
+
+
+class Saving:
+    """A checkpoint that is being written, from `save_start`."""
+
+    def __init__(
+        self, mesh: Mesh, named: dict[str, Any], leaves: Any, beside: Path, target: Path, plans: tuple[Any, Any, Any]
+    ) -> None:
+        self.mesh, self.named, self.leaves, self.beside, self.target = mesh, named, leaves, beside, target
+        self.writer, all_plans, self.metadata = plans
+        self.plan = all_plans[mesh.rank]
+        self.thread = threading.Thread(target=self.write, daemon=True)
+        self.written: Any = None
+        self.error: Exception | None = None
+
+    def copy(self) -> None:
+        """Copy the tensors that this rank writes."""
+        wanted = {item.index.fqn for item in self.plan.items}
+        self.named = {
+            name: t.detach().to("cpu", copy=True) if isinstance(t, Tensor) else t
+            for name, t in self.named.items()
+            if name in wanted
+        }
+
+    def write(self) -> None:
+        """Write this rank's file, and nothing to other ranks."""
+        try:
+            if not self.target.parent.is_dir():
+                raise FileNotFoundError(f"save: path must be in an existing folder, got {os.fspath(self.target)!r}")
+            self.writer.prepare_local_plan(self.plan)  # creates the folder
+            self.written = self.writer.write_data(self.plan, _Given(self.named, self.leaves)).wait()
+        except Exception as error:
+            self.error = error
+
+    def finish(self) -> None:
+        """Wait until all ranks have written, and put the checkpoint in place."""
+        if self.thread.ident is not None:
+            self.thread.join()
+
+        def written() -> Any:
+            if self.error is not None:
+                raise self.error
+            return self.written
+
+        def place() -> None:
+            if self.mesh.rank == 0:
+                self.writer.finish(self.metadata, results)
+                put_in_place(self.beside, self.target)
+
+        try:
+            results = _together(self.mesh, written)
+            _together(self.mesh, place)
+        except BaseException:
+            if self.mesh.rank == 0:
+                shutil.rmtree(self.beside, ignore_errors=True)
+            raise
+
+
+def _begun(where: str, tree: Any, path: str | os.PathLike[str], specs: Specs, mesh: Mesh) -> Saving:
+    """Agree on who writes what; nothing is written yet."""
+    require_type(where, "path", path, str, os.PathLike)
     named, found = _by_path("save", tree, specs, mesh)
     said = _together(mesh, lambda: (secrets.token_hex(8), _described(named, found, mesh)))
     leaves = [one for _, one in said]
     _check_alike(leaves, mesh)
     target = Path(os.path.realpath(path))
     beside = target.with_name(f".{target.name}.{said[0][0]}.part")
-    writer, plans, metadata = _plans(leaves, mesh, beside)
-
-    def write() -> Any:
-        if not target.parent.is_dir():
-            raise FileNotFoundError(f"save: path must be in an existing folder, got {os.fspath(path)!r}")
-        writer.prepare_local_plan(plans[mesh.rank])  # creates the folder
-        return writer.write_data(plans[mesh.rank], _Given(named, leaves[mesh.rank])).wait()
-
-    def finish() -> None:
-        if mesh.rank == 0:
-            writer.finish(metadata, results)
-            put_in_place(beside, target)
-
-    try:
-        results = _together(mesh, write)
-        _together(mesh, finish)
-    except BaseException:
-        if mesh.rank == 0:
-            shutil.rmtree(beside, ignore_errors=True)
-        raise
+    return Saving(mesh, named, leaves[mesh.rank], beside, target, _plans(leaves, mesh, beside))
 
 
 def load(path: str | os.PathLike[str], like: T, specs: Specs, mesh: Mesh) -> T:

@@ -48,19 +48,53 @@ def test_values_that_differ_between_ranks_are_refused(tmp_path):
             dist.save({"step": mesh.rank // 2}, tmp_path / "a", {}, mesh)
         return str(raised.value)
 
-    said = f"save: step must be the same on ranks 0 and 2, or sharded by an axis in its spec, got other values (its spec is {Spec()})"
+    said = (
+        f"save: step must be the same on ranks 0 and 2, or sharded by an axis in its spec, got other values (its spec is {Spec()})"
+    )
     assert run_ranks({"dp": 2, "tp": 2}, write) == [said] * 4
 
 
 def test_a_number_and_a_tensor_are_not_taken_for_each_other(tmp_path):
     dist.save({"a": 3, "b": torch.ones(2)}, tmp_path / "a", {}, ONE)
-    for like, said in (({"a": torch.ones(()), "b": torch.ones(2)}, r"a float32\[\]"), ({"a": 1, "b": 2}, "b, a number or a string")):
+    for like, said in (
+        ({"a": torch.ones(()), "b": torch.ones(2)}, r"a float32\[\]"),
+        ({"a": 1, "b": 2}, "b, a number or a string"),
+    ):
         with pytest.raises(CheckpointError, match=rf"must hold exactly the leaves of like, got\n  missing: {said}"):
             dist.load(tmp_path / "a", like, {}, ONE)
     with pytest.raises(ValueError, match=r"^save: the spec of a must be one that shards nothing \(the leaf is not a tensor\)"):
         dist.save({"a": 3}, tmp_path / "b", {"a": Spec("tp", 0)}, ONE)
     with pytest.raises(TypeError, match="a must be a plain tensor|a must be a tensor"):
         dist.save({"a": object()}, tmp_path / "b", {}, ONE)
+
+
+def test_a_save_in_the_background_has_the_values_from_its_start(tmp_path, monkeypatch):
+    """The old checkpoint stays until `finish`, and if a rank cannot write."""
+    specs = {"w": Spec("tp", 0)}
+
+    def write(mesh):
+        own = {"w": torch.full((2, 3), float(mesh["tp"].rank)), "b": torch.ones(2), "step": 1}
+        dist.save(own, tmp_path / "a", specs, mesh)
+        saving = dist.save_start({**own, "b": 2 * own["b"], "step": 2}, tmp_path / "a", specs, mesh)
+        own["w"].fill_(9.0)
+        before = dist.load(tmp_path / "a", own, specs, mesh)["step"]
+        saving.finish()
+        return before, dist.load(tmp_path / "a", own, specs, mesh)
+
+    for rank, (before, found) in enumerate(run_ranks({"dp": 2, "tp": 2}, write)):
+        assert (before, found["step"], found["b"].tolist()) == (1, 2, [2, 2]) and bool((found["w"] == rank % 2).all())
+
+    def full(self, plan, planner):
+        raise OSError("no space is left")
+
+    def fails(mesh):
+        saving = dist.save_start({"w": torch.ones(2, 3)}, tmp_path / "a", specs, mesh)
+        with pytest.raises(OSError, match="no space is left"):
+            saving.finish()
+        return dist.load(tmp_path / "a", {"w": torch.ones(2, 3), "b": torch.ones(2), "step": 0}, specs, mesh)["step"]
+
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", full)
+    assert run_ranks({"dp": 2, "tp": 2}, fails) == [2] * 4 and [one.name for one in tmp_path.iterdir()] == ["a"]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -78,6 +78,11 @@ DIST = {
         {"specs": WRONG_SPECS, "path": (Path("no such") / "folder",)},
         {("tree", "{'weight': complex64[2, 4]}"): "of any dtype"},
     ),
+    "dist.save_start": Row(
+        lambda: {"tree": {"weight": x()}, "path": saved(), "specs": SPECS, "mesh": dist.Mesh(axes=(ALONE,))},
+        {"specs": WRONG_SPECS},
+        {("tree", "{'weight': complex64[2, 4]}"): "of any dtype"},
+    ),
     "dist.load": Row(
         lambda: {"path": saved(), "like": {"weight": x()}, "specs": SPECS, "mesh": dist.Mesh(axes=(ALONE,))}, {"specs": WRONG_SPECS}
     ),
