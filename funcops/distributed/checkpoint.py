@@ -126,10 +126,8 @@ class Saving:
         }
 
     def write(self) -> None:
-        """Write this rank's file, and nothing to other ranks."""
+        """Write this rank's file; nothing is sent."""
         try:
-            if not self.target.parent.is_dir():
-                raise FileNotFoundError(f"save: path must be in an existing folder, got {os.fspath(self.target)!r}")
             self.writer.prepare_local_plan(self.plan)  # creates the folder
             self.written = self.writer.write_data(self.plan, _Given(self.named, self.leaves)).wait()
         except Exception as error:
@@ -163,10 +161,16 @@ def _begun(where: str, tree: Any, path: str | os.PathLike[str], specs: Specs, me
     """Agree on who writes what; nothing is written yet."""
     require_type(where, "path", path, str, os.PathLike)
     named, found = _by_path("save", tree, specs, mesh)
-    said = _together(mesh, lambda: (secrets.token_hex(8), _described(named, found, mesh)))
+    target = Path(os.path.realpath(path))
+
+    def described() -> tuple[str, dict[str, _LeafShards]]:
+        if not target.parent.is_dir():
+            raise FileNotFoundError(f"save: path must be in an existing folder, got {os.fspath(path)!r}")
+        return secrets.token_hex(8), _described(named, found, mesh)
+
+    said = _together(mesh, described)
     leaves = [one for _, one in said]
     _check_alike(leaves, mesh)
-    target = Path(os.path.realpath(path))
     beside = target.with_name(f".{target.name}.{said[0][0]}.part")
     return Saving(mesh, named, leaves[mesh.rank], beside, target, _plans(leaves, mesh, beside))
 

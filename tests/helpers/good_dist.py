@@ -80,7 +80,7 @@ DIST = {
     ),
     "dist.save_start": Row(
         lambda: {"tree": {"weight": x()}, "path": saved(), "specs": SPECS, "mesh": dist.Mesh(axes=(ALONE,))},
-        {"specs": WRONG_SPECS},
+        {"specs": WRONG_SPECS, "path": (Path("no such") / "folder",)},
         {("tree", "{'weight': complex64[2, 4]}"): "of any dtype"},
     ),
     "dist.load": Row(
