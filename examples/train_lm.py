@@ -41,7 +41,7 @@ from funcops.low_precision import quantize_params, recipe_init
 from funcops.models import SamplingConfig, generate
 from funcops.optim import AdamWConfig, adamw_init, decay_mask, warmup_cosine
 from funcops.precision import nonfinite
-from funcops.trees import tensors
+from funcops.trees import tensors, tree_map_tensors
 
 VALIDATION_WINDOWS = 256
 MOST_SKIPPED = 10
@@ -126,7 +126,11 @@ class Run:
         self.state = State(adamw_init(ranks.shards(self.params), self.s.optimiser), self.first_scales())
         self.seconds = 0.0
         if args.resume:
-            self.params, self.state, self.done, self.rows = load_run(args.out, self.params, self.state, kept_flags(args), ranks)
+            like = tree_map_tensors(lambda t: t.to("meta"), (self.params, self.state.optimiser))
+            self.params, self.state = None, State(None, self.state.scales)  # freed, before as much is read
+            like = like[0], State(like[1], self.state.scales)
+            loaded = load_run(args.out, *like, kept_flags(args), ranks, args.device)
+            self.params, self.state, self.done, self.rows = loaded
             self.seconds = self.rows[-1].seconds if self.rows else 0.0
         self.val = [t.to(args.device) for t in windows(corpus.held_out, count=VALIDATION_WINDOWS, context=args.context)]
         self.step_fn = train_step

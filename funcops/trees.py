@@ -113,7 +113,7 @@ def elements(tree: Any) -> dict[str, list[str]]:
     >>> from funcops.optim import AdamWConfig, adamw_init
     >>> from funcops.trees import elements
     >>> elements({"state": adamw_init({"w": torch.ones(2), "none": None, "b": torch.ones(1)}, AdamWConfig())})
-    {'state.step': ['w', 'b']}
+    {'state.step': ['b', 'w']}
     """
     found = {}
     for path, node in paths(tree, is_leaf=lambda node: type(node) in _each_of).items():

@@ -80,9 +80,11 @@ def _write(path: Path, names: Any, rows: Any) -> None:
     os.replace(partial, path)
 
 
-def load_run(folder: Path, params: Any, state: State, settings: dict[str, Any], ranks: Ranks) -> tuple[Any, State, int, list[Row]]:
-    """This rank's params and state, the number of steps done, and the rows so far. Raises `RunError` that names a setting that
-    differs, or a file that is not a run's checkpoint. All ranks must call it."""
+def load_run(
+    folder: Path, params: Any, state: State, settings: dict[str, Any], ranks: Ranks, device: Any
+) -> tuple[Any, State, int, list[Row]]:
+    """This rank's params and state on a device, from the shapes of `params` and `state`, the number of steps done, and the rows so
+    far. Raises `RunError` that names a setting that differs, or a file that is not a run's checkpoint. All ranks must call it."""
     one, many = folder / ONE, folder / MANY
     of_one = one.exists() and not (dist.is_saved(many) and _newer(many, one))
     path = one if of_one else many
@@ -91,9 +93,10 @@ def load_run(folder: Path, params: Any, state: State, settings: dict[str, Any], 
         before, rows, step = json.loads(metadata["settings"]), json.loads(metadata["rows"]), int(metadata["step"])
         _check_settings(before, settings)
         params, state = (_loaded_of_one if of_one else _loaded)(path, params, state, ranks)
+        params, optimiser = tree_map_tensors(lambda t: t.to(device), (params, state.optimiser))
     except (CheckpointError, OSError, KeyError, ValueError) as error:
         raise RunError(f"--resume: expected a checkpoint of this program, got {str(path)!r} ({_one_line(error)})") from error
-    return params, state, step, [Row(*row) for row in rows]
+    return params, state._replace(optimiser=optimiser), step, [Row(*row) for row in rows]
 
 
 def _newer(many: Path, one: Path) -> bool:
@@ -115,7 +118,7 @@ def _metadata_of(path: Path) -> dict[str, str]:
 
 def _loaded(path: Path, params: Any, state: State, ranks: Ranks) -> tuple[Any, State]:
     """This rank's parts from the folder of several processes."""
-    like, specs = ranks.kept(*tree_map_tensors(lambda t: t.to("meta"), (params, state.optimiser)))
+    like, specs = ranks.kept(params, state.optimiser)
     like = {**like, "scales": state.scales, "run": dict.fromkeys(RUN, "")}
     found = dist.load(path, like, specs, ranks.mesh)
     params, optimiser = ranks.unkept(found)
@@ -127,12 +130,9 @@ def _loaded_of_one(path: Path, params: Any, state: State, ranks: Ranks) -> tuple
     if ranks.alone:
         kept = load(path, _kept(params, state))
         return kept["params"], State(kept["state"], kept["scales"])
-    some = tensors(params)[0]
-    like = chain.init(model(ranks.decoder), device="meta", dtype=some.dtype)
+    like = chain.init(model(ranks.decoder), device="meta", dtype=tensors(params)[0].dtype)
     kept = load(path, _kept(like, State(adamw_init(like, AdamWConfig()), state.scales)))
-    own = ranks.own(kept["params"]), ranks.own_state(kept["state"])
-    params, optimiser = tree_map_tensors(lambda t: t.to(some.device), own)
-    return params, State(optimiser, kept["scales"])
+    return ranks.own(kept["params"]), State(ranks.own_state(kept["state"]), kept["scales"])
 
 
 def _kept(params: Any, state: State) -> dict[str, Any]:

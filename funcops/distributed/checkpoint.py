@@ -252,6 +252,7 @@ def _by_path(where: str, tree: Any, specs: Specs, mesh: Mesh) -> tuple[dict[str,
 
 def is_saved(path: str | os.PathLike[str]) -> bool:
     """Whether a folder has a checkpoint that `load` reads; also beside it, if a save was killed before it could rename its folder.
+    Raises `TypeError` for a path that is neither a string nor a `PathLike`.
 
     >>> from funcops import dist
     >>> dist.is_saved("no such folder")

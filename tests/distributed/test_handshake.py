@@ -291,7 +291,7 @@ def told_apart(draw, sizes):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_a_step_runs_once_for_ranks_that_it_cannot_tell_apart(seed):
-    """Programs and faults equal those of a run for each rank, however reads depend on each other and on caches."""
+    """Programs and faults are as if it ran for each rank, however reads depend on each other and on caches."""
     draw = random.Random(seed)
     sizes = {"dp": 2, "pp": 3, "tp": 2, "cp": 2}
     step, runs = told_apart(draw, sizes)
