@@ -64,7 +64,8 @@ def draw_kept(path: str, rows: Sequence[Any]) -> None:
     found = {(row.case, row.provider): row.value for row in rows if row.metric == "kept"}
     with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "funcops", "font.size": 10}):
         figure = Figure(figsize=(7.6, 3.2), layout="constrained")
-        axes, place, ticks, named = figure.add_subplot(), 0.0, [], {}
+        axes, place, ticks = figure.add_subplot(), 0.0, []
+        named: dict[str, Any] = {}
         for case in BLOCKS:
             first = place
             for provider, (name, colour) in KEPT.items():
@@ -80,7 +81,9 @@ def draw_kept(path: str, rows: Sequence[Any]) -> None:
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
         axes.set_title("bytes kept for the backward, per token and unit of width (bfloat16)", fontsize=10, color=LEGIBLE)
-        figure.legend(named.values(), list(named), frameon=False, labelcolor=LEGIBLE, loc="outside lower center", ncols=len(named))
+        figure.legend(
+            list(named.values()), list(named), frameon=False, labelcolor=LEGIBLE, loc="outside lower center", ncols=len(named)
+        )
         figure.savefig(path, transparent=True, metadata={"Date": None} if path.endswith(".svg") else None)
 
 
