@@ -30,7 +30,8 @@ def torchrun(folder, text, out, *flags, kill=(0, -1), restarts=0):
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_here_and_on_another_mesh(tmp_path):
-    """Losses to 1e-12 of the run that was not killed; peaks below two thirds of one process's, and below half of them on tp 4."""
+    """Losses to 1e-12 of the run that was not killed. Before the first step, when params and state are made or read, a rank's peak
+    is below two thirds of one process's, on tp 4 below half of it; later there are also gradients in flight."""
     draw = random.Random(0)
     text = tmp_path / "text.txt"
     text.write_bytes((ROOT / "LICENSE").read_bytes()[:2100])
@@ -44,9 +45,9 @@ def test_a_killed_run_goes_on_here_and_on_another_mesh(tmp_path):
     command = [sys.executable, "-W", "ignore", "-c", ONE, *RUN, "--text", str(text), "--out", str(tmp_path / "one")]
     path = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'helpers'}:{HERE}"}
     alone = json.loads(subprocess.run(command, env=path, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
-    for most, peaks in ((0.67, halves), (0.5, quarters)):
+    for most, peaks in (((0.67, 1.0), halves), ((0.5, 0.8), quarters)):
         for peak in peaks:
-            assert all(own < most * of_one for own, of_one in zip(peak, alone, strict=True)), (most, peaks, alone)
+            assert all(own < share * of_one for own, share, of_one in zip(peak, most, alone, strict=True)), (most, peaks, alone)
 
 
 ONE = "import json, sys, killed_run; print(json.dumps(killed_run.measured(0, -1, sys.argv[1:])[1:]))"
