@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from lm.check import largest_relative_error
 from lm.data import Corpus, TextError, batch, load_corpus, trigram_loss, windows
-from lm.flags import CHECKPOINT, parse
+from lm.flags import parse
 from lm.kept import policy_of, say_what_is_kept, say_what_rounding_does
 from lm.model import init, model
 from lm.ranks import AXES, Ranks, leave, quiet, started
-from lm.results import Row, RunError, check_writable, load_run, plot, plot_load, save_run, shares, text_of, texts
+from lm.results import MANY, ONE, Row, RunError, check_writable, load_run, plot, plot_load, save_run, shares, text_of, texts
 from lm.step import Settings, State, evaluate, loss_and_grads, train_step, written_step
 from torch import Tensor
 from tqdm import tqdm
@@ -41,7 +41,7 @@ from funcops.low_precision import quantize_params, recipe_init
 from funcops.models import SamplingConfig, generate
 from funcops.optim import AdamWConfig, adamw_init, decay_mask, warmup_cosine
 from funcops.precision import nonfinite
-from funcops.trees import tensors
+from funcops.trees import tensors, tree_map_tensors
 
 VALIDATION_WINDOWS = 256
 MOST_SKIPPED = 10
@@ -93,11 +93,12 @@ def sample(params: Any, prompt: Tensor, args: Any, scales: Any = None) -> Iterat
 
 
 class Interrupt:
-    """Turns Ctrl-C into a flag that the loop reads between steps, so that every step is completed."""
+    """Turns Ctrl-C, and SIGTERM, with which schedulers end a job, into a flag that the loop reads between steps, so that every step
+    is completed, and saved."""
 
     def __enter__(self) -> Interrupt:
         self.asked = False
-        self.before = signal.signal(signal.SIGINT, self.ask)
+        self.before = {one: signal.signal(one, self.ask) for one in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def ask(self, *_: Any) -> None:
@@ -106,7 +107,8 @@ class Interrupt:
         self.asked = True
 
     def __exit__(self, *_: Any) -> None:
-        signal.signal(signal.SIGINT, self.before)
+        for one, before in self.before.items():
+            signal.signal(one, before)
 
 
 class Run:
@@ -116,17 +118,20 @@ class Run:
         ranks = Ranks.one(args) if ranks is None else ranks
         dtype = torch.promote_types(args.dtype, torch.float32)
         self.args, self.corpus, self.ranks = args, corpus, ranks
-        self.params = init(args.decoder, seed=args.seed, dtype=dtype, device=args.device)
-        self.count = sum(t.numel() for t in tensors(self.params))
+        self.params = ranks.init(args, dtype)
+        self.count = sum(t.numel() for t in tensors(chain.init(model(args.decoder), device="meta")))
         op, self.policy = policy_of(args, ranks)
-        self.s = settings_of(args, ranks.own(self.params), ranks, op)
+        self.s = settings_of(args, self.params, ranks, op)
         self.done, self.skipped, self.rows = 0, 0, list[Row]()
-        self.state = State(adamw_init(self.params, self.s.optimiser), self.first_scales())
+        self.state = State(adamw_init(ranks.shards(self.params), self.s.optimiser), self.first_scales())
         self.seconds = 0.0
         if args.resume:
-            self.params, self.state, self.done, self.rows = load_run(args.out, self.params, self.state, kept_flags(args))
+            like = tree_map_tensors(lambda t: t.to("meta"), (self.params, self.state.optimiser))
+            self.params, self.state = None, State(None, self.state.scales)  # freed, before as much is read
+            like = like[0], State(like[1], self.state.scales)
+            loaded = load_run(args.out, *like, kept_flags(args), ranks, args.device)
+            self.params, self.state, self.done, self.rows = loaded
             self.seconds = self.rows[-1].seconds if self.rows else 0.0
-        self.params, self.state = ranks.own(self.params), self.state._replace(optimiser=ranks.own_state(self.state.optimiser))
         self.val = [t.to(args.device) for t in windows(corpus.held_out, count=VALIDATION_WINDOWS, context=args.context)]
         self.step_fn = train_step
         self.captured: Any = None
@@ -136,10 +141,9 @@ class Run:
         """The first scales of a recipe that has some, from a step that is thrown away: at scales of 1 small values would vanish."""
         if self.s.recipe is None or not self.s.recipe.delayed:
             return {}
-        params = self.ranks.own(self.params)
-        scales = recipe_init(self.s.model, params)
-        amaxes = loss_and_grads(params, *self.batch(), self.s, scales).amaxes
-        return recipe_init(self.s.model, params, amaxes=amaxes)
+        scales = recipe_init(self.s.model, self.params)
+        amaxes = loss_and_grads(self.params, *self.batch(), self.s, scales).amaxes
+        return recipe_init(self.s.model, self.params, amaxes=amaxes)
 
     def batch(self) -> tuple[Tensor, Tensor]:
         a = self.args
@@ -198,24 +202,26 @@ class Run:
 
     def save(self) -> bool:
         """Write checkpoint, metrics and picture, each whole or not at all. If one cannot be written, the run goes on, and the
-        earlier file stays. Returns whether the checkpoint is written. The checkpoint is the same as one process's, on any mesh."""
-        params, state = self.ranks.whole(self.params), self.state._replace(optimiser=self.ranks.whole_state(self.state.optimiser))
-        return not self.ranks.any(self.ranks.first and not self.write(params, state))
-
-    def write(self, params: Any, state: State) -> bool:
+        earlier file stays. Returns whether the checkpoint is written. Each rank writes its own part, which any mesh reads."""
         a, saved = self.args, True
         try:
-            save_run(a.out, params, state, self.done, self.rows, kept_flags(a))
+            save_run(a.out, self.params, self.state, self.done, self.rows, kept_flags(a), self.ranks)
         except OSError as error:
             saved = False
-            tqdm.write(f"train_lm.py: step {self.done} is not saved: {error}", file=sys.stderr)
+            if self.ranks.first:
+                tqdm.write(f"train_lm.py: step {self.done} is not saved: {error}", file=sys.stderr)
+        if self.ranks.first:
+            self.draw()
+        return not self.ranks.any(not saved)
+
+    def draw(self) -> None:
+        a = self.args
         try:
             plot(a.out, self.rows, self.baseline)
             plot_load(a.out, self.rows)
         except (OSError, ImportError) as error:
             drawn = "loss.png is" if a.experts is None else "loss.png or load.png is"
             tqdm.write(f"train_lm.py: {drawn} not written: {error}", file=sys.stderr)
-        return saved
 
     def say_load(self) -> None:
         """Print the load of the experts since the last evaluation."""
@@ -276,14 +282,15 @@ def train(args: Any, ranks: Ranks) -> int:
     except FloatingPointError as error:
         print(f"train_lm.py: {error}", file=sys.stderr)
         return 1
+    checkpoint = args.out / (ONE if ranks.alone else MANY)
     if run.done < args.steps:
-        print(f"stopped after step {run.done}" + (f"; --resume goes on from {args.out / CHECKPOINT}" if saved else ""))
+        print(f"stopped after step {run.done}" + (f"; --resume goes on from {checkpoint}" if saved else ""))
         return 0 if saved else 1
     last = run.rows[-1]
     print(f"held-out loss {last.val_loss:.4f} nats per byte after {last.seconds:.1f} s of training (trigram {run.baseline:.3f})")
     if saved:
         pictures = f"{args.out / 'loss.png'}, " + ("" if args.experts is None else f"{args.out / 'load.png'}, ")
-        print(f"wrote {pictures}{args.out / 'metrics.csv'} and {args.out / CHECKPOINT}")
+        print(f"wrote {pictures}{args.out / 'metrics.csv'} and {checkpoint}")
     if args.recipe is not None and ranks.alone:
         say_what_rounding_does(run.params, *run.batch(), run.s)
     if args.sample:

@@ -47,6 +47,7 @@ from funcops.distributed import RowLinearResiduals as RowLinearResiduals
 from funcops.distributed import RowQLinearConfig as RowQLinearConfig
 from funcops.distributed import RowQLinearPending as RowQLinearPending
 from funcops.distributed import RowQLinearResiduals as RowQLinearResiduals
+from funcops.distributed import Saving as Saving
 from funcops.distributed import ScatterSumConfig as ScatterSumConfig
 from funcops.distributed import ScatterSumResiduals as ScatterSumResiduals
 from funcops.distributed import ShardedConfig as ShardedConfig
@@ -124,6 +125,7 @@ from funcops.distributed import dispatch_fwd as dispatch_fwd
 from funcops.distributed import dispatch_init as dispatch_init
 from funcops.distributed import dispatch_wgrad as dispatch_wgrad
 from funcops.distributed import finish as finish
+from funcops.distributed import fsdp_specs as fsdp_specs
 from funcops.distributed import gather as gather
 from funcops.distributed import gather_bwd as gather_bwd
 from funcops.distributed import gather_dgrad as gather_dgrad
@@ -141,6 +143,8 @@ from funcops.distributed import gather_wgrad as gather_wgrad
 from funcops.distributed import global_norm as global_norm
 from funcops.distributed import handshake as handshake
 from funcops.distributed import init as init
+from funcops.distributed import init_tree as init_tree
+from funcops.distributed import is_saved as is_saved
 from funcops.distributed import load as load
 from funcops.distributed import own_shards as own_shards
 from funcops.distributed import parallel as parallel
@@ -179,6 +183,7 @@ from funcops.distributed import row_qlinear_fwd as row_qlinear_fwd
 from funcops.distributed import row_qlinear_init as row_qlinear_init
 from funcops.distributed import row_qlinear_wgrad as row_qlinear_wgrad
 from funcops.distributed import save as save
+from funcops.distributed import save_start as save_start
 from funcops.distributed import scatter_sum as scatter_sum
 from funcops.distributed import scatter_sum_bwd as scatter_sum_bwd
 from funcops.distributed import scatter_sum_dgrad as scatter_sum_dgrad

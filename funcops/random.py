@@ -179,9 +179,11 @@ def uniform(
     high: float = 1.0,
     dtype: torch.dtype | None = None,
     device: Any = None,
+    ranges: Sequence[Ranges] | None = None,
 ) -> Tensor:
     """Uniform in [low, high) from 32 random bits per element (24 if the dtype is narrower than float64). A value that
-    rounding would put outside becomes the nearest one inside. Raises `ValueError` if the dtype has no value inside.
+    rounding would put outside becomes the nearest one inside. `ranges`: draw only this part of the tensor of `shape`, as in
+    `bits_of`. Raises `ValueError` if the dtype has no value inside.
 
     >>> from funcops.random import key, uniform
     >>> draws = uniform(key(0), (1000,), low=-1.0, high=3.0)
@@ -190,11 +192,14 @@ def uniform(
     """
     dtype = _check_draw("random.uniform", shape, dtype, device, low=low, high=high)
     first, last = _inside("random.uniform", low, high, dtype)
+    if ranges is not None:
+        _check_ranges("random.uniform", shape, ranges)
+    own = shape if ranges is None else [sum(n for _, n in pieces) for pieces in ranges]
     if key is None:
-        return _empty("random.uniform", shape, dtype, device)
+        return _empty("random.uniform", own, dtype, device)
     check_key("random.uniform", key)
     if _no_values(device):
-        return torch.empty(tuple(shape), dtype=dtype, device="meta")
+        return torch.empty(tuple(own), dtype=dtype, device="meta")
     key, n = key.to(device) if device is not None else key, math.prod(shape)
 
     def values(starts: Tensor | None, length: int) -> Tensor:
@@ -202,7 +207,8 @@ def uniform(
         unit = words.to(torch.float64) * 2.0**-32 if dtype is torch.float64 else (words >> 8).to(torch.float32) * 2.0**-24
         return (low + (high - low) * unit).clamp_(first, last).to(dtype)
 
-    return _drawn(_Draw(tuple(shape), dtype, key.device, values))
+    draw = _Draw(tuple(shape), dtype, key.device, values)
+    return _drawn(draw) if ranges is None else draw.part(ranges)
 
 
 def normal(

@@ -59,11 +59,13 @@ FIELDS: dict[type, tuple[tuple[str, ...], ...]] = {}  # for each node class, the
 T = TypeVar("T")
 
 
-def leaf(shape: str, gradient: bool = True) -> Any:
+def leaf(shape: str, gradient: bool = True, each_of: str = "") -> Any:
     """A tensor field of a tree, None by default; `shape` documents it, as in `"[out, in]"`. `gradient`: whether it can have a
-    gradient. Raises `TypeError` if `gradient` is not a bool."""
+    gradient. `each_of`: another field, a tree, for each tensor of which this one has an element, in the tree's order. Raises
+    `TypeError` if `gradient` is not a bool, or `each_of` not a string."""
     require_flag("leaf", gradient=gradient)
-    return dataclasses.field(default=None, metadata={"shape": shape, "gradient": gradient})
+    require_type("leaf", "each_of", each_of, str)
+    return dataclasses.field(default=None, metadata={"shape": shape, "gradient": gradient, "each_of": each_of})
 
 
 def static(default: Any = None) -> Any:
@@ -93,10 +95,31 @@ def tree(cls: type[T]) -> type[T]:
     constant = [f.name for f in dataclasses.fields(made) if not f.metadata.get("gradient", True)]  # type: ignore[arg-type]
     if constant:
         _constant[made] = constant
+    each = {f.name: f.metadata["each_of"] for f in dataclasses.fields(made) if f.metadata.get("each_of")}  # type: ignore[arg-type]
+    if each:
+        _each_of[made] = each
     return made
 
 
 _constant: dict[type, list[str]] = {}  # for each class, the leaves that never have a gradient
+_each_of: dict[type, dict[str, str]] = {}  # for each class, the fields with an element for each tensor of another field
+
+
+def elements(tree: Any) -> dict[str, list[str]]:
+    """Find each leaf that has an element for each tensor of another field (`leaf(each_of=)`); return, by its path, the paths of
+    these tensors in that field.
+
+    >>> import torch
+    >>> from funcops.optim import AdamWConfig, adamw_init
+    >>> from funcops.trees import elements
+    >>> elements({"state": adamw_init({"w": torch.ones(2), "none": None, "b": torch.ones(1)}, AdamWConfig())})
+    {'state.step': ['b', 'w']}
+    """
+    found = {}
+    for path, node in paths(tree, is_leaf=lambda node: type(node) in _each_of).items():
+        for name, other in _each_of.get(type(node), {}).items():
+            found[join_path(path, name)] = [inner for inner, t in paths(getattr(node, other)).items() if t is not None]
+    return found
 
 
 def constant_paths(tree: Any) -> set[str]:

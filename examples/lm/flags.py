@@ -15,6 +15,7 @@ from funcops.low_precision import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed
 from lm.model import described, model
 from lm.piped import SCHEDULES, roles
 from lm.ranks import sizes_of
+from lm.results import holds_run
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 RECIPES = {"fp8_block": Fp8Block, "fp8_current": Fp8Current, "fp8_delayed": Fp8Delayed, "mxfp8": MXFP8, "nvfp4": NVFP4}
@@ -34,7 +35,6 @@ PIPED = {
 OVERLAPS = ("none", "bulk", "ring")
 
 RUNS = Path("runs")
-CHECKPOINT = "checkpoint.safetensors"
 
 NUMBERS: dict[str, tuple[tuple[str, type, object, str], ...]] = {
     "model": (
@@ -63,7 +63,14 @@ def _parser() -> argparse.ArgumentParser:
     data = parser.add_argument_group("data and results")
     data.add_argument("--text", help="a file or a folder (default: the standard library's own sources)")
     data.add_argument("--out", type=Path, help="where results go (default: runs/lm, or runs/lm-2, ... if that has a run)")
-    data.add_argument("--resume", action="store_true", help="resume from the checkpoint in --out (default: in the latest run)")
+    data.add_argument(
+        "--resume",
+        nargs="?",
+        const="yes",
+        choices=("yes", "auto"),
+        help="resume from the checkpoint in --out (default: in the latest run); auto: if there is one, else begin (for torchrun "
+        "--max-restarts)",
+    )
     data.add_argument("--force", action="store_true", help="overwrite the run in --out")
     data.add_argument(
         "--stop-at", type=int, metavar="STEP", help="save and stop after this step, as Ctrl-C would (default: --steps)"
@@ -248,6 +255,8 @@ def _check_mesh(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
 
 def _check_out(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Choose --out; an existing run is overwritten only with --force."""
+    begins = args.resume == "auto"
+    args.resume = args.resume is not None
     if args.resume and args.force:
         parser.error("--force: expected without --resume, which continues the run")
     if args.out is None:
@@ -256,10 +265,11 @@ def _check_out(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
         args.out = RUNS / "lm" if fresh else found[-1] if args.resume else RUNS / f"lm-{_number(found[-1]) + 1}"
     if args.out.exists() and not args.out.is_dir():
         parser.error(f"--out: expected a folder, got {str(args.out)!r}, which is a file")
-    holds_run = (args.out / CHECKPOINT).exists()
-    if args.resume and not holds_run:
+    there = holds_run(args.out)
+    args.resume = args.resume and (there or not begins)
+    if args.resume and not there:
         parser.error(f"--resume: expected a checkpoint in --out {str(args.out)!r}, got none")
-    if holds_run and not (args.resume or args.force or args.check):
+    if there and not (args.resume or args.force or args.check):
         parser.error(
             f"--out: expected a folder without a run, got {str(args.out)!r}: --resume goes on with it, --force writes over it"
         )
@@ -267,8 +277,7 @@ def _check_out(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
 
 def _runs() -> list[Path]:
     """The folders runs/lm, runs/lm-2, ... that contain a run, in order."""
-    found = [path.parent for path in RUNS.glob(f"lm*/{CHECKPOINT}") if _number(path.parent)]
-    return sorted(found, key=_number)
+    return sorted([folder for folder in RUNS.glob("lm*") if _number(folder) and holds_run(folder)], key=_number)
 
 
 def _number(folder: Path) -> int:

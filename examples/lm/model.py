@@ -91,20 +91,22 @@ def left_out(recipe: Recipe, cfg: DecoderConfig) -> tuple[str, ...]:
     return ("*.gate",) * (cfg.moe is not None) + ("*.down",) * (recipe.x.element == "e2m1")
 
 
-def init(cfg: DecoderConfig, *, seed: int, dtype: torch.dtype, device: Any) -> dict[str, Any]:
-    """Params with normal matrices of variance 1/fan_in; matrices that write into the stream are also divided by sqrt(2 layers)."""
+def init(cfg: DecoderConfig, *, seed: int, dtype: torch.dtype, device: Any = None) -> dict[str, Any]:
+    """Params, drawn on the CPU, with normal matrices of variance 1/fan_in; matrices that write into the stream are also divided by
+    sqrt(2 layers)."""
     params = chain.init(model(cfg), key=random.key(seed), dtype=dtype, device="cpu")
     into_stream = (2 * cfg.layers) ** -0.5
 
     def draw(path: str, t: Tensor | None) -> Tensor | None:
         if t is None or t.dim() < 2:
-            return None if t is None else t.to(device)
+            return t if t is None or device is None else t.to(device)
         std = t.shape[-1] ** -0.5
         if path == "embed.weight":
             std = std if cfg.tied else 0.5
         elif path.endswith(("out.weight", "down.weight")):
             std *= into_stream
         key = random.fold_in(random.key(seed + 1), random.path_id(path))
-        return random.normal(key, tuple(t.shape), std=std, dtype=dtype).to(device)
+        drawn = random.normal(key, tuple(t.shape), std=std, dtype=dtype)
+        return drawn if device is None else drawn.to(device)
 
     return tree_map_with_path(draw, params)

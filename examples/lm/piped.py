@@ -17,7 +17,7 @@ from funcops.models import DecoderConfig
 from funcops.schedule import gpipe, one_f_one_b, zb_h1, zb_h2
 from funcops.trees import leaves, tree_map_tensors
 from lm.model import model, model_x
-from lm.stages import joined, split, staged
+from lm.stages import joined, layers_of, split, staged
 
 
 def roles(mesh: Mesh, decoder: DecoderConfig) -> dict[str, str]:
@@ -49,6 +49,27 @@ class Stages:
     def own(self, params: Any) -> dict[str, Any]:
         """The params of this rank's stage, from the whole model's."""
         return {self.name: split(params, self.decoder, self.axis.size)[self.name]}
+
+    @property
+    def layers(self) -> range:
+        """The layers of this rank's stage."""
+        return layers_of(self.decoder, self.axis.size)[self.axis.rank]
+
+    def named(self, own: dict[str, Any]) -> dict[str, Any]:
+        """The params of this rank's stage at the paths that they have in the whole model, with None for other stages' layers."""
+        stage, first = own[self.name], self.layers.start
+        return {**stage, "blocks": (*[None] * first, *stage["blocks"], *[None] * (self.decoder.layers - self.layers.stop))}
+
+    def unnamed(self, named: dict[str, Any]) -> dict[str, Any]:
+        return {self.name: {**named, "blocks": tuple(named["blocks"][i] for i in self.layers)}}
+
+    def path(self, path: str) -> str:
+        """The path in the whole model of a leaf of this rank's stage."""
+        path = path.removeprefix(f"{self.name}.")
+        if not path.startswith("blocks."):
+            return path
+        _, layer, rest = path.split(".", 2)
+        return f"blocks.{self.layers.start + int(layer)}.{rest}"
 
     def whole(self, own: dict[str, Any]) -> dict[str, Any]:
         """The params of the whole model on every rank, as a sum in which each leaf is zero on all ranks but one."""

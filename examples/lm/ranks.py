@@ -28,9 +28,10 @@ from torch import Tensor
 
 from funcops import ChainConfig, CrossEntropyConfig, chain, dist
 from funcops.dist import Axis, Mesh, Spec, parallel, specs_of
+from funcops.models import DecoderConfig
 from funcops.optim import AdamWState, balance, clip_by_global_norm
-from funcops.trees import tensors
-from lm.model import model
+from funcops.trees import tensors, tree_map_tensors
+from lm.model import init, model
 from lm.piped import Stages, roles
 
 AXES = ("pp", "dp", "ep", "cp", "tp")  # neighbours along the last axis are nearest to each other
@@ -88,7 +89,11 @@ def started(args: Any) -> Iterator[Ranks]:
         return
     if args.device.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.distributed.init_process_group("nccl" if args.device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    store, rank, world = next(torch.distributed.rendezvous("env://", timeout=TIMEOUT))
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):  # on one machine a restart finds the store of the start
+        store = torch.distributed.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    backend = "nccl" if args.device.type == "cuda" else "gloo"
+    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
     ranks = Ranks.of(Mesh.of(args.mesh, args.device.type), args)
     with contextlib.ExitStack() as stack:
         if not ranks.first:
@@ -113,6 +118,7 @@ class Ranks:
     shard, 1: the optimiser's state, 2: gradients, 3: params."""
 
     mesh: Mesh
+    decoder: DecoderConfig
     model: ChainConfig
     specs: Mapping[str, Spec] = dataclasses.field(default_factory=dict)
     like: Any = None
@@ -125,14 +131,14 @@ class Ranks:
             stages = Stages(mesh, args)
             specs = {path: spec for path, spec in specs_of(chain, stages.cfg).items() if path.startswith(f"{stages.name}.")}
             like = {stages.name: chain.init(stages.cfg, device="meta")[stages.name]}
-            return Ranks(mesh, stages.cfg, specs, like, stages, args.zero)
+            return Ranks(mesh, args.decoder, stages.cfg, specs, like, stages, args.zero)
         cfg = parallel(model(args.decoder, args.recipe), roles(mesh, args.decoder), mesh, overlap=args.overlap)
         shared = dist.zero3(cfg, mesh["dp"], dtype=args.dtype) if args.zero == 3 else cfg
-        return Ranks(mesh, shared, specs_of(chain, cfg), chain.init(cfg, device="meta"), None, args.zero)
+        return Ranks(mesh, args.decoder, shared, specs_of(chain, cfg), chain.init(cfg, device="meta"), None, args.zero)
 
     @staticmethod
     def one(args: Any) -> Ranks:
-        return Ranks(Mesh.abstract(dict.fromkeys(AXES, 1), 0), model(args.decoder, args.recipe))
+        return Ranks(Mesh.abstract(dict.fromkeys(AXES, 1), 0), args.decoder, model(args.decoder, args.recipe))
 
     def __post_init__(self) -> None:  # plain values, for torch.compile
         put, mesh = functools.partial(object.__setattr__, self), self.mesh
@@ -163,6 +169,13 @@ class Ranks:
         rows = self.rows(x, labels)
         counting = int((rows[1][:, 0] != IGNORED).sum()) if missing else len(rows[0])
         return rows, counting if self.cp is None else counting / self.cp.size
+
+    def of_first(self, text: str) -> str:
+        """The first rank's text, on all ranks."""
+        data = text.encode() if self.first else b""
+        sent = torch.zeros(int(self.total(len(data))), dtype=torch.int32)
+        sent[: len(data)] = torch.frombuffer(bytearray(data or b" "), dtype=torch.uint8)[: len(data)]
+        return bytes(self.summed(sent.to(self.mesh.device)).tolist()).decode()
 
     def total(self, value: float) -> float:
         """The sum of a number over all ranks, as a float."""
@@ -225,6 +238,34 @@ class Ranks:
     def gathered(self, shards: Any, like: Any) -> Any:
         """The params, gathered from the parts that each rank has updated."""
         return dist.finish(dist.gather_shards_start(shards, like, self.mesh["dp"])) if self.zero in (1, 2) else shards
+
+    @functools.cached_property
+    def held(self) -> Mapping[str, Spec]:
+        """How the ranks hold each leaf of the params between steps."""
+        return dist.fsdp_specs(self.like, self.specs, self.mesh) if self.zero == 3 else self.specs
+
+    def init(self, args: Any, dtype: torch.dtype) -> Any:
+        """This rank's part of one process's params; it draws no other."""
+
+        def make() -> Any:
+            whole = init(args.decoder, seed=args.seed, dtype=dtype)
+            return whole if self.stages is None else self.stages.own(whole)
+
+        return tree_map_tensors(lambda t: t.to(args.device), make() if self.alone else dist.init_tree(make, self.held, self.mesh))
+
+    def kept(self, params: Any, state: AdamWState) -> tuple[Any, dict[str, Spec]]:
+        """This rank's parts of params and state at the paths of one process's, and their specs."""
+        means: Mapping[str, Spec] = dist.fsdp_specs(self.like, self.specs, self.mesh) if self.zero else self.specs
+        named, path = (self.stages.named, self.stages.path) if self.stages is not None else (lambda tree: tree, lambda path: path)
+        specs = {f"params.{path(leaf)}": spec for leaf, spec in self.held.items()}
+        for name in ("exp_avg", "exp_avg_sq"):
+            specs |= {f"state.{name}.{path(leaf)}": spec for leaf, spec in means.items()}
+        return {"params": named(params), "state": AdamWState(state.step, named(state.exp_avg), named(state.exp_avg_sq))}, specs
+
+    def unkept(self, tree: Any) -> tuple[Any, AdamWState]:
+        """Params and state from what `kept` returned."""
+        back, state = self.stages.unnamed if self.stages is not None else lambda tree: tree, tree["state"]
+        return back(tree["params"]), AdamWState(state.step, back(state.exp_avg), back(state.exp_avg_sq))
 
     def own(self, params: Any, zero: bool = True) -> Any:
         """This rank's part of one process's params."""

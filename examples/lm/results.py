@@ -8,16 +8,27 @@ import itertools
 import json
 import math
 import os
+import shutil
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed.checkpoint
 from torch import Tensor
 
+from funcops import chain, dist
 from funcops.checkpoint import CheckpointError, load, read_metadata, save
+from funcops.optim import AdamWConfig, adamw_init
+from funcops.trees import tensors, tree_map_tensors
+from lm.model import model
+from lm.ranks import Ranks
 from lm.step import State
+
+ONE, MANY = "checkpoint.safetensors", "checkpoint"  # what one process writes, and several
+RUN = ("step", "settings", "rows")
 
 
 class RunError(Exception):
@@ -34,11 +45,26 @@ class Row(NamedTuple):
     load: list[list[int]] | None = None  # by layer and expert: how many of the step's choices it got
 
 
-def save_run(folder: Path, params: Any, state: State, step: int, rows: list[Row], settings: dict[str, Any]) -> None:
-    """Write checkpoint and metrics, each whole or not at all."""
+def holds_run(folder: Path) -> bool:
+    """Whether a folder has a checkpoint: one process's file, or the folder that several processes write."""
+    return (folder / ONE).exists() or dist.is_saved(folder / MANY)
+
+
+def save_run(folder: Path, params: Any, state: State, step: int, rows: list[Row], settings: dict[str, Any], ranks: Ranks) -> None:
+    """Write checkpoint and metrics, each whole or not at all. Each rank writes its own part of the checkpoint; all must call it."""
     folder.mkdir(parents=True, exist_ok=True)
     metadata = {"step": str(step), "settings": json.dumps(settings, sort_keys=True), "rows": json.dumps(rows)}
-    save(_kept(params, state), folder / "checkpoint.safetensors", metadata=metadata)
+    if ranks.alone:
+        save(_kept(params, state), folder / ONE, metadata=metadata)
+        shutil.rmtree(folder / MANY, ignore_errors=True)
+    else:
+        tree, specs = ranks.kept(params, state.optimiser)
+        said = {name: ranks.of_first(text) for name, text in metadata.items()}
+        dist.save({**tree, "scales": state.scales, "run": said}, folder / MANY, specs, ranks.mesh)
+    if not ranks.first:
+        return
+    if not ranks.alone:
+        (folder / ONE).unlink(missing_ok=True)
     _write(folder / "metrics.csv", Row._fields[:-1], [row[:-1] for row in rows])
     if rows and rows[-1].load is not None:
         counts = [(row.step, i, *layer) for row in rows for i, layer in enumerate(row.load or ())]
@@ -54,18 +80,59 @@ def _write(path: Path, names: Any, rows: Any) -> None:
     os.replace(partial, path)
 
 
-def load_run(folder: Path, params: Any, state: State, settings: dict[str, Any]) -> tuple[Any, State, int, list[Row]]:
-    """Params, state, the number of steps done, and the rows so far. Raises `RunError` that names a setting that differs, or a file
-    that is not a run's checkpoint."""
-    path = folder / "checkpoint.safetensors"
+def load_run(
+    folder: Path, params: Any, state: State, settings: dict[str, Any], ranks: Ranks, device: Any
+) -> tuple[Any, State, int, list[Row]]:
+    """This rank's params and state on a device, from the shapes of `params` and `state`, the number of steps done, and the rows so
+    far. Raises `RunError` that names a setting that differs, or a file that is not a run's checkpoint. All ranks must call it."""
+    one, many = folder / ONE, folder / MANY
+    of_one = one.exists() and not (dist.is_saved(many) and _newer(many, one))
+    path = one if of_one else many
     try:
-        metadata = read_metadata(path)
+        metadata = read_metadata(path) if of_one else _metadata_of(path)
         before, rows, step = json.loads(metadata["settings"]), json.loads(metadata["rows"]), int(metadata["step"])
         _check_settings(before, settings)
-        kept = load(path, _kept(params, state))
+        params, state = (_loaded_of_one if of_one else _loaded)(path, params, state, ranks)
+        params, optimiser = tree_map_tensors(lambda t: t.to(device), (params, state.optimiser))
     except (CheckpointError, OSError, KeyError, ValueError) as error:
         raise RunError(f"--resume: expected a checkpoint of this program, got {str(path)!r} ({_one_line(error)})") from error
-    return kept["params"], State(kept["state"], kept["scales"]), step, [Row(*row) for row in rows]
+    return params, state._replace(optimiser=optimiser), step, [Row(*row) for row in rows]
+
+
+def _newer(many: Path, one: Path) -> bool:
+    """Whether the folder is newer: a run that is killed between writing one and deleting the other leaves both."""
+    return not many.exists() or many.stat().st_mtime_ns > one.stat().st_mtime_ns
+
+
+def _metadata_of(path: Path) -> dict[str, str]:
+    """The step, settings and rows in the folder of several processes, without its tensors."""
+    wanted: dict[str, Any] = {f"run.{name}": "" for name in RUN}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.distributed.checkpoint.load(wanted, checkpoint_id=path, no_dist=True)
+    except torch.distributed.checkpoint.CheckpointException as error:
+        raise CheckpointError(str(error)) from error
+    return {name: wanted[f"run.{name}"] for name in RUN}
+
+
+def _loaded(path: Path, params: Any, state: State, ranks: Ranks) -> tuple[Any, State]:
+    """This rank's parts from the folder of several processes."""
+    like, specs = ranks.kept(params, state.optimiser)
+    like = {**like, "scales": state.scales, "run": dict.fromkeys(RUN, "")}
+    found = dist.load(path, like, specs, ranks.mesh)
+    params, optimiser = ranks.unkept(found)
+    return params, State(optimiser, found["scales"])
+
+
+def _loaded_of_one(path: Path, params: Any, state: State, ranks: Ranks) -> tuple[Any, State]:
+    """This rank's parts from one process's file, which is read whole."""
+    if ranks.alone:
+        kept = load(path, _kept(params, state))
+        return kept["params"], State(kept["state"], kept["scales"])
+    like = chain.init(model(ranks.decoder), device="meta", dtype=tensors(params)[0].dtype)
+    kept = load(path, _kept(like, State(adamw_init(like, AdamWConfig()), state.scales)))
+    return ranks.own(kept["params"]), State(ranks.own_state(kept["state"]), kept["scales"])
 
 
 def _kept(params: Any, state: State) -> dict[str, Any]:

@@ -142,6 +142,8 @@ class OpConfig:
     """Whether the rows of x or y are sharded over the config's axis; None if the op has no such choice."""
     attends: ClassVar[bool] = False
     """Whether y at a position depends on the keys and values of other positions: attention."""
+    mixes_positions: ClassVar[bool] = False
+    """Whether y at a position depends on x at other positions, so that positions cannot be sharded over ranks."""
     draws_mask: ClassVar[bool] = False
     """Whether the op draws a mask with the shape of x, of which a rank draws the part for its own part of x."""
     linear_parts: tuple[str, ...] = ()

@@ -2,7 +2,7 @@
 
 Meshes        Mesh, Axis
 In flight     gather_start, scatter_sum_start, sum_over_start, all_to_all_start; finish (InFlight)
-Checkpoints   save, load
+Checkpoints   save, save_start (Saving), load, is_saved
 Programs      handshake, check_program, record (Program, Collective)
 Gradients     reduce_start, sum_axes; global_norm, part_axes, all_ranks, raise_on_all_ranks; amaxes_over
 ZeRO          own_shards, gather_shards_start, zero3
@@ -12,7 +12,7 @@ Experts       parallel_experts; dispatch, combine
 Vocabulary    vocab_embedding, vocab_cross_entropy, vocab_linear_cross_entropy
 Sequence      context_attention, context_sink_attention, parallel_latent_split; zigzag, unzigzag, zigzag_positions
 Models        parallel
-Sharding      Spec, specs_of; shard, unshard, init, sum_gradients
+Sharding      Spec, specs_of, fsdp_specs; shard, unshard, init, init_tree, sum_gradients
 """
 
 import sys as _sys
@@ -27,8 +27,11 @@ from funcops.distributed.async_collectives import finish as finish
 from funcops.distributed.async_collectives import gather_start as gather_start
 from funcops.distributed.async_collectives import scatter_sum_start as scatter_sum_start
 from funcops.distributed.async_collectives import sum_over_start as sum_over_start
+from funcops.distributed.checkpoint import Saving as Saving
+from funcops.distributed.checkpoint import is_saved as is_saved
 from funcops.distributed.checkpoint import load as load
 from funcops.distributed.checkpoint import save as save
+from funcops.distributed.checkpoint import save_start as save_start
 from funcops.distributed.data import Reducing as Reducing
 from funcops.distributed.data import part_axes as part_axes
 from funcops.distributed.data import reduce_start as reduce_start
@@ -39,6 +42,7 @@ from funcops.distributed.handshake import check_program as check_program
 from funcops.distributed.handshake import handshake as handshake
 from funcops.distributed.handshake import record as record
 from funcops.distributed.init import init as init
+from funcops.distributed.init import init_tree as init_tree
 from funcops.distributed.init import specs_of as specs_of
 from funcops.distributed.mesh import Axis as Axis
 from funcops.distributed.mesh import Mesh as Mesh
@@ -75,6 +79,7 @@ from funcops.distributed.shards import Gathering as Gathering
 from funcops.distributed.shards import gather_shards_start as gather_shards_start
 from funcops.distributed.shards import own_shards as own_shards
 from funcops.distributed.specs import Spec as Spec
+from funcops.distributed.specs import fsdp_specs as fsdp_specs
 from funcops.distributed.specs import shard as shard
 from funcops.distributed.specs import sum_gradients as sum_gradients
 from funcops.distributed.specs import unshard as unshard

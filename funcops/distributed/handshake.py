@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from funcops.distributed import comm
 from funcops.distributed.agreement import Entry, deadlock, difference
 from funcops.distributed.mesh import Axis, Mesh
+from funcops.distributed.watch import Watch
 from funcops.errors import require, require_callable, require_type, short
 from funcops.trees import tree_map_tensors
 
@@ -89,6 +90,13 @@ class Program(NamedTuple):
         """The group of each collective: the name of its axis, and the first rank along it."""
         known = {axis.group: (axis.name, mesh.peers(axis)[0]) for axis in mesh.axes if axis.size > 1}
         return [known[one.group] for one in self.sent]
+
+    def on(self, mesh: Mesh, other: Mesh) -> Program:
+        """The program, which was recorded for a rank of `other`, for an equal rank of this mesh."""
+        if mesh.rank == other.rank:
+            return self
+        groups = {there.group: here.group for here, there in zip(mesh.axes, other.axes, strict=True)}
+        return self._replace(sent=tuple([one._replace(group=groups[one.group]) for one in self.sent]))
 
 
 class _Recorder(TorchDispatchMode):
@@ -180,7 +188,8 @@ def known_to_all(fault: str, mesh: Mesh) -> str:
 
 def check_program(step: Callable[[Mesh], Any], sizes: Mapping[str, int], ranks: Sequence[int] | None = None) -> dict[int, Program]:
     """The programs of all ranks of a mesh of these sizes (or only of `ranks`), recorded in this process and compared as in
-    `handshake`: `step(mesh)` runs a whole step on a `Mesh.abstract`, under the meta device.
+    `handshake`: `step(mesh)` runs a whole step on a `Mesh.abstract`, under the meta device. It runs once for all ranks that it
+    cannot tell apart: those at the same position along every axis whose `rank` it, or a function that it calls, has read.
 
     Raises `ValueError` for the first fault.
 
@@ -201,16 +210,22 @@ def check_program(step: Callable[[Mesh], Any], sizes: Mapping[str, int], ranks: 
     programs: dict[int, Program] = {}
     orders: dict[int, list[tuple[str, int]]] = {}
     groups: dict[tuple[str, str], dict[int, tuple[int, list[Entry]]]] = {}
+    watch, entries = Watch(), dict[tuple[int, str], list[Entry]]()
     for mesh in meshes:
-        with torch.device("meta"):
-            programs[mesh.rank] = program = _recorded(step, mesh)
-        fault = _own_fault(mesh, program, "check_program")
-        if fault:
-            raise ValueError(fault)
+        like = watch.equal(mesh)
+        if like is None:
+            with torch.device("meta"):
+                program = _recorded(step, watch.mesh(mesh))
+            fault = _own_fault(mesh, program, "check_program")
+            if fault:
+                raise ValueError(fault)
+            entries.update({(mesh.rank, axis.name): program.over(axis) for axis in mesh.axes})
+            like = mesh
+        programs[mesh.rank] = program = programs.get(like.rank, program).on(mesh, like)
         orders[mesh.rank] = program.groups(mesh)
         for axis in mesh.axes:
             if axis.size > 1:
-                groups.setdefault((axis.name, axis.group), {})[mesh.rank] = axis.rank, program.over(axis)
+                groups.setdefault((axis.name, axis.group), {})[mesh.rank] = axis.rank, entries[like.rank, axis.name]
     for (name, _), members in groups.items():
         fault = difference("check_program", name, members)
         if fault:

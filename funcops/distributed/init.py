@@ -9,8 +9,9 @@ The draws of an `init` are deferred until it is known which leaf each becomes. N
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,13 +22,16 @@ from funcops.compose.step import check_body
 from funcops.contract.marks import version
 from funcops.contract.op import Op
 from funcops.contract.walk import nested, steps
+from funcops.distributed.boxes import own_runs
+from funcops.distributed.buckets import part_shape
 from funcops.distributed.mesh import Axis, Mesh
-from funcops.distributed.specs import WHOLE, Ranges, Spec, Specs, own_ranges, specs_by_path, take
-from funcops.errors import fail, join_path, require, require_device, require_dtype
+from funcops.distributed.specs import WHOLE, Ranges, Spec, Specs, by_elements, own_ranges, specs_by_path, take, within
+from funcops.errors import fail, join_path, require, require_callable, require_device, require_dtype
 from funcops.program.values import abstract_params
 from funcops.trees import at, has, leaves, paths, tree_map_with_path
 
-PartOf = Callable[[str, Sequence[int]], "Sequence[Ranges]"]  # (path, shape) of a leaf -> its ranges
+T = TypeVar("T")
+PartOf = Callable[[str, Sequence[int]], "tuple[Spec, Mesh]"]  # (path, shape) of a leaf -> how it is sharded
 
 
 class _Stacks(TorchDispatchMode):
@@ -74,19 +78,27 @@ class _Found(NamedTuple):
             return draws[0].part(ranges)  # type: ignore[no-any-return]
         return torch.stack([draws[i].part(ranges[1:]) for start, n in ranges[0] for i in range(start, start + n)])
 
+    def own(self, path: str, t: Tensor, spec: Spec, mesh: Mesh) -> Tensor:
+        """A rank's part of a leaf."""
+        ranges, shape = own_ranges("init", path, t.shape, spec, mesh), by_elements(spec, mesh)
+        if shape is None:
+            return self.part(t, ranges)
+        cut = [[within(r, *piece) for r, *piece in zip(ranges, *run, strict=True)] for run in own_runs(shape, spec, mesh)]
+        nothing = self.part(t, [within(r, 0, 0) for r in ranges]).reshape(-1)[:0]
+        flat = torch.cat([nothing, *[self.part(t, one).reshape(-1) for one in cut]])
+        missing = math.prod(part_shape(shape, mesh[spec.fsdp].size)) - len(flat)
+        return torch.cat((flat, flat.new_zeros(missing))) if missing else flat
+
 
 def own_parts(make: Callable[[], Any], part_of: PartOf) -> Any:
     """The tree that `make()` makes, with the part of each leaf that `part_of` says. A leaf that is a draw, or a stack of draws, is
     drawn in part; a leaf that is computed from draws, and so is on the meta device now, is made whole first."""
     found = _Found.of(make, lambda index: True)
-    clean = {index for t in leaves(found.tree) if id(t) in found.indices for index in found.indices[id(t)]}
     if any(isinstance(t, Tensor) and t.is_meta and id(t) not in found.indices for t in leaves(found.tree)):
-        clean = set()  # a leaf is computed from a draw, and it is unknown from which
-    if len(clean) < len(found.draws):
-        found = _Found.of(make, clean.__contains__)
+        found = _Found.of(make, lambda index: False)  # a leaf is computed from a draw, and it is unknown from which
 
     def own(path: str, t: Any) -> Any:
-        return found.part(t, part_of(path, t.shape)) if isinstance(t, Tensor) else t
+        return found.own(path, t, *part_of(path, t.shape)) if isinstance(t, Tensor) else t
 
     return tree_map_with_path(own, found.tree)
 
@@ -95,7 +107,7 @@ def init_part(cfg: Any, make: Callable[[], Any]) -> Any:
     """This rank's part, by the `specs` of the layer's config, of the params that `make` draws for the whole layer, in their
     bits."""
     mesh, specs = Mesh(axes=(cfg.axis,)), cfg.specs
-    return own_parts(make, lambda path, shape: own_ranges("init", path, shape, specs.get(path, WHOLE), mesh))
+    return own_parts(make, lambda path, shape: (specs.get(path, WHOLE), mesh))
 
 
 def specs_of(op: Op, cfg: Any) -> dict[str, Spec]:
@@ -163,18 +175,43 @@ def _shared(cfg: Any, params: Any) -> dict[str, tuple[Spec, tuple[Axis, ...]]]:
             path = join_path(part.path, name)
             if path in found or at(params, path) is not None:
                 outer, axes = found.get(path, (WHOLE, ()))
-                found[path] = Spec(spec.axis, spec.dim + dims, parts=spec.parts, fsdp=outer.fsdp), (*own, *axes)
+                whole = outer.whole
+                if whole is not None:
+                    require(bool(own), "specs_of", path, f"of a size that {outer.fsdp!r} divides", list(whole))
+                    whole = tuple([n * own[0].size if i == spec.dim else n for i, n in enumerate(whole)])
+                found[path] = Spec(spec.axis, spec.dim + dims, parts=spec.parts, fsdp=outer.fsdp, whole=whole), (*own, *axes)
         if part.composite and part.cfg.fsdp is not None:
             fsdp = part.cfg.fsdp
             for name, t in paths(part.cfg.like).items():
                 path = join_path(part.path, name)
                 if t is None:
                     continue
-                if dims or not t.dim() or t.shape[0] % fsdp.size:
-                    fail("specs_of", path, f"of a first dimension of its own that {fsdp} divides", list(t.shape))
-                outer, axes = found.get(path, (Spec(fsdp=fsdp.name), ()))
+                if dims:
+                    fail(
+                        "specs_of", path, f"of a first dimension of its own ({fsdp} shards layers that are stacked)", list(t.shape)
+                    )
+                whole = None if t.dim() and t.shape[0] % fsdp.size == 0 else tuple(t.shape)
+                outer, axes = found.get(path, (Spec(fsdp=fsdp.name, whole=whole), ()))
                 found[path] = outer, (fsdp, *axes)
     return found
+
+
+def init_tree(make: Callable[[], T], specs: Specs, mesh: Mesh) -> T:
+    """Draw only this rank's part of every leaf of the tree that `make()` makes with `funcops.random`, with the same bits on every
+    mesh: `init` for a function of one's own. Draws are deferred while `make` runs, so it must not read their values. Raises
+    `ValueError` for a spec that decides no leaf or does not divide its leaf.
+
+    >>> from funcops import dist, random
+    >>> mesh, specs = dist.Mesh.abstract({"tp": 2}, rank=1), {"w": dist.Spec("tp", 0)}
+    >>> mine = dist.init_tree(lambda: {"w": random.normal(random.key(0), (4, 2), std=0.1)}, specs, mesh)
+    >>> mine["w"].equal(random.normal(random.key(0), (4, 2), std=0.1)[2:])
+    True
+    """
+    require_callable("init_tree", make=make)
+    with random.put_off():
+        like = make()
+    found = specs_by_path("init_tree", like, specs, mesh)
+    return own_parts(make, lambda path, shape: (found[path], mesh))  # type: ignore[no-any-return]
 
 
 def init(
@@ -204,15 +241,10 @@ def init(
         for axis in axes:
             if mesh.sizes.get(axis.name) is None or mesh[axis.name] != axis:
                 fail("init", f"the axis of {path}", "one of the mesh", f"{axis} with rank {axis.rank} and group {axis.group!r}")
-        if (given.axis, given.dim, given.parts or spec.parts, given.fsdp if spec.fsdp else "") != (
-            spec.axis,
-            spec.dim,
-            spec.parts,
-            spec.fsdp,
-        ):
+        own = given.axis, given.dim, given.parts or spec.parts, *((given.fsdp, given.whole) if spec.fsdp else ("", None))
+        if own != (spec.axis, spec.dim, spec.parts, spec.fsdp, spec.whole):
             fail("init", f"the spec of {path}", f"{spec}, as its layer shards it", given)
-        found[path] = Spec(fsdp="" if spec.fsdp else given.fsdp)
-    return own_parts(
-        lambda: op.init(cfg, key=key, device=device, dtype=dtype),
-        lambda path, shape: own_ranges("init", path, shape, found.get(path, WHOLE), mesh),
-    )
+        found[path] = (
+            WHOLE if spec.fsdp else Spec(fsdp=given.fsdp, whole=None if given.whole is None else tuple(at(params, path).shape))
+        )
+    return own_parts(lambda: op.init(cfg, key=key, device=device, dtype=dtype), lambda path, shape: (found.get(path, WHOLE), mesh))

@@ -71,23 +71,29 @@ class Mesh:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        right = isinstance(self.axes, tuple) and all(isinstance(axis, Axis) for axis in self.axes)
-        require(right, "Mesh", "axes", "a tuple of Axis", repr(self.axes))
+        if not (isinstance(self.axes, tuple) and all(isinstance(axis, Axis) for axis in self.axes)):
+            fail("Mesh", "axes", "a tuple of Axis", repr(self.axes))
         names = [axis.name for axis in self.axes]
         require(len(set(names)) == len(names), "Mesh", "axes", "of different names", ", ".join(names))
         _device("Mesh", self.device)
 
     @staticmethod
-    def of(sizes: Mapping[str, int], device: str | None = None, timeout: timedelta | None = None) -> Mesh:
-        """The mesh of the running processes, from torch's `init_device_mesh`, with a group for each axis of more than one rank.
-        `device`: by default "cuda" if there is a GPU, else "cpu". `timeout`: how long a rank waits for the others along an axis, by
-        default the timeout of `init_process_group`; the group of all processes gets it too, if an axis has them all. Raises
-        `ValueError`, before any group is made, unless the product of the sizes is the number of processes, and unless the timeout
-        is positive."""
-        counts = _checked("Mesh.of", sizes)
-        kind = _device("Mesh.of", device)
+    def of(sizes: Any, device: str | None = None, timeout: timedelta | None = None) -> Mesh:
+        """The mesh of the running processes. `sizes`: the number of ranks along each axis, by name; each axis of more than one rank
+        gets a group, from torch's `init_device_mesh`. Or groups that exist: a `DeviceMesh` whose dims have names, also of a part
+        of the processes, or torch's `ProcessGroup` of each axis, by name. `device`: by default the `DeviceMesh`'s, or "cuda" if
+        there is a GPU, else "cpu". `timeout`: how long a rank waits for the others along an axis, by default the timeout of
+        `init_process_group`, or the one that a given group has; the group of all processes gets it too, if an axis has them all.
+
+        Raises `ValueError`, before any group is made, unless the product of the sizes is the number of processes, for groups that
+        this process is not in, and unless the timeout is positive."""
         require_type("Mesh.of", "timeout", timeout, timedelta, type(None))
         require(timeout is None or timeout > timedelta(0), "Mesh.of", "timeout", "above 0 seconds", timeout)
+        groups = _groups_of(sizes)
+        if groups is not None:
+            return _of_groups(groups, _device("Mesh.of", device or getattr(sizes, "device_type", None)), timeout)
+        counts = _checked("Mesh.of", sizes)
+        kind = _device("Mesh.of", device)
         world, product = _world(), math.prod(counts.values())
         if product != world:
             fail("Mesh.of", "sizes", f"of product {world}, the number of processes", f"{_product(counts)} = {product}")
@@ -150,6 +156,38 @@ class Mesh:
         require(axis in self.axes, "Mesh.peers", "axis", f"an axis of the mesh ({', '.join(map(str, self.axes))})", axis)
         stride = math.prod([other.size for other in self.axes[self.axes.index(axis) + 1 :]])
         return [self.rank + (place - axis.rank) * stride for place in range(axis.size)]
+
+
+def _groups_of(given: Any) -> dict[str, Any] | None:
+    """torch's group of each axis, by name, of a `DeviceMesh` or a mapping to `ProcessGroup`s; None for sizes."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return None
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if isinstance(given, DeviceMesh):
+        names = given.mesh_dim_names
+        require(names is not None, "Mesh.of", "sizes", "a DeviceMesh whose dims have names (mesh_dim_names)", given)
+        require(given.get_coordinate() is not None, "Mesh.of", "sizes", "a DeviceMesh that this process is in", given)
+        return {name: given.get_group(name) for name in names}  # type: ignore[union-attr]
+    if not isinstance(given, Mapping) or not any(isinstance(one, dist.ProcessGroup) for one in given.values()):
+        return None
+    for name, one in given.items():
+        require(isinstance(name, str) and name.isidentifier(), "Mesh.of", "sizes", "by names of axes", repr(name))
+        require_type("Mesh.of", f"sizes[{name!r}]", one, dist.ProcessGroup)
+        require(one.rank() >= 0, "Mesh.of", f"sizes[{name!r}]", "a group that this process is in", one)
+    return dict(given)
+
+
+def _of_groups(groups: Mapping[str, Any], device: str, timeout: timedelta | None) -> Mesh:
+    axes = []
+    for name, group in groups.items():
+        n = group.size()
+        axes.append(Axis(name, n, group.rank(), group.group_name) if n > 1 else Axis(name, 1, 0))
+        if timeout is not None:
+            group.set_timeout(timeout)
+    return Mesh(axes=tuple(axes), device=device)
 
 
 def _checked(where: str, sizes: Any) -> dict[str, int]:

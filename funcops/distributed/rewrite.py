@@ -36,6 +36,7 @@ from funcops.distributed.ops.sharded_dropout import ShardedDropoutConfig, Shared
 from funcops.distributed.ops.vocab_cross_entropy import vocab_cross_entropy
 from funcops.distributed.ops.vocab_embedding import vocab_embedding
 from funcops.distributed.ops.vocab_linear_cross_entropy import vocab_linear_cross_entropy
+from funcops.distributed.specs import PIPELINE
 from funcops.errors import describe, fail, in_step, join_path, require, require_flag, require_type
 from funcops.lora.rewrite import ADAPTER, INSIDE, is_adapted
 from funcops.ops.attention import AttentionConfig, attention
@@ -62,8 +63,39 @@ class _Main(NamedTuple):
     source: str = ""
 
 
+class _Shares(NamedTuple):
+    """Which axes of a mesh share out what: features; tokens; experts; rows, the outermost axis first."""
+
+    features: Axis
+    tokens: Axis | None
+    experts: Axis | None
+    rows: tuple[Axis, ...]
+
+    @staticmethod
+    def of(mesh: Mesh, axis: str, context: str, experts: str, rows: Any) -> _Shares:
+        for name, given in (("axis", axis), ("context", context), ("experts", experts)):
+            require_type("parallel", name, given, str)
+        require(context != axis, "parallel", "context", "another axis than `axis`", repr(context))
+        require(experts not in (context, PIPELINE), "parallel", "experts", "an axis along which rows differ", repr(experts))
+        require_type("parallel", "rows", rows, tuple, type(None))
+        others = [name for name in mesh.sizes if name not in (axis, context, PIPELINE)]
+        right = rows is None or (set(rows) <= set(others) and len(set(rows)) == len(rows))
+        require(right, "parallel", "rows", f"different ones of {', '.join(others) or 'no axes'}", rows)
+        tokens, found = (mesh[name] if name in mesh.sizes else None for name in (context, experts))
+        return _Shares(mesh[axis], tokens, found, tuple([mesh[name] for name in (others if rows is None else rows)]))
+
+
 def parallel(
-    cfg: Any, rules: Mapping[str, Rule], mesh: Mesh, *, axis: str = "tp", overlap: str = "none", sequence_parallel: bool = True
+    cfg: Any,
+    rules: Mapping[str, Rule],
+    mesh: Mesh,
+    *,
+    axis: str = "tp",
+    overlap: str = "none",
+    sequence_parallel: bool = True,
+    context: str = "cp",
+    experts: str = "ep",
+    rows: tuple[str, ...] | None = None,
 ) -> Any:
     """The config of a whole model, or a part of it, for this rank of a mesh. `rules`: by globs over the paths of steps (the layers
     of a repeat are "*"), the role of a step; the first glob that matches decides:
@@ -72,20 +104,21 @@ def parallel(
         "row"      a linear with inputs sharded over `axis`, after a column layer
         "vocab"    an embedding or a linear cross entropy with its vocabulary sharded over `axis`, or a cross entropy after a column
                    layer: ids and labels are then the same on all ranks of `axis`
-        "context"  an attention over tokens that are sharded over "cp"
-        "expert"   experts that are sharded over "ep"
+        "context"  an attention over tokens that are sharded over the axis `context`
+        "expert"   experts that are sharded over the axis `experts`
         "hidden"   experts whose hidden features are sharded over `axis`, without biases
         "shared"   the rotary part of a key, which all heads of latent attention share, and the `latent_split` that joins it to
                    heads that are sharded over `axis`
         a function (op, cfg) -> (op, cfg), for a step that does not change how its x is sharded
 
-    Outputs are for this rank's rows. Rows are sharded along dimension 0 over "dp" and then `axis`, and along dimension 1, in zigzag
-    order, over "cp": over the axes that the mesh has, dropout draws this rank's part of the mask. On an axis of one rank
-    layers are unchanged. Without `sequence_parallel` all ranks of `axis` have the same rows between layers: their number need not
-    divide, and they take more memory.
+    Outputs are for this rank's rows. Dimension 0 is sharded over the axes `rows`, the first the outermost, and then over `axis`; by
+    default `rows` are all axes of the mesh but "pp", `axis` and `context`, in its order. Dimension 1 is sharded over `context`, in
+    zigzag order. Each rank draws its part of masks and noise. On an axis of one rank layers are unchanged. Without
+    `sequence_parallel` all ranks of `axis` have the same rows between layers: their number need not divide, and they take more
+    memory.
 
     Raises `ValueError`, with the path, for a rule that decides no step, sizes that do not divide, a step that mixes sharded
-    features, and features that no row layer takes.
+    features or tokens, one that draws numbers which are the same on all ranks, and features that no row layer takes.
 
     >>> from funcops import ActivationConfig, ChainConfig, LinearConfig, Step, activation, chain, dist, linear
     >>> up, act = Step("up", linear, LinearConfig(8, 16)), Step("act", activation, ActivationConfig("gelu"))
@@ -101,14 +134,14 @@ def parallel(
         require_type("parallel", "rules", glob, str)
         known = rule in ROLES if isinstance(rule, str) else callable(rule)
         require(known, "parallel", f"rules[{glob!r}]", f"{', '.join(map(repr, ROLES))}, or a function", describe(rule))
-    require_type("parallel", "axis", axis, str)
+    shares = _Shares.of(mesh, axis, context, experts, rows)
     require_overlap("parallel", overlap)
     require_flag("parallel", sequence_parallel=sequence_parallel)
     if not isinstance(cfg, Composite):
         fail("parallel", "cfg", "the config of a combinator", describe(cfg), TypeError)
     parts: dict[str, tuple[int, ...]] = {}
     for _ in range(2):  # the first walk finds packed features
-        walk = _Walk(rules, mesh, mesh[axis], {"overlap": overlap, "sequence_parallel": sequence_parallel}, parts)
+        walk = _Walk(rules, shares, {"overlap": overlap, "sequence_parallel": sequence_parallel}, parts)
         made, main = rewrite(cfg, walk.part)[1], walk.around[0].main
     for glob in rules:
         wanted = f"globs that are the first to match a step ({', '.join(walk.known)})"
@@ -133,11 +166,9 @@ class _Around:
 class _Walk:
     """One rewrite of a config, in the order of the forward. `around`: the combinators whose parts are not done, outermost first."""
 
-    def __init__(
-        self, rules: Mapping[str, Rule], mesh: Mesh, axis: Axis, how: dict[str, Any], parts: dict[str, tuple[int, ...]]
-    ) -> None:
-        self.rules, self.axis, self.how, self.parts = rules, axis, how, parts
-        self.mesh, self.deciding, self.known, self.widths = mesh, set[str](), list[str](), dict[str, int]()
+    def __init__(self, rules: Mapping[str, Rule], over: _Shares, how: dict[str, Any], parts: dict[str, tuple[int, ...]]) -> None:
+        self.rules, self.over, self.axis, self.how, self.parts = rules, over, over.features, how, parts
+        self.deciding, self.known, self.widths = set[str](), list[str](), dict[str, int]()
         self.adapted = dict[str, str]()  # the path of an adapted linear, by the paths of its parts
         self.around = [_Around(Composite(), "", _Main())]
 
@@ -209,9 +240,7 @@ class _Walk:
 
     def between(self, op: Op, cfg: Any, path: str, main: _Main) -> tuple[Op, Any, _Main]:
         """A step without a rule."""
-        if cfg.attends and self.size("cp") > 1:
-            wanted = f"with 'context' for {path}, an attention over the tokens of all ranks of 'cp'"
-            fail("parallel", "rules", wanted, list(self.rules))
+        self.check_alone(op, cfg, path, main)
         if cfg.draws_mask and "shared" not in fields_of(cfg):
             return self.dropout(op, cfg, path, main)
         if not main.dim or self.axis.size == 1:
@@ -228,6 +257,20 @@ class _Walk:
             wanted = f"featurewise, as x is {self.said(main)} (put a row layer before it)"
             fail("parallel", f"step {path}", wanted, f"{op.name}, which mixes features")
         return op, cfg, main if cfg.featurewise else _Main(main.dim)
+
+    def check_alone(self, op: Op, cfg: Any, path: str, main: _Main) -> None:
+        """Check that a step without a rule may run on a part of the tokens and rows."""
+        tokens = self.over.tokens
+        if tokens is not None and tokens.size > 1:
+            if cfg.attends:
+                wanted = f"with 'context' for {path}, an attention over the tokens of all ranks of {tokens.name!r}"
+                fail("parallel", "rules", wanted, list(self.rules))
+            if cfg.mixes_positions:
+                wanted = f"of each token alone, as tokens are sharded over {tokens.name!r} (to run on a part, give it a function)"
+                fail("parallel", f"step {path}", wanted, f"{op.name}, which mixes positions")
+        if op.keyed_by(cfg) and not cfg.draws_mask and self.shares(main):
+            wanted = "of no random key, as it would draw the same on all ranks (give it a function that folds in the rank)"
+            fail("parallel", f"step {path}", wanted, op.name)
 
     def of_rank(self, cfg: Any, main: _Main) -> tuple[Any, _Main] | None:
         """The config of a rank, and how its y is sharded, for a step that changes with its x; None for any other."""
@@ -246,13 +289,12 @@ class _Walk:
 
     def shares(self, main: _Main) -> tuple[Shared, ...]:
         """How the x of a step is sharded."""
-        names = ("dp", self.axis.name) if self.how["sequence_parallel"] and not main.dim else ("dp",)
-        shared = [Shared(0, self.mesh[name]) for name in names if self.size(name) > 1]
-        if main.dim:
+        shared = [Shared(0, axis) for axis in self.over.rows]
+        if main.dim or self.how["sequence_parallel"]:
             shared.append(Shared(-main.dim, self.axis))
-        if self.size("cp") > 1:
-            shared.append(Shared(1, self.mesh["cp"], zigzag=True))
-        return tuple(shared)
+        if self.over.tokens is not None:
+            shared.append(Shared(1, self.over.tokens, zigzag=True))
+        return tuple([one for one in shared if one.axis.size > 1])
 
     def dropout(self, op: Op, cfg: DropoutConfig, path: str, main: _Main) -> tuple[Op, Any, _Main]:
         shared = self.shares(main)
@@ -260,9 +302,6 @@ class _Walk:
             return op, cfg, main
         made = ShardedDropoutConfig(cfg.p, shared=shared, train=cfg.train)
         return self.remade(op, path, dropout, sharded_dropout), made, _Main(main.dim)
-
-    def size(self, name: str) -> int:
-        return self.mesh.sizes.get(name, 1)
 
     def remade(self, op: Op, path: str, source: Op, becomes: Op) -> Op:
         try:
@@ -277,9 +316,11 @@ class _Walk:
         if part is None:
             kinds = " or ".join(one.source.name for one in ROLES[role].values())
             fail("parallel", f"rules for {path}", f"of another role ({role!r} is for {kinds})", type(cfg).__name__)
-        axis = self.axis if part.axis == "" else self.mesh[part.axis] if part.axis in self.mesh.sizes else None
+        axis: Axis | None = getattr(self.over, part.axis)
         if axis is None or axis.size == 1:
-            return (op, cfg, main) if part.axis == "" else self.between(op, cfg, path, main)
+            return (op, cfg, main) if part.axis == "features" else self.between(op, cfg, path, main)
+        if part.axis == "experts" and axis == self.axis and not (self.how["sequence_parallel"] and main.dim == 0):
+            fail("parallel", f"{path}, of experts over {axis.name!r},", "where ranks have rows of their own", self.said(main))
         if part.before is not None and main.dim != part.before:
             wanted = "after a column layer, where features are sharded" if part.before else "where x has all features"
             fail("parallel", f"{path}, a {role} layer,", wanted, f"x {self.said(main)}")
@@ -301,14 +342,14 @@ class _Walk:
 
 class _Role(NamedTuple):
     """How a role replaces an op. `before`, `after`: the sharded dim of features, from the end, that its x must have and its y has
-    (None: any, and it stays). `axis`: the axis over which the op communicates; "" for the `axis` of the call. `make`: makes the new
-    config of its fields. `more`: further fields of the new config, if it has them."""
+    (None: any, and it stays). `axis`: which one of `_Shares` the op communicates over. `make`: makes the new config of its fields.
+    `more`: further fields of the new config, if it has them."""
 
     source: Op
     becomes: Op
     before: int | None
     after: int = 0
-    axis: str = ""
+    axis: str = "features"
     make: Callable[..., Any] | None = None
     more: Mapping[str, Any] = {}
 
@@ -331,12 +372,12 @@ ROLES: dict[str, dict[type, _Role]] = {
     },
     "shared": {RopeConfig: _Role(rope, rope, 0, 2), LatentSplitConfig: _Role(latent_split, parallel_latent_split, 2, 2)},
     "expert": {
-        ExpertsConfig: _Role(experts, parallel_experts, None, axis="ep", more={"sequence_parallel": None}),
-        ExpertStepsConfig: _Role(expert_steps, parallel_expert_steps, None, axis="ep", make=sharded_steps),
+        ExpertsConfig: _Role(experts, parallel_experts, None, axis="experts", more={"sequence_parallel": None}),
+        ExpertStepsConfig: _Role(expert_steps, parallel_expert_steps, None, axis="experts", make=sharded_steps),
     },
     "hidden": {ExpertsConfig: _Role(experts, parallel_experts, 0, more={"shards": "hidden"})},
     "context": {
-        AttentionConfig: _Role(attention, context_attention, None, axis="cp"),
-        SinkAttentionConfig: _Role(sink_attention, context_sink_attention, None, axis="cp"),
+        AttentionConfig: _Role(attention, context_attention, None, axis="tokens"),
+        SinkAttentionConfig: _Role(sink_attention, context_sink_attention, None, axis="tokens"),
     },
 }

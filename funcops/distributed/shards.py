@@ -42,10 +42,11 @@ def own_shards(tree: T, axis: Axis) -> T:
     """
     require_axis("own_shards", axis)
     found = float_leaves("own_shards", "tree", tree)
-    return with_leaves(tree, [None if t is None else _part(t, axis) for t in found.values()])
+    return with_leaves(tree, [None if t is None else own_part(t, axis) for t in found.values()])
 
 
-def _part(t: Tensor, axis: Axis) -> Tensor:
+def own_part(t: Tensor, axis: Axis) -> Tensor:
+    """This rank's part of a tensor, in new memory."""
     shape, rank = part_shape(tuple(t.shape), axis.size), axis.rank
     size = math.prod(shape)
     flat = t.detach().reshape(-1)[rank * size : (rank + 1) * size]

@@ -10,6 +10,8 @@ A path takes precedence over globs, and the first matching glob over later ones;
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from fnmatch import fnmatchcase
@@ -21,8 +23,10 @@ from torch import Tensor
 from funcops.contract.op import config
 from funcops.distributed import comm
 from funcops.distributed.async_collectives import finish, sum_over_start
+from funcops.distributed.buckets import part_shape
 from funcops.distributed.checks import check_tensor
 from funcops.distributed.mesh import Axis, Mesh
+from funcops.distributed.shards import own_part
 from funcops.errors import describe, fail, require, require_type
 from funcops.trees import paths, tree_map_with_path, with_leaves
 
@@ -36,7 +40,9 @@ class Spec:
     """How the ranks hold a leaf: `axis` shards its dimension `dim`, or all ranks have all of it (""). `parts`: the sizes along
     `dim` of leaves packed into one (q, k and v; gates and values), each of which is sharded by itself. `fsdp`: an axis that further
     shards dimension 0 of each rank's part, as in ZeRO-3. `alike`: an axis along which all ranks have the same leaf and compute the
-    same gradient, which is then not summed over it (tensor parallelism without sequence parallelism).
+    same gradient, which is then not summed over it (tensor parallelism without sequence parallelism). `whole`: the leaf's
+    shape, needed if `fsdp` does not divide dimension 0 of a rank's part: it then shards the part's elements, in memory order, and
+    pads them with zeros (`own_shards`).
 
     >>> import torch
     >>> from funcops.distributed import Mesh, Spec, shard
@@ -50,6 +56,7 @@ class Spec:
     parts: tuple[int, ...] = ()
     fsdp: str = ""
     alike: str = ""
+    whole: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         require(not self.axis or self.axis.isidentifier(), "Spec", "axis", "the name of an axis", repr(self.axis))
@@ -62,6 +69,15 @@ class Spec:
         right = isinstance(self.parts, tuple) and all(type(n) is int and n >= 1 for n in self.parts)
         require(right, "Spec", "parts", "a tuple of sizes of at least 1", describe(self.parts))
         require(not self.parts or bool(self.axis), "Spec", "parts", "() without axis", self.parts)
+        sizes = self.whole is None or (isinstance(self.whole, tuple) and all(type(n) is int and n >= 0 for n in self.whole))
+        require(sizes, "Spec", "whole", "None or a tuple of sizes", describe(self.whole))
+        require(
+            self.whole is None or not self.axis or self.dim < len(self.whole),
+            "Spec",
+            "whole",
+            f"of more than {self.dim} sizes",
+            self.whole,
+        )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -101,8 +117,10 @@ def specs_by_path(where: str, tree: Any, specs: Specs, mesh: Mesh) -> dict[str, 
 
 
 def own_ranges(where: str, path: str, shape: Sequence[int], spec: Spec, mesh: Mesh) -> tuple[Ranges, ...]:
-    """This rank's ranges of a whole leaf of `shape`, along each of its dimensions. Raises `ValueError` if an axis does not divide
-    it."""
+    """This rank's ranges of a whole leaf of `shape`, along each of its dimensions; before `fsdp`, if that shards it by elements
+    (`by_elements`). Raises `ValueError` if an axis does not divide it."""
+    if spec.whole is not None and tuple(shape) != spec.whole:
+        fail(where, path, f"{list(spec.whole)}, as its spec says", list(shape))
     found: list[Ranges] = [((0, n),) for n in shape]
     if spec.axis:
         axis = mesh[spec.axis]
@@ -116,12 +134,16 @@ def own_ranges(where: str, path: str, shape: Sequence[int], spec: Spec, mesh: Me
         starts = [sum(parts[:i]) for i in range(len(parts))]
         owned = [(s + axis.rank * (n // axis.size), n // axis.size) for s, n in zip(starts, parts, strict=True)]
         found[spec.dim] = tuple(owned) if axis.size > 1 else found[spec.dim]
-    if spec.fsdp:
+    if spec.fsdp and mesh[spec.fsdp].size > 1 and by_elements(spec, mesh) is None:
         axis = mesh[spec.fsdp]
         rows = sum(n for _, n in found[0]) if found else 0
         if not found:
-            fail(where, path, f"of at least one dimension ({axis} shards it)", list(shape))
-        _require_divides(where, path, rows, axis, shape, 0)
+            fail(where, path, f"of at least one dimension ({axis} shards it; or give its spec whole=())", list(shape))
+        if rows % axis.size:
+            wanted = (
+                f"of sizes along dimension 0 that {axis} divides (it does not divide {rows}; or give its spec whole={tuple(shape)})"
+            )
+            fail(where, path, wanted, list(shape))
         found[0] = within(found[0], axis.rank * (rows // axis.size), rows // axis.size)
     return tuple(found)
 
@@ -129,6 +151,16 @@ def own_ranges(where: str, path: str, shape: Sequence[int], spec: Spec, mesh: Me
 def _require_divides(where: str, path: str, n: int, axis: Axis, shape: Sequence[int], dim: int) -> None:
     if n % axis.size:
         fail(where, path, f"of sizes along dimension {dim} that {axis} divides (it does not divide {n})", list(shape))
+
+
+def by_elements(spec: Spec, mesh: Mesh) -> tuple[int, ...] | None:
+    """The shape of a rank's part before `fsdp`, if that does not divide its rows and so shards its elements; else None."""
+    if spec.whole is None or not spec.fsdp or mesh[spec.fsdp].size == 1:
+        return None
+    shape = list(spec.whole)
+    if spec.axis:
+        shape[spec.dim] //= mesh[spec.axis].size
+    return None if shape and shape[0] % mesh[spec.fsdp].size == 0 else tuple(shape)
 
 
 def within(ranges: Ranges, first: int, length: int) -> Ranges:
@@ -155,6 +187,8 @@ def take(t: Tensor, ranges: Sequence[Ranges]) -> Tensor:
 
 def whole_shape(shape: Sequence[int], spec: Spec, mesh: Mesh) -> tuple[int, ...]:
     """The shape of the whole leaf, if a rank's part has `shape`."""
+    if spec.whole is not None:
+        return spec.whole
     found = list(shape)
     if spec.fsdp:
         found[0] *= mesh[spec.fsdp].size
@@ -184,9 +218,33 @@ def shard(tree: T, specs: Specs, mesh: Mesh) -> T:
     def own(path: str, t: Any) -> Any:
         if not is_leaf("shard", path, t):
             return t
-        return take(t, own_ranges("shard", path, t.shape, found[path], mesh))
+        spec = found[path]
+        own = take(t, own_ranges("shard", path, t.shape, spec, mesh))
+        return own if by_elements(spec, mesh) is None else own_part(own, mesh[spec.fsdp])
 
     return tree_map_with_path(own, tree)
+
+
+def fsdp_specs(like: Any, specs: Specs, mesh: Mesh, axis: str = "dp") -> dict[str, Spec]:
+    """The specs of the trees of shards that `own_shards(like, mesh[axis])` returns, by path: ZeRO's params, gradients or state, for
+    `save` and `load` on a mesh of any size. like: the tree with this rank's parts before that, on any device; specs: its specs.
+    Raises as `shard`.
+
+    >>> import torch
+    >>> from funcops import dist
+    >>> mesh = dist.Mesh.abstract({"dp": 2}, rank=1)
+    >>> dist.fsdp_specs({"w": torch.ones(4, 3), "odd": torch.ones(257)}, {}, mesh)["odd"].whole
+    (257,)
+    """
+    where, found = "fsdp_specs", specs_by_path("fsdp_specs", like, specs, mesh)
+    n, made = mesh[axis].size, {}
+    for path, t in paths(like).items():
+        if is_leaf(where, path, t):
+            check_own(where, path, t, found[path], mesh)
+            even = t.dim() > 0 and t.shape[0] % n == 0
+            whole = None if even else tuple(whole_shape(t.shape, found[path], mesh))
+            made[path] = dataclasses.replace(found[path], fsdp=axis, whole=whole)
+    return made
 
 
 def unshard(tree: T, specs: Specs, mesh: Mesh) -> T:
@@ -210,15 +268,15 @@ def unshard(tree: T, specs: Specs, mesh: Mesh) -> T:
 def check_own(where: str, path: str, t: Tensor, spec: Spec, mesh: Mesh) -> tuple[Ranges, ...]:
     """`own_ranges` for a rank's part of a leaf. Raises `ValueError` if `t` cannot be one."""
     _check_dims(where, path, t, spec)
-    ranges = own_ranges(where, path, whole_shape(t.shape, spec, mesh), spec, mesh)
-    own = [sum(n for _, n in pieces) for pieces in ranges]
+    ranges, shape = own_ranges(where, path, whole_shape(t.shape, spec, mesh), spec, mesh), by_elements(spec, mesh)
+    own = [sum(n for _, n in pieces) for pieces in ranges] if shape is None else list(part_shape(shape, mesh[spec.fsdp].size))
     if own != list(t.shape):
         fail(where, path, f"this rank's part, {own}", describe(t))
     return ranges
 
 
 def _check_dims(where: str, path: str, t: Tensor, spec: Spec) -> None:
-    least = max([spec.dim + 1] * bool(spec.axis) + [1] * bool(spec.fsdp), default=0)
+    least = 0 if spec.whole is not None else max([spec.dim + 1] * bool(spec.axis) + [1] * bool(spec.fsdp), default=0)
     if t.dim() < least:
         fail(where, path, f"of at least {least} dimension{'s' * (least > 1)}", describe(t))
 
@@ -227,7 +285,8 @@ def _gathered(t: Tensor, spec: Spec, mesh: Mesh) -> Tensor:
     kind = t.dtype if t.dtype.is_floating_point and t.itemsize == 1 else None
     t = t if kind is None else t.view(torch.uint8)  # as Gloo cannot send 8-bit floats
     if spec.fsdp:
-        t = comm.gather(t, mesh[spec.fsdp])
+        t, shape = comm.gather(t, mesh[spec.fsdp]), by_elements(spec, mesh)
+        t = t if shape is None else t[: math.prod(shape)].view(shape)
     if spec.axis:
         axis = mesh[spec.axis]
         t = comm.gather(t, axis, spec.dim)

@@ -38,6 +38,8 @@ __all__ = ["BMMConfig", "BMMResiduals", "bmm", "bmm_bwd", "bmm_dgrad", "bmm_fwd"
 class BMMConfig(OpConfig):
     """`transposed`: b is given as [*, N, K], as keys are."""
 
+    mixes_positions = True
+
     transposed: bool = field(default=False, kw_only=False)
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:

@@ -51,6 +51,8 @@ __all__ += ["causal_conv1d_fwd", "causal_conv1d_init", "causal_conv1d_wgrad"]
 class CausalConv1dConfig(OpConfig):
     """`channels` (C); `width`: the kernel size W; `bias` adds b; `silu`: y = silu(z)."""
 
+    mixes_positions = True
+
     channels: int = field(kw_only=False)
     width: int = 4
     bias: bool = True

@@ -18,6 +18,7 @@ which the backward redraws the bits. With p = 0 or train=False, y is x itself; w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import field
 from typing import Any
 
@@ -83,13 +84,18 @@ def sharded_mask(t: Tensor, key: Tensor, p: float, shared: tuple[Any, ...]) -> T
     shared = tuple([one for one in shared if one.axis.size > 1])
     if not shared:
         return kernels.dropout(t, key, p)  # type: ignore[no-any-return]
-    shape = list(t.shape)
+    return t * (random.bits_of(key, *in_whole(t.shape, shared)) >= round(p * 2**32)) * (1.0 / (1.0 - p))
+
+
+def in_whole(own: Sequence[int], shared: tuple[Any, ...]) -> tuple[list[int], list[Any]]:
+    """The shape of the whole of which a rank's part has the shape `own`, and the part's ranges along each dimension."""
+    shape = list(own)
     for one in shared:
         shape[one.dim] *= one.axis.size
     ranges: list[Any] = [((0, n),) for n in shape]
     for one in shared:
         ranges[one.dim] = one.of(ranges[one.dim])
-    return t * (random.bits_of(key, shape, ranges) >= round(p * 2**32)) * (1.0 / (1.0 - p))
+    return shape, ranges
 
 
 @dgrad_of(DropoutResiduals)

@@ -48,6 +48,8 @@ __all__ += ["group_norm", "group_norm_bwd", "group_norm_dgrad", "group_norm_fwd"
 class GroupNormConfig(OpConfig):
     """`groups` (G), which divides `channels` (C)."""
 
+    mixes_positions = True
+
     groups: int = field(kw_only=False)
     channels: int = field(kw_only=False)
     eps: float = 1e-5

@@ -48,6 +48,8 @@ def check_sizes(where: str, name: str, sizes: object) -> None:
 class PatchifyConfig(OpConfig):
     """`patch`: the sizes of a patch, (16, 16) for a common ViT."""
 
+    mixes_positions = True
+
     patch: tuple[int, ...] = field(kw_only=False)
 
     def __post_init__(self) -> None:
@@ -60,6 +62,8 @@ class PatchifyConfig(OpConfig):
 @config
 class UnpatchifyConfig(OpConfig):
     """`patch`: the sizes of a patch; `grid`: how many patches there are along each dimension, in the order of `patch`."""
+
+    mixes_positions = True
 
     patch: tuple[int, ...] = field(kw_only=False)
     grid: tuple[int, ...] = field(kw_only=False)

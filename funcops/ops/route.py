@@ -62,6 +62,7 @@ from funcops.contract.schema import DGRAD, Inputs, Residuals, saved
 from funcops.errors import check, check_rows, describe, fail, require
 from funcops.kernels import route as kernels
 from funcops.kernels.routing import over_capacity
+from funcops.ops.dropout import in_whole
 from funcops.trees import leaf, tree
 
 __all__ = ["RouteConfig", "RouteParams", "RouteResiduals"]
@@ -76,7 +77,8 @@ class RouteConfig(OpConfig):
     """`experts` (E), of which a token gets `top_k` (K); `score`: "softmax" or "sigmoid"; `normalize`: weights sum to `scale`;
     `bias`: a parameter that is added to the scores for the choice; `groups` of experts, of which the `top_groups` best take part;
     `aux` and `z`: factors of the losses, the first per sequence if `sequence_wise`; `jitter`: how far the random factors of the
-    logits are from 1, at most; `capacity`: an expert's, as a multiple of its fair share."""
+    logits are from 1, at most; `capacity`: an expert's, as a multiple of its fair share; `shared`: how ranks share the tokens, so
+    that each draws its part of the factors (`dist.parallel` says it)."""
 
     experts: int = field(kw_only=False)
     top_k: int = field(kw_only=False)
@@ -91,6 +93,7 @@ class RouteConfig(OpConfig):
     z: float = 0.0
     jitter: float = 0.0
     capacity: float | None = None
+    shared: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
         where, experts, groups = "RouteConfig", self.experts, self.groups
@@ -109,6 +112,16 @@ class RouteConfig(OpConfig):
         require(0.0 <= self.jitter <= 1.0, where, "jitter", "in [0, 1]", self.jitter)
         right = self.capacity is None or 0.0 < self.capacity < math.inf
         require(right, where, "capacity", "None or above 0 and finite", self.capacity)
+        require(isinstance(self.shared, tuple), where, "shared", "a tuple of dist.Shared", describe(self.shared))
+
+    @property
+    def draws_mask(self) -> bool:  # type: ignore[override]
+        return self.jitter > 0.0
+
+    @property
+    def mixes_positions(self) -> bool:  # type: ignore[override]
+        """A sequence has one loss, and an expert takes the first tokens."""
+        return self.capacity is not None or (self.sequence_wise and self.aux > 0.0)
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         return self.experts, self.top_k
@@ -200,7 +213,8 @@ def _sequences(logits: Tensor, cfg: RouteConfig) -> tuple[int, int]:
 
 
 def _factors(shape: Any, key: Tensor, dtype: torch.dtype, cfg: RouteConfig) -> Tensor:
-    return random.uniform(key, shape, low=1.0 - cfg.jitter, high=1.0 + cfg.jitter, dtype=wide(dtype))
+    whole, ranges = in_whole(shape, cfg.shared) if cfg.shared else (shape, None)
+    return random.uniform(key, whole, low=1.0 - cfg.jitter, high=1.0 + cfg.jitter, dtype=wide(dtype), ranges=ranges)
 
 
 def _jittered(logits: Tensor, key: Tensor | None, cfg: RouteConfig) -> Tensor:
@@ -298,5 +312,12 @@ def _check_dy(dy: Any, shape: tuple[int, ...], dtype: torch.dtype, residuals: Ro
 
 
 route = make_op(
-    "route", RouteConfig, init=route_init, fwd=route_fwd, dgrad=route_dgrad, wgrad=route_wgrad, bwd=route_bwd, keyed=True
+    "route",
+    RouteConfig,
+    init=route_init,
+    fwd=route_fwd,
+    dgrad=route_dgrad,
+    wgrad=route_wgrad,
+    bwd=route_bwd,
+    keyed=lambda cfg: cfg.draws_mask,
 )

@@ -42,7 +42,7 @@ class AdamWConfig:
 class AdamWState:
     """`step` counts the updates of each tensor of params, in the tree's order; the means are trees like params."""
 
-    step: Tensor = leaf("[tensors in params], float32")
+    step: Tensor = leaf("[tensors in params], float32", each_of="exp_avg")
     exp_avg: Any = None
     exp_avg_sq: Any = None
     _views: Any = dataclasses.field(default=None, init=False, metadata={"hidden": True})  # step, and its elements

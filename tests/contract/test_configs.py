@@ -73,6 +73,32 @@ def test_some_ops_mix_features_and_say_so():
     assert not {case.op.name for case, _ in CASES if case.cfg.featurewise} & mixing
 
 
+def mixes_positions(case, dtype):
+    """Whether other positions of y's main part change with position 0 of x; False if the case cannot show this: dimension 1 of x is
+    one of features, a recipe scales the whole x, or rows of y are in the order of experts."""
+    params, x = case.make(dtype)
+    main, before = (main_of(value) for value in (x, case.op.fwd(params, x, case.cfg)[0]))
+    features = len(case.cfg.dim) if isinstance(getattr(case.cfg, "dim", 0), tuple) else 1
+    if main is None or before is None or main.dim() < 2 + features or before.dim() < 3 or case.cfg.low_recipe or not main.numel():
+        return False
+    for t in tensors(x):
+        if t.is_floating_point() and t.shape[:2] == main.shape[:2]:
+            t[:, 0] += 1.0
+    after = main_of(case.op.fwd(params, x, case.cfg)[0])
+    moved = (before != after) & ~(before.isnan() & after.isnan())
+    return main.shape[:2] != before.shape[:2] or bool(moved[:, 1:].any())
+
+
+@pytest.mark.parametrize(("case", "dtype"), CASES, ids=str)
+def test_ops_that_mix_positions_say_so(case, dtype):
+    assert not mixes_positions(case, dtype) or case.cfg.attends or case.cfg.mixes_positions
+
+
+def test_some_ops_mix_positions():
+    mixing = {case.op.name for case, dtype in CASES if mixes_positions(case, dtype)}
+    assert {"attention", "causal_conv1d", "group_norm"} <= mixing
+
+
 @pytest.mark.parametrize(("case", "dtype"), CASES, ids=str)
 def test_widths_equal_x_and_y(case, dtype):
     params, x = case.make(dtype)

@@ -16,7 +16,7 @@ from funcops.errors import CheckpointError
 from funcops.models.blocks import block_config
 from funcops.optim import AdamWConfig, adamw_init, adamw_update
 from funcops.testing import run_ranks
-from funcops.trees import paths, tree_map, tree_map_tensors
+from funcops.trees import elements, paths, tree_map, tree_map_tensors
 
 ONE = Mesh.abstract({"dp": 1, "cp": 1, "tp": 1, "pp": 1}, 0)
 RULES = {"*.proj": "column", "*.out": "row", "*.up": "column", "*.down": "row"}
@@ -89,6 +89,8 @@ def test_a_run_goes_on_on_another_mesh_and_in_one_process(tmp_path):
     whole, _ = trained(ONE)
     same(dist.load(tmp_path / "ours", empty(whole), {}, ONE), whole)
     named = {path: t for path, t in paths(whole).items() if t is not None}
+    steps = named.pop("state.step")  # each leaf's step, by its path
+    named |= {f"state.step.{path}": t for path, t in zip(elements(whole)["state.step"], steps.unbind(), strict=True)}
     into = {path: torch.empty_like(t) for path, t in named.items()}
     dcp.load(into, checkpoint_id=tmp_path / "ours", no_dist=True)
     same(into, named)
@@ -140,8 +142,8 @@ def test_ranks_that_have_other_things_raise_on_all(tmp_path):
             {"a": 1, "b": 1} if r == 2 else {"a": 1}
         ),
         "save: a must be of one shape and dtype, with one spec, on ranks 0 and 1, "
-        "got float32[4] by Spec(axis='', dim=0, parts=(), fsdp='', alike='')"
-        " and float32[1] by Spec(axis='', dim=0, parts=(), fsdp='', alike='')": lambda r: {"a": 4 if r != 1 else 1},
+        "got float32[4] by Spec(axis='', dim=0, parts=(), fsdp='', alike='', whole=None)"
+        " and float32[1] by Spec(axis='', dim=0, parts=(), fsdp='', alike='', whole=None)": lambda r: {"a": 4 if r != 1 else 1},
         "save: a must be a dense tensor with values, got float32[1] on meta (on rank 3)": lambda r: {"a": 1},
     }
 

@@ -1,5 +1,6 @@
 """Programs as data: a step's messages are known before it runs, and if ranks disagree all raise."""
 
+import functools
 import random
 import re
 from typing import NamedTuple
@@ -7,8 +8,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from funcops import LinearParams, dist
+from funcops import LinearParams, WithExtras, chain, dist
 from funcops.distributed import Mesh, check_program, comm, finish, gather_start, handshake, record
+from funcops.models.blocks import Sizes, decoder_config
 from funcops.testing import run_ranks
 
 SIZES = {"dp": 2, "tp": 2}
@@ -191,7 +193,7 @@ def run_drawn(mesh, program):
         {"sum": comm.sum_over, "gather": comm.gather, "scatter": comm.scatter_sum}[one.kind](x, axis)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 40))])
 def test_drawn_programs_with_one_difference_are_refused_and_equal_ones_are_not(seed):
     draw = random.Random(seed)
     for _ in range(50):
@@ -200,6 +202,30 @@ def test_drawn_programs_with_one_difference_are_refused_and_equal_ones_are_not(s
         other = changed(draw, program)
         with pytest.raises(ValueError, match=r"must be the same on all ranks|must send the rows that the other rank expects"):
             check_program(lambda mesh, a=program, b=other, rank=rank: run_drawn(mesh, b if mesh.rank == rank else a), GRID)
+
+
+def shake_hands(program, other, rank):
+    """Each rank's error in the handshake of a program that `rank` runs otherwise; None if it does not raise."""
+
+    def run(mesh):
+        try:
+            handshake(mesh, lambda: run_drawn(mesh, other if mesh.rank == rank else program))
+        except ValueError as error:
+            return str(error)
+        return None
+
+    return run_ranks(GRID, run)
+
+
+@pytest.mark.parametrize("count", [15, pytest.param(200, marks=pytest.mark.slow)])
+def test_every_planted_difference_is_noticed_by_all_ranks_before_anything_is_sent(count):
+    draw = random.Random(count)
+    for _ in range(count):
+        program, rank = drawn_program(draw), draw.randrange(6)
+        assert shake_hands(program, program, rank) == [None] * 6
+        said = shake_hands(program, changed(draw, program), rank)
+        assert said[0] is not None and len(set(said)) == 1, (program, said)
+        assert re.search(rf"\brank {rank}\b", said[0]) or "over axis" in said[0]
 
 
 def gets_stuck(orders, sizes):
@@ -237,6 +263,84 @@ def test_drawn_orders_over_axes_are_refused_where_ranks_wait_for_each_other(seed
             with pytest.raises(ValueError, match="must call collectives over different axes in one order"):
                 check_program(step, SIZES)
     assert seen == {True, False}
+
+
+def told_apart(draw, sizes):
+    """A step that takes branches by the positions along drawn axes, by a drawn order of reads; the counts of its runs."""
+    names, runs = draw.sample(list(sizes), draw.randrange(len(sizes) + 1)), []
+    tables = {name: [draw.randrange(3) for _ in range(sizes[name])] for name in names}
+    threshold = draw.randrange(3)
+
+    @functools.lru_cache
+    def cached(axis):
+        return tables[axis.name][axis.rank]
+
+    def step(mesh):
+        runs.append(mesh)
+        for name in names:
+            found = cached(mesh[name]) if draw_cached else tables[name][mesh[name].rank]
+            for _ in range(found):
+                total(mesh["tp"], torch.empty(2))
+            if found > threshold:
+                break
+        total(mesh["dp"], torch.empty(3))
+
+    draw_cached = draw.random() < 0.5
+    return step, runs
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_step_runs_once_for_ranks_that_it_cannot_tell_apart(seed):
+    """Programs and faults are as if it ran for each rank, however reads depend on each other and on caches."""
+    draw = random.Random(seed)
+    sizes = {"dp": 2, "pp": 3, "tp": 2, "cp": 2}
+    step, runs = told_apart(draw, sizes)
+    by_rank = {}
+    for rank in range(24):
+        with torch.device("meta"):
+            by_rank[rank] = record(lambda rank=rank: step(Mesh.abstract(sizes, rank)))
+    runs.clear()
+    try:
+        found = check_program(step, sizes)
+    except ValueError as error:
+        assert "must be the same on all ranks" in str(error)
+        tp = [[str(c) for c in by_rank[rank].sent if c.group.startswith("tp")] for rank in range(24)]
+        assert any(tp[Mesh.abstract(sizes, r).peers(Mesh.abstract(sizes, r)["tp"])[0]] != tp[r] for r in range(24))
+    else:
+        assert found == by_rank
+    assert len(runs) <= 24
+
+
+def test_ranks_that_differ_in_rows_alone_run_once():
+    runs = []
+
+    def step(mesh):
+        runs.append(mesh.sizes)
+        assert mesh == mesh and hash(mesh["dp"]) == hash(mesh["dp"])
+        total(mesh["dp"], torch.empty(2))
+        return comm.shift(torch.empty(3), mesh["tp"], 1)
+
+    found = check_program(step, {"dp": 64, "tp": 2})
+    assert len(found) == 128 and len(runs) == 2
+    assert found[127].sent[0].group == Mesh.abstract({"dp": 64, "tp": 2}, 127)["dp"].group
+
+
+@pytest.mark.slow
+def test_a_decoder_on_a_thousand_ranks():
+    """A step is recorded for each position along the axes that it reads, tp and cp: 16 times for 1,024 ranks."""
+    decoder, runs = decoder_config(Sizes(dim=32, layers=2, heads=4, kv_heads=4, hidden=64, vocab=64)), []
+    rules = {"embed": "vocab", "head": "column", "loss": "vocab", "*.proj": "column", "*.out": "row", "*.up": "column"}
+
+    def step(mesh):
+        runs.append(1)
+        cfg = dist.parallel(decoder, {**rules, "*.down": "row", "*.mix": "context"}, mesh)
+        params, ids = chain.init(cfg, device="meta"), torch.zeros(8, 8, dtype=torch.int64)
+        x = WithExtras(ids, {"positions": torch.zeros(8, dtype=torch.int64), "labels": ids})
+        dparams, _ = chain.bwd(chain.fwd(params, x, cfg)[1], torch.ones(()), cfg)
+        finish(dist.reduce_start(dparams, dist.sum_axes(dparams, dist.specs_of(chain, cfg), mesh)))
+
+    programs = check_program(step, {"dp": 8, "pp": 8, "cp": 4, "tp": 4})
+    assert len(programs) == 1024 and len(runs) == 16 and min(len(p.sent) for p in programs.values()) > 40
 
 
 @pytest.mark.slow

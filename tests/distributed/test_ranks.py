@@ -86,7 +86,7 @@ CASES = {op.name: (op, case) for op, case in collectives(1, 1, 1, 0)}
 CASES |= {name: (LAYERS[name][0], layer(name, (1,), 3, 2, True, True, "bulk")) for name in LAYERS}
 CASES |= {f"{name} ring": (LAYERS[name][0], layer(name, (1,), 3, 2, True, True, "ring")) for name in LAYERS}
 WRONG = {  # in what is sent, by what it is instead, and who must notice
-    "a sum left out": ("scatter_sum", comm.own_slice, {"gather": "dx differs", "scatter_sum": "y differs", "row": "y differs"}),
+    "a sum left out": ("scatter_sum", comm.own_slice, {"gather": "dx differs", "scatter_sum": "y differs"}),
     "a sum left to each": ("sum_over", lambda x, axis: x, dict.fromkeys(("copy_to", "sum_over"), "rank 1 has other bits")),
     "another's part": (
         "own_slice",
@@ -94,7 +94,11 @@ WRONG = {  # in what is sent, by what it is instead, and who must notice
         {"gather_same": "dx differs", "slice_of": "y differs", "row": "dgrad and wgrad: 0.bias differs"},
     ),
     "the other way": ("shift", lambda x, axis, by, own=comm.shift: own(x, axis, -by if axis.size > 2 else 0), {"shift": "differs"}),
-    "a sum that nobody sends": ("start_scatter_sum", lambda x, axis: x[: x.shape[0] // axis.size].clone(), {"column": "differs"}),
+    "a sum that nobody sends": (
+        "start_scatter_sum",
+        lambda x, axis, dim=0: x[: x.shape[0] // axis.size].clone(),
+        {"column": "differs", "row": "y differs"},
+    ),
     "a ring that does not turn": (
         "start_shift",
         lambda x, axis, by: x[None].clone(),

@@ -89,9 +89,8 @@ BAD = {
         "a.w": Spec("tp", 1, parts=(3, 3))
     },
     "shard: a.w must be of 5, the sum of its spec's parts, along dimension 0, got [4, 6]": {"a.w": Spec("tp", 0, parts=(2, 3))},
-    "shard: a.w must be of sizes along dimension 0 that axis 'dp' of 2 divides (it does not divide 1), got [2, 6]": {
-        "a.w": Spec("tp", 0, fsdp="dp")
-    },
+    "shard: a.w must be of sizes along dimension 0 that axis 'dp' of 2 divides (it does not divide 1; or give its spec "
+    "whole=(2, 6)), got [2, 6]": {"a.w": Spec("tp", 0, fsdp="dp")},
 }
 
 

@@ -135,14 +135,14 @@ def test_ctrl_c_where_no_step_runs_is_one_line(train, monkeypatch):
 
 def test_a_run_is_never_written_over_in_silence(train, tmp_path):
     assert train("--steps", 2)[0] == 0
-    kept = (tmp_path / "runs/lm" / flags.CHECKPOINT).read_bytes()
+    kept = (tmp_path / "runs/lm" / results.ONE).read_bytes()
     code, said = train("--steps", 2, "--out", "runs/lm")
     assert code == 2 and "--resume goes on with it, --force writes over it" in said.splitlines()[-1]
     assert train("--steps", 2, "--seed", 1)[0] == 0  # without --out: a folder of its own
-    assert (tmp_path / "runs/lm" / flags.CHECKPOINT).read_bytes() == kept
-    assert (tmp_path / "runs/lm-2" / flags.CHECKPOINT).exists()
+    assert (tmp_path / "runs/lm" / results.ONE).read_bytes() == kept
+    assert (tmp_path / "runs/lm-2" / results.ONE).exists()
     assert train("--steps", 4, "--stop-at", 3, "--out", "runs/lm", "--force")[0] == 0
-    assert (tmp_path / "runs/lm" / flags.CHECKPOINT).read_bytes() != kept
+    assert (tmp_path / "runs/lm" / results.ONE).read_bytes() != kept
     assert train("--steps", 4, "--resume", "--out", "runs/lm")[0] == 0
     code, said = train("--steps", 2, "--seed", 1, "--resume")  # the latest
     assert code == 0 and "runs/lm-2" in said
@@ -165,7 +165,7 @@ def test_resume_names_the_flag_that_differs(train):
 )
 def test_a_corrupt_checkpoint_is_one_line(train, tmp_path, damage):
     assert train("--steps", 4, "--stop-at", 2)[0] == 0
-    path = tmp_path / "runs/lm" / flags.CHECKPOINT
+    path = tmp_path / "runs/lm" / results.ONE
     path.write_bytes(damage(path.read_bytes()))
     code, said = train("--steps", 4, "--resume")
     assert code == 2 and "--resume: expected a checkpoint of this program, got 'runs/lm/" in said.splitlines()[-1]
@@ -180,7 +180,7 @@ def test_a_folder_that_cannot_be_written_is_named_before_training(train, tmp_pat
 
 def test_a_full_disk_loses_nothing(train, tmp_path, monkeypatch):
     assert train("--steps", 6, "--stop-at", 2)[0] == 0
-    path = tmp_path / "runs/lm" / flags.CHECKPOINT
+    path = tmp_path / "runs/lm" / results.ONE
     kept = path.read_bytes()
 
     def full(*_, **__):
@@ -202,7 +202,7 @@ def test_a_picture_that_cannot_be_written_is_one_line(train, tmp_path, monkeypat
     monkeypatch.setattr(train_lm, "plot", refuse)
     code, said = train("--steps", 2)
     assert code == 0 and "loss.png is not written: [Errno 13] Permission denied" in said
-    assert (tmp_path / "runs/lm" / flags.CHECKPOINT).exists()
+    assert (tmp_path / "runs/lm" / results.ONE).exists()
 
 
 def test_the_picture_shows_finite_losses(tmp_path):

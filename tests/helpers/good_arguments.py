@@ -276,6 +276,7 @@ MADE = {
     "Plan",
     "Predicted",
     "QuantizationReport",
+    "Saving",
     "Simulated",
     "OpModule",
 }  # by functions, or to be derived from

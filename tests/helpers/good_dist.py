@@ -68,13 +68,32 @@ DIST = {
             ("sum_axes", "dparams"),
         )
     },
+    "dist.fsdp_specs": Row(
+        lambda: {"like": {"weight": x()}, "specs": {"weight": dist.Spec()}, "mesh": dist.Mesh(axes=(ALONE,)), "axis": "tp"},
+        {"specs": WRONG_SPECS, "axis": ("no such",)},
+        {("like", "{'weight': complex64[2, 4]}"): "of any dtype", **empty("like")},
+    ),
     "dist.save": Row(
+        lambda: {"tree": {"weight": x()}, "path": saved(), "specs": SPECS, "mesh": dist.Mesh(axes=(ALONE,))},
+        {"specs": WRONG_SPECS, "path": (Path("no such") / "folder",)},
+        {("tree", "{'weight': complex64[2, 4]}"): "of any dtype"},
+    ),
+    "dist.save_start": Row(
         lambda: {"tree": {"weight": x()}, "path": saved(), "specs": SPECS, "mesh": dist.Mesh(axes=(ALONE,))},
         {"specs": WRONG_SPECS, "path": (Path("no such") / "folder",)},
         {("tree", "{'weight': complex64[2, 4]}"): "of any dtype"},
     ),
     "dist.load": Row(
         lambda: {"path": saved(), "like": {"weight": x()}, "specs": SPECS, "mesh": dist.Mesh(axes=(ALONE,))}, {"specs": WRONG_SPECS}
+    ),
+    "dist.is_saved": Row(lambda: {"path": saved()}, accepts={"path": "a folder that does not exist holds no checkpoint"}),
+    "dist.init_tree": Row(
+        lambda: {
+            "make": lambda: linear.init(LinearConfig(4, 6), key=random.key(0)),
+            "specs": SPECS,
+            "mesh": dist.Mesh(axes=(ALONE,)),
+        },
+        {"specs": WRONG_SPECS},
     ),
     "dist.specs_of": Row(lambda: {"op": dist.column_linear, "cfg": dist.ColumnLinearConfig(4, 6, axis=ALONE)}),
     "dist.init": Row(
@@ -97,12 +116,22 @@ DIST = {
             "axis": "tp",
             "overlap": "none",
             "sequence_parallel": False,
+            "context": "cp",
+            "experts": "ep",
+            "rows": (),
         },
-        {"rules": ({"up": "no such"}, {"up": 3}, {3: "row"}, {"no such": "row"})},
+        {
+            "rules": ({"up": "no such"}, {"up": 3}, {3: "row"}, {"no such": "row"}),
+            "context": ("tp",),
+            "experts": ("cp",),
+            "rows": (("tp",), ["dp"], ("no such",)),
+        },
+        {(name, value): "an axis that the mesh lacks" for name in ("context", "experts") for value in ("'no such'", "''")},
     ),
     "dist.Shared": Row(lambda: {"dim": 1, "axis": ALONE, "zigzag": True}, accepts={("dim", "-1"): "the last"}),
     "dist.Spec": Row(
-        lambda: {"axis": "tp", "dim": 1, "parts": (2, 4), "fsdp": "dp", "alike": "cp"}, {"parts": ((0,), [2], (1.5,)), "dim": (-1,)}
+        lambda: {"axis": "tp", "dim": 1, "parts": (2, 4), "fsdp": "dp", "alike": "cp", "whole": (6, 6)},
+        {"whole": ([6, 6], (6,), (-1, 6)), "parts": ((0,), [2], (1.5,)), "dim": (-1,)},
     ),
     **{
         f"dist.{name}_start": Row(lambda: {"x": x(), "axis": ALONE}, accepts={"x": "any tensor, but one without dimensions"})

@@ -64,8 +64,16 @@ LOOPS = {
     ),
     "random.put_off": Row(lambda: {"takes": lambda place: True}),
     "random.uniform": Row(
-        lambda: {"key": random.key(0), "shape": (2, 3), "low": -1.0, "high": 2.0, "dtype": torch.float32, "device": "cpu"},
-        {"shape": ((-1,), (1.5,)), "low": (3.0,), "high": (-3.0,)},
+        lambda: {
+            "key": random.key(0),
+            "shape": (2, 3),
+            "low": -1.0,
+            "high": 2.0,
+            "dtype": torch.float32,
+            "device": "cpu",
+            "ranges": (((0, 1),), ((1, 2),)),
+        },
+        {"shape": ((-1,), (1.5,)), "low": (3.0,), "high": (-3.0,), "ranges": ((((0, 3),), ((1, 2),)), (((0, 1),), ()))},
         {("shape", "[]"): "one number", ("low", "-1.0"): "it is one"},
     ),
     "random.normal": Row(

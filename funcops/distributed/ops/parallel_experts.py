@@ -88,7 +88,7 @@ class ParallelExpertsConfig(ExpertsConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        where, n, size = "ParallelExpertsConfig", self.axis.size if type(self.axis) is Axis else 1, self.experts
+        where, n, size = "ParallelExpertsConfig", self.axis.size if isinstance(self.axis, Axis) else 1, self.experts
         require(self.shards in ("experts", "hidden"), where, "shards", "'experts' or 'hidden'", repr(self.shards))
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(ExpertsConfig)}
         if self.shards == "experts":

@@ -1,0 +1,108 @@
+"""Checkpoints with leaves that are not tensors, and checkpoints that go between `funcops.dist` and torch's DTensors."""
+
+import random as python_random
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from test_dist_checkpoint import ONE
+
+from funcops import dist
+from funcops.distributed import Spec
+from funcops.errors import CheckpointError
+from funcops.testing import run_ranks
+from funcops.trees import paths
+
+VALUES = (7, -3, 2**70, 0.1, float("inf"), True, False, "", "step 1,000", "µ\n")
+
+
+def drawn(draw):
+    tree = {f"v{i}": draw.choice(VALUES) for i in range(6)}
+    return {**tree, "inner": {"w": torch.randn(4, 3), "note": draw.choice(VALUES), "none": None}}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_numbers_and_strings_are_saved_and_loaded_on_any_mesh(seed, tmp_path):
+    tree, specs = drawn(python_random.Random(seed)), {"inner.w": Spec("tp", 0)}
+
+    def read(mesh):
+        own = dist.shard({"w": tree["inner"]["w"]}, {"w": Spec("tp", 0)}, mesh)["w"]
+        like = {**dict.fromkeys(tree, 0), "inner": {"w": own.to("meta"), "note": "", "none": None}}
+        found = dist.load(tmp_path / "a", like, specs, mesh)
+        assert torch.equal(found["inner"].pop("w"), own)
+        want = {**tree, "inner": {"note": tree["inner"]["note"], "none": None}}
+        assert [(path, type(v), v) for path, v in paths(found).items()] == [(path, type(v), v) for path, v in paths(want).items()]
+
+    def write(mesh):
+        own = dist.shard({"w": tree["inner"]["w"]}, {"w": Spec("tp", 0)}, mesh)
+        dist.save({**tree, "inner": {**tree["inner"], **own}}, tmp_path / "a", specs, mesh)
+
+    run_ranks({"dp": 2, "tp": 2}, write)
+    run_ranks({"dp": 1, "tp": 4}, read)
+    read(ONE)
+
+
+def test_values_that_differ_between_ranks_are_refused(tmp_path):
+    def write(mesh):
+        with pytest.raises(CheckpointError) as raised:
+            dist.save({"step": mesh.rank // 2}, tmp_path / "a", {}, mesh)
+        return str(raised.value)
+
+    said = (
+        f"save: step must be the same on ranks 0 and 2, or sharded by an axis in its spec, got other values (its spec is {Spec()})"
+    )
+    assert run_ranks({"dp": 2, "tp": 2}, write) == [said] * 4
+
+
+def test_a_number_and_a_tensor_are_not_taken_for_each_other(tmp_path):
+    dist.save({"a": 3, "b": torch.ones(2)}, tmp_path / "a", {}, ONE)
+    for like, said in (
+        ({"a": torch.ones(()), "b": torch.ones(2)}, r"a float32\[\]"),
+        ({"a": 1, "b": 2}, "b, a number or a string"),
+    ):
+        with pytest.raises(CheckpointError, match=rf"must hold exactly the leaves of like, got\n  missing: {said}"):
+            dist.load(tmp_path / "a", like, {}, ONE)
+    with pytest.raises(ValueError, match=r"^save: the spec of a must be one that shards nothing \(the leaf is not a tensor\)"):
+        dist.save({"a": 3}, tmp_path / "b", {"a": Spec("tp", 0)}, ONE)
+    with pytest.raises(TypeError, match="a must be a plain tensor|a must be a tensor"):
+        dist.save({"a": object()}, tmp_path / "b", {}, ONE)
+
+
+def test_a_save_in_the_background_has_the_values_from_its_start(tmp_path, monkeypatch):
+    """The old checkpoint stays until `finish`, and if a rank cannot write."""
+    specs = {"w": Spec("tp", 0)}
+
+    def write(mesh):
+        own = {"w": torch.full((2, 3), float(mesh["tp"].rank)), "b": torch.ones(2), "step": 1}
+        dist.save(own, tmp_path / "a", specs, mesh)
+        saving = dist.save_start({**own, "b": 2 * own["b"], "step": 2}, tmp_path / "a", specs, mesh)
+        own["w"].fill_(9.0)
+        before = dist.load(tmp_path / "a", own, specs, mesh)["step"]
+        saving.finish()
+        return before, dist.load(tmp_path / "a", own, specs, mesh)
+
+    for rank, (before, found) in enumerate(run_ranks({"dp": 2, "tp": 2}, write)):
+        assert (before, found["step"], found["b"].tolist()) == (1, 2, [2, 2]) and bool((found["w"] == rank % 2).all())
+
+    def full(self, plan, planner):
+        raise OSError("no space is left")
+
+    def fails(mesh):
+        saving = dist.save_start({"w": torch.ones(2, 3)}, tmp_path / "a", specs, mesh)
+        with pytest.raises(OSError, match="no space is left"):
+            saving.finish()
+        return dist.load(tmp_path / "a", {"w": torch.ones(2, 3), "b": torch.ones(2), "step": 0}, specs, mesh)["step"]
+
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", full)
+    assert run_ranks({"dp": 2, "tp": 2}, fails) == [2] * 4 and [one.name for one in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_reads_and_writes_them(tmp_path):
+    dist.save({"step": 1000, "w": torch.arange(3.0)}, tmp_path / "ours", {}, ONE)
+    into = {"step": 0, "w": torch.zeros(3)}
+    dcp.load(into, checkpoint_id=tmp_path / "ours", no_dist=True)
+    assert into["step"] == 1000 and into["w"].tolist() == [0, 1, 2]
+    dcp.save({"step": 7, "name": "run", "w": torch.ones(3)}, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    found = dist.load(tmp_path / "theirs", {"step": 0, "name": "", "w": torch.zeros(3)}, {}, ONE)
+    assert (found["step"], found["name"], found["w"].tolist()) == (7, "run", [1, 1, 1])
