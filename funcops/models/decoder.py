@@ -230,7 +230,9 @@ def _names(name: str, count: int) -> list[str]:
 
 def decoder(cfg: DecoderConfig, *, loss: bool = False) -> ChainConfig:
     """Make the chain of a config: ids to logits, or with `loss` ids and labels [B, T] to the mean cross entropy, whose step "loss"
-    has no params: `{**params, "loss": None}`. Raises `TypeError` if `cfg` is not a DecoderConfig.
+    has no params: `{**params, "loss": None}`. If `vocab` is above 4 `dim`, head and loss run as one (`joined`), and no logits are
+    kept; fewer logits cost less than a second product. A head with an adapter, a recipe or a bias runs by itself.
+    Raises `TypeError` if `cfg` is not a DecoderConfig.
 
     >>> from funcops import RopeConfig
     >>> from funcops.models import DecoderConfig, decoder
@@ -253,7 +255,10 @@ def decoder(cfg: DecoderConfig, *, loss: bool = False) -> ChainConfig:
     if loss:
         steps.append(Step("loss", cross_entropy, CrossEntropyConfig(), takes=("labels",)))
     ties = {"head.weight": "embed.weight"} if cfg.tied else {}
-    return ChainConfig(steps=tuple(steps), extras=(*_extras(cfg), *(("labels",) if loss else ())), ties=ties, outputs=outputs)
+    extras, joined = _extras(cfg), ()
+    if loss:
+        extras, joined = (*extras, "labels"), ("loss",) if cfg.vocab > 4 * cfg.dim else ()
+    return ChainConfig(steps=tuple(steps), extras=extras, ties=ties, outputs=outputs, joined=joined)
 
 
 def without_loss(params: Any) -> Any:
