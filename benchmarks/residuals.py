@@ -124,7 +124,7 @@ def _decoder() -> Iterator[Row]:
 
 def sixteenth(layers: int = 16, rows: int = 1) -> tuple[DecoderConfig, Any, WithExtras]:
     """A decoder with a sixteenth of the width, heads and vocabulary of Llama 3.2 1B, which has 16 layers; its params and x."""
-    sizes = dict(vocab=8016, dim=128, layers=layers, heads=2, kv_heads=1, head_size=64, hidden=512, context=256)
+    sizes: dict[str, Any] = dict(vocab=8016, dim=128, layers=layers, heads=2, kv_heads=1, head_size=64, hidden=512, context=256)
     cfg = DecoderConfig(**sizes, rope=RopeConfig(64, theta=500000.0), tied=True)
     ids = torch.randint(cfg.vocab, (rows, 257), generator=torch.Generator().manual_seed(0))
     params = chain.init(decoder(cfg, loss=True), key=random.key(0), dtype=torch.float32)

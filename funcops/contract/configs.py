@@ -228,6 +228,10 @@ class Composite(OpConfig):
     joined: tuple[str, ...] = ()
     """The parts that run as one with the parts before them, as in `ChainConfig`."""
 
+    def as_run(self) -> Self:
+        """The config of the parts as they run."""
+        return self
+
     def with_parts(self, replace: Replace, **changes: Any) -> Self:
         """The config with `replace(name, op, cfg)` for each part's op and config, and `changes` of other fields. A part whose name
         is None has its combinator's path."""

@@ -254,7 +254,7 @@ class _Rules:
             inside = dataclasses.replace(inside, left_out=self.left_out | absent, joined=pair)
 
         def finish(op: Op, cfg: Any) -> tuple[Op, Any]:
-            return (remat(op) if rerun else op), (cfg.as_run() if cfg.joined else cfg)
+            return (remat(op) if rerun else op), cfg.as_run()
 
         return Inside(inside, lambda _: changes, finish)
 

@@ -228,9 +228,9 @@ def _names(name: str, count: int) -> list[str]:
     return [name] if count == 1 else [f"{name}{i}" for i in range(count)]
 
 
-def decoder(cfg: DecoderConfig, *, loss: bool = False) -> ChainConfig:
+def decoder(cfg: DecoderConfig, *, loss: bool = False, reduction: str = "mean") -> ChainConfig:
     """Make the chain of a config: ids to logits, or with `loss` ids and labels [B, T] to the mean cross entropy, whose step "loss"
-    has no params: `{**params, "loss": None}`. If `vocab` is above 4 `dim`, head and loss run as one (`joined`), and no logits are
+    has no params: `{**params, "loss": None}`; its `reduction` may be "sum" or "none", one number a token. If `vocab` is above 4 `dim`, head and loss run as one (`joined`), and no logits are
     kept; fewer logits cost less than a second product. A head with an adapter, a recipe or a bias runs by itself.
     Raises `TypeError` if `cfg` is not a DecoderConfig.
 
@@ -253,11 +253,10 @@ def decoder(cfg: DecoderConfig, *, loss: bool = False) -> ChainConfig:
     if cfg.logit_softcap is not None:
         steps.append(Step("cap", softcap, SoftcapConfig(cfg.logit_softcap)))
     if loss:
-        steps.append(Step("loss", cross_entropy, CrossEntropyConfig(), takes=("labels",)))
+        steps.append(Step("loss", cross_entropy, CrossEntropyConfig(reduction=reduction), takes=("labels",)))
     ties = {"head.weight": "embed.weight"} if cfg.tied else {}
-    extras, joined = _extras(cfg), ()
-    if loss:
-        extras, joined = (*extras, "labels"), ("loss",) if cfg.vocab > 4 * cfg.dim else ()
+    extras = (*_extras(cfg), *(("labels",) if loss else ()))
+    joined = ("loss",) if loss and cfg.vocab > 4 * cfg.dim else ()
     return ChainConfig(steps=tuple(steps), extras=extras, ties=ties, outputs=outputs, joined=joined)
 
 

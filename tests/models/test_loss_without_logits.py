@@ -114,9 +114,9 @@ def test_hugging_faces_loss_and_gradients_in_float64(name, tmp_path):
     with tiny_hf.Wide():
         theirs = tiny_hf.tiny(name, D)
         theirs.save_pretrained(tmp_path / "weights")
-        params, cfg = from_hf(tmp_path / "weights", length=11)
         wanted = theirs(ids, labels=labels).loss
         wanted.backward()
+    params, cfg = from_hf(tmp_path / "weights", length=11)
     model = dataclasses.replace(decoder(cfg, loss=True), joined=("loss",))
     assert "linear_cross_entropy" in [one.op.name for one in model.runs]
     shifted = torch.cat((labels[:, 1:], torch.full((3, 1), -100)), 1)
