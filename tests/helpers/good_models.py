@@ -90,7 +90,7 @@ MODELS = {
     "models.MoEConfig": Row(sparse, {"dense": ((-1,), ("a",))}, {("dense", "[]"): "none"}),
     "models.moe": Row(lambda: {"cfg": models.MoEConfig(**sparse())}),
     "models.plain_experts": Row(lambda: {"cfg": sparse()["experts"]}),
-    "models.decoder": Row(lambda: {"cfg": LLAMA, "loss": True}),
+    "models.decoder": Row(lambda: {"cfg": LLAMA, "loss": True, "reduction": "sum"}),
     "models.decoder_x": Row(
         lambda: {
             "cfg": LLAMA,
@@ -116,7 +116,7 @@ MODELS = {
         {"logits": (torch.ones(5), torch.ones(2, 0))},
         {("logits", "float32[3, 5]"): "rows of any number"},
     ),
-    "models.roles": Row(lambda: {"cfg": LLAMA, "loss": True}),
+    "models.roles": Row(lambda: {"cfg": LLAMA, "loss": True, "reduction": "sum"}),
     "models.peft_names": Row(lambda: {"cfg": LLAMA, "model": with_lora(models.decoder(LLAMA), 2, ("*.mlp.*",))}),
     "models.layer_paths": Row(lambda: {"cfg": LLAMA}),
     "models.from_hf": Row(lambda: {"folder": folder(), "dtype": torch.float32, "device": "cpu", "length": 4}),
