@@ -17,7 +17,7 @@ from funcops import Compress, ExpertsConfig, Policy, RopeConfig, WithExtras, cha
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op
 from funcops.lora import lora_init, lora_needs, with_lora
-from funcops.models import DecoderConfig, decoder, decoder_x
+from funcops.models import DecoderConfig, decoder, decoder_x, pack
 from funcops.models.blocks import block_config, gpt2_block_config
 
 DIM, HEADS, LENGTH = 512, 8, 512
@@ -36,7 +36,7 @@ def run(rivals: bool = True) -> list[Row]:
     llama = _llama()
     gpt2 = gpt2_block_config(DIM, HEADS, 2048, 0.1), {"key": random.key(0)}, PlainGPT2Block(DIM, HEADS, 2048, 0.1)
     plain = [row for name, case in (("llama block", llama), ("gpt-2 block", gpt2)) for row in _measure(name, *case)]
-    found = plain + list(_low(*llama[:2])) + list(_decoder())
+    found = plain + list(_low(*llama[:2])) + list(_decoder()) + list(_documents())
     return [*found, *_mixture(**MIXTURE), *_lora()] if rivals else found
 
 
@@ -120,6 +120,31 @@ def _decoder() -> Iterator[Row]:
         for more, op in (("", chain), (", minimal", with_policy(chain, "minimal"))):
             kept = report(op.fwd(params, x, one, needs=Needs(x=False))[1], params, x).kept_bytes
             yield Row("residuals", case, name + more, "kept", kept / 1e6, "MB")
+
+
+def _documents() -> Iterator[Row]:
+    """The bytes kept by a token of 16 documents of 16 to 256 tokens: packed into a row, and padded to the longest."""
+    for name, (params, x, model, tokens) in documents().items():
+        kept = report(chain.fwd(params, x, model, needs=Needs(x=False))[1], params, x).kept_bytes
+        yield Row("residuals", "16 documents of 16 to 256 tokens", f"funcops, {name}", "kept", kept / tokens, "bytes per token")
+
+
+def documents() -> dict[str, tuple[Any, WithExtras, Any, int]]:
+    """Params, x and model for the same documents, packed and padded, and the number of their tokens."""
+    cfg, params, _ = sixteenth(layers=4)
+    lengths = [16, 256, *torch.randint(16, 257, (14,), generator=torch.Generator().manual_seed(0)).tolist()]
+    found = [torch.randint(cfg.vocab, (n,), generator=torch.Generator().manual_seed(n)) for n in lengths]
+    ids, labels, ends = pack(found)
+    packed = decoder_x(cfg, ids, torch.float32, labels=labels, cu_seqlens=ends)
+    rows = torch.nn.utils.rnn.pad_sequence(found, batch_first=True)
+    following = [torch.cat((one[1:], one.new_full((1,), -100))) for one in found]
+    shifted = torch.nn.utils.rnn.pad_sequence(following, batch_first=True, padding_value=-100)
+    padded = decoder_x(cfg, rows, torch.float32, labels=shifted)
+    tokens = sum(lengths)
+    return {
+        "packed": (params, packed, decoder(cfg, loss=True, packed=True), tokens),
+        "padded": (params, padded, decoder(cfg, loss=True), tokens),
+    }
 
 
 def sixteenth(layers: int = 16, rows: int = 1) -> tuple[DecoderConfig, Any, WithExtras]:

@@ -90,7 +90,8 @@ MODELS = {
     "models.MoEConfig": Row(sparse, {"dense": ((-1,), ("a",))}, {("dense", "[]"): "none"}),
     "models.moe": Row(lambda: {"cfg": models.MoEConfig(**sparse())}),
     "models.plain_experts": Row(lambda: {"cfg": sparse()["experts"]}),
-    "models.decoder": Row(lambda: {"cfg": LLAMA, "loss": True, "reduction": "sum"}),
+    "models.decoder": Row(lambda: {"cfg": LLAMA, "loss": True, "reduction": "sum", "packed": True}),
+    "models.pack": Row(lambda: {"documents": [torch.arange(3), torch.arange(1)], "length": 6, "count": 4}),
     "models.decoder_x": Row(
         lambda: {
             "cfg": LLAMA,
@@ -100,6 +101,7 @@ MODELS = {
             "labels": IDS,
             "key": random.key(0),
             "length": 4,
+            "cu_seqlens": None,
         },
         {"ids": (IDS[0],)},
         {("ids", "int64[2, 3]"): "one tensor may be anywhere"},
@@ -116,7 +118,7 @@ MODELS = {
         {"logits": (torch.ones(5), torch.ones(2, 0))},
         {("logits", "float32[3, 5]"): "rows of any number"},
     ),
-    "models.roles": Row(lambda: {"cfg": LLAMA, "loss": True, "reduction": "sum"}),
+    "models.roles": Row(lambda: {"cfg": LLAMA, "loss": True}),
     "models.peft_names": Row(lambda: {"cfg": LLAMA, "model": with_lora(models.decoder(LLAMA), 2, ("*.mlp.*",))}),
     "models.layer_paths": Row(lambda: {"cfg": LLAMA}),
     "models.from_hf": Row(lambda: {"folder": folder(), "dtype": torch.float32, "device": "cpu", "length": 4}),
