@@ -44,7 +44,7 @@ $(VENV)/.dev: $(VENV)/.test
 	@touch $@
 
 train: $(VENV)/.ready
-	$(PY) examples/train_lm.py $(ARGS)
+	$(PY) examples/train_lm.py --dtype auto $(ARGS)  # the last of two --dtype counts
 
 MESH ?= --dp 2 --tp 2
 
@@ -94,13 +94,14 @@ gpu-smoke:
 
 gpu-test:
 	@mkdir -p $(RESULTS)
-	$(DEVICE) timeout 165 $(PYTHON) tests/smoke/gpu_tests.py --seconds 145 --json $(RESULTS)/gpu-tests.jsonl $(ARGS)
+	$(DEVICE) timeout 165 $(PYTHON) tests/smoke/gpu_tests.py --seconds 145 --json $(RESULTS)/gpu-tests.jsonl \
+		--changed $(RESULTS)/gpu-tests.jsonl $(ARGS)
 
 # not torch.compile, which takes seconds a kernel to compile
 gpu-kernels:
 	@mkdir -p $(RESULTS)
 	$(DEVICE) timeout 195 $(PYTHON) -m benchmarks kernels --if-device --seconds 175 --json $(RESULTS)/kernels.json \
-		--providers funcops triton torch liger cublas --jobs 12 \
+		--changed $(RESULTS)/kernels.json --providers funcops triton torch liger cublas --jobs 4 \
 		--liger-csv $(RESULTS)/kernels-liger.csv --plot $(RESULTS)/kernels.png $(ARGS)
 
 gpu-graph:

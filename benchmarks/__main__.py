@@ -23,6 +23,7 @@ BENCHES = {
     "schedule": "matrix products and live bytes of a split backward, against torch's own split",
     "step": "a training step of the example's model",
     "traffic": "bytes that kernels move over the minimum, and the quality of their code, without a GPU",
+    "unconfirmed": "what no GPU has run in its present form",
     "window": "attention with a window, with rows of one length and of twice that length",
     "wgrads": "many weight gradients at once, against one after another",
 }

@@ -61,16 +61,18 @@ class Layer(NamedTuple):
         return f"{tokens}x{dim} by {self.choices} of {count} to 2x{width // 2}"
 
 
-def of_experts(make: Maker) -> Iterator[KernelCall]:
-    wide = Layer.of(make, 8192, 8, 128, 2048, 768, False)
-    yield from _both(wide, "swiglu")
-    yield from _products(wide)
-    for kind in [kind for kind in glu.GATES if kind != "swiglu"]:
-        yield from _both(wide, kind)
-    for sizes in ((8192, 8, 128, 2048, 768), (64, 8, 128, 2048, 768), (4096, 2, 8, 1001, 603)):
-        biased = Layer.of(make, *sizes, True)
-        yield from _both(biased, "clamped_swiglu")
-        yield from _products(biased)
+# tokens, choices, experts, dim, hidden, with biases
+WIDE = 8192, 8, 128, 2048, 768, False
+LAYERS_OF_EXPERTS = WIDE, (8192, 8, 128, 2048, 768, True), (64, 8, 128, 2048, 768, True), (4096, 2, 8, 1001, 603, True)
+
+
+def of_experts(make: Maker, layer: tuple[int, int, int, int, int, bool]) -> Iterator[KernelCall]:
+    made = Layer.of(make, *layer)
+    yield from _both(made, "swiglu" if layer == WIDE else "clamped_swiglu")
+    yield from _products(made)
+    if layer == WIDE:
+        for kind in [kind for kind in glu.GATES if kind != "swiglu"]:
+            yield from _both(made, kind)
 
 
 def _both(layer: Layer, kind: str) -> Iterator[KernelCall]:

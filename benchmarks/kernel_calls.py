@@ -4,7 +4,8 @@ Triton implementation, by shape class. A kernel without a row here fails a test.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.attention import of_attention
-from benchmarks.experts import of_experts
+from benchmarks.experts import LAYERS_OF_EXPERTS, of_experts
 from benchmarks.kernel_call import KernelCall as KernelCall
 from benchmarks.kernel_call import Maker as Maker
 from benchmarks.kernel_call import Prepared, direct, gradient
@@ -45,9 +46,12 @@ from funcops.kernels.activation import ACTIVATIONS, activation_bwd, activation_f
 from funcops.kernels.bias_activation import activation_bwd_recompute, bias_activation_bwd, bias_activation_fwd, dropout_bwd_sums
 from funcops.ops.rope import RopeConfig, rope_table
 
+Family = Callable[[Maker], Iterator[KernelCall]]
 
-def kernel_calls(make: Maker) -> Iterator[KernelCall]:
-    families = (
+
+def families() -> tuple[Family, ...]:
+    """The calls in parts, each of which makes its own tensors and drops them at its end."""
+    return (
         of_norms,
         of_group_norms,
         _convolutions,
@@ -67,11 +71,14 @@ def kernel_calls(make: Maker) -> Iterator[KernelCall]:
         of_coded_glus,
         _routers,
         _rows_of_experts,
-        of_experts,
+        *(functools.partial(of_experts, layer=layer) for layer in LAYERS_OF_EXPERTS),
         of_low_experts,
         of_attention,
     )
-    for family in families:
+
+
+def kernel_calls(make: Maker, parts: Sequence[Family] | None = None) -> Iterator[KernelCall]:
+    for family in families() if parts is None else parts:
         yield from family(make)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import math
 import sys
 import time
@@ -21,12 +22,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.device import COLD_BYTES, MOST_COPIES, CudaTimer, Replay
-from benchmarks.kernel_calls import KernelCall, Maker, Prepared, direct, kernel_calls
+from benchmarks.kernel_calls import KernelCall, Maker, Prepared, direct, families
+from benchmarks.launches import Listed, listed
 from benchmarks.liger import liger_call, write_liger_csv
 from benchmarks.measure import NoDevice
 from benchmarks.plot import draw
+from benchmarks.rows import rows_of
 from funcops.backend import backend, gemm
 from funcops.errors import short
+from funcops.kernels import grouped, grouped_scaled
 from funcops.trees import leaves, nbytes, tree_map
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -35,7 +39,8 @@ PROVIDERS = ("funcops", "triton", "torch", "torch.compile", "liger", "cublas")
 
 
 class Measured(NamedTuple):
-    """`error`: our error relative to float64 in the Euclidean norm. A rate that is meaningless for a row is NaN."""
+    """`error`: our error relative to float64 in the Euclidean norm. A rate that is meaningless for a row is NaN. `launches`: the
+    fingerprints of the kernels that the call launches, on sm_90."""
 
     kernel: str
     shape: str
@@ -51,6 +56,15 @@ class Measured(NamedTuple):
     delta_mib: float
     error: float
     note: str
+    launches: str = ""
+
+
+class Part(NamedTuple):
+    """The calls of a family that are to be measured, by their place in it."""
+
+    dtype: str
+    family: int
+    calls: dict[int, Listed]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, action="append", help="default: bf16")
     parser.add_argument("--providers", choices=PROVIDERS, nargs="+", default=PROVIDERS)
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no call after this; name those left out")
+    parser.add_argument("--changed", metavar="FILE", help="measure only what FILE, an earlier --json, lacks; copy its other rows")
     parser.add_argument("--jobs", type=int, default=0, help="first compile our kernels in so many processes (default: %(default)s)")
     parser.add_argument("--liger-csv", metavar="FILE", help="also write the times under Liger-Kernel's columns")
     parser.add_argument("--plot", metavar="FILE", help="also draw the rates (PNG or SVG)")
@@ -68,52 +83,90 @@ def run(
     dtype: list[str] | None = None,
     providers: tuple[str, ...] = PROVIDERS,
     seconds: float = math.inf,
+    changed: str | None = None,
     jobs: int = 0,
     liger_csv: str | None = None,
     plot: str | None = None,
 ) -> Iterator[Measured]:
-    """The rows, each as soon as it is measured."""
+    """The rows, each as soon as it is measured, after the rows of `changed` that are still valid."""
     if not torch.cuda.is_available():
         raise NoDevice("bench kernels: no CUDA device here; `bench aot` compiles every kernel without one")
+    rows = [Measured(**row) for row in ([] if changed is None else rows_of(changed))]
+    rows, parts = planned(only, dtype or ["bf16"], rows)
+    yield from rows
     if jobs:
-        compile_ahead(only, dtype or ["bf16"], providers, jobs)
-    timer, stop = CudaTimer(), time.monotonic() + seconds
-    rows: list[Measured] = []
-    left: list[str] = []
+        compile_ahead(parts, providers, jobs)
+    timer, stop, left = CudaTimer(), time.monotonic() + seconds, list[str]()
     copy_rate = measured_copy_rate(timer)
-    for name in dtype or ["bf16"]:
-        for call in kernel_calls(Maker("cuda", DTYPES[name])):
-            if only not in call.name:
-                continue
+    for part in parts:
+        for one, call in made(part):
             if time.monotonic() > stop:
-                left.append(f"{call.name} {call.shape} {name}")
-                continue
-            for row in measure(call, DTYPES[name], providers, timer, copy_rate):
-                rows.append(row)
-                yield row
-            if liger_csv:
-                write_liger_csv(liger_csv, rows)
+                left.append(f"{one.kernel} {one.shape} {part.dtype}")
+            elif isinstance(call, Exception):
+                rows.append(failed(one, DTYPES[part.dtype], "funcops", call))
+                yield rows[-1]
+            else:
+                for row in measure(call, DTYPES[part.dtype], providers, timer, copy_rate):
+                    rows.append(row._replace(launches=one.launches))
+                    yield rows[-1]
+        if liger_csv:
+            write_liger_csv(liger_csv, rows)
     if left:
         print(f"out of time, not measured: {', '.join(left)}", file=sys.stderr)
     if plot:
         draw(plot, rows)
 
 
-def compile_ahead(only: str, dtypes: list[str], providers: tuple[str, ...], jobs: int) -> None:
-    """Fill Triton's disk cache, with processes that each run a part of the calls once."""
-    parts = [(i, jobs, only, dtypes, providers) for i in range(jobs)]
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        list(pool.map(_run_once, *zip(*parts, strict=True)))
-
-
-def _run_once(part: int, parts: int, only: str, dtypes: list[str], providers: tuple[str, ...]) -> None:
+def planned(only: str, dtypes: list[str], earlier: list[Measured]) -> tuple[list[Measured], list[Part]]:
+    """The earlier rows that are still valid, as the same launches ran, and the calls that they lack."""
+    known = {_key(row) for row in earlier if row.launches and not row.note.startswith("failed")}
+    valid, parts = set(), []
     for name in dtypes:
-        own = (call for i, call in enumerate(kernel_calls(Maker("cuda", DTYPES[name]))) if i % parts == part and only in call.name)
-        for call in own:
-            for provider, prepare in provided(call).items():
-                if prepare is not None and provider in providers and provider in ("funcops", "triton"):
-                    with contextlib.suppress(Exception), using(provider):  # the bench says what fails
-                        prepare(*call.args)()
+        lacking: dict[int, dict[int, Listed]] = {}
+        places: dict[int, int] = {}
+        for one in listed(DTYPES[name]):
+            place = places[one.family] = places.get(one.family, -1) + 1
+            if (key := (one.kernel, one.shape, short(DTYPES[name]), one.launches)) in known:
+                valid.add(key)
+            elif only in one.kernel:
+                lacking.setdefault(one.family, {})[place] = one
+        parts += [Part(name, family, calls) for family, calls in lacking.items()]
+    return [row for row in earlier if _key(row) in valid], parts
+
+
+def _key(row: Measured) -> tuple[str, str, str, str]:
+    return row.kernel, row.shape, row.dtype, row.launches
+
+
+def made(part: Part) -> Iterator[tuple[Listed, KernelCall | Exception]]:
+    """The calls of a part, one by one. If the device cannot hold one, it and the rest of the family are errors."""
+    left = dict(part.calls)
+    try:
+        for place, call in enumerate(families()[part.family](Maker("cuda", DTYPES[part.dtype]))):
+            if place in left:
+                yield left.pop(place), call
+            if not left:
+                break
+    except Exception as error:
+        yield from ((one, error) for one in left.values())
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def compile_ahead(parts: list[Part], providers: tuple[str, ...], jobs: int) -> None:
+    """Fill Triton's disk cache, with processes that each take a family at a time and run its calls once."""
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        list(pool.map(_run_once, parts, [providers] * len(parts)))
+
+
+def _run_once(part: Part, providers: tuple[str, ...]) -> None:
+    for _, call in made(part):
+        if isinstance(call, Exception):
+            continue  # the bench says what fails
+        for provider, prepare in provided(call).items():
+            if prepare is not None and provider in providers and provider in ("funcops", "triton"):
+                with contextlib.suppress(Exception), using(provider):
+                    prepare(*call.args)()
 
 
 def measured_copy_rate(timer: Any) -> float:
@@ -133,11 +186,7 @@ def using(provider: str) -> Iterator[None]:
 
 def measure(call: KernelCall, dtype: torch.dtype, providers: tuple[str, ...], timer: Any, copy_rate: float) -> Iterator[Measured]:
     """A row for each provider that has this kernel; if a provider fails anywhere, its row has the reason."""
-
-    def failed(provider: str, error: Exception) -> Measured:
-        lines = f"failed: {type(error).__name__}: {error}".splitlines()
-        return Measured(call.name, call.shape, short(dtype), provider, *NOT_MEASURED, note=lines[0][:120])
-
+    named = Listed(0, call.name, call.shape, "")
     read = nbytes(call.args)
     calls: dict[str, Callable[[], Any]] = {}
     replays: dict[str, Replay] = {}
@@ -152,11 +201,11 @@ def measure(call: KernelCall, dtype: torch.dtype, providers: tuple[str, ...], ti
             with using(name):
                 replays[name], calls[name] = timer.replay(ready), ready[0]
         except Exception as error:  # a rival that lacks a case must not end the bench
-            yield failed(name, error)
+            yield failed(named, dtype, name, error)
     replays = {name: one if one.captured else one._replace(run=_under(name, one.run)) for name, one in replays.items()}
     times, errors = _times(timer, replays)
     for name, error in errors.items():
-        yield failed(name, error)
+        yield failed(named, dtype, name, error)
     moved = _moved(call) if times else math.nan
     for name, us in times.items():
         try:
@@ -181,7 +230,12 @@ def measure(call: KernelCall, dtype: torch.dtype, providers: tuple[str, ...], ti
                     "" if replays[name].captured else "not captured",
                 )
         except Exception as error:
-            yield failed(name, error)
+            yield failed(named, dtype, name, error)
+
+
+def failed(call: Listed, dtype: torch.dtype, provider: str, error: Exception) -> Measured:
+    lines = f"failed: {type(error).__name__}: {error}".splitlines()
+    return Measured(call.kernel, call.shape, short(dtype), provider, *NOT_MEASURED, note=lines[0][:120], launches=call.launches)
 
 
 def _under(provider: str, call: Callable[[], Any]) -> Callable[[], Any]:
@@ -240,13 +294,30 @@ def clones(args: Any) -> Any:
     return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, args)
 
 
+@contextlib.contextmanager
+def by_groups() -> Iterator[None]:
+    """Let torch bodies multiply each group's rows alone, with the groups' sizes read on the host. On a GPU they multiply all rows
+    by every group's matrix otherwise: seconds in float64, for 128 groups."""
+    modules: tuple[Any, ...] = (grouped, grouped_scaled)
+    before = [(module, module.by_masks, module.wgrad_by_masks) for module in modules]
+    for module in modules:
+        module.by_masks, module.wgrad_by_masks = grouped.by_groups, grouped.wgrad_by_groups
+    try:
+        yield
+    finally:
+        for module, product, wgrad in before:
+            module.by_masks, module.wgrad_by_masks = product, wgrad
+
+
 def relative_error(call: KernelCall) -> float:
     """The error of the results and of the arguments written to, against the torch body's in float64. Partial sums are summed first,
     and codes decoded."""
     own = clones(call.args)
     # 0-d tensors are step counts, which torch's optimisers take only in float32
     exact = tree_map(lambda t: t.double() if isinstance(t, Tensor) and t.is_floating_point() and t.dim() else t, own)
-    got, want = call.kernel(*own), call.kernel.kernel.torch_impl(*exact)
+    got = call.kernel(*own)
+    with by_groups():
+        want = call.kernel.kernel.torch_impl(*exact)
     if call.kernel.kernel.mutates:
         got, want = (got, own), (want, exact)
     if call.values is not None:

@@ -8,6 +8,7 @@ import os
 import platform
 import random
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 class BenchError(Exception):
@@ -91,7 +94,21 @@ def machine() -> dict[str, Any]:
         except PackageNotFoundError:
             continue
     found["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return {**found, "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    return {**found, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "revision": revision()}
+
+
+def revision() -> str:
+    """The commit that is measured, with a "+" if files differ from it; $FUNCOPS_REVISION, where git is missing."""
+    if given := os.environ.get("FUNCOPS_REVISION"):
+        return given
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def write_json(path: str, rows: Sequence[Any]) -> None:

@@ -1,4 +1,4 @@
-"""The rates of `bench kernels` as a picture."""
+"""The rates of `bench kernels`, and the bytes of `bench residuals`, as pictures."""
 
 from __future__ import annotations
 
@@ -15,12 +15,8 @@ LINES, MARKERS = 56, "oDs^vP"  # lines in a column, and a mark for each provider
 def draw(path: str, rows: Sequence[Any]) -> None:
     """Draw a line for each kernel and shape, in columns, with a mark for each provider: the share of a copy's rate, or of
     cuBLAS's."""
-    if importlib.util.find_spec("matplotlib") is None:  # the measurements must not be lost
-        print(f"bench kernels: {path} is not drawn: matplotlib is not installed", file=sys.stderr)
+    if not _can_draw("kernels", path):
         return
-    import matplotlib
-
-    matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     labels = list(dict.fromkeys(_label(row) for row in rows))
@@ -45,6 +41,60 @@ def draw(path: str, rows: Sequence[Any]) -> None:
         figure.legend(handles, names, fontsize=8, loc="outside upper right", ncols=len(providers), frameon=False)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+BLOCKS = {"llama block": "Llama block", "gpt-2 block": "GPT-2 block", "frozen llama block, LoRA": "frozen Llama block, LoRA"}
+KEPT = {  # provider: its name and colour
+    "autograd": ("PyTorch's autograd", "#9a9a9a"),
+    "autograd, peft": ("PyTorch's autograd", "#9a9a9a"),
+    "funcops": ("funcops", "#3b7dd8"),
+    "funcops, compress_fp8": ("funcops, kept in 8 bits", "#8fb8ec"),
+}
+LEGIBLE = "#808080"  # text on a white and on a dark page
+
+
+def draw_kept(path: str, rows: Sequence[Any]) -> None:
+    """Draw a group of bars for each block: the bytes kept per token and unit of width by each provider, as text that can be
+    searched, on no background."""
+    if not _can_draw("residuals", path):
+        return
+    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
+
+    found = {(row.case, row.provider): row.value for row in rows if row.metric == "kept"}
+    with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "funcops", "font.size": 10}):
+        figure = Figure(figsize=(7.6, 3.2), layout="constrained")
+        axes, place, ticks = figure.add_subplot(), 0.0, []
+        named: dict[str, Any] = {}
+        for case in BLOCKS:
+            first = place
+            for provider, (name, colour) in KEPT.items():
+                if (value := found.get((case, provider))) is not None:
+                    named[name] = axes.barh(place, value, height=0.9, color=colour)
+                    axes.text(value + 0.5, place, f"{value:.1f}", va="center", color=LEGIBLE)
+                    place += 1
+            ticks.append((first + place - 1) / 2)
+            place += 0.8
+        axes.set_yticks(ticks, list(BLOCKS.values()), color=LEGIBLE)
+        axes.invert_yaxis()
+        axes.set_xticks([])
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+        axes.set_title("bytes kept for the backward, per token and unit of width (bfloat16)", fontsize=10, color=LEGIBLE)
+        figure.legend(
+            list(named.values()), list(named), frameon=False, labelcolor=LEGIBLE, loc="outside lower center", ncols=len(named)
+        )
+        figure.savefig(path, transparent=True, metadata={"Date": None} if path.endswith(".svg") else None)
+
+
+def _can_draw(bench: str, path: str) -> bool:
+    if importlib.util.find_spec("matplotlib") is None:  # the measurements must not be lost
+        print(f"bench {bench}: {path} is not drawn: matplotlib is not installed", file=sys.stderr)
+        return False
+    import matplotlib
+
+    matplotlib.use("Agg")
+    return True
 
 
 def _label(row: Any) -> str:

@@ -3,6 +3,7 @@ mixture of experts keeps per token, against the block of Hugging Face's transfor
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import importlib.util
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks.measure import Row
 from benchmarks.plain import PlainBlock, PlainGPT2Block
+from benchmarks.plot import draw_kept
 from funcops import Compress, ExpertsConfig, Policy, RopeConfig, WithExtras, chain, experts, random, report, with_policy
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op
@@ -30,14 +32,22 @@ LOW = {  # the tensors of a Llama block that are kept in 8 bits
 }
 
 
-def run(rivals: bool = True) -> list[Row]:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--plot", metavar="FILE", help="also draw the bytes of the blocks (PNG or SVG)")
+
+
+def run(rivals: bool = True, plot: str | None = None) -> list[Row]:
     """The rows; with `rivals` also for a mixture of experts and for LoRA, which import transformers and PEFT."""
     torch.manual_seed(0)
     llama = _llama()
     gpt2 = gpt2_block_config(DIM, HEADS, 2048, 0.1), {"key": random.key(0)}, PlainGPT2Block(DIM, HEADS, 2048, 0.1)
     plain = [row for name, case in (("llama block", llama), ("gpt-2 block", gpt2)) for row in _measure(name, *case)]
     found = plain + list(_low(*llama[:2])) + list(_decoder()) + list(_documents())
-    return [*found, *_mixture(**MIXTURE), *_lora()] if rivals else found
+    if rivals:
+        found += [*_mixture(**MIXTURE), *_lora()]
+    if plot:
+        draw_kept(plot, found)
+    return found
 
 
 def _llama() -> tuple[Any, dict[str, Tensor], nn.Module]:

@@ -40,7 +40,6 @@ MOVED = {
     "examples/notebooks/schedule_lab.ipynb": "notebooks/schedule_lab.md",
     "examples/notebooks/fp8_error_map.ipynb": "notebooks/fp8_error_map.md",
 }
-FIRST = ("", "Results", "Ten words", "Install", "Three commands", "Operators", "Read on")  # the README's headings, reordered
 LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)")
 CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.S | re.M)
 
@@ -49,9 +48,7 @@ def on_files(files: Any, config: Any) -> Any:
     for source, target in MOVED.items():
         if not source.endswith(".ipynb"):
             text = (ROOT / source).read_text(encoding="utf-8")
-            files.append(
-                File.generated(config, target, content=placed(ordered(text) if source == "README.md" else text, source, target))
-            )
+            files.append(File.generated(config, target, content=placed(text, source, target)))
     for file in of_notebooks(config):
         files.append(file)
     for path in sorted((ROOT / "examples").rglob("*.py")):
@@ -83,15 +80,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if at in MOVED.values() or at.startswith("reference/"):
         return markdown
     return placed(markdown, f"docs/{at}", at)
-
-
-def ordered(readme: str) -> str:
-    """The README with its sections in the order of `FIRST`. Raises `ValueError` if its sections are not exactly these."""
-    parts = re.split(r"^## (.*)\n", readme, flags=re.M)
-    sections = {"": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
-    if set(sections) != set(FIRST):
-        raise ValueError(f"README.md must have the sections {FIRST[1:]}, got {tuple(sections)[1:]}")
-    return "".join((f"## {title}\n" if title else "") + sections[title] for title in FIRST)
 
 
 def placed(text: str, source: str, target: str) -> str:

@@ -261,7 +261,8 @@ def train(args: Any, ranks: Ranks) -> int:
         f"results go to {args.out}"
     )
     run = Run(args, corpus, ranks)
-    print(f"{run.count:,} parameters, {args.batch * args.context} bytes (tokens) a step")
+    dtype = str(args.dtype).removeprefix("torch.")
+    print(f"{run.count:,} parameters, {args.batch * args.context} bytes (tokens) a step, in {dtype}")
     if ranks.stages is None and ranks.zero < 3:
         say_what_is_kept(run.params, *run.batch(), run.s, run.policy, run.state.scales)
     if not ranks.alone:

@@ -8,7 +8,7 @@ import os
 
 import pytest
 import torch
-from law_cases import CASES
+from law_cases import CASES, sums_codes
 from train_runs import TINY, losses, run
 
 from benchmarks import kernels
@@ -35,9 +35,7 @@ HELD = [name for name in LAWS if name not in ("compiles", "loud", "finite_differ
 @pytest.mark.parametrize("implementation", ["triton", "torch", None])
 @pytest.mark.parametrize(("case", "dtype"), CASES, ids=str)
 def test_laws(case, dtype, implementation):
-    case = dataclasses.replace(
-        case, device="cuda", bits=13 if case.op.name.startswith("qlinear") and implementation != "torch" else None
-    )
+    case = dataclasses.replace(case, device="cuda", bits=13 if sums_codes(case) and implementation != "torch" else None)
     with (
         deterministic(case.op.name == "attention"),
         contextlib.nullcontext() if implementation is None else backend(implementation),

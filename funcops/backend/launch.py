@@ -69,20 +69,21 @@ _collected: list[Launched] | None = None
 _planning = False
 
 
-def compiled_launches() -> AbstractContextManager[list[Launched]]:
-    """Collect the launches of the block, one per specialisation. All caches are empty at its start and its end."""
-    return _collecting(planning=False)
+def compiled_launches(found: list[Launched] | None = None) -> AbstractContextManager[list[Launched]]:
+    """Collect the launches of the block, one per specialisation, in `found` if it is given. All caches are empty at its start and
+    its end."""
+    return _collecting([] if found is None else found, planning=False)
 
 
 def planned_launches() -> AbstractContextManager[list[Launched]]:
     """Collect launches as `compiled_launches` does, but compile and run nothing: no tensor is written to."""
-    return _collecting(planning=True)
+    return _collecting([], planning=True)
 
 
 @contextmanager
-def _collecting(*, planning: bool) -> Iterator[list[Launched]]:
+def _collecting(found: list[Launched], *, planning: bool) -> Iterator[list[Launched]]:
     global _collected, _planning
-    before, found = (_collected, _planning), []  # type: ignore[var-annotated]
+    before = _collected, _planning
     _collected, _planning = found, planning
     for _, cache in _launchers:
         cache.clear()

@@ -7,13 +7,14 @@ all without one. In the backward, layers whose products read tensors, not codes.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
 from funcops.backend import tracing
 from funcops.fused.matchers import alike, alone, joins, layer
-from funcops.fused.siblings import forward, match_backward, shared
+from funcops.fused.siblings import arrived, forward, in_flight, match_backward, match_in_flight, shared
 from funcops.kernels.linear import linear_wgrad
 from funcops.kernels.qkv_split import qkv_split_bwd
 from funcops.kernels.rope import rope_apply_pair
@@ -94,6 +95,15 @@ def _run(calls: Any, params: Any, x: Any, values: dict[int, Any]) -> Any:
 
 
 def _run_backward(calls: Any, kept: list[Any], dys: tuple[Any, ...], gradients: dict[int, Any]) -> Any:
+    found = _start_backward(calls, kept, dys)
+    return found if found is NotImplemented else (arrived(calls, found[0]), found[1])
+
+
+def _run_in_flight(calls: Any, kept: list[Any], dys: tuple[Any, ...], gradients: dict[int, Any]) -> Any:
+    return in_flight(*_of(None, calls, kept), dys, lambda: _start_backward(calls, kept, dys))
+
+
+def _start_backward(calls: Any, kept: list[Any], dys: tuple[Any, ...]) -> Any:
     products, nodes = _of(None, calls, kept)
     _, shapes = _of(reshape, calls, kept)
     turns, angles = _of(rope, calls, kept)
@@ -109,7 +119,7 @@ def _run_backward(calls: Any, kept: list[Any], dys: tuple[Any, ...], gradients: 
         table, interleaved = table_of(angles[0].positions, turns[0].cfg, dys[0].dtype), turns[0].cfg.interleaved
     joined = qkv_split_bwd(*dys, table, interleaved)
     own, cfg = products[0].op.layer, products[0].cfg
-    dx = own.dx_of(joined_linear_dgrad(joined, *weights), cfg)
+    dx = own.start_dx((joined,), cfg, lambda dys: joined_linear_dgrad(dys[0], *weights))
     parts = joined.split([w.shape[0] for w in weights], -1)
     pendings = {call: own.pending(node, dy, dy, call.cfg) for call, node, dy in zip(products, nodes, parts, strict=True)}
     return dx, [pendings.get(call) for call in calls]
@@ -127,7 +137,7 @@ def _wgrads(calls: Any, pendings: Any, into: Any) -> Any:
     if joined.shape[-1] != sum(sizes) or [p.dy.storage_offset() for p in pendings] != starts:
         return NotImplemented
     biased = [call.cfg.bias and p.needs.param("bias") for call, p in zip(calls, pendings, strict=True)]
-    dw, db = linear_wgrad(joined, calls[0].op.layer.rows(x, calls[0].cfg), any(biased))
+    dw, db = linear_wgrad(joined, calls[0].op.layer.dw_rows(pendings[0], calls[0].cfg), any(biased))
     biases = [None] * len(sizes) if db is None else db.split(sizes)
     return [LinearParams(w, b if wanted else None) for w, b, wanted in zip(dw.split(sizes), biases, biased, strict=True)]
 
@@ -149,4 +159,17 @@ def _saves(window: Window) -> Saving:
 rule = register_fusion(Rule("q, k and v", SIBLINGS_FORWARD, _match_forward, _run, _saves))
 backward_rule = register_fusion(
     Rule("q, k and v", SIBLINGS_BACKWARD, _match_backward, _run_backward, _saves_backward, wgrads=_wgrads, shared=shared)
+)
+in_flight_rule = register_fusion(
+    Rule(
+        "q, k and v, in flight",
+        SIBLINGS_BACKWARD,
+        functools.partial(match_in_flight, match=_match_backward),
+        _run_in_flight,
+        _saves_backward,
+        whole=True,
+        wgrads=_wgrads,
+        shared=shared,
+        settle=arrived,
+    )
 )

@@ -21,7 +21,7 @@ from funcops.ops.activation import activation, activation_kept
 from funcops.ops.glu import glu, glu_kept
 from funcops.ops.layer_norm import layer_norm, layer_norm_kept
 from funcops.ops.linear import LinearParams
-from funcops.ops.qlinear import check_params, qlinear, qlinear_of
+from funcops.ops.qlinear import qlinear
 from funcops.ops.rms_norm import rms_norm, rms_norm_kept
 from funcops.program.rules import FORWARD, Rule, Saving, Window, register_fusion
 
@@ -35,7 +35,7 @@ def _fits(call: Any, params: Any, like: Any) -> bool:
     if isinstance(params.weight, Scaled):
         return False
     try:
-        check_params("qlinear_fwd", params, like, call.cfg)
+        qlinear.layer.check(params, like, call.cfg)
     except (ValueError, TypeError, RuntimeError):
         return False
     return True
@@ -74,7 +74,7 @@ def _run(calls: Any, params: Any, main: Any, values: dict[int, Any]) -> Any:
     if made is NotImplemented:
         return made
     row, node = made
-    y, residuals = qlinear_of(row, row, params[1], reader.cfg, reader.kept)
+    y, residuals = qlinear.layer.from_prepared((row, row, None), params[1], reader.cfg, reader.kept)
     return y, [node, residuals]
 
 

@@ -1,5 +1,6 @@
 """Linear layers of one input, such as q, k, v or gate, up: x is prepared once (gathered over ranks, in codes) and read by one
-product; the parts of dx are summed before they are sent, and x is prepared once for the weight gradients, whenever they run.
+product; the parts of dx are summed before they are sent, and x is prepared once for the weight gradients, whenever they run. In a
+whole backward of layers with an `overlap`, x is in flight during the products for dx, and dx during the products for dw.
 
 Steps: the first of each branch of a parallel, linear layers of any variant whose y needs no sum. Where layers do not all prepare x
 alike, the most common ones share it, and the others run by themselves. On the CPU a joint forward of layers that prepare nothing
@@ -8,6 +9,8 @@ gains nothing. y and dw have the bits of layers one by one; dx is summed over th
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,8 +20,8 @@ from funcops.fused.matchers import alike, layer
 from funcops.kernels.linear import linear_dgrad, linear_fwd
 from funcops.kernels.pointwise import add
 from funcops.kernels.sibling_linear import sibling_linear_dgrad, sibling_linear_fwd
+from funcops.ops.coded_linear import check_low_into
 from funcops.ops.linear import LinearParams, check_linear_into, wants_bias
-from funcops.ops.qlinear import check_low_into
 from funcops.program.rules import SIBLINGS_BACKWARD, SIBLINGS_FORWARD, Rule, Saving, Window, register_fusion
 
 MOST = 3
@@ -82,7 +85,7 @@ def forward(calls: Any, params: Any, x: Any) -> Any:
         return NotImplemented
     own = calls[0].op.layer
     if own.dense:
-        ys = _products(own.rows(x, calls[0].cfg), params)
+        ys = own.y_products(x, calls[0].cfg, lambda rows: _products(rows, params))
         given = zip(calls, params, ys, strict=True)
         return ys, [call.op.layer.kept(call.cfg, call.kept, x, p.weight, y) for call, p, y in given]
     first = next((i for i, call in enumerate(calls) if call.kept.param("weight")), 0)
@@ -102,7 +105,42 @@ def _three(given: Any) -> list[Any]:
     return [*given] + [None] * (MOST - len(given))
 
 
+def match_in_flight(window: Window, match: Callable[[Window], Any]) -> Any:
+    """The answer of a backward rule, if the layers send dx under the products of dw."""
+    return match(window) if all((own := layer(call)) and own.overlaps(call.cfg) for call in window.calls) else None
+
+
 def _run_backward(calls: Any, kept: list[Any], dys: tuple[Any, ...], gradients: dict[int, Any]) -> Any:
+    found = _start_backward(calls, kept, dys, gradients)
+    return found if found is NotImplemented else (calls[0].op.layer.wait_dx(found[0], calls[0].cfg), found[1])
+
+
+def _run_in_flight(calls: Any, kept: list[Any], dys: tuple[Any, ...], gradients: dict[int, Any]) -> Any:
+    return in_flight(calls, kept, dys, lambda: _start_backward(calls, kept, dys, gradients))
+
+
+def in_flight(calls: Any, nodes: Any, dys: Any, start: Callable[[], Any]) -> Any:
+    """The dx that `start` returns, in flight, and its pendings, after x was sent under the product of dx."""
+    own, cfg = calls[0].op.layer, calls[0].cfg
+    first = next((node for node in nodes if node.x is not None), None)
+    one = first is not None and all([node.x is None or node.x is first.x for node in nodes])
+    sent = own.start_x(first, dys[0], cfg) if one else None
+    found = start()
+    if sent is None:
+        return found
+    rows = own.wait_x(sent, first, cfg)
+    if found is not NotImplemented:
+        for pending in found[1]:
+            if pending is not None:
+                pending.set(rows=rows)
+    return found
+
+
+def arrived(calls: Any, dx: Any) -> Any:
+    return calls[0].op.layer.wait_dx(dx, calls[0].cfg)
+
+
+def _start_backward(calls: Any, kept: list[Any], dys: tuple[Any, ...], gradients: dict[int, Any]) -> Any:
     own, cfg = calls[0].op.layer, calls[0].cfg
     weights = [node.weight for node in kept] if own.dense else []
     if not alike(*dys, *weights) or any(d.shape != n.y_shape or d.dtype is not n.dtype for d, n in zip(dys, kept, strict=True)):
@@ -110,11 +148,15 @@ def _run_backward(calls: Any, kept: list[Any], dys: tuple[Any, ...], gradients: 
     both = list(zip(calls, kept, dys, strict=True))
     if not own.dense:
         found = [own.part_of_dx(node, dy, call.cfg) for call, node, dy in both]
-        return own.dx_of(_sum([part for part, _ in found]), cfg), [pending for _, pending in found]
+        return own.start_dx(dys, cfg, lambda _: _sum([part for part, _ in found])), [pending for _, pending in found]
     pendings = [call.op.layer.pending(node, dy, dy, call.cfg) for call, node, dy in both]
-    if own.joins(cfg) == "linear":
-        return own.dx_of(sibling_linear_dgrad(*_three(dys), *_three(weights)), cfg), pendings
-    return own.dx_of(_sum([linear_dgrad(dy, w) for dy, w in zip(dys, weights, strict=True)]), cfg), pendings
+
+    def product(dys: tuple[Tensor, ...]) -> Tensor:
+        if own.joins(cfg) == "linear":
+            return sibling_linear_dgrad(*_three(dys), *_three(weights))  # type: ignore[no-any-return]
+        return _sum([linear_dgrad(dy, w) for dy, w in zip(dys, weights, strict=True)])
+
+    return own.start_dx(dys, cfg, product), pendings
 
 
 def _sum(parts: list[Tensor]) -> Tensor:
@@ -160,4 +202,17 @@ prepared_rule = register_fusion(Rule("sibling linears, x once", SIBLINGS_FORWARD
 # in each sum of two gradients the second is neither written nor read, or not sent
 backward_rule = register_fusion(
     Rule("sibling linears", SIBLINGS_BACKWARD, match_backward, _run_backward, _saves, on_cpu=True, shared=shared)
+)
+in_flight_rule = register_fusion(
+    Rule(
+        "sibling linears, in flight",
+        SIBLINGS_BACKWARD,
+        functools.partial(match_in_flight, match=match_backward),
+        _run_in_flight,
+        _saves,
+        on_cpu=True,
+        whole=True,
+        shared=shared,
+        settle=arrived,
+    )
 )

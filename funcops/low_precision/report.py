@@ -284,7 +284,7 @@ def _cotangent(y: Any) -> Any:
 
 
 def _linears(residuals: Any, pending: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:
-    if isinstance(pending, (LinearPending, GroupedLinearPending)):
+    if type(pending) in (LinearPending, GroupedLinearPending):  # of whole layers, not of parts over ranks
         yield path, residuals, pending
     elif isinstance(pending, dict):
         for name, child in pending.items():

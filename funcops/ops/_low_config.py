@@ -1,11 +1,15 @@
-"""The base of the configs of linear layers in low precision."""
+"""Configs of linear layers in low precision: their base, and the table that leads to them from layers in high precision."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar
 
-from funcops.contract.configs import OpConfig
-from funcops.formats.recipes import Recipe
+from funcops.contract.configs import OpConfig, fields_of
+from funcops.contract.op import Op
+from funcops.contract.renamed import old_names
+from funcops.formats.recipes import LOW_FORMS, Recipe
 
 
 class LowConfig(OpConfig):
@@ -18,12 +22,17 @@ class LowConfig(OpConfig):
     def low_recipe(self) -> Recipe:
         return self.recipe
 
-    @property
-    def weight_shape(self) -> tuple[int, int]:
-        """The shape of the weight that a rank has."""
-        return self.linear.weight_shape  # type: ignore[no-any-return]
+    def set_linear(self, plain: type) -> None:
+        """Make `linear`, a config of the class `plain`, from the fields that both have."""
+        made = plain(**{f.name: getattr(self, f.name) for f in dataclasses.fields(plain)})
+        object.__setattr__(self, "linear", made)
 
-    @property
-    def bias_shape(self) -> tuple[int] | None:
-        """The shape of the bias that a rank has; None if the layer over ranks has no bias."""
-        return self.linear.bias_shape  # type: ignore[no-any-return]
+
+def low_form(plain: Op, low: Op) -> None:
+    """Note the op of a layer in low precision, whose config has the fields of the plain layer's config, and a recipe."""
+    LOW_FORMS[plain.config] = lambda cfg, recipe: (plain, low, low.config(**fields_of(cfg), recipe=recipe))
+
+
+def old_of_input(module: str, name: str) -> Callable[[str], Any]:
+    """The `__getattr__` of a module whose op `name` was two ops once: the other one was for recipes with keep="input"."""
+    return old_names(module, **{f"{name}_of_input{part}": f"{name}{part}" for part in ("", "_fwd", "_dgrad", "_bwd")})

@@ -75,11 +75,6 @@ def sides(t: Tensor, format: Format, recipe: Recipe, largest: Largest = None) ->
     return quantize_sides(t, format, largest(kernels.amax(t, False)) if format.whole and largest is not None else None)
 
 
-def y_of(x: QTensor, w: QTensor, bias: Tensor | None, emulate: bool) -> Tensor:
-    y = product(x, w, x.dtype, emulate)
-    return y if bias is None else y.add_(bias)
-
-
 def of_gradient(
     dy: Tensor, recipe: Recipe, key: Tensor | None, rows: bool, columns: bool, largest: Largest = None
 ) -> tuple[QTensor | None, QTensor | None]:
@@ -100,12 +95,12 @@ def dw_of(dy: Any, x: Any, recipe: Recipe, out: torch.dtype) -> Tensor:
     return product(dy, x, out, recipe.emulate)
 
 
-def factors_of_dw(where: str, dy: Any, x: Any, recipe: Recipe) -> tuple[Any, Any]:
+def factors_of_dw(where: str, dy: Any, x: Any, recipe: Recipe, largest: Largest = None) -> tuple[Any, Any]:
     """The operands of dw: both by columns, or both in high precision, from x in the form that the recipe saves."""
     if not isinstance(dy, QTensor):
         return dy, x
     if not isinstance(x, QTensor):
-        return dy, quantize_tensor(x, recipe.x, side="col", hadamard=recipe.hadamard)
+        return dy, quantized(x, recipe.x, largest, side="col", hadamard=recipe.hadamard)
     side = kept_side(recipe, x)
     check_quantized(where, "pending.x", x, recipe.x, side, torch.Size((*dy.shape[:-1], x.shape[-1])), dy.codes)
     return dy, turned(x) if side == "row" else x

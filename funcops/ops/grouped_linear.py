@@ -195,22 +195,18 @@ def grouped_linear_kept(
     cfg: GroupedLinearConfig, needs: Needs, params: GroupedLinearParams, x: Any, y_shape: torch.Size
 ) -> GroupedLinearResiduals | None:
     """Residuals for checked inputs."""
+    return GroupedLinearResiduals.keep(cfg, needs, y_shape=y_shape, **kept_inputs(params, x, cfg))
+
+
+def kept_inputs(params: GroupedLinearParams, x: Any, cfg: Any) -> dict[str, Any]:
+    """The fields of residuals that are params or parts of x, or describe them."""
     rows, offsets, order, last = x if len(x) == 4 else (*x, None, None)
-    given: dict[str, Any] = dict(order=order, place=last, choices=last.shape[-1]) if cfg.gathered else dict(choices=1)
+    own = dict(x=rows, weight=params.weight, offsets=offsets, inputs=Inputs.of(x), shape=rows.shape, dtype=rows.dtype)
+    if cfg.gathered:
+        return own | dict(order=order, place=last, choices=last.shape[-1])
     if cfg.weighted:
-        given |= dict(bias=params.bias, weights=last, weights_order=order, weights_like=(last.shape, last.dtype))
-    return GroupedLinearResiduals.keep(
-        cfg,
-        needs,
-        x=rows,
-        weight=params.weight,
-        offsets=offsets,
-        y_shape=y_shape,
-        inputs=Inputs.of(x),
-        shape=rows.shape,
-        dtype=rows.dtype,
-        **given,
-    )
+        own |= dict(bias=params.bias, weights=last, weights_order=order, weights_like=(last.shape, last.dtype))
+    return own | dict(choices=1)
 
 
 def _stacked(leaf: Any) -> Tensor:

@@ -38,8 +38,7 @@ from funcops.backend import wide
 from funcops.contract.by_config import ByConfig
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
-from funcops.contract.renamed import old_names
-from funcops.contract.schema import DGRAD, WGRAD, Inputs, Pending, Residuals, saved, static
+from funcops.contract.schema import DGRAD, WGRAD, Pending, Residuals, saved, static
 from funcops.errors import check, require
 from funcops.formats import QTensor, check_quantized
 from funcops.formats.recipes import LOW_FORMS, Recipe, require_recipe
@@ -47,8 +46,9 @@ from funcops.formats.scaled import Scaled
 from funcops.kernels.grouped import grouped_wgrad, grouped_wgrad_into
 from funcops.kernels.routing import gather_rows, of_rows
 from funcops.ops import _quantized_groups as coded
-from funcops.ops._low_config import LowConfig
+from funcops.ops._low_config import LowConfig, old_of_input
 from funcops.ops._quantized_groups import Groups
+from funcops.ops.coded_linear import check_params, check_rounding, low_gradients, needs_low, rounding_of
 from funcops.ops.grouped_linear import (
     GroupedLinearConfig,
     GroupedLinearParams,
@@ -56,8 +56,8 @@ from funcops.ops.grouped_linear import (
     grouped_inputs,
     grouped_linear,
     grouped_linear_init,
+    kept_inputs,
 )
-from funcops.ops.qlinear import check_params, check_rounding, low_gradients, needs_low, rounding_of
 
 __all__ = ["GroupedQLinearConfig", "GroupedQLinearPending", "GroupedQLinearResiduals"]
 __all__ += ["grouped_qlinear", "grouped_qlinear_bwd", "grouped_qlinear_dgrad"]
@@ -88,11 +88,14 @@ class GroupedQLinearConfig(LowConfig):
             within = format.tile == (0, 0) or (format.tile[0] == 1 and format.tile[1] > 0)
             wanted = "(0, 0) or within a row, such as (1, 128): no scale is shared by rows of two groups"
             require(within, where, f"recipe.{name}.tile", wanted, format.tile)
-        options = dict(bias=self.bias, gathered=self.gathered, weighted=self.weighted)
-        object.__setattr__(self, "linear", GroupedLinearConfig(self.experts, self.in_features, self.out_features, **options))
+        self.set_linear(GroupedLinearConfig)
+        object.__setattr__(self, "weight_shape", self.linear.weight_shape)
+        object.__setattr__(self, "bias_shape", self.linear.bias_shape)
         object.__setattr__(self, "group_dims", (self.experts,))
 
     linear: ClassVar[GroupedLinearConfig]
+    weight_shape: ClassVar[tuple[int, int]]  # of an expert
+    bias_shape: ClassVar[tuple[int]]
     stacked: ClassVar[bool] = True
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
@@ -104,7 +107,7 @@ OF_ALL = ("x.0", "x.3", "params.weight", "params.bias")
 
 
 class GroupedQLinearResiduals(Residuals, static=("inputs", "shape", "dtype")):
-    x: QTensor = saved("[N, I] or [*, I]", needed_by=WGRAD, of=OF_WEIGHT, tree=True)
+    x: Any = saved("[N, I] or [*, I]", needed_by=WGRAD, of=OF_WEIGHT, tree=True)
     weight: Any = saved("[E, O, I]", alias="params.weight", needed_by=DGRAD, of=("x.0",), tree=True)
     offsets: Tensor = saved("[E + 1]", alias="x.1", needed_by=DGRAD | WGRAD, of=OF_ALL)
     order: Tensor | None = saved("[N]", alias="x.2", needed_by=WGRAD, of=OF_WEIGHT)
@@ -119,19 +122,8 @@ class GroupedQLinearResiduals(Residuals, static=("inputs", "shape", "dtype")):
     choices: int = static()  # K; 1 if not gathered
 
 
-class GroupedQLinearOfInputResiduals(Residuals, static=("inputs", "shape", "dtype")):
+class GroupedQLinearOfInputResiduals(GroupedQLinearResiduals):
     x: Tensor = saved("[N, I] or [*, I]", alias="x.0", needed_by=WGRAD, of=OF_WEIGHT)
-    weight: Any = saved("[E, O, I]", alias="params.weight", needed_by=DGRAD, of=("x.0",), tree=True)
-    offsets: Tensor = saved("[E + 1]", alias="x.1", needed_by=DGRAD | WGRAD, of=OF_ALL)
-    order: Tensor | None = saved("[N]", alias="x.2", needed_by=WGRAD, of=OF_WEIGHT)
-    place: Tensor | None = saved("[*, K]", alias="x.3", needed_by=DGRAD, of=("x.0",))
-    bias: Tensor | None = saved("[E, O]", alias="params.bias", needed_by=DGRAD, of=("x.3",))  # if weighted
-    weights: Tensor | None = saved("[*, K]", alias="x.3", needed_by=DGRAD, of=("params.bias",))
-    weights_order: Tensor | None = saved("[N]", alias="x.2", needed_by=DGRAD, of=("x.3", "params.bias"))
-    rounding: Tensor = saved("[E, 2]", needed_by=DGRAD | WGRAD, of=("x.0", "params.weight"), tree=True)
-    y_shape: torch.Size = static()
-    weights_like: tuple[torch.Size, torch.dtype] | None = static()
-    choices: int = static()  # K; 1 if not gathered
 
 
 GroupedQLinearKept = GroupedQLinearResiduals | GroupedQLinearOfInputResiduals
@@ -177,13 +169,12 @@ def grouped_qlinear_fwd(
     else:
         (row, index), w = coded.rows_in(flat, recipe.x, groups), coded.weight_rows(weight, recipe)
     y = coded.product(row, index, w, params.bias, scales, groups, flat.dtype)
-    own = dict(rounding=rounding, y_shape=y.shape, **_aliases(params, x, cfg))
-    if recipe.keep == "input":
-        return y, GroupedQLinearOfInputResiduals.keep(cfg, needs, x=x[0], order=groups.order, **own)
-    ready = recipe.keep == "row" or recipe.x.tile == (0, 0) or not needs.param("weight")
-    kept = row if ready else coded.columns_in(flat, recipe.x, groups, recipe.hadamard)
-    order = groups.order if ready and index is not None else None
-    return y, GroupedQLinearResiduals.keep(cfg, needs, x=kept, order=order, amaxes=amaxes, **own)
+    own = kept_inputs(params, x, cfg) | dict(rounding=rounding, y_shape=y.shape, amaxes=amaxes)
+    if recipe.keep != "input":
+        ready = recipe.keep == "row" or recipe.x.tile == (0, 0) or not needs.param("weight")
+        own["x"] = row if ready else coded.columns_in(flat, recipe.x, groups, recipe.hadamard)
+        own["order"] = groups.order if ready and index is not None else None
+    return y, _kept(cfg).keep(cfg, needs, **own)
 
 
 def _checked(
@@ -198,18 +189,6 @@ def _checked(
     return flat, Groups(offsets, None, 1, len(flat)), of_rows(last, order) if cfg.weighted else None
 
 
-def _aliases(params: GroupedLinearParams, x: tuple[Tensor, ...], cfg: GroupedQLinearConfig) -> dict[str, Any]:
-    """The saved inputs, except x and its order, which depend on the recipe."""
-    given: Any = (*x, None, None)
-    rows, offsets, order, last = given[:4]
-    own: dict[str, Any] = dict(weight=params.weight, offsets=offsets, inputs=Inputs.of(x), shape=rows.shape, dtype=rows.dtype)
-    if cfg.gathered:
-        return own | dict(place=last, choices=last.shape[-1])
-    if cfg.weighted:
-        own |= dict(bias=params.bias, weights=last, weights_order=order, weights_like=(last.shape, last.dtype))
-    return own | dict(choices=1)
-
-
 @dgrad_of(ByConfig(GroupedQLinearConfig, _kept, (GroupedQLinearResiduals, GroupedQLinearOfInputResiduals)))
 def grouped_qlinear_dgrad(
     residuals: GroupedQLinearKept, dy: Tensor, cfg: GroupedQLinearConfig
@@ -222,8 +201,7 @@ def grouped_qlinear_dgrad(
     check(where, "dy", dy, residuals.y_shape, residuals.dtype, offsets)
     low, groups = needs_low(needs, recipe), Groups(offsets, None, 1, len(dy))
     check_rounding(where, residuals, recipe, low)
-    amaxes = residuals.amaxes if isinstance(residuals, GroupedQLinearResiduals) else None
-    row, col, amaxes = _of_gradient(dy, recipe, residuals.rounding, groups, bool(needs.input(0)), low, amaxes)
+    row, col, amaxes = _of_gradient(dy, recipe, residuals.rounding, groups, bool(needs.input(0)), low, residuals.amaxes)
     dx = d_weights = None
     if needs.input(0):
         dx, place = coded.product(row, None, coded.weight_columns(weight, recipe), None, None, groups, dy.dtype), residuals.place
@@ -322,10 +300,4 @@ LOW_FORMS[GroupedLinearConfig] = _low
 
 
 if not TYPE_CHECKING:  # a checker would take every name for one of the module's
-    __getattr__ = old_names(
-        __name__,
-        grouped_qlinear_of_input="grouped_qlinear",
-        grouped_qlinear_of_input_fwd="grouped_qlinear_fwd",
-        grouped_qlinear_of_input_dgrad="grouped_qlinear_dgrad",
-        grouped_qlinear_of_input_bwd="grouped_qlinear_bwd",
-    )
+    __getattr__ = old_of_input(__name__, "grouped_qlinear")

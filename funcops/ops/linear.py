@@ -55,8 +55,8 @@ class LinearConfig(OpConfig):
     bias: bool = True
 
     def __post_init__(self) -> None:
-        require(self.in_features >= 1, "LinearConfig", "in_features", "at least 1", self.in_features)
-        require(self.out_features >= 1, "LinearConfig", "out_features", "at least 1", self.out_features)
+        for name in ("in_features", "out_features"):
+            require(getattr(self, name) >= 1, type(self).__name__, name, "at least 1", getattr(self, name))
         object.__setattr__(self, "weight_shape", (self.out_features, self.in_features))
         object.__setattr__(self, "bias_shape", (self.out_features,))
 

@@ -8,7 +8,7 @@ Its raw dgrad also takes the sums of dy over blocks of rows, of which it makes t
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +19,7 @@ from funcops.contract.needs import Needs
 class LinearLayer:
     """The base of the hooks of an op whose params are `LinearParams`. Its defaults hold for a layer without communication. A hook
     without a default is called only if the layer has its property: `kept` if `y_is_product`, `pending` if `dense`, `prepared` and
-    `from_prepared` if `prepares`, `part_of_dx` if `joins`."""
+    `from_prepared` if `prepares`, `part_of_dx` if `joins`, `wait_x` if `start_x` sends something."""
 
     dense = True
     """Whether the operands of the products are tensors, not codes."""
@@ -86,9 +86,28 @@ class LinearLayer:
         """The part of dx that `dx_of` takes, and the pending weight gradient."""
         raise self._absent("part_of_dx")
 
-    def dx_of(self, part: Tensor, cfg: Any) -> Tensor:
-        """dx of the sum of the siblings' parts: sent over the ranks, or as it is."""
-        return part
+    def y_products(self, x: Tensor, cfg: Any, products: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """The y of siblings, from the function that computes them from `rows(x, cfg)`, or from some of these rows."""
+        return products(self.rows(x, cfg))
+
+    def start_dx(self, dys: tuple[Tensor, ...], cfg: Any, product: Callable[[tuple[Tensor, ...]], Tensor]) -> Tensor:
+        """The dx of siblings in flight, from the function that computes a rank's part of it, of all rows or of some."""
+        return product(dys)
+
+    def wait_dx(self, dx: Tensor, cfg: Any) -> Tensor:
+        """The dx that `start_dx` returned, on arrival."""
+        return dx
+
+    def start_x(self, residuals: Any, dy: Tensor, cfg: Any) -> Any:
+        """Begin to send the x that dw reads; None if nothing is sent. `wait_x` returns it, for `rows` of the pending."""
+        return None
+
+    def wait_x(self, sent: Any, residuals: Any, cfg: Any) -> Any:
+        raise self._absent("wait_x")
+
+    def dw_rows(self, pending: Any, cfg: Any) -> Tensor:
+        """The x that dw reads."""
+        return self.rows(pending.x, cfg)
 
     def shared(self, pending: Any, cfg: Any) -> dict[str, Any] | None:
         """The fields of a pending that siblings with the same x share, made from x once; None if there is nothing to make."""

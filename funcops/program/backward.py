@@ -37,7 +37,9 @@ class Backward(Calls):
     def _piece(self, piece: Piece) -> None:
         """Calls whose dgrads run by a rule, or one by one if it declines their inputs."""
         calls, i = piece.calls, piece.calls[0].index
-        early = list(dict.fromkeys(call.recomputed_by for call in calls if call.recomputed_by and call.recomputed_in_dgrad))
+        every = piece.rule.settle is not None
+        early = [call.recomputed_by for call in calls if call.recomputed_by and (every or call.recomputed_in_dgrad)]
+        early = list(dict.fromkeys(early))
         filled = {call.index: source for call in calls if (source := self._filled_from(call, piece)) is not None}
         late = self.given.get(calls[-1].index, []) if piece.rule.recompute else []
         sources = _recomputing(filled.values())
@@ -110,12 +112,17 @@ class Backward(Calls):
         for v in sorted({v for call in calls for v in call.takes} - self.keys - gives):
             self.row("gradient", None, (f"G{i}",), (f"g{v}",), v)
             self.have.add(v)
-        self.give(calls[0].main, f"d{i}")
+        in_flight = piece.rule.settle is not None
+        if not in_flight:
+            self.give(calls[0].main, f"d{i}")
         if self.whole:
             for call in ready:
                 if call.index in filled:
                     self.fill(call, filled[call.index])
             self.wgrads(ready, self.joint_rule(ready))
+        if in_flight:
+            self.row("settle", piece, (f"d{i}",), (f"d{i}",))
+            self.give(calls[0].main, f"d{i}")
         for v in sorted(after - self.have - gives - {call.out for call in calls}):
             self.row("none", None, (), (f"g{v}",))
 

@@ -72,7 +72,9 @@ class Rule:
 
     `on_cpu`: on the CPU too, for an x or dy of at least FEW elements. `whole`: only for a full backward, which computes the weight
     gradients at once; its pendings already hold what its own calls recompute. `recompute`: the recomputed y of its last call, which
-    others read, is put into `gradients` in place of the gradient of y; their weight gradients wait for it."""
+    others read, is put into `gradients` in place of the gradient of y; their weight gradients wait for it. `settle`, of a rule that
+    is `whole`: `run` returns dmain in flight, and `settle(calls, dmain)` waits for it after the weight gradients; `run` may read an
+    x that is recomputed."""
 
     name: str
     phase: str
@@ -84,16 +86,19 @@ class Rule:
     recompute: bool = False
     wgrads: Callable[..., Any] | None = None
     shared: Callable[..., Any] | None = None
+    settle: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         require_type("Rule", "name", self.name, str)
         require_callable("Rule", match=self.match, run=self.run)
         if not isinstance(self.saves, Saving) and not callable(self.saves):
             fail("Rule", "saves", "a Saving, or a function that gives one", describe(self.saves), TypeError)
-        for name in ("wgrads", "shared"):
+        for name in ("wgrads", "shared", "settle"):
             if getattr(self, name) is not None:
                 require_callable("Rule", **{name: getattr(self, name)})
         require_flag("Rule", on_cpu=self.on_cpu, whole=self.whole, recompute=self.recompute)
+        if self.settle is not None and not self.whole:
+            fail("Rule", "whole", "True with settle, as only a full backward waits after the weight gradients", self.whole)
         if self.phase not in PHASES:
             fail("Rule", "phase", f"one of {', '.join(PHASES)}", repr(self.phase))
 

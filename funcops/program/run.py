@@ -183,7 +183,7 @@ def backward_piece(
     try:
         for i, call in enumerate(calls):
             path = call.path
-            kept[i] = None if call.place is None else _read(call, kept[i], where, ys)
+            kept[i] = None if call.place is None else _read(call, kept[i], where, ys, rule.settle is not None)
         path = joined(calls)
         found = rule.run(calls, kept, dy, gradients)
     except Exception as error:
@@ -235,9 +235,9 @@ def _own(call: Call, trees: dict[int, Any]) -> Any:
     return None if place is None or place.scope is None else trees[place.scope.index][place.name]
 
 
-def _read(call: Call, node: Any, where: str, ys: dict[int, Any] | None) -> Any:
-    """The residuals of a call, after every check; with the recomputed fields, if its dgrad reads them."""
+def _read(call: Call, node: Any, where: str, ys: dict[int, Any] | None, reads: bool) -> Any:
+    """The residuals of a call, after every check; with the recomputed fields, if its dgrad or the rule reads them."""
     node = open_node(where, node, call.residuals, call.cfg)
-    if ys is None or call.recomputed_by is None or not call.recomputed_in_dgrad:
+    if ys is None or call.recomputed_by is None or not (reads or call.recomputed_in_dgrad):
         return node
     return filled(node, call.fields, ys[call.recomputed_by.index], call.kept)

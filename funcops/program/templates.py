@@ -121,6 +121,7 @@ t{i} = K{i}.donated""",
     "fill": "if {r[0]} is not None and {r[1]} is not None: {r[0]} = run.filled({r[0]}, {d[0]!r}, {r[1]}, {needs})",
     # Pieces.
     "backward piece": "{w[0]} = run.backward_piece({rule}, {calls}, {{{trees}}}, {bundle}, G{i}, {d[4]!r}{ys})",
+    "settle": "{w[0]} = {rule}.settle({calls}, {r[0]})",
     "given": "{w[0]} = {r[0]}.pop({d[0]})",
     "gradient": "{w[0]} = {r[0]}.get({d[0]})",
     # Weight gradients.

@@ -10,6 +10,7 @@ import torch
 from benchmarks import device, kernels, measure, memory, overhead, plain_moe, residuals
 from benchmarks.device import CudaTimer, Replay
 from benchmarks.kernel_calls import KernelCall, direct
+from benchmarks.measure import write_json
 from funcops import RouteConfig, RouteParams, route
 from funcops.kernels import fused_linear, norm
 from funcops.testing.tolerances import assert_close
@@ -311,22 +312,70 @@ def test_peak_bytes_count_tensors_alive_at_once():
     assert memory.peak_of(lambda: x.add_(1).view(10, 100)) == 0
 
 
+MADE = [["norm fwd", "norm bwd"], ["linear"], ["glu", "no memory", "norm after it"]]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """`kernels.run` on three families of calls, of which one cannot be made."""
+    made = [[SimpleNamespace(name=name, shape=f"{i} rows") for i, name in enumerate(names)] for names in MADE]
+
+    def family(calls):
+        for call in calls:
+            if call.name == "no memory":
+                raise torch.OutOfMemoryError("asked for 80 GiB")
+            yield call
+
+    def row(call, *_):
+        return [kernels.Measured(call.name, call.shape, "bfloat16", "funcops", *kernels.NOT_MEASURED, note="")]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "pretended")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(kernels, "CudaTimer", lambda: None)
+    monkeypatch.setattr(kernels, "Maker", lambda *_: None)
+    monkeypatch.setattr(kernels, "measured_copy_rate", lambda timer: 1.0)
+    monkeypatch.setattr(kernels, "families", lambda: [lambda make, calls=calls: family(calls) for calls in made])
+    found = [kernels.Listed(i, call.name, call.shape, f"of {call.name}") for i, calls in enumerate(made) for call in calls]
+    monkeypatch.setattr(kernels, "listed", lambda dtype: found)
+    monkeypatch.setattr(kernels, "measure", row)
+    return found
+
+
+def names_of(rows):
+    return [row.kernel for row in rows]
+
+
 @pytest.mark.parametrize("only", ["", "norm", "linear", "no kernel"])
 @pytest.mark.parametrize("late", [False, True])
-def test_kernels_are_measured_by_name_until_the_time_is_over(only, late, monkeypatch, capsys):
+def test_kernels_are_measured_by_name_until_the_time_is_over(only, late, calls, capsys):
     """A call that is not selected is not measured; one that the time did not allow is named."""
-    names = ["norm fwd", "norm bwd", "linear", "glu"]
-    made = [SimpleNamespace(name=name, shape=f"{i} rows") for i, name in enumerate(names)]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(kernels, "CudaTimer", lambda: None)
-    monkeypatch.setattr(kernels, "measured_copy_rate", lambda timer: 1.0)
-    monkeypatch.setattr(kernels, "kernel_calls", lambda make: iter(made))
-    monkeypatch.setattr(kernels, "measure", lambda call, *_: [call.name])
-    wanted = [name for name in names if only in name]
+    wanted = [call.kernel for call in calls if only in call.kernel]
     found = list(kernels.run(only, ["bf16"], (), -1.0 if late else math.inf))
     said = capsys.readouterr().err
-    assert found == ([] if late else wanted)
+    assert names_of(found) == ([] if late else wanted)
     assert all((f"{name} " in said) == late for name in wanted) and bool(said) == bool(late and wanted), said
+    failed = [row.kernel for row in found if row.note == "failed: OutOfMemoryError: asked for 80 GiB"]
+    assert failed == [name for name in names_of(found) if name in ("no memory", "norm after it")]
+    assert all(row.launches == f"of {row.kernel}" for row in found)
+
+
+@pytest.mark.parametrize("lost", range(2**4))
+def test_only_what_an_earlier_file_lacks_is_measured(lost, calls, tmp_path):
+    """A call is lacking if its row is not there, has failed, or is of other launches. The rows that are valid are copied."""
+    rows = list(kernels.run("", ["bf16"], ()))
+    missing = {row.kernel for i, row in enumerate(rows[:4]) if lost >> i & 1}
+    changes = [None, dict(launches=""), dict(launches="of another"), dict(note="failed: earlier")]
+    kept = [
+        row._replace(gb_per_s=7.0, **(changes[i] or {})) if row.kernel in missing else row._replace(gb_per_s=7.0)
+        for i, row in enumerate(rows)
+        if not (row.kernel in missing and changes[i % 4] is None)
+    ]
+    write_json(tmp_path / "k.json", kept)
+    again = list(kernels.run("", ["bf16"], (), changed=str(tmp_path / "k.json")))
+    measured = {row.kernel for row in again if row.gb_per_s != 7.0}
+    assert measured == missing | {"no memory", "norm after it"} and sorted(names_of(again)) == sorted(names_of(rows))
+    assert names_of(kernels.run("linear", ["bf16"], (), changed=str(tmp_path / "k.json"))).count("linear") == 1
 
 
 def test_low_precision_is_measured_beside_the_rest(monkeypatch):

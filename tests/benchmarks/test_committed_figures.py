@@ -91,6 +91,18 @@ def test_the_figures_of_the_first_page_are_committed_ones():
             for figure in re.findall(r"\d+(?:\.\d+)?", cell):
                 digits = len(figure.partition(".")[2])
                 assert any(f"{value:.{digits}f}" == figure for value in known), f"{what}: {figure}"
+    in_bold = re.findall(r"\*\*([\d.]+)\*\*", text)
+    cells = {cell for _, ours, theirs, _, _ in lines for cell in (ours, theirs)}
+    assert len(in_bold) >= 4 and set(in_bold) <= cells
+
+
+def test_the_picture_of_the_first_page_is_drawn_from_committed_figures():
+    text = (COMMITTED.parent / "what-blocks-keep.svg").read_text()
+    drawn = re.findall(r">(\d+\.\d)</text>", text)
+    rows = committed("cpu-residuals").items()
+    kept = {f"{value:.1f}" for (case, _, metric), value in rows if metric == "kept" and "block" in case}
+    assert len(drawn) == 8 and set(drawn) <= kept
+    assert "fill: #ffffff" not in text, "the picture must be legible on a dark page: it has no background"
 
 
 def test_the_figures_of_a_mixture_of_experts_are_committed_ones():

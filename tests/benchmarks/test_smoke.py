@@ -1,7 +1,9 @@
 """The smoke run, rehearsed without a device: its code, its lines and how it ends."""
 
+import contextlib
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -21,12 +23,14 @@ import checks  # noqa: E402
 import gpu_tests  # noqa: E402
 import needs  # noqa: E402
 import run as smoke  # noqa: E402
+from law_cases import CASES, sums_codes  # noqa: E402
 from lines import Lines  # noqa: E402
 from pretend_cuda import pretended  # noqa: E402
 from tiny_kernel_calls import tiny  # noqa: E402
 
 from benchmarks import graph, kernels, recipes, step  # noqa: E402
 from benchmarks.__main__ import main as bench  # noqa: E402
+from benchmarks.launches import Listed  # noqa: E402
 from funcops.models.blocks import Sizes  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -75,7 +79,16 @@ BENCHES = {
 def test_benches_of_a_device_run_on_a_pretended_one(name, monkeypatch, tmp_path, capsys):
     two = tiny(torch.bfloat16)[:2]
     for module, changes in (
-        (kernels, dict(kernel_calls=lambda make: iter(two), MOST_COPIES=1, COLD_BYTES=0, measured_copy_rate=lambda _: 1e9)),
+        (
+            kernels,
+            dict(
+                families=lambda: (lambda make: iter(two),),
+                listed=lambda dtype: [Listed(0, call.name, call.shape, "abc") for call in two],
+                MOST_COPIES=1,
+                COLD_BYTES=0,
+                measured_copy_rate=lambda _: 1e9,
+            ),
+        ),
         (graph, dict(SMALL=SMALL, ROUNDS=2, CALLS=1)),
         (step, dict(LARGE=SMALL, LARGE_ROUNDS=4)),
         (recipes, dict(LAYERS=((4, 32, 16),), BLOCK=SMALL)),
@@ -199,11 +212,13 @@ def test_a_gpu_test_has_its_line(when, outcome, why, status, tmp_path):
         passed=outcome == "passed",
         failed=outcome == "failed",
         skipped=outcome == "skipped",
+        user_properties=[("launches", "abc")] if when == "call" else [],
     )
     gpu_tests._Report(tmp_path / "t.jsonl").pytest_runtest_logreport(report)
     found = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
     assert [one["status"] for one in found] == ([] if status is None else [status])
     assert not found or ("why" in found[0]) == (status in ("failed", "skipped"))
+    assert not found or ("launches" in found[0]) == (when == "call")
 
 
 def test_no_gpu_test_starts_after_its_time(monkeypatch):
@@ -226,6 +241,8 @@ def test_a_check_that_fails_says_why(monkeypatch):
         "status": "passed",
         "measured": {"us": 1.5},
         "device": "none",
+        "source": "",
+        "launches": "",
         "torch": "",
         "triton": "",
     }
@@ -243,3 +260,63 @@ def test_gpu_tests_run_without_plugins_that_warn_of_many_processes(many, monkeyp
     pairs = set(zip(said, said[1:], strict=False))
     assert ("-p", "no:benchmark") in pairs and ("-m", "gpu") in pairs and said[-1] == "-x"
     assert (("-n", "2") in pairs) is many
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 16])
+@pytest.mark.parametrize("seed", range(8))
+def test_every_process_starts_with_tests_that_have_not_passed(workers, seed):
+    """pytest-xdist gives each process an equal part of the list."""
+    draw = random.Random(seed)
+    items = list(range(draw.randint(1, 60)))
+    passed = [draw.random() < draw.choice([0.0, 0.3, 0.9]) for _ in items]
+    found = gpu_tests.in_order(items, passed, workers)
+    assert sorted(found) == items
+    sizes = [len(items[worker::workers]) for worker in range(workers)]
+    starts = [sum(sizes[:worker]) for worker in range(workers)]
+    for start, size in zip(starts, sizes, strict=True):
+        done = [passed[item] for item in found[start : start + size]]
+        assert done == sorted(done), "what has passed comes last"
+    lacking = [sum(not passed[item] for item in found[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
+    assert max(lacking) - min(lacking) <= 1
+
+
+def test_a_passed_test_names_the_launches_that_it_made_first():
+    plugin, given = gpu_tests._Launches(), []
+    plugin.found = {"a"}
+
+    def run(*launches, error=None):
+        item = SimpleNamespace(user_properties=[])
+        hook = plugin.pytest_runtest_call(item)
+        next(hook)
+        plugin.found |= set(launches)
+        with contextlib.suppress(StopIteration, RuntimeError):
+            hook.send(None) if error is None else hook.throw(error)
+        given.append(dict(item.user_properties).get("launches", ""))
+
+    run("c", "b", "a")
+    run("b")
+    run("d", error=RuntimeError("wrong"))
+    run("d", "e")
+    assert given == ["b c", "", "", "e"], "a launch that first fails counts for no test"
+
+
+def test_a_check_that_passes_names_its_launches(monkeypatch):
+    monkeypatch.setattr(smoke, "fingerprints", lambda: contextlib.nullcontext({"b", "a"}), raising=False)
+    monkeypatch.setattr("benchmarks.launches.fingerprints", lambda: contextlib.nullcontext({"b", "a"}))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "pretended")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    name = next(iter(checks.CHECKS))
+    monkeypatch.setitem(checks.CHECKS, name, lambda device: {"us": 1.0})
+    found = smoke.one(name)
+    assert (found["status"], found["launches"]) == ("passed", "a b") and len(found["source"]) == 12
+
+
+def test_products_of_codes_are_known_by_their_recipe():
+    """Their sums keep fewer bits on a device, whatever the op is called."""
+    found = {case.op.name for case, _ in CASES if sums_codes(case)}
+    assert {"qlinear", "grouped_qlinear", "expert_steps"} <= found and not found & {
+        "linear",
+        "grouped_linear",
+        "quantize",
+        "qkv_split",
+    }

@@ -240,6 +240,16 @@ def test_one_rank_has_the_bits_of_linear(name):
     same_bits((y, op.bwd(residuals, y, cfg)), (want, linear.bwd(kept, y, plain)), name)
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_bias_that_a_layer_lacks_has_no_gradient(name):
+    """Whoever asks for it gets None, from the whole backward and from its halves."""
+    op, config = LAYERS[name]
+    cfg = config(5, 6, axis=ONE, bias=False)
+    y, residuals = op.fwd(op.init(cfg, key=random.key(3)), torch.randn(4, 5), cfg, needs=Needs(params=["bias"]))
+    for dparams in (op.bwd(residuals, y, cfg)[0], op.wgrad(op.dgrad(residuals, y, cfg)[1], cfg)):
+        assert dparams.weight is None and dparams.bias is None
+
+
 @pytest.mark.parametrize(("name", "dim"), [("column", 0), ("row", 1)])
 def test_parts_are_slices_of_what_linear_draws(name, dim):
     op, config = LAYERS[name]

@@ -247,3 +247,19 @@ def test_compiling_comes_before_the_clock_and_leaves_no_trace(train, monkeypatch
     rows = [(tmp_path / run / "metrics.csv").read_text().splitlines()[1:] for run in ("runs/lm", "runs/lm-2")]
     for eager, compiled in zip(*rows, strict=True):
         assert float(compiled.split(",")[1]) == pytest.approx(float(eager.split(",")[1]), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("found", "dtype"),
+    [
+        ({"avx512_bf16": True}, torch.bfloat16),
+        ({"amx_bf16": True}, torch.bfloat16),
+        ({"avx512_bf16": False}, torch.float32),
+        ({}, torch.float32),
+    ],
+)
+def test_dtype_auto_is_bfloat16_where_the_cpu_has_instructions_for_it(found, dtype, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found)
+    assert flags.parse(["--dtype", "auto"]).dtype is dtype
+    assert flags.parse(["--dtype", "auto", "--dtype", "float64"]).dtype is torch.float64
+    assert flags._quick_dtype(torch.device("meta")) is torch.float32

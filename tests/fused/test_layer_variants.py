@@ -196,3 +196,17 @@ def test_siblings_of_a_block_give_what_they_give_one_by_one(name, recipe, sequen
     else:
         found = run_ranks({"tp": 2}, lambda mesh: check(BLOCKS[name], recipe, mesh, **dict(options)))[0]
     assert "q, k and v" in str(found) or "sibling linears" in str(found)
+
+
+IN_FLIGHT = [
+    ("Llama", "", "bulk", "q, k and v"),
+    ("GPT-2", "", "ring", "q, k and v"),
+    ("Llama", "input", "bulk", "sibling linears"),
+]
+
+
+@pytest.mark.parametrize(("name", "recipe", "overlap", "rule"), most_slow(IN_FLIGHT, ()), ids=str)
+def test_siblings_in_flight_give_what_they_give_one_by_one(name, recipe, overlap, rule):
+    options = {"roles": BLOCK_ROLES, "overlap": overlap}
+    found = run_ranks({"tp": 2}, lambda mesh: check(BLOCKS[name], recipe, mesh, **dict(options)))[0]
+    assert f"{rule}, in flight" in found[1]

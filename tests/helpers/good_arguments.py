@@ -86,7 +86,8 @@ def rule() -> dict[str, Any]:
         "wgrads": lambda calls, pendings: None,
         "shared": lambda calls, pendings, into: None,
         "on_cpu": False,
-        "whole": False,
+        "settle": lambda calls, dx: dx,
+        "whole": True,
         "recompute": False,
     }
 

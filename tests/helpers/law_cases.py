@@ -3,6 +3,8 @@
 import importlib.util
 from pathlib import Path
 
+from funcops import walk
+
 FILES = sorted((Path(__file__).resolve().parents[1] / "cases").glob("*.py"))
 
 
@@ -29,3 +31,8 @@ def turns():
 
 
 CONFIGS = list({type(c.cfg).__name__: c.cfg for m in MODULES.values() for c in m.CASES[::-1]}.values())
+
+
+def sums_codes(case):
+    """Whether the case has a product of codes, whose sums keep some 14 bits on a device."""
+    return any(part.cfg.low_recipe is not None for part in walk(case.cfg))

@@ -452,6 +452,8 @@ def test_users_add_rules():
         register_fusion("scale")
     with pytest.raises(ValueError, match="Rule: phase must be one of forward, backward"):
         Rule("a", "sideways", match, run_both)
+    with pytest.raises(ValueError, match="Rule: whole must be True with settle, .* got False"):
+        Rule("a", "backward", match, run_both, settle=run_both)
 
 
 @pytest.mark.parametrize("library", [True, False])

@@ -1,22 +1,27 @@
 """`make gpu-test`: the tests marked gpu, of the files that have them, in many processes.
 
-    python tests/smoke/gpu_tests.py [--json FILE] [--jobs N] [--seconds S] [PYTEST'S ARGUMENTS]
+    python tests/smoke/gpu_tests.py [--json FILE] [--changed FILE] [--jobs N] [--seconds S] [PYTEST'S ARGUMENTS]
 
-A line of JSON each as it ends: `passed`, `failed`, `skipped`, `out of time`, or `no device`. Exits as pytest does, with 2 where a
-package is missing. The file is pytest's plugin, too.
+A line of JSON each as it ends: `passed`, `failed`, `skipped`, `out of time`, or `no device`; with the fingerprints of the kernels
+that it is the first to launch. Exits as pytest does, with 2 where a package is missing. The file is pytest's plugin, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -38,6 +43,7 @@ def files() -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write a line for each test to this file")
+    parser.add_argument("--changed", metavar="FILE", type=Path, help="start with the tests that do not pass in FILE, earlier lines")
     parser.add_argument("--jobs", type=int, default=min(16, os.cpu_count() or 1), help="processes (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=140.0, help="start no test after this (default: %(default)s)")
     args, others = parser.parse_known_args(argv)
@@ -48,6 +54,10 @@ def main(argv: list[str] | None = None) -> int:
     many = args.jobs > 1 and torch.cuda.is_available() and importlib.util.find_spec("xdist")
     spread = ["-n", str(args.jobs), "--dist", "worksteal"] if many else []
     told = [f"--until={time.time() + args.seconds}", *([] if args.json is None else [f"--lines={args.json.resolve()}"])]
+    if args.changed is not None and args.changed.exists():
+        done = Path(tempfile.mkdtemp()) / "passed.jsonl"  # a copy, as --json may name the same file, which is emptied
+        done.write_text(args.changed.read_text())
+        told.append(f"--after={done}")
     plugins = ["-p", "no:benchmark", "-p", "tests.smoke.gpu_tests"]  # pytest-benchmark warns of many processes before any test
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *plugins, *spread, *told, *files(), *others]
     return subprocess.run(command, cwd=ROOT).returncode
@@ -59,18 +69,56 @@ def main(argv: list[str] | None = None) -> int:
 def pytest_addoption(parser: Any) -> None:
     parser.addoption("--until", type=float, default=float("inf"), help="the time after which no test starts")
     parser.addoption("--lines", type=Path, default=None, help="write a line of JSON for each test to this file")
+    parser.addoption("--after", type=Path, default=None, help="run the tests that do not pass in this file first")
 
 
 def pytest_configure(config: Any) -> None:
+    config.pluginmanager.register(_Launches())
     if not hasattr(config, "workerinput"):  # of many processes the first is told of all results
         config.pluginmanager.register(_Report(config.getoption("--lines")))
 
 
 def pytest_runtest_setup(item: Any) -> None:
-    import pytest
-
     if time.time() > item.config.getoption("--until"):
         pytest.skip(OUT_OF_TIME)
+
+
+def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
+    if config.getoption("--after") is not None:
+        lines = map(json.loads, config.getoption("--after").read_text().splitlines())
+        passed = {line["test"] for line in lines if line["status"] == "passed"}
+        workers = getattr(config, "workerinput", {}).get("workercount", 1)
+        items[:] = in_order(items, [item.nodeid in passed for item in items], workers)
+
+
+def in_order(items: list[Any], passed: list[bool], workers: int) -> list[Any]:
+    """The tests, so that each of the workers, to which equal parts of the list go, starts with those that have not passed."""
+    first = [item for item, done in zip(items, passed, strict=True) if not done]
+    later = [item for item, done in zip(items, passed, strict=True) if done]
+    dealt = [(first + later)[worker::workers] for worker in range(workers)]
+    return [item for part in dealt for item in part]
+
+
+class _Launches:
+    """Notes the launches that a passed test is the first of its process to make."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtestloop(self) -> Iterator[None]:
+        import torch
+
+        if not torch.cuda.is_available():
+            return (yield)
+        from benchmarks.launches import fingerprints
+
+        with fingerprints() as self.found:
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: Any) -> Iterator[None]:
+        before = set(getattr(self, "found", ()))
+        yield
+        if new := set(getattr(self, "found", ())) - before:
+            item.user_properties.append(("launches", " ".join(sorted(new))))
 
 
 class _Report:
@@ -86,7 +134,7 @@ class _Report:
 
 
 def line_of(report: Any) -> dict[str, Any]:
-    found = {"test": report.nodeid, "status": report.outcome, "seconds": round(report.duration, 2)}
+    found = {"test": report.nodeid, "status": report.outcome, "seconds": round(report.duration, 2), **dict(report.user_properties)}
     if report.skipped:
         why = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         why = why.removeprefix("Skipped: ")

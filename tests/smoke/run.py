@@ -34,13 +34,18 @@ def one(name: str) -> dict[str, Any]:
     import triton
     from checks import CHECKS, SmokeDevice
 
+    from benchmarks.launches import fingerprints
+    from benchmarks.unconfirmed import sources
+
     where = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+    where["source"] = sources((HERE / "checks.py").read_text(), "check").get(name, "")
     try:
-        measured = CHECKS[name](SmokeDevice("cuda"))
-        torch.cuda.synchronize()
+        with fingerprints() as launches:
+            measured = CHECKS[name](SmokeDevice("cuda"))
+            torch.cuda.synchronize()
     except Exception as error:
         return {"status": "failed", "why": f"{type(error).__name__}: {error}"[:2000], **where}
-    return {"status": "passed", "measured": measured, **where}
+    return {"status": "passed", "measured": measured, **where, "launches": " ".join(sorted(launches))}
 
 
 def apart(name: str, until: float) -> dict[str, Any]:

@@ -1,30 +1,61 @@
-"""Checks, and the init, that the linear layers over an axis share."""
+"""Linear layers over an axis: the fields of their configs, their checks and init, and the axis over which rows are sharded."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import field
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from funcops.contract.configs import OpConfig
+from funcops.contract.op import config
+from funcops.distributed import comm
 from funcops.distributed.checks import check_tensor, require_axis, require_shares
 from funcops.distributed.init import init_part
+from funcops.distributed.mesh import Axis
 from funcops.errors import check_rows, describe, fail, require
 from funcops.ops.linear import LinearConfig, LinearParams, linear_init
 
 OVERLAPS = ("none", "bulk", "ring")
+ALONE = Axis("alone", 1, 0)
 
 
-def check_config(cfg: Any, shared: str) -> None:
-    """Check a config whose features `shared` are sharded over the axis."""
-    where = type(cfg).__name__
-    require(cfg.in_features >= 1, where, "in_features", "at least 1", cfg.in_features)
-    require(cfg.out_features >= 1, where, "out_features", "at least 1", cfg.out_features)
-    require_axis(where, cfg.axis)
-    require_shares(where, shared, getattr(cfg, shared), cfg.axis)
-    require_overlap(where, cfg.overlap)
-    whole = "'none' or 'bulk' without sequence_parallel, as rows are not sharded"
-    require(cfg.overlap != "ring" or cfg.sequence_parallel, where, "overlap", whole, "'ring'")
+@config
+class OverAxisConfig(OpConfig):
+    """The fields of every linear layer over an axis. `shards_features`: whether a rank has a part of y's features (of w's rows), or
+    else of x's (of w's columns)."""
+
+    in_features: int = field(kw_only=False)
+    out_features: int = field(kw_only=False)
+    axis: Axis
+    bias: bool = True
+    sequence_parallel: bool = True
+    overlap: str = "none"
+
+    def __post_init__(self) -> None:
+        where, shared = type(self).__name__, self.shared
+        require(self.in_features >= 1, where, "in_features", "at least 1", self.in_features)
+        require(self.out_features >= 1, where, "out_features", "at least 1", self.out_features)
+        require_axis(where, self.axis)
+        require_shares(where, shared, getattr(self, shared), self.axis)
+        require_overlap(where, self.overlap)
+        whole = "'none' or 'bulk' without sequence_parallel, as rows are not sharded"
+        require(self.overlap != "ring" or self.sequence_parallel, where, "overlap", whole, "'ring'")
+        own = getattr(self, shared) // self.axis.size
+        object.__setattr__(self, "weight_shape", (own, self.in_features) if self.shards_features else (self.out_features, own))
+        object.__setattr__(self, "bias_shape", self.weight_shape[:1] if self.bias else None)
+
+    weight_shape: ClassVar[tuple[int, int]]  # of this rank's part
+    bias_shape: ClassVar[tuple[int] | None]
+
+    @property
+    def shared(self) -> str:
+        """The name of the features of which each rank has a part."""
+        return "out_features" if self.shards_features else "in_features"
+
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        return self.weight_shape[1], self.weight_shape[0]
 
 
 def require_overlap(where: str, overlap: Any) -> None:
@@ -42,6 +73,16 @@ def check_parts(cfg: Any) -> None:
 
 def by_ring(cfg: Any) -> bool:
     return cfg.overlap == "ring" and cfg.axis.size > 1
+
+
+def rows_axis(cfg: Any) -> Axis:
+    """The axis over which rows are sharded: rows of x before a column layer, rows of y after a row layer."""
+    return cfg.axis if cfg.sequence_parallel else ALONE
+
+
+def start_sum(part: Tensor, cfg: Any) -> Tensor:
+    """The sum over the ranks of their parts, in flight; with sequence parallelism this rank's rows of it."""
+    return comm.start_scatter_sum(part, cfg.axis) if cfg.sequence_parallel else comm.start_sum(part, cfg.axis)
 
 
 def check_x(where: str, x: Any, width: int, sequence_parallel: bool) -> None:

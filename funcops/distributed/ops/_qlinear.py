@@ -11,30 +11,54 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from funcops.distributed import comm
+from funcops.distributed.checks import check_tensor
 from funcops.distributed.mesh import Axis
-from funcops.distributed.ops._linear import check_config
+from funcops.distributed.ops._linear import check_x
 from funcops.errors import require
 from funcops.formats import Format, QTensor, by_tiles
 from funcops.formats.recipes import Recipe, require_recipe
 from funcops.kernels.quantize import by_columns
+from funcops.ops._low_config import LowConfig
 from funcops.ops._low_operands import Largest, quantized
+from funcops.ops.coded_linear import CodedLinear
 
 
-def check_low_config(cfg: Any, shared: str) -> None:
-    """Check a config whose features `shared` are sharded over the axis."""
-    where = type(cfg).__name__
-    check_config(cfg, shared)
-    require(cfg.overlap != "ring", where, "overlap", "'none' or 'bulk' with a recipe, whose codes are sent as one", "'ring'")
-    require_recipe(where, cfg.recipe)
-    for name in ("x", "w", "dy") if cfg.axis.size > 1 else ():
-        tile, whole = getattr(cfg.recipe, name).tile, "(0, 0) or blocks, as ranks hold parts of a row and share no scale of it"
-        require(tile != (1, 0), where, f"recipe.{name}.tile", whole, tile)
-        within = name == "w" or tile[0] < 2 or not cfg.sequence_parallel
-        require(within, where, f"recipe.{name}.tile", "within a row with sequence_parallel, as ranks hold other rows", tile)
-    for name in ("in_features", "out_features"):
-        multiple = cfg.recipe.multiple * (cfg.axis.size if name == shared else 1)
-        of = f"{type(cfg.recipe).__name__} on {cfg.axis}" if name == shared else type(cfg.recipe).__name__
-        require(getattr(cfg, name) % multiple == 0, where, name, f"a multiple of {multiple} ({of})", getattr(cfg, name))
+class LowOverAxis(LowConfig):
+    """The base of the config of a linear layer over an axis with a recipe; `plain` is the class of the config without it."""
+
+    def set_low(self, plain: type) -> None:
+        """Check the recipe, after all other fields, and make `linear`."""
+        cfg: Any = self
+        where, recipe = type(self).__name__, self.recipe
+        require(cfg.overlap != "ring", where, "overlap", "'none' or 'bulk' with a recipe, whose codes are sent as one", "'ring'")
+        require_recipe(where, recipe)
+        for name in ("x", "w", "dy") if cfg.axis.size > 1 else ():
+            tile, whole = getattr(recipe, name).tile, "(0, 0) or blocks, as ranks hold parts of a row and share no scale of it"
+            require(tile != (1, 0), where, f"recipe.{name}.tile", whole, tile)
+            within = name == "w" or tile[0] < 2 or not cfg.sequence_parallel
+            require(within, where, f"recipe.{name}.tile", "within a row with sequence_parallel, as ranks hold other rows", tile)
+        for name in ("in_features", "out_features"):
+            multiple = recipe.multiple * (cfg.axis.size if name == cfg.shared else 1)
+            of = f"{type(recipe).__name__} on {cfg.axis}" if name == cfg.shared else type(recipe).__name__
+            require(getattr(cfg, name) % multiple == 0, where, name, f"a multiple of {multiple} ({of})", getattr(cfg, name))
+        self.set_linear(plain)
+
+    def largest(self, amaxes: Tensor) -> Tensor:
+        """The amaxes of whole weights, from the amaxes of this rank's parts."""
+        return comm.largest(amaxes, self.axis)  # type: ignore[attr-defined]
+
+
+class CodedOverAxis(CodedLinear):
+    """A linear layer over an axis in low precision: a scale for a whole tensor is one for all ranks."""
+
+    def largest(self, cfg: Any) -> Largest:
+        return over(cfg.axis)
+
+    def check_x(self, where: str, x: Tensor, cfg: Any) -> None:
+        check_x(where, x, cfg.weight_shape[1], cfg.sequence_parallel)
+
+    def check_dy(self, where: str, dy: Tensor, residuals: Any, like: Tensor | None) -> None:
+        check_tensor(where, "dy", dy, residuals.y_shape, residuals.dtype, like)
 
 
 def over(axis: Axis) -> Largest:

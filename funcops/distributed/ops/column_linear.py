@@ -31,25 +31,31 @@ its products: in another order. In the whole backward x is gathered meanwhile, s
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
-from dataclasses import field
-from typing import Any, ClassVar
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
 from funcops.contract.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
-from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
+from funcops.contract.schema import NO_GRADIENT, WGRAD, Pending, saved
 from funcops.distributed import comm
 from funcops.distributed.checks import check_tensor
-from funcops.distributed.mesh import Axis
-from funcops.distributed.ops._linear import by_ring, check_config, check_params, check_parts, check_x, init_linear
+from funcops.distributed.ops._linear import (
+    OverAxisConfig,
+    by_ring,
+    check_params,
+    check_parts,
+    check_x,
+    init_linear,
+    rows_axis,
+    start_sum,
+)
 from funcops.distributed.ring import gathered_products, scattered_products
 from funcops.distributed.specs import Spec
 from funcops.kernels import linear as kernels
-from funcops.ops.linear import LinearParams, check_linear_into, linear_gradients, products_of, wants_bias
+from funcops.ops.linear import LinearParams, LinearResiduals, check_linear_into, linear_gradients, products_of, wants_bias
 from funcops.ops.linear_layer import LinearLayer
 from funcops.ops.linear_wgrads import Product
 
@@ -59,29 +65,17 @@ __all__ += ["column_linear_fwd", "column_linear_init", "column_linear_wgrad"]
 
 
 @config
-class ColumnLinearConfig(OpConfig):
+class ColumnLinearConfig(OverAxisConfig):
     """`in_features` (I) and `out_features` (O) of the whole layer, O a multiple of the size of `axis`; `bias` adds b.
     `sequence_parallel`: x is sharded along its first dimension. `overlap`: "none", "bulk", or, if `sequence_parallel`, "ring".
     `parts`: the sizes of outputs packed into one (q, k and v; gates and values), each of which is sharded by itself."""
 
-    in_features: int = field(kw_only=False)
-    out_features: int = field(kw_only=False)
-    axis: Axis
-    bias: bool = True
-    sequence_parallel: bool = True
-    overlap: str = "none"
     parts: tuple[int, ...] = ()
+    shards_features = True
 
     def __post_init__(self) -> None:
-        check_config(self, "out_features")
+        super().__post_init__()
         check_parts(self)
-        own = self.out_features // self.axis.size
-        object.__setattr__(self, "weight_shape", (own, self.in_features))
-        object.__setattr__(self, "bias_shape", (own,) if self.bias else None)
-
-    weight_shape: ClassVar[tuple[int, int]]  # of this rank's part
-    bias_shape: ClassVar[tuple[int] | None]
-    shards_features = True
 
     @property
     def specs(self) -> dict[str, Spec]:
@@ -89,14 +83,9 @@ class ColumnLinearConfig(OpConfig):
         spec = Spec(self.axis.name, 0, parts=self.parts)
         return {"weight": spec, "bias": spec} if self.bias else {"weight": spec}
 
-    def widths(self, width: int | None) -> tuple[int | None, int | None]:
-        return self.in_features, self.weight_shape[0]
 
-
-class ColumnLinearResiduals(Residuals, static=("dtype",)):
-    x: Tensor = saved("[*, I]", alias="x", needed_by=WGRAD, of=("params.weight",))
-    weight: Tensor = saved("[O/n, I]", alias="params.weight", needed_by=DGRAD)
-    y_shape: torch.Size = static()
+class ColumnLinearResiduals(LinearResiduals):
+    """The fields of `LinearResiduals`, of this rank: x [*, I], weight [O/n, I]."""
 
 
 class ColumnLinearPending(Pending):
@@ -104,6 +93,65 @@ class ColumnLinearPending(Pending):
     rows: Tensor = saved("[n *, I]", needed_by=WGRAD, of=("params.weight",))  # of all ranks, if siblings gathered them
     dy: Tensor = saved("[*, O/n]", alias="dy", needed_by=WGRAD)
     sums: Tensor | None = saved("[P, O/n]", needed_by=WGRAD, of=("params.bias",))  # of dy over blocks of rows, from a rule
+
+
+class ColumnLayer(LinearLayer):
+    """How a column layer sends dx, in high precision or in low."""
+
+    def overlaps(self, cfg: Any) -> bool:
+        return bool(cfg.overlap != "none" and cfg.axis.size > 1)
+
+    def start_dx(self, dys: tuple[Tensor, ...], cfg: Any, product: Callable[[tuple[Tensor, ...]], Tensor]) -> Tensor:
+        if not by_ring(cfg):
+            return start_sum(product(dys), cfg)
+        return scattered_products(list(zip(*[dy.chunk(cfg.axis.size) for dy in dys], strict=True)), cfg.axis, product)
+
+    def wait_dx(self, dx: Tensor, cfg: Any) -> Tensor:
+        return dx if by_ring(cfg) else comm.wait(dx, cfg.axis)
+
+
+class _Layer(ColumnLayer):
+    def y_is_product(self, cfg: Any) -> bool:
+        return not by_ring(cfg)
+
+    def dx_is_product(self, cfg: Any) -> bool:
+        return False  # it is a sum over the ranks
+
+    def rows(self, x: Tensor, cfg: Any) -> Tensor:
+        return comm.gather(x, rows_axis(cfg))
+
+    def y_products(self, x: Tensor, cfg: Any, products: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        if not by_ring(cfg):
+            return products(self.rows(x, cfg))
+        found, _ = gathered_products(x, cfg.axis, products)
+        return tuple([torch.cat(ys) for ys in zip(*found, strict=True)])
+
+    def start_x(self, residuals: Any, dy: Tensor, cfg: Any) -> Any:
+        return comm.start_gather(residuals.x, cfg.axis) if cfg.sequence_parallel else None
+
+    def wait_x(self, sent: Any, residuals: Any, cfg: Any) -> Any:
+        return comm.wait(sent, cfg.axis)
+
+    def dw_rows(self, pending: Any, cfg: Any) -> Tensor:
+        return self.rows(pending.x, cfg) if pending.rows is None else pending.rows  # type: ignore[no-any-return]
+
+    def prepares(self, cfg: Any) -> Hashable:
+        return (cfg.axis, by_ring(cfg)) if cfg.sequence_parallel and cfg.axis.size > 1 else None
+
+    def joins(self, cfg: Any) -> Hashable:
+        return None if cfg.axis.size == 1 else (cfg.axis, cfg.sequence_parallel, by_ring(cfg))
+
+    def pending(self, residuals: Any, dy: Tensor, rows: Tensor, cfg: Any) -> Any:
+        return ColumnLinearPending.keep(cfg, residuals.needs, x=residuals.x, rows=None, dy=dy)
+
+    def shared(self, pending: Any, cfg: Any) -> dict[str, Any] | None:
+        return {"rows": self.rows(pending.x, cfg)} if cfg.sequence_parallel and pending.rows is None else None
+
+    def kept(self, cfg: Any, needs: Needs, x: Tensor, weight: Tensor, y: Tensor) -> Any:
+        return ColumnLinearResiduals.keep(cfg, needs, x=x, weight=weight, y_shape=y.shape, dtype=y.dtype)
+
+
+_layer = _Layer()
 
 
 @init_of(ColumnLinearConfig)
@@ -123,15 +171,8 @@ def column_linear_fwd(
     check_x("column_linear_fwd", x, cfg.in_features, cfg.sequence_parallel)
     check_params("column_linear_fwd", params, cfg.weight_shape, cfg.bias_shape, x)
     weight, bias = params.weight, params.bias
-    if by_ring(cfg):
-        y, _ = gathered_products(x, cfg.axis, lambda part: kernels.linear_fwd(part, weight, bias))
-    else:
-        y = kernels.linear_fwd(_rows(x, cfg), weight, bias)
-    return y, column_kept(cfg, needs, x, weight, y)
-
-
-def column_kept(cfg: ColumnLinearConfig, needs: Needs, x: Tensor, weight: Tensor, y: Tensor) -> ColumnLinearResiduals | None:
-    return ColumnLinearResiduals.keep(cfg, needs, x=x, weight=weight, y_shape=y.shape, dtype=y.dtype)
+    (y,) = _layer.y_products(x, cfg, lambda rows: (kernels.linear_fwd(rows, weight, bias),))
+    return y, _layer.kept(cfg, needs, x, weight, y)
 
 
 @dgrad_of(ColumnLinearResiduals)
@@ -141,17 +182,24 @@ def column_linear_dgrad(
     """dy: [n m, *, O/n] -> dx: [m, *, I] (without `sequence_parallel`: [*, I]), and the pending dw: dy and x, aliases."""
     x, weight, needs = residuals.x, residuals.weight, residuals.needs
     check_tensor("column_linear_dgrad", "dy", dy, residuals.y_shape, residuals.dtype, weight if x is None else x)
-    dx = _dx(dy, weight, cfg) if needs.x else NO_GRADIENT
+    dx = _layer.wait_dx(_start_dx(dy, weight, cfg), cfg) if needs.x else NO_GRADIENT
     return dx, ColumnLinearPending.keep(cfg, needs, x=x, rows=None, dy=dy, sums=sums)
 
 
 @wgrad_of(ColumnLinearPending, LinearParams)
 def column_linear_wgrad(pending: ColumnLinearPending, cfg: ColumnLinearConfig, *, into: LinearParams | None = None) -> LinearParams:
     """Gathers x, then `dw_r = dy_r^T x`, `db_r = sum of dy_r`; added to `into` if given."""
-    bias = wants_bias(cfg, pending.needs)
-    if pending.rows is not None:
-        return linear_gradients("column_linear_wgrad", pending.dy, pending.rows, bias, into, pending.sums)
-    return _gradients("column_linear_wgrad", pending.dy, pending.x, None, bias, cfg, into, pending.sums)
+    x, dy, bias = pending.x, pending.dy, wants_bias(cfg, pending.needs)
+    if into is not None:  # before anything is sent
+        check_linear_into("column_linear_wgrad", dy, x, bias, into)
+    rows = None if x is None else _layer.dw_rows(pending, cfg)
+    return linear_gradients("column_linear_wgrad", dy, rows, bias, into, pending.sums)
+
+
+def column_linear_products(pending: ColumnLinearPending, cfg: ColumnLinearConfig, *, into: LinearParams) -> list[Product]:
+    """dw and db as a product to run later, with x of all ranks, which is gathered then."""
+    rows = None if pending.x is None else functools.partial(_layer.dw_rows, pending, cfg)
+    return products_of("column_linear_wgrad", pending, rows, wants_bias(cfg, pending.needs), into)
 
 
 @bwd_of(ColumnLinearResiduals, LinearParams)
@@ -159,89 +207,22 @@ def column_linear_bwd(
     residuals: ColumnLinearResiduals, dy: Tensor, cfg: ColumnLinearConfig, *, into: LinearParams | None = None
 ) -> tuple[LinearParams, Tensor]:
     """The whole backward, in the order that `cfg.overlap` says. Returns `(dparams, dx)`."""
-    x, weight, needs = residuals.x, residuals.weight, residuals.needs
+    x, weight, needs, late = residuals.x, residuals.weight, residuals.needs, cfg.overlap != "none"
     check_tensor("column_linear_bwd", "dy", dy, residuals.y_shape, residuals.dtype, weight if x is None else x)
     bias = wants_bias(cfg, needs)
     if into is not None:  # before anything is sent
         check_linear_into("column_linear_bwd", dy, x, bias, into)
-    sent = comm.start_gather(x, cfg.axis) if cfg.overlap != "none" and cfg.sequence_parallel and x is not None else None
-    late = cfg.overlap == "bulk" and needs.x
-    dx = _send_dx(kernels.linear_dgrad(dy, weight), cfg) if late else _dx(dy, weight, cfg) if needs.x else NO_GRADIENT
-    dparams = _gradients("column_linear_bwd", dy, x, sent, bias, cfg, into)
-    return dparams, comm.wait(dx, cfg.axis) if late else dx
-
-
-def _rows(x: Tensor, cfg: ColumnLinearConfig) -> Tensor:
-    """The whole x."""
-    return comm.gather(x, cfg.axis) if cfg.sequence_parallel else x
-
-
-def _dx(dy: Tensor, weight: Tensor, cfg: ColumnLinearConfig) -> Tensor:
-    if by_ring(cfg):
-        return scattered_products(dy, cfg.axis, lambda rows: kernels.linear_dgrad(rows, weight))
-    return comm.wait(_send_dx(kernels.linear_dgrad(dy, weight), cfg), cfg.axis)
-
-
-def _send_dx(dx: Tensor, cfg: ColumnLinearConfig) -> Tensor:
-    """The sum of the ranks' parts of dx, in flight."""
-    return comm.start_scatter_sum(dx, cfg.axis) if cfg.sequence_parallel else comm.start_sum(dx, cfg.axis)
-
-
-def _gradients(
-    where: str,
-    dy: Tensor,
-    x: Tensor | None,
-    sent: Tensor | None,
-    bias: bool,
-    cfg: ColumnLinearConfig,
-    into: LinearParams | None,
-    sums: Tensor | None = None,
-) -> LinearParams:
-    """The gradients from x, or from the gathered x in flight, `sent`."""
-    if into is not None:
-        check_linear_into(where, dy, x, bias, into)
+    sent = _layer.start_x(residuals, dy, cfg) if late and x is not None else None
+    dx = _start_dx(dy, weight, cfg) if needs.x else NO_GRADIENT
+    dx = _layer.wait_dx(dx, cfg) if needs.x and not late else dx
     if x is not None:
-        x = _rows(x, cfg) if sent is None else comm.wait(sent, cfg.axis)
-    return linear_gradients(where, dy, x, bias, into, sums)
+        x = _layer.rows(x, cfg) if sent is None else _layer.wait_x(sent, residuals, cfg)
+    dparams = linear_gradients("column_linear_bwd", dy, x, bias, into)
+    return dparams, _layer.wait_dx(dx, cfg) if needs.x and late else dx
 
 
-def column_linear_products(pending: ColumnLinearPending, cfg: ColumnLinearConfig, *, into: LinearParams) -> list[Product]:
-    """dw and db as a product to run later, with x of all ranks, which is gathered then."""
-    x = pending.x if pending.rows is None else pending.rows
-    whole = x if x is None or pending.rows is not None else functools.partial(_rows, x, cfg)
-    return products_of("column_linear_wgrad", pending, whole, wants_bias(cfg, pending.needs), into)
-
-
-class _Layer(LinearLayer):
-    def y_is_product(self, cfg: Any) -> bool:
-        return not by_ring(cfg)
-
-    def dx_is_product(self, cfg: Any) -> bool:
-        return False  # it is a sum over the ranks
-
-    def overlaps(self, cfg: Any) -> bool:
-        return bool(cfg.overlap != "none" and cfg.axis.size > 1)
-
-    def rows(self, x: Tensor, cfg: Any) -> Tensor:
-        return _rows(x, cfg)
-
-    def prepares(self, cfg: Any) -> Hashable:
-        return cfg.axis if cfg.sequence_parallel and cfg.axis.size > 1 and not by_ring(cfg) else None
-
-    def joins(self, cfg: Any) -> Hashable:
-        return None if by_ring(cfg) or cfg.axis.size == 1 else (cfg.axis, cfg.sequence_parallel)
-
-    def dx_of(self, part: Tensor, cfg: Any) -> Tensor:
-        return comm.wait(_send_dx(part, cfg), cfg.axis)
-
-    def pending(self, residuals: Any, dy: Tensor, rows: Tensor, cfg: Any) -> Any:
-        return ColumnLinearPending.keep(cfg, residuals.needs, x=residuals.x, rows=None, dy=dy)
-
-    def shared(self, pending: Any, cfg: Any) -> dict[str, Any] | None:
-        return {"rows": _rows(pending.x, cfg)} if cfg.sequence_parallel else None
-
-    def kept(self, cfg: Any, needs: Needs, x: Tensor, weight: Tensor, y: Tensor) -> Any:
-        return column_kept(cfg, needs, x, weight, y)
+def _start_dx(dy: Tensor, weight: Tensor, cfg: ColumnLinearConfig) -> Tensor:
+    return _layer.start_dx((dy,), cfg, lambda dys: kernels.linear_dgrad(dys[0], weight))
 
 
 column_linear = make_op(
@@ -253,5 +234,5 @@ column_linear = make_op(
     wgrad=column_linear_wgrad,
     bwd=column_linear_bwd,
     products=column_linear_products,
-    layer=_Layer(),
+    layer=_layer,
 )

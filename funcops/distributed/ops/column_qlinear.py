@@ -34,26 +34,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Hashable
 from dataclasses import field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from funcops import random
 from funcops.contract.by_config import ByConfig
-from funcops.contract.configs import fields_of
 from funcops.contract.needs import Needs
-from funcops.contract.op import Op, bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
-from funcops.contract.renamed import old_names
-from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
-from funcops.distributed import comm
-from funcops.distributed.checks import check_tensor
-from funcops.distributed.mesh import Axis
-from funcops.distributed.ops._linear import check_parts, check_x, init_linear
+from funcops.contract.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.contract.schema import NO_GRADIENT, WGRAD, Pending, saved
+from funcops.distributed.ops._linear import init_linear, rows_axis
 from funcops.distributed.ops._qlinear import (
+    CodedOverAxis,
+    LowOverAxis,
     Sent,
     arrived,
-    check_low_config,
     columns_of,
     gathered,
     over,
@@ -61,16 +57,14 @@ from funcops.distributed.ops._qlinear import (
     send_columns,
     whole_tiles,
 )
-from funcops.distributed.ops.column_linear import ColumnLinearConfig, column_linear
-from funcops.distributed.specs import Spec
-from funcops.formats import QTensor, check_quantized, turned
-from funcops.formats.recipes import LOW_FORMS, Recipe
-from funcops.formats.scaled import Scaled
-from funcops.ops import _low_operands as low_operands
-from funcops.ops import qlinear as coded
-from funcops.ops._low_config import LowConfig
+from funcops.distributed.ops.column_linear import ColumnLayer, ColumnLinearConfig, column_linear
+from funcops.formats import QTensor, check_quantized
+from funcops.formats.recipes import Recipe
+from funcops.ops._low_config import low_form, old_of_input
+from funcops.ops._low_operands import factors_of_dw, kept_side, operands, quantized
+from funcops.ops.coded_linear import check_low_into
 from funcops.ops.linear import LinearParams
-from funcops.ops.qlinear_wgrads import product
+from funcops.ops.qlinear import QLinearOfInputResiduals, QLinearResiduals
 
 __all__ = ["ColumnQLinearConfig", "ColumnQLinearPending", "ColumnQLinearResiduals"]
 __all__ += ["column_qlinear", "column_qlinear_bwd", "column_qlinear_dgrad"]
@@ -78,64 +72,26 @@ __all__ += ["column_qlinear_fwd", "column_qlinear_init", "column_qlinear_wgrad"]
 
 
 @config
-class ColumnQLinearConfig(LowConfig):
+class ColumnQLinearConfig(LowOverAxis, ColumnLinearConfig):
     """The fields of `ColumnLinearConfig`, and a `recipe` of `funcops.low_precision`. `overlap`: "none" or "bulk". Raises
     `ValueError` for sizes that the recipe's blocks do not divide."""
 
-    in_features: int = field(kw_only=False)
-    out_features: int = field(kw_only=False)
     recipe: Recipe = field(kw_only=False)
-    axis: Axis
-    bias: bool = True
-    sequence_parallel: bool = True
-    overlap: str = "none"
-    parts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        check_low_config(self, "out_features")
-        check_parts(self)
-        how: Any = {"bias": self.bias, "sequence_parallel": self.sequence_parallel, "overlap": self.overlap, "parts": self.parts}
-        object.__setattr__(self, "linear", ColumnLinearConfig(self.in_features, self.out_features, axis=self.axis, **how))
-
-    linear: ClassVar[ColumnLinearConfig]  # the same layer without the recipe
-    shards_features = True
-
-    @property
-    def specs(self) -> dict[str, Spec]:
-        """The specs of the sharded params, by path."""
-        return self.linear.specs
-
-    def largest(self, amaxes: Tensor) -> Tensor:
-        """The amaxes of whole weights, from the amaxes of this rank's parts."""
-        return comm.largest(amaxes, self.axis)
-
-    def widths(self, width: int | None) -> tuple[int | None, int | None]:
-        return self.linear.widths(width)
+        super().__post_init__()
+        self.set_low(ColumnLinearConfig)
 
 
-class ColumnQLinearResiduals(Residuals, static=("dtype",)):
-    x: Any = saved("[*, I]", needed_by=WGRAD, of=("params.weight",), tree=True)
-    weight: Any = saved("[O/n, I]", alias="params.weight", needed_by=DGRAD, tree=True)
-    amaxes: Tensor = saved("[2]", needed_by=WGRAD, of=("params.weight",))
-    rounding: Tensor = saved("[3] or [2]", needed_by=DGRAD | WGRAD, of=("x", "params.weight"), tree=True)
-    y_shape: torch.Size = static()
+class ColumnQLinearResiduals(QLinearResiduals):
+    """The fields of `QLinearResiduals`, of this rank: x [*, I], weight [O/n, I]."""
 
 
-class ColumnQLinearOfInputResiduals(Residuals, static=("dtype",)):
-    x: Tensor = saved("[*, I]", alias="x", needed_by=WGRAD, of=("params.weight",))
-    weight: Any = saved("[O/n, I]", alias="params.weight", needed_by=DGRAD, tree=True)
-    rounding: Tensor = saved("[2]", needed_by=DGRAD | WGRAD, of=("x", "params.weight"), tree=True)
-    y_shape: torch.Size = static()
+class ColumnQLinearOfInputResiduals(QLinearOfInputResiduals):
+    """The fields of `QLinearOfInputResiduals`, of this rank."""
 
 
 ColumnQLinearKept = ColumnQLinearResiduals | ColumnQLinearOfInputResiduals
-
-
-def _kept(cfg: ColumnQLinearConfig) -> type[ColumnQLinearKept]:
-    return ColumnQLinearOfInputResiduals if cfg.recipe.keep == "input" else ColumnQLinearResiduals
-
-
-KEPT = ByConfig(ColumnQLinearConfig, _kept, (ColumnQLinearResiduals, ColumnQLinearOfInputResiduals))
 
 
 class ColumnQLinearPending(Pending, static=("dtype",)):
@@ -144,6 +100,83 @@ class ColumnQLinearPending(Pending, static=("dtype",)):
     dy: Any = saved("[*, O/n]", needed_by=WGRAD, of=("params.weight",), tree=True)
     db: Tensor = saved("[O/n]", needed_by=WGRAD, of=("params.bias",))
     amaxes: Tensor = saved("[3]", needed_by=WGRAD, of=("params.weight",))
+
+
+class _Layer(CodedOverAxis, ColumnLayer):
+    def operands(self, x: Tensor, cfg: Any, needs: Needs) -> tuple[QTensor, Any]:
+        recipe, axis = cfg.recipe, rows_axis(cfg)
+        if recipe.keep == "col" and needs.param("weight") and not whole_tiles(x, recipe.x, axis):
+            return quantized(x, recipe.x, over(axis)), x
+        return operands(x, recipe, needs, over(axis))
+
+    def x_rows_of_all(self, row: QTensor, cfg: Any) -> QTensor:
+        return gathered(row, rows_axis(cfg))  # type: ignore[no-any-return]
+
+    def of_dy(self, dy: Tensor, key: Tensor | None, rows: bool, columns: bool, cfg: Any) -> tuple[QTensor | None, QTensor | None]:
+        if cfg.recipe.stochastic and key is not None and cfg.axis.size > 1:
+            key = random.fold_in(key, cfg.axis.rank)
+        return super().of_dy(dy, key, rows, columns, cfg)
+
+    def start_x(self, residuals: Any, dy: Tensor, cfg: Any) -> Any:
+        return self.send_x(f"{self.name}_bwd", residuals.x, dy, cfg) if cfg.sequence_parallel else None
+
+    def wait_x(self, sent: Any, residuals: Any, cfg: Any) -> Any:
+        return self.arrived_x(sent, residuals.x, cfg)
+
+    def factors(self, where: str, pending: Any, cfg: Any, sent: Sent | None = None) -> tuple[Any, Any]:
+        """`sent`: x, if it is in flight already."""
+        whole = pending.rows
+        if whole is None:
+            sent = self.send_x(where, pending.x, pending.dy, cfg) if sent is None else sent
+            whole = self.arrived_x(sent, pending.x, cfg)
+        return factors_of_dw(where, pending.dy, whole, cfg.recipe)
+
+    def send_x(self, where: str, x: Any, dy: Any, cfg: Any) -> Sent:
+        """Begin to gather x in the form that dw reads."""
+        recipe, axis = cfg.recipe, rows_axis(cfg)
+        if not isinstance(x, QTensor):
+            return send(x, axis) if recipe.wgrad == "high" else send_columns(x, recipe, recipe.x, axis)
+        rows = (dy.shape[0] // axis.size, *dy.shape[1:-1]) if axis.size > 1 else dy.shape[:-1]
+        shape = torch.Size((*rows, cfg.in_features))
+        check_quantized(where, "pending.x", x, recipe.x, kept_side(recipe, x), shape, dy.codes if isinstance(dy, QTensor) else dy)
+        return send(x, axis)
+
+    def arrived_x(self, sent: Sent, x: Any, cfg: Any) -> Any:
+        """The gathered x in the form that dw reads."""
+        recipe, axis = cfg.recipe, rows_axis(cfg)
+        by_columns = recipe.wgrad == "low" and not isinstance(x, QTensor)
+        return columns_of(sent, recipe, recipe.x, axis) if by_columns else arrived(sent, axis)
+
+    def bwd(self, residuals: Any, dy: Tensor, cfg: Any, into: LinearParams | None) -> tuple[LinearParams, Tensor]:
+        """The whole backward, in the order that `cfg.overlap` says."""
+        where, bulk = f"{self.name}_bwd", cfg.overlap == "bulk"
+        row, pending = self.rounded(where, residuals, dy, cfg)
+        if into is not None and pending is not None:  # before anything is sent
+            check_low_into(where, pending, pending.x, cfg, into)
+        reads_x = pending is not None and pending.x is not None
+        sent = self.send_x(where, pending.x, pending.dy, cfg) if bulk and reads_x else None
+        dx = NO_GRADIENT if row is None else self.start_dx((dy,), cfg, lambda _: self.part(row, residuals, cfg))
+        dx = self.wait_dx(dx, cfg) if row is not None and not bulk else dx
+        factors = functools.partial(self.factors, sent=sent)
+        dparams = into if pending is None else self.gradients(where, pending, cfg, into, factors)
+        dparams = LinearParams(NO_GRADIENT, None) if dparams is None else dparams
+        return dparams, self.wait_dx(dx, cfg) if bulk and row is not None else dx
+
+    def prepares(self, cfg: Any) -> Hashable:
+        return None if cfg.recipe.delayed else (cfg.recipe, rows_axis(cfg))
+
+    def joins(self, cfg: Any) -> Hashable:
+        return None if cfg.axis.size == 1 else (cfg.axis, cfg.sequence_parallel, cfg.recipe)
+
+    def shared(self, pending: Any, cfg: Any) -> dict[str, Any] | None:
+        if not cfg.sequence_parallel or pending.rows is not None:
+            return None
+        sent = self.send_x(f"{self.name}_wgrad", pending.x, pending.dy, cfg)
+        return {"rows": self.arrived_x(sent, pending.x, cfg)}
+
+
+_layer = _Layer("column_qlinear", ColumnQLinearResiduals, ColumnQLinearOfInputResiduals, ColumnQLinearPending)
+KEPT = ByConfig(ColumnQLinearConfig, _layer.kept_class, (ColumnQLinearResiduals, ColumnQLinearOfInputResiduals))
 
 
 @init_of(ColumnQLinearConfig)
@@ -160,38 +193,7 @@ def column_qlinear_fwd(
 ) -> tuple[Tensor, ColumnQLinearKept | None]:
     """`y_r = q(x) q(w_r)^T + b_r`. x: [m, *, I], of n m in all (without `sequence_parallel`: [*, I]) -> y: [n m, *, O/n].
     Raises as `qlinear_fwd`."""
-    check_x("column_qlinear_fwd", x, cfg.in_features, cfg.sequence_parallel)
-    coded.check_params("column_qlinear_fwd", params, x, cfg)
-    row, kept, amax = column_operands(x, params.weight, cfg, needs)
-    return column_of(gathered(row, rows_axis(cfg)), kept, amax, params, cfg, needs)
-
-
-def column_operands(x: Tensor, weight: Any, cfg: ColumnQLinearConfig, needs: Needs) -> tuple[QTensor, Any, Tensor | None]:
-    """This rank's x by rows, and the form of it that is saved; with given scales also its amax, else None."""
-    recipe, axis = cfg.recipe, rows_axis(cfg)
-    if isinstance(weight, Scaled):
-        row, amax = low_operands.scaled_tensor(x, recipe.x, weight.scale[0:1])
-        return row, turned(row) if recipe.keep == "col" and needs.param("weight") else row, amax
-    if recipe.keep == "col" and needs.param("weight") and not whole_tiles(x, recipe.x, axis):
-        return low_operands.quantized(x, recipe.x, over(axis)), x, None
-    return *low_operands.operands(x, recipe, needs, over(axis)), None
-
-
-def column_of(
-    whole: QTensor, kept: Any, amax: Tensor | None, params: LinearParams, cfg: ColumnQLinearConfig, needs: Needs
-) -> tuple[Tensor, Any]:
-    """Return y and residuals, after all checks, from all ranks' x by rows and the form of this rank's x that is saved."""
-    recipe, weight = cfg.recipe, params.weight
-    if isinstance(weight, Scaled) and amax is not None:
-        row, amax_w = low_operands.scaled_weight(weight, recipe)
-        amaxes, rounding = torch.cat((amax, amax_w)), weight.scale
-    else:
-        row, amaxes, rounding = low_operands.row_of(weight, recipe, over(cfg.axis)), None, coded.rounding_of(weight, recipe)
-    y = low_operands.y_of(whole, row, params.bias, recipe.emulate)
-    fields: Any = {"x": kept, "weight": weight, "rounding": rounding, "y_shape": y.shape, "dtype": y.dtype}
-    if recipe.keep == "input":
-        return y, ColumnQLinearOfInputResiduals.keep(cfg, needs, **fields)
-    return y, ColumnQLinearResiduals.keep(cfg, needs, amaxes=amaxes, **fields)
+    return _layer.fwd(params, x, cfg, needs)
 
 
 @dgrad_of(KEPT)
@@ -200,8 +202,7 @@ def column_qlinear_dgrad(
 ) -> tuple[Tensor, ColumnQLinearPending | None]:
     """dy: [n m, *, O/n] -> dx: [m, *, I] (without `sequence_parallel`: [*, I]), and the pending dw: dy in low precision, and the
     saved x."""
-    row, pending = rounded_dy("column_qlinear_dgrad", residuals, dy, cfg, sums)
-    return NO_GRADIENT if row is None else comm.wait(_send_dx(row, residuals, cfg), cfg.axis), pending
+    return _layer.dgrad(residuals, dy, cfg, sums)
 
 
 @wgrad_of(ColumnQLinearPending, LinearParams)
@@ -210,7 +211,7 @@ def column_qlinear_wgrad(
 ) -> LinearParams:
     """Gather x in codes, then compute `dw_r = q(dy_r)^T q(x)`, and db_r; added to `into` if given. For a `Scaled` weight dw is
     `Scaled` too, with this rank's amaxes."""
-    return _gradients("column_qlinear_wgrad", pending, None, cfg, into)
+    return _layer.wgrad(pending, cfg, into)
 
 
 @bwd_of(KEPT, LinearParams)
@@ -218,149 +219,7 @@ def column_qlinear_bwd(
     residuals: ColumnQLinearKept, dy: Tensor, cfg: ColumnQLinearConfig, *, into: LinearParams | None = None
 ) -> tuple[LinearParams, Tensor]:
     """The whole backward, in the order that `cfg.overlap` says. Returns `(dparams, dx)`."""
-    where = "column_qlinear_bwd"
-    row, pending = rounded_dy(where, residuals, dy, cfg)
-    if pending is None:
-        dx = NO_GRADIENT if row is None else comm.wait(_send_dx(row, residuals, cfg), cfg.axis)
-        return column_qlinear_wgrad(None, cfg, into=into), dx  # type: ignore[arg-type]
-    if into is not None:  # before anything is sent
-        coded.check_low_into(where, pending, pending.x, cfg, into)
-    bulk = cfg.overlap == "bulk"
-    sent = send_x(where, pending, cfg) if bulk and pending.x is not None else None
-    dx = NO_GRADIENT if row is None else _send_dx(row, residuals, cfg)
-    if row is not None and not bulk:
-        dx = comm.wait(dx, cfg.axis)
-    dparams = _gradients(where, pending, sent, cfg, into)
-    return dparams, comm.wait(dx, cfg.axis) if bulk and row is not None else dx
-
-
-def rows_axis(cfg: ColumnQLinearConfig) -> Axis:
-    """The axis over which rows of x are sharded."""
-    return cfg.axis if cfg.sequence_parallel else _ALONE
-
-
-_ALONE = Axis("alone", 1, 0)
-
-
-def rounded_dy(
-    where: str, residuals: Any, dy: Tensor, cfg: ColumnQLinearConfig, sums: Tensor | None = None
-) -> tuple[QTensor | None, ColumnQLinearPending | None]:
-    """Return dy by rows, None if dx is not needed, and the pending weight gradient."""
-    recipe, needs, weight = cfg.recipe, residuals.needs, residuals.weight
-    here = residuals.x if weight is None else weight
-    check_tensor(where, "dy", dy, residuals.y_shape, residuals.dtype, coded.a_tensor(here))
-    low = coded.needs_low(needs, recipe)
-    coded.check_rounding(where, residuals, recipe, low)
-    row = col = None
-    amaxes = getattr(residuals, "amaxes", None)
-    if recipe.delayed and residuals.rounding is not None:
-        row, amax = low_operands.scaled_tensor(dy, recipe.dy, residuals.rounding[2:3])
-        col = turned(row) if low else None
-        amaxes = None if amaxes is None else torch.cat((amaxes, amax))
-    elif needs.x or low:
-        key = (
-            residuals.rounding if cfg.axis.size == 1 or not recipe.stochastic else random.fold_in(residuals.rounding, cfg.axis.rank)
-        )
-        row, col = low_operands.of_gradient(dy, recipe, key, bool(needs.x), low, over(cfg.axis))
-    pending = ColumnQLinearPending.keep(
-        cfg,
-        needs,
-        x=residuals.x,
-        rows=None,
-        dy=col if low else dy,
-        db=coded.db_of(dy, cfg, needs, sums),
-        amaxes=amaxes,
-        dtype=dy.dtype,
-    )
-    return row if needs.x else None, pending
-
-
-def _send_dx(row: QTensor, residuals: Any, cfg: ColumnQLinearConfig) -> Tensor:
-    """Begin to sum the ranks' parts of dx."""
-    return _send(part_of_dx(row, residuals, cfg), cfg)
-
-
-def _send(dx: Tensor, cfg: ColumnQLinearConfig) -> Tensor:
-    return comm.start_scatter_sum(dx, cfg.axis) if cfg.sequence_parallel else comm.start_sum(dx, cfg.axis)
-
-
-def part_of_dx(row: QTensor, residuals: Any, cfg: ColumnQLinearConfig) -> Tensor:
-    col = low_operands.col_of(residuals.weight, cfg.recipe, over(cfg.axis))
-    return product(row, col, residuals.dtype, cfg.recipe.emulate)
-
-
-def send_x(where: str, pending: ColumnQLinearPending, cfg: ColumnQLinearConfig) -> Sent:
-    """Begin to gather x in the form that dw reads."""
-    recipe, axis, x = cfg.recipe, rows_axis(cfg), pending.x
-    if not isinstance(x, QTensor):
-        return send(x, axis) if recipe.wgrad == "high" else send_columns(x, recipe, recipe.x, axis)
-    dy = pending.dy.shape
-    shape = (
-        torch.Size((dy[0] // axis.size, *dy[1:-1], cfg.in_features)) if axis.size > 1 else torch.Size((*dy[:-1], cfg.in_features))
-    )
-    check_quantized(where, "pending.x", x, recipe.x, low_operands.kept_side(recipe, x), shape, pending.dy.codes)
-    return send(x, axis)
-
-
-def arrived_x(sent: Sent, pending: ColumnQLinearPending, cfg: ColumnQLinearConfig) -> Any:
-    """The gathered x in the form that dw reads."""
-    recipe, axis = cfg.recipe, rows_axis(cfg)
-    by_columns = recipe.wgrad == "low" and not isinstance(pending.x, QTensor)
-    return columns_of(sent, recipe, recipe.x, axis) if by_columns else arrived(sent, axis)
-
-
-def _gradients(
-    where: str, pending: ColumnQLinearPending, sent: Sent | None, cfg: ColumnQLinearConfig, into: LinearParams | None
-) -> LinearParams:
-    """The gradients of params; x is gathered, unless it is in flight already (`sent`)."""
-    return coded.low_wgrad(where, pending, cfg, into, functools.partial(_factors, sent=sent))
-
-
-def column_qlinear_products(pending: ColumnQLinearPending, cfg: ColumnQLinearConfig, *, into: LinearParams) -> list[Any]:
-    """The weight's gradient as a product to run later, with x of all ranks."""
-    return coded.low_products("column_qlinear_wgrad", pending, cfg, into, _factors)
-
-
-def _factors(where: str, pending: ColumnQLinearPending, cfg: ColumnQLinearConfig, sent: Sent | None = None) -> tuple[Any, Any]:
-    whole = pending.rows
-    if whole is None:
-        whole = arrived_x(send_x(where, pending, cfg) if sent is None else sent, pending, cfg)
-    return low_operands.factors_of_dw(where, pending.dy, whole, cfg.recipe)
-
-
-class _Layer(coded.LowLayer):
-    def prepares(self, cfg: Any) -> Hashable:
-        return None if cfg.recipe.delayed else (cfg.recipe, rows_axis(cfg))
-
-    def prepared(self, x: Tensor, params: Any, cfg: Any, needs: Needs) -> Any:
-        row, kept, _ = column_operands(x, params.weight, cfg, needs)
-        return gathered(row, rows_axis(cfg)), kept
-
-    def from_prepared(self, given: Any, params: Any, cfg: Any, needs: Needs) -> tuple[Tensor, Any]:
-        whole, kept = given
-        return column_of(whole, kept, None, params, cfg, needs)
-
-    def check(self, params: Any, x: Tensor, cfg: Any) -> None:
-        coded.check_params("column_qlinear_fwd", params, x, cfg)
-
-    def joins(self, cfg: Any) -> Hashable:
-        return None if cfg.axis.size == 1 else (cfg.axis, cfg.sequence_parallel, cfg.recipe)
-
-    def part_of_dx(self, residuals: Any, dy: Tensor, cfg: Any) -> tuple[Tensor, Any]:
-        row, pending = rounded_dy("column_qlinear_dgrad", residuals, dy, cfg)
-        assert row is not None
-        return part_of_dx(row, residuals, cfg), pending
-
-    def dx_of(self, part: Tensor, cfg: Any) -> Tensor:
-        return comm.wait(_send(part, cfg), cfg.axis)
-
-    def shared(self, pending: Any, cfg: Any) -> dict[str, Any] | None:
-        if not cfg.sequence_parallel:
-            return None
-        return {"rows": arrived_x(send_x("column_qlinear_wgrad", pending, cfg), pending, cfg)}
-
-    def overlaps(self, cfg: Any) -> bool:
-        return bool(cfg.overlap != "none" and cfg.axis.size > 1)
+    return _layer.bwd(residuals, dy, cfg, into)
 
 
 column_qlinear = make_op(
@@ -371,23 +230,11 @@ column_qlinear = make_op(
     dgrad=column_qlinear_dgrad,
     wgrad=column_qlinear_wgrad,
     bwd=column_qlinear_bwd,
-    products=column_qlinear_products,
-    layer=_Layer(),
+    products=_layer.products,
+    layer=_layer,
 )
-
-
-def _low(cfg: ColumnLinearConfig, recipe: Recipe) -> tuple[Op, Op, ColumnQLinearConfig]:
-    return column_linear, column_qlinear, ColumnQLinearConfig(**fields_of(cfg), recipe=recipe)
-
-
-LOW_FORMS[ColumnLinearConfig] = _low
+low_form(column_linear, column_qlinear)
 
 
 if not TYPE_CHECKING:  # a checker would take every name for one of the module's
-    __getattr__ = old_names(
-        __name__,
-        column_qlinear_of_input="column_qlinear",
-        column_qlinear_of_input_fwd="column_qlinear_fwd",
-        column_qlinear_of_input_dgrad="column_qlinear_dgrad",
-        column_qlinear_of_input_bwd="column_qlinear_bwd",
-    )
+    __getattr__ = old_of_input(__name__, "column_qlinear")

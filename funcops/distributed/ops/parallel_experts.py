@@ -40,6 +40,7 @@ Megatron-Core: token dispatcher; arXiv:2006.16668.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, ClassVar
 
 import torch
@@ -142,10 +143,8 @@ def parallel_experts_fwd(
     check_tokens("parallel_experts_fwd", x, cfg.experts, cfg.dim)
     check_experts_params("parallel_experts_fwd", params, cfg.own, x[1])
     tokens = x[1]
-    if cfg.axis.size == 1:
-        (y, body), place = computed(params, x, cfg.own, needs), None
-    elif cfg.shards == "hidden":
-        rows, body = computed(params, x if not cfg.sequence_parallel else _gathered(x, cfg.axis), cfg.own, needs)
+    if cfg.axis.size == 1 or cfg.shards == "hidden":
+        rows, body = computed(params, _gathered(x, cfg.axis) if cfg.sequence_parallel else x, cfg.own, needs)
         y, place = comm.wait(_start_sum(rows, cfg), cfg.axis), None
     else:
         *came, place = dispatched("parallel_experts_fwd", x, cfg.experts, cfg.capacity, cfg.axis)
@@ -176,25 +175,20 @@ def _sent_back(
     if place is not None:
         token = token_of(place, row_count(place.shape[0], cfg.capacity, axis))
         dy = comm.wait(start(dy.reshape(-1, dy.shape[-1]), token, axis), axis)
-    elif cfg.sequence_parallel and axis.size > 1:
+    elif cfg.sequence_parallel:
         dy = comm.gather(dy, axis)
     (d_weights, dx, _), pending = experts_dgrad(residuals.body, dy, cfg.own)
     if into is not None and pending is not None:
         check_experts_into(where, pending, cfg.own, into)
-    if axis.size == 1:
-        return [d_weights, dx], pending
-    if cfg.shards == "hidden":
-        return [None if t is None else _start_sum(t, cfg) for t in (d_weights, dx)], pending
-    return [None if t is None else comm.start_all_to_all(t, axis) for t in (d_weights, dx)], pending
+    send = functools.partial(_start_sum, cfg=cfg) if place is None else functools.partial(comm.start_all_to_all, axis=axis)
+    return [None if t is None else send(t) for t in (d_weights, dx)], pending
 
 
 def _arrived(residuals: ParallelExpertsResiduals, sent: Any, cfg: ParallelExpertsConfig) -> Any:
     """The gradient of x."""
     place, shape = residuals.place, residuals.shape
-    if cfg.shards == "hidden" and cfg.axis.size > 1:
-        sent = [None if t is None else comm.wait(t, cfg.axis) for t in sent]
     if place is None:
-        return residuals.inputs.make((*sent, None))
+        return residuals.inputs.make((*[None if t is None else comm.wait(t, cfg.axis) for t in sent], None))
     d_weights, dx = (None if t is None else arrived(t, place, cfg.axis) for t in sent)
     d_weights = None if d_weights is None else d_weights.view(*shape[:-1], d_weights.shape[-1])
     return residuals.inputs.make((d_weights, None if dx is None else dx.view(shape), None))

@@ -29,25 +29,23 @@ around the ring, too, during the products for dx.
 
 from __future__ import annotations
 
-from dataclasses import field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
 from funcops.contract.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
-from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
+from funcops.contract.schema import NO_GRADIENT, WGRAD, Pending, saved
 from funcops.distributed import comm
 from funcops.distributed.checks import check_divides, check_tensor
 from funcops.distributed.mesh import Axis
-from funcops.distributed.ops._linear import by_ring, check_config, check_params, check_x, init_linear
+from funcops.distributed.ops._linear import OverAxisConfig, by_ring, check_params, check_x, init_linear, start_sum
 from funcops.distributed.ring import gathered_products, scattered_products
 from funcops.distributed.specs import Spec
 from funcops.kernels import linear as kernels
 from funcops.kernels import pointwise
-from funcops.ops.linear import LinearParams, check_linear_into, linear_gradients
+from funcops.ops.linear import LinearParams, LinearResiduals, check_linear_into, linear_gradients
 from funcops.ops.linear_layer import LinearLayer
 from funcops.ops.linear_wgrads import Product
 
@@ -56,24 +54,10 @@ __all__ += ["row_linear", "row_linear_bwd", "row_linear_dgrad", "row_linear_fwd"
 
 
 @config
-class RowLinearConfig(OpConfig):
+class RowLinearConfig(OverAxisConfig):
     """`in_features` (I) and `out_features` (O) of the whole layer, I a multiple of the size of `axis`; `bias` adds b.
     `sequence_parallel`: y is sharded along its first dimension. `overlap`: "none", "bulk", or, if `sequence_parallel`, "ring"."""
 
-    in_features: int = field(kw_only=False)
-    out_features: int = field(kw_only=False)
-    axis: Axis
-    bias: bool = True
-    sequence_parallel: bool = True
-    overlap: str = "none"
-
-    def __post_init__(self) -> None:
-        check_config(self, "in_features")
-        object.__setattr__(self, "weight_shape", (self.out_features, self.in_features // self.axis.size))
-        object.__setattr__(self, "bias_shape", (self.out_features,) if self.bias else None)
-
-    weight_shape: ClassVar[tuple[int, int]]  # of this rank's part
-    bias_shape: ClassVar[tuple[int] | None]
     shards_features = False
 
     @property
@@ -81,14 +65,9 @@ class RowLinearConfig(OpConfig):
         """The specs of the sharded params, by path."""
         return {"weight": Spec(self.axis.name, 1)}
 
-    def widths(self, width: int | None) -> tuple[int | None, int | None]:
-        return self.weight_shape[1], self.out_features
 
-
-class RowLinearResiduals(Residuals, static=("dtype",)):
-    x: Tensor = saved("[*, I/n]", alias="x", needed_by=WGRAD, of=("params.weight",))
-    weight: Tensor = saved("[O, I/n]", alias="params.weight", needed_by=DGRAD)
-    y_shape: torch.Size = static()
+class RowLinearResiduals(LinearResiduals):
+    """The fields of `LinearResiduals`, of this rank: x [*, I/n], weight [O, I/n]."""
 
 
 class RowLinearPending(Pending):
@@ -155,7 +134,8 @@ def row_linear_wgrad(pending: RowLinearPending, cfg: RowLinearConfig, *, into: L
     """`dw_r = dy^T x_r`, and db of this rank's rows; added to `into` if given."""
     x, rows, dy = pending.x, pending.rows, pending.dy
     some = dy if rows is None else rows
-    assert some is not None
+    if some is None:  # a gradient of a bias is asked for, and the layer has none
+        return LinearParams(NO_GRADIENT, None) if into is None else into
     if into is not None:
         check_linear_into("row_linear_wgrad", some, x, dy is not None, into)
     if not _gathers(cfg) or x is None:
@@ -206,15 +186,14 @@ def row_linear_bwd(
 
 def _sum_of_products(x: Tensor, weight: Tensor, cfg: RowLinearConfig) -> Tensor:
     if by_ring(cfg):
-        return scattered_products(x, cfg.axis, lambda rows: kernels.linear_fwd(rows, weight, None))
-    part = kernels.linear_fwd(x, weight, None)
-    return comm.scatter_sum(part, cfg.axis) if cfg.sequence_parallel else comm.sum_over(part, cfg.axis)
+        return scattered_products(x.chunk(cfg.axis.size), cfg.axis, lambda rows: kernels.linear_fwd(rows, weight, None))
+    return comm.wait(start_sum(kernels.linear_fwd(x, weight, None), cfg), cfg.axis)
 
 
 def _products_of_dy(dy: Tensor, of_weight: bool, weight: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
     """dx from dy of all ranks, and that dy, if the gradient of the weight is requested."""
-    dx, parts = gathered_products(dy, axis, lambda part: kernels.linear_dgrad(part, weight))
-    return dx, torch.cat(parts) if of_weight else dy
+    dxs, parts = gathered_products(dy, axis, lambda part: kernels.linear_dgrad(part, weight))
+    return torch.cat(dxs), torch.cat(parts) if of_weight else dy
 
 
 def _gathers(cfg: RowLinearConfig) -> bool:

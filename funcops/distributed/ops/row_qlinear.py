@@ -32,99 +32,103 @@ amaxes: see `row_linear`, `column_qlinear`.
 from __future__ import annotations
 
 from dataclasses import field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from funcops import random
 from funcops.contract.by_config import ByConfig
-from funcops.contract.configs import fields_of
 from funcops.contract.needs import Needs
-from funcops.contract.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
-from funcops.contract.renamed import old_names
-from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
+from funcops.contract.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.distributed import comm
-from funcops.distributed.checks import check_divides, check_tensor
-from funcops.distributed.mesh import Axis
-from funcops.distributed.ops._linear import check_x, init_linear
-from funcops.distributed.ops._qlinear import arrived, check_low_config, columns_of, gathered, over, send, send_columns, whole_tiles
+from funcops.distributed.checks import check_divides
+from funcops.distributed.ops._linear import init_linear, rows_axis, start_sum
+from funcops.distributed.ops._qlinear import (
+    CodedOverAxis,
+    LowOverAxis,
+    arrived,
+    columns_of,
+    gathered,
+    over,
+    send,
+    send_columns,
+    whole_tiles,
+)
 from funcops.distributed.ops.row_linear import RowLinearConfig, row_linear
-from funcops.distributed.specs import Spec
 from funcops.formats import QTensor, turned
-from funcops.formats.recipes import LOW_FORMS, Recipe
-from funcops.formats.scaled import Scaled
-from funcops.ops import _low_operands as low_operands
-from funcops.ops import qlinear as coded
-from funcops.ops._low_config import LowConfig
+from funcops.formats.recipes import Recipe
+from funcops.ops._low_config import low_form, old_of_input
+from funcops.ops._low_operands import of_gradient, quantized
 from funcops.ops.linear import LinearParams
-from funcops.ops.qlinear_wgrads import product
+from funcops.ops.qlinear import QLinearOfInputResiduals, QLinearPending, QLinearResiduals
 
 __all__ = ["RowQLinearConfig", "RowQLinearPending", "RowQLinearResiduals"]
 __all__ += ["row_qlinear", "row_qlinear_bwd", "row_qlinear_dgrad", "row_qlinear_fwd", "row_qlinear_init", "row_qlinear_wgrad"]
 
 
 @config
-class RowQLinearConfig(LowConfig):
+class RowQLinearConfig(LowOverAxis, RowLinearConfig):
     """The fields of `RowLinearConfig`, and a `recipe` of `funcops.low_precision`. `overlap`: "none" or "bulk", the same order here.
     Raises `ValueError` for sizes that the recipe's blocks do not divide."""
 
-    in_features: int = field(kw_only=False)
-    out_features: int = field(kw_only=False)
     recipe: Recipe = field(kw_only=False)
-    axis: Axis
-    bias: bool = True
-    sequence_parallel: bool = True
-    overlap: str = "none"
 
     def __post_init__(self) -> None:
-        check_low_config(self, "in_features")
-        how: Any = {"bias": self.bias, "sequence_parallel": self.sequence_parallel, "overlap": self.overlap}
-        object.__setattr__(self, "linear", RowLinearConfig(self.in_features, self.out_features, axis=self.axis, **how))
-
-    linear: ClassVar[RowLinearConfig]  # the same layer without the recipe
-    shards_features = False
-
-    @property
-    def specs(self) -> dict[str, Spec]:
-        """The specs of the sharded params, by path."""
-        return self.linear.specs
-
-    def largest(self, amaxes: Tensor) -> Tensor:
-        """The amaxes of whole weights, from the amaxes of this rank's parts."""
-        return comm.largest(amaxes, self.axis)
-
-    def widths(self, width: int | None) -> tuple[int | None, int | None]:
-        return self.linear.widths(width)
+        super().__post_init__()
+        self.set_low(RowLinearConfig)
 
 
-class RowQLinearResiduals(Residuals, static=("dtype",)):
-    x: Any = saved("[*, I/n]", needed_by=WGRAD, of=("params.weight",), tree=True)
-    weight: Any = saved("[O, I/n]", alias="params.weight", needed_by=DGRAD, tree=True)
-    amaxes: Tensor = saved("[2]", needed_by=WGRAD, of=("params.weight",))
-    rounding: Tensor = saved("[3] or [2]", needed_by=DGRAD | WGRAD, of=("x", "params.weight"), tree=True)
-    y_shape: torch.Size = static()
+class RowQLinearResiduals(QLinearResiduals):
+    """The fields of `QLinearResiduals`, of this rank: x [*, I/n], weight [O, I/n]."""
 
 
-class RowQLinearOfInputResiduals(Residuals, static=("dtype",)):
-    x: Tensor = saved("[*, I/n]", alias="x", needed_by=WGRAD, of=("params.weight",))
-    weight: Any = saved("[O, I/n]", alias="params.weight", needed_by=DGRAD, tree=True)
-    rounding: Tensor = saved("[2]", needed_by=DGRAD | WGRAD, of=("x", "params.weight"), tree=True)
-    y_shape: torch.Size = static()
+class RowQLinearOfInputResiduals(QLinearOfInputResiduals):
+    """The fields of `QLinearOfInputResiduals`, of this rank."""
 
 
 RowQLinearKept = RowQLinearResiduals | RowQLinearOfInputResiduals
 
 
-def _kept(cfg: RowQLinearConfig) -> type[RowQLinearKept]:
-    return RowQLinearOfInputResiduals if cfg.recipe.keep == "input" else RowQLinearResiduals
+class RowQLinearPending(QLinearPending):
+    """The fields of `QLinearPending`, with dy of all ranks."""
 
 
-class RowQLinearPending(Pending, static=("dtype",)):
-    x: Any = saved("[*, I/n]", alias="residuals.x", needed_by=WGRAD, of=("params.weight",), tree=True)
-    dy: Any = saved("[*, O]", needed_by=WGRAD, of=("params.weight",), tree=True)
-    db: Tensor = saved("[O]", needed_by=WGRAD, of=("params.bias",))
-    amaxes: Tensor = saved("[3]", needed_by=WGRAD, of=("params.weight",))
+class _Layer(CodedOverAxis):
+    def check_x(self, where: str, x: Tensor, cfg: Any) -> None:
+        super().check_x(where, x, cfg)
+        check_divides(where, "x", x, 0, rows_axis(cfg))
+
+    def y_of(self, part: Tensor, cfg: Any) -> Tensor:
+        return comm.wait(start_sum(part, cfg), cfg.axis)
+
+    def dy_rows_of_all(self, row: QTensor, cfg: Any) -> QTensor:
+        return gathered(row, rows_axis(cfg))  # type: ignore[no-any-return]
+
+    def of_dy(self, dy: Tensor, key: Tensor | None, rows: bool, columns: bool, cfg: Any) -> tuple[QTensor | None, QTensor | None]:
+        recipe, format, axis = cfg.recipe, cfg.recipe.dy, rows_axis(cfg)
+        if axis.size == 1:
+            return of_gradient(dy, recipe, key, rows, columns)
+        if format.turns and not recipe.hadamard and not recipe.stochastic:
+            row = gathered(quantized(dy, format, over(axis)), axis)
+            return row, turned(row) if columns else None
+        if not whole_tiles(dy, format, axis):
+            return of_gradient(gathered(dy, axis), recipe, key, rows, columns)
+        keys: Any = random.split(random.fold_in(key, axis.rank), 2) if recipe.stochastic and key is not None else (None, None)
+        by_rows = send(quantized(dy, format, over(axis), key=keys[0]), axis) if rows else None
+        by_columns = send_columns(dy, recipe, format, axis, keys[1]) if columns else None
+        return (
+            None if by_rows is None else arrived(by_rows, axis),
+            None if by_columns is None else columns_of(by_columns, recipe, format, axis),
+        )
+
+    def factors(self, where: str, pending: Any, cfg: Any) -> tuple[Any, Any]:
+        if cfg.recipe.wgrad == "high":
+            return gathered(pending.dy, rows_axis(cfg)), pending.x
+        return super().factors(where, pending, cfg)
+
+
+_layer = _Layer("row_qlinear", RowQLinearResiduals, RowQLinearOfInputResiduals, RowQLinearPending)
 
 
 @init_of(RowQLinearConfig)
@@ -141,107 +145,23 @@ def row_qlinear_fwd(
 ) -> tuple[Tensor, RowQLinearKept | None]:
     """`y = sum over r of q(x_r) q(w_r)^T + b`. x: [n m, *, I/n] -> y: [m, *, O] (without `sequence_parallel`: [*, I/n] ->
     [*, O]). Raises as `qlinear_fwd`."""
-    where, recipe, weight = "row_qlinear_fwd", cfg.recipe, params.weight
-    check_x(where, x, cfg.linear.weight_shape[1], cfg.sequence_parallel)
-    if cfg.sequence_parallel:
-        check_divides(where, "x", x, 0, cfg.axis)
-    coded.check_params(where, params, x, cfg)
-    kept: Any = x
-    amaxes = None
-    rounding = coded.rounding_of(weight, recipe) if not isinstance(weight, Scaled) else weight.scale
-    if isinstance(weight, Scaled):
-        row, amax_x = low_operands.scaled_tensor(x, recipe.x, weight.scale[0:1])
-        w, amax_w = low_operands.scaled_weight(weight, recipe)
-        kept, amaxes = turned(row) if recipe.keep == "col" and needs.param("weight") else row, torch.cat((amax_x, amax_w))
-    else:
-        w = low_operands.row_of(weight, recipe, over(cfg.axis))
-        row, kept = low_operands.operands(x, recipe, needs, over(cfg.axis))
-    part = low_operands.y_of(row, w, None, recipe.emulate)
-    y = comm.scatter_sum(part, cfg.axis) if cfg.sequence_parallel else comm.sum_over(part, cfg.axis)
-    y = y if params.bias is None else y.add_(params.bias)
-    fields: Any = {"x": kept, "weight": weight, "rounding": rounding, "y_shape": y.shape, "dtype": y.dtype}
-    if recipe.keep == "input":
-        return y, RowQLinearOfInputResiduals.keep(cfg, needs, **fields)
-    return y, RowQLinearResiduals.keep(cfg, needs, amaxes=amaxes, **fields)
+    return _layer.fwd(params, x, cfg, needs)
 
 
-@dgrad_of(ByConfig(RowQLinearConfig, _kept, (RowQLinearResiduals, RowQLinearOfInputResiduals)))
+@dgrad_of(ByConfig(RowQLinearConfig, _layer.kept_class, (RowQLinearResiduals, RowQLinearOfInputResiduals)))
 def row_qlinear_dgrad(
     residuals: RowQLinearKept, dy: Tensor, cfg: RowQLinearConfig, sums: Tensor | None = None
 ) -> tuple[Tensor, RowQLinearPending | None]:
     """dy: [m, *, O] -> dx: [n m, *, I/n] (without `sequence_parallel`: [*, O] -> [*, I/n]), and the pending dw: dy of all ranks in
     low precision, and the saved x."""
-    where = "row_qlinear_dgrad"
-    recipe, needs, weight = cfg.recipe, residuals.needs, residuals.weight
-    here = residuals.x if weight is None else weight
-    check_tensor(where, "dy", dy, residuals.y_shape, residuals.dtype, coded.a_tensor(here))
-    low = coded.needs_low(needs, recipe)
-    coded.check_rounding(where, residuals, recipe, low)
-    row = col = None
-    amaxes, rounding = getattr(residuals, "amaxes", None), residuals.rounding
-    if recipe.delayed and rounding is not None:
-        own, amax = low_operands.scaled_tensor(dy, recipe.dy, rounding[2:3])
-        amaxes = None if amaxes is None else torch.cat((amaxes, amax))
-        row = gathered(own, _rows(cfg))
-        col = turned(row) if low else None
-    elif needs.x or low:
-        row, col = _of_all(dy, recipe, rounding, bool(needs.x), low, _rows(cfg))
-    dx = NO_GRADIENT
-    if needs.x and row is not None:
-        dx = product(row, low_operands.col_of(weight, recipe, over(cfg.axis)), dy.dtype, recipe.emulate)
-    return dx, RowQLinearPending.keep(
-        cfg, needs, x=residuals.x, dy=col if low else dy, db=coded.db_of(dy, cfg, needs, sums), amaxes=amaxes, dtype=dy.dtype
-    )
+    return _layer.dgrad(residuals, dy, cfg, sums)
 
 
 @wgrad_of(RowQLinearPending, LinearParams)
 def row_qlinear_wgrad(pending: RowQLinearPending, cfg: RowQLinearConfig, *, into: LinearParams | None = None) -> LinearParams:
     """`dw_r = q(dy)^T q(x_r)`, and db of this rank's rows; added to `into` if given. For a `Scaled` weight dw is `Scaled` too,
     with this rank's amaxes."""
-    return coded.low_wgrad("row_qlinear_wgrad", pending, cfg, into, _factors)
-
-
-def row_qlinear_products(pending: RowQLinearPending, cfg: RowQLinearConfig, *, into: LinearParams) -> list[Any]:
-    """The weight's gradient as a product to run later, with dy of all ranks."""
-    return coded.low_products("row_qlinear_wgrad", pending, cfg, into, _factors)
-
-
-def _factors(where: str, pending: RowQLinearPending, cfg: RowQLinearConfig) -> tuple[Any, Any]:
-    recipe, dy, x = cfg.recipe, pending.dy, pending.x
-    if recipe.wgrad == "high":
-        dy = gathered(dy, _rows(cfg))
-    elif not isinstance(x, QTensor):
-        x = low_operands.quantized(x, recipe.x, over(cfg.axis), side="col", hadamard=recipe.hadamard)
-    return low_operands.factors_of_dw(where, dy, x, recipe)
-
-
-def _rows(cfg: RowQLinearConfig) -> Axis:
-    """The axis over which rows of dy are sharded."""
-    return cfg.axis if cfg.sequence_parallel else _ALONE
-
-
-_ALONE = Axis("alone", 1, 0)
-
-
-def _of_all(
-    dy: Tensor, recipe: Recipe, key: Tensor | None, rows: bool, columns: bool, axis: Axis
-) -> tuple[QTensor | None, QTensor | None]:
-    """dy of all ranks by rows, for dx, and by columns, for dw."""
-    format = recipe.dy
-    if axis.size == 1:
-        return low_operands.of_gradient(dy, recipe, key, rows, columns)
-    if format.turns and not recipe.hadamard and not recipe.stochastic:
-        row = gathered(low_operands.quantized(dy, format, over(axis)), axis)
-        return row, turned(row) if columns else None
-    if not whole_tiles(dy, format, axis):
-        return low_operands.of_gradient(gathered(dy, axis), recipe, key, rows, columns)
-    keys: Any = random.split(random.fold_in(key, axis.rank), 2) if recipe.stochastic and key is not None else (None, None)
-    by_rows = send(low_operands.quantized(dy, format, over(axis), key=keys[0]), axis) if rows else None
-    by_columns = send_columns(dy, recipe, format, axis, keys[1]) if columns else None
-    return (
-        None if by_rows is None else arrived(by_rows, axis),
-        None if by_columns is None else columns_of(by_columns, recipe, format, axis),
-    )
+    return _layer.wgrad(pending, cfg, into)
 
 
 row_qlinear = make_op(
@@ -251,24 +171,12 @@ row_qlinear = make_op(
     fwd=row_qlinear_fwd,
     dgrad=row_qlinear_dgrad,
     wgrad=row_qlinear_wgrad,
-    products=row_qlinear_products,
-    layer=coded.LowLayer(),
+    products=_layer.products,
+    layer=_layer,
 )
 row_qlinear_bwd = both_halves(row_qlinear, row_qlinear_dgrad, row_qlinear_wgrad)
-
-
-def _low(cfg: RowLinearConfig, recipe: Recipe) -> tuple[Op, Op, RowQLinearConfig]:
-    return row_linear, row_qlinear, RowQLinearConfig(**fields_of(cfg), recipe=recipe)
-
-
-LOW_FORMS[RowLinearConfig] = _low
+low_form(row_linear, row_qlinear)
 
 
 if not TYPE_CHECKING:  # a checker would take every name for one of the module's
-    __getattr__ = old_names(
-        __name__,
-        row_qlinear_of_input="row_qlinear",
-        row_qlinear_of_input_fwd="row_qlinear_fwd",
-        row_qlinear_of_input_dgrad="row_qlinear_dgrad",
-        row_qlinear_of_input_bwd="row_qlinear_bwd",
-    )
+    __getattr__ = old_of_input(__name__, "row_qlinear")
