@@ -1,7 +1,10 @@
-"""Peak live bytes over forward + backward of four Llama blocks, against autograd. CPU, exact: every storage is counted."""
+"""Peak live bytes over forward + backward of four Llama blocks, against autograd, and of a decoder with its loss. CPU, exact: every
+storage is counted."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +16,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from benchmarks.measure import Row
 from benchmarks.plain import PlainBlock
+from benchmarks.residuals import sixteenth
 from funcops import RepeatConfig, WithExtras, chain, donate, random, repeat
 from funcops.contract.needs import Needs
 from funcops.errors import short
+from funcops.models import decoder
 from funcops.models.blocks import block_config
 
 DIM, HEADS, HIDDEN, LENGTH, LAYERS = 256, 4, 704, 512, 4
@@ -51,7 +56,23 @@ def peak_of(fn: Callable[[], Any]) -> int:
 
 
 def run() -> list[Row]:
-    return [row for case in CASES for row in _measure(*case)]
+    return [*(row for case in CASES for row in _measure(*case)), *_decoder()]
+
+
+def _decoder() -> list[Row]:
+    """The peak of a decoder whose logits are never whole, and of the one that keeps them."""
+    cfg, params, x = sixteenth(layers=2, rows=32)
+    model = decoder(cfg, loss=True)
+
+    def step(one: Any) -> Any:
+        y, residuals = chain.fwd(params, x, one, needs=Needs(x=False))
+        return chain.bwd(donate(residuals), torch.ones_like(y), one)
+
+    cases = {"funcops": model, "funcops, logits kept": dataclasses.replace(model, joined=())}
+    case = "two layers of a sixteenth of Llama 3.2 1B, 8192 tokens"
+    return [
+        Row("memory", case, name, "peak live", peak_of(functools.partial(step, one)) / 2**20, "MiB") for name, one in cases.items()
+    ]
 
 
 def _measure(batch: int, dtype: torch.dtype) -> list[Row]:

@@ -4,6 +4,7 @@ mixture of experts keeps per token, against the block of Hugging Face's transfor
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 from collections.abc import Iterator
 from typing import Any
@@ -14,9 +15,11 @@ from torch import Tensor, nn
 from benchmarks.measure import Row
 from benchmarks.plain import PlainBlock, PlainGPT2Block
 from benchmarks.plot import draw_kept
-from funcops import Compress, ExpertsConfig, Policy, WithExtras, chain, experts, random, report, with_policy
+from funcops import Compress, ExpertsConfig, Policy, RopeConfig, WithExtras, chain, experts, random, report, with_policy
+from funcops.contract.needs import Needs
 from funcops.contract.op import Op
 from funcops.lora import lora_init, lora_needs, with_lora
+from funcops.models import DecoderConfig, decoder, decoder_x, pack
 from funcops.models.blocks import block_config, gpt2_block_config
 
 DIM, HEADS, LENGTH = 512, 8, 512
@@ -39,7 +42,7 @@ def run(rivals: bool = True, plot: str | None = None) -> list[Row]:
     llama = _llama()
     gpt2 = gpt2_block_config(DIM, HEADS, 2048, 0.1), {"key": random.key(0)}, PlainGPT2Block(DIM, HEADS, 2048, 0.1)
     plain = [row for name, case in (("llama block", llama), ("gpt-2 block", gpt2)) for row in _measure(name, *case)]
-    found = plain + list(_low(*llama[:2]))
+    found = plain + list(_low(*llama[:2])) + list(_decoder()) + list(_documents())
     if rivals:
         found += [*_mixture(**MIXTURE), *_lora()]
     if plot:
@@ -117,6 +120,50 @@ def _lora() -> Iterator[Row]:
         kept["autograd, peft"] = saved_by_autograd(frozen, x.main)
     for provider, value in kept.items():
         yield Row("residuals", case, provider, "kept", value / (LENGTH * DIM), UNIT)
+
+
+def _decoder() -> Iterator[Row]:
+    """The bytes kept by a decoder with its loss, a sixteenth as wide as Llama 3.2 1B: without logits, and with them."""
+    case, (cfg, params, x) = "sixteenth of Llama 3.2 1B, 256 tokens", sixteenth()
+    model = decoder(cfg, loss=True)
+    for name, one in (("funcops", model), ("funcops, logits kept", dataclasses.replace(model, joined=()))):
+        for more, op in (("", chain), (", minimal", with_policy(chain, "minimal"))):
+            kept = report(op.fwd(params, x, one, needs=Needs(x=False))[1], params, x).kept_bytes
+            yield Row("residuals", case, name + more, "kept", kept / 1e6, "MB")
+
+
+def _documents() -> Iterator[Row]:
+    """The bytes kept by a token of 16 documents of 16 to 256 tokens: packed into a row, and padded to the longest."""
+    for name, (params, x, model, tokens) in documents().items():
+        kept = report(chain.fwd(params, x, model, needs=Needs(x=False))[1], params, x).kept_bytes
+        yield Row("residuals", "16 documents of 16 to 256 tokens", f"funcops, {name}", "kept", kept / tokens, "bytes per token")
+
+
+def documents() -> dict[str, tuple[Any, WithExtras, Any, int]]:
+    """Params, x and model for the same documents, packed and padded, and the number of their tokens."""
+    cfg, params, _ = sixteenth(layers=4)
+    lengths = [16, 256, *torch.randint(16, 257, (14,), generator=torch.Generator().manual_seed(0)).tolist()]
+    found = [torch.randint(cfg.vocab, (n,), generator=torch.Generator().manual_seed(n)) for n in lengths]
+    ids, labels, ends = pack(found)
+    packed = decoder_x(cfg, ids, torch.float32, labels=labels, cu_seqlens=ends)
+    rows = torch.nn.utils.rnn.pad_sequence(found, batch_first=True)
+    following = [torch.cat((one[1:], one.new_full((1,), -100))) for one in found]
+    shifted = torch.nn.utils.rnn.pad_sequence(following, batch_first=True, padding_value=-100)
+    padded = decoder_x(cfg, rows, torch.float32, labels=shifted)
+    tokens = sum(lengths)
+    return {
+        "packed": (params, packed, decoder(cfg, loss=True, packed=True), tokens),
+        "padded": (params, padded, decoder(cfg, loss=True), tokens),
+    }
+
+
+def sixteenth(layers: int = 16, rows: int = 1) -> tuple[DecoderConfig, Any, WithExtras]:
+    """A decoder with a sixteenth of the width, heads and vocabulary of Llama 3.2 1B, which has 16 layers; its params and x."""
+    sizes: dict[str, Any] = dict(vocab=8016, dim=128, layers=layers, heads=2, kv_heads=1, head_size=64, hidden=512, context=256)
+    cfg = DecoderConfig(**sizes, rope=RopeConfig(64, theta=500000.0), tied=True)
+    ids = torch.randint(cfg.vocab, (rows, 257), generator=torch.Generator().manual_seed(0))
+    params = chain.init(decoder(cfg, loss=True), key=random.key(0), dtype=torch.float32)
+    return cfg, params, decoder_x(cfg, ids[:, :-1].contiguous(), torch.float32, labels=ids[:, 1:].contiguous())
 
 
 def _measure(name: str, cfg: Any, extras: dict[str, Tensor], module: nn.Module) -> list[Row]:

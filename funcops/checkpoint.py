@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from funcops.errors import CheckpointError as CheckpointError
-from funcops.errors import describe, fail, require_type, short
+from funcops.errors import describe, fail, few, require_type, short
 from funcops.trees import leaves, paths, tree_map_with_path
 
 __all__ = ["CheckpointError", "load", "read_metadata", "save"]
@@ -138,8 +138,8 @@ def _check_text(where: str, text: str) -> None:
 def load(path: str | os.PathLike[str], like: T) -> T:
     """Load the tree in a file, with the structure, dtypes and devices of `like` (for meta or fake tensors: on CPU).
 
-    Raises `CheckpointError`, before any tensor is read, listing every leaf that is missing, extra, or has another shape or
-    dtype; `FileNotFoundError` if the file does not exist.
+    Raises `CheckpointError`, before any tensor is read, listing the leaves that are missing, extra, or have another shape or
+    dtype, of each kind the first ten and how many more; `FileNotFoundError` if the file does not exist.
     """
     wanted = _named("load", "like", like)
     with _opened("load", path) as file:
@@ -165,7 +165,7 @@ def _compare(where: str, path: Any, file: Any, wanted: Mapping[str, Any]) -> Non
             got = short(CODES[code]) if code in CODES else code
             wrong["mis-typed"].append(f"{name} {short(t.dtype)}, got {got}")
     wrong["extra"] = sorted(name for name in there if wanted.get(name) is None)
-    said = "".join(f"\n  {kind}: {'; '.join(names)}" for kind, names in wrong.items() if names)
+    said = "".join(f"\n  {kind}: {few(names, 10, '; ')}" for kind, names in wrong.items() if names)
     if said:
         raise CheckpointError(f"{where}: {os.fspath(path)} must hold the tree of like, got{said}")
 

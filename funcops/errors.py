@@ -262,11 +262,11 @@ def differing(given: Iterable[str], wanted: Iterable[str]) -> str:
     return ", ".join(said)
 
 
-def few(names: Iterable[str], most: int = 6) -> str:
+def few(names: Iterable[str], most: int = 6, mark: str = ", ") -> str:
     """The first of `names`, and how many more there are."""
     found = list(names)
     shown = found if len(found) <= most + 1 else found[:most]  # one more name is as short as a number
-    return ", ".join(shown) + (f" and {len(found) - len(shown)} more" if len(shown) < len(found) else "")
+    return mark.join(shown) + (f" and {len(found) - len(shown)} more" if len(shown) < len(found) else "")
 
 
 SHORT = 160  # characters that two texts may have together to be read at a glance

@@ -29,7 +29,8 @@ def staged(cfg: DecoderConfig, stages: int, recipe: Recipe | None = None, policy
         last = i == stages - 1
         inner = [*inner, norm, head, loss] if last else inner
         extras = ("rotation", "labels") if last else ("rotation",)
-        steps.append(Step(f"stage{i}", chain, ChainConfig(steps=tuple(inner), extras=extras)))
+        stage = ChainConfig(steps=tuple(inner), extras=extras, joined=whole.joined if last else ())
+        steps.append(Step(f"stage{i}", chain, stage))
     tied = {f"stage{stages - 1}.{path}": f"stage0.{source}" for path, source in whole.ties}
     made = ChainConfig(steps=tuple(steps), extras=("rotation", "labels"), ties=tied)
     return made if recipe is None else with_recipe(made, recipe, only=("*.blocks.*",), skip=left_out(recipe, cfg))

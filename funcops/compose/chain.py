@@ -32,6 +32,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from funcops.compose.joints import joined_steps
 from funcops.compose.step import Step, abstract_parts, init_parts, live_inputs, note, split_x
 from funcops.contract.configs import Composite, Replace, Width
 from funcops.contract.needs import Needs
@@ -62,6 +63,7 @@ class ChainConfig(Composite):
     recompute: bool | tuple[str, ...] = True
     fuse: bool = True
     outputs: tuple[str, ...] = ()
+    joined: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         require_type("ChainConfig", "steps", self.steps, tuple)
@@ -77,6 +79,9 @@ class ChainConfig(Composite):
         _check_routing(self.steps, self.extras, self.outputs)
         keys = tuple(sorted({k for step in self.steps for k in step.keys if k in self.extras}))
         known = paths(abstract_parts(self.steps))
+        right = isinstance(self.joined, tuple) and all(name in names for name in self.joined)
+        require(right, "ChainConfig", "joined", f"a tuple of names of steps ({', '.join(names)})", repr(self.joined))
+        note(self, runs=joined_steps(self.steps, self.joined))
         note(self, keys=keys, names=dict.fromkeys(names), recomputed=_recomputed(self.steps, self.recompute), programs={})
         note(self, ties=resolved_ties("ChainConfig", self.ties, known), known=tuple(p for p, t in known.items() if t is not None))
         self.follow("ChainConfig", "", None)
@@ -89,6 +94,10 @@ class ChainConfig(Composite):
     def first_parts(self) -> tuple[Any, ...]:
         """The config of the first step, whose x is this config's x."""
         return (self.steps[0].cfg,)
+
+    def as_run(self) -> ChainConfig:
+        """The config of the steps as they run."""
+        return dataclasses.replace(self, steps=self.runs, joined=()) if self.joined else self
 
     def follow(self, where: str, path: str, width: Width | None) -> Width | None:
         """See `OpConfig.follow`."""
@@ -117,6 +126,7 @@ class ChainConfig(Composite):
 
     known: ClassVar[tuple[str, ...]]  # the paths of params that exist
     recomputed: ClassVar[frozenset[str]]  # the steps whose outputs are recomputed
+    runs: ClassVar[tuple[Step, ...]]  # the steps as they run, by the names of `steps`
     programs: ClassVar[dict[Any, Any]]
 
 
@@ -154,13 +164,13 @@ def _check_routing(steps: tuple[Step, ...], extras: tuple[str, ...], outputs: tu
 ChainResiduals, ChainPending = nested("Chain", "a chain, by step name", __name__)
 
 
-def needs_of_steps(cfg: ChainConfig, needs: Needs) -> tuple[Needs, ...]:
-    """The needs of each step, found by following which values need a gradient."""
+def needs_of_steps(cfg: ChainConfig, needs: Needs, steps: tuple[Step, ...] | None = None) -> tuple[Needs, ...]:
+    """The needs of each step, found by following which values need a gradient. `steps`: those that run, by default the config's."""
     live = live_inputs(needs.x, cfg.extras)
     params, found = needs.params, []
     if cfg.ties and isinstance(params, tuple):
         params = _with_tied("chain_fwd", needs, params, cfg)
-    for step in cfg.steps:
+    for step in steps or cfg.steps:
         wanted = step.needs(live, params)
         found.append(wanted)
         for name in ("", *step.given):
@@ -223,7 +233,7 @@ def _lower(
     """Each step reads the output of the step before it; the backward is in reverse order."""
     scope = rows.scope(place, "chain", cfg, needs, (ChainResiduals, ChainPending))
     extras, back = rows.aliases(given)
-    for step, wanted, before in zip(cfg.steps, needs_of_steps(cfg, needs), (None, *cfg.steps), strict=False):
+    for step, wanted, before in zip(cfg.runs, needs_of_steps(cfg, needs, cfg.runs), (None, *cfg.runs), strict=False):
         if before is not None:
             source = scope.parts[before.name] if before.name in cfg.recomputed else None
             recomputed_by = source if isinstance(source, Call) and source.can_recompute else None

@@ -227,6 +227,12 @@ class Composite(OpConfig):
     """Whether y has the shape of x, and is sharded as x is."""
     recompute: Any = None
     """The parts whose outputs are recomputed in the backward, as in `ChainConfig`; None if the config has no such choice."""
+    joined: tuple[str, ...] = ()
+    """The parts that run as one with the parts before them, as in `ChainConfig`."""
+
+    def as_run(self) -> Self:
+        """The config of the parts as they run."""
+        return self
 
     def with_parts(self, replace: Replace, **changes: Any) -> Self:
         """The config with `replace(name, op, cfg)` for each part's op and config, and `changes` of other fields. A part whose name

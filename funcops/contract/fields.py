@@ -103,14 +103,19 @@ class Inputs(NamedTuple):
     @staticmethod
     def of(x: tuple[Any, ...]) -> Inputs:
         if type(x) is tuple and len(x) < len(_PLAIN):
-            return _PLAIN[len(x)]
+            return _PLAIN[len(x)] if len(x) != 2 or type(x[0]) is not tuple else NESTED
         return Inputs(getattr(type(x), "_make", tuple), len(x))
 
     def nothing(self) -> Any:
         return self.make((None,) * self.parts)
 
 
+def _nested(parts: tuple[Any, ...]) -> tuple[Any, Any]:
+    return tuple(parts[:-1]), parts[-1]
+
+
 _PLAIN = tuple(Inputs(tuple, n) for n in range(5))
+NESTED = Inputs(_nested, 4)  # ((a, b, c), d), which a chain gives to a step that takes d behind a step whose y is (a, b, c)
 NO_GRADIENT: Any = None  # a gradient that is not needed; Any, so that results are typed as if it were
 
 

@@ -16,6 +16,7 @@ from typing_extensions import dataclass_transform
 
 from funcops.backend.source import compile_source
 from funcops.contract.fields import DGRAD as DGRAD
+from funcops.contract.fields import NESTED as NESTED
 from funcops.contract.fields import NO_GRADIENT as NO_GRADIENT
 from funcops.contract.fields import RECOMPUTE as RECOMPUTE
 from funcops.contract.fields import WGRAD as WGRAD

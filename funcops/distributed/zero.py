@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
 import torch
 
 from funcops.compose.chain import ChainConfig
+from funcops.compose.joints import Made, joint_by_ops, register_joint
 from funcops.contract.op import Op
 from funcops.contract.walk import Inside, Part, rewrite, walk
 from funcops.distributed.buckets import BUCKET_BYTES
 from funcops.distributed.mesh import Axis
 from funcops.distributed.ops.sharded import ShardedConfig, sharded
+from funcops.distributed.ops.vocab_cross_entropy import vocab_cross_entropy
 from funcops.errors import in_step, require_type
+from funcops.ops.cross_entropy import cross_entropy
+from funcops.ops.softcap import softcap
 from funcops.program.values import has_params
 
 
@@ -55,3 +61,14 @@ def zero3(
         return None if not part.path or repeats else shard(part)
 
     return rewrite(cfg, step)[1]  # type: ignore[no-any-return]
+
+
+def _joined(head: ShardedConfig, *others: Any, ops: tuple[Op, ...]) -> Made:
+    """The loss of a head whose params are sharded, without its logits."""
+    made = joint_by_ops((head.op, *ops), (head.cfg, *others))
+    return made if isinstance(made, str) else (sharded, dataclasses.replace(head, op=made[0], cfg=made[1]))
+
+
+for _loss in (cross_entropy, vocab_cross_entropy):
+    for _ops in ((_loss,), (softcap, _loss)):
+        register_joint((sharded, *_ops), functools.partial(_joined, ops=_ops))

@@ -230,7 +230,9 @@ def _laid_open(part: Part) -> tuple[Op, Any] | Inside:
     if part.cfg.linear_parts:
         op, inner = by_steps(WHERE, op, part.cfg)
         return op, dataclasses.replace(inner, cfg=dataclasses.replace(inner.cfg, recompute=False, fuse=False))
-    return Inside(after=lambda _, cfg: (op, cfg))
+    return Inside(
+        changes=(lambda _: {"joined": ()}) if part.composite and part.cfg.joined else None, after=lambda _, cfg: (op, cfg)
+    )
 
 
 def _bare(op: Op) -> Op:

@@ -260,6 +260,7 @@ class Followed(NamedTuple):
 def _follow(op: Op, cfg: Any, x: Any, dtype: torch.dtype | None) -> Followed:
     """Trace a forward and backward on shapes alone."""
     rerun = frozenset(path for path, dropped in _held(op, cfg).items() if dropped is None)
+    op, cfg = rewrite(cfg, lambda part: Inside(after=lambda op, made: (op, made.as_run())) if part.composite else None, op=op)
     op, cfg = _noting(op, cfg, True)
     with FakeTensorMode(allow_non_fake_inputs=True):
         given = tree_map_tensors(fake, x)

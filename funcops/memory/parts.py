@@ -47,8 +47,12 @@ def leaves_of(op: Op, cfg: Any) -> Iterator[LeafPart]:
     for part, around in nested(cfg, op=op, stop=lambda part: not has_parts(part.op, part.cfg)):
         in_program = bool(around) and around[-1].op.lower is not None
         if not has_parts(part.op, part.cfg):
-            own = calls[part.path] if in_program else ()
-            yield LeafPart(part.path, part.op, part.cfg, all(one.op.lower is not None for one in around), *own)
+            whole = all(one.op.lower is not None for one in around)
+            if in_program:
+                program, call = calls[part.path]
+                yield LeafPart(part.path, call.op, call.cfg, whole, program, call)
+            else:
+                yield LeafPart(part.path, part.op, part.cfg, whole)
         elif part.op.lower is not None and not in_program:
             program = lower(part.op, part.cfg, Needs.ALL)
             calls |= {join_path(part.path, call.path): (program, call) for call in program.calls if call.place is not None}

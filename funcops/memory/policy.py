@@ -14,6 +14,7 @@ import torch
 
 from funcops.backend import tracing
 from funcops.compose.chain import ChainConfig, chain
+from funcops.compose.joints import joint_of
 from funcops.contract.configs import OpConfig, require_config
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, wrap
@@ -21,7 +22,6 @@ from funcops.contract.schema import Field, Saved
 from funcops.contract.trace_safe_cache import reading, remember
 from funcops.contract.walk import Inside, Part, nested, rewrite
 from funcops.errors import describe, fail, join_path, require, require_type
-from funcops.memory.joined_steps import Joint, join_steps, joint_of
 from funcops.memory.packing import packed
 from funcops.memory.parts import has_parts, keeps_inside, kept_fields, two_forms, what_is_kept
 from funcops.memory.remat import remat
@@ -249,23 +249,21 @@ class _Rules:
         inside, changes, joints = dataclasses.replace(self, policy=policy, around=path, joined=()), dict[str, Any](), list[str]()
         if cfg.recompute is not None:
             changes["recompute"], absent, joints = _outputs(cfg, path, policy)
-            pair = tuple(join_path(path, name) for name in _pair(cfg, joints[0])) if joints else ()
+            changes["joined"] = joined = (*cfg.joined, *(name for name in joints if name not in cfg.joined))
+            pair = tuple(join_path(path, name) for name in _joined(cfg, joined))
             inside = dataclasses.replace(inside, left_out=self.left_out | absent, joined=pair)
 
         def finish(op: Op, cfg: Any) -> tuple[Op, Any]:
-            require(
-                len(joints) <= 1, "with_policy", "rules", "such that at most one loss of a chain recomputes its logits", f"{joints}"
-            )
-            if joints:
-                op, cfg = join_steps(cfg, joints[0])
-            return (remat(op) if rerun else op), cfg
+            return (remat(op) if rerun else op), cfg.as_run()
 
         return Inside(inside, lambda _: changes, finish)
 
 
-def _pair(cfg: ChainConfig, second: str) -> tuple[str, str]:
+def _joined(cfg: ChainConfig, losses: tuple[str, ...]) -> list[str]:
+    """The names of the steps that run as one with others."""
     names = list(cfg.names)
-    return names[names.index(second) - 1], second
+    found = [(names.index(loss) + 1, joint_of(cfg.steps, loss)) for loss in losses]
+    return [name for end, joint in found if not isinstance(joint, str) for name in names[end - joint[0] : end]]
 
 
 def _leaf(op: Op, cfg: Any, path: str, policy: Policy, rerun: bool, left_out: frozenset[str]) -> Op:
@@ -295,8 +293,8 @@ def _outputs(cfg: ChainConfig, path: str, policy: Policy) -> tuple[tuple[str, ..
         actions = [policy.action(field) for field in fields]
         asked = any(isinstance(action, Recompute) for action in actions)
         if asked and not recomputed:
-            joint = joint_of(before, step)
-            if isinstance(joint, Joint):
+            joint = joint_of(cfg.steps, step.name)
+            if not isinstance(joint, str):
                 joints.append(step.name)
                 absent += fields
             elif not policy.optional:

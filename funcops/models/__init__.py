@@ -1,6 +1,6 @@
 """Language models: `DecoderConfig` describes one, `decoder` makes its chain, `decode` and `generate` continue a text, and `from_hf`
-and `to_hf` read and write Hugging Face's checkpoints; `peft_names` gives PEFT's names of a decoder's linears. `moe` makes the chain
-of a mixture of experts alone, `plain_experts` the chain of its experts as separate steps."""
+and `to_hf` read and write Hugging Face's checkpoints; `peft_names` gives PEFT's names of a decoder's linears; `pack` puts documents
+into one row. `moe` makes the chain of a mixture of experts alone, `plain_experts` the chain of its experts as separate steps."""
 
 import sys as _sys
 
@@ -9,14 +9,15 @@ from funcops.contract.moved import Face as _Face
 from funcops.models.cache import Cache, KVCache, cache_init
 from funcops.models.decode import decode, generate
 from funcops.models.decoder import DecoderConfig, LatentConfig, decoder, decoder_x, layer_paths
+from funcops.models.documents import PackedDocuments, pack
 from funcops.models.hf import from_hf, open_hf, to_hf
 from funcops.models.mixture import MoEConfig, moe
 from funcops.models.peft import peft_names
 from funcops.models.sampling import SamplingConfig, sample
 from funcops.models.sharding_rules import roles
 
-__all__ = ["Cache", "DecoderConfig", "KVCache", "LatentConfig", "MoEConfig", "SamplingConfig"]
+__all__ = ["Cache", "DecoderConfig", "KVCache", "LatentConfig", "MoEConfig", "PackedDocuments", "SamplingConfig"]
 __all__ += ["cache_init", "decode", "decoder", "decoder_x", "from_hf", "generate", "layer_paths"]
-__all__ += ["moe", "open_hf", "peft_names", "plain_experts", "roles", "sample", "to_hf"]
+__all__ += ["moe", "open_hf", "pack", "peft_names", "plain_experts", "roles", "sample", "to_hf"]
 
 _sys.modules[__name__].__class__ = _Face  # `roles` stays the function, whoever imports that old path

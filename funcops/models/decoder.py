@@ -21,7 +21,8 @@ from funcops.compose.repeat import RepeatConfig, repeat
 from funcops.compose.skip import SkipConfig, skip
 from funcops.compose.step import Step
 from funcops.contract.configs import config
-from funcops.errors import check, fail, require, require_count, require_dtype, require_number, require_type
+from funcops.errors import check, fail, require, require_count, require_dtype, require_flag, require_number, require_type
+from funcops.models.documents import positions_of
 from funcops.models.mixture import MoEConfig, moe
 from funcops.ops.activation import KINDS as ACTIVATIONS
 from funcops.ops.activation import ActivationConfig, activation
@@ -228,9 +229,12 @@ def _names(name: str, count: int) -> list[str]:
     return [name] if count == 1 else [f"{name}{i}" for i in range(count)]
 
 
-def decoder(cfg: DecoderConfig, *, loss: bool = False) -> ChainConfig:
+def decoder(cfg: DecoderConfig, *, loss: bool = False, reduction: str = "mean", packed: bool = False) -> ChainConfig:
     """Make the chain of a config: ids to logits, or with `loss` ids and labels [B, T] to the mean cross entropy, whose step "loss"
-    has no params: `{**params, "loss": None}`. Raises `TypeError` if `cfg` is not a DecoderConfig.
+    has no params: `{**params, "loss": None}`. Its `reduction` may be "sum", or "none" for one number a token. If `vocab` is above
+    4 `dim`, head and loss run as one (`joined`), and no logits are kept; fewer logits cost less than a second product. A head with
+    an adapter, a recipe or a bias runs by itself. `packed`: ids [1, T] are documents one after another, which do not see each
+    other, and x has their `cu_seqlens` (see `pack`). Raises `TypeError` if `cfg` is not a DecoderConfig.
 
     >>> from funcops import RopeConfig
     >>> from funcops.models import DecoderConfig, decoder
@@ -240,20 +244,22 @@ def decoder(cfg: DecoderConfig, *, loss: bool = False) -> ChainConfig:
     (['embed', 'blocks', 'norm', 'head'], 'loss')
     """
     require_type("decoder", "cfg", cfg, DecoderConfig)
-    require_type("decoder", "loss", loss, bool)
+    require_flag("decoder", loss=loss, packed=packed)
     steps = [Step("embed", embedding, EmbeddingConfig(cfg.vocab, cfg.dim))]
     if cfg.embed_scale != 1.0:
         steps.append(Step("scale", scale, ScaleConfig(cfg.embed_scale)))
     if cfg.places:
         steps.append(Step("places", position_embedding, PositionEmbeddingConfig(cfg.context, cfg.dim), takes=("positions",)))
-    blocks, outputs = _blocks(cfg)
+    blocks, outputs = _blocks(cfg, packed)
     steps += [*blocks, _norm("norm", cfg), Step("head", linear, LinearConfig(cfg.dim, cfg.vocab, bias=False))]
     if cfg.logit_softcap is not None:
         steps.append(Step("cap", softcap, SoftcapConfig(cfg.logit_softcap)))
     if loss:
-        steps.append(Step("loss", cross_entropy, CrossEntropyConfig(), takes=("labels",)))
+        steps.append(Step("loss", cross_entropy, CrossEntropyConfig(reduction=reduction), takes=("labels",)))
     ties = {"head.weight": "embed.weight"} if cfg.tied else {}
-    return ChainConfig(steps=tuple(steps), extras=(*_extras(cfg), *(("labels",) if loss else ())), ties=ties, outputs=outputs)
+    extras = (*_extras(cfg), *(("cu_seqlens",) if packed else ()), *(("labels",) if loss else ()))
+    joined = ("loss",) if loss and cfg.vocab > 4 * cfg.dim else ()
+    return ChainConfig(steps=tuple(steps), extras=extras, ties=ties, outputs=outputs, joined=joined)
 
 
 def without_loss(params: Any) -> Any:
@@ -278,11 +284,13 @@ def decoder_x(
     labels: Tensor | None = None,
     key: Tensor | None = None,
     length: int | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> WithExtras:
     """Make x of `decoder(cfg)`: ids [B, T], int64, with the rotary tables of q and k at `positions` ([T] or [B, T], default 0 to T
     - 1) for params of `dtype`, the `labels`, which are already shifted to the next tokens (-100: no label), and the `key` for the
     dropout of adapters (`with_lora`). `length`: the longest sequence that will occur, for a rope that depends on it (dynamic,
-    longrope) and whose config lacks it; by default T, or as far as `positions` reach. Raises `ValueError` or `TypeError` for a
+    longrope) and whose config lacks it; by default T, or as far as `positions` reach. `cu_seqlens`: the starts of packed documents
+    and T, [N + 1], int32, from which positions count. Raises `ValueError` or `TypeError` for a
     wrong shape or dtype, and if such a rope gets positions on a device, which are not read.
 
     >>> import torch
@@ -299,6 +307,10 @@ def decoder_x(
     if ids.dim() != 2:
         fail("decoder_x", "ids", "[B, T]", list(ids.shape))
     require_dtype("decoder_x", dtype)
+    if cu_seqlens is not None:
+        check("decoder_x", "cu_seqlens", cu_seqlens, (...,), torch.int32, ids)
+        require(ids.shape[0] == 1, "decoder_x", "ids", "[1, T] with cu_seqlens: one row of documents (see pack)", list(ids.shape))
+        positions = positions_of(cu_seqlens, ids.shape[1]) if positions is None else positions
     at = torch.arange(ids.shape[1], device=ids.device) if positions is None else positions
     check("decoder_x", "positions", at, ids.shape if getattr(at, "ndim", 1) > 1 else ids.shape[1:], torch.int64, ids)
     if labels is not None:
@@ -316,7 +328,8 @@ def decoder_x(
                 turns = turns.at_length(length or _longest(ids, positions))
             made[name] = rope_table(at, turns, dtype=wide)
     extras = {name: made[name] for name in _extras(cfg)}
-    return WithExtras(ids, extras | {name: t for name, t in (("labels", labels), ("key", key)) if t is not None})
+    given = (("cu_seqlens", cu_seqlens), ("labels", labels), ("key", key))
+    return WithExtras(ids, extras | {name: t for name, t in given if t is not None})
 
 
 def _longest(ids: Tensor, positions: Tensor | None) -> int:
@@ -330,7 +343,7 @@ def _longest(ids: Tensor, positions: Tensor | None) -> int:
     return int(positions.max()) + 1 if positions.numel() else 1
 
 
-def _blocks(cfg: DecoderConfig) -> tuple[list[Step], tuple[str, ...]]:
+def _blocks(cfg: DecoderConfig, packed: bool) -> tuple[list[Step], tuple[str, ...]]:
     """Make the layers, a `repeat` for each group, and the names of their routers' outputs."""
     rows, steps = groups(cfg), []
     routers = iter(_names("", sum(kind.sparse for row in rows for kind in row.kinds)))
@@ -339,7 +352,7 @@ def _blocks(cfg: DecoderConfig) -> tuple[list[Step], tuple[str, ...]]:
         for j, kind in enumerate(row.kinds):
             of = next(routers) if kind.sparse else None
             given = () if of is None else (f"load{of}", f"loss{of}")
-            parts.append(Step(f"layer{j}", chain, block(cfg, kind), gives=given))
+            parts.append(Step(f"layer{j}", chain, block(cfg, kind, packed), gives=given))
         gives, body = tuple(n for part in parts for n in part.gives), parts[0].cfg
         if len(parts) > 1:
             extras = tuple(dict.fromkeys(n for part in parts for n in part.cfg.extras))
@@ -348,9 +361,12 @@ def _blocks(cfg: DecoderConfig) -> tuple[list[Step], tuple[str, ...]]:
     return steps, tuple(n for step in steps for n in step.gives)
 
 
-def block(cfg: DecoderConfig, kind: Kind) -> ChainConfig:
+def block(cfg: DecoderConfig, kind: Kind, packed: bool = False) -> ChainConfig:
     """One layer: attention and MLP, each added to its x."""
-    attn, mlp = _attention(cfg, kind), moe(cfg.moe) if kind.sparse and cfg.moe is not None else _mlp(cfg, cfg.hidden, cfg.mlp_bias)
+    attn, mlp = (
+        _attention(cfg, kind, packed),
+        moe(cfg.moe) if kind.sparse and cfg.moe is not None else _mlp(cfg, cfg.hidden, cfg.mlp_bias),
+    )
     steps = (Step("attn", skip, SkipConfig(chain, _normed(cfg, attn))), Step("mlp", skip, SkipConfig(chain, _normed(cfg, mlp))))
     return ChainConfig(steps=steps, extras=steps[0].cfg.extras, outputs=steps[1].cfg.outputs)
 
@@ -366,18 +382,19 @@ def _norm(name: str, cfg: DecoderConfig, size: int | None = None) -> Step:
     return Step(name, op, of(size or cfg.dim, eps=cfg.eps, zero_centered_gamma=cfg.zero_centered))
 
 
-def _attention(cfg: DecoderConfig, kind: Kind) -> ChainConfig:
+def _attention(cfg: DecoderConfig, kind: Kind, packed: bool) -> ChainConfig:
     turns = cfg.local_rope if kind.local else cfg.rope
     turned = () if turns is None else ("local_rotation",) if kind.local else ("rotation",)
     qkv = _qkv(cfg, turns, turned) if cfg.latent is None else _latent_qkv(cfg, cfg.latent, turns, turned)
     width = cfg.head_size if cfg.latent is None else cfg.latent.value_size
-    options: dict[str, Any] = dict(causal=True, scale=cfg.scale, window=kind.window, softcap=cfg.softcap)
-    mix = Step("mix", attention, AttentionConfig(**options))
+    options: dict[str, Any] = dict(causal=True, scale=cfg.scale, window=kind.window, softcap=cfg.softcap, packed=packed)
+    ends = ("cu_seqlens",) if packed else ()
+    mix = Step("mix", attention, AttentionConfig(**options), takes=ends)
     if cfg.sinks:
-        mix = Step("mix", sink_attention, SinkAttentionConfig(cfg.heads, **options))
+        mix = Step("mix", sink_attention, SinkAttentionConfig(cfg.heads, **options), takes=ends)
     merge = Step("merge", reshape, ReshapeConfig((cfg.heads, width), (cfg.heads * width,)))
     out = Step("out", linear, LinearConfig(cfg.heads * width, cfg.dim, bias=cfg.out_bias))
-    return ChainConfig(steps=(*qkv, mix, merge, out), extras=turned)
+    return ChainConfig(steps=(*qkv, mix, merge, out), extras=(*turned, *ends))
 
 
 def _heads(heads: int, size: int) -> Step:

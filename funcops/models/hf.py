@@ -29,6 +29,7 @@ from funcops.errors import (
     CheckpointError,
     describe,
     fail,
+    few,
     require_count,
     require_device,
     require_dtype,
@@ -218,7 +219,10 @@ def open_hf(folder: str | os.PathLike[str], *, length: int | None = None) -> HFW
 
 def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise FileNotFoundError(f"open_hf: folder must have the file {path.name}, got {os.fspath(path.parent)!r}")
+        name, hint = os.fspath(path.parent), ""
+        if not path.parent.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+            hint = f" (for a model of the hub download it first: huggingface_hub.snapshot_download({name!r}) returns its folder)"
+        raise FileNotFoundError(f"open_hf: folder must have the file {path.name}, got {name!r}{hint}")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -266,7 +270,7 @@ def _check(weights: HFWeights, family: Family) -> None:
             _check_tied(weights)
         elif not any(re.fullmatch(pattern, weights._prefix + name) for pattern in skipped):
             wrong["extra"].append(f"{name} {list(files[name].get_slice(name).get_shape())}")
-    said = "".join(f"\n  {kind}: {'; '.join(names)}" for kind, names in wrong.items() if names)
+    said = "".join(f"\n  {kind}: {few(names, 10, '; ')}" for kind, names in wrong.items() if names)
     if said:
         raise CheckpointError(f"open_hf: {weights.folder} must hold the model of its config.json, got{said}")
 
@@ -301,7 +305,7 @@ def from_hf(
 
     All files are checked before a tensor is read. Raises `FileNotFoundError` for a missing file; `ValueError` or `TypeError` for an
     unknown family, or a field of config.json that is unknown or has an unsupported value; `CheckpointError` for a file that is cut
-    short or is not a safetensors file, and one that lists all tensors that are missing, extra, of another shape, or of a dtype that
+    short or is not a safetensors file, and one that lists the tensors that are missing, extra, of another shape, or of a dtype that
     ops do not compute in.
 
     >>> import tempfile, torch

@@ -12,7 +12,8 @@ Options change scores s = scale q k^T, in this order:
     bias        s + bias                            dbias = ds, summed over the dims that it broadcasts
 
 x is `(q, k, v)`, and one more part if the config says so: with `bias` a bias [B or 1, H or 1, T, S] of q's dtype, in which -inf
-masks; with `packed` cu_seqlens [N + 1], int32, ascending from 0 to T: B is 1, and each sequence sees only itself.
+masks; with `packed` cu_seqlens [N + 1], int32, ascending from 0 to T: B is 1, and each sequence sees only itself. A chain gives the
+part to a step that takes it: x, and so dx, is then `((q, k, v), more)`.
 q: [B, T, H, D]; k: [B, S, K, D]; v: [B, S, K, V] with K dividing H; y, dy: [B, T, H, V]; one float dtype; any strides.
 Kept: q, k, v, bias, cu_seqlens (aliases), y (the caller's own output) and logsumexp: 4 bytes a row and head. No attention matrix is
 kept: the backward recomputes p from logsumexp. Empty sequences give zeros, and so do rows that a bias masks entirely.
@@ -44,7 +45,7 @@ from torch import Tensor
 from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
 from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
-from funcops.contract.schema import DGRAD, Inputs, Residuals, saved
+from funcops.contract.schema import DGRAD, NESTED, Inputs, Residuals, saved
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels.attention import attend_bwd, attend_fwd
 from funcops.kernels.scored_attention import Score, read_here
@@ -104,7 +105,9 @@ def scale_of(head_size: int, scale: float | None) -> float:
 
 
 def check_parts(where: str, x: object, parts: tuple[str, ...]) -> Any:
-    """Check that x is a tuple of these parts, and return it."""
+    """Check that x is a tuple of these parts, and return it; of four, the first three may be a tuple."""
+    if isinstance(x, tuple) and len(x) == 2 and type(x[0]) is tuple:
+        x = (*x[0], x[1])
     if not isinstance(x, tuple) or len(x) != len(parts):
         fail(where, "x", f"a tuple ({', '.join(parts)})", describe(x), TypeError)
     return x
@@ -171,6 +174,11 @@ def of_config(more: Tensor | None, cfg: AttentionConfig) -> tuple[Tensor | None,
     return more if cfg.bias else None, more if cfg.packed else None
 
 
+def indices_of(residuals: Any) -> tuple[int, int, int, int]:
+    """The index in x of each part, or of the tuple that holds it."""
+    return (0, 0, 0, 1) if residuals.inputs is NESTED else (0, 1, 2, 3)
+
+
 def check_bias(where: str, bias: Any, q: Tensor, s: int) -> None:
     """Check a bias of `s` keys."""
     check(where, "x.3 (bias)", bias, (...,), q.dtype, q)
@@ -212,7 +220,8 @@ def input_gradients(where: str, residuals: Any, dy: Tensor, cfg: AttentionConfig
     """The requested gradients of the parts of x."""
     needs, q, y = residuals.needs, residuals.q, residuals.y
     check(where, "dy", dy, y.shape, y.dtype, y)
-    wants_bias, score = cfg.bias and needs.input(3), cfg.score(q.shape[3])
+    at = indices_of(residuals)
+    wants_bias, score = cfg.bias and needs.input(at[3]), cfg.score(q.shape[3])
     dq, dk, dv, dbias = attend_bwd(
         dy, q, residuals.k, residuals.v, *of_config(residuals.more, cfg), y, residuals.logsumexp, score, wants_bias
     )
@@ -220,7 +229,7 @@ def input_gradients(where: str, residuals: Any, dy: Tensor, cfg: AttentionConfig
     if cfg.bias or cfg.packed:
         grads += [dbias] * cfg.bias + [None] * cfg.packed
     if needs.x is not True:
-        grads = [g if needs.input(i) else None for i, g in enumerate(grads)]
+        grads = [g if needs.input(i) else None for i, g in zip(at, grads, strict=False)]
     return residuals.inputs.make(tuple(grads))
 
 

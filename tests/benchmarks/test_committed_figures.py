@@ -16,7 +16,10 @@ RECORDED = torch.__version__.startswith("2.13.")
 
 @pytest.mark.parametrize(
     ("name", "rows"),
-    [("cpu-residuals", lambda: residuals.run(rivals=False)), ("cpu-memory", lambda: memory._measure(1, torch.float32))],
+    [
+        ("cpu-residuals", lambda: residuals.run(rivals=False)),
+        ("cpu-memory", lambda: [*memory._measure(1, torch.float32), *memory._decoder()]),
+    ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_exact_benches_give_the_committed_figures(name, rows):

@@ -80,6 +80,14 @@ def test_every_fault_is_listed_at_once(tmp_path):
     )
 
 
+def test_many_faults_are_cut_with_their_count(tmp_path):
+    save({"a": torch.ones(2)}, tmp_path / "f")
+    for count, end in ((11, "p010 float32[1]"), (12, "p009 float32[1] and 2 more"), (300, "p009 float32[1] and 290 more")):
+        with pytest.raises(CheckpointError) as caught:
+            load(tmp_path / "f", {"a": torch.ones(2)} | {f"p{i:03}": torch.ones(1) for i in range(count)})
+        assert str(caught.value).endswith(f"; {end}"), caught.value
+
+
 def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "f"
     save({"a": torch.ones(2)}, path)

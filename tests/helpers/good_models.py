@@ -90,7 +90,8 @@ MODELS = {
     "models.MoEConfig": Row(sparse, {"dense": ((-1,), ("a",))}, {("dense", "[]"): "none"}),
     "models.moe": Row(lambda: {"cfg": models.MoEConfig(**sparse())}),
     "models.plain_experts": Row(lambda: {"cfg": sparse()["experts"]}),
-    "models.decoder": Row(lambda: {"cfg": LLAMA, "loss": True}),
+    "models.decoder": Row(lambda: {"cfg": LLAMA, "loss": True, "reduction": "sum", "packed": True}),
+    "models.pack": Row(lambda: {"documents": [torch.arange(3), torch.arange(1)], "length": 6, "count": 4}),
     "models.decoder_x": Row(
         lambda: {
             "cfg": LLAMA,
@@ -100,6 +101,7 @@ MODELS = {
             "labels": IDS,
             "key": random.key(0),
             "length": 4,
+            "cu_seqlens": None,
         },
         {"ids": (IDS[0],)},
         {("ids", "int64[2, 3]"): "one tensor may be anywhere"},

@@ -310,7 +310,7 @@ def test_products_that_cannot_be_joined_give_the_reason():
             with_policy(chain, LOGITS).init(cfg, key=random.key(0))
     params = decoder()
     with pytest.raises(ValueError, match="chain_fwd: params must be a dict by step name: embed, norm, head, loss"):
-        with_policy(chain, LOGITS).fwd({"embed": None}, None, params)
+        with_policy(chain, LOGITS).fwd({"embed": None}, WithExtras(torch.zeros(1), {"labels": torch.zeros(1)}), params)
 
 
 @pytest.mark.parametrize("name", [*POLICIES, *["recompute", "compress", "joint"]])

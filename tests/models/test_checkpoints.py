@@ -141,6 +141,8 @@ def test_shards_and_their_index(tmp_path):
 def test_folders_without_files_raise(tmp_path, folder):
     with pytest.raises(FileNotFoundError, match=r"folder must have the file config.json"):
         from_hf(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"got 'org/a-model' \(for a model of the hub .*snapshot_download"):
+        from_hf("org/a-model")
     (folder / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"folder must have model.safetensors or model.safetensors.index.json"):
         from_hf(folder)

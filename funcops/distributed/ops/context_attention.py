@@ -60,7 +60,7 @@ from funcops.distributed.zigzag import unzigzag
 from funcops.errors import check, fail, require
 from funcops.kernels import attention as kernels
 from funcops.kernels.scored_attention import Score, nothing_to_see
-from funcops.ops.attention import AttentionConfig, check_bias, check_cu_seqlens, check_parts, check_qkv, of_config
+from funcops.ops.attention import AttentionConfig, check_bias, check_cu_seqlens, check_parts, check_qkv, indices_of, of_config
 
 __all__ = ["ContextAttentionConfig", "ContextAttentionResiduals"]
 __all__ += ["context_attention", "context_attention_bwd", "context_attention_dgrad"]
@@ -157,9 +157,10 @@ def context_gradients(where: str, residuals: Any, dy: Tensor, cfg: ContextAttent
     needs, q, k, v, y, lse = residuals.needs, residuals.q, residuals.k, residuals.v, residuals.y, residuals.logsumexp
     check_tensor(where, "dy", dy, (...,))
     check(where, "dy", dy, q.shape, q.dtype, q)
-    sends = needs.input(1) or needs.input(2)
+    at = indices_of(residuals)
+    sends = needs.input(at[1]) or needs.input(at[2])
     if cfg.axis.size == 1 or (cfg.in_order and nothing_to_see(q, k)):
-        wants_bias, parts = cfg.bias and needs.input(3), of_config(residuals.more, cfg)
+        wants_bias, parts = cfg.bias and needs.input(at[3]), of_config(residuals.more, cfg)
         grads: Any = kernels.attend_bwd(dy, q, k, v, *parts, y, lse, cfg.score(q.shape[3]), wants_bias)
     elif cfg.in_order:
         grads = _backward_in_order(dy, residuals, cfg, sends)
@@ -167,7 +168,7 @@ def context_gradients(where: str, residuals: Any, dy: Tensor, cfg: ContextAttent
         backward = _Backward(dy, q, y, lse, cfg)
         grads = (_gathered_backward if cfg.comm == "gather" else _ring_backward)(backward, k, v, cfg, sends)
     grads = (*grads[:3], *((grads[3],) if cfg.bias else (None,) * cfg.packed))
-    return residuals.inputs.make(tuple([g if needs.input(i) else None for i, g in enumerate(grads)]))
+    return residuals.inputs.make(tuple([g if needs.input(i) else None for i, g in zip(at, grads, strict=False)]))
 
 
 class _Piece(NamedTuple):

@@ -32,6 +32,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from funcops.compose.joints import register_joint
 from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
 from funcops.contract.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
@@ -41,7 +42,10 @@ from funcops.distributed.checks import check_tensor, require_axis, require_share
 from funcops.distributed.init import init_part
 from funcops.distributed.mesh import Axis
 from funcops.distributed.ops._vocab import losses_of_rows, parts_of_rows
+from funcops.distributed.ops.column_linear import ColumnLinearConfig, column_linear
+from funcops.distributed.ops.vocab_cross_entropy import VocabCrossEntropyConfig, vocab_cross_entropy
 from funcops.distributed.specs import Spec
+from funcops.fused.linear_cross_entropy import for_linear_params, made_by
 from funcops.ops._loss import check_options, check_pair, reduce_losses
 from funcops.ops.linear_cross_entropy import (
     LinearCrossEntropyConfig,
@@ -57,6 +61,7 @@ from funcops.ops.linear_cross_entropy import (
     losses_of_chunks,
     weight_gradient,
 )
+from funcops.ops.softcap import softcap
 
 __all__ = ["VocabLinearCrossEntropyConfig", "VocabLinearCrossEntropyPending", "VocabLinearCrossEntropyResiduals"]
 __all__ += ["vocab_linear_cross_entropy", "vocab_linear_cross_entropy_bwd", "vocab_linear_cross_entropy_dgrad"]
@@ -215,3 +220,13 @@ vocab_linear_cross_entropy = make_op(
     wgrad=vocab_linear_cross_entropy_wgrad,
     bwd=vocab_linear_cross_entropy_bwd,
 )
+
+
+def _config(head: ColumnLinearConfig, loss: VocabCrossEntropyConfig, **options: Any) -> VocabLinearCrossEntropyConfig:
+    options |= {"axis": loss.axis, "sequence_parallel": head.sequence_parallel}
+    return VocabLinearCrossEntropyConfig(head.in_features, head.out_features, **options)
+
+
+vocab_head_loss = for_linear_params(vocab_linear_cross_entropy)
+for _ops in ((column_linear, vocab_cross_entropy), (column_linear, softcap, vocab_cross_entropy)):
+    register_joint(_ops, made_by(vocab_head_loss, _config))

@@ -1,0 +1,137 @@
+"""Documents packed into one row: logits, losses and gradients of the documents one by one, in float64."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from funcops import ExpertsConfig, RopeConfig, RouteConfig, WithExtras, chain, dist, random, report
+from funcops.models import DecoderConfig, LatentConfig, MoEConfig, decoder, decoder_x, pack, roles
+from funcops.testing import run_ranks
+from funcops.trees import paths, tree_map_tensors
+
+D = torch.float64
+SIZES = dict(vocab=24, dim=16, layers=2, heads=4, kv_heads=2, head_size=4, hidden=12, context=40)
+PLAIN = DecoderConfig(**SIZES, rope=RopeConfig(4))
+KINDS = {
+    "llama": {},
+    "no logits": dict(vocab=80, logit_softcap=1.5, tied=True),
+    "windows": dict(windows=(3, None), local_rope=RopeConfig(4, theta=50.0), softcap=2.0, qk_norm="head"),
+    "gpt2": dict(rope=None, places=True, norm="layer_norm", mlp="gelu", qkv_bias=True, out_bias=True, mlp_bias=True, tied=True),
+    "sinks": dict(sinks=True, windows=(2, None)),
+    "latent": dict(latent=LatentConfig(kv_rank=4, rope_size=4, plain_size=4, value_size=6)),
+    "mixture": dict(moe=MoEConfig(route=RouteConfig(4, 2), experts=ExpertsConfig(4, 16, 6))),
+}
+
+
+def drawn(name, seed):
+    """A config, params, and documents, of which one has one token."""
+    cfg, draw = dataclasses.replace(PLAIN, **KINDS[name]), torch.Generator().manual_seed(seed)
+    params = chain.init(decoder(cfg, loss=True), key=random.key(seed), dtype=D)
+    params = tree_map_tensors(lambda t: t + 0.1 * torch.randn(t.shape, generator=draw, dtype=D), params)  # sinks are zeros else
+    lengths = [*torch.randint(1, 12, (3,), generator=draw).tolist(), 1, 7]
+    return cfg, params, [torch.randint(cfg.vocab, (n,), generator=draw) for n in lengths]
+
+
+def main_of(y):
+    return y.main if type(y) is WithExtras else y
+
+
+def like(y, dy):
+    return WithExtras(dy, dict.fromkeys(y.extras)) if type(y) is WithExtras else dy
+
+
+def one_by_one(cfg, params, documents):
+    """The logits of each document, the mean loss over all labels, and its gradients."""
+    model, plain = decoder(cfg, loss=True, reduction="sum"), decoder(cfg)
+    count, logits, loss, total = sum(len(one) - 1 for one in documents), [], 0.0, None
+    for one in documents:
+        packed = pack([one])
+        without_loss = {name: part for name, part in params.items() if name != "loss"}
+        logits.append(main_of(chain.fwd(without_loss, decoder_x(cfg, packed.ids, D), plain)[0])[0])
+        y, kept = chain.fwd(params, decoder_x(cfg, packed.ids, D, labels=packed.labels), model)
+        loss = loss + main_of(y) / count
+        grads = paths(chain.bwd(kept, like(y, torch.full((), 1 / count, dtype=D)), model)[0])
+        total = grads if total is None else {path: None if g is None else g + total[path] for path, g in grads.items()}
+    return logits, loss, total
+
+
+def close(got, wanted):
+    for path, t in paths(got).items():
+        if t is not None:
+            torch.testing.assert_close(t, wanted[path], rtol=0, atol=1e-12, msg=lambda said, path=path: f"{path}: {said}")
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_row_of_documents_equals_them_one_by_one(name, padded, seed):
+    cfg, params, documents = drawn(name, seed)
+    total = sum(map(len, documents))
+    ids, labels, ends = pack(documents, length=total + 5, count=9) if padded else pack(documents)
+    assert (
+        ids.shape == (1, total + 5 * padded) and ends.shape == (10 if padded else 6,) and int((labels != -100).sum()) == total - 5
+    )
+    logits, loss, wanted = one_by_one(cfg, params, documents)
+    without_loss = {name: part for name, part in params.items() if name != "loss"}
+    y, _ = chain.fwd(without_loss, decoder_x(cfg, ids, D, cu_seqlens=ends), decoder(cfg, packed=True))
+    torch.testing.assert_close(main_of(y)[0, :total], torch.cat(logits), rtol=0, atol=1e-12)
+    model = decoder(cfg, loss=True, packed=True)
+    y, kept = chain.fwd(params, decoder_x(cfg, ids, D, labels=labels, cu_seqlens=ends), model)
+    torch.testing.assert_close(main_of(y), loss, rtol=0, atol=1e-12)
+    close(chain.bwd(kept, like(y, torch.ones((), dtype=D)), model)[0], wanted)
+
+
+def test_over_ranks():
+    """Heads, features and the vocabulary are sharded; all ranks have the row."""
+    cfg, params, documents = drawn("no logits", 3)
+    ids, labels, ends = pack(documents)
+    _, loss, wanted = one_by_one(cfg, params, documents)
+
+    def run(mesh):
+        own = dist.parallel(decoder(cfg, loss=True, packed=True), roles(cfg, loss=True), mesh, sequence_parallel=False)
+        specs = dist.specs_of(chain, own)
+        y, kept = chain.fwd(dist.shard(params, specs, mesh), decoder_x(cfg, ids, D, labels=labels, cu_seqlens=ends), own)
+        dparams = chain.bwd(kept, torch.ones((), dtype=D), own)[0]
+        return y, dist.unshard(dist.sum_gradients(dparams, specs, mesh), specs, mesh)
+
+    for y, dparams in run_ranks({"tp": 2}, run):
+        torch.testing.assert_close(y, loss, rtol=0, atol=1e-12)
+        close(dparams, wanted)
+
+
+def test_a_row_keeps_less_than_padding():
+    """In proportion to the tokens, beside a few numbers a document."""
+    cfg, params, documents = drawn("llama", 0)
+    longest, total = max(map(len, documents)), sum(map(len, documents))
+    rows = torch.zeros(len(documents), longest, dtype=torch.int64)
+    model = decoder(cfg, loss=True)
+    x = decoder_x(cfg, rows, D, labels=rows)
+    padded = report(chain.fwd(params, x, model)[1], params, x).kept_bytes
+    ids, labels, ends = pack(documents)
+    x = decoder_x(cfg, ids, D, labels=labels, cu_seqlens=ends)
+    packed = report(chain.fwd(params, x, decoder(cfg, loss=True, packed=True))[1], params, x).kept_bytes
+    assert packed <= 1.01 * padded * total / rows.numel() + 100
+
+
+def test_wrong_documents_raise():
+    one = torch.arange(3)
+    for given, error in (
+        (([],), "pack: documents must be a list of at least one tensor"),
+        (([one, one.float()],), r"pack: documents\[1\] must be int64"),
+        (([one, one[None]],), r"pack: documents\[1\] must be \[t\], got \[1, 3\]"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=error):
+            pack(*given)
+    with pytest.raises(ValueError, match="pack: length must be at least 6, the tokens of all documents, got 5"):
+        pack([one, one], length=5)
+    with pytest.raises(ValueError, match="pack: count must be at least 3, the documents with the padding, got 2"):
+        pack([one, one], length=7, count=2)
+    ends = torch.tensor([0, 3], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"decoder_x: ids must be \[1, T\] with cu_seqlens: one row of documents .*, got \[2, 3\]"):
+        decoder_x(PLAIN, torch.zeros(2, 3, dtype=torch.int64), D, cu_seqlens=ends)
+    with pytest.raises(TypeError, match="decoder_x: cu_seqlens must be int32"):
+        decoder_x(PLAIN, one[None], D, cu_seqlens=ends.long())
+    params = chain.init(decoder(PLAIN), key=random.key(0), dtype=D)
+    with pytest.raises(ValueError, match=r"x.extras must be \['cu_seqlens', 'rotation'\], got \['rotation'\]"):
+        chain.fwd(params, decoder_x(PLAIN, one[None], D), decoder(PLAIN, packed=True))
