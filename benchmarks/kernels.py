@@ -149,7 +149,7 @@ def made(part: Part) -> Iterator[tuple[Listed, KernelCall | Exception]]:
                 break
     except Exception as error:
         yield from ((one, error) for one in left.values())
-    gc.collect()
+        gc.collect()  # the error holds the frames, and so the tensors, of what was being made
     torch.cuda.empty_cache()
 
 

@@ -332,6 +332,7 @@ def calls(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "pretended")
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(kernels.gc, "collect", lambda: 0)  # half a second each in a process that has run many tests
     monkeypatch.setattr(kernels, "CudaTimer", lambda: None)
     monkeypatch.setattr(kernels, "Maker", lambda *_: None)
     monkeypatch.setattr(kernels, "measured_copy_rate", lambda timer: 1.0)
@@ -360,7 +361,7 @@ def test_kernels_are_measured_by_name_until_the_time_is_over(only, late, calls, 
     assert all(row.launches == f"of {row.kernel}" for row in found)
 
 
-@pytest.mark.parametrize("lost", range(2**4))
+@pytest.mark.parametrize("lost", [0, 1, 2, 4, 8, 15])
 def test_only_what_an_earlier_file_lacks_is_measured(lost, calls, tmp_path):
     """A call is lacking if its row is not there, has failed, or is of other launches. The rows that are valid are copied."""
     rows = list(kernels.run("", ["bf16"], ()))

@@ -18,7 +18,8 @@ RECORDED = torch.__version__.startswith("2.13.")
     ("name", "rows"),
     [
         ("cpu-residuals", lambda: residuals.run(rivals=False)),
-        ("cpu-memory", lambda: [*memory._measure(1, torch.float32), *memory._decoder()]),
+        ("cpu-memory", lambda: memory._measure(1, torch.float32)),
+        pytest.param("cpu-memory", lambda: memory._decoder(), marks=pytest.mark.slow),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -257,7 +257,7 @@ ADAPTED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "more", "recipe", "sequence_parallel", "first", "second"), most_slow(ADAPTED, (0, 1)), ids=str)
+@pytest.mark.parametrize(("name", "more", "recipe", "sequence_parallel", "first", "second"), most_slow(ADAPTED, (1,)), ids=str)
 def test_rules_serve_layers_with_adapters(name, more, recipe, sequence_parallel, first, second):
     cfg = with_lora(BLOCKS[name], 3, ("*",), alpha=6.0, **more)
     if sequence_parallel is None:
