@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from funcops import (
     ActivationConfig,
@@ -45,12 +46,16 @@ from funcops import (
     skip,
     trees,
 )
+from funcops.adapters.autograd.transforms import refuse_tangents
+from funcops.backend import backend
 from funcops.compose.expert_steps import ExpertStepsConfig, expert_steps
 from funcops.contract.op import make_op
+from funcops.distributed.ops.sharded_dropout import Shared, check_shared
 from funcops.low_precision import Format, Fp8Current, quantize_tensor
 from funcops.models import plain_experts
 from funcops.ops.low_rank import LowRankConfig, low_rank_fwd, low_rank_init
-from funcops.schedule import Collective, Costs, Schedule, one_f_one_b
+from funcops.optim import global_norm
+from funcops.schedule import Collective, Costs, Schedule, draw, measure_stages, one_f_one_b, simulate
 from funcops.schedule.stage import Stage
 from funcops.testing import Placed, run_ranks
 
@@ -136,6 +141,11 @@ def from_torch(x):
 
 def on_two(fn):
     return run_ranks({"tp": 2}, lambda mesh: fn(mesh))
+
+
+def with_tangent(name):
+    with backend(name), forward_ad.dual_level():
+        refuse_tangents(linear, [forward_ad.make_dual(X, X)])
 
 
 def finished(into):
@@ -303,6 +313,35 @@ GUARDS = {
         TypeError,
         "expert_steps_fwd: cfg must be ExpertStepsConfig, got LinearConfig",
     ),
+    "draw's unit": (
+        lambda unit: draw(simulate(one_f_one_b(2, 4), Costs()), unit=unit),
+        "ms",
+        3,
+        TypeError,
+        "draw: unit must be str, got 3",
+    ),
+    "measure_stages' repeats": (
+        lambda repeats: measure_stages({"a": WEIGHT, "b": WEIGHT}, X, TWO_STAGES, repeats=repeats),
+        1,
+        0,
+        ValueError,
+        "measure_stages: repeats must be at least 1",
+    ),
+    "the norm of a tree with None": (
+        lambda t: global_norm({"a": None, "b": t}),
+        X,
+        X.int(),
+        TypeError,
+        "global_norm: b must be a float tensor or None",
+    ),
+    "rows of a zigzag": (
+        lambda t: check_shared("here", t, (Shared(0, dist.Mesh.abstract({"cp": 2}, 0)["cp"], zigzag=True),)),
+        torch.ones(4, 2),
+        X,
+        ValueError,
+        "here: x.0 must be of an even size along dimension 0 (zigzag)",
+    ),
+    "a tangent and Triton": (with_tangent, "torch", "triton", RuntimeError, "linear: x and params must be without tangents"),
     "finish": (finished, None, X, TypeError, "finish: into must be None (only sums from reduce_start can be added)"),
 }
 

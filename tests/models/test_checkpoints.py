@@ -190,6 +190,8 @@ def test_rows_of_a_leaf_are_read_alone(name, tmp_path):
                     assert torch.equal(got, t[a:b]) and got.is_contiguous(), (path, a, b)
         with pytest.raises(ValueError, match=r"HFWeights.read: rows must be within 0..48, got 3..49"):
             weights.read("embed.weight", 3, 49)
+        with pytest.raises(ValueError, match=r"HFWeights.read: start must be"):
+            weights.read("embed.weight", -1, 2)
         with pytest.raises(ValueError, match=r"HFWeights.read: path must be one of .*embed.weight, .*, got 'no'"):
             weights.read("no")
 
