@@ -4,7 +4,7 @@ None is a leaf everywhere, so a tree with an absent gradient has the structure o
 has a path such as `blocks.3.mlp.up.weight`.
 
 >>> import dataclasses, torch
->>> from funcops import LinearParams, RouteParams, trees
+>>> from funcops import LinearParams, RouteParams, optim, trees
 >>> tree = {"up": LinearParams(torch.ones(4, 3), None), "steps": (1, 2)}
 >>> trees.paths(tree)["steps.1"], trees.at(tree, "up"), trees.has(tree, "down")
 (2, LinearParams(weight=float32[4, 3], bias=None), False)
@@ -25,6 +25,8 @@ has a path such as `blocks.3.mlp.up.weight`.
 (True, False)
 >>> trees.show(trees.replace(tree["up"], bias=torch.zeros(4))), trees.constant_paths(RouteParams(torch.zeros(4)))
 ('LinearParams(weight=float32[4, 3], bias=float32[4])', {'bias'})
+>>> trees.elements({"state": optim.adamw_init(tree["up"], optim.AdamWConfig())})
+{'state.step': ['weight']}
 
 Classes become nodes, an `Aside` is not part of a structure, and a node may count as one leaf, as a `QTensor` does:
 
@@ -61,11 +63,11 @@ T = TypeVar("T")
 
 def leaf(shape: str, gradient: bool = True, each_of: str = "") -> Any:
     """A tensor field of a tree, None by default; `shape` documents it, as in `"[out, in]"`. `gradient`: whether it can have a
-    gradient. `each_of`: another field, a tree, for each tensor of which this one has an element, in the tree's order. Raises
-    `TypeError` if `gradient` is not a bool, or `each_of` not a string."""
+    gradient. `each_of`: another field, a tree; this one has an element for each of its tensors, in its order. Raises `TypeError`
+    for a `gradient` or `each_of` of another type."""
     require_flag("leaf", gradient=gradient)
     require_type("leaf", "each_of", each_of, str)
-    return dataclasses.field(default=None, metadata={"shape": shape, "gradient": gradient, "each_of": each_of})
+    return dataclasses.field(default=None, metadata={"shape": shape, "constant": not gradient, "each_of": each_of})
 
 
 def static(default: Any = None) -> Any:
@@ -92,40 +94,30 @@ def tree(cls: type[T]) -> type[T]:
     made = dataclasses.dataclass(slots=True, eq=False, repr=False)(cls)
     made.__repr__ = show  # type: ignore[assignment]
     register(made)
-    constant = [f.name for f in dataclasses.fields(made) if not f.metadata.get("gradient", True)]  # type: ignore[arg-type]
-    if constant:
-        _constant[made] = constant
-    each = {f.name: f.metadata["each_of"] for f in dataclasses.fields(made) if f.metadata.get("each_of")}  # type: ignore[arg-type]
-    if each:
-        _each_of[made] = each
+    for mark, by_class in _marks.items():
+        if said := {f.name: f.metadata[mark] for f in dataclasses.fields(made) if f.metadata.get(mark)}:  # type: ignore[arg-type]
+            by_class[made] = said
     return made
 
 
-_constant: dict[type, list[str]] = {}  # for each class, the leaves that never have a gradient
-_each_of: dict[type, dict[str, str]] = {}  # for each class, the fields with an element for each tensor of another field
+_marks: dict[str, dict[type, dict[str, Any]]] = {"constant": {}, "each_of": {}}  # of `leaf`: by class, what its fields say
 
 
 def elements(tree: Any) -> dict[str, list[str]]:
     """Find each leaf that has an element for each tensor of another field (`leaf(each_of=)`); return, by its path, the paths of
-    these tensors in that field.
-
-    >>> import torch
-    >>> from funcops.optim import AdamWConfig, adamw_init
-    >>> from funcops.trees import elements
-    >>> elements({"state": adamw_init({"w": torch.ones(2), "none": None, "b": torch.ones(1)}, AdamWConfig())})
-    {'state.step': ['b', 'w']}
-    """
-    found = {}
-    for path, node in paths(tree, is_leaf=lambda node: type(node) in _each_of).items():
-        for name, other in _each_of.get(type(node), {}).items():
+    these tensors in that field."""
+    found, by_class = {}, _marks["each_of"]
+    for path, node in paths(tree, is_leaf=lambda node: type(node) in by_class).items():
+        for name, other in by_class.get(type(node), {}).items():
             found[join_path(path, name)] = [inner for inner, t in paths(getattr(node, other)).items() if t is not None]
     return found
 
 
 def constant_paths(tree: Any) -> set[str]:
     """The paths of leaves that never have a gradient, such as the bias of a router."""
-    nodes = paths(tree, is_leaf=lambda node: type(node) in _constant)
-    return {join_path(path, name) for path, node in nodes.items() for name in _constant.get(type(node), ())}
+    by_class = _marks["constant"]
+    nodes = paths(tree, is_leaf=lambda node: type(node) in by_class)
+    return {join_path(path, name) for path, node in nodes.items() for name in by_class.get(type(node), ())}
 
 
 _stand_ins: set[type] = set()
@@ -373,8 +365,7 @@ def structure(tree: Any) -> Any:
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
     """All leaves, None included, and the structure: `leaves` and `structure` in one walk."""
-    found, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
-    return found, spec
+    return optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
 
 
 def unflatten(spec: Any, values: Iterable[Any]) -> Any:

@@ -289,8 +289,3 @@ class Ranks:
         if self.zero:
             means = [dist.own_shards(tree, self.mesh["dp"]) for tree in means]
         return AdamWState(state.step[: len(tensors(means[0]))].clone(), *means)
-
-    def whole_state(self, state: AdamWState) -> AdamWState:
-        means = [self.whole(tree, zero=self.zero > 0) for tree in (state.exp_avg, state.exp_avg_sq)]
-        step = state.step if self.stages is None else state.step[:1].repeat(len(tensors(means[0])))
-        return AdamWState(step, *means)

@@ -32,7 +32,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from funcops.compose.joints import joined_steps
+from funcops.compose.joints import ends_joint, joined_steps
 from funcops.compose.step import Step, abstract_parts, init_parts, live_inputs, note, split_x
 from funcops.contract.configs import Composite, Replace, Width
 from funcops.contract.needs import Needs
@@ -55,7 +55,9 @@ class ChainConfig(Composite):
     second. A tie to a tied path is a tie to that path's source.
     `recompute`: the outputs of recomputable steps (norms, activations, GLUs) are recomputed in the backward, not kept; a tuple
     of step names selects some of them, `funcops.with_policy` decides in more detail. `fuse`: on devices where Triton runs, steps
-    run in fused kernels, which `funcops.explain` shows."""
+    run in fused kernels, which `funcops.explain` shows. `joined`: losses that run as one op with the projection before them, and an
+    optional softcap between, so that the logits are never whole in memory (`linear_cross_entropy`); paths of params stay. A
+    projection with a bias, an adapter or a recipe runs by itself, and its logits are kept."""
 
     steps: tuple[Step, ...]
     extras: tuple[str, ...] = ()
@@ -79,8 +81,11 @@ class ChainConfig(Composite):
         _check_routing(self.steps, self.extras, self.outputs)
         keys = tuple(sorted({k for step in self.steps for k in step.keys if k in self.extras}))
         known = paths(abstract_parts(self.steps))
-        right = isinstance(self.joined, tuple) and all(name in names for name in self.joined)
-        require(right, "ChainConfig", "joined", f"a tuple of names of steps ({', '.join(names)})", repr(self.joined))
+        losses = [step.name for step in self.steps if ends_joint(step.op)]
+        right = isinstance(self.joined, tuple) and all(name in losses for name in self.joined)
+        require(
+            right, "ChainConfig", "joined", f"a tuple of names of losses ({', '.join(losses) or 'none here'})", repr(self.joined)
+        )
         note(self, runs=joined_steps(self.steps, self.joined))
         note(self, keys=keys, names=dict.fromkeys(names), recomputed=_recomputed(self.steps, self.recompute), programs={})
         note(self, ties=resolved_ties("ChainConfig", self.ties, known), known=tuple(p for p, t in known.items() if t is not None))

@@ -24,6 +24,11 @@ def register_joint(ops: tuple[Op, ...], made: Callable[..., Made]) -> None:
     _joints[ops] = made
 
 
+def ends_joint(op: Op) -> bool:
+    """Whether some joint ends with this op: a loss."""
+    return any(ops[-1] is op for ops in _joints)
+
+
 def joint_by_ops(ops: tuple[Op, ...], cfgs: Sequence[Any]) -> Made:
     """Make the op and config that run steps with these ops and configs as one."""
     made = _joints.get(ops)

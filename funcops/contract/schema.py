@@ -269,20 +269,6 @@ def _declared(cls: Any, base: type) -> Any:
     return _Declared(cls.__name__, (base,), body)
 
 
-def derive_pending(name: str, residuals_class: Any, dy: str) -> Any:
-    """The usual pending: the residual fields that wgrad reads, and dy of the given shape."""
-    body: dict[str, Any] = {"__annotations__": {}, "__module__": residuals_class.__module__}
-    for field_name, field in residuals_class.fields.items():
-        if WGRAD in field.needed_by:
-            body["__annotations__"][field_name] = torch.Tensor
-            of = tuple(g for g in field.of if g.startswith("params"))
-            body[field_name] = saved(field.shape, alias=f"residuals.{field_name}", needed_by=WGRAD, of=of)
-    body["__annotations__"]["dy"] = torch.Tensor
-    body["dy"] = saved(dy, alias="dy", needed_by=WGRAD)
-    body["__doc__"] = f"The tensors that the weight gradient reads: its residuals, and dy {dy}."
-    return pending(type(name, (), body))
-
-
 def _node_class(cls: Any, statics: tuple[str, ...]) -> Any:
     wrong = [name for name in statics if name not in _STATICS]
     if wrong:

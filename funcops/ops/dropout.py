@@ -87,6 +87,15 @@ def sharded_mask(t: Tensor, key: Tensor, p: float, shared: tuple[Any, ...]) -> T
     return t * (random.bits_of(key, *in_whole(t.shape, shared)) >= round(p * 2**32)) * (1.0 / (1.0 - p))
 
 
+def check_shared(where: str, t: Tensor, shared: tuple[Any, ...]) -> None:
+    """Check that a rank's part `x.0` has the dimensions that are sharded."""
+    for one in shared:
+        if not -t.dim() <= one.dim < t.dim():
+            fail(where, "x.0", f"of more dimensions (cfg.shared has one of {one.dim})", describe(t))
+        if one.zigzag and t.shape[one.dim] % 2:
+            fail(where, "x.0", f"of an even size along dimension {one.dim} (zigzag)", describe(t))
+
+
 def in_whole(own: Sequence[int], shared: tuple[Any, ...]) -> tuple[list[int], list[Any]]:
     """The shape of the whole of which a rank's part has the shape `own`, and the part's ranges along each dimension."""
     shape = list(own)

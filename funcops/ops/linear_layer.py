@@ -88,7 +88,7 @@ class LinearLayer:
         return None
 
     def part_of_dx(self, residuals: Any, dy: Tensor, cfg: Any) -> tuple[Tensor, Any]:
-        """The part of dx that `dx_of` takes, and the pending weight gradient."""
+        """A rank's part of dx, as the `product` of `start_dx` computes it, and the pending weight gradient."""
         raise self._absent("part_of_dx")
 
     def y_products(self, x: Tensor, cfg: Any, products: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:

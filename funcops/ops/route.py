@@ -62,7 +62,7 @@ from funcops.contract.schema import DGRAD, Inputs, Residuals, saved
 from funcops.errors import check, check_rows, describe, fail, require
 from funcops.kernels import route as kernels
 from funcops.kernels.routing import over_capacity
-from funcops.ops.dropout import in_whole
+from funcops.ops.dropout import check_shared, in_whole
 from funcops.trees import leaf, tree
 
 __all__ = ["RouteConfig", "RouteParams", "RouteResiduals"]
@@ -192,6 +192,7 @@ def _check_x(bias: Any, x: Any, cfg: RouteConfig) -> tuple[Tensor, Tensor | None
     check_rows("route_fwd", "x.0 (logits)" if cfg.jitter else "x", logits, cfg.experts)
     if cfg.jitter:
         check("route_fwd", "x.1 (the key)", key, (2,), torch.int64, logits)
+        check_shared("route_fwd", logits, cfg.shared)
     if cfg.bias:
         check("route_fwd", "params.bias", bias, (cfg.experts,), (logits.dtype, wide(logits.dtype)), logits)
     elif bias is not None:

@@ -15,7 +15,6 @@ from tiny_kernel_calls import names, tiny
 from benchmarks import kernels, plot
 from benchmarks.__main__ import main
 from benchmarks.device import Replay
-from benchmarks.kernel_calls import Maker, families, kernel_calls
 from benchmarks.liger import COLUMNS, write_liger_csv
 from benchmarks.measure import write_csv, write_json
 from benchmarks.plot import draw
@@ -81,13 +80,6 @@ def test_errors_of_groups_are_of_each_group_alone():
         assert grouped.by_masks is grouped_scaled.by_masks is grouped.by_groups
         assert grouped.wgrad_by_masks is grouped_scaled.wgrad_by_masks is grouped.wgrad_by_groups
     assert (grouped.by_masks, grouped.wgrad_by_masks, grouped_scaled.by_masks, grouped_scaled.wgrad_by_masks) == masks
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_parts_together_are_all_calls(dtype):
-    """Each part makes its own calls, in the same order: the place of a call in its part is the one that was listed."""
-    apart = [(call.name, call.shape) for family in families() for call in family(Maker("meta", dtype))]
-    assert apart == [(call.name, call.shape) for call in kernel_calls(Maker("meta", dtype))]
 
 
 class Brittle:

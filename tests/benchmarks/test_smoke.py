@@ -286,11 +286,11 @@ def test_a_passed_test_names_the_launches_that_it_made_first():
 
     def run(*launches, error=None):
         item = SimpleNamespace(user_properties=[])
-        hook = plugin.pytest_runtest_call(item)
-        next(hook)
+        plugin.pytest_runtest_setup()
         plugin.found |= set(launches)
-        with contextlib.suppress(StopIteration, RuntimeError):
-            hook.send(None) if error is None else hook.throw(error)
+        for when, raised in (("setup", None), ("call", error), ("teardown", None)):
+            plugin.pytest_runtest_makereport(item, SimpleNamespace(when=when, excinfo=raised))
+        assert len(item.user_properties) < 2
         given.append(dict(item.user_properties).get("launches", ""))
 
     run("c", "b", "a")
@@ -300,8 +300,45 @@ def test_a_passed_test_names_the_launches_that_it_made_first():
     assert given == ["b c", "", "", "e"], "a launch that first fails counts for no test"
 
 
+def test_launches_of_a_session_reach_its_lines(tmp_path):
+    """In processes of pytest-xdist, too, whose reports the first process is told."""
+    (tmp_path / "test_two.py").write_text(
+        "import torch, benchmarks.launches\nfrom smoke_launches import found\n"
+        "def test_one(): found.add('abc')\ndef test_two(): found.add('def')\n"
+    )
+    (tmp_path / "smoke_launches.py").write_text(
+        "import contextlib, torch, benchmarks.launches\nfound = set()\ntorch.cuda.is_available = lambda: True\n"
+        "benchmarks.launches.fingerprints = lambda: contextlib.nullcontext(found)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
+    plugins = [
+        "-p",
+        "smoke_launches",
+        "-p",
+        "tests.smoke.gpu_tests",
+        "-p",
+        "no:cacheprovider",
+        "-n",
+        "2",
+        "--rootdir",
+        str(tmp_path),
+    ]
+    command = [sys.executable, "-m", "pytest", "-q", *plugins, f"--lines={tmp_path / 'lines.jsonl'}", str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
+    assert {line["test"].partition("::")[2]: line["launches"] for line in lines} == {"test_one": "abc", "test_two": "def"}
+
+
+def test_gpu_tests_name_a_missing_pytest():
+    program = "import sys; sys.modules['pytest'] = None; sys.argv = ['gpu_tests']; import gpu_tests; sys.exit(gpu_tests.main([]))"
+    hidden = "import importlib.metadata as m, needs; needs.had = lambda name: None if name == 'pytest' else '99'; "
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests" / "smoke")))}
+    done = subprocess.run([sys.executable, "-c", hidden + program], env=env, capture_output=True, text=True)
+    assert done.returncode == 2 and "lacks pytest" in done.stderr, done.stderr
+
+
 def test_a_check_that_passes_names_its_launches(monkeypatch):
-    monkeypatch.setattr(smoke, "fingerprints", lambda: contextlib.nullcontext({"b", "a"}), raising=False)
     monkeypatch.setattr("benchmarks.launches.fingerprints", lambda: contextlib.nullcontext({"b", "a"}))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "pretended")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

@@ -50,9 +50,9 @@ from funcops.adapters.autograd.transforms import refuse_tangents
 from funcops.backend import backend
 from funcops.compose.expert_steps import ExpertStepsConfig, expert_steps
 from funcops.contract.op import make_op
-from funcops.distributed.ops.sharded_dropout import Shared, check_shared
 from funcops.low_precision import Format, Fp8Current, quantize_tensor
 from funcops.models import plain_experts
+from funcops.ops.dropout import check_shared
 from funcops.ops.low_rank import LowRankConfig, low_rank_fwd, low_rank_init
 from funcops.optim import global_norm
 from funcops.schedule import Collective, Costs, Schedule, draw, measure_stages, one_f_one_b, simulate
@@ -61,6 +61,7 @@ from funcops.testing import Placed, run_ranks
 
 X, ROW, SCALAR = torch.ones(3, 4), torch.ones(4), torch.ones(())
 LINEAR = LinearConfig(4, 4)
+ZIGZAG = dist.Shared(0, dist.Mesh.abstract({"cp": 2}, 0)["cp"], zigzag=True)
 WEIGHT = LinearParams(torch.ones(4, 4), torch.ones(4))
 GELU = ActivationConfig("gelu")
 TWO = ChainConfig(
@@ -335,11 +336,18 @@ GUARDS = {
         "global_norm: b must be a float tensor or None",
     ),
     "rows of a zigzag": (
-        lambda t: check_shared("here", t, (Shared(0, dist.Mesh.abstract({"cp": 2}, 0)["cp"], zigzag=True),)),
+        lambda t: check_shared("here", t, (ZIGZAG,)),
         torch.ones(4, 2),
         X,
         ValueError,
         "here: x.0 must be of an even size along dimension 0 (zigzag)",
+    ),
+    "a router's rows of a zigzag": (
+        lambda t: route.fwd(RouteParams(None), (t, random.key(0)), RouteConfig(4, 2, jitter=0.1, shared=(ZIGZAG,))),
+        torch.ones(2, 4),
+        X,
+        ValueError,
+        "route_fwd: x.0 must be of an even size along dimension 0 (zigzag)",
     ),
     "a tangent and Triton": (with_tangent, "torch", "triton", RuntimeError, "linear: x and params must be without tangents"),
     "finish": (finished, None, X, TypeError, "finish: into must be None (only sums from reduce_start can be added)"),

@@ -29,11 +29,10 @@ from funcops import (
     report,
     unpack,
 )
-from funcops.contract.schema import DGRAD, WGRAD, Pending, Residuals, derive_pending, saved
+from funcops.contract.schema import DGRAD, WGRAD, Pending, Residuals, saved
 from funcops.contract.schema import pending as pending_decorator
 from funcops.contract.schema import residuals as residuals_decorator
 from funcops.errors import differing_parts
-from funcops.ops.linear import LinearPending, LinearResiduals
 from funcops.trees import nbytes, paths, replace, static, tree_map_tensors
 
 CFG = LinearConfig(4, 3)
@@ -245,12 +244,6 @@ def test_a_subclass_is_what_the_decorators_make():
                 seen.append((about, fresh, paths(node).keys()))
                 assert node is None or (not hasattr(node, "__dict__") and [getattr(node, s) for s in statics] == [7] * len(statics))
             assert seen[0] == seen[1] == seen[2]
-
-
-def test_a_derived_pending_has_the_fields_that_wgrad_reads_and_dy():
-    derived, own = derive_pending("LinearPending", LinearResiduals, dy="[*, O]"), LinearPending
-    fields = {name: field for name, field in own.fields.items() if name != "sums"}  # which the backward of a fusion leaves
-    assert (derived.fields, derived.kind) == (fields, own.kind) and issubclass(derived, Pending)
 
 
 def test_an_unknown_static_field_raises():

@@ -9,6 +9,7 @@ that it is the first to launch. Exits as pytest does, with 2 where a package is 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -17,11 +18,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -79,6 +78,8 @@ def pytest_configure(config: Any) -> None:
 
 
 def pytest_runtest_setup(item: Any) -> None:
+    import pytest
+
     if time.time() > item.config.getoption("--until"):
         pytest.skip(OUT_OF_TIME)
 
@@ -102,22 +103,26 @@ def in_order(items: list[Any], passed: list[bool], workers: int) -> list[Any]:
 class _Launches:
     """Notes the launches that a passed test is the first of its process to make."""
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtestloop(self) -> Iterator[None]:
+    found: Set[str] = frozenset()
+
+    def pytest_sessionstart(self) -> None:
         import torch
 
-        if not torch.cuda.is_available():
-            return (yield)
-        from benchmarks.launches import fingerprints
+        self.block = contextlib.ExitStack()
+        if torch.cuda.is_available():
+            from benchmarks.launches import fingerprints
 
-        with fingerprints() as self.found:
-            return (yield)
+            self.found = self.block.enter_context(fingerprints())
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_call(self, item: Any) -> Iterator[None]:
-        before = set(getattr(self, "found", ()))
-        yield
-        if new := set(getattr(self, "found", ())) - before:
+    def pytest_sessionfinish(self) -> None:
+        self.block.close()
+
+    def pytest_runtest_setup(self) -> None:
+        self.before = set(self.found)
+
+    def pytest_runtest_makereport(self, item: Any, call: Any) -> None:
+        new = self.found - self.before
+        if call.when == "call" and call.excinfo is None and new:
             item.user_properties.append(("launches", " ".join(sorted(new))))
 
 

@@ -51,12 +51,13 @@ from funcops.distributed.ops.column_linear import ColumnLinearConfig
 from funcops.distributed.ops.column_qlinear import ColumnQLinearConfig
 from funcops.distributed.ops.row_linear import RowLinearConfig
 from funcops.distributed.ops.row_qlinear import RowQLinearConfig
-from funcops.distributed.ops.sharded_dropout import Shared, check_shared
+from funcops.distributed.ops.sharded_dropout import Shared
 from funcops.distributed.specs import Spec
 from funcops.errors import describe, require
 from funcops.kernels import linear as products
 from funcops.kernels import pointwise
 from funcops.ops._tuples import require_tuple
+from funcops.ops.dropout import check_shared
 from funcops.ops.linear_wgrads import Product
 from funcops.ops.low_rank import (
     ADAPTERS,

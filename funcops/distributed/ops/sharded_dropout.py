@@ -34,7 +34,7 @@ from funcops.distributed.checks import check_tensor, require_axis
 from funcops.distributed.mesh import Axis
 from funcops.distributed.specs import Ranges, within
 from funcops.errors import FLOATS, describe, fail, require
-from funcops.ops.dropout import sharded_mask
+from funcops.ops.dropout import check_shared, sharded_mask
 
 __all__ = ["Shared", "ShardedDropoutConfig", "ShardedDropoutResiduals"]
 __all__ += ["sharded_dropout", "sharded_dropout_bwd", "sharded_dropout_dgrad"]
@@ -99,15 +99,6 @@ def sharded_dropout_fwd(
     check_shared(where, t, cfg.shared)
     residuals = ShardedDropoutResiduals.keep(cfg, needs, key=key, inputs=Inputs.of(x), shape=t.shape, dtype=t.dtype)
     return _apply(t, key, cfg), residuals
-
-
-def check_shared(where: str, t: Tensor, shared: tuple[Shared, ...]) -> None:
-    """Check that a rank's part `x.0` has the dimensions that are sharded."""
-    for one in shared:
-        if not -t.dim() <= one.dim < t.dim():
-            fail(where, "x.0", f"of more dimensions (cfg.shared has one of {one.dim})", describe(t))
-        if one.zigzag and t.shape[one.dim] % 2:
-            fail(where, "x.0", f"of an even size along dimension {one.dim} (zigzag)", describe(t))
 
 
 def _apply(t: Tensor, key: Tensor, cfg: ShardedDropoutConfig) -> Tensor:
