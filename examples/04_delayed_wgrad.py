@@ -69,6 +69,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         args.decoder = described(dim=args.dim, layers=args.layers, heads=args.heads, hidden=args.hidden, context=args.context)
     except ValueError as error:
         parser.error(str(error))
+    if not args.plot.parent.is_dir():  # before any step
+        parser.error(f"--plot: expected a file in a folder that exists, got {str(args.plot)!r}")
     args.dtype = DTYPES[args.dtype]
     return args
 

@@ -169,9 +169,9 @@ def plot(path: Path, curves: dict[str, list[float]]) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="10_preferences.py", description="DPO and GRPO on digits that should count.")
-    parser.add_argument("--steps", type=int, default=50, help="batches of each")
-    parser.add_argument("--prompts", type=int, default=16, help="prompts in a batch")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=50, help="batches of each (default: %(default)s)")
+    parser.add_argument("--prompts", type=int, default=16, help="prompts in a batch (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, prompts and samples (default: %(default)s)")
     parser.add_argument(
         "--plot", type=Path, default=Path("10_preferences.png"), help="where the picture goes (default: %(default)s)"
     )
@@ -179,6 +179,8 @@ def main(argv: list[str] | None = None) -> None:
     for name in ("steps", "prompts"):
         if getattr(args, name) < 1:
             parser.error(f"--{name}: expected at least 1, got {getattr(args, name)}")
+    if not args.plot.parent.is_dir():  # before any training
+        parser.error(f"--plot: expected a file in a folder that exists, got {str(args.plot)!r}")
     curves = {}
     print("loss  reward before  after  bytes kept a token")
     for name, learn in (("DPO", learn_by_preferences), ("GRPO", learn_by_rewards)):
