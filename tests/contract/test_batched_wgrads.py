@@ -189,7 +189,15 @@ def test_joined_products_are_as_written_down(name, monkeypatch):
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["into", "new"])
-@pytest.mark.parametrize("wrap", [lambda op: op, lambda op: with_policy(op, "minimal"), remat], ids=["plain", "policy", "remat"])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda op: op,
+        pytest.param(lambda op: with_policy(op, "minimal"), marks=pytest.mark.slow),
+        pytest.param(remat, marks=pytest.mark.slow),
+    ],
+    ids=["plain", "policy", "remat"],
+)
 def test_a_compiled_step_joins_them(wrap, given):
     """Also where the pendings have another config than the op: a skip keeps its body's, a policy the plain op's."""
     body = ChainConfig(steps=(Step("up", linear, LinearConfig(4, 4)), Step("act", activation, ActivationConfig("silu"))))

@@ -104,6 +104,7 @@ class _Launches:
     """Notes the launches that a passed test is the first of its process to make."""
 
     found: Set[str] = frozenset()
+    before: Set[str] = frozenset()  # the test; one that is skipped has no set-up of its own
 
     def pytest_sessionstart(self) -> None:
         import torch
