@@ -157,7 +157,10 @@ def test_sums_equal_one_wgrad_after_another(name):
     check(op, cfg)
 
 
-@pytest.mark.parametrize("name", ["current", "delayed", "grouped block", "grouped current", "grouped fp4"])
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("delayed", "grouped current", "grouped fp4")]
+
+
+@pytest.mark.parametrize("name", ["current", "grouped block", *OTHERS])
 def test_sums_of_triton_equal_one_wgrad_after_another(name):
     op, cfg, _ = ALONE[name]
     with backend("triton"):
