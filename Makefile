@@ -110,7 +110,7 @@ gpu-graph:
 
 gpu-step:
 	@mkdir -p $(RESULTS)
-	$(DEVICE) timeout 70 $(PYTHON) -m benchmarks step --if-device --device cuda --json $(RESULTS)/step-cuda.json $(ARGS)
+	$(DEVICE) timeout 70 $(PYTHON) -m benchmarks step --if-device --device cuda --profile --json $(RESULTS)/step-cuda.json $(ARGS)
 
 gpu-recipes:
 	@mkdir -p $(RESULTS)

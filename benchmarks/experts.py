@@ -44,8 +44,8 @@ class Layer(NamedTuple):
             make,
             choices,
             make.floats(tokens, dim),
-            make.floats(count, 2 * hidden, dim),
-            make.floats(count, dim, hidden),
+            make.floats(count, 2 * hidden, dim) * dim**-0.5,  # as they are drawn for training: a float16 holds the square of a sum
+            make.floats(count, dim, hidden) * hidden**-0.5,
             up_bias,
             down_bias,
             make.wide(tokens, choices),

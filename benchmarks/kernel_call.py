@@ -12,6 +12,7 @@ from torch import Tensor
 
 from funcops import random
 
+CODES = 13  # bits of a Hopper's sums of products of 8-bit codes
 Prepared = Callable[..., Callable[[], Any]]
 Dtype = torch.dtype  # in `KernelCall` the name dtype is a field
 
@@ -21,7 +22,7 @@ class KernelCall:
     """The call `kernel(*args)`. `torch(*args)` prepares torch's own call for the same result, if one differs from the kernel's
     torch body; `product(*args)` prepares the bare matrix product, of `flops`, that the kernel is measured by (None: it is measured
     by bytes), with sums of `length` terms. `dtype`: the results' dtype, if it is not the maker's. `values(results)`: decodes
-    results that are codes."""
+    results that are codes. `bits`: of the mantissa of sums, if a device's products keep fewer than the dtype has."""
 
     kernel: Any
     shape: str
@@ -32,6 +33,7 @@ class KernelCall:
     length: int = 1
     dtype: Dtype | None = None
     values: Callable[[Any], Any] | None = None
+    bits: int | None = None
 
     @property
     def name(self) -> str:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from benchmarks.attention import of_attention
 from benchmarks.experts import LAYERS_OF_EXPERTS, of_experts
+from benchmarks.kernel_call import CODES, Prepared, direct, gradient
 from benchmarks.kernel_call import KernelCall as KernelCall
 from benchmarks.kernel_call import Maker as Maker
-from benchmarks.kernel_call import Prepared, direct, gradient
 from benchmarks.low_experts import of_low_experts
 from benchmarks.norms import of_group_norms, of_norms
 from benchmarks.quantizers import of_coded_glus, of_quantized_outputs, of_quantizers
@@ -146,7 +146,7 @@ def _activations(make: Maker) -> Iterator[KernelCall]:
     yield KernelCall(row_scale.row_scale_bwd, shape, (dy, x, gate, True, True, True))
     for t, of in ((x, shape), (make.floats(*make.sizes(512, 65536)), "long rows")):
         yield KernelCall(softmax.softmax_fwd, of, (t,), direct(lambda x: torch.softmax(x, -1)))
-        yield KernelCall(softmax.softmax_bwd, of, (t, t))
+        yield KernelCall(softmax.softmax_bwd, of, (t, t if make.device == "meta" else torch.softmax(t, -1)))
     yield KernelCall(softcap.softcap_fwd, f"{rows}x{width}", (x, 30.0))
     yield KernelCall(softcap.softcap_bwd, f"{rows}x{width}", (dy, x, 30.0))
 
@@ -331,7 +331,7 @@ def _scaled_products(make: Maker) -> Iterator[KernelCall]:
         shape = f"{a} {of_a[0]}x{of_a[1]} by {b} {of_b[0]}x{of_b[1]} {kind} {m}x{k} to {n}"
         forward, *_ = _bare_products(x, w, x)
         flops = 2.0 * m * n * k
-        yield KernelCall(scaled_mm.scaled_mm, shape, args, product=forward, flops=flops, length=k, dtype=make.dtype)
+        yield KernelCall(scaled_mm.scaled_mm, shape, args, product=forward, flops=flops, length=k, dtype=make.dtype, bits=CODES)
 
 
 def _coded(make: Maker, rows: int, width: int, element: str, kind: str, tile: tuple[int, int]) -> tuple[Tensor, Tensor, Any]:

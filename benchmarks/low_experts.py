@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.kernel_call import KernelCall, Maker
+from benchmarks.kernel_call import CODES, KernelCall, Maker
 from funcops.kernels import quantize
 from funcops.kernels.grouped import group_of
 from funcops.kernels.grouped_quantize import aligned_count, aligned_source, aligned_starts
@@ -57,7 +57,8 @@ def _products(make: Maker, tokens: int, choices: int, count: int, width: int, ou
             make.dtype,
         )
         shape, flops = f"{a} by {w} 1x{cols} {kind} {rows}x{width} by {count} to {outer}", 2.0 * rows * width * outer
-        yield KernelCall(grouped_scaled_mm, shape, args, product=_dense(make, rows, width, outer), flops=flops, length=width)
+        dense = _dense(make, rows, width, outer)
+        yield KernelCall(grouped_scaled_mm, shape, args, product=dense, flops=flops, length=width, dtype=make.dtype, bits=CODES)
         block = cols or 16
         starts = aligned_starts(offsets, block)
         aligned = aligned_count(rows, count, block)
@@ -71,7 +72,7 @@ def _products(make: Maker, tokens: int, choices: int, count: int, width: int, ou
             args = *sides[0], *sides[1], starts, starts[:-1] + offsets.diff(), a, w, cols or 1, kind, aligned, out
             what = f"{shape} {str(out).removeprefix('torch.')}"
             product = _dense(make, outer, rows, width)
-            yield KernelCall(grouped_scaled_wgrad, what, args, product=product, flops=flops, length=rows, dtype=out)
+            yield KernelCall(grouped_scaled_wgrad, what, args, product=product, flops=flops, length=rows, dtype=out, bits=CODES)
 
 
 def _coded(

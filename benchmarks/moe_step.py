@@ -1,7 +1,8 @@
 """A whole training step of a decoder with experts: forward, backward, clipping, AdamW; against Hugging Face's Qwen3-MoE of the same
 sizes and weights, whose experts are a loop ("eager") or grouped products.
 
-The steps take turns, in float32 on the CPU. A chain runs its norms twice, as it does by default.
+The steps take turns: in float32 on the CPU, in bfloat16, weights and AdamW's moments too, on a GPU. A chain runs its norms twice,
+as it does by default.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.measure import Row, interleaved, interval
-from benchmarks.settings import BETAS, CLIP, DECAY, LR, Step
+from benchmarks.settings import BETAS, CLIP, DECAY, LR, Step, finished
 from funcops import ExpertsConfig, RopeConfig, RouteConfig, WithExtras, chain, donate, rope_table
 from funcops.contract.needs import Needs
+from funcops.errors import short
 from funcops.models import MoEConfig
 from funcops.models.blocks import Sizes, decoder_config
 from funcops.optim import AdamWConfig, adamw_init, adamw_update, clip_by_global_norm
@@ -26,6 +28,9 @@ from funcops.trees import tree_map_with_path
 
 EXPERTS, CHOICES, HIDDEN = 8, 2, 256  # two experts are as wide as the MLP of `bench step`
 ROUNDS = 15
+# for a GPU, in the proportions of Qwen3-30B-A3B: experts, choices, and the rest
+LARGE_EXPERTS, LARGE_CHOICES = 32, 4
+LARGE = Sizes(dim=2048, layers=4, heads=16, kv_heads=4, hidden=768, vocab=32000, context=1024, batch=8)
 THEIRS = ("eager", "grouped_mm")
 NAMES = {  # from our names to theirs
     "embed.": "model.embed_tokens.",
@@ -82,7 +87,7 @@ def funcops_step(sizes: Sizes, experts: int, choices: int, weights: dict[str, Te
         lambda path, t: None if t is None else weights[their_name(path)].detach().clone(), chain.init(cfg, key=None, device="meta")
     )
     state = adamw_init(params, adamw)
-    table = rope_table(torch.arange(x.shape[1]), RopeConfig(sizes.dim // sizes.heads))
+    table = rope_table(torch.arange(x.shape[1], device=x.device), RopeConfig(sizes.dim // sizes.heads))
     given, needs = WithExtras(x, {"positions": table, "labels": labels}), Needs(x=False)
 
     def step() -> Tensor:
@@ -112,26 +117,33 @@ def their_step(module: nn.Module, x: Tensor, labels: Tensor) -> Step:
     return step
 
 
-def steps(sizes: Sizes, experts: int, choices: int) -> dict[str, Step]:
+def steps(sizes: Sizes, experts: int, choices: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> dict[str, Step]:
     """The providers' steps, all from the same weights on the same batch."""
     torch.manual_seed(0)
-    first = their_module(sizes, experts, choices)
-    weights = first.state_dict()
-    x, labels = torch.randint(0, sizes.vocab, (2, sizes.batch, sizes.context))
+    with torch.device(device):
+        modules = {how: their_module(sizes, experts, choices, how).to(device, dtype) for how in THEIRS}
+    weights = modules[THEIRS[0]].state_dict()
+    x, labels = torch.randint(0, sizes.vocab, (2, sizes.batch, sizes.context)).to(device)
     found = {"funcops": funcops_step(sizes, experts, choices, weights, x, labels)}
-    for how in THEIRS:
-        module = their_module(sizes, experts, choices, how)
+    for how, module in modules.items():
         module.load_state_dict(weights)
         found[f"transformers, {how}"] = their_step(module, x, labels)
     return found
 
 
-def run(rounds: int = ROUNDS) -> Iterator[Row]:
+def run(rounds: int = ROUNDS, device: str = "cpu") -> Iterator[Row]:
     """The rows; none if transformers is not installed."""
     if not importlib.util.find_spec("transformers"):
         return
-    case = f"mixture of {CHOICES} of {EXPERTS} experts, float32"
-    samples = interleaved(steps(Sizes(hidden=HIDDEN), EXPERTS, CHOICES), rounds=rounds, calls=1)
+    if device == "cpu":
+        of, dtype, sizes = (EXPERTS, CHOICES), torch.float32, Sizes(hidden=HIDDEN)
+    else:
+        of, dtype, sizes = (LARGE_EXPERTS, LARGE_CHOICES), torch.bfloat16, LARGE
+    made = steps(sizes, *of, device, dtype)
+    case = f"mixture of {of[1]} of {of[0]} experts, {short(dtype)}" + ("" if device == "cpu" else f", {device}")
+    samples = interleaved(
+        made if device == "cpu" else {name: finished(step) for name, step in made.items()}, rounds=rounds, calls=1
+    )
     for name, times in samples.items():
         yield Row("step", case, name, "median", statistics.median(times) / 1e3, "ms")
     for rival in list(samples)[1:]:

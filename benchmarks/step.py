@@ -22,7 +22,7 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,9 +30,10 @@ from torch import Tensor
 
 from benchmarks import moe_step
 from benchmarks.jax_step import jax_step
-from benchmarks.measure import NoDevice, Row, interleaved, interval
+from benchmarks.measure import BenchError, NoDevice, Row, interleaved, interval
 from benchmarks.plain import PlainLlama, plain_name
-from benchmarks.settings import BETAS, CLIP, DECAY, LR, Step
+from benchmarks.profiled import profiled
+from benchmarks.settings import BETAS, CLIP, DECAY, LR, Step, finished
 from funcops import RopeConfig, WithExtras, chain, donate, rope_table, with_policy
 from funcops.contract.configs import Composite
 from funcops.contract.needs import Needs
@@ -157,16 +158,6 @@ def steps(sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> dict[str, St
     } | ({} if jitted is None else {"jax, jitted": jitted})
 
 
-def finished(step: Step) -> Callable[[], None]:
-    """The step, followed by a wait for the device."""
-
-    def run() -> None:
-        step()
-        torch.cuda.synchronize()
-
-    return run
-
-
 class Measured:
     """The steps of a dtype, measured one group at a time: up to `most` rounds in `share` seconds, but at least `FEWEST`."""
 
@@ -222,7 +213,7 @@ def say(line: str) -> None:
 
 
 def measure(
-    dtypes: Sequence[torch.dtype], sizes: Sizes, rounds: int, device: str = "cpu", seconds: float = SECONDS
+    dtypes: Sequence[torch.dtype], sizes: Sizes, rounds: int, device: str = "cpu", seconds: float = SECONDS, profile: bool = False
 ) -> Iterator[Row]:
     """Rows as soon as they are measured. Each is also printed at once, since the table is printed last."""
     stop = time.monotonic() + seconds
@@ -235,6 +226,9 @@ def measure(
         for one in of:
             yield from one.compiled(stop, expected)
             expected = one.compilation
+        if profile:
+            for one in of:
+                yield from profiled("step", one.case, one.steps)
 
     for row in rows():
         say(f"{row.case}: {row.provider}, {row.metric}: {row.value:.3f} {row.unit}")
@@ -251,15 +245,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds", type=float, default=SECONDS, help="start no compilation that would end later (default: %(default)s)"
     )
+    parser.add_argument("--profile", action="store_true", help="also the time of each kernel of a step, on cuda")
     parser.add_argument("--mixture", action="store_true", help="a decoder with experts instead, against Hugging Face's Qwen3-MoE")
 
 
-def run(device: str = "cpu", seconds: float = SECONDS, mixture: bool = False) -> Iterator[Row]:
+def run(device: str = "cpu", seconds: float = SECONDS, mixture: bool = False, profile: bool = False) -> Iterator[Row]:
     """The rows, each as soon as it is measured."""
-    if mixture:
-        return moe_step.run()
+    if profile and device == "cpu":
+        raise BenchError("--profile: expected --device cuda, whose kernels it times, got cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise NoDevice("--device: expected cpu, as there is no CUDA device, got cuda")
+    if mixture:
+        return moe_step.run(device=device)
     if device == "cuda":
-        return measure([torch.bfloat16], LARGE, LARGE_ROUNDS, device, seconds)
+        return measure([torch.bfloat16], LARGE, LARGE_ROUNDS, device, seconds, profile)
     return measure([torch.float32, torch.bfloat16], Sizes(), ROUNDS, device, seconds)

@@ -132,7 +132,8 @@ def law_right(case: Case, dtype: torch.dtype) -> None:
         return t.double().requires_grad_() if t.is_floating_point() else t
 
     ref_params, ref_x = tree_map_tensors(double, dense((params, x)))
-    want = case.reference(ref_params, ref_x, case.cfg)
+    with torch.device(case.device):  # of the tensors that a reference makes
+        want = case.reference(ref_params, ref_x, case.cfg)
     length = max([t.numel() for t in tensors((params, x, y))] + [1])
     detached = tree_map_tensors(torch.detach, want)
     assert_close(dense(y), detached, dtype=dtype, length=length, bits=case.bits, what=f"y of {case}")

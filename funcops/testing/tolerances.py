@@ -29,15 +29,15 @@ ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.
 FACTOR = {torch.float64: 8.0, torch.float32: 8.0, torch.bfloat16: 16.0, torch.float16: 16.0}
 
 
-def relative(dtype: torch.dtype, length: int) -> float:
+def relative(dtype: torch.dtype, length: int, bits: int | None = None) -> float:
     """u * factor * sqrt(n), relative to a result's size; the same bound holds for a whole tensor in the Euclidean norm."""
     n = length if dtype in (torch.float64, torch.float32) else 1
-    return float(ROUNDOFF[dtype] * FACTOR[dtype] * n**0.5)
+    least = 0.0 if bits is None else 2.0**-bits * FACTOR[torch.float32]
+    return max(float(ROUNDOFF[dtype] * FACTOR[dtype] * n**0.5), least)
 
 
 def bound(want: Tensor, scale: float, dtype: torch.dtype, length: int, bits: int | None = None) -> Tensor:
-    least = 0.0 if bits is None else 2.0**-bits * FACTOR[torch.float32]
-    return max(relative(dtype, length), least) * (scale + want.abs()) + ROUNDOFF[dtype]
+    return relative(dtype, length, bits) * (scale + want.abs()) + ROUNDOFF[dtype]
 
 
 def assert_close(

@@ -63,14 +63,6 @@ def _dot(a, b, total, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _small_tanh(x):
-    """tanh, for small x by a series of relative error 1e-8: most scores are far below the cap, which multiplies tanh again."""
-    s = x * x
-    series = x + x * (s * (-1 / 3 + s * (2 / 15 + s * (-17 / 315 + s * (62 / 2835)))))
-    return tl.where(s < 0.0625, series, tanh(x))
-
-
-@triton.jit
 def _slope(head, whole):
     """The ALiBi slope of a head; `whole`: the last power of two up to the number of heads."""
     h = (head + 1).to(tl.float32)
@@ -86,7 +78,7 @@ def _scored(
     s *= scale
     t = s
     if CAP:
-        t = _small_tanh(s / softcap)
+        t = tanh(s / softcap)
         s = t * softcap
     away = j[None, :] - i[:, None] - (S - T)
     if ALIBI:

@@ -9,27 +9,22 @@ from torch import Tensor
 
 from funcops.backend.launch import launcher
 from funcops.kernels import softcap as declared
+from funcops.kernels.triton.activation import tanh
 from funcops.kernels.triton.common import cdiv, load_wide, store_rounded
 
 BLOCK = 1024
 
 
 @triton.jit
-def _tanh(x):
-    """1 - 2 / (1 + exp(2 x)): 1 where exp overflows, -1 where it is 0."""
-    return 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))
-
-
-@triton.jit
 def _forward(x_ptr, y_ptr, n, cap: tl.float32, inverse: tl.float32, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    store_rounded(y_ptr + i, cap * _tanh(load_wide(x_ptr + i, i < n) * inverse), i < n)
+    store_rounded(y_ptr + i, cap * tanh(load_wide(x_ptr + i, i < n) * inverse), i < n)
 
 
 @triton.jit
 def _backward(dy_ptr, x_ptr, dx_ptr, n, inverse: tl.float32, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    t = _tanh(load_wide(x_ptr + i, i < n) * inverse)
+    t = tanh(load_wide(x_ptr + i, i < n) * inverse)
     store_rounded(dx_ptr + i, load_wide(dy_ptr + i, i < n) * (1.0 - t * t), i < n)
 
 
