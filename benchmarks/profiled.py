@@ -1,4 +1,4 @@
-"""Where a step's time on a GPU goes: the sums of its kernels' times, by name."""
+"""The kernels of a step on a GPU: the time and the launches of each, summed by name."""
 
 from __future__ import annotations
 

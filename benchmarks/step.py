@@ -167,6 +167,10 @@ class Measured:
         made = steps(sizes, dtype, device)
         self.steps = made if device == "cpu" else {name: finished(step) for name, step in made.items()}
 
+    def measured(self) -> dict[str, Step]:
+        """The steps that have rows: not those that were left out, which would be compiled now."""
+        return {name: step for name, step in self.steps.items() if name in self.known}
+
     def eager(self) -> Iterator[Row]:
         return self._rows([name for name in self.steps if name not in COMPILED])
 
@@ -228,7 +232,7 @@ def measure(
             expected = one.compilation
         if profile:
             for one in of:
-                yield from profiled("step", one.case, one.steps)
+                yield from profiled("step", one.case, one.measured())
 
     for row in rows():
         say(f"{row.case}: {row.provider}, {row.metric}: {row.value:.3f} {row.unit}")
