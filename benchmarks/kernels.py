@@ -25,9 +25,9 @@ from benchmarks.device import COLD_BYTES, MOST_COPIES, CudaTimer, Replay
 from benchmarks.kernel_calls import KernelCall, Maker, Prepared, direct, families
 from benchmarks.launches import Listed, listed
 from benchmarks.liger import liger_call, write_liger_csv
-from benchmarks.measure import NoDevice
+from benchmarks.measure import NoDevice, machine
 from benchmarks.plot import draw
-from benchmarks.rows import rows_of
+from benchmarks.rows import device_of, rows_of
 from funcops.backend import backend, gemm
 from funcops.errors import short
 from funcops.kernels import grouped, grouped_scaled
@@ -91,8 +91,7 @@ def run(
     """The rows, each as soon as it is measured, after the rows of `changed` that are still valid."""
     if not torch.cuda.is_available():
         raise NoDevice("bench kernels: no CUDA device here; `bench aot` compiles every kernel without one")
-    rows = [Measured(**row) for row in ([] if changed is None else rows_of(changed))]
-    rows, parts = planned(only, dtype or ["bf16"], rows)
+    rows, parts = planned(only, dtype or ["bf16"], [] if changed is None else earlier_rows(changed))
     yield from rows
     if jobs:
         compile_ahead(parts, providers, jobs)
@@ -115,6 +114,15 @@ def run(
         print(f"out of time, not measured: {', '.join(left)}", file=sys.stderr)
     if plot:
         draw(plot, rows)
+
+
+def earlier_rows(file: str) -> list[Measured]:
+    """The rows of a file, if it is of this device: figures of two devices do not belong in one file."""
+    of, here = device_of(file), machine()["device"]
+    if of not in (None, here):
+        print(f"bench kernels: {file} is of {of}, this device is {here}: its rows are not copied", file=sys.stderr)
+        return []
+    return [Measured(**row) for row in rows_of(file)]
 
 
 def planned(only: str, dtypes: list[str], earlier: list[Measured]) -> tuple[list[Measured], list[Part]]:

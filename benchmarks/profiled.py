@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 
 from benchmarks.measure import Row
 
@@ -19,7 +20,8 @@ def profiled(bench: str, case: str, steps: Mapping[str, Callable[[], Any]]) -> I
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
             for _ in range(STEPS):
                 step()
-        kernels = [(e.key, e.self_device_time_total / STEPS, e.count / STEPS) for e in found.key_averages()]
+        events = [e for e in found.key_averages() if e.device_type is not DeviceType.CPU]  # not the runtime's calls
+        kernels = [(e.key, e.self_device_time_total / STEPS, e.count / STEPS) for e in events]
         yield from _rows(bench, case, name, sorted(kernels, key=lambda kernel: -kernel[1]))
 
 

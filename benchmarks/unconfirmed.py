@@ -15,8 +15,9 @@ import csv
 import hashlib
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.rows import rows_of
 
@@ -54,12 +55,18 @@ def run(page: str | None = None, results: str = str(RESULTS)) -> list[Unconfirme
     return rows
 
 
+def rows_in(folder: Path, *names: str) -> Iterator[dict[str, Any]]:
+    """The rows of the files of these names, in the folder and in each device's folder below it."""
+    for name in names:
+        for file in sorted(folder.rglob(name)):
+            yield from rows_of(file)
+
+
 def of_kernels(folder: Path) -> list[Unconfirmed]:
     ran: set[str] = set()
-    for name in ("kernels.json", "smoke.jsonl", "gpu-tests.jsonl"):
-        for row in rows_of(folder / name):
-            if not row.get("note", "").startswith("failed") and row.get("status", "passed") == "passed":
-                ran |= set(row.get("launches", "").split())
+    for row in rows_in(folder, "kernels.json", "smoke.jsonl", "gpu-tests.jsonl"):
+        if not row.get("note", "").startswith("failed") and row.get("status", "passed") == "passed":
+            ran |= set(row.get("launches", "").split())
     with (folder / "aot.csv").open(newline="") as file:
         launches = {(row["kernel"], row["hash"]) for row in csv.DictReader(file) if row["target"] == TARGET}
     every = Counter(kernel for kernel, _ in launches)
@@ -68,13 +75,13 @@ def of_kernels(folder: Path) -> list[Unconfirmed]:
 
 
 def of_checks(folder: Path) -> list[Unconfirmed]:
-    passed = {(row["check"], row.get("source")) for row in rows_of(folder / "smoke.jsonl") if row["status"] == "passed"}
+    passed = {(row["check"], row.get("source")) for row in rows_in(folder, "smoke.jsonl") if row["status"] == "passed"}
     now = sources((ROOT / "tests" / "smoke" / "checks.py").read_text(), "check")
     return [Unconfirmed("smoke check", name, 1, 1) for name, source in sorted(now.items()) if (name, source) not in passed]
 
 
 def of_tests(folder: Path) -> list[Unconfirmed]:
-    passed = {row["test"].partition("[")[0] for row in rows_of(folder / "gpu-tests.jsonl") if row["status"] == "passed"}
+    passed = {row["test"].partition("[")[0] for row in rows_in(folder, "gpu-tests.jsonl") if row["status"] == "passed"}
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     now = {f"{path.relative_to(ROOT).as_posix()}::{name}" for path in files for name in of_gpu(path)}
     return [Unconfirmed("test", name, 1, 1) for name in sorted(now - passed)]

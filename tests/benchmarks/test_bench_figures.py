@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
-from benchmarks import device, kernels, measure, memory, overhead, plain_moe, residuals
+from benchmarks import device, kernels, measure, memory, overhead, plain_moe, profiled, residuals
 from benchmarks.device import CudaTimer, Replay
 from benchmarks.kernel_calls import KernelCall, direct
 from benchmarks.measure import write_json
@@ -377,6 +378,41 @@ def test_only_what_an_earlier_file_lacks_is_measured(lost, calls, tmp_path):
     measured = {row.kernel for row in again if row.gb_per_s != 7.0}
     assert measured == missing | {"no memory", "norm after it"} and sorted(names_of(again)) == sorted(names_of(rows))
     assert names_of(kernels.run("linear", ["bf16"], (), changed=str(tmp_path / "k.json"))).count("linear") == 1
+
+
+@pytest.mark.parametrize("of", ["NVIDIA A", "NVIDIA B"])
+def test_figures_of_two_devices_do_not_meet_in_a_file(of, calls, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: of)
+    write_json(tmp_path / "k.json", [row._replace(gb_per_s=7.0) for row in kernels.run("", ["bf16"], ())])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA B")
+    again = list(kernels.run("", ["bf16"], (), changed=str(tmp_path / "k.json")))
+    copied = [row for row in again if row.gb_per_s == 7.0 and not row.note]
+    assert bool(copied) == (of == "NVIDIA B") and ("k.json is of NVIDIA A" in capsys.readouterr().err) != bool(copied)
+
+
+def test_a_profile_counts_kernels_and_not_the_calls_that_launch_them(monkeypatch):
+    on_device = [("gemm", 60.0, 6), ("norm", 30.0, 9), ("copy", 3.0, 3)]
+    events = [(name, DeviceType.CUDA, us, count) for name, us, count in on_device] + [("cudaLaunchKernel", DeviceType.CPU, 0.0, 18)]
+    found = SimpleNamespace(
+        key_averages=lambda: [
+            SimpleNamespace(key=key, device_type=on, self_device_time_total=us, count=count) for key, on, us, count in events
+        ]
+    )
+    monkeypatch.setattr(profiled.torch.profiler, "profile", lambda activities: contextlib.nullcontext(found))
+    monkeypatch.setattr(profiled, "LISTED", 2)
+    done = []
+    rows = list(profiled.profiled("step", "case", {"ours": lambda: done.append(1)}))
+    assert len(done) == 1 + profiled.STEPS == 4
+    assert {row.metric: row.value for row in rows} == {
+        "gemm: time": 20.0,
+        "gemm: launches": 2.0,
+        "norm: time": 10.0,
+        "norm: launches": 3.0,
+        "other kernels: time": 1.0,
+        "other kernels: launches": 1.0,
+        "all kernels: time": 31.0,
+        "all kernels: launches": 6.0,
+    }
 
 
 def test_low_precision_is_measured_beside_the_rest(monkeypatch):

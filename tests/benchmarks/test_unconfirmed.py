@@ -26,18 +26,20 @@ def results(folder, draw):
         writer = csv.DictWriter(file, ["kernel", "target", "hash"])
         writer.writeheader()
         writer.writerows({"kernel": k, "target": target, "hash": h} for k, h in launches for target in ("sm_80", "sm_90"))
-    ran = {"kernels.json": [], "smoke.jsonl": [], "gpu-tests.jsonl": []}
+    devices = "", "one", "one/more"
+    ran = {f"{device}/{name}".strip("/"): [] for device in devices for name in ("kernels.json", "smoke.jsonl", "gpu-tests.jsonl")}
     confirmed = set()
     for _, found in launches:
         where, good = draw.choice(list(ran)), draw.random() < 0.5
         status = (
-            {"note": "" if good else "failed: memory"} if where == "kernels.json" else {"status": "passed" if good else "failed"}
+            {"note": "" if good else "failed: memory"} if "kernels" in where else {"status": "passed" if good else "failed"}
         )
         ran[where].append({"launches": f"other {found}", **status})
         confirmed |= {found} if good else set()
-    (folder / "kernels.json").write_text('{"machine": {}, "rows": ' + json.dumps(ran.pop("kernels.json")) + "}")
     for name, lines in ran.items():
-        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        rows, whole = "".join(json.dumps(line) + "\n" for line in lines), '{"machine": {}, "rows": ' + json.dumps(lines) + "}"
+        (folder / name).write_text(whole if "kernels" in name else rows)
     return launches, confirmed
 
 

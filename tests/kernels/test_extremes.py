@@ -9,6 +9,7 @@ from funcops.backend import backend
 from funcops.kernels import glu
 from funcops.kernels.activation import ACTIVATIONS, activation_bwd, activation_fwd
 from funcops.kernels.bias_activation import bias_activation_bwd, bias_activation_fwd
+from funcops.kernels.softcap import softcap_fwd
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # numpy's, of the interpreter
@@ -102,6 +103,33 @@ def test_activations(kind, name, dtype):
         known = ~doubled(kind, x)
         check(a[known], y[known], x[known], "y")
         check(b, slope, x, "derivative")
+
+
+SMALL = torch.cat([sign * 2.0 ** -torch.linspace(1, 12, 89, dtype=torch.float64) for sign in (1, -1)])
+FROM_ZERO = {kind: f for kind, (f, _) in FORMULAS.items() if f(0.0) == 0.0}
+
+
+def keeps_digits(got, formula, x):
+    """Errors of a few roundings of the result itself, however small it is."""
+    want = torch.tensor([formula(float(v)) for v in x], dtype=torch.float64)
+    error = (got.double() - want).abs() / want.abs().clamp(min=torch.finfo(x.dtype).tiny)
+    assert error.max() <= 8 * torch.finfo(x.dtype).eps, f"at {x[error.argmax()]:.3g}: {got[error.argmax()]}"
+
+
+@pytest.mark.parametrize(("name", "dtype"), RUNS, ids=str)
+@pytest.mark.parametrize("kind", FROM_ZERO)
+def test_activations_of_small_inputs_keep_their_digits(kind, name, dtype):
+    x = SMALL.to(dtype)
+    with backend(name):
+        keeps_digits(activation_fwd(x, kind), FROM_ZERO[kind], x)
+
+
+@pytest.mark.parametrize(("name", "dtype"), RUNS, ids=str)
+@pytest.mark.parametrize("cap", [0.5, 1.0, 3.0, 30.0])
+def test_softcap_of_small_inputs_keeps_their_digits(cap, name, dtype):
+    x = SMALL.to(dtype)
+    with backend(name):
+        keeps_digits(softcap_fwd(x, cap), lambda v: cap * math.tanh(v / cap), x)
 
 
 @pytest.mark.parametrize(("name", "dtype"), RUNS, ids=str)
