@@ -27,6 +27,7 @@ from lm.data import Corpus, TextError, batch, load_corpus, trigram_loss, windows
 from lm.flags import parse
 from lm.kept import policy_of, say_what_is_kept, say_what_rounding_does
 from lm.model import init, model
+from lm.optimiser import first_state, optimiser_of
 from lm.ranks import AXES, Ranks, leave, quiet, started
 from lm.results import MANY, ONE, Row, RunError, check_writable, load_run, plot, plot_load, save_run, shares, text_of, texts
 from lm.step import Settings, State, evaluate, loss_and_grads, train_step, written_step
@@ -39,7 +40,7 @@ from funcops.errors import size_of
 from funcops.graphs import graphed
 from funcops.low_precision import quantize_params, recipe_init
 from funcops.models import SamplingConfig, generate
-from funcops.optim import AdamWConfig, adamw_init, decay_mask, warmup_cosine
+from funcops.optim import warmup_cosine
 from funcops.precision import nonfinite
 from funcops.trees import tensors, tree_map_tensors
 
@@ -70,8 +71,7 @@ def settings_of(args: Any, params: Any, ranks: Ranks, op: Op = chain) -> Setting
         ranks=ranks,
         model=ranks.model,
         op=op,
-        optimiser=AdamWConfig(lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay),
-        decay=decay_mask(params, ("*norm.weight",)),
+        optimiser=optimiser_of(args, params),
         clip=args.clip,
         dtype=args.dtype,
         delay_wgrad=args.delay_wgrad,
@@ -123,7 +123,7 @@ class Run:
         op, self.policy = policy_of(args, ranks)
         self.s = settings_of(args, self.params, ranks, op)
         self.done, self.skipped, self.rows = 0, 0, list[Row]()
-        self.state = State(adamw_init(ranks.shards(self.params), self.s.optimiser), self.first_scales())
+        self.state = State(first_state(ranks.shards(self.params), self.s.optimiser), self.first_scales())
         self.seconds = 0.0
         if args.resume:
             like = tree_map_tensors(lambda t: t.to("meta"), (self.params, self.state.optimiser))

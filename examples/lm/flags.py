@@ -21,6 +21,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 RECIPES = {"fp8_block": Fp8Block, "fp8_current": Fp8Current, "fp8_delayed": Fp8Delayed, "mxfp8": MXFP8, "nvfp4": NVFP4}
 
 
+MUON_LR = 0.012
 ONE_PROCESS = {"check": "whole params are compared", "graph": "communication is not captured"}
 OF_EXPERTS = {"top_k": 2, "shared": 0, "balance": 0.002}  # the defaults with --experts
 OF_DECODER = ("dim", "layers", "heads", "kv_heads", "hidden", "context", "tied", "experts", "top_k", "shared")
@@ -49,7 +50,7 @@ NUMBERS: dict[str, tuple[tuple[str, type, object, str], ...]] = {
         ("batch", int, 8, "rows in a step"),
         ("steps", int, 1000, "steps in all; the learning rate falls until the last"),
         ("warmup", int, 50, "steps in which the learning rate rises"),
-        ("lr", float, 3e-3, "largest learning rate"),
+        ("lr", float, 3e-3, "largest learning rate of AdamW"),
         ("weight-decay", float, 0.1, "AdamW's decay of matrices"),
         ("clip", float, 1.0, "largest global norm of the gradients"),
         ("seed", int, 0, "seed of the weights and of the batches"),
@@ -80,6 +81,15 @@ def _parser() -> argparse.ArgumentParser:
         group = parser.add_argument_group(title)
         for name, kind, value, text in rows:
             group.add_argument(f"--{name}", type=kind, default=value, metavar="N", help=f"{text} (default: %(default)s)")
+        if title == "training":
+            group.add_argument(
+                "--optimizer",
+                choices=("adamw", "muon"),
+                default="adamw",
+                help="muon: Muon for the matrices of the blocks, AdamW for the rest (default: %(default)s)",
+            )
+            text = f"largest learning rate of Muon, which --lr stays for the rest (default: {MUON_LR})"
+            group.add_argument("--muon-lr", type=float, metavar="N", help=text)
         if title == "model":
             group.add_argument("--tied", action="store_true", help="one matrix for the embedding and the head")
             _add_experts(parser)
@@ -146,6 +156,15 @@ def _add_experts(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _check_muon(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if args.muon_lr is not None and not 0 < args.muon_lr < math.inf:
+        parser.error(f"--muon-lr: expected a finite number above 0, got {args.muon_lr}")
+    if args.muon_lr is not None and args.optimizer != "muon":
+        parser.error(f"--muon-lr: expected with --optimizer muon, got {args.muon_lr} without")
+    if args.muon_lr is None and args.optimizer == "muon":
+        args.muon_lr = MUON_LR
+
+
 def _check_experts(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     for name, least in (("experts", 1), ("top_k", 1), ("shared", 1), ("balance", 0)):
         value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
@@ -184,6 +203,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         value = getattr(args, name.replace("-", "_"))
         if not ok or value == math.inf:
             parser.error(f"--{name}: expected a {'finite ' if value == math.inf else ''}number {least}, got {value}")
+    _check_muon(parser, args)
     if args.microbatches is not None and args.microbatches < 1:
         parser.error(f"--microbatches: expected at least 1, got {args.microbatches}")
     if not -(2**63) <= args.seed < 2**63 - 1:
@@ -238,6 +258,8 @@ def _check_mesh(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
     for name, why in (ONE_PROCESS | (PIPED if args.pp > 1 else {})).items():
         if getattr(args, name):
             parser.error(f"--{name.replace('_', '-')}: expected without {said}, as {why}, got {getattr(args, name)}")
+    if args.optimizer == "muon":
+        parser.error(f"--optimizer: expected adamw with {said}, as Muon's state is saved by one process, got muon")
     if args.zero == 3 and args.compile:
         parser.error("--compile: expected without --zero 3, whose layers take minutes to trace, got True")
     if args.recipe is None:

@@ -29,6 +29,7 @@ from lm.step import State
 
 ONE, MANY = "checkpoint.safetensors", "checkpoint"  # what one process writes, and several
 RUN = ("step", "settings", "rows")
+LATER = {"optimizer": "adamw", "muon_lr": "None"}  # flags that older checkpoints lack, and their values there
 
 
 class RunError(Exception):
@@ -141,10 +142,10 @@ def _kept(params: Any, state: State) -> dict[str, Any]:
 
 def _check_settings(before: dict[str, Any], settings: dict[str, Any]) -> None:
     for name, value in settings.items():
-        if before.get(name) != value:
+        if (then := before.get(name, LATER.get(name))) != value:
             flag = "--" + name.replace("_", "-")
             hint = " (the learning rate falls until the last step; to stop earlier give --stop-at)" if name == "steps" else ""
-            raise RunError(f"--resume: expected {flag} as in the checkpoint, {before.get(name)!r}, got {value!r}{hint}")
+            raise RunError(f"--resume: expected {flag} as in the checkpoint, {then!r}, got {value!r}{hint}")
 
 
 def check_writable(folder: Path) -> None:

@@ -13,10 +13,10 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import Op
 from funcops.low_precision import Recipe, quantize_params, recipe_update, split_amaxes
 from funcops.models import DecoderConfig
-from funcops.optim import AdamWConfig, AdamWState, adamw_update
 from funcops.precision import select_step
 from funcops.trees import at, cast, paths, put, tensors
 from lm.model import main_of, model_x
+from lm.optimiser import Optimiser, update
 from lm.ranks import Ranks
 
 NEEDS = Needs(x=False)
@@ -29,8 +29,7 @@ class Settings(NamedTuple):
     ranks: Ranks
     model: ChainConfig
     op: Op  # chain, under a residual policy
-    optimiser: AdamWConfig
-    decay: Any
+    optimiser: Optimiser
     clip: float
     dtype: torch.dtype
     delay_wgrad: bool
@@ -42,7 +41,7 @@ class Settings(NamedTuple):
 class State(NamedTuple):
     """The state that a step passes to the next beside the params: the optimiser's, and the scales of a recipe that has some."""
 
-    optimiser: AdamWState
+    optimiser: Any  # as `lm.optimiser.first_state` makes it
     scales: Any
 
 
@@ -106,7 +105,7 @@ def train_step(params: Any, state: State, x: Tensor, labels: Tensor, lr: Any, s:
 
     def updated(in_place: bool) -> tuple[Any, State]:
         own = s.ranks.shards(params)
-        new, moments = adamw_update(own, grads, state.optimiser, s.optimiser, lr=lr, decay=s.decay, in_place=in_place)
+        new, moments = update(own, grads, state.optimiser, s.optimiser, lr=lr, in_place=in_place)
         scales = recipe_update(state.scales, amaxes, s.recipe) if amaxes else state.scales
         return balanced(s.ranks.gathered(new, params), load, s), State(moments, scales)
 

@@ -32,8 +32,7 @@ def test_exact_benches_give_the_committed_figures(name, rows):
 
 
 @pytest.mark.parametrize(
-    ("device", "files", "least"),
-    [("H100", ("step-cuda", "graph"), 8), ("H200", ("h200/step-cuda", "h200/mixture"), 6)],
+    ("device", "files", "least"), [("H100", ("step-cuda", "graph"), 8), ("H200", ("h200/step-cuda", "h200/mixture"), 6)]
 )
 def test_the_figures_of_a_device_are_committed_ones(device, files, least):
     """The page on kernels quotes the steps' milliseconds."""

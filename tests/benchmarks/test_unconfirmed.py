@@ -31,9 +31,7 @@ def results(folder, draw):
     confirmed = set()
     for _, found in launches:
         where, good = draw.choice(list(ran)), draw.random() < 0.5
-        status = (
-            {"note": "" if good else "failed: memory"} if "kernels" in where else {"status": "passed" if good else "failed"}
-        )
+        status = {"note": "" if good else "failed: memory"} if "kernels" in where else {"status": "passed" if good else "failed"}
         ran[where].append({"launches": f"other {found}", **status})
         confirmed |= {found} if good else set()
     for name, lines in ran.items():

@@ -44,7 +44,7 @@ def of_loss_scale(cfg):
 
 def of_an_optimizer(init, update):
     def works(cfg):
-        params, grads = {"w": torch.ones(3)}, {"w": torch.ones(3)}
+        params, grads = {"w": torch.ones(3, 1)}, {"w": torch.ones(3, 1)}
         return finite(update(params, grads, init(params, cfg), cfg))
 
     return works
@@ -71,6 +71,7 @@ def rows():
     yield LossScaleConfig(interval=1), of_loss_scale
     yield optim.AdamWConfig(), of_an_optimizer(optim.adamw_init, optim.adamw_update)
     yield optim.SGDConfig(), of_an_optimizer(optim.sgd_init, optim.sgd_update)
+    yield optim.MuonConfig(), of_an_optimizer(optim.muon_init, optim.muon_update)
 
 
 def drawn():

@@ -12,11 +12,14 @@ from funcops.backend import backend
 from funcops.kernels.cross_entropy import cross_entropy_fwd
 from funcops.optim import (
     AdamWConfig,
+    MuonConfig,
     SGDConfig,
     adamw_init,
     adamw_update,
     clip_by_global_norm,
     global_norm,
+    muon_init,
+    muon_update,
     sgd_init,
     sgd_update,
     warmup_cosine,
@@ -45,7 +48,11 @@ def of_trees():
     generator = torch.Generator("cpu").manual_seed(0)
     p, g = ({"w": torch.randn(4, 3, dtype=torch.float32, device="cpu", generator=generator), "b": None} for _ in range(2))
     results = [global_norm(g), global_norm({}), clip_by_global_norm(g, 0.1), all_finite(g), all_finite({}), nonfinite(g)]
-    for init, update, cfg in ((adamw_init, adamw_update, AdamWConfig()), (sgd_init, sgd_update, SGDConfig(momentum=0.9))):
+    for init, update, cfg in (
+        (adamw_init, adamw_update, AdamWConfig()),
+        (sgd_init, sgd_update, SGDConfig(momentum=0.9)),
+        (muon_init, muon_update, MuonConfig()),
+    ):
         results += [update(p, g, init(p, cfg), cfg), init({}, cfg)]
     with backend("triton"):
         results.append(adamw_update(p, g, adamw_init(p, AdamWConfig()), AdamWConfig()))

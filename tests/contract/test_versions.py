@@ -28,11 +28,40 @@ from funcops.adapters.graphs import backend as graphs
 from funcops.adapters.graphs import graphed, graphed_op, make_graphed_callables
 from funcops.backend import backend
 from funcops.errors import BorrowedError, StaleResidualError
-from funcops.optim import AdamWConfig, SGDConfig, adamw_init, adamw_update, ema_update, sgd_init, sgd_update
+from funcops.optim import (
+    AdamWConfig,
+    MuonConfig,
+    SGDConfig,
+    adamw_init,
+    adamw_update,
+    combine,
+    ema_update,
+    matrix_mask,
+    muon_init,
+    muon_update,
+    partition,
+    sgd_init,
+    sgd_update,
+)
 from funcops.trees import tensors, tree_map
 
 BACKENDS = ("torch", "triton")
+
+
+def both_init(params, cfg):
+    matrices, rest = partition(params, matrix_mask(params))
+    return muon_init(matrices, cfg), adamw_init(rest, AdamWConfig())
+
+
+def both_update(params, grads, state, cfg, in_place):
+    (p, p2), (g, g2) = (partition(tree, matrix_mask(params)) for tree in (params, grads))
+    new, of_matrices = muon_update(p, g, state[0], cfg, in_place=in_place)
+    rest, of_rest = adamw_update(p2, g2, state[1], AdamWConfig(), in_place=in_place)
+    return combine(new, rest), (of_matrices, of_rest)
+
+
 UPDATES = {
+    "muon": (both_init, both_update, MuonConfig()),
     "adamw": (adamw_init, adamw_update, AdamWConfig()),
     "sgd": (sgd_init, sgd_update, SGDConfig()),
     "momentum": (sgd_init, sgd_update, SGDConfig(momentum=0.9)),

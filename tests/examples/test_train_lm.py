@@ -9,9 +9,12 @@ from pathlib import Path
 
 import programs
 import pytest
+import torch
 from train_runs import TINY, losses, run
 
 from funcops.backend import backend
+from funcops.optim import adamw_init, adamw_update, muon_init, muon_update, partition
+from funcops.trees import paths, tensors, tree_map_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,6 +55,57 @@ def test_resume_gives_the_same_bits(text, fifty, tmp_path):
     assert "stopped after step 25" in said
     run(*TINY, "--text", text, "--steps", 50, "--out", tmp_path, "--resume")
     assert losses(tmp_path) == fifty
+
+
+@pytest.mark.slow
+def test_a_run_with_muon_goes_on_and_is_delayed_captured_and_compiled(text, tmp_path):
+    """With the same bits, or to the rounding of a compiler. A run of one optimiser does not go on with the other."""
+    muon = *TINY, "--optimizer", "muon", "--text", text, "--steps", 8
+    run(*muon, "--out", tmp_path / "a")
+    run(*muon, "--out", tmp_path / "b", "--stop-at", 3)
+    said = run(*TINY, "--text", text, "--steps", 8, "--out", tmp_path / "b", "--resume", code=2)
+    assert "--resume: expected --optimizer as in the checkpoint, 'muon', got 'adamw'" in said
+    run(*muon, "--out", tmp_path / "b", "--resume")
+    run(*muon, "--out", tmp_path / "c", "--delay-wgrad", "--policy", "minimal")
+    exact = losses(tmp_path / "a")
+    assert losses(tmp_path / "b") == exact == losses(tmp_path / "c")
+    for how in ("--graph", "--compile"):
+        run(*muon, "--out", tmp_path / how, how)
+        for row, want in zip(losses(tmp_path / how), exact, strict=True):
+            assert float(row[1]) == pytest.approx(float(want[1]), rel=2e-3)
+    plain = *TINY, "--text", text, "--steps", 8
+    run(*plain, "--out", tmp_path / "adamw")
+    assert losses(tmp_path / "adamw")[0] == exact[0] and losses(tmp_path / "adamw")[2] != exact[2]
+
+
+def test_each_param_is_updated_by_its_own_optimiser(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from lm.flags import parse
+    from lm.model import init
+    from lm.optimiser import first_state, optimiser_of, update
+
+    args = parse([*TINY, "--optimizer", "muon", "--check"])
+    params = init(args.decoder, seed=0, dtype=torch.float64)
+    grads = tree_map_tensors(torch.ones_like, params)
+    o = optimiser_of(args, params)
+    new, state = update(params, grads, first_state(params, o), o, lr=args.lr / 2, in_place=False)
+    matrices, momentum = muon_update(
+        *(partition(t, o.matrices)[0] for t in (params, grads)),
+        state_of(params, o),
+        o.muon,
+        lr=o.muon.lr / 2,
+        decay=partition(o.decay, o.matrices)[0],
+    )
+    whole, _ = adamw_update(params, grads, adamw_init(params, o.adamw), o.adamw, lr=args.lr / 2, decay=o.decay)
+    of_muon = {path for path, flag in paths(o.matrices).items() if flag}
+    assert of_muon == {path for path in paths(params) if re.search(r"^blocks.*(qkv|out|up|down).*weight$", path)}
+    for path, t in paths(new).items():
+        assert t is None or torch.equal(t, paths(matrices if path in of_muon else whole)[path]), path
+    assert all(map(torch.equal, tensors(momentum), tensors(state["muon"])))
+
+
+def state_of(params, o):
+    return muon_init(partition(params, o.matrices)[0], o.muon)
 
 
 @pytest.mark.slow
@@ -179,6 +233,9 @@ BAD_FLAGS = [
     (("--context", "0"), "--context: expected at least 1, got 0"),
     (("--warmup", "-2"), "--warmup: expected at least 0, got -2"),
     (("--lr", "0"), "--lr: expected a number above 0, got 0.0"),
+    (("--optimizer", "sgd"), "--optimizer: invalid choice: 'sgd'"),
+    (("--muon-lr", "0.1"), "--muon-lr: expected with --optimizer muon, got 0.1 without"),
+    (("--optimizer", "muon", "--muon-lr", "0"), "--muon-lr: expected a finite number above 0, got 0.0"),
     (("--lr", "nan"), "--lr: expected a number above 0, got nan"),
     (("--clip", "-1"), "--clip: expected a number above 0, got -1.0"),
     (("--dtype", "int8"), "--dtype"),

@@ -29,6 +29,11 @@ def sgd() -> dict[str, Any]:
     return {**adamw(), "state": optim.sgd_init(tree(), cfg), "cfg": cfg}
 
 
+def muon() -> dict[str, Any]:
+    cfg = optim.MuonConfig()
+    return {**adamw(), "state": optim.muon_init(tree(), cfg), "cfg": cfg}
+
+
 def saved_file() -> Path:
     path = Path("good.safetensors")
     checkpoint.save(tree(), path)
@@ -107,6 +112,19 @@ LOOPS = {
         {"betas": ((0.9,), (0.9, 1.0), ("a", "b"), (float("nan"), 0.5))},
     ),
     "optim.SGDConfig": Row(lambda: {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "optim.MuonConfig": Row(
+        lambda: {
+            "lr": 0.1,
+            "momentum": 0.9,
+            "nesterov": True,
+            "weight_decay": 0.1,
+            "ns_coefficients": (3.0, -4.0, 2.0),
+            "ns_steps": 3,
+            "eps": 1e-7,
+            "adjust_lr_fn": "match_rms_adamw",
+        },
+        {"momentum": (1.0,), "ns_coefficients": ((1.0, 2.0), ("a", 1.0, 2.0)), "ns_steps": (0, 100), "adjust_lr_fn": ("none",)},
+    ),
     "optim.adamw_init": Row(
         lambda: {"params": tree(), "cfg": optim.AdamWConfig()},
         accepts={("params", "None"): ANY, ("params", "[]"): ANY, ("params", "float64[3, 3]"): "a bare tensor is a tree"},
@@ -114,7 +132,12 @@ LOOPS = {
     "optim.sgd_init": Row(
         lambda: {"params": tree(), "cfg": optim.SGDConfig(momentum=0.9)}, accepts={("params", "None"): ANY, ("params", "[]"): ANY}
     ),
+    "optim.muon_init": Row(
+        lambda: {"params": tree(), "cfg": optim.MuonConfig()},
+        accepts={("params", "None"): ANY, ("params", "[]"): ANY, ("params", "float64[3, 3]"): "a bare tensor is a tree"},
+    ),
     "optim.adamw_update": Row(adamw),
+    "optim.muon_update": Row(muon),
     "optim.sgd_update": Row(sgd),
     "optim.clip_by_global_norm": Row(
         lambda: {"grads": grads(), "max_norm": 1.0, "norm": torch.tensor(2.0), "in_place": True},
@@ -123,6 +146,11 @@ LOOPS = {
     "optim.balance": Row(lambda: {"bias": torch.zeros(4), "load": torch.arange(4), "rate": 0.1}),
     "optim.global_norm": Row(lambda: {"tree": grads()}, accepts={("tree", "None"): ANY, ("tree", "[]"): ANY}),
     "optim.decay_mask": Row(lambda: {"params": tree(), "exclude": ("a",)}, accepts={"params": ANY, ("exclude", "[]"): "none"}),
+    "optim.matrix_mask": Row(lambda: {"params": tree(), "exclude": ("a",)}, accepts={"params": ANY, ("exclude", "[]"): "none"}),
+    "optim.partition": Row(lambda: {"tree": tree(), "mask": {"a": True, "b": False}}, accepts={"tree": ANY}),
+    "optim.combine": Row(
+        lambda: {"first": tree(), "second": {"a": None, "b": torch.ones(2)}}, accepts={"first": ANY, "second": ANY}
+    ),
     "optim.ema_init": Row(lambda: {"params": tree(), "dtype": torch.float32}, accepts={"params": ANY}),
     "optim.ema_update": Row(lambda: {"average": tree(), "params": grads(), "decay": 0.5, "in_place": True}, {"decay": (1.5,)}),
     "optim.warmup_cosine": Row(

@@ -1,0 +1,57 @@
+"""The optimiser of a run: AdamW, or Muon for the matrices of the blocks and AdamW for the rest."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from funcops.optim import (
+    AdamWConfig,
+    MuonConfig,
+    adamw_init,
+    adamw_update,
+    combine,
+    decay_mask,
+    matrix_mask,
+    muon_init,
+    muon_update,
+    partition,
+)
+
+
+class Optimiser(NamedTuple):
+    """`decay` and `matrices` are trees of bools like params: which leaves are decayed, and which ones Muon updates."""
+
+    adamw: AdamWConfig
+    decay: Any
+    muon: MuonConfig | None = None
+    matrices: Any = None
+
+
+def optimiser_of(args: Any, params: Any) -> Optimiser:
+    adamw = AdamWConfig(lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay)
+    decay = decay_mask(params, ("*norm.weight",))
+    if args.optimizer == "adamw":
+        return Optimiser(adamw, decay)
+    muon = MuonConfig(lr=args.muon_lr, weight_decay=args.weight_decay, adjust_lr_fn="match_rms_adamw")
+    return Optimiser(adamw, decay, muon, matrix_mask(params))
+
+
+def first_state(params: Any, o: Optimiser) -> Any:
+    """The state of AdamW; with Muon both states, by name."""
+    if o.muon is None:
+        return adamw_init(params, o.adamw)
+    matrices, rest = partition(params, o.matrices)
+    return {"adamw": adamw_init(rest, o.adamw), "muon": muon_init(matrices, o.muon)}
+
+
+def update(params: Any, grads: Any, state: Any, o: Optimiser, *, lr: float | Tensor, in_place: bool) -> tuple[Any, Any]:
+    """A step at AdamW's rate `lr`; Muon's rate is as much of its own."""
+    if o.muon is None:
+        return adamw_update(params, grads, state, o.adamw, lr=lr, decay=o.decay, in_place=in_place)
+    (matrices, rest), (of_matrices, others), (decay, decays) = (partition(tree, o.matrices) for tree in (params, grads, o.decay))
+    rate = lr * (o.muon.lr / o.adamw.lr)
+    matrices, muon = muon_update(matrices, of_matrices, state["muon"], o.muon, lr=rate, decay=decay, in_place=in_place)
+    rest, adamw = adamw_update(rest, others, state["adamw"], o.adamw, lr=lr, decay=decays, in_place=in_place)
+    return combine(matrices, rest), {"adamw": adamw, "muon": muon}
