@@ -18,7 +18,8 @@ import functools
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, ClassVar, NoReturn
 
@@ -99,16 +100,25 @@ def started(args: Any) -> Iterator[Ranks]:
         if not ranks.first:
             stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         yield ranks
+    torch.distributed.barrier()  # no rank closes its connections while another one still reads
     torch.distributed.destroy_process_group()
 
 
-def leave(code: int) -> NoReturn:
-    """End the process. With several processes skip Python's own exit, which aborts if a thread of Gloo still holds a tensor."""
-    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+def leave(main: Callable[[], int]) -> NoReturn:
+    """Run `main` and end the process with the code that it returns. One of several processes skips Python's own exit, which aborts
+    if a thread of Gloo still holds a tensor; it prints the traceback of an error itself."""
+    if int(os.environ.get("WORLD_SIZE") or 1) == 1:
+        sys.exit(main())
+    try:
+        code = main()
+    except SystemExit as end:  # of a wrong flag, which is said already
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -63,6 +63,13 @@ def measured(rank, step, flags, folder=None):
 
 if __name__ == "__main__":
     folder, rank, step, *flags = sys.argv[1:]
-    code, *peaks = measured(int(rank), int(step), flags, Path(folder))
-    (Path(folder) / f"peak.{os.environ['RANK']}").write_text(json.dumps(peaks))
-    os._exit(code)  # without Python's own exit, which aborts if a thread of Gloo still holds a tensor
+
+    def main():
+        code, *peaks = measured(int(rank), int(step), flags, Path(folder))
+        (Path(folder) / f"peak.{os.environ['RANK']}").write_text(json.dumps(peaks))
+        return code
+
+    main_of("train_lm.py")  # which makes `lm` importable
+    from lm.ranks import leave
+
+    leave(main)

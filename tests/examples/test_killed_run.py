@@ -20,11 +20,11 @@ RUN = [*MODEL, *"--steps 12 --eval-every 3 --sample 0 --weight-decay 0.1".split(
 def torchrun(folder, text, out, *flags, kill=(0, -1), restarts=0):
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     given = [str(HERE / "killed_run.py"), str(folder), *map(str, kill), *RUN, "--text", str(text), "--out", str(out), *flags]
-    path = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'helpers'}", "OMP_NUM_THREADS": "1"}
+    path = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'helpers'}", "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     done = subprocess.run(
         [*command, "--max-restarts", str(restarts), *given], env=os.environ | path, capture_output=True, text=True, timeout=600
     )
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"peak.{rank}").read_text()) for rank in range(4)]
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -151,6 +152,37 @@ def test_a_mesh_that_does_not_fit_is_named_before_a_group_is_made(flags, monkeyp
     assert BAD[flags] in programs.run("train_lm.py", *SIZES, *flags.split(), code=2)
     monkeypatch.setenv("RANK", "1")
     assert programs.run("train_lm.py", *SIZES, *flags.split(), code=2) == "" and not torch.distributed.is_initialized()
+
+
+class Left(BaseException):
+    """Raised in place of the process's end."""
+
+
+ENDS = {
+    "returns": (lambda: 3, 3, False),
+    "a wrong flag": (lambda: sys.exit(2), 2, False),
+    "help": (lambda: sys.exit(), 0, False),
+    "a sentence": (lambda: sys.exit("no"), 1, False),
+    "an error": (lambda: [][1], 1, True),
+    "an interrupt": (lambda: signal.raise_signal(signal.SIGINT), 1, True),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_rank_ends_without_pythons_own_exit_however_it_ends(end, monkeypatch, capsys):
+    """Which aborts the process, and loses the error, if a thread of Gloo still holds a tensor."""
+    programs.main_of("train_lm.py")
+    from lm import ranks
+
+    def left(code):
+        raise Left(code)
+
+    main, code, traced = ENDS[end]
+    monkeypatch.setattr(ranks.os, "_exit", left)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(Left) as found:
+        ranks.leave(main)
+    assert found.value.args == (code,) and ("Traceback" in capsys.readouterr().err) == traced
 
 
 @pytest.fixture(scope="module")
