@@ -44,7 +44,7 @@ $(VENV)/.dev: $(VENV)/.test
 	@touch $@
 
 train: $(VENV)/.ready
-	$(PY) examples/train_lm.py --dtype auto $(ARGS)  # the last of two --dtype counts
+	$(PY) examples/train_lm.py --dtype auto --optimizer muon $(ARGS)  # of two flags of a name the last one counts
 
 MESH ?= --dp 2 --tp 2
 

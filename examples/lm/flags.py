@@ -21,7 +21,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 RECIPES = {"fp8_block": Fp8Block, "fp8_current": Fp8Current, "fp8_delayed": Fp8Delayed, "mxfp8": MXFP8, "nvfp4": NVFP4}
 
 
-MUON_LR = 0.012
 ONE_PROCESS = {"check": "whole params are compared", "graph": "communication is not captured"}
 OF_EXPERTS = {"top_k": 2, "shared": 0, "balance": 0.002}  # the defaults with --experts
 OF_DECODER = ("dim", "layers", "heads", "kv_heads", "hidden", "context", "tied", "experts", "top_k", "shared")
@@ -50,8 +49,8 @@ NUMBERS: dict[str, tuple[tuple[str, type, object, str], ...]] = {
         ("batch", int, 8, "rows in a step"),
         ("steps", int, 1000, "steps in all; the learning rate falls until the last"),
         ("warmup", int, 50, "steps in which the learning rate rises"),
-        ("lr", float, 3e-3, "largest learning rate of AdamW"),
-        ("weight-decay", float, 0.1, "AdamW's decay of matrices"),
+        ("lr", float, 3e-3, "largest learning rate"),
+        ("weight-decay", float, 0.1, "decay of matrices"),
         ("clip", float, 1.0, "largest global norm of the gradients"),
         ("seed", int, 0, "seed of the weights and of the batches"),
         ("eval-every", int, 250, "steps between evaluations, each of which saves the run"),
@@ -88,8 +87,6 @@ def _parser() -> argparse.ArgumentParser:
                 default="adamw",
                 help="muon: Muon for the matrices of the blocks, AdamW for the rest (default: %(default)s)",
             )
-            text = f"largest learning rate of Muon, which --lr stays for the rest (default: {MUON_LR})"
-            group.add_argument("--muon-lr", type=float, metavar="N", help=text)
         if title == "model":
             group.add_argument("--tied", action="store_true", help="one matrix for the embedding and the head")
             _add_experts(parser)
@@ -156,15 +153,6 @@ def _add_experts(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _check_muon(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    if args.muon_lr is not None and not 0 < args.muon_lr < math.inf:
-        parser.error(f"--muon-lr: expected a finite number above 0, got {args.muon_lr}")
-    if args.muon_lr is not None and args.optimizer != "muon":
-        parser.error(f"--muon-lr: expected with --optimizer muon, got {args.muon_lr} without")
-    if args.muon_lr is None and args.optimizer == "muon":
-        args.muon_lr = MUON_LR
-
-
 def _check_experts(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     for name, least in (("experts", 1), ("top_k", 1), ("shared", 1), ("balance", 0)):
         value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
@@ -203,7 +191,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         value = getattr(args, name.replace("-", "_"))
         if not ok or value == math.inf:
             parser.error(f"--{name}: expected a {'finite ' if value == math.inf else ''}number {least}, got {value}")
-    _check_muon(parser, args)
     if args.microbatches is not None and args.microbatches < 1:
         parser.error(f"--microbatches: expected at least 1, got {args.microbatches}")
     if not -(2**63) <= args.seed < 2**63 - 1:

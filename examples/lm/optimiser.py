@@ -34,7 +34,7 @@ def optimiser_of(args: Any, params: Any) -> Optimiser:
     decay = decay_mask(params, ("*norm.weight",))
     if args.optimizer == "adamw":
         return Optimiser(adamw, decay)
-    muon = MuonConfig(lr=args.muon_lr, weight_decay=args.weight_decay, adjust_lr_fn="match_rms_adamw")
+    muon = MuonConfig(lr=args.lr, weight_decay=args.weight_decay, adjust_lr_fn="match_rms_adamw")  # AdamW's rates suit it
     return Optimiser(adamw, decay, muon, matrix_mask(params))
 
 
@@ -47,11 +47,10 @@ def first_state(params: Any, o: Optimiser) -> Any:
 
 
 def update(params: Any, grads: Any, state: Any, o: Optimiser, *, lr: float | Tensor, in_place: bool) -> tuple[Any, Any]:
-    """A step at AdamW's rate `lr`; Muon's rate is as much of its own."""
+    """A step at the rate `lr`."""
     if o.muon is None:
         return adamw_update(params, grads, state, o.adamw, lr=lr, decay=o.decay, in_place=in_place)
     (matrices, rest), (of_matrices, others), (decay, decays) = (partition(tree, o.matrices) for tree in (params, grads, o.decay))
-    rate = lr * (o.muon.lr / o.adamw.lr)
-    matrices, muon = muon_update(matrices, of_matrices, state["muon"], o.muon, lr=rate, decay=decay, in_place=in_place)
+    matrices, muon = muon_update(matrices, of_matrices, state["muon"], o.muon, lr=lr, decay=decay, in_place=in_place)
     rest, adamw = adamw_update(rest, others, state["adamw"], o.adamw, lr=lr, decay=decays, in_place=in_place)
     return combine(matrices, rest), {"adamw": adamw, "muon": muon}

@@ -29,7 +29,7 @@ from lm.step import State
 
 ONE, MANY = "checkpoint.safetensors", "checkpoint"  # what one process writes, and several
 RUN = ("step", "settings", "rows")
-LATER = {"optimizer": "adamw", "muon_lr": "None"}  # flags that older checkpoints lack, and their values there
+LATER = {"optimizer": "adamw"}  # flags that older checkpoints lack, and their values there
 
 
 class RunError(Exception):

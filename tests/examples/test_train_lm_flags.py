@@ -80,7 +80,6 @@ def test_every_flag_has_a_text_a_default_and_a_group(action):
         ("--stop-at", 1),
         ("--out", "here"),
         ("--optimizer", "muon"),
-        ("--optimizer", "muon", "--muon-lr", 0.1),
         ("--optimizer", "muon", "--tied"),
         ("--optimizer", "muon", "--experts", 3),
         ("--optimizer", "muon", "--recipe", "fp8_delayed"),
