@@ -127,13 +127,7 @@ def _mirrors(gradient: Any, tree: Any, what: str) -> None:
 def law_right(case: Case, dtype: torch.dtype) -> None:
     """y and all gradients match PyTorch autograd in float64 through the reference, on the same inputs."""
     params, x, y, _, dy, (dparams, dx) = run(case, dtype)
-
-    def double(t: Any) -> Any:
-        return t.double().requires_grad_() if t.is_floating_point() else t
-
-    ref_params, ref_x = tree_map_tensors(double, dense((params, x)))
-    with torch.device(case.device):  # of the tensors that a reference makes
-        want = case.reference(ref_params, ref_x, case.cfg)
+    ref_params, ref_x, want = by_reference(case, params, x)
     length = max([t.numel() for t in tensors((params, x, y))] + [1])
     detached = tree_map_tensors(torch.detach, want)
     assert_close(dense(y), detached, dtype=dtype, length=length, bits=case.bits, what=f"y of {case}")
@@ -146,6 +140,17 @@ def law_right(case: Case, dtype: torch.dtype) -> None:
     named: list[Any] = [{"params": params, "x": x} for params, x in (got, reference)]
     close: dict[str, Any] = dict(dtype=dtype, length=length, by_leaf=True, cancels=case.cancels, bits=case.bits)
     assert_close(*named, **close, what=f"gradients of {case}")
+
+
+def by_reference(case: Case, params: Any, x: Any) -> tuple[Any, Any, Any]:
+    """Copies of params and x in float64 that require gradients, and y of the case's reference from them, on the case's device."""
+
+    def double(t: Any) -> Any:
+        return t.double().requires_grad_() if t.is_floating_point() else t
+
+    params, x = tree_map_tensors(double, dense((params, x)))
+    with torch.device(case.device):  # of the tensors that a reference makes
+        return params, x, case.reference(params, x, case.cfg)
 
 
 def law_finite_differences(case: Case, dtype: torch.dtype) -> None:
