@@ -15,7 +15,7 @@ NAMES = sorted({case.op.name for case, _ in CASES})
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_reference_mixes_devices(name):
-    """Of each case once."""
+    """Each case runs in one dtype."""
     found = list({str(case): case for case, _ in CASES if case.op.name == name}.values())
     for case in found:
         params, x, *_ = run(case, next(dtype for other, dtype in CASES if other is case))
