@@ -6,7 +6,7 @@ import sys as _sys
 
 from funcops.compose.plain_experts import plain_experts
 from funcops.contract.moved import Face as _Face
-from funcops.models.cache import Cache, KVCache, cache_init
+from funcops.models.cache import Cache, KVCache, cache_init, roll_back
 from funcops.models.decode import decode, generate
 from funcops.models.decoder import DecoderConfig, LatentConfig, decoder, decoder_x, layer_paths
 from funcops.models.documents import PackedDocuments, pack
@@ -18,6 +18,6 @@ from funcops.models.sharding_rules import roles
 
 __all__ = ["Cache", "DecoderConfig", "KVCache", "LatentConfig", "MoEConfig", "PackedDocuments", "SamplingConfig"]
 __all__ += ["cache_init", "decode", "decoder", "decoder_x", "from_hf", "generate", "layer_paths"]
-__all__ += ["moe", "open_hf", "pack", "peft_names", "plain_experts", "roles", "sample", "to_hf"]
+__all__ += ["moe", "open_hf", "pack", "peft_names", "plain_experts", "roles", "roll_back", "sample", "to_hf"]
 
 _sys.modules[__name__].__class__ = _Face  # `roles` stays the function, whoever imports that old path

@@ -21,16 +21,28 @@ from funcops.contract.configs import OpConfig, config
 from funcops.contract.marks import Gone
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, forward, init_of, make_op
+from funcops.contract.schema import Donated
 from funcops.contract.walk import Part, rewrite
-from funcops.errors import DonatedError, check, describe, fail, require, require_count, require_device, require_dtype, require_type
+from funcops.errors import (
+    FLOATS,
+    DonatedError,
+    check,
+    describe,
+    fail,
+    require,
+    require_count,
+    require_device,
+    require_dtype,
+    require_type,
+)
 from funcops.kernels.attention import masked_fwd
 from funcops.kernels.scored_attention import alibi_slopes
 from funcops.models.decoder import DecoderConfig, layer_paths
 from funcops.ops.attention import AttentionConfig, attention, check_parts, check_qkv
 from funcops.ops.sink_attention import sink_attention, sink_attention_init
-from funcops.trees import has, leaf, static, tree
+from funcops.trees import has, leaf, static, tree, tree_map_tensors
 
-__all__ = ["Cache", "KVCache", "cache_init", "cached_attention", "with_cache"]
+__all__ = ["Cache", "KVCache", "cache_init", "cached_attention", "roll_back", "with_cache"]
 
 CACHE = "cache"  # the extra input of cached attention
 
@@ -101,6 +113,57 @@ def cache_init(
     for path, shapes in shapes_of(cfg, batch, context, chunk).items():
         layers[path] = KVCache(*[torch.zeros(shape, dtype=dtype, device=device) for shape in shapes])
     return Cache(layers, torch.zeros(batch, dtype=torch.int64, device=device), context=context, chunk=chunk)
+
+
+def roll_back(cache: Any, lengths: Tensor) -> Cache:
+    """The cache with only the first `lengths` [B], int64, positions of each sequence, as if the later ones had never been decoded:
+    what a draft has added and the model does not confirm. `cache` is copied, unless it is given as `donate(cache)`.
+
+    A ring of a layer with a window has overwritten earlier positions: it goes back by at most the cache's chunk. Raises
+    `ValueError` for lengths that are longer, negative or too far back (on a device, or under recording: an assertion at run time).
+
+    >>> import torch
+    >>> from funcops import donate, RopeConfig
+    >>> from funcops.models import DecoderConfig, cache_init, roll_back
+    >>> sizes = dict(vocab=64, dim=32, layers=2, heads=4, kv_heads=2, head_size=8, hidden=48, context=64)
+    >>> cache = cache_init(DecoderConfig(**sizes, rope=RopeConfig(8)), batch=2, context=32)
+    >>> cache.lengths += 5
+    >>> roll_back(donate(cache), torch.tensor([5, 3])).lengths
+    tensor([5, 3])
+    """
+    where = "roll_back"
+    held = looked_at(where, cache)
+    require_type(where, "cache", held, Cache)
+    check(where, "cache.lengths", held.lengths, (...,), torch.int64)
+    for path, layer in held.layers.items():
+        require_type(where, f"cache.layers.{path}", layer, KVCache)
+        for name, t in (("k", layer.k), ("v", layer.v)):
+            check(where, f"cache.layers.{path}.{name}", t, (...,), FLOATS, held.lengths)
+            rows = t.dim() == 4 and t.shape[:1] == held.lengths.shape
+            require(rows, where, f"cache.layers.{path}.{name}", "[B, K, R, D] with B as in cache.lengths", list(t.shape))
+    check(where, "lengths", lengths, tuple(held.lengths.shape), torch.int64, held.lengths)
+    rings = any(layer.k.shape[2] < held.context for layer in held.layers.values())
+    least = (held.lengths - held.chunk).clamp_min(0) if rings else torch.zeros_like(held.lengths)
+    right = (least <= lengths) & (lengths <= held.lengths)
+    if watched() or not lengths.is_cpu:
+        torch._assert_async(right.all(), f"{where}: lengths must be at most cache.lengths, and not too far back")
+    elif not bool(right.all()):
+        row = int((~right).int().argmax())
+        fail(where, f"lengths[{row}]", f"from {int(least[row])} to {int(held.lengths[row])}", int(lengths[row]))
+    mine = cache.take(where) if type(cache) is Donated else tree_map_tensors(torch.clone, cache)
+    mine.lengths.copy_(lengths)
+    return mine
+
+
+def looked_at(where: str, cache: Any) -> Any:
+    """Return the cache, also out of `donate(cache)`, without taking it yet. Raises `DonatedError` if it was used already."""
+    if type(cache) is Donated:
+        if cache._node is None:
+            raise DonatedError(f"{where}: cache must be unused, got one that was given away with donate() and taken already")
+        return cache._node
+    if type(cache) is Cache and not cache.fresh():
+        cache.complain(where)
+    return cache
 
 
 def slots_of(window: int | None, context: int, chunk: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +15,11 @@ from funcops.compose.chain import ChainConfig, chain
 from funcops.contract.needs import Needs
 from funcops.contract.schema import Donated
 from funcops.contract.walk import steps
-from funcops.errors import FLOATS, DonatedError, check, differing, fail, require, require_count, require_type
+from funcops.errors import FLOATS, check, differing, fail, require, require_count, require_type
 from funcops.formats.scaled import unscaled
-from funcops.models.cache import CACHE, Cache, cache_init, check_cache, check_room, slots, with_cache, with_caches
+from funcops.models.cache import CACHE, Cache, cache_init, check_cache, check_room, looked_at, slots, with_cache, with_caches
 from funcops.models.decoder import DecoderConfig, decoder, decoder_x, without_loss
-from funcops.models.sampling import SamplingConfig, sample
+from funcops.models.sampling import SamplingConfig, drawn
 from funcops.ops.rope_scaling import LongRopeScaling
 from funcops.trees import WithExtras, at, paths, stands_for_one, tree_map_tensors
 
@@ -78,7 +78,7 @@ def decode(
     check(where, "ids", ids, (...,), torch.int64)
     if ids.dim() != 2:
         fail(where, "ids", "[B, T]", list(ids.shape))
-    held = _looked_at(where, cache)
+    held = looked_at(where, cache)
     check_cache(where, held, cfg, ids.shape[0])
     batch, tokens = ids.shape
     expected = f"[{batch}, T] with T from 1 to the cache's chunk, {held.chunk}"
@@ -108,17 +108,6 @@ def _step(
     return y.main if type(y) is WithExtras else y, cache
 
 
-def _looked_at(where: str, cache: Any) -> Any:
-    """Return the cache, also out of `donate(cache)`, without taking it yet. Raises `DonatedError` if it was used already."""
-    if type(cache) is Donated:
-        if cache._node is None:
-            raise DonatedError(f"{where}: cache must be unused, got one that was given away with donate() and taken already")
-        return cache._node
-    if type(cache) is Cache and not cache.fresh():
-        cache.complain(where)
-    return cache
-
-
 def _check_counts(where: str, counts: Any, ids: Tensor, cache: Cache) -> None:
     if counts is None:
         return
@@ -137,14 +126,17 @@ def generate(
     key: Tensor | None = None,
     sampling: SamplingConfig | None = None,
     lengths: Tensor | None = None,
+    stop: Sequence[int] = (),
     chunk: int = 256,
     model: ChainConfig | None = None,
 ) -> Iterator[Tensor]:
     """Generate the next `tokens` tokens after prompts ids [B, T], one after another: each [B], int64, as soon as it is computed.
 
     `sampling`: how tokens are drawn, by default the likeliest; each is drawn from `key`, folded with its number. `lengths` [B],
-    int64: the lengths of prompts that are shorter than T, which begin their rows. Prompts are taken in chunks of `chunk`. `model`:
-    as in `decode`. Nothing waits for a device until a token is read; stop iterating to end early.
+    int64: the lengths of prompts that are shorter than T, which begin their rows. `stop`: ids of tokens that end a row. Later
+    tokens of that row repeat the id, and its cache is dropped, so that later steps compute the other rows alone; after the last
+    row has ended the iterator ends. Prompts are taken in chunks of `chunk`. `model`: as in `decode`. Nothing waits for a device
+    until a token is read, except with `stop`, which reads each token; stop iterating to end early.
 
     Raises `ValueError` or `TypeError`, when it is called, for arguments of a wrong shape, dtype or value, and if tokens reach
     beyond the original context of a rope that depends on the longest sequence and was not given its length.
@@ -175,14 +167,15 @@ def generate(
         if lengths.is_cpu and not watched():
             most, found = ids.shape[1], lengths.tolist()
             require(all(1 <= n <= most for n in found), where, "lengths", f"from 1 to {most}, as ids has", found)
+    ends = isinstance(stop, (tuple, list)) and all(type(i) is int and 0 <= i < cfg.vocab for i in stop)
+    require(ends, where, "stop", f"a sequence of ids from 0 to {cfg.vocab - 1}", repr(stop))
     params = without_loss(params)
     _check_params(where, params, model, cfg, ids)
     dtype, chunk = at(params, "embed.weight").dtype, min(chunk, ids.shape[1])
     length = ids.shape[1] + tokens - 1
     _check_length(where, cfg, ids.shape[1], length)
     cache = cache_init(cfg, ids.shape[0], context=length, chunk=chunk, dtype=dtype, device=ids.device)
-    placed = with_caches(where, params, cache)
-    return _stream(placed, cfg, ids, tokens, key, sampling, lengths, cache, model)
+    return _Rows(params, cfg, model, cache).stream(ids, lengths, tokens, key, sampling, stop)
 
 
 def _check_length(where: str, cfg: DecoderConfig, prompt: int, longest: int) -> None:
@@ -213,30 +206,63 @@ def _check_params(where: str, params: Any, model: ChainConfig | None, cfg: Decod
             check(where, f"params.{path}", t, tuple(want.shape), FLOATS if want.is_floating_point() else want.dtype, ids)
 
 
-def _stream(
-    placed: Any,
-    cfg: DecoderConfig,
-    ids: Tensor,
-    tokens: int,
-    key: Tensor | None,
-    sampling: SamplingConfig,
-    lengths: Tensor | None,
-    cache: Cache,
-    model: ChainConfig | None,
-) -> Iterator[Tensor]:
-    last: Any = None
-    length = cache.context
-    for start in range(0, ids.shape[1], cache.chunk):
-        part = ids[:, start : start + cache.chunk]
-        counts = None if lengths is None else (lengths - start).clamp(0, part.shape[1])
-        logits, cache = _step(placed, cache, part, cfg, counts, model, length)
-        last = logits[:, -1] if counts is None else _last(logits, counts, last)
-    for i in range(tokens):
-        token = sample(last, None if key is None else random.fold_in(key, i), sampling)
-        yield token
-        if i + 1 < tokens:
-            logits, cache = _step(placed, cache, token.unsqueeze(1), cfg, None, model, length)
-            last = logits[:, -1]
+class _Rows:
+    """The sequences that a model goes on with, and their cache."""
+
+    def __init__(self, params: Any, cfg: DecoderConfig, model: ChainConfig | None, cache: Cache) -> None:
+        self.params, self.cfg, self.model = params, cfg, model
+        self.hold(cache)
+
+    def hold(self, cache: Cache) -> None:
+        self.cache, self.placed = cache, with_caches("generate", self.params, cache)
+
+    def step(self, ids: Tensor, counts: Tensor | None) -> Tensor:
+        return _step(self.placed, self.cache, ids, self.cfg, counts, self.model, self.cache.context)[0]
+
+    def prompted(self, ids: Tensor, lengths: Tensor | None) -> Tensor:
+        """Take the prompts; return the logits of the last token of each."""
+        last: Any = None
+        for start in range(0, ids.shape[1], self.cache.chunk):
+            part = ids[:, start : start + self.cache.chunk]
+            counts = None if lengths is None else (lengths - start).clamp(0, part.shape[1])
+            logits = self.step(part, counts)
+            last = logits[:, -1] if counts is None else _last(logits, counts, last)
+        found: Tensor = last
+        return found
+
+    def stream(
+        self, ids: Tensor, lengths: Tensor | None, tokens: int, key: Tensor | None, sampling: SamplingConfig, stop: Sequence[int]
+    ) -> Iterator[Tensor]:
+        """Yield the tokens after the prompts. A row draws the same numbers, whether or not others have ended."""
+        last, batch = self.prompted(ids, lengths), len(ids)
+        seen = None if sampling.repetition_penalty == 1 else _seen(ids, lengths, self.cfg)
+        going, ended, ends = torch.arange(batch, device=ids.device), ids.new_zeros(batch), ids.new_tensor(list(stop))
+        for i in range(tokens):
+            u = None if key is None else random.uniform(random.fold_in(key, i), (batch, 1), dtype=torch.float64)
+            token = drawn("generate", last, u if u is None or not stop else u[going], sampling, seen)
+            if not stop:
+                yield token
+            else:
+                ended = ended.index_put((going,), token)
+                yield ended
+                goes_on = ~torch.isin(token, ends)
+                if not goes_on.any():
+                    return
+                if not goes_on.all():
+                    going, token = going[goes_on], token[goes_on]
+                    seen = None if seen is None else seen[goes_on]
+                    self.hold(tree_map_tensors(lambda t, kept=goes_on: t[kept], self.cache))
+            if i + 1 < tokens:
+                seen = None if seen is None else seen.scatter(1, token.unsqueeze(1), True)
+                last = self.step(token.unsqueeze(1), None)[:, -1]
+
+
+def _seen(ids: Tensor, lengths: Tensor | None, cfg: DecoderConfig) -> Tensor:
+    """Which tokens occur in each prompt: [B, V]."""
+    there = torch.ones_like(ids, dtype=torch.int8)
+    if lengths is not None:
+        there = (torch.arange(ids.shape[1], device=ids.device) < lengths.unsqueeze(1)).to(torch.int8)
+    return ids.new_zeros((len(ids), cfg.vocab), dtype=torch.int8).scatter_reduce(1, ids, there, "amax").bool()
 
 
 def _last(logits: Tensor, counts: Tensor, before: Tensor | None) -> Tensor:

@@ -16,11 +16,13 @@ __all__ = ["SamplingConfig", "sample"]
 @config
 class SamplingConfig:
     """`temperature`: divides logits; 0 takes the likeliest token. `top_k`: keep only the k likeliest. `top_p`: of those keep the
-    fewest likeliest that together have a probability of p (arXiv:1904.09751). Among equals the lower id goes first.
+    fewest likeliest that together have a probability of p (arXiv:1904.09751). `min_p`: keep only tokens that are at least min_p
+    times as likely as the likeliest (arXiv:2407.01082). `repetition_penalty`: before all that, divides positive logits of tokens
+    that have occurred, and multiplies negative ones (arXiv:1909.05858). Among equals the lower id goes first.
 
     >>> from funcops.models import SamplingConfig
     >>> SamplingConfig(temperature=0.8, top_p=0.9)
-    SamplingConfig(temperature=0.8, top_k=None, top_p=0.9)
+    SamplingConfig(temperature=0.8, top_k=None, top_p=0.9, min_p=None, repetition_penalty=1.0)
     >>> SamplingConfig(temperature=-1.0)
     Traceback (most recent call last):
         ...
@@ -30,18 +32,23 @@ class SamplingConfig:
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         where = "SamplingConfig"
         require_number(where, 0, temperature=self.temperature)
         require(self.top_k is None or self.top_k >= 1, where, "top_k", "None or at least 1", self.top_k)
         require(self.top_p is None or 0 < self.top_p <= 1, where, "top_p", "None, or above 0 and at most 1", self.top_p)
+        require(self.min_p is None or 0 <= self.min_p <= 1, where, "min_p", "None, or from 0 to 1", self.min_p)
+        require_number(where, 0, repetition_penalty=self.repetition_penalty)
+        require(self.repetition_penalty > 0, where, "repetition_penalty", "above 0", self.repetition_penalty)
 
 
-def sample(logits: Tensor, key: Tensor | None, cfg: SamplingConfig) -> Tensor:
+def sample(logits: Tensor, key: Tensor | None, cfg: SamplingConfig, seen: Tensor | None = None) -> Tensor:
     """Draw a token for each row of logits [B, V] -> [B], int64, by one uniform number from `key`: the first token whose cumulated
     probability is above it. At temperature 0 the key is not used, and may be None. Logits of inf share all the probability of their
-    row.
+    row. `seen` [B, V], bool: the tokens that a repetition penalty applies to.
 
     Raises `ValueError` or `TypeError` for a wrong shape or dtype, or without a key; on the CPU also for a NaN, and for a row of
     -inf alone. On a device, which the call does not wait for, or under recording, a NaN counts as -inf, and the tokens of a row
@@ -62,11 +69,24 @@ def sample(logits: Tensor, key: Tensor | None, cfg: SamplingConfig) -> Tensor:
     if cfg.temperature > 0 or key is not None:
         random.check_key(where, key)
         check(where, "key", key, (2,), torch.int64, logits)
+    if seen is not None or cfg.repetition_penalty != 1:
+        check(where, "seen", seen, tuple(logits.shape), torch.bool, logits)
+    u = None if key is None else random.uniform(key, (logits.shape[0], 1), dtype=torch.float64)
+    return drawn(where, logits, u, cfg, seen)
+
+
+def drawn(where: str, logits: Tensor, u: Tensor | None, cfg: SamplingConfig, seen: Tensor | None) -> Tensor:
+    """`sample` with the uniform numbers u [B, 1], float64."""
     logits = logits.masked_fill(_checked_nan(where, logits), -torch.inf)
+    if seen is not None and cfg.repetition_penalty != 1:
+        logits, penalty = logits.to(torch.float64), cfg.repetition_penalty
+        logits = torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
     if cfg.temperature == 0:
         return logits.argmax(1)
-    assert key is not None
+    assert u is not None
     p, order = torch.softmax(_below_highest(logits.to(torch.float64)) / cfg.temperature, 1), None
+    if cfg.min_p is not None:
+        unlikely = p < cfg.min_p * p.amax(1, keepdim=True)
     if cfg.top_k is not None or cfg.top_p is not None:
         p, order = torch.sort(p, dim=1, descending=True, stable=True)
         before = p.cumsum(1) - p
@@ -75,8 +95,9 @@ def sample(logits: Tensor, key: Tensor | None, cfg: SamplingConfig) -> Tensor:
         if cfg.top_p is not None:
             mass = p.sum(1, keepdim=True)
             p = p.masked_fill(before >= cfg.top_p * mass, 0.0)
+    if cfg.min_p is not None:  # of the probabilities before the other filters, which only scale what they keep
+        p = p.masked_fill(unlikely if order is None else unlikely.gather(1, order), 0.0)
     total = p.cumsum(1)
-    u = random.uniform(key, (p.shape[0], 1), dtype=torch.float64)
     whole = total[:, -1:].contiguous()
     place = torch.searchsorted(total, u * whole, right=True)
     last = torch.searchsorted(total, whole)  # the last token that has any probability

@@ -75,6 +75,7 @@ def generating() -> dict[str, Any]:
         "key": random.key(0),
         "sampling": sampling,
         "lengths": COUNTS,
+        "stop": (3, 5),
         "chunk": 3,
         "model": models.decoder(LLAMA),
     }
@@ -106,15 +107,28 @@ MODELS = {
         {"ids": (IDS[0],)},
         {("ids", "int64[2, 3]"): "one tensor may be anywhere"},
     ),
-    "models.SamplingConfig": Row(lambda: {"temperature": 1.0, "top_k": 3, "top_p": 0.5}, {"top_k": ZERO, "top_p": (0.0, 1.5)}),
+    "models.SamplingConfig": Row(
+        lambda: {"temperature": 1.0, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.2},
+        {"top_k": ZERO, "top_p": (0.0, 1.5), "min_p": (-0.1, 1.5), "repetition_penalty": (0.0, -1.0)},
+    ),
     "models.cache_init": Row(
         lambda: {"cfg": LLAMA, "batch": 2, "context": 6, "chunk": 3, "dtype": torch.float32, "device": "cpu"},
         dict.fromkeys(("batch", "context", "chunk"), ZERO),
     ),
+    "models.roll_back": Row(lambda: {"cache": cache(), "lengths": torch.zeros(2, dtype=torch.int64)}),
     "models.decode": Row(decoding, {"ids": (ONE[0], ONE[:, :0])}),
-    "models.generate": Row(generating, {"tokens": ZERO, "chunk": ZERO, "lengths": (0 * COUNTS,)}),
+    "models.generate": Row(
+        generating,
+        {"tokens": ZERO, "chunk": ZERO, "lengths": (0 * COUNTS,), "stop": ((-1,), (10**6,), (1.5,))},
+        {("stop", "[]"): "none"},
+    ),
     "models.sample": Row(
-        lambda: {"logits": torch.ones(2, 5), "key": random.key(0), "cfg": models.SamplingConfig(temperature=1.0)},
+        lambda: {
+            "logits": torch.ones(2, 5),
+            "key": random.key(0),
+            "cfg": models.SamplingConfig(temperature=1.0),
+            "seen": torch.zeros(2, 5, dtype=torch.bool),
+        },
         {"logits": (torch.ones(5), torch.ones(2, 0))},
         {("logits", "float32[3, 5]"): "rows of any number"},
     ),
