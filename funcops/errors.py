@@ -165,7 +165,7 @@ def in_step(error: Exception, name: object) -> None:
     if torch.compiler.is_dynamo_compiling():
         _in_traced_step(error, name)
         return
-    if len(error.args) == 1 and isinstance(error.args[0], str) and not isinstance(error, LookupError):
+    if len(error.args) == 1 and isinstance(error.args[0], str) and not isinstance(error, KeyError):
         path, text = getattr(error, "_in_step", ("", error.args[0]))
         path = join_path(str(name), path)
         error._in_step = path, text  # type: ignore[attr-defined]

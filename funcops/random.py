@@ -407,6 +407,8 @@ def check_key(where: str, key: Any) -> None:
         ...
     TypeError: my_op: key must be int64, got float32
     """
+    if not isinstance(key, Tensor):
+        fail(where, "key", "a key, random.key(0) for example", describe(key), TypeError)
     check(where, "key", key, (2,), torch.int64)
     if key.is_meta and not tracing():
         fail(where, "key", "a tensor with values (or None, if params are on the meta device)", describe(key) + " on meta")
@@ -429,7 +431,7 @@ def _no_values(device: Any) -> bool:
 
 def _empty(where: str, shape: Sequence[int], dtype: torch.dtype, device: Any) -> Tensor:
     if not _no_values(device):
-        fail(where, "key", "a key (see funcops.random.key); only on the meta device may it be None", "None", TypeError)
+        fail(where, "key", "a key, random.key(0) for example; only on the meta device may it be None", "None", TypeError)
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 

@@ -389,6 +389,8 @@ def open_node(where: str, node: Any, cls: Any, cfg: Any) -> Any:
     if type(node) is not cls:
         got = f"{node.kind} {type(node).__name__}" if isinstance(node, Saved) else describe(node)
         hint = " (a forward with needs=Needs.NONE keeps nothing)" if node is None else ""
+        if getattr(node, "kind", None) == cls.kind:  # with_policy and remat return an op with a class of its own
+            hint = ": call the backward of the op that ran the forward"
         fail(where, cls.kind, f"{cls.__name__} or donate() of it", got + hint, TypeError)
     if not node.fresh():
         node.complain(where)

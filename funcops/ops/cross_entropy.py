@@ -25,6 +25,7 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
 from funcops.contract.schema import DGRAD, Inputs, Residuals, saved
 from funcops.kernels import cross_entropy as kernels
+from funcops.ops._ids import check_ids
 from funcops.ops._loss import check_options, check_pair, reduce_losses, row_gradient
 
 __all__ = ["CrossEntropyConfig", "CrossEntropyResiduals"]
@@ -56,10 +57,10 @@ class CrossEntropyResiduals(Residuals, static=("inputs",)):
 def cross_entropy_fwd(
     params: None, x: tuple[Tensor, Tensor], cfg: CrossEntropyConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, CrossEntropyResiduals | None]:
-    """x: `(logits, labels)` -> y. A label outside [0, V) other than ignore_index raises in torch's gather on the CPU.
-
-    Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
+    """x: `(logits, labels)` -> y. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device; on the CPU `IndexError`
+    for a label outside [0, V) other than ignore_index."""
     logits, labels = check_pair("cross_entropy_fwd", x, None, "logits")
+    check_ids("cross_entropy_fwd", "x.1 (labels)", labels, logits.shape[-1] - 1, but=cfg.ignore_index)
     rows = logits.reshape(-1, logits.shape[-1])
     losses, lse = kernels.cross_entropy_fwd(rows, labels.reshape(-1), cfg.label_smoothing, cfg.ignore_index, cfg.z_loss)
     y, count = reduce_losses(losses.reshape(labels.shape), labels, cfg)

@@ -29,6 +29,7 @@ from funcops.contract.op import both_halves, config, dgrad_of, forward, init_of,
 from funcops.contract.schema import WGRAD, Pending, Residuals, saved
 from funcops.errors import FLOATS, check, require
 from funcops.kernels import embedding as kernels
+from funcops.ops._ids import check_ids
 from funcops.trees import leaf, tree
 
 __all__ = ["EmbeddingConfig", "EmbeddingParams", "EmbeddingPending", "EmbeddingResiduals"]
@@ -88,6 +89,7 @@ def embedding_fwd(
     weight = params.weight
     check("embedding_fwd", "x", x, (...,), torch.int64)
     check("embedding_fwd", "params.weight", weight, (cfg.num_embeddings, cfg.dim), FLOATS, x)
+    check_ids("embedding_fwd", "x", x, cfg.num_embeddings - 1)
     return kernels.embedding_fwd(weight, x), EmbeddingResiduals.keep(cfg, needs, ids=x, dtype=weight.dtype)
 
 

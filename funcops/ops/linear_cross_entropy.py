@@ -43,6 +43,7 @@ from funcops.kernels import cross_entropy as kernels
 from funcops.kernels import fused_linear
 from funcops.kernels import linear as linear_kernels
 from funcops.kernels import softcap as cap_kernels
+from funcops.ops._ids import check_ids
 from funcops.ops._loss import check_options, check_pair, reduce_losses, row_gradient
 from funcops.trees import leaf, tree
 
@@ -136,6 +137,7 @@ def linear_cross_entropy_fwd(
 ) -> tuple[Tensor, LinearCrossEntropyResiduals | None]:
     """x: `(x, labels)` -> y. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
     t, labels = check_pair("linear_cross_entropy_fwd", x, cfg.in_features, "x")
+    check_ids("linear_cross_entropy_fwd", "x.1 (labels)", labels, cfg.vocab - 1, but=cfg.ignore_index)
     weight = params.weight
     check("linear_cross_entropy_fwd", "params.weight", weight, (cfg.vocab, cfg.in_features), t.dtype, t)
     rows, flat = t.reshape(-1, cfg.in_features), labels.reshape(-1)

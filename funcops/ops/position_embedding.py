@@ -30,6 +30,7 @@ from funcops.contract.schema import WGRAD, Inputs, Pending, Residuals, saved
 from funcops.errors import FLOATS, check, check_rows, fail, require
 from funcops.kernels import embedding as kernels
 from funcops.kernels import pointwise
+from funcops.ops._ids import check_ids
 from funcops.ops._tuples import require_tuple
 from funcops.ops.embedding import EmbeddingParams, check_embedding_into, embedding_gradients
 
@@ -83,6 +84,7 @@ def position_embedding_fwd(
     rows = t.shape[-2:-1] if getattr(positions, "ndim", 1) <= 1 else t.shape[:-1]
     check("position_embedding_fwd", "x.1 (positions)", positions, rows, torch.int64, t)
     check("position_embedding_fwd", "params.weight", params.weight, (cfg.positions, cfg.dim), t.dtype, t)
+    check_ids("position_embedding_fwd", "x.1 (positions)", positions, cfg.positions - 1)
     y = pointwise.add(t, kernels.embedding_fwd(params.weight, positions))
     kept = PositionEmbeddingResiduals.keep(cfg, needs, positions=positions, inputs=Inputs.of(x), shape=t.shape, dtype=t.dtype)
     return y, kept

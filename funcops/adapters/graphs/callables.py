@@ -15,7 +15,7 @@ from funcops.adapters.autograd.delayed import WgradStore, accumulate, delayed_wg
 from funcops.adapters.autograd.first_order import anchor, first_order
 from funcops.adapters.graphs.backend import Captured, Capturer, Options
 from funcops.adapters.graphs.borrowed import SHARED
-from funcops.adapters.graphs.statics import Snapshot, StaticInput, Written
+from funcops.adapters.graphs.statics import Snapshot, StaticInput, Written, other_structure
 from funcops.contract.marks import Versions
 from funcops.errors import BorrowedError, GraphOrderError, describe, fail, require, require_flag, require_type
 from funcops.trees import leaves, paths, structure, tensors, with_leaves
@@ -73,7 +73,7 @@ class _Callable:
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """Check the arguments, and return the tensors among them."""
         if structure((args, kwargs)) != self.structure:
-            fail(self.where, "arguments", f"of the captured structure {self.structure}", structure((args, kwargs)))
+            other_structure(self.where, "arguments", (self.args, self.kwargs), (args, kwargs))
         values = leaves((args, kwargs))
         for leaf, value in zip(self.slots[0].inputs, values, strict=True):
             leaf.check(self.where, value)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from funcops.contract.marks import Versions
 from funcops.distributed.async_collectives import InFlight
-from funcops.errors import CaptureError, GradModeError, describe, fail
+from funcops.errors import CaptureError, GradModeError, describe, differing, fail, few
 from funcops.trees import flatten, leaves, paths, structure, tree_map, with_leaves
 
 POLICIES = ("copy", "pinned", "donated")
@@ -48,6 +48,14 @@ class StaticInput(NamedTuple):
             fail(where, name, f"at its captured address ({self.policy})", "a tensor at another: write to it in place")
 
 
+def other_structure(where: str, name: str, captured: Any, given: Any) -> NoReturn:
+    """Raise for arguments of another structure, naming the paths that are missing or extra."""
+    wanted, got = paths(captured), paths(given)
+    if wanted.keys() != got.keys():
+        fail(where, name, f"as captured, {few(wanted)}", differing(got, wanted))
+    fail(where, name, f"of the captured structure {structure(captured)}", structure(given))
+
+
 class Inputs:
     """The arguments of a captured function. `trees` are the arguments of its calls: its own buffer for `copy`, else the caller's
     tensor."""
@@ -66,7 +74,7 @@ class Inputs:
         """Check every leaf, then copy the leaves of policy `copy`. Returns the given leaves. Raises `ValueError` or `TypeError`."""
         values, found = flatten(given)
         if found != self.structure:
-            fail(self.where, "inputs", f"of the captured structure {self.structure}", found)
+            other_structure(self.where, "inputs", self.trees, given)
         self._check_grad_mode(values)
         for leaf, value in zip(self.leaves, values, strict=True):
             if value is None or value is not leaf.own or value.data_ptr() != leaf.address:

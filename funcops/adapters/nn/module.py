@@ -185,6 +185,8 @@ class OpModule(Prepared):
         way = self.other_way()
         if way is not None:
             return way(x)
+        if not hasattr(x, "__torch_function__") and type(x) is not tuple:
+            fail(type(self).__name__, "x", "a tensor", describe(x), TypeError)
         own = self._own()
         for t in (x, *own):
             if not (PLAIN.get(type(t)) or is_plain(t)):

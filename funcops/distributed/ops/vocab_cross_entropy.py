@@ -38,6 +38,7 @@ from funcops.distributed.checks import check_tensor, require_axis
 from funcops.distributed.mesh import Axis
 from funcops.distributed.ops._vocab import losses_of_rows, parts_of_rows
 from funcops.kernels import cross_entropy as kernels
+from funcops.ops._ids import check_ids
 from funcops.ops._loss import check_options, check_pair, reduce_losses, row_gradient
 
 __all__ = ["VocabCrossEntropyConfig", "VocabCrossEntropyResiduals"]
@@ -71,11 +72,12 @@ class VocabCrossEntropyResiduals(Residuals, static=("inputs",)):
 def vocab_cross_entropy_fwd(
     params: None, x: tuple[Tensor, Tensor], cfg: VocabCrossEntropyConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, VocabCrossEntropyResiduals | None]:
-    """x: `(logits, labels)` -> y. A label outside [0, V) other than ignore_index raises in torch's gather on the CPU.
-
-    Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
+    """x: `(logits, labels)` -> y. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device; on the CPU `IndexError`
+    for a label outside [0, V) other than ignore_index."""
     logits, labels = check_pair("vocab_cross_entropy_fwd", x, None, "logits")
     check_tensor("vocab_cross_entropy_fwd", "x.0 (logits)", logits, (...,))
+    most = cfg.axis.size * logits.shape[-1] - 1
+    check_ids("vocab_cross_entropy_fwd", "x.1 (labels)", labels, most, but=cfg.ignore_index)
     rows, flat = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
     if cfg.axis.size == 1:
         losses, lse = kernels.cross_entropy_fwd(rows, flat, cfg.label_smoothing, cfg.ignore_index, cfg.z_loss)

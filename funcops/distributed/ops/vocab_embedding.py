@@ -43,6 +43,7 @@ from funcops.distributed.ops._vocab import own_rows_of
 from funcops.distributed.specs import Spec
 from funcops.errors import FLOATS, describe, fail, require
 from funcops.kernels import embedding as kernels
+from funcops.ops._ids import check_ids
 from funcops.ops.embedding import EmbeddingConfig, EmbeddingParams, check_embedding_into, embedding_gradients, embedding_init
 
 __all__ = ["VocabEmbeddingConfig", "VocabEmbeddingPending", "VocabEmbeddingResiduals"]
@@ -115,6 +116,7 @@ def vocab_embedding_fwd(
     where, axis, weight = "vocab_embedding_fwd", cfg.axis, params.weight
     check_tensor(where, "x", x, (...,), torch.int64)
     check_tensor(where, "params.weight", weight, cfg.weight_shape, FLOATS, x)
+    check_ids(where, "x", x, axis.size * cfg.weight_shape[0] - 1)
     if axis.size == 1:
         y = kernels.embedding_fwd(weight, x)
     else:

@@ -46,6 +46,7 @@ from funcops.distributed.ops.column_linear import ColumnLinearConfig, column_lin
 from funcops.distributed.ops.vocab_cross_entropy import VocabCrossEntropyConfig, vocab_cross_entropy
 from funcops.distributed.specs import Spec
 from funcops.fused.linear_cross_entropy import for_linear_params, made_by
+from funcops.ops._ids import check_ids
 from funcops.ops._loss import check_options, check_pair, reduce_losses
 from funcops.ops.linear_cross_entropy import (
     LinearCrossEntropyConfig,
@@ -149,6 +150,7 @@ def vocab_linear_cross_entropy_fwd(
     where, own = "vocab_linear_cross_entropy_fwd", cfg.own
     t, labels = check_pair(where, x, cfg.in_features, "x", cfg.axis.size if cfg.sequence_parallel else 1)
     check_tensor(where, "x.0 (x)", t, (...,))
+    check_ids(where, "x.1 (labels)", labels, cfg.axis.size * own.vocab - 1, but=cfg.ignore_index)
     weight = params.weight
     check_tensor(where, "params.weight", weight, (own.vocab, own.in_features), t.dtype, t)
     rows, flat = _rows(t, cfg), labels.reshape(-1)

@@ -1,0 +1,25 @@
+"""The range of ids: tokens, labels, positions, experts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from funcops.backend.declare import watched
+from funcops.errors import fail
+
+
+def check_ids(where: str, name: str, ids: Tensor, most: int, *, but: int | None = None) -> None:
+    """Raise `IndexError` for an id that is below 0 or above `most`, unless it is `but`. Only on the CPU: a device would be waited
+    for, and under a tracer or another mode values are not read."""
+    if not ids.is_cpu or watched() or not ids.numel():
+        return
+    least, largest = torch.aminmax(ids)
+    if least >= 0 and largest <= most:
+        return
+    outside = (ids < 0) | (ids > most)
+    if but is not None:
+        outside = outside & (ids != but)
+    if outside.any():
+        other = "" if but is None else f", or {but}"
+        fail(where, name, f"ids from 0 to {most}{other}", int(ids[outside][0]), IndexError)
