@@ -40,7 +40,7 @@ from funcops import (
 )
 from funcops.adapters.from_function import TorchConfig
 from funcops.contract import schema
-from funcops.contract.marks import Moved
+from funcops.contract.marks import Form, Moved
 from funcops.contract.op import dgrad_of, forward, make_op
 from funcops.contract.schema import DGRAD, Saved, residuals, saved
 from funcops.errors import FLOATS, check
@@ -329,6 +329,7 @@ FAULTS = {
     "all that was written to is fresh again": lambda m: m.setattr(Moved, "of", staticmethod(lambda node: trees.Aside())),
     "donate forgets marks": lambda m: m.setattr(Saved, "give", forgetting(Saved.give)),
     "a copy takes the marks of the original": lambda m: m.setattr(Saved, "__deepcopy__", lambda self, memo: deep(self, memo)),
+    "a leaf may have any form": lambda m: m.setattr(Form, "fits", lambda self, other: True),
     "a stale node's copy is fresh": lambda m: m.setattr(schema, "heard", lambda node, stale, unlike: None),
 }
 
