@@ -40,6 +40,7 @@ from funcops.kernels import norm, quantize_after
 from funcops.kernels.quantize import quantize_row
 from funcops.low_precision import MXFP8, Fp8Block, Fp8Current, Fp8Delayed, quantize_params, recipe_init
 from funcops.program import rules
+from funcops.testing import LAWS, Case
 from funcops.testing.checks import float_like, same_bits
 from funcops.testing.layouts import LAYOUTS
 from funcops.trees import nbytes, tree_map_tensors
@@ -175,6 +176,13 @@ def test_siblings_share_their_codes(monkeypatch):
         assert thrice == 3 * once, f"{recipe}: codes are kept once"
     assert "sibling linears, x once" in names(siblings([Fp8Block()] * 2))
     assert "sibling linears, x once" not in names(siblings([Fp8Block(), Fp8Block(bwd="e5m2")]))
+
+
+@pytest.mark.parametrize("recipe", [Fp8Block(), Fp8Current(), MXFP8()], ids=lambda recipe: type(recipe).__name__)
+def test_quantised_siblings_refuse_as_the_ops_alone(recipe, monkeypatch):
+    monkeypatch.setattr(rules, "FEW", 0)
+    case = Case(op=chain, cfg=siblings([recipe] * 2), x=lambda d: d.randn(4, WIDTH), reference=None, name="siblings")
+    LAWS["loud"](case, torch.float32)
 
 
 @pytest.mark.parametrize("own", [None, Fp8Current(), Fp8Delayed()], ids=lambda recipe: type(recipe).__name__)
