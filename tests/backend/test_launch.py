@@ -92,6 +92,7 @@ for _ in range(2):
         launch(4, 1, 1, *args)
 torch.cuda.is_available = here
 seen["devices"] = [key[-1] for key in launch.cache]
+seen["defaults"] = launch.__defaults__
 seen["kernels"] = [kernel in launched_kernels(), random._fold_in in launched_kernels()]
 with stubbed(), planned_launches() as planned:
     seen["caches"] = [len(launch.cache)]
@@ -150,6 +151,11 @@ def test_a_launcher_that_was_made_under_a_stub_is_not_bound_to_it(seen):
 
 def test_every_launcher_is_known_by_its_kernel(seen):
     assert seen["kernels"] == [True, True]
+
+
+def test_an_interpreted_launch_has_the_defaults_of_a_compiled_one(seen):
+    """So that a launch that is counted in the interpreter is the one that a device runs."""
+    assert launch.launcher(None).__kwdefaults__ == dict(zip(("num_warps", "num_stages"), seen["defaults"], strict=True))
 
 
 def test_launches_are_collected_with_empty_caches(seen):
