@@ -205,7 +205,7 @@ PRODUCTS = {
 
 @pytest.mark.parametrize("product", PRODUCTS, ids=lambda product: product.kernel.name)
 def test_bare_products_are_left_to_cublas(product):
-    """By `gemm("cublas")`, and in a traced graph, where torch's own products can be compiled."""
+    """`gemm("cublas")` takes torch's own product, and so does a traced graph, which a compiler reads."""
     pytest.importorskip("triton")
     declared, args = product.kernel, PRODUCTS[product]
 

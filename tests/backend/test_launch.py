@@ -159,7 +159,7 @@ def test_an_interpreted_launch_has_the_defaults_of_a_compiled_one(seen):
 
 
 def test_launches_are_collected_with_empty_caches(seen):
-    """What ran before is collected again, and what was only planned is not taken for a kernel that runs."""
+    """A launch that ran before is collected again, and one that was planned is not kept."""
     assert seen["caches"] == [0, 1, [True], 0]
 
 
