@@ -61,8 +61,6 @@ def with_lora(
     scale = (rank if alpha is None else alpha) / rank
 
     def adapt(part: Part, around: str = "") -> tuple[Op, Any] | Inside | None:
-        if is_adapted(part.cfg):
-            return part.op, part.cfg
         if part.composite:
             return Inside(changes=lambda made: {"ties": _moved(part.cfg.ties, made)}) if part.cfg.ties else None
         if part.cfg.linear_parts:

@@ -133,11 +133,10 @@ def microbatches(model: Decoder, layout: Layout) -> int:
 
 
 class Layers(NamedTuple):
-    """The numbers of layers of the first stage, of each stage between, and of the last."""
+    """The numbers of layers of the first and of the last stage, and of each stage between."""
 
-    first: int
+    ends: int
     between: int
-    last: int
 
 
 def layers_of(model: Decoder, layout: Layout) -> Layers | None:
@@ -149,17 +148,17 @@ def split_layers(layers: int, stages: int) -> Layers | None:
     """Split layers evenly over stages; if that does not divide, the embedding and the head count as a layer each. None if neither
     divides."""
     if layers % stages == 0:
-        return Layers(*[layers // stages] * 3)
+        return Layers(*[layers // stages] * 2)
     each = (layers + 2) // stages
-    return Layers(each - 1, each, each - 1) if (layers + 2) % stages == 0 else None
+    return Layers(each - 1, each) if (layers + 2) % stages == 0 else None
 
 
 def least_layers(model: Decoder, layout: Layout) -> int:
     """The number of layers, run one after another, that bound a step's time from below: on the way to the last rank, and on it."""
     layers = layers_of(model, layout)
     assert layers is not None
-    own = layout.chunks * layers.between - (layers.between - layers.last)
-    return (layout.pp - 1) * layers.first + microbatches(model, layout) * own
+    own = layout.chunks * layers.between - (layers.between - layers.ends)
+    return (layout.pp - 1) * layers.ends + microbatches(model, layout) * own
 
 
 class Memory(NamedTuple):
@@ -197,7 +196,7 @@ def rank_memory(model: Decoder, layout: Layout, rank: int) -> Memory:
     layers = layers_of(model, layout)
     assert layers is not None
     first, last = rank == 0, rank == layout.pp - 1
-    own = layout.chunks * layers.between - first * (layers.between - layers.first) - last * (layers.between - layers.last)
+    own = layout.chunks * layers.between - (first + last) * (layers.between - layers.ends)
     if layout.stages == 1:
         own = model.layers
     ends = (first + last) * model.vocab * model.hidden
@@ -205,7 +204,7 @@ def rank_memory(model: Decoder, layout: Layout, rank: int) -> Memory:
     shared, zero = layout.replicas, layout.zero
     layer = model.layer_params / layout.tp
     tokens = layout.microbatch * model.seq / layout.cp
-    chunk = layers.between if layout.chunks > 1 or not (first or last) else layers.first if first else layers.last
+    chunk = layers.between if layout.chunks > 1 or not (first or last) else layers.ends
     held = in_flight(layout, rank, microbatches(model, layout)) * chunk * model.kept(layout.recompute) * tokens / layout.tp
     again = (model.kept("none") - model.kept(layout.recompute)) * tokens / layout.tp
     logits = 2 * 2 * tokens * model.vocab / layout.tp if last else 0.0  # logits and their gradient
@@ -290,9 +289,9 @@ def plain_stages(model: Decoder, layout: Layout, gpu: GPU) -> Stages:
     one = layout.stages == 1
     fields = layout.tp, layout.cp, layout.microbatch, layout.recompute, layout.pp > 1, layout.chunks > 1
     return Stages(
-        _stage(model, gpu, layers.first, one, *fields),
+        _stage(model, gpu, layers.ends, one, *fields),
         _stage(model, gpu, layers.between, False, *fields),
-        _stage(model, gpu, layers.last, True, *fields),
+        _stage(model, gpu, layers.ends, True, *fields),
     )
 
 
@@ -325,7 +324,8 @@ def stages_of(model: Decoder, layout: Layout, gpu: GPU) -> Stages:
         return plain
     made = []
     ends = 2 * model.vocab * model.hidden if layout.stages == 1 else model.vocab * model.hidden
-    for count, one, own in zip(layers, plain, (ends, 0, ends), strict=True):
+    counts = layers.ends, layers.between, layers.ends
+    for count, one, own in zip(counts, plain, (ends, 0, ends), strict=True):
         params = (count * model.layer_params + own) / layout.tp
         said = _of_replicas(layout, params, count, one.forward, one.dgrad + one.wgrad)
         made.append(dataclasses.replace(one, collectives=(*one.collectives, *said)))

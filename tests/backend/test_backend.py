@@ -17,6 +17,7 @@ from funcops import ActivationConfig, activation, random
 from funcops.adapters.autograd import differentiable
 from funcops.backend import backend, gemm, kernel, select
 from funcops.backend.declare import Kernel
+from funcops.kernels import linear, sibling_linear
 from funcops.kernels.activation import activation_bwd
 
 
@@ -188,6 +189,35 @@ def test_who_is_chosen_for_a_dtype_and_a_provider_of_products():
             assert probe.choose(narrow) is probe.triton_impl and product.choose(narrow) is product.torch_impl
         with gemm("triton"):
             assert product.choose(narrow) is product.triton_impl
+
+
+X, DY, W = torch.ones(3, 2), torch.ones(3, 4), torch.ones(4, 2)
+PRODUCTS = {
+    linear.linear_fwd: (X, W, None),
+    linear.linear_dgrad: (DY, W),
+    linear.linear_wgrad: (DY, X, False),
+    linear.linear_bwd: (DY, X, W, False),
+    sibling_linear.sibling_linear_fwd: (X, W, W, None, None, None, None),
+    sibling_linear.sibling_linear_dgrad: (DY, DY, None, W, W, None),
+    sibling_linear.joined_linear_dgrad: (torch.ones(3, 12), W, W, W),
+}
+
+
+@pytest.mark.parametrize("product", PRODUCTS, ids=lambda product: product.kernel.name)
+def test_bare_products_are_left_to_cublas(product):
+    """`gemm("cublas")` takes torch's own product, and so does a traced graph, which a compiler reads."""
+    pytest.importorskip("triton")
+    declared, args = product.kernel, PRODUCTS[product]
+
+    def traced():
+        return f"funcops.{declared.name}" in str(make_fx(lambda *args: product(*args))(*args).graph)
+
+    with backend("triton"):
+        assert declared.choose(X) is declared.triton_impl and traced()
+        with gemm("cublas"):
+            assert declared.choose(X) is declared.torch_impl and not traced()
+        with gemm("auto"):
+            assert declared.choose(X) is declared.triton_impl and not traced()
 
 
 def test_every_triton_kernel_is_an_operator_too():

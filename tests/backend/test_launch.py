@@ -18,7 +18,7 @@ from funcops.backend import launch
 
 PROGRAM = """
 import json, torch
-from funcops.backend.launch import launcher
+from funcops.backend.launch import launched_kernels, launcher, planned_launches
 from funcops.backend.aot import stubbed
 from benchmarks.launch import cases
 from funcops.kernels.triton import random
@@ -92,6 +92,13 @@ for _ in range(2):
         launch(4, 1, 1, *args)
 torch.cuda.is_available = here
 seen["devices"] = [key[-1] for key in launch.cache]
+seen["defaults"] = launch.__defaults__
+seen["kernels"] = [kernel in launched_kernels(), random._fold_in in launched_kernels()]
+with stubbed(), planned_launches() as planned:
+    seen["caches"] = [len(launch.cache)]
+    launch(4, 1, 1, *args)
+    seen["caches"] += [len(launch.cache), [one.kernel is kernel for one in planned]]
+seen["caches"].append(len(launch.cache))
 print(json.dumps(seen))
 """
 
@@ -140,6 +147,20 @@ def test_a_profilers_hooks_are_honoured(seen):
 
 def test_a_launcher_that_was_made_under_a_stub_is_not_bound_to_it(seen):
     assert len(set(seen["devices"])) == 3
+
+
+def test_every_launcher_is_known_by_its_kernel(seen):
+    assert seen["kernels"] == [True, True]
+
+
+def test_an_interpreted_launch_has_the_defaults_of_a_compiled_one(seen):
+    """So that a launch that is counted in the interpreter is the one that a device runs."""
+    assert launch.launcher(None).__kwdefaults__ == dict(zip(("num_warps", "num_stages"), seen["defaults"], strict=True))
+
+
+def test_launches_are_collected_with_empty_caches(seen):
+    """A launch that ran before is collected again, and one that was planned is not kept."""
+    assert seen["caches"] == [0, 1, [True], 0]
 
 
 class Parameter(NamedTuple):

@@ -18,6 +18,7 @@ from funcops import (
     LinearConfig,
     LinearParams,
     Needs,
+    Offload,
     Policy,
     Recompute,
     RMSNormConfig,
@@ -39,7 +40,7 @@ from funcops import (
 )
 from funcops.adapters.from_function import TorchConfig
 from funcops.contract import schema
-from funcops.contract.marks import Moved
+from funcops.contract.marks import Form, Moved
 from funcops.contract.op import dgrad_of, forward, make_op
 from funcops.contract.schema import DGRAD, Saved, residuals, saved
 from funcops.errors import FLOATS, check
@@ -111,6 +112,47 @@ def test_an_edit_makes_one_leaf_fresh_and_no_other():
         linear_bwd(edited, dy, CFG)
     with pytest.raises(StaleResidualError, match=r"residuals\.x must"):
         linear_bwd(replace(kept, x=x), dy, CFG)
+
+
+BACK = {
+    "itself": lambda x: x,
+    "detached": torch.detach,
+    "turned twice": lambda x: x.t().t(),
+    "in another shape": lambda x: x.view(2, 2, 2).view(2, 4),
+}
+
+
+@pytest.mark.parametrize("through", ["the tensor itself", "None", "another shape"])
+@pytest.mark.parametrize("back", BACK)
+def test_a_leaf_that_an_edit_puts_back_is_as_stale_as_it_was(back, through):
+    _, x, dy, kept = fresh()
+    want = linear_bwd(kept, dy, CFG)[0].weight
+
+    def put_back():
+        other = {"the tensor itself": x, "None": None, "another shape": torch.zeros(3)}[through]
+        return linear_bwd(replace(replace(kept, x=other), x=BACK[back](x)), dy, CFG)
+
+    assert torch.equal(put_back()[0].weight, want)
+    x.add_(1)
+    with pytest.raises(StaleResidualError, match=r"linear_bwd: residuals\.x must"):
+        put_back()
+
+
+def kept_of(case, op):
+    params, x = case.make(case.dtypes[0])
+    return op.fwd(params, x, case.cfg)[1]
+
+
+@pytest.mark.parametrize("case", FIRST, ids=str)
+def test_a_cell_is_taken_once_if_it_is_copied_too(case):
+    for op in (case.op, remat(case.op, True), with_policy(case.op, Policy({"*": Offload()}, optional=True))):
+        cell = donate(kept_of(case, op))
+        if cell is None:
+            continue
+        other = copy.copy(cell)
+        op.dgrad(cell, None, case.cfg)
+        with pytest.raises(DonatedError):
+            op.dgrad(other, None, case.cfg)
 
 
 def test_marks_are_not_in_a_structure_and_keep_nothing_alive():
@@ -287,6 +329,7 @@ FAULTS = {
     "all that was written to is fresh again": lambda m: m.setattr(Moved, "of", staticmethod(lambda node: trees.Aside())),
     "donate forgets marks": lambda m: m.setattr(Saved, "give", forgetting(Saved.give)),
     "a copy takes the marks of the original": lambda m: m.setattr(Saved, "__deepcopy__", lambda self, memo: deep(self, memo)),
+    "a leaf may have any form": lambda m: m.setattr(Form, "fits", lambda self, other: True),
     "a stale node's copy is fresh": lambda m: m.setattr(schema, "heard", lambda node, stale, unlike: None),
 }
 

@@ -1,4 +1,5 @@
-"""Defaults are promises: what a config, or a function of the package, takes where nothing is said stands in a table.
+"""Defaults are promises: what a config, or a function of the package, takes where nothing is said stands in a table, and which
+fields of a config may be given by position.
 
 A change of one is a change of a public name, and gets a line in the changelog: `python tests/contract/test_promised_defaults.py`
 writes the table anew.
@@ -10,13 +11,14 @@ from pathlib import Path
 import pytest
 
 import funcops
+from funcops.contract.configs import OpConfig
 
 TABLE = Path(__file__).parents[1] / "helpers" / "promised_defaults.txt"
 ROOMS = "", "dist", "graphs", "lora", "low_precision", "models", "optim", "precision", "random", "schedule", "testing"
 
 
 def defaults():
-    """The defaults of every public class and function, as `room.name(parameter=default, ...)`."""
+    """The defaults of every public class and function, by `room.name`; and the fields that a config takes by position."""
     found = {}
     for room in ROOMS:
         module = getattr(funcops, room) if room else funcops
@@ -33,6 +35,9 @@ def defaults():
             said = [f"{p.name}={shown(p.default)}" for p in parameters if p.default is not p.empty]
             if said:
                 found[f"{room}.{name}".lstrip(".")] = ", ".join(said)
+            placed = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+            if placed and inspect.isclass(value) and issubclass(value, OpConfig):
+                found[f"{room}.{name} by position".lstrip(".")] = ", ".join(placed)
     return found
 
 

@@ -141,6 +141,23 @@ def test_buckets_keep_their_bound_and_big_leaves_are_not_copied():
     run_ranks({"dp": 2}, run)
 
 
+@pytest.mark.parametrize("written", ["a", "b"])
+def test_a_shard_that_is_written_to_in_flight_is_named(written):
+    """Each shard is a bucket, so it is sent as it is."""
+
+    def run(mesh):
+        shards = {"a": torch.ones(64), "b": torch.zeros(64)}
+        h = gather_shards_start(shards, {"a": torch.ones(128), "b": torch.ones(128)}, mesh["dp"], bucket_bytes=512)
+        values = [one.value for one in h.buckets]
+        shards[written].add_(0)
+        with pytest.raises(StaleResidualError, match=f"{written}: finish: h.source must be as the gather_start left it"):
+            finish(h)
+        for value in values:
+            torch.ops._c10d_functional.wait_tensor(value)
+
+    run_ranks({"dp": 2}, run)
+
+
 def test_started_sums_finish_once_and_a_ledger_names_them():
     for start in (lambda t: reduce_start(t, ALONE), lambda t: gather_shards_start(t, t, ALONE)):
         grads = {"a": torch.ones(4), "b": torch.ones(3)}

@@ -41,6 +41,15 @@ def test_a_program_is_what_a_step_sends():
         assert {one.group for one in program.sent} == {"tp[0:2:1]"}
 
 
+def test_operators_of_others_are_no_messages():
+    """An operator of another library may take a group's name too, as torch's collectives do."""
+    library = torch.library.Library("handshake_probe", "DEF")
+    library.define("twice(str group_name, Tensor x) -> Tensor")
+    library.impl("twice", lambda group_name, x: x + x, "CompositeExplicitAutograd")
+    program = record(lambda x: torch.ops.handshake_probe.twice("tp", x).sum(), torch.ones(3))
+    assert program.sent == () and program.unfinished == ()
+
+
 def agreed(mesh):
     return handshake(mesh, lambda x: (mlp(mesh, x), total(mesh["dp"], x)), torch.ones(2, 4))
 

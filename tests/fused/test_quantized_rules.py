@@ -40,7 +40,9 @@ from funcops.kernels import norm, quantize_after
 from funcops.kernels.quantize import quantize_row
 from funcops.low_precision import MXFP8, Fp8Block, Fp8Current, Fp8Delayed, quantize_params, recipe_init
 from funcops.program import rules
+from funcops.testing import LAWS, Case
 from funcops.testing.checks import float_like, same_bits
+from funcops.testing.layouts import LAYOUTS
 from funcops.trees import nbytes, tree_map_tensors
 
 HOW = [("e4m3", 128, "pow2"), ("e5m2", 128, "float32"), ("e4m3", 32, "e8m0")]
@@ -71,6 +73,36 @@ def test_kernels_give_the_codes_of_y(rows, width, dtype, how):
             same_bits(tuple(quantize_after.glu_quantize(both, "swiglu", first, *how)), codes(y), "glu")
         y = activations.activation_fwd(x, "sigmoid")
         same_bits(quantize_after.activation_quantize(x, "sigmoid", *how), codes(y), "activation")
+
+
+CALLS = {
+    "rms_norm": (quantize_after.rms_norm_quantize, lambda x, w: (x, w, 1e-5, True)),
+    "layer_norm": (quantize_after.layer_norm_quantize, lambda x, w: (x, w, w, 1e-5, False)),
+    "glu": (quantize_after.glu_quantize, lambda x, w: (x, "swiglu", True)),
+    "activation": (quantize_after.activation_quantize, lambda x, w: (x, "gelu")),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", CALLS)
+def test_kernels_give_the_same_codes_for_every_layout(name, layout):
+    kernel, arguments = CALLS[name]
+    x, w = draw(2, 3, 80, dtype=torch.float32), draw(80, dtype=torch.float32, seed=1)
+    with backend("triton"):
+        want = kernel(*arguments(x, w), *HOW[2])
+        same_bits(kernel(*arguments(LAYOUTS[layout](x), LAYOUTS[layout](w)), *HOW[2]), want, layout)
+
+
+@pytest.mark.parametrize("shape", [(2, 80), (0, 80), (2, 0, 80)], ids=str)
+@pytest.mark.parametrize("how", [("e2m1", 32, "e8m0"), ("e4m3", 16, "pow2"), *HOW], ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_formats_that_kernels_lack_and_no_rows_go_through_y(name, how, shape):
+    kernel, arguments = CALLS[name]
+    if 0 not in shape and how in HOW:
+        return
+    given = (*arguments(draw(*shape, dtype=torch.float32), draw(80, dtype=torch.float32, seed=1)), *how)
+    with backend("triton"):
+        same_bits(tuple(kernel(*given)), tuple(kernel.kernel.torch_impl(*given)), "codes of y")
 
 
 WIDTH = 160
@@ -144,6 +176,13 @@ def test_siblings_share_their_codes(monkeypatch):
         assert thrice == 3 * once, f"{recipe}: codes are kept once"
     assert "sibling linears, x once" in names(siblings([Fp8Block()] * 2))
     assert "sibling linears, x once" not in names(siblings([Fp8Block(), Fp8Block(bwd="e5m2")]))
+
+
+@pytest.mark.parametrize("recipe", [Fp8Block(), Fp8Current(), MXFP8()], ids=lambda recipe: type(recipe).__name__)
+def test_quantised_siblings_refuse_as_the_ops_alone(recipe, monkeypatch):
+    monkeypatch.setattr(rules, "FEW", 0)
+    case = Case(op=chain, cfg=siblings([recipe] * 2), x=lambda d: d.randn(4, WIDTH), reference=None, name="siblings")
+    LAWS["loud"](case, torch.float32)
 
 
 @pytest.mark.parametrize("own", [None, Fp8Current(), Fp8Delayed()], ids=lambda recipe: type(recipe).__name__)

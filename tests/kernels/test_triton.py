@@ -50,6 +50,25 @@ def test_laws_on_triton(case, law, dtype):
         LAWS[law](case, dtype)
 
 
+def has_no_numbers(case):
+    found = tensors(case.make(case.dtypes[0])[1])
+    return any([t.numel() == 0 for t in found if t.is_floating_point()] or [t.numel() == 0 for t in found])
+
+
+@pytest.mark.parametrize("case", [case for case, _ in EVERY if has_no_numbers(case)], ids=str)
+def test_a_forward_of_no_numbers_launches_nothing(case, monkeypatch):
+    """But a weight may be quantised."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    from funcops.backend.aot import name_of
+
+    (params, x), launched, run = case.make(torch.float32), [], InterpretedFunction.__getitem__
+    monkeypatch.setattr(InterpretedFunction, "__getitem__", lambda self, grid: launched.append(name_of(self.fn)) or run(self, grid))
+    with backend("triton"):
+        case.op.fwd(params, x, case.cfg)
+    assert [name for name in launched if not (case.op.name == "qlinear" and name.startswith("quantize."))] == []
+
+
 def offset(t, by):
     """The same values at an address that is `by` elements further."""
     return torch.cat((t.new_zeros(by), t.flatten()))[by:].view(t.shape)

@@ -38,6 +38,17 @@ def test_a_table_is_its_positions(case, dtype):
     assert dx_table[1] is None
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", cases.CASES, ids=str)
+def test_16_bits_are_rounded_once(case, dtype):
+    """The arithmetic is in float32: the bits are a float32 result's, rounded."""
+    _, (x, positions) = case.make(dtype)
+    y, residuals = rope_fwd(None, (x, positions), case.cfg)
+    want, kept = rope_fwd(None, (x.float(), positions), case.cfg)
+    dx, want_dx = rope_bwd(residuals, y, case.cfg)[1][0], rope_bwd(kept, y.float(), case.cfg)[1][0]
+    assert torch.equal(y, want.to(dtype)) and torch.equal(dx, want_dx.to(dtype))
+
+
 X, CFG = torch.ones(2, 5, 3, 8), RopeConfig(8)
 
 

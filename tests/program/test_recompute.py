@@ -93,6 +93,16 @@ twice = make_op(
     "twice", TwiceConfig, fwd=twice_fwd, dgrad=twice_dgrad, recomputable="elementwise", recompute=twice_recompute, view=False
 )
 
+bare = make_op(  # its recompute is a plain function, which a program calls as it is
+    "bare",
+    TwiceConfig,
+    fwd=lambda params, x, cfg, *, needs=Needs.ALL: twice_fwd(params, x, cfg, needs=needs),
+    dgrad=twice_dgrad,
+    recomputable="elementwise",
+    recompute=lambda residuals, cfg: twice_recompute(residuals, cfg),
+    view=False,
+)
+
 # By word: the step of an input of that width, the width of its y, whether its y is recomputed, and y in plain torch.
 WORDS = {
     "rms": (lambda w: (rms_norm, RMSNormConfig(w)), 1, True, lambda p, x: F.rms_norm(x, x.shape[-1:], p.weight, 1e-6)),
@@ -102,6 +112,7 @@ WORDS = {
     "cap": (lambda w: (softcap, SoftcapConfig(3.0)), 1, True, lambda p, x: 3.0 * torch.tanh(x / 3.0)),
     "glu": (lambda w: (glu, GLUConfig(kind="glu", gate="second")), 0.5, True, lambda p, x: F.glu(x)),
     "twice": (lambda w: (twice, TwiceConfig()), 2, True, lambda p, x: torch.cat([x, x], -1)),
+    "bare": (lambda w: (bare, TwiceConfig()), 2, True, lambda p, x: torch.cat([x, x], -1)),
     "scale": (lambda w: (scale, ScaleConfig(0.5)), 1, False, lambda p, x: 0.5 * x),
     "linear": (lambda w: (linear, LinearConfig(w, w)), 1, False, lambda p, x: F.linear(x, p.weight, p.bias)),
 }
@@ -132,7 +143,7 @@ def kept_by_hand(params, x, words):
     total, read = 0, False
     for i in range(len(words))[::-1]:
         word = words[i]
-        read = read if word == "twice" else word != "scale"  # the x of this step
+        read = read if word in ("twice", "bare") else word != "scale"  # the x of this step
         again = i > 0 and WORDS[words[i - 1]][2]
         total += sizes[i] * (read and not again) + statistics.get(word, 0) * ROWS * x.element_size()
         read = read and again
@@ -172,6 +183,7 @@ def gradients(op, params, x, cfg, needs, dy):
 
 @settings(max_examples=30, deadline=None)
 @example(ws=["rms", "twice", "linear"], needs=Needs.ALL, fuse=True)
+@example(ws=["rms", "bare", "linear"], needs=Needs.ALL, fuse=True)
 @example(ws=["rms", "gelu", "twice", "glu", "ln", "linear", "cap", "linear"], needs=Needs(x=False), fuse=True)
 @given(ws=words.filter(valid), needs=masks, fuse=st.booleans())
 def test_drawn_chains_equal_autograd(ws, needs, fuse):

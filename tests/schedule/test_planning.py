@@ -34,7 +34,7 @@ from funcops.schedule import (
     zb_h1,
     zb_v,
 )
-from funcops.schedule.layout import Stages, in_flight, microbatches, peak, problem, rank_memory
+from funcops.schedule.layout import Stages, in_flight, microbatches, peak, problem, rank_memory, stages_of
 from funcops.schedule.predict import bound, least_time, loads_of, schedule_of, simulate_few, without_communication, without_replicas
 from funcops.schedule.predict import simulated as simulated_of
 from funcops.schedule.simulate import Model
@@ -171,6 +171,21 @@ def test_sharding_saves_memory_and_recompute_costs_time():
         assert none.time < mlp.time < block.time
         assert none.memory.residuals > mlp.memory.residuals > block.memory.residuals
         assert block.memory.residuals == 12 * 2048 * 1024 * 2 / 2, "a layer's x, in two bytes, over tp"
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("dp", [1, 4])
+def test_replicas_send_every_gradient_and_param(dp, zero):
+    """Without a replica nothing; gradients in four bytes, sharded params in two, with ZeRO-3 again for the backward."""
+    layout = Layout(dp=dp, tp=2, zero=zero if dp > 1 else 0)
+    found = {}
+    for one in stages_of(SMALL, layout, GPUS["H100"]).last.collectives:
+        if one.axis == "dp":
+            found[one.kind] = found.get(one.kind, 0.0) + one.times * one.nbytes
+    params = (SMALL.params - SMALL.hidden) / 2  # all but the last norm's
+    gradients = {"all_reduce": 4 * params} if not zero else {"reduce_scatter": 4 * params}
+    gathers = {"all_gather": 2 * params * (1 + (zero == 3))} if zero else {}
+    assert found == pytest.approx({**gradients, **gathers} if dp > 1 else {})
 
 
 def test_products_fill_tiles_and_waves():

@@ -329,6 +329,25 @@ def test_costs_are_medians_without_the_first_run(monkeypatch):
     assert found.pending_bytes == x.nbytes + 6 * 3 * 4, "x and dy"
 
 
+def test_costs_count_what_a_device_has_yet_to_do(monkeypatch):
+    """A device whose calls return at once, before their work: the clock goes on when it is waited for."""
+    waiting, clock = [5.0], [0.0]  # seconds of work, some of it from before
+
+    def wait():
+        clock[0] += sum(waiting)
+        waiting.clear()
+
+    def later(name, seconds):
+        return lambda *args, **kwargs: waiting.append(seconds) or getattr(linear, name)(*args, **kwargs)
+
+    monkeypatch.setitem(measure.__globals__, "_synchronizer", lambda x: wait)
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    slow = linear._replace(fwd=later("fwd", 1.0), dgrad=later("dgrad", 2.0), wgrad=later("wgrad", 3.0))
+    cfg = LinearConfig(DIM, 3)
+    found = measure(slow, linear.init(cfg, key=random.key(0)), torch.randn(6, DIM), cfg, repeats=3)
+    assert (found.forward, found.dgrad, found.wgrad) == (1.0, 2.0, 3.0)
+
+
 def test_fold_keeps_order_and_dependencies():
     for generator in (gpipe, one_f_one_b, zb_h1):
         made = fold(generator(8, 6), 2)

@@ -99,7 +99,7 @@ def _fwd(x: Tensor, scales: Optional[Tensor], kind: str, first: bool, *constants
     width //= 2
     y = x.new_empty((*x.shape[:-1], width))
     scales = None if scales is None else scales.contiguous()
-    if rows and width:
+    if y.numel():
         block = block_of(width, BLOCK)
         _launch_forward(
             rows, 1, 1, *_halves(x, first), scales, y, width, 2 * width, *constants, kind, scales is not None, block,
