@@ -1,4 +1,4 @@
-"""What a newcomer's wrong call says: the argument, what came, and what to write instead."""
+"""A wrong call of a newcomer gets the argument, what came, and what to write instead."""
 
 import pytest
 import torch
