@@ -161,14 +161,14 @@ _ROOMS = [
     "testing",
     "trees",
 ]
-# one name per concept; the rest of an operator (LinearConfig, linear_fwd, LinearResiduals) can be imported from here too
-_OF_AN_OPERATOR = ("_init", "_fwd", "_bwd", "_dgrad", "_wgrad", "Config", "Params", "Residuals", "Pending", "Scaling")
-__all__ = [name for name, value in list(globals().items()) if name[0] != "_" and not isinstance(value, _ModuleType)]
-__all__ = [name for name in __all__ if name in ("delayed_wgrad", "TorchConfig") or not name.endswith(_OF_AN_OPERATOR)]
+_PUBLIC = [name for name, value in list(globals().items()) if name[0] != "_" and not isinstance(value, _ModuleType)]
+# for `import *`: a name for each concept, and its config; linear_fwd and LinearResiduals are imported by name
+_OF_AN_OPERATOR = ("_init", "_fwd", "_bwd", "_dgrad", "_wgrad", "Params", "Residuals", "Pending", "Scaling")
+__all__ = [name for name in _PUBLIC if name == "delayed_wgrad" or not name.endswith(_OF_AN_OPERATOR)]
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, *_ROOMS, "__version__"])
+    return sorted([*_PUBLIC, *_ROOMS, "__version__"])
 
 
 if not _TYPE_CHECKING:  # a checker would take every name for one of the module's

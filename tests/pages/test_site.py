@@ -77,7 +77,9 @@ def test_the_path_of_learning_leads_from_page_to_page():
 def test_the_reference_has_every_public_name():
     for module, names in {
         "funcops": set(dir(funcops)) - set(funcops._ROOMS) - {"__version__"},
-        "funcops.optim": {name for name in dir(funcops.optim) if name.startswith(("adamw_", "sgd_", "ema_", "AdamW", "SGD"))},
+        "funcops.optim": {
+            name for name in dir(funcops.optim) if name.startswith(("adamw_", "sgd_", "muon_", "ema_", "AdamW", "SGD", "Muon"))
+        },
         "funcops.low_precision": set(funcops.low_precision.__all__),
     }.items():
         assert not {f"{module}.{name}" for name in names} - set(NAMES), module
