@@ -11,12 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcops.backend.declare import watched
 from funcops.distributed.mesh import Axis
+from funcops.errors import fail
 
 if torch.distributed.is_available():
     import torch.distributed._functional_collectives  # noqa: F401  registers their meta kernels
 
 ops: Any = torch.ops._c10d_functional
+
+
+def _group(x: Tensor, axis: Axis) -> str:
+    """The name of the axis's process group. An axis of an abstract mesh has none, and only a tracer, or values on the meta device,
+    pass it."""
+    if axis.group.endswith("]") and not watched() and not x.is_meta:
+        wanted = "of a mesh of processes (Mesh.of, or funcops.testing.run_ranks for threads)"
+        fail("dist", "axis", wanted, f"{axis} of Mesh.abstract, which is traced and not run", RuntimeError)
+    return axis.group
 
 
 def wait(t: Tensor, axis: Axis) -> Tensor:
@@ -26,17 +37,17 @@ def wait(t: Tensor, axis: Axis) -> Tensor:
 
 def start_gather(x: Tensor, axis: Axis) -> Tensor:
     """[m, *] -> [n m, *]: the x of all ranks, one after the other."""
-    return x if axis.size == 1 else ops.all_gather_into_tensor(x.contiguous(), axis.size, axis.group)
+    return x if axis.size == 1 else ops.all_gather_into_tensor(x.contiguous(), axis.size, _group(x, axis))
 
 
 def start_scatter_sum(x: Tensor, axis: Axis) -> Tensor:
     """[n m, *] -> [m, *]: this rank's part of the sum of x."""
-    return x if axis.size == 1 else ops.reduce_scatter_tensor(x.contiguous(), "sum", axis.size, axis.group)
+    return x if axis.size == 1 else ops.reduce_scatter_tensor(x.contiguous(), "sum", axis.size, _group(x, axis))
 
 
 def start_sum(x: Tensor, axis: Axis) -> Tensor:
     """The sum of x."""
-    return x if axis.size == 1 else ops.all_reduce(x.contiguous(), "sum", axis.group)
+    return x if axis.size == 1 else ops.all_reduce(x.contiguous(), "sum", _group(x, axis))
 
 
 def largest(amaxes: Tensor, axis: Axis) -> Tensor:
@@ -44,13 +55,13 @@ def largest(amaxes: Tensor, axis: Axis) -> Tensor:
     with NaN the largest: Gloo's own maximum of floats may drop a NaN."""
     if axis.size == 1:
         return amaxes
-    return wait(ops.all_reduce(amaxes.contiguous().view(torch.int32), "max", axis.group), axis).view(torch.float32)
+    return wait(ops.all_reduce(amaxes.contiguous().view(torch.int32), "max", _group(amaxes, axis)), axis).view(torch.float32)
 
 
 def start_all_to_all(x: Tensor, axis: Axis) -> Tensor:
     """[n m, *] -> [n m, *]: part i of this rank goes to rank i, and becomes part `rank` there."""
     parts = [x.shape[0] // axis.size] * axis.size
-    return x if axis.size == 1 else ops.all_to_all_single(x.contiguous(), parts, parts, axis.group)
+    return x if axis.size == 1 else ops.all_to_all_single(x.contiguous(), parts, parts, _group(x, axis))
 
 
 def start_shift(x: Tensor, axis: Axis, by: int) -> Tensor:
@@ -59,7 +70,7 @@ def start_shift(x: Tensor, axis: Axis, by: int) -> Tensor:
         return x[None]
     sent, came = [0] * axis.size, [0] * axis.size
     sent[(axis.rank + by) % axis.size] = came[(axis.rank - by) % axis.size] = 1
-    return ops.all_to_all_single(x[None].contiguous(), came, sent, axis.group)  # type: ignore[no-any-return]
+    return ops.all_to_all_single(x[None].contiguous(), came, sent, _group(x, axis))  # type: ignore[no-any-return]
 
 
 def gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
