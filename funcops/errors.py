@@ -381,7 +381,9 @@ def _explain(where: str, name: str, t: Any, shape: Shape, dtype: Dtypes, like: T
         fail(where, name, show_shape(shape), list(got))
     allowed = dtype if isinstance(dtype, tuple) else () if dtype is None else (dtype,)
     if allowed and t.dtype not in allowed:
-        fail(where, name, " or ".join(map(short, allowed)), short(t.dtype), TypeError)
+        of_x = name.startswith("params") and like is not None and allowed == (like.dtype,)
+        remedy = f": x is {short(like.dtype)}, cast one of them" if of_x and like is not None else ""
+        fail(where, name, " or ".join(map(short, allowed)), short(t.dtype) + remedy, TypeError)
     if like is not None and t.device != like.device:
         fail(where, name, f"on device {like.device}", t.device)
     if t.requires_grad and torch.is_grad_enabled():

@@ -152,7 +152,7 @@ def test_mlps_of_hugging_face_are_chains_by_the_recipe_of_all_their_layers():
 
 
 BAD = [
-    (lambda: fnn.Linear(D, D, recipe="fp8"), TypeError, "funcops.nn.Linear: recipe must be Recipe"),
+    (lambda: fnn.Linear(D, D, recipe="fp8"), TypeError, "funcops.nn.Linear: recipe must be a recipe, such as Fp8Current()"),
     (lambda: fnn.Linear(33, D, recipe=MXFP8()), ValueError, "in_features must be a multiple of 32 (MXFP8), got 33"),
     (
         lambda: fnn.Linear(D, D, recipe=Fp8Delayed()),

@@ -58,6 +58,11 @@ def callable_of(*given, **named):
 CALLS = {
     "a number for a key": (TypeError, f"linear_init: {KEY}, got 0", lambda: linear.init(CFG, key=0)),
     "no key": (TypeError, f"{KEY}; only on the meta device may it be None", lambda: linear.init(CFG)),
+    "two dtypes": (
+        TypeError,
+        "linear_fwd: params.weight must be float64, got float32: x is float64, cast one of them",
+        lambda: linear.fwd(PARAMS, X.double(), CFG),
+    ),
     "a recipe's name": (TypeError, f"{RECIPES}'fp8'", lambda: with_recipe(DEEP, "fp8")),
     "a recipe's class": (TypeError, f"{RECIPES}the class Fp8Block: call it", lambda: with_recipe(DEEP, Fp8Block)),
     "a policy's residuals": (TypeError, REMEDY, mixed(with_policy(chain, "minimal"), chain)),
