@@ -133,7 +133,7 @@ def wants_triton(first: Tensor) -> bool:
 
 def _left_on_the_cpu() -> bool:
     """Whether Triton's kernels run on a GPU, so that torch handles tensors on the CPU, such as a key or a table."""
-    return torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET", "0") == "0"
+    return os.environ.get("TRITON_INTERPRET", "0") == "0" and torch.cuda.is_available()  # which asks the driver
 
 
 _left_on_the_cpu._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -164,6 +164,7 @@ OTHER = {
     "eval-every": 2,
     "lr": 0.01,
     "weight-decay": 0.2,
+    "optimizer": "muon",
     "clip": 1,
     "seed": 1,
     "dtype": "float32",

@@ -62,8 +62,8 @@ def _under(prefix, names, why):
     NAMES.update({f"{prefix}{name}": why for name in names.split()})
 
 
-_under("torch.", "_foreach_add _foreach_add_ _foreach_addcmul_ _foreach_copy_ _foreach_div _foreach_lerp_ _foreach_mul", FOREACH)
-_under("torch.", "_foreach_mul_ _foreach_norm _foreach_sqrt _foreach_sub_", FOREACH)
+_under("torch.", "_foreach_add _foreach_add_ _foreach_addcmul_ _foreach_copy_ _foreach_div _foreach_lerp _foreach_lerp_", FOREACH)
+_under("torch.", "_foreach_mul _foreach_mul_ _foreach_norm _foreach_sqrt _foreach_sub_", FOREACH)
 _under("torch.", "_fused_adamw_ _fused_sgd_", FUSED)
 _under("torch.", "_assert_async", "an assertion that a device checks without a wait: no public name")
 _under("torch.", "_scaled_dot_product_flash_attention_for_cpu", FLASH)

@@ -60,7 +60,7 @@ NOT_SERVED = {
 }
 if torch.__version__ < "2.12":  # whose quantiles look at q on the host
     NOT_SERVED |= dict.fromkeys(("quantile", "nanquantile"), BY_VALUE)
-if torch.__version__ >= "2.15":  # whose combinations have steps that no value decides
+if torch.__version__ >= "2.14":  # whose combinations have steps that no value decides
     del NOT_SERVED["combinations"]
 INFOS = {
     f"{info.name}.{info.variant_test_name}".rstrip("."): info

@@ -1,0 +1,98 @@
+"""Guards and small promises that other tests pass by."""
+
+import pytest
+import torch
+
+import funcops
+from funcops import (
+    ActivationConfig,
+    ChainConfig,
+    LinearConfig,
+    Needs,
+    RMSNormConfig,
+    Step,
+    activation,
+    chain,
+    dist,
+    linear,
+    random,
+    rms_norm,
+)
+from funcops.kernels import routing
+from funcops.lora import adapter, lora_init, save_adapter, with_lora
+from funcops.trees import paths, put, tree_map_tensors
+
+OPS = [value for value in vars(funcops).values() if isinstance(value, funcops.Op)]
+BASE = ChainConfig(steps=(Step("norm", rms_norm, RMSNormConfig(4)), Step("up", linear, LinearConfig(4, 4))))
+ADAPTED = with_lora(BASE, 2, ["up"])
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_functions_of_an_op_live_where_its_config_does(op):
+    home = op.config.__module__
+    for part in ("init", "fwd", "bwd", "dgrad", "wgrad"):
+        fn = getattr(funcops, f"{op.name}_{part}")
+        assert fn.__module__ == home and fn.__name__ == f"{op.name}_{part}"
+
+
+def test_an_adapter_has_the_dtype_of_its_own_weight():
+    """Not of the first param, a norm in float32."""
+    params = chain.init(BASE, key=random.key(0))
+    params = put(params, "up", tree_map_tensors(lambda t: t.bfloat16(), params["up"]))
+    made = adapter(lora_init(params, ADAPTED, key=random.key(1)), ADAPTED)
+    assert {t.dtype for t in paths(made).values() if t is not None} == {torch.bfloat16}
+
+
+def saved(names):
+    params = lora_init(chain.init(BASE, key=random.key(0)), ADAPTED, key=random.key(1))
+    return lambda tmp_path: save_adapter(tmp_path, params, ADAPTED, names=names)
+
+
+def one_of(experts, ranks):
+    return lambda _: dist.DispatchConfig(experts, axis=dist.Axis("ep", ranks, 0, "a group" if ranks > 1 else ""))
+
+
+REFUSED = {
+    "cfg must be one that with_lora made, got LinearConfig": (TypeError, ValueError),
+    "cfg must be one that with_lora made, got one without adapters": (TypeError, ValueError),
+    "names['up'] must be str or tuple, got 3": (TypeError,),
+    "experts must be a multiple of 1, the number of ranks, got 0": (ValueError,),
+    "experts must be a multiple of 2, the number of ranks, got 1": (ValueError,),
+}
+CALLS = [
+    lambda _: adapter(linear.init(LinearConfig(4, 4), key=random.key(0)), LinearConfig(4, 4)),
+    lambda _: adapter(chain.init(BASE, key=random.key(0)), BASE),
+    saved({"up": 3}),
+    one_of(0, 1),
+    one_of(1, 2),
+]
+
+
+@pytest.mark.parametrize(("text", "call"), list(zip(REFUSED, CALLS, strict=True)), ids=list(REFUSED))
+def test_a_wrong_call_is_refused(text, call, tmp_path):
+    with pytest.raises(REFUSED[text]) as caught:
+        call(tmp_path)
+    assert text in str(caught.value)
+
+
+def test_right_calls_pass(tmp_path):
+    saved({"up": ("model.up",)})(tmp_path / "a")
+    saved({"up": "model.up"})(tmp_path / "b")
+    assert one_of(1, 1)(None).experts == 1 and one_of(2, 2)(None).experts == 2
+
+
+def test_more_rows_than_numbers_are_refused(monkeypatch):
+    """For rows that all ranks send, too."""
+    monkeypatch.setattr(routing, "MOST_ROWS", 3)
+    x = torch.ones(2, 2), torch.ones(2, 4), torch.tensor([[0, 1], [1, 0]]).int()
+    mesh = dist.Mesh.abstract({"ep": 1}, 0)
+    with pytest.raises(ValueError, match="must be of at most 3 rows, got"):
+        dist.dispatch.fwd(None, x, dist.DispatchConfig(2, axis=mesh["ep"], capacity=1.0))
+
+
+@pytest.mark.parametrize("kind", ["relu", "gelu", "tanh"])
+def test_no_gradient_is_computed_that_is_not_needed(kind):
+    x, cfg = torch.ones(2, 3), ActivationConfig(kind)
+    _, residuals = activation.fwd(None, x, cfg, needs=Needs(x=False, params=True))
+    dx, pending = activation.dgrad(residuals, torch.ones(2, 3), cfg)
+    assert dx is None and pending is None

@@ -1,0 +1,26 @@
+"""What an op says of its y, against what its y is."""
+
+import pytest
+from law_cases import CASES
+
+from funcops.contract.needs import Needs
+from funcops.testing.laws import run
+from funcops.trees import tensors
+
+NAMES = sorted({case.op.name for case, _ in CASES})
+
+
+def shares(case, dtype):
+    """Whether y is x, or a view of it; None if there is nothing to share."""
+    params, x, *_ = run(case, dtype)
+    y, _ = case.op.fwd(params, x, case.cfg, needs=Needs.NONE)
+    memory = {t.untyped_storage().data_ptr() for t in tensors(x) if t.numel()}
+    found = [t.untyped_storage().data_ptr() in memory for t in tensors(y) if t.numel()]
+    return all(found) if found and memory else None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_op_whose_y_is_a_view_says_so(name):
+    own = [(case, dtype) for case, dtype in CASES if case.op.name == name]
+    found = {shares(case, dtype) for case, dtype in own[:6]} - {None}
+    assert (found == {True}) == own[0][0].op.view
