@@ -1,4 +1,4 @@
-"""What an op says of its y, against what its y is."""
+"""The property `view` of an op, against the memory of its y."""
 
 import pytest
 from law_cases import CASES
