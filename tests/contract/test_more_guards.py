@@ -1,5 +1,7 @@
 """Guards and small promises that other tests pass by."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -7,19 +9,28 @@ import funcops
 from funcops import (
     ActivationConfig,
     ChainConfig,
+    Compress,
+    EmbeddingConfig,
     LinearConfig,
     Needs,
+    Policy,
     RMSNormConfig,
     Step,
     activation,
     chain,
     dist,
+    embedding,
     linear,
     random,
     rms_norm,
+    with_policy,
 )
+from funcops.adapters.graphs.faults import COPY, SYNC, fault_of
+from funcops.backend import backend, gemm
 from funcops.kernels import routing
+from funcops.kernels.sibling_linear import sibling_linear_dgrad
 from funcops.lora import adapter, lora_init, save_adapter, with_lora
+from funcops.testing import run_ranks
 from funcops.trees import paths, put, tree_map_tensors
 
 OPS = [value for value in vars(funcops).values() if isinstance(value, funcops.Op)]
@@ -84,10 +95,14 @@ def test_right_calls_pass(tmp_path):
 def test_more_rows_than_numbers_are_refused(monkeypatch):
     """For rows that all ranks send, too."""
     monkeypatch.setattr(routing, "MOST_ROWS", 3)
-    x = torch.ones(2, 2), torch.ones(2, 4), torch.tensor([[0, 1], [1, 0]]).int()
-    mesh = dist.Mesh.abstract({"ep": 1}, 0)
-    with pytest.raises(ValueError, match="must be of at most 3 rows, got"):
-        dist.dispatch.fwd(None, x, dist.DispatchConfig(2, axis=mesh["ep"], capacity=1.0))
+    x = torch.ones(2, 1), torch.ones(2, 4), torch.tensor([[0], [1]]).int()
+
+    def sent(mesh):
+        cfg = dist.DispatchConfig(2, axis=mesh["ep"])
+        with pytest.raises(ValueError, match="x, sent to all ranks, must be of at most 3 rows, got 4"):
+            dist.dispatch.fwd(None, x, cfg)
+
+    run_ranks({"ep": 2}, sent)
 
 
 @pytest.mark.parametrize("kind", ["relu", "gelu", "tanh"])
@@ -96,3 +111,37 @@ def test_no_gradient_is_computed_that_is_not_needed(kind):
     _, residuals = activation.fwd(None, x, cfg, needs=Needs(x=False, params=True))
     dx, pending = activation.dgrad(residuals, torch.ones(2, 3), cfg)
     assert dx is None and pending is None
+
+
+@pytest.mark.parametrize("name", ["copy_", "_to_copy"])
+def test_copies_between_host_and_device_are_faults_of_a_capture(name):
+    """The meta device stands for one that is not the host."""
+    pairs = list(itertools.product((torch.ones(2), torch.ones(2, device="meta")), repeat=2))
+    copy, to = torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default
+    found = [fault_of(copy, (b, a), {}) if name == "copy_" else fault_of(to, (a,), {"device": b.device}) for a, b in pairs]
+    assert [one and one[0] for one in found] == [None, COPY, SYNC, None]
+
+
+def test_a_rule_that_makes_nothing_smaller_is_refused_whatever_it_is_called():
+    """Ids are kept as they are; the rule's glob need not end in their name."""
+    cfg = ChainConfig(steps=(Step("table", embedding, EmbeddingConfig(8, 4)), Step("up", linear, LinearConfig(4, 4))))
+    params = chain.init(cfg, key=random.key(0))
+    for pattern in ("table.*", "*.ids"):
+        with pytest.raises(ValueError, match="must be for tensors that it makes smaller"):
+            with_policy(chain, Policy({pattern: Compress("fp8")})).fwd(params, torch.arange(3), cfg)
+
+
+@pytest.mark.parametrize("three", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_of_siblings_are_left_to_the_library_by_the_table(dtype, three, monkeypatch):
+    pytest.importorskip("triton")
+    dy, w, calls = torch.ones(2, 4, dtype=dtype), torch.ones(4, 4, dtype=dtype), []
+    kernel = sibling_linear_dgrad.kernel
+    body = kernel.torch_impl
+    monkeypatch.setattr(kernel, "torch_impl", lambda *args: calls.append(args) or body(*args))
+    with backend("triton"):
+        for provider, count in (("auto", 1), ("triton", 0)):
+            calls.clear()
+            with gemm(provider):
+                sibling_linear_dgrad(dy, dy, dy if three else None, w, w, w if three else None)
+            assert len(calls) == count, provider
