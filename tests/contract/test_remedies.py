@@ -131,3 +131,25 @@ def test_an_id_out_of_range_has_the_path_of_its_step():
     steps = ChainConfig(steps=(Step("table", embedding, EmbeddingConfig(8, 4)), Step("norm", rms_norm, RMSNormConfig(4))))
     with pytest.raises(IndexError, match="^table: embedding_fwd: x must be ids from 0 to 7, got 9"):
         chain.fwd({"table": TABLE, "norm": None}, torch.tensor([9]), steps)
+
+
+@pytest.mark.parametrize("text", IDS)
+def test_ids_of_a_batch_by_vmap_are_not_read(text):
+    ids = torch.tensor([[0, 7], [1, 2]])
+    got = torch.vmap(lambda row: BATCHED[text](row)[0])(ids)
+    torch.testing.assert_close(got, torch.stack([BATCHED[text](row)[0] for row in ids]))
+
+
+LOGITS = torch.linspace(-1, 1, 16).reshape(2, 8)
+BATCHED = dict(
+    zip(
+        IDS,
+        (
+            lambda ids: embedding.fwd(TABLE, ids, EmbeddingConfig(8, 4)),
+            lambda ids: cross_entropy.fwd(None, (LOGITS, ids), CrossEntropyConfig()),
+            lambda ids: linear_cross_entropy.fwd(HEAD, (LOGITS[:, :4], ids), LinearCrossEntropyConfig(4, 8)),
+            lambda ids: position_embedding.fwd(TABLE, (LOGITS[:, :4], ids), PositionEmbeddingConfig(8, 4)),
+        ),
+        strict=True,
+    )
+)
