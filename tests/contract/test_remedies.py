@@ -45,14 +45,16 @@ def mixed(forward, backward):
 
 
 def captured(*given):
-    step = graphed(lambda a, more: a + more["b"], X, {"b": X})
-    return lambda: step(*given)
+    """The call, which captures first: no graph outlives it."""
+    return lambda: graphed(lambda a, more: a + more["b"], X, {"b": X})(*given)
 
 
 def callable_of(*given, **named):
-    layer = torch.nn.Linear(4, 4)
-    (call,) = make_graphed_callables((layer,), ((X.clone(),),))
-    return lambda: call(*given, **named)
+    def call():
+        (made,) = make_graphed_callables((torch.nn.Linear(4, 4),), ((X.clone(),),))
+        made(*given, **named)
+
+    return call
 
 
 CALLS = {

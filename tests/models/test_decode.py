@@ -315,7 +315,7 @@ def test_a_stream_is_of_its_key():
         return torch.stack(list(generate(params, LLAMA, IDS, tokens, key=random.key(seed), sampling=cfg)), 1)
 
     assert torch.equal(drawn(0, 6)[:, :3], drawn(0, 3)) and not torch.equal(drawn(0, 6), drawn(1, 6))
-    with pytest.raises(TypeError, match="^generate: key must be a tensor"):
+    with pytest.raises(TypeError, match="^generate: key must be a key, random.key"):
         generate(params, LLAMA, IDS, 3, sampling=cfg)
 
 
