@@ -75,7 +75,8 @@ def _check_all(op: Op, pendings: Sequence[Any], cfg: Any, into: Any) -> None:
             continue
         if getattr(node, "kind", "") != "pending":
             fail(where, "it", "a pending", describe(node), TypeError)
-        if node.cfg is not cfg and node.cfg != cfg and not is_dynamo_compiling():  # a traced call adds nothing before it raises
+        # a traced call adds nothing before it raises, and the compiler of torch 2.11 compares nested configs without end
+        if not is_dynamo_compiling() and node.cfg is not cfg and node.cfg != cfg:
             try:  # a skip's pending, for example, has the config of its body
                 _abstract(op, node, cfg)
             except Exception as error:

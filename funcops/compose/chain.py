@@ -179,7 +179,7 @@ def needs_of_steps(cfg: ChainConfig, needs: Needs, steps: tuple[Step, ...] | Non
         wanted = step.needs(live, params)
         found.append(wanted)
         for name in ("", *step.given):
-            live[name] = bool(wanted)
+            live[name] = wanted.any
     return tuple(found)
 
 

@@ -79,7 +79,7 @@ def needs_of_layers(cfg: Any, needs: Needs) -> tuple[Needs, ...]:
                 x = True if len(x) == len(cfg.extras) + 1 else x
             wanted = Needs(x=x, params=params if cfg.has_params else False)
             found.append(wanted)
-            live[""] = bool(wanted)
+            live[""] = wanted.any
         cfg.layer_needs[needs] = tuple(found)
     return cfg.layer_needs[needs]  # type: ignore[no-any-return]
 

@@ -85,7 +85,7 @@ def _lower(
     wanted, fuse = _wants_main(needs, cfg), cfg.cfg.fuse
     split = rows.call(fork, ForkConfig(), None, Needs(x=wanted, params=False), main, gives=1, fuse=fuse, path=place.path)
     branch, outputs, back = rows.body(cfg.op, cfg.cfg, place, needs, split.out, extras, recomputed_by, fuse=fuse)
-    asked = Needs(x=("0",) * bool(needs) + ("1",) * wanted, params=False)
+    asked = Needs(x=("0",) * needs.any + ("1",) * wanted, params=False)
     total = rows.call(add_op, AddConfig(), None, asked, branch, split.gives, fuse=fuse, path=place.path)
     return total.out, outputs, [total, *back, split]
 

@@ -37,8 +37,13 @@ class Needs:
     def __new__(cls, x: Any = True, params: Any = True) -> Needs:
         return _intern(_mask("x", x), _mask("params", params))
 
-    def __bool__(self) -> bool:
+    @property
+    def any(self) -> bool:
+        """Whether anything is needed, as `bool(needs)` says, which the compiler of torch 2.11 does not trace."""
         return bool(self.x or self.params or self.recompute)
+
+    def __bool__(self) -> bool:
+        return self.any
 
     def __repr__(self) -> str:
         more = f", drop={self.drop}" if self.drop else ""

@@ -1,13 +1,16 @@
 """Needs: masks by path, interned, hashable."""
 
 import copy
+import importlib.util
 import pickle
+import sys
 
 import pytest
 import torch
 from law_cases import CASES
 
 from funcops import LinearConfig, LinearParams, Needs, linear_fwd
+from funcops.contract import needs as needs_module
 from funcops.contract.needs import sub_mask
 from funcops.trees import leaves, paths
 
@@ -89,3 +92,15 @@ def test_paths_that_x_does_not_have_are_refused(case):
             case.op.fwd(params, x, case.cfg, needs=Needs(x=[*known, path]))
     for path in known:
         case.op.fwd(params, x, case.cfg, needs=Needs(x=[path]))
+
+
+@pytest.mark.parametrize("x", [True, False])
+@pytest.mark.parametrize("params", [True, False])
+def test_a_compiler_that_asks_first_gets_the_same_object(x, params, monkeypatch):
+    """In a module that is loaded anew, so that nothing has asked before."""
+    spec = importlib.util.spec_from_file_location(f"needs_for_{x}_{params}", needs_module.__file__)
+    anew = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, anew)
+    spec.loader.exec_module(anew)
+    asked = torch.compile(lambda t: (t + 1, anew.Needs(x, params)), backend="eager", fullgraph=True)
+    assert asked(torch.ones(2))[1] is anew.Needs(x, params)

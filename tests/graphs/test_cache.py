@@ -5,6 +5,7 @@ import torch
 
 from funcops import LinearConfig, Needs, linear, random
 from funcops.adapters.graphs import GraphCache, cut_rows, pad_rows
+from funcops.adapters.graphs.backend import RecorderBackend
 from funcops.testing.tolerances import assert_close
 from funcops.trees import tensors
 
@@ -51,6 +52,24 @@ def test_the_least_recently_used_goes():
     cache, params = made(capacity=1)
     cache.warm(params, torch.ones(1, 4))
     assert cache.report().sizes == (8,)
+
+
+def test_a_pool_whose_graphs_are_gone_is_not_used_again(monkeypatch):
+    """After a reset, and where each capture evicts the only graph."""
+    pools = []
+    make = RecorderBackend.pool
+    monkeypatch.setattr(RecorderBackend, "pool", lambda self: pools.append(make(self)) or pools[-1])
+    cache, params = made()
+    for size in (1, 3):
+        cache(params, torch.ones(size, 4))
+    assert len(pools) == 1
+    cache.reset()
+    cache(params, torch.ones(1, 4))
+    assert len(pools) == 2
+    alone, params = made(capacity=1)
+    for size in (1, 3):
+        alone(params, torch.ones(size, 4))
+    assert len(pools) == 4
 
 
 def test_results_are_the_callers_own():

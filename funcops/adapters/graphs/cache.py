@@ -108,7 +108,7 @@ class GraphCache:
             _, old = self._held.popitem(last=False)
             old.reset()
             self.evicted += 1
-        if self._pool is None:
+        if not self._held:  # a pool whose graphs are all gone takes no more
             self._pool = backend_of(*padded).pool()
         made = graphed(self.fn, *padded, pool=self._pool, **self.options)
         self._held[size] = made
@@ -131,7 +131,6 @@ class GraphCache:
         for held in self._held.values():
             held.reset()
         self._held.clear()
-        self._pool = None
 
 
 def pad_rows(tree: Any, size: int, value: float = 0) -> Any:
