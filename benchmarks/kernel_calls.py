@@ -246,7 +246,11 @@ def _optimisers(make: Maker) -> Iterator[KernelCall]:
     v = [make.floats(*shape).square() for shape in shapes]
     steps = [make.wide().fill_(3.0) for _ in shapes]
     decayed = [len(shape) > 1 for shape in shapes]
-    yield KernelCall(adamw.adamw, f"gpt-2 {len(shapes)} tensors", (p, g, m, v, steps, decayed, 1e-3, None, 0.9, 0.95, 1e-8, 0.1))
+    numbers, said = (0.9, 0.95, 1e-8, 0.1), f"gpt-2 {len(shapes)} tensors"
+    yield KernelCall(adamw.adamw, said, (p, g, m, v, steps, [], decayed, 1e-3, None, None, *numbers))
+    wide = ([t.float() for t in row] for row in (p, m, v))  # clipped, and written to the weights that the next step reads
+    p, m, v, work = *wide, [make.floats(*shape) for shape in shapes]
+    yield KernelCall(adamw.adamw, f"{said}, one pass", (p, g, m, v, steps, work, decayed, 1e-3, None, make.wide(), *numbers))
 
 
 def _routers(make: Maker) -> Iterator[KernelCall]:

@@ -38,7 +38,7 @@ from funcops import RopeConfig, WithExtras, chain, donate, rope_table, with_poli
 from funcops.contract.configs import Composite
 from funcops.contract.needs import Needs
 from funcops.models.blocks import Sizes, decoder_config
-from funcops.optim import AdamWConfig, adamw_init, adamw_update, clip_by_global_norm
+from funcops.optim import AdamWConfig, adamw_init, adamw_update, clip_factor, global_norm
 from funcops.trees import cast, tree_map_with_path
 
 # for a GPU: large enough that the device, not the host, takes the time
@@ -79,18 +79,20 @@ def funcops_step(
     given = WithExtras(x, {"positions": table, "labels": labels})
     needs = Needs(x=False)
 
-    def passes(params: Any) -> tuple[Tensor, Any]:
-        loss, residuals = op.fwd(cast(params, dtype), given, cfg, needs=needs)
+    work = params if dtype is torch.float32 else cast(params, dtype)
+
+    def passes(work: Any) -> tuple[Tensor, Any]:
+        loss, residuals = op.fwd(work, given, cfg, needs=needs)
         grads, _ = op.bwd(donate(residuals), torch.ones_like(loss), cfg)
-        return loss, cast(grads, torch.float32)
+        return loss, grads
 
     gradients: Any = torch.compile(passes, fullgraph=True, dynamic=False) if compiled else passes
 
     def step() -> Tensor:
         nonlocal params, state
-        loss, grads = gradients(params)
-        grads, _ = clip_by_global_norm(grads, CLIP, in_place=True)
-        params, state = adamw_update(params, grads, state, adamw, in_place=True)
+        loss, grads = gradients(work)
+        factor, into = clip_factor(global_norm(grads), CLIP), None if work is params else work
+        params, state = adamw_update(params, grads, state, adamw, factor=factor, into=into, in_place=True)
         return loss
 
     return step

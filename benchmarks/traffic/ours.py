@@ -18,7 +18,8 @@ from funcops.kernels.norm import sum_parts
 from funcops.trees import leaves, nbytes, tree_map
 
 LONG_AND_ODD = (2048, 32768), (8192, 4099)  # more rows of norms than `kernel_calls` has
-READ_OF = {"table": 1 / 3}  # a rotary table has cos, sin and -sin, each twice: a call needs cos and sin once
+# a rotary table has cos, sin and -sin, each twice: a call needs cos and sin once; new weights are written only
+READ_OF = {"table": 1 / 3, "work": 1 / 2}
 
 
 class RoomMaker(Maker):

@@ -18,7 +18,7 @@ dtype of their param, or a narrower one (bfloat16 gradients of float32 master we
 
 from funcops.optim.adamw import AdamWConfig, AdamWState, adamw_init, adamw_update
 from funcops.optim.balance import balance
-from funcops.optim.clip import clip_by_global_norm, global_norm
+from funcops.optim.clip import clip_by_global_norm, clip_factor, global_norm
 from funcops.optim.ema import ema_init, ema_update
 from funcops.optim.masks import NO_DECAY, NO_MATRIX, combine, decay_mask, matrix_mask, partition
 from funcops.optim.muon import MuonConfig, MuonState, muon_init, muon_update
@@ -26,5 +26,15 @@ from funcops.optim.schedules import warmup_cosine
 from funcops.optim.sgd import SGDConfig, SGDState, sgd_init, sgd_update
 
 __all__ = ["AdamWConfig", "AdamWState", "MuonConfig", "MuonState", "NO_DECAY", "NO_MATRIX", "SGDConfig", "SGDState"]
-__all__ += ["adamw_init", "adamw_update", "balance", "clip_by_global_norm", "combine", "decay_mask", "ema_init", "ema_update"]
+__all__ += [
+    "adamw_init",
+    "adamw_update",
+    "balance",
+    "clip_by_global_norm",
+    "clip_factor",
+    "combine",
+    "decay_mask",
+    "ema_init",
+    "ema_update",
+]
 __all__ += ["global_norm", "matrix_mask", "muon_init", "muon_update", "partition", "sgd_init", "sgd_update", "warmup_cosine"]

@@ -53,6 +53,21 @@ def open_trees(where: str, trees: dict[str, Any], decay: Any, in_place: bool) ->
     return Opened(rows, list(zip(devices, dtypes, strict=True)), decayed, has_grad)
 
 
+def open_into(where: str, params: Any, grads: Any, into: Any) -> list[Tensor]:
+    """Check `into`, a tree like params of tensors to write the new params to, and return those at the leaves with a gradient."""
+    every = zip(*lists_of(where, {"params": params, "grads": grads, "into": into}), strict=True)
+    kept = [(p, w) for p, g, w in every if g is not None]
+    right = all([isinstance(w, Tensor) and w.shape == p.shape and w.device == p.device for p, w in kept])
+    if not right or not all([_fits(w.dtype, p.dtype) and w is not p for p, w in kept]):
+        found, of_params = paths(into), paths(params)
+        for path, g in paths(grads).items():
+            p, w = of_params[path], found[path]
+            if g is not None:
+                check(where, join_path("into", path), w, tuple(p.shape), tuple(d for d in FLOATS if _fits(d, p.dtype)), p)
+                require(w is not p, where, join_path("into", path), "another tensor than the param", "the param itself")
+    return [w for _, w in kept]
+
+
 def lists_of(where: str, trees: dict[str, Any]) -> list[list[Any]]:
     """The leaves of trees, all of which must have the structure of the first; the error names the paths that differ."""
     (first, wanted), *others = trees.items()
@@ -174,6 +189,15 @@ def check_rate(where: str, lr: Any) -> Any:
         return lr.reshape(())
     not_negative(where, lr=lr)
     return float(lr)
+
+
+def check_factor(where: str, factor: Any) -> Tensor:
+    """The factor of gradients as a 0-d tensor."""
+    if not isinstance(factor, Tensor):
+        not_negative(where, factor=factor)
+        return torch.tensor(factor, dtype=torch.float64, device="cpu")
+    check(where, "factor", factor, (), FLOATS)
+    return factor
 
 
 def on_device(rate: Any, device: torch.device) -> Any:

@@ -13,7 +13,18 @@ from funcops.backend import tracing
 from funcops.contract.op import config
 from funcops.errors import check, require, require_type
 from funcops.kernels import adamw as kernels
-from funcops.optim._rows import check_rate, not_negative, on_device, open_trees, own_tensors, rebuilt, walkable, zeros_like
+from funcops.optim._rows import (
+    check_factor,
+    check_rate,
+    not_negative,
+    on_device,
+    open_into,
+    open_trees,
+    own_tensors,
+    rebuilt,
+    walkable,
+    zeros_like,
+)
 from funcops.trees import leaf, leaves, tree
 
 T = TypeVar("T")
@@ -72,6 +83,8 @@ def adamw_update(
     *,
     lr: float | Tensor | None = None,
     decay: Any = None,
+    factor: float | Tensor | None = None,
+    into: Any = None,
     in_place: bool = False,
 ) -> tuple[T, AdamWState]:
     """One step of AdamW (arXiv:1711.05101). With m and v the running means of g and g^2, at the t-th step of a leaf:
@@ -82,6 +95,13 @@ def adamw_update(
     p, m, v: any shape, one float dtype; g: that dtype or a narrower one. `lr` overrides cfg.lr (a tensor: no host sync on
     CUDA); `decay` is a tree of bools like params, from `decay_mask` for example: a leaf with False is not decayed. `in_place`
     writes into params and state and returns them.
+
+    On CUDA one kernel reads every gradient and param once, and can do what else would read them again. `factor`: g is the gradient
+    times it, a number or a 0-d tensor: `clip_factor`, or the inverse of a loss scale. `into`: a tree like params of tensors of its
+    dtype or a narrower one, the weights that the next step computes with; each new p is written to it as well, rounded. A leaf
+    without a gradient is not written.
+
+        params, state = adamw_update(params, grads, state, cfg, factor=clip_factor(global_norm(grads), 1.0), into=work)
 
     Raises `ValueError` (structure, shape, device) or `TypeError` (not a float tensor, dtype), naming the path, before
     anything changes; `GradModeError` if autograd would record a pure update.
@@ -98,8 +118,10 @@ def adamw_update(
     require_type(where, "state", state, AdamWState)
     require_type(where, "in_place", in_place, bool)
     rate = check_rate(where, cfg.lr if lr is None else lr)
+    factor = None if factor is None else check_factor(where, factor)
     trees = {"params": params, "grads": grads, "state.exp_avg": state.exp_avg, "state.exp_avg_sq": state.exp_avg_sq}
     rows, kinds, decayed, has_grad = open_trees(where, trees, decay, in_place)
+    written = [] if into is None else open_into(where, params, grads, into)
     step = state.step
     check(where, "state.step", step, (len(has_grad),), torch.float32)
     with torch.no_grad():
@@ -111,11 +133,14 @@ def adamw_update(
             times = [t for t, has in zip(times, has_grad, strict=True) if has]
             torch._foreach_add_(times, 1)
         run, (b1, b2) = _foreach_ if tracing() else kernels.adamw, cfg.betas
-        dense, copies = walkable(rows)
-        for (device, _), (p, g, m, v, t, decays) in kernels.grouped([*dense, times, decayed], kinds):
+        dense, copies = walkable([*rows, written])
+        own: Any = dense.pop() or [None] * len(kinds)
+        like = [(*kind, getattr(w, "dtype", None)) for kind, w in zip(kinds, own, strict=True)]
+        for (device, *_), (p, g, m, v, w, t, decays) in kernels.grouped([*dense, own, times, decayed], like):
             t = [s.to(device) for s in t] if t[0].device != device else t
             number, rate_tensor = (0.0, on_device(rate, device)) if isinstance(rate, Tensor) else (rate, None)
-            run(p, g, m, v, t, decays, number, rate_tensor, b1, b2, cfg.eps, cfg.weight_decay)
+            by = None if factor is None else factor.to(device)
+            run(p, g, m, v, t, w if written else [], decays, number, rate_tensor, by, b1, b2, cfg.eps, cfg.weight_decay)
         for tensor, copy in copies:
             tensor.copy_(copy)
     if in_place:
@@ -142,9 +167,11 @@ def _foreach_(
     m: Any,
     v: Any,
     t: Any,
+    into: Any,
     decayed: Any,
     number: float,
     rate_tensor: Any,
+    factor: Any,
     b1: float,
     b2: float,
     eps: float,
@@ -152,7 +179,7 @@ def _foreach_(
 ) -> None:
     """Compute what the kernel does, in operators that a tracer can follow."""
     lr = number if rate_tensor is None else rate_tensor
-    g = kernels.like_params(g, params[0].dtype)
+    g = kernels.like_params(g, params[0].dtype, factor)
     for decays, (p,) in kernels.grouped([params], decayed):
         if decays and decay:
             torch._foreach_mul_(p, 1 - lr * decay)
@@ -164,3 +191,5 @@ def _foreach_(
     rate = [(lr / (1 - b1**s)).to(x.dtype) for s, x in zip(t, params, strict=True)]
     scaled = torch._foreach_add(torch._foreach_div(torch._foreach_sqrt(v), root), eps)
     torch._foreach_sub_(params, torch._foreach_mul(torch._foreach_div(m, scaled), rate))
+    if into:
+        torch._foreach_copy_(into, params)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from funcops.errors import FLOATS, check, describe, fail, require_flag
+from funcops.kernels.adamw import times
 from funcops.optim._rows import not_negative, rebuilt
 from funcops.trees import leaves, paths
 
@@ -26,6 +27,29 @@ def global_norm(tree: Any) -> Tensor:
     return _norm(_float_tensors("global_norm", tree, leaves(tree)))
 
 
+def clip_factor(norm: Tensor, max_norm: float | Tensor) -> Tensor:
+    """min(1, max_norm / (norm + 1e-6)): the 0-d factor by which `clip_by_global_norm` multiplies gradients, for an update that
+    multiplies them as it reads them (`adamw_update(..., factor=...)`). No host sync. Raises `ValueError` for a negative max_norm,
+    `ValueError` or `TypeError` for a norm that is not a 0-d float tensor.
+
+    >>> import torch
+    >>> from funcops.optim import clip_factor
+    >>> clip_factor(torch.tensor(5.0), 2.5)
+    tensor(0.5000)
+    """
+    check("clip_factor", "norm", norm, (), FLOATS)
+    _check_max("clip_factor", max_norm)
+    with torch.no_grad():
+        return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def _check_max(where: str, max_norm: Any) -> None:
+    if isinstance(max_norm, Tensor):
+        check(where, "max_norm", max_norm, (), FLOATS)
+    else:
+        not_negative(where, max_norm=max_norm)
+
+
 def clip_by_global_norm(
     grads: T, max_norm: float | Tensor, *, norm: Tensor | None = None, in_place: bool = False
 ) -> tuple[T, Tensor]:
@@ -42,10 +66,7 @@ def clip_by_global_norm(
     ({'w': tensor([3., 4.])}, tensor(5.))
     """
     require_flag("clip_by_global_norm", in_place=in_place)
-    if isinstance(max_norm, Tensor):
-        check("clip_by_global_norm", "max_norm", max_norm, (), FLOATS)
-    else:
-        not_negative("clip_by_global_norm", max_norm=max_norm)
+    _check_max("clip_by_global_norm", max_norm)
     every = leaves(grads)
     given = _float_tensors("clip_by_global_norm", grads, every)
     if norm is not None:
@@ -53,13 +74,13 @@ def clip_by_global_norm(
     norm = _norm(given) if norm is None else norm
     clipped = list(given)
     with torch.no_grad():
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        factor = clip_factor(norm, max_norm)
         for device in {g.device for g in given}:
             at = [i for i, g in enumerate(given) if g.device == device]
             if in_place:
                 torch._foreach_mul_([given[i] for i in at], factor.to(device))
                 continue
-            for i, g in zip(at, torch._foreach_mul([given[i] for i in at], factor.to(device)), strict=True):
+            for i, g in zip(at, times([given[i] for i in at], factor.to(device)), strict=True):
                 clipped[i] = g
     return (grads if in_place else rebuilt(grads, every, clipped)), norm
 

@@ -138,6 +138,7 @@ def test_a_forgotten_store_warns():
 COMPILED = {"in parts": dict(backend="eager"), "whole": dict(backend="aot_eager", fullgraph=True)}
 
 
+@pytest.mark.slow
 @pytest.mark.turns("inside")
 @pytest.mark.parametrize("inside", [True, False], ids=["forward inside", "backward alone"])
 @pytest.mark.parametrize("options", COMPILED.values(), ids=COMPILED)

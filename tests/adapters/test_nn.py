@@ -289,6 +289,7 @@ def test_compiles(backend, dynamic):
         assert_close(list(got[2].values()), list(want[2].values()), dtype=torch.float32, length=256)
 
 
+@pytest.mark.slow
 def test_a_frozen_part_compiles():
     layer, x = fnn.Linear(D, D), torch.randn(3, D)
     layer.weight.requires_grad_(False)

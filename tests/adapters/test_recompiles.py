@@ -88,6 +88,7 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "times", "backend"),
     [

@@ -212,6 +212,7 @@ def wrong_rows(planned, table, compiler):
     return sorted(want - have), sorted(have - want) + [row for row in table if row["compiler"] != compiler]
 
 
+@pytest.mark.slow
 def test_every_build_keeps_its_limits(found):
     assert not found["missing"], "kernels without a call in benchmarks/kernel_calls.py"
     assert len(found["built"]) >= len(found["targets"]) * DRAWN

@@ -126,6 +126,7 @@ def test_launches_that_triton_specialises_differ_in_key(seen):
         assert seen[name] == 1, name
 
 
+@pytest.mark.slow
 def test_a_number_that_is_not_to_be_specialised_on_hits(seen):
     assert seen["numbers"] == [1, 1]
 

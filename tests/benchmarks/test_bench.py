@@ -23,6 +23,7 @@ def test_peak_memory_is_no_higher_than_autograds():
     assert 0.2 < net["4 llama blocks, 8192 tokens, float32"] <= 0.6
 
 
+@pytest.mark.slow
 def test_a_block_keeps_less_than_autograd():
     """The exact counts: the input h, q, k, v, mix, after attention, and gate and up or the pre-activation; and statistics."""
     kept = {(row.case, row.provider): row.value for row in residuals.run(rivals=False)}

@@ -23,8 +23,8 @@ def test_both_steps_hand_the_optimiser_the_same_clipped_gradients(clip, monkeypa
             found["torch"] = [p.grad.clone() for group in self.param_groups for p in group["params"]]
             super().step()
 
-    def update(params, grads, *args, **kwargs):
-        found["funcops"] = {plain.plain_name(path): g.clone() for path, g in paths(grads).items() if g is not None}
+    def update(params, grads, *args, **kwargs):  # which multiplies the gradients by the factor
+        found["funcops"] = {plain.plain_name(path): g * kwargs["factor"] for path, g in paths(grads).items() if g is not None}
         return kept(params, grads, *args, **kwargs)
 
     kept = step.adamw_update

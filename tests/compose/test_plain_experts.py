@@ -262,6 +262,7 @@ def test_a_block_in_steps_is_the_block(tmp_path):
     assert str(explain(steps)).count(line) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["torch", "triton"])
 def test_a_graph_holds_the_chain_whatever_the_routing(implementation):
     one = BIASED

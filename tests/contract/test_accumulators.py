@@ -181,6 +181,7 @@ def test_a_compiled_step_adds_and_refuses_as_an_eager_one(name):
             compiled(params, x, wrong)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_takes_outputs_whose_gradients_are_none():
     """A mixture's router has such outputs: a dict of nothing but None."""
     steps = (Step("fork", fork, ForkConfig(), gives=("copy",)), Step("up", linear, LinearConfig(4, 4)))

@@ -160,6 +160,7 @@ def test_sums_equal_one_wgrad_after_another(name):
 OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("delayed", "grouped current", "grouped fp4")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["current", "grouped block", *OTHERS])
 def test_sums_of_triton_equal_one_wgrad_after_another(name):
     op, cfg, _ = ALONE[name]
@@ -191,7 +192,7 @@ def test_joined_products_are_as_written_down(name, monkeypatch):
         assert sum(one in PRODUCTS for one in found) == count, (how, found)
 
 
-@pytest.mark.parametrize("given", [True, False], ids=["into", "new"])
+@pytest.mark.parametrize("given", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["into", "new"])
 @pytest.mark.parametrize(
     "wrap",
     [

@@ -262,6 +262,7 @@ def given_away():
     return {**made, "a cell": cells["a node"], "a cell of a chain": cells["a chain's node"], "a spent cell": spent}
 
 
+@pytest.mark.slow
 def test_every_function_of_a_tree_refuses_a_donated_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     wrong, asked = [], 0

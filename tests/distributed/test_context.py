@@ -43,6 +43,7 @@ DRAWN = given(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @settings(max_examples=1)
 @example(2, 1, 1, 2, 2, 4, True)  # nothing empty, whatever is drawn

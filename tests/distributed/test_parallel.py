@@ -104,6 +104,7 @@ def parts(t, mesh):
     return t.chunk(mesh.size)[mesh.rank].contiguous()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "sizes"), drawn(MODELS, MESHES))
 def test_a_block_in_one_call(name, sizes):
     """y, dx and the summed gradients; params by shard and masks of dropout, which are bits."""
@@ -180,6 +181,7 @@ def test_a_decoder_with_sharded_vocabulary_and_sequence(end, sizes):
                 torch.testing.assert_close(t, paths(wanted)[path], rtol=0, atol=1e-12, msg=path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["packed", "gpt2"])
 def test_a_block_without_sequence_parallelism(name):
     """All ranks of tp have the same rows between layers, of any number; gradients there are whole, not partial sums."""

@@ -54,6 +54,7 @@ def check(rows, vocab, width, flag, sequence, chunk_bytes, options):
 DRAWN = given(ROWS, SMALL, SMALL, st.booleans(), st.booleans(), st.sampled_from((100, 600, 2**20)), OPTIONS)
 
 
+@pytest.mark.slow
 @settings(max_examples=1)
 @example((1, 2), 2, 3, True, True, 200, ALL_ON)  # nothing empty, whatever is drawn
 @example((1,), 1, 2, False, False, 100, {**ALL_ON, "reduction": "none"})

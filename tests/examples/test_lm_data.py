@@ -137,6 +137,7 @@ def test_trigram_is_its_formula(held_out):
     assert loss == pytest.approx(sum(expected) / len(expected))
 
 
+@pytest.mark.slow
 def test_library_and_its_baseline(library):
     assert len(library.train) > 3_000_000 and len(library.held_out) > 300_000
     assert not set(library.train_files) & set(library.held_out_files)

@@ -35,6 +35,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_pipeline_matches_one_process(text, tmp_path):
     """Its ranks are forks, which need not import torch again."""
     flags = "--schedule", "zb_v", "--tied", "--plot", tmp_path / "plot.png"

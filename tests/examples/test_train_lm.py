@@ -134,6 +134,7 @@ def test_the_check_runs_as_a_user_calls_it(text, tmp_path):
     assert said.returncode == 0 and "float64: " in said.stdout, said.stderr
 
 
+@pytest.mark.slow
 def test_bfloat16_trains(text, tmp_path):
     run(*TINY, "--text", text, "--steps", 12, "--out", tmp_path, "--dtype", "bfloat16")
     rows = losses(tmp_path)

@@ -95,6 +95,7 @@ def test_a_run_goes_on_with_its_biases_and_load(corpus, tmp_path):
             started(corpus, "--resume", *given, out=tmp_path)
 
 
+@pytest.mark.slow
 def test_load_is_printed_saved_and_plotted(corpus, tmp_path, capsys):
     _, run = started(corpus, "--sample", 0, out=tmp_path)
     assert train_lm.loop(run)

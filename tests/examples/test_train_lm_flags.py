@@ -182,6 +182,7 @@ def test_a_folder_that_cannot_be_written_is_named_before_training(train, tmp_pat
     assert "parameters" not in said
 
 
+@pytest.mark.slow
 def test_a_full_disk_loses_nothing(train, tmp_path, monkeypatch):
     assert train("--steps", 6, "--stop-at", 2)[0] == 0
     path = tmp_path / "runs/lm" / results.ONE

@@ -146,6 +146,7 @@ def both_ways(cfg, x, needs=Needs.ALL):
         same_bits(*found, "fused and not")
 
 
+@pytest.mark.turns("maker")
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
 def test_a_maker_and_its_reader_give_the_same_bits(maker, dtype, monkeypatch):

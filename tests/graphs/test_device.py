@@ -192,6 +192,7 @@ def test_the_device_comes_from_the_tensors():
     assert graphs.backend_of(trees).device == torch.device("cuda", 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [ValueError, CudaError])
 @pytest.mark.parametrize("times", [1, 3])
 def test_a_failure_leaves_nothing(monkeypatch, error, times):
@@ -244,6 +245,7 @@ def test_a_graph_that_was_not_kept_cannot_be_drawn(monkeypatch):
         captured.dot("graph.dot")
 
 
+@pytest.mark.slow
 def test_tensors_that_a_graph_reads_live_as_long_as_the_graph(monkeypatch):
     Cuda(monkeypatch)
 

@@ -186,6 +186,7 @@ def test_a_failing_capture_leaves_nothing_behind(device):
     assert torch._C._len_torch_dispatch_stack() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_inputs_are_held_by_the_graph(device):
     """Torch can check that captured inputs are still alive: these always are."""

@@ -331,6 +331,7 @@ def test_a_timeline_knows_what_was_written_over():
             assert [one.overwritten() for one in entries] == [one.order in spoilt for one in entries]
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_of_a_pool_whose_graphs_are_gone():
     gc.collect()
     before = len(timeline._timelines)

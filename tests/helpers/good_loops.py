@@ -136,9 +136,10 @@ LOOPS = {
         lambda: {"params": tree(), "cfg": optim.MuonConfig()},
         accepts={("params", "None"): ANY, ("params", "[]"): ANY, ("params", "float64[3, 3]"): "a bare tensor is a tree"},
     ),
-    "optim.adamw_update": Row(adamw),
+    "optim.adamw_update": Row(lambda: {**adamw(), "factor": 0.5, "into": tree()}),
     "optim.muon_update": Row(muon),
     "optim.sgd_update": Row(sgd),
+    "optim.clip_factor": Row(lambda: {"norm": torch.tensor(2.0), "max_norm": 1.0}),
     "optim.clip_by_global_norm": Row(
         lambda: {"grads": grads(), "max_norm": 1.0, "norm": torch.tensor(2.0), "in_place": True},
         accepts={("grads", "None"): ANY, ("grads", "[]"): ANY},

@@ -19,13 +19,14 @@ def model(dtype=torch.float32, seed=0):
     g = torch.Generator().manual_seed(seed)
 
     def draw(*shape):
-        return torch.randn(*shape, generator=g, dtype=torch.float32).to(dtype)
+        return torch.randn(shape, generator=g, dtype=torch.float32).to(dtype)
 
     return {
         "norm": Layer(draw(3), None),
         "blocks": ({"up": Layer(draw(5, 3), draw(5))}, {"up": Layer(draw(5, 3), None)}),
         "head": Layer(draw(7, 5), draw(7)),
         "empty": draw(0, 3),
+        "gain": draw(),  # whose product with another 0-d tensor has the wider dtype of the two
     }
 
 

@@ -56,12 +56,13 @@ def _defined(tree):
 class _Uses(ast.NodeVisitor):
     def __init__(self, tree, own):
         self.own, self.found, self.modules = own, set(), {}
+        nodes = list(ast.walk(tree))
         self.docstrings = {
             id(node.body[0].value)
-            for node in ast.walk(tree)
+            for node in nodes
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and node.body and isinstance(node.body[0], ast.Expr)
         }
-        for node in ast.walk(tree):  # imports first: one within a function may follow its use in another
+        for node in nodes:  # imports first: one within a function may follow its use in another
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     self.modules[alias.asname or alias.name.partition(".")[0]] = (
@@ -72,7 +73,7 @@ class _Uses(ast.NodeVisitor):
                 for alias in node.names:
                     self.modules[alias.asname or alias.name] = f"{node.module}.{alias.name}"
                     self._dotted(f"{node.module}.{alias.name}")
-        for node in ast.walk(tree):  # then other names of a module: `_aten = torch.ops.aten`
+        for node in nodes:  # then other names of a module: `_aten = torch.ops.aten`
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Attribute):
                 of = self._chain(node.value)
                 if of is not None and of.startswith("torch.ops."):

@@ -31,6 +31,8 @@ BANNED = {
     "that of": "X's ..., or name the noun",
 }
 PHRASES = re.compile(r"\b(" + "|".join(BANNED).replace(" ", r"\s+") + r")")
+# what a file must have for one of these to be found: in its source a space may be the seam of two strings or lines of a comment
+MAY_HOLD = re.compile(r"\b(" + "|".join(BANNED).replace(" ", r"[\s\"'#rf\\]+") + r")|\"\"\"\s*" + FRAGMENT.pattern)
 
 
 class Found(NamedTuple):
@@ -80,6 +82,8 @@ def files(*names: str) -> Iterator[Path]:
 
 
 def found(path: Path) -> list[Found]:
+    if path.suffix == ".py" and not MAY_HOLD.search(path.read_text()):  # a syntax tree takes twenty times as long
+        return []
     return (fragments(path) if path.suffix == ".py" else []) + banned(path)
 
 

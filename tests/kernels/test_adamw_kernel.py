@@ -56,7 +56,7 @@ def test_three_steps_as_torch_takes_them(dtype, of_grads):
 def test_one_launch_for_all_tensors(monkeypatch):
     calls = []
     launch = launching._launch
-    monkeypatch.setattr(launching, "_launch", lambda *args: calls.append(args) or launch(*args))
+    monkeypatch.setattr(launching, "_launch", lambda *args, **options: calls.append(args) or launch(*args, **options))
     updated("triton", made(torch.float32, 0), [made(torch.float32, 1)], 1, decay=[True, False, True, True, False])
     assert len(calls) == 1
     calls.clear()

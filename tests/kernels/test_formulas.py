@@ -265,7 +265,9 @@ def optimiser_step(d):
     v = [d.owned(*shape).square() for shape in shapes]
     grads, steps = [d.floats(*shape) for shape in shapes], [torch.tensor(float(d.randint(1, 9))) for _ in shapes]
     rates = d.choice(((0.1, None), (0.0, torch.tensor(0.3))))
-    return params, grads, m, v, steps, [d.flag() for _ in shapes], *rates, 0.9, 0.95, 1e-2, d.choice((0.0, 0.2))
+    into = [d.owned(*shape) for shape in shapes] if d.flag() else []
+    rates = *rates, d.choice((None, torch.tensor(0.7)))
+    return params, grads, m, v, steps, into, [d.flag() for _ in shapes], *rates, 0.9, 0.95, 1e-2, d.choice((0.0, 0.2))
 
 
 DRAW = {

@@ -339,6 +339,7 @@ def test_an_op_without_a_name_is_not_pickled():
         pickle.dumps(linear._replace(recomputable="norm"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["minimal", Policy({"norm": Recompute()})], ids=["preset", "own"])
 def test_a_compiler_meets_a_policy_first(policy):
     """Params come from the plain op or from a file, so nothing has resolved the policy for this config before."""

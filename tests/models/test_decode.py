@@ -355,7 +355,7 @@ TEMPERATURES = (0.0, 5e-324, 1e-300, 1e-30, 1.0, 1e30, 3e38)
 FILTERS = ({}, {"top_k": 2}, {"top_p": 0.5}, {"top_k": 2, "top_p": 0.9}, {"top_p": 1e-300})
 
 
-@pytest.mark.turns("dtype")
+@pytest.mark.turns("dtype", "temperature")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("row", ODD_ROWS)

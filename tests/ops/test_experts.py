@@ -89,6 +89,7 @@ def test_kept_is_z_and_8_bytes_a_row(tokens, choices, count, dim, hidden):
     assert own / tokens <= 4 * choices * hidden + 16 * choices + 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_a_graph_can_hold_every_half(name, bias):

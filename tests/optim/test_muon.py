@@ -133,6 +133,7 @@ def test_an_update_does_not_depend_on_strides(turned):
         close(muon_update(*given[:2], MuonState(given[2]), cfg, in_place=turned != 1), want, 1e-13)
 
 
+@pytest.mark.slow
 def test_a_trace_and_a_compiled_update_are_the_update_that_runs():
     cfg, params = MuonConfig(lr=0.1), matrices(torch.float64, [(4, 3), (3, 4), (4, 3)])
     state, grads = muon_init(params, cfg), missing(gradients(params, 0), 1)

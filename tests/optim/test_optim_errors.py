@@ -103,7 +103,7 @@ ERRORS = [
     (
         _bad(state=lambda a: AdamWState(torch.zeros(()), a["state"].exp_avg, a["state"].exp_avg_sq)),
         ValueError,
-        "state.step must be [7], got []",
+        "state.step must be [8], got []",
     ),
     (_bad(state=lambda a: None), TypeError, "state must be AdamWState, got None"),
     (_bad(cfg=lambda a: SGDConfig()), TypeError, "cfg must be AdamWConfig, got SGDConfig"),

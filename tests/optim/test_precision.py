@@ -68,6 +68,7 @@ def test_unscale_widens_narrow_gradients():
     torch.testing.assert_close(grads["a"], torch.tensor([6e4]).half().float() / 2**20)
 
 
+@pytest.mark.slow
 def test_a_bad_step_changes_nothing():
     cfg = AdamWConfig()
     params = {"w": torch.ones(3), "b": None}

@@ -21,6 +21,7 @@ def test_another_version_is_noticed(tmp_path, name):
     assert release.disagreements(funcops.__version__, tmp_path) == [f"{name} must say {funcops.__version__}, got 9.8.7"]
 
 
+@pytest.mark.slow
 def test_a_checkout_does_not_count_as_an_install(tmp_path):
     """This process imports the package from the checkout: the checks must see the wheel's."""
     done = subprocess.run([sys.executable, "-c", release.IMPORTS], cwd=release.ROOT, capture_output=True, text=True)

@@ -111,6 +111,7 @@ def test_help_lists_every_name_by_group():
     assert max(map(len, funcops.__doc__.splitlines())) <= 110
 
 
+@pytest.mark.slow
 def test_every_error_of_the_package_can_be_caught_by_its_name():
     """Files are read, not imported: some need Triton."""
     classes = set()
