@@ -27,7 +27,7 @@ REASONS = (
         "adamw",
         "one pass",
         "wide",
-        "4 numbers a thread, 8 bytes of 16-bit ones: with 16 bytes of each they pass through shared memory, for 117 registers, not 32",
+        "4 numbers a thread, 8 bytes of 16-bit ones: with 16 bytes of each shared memory moves them, for 117 registers, not 32",
     ),
     Reason(
         "cross_entropy",
