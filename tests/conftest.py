@@ -73,15 +73,16 @@ def pytest_runtest_teardown():
 
 def _take_turns(items):
     """`pytest.mark.turns("dtype")`: cases that differ in that parameter alone, or in several such, prove much the same, so one of
-    them, each in its turn, is in the first tier, and the others are in the second."""
+    them, each in its turn, is in the first tier, and the others are in the second. With `every=3` one of three is in the first."""
     groups = {}
     for item in items:
         marker = item.get_closest_marker("turns")
         if marker is not None:
             of = item.callspec.params
             key = item.function, *[repr(value) for name, value in of.items() if name not in marker.args]
-            groups.setdefault(key, []).append(item)
-    for turn, group in enumerate(groups.values()):
+            groups.setdefault(key, (marker.kwargs.get("every"), []))[1].append(item)
+    for turn, (every, group) in enumerate(groups.values()):
+        every = every or len(group)
         for i, item in enumerate(group):
-            if i != turn % len(group):
+            if i % every != turn % every:
                 item.add_marker(pytest.mark.slow)

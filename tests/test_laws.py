@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from law_cases import CASES, CONFIGS, FIRST, MODULES, turns
 
@@ -81,9 +81,25 @@ def test_compiles_by_every_backend(case, backend, dynamic):
     LAWS["compiles"](case, torch.float32, backend, dynamic)
 
 
-@pytest.mark.parametrize("name", [name for name, m in MODULES.items() if hasattr(m, "drawn")])
+DRAWN_SHAPES = pytest.mark.parametrize("name", [name for name, m in MODULES.items() if hasattr(m, "drawn")])
+
+
+@DRAWN_SHAPES
+@settings(max_examples=8)
 @given(data=st.data())
 def test_drawn_shapes(name, data):
+    holds_for_a_drawn_case(name, data)
+
+
+@pytest.mark.slow
+@DRAWN_SHAPES
+@settings(max_examples=40)
+@given(data=st.data())
+def test_more_drawn_shapes(name, data):
+    holds_for_a_drawn_case(name, data)
+
+
+def holds_for_a_drawn_case(name, data):
     case = data.draw(MODULES[name].drawn())
     for law in ("split", "mirror", "right", "frugal"):
         LAWS[law](case, torch.float64)

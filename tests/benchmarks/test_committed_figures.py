@@ -17,7 +17,7 @@ RECORDED = torch.__version__.startswith("2.13.")
 @pytest.mark.parametrize(
     ("name", "rows"),
     [
-        ("cpu-residuals", lambda: residuals.run(rivals=False)),
+        pytest.param("cpu-residuals", lambda: residuals.run(rivals=False), marks=pytest.mark.slow),
         ("cpu-memory", lambda: memory._measure(1, torch.float32)),
         pytest.param("cpu-memory", lambda: memory._decoder(), marks=pytest.mark.slow),
     ],

@@ -107,6 +107,7 @@ def ran(monkeypatch):
     return found
 
 
+@pytest.mark.turns("name")
 @pytest.mark.parametrize("name", ALIKE)
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
 @pytest.mark.parametrize("one", [of_experts.CASES[0], BIASED, EMPTY], ids=str)

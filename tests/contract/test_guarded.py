@@ -71,6 +71,7 @@ def test_law_under_policies(case, policy):
     law_guarded(dataclasses.replace(case, op=with_policy(case.op, rules)), case.dtypes[0])
 
 
+@pytest.mark.turns("case", every=2)
 @pytest.mark.parametrize("case", FIRST, ids=str)
 def test_law_of_remat(case):
     law_guarded(dataclasses.replace(case, op=remat(case.op, True)), case.dtypes[0])

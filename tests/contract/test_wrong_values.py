@@ -155,6 +155,7 @@ def problems(name):
 
 
 SLOW = ("graphs.graphed_op", "graphs.make_graphed_callables", "schedule.run", "schedule.draw")
+SLOW += ("models.decode", "models.generate", "models.to_hf")
 
 
 def cases():

@@ -271,7 +271,7 @@ def test_rules_serve_layers_with_adapters(name, more, recipe, sequence_parallel,
     assert first in found[1] and second in found[1]
 
 
-@pytest.mark.parametrize("frozen", [False, True], ids=["all", "lora"])
+@pytest.mark.parametrize("frozen", [pytest.param(False, marks=pytest.mark.slow), True], ids=["all", "lora"])
 def test_fused_gradients_of_an_adapted_block_equal_autograds(frozen):
     """In float32, beside float64 of the plain module with w + c b a in place of w."""
     base = block_config(WIDTH, 2, WIDTH)

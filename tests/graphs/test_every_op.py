@@ -128,6 +128,7 @@ def test_fused_triton_kernels():
         assert any(name.startswith("funcops.") for name in dot), dot
 
 
+@pytest.mark.turns("name", every=3)
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_decoder_under_every_policy(name):
     sizes = Sizes(dim=16, layers=2, heads=2, kv_heads=1, hidden=24, vocab=19, context=8, batch=2)

@@ -60,6 +60,7 @@ def drawn(seed, n):
         yield draw.randint(1, 2), t, heads, kv_heads, size, layout, draw.random() < 0.5
 
 
+@pytest.mark.turns("dtype", every=2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_every_call_is_one_that_the_device_takes(dtype):
     wants = set()

@@ -172,6 +172,7 @@ def with_triton(of):
     return [name for name, found in of.items() if found[0].kernel.kernel.find_triton()]
 
 
+@pytest.mark.turns("name", every=2)
 @pytest.mark.parametrize("name", with_triton(KERNELS))
 def test_triton_kernels(name):
     for turn, call in itertools.product((0, 1), calls(Narrow, torch.float32)[name][:3]):
@@ -191,6 +192,7 @@ def test_every_call_in_every_way(i):
             check(call, same(WAYS["column_major"]), dtype, "triton")
 
 
+@pytest.mark.turns("name", every=2)
 @pytest.mark.parametrize("name", [name for name in with_triton(KERNELS) if not KERNELS[name][0].kernel.kernel.mutates])
 def test_a_compiler_is_told_the_strides_of_results(name):
     """It lays out what follows by the fake. Strides of dimensions of size 1 mean nothing."""

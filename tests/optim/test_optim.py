@@ -89,6 +89,7 @@ def test_strides_do_not_matter(init, update, cfg):
     close(update(turned_params, grads, init(turned_params, cfg), cfg, in_place=True), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimiser", "in_place"),
     [(OPTIMISERS[0], False)] + [pytest.param(OPTIMISERS[i], i < 2, marks=pytest.mark.slow) for i in (0, 1, 3)],
