@@ -20,9 +20,8 @@ from funcops.backend.declare import watched
 from funcops.contract.configs import OpConfig, config
 from funcops.contract.marks import Gone
 from funcops.contract.needs import Needs
-from funcops.contract.op import Op, forward, init_of, make_op
+from funcops.contract.op import forward, init_of, make_op
 from funcops.contract.schema import Donated
-from funcops.contract.walk import Part, rewrite
 from funcops.errors import (
     FLOATS,
     DonatedError,
@@ -33,26 +32,28 @@ from funcops.errors import (
     require_count,
     require_device,
     require_dtype,
+    require_flag,
     require_type,
 )
 from funcops.kernels.attention import masked_fwd
 from funcops.kernels.scored_attention import alibi_slopes
 from funcops.models.decoder import DecoderConfig, layer_paths
-from funcops.ops.attention import AttentionConfig, attention, check_parts, check_qkv
-from funcops.ops.sink_attention import sink_attention, sink_attention_init
-from funcops.trees import has, leaf, static, tree, tree_map_tensors
+from funcops.ops.attention import AttentionConfig, check_parts, check_qkv
+from funcops.ops.sink_attention import sink_attention_init
+from funcops.trees import leaf, static, tree, tree_map_tensors
 
-__all__ = ["Cache", "KVCache", "cache_init", "cached_attention", "roll_back", "with_cache"]
+__all__ = ["Cache", "KVCache", "cache_init", "cached_attention", "roll_back"]
 
 CACHE = "cache"  # the extra input of cached attention
 
 
 @tree
 class KVCache:
-    """The keys and values of a layer, in R slots."""
+    """The keys and values of a layer, in R slots. `v` is None for latents: k, of one head, has in each slot the latent of L numbers
+    and the rotated key of S, of which every head makes its keys and values."""
 
     k: Tensor = leaf("[B, K, R, D]")
-    v: Tensor = leaf("[B, K, R, V]")
+    v: Tensor | None = leaf("[B, K, R, V]")
 
 
 @tree
@@ -86,9 +87,12 @@ def cache_init(
     chunk: int = 256,
     dtype: torch.dtype | None = None,
     device: Any = None,
+    latents: bool = True,
 ) -> Cache:
     """Make an empty cache for `batch` sequences of up to `context` positions (default: the config's), which takes up to `chunk`
-    tokens at once. `dtype`: of the params. Raises `ValueError` or `TypeError` for a size below 1, or more positions than are
+    tokens at once. `dtype`: of the params. `latents`: with multi-head latent attention keep the latents (576 numbers a token for
+    DeepSeek-V3), not the keys and values of all heads (40,960). It needs plain weights where keys and values are made of them: for
+    adapters or codes there give False. Raises `ValueError` or `TypeError` for a size below 1, or more positions than are
     learned.
 
     >>> from funcops import RopeConfig
@@ -109,9 +113,11 @@ def cache_init(
     require_device(where, device)
     if cfg.places:
         require(context <= cfg.context, where, "context", f"at most {cfg.context}, as many positions as are learned", context)
+    require_flag(where, latents=latents)
     chunk, layers = min(chunk, context), {}
-    for path, shapes in shapes_of(cfg, batch, context, chunk).items():
-        layers[path] = KVCache(*[torch.zeros(shape, dtype=dtype, device=device) for shape in shapes])
+    for path, shapes in shapes_of(cfg, batch, context, chunk, latents).items():
+        k, v = [None if shape is None else torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        layers[path] = KVCache(k, v)  # type: ignore[arg-type]
     return Cache(layers, torch.zeros(batch, dtype=torch.int64, device=device), context=context, chunk=chunk)
 
 
@@ -137,7 +143,7 @@ def roll_back(cache: Any, lengths: Tensor) -> Cache:
     check(where, "cache.lengths", held.lengths, (...,), torch.int64)
     for path, layer in held.layers.items():
         require_type(where, f"cache.layers.{path}", layer, KVCache)
-        for name, t in (("k", layer.k), ("v", layer.v)):
+        for name, t in (("k", layer.k), ("v", layer.v))[: 1 if layer.v is None else 2]:
             check(where, f"cache.layers.{path}.{name}", t, (...,), FLOATS, held.lengths)
             rows = t.dim() == 4 and t.shape[:1] == held.lengths.shape
             require(rows, where, f"cache.layers.{path}.{name}", "[B, K, R, D] with B as in cache.lengths", list(t.shape))
@@ -171,23 +177,31 @@ def slots_of(window: int | None, context: int, chunk: int) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def shapes_of(cfg: DecoderConfig, batch: int, context: int, chunk: int) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """The shapes of each layer's k and v. The dict is cached: do not change it."""
-    heads, k, v = cfg.kv_heads, cfg.head_size, cfg.head_size
-    if cfg.latent is not None:
-        heads, k, v = cfg.heads, cfg.latent.rope_size + cfg.latent.plain_size, cfg.latent.value_size
-    found: dict[str, tuple[tuple[int, ...], ...]] = {}
+def shapes_of(cfg: DecoderConfig, batch: int, context: int, chunk: int, latents: bool) -> dict[str, tuple[Any, Any]]:
+    """The shapes of each layer's k and v, None for a v of latents. The dict is cached: do not change it."""
+    heads, k, v, latent = cfg.kv_heads, cfg.head_size, cfg.head_size, cfg.latent
+    if latent is not None and latents:
+        heads, k, v = 1, latent.kv_rank + latent.rope_size, 0
+    elif latent is not None:
+        heads, k, v = cfg.heads, latent.rope_size + latent.plain_size, latent.value_size
+    found: dict[str, tuple[Any, Any]] = {}
     for i, path in enumerate(layer_paths(cfg)):
         slots = slots_of(cfg.kind(i).window, context, chunk)
-        found[path] = ((batch, heads, slots, k), (batch, heads, slots, v))
+        found[path] = ((batch, heads, slots, k), (batch, heads, slots, v) if v else None)
     return found
+
+
+def keeps_latents(cache: Any) -> bool:
+    """Whether the layers of a cache hold latents."""
+    layers = list(cache.layers.values()) if isinstance(cache.layers, dict) else []
+    return bool(layers) and type(layers[0]) is KVCache and layers[0].v is None
 
 
 def check_cache(where: str, cache: Any, cfg: DecoderConfig, batch: int) -> None:
     """Check everything but the number of positions."""
     require_type(where, "cache", cache, Cache)
     check(where, "cache.lengths", cache.lengths, (batch,), torch.int64)
-    wanted = shapes_of(cfg, batch, cache.context, cache.chunk)
+    wanted = shapes_of(cfg, batch, cache.context, cache.chunk, keeps_latents(cache))
     if not isinstance(cache.layers, dict) or cache.layers.keys() != wanted.keys():
         fail(where, "cache.layers", f"a dict of the layers {', '.join(wanted)}", describe(cache.layers))
     like = None
@@ -195,6 +209,9 @@ def check_cache(where: str, cache: Any, cfg: DecoderConfig, batch: int) -> None:
         layer = cache.layers[path]
         require_type(where, f"cache.layers.{path}", layer, KVCache)
         for name, t, shape in zip("kv", (layer.k, layer.v), shapes, strict=True):
+            if shape is None:
+                require(t is None, where, f"cache.layers.{path}.{name}", "None, as in the other layers", describe(t))
+                continue
             check(where, f"cache.layers.{path}.{name}", t, shape, None if like is None else like.dtype, cache.lengths)
             like = t
 
@@ -258,10 +275,15 @@ class CachedAttentionConfig(OpConfig):
     takes_also = (CACHE,)
 
     def __post_init__(self) -> None:
-        where = "with_cache"
-        require_type(where, "attention", self.of, AttentionConfig)
-        require(self.of.causal, where, "attention.causal", "True: later positions are not cached yet", self.of.causal)
-        require(not self.of.packed, where, "attention.packed", "False: each sequence has a row of its own", self.of.packed)
+        require_causal(self.of)
+
+
+def require_causal(of: Any) -> None:
+    """Raise unless attention of this config can read a cache."""
+    where = "with_cache"
+    require_type(where, "attention", of, AttentionConfig)
+    require(of.causal, where, "attention.causal", "True: later positions are not cached yet", of.causal)
+    require(not of.packed, where, "attention.packed", "False: each sequence has a row of its own", of.packed)
 
 
 @tree
@@ -300,20 +322,23 @@ def cached_attention_fwd(
     assert keys is not None and values is not None
     for name, new, held in (("x.1 (k)", k, keys), ("x.2 (v)", v, values)):
         check(where, f"{name}, as the cache,", new, (held.shape[0], at.at.shape[1], held.shape[1], held.shape[3]), held.dtype, held)
-    _write(keys, k, at)
-    _write(values, v, at)
-    mask = _mask(where, at, q, bias, of.alibi)
-    scale = of.score(q.shape[3]).scale
-    y, lse = masked_fwd(q, keys.transpose(1, 2), values.transpose(1, 2), mask, of.softcap or 0.0, scale)
+    write(keys, k, at)
+    write(values, v, at)
+    mask, scale = _mask(where, at, q, bias, of.alibi), of.score(q.shape[3]).scale
+    return attend(where, q, keys.transpose(1, 2), values.transpose(1, 2), mask, scale, of, params.sinks), None
+
+
+def attend(where: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, of: Any, sinks: Any) -> Tensor:
+    """Attention of q [B, T, H, D] over the slots k [B, R, K, D] and v [B, R, K, V]."""
+    y, lse = masked_fwd(q, k, v, mask, of.softcap or 0.0, scale)
     if of.sinks:
-        sinks: Any = params.sinks
         check(where, "params.sinks", sinks, (q.shape[2],), tuple(dict.fromkeys((q.dtype, lse.dtype))), q)
         total = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
         y = (y * torch.exp(lse - total).transpose(1, 2).unsqueeze(-1)).to(q.dtype)
-    return y, None
+    return y
 
 
-def _write(cache: Tensor, new: Tensor, at: Slots) -> None:
+def write(cache: Tensor, new: Tensor, at: Slots) -> None:
     """Write [B, T, K, D] into [B, K, R, D]; padding leaves its slots unchanged."""
     held = cache.transpose(1, 2)
     if at.new is not None:
@@ -337,7 +362,7 @@ def _mask(where: str, at: Slots, q: Tensor, bias: Tensor | None, alibi: bool) ->
     return mask + bias.expand(batch, -1, -1, -1).gather(3, held)
 
 
-def _no_backward(kept: Any, *_: Any, **__: Any) -> Any:
+def no_backward(kept: Any, *_: Any, **__: Any) -> Any:
     fail("cached_attention_bwd", "residuals", "of another op: a cache that is written to has no gradient", describe(kept))
 
 
@@ -346,41 +371,7 @@ cached_attention = make_op(
     CachedAttentionConfig,
     init=cached_attention_init,
     fwd=cached_attention_fwd,
-    dgrad=_no_backward,
-    wgrad=_no_backward,
-    bwd=_no_backward,
+    dgrad=no_backward,
+    wgrad=no_backward,
+    bwd=no_backward,
 )
-
-
-@functools.lru_cache(maxsize=64)
-def with_cache(cfg: Any) -> Any:
-    """Return the config of a combinator with every attention reading a cache: the attention's params are then `CachedParams`, and
-    there is one more extra input, "cache", made by `slots`. Raises `ValueError` for attention that is not causal, or packed."""
-
-    def cached(part: Part) -> tuple[Op, Any] | None:
-        reads = part.op is attention or part.op is sink_attention
-        return (cached_attention, CachedAttentionConfig(of=part.cfg)) if reads else None
-
-    return rewrite(cfg, cached)[1]
-
-
-def with_caches(where: str, params: Any, cache: Cache) -> Any:
-    """Return the params of `with_cache(decoder(cfg))`: the decoder's params, with each layer's cache in its attention."""
-    nested: dict[str, Any] = {}
-    for path, layer in cache.layers.items():
-        if not has(params, f"{path}.attn.mix"):
-            fail(where, "params", f"a decoder's, with {path}.attn.mix", describe(params), TypeError)
-        *outer, last = f"{path}.attn.mix".split(".")
-        inner = nested
-        for name in outer:
-            inner = inner.setdefault(name, {})
-        inner[last] = layer
-    return _placed(params, nested)
-
-
-def _placed(given: Any, caches: Any) -> Any:
-    if type(caches) is KVCache:
-        return CachedParams(caches.k, caches.v, getattr(given, "sinks", None))
-    if isinstance(given, tuple):
-        return tuple([_placed(part, caches[str(i)]) for i, part in enumerate(given)])
-    return {**given, **{name: _placed(given[name], part) for name, part in caches.items()}}

@@ -17,9 +17,11 @@ from funcops.contract.schema import Donated
 from funcops.contract.walk import steps
 from funcops.errors import FLOATS, check, differing, fail, require, require_count, require_type
 from funcops.formats.scaled import unscaled
-from funcops.models.cache import CACHE, Cache, cache_init, check_cache, check_room, looked_at, slots, with_cache, with_caches
-from funcops.models.decoder import DecoderConfig, decoder, decoder_x, without_loss
+from funcops.models.cache import CACHE, Cache, cache_init, check_cache, check_room, keeps_latents, looked_at, slots
+from funcops.models.decoder import DecoderConfig, decoder, decoder_x, layer_paths, without_loss
+from funcops.models.latent_cache import plain_latents
 from funcops.models.sampling import SamplingConfig, drawn
+from funcops.models.with_cache import with_cache, with_caches
 from funcops.ops.rope_scaling import LongRopeScaling
 from funcops.trees import WithExtras, at, paths, stands_for_one, tree_map_tensors
 
@@ -103,7 +105,7 @@ def _step(
         positions = torch.minimum(positions, (cache.lengths + counts - 1).clamp_min(0).unsqueeze(1))
     x = decoder_x(cfg, ids, dtype, positions=positions, length=length)
     given = WithExtras(x.main, {**x.extras, CACHE: slots(cache, tokens, counts, dtype, cfg.windows)})
-    y, _ = chain.fwd(placed, given, with_cache(model or _chain_of(cfg)), needs=Needs.NONE)
+    y, _ = chain.fwd(placed, given, with_cache(model or _chain_of(cfg), keeps_latents(cache)), needs=Needs.NONE)
     cache.lengths.add_(tokens if counts is None else counts)
     return y.main if type(y) is WithExtras else y, cache
 
@@ -174,7 +176,8 @@ def generate(
     dtype, chunk = at(params, "embed.weight").dtype, min(chunk, ids.shape[1])
     length = ids.shape[1] + tokens - 1
     _check_length(where, cfg, ids.shape[1], length)
-    cache = cache_init(cfg, ids.shape[0], context=length, chunk=chunk, dtype=dtype, device=ids.device)
+    latents = plain_latents(model or _chain_of(cfg)) == len(layer_paths(cfg))
+    cache = cache_init(cfg, ids.shape[0], context=length, chunk=chunk, dtype=dtype, device=ids.device, latents=latents)
     return _Rows(params, cfg, model, cache).stream(ids, lengths, tokens, key, sampling, stop)
 
 

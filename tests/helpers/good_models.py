@@ -112,7 +112,7 @@ MODELS = {
         {"top_k": ZERO, "top_p": (0.0, 1.5), "min_p": (-0.1, 1.5), "repetition_penalty": (0.0, -1.0)},
     ),
     "models.cache_init": Row(
-        lambda: {"cfg": LLAMA, "batch": 2, "context": 6, "chunk": 3, "dtype": torch.float32, "device": "cpu"},
+        lambda: {"cfg": LLAMA, "batch": 2, "context": 6, "chunk": 3, "dtype": torch.float32, "device": "cpu", "latents": False},
         dict.fromkeys(("batch", "context", "chunk"), ZERO),
     ),
     "models.roll_back": Row(lambda: {"cache": cache(), "lengths": torch.zeros(2, dtype=torch.int64)}),

@@ -42,7 +42,8 @@ from funcops.models import (
     generate,
     sample,
 )
-from funcops.models.cache import CachedParams, slots, slots_of, with_cache
+from funcops.models.cache import CachedParams, slots, slots_of
+from funcops.models.with_cache import with_cache
 from funcops.testing.tolerances import DECODING, assert_close
 
 B, T, H, K, D, V = 2, 19, 4, 2, 6, 5
