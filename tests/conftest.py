@@ -77,12 +77,12 @@ def _take_turns(items):
     groups = {}
     for item in items:
         marker = item.get_closest_marker("turns")
-        if marker is not None:
+        if marker is not None and not item.get_closest_marker("slow"):
             of = item.callspec.params
             key = item.function, *[repr(value) for name, value in of.items() if name not in marker.args]
             groups.setdefault(key, (marker.kwargs.get("every"), []))[1].append(item)
     for turn, (every, group) in enumerate(groups.values()):
         every = every or len(group)
         for i, item in enumerate(group):
-            if i % every != turn % every:
+            if (i + i // every) % every != turn % every:  # not in step with a parameter of as many values
                 item.add_marker(pytest.mark.slow)

@@ -29,6 +29,7 @@ def first(request):
     return [item for item in items if not any(item.get_closest_marker(mark) for mark in ("slow", "gpu"))]
 
 
+@pytest.mark.slow
 def test_every_op_is_held_to_every_law(first):
     held = set()
     for item in first:
@@ -104,12 +105,14 @@ def missed_adapters(items):
     return {str(path.relative_to(adapters)) for path in missed}
 
 
+@pytest.mark.slow
 def test_every_adapter_is_reached(first):
     assert not missed_adapters(first)
     without = [item for item in first if item.path.parent.name != "schedule" and item.path.name != "test_delayed.py"]
     assert {"pipelining/pipeline.py", "autograd/delayed.py"} & missed_adapters(without), "what no test reaches is seen"
 
 
+@pytest.mark.slow
 def test_every_example_is_run(first):
     examples = ROOT / "examples"
     said = {value for value in all_reached(first) if isinstance(value, str)}

@@ -95,6 +95,7 @@ def begin(first):
             model(x)
 
 
+@pytest.mark.turns("swapped", "first", "fill", every=2)
 @pytest.mark.parametrize("swapped", [False, True], ids=["made", "from_torch"])
 @pytest.mark.parametrize("first", FIRST)
 @pytest.mark.parametrize("fill", FILL)

@@ -171,6 +171,7 @@ def check_follows(want, got, exact, spare=0):
 REGIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+@pytest.mark.turns("given", "dtype", "name", every=2)
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's own RMSNorm
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("dtype", REGIONS)

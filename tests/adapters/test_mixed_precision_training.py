@@ -60,6 +60,7 @@ class Checkpointed(nn.Module):
         return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
 
 
+@pytest.mark.turns("way", every=2)
 @pytest.mark.parametrize("way", ["plain", "scaled float16", "checkpointed", "compiled"])
 def test_training(way):
     want, got = pair()

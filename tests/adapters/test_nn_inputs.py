@@ -105,6 +105,7 @@ SERVED = {
 }
 
 
+@pytest.mark.turns("name", "dtype", every=2)
 @pytest.mark.parametrize(("name", "dtype"), drawn(MODULES, (torch.float32, torch.float64, torch.bfloat16, torch.complex64)))
 def test_inputs_that_torch_accepts(name, dtype):
     """98 inputs: of the module's dtype and of others, of two layouts, without rows, and without a batch."""

@@ -65,6 +65,7 @@ def outcome(model, ids):
     return logits.detach(), {n.removeprefix("base_model.model."): p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.turns("order", "kind", "name", every=2)
 @pytest.mark.parametrize("order", ["the swap first", "the adapter first"])
 @pytest.mark.parametrize("kind", ["lora", "dora", "ia3"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", pytest.param("phi3", marks=pytest.mark.slow)])

@@ -132,6 +132,7 @@ EDITS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, slow(1), slow(2), slow(3)])
 def test_modules_that_have_not_run(seed):
     """Compiled whole before any call of the module or of a similar one, and after edits of what is compiled."""

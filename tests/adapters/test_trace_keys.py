@@ -134,6 +134,7 @@ ROWS = [(name, fn, [(x, TorchConfig()) for x in xs]) for name, (fn, xs) in FAMIL
 ]
 
 
+@pytest.mark.turns("name", "fn", "calls", every=2)
 @pytest.mark.parametrize(("name", "fn", "calls"), ROWS, ids=[row[0] for row in ROWS])
 def test_every_order_of_calls(name, fn, calls):
     for order in (calls, calls[::-1]):  # so that each comes after each other
@@ -142,6 +143,7 @@ def test_every_order_of_calls(name, fn, calls):
             check(op, fn, x, cfg)
 
 
+@pytest.mark.turns("name", "fn", "calls", every=2)
 @pytest.mark.parametrize(("name", "fn", "calls"), ROWS, ids=[row[0] for row in ROWS])
 def test_every_order_under_autograd(name, fn, calls):
     for order in (calls, calls[::-1]):

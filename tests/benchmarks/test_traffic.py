@@ -76,6 +76,7 @@ def test_every_row_is_within_the_limits_or_says_why(rows):
     assert beyond(rows) == ([], set())
 
 
+@pytest.mark.turns("fault", every=2)
 @pytest.mark.parametrize(
     "fault",
     [

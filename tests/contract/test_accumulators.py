@@ -157,6 +157,7 @@ COMPILED = {  # a compiler is slow: small ones
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name if name == "chain" else pytest.param(name, marks=pytest.mark.slow) for name in COMPILED])
 def test_a_compiled_step_adds_and_refuses_as_an_eager_one(name):
     """The compiler warns of nothing, which here is an error: it traces no cache on the way to the shapes of params."""

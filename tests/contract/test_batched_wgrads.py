@@ -176,6 +176,7 @@ def test_sums_over_ranks_equal_one_wgrad_after_another(name):
     run_ranks({"tp": 2}, lambda mesh: check(op, of(mesh["tp"]), mesh["tp"]))
 
 
+@pytest.mark.turns("name", every=2)
 @pytest.mark.parametrize("name", [name for name in (*ALONE, *OVER_RANKS) if "delayed" not in name])  # whose scales are data
 def test_joined_products_are_as_written_down(name, monkeypatch):
     op, cfg, (alone, concatenated, batch, group) = (ALONE | OVER_RANKS)[name]
@@ -192,6 +193,7 @@ def test_joined_products_are_as_written_down(name, monkeypatch):
         assert sum(one in PRODUCTS for one in found) == count, (how, found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["into", "new"])
 @pytest.mark.parametrize(
     "wrap",

@@ -190,6 +190,7 @@ ENTRIES = {
 NO_FIELDS = {("fields", "enum"), ("fields", "hostile")}
 
 
+@pytest.mark.turns("entry", "kind", every=2)
 @pytest.mark.parametrize(("entry", "kind"), [(e, k) for e in ENTRIES for k in KINDS if (e, k) not in NO_FIELDS])
 def test_a_name_is_its_letters(entry, kind):
     got, want = ENTRIES[entry](KINDS[kind]), ENTRIES[entry](str)

@@ -177,6 +177,7 @@ def test_every_public_callable_has_a_row():
     assert not sorted(set(ROWS) - set(public())), "rows of what is not public"
 
 
+@pytest.mark.turns("name", every=2)
 @pytest.mark.parametrize("name", list(cases()))
 def test_good_arguments_are_good_and_wrong_values_raise(name):
     of(name)(**ROWS[name].good())

@@ -97,6 +97,7 @@ def test_a_model_with_adapters_equals_one_process(sequence):
         assert specs[f"{out}.lora.a"] == dist.Spec("tp", 1) and f"{out}.lora.b" not in {p for p, s in specs.items() if s.axis}
 
 
+@pytest.mark.turns("sizes", "sequence", every=3)
 @pytest.mark.parametrize(("sizes", "sequence"), [(dict(dp=2, tp=2), True), (dict(dp=1, tp=2), False), (dict(dp=2, tp=1), True)])
 def test_masks_are_parts_of_one_mask(sizes, sequence):
     """Dropout of adapters, also of one whose layer is not sharded (the keys'): y and gradients of one process."""

@@ -69,6 +69,7 @@ OPTIONS = {  # an attention in order, of rows whose windows and sequences reach 
 }
 
 
+@pytest.mark.turns("sinks", "name", every=2)
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_of_attention(name, sinks):

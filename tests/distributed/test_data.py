@@ -57,6 +57,7 @@ def assert_same(got, want, what):
 MESHES = {"1": {"dp": 1}, "2": {"dp": 2}, "4": {"dp": 4}, "2x2": {"node": 2, "dp": 2}, "3x2": {"node": 3, "dp": 2}}
 
 
+@pytest.mark.turns("sizes", "kind", every=2)
 @pytest.mark.parametrize(("sizes", "kind"), drawn(MESHES, KINDS, families=["1", "2", "4", "grid", "grid"]))
 def test_an_ordered_sum_is_accumulation_on_one_process(sizes, kind):
     ways = list(itertools.product(itertools.permutations(MESHES[sizes]), [None, *MESHES[sizes]]))

@@ -46,6 +46,7 @@ def step(cfg, model, params, ids, labels, share=1):
     return loss, chain.bwd(kept, WithExtras(dy, dict.fromkeys(y.extras)) if type(y) is WithExtras else dy, model)[0]
 
 
+@pytest.mark.turns("name", "mesh", every=3)
 @pytest.mark.parametrize(("name", "mesh"), drawn(FAMILIES, MESHES))
 def test_a_decoder_on_ranks_equals_one_process(name, mesh):
     cfg, (sizes, sequence_parallel) = dataclasses.replace(LLAMA, **FAMILIES[name]), MESHES[mesh]

@@ -35,6 +35,7 @@ def same(got, want):
         assert a is None or (a.dtype is b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))), path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [*(pytest.param(one, marks=pytest.mark.slow) for one in MESHES[:3]), MESHES[3]], ids=str)
 def test_any_mesh_reads_files_of_any_other(sizes, tmp_path):
     """12 leaves of drawn sizes, dtypes, parts and axes, an empty one, one without dimensions and None; read on every mesh."""

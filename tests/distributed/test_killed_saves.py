@@ -99,6 +99,7 @@ def test_a_file_that_is_cut_short_is_named(tmp_path, part):
     assert is_tree(load(folder), OLD)
 
 
+@pytest.mark.turns("seed", every=2)
 @pytest.mark.parametrize("seed", range(6))
 def test_stages_agree_on_a_leaf_that_several_have(tmp_path, seed):
     """Leaves of drawn stages of three, one leaf sharded over another axis: whichever stage has another value, all raise."""

@@ -30,6 +30,7 @@ def test_collectives_are_the_plain_op_in_parts(rows, width, by, dim):
 OVERLAPS = ((True, "bulk"), (False, "bulk"), (True, "none"), (False, "none"))  # with sequence_parallel
 
 
+@pytest.mark.turns("sequence", "overlap", "name", every=2)
 @pytest.mark.parametrize(("sequence", "overlap"), [*OVERLAPS[:2], (True, "ring")], ids=["bulk", "whole", "ring"])
 @pytest.mark.parametrize("name", LAYERS)
 @settings(max_examples=1)
@@ -77,6 +78,7 @@ def test_every_op_of_the_room_is_among_them():
     assert {value.name for value in vars(dist).values() if isinstance(value, Op)} == PLAIN.keys()
 
 
+@pytest.mark.turns("name", every=2)
 @pytest.mark.parametrize("name", PLAIN)
 def test_laws_on_one_rank(name):
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -97,6 +99,7 @@ LAWS_OF_RANKS = ("split", "mirror", "frugal", "loud", "guarded")  # the others c
 WAYS = {"overlap": ("bulk", "ring"), "comm": ("gather", "ring")}
 
 
+@pytest.mark.turns("name", every=2)
 @pytest.mark.parametrize("name", PLAIN)
 def test_laws_on_two_ranks(name):
     """All ranks run the laws at once: if one raises, all do."""

@@ -274,6 +274,7 @@ def test_params_without_a_gradient_keep_their_bits_in_another_dtype():
     assert run_ranks({"dp": 2}, chosen) == [[[7, 6]] * 3] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [EVEN, ODD], ids=["rows", "elements"])
 def test_specs_name_what_zero_3_shards(sizes):
     whole = chain.init(model(sizes), key=random.key(0))

@@ -99,6 +99,7 @@ FLAGS = [
 ]
 
 
+@pytest.mark.turns("flags", every=2)
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: " ".join(map(str, flags)) or "as it is")
 def test_a_run_equals_plain_pytorch(flags, corpus):
     args, run = started(corpus, "--eval-every", 4, *flags)
@@ -195,6 +196,7 @@ def begun(corpus, tmp_path_factory):
     return out
 
 
+@pytest.mark.turns("flag", every=2)
 @pytest.mark.parametrize("flag", [*OTHER, "tied", "compile"])
 def test_a_run_goes_on_with_the_flags_that_it_began_with(flag, begun, corpus):
     """Every flag that changes its numbers is compared, and named."""
@@ -203,6 +205,7 @@ def test_a_run_goes_on_with_the_flags_that_it_began_with(flag, begun, corpus):
         started(corpus, "--resume", *given, out=begun)
 
 
+@pytest.mark.turns("flag", every=3)
 @pytest.mark.parametrize("flag", [None, *FREE])
 def test_flags_that_change_no_number_may_change(flag, begun, corpus):
     given = [] if flag is None else [f"--{flag}"] if FREE[flag] is None else [f"--{flag}", FREE[flag]]

@@ -45,6 +45,7 @@ THREADS = {
 FIRST = ("tp-zero3",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [one if one in FIRST else pytest.param(one, marks=pytest.mark.slow) for one in THREADS])
 def test_losses_on_ranks_that_are_threads(name, text, tmp_path, monkeypatch):
     """Params are sharded, rows are split, and the ranks get unequal numbers of held-out windows."""

@@ -379,6 +379,7 @@ def compared(kernel, *args):
     return got
 
 
+@pytest.mark.turns("args", every=2)
 @pytest.mark.parametrize("args", some(FORMATS, 5))
 def test_triton_gives_the_same_bits(args):
     """Every kernel, of shapes, dtypes and sources drawn for the format."""

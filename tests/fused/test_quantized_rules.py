@@ -179,6 +179,7 @@ def test_siblings_share_their_codes(monkeypatch):
     assert "sibling linears, x once" not in names(siblings([Fp8Block(), Fp8Block(bwd="e5m2")]))
 
 
+@pytest.mark.turns("recipe", every=3)
 @pytest.mark.parametrize("recipe", [Fp8Block(), Fp8Current(), MXFP8()], ids=lambda recipe: type(recipe).__name__)
 def test_quantised_siblings_refuse_as_the_ops_alone(recipe, monkeypatch):
     monkeypatch.setattr(rules, "FEW", 0)

@@ -29,6 +29,7 @@ def test_there_are_enough():
     assert len(PLANTED) >= 20
 
 
+@pytest.mark.turns("name", every=2)
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found(name):
     line, kind = wanted(PLANTED[name])

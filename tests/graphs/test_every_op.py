@@ -59,6 +59,7 @@ def same(a, b):
         assert torch.equal(t, b[path]) if isinstance(t, torch.Tensor) else t == b[path], path
 
 
+@pytest.mark.turns("case", every=3)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_nothing_to_complain_of(case):
     params, x = case.make(torch.float32)
@@ -72,6 +73,7 @@ def test_nothing_to_complain_of(case):
     assert check_capturable(step, params, x, gradient(y, 0)) == []
 
 
+@pytest.mark.turns("case", every=2)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_graphs_give_the_same_bits(case):
     params, first = case.make(torch.float32)

@@ -15,6 +15,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DONATED = {"0": "donated", "1": "donated"}
 
 
+@pytest.mark.turns("device", "outputs", "slots", every=2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("outputs", ["clone", "borrow"])
 @pytest.mark.parametrize("slots", [1, 2, 3, 4])

@@ -85,6 +85,7 @@ def eager(params, device, calls=5):
     return wants
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("outputs", [pytest.param("clone", marks=pytest.mark.slow), "borrow"])
 def test_graphed_op_in_any_order(outputs, device):

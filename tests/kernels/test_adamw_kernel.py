@@ -45,6 +45,7 @@ def by_torch(params, grads, decay):
     return [p.data for p in params], [k["exp_avg"] for k in kept], [k["exp_avg_sq"] for k in kept]
 
 
+@pytest.mark.turns("dtype", "of_grads", every=2)
 @pytest.mark.parametrize(("dtype", "of_grads"), [*zip(DTYPES, DTYPES, strict=True), (torch.float32, torch.bfloat16)], ids=str)
 def test_three_steps_as_torch_takes_them(dtype, of_grads):
     params, grads, decay = made(dtype, 0), [made(of_grads, seed) for seed in (1, 2, 3)], [True, False, True, True, False]

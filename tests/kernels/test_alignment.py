@@ -35,6 +35,7 @@ def check(got, want, dtype):
         assert_close(g, w, dtype=dtype)
 
 
+@pytest.mark.turns("i", "dtype", every=3)
 @pytest.mark.parametrize(("i", "dtype"), drawn(range(len(names())), DTYPES, names()))
 def test_every_kernel_at_odd_addresses(i, dtype):
     """Each call and dtype has its own move, and the calls of a kernel have different ones."""

@@ -160,6 +160,7 @@ def test_every_kernel_has_calls():
     assert declared == set(KERNELS)
 
 
+@pytest.mark.turns("name", every=2)
 @pytest.mark.parametrize("name", KERNELS)
 def test_torch_kernels(name):
     ways = [(maker, same(way)) for maker in (Single, Narrow) for way in WAYS.values()] + [(Maker, mixed(turn)) for turn in (0, 3)]

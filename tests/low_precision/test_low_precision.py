@@ -89,6 +89,7 @@ def wanted(request):
     return cfg, params, xs, dys, state, work, grads, amaxes
 
 
+@pytest.mark.turns("way", every=2)
 @pytest.mark.parametrize("way", WAYS)
 def test_amaxes_have_the_same_bits_by_every_way(way, wanted):
     cfg, _, xs, dys, state, work, grads, amaxes = wanted

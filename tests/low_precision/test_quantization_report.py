@@ -254,6 +254,7 @@ STOCHASTIC = {
 }
 
 
+@pytest.mark.turns("seed", "name", every=2)
 @pytest.mark.parametrize("seed", [None, 0, 7])
 @pytest.mark.parametrize("name", STOCHASTIC)
 def test_rows_are_the_errors_of_the_step(name, seed):

@@ -82,6 +82,7 @@ REWRITTEN = [
 ]
 
 
+@pytest.mark.turns("names", every=2)
 @pytest.mark.parametrize("names", [pytest.param(names, id="-".join(names)) for names in REWRITTEN])
 def test_rewrites_commute(names):
     """In whatever order a config is rewritten, it is the same."""

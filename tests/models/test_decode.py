@@ -225,6 +225,7 @@ def test_bad_calls_raise_by_name_before_anything_changes():
         )
 
 
+@pytest.mark.turns("name", every=2)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_waits_for_nothing(name):
     cfg = MODELS[name]
@@ -260,6 +261,7 @@ def test_a_captured_step_goes_on_with_its_cache():
         captured(params, cache, token)
 
 
+@pytest.mark.turns("name", every=2)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_stream_is_the_likeliest_token_after_each_prompt(name):
     """Rows of several lengths go on as each would alone, by whole forwards."""

@@ -69,6 +69,7 @@ def test_a_stream_penalises_what_has_occurred(penalty):
     assert not torch.equal(got, plain)
 
 
+@pytest.mark.turns("drawn", "name", every=2)
 @pytest.mark.parametrize("drawn", [{}, {"temperature": 1.0, "top_k": 9, "repetition_penalty": 1.2}], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_that_have_ended_cost_nothing_and_change_nothing(name, drawn, monkeypatch):
@@ -126,6 +127,7 @@ def test_speculative_decoding_gives_the_likeliest_tokens(name, ahead, noise):
     assert torch.equal(got, want) and (noise or calls == math.ceil(12 / (ahead + 1)))
 
 
+@pytest.mark.turns("chunk", "name", every=3)
 @pytest.mark.parametrize("chunk", [1, 4, 17])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_cache_that_went_back_goes_on_as_if_it_had_not_been_ahead(name, chunk):

@@ -18,6 +18,7 @@ def text(file):
     return (ROOT / file).read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", sorted({fault.source for fault in FAULTS}))
 def test_faults_fit_the_code(source):
     """Each can be planted, is valid Python, and names existing tests."""

@@ -38,6 +38,7 @@ def uses():
     return {name: files for name, files in private_uses(ROOT, "funcops", "benchmarks").items() if name not in NOT_TORCH}
 
 
+@pytest.mark.slow
 def test_every_private_name_is_in_the_list(uses):
     new = {name: sorted(files) for name, files in uses.items() if name not in NAMES}
     assert not new, f"take the public name instead, or say in tests/helpers/private_names.py why no public one serves: {new}"

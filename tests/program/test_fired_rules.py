@@ -124,6 +124,7 @@ def counted(block, name, cfg, monkeypatch):
     return forward, backward
 
 
+@pytest.mark.turns("block", "name", every=2)
 @pytest.mark.parametrize(("block", "name"), TABLE, ids=" ".join)
 def test_rules_and_launches_are_as_written_down(block, name, monkeypatch):
     cfg = variant(block, name)

@@ -242,6 +242,7 @@ def compare(words, dtype, needs=Needs.ALL, **options):
         assert all((s is None and t is None) or torch.equal(s, t) for s, t in zip(leaves(a[:3]), leaves(got[:3]), strict=True))
 
 
+@pytest.mark.turns("words", every=2)
 @pytest.mark.parametrize("words", [pytest.param(row[0], marks=pytest.mark.slow if i % 2 else ()) for i, row in enumerate(TABLE)])
 def test_fused_is_unfused(words):
     compare(words, torch.float32)
@@ -303,6 +304,7 @@ SKIPS = {
 }
 
 
+@pytest.mark.turns("needs", "name", every=2)
 @pytest.mark.parametrize("needs", [Needs.ALL, Needs(x=False), Needs(params=False)], ids=str)
 @pytest.mark.parametrize("name", SKIPS)
 def test_a_skip_is_planned_with_its_body(name, needs):

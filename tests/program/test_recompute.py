@@ -236,6 +236,7 @@ CHOICES = [None, "recompute_norms", "recompute_elementwise", "rules"]
 SLOW = [(pair, policy) for pair in PAIRS for policy in CHOICES][1:]
 
 
+@pytest.mark.turns("pair", "policy", "name", every=2)
 @pytest.mark.parametrize(
     ("pair", "policy", "name"),
     [(pair, policy, "torch") for pair in PAIRS for policy in CHOICES]

@@ -140,6 +140,7 @@ def test_a_disturbed_schedule_is_refused_or_whole():
     assert min(refused, whole) > 40
 
 
+@pytest.mark.turns("name", every=2)
 @pytest.mark.parametrize("name", ["one_f_one_b", "zb_h1", "interleaved_1f1b", "zb_v", "dualpipe_v"])
 def test_sent_tensors_are_released(name):
     """The number of live message tensors does not grow with the microbatches."""

@@ -33,6 +33,7 @@ def full(grid):
     return [(p, m) for p, m in grid if m >= 2 * p and m % p == 0]
 
 
+@pytest.mark.turns("name", every=2)
 @pytest.mark.parametrize("name", GENERATORS)
 def test_every_schedule_of_a_grid_is_whole(name, grid):
     for p, m in grid:

@@ -56,6 +56,7 @@ def setup(cfg, count=M, dtype=torch.float64):
     return chain.init(cfg, key=random.key(1), dtype=dtype), microbatches(count, cfg)
 
 
+@pytest.mark.turns("keyed", "name", every=2)
 @pytest.mark.parametrize("keyed", [False, True])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_gradients_equal_the_chains(name, keyed):

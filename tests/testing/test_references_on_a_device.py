@@ -13,6 +13,7 @@ from funcops.trees import tree_map_tensors
 NAMES = sorted({case.op.name for case, _ in CASES})
 
 
+@pytest.mark.turns("name", every=2)
 @pytest.mark.parametrize("name", NAMES)
 def test_no_reference_mixes_devices(name):
     """Each case runs in one dtype."""
