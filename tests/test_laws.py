@@ -63,7 +63,7 @@ def test_finite_differences(case):
 
 @pytest.mark.parametrize("case", FIRST, ids=str)
 def test_compiles(case):
-    """By the backend that shows the fewest things: what aot_eager does besides takes as long again."""
+    """The backend "eager" traces, and does no more: aot_eager takes as long again."""
     LAWS["compiles"](case, torch.float32, "eager")
 
 

@@ -14,52 +14,21 @@ import os
 import re
 import secrets
 from collections.abc import Iterator, Mapping
-from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from funcops import checkpoint
-from funcops.errors import FLOATS, CheckpointError, describe, fail, require, require_dtype, require_type
+from funcops.errors import FLOATS, CheckpointError, fail, require, require_dtype, require_type
 from funcops.lora.params import adapted, adapter, with_adapter
 from funcops.lora.rewrite import AdaptedLinear
+from funcops.lora.settings import CONFIG, PREFIX, SIDES, WEIGHTS, Names, check_names, divisor, modules_of, of_module, read_settings
 from funcops.ops.low_rank import LowRankParams
 from funcops.trees import tree_map
 
-Names = Mapping[str, str | tuple[str, ...]]
 Modules = dict[tuple[str, tuple[int, ...]], tuple[str, ...]]  # by a linear's path, and the index of its layer
-
-CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
-SIDES = {"a": "lora_A", "b": "lora_B"}
-READ = {"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern"}
-# settings of PEFT that do not change a trained adapter's output: its origin, which modules have one (the tensors say that), and how
-# it was trained. Some would, but only if another setting, which is refused, turns them on.
-WITHOUT_MEANING = {
-    "task_type",
-    "auto_mapping",
-    "peft_version",
-    "base_model_name_or_path",
-    "revision",
-    "inference_mode",
-    "target_modules",
-    "exclude_modules",
-    "lora_dropout",
-    "megatron_core",
-    "runtime_config",
-    "ensure_weight_tying",
-    "qalora_group_size",
-    "loftq_config",
-    "eva_config",
-    "corda_config",
-    "lora_ga_config",
-}
-# settings that change the function or the tensors: their values that do not, besides None, False and empty ones
-PLAIN: dict[str, tuple[Any, ...]] = {
-    "bias": ("none",),
-    "init_lora_weights": (True, "gaussian", "eva", "orthogonal", "mica"),  # the others change the base's weights
-}
 
 
 def save_adapter(folder: str | os.PathLike[str], params: Any, cfg: Any, *, names: Names | None = None, base: str = "") -> None:
@@ -126,7 +95,7 @@ def load_adapter(
 
     Raises `CheckpointError`, before any tensor is read: for a file that is invalid or cut off; for tensors that are missing, extra,
     or of another shape or dtype, by name; for another rank or alpha; for any setting of PEFT with another meaning (DoRA,
-    rsLoRA, PiSSA, OLoRA, aLoRA, biases, modules that are saved whole), and for an unknown setting. Raises it after reading for
+    PiSSA, OLoRA, aLoRA, biases, modules that are saved whole), and for an unknown setting. Raises it after reading for
     different lora_A if the rank is for one. Raises `FileNotFoundError` if a file is missing."""
     where = "load_adapter"
     require_type(where, "folder", folder, str, os.PathLike)
@@ -193,26 +162,16 @@ def _modules(where: str, found: list[AdaptedLinear], names: Any) -> Modules:
         if len(linear.lora.shapes["a"]) > 2:
             wanted = "one without adapters of experts, which a PEFT file cannot name (save the tree of adapter(params, cfg))"
             fail(where, "cfg", wanted, linear.path)
-    if names is not None:
-        require_type(where, "names", names, Mapping)
-        for glob, name in names.items():
-            require_type(where, "names", glob, str)
-            require_type(where, f"names[{glob!r}]", name, str, tuple)
-            each = _each(name)
-            require(len(each) > 0, where, f"names[{glob!r}]", "a name, or several", repr(name))
-            for one in each:
-                require_type(where, f"names[{glob!r}]", one, str)
-                require(glob.count("*") == one.count("*"), where, f"names[{glob!r}]", "a name with as many '*'", repr(one))
+    check_names(where, names)
     made: Modules = {}
     used = set()
     for linear in found:
         for index in _indices(linear):
             numbers = iter(index)
             path = re.sub(r"\*", lambda _, numbers=numbers: str(next(numbers)), linear.module)  # type: ignore[misc]
-            glob = None if names is None else next((glob for glob in names if fnmatchcase(path, glob)), None)
+            glob, made[linear.path, index] = modules_of(path, names)
             if names is not None and glob is None:
                 fail(where, "names", f"globs, one of them for {path}", f"{', '.join(names) or 'none'}")
-            made[linear.path, index] = (path,) if glob is None else tuple(_named(path, glob, one) for one in _each(names[glob]))
             used.add(glob)
             rows, several = linear.lora.out_features, len(made[linear.path, index])
             require(rows % several == 0, where, f"names[{glob!r}]", f"names for equal parts of {rows} rows", f"{several} of them")
@@ -230,20 +189,7 @@ def _modules(where: str, found: list[AdaptedLinear], names: Any) -> Modules:
     return made
 
 
-def _each(names: Any) -> tuple[Any, ...]:
-    return names if isinstance(names, tuple) else (names,)
-
-
-def _named(path: str, glob: str, name: str) -> str:
-    pattern = "".join("(.*)" if c == "*" else re.escape(c) for c in glob)
-    stood = re.fullmatch(pattern, path)
-    if stood is None:
-        fail("names", repr(glob), "a glob whose only wildcard is '*'", "others")
-    parts = iter(stood.groups())
-    return re.sub(r"\*", lambda _: next(parts), name)
-
-
-def _alpha(linear: AdaptedLinear, rank: int | None = None) -> float:
+def _alpha(linear: AdaptedLinear, rank: float | None = None) -> float:
     """The alpha of an adapter, or of one of another `rank` with the same factor."""
     return round(linear.lora.scale * (linear.lora.rank if rank is None else rank), 9)  # 16 / 3, times 3, is 16
 
@@ -287,48 +233,18 @@ def _plain(number: float) -> float:
 
 def _checked_settings(where: str, path: Path, found: Mapping[str, AdaptedLinear], modules: Modules) -> dict[Any, list[int]]:
     """The ranks of each linear's modules, after the check that adapter_config.json describes the adapters of the config."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{where}: folder must hold {CONFIG}, got {os.fspath(path.parent)!r}")
-    try:
-        said = json.loads(path.read_text())
-    except ValueError as error:
-        raise CheckpointError(f"{where}: {os.fspath(path)} must be JSON, got {error}") from error
-    if not isinstance(said, dict):
-        fail(where, os.fspath(path), "a JSON object", describe(said), CheckpointError)
-    if said.get("peft_type") != "LORA":
-        fail(where, f"{path}: peft_type", "'LORA'", repr(said.get("peft_type")), CheckpointError)
-    for name, value in said.items():
-        if name not in READ | WITHOUT_MEANING and value and value not in PLAIN.get(name, ()):
-            _refuse_setting(where, path, name, value)
+    said = read_settings(where, path)
     ranks = {}
     for at, there in modules.items():
         linear, whole = found[at[0]], found[at[0]].lora.rank
-        ranks[at] = each = [_of_module(said, "rank_pattern", module, said.get("r")) for module in there]
+        ranks[at] = each = [of_module(said, "rank_pattern", module, said.get("r")) for module in there]
         counts = all(type(rank) is int and rank > 0 for rank in each)
         for module, rank in zip(there, each, strict=True):
             if not counts or (rank != whole and sum(each) != whole):
                 more = ", for each if they share one lora_A, or as their sum" if len(there) > 1 else ""
                 fail(where, f"{path}: r of {module}", f"{whole}, as in cfg{more}", repr(rank), CheckpointError)
-            alpha = _of_module(said, "alpha_pattern", module, said.get("lora_alpha"))
-            number, right = isinstance(alpha, int | float) and not isinstance(alpha, bool), _alpha(linear, rank)
+            alpha = of_module(said, "alpha_pattern", module, said.get("lora_alpha"))
+            number, right = isinstance(alpha, int | float) and not isinstance(alpha, bool), _alpha(linear, divisor(said, rank))
             if not number or not math.isclose(alpha, right, rel_tol=1e-9):
                 fail(where, f"{path}: lora_alpha of {module}", f"{_plain(right)}, as in cfg", repr(alpha), CheckpointError)
     return ranks
-
-
-def _refuse_setting(where: str, path: Path, name: str, value: Any) -> NoReturn:
-    """Raise for a setting that changes the function of the same tensors, or to which a later PEFT may give a meaning."""
-    wanted = " or ".join(map(repr, PLAIN.get(name, (False if isinstance(value, bool) else None,))))
-    remedy = "merge the adapter into the base with PEFT's merge_and_unload, and load that"
-    if name == "init_lora_weights":
-        remedy = "save it with PEFT's path_initial_model_for_weight_conversion, which makes a LoRA of it"
-    fail(where, f"{path}: {name}", wanted, f"{value!r}; {remedy}", CheckpointError)
-
-
-def _of_module(said: Mapping[str, Any], name: str, module: str, other: Any) -> Any:
-    """The setting of a module: of the first pattern that matches the end of its name, as in PEFT, else `other`."""
-    patterns = said.get(name) or {}
-    for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return other

@@ -74,6 +74,10 @@ LORA = {
         {"names": ({"b": "c"}, {"a": "other"}), "folder": (Path("none"),)},
         elsewhere("params", params(), "a.both.lora"),
     ),
+    "lora.with_adapter_of": Row(
+        lambda: {"cfg": CHAIN, "folder": saved(), "names": {"a": "a"}},
+        {"names": ({"b": "c"}, {"a": "other"}), "folder": (Path("none"),)},
+    ),
     "lora.LowRankConfig": Row(
         lambda: {"in_features": 4, "out_features": 4, "rank": 2, "scale": 0.5, "dropout": 0.5, "shared": ()},
         {"rank": (0,), "dropout": (1.0,), "shared": ([], 3)},

@@ -11,7 +11,7 @@ from lora_model import MODULES, NAMES, base_config, drawn, ours, plain, same_bit
 from funcops import chain, random
 from funcops.errors import CheckpointError
 from funcops.lora import adapter, load_adapter, lora_init, merge, save_adapter, with_lora
-from funcops.lora.files import WITHOUT_MEANING
+from funcops.lora.settings import WITHOUT_MEANING
 from funcops.trees import put, tree_map_tensors
 
 peft = pytest.importorskip("peft")
@@ -86,7 +86,8 @@ SPOILED = {
     "rank": (edited(r=4), CheckpointError, r"r of blocks\.0\.attn\.q must be 3, as in cfg, got 4"),
     "alpha": (edited(lora_alpha=7), CheckpointError, "lora_alpha of .* must be 6, as in cfg, got 7"),
     "dora": (edited(use_dora=True), CheckpointError, "use_dora must be False, got True"),
-    "rslora": (edited(use_rslora=True), CheckpointError, "use_rslora must be False, got True"),
+    "rslora": (edited(use_rslora=True), CheckpointError, r"lora_alpha of .* must be 3.464\d*, as in cfg, got 6"),
+    "rslora of a word": (edited(use_rslora="yes"), CheckpointError, "use_rslora must be True or False, got 'yes'"),
     "bias": (edited(bias="all"), CheckpointError, "bias must be 'none', got 'all'"),
     "kind": (edited(peft_type="IA3"), CheckpointError, "peft_type must be 'LORA', got 'IA3'"),
 }
@@ -185,7 +186,12 @@ OTHERS = {  # values besides the default of PEFT's settings other than bools
 }
 
 
-SAID = {"r": ["r of"], "rank_pattern": ["r of"], "alpha_pattern": ["lora_alpha of"]}  # which setting an error names
+SAID = {
+    "r": ["r of"],
+    "rank_pattern": ["r of"],
+    "alpha_pattern": ["lora_alpha of"],
+    "use_rslora": ["lora_alpha of"],
+}  # which setting an error names
 NEEDS_MORE = {("task_type", "CAUSAL_LM")}  # PEFT wants more of the model than our plain one has
 
 

@@ -1,0 +1,105 @@
+"""The config that an adapter in a folder needs: ranks, factors and targets, read from the files that PEFT wrote."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from funcops import checkpoint
+from funcops.contract.configs import require_config
+from funcops.contract.walk import nested
+from funcops.errors import CheckpointError, fail, few, require_type
+from funcops.lora.rewrite import is_adapted, with_lora
+from funcops.lora.settings import CONFIG, PREFIX, SIDES, WEIGHTS, Names, check_names, divisor, modules_of, of_module, read_settings
+from funcops.ops.low_rank import adapter_of
+
+Shape = tuple[int, float]  # the rank of an adapter, and its factor
+
+
+def with_adapter_of(cfg: Any, folder: str | os.PathLike[str], *, names: Names | None = None) -> Any:
+    """Return the config with the adapters that a folder of PEFT's holds, which `load_adapter` then reads: `with_lora` with the
+    targets, ranks and alphas of its files, rsLoRA's too.
+
+    `names`: the modules' names by globs over the paths of linears, as for `save_adapter`; a linear whose modules have no adapter
+    stays as it is. For a decoder: `models.peft_names(cfg)`. A linear of several modules, such as gate and up, gets an adapter of
+    their rank if they share one lora_A, else of the sum of their ranks.
+
+    Raises `CheckpointError` for a file that is invalid, a setting with another meaning (see `load_adapter`), an adapter of a module
+    that no linear of the config is, and layers of one repeat, or modules of one linear, whose adapters differ in rank or factor.
+    Raises `FileNotFoundError` if a file is missing.
+
+    >>> import tempfile
+    >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
+    >>> from funcops.lora import save_adapter, with_adapter_of, with_lora
+    >>> base = ChainConfig(steps=(Step("up", linear, LinearConfig(8, 16)), Step("down", linear, LinearConfig(16, 8))))
+    >>> cfg = with_lora(base, rank=2, targets=("up",), alpha=6.0)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_adapter(folder, chain.init(cfg, key=random.key(0)), cfg)
+    ...     with_adapter_of(base, folder) == cfg
+    ...
+    True
+    """
+    where = "with_adapter_of"
+    require_config(where, cfg)
+    require_type(where, "folder", folder, str, os.PathLike)
+    check_names(where, names)
+    said = read_settings(where, Path(folder) / CONFIG)
+    targets: dict[Shape, list[str]] = {}
+    used: set[str] = set()
+    with checkpoint._opened(where, Path(folder) / WEIGHTS) as file:
+        ending = f".{SIDES['a']}.weight"
+        held = {name.removeprefix(PREFIX).removesuffix(ending) for name in file.keys() if name.endswith(ending)}  # noqa: SIM118
+        for path, numbered in linears_of(cfg):
+            each = [modules_of(one, names)[1] for one in numbered]
+            found = {_shape(where, folder, said, there, held, file) for there in each}
+            if len(found) > 1:
+                said_of = "with adapters of one rank and factor in all layers of a repeat"
+                fail(where, os.fspath(folder), said_of, f"several for {path}: {few(map(str, found))}", CheckpointError)
+            used.update(module for there in each for module in there)
+            for shape in found - {None}:
+                targets.setdefault(shape, []).append(re.sub(r"\*", "[*]", path))  # type: ignore[arg-type]
+    unknown = sorted(held - used)
+    if unknown or not held:
+        got = f"others: {few(unknown)}" if unknown else "none"
+        fail(where, os.fspath(folder), "with adapters of modules that names has for linears of cfg", got, CheckpointError)
+    for (rank, factor), globs in targets.items():
+        cfg = with_lora(cfg, rank, globs, alpha=round(factor * rank, 9))
+    return cfg
+
+
+def linears_of(cfg: Any) -> Iterator[tuple[str, list[str]]]:
+    """The path of each linear without an adapter, with "*" for the layers of a repeat, and its path in every layer."""
+    for part, around in nested(cfg, stop=lambda part: is_adapted(part.cfg)):
+        if not part.composite and adapter_of(part.cfg):
+            layers = itertools.product(*[range(one.cfg.times) for one in around if one.cfg.times])
+            yield part.path, [_numbered(part.path, numbers) for numbers in layers]
+
+
+def _numbered(path: str, numbers: tuple[int, ...]) -> str:
+    left = iter(numbers)
+    return re.sub(r"\*", lambda _: str(next(left)), path)
+
+
+def _shape(where: str, folder: Any, said: Any, modules: tuple[str, ...], held: set[str], file: Any) -> Shape | None:
+    """The rank and factor of the adapter of a linear, by the names of its modules; None if they have none."""
+    have = [module for module in modules if module in held]
+    if not have:
+        return None
+    at = f"{os.fspath(folder)}: the adapters of {', '.join(modules)}"
+    if len(have) < len(modules):
+        fail(where, at, "all there or none, as they are one linear", f"{', '.join(have)} alone", CheckpointError)
+    ranks = [of_module(said, "rank_pattern", module, said.get("r")) for module in modules]
+    alphas = [of_module(said, "alpha_pattern", module, said.get("lora_alpha")) for module in modules]
+    right = all(type(rank) is int and rank > 0 for rank in ranks) and all(isinstance(alpha, (int, float)) for alpha in alphas)
+    if not right:
+        fail(where, at, "of a rank r of at least 1, and with a number for lora_alpha", f"{ranks}, {alphas}", CheckpointError)
+    factors = {alpha / divisor(said, rank) for rank, alpha in zip(ranks, alphas, strict=True)}
+    if len(factors) > 1:
+        fail(where, at, "with one factor, as they are one linear", sorted(factors), CheckpointError)
+    read = [file.get_tensor(f"{PREFIX}{module}.{SIDES['a']}.weight") for module in modules]
+    shared = all(one.shape == read[0].shape and bool((one == read[0]).all()) for one in read)
+    return (ranks[0] if shared else sum(ranks)), factors.pop()

@@ -1,0 +1,127 @@
+"""adapter_config.json, PEFT's settings of an adapter: which are read, which change nothing, and which are refused. And the names of
+PEFT's modules, by globs over the paths of linears."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NoReturn
+
+from funcops.errors import CheckpointError, describe, fail, require, require_type
+
+Names = Mapping[str, str | tuple[str, ...]]
+CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+SIDES = {"a": "lora_A", "b": "lora_B"}
+READ = {"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"}
+# settings of PEFT that do not change a trained adapter's output: its origin, which modules have one (the tensors say that), and how
+# it was trained. Some would, but only if another setting, which is refused, turns them on.
+WITHOUT_MEANING = {
+    "task_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "target_modules",
+    "exclude_modules",
+    "lora_dropout",
+    "megatron_core",
+    "runtime_config",
+    "ensure_weight_tying",
+    "qalora_group_size",
+    "loftq_config",
+    "eva_config",
+    "corda_config",
+    "lora_ga_config",
+    "fan_in_fan_out",  # how the base's weight is stored
+}
+# settings that change the function or the tensors: their values that do not, besides None, False and empty ones
+PLAIN: dict[str, tuple[Any, ...]] = {
+    "bias": ("none",),
+    "init_lora_weights": (True, "gaussian", "eva", "orthogonal", "mica"),  # the others change the base's weights
+}
+
+
+def read_settings(where: str, path: Path) -> dict[str, Any]:
+    """The settings in a file, none of which gives the tensors a meaning that is not served."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{where}: folder must hold {CONFIG}, got {os.fspath(path.parent)!r}")
+    try:
+        said = json.loads(path.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{where}: {os.fspath(path)} must be JSON, got {error}") from error
+    if not isinstance(said, dict):
+        fail(where, os.fspath(path), "a JSON object", describe(said), CheckpointError)
+    if said.get("peft_type") != "LORA":
+        fail(where, f"{path}: peft_type", "'LORA'", repr(said.get("peft_type")), CheckpointError)
+    for name, value in said.items():
+        if name not in READ | WITHOUT_MEANING and value and value not in PLAIN.get(name, ()):
+            _refuse(where, path, name, value)
+    if not isinstance(said.get("use_rslora", False), bool):
+        fail(where, f"{path}: use_rslora", "True or False", repr(said["use_rslora"]), CheckpointError)
+    return said
+
+
+def divisor(said: Mapping[str, Any], rank: int) -> float:
+    """The divisor of alpha for the factor of an adapter: the rank, or with rsLoRA (arXiv 2312.03732) its square root."""
+    return math.sqrt(rank) if said.get("use_rslora") else rank
+
+
+def _refuse(where: str, path: Path, name: str, value: Any) -> NoReturn:
+    """Raise for a setting that changes the function of the same tensors, or to which a later PEFT may give a meaning."""
+    wanted = " or ".join(map(repr, PLAIN.get(name, (False if isinstance(value, bool) else None,))))
+    remedy = "merge the adapter into the base with PEFT's merge_and_unload, and load that"
+    if name == "init_lora_weights":
+        remedy = "save it with PEFT's path_initial_model_for_weight_conversion, which makes a LoRA of it"
+    fail(where, f"{path}: {name}", wanted, f"{value!r}; {remedy}", CheckpointError)
+
+
+def of_module(said: Mapping[str, Any], name: str, module: str, other: Any) -> Any:
+    """The setting of a module: of the first pattern that matches the end of its name, as in PEFT, else `other`."""
+    patterns = said.get(name) or {}
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return other
+
+
+def check_names(where: str, names: Any) -> None:
+    """Check the names of modules by globs over the paths of linears."""
+    if names is None:
+        return
+    require_type(where, "names", names, Mapping)
+    for glob, name in names.items():
+        require_type(where, "names", glob, str)
+        require_type(where, f"names[{glob!r}]", name, str, tuple)
+        each = _each(name)
+        require(len(each) > 0, where, f"names[{glob!r}]", "a name, or several", repr(name))
+        for one in each:
+            require_type(where, f"names[{glob!r}]", one, str)
+            require(glob.count("*") == one.count("*"), where, f"names[{glob!r}]", "a name with as many '*'", repr(one))
+
+
+def modules_of(path: str, names: Names | None) -> tuple[str | None, tuple[str, ...]]:
+    """The glob of `names` that matches the path of a linear, and the names of its modules: without names its path; () if no glob
+    matches."""
+    if names is None:
+        return None, (path,)
+    glob = next((glob for glob in names if fnmatchcase(path, glob)), None)
+    return glob, () if glob is None else tuple(_named(path, glob, one) for one in _each(names[glob]))
+
+
+def _each(names: Any) -> tuple[Any, ...]:
+    return names if isinstance(names, tuple) else (names,)
+
+
+def _named(path: str, glob: str, name: str) -> str:
+    pattern = "".join("(.*)" if c == "*" else re.escape(c) for c in glob)
+    stood = re.fullmatch(pattern, path)
+    if stood is None:
+        fail("names", repr(glob), "a glob whose only wildcard is '*'", "others")
+    parts = iter(stood.groups())
+    return re.sub(r"\*", lambda _: next(parts), name)

@@ -1,0 +1,153 @@
+"""The config of a decoder with the adapters of a folder: PEFT trained them with drawn settings, and the logits are the same."""
+
+import random as python_random
+import re
+
+import pytest
+import torch
+from tiny_hf import FAMILIES, tiny, transformers
+
+from funcops import Needs, WithExtras, chain, random
+from funcops.errors import CheckpointError
+from funcops.lora import load_adapter, lora_init, save_adapter, with_adapter_of, with_lora
+from funcops.models import decoder, decoder_x, from_hf, peft_names
+from funcops.testing.tolerances import HF_LOGITS
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore:.*")
+IDS = torch.arange(10).view(2, 5)
+FUSED = {"gpt2", "phi3", "deepseek_v3"}  # modules whose rows are several linears, or lie in another order
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    made = {}
+
+    def base(name):
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name)
+            tiny(name).save_pretrained(made[name])
+        return made[name]
+
+    return base
+
+
+def trained(folder, config, into):
+    """The logits of PEFT's model with drawn adapters, which are saved."""
+    torch.manual_seed(0)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    model = peft.get_peft_model(base, config).eval()
+    model.save_pretrained(into)
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def logits(params, cfg, model):
+    y = chain.fwd(params, decoder_x(cfg, IDS, torch.float32), model, needs=Needs.NONE)[0]
+    return y.main if type(y) is WithExtras else y
+
+
+def read(folder, adapters):
+    params, cfg = from_hf(folder)
+    model = with_adapter_of(decoder(cfg), adapters, names=peft_names(cfg))
+    given = lora_init(params, model, key=random.key(0))
+    return load_adapter(adapters, given, model, names=peft_names(cfg, model)), cfg, model
+
+
+def drawn(seed):
+    draw = python_random.Random(seed)
+    modules = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]
+    targets = draw.sample(modules, draw.randint(1, 4)) + draw.choice(([], ["gate_proj", "up_proj"]))
+    one, other = draw.sample(modules, 2)
+    return peft.LoraConfig(
+        r=draw.randint(1, 4),
+        lora_alpha=draw.choice((1, 3, 8)),
+        target_modules=targets,
+        rank_pattern=draw.choice(({}, {one: 5})),
+        alpha_pattern=draw.choice(({}, {other: 7})),
+        use_rslora=draw.random() < 0.5,
+        lora_dropout=draw.choice((0.0, 0.1)),
+        init_lora_weights=False,
+    )
+
+
+@pytest.mark.turns("seed", every=4)
+@pytest.mark.parametrize("seed", range(16))
+def test_logits_are_pefts(seed, bases, tmp_path):
+    folder, config = bases("llama"), drawn(seed)
+    want = trained(folder, config, tmp_path)
+    params, cfg, model = read(folder, tmp_path)
+    torch.testing.assert_close(logits(params, cfg, model), want, rtol=HF_LOGITS, atol=HF_LOGITS)
+    save_adapter(tmp_path / "ours", params, model, names=peft_names(cfg, model))
+    again, _, same = read(folder, tmp_path / "ours")
+    assert same == model
+    assert torch.equal(logits(again, cfg, model), logits(params, cfg, model))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_all_linear_of_every_family(name, bases, tmp_path):
+    """The adapters load, or an error names the module or setting: a module may be several linears of ours, or have its rows in
+    another order, and experts may have adapters."""
+    folder = bases(name)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    experts = any(p.dim() > 2 for n, p in model.named_parameters() if "expert" in n)
+    want = trained(folder, peft.LoraConfig(r=2, lora_alpha=3, target_modules="all-linear", init_lora_weights=False), tmp_path)
+    try:
+        params, cfg, made = read(folder, tmp_path)
+    except CheckpointError as error:
+        assert name in FUSED or experts, error
+        said = "must be with adapters of modules that names has for linears of cfg, got others: |target_parameters must be None"
+        assert re.match(f"with_adapter_of: .*({said})", str(error)), error
+        return
+    assert name not in FUSED
+    torch.testing.assert_close(logits(params, cfg, made), want, rtol=1e-4, atol=1e-5)
+
+
+def edited(folder, change):
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "adapter_model.safetensors"
+    found = load_file(path)
+    change(found)
+    save_file(found, path)
+
+
+LAYER = "base_model.model.model.layers.1"
+UNSERVED = {
+    "one side alone": (
+        ["gate_proj"],
+        None,
+        r"the adapters of .*gate_proj, .*up_proj must be all there or none, .* got .*gate_proj alone",
+    ),
+    "one layer without": (
+        ["q_proj"],
+        lambda t: [t.pop(f"{LAYER}.self_attn.q_proj.lora_{side}.weight") for side in "AB"],
+        r"one rank and factor in all layers of a repeat, got several for blocks\.\*\.attn\.qkv\.q\.proj",
+    ),
+    "no module": (["lm_head"], lambda t: t.clear(), "got none"),
+    "another model's": (
+        ["q_proj"],
+        lambda t: t.update({"base_model.model.other.lora_A.weight": torch.ones(1, 1)}),
+        "got others: other",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNSERVED)
+def test_what_is_not_served_raises(name, bases, tmp_path):
+    targets, change, said = UNSERVED[name]
+    trained(bases("llama"), peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False), tmp_path)
+    if change is not None:
+        edited(tmp_path, change)
+    with pytest.raises(CheckpointError, match=f"with_adapter_of: .*{said}"):
+        read(bases("llama"), tmp_path)
+
+
+def test_a_linear_with_an_adapter_stays_as_it_is(bases, tmp_path):
+    """The config of the rest takes those of the folder."""
+    trained(bases("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False), tmp_path)
+    _, cfg = from_hf(bases("llama"))
+    once = with_lora(decoder(cfg), 3, ("*.mlp.down",))
+    both = with_adapter_of(once, tmp_path, names=peft_names(cfg))
+    assert both == with_lora(once, 2, ("*.q.proj",), alpha=8.0)
