@@ -24,11 +24,25 @@ from funcops import checkpoint
 from funcops.errors import FLOATS, CheckpointError, fail, require, require_dtype, require_type
 from funcops.lora.params import adapted, adapter, with_adapter
 from funcops.lora.rewrite import AdaptedLinear
-from funcops.lora.settings import CONFIG, PREFIX, SIDES, WEIGHTS, Names, check_names, divisor, modules_of, of_module, read_settings
+from funcops.lora.settings import (
+    CONFIG,
+    PREFIX,
+    SIDES,
+    WEIGHTS,
+    Module,
+    Names,
+    RowsOf,
+    check_names,
+    divisor,
+    modules_of,
+    name_of,
+    of_module,
+    read_settings,
+)
 from funcops.ops.low_rank import LowRankParams
 from funcops.trees import tree_map
 
-Modules = dict[tuple[str, tuple[int, ...]], tuple[str, ...]]  # by a linear's path, and the index of its layer
+Modules = dict[tuple[str, tuple[int, ...]], tuple[Module, ...]]  # by a linear's path, and the index of its layer
 
 
 def save_adapter(folder: str | os.PathLike[str], params: Any, cfg: Any, *, names: Names | None = None, base: str = "") -> None:
@@ -40,7 +54,9 @@ def save_adapter(folder: str | os.PathLike[str], params: Any, cfg: Any, *, names
         names={"blocks.*.attn.qkv.q.proj": "model.layers.*.self_attn.q_proj"}
 
     A tuple is for a linear that holds several modules of equally many rows: `("...gate_proj", "...up_proj")`. Each of these gets
-    the whole a, and its rows of b. `models.peft_names` gives the names for a decoder of `funcops.models`.
+    the whole a, and its rows of b. A `RowsOf` is for a linear that is some rows of a module: its b is these rows of the module's,
+    whose a is the one that all its linears share, or else all of theirs, one below the other. `models.peft_names` gives the names
+    for a decoder of `funcops.models`.
 
     `base`: the name or path of the base model, for PEFT. Raises `ValueError`, before anything is written, for a linear without a
     name, for two with one name, for a tuple whose length does not divide b's rows, and for adapters with different dropouts.
@@ -66,12 +82,15 @@ def save_adapter(folder: str | os.PathLike[str], params: Any, cfg: Any, *, names
     found = adapted(where, cfg)
     modules = _modules(where, found, names)
     own = adapter(params, cfg)
-    entries: dict[str, Tensor] = {}
     with_adapter(params, own, cfg)  # checks them
+    parts: dict[str, list[tuple[Module, Tensor, Tensor]]] = {}
     for (path, index), there in modules.items():
         for module, rows in zip(there, own[path].b[index].chunk(len(there)), strict=True):
-            entries |= {_entry(module, "a"): own[path].a[index], _entry(module, "b"): rows}
-    text = json.dumps(_described(where, found, modules, base), indent=2, sort_keys=True) + "\n"
+            parts.setdefault(name_of(module), []).append((module, own[path].a[index], rows))
+    whole = {name: _whole(each) for name, each in parts.items()}
+    entries = {_entry(name, side): t for name, (a, b) in whole.items() for side, t in (("a", a), ("b", b))}
+    ranks = {name: len(a) for name, (a, _) in whole.items()}
+    text = json.dumps(_described(where, found, modules, ranks, base), indent=2, sort_keys=True) + "\n"
     os.makedirs(folder, exist_ok=True)
     checkpoint.save(entries, Path(folder) / WEIGHTS, metadata={"format": "pt"})
     beside = Path(folder) / f".{secrets.token_hex(8)}.part"
@@ -110,9 +129,9 @@ def load_adapter(
     for (path, index), there in modules.items():
         linear, a = found[path], own[path].a[index]
         for module, rank in zip(there, ranks[path, index], strict=True):
-            shapes = {"a": (rank, linear.lora.in_features), "b": (linear.lora.out_features // len(there), rank)}
-            for side, shape in shapes.items():
-                entry = _entry(module, side)
+            rows = module.rows if isinstance(module, RowsOf) else linear.lora.out_features // len(there)
+            for side, shape in (("a", (rank, linear.lora.in_features)), ("b", (rows, rank))):
+                entry = _entry(name_of(module), side)
                 like[entry] = getattr(own[path], side).new_empty(shape, dtype=held.get(entry, dtype or a.dtype))
     read = {entry: t if dtype is None else t.to(dtype) for entry, t in checkpoint.load(Path(folder) / WEIGHTS, like).items()}
     made = {}
@@ -126,6 +145,21 @@ def _entry(module: str, side: str) -> str:
     return f"{PREFIX}{module}.{SIDES[side]}.weight"
 
 
+def _whole(parts: list[tuple[Module, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """The a and b of a module, from the adapters of the linears that are parts of it."""
+    first, a, b = parts[0]
+    if isinstance(first, str):
+        return a, b
+    one = all(torch.equal(own, a) for _, own, _ in parts)
+    ranks = [len(own) for _, own, _ in parts]
+    made = b.new_zeros(first.rows, ranks[0] if one else sum(ranks))
+    for i, (module, _, rows) in enumerate(parts):
+        start = 0 if one else sum(ranks[:i])
+        at: Any = module
+        made[list(at.at), start : start + ranks[i]] = rows
+    return (a if one else torch.cat([own for _, own, _ in parts])), made
+
+
 def _dtypes(where: str, path: Path) -> dict[str, torch.dtype]:
     """The dtypes of the float entries, by name."""
     with checkpoint._opened(where, path) as file:
@@ -134,10 +168,13 @@ def _dtypes(where: str, path: Path) -> dict[str, torch.dtype]:
 
 
 def _adapter_of_modules(
-    where: str, folder: Any, linear: AdaptedLinear, modules: tuple[str, ...], read: Mapping[str, Tensor]
+    where: str, folder: Any, linear: AdaptedLinear, there: tuple[Module, ...], read: Mapping[str, Tensor]
 ) -> LowRankParams:
     """Join the adapters of a linear's modules: with their common a, or with all their a, one below the other."""
+    modules = [name_of(module) for module in there]
     a, b = ([read[_entry(module, side)] for module in modules] for side in SIDES)
+    if isinstance(there[0], RowsOf):
+        return LowRankParams(a[0].clone(), b[0][list(there[0].at)])
     if sum(len(one) for one in a) == linear.lora.rank:
         return LowRankParams(torch.cat(a), torch.block_diag(*b))
     for module, one in zip(modules, a, strict=True):
@@ -173,20 +210,32 @@ def _modules(where: str, found: list[AdaptedLinear], names: Any) -> Modules:
             if names is not None and glob is None:
                 fail(where, "names", f"globs, one of them for {path}", f"{', '.join(names) or 'none'}")
             used.add(glob)
-            rows, several = linear.lora.out_features, len(made[linear.path, index])
-            require(rows % several == 0, where, f"names[{glob!r}]", f"names for equal parts of {rows} rows", f"{several} of them")
+            rows, there = linear.lora.out_features, made[linear.path, index]
+            said = f"{len(there)} of them"
+            require(rows % len(there) == 0, where, f"names[{glob!r}]", f"names for equal parts of {rows} rows", said)
+            if isinstance(there[0], RowsOf):
+                require(len(there[0].at) == rows, where, f"names[{glob!r}].at", f"{rows} rows", len(there[0].at))
     for glob in names or ():
         require(
             glob in used, where, "names", f"globs over the paths of adapters ({', '.join(p.module for p in found)})", repr(glob)
         )
-    seen: dict[str, str] = {}
+    _check_apart(where, made)
+    return made
+
+
+def _check_apart(where: str, made: Modules) -> None:
+    """Raise if two linears have one module, or one row of a module."""
+    seen: dict[str, dict[Any, str]] = {}
     for (at, _), there in made.items():
         for module in there:
-            require(bool(module), where, "names", "a name for each adapter", f"none for {at or 'the linear itself'}")
-            if module in seen:
-                fail(where, "names", "a name for each adapter", f"{module} for {seen[module]} and for {at}")
-            seen[module] = at
-    return made
+            name, rows = name_of(module), module.at if isinstance(module, RowsOf) else (None,)
+            require(bool(name), where, "names", "a name for each adapter", f"none for {at or 'the linear itself'}")
+            taken = seen.setdefault(name, {})
+            other = next((taken[row] for row in (*rows, None) if row in taken), None)
+            other = next(iter(taken.values())) if other is None and taken and rows == (None,) else other
+            if other is not None:
+                fail(where, "names", "a name for each adapter", f"{name} for {other} and for {at}")
+            taken |= dict.fromkeys(rows, at)
 
 
 def _alpha(linear: AdaptedLinear, rank: float | None = None) -> float:
@@ -194,13 +243,17 @@ def _alpha(linear: AdaptedLinear, rank: float | None = None) -> float:
     return round(linear.lora.scale * (linear.lora.rank if rank is None else rank), 9)  # 16 / 3, times 3, is 16
 
 
-def _described(where: str, found: list[AdaptedLinear], modules: Modules, base: str) -> dict[str, Any]:
+def _described(where: str, found: list[AdaptedLinear], modules: Modules, ranks: dict[str, int], base: str) -> dict[str, Any]:
     """The contents of adapter_config.json: the most common rank and alpha, and by module the others."""
     drops = {linear.lora.dropout for linear in found}
     require(len(drops) == 1, where, "cfg", "one with the same dropout for all adapters, as PEFT has one", sorted(drops))
     by_path = {linear.path: linear for linear in found}
-    ranks = {module: by_path[path].lora.rank for (path, _), there in modules.items() for module in there}
-    alphas = {module: _alpha(by_path[path]) for (path, _), there in modules.items() for module in there}
+    alphas: dict[str, float] = {}
+    for (path, _), there in modules.items():
+        for name in map(name_of, there):
+            alpha = _alpha(by_path[path], ranks[name])
+            if alphas.setdefault(name, alpha) != alpha:
+                fail(where, "cfg", "one with the same factor for all linears of a module", f"others at {path}, a part of {name}")
     rank, alpha = _commonest(ranks), _commonest(alphas)
     return {
         "peft_type": "LORA",
@@ -237,9 +290,10 @@ def _checked_settings(where: str, path: Path, found: Mapping[str, AdaptedLinear]
     ranks = {}
     for at, there in modules.items():
         linear, whole = found[at[0]], found[at[0]].lora.rank
-        ranks[at] = each = [of_module(said, "rank_pattern", module, said.get("r")) for module in there]
+        names = [name_of(module) for module in there]
+        ranks[at] = each = [of_module(said, "rank_pattern", module, said.get("r")) for module in names]
         counts = all(type(rank) is int and rank > 0 for rank in each)
-        for module, rank in zip(there, each, strict=True):
+        for module, rank in zip(names, each, strict=True):
             if not counts or (rank != whole and sum(each) != whole):
                 more = ", for each if they share one lora_A, or as their sum" if len(there) > 1 else ""
                 fail(where, f"{path}: r of {module}", f"{whole}, as in cfg{more}", repr(rank), CheckpointError)

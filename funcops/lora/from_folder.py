@@ -14,7 +14,20 @@ from funcops.contract.configs import require_config
 from funcops.contract.walk import nested
 from funcops.errors import CheckpointError, fail, few, require_type
 from funcops.lora.rewrite import is_adapted, with_lora
-from funcops.lora.settings import CONFIG, PREFIX, SIDES, WEIGHTS, Names, check_names, divisor, modules_of, of_module, read_settings
+from funcops.lora.settings import (
+    CONFIG,
+    PREFIX,
+    SIDES,
+    WEIGHTS,
+    Module,
+    Names,
+    check_names,
+    divisor,
+    modules_of,
+    name_of,
+    of_module,
+    read_settings,
+)
 from funcops.ops.low_rank import adapter_of
 
 Shape = tuple[int, float]  # the rank of an adapter, and its factor
@@ -59,7 +72,7 @@ def with_adapter_of(cfg: Any, folder: str | os.PathLike[str], *, names: Names | 
             if len(found) > 1:
                 said_of = "with adapters of one rank and factor in all layers of a repeat"
                 fail(where, os.fspath(folder), said_of, f"several for {path}: {few(map(str, found))}", CheckpointError)
-            used.update(module for there in each for module in there)
+            used.update(name_of(module) for there in each for module in there)
             for shape in found - {None}:
                 targets.setdefault(shape, []).append(re.sub(r"\*", "[*]", path))  # type: ignore[arg-type]
     unknown = sorted(held - used)
@@ -84,8 +97,9 @@ def _numbered(path: str, numbers: tuple[int, ...]) -> str:
     return re.sub(r"\*", lambda _: str(next(left)), path)
 
 
-def _shape(where: str, folder: Any, said: Any, modules: tuple[str, ...], held: set[str], file: Any) -> Shape | None:
+def _shape(where: str, folder: Any, said: Any, there: tuple[Module, ...], held: set[str], file: Any) -> Shape | None:
     """The rank and factor of the adapter of a linear, by the names of its modules; None if they have none."""
+    modules = [name_of(module) for module in there]
     have = [module for module in modules if module in held]
     if not have:
         return None

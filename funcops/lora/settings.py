@@ -3,6 +3,7 @@ PEFT's modules, by globs over the paths of linears."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -12,9 +13,33 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NoReturn
 
-from funcops.errors import CheckpointError, describe, fail, require, require_type
+from funcops.errors import CheckpointError, describe, fail, few, require, require_count, require_type
 
-Names = Mapping[str, str | tuple[str, ...]]
+
+@dataclasses.dataclass(frozen=True)
+class RowsOf:
+    """The rows `at` of a module of `rows` rows: a linear in a model whose module is several linears, such as q, k and v in one, or
+    has its rows in another order.
+
+    >>> from funcops.lora import RowsOf
+    >>> RowsOf("transformer.h.*.attn.c_attn", 96, range(32, 64)).at[0]
+    32
+    """
+
+    module: str
+    rows: int
+    at: range | tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        require_type("RowsOf", "module", self.module, str)
+        require_count("RowsOf", rows=self.rows)
+        require_type("RowsOf", "at", self.at, range, tuple)
+        right = len(set(self.at)) == len(self.at) > 0 and all(type(i) is int and 0 <= i < self.rows for i in self.at)
+        require(right, "RowsOf", "at", f"of rows below {self.rows}, each once", few(map(str, self.at)))
+
+
+Module = str | RowsOf
+Names = Mapping[str, str | RowsOf | tuple[str, ...]]
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 SIDES = {"a": "lora_A", "b": "lora_B"}
 READ = {"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"}
@@ -97,15 +122,21 @@ def check_names(where: str, names: Any) -> None:
     require_type(where, "names", names, Mapping)
     for glob, name in names.items():
         require_type(where, "names", glob, str)
-        require_type(where, f"names[{glob!r}]", name, str, tuple)
+        require_type(where, f"names[{glob!r}]", name, str, tuple, RowsOf)
         each = _each(name)
         require(len(each) > 0, where, f"names[{glob!r}]", "a name, or several", repr(name))
         for one in each:
+            if type(one) is RowsOf and type(name) is not tuple:
+                one = one.module
             require_type(where, f"names[{glob!r}]", one, str)
             require(glob.count("*") == one.count("*"), where, f"names[{glob!r}]", "a name with as many '*'", repr(one))
 
 
-def modules_of(path: str, names: Names | None) -> tuple[str | None, tuple[str, ...]]:
+def name_of(module: Module) -> str:
+    return module if isinstance(module, str) else module.module
+
+
+def modules_of(path: str, names: Names | None) -> tuple[str | None, tuple[Module, ...]]:
     """The glob of `names` that matches the path of a linear, and the names of its modules: without names its path; () if no glob
     matches."""
     if names is None:
@@ -118,7 +149,13 @@ def _each(names: Any) -> tuple[Any, ...]:
     return names if isinstance(names, tuple) else (names,)
 
 
-def _named(path: str, glob: str, name: str) -> str:
+def _named(path: str, glob: str, name: Module) -> Module:
+    said = _filled(path, glob, name_of(name))
+    return said if isinstance(name, str) else dataclasses.replace(name, module=said)
+
+
+def _filled(path: str, glob: str, name: str) -> str:
+    """The name with what stands for each "*" of the glob in the path."""
     pattern = "".join("(.*)" if c == "*" else re.escape(c) for c in glob)
     stood = re.fullmatch(pattern, path)
     if stood is None:

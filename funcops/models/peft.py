@@ -8,6 +8,7 @@ from funcops.compose.chain import ChainConfig
 from funcops.errors import fail, require, require_type
 from funcops.lora.from_folder import linears_of
 from funcops.lora.rewrite import adapted_linears
+from funcops.lora.settings import RowsOf
 from funcops.models.decoder import DecoderConfig, decoder
 from funcops.models.fields import family_of
 from funcops.models.hf import stored_leaves
@@ -15,13 +16,14 @@ from funcops.models.hf import stored_leaves
 __all__ = ["peft_names"]
 
 
-def peft_names(cfg: DecoderConfig, model: ChainConfig | None = None) -> dict[str, str | tuple[str, ...]]:
+def peft_names(cfg: DecoderConfig, model: ChainConfig | None = None) -> dict[str, str | RowsOf | tuple[str, ...]]:
     """Return `names` of `save_adapter` and `load_adapter` for the adapters of `model`, which `with_lora` made of `decoder(cfg)`:
     for the path of each linear the name of its module in Hugging Face's model. An up with a gate is two modules, gate_proj and
-    up_proj. Without a model: `names` of `with_adapter_of`, for every linear of `decoder(cfg)` that is a whole module there.
+    up_proj. q, k and v of a family that has them in one module, and linears whose rows lie there in another order, are `RowsOf` it.
+    Without a model: `names` of `with_adapter_of`, for every linear of `decoder(cfg)`.
 
-    Raises `ValueError`, with its path, for a linear that is not a whole module there: q, k and v in one (GPT-2, Phi 3), and q of
-    DeepSeek, whose rows are in another order; for an unknown family; and for a model without adapters.
+    Raises `ValueError`, with its path, for a linear whose weight a checkpoint does not have; for an unknown family; and for a
+    model without adapters.
 
     >>> from funcops import RopeConfig
     >>> from funcops.lora import with_lora
@@ -40,24 +42,26 @@ def peft_names(cfg: DecoderConfig, model: ChainConfig | None = None) -> dict[str
     known = stored_leaves(cfg, family_of(where, cfg.family))
     found: dict[str, Any] = {}
     if model is None:
-        paths = [path for _, layers in linears_of(decoder(cfg)) for path in layers]
-        whole = {
-            path: held for path in paths if (held := known.get(f"{path}.weight")) and len(held.paths) == 1 and not held.rule.order
-        }
-        return {path: _modules(held) for path, held in whole.items()}
+        every = {path: known.get(f"{path}.weight") for _, layers in linears_of(decoder(cfg)) for path in layers}
+        named = {path: _modules(held, cfg) for path, held in every.items() if held is not None}
+        return {path: modules for path, modules in named.items() if modules is not None}
     for linear in adapted_linears(model):
         held = known.get(f"{linear.module}.weight")
-        if held is None:
-            said = "whose weight a checkpoint does not have"
+        modules = None if held is None else _modules(held, cfg)
+        if modules is None:
+            said = "whose weight a checkpoint does not have" if held is None else f"a part of {', '.join(held.names)}"
             fail(where, "model", "decoder(cfg) with adapters", f"an adapter at {linear.module}, {said}")
-        if len(held.paths) > 1 or held.rule.order:
-            said = f"a part of {held.names[0]}" if len(held.paths) > 1 else f"the rows of {held.names[0]} in another order"
-            fail(where, "model", "adapted at linears that are whole modules for PEFT", f"an adapter at {linear.module}, {said}")
-        found[linear.module] = _modules(held)
+        found[linear.module] = modules
     require(bool(found), where, "model", "one that with_lora made", "one without adapters")
     return found
 
 
-def _modules(held: Any) -> str | tuple[str, ...]:
+def _modules(held: Any, cfg: DecoderConfig) -> str | RowsOf | tuple[str, ...] | None:
+    """The modules of a weight; None for a part of several tensors."""
     names = tuple(name.removesuffix(".weight") for name in held.names)
-    return names[0] if len(names) == 1 else names
+    order, rows = held.order(cfg), range(held.first, held.first + held.leaf[0])
+    if order is None and len(held.paths) == 1:
+        return names[0] if len(names) == 1 else names
+    if len(names) > 1:
+        return None
+    return RowsOf(names[0], held.shape[0], rows if order is None else tuple(order[rows.start : rows.stop].tolist()))

@@ -74,6 +74,11 @@ LORA = {
         {"names": ({"b": "c"}, {"a": "other"}), "folder": (Path("none"),)},
         elsewhere("params", params(), "a.both.lora"),
     ),
+    "lora.RowsOf": Row(
+        lambda: {"module": "m", "rows": 4, "at": (0, 2)},
+        {"rows": (0, 2), "at": ((), (0, 0), (4,), (-1,), [0])},
+        {"module": "any name"},
+    ),
     "lora.with_adapter_of": Row(
         lambda: {"cfg": CHAIN, "folder": saved(), "names": {"a": "a"}},
         {"names": ({"b": "c"}, {"a": "other"}), "folder": (Path("none"),)},

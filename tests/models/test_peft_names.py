@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from funcops import Needs, WithExtras, chain, random
 from funcops.errors import CheckpointError
-from funcops.lora import adapter, load_adapter, lora_init, merge, save_adapter, with_lora
+from funcops.lora import RowsOf, adapter, load_adapter, lora_init, merge, save_adapter, with_lora
 from funcops.models import decoder, decoder_x, from_hf, generate, peft_names, to_hf
 from funcops.trees import paths
 
@@ -87,12 +87,16 @@ def test_a_file_of_float32_beside_a_base_of_16_bits(llama, tmp_path):
     assert logits(got, cfg, model).isfinite().all()
 
 
-@pytest.mark.parametrize("family, at", [("phi3", "q.proj"), ("gpt2", "v.proj"), ("deepseek_v3", "q.up")])
-def test_linears_that_are_not_modules_raise(family, at, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "of"), [("phi3", "qkv.q.proj"), ("gpt2", "qkv.v.proj"), ("deepseek_v3", "qkv.q.up"), ("llama", "out")]
+)
+def test_a_linear_that_is_a_part_of_a_module_is_named_by_its_rows(family, of, tmp_path):
     tiny(family).save_pretrained(tmp_path / "model")
     _, cfg = from_hf(tmp_path / "model")
-    with pytest.raises(ValueError, match=rf"peft_names: model must be .*, got an adapter at blocks\S*\.attn\.qkv\.{at}, "):
-        peft_names(cfg, with_lora(decoder(cfg), 2, (f"*.attn.qkv.{at}",)))
+    names = peft_names(cfg, with_lora(decoder(cfg), 2, (f"*.attn.{of}",)))
+    every = peft_names(cfg)
+    assert names and all(every[path] == name for path, name in names.items())
+    assert {type(name) for name in names.values()} == ({str} if family == "llama" else {RowsOf})
 
 
 def test_params_with_a_loss_and_without_one(llama, tmp_path):
