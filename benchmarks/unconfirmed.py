@@ -76,8 +76,14 @@ def of_kernels(folder: Path) -> list[Unconfirmed]:
 
 def of_checks(folder: Path) -> list[Unconfirmed]:
     passed = {(row["check"], row.get("source")) for row in rows_in(folder, "smoke.jsonl") if row["status"] == "passed"}
-    now = sources((ROOT / "tests" / "smoke" / "checks.py").read_text(), "check")
+    now = sources_of_checks()
     return [Unconfirmed("smoke check", name, 1, 1) for name, source in sorted(now.items()) if (name, source) not in passed]
+
+
+def sources_of_checks() -> dict[str, str]:
+    """A hash of the source of each smoke check, by name."""
+    files = [ROOT / "tests" / "smoke" / name for name in ("checks.py", "model_checks.py")]
+    return {name: source for file in files for name, source in sources(file.read_text(), "check").items()}
 
 
 def of_tests(folder: Path) -> list[Unconfirmed]:

@@ -7,10 +7,20 @@ import random
 import pytest
 
 from benchmarks import measure
-from benchmarks.unconfirmed import RESULTS, ROOT, Unconfirmed, of_checks, of_gpu, of_kernels, of_tests, page_of, run, sources
+from benchmarks.unconfirmed import (
+    RESULTS,
+    Unconfirmed,
+    of_checks,
+    of_gpu,
+    of_kernels,
+    of_tests,
+    page_of,
+    run,
+    sources,
+    sources_of_checks,
+)
 
 MARK = "mark." + "gpu"  # in two words, so that this file is not taken for one of the device
-CHECKS = ROOT / "tests" / "smoke" / "checks.py"
 
 
 def test_the_committed_page_is_of_these_files():
@@ -55,7 +65,7 @@ def test_launches_that_no_device_ran_are_listed(seed, tmp_path):
 @pytest.mark.parametrize("status", ["passed", "failed", "no device"])
 @pytest.mark.parametrize("changed", [False, True])
 def test_checks_that_no_device_passed_are_listed(status, changed, tmp_path):
-    now = sources(CHECKS.read_text(), "check")
+    now = sources_of_checks()
     name = sorted(now)[0]
     line = {"check": name, "status": status, "source": "another" if changed else now[name]}
     (tmp_path / "smoke.jsonl").write_text(json.dumps(line) + "\n")

@@ -2,8 +2,9 @@
 
     python tests/smoke/run.py [--json FILE] [--only GLOB] [--jobs N] [--seconds S]
 
-Each check of `checks.py` runs in a process of its own, so that one that breaks CUDA breaks nothing else, and gives a line of JSON
-as it ends: `passed`, `failed`, `out of time`, or `no device`. Exits with 1 where one failed, with 2 where a package is missing.
+Each check of `checks.py` and `model_checks.py` runs in a process of its own, so that one that breaks CUDA breaks nothing else,
+and gives a line of JSON as it ends: `passed`, `failed`, `out of time`, or `no device`. Exits with 1 where one failed, with 2 where
+a package is missing.
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ from needs import missing, refuse  # noqa: E402
 
 def one(name: str) -> dict[str, Any]:
     """Run a check in this process."""
+    import model_checks  # noqa: F401  enters its checks
     import torch
     import triton
     from checks import CHECKS, SmokeDevice
 
     from benchmarks.launches import fingerprints
-    from benchmarks.unconfirmed import sources
+    from benchmarks.unconfirmed import sources_of_checks
 
     where = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
-    where["source"] = sources((HERE / "checks.py").read_text(), "check").get(name, "")
+    where["source"] = sources_of_checks().get(name, "")
     try:
         with fingerprints() as launches:
             measured = CHECKS[name](SmokeDevice("cuda"))
@@ -80,6 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.here is not None:
         print(json.dumps(one(args.here), default=str))
         return 0
+    import model_checks  # noqa: F401
     from checks import CHECKS
 
     names = [name for name in CHECKS if fnmatch.fnmatch(name, args.only)]
