@@ -49,7 +49,8 @@ def norms(make: Maker, rows: int, width: int) -> Iterator[KernelCall]:
 
 def of_group_norms(make: Maker) -> Iterator[KernelCall]:
     """Group norms of images, as in a diffusion model."""
-    batches, (size,) = max(2, 16 // make.shrink), make.sizes(4096)
+    batches, size = make.sizes(16, 4096)
+    batches = batches if make.shrink == 1 else max(2, batches // 4)
     for channels, groups in ((320, 32), (512, 256)):  # groups larger and smaller than one program can hold
         x, dy, w, b = (
             make.floats(batches, channels, size),
