@@ -11,7 +11,6 @@ import itertools
 import json
 import math
 import os
-import re
 import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -36,6 +35,7 @@ from funcops.lora.settings import (
     divisor,
     modules_of,
     name_of,
+    numbered,
     of_module,
     read_settings,
 )
@@ -115,7 +115,8 @@ def load_adapter(
     Raises `CheckpointError`, before any tensor is read: for a file that is invalid or cut off; for tensors that are missing, extra,
     or of another shape or dtype, by name; for another rank or alpha; for any setting of PEFT with another meaning (DoRA,
     PiSSA, OLoRA, aLoRA, biases, modules that are saved whole), and for an unknown setting. Raises it after reading for
-    different lora_A if the rank is for one. Raises `FileNotFoundError` if a file is missing."""
+    different lora_A if the rank is for one, and for a b with numbers in rows that no linear takes. Raises `FileNotFoundError` if a
+    file is missing."""
     where = "load_adapter"
     require_type(where, "folder", folder, str, os.PathLike)
     require_dtype(where, dtype)
@@ -134,6 +135,7 @@ def load_adapter(
                 entry = _entry(name_of(module), side)
                 like[entry] = getattr(own[path], side).new_empty(shape, dtype=held.get(entry, dtype or a.dtype))
     read = {entry: t if dtype is None else t.to(dtype) for entry, t in checkpoint.load(Path(folder) / WEIGHTS, like).items()}
+    _check_no_other_rows(where, folder, modules, read)
     made = {}
     for path, linear in found.items():
         layers = [_adapter_of_modules(where, folder, linear, modules[path, index], read) for index in _indices(linear)]
@@ -204,8 +206,7 @@ def _modules(where: str, found: list[AdaptedLinear], names: Any) -> Modules:
     used = set()
     for linear in found:
         for index in _indices(linear):
-            numbers = iter(index)
-            path = re.sub(r"\*", lambda _, numbers=numbers: str(next(numbers)), linear.module)  # type: ignore[misc]
+            path = numbered(linear.module, index)
             glob, made[linear.path, index] = modules_of(path, names)
             if names is not None and glob is None:
                 fail(where, "names", f"globs, one of them for {path}", f"{', '.join(names) or 'none'}")
@@ -225,17 +226,32 @@ def _modules(where: str, found: list[AdaptedLinear], names: Any) -> Modules:
 
 def _check_apart(where: str, made: Modules) -> None:
     """Raise if two linears have one module, or one row of a module."""
-    seen: dict[str, dict[Any, str]] = {}
+    seen: dict[str, dict[int, str]] = {}  # by module, the path of the linear that has a row; row -1 stands for a whole module
+    sizes: dict[str, int] = {}
     for (at, _), there in made.items():
         for module in there:
-            name, rows = name_of(module), module.at if isinstance(module, RowsOf) else (None,)
+            name, rows = name_of(module), module.at if isinstance(module, RowsOf) else (-1,)
             require(bool(name), where, "names", "a name for each adapter", f"none for {at or 'the linear itself'}")
             taken = seen.setdefault(name, {})
-            other = next((taken[row] for row in (*rows, None) if row in taken), None)
-            other = next(iter(taken.values())) if other is None and taken and rows == (None,) else other
-            if other is not None:
-                fail(where, "names", "a name for each adapter", f"{name} for {other} and for {at}")
+            clash = [taken[row] for row in rows if row in taken] or (list(taken.values()) if -1 in (*rows, *taken) else [])
+            if clash:
+                fail(where, "names", "a name for each adapter", f"{name} for {clash[0]} and for {at}")
             taken |= dict.fromkeys(rows, at)
+            if isinstance(module, RowsOf) and sizes.setdefault(name, module.rows) != module.rows:
+                fail(where, "names", f"with one number of rows for {name}", f"{sizes[name]} and {module.rows}")
+
+
+def _check_no_other_rows(where: str, folder: Any, modules: Modules, read: Mapping[str, Tensor]) -> None:
+    """Raise if b of a module has numbers in rows that no linear with an adapter takes: they would be dropped."""
+    left: dict[str, set[int]] = {}
+    for there in modules.values():
+        for module in there:
+            if isinstance(module, RowsOf):
+                left.setdefault(module.module, set(range(module.rows))).difference_update(module.at)
+    for name, rows in left.items():
+        if bool(read[_entry(name, "b")][sorted(rows)].any()):
+            wanted = "zero beyond the rows of linears with adapters (with_adapter_of makes the config that has them all)"
+            fail(where, f"{os.fspath(folder)}: lora_B of {name}", wanted, "others", CheckpointError)
 
 
 def _alpha(linear: AdaptedLinear, rank: float | None = None) -> float:

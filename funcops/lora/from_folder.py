@@ -25,6 +25,7 @@ from funcops.lora.settings import (
     divisor,
     modules_of,
     name_of,
+    numbered,
     of_module,
     read_settings,
 )
@@ -39,7 +40,7 @@ def with_adapter_of(cfg: Any, folder: str | os.PathLike[str], *, names: Names | 
 
     `names`: the modules' names by globs over the paths of linears, as for `save_adapter`; a linear whose modules have no adapter
     stays as it is. For a decoder: `models.peft_names(cfg)`. A linear of several modules, such as gate and up, gets an adapter of
-    their rank if they share one lora_A, else of the sum of their ranks.
+    their rank if they share one lora_A, else of the sum of their ranks. PEFT's lora_dropout is not read.
 
     Raises `CheckpointError` for a file that is invalid, a setting with another meaning (see `load_adapter`), an adapter of a module
     that no linear of the config is, and layers of one repeat, or modules of one linear, whose adapters differ in rank or factor.
@@ -66,12 +67,12 @@ def with_adapter_of(cfg: Any, folder: str | os.PathLike[str], *, names: Names | 
     with checkpoint._opened(where, Path(folder) / WEIGHTS) as file:
         ending = f".{SIDES['a']}.weight"
         held = {name.removeprefix(PREFIX).removesuffix(ending) for name in file.keys() if name.endswith(ending)}  # noqa: SIM118
-        for path, numbered in linears_of(cfg):
-            each = [modules_of(one, names)[1] for one in numbered]
+        for path, layers in linears_of(cfg):
+            each = [modules_of(one, names)[1] for one in layers]
             found = {_shape(where, folder, said, there, held, file) for there in each}
             if len(found) > 1:
                 said_of = "with adapters of one rank and factor in all layers of a repeat"
-                fail(where, os.fspath(folder), said_of, f"several for {path}: {few(map(str, found))}", CheckpointError)
+                fail(where, os.fspath(folder), said_of, f"several for {path}: {few(sorted(map(str, found)))}", CheckpointError)
             used.update(name_of(module) for there in each for module in there)
             for shape in found - {None}:
                 targets.setdefault(shape, []).append(re.sub(r"\*", "[*]", path))  # type: ignore[arg-type]
@@ -89,12 +90,7 @@ def linears_of(cfg: Any) -> Iterator[tuple[str, list[str]]]:
     for part, around in nested(cfg, stop=lambda part: is_adapted(part.cfg)):
         if not part.composite and adapter_of(part.cfg):
             layers = itertools.product(*[range(one.cfg.times) for one in around if one.cfg.times])
-            yield part.path, [_numbered(part.path, numbers) for numbers in layers]
-
-
-def _numbered(path: str, numbers: tuple[int, ...]) -> str:
-    left = iter(numbers)
-    return re.sub(r"\*", lambda _: str(next(left)), path)
+            yield part.path, [numbered(part.path, numbers) for numbers in layers]
 
 
 def _shape(where: str, folder: Any, said: Any, there: tuple[Module, ...], held: set[str], file: Any) -> Shape | None:

@@ -132,6 +132,12 @@ def check_names(where: str, names: Any) -> None:
             require(glob.count("*") == one.count("*"), where, f"names[{glob!r}]", "a name with as many '*'", repr(one))
 
 
+def numbered(path: str, numbers: tuple[int, ...]) -> str:
+    """The path with these numbers in place of its "*"."""
+    left = iter(numbers)
+    return re.sub(r"\*", lambda _: str(next(left)), path)
+
+
 def name_of(module: Module) -> str:
     return module if isinstance(module, str) else module.module
 

@@ -30,6 +30,7 @@ from funcops.ops.reshape import ReshapeConfig, reshape
 from funcops.trees import leaf, tree
 
 UP = "qkv.kv.up"
+REMEDY = "for a cache of latents (make the cache with cache_init(..., latents=False))"
 
 
 @config
@@ -64,7 +65,8 @@ def latent_attention_init(cfg: LatentAttentionConfig, *, key: Any = None, device
 def latent_attention_fwd(
     params: LatentParams, x: tuple[Any, dict[int | None, Slots]], cfg: LatentAttentionConfig, *, needs: Needs = Needs.NONE
 ) -> tuple[Tensor, None]:
-    """x: `((q, c, shared), slots)` -> y [B, T, H, V]. c [B, T, 1, L] and shared of x are written into the cache in place."""
+    """x: `((q, c, shared), slots)` -> y [B, T, H, V]. c [B, T, 1, L] and shared of x are written into the cache in place. Raises
+    `ValueError` or `TypeError` for a wrong shape, dtype or device."""
     where, (given, by_window), of, split = "latent_attention_fwd", x, cfg.of, cfg.split
     if needs:
         fail(where, "needs", "Needs.NONE: a cache that is written to has no gradient", needs)
@@ -75,8 +77,9 @@ def latent_attention_fwd(
     at, held, weight = by_window[of.window], params.latents, params.weight
     assert held is not None and weight is not None
     check(where, "x.1 (latents), as the cache,", c, (held.shape[0], at.at.shape[1], 1, cfg.rank), held.dtype, held)
+    check(where, "params.weight", weight, (split.heads * (split.own + split.value), cfg.rank), q.dtype, q)
     write(held, torch.cat((c, shared), -1), at)
-    of_keys, of_values = weight.view(split.heads, split.own + split.value, cfg.rank).split((split.own, split.value), 1)
+    of_keys, of_values = weight.reshape(split.heads, split.own + split.value, cfg.rank).split((split.own, split.value), 1)
     turned, own = q.split((split.shared, split.own), -1)
     asked = torch.cat((torch.einsum("bthd,hdl->bthl", own, of_keys), turned), -1)
     k = held.transpose(1, 2)
@@ -106,9 +109,8 @@ def latent_steps(part: Part) -> Inside | None:
     def replaced(inner: Part) -> tuple[Op, Any] | None:
         below = inner.path.removeprefix(f"{path}.")
         if below == UP:
-            if inner.op is not linear:
-                wanted = "a plain linear for a cache of latents (make the cache with cache_init(..., latents=False))"
-                fail("with_cache", inner.path, wanted, inner.op.name if inner.op else describe(inner.cfg))
+            if not _is_plain(inner):
+                fail("with_cache", inner.path, f"a plain linear {REMEDY}", inner.op.name + " with a bias" * (inner.op is linear))
             ranks.append(inner.cfg.in_features)
             return identity, IdentityConfig()
         if below == "qkv.kv.heads":
@@ -124,13 +126,16 @@ def latent_steps(part: Part) -> Inside | None:
 def plain_latents(cfg: Any) -> int:
     """The number of a model's layers that can read latents: a plain linear makes their keys and values."""
     found = [part for part in steps(cfg, layers=True) if part.path.endswith(f".attn.{UP}")]
-    return sum(part.op is linear for part in found)
+    return sum(map(_is_plain, found))
+
+
+def _is_plain(part: Part) -> bool:
+    return part.op is linear and not part.cfg.bias
 
 
 def weight_of_latents(where: str, path: str, attn: Any) -> Tensor:
     """The weight that makes keys and values of the latents of a layer's attention."""
     up = attn["qkv"]["kv"]["up"]
     if type(up) is not LinearParams or not isinstance(up.weight, Tensor):
-        wanted = "a plain weight for a cache of latents (make the cache with cache_init(..., latents=False))"
-        fail(where, f"params.{path}.qkv.kv.up", wanted, describe(up), TypeError)
+        fail(where, f"params.{path}.{UP}", f"a plain weight {REMEDY}", describe(up), TypeError)
     return up.weight

@@ -65,6 +65,8 @@ def open_into(where: str, params: Any, grads: Any, into: Any) -> list[Tensor]:
             if g is not None:
                 check(where, join_path("into", path), w, tuple(p.shape), tuple(d for d in FLOATS if _fits(d, p.dtype)), p)
                 require(w is not p, where, join_path("into", path), "another tensor than the param", "the param itself")
+    if len({id(w) for _, w in kept}) < len(kept):
+        own_tensors(where, into, "into")  # raises, by path
     return [w for _, w in kept]
 
 
@@ -141,17 +143,17 @@ def _explain(where: str, trees: dict[str, Any]) -> NoReturn:
     fail(where, "grads", "tensors that agree with params and state", describe(trees["grads"]))
 
 
-def own_tensors(where: str, params: Any) -> list[Tensor]:
-    """The tensors of params. Raises for other leaves, and for a tensor at two paths."""
+def own_tensors(where: str, params: Any, name: str = "params") -> list[Tensor]:
+    """The tensors of a tree like params. Raises for other leaves, and for a tensor at two paths."""
     seen: dict[int, str] = {}
     for path, p in paths(params).items():
         if p is None:
             continue
         if not isinstance(p, Tensor) or p.dtype not in FLOATS:
-            fail(where, join_path("params", path), "a float tensor or None", describe(p), TypeError)
+            fail(where, join_path(name, path), "a float tensor or None", describe(p), TypeError)
         if id(p) in seen:
             got = f"the tensor at {seen[id(p)]}, which would be updated twice"
-            fail(where, join_path("params", path), "a tensor of its own", got)
+            fail(where, join_path(name, path), "a tensor of its own", got)
         seen[id(p)] = path
     return tensors(params)
 
@@ -191,13 +193,18 @@ def check_rate(where: str, lr: Any) -> Any:
     return float(lr)
 
 
-def check_factor(where: str, factor: Any) -> Tensor:
-    """The factor of gradients as a 0-d tensor."""
-    if not isinstance(factor, Tensor):
+def check_factor(where: str, factor: Any) -> None:
+    if isinstance(factor, Tensor):
+        check(where, "factor", factor, (), FLOATS)
+    elif factor is not None:
         not_negative(where, factor=factor)
-        return torch.tensor(factor, dtype=torch.float64, device="cpu")
-    check(where, "factor", factor, (), FLOATS)
-    return factor
+
+
+def as_tensor(factor: Any, device: torch.device) -> Tensor | None:
+    """The factor of gradients on a device; a number without a copy from the host, which a capture refuses."""
+    if factor is None or isinstance(factor, Tensor):
+        return None if factor is None else factor.to(device)
+    return torch.full((), factor, dtype=torch.float64, device=device)
 
 
 def on_device(rate: Any, device: torch.device) -> Any:

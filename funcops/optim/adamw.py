@@ -14,6 +14,7 @@ from funcops.contract.op import config
 from funcops.errors import check, require, require_type
 from funcops.kernels import adamw as kernels
 from funcops.optim._rows import (
+    as_tensor,
     check_factor,
     check_rate,
     not_negative,
@@ -97,9 +98,9 @@ def adamw_update(
     writes into params and state and returns them.
 
     On CUDA one kernel reads every gradient and param once, and can do what else would read them again. `factor`: g is the gradient
-    times it, a number or a 0-d tensor: `clip_factor`, or the inverse of a loss scale. `into`: a tree like params of tensors of its
-    dtype or a narrower one, the weights that the next step computes with; each new p is written to it as well, rounded. A leaf
-    without a gradient is not written.
+    times it, a number or a 0-d tensor on their device: `clip_factor`, or the inverse of a loss scale. `into`: a tree like params of
+    tensors of its dtype or a narrower one, the weights that the next step computes with; each new p is written to it as well,
+    rounded. A leaf without a gradient is not written.
 
         params, state = adamw_update(params, grads, state, cfg, factor=clip_factor(global_norm(grads), 1.0), into=work)
 
@@ -118,7 +119,7 @@ def adamw_update(
     require_type(where, "state", state, AdamWState)
     require_type(where, "in_place", in_place, bool)
     rate = check_rate(where, cfg.lr if lr is None else lr)
-    factor = None if factor is None else check_factor(where, factor)
+    check_factor(where, factor)
     trees = {"params": params, "grads": grads, "state.exp_avg": state.exp_avg, "state.exp_avg_sq": state.exp_avg_sq}
     rows, kinds, decayed, has_grad = open_trees(where, trees, decay, in_place)
     written = [] if into is None else open_into(where, params, grads, into)
@@ -135,12 +136,26 @@ def adamw_update(
         run, (b1, b2) = _foreach_ if tracing() else kernels.adamw, cfg.betas
         dense, copies = walkable([*rows, written])
         own: Any = dense.pop() or [None] * len(kinds)
-        like = [(*kind, getattr(w, "dtype", None)) for kind, w in zip(kinds, own, strict=True)]
+        like: Any = [(*kind, w.dtype) for kind, w in zip(kinds, own, strict=True)] if written else kinds
         for (device, *_), (p, g, m, v, w, t, decays) in kernels.grouped([*dense, own, times, decayed], like):
             t = [s.to(device) for s in t] if t[0].device != device else t
             number, rate_tensor = (0.0, on_device(rate, device)) if isinstance(rate, Tensor) else (rate, None)
-            by = None if factor is None else factor.to(device)
-            run(p, g, m, v, t, w if written else [], decays, number, rate_tensor, by, b1, b2, cfg.eps, cfg.weight_decay)
+            run(
+                p,
+                g,
+                m,
+                v,
+                t,
+                w if written else [],
+                decays,
+                number,
+                rate_tensor,
+                as_tensor(factor, device),
+                b1,
+                b2,
+                cfg.eps,
+                cfg.weight_decay,
+            )
         for tensor, copy in copies:
             tensor.copy_(copy)
     if in_place:

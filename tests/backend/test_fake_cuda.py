@@ -9,6 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcops.ops.linear_wgrads import Product
+from funcops.optim import AdamWConfig, AdamWState, adamw_update
+from funcops.optim import adamw as optimiser
 from funcops.testing.laws import float_like
 from funcops.trees import leaves, tensors, tree_map_tensors
 
@@ -104,3 +106,14 @@ def test_results_stay_on_the_device(case, dtype, indexing):
         assert (g is None) == (w is None)
         assert g is None or (g.shape, g.dtype, g.device.type) == (w.shape, w.dtype, "cuda")
     assert all(t.is_cuda for t in tensors(residuals))
+
+
+@pytest.mark.parametrize("factor", [0.5, None])
+def test_a_factor_of_gradients_that_is_a_number_does_not_wait(factor, indexing, monkeypatch):
+    seen = []
+    monkeypatch.setattr(optimiser, "_foreach_", lambda *args: seen.append(args))
+    with FakeTensorMode(), NoWaiting():
+        params = {"w": torch.empty(3, device="cuda")}
+        state = AdamWState(torch.empty(1, device="cuda"), *[{"w": torch.empty(3, device="cuda")} for _ in range(2)])
+        adamw_update(params, {"w": torch.empty(3, device="cuda")}, state, AdamWConfig(), factor=factor, in_place=True)
+    assert [t is None or t.is_cuda for t in tensors(seen)] and len(seen) == 1

@@ -197,3 +197,28 @@ def test_linears_of_one_module_have_one_factor(bases, tmp_path):
     said = r"cfg must be one with the same factor for all linears of a module, got others at blocks.0.attn.qkv.v.proj, a part of"
     with pytest.raises(ValueError, match=said):
         save_adapter(tmp_path, lora_init(params, model, key=random.key(0)), model, names=peft_names(cfg, model))
+
+
+@pytest.mark.parametrize("part", ["q", "k", "v"])
+def test_rows_of_a_module_that_no_linear_takes_are_not_dropped(part, bases, tmp_path):
+    """A file of q, k and v is not read as q's alone, unless the others' rows of b are zero, as in a file of q alone."""
+    folder = bases("gpt2")
+    trained(folder, peft.LoraConfig(r=2, lora_alpha=2, target_modules=["c_attn"], init_lora_weights=False), tmp_path / "all")
+    params, cfg = from_hf(folder)
+    model = with_lora(decoder(cfg), 2, (f"*.{part}.proj",))
+    given, names = lora_init(params, model, key=random.key(0)), peft_names(cfg, model)
+    said = r"load_adapter: .*lora_B of \S*.h.0.attn.c_attn must be zero beyond the rows of linears with adapters .*, got others"
+    with pytest.raises(CheckpointError, match=said):
+        load_adapter(tmp_path / "all", given, model, names=names)
+    save_adapter(tmp_path / "one", given, model, names=names)
+    again = load_adapter(tmp_path / "one", lora_init(params, model, key=random.key(1)), model, names=names)
+    assert torch.equal(logits(again, cfg, model), logits(given, cfg, model))
+
+
+def test_linears_of_one_module_agree_on_its_rows(bases, tmp_path):
+    params, cfg = from_hf(bases("gpt2"))
+    model = with_lora(decoder(cfg), 2, ("*.q.proj", "*.v.proj"))
+    parts = {"q": (96, range(32)), "v": (64, range(32, 64))}
+    names = {f"blocks.{i}.attn.qkv.{part}.proj": RowsOf(f"m.{i}", *of) for i in range(2) for part, of in parts.items()}
+    with pytest.raises(ValueError, match=r"save_adapter: names must be with one number of rows for m.0, got 96 and 64"):
+        save_adapter(tmp_path / "new", lora_init(params, model, key=random.key(0)), model, names=names)

@@ -7,7 +7,7 @@ import random as python_random
 import pytest
 import torch
 
-from funcops import Needs, RopeConfig, WithExtras, chain, donate, random
+from funcops import Needs, RopeConfig, WithExtras, chain, donate, linear, random, rewrite
 from funcops.graphs import graphed
 from funcops.lora import with_lora
 from funcops.lora.params import lora_init
@@ -15,7 +15,7 @@ from funcops.low_precision import Fp8Block, quantize_params, with_recipe
 from funcops.models import DecoderConfig, KVCache, LatentConfig, cache_init, decode, decoder, decoder_x, generate, roll_back
 from funcops.models.with_cache import with_cache
 from funcops.testing.tolerances import DECODING
-from funcops.trees import tensors
+from funcops.trees import at, put, tensors
 
 BASE = dict(vocab=31, dim=8, layers=2, hidden=6, context=32, head_size=4)
 IDS = torch.randint(0, 31, (3, 17), generator=torch.Generator().manual_seed(1))
@@ -177,3 +177,26 @@ def test_a_cache_of_both_kinds_is_refused():
     mixed = dataclasses.replace(cache, layers={**cache.layers, "blocks.1": KVCache(layer.k, layer.k)})
     with pytest.raises(ValueError, match=r"cache.layers.blocks.1.v must be None, as in the other layers"):
         decode(given(CFG), mixed, IDS[:, :1], CFG)
+
+
+def test_a_weight_of_another_shape_or_dtype_and_a_bias_are_refused_by_name():
+    params, cache = given(CFG), cache_init(CFG, 3, context=20, chunk=5, dtype=torch.float64)
+    path = "blocks.0.attn.qkv.kv.up.weight"
+    weight = at(params, path)
+    for wrong in (weight[:-1], weight.float()):
+        with pytest.raises((ValueError, TypeError), match=r"blocks.0.attn.split: latent_attention_fwd: params.weight must be"):
+            decode(put(params, path, wrong), cache, IDS[:, :1], CFG)
+    want, _ = decode(params, cache, IDS[:, :1], CFG)
+    got, _ = decode(put(params, path, weight.mT.contiguous().mT), cache, IDS[:, :1], CFG)
+    torch.testing.assert_close(got, want, rtol=0, atol=DECODING)
+
+    def with_bias(part):
+        plain = part.op is linear and part.path.endswith("kv.up")
+        return (linear, dataclasses.replace(part.cfg, bias=True)) if plain else None
+
+    biased = rewrite(decoder(CFG), with_bias)[1]
+    with pytest.raises(ValueError, match=r"with_cache: blocks.\*.attn.qkv.kv.up must be a plain linear .*, got linear with a bias"):
+        with_cache(biased, latents=True)
+    params = chain.init(biased, key=random.key(0), dtype=torch.float64)
+    tokens = torch.stack(list(generate(params, CFG, IDS, 1, model=biased)), 1)
+    assert torch.equal(tokens[:, 0], whole(params, CFG, model=biased)[:, -1].argmax(-1)), "by keys and values"

@@ -96,7 +96,6 @@ def adamw(
 ) -> None:
     if lr_tensor is not None and lr_tensor.device != params[0].device:
         lr, lr_tensor = float(lr_tensor), None
-    factor = None if factor is None else factor.to(params[0].device)
     rows: list[Any] = [params, grads, exp_avg, exp_avg_sq, steps, work or [None] * len(params), decayed]
     for _, (p, g, m, v, t, w, decays) in declared.grouped(rows, [g.dtype for g in grads]):
         g = [one.contiguous() for one in g]
