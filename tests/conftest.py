@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[1]
 settings.register_profile("funcops", deadline=None, max_examples=15, derandomize=True)
 settings.load_profile("funcops")
 torch.set_num_threads(1)
+torch.set_warn_always(True)  # what torch says once in a process would fail the test that comes first, another in each run
 
 
 def pytest_configure(config):
@@ -73,16 +74,19 @@ def pytest_runtest_teardown():
 
 def _take_turns(items):
     """`pytest.mark.turns("dtype")`: cases that differ in that parameter alone, or in several such, prove much the same, so one of
-    them, each in its turn, is in the first tier, and the others are in the second. With `every=3` one of three is in the first."""
-    groups = {}
+    them, each in its turn, is in the first tier, and the others are in the second. With `every=3` one of three is in the first.
+    With `each="op"` only cases of the same operator take turns, so that each operator has some in the first."""
+    tests = {}
     for item in items:
         marker = item.get_closest_marker("turns")
         if marker is not None and not item.get_closest_marker("slow"):
-            of = item.callspec.params
-            key = item.function, *[repr(value) for name, value in of.items() if name not in marker.args]
+            of, each = item.callspec.params, marker.kwargs.get("each")
+            apart = [getattr(of[name], each).name for name in marker.args if each and hasattr(of[name], each)]
+            groups = tests.setdefault(item.function, {})
+            key = *apart, *[repr(value) for name, value in of.items() if name not in marker.args]
             groups.setdefault(key, (marker.kwargs.get("every"), []))[1].append(item)
-    for turn, (every, group) in enumerate(groups.values()):
-        every = every or len(group)
+    for turn, (every, group) in [one for groups in tests.values() for one in enumerate(groups.values())]:
+        every = min(every or len(group), len(group))
         for i, item in enumerate(group):
             if (i + i // every) % every != turn % every:  # not in step with a parameter of as many values
                 item.add_marker(pytest.mark.slow)

@@ -49,6 +49,7 @@ FOUND = {"probes": 2, "class questions": 3, "walks": 2, "path joins": 3, "root f
 FOUND |= {"rewrite lines": 2, "package lines": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COUNTS)
 def test_a_count_is_within_its_limit(name):
     found = COUNTS[name].number()

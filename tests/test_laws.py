@@ -25,11 +25,15 @@ def test_every_exported_op_has_a_case():
 
 
 def laws_and_dtypes():
-    """Right in every dtype, of which the first tier has two in turn; the other laws, which compare an op with itself, in one."""
+    """Right in every dtype, of which the first tier has two in turn; the other laws, which compare an op with itself, in one, and
+    in the first tier for every other case of an op."""
     for law in [name for name in LAWS if name not in ELSEWHERE]:
         for i, (case, own) in enumerate(turns()):
             for j, dtype in enumerate(case.dtypes if law == "right" else (own,)):
-                yield pytest.param(law, case, dtype, marks=pytest.mark.slow if law == "right" and (i + j) % 2 else ())
+                in_turn = pytest.mark.slow if (i + j) % 2 else ()
+                yield pytest.param(
+                    law, case, dtype, marks=in_turn if law == "right" else pytest.mark.turns("case", "dtype", every=2, each="op")
+                )
 
 
 @pytest.mark.parametrize(("law", "case", "dtype"), list(laws_and_dtypes()), ids=str)
@@ -39,13 +43,13 @@ def test_law(law, case, dtype):
 
 
 def structural_laws():
-    """The first case of an op under all laws, the others in the first tier under one in turn. Tracing takes ten times as long as
-    other laws, so its turn comes half as often."""
+    """The first case of an op under all laws; in the first tier every other one of the others under one in turn. Tracing takes ten
+    times as long as other laws, so its turn comes half as often."""
     first = {id(case) for case in FIRST}
     order = [*DRAWN, *(law for law in DRAWN if law != "traceable")]
     for i, (case, dtype) in enumerate(turns()):
         for law in DRAWN:
-            chosen = id(case) in first or law == order[i % len(order)]
+            chosen = id(case) in first or (law == order[i // 2 % len(order)] and i % 2 == 0)
             yield pytest.param(law, case, dtype, marks=() if chosen else pytest.mark.slow)
 
 
@@ -55,6 +59,7 @@ def test_law_in_turns(law, case, dtype):
         LAWS[law](case, dtype)
 
 
+@pytest.mark.turns("case", every=2, each="op")
 @pytest.mark.parametrize("case", [case for case, dtype in CASES if dtype is torch.float64], ids=str)
 def test_finite_differences(case):
     if "finite_differences" not in case.exempt:
@@ -86,7 +91,7 @@ DRAWN_SHAPES = pytest.mark.parametrize("name", [name for name, m in MODULES.item
 
 
 @DRAWN_SHAPES
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(data=st.data())
 def test_drawn_shapes(name, data):
     holds_for_a_drawn_case(name, data)

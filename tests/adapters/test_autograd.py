@@ -59,6 +59,7 @@ def asking(t):
     return t.clone().requires_grad_(t.is_floating_point()) if isinstance(t, torch.Tensor) else t
 
 
+@pytest.mark.turns("case", every=2, each="op")
 @pytest.mark.parametrize(("case", "dtype"), [(c, d) for c, d in CASES if d is torch.float64], ids=str)
 def test_gradients_equal_the_ops(case, dtype):
     params, x = case.make(dtype)

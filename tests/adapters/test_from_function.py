@@ -90,7 +90,7 @@ def made(fn, init, x, cfg):
 CASES = [made(*row) for row in FUNCTIONS]
 
 
-@pytest.mark.turns("dtype")
+@pytest.mark.turns("dtype", "law", every=4)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("law", ["split", "pure", "mirror", "frugal", "right", "traceable"])
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -62,6 +62,7 @@ def compare(call, params, x, write):
     return None
 
 
+@pytest.mark.turns("case", "dtype", every=2, each="op")
 @pytest.mark.parametrize(("case", "dtype"), EACH, ids=[str(case) for case, _ in EACH])
 def test_an_output_of_an_op_may_be_written_to(case, dtype):
     params, x = case.make(dtype)

@@ -275,7 +275,7 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("backend", "dynamic"), [("aot_eager", False), slow("inductor", None)])
+@pytest.mark.parametrize(("backend", "dynamic"), [("eager", False), slow("aot_eager", False), slow("inductor", None)])
 def test_compiles(backend, dynamic):
     model = fnn.Sequential(fnn.RMSNorm(D), fnn.Linear(D, 16), fnn.SwiGLU(), fnn.Linear(8, D), nn.Softplus(), fnn.LayerNorm(D))
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)

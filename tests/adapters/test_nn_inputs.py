@@ -11,7 +11,11 @@ from torch import nn
 import funcops.nn as fnn
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:Complex modules", "ignore:Casting complex", "ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning"
+    "ignore:Complex modules",
+    "ignore:Casting complex",
+    "ignore:Mismatch dtype between input and weight",
+    "ignore::torch.jit.TracerWarning",
+    "ignore::DeprecationWarning",
 )
 D = 6
 MODULES = {

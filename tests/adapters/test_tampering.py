@@ -321,7 +321,7 @@ def plain(t):
 GRID = [pytest.param(tampering, kind, id=f"{tampering}-{kind}") for tampering in TAMPERINGS for kind in MODELS]
 
 
-@pytest.mark.turns("tampering", "kind", every=2)
+@pytest.mark.turns("tampering", "kind", every=3)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("tampering", "kind"), [*GRID, *drawn(TAMPERINGS, OTHERS)])
 def test_tampering(tampering, kind, request):

@@ -39,6 +39,7 @@ def backward_graph(model, x, inputs):
 PENALTIES = [wgan_gp, r1, expanded, hessian_vector, backward_graph]
 
 
+@pytest.mark.turns("face", every=2)
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
 @pytest.mark.parametrize("asked", ["x", "params", "both"])
 @pytest.mark.parametrize("penalty", PENALTIES, ids=lambda p: p.__name__)

@@ -62,7 +62,7 @@ def calls_in_turn():
         yield pytest.param(i, id=name, marks=() if chosen else pytest.mark.slow)
 
 
-@pytest.mark.turns("i", every=2)
+@pytest.mark.turns("i", every=4)
 @pytest.mark.parametrize("i", list(calls_in_turn()))
 def test_every_call_measures(i, monkeypatch):
     monkeypatch.setattr(kernels, "MOST_COPIES", 1)
@@ -162,7 +162,7 @@ def test_what_is_written(tmp_path, monkeypatch):
     assert (tmp_path / "k.png").stat().st_size > 1000
 
 
-@pytest.mark.turns("count", every=2)
+@pytest.mark.turns("count")
 @pytest.mark.parametrize("count", [0, 1, 40, 120])
 def test_the_picture_hides_no_mark(count, tmp_path, monkeypatch):
     """All labels and marks are within the axes, and the legend is outside."""

@@ -97,6 +97,7 @@ def test_a_row_beyond_a_limit_is_seen(rows, fault):
         assert beyond([*rows[:i], rows[i]._replace(**fault)])[0], rows[i]
 
 
+@pytest.mark.slow
 def test_unrequested_rows_stay_where_they_are(rows, monkeypatch):
     counted = []
     monkeypatch.setattr(traffic.knobs.runtime, "interpret", False)
@@ -141,6 +142,7 @@ def cheap(ours, planned):
     )
 
 
+@pytest.mark.slow
 def test_some_rows_are_counted_again(ours, cheap):
     recounted(ours, set(random.Random(int(time.time() // 86400)).sample(cheap, 1)))
 

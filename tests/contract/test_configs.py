@@ -61,6 +61,7 @@ def changed_features(case, dtype):
     return moved.reshape(-1, moved.shape[-1]).any(0)
 
 
+@pytest.mark.turns("case", "dtype", every=3, each="op")
 @pytest.mark.parametrize(("case", "dtype"), CASES, ids=str)
 def test_ops_declared_featurewise_are(case, dtype):
     changed = changed_features(case, dtype) if case.cfg.featurewise else None
@@ -97,6 +98,7 @@ def mixes_positions(case, dtype):
     return main.shape[:2] != before.shape[:2] or bool(moved[:, 1:].any())
 
 
+@pytest.mark.turns("case", "dtype", every=3, each="op")
 @pytest.mark.parametrize(("case", "dtype"), CASES, ids=str)
 def test_ops_that_mix_positions_say_so(case, dtype):
     assert not mixes_positions(case, dtype) or case.cfg.attends or case.cfg.mixes_positions
@@ -107,6 +109,7 @@ def test_some_ops_mix_positions():
     assert {"attention", "causal_conv1d", "group_norm"} <= mixing
 
 
+@pytest.mark.turns("case", "dtype", every=3, each="op")
 @pytest.mark.parametrize(("case", "dtype"), CASES, ids=str)
 def test_widths_equal_x_and_y(case, dtype):
     params, x = case.make(dtype)

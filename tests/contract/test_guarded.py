@@ -62,7 +62,7 @@ CFG = LinearConfig(4, 3)
 MLP = ChainConfig(steps=(Step("norm", rms_norm, RMSNormConfig(4)), Step("up", linear, CFG)))
 
 
-@pytest.mark.turns("policy")
+@pytest.mark.turns("policy", "case", every=10)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("case", COMBINED, ids=str)
 def test_law_under_policies(case, policy):
@@ -71,7 +71,7 @@ def test_law_under_policies(case, policy):
     law_guarded(dataclasses.replace(case, op=with_policy(case.op, rules)), case.dtypes[0])
 
 
-@pytest.mark.turns("case", every=2)
+@pytest.mark.turns("case", every=4)
 @pytest.mark.parametrize("case", FIRST, ids=str)
 def test_law_of_remat(case):
     law_guarded(dataclasses.replace(case, op=remat(case.op, True)), case.dtypes[0])

@@ -83,6 +83,7 @@ def test_an_unknown_path_is_named():
 INPUTS = {str(case): case for case, _ in CASES}
 
 
+@pytest.mark.turns("case", every=3, each="op")
 @pytest.mark.parametrize("case", INPUTS.values(), ids=str)
 def test_paths_that_x_does_not_have_are_refused(case):
     params, x = case.make(case.dtypes[0])

@@ -99,7 +99,7 @@ LAWS_OF_RANKS = ("split", "mirror", "frugal", "loud", "guarded")  # the others c
 WAYS = {"overlap": ("bulk", "ring"), "comm": ("gather", "ring")}
 
 
-@pytest.mark.turns("name", every=2)
+@pytest.mark.turns("name", every=3)
 @pytest.mark.parametrize("name", PLAIN)
 def test_laws_on_two_ranks(name):
     """All ranks run the laws at once: if one raises, all do."""

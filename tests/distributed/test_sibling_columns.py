@@ -46,7 +46,7 @@ def step(cfg, work, x, dy, way):
 KINDS = ((None, "bulk"), (None, "ring"), (None, "none"), (Fp8Block(), "bulk"), (Fp8Block(keep="input"), "bulk"))
 
 
-@pytest.mark.turns("kind", "way", every=2)
+@pytest.mark.turns("kind", "way", every=8)
 @pytest.mark.parametrize(("kind", "way"), drawn(KINDS, ("whole", "halves", "into")))
 def test_siblings_send_x_once(kind, way, monkeypatch):
     """y and gradients of the siblings' weights have the bits of layers one by one; dx is a sum in another order."""

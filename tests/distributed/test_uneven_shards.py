@@ -96,6 +96,7 @@ MODEL = ChainConfig(
 )
 
 
+@pytest.mark.turns("tp")
 @pytest.mark.parametrize("tp", [False, True])
 def test_specs_of_zero3_are_those_of_its_shards(tp):
     """Also the draws of `init`, by the specs of another layout: each rank draws only its elements."""

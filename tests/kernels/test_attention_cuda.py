@@ -60,7 +60,7 @@ def drawn(seed, n):
         yield draw.randint(1, 2), t, heads, kv_heads, size, layout, draw.random() < 0.5
 
 
-@pytest.mark.turns("dtype", every=2)
+@pytest.mark.turns("dtype")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_every_call_is_one_that_the_device_takes(dtype):
     wants = set()
@@ -142,6 +142,7 @@ def opaque_kernels():
 WHOLE = [row for row in drawn(2, 30) if row[4] % 8 == 0]  # heads of whole vectors, which no padding brings into place
 
 
+@pytest.mark.turns("dtype")
 @pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["static", "dynamic"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_it_compiles_to_one_graph(dtype, dynamic, opaque_kernels, monkeypatch):

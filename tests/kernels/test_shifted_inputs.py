@@ -407,7 +407,7 @@ def compared(probe, seed, scale, shift, dtype):
         yield f"y{i}" if i < len(y) else f"d{i - len(y)}", error, max(allowed), rounding
 
 
-@pytest.mark.turns("probe", "name", "dtype", every=2)
+@pytest.mark.turns("probe", "name", "dtype", every=3)
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # where the interpreter runs what a device does in silence
 @pytest.mark.parametrize(("probe", "name", "dtype"), list(grid()))
 def test_no_result_loses_more_than_pytorchs(probe, name, dtype):

@@ -44,7 +44,7 @@ def rows():
                 yield pytest.param(case, law, dtype, marks=() if chosen else pytest.mark.slow)
 
 
-@pytest.mark.turns("case", "law", "dtype", every=2)
+@pytest.mark.turns("case", "law", "dtype", every=3)
 @pytest.mark.parametrize(("case", "law", "dtype"), list(rows()), ids=str)
 def test_laws_on_triton(case, law, dtype):
     with backend("triton"):

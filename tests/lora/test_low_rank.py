@@ -55,7 +55,7 @@ CASES = [case((2, 5), 69, 3, 2), case((2, 5), 9, 3, 2, 2.0, 0.25), case((0,), 4,
 CASES += [grouped(False), grouped(True)]
 
 
-@pytest.mark.turns("law", "case", every=2)
+@pytest.mark.turns("law", "case", every=4)
 @pytest.mark.parametrize("law", [name for name in LAWS if name != "compiles"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_law(law, case):

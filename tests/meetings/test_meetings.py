@@ -39,6 +39,7 @@ def cells():
     return [pytest.param(pair, id="-".join(pair), marks=() if pair in early else pytest.mark.slow) for pair in tested]
 
 
+@pytest.mark.turns("pair", every=2)
 @pytest.mark.parametrize("pair", cells())
 def test_a_pair_is_what_the_page_says(pair):
     assert verdict(*pair) == committed()[pair]

@@ -111,7 +111,7 @@ def drafted(params, cfg, draft, prompt, tokens, ahead):
     return found[0, prompt.shape[1] :][:tokens], calls
 
 
-@pytest.mark.turns("ahead")
+@pytest.mark.turns("ahead", "noise")
 @pytest.mark.parametrize("noise", [0.0, 0.02, 3.0])
 @pytest.mark.parametrize("ahead", [1, 3, 6])
 @pytest.mark.parametrize("name", MODELS)

@@ -220,7 +220,7 @@ def test_an_update_does_not_depend_on_strides(init, update, cfg, in_place, dtype
             assert equal(steps(*ways), want)
 
 
-@pytest.mark.turns("betas")
+@pytest.mark.turns("betas", "traced")
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.999, 0.99999), (0.0, 0.5)], ids=str)
 @pytest.mark.parametrize("traced", [False, True])
 def test_bias_corrections_are_exact(betas, traced):

@@ -128,6 +128,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 def test_every_change_of_a_program_can_be_drawn_and_no_other(tmp_path):
     """Not of its words, its annotations, nor of what a checker of types alone reads; a line stays where it was."""
     (tmp_path / "funcops").mkdir()

@@ -44,6 +44,7 @@ def test_every_private_name_is_in_the_list(uses):
     assert not new, f"take the public name instead, or say in tests/helpers/private_names.py why no public one serves: {new}"
 
 
+@pytest.mark.slow
 def test_every_name_of_the_list_is_used(uses):
     gone = sorted(NAMES.keys() - uses.keys())
     assert not gone, f"not used any more: take them from tests/helpers/private_names.py: {gone}"

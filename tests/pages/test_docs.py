@@ -55,6 +55,7 @@ def test_there_are_pages():
     assert {"README.md", "CONTRIBUTING.md", "your-own-op.md"} <= {p.name for p in PAGES}
 
 
+@pytest.mark.turns("name", every=2)
 @pytest.mark.parametrize("name", MODULES)
 def test_doctests(name, monkeypatch):
     """Each as a reader would paste it, with only its own imports."""
