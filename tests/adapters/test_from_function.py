@@ -5,6 +5,8 @@ from dataclasses import field
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from funcops import (
     ChainConfig,
@@ -13,6 +15,7 @@ from funcops import (
     Step,
     TorchConfig,
     chain,
+    differentiable,
     linear,
     op_from_torch,
     random,
@@ -174,3 +177,44 @@ def test_vjp_may_be_pulled_back_twice():
     a, b = pullback(torch.ones_like(y)), pullback(2 * torch.ones_like(y))
     torch.testing.assert_close(b[0]["w"], 2 * a[0]["w"])
     torch.testing.assert_close(b[1][1], 2 * a[1][1])
+
+
+def _checkpointed(reentrant):
+    return lambda call, *given: checkpoint(call, *given, use_reentrant=reentrant)
+
+
+def _hooked(hooks):
+    def run(call, *given):
+        with hooks():
+            return call(*given)
+
+    return run
+
+
+AROUND = {
+    "hooks that change values": _hooked(lambda: saved_tensors_hooks(lambda t: 3 * t, lambda t: t)),
+    "an offload": _hooked(save_on_cpu),
+    "checkpoint": _checkpointed(False),
+    "reentrant checkpoint": _checkpointed(True),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_a_trace_does_not_see_the_hooks_around_the_first_call(around):
+    """An op is traced when it is first called: here with hooks on saved tensors, which belong to that call alone."""
+
+    def fn(params, x, cfg):
+        return torch.tanh(x * params["w"]).square()
+
+    of, w, x = differentiable(op_from_torch(fn, name="hooked", init=weights(w=(4,)))), torch.rand(4), torch.rand(3, 4)
+    want = gradients(lambda w, x: fn({"w": w}, x, None), w, x)
+    hooked = gradients(lambda w, x: AROUND[around](lambda w, x: of({"w": w}, x, TorchConfig()), w, x), w, x)
+    if "change" not in around:
+        torch.testing.assert_close(hooked, want)
+    torch.testing.assert_close(gradients(lambda w, x: of({"w": w}, x, TorchConfig()), w, x), want)
+
+
+def gradients(f, *given):
+    leaves = [t.clone().requires_grad_() for t in given]
+    f(*leaves).sum().backward()
+    return [t.grad for t in leaves]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from funcops.errors import describe, fail
@@ -83,9 +84,15 @@ class Graphs(NamedTuple):
 
 def cut(where: str, run: Run, leaves: Sequence[Tensor], asked: Sequence[bool], params: int) -> Graphs:
     """Trace `run(leaves) -> outputs` with the gradients of the leaves that are `asked` for; the first `params` leaves are
-    params."""
+    params. Hooks on saved tensors that are active around the call (a checkpoint's, an offload's) do not see the trace's, which
+    would come with their changes into the graph."""
     try:
-        with torch.inference_mode(False), FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+        with (
+            torch.inference_mode(False),
+            FakeTensorMode(allow_non_fake_inputs=True),
+            torch.enable_grad(),
+            saved_tensors_hooks(_unchanged, _unchanged),
+        ):
             given = [_stand_in(t) for t in leaves]
             outputs = [Like.of(y).dense() for y in run(given)]
             traced = _joint(run, given, outputs, asked)
@@ -96,6 +103,10 @@ def cut(where: str, run: Run, leaves: Sequence[Tensor], asked: Sequence[bool], p
             got = describe(getattr(traced, node.target))
             fail(where, "fn", "a function that takes tensors that require grad as params or x", got)
     return _Cutter(where, traced, len(leaves), len(outputs), asked, params).graphs(tuple(outputs))
+
+
+def _unchanged(t: Tensor) -> Tensor:
+    return t
 
 
 def _stand_in(t: Tensor) -> Tensor:
