@@ -1,4 +1,4 @@
-"""Samples of attention that none of torch's kernels supports in every dtype, with options as models combine them."""
+"""Samples of attention with options that not all of torch's kernels take, as models combine them, and of attention over caches."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.kernel_call import KernelCall, Maker
-from funcops.kernels import scored_attention
+from benchmarks.kernel_call import KernelCall, Maker, direct
+from funcops.kernels import scored_attention, slot_attention
 
 
 def of_attention(make: Maker) -> Iterator[KernelCall]:
@@ -38,6 +39,44 @@ def of_attention(make: Maker) -> Iterator[KernelCall]:
             flops=2.5 * flops,
             length=length,
         )
+
+
+def of_caches(make: Maker) -> Iterator[KernelCall]:
+    """A token of Llama-3-8B with one long sequence and with many, of gpt-oss over a ring, of DeepSeek-V3 over latents, and a prompt
+    of Llama-3-8B in chunks; and both with every option. All slots are filled."""
+    for what, batch, tokens, heads, kv_heads, size, width, filled in (
+        ("llama", 1, 1, 32, 8, 128, 128, 8192),
+        ("llama", 32, 1, 32, 8, 128, 128, 4096),
+        ("ring", 32, 1, 64, 8, 64, 64, 768),
+        ("latents", 8, 1, 128, 1, 576, 512, 4096),
+        ("every option", 8, 1, 32, 8, 128, 128, 1023),
+        ("llama", 2, 256, 32, 8, 128, 128, 4096),
+        ("every option", 2, 64, 16, 8, 64, 64, 1023),
+    ):
+        ring, every = what in ("ring", "every option"), what == "every option"
+        slots, batch = max(tokens, filled // make.shrink), max(1, batch // make.shrink)
+        kv_heads, heads = max(1, kv_heads // make.shrink), max(1, kv_heads // make.shrink) * (heads // kv_heads)
+        q, k = make.floats(batch, tokens, heads, size), make.floats(batch, kv_heads, slots, size)
+        v = None if what == "latents" else make.floats(batch, kv_heads, slots, width)
+        ends = torch.full((batch,), 3 * slots if ring else slots, dtype=torch.int64, device=make.device)
+        window, sinks = (slots // 3, make.floats(heads)) if ring else (0, None)
+        bias = make.floats(1, heads, tokens, 3 * slots) if every else None
+        args = q, k, v, ends - tokens, ends, bias, sinks, width, window, 30.0 * every, every, size**-0.5
+        shape = f"{what} {batch}x{tokens}x{heads}x{size} of {slots}x{kv_heads}"
+        if tokens == 1:
+            yield KernelCall(
+                slot_attention.slot_attention_fwd, shape, args, None if every else direct(_of_filled), length=size + slots
+            )
+        else:
+            flops = 2.0 * batch * heads * tokens * slots * (size + width)
+            product, length = lambda q, k, v, *_: _two_products(q, k.transpose(1, 2), v.transpose(1, 2)), size + slots
+            yield KernelCall(slot_attention.slot_attention_fwd, shape, args, product=product, flops=flops, length=length)
+
+
+def _of_filled(q: Tensor, k: Tensor, v: Tensor | None, *rest: Any) -> Tensor:
+    """Torch's attention to all slots: of a ring it sees more."""
+    v = k[..., : rest[4]] if v is None else v
+    return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, scale=rest[-1], enable_gqa=True).transpose(1, 2)
 
 
 def _two_products(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Callable[[], Any]:

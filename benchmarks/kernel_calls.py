@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.attention import of_attention
+from benchmarks.attention import of_attention, of_caches
 from benchmarks.experts import LAYERS_OF_EXPERTS, of_experts
 from benchmarks.kernel_call import CODES, Prepared, direct, gradient
 from benchmarks.kernel_call import KernelCall as KernelCall
@@ -74,6 +74,7 @@ def families() -> tuple[Family, ...]:
         *(functools.partial(of_experts, layer=layer) for layer in LAYERS_OF_EXPERTS),
         of_low_experts,
         of_attention,
+        of_caches,
     )
 
 

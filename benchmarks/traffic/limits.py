@@ -24,6 +24,13 @@ class Reason(NamedTuple):
 
 REASONS = (
     Reason(
+        "slot_attention_fwd",
+        "latents",
+        "moved",
+        "128 heads are two programs of 64 rows, side by side: the second finds the latents in the L2 cache",
+    ),
+    Reason("slot_attention_fwd", "latents", "instructions", "each number that is read is multiplied by 128 rows, twice"),
+    Reason(
         "adamw",
         "one pass",
         "wide",

@@ -42,7 +42,8 @@ def _collect(function: FunctionType, found: dict[str, str]) -> None:
         definition.body = definition.body[1:] or [ast.Pass()]
     found[name] = ast.unparse(tree)
     outside = inspect.getclosurevars(function)
-    names = {**outside.globals, **outside.nonlocals}
+    names = {**outside.globals, **outside.nonlocals}  # by name alone, so `t.T` counts as reading a global T, if there is one
+    names = {name: value for name, value in names.items() if name not in function.__code__.co_varnames}
     for node in ast.walk(tree):
         if isinstance(node, (ast.Name, ast.Attribute)):
             for value in _value_of(node, names):

@@ -53,7 +53,9 @@ def attention_fwd(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -
         return torch.zeros_like(q), lse
     if q.is_cuda:
         return cuda_fwd(q, k, v, causal, scale)
-    out, lse = torch._scaled_dot_product_flash_attention_for_cpu(_heads(q), _heads(k), _heads(v), 0.0, causal, scale=scale)
+    out, lse = torch._scaled_dot_product_flash_attention_for_cpu(
+        heads_first(q), heads_first(k), heads_first(v), 0.0, causal, scale=scale
+    )
     return out.transpose(1, 2), lse
 
 
@@ -78,8 +80,8 @@ def attention_bwd(
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     if q.is_cuda:
         return cuda_bwd(dy, q, k, v, out, logsumexp, causal, scale)
-    heads = _heads(q), _heads(k), _heads(v), _heads(out)
-    dq, dk, dv = _cpu_backward(_heads(dy), *heads, logsumexp, 0.0, causal, scale=scale)
+    heads = heads_first(q), heads_first(k), heads_first(v), heads_first(out)
+    dq, dk, dv = _cpu_backward(heads_first(dy), *heads, logsumexp, 0.0, causal, scale=scale)
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
@@ -220,7 +222,7 @@ WAYS = {
 }
 
 
-def _heads(t: Tensor) -> Tensor:
+def heads_first(t: Tensor) -> Tensor:
     """[B, T, H, D] as [B, H, T, D] with a last dim of stride 1, which the flash kernels assume without a check."""
     return (t if t.stride()[-1] == 1 else t.contiguous()).transpose(1, 2)
 
@@ -313,13 +315,3 @@ def _served(q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], cu_seqlens:
     if by == "flash":
         return "flash" if window else "library"
     return "library" if by == "efficient" and not (window or shorter) else ""
-
-
-def masked_fwd(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, softcap: float, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute y and logsumexp [B, H, T] with a `mask` that is added to the scores, of q's dtype and a bias's shape; there is not a
-    backward. On the CPU aten's flash kernel computes it, if it can."""
-    if softcap or not q.is_cpu or q.shape[3] != v.shape[3] or nothing_to_see(q, k):
-        return scored_attention_fwd(q, k, v, mask, None, *Score(False, 0, softcap, False, scale))  # type: ignore[no-any-return]
-    heads = _heads(q), _heads(k), _heads(v)
-    out, lse = torch._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, False, attn_mask=mask, scale=scale)
-    return out.transpose(1, 2), lse

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from funcops.backend import wide
 from funcops.backend.declare import watched
 from funcops.contract.configs import OpConfig, config
 from funcops.contract.marks import Gone
@@ -35,8 +36,8 @@ from funcops.errors import (
     require_flag,
     require_type,
 )
-from funcops.kernels.attention import masked_fwd
-from funcops.kernels.scored_attention import alibi_slopes
+from funcops.kernels.scored_attention import Score
+from funcops.kernels.slot_attention import slot_attention_fwd
 from funcops.models.decoder import DecoderConfig, layer_paths
 from funcops.ops.attention import AttentionConfig, check_parts, check_qkv
 from funcops.ops.sink_attention import sink_attention_init
@@ -236,34 +237,23 @@ def check_room(where: str, cache: Cache, tokens: int, counts: Tensor | None, kno
 
 
 class Slots(NamedTuple):
-    """The slots that tokens are written to in caches of R slots, and the slots that each token sees."""
+    """The places of new tokens in caches of R slots."""
 
     rows: Tensor  # [B, 1]
-    at: Tensor  # [B, T]
+    at: Tensor  # [B, T], the slots that they are written to
     new: Tensor | None  # [B, T], True for real tokens; None: all are
-    held: Tensor  # [B, R], the position that a slot holds after the write
-    away: Tensor  # [B, T, R], how far before a token that position is
-    mask: Tensor  # [B, 1, T, R], 0 or -inf
+    first: Tensor  # [B], the position of each sequence's first one
+    ends: Tensor  # [B], the number of positions in the cache after the write
 
 
-def slots(
-    cache: Cache, tokens: int, counts: Tensor | None, dtype: torch.dtype, windows: tuple[int | None, ...]
-) -> dict[int | None, Slots]:
+def slots(cache: Cache, tokens: int, counts: Tensor | None, windows: tuple[int | None, ...]) -> dict[int | None, Slots]:
     """Return, by window, the slots of tokens that follow the cached positions."""
-    lengths = cache.lengths.unsqueeze(1)
-    step = torch.arange(tokens, device=lengths.device)
-    position, last = lengths + step, lengths + ((tokens if counts is None else counts.unsqueeze(1)) - 1)
-    rows, new = torch.arange(len(lengths), device=lengths.device).unsqueeze(1), None if counts is None else position <= last
+    first, ends = cache.lengths, cache.lengths + (tokens if counts is None else counts)
+    position = first.unsqueeze(1) + torch.arange(tokens, device=first.device)
+    rows, new = torch.arange(len(first), device=first.device).unsqueeze(1), None if counts is None else position < ends.unsqueeze(1)
     found = {}
     for window in dict.fromkeys(windows or (None,)):
-        count = slots_of(window, cache.context, cache.chunk)
-        held = last - (last - torch.arange(count, device=lengths.device)) % count
-        away = position.unsqueeze(2) - held.unsqueeze(1)
-        hidden = (away < 0) | (held < 0).unsqueeze(1)
-        if window is not None:
-            hidden = hidden | (away >= window)
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf")).unsqueeze(1)
-        found[window] = Slots(rows, position % count, new, held, away, mask)
+        found[window] = Slots(rows, position % slots_of(window, cache.context, cache.chunk), new, first, ends)
     return found
 
 
@@ -324,17 +314,20 @@ def cached_attention_fwd(
         check(where, f"{name}, as the cache,", new, (held.shape[0], at.at.shape[1], held.shape[1], held.shape[3]), held.dtype, held)
     write(keys, k, at)
     write(values, v, at)
-    mask, scale = _mask(where, at, q, bias, of.alibi), of.score(q.shape[3]).scale
-    return attend(where, q, keys.transpose(1, 2), values.transpose(1, 2), mask, scale, of, params.sinks), None
+    return attend(where, q, params, at, bias, of.score(q.shape[3]), values.shape[3]), None
 
 
-def attend(where: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, of: Any, sinks: Any) -> Tensor:
-    """Attention of q [B, T, H, D] over the slots k [B, R, K, D] and v [B, R, K, V]."""
-    y, lse = masked_fwd(q, k, v, mask, of.softcap or 0.0, scale)
-    if of.sinks:
-        check(where, "params.sinks", sinks, (q.shape[2],), tuple(dict.fromkeys((q.dtype, lse.dtype))), q)
-        total = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
-        y = (y * torch.exp(lse - total).transpose(1, 2).unsqueeze(-1)).to(q.dtype)
+def attend(where: str, q: Tensor, params: CachedParams, at: Slots, bias: Tensor | None, score: Score, width: int) -> Tensor:
+    """Attention of q [B, T, H, D] over a layer's cache. Without a v, values are the first `width` elements of k."""
+    (batch, tokens, heads, _), sinks = q.shape, params.sinks
+    if sinks is not None:
+        check(where, "params.sinks", sinks, (heads,), tuple(dict.fromkeys((q.dtype, wide(q.dtype)))), q)
+    if bias is not None:
+        check(where, "x.3 (bias)", bias, (...,), q.dtype, q)
+        shape = bias.shape
+        if len(shape) != 4 or shape[0] not in (1, batch) or shape[1] not in (1, heads) or shape[2] != tokens:
+            fail(where, "x.3 (bias)", f"[{batch} or 1, {heads} or 1, {tokens}, context]", list(shape))
+    y: Tensor = slot_attention_fwd(q, params.k, params.v, at.first, at.ends, bias, sinks, width, *score[1:])
     return y
 
 
@@ -344,22 +337,6 @@ def write(cache: Tensor, new: Tensor, at: Slots) -> None:
     if at.new is not None:
         new = torch.where(at.new[:, :, None, None], new, held[at.rows, at.at])
     held.index_put_((at.rows, at.at), new)
-
-
-def _mask(where: str, at: Slots, q: Tensor, bias: Tensor | None, alibi: bool) -> Tensor:
-    mask = at.mask
-    if alibi:
-        slopes = alibi_slopes(q.shape[2], q.device, mask.dtype)[:, None, None]
-        mask = mask - slopes * at.away.abs().unsqueeze(1)
-    if bias is None:
-        return mask
-    check(where, "x.3 (bias)", bias, (...,), q.dtype, q)
-    batch, heads, tokens = q.shape[0], q.shape[2], q.shape[1]
-    shape = bias.shape
-    if len(shape) != 4 or shape[0] not in (1, batch) or shape[1] not in (1, heads) or shape[2] != tokens:
-        fail(where, "x.3 (bias)", f"[{batch} or 1, {heads} or 1, {tokens}, context]", list(shape))
-    held = at.held.clamp(0, shape[3] - 1)[:, None, None, :].expand(batch, shape[1], tokens, -1)
-    return mask + bias.expand(batch, -1, -1, -1).gather(3, held)
 
 
 def no_backward(kept: Any, *_: Any, **__: Any) -> Any:

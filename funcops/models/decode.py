@@ -104,7 +104,7 @@ def _step(
     if counts is not None:  # padding needs a position too, one that exists
         positions = torch.minimum(positions, (cache.lengths + counts - 1).clamp_min(0).unsqueeze(1))
     x = decoder_x(cfg, ids, dtype, positions=positions, length=length)
-    given = WithExtras(x.main, {**x.extras, CACHE: slots(cache, tokens, counts, dtype, cfg.windows)})
+    given = WithExtras(x.main, {**x.extras, CACHE: slots(cache, tokens, counts, cfg.windows)})
     y, _ = chain.fwd(placed, given, with_cache(model or _chain_of(cfg), keeps_latents(cache)), needs=Needs.NONE)
     cache.lengths.add_(tokens if counts is None else counts)
     return y.main if type(y) is WithExtras else y, cache

@@ -21,7 +21,7 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import Op, forward, init_of, make_op
 from funcops.contract.walk import Inside, Part, steps
 from funcops.errors import FLOATS, check, describe, fail
-from funcops.models.cache import CACHE, Slots, attend, no_backward, require_causal, write
+from funcops.models.cache import CACHE, CachedParams, Slots, attend, no_backward, require_causal, write
 from funcops.ops._tuples import require_tuple
 from funcops.ops.identity import IdentityConfig, identity
 from funcops.ops.latent_split import LatentSplitConfig, latent_split
@@ -82,8 +82,7 @@ def latent_attention_fwd(
     of_keys, of_values = weight.reshape(split.heads, split.own + split.value, cfg.rank).split((split.own, split.value), 1)
     turned, own = q.split((split.shared, split.own), -1)
     asked = torch.cat((torch.einsum("bthd,hdl->bthl", own, of_keys), turned), -1)
-    k = held.transpose(1, 2)
-    y = attend(where, asked, k, k[..., : cfg.rank], at.mask, of.score(q.shape[3]).scale, of, params.sinks)
+    y = attend(where, asked, CachedParams(held, None, params.sinks), at, None, of.score(q.shape[3]), cfg.rank)
     return torch.einsum("bthl,hvl->bthv", y, of_values), None
 
 

@@ -36,13 +36,14 @@ def kernel(x_ptr, BLOCK: tl.constexpr):
 
 @pytest.fixture
 def hashed(tmp_path, monkeypatch):
-    """The hash of KERNEL with its helpers, after a replacement in their sources; a new pair of modules each time."""
+    """The hash of KERNEL with its helpers, after a replacement in their sources, and with the globals `after`; a
+    new pair of modules each time."""
     from funcops.backend.fingerprint import fingerprint
     from funcops.backend.launch import Launched
 
     monkeypatch.syspath_prepend(tmp_path)
 
-    def hashed(old="", new="", key=("float32", 64, 4, 3), target="sm_90"):
+    def hashed(old="", new="", key=("float32", 64, 4, 3), target="sm_90", after=()):
         number = next(NUMBERS)
         helpers, name = f"aot_helpers_{number}", f"aot_kernel_{number}"
         for module, text in ((helpers, HELPERS), (name, KERNEL.format(helpers=helpers))):
@@ -50,6 +51,7 @@ def hashed(tmp_path, monkeypatch):
             (tmp_path / f"{module}.py").write_text(text.replace(old, new) if old else text)
         importlib.invalidate_caches()
         kernel = importlib.import_module(name).kernel
+        vars(sys.modules[name]).update(after)
         for module in (helpers, name):  # the modules' names are not compared
             for value in vars(sys.modules[module]).values():
                 if hasattr(value, "fn"):
@@ -73,6 +75,13 @@ def test_the_hash_is_of_the_source_its_helpers_and_the_launch(hashed):
         {"target": "sm_100"},
     ]
     assert len({first, *(hashed(**change) for change in changes)}) == 1 + len(changes)
+
+
+def test_a_global_that_has_the_name_of_a_parameter_or_an_attribute_is_not_read(hashed):
+    """Triton's interpreter leaves names such as T in a kernel's module, where others are arguments, and `t.T` is a transpose."""
+    named = "x_ptr, BLOCK: tl.constexpr):\n    i ="
+    plain = hashed(named, "x_ptr, T, BLOCK: tl.constexpr):\n    t = x_ptr.T + T\n    i =")
+    assert hashed(named, "x_ptr, T, BLOCK: tl.constexpr):\n    t = x_ptr.T + T\n    i =", after={"T": "left here"}) == plain
 
 
 def test_the_hash_is_not_of_comments_and_layout(hashed):

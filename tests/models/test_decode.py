@@ -85,7 +85,7 @@ def test_attention_in_chunks_is_attention_of_the_whole(name, chunk):
     for start, stop in [(a, min(a + chunk, T - 5)) for a in range(0, T - 5, chunk)] + [(a, a + 1) for a in range(T - 5, T)]:
         part = slice(start, stop)
         x = (Q[:, part], KEYS[:, part], VALUES[:, part], *((BIAS[:, :, part],) if cfg.bias else ()))
-        at = slots(cache, stop - start, None, torch.float64, (cfg.window,))
+        at = slots(cache, stop - start, None, (cfg.window,))
         held = CachedParams(k, v, params.sinks if sinks else None)
         y, kept = chain.fwd({"mix": held}, WithExtras(x, {"cache": at}), cached, needs=Needs.NONE)
         assert kept is None
