@@ -223,8 +223,13 @@ WAYS = {
 
 
 def heads_first(t: Tensor) -> Tensor:
-    """[B, T, H, D] as [B, H, T, D] with a last dim of stride 1, which the flash kernels assume without a check."""
-    return (t if t.stride()[-1] == 1 else t.contiguous()).transpose(1, 2)
+    """[B, T, H, D] as [B, H, T, D], `by_elements`."""
+    return by_elements(t).transpose(1, 2)
+
+
+def by_elements(t: Tensor) -> Tensor:
+    """Return t if its last stride is 1, which the flash kernels assume without a check, else a contiguous copy."""
+    return t if t.stride()[-1] == 1 else t.contiguous()
 
 
 def _for_kernel(t: Tensor, how: Way, heads: int | None = None) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from funcops.backend import kernel
-from funcops.kernels.attention import heads_first
+from funcops.kernels.attention import by_elements, heads_first
 from funcops.kernels.scored_attention import Score, alibi_slopes, nothing_to_see, scored_attention_fwd
 
 Masked = tuple[Tensor, Tensor]
@@ -106,5 +106,6 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], softcap: fl
     if softcap or not q.is_cpu or q.shape[3] != v.shape[3]:
         score = Score(False, 0, softcap, False, scale)
         return scored_attention_fwd(q, k.transpose(1, 2), v.transpose(1, 2), mask, None, *score)  # type: ignore[no-any-return]
-    out, lse = torch._scaled_dot_product_flash_attention_for_cpu(heads_first(q), k, v, 0.0, False, attn_mask=mask, scale=scale)
+    q, k, v = heads_first(q), by_elements(k), by_elements(v)
+    out, lse = torch._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
     return out.transpose(1, 2), lse

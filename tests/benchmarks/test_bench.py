@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import decode as decoding
 from benchmarks import graph, memory, moe_step, residuals, schedule, step
-from benchmarks.measure import BenchError
+from benchmarks.measure import BenchError, NoDevice
+from funcops import RopeConfig, chain, random
+from funcops.models import DecoderConfig, decoder, generate
 from funcops.models.blocks import Sizes
 
 COMMITTED = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "cpu-schedule.json"
@@ -105,3 +108,28 @@ def test_the_graphed_step_is_the_eager_one():
         [float(steps[name]()) for _ in range(4)] for name in ("funcops eager", "funcops graphed", "torch eager")
     )
     assert eager == captured and eager[-1] < eager[0] and eager == pytest.approx(plain, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_providers_of_decoding_give_the_same_tokens(monkeypatch):
+    pytest.importorskip("transformers")
+    small = decoding.SETTINGS["cpu"]._replace(
+        sizes=decoding.sizes_of(64, 64, 96, 2, 1, 1), prompt=5, tokens=4, batches=(2,), rounds=1
+    )
+    monkeypatch.setitem(decoding.SETTINGS, "cpu", small)
+    rows = decoding.run()
+    assert {row.provider for row in rows} == {"funcops", "transformers"} and all(row.value > 0 for row in rows)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(NoDevice, match="--device: expected cpu"):
+        decoding.run(device="cuda")
+
+
+@pytest.mark.slow
+def test_captured_decoding_gives_the_tokens_of_generate():
+    """As on a device; it is called more than once, each time from an empty cache."""
+    small = decoding.SETTINGS["cpu"]._replace(prompt=300, tokens=6)
+    cfg = DecoderConfig(vocab=64, dim=32, layers=2, heads=4, kv_heads=2, head_size=8, hidden=48, context=320, rope=RopeConfig(8))
+    params, ids = chain.init(decoder(cfg), key=random.key(0)), torch.randint(64, (2, 300))
+    want = torch.stack(list(generate(params, cfg, ids, 6)), 1)
+    run = decoding.captured_decoding(params, cfg, ids, small)
+    assert torch.equal(run(), want) and torch.equal(run(), want)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from funcops.backend.launch import launcher
 from funcops.kernels import slot_attention as declared
+from funcops.kernels.attention import by_elements
 from funcops.kernels.scored_attention import nothing_to_see
 from funcops.kernels.triton.activation import tanh
 from funcops.kernels.triton.common import cdiv, contiguous, copies_by_itself, next_power_of_2, rounded, store_rounded
@@ -182,10 +183,6 @@ def _of_bias(bias: Optional[Tensor]) -> tuple[int, ...]:
     return *(bias.stride(i) if bias.shape[i] > 1 else 0 for i in (0, 1)), bias.stride(2), bias.shape[3]
 
 
-def _by_elements(t: Tensor) -> Tensor:
-    return t if t.stride(-1) == 1 else t.contiguous()
-
-
 @declared.slot_attention_fwd.triton
 def slot_attention_fwd(
     q: Tensor, k: Tensor, v: Optional[Tensor], first: Tensor, ends: Tensor, bias: Optional[Tensor], sinks: Optional[Tensor],
@@ -197,9 +194,9 @@ def slot_attention_fwd(
         return declared.slot_attention_fwd.kernel.torch_impl(  # type: ignore[no-any-return]
             q, k, v, first, ends, bias, sinks, width, window, softcap, alibi, scale
         )
-    q, k, first, ends = q.contiguous(), _by_elements(k), first.contiguous(), ends.contiguous()
+    q, k, first, ends = q.contiguous(), by_elements(k), first.contiguous(), ends.contiguous()
     bias, sinks = contiguous(bias), contiguous(sinks)
-    values = k if v is None else _by_elements(v)
+    values = k if v is None else by_elements(v)
     group = heads // kv_heads
     tile = TILES[q.dtype.itemsize, max(64, *blocks)][tokens * group >= MANY]
     stages = tile.stages if copies_by_itself() else 1
