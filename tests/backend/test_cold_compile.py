@@ -24,7 +24,7 @@ from funcops import chain_dgrad, chain_fwd, chain_wgrad, linear_bwd, linear_fwd
 from funcops import random
 from funcops.backend import backend
 from funcops.testing.tolerances import assert_close
-from funcops.trees import tree_map
+from funcops.trees import stands_for_one, tree_map
 torch.manual_seed(0)
 eager = []
 def check(call, *args, backward=False, dtype=torch.float32, name="", within=contextlib.nullcontext):
@@ -72,9 +72,14 @@ check(lambda ids: llama(input_ids=ids, labels=ids).loss, torch.randint(0, 64, (2
 """,
     "laws": """
 def law(case):
+    def gradient_of(t):
+        if stands_for_one(t):  # codes and scales, whose gradient is a tensor
+            return torch.ones(t.shape, dtype=t.dtype)
+        return torch.ones_like(t) if isinstance(t, torch.Tensor) and t.is_floating_point() else None
+
     def step(params, x):
         y, residuals = case.op.fwd(params, x, case.cfg)
-        dy = tree_map(lambda t: torch.ones_like(t) if isinstance(t, torch.Tensor) and t.is_floating_point() else None, y)
+        dy = tree_map(gradient_of, y, is_leaf=stands_for_one)
         return y, case.op.bwd(residuals, dy, case.cfg)
     check(step, *case.make(torch.float32), name=str(case), within=lambda: backend("triton"))
 
