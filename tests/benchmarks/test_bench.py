@@ -126,7 +126,7 @@ def test_providers_of_decoding_give_the_same_tokens(monkeypatch):
 
 @pytest.mark.slow
 def test_captured_decoding_gives_the_tokens_of_generate():
-    """As on a device; it is called more than once, each time from an empty cache."""
+    """It is called more than once, each time from an empty cache."""
     small = decoding.SETTINGS["cpu"]._replace(prompt=300, tokens=6)
     cfg = DecoderConfig(vocab=64, dim=32, layers=2, heads=4, kv_heads=2, head_size=8, hidden=48, context=320, rope=RopeConfig(8))
     params, ids = chain.init(decoder(cfg), key=random.key(0)), torch.randint(64, (2, 300))
