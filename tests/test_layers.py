@@ -4,6 +4,8 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = (
     "errors",
@@ -80,6 +82,7 @@ def test_the_map_for_contributors_has_every_layer_in_order():
     assert rooms() == set(LAYERS)
 
 
+@pytest.mark.slow
 def test_layers_of_the_package():
     assert rooms() <= set(LAYERS)
     assert list(wrong(ROOT / "funcops")) == []

@@ -335,7 +335,7 @@ def as_torch(got, want):
         torch.testing.assert_close(*torch.broadcast_tensors(a.double(), b.double()), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.turns("name", "face", every=2)
+@pytest.mark.turns("name", "face", every=3)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "face"), drawn(list(ENTRIES), FACES))
 def test_every_entry(name, face):

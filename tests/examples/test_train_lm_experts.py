@@ -49,6 +49,7 @@ def plain_model(args, params):
     return model
 
 
+@pytest.mark.turns("given")
 @pytest.mark.parametrize("given", [(), ("--shared", 1, "--top-k", 1, "--delay-wgrad", "--policy", "minimal")], ids=str)
 def test_a_run_equals_plain_pytorch_with_biases_moved_by_hand(given, corpus):
     args, run = started(corpus, *given)

@@ -182,6 +182,7 @@ def test_a_recipe_of_the_blocks_alone_keeps_no_logits():
     assert [one.op.name for one in made.runs][-2:] == ["linear_cross_entropy", "identity"]
 
 
+@pytest.mark.turns("sequence_parallel", "name", every=3)
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("name", KINDS)
 def test_over_ranks(name, sequence_parallel):
