@@ -1,7 +1,9 @@
 """The committed table of bytes moved has every memory-bound kernel in its present source, within its limits; no GPU is needed."""
 
+import importlib
 import itertools
 import math
+import pkgutil
 import random
 import time
 from pathlib import Path
@@ -20,6 +22,7 @@ from benchmarks.traffic.calls import fingerprint_of, intercepted  # noqa: E402
 from benchmarks.traffic.count import count, total  # noqa: E402
 from benchmarks.traffic.limits import REASONS, missed  # noqa: E402
 from benchmarks.traffic.ours import cases, plan  # noqa: E402
+from funcops.kernels import triton as triton_kernels  # noqa: E402
 
 TABLE = Path(__file__).parents[2] / "docs" / "benchmarks" / "traffic.csv"
 CHEAP = 60_000  # bytes that a program asks for
@@ -100,6 +103,8 @@ def test_a_row_beyond_a_limit_is_seen(rows, fault):
 @pytest.mark.slow
 def test_unrequested_rows_stay_where_they_are(rows, monkeypatch):
     counted = []
+    for module in pkgutil.iter_modules(triton_kernels.__path__):  # a kernel that is imported below would be one that is compiled
+        importlib.import_module(f"{triton_kernels.__name__}.{module.name}")
     monkeypatch.setattr(traffic.knobs.runtime, "interpret", False)
     monkeypatch.setattr(traffic, "cases", lambda dtype, device, wanted: (c for c in cases(dtype, "meta") if wanted(c.name, "")))
     monkeypatch.setattr(
