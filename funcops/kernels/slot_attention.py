@@ -21,8 +21,6 @@ from funcops.backend import kernel
 from funcops.kernels.attention import by_elements, heads_first
 from funcops.kernels.scored_attention import Score, alibi_slopes, nothing_to_see, scored_attention_fwd
 
-Masked = tuple[Tensor, Tensor]
-
 
 @kernel(opaque=True)
 def slot_attention_fwd(
@@ -101,7 +99,7 @@ def _mask(
     return mask
 
 
-def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], softcap: float, scale: float) -> Masked:
+def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], softcap: float, scale: float) -> tuple[Tensor, Tensor]:
     """Compute y and logsumexp [B, H, T] from k and v with heads first. On the CPU aten's flash kernel does it, if it can."""
     if softcap or not q.is_cpu or q.shape[3] != v.shape[3]:
         score = Score(False, 0, softcap, False, scale)

@@ -36,7 +36,6 @@ from funcops.errors import (
     require_flag,
     require_type,
 )
-from funcops.kernels.scored_attention import Score
 from funcops.kernels.slot_attention import slot_attention_fwd
 from funcops.models.decoder import DecoderConfig, layer_paths
 from funcops.ops.attention import AttentionConfig, check_parts, check_qkv
@@ -314,20 +313,23 @@ def cached_attention_fwd(
         check(where, f"{name}, as the cache,", new, (held.shape[0], at.at.shape[1], held.shape[1], held.shape[3]), held.dtype, held)
     write(keys, k, at)
     write(values, v, at)
-    return attend(where, q, params, at, bias, of.score(q.shape[3]), values.shape[3]), None
+    return attend(where, q, params, at, bias, of, of.score(q.shape[3]).scale, values.shape[3]), None
 
 
-def attend(where: str, q: Tensor, params: CachedParams, at: Slots, bias: Tensor | None, score: Score, width: int) -> Tensor:
+def attend(
+    where: str, q: Tensor, params: CachedParams, at: Slots, bias: Tensor | None, of: AttentionConfig, scale: float, width: int
+) -> Tensor:
     """Attention of q [B, T, H, D] over a layer's cache. Without a v, values are the first `width` elements of k."""
-    (batch, tokens, heads, _), sinks = q.shape, params.sinks
-    if sinks is not None:
+    (batch, tokens, heads, _), sinks = q.shape, params.sinks if of.sinks else None
+    if of.sinks:
         check(where, "params.sinks", sinks, (heads,), tuple(dict.fromkeys((q.dtype, wide(q.dtype)))), q)
     if bias is not None:
         check(where, "x.3 (bias)", bias, (...,), q.dtype, q)
         shape = bias.shape
         if len(shape) != 4 or shape[0] not in (1, batch) or shape[1] not in (1, heads) or shape[2] != tokens:
             fail(where, "x.3 (bias)", f"[{batch} or 1, {heads} or 1, {tokens}, context]", list(shape))
-    y: Tensor = slot_attention_fwd(q, params.k, params.v, at.first, at.ends, bias, sinks, width, *score[1:])
+    options = of.window or 0, of.softcap or 0.0, of.alibi, scale
+    y: Tensor = slot_attention_fwd(q, params.k, params.v, at.first, at.ends, bias, sinks, width, *options)
     return y
 
 

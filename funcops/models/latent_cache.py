@@ -82,7 +82,7 @@ def latent_attention_fwd(
     of_keys, of_values = weight.reshape(split.heads, split.own + split.value, cfg.rank).split((split.own, split.value), 1)
     turned, own = q.split((split.shared, split.own), -1)
     asked = torch.cat((torch.einsum("bthd,hdl->bthl", own, of_keys), turned), -1)
-    y = attend(where, asked, CachedParams(held, None, params.sinks), at, None, of.score(q.shape[3]), cfg.rank)
+    y = attend(where, asked, CachedParams(held, None, params.sinks), at, None, of, of.score(q.shape[3]).scale, cfg.rank)
     return torch.einsum("bthl,hvl->bthv", y, of_values), None
 
 

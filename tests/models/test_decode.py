@@ -390,3 +390,11 @@ def recorded(logits, seed, cfg):
 
     with Seen():
         return sample(logits, random.key(seed), cfg)
+
+
+def test_sinks_that_are_missing_raise():
+    cfg = with_cache(ChainConfig(steps=(Step("mix", sink_attention, SinkAttentionConfig(H, causal=True)),)))
+    k, v = torch.zeros(B, K, T, D, dtype=torch.float64), torch.zeros(B, K, T, V, dtype=torch.float64)
+    at = slots(Cache({"a": KVCache(k, v)}, torch.zeros(B, dtype=torch.int64), context=T, chunk=T), T, None, (None,))
+    with pytest.raises(TypeError, match=r"params.sinks must be a tensor \[\d\], got None"):
+        chain.fwd({"mix": CachedParams(k, v, None)}, WithExtras((Q, KEYS, VALUES), {"cache": at}), cfg, needs=Needs.NONE)

@@ -7,7 +7,7 @@ has the same bits beside any others; more than `FEW` (a prompt) take all slots o
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional
+from typing import Optional
 
 import torch
 import triton
@@ -21,17 +21,10 @@ from funcops.kernels.scored_attention import nothing_to_see
 from funcops.kernels.triton.activation import tanh
 from funcops.kernels.triton.common import cdiv, contiguous, copies_by_itself, next_power_of_2, rounded, store_rounded
 from funcops.kernels.triton.matmul import precision
-from funcops.kernels.triton.scored_attention import _dot, _slope
+from funcops.kernels.triton.scored_attention import Tile, _dot, _slope
 
 FEW, MANY, MERGED = 16, 64, 16  # tokens; rows of a group; splits that are merged at once
 LONGEST = 512  # the largest block of a head
-
-
-class Tile(NamedTuple):
-    rows: int
-    keys: int
-    warps: int
-    stages: int
 
 
 # by bytes of an element and block of a head, for fewer rows than MANY and for more: no build for sm_90 spills a
@@ -60,18 +53,18 @@ def _slots(
     q_ptr, k_ptr, v_ptr, first_ptr, ends_ptr, bias_ptr, sinks_ptr, out_ptr, lse_ptr, T, H, R, group, D, V, main, blocks, splits,
     k_batch, k_head, k_slot, v_batch, v_head, v_slot, bias_batch, bias_head, bias_row, positions, window, whole,
     scale: tl.float32, softcap: tl.float32, WINDOW: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr, LATENTS: tl.constexpr,
-    MERGED: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
+    WHOLE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_V: tl.constexpr,
 ):
-    """Compute attention of some rows of a group over a split of the slots. With MERGED (one split) store y; else store it as
-    float32 with logsumexp. A head has `main` elements in a block of BLOCK_D, and the others in one of BLOCK_E."""
+    """Compute attention of some rows of a group over a split of the slots. With WHOLE, all slots are one split, and y is stored;
+    else float32 and logsumexp. A head has `main` elements in a block of BLOCK_D, and the others in one of BLOCK_E."""
     program, K = tl.program_id(0), H // group
     block, split, kv = program % blocks, program // blocks % splits, program // (blocks * splits) % K
     batch = program // (blocks * splits * K)
     first, end = tl.load(first_ptr + batch).to(tl.int32), tl.load(ends_ptr + batch).to(tl.int32)
     filled = tl.minimum(end, R)
     begin, stop = split * 0, filled
-    if not MERGED:
+    if not WHOLE:
         begin, stop = split * SPLIT, tl.minimum(split * SPLIT + SPLIT, filled)
         if begin >= stop:
             return
@@ -117,12 +110,12 @@ def _slots(
         out = _dot(rounded(p, v.dtype), v, out * before[:, None], PRECISION)
         top = higher
     base = tl.where(top == float("-inf"), 0.0, top)
-    if MERGED and sinks_ptr is not None:
+    if WHOLE and sinks_ptr is not None:
         total += tl.exp(tl.load(sinks_ptr + head, mask=real, other=0.0).to(tl.float32) - base)
     some = tl.where(total == 0.0, 1.0, total)
     out /= some[:, None]
     c = tl.arange(0, BLOCK_V)
-    if not MERGED:
+    if not WHOLE:
         at += split.to(tl.int64) * (tl.num_programs(0) // (blocks * splits * K)) * T * H
         tl.store(lse_ptr + at, tl.where(total == 0.0, float("-inf"), base + tl.log(some)), mask=real)
     store_rounded(out_ptr + at[:, None] * V + c[None, :], out, real[:, None] & (c < V)[None, :])
