@@ -41,7 +41,7 @@ from funcops.errors import describe, fail, join_path, require, require_type
 from funcops.program import programs
 from funcops.program.lower import Call, Extras, Lowered, Parts, Place, Value
 from funcops.residuals.nested import nested
-from funcops.trees import paths, put
+from funcops.trees import paths, put, stands_for_one
 
 __all__ = ["ChainConfig", "ChainPending", "ChainResiduals"]
 __all__ += ["chain", "chain_bwd", "chain_dgrad", "chain_fwd", "chain_init", "chain_wgrad"]
@@ -80,7 +80,7 @@ class ChainConfig(Composite):
         require(len(set(names)) == len(names), "ChainConfig", "steps", "uniquely named", names)
         _check_routing(self.steps, self.extras, self.outputs)
         keys = tuple(sorted({k for step in self.steps for k in step.keys if k in self.extras}))
-        known = paths(abstract_parts(self.steps))
+        known = paths(abstract_parts(self.steps), is_leaf=stands_for_one)
         losses = [step.name for step in self.steps if ends_joint(step.op)]
         right = isinstance(self.joined, tuple) and all(name in losses for name in self.joined)
         require(

@@ -19,7 +19,7 @@ from funcops.backend.source import exact
 from funcops.contract.renamed import warn
 from funcops.contract.trace_safe_cache import number_while_tracing, reading
 from funcops.errors import describe, fail, require_type
-from funcops.trees import constant_paths, paths
+from funcops.trees import constant_paths, paths, stands_for_one
 
 T = TypeVar("T")
 NoneType = type(None)
@@ -276,7 +276,8 @@ class Composite(OpConfig):
 def shapes(params: Any) -> dict[str, tuple[int, ...] | None]:
     """Shapes by path; None for a param that is absent, or never has a gradient."""
     constant = constant_paths(params)
-    return {path: None if t is None or path in constant else tuple(t.shape) for path, t in paths(params).items()}
+    leaves = paths(params, is_leaf=stands_for_one)
+    return {path: None if t is None or path in constant else tuple(t.shape) for path, t in leaves.items()}
 
 
 def with_hooks(config: type) -> type:

@@ -13,6 +13,7 @@ from torch import Tensor
 from funcops.contract.marks import counts_writes, mark_of, version
 from funcops.errors import FLOATS, check, describe, fail, require, require_type
 from funcops.formats.format import Format
+from funcops.formats.nf4 import NF4Tensor
 from funcops.kernels import quantize as kernels
 from funcops.trees import Aside, leaf, register, replace, show, stands_for_one, stands_in, static, tree, tree_map
 
@@ -148,6 +149,7 @@ class QWeight:
 
 register(QWeight, aside="source")
 counts_writes(QWeight)
+IN_CODES = (QTensor, QWeight, NF4Tensor)  # nodes that count as one leaf, whose gradient is dense
 
 
 def stacked(made: list[QTensor]) -> QTensor:
@@ -320,7 +322,7 @@ def zero_gradient(node: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def dense(tree: Any) -> Any:
-    """The tree with every `QTensor` and `QWeight` replaced by the tensor that it stands for.
+    """The tree with every `QTensor`, `NF4Tensor` and `QWeight` replaced by the tensor that it stands for.
 
     >>> import torch
     >>> from funcops.low_precision import Format, dense, quantize_tensor
@@ -329,9 +331,10 @@ def dense(tree: Any) -> Any:
     """
 
     def one(node: Any) -> Any:
-        return node.dequantize() if type(node) is QTensor else node.row.dequantize() if type(node) is QWeight else node
+        own = node.row if type(node) is QWeight else node
+        return own.dequantize() if type(own) in IN_CODES else node
 
-    return tree_map(one, tree, is_leaf=lambda node: type(node) in (QTensor, QWeight))
+    return tree_map(one, tree, is_leaf=lambda node: type(node) in IN_CODES)
 
 
 def _check_x(where: str, x: Any) -> None:

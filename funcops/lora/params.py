@@ -51,7 +51,7 @@ def lora_init(params: Any, cfg: Any, *, key: Tensor, dtype: torch.dtype | None =
         keys: Any = random.fold_in(key, random.path_id(linear.module))
         made = _init(linear, keys, like.device, dtype or like.dtype)
         params = _put(params, linear.path, {BOTH: {BASE: node, LORA: made}, SUM: None})
-    given, wanted = paths(unscaled(params), is_leaf=stands_for_one), paths(cfg.abstract())
+    given, wanted = (paths(tree, is_leaf=stands_for_one) for tree in (unscaled(params), cfg.abstract()))
     if given.keys() != wanted.keys():
         fail(where, "params", "the base config's (None for a step without params)", differing(given, wanted))
     return params
@@ -214,7 +214,7 @@ def _like(weight: Any, params: Any) -> Tensor:
     found = next((t for t in tensors(params) if t.dtype in FLOATS), None)
     if found is None:
         fail("lora_init", "params", "a tree with float tensors", describe(params))
-    kind = getattr(getattr(weight, "row", None), "dtype", found.dtype)
+    kind = getattr(weight, "dtype", found.dtype)
     return found if kind is found.dtype else found.new_empty((), dtype=kind)
 
 

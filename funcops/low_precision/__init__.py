@@ -18,19 +18,21 @@ path that the caller keeps; its amaxes come back with the gradients:
 
 from typing import TYPE_CHECKING, Any
 
-from funcops.formats import Format, QTensor, QWeight, dense, quantize_tensor
+from funcops.formats import NF4, Format, NF4Tensor, QTensor, QWeight, dense, quantize_tensor
 from funcops.formats.recipes import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed, Recipe
 from funcops.formats.scaled import Scaled
 from funcops.low_precision.delayed import ScaleState, recipe_init, recipe_update, split_amaxes
 from funcops.low_precision.params import gradients_like, quantize_params, with_keys
 from funcops.low_precision.report import LinearErrors, Operand, QuantizationReport, quantization_report
 from funcops.low_precision.rewrite import with_recipe
+from funcops.low_precision.weight_only import quantize_weight, quantize_weights, weight_only, with_weight_only
 from funcops.ops import qlinear as _qlinear
 
-__all__ = ["MXFP8", "NVFP4", "Format", "Fp8Block", "Fp8Current", "Fp8Delayed", "LinearErrors"]
-__all__ += ["Operand", "QTensor", "QWeight", "QuantizationReport", "Recipe", "ScaleState", "Scaled"]
+__all__ = ["MXFP8", "NF4", "NVFP4", "Format", "Fp8Block", "Fp8Current", "Fp8Delayed", "LinearErrors"]
+__all__ += ["NF4Tensor", "Operand", "QTensor", "QWeight", "QuantizationReport", "Recipe", "ScaleState", "Scaled"]
 __all__ += ["dense", "gradients_like", "quantization_report", "quantize_params"]
-__all__ += ["quantize_tensor", "recipe_init", "recipe_update", "split_amaxes", "with_keys", "with_recipe"]
+__all__ += ["quantize_tensor", "quantize_weight", "quantize_weights", "recipe_init", "recipe_update"]
+__all__ += ["split_amaxes", "weight_only", "with_keys", "with_recipe", "with_weight_only"]
 
 
 if not TYPE_CHECKING:  # a checker would take every name for one of the module's

@@ -195,13 +195,14 @@ def _check_length(where: str, cfg: DecoderConfig, prompt: int, longest: int) -> 
 
 def _check_params(where: str, params: Any, model: ChainConfig | None, cfg: DecoderConfig, ids: Tensor) -> None:
     """Check all params before the stream runs; the ops would check them one by one while it runs."""
-    given, wanted = paths(unscaled(params), is_leaf=stands_for_one), paths((model or _chain_of(cfg)).abstract())
+    abstract = (model or _chain_of(cfg)).abstract()
+    given, wanted = (paths(tree, is_leaf=stands_for_one) for tree in (unscaled(params), abstract))
     if given.keys() != wanted.keys():
         said = "decoder(cfg)'s (with adapters: merge them, or give model=)" if model is None else "the model's"
         fail(where, "params", said, differing(given, wanted), TypeError)
     for path, want in wanted.items():
         t = given[path]
-        if stands_for_one(t):  # quantised: its op checks more
+        if stands_for_one(t) or stands_for_one(want):  # quantised: its op checks more
             right = want is not None and tuple(t.shape) == tuple(want.shape) and t.device == ids.device
             expected = "None" if want is None else f"{list(want.shape)} on {ids.device}"
             require(right, where, f"params.{path}", expected, f"{list(t.shape)} on {t.device}")

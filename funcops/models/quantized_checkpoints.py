@@ -3,13 +3,17 @@
     "fp8"     w = codes s        NAME [O, I] e4m3, NAME_scale_inv [ceil(O/128), ceil(I/128)]: s of each block of 128 x 128
     "mxfp4"   w = codes 2^(s - 127)      NAME_blocks [*, O, I/32, 16], two e2m1 a byte, the first in the low half, NAME_scales
                                          [*, O, I/32]: s of 32 numbers; w is [*, O, I], and the tensor its transpose [*, I, O]
+    "bitsandbytes"    w in NF4 (`funcops.kernels.nf4`)      NAME [O I/2, 1], NAME.absmax [O I/64], in 8 bits if NAME.nested_absmax
+                                         [O I/64/256] is there, and NAME.quant_state.bitsandbytes__nf4: bytes of JSON
 
 The names tell which tensors of a file are quantised, and `quantization_config` in config.json tells how. Sources: DeepSeek-V3
-(arXiv:2412.19437, `weight_dequant` of its inference/kernel.py), OCP Microscaling Formats 1.0, GPT-OSS (arXiv:2508.10925).
+(arXiv:2412.19437, `weight_dequant` of its inference/kernel.py), OCP Microscaling Formats 1.0, GPT-OSS (arXiv:2508.10925),
+bitsandbytes (`QuantState.as_dict` of its functional.py).
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -19,10 +23,14 @@ from torch import Tensor
 
 from funcops.errors import CheckpointError, fail, require, require_type
 from funcops.formats import Format, QTensor
+from funcops.kernels import nf4
 
 BLOCK, GROUP = 128, 32
 ROWS, MX = Format("e4m3", (1, BLOCK), "float32"), Format("e2m1", (1, GROUP), "e8m0")
 SCALE, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
+ABSMAX, LEVELS, NESTED, SHARES, STATE = (
+    f".{name}" for name in ("absmax", "quant_map", "nested_absmax", "nested_quant_map", "quant_state.bitsandbytes__nf4")
+)
 # fields beside "quant_method", and their supported values; None: any value, as the field does not concern stored weights
 SERVED: dict[str, dict[str, tuple[Any, ...] | None]] = {
     "fp8": {
@@ -34,12 +42,26 @@ SERVED: dict[str, dict[str, tuple[Any, ...] | None]] = {
         "dequantize": None,
     },
     "mxfp4": {"modules_to_not_convert": None, "dequantize": None},
+    "bitsandbytes": {
+        "load_in_4bit": (True,),
+        "load_in_8bit": (False,),
+        "_load_in_4bit": None,
+        "_load_in_8bit": None,
+        "bnb_4bit_quant_type": ("nf4",),
+        "bnb_4bit_quant_storage": ("uint8",),
+        "bnb_4bit_use_double_quant": None,
+        "bnb_4bit_compute_dtype": None,
+        "llm_int8_enable_fp32_cpu_offload": None,
+        "llm_int8_has_fp16_weight": None,
+        "llm_int8_skip_modules": None,
+        "llm_int8_threshold": None,
+    },
 }
 
 
 def coding(where: str, given: Mapping[str, Any]) -> str:
-    """Return how a checkpoint is quantised: "fp8", "mxfp4" or "". Raises `ValueError` or `TypeError`, which name the field, for an
-    unsupported method, field or value."""
+    """Return how a checkpoint is quantised: a key of `SERVED`, or "". Raises `ValueError` or `TypeError`, which name the field, for
+    an unsupported method, field or value."""
     if given.get("quantization_config") is None:
         return ""
     said = given["quantization_config"]
@@ -73,7 +95,38 @@ def parts(method: str, name: str, shape: list[int], files: Mapping[str, Any]) ->
             fail("open_hf", name + BLOCKS, f"of a width that {GROUP} divides", width, CheckpointError)
         groups = [*lead, rows, width // GROUP]
         return [Part(name + BLOCKS, [*groups, GROUP // 2], ("U8",)), Part(name + SCALES, groups, ("U8",))]
+    if method == "bitsandbytes" and len(shape) == 2 and (name + ABSMAX in files or _code(files, name) == "U8"):
+        return _nf4_parts(name, shape, files)
     return []
+
+
+def _nf4_parts(name: str, shape: list[int], files: Mapping[str, Any]) -> list[Part]:
+    if shape[1] % nf4.BLOCK:
+        fail("open_hf", name, f"of a width that {nf4.BLOCK} divides", shape[1], CheckpointError)
+    blocks, double = math.prod(shape) // nf4.BLOCK, name + NESTED in files
+    found = [Part(name, [math.prod(shape) // 2, 1], ("U8",)), Part(name + ABSMAX, [blocks], ("U8" if double else "F32",))]
+    found.append(Part(name + LEVELS, [len(nf4.LEVELS)], ("F32",)))
+    if double:
+        found += [Part(name + NESTED, [math.ceil(blocks / nf4.NESTED)], ("F32",)), Part(name + SHARES, [256], ("F32",))]
+    if name + STATE not in files:
+        return [*found, Part(name + STATE, [], ("U8",))]
+    wanted = {"quant_type": "nf4", "blocksize": nf4.BLOCK, "shape": shape} | ({"nested_blocksize": nf4.NESTED} if double else {})
+    said = _state(name, files)
+    for field, value in wanted.items():
+        if said.get(field) != value:
+            fail("open_hf", f"{field} in {name + STATE}", repr(value), repr(said.get(field)), CheckpointError)
+    if name + LEVELS in files and not torch.equal(files[name + LEVELS].get_tensor(name + LEVELS), torch.tensor(nf4.LEVELS)):
+        fail("open_hf", name + LEVELS, "the levels of NF4", "others", CheckpointError)
+    return [*found, Part(name + STATE, list(files[name + STATE].get_slice(name + STATE).get_shape()), ("U8",))]
+
+
+def _state(name: str, files: Mapping[str, Any]) -> dict[str, Any]:
+    """What bitsandbytes says of a tensor."""
+    try:
+        found = json.loads(bytes(files[name + STATE].get_tensor(name + STATE).tolist()))
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"open_hf: {name + STATE} must be the bytes of a JSON object, got {error}") from error
+    return found if isinstance(found, dict) else {}
 
 
 def _code(files: Mapping[str, Any], name: str) -> str:
@@ -85,12 +138,13 @@ class Coded:
     bfloat16, which represents all of them)."""
 
     def __init__(self, method: str, found: list[Part], files: Mapping[str, Any]) -> None:
-        self._method = method
-        self._codes, self._scales = (files[part.name].get_slice(part.name) for part in found)
+        self._decode = {"fp8": self._fp8, "mxfp4": self._mxfp4, "bitsandbytes": self._nf4}[method]
+        self._codes, self._scales, *self._rest = (files[part.name].get_slice(part.name) for part in found)
+        self._said = _state(found[0].name, files) if method == "bitsandbytes" else {}
 
     def __getitem__(self, index: Any) -> Tensor:
         first, *rest = index if isinstance(index, tuple) else (index,)
-        made = (self._fp8 if self._method == "fp8" else self._mxfp4)(first)
+        made = self._decode(first)
         return made[(slice(None), *rest)] if rest else made
 
     def _fp8(self, rows: slice) -> Tensor:
@@ -103,6 +157,18 @@ class Coded:
         codes, scales = self._codes[lead], self._scales[lead]
         shape = (*scales.shape[:-1], GROUP * scales.shape[-1])
         return _numbers(codes.flatten(-2), scales.flatten(0, -2), MX, shape, torch.bfloat16).mT
+
+    def _nf4(self, rows: slice) -> Tensor:
+        height, width = self._said["shape"]
+        first, last, _ = rows.indices(height)
+        count, per = max(last - first, 0), width // nf4.BLOCK
+        codes = self._codes[first * width // 2 : last * width // 2].reshape(count, width // 2)
+        absmax = self._scales[first * per : last * per]
+        if len(self._rest) > 2:  # in 8 bits
+            largest, shares = self._rest[1][:], self._rest[2][:]
+            block = torch.arange(first * per, first * per + len(absmax)) // nf4.NESTED
+            absmax = shares[absmax.to(torch.int32)] * largest[block] + self._said["nested_offset"]
+        return nf4.nf4_dequantize(codes, absmax.reshape(count, per), width, torch.float32)  # type: ignore[no-any-return]
 
 
 def _numbers(codes: Tensor, scales: Tensor, format: Format, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -1,5 +1,7 @@
 """Checkpoints in codes: equal to Hugging Face's dequantised weights and to the published formulas; mismatches raise by name."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -8,12 +10,30 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from funcops import CheckpointError, trees
-from funcops.models import from_hf, open_hf
+from funcops.kernels import nf4
+from funcops.low_precision import NF4, quantize_weights, with_weight_only
+from funcops.models import decoder, from_hf, open_hf
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+BNB = {
+    "quant_method": "bitsandbytes",
+    "load_in_4bit": True,
+    "load_in_8bit": False,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+    "bnb_4bit_quant_storage": "uint8",
+    "bnb_4bit_compute_dtype": "bfloat16",
+    "llm_int8_skip_modules": None,
+    "llm_int8_threshold": 6.0,
+}
 WIDE = dict(hidden_size=256, intermediate_size=384)
-SIZES = {"gpt_oss": dict(hidden_size=64, intermediate_size=32), "qwen3": WIDE, "deepseek_v3": WIDE | dict(kv_lora_rank=150)}
+SIZES = {
+    "gpt_oss": dict(hidden_size=64, intermediate_size=32),
+    "qwen3": WIDE,
+    "deepseek_v3": WIDE | dict(kv_lora_rank=150),
+    "llama": WIDE,
+}
 
 
 def published(codes, scale):
@@ -53,6 +73,33 @@ def in_mxfp4(tensors):
     return codes, numbers
 
 
+def in_nf4(tensors):
+    """Projections in 4 bits, every second one with scales in 8 bits, as bitsandbytes' `QuantState.as_dict(packed=True)` names them
+    and its `dequantize_4bit` reads them."""
+    codes, numbers, draw = {}, {}, torch.Generator().manual_seed(0)
+    levels, shares = torch.tensor(nf4.LEVELS), nf4.shares(torch.device("cpu"))
+    for i, (name, t) in enumerate(sorted(tensors.items())):
+        codes[name] = numbers[name] = t.bfloat16()
+        if "proj" in name and t.dim() == 2 and t.shape[1] % 64 == 0:
+            blocks, said = t.numel() // 64, {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(t.shape)}
+            packed = codes[name] = torch.randint(256, (t.numel() // 2, 1), generator=draw, dtype=torch.uint8)
+            scales = codes[f"{name}.absmax"] = torch.rand(blocks, generator=draw)
+            codes[f"{name}.quant_map"] = levels.clone()
+            if i % 2:
+                small = codes[f"{name}.absmax"] = torch.randint(256, (blocks,), generator=draw, dtype=torch.uint8)
+                largest = codes[f"{name}.nested_absmax"] = torch.rand(-(-blocks // 256), generator=draw)
+                codes[f"{name}.nested_quant_map"] = shares.clone()
+                said |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.75}
+                scales = shares[small.long()] * largest.repeat_interleave(256)[:blocks] + 0.75
+            codes[f"{name}.quant_state.bitsandbytes__nf4"] = torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
+            values = torch.stack((levels[(packed >> 4).long()], levels[(packed & 15).long()]), -1).reshape(blocks, 64)
+            numbers[name] = (values * scales[:, None]).reshape(t.shape).bfloat16()
+    return codes, numbers
+
+
+CODED = {"gpt_oss": (in_mxfp4, MXFP4), "llama": (in_nf4, BNB)}
+
+
 def both(name, path, monkeypatch, **sizes):
     """A folder of codes, and a folder of the same numbers decoded."""
     kind, options = FAMILIES[name]
@@ -60,10 +107,11 @@ def both(name, path, monkeypatch, **sizes):
     saved(name, path / "codes")
     saved(name, path / "numbers")
     file = "model.safetensors"
-    made = (in_mxfp4 if name == "gpt_oss" else in_fp8)(load_file(path / "codes" / file))
+    encode, config = CODED.get(name, (in_fp8, FP8 | {"scale_fmt": "ue8m0"}))
+    made = encode(load_file(path / "codes" / file))
     for folder, tensors in zip(("codes", "numbers"), made, strict=True):
         save_file({key: t.contiguous() for key, t in tensors.items()}, path / folder / file, metadata={"format": "pt"})
-    edited(path / "codes", quantization_config=MXFP4 if name == "gpt_oss" else FP8 | {"scale_fmt": "ue8m0"})
+    edited(path / "codes", quantization_config=config)
     return path / "codes", path / "numbers"
 
 
@@ -104,7 +152,11 @@ def test_a_nan_scale_gives_nan(tmp_path, monkeypatch):
 
 
 BAD = {
-    "quantization_config.quant_method must be one of fp8, mxfp4, got 'awq'": ("qwen3", dict(FP8, quant_method="awq"), None),
+    "quantization_config.quant_method must be one of fp8, mxfp4, bitsandbytes, got 'awq'": (
+        "qwen3",
+        dict(FP8, quant_method="awq"),
+        None,
+    ),
     "quantization_config.weight_block_size must be [128, 128], got [64, 64]": (
         "qwen3",
         dict(FP8, weight_block_size=[64, 64]),
@@ -142,14 +194,56 @@ BAD = {
         MXFP4,
         lambda t: t.update({f"{EXPERTS}_scales": t[f"{EXPERTS}_scales"].float()}),
     ),
+    "quantization_config.bnb_4bit_quant_type must be 'nf4', got 'fp4'": ("llama", BNB | {"bnb_4bit_quant_type": "fp4"}, None),
+    "quantization_config.load_in_4bit must be True, got False": ("llama", BNB | {"load_in_4bit": False}, None),
+    "missing: model.layers.0.mlp.down_proj.weight.absmax [1536]": ("llama", BNB, lambda t: t.pop(f"{DOWN}.absmax")),
+    "missing: model.layers.0.mlp.down_proj.weight.quant_state.bitsandbytes__nf4": ("llama", BNB, lambda t: t.pop(DOWN + STATE)),
+    "blocksize in model.layers.0.mlp.down_proj.weight.quant_state.bitsandbytes__nf4 must be 64, got 128": (
+        "llama",
+        BNB,
+        lambda t: t.update({DOWN + STATE: stated(t, blocksize=128)}),
+    ),
+    "shape in model.layers.0.mlp.down_proj.weight.quant_state.bitsandbytes__nf4 must be [256, 384], got [384, 256]": (
+        "llama",
+        BNB,
+        lambda t: t.update({DOWN + STATE: stated(t, shape=[384, 256])}),
+    ),
+    "weight.quant_state.bitsandbytes__nf4 must be the bytes of a JSON object, got": (
+        "llama",
+        BNB,
+        lambda t: t.update({DOWN + STATE: torch.zeros(3, dtype=torch.uint8)}),
+    ),
+    "model.layers.0.mlp.down_proj.weight.quant_map must be the levels of NF4, got others": (
+        "llama",
+        BNB,
+        lambda t: t.update({f"{DOWN}.quant_map": t[f"{DOWN}.quant_map"] + 0.01}),
+    ),
+    "model.layers.0.self_attn.o_proj.weight must be of a width that 64 divides, got 24": (
+        "llama",
+        BNB,
+        lambda t: t.update({"model.layers.0.self_attn.o_proj.weight.absmax": torch.ones(96)}),
+    ),
+    "mis-shaped: model.layers.0.mlp.down_proj.weight [49152, 1], got [49151, 1]": (
+        "llama",
+        BNB,
+        lambda t: t.update({DOWN: t[DOWN][1:].clone()}),
+    ),
 }
+STATE = ".quant_state.bitsandbytes__nf4"
+
+
+def stated(tensors, **changes):
+    said = json.loads(bytes(tensors[DOWN + STATE].tolist())) | changes
+    return torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
+
+
 DOWN, EXPERTS = "model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp.experts.down_proj"
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        return {name: both(name, tmp_path_factory.mktemp(name), patch)[0] for name in ("qwen3", "gpt_oss")}
+        return {name: both(name, tmp_path_factory.mktemp(name), patch)[0] for name in ("qwen3", "gpt_oss", "llama")}
 
 
 @pytest.mark.parametrize("said", BAD)
@@ -170,6 +264,21 @@ def test_a_mismatch_is_named(said, folders):
         save_file(before, path, metadata={"format": "pt"})
         (folder / "config.json").write_text(text)
     assert said in str(error.value)
+
+
+def test_codes_of_bitsandbytes_are_made_again(tmp_path, monkeypatch):
+    """From the numbers in float32, whose scales are the file's: the codes of the file, where each block uses its last level."""
+    codes, _ = both("llama", tmp_path, monkeypatch)
+    path = codes / "model.safetensors"
+    tensors = load_file(path)
+    for name, t in tensors.items():
+        if f"{name}.absmax" in tensors:
+            t.view(-1, 32)[:, 5] = 0x0F  # each block has a largest element
+    save_file(tensors, path, metadata={"format": "pt"})
+    params, cfg = from_hf(codes, dtype=torch.float32)
+    low = with_weight_only(decoder(cfg), NF4(), skip=("head",))
+    made = quantize_weights(params, low)["blocks"][0]["mlp"]["down"].weight
+    assert made.codes.flatten().equal(tensors[DOWN].flatten())
 
 
 def test_a_width_without_whole_groups_is_named(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from torch import Tensor
 from funcops.adapters.flatten import Shape, TensorIndex, flatten
 from funcops.backend.source import compile_source, literal
 from funcops.contract.schema import Saved
-from funcops.formats import QTensor, QWeight
+from funcops.formats import IN_CODES
 from funcops.residuals.nested import Nested
 
 
@@ -113,7 +113,7 @@ def gradient_writer(params_shape: Any, x_shape: Any) -> Callable[[Any, Any], tup
 def _reads(at: str, shape: Any, reads: list[str]) -> None:
     if type(shape) is TensorIndex:
         reads.append(at)
-    elif type(shape) is Shape and shape.cls in (QTensor, QWeight):  # counts as one leaf: its codes and scales get no gradient
+    elif type(shape) is Shape and shape.cls in IN_CODES:  # counts as one leaf: its codes and scales get no gradient
         parts: list[str] = []
         for child in shape.leaves.values():
             _reads("None", child, parts)
