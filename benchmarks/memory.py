@@ -20,6 +20,8 @@ from benchmarks.residuals import sixteenth
 from funcops import RepeatConfig, WithExtras, chain, donate, random, repeat
 from funcops.contract.needs import Needs
 from funcops.errors import short
+from funcops.lora import lora_init, lora_needs, with_lora
+from funcops.low_precision import NF4, quantize_weights, with_weight_only
 from funcops.models import decoder
 from funcops.models.blocks import block_config
 
@@ -56,7 +58,7 @@ def peak_of(fn: Callable[[], Any]) -> int:
 
 
 def run() -> list[Row]:
-    return [*(row for case in CASES for row in _measure(*case)), *_decoder()]
+    return [*(row for case in CASES for row in _measure(*case)), *_decoder(), *_adapters()]
 
 
 def _decoder() -> list[Row]:
@@ -73,6 +75,26 @@ def _decoder() -> list[Row]:
     return [
         Row("memory", case, name, "peak live", peak_of(functools.partial(step, one)) / 2**20, "MiB") for name, one in cases.items()
     ]
+
+
+def _adapters() -> list[Row]:
+    """The peak of a step of adapters of rank 8 beside frozen layers in bfloat16, and in NF4, which are decoded one at a time."""
+    cfg = RepeatConfig(chain, block_config(DIM, HEADS, HIDDEN), LAYERS)
+    params = repeat.init(cfg, key=random.key(0), dtype=torch.bfloat16)
+    x = WithExtras(torch.randn(16, LENGTH, DIM).bfloat16(), {"positions": torch.arange(LENGTH)})
+    rows = []
+    for name, format in (("funcops", None), ("funcops, NF4", NF4(double=True))):
+        frozen = cfg if format is None else with_weight_only(cfg, format)
+        lora = with_lora(frozen, 8, ("*",), alpha=16.0)
+        given = lora_init(params if format is None else quantize_weights(params, frozen), lora, key=random.key(1))
+
+        def step(given: Any = given, lora: Any = lora) -> Any:
+            y, residuals = repeat.fwd(given, x, lora, needs=lora_needs(lora))
+            return repeat.bwd(donate(residuals), torch.ones_like(y), lora)
+
+        case = f"adapters of {LAYERS} llama blocks, {16 * LENGTH} tokens, bfloat16"
+        rows.append(Row("memory", case, name, "peak live", peak_of(step) / 2**20, "MiB"))
+    return rows
 
 
 def _measure(batch: int, dtype: torch.dtype) -> list[Row]:

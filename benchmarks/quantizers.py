@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.kernel_call import KernelCall, Maker
 from funcops.formats import Format, by_tiles
-from funcops.kernels import coded_glu, quantize, quantize_after
+from funcops.kernels import coded_glu, nf4, quantize, quantize_after
 
 
 def of_quantizers(make: Maker) -> Iterator[KernelCall]:
@@ -39,6 +39,9 @@ def of_quantizers(make: Maker) -> Iterator[KernelCall]:
     tiles = make.codes(rows, -(-width // 16))
     few = make.codes(rows, -(-width // 2)), tiles, whole, *nv, width, make.dtype
     yield KernelCall(quantize.dequantize, f"e2m1 1x16 {rows}x{width}", few, dtype=make.dtype)
+    for high, wide in (make.sizes(14336, 4096), make.sizes(4096, 14336)):
+        frozen = make.codes(high, -(-wide // 2)), make.wide(high, -(-wide // nf4.BLOCK)), wide, make.dtype
+        yield KernelCall(nf4.nf4_dequantize, f"{high}x{wide}", frozen, dtype=make.dtype)
     yield from _codecs(make, x)
 
 

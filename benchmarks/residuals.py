@@ -19,8 +19,10 @@ from funcops import Compress, ExpertsConfig, Policy, RopeConfig, WithExtras, cha
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op
 from funcops.lora import lora_init, lora_needs, with_lora
+from funcops.low_precision import NF4, quantize_weights, with_weight_only
 from funcops.models import DecoderConfig, decoder, decoder_x, pack
 from funcops.models.blocks import block_config, gpt2_block_config
+from funcops.trees import nbytes, tensors
 
 DIM, HEADS, LENGTH = 512, 8, 512
 MIXTURE = dict(dim=256, hidden=96, experts=16, choices=8)
@@ -42,7 +44,7 @@ def run(rivals: bool = True, plot: str | None = None) -> list[Row]:
     llama = _llama()
     gpt2 = gpt2_block_config(DIM, HEADS, 2048, 0.1), {"key": random.key(0)}, PlainGPT2Block(DIM, HEADS, 2048, 0.1)
     plain = [row for name, case in (("llama block", llama), ("gpt-2 block", gpt2)) for row in _measure(name, *case)]
-    found = plain + list(_low(*llama[:2])) + list(_decoder()) + list(_documents())
+    found = plain + list(_low(*llama[:2])) + list(_decoder()) + list(_documents()) + list(_frozen_in_4_bits())
     if rivals:
         found += [*_mixture(**MIXTURE), *_lora()]
     if plot:
@@ -120,6 +122,22 @@ def _lora() -> Iterator[Row]:
         kept["autograd, peft"] = saved_by_autograd(frozen, x.main)
     for provider, value in kept.items():
         yield Row("residuals", case, provider, "kept", value / (LENGTH * DIM), UNIT)
+
+
+def _frozen_in_4_bits() -> Iterator[Row]:
+    """Bytes of the same block's frozen layers in NF4, and what is kept beside adapters."""
+    base, extras, _ = _llama()
+    x = WithExtras(torch.randn(1, LENGTH, DIM, dtype=torch.bfloat16), extras)
+    for format in (NF4(), NF4(double=True)):
+        case, frozen = f"frozen llama block in {format.name}, LoRA", with_weight_only(base, format)
+        params = chain.init(base, key=random.key(0), dtype=torch.bfloat16)
+        count = sum(t.numel() for t in tensors(params))
+        params = quantize_weights(params, frozen)
+        yield Row("residuals", case, "funcops", "frozen params", nbytes(params) / count, "bytes per param")
+        cfg = with_lora(frozen, 8, ("*",), alpha=16.0)
+        params = lora_init(params, cfg, key=random.key(1))
+        residuals = chain.fwd(params, x, cfg, needs=lora_needs(cfg, x=("main",)))[1]
+        yield Row("residuals", case, "funcops", "kept", report(residuals, params, extras).kept_bytes / (LENGTH * DIM), UNIT)
 
 
 def _decoder() -> Iterator[Row]:

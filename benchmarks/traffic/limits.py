@@ -23,6 +23,7 @@ class Reason(NamedTuple):
 
 
 REASONS = (
+    Reason("nf4_dequantize", "", "wide", "8 bytes of codes a thread, which make 16 elements; more would take registers, not time"),
     Reason(
         "slot_attention_fwd",
         "latents",

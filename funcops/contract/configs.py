@@ -148,6 +148,8 @@ class OpConfig:
     """Whether the op draws a mask with the shape of x, of which a rank draws the part for its own part of x."""
     linear_parts: tuple[str, ...] = ()
     """The names of the linear layers inside an op, if it has several; each has its params under that name."""
+    linear_weights: tuple[str, ...] = ()
+    """The paths, in the op's params, of the weights of linear layers."""
     largest: Any = None
     """The function that makes a whole weight's amaxes of the amaxes of its parts on the ranks; None if ranks have whole weights."""
 

@@ -24,9 +24,7 @@ from funcops.contract.schema import open_node
 from funcops.contract.walk import Part, check_globs, matches, rewrite, shared_layers, steps, ties
 from funcops.errors import FLOATS, describe, fail, few, join_path, require_type
 from funcops.formats import NF4, Format, NF4Tensor, QTensor, nf4_tensor, quantize_tensor, stacked
-from funcops.formats.recipes import LOW_FORMS
 from funcops.low_precision.weights import each_layer
-from funcops.ops._low_config import LowConfig
 from funcops.trees import at, has, put
 
 T = TypeVar("T")
@@ -58,7 +56,7 @@ def quantize_weight(weight: Tensor, format: WeightFormat) -> QTensor | NF4Tensor
 def weight_only(op: Op, format: WeightFormat) -> Op:
     """The linear op with its weights in `format`, as `quantize_weights` makes them. Config, x, y and dx, with their shapes, dtypes
     and errors, are the op's own, and `init` draws the op's params; the gradient of a weight, where it is asked for, is dense.
-    Raises `ValueError` for an op that is no linear layer; its forward raises `TypeError` for a weight in another form.
+    Raises `ValueError` for an op without linear layers; its forward raises `TypeError` for a weight in another form.
 
     >>> import torch
     >>> from funcops import LinearConfig, LinearParams, linear
@@ -73,7 +71,7 @@ def weight_only(op: Op, format: WeightFormat) -> Op:
     require_type(where, "op", op, Op)
     require_type(where, "format", format, Format, NF4)
     config: Any = op.config
-    if not (config in LOW_FORMS or issubclass(config, LowConfig) or config.linear_parts):
+    if not config.linear_weights:
         fail(where, "op", "a linear layer or experts (of a model: with_weight_only(cfg, format), after with_lora)", op.name)
     return _weight_only(op, format)
 
@@ -84,14 +82,15 @@ def _weight_only(op: Op, format: WeightFormat) -> Op:
 
     def init(cfg: Any, *, key: Any = None, device: Any = None, dtype: Any = None) -> Any:
         params = op.init(cfg, key=key, device=device, dtype=dtype)
-        for path in _weights(cfg):
+        for path in cfg.linear_weights:
             params = put(params, path, quantize_weight(at(params, path), format))
         return params
 
     def fwd(params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
-        if type(params) is not op.params or type(cfg) is not op.config:  # the op says what is wrong
+        require_config(f"{name}_fwd", cfg, op.config)
+        if type(params) is not op.params:  # the op says what is wrong
             return op.fwd(params, x, cfg, needs=needs)  # type: ignore[no-any-return]
-        codes, plain = {path: at(params, path) for path in _weights(cfg)}, params
+        codes, plain = {path: at(params, path) for path in cfg.linear_weights}, params
         for path, weight in codes.items():
             if not isinstance(weight, CODES) or weight.format != format:
                 wanted = f"in {format.name}: quantize_weights(params, cfg) makes it"
@@ -122,8 +121,8 @@ def _weight_only(op: Op, format: WeightFormat) -> Op:
 
 
 def with_weight_only(cfg: Any, format: WeightFormat, *, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Any:
-    """Return the config with the weights of its linear layers in `format`: those of `linear`, `grouped_linear` and their layers
-    over ranks, and of `experts`. Params keep their paths; `quantize_weights` makes them. `with_lora` may come before or after (for
+    """Return the config with the weights of its linear layers in `format`: of `linear`, `grouped_linear` and their layers over
+    ranks, and of `experts`. Params keep their paths; `quantize_weights` makes them. `with_lora` may come before or after (for
     adapters on experts, before).
 
     `only`, `skip`: globs over the paths of steps, as in `with_recipe`. Steps that have a format keep it. Raises `ValueError` for a
@@ -138,7 +137,7 @@ def with_weight_only(cfg: Any, format: WeightFormat, *, only: Sequence[str] = ()
     where = "with_weight_only"
     require_type(where, "format", format, Format, NF4)
     require_config(where, cfg)
-    known = [part.path for part in steps(cfg) if _weights(part.cfg)]
+    known = [part.path for part in steps(cfg) if part.cfg.linear_weights]
     for name, globs in (("only", only), ("skip", skip)):
         check_globs(where, name, globs)
         for glob in globs:
@@ -147,10 +146,10 @@ def with_weight_only(cfg: Any, format: WeightFormat, *, only: Sequence[str] = ()
     tied = {path for pair in ties(cfg).items() for path in pair}
 
     def low(part: Part) -> tuple[Op, Any] | None:
-        left = part.composite or not _weights(part.cfg) or _format_of(part.op) is not None
+        left = part.composite or not part.cfg.linear_weights or _format_of(part.op) is not None
         if left or (only and not matches(part.path, only)) or matches(part.path, skip):
             return None
-        for weight in _weights(part.cfg):
+        for weight in part.cfg.linear_weights:
             if join_path(part.path, weight) in tied:
                 fail(where, "cfg", f"without a tie of {join_path(part.path, weight)}, or skip=({part.path!r},)", "one with it")
         return weight_only(part.op, format), part.cfg
@@ -160,7 +159,8 @@ def with_weight_only(cfg: Any, format: WeightFormat, *, only: Sequence[str] = ()
 
 def quantize_weights(params: T, cfg: Any) -> T:
     """Return the params with the weights of each step from `with_weight_only` in its format; every other leaf is the same object,
-    and so is a weight that is in its format. Decoded weights have the dtype that the weights had: cast the params before.
+    and so is a weight that is in its format. Decoded weights have the dtype that the weights had: cast the params before. Raises
+    `ValueError` or `TypeError` for a config without such a step, and for params that lack one of its weights.
 
     >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
     >>> from funcops.low_precision import NF4, quantize_weights, with_weight_only
@@ -171,7 +171,7 @@ def quantize_weights(params: T, cfg: Any) -> T:
     """
     where = "quantize_weights"
     require_config(where, cfg)
-    found = {join_path(p.path, w): _format_of(p.op) for p in steps(cfg, layers=True) for w in _weights(p.cfg)}
+    found = {join_path(p.path, w): _format_of(p.op) for p in steps(cfg, layers=True) for w in p.cfg.linear_weights}
     made: Any = params
     if not any(found.values()):
         fail(where, "cfg", "one that with_weight_only made", describe(cfg))
@@ -188,17 +188,10 @@ def quantize_weights(params: T, cfg: Any) -> T:
     return made  # type: ignore[no-any-return]
 
 
-def _weights(cfg: Any) -> tuple[str, ...]:
-    """The paths of the weights in the params of a linear layer or of experts; none for any other op."""
-    if cfg.linear_parts:
-        return tuple(join_path(part, "weight") for part in cfg.linear_parts)
-    return ("weight",) if type(cfg) in LOW_FORMS or isinstance(cfg, LowConfig) else ()
-
-
 def _fields(op: Op, cfg: Any) -> dict[str, str]:
     """The fields of residuals that alias weights, and the paths of these in the params."""
     held = {name: str(field.alias).removeprefix("params.") for name, field in op.fields(cfg).items() if field.of_params}
-    return {name: path for name, path in held.items() if path in _weights(cfg)}
+    return {name: path for name, path in held.items() if path in cfg.linear_weights}
 
 
 def _format_of(op: Op) -> WeightFormat | None:

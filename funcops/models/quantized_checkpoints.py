@@ -45,8 +45,6 @@ SERVED: dict[str, dict[str, tuple[Any, ...] | None]] = {
     "bitsandbytes": {
         "load_in_4bit": (True,),
         "load_in_8bit": (False,),
-        "_load_in_4bit": None,
-        "_load_in_8bit": None,
         "bnb_4bit_quant_type": ("nf4",),
         "bnb_4bit_quant_storage": ("uint8",),
         "bnb_4bit_use_double_quant": None,
@@ -69,7 +67,7 @@ def coding(where: str, given: Mapping[str, Any]) -> str:
     method = said.get("quant_method")
     require(method in SERVED, where, "quantization_config.quant_method", f"one of {', '.join(SERVED)}", repr(method))
     served = {"quant_method": None, **SERVED[method]}
-    unknown = sorted(set(said) - set(served))
+    unknown = sorted(name for name in set(said) - set(served) if not name.startswith("_"))  # transformers repeats some as "_NAME"
     require(not unknown, where, "quantization_config", f"of known fields ({', '.join(served)})", ", ".join(map(repr, unknown)))
     for name, values in served.items():
         if values is not None and name in said and said[name] not in values:
@@ -121,7 +119,7 @@ def _nf4_parts(name: str, shape: list[int], files: Mapping[str, Any]) -> list[Pa
 
 
 def _state(name: str, files: Mapping[str, Any]) -> dict[str, Any]:
-    """What bitsandbytes says of a tensor."""
+    """The facts that bitsandbytes writes beside a tensor."""
     try:
         found = json.loads(bytes(files[name + STATE].get_tensor(name + STATE).tolist()))
     except (ValueError, TypeError) as error:

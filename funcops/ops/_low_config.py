@@ -15,6 +15,7 @@ from funcops.formats.recipes import LOW_FORMS, Recipe
 class LowConfig(OpConfig):
     """The base of the config of a linear layer with a recipe."""
 
+    linear_weights = ("weight",)
     recipe: Recipe
     linear: ClassVar[Any]  # the config of the layer without the recipe
 

@@ -87,6 +87,7 @@ class ExpertsConfig(OpConfig):
         object.__setattr__(self, "gated", (self.kind, self.limit, self.alpha, self.offset))
 
     linear_parts = "up", "down"
+    linear_weights = "up.weight", "down.weight"
     up: ClassVar[GroupedLinearConfig]
     down: ClassVar[GroupedLinearConfig]
     gated: ClassVar[tuple[str, float, float, float]]

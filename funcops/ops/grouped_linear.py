@@ -65,6 +65,7 @@ class GroupedLinearConfig(OpConfig):
     gathered: bool = False
     stacked: bool = True
     weighted: bool = False
+    linear_weights = ("weight",)
 
     def __post_init__(self) -> None:
         for name in ("experts", "in_features", "out_features"):

@@ -53,6 +53,7 @@ class LinearConfig(OpConfig):
     in_features: int = field(kw_only=False)
     out_features: int = field(kw_only=False)
     bias: bool = True
+    linear_weights = ("weight",)
 
     def __post_init__(self) -> None:
         for name in ("in_features", "out_features"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from good_rows import ANY, CHAIN, META_KEY, Row, chain_params, grads
 
-from funcops import low_precision, random
+from funcops import linear, low_precision, random
 
 LOW = low_precision.with_recipe(CHAIN, low_precision.Fp8Delayed(history=2), only=("a",))
 OTHER_LEAVES = {
@@ -27,6 +27,20 @@ LOW_PRECISION = {
         lambda: {"cfg": CHAIN, "recipe": low_precision.Fp8Block(), "only": ("*",), "skip": ()},
         {"only": (("head",),), "skip": (("head",),)},
         {(name, "[]"): "none" for name in ("only", "skip")},
+    ),
+    "low_precision.with_weight_only": Row(
+        lambda: {"cfg": CHAIN, "format": low_precision.NF4(), "only": ("*",), "skip": ()},
+        {"only": (("head",),), "skip": (("head",),)},
+        {(name, "[]"): "none" for name in ("only", "skip")},
+    ),
+    "low_precision.weight_only": Row(lambda: {"op": linear, "format": low_precision.NF4()}),
+    "low_precision.quantize_weight": Row(
+        lambda: {"weight": torch.ones(4, 4), "format": low_precision.NF4()},
+        accepts={("weight", f"float32[{shape}]"): "any matrix" for shape in ("3, 5", "4, 4")},
+    ),
+    "low_precision.quantize_weights": Row(
+        lambda: {"params": chain_params(), "cfg": low_precision.with_weight_only(CHAIN, low_precision.NF4())},
+        accepts={given: why for given, why in OTHER_LEAVES.items() if "bias=float32" not in given[1]},
     ),
     "low_precision.quantize_params": Row(
         lambda: {

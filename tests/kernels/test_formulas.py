@@ -33,6 +33,7 @@ ELSEWHERE = {  # what holds the kernels that have no formula beside them: obviou
         "dropout_add_layer_norm_fwd",
     ),
     "the law Right, by softmax written out": ("scored_attention_fwd", "scored_attention_bwd"),
+    "test_nf4, by bitsandbytes' thresholds": ("nf4_dequantize",),
     "test_slot_attention, by softmax over the whole sequence": ("slot_attention_fwd",),
     "the math as it is, by the law Right": ("group_norm_fwd", "group_norm_bwd", "causal_conv1d_fwd", "causal_conv1d_bwd"),
     "a line each": (

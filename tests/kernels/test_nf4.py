@@ -108,7 +108,7 @@ def test_codes_may_have_any_strides():
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 3), (16, 16), (100, 7), (2, 40, 13)])
 def test_double_quantisation_is_near(shape):
-    """Of each matrix alone; the widest step of the map, from 0.986 to 1, is 0.014: half of it, and the rounding of the mean."""
+    """Each matrix has scales of its own. The widest step of the map, from 0.986 to 1, is 0.014: errors are at most half of it."""
     absmax = torch.rand(shape) + 0.5
     codes, largest, mean = nf4.nested(absmax)
     assert codes.dtype is torch.uint8 and mean.shape == (*shape[:-2], 1)

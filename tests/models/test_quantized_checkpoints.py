@@ -20,6 +20,7 @@ BNB = {
     "quant_method": "bitsandbytes",
     "load_in_4bit": True,
     "load_in_8bit": False,
+    "_load_in_4bit": True,
     "bnb_4bit_quant_type": "nf4",
     "bnb_4bit_use_double_quant": True,
     "bnb_4bit_quant_storage": "uint8",

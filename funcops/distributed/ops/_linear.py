@@ -32,6 +32,7 @@ class OverAxisConfig(OpConfig):
     bias: bool = True
     sequence_parallel: bool = True
     overlap: str = "none"
+    linear_weights = ("weight",)
 
     def __post_init__(self) -> None:
         where, shared = type(self).__name__, self.shared
