@@ -87,15 +87,17 @@ def save(tree: Any, path: str | os.PathLike[str], *, metadata: Mapping[str, str]
     for name, t in found.items():
         _check_writable(name, t)
     entries: dict[str, Tensor] = {}
-    storages: set[int] = set()
+    taken: dict[int, list[tuple[int, int]]] = {}  # by storage
     for name, t in found.items():
         try:
             kept = t.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
         except (RuntimeError, NotImplementedError) as error:  # such as a negative view of a dtype without a negation
             fail("save", f"tree.{name}", "a tensor that torch can copy", error, CheckpointError)
-        if kept.untyped_storage().data_ptr() in storages:
+        start, others = kept.data_ptr(), taken.setdefault(kept.untyped_storage().data_ptr(), [])
+        span = start, start + kept.nbytes
+        if any([first < span[1] and span[0] < last for first, last in others]):  # the format holds no memory twice
             kept = kept.clone()
-        storages.add(kept.untyped_storage().data_ptr())
+        others.append(span)
         entries[name] = kept
     beside = target.with_name(f".{secrets.token_hex(8)}.part")  # without the target's name, which may have the maximum length
     try:

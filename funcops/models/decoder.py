@@ -88,11 +88,12 @@ class DecoderConfig:
     qk_norm            "head": each head of q and k is normed by itself; "all": all heads together; or None
     *_bias             whether q, k and v, attention's last layer and the MLP's two have biases
     rope, local_rope   the rotary embedding, and another one for layers with a window (default: the same)
+    unrotated          the numbers of the layers without rope (NoPE)
     places             learned position embeddings, `context` of them, instead of rope
     windows            for each layer, how many positions a token attends to, or None for all
     scale, softcap, sinks       of attention; the first is head_size^(-1/2) by default
     latent, moe        see `LatentConfig`, which replaces head_size, kv_heads and qk_norm, and `MoEConfig`
-    embed_scale        a factor on the embeddings
+    embed_scale, residual_scale, logit_scale    factors on the embeddings, on what attention and MLP add to their x, on the logits
     logit_softcap      a bound that logits stay below
     tied               whether the head's weight is embed's
     family             Hugging Face's name for the kind of model ("model_type"); nothing here depends on it
@@ -118,6 +119,7 @@ class DecoderConfig:
     mlp_bias: bool = False
     rope: RopeConfig | None = None
     local_rope: RopeConfig | None = None
+    unrotated: tuple[int, ...] = ()
     places: bool = False
     windows: tuple[int | None, ...] = ()
     scale: float | None = None
@@ -126,6 +128,8 @@ class DecoderConfig:
     latent: LatentConfig | None = None
     moe: MoEConfig | None = None
     embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     logit_softcap: float | None = None
     tied: bool = False
     family: str = ""
@@ -140,7 +144,7 @@ class DecoderConfig:
         require(self.norm_before or self.norm_after, where, "norm_before", "True without norm_after", False)
         require(self.qk_norm in (None, "head", "all"), where, "qk_norm", "None, 'head' or 'all'", repr(self.qk_norm))
         require_number(where, 0, eps=self.eps)
-        for name in ("scale", "softcap", "embed_scale", "logit_softcap"):
+        for name in ("scale", "softcap", "embed_scale", "residual_scale", "logit_scale", "logit_softcap"):
             value = getattr(self, name)
             if value is not None:
                 require_number(where, **{name: value})
@@ -149,6 +153,9 @@ class DecoderConfig:
         require(right, where, "windows", "a tuple of windows of at least 1, or None", self.windows)
         count = len(self.windows)
         require(count in (0, self.layers), where, "windows", f"() or one for each of {self.layers} layers", f"{count} of them")
+        of_rope = range(self.layers if self.rope is not None and self.latent is None else 0)
+        right = isinstance(self.unrotated, tuple) and all(type(i) is int and i in of_rope for i in self.unrotated)
+        require(right, where, "unrotated", "a tuple of layers' numbers (() without rope, or with latent)", self.unrotated)
         for name, cls in (("latent", LatentConfig), ("moe", MoEConfig), ("rope", RopeConfig), ("local_rope", RopeConfig)):
             require_type(where, name, getattr(self, name), cls, type(None))
         require(self.local_rope is None or self.rope is not None, where, "local_rope", "None without rope", self.local_rope)
@@ -169,16 +176,16 @@ class DecoderConfig:
 
     def kind(self, layer: int) -> Kind:
         window = self.windows[layer] if self.windows else None
-        return Kind(
-            window, window is not None and self.local_rope is not None, self.moe is not None and layer not in self.moe.dense
-        )
+        local = window is not None and self.local_rope is not None
+        rotation = None if self.rope is None or layer in self.unrotated else "local_rotation" if local else "rotation"
+        return Kind(window, rotation, self.moe is not None and layer not in self.moe.dense)
 
 
 class Kind(NamedTuple):
     """The properties in which layers may differ."""
 
     window: int | None
-    local: bool  # rotates by local_rope
+    rotation: str | None  # the extra by which q and k are rotated: by rope or local_rope
     sparse: bool  # has experts
 
 
@@ -245,13 +252,12 @@ def decoder(cfg: DecoderConfig, *, loss: bool = False, reduction: str = "mean", 
     """
     require_type("decoder", "cfg", cfg, DecoderConfig)
     require_flag("decoder", loss=loss, packed=packed)
-    steps = [Step("embed", embedding, EmbeddingConfig(cfg.vocab, cfg.dim))]
-    if cfg.embed_scale != 1.0:
-        steps.append(Step("scale", scale, ScaleConfig(cfg.embed_scale)))
+    steps = [Step("embed", embedding, EmbeddingConfig(cfg.vocab, cfg.dim)), *_scaled("scale", cfg.embed_scale)]
     if cfg.places:
         steps.append(Step("places", position_embedding, PositionEmbeddingConfig(cfg.context, cfg.dim), takes=("positions",)))
     blocks, outputs = _blocks(cfg, packed)
-    steps += [*blocks, _norm("norm", cfg), Step("head", linear, LinearConfig(cfg.dim, cfg.vocab, bias=False))]
+    head = Step("head", linear, LinearConfig(cfg.dim, cfg.vocab, bias=False))
+    steps += [*blocks, _norm("norm", cfg), *_scaled("logit_scale", cfg.logit_scale), head]
     if cfg.logit_softcap is not None:
         steps.append(Step("cap", softcap, SoftcapConfig(cfg.logit_softcap)))
     if loss:
@@ -271,8 +277,8 @@ def without_loss(params: Any) -> Any:
 
 def _extras(cfg: DecoderConfig) -> tuple[str, ...]:
     places = ("positions",) if cfg.places else ()
-    local = {cfg.kind(i).local for i in range(cfg.layers)} if cfg.rope is not None else set()
-    return (*places, *(name for name, used in (("rotation", False), ("local_rotation", True)) if used in local))
+    used = {cfg.kind(i).rotation for i in range(cfg.layers)}
+    return (*places, *(name for name in ("rotation", "local_rotation") if name in used))
 
 
 def decoder_x(
@@ -374,7 +380,13 @@ def block(cfg: DecoderConfig, kind: Kind, packed: bool = False) -> ChainConfig:
 def _normed(cfg: DecoderConfig, body: ChainConfig) -> ChainConfig:
     before = (_norm("norm", cfg),) if cfg.norm_before else ()
     after = (_norm("post", cfg),) if cfg.norm_after else ()
-    return ChainConfig(steps=(*before, *body.steps, *after), extras=body.extras, outputs=body.outputs)
+    return ChainConfig(
+        steps=(*before, *body.steps, *after, *_scaled("scale", cfg.residual_scale)), extras=body.extras, outputs=body.outputs
+    )
+
+
+def _scaled(name: str, factor: float) -> tuple[Step, ...]:
+    return () if factor == 1.0 else (Step(name, scale, ScaleConfig(factor)),)
 
 
 def _norm(name: str, cfg: DecoderConfig, size: int | None = None) -> Step:
@@ -383,8 +395,8 @@ def _norm(name: str, cfg: DecoderConfig, size: int | None = None) -> Step:
 
 
 def _attention(cfg: DecoderConfig, kind: Kind, packed: bool) -> ChainConfig:
-    turns = cfg.local_rope if kind.local else cfg.rope
-    turned = () if turns is None else ("local_rotation",) if kind.local else ("rotation",)
+    turns = {None: None, "rotation": cfg.rope, "local_rotation": cfg.local_rope}[kind.rotation]
+    turned = () if kind.rotation is None else (kind.rotation,)
     qkv = _qkv(cfg, turns, turned) if cfg.latent is None else _latent_qkv(cfg, cfg.latent, turns, turned)
     width = cfg.head_size if cfg.latent is None else cfg.latent.value_size
     options: dict[str, Any] = dict(causal=True, scale=cfg.scale, window=kind.window, softcap=cfg.softcap, packed=packed)

@@ -87,18 +87,19 @@ def _read_rope(fields: Fields, found: Found) -> None:
     family, where = fields.given["model_type"], fields.where
     context, original = found["context"], fields.take("original_max_position_embeddings", None, int)
     size = found["latent"].rope_size if found.get("latent") else found["head_size"]
-    thetas = {"gemma3_text": 1e6, "mixtral": 1e6, "gpt_oss": 150000.0}
+    thetas = {"gemma3_text": 1e6, "mixtral": 1e6, "gpt_oss": 150000.0, "olmo3": 5e5, "smollm3": 2e6}
     new, scaling = fields.take("rope_parameters", None, dict), fields.take("rope_scaling", None, dict)
     theta, part = fields.take("rope_theta", None, float), fields.take("partial_rotary_factor", None, float)
     local = fields.take("rope_local_base_freq", None, float) if family == "gemma3_text" else None
-    interleaved = fields.take("rope_interleave", True) if family == "deepseek_v3" else False
+    interleaved = fields.take("rope_interleave", True) if family == "deepseek_v3" else family == "glm4"
     before = {"rope_theta": theta or thetas.get(family, 1e4), "partial_rotary_factor": part, **(scaling or {})}
     if before.get("rope_type", before.get("type")) == "yarn" and family == "phi3":
         before["rope_type"] = "longrope"
 
     def rope(given: Found) -> Any:
-        given = {"rope_theta": before["rope_theta"], **given}
-        if family != "phi3" and given.get("rope_type", given.get("type", "default")) == "default":
+        parts = {"partial_rotary_factor": part or 0.5} if family == "glm4" else {}
+        given = {"rope_theta": before["rope_theta"], **parts, **given}
+        if family not in ("phi3", "glm4") and given.get("rope_type", given.get("type", "default")) == "default":
             given.pop("partial_rotary_factor", None)  # Hugging Face's models of these families rotate whole heads regardless
         return read_rope(where, given, size, context, original=original, length=fields.length, interleaved=interleaved)
 
@@ -110,11 +111,14 @@ def _read_rope(fields: Fields, found: Found) -> None:
         if theta is not None or scaling is not None:
             same = rope(before) == found["rope"]
             require(same, where, "rope_scaling", "the same as rope_parameters, or absent", scaling)
-    if family == "gemma3_text":
-        parameters = {"rope_theta": local or 1e4, **((new or {}).get("sliding_attention") or {})}
+    if family in LOCAL_THETAS:
+        parameters = {"rope_theta": local or LOCAL_THETAS[family], **((new or {}).get("sliding_attention") or {})}
         found["local_rope"] = rope(parameters)
     elif nested:
         fail(where, "rope_parameters", "flat", f"nested, by {', '.join(new)}")
+
+
+LOCAL_THETAS = {"gemma3_text": 1e4, "olmo3": 5e5}  # of the layers with a window, which have a rope of their own
 
 
 def _write_rope(cfg: DecoderConfig) -> Found:
@@ -129,7 +133,8 @@ def _write_rope(cfg: DecoderConfig) -> Found:
     if cfg.local_rope is not None:
         local = write_rope(cfg.local_rope, cfg.context)
         made["rope_parameters"] = {"full_attention": found, "sliding_attention": local}
-        made["rope_local_base_freq"] = local["rope_theta"]
+        if cfg.family == "gemma3_text":
+            made["rope_local_base_freq"] = local["rope_theta"]
     return made
 
 
@@ -145,6 +150,7 @@ def _write_one_window(cfg: DecoderConfig) -> Found:
 
 
 SLIDING, FULL = "sliding_attention", "full_attention"
+PERIODS = {"olmo3": 4}  # one layer of so many sees all positions; by default of 2
 
 
 def _read_windows(fields: Fields, found: Found) -> None:
@@ -157,7 +163,7 @@ def _read_windows(fields: Fields, found: Found) -> None:
         used, first = fields.take("use_sliding_window", False), fields.take("max_window_layers", 28, int)
         types = [SLIDING if used and i < first and i % 2 == 0 else FULL for i in range(layers)]
     else:
-        used, period = True, fields.take("sliding_window_pattern", 6) if family == "gemma3_text" else 2
+        used, period = True, fields.take("sliding_window_pattern", 6) if family == "gemma3_text" else PERIODS.get(family, 2)
         types = [SLIDING if (i + 1) % period else FULL for i in range(layers)]
     types = fields.take("layer_types", types, list)
     require(len(types) == layers, fields.where, "layer_types", f"a list of {layers}", len(types))
@@ -192,6 +198,48 @@ def _write_gemma(cfg: DecoderConfig) -> Found:
     scalar = round(scalar) if math.isclose(scalar, round(scalar)) else scalar
     caps = {"attn_logit_softcapping": cfg.softcap, "final_logit_softcapping": cfg.logit_softcap}
     return {"query_pre_attn_scalar": scalar, **caps}
+
+
+def _read_smollm3(fields: Fields, found: Found) -> None:
+    layers, interval = found["layers"], fields.take("no_rope_layer_interval", 4)
+    rotated = fields.take("no_rope_layers", [(i + 1) % interval for i in range(layers)], list)  # 1 where a layer has rope
+    require(len(rotated) >= layers, fields.where, "no_rope_layers", f"a list of {layers}", len(rotated))
+    found["unrotated"] = tuple(i for i in range(layers) if not rotated[i])
+    used, window = fields.take("use_sliding_window", False), fields.take("sliding_window", None, int)
+    sliding = [bool(used and window) and i in found["unrotated"] for i in range(layers)]
+    types = fields.take("layer_types", [SLIDING if one else FULL for one in sliding], list)
+    require(len(types) == layers, fields.where, "layer_types", f"a list of {layers}", len(types))
+    allowed = (SLIDING, FULL) if used and window else (FULL,)
+    for one in types:
+        require(one in allowed, fields.where, "layer_types", f"of {', '.join(map(repr, allowed))}", repr(one))
+    found["windows"] = tuple(window if one == SLIDING else None for one in types) if SLIDING in types else ()
+
+
+def _write_smollm3(cfg: DecoderConfig) -> Found:
+    window = next((one for one in cfg.windows if one), None)
+    return {
+        "no_rope_layers": [int(i not in cfg.unrotated) for i in range(cfg.layers)],
+        "layer_types": [SLIDING if one else FULL for one in cfg.windows or (None,) * cfg.layers],
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+    }
+
+
+def _read_granite(fields: Fields, found: Found) -> None:
+    for name, of in GRANITE.items():
+        found[of] = fields.take(name, 1.0, float)
+    found["logit_scale"] = 1.0 / fields.take("logits_scaling", 1.0, float)
+
+
+GRANITE = {"embedding_multiplier": "embed_scale", "residual_multiplier": "residual_scale", "attention_multiplier": "scale"}
+
+
+def _write_granite(cfg: DecoderConfig) -> Found:
+    return {"logits_scaling": 1.0 / cfg.logit_scale, **{name: getattr(cfg, of) for name, of in GRANITE.items()}}
+
+
+def _read_glm4(fields: Fields, found: Found) -> None:
+    found["qkv_bias"] = fields.take("attention_bias", True)
 
 
 def _read_gpt2(fields: Fields, found: Found) -> None:
@@ -330,6 +378,9 @@ SECTIONS = {
     "one_window": Section(_read_one_window, _write_one_window),
     "windows": Section(_read_windows, _write_windows),
     "gemma": Section(_read_gemma, _write_gemma),
+    "smollm3": Section(_read_smollm3, _write_smollm3),
+    "granite": Section(_read_granite, _write_granite),
+    "glm4": Section(_read_glm4, lambda cfg: {"attention_bias": cfg.qkv_bias}),
     "gpt2": Section(_read_gpt2, lambda cfg: {}),
     "latent": Section(_read_latent, _write_latent),
     "mixtral": Section(_read_mixtral, _write_mixtral),
@@ -342,8 +393,12 @@ SECTIONS = {
 
 
 def family_of(where: str, name: Any) -> Family:
-    require(name in FAMILIES, where, "model_type", f"one of {', '.join(FAMILIES)}", repr(name))
+    hint = f", a model with a vision tower: save its language model alone, a {VISION[name]!r}" if name in VISION else ""
+    require(name in FAMILIES, where, "model_type", f"one of {', '.join(FAMILIES)}", repr(name) + hint)
     return FAMILIES[name]
+
+
+VISION = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2"}
 
 
 def read_config(where: str, given: Mapping[str, Any], length: int | None = None) -> DecoderConfig:

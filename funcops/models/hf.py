@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
+import math
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +32,7 @@ from funcops.errors import (
     describe,
     fail,
     few,
+    require,
     require_count,
     require_device,
     require_dtype,
@@ -184,8 +187,9 @@ class HFWeights:
         return name.removeprefix(self._prefix)
 
 
-def open_hf(folder: str | os.PathLike[str], *, length: int | None = None) -> HFWeights:
+def open_hf(folder: str | os.PathLike[str], *, length: int | None = None, ignore: Sequence[str] = ()) -> HFWeights:
     """Open the checkpoint in a folder, until the end of a `with`. All errors of `from_hf` are raised here; no tensor is read.
+    `folder`, `length` and `ignore` are as in `from_hf`.
 
     >>> import tempfile
     >>> from funcops import RopeConfig, chain, random
@@ -203,10 +207,15 @@ def open_hf(folder: str | os.PathLike[str], *, length: int | None = None) -> HFW
     require_type("open_hf", "folder", folder, str, os.PathLike)
     if length is not None:
         require_count("open_hf", length=length)
-    root = Path(folder)
+    if not isinstance(ignore, (tuple, list)) or not all(isinstance(name, str) for name in ignore):
+        fail("open_hf", "ignore", "a tuple of fields of config.json", describe(ignore), TypeError)
+    root = _found(folder)
     where, said = f"open_hf: {root / 'config.json'}", _json(root / "config.json")
+    for name in ignore:
+        require(name in said, where, "ignore", f"of fields that it has ({', '.join(said)})", repr(name))
     method = coding(where, said)
-    cfg = read_config(where, {name: value for name, value in said.items() if name != "quantization_config"}, length)
+    left_out = {"quantization_config", *ignore}
+    cfg = read_config(where, {name: value for name, value in said.items() if name not in left_out}, length)
     family = family_of("open_hf", cfg.family)
     with contextlib.ExitStack() as stack:
         files = _files(root, stack)
@@ -217,10 +226,26 @@ def open_hf(folder: str | os.PathLike[str], *, length: int | None = None) -> HFW
     return weights
 
 
+HUB_NAME = r"[\w.-]+/[\w.-]+"
+
+
+def _found(folder: str | os.PathLike[str]) -> Path:
+    """The folder, or the snapshot in the hub's cache if that is the name of a model which was downloaded."""
+    root, name = Path(folder), os.fspath(folder)
+    if not root.exists() and re.fullmatch(HUB_NAME, name):
+        try:
+            from huggingface_hub import snapshot_download
+
+            return Path(snapshot_download(name, local_files_only=True))
+        except (ImportError, OSError):  # without the package or the model; the error of the missing file says what to do
+            pass
+    return root
+
+
 def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         name, hint = os.fspath(path.parent), ""
-        if not path.parent.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        if not path.parent.exists() and re.fullmatch(HUB_NAME, name):
             hint = f" (for a model of the hub download it first: huggingface_hub.snapshot_download({name!r}) returns its folder)"
         raise FileNotFoundError(f"open_hf: folder must have the file {path.name}, got {name!r}{hint}")
     try:
@@ -297,11 +322,17 @@ def _check_tied(weights: HFWeights) -> None:
 
 
 def from_hf(
-    folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None, device: Any = None, length: int | None = None
+    folder: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    length: int | None = None,
+    ignore: Sequence[str] = (),
 ) -> tuple[Any, DecoderConfig]:
     """Read params and config of the checkpoint in a folder: `chain.fwd(params, decoder_x(cfg, ids, dtype), decoder(cfg))` gives its
     logits. `dtype`: of the params, default as in the files; the bias of a router stays in float32 at least. `length`: the longest
-    sequence that will occur, for scalings of rope that depend on it (dynamic, longrope).
+    sequence that will occur, for scalings of rope that depend on it (dynamic, longrope). `ignore`: fields of config.json to be read
+    as if they were absent. `folder` may be the hub's name of a model that was downloaded.
 
     All files are checked before a tensor is read. Raises `FileNotFoundError` for a missing file; `ValueError` or `TypeError` for an
     unknown family, or a field of config.json that is unknown or has an unsupported value; `CheckpointError` for a file that is cut
@@ -323,7 +354,7 @@ def from_hf(
     """
     require_dtype("from_hf", dtype)
     require_device("from_hf", device)
-    with open_hf(folder, length=length) as weights:
+    with open_hf(folder, length=length, ignore=ignore) as weights:
         cfg = weights.cfg
 
         def leaf(path: str, like: Tensor | None) -> Tensor | None:
@@ -404,36 +435,48 @@ def _checked(params: Any, cfg: DecoderConfig) -> dict[str, Tensor]:
     return found
 
 
-def _tensors(given: dict[str, Tensor], cfg: DecoderConfig) -> dict[str, Tensor]:
+class _Unwritten(NamedTuple):
+    """A tensor of a checkpoint, which is made when its file is written."""
+
+    nbytes: int
+    make: Callable[[], Tensor]
+
+
+def _tensors(given: dict[str, Tensor], cfg: DecoderConfig) -> dict[str, _Unwritten]:
     """The tensors of a checkpoint by name."""
-    found: dict[str, Tensor] = {}
+    found: dict[str, _Unwritten] = {}
     for stored in dict.fromkeys(stored_leaves(cfg, family_of("to_hf", cfg.family)).values()):
-        if stored.first:
-            continue
-        axis, per = stored.axis, len(stored.rule.names)
-        whole = torch.cat([given[path].detach() for path in stored.paths], axis)
-        order = stored.order(cfg)
-        whole = whole if order is None else whole.index_select(axis, order.argsort().to(whole.device))
-        parts = [part for one in (whole if stored.split else (whole,)) for part in one.chunk(per, 0 if stored.split else axis)]
-        for name, part in zip(stored.names, parts, strict=True):
-            found[name] = (part.mT if stored.rule.transposed and part.dim() > 1 else part).contiguous()
+        if not stored.first:
+            size = math.prod(stored.tensor_shape()) * given[stored.paths[0]].itemsize
+            for i, name in enumerate(stored.names):
+                found[name] = _Unwritten(size, functools.partial(_made, given, cfg, stored, i))
     return found
 
 
-def _write(tensors: dict[str, Tensor], folder: Path, shard_bytes: int) -> None:
-    shards: list[dict[str, Tensor]] = [{}]
+def _made(given: dict[str, Tensor], cfg: DecoderConfig, stored: StoredLeaf, i: int) -> Tensor:
+    """The i-th of the tensors that store some leaves: a view, unless rows of several leaves or in another order are needed."""
+    axis, per, order = stored.axis, len(stored.rule.names), stored.order(cfg)
+    leaves = [given[path].detach() for path in stored.paths]
+    whole = leaves[0] if len(leaves) == 1 else torch.cat(leaves, axis)
+    whole = whole if order is None else whole.index_select(axis, order.argsort().to(whole.device))
+    part = whole[i // per].chunk(per)[i % per] if stored.split else whole.chunk(per, axis)[i]
+    return (part.mT if stored.rule.transposed and part.dim() > 1 else part).contiguous()
+
+
+def _write(tensors: dict[str, _Unwritten], folder: Path, shard_bytes: int) -> None:
+    shards: list[list[str]] = [[]]
     room = shard_bytes
     for name in sorted(tensors):
-        size = tensors[name].numel() * tensors[name].itemsize
+        size = tensors[name].nbytes
         if shards[-1] and size > room:
-            shards.append({})
+            shards.append([])
             room = shard_bytes
-        shards[-1][name] = tensors[name]
+        shards[-1].append(name)
         room -= size
-    names = [SINGLE] if len(shards) == 1 else [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
-    for name, shard in zip(names, shards, strict=True):
-        save(shard, folder / name, metadata={"format": "pt"})
+    files = [SINGLE] if len(shards) == 1 else [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    for file, names in zip(files, shards, strict=True):
+        save({name: tensors[name].make() for name in names}, folder / file, metadata={"format": "pt"})
     if len(shards) > 1:
-        total = sum(t.numel() * t.itemsize for t in tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": {key: n for n, s in zip(names, shards, strict=True) for key in s}}
+        total = sum(one.nbytes for one in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": {key: n for n, s in zip(files, shards, strict=True) for key in s}}
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")

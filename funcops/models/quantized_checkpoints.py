@@ -45,6 +45,8 @@ SERVED: dict[str, dict[str, tuple[Any, ...] | None]] = {
     "bitsandbytes": {
         "load_in_4bit": (True,),
         "load_in_8bit": (False,),
+        "_load_in_4bit": None,
+        "_load_in_8bit": None,
         "bnb_4bit_quant_type": ("nf4",),
         "bnb_4bit_quant_storage": ("uint8",),
         "bnb_4bit_use_double_quant": None,
@@ -67,7 +69,7 @@ def coding(where: str, given: Mapping[str, Any]) -> str:
     method = said.get("quant_method")
     require(method in SERVED, where, "quantization_config.quant_method", f"one of {', '.join(SERVED)}", repr(method))
     served = {"quant_method": None, **SERVED[method]}
-    unknown = sorted(name for name in set(said) - set(served) if not name.startswith("_"))  # transformers repeats some as "_NAME"
+    unknown = sorted(set(said) - set(served))
     require(not unknown, where, "quantization_config", f"of known fields ({', '.join(served)})", ", ".join(map(repr, unknown)))
     for name, values in served.items():
         if values is not None and name in said and said[name] not in values:

@@ -22,6 +22,7 @@ FAMILIES = {  # what each has that is its own
     "qwen3": dict(qk_norm="head"),
     "gemma2": CAPPED | dict(zero_centered=True, norm_after=True, mlp="geglu", windows=(3, None), embed_scale=4.0, tied=True),
     "gpt2": dict(rope=None, places=True, norm="layer_norm", mlp="gelu", qkv_bias=True, out_bias=True, mlp_bias=True, tied=True),
+    "granite, smollm3": dict(unrotated=(1,), residual_scale=0.5, logit_scale=2.0, embed_scale=3.0, norm_after=True),
     "mixtral": dict(moe=MIXTURE),
     "gpt-oss": dict(sinks=True, windows=(3, None), moe=MIXTURE, qkv_bias=True),
     "deepseek's mixture": dict(moe=dataclasses.replace(MIXTURE, shared=8, dense=(0,))),

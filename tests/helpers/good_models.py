@@ -81,6 +81,7 @@ def generating() -> dict[str, Any]:
     }
 
 
+NO_FIELD = {("ignore", "[]"): "none"}
 MODELS = {
     "models.DecoderConfig": Row(
         whole,
@@ -135,8 +136,10 @@ MODELS = {
     "models.roles": Row(lambda: {"cfg": LLAMA, "loss": True}),
     "models.peft_names": Row(lambda: {"cfg": LLAMA, "model": with_lora(models.decoder(LLAMA), 2, ("*.mlp.*",))}),
     "models.layer_paths": Row(lambda: {"cfg": LLAMA}),
-    "models.from_hf": Row(lambda: {"folder": folder(), "dtype": torch.float32, "device": "cpu", "length": 4}),
-    "models.open_hf": Row(lambda: {"folder": folder(), "length": 4}),
+    "models.from_hf": Row(
+        lambda: {"folder": folder(), "dtype": torch.float32, "device": "cpu", "length": 4, "ignore": ()}, accepts=NO_FIELD
+    ),
+    "models.open_hf": Row(lambda: {"folder": folder(), "length": 4, "ignore": ()}, accepts=NO_FIELD),
     "models.to_hf": Row(
         lambda: {"params": params(), "cfg": LLAMA, "folder": new_folder(), "fields": {"use_cache": True}, "shard_bytes": 1000},
         {"fields": ({"no such": 1},), "shard_bytes": ZERO, "folder": (Path("no such") / "folder",)},

@@ -120,4 +120,5 @@ _under("triton.runtime.", "interpreter", INTERPRETER)
 
 # Texts and attributes that only look so: ours on an object of torch's, the ends of names, and fields of Hugging Face's configs.
 NOT_TORCH = set("._cast_of ._cfg ._in_step ._start ._values ._desc ._ptr ._name ._proj ._scale_inv ._softcapping".split())
-NOT_TORCH |= set("._recompute ._name_or_path ._sliding_window_pattern ._experts_implementation".split())
+NOT_TORCH |= set("._recompute ._name_or_path ._sliding_window_pattern ._experts_implementation ._attn_implementation".split())
+NOT_TORCH |= set("._attn_implementation_autoset ._load_in_4bit ._load_in_8bit".split())

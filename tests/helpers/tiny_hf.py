@@ -59,6 +59,17 @@ FAMILIES = {  # model: its type, and its config beside BASE
     "qwen2": ("qwen2", dict(use_sliding_window=True, max_window_layers=1, num_hidden_layers=3, **WINDOW)),
     "qwen3": ("qwen3", dict(head_dim=12, rope_parameters=dict(rope_type="linear", rope_theta=100.0, factor=2.0))),
     "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", dict(types("sssf"), rope_parameters=dict(full_attention=YARN, sliding_attention=dict(rope_theta=300.0)))),
+    "smollm3": ("smollm3", dict(num_hidden_layers=5, no_rope_layer_interval=3)),
+    "smollm3_windows": (
+        "smollm3",
+        dict(num_hidden_layers=3, no_rope_layers=[1, 0, 1], use_sliding_window=True, tie_word_embeddings=False, **WINDOW),
+    ),
+    "granite": (
+        "granite",
+        dict(embedding_multiplier=3.0, residual_multiplier=0.7, attention_multiplier=0.2, logits_scaling=0.4, attention_bias=True),
+    ),
+    "glm4": ("glm4", dict(head_dim=12)),
     "phi3": ("phi3", dict(rope_parameters=LONG, original_max_position_embeddings=16)),
     "gpt2": ("gpt2", dict(vocab_size=48, n_embd=32, n_head=4, n_layer=2, n_positions=64, bos_token_id=None, eos_token_id=None)),
     "gemma2": (

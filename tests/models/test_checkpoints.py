@@ -7,8 +7,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_hf import BASE, FAMILIES, edited, saved, transformers
 
+from benchmarks.memory import Live
 from funcops import CheckpointError, RopeConfig, chain, random, trees
 from funcops.models import DecoderConfig, decoder, decoder_x, from_hf, layer_paths, open_hf, to_hf
+from funcops.models.families import IGNORED
 from funcops.models.fields import read_config
 
 
@@ -74,6 +76,7 @@ def test_a_file_that_is_cut_short_raises(folder):
     [
         ({"model_type": "bert"}, r"model_type must be one of llama, .*, got 'bert'"),
         ({"model_type": None}, r"model_type must be one of llama, .*, got None"),
+        ({"model_type": "gemma3"}, r"got 'gemma3', a model with a vision tower: save its language model alone, a 'gemma3_text'"),
         ({"gizmo": 1}, r"fields must be known for family 'qwen3', got 'gizmo'"),
         ({"hidden_act": "mish"}, r"hidden_act must be one of silu, .*, got 'mish'"),
         ({"hidden_size": None}, "hidden_size must be given, got none"),
@@ -93,6 +96,57 @@ def test_a_config_that_is_not_served_names_its_field(folder, fields, said):
     with pytest.raises((ValueError, TypeError), match=said) as error:
         from_hf(folder)
     assert "gizmo" not in fields or str(folder / "config.json") in str(error.value)
+
+
+def test_fields_are_ignored_by_name(folder):
+    params, cfg = from_hf(folder)
+    edited(folder, gizmo=1, _gizmo={"a": 2})
+    assert from_hf(folder, ignore=("gizmo", "_gizmo"))[1] == cfg
+    with open_hf(folder, ignore=["gizmo", "_gizmo"]) as weights:
+        assert weights.cfg == cfg
+    with pytest.raises(ValueError, match=r"fields must be known for family 'qwen3', got '_gizmo'"):
+        from_hf(folder, ignore=("gizmo",))
+    with pytest.raises(ValueError, match=r"ignore must be of fields that it has \(.*gizmo.*\), got 'gismo'"):
+        from_hf(folder, ignore=("gismo", "_gizmo"))
+    with pytest.raises(TypeError, match="ignore must be a tuple of fields of config.json, got 'gizmo'"):
+        from_hf(folder, ignore="gizmo")
+
+
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_metadata_is_ignored(name, tmp_path):
+    """All fields that transformers writes beside a model's own, as versions before 4.45 wrote them."""
+    saved(name, tmp_path / "hf")
+    _, cfg = from_hf(tmp_path / "hf")
+    own = json.loads((tmp_path / "hf" / "config.json").read_text())
+    edited(tmp_path / "hf", **{field: "some" for field in IGNORED if field not in own and field != "add_cross_attention"})
+    assert from_hf(tmp_path / "hf")[1] == cfg
+
+
+def test_a_downloaded_model_is_found_by_its_name(folder, tmp_path, monkeypatch):
+    import huggingface_hub
+
+    cache = tmp_path / "cache"
+    snapshot = cache / "models--org--tiny" / "snapshots" / ("a" * 40)
+    snapshot.parent.mkdir(parents=True)
+    folder.rename(snapshot)
+    (cache / "models--org--tiny" / "refs").mkdir()
+    (cache / "models--org--tiny" / "refs" / "main").write_text("a" * 40)
+    real = huggingface_hub.snapshot_download
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: real(name, cache_dir=cache, **options))
+    assert all(torch.equal(a, b) for a, b in zip(*(trees.tensors(from_hf(one)[0]) for one in ("org/tiny", snapshot)), strict=True))
+    with pytest.raises(FileNotFoundError, match="for a model of the hub download it first"):
+        from_hf("org/other")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "phi3", "gpt2", "deepseek_v3", "gpt_oss"])
+def test_writing_holds_no_second_copy(name, tmp_path):
+    """Rows of several leaves, in another order or transposed, are made a file at a time; all others are views."""
+    saved(name, tmp_path / "hf")
+    params, cfg = from_hf(tmp_path / "hf")
+    largest = max(t.nbytes for t in trees.tensors(params))
+    with Live() as counter:
+        to_hf(params, cfg, tmp_path / "ours", shard_bytes=largest)
+    assert counter.peak < (largest if name == "qwen3" else 3 * largest) < trees.nbytes(params)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen2_moe", "qwen3"])

@@ -108,6 +108,9 @@ MODELS = {
     "a latent": dataclasses.replace(
         LLAMA, latent=LatentConfig(kv_rank=4, rope_size=4, plain_size=3, value_size=5, q_rank=3), rope=RopeConfig(4)
     ),
+    "layers without rope, factors": dataclasses.replace(
+        LLAMA, unrotated=(1, 2), windows=(None, 3, None, None), residual_scale=0.5, embed_scale=2.0, logit_scale=3.0
+    ),
     "learned positions": dataclasses.replace(LLAMA, rope=None, places=True, norm="layer_norm", mlp="gelu", tied=True),
 }
 IDS = torch.randint(0, 31, (3, 17), generator=torch.Generator().manual_seed(1))

@@ -51,6 +51,12 @@ VALUES = {  # of fields whose values their types do not tell
     "swiglu_alpha": [0.7],
     "router_jitter_noise": [0.5],
     "attention_dropout": [0.5],
+    "no_rope_layers": [[0, 1, 1, 0, 1], [1, 1, 1, 1, 1]],
+    "no_rope_layer_interval": [2],
+    "embedding_multiplier": [2.0],
+    "residual_multiplier": [0.5],
+    "attention_multiplier": [0.5],
+    "logits_scaling": [3.0],
 }
 NOT_ALONE = {  # sizes, which the shapes of params hold
     "num_attention_heads",
