@@ -19,9 +19,9 @@ LLAMA = models.DecoderConfig(**SIZES, rope=RopeConfig(2), family="llama")
 def whole() -> dict[str, Any]:
     """Every field of a DecoderConfig, each with a value for which another type is wrong."""
     named = dict(mlp="swiglu", norm="rms_norm", qk_norm="head", family="any")
-    numbers = dict(eps=1e-6, scale=0.5, softcap=2.0, embed_scale=2.0, logit_softcap=3.0)
+    numbers = dict(eps=1e-6, scale=0.5, softcap=2.0, embed_scale=2.0, residual_scale=0.5, logit_scale=0.5, logit_softcap=3.0)
     flags = "zero_centered norm_before norm_after qkv_bias out_bias mlp_bias places sinks tied".split()
-    parts = dict(rope=RopeConfig(2), local_rope=RopeConfig(2), windows=(None, 3), latent=None, moe=None)
+    parts = dict(rope=RopeConfig(2), local_rope=RopeConfig(2), unrotated=(1,), windows=(None, 3), latent=None, moe=None)
     return {**SIZES, **named, **numbers, **dict.fromkeys(flags, True), **parts}
 
 
@@ -85,7 +85,9 @@ NO_FIELD = {("ignore", "[]"): "none"}
 MODELS = {
     "models.DecoderConfig": Row(
         whole,
-        dict.fromkeys(SIZES, ZERO) | {"windows": ((3,), (None, 0), ("a", 1)), "kv_heads": ZERO, "scale": (0.0,), "softcap": (0.0,)},
+        dict.fromkeys(SIZES, ZERO)
+        | {"windows": ((3,), (None, 0), ("a", 1)), "kv_heads": ZERO, "scale": (0.0,), "softcap": (0.0,)}
+        | {"unrotated": ((2,), (-1,), ("a",)), "residual_scale": (0.0,), "logit_scale": (0.0,)},
         {**SOME, ("family", "''"): "any name"},
     ),
     "models.LatentConfig": Row(latent, dict.fromkeys(("kv_rank", "rope_size", "q_rank"), ZERO)),
