@@ -1,7 +1,7 @@
 """examples/09_finetune_lora.py, run as a user would."""
 
 import pytest
-from programs import run
+from programs import check_picture, run
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +16,8 @@ FLAGS = ["--base-steps", 12, "--rank", 2, "--lr", 0.02]
 
 def test_adapters_learn_and_a_run_that_goes_on_gives_the_bits_of_one_that_did_not_end(text, tmp_path):
     said = run("09_finetune_lora.py", *FLAGS, "--text", text, "--folder", tmp_path / "one", "--steps", 16).splitlines()
-    rows = {line[:40].strip(): line[40:].split() for line in said[-7:]}
+    rows = {line[:40].strip(): line[40:].split() for line in said[-9:-1]}
+    check_picture(tmp_path / "one" / "loss.png")
     before, after = map(float, rows["held-out loss, upper case"])
     assert after < before - 0.1 and rows["the same, merged"] == [f"{after:.3f}"]
     numbers = [int(n.replace(",", "")) for n in rows["numbers that learn"]]
@@ -28,6 +29,14 @@ def test_adapters_learn_and_a_run_that_goes_on_gives_the_bits_of_one_that_did_no
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
     said = run("09_finetune_lora.py", "--rank", 3, "--text", text, "--folder", tmp_path / "two", code=2)
     assert "load: " in said and "mis-shaped" in said
+
+
+def test_frozen_weights_in_4_bits(text, tmp_path):
+    said = run("09_finetune_lora.py", *FLAGS, "--weights", "nf4", "--text", text, "--folder", tmp_path, "--steps", 16).splitlines()
+    rows = {line[:40].strip(): line[40:].split() for line in said[-9:-1]}
+    before, after = map(float, rows["held-out loss, upper case"])
+    whole, coded = (int(n.replace(",", "")) for n in rows["KiB of weights"])
+    assert after < before - 0.1 and float(rows["the same, merged"][0]) == pytest.approx(after, abs=2e-3) and coded < 0.5 * whole
 
 
 @pytest.mark.parametrize(
