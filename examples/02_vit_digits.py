@@ -75,7 +75,9 @@ def draw(digits: Digits, result: Result, path: Path) -> None:
     halves: Any = figure.subfigures(1, 2)
     left, right = halves
     axes = left.add_subplot()
-    axes.semilogy(result.losses, linewidth=0.8)
+    axes.plot(result.losses, linewidth=0.8)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("nats")
     axes.set_xlabel("step")
     axes.set_title("loss of a batch", fontsize=9)
     right.suptitle("read wrong: what it is, and what was read", fontsize=9)

@@ -179,7 +179,9 @@ def draw(digits: Digits, images: Tensor, losses: list[float], path: Path) -> Non
     halves: Any = figure.subfigures(1, 2, width_ratios=(1, 1.3))
     left, right = halves
     axes = left.add_subplot()
-    axes.semilogy(losses, linewidth=0.6)
+    axes.plot(losses, linewidth=0.6)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("mean squared error")
     axes.set_xlabel("step")
     axes.set_title("loss of a batch", fontsize=9)
     count = len(images) // CLASSES

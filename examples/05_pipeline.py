@@ -11,6 +11,7 @@ action when, by the costs of the stages on this machine.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 import tempfile
@@ -187,10 +188,11 @@ def work(rank: int, args: argparse.Namespace, data: Tensor, store: str) -> None:
 
 def plot(args: argparse.Namespace, data: Tensor) -> None:
     x, labels = batch(data, step=0, seed=args.seed, size=args.batch // args.microbatches, context=args.context)
-    costs = measure_stages(first_params(args), inputs(x, labels, args), args.model, needs=NEEDS)
+    found = measure_stages(first_params(args), inputs(x, labels, args), args.model, needs=NEEDS)
+    costs = [dataclasses.replace(c, forward=1e3 * c.forward, dgrad=1e3 * c.dgrad, wgrad=1e3 * c.wgrad) for c in found]
     simulated = simulate(args.made, costs)
-    draw(simulated, str(args.plot), unit="seconds")
-    print(f"wrote {args.plot}; in seconds, {simulated}")
+    draw(simulated, str(args.plot), unit="milliseconds")
+    print(f"wrote {args.plot}; in milliseconds, {simulated}")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -4,7 +4,7 @@
 
 Without a GPU the graph is recorded and replayed: a dry run, with the same checks and errors as a CUDA graph. Its time means
 nothing, and is left out. Prints two tables: the captured step beside the eager one, and three small faults that `check_capturable`
-finds, with its message for each.
+finds, with its message for each. Draws how many kernels of the graph are the forward's, the backward's and the optimiser's.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -74,6 +75,55 @@ def step_of(model: ChainConfig) -> Callable[..., Any]:
         return params, state, loss
 
     return step
+
+
+def kernels_by_part(width: int, rows: int, device: str) -> dict[str, int]:
+    """The kernels of graphs of the first parts of a step, each less those of the graph before. A forward that keeps nothing for a
+    backward may take other kernels than one that does, so the forward is captured with its residuals."""
+    model = model_of(width)
+    params = chain.init(model, key=random.key(0), device=device, dtype=torch.float32)
+    state = adamw_init(params, OPTIMISER)
+    x, labels, key, lr = batch(0, rows, device)
+    given, needs = WithExtras(x, {"key": key, "labels": labels}), Needs(x=False)
+
+    def forward(params: Any) -> Any:
+        return chain.fwd(params, given, model, needs=needs)
+
+    def backward(params: Any) -> Any:
+        loss, residuals = forward(params)
+        return loss, chain.bwd(donate(residuals), torch.ones_like(loss), model)[0]
+
+    def clipping(params: Any) -> Any:
+        loss, grads = backward(params)
+        return loss, clip_by_global_norm(grads, 1.0)[0]
+
+    def adamw(params: Any) -> Any:
+        loss, grads = clipping(params)
+        return loss, adamw_update(params, grads, state, OPTIMISER, lr=lr)
+
+    found, before = dict[str, int](), 0
+    for part in (forward, backward, clipping, adamw):
+        count = graphed(part, params).report().kernels or 0
+        found[part.__name__], before = count - before, count
+    return found
+
+
+def plot(path: Path, parts: dict[str, int], what: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 2.4), layout="constrained")
+    left = 0
+    for name, count in parts.items():
+        bar = axes.barh([0], [count], left=left, label=name)
+        axes.bar_label(bar, [str(count)], label_type="center", color="white")
+        left += count
+    axes.set(xlabel=what, yticks=[], xlim=(0, left), title="One graph holds a whole step")
+    axes.legend(ncols=len(parts), loc="upper center", bbox_to_anchor=(0.5, -0.3), frameon=False)
+    figure.savefig(path, dpi=140)
+    pyplot.close(figure)
 
 
 def batch(step: int, rows: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -143,10 +193,12 @@ def faults() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parsed(parser_of("07_capture.py", "Capture a training step as one graph.", NUMBERS, plot=False), argv, NUMBERS)
+    args = parsed(parser_of("07_capture.py", "Capture a training step as one graph.", NUMBERS), argv, NUMBERS)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     print(captured_beside_eager(args.width, args.rows, args.steps, device))
     print(f"\nwhat no graph can hold\n{faults()}")
+    plot(args.plot, kernels_by_part(args.width, args.rows, device), "kernels" if device == "cuda" else "operators")
+    print(f"wrote {args.plot}")
     return 0
 
 

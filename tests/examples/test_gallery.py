@@ -47,8 +47,9 @@ def test_residual_microscope(tmp_path):
     check_picture(tmp_path / "plot.png")
 
 
-def test_capture():
-    said = run("07_capture.py", "--width", 8, "--rows", 4, "--steps", 2)
+def test_capture(tmp_path):
+    said = run("07_capture.py", "--width", 8, "--rows", 4, "--steps", 2, "--plot", tmp_path / "plot.png")
+    check_picture(tmp_path / "plot.png")
     assert "params and state at the end" in said and "the same bits" in said and "OTHER BITS" not in said
     kinds = dict(re.findall(r"^(clips|picks|draws) +(host sync|dynamic shape|generator) ", said, re.M))
     assert kinds == {"clips": "host sync", "picks": "dynamic shape", "draws": "generator"}
