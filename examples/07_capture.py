@@ -78,8 +78,8 @@ def step_of(model: ChainConfig) -> Callable[..., Any]:
 
 
 def kernels_by_part(width: int, rows: int, device: str) -> dict[str, int]:
-    """The kernels of graphs of the first parts of a step, each less those of the graph before. A forward that keeps nothing for a
-    backward may take other kernels than one that does, so the forward is captured with its residuals."""
+    """Count the kernels of each part of a step: a graph of the parts up to it has so many more than the graph before. The forward
+    keeps its residuals, as one without may take other kernels."""
     model = model_of(width)
     params = chain.init(model, key=random.key(0), device=device, dtype=torch.float32)
     state = adamw_init(params, OPTIMISER)
