@@ -19,6 +19,7 @@ compiles nothing.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
@@ -30,9 +31,12 @@ from triton.runtime.jit import JITFunction
 
 from funcops.backend.interpreted import mend
 from funcops.backend.source import compile_source
+from funcops.errors import fail
 
 _SOURCE = """
 def launch(gx, gy, gz, {parameters}, num_warps=4, num_stages=3):
+    if gy > MOST or gz > MOST:
+        too_many(gx, gy, gz)
     device = current_device()
     key = ({key}, num_warps, num_stages, device)
     hit = cache.get(key)
@@ -45,6 +49,9 @@ def launch(gx, gy, gz, {parameters}, num_warps=4, num_stages=3):
     run, function, packed = hit
     run(gx, gy, gz, current_stream(device), function, packed, None, None, None, {parameters})
 """
+
+
+MOST = 65_535  # programs along the second or third dimension of a grid on an NVIDIA device
 
 
 class Launched(NamedTuple):
@@ -119,7 +126,8 @@ def launcher(kernel: Any) -> Callable[..., None]:
         cache[key] = (_nothing, None, None) if _planning else (compiled.run, compiled.function, compiled.packed_metadata)
 
     key = ", ".join([key_of(parameter, torch.version.hip is not None) for parameter in kernel.params])
-    scope: dict[str, Any] = {"cache": cache, "miss": miss, "hooks": knobs.runtime}
+    too_many = functools.partial(_too_many, kernel)
+    scope: dict[str, Any] = {"cache": cache, "miss": miss, "hooks": knobs.runtime, "MOST": MOST, "too_many": too_many}
     _scopes.append(scope)
     _bind(scope)
     text = _SOURCE.format(parameters=", ".join(names), key=key)
@@ -157,6 +165,11 @@ def _first_stream(device: Any) -> Any:
     return driver.active.get_current_stream(device)
 
 
+def _too_many(kernel: Any, *grid: int) -> None:
+    wanted = f"of at most {MOST:,} programs along its second and third dimension: call the op on parts of the batch"
+    fail(f"kernel {kernel.fn.__name__.lstrip('_')}", "grid", wanted, grid)
+
+
 def _nothing(*_: Any) -> None:
     """Run in place of a kernel by a planned launch."""
 
@@ -181,6 +194,8 @@ def _interpreted(kernel: Any) -> Callable[..., None]:
     mend()
 
     def launch(gx: int, gy: int, gz: int, *arguments: Any, num_warps: int = 4, num_stages: int = 3) -> None:
+        if gy > MOST or gz > MOST:
+            _too_many(kernel, gx, gy, gz)
         kernel[(gx, gy, gz)](*arguments, num_warps=num_warps, num_stages=num_stages)  # so that patched launches are seen
 
     return launch

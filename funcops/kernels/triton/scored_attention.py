@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from funcops.backend.launch import launcher
+from funcops.backend.launch import MOST, launcher
 from funcops.kernels import scored_attention as declared
 from funcops.kernels.scored_attention import Score, nothing_to_see, sequence_of
 from funcops.kernels.triton.activation import tanh
@@ -280,6 +280,16 @@ def _serves(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Optional[Tensor]) -> bo
     return v.shape[3] > 0 and max(q.shape[3], v.shape[3]) <= LONGEST
 
 
+def _parts(batch: int, heads: int) -> list[slice]:
+    """Parts of a batch, each of at most as many heads as a grid takes."""
+    most = max(1, MOST // heads)
+    return [slice(i, i + most) for i in range(0, batch, most)]
+
+
+def _of_part(bias: Optional[Tensor], at: slice) -> Optional[Tensor]:
+    return bias if bias is None or bias.shape[0] == 1 else bias[at]
+
+
 def _arguments(q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], score: Score) -> tuple[Any, ...]:
     """The sizes and numbers that all three kernels take."""
     heads, s = q.shape[2], k.shape[1]
@@ -304,6 +314,13 @@ def scored_attention_fwd(
     if not _serves(q, k, v, cu_seqlens):
         return declared.scored_attention_fwd.kernel.torch_impl(q, k, v, bias, cu_seqlens, *score)  # type: ignore[no-any-return]
     (batch, t, heads, d), bounds = q.shape, _bounds(cu_seqlens, q.shape[1])
+    if batch * heads > MOST:
+
+        def part(at: slice) -> tuple[Tensor, Tensor]:
+            return scored_attention_fwd(q[at], k[at], v[at], _of_part(bias, at), None, *score)
+
+        outs, lses = zip(*map(part, _parts(batch, heads)), strict=True)
+        return torch.cat(outs), torch.cat(lses)
     q, k, v, bias = q.contiguous(), k.contiguous(), v.contiguous(), contiguous(bias)
     out, lse = q.new_empty((batch, t, heads, v.shape[3])), q.new_empty((batch, heads, t), dtype=torch.float32)
     blocks = next_power_of_2(max(16, d)), next_power_of_2(max(16, v.shape[3]))
@@ -327,6 +344,17 @@ def scored_attention_bwd(
             dy, q, k, v, bias, cu_seqlens, out, lse, *score, wants_bias
         )
     (batch, t, heads, d), s, bounds = q.shape, k.shape[1], _bounds(cu_seqlens, q.shape[1])
+    if batch * heads > MOST:
+
+        def part(at: slice) -> tuple[Tensor, Tensor, Tensor, Optional[Tensor]]:
+            given = dy[at], q[at], k[at], v[at], _of_part(bias, at), None, out[at], lse[at]
+            return scored_attention_bwd(*given, *score, wants_bias)
+
+        dqs, dks, dvs, dbiases = zip(*map(part, _parts(batch, heads)), strict=True)
+        dbias = None if dbiases[0] is None else torch.cat(dbiases)
+        if dbias is not None and bias is not None and bias.shape[0] == 1:
+            dbias = dbias.sum(0, keepdim=True)
+        return torch.cat(dqs), torch.cat(dks), torch.cat(dvs), dbias
     dy, q, k, v, out, lse = (each.contiguous() for each in (dy, q, k, v, out, lse))
     bias, along = contiguous(bias), torch.empty_like(lse)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
