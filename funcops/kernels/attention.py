@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from funcops.backend import kernel, operators, tracing
-from funcops.kernels.scored_attention import Score, nothing_to_see, scored_attention_bwd, scored_attention_fwd
+from funcops.kernels.scored_attention import Score, nothing_to_see, scored_attention_bwd, scored_attention_fwd, to_the_last
 
 Gradients = tuple[Tensor, Tensor, Tensor, Optional[Tensor]]
 _aten = torch.ops.aten
@@ -144,7 +144,7 @@ def _ends(cu_seqlens: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor | Non
     """The ends of sequences among the rows of q, of which the last is the last of k, and among the keys."""
     if cu_seqlens is None:
         return None, None
-    ends, before = cu_seqlens.contiguous(), k.shape[1] - q.shape[1]
+    ends, before = to_the_last(cu_seqlens, k.shape[1]), k.shape[1] - q.shape[1]
     return (ends - before).clamp_(min=0) if before else ends, ends
 
 

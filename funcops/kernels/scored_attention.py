@@ -180,7 +180,14 @@ def _ids(cu_seqlens: Optional[Tensor], k: Tensor) -> Optional[Tensor]:
     return sequence_of(cu_seqlens, k.shape[1])
 
 
+def to_the_last(cu_seqlens: Tensor, rows: int) -> Tensor:
+    """The starts of sequences, with one more that ends with the rows: rows from the last end on, which nobody notices on a device,
+    where the values are not read, see each other alone."""
+    return torch.nn.functional.pad(cu_seqlens, (0, 1), value=rows)
+
+
 def sequence_of(cu_seqlens: Tensor, rows: int) -> Tensor:
+    """The sequence of each row; N for rows from the last of N ends on."""
     at = torch.arange(rows, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens[1:].contiguous(), at, right=True)
 

@@ -12,8 +12,9 @@ Options change scores s = scale q k^T, in this order:
     bias        s + bias                            dbias = ds, summed over the dims that it broadcasts
 
 x is `(q, k, v)`, and one more part if the config says so: with `bias` a bias [B or 1, H or 1, T, S] of q's dtype, in which -inf
-masks; with `packed` cu_seqlens [N + 1], int32, ascending from 0 to T: B is 1, and each sequence sees only itself. A chain gives the
-part to a step that takes it: x, and so dx, is then `((q, k, v), more)`.
+masks; with `packed` cu_seqlens [N + 1], int32, ascending from 0 to T: B is 1, and each sequence sees only itself. Their values are
+not read on a device: rows from the last end on are then one more sequence. A chain gives the part to a step that takes it: x, and
+so dx, is then `((q, k, v), more)`.
 q: [B, T, H, D]; k: [B, S, K, D]; v: [B, S, K, V] with K dividing H; y, dy: [B, T, H, V]; one float dtype; any strides.
 Kept: q, k, v, bias, cu_seqlens (aliases), y (the caller's own output) and logsumexp: 4 bytes a row and head. No attention matrix is
 kept: the backward recomputes p from logsumexp. Empty sequences give zeros, and so do rows that a bias masks entirely.

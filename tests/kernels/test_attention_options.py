@@ -296,7 +296,7 @@ def test_the_last_rows_of_packed_sequences(score, first, monkeypatch):
     monkeypatch.setattr("funcops.kernels.scored_attention.read_here", lambda ends: False)  # as on a device
     torch.testing.assert_close(run(first), want, rtol=0, atol=1e-14)
     of_q, of_k = library._ends(ends, q[:, first:], k)
-    assert of_k.equal(ends) and of_q.tolist() == [max(end - first, 0) for end in ends.tolist()]
+    assert of_k.tolist() == [*ends.tolist(), 12] and of_q.tolist() == [max(end - first, 0) for end in of_k.tolist()]
 
 
 @pytest.mark.parametrize("scale", [None, 0.5])

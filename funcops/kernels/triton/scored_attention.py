@@ -16,7 +16,7 @@ from torch import Tensor
 
 from funcops.backend.launch import MOST, launcher
 from funcops.kernels import scored_attention as declared
-from funcops.kernels.scored_attention import Score, nothing_to_see, sequence_of
+from funcops.kernels.scored_attention import Score, nothing_to_see, sequence_of, to_the_last
 from funcops.kernels.triton.activation import tanh
 from funcops.kernels.triton.common import INTERPRETED, cdiv, contiguous, copies_by_itself, next_power_of_2, rounded, store_rounded
 from funcops.kernels.triton.matmul import precision
@@ -270,8 +270,8 @@ def _bounds(cu_seqlens: Optional[Tensor], rows: int) -> Optional[Tensor]:
     """The first row and the end of each row's sequence: [2, T]."""
     if cu_seqlens is None:
         return None
-    of = sequence_of(cu_seqlens, rows)
-    return torch.stack((cu_seqlens[of], cu_seqlens[of + 1]))
+    of, ends = sequence_of(cu_seqlens, rows), to_the_last(cu_seqlens, rows)
+    return torch.stack((ends[of], ends[of + 1]))
 
 
 def _serves(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Optional[Tensor]) -> bool:
