@@ -9,6 +9,8 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from funcops.backend.declare import watched
 from funcops.errors import fail
 
+INDICES = (torch.int32, torch.int64)  # the dtypes of indices of experts: a router's, and torch.topk's
+
 
 def check_ids(where: str, name: str, ids: Tensor, most: int, *, but: int | None = None) -> None:
     """Raise `IndexError` for an id that is below 0 or above `most`, unless it is `but`. Only on the CPU: a device would be waited

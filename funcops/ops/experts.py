@@ -14,7 +14,7 @@ place, 8 bytes a row, and offsets are kept. x is not copied by row. Sums over k 
 host, and a token's bits do not depend on the experts of other tokens.
 
 x is `(weights, x, indices)`: weights [*, K], of x's dtype or the wide one (float32; float64 for float64); x, y, dy: [*, H];
-indices [*, K], int32, from 0 to E: E is a dropped choice, which adds nothing and whose weight has gradient 0.
+indices [*, K], int32 or int64, from 0 to E: E is a dropped choice, which adds nothing and whose weight has gradient 0.
 up: [E, 2I, H], gate rows first, down: [E, H, I], biases [E, 2I], [E, H] or None; one float dtype. arXiv:2512.14080;
 TransformerEngine's GroupedMLP. `funcops.models.plain_experts` does the same in steps.
 
@@ -50,6 +50,7 @@ from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import experts as kernels
 from funcops.kernels.grouped import grouped_product, grouped_wgrad
 from funcops.kernels.routing import check_row_count, gather_rows, of_rows, sort_by_expert
+from funcops.ops._ids import INDICES
 from funcops.ops.glu import GLUConfig
 from funcops.ops.grouped_linear import GroupedLinearConfig, GroupedLinearParams, grouped_linear_init, into_grouped
 from funcops.ops.grouped_wgrads import GroupedProduct
@@ -171,7 +172,7 @@ def check_experts_x(where: str, x: Any, dim: int | str, experts: int) -> None:
     if weights.shape[:-1] != tokens.shape[:-1] or weights.dim() < 1 or not 1 <= weights.shape[-1] <= experts:
         wanted = f"{[*tokens.shape[:-1], 'K']}, K in 1..{experts} (the experts)"
         fail(where, "x.0 (weights)", wanted, list(weights.shape))
-    check(where, "x.2 (indices)", indices, weights.shape, torch.int32, tokens)
+    check(where, "x.2 (indices)", indices, weights.shape, INDICES, tokens)
     check_row_count(where, "x.2 (indices)", indices.numel())
 
 

@@ -2,7 +2,7 @@
 
     rows[place_tk] = x_t        dx_t = sum_k drows[place_tk], over k in order        (`unpermute` with forward and backward swapped)
 
-x is `(x, indices)`. x, dx: [*, D] of one float dtype; indices: [*, K] int32 in [0, E], the experts of each token. y is
+x is `(x, indices)`. x, dx: [*, D] of one float dtype; indices: [*, K] int32 or int64 in [0, E], the experts of each token. y is
 `(rows, offsets, place)`: rows [N, D], N = T K for T tokens, where expert e has rows offsets[e] to offsets[e + 1]; offsets [E + 1]
 and place [*, K] int32. dy is `(drows, None, None)`: integers have no gradient. An index of E is a dropped choice: its row, at
 offsets[E] or beyond, is zero and has no gradient. Within an expert rows are in the order of the tokens.
@@ -37,6 +37,7 @@ from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
 from funcops.contract.schema import DGRAD, Inputs, Residuals, saved, static
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import routing as kernels
+from funcops.ops._ids import INDICES
 from funcops.ops._tuples import require_tuple
 
 __all__ = ["PermuteConfig", "PermuteResiduals"]
@@ -89,7 +90,7 @@ def _sorted(x: Any, cfg: PermuteConfig, needs: Needs) -> tuple[tuple[Tensor, ...
     check("permute_fwd", "x.0 (weights)", weights, (...,), tuple({t.dtype: 0, wide(t.dtype): 0}), t)
     if not t.dim() or not weights.dim() or weights.shape[:-1] != t.shape[:-1] or not weights.shape[-1]:
         fail("permute_fwd", "x.0 (weights)", f"{[*t.shape[:-1], 'K']}, K at least 1, one row per token of x.1", list(weights.shape))
-    check("permute_fwd", "x.2 (indices)", indices, weights.shape, torch.int32, t)
+    check("permute_fwd", "x.2 (indices)", indices, weights.shape, INDICES, t)
     kernels.check_row_count("permute_fwd", "x.2 (indices)", indices.numel())
     order, _, offsets, place = kernels.sort_by_expert(indices, cfg.experts)
     return (t, weights, offsets, order, place), sorted_kept(cfg, needs, x)
@@ -106,7 +107,8 @@ def check_rows_and_choices(where: str, x: Any, name: str) -> tuple[Tensor, Tenso
     """Check and return a pair whose second part has an integer for each choice of each token."""
     if not isinstance(x, tuple) or len(x) != 2:
         fail(where, "x", f"a tuple (x, {name})", describe(x), TypeError)
-    check(where, f"x.1 ({name})", x[1], (...,), torch.int32, x[0] if isinstance(x[0], Tensor) else None)
+    dtypes = INDICES if name == "indices" else torch.int32
+    check(where, f"x.1 ({name})", x[1], (...,), dtypes, x[0] if isinstance(x[0], Tensor) else None)
     if not x[1].dim() or not x[1].shape[-1]:
         fail(where, f"x.1 ({name})", "[..., K], K at least 1", list(x[1].shape))
     kernels.check_row_count(where, f"x.1 ({name})", x[1].numel())

@@ -98,8 +98,8 @@ ERRORS = [
         match="experts_fwd: x.0 (weights) must be [5, 'K'], K in 1..2 (the experts), got [5, 3]",
     ),
     Error(
-        call=_call(x=(torch.ones(5, 1), ROWS, ONE.long())),
-        match="experts_fwd: x.2 (indices) must be int32, got int64",
+        call=_call(x=(torch.ones(5, 1), ROWS, ONE.short())),
+        match="experts_fwd: x.2 (indices) must be int32 or int64, got int16",
         error=TypeError,
     ),
     Error(

@@ -189,7 +189,7 @@ def bad_calls(ep):
     yield "dispatch_fwd: x must be a tuple (weights, x, indices), got tuple of 2", lambda: dist.dispatch.fwd(None, (w, x), to)
     yield "dispatch_fwd: x.1 (x) must be [..., H], got []", lambda: dist.dispatch.fwd(None, (w, x[0, 0], i), to)
     yield "dispatch_fwd: x.0 (weights) must be [2, 'K'], K in 1..4", lambda: dist.dispatch.fwd(None, (w[:1], x, i), to)
-    yield "dispatch_fwd: x.2 (indices) must be int32, got int64", lambda: dist.dispatch.fwd(None, (w, x, i.long()), to)
+    yield "dispatch_fwd: x.2 (indices) must be int32 or int64, got int16", lambda: dist.dispatch.fwd(None, (w, x, i.short()), to)
     yield "dispatch_dgrad: dy must be a tuple (dweights, drows, None, None)", lambda: dist.dispatch.dgrad(kept, rows, to)
     yield (
         "dispatch_dgrad: dy.2 must be None (indices are integers, without a gradient), got float32[2, 3]",

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from funcops import ExpertsConfig, GroupedLinearConfig, Needs, experts, grouped_linear, report
+from funcops import ExpertsConfig, GroupedLinearConfig, Needs, PermuteConfig, dist, experts, grouped_linear, permute, report, trees
 from funcops.backend import backend
 from funcops.graphs import check_capturable
 from funcops.kernels import grouped
@@ -15,6 +15,7 @@ from funcops.kernels.routing import sort_by_expert
 from funcops.ops.experts import ExpertsParams
 from funcops.ops.grouped_linear import GroupedLinearParams
 from funcops.random import key
+from funcops.testing import run_ranks
 from funcops.testing.tolerances import assert_close
 from funcops.trees import leaves, paths
 
@@ -189,3 +190,37 @@ def test_gradients_do_not_depend_on_which_are_requested(bias):
                 got = paths(experts.bwd(kept, dy, cfg)[0])
                 assert [path for path, t in got.items() if t is not None] == list(chosen)
                 assert all(torch.equal(got[path], every[path]) for path in chosen), (chosen, of_x)
+
+
+INDICES = torch.tensor([[0, 2], [3, 1], [2, 0], [1, 3], [4, 2]])  # 4 is a dropped choice
+
+
+def chosen(mesh, dtype):
+    """All ops that take indices of experts, on one rank and over two: their y, and what their backward returns."""
+    draw = torch.Generator().manual_seed(0)
+    weights, x, indices = torch.rand(5, 2, generator=draw), torch.randn(5, 8, generator=draw), INDICES.to(dtype)
+    params = experts.init(ExpertsConfig(4, 8, 6), key=key(0))
+    own = {"up": params.up.weight[:2], "down": params.down.weight[:2]}
+    shard = type(params)(*(type(params.up)(own[name], None) for name in ("up", "down")))
+    for op, given, cfg in (
+        (experts, (weights, x, indices), ExpertsConfig(4, 8, 6)),
+        (permute, (x, indices), PermuteConfig(4)),
+        (permute, (weights, x, indices), PermuteConfig(4, gathered=True)),
+        (dist.dispatch, (weights, x, indices), dist.DispatchConfig(4, axis=mesh["ep"])),
+        (dist.parallel_experts, (weights, x, indices), dist.ParallelExpertsConfig(4, 8, 6, axis=mesh["ep"])),
+    ):
+        held = {experts: params, dist.parallel_experts: shard}.get(op)
+        y, kept = op.fwd(held, given, cfg)
+        dy = trees.tree_map(lambda t: torch.ones_like(t) if t.is_floating_point() else None, y)
+        yield from trees.leaves((y, op.bwd(kept, dy, cfg)))
+
+
+def test_indices_of_topk_are_taken_as_they_are():
+    """int64, as torch.topk returns them: the bits of int32."""
+
+    def each(mesh):
+        pairs = list(zip(chosen(mesh, torch.int64), chosen(mesh, torch.int32), strict=True))
+        assert all((a is None and b is None) or (a.dtype is b.dtype and a.equal(b)) for a, b in pairs)
+        return len(pairs)
+
+    assert run_ranks({"ep": 2}, each)[0] > 15

@@ -57,6 +57,7 @@ def dispatched(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(weights [n C, K], rows [n C, H], indices [n C, K], place [T, n]) for a checked `(weights, x, indices)`."""
     weights, tokens, indices = [t.reshape(-1, t.shape[-1]) for t in x]
+    indices = indices.to(torch.int32)
     rows = row_count(tokens.shape[0], capacity, axis)
     check_row_count(where, "x, sent to all ranks,", rows)
     place = send_rows(indices, experts, capacity, axis)
