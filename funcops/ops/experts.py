@@ -50,7 +50,7 @@ from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import experts as kernels
 from funcops.kernels.grouped import grouped_product, grouped_wgrad
 from funcops.kernels.routing import check_row_count, gather_rows, of_rows, sort_by_expert
-from funcops.ops._ids import INDICES
+from funcops.ops._ids import INDICES, check_ids
 from funcops.ops.glu import GLUConfig
 from funcops.ops.grouped_linear import GroupedLinearConfig, GroupedLinearParams, grouped_linear_init, into_grouped
 from funcops.ops.grouped_wgrads import GroupedProduct
@@ -174,6 +174,7 @@ def check_experts_x(where: str, x: Any, dim: int | str, experts: int) -> None:
         fail(where, "x.0 (weights)", wanted, list(weights.shape))
     check(where, "x.2 (indices)", indices, weights.shape, INDICES, tokens)
     check_row_count(where, "x.2 (indices)", indices.numel())
+    check_ids(where, "x.2 (indices)", indices, experts)
 
 
 def _rows(t: Tensor) -> Tensor:

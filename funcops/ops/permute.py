@@ -37,7 +37,7 @@ from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
 from funcops.contract.schema import DGRAD, Inputs, Residuals, saved, static
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import routing as kernels
-from funcops.ops._ids import INDICES
+from funcops.ops._ids import INDICES, check_ids
 from funcops.ops._tuples import require_tuple
 
 __all__ = ["PermuteConfig", "PermuteResiduals"]
@@ -76,6 +76,7 @@ def permute_fwd(
     check("permute_fwd", "x.0", t, (...,), FLOATS)
     if tuple(t.shape[:-1]) != tuple(indices.shape[:-1]) or not t.dim():
         fail("permute_fwd", "x.0", f"[{', '.join([*map(str, indices.shape[:-1]), 'D'])}], one row per token of x.1", list(t.shape))
+    check_ids("permute_fwd", "x.1 (indices)", indices, cfg.experts)
     _, _, offsets, place = kernels.sort_by_expert(indices, cfg.experts)
     by_token = place.view(-1, indices.shape[-1])
     rows = kernels.scatter_rows(t.reshape(by_token.shape[0], t.shape[-1]), by_token, offsets)
@@ -92,6 +93,7 @@ def _sorted(x: Any, cfg: PermuteConfig, needs: Needs) -> tuple[tuple[Tensor, ...
         fail("permute_fwd", "x.0 (weights)", f"{[*t.shape[:-1], 'K']}, K at least 1, one row per token of x.1", list(weights.shape))
     check("permute_fwd", "x.2 (indices)", indices, weights.shape, INDICES, t)
     kernels.check_row_count("permute_fwd", "x.2 (indices)", indices.numel())
+    check_ids("permute_fwd", "x.2 (indices)", indices, cfg.experts)
     order, _, offsets, place = kernels.sort_by_expert(indices, cfg.experts)
     return (t, weights, offsets, order, place), sorted_kept(cfg, needs, x)
 

@@ -108,7 +108,11 @@ ERRORS = [
         error=TypeError,
     ),
     Error(call=_call(up=3.0), match="experts_fwd: params.up must be GroupedLinearParams, got 3.0", error=TypeError),
-    Error(call=_call(x=(torch.ones(5, 1), ROWS, ONE + 3)), match="index out of range in self", error=IndexError),
+    Error(
+        call=_call(x=(torch.ones(5, 1), ROWS, ONE + 3)),
+        match="experts_fwd: x.2 (indices) must be ids from 0 to 2, got 3",
+        error=IndexError,
+    ),
     Error(
         call=_call(up=GroupedLinearParams(torch.ones(2, 6, 5))),
         match="experts_fwd: params.up.weight must be [2, 6, 4], got [2, 6, 5]",
