@@ -24,6 +24,7 @@ TRITON = (
 )
 
 NAMES = {
+    "torch._C._autograd._top_saved_tensors_default_hooks": "no public way to ask for active hooks; a checkpoint's around a trace",
     "._dynamo_marked_constant": DYNAMO,
     "torch._dynamo": "its config of floats, read once a compiler runs: torch.compiler has no public name for one",
     "._current_level": "whether torch.autograd.forward_ad is on: no public name; a layer under it would lose tangents in silence",

@@ -63,6 +63,7 @@ def test_a_launch_of_too_many_programs_is_refused(monkeypatch):
         modulate_fwd(torch.ones(6, 2, 8), torch.ones(6, 8), torch.ones(6, 8))
 
 
+@pytest.mark.slow
 def test_swins_windows_on_a_device():
     """Planned for an H100: 70,000 windows of 4 heads."""
     root = Path(__file__).resolve().parents[2]

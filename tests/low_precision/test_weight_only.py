@@ -180,7 +180,7 @@ def through_codes_of_8_bits(cfg, params):
 WAYS = {f.__name__: f for name, f in list(globals().items()) if name.startswith("through_")}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * (way == "through_a_compiler")) for way in WAYS])
 @pytest.mark.parametrize("format", [NF4(), NF4(double=True)], ids=lambda format: format.name)
 def test_every_way_through(way, format):
     plain = unfused(mlp())

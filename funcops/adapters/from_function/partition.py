@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -87,12 +88,7 @@ def cut(where: str, run: Run, leaves: Sequence[Tensor], asked: Sequence[bool], p
     params. Hooks on saved tensors that are active around the call (a checkpoint's, an offload's) do not see the trace's, which
     would come with their changes into the graph."""
     try:
-        with (
-            torch.inference_mode(False),
-            FakeTensorMode(allow_non_fake_inputs=True),
-            torch.enable_grad(),
-            saved_tensors_hooks(_unchanged, _unchanged),
-        ):
+        with torch.inference_mode(False), FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), _hidden_from_hooks():
             given = [_stand_in(t) for t in leaves]
             outputs = [Like.of(y).dense() for y in run(given)]
             traced = _joint(run, given, outputs, asked)
@@ -103,6 +99,13 @@ def cut(where: str, run: Run, leaves: Sequence[Tensor], asked: Sequence[bool], p
             got = describe(getattr(traced, node.target))
             fail(where, "fn", "a function that takes tensors that require grad as params or x", got)
     return _Cutter(where, traced, len(leaves), len(outputs), asked, params).graphs(tuple(outputs))
+
+
+def _hidden_from_hooks() -> AbstractContextManager[Any]:
+    """A block whose saved tensors active hooks do not see: hooks that change nothing take their place. Without active hooks none
+    are set, as torch 2.14 cannot save a sparse fake tensor under hooks."""
+    active = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return nullcontext() if active is None else saved_tensors_hooks(_unchanged, _unchanged)
 
 
 def _unchanged(t: Tensor) -> Tensor:

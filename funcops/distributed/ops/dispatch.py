@@ -7,7 +7,8 @@ x is `(weights, x, indices)`, as for `experts`, of this rank's tokens: weights, 
 dtype, weights of that or its wide one, indices int32 or int64. The E experts are sharded in blocks, expert e is on rank
 e // (E/n), and an index of E is a dropped choice. y is `(weights, rows, indices, place)`: received by this rank, weights, indices
 [n C, K], int32, and rows [n C, H]; and the rows of its own tokens, place [m, *, n] int32. Indices count this rank's experts from
-0; a choice of another rank's expert is E/n, dropped. dy is `(dweights, drows, None, None)`, None for zero: integers have no gradient.
+0; a choice of another rank's expert is E/n, dropped. dy is `(dweights, drows, None, None)`, None for zero: integers have no
+gradient.
 
 A rank sends C rows to each rank. By default C is T, the number of its tokens, which is always enough, so that sizes do not depend
 on the routing, and a CUDA graph can capture it. Unused rows are zero, and their choices dropped. `capacity` makes
