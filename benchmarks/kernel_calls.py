@@ -19,7 +19,7 @@ from benchmarks.kernel_call import KernelCall as KernelCall
 from benchmarks.kernel_call import Maker as Maker
 from benchmarks.low_experts import of_low_experts
 from benchmarks.norms import of_group_norms, of_norms
-from benchmarks.quantizers import of_coded_glus, of_quantized_outputs, of_quantizers
+from benchmarks.quantizers import of_coded_glus, of_frozen_weights, of_quantized_outputs, of_quantizers
 from funcops import random
 from funcops.kernels import (
     adamw,
@@ -75,6 +75,7 @@ def families() -> tuple[Family, ...]:
         of_low_experts,
         of_attention,
         of_caches,
+        of_frozen_weights,
     )
 
 

@@ -39,10 +39,15 @@ def of_quantizers(make: Maker) -> Iterator[KernelCall]:
     tiles = make.codes(rows, -(-width // 16))
     few = make.codes(rows, -(-width // 2)), tiles, whole, *nv, width, make.dtype
     yield KernelCall(quantize.dequantize, f"e2m1 1x16 {rows}x{width}", few, dtype=make.dtype)
+    yield from _codecs(make, x)
+
+
+def of_frozen_weights(make: Maker) -> Iterator[KernelCall]:
+    """Weights of an MLP of Llama-3-8B in NF4."""
+    make = type(make)(make.device, torch.bfloat16, make.shrink)
     for high, wide in (make.sizes(14336, 4096), make.sizes(4096, 14336)):
         frozen = make.codes(high, -(-wide // 2)), make.wide(high, -(-wide // nf4.BLOCK)), wide, make.dtype
         yield KernelCall(nf4.nf4_dequantize, f"{high}x{wide}", frozen, dtype=make.dtype)
-    yield from _codecs(make, x)
 
 
 def _decoded(args: tuple[Any, ...], amax: Tensor | None) -> Callable[[Any], Any]:

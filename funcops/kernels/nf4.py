@@ -31,7 +31,7 @@ def nf4_dequantize(codes: Tensor, absmax: Tensor, width: int, out: torch.dtype) 
     """x [*, width] in the dtype `out`: levels times absmax in float32, rounded once."""
     levels = torch.tensor(LEVELS, device=codes.device)
     pairs = torch.stack((levels.repeat_interleave(16), levels.repeat(16)), -1).view(torch.float64)  # two levels for each byte
-    values = pairs.squeeze(-1)[codes.contiguous().to(torch.int32)].view(torch.float32)
+    values = pairs.squeeze(-1)[codes.reshape(-1).to(torch.int32)].view(torch.float32).view(*codes.shape[:-1], 2 * codes.shape[-1])
     blocks, rest = width // BLOCK, width % BLOCK
     values[..., : blocks * BLOCK].unflatten(-1, (blocks, BLOCK)).mul_(absmax[..., :blocks, None])
     if rest:

@@ -76,6 +76,8 @@ def _evaluate(op, rest, names, env, grid, narrow):
         return (0, size - 1) if op == "tt.get_program_id" else (size, size)
     if op in ("tt.addptr", "tt.load"):
         return (0, MOST_ROWS) if narrow and op == "tt.load" else ANY
+    if op == "arith.extui" and re.search(r"i8>? to", rest):
+        return 0, 255
     given = [env.get(name, WRONG if narrow else ANY) for name in names]
     if op in ("tt.splat", "tt.expand_dims", "tt.broadcast", "tt.reshape", "arith.extsi", "arith.index_cast"):
         return given[0]
@@ -119,6 +121,8 @@ _ARITHMETIC = {
     "arith.remsi": _remainder,
     "arith.minsi": lambda a, b: (min(a[0], b[0]), min(a[1], b[1])),
     "arith.xori": lambda a, b: (0, 2 ** max(a[1].bit_length(), b[1].bit_length()) - 1) if min(a[0], b[0]) >= 0 else (LOW, HIGH),
+    "arith.andi": lambda a, b: (0, min([x[1] for x in (a, b) if x[0] >= 0])) if max(a[0], b[0]) >= 0 else (LOW, HIGH),
+    "arith.shrsi": lambda a, b: (min(a[0] >> b[0], a[0] >> b[1]), max(a[1] >> b[0], a[1] >> b[1])),
     "arith.maxsi": lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
     "arith.select": lambda a, b: (min(a[0], b[0]), max(a[1], b[1])),
 }
