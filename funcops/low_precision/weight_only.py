@@ -126,7 +126,7 @@ def with_weight_only(cfg: Any, format: WeightFormat, *, only: Sequence[str] = ()
     adapters on experts, before).
 
     `only`, `skip`: globs over the paths of steps, as in `with_recipe`. Steps that have a format keep it. Raises `ValueError` for a
-    glob that matches no linear layer, and for a layer whose weight is tied: name it in `skip`.
+    glob that matches no linear layer, and for a layer whose weight is tied: name it in `skip`; `TypeError` for one layer's config.
 
     >>> from funcops import ChainConfig, LinearConfig, Step, linear
     >>> from funcops.low_precision import NF4, with_weight_only
@@ -137,6 +137,8 @@ def with_weight_only(cfg: Any, format: WeightFormat, *, only: Sequence[str] = ()
     where = "with_weight_only"
     require_type(where, "format", format, Format, NF4)
     require_config(where, cfg)
+    if cfg.linear_weights:
+        fail(where, "cfg", "the config of a combinator (of one layer take weight_only(op, format))", type(cfg).__name__, TypeError)
     known = [part.path for part in steps(cfg) if part.cfg.linear_weights]
     for name, globs in (("only", only), ("skip", skip)):
         check_globs(where, name, globs)
@@ -171,7 +173,7 @@ def quantize_weights(params: T, cfg: Any) -> T:
     """
     where = "quantize_weights"
     require_config(where, cfg)
-    found = {join_path(p.path, w): _format_of(p.op) for p in steps(cfg, layers=True) for w in p.cfg.linear_weights}
+    found = {join_path(p.path, w): _format_of(p.op) for p in steps(cfg, layers=True) if p.op for w in p.cfg.linear_weights}
     made: Any = params
     if not any(found.values()):
         fail(where, "cfg", "one that with_weight_only made", describe(cfg))

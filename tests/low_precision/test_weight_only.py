@@ -273,6 +273,12 @@ REFUSED = {
     ),
     "with_weight_only: only must be globs over up, down, got 'act'": lambda: with_weight_only(mlp(), NF4(), only=("act",)),
     "with_weight_only: skip must be globs over up, down, got 'head'": lambda: with_weight_only(mlp(), NF4(), skip=("head",)),
+    "with_weight_only: cfg must be the config of a combinator (of one layer take weight_only(op, format)), got LinearConfig": (
+        lambda: with_weight_only(LinearConfig(64, 64), NF4())
+    ),
+    "quantize_weights: cfg must be one that with_weight_only made, got LinearConfig": (
+        lambda: quantize_weights({}, LinearConfig(64, 64))
+    ),
     "quantize_weights: cfg must be one that with_weight_only made, got ChainConfig": lambda: quantize_weights({}, mlp()),
     "quantize_weights: params must be a tree with up.weight, got": lambda: quantize_weights({}, with_weight_only(mlp(), NF4())),
     "quantize_weights: params.up.weight must be a float tensor, or in nf4 1x64 float32, got": lambda: quantize_weights(
