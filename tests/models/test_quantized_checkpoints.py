@@ -86,12 +86,12 @@ def in_nf4(tensors):
             packed = codes[name] = torch.randint(256, (t.numel() // 2, 1), generator=draw, dtype=torch.uint8)
             scales = codes[f"{name}.absmax"] = torch.rand(blocks, generator=draw)
             codes[f"{name}.quant_map"] = levels.clone()
-            if i % 2:
+            if i % 2 or "down" in name:
                 small = codes[f"{name}.absmax"] = torch.randint(256, (blocks,), generator=draw, dtype=torch.uint8)
                 largest = codes[f"{name}.nested_absmax"] = torch.rand(-(-blocks // 256), generator=draw)
                 codes[f"{name}.nested_quant_map"] = shares.clone()
-                said |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.75}
-                scales = shares[small.long()] * largest.repeat_interleave(256)[:blocks] + 0.75
+                said |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 1.5}
+                scales = shares[small.long()] * largest.repeat_interleave(256)[:blocks] + 1.5
             codes[f"{name}.quant_state.bitsandbytes__nf4"] = torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
             values = torch.stack((levels[(packed >> 4).long()], levels[(packed & 15).long()]), -1).reshape(blocks, 64)
             numbers[name] = (values * scales[:, None]).reshape(t.shape).bfloat16()
