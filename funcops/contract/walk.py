@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from funcops.contract.configs import Composite, require_config
 from funcops.contract.op import Op
-from funcops.errors import fail, join_path, require_callable, require_flag, require_type
+from funcops.errors import fail, few, join_path, require_callable, require_flag, require_type
 
 
 class Part(NamedTuple):
@@ -170,6 +170,15 @@ def check_globs(where: str, name: str, globs: Any) -> None:
     """Check that globs are a tuple or list of strings."""
     if not isinstance(globs, (tuple, list)) or not all(isinstance(glob, str) for glob in globs):
         fail(where, name, "a tuple of globs", repr(globs), TypeError)
+
+
+def check_selection(where: str, known: Sequence[str], only: Any, skip: Any) -> None:
+    """Raise unless every glob of `only` and of `skip` matches one of the `known` paths."""
+    for name, globs in (("only", only), ("skip", skip)):
+        check_globs(where, name, globs)
+        for glob in globs:
+            if not any(matches(path, (glob,)) for path in known):
+                fail(where, name, shared_layers(known, glob) or f"globs over {few(known)}", repr(glob))
 
 
 def remade(where: str, op: Op, source: Op, becomes: Op) -> Op:

@@ -9,8 +9,8 @@ from typing import Any
 from funcops.compose.expert_steps import by_steps
 from funcops.contract.configs import require_config
 from funcops.contract.op import Op
-from funcops.contract.walk import Part, check_globs, matches, remade, rewrite, shared_layers, steps
-from funcops.errors import fail, few, in_step
+from funcops.contract.walk import Part, check_selection, matches, remade, rewrite, steps
+from funcops.errors import in_step
 from funcops.formats.recipes import Recipe, low_form_of, require_recipe
 from funcops.low_precision.report import layers
 from funcops.low_precision.weights import low_steps
@@ -36,12 +36,7 @@ def with_recipe(cfg: Any, recipe: Recipe, *, only: Sequence[str] = (), skip: Seq
     require_recipe(where, recipe)
     require_config(where, cfg)
     known = [name for part in steps(cfg) for name in _names(part)]
-    for name, globs in (("only", only), ("skip", skip)):
-        check_globs(where, name, globs)
-        for glob in globs:
-            if not any(matches(path, (glob,)) for path in known):
-                why = shared_layers(known, glob) or f"globs over {few(known)}"
-                fail(where, name, why, repr(glob))
+    check_selection(where, known, only, skip)
 
     def wanted(*paths: str) -> bool:
         """Whether a step is selected, by its own path or by the path of a step around it."""

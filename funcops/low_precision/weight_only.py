@@ -21,8 +21,8 @@ from funcops.contract.configs import require_config
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, wrap
 from funcops.contract.schema import open_node
-from funcops.contract.walk import Part, check_globs, matches, rewrite, shared_layers, steps, ties
-from funcops.errors import FLOATS, describe, fail, few, join_path, require_type
+from funcops.contract.walk import Part, check_selection, matches, rewrite, steps, ties
+from funcops.errors import FLOATS, describe, fail, join_path, require_type
 from funcops.formats import NF4, Format, NF4Tensor, QTensor, nf4_tensor, quantize_tensor, stacked
 from funcops.low_precision.weights import each_layer
 from funcops.trees import at, has, put
@@ -47,6 +47,8 @@ def quantize_weight(weight: Tensor, format: WeightFormat) -> QTensor | NF4Tensor
         return nf4_tensor(where, weight, format)
     if not (isinstance(weight, Tensor) and weight.dim() >= 2 and weight.dtype in FLOATS):
         fail(where, "weight", "a float tensor [*, O, I]", describe(weight), TypeError)
+    if 0 in weight.shape[:-2]:
+        fail(where, "weight", "at least one matrix [O, I]", list(weight.shape))
     lead, made = weight.shape[:-2], [quantize_tensor(w, format, where=where) for w, _ in each_layer(weight, None)]
     for size in reversed(lead):
         made = [stacked(made[i : i + size]) for i in range(0, len(made), size)]
@@ -140,11 +142,7 @@ def with_weight_only(cfg: Any, format: WeightFormat, *, only: Sequence[str] = ()
     if cfg.linear_weights:
         fail(where, "cfg", "the config of a combinator (of one layer take weight_only(op, format))", type(cfg).__name__, TypeError)
     known = [part.path for part in steps(cfg) if part.cfg.linear_weights]
-    for name, globs in (("only", only), ("skip", skip)):
-        check_globs(where, name, globs)
-        for glob in globs:
-            if not any(matches(path, (glob,)) for path in known):
-                fail(where, name, shared_layers(known, glob) or f"globs over {few(known)}", repr(glob))
+    check_selection(where, known, only, skip)
     tied = {path for pair in ties(cfg).items() for path in pair}
 
     def low(part: Part) -> tuple[Op, Any] | None:

@@ -237,7 +237,7 @@ def _found(folder: str | os.PathLike[str]) -> Path:
             from huggingface_hub import snapshot_download
 
             return Path(snapshot_download(name, local_files_only=True))
-        except (ImportError, OSError):  # without the package or the model; the error of the missing file says what to do
+        except (ImportError, OSError, ValueError):  # no package, model or such name: the missing file's error says what to do
             pass
     return root
 

@@ -143,3 +143,12 @@ def test_a_leaf_of_another_shape_is_named(tmp_path, shape):
     save({"a": torch.ones(2, 3), "b": torch.ones(2)}, tmp_path / "t.safetensors")
     with pytest.raises(CheckpointError, match=rf"mis-shaped: a {re.escape(str(list(shape)))}, got \[2, 3\]"):
         load(tmp_path / "t.safetensors", {"a": torch.ones(shape), "b": torch.ones(2)})
+
+
+def test_parts_of_one_tensor_come_back(tmp_path):
+    """Also overlapping and empty parts, in either order."""
+    t = torch.arange(20.0)
+    for parts in ({"a": t, "b": t[5:5]}, {"a": t[5:5], "b": t}, {"a": t[:10], "b": t[10:], "c": t[3:12], "d": t[:0]}):
+        save(parts, tmp_path / "file.safetensors")
+        found = load(tmp_path / "file.safetensors", parts)
+        assert all(found[name].equal(part) for name, part in parts.items())

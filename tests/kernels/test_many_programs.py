@@ -63,6 +63,15 @@ def test_a_launch_of_too_many_programs_is_refused(monkeypatch):
         modulate_fwd(torch.ones(6, 2, 8), torch.ones(6, 8), torch.ones(6, 8))
 
 
+def test_more_heads_than_a_grid_takes_are_refused(monkeypatch):
+    """No part of the batch has fewer heads than one sequence."""
+    monkeypatch.setattr(launch, "MOST", 5)
+    monkeypatch.setattr(kernels, "MOST", 5)
+    q = torch.ones(2, 3, 6, 16)
+    with pytest.raises(ValueError, match="kernel forward: grid must be of at most 5 programs"):
+        kernels.scored_attention_fwd(q, q, q, None, None, True, 2, 0.0, False, 0.3)
+
+
 @pytest.mark.slow
 def test_swins_windows_on_a_device():
     """Planned for an H100: 70,000 windows of 4 heads."""

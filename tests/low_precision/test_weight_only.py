@@ -285,6 +285,7 @@ REFUSED = {
         quantized(mlp(), FORMATS["mxfp4"])[1], with_weight_only(mlp(), NF4())
     ),
     "weight must be a matrix [O, I], or several, got [64]": lambda: quantize_weight(torch.ones(64), NF4()),
+    "weight must be at least one matrix [O, I], got [0, 4, 64]": lambda: quantize_weight(torch.ones(0, 4, 64), FORMATS["mxfp4"]),
     "weight must be a float tensor [*, O, I], got": lambda: quantize_weight(torch.ones(64), FORMATS["mxfp4"]),
     "(of a model: with_weight_only(cfg, format), after with_lora), got activation": lambda: weight_only(activation, NF4()),
     "op must be a linear layer or experts (of a model: with_weight_only(cfg, format), after with_lora), got chain": lambda: (

@@ -282,7 +282,7 @@ def _serves(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Optional[Tensor]) -> bo
 
 def _parts(batch: int, heads: int) -> list[slice]:
     """Parts of a batch, each of at most as many heads as a grid takes."""
-    most = max(1, MOST // heads)
+    most = MOST // heads
     return [slice(i, i + most) for i in range(0, batch, most)]
 
 
@@ -314,7 +314,7 @@ def scored_attention_fwd(
     if not _serves(q, k, v, cu_seqlens):
         return declared.scored_attention_fwd.kernel.torch_impl(q, k, v, bias, cu_seqlens, *score)  # type: ignore[no-any-return]
     (batch, t, heads, d), bounds = q.shape, _bounds(cu_seqlens, q.shape[1])
-    if batch * heads > MOST:
+    if heads <= MOST < batch * heads:
 
         def part(at: slice) -> tuple[Tensor, Tensor]:
             return scored_attention_fwd(q[at], k[at], v[at], _of_part(bias, at), None, *score)
@@ -344,7 +344,7 @@ def scored_attention_bwd(
             dy, q, k, v, bias, cu_seqlens, out, lse, *score, wants_bias
         )
     (batch, t, heads, d), s, bounds = q.shape, k.shape[1], _bounds(cu_seqlens, q.shape[1])
-    if batch * heads > MOST:
+    if heads <= MOST < batch * heads:
 
         def part(at: slice) -> tuple[Tensor, Tensor, Tensor, Optional[Tensor]]:
             given = dy[at], q[at], k[at], v[at], _of_part(bias, at), None, out[at], lse[at]
