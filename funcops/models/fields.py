@@ -7,6 +7,7 @@ A `Section` has `read(fields, found)`, which adds to the config's arguments `fou
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -75,8 +76,8 @@ def _read_biases(fields: Fields, found: Found) -> None:
     found["qkv_bias"] = found["out_bias"] = fields.take("attention_bias", fields.given["model_type"] == "gpt_oss")
 
 
-def _read_qkv_bias(fields: Fields, found: Found) -> None:
-    found["qkv_bias"] = fields.take("qkv_bias", True)
+def _read_qkv_bias(fields: Fields, found: Found, name: str = "qkv_bias") -> None:
+    found["qkv_bias"] = fields.take(name, True)
 
 
 def _read_mlp_bias(fields: Fields, found: Found) -> None:
@@ -202,6 +203,7 @@ def _write_gemma(cfg: DecoderConfig) -> Found:
 
 def _read_smollm3(fields: Fields, found: Found) -> None:
     layers, interval = found["layers"], fields.take("no_rope_layer_interval", 4)
+    require(interval >= 1, fields.where, "no_rope_layer_interval", "at least 1", interval)
     rotated = fields.take("no_rope_layers", [(i + 1) % interval for i in range(layers)], list)  # 1 where a layer has rope
     require(len(rotated) >= layers, fields.where, "no_rope_layers", f"a list of {layers}", len(rotated))
     found["unrotated"] = tuple(i for i in range(layers) if not rotated[i])
@@ -228,7 +230,9 @@ def _write_smollm3(cfg: DecoderConfig) -> Found:
 def _read_granite(fields: Fields, found: Found) -> None:
     for name, of in GRANITE.items():
         found[of] = fields.take(name, 1.0, float)
-    found["logit_scale"] = 1.0 / fields.take("logits_scaling", 1.0, float)
+    scaling = fields.take("logits_scaling", 1.0, float)
+    require(scaling > 0, fields.where, "logits_scaling", "above 0", scaling)
+    found["logit_scale"] = 1.0 / scaling
 
 
 GRANITE = {"embedding_multiplier": "embed_scale", "residual_multiplier": "residual_scale", "attention_multiplier": "scale"}
@@ -236,10 +240,6 @@ GRANITE = {"embedding_multiplier": "embed_scale", "residual_multiplier": "residu
 
 def _write_granite(cfg: DecoderConfig) -> Found:
     return {"logits_scaling": 1.0 / cfg.logit_scale, **{name: getattr(cfg, of) for name, of in GRANITE.items()}}
-
-
-def _read_glm4(fields: Fields, found: Found) -> None:
-    found["qkv_bias"] = fields.take("attention_bias", True)
 
 
 def _read_gpt2(fields: Fields, found: Found) -> None:
@@ -380,7 +380,7 @@ SECTIONS = {
     "gemma": Section(_read_gemma, _write_gemma),
     "smollm3": Section(_read_smollm3, _write_smollm3),
     "granite": Section(_read_granite, _write_granite),
-    "glm4": Section(_read_glm4, lambda cfg: {"attention_bias": cfg.qkv_bias}),
+    "glm4": Section(functools.partial(_read_qkv_bias, name="attention_bias"), lambda cfg: {"attention_bias": cfg.qkv_bias}),
     "gpt2": Section(_read_gpt2, lambda cfg: {}),
     "latent": Section(_read_latent, _write_latent),
     "mixtral": Section(_read_mixtral, _write_mixtral),

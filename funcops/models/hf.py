@@ -361,8 +361,10 @@ def from_hf(
             return None if like is None else weights.read(path, dtype=dtype).to(device)
 
         params = tree_map_with_path(leaf, decoder(cfg).abstract())
-    rounded = float(torch.tensor(cfg.embed_scale, dtype=params["embed"].weight.dtype))
-    return params, cfg if cfg.embed_scale == 1.0 else dataclasses.replace(cfg, embed_scale=rounded)
+    if "gemma" not in family_of("from_hf", cfg.family).sections:
+        return params, cfg
+    rounded = float(torch.tensor(cfg.embed_scale, dtype=params["embed"].weight.dtype))  # as Hugging Face's Gemma has it
+    return params, dataclasses.replace(cfg, embed_scale=rounded)
 
 
 def to_hf(

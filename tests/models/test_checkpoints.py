@@ -98,6 +98,31 @@ def test_a_config_that_is_not_served_names_its_field(folder, fields, said):
     assert "gizmo" not in fields or str(folder / "config.json") in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "fields", "said"),
+    [
+        ("granite", {"logits_scaling": 0.0}, "logits_scaling must be above 0, got 0.0"),
+        ("smollm3", {"no_rope_layer_interval": 0, "no_rope_layers": None}, "no_rope_layer_interval must be at least 1, got 0"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers must be a list of 5, got 2"),
+        ("smollm3", {"layer_types": ["sliding_attention"] * 5}, "layer_types must be of 'full_attention', got 'sliding_attention'"),
+    ],
+)
+def test_numbers_that_a_family_does_not_take(name, fields, said, tmp_path):
+    saved(name, tmp_path / "hf")
+    edited(tmp_path / "hf", **fields)
+    with pytest.raises(ValueError, match=said):
+        from_hf(tmp_path / "hf")
+
+
+def test_a_factor_on_embeddings_is_rounded_where_hugging_face_rounds_it(tmp_path):
+    """Gemma's, which multiplies by a tensor of the params' dtype; Granite's is a number."""
+    for name in ("gemma3", "granite"):
+        saved(name, tmp_path / name)
+    edited(tmp_path / "granite", embedding_multiplier=3.3)
+    assert from_hf(tmp_path / "granite", dtype=torch.bfloat16)[1].embed_scale == 3.3
+    assert from_hf(tmp_path / "gemma3", dtype=torch.bfloat16)[1].embed_scale == 5.65625  # of sqrt(32)
+
+
 def test_fields_are_ignored_by_name(folder):
     params, cfg = from_hf(folder)
     edited(folder, gizmo=1, _gizmo={"a": 2})

@@ -282,8 +282,7 @@ def _serves(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Optional[Tensor]) -> bo
 
 def _parts(batch: int, heads: int) -> list[slice]:
     """Parts of a batch, each of at most as many heads as a grid takes."""
-    most = MOST // heads
-    return [slice(i, i + most) for i in range(0, batch, most)]
+    return [slice(i, i + MOST // heads) for i in range(0, batch, MOST // heads)]
 
 
 def _of_part(bias: Optional[Tensor], at: slice) -> Optional[Tensor]:
