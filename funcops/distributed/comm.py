@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.backend.declare import watched
+from funcops.backend.declare import tracing, watched
 from funcops.distributed.mesh import Axis
 from funcops.errors import fail
 
@@ -30,24 +30,43 @@ def _group(x: Tensor, axis: Axis) -> str:
     return axis.group
 
 
+_in_flight: dict[str, Tensor] = {}  # of each Gloo group, what was started last and is not waited for yet
+
+
+def _start(op: Any, x: Tensor, axis: Axis, *args: Any) -> Tensor:
+    """Start a collective. Gloo runs two of a group in two threads, which corrupt the heap: with torch 2.13 and 2.14 processes abort
+    or hang. So on a CPU the one before is waited for; other groups run beside it."""
+    group = _group(x, axis)
+    if x.device.type != "cpu" or group.endswith("]") or tracing():
+        return op(x.contiguous(), *args, group)  # type: ignore[no-any-return]
+    if group in _in_flight:
+        ops.wait_tensor(_in_flight.pop(group))
+    found = _in_flight[group] = op(x.contiguous(), *args, group)
+    return found
+
+
 def wait(t: Tensor, axis: Axis) -> Tensor:
     """Wait for a started tensor, and return it."""
-    return t if axis.size == 1 else ops.wait_tensor(t)
+    if axis.size == 1:
+        return t
+    if _in_flight.get(axis.group) is t:
+        del _in_flight[axis.group]
+    return ops.wait_tensor(t)  # type: ignore[no-any-return]
 
 
 def start_gather(x: Tensor, axis: Axis) -> Tensor:
     """[m, *] -> [n m, *]: the x of all ranks, one after the other."""
-    return x if axis.size == 1 else ops.all_gather_into_tensor(x.contiguous(), axis.size, _group(x, axis))
+    return x if axis.size == 1 else _start(ops.all_gather_into_tensor, x, axis, axis.size)
 
 
 def start_scatter_sum(x: Tensor, axis: Axis) -> Tensor:
     """[n m, *] -> [m, *]: this rank's part of the sum of x."""
-    return x if axis.size == 1 else ops.reduce_scatter_tensor(x.contiguous(), "sum", axis.size, _group(x, axis))
+    return x if axis.size == 1 else _start(ops.reduce_scatter_tensor, x, axis, "sum", axis.size)
 
 
 def start_sum(x: Tensor, axis: Axis) -> Tensor:
     """The sum of x."""
-    return x if axis.size == 1 else ops.all_reduce(x.contiguous(), "sum", _group(x, axis))
+    return x if axis.size == 1 else _start(ops.all_reduce, x, axis, "sum")
 
 
 def largest(amaxes: Tensor, axis: Axis) -> Tensor:
@@ -55,13 +74,13 @@ def largest(amaxes: Tensor, axis: Axis) -> Tensor:
     with NaN the largest: Gloo's own maximum of floats may drop a NaN."""
     if axis.size == 1:
         return amaxes
-    return wait(ops.all_reduce(amaxes.contiguous().view(torch.int32), "max", _group(amaxes, axis)), axis).view(torch.float32)
+    return wait(_start(ops.all_reduce, amaxes.contiguous().view(torch.int32), axis, "max"), axis).view(torch.float32)
 
 
 def start_all_to_all(x: Tensor, axis: Axis) -> Tensor:
     """[n m, *] -> [n m, *]: part i of this rank goes to rank i, and becomes part `rank` there."""
     parts = [x.shape[0] // axis.size] * axis.size
-    return x if axis.size == 1 else ops.all_to_all_single(x.contiguous(), parts, parts, _group(x, axis))
+    return x if axis.size == 1 else _start(ops.all_to_all_single, x, axis, parts, parts)
 
 
 def start_shift(x: Tensor, axis: Axis, by: int) -> Tensor:
@@ -70,7 +89,7 @@ def start_shift(x: Tensor, axis: Axis, by: int) -> Tensor:
         return x[None]
     sent, came = [0] * axis.size, [0] * axis.size
     sent[(axis.rank + by) % axis.size] = came[(axis.rank - by) % axis.size] = 1
-    return ops.all_to_all_single(x[None].contiguous(), came, sent, _group(x, axis))  # type: ignore[no-any-return]
+    return _start(ops.all_to_all_single, x[None], axis, came, sent)
 
 
 def gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:

@@ -1,6 +1,7 @@
 """Two Gloo processes: `python two_ranks.py FOLDER`. Each prints the result of each check; their exit codes are printed last."""
 
 import functools
+import itertools
 import json
 import sys
 import time
@@ -11,9 +12,10 @@ import torch
 import torch.distributed as torch_dist
 from dist_cases import CASES, on_axis
 from forked import codes
+from torch._C._distributed_c10d import _get_work_registry_size
 
 from funcops import ChainConfig, GLUConfig, LinearConfig, RepeatConfig, Step, chain, dist, glu, linear, random, repeat
-from funcops.distributed import Mesh
+from funcops.distributed import Mesh, comm
 from funcops.testing import run_ranks
 from funcops.testing.checks import float_like
 from funcops.trees import leaves, tensors, tree_map
@@ -133,6 +135,23 @@ def checkpoint(mesh, folder):
     return all(map(torch.equal, tensors(dist.load(folder, own, specs, mesh)), tensors(own)))
 
 
+SHIFT = functools.partial(comm.start_shift, by=1)
+STARTED = (comm.start_gather, comm.start_scatter_sum, comm.start_sum, comm.start_all_to_all, SHIFT)
+
+
+def in_flight(tp, other):
+    """The numbers of collectives in flight after two starts, of every pair of kinds: over one axis, and over two."""
+    counts = {"one": set(), "two": set()}
+    for first, second in itertools.product(STARTED, repeat=2):
+        for name, axis in (("one", tp), ("two", other)):
+            sent = [(first(torch.arange(4.0), tp), tp), (second(torch.ones(2, 3), axis), axis)]
+            counts[name].add(_get_work_registry_size())
+            for one in sent:
+                comm.wait(*one)
+            assert not _get_work_registry_size() and not comm._in_flight
+    return counts
+
+
 def rank(store, number):
     torch_dist.init_process_group("gloo", f"file://{store}", rank=number, world_size=2, timeout=timedelta(minutes=5))
     try:
@@ -148,6 +167,7 @@ def rank(store, number):
     print("checkpoint|", checkpoint(mesh, store.with_name("checkpoint")))
     print("disagreement|", disagreement(mesh))
     print("finish|", dist.finish(dist.gather_start(torch.ones(1) * mesh.rank, mesh["tp"])).tolist())
+    print("in flight|", in_flight(mesh["tp"], Mesh.of({"cp": torch_dist.new_group([0, 1])}, "cpu")["cp"]))
     print("traced|", compiled_steps(mesh, "aot_eager", WAYS))
     print("traced ops|", compiled_ops(mesh))
     print("traced sums|", compiled_sums(mesh))
