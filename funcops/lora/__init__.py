@@ -18,10 +18,10 @@ from funcops.lora.files import load_adapter, save_adapter
 from funcops.lora.from_folder import with_adapter_of
 from funcops.lora.params import adapter, lora_init, lora_needs, merge, unmerge, with_adapter
 from funcops.lora.rewrite import with_lora
-from funcops.lora.settings import RowsOf
+from funcops.lora.settings import ParameterOf, RowsOf
 from funcops.ops.low_rank import LowRankConfig, LowRankParams, low_rank
 
-__all__ = ["LowRankConfig", "LowRankParams", "RowsOf"]
+__all__ = ["LowRankConfig", "LowRankParams", "ParameterOf", "RowsOf"]
 __all__ += ["adapter", "load_adapter", "lora_init", "lora_needs", "low_rank"]
 __all__ += ["merge", "save_adapter", "unmerge", "with_adapter", "with_adapter_of", "with_lora"]
 

@@ -2,7 +2,8 @@
 
 Entries are `base_model.model.MODULE.lora_A.weight` [R, I] and `.lora_B.weight` [O, R], one pair for each linear; stacked layers are
 written one by one. A linear that holds several of PEFT's modules, one below the other, has a pair for each of them: its whole a,
-and their rows of its b. Needs the safetensors package.
+and their rows of its b. A layer of E experts is a parameter of a module: lora_A [E R, I] has one expert's a below the other's,
+lora_B [O, R E] the columns of b of all experts for the first rank, then for the second. Needs the safetensors package.
 """
 
 from __future__ import annotations
@@ -30,13 +31,17 @@ from funcops.lora.settings import (
     WEIGHTS,
     Module,
     Names,
+    ParameterOf,
     RowsOf,
     check_names,
     divisor,
+    is_target,
     modules_of,
     name_of,
+    names_in_file,
     numbered,
     of_module,
+    of_targets,
     read_settings,
 )
 from funcops.ops.low_rank import LowRankParams
@@ -55,8 +60,9 @@ def save_adapter(folder: str | os.PathLike[str], params: Any, cfg: Any, *, names
 
     A tuple is for a linear that holds several modules of equally many rows: `("...gate_proj", "...up_proj")`. Each of these gets
     the whole a, and its rows of b. A `RowsOf` is for a linear that is some rows of a module: its b is these rows of the module's,
-    whose a is the one that all its linears share, or else all of theirs, one below the other. `models.peft_names` gives the names
-    for a decoder of `funcops.models`.
+    whose a is the one that all its linears share, or else all of theirs, one below the other. A `ParameterOf` is for a linear that
+    PEFT has in its `target_parameters`, such as a layer of experts. `models.peft_names` gives the names for a decoder of
+    `funcops.models`.
 
     `base`: the name or path of the base model, for PEFT. Raises `ValueError`, before anything is written, for a linear without a
     name, for two with one name, for a tuple whose length does not divide b's rows, and for adapters with different dropouts.
@@ -88,8 +94,9 @@ def save_adapter(folder: str | os.PathLike[str], params: Any, cfg: Any, *, names
         for module, rows in zip(there, own[path].b[index].chunk(len(there)), strict=True):
             parts.setdefault(name_of(module), []).append((module, own[path].a[index], rows))
     whole = {name: _whole(each) for name, each in parts.items()}
-    entries = {_entry(name, side): t for name, (a, b) in whole.items() for side, t in (("a", a), ("b", b))}
-    ranks = {name: len(a) for name, (a, _) in whole.items()}
+    stored = names_in_file(one for there in modules.values() for one in there)
+    entries = {_entry(stored[name], side): t for name, (a, b) in whole.items() for side, t in (("a", a), ("b", b))}
+    ranks = {name: len(a) // _experts(parts[name][0][1]) for name, (a, _) in whole.items()}
     text = json.dumps(_described(where, found, modules, ranks, base), indent=2, sort_keys=True) + "\n"
     os.makedirs(folder, exist_ok=True)
     checkpoint.save(entries, Path(folder) / WEIGHTS, metadata={"format": "pt"})
@@ -110,7 +117,8 @@ def load_adapter(
 
     A linear of two modules of rank r, such as gate and up, takes an adapter of rank r if both have the same lora_A, as
     `save_adapter` writes them. If each has its own, as PEFT trains them, it takes one of rank 2r with twice the alpha: `[a1; a2]`,
-    and b with b1 and b2 on its diagonal.
+    and b with b1 and b2 on its diagonal. If PEFT's target_modules have one of them alone, it takes one of rank r, whose b has zeros
+    in the other's rows; a training then changes these, too.
 
     Raises `CheckpointError`, before any tensor is read: for a file that is invalid or cut off; for tensors that are missing, extra,
     or of another shape or dtype, by name; for another rank or alpha; for any setting of PEFT with another meaning (DoRA,
@@ -125,20 +133,24 @@ def load_adapter(
     own = adapter(params, cfg)
     with_adapter(params, own, cfg)
     ranks = _checked_settings(where, Path(folder) / CONFIG, found, modules)
+    stored = names_in_file(one for there in modules.values() for one in there)
     held = _dtypes(where, Path(folder) / WEIGHTS) if dtype is not None else {}
     like = {}
     for (path, index), there in modules.items():
-        linear, a = found[path], own[path].a[index]
         for module, rank in zip(there, ranks[path, index], strict=True):
-            rows = module.rows if isinstance(module, RowsOf) else linear.lora.out_features // len(there)
-            for side, shape in (("a", (rank, linear.lora.in_features)), ("b", (rows, rank))):
-                entry = _entry(name_of(module), side)
-                like[entry] = getattr(own[path], side).new_empty(shape, dtype=held.get(entry, dtype or a.dtype))
+            for side, shape in _shapes(module, found[path], rank, len(there)).items() if rank else ():
+                entry = _entry(stored[name_of(module)], side)
+                own_dtype = held.get(entry, dtype or own[path].a.dtype)
+                like[entry] = getattr(own[path], side).new_empty(shape, dtype=own_dtype)
     read = {entry: t if dtype is None else t.to(dtype) for entry, t in checkpoint.load(Path(folder) / WEIGHTS, like).items()}
     _check_no_other_rows(where, folder, modules, read)
     made = {}
     for path, linear in found.items():
-        layers = [_adapter_of_modules(where, folder, linear, modules[path, index], read) for index in _indices(linear)]
+        parts = [
+            {module: tuple(read.get(_entry(stored[name_of(module)], side)) for side in SIDES) for module in modules[path, index]}
+            for index in _indices(linear)
+        ]
+        layers = [_adapter_of_modules(where, folder, linear, each) for each in parts]
         made[path] = layers[0] if not linear.lead else tree_map(lambda *t, of=linear: torch.stack(t).unflatten(0, of.lead), *layers)
     return with_adapter(params, made, cfg)
 
@@ -147,11 +159,30 @@ def _entry(module: str, side: str) -> str:
     return f"{PREFIX}{module}.{SIDES[side]}.weight"
 
 
+def _inverse(at: tuple[int, ...]) -> list[int]:
+    return sorted(range(len(at)), key=at.__getitem__)
+
+
+def _experts(a: Tensor) -> int:
+    """The number of experts of a layer's a; 1 for a linear's."""
+    return len(a) if a.ndim > 2 else 1
+
+
+def _shapes(module: Module, linear: AdaptedLinear, rank: int, modules: int) -> dict[str, tuple[int, int]]:
+    """The shapes of a module's a and b in a file."""
+    count = math.prod(linear.lora.shapes["a"][:-2])
+    rows = module.rows if isinstance(module, RowsOf) else linear.lora.out_features // modules
+    return {"a": (count * rank, linear.lora.in_features), "b": (rows, rank * count)}
+
+
 def _whole(parts: list[tuple[Module, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """The a and b of a module, from the adapters of the linears that are parts of it."""
     first, a, b = parts[0]
     if isinstance(first, str):
         return a, b
+    if isinstance(first, ParameterOf):
+        rows = b.view(-1, *b.shape[-2:])[:, _inverse(first.at) if first.at else slice(None)]
+        return a.flatten(0, -2), rows.permute(1, 2, 0).flatten(1)
     one = all(torch.equal(own, a) for _, own, _ in parts)
     ranks = [len(own) for _, own, _ in parts]
     made = b.new_zeros(first.rows, ranks[0] if one else sum(ranks))
@@ -169,22 +200,28 @@ def _dtypes(where: str, path: Path) -> dict[str, torch.dtype]:
     return {name: dtype for name, dtype in held.items() if dtype in FLOATS}
 
 
-def _adapter_of_modules(
-    where: str, folder: Any, linear: AdaptedLinear, there: tuple[Module, ...], read: Mapping[str, Tensor]
-) -> LowRankParams:
-    """Join the adapters of a linear's modules: with their common a, or with all their a, one below the other."""
-    modules = [name_of(module) for module in there]
-    a, b = ([read[_entry(module, side)] for module in modules] for side in SIDES)
-    if isinstance(there[0], RowsOf):
-        return LowRankParams(a[0].clone(), b[0][list(there[0].at)])
+def _adapter_of_modules(where: str, folder: Any, linear: AdaptedLinear, parts: Mapping[Module, tuple[Any, ...]]) -> LowRankParams:
+    """Join the adapters of a linear's modules, a and b: with their common a, or with all their a, one below the other."""
+    modules = [name_of(module) for module, (one, _) in parts.items() if one is not None]
+    (first, (a0, b0)), *_ = parts.items()
+    if isinstance(first, RowsOf):
+        return LowRankParams(a0.clone(), b0[list(first.at)])
+    if isinstance(first, ParameterOf):
+        shapes, b = linear.lora.shapes, b0.unflatten(1, (linear.lora.rank, -1)).permute(2, 0, 1)
+        rows = b[:, list(first.at) if first.at else slice(None)]
+        return LowRankParams(a0.reshape(shapes["a"]), rows.reshape(shapes["b"]).contiguous())
+    a = [one for one, _ in parts.values() if one is not None]
     if sum(len(one) for one in a) == linear.lora.rank:
-        return LowRankParams(torch.cat(a), torch.block_diag(*b))
+        rows = linear.lora.out_features // len(parts)
+        return LowRankParams(
+            torch.cat(a), torch.block_diag(*[a[0].new_zeros(rows, 0) if b is None else b for _, b in parts.values()])
+        )
     for module, one in zip(modules, a, strict=True):
         if not torch.equal(one, a[0]):
             rank, alpha = linear.lora.rank * len(modules), _plain(_alpha(linear) * len(modules))
             wanted = f"equal to {modules[0]}'s (if each has its own, use rank {rank} with alpha {alpha} at {linear.module})"
             fail(where, f"{os.fspath(folder)}: lora_A of {module}", wanted, "another", CheckpointError)
-    return LowRankParams(a[0], torch.cat(b))
+    return LowRankParams(a[0], torch.cat([b for _, b in parts.values()]))
 
 
 def _indices(linear: AdaptedLinear) -> Iterator[tuple[int, ...]]:
@@ -194,26 +231,28 @@ def _indices(linear: AdaptedLinear) -> Iterator[tuple[int, ...]]:
 def _modules(where: str, found: list[AdaptedLinear], names: Any) -> Modules:
     """The names of each linear's modules."""
     for linear in found:
-        over = getattr(linear.lora, "axis", None)
+        over = getattr(linear.lora, "axis", None) or linear.axis
         if over is not None and over.size > 1:
             wanted = "one with unsharded adapters (dist.unshard the params, and use the config before dist.parallel)"
             fail(where, "cfg", wanted, f"{linear.path} over {over}")
-        if len(linear.lora.shapes["a"]) > 2:
-            wanted = "one without adapters of experts, which a PEFT file cannot name (save the tree of adapter(params, cfg))"
-            fail(where, "cfg", wanted, linear.path)
     check_names(where, names)
     made: Modules = {}
     used = set()
     for linear in found:
         for index in _indices(linear):
             path = numbered(linear.module, index)
-            glob, made[linear.path, index] = modules_of(path, names)
+            experts = len(linear.lora.shapes["a"]) > 2
+            glob, made[linear.path, index] = modules_of(path, names, experts)
             if names is not None and glob is None:
                 fail(where, "names", f"globs, one of them for {path}", f"{', '.join(names) or 'none'}")
             used.add(glob)
             rows, there = linear.lora.out_features, made[linear.path, index]
             said = f"{len(there)} of them"
             require(rows % len(there) == 0, where, f"names[{glob!r}]", f"names for equal parts of {rows} rows", said)
+            if experts and not isinstance(there[0], ParameterOf):
+                fail(where, f"names[{glob!r}]", f"a ParameterOf, as {path} is a layer of experts", repr(there[0]), TypeError)
+            if isinstance(there[0], ParameterOf) and there[0].at:
+                require(len(there[0].at) == rows, where, f"names[{glob!r}].at", f"{rows} rows", len(there[0].at))
             if isinstance(there[0], RowsOf):
                 require(len(there[0].at) == rows, where, f"names[{glob!r}].at", f"{rows} rows", len(there[0].at))
     for glob in names or ():
@@ -271,6 +310,7 @@ def _described(where: str, found: list[AdaptedLinear], modules: Modules, ranks: 
             if alphas.setdefault(name, alpha) != alpha:
                 fail(where, "cfg", "one with the same factor for all linears of a module", f"others at {path}, a part of {name}")
     rank, alpha = _commonest(ranks), _commonest(alphas)
+    experts = [one.parameter for there in modules.values() for one in there if isinstance(one, ParameterOf)]
     return {
         "peft_type": "LORA",
         "task_type": None,
@@ -285,7 +325,8 @@ def _described(where: str, found: list[AdaptedLinear], modules: Modules, ranks: 
         "r": rank,
         "lora_alpha": _plain(alpha),
         "lora_dropout": drops.pop(),
-        "target_modules": list(ranks),
+        "target_modules": [name for name in ranks if name not in experts],
+        **({"target_parameters": experts} if experts else {}),
         "rank_pattern": {module: own for module, own in ranks.items() if own != rank},
         "alpha_pattern": {module: _plain(own) for module, own in alphas.items() if own != alpha},
     }
@@ -303,13 +344,20 @@ def _plain(number: float) -> float:
 def _checked_settings(where: str, path: Path, found: Mapping[str, AdaptedLinear], modules: Modules) -> dict[Any, list[int]]:
     """The ranks of each linear's modules, after the check that adapter_config.json describes the adapters of the config."""
     said = read_settings(where, path)
+    of_targets(where, path, said, modules.values())
     ranks = {}
     for at, there in modules.items():
         linear, whole = found[at[0]], found[at[0]].lora.rank
         names = [name_of(module) for module in there]
-        ranks[at] = each = [of_module(said, "rank_pattern", module, said.get("r")) for module in names]
-        counts = all(type(rank) is int and rank > 0 for rank in each)
-        for module, rank in zip(names, each, strict=True):
+        alone = [is_target(said, module) for module in names] if len(names) > 1 else [True]
+        has = alone if any(alone) else [True] * len(names)
+        ranks[at] = each = [
+            of_module(said, "rank_pattern", m, said.get("r")) if own else 0 for m, own in zip(names, has, strict=True)
+        ]
+        counts = all(type(rank) is int and (rank > 0 or not own) for rank, own in zip(each, has, strict=True))
+        for module, rank, own in zip(names, each, has, strict=True):
+            if not own:
+                continue
             if not counts or (rank != whole and sum(each) != whole):
                 more = ", for each if they share one lora_A, or as their sum" if len(there) > 1 else ""
                 fail(where, f"{path}: r of {module}", f"{whole}, as in cfg{more}", repr(rank), CheckpointError)

@@ -12,21 +12,24 @@ from typing import Any
 from funcops import checkpoint
 from funcops.contract.configs import require_config
 from funcops.contract.walk import nested
-from funcops.errors import CheckpointError, fail, few, require_type
+from funcops.errors import CheckpointError, fail, few, join_path, require_type
 from funcops.lora.rewrite import is_adapted, with_lora
 from funcops.lora.settings import (
     CONFIG,
     PREFIX,
     SIDES,
     WEIGHTS,
-    Module,
     Names,
+    ParameterOf,
     check_names,
     divisor,
+    is_target,
     modules_of,
     name_of,
+    names_in_file,
     numbered,
     of_module,
+    of_targets,
     read_settings,
 )
 from funcops.ops.low_rank import adapter_of
@@ -63,20 +66,25 @@ def with_adapter_of(cfg: Any, folder: str | os.PathLike[str], *, names: Names | 
     check_names(where, names)
     said = read_settings(where, Path(folder) / CONFIG)
     targets: dict[Shape, list[str]] = {}
-    used: set[str] = set()
+    linears = [(path, [modules_of(one, names, experts)[1] for one in layers]) for path, layers, experts in linears_of(cfg)]
+    every = [there for _, each in linears for there in each]
+    experts = of_targets(where, folder, said, every)
+    known = [one for there in every for one in there if not isinstance(one, ParameterOf) or one.parameter in experts]
+    stored = names_in_file(known)
     with checkpoint._opened(where, Path(folder) / WEIGHTS) as file:
         ending = f".{SIDES['a']}.weight"
         held = {name.removeprefix(PREFIX).removesuffix(ending) for name in file.keys() if name.endswith(ending)}  # noqa: SIM118
-        for path, layers in linears_of(cfg):
-            each = [modules_of(one, names)[1] for one in layers]
-            found = {_shape(where, folder, said, there, held, file) for there in each}
+        for path, each in linears:
+            found = {
+                _shape(where, folder, said, {name: stored.get(name, "") for name in map(name_of, there)}, held, file)
+                for there in each
+            }
             if len(found) > 1:
                 said_of = "with adapters of one rank and factor in all layers of a repeat"
                 fail(where, os.fspath(folder), said_of, f"several for {path}: {few(sorted(map(str, found)))}", CheckpointError)
-            used.update(name_of(module) for there in each for module in there)
             for shape in found - {None}:
                 targets.setdefault(shape, []).append(re.sub(r"\*", "[*]", path))  # type: ignore[arg-type]
-    unknown = sorted(held - used)
+    unknown = sorted(held - {*stored.values()})
     if unknown or not held:
         got = f"others: {few(unknown)}" if unknown else "none"
         fail(where, os.fspath(folder), "with adapters of modules that names has for linears of cfg", got, CheckpointError)
@@ -85,31 +93,37 @@ def with_adapter_of(cfg: Any, folder: str | os.PathLike[str], *, names: Names | 
     return cfg
 
 
-def linears_of(cfg: Any) -> Iterator[tuple[str, list[str]]]:
-    """The path of each linear without an adapter, with "*" for the layers of a repeat, and its path in every layer."""
+def linears_of(cfg: Any) -> Iterator[tuple[str, list[str], bool]]:
+    """The path of each linear without an adapter, with "*" for the layers of a repeat, its path in every layer, and whether it is a
+    layer of experts."""
     for part, around in nested(cfg, stop=lambda part: is_adapted(part.cfg)):
-        if not part.composite and adapter_of(part.cfg):
-            layers = itertools.product(*[range(one.cfg.times) for one in around if one.cfg.times])
-            yield part.path, [numbered(part.path, numbers) for numbers in layers]
+        if part.composite:
+            continue
+        layers = list(itertools.product(*[range(one.cfg.times) for one in around if one.cfg.times]))
+        paths = [join_path(part.path, name) for name in part.cfg.linear_parts]
+        for path in paths or ([part.path] if adapter_of(part.cfg) else []):
+            yield path, [numbered(path, numbers) for numbers in layers], bool(paths)
 
 
-def _shape(where: str, folder: Any, said: Any, there: tuple[Module, ...], held: set[str], file: Any) -> Shape | None:
-    """The rank and factor of the adapter of a linear, by the names of its modules; None if they have none."""
-    modules = [name_of(module) for module in there]
-    have = [module for module in modules if module in held]
+def _shape(where: str, folder: Any, said: Any, there: dict[str, str], held: set[str], file: Any) -> Shape | None:
+    """The rank and factor of the adapter of a linear, by its modules' names, there and in the file; None if they have none."""
+    have = [module for module, stored in there.items() if stored in held]
     if not have:
         return None
-    at = f"{os.fspath(folder)}: the adapters of {', '.join(modules)}"
-    if len(have) < len(modules):
-        fail(where, at, "all there or none, as they are one linear", f"{', '.join(have)} alone", CheckpointError)
-    ranks = [of_module(said, "rank_pattern", module, said.get("r")) for module in modules]
-    alphas = [of_module(said, "alpha_pattern", module, said.get("lora_alpha")) for module in modules]
+    at = f"{os.fspath(folder)}: the adapters of {', '.join(there)}"
+    lost = [module for module in there if module not in have and is_target(said, module)]
+    if lost:
+        fail(where, at, "of all modules of target_modules, as they are one linear", f"none of {', '.join(lost)}", CheckpointError)
+    ranks = [of_module(said, "rank_pattern", module, said.get("r")) for module in have]
+    alphas = [of_module(said, "alpha_pattern", module, said.get("lora_alpha")) for module in have]
     right = all(type(rank) is int and rank > 0 for rank in ranks) and all(isinstance(alpha, (int, float)) for alpha in alphas)
     if not right:
         fail(where, at, "of a rank r of at least 1, and with a number for lora_alpha", f"{ranks}, {alphas}", CheckpointError)
     factors = {alpha / divisor(said, rank) for rank, alpha in zip(ranks, alphas, strict=True)}
     if len(factors) > 1:
         fail(where, at, "with one factor, as they are one linear", sorted(factors), CheckpointError)
-    read = [file.get_tensor(f"{PREFIX}{module}.{SIDES['a']}.weight") for module in modules]
+    if len(have) < len(there) or len(have) == 1:
+        return sum(ranks), factors.pop()
+    read = [file.get_tensor(f"{PREFIX}{there[module]}.{SIDES['a']}.weight") for module in have]
     shared = all(one.shape == read[0].shape and bool((one == read[0]).all()) for one in read)
     return (ranks[0] if shared else sum(ranks)), factors.pop()

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NoReturn
@@ -38,11 +38,30 @@ class RowsOf:
         require(right, "RowsOf", "at", f"of rows below {self.rows}, each once", few(map(str, self.at)))
 
 
-Module = str | RowsOf
-Names = Mapping[str, str | RowsOf | tuple[str, ...]]
+@dataclasses.dataclass(frozen=True)
+class ParameterOf:
+    """A parameter of a module, for a linear that PEFT adapts by `target_parameters`: the weight of a router, or the weights of all
+    experts, [E, O, I] or [E, I, O]. `at`: the row of the parameter for each of the O rows of ours, if it has them in another order.
+
+    >>> from funcops.lora import ParameterOf
+    >>> ParameterOf("model.layers.*.mlp.experts.down_proj").parameter
+    'model.layers.*.mlp.experts.down_proj'
+    """
+
+    parameter: str
+    at: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        require_type("ParameterOf", "parameter", self.parameter, str)
+        require_type("ParameterOf", "at", self.at, tuple)
+        require(sorted(self.at) == list(range(len(self.at))), "ParameterOf", "at", "every row, once", few(map(str, self.at)))
+
+
+Module = str | RowsOf | ParameterOf
+Names = Mapping[str, str | RowsOf | ParameterOf | tuple[str, ...]]
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 SIDES = {"a": "lora_A", "b": "lora_B"}
-READ = {"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"}
+READ = {"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_parameters"}
 # settings of PEFT that do not change a trained adapter's output: its origin, which modules have one (the tensors say that), and how
 # it was trained. Some would, but only if another setting, which is refused, turns them on.
 WITHOUT_MEANING = {
@@ -89,7 +108,31 @@ def read_settings(where: str, path: Path) -> dict[str, Any]:
             _refuse(where, path, name, value)
     if not isinstance(said.get("use_rslora", False), bool):
         fail(where, f"{path}: use_rslora", "True or False", repr(said["use_rslora"]), CheckpointError)
+    targets = said.get("target_parameters") or []
+    if not isinstance(targets, list) or not all([isinstance(one, str) for one in targets]):
+        fail(where, f"{path}: target_parameters", "None or a list of names", repr(targets), CheckpointError)
     return said
+
+
+def of_targets(where: str, folder: Any, said: Mapping[str, Any], found: Iterable[tuple[Module, ...]]) -> set[str]:
+    """The parameters that have an adapter. Raises for a target beyond these."""
+    parameters = {one.parameter for there in found for one in there if isinstance(one, ParameterOf)}
+    targeted: set[str] = set()
+    for target in said.get("target_parameters") or ():
+        these = {name for name in parameters if f".{name}".endswith(f".{target}")}
+        if not these:
+            wanted = f"parameters that names has for linears of cfg ({few(sorted(parameters)) or 'none'})"
+            fail(where, f"{os.fspath(folder)}: target_parameters", wanted, repr(target), CheckpointError)
+        targeted |= these
+    return targeted
+
+
+def is_target(said: Mapping[str, Any], module: str) -> bool:
+    """Whether PEFT's `target_modules` has a module: a list of ends of names, or a pattern. Without one all that have tensors."""
+    targets = said.get("target_modules")
+    if isinstance(targets, str):
+        return targets == "all-linear" or re.fullmatch(targets, module) is not None
+    return not targets or any([f".{module}".endswith(f".{one}") for one in targets])
 
 
 def divisor(said: Mapping[str, Any], rank: int) -> float:
@@ -122,12 +165,12 @@ def check_names(where: str, names: Any) -> None:
     require_type(where, "names", names, Mapping)
     for glob, name in names.items():
         require_type(where, "names", glob, str)
-        require_type(where, f"names[{glob!r}]", name, str, tuple, RowsOf)
+        require_type(where, f"names[{glob!r}]", name, str, tuple, RowsOf, ParameterOf)
         each = _each(name)
         require(len(each) > 0, where, f"names[{glob!r}]", "a name, or several", repr(name))
         for one in each:
-            if type(one) is RowsOf and type(name) is not tuple:
-                one = one.module
+            if type(name) is not tuple:
+                one = name_of(one)
             require_type(where, f"names[{glob!r}]", one, str)
             require(glob.count("*") == one.count("*"), where, f"names[{glob!r}]", "a name with as many '*'", repr(one))
 
@@ -139,14 +182,28 @@ def numbered(path: str, numbers: tuple[int, ...]) -> str:
 
 
 def name_of(module: Module) -> str:
-    return module if isinstance(module, str) else module.module
+    return module if isinstance(module, str) else module.module if isinstance(module, RowsOf) else module.parameter
 
 
-def modules_of(path: str, names: Names | None) -> tuple[str | None, tuple[Module, ...]]:
+def names_in_file(found: Iterable[Module]) -> dict[str, str]:
+    """The name in a file of each module with an adapter. Of the parameters of one module, in their order, PEFT wraps each in the
+    next: the last one has the module's name, every other one a ".base_layer" more than the next."""
+    inside: dict[str, dict[str, None]] = {}
+    names = {}
+    for one in found:
+        names[name_of(one)] = name_of(one)
+        if isinstance(one, ParameterOf):
+            inside.setdefault(one.parameter.rpartition(".")[0], {})[one.parameter] = None
+    for module, parameters in inside.items():
+        names |= {name: module + ".base_layer" * outside for outside, name in enumerate(reversed(parameters))}
+    return names
+
+
+def modules_of(path: str, names: Names | None, experts: bool = False) -> tuple[str | None, tuple[Module, ...]]:
     """The glob of `names` that matches the path of a linear, and the names of its modules: without names its path; () if no glob
-    matches."""
+    matches. `experts`: whether it is a layer of experts."""
     if names is None:
-        return None, (path,)
+        return None, (ParameterOf(path) if experts else path,)
     glob = next((glob for glob in names if fnmatchcase(path, glob)), None)
     return glob, () if glob is None else tuple(_named(path, glob, one) for one in _each(names[glob]))
 
@@ -157,7 +214,9 @@ def _each(names: Any) -> tuple[Any, ...]:
 
 def _named(path: str, glob: str, name: Module) -> Module:
     said = _filled(path, glob, name_of(name))
-    return said if isinstance(name, str) else dataclasses.replace(name, module=said)
+    if isinstance(name, RowsOf):
+        return dataclasses.replace(name, module=said)
+    return said if isinstance(name, str) else dataclasses.replace(name, parameter=said)
 
 
 def _filled(path: str, glob: str, name: str) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from funcops.compose.chain import ChainConfig
 from funcops.errors import fail, require, require_type
 from funcops.lora.from_folder import linears_of
 from funcops.lora.rewrite import adapted_linears
-from funcops.lora.settings import RowsOf
+from funcops.lora.settings import ParameterOf, RowsOf
 from funcops.models.decoder import DecoderConfig, decoder
 from funcops.models.fields import family_of
 from funcops.models.hf import stored_leaves
@@ -16,10 +17,11 @@ from funcops.models.hf import stored_leaves
 __all__ = ["peft_names"]
 
 
-def peft_names(cfg: DecoderConfig, model: ChainConfig | None = None) -> dict[str, str | RowsOf | tuple[str, ...]]:
+def peft_names(cfg: DecoderConfig, model: ChainConfig | None = None) -> dict[str, str | RowsOf | ParameterOf | tuple[str, ...]]:
     """Return `names` of `save_adapter` and `load_adapter` for the adapters of `model`, which `with_lora` made of `decoder(cfg)`:
     for the path of each linear the name of its module in Hugging Face's model. An up with a gate is two modules, gate_proj and
     up_proj. q, k and v of a family that has them in one module, and linears whose rows lie there in another order, are `RowsOf` it.
+    Routers and the layers of experts are `ParameterOf`, as Hugging Face has no modules for them.
     Without a model: `names` of `with_adapter_of`, for every linear of `decoder(cfg)`.
 
     Raises `ValueError`, with its path, for a linear whose weight a checkpoint does not have; for an unknown family; and for a
@@ -42,12 +44,12 @@ def peft_names(cfg: DecoderConfig, model: ChainConfig | None = None) -> dict[str
     known = stored_leaves(cfg, family_of(where, cfg.family))
     found: dict[str, Any] = {}
     if model is None:
-        every = {path: known.get(f"{path}.weight") for _, layers in linears_of(decoder(cfg)) for path in layers}
-        named = {path: _modules(held, cfg) for path, held in every.items() if held is not None}
+        every = [path for _, layers, _ in linears_of(decoder(cfg)) for path in layers if f"{path}.weight" in known]
+        named = {path: _modules(path, known, cfg) for path in every}
         return {path: modules for path, modules in named.items() if modules is not None}
     for linear in adapted_linears(model):
         held = known.get(f"{linear.module}.weight")
-        modules = None if held is None else _modules(held, cfg)
+        modules = None if held is None else _modules(linear.module, known, cfg)
         if modules is None:
             said = "whose weight a checkpoint does not have" if held is None else f"a part of {', '.join(held.names)}"
             fail(where, "model", "decoder(cfg) with adapters", f"an adapter at {linear.module}, {said}")
@@ -56,12 +58,29 @@ def peft_names(cfg: DecoderConfig, model: ChainConfig | None = None) -> dict[str
     return found
 
 
-def _modules(held: Any, cfg: DecoderConfig) -> str | RowsOf | tuple[str, ...] | None:
-    """The modules of a weight; None for a part of several tensors."""
+def _modules(path: str, known: Mapping[str, Any], cfg: DecoderConfig) -> str | RowsOf | ParameterOf | tuple[str, ...] | None:
+    """The modules of a linear's weight; None for a part of several tensors."""
+    held = known[f"{path}.weight"]
+    order = held.order(cfg)
+    parameter = _parameter(path, held, f"{path.removesuffix('.gate')}.experts.up.weight" in known)
+    if parameter:
+        return ParameterOf(parameter, () if order is None else tuple(order.tolist()))
     names = tuple(name.removesuffix(".weight") for name in held.names)
-    order, rows = held.order(cfg), range(held.first, held.first + held.leaf[0])
+    rows = range(held.first, held.first + held.leaf[0])
     if order is None and len(held.paths) == 1:
         return names[0] if len(names) == 1 else names
     if len(names) > 1:
         return None
     return RowsOf(names[0], held.shape[0], rows if order is None else tuple(order[rows.start : rows.stop].tolist()))
+
+
+def _parameter(path: str, held: Any, router: bool) -> str:
+    """The parameter of Hugging Face's model that is the weight of a router or of a layer of experts; "" for any other linear. Its
+    modules have the same names in every family, whatever the files have."""
+    if not (held.rule.stacked or router):
+        return ""
+    module = held.names[0].partition(".experts.")[0] if held.rule.stacked else held.names[0].rpartition(".")[0]
+    layer, _, last = module.rpartition(".")
+    if not held.rule.stacked:
+        return f"{layer.rpartition('.')[0]}.mlp.{last}.weight"
+    return f"{layer}.mlp.experts.{'down_proj' if path.endswith('.down') else 'gate_up_proj'}"

@@ -79,6 +79,11 @@ LORA = {
         {"rows": (0, 2), "at": ((), (0, 0), (4,), (-1,), [0])},
         {"module": "any name"},
     ),
+    "lora.ParameterOf": Row(
+        lambda: {"parameter": "m.w", "at": (1, 0)},
+        {"at": ((0, 0), (1,), (-1,), [0])},
+        {"parameter": "any name"},
+    ),
     "lora.with_adapter_of": Row(
         lambda: {"cfg": CHAIN, "folder": saved(), "names": {"a": "a"}},
         {"names": ({"b": "c"}, {"a": "other"}), "folder": (Path("none"),)},

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from funcops import (
     ChainConfig,
@@ -16,7 +17,7 @@ from funcops import (
     grouped_linear,
     random,
 )
-from funcops.lora import adapter, lora_init, lora_needs, merge, save_adapter, unmerge, with_lora
+from funcops.lora import adapter, load_adapter, lora_init, lora_needs, merge, save_adapter, unmerge, with_adapter_of, with_lora
 from funcops.low_precision import Fp8Block, quantize_params, with_recipe
 from funcops.models import MoEConfig, moe
 from funcops.testing import run_ranks
@@ -102,11 +103,36 @@ def test_a_recipe_of_the_base_before_or_after():
     assert dparams["experts"].up["both"]["lora"].b.abs().sum() > 0
 
 
-def test_what_adapters_of_experts_lack_raises_by_name():
+def test_a_file_has_them_by_their_paths(tmp_path):
+    """Without names, as parameters of a module: the first one wrapped, lora_A of all experts one below the other."""
     base, cfg, params, *_ = given(False)
-    wanted = "one without adapters of experts, which a PEFT file cannot name"
-    with pytest.raises(ValueError, match=f"^save_adapter: cfg must be {wanted}.*, got experts.up"):
-        save_adapter("no", params, cfg)
+    save_adapter(tmp_path, params, cfg)
+    found = load_file(tmp_path / "adapter_model.safetensors")
+    shapes = {name.removeprefix("base_model.model.experts."): list(t.shape) for name, t in found.items()}
+    assert shapes == {
+        "base_layer.lora_A.weight": [12, 16],
+        "base_layer.lora_B.weight": [16, 12],
+        "lora_A.weight": [12, 8],
+        "lora_B.weight": [16, 12],
+    }
+    again = lora_init(merge(params, cfg), cfg, key=random.key(2))
+    same_bits(adapter(load_adapter(tmp_path, again, cfg), cfg), adapter(params, cfg), "read")
+    assert with_adapter_of(base, tmp_path) == cfg
+
+
+def test_adapters_of_sharded_experts_are_not_written(tmp_path):
+    def run(mesh):
+        cfg = with_lora(dist.parallel(mixture(False), {"experts": "expert"}, mesh, axis="ep"), 2, ("experts",))
+        with pytest.raises(
+            ValueError, match=r"^save_adapter: cfg must be one with unsharded adapters .*got experts.up over .*ep"
+        ):
+            save_adapter(tmp_path, None, cfg)
+
+    run_ranks({"ep": 2}, run)
+
+
+def test_what_adapters_of_experts_lack_raises_by_name():
+    base = mixture(False)
     with pytest.raises(ValueError, match=r"^experts.up: GroupedLowRankConfig: dropout must be 0 beside experts"):
         with_lora(base, 2, ("experts.up",), dropout=0.1)
     with pytest.raises(ValueError, match="GroupedLowRankConfig: cfg.stacked must be True"):

@@ -1,17 +1,28 @@
 """The config of a decoder with the adapters of a folder: PEFT trained them with drawn settings, and the logits are the same."""
 
-import dataclasses
 import itertools
+import json
 import random as python_random
-import re
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_hf import FAMILIES, tiny, transformers
 
 from funcops import Needs, WithExtras, chain, random
 from funcops.errors import CheckpointError
-from funcops.lora import RowsOf, adapter, load_adapter, lora_init, save_adapter, with_adapter, with_adapter_of, with_lora
+from funcops.lora import (
+    ParameterOf,
+    RowsOf,
+    adapter,
+    load_adapter,
+    lora_init,
+    lora_needs,
+    save_adapter,
+    with_adapter,
+    with_adapter_of,
+    with_lora,
+)
 from funcops.models import decoder, decoder_x, from_hf, peft_names
 from funcops.testing.tolerances import HF_LOGITS
 from funcops.trees import tree_map_tensors
@@ -92,18 +103,11 @@ ALL = [name if name in ("gpt2", "deepseek_v3") else pytest.param(name, marks=pyt
 
 @pytest.mark.parametrize("name", ALL)
 def test_all_linears_of_every_family_load_and_go_back(name, bases, tmp_path):
-    """A module may be several linears of ours, and its rows may have another order. Experts' adapters are refused by PEFT's
-    setting."""
+    """A module may be several linears of ours, and its rows may have another order. PEFT adapts routers and experts, too."""
     folder = bases(name)
     every = peft.LoraConfig(r=2, lora_alpha=3, target_modules="all-linear", init_lora_weights=False)
     want = trained(folder, every, tmp_path / "theirs")
-    try:
-        params, cfg, model = read(folder, tmp_path / "theirs")
-    except CheckpointError as error:
-        assert re.match("with_adapter_of: .* target_parameters must be None", str(error))
-        every = dataclasses.replace(every, target_modules=ATTENTION, target_parameters=None)
-        want = trained(folder, every, tmp_path / "theirs")
-        params, cfg, model = read(folder, tmp_path / "theirs")
+    params, cfg, model = read(folder, tmp_path / "theirs")
     torch.testing.assert_close(logits(params, cfg, model), want, rtol=1e-4, atol=1e-5)
     seeds = itertools.count()
 
@@ -121,9 +125,136 @@ def test_all_linears_of_every_family_load_and_go_back(name, bases, tmp_path):
         torch.testing.assert_close(logits(again, cfg, made), back, rtol=1e-4, atol=1e-4)
 
 
-def edited(folder, change):
-    from safetensors.torch import load_file, save_file
+def parameters(seed):
+    """PEFT's settings for some parameters of experts and routers, of one rank and factor or of several."""
+    draw = python_random.Random(seed)
+    every = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", draw.choice(("mlp.gate.weight", "mlp.router.weight"))]
+    targets = draw.sample(every, draw.randint(1, 3))
+    return peft.LoraConfig(
+        r=draw.randint(1, 4),
+        lora_alpha=draw.choice((1, 3, 8)),
+        target_modules=draw.choice(([], ["o_proj"])),
+        target_parameters=targets,
+        rank_pattern=draw.choice(({}, {targets[0]: 5})),
+        alpha_pattern=draw.choice(({}, {targets[-1]: 7})),
+        use_rslora=draw.random() < 0.5,
+        init_lora_weights=False,
+    )
 
+
+@pytest.mark.turns("seed", every=4)
+@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "qwen2_moe"])
+def test_parameters_of_experts_are_pefts(name, seed, bases, tmp_path):
+    """Some of a module's parameters: PEFT nests them, the last outermost, and our file has its names."""
+    folder, config = bases(name), parameters(seed)
+    found = {path for path, _ in tiny(name).named_parameters()}
+    config.target_parameters = [one for one in config.target_parameters if any(path.endswith(one) for path in found)]
+    if not config.target_parameters:
+        config.target_parameters = ["mlp.experts.down_proj"]
+    want = trained(folder, config, tmp_path / "theirs")
+    params, cfg, model = read(folder, tmp_path / "theirs")
+    torch.testing.assert_close(logits(params, cfg, model), want, rtol=1e-4, atol=1e-5)
+    save_adapter(tmp_path / "ours", params, model, names=peft_names(cfg, model))
+    theirs, ours = (load_file(tmp_path / part / "adapter_model.safetensors") for part in ("theirs", "ours"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(t, theirs[name]) for name, t in ours.items())
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    with torch.no_grad():
+        back = peft.PeftModel.from_pretrained(base, tmp_path / "ours").eval()(IDS).logits
+    torch.testing.assert_close(back, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_gradients_of_experts_adapters_are_pefts(name, bases, tmp_path):
+    folder = bases(name)
+    config = peft.LoraConfig(r=2, target_modules=[], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    config.init_lora_weights = False
+    trained(folder, config, tmp_path / "theirs")
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "theirs", is_trainable=True)
+    y = theirs(IDS).logits
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
+    (y * weights).sum().backward()
+    want = {name.replace(".default", ""): p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    params, cfg, model = read(folder, tmp_path / "theirs")
+    out, kept = chain.fwd(params, decoder_x(cfg, IDS, torch.float32), model, needs=lora_needs(model))
+    grads, _ = chain.bwd(kept, WithExtras(weights, dict.fromkeys(out.extras)), model)
+    save_adapter(tmp_path / "grads", with_adapter(params, adapter(grads, model), model), model, names=peft_names(cfg, model))
+    found = load_file(tmp_path / "grads" / "adapter_model.safetensors")
+    assert found.keys() == want.keys()
+    for path, grad in want.items():
+        torch.testing.assert_close(found[path], grad, rtol=1e-3, atol=1e-4 * float(grad.abs().max()), msg=path)
+
+
+IN_SOME_LAYERS = r".*\.(0\.self_attn\.q|1\.mlp\.gate|0\.mlp\.up)_proj"
+
+
+@pytest.mark.parametrize("how", [["gate_proj"], ["q_proj", "up_proj"], IN_SOME_LAYERS], ids=str)
+def test_one_side_of_gate_and_up_alone(how, bases, tmp_path):
+    """The other side's rows of b are zero; saved, both sides have the same a. As a pattern: in some layers alone, which a model of
+    layers with configs of their own can have."""
+    folder = bases("llama")
+    want = trained(folder, peft.LoraConfig(r=2, lora_alpha=3, target_modules=how, init_lora_weights=False), tmp_path / "theirs")
+    if isinstance(how, str):
+        with pytest.raises(CheckpointError, match="with adapters of one rank and factor in all layers of a repeat"):
+            read(folder, tmp_path / "theirs")
+        return
+    params, cfg, model = read(folder, tmp_path / "theirs")
+    torch.testing.assert_close(logits(params, cfg, model), want, rtol=HF_LOGITS, atol=HF_LOGITS)
+    save_adapter(tmp_path / "ours", params, model, names=peft_names(cfg, model))
+    again, _, same = read(folder, tmp_path / "ours")
+    assert same == model and torch.equal(logits(again, cfg, model), logits(params, cfg, model))
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    with torch.no_grad():
+        back = peft.PeftModel.from_pretrained(base, tmp_path / "ours").eval()(IDS).logits
+    torch.testing.assert_close(back, want, rtol=1e-4, atol=1e-5)
+    edited(tmp_path / "theirs", lambda t: t.pop(next(name for name in t if "_proj.lora_B" in name and "mlp" in name)))
+    with pytest.raises(CheckpointError, match="(?s)load: .*missing: .*mlp"):
+        load_adapter(tmp_path / "theirs", params, model, names=peft_names(cfg, model))
+
+
+REFUSED = {
+    "a linear's name": (
+        {"*.experts.up": "m.*"},
+        TypeError,
+        r"names\['\*.experts.up'\] must be a ParameterOf, as blocks.0.mlp.experts.up is",
+    ),
+    "too few rows": ({"*.experts.up": ParameterOf("m.*", (1, 0))}, ValueError, r"at must be \d+ rows, got 2"),
+    "one name": (
+        {f"blocks.{i}.mlp.experts.up": ParameterOf("m") for i in range(2)},
+        ValueError,
+        "names must be a name for each adapter, got m for blocks.0.mlp.experts.up and for blocks.1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_names_that_do_not_fit_experts_raise_before_anything_is_written(name, bases, tmp_path):
+    names, kind, said = REFUSED[name]
+    params, cfg = from_hf(bases("mixtral"))
+    model = with_lora(decoder(cfg), 2, ("*.experts.up",))
+    with pytest.raises(kind, match=f"save_adapter: {said}" if said[0] == "n" else said):
+        save_adapter(tmp_path / "new", lora_init(params, model, key=random.key(0)), model, names=names)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("value", [["mlp.experts.nothing"], ["q_proj.weight"], "mlp.experts.down_proj", [1]], ids=str)
+@pytest.mark.parametrize("reader", ["with_adapter_of", "load_adapter"])
+def test_a_target_that_is_no_parameter_of_ours_is_refused(reader, value, bases, tmp_path):
+    folder = bases("mixtral")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["experts.down_proj"], init_lora_weights=False)
+    trained(folder, config, tmp_path)
+    params, cfg, model = read(folder, tmp_path)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"target_parameters": value}))
+    with pytest.raises(CheckpointError, match=f"{reader}: .*target_parameters must be "):
+        if reader == "load_adapter":
+            load_adapter(tmp_path, params, model, names=peft_names(cfg, model))
+        else:
+            with_adapter_of(decoder(cfg), tmp_path, names=peft_names(cfg))
+
+
+def edited(folder, change):
     path = folder / "adapter_model.safetensors"
     found = load_file(path)
     change(found)
@@ -132,10 +263,10 @@ def edited(folder, change):
 
 LAYER = "base_model.model.model.layers.1"
 UNSERVED = {
-    "one side alone": (
-        ["gate_proj"],
-        None,
-        r"the adapters of .*gate_proj, .*up_proj must be all there or none, .* got .*gate_proj alone",
+    "one side lost": (
+        ["gate_proj", "up_proj"],
+        lambda t: [t.pop(f"{LAYER}.mlp.up_proj.lora_{side}.weight") for side in "AB"],
+        r"the adapters of .*gate_proj, .*up_proj must be of all modules of target_modules, .* got none of .*up_proj",
     ),
     "one layer without": (
         ["q_proj"],
