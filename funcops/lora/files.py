@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from funcops import checkpoint
-from funcops.errors import FLOATS, CheckpointError, fail, require, require_dtype, require_type
+from funcops.contract.walk import ties
+from funcops.errors import FLOATS, CheckpointError, describe, fail, join_path, require, require_dtype, require_type
 from funcops.lora.params import adapted, adapter, with_adapter
-from funcops.lora.rewrite import AdaptedLinear
+from funcops.lora.rewrite import INSIDE, AdaptedLinear
 from funcops.lora.settings import (
     CONFIG,
     PREFIX,
@@ -45,7 +46,7 @@ from funcops.lora.settings import (
     read_settings,
 )
 from funcops.ops.low_rank import LowRankParams
-from funcops.trees import tree_map
+from funcops.trees import at, tree_map
 
 Modules = dict[tuple[str, tuple[int, ...]], tuple[Module, ...]]  # by a linear's path, and the index of its layer
 
@@ -123,7 +124,8 @@ def load_adapter(
     Raises `CheckpointError`, before any tensor is read: for a file that is invalid or cut off; for tensors that are missing, extra,
     or of another shape or dtype, by name; for another rank or alpha; for any setting of PEFT with another meaning (DoRA,
     PiSSA, OLoRA, aLoRA, biases, modules that are saved whole), and for an unknown setting. Raises it after reading for
-    different lora_A if the rank is for one, and for a b with numbers in rows that no linear takes. Raises `FileNotFoundError` if a
+    different lora_A if the rank is for one, for a b with numbers in rows that no linear takes, and for a weight of the base (PEFT
+    saves lm_head's) other than the one in params. Raises `FileNotFoundError` if a
     file is missing."""
     where = "load_adapter"
     require_type(where, "folder", folder, str, os.PathLike)
@@ -134,15 +136,21 @@ def load_adapter(
     with_adapter(params, own, cfg)
     ranks = _checked_settings(where, Path(folder) / CONFIG, found, modules)
     stored = names_in_file(one for there in modules.values() for one in there)
-    held = _dtypes(where, Path(folder) / WEIGHTS) if dtype is not None else {}
-    like = {}
+    held = _dtypes(where, Path(folder) / WEIGHTS)
+    bases = {_base_entry(there, stored): path for (path, _), there in modules.items()}
+    like = {entry: _base_weight(where, folder, entry, params, cfg, found[path]) for entry, path in bases.items() if entry in held}
     for (path, index), there in modules.items():
         for module, rank in zip(there, ranks[path, index], strict=True):
             for side, shape in _shapes(module, found[path], rank, len(there)).items() if rank else ():
                 entry = _entry(stored[name_of(module)], side)
-                own_dtype = held.get(entry, dtype or own[path].a.dtype)
-                like[entry] = getattr(own[path], side).new_empty(shape, dtype=own_dtype)
-    read = {entry: t if dtype is None else t.to(dtype) for entry, t in checkpoint.load(Path(folder) / WEIGHTS, like).items()}
+                kind = own[path].a.dtype if dtype is None else held.get(entry, dtype)
+                like[entry] = getattr(own[path], side).new_empty(shape, dtype=kind)
+    read = checkpoint.load(Path(folder) / WEIGHTS, like)
+    for entry in bases.keys() & read.keys():
+        if not torch.equal(read.pop(entry), like[entry]):
+            wanted = "the weight in params (merge the adapter into its own base with PEFT's merge_and_unload, and load that)"
+            fail(where, f"{os.fspath(folder)}: {entry}", wanted, "another", CheckpointError)
+    read = {entry: t if dtype is None else t.to(dtype) for entry, t in read.items()}
     _check_no_other_rows(where, folder, modules, read)
     made = {}
     for path, linear in found.items():
@@ -157,6 +165,22 @@ def load_adapter(
 
 def _entry(module: str, side: str) -> str:
     return f"{PREFIX}{module}.{SIDES[side]}.weight"
+
+
+def _base_entry(there: tuple[Module, ...], stored: Mapping[str, str]) -> str:
+    """The name under which PEFT also saves the weight of a linear that it takes for an embedding, such as lm_head."""
+    return f"{PREFIX}{stored[name_of(there[0])]}.base_layer.weight" if len(there) == 1 and isinstance(there[0], str) else ""
+
+
+def _base_weight(where: str, folder: Any, entry: str, params: Any, cfg: Any, linear: AdaptedLinear) -> Tensor:
+    """The frozen weight of an adapted linear, which the weight in a file must equal."""
+    path = linear.at(join_path(INSIDE, "weight"))
+    path = ties(cfg).get(path, path)
+    weight = at(params, path)
+    if linear.lead or not isinstance(weight, Tensor) or weight.dtype not in FLOATS:
+        wanted = "left out (save with PEFT's save_embedding_layers=False), as it cannot be compared with the weight in params"
+        fail(where, f"{os.fspath(folder)}: {entry}", wanted, describe(weight), CheckpointError)
+    return weight.detach()
 
 
 def _inverse(at: tuple[int, ...]) -> list[int]:
@@ -267,15 +291,15 @@ def _check_apart(where: str, made: Modules) -> None:
     """Raise if two linears have one module, or one row of a module."""
     seen: dict[str, dict[int, str]] = {}  # by module, the path of the linear that has a row; row -1 stands for a whole module
     sizes: dict[str, int] = {}
-    for (at, _), there in made.items():
+    for (path, _), there in made.items():
         for module in there:
             name, rows = name_of(module), module.at if isinstance(module, RowsOf) else (-1,)
-            require(bool(name), where, "names", "a name for each adapter", f"none for {at or 'the linear itself'}")
+            require(bool(name), where, "names", "a name for each adapter", f"none for {path or 'the linear itself'}")
             taken = seen.setdefault(name, {})
             clash = [taken[row] for row in rows if row in taken] or (list(taken.values()) if -1 in (*rows, *taken) else [])
             if clash:
-                fail(where, "names", "a name for each adapter", f"{name} for {clash[0]} and for {at}")
-            taken |= dict.fromkeys(rows, at)
+                fail(where, "names", "a name for each adapter", f"{name} for {clash[0]} and for {path}")
+            taken |= dict.fromkeys(rows, path)
             if isinstance(module, RowsOf) and sizes.setdefault(name, module.rows) != module.rows:
                 fail(where, "names", f"with one number of rows for {name}", f"{sizes[name]} and {module.rows}")
 
@@ -346,12 +370,12 @@ def _checked_settings(where: str, path: Path, found: Mapping[str, AdaptedLinear]
     said = read_settings(where, path)
     of_targets(where, path, said, modules.values())
     ranks = {}
-    for at, there in modules.items():
-        linear, whole = found[at[0]], found[at[0]].lora.rank
+    for key, there in modules.items():
+        linear, whole = found[key[0]], found[key[0]].lora.rank
         names = [name_of(module) for module in there]
         alone = [is_target(said, module) for module in names] if len(names) > 1 else [True]
         has = alone if any(alone) else [True] * len(names)
-        ranks[at] = each = [
+        ranks[key] = each = [
             of_module(said, "rank_pattern", m, said.get("r")) if own else 0 for m, own in zip(names, has, strict=True)
         ]
         counts = all(type(rank) is int and (rank > 0 or not own) for rank, own in zip(each, has, strict=True))

@@ -128,11 +128,16 @@ def of_targets(where: str, folder: Any, said: Mapping[str, Any], found: Iterable
 
 
 def is_target(said: Mapping[str, Any], module: str) -> bool:
-    """Whether PEFT's `target_modules` has a module: a list of ends of names, or a pattern. Without one all that have tensors."""
-    targets = said.get("target_modules")
-    if isinstance(targets, str):
-        return targets == "all-linear" or re.fullmatch(targets, module) is not None
-    return not targets or any([f".{module}".endswith(f".{one}") for one in targets])
+    """Whether PEFT's `target_modules` have a module, and its `exclude_modules` do not: lists of ends of names, or patterns. Without
+    targets every module that has tensors is one."""
+
+    def met(targets: Any) -> bool:
+        if isinstance(targets, str):
+            return targets == "all-linear" or re.fullmatch(targets, module) is not None
+        return any([f".{module}".endswith(f".{one}") for one in targets])
+
+    targets, excluded = said.get("target_modules"), said.get("exclude_modules")
+    return not (excluded and met(excluded)) and (not targets or met(targets))
 
 
 def divisor(said: Mapping[str, Any], rank: int) -> float:

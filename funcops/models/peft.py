@@ -42,6 +42,8 @@ def peft_names(cfg: DecoderConfig, model: ChainConfig | None = None) -> dict[str
     require_type(where, "cfg", cfg, DecoderConfig)
     require_type(where, "model", model, ChainConfig, type(None))
     known = stored_leaves(cfg, family_of(where, cfg.family))
+    if cfg.tied:  # the head has a module of its own, and its adapter leaves the embedding as it is
+        known["head.weight"] = known["embed.weight"]._replace(names=("lm_head.weight",), paths=("head.weight",))
     found: dict[str, Any] = {}
     if model is None:
         every = [path for _, layers, _ in linears_of(decoder(cfg)) for path in layers if f"{path}.weight" in known]

@@ -80,9 +80,7 @@ LORA = {
         {"module": "any name"},
     ),
     "lora.ParameterOf": Row(
-        lambda: {"parameter": "m.w", "at": (1, 0)},
-        {"at": ((0, 0), (1,), (-1,), [0])},
-        {"parameter": "any name"},
+        lambda: {"parameter": "m.w", "at": (1, 0)}, {"at": ((0, 0), (1,), (-1,), [0])}, {"parameter": "any name"}
     ),
     "lora.with_adapter_of": Row(
         lambda: {"cfg": CHAIN, "folder": saved(), "names": {"a": "a"}},

@@ -123,9 +123,7 @@ def test_a_file_has_them_by_their_paths(tmp_path):
 def test_adapters_of_sharded_experts_are_not_written(tmp_path):
     def run(mesh):
         cfg = with_lora(dist.parallel(mixture(False), {"experts": "expert"}, mesh, axis="ep"), 2, ("experts",))
-        with pytest.raises(
-            ValueError, match=r"^save_adapter: cfg must be one with unsharded adapters .*got experts.up over .*ep"
-        ):
+        with pytest.raises(ValueError, match=r"^save_adapter: cfg must be one with unsharded adapters .*got experts.up over .*ep"):
             save_adapter(tmp_path, None, cfg)
 
     run_ranks({"ep": 2}, run)

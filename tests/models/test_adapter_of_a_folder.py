@@ -25,7 +25,7 @@ from funcops.lora import (
 )
 from funcops.models import decoder, decoder_x, from_hf, peft_names
 from funcops.testing.tolerances import HF_LOGITS
-from funcops.trees import tree_map_tensors
+from funcops.trees import at, put, replace, tree_map_tensors
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:.*")
@@ -186,16 +186,53 @@ def test_gradients_of_experts_adapters_are_pefts(name, bases, tmp_path):
         torch.testing.assert_close(found[path], grad, rtol=1e-3, atol=1e-4 * float(grad.abs().max()), msg=path)
 
 
-IN_SOME_LAYERS = r".*\.(0\.self_attn\.q|1\.mlp\.gate|0\.mlp\.up)_proj"
+HEADS = [name if name in ("llama", "gemma3") else pytest.param(name, marks=pytest.mark.slow) for name in sorted(FAMILIES)]
 
 
-@pytest.mark.parametrize("how", [["gate_proj"], ["q_proj", "up_proj"], IN_SOME_LAYERS], ids=str)
-def test_one_side_of_gate_and_up_alone(how, bases, tmp_path):
-    """The other side's rows of b are zero; saved, both sides have the same a. As a pattern: in some layers alone, which a model of
-    layers with configs of their own can have."""
+@pytest.mark.parametrize("name", HEADS)
+def test_an_adapter_of_the_head_of_every_family(name, bases, tmp_path):
+    """Tied or not. PEFT saves the head's weight beside it, which must be the one in params."""
+    folder = bases(name)
+    settings = peft.LoraConfig(r=2, lora_alpha=3, target_modules=["lm_head"], init_lora_weights=False)
+    want = trained(folder, settings, tmp_path / "theirs")
+    assert "base_model.model.lm_head.base_layer.weight" in load_file(tmp_path / "theirs" / "adapter_model.safetensors")
+    params, cfg, model = read(folder, tmp_path / "theirs")
+    torch.testing.assert_close(logits(params, cfg, model), want, rtol=1e-4, atol=1e-5)
+    save_adapter(tmp_path / "ours", params, model, names=peft_names(cfg, model))
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    with torch.no_grad():
+        back = peft.PeftModel.from_pretrained(base, tmp_path / "ours").eval()(IDS).logits
+    torch.testing.assert_close(back, want, rtol=1e-5, atol=1e-6)
+    weight = "embed" if cfg.tied else "head.both.base"
+    other = put(params, weight, replace(at(params, weight), weight=at(params, weight).weight + 1.0))
+    given = dict(names=peft_names(cfg, model))
+    with pytest.raises(
+        CheckpointError, match="load_adapter: .*lm_head.base_layer.weight must be the weight in params .*, got another"
+    ):
+        load_adapter(tmp_path / "theirs", other, model, **given)
+    missing = put(params, weight, replace(at(params, weight), weight=None))
+    with pytest.raises(CheckpointError, match="load_adapter: .*lm_head.base_layer.weight must be left out .*, got None"):
+        load_adapter(tmp_path / "theirs", missing, model, **given)
+
+
+BOTH = ["gate_proj", "up_proj"]
+ALONE = {
+    "gate": dict(target_modules=["gate_proj"]),
+    "up": dict(target_modules=["q_proj", "up_proj"]),
+    "by a pattern": dict(target_modules=r".*(q|gate)_proj"),
+    "the other excluded": dict(target_modules=BOTH, exclude_modules=["gate_proj"]),
+    "excluded by a pattern": dict(target_modules=BOTH, exclude_modules=r".*gate_proj"),
+    "in some layers": dict(target_modules=r".*\.(0\.self_attn\.q|1\.mlp\.gate|0\.mlp\.up)_proj"),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_one_side_of_gate_and_up_alone(name, bases, tmp_path):
+    """The other side's rows of b are zero; saved, both sides have the same a. A repeat has one rank in all layers."""
     folder = bases("llama")
-    want = trained(folder, peft.LoraConfig(r=2, lora_alpha=3, target_modules=how, init_lora_weights=False), tmp_path / "theirs")
-    if isinstance(how, str):
+    settings = peft.LoraConfig(r=2, lora_alpha=3, init_lora_weights=False, **ALONE[name])
+    want = trained(folder, settings, tmp_path / "theirs")
+    if name == "in some layers":
         with pytest.raises(CheckpointError, match="with adapters of one rank and factor in all layers of a repeat"):
             read(folder, tmp_path / "theirs")
         return
