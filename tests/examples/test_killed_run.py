@@ -25,6 +25,7 @@ def torchrun(folder, text, out, *flags, kill=(0, -1), restarts=0):
         [*command, "--max-restarts", str(restarts), *given], env=os.environ | path, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
+    (folder / "said").write_text(done.stderr)
     return [json.loads((folder / f"peak.{rank}").read_text()) for rank in range(4)]
 
 
@@ -39,7 +40,7 @@ def test_a_killed_run_goes_on_here_and_on_another_mesh(tmp_path):
     whole, killed = tmp_path / "whole run", tmp_path / "killed run"
     torchrun(tmp_path, text, whole, *"--dp 2 --tp 2".split())
     halves = torchrun(tmp_path, text, killed, *"--dp 2 --tp 2 --resume auto --stop-at 9".split(), kill=kill, restarts=1)
-    assert (tmp_path / "killed").exists() and len(rows(killed)) == 9
+    assert (tmp_path / "killed").exists() and len(rows(killed)) == 9, (tmp_path / "said").read_text()
     quarters = torchrun(tmp_path, text, killed, *"--tp 4 --resume".split())
     torch.testing.assert_close(rows(killed), rows(whole), rtol=0, atol=1e-12)
     command = [sys.executable, "-W", "ignore", "-c", ONE, *RUN, "--text", str(text), "--out", str(tmp_path / "one")]
