@@ -39,8 +39,9 @@ def _start(op: Any, x: Tensor, axis: Axis, *args: Any) -> Tensor:
     group = _group(x, axis)
     if x.device.type != "cpu" or group.endswith("]") or tracing():
         return op(x.contiguous(), *args, group)  # type: ignore[no-any-return]
-    if group in _in_flight:
-        ops.wait_tensor(_in_flight.pop(group))
+    before = _in_flight.pop(group, None)
+    if before is not None:
+        ops.wait_tensor(before)
     found = _in_flight[group] = op(x.contiguous(), *args, group)
     return found
 
@@ -50,7 +51,7 @@ def wait(t: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return t
     if _in_flight.get(axis.group) is t:
-        del _in_flight[axis.group]
+        _in_flight.pop(axis.group, None)
     return ops.wait_tensor(t)  # type: ignore[no-any-return]
 
 

@@ -2,8 +2,8 @@
 
 Entries are `base_model.model.MODULE.lora_A.weight` [R, I] and `.lora_B.weight` [O, R], one pair for each linear; stacked layers are
 written one by one. A linear that holds several of PEFT's modules, one below the other, has a pair for each of them: its whole a,
-and their rows of its b. A layer of E experts is a parameter of a module: lora_A [E R, I] has one expert's a below the other's,
-lora_B [O, R E] the columns of b of all experts for the first rank, then for the second. Needs the safetensors package.
+and their rows of its b. A layer of E experts is a parameter of a module: row r of expert e's a is row e R + r of lora_A [E R, I],
+column r of its b is column r E + e of lora_B [O, R E]. Needs the safetensors package.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def save_adapter(folder: str | os.PathLike[str], params: Any, cfg: Any, *, names
     `funcops.models`.
 
     `base`: the name or path of the base model, for PEFT. Raises `ValueError`, before anything is written, for a linear without a
-    name, for two with one name, for a tuple whose length does not divide b's rows, and for adapters with different dropouts.
+    name, for two with one name, for a tuple whose length does not divide b's rows, and for adapters with different dropouts;
+    `TypeError` for a layer of experts whose name is no `ParameterOf`.
 
     >>> import os, tempfile
     >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
@@ -125,8 +126,7 @@ def load_adapter(
     or of another shape or dtype, by name; for another rank or alpha; for any setting of PEFT with another meaning (DoRA,
     PiSSA, OLoRA, aLoRA, biases, modules that are saved whole), and for an unknown setting. Raises it after reading for
     different lora_A if the rank is for one, for a b with numbers in rows that no linear takes, and for a weight of the base (PEFT
-    saves lm_head's) other than the one in params. Raises `FileNotFoundError` if a
-    file is missing."""
+    saves lm_head's) other than the one in params. Raises `FileNotFoundError` if a file is missing."""
     where = "load_adapter"
     require_type(where, "folder", folder, str, os.PathLike)
     require_dtype(where, dtype)
@@ -231,21 +231,21 @@ def _adapter_of_modules(where: str, folder: Any, linear: AdaptedLinear, parts: M
     if isinstance(first, RowsOf):
         return LowRankParams(a0.clone(), b0[list(first.at)])
     if isinstance(first, ParameterOf):
-        shapes, b = linear.lora.shapes, b0.unflatten(1, (linear.lora.rank, -1)).permute(2, 0, 1)
-        rows = b[:, list(first.at) if first.at else slice(None)]
+        shapes, experts = linear.lora.shapes, b0.unflatten(1, (linear.lora.rank, -1)).permute(2, 0, 1)
+        rows = experts[:, list(first.at) if first.at else slice(None)]
         return LowRankParams(a0.reshape(shapes["a"]), rows.reshape(shapes["b"]).contiguous())
     a = [one for one, _ in parts.values() if one is not None]
-    if sum(len(one) for one in a) == linear.lora.rank:
-        rows = linear.lora.out_features // len(parts)
-        return LowRankParams(
-            torch.cat(a), torch.block_diag(*[a[0].new_zeros(rows, 0) if b is None else b for _, b in parts.values()])
-        )
+    apart = sum(len(one) for one in a) == linear.lora.rank
+    none = a[0].new_zeros(linear.lora.out_features // len(parts), 0 if apart else linear.lora.rank)
+    b = [none if b is None else b for _, b in parts.values()]
+    if apart:
+        return LowRankParams(torch.cat(a), torch.block_diag(*b))
     for module, one in zip(modules, a, strict=True):
         if not torch.equal(one, a[0]):
             rank, alpha = linear.lora.rank * len(modules), _plain(_alpha(linear) * len(modules))
             wanted = f"equal to {modules[0]}'s (if each has its own, use rank {rank} with alpha {alpha} at {linear.module})"
             fail(where, f"{os.fspath(folder)}: lora_A of {module}", wanted, "another", CheckpointError)
-    return LowRankParams(a[0], torch.cat([b for _, b in parts.values()]))
+    return LowRankParams(a[0], torch.cat(b))
 
 
 def _indices(linear: AdaptedLinear) -> Iterator[tuple[int, ...]]:
@@ -275,10 +275,9 @@ def _modules(where: str, found: list[AdaptedLinear], names: Any) -> Modules:
             require(rows % len(there) == 0, where, f"names[{glob!r}]", f"names for equal parts of {rows} rows", said)
             if experts and not isinstance(there[0], ParameterOf):
                 fail(where, f"names[{glob!r}]", f"a ParameterOf, as {path} is a layer of experts", repr(there[0]), TypeError)
-            if isinstance(there[0], ParameterOf) and there[0].at:
-                require(len(there[0].at) == rows, where, f"names[{glob!r}].at", f"{rows} rows", len(there[0].at))
-            if isinstance(there[0], RowsOf):
-                require(len(there[0].at) == rows, where, f"names[{glob!r}].at", f"{rows} rows", len(there[0].at))
+            at_rows = () if isinstance(there[0], str) else there[0].at
+            if at_rows:
+                require(len(at_rows) == rows, where, f"names[{glob!r}].at", f"{rows} rows", len(at_rows))
     for glob in names or ():
         require(
             glob in used, where, "names", f"globs over the paths of adapters ({', '.join(p.module for p in found)})", repr(glob)
@@ -368,21 +367,25 @@ def _plain(number: float) -> float:
 def _checked_settings(where: str, path: Path, found: Mapping[str, AdaptedLinear], modules: Modules) -> dict[Any, list[int]]:
     """The ranks of each linear's modules, after the check that adapter_config.json describes the adapters of the config."""
     said = read_settings(where, path)
-    of_targets(where, path, said, modules.values())
+    targeted = of_targets(where, path, said, modules.values())
     ranks = {}
     for key, there in modules.items():
         linear, whole = found[key[0]], found[key[0]].lora.rank
         names = [name_of(module) for module in there]
-        alone = [is_target(said, module) for module in names] if len(names) > 1 else [True]
-        has = alone if any(alone) else [True] * len(names)
-        ranks[key] = each = [
-            of_module(said, "rank_pattern", m, said.get("r")) if own else 0 for m, own in zip(names, has, strict=True)
-        ]
-        counts = all(type(rank) is int and (rank > 0 or not own) for rank, own in zip(each, has, strict=True))
-        for module, rank, own in zip(names, each, has, strict=True):
-            if not own:
-                continue
-            if not counts or (rank != whole and sum(each) != whole):
+        if isinstance(there[0], ParameterOf) and there[0].parameter not in targeted:
+            fail(
+                where,
+                f"{path}: target_parameters",
+                f"a list with {there[0].parameter}, as in cfg",
+                sorted(targeted),
+                CheckpointError,
+            )
+        held = [name for name in names if len(names) == 1 or is_target(said, name)] or names
+        each = {name: of_module(said, "rank_pattern", name, said.get("r")) for name in held}
+        ranks[key] = [each.get(name, 0) for name in names]
+        counts = all(type(rank) is int and rank > 0 for rank in each.values())
+        for module, rank in each.items():
+            if not counts or (rank != whole and sum(each.values()) != whole):
                 more = ", for each if they share one lora_A, or as their sum" if len(there) > 1 else ""
                 fail(where, f"{path}: r of {module}", f"{whole}, as in cfg{more}", repr(rank), CheckpointError)
             alpha = of_module(said, "alpha_pattern", module, said.get("lora_alpha"))

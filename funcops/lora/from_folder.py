@@ -43,10 +43,12 @@ def with_adapter_of(cfg: Any, folder: str | os.PathLike[str], *, names: Names | 
 
     `names`: the modules' names by globs over the paths of linears, as for `save_adapter`; a linear whose modules have no adapter
     stays as it is. For a decoder: `models.peft_names(cfg)`. A linear of several modules, such as gate and up, gets an adapter of
-    their rank if they share one lora_A, else of the sum of their ranks. PEFT's lora_dropout is not read.
+    their rank if they share one lora_A, else of the sum of their ranks; so does one of which PEFT's target_modules have some alone.
+    PEFT's lora_dropout is not read.
 
     Raises `CheckpointError` for a file that is invalid, a setting with another meaning (see `load_adapter`), an adapter of a module
-    that no linear of the config is, and layers of one repeat, or modules of one linear, whose adapters differ in rank or factor.
+    that no linear of the config is, a module of target_modules without one whose linear has others, and layers of one repeat, or
+    modules of one linear, whose adapters differ in rank or factor.
     Raises `FileNotFoundError` if a file is missing.
 
     >>> import tempfile
@@ -122,8 +124,8 @@ def _shape(where: str, folder: Any, said: Any, there: dict[str, str], held: set[
     factors = {alpha / divisor(said, rank) for rank, alpha in zip(ranks, alphas, strict=True)}
     if len(factors) > 1:
         fail(where, at, "with one factor, as they are one linear", sorted(factors), CheckpointError)
-    if len(have) < len(there) or len(have) == 1:
-        return sum(ranks), factors.pop()
+    if len(have) == 1:
+        return ranks[0], factors.pop()
     read = [file.get_tensor(f"{PREFIX}{there[module]}.{SIDES['a']}.weight") for module in have]
     shared = all(one.shape == read[0].shape and bool((one == read[0]).all()) for one in read)
     return (ranks[0] if shared else sum(ranks)), factors.pop()

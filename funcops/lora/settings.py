@@ -42,6 +42,7 @@ class RowsOf:
 class ParameterOf:
     """A parameter of a module, for a linear that PEFT adapts by `target_parameters`: the weight of a router, or the weights of all
     experts, [E, O, I] or [E, I, O]. `at`: the row of the parameter for each of the O rows of ours, if it has them in another order.
+    Raises `ValueError` unless `at` has every row once.
 
     >>> from funcops.lora import ParameterOf
     >>> ParameterOf("model.layers.*.mlp.experts.down_proj").parameter

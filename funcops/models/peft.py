@@ -81,8 +81,8 @@ def _parameter(path: str, held: Any, router: bool) -> str:
     modules have the same names in every family, whatever the files have."""
     if not (held.rule.stacked or router):
         return ""
-    module = held.names[0].partition(".experts.")[0] if held.rule.stacked else held.names[0].rpartition(".")[0]
-    layer, _, last = module.rpartition(".")
-    if not held.rule.stacked:
-        return f"{layer.rpartition('.')[0]}.mlp.{last}.weight"
-    return f"{layer}.mlp.experts.{'down_proj' if path.endswith('.down') else 'gate_up_proj'}"
+    names = held.names[0].split(".")  # model.layers.N.mlp.gate.weight
+    own = f"{names[4]}.weight"
+    if held.rule.stacked:
+        own = f"experts.{'down_proj' if path.endswith('.down') else 'gate_up_proj'}"
+    return ".".join((*names[:3], "mlp", own))

@@ -7,10 +7,11 @@ import re
 import pytest
 import torch
 from lora_model import MODULES, NAMES, base_config, drawn, ours, plain, same_bits, theirs
+from safetensors.torch import load_file, save_file
 
-from funcops import chain, random
+from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
 from funcops.errors import CheckpointError
-from funcops.lora import adapter, load_adapter, lora_init, merge, save_adapter, with_lora
+from funcops.lora import adapter, load_adapter, lora_init, merge, save_adapter, with_adapter_of, with_lora
 from funcops.lora.settings import WITHOUT_MEANING
 from funcops.trees import put, tree_map_tensors
 
@@ -123,6 +124,28 @@ def test_a_failed_write_leaves_the_folder_unchanged(saved, tmp_path):
     with pytest.raises(ValueError, match=r"adapter\['blocks.1.attn.out'\].b must be \[16, 3\], got \[3, 3\]"):
         save_adapter(tmp_path, bad, cfg, names=NAMES)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+THREE = {"up": ("m1", "m2", "m3")}
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["one a", "an a each"])
+def test_some_of_three_modules_of_a_linear(own, tmp_path):
+    """The rows of b of the one that PEFT left as it is are zero, whether the others have one a or each its own."""
+    base = ChainConfig(steps=(Step("up", linear, LinearConfig(4, 6)),))
+    cfg = with_lora(base, 2, ("up",))
+    save_adapter(tmp_path, drawn(lora_init(chain.init(base, key=random.key(0)), cfg, key=random.key(1)), cfg), cfg, names=THREE)
+    held = load_file(tmp_path / "adapter_model.safetensors")
+    left = {name: t + own * (".m1." in name) for name, t in held.items() if ".m2." not in name}
+    save_file(left, tmp_path / "adapter_model.safetensors")
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings | {"target_modules": ["m1", "m3"]}))
+    found = with_adapter_of(base, tmp_path, names=THREE)
+    assert found == with_lora(base, 4 if own else 2, ("up",))
+    loaded = load_adapter(tmp_path, chain.init(found, key=random.key(2)), found, names=THREE)
+    low = loaded["up"]["both"]["lora"]
+    parts = [left[f"base_model.model.{m}.lora_B.weight"] @ left[f"base_model.model.{m}.lora_A.weight"] for m in ("m1", "m3")]
+    torch.testing.assert_close(low.b @ low.a, torch.cat([parts[0], torch.zeros(2, 4), parts[1]]))
 
 
 def test_two_modules_of_one_name_are_not_written(tmp_path):
