@@ -39,8 +39,7 @@ def _start(op: Any, x: Tensor, axis: Axis, *args: Any) -> Tensor:
     group = _group(x, axis)
     if x.device.type != "cpu" or group.endswith("]") or tracing():
         return op(x.contiguous(), *args, group)  # type: ignore[no-any-return]
-    before = _in_flight.pop(group, None)
-    if before is not None:
+    if (before := _in_flight.pop(group, None)) is not None:
         ops.wait_tensor(before)
     found = _in_flight[group] = op(x.contiguous(), *args, group)
     return found

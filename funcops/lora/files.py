@@ -98,7 +98,7 @@ def save_adapter(folder: str | os.PathLike[str], params: Any, cfg: Any, *, names
     whole = {name: _whole(each) for name, each in parts.items()}
     stored = names_in_file(one for there in modules.values() for one in there)
     entries = {_entry(stored[name], side): t for name, (a, b) in whole.items() for side, t in (("a", a), ("b", b))}
-    ranks = {name: len(a) // _experts(parts[name][0][1]) for name, (a, _) in whole.items()}
+    ranks = {name: len(a) // math.prod(parts[name][0][1].shape[:-2]) for name, (a, _) in whole.items()}  # of one expert
     text = json.dumps(_described(where, found, modules, ranks, base), indent=2, sort_keys=True) + "\n"
     os.makedirs(folder, exist_ok=True)
     checkpoint.save(entries, Path(folder) / WEIGHTS, metadata={"format": "pt"})
@@ -185,11 +185,6 @@ def _base_weight(where: str, folder: Any, entry: str, params: Any, cfg: Any, lin
 
 def _inverse(at: tuple[int, ...]) -> list[int]:
     return sorted(range(len(at)), key=at.__getitem__)
-
-
-def _experts(a: Tensor) -> int:
-    """The number of experts of a layer's a; 1 for a linear's."""
-    return len(a) if a.ndim > 2 else 1
 
 
 def _shapes(module: Module, linear: AdaptedLinear, rank: int, modules: int) -> dict[str, tuple[int, int]]:
@@ -373,13 +368,8 @@ def _checked_settings(where: str, path: Path, found: Mapping[str, AdaptedLinear]
         linear, whole = found[key[0]], found[key[0]].lora.rank
         names = [name_of(module) for module in there]
         if isinstance(there[0], ParameterOf) and there[0].parameter not in targeted:
-            fail(
-                where,
-                f"{path}: target_parameters",
-                f"a list with {there[0].parameter}, as in cfg",
-                sorted(targeted),
-                CheckpointError,
-            )
+            wanted = f"a list with {there[0].parameter}, as in cfg"
+            fail(where, f"{path}: target_parameters", wanted, sorted(targeted), CheckpointError)
         held = [name for name in names if len(names) == 1 or is_target(said, name)] or names
         each = {name: of_module(said, "rank_pattern", name, said.get("r")) for name in held}
         ranks[key] = [each.get(name, 0) for name in names]

@@ -82,7 +82,5 @@ def _parameter(path: str, held: Any, router: bool) -> str:
     if not (held.rule.stacked or router):
         return ""
     names = held.names[0].split(".")  # model.layers.N.mlp.gate.weight
-    own = f"{names[4]}.weight"
-    if held.rule.stacked:
-        own = f"experts.{'down_proj' if path.endswith('.down') else 'gate_up_proj'}"
-    return ".".join((*names[:3], "mlp", own))
+    experts = f"experts.{'down_proj' if path.endswith('.down') else 'gate_up_proj'}"
+    return ".".join((*names[:3], "mlp", experts if held.rule.stacked else f"{names[4]}.weight"))
