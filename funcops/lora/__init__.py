@@ -1,4 +1,4 @@
-"""LoRA: low-rank adapters on the linear steps of a model whose own weights are frozen.
+"""LoRA: low-rank adapters on the linear steps and embeddings of a model whose own weights are frozen.
 
     cfg = with_lora(base, rank=8, targets=("*.q.proj", "*.v.proj"), alpha=16)     # y = base(x) + (alpha / rank) x a^T b^T
     params = lora_init(params, cfg, key=key)                                      # b is zero: the same y

@@ -1,9 +1,10 @@
 """Adapters without their base model in a folder, as PEFT writes and reads them: adapter_config.json and adapter_model.safetensors.
 
-Entries are `base_model.model.MODULE.lora_A.weight` [R, I] and `.lora_B.weight` [O, R], one pair for each linear; stacked layers are
-written one by one. A linear that holds several of PEFT's modules, one below the other, has a pair for each of them: its whole a,
-and their rows of its b. A layer of E experts is a parameter of a module: row r of expert e's a is row e R + r of lora_A [E R, I],
-column r of its b is column r E + e of lora_B [O, R E]. Needs the safetensors package.
+Entries are `base_model.model.MODULE.lora_A.weight` [R, I] and `.lora_B.weight` [O, R], one pair for each linear (for an embedding
+`.lora_embedding_A` [R, V] and `.lora_embedding_B` [D, R]); stacked layers are written one by one. A linear that holds several of
+PEFT's modules, one below the other, has a pair for each of them: its whole a, and their rows of its b. A layer of E experts is a
+parameter of a module: row r of expert e's a is row e R + r of lora_A [E R, I], column r of its b is column r E + e of lora_B
+[O, R E]. Needs the safetensors package.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from funcops.lora.params import adapted, adapter, with_adapter
 from funcops.lora.rewrite import INSIDE, AdaptedLinear
 from funcops.lora.settings import (
     CONFIG,
+    OF_TABLES,
     PREFIX,
     SIDES,
     WEIGHTS,
@@ -88,7 +90,7 @@ def save_adapter(folder: str | os.PathLike[str], params: Any, cfg: Any, *, names
     require(os.fspath(folder) != "", where, "folder", "the path of a folder", repr(folder))
     require_type(where, "base", base, str)
     found = adapted(where, cfg)
-    modules = _modules(where, found, names)
+    modules, cfgs = _modules(where, found, names), {linear.path: linear.lora for linear in found}
     own = adapter(params, cfg)
     with_adapter(params, own, cfg)  # checks them
     parts: dict[str, list[tuple[Module, Tensor, Tensor]]] = {}
@@ -97,7 +99,8 @@ def save_adapter(folder: str | os.PathLike[str], params: Any, cfg: Any, *, names
             parts.setdefault(name_of(module), []).append((module, own[path].a[index], rows))
     whole = {name: _whole(each) for name, each in parts.items()}
     stored = names_in_file(one for there in modules.values() for one in there)
-    entries = {_entry(stored[name], side): t for name, (a, b) in whole.items() for side, t in (("a", a), ("b", b))}
+    by_ids = {name_of(there[0]) for (path, _), there in modules.items() if cfgs[path].by_ids}
+    entries = {_entry(stored[name], side, name in by_ids): t for name, (a, b) in whole.items() for side, t in (("a", a), ("b", b))}
     ranks = {name: len(a) // math.prod(parts[name][0][1].shape[:-2]) for name, (a, _) in whole.items()}  # of one expert
     text = json.dumps(_described(where, found, modules, ranks, base), indent=2, sort_keys=True) + "\n"
     os.makedirs(folder, exist_ok=True)
@@ -126,7 +129,7 @@ def load_adapter(
     or of another shape or dtype, by name; for another rank or alpha; for any setting of PEFT with another meaning (DoRA,
     PiSSA, OLoRA, aLoRA, biases, modules that are saved whole), and for an unknown setting. Raises it after reading for
     different lora_A if the rank is for one, for a b with numbers in rows that no linear takes, and for a weight of the base (PEFT
-    saves lm_head's) other than the one in params. Raises `FileNotFoundError` if a file is missing."""
+    saves lm_head's and the embedding's) other than the one in params. Raises `FileNotFoundError` if a file is missing."""
     where = "load_adapter"
     require_type(where, "folder", folder, str, os.PathLike)
     require_dtype(where, dtype)
@@ -142,7 +145,7 @@ def load_adapter(
     for (path, index), there in modules.items():
         for module, rank in zip(there, ranks[path, index], strict=True):
             for side, shape in _shapes(module, found[path], rank, len(there)).items() if rank else ():
-                entry = _entry(stored[name_of(module)], side)
+                entry = _entry(stored[name_of(module)], side, found[path].lora.by_ids)
                 kind = own[path].a.dtype if dtype is None else held.get(entry, dtype)
                 like[entry] = getattr(own[path], side).new_empty(shape, dtype=kind)
     read = checkpoint.load(Path(folder) / WEIGHTS, like)
@@ -155,7 +158,10 @@ def load_adapter(
     made = {}
     for path, linear in found.items():
         parts = [
-            {module: tuple(read.get(_entry(stored[name_of(module)], side)) for side in SIDES) for module in modules[path, index]}
+            {
+                module: tuple(read.get(_entry(stored[name_of(module)], side, linear.lora.by_ids)) for side in SIDES)
+                for module in modules[path, index]
+            }
             for index in _indices(linear)
         ]
         layers = [_adapter_of_modules(where, folder, linear, each) for each in parts]
@@ -163,8 +169,8 @@ def load_adapter(
     return with_adapter(params, made, cfg)
 
 
-def _entry(module: str, side: str) -> str:
-    return f"{PREFIX}{module}.{SIDES[side]}.weight"
+def _entry(module: str, side: str, by_ids: bool = False) -> str:
+    return f"{PREFIX}{module}.{(OF_TABLES if by_ids else SIDES)[side]}"
 
 
 def _base_entry(there: tuple[Module, ...], stored: Mapping[str, str]) -> str:
@@ -268,6 +274,8 @@ def _modules(where: str, found: list[AdaptedLinear], names: Any) -> Modules:
             rows, there = linear.lora.out_features, made[linear.path, index]
             said = f"{len(there)} of them"
             require(rows % len(there) == 0, where, f"names[{glob!r}]", f"names for equal parts of {rows} rows", said)
+            if linear.lora.by_ids and not (len(there) == 1 and isinstance(there[0], str)):
+                fail(where, f"names[{glob!r}]", f"a name, as {path} is an embedding", repr(there), TypeError)
             if experts and not isinstance(there[0], ParameterOf):
                 fail(where, f"names[{glob!r}]", f"a ParameterOf, as {path} is a layer of experts", repr(there[0]), TypeError)
             at_rows = () if isinstance(there[0], str) else there[0].at
@@ -318,7 +326,7 @@ def _alpha(linear: AdaptedLinear, rank: float | None = None) -> float:
 
 def _described(where: str, found: list[AdaptedLinear], modules: Modules, ranks: dict[str, int], base: str) -> dict[str, Any]:
     """The contents of adapter_config.json: the most common rank and alpha, and by module the others."""
-    drops = {linear.lora.dropout for linear in found}
+    drops = {linear.lora.dropout for linear in found if not linear.lora.by_ids} or {0.0}
     require(len(drops) == 1, where, "cfg", "one with the same dropout for all adapters, as PEFT has one", sorted(drops))
     by_path = {linear.path: linear for linear in found}
     alphas: dict[str, float] = {}

@@ -16,6 +16,7 @@ from funcops.errors import CheckpointError, fail, few, join_path, require_type
 from funcops.lora.rewrite import is_adapted, with_lora
 from funcops.lora.settings import (
     CONFIG,
+    OF_TABLES,
     PREFIX,
     SIDES,
     WEIGHTS,
@@ -74,8 +75,9 @@ def with_adapter_of(cfg: Any, folder: str | os.PathLike[str], *, names: Names | 
     known = [one for there in every for one in there if not isinstance(one, ParameterOf) or one.parameter in experts]
     stored = names_in_file(known)
     with checkpoint._opened(where, Path(folder) / WEIGHTS) as file:
-        ending = f".{SIDES['a']}.weight"
-        held = {name.removeprefix(PREFIX).removesuffix(ending) for name in file.keys() if name.endswith(ending)}  # noqa: SIM118
+        endings = tuple(f".{sides['a']}" for sides in (SIDES, OF_TABLES))
+        entries = [name.removeprefix(PREFIX) for name in file.keys() if name.endswith(endings)]  # noqa: SIM118
+        held = {name.removesuffix(endings[0]).removesuffix(endings[1]) for name in entries}
         for path, each in linears:
             found = {
                 _shape(where, folder, said, {name: stored.get(name, "") for name in map(name_of, there)}, held, file)
@@ -96,8 +98,8 @@ def with_adapter_of(cfg: Any, folder: str | os.PathLike[str], *, names: Names | 
 
 
 def linears_of(cfg: Any) -> Iterator[tuple[str, list[str], bool]]:
-    """The path of each linear without an adapter, with "*" for the layers of a repeat, its path in every layer, and whether it is a
-    layer of experts."""
+    """The path of each linear or embedding without an adapter, with "*" for the layers of a repeat, its path in every layer, and
+    whether it is a layer of experts."""
     for part, around in nested(cfg, stop=lambda part: is_adapted(part.cfg)):
         if part.composite:
             continue
@@ -126,6 +128,6 @@ def _shape(where: str, folder: Any, said: Any, there: dict[str, str], held: set[
         fail(where, at, "with one factor, as they are one linear", sorted(factors), CheckpointError)
     if len(have) == 1:
         return ranks[0], factors.pop()
-    read = [file.get_tensor(f"{PREFIX}{there[module]}.{SIDES['a']}.weight") for module in have]
+    read = [file.get_tensor(f"{PREFIX}{there[module]}.{SIDES['a']}") for module in have]
     shared = all(one.shape == read[0].shape and bool((one == read[0]).all()) for one in read)
     return (ranks[0] if shared else sum(ranks)), factors.pop()

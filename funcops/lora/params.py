@@ -18,6 +18,7 @@ from funcops.contract.walk import steps, ties
 from funcops.errors import FLOATS, check, describe, differing, fail, join_path, require_dtype, require_type
 from funcops.formats.scaled import unscaled
 from funcops.lora.rewrite import ADAPTER, BASE, BOTH, INSIDE, LORA, SUM, AdaptedLinear, adapted_linears
+from funcops.ops.embedding import EmbeddingParams
 from funcops.ops.grouped_linear import GroupedLinearParams
 from funcops.ops.linear import LinearParams
 from funcops.ops.low_rank import LowRankParams
@@ -187,18 +188,20 @@ def adapted(where: str, cfg: Any) -> list[AdaptedLinear]:
     return found
 
 
-def _base(where: str, params: Any, path: str, linear: AdaptedLinear) -> LinearParams | GroupedLinearParams:
-    """The params of the linear at a path, checked."""
+def _base(where: str, params: Any, path: str, linear: AdaptedLinear) -> LinearParams | GroupedLinearParams | EmbeddingParams:
+    """The params of the layer at a path, checked."""
     if path and not has(params, path):
         fail(where, "params", f"a tree with {path}", describe(params))
     node = at(params, path)
-    if not isinstance(node, (LinearParams, GroupedLinearParams)):
-        fail(where, join_path("params", path), "a LinearParams (params of the base config)", describe(node), TypeError)
-    name, lead = join_path("params", path), (*linear.lead, *linear.lora.shapes["a"][:-2])
+    kinds: Any = EmbeddingParams if linear.lora.by_ids else (LinearParams, GroupedLinearParams)
+    if not isinstance(node, kinds):
+        wanted = "an EmbeddingParams" if linear.lora.by_ids else "a LinearParams"
+        fail(where, join_path("params", path), f"{wanted} (params of the base config)", describe(node), TypeError)
+    name, shape = join_path("params", path), (*linear.lead, *linear.lora.weight_shape)
     if node.weight is not None and not stands_for_one(node.weight):  # tied, or in codes
-        check(where, f"{name}.weight", detached(node.weight), (*lead, *linear.base.weight_shape), FLOATS)
-    if linear.base.bias:
-        check(where, f"{name}.bias", detached(node.bias), (*lead, *linear.base.bias_shape), FLOATS)
+        check(where, f"{name}.weight", detached(node.weight), shape, FLOATS)
+    if not isinstance(node, EmbeddingParams) and linear.base.bias:
+        check(where, f"{name}.bias", detached(node.bias), shape[:-1], FLOATS)
     return node
 
 
@@ -267,5 +270,5 @@ def _moved(where: str, weight: Any, lora: LowRankParams, linear: AdaptedLinear, 
         fail(where, f"params.{linear.path}: weight", "a float tensor (merge before quantize_params)", describe(weight), TypeError)
     dtype = wide(weight.dtype)
     with torch.no_grad():
-        change = torch.matmul(lora.b.to(dtype), lora.a.to(dtype))
+        change = linear.lora.change(lora.a.to(dtype), lora.b.to(dtype))
         return weight.to(dtype).add(change, alpha=sign * linear.lora.scale).to(weight.dtype)

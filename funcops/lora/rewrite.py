@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,9 +15,11 @@ from funcops.contract.op import Op
 from funcops.contract.walk import Inside, Part, check_globs, matches, nested, rewrite
 from funcops.errors import describe, fail, in_step, join_path, require, require_count, require_number, require_type
 from funcops.ops import grouped_low_rank as grouped_low_rank  # enters the layers of experts
+from funcops.ops import low_rank_embedding as low_rank_embedding  # enters embeddings
 from funcops.ops.add import AddConfig, add
+from funcops.ops.embedding import EmbeddingConfig, embedding
 from funcops.ops.linear import LinearConfig, linear
-from funcops.ops.low_rank import ADAPTERS, LowRankConfig, adapter_of
+from funcops.ops.low_rank import Adapter, LowRankConfig, adapter_of
 from funcops.ops.qlinear import QLinearConfig, qlinear
 
 BOTH, BASE, LORA, SUM = "both", "base", "lora", "sum"  # the names of an adapted linear's parts
@@ -26,15 +29,16 @@ INSIDE, ADAPTER = join_path(BOTH, BASE), join_path(BOTH, LORA)
 def with_lora(
     cfg: Any, rank: int, targets: Sequence[str], *, alpha: float | None = None, dropout: float = 0.0, key: str = "key"
 ) -> Any:
-    """Return the config with an adapter beside each linear step that a glob of `targets` matches: `linear`, `qlinear`, their layers
-    over ranks, and the layers `up` and `down` of experts.
+    """Return the config with an adapter beside each step that a glob of `targets` matches: `linear`, `qlinear`, their layers over
+    ranks, the layers `up` and `down` of experts, and an `embedding`, if the glob's last name has no wildcard ("*" is all linears).
 
         y = base(x) + (alpha / rank) (m * x) a^T b^T
 
     `targets`: globs over the paths of steps, as "*.q.proj"; the layers of a repeat are "*". `alpha`: by default `rank`, a factor of
-    1. `dropout`: of the adapter's x, in [0, 1); m is drawn from the extra `key`, which is declared by chains that do not yet, and
-    folded by path, so that no two adapters share a mask. A tie to or from an adapted linear stays a tie of its own weight. The
-    config of a linear itself, whose path is "", becomes a `chain`'s. For adapters of several ranks, call it once for each.
+    1. `dropout`: of the adapter's x (no ids are dropped), in [0, 1); m is drawn from the extra `key`, which is declared by chains
+    that do not yet, and folded by path, so that no two adapters share a mask. A tie to or from an adapted layer stays a tie of
+    its own weight. The config of a layer itself, whose path is "", becomes a `chain`'s. For adapters of several ranks, call it once
+    for each.
 
     Raises `ValueError` for a rank below 1, a glob that matches no linear step, and a glob that matches a linear with an adapter.
 
@@ -67,10 +71,13 @@ def with_lora(
             becomes, plain = by_steps(where, part.op, part.cfg)
             made = rewrite(plain, lambda inner: adapt(inner, part.path), path=part.path)[1]
             return (part.op, part.cfg) if made == plain else (becomes, made)
-        if not adapter_of(part.cfg) or not (matches(part.path, targets) or (around and matches(around, targets))):
+        adapter = adapter_of(part.cfg)
+        if adapter is None:
             return None
-        low = LowRankConfig(part.cfg.in_features, part.cfg.out_features, rank, scale=scale, dropout=dropout)
-        return chain, _both(part, low, (key,) if dropout else ())
+        globs = targets if adapter.layer == "linear" else list(filter(_names_one, targets))
+        if not (matches(part.path, globs) or (around and matches(around, targets))):
+            return None
+        return chain, _both(part, adapter, key, rank, scale, dropout)
 
     return rewrite(cfg, adapt)[1]
 
@@ -123,14 +130,15 @@ def _module(path: str, stacked: Sequence[Part]) -> str:
     return join_path(module, path[len(before) :].removeprefix("."))
 
 
-def _both(part: Part, low: LowRankConfig, extras: tuple[str, ...]) -> ChainConfig:
-    """The config of a linear with an adapter beside it."""
+def _both(part: Part, adapter: Adapter, key: str, *settings: Any) -> ChainConfig:
+    """The config of a layer with an adapter of these settings beside it."""
     op = part.op if part.path else _op_of(part.cfg)  # a config alone, from which the op follows
     try:
-        own, low = ADAPTERS[type(part.cfg)](part.cfg, low)
+        own, low = adapter.beside(part.cfg, *settings)
     except ValueError as error:
         in_step(error, part.path)
         raise
+    extras = (key,) if low.dropout else ()
     groups, rows = _taken(part.cfg)
     both = ParallelConfig(branches=(Step(BASE, op, part.cfg, takes=groups), Step(LORA, own, low, takes=(*rows, *extras))))
     return ChainConfig(steps=(Step(BOTH, parallel, both), Step(SUM, add, AddConfig())), extras=(*groups, *extras))
@@ -146,9 +154,14 @@ def _taken(cfg: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return ("offsets", "order", "weights") if given["weighted"] else ("offsets",), ("offsets",)
 
 
+def _names_one(glob: str) -> bool:
+    """Whether the last name is written out, as it must be for an embedding, so that "*" is all linears."""
+    return not re.search(r"[*?[]", glob.rpartition(".")[2])
+
+
 def _op_of(cfg: Any) -> Op:
-    """The op of a linear's config."""
-    found = {LinearConfig: linear, QLinearConfig: qlinear}.get(type(cfg))
+    """The op of a layer's config."""
+    found = {LinearConfig: linear, QLinearConfig: qlinear, EmbeddingConfig: embedding}.get(type(cfg))
     if found is None:
         wanted = "the config of a combinator (the config of a layer over ranks does not tell its op)"
         fail("with_lora", "cfg", wanted, describe(cfg))
@@ -171,29 +184,29 @@ def _moved(ties: Any, made: dict[Any, tuple[Op, Any]]) -> tuple[tuple[str, str],
 def _check_targets(where: str, cfg: Any, targets: Sequence[str]) -> None:
     """Raise unless every glob matches a linear step, and none matches an adapted one."""
     if not isinstance(cfg, Composite) and not adapter_of(cfg):
-        wanted = "the config of a linear, or one with steps (for a DecoderConfig: decoder(cfg))"
+        wanted = "the config of a linear or an embedding, or one with steps (for a DecoderConfig: decoder(cfg))"
         fail("with_lora", "cfg", wanted, type(cfg).__name__)
     found = dict(_kinds(cfg))
-    known = [path for path, kind in found.items() if kind == "linear"]
+    known = [path or repr(path) for path, kind in found.items() if kind in ("linear", "embedding")]
+    wanted = f"globs over linear steps and names of embeddings, without an adapter ({', '.join(known) or 'none in this cfg'})"
     for glob in targets:
         met = [path for path in found if matches(path, (glob,))]
-        wanted = (
-            f"globs over linear steps without an adapter ({', '.join(path or repr(path) for path in known) or 'none in this cfg'})"
-        )
         adapted = [path for path in met if found[path] == "adapter"]
         if adapted:
             fail(where, "targets", wanted, f"{glob!r}, which matches {adapted[0]}, which has one")
-        if not any(found[path] == "linear" for path in met):
-            fail(where, "targets", wanted, f"{glob!r}" + (f", which matches {met[0]}, a {found[met[0]]}" if met else ""))
+        kinds = ("linear", "embedding") if _names_one(glob) else ("linear",)
+        if not any(found[path] in kinds for path in met):
+            fail(where, "targets", wanted, f"{glob!r}" + (f", which matches {met[0] or repr('')} ({found[met[0]]})" if met else ""))
 
 
 def _kinds(cfg: Any) -> Iterator[tuple[str, str]]:
-    """Yield the path of each step with "linear", "adapter", or the name of its config's class."""
+    """Yield the path of each step with "linear", "embedding", "adapter", or the name of its config's class."""
     for part, _ in nested(cfg, stop=lambda part: is_adapted(part.cfg)):
         if is_adapted(part.cfg):
             yield part.path, "adapter"
             yield join_path(part.path, INSIDE), "adapter"
         elif not part.composite:
             inner = part.cfg.linear_parts
-            yield part.path, "linear" if inner or adapter_of(part.cfg) else type(part.cfg).__name__
+            adapter = adapter_of(part.cfg)
+            yield part.path, "linear" if inner else type(part.cfg).__name__ if adapter is None else adapter.layer
             yield from ((join_path(part.path, name), "linear") for name in inner)

@@ -61,7 +61,8 @@ class ParameterOf:
 Module = str | RowsOf | ParameterOf
 Names = Mapping[str, str | RowsOf | ParameterOf | tuple[str, ...]]
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
-SIDES = {"a": "lora_A", "b": "lora_B"}
+SIDES = {"a": "lora_A.weight", "b": "lora_B.weight"}
+OF_TABLES = {"a": "lora_embedding_A", "b": "lora_embedding_B"}
 READ = {"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_parameters"}
 # settings of PEFT that do not change a trained adapter's output: its origin, which modules have one (the tensors say that), and how
 # it was trained. Some would, but only if another setting, which is refused, turns them on.

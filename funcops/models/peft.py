@@ -1,4 +1,4 @@
-"""PEFT's names for the linears of a decoder: the names of Hugging Face's modules."""
+"""PEFT's names for the linears and the embedding of a decoder: the names of Hugging Face's modules."""
 
 from __future__ import annotations
 

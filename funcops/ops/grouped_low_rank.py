@@ -27,7 +27,6 @@ from torch import Tensor
 
 from funcops import random
 from funcops.contract.accumulators import accumulate, check_into
-from funcops.contract.configs import fields_of
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Inputs, Pending, Residuals, saved, static
@@ -37,7 +36,7 @@ from funcops.kernels.grouped import grouped_product, grouped_wgrad
 from funcops.kernels.routing import gather_rows
 from funcops.ops.grouped_linear import GroupedLinearConfig, grouped_inputs
 from funcops.ops.grouped_qlinear import GroupedQLinearConfig
-from funcops.ops.low_rank import ADAPTERS, LowRankConfig, LowRankParams, low_rank_init
+from funcops.ops.low_rank import ADAPTERS, Adapter, LowRankConfig, LowRankParams, low_rank_init
 from funcops.trees import tree_map
 
 
@@ -159,10 +158,11 @@ grouped_low_rank = make_op(
 )
 
 
-def _beside(cfg: Any, low: LowRankConfig) -> tuple[Op, LowRankConfig]:
+def _beside(cfg: Any, rank: int, scale: float, dropout: float) -> tuple[Op, LowRankConfig]:
     linear: GroupedLinearConfig = cfg if cfg.low_recipe is None else cfg.linear
     require(linear.stacked, "GroupedLowRankConfig", "cfg.stacked", "True (its factors are stacked, too)", linear.stacked)
-    return grouped_low_rank, GroupedLowRankConfig(**fields_of(low), experts=cfg.experts, gathered=cfg.gathered)
+    sizes, shared = (cfg.in_features, cfg.out_features, rank), dict(experts=cfg.experts, gathered=cfg.gathered)
+    return grouped_low_rank, GroupedLowRankConfig(*sizes, scale=scale, dropout=dropout, **shared)
 
 
-ADAPTERS |= {GroupedLinearConfig: _beside, GroupedQLinearConfig: _beside}
+ADAPTERS |= dict.fromkeys((GroupedLinearConfig, GroupedQLinearConfig), Adapter(_beside))

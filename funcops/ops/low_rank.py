@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,6 +77,8 @@ class LowRankConfig(OpConfig):
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         return self.in_features, self.out_features
 
+    by_ids = False  # whether x is ids, each the number of a column of a
+
     @property
     def draws_mask(self) -> bool:  # type: ignore[override]
         return self.dropout > 0.0
@@ -85,6 +87,15 @@ class LowRankConfig(OpConfig):
     def shapes(self) -> dict[str, tuple[int, int]]:
         """The shape of each leaf."""
         return {"a": (self.rank, self.in_features), "b": (self.out_features, self.rank)}
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """The shape of the weight that the factors change."""
+        return (*self.shapes["b"][:-1], self.shapes["a"][-1])
+
+    def change(self, a: Tensor, b: Tensor) -> Tensor:
+        """The change of the weight, without the factor c."""
+        return torch.matmul(b, a)
 
 
 @tree
@@ -203,7 +214,7 @@ def low_rank_wgrad(pending: LowRankPending, cfg: LowRankConfig, *, into: LowRank
 def low_rank_gradients(where: str, pending: Any, cfg: LowRankConfig, into: LowRankParams | None, factors: Factors) -> LowRankParams:
     """The requested ones of da and db, each from its operands `factors(pending, cfg, name)`; added to `into` if given."""
     if into is not None:  # before anything is sent
-        _check_into(where, pending, cfg, into)
+        check_low_rank_into(where, pending, cfg, into)
     made = LowRankParams(NO_GRADIENT, NO_GRADIENT)
     for name in _asked(pending):
         sums = None if into is None else LinearParams(getattr(into, name), None)
@@ -223,7 +234,7 @@ def dropped(pending: Any, cfg: LowRankConfig) -> Tensor:
 
 def products_of(where: str, pending: Any, cfg: LowRankConfig, into: LowRankParams, factors: Factors) -> list[Product]:
     """da and db as products of few rows, which may be computed together with other layers'."""
-    _check_into(where, pending, cfg, into)
+    check_low_rank_into(where, pending, cfg, into)
     return [Product.of(*factors(pending, cfg, name), getattr(into, name), None) for name in _asked(pending)]
 
 
@@ -238,7 +249,7 @@ def _factors(pending: LowRankPending, cfg: LowRankConfig, name: str) -> tuple[Te
     return pending.t, dropped(pending, cfg)
 
 
-def _check_into(where: str, pending: Any, cfg: LowRankConfig, into: LowRankParams) -> None:
+def check_low_rank_into(where: str, pending: Any, cfg: LowRankConfig, into: LowRankParams) -> None:
     """Check both accumulators before either is written."""
     like = {name: (pending.t if name == "a" else pending.u).new_empty(()).expand(cfg.shapes[name]) for name in _asked(pending)}
     check_into(where, into, LowRankParams(like.get("a"), like.get("b")))  # type: ignore[arg-type]
@@ -262,21 +273,27 @@ low_rank = make_op(
 low_rank_bwd = both_halves(low_rank, low_rank_dgrad, low_rank_wgrad)
 
 
-ADAPTERS: dict[type, Callable[[Any, LowRankConfig], tuple[Op, LowRankConfig]]] = {}
-"""By the class of a linear layer's config, `adapter(cfg, low)`: the op and config of an adapter beside that layer. `low` is the
-config for a layer on one rank. The file of each kind of adapter enters the layers that it serves."""
+class Adapter(NamedTuple):
+    """`beside(cfg, rank, scale, dropout)`: the op and config of an adapter beside a layer. `layer`: "linear" or "embedding"."""
+
+    beside: Callable[[Any, int, float, float], tuple[Op, LowRankConfig]]
+    layer: str = "linear"
 
 
-def adapter_of(cfg: Any) -> Callable[[Any, LowRankConfig], tuple[Op, LowRankConfig]] | None:
-    """The entry of `ADAPTERS` for a config; None if it is not a linear layer's."""
+ADAPTERS: dict[type, Adapter] = {}
+"""By the class of a layer's config. The file of each kind of adapter enters the layers that it serves."""
+
+
+def adapter_of(cfg: Any) -> Adapter | None:
+    """The entry of `ADAPTERS` for a config; None if no adapter serves its layer."""
     return ADAPTERS.get(type(cfg))
 
 
-def _beside(cfg: Any, low: LowRankConfig) -> tuple[Op, LowRankConfig]:
-    return low_rank, low
+def _beside(cfg: Any, rank: int, scale: float, dropout: float) -> tuple[Op, LowRankConfig]:
+    return low_rank, LowRankConfig(cfg.in_features, cfg.out_features, rank, scale=scale, dropout=dropout)
 
 
-ADAPTERS |= {LinearConfig: _beside, QLinearConfig: _beside}
+ADAPTERS |= dict.fromkeys((LinearConfig, QLinearConfig), Adapter(_beside))
 
 
 if not TYPE_CHECKING:  # a checker would take every name for one of the module's

@@ -21,6 +21,7 @@ from funcops import (
     batch_wgrads,
     chain,
     differentiable,
+    dist,
     embedding,
     linear,
     parallel,
@@ -33,6 +34,7 @@ from funcops import (
 from funcops.errors import StaleResidualError
 from funcops.graphs import check_capturable
 from funcops.lora import LowRankParams, adapter, lora_init, lora_needs, merge, save_adapter, unmerge, with_adapter, with_lora
+from funcops.lora.rewrite import adapted_linears
 from funcops.low_precision import Fp8Block, Fp8Delayed, quantize_params, split_amaxes, with_recipe
 from funcops.models.blocks import gpt2_block_config
 from funcops.testing import Error
@@ -300,6 +302,60 @@ def test_a_base_in_low_precision(recipe):
         merge(work, cfg)
 
 
+def test_adapters_of_an_embedding():
+    """ "*" is all linears, as PEFT's "all-linear"; a written name is an embedding too. The head keeps the base's weight."""
+    steps = (Step("embed", embedding, EmbeddingConfig(7, 4)), Step("head", linear, LinearConfig(4, 7, bias=False)))
+    base = ChainConfig(steps=steps, ties={"head.weight": "embed.weight"})
+    assert [one.path for one in adapted_linears(with_lora(base, 2, ("*",)))] == ["head"]
+    cfg = with_lora(base, 2, ("embed", "*"), dropout=0.5)
+    assert cfg.extras == ("key",) and [one.path for one in adapted_linears(cfg)] == ["embed", "head"]
+    cfg, ids = with_lora(base, 2, ("embed",), alpha=3.0, dropout=0.5), torch.tensor([[3, 0, 3], [6, 1, 2]])
+    assert not cfg.extras  # ids have no dropout
+    pretrained = chain.init(base, key=random.key(0), dtype=torch.float64)
+    params = lora_init(pretrained, cfg, key=random.key(1))
+    assert torch.equal(chain.fwd(params, ids, cfg)[0], chain.fwd(pretrained, ids, base)[0])
+    params = drawn(params, cfg)
+    own = adapter(params, cfg)["embed"]
+    y, residuals = chain.fwd(params, ids, cfg, needs=lora_needs(cfg))
+    leaves_of = [t.detach().clone().requires_grad_() for t in (own.a, own.b)]
+    table = pretrained["embed"].weight
+    want = (table[ids] + 1.5 * leaves_of[0].mT[ids] @ leaves_of[1].mT) @ table.mT
+    torch.testing.assert_close(y, want)
+    dy = torch.randn_like(y)
+    grads = adapter(chain.bwd(residuals, dy, cfg)[0], cfg)["embed"]
+    for got, wanted in zip((grads.a, grads.b), torch.autograd.grad(want, leaves_of, dy), strict=True):
+        torch.testing.assert_close(got, wanted)
+    with pytest.raises(ValueError, match="merge: cfg must be one where embed.both.base.weight is not tied"):
+        merge(params, cfg)
+
+
+def test_an_embedding_is_merged():
+    steps = (Step("embed", embedding, EmbeddingConfig(7, 4, padding_idx=2)), Step("norm", rms_norm, RMSNormConfig(4)))
+    base = ChainConfig(steps=steps)
+    cfg, ids = with_lora(base, 2, ("embed",), alpha=3.0), torch.arange(7)
+    params = drawn(lora_init(chain.init(base, key=random.key(0), dtype=torch.float64), cfg, key=random.key(1)), cfg)
+    merged = merge(params, cfg)
+    torch.testing.assert_close(chain.fwd(merged, ids, base)[0], chain.fwd(params, ids, cfg)[0])
+    assert_close(paths(unmerge(merged, adapter(params, cfg), cfg)), paths(params))
+    y, residuals = chain.fwd(params, ids, cfg)
+    grads = chain.bwd(residuals, torch.ones_like(y) + torch.arange(4), cfg)[0]["embed"]["both"]
+    assert not grads["lora"].a[:, 2].any() and not grads["base"].weight[2].any() and grads["lora"].a[:, 3].any()
+    with pytest.raises(TypeError, match="lora_init: params.embed must be an EmbeddingParams .*, got RMSNormParams"):
+        lora_init({"embed": merged["norm"], "norm": merged["norm"]}, cfg, key=random.key(1))
+
+
+@pytest.mark.parametrize("rules", [{"embed": "vocab"}, {"up": "column", "down": "row"}], ids=str)
+def test_an_embedding_with_an_adapter_over_ranks(rules):
+    steps = (Step("embed", embedding, EmbeddingConfig(8, 4)), Step("up", linear, LinearConfig(4, 8)))
+    base = ChainConfig(steps=(*steps, Step("down", linear, LinearConfig(8, 4))))
+    cfg, mesh = with_lora(base, 2, ("embed", "*")), dist.Mesh.abstract({"tp": 2}, rank=0)
+    if "embed" in rules:
+        with pytest.raises(ValueError, match="rules for embed must be of another role .*, got LowRankEmbeddingConfig"):
+            dist.parallel(cfg, rules, mesh)
+        return
+    assert chain.init(dist.parallel(cfg, rules, mesh), device="meta")["embed"]["both"]["lora"].a.shape == (2, 8)
+
+
 def test_a_recipe_whose_scales_would_never_move_is_refused():
     low = with_recipe(with_lora(base_config(), 3, TARGETS), Fp8Delayed(history=2), only=("*.up.both.base",))
     with pytest.raises(ValueError, match=r"lora_needs: the recipe of blocks\.\*\.mlp\.up\.both\.base must be one without delayed"):
@@ -356,9 +412,13 @@ BAD = [
     Error(call=lambda: with_lora(NORMED, 0, ("a",)), match="with_lora: rank must be"),
     Error(
         call=lambda: with_lora(NORMED, 2, ("b",)),
-        match="with_lora: targets must be globs over linear steps without an adapter (a), got 'b'",
+        match="with_lora: targets must be globs over linear steps and names of embeddings, without an adapter (a), got 'b'",
     ),
-    Error(call=lambda: with_lora(NORMED, 2, ("norm",)), match="got 'norm', which matches norm, a RMSNormConfig"),
+    Error(call=lambda: with_lora(NORMED, 2, ("norm",)), match="got 'norm', which matches norm (RMSNormConfig)"),
+    Error(
+        call=lambda: with_lora(EmbeddingConfig(4, 4), 2, ("*",)),
+        match="without an adapter (''), got '*', which matches '' (embedding)",
+    ),
     Error(call=lambda: with_lora(_made()[0], 2, ("*",)), match="got '*', which matches a, which has one"),
     Error(call=lambda: with_lora(NORMED, 2, ()), match="with_lora: targets must be at least one glob, got ()"),
     Error(call=lambda: with_lora(NORMED, 2, "a"), match="with_lora: targets must be a tuple of globs", error=TypeError),

@@ -1,5 +1,7 @@
 """`low_rank`: the op's laws, and wrong calls of it."""
 
+import math
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from funcops import Needs, backend, random
 from funcops.lora import LowRankConfig, LowRankParams, low_rank
 from funcops.ops.grouped_low_rank import GroupedLowRankConfig, grouped_low_rank
 from funcops.ops.low_rank import low_rank_fwd
+from funcops.ops.low_rank_embedding import LowRankEmbeddingConfig, low_rank_embedding
 from funcops.ops.permute import PermuteConfig, permute
 from funcops.testing import LAWS, Case, Error
 from funcops.trees import paths
@@ -51,19 +54,33 @@ def grouped(gathered):
     return Case(op=grouped_low_rank, cfg=cfg, x=x, params=params, reference=of_groups, name=f"grouped-{gathered}")
 
 
+def of_ids(*shape, vocab=6, dim=5, rank=2, **more):
+    cfg = LowRankEmbeddingConfig(vocab, dim, rank, scale=-0.5, **more)
+
+    def embedded(params, x, cfg):
+        table = torch.nn.functional.embedding(x, params.a.mT, padding_idx=cfg.padding_idx)
+        return cfg.scale * table @ params.b.mT
+
+    x = lambda d: torch.arange(7).repeat(9)[: math.prod(shape)].view(shape) % vocab  # noqa: E731
+    exempt = () if cfg.padding_idx is None else ("finite_differences",)  # defined as 0, not the derivative
+    return Case(
+        op=low_rank_embedding, cfg=cfg, x=x, reference=embedded, free=("x",), exempt=exempt, name=f"ids-{shape}-{cfg.padding_idx}"
+    )
+
+
 CASES = [case((2, 5), 69, 3, 2), case((2, 5), 9, 3, 2, 2.0, 0.25), case((0,), 4, 3, 1), case((), 3, 2, 4, -1.5, 0.5)]
-CASES += [grouped(False), grouped(True)]
+CASES += [of_ids(2, 5), of_ids(3, 4, padding_idx=1), of_ids(0), of_ids(), grouped(False), grouped(True)]
 
 
 @pytest.mark.turns("law", "case", every=4)
 @pytest.mark.parametrize("law", [name for name in LAWS if name != "compiles"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_law(law, case):
-    for dtype in case.dtypes if law == "right" else case.dtypes[:1]:
+    for dtype in () if law in case.exempt else case.dtypes if law == "right" else case.dtypes[:1]:
         LAWS[law](case, dtype)
 
 
-@pytest.mark.parametrize("case", [*CASES[1:3], CASES[-1]], ids=str)
+@pytest.mark.parametrize("case", [*CASES[1:3], CASES[4], CASES[-1]], ids=str)
 def test_laws_on_triton(case):
     with backend("triton"):
         for law in ("right", "split", "pure"):
@@ -85,7 +102,7 @@ def test_each_side_keeps_what_it_reads_alone(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES[:2], ids=str)
+@pytest.mark.parametrize("case", [*CASES[:2], CASES[4]], ids=str)
 def test_compiles(case):
     LAWS["compiles"](case, torch.float32)
 
@@ -111,6 +128,21 @@ BAD = [
     ),
     Error(call=lambda: LowRankConfig(4, 3, 0), match="LowRankConfig: rank must be"),
     Error(call=lambda: LowRankConfig(4, 3, 1, dropout=1.0), match="LowRankConfig: dropout must be below 1, got 1.0"),
+    Error(
+        call=lambda: LowRankEmbeddingConfig(4, 3, 1, dropout=0.5),
+        match="LowRankEmbeddingConfig: dropout must be 0 (ids cannot be dropped), got 0.5",
+    ),
+    Error(
+        call=lambda: LowRankEmbeddingConfig(4, 3, 1, padding_idx=4),
+        match="LowRankEmbeddingConfig: padding_idx must be None or in 0..3, got 4",
+    ),
+    Error(
+        call=lambda: low_rank_embedding.fwd(
+            LowRankParams(torch.ones(2, 4), torch.ones(3, 2)), torch.tensor([4]), LowRankEmbeddingConfig(4, 3, 2)
+        ),
+        match="low_rank_embedding_fwd: x must be ids from 0 to 3, got 4",
+        error=IndexError,
+    ),
 ]
 
 

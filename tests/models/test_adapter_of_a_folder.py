@@ -189,13 +189,18 @@ def test_gradients_of_experts_adapters_are_pefts(name, bases, tmp_path):
 HEADS = [name if name in ("llama", "gemma3") else pytest.param(name, marks=pytest.mark.slow) for name in sorted(FAMILIES)]
 
 
+@pytest.mark.turns("where", every=3)
+@pytest.mark.parametrize("where", [("lm_head",), ("embed",), ("embed", "lm_head", "q_proj")], ids="-".join)
 @pytest.mark.parametrize("name", HEADS)
-def test_an_adapter_of_the_head_of_every_family(name, bases, tmp_path):
-    """Tied or not. PEFT saves the head's weight beside it, which must be the one in params."""
+def test_an_adapter_of_the_head_and_the_embedding_of_every_family(name, where, bases, tmp_path):
+    """Tied or not. PEFT saves the base's weight beside it, which must be the one in params. An embedding has no dropout."""
     folder = bases(name)
-    settings = peft.LoraConfig(r=2, lora_alpha=3, target_modules=["lm_head"], init_lora_weights=False)
+    table = "wte" if name == "gpt2" else "embed_tokens"
+    targets = [table if one == "embed" else one for one in where if one != "q_proj" or name != "gpt2"]
+    settings = peft.LoraConfig(r=2, lora_alpha=3, lora_dropout=0.1, target_modules=targets, init_lora_weights=False)
     want = trained(folder, settings, tmp_path / "theirs")
-    assert "base_model.model.lm_head.base_layer.weight" in load_file(tmp_path / "theirs" / "adapter_model.safetensors")
+    held = load_file(tmp_path / "theirs" / "adapter_model.safetensors")
+    assert [one for one in held if one.endswith((".lora_embedding_A", ".base_layer.weight"))]
     params, cfg, model = read(folder, tmp_path / "theirs")
     torch.testing.assert_close(logits(params, cfg, model), want, rtol=1e-4, atol=1e-5)
     save_adapter(tmp_path / "ours", params, model, names=peft_names(cfg, model))
@@ -203,16 +208,18 @@ def test_an_adapter_of_the_head_of_every_family(name, bases, tmp_path):
     with torch.no_grad():
         back = peft.PeftModel.from_pretrained(base, tmp_path / "ours").eval()(IDS).logits
     torch.testing.assert_close(back, want, rtol=1e-5, atol=1e-6)
-    weight = "embed" if cfg.tied else "head.both.base"
+    theirs, ours = held, load_file(tmp_path / "ours" / "adapter_model.safetensors")
+    assert all(torch.equal(t, theirs[one]) for one, t in ours.items())
+    saved = [one.split(".")[-3] for one in held if one.endswith(".base_layer.weight")]
+    if not saved:  # PEFT does not know this module for an embedding
+        return
+    weight = "embed" if cfg.tied or "lm_head" not in where else "head"
+    weight = f"{weight}.both.base" if weight == "head" or "embed" in where else weight
     other = put(params, weight, replace(at(params, weight), weight=at(params, weight).weight + 1.0))
-    given = dict(names=peft_names(cfg, model))
-    with pytest.raises(
-        CheckpointError, match="load_adapter: .*lm_head.base_layer.weight must be the weight in params .*, got another"
-    ):
-        load_adapter(tmp_path / "theirs", other, model, **given)
     missing = put(params, weight, replace(at(params, weight), weight=None))
-    with pytest.raises(CheckpointError, match="load_adapter: .*lm_head.base_layer.weight must be left out .*, got None"):
-        load_adapter(tmp_path / "theirs", missing, model, **given)
+    for bad, said in ((other, "the weight in params .*, got another"), (missing, "left out .*, got None")):
+        with pytest.raises(CheckpointError, match=f"load_adapter: .*({'|'.join(saved)}).base_layer.weight must be {said}"):
+            load_adapter(tmp_path / "theirs", bad, model, names=peft_names(cfg, model))
 
 
 BOTH = ["gate_proj", "up_proj"]

@@ -38,7 +38,6 @@ import torch
 from torch import Tensor
 
 from funcops.contract.by_config import ByConfig
-from funcops.contract.configs import fields_of
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Inputs, Pending, Residuals, saved, static
@@ -61,6 +60,7 @@ from funcops.ops.dropout import check_shared
 from funcops.ops.linear_wgrads import Product
 from funcops.ops.low_rank import (
     ADAPTERS,
+    Adapter,
     LowRankConfig,
     LowRankParams,
     dropped,
@@ -245,13 +245,12 @@ parallel_low_rank = make_op(
 parallel_low_rank_bwd = both_halves(parallel_low_rank, parallel_low_rank_dgrad, parallel_low_rank_wgrad)
 
 
-def _beside(side: str, cfg: Any, low: LowRankConfig) -> tuple[Op, ParallelLowRankConfig]:
+def _beside(side: str, cfg: Any, rank: int, scale: float, dropout: float) -> tuple[Op, ParallelLowRankConfig]:
     wanted = "0 beside a layer over ranks (call with_lora before dist.parallel, which knows how x is sharded)"
-    require(low.dropout == 0.0, "ParallelLowRankConfig", "dropout", wanted, low.dropout)
-    parts = cfg.parts if side == "column" else ()
-    made = ParallelLowRankConfig(**fields_of(low), side=side, axis=cfg.axis, sequence_parallel=cfg.sequence_parallel, parts=parts)
-    return parallel_low_rank, made
+    require(dropout == 0.0, "ParallelLowRankConfig", "dropout", wanted, dropout)
+    how: Any = dict(side=side, axis=cfg.axis, sequence_parallel=cfg.sequence_parallel, parts=cfg.parts if side == "column" else ())
+    return parallel_low_rank, ParallelLowRankConfig(cfg.in_features, cfg.out_features, rank, scale=scale, **how)
 
 
-ADAPTERS |= dict.fromkeys((ColumnLinearConfig, ColumnQLinearConfig), functools.partial(_beside, "column"))
-ADAPTERS |= dict.fromkeys((RowLinearConfig, RowQLinearConfig), functools.partial(_beside, "row"))
+ADAPTERS |= dict.fromkeys((ColumnLinearConfig, ColumnQLinearConfig), Adapter(functools.partial(_beside, "column")))
+ADAPTERS |= dict.fromkeys((RowLinearConfig, RowQLinearConfig), Adapter(functools.partial(_beside, "row")))
