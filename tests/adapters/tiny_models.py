@@ -10,7 +10,7 @@ EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=64)
 
 def decoder(kind, **more):
     sizes = dict(SIZES, vocab_size=256, num_key_value_heads=2, pad_token_id=0)
-    return f"{kind}ForCausalLM", f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config", {**sizes, **more}
+    return f"{kind}ForCausalLM", f"{kind}TextConfig" if kind in ("Gemma3", "Llama4") else f"{kind}Config", {**sizes, **more}
 
 
 def t5(**more):
@@ -72,12 +72,35 @@ MODELS = {
     "T5": ("t5", *t5(d_ff=256)),
     "T5 1.1": ("t5", *t5(d_ff=176, feed_forward_proj="gated-gelu")),
 }
+H = dict(head_dim=16)
+UNKNOWN = {  # without a row: recognised by what their modules compute
+    name: ("", *decoder(name, attention_dropout=0.0, **more))
+    for name, more in {
+        "Arcee": {},
+        "Cohere": {},
+        "Cohere2": {},
+        "Ernie4_5": H,
+        "Exaone4": {},
+        "Glm4": H,
+        "GPTNeoX": {},
+        "Helium": H,
+        "HunYuanDenseV1": H,
+        "Llama4": dict(H, intermediate_size_mlp=176, interleave_moe_layer_step=3, num_local_experts=2),
+        "Ministral": H,
+        "Nemotron": {},
+        "Olmo3": {},
+        "Phi": {},
+        "SeedOss": H,
+        "StableLm": {},
+        "Starcoder2": {},
+    }.items()
+}
 APART = ("Experts", "TopKRouter", "TopkRouter", "SparseMoeBlock", "MoE")  # of a mixture of experts, what is not dense
 
 
 def tiny(name, **more):
     transformers = pytest.importorskip("transformers")
-    _, model, config, sizes = MODELS[name]
+    _, model, config, sizes = {**MODELS, **UNKNOWN}[name]
     torch.manual_seed(0)
     return getattr(transformers, model)(getattr(transformers, config)(**{**sizes, **more}))
 

@@ -9,12 +9,13 @@ from torch import nn
 from funcops.adapters.nn import layers
 from funcops.adapters.nn.choose import Chosen
 from funcops.adapters.nn.hugging_face import ChainModule
-from funcops.adapters.nn.models import LOSSES, TORCH, swapped
+from funcops.adapters.nn.models import LOSSES, TORCH, joined, swapped
 from funcops.adapters.nn.module import CACHES, OpModule, prepare
 from funcops.adapters.nn.parts import ORIGINALS
 from funcops.adapters.nn.quantized import take_recipe
 from funcops.adapters.nn.report import Change, Replaced
 from funcops.adapters.nn.sequential import Sequential
+from funcops.adapters.nn.structure import Found, recognised
 from funcops.compose.chain import chain
 from funcops.errors import describe, fail, join_path, require, require_type
 from funcops.formats.recipes import Recipe
@@ -28,7 +29,7 @@ class Swap(NamedTuple):
     """The record of a swap that the module keeps, to undo it."""
 
     before: type
-    after: type
+    after: Any  # the new class, or the arguments of `joined` that made it
     added: tuple[str, ...]  # attributes that came with the new class
     loss: Any = None  # if the model's loss was swapped: a tuple with the loss that was set on the model, or an empty one
 
@@ -39,10 +40,11 @@ def from_torch(
     """Swap every known layer of `model` for its funcops module, in place, and return a report of the replaced and left layers.
 
     Known layers are the layers of torch.nn that `funcops.nn` has, and the norms, MLPs, activations and the causal loss of the
-    Hugging Face models with a row in `funcops.adapters.nn.models`. Only these classes themselves are known: a subclass, or a class
-    of the same name from elsewhere, is left. A module's class becomes a subclass of its old class; parameters, buffers, names,
-    hooks and state_dict do not change. An MLP whose layers are changed later (an adapter, a hook, a sharded weight) runs them one
-    by one.
+    Hugging Face models with a row in `funcops.adapters.nn.models`, these classes themselves. Norms, MLPs and activations of any
+    other class, your own too, are recognised by what they compute (`funcops.adapters.nn.structure`): an op's formula must give the
+    same outputs and gradients on drawn inputs. Subclasses of torch.nn's layers are left. A module's class becomes a subclass of its
+    old class; parameters, buffers, names, hooks and state_dict do not change. An MLP whose layers are changed later (an adapter, a
+    hook, a sharded weight) runs them one by one.
 
     `policy`: the policy for MLPs, as in `with_policy`; "minimal" keeps only their inputs and reruns their forward. `only`, `skip`:
     one pattern or several: a class, or a glob for a module's path ("model.layers.0.*"), for the end of the path ("lm_head") or for
@@ -103,7 +105,7 @@ class Undo(list[Any]):
 
 
 def _swap(model: nn.Module, policy: Any, recipe: Any, wanted: Any, done: Replaced, undo: Undo) -> None:
-    acted, lowered = policy is None, recipe is None
+    acted, lowered, seen = policy is None, recipe is None, dict[Any, Any]()
     for path, module in list(model.named_modules()):
         before = type(module)
         if not wanted(path):
@@ -112,9 +114,12 @@ def _swap(model: nn.Module, policy: Any, recipe: Any, wanted: Any, done: Replace
             acted |= _reconfigure(path, module, policy, recipe, done, undo)
             lowered |= isinstance(module, layers.Linear)
             continue
-        to = swapped(before)
+        to, found = swapped(before), None
+        if to is None and "forward" not in vars(module):
+            found = recognised(module, seen)
+            to = joined(before, found.base, **found.names) if isinstance(found, Found) else None
         if to is None:
-            _left(done, path, module)
+            _left(done, path, module, found)
             continue
         if "forward" in vars(module):
             done.left.append(Change(path, before.__name__, "a forward of its own is set on it"))
@@ -131,8 +136,8 @@ def _swap(model: nn.Module, policy: Any, recipe: Any, wanted: Any, done: Replace
         if policy is not None and isinstance(module, ChainModule):
             acted = _keep(module, policy)
         prepare(module)
-        vars(module)["_swap"] = Swap(before, to, tuple(sorted(vars(module).keys() - attributes)))
-        done.replaced.append(Change(path, before.__name__, _name(to)))
+        vars(module)["_swap"] = Swap(before, _made_of(to), tuple(sorted(vars(module).keys() - attributes)))
+        done.replaced.append(Change(path, before.__name__, _name(to) + (" (by what it computes)" if found else "")))
     if not acted:
         fail("from_torch", "policy", "None for a model without a known MLP (it only applies to MLPs)", describe(policy))
     require(lowered, "from_torch", "recipe", "None for a model without a known linear layer", describe(recipe))
@@ -169,8 +174,14 @@ def _keep(module: Any, policy: Any) -> bool:
 
 
 def _name(cls: type) -> str:
-    """The name of a class in a report: for a class made from a row of a model, the row's class."""
-    return f"funcops.nn.{(cls.__bases__[0] if cls in ORIGINALS else cls).__name__}"
+    """The name of a class in a report: for a class that `joined` made, the op that it runs."""
+    if cls not in ORIGINALS:
+        return f"funcops.nn.{cls.__name__}"
+    return f"funcops.{(chain if issubclass(cls, ChainModule) else cls.op).name}"  # type: ignore[attr-defined]
+
+
+def _made_of(cls: type) -> Any:
+    return vars(cls).get("_key", cls)
 
 
 def _loss_of(module: Any) -> Any:
@@ -220,13 +231,13 @@ def _refusal(module: Any, recipe: Any = None) -> str | None:
     return None
 
 
-def _left(done: Replaced, path: str, module: nn.Module) -> None:
-    """Report a layer that is left, if it holds its own parameters or is a subclass of a known layer."""
+def _left(done: Replaced, path: str, module: nn.Module, reason: Any) -> None:
+    """Report a layer that is left, if it holds its own parameters, has the parts of an MLP or is a subclass of a known layer."""
     known = next((cls for cls in TORCH if isinstance(module, cls)), None)
     if known is not None:
         done.left.append(Change(path, type(module).__name__, f"a subclass of {known.__name__}"))
-    elif next(module.parameters(recurse=False), None) is not None:
-        done.left.append(Change(path, type(module).__name__, "not known"))
+    elif reason or next(module.parameters(recurse=False), None) is not None:
+        done.left.append(Change(path, type(module).__name__, reason or "not known"))
 
 
 def to_torch(model: nn.Module) -> Replaced:
@@ -251,7 +262,7 @@ def to_torch(model: nn.Module) -> Replaced:
         swap: Any = vars(module).get("_swap")
         if swap is None:
             continue
-        if type(module) is not swap.after:
+        if _made_of(type(module)) != swap.after:
             done.left.append(Change(path, swap.before.__name__, f"its class is now {type(module).__name__}"))
             continue
         del vars(module)["_swap"]

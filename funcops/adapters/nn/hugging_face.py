@@ -25,6 +25,7 @@ from funcops.ops.activation import ActivationConfig, activation
 from funcops.ops.cross_entropy import CrossEntropyConfig, cross_entropy
 from funcops.ops.dropout import DropoutConfig, dropout
 from funcops.ops.glu import GLUConfig, glu
+from funcops.ops.layer_norm import LayerNormConfig, LayerNormParams, layer_norm
 from funcops.ops.linear import LinearConfig, LinearParams, linear
 from funcops.ops.rms_norm import RMSNormConfig, RMSNormParams, rms_norm
 from funcops.trees import WithExtras
@@ -42,11 +43,13 @@ class RMSNorm(OpModule):
         return RMSNormConfig(dim=tuple(self.weight.shape), eps=eps, zero_centered_gamma=self.zero_centered)
 
     def forward(self, x: Tensor) -> Any:
-        (weight,) = self._own()
-        if x.dtype is weight.dtype or not (is_plain(x) and is_plain(weight)):
+        own = self._own()
+        weight = own[0]
+        if x.dtype is weight.dtype or not all([is_plain(t) for t in (x, *own)]):
             return super().forward(x)
         wide, dtype = torch.promote_types(x.dtype, weight.dtype), self.y_dtype(x.dtype, weight.dtype)
-        y = self.launched([weight.to(wide)], x if wide is torch.float32 and dtype is x.dtype else x.to(wide))
+        own = [None if t is None else t.to(wide) for t in own]
+        y = self.launched(own, x if wide is torch.float32 and dtype is x.dtype else x.to(wide))
         return y if y.dtype is dtype else y.to(dtype)
 
     @staticmethod
@@ -61,6 +64,17 @@ class RMSNormOfX(RMSNorm):
     @staticmethod
     def y_dtype(x: torch.dtype, weight: torch.dtype) -> torch.dtype:
         return x
+
+
+class LayerNorm(RMSNorm):
+    """A LayerNorm over the last dimension with a weight, and a bias or None."""
+
+    op, params_class, fields = layer_norm, LayerNormParams, ("weight", "bias")  # type: ignore[assignment]
+
+    def make_cfg(self) -> Any:
+        eps = getattr(self, self.values[0])
+        dim, bias = tuple(self.weight.shape), self.bias is not None
+        return LayerNormConfig(dim=dim, eps=eps, bias=bias, zero_centered_gamma=self.zero_centered)
 
 
 class GemmaRMSNorm(RMSNormOfX):
@@ -88,6 +102,12 @@ class Activation(OpModule):
         return ActivationConfig(kind=kind)
 
 
+class ActivationOf(OpModule):
+    """An activation whose `kind` is an attribute of the class."""
+
+    op, values = activation, ("kind",)
+
+
 class Conv1D(OpModule):
     """GPT-2's Conv1D: a linear layer whose weight is [in, out]. The op takes a view of it."""
 
@@ -113,7 +133,8 @@ class ChainModule(OpModule):
     hooked, sharded or given its own forward. `policy`: the policy of the chain.
 
     A subclass for a kind of MLP gives the names: `layers`, the linear layers (of `layer_kind`); `act_name`; `drop_name`, a Dropout
-    before the last layer; `last_name`, a Dropout after it, which is called as a module.
+    before the last layer; `last_name`, a Dropout after it, which is called as a module; `last_p`, the probability of one that is a
+    function.
     """
 
     policy: Any = None
@@ -122,6 +143,7 @@ class ChainModule(OpModule):
     act_name: str = "act_fn"
     drop_name: str = ""
     last_name: str = ""
+    last_p: str = ""
     acts: Any = ACTS
 
     @property
@@ -144,6 +166,8 @@ class ChainModule(OpModule):
         if found is None or not is_plain(x):
             return self.plain(x)
         y = self._chained(x, found)
+        if self.last_p:
+            return torch.nn.functional.dropout(y, getattr(self, self.last_p), self.training)
         return self._modules[self.last_name](y) if self.last_name else y
 
     def _chained(self, x: Tensor, found: list[Any]) -> Any:

@@ -1,0 +1,300 @@
+"""Norms, MLPs and activations of classes without a row in `models.py`, recognised by what they compute.
+
+A module with the parts of one is compared with each formula that it may have: its forward runs on a copy with small drawn weights,
+in float64, in train and eval mode, and on the meta device, where reading a value raises. Outputs and gradients must be equal, in
+the dtypes too, and no attribute may change. Only then `from_torch` runs the module by the op of that formula.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from funcops.adapters.nn import hugging_face as hf
+from funcops.adapters.nn.parts import ACTS, DROPOUT, LINEAR, kind_of
+from funcops.adapters.nn.unchanged import HOOKS, watched
+from funcops.ops.activation import KINDS
+
+Formula = Callable[..., Tensor]  # (x, *weights) -> y
+FLOATS = torch.float32, torch.bfloat16, torch.float16
+WIDTH, HIDDEN = 4, 6  # of the copies of MLPs
+CLOSE = 1e-5  # a norm may compute in float32
+OF_MODULES = frozenset(vars(nn.Module()))
+
+
+class Found(NamedTuple):
+    """The base of the new class, and the attributes that the class gets."""
+
+    base: type
+    names: dict[str, Any]
+
+
+class Candidate(NamedTuple):
+    found: Found
+    copied: nn.Module  # with drawn weights
+    weights: Sequence[Tensor]
+    formula: Formula
+    shapes: tuple[tuple[int, ...], ...]  # of x
+    drops: str = ""  # the attribute that is the probability of a dropout of its output
+
+
+def recognised(module: nn.Module, seen: dict[Any, Any]) -> Found | str | None:
+    """How to run a module by an op; the reason why not, if it has the parts of a norm or an MLP; None for any other module. `seen`:
+    the answers for modules of the same class, attributes and parts."""
+    state = _state(module)
+    if state not in seen:
+        seen[state] = _proved(module)
+    return seen[state]  # type: ignore[no-any-return]
+
+
+def _state(module: nn.Module) -> Any:
+    plain = {name: value for name, value in vars(module).items() if name not in OF_MODULES}
+    sizes = [(name, None if p is None else p.shape) for name, p in module._parameters.items()]
+    parts = [(name, type(child), kind_of(child), getattr(child, "bias", None) is None) for name, child in module._modules.items()]
+    values = [(name, value if type(value) in (bool, int, float, str) else id(value)) for name, value in plain.items()]
+    return type(module), *values, *sizes, *parts
+
+
+def _proved(module: nn.Module) -> Found | str | None:
+    forward = getattr(type(module), "forward", None)
+    if watched() or not inspect.isfunction(forward) or len(inspect.signature(forward).parameters) != 2:
+        return None
+    said = None
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        stack.enter_context(torch.random.fork_rng(devices=()))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autocast("cpu", enabled=False))
+        warnings.simplefilter("ignore")
+        _generator.manual_seed(0)
+        for one in _candidates(module):
+            try:
+                reason = _differs(one)
+            except Exception as error:  # whatever the forward of an unknown class raises
+                reason = f"its forward raises {type(error).__name__}"
+            if reason is None:
+                return _with_dtypes(one) if issubclass(one.found.base, hf.RMSNorm) else one.found
+            said = said or reason
+    return f"not known: {said}" if said and (module._parameters or module._modules) else None
+
+
+def _candidates(module: nn.Module) -> Iterator[Candidate]:
+    own = {name: p for name, p in module._parameters.items() if p is not None}
+    if next(module.buffers(recurse=False), None) is not None:
+        return
+    if not module._modules and own:
+        yield from _norms(module, own)
+    elif not module._modules:
+        yield from _activations(module)
+    elif not own:
+        yield from _mlps(module)
+
+
+# norms
+
+
+def _norms(module: nn.Module, own: dict[str, nn.Parameter]) -> Iterator[Candidate]:
+    """RMSNorms and LayerNorms over the last dimension, with a weight, and for a LayerNorm a bias."""
+    if "weight" not in own or own.keys() - {"weight", "bias"} or any(p.dim() != 1 for p in own.values()):
+        return
+    own = {name: own[name] for name in ("weight", "bias") if name in own}
+    size, weights = own["weight"].numel(), [nn.Parameter(_drawn(p.numel())) for p in own.values()]
+    shapes = (2, 3, size), (5, size), (2, 2, 3, size)
+    for mean, centered, (name, eps) in itertools.product((False, True), (False, True), _epsilons(module)):
+        if len(own) == 2 and not mean:
+            continue
+        names: dict[str, Any] = {"values": (name,), "zero_centered": centered, **({} if name in vars(module) else {name: eps})}
+        if mean and len(own) == 1:
+            names["bias"] = None
+        if mean and any("layer_norm" in code.co_names for code in _codes(module)):
+            names["autocast"] = "aten::layer_norm"
+
+        made = _bare(module, dict(zip(own, weights, strict=True)))
+        formula = functools.partial(_normed, mean, float(centered), eps)
+        yield Candidate(Found(hf.LayerNorm if mean else hf.RMSNorm, names), made, weights, formula, shapes)
+
+
+def _normed(mean: bool, one: float, eps: float, x: Tensor, w: Tensor, b: Any = 0.0) -> Tensor:
+    x = x - x.mean(-1, keepdim=True) if mean else x
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * (one + w) + b
+
+
+def _epsilons(module: nn.Module) -> list[tuple[str, float]]:
+    """The numbers that may be its eps, each with its attribute: of the module, or constants of its code."""
+    found = [(name, vars(module)[name]) for name in _floats(module)]
+    constants = {c for code in _codes(module) for c in code.co_consts if type(c) is float and 0 < c < 0.1}
+    return found + [("eps_of_forward", c) for c in sorted(constants)]
+
+
+def _floats(module: nn.Module) -> list[str]:
+    return [name for name, value in vars(module).items() if type(value) is float]
+
+
+def _codes(module: nn.Module) -> list[Any]:
+    return [f.__code__ for f in vars(type(module)).values() if inspect.isfunction(f)]
+
+
+def _with_dtypes(one: Candidate) -> Found | str:
+    """The norm whose y has the dtype of this one for x and weights of two dtypes."""
+    known = [hf.RMSNorm.y_dtype, hf.RMSNormOfX.y_dtype, hf.T5LayerNorm.y_dtype]
+    for x, w in itertools.product(FLOATS, FLOATS):
+        moved = _moved(one.copied, dtype=w)
+        try:
+            y = type(moved).forward(moved, torch.ones(one.shapes[0], dtype=x, device="cpu")).dtype
+        except Exception:  # torch's layer_norm has no mixed dtypes
+            continue
+        known = [rule for rule in known if y is (x if x is w else rule(x, w))]
+    names = one.found.names | {"y_dtype": known[0] if known else None}
+    return one.found._replace(names=names) if known else "not known: y has another dtype"
+
+
+# activations
+
+
+def _activations(module: nn.Module) -> Iterator[Candidate]:
+    for kind in KINDS:
+        act = getattr(torch.nn.functional, {"gelu_tanh": "gelu", "squared_relu": "relu", "quick_gelu": "silu"}.get(kind, kind))
+
+        def formula(x: Tensor, kind: str = kind, act: Any = act) -> Tensor:
+            if kind == "quick_gelu":
+                return x * torch.sigmoid(1.702 * x)
+            y = act(x, approximate="tanh") if kind == "gelu_tanh" else act(x)
+            return y.square() if kind == "squared_relu" else y  # type: ignore[no-any-return]
+
+        yield Candidate(Found(hf.ActivationOf, {"kind": kind}), _bare(module), [], formula, ((2, 3, 64), (7,)))
+
+
+# MLPs
+
+
+def _mlps(module: nn.Module) -> Iterator[Candidate]:
+    """Two or three linear layers and an activation, with at most one Dropout, before the last layer or after it."""
+    kinds = {name: kind_of(child) for name, child in module._modules.items() if child is not None}
+    linears = [name for name, kind in kinds.items() if kind is LINEAR]
+    acts, drops = ([name for name, kind in kinds.items() if kind in of] for of in (ACTS, (DROPOUT,)))
+    if len(acts) != 1 or len(drops) > 1 or len(linears) not in (2, 3) or len(kinds) != len(linears) + 1 + len(drops):
+        return
+    bases: list[Any] = [hf.GatedMLP] if len(linears) == 3 else [hf.PlainMLP, hf.FusedMLP]
+    for base, names in itertools.product(bases, itertools.permutations(linears)):
+        for place in ("last_name", "drop_name")[: 1 if base is hf.FusedMLP else 2] if drops else ("",):
+            for p in (*([] if drops else _floats(module)), ""):
+                yield _mlp(module, base, names, acts[0], place, drops, p)
+
+
+def _mlp(module: nn.Module, base: Any, names: Any, act: str, place: str, drops: list[str], p: str) -> Candidate:
+    *ups, down = names
+    wide = 2 * HIDDEN if base is hf.FusedMLP else HIDDEN
+    given: Any = {name: _linear(module._modules[name], WIDTH, wide) for name in ups}
+    given |= {down: _linear(module._modules[down], HIDDEN, WIDTH), act: _bare(module._modules[act])}
+    given |= {name: _Tripled() for name in drops}
+    weights = [t for name in names for t in given[name]._parameters.values() if t is not None]
+
+    def formula(x: Tensor, *_: Tensor) -> Tensor:
+        z = [given[name](x) for name in ups]
+        halves = z[0].chunk(2, -1) if base is hf.FusedMLP else z
+        y = given[act](halves[0])
+        y = y * halves[1] if len(halves) == 2 else y
+        y = given[down](3.0 * y if place == "drop_name" else y)
+        return 3.0 * y if place == "last_name" else y  # type: ignore[no-any-return]
+
+    made = {"layers": tuple(names), "act_name": act, "last_p": p, **({place: drops[0]} if place else {})}
+    return Candidate(Found(base, made), _bare(module, modules=given), weights, formula, ((2, 3, WIDTH), (5, WIDTH)), p)
+
+
+class _Tripled(nn.Module):
+    """Stands for a Dropout, to show where it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 3.0 * x
+
+
+def _linear(like: Any, i: int, o: int) -> nn.Linear:
+    made = nn.Linear(i, o, bias=like.bias is not None, device="meta")  # which draws no numbers
+    for name, t in made._parameters.items():
+        made._parameters[name] = None if t is None else nn.Parameter(_drawn(*t.shape))
+    return made
+
+
+# the proof
+
+
+_generator = torch.Generator()  # never the same numbers twice: equal weights would hide which layer has which role
+
+
+def _drawn(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, device="cpu", generator=_generator)
+
+
+def _bare(module: Any, parameters: Any = None, modules: Any = None) -> Any:
+    """A copy of a module without hooks, with these parameters and submodules."""
+    made = object.__new__(type(module))
+    vars(made).update(vars(module))
+    vars(made).update({name: type(vars(module)[name])() for name in HOOKS})
+    vars(made).update(_parameters=dict(parameters or {}), _modules=dict(modules or {}))
+    return made
+
+
+def _moved(module: Any, **to: Any) -> Any:
+    """A copy without hooks, on another device or in another dtype."""
+    own = {name: None if t is None else nn.Parameter(t.detach().to(**to)) for name, t in module._parameters.items()}
+    return _bare(module, own, {name: _moved(child, **to) for name, child in module._modules.items()})
+
+
+def _differs(one: Candidate) -> str | None:
+    """How the module differs from the formula; None if it does not."""
+    made, (x0, *_) = one.copied, one.shapes
+    if one.drops:
+        vars(made)[one.drops] = 0.0
+    before = dict(vars(made))
+    for shape, size, training in itertools.product(one.shapes, (1.0, 1e-3, 30.0), (False, True)):
+        vars(made)["training"] = training
+        x = (size * _drawn(*shape)).requires_grad_()
+        leaves = [x, *[w.detach().requires_grad_() for w in one.weights]]
+        _give(made, one.weights, leaves[1:])
+        y, want = type(made).forward(made, x), one.formula(*leaves)
+        if not isinstance(y, Tensor) or y.shape != want.shape:
+            return "its output has another shape"
+        dy = _drawn(*want.shape)
+        found, wanted = ([t, *torch.autograd.grad(t, leaves, dy.to(t.dtype))] for t in (y, want))
+        _give(made, leaves[1:], one.weights)
+        for got, right in zip(found, wanted, strict=True):
+            off = float(((got - right).abs().max() / right.abs().max().clamp_min(1e-30)).detach())
+            if not off <= CLOSE:
+                return f"as {one.found.base.__name__} it differs by {off:.1e}"
+    vars(made)["training"] = before["training"]
+    if vars(made).keys() != before.keys() or any(vars(made)[name] is not value for name, value in before.items()):
+        return "its forward sets attributes"
+    if one.drops and not _is_dropped(one):
+        return f"{one.drops} is not the probability of a dropout"
+    type(made).forward(_moved(made, device="meta"), torch.empty(x0, device="meta", dtype=torch.float64))
+    return None
+
+
+def _is_dropped(one: Candidate) -> bool:
+    """Whether the output is dropped with the probability of the attribute, in training alone."""
+    made, x = one.copied, _drawn(50, *one.shapes[0][1:])
+    want = one.formula(x, *one.weights)
+    vars(made)[one.drops] = 0.75
+    outputs = []
+    for training in (False, True):
+        vars(made)["training"] = training
+        outputs.append(type(made).forward(made, x))
+    zero = outputs[1] == 0
+    right = torch.equal(outputs[0], want) and 0.6 < float(zero.double().mean()) < 0.9
+    return right and torch.allclose(outputs[1], torch.where(zero, 0.0, 4.0 * want))
+
+
+def _give(made: nn.Module, before: Any, after: Any) -> None:
+    """Put other tensors in the place of some of its parameters."""
+    to = {id(t): new for t, new in zip(before, after, strict=True)}
+    for one in made.modules():
+        one._parameters.update({name: to.get(id(t), t) for name, t in one._parameters.items()})
