@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -201,7 +201,12 @@ def _measure(name: str, cfg: Any, extras: dict[str, Tensor], module: nn.Module) 
 
 
 def saved_by_autograd(module: nn.Module, data: Tensor) -> int:
-    """The bytes of the storages that a forward saves, without the module's params and tables."""
+    """The bytes of the storages that a forward of x, which requires grad, saves."""
+    return saved_by(module, lambda: module(data.clone().requires_grad_()))
+
+
+def saved_by(module: nn.Module, forward: Callable[[], Any]) -> int:
+    """The bytes of the storages that a call saves, without the module's params and tables."""
     tables = {t.untyped_storage()._cdata for t in (*module.parameters(), *vars(module).values()) if isinstance(t, Tensor)}
     storages: dict[int, int] = {}
 
@@ -212,7 +217,7 @@ def saved_by_autograd(module: nn.Module, data: Tensor) -> int:
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        y = module(data.clone().requires_grad_())
+        y = forward()
     kept = sum(storages.values())
     del y
     return kept

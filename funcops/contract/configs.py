@@ -7,6 +7,8 @@ does not override it. `docs/your-own-rewrite.md` shows how a walk or a rewrite o
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -35,7 +37,7 @@ def config(cls: type[T]) -> type[T]:
     checked = _check_types(cls)
     _check_hooks(cls)
     made: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-    compute = made.__hash__
+    made.__init__, compute = _with_suggestion(made.__init__), made.__hash__
 
     def __hash__(self: Any) -> int:
         try:
@@ -53,6 +55,24 @@ def config(cls: type[T]) -> type[T]:
     checked += names
     made.__reduce__ = lambda self: (_unpickled, (type(self), {name: getattr(self, name) for name in names}))
     return made
+
+
+def _with_suggestion(init: Any) -> Any:
+    """A constructor whose error for an unknown field names the known ones."""
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **given: Any) -> None:
+        try:
+            return init(self, *args, **given)  # type: ignore[no-any-return]
+        except TypeError:
+            known = [f.name for f in dataclasses.fields(self) if f.init]
+            unknown = next((name for name in given if name not in known), None)
+            if unknown is None:
+                raise
+        near = "".join(f" (did you mean {name}?)" for name in difflib.get_close_matches(unknown, known, 1))
+        fail(type(self).__name__, "arguments", f"of its fields, {', '.join(known) or 'none'}{near}", unknown, TypeError)
+
+    return __init__
 
 
 def _unpickled(cls: Any, fields: dict[str, Any]) -> Any:

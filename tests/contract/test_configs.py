@@ -1,6 +1,7 @@
 """Configs describe their ops correctly; a config without the base class works."""
 
 import dataclasses
+import inspect
 from dataclasses import field
 
 import pytest
@@ -14,6 +15,7 @@ from funcops import (
     DropoutConfig,
     ForkConfig,
     IdentityConfig,
+    LinearConfig,
     RepeatConfig,
     ScaleConfig,
     SkipConfig,
@@ -280,3 +282,23 @@ def test_an_op_takes_also_what_its_config_adds():
 def test_anything_but_a_config_raises(entry, wrong):
     with pytest.raises(TypeError, match=r"^(walk|rewrite): cfg must be the config of an op"):
         entry(wrong)
+
+
+def test_a_wrong_name_of_a_field_is_answered_with_the_right_one():
+    """Of every config of the laws; a wrong value's own error stays."""
+    configs = {type(case.cfg): case.cfg for case, _ in CASES}
+    assert len(configs) > 40
+    for cls, cfg in configs.items():
+        fields = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if f.init}
+        assert set(inspect.signature(cls).parameters) == set(fields)
+        for name in fields:
+            given = {(f"{name[:-1]}_x" if one == name else one): value for one, value in fields.items()}
+            with pytest.raises(TypeError) as raised:
+                cls(**given)
+            words = str(raised.value)
+            assert words.startswith(f"{cls.__name__}: arguments must be of its fields, {', '.join(fields)}"), words
+            assert words.endswith(f"got {name[:-1]}_x") and (len(name) < 4 or f"(did you mean {name}?)" in words), words
+    with pytest.raises(TypeError, match=r"LinearConfig: in_features must be int, got '8'"):
+        LinearConfig("8", 8)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'out_features'"):
+        LinearConfig(8)

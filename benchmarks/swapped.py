@@ -1,0 +1,97 @@
+"""Models of Hugging Face after `from_torch`, against torch: the bytes that a forward keeps, and the CPU time of both passes.
+
+Each model is drawn at random with two layers of width 256 and runs in float32 on the CPU, 4 sequences of 128. Only the last has
+dropout, of 0.1, but none in attention, as torch then keeps all scores on a CPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import warnings
+from typing import Any
+
+import torch
+
+from benchmarks.measure import BenchError, Row, interleaved
+from benchmarks.residuals import saved_by
+from funcops import nn as fnn
+
+SIZES = dict(hidden_size=256, intermediate_size=704, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+GPT2 = dict(n_embd=256, n_layer=2, n_head=4, n_positions=128, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
+HEADS = dict(head_dim=64)
+BERT = dict(intermediate_size=1024, max_position_embeddings=128, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0)
+KNOWN: dict[str, dict[str, dict[str, Any]]] = {  # by how `from_torch` knows their classes
+    "with a row": {
+        "Bert": BERT,
+        "GPT2": {},
+        "Gemma": HEADS,
+        "Gemma2": HEADS,
+        "Gemma3": HEADS,
+        "Granite": {},
+        "Llama": {},
+        "Mistral": {},
+        "Olmo2": {},
+        "Phi3": {},
+        "Qwen2": {},
+        "Qwen3": HEADS,
+        "SmolLM3": {},
+    },
+    "by what it computes": {
+        "Arcee": {},
+        "Cohere": {},
+        "Cohere2": {},
+        "Ernie4_5": HEADS,
+        "Exaone4": {},
+        "GPTNeoX": {},
+        "Glm4": HEADS,
+        "Helium": HEADS,
+        "HunYuanDenseV1": HEADS,
+        "Llama4": dict(HEADS, intermediate_size_mlp=704, interleave_moe_layer_step=3, num_local_experts=2),
+        "Ministral": HEADS,
+        "Nemotron": {},
+        "Olmo3": {},
+        "Phi": {},
+        "SeedOss": HEADS,
+        "StableLm": {},
+        "Starcoder2": {},
+    },
+    "with dropout": {"GPT2": dict(resid_pdrop=0.1, embd_pdrop=0.1)},
+}
+
+
+def run(rounds: int = 9) -> list[Row]:
+    try:
+        import transformers
+    except ImportError:
+        raise BenchError("swapped: transformers must be installed") from None
+    transformers.logging.set_verbosity_error()
+    warnings.filterwarnings("ignore", category=UserWarning)
+    rows: list[Row] = []
+    for kind, name, more in [(kind, *one) for kind, models in KNOWN.items() for one in models.items()]:
+        torch.manual_seed(0)
+        model = _model(transformers, name, more)
+        ours = copy.deepcopy(model)
+        fnn.from_torch(ours)
+        ids = torch.randint(1, 1024, (4, 128))
+        both = {"torch": model, "funcops": ours}
+
+        def step(one: Any, ids: Any = ids) -> None:
+            one(input_ids=ids, labels=ids).loss.backward()
+
+        kept = {way: saved_by(one, lambda one=one, ids=ids: one(input_ids=ids, labels=ids)) for way, one in both.items()}
+        samples = interleaved({way: lambda one=one: step(one) for way, one in both.items()}, rounds=rounds, calls=3, cpu=True)
+        case, paired = f"{name}, {kind}", zip(samples["funcops"], samples["torch"], strict=True)
+        rows += [Row("swapped", case, way, "bytes kept", float(size), "bytes") for way, size in kept.items()]
+        rows.append(Row("swapped", case, "funcops", "bytes, ratio to torch", kept["funcops"] / kept["torch"], ""))
+        rows += [Row("swapped", case, way, "median CPU time", statistics.median(t) / 1e3, "ms") for way, t in samples.items()]
+        rows.append(Row("swapped", case, "funcops", "CPU time, ratio to torch", statistics.median(a / b for a, b in paired), ""))
+    return rows
+
+
+def _model(transformers: Any, name: str, more: dict[str, Any]) -> Any:
+    text = {"Gemma3": "Gemma3TextConfig", "Llama4": "Llama4TextConfig"}.get(name, f"{name}Config")
+    sizes: dict[str, Any] = dict(SIZES, vocab_size=1024, pad_token_id=0, attention_dropout=0.0)
+    sizes = dict(GPT2, vocab_size=1024) if name == "GPT2" else sizes
+    head = {"GPT2": "GPT2LMHeadModel", "Bert": "BertForMaskedLM"}.get(name, f"{name}ForCausalLM")
+    return getattr(transformers, head)(getattr(transformers, text)(**{**sizes, **more}))
