@@ -76,6 +76,7 @@ def families() -> tuple[Family, ...]:
         of_attention,
         of_caches,
         of_frozen_weights,
+        _recomputed_pairs,
     )
 
 
@@ -168,6 +169,13 @@ def _glus(make: Maker) -> Iterator[KernelCall]:
     clamp = (False, 7.0, 1.702, 1.0)
     yield KernelCall(glu.clamped_swiglu_fwd, shape, (x, scales, *clamp))
     yield KernelCall(glu.clamped_swiglu_bwd, shape, (dy, x, scales, *clamp, True, True))
+
+
+def _recomputed_pairs(make: Maker) -> Iterator[KernelCall]:
+    rows, width = make.sizes(8192, 4096)
+    dy, gate, linear = (make.floats(rows, width) for _ in range(3))
+    for kind in glu.GATES:
+        yield KernelCall(glu.glu_pair_bwd_recompute, f"{kind} {rows}x2x{width} apart", (dy, gate, linear, kind))
 
 
 def _ropes(make: Maker) -> Iterator[KernelCall]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from funcops.fused.matchers import alike, alone, readers_wait
-from funcops.kernels.glu import GATES, glu_bwd_recompute
+from funcops.kernels.glu import GATES, glu_bwd_recompute, glu_pair_bwd_recompute
 from funcops.ops.glu import glu
 from funcops.program.rules import BACKWARD, Rule, Saving, Window, register_fusion
 
@@ -25,13 +25,20 @@ def _match(window: Window) -> int | str | None:
     if any(reader.op.layer is not None and reader.op.layer.overlaps(reader.cfg) for reader in call.readers):
         return "the dx of a layer that reads it is sent under the product of dw"
     cfg = call.cfg
-    if cfg.scaled or cfg.paired or cfg.kind not in GATES:
-        return "the GLU has two inputs" if cfg.scaled or cfg.paired else f"{cfg.kind} has no such kernel"
-    return 1 if call.needs.x else "no gradient is asked of its input"
+    if cfg.scaled or cfg.kind not in GATES:
+        return "the GLU has scales" if cfg.scaled else f"{cfg.kind} has no such kernel"
+    wants = call.needs.input(0) and call.needs.input(1) if cfg.paired else call.needs.x
+    return 1 if wants else "no gradient is asked of its input"
 
 
 def _run(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any]) -> Any:
     call, x = calls[0], kept[0].x
+    if call.cfg.paired:
+        pair = dy, x, kept[0].linear
+        if not alike(*pair) or any([t.shape != dy.shape for t in pair]) or not dy.is_contiguous():
+            return NotImplemented
+        found, gradients[call.out] = glu_pair_bwd_recompute(*pair, call.cfg.kind), dy
+        return kept[0].inputs.make(found), [None]
     if not alike(dy, x) or x.shape != (*dy.shape[:-1], 2 * dy.shape[-1]):
         return NotImplemented
     dx, gradients[call.out] = glu_bwd_recompute(dy, x, call.cfg.kind, call.cfg.first), dy

@@ -39,6 +39,23 @@ def glu_pair_bwd(dy: Tensor, gate: Tensor, linear: Tensor, kind: str) -> tuple[T
     return f.backward(dy * linear, gate, active), active.mul_(dy) if not f.reads_y else active * dy
 
 
+@kernel(mutates=("dy",))
+def glu_pair_bwd_recompute(dy: Tensor, gate: Tensor, linear: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Return d gate and d linear, and write y over dy, which is contiguous: f(gate) is computed once for all."""
+    f = ACTIVATIONS[GATES[kind]]
+    active = f.forward(gate)
+    found = f.backward(dy * linear, gate, active), active * dy
+    dy.copy_(active.mul_(linear))
+    return found
+
+
+@glu_pair_bwd_recompute.plain
+def plain_glu_pair_bwd_recompute(dy: Tensor, gate: Tensor, linear: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    f = ACTIVATIONS[GATES[kind]]
+    active = f.forward(gate)
+    return dy * f.backward(torch.ones_like(gate), gate, active) * linear, dy * active, active * linear
+
+
 VECTORS = 64  # a part has a multiple of so many elements, as torch's loops compute their remainder with another exp
 AT_ONCE = 1 << 15  # elements of dy per thread for which there are buffers beside dx
 FEW = 1 << 12  # elements of dy below which the number of operators counts, above it the passes over memory

@@ -285,7 +285,7 @@ def test_anything_but_a_config_raises(entry, wrong):
 
 
 def test_a_wrong_name_of_a_field_is_answered_with_the_right_one():
-    """Of every config of the laws; a wrong value's own error stays."""
+    """For every config of the laws. A wrong value keeps its own error."""
     configs = {type(case.cfg): case.cfg for case, _ in CASES}
     assert len(configs) > 40
     for cls, cfg in configs.items():

@@ -10,6 +10,7 @@ from funcops import (
     GLUConfig,
     LayerNormConfig,
     LinearConfig,
+    ParallelConfig,
     RMSNormConfig,
     ScaleConfig,
     Step,
@@ -21,6 +22,7 @@ from funcops import (
     glu,
     layer_norm,
     linear,
+    parallel,
     rms_norm,
     scale,
 )
@@ -46,6 +48,10 @@ MAKERS = {
     "drop_off": lambda n: Step(n, dropout, DropoutConfig(0.4, train=False), takes=("key",)),
     "add": lambda n: Step(n, add, AddConfig(), takes=("given",)),
     "fork": lambda n: Step(n, fork, ForkConfig(), gives=(f"{n}_out",)),
+}
+PAIRED = MAKERS | {  # whose x or y is a pair
+    "twin": lambda n: Step(n, parallel, ParallelConfig(branches=(MAKERS["linear"]("gate"), MAKERS["linear"]("up")))),
+    "paired": lambda n: Step(n, glu, GLUConfig(kind="swiglu", paired=True)),
 }
 
 

@@ -141,7 +141,8 @@ def test_glus(kind, name, dtype):
     known = ~doubled(glu.GATES[kind], gate)
     with backend(name):
         pair = glu.glu_pair_fwd(gate, one, kind), *glu.glu_pair_bwd(one, gate, one, kind)
-        runs = [pair]
+        over = one.clone()
+        runs = [pair, (over, *glu.glu_pair_bwd_recompute(over, gate, one, kind))]
         for first in (True, False):
             x = torch.cat((gate, one) if first else (one, gate), -1)
             dx, _ = glu.glu_bwd(one, x, None, kind, first, True, False)

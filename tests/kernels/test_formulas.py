@@ -251,6 +251,11 @@ def glu_bwd_recompute(d):
     return d.owned(*dy.shape), x, kind, first
 
 
+def glu_pair_bwd_recompute(d):
+    dy, x, _, kind, *_ = glu_bwd(d)
+    return d.owned(*dy.shape), *[t.contiguous() for t in x.chunk(2, -1)], kind
+
+
 def clamped_swiglu_fwd(d):
     _, x, scales, _, first, *_ = glu_bwd(d)
     return x, scales, first, d.choice((0.5, 7.0)), d.choice((1.0, 1.702)), d.choice((0.0, 1.0))
@@ -288,6 +293,7 @@ DRAW = {
         embedding_wgrad_into,
         glu_bwd,
         glu_bwd_recompute,
+        glu_pair_bwd_recompute,
         clamped_swiglu_fwd,
         clamped_swiglu_bwd,
         softmax_fwd,

@@ -254,4 +254,8 @@ def test_glu_bwd_recompute_is_both_kernels(name, dtype, shape, kind):
         want_y, (want_dx, _) = glu.glu_fwd(x, None, kind, first), glu.glu_bwd(dy, x, None, kind, first, True, False)
         y = dy.clone()
         dx = glu.glu_bwd_recompute(y, x, kind, first)
+        gate, linear = (t.contiguous() for t in (x.chunk(2, -1) if first else x.chunk(2, -1)[::-1]))
+        wanted, over = (glu.glu_pair_fwd(gate, linear, kind), *glu.glu_pair_bwd(dy, gate, linear, kind)), dy.clone()
+        pair = glu.glu_pair_bwd_recompute(over, gate, linear, kind)
     assert torch.equal(dx, want_dx) and torch.equal(y, want_y)
+    assert all(torch.equal(got, want) for got, want in zip((over, *pair), wanted, strict=True))

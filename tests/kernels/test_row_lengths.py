@@ -77,6 +77,10 @@ def gates(rng, rows, width, dtype):
     gate, linear, dy = (floats(rows, width, dtype=dtype) for _ in range(3))
     yield both(glu.glu_pair_fwd, gate, linear, "geglu")
     yield both(glu.glu_pair_bwd, dy, gate, linear, "swiglu")
+    with backend("triton"), poisoned_empties():
+        found = glu.glu_pair_bwd_recompute(over := dy.clone(), gate, linear, "geglu")
+    wanted = glu.glu_pair_bwd_recompute.kernel.torch_impl(again := dy.clone(), gate, linear, "geglu")
+    yield (over, *found), (again, *wanted)
 
 
 @pytest.mark.turns("dtype")

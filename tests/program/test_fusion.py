@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from fusion_cases import MAKERS, D, made
+from fusion_cases import MAKERS, PAIRED, D, made
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -225,6 +225,35 @@ def test_fusion_on_the_cpu_gives_the_same_bits(monkeypatch, dtype):
         assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(leaves(got[:3]), leaves(want[:3]), strict=True))
     assert len(ran) == 4
     assert len(leaves(run(cfg, dtype, split=True))) and len(ran) == 4, "halves run step by step"
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("needs", "times"),
+    [(Needs.ALL, 2), (Needs(x=False), 2), (Needs(params=("linear_6.weight",)), 1), (Needs(params=False), 0)],
+    ids=str,
+)
+def test_a_recomputed_pair_has_the_same_bits(monkeypatch, needs, times, dtype, name):
+    """One kernel writes over dy what two kernels compute."""
+    if name == "triton" and dtype is torch.float64:
+        pytest.skip("Triton's kernels compute in float32")
+    ran, kernel = [], fused.recomputed_glu.glu_pair_bwd_recompute
+    monkeypatch.setattr(fused.recomputed_glu, "glu_pair_bwd_recompute", lambda *args: ran.append(1) or kernel(*args))
+    monkeypatch.setattr(rules, "FEW", 0)
+    cfg = made("rms twin paired linear_b twin paired linear", PAIRED)
+    with backend(name):
+        found = [run(cfg, dtype, needs, donated) for donated in (False, True)]
+        assert len(ran) == 2 * times
+        unregister_fusion(fused.recomputed_glu.rule)
+        try:
+            want = run(cfg, dtype, needs)
+        finally:
+            register_fusion(fused.recomputed_glu.rule)
+    assert len(ran) == 2 * times
+    for got in found:
+        assert got[3] == want[3]
+        assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(leaves(got[:3]), leaves(want[:3]), strict=True))
 
 
 def compare(words, dtype, needs=Needs.ALL, **options):

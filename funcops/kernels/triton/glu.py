@@ -171,16 +171,25 @@ def glu_pair_fwd(gate: Tensor, linear: Tensor, kind: str) -> Tensor:
     return y
 
 
-@declared.glu_pair_bwd.triton
-def glu_pair_bwd(dy: Tensor, gate: Tensor, linear: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+def _pair_bwd(dy: Tensor, gate: Tensor, linear: Tensor, kind: str, recompute: bool) -> tuple[Tensor, Tensor]:
     gate, rows, width = _even_rows(gate)
     d_gate, d_linear, block = torch.empty_like(gate), torch.empty_like(gate), block_of(width, BLOCK)
     if gate.numel():
         _launch_backward(
             rows, 1, 1, dy.contiguous(), gate, linear.contiguous(), None, d_gate, d_linear, None, width, width, 0.0, 0.0, 0.0,
-            declared.GATES[kind], False, True, False, False, block, num_warps=warps_of(block),
+            declared.GATES[kind], False, True, False, recompute, block, num_warps=warps_of(block),
         )
     return d_gate, d_linear
+
+
+@declared.glu_pair_bwd.triton
+def glu_pair_bwd(dy: Tensor, gate: Tensor, linear: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    return _pair_bwd(dy, gate, linear, kind, False)
+
+
+@declared.glu_pair_bwd_recompute.triton
+def glu_pair_bwd_recompute(dy: Tensor, gate: Tensor, linear: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    return _pair_bwd(dy, gate, linear, kind, True)
 
 
 @declared.clamped_swiglu_fwd.triton
