@@ -8,10 +8,11 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import ScheduleZBVZeroBubble
 
-from funcops import StaleResidualError, delayed_wgrad
+from funcops import StaleResidualError, delayed_wgrad, linear
 from funcops import nn as fnn
 from funcops.adapters import pipelining
 from funcops.adapters.graphs import make_graphed_callables
+from funcops.adapters.nn.quantized import take_recipe
 from funcops.kernels import quantize as kernels
 from funcops.low_precision import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed, QWeight, quantize_params, with_recipe
 
@@ -250,3 +251,13 @@ def test_a_step_with_an_optimiser_compiles_whole():
     fresh = mlp(recipe)
     fresh.load_state_dict(model.state_dict())
     torch.testing.assert_close(compiled(x), fresh(x))
+
+
+def test_a_recipe_that_does_not_fit_leaves_the_module_as_it_was():
+    layer = fnn.Linear(20, 3)
+    before, x = dict(vars(layer)), torch.randn(2, 20)
+    want = layer(x)
+    before = dict(vars(layer))
+    with pytest.raises(ValueError, match="in_features"):
+        take_recipe("test", layer, MXFP8())
+    assert vars(layer) == before and layer.op is linear and torch.equal(layer(x), want)

@@ -24,6 +24,7 @@ from funcops import (
     activation,
     add,
     chain,
+    dist,
     dropout,
     fork,
     identity,
@@ -302,3 +303,17 @@ def test_a_wrong_name_of_a_field_is_answered_with_the_right_one():
         LinearConfig("8", 8)
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'out_features'"):
         LinearConfig(8)
+
+
+def test_no_half_shows_the_arguments_that_only_rules_give():
+    for case, _ in CASES:
+        for half, names in ((case.op.dgrad, ["residuals", "dy", "cfg"]), (case.op.wgrad, ["pending", "cfg", "into"])):
+            assert list(inspect.signature(half).parameters) == names, half
+
+
+def test_a_device_that_there_is_not_is_refused_by_name():
+    for case in {id(case.op): case for case, _ in CASES if tensors(case.op.init(case.cfg, device="meta"))}.values():
+        with pytest.raises(ValueError, match=rf"^{case.op.name}_init: device must be .*, got 'nowhere'$"):
+            case.op.init(case.cfg, key=random.key(0), device="nowhere")
+    with pytest.raises(ValueError, match="global_norm: device must be .*, got 'nowhere'"):
+        dist.global_norm({"w": torch.ones(2)}, dist.Mesh.abstract({"dp": 1}, 0)["dp"], device="nowhere")

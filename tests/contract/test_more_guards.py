@@ -13,6 +13,7 @@ from funcops import (
     EmbeddingConfig,
     LinearConfig,
     Needs,
+    PermuteConfig,
     Policy,
     RMSNormConfig,
     ScaleConfig,
@@ -23,6 +24,7 @@ from funcops import (
     embedding,
     explain,
     linear,
+    permute,
     random,
     rms_norm,
     scale,
@@ -32,7 +34,7 @@ from funcops.adapters.graphs.faults import COPY, SYNC, fault_of
 from funcops.backend import backend, gemm
 from funcops.kernels import routing
 from funcops.kernels.sibling_linear import sibling_linear_dgrad
-from funcops.lora import adapter, lora_init, save_adapter, with_lora
+from funcops.lora import LowRankConfig, LowRankParams, adapter, lora_init, low_rank, save_adapter, with_lora
 from funcops.testing import run_ranks
 from funcops.trees import paths, put, tree_map_tensors
 
@@ -154,3 +156,20 @@ def test_a_plan_says_what_each_rule_saves():
     """The cost by which a cover is chosen: a factor before a linear layer's backward is applied in its product."""
     cfg = ChainConfig(steps=(Step("by", scale, ScaleConfig(2.0)), Step("up", linear, LinearConfig(4, 4))))
     assert "saves 2 passes and 1 launch" in str(explain(cfg))
+
+
+def test_more_rows_than_an_index_can_count_are_refused():
+    """Before they are sorted: views of one number stand for 2^31 choices."""
+    tokens = 1 << 30
+    weights, indices = torch.ones(1).expand(tokens, 2), torch.zeros(1, dtype=torch.int32).expand(tokens, 2)
+    with pytest.raises(ValueError, match=r"permute_fwd: x\.2 \(indices\) must be .*, got 2147483648"):
+        permute.fwd(None, (weights, torch.ones(1, 1).expand(tokens, 1), indices), PermuteConfig(2, gathered=True))
+
+
+def test_accumulators_of_low_rank_products_are_checked():
+    cfg = LowRankConfig(4, 3, 2)
+    params, x = low_rank.init(cfg, key=random.key(0)), torch.ones(5, 4)
+    _, pending = low_rank.dgrad(low_rank.fwd(params, x, cfg)[1], torch.ones(5, 3), cfg)
+    for a, b, said in ((torch.zeros(2, 5), torch.zeros(3, 2), "a"), (torch.zeros(2, 4), torch.zeros(2, 3), "b")):
+        with pytest.raises(ValueError, match=rf"low_rank_wgrad: into\.{said} must be "):
+            low_rank.products(pending, cfg, into=LowRankParams(a, b))

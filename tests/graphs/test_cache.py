@@ -95,3 +95,13 @@ def test_bad_arguments():
         made(capacity=0)
     with pytest.raises(ValueError, match=r"pad_rows: a tensor must be \[at most 2, ...\], got \[3\]"):
         pad_rows(torch.ones(3), 2)
+
+
+def test_reset_frees_every_graph():
+    cache, params = made()
+    for n in (2, 4):
+        cache(params, torch.ones(n, 4))
+    held = list(cache._held.values())
+    cache.reset()
+    assert len(held) == 2 and not any(one._slots for one in held) and not cache.report().sizes
+    assert_close(cache(params, torch.ones(2, 4))["y"], fn(params, torch.ones(2, 4))["y"], dtype=torch.float32, length=4)

@@ -109,3 +109,15 @@ def test_an_error_is_sorted_by_the_kind_of_fault(kind, text):
 
     (fault,) = check_capturable(raising, *inputs())
     assert fault.kind == kind and text in fault.message and fault.where.file == __file__
+
+
+def test_a_sync_that_only_the_recording_meets_is_a_fault():
+    """The first two calls take no value of a tensor, the third does."""
+
+    def third(x, ids):
+        planted.COUNT[0] += 1
+        return x * (x.max().item() if planted.COUNT[0] == 3 else 2.0)
+
+    planted.COUNT[0] = 0
+    (fault,) = check_capturable(third, *inputs())
+    assert fault.kind == "baked value" and "item" in fault.message

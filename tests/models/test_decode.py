@@ -40,7 +40,9 @@ from funcops.models import (
     decoder,
     decoder_x,
     generate,
+    roles,
     sample,
+    to_hf,
 )
 from funcops.models.cache import CachedParams, slots, slots_of
 from funcops.models.with_cache import with_cache
@@ -401,3 +403,24 @@ def test_sinks_that_are_missing_raise():
     at = slots(Cache({"a": KVCache(k, v)}, torch.zeros(B, dtype=torch.int64), context=T, chunk=T), T, None, (None,))
     with pytest.raises(TypeError, match=r"params.sinks must be a tensor \[\d\], got None"):
         chain.fwd({"mix": CachedParams(k, v, None)}, WithExtras((Q, KEYS, VALUES), {"cache": at}), cfg, needs=Needs.NONE)
+
+
+def test_ids_without_a_batch_are_refused():
+    cfg = DecoderConfig(vocab=64, dim=32, layers=1, heads=4, kv_heads=2, head_size=8, hidden=48, context=64, rope=RopeConfig(8))
+    params, cache = chain.init(decoder(cfg), key=random.key(0)), cache_init(cfg, batch=1, context=32)
+    with pytest.raises(ValueError, match=r"^decode: ids must be \[B, T\], got \[3\]$"):
+        decode(params, cache, torch.tensor([1, 2, 3]), cfg)
+    assert decode(params, cache, torch.tensor([[1, 2, 3]]), cfg)[0].shape == (1, 3, 64)
+
+
+@pytest.mark.parametrize("fields", [{"hidden_size": 8}, {"bos_token_id": 1, "rope_theta": 2.0}], ids=str)
+def test_only_fields_without_meaning_are_added_to_a_config(fields, tmp_path):
+    cfg = DecoderConfig(
+        vocab=64, dim=32, layers=1, heads=4, kv_heads=2, head_size=8, hidden=48, context=64, rope=RopeConfig(8), family="llama"
+    )
+    params = chain.init(decoder(cfg), key=random.key(0))
+    with pytest.raises(ValueError, match=rf"^to_hf: fields must be among .*, got '{list(fields)[-1]}'$"):
+        to_hf(params, cfg, tmp_path / "model", fields=fields)
+    assert not (tmp_path / "model").exists()
+    with pytest.raises(TypeError, match="roles: loss must be bool, got 1"):
+        roles(cfg, loss=1)

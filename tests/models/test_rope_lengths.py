@@ -1,12 +1,13 @@
 """Ropes that depend on the longest sequence (dynamic, LongRoPE): T is used if it is known, and nothing is guessed."""
 
 import copy
+import math
 
 import pytest
 import torch
 from tiny_hf import BASE, LONG, YARN, transformers
 
-from funcops import chain, donate
+from funcops import LongRopeScaling, chain, donate
 from funcops.models import cache_init, decode, decoder, decoder_x, from_hf, generate
 from funcops.testing.tolerances import HF_LOGITS
 
@@ -112,3 +113,10 @@ def test_positions_that_cannot_be_read_need_a_length(models):
 def test_a_length_is_a_count(wrong, models):
     with pytest.raises((ValueError, TypeError), match=r"^decoder_x: length must be"):
         decoder_x(models["longrope"][2], ids(3), torch.float32, length=wrong)
+
+
+def test_a_given_attention_factor_is_the_tables():
+    """As in Phi 3's config.json, where it stands; else the factor of the paper."""
+    factors = dict(short_factor=(1.0, 1.0), long_factor=(4.0, 4.0), factor=32.0, original_context=4096)
+    assert LongRopeScaling(**factors, attention_factor=1.25).table_factor() == 1.25
+    assert LongRopeScaling(**factors).table_factor() == pytest.approx(math.sqrt(1 + math.log(32) / math.log(4096)))

@@ -50,3 +50,11 @@ def test_ema_keeps_small_steps_of_16_bit_params():
 def test_ema_names_the_fault(average, params, decay, match):
     with pytest.raises(ValueError, match=re.escape(match)):
         ema_update(average, params, decay)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_ema_takes_integers_as_they_are(in_place):
+    average, params = ({"w": torch.tensor([n]), "step": torch.tensor(int(n)), "none": None} for n in (1.0, 3.0))
+    found = ema_update(average, params, 0.5, in_place=in_place)
+    assert (found is average) is in_place
+    assert found["w"].tolist() == [2.0] and found["step"].item() == 3 and average["step"].item() == (3 if in_place else 1)

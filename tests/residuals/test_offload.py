@@ -188,3 +188,11 @@ def test_the_hosts_memory_is_pinned_where_a_device_copies_to_it(monkeypatch):
     Copies().room(theirs)
     Copies().room(torch.zeros(3))
     assert asked == [True, False]
+
+
+def test_a_device_has_one_stream_of_copies(monkeypatch):
+    made = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device) or object())
+    own, devices = Copies(), [torch.device("cuda", i) for i in (0, 1, 0, 1)]
+    first, second, *again = [own.side(device) for device in devices]
+    assert again == [first, second] and first is not second and made == devices[:2]

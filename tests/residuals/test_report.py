@@ -105,3 +105,11 @@ def test_a_report_of_many_layers_is_one_screen():
     assert short.rows == whole.rows and str(whole).count("\n") == len(whole.rows) + 1 and str(short).count("\n") < 20
     assert "0..63.norm.rstd (x 64)" in str(short) and "0..63.norm.rstd (x 64)" in short._repr_html_()
     assert str(short).splitlines()[-1] == str(whole).splitlines()[-1]
+
+
+def test_a_difference_has_the_paths_of_both_sides():
+    cfg, x = LinearConfig(3, 2), torch.randn(4, 3)
+    kept = linear.fwd(linear.init(cfg, key=random.key(0)), x, cfg)[1]
+    before, after = report({"a": kept, "b": None}), report({"a": None, "b": kept})
+    changes = {change.path: (change.before, change.after) for change in diff(before, after)}
+    assert changes["a.x"] == (48, 0) and changes["b.x"] == (0, 48)

@@ -34,7 +34,7 @@ from funcops.schedule import (
     zb_h1,
     zb_v,
 )
-from funcops.schedule.layout import Stages, in_flight, microbatches, peak, problem, rank_memory, stages_of
+from funcops.schedule.layout import Stages, in_flight, layer_times, microbatches, peak, problem, rank_memory, stages_of
 from funcops.schedule.predict import bound, least_time, loads_of, schedule_of, simulate_few, without_communication, without_replicas
 from funcops.schedule.predict import simulated as simulated_of
 from funcops.schedule.simulate import Model
@@ -388,3 +388,12 @@ def test_a_prediction_counts_the_tokens_of_a_step(batch):
     found = predict(dataclasses.replace(SMALL, batch=batch), Layout(pp=1), "H100")
     assert found.tokens_per_second * found.time == pytest.approx(batch * SMALL.seq)
     assert f"{found.flops * found.layout.gpus * found.time:.6e}" == f"{found.model.flops:.6e}"
+
+
+def test_a_weight_gradient_reads_and_writes_its_float32_sums():
+    """On a GPU whose memory limits everything: 2 bytes an element of an operand, 8 of main_grad."""
+    gpu = dataclasses.replace(GPUS["H100"], memory_bandwidth=1.0)
+    model = SMALL
+    found = layer_times(model, gpu, 1, 1, 1, "none")
+    rows, products = model.seq, model.products
+    assert found.wgrad == pytest.approx(sum(2 * rows * (n + k) + 8 * n * k for n, k, _ in products))

@@ -13,6 +13,7 @@ from funcops.contract.op import OpConfig, config, dgrad_of, forward, make_op, re
 from funcops.contract.schema import DGRAD, RECOMPUTE, WGRAD, Pending, Residuals, saved
 from funcops.errors import FLOATS, check
 from funcops.testing import check_op
+from funcops.testing.tolerances import assert_close
 from funcops.trees import leaf, tree
 
 # y = x exp(a): both halves and y once more read both fields
@@ -137,3 +138,10 @@ def test_an_op_with_params_and_no_init_is_refused():
     op = grow_of()
     with pytest.raises(ValueError, match="make_op 'grow': init must be given together with wgrad"):
         make_op("grow", GrowConfig, fwd=op.fwd, dgrad=op.dgrad, wgrad=op.wgrad)
+
+
+@pytest.mark.parametrize(("got", "want"), [("a", torch.ones(1)), (torch.ones(1), None), (True, 1.0), (1.0, "a")], ids=str)
+def test_values_of_two_kinds_are_a_difference_and_not_an_error(got, want):
+    with pytest.raises(AssertionError, match="instead of"):
+        assert_close({"x": got}, {"x": want}, dtype=torch.float32, length=1)
+    assert_close({"x": None}, {"x": None}, dtype=torch.float32, length=1)
