@@ -261,3 +261,15 @@ def test_a_recipe_that_does_not_fit_leaves_the_module_as_it_was():
     with pytest.raises(ValueError, match="in_features"):
         take_recipe("test", layer, MXFP8())
     assert vars(layer) == before and layer.op is linear and torch.equal(layer(x), want)
+
+
+def test_an_mlp_has_its_config_before_its_first_call():
+    """With its recipe, as a compiler cannot make one."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    model = LlamaMLP(transformers.LlamaConfig(hidden_size=32, intermediate_size=64))
+    fnn.from_torch(model, recipe=Fp8Current())
+    key, cfg = vars(model)["_made"]
+    assert key[2] == Fp8Current() and cfg == model.known_cfg() and cfg.low_recipe is None
+    assert [step.cfg.low_recipe for step in cfg.steps[0].cfg.branches] == [Fp8Current()] * 2

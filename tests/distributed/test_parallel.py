@@ -400,3 +400,16 @@ def test_a_role_drops_no_option():
                 role,
                 cls,
             )
+
+
+def test_packed_features_are_known_through_steps_that_keep_them():
+    """Up makes gate and linear side by side; a GLU behind a pointwise step is told so, behind another GLU not."""
+    up, down = Step("up", linear, LinearConfig(8, 32)), Step("down", linear, LinearConfig(16, 8))
+    act, gate = Step("act", activation, ActivationConfig("relu")), Step("gate", glu, GLUConfig(kind="swiglu", gate="first"))
+    mesh, rules = dist.Mesh.abstract({"tp": 2}, rank=0), {"up": "column", "down": "row"}
+    own = dist.parallel(ChainConfig(steps=(up, act, gate, down)), rules, mesh)
+    assert own.steps[0].cfg.parts == dist.parallel(ChainConfig(steps=(up, gate, down)), rules, mesh).steps[0].cfg.parts == (16, 16)
+    narrow = Step("down", linear, LinearConfig(8, 8))
+    twice = ChainConfig(steps=(up, gate, dataclasses.replace(gate, name="again"), narrow))
+    with pytest.raises(ValueError, match="again: parallel: x must be the y of a column layer, unchanged"):
+        dist.parallel(twice, rules, mesh)

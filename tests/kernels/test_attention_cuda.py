@@ -159,3 +159,31 @@ def test_it_compiles_to_one_graph(dtype, dynamic, opaque_kernels, monkeypatch):
         torch._dynamo.reset()
         got = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)(*args, causal, size**-0.5)
         assert_close(got, step(*args, causal, size**-0.5), dtype=dtype, what=f"{size} {layout}")
+
+
+HEADS = {torch.bfloat16: "flash", torch.float32: "efficient", torch.float64: "math"}
+
+
+@pytest.mark.parametrize("dtype", HEADS, ids=str)
+def test_the_kernels_that_serve_a_call(dtype):
+    """Torch's, where it has one; flash attention with options for windows and packed rows; else our own."""
+    with FakeTensorMode():
+        q, bounds = torch.empty(2, 64, 4, 64, dtype=dtype, device="cuda"), torch.empty(3, dtype=torch.int32, device="cuda")
+
+    def served(cu_seqlens=None, keys=q, bias=None, **more):
+        return attention._served(
+            q,
+            keys,
+            keys,
+            bias,
+            cu_seqlens,
+            attention.Score(**{"causal": True, "scale": 1.0, "window": 0, "softcap": 0.0, "alibi": False, **more}),
+        )
+
+    assert served() == "library" and served(softcap=3.0) == served(alibi=True) == served(bias=q) == ""
+    flash = {"flash": "flash", "efficient": "", "math": ""}[HEADS[dtype]]
+    assert served(window=8) == served(bounds) == flash
+    with FakeTensorMode():
+        more = torch.empty(2, 80, 4, 64, dtype=dtype, device="cuda")
+    assert served(keys=more) == ("library" if HEADS[dtype] == "flash" else "")
+    assert served(keys=more, causal=False) == "library"

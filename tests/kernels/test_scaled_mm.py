@@ -74,3 +74,14 @@ def test_a_nan_spoils_its_row_and_column_alone():
         with backend("triton"):
             got = scaled_mm(*args)
         assert torch.equal(got.isnan(), scaled_mm(*args).isnan()) and got[3].isnan().all() and not got.isnan().all()
+
+
+@pytest.mark.parametrize("pair", [PAIRS[0], PAIRS[3], PAIRS[-1]], ids=str)
+def test_codes_in_any_strides_give_the_same_bits(pair):
+    args, *_ = product(40, 24, 256, *pair, torch.float32)
+    tensors = [i for i, t in enumerate(args) if isinstance(t, torch.Tensor)]
+    with backend("triton"):
+        want = scaled_mm(*args)
+        for i in tensors:
+            apart = torch.stack((args[i], args[i]), -1)[..., 0]
+            assert torch.equal(scaled_mm(*args[:i], apart, *args[i + 1 :]), want), i
