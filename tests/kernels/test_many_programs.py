@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from funcops.backend import launch
+from funcops import random
+from funcops.backend import backend, launch
+from funcops.kernels import pointwise
+from funcops.kernels.activation import activation_bwd, activation_fwd
+from funcops.kernels.softcap import softcap_bwd, softcap_fwd
 from funcops.kernels.triton import scored_attention as kernels
 from funcops.kernels.triton.modulate import modulate_fwd
 from funcops.testing.tolerances import assert_close
@@ -86,3 +90,23 @@ def test_swins_windows_on_a_device():
         "kernel forward: grid must be of at most 65,535 programs along its second and third dimension: call the op on parts of the "
         "batch, got (1, 1, 70000)"
     )
+
+
+def test_elementwise_kernels_of_several_programs():
+    """More elements than a program takes, the last ones a part of a program's."""
+    x, y, b = torch.randn(3, 7001), torch.randn(3, 7001), torch.randn(7001)
+    calls = [
+        (pointwise.scale, x, 0.3),
+        (pointwise.add, x, y),
+        (pointwise.add, x, b),
+        (pointwise.dropout, x, random.key(3), 0.25),
+        (pointwise.dropout_add, x, b, y, random.key(3), 0.25),
+        (activation_fwd, x, "gelu"),
+        (activation_bwd, y, x, "silu"),
+        (softcap_fwd, x, 3.0),
+        (softcap_bwd, y, x, 3.0),
+    ]
+    for kernel, *args in calls:
+        with backend("triton"):
+            got = kernel(*args)
+        assert_close(got, kernel(*args), dtype=torch.float32, length=4, what=kernel.__name__)

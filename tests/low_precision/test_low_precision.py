@@ -8,10 +8,11 @@ import torch
 from low_precision_model import COUNT, RECIPE, STATELESS, begun, config, given, mlp, summed, together
 
 import funcops as fo
-from funcops import batch_wgrads, chain, donate, remat, with_policy
+from funcops import ChainConfig, LinearConfig, Step, batch_wgrads, chain, donate, linear, random, remat, with_policy
 from funcops.adapters.graphs import graphed
 from funcops.checkpoint import load, save
 from funcops.low_precision import (
+    Fp8Block,
     Fp8Delayed,
     ScaleState,
     gradients_like,
@@ -236,3 +237,14 @@ def test_amaxes_are_not_added_up_in_silence(how):
         SUMS[how](a, b)
     assert all(t.dtype is torch.float32 and t.min() > 0 for t in (*of_a.values(), *of_b.values()))
     tree_map_tensors(torch.add, left, right)
+
+
+def test_scales_are_updated_by_the_recipe_that_made_them():
+    recipe = Fp8Delayed(history=2)
+    cfg = with_recipe(ChainConfig(steps=(Step("up", linear, LinearConfig(16, 16)),)), recipe)
+    state = recipe_init(cfg, chain.init(cfg, key=random.key(0)))
+    amaxes = {"up.weight": torch.ones(3)}
+    for wrong in (Fp8Block(), None, Fp8Delayed):
+        with pytest.raises(TypeError, match="recipe_update: recipe must be Fp8Delayed, got"):
+            recipe_update(state, amaxes, wrong)
+    assert recipe_update(state, amaxes, recipe).keys() == state.keys()
