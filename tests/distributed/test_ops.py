@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import types
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from funcops.contract.needs import Needs
 from funcops.distributed import Mesh
 from funcops.testing import LAWS, check_dist, run_ranks
 from funcops.testing.checks import same_bits
+from funcops.testing.dist import _reference
 
 SIZES_OF_ROWS = st.tuples(st.integers(0, 2)) | st.tuples(st.integers(0, 2), st.integers(0, 3))
 SHAPES = st.tuples(SIZES_OF_ROWS, st.integers(1, 5), st.integers(1, 3), st.booleans())
@@ -347,3 +349,10 @@ def test_a_skip_of_collectives():
 
     for y, dx in run_ranks({"tp": 2}, run):
         assert torch.equal(y, torch.full((2, 3), 1 + 9.0)) and torch.equal(dx, torch.full((2, 3), 1 + 9.0))
+
+
+def test_a_reference_may_leave_an_input_unread():
+    case = types.SimpleNamespace(reference=lambda params, x, n: 2.0 * x)
+    x, unread = torch.ones(3), torch.ones(2)
+    y, dy, (dparams, dx) = _reference(case, {"unread": unread}, x, 1)
+    assert dparams == {"unread": None} and torch.equal(dx, 2.0 * dy) and torch.equal(y, 2.0 * x)

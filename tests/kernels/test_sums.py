@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from funcops import (
     BiasConfig,
@@ -22,6 +23,7 @@ from funcops import (
     random,
     rms_norm,
 )
+from funcops.kernels.triton.matmul import _add_wide
 from funcops.testing.tolerances import ROUNDOFF, SUM_FACTOR, SUM_ROUNDINGS
 from funcops.trees import cast, paths, tree_map, tree_map_tensors
 
@@ -124,3 +126,20 @@ def wide_size(t):
 
 def roundings(got, want, sizes):
     return float((got.double() - want).abs().max() / sizes.max()) / ROUNDOFF[torch.float32]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_wide_sum_takes_narrow_factors(device, monkeypatch):
+    """The library of a device takes them as they are; on a CPU they are cast."""
+    with FakeTensorMode():
+        sizes = ((3, 5), torch.float32), ((3, 4), torch.bfloat16), ((4, 5), torch.bfloat16)
+        out, a, b = (torch.empty(size, dtype=dtype, device=device) for size, dtype in sizes)
+    calls = []
+    monkeypatch.setattr(torch, "addmm", lambda *args, **options: calls.append(([t.dtype for t in args], options)))
+    _add_wide(out, a, b, 0.5, 1.0)
+    ((dtypes, options),) = calls
+    assert options.pop("out") is out and (options.pop("beta"), options.pop("alpha")) == (1.0, 0.5)
+    of_factors = torch.float32 if device == "cpu" else torch.bfloat16
+    assert dtypes == [torch.float32, of_factors, of_factors] and options == (
+        {} if device == "cpu" else {"out_dtype": torch.float32}
+    )

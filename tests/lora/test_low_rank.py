@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from funcops import Needs, backend, random
+from funcops import Needs, backend, random, report
 from funcops.lora import LowRankConfig, LowRankParams, low_rank
 from funcops.ops.grouped_low_rank import GroupedLowRankConfig, grouped_low_rank
 from funcops.ops.low_rank import low_rank_fwd
@@ -152,3 +152,16 @@ def test_bad_calls_raise_by_name(bad, tmp_path, monkeypatch):
     with pytest.raises(bad.error) as raised:
         bad.call()
     assert bad.match in str(raised.value) and not list(tmp_path.iterdir())
+
+
+def test_the_report_says_which_half_needs_what():
+    """With dropout x and the key are read by the weight gradient, a and the key by dx."""
+    params, x = CASES[1].make(torch.float32)
+    rows = {row.path: row.needed_by for row in report(low_rank.fwd(params, x, CASES[1].cfg)[1]).rows}
+    assert {path: set(said.split("+")) for path, said in rows.items()} == {
+        "x": {"wgrad"},
+        "u": {"wgrad"},
+        "a": {"dgrad"},
+        "b": {"dgrad", "wgrad"},
+        "key": {"dgrad", "wgrad"},
+    }

@@ -1,5 +1,6 @@
 """Messages of a schedule: no ranks wait for each other in a ring, and results have the bits of one process."""
 
+import dataclasses
 import random
 
 import pytest
@@ -12,7 +13,7 @@ from staged import linears
 from funcops import Needs, schedule
 from funcops.adapters.pipelining import Pipeline
 from funcops.schedule import Schedule, gpipe, one_f_one_b, run, zb_v
-from funcops.schedule.exchange import Exchange, message_of, program, reader_of, taken_by
+from funcops.schedule.exchange import Exchange, Program, message_of, program, reader_of, taken_by
 from funcops.testing.checks import same_bits
 
 DIM = 2
@@ -236,3 +237,11 @@ def test_a_stage_that_raises_says_where(stage):
     with pytest.raises(ValueError, match=r"linear_fwd: params.weight must be \[2, 2\]") as caught:
         on_threads(2, work)
     assert any(f"stage {stage} " in note for note in getattr(caught.value, "__notes__", [f"stage {stage} "]))
+
+
+def test_a_rank_s_program_is_data():
+    """It can be compared, and nothing in it can be replaced in place."""
+    one = Program((), {})
+    assert one == Program((), {})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        one.steps = ()
