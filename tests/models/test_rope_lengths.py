@@ -116,7 +116,7 @@ def test_a_length_is_a_count(wrong, models):
 
 
 def test_a_given_attention_factor_is_the_tables():
-    """As in Phi 3's config.json, where it stands; else the factor of the paper."""
+    """Phi 3's config.json may give it; else it is the paper's."""
     factors = dict(short_factor=(1.0, 1.0), long_factor=(4.0, 4.0), factor=32.0, original_context=4096)
     assert LongRopeScaling(**factors, attention_factor=1.25).table_factor() == 1.25
     assert LongRopeScaling(**factors).table_factor() == pytest.approx(math.sqrt(1 + math.log(32) / math.log(4096)))
