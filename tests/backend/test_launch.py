@@ -184,20 +184,3 @@ def test_the_key_tells_apart_what_triton_tells_apart(backend):
         found = [(native_specialize_impl(kind, value, False, True, True), key(value)) for value in given]
         for (first, ours), (second, other) in itertools.combinations(found, 2):
             assert first == second or ours != other, (first, second, ours)
-
-
-def test_a_new_driver_serves_every_launcher():
-    class Other:
-        def get_current_device(self):
-            return 3
-
-        def get_current_stream(self, device):
-            return 7
-
-    own, before = Other(), launch.driver._active
-    try:
-        launch.use_driver(own)
-        for scope in launch._scopes:
-            assert (scope["current_device"](), scope["current_stream"](3)) == (3, 7)
-    finally:
-        launch.use_driver(before)
