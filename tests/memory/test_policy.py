@@ -16,6 +16,7 @@ from funcops import (
     Compress,
     Drop,
     Needs,
+    Offload,
     Policy,
     Recompute,
     RepeatConfig,
@@ -302,6 +303,17 @@ def test_a_loss_whose_logits_are_recomputed(ties, options, needs):
     both = op.wgrad(pending, cfg), dx
     for found in (op.bwd(kept, dy, cfg), both, op.bwd(donate(kept), dy, cfg), (less_one, want[1])):
         assert_close((got, found), (y, want), dtype=torch.float64, length=64)
+
+
+@pytest.mark.parametrize("rules", [{"norm": Recompute(), "head.x": Offload()}, {"*.x": Compress("fp8")}], ids=str)
+def test_rules_for_what_joined_steps_keep_leave_them_joined(rules):
+    """A step of the two is not rewritten by itself: that would keep the logits."""
+    cfg = dataclasses.replace(decoder(), joined=("loss",))
+    params = chain.init(cfg, key=random.key(0))
+    x = WithExtras(torch.zeros(5, dtype=torch.int64), {"labels": torch.zeros(5, dtype=torch.int64)})
+    kept = with_policy(chain, Policy(rules)).fwd(params, x, cfg)[1]
+    found = {path for path, t in paths(kept).items() if t is not None}
+    assert "head.logsumexp" in found and not any("logits" in path for path in found)
 
 
 def test_products_that_cannot_be_joined_give_the_reason():
