@@ -279,3 +279,19 @@ def test_a_capacity_is_of_the_first_tokens():
     (whole, *_), _ = route.fwd(RouteParams(None), logits, dataclasses.replace(cfg, capacity=None))
     assert indices.tolist() == [[0, 1], [0, 1], [3, 2], [3, 2]] and load.tolist() == [4, 2, 2]
     assert torch.equal(weights, whole * (indices < 3)), "normalised before"
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_weights_do_not_depend_on_how_far_the_logits_are(normalize, name):
+    """Softmax of logits that are shifted, within float32's rounding of the weights: no logsumexp is rounded at the logits' size."""
+    logits = torch.randint(-40, 40, (33, 8), generator=torch.Generator().manual_seed(0)).double() / 8
+    cfg = RouteConfig(8, 3, normalize=normalize)
+    chosen = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :3]
+    want = torch.softmax(logits, -1).gather(-1, chosen)
+    want = want / want.sum(-1, keepdim=True) if normalize else want
+    for shift in (0.0, 300.0, 4096.0):  # sums that float32 has exactly
+        with backend(name):
+            weights, indices, *_ = route.fwd(RouteParams(None), (logits + shift).float(), cfg)[0]
+        assert torch.equal(indices.long(), chosen)
+        torch.testing.assert_close(weights.double(), want, rtol=1e-6, atol=1e-9)
