@@ -28,6 +28,7 @@ FLOATS = torch.float32, torch.bfloat16, torch.float16
 WIDTH, HIDDEN = 4, 6  # of the copies of MLPs
 CLOSE = 1e-5  # a norm may compute in float32
 OF_MODULES = frozenset(vars(nn.Module()))
+SHARED = list, dict, set, Tensor  # which a copy would share, and its forward might change
 
 
 class Found(NamedTuple):
@@ -55,17 +56,26 @@ def recognised(module: nn.Module, seen: dict[Any, Any]) -> Found | str | None:
     return seen[state]  # type: ignore[no-any-return]
 
 
+def _own(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in OF_MODULES}
+
+
+def _takes_x(cls: type) -> bool:
+    """Whether a class has a forward of one argument."""
+    forward = getattr(cls, "forward", None)
+    arguments = list(inspect.signature(forward).parameters.values()) if inspect.isfunction(forward) else []
+    return len(arguments) == 2 and arguments[1].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+
 def _state(module: nn.Module) -> Any:
-    plain = {name: value for name, value in vars(module).items() if name not in OF_MODULES}
     sizes = [(name, None if p is None else p.shape) for name, p in module._parameters.items()]
     parts = [(name, type(child), kind_of(child), getattr(child, "bias", None) is None) for name, child in module._modules.items()]
-    values = [(name, value if type(value) in (bool, int, float, str) else id(value)) for name, value in plain.items()]
+    values = [(name, value if type(value) in (bool, int, float, str) else id(value)) for name, value in _own(module).items()]
     return type(module), *values, *sizes, *parts
 
 
 def _proved(module: nn.Module) -> Found | str | None:
-    forward = getattr(type(module), "forward", None)
-    if watched() or not inspect.isfunction(forward) or len(inspect.signature(forward).parameters) != 2:
+    if watched() or not _takes_x(type(module)) or any(isinstance(value, SHARED) for value in _own(module).values()):
         return None
     said = None
     with contextlib.ExitStack() as stack:
