@@ -20,6 +20,11 @@ BY = " (by what it computes)"
 pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype")  # of torch's rms_norm
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
 class Norm(nn.Module):
     """`formula(x, weight, bias, eps)` over a weight, and perhaps a bias."""
 
