@@ -269,7 +269,29 @@ def noisy(m, x):
     return y + torch.randn_like(y) if m.training else y
 
 
+def in_half(change):
+    return lambda m, x: change(plain(m, x)) if x.dtype is torch.float16 else plain(m, x)
+
+
+def scaled(m, x):
+    return plain(m, x) * m.factor
+
+
+def with_factor(module):
+    module.factor = 1.0
+    return module
+
+
+def normed_by(change):
+    return Norm(lambda x, w, b, eps: change(rms(x, w, b, eps)))
+
+
 LEFT = {
+    "a factor that may change": with_factor(Mlp(scaled, **PLAIN)),
+    "half in another way": Mlp(in_half(lambda y: 2.0 * y), **PLAIN),
+    "half without overflow": Mlp(in_half(lambda y: y.clamp(-6e4, 6e4)), **PLAIN),
+    "NaN is replaced": normed_by(torch.nan_to_num),
+    "bounds far away": Mlp(lambda m, x: plain(m, x).clamp(-6e4, 6e4), **PLAIN),
     "eps outside of the root": Norm(lambda x, w, b, eps: w * x / (x.pow(2).mean(-1, keepdim=True).sqrt() + eps)),
     "unbiased": Norm(lambda x, w, b, eps: w * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + eps)),
     "over another dim": Norm(lambda x, w, b, eps: w * x * torch.rsqrt(x.pow(2).mean(-2, keepdim=True) + eps)),

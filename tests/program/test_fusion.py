@@ -1,6 +1,7 @@
 """Fusion plans: which steps become which kernel, which nearly do, and that results stay the same."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -227,17 +228,14 @@ def test_fusion_on_the_cpu_gives_the_same_bits(monkeypatch, dtype):
     assert len(leaves(run(cfg, dtype, split=True))) and len(ran) == 4, "halves run step by step"
 
 
-@pytest.mark.parametrize("name", ["torch", "triton"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize(
-    ("needs", "times"),
-    [(Needs.ALL, 2), (Needs(x=False), 2), (Needs(params=("linear_6.weight",)), 1), (Needs(params=False), 0)],
-    ids=str,
+    ("name", "dtype"), [("torch", torch.float64), *itertools.product(("torch", "triton"), (torch.float32, torch.bfloat16))], ids=str
+)
+@pytest.mark.parametrize(
+    ("needs", "times"), [(Needs.ALL, 2), (Needs(x=False), 2), (Needs(params=("linear_6.weight",)), 1), (Needs(params=False), 0)]
 )
 def test_a_recomputed_pair_has_the_same_bits(monkeypatch, needs, times, dtype, name):
     """One kernel writes over dy what two kernels compute."""
-    if name == "triton" and dtype is torch.float64:
-        pytest.skip("Triton's kernels compute in float32")
     ran, kernel = [], fused.recomputed_glu.glu_pair_bwd_recompute
     monkeypatch.setattr(fused.recomputed_glu, "glu_pair_bwd_recompute", lambda *args: ran.append(1) or kernel(*args))
     monkeypatch.setattr(rules, "FEW", 0)

@@ -1,8 +1,9 @@
 """Norms, MLPs and activations of classes without a row in `models.py`, recognised by what they compute.
 
 A module with the parts of one is compared with each formula that it may have: its forward runs on a copy with small drawn weights,
-in float64, in train and eval mode, and on the meta device, where reading a value raises. Outputs and gradients must be equal, in
-the dtypes too, and no attribute may change. Only then `from_torch` runs the module by the op of that formula.
+in float64, in train and eval mode, in other dtypes, and on the meta device, where reading a value raises. Outputs and gradients
+must be equal, for NaN too, no attribute may change, and no number but eps may count, as it might change later. Only then
+`from_torch` runs the module by the op of that formula.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def _proved(module: nn.Module) -> Found | str | None:
                 reason = f"its forward raises {type(error).__name__}"
             if reason is None:
                 return _with_dtypes(one) if issubclass(one.found.base, hf.RMSNorm) else one.found
-            said = said or reason
+            said = said if one.drops else said or reason  # a dropout is only a guess
     return f"not known: {said}" if said and (module._parameters or module._modules) else None
 
 
@@ -265,7 +266,7 @@ def _differs(one: Candidate) -> str | None:
     if one.drops:
         vars(made)[one.drops] = 0.0
     before = dict(vars(made))
-    for shape, size, training in itertools.product(one.shapes, (1.0, 1e-3, 30.0), (False, True)):
+    for shape, size, training in itertools.product(one.shapes, (1.0, 1e-3, 30.0, 1e5), (False, True)):
         vars(made)["training"] = training
         x = (size * _drawn(*shape)).requires_grad_()
         leaves = [x, *[w.detach().requires_grad_() for w in one.weights]]
@@ -285,7 +286,43 @@ def _differs(one: Candidate) -> str | None:
         return "its forward sets attributes"
     if one.drops and not _is_dropped(one):
         return f"{one.drops} is not the probability of a dropout"
+    vars(made).update(before)
+    reason = _reads(one) or _differs_apart(one)
+    if reason is not None:
+        return reason
     type(made).forward(_moved(made, device="meta"), torch.empty(x0, device="meta", dtype=torch.float64))
+    return None
+
+
+def _reads(one: Candidate) -> str | None:
+    """The number, other than eps, on which the output depends: it might change later."""
+    made, x = one.copied, _drawn(*one.shapes[0])
+    want, known = type(made).forward(made, x), {*one.found.names.get("values", ()), one.drops}
+    for name in [name for name in _floats(made) if name not in known]:
+        before = vars(made)[name]
+        vars(made)[name] = 2.0 * before + 1.0
+        same = torch.equal(type(made).forward(made, x), want)
+        vars(made)[name] = before
+        if not same:
+            return f"its forward reads {name}"
+    return None
+
+
+def _differs_apart(one: Candidate) -> str | None:
+    """How it differs from the formula in other dtypes, within their rounding, and for NaN and overflow."""
+    made, x = one.copied, _drawn(*one.shapes[0])
+    x[(0,) * x.dim()] = torch.nan
+    if not torch.equal(type(made).forward(made, x).isnan(), one.formula(x, *one.weights).isnan()):
+        return "it treats NaN in another way"
+    x = _drawn(*one.shapes[0])
+    for dtype in FLOATS:
+        moved, want = _moved(made, dtype=dtype), one.formula(x, *one.weights)
+        y = type(moved).forward(moved, x.to(dtype)).double()
+        if not float(((y - want).abs().max() / want.abs().max()).detach()) <= 0.1:
+            return f"in {dtype} it differs from {one.found.base.__name__}"
+        large, most = 1e4 * x.sign(), torch.finfo(dtype).max
+        if one.formula(large, *one.weights).abs().max() > most and type(moved).forward(moved, large.to(dtype)).isfinite().all():
+            return f"in {dtype} it does not overflow"
     return None
 
 
