@@ -51,7 +51,11 @@ from funcops.adapters.autograd import differentiable as differentiable
 from funcops.adapters.autograd.delayed import delayed_wgrad as delayed_wgrad
 from funcops.adapters.from_function import TorchConfig as TorchConfig
 from funcops.adapters.from_function import op_from_torch as op_from_torch
+from funcops.adapters.profiler import Profile as Profile
+from funcops.adapters.profiler import profile as profile
 from funcops.backend import backend as backend
+from funcops.backend.scopes import named_scope as named_scope
+from funcops.backend.scopes import named_steps as named_steps
 from funcops.compose.batch import batch_wgrads as batch_wgrads
 from funcops.compose.chain import *
 from funcops.compose.parallel import *

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcops.backend import scopes
 from funcops.compose.step import live_inputs
 from funcops.contract.needs import Needs, sub_mask
 from funcops.errors import describe, fail, in_step
@@ -30,6 +31,7 @@ def in_turn(
     flight, each completed after the next layer has run. An error gets the number of its layer."""
     ahead, i = cfg.op.prefetch, order[0]
     begin, late = begin and ahead is not None, sums is not None and ahead is not None
+    run = scopes.by_number(run) if scopes.on else run
     found: list[Any] = [None for _ in order]  # torch 2.11 cannot trace a write to [None] * times
 
     def begun(turn: int) -> Any:

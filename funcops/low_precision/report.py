@@ -136,7 +136,7 @@ class QuantizationReport:
         from funcops.residuals.picture import grouped_bars
 
         bars = {row.path: {"y": row.y, "dx": row.dx, "dw": row.dw} for row in self.rows}
-        return grouped_bars(bars, "relative error", self.title(), path)
+        return grouped_bars(bars, "relative error", self.title(), path, "QuantizationReport.plot")
 
     def title(self) -> str:
         (worst,), count = self.worst(1), len(self.rows)

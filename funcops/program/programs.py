@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.backend import select, wants_triton
+from funcops.backend import scopes, select, wants_triton
 from funcops.backend.source import compile_source
 from funcops.contract.configs import require_config
 from funcops.contract.needs import Mask, Needs
@@ -52,24 +52,24 @@ def _found(which: str, op: Op, cfg: Any, needs: Needs, main: Any) -> Any:
         dtype = main.dtype if device_type else None
     if _compiling():
         id(cfg)  # the tracer guards on it: a method that gives a constant has no guard on its object
-        return getattr(compiled_programs, cfg.program_while_tracing(which, needs.x, needs.params, device_type, dtype))
-    key = which, needs, device_type, dtype, len(changes)
+        return getattr(compiled_programs, cfg.program_while_tracing(which, needs.x, needs.params, device_type, dtype, scopes.on))
+    key = which, needs, device_type, dtype, len(changes), scopes.on
     found = cfg.programs.get(key)
-    return remember(cfg.programs, key, _made(which, op, cfg, needs, device_type, dtype)) if found is None else found
+    return remember(cfg.programs, key, _made(which, op, cfg, needs, device_type, dtype, scopes.on)) if found is None else found
 
 
 _traced: dict[Any, str] = {}
 
 
-def program_while_tracing(cfg: Any, which: str, x: Mask, params: Mask, device_type: str | None, dtype: Any) -> str:
+def program_while_tracing(cfg: Any, which: str, x: Mask, params: Mask, device_type: str | None, dtype: Any, named: bool) -> str:
     """The name of a program in the module `compiled_programs`: a tracer reads a module's attributes as they are, but a dict in an
     older state. A method of configs: the tracer of torch 2.11 wants every argument to be a constant, except the object of a
     method."""
-    key = which, cfg, x, params, device_type, dtype, len(changes)
+    key = which, cfg, x, params, device_type, dtype, len(changes), named
     if key not in _traced:
         name = f"{which}_{len(_traced)}"
         with reading():
-            setattr(compiled_programs, name, _made(which, cfg.lowered_by, cfg, Needs(x, params), device_type, dtype, True))
+            setattr(compiled_programs, name, _made(which, cfg.lowered_by, cfg, Needs(x, params), device_type, dtype, named, True))
         _traced[key] = name
     return _traced[key]
 
@@ -86,13 +86,15 @@ def lowers(config: Any, op: Op) -> None:
 program_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _made(which: str, op: Op, cfg: Any, needs: Needs, device_type: str | None, dtype: Any, for_tracer: bool = False) -> Any:
+def _made(
+    which: str, op: Op, cfg: Any, needs: Needs, device_type: str | None, dtype: Any, named: bool, for_tracer: bool = False
+) -> Any:
     lowered = lower(op, cfg, needs)
     if which == "wgrad":  # no tensor tells them here: rules decide when it runs
         device_type, dtype = "cuda", torch.bfloat16
     found = cover(lowered, device_type, dtype, which == "backward")
     rows = rows_of(which, lowered, found, for_tracer)
-    text, names = Source().function(which, rows, for_tracer)
+    text, names = Source(named).function(which, rows, for_tracer)
     return compile_source(f"program: {which} of {op.name}", text, names)[which]
 
 

@@ -15,23 +15,28 @@ from typing import Any
 
 from torch import Tensor
 
+from funcops.backend import scopes
 from funcops.contract import functions
 from funcops.contract.marks import versions
 from funcops.program import run
 from funcops.program.lower import Call, Scope
 from funcops.program.rows import Row
-from funcops.program.templates import ARGUMENTS, CONSTANTS, EXPRESSIONS, LINES, number
+from funcops.program.rules import Piece
+from funcops.program.run import joined
+from funcops.program.templates import ARGUMENTS, CONSTANTS, EXPRESSIONS, LINES, half_of, number
 from funcops.program.values import add
 from funcops.random import fold_in
 from funcops.trees import WithExtras
 
 
 class Source:
-    """Lines of one function, and the objects that they name."""
+    """Lines of one function, and the objects that they name. `named`: whether each step runs in a scope of its path."""
 
-    def __init__(self) -> None:
+    def __init__(self, named: bool = False) -> None:
         self.names: dict[str, Any] = {"WithExtras": WithExtras, "Tensor": Tensor, "add": add, "fold_in": fold_in, "run": run}
         self.names |= {"versions": versions, "any_autocast": functions.any_autocast}
+        self.names |= {"scopes": scopes} if named else {}
+        self.named = named
         self.paths = [""]
         self.path: str | None = ""  # the path that an error gets at this line; None if that depends on the block that ran
 
@@ -46,13 +51,22 @@ class Source:
         lines, indent = list[str](), "    " * depth
         for row in rows:
             lines += [f"{indent}at = {number}" for number in self._moved(row)]
-            lines += [indent + line for line in LINES[row.kind].format_map(Fields(self, row)).split("\n")]
+            lines += [indent + line for line in self._lines(row)]
             if row.then:
                 before, lines = self.path, [*lines, *self._block(row.then, depth + 1), f"{indent}else:"]
                 after, self.path = self.path, before
                 lines += self._block(row.otherwise, depth + 1)
                 self.path = after if self.path == after else None
         return lines
+
+    def _lines(self, row: Row) -> list[str]:
+        kind = f"named {row.kind}" if self.named and f"named {row.kind}" in LINES else row.kind
+        lines = LINES[kind].format_map(Fields(self, row)).split("\n")
+        half = half_of(row) if self.named else None
+        if half is None:
+            return lines
+        path = joined(row.of.calls) if isinstance(row.of, Piece) else row.of.path if isinstance(row.of, Call) else row.path
+        return [f"with scopes.named_scope({path or ''!r}, {half!r}):", *(f"    {line}" for line in lines)]
 
     def _moved(self, row: Row) -> list[int]:
         """The number of the row's path, if errors got another one before it."""

@@ -73,6 +73,7 @@ if type(P{i}) is not dict or P{i}.keys() != {names}.keys(): run.check_names({d[0
     "forward piece": "{w[0]} = run.forward_piece({rule}, {calls}, ({all_params}), {d[0]}, E{i})",
     "taken": "{w[0]} = {r[0]}[{d[0]}]",
     "return forward": "return {bundle}, {kept}",
+    "named return forward": "kept = {kept}\nscopes.kept(kept)\nreturn {bundle}, kept",
     "kept": "{Kept}({{{d[0]}}}, cfg={scope_cfg}, needs={scope_needs})",
     # Gradients.
     "outputs": "dy, {writes} = run.taken_apart({d[0]!r}, dy, {d[1]!r})",
@@ -139,6 +140,21 @@ t{i} = K{i}.donated""",
     "return wgrad": "return {gradients}",
     "return products": "return found",
 }
+
+
+# The half that a row computes for the step that it names, in a program whose steps are named. The others run no operator.
+HALVES = dict.fromkeys(("fwd", "raw fwd", "forward piece", "sum of skip", "fold"), "fwd")
+HALVES |= dict.fromkeys(("dgrad", "raw dgrad", "backward piece", "settle", "sum", "filled"), "dgrad")
+HALVES |= dict.fromkeys(("bwd", "raw bwd", "return backward"), "bwd")
+HALVES |= dict.fromkeys(("wgrad", "raw wgrad", "unwanted", "joint wgrads", "joint products", "products", "return wgrad"), "wgrad")
+HALVES |= dict.fromkeys(("recompute", "recompute unchecked", "raw recompute", "recompute from x"), "recompute")
+HALVES |= dict.fromkeys(("recompute from a recipe",), "recompute")
+
+
+def half_of(row: Row) -> str | None:
+    """The half that a row computes, or None if it runs no operator."""
+    half = HALVES.get(row.kind)
+    return "bwd" if half == "dgrad" and any(name[0] == "q" for name in row.writes) else half
 
 
 def number(of: Any) -> int:

@@ -38,9 +38,9 @@ def stacked_bars(rows: Sequence[Any], title: str, path: str | None, depth: int) 
     return _done(figure, list(bars), f"{unit} kept for the backward", title, path)
 
 
-def grouped_bars(bars: Mapping[str, Mapping[str, float]], label: str, title: str, path: str | None) -> Any:
+def grouped_bars(bars: Mapping[str, Mapping[str, float]], label: str, title: str, path: str | None, where: str) -> Any:
     """Grouped horizontal bars: a group per row, with a bar for each of its values."""
-    figure = _figure("QuantizationReport.plot", 0.4 * max(1, len(bars)))
+    figure = _figure(where, 0.4 * max(1, len(bars)))
     axes = figure.add_subplot()
     names = list(dict.fromkeys(name for group in bars.values() for name in group))
     height = 0.8 / max(1, len(names))

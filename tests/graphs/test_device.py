@@ -17,12 +17,17 @@ from funcops.backend.tables import hold
 from funcops.errors import CaptureError
 
 
+class Stream(str):
+    def synchronize(self):
+        """Wait for nothing."""
+
+
 class Cuda:
     """Records every call, and keeps torch's state: the current device and stream, the pools that allocators use, whether the
     generator is capturing. A capture whose work raised CUDA's error raises at its end, before any state is restored."""
 
     def __init__(self, monkeypatch):
-        self.calls, self.stream_now, self.device_now, self.pools = [], "main", 0, itertools.count(7)
+        self.calls, self.stream_now, self.device_now, self.pools = [], Stream("main"), 0, itertools.count(7)
         self.device_takes_from, self.host_takes_from, self.generator_captures = [], [], False
         self.graphs = weakref.WeakSet()
         for name in (
@@ -37,6 +42,7 @@ class Cuda:
             "CUDAGraph",
             "device",
             "current_device",
+            "is_current_stream_capturing",
         ):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
         monkeypatch.setattr(
@@ -52,10 +58,13 @@ class Cuda:
         self.calls.append("synchronize")
 
     def Stream(self):
-        return f"side {self.device_now}"
+        return Stream(f"side {self.device_now}")
 
     def current_device(self):
         return self.device_now
+
+    def is_current_stream_capturing(self):
+        return self.generator_captures
 
     def current_stream(self):
         return self.stream_now

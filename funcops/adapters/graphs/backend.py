@@ -14,9 +14,12 @@ import torch
 from torch import Tensor
 
 from funcops.adapters.graphs import recorder
+from funcops.adapters.graphs.hooks import Hooks, Life, release_waiting
 from funcops.adapters.graphs.timeline import TimelineEntry
+from funcops.adapters.graphs.topology import GraphData, from_recording, from_torch_data
+from funcops.backend import scopes
 from funcops.backend.tables import holding
-from funcops.errors import CaptureError, fail, require_count
+from funcops.errors import CaptureError, fail, require_count, require_type
 from funcops.trees import nbytes, tensors
 
 Outputs = Callable[[Any], list[Tensor]]
@@ -29,7 +32,9 @@ class Captured(Protocol):
 
     def replay(self) -> None: ...
     def reset(self) -> None: ...
+    def keep(self, *objects: Any) -> None: ...
     def kernels(self) -> int | None: ...
+    def data(self) -> GraphData: ...
     def dot(self, path: str) -> None: ...
     def instantiate(self) -> None: ...
 
@@ -39,11 +44,12 @@ class Captured(Protocol):
 
 class Options(NamedTuple):
     """The options of a capture. `stream`: the stream to capture on; `capture_error_mode` and `keep_graph` as for
-    `torch.cuda.graph`."""
+    `torch.cuda.graph`; `hooks`: of the captured function."""
 
     stream: Any = None
     capture_error_mode: str = "global"
     keep_graph: bool = False
+    hooks: Hooks | None = None
 
 
 class Backend(Protocol):
@@ -70,7 +76,13 @@ class Capturer:
         if options.capture_error_mode not in modes:
             fail(where, "capture_error_mode", " or ".join(map(repr, modes)), repr(options.capture_error_mode))
         require_count(where, 0, warmup=warmup)
+        if options.hooks is not None:
+            require_type(where, "hooks", options.hooks, Hooks)
+            options.hooks.check(where)
         self.backend, self.options, self.warmup = backend_of(*trees), options, warmup
+        self.given = pool  # a MemPool lives as long as the graphs that allocate from it
+        if isinstance(pool, torch.cuda.MemPool):
+            pool = pool.id
         found = self.backend.pool() if pool is None else getattr(pool, "pool", pool)
         self.pool = found() if callable(found) else found
         self.pools = [self.pool]
@@ -108,34 +120,48 @@ class RecorderBackend:
             fn()
 
     def capture(self, fn: Callable[[], Any], outputs: Outputs, pool: Any, options: Options) -> tuple[Captured, Any]:
-        recording, result = recorder.record(fn, pool, outputs)
-        return _Recorded(recording, TimelineEntry(pool)), result
+        recording = recorder.Recording(pool)
+        captured = _Recorded(recording, options)
+
+        def call() -> Any:
+            captured.tell("capture_start")
+            return fn()
+
+        result = recorder.record_into(recording, call, outputs)
+        captured.entry = TimelineEntry(pool)
+        captured.tell("capture_end")
+        if not options.keep_graph:
+            captured.instantiate()
+        return captured, result
 
     def pool_bytes(self, pool: Any) -> int:
         lent = [one.get() for recording in pool.recordings for _, one in recording.outputs]
         return nbytes([t for t in lent if t is not None])
 
 
-class _Recorded:
-    def __init__(self, recording: recorder.Recording, entry: TimelineEntry) -> None:
-        self.recording, self.entry = recording, entry
+class _Recorded(Life):
+    entry: TimelineEntry
+
+    def __init__(self, recording: recorder.Recording, options: Options) -> None:
+        super().__init__(options.hooks, recording.reset)
+        self.recording = recording
 
     def replay(self) -> None:
-        self.recording.replay()
+        self.replayed(self.recording.replay)
         self.entry.replayed()
 
     def reset(self) -> None:
-        self.recording.reset()
+        super().reset()
         self.entry.leave()
 
     def kernels(self) -> int | None:
         return self.recording.operators
 
-    def dot(self, path: str) -> None:
-        Path(path).write_text(recorder.dot(self.recording))
+    def data(self) -> GraphData:
+        return from_recording(self.recording)
 
-    def instantiate(self) -> None:
-        """Do nothing: a recording is always ready."""
+    def dot(self, path: str) -> None:
+        Path(path).write_text(self.data().dot())
 
     @property
     def raw_graph(self) -> Any:
@@ -171,10 +197,12 @@ class DeviceBackend:
     def capture(self, fn: Callable[[], Any], outputs: Outputs, pool: Any, options: Options) -> tuple[Captured, Any]:
         pool = self.pool() if pool is None else _pools(pool)[-1]
         graph = torch.cuda.CUDAGraph(keep_graph=options.keep_graph)
+        captured = _Graph(graph, self.device, options)
         own: list[BaseException] = []
 
         def call() -> Any:
             try:
+                captured.tell("capture_start")
                 return fn()
             except BaseException as error:
                 own.append(error)
@@ -184,9 +212,10 @@ class DeviceBackend:
         with torch.cuda.device(self.device), holding() as held:
             stream, side = torch.cuda.current_stream(), options.stream or _side_stream()
             try:
-                with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode=options.capture_error_mode):
+                with torch.cuda.graph(graph, pool, side, options.capture_error_mode, **_annotating()):
                     result = call()
             except Exception as error:
+                captured.disown()
                 torch.cuda.set_stream(stream)  # torch's context does not restore it if ending the capture raises
                 if error not in own:
                     _mend(graph, pool, side)
@@ -196,7 +225,13 @@ class DeviceBackend:
                 torch.cuda.set_stream(stream)
                 if collected != gc.isenabled():
                     (gc.enable if collected else gc.disable)()
-        return _Graph(graph, options.keep_graph, self.device, held, TimelineEntry(pool)), result
+                release_waiting()
+        captured.keep(held)
+        captured.entry = TimelineEntry(pool)
+        captured.tell("capture_end")
+        if not options.keep_graph:  # torch has instantiated it
+            captured.instantiate()
+        return captured, result
 
     def pool_bytes(self, pool: Any) -> int:
         segments = [segment for one in _pools(pool) for segment in torch.cuda.memory_snapshot(one)]
@@ -233,20 +268,35 @@ def _mend(graph: Any, pool: Any, stream: Any) -> None:
             pass
 
 
-class _Graph:
-    """A CUDA graph. `held`: memory that it reads at each replay and that no one else keeps."""
+def _annotating() -> dict[str, Any]:
+    """The arguments of a capture whose kernels are annotated with the steps that launch them, in `named_steps()`."""
+    if not scopes.on:
+        return {}
+    try:
+        from torch.cuda.graph_annotations import is_available
+    except ImportError:
+        warnings.warn("named_steps: kernels of CUDA graphs get the names of steps from torch 2.15 on", stacklevel=6)
+        return {}
+    return {"enable_annotations": is_available()}
 
-    def __init__(self, graph: Any, kept: bool, device: Any, held: list[Any], entry: TimelineEntry) -> None:
-        self.graph, self.kept, self.device, self.held, self.entry = graph, kept, device, held, entry
+
+class _Graph(Life):
+    """A CUDA graph."""
+
+    entry: TimelineEntry
+
+    def __init__(self, graph: Any, device: Any, options: Options) -> None:
+        super().__init__(options.hooks, graph.reset)
+        self.graph, self.kept, self.device = graph, options.keep_graph, device
 
     def replay(self) -> None:
         with torch.cuda.device(self.device):
-            self.graph.replay()
+            self.release.streams.add(torch.cuda.current_stream())
+            self.replayed(self.graph.replay)
         self.entry.replayed()
 
     def reset(self) -> None:
-        self.graph.reset()
-        self.held.clear()
+        super().reset()
         self.entry.leave()
 
     def kernels(self) -> int | None:
@@ -257,6 +307,9 @@ class _Graph:
             return None
         return sum(node["node_type"] == "kernel" for node in nodes)
 
+    def data(self) -> GraphData:
+        return from_torch_data(self.graph.get_graph_data(), scopes.node_labels())
+
     def dot(self, path: str) -> None:
         if not self.kept:
             raise RuntimeError("dot: the graph must be captured with keep_graph=True, got keep_graph=False")
@@ -265,8 +318,10 @@ class _Graph:
             self.graph.debug_dump(path)
 
     def instantiate(self) -> None:
-        with torch.cuda.device(self.device):
-            self.graph.instantiate()
+        if self.kept:
+            with torch.cuda.device(self.device):
+                self.graph.instantiate()
+        super().instantiate()
 
     @property
     def raw_graph(self) -> Any:

@@ -9,9 +9,11 @@ import torch
 
 from funcops.adapters.graphs.backend import Captured, Capturer, Options
 from funcops.adapters.graphs.borrowed import Outputs
+from funcops.adapters.graphs.hooks import Hooks
 from funcops.adapters.graphs.statics import Inputs, Snapshot, Written
+from funcops.backend.scopes import named_scope
 from funcops.errors import require_callable, require_count, require_flag, require_type, size_of
-from funcops.trees import tree_map
+from funcops.trees import tensors, tree_map
 
 
 class Report(NamedTuple):
@@ -25,11 +27,18 @@ class Report(NamedTuple):
     pool_bytes: int
     kernels: int | None
 
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of the pools that are neither outputs nor residuals. `graph_memory` says beforehand what it will be on a device; a
+        recording holds none."""
+        return max(0, self.pool_bytes - self.output_bytes - self.residual_bytes)
+
     def __str__(self) -> str:
         kernels = "" if self.kernels is None else f", {self.kernels} kernels"
         return (
             f"{self.backend}: inputs {size_of(self.input_bytes)}, outputs {size_of(self.output_bytes)}, "
-            f"residuals {size_of(self.residual_bytes)}, pool {size_of(self.pool_bytes)}{kernels}"
+            f"residuals {size_of(self.residual_bytes)}, workspace {size_of(self.workspace_bytes)}, "
+            f"pool {size_of(self.pool_bytes)}{kernels}"
         )
 
 
@@ -54,11 +63,13 @@ class Graphed:
         if not self._slots:
             raise RuntimeError("graphed: must not be called after reset()")
         inputs, outputs, captured, written = self._slots[self._next]
-        given = inputs.take(trees)
+        with named_scope("inputs of the graph"):
+            given = inputs.take(trees)
         captured.replay()
         written.count()
         self._next = (self._next + 1) % len(self._slots)
-        return outputs.give(given)
+        with named_scope("outputs of the graph"):
+            return outputs.give(given)
 
     def report(self) -> Report:
         counts = [slot.captured.kernels() for slot in self._slots]
@@ -77,6 +88,10 @@ class Graphed:
             slot.outputs.generation.now += 1
             slot.captured.reset()
         self._slots = []
+
+    def pools(self) -> list[Any]:
+        """The memory pools of the slots, which another capture may share."""
+        return list(self._capturer.pools)
 
     def dot(self, path: str) -> None:
         """Write the first slot's graph for Graphviz; on CUDA it must have been captured with `keep_graph=True`."""
@@ -104,6 +119,7 @@ def graphed(
     stream: Any = None,
     capture_error_mode: str = "global",
     keep_graph: bool = False,
+    hooks: Hooks | None = None,
     debug: bool = False,
 ) -> Graphed:
     """Capture `fn(*examples)` as a CUDA graph; without a CUDA tensor, record it, with the same interface and errors.
@@ -118,9 +134,11 @@ def graphed(
     runs come first; their writes to donated leaves are undone. Everything that changes from call to call must be a tensor: keys,
     learning rates, counters.
 
-    Slots whose outputs are borrowed have a memory pool each. `pool`: another graphed function or op (or a torch pool handle), whose
-    memory the first slot shares. The two must not run at the same time, and a call of the one that was captured first may overwrite
-    buffers borrowed from the other: with `debug` any use after that raises, too.
+    Slots whose outputs are borrowed have a memory pool each. `pool`: another graphed function or op (or a torch `MemPool` or pool
+    handle), whose memory the first slot shares. The two must not run at the same time, and a call of the one that was captured
+    first may overwrite buffers borrowed from the other: with `debug` any use after that raises, too.
+
+    `hooks`: see `Hooks`. Captured in `named_steps()`, the graph knows the paths of its steps (`graph_data`, `funcops.profile`).
 
     Raises `CaptureError` for anything that a graph cannot hold, with its line if known (`check_capturable` says more).
 
@@ -140,7 +158,7 @@ def graphed(
     require_count("graphed", slots=slots)
     require_flag("graphed", keep_graph=keep_graph, debug=debug)
     require_type("graphed", "inputs", inputs, str, Mapping)
-    capturer = Capturer("graphed", examples, pool, Options(stream, capture_error_mode, keep_graph), warmup)
+    capturer = Capturer("graphed", examples, pool, Options(stream, capture_error_mode, keep_graph, hooks), warmup)
     lent = outputs == "borrow"  # cloned outputs are safe from later replays, so their slots share one pool
     made = [
         _capture(fn, examples, inputs, outputs, debug, capturer.of_slot(i) if lent else capturer, warm=i == 0) for i in range(slots)
@@ -176,6 +194,7 @@ def _capture(
     try:
         inputs.check_unwritten()
         outputs = Outputs("graphed", result, [leaf.static for leaf in inputs.leaves], policy, debug, captured.entry)
+        captured.keep(tensors((inputs.trees, result)), capturer.given)  # until the last replay has finished
     except Exception:
         captured.reset()
         raise

@@ -15,6 +15,7 @@ from torch import Tensor
 from funcops.adapters.graphs.backend import Captured, Capturer, Options
 from funcops.adapters.graphs.borrowed import SHARED, Outputs
 from funcops.adapters.graphs.graphed import Report
+from funcops.adapters.graphs.hooks import Hooks
 from funcops.adapters.graphs.statics import Inputs, Snapshot, Written, clones
 from funcops.compose.step import check_body
 from funcops.contract.marks import Versions
@@ -151,6 +152,10 @@ class GraphedOp:
             _sum(slots[0].graphs[name].kernels() for name in ("fwd", "dgrad", "wgrad")) if slots else 0,
         )
 
+    def pools(self) -> list[Any]:
+        """The memory pools of the slots, which another capture may share."""
+        return list(self._capturer.pools)
+
     def reset(self) -> None:
         """Free all graphs and their memory; residuals and pendings in flight are lost."""
         for slot in self._slots:
@@ -196,6 +201,7 @@ def graphed_op(
     stream: Any = None,
     capture_error_mode: str = "global",
     keep_graph: bool = False,
+    hooks: Hooks | None = None,
     debug: bool = False,
 ) -> GraphedOp:
     """Capture `op.fwd`, `op.dgrad`, `op.wgrad` and `op.bwd` as graphs, with `slots` microbatches in flight.
@@ -230,7 +236,7 @@ def graphed_op(
     require_flag("graphed_op", keep_graph=keep_graph, debug=debug)
     require_type("graphed_op", "inputs", inputs, str, Mapping)
     require(bool(needs), "graphed_op", "needs", "Needs of at least one gradient", needs)
-    capturer = Capturer("graphed_op", (params, x), pool, Options(stream, capture_error_mode, keep_graph), warmup)
+    capturer = Capturer("graphed_op", (params, x), pool, Options(stream, capture_error_mode, keep_graph, hooks), warmup)
     rules = {"0": "pinned", "1": inputs} if isinstance(inputs, str) else {"0": "pinned", **{f"1.{k}": v for k, v in inputs.items()}}
     if not leaves(params):
         rules.pop("0")
@@ -275,6 +281,8 @@ def _capture(
     def captured(name: str, fn: Any) -> Any:
         slot.written[name] = written = Written([*slot.inputs.donated, *tensors(into)])
         slot.graphs[name], result = capturer.capture(fn)
+        kept = tensors((slot.inputs.trees, slot.dy.trees, result, into))
+        slot.graphs[name].keep(kept, capturer.given)  # until the last replay has finished
         written.note()
         return result
 

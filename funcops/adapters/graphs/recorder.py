@@ -10,6 +10,7 @@ that a graph uses for temporaries, a replay writes garbage over the results of l
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,7 +19,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from funcops.adapters.graphs import branches
 from funcops.adapters.graphs.faults import Line, draws, fault_of, flat_tensors, user_line
+from funcops.backend import scopes
+from funcops.backend.scopes import Label
 from funcops.errors import BorrowedError, CaptureError
 
 
@@ -64,13 +68,24 @@ class Lent(NamedTuple):
 
 class RecordedOperator(NamedTuple):
     """An operator, its arguments with tensors replaced (by `Value`, `View`, `Lent`, or a static tensor), and the numbers of its
-    results."""
+    results. `label`: of the step that called it; `branch`: that it runs in; `before`: the operators that run before it; `reads`,
+    `writes`: the buffers that it touches; none for a view."""
 
     func: Any
     args: Any
     kwargs: Any
     results: tuple[int, ...]
     where: Line
+    label: Label
+    branch: str
+    before: tuple[int, ...]
+    reads: frozenset[int]
+    writes: frozenset[int]
+
+    @property
+    def moves(self) -> bool:
+        """Whether it runs on the device."""
+        return bool(self.reads or self.writes)
 
 
 class Made(NamedTuple):
@@ -102,6 +117,7 @@ class Recording:
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self.calls: list[RecordedOperator] = []
+        self.order: list[int] = []  # in which a replay runs them
         self.statics: dict[int, Tensor] = {}  # by storage: tensors that it reads and no recording made, such as inputs and params
         self.outputs: list[tuple[Any, Lent]] = []  # values, and their targets
         self.made: dict[int, Made] = {}  # by storage
@@ -110,17 +126,21 @@ class Recording:
     def replay(self) -> None:
         """Rerun the operators. Results of later recordings of the pool become garbage, as they may on a device: the memory that
         this recording uses for temporaries was free when they were captured."""
-        self._spoil_later()
+        with scopes.named_scope("outputs of the graph"):
+            self._spoil_later()
         values: dict[int, Tensor] = {}
-        for call in self.calls:
-            args, kwargs = _resolve(call.args, values), _resolve(call.kwargs, values)
-            found = call.func(*args, **kwargs)
-            results = [t for t in flat_tensors([found])] if call.results else []
-            values.update(zip(call.results, results, strict=False))
-        for source, lent in self.outputs:
-            target = lent.get()
-            if target is not None:
-                target.copy_(_resolve(source, values))
+        for label, calls in itertools.groupby(map(self.calls.__getitem__, self.order), key=lambda call: call.label):
+            with scopes.again(label):
+                for call in calls:
+                    args, kwargs = _resolve(call.args, values), _resolve(call.kwargs, values)
+                    found = call.func(*args, **kwargs)
+                    results = [t for t in flat_tensors([found])] if call.results else []
+                    values.update(zip(call.results, results, strict=False))
+        with scopes.named_scope("outputs of the graph"):
+            for source, lent in self.outputs:
+                target = lent.get()
+                if target is not None:
+                    target.copy_(_resolve(source, values))
 
     def _spoil_later(self) -> None:
         later = self.pool.recordings[self.pool.recordings.index(self) + 1 :] if self in self.pool.recordings else []
@@ -138,24 +158,33 @@ class Recording:
     @property
     def operators(self) -> int:
         """The number of operators that a replay runs, not counting views."""
-        return sum(not _is_view(call.func) for call in self.calls)
+        return sum(call.moves for call in self.calls)
 
     def reset(self) -> None:
-        self.calls, self.statics, self.outputs, self.made = [], {}, [], {}
+        self.calls, self.order, self.statics, self.outputs, self.made = [], [], {}, [], {}
         if self in self.pool.recordings:
             self.pool.recordings.remove(self)
 
 
 def record(fn: Callable[[], Any], pool: Pool, outputs: Callable[[Any], list[Tensor]]) -> tuple[Recording, Any]:
-    """Run `fn` once and record it. `outputs`: the tensors of its result that keep their values. Raises `CaptureError`, with the
-    line, for anything that a CUDA graph would refuse."""
+    """Run `fn` once and record it. See `record_into`."""
     recording = Recording(pool)
+    return recording, record_into(recording, fn, outputs)
+
+
+def record_into(recording: Recording, fn: Callable[[], Any], outputs: Callable[[Any], list[Tensor]]) -> Any:
+    """Run `fn` once, record it, and return its result. `outputs`: the tensors of its result that keep their values. Raises
+    `CaptureError`, with the line, for anything that a CUDA graph would refuse."""
     mode = _Recorder(recording)
-    with mode:
-        result = fn()
+    outer, branches.thread.watch = branches.thread.watch, mode.after
+    try:
+        with mode:
+            result = fn()
+    finally:
+        branches.thread.watch = outer
     mode.finish(outputs(result))
-    pool.recordings.append(recording)
-    return recording, result
+    recording.pool.recordings.append(recording)
+    return result
 
 
 class _Recorder(TorchDispatchMode):
@@ -168,11 +197,13 @@ class _Recorder(TorchDispatchMode):
         self.known: dict[int, Any] = {}  # by id: the number of a tensor made here
         self.storages: dict[int, tuple[Value, Tensor]] = {}  # by storage: the first tensor made on it
         self.lent: set[int] = set()  # storages of other recordings
+        self.after = branches.Order()
+        self.buffers: dict[int, int] = {}  # by storage: a number
         self.alive: list[Tensor] = []  # so that ids and storages are not reused while this records
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":
+        if func.namespace in ("prim", "profiler"):
             return func(*args, **kwargs)
         found = fault_of(func, args, kwargs)
         if found is not None:
@@ -186,8 +217,24 @@ class _Recorder(TorchDispatchMode):
         taken_args, taken_kwargs = self._take(args), self._take(kwargs)
         results = list(flat_tensors([out]))
         numbers = tuple(self._number(t, given) for t in results)
-        self.recording.calls.append(RecordedOperator(func, taken_args, taken_kwargs, numbers, user_line()))
+        reads, writes = self._touched(func, args, kwargs, results)
+        before = self.after.add(len(self.recording.calls), bool(reads or writes))
+        at = scopes.label(), branches.thread.at, before, reads, writes
+        self.recording.calls.append(RecordedOperator(func, taken_args, taken_kwargs, numbers, user_line(), *at))
         return out
+
+    def _touched(self, func: Any, args: Any, kwargs: Any, results: list[Tensor]) -> tuple[frozenset[int], frozenset[int]]:
+        """The buffers that an operator reads, and those that it writes: of its results, and of arguments that it changes."""
+        schema = func._schema.arguments
+        given = dict(zip([a.name for a in schema], args, strict=False)) | kwargs
+        changed = [given.get(a.name) for a in schema if a.alias_info is not None and a.alias_info.is_write]
+        reads = frozenset(map(self._buffer, flat_tensors([args, kwargs])))
+        made = frozenset(map(self._buffer, flat_tensors([results]))) - reads
+        writes = made | frozenset(map(self._buffer, flat_tensors([changed])))
+        return (frozenset(), writes) if results and not writes else (reads, writes)  # a view reads nothing
+
+    def _buffer(self, t: Tensor) -> int:
+        return self.buffers.setdefault(t.untyped_storage()._cdata, len(self.buffers))
 
     def _number(self, t: Tensor, given: set[int]) -> int:
         """A new number for a result; an argument that was written in place and returned keeps its number."""
@@ -235,7 +282,14 @@ class _Recorder(TorchDispatchMode):
         return Lent.of(t)
 
     def finish(self, outputs: list[Tensor]) -> None:
-        """Register the results as outputs, and remember all other storages weakly."""
+        """Register the results as outputs, and remember all other storages weakly. Raises `CaptureError` for branches that are not
+        joined, or that race."""
+        calls = self.recording.calls
+        self.after.finish()
+        branches.check_races(calls)
+        makers = {number: i for i, call in enumerate(calls) for number in call.results}
+        took = [{makers[n] for n in _numbers([call.args, call.kwargs])} for call in calls]
+        self.recording.order = branches.late(calls, took)
         for t in outputs:
             made = self.storages.get(t.untyped_storage()._cdata)
             if made is not None:
@@ -278,24 +332,6 @@ def _resolve(value: Any, values: dict[int, Tensor]) -> Any:
     if isinstance(value, dict):
         return {k: _resolve(v, values) for k, v in value.items()}
     return value
-
-
-def _is_view(func: Any) -> bool:
-    returns = func._schema.returns
-    return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
-
-
-def dot(recording: Recording) -> str:
-    """The recorded operators as a Graphviz graph, with an edge for each value that one operator makes and another reads."""
-    makers: dict[int, int] = {}
-    lines = ["digraph recording {", "  node [shape=box, fontsize=10];"]
-    for i, call in enumerate(recording.calls):
-        lines.append(f'  n{i} [label="{call.func}", tooltip="{call.where}"];')
-        for number in _numbers([call.args, call.kwargs]):
-            if number in makers:
-                lines.append(f"  n{makers[number]} -> n{i};")
-        makers.update(dict.fromkeys(call.results, i))
-    return "\n".join([*lines, "}"]) + "\n"
 
 
 def _numbers(value: Any) -> list[int]:

@@ -1,0 +1,222 @@
+"""`profile`: where a function's time goes, by the path of the step and the half of it that runs."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from funcops.adapters.profiler import trace
+from funcops.backend import scopes
+from funcops.backend.scopes import Label
+from funcops.errors import in_html, on_screen, require_callable, require_count, require_flag, size_of
+from funcops.residuals.report import report
+from funcops.trees import tensors
+
+_HEAD = ("step", "half", "time", "share", "launches", "moved", "kept")
+
+
+class ProfileRow(NamedTuple):
+    """A half of a step in one call: `seconds` of the device, or of operators without one; `launches` of kernels, or of operators
+    that compute; bytes `moved`, which operators read and write, and `kept` for the backward. None where it is not known: in
+    compiled code."""
+
+    path: str
+    half: str
+    seconds: float
+    launches: int | None
+    moved: int | None
+    kept: int
+
+
+class Profile:
+    """The table of `profile`. `rows`: by path and half, in the order in which they ran; the row without a path has what no step
+    names. `device`: "cuda" if kernels were timed, else "cpu"."""
+
+    def __init__(self, rows: list[ProfileRow], device: str, events: dict[str, Any]) -> None:
+        self.rows, self.device, self._trace = rows, device, events
+        self.seconds = sum(row.seconds for row in rows)
+
+    @property
+    def named(self) -> float:
+        """The share of the time that has a path."""
+        return sum(row.seconds for row in self.rows if row.path) / self.seconds if self.seconds else 1.0
+
+    def by_step(self, depth: int) -> list[ProfileRow]:
+        """The rows with paths cut to `depth` names, summed."""
+        require_count("by_step", 1, depth=depth)
+        found: dict[tuple[str, str], list[ProfileRow]] = defaultdict(list)
+        for row in self.rows:
+            found[".".join(row.path.split(".")[:depth]), row.half].append(row)
+        return [ProfileRow(*key, *map(_sum, zip(*[row[2:] for row in rows], strict=True))) for key, rows in found.items()]
+
+    def dicts(self) -> list[dict[str, Any]]:
+        return [row._asdict() for row in self.rows]
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the trace for a viewer (Perfetto, chrome://tracing), gzipped if the path ends in .gz. Its ranges, those of compiled
+        steps too, and the kernels of CUDA graphs have the names of the steps."""
+        text = json.dumps(self._trace).encode()
+        Path(path).write_bytes(gzip.compress(text) if str(path).endswith(".gz") else text)
+
+    def plot(self, path: str | None = None, *, depth: int = 1) -> Any:
+        """Plot a group of bars for every step, `depth` names deep: the milliseconds of each half. Writes PNG, SVG, ... to `path` if
+        given, and returns matplotlib's figure. Raises `ImportError` without matplotlib (the extra `docs`)."""
+        from funcops.residuals.picture import grouped_bars
+
+        halves = list(dict.fromkeys(row.half for row in self.rows))
+        bars: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(halves, 0.0))
+        for row in self.by_step(depth):
+            bars[row.path or "(no step)"][row.half] += 1e3 * row.seconds
+        return grouped_bars(bars, "milliseconds", self.totals(), path, "Profile.plot")
+
+    def totals(self) -> str:
+        return f"{self.device}: {1e3 * self.seconds:.3f} ms, {self.named:.1%} of it in named steps"
+
+    def __str__(self) -> str:
+        cells = [
+            (r.path or "(no step)", r.half, f"{1e3 * r.seconds:.3f} ms", f"{r.seconds / self.seconds if self.seconds else 0:.1%}")
+            + tuple("?" if v is None else str(v) for v in (r.launches,))
+            + tuple("?" if v is None else size_of(v) if v else "" for v in (r.moved, r.kept))
+            for r in self.rows
+        ]
+        widths = [max(len(line[i]) for line in (_HEAD, *cells)) for i in range(len(_HEAD))]
+        lines = [
+            "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
+            for line in (_HEAD, *cells)
+        ]
+        return "\n".join([self.totals(), *[line.rstrip() for line in lines]])
+
+    def __repr__(self) -> str:
+        return on_screen(str(self), rows=60)
+
+    def _repr_html_(self) -> str:
+        return in_html(str(self))
+
+
+def _sum(values: Any) -> Any:
+    return None if any(v is None for v in values) else sum(values)
+
+
+class _Counted(TorchDispatchMode):
+    """Counts by label the operators that compute, and the bytes that they read and write: each argument and result once."""
+
+    runs = True  # it runs every operator unchanged, so kernels need not be opaque
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: dict[Label, int] = defaultdict(int)
+        self.moved: dict[Label, int] = defaultdict(int)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given, made = tensors((args, kwargs)), tensors(out)
+        views = {t.untyped_storage()._cdata for t in made} <= {t.untyped_storage()._cdata for t in given}
+        if (func._schema.is_mutable or not views) and "empty" not in func.__name__ and func.namespace != "profiler":
+            label = scopes.label()
+            touched = {id(t): t for t in [*given, *made]}
+            self.launches[label] += 1
+            self.moved[label] += sum(t.numel() * t.element_size() for t in touched.values())
+        return out
+
+
+def profile(fn: Callable[..., Any], *args: Any, calls: int = 3, warmup: int = 1, count: bool = True) -> Profile:
+    """Run `fn(*args)` and return its time, launches and bytes by the path of the step that runs.
+
+    Steps of programs have names of their own; `named_scope` names anything else. `fn` may be eager, compiled by torch.compile
+    (it is compiled once more, with marks between its kernels, which run in the order of the program; a kernel that computes for
+    several steps counts for the one in which it runs), or graphed in `named_steps()`. It runs `warmup + calls` times, and once more
+    to count operators and bytes, unless it is compiled or `count` is False; so it must not write to its arguments in a way that
+    more calls would spoil. Times are those of `torch.profiler`: of kernels if there are any, else of operators, a call's mean.
+
+    Raises `TypeError` if `fn` is not callable, `ValueError` if `calls` is not at least 1.
+
+    >>> import torch
+    >>> from funcops import ChainConfig, LinearConfig, SoftcapConfig, Step, chain, linear, profile, random, softcap
+    >>> cfg = ChainConfig((Step("up", linear, LinearConfig(4, 8)), Step("cap", softcap, SoftcapConfig(30.0))))
+    >>> params = chain.init(cfg, key=random.key(0))
+    >>> def step(params, x):
+    ...     y, residuals = chain.fwd(params, x, cfg)
+    ...     return chain.bwd(residuals, y, cfg)
+    ...
+    >>> found = profile(step, params, torch.ones(2, 4))
+    >>> [(row.path, row.half, row.kept) for row in found.rows]
+    [('up', 'fwd', 32), ('cap', 'fwd', 64), ('cap', 'bwd', 0), ('up', 'dgrad', 0), ('up', 'wgrad', 0)]
+    """
+    require_callable("profile", fn=fn)
+    require_count("profile", 1, calls=calls)
+    require_count("profile", 0, warmup=warmup)
+    require_flag("profile", count=count)
+    on_device = torch.cuda.is_available()
+    kinds = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * on_device
+    with scopes.named_steps():
+        for _ in range(warmup):
+            fn(*args)
+        with torch.profiler.profile(activities=kinds) as profiler:
+            for _ in range(calls):
+                fn(*args)
+            if on_device:
+                torch.cuda.synchronize()
+        found = _exported(profiler)
+        compiled = trace.is_compiled(found["traceEvents"])
+        counted, kept = _Counted(), {}
+        if count and not compiled:
+            kept = _counted(fn, args, counted)
+        labels = dict(scopes.names)
+    times = trace.spent(found["traceEvents"], labels, scopes.node_labels())
+    found["traceEvents"] += trace.ranges(found["traceEvents"])
+    seconds = times.kernels or times.operators
+    rows = []
+    for label in sorted({*seconds, *kept}, key=_order(labels)):
+        launches = times.launches[label] // calls if times.kernels else counted.launches.get(label, 0)
+        known = count and not compiled
+        spent = seconds.get(label, 0.0) / calls
+        rows.append(
+            ProfileRow(
+                *label,
+                spent,
+                launches if known or times.kernels else None,
+                counted.moved.get(label, 0) if known else None,
+                kept.get(label, 0),
+            )
+        )
+    return Profile(rows, "cuda" if times.kernels else "cpu", found)
+
+
+def _order(labels: Mapping[str, Label]) -> Callable[[Label], tuple[int, Label]]:
+    places = {label: i for i, label in enumerate(labels.values())}
+    return lambda label: (places.get(label, len(places)), label)
+
+
+def _counted(fn: Callable[..., Any], args: Any, counted: _Counted) -> dict[Label, int]:
+    """Run a call under the counting mode. Returns the bytes that each step's forward kept."""
+    kept: dict[Label, int] = defaultdict(int)
+
+    def note(outer: Label, residuals: Any) -> None:
+        for row in report(residuals).rows:
+            step = outer.inside(row.path.rpartition(".")[0], "fwd")
+            kept[step] += row.bytes
+
+    scopes.observers.append(note)
+    try:
+        with counted:
+            fn(*args)
+    finally:
+        scopes.observers.remove(note)
+    return dict(kept)
+
+
+def _exported(profiler: Any) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "trace.json")
+        profiler.export_chrome_trace(path)
+        found: dict[str, Any] = json.loads(Path(path).read_text(errors="replace"))
+    return found
