@@ -15,6 +15,9 @@ import torch
 on = False  # whether steps are named, in every thread
 
 
+RECOMPUTE = "recompute"
+
+
 class Label(NamedTuple):
     """The path of a step, and which of its halves runs: fwd, dgrad, wgrad, bwd for both at once, recompute."""
 
@@ -25,8 +28,9 @@ class Label(NamedTuple):
         return f"{self.path}: {self.half}" if self.path and self.half else self.path or self.half
 
     def inside(self, name: str, half: str) -> Label:
-        """The label of a step with that name in this one, whose half it has if it names none."""
-        return Label(f"{self.path}.{name}" if self.path and name else self.path or name, half or self.half)
+        """The label of a step with that name in this one, whose half it has if it names none, or if this one is recomputed."""
+        path = f"{self.path}.{name}" if self.path and name else self.path or name
+        return Label(path, self.half if self.half == RECOMPUTE else half or self.half)
 
 
 class _Thread(threading.local):
@@ -56,7 +60,7 @@ def named_steps() -> Iterator[None]:
 
     >>> import torch
     >>> from funcops import ChainConfig, LinearConfig, SoftcapConfig, Step, chain, linear, named_steps, random, softcap
-    >>> cfg = ChainConfig((Step("up", linear, LinearConfig(4, 4)), Step("cap", softcap, SoftcapConfig(30.0))))
+    >>> cfg = ChainConfig(steps=(Step("up", linear, LinearConfig(4, 4)), Step("cap", softcap, SoftcapConfig(30.0))))
     >>> params = chain.init(cfg, key=random.key(0))
     >>> with named_steps(), torch.profiler.profile() as profiler:
     ...     y, _ = chain.fwd(params, torch.ones(2, 4), cfg)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from funcops.backend import scopes
 from funcops.contract.needs import Needs, check_needs
 from funcops.contract.op import ALL, Op, recompute_of, wrap
 from funcops.contract.schema import DGRAD, RECOMPUTE, WGRAD, Saved, open_node, residuals, saved
@@ -63,7 +64,9 @@ def _remat(op: Op, offload: bool) -> Op:
             return y, None
         device = tensors(x)[0].device if offload else None
         waiting = tree_map_tensors(copies.on_host, x) if offload else x
-        return y, RematResiduals.keep(cfg, needs, params=params, x=waiting, device=device)  # type: ignore[attr-defined]
+        residuals = RematResiduals.keep(cfg, needs, params=params, x=waiting, device=device)  # type: ignore[attr-defined]
+        scopes.kept(residuals)
+        return y, residuals
 
     def opened(where: str, kept: Any, cfg: Any) -> Any:
         """Rerun the forward, and donate its residuals."""
@@ -73,7 +76,8 @@ def _remat(op: Op, offload: bool) -> Op:
             x = tree_map_tensors(lambda t: copies.on_device(t, node.device), x)
         if node is not kept:
             node.empty()
-        return donate(op.fwd(params, x, cfg, needs=needs)[1])
+        with scopes.named_scope("", scopes.RECOMPUTE):
+            return donate(op.fwd(params, x, cfg, needs=needs)[1])
 
     def dgrad(residuals: Any, dy: Any, cfg: Any) -> tuple[Any, Any]:
         return op.dgrad(opened(f"{name}_dgrad", residuals, cfg), dy, cfg)

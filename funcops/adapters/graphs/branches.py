@@ -62,8 +62,8 @@ class branch:
         side.join()
 
     On a CUDA device it is a stream: captured, a parallel branch of the graph. Elsewhere it runs in turn, and a capture checks it.
-    Branches of one name share a stream, and run one after another. Raises `GraphOrderError` for a second `join`, one before the end
-    of the block, or one in another branch than the block's; a capture raises `CaptureError` for a branch that is not joined, and
+    Branches of one name share a stream, and run one after another. Raises `GraphOrderError` for a second `join`, or one before the
+    end of the block; a capture raises `CaptureError` for a branch that is not joined, and
     without CUDA for two operators that may run at once and touch one buffer.
 
     >>> import torch
@@ -113,14 +113,13 @@ class branch:
         self._ends, thread.at, self.state = [], self.outer, "open"
 
     def join(self) -> None:
-        """Let what follows run after the block."""
-        if self.state != "open" or thread.at != self.outer:
-            got = {"new": "one that was not entered", "running": "one that still runs", "joined": "a second join"}
-            where = f"a join in {thread.at or 'the main branch'!r}"
-            raise GraphOrderError(f"branch {self.name!r}: must be joined once, where it began, got {got.get(self.state, where)}")
+        """Let what follows here run after the block."""
+        if self.state != "open":
+            got = {"new": "one that was not entered", "running": "one that still runs", "joined": "a second join"}[self.state]
+            raise GraphOrderError(f"branch {self.name!r}: must be joined once, after its block, got {got}")
         self.state = "joined"
         if thread.watch is not None:
-            thread.watch.join(self.outer, self._last)
+            thread.watch.join(thread.at, self._last)
         if self._stream is not None:
             torch.cuda.current_stream().wait_event(self._done)
         self._held.tensors.clear()

@@ -80,7 +80,7 @@ def graph_data(captured: Any) -> GraphData:
     >>> import torch
     >>> from funcops import ChainConfig, LinearConfig, SoftcapConfig, Step, chain, linear, named_steps, random, softcap
     >>> from funcops.graphs import graph_data, graphed
-    >>> cfg = ChainConfig((Step("up", linear, LinearConfig(4, 8)), Step("cap", softcap, SoftcapConfig(30.0))))
+    >>> cfg = ChainConfig(steps=(Step("up", linear, LinearConfig(4, 8)), Step("cap", softcap, SoftcapConfig(30.0))))
     >>> params, x = chain.init(cfg, key=random.key(0)), torch.ones(2, 4)
     >>> with named_steps():
     ...     step = graphed(lambda x: chain.fwd(params, x, cfg)[0], x)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -53,9 +54,12 @@ class Profile:
     def by_step(self, depth: int) -> list[ProfileRow]:
         """The rows with paths cut to `depth` names, summed."""
         require_count("by_step", 1, depth=depth)
+        return self._summed(lambda path: ".".join(path.split(".")[:depth]))
+
+    def _summed(self, rename: Callable[[str], str]) -> list[ProfileRow]:
         found: dict[tuple[str, str], list[ProfileRow]] = defaultdict(list)
         for row in self.rows:
-            found[".".join(row.path.split(".")[:depth]), row.half].append(row)
+            found[rename(row.path), row.half].append(row)
         return [ProfileRow(*key, *map(_sum, zip(*[row[2:] for row in rows], strict=True))) for key, rows in found.items()]
 
     def dicts(self) -> list[dict[str, Any]]:
@@ -82,18 +86,16 @@ class Profile:
         return f"{self.device}: {1e3 * self.seconds:.3f} ms, {self.named:.1%} of it in named steps"
 
     def __str__(self) -> str:
-        cells = [
-            (r.path or "(no step)", r.half, f"{1e3 * r.seconds:.3f} ms", f"{r.seconds / self.seconds if self.seconds else 0:.1%}")
-            + tuple("?" if v is None else str(v) for v in (r.launches,))
-            + tuple("?" if v is None else size_of(v) if v else "" for v in (r.moved, r.kept))
-            for r in self.rows
-        ]
-        widths = [max(len(line[i]) for line in (_HEAD, *cells)) for i in range(len(_HEAD))]
-        lines = [
-            "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
-            for line in (_HEAD, *cells)
-        ]
-        return "\n".join([self.totals(), *[line.rstrip() for line in lines]])
+        """The table, with the layers of a repeat as one row, `*` in place of their numbers."""
+        table = [_HEAD, *map(self._cells, self._summed(lambda path: re.sub(r"(?<![^.+])\d+(?![^.])", "*", path)))]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = [[c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))] for row in table]
+        return "\n".join([self.totals(), *("  ".join(line).rstrip() for line in lines)])
+
+    def _cells(self, row: ProfileRow) -> tuple[str, ...]:
+        time, share = f"{1e3 * row.seconds:.3f} ms", row.seconds / self.seconds if self.seconds else 0.0
+        launches, moved = ("?" if n is None else show(n) for n, show in ((row.launches, str), (row.moved, size_of)))
+        return row.path or "(no step)", row.half, time, f"{share:.1%}", launches, moved, size_of(row.kept) if row.kept else ""
 
     def __repr__(self) -> str:
         return on_screen(str(self), rows=60)
@@ -141,7 +143,7 @@ def profile(fn: Callable[..., Any], *args: Any, calls: int = 3, warmup: int = 1,
 
     >>> import torch
     >>> from funcops import ChainConfig, LinearConfig, SoftcapConfig, Step, chain, linear, profile, random, softcap
-    >>> cfg = ChainConfig((Step("up", linear, LinearConfig(4, 8)), Step("cap", softcap, SoftcapConfig(30.0))))
+    >>> cfg = ChainConfig(steps=(Step("up", linear, LinearConfig(4, 8)), Step("cap", softcap, SoftcapConfig(30.0))))
     >>> params = chain.init(cfg, key=random.key(0))
     >>> def step(params, x):
     ...     y, residuals = chain.fwd(params, x, cfg)

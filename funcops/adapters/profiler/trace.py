@@ -19,11 +19,12 @@ LAUNCHES, KERNELS = ("cuda_runtime", "cuda_driver"), ("kernel", "gpu_memcpy", "g
 
 
 class Spent(NamedTuple):
-    """What a trace has by label: seconds of operators and of kernels, and the number of kernels."""
+    """What a trace has by label: seconds of operators and of kernels, and the number of kernels and of operators' calls."""
 
     operators: dict[Label, float]
     kernels: dict[Label, float]
     launches: Counter[Label]
+    calls: Counter[Label]
 
 
 class Timeline:
@@ -56,9 +57,10 @@ def spent(events: Iterable[Mapping[str, Any]], labels: Mapping[str, Label], node
         if event.get("ph") == "X":
             (device if event.get("cat") in KERNELS else by_thread[event.get("tid")]).append(event)
     operators: dict[Label, float] = defaultdict(float)
+    calls: Counter[Label] = Counter()
     launched: dict[Any, Label] = {}
     for own in by_thread.values():
-        timeline = _swept(own, labels, operators)
+        timeline = _swept(own, labels, operators, calls)
         launches = [event for event in own if event.get("cat") in LAUNCHES]
         launched.update({event["args"]["correlation"]: timeline.at(event["ts"]) for event in launches})
     kernels: dict[Label, float] = defaultdict(float)
@@ -67,7 +69,7 @@ def spent(events: Iterable[Mapping[str, Any]], labels: Mapping[str, Label], node
         label = _of_kernel(event["args"], launched, nodes)
         kernels[label] += event["dur"] / 1e6
         counts[label] += 1
-    return Spent(dict(operators), dict(kernels), counts)
+    return Spent(dict(operators), dict(kernels), counts, calls)
 
 
 def _of_kernel(args: Mapping[str, Any], launched: Mapping[Any, Label], nodes: Mapping[int, Label]) -> Label:
@@ -78,7 +80,9 @@ def _of_kernel(args: Mapping[str, Any], launched: Mapping[Any, Label], nodes: Ma
     return launched.get(args.get("correlation"), NONE)
 
 
-def _swept(events: list[Mapping[str, Any]], labels: Mapping[str, Label], operators: dict[Label, float]) -> Timeline:
+def _swept(
+    events: list[Mapping[str, Any]], labels: Mapping[str, Label], operators: dict[Label, float], calls: Counter[Label]
+) -> Timeline:
     """Go through a thread's events in time, and add to each label the time in which an operator runs under it."""
     points = []
     for event in events:
@@ -91,6 +95,7 @@ def _swept(events: list[Mapping[str, Any]], labels: Mapping[str, Label], operato
         last, name, step = time, event["name"], 1 if begins else -1
         if is_operator(event):
             running += step
+            calls[open_[-1]] += begins
         elif name in MARKS:
             marks += step
         elif begins and name.startswith(BEGIN):

@@ -1,0 +1,90 @@
+"""The named variant of every program is the plain one with scopes around its lines, and gives the same bits."""
+
+import re
+
+import pytest
+import torch
+
+from funcops import RopeConfig, WithExtras, chain, named_steps, random, rope_table, trees
+from funcops.backend import scopes
+from funcops.backend.scopes import Label
+from funcops.contract.needs import Needs
+from funcops.models.blocks import block_config, gpt2_block_config
+from funcops.ops.fork import fork
+from funcops.program import programs
+from funcops.program.lower import Call, lower
+from funcops.program.rules import cover
+from funcops.program.source import Source
+
+BLOCKS = {"GPT-2": gpt2_block_config(32, 2, 64, 0.0), "Llama": block_config(32, 2, 64, 1)}
+WHICH = ("forward", "backward", "dgrad", "wgrad", "products")
+SCOPE = re.compile(r"^( *)with scopes\.named_scope\(('[^']*'), ('[a-z]+')\):$")
+
+
+def without_scopes(text):
+    """The lines of a named program without its scopes, and the scopes."""
+    lines, found, depth = [], [], []
+    for line in text.split("\n"):
+        indent = len(line) - len(line.lstrip())
+        while depth and line.strip() and indent <= depth[-1]:
+            depth.pop()
+        scope = SCOPE.match(line)
+        if scope:
+            depth.append(indent)
+            found.append(Label(scope[2].strip("'"), scope[3].strip("'")))
+        else:
+            lines.append(line[4 * len(depth) :])
+    text = "\n".join(lines)
+    text = re.sub(r"( *)kept = (.*)\n *scopes\.kept\(kept\)\n *return (.*), kept", r"\1return \3, \2", text)
+    return text, found
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
+@pytest.mark.parametrize("device", [None, "cpu", "cuda"])
+@pytest.mark.parametrize("which", WHICH)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_only_scopes_are_added(block, which, device, traced):
+    lowered = lower(chain, BLOCKS[block], Needs.ALL)
+    rules = cover(lowered, device, torch.float32 if device else None, which == "backward")
+    rows = programs.rows_of(which, lowered, rules, traced)
+    plain, names = Source().function(which, rows, traced)
+    named, _ = Source(named=True).function(which, rows, traced)
+    assert "scopes" not in plain and "scopes" not in names, "nothing is paid for names that are off"
+    text, found = without_scopes(named)
+    assert text == plain
+    paths = {row.path for row in lowered.forward if isinstance(row, Call) and row.op is not fork}
+    got = {path for label in found for path in label.path.split("+")}
+    assert got <= paths | {""}
+    halves = {"forward": {"fwd"}, "wgrad": {"wgrad", "recompute"}, "products": {"wgrad", "recompute"}}
+    assert {label.half for label in found} <= halves.get(which, {"dgrad", "wgrad", "bwd", "recompute"})
+    if which == "forward":
+        assert got >= paths
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_named_programs_give_the_same_bits(block):
+    cfg = BLOCKS[block]
+    params = chain.init(cfg, key=random.key(0))
+    x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(1))
+    extras = {name: random.key(1) for name in cfg.keys}
+    if "positions" in cfg.extras:
+        extras["positions"] = rope_table(torch.arange(8), RopeConfig(16))
+    given = WithExtras(x, extras) if extras else x
+
+    def run():
+        y, kept = chain.fwd(params, given, cfg)
+        dx, pending = chain.dgrad(kept, x, cfg)
+        _, again = chain.fwd(params, given, cfg)
+        return trees.tensors((y, dx, chain.wgrad(pending, cfg), chain.bwd(again, x, cfg)))
+
+    want = run()
+    with named_steps():
+        got = run()
+    assert len(got) == len(want) and all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_a_recomputed_half_stays_one_inside():
+    assert Label("a", "fwd").inside("b", "dgrad") == Label("a.b", "dgrad")
+    assert Label("a", "fwd").inside("", "") == Label("a", "fwd")
+    assert Label("a", scopes.RECOMPUTE).inside("b", "fwd") == Label("a.b", "recompute")
+    assert str(Label()) == "" and str(Label("a")) == "a" and str(Label("", "fwd")) == "fwd"
