@@ -82,7 +82,7 @@ def of_checks(folder: Path) -> list[Unconfirmed]:
 
 def sources_of_checks() -> dict[str, str]:
     """A hash of the source of each smoke check, by name."""
-    files = [ROOT / "tests" / "smoke" / name for name in ("checks.py", "model_checks.py")]
+    files = [ROOT / "tests" / "smoke" / name for name in ("checks.py", "graph_checks.py", "model_checks.py")]
     return {name: source for file in files for name, source in sources(file.read_text(), "check").items()}
 
 

@@ -23,6 +23,7 @@ Residuals            report, diff, quantization_report, donate, pack, unpack, Le
                      checking
 Policies             fit (Fitted), Policy, POLICIES; Save, Recompute, Offload, Compress, Drop
 Gradients            value_and_grad, vjp, differentiable, delayed_wgrad, batch_wgrads
+Profiles             profile (Profile), named_steps, named_scope
 Kernels              backend, explain, plan, register_fusion, unregister_fusion (Rule, Saving)
 Errors               DonatedError, StaleResidualError, GradModeError, LedgerError, CheckpointError;
                      of graphs: CaptureError, GraphOrderError, BorrowedError

@@ -21,6 +21,7 @@ sys.path.insert(0, str(HERE))
 
 import checks  # noqa: E402
 import gpu_tests  # noqa: E402
+import graph_checks  # noqa: E402, F401
 import model_checks  # noqa: E402, F401
 import needs  # noqa: E402
 import run as smoke  # noqa: E402

@@ -1,6 +1,9 @@
 """The CUDA backend's calls of torch.cuda, recorded by a stand-in: which, in which order, and after a failure."""
 
+import contextlib
 import gc
+import sys
+import types
 import warnings
 import weakref
 
@@ -10,7 +13,9 @@ from pretend_graphs import Cuda, CudaError, Graph
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.device import CudaTimer
+from funcops import named_scope, named_steps
 from funcops.adapters.graphs import backend as graphs
+from funcops.adapters.graphs import branch, branches, graphed
 from funcops.adapters.graphs.backend import DeviceBackend, Options
 from funcops.backend.tables import hold
 from funcops.errors import CaptureError
@@ -157,3 +162,85 @@ def test_tensors_that_a_graph_reads_live_as_long_as_the_graph(monkeypatch):
     captured.reset()
     gc.collect()
     assert alive() is None
+
+
+def test_a_mempool_is_taken_and_kept(monkeypatch):
+    """The graph takes its id, and keeps it until the graph is freed."""
+
+    class MemPool:
+        id = (0, 77)
+
+    cuda = Cuda(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "MemPool", MemPool)
+    monkeypatch.setattr(graphs, "backend_of", lambda *trees: DeviceBackend())
+    pool = MemPool()
+    gone = weakref.ref(pool)
+    step = graphed(lambda x: x, torch.ones(2), pool=pool, warmup=0)
+    assert cuda.calls[-1][:2] == ("capture", (0, 77)) and step.pools() == [(0, 77)]
+    del pool
+    gc.collect()
+    assert gone() is not None
+    step.reset()
+    del step
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("torch_knows", [True, False])
+def test_a_capture_of_named_steps_annotates_its_kernels(monkeypatch, torch_knows):
+    """From torch 2.15 on; before, a warning says so, and the capture goes on."""
+    cuda, seen, entered = Cuda(monkeypatch), [], []
+    annotations = types.ModuleType("torch.cuda.graph_annotations")
+    annotations.is_available = lambda: True
+    annotations.mark_kernels = lambda given: entered.append(given) or contextlib.nullcontext()
+    annotations.get_kernel_annotations = dict
+    monkeypatch.setitem(sys.modules, annotations.__name__, annotations if torch_knows else None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    graph = cuda.graph
+
+    @contextlib.contextmanager
+    def noting(*args, enable_annotations=False, **options):
+        seen.append(enable_annotations)
+        with graph(*args, **options):
+            yield
+
+    monkeypatch.setattr(torch.cuda, "graph", noting)
+
+    def body():
+        with named_scope("up", "fwd"):
+            return 5
+
+    backend = DeviceBackend()
+    backend.capture(body, lambda result: [], None, Options())
+    assert seen == [False] and not entered
+    with named_steps(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        backend.capture(body, lambda result: [], None, Options())
+    assert seen == [False, torch_knows]
+    assert entered == [{"name": "up: fwd", "path": "up", "half": "fwd"}] * torch_knows
+    said = "named_steps: kernels of CUDA graphs get the names of steps from torch 2.15 on"
+    assert [str(one.message) for one in caught] == [said] * (not torch_knows)
+
+
+def test_a_branch_is_a_stream_with_an_event_at_its_end(monkeypatch):
+    cuda, calls = Cuda(monkeypatch), []
+    stream = type(cuda.stream_now)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(branches, "_streams", {})
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream("side"))
+    for name in ("wait_stream", "record_event", "wait_event"):
+        monkeypatch.setattr(
+            stream, name, lambda self, *of, name=name: calls.append((str(self), name, *map(str, of))) or "event", raising=False
+        )
+    x = torch.ones(2)
+    with branch("b") as side:
+        y = x + 1
+        assert cuda.stream_now == "side"
+    assert cuda.stream_now == "main" and {id(x), id(y)} <= set(side._held.tensors)
+    side.join()
+    assert calls == [("side", "wait_stream", "main"), ("side", "record_event"), ("main", "wait_event", "event")]
+    assert not side._held.tensors
+    with branch("b"):
+        pass
+    assert len(branches._streams) == 1, "branches of one name share a stream"

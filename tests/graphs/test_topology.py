@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from funcops import ChainConfig, LinearConfig, SoftcapConfig, Step, chain, linear, named_steps, random, softcap
+from funcops.adapters.graphs import conditional as module
 from funcops.adapters.graphs.topology import from_torch_data
 from funcops.backend.scopes import Label, labels_of
 from funcops.graphs import GraphData, GraphMemory, GraphNode, branch, graph_data, graph_diff, graph_memory, graphed, when
@@ -200,9 +201,6 @@ def test_an_update_is_a_conditional_node_where_torch_has_them(monkeypatch):
         def end_capture_to_conditional_node(self):
             calls.append("end")
 
-    from funcops.adapters.graphs import when as module_function
-
-    module = __import__("sys").modules[module_function.__module__]
     monkeypatch.setattr(torch.cuda, "CUDAGraph", CUDAGraph)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert module._capturing() is not None

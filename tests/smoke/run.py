@@ -2,7 +2,7 @@
 
     python tests/smoke/run.py [--json FILE] [--only GLOB] [--jobs N] [--seconds S]
 
-Each check of `checks.py` and `model_checks.py` runs in a process of its own, so that one that breaks CUDA breaks nothing else,
+Each check of `checks.py`, `graph_checks.py` and `model_checks.py` runs in a process of its own, so that one that breaks CUDA breaks nothing else,
 and gives a line of JSON as it ends: `passed`, `failed`, `out of time`, or `no device`. Exits with 1 where one failed, with 2 where
 a package is missing.
 """
@@ -31,6 +31,7 @@ from needs import missing, refuse  # noqa: E402
 
 def one(name: str) -> dict[str, Any]:
     """Run a check in this process."""
+    import graph_checks  # noqa: F401
     import model_checks  # noqa: F401  enters its checks
     import torch
     import triton
@@ -82,6 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.here is not None:
         print(json.dumps(one(args.here), default=str))
         return 0
+    import graph_checks  # noqa: F401
     import model_checks  # noqa: F401
     from checks import CHECKS
 

@@ -1,4 +1,4 @@
-"""What happens around a captured function, and what it keeps alive: `Hooks`, with the meaning of torch's hooks of CUDA graphs.
+"""`Hooks`: functions that run around the life of a captured function, with the meaning of torch's hooks of CUDA graphs.
 
 Own code on every version of torch and on the recorder, so that a hook runs at the same points everywhere.
 """

@@ -33,7 +33,7 @@ class GraphMemory(NamedTuple):
 
 def graph_memory(fn: Callable[..., Any], *examples: Any) -> GraphMemory:
     """Run `fn(*examples)` once and return the memory that `graphed(fn, *examples)` will hold for a slot: on a device, its pool will
-    hold as much, rounded up to the allocator's segments.
+    hold as much, rounded up to the allocator's segments. Raises `TypeError` if `fn` is not callable.
 
     >>> import torch
     >>> from funcops.graphs import graph_memory

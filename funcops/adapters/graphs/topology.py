@@ -25,7 +25,7 @@ class GraphNode(NamedTuple):
 
 
 class GraphData(NamedTuple):
-    """The topology of a graph: nodes, and edges from the number of a node to that of one that runs after it."""
+    """The topology of a graph: nodes, and edges from the number of a node to the number of one that runs after it."""
 
     nodes: tuple[GraphNode, ...]
     edges: tuple[tuple[int, int], ...]
@@ -94,7 +94,8 @@ def graph_data(captured: Any) -> GraphData:
 
 
 def graph_diff(a: GraphData, b: GraphData) -> str:
-    """What `b` has more (+) and less (-) than `a`, by path, half and name of the nodes; "" if nothing.
+    """Return what `b` has more (+) and less (-) than `a`, by path, half and name of the nodes; "" if nothing. Raises `TypeError`
+    for anything but `GraphData`.
 
     >>> from funcops.graphs import GraphData, GraphNode, graph_diff
     >>> one = GraphData((GraphNode("kernel", "gemm", "up", "fwd"),), ())

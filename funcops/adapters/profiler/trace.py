@@ -19,7 +19,7 @@ LAUNCHES, KERNELS = ("cuda_runtime", "cuda_driver"), ("kernel", "gpu_memcpy", "g
 
 
 class Spent(NamedTuple):
-    """What a trace has by label: seconds of operators and of kernels, and the number of kernels and of operators' calls."""
+    """The sums of a trace by label: seconds of operators and of kernels, and the number of kernels and of operators' calls."""
 
     operators: dict[Label, float]
     kernels: dict[Label, float]

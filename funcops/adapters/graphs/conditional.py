@@ -21,7 +21,7 @@ def when(flag: Tensor, update: Callable[..., Any], *trees: Any) -> None:
         when(all_finite(grads), lambda params, state: adamw_update(params, grads, state, cfg, lr=lr, in_place=True), params, state)
 
     In a CUDA graph it is a conditional node, where torch has them (CUDA 12.4): a step that is left out costs nothing. Elsewhere the
-    update runs on the tensors, and those of a false flag get their values back, the same bits; what the update returns, and what it
+    update runs, and with a false flag the tensors get their old bits back; what the update returns, and what it
     writes to other tensors, is not undone. Raises `TypeError` or `ValueError` for a flag of another form.
 
     >>> import torch

@@ -66,8 +66,8 @@ class Profile:
         return [row._asdict() for row in self.rows]
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the trace for a viewer (Perfetto, chrome://tracing), gzipped if the path ends in .gz. Its ranges, those of compiled
-        steps too, and the kernels of CUDA graphs have the names of the steps."""
+        """Write the trace for a viewer (Perfetto, chrome://tracing), gzipped if the path ends in .gz. Its ranges have the names
+        of the steps, also in compiled code."""
         text = json.dumps(self._trace).encode()
         Path(path).write_bytes(gzip.compress(text) if str(path).endswith(".gz") else text)
 
@@ -137,7 +137,7 @@ def profile(fn: Callable[..., Any], *args: Any, calls: int = 3, warmup: int = 1,
     (it is compiled once more, with marks between its kernels, which run in the order of the program; a kernel that computes for
     several steps counts for the one in which it runs), or graphed in `named_steps()`. It runs `warmup + calls` times, and once more
     to count operators and bytes, unless it is compiled or `count` is False; so it must not write to its arguments in a way that
-    more calls would spoil. Times are those of `torch.profiler`: of kernels if there are any, else of operators, a call's mean.
+    more calls would spoil. Times are a call's mean by `torch.profiler`: of kernels if there are any, else of operators.
 
     Raises `TypeError` if `fn` is not callable, `ValueError` if `calls` is not at least 1.
 
@@ -151,7 +151,7 @@ def profile(fn: Callable[..., Any], *args: Any, calls: int = 3, warmup: int = 1,
     ...
     >>> found = profile(step, params, torch.ones(2, 4))
     >>> [(row.path, row.half, row.kept) for row in found.rows]
-    [('up', 'fwd', 32), ('cap', 'fwd', 64), ('cap', 'bwd', 0), ('up', 'dgrad', 0), ('up', 'wgrad', 0)]
+    [('up', 'fwd', 0), ('cap', 'fwd', 64), ('cap', 'bwd', 0), ('up', 'bwd', 0)]
     """
     require_callable("profile", fn=fn)
     require_count("profile", 1, calls=calls)
@@ -203,7 +203,7 @@ def _counted(fn: Callable[..., Any], args: Any, counted: _Counted) -> dict[Label
     kept: dict[Label, int] = defaultdict(int)
 
     def note(outer: Label, residuals: Any) -> None:
-        for row in report(residuals).rows:
+        for row in report(residuals, args).rows:
             step = outer.inside(row.path.rpartition(".")[0], "fwd")
             kept[step] += row.bytes
 
