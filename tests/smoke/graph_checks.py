@@ -7,18 +7,40 @@ from typing import Any
 import torch
 from checks import SmokeDevice, check, same
 
-from funcops import RepeatConfig, chain, named_steps, profile, random, repeat
+from funcops import (
+    ActivationConfig,
+    ChainConfig,
+    LinearConfig,
+    RepeatConfig,
+    RMSNormConfig,
+    SkipConfig,
+    Step,
+    activation,
+    chain,
+    linear,
+    named_steps,
+    profile,
+    random,
+    repeat,
+    rms_norm,
+    skip,
+)
 from funcops.adapters.graphs import Hooks, graph_data, graph_memory, graphed, wgrads_beside, when
-from funcops.models.blocks import gpt2_block_config
 from funcops.trees import tensors, tree_map_tensors
 
 SEGMENT = 20 << 20  # bytes that the allocator rounds a pool's memory up to
 
 
 def layers(on: SmokeDevice) -> tuple[Any, Any, Any, Any]:
-    """A step of GPT-2 blocks, its config, params and x."""
+    """A step of residual MLPs, its config, params and x."""
     dim = on.size(1024, 32)
-    cfg = RepeatConfig(chain, gpt2_block_config(dim, on.size(8, 2), 2 * dim, 0.0), times=on.size(6, 3))
+    steps = (
+        Step("norm", rms_norm, RMSNormConfig(dim)),
+        Step("up", linear, LinearConfig(dim, 4 * dim)),
+        Step("act", activation, ActivationConfig("gelu")),
+        Step("down", linear, LinearConfig(4 * dim, dim)),
+    )
+    cfg = RepeatConfig(skip, SkipConfig(chain, ChainConfig(steps=steps)), times=on.size(6, 3))
     params = repeat.init(cfg, key=random.key(0), device=on.device, dtype=torch.bfloat16 if on.real else torch.float32)
     x = on.randn(on.size(4, 1), on.size(512, 8), dim, dtype=tensors(params)[0].dtype)
 

@@ -2,9 +2,9 @@
 
     python tests/smoke/run.py [--json FILE] [--only GLOB] [--jobs N] [--seconds S]
 
-Each check of `checks.py`, `graph_checks.py` and `model_checks.py` runs in a process of its own, so that one that breaks CUDA breaks nothing else,
-and gives a line of JSON as it ends: `passed`, `failed`, `out of time`, or `no device`. Exits with 1 where one failed, with 2 where
-a package is missing.
+Each check of `checks.py`, `graph_checks.py` and `model_checks.py` runs in a process of its own, so that one that breaks CUDA breaks
+nothing else, and gives a line of JSON as it ends: `passed`, `failed`, `out of time`, or `no device`. Exits with 1 where one failed,
+with 2 where a package is missing.
 """
 
 from __future__ import annotations
