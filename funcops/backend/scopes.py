@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from funcops.errors import require_type
+
 on = False  # whether steps are named, in every thread
 
 
@@ -105,6 +107,9 @@ class named_scope:
     """
 
     def __init__(self, name: str, half: str = "") -> None:
+        if type(name) is not str or type(half) is not str:
+            require_type("named_scope", "name", name, str)
+            require_type("named_scope", "half", half, str)
         self.name, self.half, self.entered = name, half, False
 
     def __enter__(self) -> None:
@@ -126,6 +131,14 @@ def by_number(run: Callable[[int, Any], Any]) -> Callable[[int, Any], Any]:
             return run(i, tree)
 
     return named
+
+
+def named(name: str, fn: Callable[..., Any], *args: Any) -> Any:
+    """`fn(*args)` in a scope of that name."""
+    if not on:
+        return fn(*args)
+    with named_scope(name):
+        return fn(*args)
 
 
 def enter(name: str, half: str) -> None:

@@ -146,6 +146,9 @@ class Graph:
     def replay(self):
         self.clock.done += ["replay"]
 
+    def reset(self):
+        """Free nothing."""
+
 
 @pytest.fixture
 def cuda(clock, monkeypatch):

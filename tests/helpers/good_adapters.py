@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 import torch
-from good_rows import ANY, CFG, ONE, Row, doubled, params, x
+from good_rows import ANY, CFG, NAME, ONE, Row, doubled, params, x
 
 from funcops import Needs, graphs, linear, nn
 from funcops.formats.recipes import Fp8Block
 from funcops.trees import tree_map_tensors
 
 GRAPHED = {"slots": 1, "outputs": "clone", "warmup": 1, "capture_error_mode": "global", "keep_graph": False, "debug": False}
+GRAPHED["hooks"] = None
 MODULE = "the module itself says what it takes"
 DEVICES_OWN = {name: "looked at where there is a GPU" for name in ("pool", "stream", "capture_error_mode", "keep_graph")}
 
 
+NODES = graphs.GraphData((graphs.GraphNode("kernel", "gemm"),), ())
+
 ADAPTERS = {
+    "graphs.branch": Row(lambda: {"name": "a"}, accepts=NAME),
+    "graphs.graph_data": Row(lambda: {"captured": graphs.graphed(doubled, x(), warmup=0)}),
+    "graphs.graph_diff": Row(lambda: {"a": NODES, "b": NODES}),
+    "graphs.graph_memory": Row(lambda: {"fn": lambda: None}),
+    "graphs.register_hooks": Row(lambda: {"hooks": graphs.Hooks()}),
+    "graphs.wgrads_beside": Row(lambda: {"cfg": CFG}, accepts={("cfg", "IdentityConfig()"): "a config without a repeat"}),
+    "graphs.when": Row(lambda: {"flag": torch.tensor(True), "update": lambda: None}),
+    "named_scope": Row(
+        lambda: {"name": "a", "half": "fwd"}, accepts=NAME | {("half", text): "any half" for text in ("''", "'no such'")}
+    ),
+    "named_steps": Row(dict),
+    "profile": Row(lambda: {"fn": lambda: None, "calls": 1, "warmup": 1, "count": True}, {"calls": ONE}),
+    "Profile": Row(
+        lambda: {"rows": [], "device": "cpu", "events": {}}, accepts=dict.fromkeys(("rows", "device", "events"), "made by profile")
+    ),
     "graphs.check_capturable": Row(lambda: {"fn": doubled}),
     "graphs.cut_rows": Row(lambda: {"tree": x(), "size": 1}, accepts={"tree": ANY}),
     "graphs.pad_rows": Row(

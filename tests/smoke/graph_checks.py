@@ -65,7 +65,7 @@ def milliseconds(call: Any, times: int = 20) -> float:
 
 @check
 def kernels_have_the_names_of_their_steps(on: SmokeDevice) -> Any:
-    """Of an eager step by the time of their launch, of a graph by the annotations of its nodes."""
+    """An eager step by the time of their launch, a graph by the annotations of its nodes."""
     step, _, params, x = layers(on)
     eager = profile(step, params, x)
     with named_steps():

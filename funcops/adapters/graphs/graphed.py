@@ -11,7 +11,7 @@ from funcops.adapters.graphs.backend import Captured, Capturer, Options
 from funcops.adapters.graphs.borrowed import Outputs
 from funcops.adapters.graphs.hooks import Hooks
 from funcops.adapters.graphs.statics import Inputs, Snapshot, Written
-from funcops.backend.scopes import named_scope
+from funcops.backend import scopes
 from funcops.errors import require_callable, require_count, require_flag, require_type, size_of
 from funcops.trees import tensors, tree_map
 
@@ -63,13 +63,11 @@ class Graphed:
         if not self._slots:
             raise RuntimeError("graphed: must not be called after reset()")
         inputs, outputs, captured, written = self._slots[self._next]
-        with named_scope("inputs of the graph"):
-            given = inputs.take(trees)
+        given = scopes.named("inputs of the graph", inputs.take, trees)
         captured.replay()
         written.count()
         self._next = (self._next + 1) % len(self._slots)
-        with named_scope("outputs of the graph"):
-            return outputs.give(given)
+        return scopes.named("outputs of the graph", outputs.give, given)
 
     def report(self) -> Report:
         counts = [slot.captured.kernels() for slot in self._slots]

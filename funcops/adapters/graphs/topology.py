@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from funcops.adapters.graphs import recorder
 from funcops.backend.scopes import Label, node_labels
-from funcops.errors import in_html, on_screen, require_type
+from funcops.errors import describe, fail, in_html, on_screen, require_type
 
 
 class GraphNode(NamedTuple):
@@ -75,7 +75,8 @@ def graph_data(captured: Any) -> GraphData:
     """The topology of what `graphed` captured (the graph of its first slot), or of a torch `CUDAGraph`.
 
     Steps have paths if the capture ran in `named_steps()` (on a device: torch 2.15 and a driver that annotates graphs). On a device
-    the graph must be captured with `keep_graph=True`, and torch must know `get_graph_data`. Raises what torch raises if it cannot.
+    the graph must be captured with `keep_graph=True`, and torch must know `get_graph_data`. Raises
+    what torch raises if it cannot, and `TypeError` for anything that is no graph.
 
     >>> import torch
     >>> from funcops import ChainConfig, LinearConfig, SoftcapConfig, Step, chain, linear, named_steps, random, softcap
@@ -89,8 +90,11 @@ def graph_data(captured: Any) -> GraphData:
     ['up', 'cap']
     """
     found = captured._slots[0].captured if hasattr(captured, "_slots") else captured
-    data = getattr(found, "data", None)
-    return from_torch_data(found.get_graph_data(), node_labels()) if data is None else data()
+    if hasattr(found, "data"):
+        return found.data()  # type: ignore[no-any-return]
+    if not hasattr(found, "get_graph_data"):
+        fail("graph_data", "captured", "what graphed captured, or a CUDAGraph", describe(captured), TypeError)
+    return from_torch_data(found.get_graph_data(), node_labels())
 
 
 def graph_diff(a: GraphData, b: GraphData) -> str:
