@@ -28,6 +28,7 @@ from lm.flags import parse
 from lm.kept import policy_of, say_what_is_kept, say_what_rounding_does
 from lm.model import init, model
 from lm.optimiser import first_state, optimiser_of
+from lm.profiled import say_profile
 from lm.ranks import AXES, Ranks, leave, quiet, started
 from lm.results import MANY, ONE, Row, RunError, check_writable, load_run, plot, plot_load, save_run, shares, text_of, texts
 from lm.step import Settings, State, evaluate, loss_and_grads, train_step, written_step
@@ -267,6 +268,10 @@ def train(args: Any, ranks: Ranks) -> int:
         f"results go to {args.out}"
     )
     run = Run(args, corpus, ranks)
+    if args.profile:
+        files = say_profile(run.params, run.state, *run.batch(), run.s, args)
+        print(f"wrote {' and '.join(map(str, files))}")
+        return 0
     dtype = str(args.dtype).removeprefix("torch.")
     print(f"{run.count:,} parameters, {args.batch * args.context} bytes (tokens) a step, in {dtype}")
     if ranks.stages is None and ranks.zero < 3:

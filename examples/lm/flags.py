@@ -21,7 +21,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 RECIPES = {"fp8_block": Fp8Block, "fp8_current": Fp8Current, "fp8_delayed": Fp8Delayed, "mxfp8": MXFP8, "nvfp4": NVFP4}
 
 
-ONE_PROCESS = {"check": "whole params are compared", "graph": "communication is not captured"}
+ONE_PROCESS = {"check": "whole params are compared", "graph": "communication is not captured", "profile": "one process is profiled"}
 OF_EXPERTS = {"top_k": 2, "shared": 0, "balance": 0.002}  # the defaults with --experts
 OF_DECODER = ("dim", "layers", "heads", "kv_heads", "hidden", "context", "tied", "experts", "top_k", "shared")
 PIPED = {
@@ -115,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     how.add_argument("--compile", action="store_true", help="the whole step as one torch.compile graph")
     how.add_argument("--graph", action="store_true", help="the whole step as one CUDA graph (without a GPU: recorded and replayed)")
+    how.add_argument("--profile", action="store_true", help="print where the time of a step goes, by path, and exit")
     how.add_argument("--check", action="store_true", help="compare one step with plain PyTorch in float64, and exit")
     return parser
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcops import ChainConfig, WithExtras, chain_fwd, donate
+from funcops import ChainConfig, WithExtras, chain_fwd, donate, named_scope
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op
 from funcops.low_precision import Recipe, quantize_params, recipe_update, split_amaxes
@@ -76,7 +76,8 @@ def loss_and_grads(params: Any, x: Tensor, labels: Tensor, s: Settings, scales: 
             return s.ranks.reduce_start(cast(grads, wide)) if reduce else cast(grads, wide)
 
         return Gradients(*s.ranks.stages.loss_and_grads(params, x, labels, s.dtype, s.ranks.shares, done), {}, None)
-    compute = params if s.ranks.zero == 3 else quantize_params(params, s.model, scales, dtype=s.dtype)
+    with named_scope("params in the dtype of products"):
+        compute = params if s.ranks.zero == 3 else quantize_params(params, s.model, scales, dtype=s.dtype)
     y, residuals = s.op.fwd(compute, inputs(compute, x, labels, s), s.model, needs=NEEDS)
     loss = main_of(y)
     dy: Any = torch.full_like(loss, 1 / s.ranks.shares)
@@ -90,7 +91,8 @@ def loss_and_grads(params: Any, x: Tensor, labels: Tensor, s: Settings, scales: 
     grads, amaxes = split_amaxes(grads)
     amaxes = s.ranks.largest(amaxes)
     load = s.ranks.load_of_all(y.extras["load"]) if isinstance(y, WithExtras) else None
-    return Gradients(loss, cast(grads, wide), amaxes, load)
+    with named_scope("gradients in the dtype of params"):
+        return Gradients(loss, cast(grads, wide), amaxes, load)
 
 
 Stepped = tuple[Any, State, Tensor, Tensor, Tensor | None]
@@ -101,7 +103,8 @@ def train_step(params: Any, state: State, x: Tensor, labels: Tensor, lr: Any, s:
     norm is not finite, params and state do not change."""
     loss, grads, amaxes, load = loss_and_grads(params, x, labels, s, state.scales, reduce=True)
     loss, grads = s.ranks.reduced(loss, grads)
-    grads, norm = s.ranks.clip(grads, s.clip, in_place=s.in_place)
+    with named_scope("clip"):
+        grads, norm = s.ranks.clip(grads, s.clip, in_place=s.in_place)
 
     def updated(in_place: bool) -> tuple[Any, State]:
         own = s.ranks.shards(params)
@@ -110,11 +113,12 @@ def train_step(params: Any, state: State, x: Tensor, labels: Tensor, lr: Any, s:
         return balanced(s.ranks.gathered(new, params), load, s), State(moments, scales)
 
     if not s.in_place:  # one graph: it cannot branch on a value
-        (new, after), finite = updated(False), torch.isfinite(norm)
-        if not state.scales:  # torch.compile cannot trace an empty dict as a tree
-            params, moments = select_step(finite, (new, after.optimiser), (params, state.optimiser))
-            return params, State(moments, state.scales), loss, norm, load
-        params, state = select_step(finite, (new, after), (params, state))
+        with named_scope("optimizer"):
+            (new, after), finite = updated(False), torch.isfinite(norm)
+            if not state.scales:  # torch.compile cannot trace an empty dict as a tree
+                params, moments = select_step(finite, (new, after.optimiser), (params, state.optimiser))
+                return params, State(moments, state.scales), loss, norm, load
+            params, state = select_step(finite, (new, after), (params, state))
     elif math.isfinite(float(norm)):
         params, state = updated(True)
     return params, state, loss, norm, load

@@ -162,7 +162,7 @@ def profile(fn: Callable[..., Any], *args: Any, calls: int = 3, warmup: int = 1,
     with scopes.named_steps():
         for _ in range(warmup):
             fn(*args)
-        with torch.profiler.profile(activities=kinds) as profiler:
+        with torch.profiler.profile(activities=kinds, acc_events=True) as profiler:
             for _ in range(calls):
                 fn(*args)
             if on_device:
