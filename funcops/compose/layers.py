@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from funcops.backend import scopes
 from funcops.compose.step import live_inputs
 from funcops.contract.needs import Needs, sub_mask
+from funcops.contract.trace_safe_cache import remember
 from funcops.errors import describe, fail, in_step
 from funcops.program.run import taken_apart
 from funcops.residuals.nested import part
@@ -70,20 +72,25 @@ def kept_by(node: Any, i: int, cfg: Any) -> Any:
 
 def needs_of_layers(cfg: Any, needs: Needs) -> tuple[Needs, ...]:
     """The needs of each layer. With stacked params a mask holds for all layers."""
-    if needs not in cfg.layer_needs:
-        live = live_inputs(needs.x, cfg.extras)
-        found = []
-        for i in range(cfg.times):
-            params = needs.params if cfg.stacked else sub_mask(needs.params, str(i))
-            x: Any = live[""]
-            if cfg.extras:
-                x = [label for label, name in (("main", ""), *((f"extras.{n}", n) for n in cfg.extras)) if live[name]]
-                x = True if len(x) == len(cfg.extras) + 1 else x
-            wanted = Needs(x=x, params=params if cfg.has_params else False)
-            found.append(wanted)
-            live[""] = wanted.any
-        cfg.layer_needs[needs] = tuple(found)
-    return cfg.layer_needs[needs]  # type: ignore[no-any-return]
+    if is_dynamo_compiling():  # the tracer would guard on the number of entries, and compile anew after each new one
+        return _needs_by_layer(cfg, needs)
+    found = cfg.layer_needs.get(needs)
+    return remember(cfg.layer_needs, needs, _needs_by_layer(cfg, needs)) if found is None else found
+
+
+def _needs_by_layer(cfg: Any, needs: Needs) -> tuple[Needs, ...]:
+    live = live_inputs(needs.x, cfg.extras)
+    found = []
+    for i in range(cfg.times):
+        params = needs.params if cfg.stacked else sub_mask(needs.params, str(i))
+        x: Any = live[""]
+        if cfg.extras:
+            x = [label for label, name in (("main", ""), *((f"extras.{n}", n) for n in cfg.extras)) if live[name]]
+            x = True if len(x) == len(cfg.extras) + 1 else x
+        wanted = Needs(x=x, params=params if cfg.has_params else False)
+        found.append(wanted)
+        live[""] = wanted.any
+    return tuple(found)
 
 
 def stacked(layers: tuple[Any, ...]) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
+from torch.compiler import is_dynamo_compiling
+
 from funcops.backend.source import exact
 from funcops.contract.renamed import old_attributes
 from funcops.contract.trace_safe_cache import remember
@@ -120,11 +122,14 @@ def sub_mask(mask: Mask, name: str) -> Mask:
     """The part of a mask that lies under `name`."""
     if isinstance(mask, bool):
         return mask
+    if is_dynamo_compiling():  # the tracer would guard on what the memo lacks, and compile anew once it has it
+        return _sub_mask(mask, name)
     found = _parts.get((mask, name))
-    if found is None:
-        inner = tuple(m[len(name) + 1 :] for m in mask if m.startswith(name + "."))
-        found = remember(_parts, (mask, name), True if name in mask else inner or False)
-    return found
+    return remember(_parts, (mask, name), _sub_mask(mask, name)) if found is None else found
+
+
+def _sub_mask(mask: tuple[str, ...], name: str) -> Mask:
+    return True if name in mask else tuple([m[len(name) + 1 :] for m in mask if m.startswith(name + ".")]) or False
 
 
 Needs.ALL = Needs()

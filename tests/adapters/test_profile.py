@@ -142,7 +142,7 @@ def test_a_compiled_step_has_the_names_of_the_eager_one(backend, tmp_path):
     found = profile(compiled, *args, calls=1)
     assert {row.launches for row in found.rows} == {None}
     calls = operators_of(found, tmp_path / "compiled.json")
-    assert calls[Label()] - 1 <= 0.01 * calls.total(), "one call of the compiled graph itself"
+    assert calls[Label()] <= 0.03 * calls.total(), "the compiled graph itself, and copies at its end"
     eager = {(row.path, row.half) for row in profile(step, *args, calls=1).rows if row.path}
     assert {label for label in eager if "+" not in label[0]} <= {(row.path, row.half) for row in found.rows}
     for layer in (0, 1):

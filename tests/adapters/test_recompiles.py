@@ -1,5 +1,6 @@
 """torch.compile in training: symbolic sizes, modules that have not run, and the number of compilations."""
 
+import dataclasses
 from itertools import combinations
 from random import Random
 
@@ -15,13 +16,21 @@ from funcops import (
     LayerNormConfig,
     LinearConfig,
     Needs,
+    ParallelConfig,
+    RepeatConfig,
+    SkipConfig,
     Step,
     activation,
     chain,
     differentiable,
     layer_norm,
     linear,
+    named_scope,
+    named_steps,
+    parallel,
     random,
+    repeat,
+    skip,
 )
 from funcops import nn as fnn
 from funcops.testing import assert_close
@@ -172,6 +181,10 @@ CHAIN = ChainConfig(
 )
 
 
+LAYERS = RepeatConfig(skip, SkipConfig(chain, CHAIN), times=2)
+BRANCHES = ParallelConfig(branches=(Step("a", linear, LinearConfig(D, D)), Step("b", chain, CHAIN)))
+
+
 def masks_of(paths):
     """Every mask of one or two paths, with and without x."""
     return [Needs(x=x, params=given) for x in (True, False) for n in (1, 2) for given in combinations(paths, n)]
@@ -181,11 +194,24 @@ STEPS = {
     "linear": (linear, LinearConfig(D, D), masks_of(("weight", "bias"))),
     "layer_norm": (layer_norm, LayerNormConfig(D), masks_of(("weight", "bias"))),
     "chain": (chain, CHAIN, masks_of(("norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight", "down.bias"))),
+    "repeat": (repeat, LAYERS, masks_of(("0.norm.weight", "0.up.bias", "1.up.weight", "1.down.weight"))),
+    "stacked": (
+        repeat,
+        dataclasses.replace(LAYERS, stacked=True),
+        masks_of(("norm.weight", "up.bias", "up.weight", "down.weight")),
+    ),
+    "parallel": (parallel, BRANCHES, masks_of(("a.weight", "a.bias", "b.up.weight", "b.down.bias"))),
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "seed"), [("linear", 0), slow("linear", 1), slow("layer_norm", 2), slow("chain", 3), slow("chain", 4)]
+    ("name", "seed"),
+    [
+        ("linear", 0),
+        ("repeat", 5),
+        *[slow(*one) for one in zip(("linear", "layer_norm", "chain", "chain"), (1, 2, 3, 4), strict=True)],
+    ]
+    + [slow("repeat", 6), slow("stacked", 7), slow("parallel", 8)],
 )
 def test_needs_seen_later_compile_nothing_again(name, seed):
     op, cfg, masks = STEPS[name]
@@ -200,11 +226,31 @@ def test_needs_seen_later_compile_nothing_again(name, seed):
     compiled = torch.compile(lambda params, x: step(params, x, first), backend="eager", fullgraph=True)
     want = step(params, x, first) if rng.random() < 0.5 else None
     compiled(params, x)
-    for needs in others:
+    for needs in (*others, first):
         step(params, x, needs)
     got = compiled(params, x)
     assert graphs() == 1
     same([t for t in leaves(got) if t is not None], [t for t in leaves(want or step(params, x, first)) if t is not None])
+
+
+@pytest.mark.parametrize("name", ["linear", slow("chain"), slow("repeat")])
+def test_names_compile_once_more_and_are_kept(name):
+    """A profiled step and the step without names both stay compiled."""
+    op, cfg, _ = STEPS[name]
+    params, x = op.init(cfg, key=random.key(0)), torch.randn(3, D)
+
+    def step(params, x):
+        with named_scope("step"):
+            y, residuals = op.fwd(params, x, cfg)
+            return op.bwd(residuals, y, cfg)
+
+    compiled = torch.compile(step, backend="eager", fullgraph=True)
+    want = leaves(step(params, x))
+    for _ in range(3):
+        same(leaves(compiled(params, x)), want)
+        with named_steps():
+            same(leaves(compiled(params, x)), want)
+    assert graphs() == 2
 
 
 @pytest.mark.slow
