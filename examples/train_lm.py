@@ -57,6 +57,7 @@ FREE = {  # flags that do not change the results of a run
     "policy",
     "budget",
     "graph",
+    "profile",
     "mesh",
     "overlap",
     "microbatches",

@@ -1,5 +1,6 @@
 """The promises of examples/train_lm.py, on a tiny model and a small text."""
 
+import gzip
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 import programs
 import pytest
 import torch
+from programs import check_picture
 from train_runs import TINY, losses, run
 
 from funcops.backend import backend
@@ -122,6 +124,16 @@ def test_policies_change_bytes_and_not_losses(text, tmp_path):
 def test_check_against_plain_pytorch(text, tied):
     said = run(*TINY, "--text", text, "--check", "--kv-heads", 1, *tied)
     assert float(said.split("float64: ")[1].split()[0]) < 1e-9
+
+
+@pytest.mark.parametrize("how", ["", pytest.param("--graph", marks=pytest.mark.slow)])
+def test_a_profile_is_printed_and_written(text, tmp_path, how):
+    said = run(*TINY, "--text", text, "--out", tmp_path, "--profile", *how.split())
+    for name in ("embed", "blocks.*.mlp.up", "head", "clip", "optimizer", *["inputs of the graph"] * bool(how)):
+        assert re.search(rf"^{re.escape(name)} ", said, re.M), name
+    assert "held-out" not in said and not (tmp_path / "metrics.csv").exists()
+    check_picture(tmp_path / "profile.png")
+    assert b"blocks.0.mlp.up: fwd" in gzip.decompress((tmp_path / "trace.json.gz").read_bytes())
 
 
 @pytest.mark.slow

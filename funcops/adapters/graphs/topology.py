@@ -76,7 +76,7 @@ def graph_data(captured: Any) -> GraphData:
 
     Steps have paths if the capture ran in `named_steps()` (on a device: torch 2.15 and a driver that annotates graphs). On a device
     the graph must be captured with `keep_graph=True`, and torch must know `get_graph_data`. Raises
-    what torch raises if it cannot, and `TypeError` for anything that is no graph.
+    what torch raises if it cannot, and `TypeError` for anything else.
 
     >>> import torch
     >>> from funcops import ChainConfig, LinearConfig, SoftcapConfig, Step, chain, linear, named_steps, random, softcap
