@@ -21,7 +21,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 RECIPES = {"fp8_block": Fp8Block, "fp8_current": Fp8Current, "fp8_delayed": Fp8Delayed, "mxfp8": MXFP8, "nvfp4": NVFP4}
 
 
-ONE_PROCESS = {"check": "whole params are compared", "graph": "communication is not captured", "profile": "one process is profiled"}
+ONE_PROCESS = {
+    "check": "whole params are compared",
+    "graph": "communication is not captured",
+    "profile": "one process is profiled",
+    "eight_bit_state": "blocks of 256 would end where shards do",
+}
 OF_EXPERTS = {"top_k": 2, "shared": 0, "balance": 0.002}  # the defaults with --experts
 OF_DECODER = ("dim", "layers", "heads", "kv_heads", "hidden", "context", "tied", "experts", "top_k", "shared")
 PIPED = {
@@ -86,6 +91,9 @@ def _parser() -> argparse.ArgumentParser:
                 choices=("adamw", "muon"),
                 default="adamw",
                 help="muon: Muon for the matrices of the blocks, AdamW for the rest (default: %(default)s)",
+            )
+            group.add_argument(
+                "--eight-bit-state", action="store_true", help="the optimiser's state in 8 bits by blocks, 2 bytes a param, not 8"
             )
         if title == "model":
             group.add_argument("--tied", action="store_true", help="one matrix for the embedding and the head")

@@ -22,10 +22,11 @@ from funcops.optim.clip import clip_by_global_norm, clip_factor, global_norm
 from funcops.optim.ema import ema_init, ema_update
 from funcops.optim.masks import NO_DECAY, NO_MATRIX, combine, decay_mask, matrix_mask, partition
 from funcops.optim.muon import MuonConfig, MuonState, muon_init, muon_update
+from funcops.optim.quantized_state import BlockTensor, code_book, dequantize_state, quantize_state, with_quantized_state
 from funcops.optim.schedules import warmup_cosine
 from funcops.optim.sgd import SGDConfig, SGDState, sgd_init, sgd_update
 
-__all__ = ["AdamWConfig", "AdamWState", "MuonConfig", "MuonState", "NO_DECAY", "NO_MATRIX", "SGDConfig", "SGDState"]
+__all__ = ["AdamWConfig", "AdamWState", "BlockTensor", "MuonConfig", "MuonState", "NO_DECAY", "NO_MATRIX", "SGDConfig", "SGDState"]
 __all__ += [
     "adamw_init",
     "adamw_update",
@@ -38,3 +39,4 @@ __all__ += [
     "ema_update",
 ]
 __all__ += ["global_norm", "matrix_mask", "muon_init", "muon_update", "partition", "sgd_init", "sgd_update", "warmup_cosine"]
+__all__ += ["code_book", "dequantize_state", "quantize_state", "with_quantized_state"]

@@ -80,6 +80,27 @@ def test_a_run_with_muon_goes_on_and_is_delayed_captured_and_compiled(text, tmp_
     assert losses(tmp_path / "adamw")[0] == exact[0] and losses(tmp_path / "adamw")[2] != exact[2]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_run_with_its_state_in_8_bits_goes_on_and_is_captured(text, tmp_path, optimizer):
+    """With the same bits; its losses are near those of 32 bits, and a run of one kind does not go on with the other."""
+    given = *TINY, "--optimizer", optimizer, "--text", text, "--steps", 8, "--dim", 64, "--hidden", 96
+    run(*given, "--out", tmp_path / "wide")
+    coded = *given, "--eight-bit-state"
+    run(*coded, "--out", tmp_path / "a")
+    run(*coded, "--out", tmp_path / "b", "--stop-at", 3)
+    said = run(*given, "--out", tmp_path / "b", "--resume", code=2)
+    assert "--resume: expected --eight-bit-state as in the checkpoint, 'True', got 'False'" in said
+    run(*coded, "--out", tmp_path / "b", "--resume")
+    run(*coded, "--out", tmp_path / "g", "--graph")
+    exact, wide = losses(tmp_path / "a"), losses(tmp_path / "wide")
+    assert losses(tmp_path / "b") == exact and exact[0] == wide[0] and exact[-1] != wide[-1]
+    for row, want in zip(losses(tmp_path / "g"), exact, strict=True):
+        assert float(row[1]) == pytest.approx(float(want[1]), rel=2e-3)
+    for row, want in zip(exact, wide, strict=True):
+        assert float(row[1]) == pytest.approx(float(want[1]), rel=2e-2)
+
+
 def test_each_param_is_updated_by_its_own_optimiser(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     from lm.flags import parse

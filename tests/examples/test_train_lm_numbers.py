@@ -224,7 +224,10 @@ def test_every_flag_is_compared_or_known_to_change_no_number():
         for name in vars(parse([*TINY, "--out", "nowhere"]))
         if name not in ("device", "check", "profile", "decoder", "out", "resume", "force", "mesh")
     }
-    assert named == {name.replace("-", "_") for name in (*OTHER, *FREE, "tied", "compile", "budget", "top-k", "shared", "balance")}
+    assert named == {
+        name.replace("-", "_")
+        for name in (*OTHER, *FREE, "tied", "compile", "budget", "eight-bit-state", "top-k", "shared", "balance")
+    }
 
 
 def kept_bytes(run):

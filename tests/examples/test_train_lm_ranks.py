@@ -131,6 +131,7 @@ BAD = {
     "--pp 2 --tied": "--tied: expected without --pp 2 --dp 2 --ep 1 --cp 1 --tp 1, as the embedding and the head are on two stages",
     "--check": "--check: expected without --pp 1 --dp 4 --ep 1 --cp 1 --tp 1, as whole params are compared, got True",
     "--optimizer muon": "--optimizer: expected adamw with --pp 1 --dp 4 --ep 1 --cp 1 --tp 1, as Muon's state is saved by one",
+    "--eight-bit-state": "--eight-bit-state: expected without --pp 1 --dp 4 --ep 1 --cp 1 --tp 1, as blocks of 256 would end where",
     "--graph": "--graph: expected without --pp 1 --dp 4 --ep 1 --cp 1 --tp 1, as communication is not captured, got True",
     "--pp 2 --compile": "--compile: expected without --pp 2 --dp 2 --ep 1 --cp 1 --tp 1, as the schedule is run action by action",
     "--ep 2": "--experts: expected a multiple of --ep 2, got none",
