@@ -33,7 +33,8 @@ from funcops.errors import check, describe, fail, require, require_device, requi
 from funcops.trees import leaf, paths, same_structure, tensors, tree, tree_map, tree_map_tensors
 
 __all__ = ["LossScale", "LossScaleConfig"]
-__all__ += ["all_finite", "loss_scale_init", "loss_scale_update", "nonfinite", "select_step", "unscale"]
+__all__ += ["all_finite", "join_master", "loss_scale_init", "loss_scale_update", "nonfinite", "select_step", "split_master"]
+__all__ += ["unscale"]
 
 T = TypeVar("T")
 
@@ -181,3 +182,68 @@ def select_step(ok: Tensor, new: T, old: T) -> T:
                 fail(where, f"new.{path}", describe(b), describe(a))
     with torch.no_grad():
         return tree_map(lambda a, b: a if a is b or not isinstance(a, Tensor) else torch.where(ok, a, b), new, old)
+
+
+def split_master(params: T) -> tuple[T, T]:
+    """Split float32 master weights into `(weights, remainder)`: bfloat16 weights to compute with, and int16 tensors that hold the
+    rest, 4 bytes a param where a copy takes 6. `join_master` gives the same bits back; NaN stays NaN.
+
+    The weights are the nearest, of two equally near the one away from zero (a cast takes the even one). Other leaves stay in the
+    first tree, and are None in the second. Raises `TypeError` for a tree without a float32 tensor.
+
+    >>> import torch
+    >>> from funcops.precision import join_master, split_master
+    >>> weights, remainder = split_master({"w": torch.tensor([1.0, 0.1])})
+    >>> weights["w"], remainder["w"]
+    (tensor([1.0000, 0.1001], dtype=torch.bfloat16), tensor([     0, -13107], dtype=torch.int16))
+    >>> join_master(weights, remainder)["w"]
+    tensor([1.0000, 0.1000])
+    """
+    if not any(t.dtype is torch.float32 for t in tensors(params)):
+        fail("split_master", "params", "a tree with a float32 tensor", describe(params), TypeError)
+
+    def high(t: Any) -> Any:
+        if not isinstance(t, Tensor) or t.dtype is not torch.float32:
+            return t
+        nearest = (t.detach().contiguous().view(torch.int32) + 0x8000) >> 16
+        return torch.where(t.isnan(), t.bfloat16(), nearest.to(torch.int16).view(torch.bfloat16))
+
+    def low(t: Any, weight: Any) -> Any:
+        if not isinstance(t, Tensor) or t.dtype is not torch.float32:
+            return None
+        rest = t.detach().contiguous().view(torch.int32) - (weight.view(torch.int16).to(torch.int32) << 16)
+        return torch.where(t.isnan(), 0, rest).to(torch.int16)
+
+    with torch.no_grad():
+        weights = tree_map(high, params)
+        return weights, tree_map(low, params, weights)
+
+
+def join_master(weights: T, remainder: T) -> T:
+    """The float32 master weights of `split_master`. Raises `ValueError` or `TypeError`, which names the leaf, for trees that do not
+    fit each other.
+
+    >>> import torch
+    >>> from funcops.precision import join_master, split_master
+    >>> p = {"w": torch.tensor([0.1, float("inf")])}
+    >>> torch.equal(join_master(*split_master(p))["w"], p["w"])
+    True
+    """
+    found, rest = paths(weights), paths(remainder)
+    if found.keys() != rest.keys():
+        apart = [path for path in (*found, *rest) if path not in found or path not in rest]
+        fail("join_master", "remainder", "a tree like weights", f"one that differs at {', '.join(apart)}")
+    for path, t in rest.items():
+        if t is not None:
+            check("join_master", f"weights.{path}" if path else "weights", found[path], (...,), torch.bfloat16)
+            check(
+                "join_master", f"remainder.{path}" if path else "remainder", t, tuple(found[path].shape), torch.int16, found[path]
+            )
+
+    def joined(weight: Any, t: Any) -> Any:
+        if t is None:
+            return weight
+        return ((weight.contiguous().view(torch.int16).to(torch.int32) << 16) + t.to(torch.int32)).view(torch.float32)
+
+    with torch.no_grad():
+        return tree_map(joined, weights, remainder)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from funcops.contract.trace_safe_cache import remember
-from funcops.errors import check, describe, fail, require_callable, require_count
+from funcops.errors import FLOATS, check, describe, fail, join_path, require_callable, require_count, require_flag
 from funcops.optim._rows import open_into, open_trees
 from funcops.trees import leaf, paths, stands_in, static, tensors, tree, tree_map, with_leaves
 
@@ -72,12 +72,14 @@ class BlockTensor:
 
 def code_book(signed: bool = True) -> Tensor:
     """The 256 numbers of dynamic tree quantisation, in order, float32: 0, 1, and for i from 0 to 6 the midpoints of 2^i (without a
-    sign: 2^(i + 1)) equal parts of [0.1, 1], times 10^(i - 6), with both signs or one.
+    sign: 2^(i + 1)) equal parts of [0.1, 1], times 10^(i - 6), with both signs or one. Raises `TypeError` unless
+    `signed` is a bool.
 
     >>> from funcops.optim import code_book
     >>> code_book().shape, code_book()[127].item(), code_book()[-1].item(), code_book(False)[0].item()
     (torch.Size([256]), 0.0, 1.0, 0.0)
     """
+    require_flag("code_book", signed=signed)
     found = [torch.tensor([0.0, 1.0])]
     for i in range(7):
         edges = torch.linspace(0.1, 1, 2 ** (i if signed else i + 1) + 1)
@@ -156,8 +158,14 @@ def _fields(where: str, state: Any) -> dict[str, Any]:
 
 
 def _mapped(where: str, state: T, fn: Callable[[str, Any], Any]) -> T:
-    found = {name: fn(name, tree) for name, tree in _fields(where, state).items()}
-    step = getattr(state, "step", None)
+    fields, step = _fields(where, state), getattr(state, "step", None)
+    if step is not None:
+        check(where, "state.step", step, (...,), torch.float32)
+    for name, own in fields.items():
+        for path, t in _by_path(own).items():
+            if t is not None and type(t) is not BlockTensor:
+                check(where, join_path(f"state.{name}", path), t, (...,), FLOATS)
+    found = {name: fn(name, tree) for name, tree in fields.items()}
     return dataclasses.replace(state, **found, **({} if step is None else {"step": step.clone()}))  # type: ignore[type-var]
 
 
@@ -166,7 +174,7 @@ def with_quantized_state(update: Callable[..., tuple[Any, Any]]) -> Callable[...
 
     Some leaves at a time, at most 2^24 elements or one leaf: their state is decoded, updated, and rounded again; so a step takes no
     more memory than that besides. Leaves that are not in 8 bits give the bits of `update`. `in_place` writes codes into the state's
-    tensors.
+    tensors. Raises `TypeError` if `update` is not callable.
 
     >>> import torch
     >>> from funcops.optim import AdamWConfig, adamw_init, adamw_update, quantize_state, with_quantized_state

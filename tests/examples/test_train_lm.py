@@ -83,7 +83,7 @@ def test_a_run_with_muon_goes_on_and_is_delayed_captured_and_compiled(text, tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_run_with_its_state_in_8_bits_goes_on_and_is_captured(text, tmp_path, optimizer):
-    """With the same bits; its losses are near those of 32 bits, and a run of one kind does not go on with the other."""
+    """With the same bits; its losses are near the losses of 32 bits, and a run of one kind does not go on with the other."""
     given = *TINY, "--optimizer", optimizer, "--text", text, "--steps", 8, "--dim", 64, "--hidden", 96
     run(*given, "--out", tmp_path / "wide")
     coded = *given, "--eight-bit-state"

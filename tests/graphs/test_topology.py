@@ -107,9 +107,9 @@ def test_a_diff_says_what_came_and_went():
     assert graph_diff(before, before) == "" and graph_diff(before, after).split() == ["+", "aten.relu.default"]
     back = graph_diff(after, before)
     assert back.startswith("- ") and after.counts() - before.counts() == Counter({("", "", "aten.relu.default"): 1})
-    with pytest.raises(TypeError, match="graph_diff: a must be"):
+    with pytest.raises(TypeError, match="graph_diff: before must be"):
         graph_diff(3, before)
-    with pytest.raises(TypeError, match="graph_diff: b must be"):
+    with pytest.raises(TypeError, match="graph_diff: after must be"):
         graph_diff(before, 3)
 
 

@@ -20,7 +20,7 @@ NODES = graphs.GraphData((graphs.GraphNode("kernel", "gemm"),), ())
 ADAPTERS = {
     "graphs.branch": Row(lambda: {"name": "a"}, accepts=NAME),
     "graphs.graph_data": Row(lambda: {"captured": graphs.graphed(doubled, x(), warmup=0)}),
-    "graphs.graph_diff": Row(lambda: {"a": NODES, "b": NODES}),
+    "graphs.graph_diff": Row(lambda: {"before": NODES, "after": NODES}),
     "graphs.graph_memory": Row(lambda: {"fn": lambda: None}),
     "graphs.register_hooks": Row(lambda: {"hooks": graphs.Hooks()}),
     "graphs.wgrads_beside": Row(lambda: {"cfg": CFG}, accepts={("cfg", "IdentityConfig()"): "a config without a repeat"}),

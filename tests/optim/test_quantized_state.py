@@ -123,7 +123,7 @@ def equal(a, b):
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("name", OPTIMISERS)
 def test_an_update_is_decode_update_encode(name, in_place, chunk, monkeypatch):
-    """The bits of doing so for the whole state at once, however leaves are shared out, with frozen leaves and absent gradients."""
+    """The bits of doing so for the whole state at once, however leaves are grouped, with frozen leaves and absent gradients."""
     monkeypatch.setattr(module, "CHUNK", chunk)
     init, update, cfg = OPTIMISERS[name]
     quantized = with_quantized_state(update)
@@ -137,7 +137,7 @@ def test_an_update_is_decode_update_encode(name, in_place, chunk, monkeypatch):
         if in_place:
             assert new_params is params and new is state
         else:
-            assert equal((params, state), before), "the arguments are as they were"
+            assert equal((params, state), before), "the arguments do not change"
         want_params, want = update(want_params, grads, want, cfg, decay=decay, lr=0.02)
         fresh = quantize_state(want)
         want = dequantize_state(fresh)

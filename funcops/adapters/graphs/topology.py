@@ -97,18 +97,18 @@ def graph_data(captured: Any) -> GraphData:
     return from_torch_data(found.get_graph_data(), node_labels())
 
 
-def graph_diff(a: GraphData, b: GraphData) -> str:
-    """Return what `b` has more (+) and less (-) than `a`, by path, half and name of the nodes; "" if nothing. Raises `TypeError`
-    for anything but `GraphData`.
+def graph_diff(before: GraphData, after: GraphData) -> str:
+    """Return what `after` has more (+) and less (-) than `before`, by path, half and name of the nodes; "" if nothing. Raises
+    `TypeError` for anything but `GraphData`.
 
     >>> from funcops.graphs import GraphData, GraphNode, graph_diff
     >>> one = GraphData((GraphNode("kernel", "gemm", "up", "fwd"),), ())
     >>> print(graph_diff(one, GraphData((*one.nodes, GraphNode("memset", "zero", "up", "wgrad")), ((0, 1),))))
     + up: wgrad  zero
     """
-    require_type("graph_diff", "a", a, GraphData)
-    require_type("graph_diff", "b", b, GraphData)
-    return "\n".join(filter(None, (_table(b.counts() - a.counts(), "+ "), _table(a.counts() - b.counts(), "- "))))
+    require_type("graph_diff", "before", before, GraphData)
+    require_type("graph_diff", "after", after, GraphData)
+    return "\n".join(filter(None, (_table(after.counts() - before.counts(), "+ "), _table(before.counts() - after.counts(), "- "))))
 
 
 def from_torch_data(data: Mapping[str, Any], labels: Mapping[int, Label]) -> GraphData:
