@@ -309,7 +309,7 @@ def _check_part(part: Part, files: Mapping[str, Any], wrong: dict[str, list[str]
     if got != part.shape:
         wrong["mis-shaped"].append(f"{part.name} {part.shape}, got {got}")
     if code not in part.codes:
-        said = " or ".join(short(CODES[one]) for one in part.codes)
+        said = " or ".join(short(CODES[one]) if one in CODES else one for one in part.codes)
         wrong["mis-typed"].append(f"{part.name} {said}, got {code}")
 
 

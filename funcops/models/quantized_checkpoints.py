@@ -5,6 +5,7 @@
                                          [*, O, I/32]: s of 32 numbers; w is [*, O, I], and the tensor its transpose [*, I, O]
     "bitsandbytes"    w in NF4 (`funcops.kernels.nf4`)      NAME [O I/2, 1], NAME.absmax [O I/64], in 8 bits if NAME.nested_absmax
                                          [O I/64/256] is there, and NAME.quant_state.bitsandbytes__nf4: bytes of JSON
+    "compressed-tensors", "modelopt"     see `compressed_tensors.py`
 
 The names tell which tensors of a file are quantised, and `quantization_config` in config.json tells how. Sources: DeepSeek-V3
 (arXiv:2412.19437, `weight_dequant` of its inference/kernel.py), OCP Microscaling Formats 1.0, GPT-OSS (arXiv:2508.10925),
@@ -16,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ from torch import Tensor
 from funcops.errors import CheckpointError, fail, require, require_type
 from funcops.formats import Format, QTensor
 from funcops.kernels import nf4
+from funcops.models import compressed_tensors as compressed
+from funcops.models.compressed_tensors import Part
 
 BLOCK, GROUP = 128, 32
 ROWS, MX = Format("e4m3", (1, BLOCK), "float32"), Format("e2m1", (1, GROUP), "e8m0")
@@ -33,6 +36,7 @@ ABSMAX, LEVELS, NESTED, SHARES, STATE = (
 )
 # fields beside "quant_method", and their supported values; None: any value, as the field does not concern stored weights
 SERVED: dict[str, dict[str, tuple[Any, ...] | None]] = {
+    **compressed.SERVED,
     "fp8": {
         "fmt": ("e4m3",),
         "weight_block_size": ([BLOCK, BLOCK],),
@@ -74,21 +78,14 @@ def coding(where: str, given: Mapping[str, Any]) -> str:
     for name, values in served.items():
         if values is not None and name in said and said[name] not in values:
             fail(where, f"quantization_config.{name}", " or ".join(map(repr, values)), repr(said[name]))
-    return str(method)
-
-
-class Part(NamedTuple):
-    """The name, shape and dtypes that a tensor of a file must have."""
-
-    name: str
-    shape: list[int]
-    codes: tuple[str, ...]  # dtypes, by safetensors' names
+    return compressed.layout(where, said) if method in compressed.SERVED else str(method)
 
 
 def parts(method: str, name: str, shape: list[int], files: Mapping[str, Any]) -> list[Part]:
     """The parts that the files hold of a quantised tensor; [] for a tensor that is not quantised."""
     if method == "fp8" and len(shape) == 2 and (name + SCALE in files or _code(files, name) == "F8_E4M3"):
-        return [Part(name, shape, ("F8_E4M3",)), Part(name + SCALE, [math.ceil(n / BLOCK) for n in shape], ("F32", "BF16"))]
+        scales = [math.ceil(n / BLOCK) for n in shape]
+        return [Part(name, shape, ("F8_E4M3",)), Part(name + SCALE, scales, ("F32", "BF16", "F8_E8M0"))]
     if method == "mxfp4" and len(shape) > 1 and (name + BLOCKS in files or name + SCALES in files):
         *lead, width, rows = shape
         if width % GROUP:
@@ -97,7 +94,7 @@ def parts(method: str, name: str, shape: list[int], files: Mapping[str, Any]) ->
         return [Part(name + BLOCKS, [*groups, GROUP // 2], ("U8",)), Part(name + SCALES, groups, ("U8",))]
     if method == "bitsandbytes" and len(shape) == 2 and (name + ABSMAX in files or _code(files, name) == "U8"):
         return _nf4_parts(name, shape, files)
-    return []
+    return compressed.parts(method, name, shape, files)
 
 
 def _nf4_parts(name: str, shape: list[int], files: Mapping[str, Any]) -> list[Part]:
@@ -138,8 +135,10 @@ class Coded:
     bfloat16, which represents all of them)."""
 
     def __init__(self, method: str, found: list[Part], files: Mapping[str, Any]) -> None:
-        self._decode = {"fp8": self._fp8, "mxfp4": self._mxfp4, "bitsandbytes": self._nf4}[method]
+        decode = {"fp8": self._fp8, "mxfp4": self._mxfp4, "bitsandbytes": self._nf4}
         self._codes, self._scales, *self._rest = (files[part.name].get_slice(part.name) for part in found)
+        self._decode = decode[method] if method in decode else self._compressed
+        self._method = method
         self._said = _state(found[0].name, files) if method == "bitsandbytes" else {}
 
     def __getitem__(self, index: Any) -> Tensor:
@@ -152,6 +151,9 @@ class Coded:
         at = torch.arange(height)[rows]
         codes, scales = self._codes[rows].view(torch.uint8), self._scales[:].float()[at // BLOCK]
         return _numbers(codes, scales, ROWS, (len(at), width), torch.float32)
+
+    def _compressed(self, rows: slice) -> Tensor:
+        return compressed.decoded(self._method, rows, self._codes, self._scales, self._rest)
 
     def _mxfp4(self, lead: slice) -> Tensor:
         codes, scales = self._codes[lead], self._scales[lead]

@@ -98,17 +98,105 @@ def in_nf4(tensors):
     return codes, numbers
 
 
+WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False, "observer": "minmax"}
+
+
+def compressed(kind, **weights):
+    """The config of compressed-tensors, as llm-compressor writes it."""
+    group = {
+        "targets": ["Linear"],
+        "weights": WEIGHTS | weights,
+        "input_activations": {"dynamic": True},
+        "output_activations": None,
+    }
+    said = {"quant_method": "compressed-tensors", "format": kind, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+    return said | {"quantization_status": "compressed", "kv_cache_scheme": None, "sparsity_config": {}, "version": "0.12.2"}
+
+
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "producer": {"name": "modelopt"}, "ignore": ["lm_head"]}
+COMPRESSED = {
+    "fp8 of a tensor": compressed("float-quantized", strategy="tensor"),
+    "fp8 of rows": compressed("float-quantized"),
+    "fp8 of blocks": compressed("float-quantized", strategy="block", block_structure=[128, 128]),
+    "int8 of rows": compressed("int-quantized", type="int"),
+    "int4 of groups": compressed("pack-quantized", type="int", num_bits=4, strategy="group", group_size=64, actorder=None),
+    "int8 of groups": compressed("pack-quantized", type="int", num_bits=8, strategy="group", group_size=32),
+    "int4 of rows": compressed("pack-quantized", type="int", num_bits=4, strategy="channel", group_size=None),
+    "nvfp4": compressed("nvfp4-pack-quantized", num_bits=4, strategy="tensor_group", group_size=16),
+    "modelopt": MODELOPT,
+}
+LEVELS = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def in_compressed(name, t, how, draw):
+    """The tensors of a weight [O, I] by compressed-tensors' or ModelOpt's layout, and its numbers, by their formulas in float32."""
+    height, width = t.shape
+    scale = {"tensor": (1,), "rows": (height, 1), "blocks": (-(-height // 128), -(-width // 128))}
+    if how.startswith(("fp8", "int8 of rows")):
+        codes = (
+            (40 * t.float()).to(torch.float8_e4m3fn) if how.startswith("fp8") else (9 * t.float()).clamp(-128, 127).to(torch.int8)
+        )
+        s = (torch.rand(scale[how.split()[-1]], generator=draw) / 40).bfloat16()
+        wide = s.float().repeat_interleave(128, 0)[:height].repeat_interleave(128, 1)[:, :width] if "blocks" in how else s.float()
+        return {name: codes, f"{name}_scale": s}, codes.float() * wide
+    if how.startswith("int"):
+        bits = int(how[3])
+        group = {"int4 of groups": 64, "int8 of groups": 32}.get(how, width)
+        values = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (height, width), generator=draw)
+        s = (torch.rand(height, width // group, generator=draw) / 40).bfloat16()
+        per, words = 32 // bits, torch.zeros(height, -(-width // (32 // bits)), dtype=torch.int64)
+        for k in range(width):
+            words[:, k // per] |= (values[:, k] + 2 ** (bits - 1)) << bits * (k % per)
+        words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+        return {f"{name}_packed": words, f"{name}_scale": s, f"{name}_shape": torch.tensor([height, width])}, (
+            values.float() * s.float().repeat_interleave(group, 1)
+        )
+    packed = torch.randint(256, (height, width // 2), generator=draw, dtype=torch.uint8)
+    s = (200 * torch.rand(height, width // 16, generator=draw)).to(torch.float8_e4m3fn)
+    values = LEVELS[torch.stack((packed & 15, packed >> 4), -1).flatten(1).long()]
+    if how == "nvfp4":
+        one = torch.tensor([2688 / 0.7])
+        made = {f"{name}_packed": packed, f"{name}_scale": s, f"{name}_global_scale": one}
+        return made | {f"{name.removesuffix('weight')}input_global_scale": torch.ones(1)}, values * (
+            s.float() / one
+        ).repeat_interleave(16, 1)
+    one = torch.tensor(0.7 / 2688)
+    made = {
+        name: packed,
+        f"{name}_scale": s,
+        f"{name}_scale_2": one,
+        f"{name.removesuffix('weight')}input_scale": torch.tensor(0.1),
+    }
+    return made, values * (s.float() * one).repeat_interleave(16, 1)
+
+
+def all_compressed(how):
+    def encode(tensors):
+        codes, numbers, draw = {}, {}, torch.Generator().manual_seed(0)
+        for i, (name, t) in enumerate(sorted(tensors.items())):
+            numbers[name] = t.bfloat16()
+            coded = "proj" in name and t.dim() == 2 and t.shape[1] % 64 == 0 and (i % 2 or "down" in name)
+            made, exact = in_compressed(name, t, how, draw) if coded else ({name: t.bfloat16()}, t)
+            codes |= made
+            numbers[name] = exact.bfloat16()
+        return codes, numbers
+
+    return encode
+
+
 CODED = {"gpt_oss": (in_mxfp4, MXFP4), "llama": (in_nf4, BNB)}
 
 
-def both(name, path, monkeypatch, **sizes):
+def both(name, path, monkeypatch, how=None, **sizes):
     """A folder of codes, and a folder of the same numbers decoded."""
     kind, options = FAMILIES[name]
     monkeypatch.setitem(FAMILIES, name, (kind, options | SIZES[name] | sizes))
     saved(name, path / "codes")
     saved(name, path / "numbers")
     file = "model.safetensors"
-    encode, config = CODED.get(name, (in_fp8, FP8 | {"scale_fmt": "ue8m0"}))
+    encode, config = (
+        CODED.get(name, (in_fp8, FP8 | {"scale_fmt": "ue8m0"})) if how is None else (all_compressed(how), COMPRESSED[how])
+    )
     made = encode(load_file(path / "codes" / file))
     for folder, tensors in zip(("codes", "numbers"), made, strict=True):
         save_file({key: t.contiguous() for key, t in tensors.items()}, path / folder / file, metadata={"format": "pt"})
@@ -116,10 +204,12 @@ def both(name, path, monkeypatch, **sizes):
     return path / "codes", path / "numbers"
 
 
-@pytest.mark.parametrize("name", SIZES)
-def test_codes_are_read_as_their_numbers(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "how"), [*((name, None) for name in SIZES), *(("qwen3", how) for how in COMPRESSED), ("deepseek_v3", "fp8 of blocks")]
+)
+def test_codes_are_read_as_their_numbers(name, how, tmp_path, monkeypatch):
     """Bit for bit, whole and by rows, in any order and with any block ends."""
-    codes, numbers = both(name, tmp_path, monkeypatch)
+    codes, numbers = both(name, tmp_path, monkeypatch, how)
     (got, cfg), (want, same) = from_hf(codes), from_hf(numbers)
     assert cfg == same
     read = {path: t for path, t in trees.paths(want).items() if t is not None}
@@ -140,6 +230,17 @@ def test_numbers_are_rounded_once(tmp_path, monkeypatch):
         assert torch.equal(from_hf(codes, dtype=dtype)[0]["blocks"][0]["mlp"]["down"].weight, wanted.to(dtype))
 
 
+def test_scales_that_are_powers_of_two_are_read(tmp_path, monkeypatch):
+    """DeepSeek-V3.1 stores them as F8_E8M0."""
+    codes, _ = both("qwen3", tmp_path, monkeypatch)
+    path, name = codes / "model.safetensors", "model.layers.0.mlp.down_proj.weight"
+    tensors = load_file(path)
+    scale = 2.0 ** torch.randint(-9, 3, tensors[f"{name}_scale_inv"].shape)
+    tensors[f"{name}_scale_inv"] = scale.to(torch.float8_e8m0fnu)
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert torch.equal(from_hf(codes)[0]["blocks"][0]["mlp"]["down"].weight, published(tensors[name], scale).bfloat16())
+
+
 def test_a_nan_scale_gives_nan(tmp_path, monkeypatch):
     """255 is NaN (OCP MX); the smallest and the largest scale are numbers."""
     codes, _ = both("gpt_oss", tmp_path, monkeypatch)
@@ -152,11 +253,66 @@ def test_a_nan_scale_gives_nan(tmp_path, monkeypatch):
     assert found[0].isnan().all() and found[1:].tolist() == [[2.0**-127, 2.0**-128], [2.0**127, 2.0**126]]
 
 
+def both_groups():
+    """Rows in one group, blocks in another."""
+    groups = [compressed("float-quantized", strategy=one)["config_groups"]["group_0"] for one in ("channel", "block")]
+    return compressed("float-quantized") | {"config_groups": dict(zip("ab", groups, strict=True))}
+
+
 BAD = {
-    "quantization_config.quant_method must be one of fp8, mxfp4, bitsandbytes, got 'awq'": (
+    "quantization_config.quant_method must be one of compressed-tensors, modelopt, fp8, mxfp4, bitsandbytes, got 'awq'": (
         "qwen3",
         dict(FP8, quant_method="awq"),
         None,
+    ),
+    "quantization_config.format must be 'float-quantized' or 'int-quantized' or": ("qwen3", compressed("marlin-24"), None),
+    "config_groups.group_0.weights.strategy must be 'tensor' or 'channel' or 'block', got 'group'": (
+        "qwen3",
+        compressed("float-quantized", strategy="group"),
+        None,
+    ),
+    "config_groups.group_0.weights.symmetric must be True, got False": (
+        "qwen3",
+        compressed("pack-quantized", type="int", num_bits=4, strategy="channel", symmetric=False),
+        None,
+    ),
+    "config_groups.group_0.weights.actorder must be None or 'static' or 'weight', got 'group'": (
+        "qwen3",
+        compressed("pack-quantized", type="int", num_bits=4, strategy="group", group_size=64, actorder="group"),
+        None,
+    ),
+    "config_groups.group_0.weights.block_structure must be None or [128, 128], got [64, 64]": (
+        "qwen3",
+        compressed("float-quantized", strategy="block", block_structure=[64, 64]),
+        None,
+    ),
+    "quantization_config.kv_cache_scheme must be None, got {'num_bits': 8}": (
+        "qwen3",
+        compressed("float-quantized") | {"kv_cache_scheme": {"num_bits": 8}},
+        None,
+    ),
+    "quantization_config.config_groups must be groups stored in one way, got float-quantized block and float-quantized channel": (
+        "qwen3",
+        both_groups(),
+        None,
+    ),
+    "quantization_config.config_groups must be groups stored in one way, got none": (
+        "qwen3",
+        compressed("float-quantized") | {"config_groups": {}},
+        None,
+    ),
+    "quantization_config.quant_algo must be 'NVFP4', got 'FP8'": ("qwen3", MODELOPT | {"quant_algo": "FP8"}, None),
+    "mis-shaped: model.layers.0.mlp.down_proj.weight_scale [256, 1], got [2, 3]": (
+        "qwen3",
+        compressed("float-quantized"),
+        lambda t: t.update({f"{DOWN}_scale": torch.ones(2, 3)}),
+    ),
+    "missing: model.layers.0.mlp.down_proj.weight_global_scale [1]": (
+        "qwen3",
+        COMPRESSED["nvfp4"],
+        lambda t: t.update(
+            {f"{DOWN}_packed": torch.ones(256, 192).byte(), f"{DOWN}_scale": torch.ones(256, 24).to(torch.float8_e4m3fn)}
+        ),
     ),
     "quantization_config.weight_block_size must be [128, 128], got [64, 64]": (
         "qwen3",
@@ -173,7 +329,7 @@ BAD = {
         FP8,
         lambda t: t.update({f"{DOWN}_scale_inv": torch.ones(3, 2)}),
     ),
-    "mis-typed: model.layers.0.mlp.down_proj.weight_scale_inv float32 or bfloat16, got I32": (
+    "mis-typed: model.layers.0.mlp.down_proj.weight_scale_inv float32 or bfloat16 or F8_E8M0, got I32": (
         "qwen3",
         FP8,
         lambda t: t.update({f"{DOWN}_scale_inv": torch.ones(2, 3, dtype=torch.int32)}),
