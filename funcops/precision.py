@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from funcops.contract.op import config
-from funcops.errors import check, describe, fail, require, require_device, require_type
+from funcops.errors import check, describe, fail, join_path, require, require_device, require_type
 from funcops.trees import leaf, paths, same_structure, tensors, tree, tree_map, tree_map_tensors
 
 __all__ = ["LossScale", "LossScaleConfig"]
@@ -235,10 +235,8 @@ def join_master(weights: T, remainder: T) -> T:
         fail("join_master", "remainder", "a tree like weights", f"one that differs at {', '.join(apart)}")
     for path, t in rest.items():
         if t is not None:
-            check("join_master", f"weights.{path}" if path else "weights", found[path], (...,), torch.bfloat16)
-            check(
-                "join_master", f"remainder.{path}" if path else "remainder", t, tuple(found[path].shape), torch.int16, found[path]
-            )
+            check("join_master", join_path("weights", path), found[path], (...,), torch.bfloat16)
+            check("join_master", join_path("remainder", path), t, tuple(found[path].shape), torch.int16, found[path])
 
     def joined(weight: Any, t: Any) -> Any:
         if t is None:

@@ -24,6 +24,7 @@ from torch import Tensor
 from funcops.errors import CheckpointError, fail, require_type
 
 BLOCK, GROUP, WORD = 128, 16, 32
+PACKED, SCALE, SECOND, GLOBAL, SHAPE = "_packed", "_scale", "_scale_2", "_global_scale", "_shape"
 WIDE = ("F32", "BF16", "F16")
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FREE = dict.fromkeys(("ignore", "config_groups", "global_compression_ratio", "version", "producer", "exclude_modules"))
@@ -97,7 +98,7 @@ def parts(method: str, name: str, shape: list[int], files: Mapping[str, Any]) ->
     if kind not in (*WEIGHTS, "modelopt") or len(shape) != 2:
         return []
     packed = kind in ("pack-quantized", "nvfp4-pack-quantized")
-    codes, scale = f"{name}_packed" if packed else name, f"{name}_scale"
+    codes, scale = name + PACKED if packed else name, name + SCALE
     if scale not in files and not (packed and codes in files):
         return []
     height, width = shape
@@ -109,10 +110,10 @@ def parts(method: str, name: str, shape: list[int], files: Mapping[str, Any]) ->
         per = WORD // bits
         _divides(codes, width, group or width)
         found = [Part(codes, [height, math.ceil(width / per)], ("I32",)), Part(scale, [height, width // (group or width)], WIDE)]
-        found.append(Part(f"{name}_shape", [2], ("I64", "I32")))
+        found.append(Part(name + SHAPE, [2], ("I64", "I32")))
     else:
         _divides(codes, width, GROUP)
-        one = Part(f"{name}_global_scale", [1], ("F32",)) if packed else Part(f"{name}_scale_2", [], ("F32",))
+        one = Part(name + GLOBAL, [1], ("F32",)) if packed else Part(name + SECOND, [], ("F32",))
         found = [Part(codes, [height, width // 2], ("U8",)), Part(scale, [height, width // GROUP], ("F8_E4M3",)), one]
     layer = name.removesuffix("weight")
     beside = [layer + of for of in ("input_scale", "input_global_scale") if layer + of in files]

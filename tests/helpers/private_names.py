@@ -18,6 +18,7 @@ C10D = "no public operator that a compiler may trace; tests run each on threads 
 HOOKS = "no public way to ask whether a module or tensor has hooks, which decides whether a layer may be skipped"
 MODULE = "torch.nn documents the dictionaries for subclasses; named_parameters and named_modules cost a generator a call"
 BENCH = "a measurement of torch.compile's kernels, not of the package; a test of the bench fails by name, no call of a user's does"
+INDUCTOR = "documented as the options of Inductor; test_profile fails where kernels are not in the order of the program"
 INTERPRETER = "Triton has no public interpreter: `make newest` tries each release"
 TRITON = (
     "documented for those who launch by hand; test_launch compares with Triton's own launches, `make newest` tries each release"
@@ -26,6 +27,8 @@ TRITON = (
 NAMES = {
     "torch._C._autograd._top_saved_tensors_default_hooks": "no public way to ask for active hooks; a checkpoint's around a trace",
     "._dynamo_marked_constant": DYNAMO,
+    "torch._inductor.config": INDUCTOR,
+    "torch._inductor.config.patch": INDUCTOR,
     "torch._dynamo": "its config of floats, read once a compiler runs: torch.compiler has no public name for one",
     "._current_level": "whether torch.autograd.forward_ad is on: no public name; a layer under it would lose tangents in silence",
     "._load_from_state_dict": "the hook that torch.nn documents for subclasses with older state dicts",

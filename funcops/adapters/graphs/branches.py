@@ -8,7 +8,6 @@ memory that it reads is not given to others meanwhile.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import threading
 from typing import Any
@@ -17,7 +16,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcops.backend.scopes import named_scope
-from funcops.compose.repeat import RepeatConfig
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, Prefetch, wrap
 from funcops.contract.walk import Part, rewrite
@@ -256,10 +254,9 @@ def wgrads_beside(cfg: Any) -> Any:
     """
 
     def step(part: Part) -> tuple[Op, Any] | None:
-        return (part.op, dataclasses.replace(part.cfg, op=beside(part.cfg.op))) if type(part.cfg) is RepeatConfig else None
+        repeats = part.composite and part.cfg.times is not None
+        return (part.op, part.cfg.with_parts(lambda _, op, inner: (beside(op), inner))) if repeats else None
 
-    if type(cfg) is RepeatConfig:
-        return dataclasses.replace(cfg, op=beside(cfg.op))
     return rewrite(cfg, step)[1]
 
 
