@@ -24,7 +24,8 @@ from torch import Tensor
 from funcops.errors import CheckpointError, fail, require_type
 
 BLOCK, GROUP, WORD = 128, 16, 32
-PACKED, SCALE, SECOND, GLOBAL, SHAPE = "_packed", "_scale", "_scale_2", "_global_scale", "_shape"
+PACKED, SCALE, SHAPE = "_packed", "_scale", "_shape"
+SECOND, GLOBAL = f"{SCALE}_2", f"_global{SCALE}"
 WIDE = ("F32", "BF16", "F16")
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FREE = dict.fromkeys(("ignore", "config_groups", "global_compression_ratio", "version", "producer", "exclude_modules"))
