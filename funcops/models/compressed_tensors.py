@@ -24,8 +24,7 @@ from torch import Tensor
 from funcops.errors import CheckpointError, fail, require_type
 
 BLOCK, GROUP, WORD = 128, 16, 32
-PACKED, SCALE, SHAPE = "_packed", "_scale", "_shape"
-SECOND, GLOBAL = f"{SCALE}_2", f"_global{SCALE}"
+PACKED, SHAPE, SCALE, SECOND, GLOBAL = (f"weight_{part}" for part in ("packed", "shape", "scale", "scale_2", "global_scale"))
 WIDE = ("F32", "BF16", "F16")
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FREE = dict.fromkeys(("ignore", "config_groups", "global_compression_ratio", "version", "producer", "exclude_modules"))
@@ -96,10 +95,11 @@ def layout(where: str, said: Mapping[str, Any]) -> str:
 def parts(method: str, name: str, shape: list[int], files: Mapping[str, Any]) -> list[Part]:
     """The parts that the files hold of a quantised tensor; [] for a tensor that is not quantised."""
     kind, *more = method.split()
-    if kind not in (*WEIGHTS, "modelopt") or len(shape) != 2:
+    if kind not in (*WEIGHTS, "modelopt") or len(shape) != 2 or not name.endswith("weight"):
         return []
+    layer = name.removesuffix("weight")
     packed = kind in ("pack-quantized", "nvfp4-pack-quantized")
-    codes, scale = name + PACKED if packed else name, name + SCALE
+    codes, scale = layer + PACKED if packed else name, layer + SCALE
     if scale not in files and not (packed and codes in files):
         return []
     height, width = shape
@@ -111,12 +111,11 @@ def parts(method: str, name: str, shape: list[int], files: Mapping[str, Any]) ->
         per = WORD // bits
         _divides(codes, width, group or width)
         found = [Part(codes, [height, math.ceil(width / per)], ("I32",)), Part(scale, [height, width // (group or width)], WIDE)]
-        found.append(Part(name + SHAPE, [2], ("I64", "I32")))
+        found.append(Part(layer + SHAPE, [2], ("I64", "I32")))
     else:
         _divides(codes, width, GROUP)
-        one = Part(name + GLOBAL, [1], ("F32",)) if packed else Part(name + SECOND, [], ("F32",))
+        one = Part(layer + GLOBAL, [1], ("F32",)) if packed else Part(layer + SECOND, [], ("F32",))
         found = [Part(codes, [height, width // 2], ("U8",)), Part(scale, [height, width // GROUP], ("F8_E4M3",)), one]
-    layer = name.removesuffix("weight")
     beside = [layer + of for of in ("input_scale", "input_global_scale") if layer + of in files]
     return [*found, *(Part(one, list(files[one].get_slice(one).get_shape()), WIDE) for one in beside)]
 
