@@ -19,6 +19,7 @@ from typing_extensions import Self, dataclass_transform
 
 from funcops.backend.source import exact
 from funcops.contract.renamed import warn
+from funcops.contract.shown import html, shown
 from funcops.contract.trace_safe_cache import number_while_tracing, reading
 from funcops.errors import describe, fail, require_type
 from funcops.trees import constant_paths, paths, stands_for_one
@@ -36,7 +37,10 @@ def config(cls: type[T]) -> type[T]:
     for a finite float beyond the range of float32, in which kernels compute."""
     checked = _check_types(cls)
     _check_hooks(cls)
-    made: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    own_repr = "__repr__" in vars(cls)
+    made: Any = dataclasses.dataclass(frozen=True, kw_only=True, repr=False)(cls)
+    if not own_repr:
+        made.__repr__, made._repr_html_ = shown, html
     made.__init__, compute = _with_suggestion(made.__init__), made.__hash__
 
     def __hash__(self: Any) -> int:
