@@ -39,7 +39,7 @@ class _Printer:
         self.lines: dict[int, str] = {}
 
     def parts(self, value: Any) -> tuple[str, list[tuple[str, Any]], str] | None:
-        """What opens a value, its named parts, and what closes it; None for a value without parts."""
+        """Return what opens a value, its named parts, and what closes it; None for a value without parts."""
         if dataclasses.is_dataclass(value) and type(value).__repr__ is shown:
             fields = [f for f in dataclasses.fields(value) if f.init and f.repr and not _usual(f, value)]
             return f"{type(value).__name__}(", [(f"{f.name}=", getattr(value, f.name)) for f in fields], ")"

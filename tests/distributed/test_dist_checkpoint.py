@@ -143,8 +143,8 @@ def test_ranks_that_have_other_things_raise_on_all(tmp_path):
             {"a": 1, "b": 1} if r == 2 else {"a": 1}
         ),
         "save: a must be of one shape and dtype, with one spec, on ranks 0 and 1, "
-        "got float32[4] by Spec(axis='', dim=0, parts=(), fsdp='', alike='', whole=None)"
-        " and float32[1] by Spec(axis='', dim=0, parts=(), fsdp='', alike='', whole=None)": lambda r: {"a": 4 if r != 1 else 1},
+        "got float32[4] by Spec()"
+        " and float32[1] by Spec()": lambda r: {"a": 4 if r != 1 else 1},
         "save: a must be a dense tensor with values, got float32[1] on meta (on rank 3)": lambda r: {"a": 1},
     }
 
