@@ -213,7 +213,8 @@ def with_quantized_state(update: Callable[..., tuple[Any, Any]]) -> Callable[...
             results["params"].update(new)
             for field in fields:
                 kept = getattr(after, field)
-                results[field].update({path: _again(every[field][path], kept[path], in_place) for path in names})
+                given_grad = [path for path in names if every["grads"][path] is not None]  # the others are skipped
+                results[field].update({path: _again(every[field][path], kept[path], in_place) for path in given_grad})
             if counts and not in_place:
                 counts[0][at] = after.step
         if in_place:

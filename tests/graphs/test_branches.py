@@ -14,6 +14,7 @@ from funcops import (
     SkipConfig,
     Step,
     chain,
+    dist,
     linear,
     random,
     repeat,
@@ -214,6 +215,14 @@ def test_weight_gradients_beside_the_next_layer(stacked, accumulates):
     got = captured(params, x, dy, into)
     assert all(torch.equal(a, b) for a, b in zip(trees.tensors(got), trees.tensors(want), strict=True))
     assert graph_data(captured).width > 1 and graph_data(graphed(step(plain), params, x, dy, sums(), inputs=policies)).width == 1
+
+
+@pytest.mark.parametrize("twice", [True, False])
+def test_layers_that_overlap_by_themselves_are_refused(twice):
+    plain = ChainConfig(steps=(Step("layers", repeat, LAYERS),))
+    given = wgrads_beside(plain) if twice else dist.zero3(plain, dist.Mesh.abstract({"dp": 2}, rank=0)["dp"])
+    with pytest.raises(ValueError, match="wgrads_beside: cfg must be one whose layers do not .* got a repeat of it at 'layers'"):
+        wgrads_beside(given)
 
 
 def test_a_chain_with_repeats_and_params_stay_as_they_are():

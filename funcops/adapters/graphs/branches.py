@@ -19,7 +19,7 @@ from funcops.backend.scopes import named_scope
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, Prefetch, wrap
 from funcops.contract.walk import Part, rewrite
-from funcops.errors import CaptureError, GraphOrderError, require_type
+from funcops.errors import CaptureError, GraphOrderError, fail, require_type
 from funcops.trees import tensors
 
 MAIN = ""
@@ -245,7 +245,8 @@ def wgrads_beside(cfg: Any) -> Any:
     """The config with the weight gradients of each layer of its repeats in a branch, beside the dgrad of the layer before it.
 
     Params, residuals and results are the same, to the bit. For `graphed` steps on a device; elsewhere, it changes nothing but what
-    a capture checks. Accumulators that are given (`into`) are written by the branch.
+    a capture checks. Accumulators that are given (`into`) are written by the branch. Raises `ValueError` for a repeat whose layers
+    overlap work by themselves: of `zero3`, or from this function.
 
     >>> from funcops import LinearConfig, RepeatConfig, linear
     >>> from funcops.graphs import wgrads_beside
@@ -253,9 +254,15 @@ def wgrads_beside(cfg: Any) -> Any:
     beside(linear)
     """
 
+    def body(path: str, op: Op, inner: Any) -> tuple[Op, Any]:
+        if op.prefetch is not None:
+            wanted = f"one whose layers do not overlap work by themselves, as {op.name} does"
+            fail("wgrads_beside", "cfg", wanted, f"a repeat of it at {path!r}")
+        return beside(op), inner
+
     def step(part: Part) -> tuple[Op, Any] | None:
         repeats = part.composite and part.cfg.times is not None
-        return (part.op, part.cfg.with_parts(lambda _, op, inner: (beside(op), inner))) if repeats else None
+        return (part.op, part.cfg.with_parts(lambda _, op, inner: body(part.path, op, inner))) if repeats else None
 
     return rewrite(cfg, step)[1]
 
