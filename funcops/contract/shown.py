@@ -38,7 +38,7 @@ class _Printer:
     def __init__(self) -> None:
         self.lines: dict[int, str] = {}
 
-    def parts(self, value: Any) -> tuple[str, list[tuple[str, Any]], str] | None:
+    def opened(self, value: Any) -> tuple[str, list[tuple[str, Any]], str] | None:
         """Return what opens a value, its named parts, and what closes it; None for a value without parts."""
         if dataclasses.is_dataclass(value) and type(value).__repr__ is shown:
             fields = [f for f in dataclasses.fields(value) if f.init and f.repr and not _usual(f, value)]
@@ -48,10 +48,10 @@ class _Printer:
     def line(self, value: Any) -> str:
         found = self.lines.get(id(value))
         if found is None:
-            parts = self.parts(value)
-            if parts is None:
+            inside = self.opened(value)
+            if inside is None:
                 return repr(value)
-            opening, inner, closing = parts
+            opening, inner, closing = inside
             comma = "," if opening == "(" and len(inner) == 1 else ""
             found = opening + ", ".join([name + self.line(one) for name, one in inner]) + comma + closing
             self.lines[id(value)] = found
@@ -59,10 +59,10 @@ class _Printer:
 
     def text(self, value: Any, before: str, depth: int) -> str:
         """The value as source. `before`: what stands before it on its line; `depth`: of that line."""
-        line, parts = self.line(value), self.parts(value)
-        if parts is None or len(INDENT) * depth + len(before) + len(line) <= WIDTH:
+        line, inside = self.line(value), self.opened(value)
+        if inside is None or len(INDENT) * depth + len(before) + len(line) <= WIDTH:
             return line
-        opening, inner, closing = parts
+        opening, inner, closing = inside
         rows = [INDENT * (depth + 1) + name + self.text(one, name, depth + 1) + "," for name, one in inner]
         return "\n".join([opening, *rows, INDENT * depth + closing])
 
