@@ -22,7 +22,7 @@ class SamplingConfig:
 
     >>> from funcops.models import SamplingConfig
     >>> SamplingConfig(temperature=0.8, top_p=0.9)
-    SamplingConfig(temperature=0.8, top_k=None, top_p=0.9, min_p=None, repetition_penalty=1.0)
+    SamplingConfig(temperature=0.8, top_p=0.9)
     >>> SamplingConfig(temperature=-1.0)
     Traceback (most recent call last):
         ...
