@@ -92,9 +92,9 @@ def _in_order() -> Iterator[None]:
 
 
 class named_scope:
-    """A block whose steps get a name before their paths, in a profile and in errors of nothing else: `named_scope("optimizer")`.
-
-    Outside of `named_steps()` and `profile` it does nothing.
+    """A block with a name in profiles, which stands before the paths of its steps: `named_scope("optimizer")`. `half`: what runs in
+    it, such as "fwd"; by default as in the scope around it. Outside of `named_steps()` and `profile` it does nothing. Raises
+    `TypeError` if a name is not a string.
 
     >>> import torch
     >>> from funcops import named_scope, profile
@@ -125,12 +125,7 @@ class named_scope:
 
 def by_number(run: Callable[[int, Any], Any]) -> Callable[[int, Any], Any]:
     """The function of a layer's number and tree, run in a scope with that number as its name."""
-
-    def named(i: int, tree: Any) -> Any:
-        with named_scope(str(i)):
-            return run(i, tree)
-
-    return named
+    return lambda i, tree: named(str(i), run, i, tree)
 
 
 def named(name: str, fn: Callable[..., Any], *args: Any) -> Any:
@@ -152,11 +147,6 @@ def enter(name: str, half: str) -> None:
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         ends.enter_context(_annotated(made))
     _thread.open.append((made, ends))
-
-
-def again(made: Label) -> Any:
-    """A block with the label of a step that was recorded, inside the scope that runs; nothing where steps are not named."""
-    return named_scope(made.path, made.half)
 
 
 def leave() -> None:
@@ -206,7 +196,7 @@ def labels_of(annotations: Mapping[int, list[Any]]) -> dict[int, Label]:
     return found
 
 
-# Marks of compiled code. They write to a token, so that a compiler neither drops nor reorders them.
+# The marks of compiled code write to a token, so that a compiler neither drops them nor changes their order.
 _token = torch.zeros(1)
 _operators = torch.library.Library("funcops", "FRAGMENT")
 _operators.define("scope_begin(Tensor(a!) token, str name, str half) -> ()")

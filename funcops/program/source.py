@@ -60,12 +60,19 @@ class Source:
         return lines
 
     def _lines(self, row: Row) -> list[str]:
+        """The lines of a row; in a named program, in the scope of the step that it runs."""
         kind = f"named {row.kind}" if self.named and f"named {row.kind}" in LINES else row.kind
         lines = LINES[kind].format_map(Fields(self, row)).split("\n")
         half = half_of(row) if self.named else None
         if half is None:
             return lines
-        path = joined(row.of.calls) if isinstance(row.of, Piece) else row.of.path if isinstance(row.of, Call) else row.path
+        of, path = row.of, row.path
+        if isinstance(of, Piece):
+            path = joined(of.calls)
+        elif isinstance(of, Call):
+            path = of.path
+        elif isinstance(of, Scope) and of.ties:  # the gradients of tied params are summed
+            path = "+".join(dict.fromkeys(source.rpartition(".")[0] for _, source in of.ties))
         return [f"with scopes.named_scope({path or ''!r}, {half!r}):", *(f"    {line}" for line in lines)]
 
     def _moved(self, row: Row) -> list[int]:

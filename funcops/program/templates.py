@@ -147,8 +147,7 @@ HALVES = dict.fromkeys(("fwd", "raw fwd", "forward piece", "sum of skip", "fold"
 HALVES |= dict.fromkeys(("dgrad", "raw dgrad", "backward piece", "settle", "sum", "filled"), "dgrad")
 HALVES |= dict.fromkeys(("bwd", "raw bwd", "return backward"), "bwd")
 HALVES |= dict.fromkeys(("wgrad", "raw wgrad", "unwanted", "joint wgrads", "joint products", "products", "return wgrad"), "wgrad")
-HALVES |= dict.fromkeys(("recompute", "recompute unchecked", "raw recompute", "recompute from x"), "recompute")
-HALVES |= dict.fromkeys(("recompute from a recipe",), "recompute")
+HALVES |= {kind: "recompute" for kind in LINES if "recompute" in kind}
 
 
 def half_of(row: Row) -> str | None:

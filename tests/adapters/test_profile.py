@@ -33,7 +33,7 @@ from funcops import (
     value_and_grad,
     with_policy,
 )
-from funcops.adapters.profiler import trace
+from funcops.adapters.profiler import profiles, trace
 from funcops.backend import scopes
 from funcops.backend.scopes import Label
 from funcops.graphs import graph_data, graphed, wgrads_beside
@@ -290,6 +290,16 @@ def test_kernels_of_a_graph_belong_to_the_step_of_their_node():
         event("kernel", "unknown", 160, 7, correlation=1, **{"graph node id": 4}),
     ]
     assert trace.spent(events, LABELS, labels).kernels == pytest.approx({UP_FWD: 60e-6, UP_WGRAD: 7e-6})
+
+
+def test_bytes_of_a_cuda_graph_are_unknown_not_zero():
+    """A replay's operators are not seen; where some are, their bytes are counted."""
+    times = trace.Spent({}, {UP_FWD: 4.0, UP_WGRAD: 2.0}, Counter({UP_FWD: 8, UP_WGRAD: 2}), Counter())
+    counted = profiles._Counted()
+    counted.launches[UP_WGRAD], counted.moved[UP_WGRAD] = 1, 96
+    rows = [profiles._row(label, times, counted, {UP_FWD: 7}, 2) for label in (UP_FWD, UP_WGRAD)]
+    assert rows == [profiles.ProfileRow("up", "fwd", 2.0, 4, None, 7), profiles.ProfileRow("up", "wgrad", 1.0, 1, 96, 0)]
+    assert profiles._row(UP_FWD, times, None, {}, 2) == profiles.ProfileRow("up", "fwd", 2.0, 4, None, 0)
 
 
 def test_time_between_marks_belongs_to_their_step():

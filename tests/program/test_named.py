@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from funcops import RopeConfig, WithExtras, chain, named_steps, random, rope_table, trees
+from funcops import ChainConfig, LinearConfig, RopeConfig, Step, WithExtras, chain, linear, named_steps, random, rope_table, trees
 from funcops.backend import scopes
 from funcops.backend.scopes import Label
 from funcops.contract.needs import Needs
@@ -81,6 +81,15 @@ def test_named_programs_give_the_same_bits(block):
     with named_steps():
         got = run()
     assert len(got) == len(want) and all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_the_sum_of_tied_gradients_is_named_by_their_source():
+    steps = tuple(Step(name, linear, LinearConfig(4, 4, bias=False)) for name in "ab")
+    lowered = lower(chain, ChainConfig(steps=steps, ties={"a.weight": "b.weight"}), Needs.ALL)
+    text, _ = Source(named=True).function(
+        "backward", programs.rows_of("backward", lowered, cover(lowered, None, None, True), False), False
+    )
+    assert re.search(r"with scopes\.named_scope\('b', 'bwd'\):\n *return run\.collected\(", text)
 
 
 def test_a_recomputed_half_stays_one_inside():

@@ -61,8 +61,8 @@ class branch:
 
     On a CUDA device it is a stream: captured, a parallel branch of the graph. Elsewhere it runs in turn, and a capture checks it.
     Branches of one name share a stream, and run one after another. Raises `GraphOrderError` for a second `join`, or one before the
-    end of the block; a capture raises `CaptureError` for a branch that is not joined, and
-    without CUDA for two operators that may run at once and touch one buffer.
+    end of the block; a capture raises `CaptureError` for a branch that is not joined, and without CUDA for two operators that may
+    run at once and touch one buffer.
 
     >>> import torch
     >>> from funcops.graphs import branch, graphed

@@ -130,7 +130,7 @@ class Recording:
             self._spoil_later()
         values: dict[int, Tensor] = {}
         for label, calls in itertools.groupby(map(self.calls.__getitem__, self.order), key=lambda call: call.label):
-            with scopes.again(label):
+            with scopes.named_scope(*label):  # of the capture
                 for call in calls:
                     args, kwargs = _resolve(call.args, values), _resolve(call.kwargs, values)
                     found = call.func(*args, **kwargs)

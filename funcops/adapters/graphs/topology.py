@@ -75,8 +75,8 @@ def graph_data(captured: Any) -> GraphData:
     """The topology of what `graphed` captured (the graph of its first slot), or of a torch `CUDAGraph`.
 
     Steps have paths if the capture ran in `named_steps()` (on a device: torch 2.15 and a driver that annotates graphs). On a device
-    the graph must be captured with `keep_graph=True`, and torch must know `get_graph_data`. Raises
-    what torch raises if it cannot, and `TypeError` for anything else.
+    the graph must be captured with `keep_graph=True`, and torch must know `get_graph_data`. Raises what torch
+    raises if it cannot, and `TypeError` for anything else.
 
     >>> import torch
     >>> from funcops import ChainConfig, LinearConfig, SoftcapConfig, Step, chain, linear, named_steps, random, softcap

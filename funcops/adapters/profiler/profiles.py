@@ -28,7 +28,7 @@ _HEAD = ("step", "half", "time", "share", "launches", "moved", "kept")
 class ProfileRow(NamedTuple):
     """A half of a step in one call: `seconds` of the device, or of operators without one; `launches` of kernels, or of operators
     that compute; bytes `moved`, which operators read and write, and `kept` for the backward. None where it is not known: in
-    compiled code."""
+    compiled code, and for `moved` in a CUDA graph."""
 
     path: str
     half: str
@@ -169,28 +169,22 @@ def profile(fn: Callable[..., Any], *args: Any, calls: int = 3, warmup: int = 1,
                 torch.cuda.synchronize()
         found = _exported(profiler)
         compiled = trace.is_compiled(found["traceEvents"])
-        counted, kept = _Counted(), {}
-        if count and not compiled:
-            kept = _counted(fn, args, counted)
+        counted = _Counted() if count and not compiled else None
+        kept = {} if counted is None else _counted(fn, args, counted)
         labels = dict(scopes.names)
     times = trace.spent(found["traceEvents"], labels, scopes.node_labels())
     found["traceEvents"] += trace.ranges(found["traceEvents"])
-    seconds = times.kernels or times.operators
-    rows = []
-    for label in sorted({*seconds, *kept}, key=_order(labels)):
-        launches = times.launches[label] // calls if times.kernels else counted.launches.get(label, 0)
-        known = count and not compiled
-        spent = seconds.get(label, 0.0) / calls
-        rows.append(
-            ProfileRow(
-                *label,
-                spent,
-                launches if known or times.kernels else None,
-                counted.moved.get(label, 0) if known else None,
-                kept.get(label, 0),
-            )
-        )
-    return Profile(rows, "cuda" if times.kernels else "cpu", found)
+    order = sorted({*(times.kernels or times.operators), *kept}, key=_order(labels))
+    return Profile([_row(label, times, counted, kept, calls) for label in order], "cuda" if times.kernels else "cpu", found)
+
+
+def _row(label: Label, times: trace.Spent, counted: _Counted | None, kept: Mapping[Label, int], calls: int) -> ProfileRow:
+    """The row of a label. The operators of a CUDA graph are not seen when it is replayed, so what they move is not known."""
+    kernels = times.launches[label] // calls
+    operators = None if counted is None else counted.launches.get(label, 0)
+    moved = None if counted is None or (kernels and not operators) else counted.moved.get(label, 0)
+    seconds = (times.kernels or times.operators).get(label, 0.0) / calls
+    return ProfileRow(*label, seconds, kernels if times.kernels else operators, moved, kept.get(label, 0))
 
 
 def _order(labels: Mapping[str, Label]) -> Callable[[Label], tuple[int, Label]]:
