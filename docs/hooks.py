@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
 import notebooks  # noqa: E402
-import reference  # noqa: E402
+
+from docs import entries, reference  # noqa: E402
 
 # the path in the site of each page that is outside docs/
 MOVED = {
@@ -41,7 +42,37 @@ MOVED = {
     "examples/notebooks/fp8_error_map.ipynb": "notebooks/fp8_error_map.md",
 }
 LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)")
+COLUMNS = re.compile(r"\S {3,}\S|^ {8,}\S")
 CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.S | re.M)
+
+
+# words that a reader searches for and that a page tells under another name; they count before all other words
+SEARCHED = {
+    "words.md": ("dgrad", "wgrad"),
+    "write-your-own-backward-schedule.md": ("zero bubble", "ZB-H1", "1F1B", "delayed wgrad", "pipeline"),
+    "policies-and-budgets.md": ("gradient checkpointing", "activation checkpointing", "remat", "activation memory"),
+    "fine-tuning.md": ("LoRA", "QLoRA", "PEFT", "adapters"),
+    "low-precision.md": ("FP8 training", "FP8 layer", "MXFP8", "NVFP4", "quantization"),
+    "data-parallel.md": ("FSDP", "DDP", "ZeRO", "torchrun"),
+    "parallel.md": ("tensor parallel", "sequence parallel", "Megatron"),
+    "mixture-of-experts.md": ("MoE", "expert parallel"),
+    "capturing-a-training-step.md": ("CUDA graph",),
+    "mixed-precision.md": ("bfloat16", "master weights", "main_grad", "loss scaling"),
+    "inside-an-existing-model.md": ("nn.Module", "autograd", "torch.compile", "measure kept bytes"),
+    "coming-from-pytorch.md": ("load torch weights", "from_state_dict"),
+    "reading-a-step.md": ("profiler", "trace"),
+}
+
+
+def on_config(config: Any) -> Any:
+    """Put the pages of the reference into the navigation, after its index."""
+    (section,) = [entry for entry in config["nav"] if "Reference" in entry]
+    section["Reference"] += [{title: _navigation(pages)} for title, pages in reference.sections().items()]
+    return config
+
+
+def _navigation(pages: Any) -> list[Any]:
+    return [{page.title: [page.path, *_navigation(page.parts)] if page.parts else page.path} for page in pages]
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -54,8 +85,8 @@ def on_files(files: Any, config: Any) -> Any:
     for path in sorted((ROOT / "examples").rglob("*.py")):
         files.append(File.generated(config, path.relative_to(ROOT).as_posix(), content=path.read_text(encoding="utf-8")))
     for page in reference.pages():
-        files.append(File.generated(config, page.path, content=reference.markdown(page)))
-    files.append(File.generated(config, "reference/index.md", content=reference.index()))
+        files.append(File.generated(config, page.path, content=entries.markdown(page)))
+    files.append(File.generated(config, "reference/index.md", content=entries.index()))
     return files
 
 
@@ -75,11 +106,36 @@ def of_notebooks(config: Any) -> Iterator[File]:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     at = page.file.src_uri
+    page.meta |= {"tags": list(SEARCHED.get(at, ())), "description": description(markdown)}
     if at == "index.md":
         page.meta["hide"] = ["navigation"]  # it would list only the start page
-    if at in MOVED.values() or at.startswith("reference/"):
+    if at.startswith("reference/"):
         return markdown
-    return placed(markdown, f"docs/{at}", at)
+    return linked(markdown if at in MOVED.values() else placed(markdown, f"docs/{at}", at), at)
+
+
+def description(markdown: str) -> str | None:
+    """The first sentence of a page, without its markup."""
+    for block in markdown.split("\n\n"):
+        if re.match(r"[A-Z`]", block):
+            text = " ".join(re.sub(r"\[([^\]]*)\]\([^)]*\)|[`*]", r"\1", block).split())
+            return re.split(r"(?<=[.])\s", text)[0]
+    return None
+
+
+def linked(markdown: str, at: str) -> str:
+    """The text of the page at `at`; in rows of tables each public name of `funcops` links to its reference."""
+    places = {name.removeprefix("funcops."): (name, path) for name, path in reference.places().items()}
+
+    def link(code: re.Match[str]) -> str:
+        name, path = places.get(code[1].removeprefix("funcops."), ("", ""))
+        return f"[{code[0]}]({posixpath.relpath(path, posixpath.dirname(at) or '.')}#{name})" if path else code[0]
+
+    def row(line: re.Match[str]) -> str:
+        return re.sub(r"(?<!\[)`([\w.]+)`(?!\])", link, line[0])
+
+    outside = re.split(r"(^```.*?^```)", markdown, flags=re.S | re.M)  # odd parts are blocks of code
+    return "".join(part if i % 2 else re.sub(r"^\|.*\|$", row, part, flags=re.M) for i, part in enumerate(outside))
 
 
 def placed(text: str, source: str, target: str) -> str:
@@ -114,17 +170,9 @@ class Plain(griffe.Extension):
             obj.docstring.value = plain(obj.docstring.value)
 
     def on_attribute(self, *, attr: griffe.Attribute, **_: Any) -> None:
-        """Hide the `make_op` call of an op, as its functions are shown below it, and a field's `field(...)` call."""
+        """Hide the `make_op` call of an op that has no page of its own."""
         if str(attr.value).startswith("make_op("):
             attr.value, attr.annotation = None, "Op"
-        elif str(attr.value) == "field(kw_only=False)":
-            attr.value = None
-
-    def on_class_members(self, *, cls: griffe.Class, **_: Any) -> None:
-        """Remove class attributes that a config computes from its fields."""
-        for name in [name for name, member in cls.members.items() if member.is_attribute and member.labels == {"class-attribute"}]:
-            if cls.members[name].docstring is None and not cls.members[name].value:
-                cls.del_member(name)
 
 
 def made(name: str, value: Any) -> griffe.Object:
@@ -153,6 +201,8 @@ def plain(text: str) -> str:
     for block in re.split(r"\n{2,}", text):
         if block.lstrip().startswith(">>>"):
             block = f"```pycon\n{textwrap.dedent(block)}\n```"
+        elif sum(bool(COLUMNS.search(line)) for line in block.splitlines()) > 1:  # columns stay columns
+            block = textwrap.indent(block, "    ")
         elif not block.startswith("    "):
             block = "".join(part if part.startswith("`") else _escaped(part) for part in re.split(r"(`[^`]*`)", block))
         blocks.append(block)

@@ -1,6 +1,7 @@
-"""The public names, by group, as Markdown pages from which mkdocstrings makes the reference. Most names are found, not listed here:
-the groups come from `help(funcops)`, an operator's names from its file's `__all__`, and the names of a room (`funcops.optim` and so
-on) from its imports. `AUTHORS` lists the names for writing ops, as their modules have other names too."""
+"""The public names, by group, as Markdown pages from which mkdocstrings makes the reference: a page for each operator, a page for
+the other names of a group. Most names are found, not listed here: the groups come from `help(funcops)` and from the docstrings of
+its rooms, an operator's names from its file's `__all__`, and the names of a room (`funcops.optim` and so on) from its imports.
+`AUTHORS` lists the names for writing ops, as their modules have other names too."""
 
 from __future__ import annotations
 
@@ -8,15 +9,13 @@ import ast
 import importlib
 import inspect
 import re
-import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import funcops
-from docs import examples
 
 ROOMS = ("adapters.pipelining", *funcops._ROOMS)  # the first is not imported by funcops: it needs torch.distributed
 AUTHORS = {
@@ -27,72 +26,103 @@ AUTHORS = {
     "funcops.errors": ("check", "FLOATS"),
 }
 GROUP = re.compile(r"^(?: {4})?(\w[\w ]*?)(?: {2,}|$)")
-
-
-@dataclass(frozen=True)
-class Section:
-    """`home` is the module whose docstring opens the section, or None; `names` are dotted public names."""
-
-    title: str
-    home: str | None
-    names: tuple[str, ...]
+DOCSTRINGS = {"funcops.dist": "funcops.distributed"}  # `funcops.dist` is the name of what is told there
 
 
 @dataclass(frozen=True)
 class Page:
+    """`home` is the module whose docstring opens the page, or ""; `names` are dotted public names; `parts` are the pages below it
+    in the navigation; `ops` are the operators whose page it is."""
+
     title: str
     path: str
-    opening: str
-    sections: tuple[Section, ...]
+    home: str
+    names: tuple[str, ...]
+    parts: tuple[Page, ...] = ()
+    ops: tuple[str, ...] = ()
+
+
+def sections() -> dict[str, list[Page]]:
+    """The pages in the order of the navigation; the pages of its operators are parts of a group, its groups of a module."""
+    listed = inspect.getdoc(funcops).split("Operators:", 1)[1]
+    groups = [_group("funcops", title, words, "reference") for title, words in _groups(listed)]
+    return {
+        "Operators": [page for page in groups if page.parts],
+        "Functions": [*(page for page in groups if page.names and not page.parts), _authors()],
+        "Modules": [_room(name) for name in ROOMS],
+    }
 
 
 def pages() -> list[Page]:
-    groups = [Page(title, _path(title), "", tuple(_sections(names))) for title, names in _groups()]
-    return [*(page for page in groups if page.sections), _authors(), *map(_room, ROOMS)]
+    """All pages, each before its parts."""
+    return [page for found in sections().values() for page in _flat(found)]
+
+
+def _flat(found: Any) -> Iterator[Page]:
+    for page in found:
+        yield page
+        yield from _flat(page.parts)
 
 
 def _authors() -> Page:
-    names = [f"{module}.{name}" for module, found in AUTHORS.items() for name in found]
-    return Page("For authors of ops", "reference/authors.md", "", tuple(Section(name, None, (name,)) for name in names))
+    names = tuple(f"{module}.{name}" for module, found in AUTHORS.items() for name in found)
+    return Page("For authors of ops", "reference/authors.md", "", names)
 
 
 def public() -> list[str]:
     """Every public name, dotted, once."""
-    return list(dict.fromkeys(name for page in pages() for section in page.sections for name in section.names))
+    return list(dict.fromkeys(name for page in pages() for name in page.names))
 
 
-def _path(title: str) -> str:
-    return f"reference/{re.sub(r'[^a-z0-9]+', '-', title.lower())}.md"
+def places() -> dict[str, str]:
+    """The page of each public name, by the name."""
+    return {name: page.path for page in pages() for name in page.names}
 
 
-def _groups() -> Iterator[tuple[str, list[str]]]:
-    """(title, names) for each titled line of `help(funcops)`, with the names of the further indented lines below it."""
-    title, names = "", []
-    for line in inspect.getdoc(funcops).split("Operators:", 1)[1].splitlines()[2:]:
+def _file(title: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", title.lower())
+
+
+def _groups(text: str) -> Iterator[tuple[str, list[str]]]:
+    """(title, words) for each titled line of a list of groups, with the words of the further indented lines below it."""
+    title, words = "", []
+    for line in text.splitlines():
         found = GROUP.match(line)
         if found and not line.startswith("     "):
-            yield title, names
-            title, names = found[1], []
+            yield title, words
+            title, words = found[1], []
             line = line[found.end() :]
-        names += [word for word in re.findall(r"\w+", line) if hasattr(funcops, word)]
-    yield title, names
+        words += re.findall(r"\w+", line)
+    yield title, words
 
 
-def _sections(names: list[str]) -> Iterator[Section]:
-    """One section for each operator with all public names of its file; operators of one file share a section."""
-    files: dict[str, list[str]] = {}
-    for name in names:
-        value = getattr(funcops, name)
-        if not isinstance(value, types.ModuleType):
-            files.setdefault(_home(value) if isinstance(value, funcops.Op) else "", []).append(name)
-    own = [name for home in files if home for name in importlib.import_module(home).__all__]
-    for home, ops in files.items():
-        if home:
-            members = importlib.import_module(home).__all__
-            yield Section(", ".join(ops), home, tuple(f"funcops.{name}" for name in sorted(members, key=_order)))
-    for name in files.get("", []):
-        if name not in own:
-            yield Section(name, None, (f"funcops.{name}",))
+def _group(module: str, title: str, words: list[str], folder: str) -> Page:
+    """The page of the names among `words` that are not of an operator's file, with a page for each such file."""
+    room, files, others = importlib.import_module(module), {}, []
+    for word in dict.fromkeys(word for word in words if hasattr(room, word)):
+        value = getattr(room, word)
+        if isinstance(value, funcops.Op) and hasattr(importlib.import_module(_home(value)), "__all__"):
+            files.setdefault(_home(value), []).append(word)
+        elif not isinstance(value, types.ModuleType):
+            others.append(word)
+    path = f"{folder}/{_file(title)}".removesuffix("/")
+    ops = tuple(_op(module, home, found, path) for home, found in files.items())
+    own = {name.rpartition(".")[2] for page in ops for name in page.names}
+    names = tuple(f"{module}.{word}" for word in others if word not in own)
+    return Page(title[:1].upper() + title[1:], _path(path, ops), "", names, ops)
+
+
+def _path(path: str, parts: tuple[Page, ...]) -> str:
+    """A page with parts is the index of their folder, which the navigation shows as one entry."""
+    return f"{path}/index.md" if parts else f"{path}.md"
+
+
+def _op(module: str, home: str, words: list[str], folder: str) -> Page:
+    """The page of one operator's file: all its public names that `module` has."""
+    room = importlib.import_module(module)
+    members = sorted(importlib.import_module(home).__all__, key=_order)
+    names = tuple(f"{module}.{name}" for name in members if hasattr(room, name))
+    return Page(", ".join(words), f"{folder}/{words[0]}.md", home, names, ops=tuple(f"{module}.{word}" for word in words))
 
 
 def _home(op: funcops.Op) -> str:
@@ -114,25 +144,15 @@ def _order(name: str) -> int:
 
 
 def _room(name: str) -> Page:
-    """The page of a room; its operators have their own sections, as the package's do."""
-    home = f"funcops.{name}"
-    names, files = exported(home), {}
-    module = importlib.import_module(home)
-    for word in names:
-        value = getattr(module, word)
-        if isinstance(value, funcops.Op) and hasattr(importlib.import_module(_home(value)), "__all__"):
-            files.setdefault(_home(value), []).append(word)
-    of_ops = {word for file in files for word in importlib.import_module(file).__all__}
-    alone = [Section(word, None, (f"{home}.{word}",)) for word in names if word not in of_ops]
-    ops = [
-        Section(
-            ", ".join(words),
-            file,
-            tuple(f"{home}.{n}" for n in sorted(importlib.import_module(file).__all__, key=_order) if hasattr(module, n)),
-        )
-        for file, words in files.items()
-    ]
-    return Page(home, f"reference/{re.sub('[_.]', '-', name)}.md", home, (*alone, *ops))
+    """The page of a room; the groups of its docstring are its parts, if it has groups that name all of it."""
+    home, folder = f"funcops.{name}", f"reference/{re.sub('[_.]', '-', name)}"
+    names, opening = exported(home), DOCSTRINGS.get(home, home)
+    groups = list(_groups(inspect.getdoc(importlib.import_module(opening))))[1:]
+    if {word for _, words in groups for word in words} >= {word for word in names if not is_part(word)}:
+        parts = tuple(_group(home, title, words, folder) for title, words in groups)
+        return Page(home, _path(folder, parts), opening, (), parts)
+    whole = _group(home, "", names, folder)
+    return Page(home, _path(folder, whole.parts), opening, whole.names, whole.parts)
 
 
 def exported(name: str) -> list[str]:
@@ -151,78 +171,6 @@ def exported(name: str) -> list[str]:
     return [word for word in dict.fromkeys(found) if not isinstance(getattr(module, word), types.ModuleType)]
 
 
-# Markdown
-
-
-def markdown(page: Page) -> str:
-    lines = [f"# {page.title}", "", *(_docstring(page.opening) if page.opening else [])]
-    for section in page.sections:
-        if section.home:
-            ops = [value for value in map(value_of, section.names) if isinstance(value, funcops.Op)]
-            lines += [f"## {section.title}", "", *_docstring(section.home), *_in_use(*ops, *(op.fwd for op in ops))]
-        level = 3 if section.home else 2
-        lines += [line for name in section.names for line in _entry(name, level)]
-    return "\n".join(lines)
-
-
-def _in_use(*values: Any) -> list[str]:
-    """Links to the pages whose code names one of these values."""
-    found = dict.fromkeys(path for value in values for path in examples.uses(value))
-    links = [f"[{title}](../{'index.md' if path == 'README.md' else path.removeprefix('docs/')})" for path, title in _titles(found)]
-    return [f"In use: {', '.join(links)}.", ""] if links else []
-
-
-def _titles(paths: Iterable[str]) -> Iterator[tuple[str, str]]:
-    for path in paths:
-        yield path, (examples.ROOT / path).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
-
-
-def _entry(name: str, level: int) -> list[str]:
-    """The lines for one name. If a module has the same name, as with `funcops.report`, the name is looked up where it is defined,
-    but shown as itself. A name outside of an operator's section also lists the pages that use it."""
-    found, anchor = defined(name), []
-    if found != name:
-        anchor = [f'<a id="{name}"></a>', ""]
-    options = [
-        f"      heading_level: {level}",
-        *([f"      heading: {name}", f"      toc_label: {name.rpartition('.')[2]}"] if anchor else []),
-    ]
-    return [*anchor, f"::: {found}", "    options:", *options, "", *(_in_use(value_of(name)) if level == 2 else [])]
-
-
 def value_of(name: str) -> Any:
     home, _, word = name.rpartition(".")
     return getattr(importlib.import_module(home), word)
-
-
-def defined(name: str) -> str:
-    """The dotted name, or the dotted name of the definition if a module on the way has the same name."""
-    value, word = value_of(name), name.rpartition(".")[2]
-    home = _home(value) if isinstance(value, funcops.Op) else getattr(value, "__module__", None) or ""
-    taken = name in sys.modules or home.rpartition(".")[2] == word
-    return f"{home}.{word}" if taken and home.startswith("funcops") else name
-
-
-def _docstring(module: str) -> list[str]:
-    return [
-        f"::: {module}",
-        "    options:",
-        "      members: false",
-        "      show_root_heading: false",
-        "      show_root_toc_entry: false",
-        "",
-    ]
-
-
-def index() -> str:
-    """Every name, on one page, by group."""
-    lines = ["# Reference", "", "Every public name, from the docstrings of the package.", "", "| group | names |", "|---|---|"]
-    for page in pages():
-        links = ", ".join(
-            f"[`{name.rpartition('.')[2]}`]({page.path.partition('/')[2]}#{name})"
-            for section in page.sections
-            for name in section.names
-            if not section.home or isinstance(value_of(name), funcops.Op)
-        )
-        lines.append(f"| [{page.title}]({page.path.partition('/')[2]}) | {links} |")
-    return "\n".join(lines) + "\n"

@@ -3,7 +3,8 @@
     python tests/built_site.py [FOLDER]       a line for each fault; exit status 1 where there is one
 
 Every public name is on its page, and each example of its docstring; every link and picture leads to a file of the site, and to a
-place in it where it names one; nothing is fetched from elsewhere.
+place in it where it names one; nothing is fetched from elsewhere. The site's search lists the right page first for each query of
+`FIRST`; where Node.js is missing, this is not tried, and said.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ from __future__ import annotations
 import doctest
 import importlib
 import inspect
+import json
 import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from html.parser import HTMLParser
@@ -23,6 +27,24 @@ ROOT = Path(__file__).resolve().parents[1]
 FETCHED = {"img": "src", "script": "src", "iframe": "src", "source": "src", "link": "href"}
 NOT_FETCHED = {"canonical", "prev", "next", "edit"}  # relations of <link> that a browser loads nothing for
 SILENT = {"script", "style", "template"}
+FIRST = {  # the page that the site's search is to list first
+    "LinearConfig": "reference/layers/linear.html",
+    "linear_fwd": "reference/layers/linear.html",
+    "column_linear": "reference/dist/layers/column_linear.html",
+    "dgrad": "words.html",
+    "wgrad": "words.html",
+    "gradient checkpointing": "policies-and-budgets.html",
+    "activation memory": "policies-and-budgets.html",
+    "zero bubble": "write-your-own-backward-schedule.html",
+    "1F1B": "write-your-own-backward-schedule.html",
+    "FP8 training": "low-precision.html",
+    "LoRA": "fine-tuning.html",
+    "CUDA graph": "capturing-a-training-step.html",
+    "FSDP": "data-parallel.html",
+    "torchrun": "data-parallel.html",
+    "load torch weights": "coming-from-pytorch.html",
+    "measure kept bytes": "inside-an-existing-model.html",
+}
 
 
 class Wanted(NamedTuple):
@@ -95,6 +117,15 @@ def dead(site: Path, at: str, url: str, pages: dict[str, Page]) -> str | None:
     return None
 
 
+def misled(site: Path, first: dict[str, str]) -> list[str]:
+    """A line for each query for which the site's own search, run by Node.js, lists another page first."""
+    script = ROOT / "tests" / "site_search.js"
+    done = subprocess.run(["node", script, site], input="\n".join(first), capture_output=True, text=True, check=True)
+    listed = [[place.partition("#")[0] for place in json.loads(line)] for line in done.stdout.splitlines()]
+    found = [(query, wanted, got[:1]) for (query, wanted), got in zip(first.items(), listed, strict=True)]
+    return [f"search for {query!r}: expected {wanted} first, got {got}" for query, wanted, got in found if got != [wanted]]
+
+
 def shown(names: Sequence[str], homes: Sequence[str], value_of: Any) -> Iterator[str]:
     """The examples in the docstrings of these names and of the modules that open their sections: input and output."""
     of = [value for value in map(value_of, names) if inspect.isfunction(value) or inspect.isclass(value)]
@@ -110,10 +141,14 @@ def main(argv: list[str]) -> int:
 
     wanted = {}
     for page in reference.pages():
-        names = [name for section in page.sections for name in section.names]
-        texts = shown(names, [section.home for section in page.sections if section.home], reference.value_of)
-        wanted[str(Path(page.path).with_suffix(".html"))] = Wanted(names, list(texts))
-    found = faults(Path(argv[0]) if argv else ROOT / "site", wanted)
+        texts = shown(page.names, [page.home] if page.home else [], reference.value_of)
+        wanted[str(Path(page.path).with_suffix(".html"))] = Wanted(page.names, list(texts))
+    site = Path(argv[0]) if argv else ROOT / "site"
+    found = faults(site, wanted)
+    if shutil.which("node"):
+        found += misled(site, FIRST)
+    else:
+        print("node is not installed: the search of the site was not tried")
     print(*found, sep="\n", end="\n" if found else "")
     return 1 if found else 0
 

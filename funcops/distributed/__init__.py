@@ -4,10 +4,11 @@ Meshes        Mesh, Axis
 In flight     gather_start, scatter_sum_start, sum_over_start, all_to_all_start; finish (InFlight)
 Checkpoints   save, save_start (Saving), load, is_saved
 Programs      handshake, check_program, record (Program, Collective)
-Gradients     reduce_start, sum_axes; global_norm, part_axes, all_ranks, raise_on_all_ranks; amaxes_over
-ZeRO          own_shards, gather_shards_start, zero3
+Gradients     reduce_start (Reducing), sum_axes; global_norm, part_axes, all_ranks, raise_on_all_ranks; amaxes_over
+ZeRO          own_shards, gather_shards_start (Gathering), zero3
 Collectives   gather, scatter_sum, sum_over, copy_to, gather_same, slice_of, all_to_all, shift
-Layers        column_linear, row_linear; column_qlinear, row_qlinear; parallel_low_rank; sharded; sharded_dropout
+Layers        column_linear, row_linear; column_qlinear, row_qlinear; parallel_low_rank; sharded (Shared);
+              sharded_dropout
 Experts       parallel_experts; dispatch, combine
 Vocabulary    vocab_embedding, vocab_cross_entropy, vocab_linear_cross_entropy
 Sequence      context_attention, context_sink_attention, parallel_latent_split; zigzag, unzigzag, zigzag_positions

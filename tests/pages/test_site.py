@@ -3,6 +3,7 @@ and has an example.
 `make docs` builds it, and reads what was built (`built_site.py`)."""
 
 import ast
+import dataclasses
 import importlib.util
 import inspect
 import re
@@ -15,7 +16,7 @@ import built_site
 import pytest
 
 import funcops
-from docs import examples, reference
+from docs import entries, examples, reference
 
 ROOT = Path(__file__).resolve().parents[2]
 NAVIGATION = set(re.findall(r": (\S+\.md)$|- (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
@@ -35,7 +36,7 @@ def moved():
 def test_the_navigation_has_every_page_and_no_other():
     own = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert all((ROOT / name).is_file() for name in moved())
-    assert NAVIGATION == own | set(moved().values()) | {page.path for page in reference.pages()} | {"reference/index.md"}
+    assert NAVIGATION == own | set(moved().values()) | {"reference/index.md"}  # docs/hooks.py adds the other pages of the reference
 
 
 def path_of_learning(nav):
@@ -130,7 +131,7 @@ def test_functions_that_raise_say_so():
     assert "Raises" in funcops.Op.__doc__
 
 
-@pytest.mark.parametrize("home", sorted({section.home for page in reference.pages() for section in page.sections if section.home}))
+@pytest.mark.parametrize("home", sorted(page.home for page in reference.pages() if page.ops))
 def test_an_op_has_its_math_or_meaning_and_shapes(home):
     """In the docstring of its file, which opens its section: a formula or words for it, the shapes and dtypes of x and y, and what
     is kept. What a forward raises, it says itself."""
@@ -158,22 +159,45 @@ def alone(name, page):
     """Whether a session of its own file, a session of a page or, for a constant, a session beside it shows a name."""
     value = reference.value_of(name)
     home = getattr(value, "__module__", None)
-    homes = [home] if home else [getattr(reference.value_of(n), "__module__", None) for s in page.sections for n in s.names]
-    return bool(examples.uses(value)) or any(id(value) in examples.in_module(one) for one in {*homes, page.opening} if one)
+    homes = [home] if home else [getattr(reference.value_of(n), "__module__", None) for n in page.names]
+    return bool(examples.uses(value)) or any(id(value) in examples.in_module(one) for one in {*homes, page.home} if one)
 
 
 def test_an_example_shows_every_name():
     """Examples are in docstrings and on pages; all of them run (tests/pages/test_docs.py)."""
     missing = []
     for page in reference.pages():
-        for section in page.sections:
-            if section.home:
-                opening = examples.shown([examples.session(importlib.import_module(section.home))])
-                beside = examples.in_module(section.home)
-                missing += [name for name in section.names if not of_an_op(name, opening, beside)]
-            else:
-                missing += [name for name in section.names if not alone(name, page)]
+        if page.ops:
+            opening = examples.shown([examples.session(importlib.import_module(page.home))])
+            beside = examples.in_module(page.home)
+            missing += [name for name in page.names if not of_an_op(name, opening, beside)]
+        else:
+            missing += [name for name in page.names if not alone(name, page)]
     assert missing == []
+
+
+def test_every_operator_has_a_page_of_its_own():
+    """With its math, a table of its config's fields and one of its residuals; a group lists its operators."""
+    pages = {op: page for page in reference.pages() for op in page.ops}
+    assert len(pages) > 65 and {name for name in NAMES if isinstance(reference.value_of(name), funcops.Op)} == set(pages)
+    for op, page in pages.items():
+        text = entries.markdown(page)
+        assert f'<a id="{op}"></a>' in text and f"::: {page.home}\n" in text, op
+        for name in page.names:
+            cls = reference.value_of(name)
+            if inspect.isclass(cls) and name.endswith("Config"):
+                shown = {one.name for one in dataclasses.fields(cls) if one.name[0] != "_"}
+                rows = set(re.findall(r"^\| `(\w+)` \|", "\n".join(entries.fields(cls)), re.M))
+                assert rows == shown, name
+    listed = [entries.markdown(page) for page in reference.pages() if any(part.ops for part in page.parts)]
+    assert all(any(f"[`{page.title}`](" in text for text in listed) for page in pages.values())
+
+
+def test_residuals_are_shown_as_they_are_kept():
+    assert list(entries.fields(funcops.LinearResiduals))[2:4] == [
+        "| `x` | [*, I] | `x` itself | wgrad |",
+        "| `weight` | [O, I] | `params.weight` itself | dgrad |",
+    ]
 
 
 @pytest.mark.parametrize(
