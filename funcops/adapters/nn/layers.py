@@ -206,13 +206,15 @@ def drawn_key(x: Tensor) -> Tensor:
 
 class _Activation(OpModule):
     """With `inplace`, torch's own forward runs, because x must hold y, except as a step of a `Sequential`, where no one else has
-    x."""
+    x. So it does with `keeps_y`: torch's backward reads y, which the next layer keeps anyway; the op would keep x beside it. Before
+    another step of a `Sequential` the op runs, and y is recomputed from x."""
 
     kind: str
     op = activation
+    keeps_y = False
 
     def other_way(self) -> Any:
-        return self.plain if getattr(self, "inplace", False) else None
+        return self.plain if self.keeps_y or getattr(self, "inplace", False) else None
 
     def make_cfg(self) -> ActivationConfig:
         return ActivationConfig(kind=self.kind)
@@ -242,7 +244,7 @@ class ReLU(_Activation, nn.ReLU):
     tensor([0., 2.])
     """
 
-    kind, values = "relu", ("inplace",)
+    kind, values, keeps_y = "relu", ("inplace",), True
 
 
 class SiLU(_Activation, nn.SiLU):
@@ -266,7 +268,7 @@ class Sigmoid(_Activation, nn.Sigmoid):
     tensor([0.0000, 0.5000])
     """
 
-    kind = "sigmoid"
+    kind, keeps_y = "sigmoid", True
 
 
 class Tanh(_Activation, nn.Tanh):
@@ -278,7 +280,7 @@ class Tanh(_Activation, nn.Tanh):
     tensor([0., 1.])
     """
 
-    kind = "tanh"
+    kind, keeps_y = "tanh", True
 
 
 class _AlongDim(OpModule):

@@ -27,12 +27,16 @@ _compiling = torch.compiler.is_dynamo_compiling
 
 class Group:
     """Neighbouring modules that run as one chain, or one ordinary module. Small inputs run with `small`, which recomputes
-    nothing."""
+    nothing. A last module that keeps its y runs after the chain, as it keeps nothing more there; `cfg` has it, `run_cfg` has not."""
 
     def __init__(self, named: list[tuple[str, Any]], cfg: ChainConfig | None) -> None:
         self.names, self.modules, self.cfg = [n for n, _ in named], [m for _, m in named], cfg
-        self.small = None if cfg is None else dataclasses.replace(cfg, recompute=False)
-        self.in_order = [module for _, module in sorted(named, key=lambda pair: pair[0])]  # the order of a dict's leaves
+        self.last = self.modules[-1] if cfg is not None and getattr(self.modules[-1], "keeps_y", False) else None
+        inside = named if self.last is None else named[:-1]
+        self.run_cfg = cfg if self.last is None else _without_last(cfg)
+        self.small = None if self.run_cfg is None else dataclasses.replace(self.run_cfg, recompute=False)
+        self.inside = dict(inside)
+        self.in_order = [module for _, module in sorted(inside, key=lambda pair: pair[0])]  # the order of a dict's leaves
         self.dtypes: Any = getattr(self.modules[0], "dtypes", frozenset())  # of x
         self.own: list[Any] = []
         self.leaves: list[Any] = []  # of `params`
@@ -47,23 +51,27 @@ class Group:
             own += module._own()
         if self.params is None or len(own) != len(self.own) or any([a is not b for a, b in zip(own, self.own, strict=True)]):
             self.own, self.leaves = own, [t for t in own if t is not None]
-            self.params = {name: m.op_params() for name, m in zip(self.names, self.modules, strict=True)}
+            self.params = {name: m.op_params() for name, m in self.inside.items()}
 
     def run(self, x: Any) -> Any:
-        if self.cfg is None or not (type(x) is Tensor or is_plain(x)) or getattr(x, "dtype", None) not in self.dtypes:
+        y = self.run_inside(x)
+        return y if self.last is None else self.last(y)
+
+    def run_inside(self, x: Any) -> Any:
+        if self.run_cfg is None or not (type(x) is Tensor or is_plain(x)) or getattr(x, "dtype", None) not in self.dtypes:
             return self.one_by_one(x)
         if any_autocast() and is_on(x.device.type):
             return self.followed(x, x.device.type)
         if _compiling():
             self.refresh()
         few = type(x) is Tensor and x.numel() < FEW
-        cfg: Any = self.small if few else self.cfg
+        cfg: Any = self.small if few else self.run_cfg
         if cfg.extras:
             return run(chain, self.params, WithExtras(x, {KEY: drawn_key(x)}), cfg)
         return run(chain, self.params, x, cfg, [*self.leaves, x], self.small_bounds if few else self.bounds)
 
     def one_by_one(self, x: Any) -> Any:
-        for module in self.modules:
+        for module in self.modules if self.cfg is None else self.inside.values():
             x = module(x)
         return x
 
@@ -71,17 +79,21 @@ class Group:
         """Run under autocast: as one chain if every step would run in autocast's dtype, else one by one."""
         dtype = torch.get_autocast_dtype(kind)
         lower = x.dtype is dtype or (x.dtype in CAST and self.modules[0].autocast == LOWER)
-        if not lower or not all([m.autocast == LOWER or not m.fields for m in self.modules]):
+        if not lower or not all([m.autocast == LOWER or not m.fields for m in self.inside.values()]):
             return self.one_by_one(x)
         params = {
-            name: m._params([None if t is None else cast(t, dtype) for t in m._own()])
-            for name, m in zip(self.names, self.modules, strict=True)
+            name: m._params([None if t is None else cast(t, dtype) for t in m._own()]) for name, m in self.inside.items()
         }
         x = cast(x, dtype)
-        cfg: Any = self.small if x.numel() < FEW else self.cfg
+        cfg: Any = self.small if x.numel() < FEW else self.run_cfg
         given = WithExtras(x, {KEY: drawn_key(x)}) if cfg.extras else x
         with outside(kind):
             return run(chain, params, given, cfg)
+
+
+def _without_last(cfg: Any) -> ChainConfig | None:
+    """The chain without its last step, which takes no extra; None for one step."""
+    return dataclasses.replace(cfg, steps=cfg.steps[:-1]) if len(cfg.steps) > 1 else None
 
 
 class Sequential(Prepared, nn.Sequential):
@@ -169,7 +181,7 @@ class Cached:
     def refresh(self) -> None:
         """Read the modules' current parameters."""
         for group in self.groups:
-            if group.cfg is not None:
+            if group.run_cfg is not None:
                 group.refresh()
         if all([made is not m for made, m in zip(self.now, self.modules, strict=True)]):
             fields = tuple([m.fields for m in self.modules])
@@ -182,7 +194,11 @@ def _joins(module: Any) -> bool:
     can, if x is an earlier step's y, which no one else has."""
     if not isinstance(module, OpModule) or type(module).forward is not type(module)._of_step:
         return False
-    return untouched(module, module.fields) and (_in_place(module) or module.other_way() is None)
+    return untouched(module, module.fields) and (_by_torch_alone(module) or module.other_way() is None)
+
+
+def _by_torch_alone(module: Any) -> bool:
+    return _in_place(module) or getattr(module, "keeps_y", False)
 
 
 def _in_place(module: Any) -> bool:

@@ -1,0 +1,49 @@
+"""The bytes that a call of a module keeps for its backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from funcops.errors import describe, fail
+from funcops.trees import tensors
+
+
+def kept_bytes(module: nn.Module, *args: Any, **kwargs: Any) -> int:
+    """The bytes that autograd keeps after `module(*args, **kwargs)`, for any module: compare a model before and after `from_torch`.
+
+    Each storage counts once. Parameters, buffers and the tensors among the arguments exist anyway and do not count; an output that
+    the backward reads does. The call runs once, in the module's mode; no gradient is computed. Raises `TypeError` for a value
+    that is not a module, and what the call raises.
+
+    >>> import torch
+    >>> from funcops import nn
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.GELU(), torch.nn.Linear(16, 8))
+    >>> x = torch.ones(4096, 8)
+    >>> before, replaced = nn.kept_bytes(model, x), nn.from_torch(model)
+    >>> before, nn.kept_bytes(model, x)
+    (819200, 294912)
+    """
+    if not isinstance(module, nn.Module):
+        fail("kept_bytes", "module", "a torch.nn.Module", describe(module), TypeError)
+    own = [*module.parameters(), *module.buffers(), *tensors((args, kwargs))]
+    there = {_storage(t) for t in own}
+    kept: dict[int, int] = {}
+    held: list[Tensor] = []  # so that no storage's address is used twice
+
+    def pack(t: Tensor) -> Tensor:
+        held.append(t)
+        if _storage(t) not in there:
+            kept[_storage(t)] = t.untyped_storage().nbytes()
+        return t
+
+    with saved_tensors_hooks(pack, lambda t: t):
+        y = module(*args, **kwargs)
+    del y
+    return sum(kept.values())
+
+
+def _storage(t: Tensor) -> int:
+    return t.untyped_storage()._cdata
