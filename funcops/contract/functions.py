@@ -19,6 +19,7 @@ from funcops.contract.by_config import class_by, classes_of
 from funcops.contract.checking import asked, unusual, when_switched
 from funcops.contract.configs import require_config
 from funcops.contract.marks import IDLE
+from funcops.contract.fields import DGRAD, RECOMPUTE, WGRAD
 from funcops.contract.needs import Needs, check_needs
 from funcops.contract.schema import open_node
 from funcops.contract.signatures import (
@@ -110,9 +111,15 @@ def dgrad_of(node_class: Any) -> Callable[[WrittenDgrad[R_in, D_in, C_in, Y_out]
             if any_autocast() and (found := unusual("dgrad", where, dgrad, residuals, dy, cfg)):
                 return found[0]
             node = residuals
-            if (type(node) is first or type(node) in others) and node.cfg is cfg and dy is not None and node.fresh():
+            if (
+                (type(node) is first or type(node) in others)
+                and node.cfg is cfg
+                and dy is not None
+                and node.fresh()
+                and not node.needs.drop
+            ):
                 return fn(node, dy, cfg)
-            node = open_node(where, node, class_by(where, node_class, cfg), cfg)
+            node = open_node(where, node, class_by(where, node_class, cfg), cfg, DGRAD)
             nothing = dy is None or (dgrad.alone and node._marks is IDLE)  # type: ignore[attr-defined]
             result = (node.nothing(), None) if nothing else fn(node, dy, cfg)
             if node is not residuals:
@@ -140,9 +147,9 @@ def recompute_of(node_class: Any) -> Callable[[F], F]:
         @functools.wraps(fn)
         def recompute(residuals: Any, cfg: Any) -> Any:
             kind = type(residuals)
-            if not ((kind is first or kind in others) and residuals.cfg is cfg and residuals.fresh()):
+            if not ((kind is first or kind in others) and residuals.cfg is cfg and residuals.fresh() and not residuals.needs.drop):
                 try:
-                    open_node(where, residuals, class_by(where, node_class, cfg), cfg)
+                    open_node(where, residuals, class_by(where, node_class, cfg), cfg, RECOMPUTE)
                 except StaleResidualError as error:
                     raise StaleResidualError(f"{error}; or pass recompute=False to the chain, so that this y is kept") from None
             return fn(residuals, cfg)
@@ -168,9 +175,15 @@ def bwd_of(
             if any_autocast() and (found := unusual("bwd", where, bwd, residuals, dy, cfg, into=into)):
                 return found[0]
             node = residuals
-            if (type(node) is first or type(node) in others) and node.cfg is cfg and dy is not None and node.fresh():
+            if (
+                (type(node) is first or type(node) in others)
+                and node.cfg is cfg
+                and dy is not None
+                and node.fresh()
+                and not node.needs.drop
+            ):
                 return fn(node, dy, cfg, into=into)
-            node = open_node(where, node, class_by(where, node_class, cfg), cfg)
+            node = open_node(where, node, class_by(where, node_class, cfg), cfg, DGRAD | WGRAD)
             nothing = no_gradients(params_class, cfg) if into is None else into
             result = (nothing, node.nothing()) if dy is None else fn(node, dy, cfg, into=into)
             if node is not residuals:
@@ -199,9 +212,9 @@ def wgrad_of(
             if any_autocast() and (found := unusual("wgrad", where, wgrad, pending, cfg, into=into)):
                 return found[0]
             node = pending
-            if type(node) is node_class and node.cfg is cfg and node.fresh():
+            if type(node) is node_class and node.cfg is cfg and node.fresh() and not node.needs.drop:
                 return fn(node, cfg, into=into)
-            node = open_node(where, node, node_class, cfg)
+            node = open_node(where, node, node_class, cfg, WGRAD)
             result = fn(node, cfg, into=into)
             if node is not pending:
                 node.empty()
@@ -243,8 +256,8 @@ def derived_bwd(name: str, dgrad: Any, wgrad: Any) -> Any:
         if any_autocast() and (found := unusual("bwd", where, bwd, residuals, dy, cfg, into=into)):
             return found[0]
         node = residuals
-        if not ((type(node) is first or type(node) in others) and node.cfg is cfg and node.fresh()):
-            node = open_node(where, node, class_by(where, node_class, cfg), cfg)
+        if not ((type(node) is first or type(node) in others) and node.cfg is cfg and node.fresh() and not node.needs.drop):
+            node = open_node(where, node, class_by(where, node_class, cfg), cfg, DGRAD | WGRAD)
         dx, pending = (node.nothing(), None) if dy is None else raw_dgrad(node, dy, cfg)
         if node is not residuals:
             node.empty()
@@ -267,9 +280,15 @@ def dgrad_as_bwd(name: str, dgrad: Any) -> Any:
         if any_autocast() and (found := unusual("bwd", where, bwd, residuals, dy, cfg, into=into)):
             return found[0]
         node = residuals
-        if (type(node) is first or type(node) in others) and node.cfg is cfg and dy is not None and node.fresh():
+        if (
+            (type(node) is first or type(node) in others)
+            and node.cfg is cfg
+            and dy is not None
+            and node.fresh()
+            and not node.needs.drop
+        ):
             return None, raw_dgrad(node, dy, cfg)[0]
-        node = open_node(where, node, class_by(where, node_class, cfg), cfg)
+        node = open_node(where, node, class_by(where, node_class, cfg), cfg, DGRAD)
         dx = node.nothing() if dy is None or node._marks is IDLE else raw_dgrad(node, dy, cfg)[0]
         if node is not residuals:
             node.empty()

@@ -382,8 +382,9 @@ def _unwanted(cls: Any, needs: Needs, memo: dict[Needs, Any] | None) -> tuple[st
     return found if memo is None else remember(memo, needs, found)
 
 
-def open_node(where: str, node: Any, cls: Any, cfg: Any) -> Any:
-    """Check the class, config, staleness and donation of residuals or a pending, and return the node."""
+def open_node(where: str, node: Any, cls: Any, cfg: Any, phase: Phase | None = None) -> Any:
+    """Check the class, config, staleness and donation of residuals or a pending, and that they hold what `phase` reads; return the
+    node."""
     if type(node) is Donated:
         node = node.take(where)
     if type(node) is not cls:
@@ -397,7 +398,20 @@ def open_node(where: str, node: Any, cls: Any, cfg: Any) -> Any:
     if node.cfg is not cfg and not equal(node.cfg, cfg):
         expected, got = differing_parts(node.cfg, cfg)
         fail(where, "cfg", f"the config of the forward, {expected}", got)
+    if phase is not None and node.needs.drop:
+        _check_whole(where, node, phase)
     return node
+
+
+def _check_whole(where: str, node: Any, phase: Phase) -> None:
+    """Raise `ValueError` if `node` lacks a field that `phase` reads and that the chain which made the node recomputes."""
+    needs, fields = node.needs, node.fields
+    for name in needs.drop:
+        field = fields.get(name)
+        if field and field.needed_by & phase and getattr(node, name) is None and field.wanted(needs):
+            outer = "chain.wgrad on its whole pending" if node.kind == "pending" else "chain.bwd on its whole residuals"
+            remedy = f"run {outer}, or make the chain with recompute=False, so that each part has all that it reads"
+            fail(where, f"{node.kind}.{name}", "a tensor", f"None, as the chain of this step recomputes it: {remedy}")
 
 
 if not TYPE_CHECKING:  # a checker would take every name for one of the module's

@@ -23,7 +23,7 @@ from funcops.errors import in_html, join_path, on_screen, require, require_dtype
 from funcops.formats.scaled import Scaled
 from funcops.memory.parts import has_parts, leaves_of
 from funcops.memory.policy import kept_paths, resolved, with_policy
-from funcops.memory.remat import RematResiduals
+from funcops.memory.remat import is_remat
 from funcops.program.values import abstract_params
 from funcops.residuals.policy import POLICIES, Policy, Recompute
 from funcops.residuals.report import kept_values, storage_of
@@ -289,7 +289,7 @@ Held = dict[str, tuple[str, ...] | None]  # by path: the fields that a part does
 
 
 def _held(op: Op, cfg: Any) -> Held:
-    return {leaf.path: None if leaf.op.keeps is RematResiduals else leaf.dropped for leaf in leaves_of(op, cfg)}
+    return {leaf.path: None if is_remat(leaf.op) else leaf.dropped for leaf in leaves_of(op, cfg)}
 
 
 def _float(t: Any) -> bool:

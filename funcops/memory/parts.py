@@ -12,7 +12,7 @@ from funcops.contract.schema import Field, Saved
 from funcops.contract.walk import nested, steps
 from funcops.errors import join_path
 from funcops.memory.packing import packed
-from funcops.memory.remat import RematResiduals
+from funcops.memory.remat import is_remat
 from funcops.program.lower import Call, Lowered, Value, lower
 from funcops.residuals.policy import Action, Drop
 
@@ -102,7 +102,7 @@ def _values(leaf: LeafPart) -> Iterator[tuple[str, Field, int | None]]:
     alone = parts is None and any(field.alias == "x" for field in leaf.op.fields(leaf.cfg).values())  # a tensor, without parts
     for name, field in fields.items():
         part = (field.alias or "").partition(".")[2] if field.of_x else ""
-        if leaf.op.keeps is RematResiduals:
+        if is_remat(leaf.op):
             held: tuple[Value, ...] = (x,) if parts is None else parts
         elif part and (alone or (parts is not None and int(part) >= len(parts))):  # an element that x lacks under this config
             held = ()

@@ -33,6 +33,15 @@ class RematResiduals:
         Saved.complain(self, where)  # type: ignore[arg-type]
 
 
+@residuals
+class RematOfTensor(RematResiduals):
+    """Of an op whose x is one tensor: a chain may recompute it, and fill it in."""
+
+    params: Any = saved("the body's", alias="params", needed_by=DGRAD | WGRAD | RECOMPUTE, tree=True)
+    x: Any = saved("[*]", alias="x", needed_by=DGRAD | WGRAD | RECOMPUTE)
+    device: Any = static()
+
+
 def remat(op: Op, offload: bool = False) -> Op:
     """The op with only its inputs as residuals; with `offload` they are offloaded to the host's memory. Config, params, x, y and
     gradients, with their shapes, dtypes and errors, are the op's own; a backward after a write to a param or x raises
@@ -55,6 +64,7 @@ def remat(op: Op, offload: bool = False) -> Op:
 @functools.lru_cache(maxsize=256)
 def _remat(op: Op, offload: bool) -> Op:
     name = f"remat({op.name})"
+    keeps = RematOfTensor if _takes_tensor(op) and not offload else RematResiduals
 
     def fwd(params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
         if needs is not ALL:
@@ -64,13 +74,13 @@ def _remat(op: Op, offload: bool) -> Op:
             return y, None
         device = tensors(x)[0].device if offload else None
         waiting = tree_map_tensors(copies.on_host, x) if offload else x
-        residuals = RematResiduals.keep(cfg, needs, params=params, x=waiting, device=device)  # type: ignore[attr-defined]
+        residuals = keeps.keep(cfg, needs, params=params, x=waiting, device=device)  # type: ignore[attr-defined]
         scopes.kept(residuals)
         return y, residuals
 
     def opened(where: str, kept: Any, cfg: Any) -> Any:
         """Rerun the forward, and donate its residuals."""
-        node = open_node(where, kept, RematResiduals, cfg)
+        node = open_node(where, kept, keeps, cfg)
         params, x, needs = node.params, node.x, node.needs
         if offload:
             x = tree_map_tensors(lambda t: copies.on_device(t, node.device), x)
@@ -90,5 +100,16 @@ def _remat(op: Op, offload: bool) -> Op:
 
     recompute.__name__ = f"{name}_recompute"
     kept_recompute = op.recompute is not None and not offload
-    changes = {"recompute": recompute_of(RematResiduals)(recompute)} if kept_recompute else {"recomputable": ""}
-    return wrap(op, (remat, (op, offload)), name=name, fwd=fwd, dgrad=dgrad, bwd=bwd, keeps=RematResiduals, **changes)
+    changes = {"recompute": recompute_of(keeps)(recompute)} if kept_recompute else {"recomputable": ""}
+    return wrap(op, (remat, (op, offload)), name=name, fwd=fwd, dgrad=dgrad, bwd=bwd, keeps=keeps, **changes)
+
+
+def is_remat(op: Op) -> bool:
+    """Whether an op keeps only its inputs, as `remat` made it."""
+    return op.keeps is RematResiduals or op.keeps is RematOfTensor
+
+
+def _takes_tensor(op: Op) -> bool:
+    """Whether x is one tensor for every config: the residuals say so, if they keep it as it is."""
+    kept = op.keeps
+    return isinstance(kept, type) and any(field.alias == "x" and not field.tree for field in getattr(kept, "fields", {}).values())

@@ -100,6 +100,6 @@ ADAPTERS = {
     ),
     "nn.to_torch": Row(lambda: {"model": torch.nn.Sequential(nn.Linear(4, 4))}),
     "nn.quantize_weights": Row(lambda: {"model": nn.Linear(4, 4, recipe=Fp8Block()), "dtype": torch.float32, "columns": True}),
-    "nn.kept_bytes": Row(lambda: {"module": nn.Linear(4, 4), "args": torch.ones(2, 4)}),
+    "nn.kept_bytes": Row(lambda: {"module": torch.nn.Linear(4, 4), "input": torch.ones(2, 4)}),
     "nn.functional": Row(lambda: {"module": nn.Linear(4, 4)}),
 }
