@@ -18,8 +18,8 @@ from funcops import random
 from funcops.contract.by_config import class_by, classes_of
 from funcops.contract.checking import asked, unusual, when_switched
 from funcops.contract.configs import require_config
-from funcops.contract.marks import IDLE
 from funcops.contract.fields import DGRAD, RECOMPUTE, WGRAD
+from funcops.contract.marks import IDLE
 from funcops.contract.needs import Needs, check_needs
 from funcops.contract.schema import open_node
 from funcops.contract.signatures import (

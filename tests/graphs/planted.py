@@ -30,6 +30,15 @@ def loop_on_a_value(x, ids):
     return x
 
 
+def printed(x, ids):
+    print(x.sum())  # fault: host sync
+    return x
+
+
+def shown_in_a_string(x, ids):
+    return x, f"{x.sum()!r}"  # fault: host sync
+
+
 def to_cpu(x, ids):
     return x.cpu() + 1  # fault: host sync
 

@@ -1,13 +1,15 @@
 """check_capturable finds every planted fault on its line, and finds none in functions that can be captured."""
 
 import ast
+import re
 from pathlib import Path
 
 import planted
 import pytest
 import torch
 
-from funcops.adapters.graphs import check_capturable
+from funcops import GradModeError
+from funcops.adapters.graphs import check_capturable, graphed
 
 SOURCE = Path(planted.__file__).read_text().splitlines()
 PLANTED = {node.name: node for node in ast.parse("\n".join(SOURCE)).body if isinstance(node, ast.FunctionDef)}
@@ -51,6 +53,39 @@ def test_nothing_is_found_where_nothing_is():
     x, ids = inputs()
     before = x.clone()
     assert check_capturable(lambda x, ids: x.mul_(2), x, ids) == [] and torch.equal(x, before), "inputs are copied"
+
+
+def test_optimisers_of_torch_and_code_that_asks_whether_it_is_captured_have_no_fault():
+    """A profiler's range, as torch.optim's steps have, runs nothing; a model that checks values outside of a capture alone."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimiser = torch.optim.SGD([weight], lr=0.1)
+
+    def step(x, ids):
+        if not torch.cuda.is_current_stream_capturing() and bool((x > 100).all()):
+            return -x
+        with torch.enable_grad():
+            loss = (x * weight).sum()
+        (weight.grad,) = torch.autograd.grad(loss, [weight])
+        optimiser.step()
+        weight.grad = None
+        return loss.detach()
+
+    assert check_capturable(step, *inputs()) == []
+    assert torch.cuda.is_current_stream_capturing() is False
+    assert graphed(step, *inputs())(*inputs()).shape == ()
+
+
+def test_a_backward_without_autograd_says_how():
+    layer = torch.nn.Linear(3, 3)
+
+    def step(x, ids):
+        layer(x).sum().backward()
+        return x
+
+    remedy = r"a capture runs without autograd: write the step under torch.enable_grad\(\), or .* make_graphed_callables"
+    assert re.search(remedy, str(check_capturable(step, *inputs())[0]))
+    with pytest.raises(GradModeError, match=f"graphed: .*{remedy}"):
+        graphed(step, *inputs())
 
 
 def test_an_error_for_other_values_is_a_fault():

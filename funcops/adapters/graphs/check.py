@@ -27,11 +27,13 @@ from funcops.adapters.graphs.faults import (
     SYNC,
     Fault,
     Line,
+    as_if_capturing,
     draws,
     fault_of,
     flat_tensors,
     is_users,
     user_line,
+    without_autograd,
 )
 from funcops.adapters.graphs.statics import clones
 from funcops.errors import CaptureError, require_callable
@@ -45,6 +47,7 @@ _UNSEEN = {
     "manual_seed": (RANDOM, "manual_seed() acts when captured, not when replayed: give the function a key"),
     "set_rng_state": (RANDOM, "set_rng_state() acts when captured, not when replayed: give the function a key"),
     "synchronize": (SYNC, "synchronize() waits for the device"),
+    "_str": (SYNC, "printing a tensor reads its values from the device: return it, and print it after the replay"),
 }
 
 
@@ -135,6 +138,8 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace in ("prim", "profiler"):  # a profiler's ranges run nothing on a device
+            return func(*args, **kwargs)
         where, name = user_line(), func._schema.name
         found = fault_of(func, args, kwargs)
         if found is None and draws(func, args, kwargs):
@@ -198,7 +203,7 @@ def check_capturable(fn: Callable[..., Any], *trees: Any) -> list[Fault]:
 def _watched(fn: Callable[..., Any], trees: Any, faults: list[Fault]) -> tuple[list[Step], Exception | None]:
     calls, operators = _Calls(faults), _Operators(faults)
     try:
-        with torch.no_grad(), _Profile(faults), calls, operators:
+        with torch.no_grad(), as_if_capturing(), _Profile(faults), calls, operators:
             result = fn(*trees)
     except Exception as error:
         return operators.steps, error
@@ -314,7 +319,7 @@ def _raised(error: Exception) -> Fault:
     if "CUDA" in text or "cuda" in text:
         return Fault(COPY, _line_of(error), f"names the device: {text}")
     kind = DYNAMIC if "shape" in text else BAKED
-    return Fault(kind, _line_of(error), f"raises {type(error).__name__}: {text}")
+    return Fault(kind, _line_of(error), f"raises {type(error).__name__}: {text}{without_autograd(error)}")
 
 
 def _first_line(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -45,6 +46,27 @@ class Fault(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.where}: {self.kind}: {self.message}"
+
+
+@contextlib.contextmanager
+def as_if_capturing() -> Iterator[None]:
+    """Answer code that asks torch whether a graph is being captured as it would be answered on a device."""
+    before = torch.cuda.is_current_stream_capturing
+    torch.cuda.is_current_stream_capturing = lambda: True
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = before
+
+
+def without_autograd(error: Exception) -> str:
+    """The remedy for a backward in a function that runs without autograd; "" for any other error."""
+    if "does not require grad" not in str(error):
+        return ""
+    return (
+        " (a capture runs without autograd: write the step under torch.enable_grad(), "
+        "or capture the module alone with make_graphed_callables)"
+    )
 
 
 def is_users(filename: str) -> bool:

@@ -9,10 +9,11 @@ import torch
 
 from funcops.adapters.graphs.backend import Captured, Capturer, Options
 from funcops.adapters.graphs.borrowed import Outputs
+from funcops.adapters.graphs.faults import without_autograd
 from funcops.adapters.graphs.hooks import Hooks
 from funcops.adapters.graphs.statics import Inputs, Snapshot, Written
 from funcops.backend import scopes
-from funcops.errors import require_callable, require_count, require_flag, require_type, size_of
+from funcops.errors import GradModeError, require_callable, require_count, require_flag, require_type, size_of
 from funcops.trees import tensors, tree_map
 
 
@@ -138,7 +139,8 @@ def graphed(
 
     `hooks`: see `Hooks`. Captured in `named_steps()`, the graph knows the paths of its steps (`graph_data`, `funcops.profile`).
 
-    Raises `CaptureError` for anything that a graph cannot hold, with its line if known (`check_capturable` says more).
+    Raises `CaptureError` for anything that a graph cannot hold, with its line if known (`check_capturable` says more), and
+    `GradModeError` for a function that calls autograd's backward, as it runs without autograd.
 
     >>> import torch
     >>> from funcops.graphs import Graphed, Report, graphed
@@ -187,6 +189,10 @@ def _capture(
             written = Written(inputs.donated)
             captured, result = capturer.capture(call)
             written.note()
+        except RuntimeError as error:
+            if remedy := without_autograd(error):
+                raise GradModeError(f"graphed: {error}{remedy}") from error
+            raise
         finally:
             before.restore()
     try:

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcops.adapters.graphs import branches
-from funcops.adapters.graphs.faults import Line, draws, fault_of, flat_tensors, user_line
+from funcops.adapters.graphs.faults import Line, as_if_capturing, draws, fault_of, flat_tensors, user_line
 from funcops.backend import scopes
 from funcops.backend.scopes import Label
 from funcops.errors import BorrowedError, CaptureError
@@ -178,7 +178,7 @@ def record_into(recording: Recording, fn: Callable[[], Any], outputs: Callable[[
     mode = _Recorder(recording)
     outer, branches.thread.watch = branches.thread.watch, mode.after
     try:
-        with mode:
+        with as_if_capturing(), mode:
             result = fn()
     finally:
         branches.thread.watch = outer

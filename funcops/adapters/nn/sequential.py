@@ -27,7 +27,7 @@ _compiling = torch.compiler.is_dynamo_compiling
 
 class Group:
     """Neighbouring modules that run as one chain, or one ordinary module. Small inputs run with `small`, which recomputes
-    nothing. A last module that keeps its y runs after the chain, as it keeps nothing more there; `cfg` has it, `run_cfg` has not."""
+    nothing. A last module that keeps its y runs after the chain, as it keeps nothing more there: `run_cfg` lacks it."""
 
     def __init__(self, named: list[tuple[str, Any]], cfg: ChainConfig | None) -> None:
         self.names, self.modules, self.cfg = [n for n, _ in named], [m for _, m in named], cfg
