@@ -78,8 +78,25 @@ def test_optimisers_of_torch_and_code_that_asks_whether_it_is_captured_have_no_f
         return loss.detach()
 
     assert check_capturable(step, *inputs()) == []
+    assert torch.equal(weight, torch.ones(3)), "the caller's weight stays as it was"
     assert not is_captured()
     assert graphed(step, *inputs())(*inputs()).shape == ()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [lambda t: t.add_(1), lambda t: t.view(-1)[1:].zero_(), lambda t: t.copy_(torch.ones(3)), lambda t: torch.add(t, 1, out=t)],
+)
+def test_writes_outside_are_undone(write):
+    outside, x = torch.arange(3.0), torch.ones(3)
+
+    def step(x):
+        write(x)
+        write(outside)
+        return x + outside
+
+    assert check_capturable(step, x) == []
+    assert torch.equal(outside, torch.arange(3.0)) and torch.equal(x, torch.ones(3))
 
 
 def test_a_backward_without_autograd_says_how():

@@ -35,6 +35,7 @@ from funcops.adapters.graphs.faults import (
     user_line,
     without_autograd,
 )
+from funcops.adapters.graphs.outside import Undone
 from funcops.adapters.graphs.statics import clones
 from funcops.errors import CaptureError, require_callable
 from funcops.trees import paths, tensors, tree_map
@@ -170,7 +171,8 @@ def check_capturable(fn: Callable[..., Any], *trees: Any) -> list[Fault]:
 
     It finds host syncs (`item`, `bool` and branches on values, `.cpu()`), shapes that depend on values, values and tensors that
     come from the host, draws from a generator, tensors that outlive the call without being returned, and baked-in values: Python
-    numbers and caches that differ in another run. Inputs are copied, so the caller's tensors are not written to. Raises `TypeError`
+    numbers and caches that differ in another run. Inputs are copied, and writes to other tensors (a module's weights) are undone, so
+    the caller's tensors stay as they are. Raises `TypeError`
     if `fn` is not a function.
 
     >>> import torch
@@ -203,7 +205,7 @@ def check_capturable(fn: Callable[..., Any], *trees: Any) -> list[Fault]:
 def _watched(fn: Callable[..., Any], trees: Any, faults: list[Fault]) -> tuple[list[Step], Exception | None]:
     calls, operators = _Calls(faults), _Operators(faults)
     try:
-        with torch.no_grad(), as_if_capturing(), _Profile(faults), calls, operators:
+        with torch.no_grad(), as_if_capturing(), Undone(tensors(trees)), _Profile(faults), calls, operators:
             result = fn(*trees)
     except Exception as error:
         return operators.steps, error
@@ -252,14 +254,17 @@ def _replayed(fn: Callable[..., Any], trees: Any, other: Any) -> list[Fault]:
     held = tensors(statics)  # kept, because a tree that the function donates loses them
     with torch.no_grad():
         try:
-            recording, result = recorder.record(lambda: fn(*statics), recorder.Pool(), tensors)
+            with Undone(held):
+                recording, result = recorder.record(lambda: fn(*statics), recorder.Pool(), tensors)
         except CaptureError as error:
             return [Fault(BAKED, user_line(), str(error))]
         given = clones(other)
         for static, value in zip(held, tensors(other), strict=True):
             static.copy_(value)
-        recording.replay()
-        want = fn(*given)
+        with Undone([*held, *tensors(result)]):
+            recording.replay()
+        with Undone(tensors(given)):
+            want = fn(*given)
     replayed, wanted = paths({"inputs": statics, "result": result}), paths({"inputs": given, "result": want})
     if list(replayed) != list(wanted):
         return [
