@@ -382,7 +382,7 @@ def _explain(where: str, name: str, t: Any, shape: Shape, dtype: Dtypes, like: T
     allowed = dtype if isinstance(dtype, tuple) else () if dtype is None else (dtype,)
     if allowed and t.dtype not in allowed:
         of_x = name.startswith("params") and like is not None and allowed == (like.dtype,)
-        remedy = f": x is {short(like.dtype)}, cast one of them" if of_x and like is not None else ""
+        remedy = f": x is {short(like.dtype)}, cast one of them (funcops.trees.cast)" if of_x and like is not None else ""
         fail(where, name, " or ".join(map(short, allowed)), short(t.dtype) + remedy, TypeError)
     if like is not None and t.device != like.device:
         fail(where, name, f"on device {like.device}", t.device)
@@ -390,7 +390,7 @@ def _explain(where: str, name: str, t: Any, shape: Shape, dtype: Dtypes, like: T
         raise GradModeError(
             f"{where}: {name} must be a tensor that does not require grad, got one that does, in grad mode. "
             "Pass detached tensors, call under torch.no_grad(), or let autograd drive the operator through "
-            "funcops.adapters.autograd.differentiable"
+            "funcops.differentiable"
         )
 
 

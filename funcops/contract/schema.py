@@ -204,7 +204,8 @@ class Donated:
         raise DonatedError(f"{name} of donated {self._kind} must not be used, got a use beside the one call that takes it")
 
     def _refuse(self, *_: Any) -> Any:
-        raise DonatedError("a donated node must not be looked into, got a use beside the one call that takes it")
+        remedy = "take its parts first, and donate each"
+        raise DonatedError(f"a donated node must not be looked into, got a use beside the one call that takes it: {remedy}")
 
     __getitem__ = __iter__ = __len__ = __contains__ = __deepcopy__ = __reduce_ex__ = _refuse
 

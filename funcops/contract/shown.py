@@ -41,7 +41,8 @@ class _Printer:
     def opened(self, value: Any) -> tuple[str, list[tuple[str, Any]], str] | None:
         """Return what opens a value, its named parts, and what closes it; None for a value without parts."""
         if dataclasses.is_dataclass(value) and type(value).__repr__ is shown:
-            fields = [f for f in dataclasses.fields(value) if f.init and f.repr and not _usual(f, value)]
+            every = getattr(type(value), "shows_defaults", False)
+            fields = [f for f in dataclasses.fields(value) if f.init and f.repr and (every or not _usual(f, value))]
             return f"{type(value).__name__}(", [(f"{f.name}=", getattr(value, f.name)) for f in fields], ")"
         return ("(", [("", one) for one in value], ")") if type(value) is tuple and value else None
 

@@ -267,7 +267,13 @@ def _check_ties(where: str, cfg: Any) -> None:
 
 def _moved(where: str, weight: Any, lora: LowRankParams, linear: AdaptedLinear, sign: float) -> Tensor:
     if not (isinstance(weight, Tensor) and weight.dtype in FLOATS):
-        fail(where, f"params.{linear.path}: weight", "a float tensor (merge before quantize_params)", describe(weight), TypeError)
+        fail(
+            where,
+            f"params.{linear.path}: weight",
+            "a float tensor",
+            f"{describe(weight)}: merge before quantize_params, or funcops.low_precision.dense(params) first",
+            TypeError,
+        )
     dtype = wide(weight.dtype)
     with torch.no_grad():
         change = linear.lora.change(lora.a.to(dtype), lora.b.to(dtype))

@@ -132,7 +132,7 @@ class QuantizationReport:
 
     def plot(self, path: str | None = None) -> Any:
         """Plot the errors of y, dx and dw as three bars for each layer. Returns matplotlib's figure, and writes it to `path` (PNG,
-        SVG, ...) if given. Raises `ImportError` without matplotlib (the extra `docs`)."""
+        SVG, ...) if given. Raises `ImportError` without matplotlib (the extra `examples`)."""
         from funcops.residuals.picture import grouped_bars
 
         bars = {row.path: {"y": row.y, "dx": row.dx, "dw": row.dw} for row in self.rows}
@@ -141,7 +141,7 @@ class QuantizationReport:
     def title(self) -> str:
         (worst,), count = self.worst(1), len(self.rows)
         layers = f"{count} linear layer{'s' * (count != 1)} in {_name(self.recipe)}"
-        return f"{layers}: the worst error is {worst.worst:.1%}, of {worst.path}"
+        return f"{layers}: the worst error is {worst.worst:.1%}, of {worst.path or 'the layer'}"
 
     def __str__(self) -> str:
         head = ["path", "weight"] + [f"{name} {what}" for name in ("x", "w", "dy") for what in ("amax", "to 0", "clipped")]

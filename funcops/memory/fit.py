@@ -19,7 +19,7 @@ from funcops.compose.step import check_body
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, wrap
 from funcops.contract.walk import Inside, Part, rewrite, steps
-from funcops.errors import in_html, join_path, on_screen, require, require_dtype, size_of
+from funcops.errors import in_html, join_path, on_screen, require, require_dtype, require_type, size_of
 from funcops.formats.scaled import Scaled
 from funcops.memory.parts import has_parts, leaves_of
 from funcops.memory.policy import kept_paths, resolved, with_policy
@@ -82,13 +82,14 @@ class Fitted(NamedTuple):
         return "\n".join(lines)
 
 
-def fit(op: Op, cfg: Any, x: Any, budget: int, *, dtype: torch.dtype | None = None) -> Fitted:
+def fit(op: Op, cfg: Any, x: Any, budget: int, *, dtype: torch.dtype | None = None, needs: Needs = Needs.ALL) -> Fitted:
     """Find the policy that recomputes least and keeps at most `budget` bytes between forward and backward, for inputs like x.
 
     It tries the lossless presets, and every subset of a block's parts to recompute. Nothing runs: one forward and backward, with
     two layers per repeat, is traced on shapes alone, and the bytes of each policy are counted from that. So the time does not
-    depend on depth, and hardly on the number of policies. `dtype`: the dtype of the params (by default torch's). Raises
-    `ValueError`, with the least bytes found, if no policy fits.
+    depend on depth, and hardly on the number of policies. `dtype`: the dtype of the params, by default that of x, or torch's if x
+    has no floats. `needs`: the gradients that the training step asks of the forward. Raises `ValueError`, with the least bytes
+    found, if no policy fits.
 
     >>> import torch
     >>> from funcops import ChainConfig, LinearConfig, RMSNormConfig, Step, chain, fit, linear, rms_norm
@@ -104,8 +105,9 @@ def fit(op: Op, cfg: Any, x: Any, budget: int, *, dtype: torch.dtype | None = No
     check_body("fit", op, cfg)
     require_dtype("fit", dtype)
     require(isinstance(budget, int) and budget is not True and budget > 0, "fit", "budget", "a positive number of bytes", budget)
-    followed = _follow(op, cfg, x, dtype)
-    tried = [Tried(name, policy, *followed.under(held)) for name, policy, held in _candidates(*_short(op, cfg, False))]
+    require_type("fit", "needs", needs, Needs)
+    followed = _follow(op, cfg, x, dtype, needs)
+    tried = [Tried(name, policy, *followed.under(held)) for name, policy, held in _candidates(*_short(op, cfg, False), needs)]
     tried.sort(key=lambda one: (one.extra_flops, -one.kept_bytes))
     within = [one for one in tried if one.kept_bytes <= budget]
     least = min(tried, key=lambda one: one.kept_bytes)
@@ -119,32 +121,33 @@ def fit(op: Op, cfg: Any, x: Any, budget: int, *, dtype: torch.dtype | None = No
     return Fitted(with_policy(op, within[0].policy), within[0], tried)
 
 
-def _candidates(op: Op, cfg: Any) -> Iterator[tuple[str, Policy, Held]]:
+def _candidates(op: Op, cfg: Any, needs: Needs) -> Iterator[tuple[str, Policy, Held]]:
     for name in ("save_all", "recompute_norms", "recompute_elementwise", "minimal"):
-        yield name, POLICIES[name], _held(*resolved(op, cfg, POLICIES[name]))
+        yield name, POLICIES[name], _held(*resolved(op, cfg, POLICIES[name]), needs)
     steps = list(dict.fromkeys([kept.path for kept in kept_paths(op, cfg) if kept.field is None]))
     # the parts of a repeat's body; without a repeat, the op's own parts
     inside = [path for path in steps if path.rpartition(".")[0].endswith("*")]
     parts = inside or [path for path in steps if "." not in path]
-    served = [path for path in parts if _recomputing(op, cfg, (path,))][:MOST_PARTS]
+    served = [path for path in parts if _recomputing(op, cfg, (path,), needs)][:MOST_PARTS]
     for size in range(1, len(served) + 1):
         for chosen in itertools.combinations(served, size):
-            if found := _recomputing(op, cfg, chosen):
+            if found := _recomputing(op, cfg, chosen, needs):
                 yield f"recompute {', '.join(chosen)}", *found
 
 
-def _recomputing(op: Op, cfg: Any, parts: tuple[str, ...]) -> tuple[Policy, Held] | None:
+def _recomputing(op: Op, cfg: Any, parts: tuple[str, ...], needs: Needs) -> tuple[Policy, Held] | None:
     policy = Policy({path: Recompute() for path in parts})
     try:
-        return policy, _held(*resolved(op, cfg, policy))
+        return policy, _held(*resolved(op, cfg, policy), needs)
     except ValueError:
         return None
 
 
 @dataclasses.dataclass
 class PartRun:
-    """The record of a part of a config in one forward and backward that keep everything: its x and, for an op without parts, the
-    fields that it keeps and its floating-point operations in matrix products. It stands for `layers` layers."""
+    """The record of a part of a config in one forward and backward that keep everything: its x, which counts if gradients are asked
+    of it, and, for an op without parts, the fields that it keeps and its floating-point operations in matrix products. It stands
+    for `layers` layers."""
 
     path: str
     layers: int
@@ -161,6 +164,7 @@ class Run:
         self.counter = counter
         self.parts: list[PartRun] = []
         self.layers = 1  # the number of layers that the next part stands for
+        self.asked = True  # whether any gradient is asked of the combinator around
         self.calls: Counter[str] = Counter()
         self.waiting: dict[str, list[PartRun]] = defaultdict(list)  # parts whose backward has not run
 
@@ -209,18 +213,20 @@ def _noted(op: Op, path: str, times: int, leaf: bool) -> Op:
 
     def fwd(params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
         run = _run.get()
-        around, run.calls[path] = run.layers, run.calls[path] + 1
+        around, run.calls[path] = (run.layers, run.asked), run.calls[path] + 1
         if times > 1 and run.calls[path] % 2 == 0:
             run.layers *= times - 1
-        here = PartRun(path, run.layers, tensors(x))
+        here = PartRun(path, run.layers, tensors(x) if needs.any else [])
         run.parts.append(here)
-        kept = needs.with_recompute() if leaf and op.recompute is not None else needs  # with what a recomputation of y reads
+        again = leaf and op.recompute is not None and (needs.any or run.asked)
+        kept = needs.with_recompute() if again else needs  # with what a recomputation of y reads
+        run.asked = run.asked if leaf else needs.any
         (y, node), flops = run.counted(lambda: op.fwd(params, x, cfg, needs=kept))
         if leaf:
             here.kept = [(name.partition(".")[0], t) for name, value, _ in kept_values(node) for t in tensors(value)]
             here.forward = flops
             run.waiting[path].append(here)
-        run.layers = around
+        run.layers, run.asked = around
         return y, node
 
     def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> tuple[Any, Any]:
@@ -257,18 +263,19 @@ class Followed(NamedTuple):
         return kept, (base + sum(part.layers * part.forward for part in more)) / base - 1.0 if base else 0.0
 
 
-def _follow(op: Op, cfg: Any, x: Any, dtype: torch.dtype | None) -> Followed:
+def _follow(op: Op, cfg: Any, x: Any, dtype: torch.dtype | None, needs: Needs = Needs.ALL) -> Followed:
     """Trace a forward and backward on shapes alone."""
-    rerun = frozenset(path for path, dropped in _held(op, cfg).items() if dropped is None)
+    rerun = frozenset(path for path, dropped in _held(op, cfg, needs).items() if dropped is None)
     op, cfg = rewrite(cfg, lambda part: Inside(after=lambda op, made: (op, made.as_run())) if part.composite else None, op=op)
     op, cfg = _noting(op, cfg, True)
     with FakeTensorMode(allow_non_fake_inputs=True):
         given = tree_map_tensors(fake, x)
-        params = _scaled(op, cfg, tree_map_tensors(lambda t: fake(t, dtype), abstract_params(op, cfg)))
+        main = next((t.dtype for t in tensors(getattr(given, "main", given)) if _float(t)), None)
+        params = _scaled(op, cfg, tree_map_tensors(lambda t: fake(t, dtype or main), abstract_params(op, cfg)))
         with FlopCounterMode(display=False, custom_mapping=ON_CPU) as counter:
             token = _run.set(run := Run(counter))
             try:
-                y, residuals = op.fwd(params, given, cfg)
+                y, residuals = op.fwd(params, given, cfg, needs=needs)
                 op.bwd(residuals, tree_map(lambda t: torch.empty_like(t) if _float(t) else None, y), cfg)
             finally:
                 _run.reset(token)
@@ -288,8 +295,8 @@ def _scaled(op: Op, cfg: Any, params: Any) -> Any:
 Held = dict[str, tuple[str, ...] | None]  # by path: the fields that a part does not keep; None if it keeps only its x
 
 
-def _held(op: Op, cfg: Any) -> Held:
-    return {leaf.path: None if is_remat(leaf.op) else leaf.dropped for leaf in leaves_of(op, cfg)}
+def _held(op: Op, cfg: Any, needs: Needs) -> Held:
+    return {leaf.path: None if is_remat(leaf.op) else leaf.dropped for leaf in leaves_of(op, cfg, needs)}
 
 
 def _float(t: Any) -> bool:

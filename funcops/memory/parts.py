@@ -41,8 +41,8 @@ class LeafPart(NamedTuple):
         return tuple([name for name, field in fields if name in recomputed or not field.wanted(needs)])
 
 
-def leaves_of(op: Op, cfg: Any) -> Iterator[LeafPart]:
-    """The ops that an op consists of, in the order of the forward; a repeat's body once."""
+def leaves_of(op: Op, cfg: Any, needs: Needs = Needs.ALL) -> Iterator[LeafPart]:
+    """The ops that an op consists of, in the order of the forward; a repeat's body once, for all gradients."""
     calls: dict[str, tuple[Lowered, Call]] = {}
     for part, around in nested(cfg, op=op, stop=lambda part: not has_parts(part.op, part.cfg)):
         in_program = bool(around) and around[-1].op.lower is not None
@@ -54,7 +54,7 @@ def leaves_of(op: Op, cfg: Any) -> Iterator[LeafPart]:
             else:
                 yield LeafPart(part.path, part.op, part.cfg, whole)
         elif part.op.lower is not None and not in_program:
-            program = lower(part.op, part.cfg, Needs.ALL)
+            program = lower(part.op, part.cfg, Needs.ALL if part.path else needs)
             calls |= {join_path(part.path, call.path): (program, call) for call in program.calls if call.place is not None}
 
 

@@ -149,7 +149,12 @@ def resolved(op: Op, cfg: Any, policy: Policy) -> tuple[Op, Any]:
     for pattern, _ in policy.rules:
         if not any(means(pattern, kept.path, kept.waits) for kept in known.values()):  # a compiler cannot trace difflib
             near = ", ".join(difflib.get_close_matches(pattern, known, 4, 0.0))
-            fail("with_policy", "rules", f"globs over the paths of cfg (nearest {near}; all {', '.join(known)})", repr(pattern))
+            fail(
+                "with_policy",
+                "rules",
+                "globs over the paths of cfg",
+                f"{pattern!r}, nearest {near} ({len(known)} in all: see explain)",
+            )
     found = _applied(op, cfg, policy)
     for tensor, forms in two_forms(*found):
         said = ", ".join(f"{action} for {field}" for field, action in forms.items() if action is not None)

@@ -9,6 +9,7 @@ from funcops.compose.parallel import ParallelConfig, parallel
 from funcops.compose.repeat import RepeatConfig, repeat
 from funcops.compose.skip import SkipConfig, skip
 from funcops.compose.step import Step
+from funcops.errors import require
 from funcops.models import MoEConfig, moe
 from funcops.ops.activation import ActivationConfig, activation
 from funcops.ops.attention import AttentionConfig, attention
@@ -52,6 +53,7 @@ def block_config(
     dim: int, heads: int, hidden: int, kv_heads: int | None = None, recompute: bool = True, mixture: MoEConfig | None = None
 ) -> ChainConfig:
     """A Llama block, or with a mixture of experts a Qwen3-MoE block; the extra `positions` may be their rotary table."""
+    require(dim % heads == 0, "block_config", "heads", f"a divisor of dim {dim}", heads)
     size, eps = dim // heads, 1e-5 if mixture is None else 1e-6
 
     def projection(n: int, turned: bool) -> ChainConfig:

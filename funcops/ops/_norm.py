@@ -42,7 +42,13 @@ def check_weight(where: str, x: Tensor, weight: Any, shape: tuple[int, ...]) -> 
     check(where, "params.weight", weight, shape, None, x)
     if weight.dtype is not x.dtype and (x.dtype, weight.dtype) not in DTYPES:
         either = " or ".join(short(w) for d, w in sorted(DTYPES, key=str) if d is x.dtype)
-        fail(where, "params.weight", f"{either} beside {short(x.dtype)} x", short(weight.dtype), TypeError)
+        fail(
+            where,
+            "params.weight",
+            f"{either} beside {short(x.dtype)} x",
+            f"{short(weight.dtype)}: cast one of them (funcops.trees.cast)",
+            TypeError,
+        )
 
 
 def flat(t: Tensor, dim: tuple[int, ...]) -> Tensor:

@@ -24,6 +24,7 @@ aliases: no bytes of their own. arXiv:2002.05202.
 from __future__ import annotations
 
 import math
+from dataclasses import field
 from typing import Any, ClassVar
 
 import torch
@@ -51,7 +52,7 @@ class GLUConfig(OpConfig):
     belong. `gate` ("first" or "second" half) must be given unless x is `paired`. `gathered`: the scales of a `scaled` GLU are
     gathered by an index."""
 
-    kind: str
+    kind: str = field(kw_only=False)
     gate: str = ""
     scaled: bool = False
     paired: bool = False

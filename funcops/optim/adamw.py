@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ T = TypeVar("T")
 class AdamWConfig:
     """`lr`, `betas` (b1, b2), `eps`, and `weight_decay`, which is decoupled (lr * weight_decay * p is subtracted from p)."""
 
+    shows_defaults: ClassVar = True  # libraries differ in their defaults
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8

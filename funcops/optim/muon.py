@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ class MuonConfig:
     `adjust_lr_fn`: the factor of lr for a matrix [m, n]. "original": sqrt(max(1, m / n)); "match_rms_adamw": 0.2 sqrt(max(m, n)),
     with which rates and decays that suit AdamW suit Muon, too (arXiv:2502.16982)."""
 
+    shows_defaults: ClassVar = True  # libraries differ in their defaults
     lr: float = 1e-3
     momentum: float = 0.95
     nesterov: bool = True

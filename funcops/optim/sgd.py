@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ T = TypeVar("T")
 class SGDConfig:
     """`lr`, `momentum`, `nesterov` (needs momentum), and `weight_decay`, which is added to the gradient."""
 
+    shows_defaults: ClassVar = True  # libraries differ in their defaults
     lr: float = 1e-2
     momentum: float = 0.0
     nesterov: bool = False

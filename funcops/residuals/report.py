@@ -56,7 +56,7 @@ class Report:
 
     def plot(self, path: str | None = None, *, depth: int = 1) -> Any:
         """Plot a stacked bar for every step, `depth` names deep: the bytes of each field. Writes PNG, SVG, ... to `path` if given,
-        and returns matplotlib's figure. Raises `ImportError` without matplotlib (the extra `docs`)."""
+        and returns matplotlib's figure. Raises `ImportError` without matplotlib (the extra `examples`)."""
         from funcops.residuals.picture import stacked_bars
 
         return stacked_bars(self.rows, self.totals(), path, depth)

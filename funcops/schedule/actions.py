@@ -190,7 +190,15 @@ class Schedule:
 
     @staticmethod
     def from_csv(text: str, name: str = "csv") -> Schedule:
-        """Return the schedule that such a text describes; empty cells, which are pauses, are ignored."""
+        """Return the schedule that such a text describes; empty cells, which are pauses, are ignored. Raises `ValueError` for a
+        cell that is no action, and for the name of a file."""
+        if text.strip().endswith(".csv"):
+            fail(
+                "Schedule.from_csv",
+                "text",
+                "the text of a file",
+                f"the name of one: Path({text.strip()!r}).read_text() gives its text",
+            )
         ranks, together = [], set()
         for line in text.splitlines():
             actions: list[Action] = []

@@ -6,7 +6,8 @@ import os
 from typing import Any
 
 from funcops.errors import require, require_type
-from funcops.schedule.simulate import Simulated
+from funcops.schedule.actions import Schedule
+from funcops.schedule.simulate import Simulated, simulate
 
 ANY = "the unit of the costs"
 COLOURS = {"F": "#8fb8de", "I": "#f2b880", "W": "#9fd8a4", "B": "#e8998d"}
@@ -16,12 +17,16 @@ POINTS = 660  # the width of all boxes of a row
 MOST = 100_000
 
 
-def draw(simulated: Simulated, path: str | os.PathLike[str] | None = None, *, title: str | None = None, unit: str = ANY) -> Any:
-    """Return matplotlib's figure, and write it to `path` (PNG, SVG, ...) if given. A box is labelled with its microbatch, and
-    fainter for the later stages of its rank, as the legend says. `title` replaces the simulated step's summary; `unit`: the unit of
-    time in the axis label and the title. Raises `ImportError` without matplotlib (the extra `docs`), `ValueError` for more than
-    100,000 actions, too many for a picture."""
-    require_type("draw", "simulated", simulated, Simulated)
+def draw(
+    simulated: Simulated | Schedule, path: str | os.PathLike[str] | None = None, *, title: str | None = None, unit: str = ANY
+) -> Any:
+    """Return matplotlib's figure, and write it to `path` (PNG, SVG, ...) if given. A `Schedule` is simulated with equal costs. A
+    box is labelled with its microbatch, and fainter for the later stages of its rank, as the legend says. `title` replaces the
+    simulated step's summary; `unit`: the unit of time in the axis label and the title. Raises `ImportError` without matplotlib (the
+    extra `examples`), `ValueError` for more than 100,000 actions, too many for a picture."""
+    require_type("draw", "simulated", simulated, Simulated, Schedule)
+    if isinstance(simulated, Schedule):
+        simulated = simulate(simulated)
     if path is not None:
         require_type("draw", "path", path, str, os.PathLike)
     if title is not None:

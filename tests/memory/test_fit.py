@@ -11,6 +11,7 @@ from funcops import (
     AttentionConfig,
     ChainConfig,
     LinearConfig,
+    Needs,
     RepeatConfig,
     SkipConfig,
     Step,
@@ -144,3 +145,19 @@ def test_attention_counts_on_the_cpu():
     least = min(one.extra_flops for one in fitted.tried)
     again = next(one.extra_flops for one in fitted.tried if one.name == "minimal")
     assert least == 0.0 and again == pytest.approx(2 / 7), "a forward of two products again, beside one and a backward of five"
+
+
+def test_fit_counts_what_the_needs_keep_and_takes_the_dtype_of_x():
+    """A step that trains the head alone keeps less; params of the dtype of a float64 x."""
+    steps = (Step("body", linear, LinearConfig(16, 32)), Step("act", activation, ActivationConfig("gelu")))
+    layers = Step("layers", repeat, RepeatConfig(chain, mlp_config(32, 24), 3))
+    cfg = ChainConfig(steps=(*steps, layers, Step("head", linear, LinearConfig(32, 4))))
+    x = torch.zeros(64, 16, dtype=torch.float64)
+    params = chain.init(cfg, key=random.key(0), dtype=torch.float64)
+    masks = (True, False, ("head",), ("body",), ("layers",), ("head", "layers"), ("layers.0",))
+    for needs in (Needs(x, params) for x in (True, False) for params in masks if x or params):
+        for one in fit(chain, cfg, x, 10**9, needs=needs).tried:
+            kept = with_policy(chain, one.policy).fwd(params, x, cfg, needs=needs)[1]
+            assert report(kept, params).kept_bytes == one.kept_bytes, (needs, one.name)
+    with pytest.raises(TypeError, match="fit: needs must be Needs"):
+        fit(chain, cfg, x, 10**9, needs=True)

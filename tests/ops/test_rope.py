@@ -59,8 +59,8 @@ X, CFG = torch.ones(2, 5, 3, 8), RopeConfig(8)
         (lambda: rope_table(torch.arange(5), CFG, dtype=torch.bfloat16), TypeError, "rope_table: dtype must be float32 or float64"),
         (
             lambda: rope_fwd(None, (X, torch.ones(5, 6)), CFG),
-            ValueError,
-            r"rope_fwd: x.1 \(table\) must be \[5, 1, 24\], got \[5, 6\]",
+            TypeError,
+            r"x.1 must be positions of int64, or their table \(rope_table\) \[5, 1, 24\], got float32\[5, 6\]",
         ),
         (
             lambda: rope_fwd(None, (X, torch.ones(3, 5, 1, 24)), CFG),

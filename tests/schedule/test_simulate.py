@@ -142,7 +142,8 @@ def test_draw(tmp_path, suffix):
     timed = draw(simulate(dualpipe_v(2, 4)), unit="seconds").axes[0]
     assert "seconds per step" in timed.get_title() and timed.get_xlabel() == "time, in seconds"
     with pytest.raises(TypeError, match="draw: simulated must be"):
-        draw(gpipe(2, 2))
+        draw("gpipe")
+    assert draw(gpipe(2, 2)).axes[0].get_title() == draw(simulate(gpipe(2, 2))).axes[0].get_title()
     with pytest.raises(ValueError, match="of at most 100,000 actions"):
         draw(simulate(gpipe(250, 201)))
 

@@ -171,9 +171,8 @@ def check_capturable(fn: Callable[..., Any], *trees: Any) -> list[Fault]:
 
     It finds host syncs (`item`, `bool` and branches on values, `.cpu()`), shapes that depend on values, values and tensors that
     come from the host, draws from a generator, tensors that outlive the call without being returned, and baked-in values: Python
-    numbers and caches that differ in another run. Inputs are copied, and writes to other tensors (a module's weights) are undone, so
-    the caller's tensors stay as they are. Raises `TypeError`
-    if `fn` is not a function.
+    numbers and caches that differ in another run. Inputs are copied, and writes to other tensors (a module's weights) are undone,
+    so the caller's tensors stay as they are. Raises `TypeError` if `fn` is not a function.
 
     >>> import torch
     >>> from funcops.graphs import check_capturable

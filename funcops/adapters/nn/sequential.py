@@ -81,9 +81,7 @@ class Group:
         lower = x.dtype is dtype or (x.dtype in CAST and self.modules[0].autocast == LOWER)
         if not lower or not all([m.autocast == LOWER or not m.fields for m in self.inside.values()]):
             return self.one_by_one(x)
-        params = {
-            name: m._params([None if t is None else cast(t, dtype) for t in m._own()]) for name, m in self.inside.items()
-        }
+        params = {name: m._params([None if t is None else cast(t, dtype) for t in m._own()]) for name, m in self.inside.items()}
         x = cast(x, dtype)
         cfg: Any = self.small if x.numel() < FEW else self.run_cfg
         given = WithExtras(x, {KEY: drawn_key(x)}) if cfg.extras else x
