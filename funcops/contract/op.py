@@ -20,6 +20,7 @@ obeys, checked by `funcops.testing.check_op`:
 from __future__ import annotations
 
 import importlib
+import inspect
 import pickle
 import sys
 from collections.abc import Callable
@@ -45,6 +46,7 @@ from funcops.contract.functions import raw_of as raw_of
 from funcops.contract.functions import recompute_of as recompute_of
 from funcops.contract.functions import wgrad_of as wgrad_of
 from funcops.contract.functions import with_raw as with_raw
+from funcops.contract.help import PageOf, page
 from funcops.contract.renamed import old_arguments, old_attributes, old_names, warn
 from funcops.contract.schema import Field
 from funcops.contract.signatures import (
@@ -175,6 +177,9 @@ class Op(NamedTuple):
             wanted = "a name of the module of its fwd, or made by remat or with_policy"
             fail("pickle", f"op {self.name!r}", wanted, "another op", pickle.PicklingError)
         return make, args
+
+
+Op.__doc__ = PageOf(inspect.getdoc(Op) or "", page)  # type: ignore[assignment]  # `help(linear)` shows linear's page
 
 
 def _op_at(module: str, name: str) -> Any:
