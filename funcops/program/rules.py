@@ -299,12 +299,25 @@ def _cut(row: tuple[Call, ...], rules: list[Rule], dtype: torch.dtype) -> Cut:
     return best[0]
 
 
+def _check_answer(rule: Rule, window: Window, answer: Any) -> None:
+    """Raise `TypeError` for an answer of `match` that no cover can be made of."""
+    if answer is None or isinstance(answer, str):
+        return
+    counts = answer if isinstance(answer, tuple) else (answer,)
+    rows = window.branches if isinstance(answer, tuple) else (window.calls,)
+    ints = len(counts) == len(rows) and all(type(n) is int for n in counts)
+    if not ints or not any(counts) or not all(0 <= n <= len(row) for n, row in zip(counts, rows, strict=True)):
+        wanted = f"how many of the {len(window.calls)} calls it covers (for siblings, of each branch), a reason, or None"
+        fail(f"rule {rule.name!r}", "the result of match", wanted, repr(answer), TypeError)
+
+
 def _piece_of(window: Window, rules: list[Rule]) -> tuple[Piece | None, tuple[NearMiss, ...]]:
     """The piece of all calls of a window, or of the branches' beginnings, that saves most; and the near misses."""
     found: list[Piece] = []
     misses: list[NearMiss] = []
     for rule in rules:
         answer = rule.match(window)
+        _check_answer(rule, window, answer)
         if isinstance(answer, str):
             misses.append(NearMiss(rule.name, rule.phase, window.calls[0].path, answer))
         elif isinstance(answer, tuple):

@@ -161,7 +161,15 @@ def forward_piece(rule: Rule, calls: tuple[Call, ...], params: tuple[Any, ...], 
     for call, own in zip(calls, params, strict=True):
         if call.place is not None and type(own) is not call.op.params:
             return NotImplemented
-    return rule.run(calls, params, main, values)
+    return _answer(rule, rule.run(calls, params, main, values), "y, residuals", calls)
+
+
+def _answer(rule: Rule, found: Any, wanted: str, calls: tuple[Call, ...]) -> Any:
+    """The result of a rule, which must be a pair with a part for each call."""
+    if found is not NotImplemented and (type(found) is not tuple or len(found) != 2 or len(found[1]) != len(calls)):
+        got = f"a pair with {len(found[1])}" if type(found) is tuple and len(found) == 2 else describe(found)
+        fail(f"rule {rule.name!r}", "the result of run", f"({wanted} of each of {len(calls)} calls), or NotImplemented", got, TypeError)
+    return found
 
 
 def backward_piece(
@@ -185,7 +193,7 @@ def backward_piece(
             path = call.path
             kept[i] = None if call.place is None else _read(call, kept[i], where, ys, rule.settle is not None)
         path = joined(calls)
-        found = rule.run(calls, kept, dy, gradients)
+        found = _answer(rule, rule.run(calls, kept, dy, gradients), "dx, pending", calls)
     except Exception as error:
         in_path(error, path)
         raise

@@ -1,0 +1,71 @@
+"""Answers of a rule of one's own that no program can use raise, with the name of the rule."""
+
+import pytest
+import torch
+
+from funcops import (
+    ChainConfig,
+    LinearConfig,
+    Rule,
+    Saving,
+    ScaleConfig,
+    SoftcapConfig,
+    Step,
+    chain,
+    linear,
+    random,
+    register_fusion,
+    scale,
+    softcap,
+    unregister_fusion,
+)
+
+CFG = ChainConfig(
+    steps=(
+        Step("head", linear, LinearConfig(8, 64)),
+        Step("cap", softcap, SoftcapConfig(30.0)),
+        Step("cool", scale, ScaleConfig(0.7)),
+    )
+)
+
+
+def both(window):
+    return 2 if [call.op for call in window.calls[:2]] == [softcap, scale] else None
+
+
+def backward_both(window):
+    return 2 if [call.op for call in window.calls[:2]] == [scale, softcap] else None
+
+
+def call(phase, match, run):
+    """A forward and backward while a rule is registered."""
+    rule = register_fusion(Rule("mine", phase, match, run, Saving(3, 2), on_cpu=True))
+    try:
+        params = chain.init(CFG, key=random.key(0))
+        y, residuals = chain.fwd(params, torch.ones(4096, 8), CFG)
+        return chain.bwd(residuals, torch.ones_like(y), CFG)
+    finally:
+        unregister_fusion(rule)
+
+
+@pytest.mark.parametrize("answer", [0, -1, True, False, 2.0, 9, (1,), (1, 1), [2]], ids=repr)
+def test_an_answer_of_match(answer):
+    with pytest.raises(TypeError, match=r"rule 'mine': the result of match must be how many of the \d calls it covers.*, got"):
+        call("forward", lambda window: answer, lambda *given: NotImplemented)
+
+
+ANSWERS = {"None": None, "y alone": torch.ones(2), "one part": (torch.ones(2), [None]), "a list": [1, 2], "three": (1, 2, 3)}
+
+
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+def test_an_answer_of_run(answer):
+    with pytest.raises(TypeError, match=r"rule 'mine': the result of run must be \(y, residuals of each of 2 calls\), or NotImpl"):
+        call("forward", both, lambda *given: answer)
+    with pytest.raises(TypeError, match=r"rule 'mine': the result of run must be \(dx, pending of each of 2 calls\), or NotImpl"):
+        call("backward", backward_both, lambda *given: answer)
+
+
+def test_a_rule_may_leave_the_calls_to_themselves():
+    assert call("forward", both, lambda *given: NotImplemented)[1].shape == (4096, 8)
+    assert call("backward", backward_both, lambda *given: NotImplemented)[1].shape == (4096, 8)
+    assert call("forward", lambda window: "not today", lambda *given: None)[1].shape == (4096, 8)
