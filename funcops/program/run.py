@@ -168,7 +168,8 @@ def _answer(rule: Rule, found: Any, wanted: str, calls: tuple[Call, ...]) -> Any
     """The result of a rule, which must be a pair with a part for each call."""
     if found is not NotImplemented and (type(found) is not tuple or len(found) != 2 or len(found[1]) != len(calls)):
         got = f"a pair with {len(found[1])}" if type(found) is tuple and len(found) == 2 else describe(found)
-        fail(f"rule {rule.name!r}", "the result of run", f"({wanted} of each of {len(calls)} calls), or NotImplemented", got, TypeError)
+        pair = f"({wanted} of each of {len(calls)} calls), or NotImplemented"
+        fail(f"rule {rule.name!r}", "the result of run", pair, got, TypeError)
     return found
 
 
