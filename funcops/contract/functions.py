@@ -71,6 +71,7 @@ def forward(
                 check_needs(where, needs, params, x)
             return fn(params, x, cfg, needs=needs)
 
+        fwd.takes = params_class  # type: ignore[attr-defined]
         return with_raw(fwd, fn)
 
     return decorate

@@ -220,6 +220,7 @@ def make_op(
         fail(f"make_op {name!r}", "recomputable", "given together with recompute(residuals, cfg)", repr(recomputable))
     if wgrad is not None and init is None:
         fail(f"make_op {name!r}", "init", "given together with wgrad: a combinator asks it which params there are", None)
+    _check_decorated(name, fwd, dgrad, wgrad, bwd)
     name = exact(name)
     config, init = with_hooks(config), init or no_init(name, config)
     if wgrad is None:
@@ -231,6 +232,23 @@ def make_op(
     trees = params, getattr(dgrad, "opens", None), pending
     how = recompute, lower, view, products, prefetch, layer
     return Op(name, config, init, fwd, bwd, dgrad, wgrad, keyed, recomputable, *trees, *how)
+
+
+def _check_decorated(name: str, fwd: Any, dgrad: Any, wgrad: Any, bwd: Any) -> None:
+    """Raise `TypeError` for a function without the decorator that a derived one needs, and for params without a wgrad."""
+    for given, decorator in () if bwd is not None else ((dgrad, "dgrad_of(Residuals)"), (wgrad, "wgrad_of(Pending, Params)")):
+        if given is not None and not hasattr(given, "opens"):
+            where = decorator.partition("_")[0]
+            fail(
+                f"make_op {name!r}",
+                where,
+                f"decorated with @{decorator}, or given together with bwd",
+                "a plain function",
+                TypeError,
+            )
+    takes = getattr(fwd, "takes", None)
+    if wgrad is None and isinstance(takes, type) and takes is not NoneType:
+        fail(f"make_op {name!r}", "wgrad", f"given, as fwd takes params ({takes.__name__})", "None", TypeError)
 
 
 def _products(wgrad: Any, written: Any) -> Any:

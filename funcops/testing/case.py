@@ -12,7 +12,7 @@ from torch import Tensor
 from funcops import random
 from funcops.compose.step import check_body
 from funcops.contract.op import Op
-from funcops.errors import require, require_callable, require_count, require_device, require_dtype, require_type
+from funcops.errors import require, require_callable, require_count, require_device, require_dtype, require_flag, require_type
 from funcops.trees import tree_map_tensors
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -71,6 +71,7 @@ class Case:
     free: tuple[str, ...] = ()  # paths, such as "x" or "x.0", of leaves that may have any size
     cancels: tuple[str, ...] = ()  # "x", "params.weight": leaves whose gradient's terms cancel; say why beside it
     unrounded: tuple[str, ...] = ()  # "params.weight": whose wider accumulators get the sum before it is rounded
+    casts: bool = False  # whether y has another float dtype than the case: a cast's, a float32 loss's
     exempt: tuple[str, ...] = ()  # laws that cannot hold here; say why beside it
     device: str = "cpu"
     bits: int | None = None  # of a sum's mantissa, if the device's products keep fewer than their dtype has
@@ -83,6 +84,7 @@ class Case:
                 require_callable("Case", **{name: getattr(self, name)})
         require_type("Case", "name", self.name, str)
         require_device("Case", self.device)
+        require_flag("Case", casts=self.casts)
         if self.bits is not None:
             require_count("Case", bits=self.bits)
         for field in ("dtypes", "free", "cancels", "unrounded", "exempt"):

@@ -32,11 +32,12 @@ def float_like(tree: Any, seed: int) -> Any:
 def same_bits(a: Any, b: Any, what: str) -> None:
     assert same_structure(a, b), f"{what}: structures differ: {paths(a).keys()} and {paths(b).keys()}"
     for (path, x), y in zip(paths(a).items(), leaves(b), strict=True):
-        same = x is y is None or (isinstance(x, Tensor) and isinstance(y, Tensor) and _equal(x, y))
+        same = x is y is None or (isinstance(x, Tensor) and isinstance(y, Tensor) and equal_bits(x, y))
         assert same, f"{what}: {path or 'value'} differs"
 
 
-def _equal(x: Tensor, y: Tensor) -> bool:
+def equal_bits(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors are equal; NaN equals NaN."""
     return x.dtype == y.dtype and torch.equal(torch.nan_to_num(x, 12345.0), torch.nan_to_num(y, 12345.0))
 
 

@@ -13,10 +13,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from funcops.backend import wide
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op
-from funcops.errors import require
+from funcops.errors import describe, join_path, require
 from funcops.formats import dense
 from funcops.residuals.donate import donate
 from funcops.testing.case import FLOATS, Case
+from funcops.testing.checks import equal_bits as _same
 from funcops.testing.checks import float_like as float_like
 from funcops.testing.checks import poisoned_empties, run, same_bits
 from funcops.testing.frugal import law_frugal
@@ -68,27 +69,36 @@ def _split_into(case: Case, dtype: torch.dtype, residuals: Any, dy: Any, pending
 def law_pure(case: Case, dtype: torch.dtype) -> None:
     """No argument is written to, and the same call gives the same bits."""
     params, x = case.make(dtype)
-    before = tree_map_tensors(torch.clone, (params, x))
+    given: dict[str, Any] = {"params": params, "x": x}
+    before = tree_map_tensors(torch.clone, given)
     y, residuals = case.op.fwd(params, x, case.cfg)
+    _unwritten(f"{case.op.name}_fwd", given, before)
     same_bits(y, case.op.fwd(params, x, case.cfg)[0], "y of a second forward")
     if case.op.recompute is not None:
         kept_for_it = case.op.fwd(params, x, case.cfg, needs=Needs.ALL.with_recompute())[1]
         same_bits(case.op.recompute(kept_for_it, case.cfg), y, "y recomputed")
     dy = float_like(y, 7)
-    dy_before = tree_map_tensors(torch.clone, dy)
-    y_before = tree_map_tensors(torch.clone, y)
+    given |= {"dy": dy, "y": y}
+    before |= tree_map_tensors(torch.clone, {"dy": dy, "y": y})
     kept = _objects(residuals)
-    first = case.op.bwd(residuals, dy, case.cfg)
     _, pending = case.op.dgrad(residuals, dy, case.cfg)
+    _unwritten(f"{case.op.name}_dgrad", given, before)
     waiting = _objects(pending)
     case.op.wgrad(pending, case.cfg)
+    _unwritten(f"{case.op.name}_wgrad", given, before)
+    first = case.op.bwd(residuals, dy, case.cfg)
+    _unwritten(f"{case.op.name}_bwd", given, before)
     assert _objects(residuals) == kept and _objects(pending) == waiting, "a backward changes residuals or pending"
     same_bits(first, case.op.bwd(residuals, dy, case.cfg), "a second backward")
-    same_bits((params, x), before, "arguments of the forward")
-    same_bits((dy, y), (dy_before, y_before), "dy and y")
     with poisoned_empties():
         y2, residuals = case.op.fwd(params, x, case.cfg)
         same_bits((y, first), (y2, case.op.bwd(residuals, dy, case.cfg)), "a run with NaN in fresh memory")
+
+
+def _unwritten(function: str, given: Any, before: Any) -> None:
+    for (path, t), was in zip(paths(given).items(), leaves(before), strict=True):
+        same = not isinstance(t, Tensor) or _same(t, was)
+        assert same, f"{function} wrote to {path}: its arguments are the caller's"
 
 
 def _objects(tree: Any) -> dict[str, int]:
@@ -104,8 +114,14 @@ def law_mirror(case: Case, dtype: torch.dtype) -> None:
     params, x = dense((params, x))
     _mirrors(dparams, params, "dparams")
     _mirrors(dx, x, "dx")
-    for t, d in zip(leaves(x), leaves(dx), strict=True):
-        assert (d is not None) == (isinstance(t, Tensor) and t.is_floating_point()), "dx of every float leaf of x"
+    for (path, t), d in zip(paths({"x": x}).items(), leaves(dx), strict=True):
+        wanted = isinstance(t, Tensor) and t.is_floating_point()
+        assert (d is not None) == wanted, (
+            f"d{path} is {'None' if d is None else 'a tensor'}, wanted {'a gradient' if wanted else 'None'}"
+        )
+    for path, t in [] if case.casts else paths({"y": dense(y)}).items():
+        right = not isinstance(t, Tensor) or not t.is_floating_point() or t.dtype is dtype
+        assert right, f"{path} is {t.dtype} for an x of {dtype}: give the case casts=True if it is to be"
     _, residuals = case.op.fwd(*case.make(dtype), case.cfg)
     same_bits(case.op.bwd(residuals, None, case.cfg), (nothing_like(dparams), nothing_like(dx)), "bwd of dy=None")
 
@@ -121,7 +137,8 @@ def _none_is_zero(case: Case, residuals: Any, dy: Any, dtype: torch.dtype) -> No
 def _mirrors(gradient: Any, tree: Any, what: str) -> None:
     assert same_structure(gradient, tree), f"{what} has leaves {list(paths(gradient))}, wanted {list(paths(tree))}"
     for (path, d), t in zip(paths(gradient).items(), leaves(tree), strict=True):
-        assert d is None or (d.shape, d.dtype) == (t.shape, t.dtype), f"{what}.{path}: {d.shape} {d.dtype}"
+        same = d is None or (d.shape, d.dtype) == (t.shape, t.dtype)
+        assert same, f"{join_path(what, path)} is {describe(d)}, wanted {describe(t)}"
 
 
 def law_right(case: Case, dtype: torch.dtype) -> None:
@@ -254,8 +271,8 @@ def _without_leading(case: Case, params: Any, x: Any, dtype: torch.dtype) -> Non
             f"bwd of an x without leading dimensions, {shapes}, which fwd takes, raised {type(error).__name__}: {error}"
         ) from error
     as_row = case.op.bwd(kept, _shaped(dy, want), case.cfg)
-    _mirrors(dparams, as_row[0], "dparams of an x without leading dimensions:")
-    _mirrors(dx, dense(bare), "dx of an x without leading dimensions:")
+    _mirrors(dparams, as_row[0], "dparams of an x without leading dimensions")
+    _mirrors(dx, dense(bare), "dx of an x without leading dimensions")
     for what, got, expected in (("y", y, want), ("gradients", (dparams, dx), as_row)):
         assert_close(_shaped(got, expected), dense(expected), dtype=dtype, what=f"{what} of an x without leading dimensions")
 
@@ -267,8 +284,8 @@ def _shaped(tree: Any, like: Any) -> Any:
 LAWS: dict[str, Callable[[Case, torch.dtype], None]] = {
     law.__name__.removeprefix("law_"): law
     for law in (
-        law_split,
         law_pure,
+        law_split,
         law_mirror,
         law_frugal,
         law_right,
@@ -306,6 +323,7 @@ def check_op(
     free: tuple[str, ...] = (),
     cancels: tuple[str, ...] = (),
     unrounded: tuple[str, ...] = (),
+    casts: bool = False,
 ) -> None:
     """Check an op by the laws. Raises `AssertionError` naming the law, the leaf and the numbers, or the error that the op raised.
 
@@ -313,12 +331,12 @@ def check_op(
     PyTorch for y, `reference(params, x, cfg)`; params: likewise, by default drawn in the shapes of `op.init`;
     free: paths of leaves that may have any size (`"x"`, `"x.0"`), which are left out of the bad calls; cancels: paths of leaves
     whose gradients' terms cancel; unrounded: paths of params (`"params.weight"`) whose wider accumulators get the sum before it is
-    rounded. Raises `ValueError` for laws and paths that do not exist.
+    rounded; casts: whether y has another float dtype than x. Raises `ValueError` for laws and paths that do not exist.
 
     >>> from funcops import ScaleConfig, scale
     >>> from funcops.testing import LAWS, check_op
     >>> list(LAWS)[:5]
-    ['split', 'pure', 'mirror', 'frugal', 'right']
+    ['pure', 'split', 'mirror', 'frugal', 'right']
     >>> laws, x = ("split", "mirror", "right"), lambda draw: draw.randn(3)
     >>> check_op(scale, cfg=ScaleConfig(2.0), x=x, reference=lambda params, x, cfg: 2.0 * x, laws=laws)
     >>> try:
@@ -344,6 +362,7 @@ def check_op(
         free=free,
         cancels=cancels,
         unrounded=unrounded,
+        casts=casts,
     )
     right = isinstance(laws, tuple) and laws and set(laws) <= LAWS.keys()
     require(bool(right), "check_op", "laws", f"a tuple of some of {', '.join(LAWS)}", repr(laws))

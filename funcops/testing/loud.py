@@ -17,6 +17,8 @@ from funcops.testing.case import Case
 from funcops.testing.checks import run, tree_map_path
 from funcops.trees import WithExtras, leaves, paths, put, same_structure, tensors, tree_map_tensors
 
+TOO_LARGE, WRITTEN = " too large", " written to since the forward"
+
 
 def law_loud(case: Case, dtype: torch.dtype) -> None:
     """Every class of bad call raises by name, before anything changes."""
@@ -30,10 +32,20 @@ def law_loud(case: Case, dtype: torch.dtype) -> None:
         except (ValueError, TypeError, GradModeError, DonatedError, StaleResidualError) as error:
             message = str(error)
             transparent = any(f"{half}: " in message for half in ("_fwd", "_bwd", "grad", "_recompute"))
-            assert message.startswith(names) or transparent, f"{what}: unnamed error {message!r}"
+            assert message.startswith(names) or transparent, (
+                f"{what}: unnamed error {message!r}, wanted one that begins with {names[0]}: "
+            )
             assert "must" in message and "got" in message, f"{what}: {message!r} does not say both what must be and what came"
         else:
-            raise AssertionError(f"{case}: {what} went through without an error")
+            raise AssertionError(f"{case}: {what} went through without an error{_remedy(what)}")
+
+
+def _remedy(what: str) -> str:
+    """What the author of an op does about a bad call that went through."""
+    if what.endswith(TOO_LARGE):
+        path = what.removesuffix(TOO_LARGE)
+        return f": check its shape (funcops.errors.check), or pass free=({path!r},) if it may have any size"
+    return ": declare the field that holds it with alias" if what.endswith(WRITTEN) else ""
 
 
 def bad_calls(case: Case, params: Any, x: Any, residuals: Any, dy: Any, dparams: Any) -> Any:
@@ -62,7 +74,7 @@ def bad_calls(case: Case, params: Any, x: Any, residuals: Any, dy: Any, dparams:
                     yield f"{name} on another device", lambda p=path, s=tree, c=call: c(changed(s, p, _to_meta))
             yield f"{name} complex", lambda p=path, s=tree, c=call: c(changed(s, p, _to_complex))
             if t.dim() and name not in case.free:
-                yield f"{name} too large", lambda p=path, s=tree, c=call: c(changed(s, p, _larger))
+                yield f"{name}{TOO_LARGE}", lambda p=path, s=tree, c=call: c(changed(s, p, _larger))
             if t.is_floating_point():
                 grad = lambda t: t.detach().clone().requires_grad_()  # noqa: E731
                 yield f"{name} requires grad", lambda p=path, s=tree, c=call, g=grad: c(changed(s, p, g))
@@ -108,7 +120,7 @@ def bad_parts(case: Case, y: Any, residuals: Any, dy: Any, dtype: torch.dtype) -
 def stale_calls(case: Case, params: Any, x: Any, residuals: Any, dy: Any) -> Any:
     """Yield (what, call): a backward after a write to each input that the residuals alias."""
     kept = {id(t) for t in tensors(residuals)}
-    for i, (path, t) in enumerate(paths((params, x)).items()):
+    for i, (path, t) in enumerate(paths({"params": params, "x": x}).items()):
         if id(t) not in kept:
             continue
 
@@ -118,7 +130,7 @@ def stale_calls(case: Case, params: Any, x: Any, residuals: Any, dy: Any) -> Any
             leaves(mine)[i].add_(0)
             case.op.bwd(residuals, dy, case.cfg)
 
-        yield f"{path} written to since the forward", call
+        yield f"{path}{WRITTEN}", call
 
 
 def into_calls(case: Case, params: Any, residuals: Any, dy: Any, dparams: Any) -> Any:

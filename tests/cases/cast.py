@@ -9,6 +9,7 @@ def case(shape):
     return Case(
         op=cast,
         cfg=CastConfig(torch.float64),
+        casts=True,
         x=lambda d: d.randn(*shape),
         reference=lambda params, x, cfg: x.to(torch.float64),
         free=("x",),

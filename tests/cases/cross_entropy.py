@@ -28,6 +28,7 @@ def case(rows, vocab, ignored=False, **options):
     return Case(
         op=cross_entropy,
         cfg=CrossEntropyConfig(**options),
+        casts=True,
         x=x,
         reference=lambda params, x, cfg: loss(*x, cfg),
         free=() if rows else ("x.0",),

@@ -21,6 +21,7 @@ def case(rows, features, vocab, **options):
     return Case(
         op=linear_cross_entropy,
         cfg=cfg,
+        casts=True,
         x=lambda d: (d.randn(*rows, features), d.integers(0, vocab, *rows)),
         reference=lambda params, x, cfg: _loss.loss(capped(x[0] @ params.weight.T, cfg.softcap), x[1], cfg),
         name=f"linear_cross_entropy-{rows}-{features}-{vocab}-{options}",

@@ -28,6 +28,7 @@ def case(rows, width, experts, choices, used=None):
     return Case(
         op=permute,
         cfg=PermuteConfig(experts),
+        casts=True,
         x=x,
         reference=reference,
         free=() if rows else ("x.0", "x.1"),  # one token may have any width and number of choices
@@ -54,6 +55,7 @@ def gathered(rows, width, experts, choices, wide=False):
     return Case(
         op=permute,
         cfg=PermuteConfig(experts, gathered=True),
+        casts=True,
         x=x,
         reference=ordered,
         name=f"permute-gathered-{list(rows)}-{width}-{experts}-{choices}-{wide}",

@@ -17,6 +17,7 @@ def there(shape, format):
     return Case(
         op=quantize,
         cfg=QuantizeConfig(format),
+        casts=True,
         x=lambda d: d.randn(*shape),
         reference=rounded,
         free=("x",),

@@ -67,7 +67,7 @@ def case(rows, experts, top_k, **options):
     name = f"route-{list(rows)}-{experts}-{top_k}-" + ",".join(f"{k}={v}" for k, v in options.items())
     one = experts == 1 or (top_k == 1 and cfg.normalize)  # a softmax, or a share, of one: its gradient is 0
     cancels = ("x",) if one else ()
-    return Case(op=route, cfg=cfg, x=x, params=params, reference=reference, name=name, cancels=cancels)
+    return Case(op=route, cfg=cfg, x=x, params=params, reference=reference, name=name, cancels=cancels, casts=True)
 
 
 LOSSES = dict(aux=0.3, z=0.05)

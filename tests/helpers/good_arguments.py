@@ -73,6 +73,7 @@ def case_good() -> dict[str, Any]:
         "free": (),
         "cancels": (),
         "unrounded": (),
+        "casts": False,
     }
 
 

@@ -99,7 +99,7 @@ def test_a_field_that_both_halves_read():
     ("rows", "said"),
     [
         (lambda t: t.flatten(0, -2).sum(0), "raised IndexError"),
-        (lambda t: t.sum(tuple(range(t.dim() - 1)), keepdim=t.dim() == 1), "a: torch.Size"),  # dim=() is all of them
+        (lambda t: t.sum(tuple(range(t.dim() - 1)), keepdim=t.dim() == 1), "a is float64"),  # dim=() is all of them
     ],
 )
 def test_a_sum_over_rows_that_takes_no_x_without_any(rows, said, shape):

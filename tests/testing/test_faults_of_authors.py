@@ -1,0 +1,137 @@
+"""Faults that an author makes in an op, each named with the function and the leaf, and what make_op refuses at once."""
+
+from dataclasses import field
+
+import pytest
+import torch
+
+from funcops.contract.needs import Needs
+from funcops.contract.op import OpConfig, config, dgrad_of, forward, make_op, recompute_of
+from funcops.contract.schema import DGRAD, RECOMPUTE, WGRAD, Pending, Residuals, saved
+from funcops.errors import FLOATS, check
+from funcops.testing import check_op
+from funcops.trees import leaf, tree
+
+
+@config
+class SreluConfig(OpConfig):
+    scale: float = field(kw_only=False)
+
+
+class SreluResiduals(Residuals):
+    x: torch.Tensor = saved("[*]", alias="x", needed_by=DGRAD | RECOMPUTE)
+
+
+def formula(x, cfg):
+    return cfg.scale * torch.relu(x).square()
+
+
+def gradient(x, dy, cfg):
+    return dy * (2 * cfg.scale) * torch.relu(x)
+
+
+def srelu_of(formula=formula, gradient=gradient, checks=FLOATS):
+    """y = s relu(x)^2, with this forward and this dx; `checks`: the dtypes of dy."""
+
+    @forward(SreluConfig)
+    def srelu_fwd(params, x, cfg, *, needs=Needs.ALL):
+        check("srelu_fwd", "x", x, (...,), FLOATS)
+        return formula(x, cfg), SreluResiduals.keep(cfg, needs, x=x)
+
+    @recompute_of(SreluResiduals)
+    def srelu_recompute(residuals, cfg):
+        return formula(residuals.x, cfg)
+
+    @dgrad_of(SreluResiduals)
+    def srelu_dgrad(residuals, dy, cfg):
+        check("srelu_dgrad", "dy", dy, residuals.x.shape, checks or residuals.x.dtype, residuals.x)
+        return gradient(residuals.x, dy.to(residuals.x.dtype), cfg), None
+
+    return make_op("srelu", SreluConfig, fwd=srelu_fwd, dgrad=srelu_dgrad, recomputable="elementwise", recompute=srelu_recompute)
+
+
+def run(op, **options):
+    reference = lambda params, x, cfg: cfg.scale * torch.clamp(x, min=0) ** 2  # noqa: E731
+    check_op(op, cfg=SreluConfig(0.3), x=lambda draw: draw.randn(3, 5), reference=reference, free=("x",), **options)
+
+
+def test_the_op_itself_obeys():
+    run(srelu_of(checks=None))
+
+
+FAULTS = {
+    "a wider y": (
+        dict(formula=lambda x, cfg: formula(x, cfg).double()),
+        r"law 'mirror', torch.float32: y is torch.float64 for an x of",
+    ),
+    "a float32 y": (
+        dict(formula=lambda x, cfg: formula(x, cfg).float()),
+        r"y is torch.float32 for an x of .*: give the case casts=True",
+    ),
+    "writes x": (
+        dict(formula=lambda x, cfg: cfg.scale * x.relu_().square()),
+        r"law 'pure', .*: srelu_fwd wrote to x: its arguments",
+    ),
+    "writes dy": (
+        dict(gradient=lambda x, dy, cfg: dy.mul_(2 * cfg.scale).mul_(torch.relu(x))),
+        r"srelu_dgrad wrote to dy: its arguments",
+    ),
+    "a summed dx": (dict(gradient=lambda x, dy, cfg: gradient(x, dy, cfg).sum(0)), r"dx is float64\[5\], wanted float64\[3, 5\]"),
+    "a float32 dx": (
+        dict(gradient=lambda x, dy, cfg: gradient(x, dy, cfg).float()),
+        r"dx is float32\[3, 5\], wanted float64\[3, 5\]",
+    ),
+    "no dx": (dict(gradient=lambda x, dy, cfg: None), r"dx is None, wanted a gradient"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_named(fault):
+    made, message = FAULTS[fault]
+    with pytest.raises(AssertionError, match=message):
+        run(srelu_of(**made))
+
+
+def test_another_dtype_may_be_declared():
+    reference = lambda params, x, cfg: cfg.scale * torch.clamp(x, min=0) ** 2  # noqa: E731
+    wide = srelu_of(formula=lambda x, cfg: formula(x, cfg).double(), checks=FLOATS)
+    options = dict(cfg=SreluConfig(0.3), x=lambda draw: draw.randn(3, 5), reference=reference, laws=("mirror",))
+    check_op(wide, casts=True, **options)
+
+
+@tree
+class AffineParams:
+    weight: torch.Tensor = leaf("[D]")
+
+
+class AffinePending(Pending):
+    dy: torch.Tensor = saved("[*]", alias="dy", needed_by=WGRAD)
+
+
+@forward(SreluConfig, AffineParams)
+def affine_fwd(params, x, cfg, *, needs=Needs.ALL):
+    return x * params.weight, SreluResiduals.keep(cfg, needs, x=x)
+
+
+def plain(*given):
+    return None
+
+
+@dgrad_of(SreluResiduals)
+def affine_dgrad(residuals, dy, cfg):
+    return dy, None
+
+
+def affine_init(cfg, *, key=None, device=None, dtype=None):
+    return AffineParams(torch.ones(3))
+
+
+def test_make_op_names_what_is_missing():
+    with pytest.raises(
+        TypeError, match=r"make_op 'affine': dgrad must be decorated with @dgrad_of\(Residuals\), or given together"
+    ):
+        make_op("affine", SreluConfig, init=affine_init, fwd=affine_fwd, dgrad=plain, wgrad=plain)
+    with pytest.raises(TypeError, match=r"make_op 'affine': wgrad must be decorated with @wgrad_of\(Pending, Params\), or given"):
+        make_op("affine", SreluConfig, init=affine_init, fwd=affine_fwd, dgrad=affine_dgrad, wgrad=plain)
+    with pytest.raises(TypeError, match=r"make_op 'affine': wgrad must be given, as fwd takes params \(AffineParams\), got None"):
+        make_op("affine", SreluConfig, init=affine_init, fwd=affine_fwd, dgrad=affine_dgrad)
