@@ -1,0 +1,109 @@
+"""Begin an operator: copies `softcap`, an operator of every part without params, under another name.
+
+    python tests/new_op.py square          makes the files below, and tells what to change in them
+
+It makes funcops/kernels/NAME.py, funcops/kernels/triton/NAME.py, funcops/ops/NAME.py and tests/cases/NAME.py, and adds the lines that
+name the operator: in funcops/__init__.py, docs/operators.md and benchmarks/kernel_calls.py. All tests pass at once, as the copy still
+computes y = c tanh(x / c): put your own math, and your own reference in the cases, in its place.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = ("funcops/kernels/{}.py", "funcops/kernels/triton/{}.py", "funcops/ops/{}.py", "tests/cases/{}.py")
+OLD, GROUP, WIDTH, INDENT = "softcap", "    pointwise        ", 110, " " * 21
+NEXT = """Now put your operator in the place of the copied one:
+  1. the formula and the kernel: {0} and {1}
+  2. the math, the config, what is kept, an example: {2}
+  3. the reference, shapes, bad calls: {3}
+  4. make aot && make traffic, which write the tables of registers and of bytes; make gpu, if there is one
+  5. make test: the laws say what is missing
+CONTRIBUTING.md says what an operator with params needs besides."""
+
+
+def camel(name: str) -> str:
+    return "".join(part.capitalize() for part in name.split("_"))
+
+
+def begin(name: str, root: Path = ROOT) -> list[Path]:
+    """Make the files of the operator `name`. Raises `ValueError` for a name that is no identifier in lower case, or is taken."""
+    if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
+        raise ValueError(f"new_op: name must be words in lower case joined by _, got {name!r}")
+    made = [root / file.format(name) for file in FILES]
+    if taken := [path for path in made if path.exists()]:
+        raise ValueError(f"new_op: name must be a new one, got {name!r}, which has {taken[0].relative_to(root)}")
+    for file, path in zip(FILES, made, strict=True):
+        path.write_text(renamed((root / file.format(OLD)).read_text(), name))
+    edit(root / "funcops/__init__.py", lambda text: listed(imported(text, name), name))
+    edit(root / "docs/operators.md", lambda text: text.replace(f"`{OLD}` |", f"`{OLD}`, `{name}` |", 1))
+    edit(root / "benchmarks/kernel_calls.py", lambda text: called(text, name))
+    return made
+
+
+def renamed(text: str, name: str) -> str:
+    return re.sub(rf"\b{OLD}", name, text.replace(camel(OLD), camel(name)))
+
+
+def edit(path: Path, change: object) -> None:
+    text = path.read_text()
+    changed = change(text)  # type: ignore[operator]
+    if changed == text:
+        raise ValueError(f"new_op: {path} has no line of {OLD} to begin from")
+    path.write_text(changed)
+
+
+def imported(text: str, name: str) -> str:
+    """The text of the package's face with the import of the operator, among its sorted lines."""
+    lines = text.splitlines(keepends=True)
+    new = f"from funcops.ops.{name} import *\n"
+    at = next(i for i, line in enumerate(lines) if line.startswith("from funcops.ops.") and line > new)
+    return "".join([*lines[:at], new, *lines[at:]])
+
+
+def listed(text: str, name: str) -> str:
+    """The text with the name at the end of its group in the help."""
+    start = text.index(GROUP) + len(GROUP)
+    end = start + re.search(r"\n(?! {21})", text[start:]).start()  # type: ignore[union-attr]
+    words = [*re.split(r",\s+", text[start:end]), name]
+    lines = [""]
+    for i, word in enumerate(words):
+        part = word + ("," if i < len(words) - 1 else "")
+        if len(INDENT) + len(lines[-1]) + len(part) + 1 > WIDTH:
+            lines.append("")
+        lines[-1] += " " * bool(lines[-1]) + part
+    return text[:start] + f"\n{INDENT}".join(lines) + text[end:]
+
+
+def called(text: str, name: str) -> str:
+    """The samples with a call of each of the operator's kernels, after those of the copied one."""
+    lines = text.splitlines(keepends=True)
+    out = []
+    for line in lines:
+        out.append(line)
+        if f"{OLD}.{OLD}_bwd" in line:
+            copied = [one for one in lines if f"{OLD}.{OLD}_" in one]
+            out += [renamed(one, name) for one in copied]
+        elif line == f"    {OLD},\n":
+            out.append(f"    {name},\n")
+    return "".join(out)
+
+
+def main(argv: list[str]) -> int:
+    if len(argv) != 1 or argv[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0 if argv and argv[0] in ("-h", "--help") else 2
+    try:
+        made = begin(argv[0])
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(NEXT.format(*(path.relative_to(ROOT) for path in (made[0], made[1], made[2], made[3]))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
