@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import functools
 import math
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -335,9 +336,19 @@ def require_config(where: str, cfg: Any, wanted: type | None = None) -> None:
     """Raise `TypeError` unless `cfg` is the config of an op; with `wanted`, unless it is of that very class."""
     if wanted is not None:
         if type(cfg) is not wanted:
-            fail(where, "cfg", wanted.__name__, describe(cfg), TypeError)
+            fail(where, "cfg", wanted.__name__, describe(cfg) + own_function(where, cfg), TypeError)
     elif not isinstance(cfg, OpConfig) and type(cfg) not in _hooked:
         fail(where, "cfg", "the config of an op (of a DecoderConfig: decoder(cfg))", describe(cfg), TypeError)
+
+
+def own_function(where: str, cfg: Any) -> str:
+    """The remedy for the config of another op: the same function of that op, if its name says which."""
+    half, own = where.rpartition("_")[2], type(cfg).__name__.removesuffix("Config")
+    module = sys.modules.get(type(cfg).__module__)
+    for name, value in vars(module).items() if isinstance(cfg, OpConfig) and module is not None else ():
+        if getattr(value, "config", None) is type(cfg) and name.replace("_", "").lower() == own.lower():
+            return f": call {name}_{half}"
+    return ""
 
 
 def fields_of(cfg: Any) -> dict[str, Any]:

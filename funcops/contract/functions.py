@@ -17,7 +17,7 @@ from torch import Tensor
 from funcops import random
 from funcops.contract.by_config import class_by, classes_of
 from funcops.contract.checking import asked, unusual, when_switched
-from funcops.contract.configs import require_config
+from funcops.contract.configs import own_function, require_config
 from funcops.contract.fields import DGRAD, RECOMPUTE, WGRAD
 from funcops.contract.marks import IDLE
 from funcops.contract.needs import Needs, check_needs
@@ -333,4 +333,5 @@ def _named(fn: Any, name: str, module: str, doc: str) -> Any:
 
 def _bad_type(where: str, name: str, got: Any, expected: type) -> None:
     wanted = "None (this op has no params)" if expected is NoneType else expected.__name__
-    fail(where, name, wanted, describe(got) if got is not None else "None", TypeError)
+    remedy = own_function(where, got) if name == "cfg" else ""
+    fail(where, name, wanted, (describe(got) if got is not None else "None") + remedy, TypeError)

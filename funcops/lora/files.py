@@ -53,7 +53,9 @@ from funcops.trees import at, tree_map
 Modules = dict[tuple[str, tuple[int, ...]], tuple[Module, ...]]  # by a linear's path, and the index of its layer
 
 
-def save_adapter(folder: str | os.PathLike[str], params: Any, cfg: Any, *, names: Names | None = None, base: str = "") -> None:
+def save_adapter(
+    folder: str | os.PathLike[str], params: Any, cfg: Any, *, names: Names | None = None, base: str = "", task: str | None = None
+) -> None:
     """Write the adapters of `params` to a folder, which is created if it is missing. Each file is written whole or not at all.
 
     `names`: the modules' names in the files, by globs over the paths of linears; the match of each "*" replaces the "*" of the
@@ -67,9 +69,10 @@ def save_adapter(folder: str | os.PathLike[str], params: Any, cfg: Any, *, names
     PEFT has in its `target_parameters`, such as a layer of experts. `models.peft_names` gives the names for a decoder of
     `funcops.models`.
 
-    `base`: the name or path of the base model, for PEFT. Raises `ValueError`, before anything is written, for a linear without a
-    name, for two with one name, for a tuple whose length does not divide b's rows, and for adapters with different dropouts;
-    `TypeError` for a layer of experts whose name is no `ParameterOf`.
+    `base`: the name or path of the base model, and `task` PEFT's task type, such as "CAUSAL_LM", which its Auto classes read.
+    Raises `ValueError`, before anything is written, for a linear without a name, for two with one name, for a tuple whose length
+    does not divide b's rows, and for adapters with different dropouts; `TypeError` for a layer of experts whose name is no
+    `ParameterOf`.
 
     >>> import os, tempfile
     >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
@@ -89,6 +92,7 @@ def save_adapter(folder: str | os.PathLike[str], params: Any, cfg: Any, *, names
     require_type(where, "folder", folder, str, os.PathLike)
     require(os.fspath(folder) != "", where, "folder", "the path of a folder", repr(folder))
     require_type(where, "base", base, str)
+    require_type(where, "task", task, str, type(None))
     found = adapted(where, cfg)
     modules, cfgs = _modules(where, found, names), {linear.path: linear.lora for linear in found}
     own = adapter(params, cfg)
@@ -102,7 +106,7 @@ def save_adapter(folder: str | os.PathLike[str], params: Any, cfg: Any, *, names
     by_ids = {name_of(there[0]) for (path, _), there in modules.items() if cfgs[path].by_ids}
     entries = {_entry(stored[name], side, name in by_ids): t for name, (a, b) in whole.items() for side, t in (("a", a), ("b", b))}
     ranks = {name: len(a) // math.prod(parts[name][0][1].shape[:-2]) for name, (a, _) in whole.items()}  # of one expert
-    text = json.dumps(_described(where, found, modules, ranks, base), indent=2, sort_keys=True) + "\n"
+    text = json.dumps(_described(where, found, modules, ranks, base, task), indent=2, sort_keys=True) + "\n"
     os.makedirs(folder, exist_ok=True)
     checkpoint.save(entries, Path(folder) / WEIGHTS, metadata={"format": "pt"})
     beside = Path(folder) / f".{secrets.token_hex(8)}.part"
@@ -324,7 +328,9 @@ def _alpha(linear: AdaptedLinear, rank: float | None = None) -> float:
     return round(linear.lora.scale * (linear.lora.rank if rank is None else rank), 9)  # 16 / 3, times 3, is 16
 
 
-def _described(where: str, found: list[AdaptedLinear], modules: Modules, ranks: dict[str, int], base: str) -> dict[str, Any]:
+def _described(
+    where: str, found: list[AdaptedLinear], modules: Modules, ranks: dict[str, int], base: str, task: str | None
+) -> dict[str, Any]:
     """The contents of adapter_config.json: the most common rank and alpha, and by module the others."""
     drops = {linear.lora.dropout for linear in found if not linear.lora.by_ids} or {0.0}
     require(len(drops) == 1, where, "cfg", "one with the same dropout for all adapters, as PEFT has one", sorted(drops))
@@ -339,7 +345,7 @@ def _described(where: str, found: list[AdaptedLinear], modules: Modules, ranks: 
     experts = [one.parameter for there in modules.values() for one in there if isinstance(one, ParameterOf)]
     return {
         "peft_type": "LORA",
-        "task_type": None,
+        "task_type": task,
         "base_model_name_or_path": base,
         "inference_mode": True,
         "bias": "none",

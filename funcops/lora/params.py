@@ -184,7 +184,12 @@ def adapted(where: str, cfg: Any) -> list[AdaptedLinear]:
     """The adapted linears of a config; raises if it has none."""
     found = found_once(cfg, "adapted", lambda: list(adapted_linears(cfg)))
     if not found:
-        fail(where, "cfg", "one that with_lora made", describe(cfg) if not isinstance(cfg, Composite) else "one without adapters")
+        fail(
+            where,
+            "cfg",
+            "one that with_lora made (with_adapter_of, for adapters in files)",
+            describe(cfg) if not isinstance(cfg, Composite) else "one without adapters",
+        )
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -196,7 +197,18 @@ def _check_targets(where: str, cfg: Any, targets: Sequence[str]) -> None:
             fail(where, "targets", wanted, f"{glob!r}, which matches {adapted[0]}, which has one")
         kinds = ("linear", "embedding") if _names_one(glob) else ("linear",)
         if not any(found[path] in kinds for path in met):
-            fail(where, "targets", wanted, f"{glob!r}" + (f", which matches {met[0] or repr('')} ({found[met[0]]})" if met else ""))
+            remedy = f", which matches {met[0] or repr('')} ({found[met[0]]})" if met else _nearest(glob, known)
+            fail(where, "targets", wanted, f"{glob!r}{remedy}")
+
+
+def _nearest(glob: str, known: Sequence[str]) -> str:
+    """The remedy for a glob that matches no path: PEFT's names for all linears and for a module, or the glob nearest to it."""
+    if glob == "all-linear":
+        return ": write '*' for every linear"
+    word = glob.removeprefix("*.").removesuffix("_proj")
+    ends = {f"*.{'.'.join(path.split('.')[-n:])}": path for path in known for n in (1, 2)}
+    near = [end for end in ends if word in end.split(".")] or difflib.get_close_matches(f"*.{word}", ends, 1, 0.0)
+    return f", nearest {near[0]!r}" if near else ""
 
 
 def _kinds(cfg: Any) -> Iterator[tuple[str, str]]:

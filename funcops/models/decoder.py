@@ -284,7 +284,7 @@ def _extras(cfg: DecoderConfig) -> tuple[str, ...]:
 def decoder_x(
     cfg: DecoderConfig,
     ids: Tensor,
-    dtype: torch.dtype,
+    dtype: torch.dtype = torch.float32,
     *,
     positions: Tensor | None = None,
     labels: Tensor | None = None,

@@ -282,7 +282,13 @@ def _check_quantized(where: str, weight: QWeight, x: Tensor, cfg: Any) -> None:
         name = f"params.weight.{side}"
         check_quantized(where, name, q, cfg.recipe.w, side, torch.Size(cfg.weight_shape), x, cfg.group_dims)
         if q.dtype is not x.dtype:
-            fail(where, name, f"made from {short(x.dtype)}, like x", short(q.dtype), TypeError)
+            fail(
+                where,
+                name,
+                f"made from {short(x.dtype)}, like x",
+                f"{short(q.dtype)}: quantize_params(params, cfg, dtype={x.dtype})",
+                TypeError,
+            )
 
 
 def needs_low(needs: Needs, recipe: Recipe) -> bool:

@@ -1,157 +1,100 @@
-"""A wrong call of a newcomer gets the argument, what came, and what to write instead."""
+"""Errors that newcomers met end with the remedy."""
 
 import pytest
 import torch
 
 from funcops import (
     ChainConfig,
-    CrossEntropyConfig,
-    EmbeddingConfig,
     LinearConfig,
-    LinearCrossEntropyConfig,
-    LinearCrossEntropyParams,
-    PositionEmbeddingConfig,
-    RMSNormConfig,
+    Policy,
+    Recompute,
+    RopeConfig,
     Step,
     chain,
-    cross_entropy,
-    dist,
-    embedding,
+    donate,
     linear,
-    linear_cross_entropy,
-    position_embedding,
+    nn,
+    qlinear,
     random,
-    remat,
-    rms_norm,
+    rope,
+    value_and_grad,
     with_policy,
 )
-from funcops import nn as fnn
-from funcops.backend import backend
-from funcops.graphs import graphed, make_graphed_callables
-from funcops.low_precision import Fp8Block, with_recipe
-from funcops.ops.embedding import EmbeddingParams
+from funcops.lora import lora_init, merge, with_lora
+from funcops.low_precision import Fp8Block, quantize_params, with_recipe
+from funcops.models.blocks import block_config
+from funcops.schedule import Schedule
 
-CFG, PARAMS, X = LinearConfig(4, 4), linear.init(LinearConfig(4, 4), key=random.key(0)), torch.ones(2, 4)
-DEEP = ChainConfig(steps=(Step("a", linear, CFG), Step("b", linear, CFG)))
-LAYERS = chain.init(DEEP, key=random.key(0))
-KEY = "key must be a key, random.key(0) for example"
-RECIPES = "with_recipe: recipe must be a recipe, such as Fp8Current(), Fp8Delayed(), Fp8Block(), MXFP8() or NVFP4(), got "
-REMEDY = "call the backward of the op that ran the forward"
+CFG = ChainConfig(steps=(Step("up", linear, LinearConfig(64, 64)), Step("down", linear, LinearConfig(64, 64))))
+LOW = with_recipe(LinearConfig(64, 64), Fp8Block())
 
 
-def mixed(forward, backward):
-    _, residuals = forward.fwd(LAYERS, X, DEEP)
-    return lambda: backward.bwd(residuals, X, DEEP)
+def params(cfg=CFG):
+    return chain.init(cfg, key=random.key(0))
 
 
-def captured(*given):
-    """The call, which captures first: no graph outlives it."""
-    return lambda: graphed(lambda a, more: a + more["b"], X, {"b": X})(*given)
+def merged():
+    cfg = with_lora(with_recipe(CFG, Fp8Block()), rank=2, targets=("up",))
+    return merge(quantize_params(lora_init(params(), cfg, key=random.key(1)), cfg), cfg)
 
 
-def callable_of(*given, **named):
-    def call():
-        (made,) = make_graphed_callables((torch.nn.Linear(4, 4),), ((X.clone(),),))
-        made(*given, **named)
-
-    return call
+def donated():
+    _, residuals = chain.fwd(params(), torch.ones(2, 64), CFG)
+    return donate(residuals)["up"]
 
 
-CALLS = {
-    "a number for a key": (TypeError, f"linear_init: {KEY}, got 0", lambda: linear.init(CFG, key=0)),
-    "no key": (TypeError, f"{KEY}; only on the meta device may it be None", lambda: linear.init(CFG)),
-    "two dtypes": (
-        TypeError,
-        "linear_fwd: params.weight must be float64, got float32: x is float64, cast one of them",
-        lambda: linear.fwd(PARAMS, X.double(), CFG),
+def low(dtype):
+    return qlinear.fwd(quantize_params(qlinear.init(LOW, key=random.key(0)), LOW), torch.ones(32, 64, dtype=dtype), LOW)
+
+
+REMEDIES = {
+    "heads": (lambda: block_config(64, 5, 96), r"block_config: heads must be a divisor of dim 64, got 5"),
+    "a file's name": (
+        lambda: Schedule.from_csv("mine.csv"),
+        r"got the name of one: Path\('mine.csv'\).read_text\(\) gives its text",
     ),
-    "a recipe's name": (TypeError, f"{RECIPES}'fp8'", lambda: with_recipe(DEEP, "fp8")),
-    "a recipe's class": (TypeError, f"{RECIPES}the class Fp8Block: call it", lambda: with_recipe(DEEP, Fp8Block)),
-    "a policy's residuals": (TypeError, REMEDY, mixed(with_policy(chain, "minimal"), chain)),
-    "residuals for a policy": (TypeError, REMEDY, mixed(chain, with_policy(chain, "minimal"))),
-    "residuals for remat": (TypeError, REMEDY, mixed(chain, remat(chain))),
-    "None for a module": (TypeError, "Linear: x must be a tensor, got None", lambda: fnn.Linear(4, 4)(None)),
-    "a list for a module": (TypeError, "RMSNorm: x must be a tensor, got list", lambda: fnn.RMSNorm(4)([1.0])),
-    "an abstract mesh": (
-        RuntimeError,
-        "dist: axis must be of a mesh of processes (Mesh.of, or funcops.testing.run_ranks for threads), got axis 'tp' of 2 of",
-        lambda: dist.finish(dist.sum_over_start(X, dist.Mesh.abstract({"tp": 2}, 0)["tp"])),
+    "a torch module": (lambda: nn.functional(torch.nn.Linear(2, 2)), r"got Linear: call funcops.nn.from_torch\(module\) first"),
+    "float positions": (
+        lambda: rope.fwd(None, (torch.ones(5, 2, 8), torch.ones(5)), RopeConfig(8)),
+        r"x.1 must be positions of int64, or their table \(rope_table\) \[5, 1, 24\], got float32\[5\]",
     ),
-    "a missing input": (ValueError, "inputs must be as captured, 0, 1.b, got missing ['1.b'], extra []", captured(X)),
-    "an extra input": (ValueError, "missing [], extra ['1.c']", captured(X, {"b": X, "c": X})),
-    "a callable's input": (ValueError, "arguments must be as captured, 0.0, got missing ['0.0'], extra ['1.x']", callable_of(x=X)),
+    "a path": (
+        lambda: with_policy(chain, Policy({"dwn": Recompute()})).fwd(params(), torch.ones(2, 64), CFG),
+        r"got 'dwn', nearest down, .*\(\d+ in all: see explain\)",
+    ),
+    "y of many numbers": (
+        lambda: value_and_grad(chain)(params(), torch.ones(2, 64), CFG),
+        r"got float32\[2, 64\]: end the chain with a loss, or call vjp with a dy",
+    ),
+    "codes merged": (merged, r"merge before quantize_params, or funcops.low_precision.dense\(params\) first"),
+    "a donated tree": (donated, r"must not be looked into, .*: take its parts first, and donate each"),
+    "another op's config": (
+        lambda: linear.init(LOW),
+        r"linear_init: cfg must be LinearConfig, got QLinearConfig: call qlinear_init",
+    ),
+    "another op's config, fwd": (lambda: linear.fwd(None, torch.ones(2, 64), LOW), r"got QLinearConfig: call qlinear_fwd"),
+    "codes of another dtype": (lambda: low(torch.float32), r"quantize_params\(params, cfg, dtype=torch.float32\)"),
+    "uneven dtypes": (
+        lambda: chain.fwd(params(), torch.ones(2, 64, dtype=torch.float64), CFG),
+        r"x is float64, cast one of them \(funcops.trees.cast\)",
+    ),
+    **{
+        f"target {glob}": (
+            lambda glob=glob: with_lora(block_config(64, 4, 96), rank=2, targets=(glob,)),
+            rf"got '{glob}'{said}".replace("*", r"\*"),
+        )
+        for glob, said in (
+            ("q_proj", ", nearest '*.q.proj'"),
+            ("q", ", nearest '*.q.proj'"),
+            ("down_proj", ", nearest '*.down'"),
+            ("all-linear", ": write '*' for every linear"),
+        )
+    },
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_a_wrong_call_says_what_to_write(name):
-    error, text, call = CALLS[name]
-    with pytest.raises(error) as caught:
+@pytest.mark.parametrize("case", REMEDIES)
+def test_an_error_ends_with_the_remedy(case):
+    call, message = REMEDIES[case]
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
         call()
-    assert text in str(caught.value)
-
-
-def losses(labels):
-    return torch.zeros(len(labels), 8), torch.tensor(labels, dtype=torch.int64)
-
-
-HEAD = LinearCrossEntropyParams(torch.zeros(8, 4))
-TABLE = EmbeddingParams(torch.zeros(8, 4))
-IDS = {
-    "embedding_fwd: x must be ids from 0 to 7, got": lambda ids: embedding.fwd(
-        TABLE, torch.tensor(ids, dtype=torch.int64), EmbeddingConfig(8, 4)
-    ),
-    "cross_entropy_fwd: x.1 (labels) must be ids from 0 to 7, or -100, got": lambda ids: cross_entropy.fwd(
-        None, losses(ids), CrossEntropyConfig()
-    ),
-    "linear_cross_entropy_fwd: x.1 (labels) must be ids from 0 to 7, or -100, got": lambda ids: linear_cross_entropy.fwd(
-        HEAD, (torch.zeros(len(ids), 4), torch.tensor(ids, dtype=torch.int64)), LinearCrossEntropyConfig(4, 8)
-    ),
-    "position_embedding_fwd: x.1 (positions) must be ids from 0 to 7, got": lambda ids: position_embedding.fwd(
-        TABLE, (torch.zeros(len(ids), 4), torch.tensor(ids, dtype=torch.int64)), PositionEmbeddingConfig(8, 4)
-    ),
-}
-
-
-@pytest.mark.parametrize("implementation", ["torch", "triton"])
-@pytest.mark.parametrize("ids", [[8], [0, 7, 9], [-1, 3], [2**40, 0], [-(2**40)]], ids=str)
-@pytest.mark.parametrize("text", IDS)
-def test_an_id_out_of_range_is_named(text, ids, implementation):
-    if implementation == "triton":
-        pytest.importorskip("triton")
-    first = next(i for i in ids if not 0 <= i < 8)
-    with backend(implementation), pytest.raises(IndexError) as caught:
-        IDS[text](ids)
-    assert str(caught.value) == f"{text} {first}"
-    IDS[text]([0, 7])
-    IDS[text]([])
-    if "or -100" in text:
-        IDS[text]([-100, 7])
-
-
-def test_an_id_out_of_range_has_the_path_of_its_step():
-    steps = ChainConfig(steps=(Step("table", embedding, EmbeddingConfig(8, 4)), Step("norm", rms_norm, RMSNormConfig(4))))
-    with pytest.raises(IndexError, match="^table: embedding_fwd: x must be ids from 0 to 7, got 9"):
-        chain.fwd({"table": TABLE, "norm": None}, torch.tensor([9]), steps)
-
-
-@pytest.mark.parametrize("text", IDS)
-def test_ids_of_a_batch_by_vmap_are_not_read(text):
-    ids = torch.tensor([[0, 7], [1, 2]])
-    got = torch.vmap(lambda row: BATCHED[text](row)[0])(ids)
-    torch.testing.assert_close(got, torch.stack([BATCHED[text](row)[0] for row in ids]))
-
-
-LOGITS = torch.linspace(-1, 1, 16).reshape(2, 8)
-BATCHED = dict(
-    zip(
-        IDS,
-        (
-            lambda ids: embedding.fwd(TABLE, ids, EmbeddingConfig(8, 4)),
-            lambda ids: cross_entropy.fwd(None, (LOGITS, ids), CrossEntropyConfig()),
-            lambda ids: linear_cross_entropy.fwd(HEAD, (LOGITS[:, :4], ids), LinearCrossEntropyConfig(4, 8)),
-            lambda ids: position_embedding.fwd(TABLE, (LOGITS[:, :4], ids), PositionEmbeddingConfig(8, 4)),
-        ),
-        strict=True,
-    )
-)

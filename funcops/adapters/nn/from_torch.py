@@ -137,7 +137,7 @@ def _swap(model: nn.Module, policy: Any, recipe: Any, wanted: Any, done: Replace
             acted = _keep(module, policy)
         prepare(module)
         vars(module)["_swap"] = Swap(before, _made_of(to), tuple(sorted(vars(module).keys() - attributes)))
-        done.replaced.append(Change(path, before.__name__, _name(to) + (" (by what it computes)" if found else "")))
+        done.replaced.append(Change(path, before.__name__, _name(to) + _how(module, found, recipe)))
     if not acted:
         fail("from_torch", "policy", "None for a model without a known MLP (it only applies to MLPs)", describe(policy))
     require(lowered, "from_torch", "recipe", "None for a model without a known linear layer", describe(recipe))
@@ -171,6 +171,14 @@ def _keep(module: Any, policy: Any) -> bool:
     module.policy = policy
     module.op.init(module.known_cfg(), device="meta")
     return True
+
+
+def _how(module: Any, found: Any, recipe: Any) -> str:
+    """What a report says behind the new class: how it was recognised, and its recipe."""
+    said = ["by what it computes"] * bool(found) + [type(recipe).__name__] * (
+        recipe is not None and isinstance(module, layers.Linear)
+    )
+    return f" ({', '.join(said)})" if said else ""
 
 
 def _name(cls: type) -> str:
