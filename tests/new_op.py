@@ -30,7 +30,7 @@ def camel(name: str) -> str:
 
 
 def begin(name: str, root: Path = ROOT) -> list[Path]:
-    """Make the files of the operator `name`. Raises `ValueError` for a name that is no identifier in lower case, or is taken."""
+    """Make the files of the operator `name`. Raises `ValueError` for a name that is taken or has other characters."""
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
         raise ValueError(f"new_op: name must be words in lower case joined by _, got {name!r}")
     made = [root / file.format(name) for file in FILES]
@@ -79,7 +79,7 @@ def listed(text: str, name: str) -> str:
 
 
 def called(text: str, name: str) -> str:
-    """The samples with a call of each of the operator's kernels, after those of the copied one."""
+    """The samples with a call of each of the operator's kernels, after the copied one's."""
     lines = text.splitlines(keepends=True)
     out = []
     for line in lines:

@@ -1,4 +1,5 @@
-"""`Needs`: which gradients a backward will compute. Static, hashable; it decides what the residuals hold."""
+"""`Needs`: which gradients a backward will compute. Static, hashable; it decides what the residuals hold. In a program it also
+carries what a policy chose: the fields that are recomputed (`drop`), and whether y is (`recompute`)."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def fit(op: Op, cfg: Any, x: Any, budget: int, *, dtype: torch.dtype | None = No
 
     It tries the lossless presets, and every subset of a block's parts to recompute. Nothing runs: one forward and backward, with
     two layers per repeat, is traced on shapes alone, and the bytes of each policy are counted from that. So the time does not
-    depend on depth, and hardly on the number of policies. `dtype`: the dtype of the params, by default that of x, or torch's if x
+    depend on depth, and hardly on the number of policies. `dtype`: the dtype of the params, by default x's, or torch's if x
     has no floats. `needs`: the gradients that the training step asks of the forward. Raises `ValueError`, with the least bytes
     found, if no policy fits.
 

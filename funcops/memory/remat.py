@@ -35,7 +35,7 @@ class RematResiduals:
 
 @residuals
 class RematOfTensor(RematResiduals):
-    """Of an op whose x is one tensor: a chain may recompute it, and fill it in."""
+    """The residuals of an op whose x is one tensor: a chain may recompute it, and fill it in."""
 
     params: Any = saved("the body's", alias="params", needed_by=DGRAD | WGRAD | RECOMPUTE, tree=True)
     x: Any = saved("[*]", alias="x", needed_by=DGRAD | WGRAD | RECOMPUTE)

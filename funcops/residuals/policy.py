@@ -4,7 +4,7 @@
 
 A pattern is a glob over the paths of steps and of the fields that they keep, with a repeat's layers written `*`; the last pattern
 that matches decides. A field that only a pending has, such as the `dy` of a linear, needs a pattern that ends in its name: `*.dy`.
-`funcops.with_policy` applies a policy to an op.
+`funcops.with_policy` (`memory/policy.py`) applies a policy to an op.
 """
 
 from __future__ import annotations

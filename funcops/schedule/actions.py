@@ -191,7 +191,7 @@ class Schedule:
     @staticmethod
     def from_csv(text: str, name: str = "csv") -> Schedule:
         """Return the schedule that such a text describes; empty cells, which are pauses, are ignored. Raises `ValueError` for a
-        cell that is no action, and for the name of a file."""
+        cell without an action's form, and for the name of a file."""
         if text.strip().endswith(".csv"):
             fail(
                 "Schedule.from_csv",

@@ -41,7 +41,7 @@ def law_loud(case: Case, dtype: torch.dtype) -> None:
 
 
 def _remedy(what: str) -> str:
-    """What the author of an op does about a bad call that went through."""
+    """The remedy for a bad call that went through, for the author of an op."""
     if what.endswith(TOO_LARGE):
         path = what.removesuffix(TOO_LARGE)
         return f": check its shape (funcops.errors.check), or pass free=({path!r},) if it may have any size"

@@ -1,4 +1,4 @@
-"""What a swapped model keeps: never more than torch's, whatever surrounds an activation."""
+"""A swapped model never keeps more than torch's, whatever surrounds an activation."""
 
 import itertools
 
@@ -59,7 +59,7 @@ def test_a_swapped_activation_keeps_no_more_than_torchs(names, container):
 
 @pytest.mark.parametrize("act", ACTS)
 def test_an_activation_whose_output_is_read_twice(act):
-    """By the next layer and beside it: no chain can recompute it there."""
+    """The next layer reads it, and a product beside it: no chain can recompute it there."""
     x = torch.randn(700, C, dtype=torch.float64, requires_grad=True)
 
     class Read(OneByOne):
@@ -77,7 +77,7 @@ def test_an_activation_whose_output_is_read_twice(act):
 
 
 def test_kept_bytes_are_torchs_own_sums():
-    """Of layers whose saved tensors are documented: the input of a GELU, the output of a ReLU, two numbers a row of a norm."""
+    """Layers whose saved tensors are documented: the input of a GELU, the output of a ReLU, two numbers a row of a norm."""
     x = torch.randn(16, C, requires_grad=True)
     assert fnn.kept_bytes(nn.GELU(), x) == 0 and fnn.kept_bytes(nn.GELU(), 2 * x) == 0  # its input is the caller's
     assert fnn.kept_bytes(nn.ReLU(), x) == x.nbytes

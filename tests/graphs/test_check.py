@@ -78,7 +78,7 @@ def test_optimisers_of_torch_and_code_that_asks_whether_it_is_captured_have_no_f
         return loss.detach()
 
     assert check_capturable(step, *inputs()) == []
-    assert torch.equal(weight, torch.ones(3)), "the caller's weight stays as it was"
+    assert torch.equal(weight, torch.ones(3)), "the caller's weight does not change"
     assert not is_captured()
     assert graphed(step, *inputs())(*inputs()).shape == ()
 

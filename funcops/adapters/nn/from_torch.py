@@ -174,7 +174,7 @@ def _keep(module: Any, policy: Any) -> bool:
 
 
 def _how(module: Any, found: Any, recipe: Any) -> str:
-    """What a report says behind the new class: how it was recognised, and its recipe."""
+    """The words of a report behind the new class: how it was recognised, and its recipe."""
     said = ["by what it computes"] * bool(found) + [type(recipe).__name__] * (
         recipe is not None and isinstance(module, layers.Linear)
     )
