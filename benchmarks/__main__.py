@@ -13,6 +13,7 @@ from benchmarks.measure import BenchError, NoDevice, print_table, write_csv, wri
 BENCHES = {
     "aot": "every Triton kernel compiled ahead of time, without a GPU",
     "decode": "tokens one at a time, against Hugging Face's generate with its static cache",
+    "figures": "every measured comparison that is committed, with its best and its worst case",
     "graph": "a training step of a small model on this GPU: eager, graphed, and torch.compile",
     "kernels": "every kernel on this GPU, against torch and Liger-Kernel",
     "launch": "host time of a Triton launch, the driver stubbed",
