@@ -1,6 +1,6 @@
-"""`python -m benchmarks figures --page FILE`: every measured comparison, by the file that holds it, with its best and its worst case.
+"""`python -m benchmarks figures --page FILE`: every measured comparison, by the file that holds it, with its best and worst case.
 
-A ratio is funcops' figure over the best of the others' in the same case, so that below 1 funcops took less time, or kept fewer bytes.
+A ratio is funcops' figure over the best of the others' in the same case: below 1 funcops took less time, or kept fewer bytes.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ COMMANDS = {  # that wrote a file, if its name does not say it
 LESS = ("median", "kept", "peak", "bytes", "time", "live", "held", "CPU")  # of a metric in which less is better
 HEAD = """# All figures
 
-This page is for reference. Each row is a comparison in a committed file of [these results](README.md), written by `python -m benchmarks figures --page`. A ratio is
-funcops' figure over the best of the others in the same case and the same run: below 1 funcops takes less time, or keeps fewer bytes.
-Where the worst is above 1, the other one is quicker or smaller there: use it if that case is yours.
+This page is for reference. Each row is a comparison in a committed file of [these results](README.md), written by
+`python -m benchmarks figures --page`. A ratio is funcops' figure over the best of the others in the same case and run: below 1
+funcops takes less time, or keeps fewer bytes. Where the worst is above 1, the other one is quicker or smaller there: use it if that
+case is yours.
 
 | what | command | machine | cases | best | median | worst |
 |---|---|---|--:|---|--:|---|

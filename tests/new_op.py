@@ -2,9 +2,9 @@
 
     python tests/new_op.py square          makes the files below, and tells what to change in them
 
-It makes funcops/kernels/NAME.py, funcops/kernels/triton/NAME.py, funcops/ops/NAME.py and tests/cases/NAME.py, and adds the lines that
-name the operator: in funcops/__init__.py, docs/operators.md and benchmarks/kernel_calls.py. All tests pass at once, as the copy still
-computes y = c tanh(x / c): put your own math, and your own reference in the cases, in its place.
+It makes funcops/kernels/NAME.py, funcops/kernels/triton/NAME.py, funcops/ops/NAME.py and tests/cases/NAME.py, and adds the lines
+that name the operator: in funcops/__init__.py, docs/operators.md and benchmarks/kernel_calls.py. All tests pass at once, as the copy
+still computes y = c tanh(x / c): put your own math, and your own reference in the cases, in its place.
 """
 
 from __future__ import annotations

@@ -67,7 +67,8 @@ LORA = {
     "lora.save_adapter": Row(
         lambda: {"folder": "adapter", "params": params(), "cfg": ADAPTED, "names": {"a": "b"}, "base": "c", "task": "CAUSAL_LM"},
         {"names": ({"b": "c"}, {"*": "c"}, {3: "c"})},
-        {"base": "any name", "task": "any type of PEFT", ("folder", "'no such'"): "is made", **elsewhere("params", params(), "a.both.lora")},
+        {"base": "any name", "task": "any type of PEFT", ("folder", "'no such'"): "is made"}
+        | elsewhere("params", params(), "a.both.lora"),
     ),
     "lora.load_adapter": Row(
         lambda: {"folder": saved(), "params": params(), "cfg": ADAPTED, "names": {"a": "a"}, "dtype": torch.float32},
