@@ -2,14 +2,16 @@
 
     python tests/new_op.py square          makes the files below, and tells what to change in them
 
-It makes funcops/kernels/NAME.py, funcops/kernels/triton/NAME.py, funcops/ops/NAME.py and tests/cases/NAME.py, and adds the lines
-that name the operator: in funcops/__init__.py, docs/operators.md and benchmarks/kernel_calls.py. All tests pass at once, as the copy
-still computes y = c tanh(x / c): put your own math, and your own reference in the cases, in its place.
+It makes funcops/kernels/NAME.py, funcops/kernels/triton/NAME.py, funcops/ops/NAME.py and tests/cases/NAME.py, adds the lines that name
+the operator, and writes the tables of kernels and of defaults anew (a minute). `make test` passes at once, as the copy still computes
+y = c tanh(x / c): put your own math, and your own reference in the cases, in its place.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -20,7 +22,7 @@ NEXT = """Now put your operator in the place of the copied one:
   1. the formula and the kernel: {0} and {1}
   2. the math, the config, what is kept, an example: {2}
   3. the reference, shapes, bad calls: {3}
-  4. make aot && make traffic, which write the tables of registers and of bytes; make gpu, if there is one
+  4. make aot traffic, which write the tables of registers and of bytes; make gpu, if there is a GPU
   5. make test: the laws say what is missing
 CONTRIBUTING.md says what an operator with params needs besides."""
 
@@ -41,7 +43,22 @@ def begin(name: str, root: Path = ROOT) -> list[Path]:
     edit(root / "funcops/__init__.py", lambda text: listed(imported(text, name), name))
     edit(root / "docs/operators.md", lambda text: text.replace(f"`{OLD}` |", f"`{OLD}`, `{name}` |", 1))
     edit(root / "benchmarks/kernel_calls.py", lambda text: called(text, name))
+    edit(root / "tests/kernels/test_formulas.py", lambda text: copied(text, name, f'        "{OLD}_', f'        "{OLD}_bwd",'))
     return made
+
+
+def write_tables(root: Path = ROOT) -> None:
+    """Write the tables in which a test looks up the new kernels and defaults."""
+    results = root / "docs" / "benchmarks"
+    tables = [f"-m benchmarks {name} --changed {results}/{name}.csv --csv {results}/{name}.csv" for name in ("aot", "traffic")]
+    tables += [f"-m benchmarks unconfirmed --page {results}/unconfirmed.md", "tests/contract/test_promised_defaults.py"]
+    path = os.pathsep.join([str(root), str(root / "tests" / "helpers")])
+    for table in tables:
+        done = subprocess.run(
+            [sys.executable, *table.split()], cwd=root, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.DEVNULL
+        )
+        if done.returncode:
+            raise ValueError(f"new_op: python {table} ended with {done.returncode}")
 
 
 def renamed(text: str, name: str) -> str:
@@ -80,16 +97,15 @@ def listed(text: str, name: str) -> str:
 
 def called(text: str, name: str) -> str:
     """The samples with a call of each of the operator's kernels, after the copied one's."""
+    text = copied(text, name, f"{OLD}.{OLD}_", f"{OLD}.{OLD}_bwd")
+    return text.replace(f"    {OLD},\n", f"    {OLD},\n    {name},\n", 1)
+
+
+def copied(text: str, name: str, start: str, last: str) -> str:
+    """The text with its lines that have `start` once more, under the new name, after the line that has `last`."""
     lines = text.splitlines(keepends=True)
-    out = []
-    for line in lines:
-        out.append(line)
-        if f"{OLD}.{OLD}_bwd" in line:
-            copied = [one for one in lines if f"{OLD}.{OLD}_" in one]
-            out += [renamed(one, name) for one in copied]
-        elif line == f"    {OLD},\n":
-            out.append(f"    {name},\n")
-    return "".join(out)
+    at = next(i for i, line in enumerate(lines) if last in line)
+    return "".join([*lines[: at + 1], *(renamed(line, name) for line in lines if start in line), *lines[at + 1 :]])
 
 
 def main(argv: list[str]) -> int:
@@ -98,6 +114,7 @@ def main(argv: list[str]) -> int:
         return 0 if argv and argv[0] in ("-h", "--help") else 2
     try:
         made = begin(argv[0])
+        write_tables()
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

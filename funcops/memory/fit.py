@@ -295,7 +295,7 @@ def _scaled(op: Op, cfg: Any, params: Any) -> Any:
 Held = dict[str, tuple[str, ...] | None]  # by path: the fields that a part does not keep; None if it keeps only its x
 
 
-def _held(op: Op, cfg: Any, needs: Needs) -> Held:
+def _held(op: Op, cfg: Any, needs: Needs = Needs.ALL) -> Held:
     return {leaf.path: None if is_remat(leaf.op) else leaf.dropped for leaf in leaves_of(op, cfg, needs)}
 
 

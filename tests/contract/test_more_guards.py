@@ -69,8 +69,8 @@ def one_of(experts, ranks):
 
 
 REFUSED = {
-    "cfg must be one that with_lora made, got LinearConfig": (TypeError, ValueError),
-    "cfg must be one that with_lora made, got one without adapters": (TypeError, ValueError),
+    "cfg must be one that with_lora made (with_adapter_of, for adapters in files), got LinearConfig": (TypeError, ValueError),
+    "cfg must be one that with_lora made (with_adapter_of, for adapters in files), got one without adapters": (TypeError, ValueError),
     "names['up'] must be str or tuple or RowsOf or ParameterOf, got 3": (TypeError,),
     "experts must be a multiple of 1, the number of ranks, got 0": (ValueError,),
     "experts must be a multiple of 2, the number of ranks, got 1": (ValueError,),

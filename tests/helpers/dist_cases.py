@@ -433,7 +433,7 @@ def of_rank(name, axis, **fields):
     if name in CASES:
         op, case, more = CASES[name]
         own = dataclasses.replace(case, cfg=lambda axis: dataclasses.replace(case.cfg(axis), **fields))
-        return on_axis(op, own, more, axis)
+        return on_axis(op, own, more | {"casts": op.name.endswith("cross_entropy")}, axis)
     return Case(
         op=dist.sharded_dropout,
         cfg=dist.ShardedDropoutConfig(0.5, shared=(dist.Shared(0, axis),)),

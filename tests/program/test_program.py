@@ -67,7 +67,7 @@ def test_a_recomputed_y_has_the_bits_of_the_forward(name):
                     assert torch.equal(case.op.recompute(kept, case.cfg), y), (case, dtype, needs)
                     seen.add(case.op.name)
     norms = {"rms_norm", "layer_norm", "l2_norm", "group_norm"}
-    assert seen == norms | {"activation", "glu", "softcap", "row_scale", "causal_conv1d"}
+    assert seen >= norms | {"activation", "glu", "softcap", "row_scale", "causal_conv1d"}
 
 
 def test_a_recomputable_op_has_a_function_for_y():
