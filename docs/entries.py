@@ -23,13 +23,20 @@ MOST_USES = 8  # links to pages that use a name; the path of learning comes firs
 
 def markdown(page: Page) -> str:
     lines = [f"# {page.title}", "", *(f'<a id="{op}"></a>' for op in page.ops), ""]
-    lines += _docstring(page.home) if page.home else []
+    lines += _opening(page) if page.home else []
     if page.ops:
         ops = [value_of(op) for op in page.ops]
         lines += [*_calls(page), *_in_use(page, *ops, *(op.fwd for op in ops))]
     lines += [line for name in page.names if name not in page.ops for line in _entry(page, name)]
     lines += _listed(page) if page.parts else []
     return "\n".join(lines)
+
+
+def _opening(page: Page) -> list[str]:
+    """The docstring of the page's module; of one whose groups are pages, its first paragraph, as a table lists them."""
+    if page.ops or page.names or not page.parts:
+        return _docstring(page.home)
+    return [(inspect.getdoc(importlib.import_module(page.home)) or "").partition("\n\n")[0], ""]
 
 
 def _calls(page: Page) -> Iterator[str]:

@@ -2,9 +2,9 @@
 
     python tests/new_op.py square          makes the files below, and tells what to change in them
 
-It makes funcops/kernels/NAME.py, funcops/kernels/triton/NAME.py, funcops/ops/NAME.py and tests/cases/NAME.py, adds the lines that name
-the operator, and writes the tables of kernels and of defaults anew (a minute). `make test` passes at once, as the copy still computes
-y = c tanh(x / c): put your own math, and your own reference in the cases, in its place.
+It makes funcops/kernels/NAME.py, funcops/kernels/triton/NAME.py, funcops/ops/NAME.py and tests/cases/NAME.py, adds the lines that
+name the operator, and writes the tables of kernels and of defaults anew (a minute). `make test` passes at once, as the copy still
+computes y = c tanh(x / c): put your own math, and your own reference in the cases, in its place.
 """
 
 from __future__ import annotations
@@ -54,9 +54,8 @@ def write_tables(root: Path = ROOT) -> None:
     tables += [f"-m benchmarks unconfirmed --page {results}/unconfirmed.md", "tests/contract/test_promised_defaults.py"]
     path = os.pathsep.join([str(root), str(root / "tests" / "helpers")])
     for table in tables:
-        done = subprocess.run(
-            [sys.executable, *table.split()], cwd=root, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.DEVNULL
-        )
+        env = os.environ | {"PYTHONPATH": path}
+        done = subprocess.run([sys.executable, *table.split()], cwd=root, env=env, stdout=subprocess.DEVNULL)
         if done.returncode:
             raise ValueError(f"new_op: python {table} ended with {done.returncode}")
 

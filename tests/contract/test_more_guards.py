@@ -68,9 +68,10 @@ def one_of(experts, ranks):
     return lambda _: dist.DispatchConfig(experts, axis=dist.Axis("ep", ranks, 0, "a group" if ranks > 1 else ""))
 
 
+NOT_ADAPTED = "cfg must be one that with_lora made (with_adapter_of, for adapters in files)"
 REFUSED = {
-    "cfg must be one that with_lora made (with_adapter_of, for adapters in files), got LinearConfig": (TypeError, ValueError),
-    "cfg must be one that with_lora made (with_adapter_of, for adapters in files), got one without adapters": (TypeError, ValueError),
+    f"{NOT_ADAPTED}, got LinearConfig": (TypeError, ValueError),
+    f"{NOT_ADAPTED}, got one without adapters": (TypeError, ValueError),
     "names['up'] must be str or tuple or RowsOf or ParameterOf, got 3": (TypeError,),
     "experts must be a multiple of 1, the number of ranks, got 0": (ValueError,),
     "experts must be a multiple of 2, the number of ranks, got 1": (ValueError,),
