@@ -2,6 +2,8 @@
 
     python tests/release.py                   a line for each; exit status 1 where one of them fails, or where none was tried
     python tests/release.py --here            of the Python that runs this alone; --python 3.11 of another
+    python tests/release.py --address https://github.com/OWNER/funcops --out dist      keep the archives, for an index: their
+                                              README's links and picture, and [project.urls], lead to that repository
 
 With each Python, in an environment where the wheel and its dependencies are alone: every module imports without extras, the
 README's snippets run, and so does `python -m benchmarks residuals`, from the source archive; once pytest is there, the first tests
@@ -59,13 +61,40 @@ def run(*command: object, cwd: Path, env: dict[str, str] | None = None) -> str:
     return done.stdout
 
 
-def archives(folder: Path) -> tuple[Path, Path]:
-    """The wheel and the source archive, in the folder, built from a copy of the files that git knows or would add."""
+def addressed(readme: str, address: str) -> str:
+    """The README for an index: relative links and pictures become absolute, as an index shows the text alone."""
+
+    def absolute(link: re.Match[str]) -> str:
+        kind = "raw" if link[1] else "blob"
+        return f"{link[1]}[{link[2]}]({address}/{kind}/main/{link[3]})"
+
+    return re.sub(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:|#|mailto:)([^)\s]+)\)", absolute, readme)
+
+
+def urls(address: str) -> str:
+    """The table of a project's links."""
+    places = {
+        "Homepage": "",
+        "Source": "",
+        "Documentation": "/tree/main/docs",
+        "Changelog": "/blob/main/CHANGELOG.md",
+        "Issues": "/issues",
+    }
+    return "\n[project.urls]\n" + "".join(f'{name} = "{address}{path}"\n' for name, path in places.items())
+
+
+def archives(folder: Path, address: str = "") -> tuple[Path, Path]:
+    """The wheel and the source archive, in the folder, built from a copy of the files that git knows or would add. With an
+    `address`, their links lead there."""
     tree = folder / "tree"
     for name in filter(None, run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT).split("\0")):
         if (ROOT / name).is_file():
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / name, tree / name)
+    if address:
+        (tree / "README.md").write_text(addressed((tree / "README.md").read_text(), address))
+        with (tree / "pyproject.toml").open("a") as file:
+            file.write(urls(address))
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, cwd=tree)
     (wheel,), (source,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
     return wheel, source
@@ -129,6 +158,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--python", action="append", default=[], metavar="X.Y", help="only this one; may be given again")
     this = [".".join(map(str, sys.version_info[:2]))]
     parser.add_argument("--here", action="store_const", dest="python", const=this, help="only the one that runs this")
+    parser.add_argument("--address", default="", metavar="URL", help="the repository's address, for links in what an index shows")
+    parser.add_argument("--out", metavar="FOLDER", help="keep the archives there")
     args = parser.parse_args(argv)
     try:
         pythons = chosen(args.python)
@@ -137,7 +168,11 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2) as two:
         folder = Path(name)
         (folder / "built").mkdir()
-        wheel, source = archives(folder / "built")
+        wheel, source = archives(folder / "built", args.address.rstrip("/"))
+        if args.out:
+            Path(args.out).mkdir(parents=True, exist_ok=True)
+            for file in (wheel, source):
+                shutil.copy(file, args.out)
         print(f"{wheel.name} {wheel.stat().st_size:,} bytes, {source.name} {source.stat().st_size:,}", flush=True)
         wrong = disagreements(wheel.name.split("-")[1])
         (folder / "source").mkdir()

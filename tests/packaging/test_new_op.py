@@ -1,0 +1,49 @@
+"""`tests/new_op.py` begins an operator whose tests pass at once."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import new_op
+import pytest
+import release
+
+CHECKED = [  # a test of everything that asks for a line, a table row or a sample of each operator
+    "tests/test_laws.py",
+    "tests/pages/test_site.py",
+    "tests/pages/test_public.py",
+    "tests/kernels/test_formulas.py",
+    "tests/contract/test_promised_defaults.py",
+    "tests/contract/test_wrong_values.py",
+    "tests/benchmarks/test_traffic.py",
+    "tests/benchmarks/test_unconfirmed.py",
+    "tests/backend/test_aot.py",
+    "tests/program/test_program.py",
+    "tests/test_house.py",
+]
+
+
+@pytest.mark.slow
+def test_a_new_operator_passes_at_once(tmp_path):
+    names = release.run("git", "ls-files", "-z", cwd=new_op.ROOT).split("\0")
+    for name in filter(None, names):
+        if (new_op.ROOT / name).is_file():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(new_op.ROOT / name, tmp_path / name)
+    env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")} | {"PYTHONPATH": str(tmp_path)}
+    release.run(sys.executable, "tests/new_op.py", "square", cwd=tmp_path, env=env)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu and not slow", *CHECKED]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-5000:]
+    linted = subprocess.run([sys.executable, "-m", "ruff", "check", "."], cwd=tmp_path, capture_output=True, text=True)
+    assert linted.returncode == 0 or "No module named ruff" in linted.stderr, linted.stdout
+
+
+@pytest.mark.parametrize("name", ["", "Square", "a-b", "1a", "a__b", "_a", "softcap", "linear"])
+def test_a_wrong_name_changes_nothing(name, tmp_path, capsys):
+    assert new_op.main([name]) == 2
+    assert "new_op: name must be" in capsys.readouterr().err
+    assert new_op.main([]) == 2 and "python tests/new_op.py square" in capsys.readouterr().out
+    status = release.run("git", "status", "--short", "funcops", "docs/operators.md", cwd=new_op.ROOT)
+    assert f"/{name}.py" not in status or not name
