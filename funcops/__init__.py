@@ -6,7 +6,7 @@
 The tensors that a forward saves for its backward are a pytree like any other.
 
 Operators: each NAME is an `Op`, with NAMEConfig, NAMEParams, NAME_init, NAME_fwd, NAME_bwd, NAME_dgrad and
-NAME_wgrad (NAME.config, NAME.init, NAME.fwd and so on: `dir` shows one name per concept)
+NAME_wgrad (also NAME.config, NAME.init, NAME.fwd and so on; help(NAME) shows its page)
     layers           linear, qlinear, bias, embedding, position_embedding, dropout, causal_conv1d, bmm,
                      patchify, unpatchify
     attention        attention, sink_attention, qkv_split, latent_split, rope (rope_table; LinearScaling,

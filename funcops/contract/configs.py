@@ -146,6 +146,11 @@ class OpConfig:
     (True, (8, 16), ())
     """
 
+    def __dir__(self) -> list[str]:
+        """The fields, for completion; a rewrite finds the hooks on the class."""
+        own = {name for name in object.__dir__(self) if name.startswith("__")}
+        return sorted(own | {field.name for field in dataclasses.fields(self)}) if dataclasses.is_dataclass(self) else sorted(own)
+
     extras: tuple[str, ...] = ()
     """Names of the inputs beside main, if x is `WithExtras(main, {name: ...})`."""
     outputs: tuple[str, ...] = ()

@@ -76,7 +76,7 @@ class Fitted(NamedTuple):
     def __str__(self) -> str:
         lines = [
             f"{'>' if one is self.picked else ' '} {one.name:<40} {size_of(one.kept_bytes):>12}  "
-            f"{100 * one.extra_flops:5.1f} % more"
+            f"{100 * one.extra_flops:5.1f} % more work"
             for one in self.tried
         ]
         return "\n".join(lines)

@@ -15,8 +15,8 @@ class Ledger:
 
     `Ledger(params, x)` does not count the storages of any number of trees that the caller holds. `close()` raises `LedgerError` if
     a tree is left. A context closes its ledger at the end, or discards the trees after an exception. A storage that two trees share
-    counts once. `nbytes` are the bytes waiting now, `peak_bytes` the most so far; `funcops.schedule.measure` reports what a `dgrad`
-    will add.
+    counts once. `nbytes` are the bytes waiting now, `sizes` the bytes of each tree, `peak_bytes` the most so far;
+    `funcops.schedule.measure` reports what a `dgrad` will add.
 
     >>> import torch
     >>> from funcops import Ledger, SoftcapConfig, softcap
@@ -69,6 +69,11 @@ class Ledger:
     def waiting(self) -> tuple[str, ...]:
         """The paths of the trees that were kept and not taken, oldest first."""
         return tuple(self._waiting)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The bytes of each tree that waits, by path; storages that several share count for each."""
+        return {path: sum(storages.values()) for path, (_, storages) in self._waiting.items()}
 
     def close(self) -> None:
         """Raise `LedgerError` with the paths of the trees that were never taken, if any."""
