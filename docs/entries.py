@@ -169,6 +169,8 @@ def _kept(shown: Iterable[Any]) -> Iterator[str]:
             phases = [name for phase, name in ((Phase.DGRAD, "dgrad"), (Phase.WGRAD, "wgrad")) if phase in saved.needed_by]
             kept = f"`{saved.alias}` itself" if saved.alias else "a tensor of its own"
             rows.append((_code(one.name), saved.shape, kept, ", ".join(phases)))
+        elif one.metadata.get("static") and one.name not in ("cfg", "needs"):
+            rows.append((_code(one.name), "", "a value, no tensor", ""))
     if rows:
         yield from _table(("field", "shape", "kept as", "read by"), rows)
 

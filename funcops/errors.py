@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import html
 import math
 from collections.abc import Iterable
@@ -267,6 +268,14 @@ def few(names: Iterable[str], most: int = 6, mark: str = ", ") -> str:
     found = list(names)
     shown = found if len(found) <= most + 1 else found[:most]  # one more name is as short as a number
     return mark.join(shown) + (f" and {len(found) - len(shown)} more" if len(shown) < len(found) else "")
+
+
+def nearest(name: str, known: Iterable[str], most: int = 6) -> str:
+    """`known`, or if there are many, the names most like `name`, and how many there are."""
+    found = list(known)
+    if len(found) <= most or torch.compiler.is_dynamo_compiling():  # which cannot trace difflib
+        return ", ".join(found)
+    return f"{len(found)} names, such as {', '.join(difflib.get_close_matches(name, found, 4, 0.0))}"
 
 
 SHORT = 160  # characters that two texts may have together to be read at a glance

@@ -54,7 +54,7 @@ from torch import Tensor
 from typing_extensions import dataclass_transform
 
 from funcops.backend.source import compile_source, exact
-from funcops.errors import describe, fail, join_path, require_callable, require_dtype, require_flag, require_type
+from funcops.errors import describe, fail, join_path, nearest, require_callable, require_dtype, require_flag, require_type
 
 NAMESPACE = "funcops"
 FIELDS: dict[type, tuple[tuple[str, ...], ...]] = {}  # for each node class, the names of leaves, statics and hidden fields
@@ -246,7 +246,7 @@ def leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]
 
 
 def tensors(tree: Any) -> list[Tensor]:
-    """The leaves that are tensors."""
+    """The leaves that are tensors, in the tree's order: dicts by sorted key."""
     return [x for x in leaves(tree) if isinstance(x, Tensor)]
 
 
@@ -467,7 +467,7 @@ def put(tree: Any, path: str, value: Any) -> Any:
     """
     if not isinstance(path, str) or not path or not has(tree, path):
         require_type("put", "path", path, str)
-        fail("put", "path", f"one of {', '.join(paths(tree)) or '(no leaves)'}", repr(path))
+        fail("put", "path", f"one of {nearest(str(path), paths(tree)) or '(no leaves)'}", repr(path))
     return _put(tree, path, value)
 
 

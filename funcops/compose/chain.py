@@ -59,7 +59,7 @@ class ChainConfig(Composite):
     optional softcap between, so that the logits are never whole in memory (`linear_cross_entropy`); paths of params stay. A
     projection with a bias, an adapter or a recipe runs by itself, and its logits are kept."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[Step, ...] = dataclasses.field(kw_only=False)
     extras: tuple[str, ...] = ()
     ties: Any = ()
     recompute: bool | tuple[str, ...] = True

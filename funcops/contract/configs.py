@@ -349,6 +349,8 @@ def require_config(where: str, cfg: Any, wanted: type | None = None) -> None:
 def own_function(where: str, cfg: Any) -> str:
     """The remedy for the config of another op: the same function of that op, if its name says which."""
     half, own = where.rpartition("_")[2], type(cfg).__name__.removesuffix("Config")
+    if half not in ("init", "fwd", "bwd", "dgrad", "wgrad", "recompute"):
+        return ""
     module = sys.modules.get(type(cfg).__module__)
     for name, value in vars(module).items() if isinstance(cfg, OpConfig) and module is not None else ():
         if getattr(value, "config", None) is type(cfg) and name.replace("_", "").lower() == own.lower():

@@ -11,7 +11,7 @@ from torch.compiler import is_dynamo_compiling
 from funcops.backend.source import exact
 from funcops.contract.renamed import old_attributes
 from funcops.contract.trace_safe_cache import remember
-from funcops.errors import describe, fail
+from funcops.errors import describe, fail, nearest
 from funcops.trees import has, paths
 
 Mask = bool | tuple[str, ...]
@@ -146,7 +146,8 @@ def check_needs(where: str, needs: Any, params: Any, x: Any) -> None:
         known = paths(params)
         for path in needs.params:
             if not any(k == path or k.startswith(path + ".") for k in known):
-                fail(where, "needs.params", f"paths among {', '.join(known) or '(no params)'}", repr(path))
+                globs = " (needs take no globs)" if "*" in path else ""
+                fail(where, "needs.params", f"paths among {nearest(path, known) or '(no params)'}", f"{path!r}{globs}")
     if isinstance(needs.x, tuple) and (unknown := [path for path in needs.x if not has(x, path)]):
         parts = [path for path in paths(x) if path]
         fail(where, "needs.x", f"paths among {', '.join(parts)}" if parts else "a bool (x is one tensor)", repr(unknown[0]))

@@ -96,7 +96,8 @@ class Mesh:
         kind = _device("Mesh.of", device)
         world, product = _world(), math.prod(counts.values())
         if product != world:
-            fail("Mesh.of", "sizes", f"of product {world}, the number of processes", f"{_product(counts)} = {product}")
+            start = f": start it by torchrun --nproc-per-node {product}" if world == 1 else ""
+            fail("Mesh.of", "sizes", f"of product {world}, the number of processes", f"{_product(counts)} = {product}{start}")
         wide = {name: n for name, n in counts.items() if n > 1}
         if not wide:
             return Mesh.abstract(counts, 0, kind)

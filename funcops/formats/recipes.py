@@ -88,6 +88,7 @@ def require_recipe(where: str, recipe: Any) -> None:
     """Raise `TypeError` unless `recipe` is a recipe whose formats are set."""
     if not isinstance(recipe, Recipe):
         got = f"the class {recipe.__name__}: call it" if isinstance(recipe, type) else describe(recipe)
+        got += ", a format of weights alone: with_weight_only" if type(recipe).__name__ in ("NF4", "Format") else ""
         fail(where, "recipe", "a recipe, such as Fp8Current(), Fp8Delayed(), Fp8Block(), MXFP8() or NVFP4()", got, TypeError)
     if not hasattr(recipe, "dy"):
         wanted = "a Recipe whose formats are set (call self.settle(x, w, dy) in its __post_init__)"

@@ -10,7 +10,7 @@ from funcops.compose.expert_steps import by_steps
 from funcops.contract.configs import require_config
 from funcops.contract.op import Op
 from funcops.contract.walk import Part, check_selection, matches, remade, rewrite, steps
-from funcops.errors import in_step
+from funcops.errors import fail, few, in_step
 from funcops.formats.recipes import Recipe, low_form_of, require_recipe
 from funcops.low_precision.report import layers
 from funcops.low_precision.weights import low_steps
@@ -56,6 +56,8 @@ def with_recipe(cfg: Any, recipe: Recipe, *, only: Sequence[str] = (), skip: Seq
         return remade(where, part.op or source, source, becomes), made
 
     made = rewrite(cfg, low)[1]
+    if known and not any(part.cfg.low_recipe is not None for part in steps(made)):
+        fail(where, "skip", f"globs that leave one of the linear layers {few(known)}", f"{skip!r}, which names them all")
     low_steps(made)
     return made
 

@@ -42,7 +42,7 @@ def quantize_weight(weight: Tensor, format: WeightFormat) -> QTensor | NF4Tensor
     torch.Size([4, 32])
     """
     where = "quantize_weight"
-    require_type(where, "format", format, Format, NF4)
+    _require_format(where, format)
     if isinstance(format, NF4):
         return nf4_tensor(where, weight, format)
     if not (isinstance(weight, Tensor) and weight.dim() >= 2 and weight.dtype in FLOATS):
@@ -71,7 +71,7 @@ def weight_only(op: Op, format: WeightFormat) -> Op:
     """
     where = "weight_only"
     require_type(where, "op", op, Op)
-    require_type(where, "format", format, Format, NF4)
+    _require_format(where, format)
     config: Any = op.config
     if not config.linear_weights:
         fail(where, "op", "a linear layer or experts (of a model: with_weight_only(cfg, format), after with_lora)", op.name)
@@ -137,7 +137,7 @@ def with_weight_only(cfg: Any, format: WeightFormat, *, only: Sequence[str] = ()
     [weight_only(linear), linear]
     """
     where = "with_weight_only"
-    require_type(where, "format", format, Format, NF4)
+    _require_format(where, format)
     require_config(where, cfg)
     if cfg.linear_weights:
         fail(where, "cfg", "the config of a combinator (of one layer take weight_only(op, format))", type(cfg).__name__, TypeError)
@@ -155,6 +155,12 @@ def with_weight_only(cfg: Any, format: WeightFormat, *, only: Sequence[str] = ()
         return weight_only(part.op, format), part.cfg
 
     return rewrite(cfg, low)[1]
+
+
+def _require_format(where: str, format: Any) -> None:
+    if isinstance(format, type):
+        fail(where, "format", "a Format or an NF4", f"the class {format.__name__}: call it", TypeError)
+    require_type(where, "format", format, Format, NF4)
 
 
 def quantize_weights(params: T, cfg: Any) -> T:

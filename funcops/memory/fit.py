@@ -100,7 +100,7 @@ def fit(op: Op, cfg: Any, x: Any, budget: int, *, dtype: torch.dtype | None = No
     >>> fit(chain, cfg, torch.empty(100, 64), budget=1000)
     Traceback (most recent call last):
         ...
-    ValueError: fit: budget must be at least 25,600 bytes (25.00 KiB, policy recompute norm), got 1,000
+    ValueError: fit: budget must be at least 25,600 bytes (25.00 KiB, policy recompute norm, the least of those tried), got 1,000
     """
     check_body("fit", op, cfg)
     require_dtype("fit", dtype)
@@ -115,7 +115,7 @@ def fit(op: Op, cfg: Any, x: Any, budget: int, *, dtype: torch.dtype | None = No
         bool(within),
         "fit",
         "budget",
-        f"at least {least.kept_bytes:,} bytes ({size_of(least.kept_bytes)}, policy {least.name})",
+        f"at least {least.kept_bytes:,} bytes ({size_of(least.kept_bytes)}, policy {least.name}, the least of those tried)",
         f"{budget:,}",
     )
     return Fitted(with_policy(op, within[0].policy), within[0], tried)

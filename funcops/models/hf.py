@@ -428,6 +428,9 @@ def _checked(params: Any, cfg: DecoderConfig) -> dict[str, Tensor]:
     wrong = [f"{path} {wanted.get(path)}, got {got.get(path)}" for path in {**wanted, **got} if wanted.get(path) != got.get(path)]
     if any(".both.lora." in path for path in got):
         fail("to_hf", "params", "decoder(cfg)'s, without adapters (lora.merge)", "adapters beside them", CheckpointError)
+    codes = next((path for path in wanted if any(one.startswith(f"{path}.") for one in got)), None)
+    if codes is not None:
+        fail("to_hf", f"params.{codes}", "a tensor", "codes: funcops.low_precision.dense(params) decodes them", CheckpointError)
     if wrong:
         raise CheckpointError("to_hf: params must be decoder(cfg)'s, got\n  " + "; ".join(wrong))
     found = {path: t for path, t in paths(params).items() if t is not None}

@@ -196,11 +196,13 @@ class Simulated:
         return self.said()
 
     def said(self, unit: str = "") -> str:
-        """Return a one-line summary, with the time in `unit`."""
+        """Return a one-line summary, with the time in `unit`: of a step, and the longest wait of a rank between its first and its
+        last action, which is all that is lost if ranks may go on with the next step."""
         peaks = [_shown(peak) for peak in self.peak_bytes]
         shown = ", ".join(peaks if len(peaks) <= 16 else [*peaks[:8], "...", *peaks[-8:]])
         time = f"{self.time:g} {unit}".rstrip()
-        return f"{self.schedule.name}: {time} per step, {100 * self.bubble:.1f} % idle, peak bytes by rank: {shown}"
+        waits = f", waiting inside the step: {max(self.waiting):g}" if any(self.waiting) else ", no rank waits inside the step"
+        return f"{self.schedule.name}: {time} per step, {100 * self.bubble:.1f} % idle{waits}, peak bytes by rank: {shown}"
 
 
 def _shown(nbytes: float) -> str:

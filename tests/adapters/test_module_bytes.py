@@ -88,3 +88,21 @@ def test_kept_bytes_are_torchs_own_sums():
         assert fnn.kept_bytes(nn.ReLU(), x) == 0
     with pytest.raises(TypeError, match=r"kept_bytes: module must be a torch.nn.Module, got function"):
         fnn.kept_bytes(lambda x: x, x)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 32, 1024])
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("container", [nn.Sequential, OneByOne], ids=["sequential", "one by one"])
+def test_small_inputs_keep_no_more_than_torchs(container, act, rows):
+    """A Sequential recomputes little for few rows: what torch does not keep either, it does not keep."""
+    x = torch.randn(rows, C, requires_grad=True)
+    kept = []
+    for swap in (False, True):
+        torch.manual_seed(0)
+        layers = [nn.Linear(C, 32), ACTS[act](), nn.LayerNorm(32), nn.Linear(32, C), ACTS[act](), nn.Linear(C, C)]
+        model = nn.Sequential(*layers) if container is nn.Sequential else OneByOne(layers)
+        if swap:
+            fnn.from_torch(model)
+        kept.append((fnn.kept_bytes(model, x), torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])))
+    assert kept[1][0] <= kept[0][0]
+    torch.testing.assert_close(kept[1][1], kept[0][1])

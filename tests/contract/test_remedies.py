@@ -6,11 +6,13 @@ import torch
 from funcops import (
     ChainConfig,
     LinearConfig,
+    Needs,
     Policy,
     Recompute,
     RopeConfig,
     Step,
     chain,
+    dist,
     donate,
     linear,
     nn,
@@ -21,7 +23,8 @@ from funcops import (
     with_policy,
 )
 from funcops.lora import lora_init, merge, with_lora
-from funcops.low_precision import Fp8Block, quantize_params, with_recipe
+from funcops.low_precision import NF4, Fp8Block, quantize_params, quantize_weights, with_recipe, with_weight_only
+from funcops.models import DecoderConfig, decoder, to_hf
 from funcops.models.blocks import block_config
 from funcops.schedule import Schedule
 
@@ -41,6 +44,13 @@ def merged():
 def donated():
     _, residuals = chain.fwd(params(), torch.ones(2, 64), CFG)
     return donate(residuals)["up"]
+
+
+def written():
+    sizes = dict(vocab=64, dim=64, layers=1, heads=4, kv_heads=2, head_size=16, hidden=64, context=64, family="llama")
+    cfg = DecoderConfig(**sizes, rope=RopeConfig(16))
+    codes = quantize_weights(chain.init(decoder(cfg), key=random.key(0)), with_weight_only(decoder(cfg), NF4(), skip=("head",)))
+    to_hf(codes, cfg, "never written")
 
 
 def low(dtype):
@@ -74,6 +84,18 @@ REMEDIES = {
     ),
     "another op's config, fwd": (lambda: linear.fwd(None, torch.ones(2, 64), LOW), r"got QLinearConfig: call qlinear_fwd"),
     "codes of another dtype": (lambda: low(torch.float32), r"quantize_params\(params, cfg, dtype=torch.float32\)"),
+    "no layer left": (
+        lambda: with_recipe(CFG, Fp8Block(), skip=("up", "down")),
+        r"with_recipe: skip must be globs that leave one of the linear layers up, down, got \('up', 'down'\), which names them all",
+    ),
+    "a format of weights": (lambda: with_recipe(CFG, NF4()), r"a format of weights alone: with_weight_only"),
+    "the class of a format": (lambda: with_weight_only(CFG, NF4), r"format must be a Format or an NF4, got the class NF4: call it"),
+    "codes as a checkpoint": (written, r"blocks.0.* must be a tensor, got codes: funcops.low_precision.dense\(params\)"),
+    "processes": (lambda: dist.Mesh.of({"tp": 2}), r"start it by torchrun --nproc-per-node 2"),
+    "a wrong path of needs": (
+        lambda: chain.fwd(params(), torch.ones(2, 64), CFG, needs=Needs(params=["*.weight"])),
+        r"got '\*.weight' \(needs take no globs\)",
+    ),
     "uneven dtypes": (
         lambda: chain.fwd(params(), torch.ones(2, 64, dtype=torch.float64), CFG),
         r"x is float64, cast one of them \(funcops.trees.cast\)",

@@ -194,9 +194,10 @@ def test_every_operator_has_a_page_of_its_own():
 
 
 def test_residuals_are_shown_as_they_are_kept():
-    assert list(entries.fields(funcops.LinearResiduals))[2:4] == [
+    assert list(entries.fields(funcops.LinearResiduals))[2:5] == [
         "| `x` | [*, I] | `x` itself | wgrad |",
         "| `weight` | [O, I] | `params.weight` itself | dgrad |",
+        "| `y_shape` |  | a value, no tensor |  |",
     ]
 
 

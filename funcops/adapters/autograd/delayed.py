@@ -188,6 +188,10 @@ def delayed_wgrad() -> WgradStore:
     has work or blocks are nested; if the model runs under DistributedDataParallel without `no_sync()`; and if torch.compile
     compiled the ops, whose weight gradients cannot be delayed. A process has one store at a time, for all its threads.
 
+    The store: `run()` computes what waits, in the order of the backward, `discard()` drops it, `len(store)` and `store.nbytes`
+    count it, and `reduce()` sums the gradients over DistributedDataParallel's ranks. For another order call the ops yourself: a
+    pending is a value then (`funcops.Ledger`).
+
     >>> import torch
     >>> from funcops import delayed_wgrad, nn
     >>> layer = nn.Linear(2, 1)

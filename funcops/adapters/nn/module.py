@@ -350,8 +350,10 @@ def functional(module: Any) -> tuple[Op, Any, Any]:
     (chain, torch.Size([4, 2]), ['m0', 'm1', 'm2'])
     """
     if not hasattr(type(module), "op_params"):
-        remedy = ": call funcops.nn.from_torch(module) first" if isinstance(module, nn.Module) else ""
-        fail("functional", "module", "a module of funcops.nn", describe(module) + remedy, TypeError)
+        remedy = (
+            ": call funcops.nn.from_torch(module) first, if it is a layer or a Sequential" if isinstance(module, nn.Module) else ""
+        )
+        fail("functional", "module", "a layer or a Sequential of funcops.nn", describe(module) + remedy, TypeError)
     if isinstance(module, OpModule) and module.other_way() is not None:
         wanted = "one whose call is its op on its own parameters (with a weight, over the last dimension, not in place)"
         fail("functional", "module", wanted, repr(module))

@@ -26,15 +26,17 @@ _compiling = torch.compiler.is_dynamo_compiling
 
 
 class Group:
-    """Neighbouring modules that run as one chain, or one ordinary module. Small inputs run with `small`, which recomputes
-    nothing. A last module that keeps its y runs after the chain, as it keeps nothing more there: `run_cfg` lacks it."""
+    """Neighbouring modules that run as one chain, or one ordinary module. Small inputs run with `small`, which recomputes only
+    outputs that torch keeps in place of inputs. A last module that keeps its y runs after the chain, as it keeps nothing more
+    there: `run_cfg` lacks it."""
 
     def __init__(self, named: list[tuple[str, Any]], cfg: ChainConfig | None) -> None:
         self.names, self.modules, self.cfg = [n for n, _ in named], [m for _, m in named], cfg
         self.last = self.modules[-1] if cfg is not None and getattr(self.modules[-1], "keeps_y", False) else None
         inside = named if self.last is None else named[:-1]
         self.run_cfg = cfg if self.last is None else _without_last(cfg)
-        self.small = None if self.run_cfg is None else dataclasses.replace(self.run_cfg, recompute=False)
+        again = tuple([name for name, module in inside if getattr(module, "keeps_y", False)])  # or they would keep x beside y
+        self.small = None if self.run_cfg is None else dataclasses.replace(self.run_cfg, recompute=again or False)
         self.inside = dict(inside)
         self.in_order = [module for _, module in sorted(inside, key=lambda pair: pair[0])]  # the order of a dict's leaves
         self.dtypes: Any = getattr(self.modules[0], "dtypes", frozenset())  # of x
