@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from funcops.contract.needs import Needs
 from funcops.contract.renamed import old_names
+from funcops.errors import fail
 
 
 class Phase(enum.Flag):
@@ -62,6 +63,9 @@ class Field(NamedTuple):
         return False
 
 
+ROOTS = ("x", "params", "y", "dy", "residuals")  # of the trees that a kept tensor may be a part of
+
+
 def saved(
     shape: str,
     *,
@@ -89,6 +93,9 @@ def saved(
         warnings.warn(
             "saved: recompute_from is ignored, and removed in version 0.4: leave it out", DeprecationWarning, stacklevel=2
         )
+    for path, known in ((alias, ROOTS), *((one, ("x", "params")) for one in of)):
+        if path is not None and path.partition(".")[0] not in known:
+            fail("saved", "alias" if path == alias else "of", f"a path below {', '.join(known)}", repr(path))
     sides = (("x",) if DGRAD in needed_by else ()) + (("params",) if WGRAD in needed_by else ())
     field = Field(shape, alias, needed_by, of or sides, tree, RECOMPUTE in needed_by, DGRAD in needed_by, blocks)
     return dataclasses.field(default=None, metadata={"saved": field})

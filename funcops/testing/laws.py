@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from funcops import random
 from funcops.backend import wide
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op
@@ -112,6 +113,10 @@ def law_mirror(case: Case, dtype: torch.dtype) -> None:
     if type(y) is WithExtras:
         _none_is_zero(case, residuals, dy, dtype)
     params, x = dense((params, x))
+    made = tree_map(lambda t: t, case.op.init(case.cfg, key=random.key(0), dtype=dtype))
+    for path, t in paths({"params": made}).items():
+        right = not isinstance(t, Tensor) or not t.is_floating_point() or t.dtype in (dtype, wide(dtype))
+        assert right, f"{case.op.name}_init made {path} of {t.dtype}, wanted {dtype}"
     _mirrors(dparams, params, "dparams")
     _mirrors(dx, x, "dx")
     for (path, t), d in zip(paths({"x": x}).items(), leaves(dx), strict=True):

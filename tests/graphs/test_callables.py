@@ -1,7 +1,11 @@
 """make_graphed_callables: modules and functions under autograd give the same bits as without."""
 
+import copy
+
 import pytest
 import torch
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
 
 from funcops import nn as fnn
 from funcops.adapters.graphs import callables, make_graphed_callables
@@ -325,3 +329,37 @@ def test_no_autograd_node_of_a_parameter_is_of_the_capture(kind):
     leaves = [node.variable for node in seen if hasattr(node, "variable")]
     assert leaves and not any(leaf is p for leaf in leaves for p in module.parameters())
     assert all(isinstance(p, torch.nn.Parameter) for p in graphed.parameters())
+
+
+class Wrapped(nn.Module):
+    """Returns what Hugging Face's models return, which only torch's pytree knows."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        hidden = self.up(x).relu()
+        return BaseModelOutput(last_hidden_state=self.down(hidden), hidden_states=(hidden,))
+
+
+def test_outputs_that_torchs_pytree_knows_come_back():
+    torch.manual_seed(0)
+    module, x = Wrapped(), torch.randn(5, 3)
+    plain = copy.deepcopy(module)
+    graphed = make_graphed_callables(module, (x,))
+    for _ in range(2):
+        x = torch.randn(5, 3)
+        got, want = graphed(x), plain(x)
+        assert type(got) is BaseModelOutput and torch.equal(got.last_hidden_state, want.last_hidden_state)
+        assert torch.equal(got.hidden_states[0], want.hidden_states[0])
+        (got.last_hidden_state.square().sum() + got["hidden_states"][0].sum()).backward()
+        (want.last_hidden_state.square().sum() + want["hidden_states"][0].sum()).backward()
+    for ours, theirs in zip(graphed.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("output", [None, 3, (), {"a": 1}], ids=repr)
+def test_an_output_without_a_tensor_is_refused(output):
+    with pytest.raises(TypeError, match="the output must be a tensor or a tree with tensors, got"):
+        make_graphed_callables(lambda x: output, (torch.ones(2),))

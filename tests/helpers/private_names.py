@@ -37,6 +37,7 @@ NAMES = {
     "._version": "autograd's own counter, documented in torch's notes; test_versions tries every way to write",
     "._base": "the tensor that a view is of: no public name; a fusion is left out where it is None",
     "._is_view": "whether a tensor is a view: no public name; tests/distributed tries views and their bases",
+    "._str": "the name of the function that makes the text of a tensor: a frame of it says that values are read",
     "._cdata": "a storage's identity: data_ptr is 0 for every empty one and on meta",
     "._metadata": "what state_dict keeps beside its tensors, passed on as it is",
     "._schema": "which arguments an operator writes: OpOverload has no public name for it",

@@ -139,3 +139,11 @@ def test_make_op_names_what_is_missing():
         make_op("srelu", SreluConfig, fwd=plain, dgrad=affine_dgrad)
     with pytest.raises(TypeError, match=r"make_op 'srelu': recompute must be decorated with @recompute_of\(Residuals\)"):
         make_op("srelu", SreluConfig, fwd=srelu_of().fwd, dgrad=affine_dgrad, recomputable="elementwise", recompute=plain)
+
+
+def test_an_alias_that_leads_nowhere_is_refused():
+    for wrong in (dict(alias="xx"), dict(alias="param.weight"), dict(of=("y",)), dict(of=("params.weight", "z"))):
+        with pytest.raises(ValueError, match=r"saved: (alias|of) must be a path below .*, got"):
+            saved("[*]", needed_by=DGRAD, **wrong)
+    for right in (None, "x", "x.1", "params.weight", "y", "dy", "residuals.x"):
+        saved("[*]", needed_by=DGRAD, alias=right)

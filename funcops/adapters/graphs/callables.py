@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.utils._pytree as torch_pytree
 from torch import Tensor, nn
 
 from funcops.adapters.autograd.delayed import WgradStore, accumulate, delayed_wgrad
@@ -27,6 +28,7 @@ class _CallSlot:
     busy = False
     inputs: list[StaticInput]
     outputs: Any
+    form: Any = None  # makes outputs that only torch's pytree knows of their leaves
     out_tensors: list[Tensor]
     dys: list[Tensor]  # of the outputs that require grad
     grads: list[Tensor | None]  # of the inputs, then of the params
@@ -68,7 +70,8 @@ class _Callable:
                 f"{self.where}: a slot must be free, got {len(self.slots)} calls whose backward has not run: capture with an order"
             )
         found = _Graphed.apply(self, slot, *given, *self.params)
-        return with_leaves(slot.outputs, _fill(leaves(slot.outputs), found[:-1]))
+        made = with_leaves(slot.outputs, _fill(leaves(slot.outputs), found[:-1]))
+        return made if slot.form is None else torch_pytree.tree_unflatten(made, slot.form)
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """Check the arguments, and return the tensors among them."""
@@ -326,8 +329,11 @@ def _capture(c: _Callable, allow_unused: bool, delayed: bool, capturer: Capturer
 
     def forward() -> Any:
         if not params:
-            return c.forward(*args, **kwargs)
-        return torch.func.functional_call(c.fn, _standing_in(c.fn, aliases), args, kwargs, tie_weights=False)
+            found = c.forward(*args, **kwargs)
+        else:
+            found = torch.func.functional_call(c.fn, _standing_in(c.fn, aliases), args, kwargs, tie_weights=False)
+        found, slot.form = _opened(c.where, found)
+        return found
 
     def backward(outs: list[Tensor], dys: list[Tensor]) -> tuple[Any, WgradStore]:
         store = delayed_wgrad()
@@ -371,6 +377,17 @@ def _capture(c: _Callable, allow_unused: bool, delayed: bool, capturer: Capturer
     slot.outputs = with_leaves(slot.outputs, _fill(leaves(slot.outputs), slot.out_tensors))
     _lend(c, slot)
     return slot
+
+
+def _opened(where: str, outputs: Any) -> tuple[Any, Any]:
+    """The outputs, or, if they hold nodes that only torch's pytree knows (a ModelOutput), their leaves and what makes them again.
+    Raises `TypeError` for outputs without a tensor."""
+    form = None
+    if any(list(map(id, torch_pytree.tree_leaves(leaf))) != [id(leaf)] for leaf in leaves(outputs)):
+        outputs, form = torch_pytree.tree_flatten(outputs)
+    if not tensors(outputs):
+        fail(where, "the output", "a tensor or a tree with tensors", describe(outputs), TypeError)
+    return outputs, form
 
 
 def _lend(c: _Callable, slot: _CallSlot) -> None:
