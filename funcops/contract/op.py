@@ -220,7 +220,7 @@ def make_op(
         fail(f"make_op {name!r}", "recomputable", "given together with recompute(residuals, cfg)", repr(recomputable))
     if wgrad is not None and init is None:
         fail(f"make_op {name!r}", "init", "given together with wgrad: a combinator asks it which params there are", None)
-    _check_decorated(name, fwd, dgrad, wgrad, bwd, recompute)
+    _check_decorated(name, fwd, dgrad, wgrad, bwd)
     name = exact(name)
     config, init = with_hooks(config), init or no_init(name, config)
     if wgrad is None:
@@ -234,7 +234,7 @@ def make_op(
     return Op(name, config, init, fwd, bwd, dgrad, wgrad, keyed, recomputable, *trees, *how)
 
 
-def _check_decorated(name: str, fwd: Any, dgrad: Any, wgrad: Any, bwd: Any, recompute: Any) -> None:
+def _check_decorated(name: str, fwd: Any, dgrad: Any, wgrad: Any, bwd: Any) -> None:
     """Raise `TypeError` for a function without the decorator that a derived one needs, and for params without a wgrad."""
     for given, decorator in () if bwd is not None else ((dgrad, "dgrad_of(Residuals)"), (wgrad, "wgrad_of(Pending, Params)")):
         if given is not None and not hasattr(given, "opens"):
@@ -246,9 +246,6 @@ def _check_decorated(name: str, fwd: Any, dgrad: Any, wgrad: Any, bwd: Any, reco
                 "a plain function",
                 TypeError,
             )
-    for given, where, decorator in ((fwd, "fwd", "forward(Config)"), (recompute, "recompute", "recompute_of(Residuals)")):
-        if bwd is None and inspect.isfunction(given) and raw_of(given) is None:
-            fail(f"make_op {name!r}", where, f"decorated with @{decorator}", "a plain function", TypeError)
     takes = getattr(fwd, "takes", None)
     if wgrad is None and isinstance(takes, type) and takes is not NoneType:
         fail(f"make_op {name!r}", "wgrad", f"given, as fwd takes params ({takes.__name__})", "None", TypeError)

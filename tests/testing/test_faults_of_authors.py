@@ -135,10 +135,6 @@ def test_make_op_names_what_is_missing():
         make_op("affine", SreluConfig, init=affine_init, fwd=affine_fwd, dgrad=affine_dgrad, wgrad=plain)
     with pytest.raises(TypeError, match=r"make_op 'affine': wgrad must be given, as fwd takes params \(AffineParams\), got None"):
         make_op("affine", SreluConfig, init=affine_init, fwd=affine_fwd, dgrad=affine_dgrad)
-    with pytest.raises(TypeError, match=r"make_op 'srelu': fwd must be decorated with @forward\(Config\), got a plain function"):
-        make_op("srelu", SreluConfig, fwd=plain, dgrad=affine_dgrad)
-    with pytest.raises(TypeError, match=r"make_op 'srelu': recompute must be decorated with @recompute_of\(Residuals\)"):
-        make_op("srelu", SreluConfig, fwd=srelu_of().fwd, dgrad=affine_dgrad, recomputable="elementwise", recompute=plain)
 
 
 def test_an_alias_that_leads_nowhere_is_refused():

@@ -130,8 +130,8 @@ def graphed(
     number): "copy" into the graph's own buffer (skipped if the input is that buffer), "pinned" to the caller's memory, whose
     address must not change, or "donated": pinned, and the function writes to it. `outputs`: "clone", or "borrow" the graph's
     buffers, which the next call but `slots - 1` overwrites; with `debug` any use after that raises `BorrowedError`. `warmup`
-    runs come first; their writes to donated leaves are undone, and no others: a function that trains a module from outside (its
-    weights are no arguments) trains it in these runs, too. Everything that changes from call to call must be a tensor: keys,
+    runs come first; their writes to donated leaves are undone, and no others: a function that trains a module from outside, whose
+    weights it does not take, trains it in these runs, too. Everything that changes from call to call must be a tensor: keys,
     learning rates, counters.
 
     Slots whose outputs are borrowed have a memory pool each. `pool`: another graphed function or op (or a torch `MemPool` or pool
