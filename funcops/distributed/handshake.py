@@ -33,7 +33,7 @@ class Collective(NamedTuple):
     each rank, and from each.
 
     >>> import torch
-    >>> from funcops.distributed import Collective
+    >>> from funcops.dist import Collective
     >>> print(Collective("all_reduce", "tp", (3,), torch.float32))
     all_reduce of float32[3]
     """

@@ -25,7 +25,7 @@ class Axis:
     """One axis of a mesh as a rank sees it: its `size` n, this rank's position `rank` on it, and `group`, the name of
     torch.distributed's process group of the n ranks that differ only along it ("" if n is 1).
 
-    >>> from funcops.distributed import Axis, Mesh
+    >>> from funcops.dist import Axis, Mesh
     >>> axis = Mesh.abstract({"dp": 2, "tp": 4}, rank=6)["tp"]
     >>> isinstance(axis, Axis), axis.name, axis.size, axis.rank
     (True, 'tp', 4, 2)
@@ -61,7 +61,7 @@ class Mesh:
     """Ranks in a grid, the last axis the fastest. `mesh["tp"]` is an `Axis`; `rank` is this rank's number; `device` is the type of
     device on which its ranks compute.
 
-    >>> from funcops.distributed import Mesh
+    >>> from funcops.dist import Mesh
     >>> mesh = Mesh.abstract({"dp": 2, "tp": 4}, rank=6)
     >>> mesh.size, mesh.rank, mesh["dp"].rank, mesh["tp"].rank
     (8, 6, 1, 2)

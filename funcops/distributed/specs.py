@@ -45,7 +45,7 @@ class Spec:
     pads them with zeros (`own_shards`).
 
     >>> import torch
-    >>> from funcops.distributed import Mesh, Spec, shard
+    >>> from funcops.dist import Mesh, Spec, shard
     >>> qkv = torch.arange(8).reshape(8, 1)
     >>> shard(qkv, {"": Spec("tp", 0, parts=(4, 2, 2))}, Mesh.abstract({"tp": 2}, rank=1)).flatten()
     tensor([2, 3, 5, 7])
@@ -208,7 +208,7 @@ def shard(tree: T, specs: Specs, mesh: Mesh) -> T:
     """This rank's part of every leaf of a whole tree. A leaf that is not sharded is the same object. Nothing is sent.
 
     >>> import torch
-    >>> from funcops.distributed import Mesh, Spec, shard
+    >>> from funcops.dist import Mesh, Spec, shard
     >>> params = {"up": torch.arange(4.0), "norm": torch.ones(2)}
     >>> shard(params, {"up": Spec("tp", 0)}, Mesh.abstract({"tp": 2}, rank=1))
     {'up': tensor([2., 3.]), 'norm': tensor([1., 1.])}

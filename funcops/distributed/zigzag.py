@@ -18,7 +18,7 @@ def zigzag(t: Tensor, axis: Axis, dim: int = 1) -> Tensor:
     Shard everything that belongs to positions in the same way: ids, labels, masks. Raises `ValueError` if 2n does not divide T.
 
     >>> import torch
-    >>> from funcops.distributed import Mesh, zigzag
+    >>> from funcops.dist import Mesh, zigzag
     >>> positions = torch.arange(8).reshape(1, 8)
     >>> [zigzag(positions, Mesh.abstract({"cp": 2}, rank)["cp"]) for rank in (0, 1)]
     [tensor([[0, 1, 6, 7]]), tensor([[2, 3, 4, 5]])]
@@ -34,7 +34,7 @@ def unzigzag(t: Tensor, axis: Axis, dim: int = 1) -> Tensor:
     """The whole sequence in its own order, from the concatenated `zigzag` parts of all ranks, as a gather returns them.
 
     >>> import torch
-    >>> from funcops.distributed import Mesh, unzigzag
+    >>> from funcops.dist import Mesh, unzigzag
     >>> unzigzag(torch.tensor([[0, 1, 6, 7, 2, 3, 4, 5]]), Mesh.abstract({"cp": 2}, 0)["cp"])
     tensor([[0, 1, 2, 3, 4, 5, 6, 7]])
     """
@@ -49,7 +49,7 @@ def zigzag_positions(length: int, axis: Axis, device: Any = None) -> Tensor:
     """[T/n] int64: this rank's positions in a sequence of `length` T, for `rope`. Raises `ValueError` for a length
     that does not divide into two chunks a rank, `TypeError` unless `axis` is an `Axis`.
 
-    >>> from funcops.distributed import Mesh, zigzag_positions
+    >>> from funcops.dist import Mesh, zigzag_positions
     >>> zigzag_positions(8, Mesh.abstract({"cp": 2}, rank=1)["cp"])
     tensor([2, 3, 4, 5])
     """

@@ -161,6 +161,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     """DualPipe folded into a V: two stages a rank, forwards of one side together with backwards of the other, so that the
     communication of each may hide behind the other's work. With F&B the time of such a pair, each rank is idle for
     (p - 1)(F&B + B - 3 W) if I takes as long as F and W no longer (with longer W, (p - 1)(F + I)); it keeps 2 p + 1 chunks.
+    The original, whose microbatches enter at both ends, needs each stage on two ranks, and has no function here.
     https://github.com/deepseek-ai/DualPipe, arXiv:2412.19437. Raises `ValueError` for fewer than one rank or microbatch.
 
     >>> from funcops.schedule import dualpipe_v

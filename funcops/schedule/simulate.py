@@ -24,7 +24,8 @@ class Costs:
 
     A pending is not a part of the residuals: for each layer with weights it holds x and dy, where the residuals held x alone, so it
     is mostly the larger of the two (1.1 to 2 times the residuals in the MLPs and transformer blocks that were measured; `measure`
-    tells you for yours). The default, 1.0 of each, is the papers' unit: a microbatch that waits.
+    tells you for yours). The default, 1.0 of each, is the papers' unit: a microbatch that waits. A stage of a schedule with two
+    stages a rank (`zb_v`, `dualpipe_v`) is half as large: to compare it with 1F1B, give half of each cost.
 
     `collectives`: their exposed time on the network's axes is added to the times, except to `together`.
 
