@@ -37,7 +37,19 @@ linear.fwd(params=params, x=y, cfg=cfg, needs=Needs.ALL)
 linear.bwd(residuals=residuals, dy=y, cfg=cfg, into=None)
 linear.dgrad(residuals=residuals, dy=y, cfg=cfg)
 linear.wgrad(pending=None, cfg=cfg)
+assert_type(linear.fwd(params, y, cfg)[0], torch.Tensor)
 """  # what overloads and the functions of an op are for
+WRONG = """
+import torch
+from funcops import LinearConfig, LinearParams, RMSNormConfig, linear, linear_fwd, rms_norm, softcap
+cfg, params, x = LinearConfig(4, 3), LinearParams(torch.ones(3, 4), None), torch.ones(2, 4)
+linear.fwd(x, params, cfg)
+linear_fwd(x, params, cfg)
+linear.fwd(params, x, RMSNormConfig(4))
+rms_norm.fwd(params, x, RMSNormConfig(4))
+softcap.fwd(params, x, cfg)
+linear.fwd(params, x)
+"""  # each call after the fourth line must be an error for an editor
 ROOT = Path(__file__).resolve().parents[1]
 OF_ANY_FORM = {  # whose results have the form of what they are given, and why
     **dict.fromkeys(("chain", "repeat", "skip", "parallel"), "trees of their parts"),
@@ -91,6 +103,15 @@ def untyped(folder):
     return {name: known.get(name, "nothing") for name in functions() if "Any" in known.get(name, "Any")}
 
 
+def unmarked(folder):
+    """The wrong calls in which mypy sees nothing."""
+    (folder / "wrong.py").write_text(WRONG)
+    command = [sys.executable, "-m", "mypy", "--no-error-summary", str(folder / "wrong.py")]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    found = {int(line) for line in re.findall(r"wrong.py:(\d+): error", said)}
+    return [text for line, text in enumerate(WRONG.splitlines(), 1) if line > 4 and line not in found]
+
+
 def main():
     failed = False
     with tempfile.TemporaryDirectory() as name:
@@ -107,6 +128,9 @@ def main():
             if done.returncode:
                 print(f"{checker}, of the blocks of the pages (line numbers are the page's):\n{done.stdout}{done.stderr}")
                 failed = True
+        if seen := unmarked(folder):
+            print("mypy must find an error in each of:", *seen, sep="\n")
+            failed = True
         left = untyped(folder)
         wrong = {name for name in left if name not in OF_ANY_FORM and name.rpartition("_")[0] not in OF_ANY_FORM}
         wrong |= {name for name in OF_ANY_FORM if not any(one.startswith(name) for one in left)}

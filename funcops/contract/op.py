@@ -24,7 +24,7 @@ import inspect
 import pickle
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar
 
 from funcops.backend.source import exact
 from funcops.contract.by_config import ByConfig as ByConfig
@@ -56,6 +56,7 @@ from funcops.contract.signatures import (
     D_in,
     Dgrad,
     DgradOf,
+    Forward,
     Fwd,
     Init,
     NoInit,
@@ -187,13 +188,27 @@ def _op_at(module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+if TYPE_CHECKING:
+    P = TypeVar("P")
+    X = TypeVar("X")
+    C = TypeVar("C")
+    Y = TypeVar("Y")
+    R = TypeVar("R")
+
+    class TypedOp(Op, Generic[P, X, C, Y, R]):
+        """An op for an editor, which marks arguments of `linear.fwd` in another order, as it does those of `linear_fwd`."""
+
+        @property
+        def fwd(self) -> Forward[P, X, C, Y, R]: ...  # type: ignore[override]
+
+
 @old_arguments(cheap="recomputable", again="recompute", ahead="prefetch")
 def make_op(
     name: str,
     config: type,
     *,
     init: Any = None,
-    fwd: Any,
+    fwd: Forward[P, X, C, Y, R],
     dgrad: Any,
     wgrad: Any = None,
     bwd: Any = None,
@@ -205,7 +220,7 @@ def make_op(
     products: Any = None,
     prefetch: Any = None,
     layer: Any = None,
-) -> Op:
+) -> TypedOp[P, X, C, Y, R]:
     """Build an `Op`, deriving `bwd`, for an op without params `init` and `wgrad`, and `products` if none can be joined. The
     functions carry the decorators `forward`, `dgrad_of`, `wgrad_of`, `recompute_of` and `bwd_of`, which name the classes of its
     trees; a given `bwd` must equal `dgrad` then `wgrad` bit for bit (the Split law checks it). `keyed`: whether the last part of x
@@ -231,7 +246,8 @@ def make_op(
     products = _products(wgrad, products)
     trees = params, getattr(dgrad, "opens", None), pending
     how = recompute, lower, view, products, prefetch, layer
-    return Op(name, config, init, fwd, bwd, dgrad, wgrad, keyed, recomputable, *trees, *how)
+    made: Any = Op(name, config, init, fwd, bwd, dgrad, wgrad, keyed, recomputable, *trees, *how)  # type: ignore[arg-type]
+    return made  # type: ignore[no-any-return]
 
 
 def _check_decorated(name: str, fwd: Any, dgrad: Any, wgrad: Any, bwd: Any) -> None:

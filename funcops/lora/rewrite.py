@@ -162,7 +162,8 @@ def _names_one(glob: str) -> bool:
 
 def _op_of(cfg: Any) -> Op:
     """The op of a layer's config."""
-    found = {LinearConfig: linear, QLinearConfig: qlinear, EmbeddingConfig: embedding}.get(type(cfg))
+    ops: dict[Any, Op] = {LinearConfig: linear, QLinearConfig: qlinear, EmbeddingConfig: embedding}
+    found = ops.get(type(cfg))
     if found is None:
         wanted = "the config of a combinator (the config of a layer over ranks does not tell its op)"
         fail("with_lora", "cfg", wanted, describe(cfg))
