@@ -196,7 +196,7 @@ if TYPE_CHECKING:
     R = TypeVar("R")
 
     class TypedOp(Op, Generic[P, X, C, Y, R]):
-        """An op for an editor, which marks arguments of `linear.fwd` in another order, as it does those of `linear_fwd`."""
+        """An op for an editor, which marks swapped arguments of `linear.fwd`, as of `linear_fwd`."""
 
         @property
         def fwd(self) -> Forward[P, X, C, Y, R]: ...  # type: ignore[override]
