@@ -44,6 +44,7 @@ def begin(name: str, root: Path = ROOT) -> list[Path]:
     edit(root / "docs/operators.md", lambda text: text.replace(f"`{OLD}` |", f"`{OLD}`, `{name}` |", 1))
     edit(root / "benchmarks/kernel_calls.py", lambda text: called(text, name))
     edit(root / "tests/kernels/test_formulas.py", lambda text: copied(text, name, f'        "{OLD}_', f'        "{OLD}_bwd",'))
+    edit(root / "benchmarks/traffic/limits.py", lambda text: text.replace(f"{OLD}_fwd", f"{OLD}_fwd|{name}_fwd", 1))
     return made
 
 
@@ -54,7 +55,7 @@ def write_tables(root: Path = ROOT) -> None:
     tables += [f"-m benchmarks unconfirmed --page {results}/unconfirmed.md", "tests/contract/test_promised_defaults.py"]
     path = os.pathsep.join([str(root), str(root / "tests" / "helpers")])
     for table in tables:
-        env = os.environ | {"PYTHONPATH": path}
+        env = {key: value for key, value in os.environ.items() if not key.startswith("TRITON")} | {"PYTHONPATH": path}
         done = subprocess.run([sys.executable, *table.split()], cwd=root, env=env, stdout=subprocess.DEVNULL)
         if done.returncode:
             raise ValueError(f"new_op: python {table} ended with {done.returncode}")
@@ -97,7 +98,8 @@ def listed(text: str, name: str) -> str:
 def called(text: str, name: str) -> str:
     """The samples with a call of each of the operator's kernels, after the copied one's."""
     text = copied(text, name, f"{OLD}.{OLD}_", f"{OLD}.{OLD}_bwd")
-    return text.replace(f"    {OLD},\n", f"    {OLD},\n    {name},\n", 1)
+    (block,) = [found for found in re.findall(r"(?:^    \w+,\n)+", text, re.M) if f"    {OLD},\n" in found]  # of imports, sorted
+    return text.replace(block, "".join(sorted([*block.splitlines(keepends=True), f"    {name},\n"])), 1)
 
 
 def copied(text: str, name: str, start: str, last: str) -> str:
