@@ -1,6 +1,7 @@
 """`python -m benchmarks figures --page FILE`: every measured comparison, by the file that holds it, with its best and worst case.
 
-A ratio is funcops' figure over the best of the others' in the same case: below 1 funcops took less time, or kept fewer bytes.
+A ratio is the best of funcops' figures over the best of the others' in the same case: below 1 funcops took less time, or kept fewer
+bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 COMMITTED = ROOT / "docs" / "benchmarks"
 COMMANDS = {  # that wrote a file, if its name does not say it
-    "graph": "graph",
     "h200/kernels": "kernels --changed",
     "h200/mixture": "step --device cuda --mixture",
     "h200/recipes": "recipes",
@@ -27,9 +27,9 @@ LESS = ("median", "kept", "peak", "bytes", "time", "live", "held", "CPU")  # of 
 HEAD = """# All figures
 
 This page is for reference. Each row is a comparison in a committed file of [these results](README.md), written by
-`python -m benchmarks figures --page`. A ratio is funcops' figure over the best of the others in the same case and run: below 1
-funcops takes less time, or keeps fewer bytes. Where the worst is above 1, the other one is quicker or smaller there: use it if that
-case is yours.
+`python -m benchmarks figures --page`. A ratio is the best of funcops' figures (eager or graphed, say) over the best of the others'
+in the same case and run: below 1 funcops takes less time, or keeps fewer bytes. Where the worst is above 1, the other one is
+quicker or smaller there: use it if that case is yours.
 
 | what | command | machine | cases | best | median | worst |
 |---|---|---|--:|---|--:|---|
@@ -89,9 +89,8 @@ def _compared(rows: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, float
         metric = "time of a kernel" if of_kernel else row["metric"]
         case = f"{row['kernel']} {row['shape']}" if of_kernel else row["case"]
         value = row["device_us"] if of_kernel else row["value"]
-        one_of_many = (
-            metric.endswith(": time") and metric != "all kernels: time"
-        )  # kernels of a step, which differ between providers
+        # the kernels of a step differ between providers: only their sum is compared
+        one_of_many = metric.endswith(": time") and metric != "all kernels: time"
         less = of_kernel or (any(word in metric for word in LESS) and not one_of_many)
         if less and isinstance(value, float) and math.isfinite(value) and value > 0:
             cases[metric, case][row["provider"]] = value

@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,9 +66,9 @@ def renamed(text: str, name: str) -> str:
     return re.sub(rf"\b{OLD}", name, text.replace(camel(OLD), camel(name)))
 
 
-def edit(path: Path, change: object) -> None:
+def edit(path: Path, change: Callable[[str], str]) -> None:
     text = path.read_text()
-    changed = change(text)  # type: ignore[operator]
+    changed = change(text)
     if changed == text:
         raise ValueError(f"new_op: {path} has no line of {OLD} to begin from")
     path.write_text(changed)

@@ -10,6 +10,7 @@ import torch
 
 from funcops import GradModeError
 from funcops.adapters.graphs import check_capturable, graphed
+from funcops.adapters.graphs.faults import as_if_capturing
 
 SOURCE = Path(planted.__file__).read_text().splitlines()
 PLANTED = {node.name: node for node in ast.parse("\n".join(SOURCE)).body if isinstance(node, ast.FunctionDef)}
@@ -97,6 +98,17 @@ def test_writes_outside_are_undone(write):
 
     assert check_capturable(step, x) == []
     assert torch.equal(outside, torch.arange(3.0)) and torch.equal(x, torch.ones(3))
+
+
+def test_with_cuda_torch_itself_says_whether_it_captures(monkeypatch):
+    """A recording of CPU tensors beside a GPU does not capture a stream."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with as_if_capturing():
+        assert not is_captured()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with as_if_capturing():
+        assert is_captured()
+    assert not is_captured()
 
 
 def test_a_backward_without_autograd_says_how():

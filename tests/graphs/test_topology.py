@@ -202,6 +202,7 @@ def test_an_update_is_a_conditional_node_where_torch_has_them(monkeypatch):
             calls.append("end")
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", CUDAGraph)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert module._capturing() is not None
     monkeypatch.setattr(module, "check", lambda *args: None)

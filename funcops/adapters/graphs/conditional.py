@@ -52,7 +52,7 @@ def when(flag: Tensor, update: Callable[..., Any], *trees: Any) -> None:
 def _capturing() -> Any:
     """The graph that is being captured, if it can hold a conditional node; else None."""
     found = getattr(torch.cuda.CUDAGraph, "get_currently_capturing_graph", None)
-    if found is None or not torch.cuda.is_current_stream_capturing():
+    if found is None or not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return None
     graph = found()
     return graph if hasattr(graph, "begin_capture_to_if_node") else None

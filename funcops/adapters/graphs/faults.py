@@ -50,7 +50,11 @@ class Fault(NamedTuple):
 
 @contextlib.contextmanager
 def as_if_capturing() -> Iterator[None]:
-    """Answer code that asks torch whether a graph is being captured as it would be answered on a device."""
+    """On a machine without CUDA, answer code that asks torch whether a graph is being captured as on a device. With CUDA torch
+    answers: its own code and the code of this package must not take a recording of CPU tensors for the capture of a stream."""
+    if torch.cuda.is_available():
+        yield
+        return
     before = torch.cuda.is_current_stream_capturing
     torch.cuda.is_current_stream_capturing = lambda: True
     try:
