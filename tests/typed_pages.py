@@ -16,6 +16,7 @@ import torch
 from typing_extensions import assert_type
 from funcops import LinearConfig, LinearParams, LinearResiduals, Needs, donate, random
 from funcops import linear, linear_bwd, linear_dgrad, linear_fwd, linear_init, linear_wgrad
+from funcops import ChainConfig, Step, chain, differentiable, value_and_grad, vjp
 
 cfg = LinearConfig(4, 3, bias=False)
 params = linear_init(cfg, key=random.key(0))
@@ -38,18 +39,35 @@ linear.bwd(residuals=residuals, dy=y, cfg=cfg, into=None)
 linear.dgrad(residuals=residuals, dy=y, cfg=cfg)
 linear.wgrad(pending=None, cfg=cfg)
 assert_type(linear.fwd(params, y, cfg)[0], torch.Tensor)
+assert_type(value_and_grad(linear)(params, y, cfg), tuple[torch.Tensor, LinearParams])
+assert_type(value_and_grad(linear, x=True)(params, y, cfg), tuple[torch.Tensor, tuple[LinearParams, torch.Tensor]])
+assert_type(vjp(linear, params, y, cfg)[1](y), tuple[LinearParams, torch.Tensor])
+assert_type(differentiable(linear)(params, y, cfg), torch.Tensor)
+blocks = ChainConfig(steps=(Step("up", linear, cfg),))
+value_and_grad(chain, losses=("aux",))(chain.init(blocks), y, blocks)
 """  # what overloads and the functions of an op are for
 WRONG = """
 import torch
 from funcops import LinearConfig, LinearParams, RMSNormConfig, linear, linear_fwd, rms_norm, softcap
+from funcops import ChainConfig, RepeatConfig, Step, chain, differentiable, repeat, value_and_grad, vjp
 cfg, params, x = LinearConfig(4, 3), LinearParams(torch.ones(3, 4), None), torch.ones(2, 4)
+steps, layers = ChainConfig(steps=(Step("up", linear, cfg),)), RepeatConfig(linear, cfg, 2)
+tree = chain.init(steps)
 linear.fwd(x, params, cfg)
 linear_fwd(x, params, cfg)
 linear.fwd(params, x, RMSNormConfig(4))
 rms_norm.fwd(params, x, RMSNormConfig(4))
 softcap.fwd(params, x, cfg)
 linear.fwd(params, x)
-"""  # each call after the fourth line must be an error for an editor
+value_and_grad(linear)(x, params, cfg)
+value_and_grad(linear)(params, x)
+vjp(linear, x, params, cfg)
+differentiable(linear)(x, params, cfg)
+chain.fwd(x, tree, steps)
+chain.fwd(tree, x, layers)
+repeat.fwd(tree, x, steps)
+value_and_grad(chain)(x, tree, steps)
+"""  # each call after the seventh line must be an error for an editor
 ROOT = Path(__file__).resolve().parents[1]
 OF_ANY_FORM = {  # whose results have the form of what they are given, and why
     **dict.fromkeys(("chain", "repeat", "skip", "parallel"), "trees of their parts"),
@@ -109,7 +127,7 @@ def unmarked(folder):
     command = [sys.executable, "-m", "mypy", "--no-error-summary", str(folder / "wrong.py")]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
     found = {int(line) for line in re.findall(r"wrong.py:(\d+): error", said)}
-    return [text for line, text in enumerate(WRONG.splitlines(), 1) if line > 4 and line not in found]
+    return [text for line, text in enumerate(WRONG.splitlines(), 1) if line > 7 and line not in found]
 
 
 def main():

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
@@ -36,12 +36,15 @@ from funcops.compose.joints import ends_joint, joined_steps
 from funcops.compose.step import Step, abstract_parts, init_parts, live_inputs, note, split_x
 from funcops.contract.configs import Composite, Replace, Width
 from funcops.contract.needs import Needs
-from funcops.contract.op import Op, config, dgrad_of, forward, init_of, make_op
+from funcops.contract.op import config, dgrad_of, forward, init_of, make_op
 from funcops.errors import describe, fail, join_path, require, require_type
 from funcops.program import programs
 from funcops.program.lower import Call, Extras, Lowered, Parts, Place, Value
 from funcops.residuals.nested import nested
 from funcops.trees import paths, put, stands_for_one
+
+if TYPE_CHECKING:
+    from funcops.contract.op import TypedOp
 
 __all__ = ["ChainConfig", "ChainPending", "ChainResiduals"]
 __all__ += ["chain", "chain_bwd", "chain_dgrad", "chain_fwd", "chain_init", "chain_wgrad"]
@@ -280,7 +283,7 @@ def chain_bwd(residuals: Any, dy: Any, cfg: ChainConfig, *, into: Any = None) ->
     return programs.bwd(chain, residuals, dy, cfg, into)
 
 
-chain: Op = make_op(
+chain: TypedOp[dict[str, Any], Any, ChainConfig, Any, Any] = make_op(
     "chain",
     ChainConfig,
     init=chain_init,

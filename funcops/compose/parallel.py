@@ -17,16 +17,19 @@ outputs, by different names, are outputs: y is then `WithExtras((main_1, main_2,
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from funcops.compose.step import Step, abstract_parts, init_parts, live_inputs, note, split_x
 from funcops.contract.configs import Composite, Replace, Width
 from funcops.contract.needs import Needs
-from funcops.contract.op import Op, config, dgrad_of, forward, init_of, make_op
+from funcops.contract.op import config, dgrad_of, forward, init_of, make_op
 from funcops.errors import join_path, require, require_type
 from funcops.program import programs
 from funcops.program.lower import Call, Extras, Lowered, Parts, Place, Value, calls_below
 from funcops.residuals.nested import nested
+
+if TYPE_CHECKING:
+    from funcops.contract.op import TypedOp
 
 __all__ = ["ParallelConfig", "ParallelPending", "ParallelResiduals"]
 __all__ += ["parallel", "parallel_bwd", "parallel_dgrad", "parallel_fwd", "parallel_init", "parallel_wgrad"]
@@ -166,7 +169,7 @@ def parallel_bwd(residuals: Any, dy: Any, cfg: ParallelConfig, *, into: Any = No
     return programs.bwd(parallel, residuals, dy, cfg, into)
 
 
-parallel: Op = make_op(
+parallel: TypedOp[dict[str, Any], Any, ParallelConfig, Any, Any] = make_op(
     "parallel",
     ParallelConfig,
     init=parallel_init,

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -42,6 +42,9 @@ from funcops.program.accumulator_checks import check_into_tree
 from funcops.program.values import abstract_params, add, has_params
 from funcops.residuals.nested import nested, part
 from funcops.trees import WithExtras
+
+if TYPE_CHECKING:
+    from funcops.contract.op import TypedOp
 
 __all__ = ["RepeatConfig", "RepeatPending", "RepeatResiduals"]
 __all__ += ["repeat", "repeat_bwd", "repeat_dgrad", "repeat_fwd", "repeat_init", "repeat_wgrad"]
@@ -218,7 +221,7 @@ def _accumulators(where: str, into: Any, node: Any, cfg: RepeatConfig, dy: Any =
     return by_layer(where, "into", into, cfg)
 
 
-repeat: Op = make_op(
+repeat: TypedOp[Any, Any, RepeatConfig, Any, Any] = make_op(
     "repeat",
     RepeatConfig,
     init=repeat_init,

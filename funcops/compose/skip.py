@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from funcops.compose.step import check_body, note, split_x
 from funcops.contract.configs import Composite, Replace, Width, require_config
@@ -31,6 +31,9 @@ from funcops.ops.fork import ForkConfig, fork
 from funcops.program import programs
 from funcops.program.lower import Call, Extras, Lowered, Parts, Place, Value
 from funcops.program.values import abstract_params
+
+if TYPE_CHECKING:
+    from funcops.contract.op import TypedOp
 
 __all__ = ["SkipConfig", "skip", "skip_bwd", "skip_dgrad", "skip_fwd", "skip_init", "skip_wgrad"]
 
@@ -134,7 +137,7 @@ def _products(pending: Any, cfg: SkipConfig, *, into: Any) -> list[Any]:
     return cfg.op.products(pending, cfg.cfg, into=into)  # type: ignore[no-any-return]
 
 
-skip: Op = make_op(
+skip: TypedOp[Any, Any, SkipConfig, Any, Any] = make_op(
     "skip",
     SkipConfig,
     init=skip_init,

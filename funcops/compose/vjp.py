@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
 
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op
+from funcops.contract.signatures import C, HasFwd, P, R, Run, X, Y
 from funcops.errors import describe, fail, require, require_flag, require_type
 from funcops.residuals.donate import donate
 from funcops.trees import WithExtras, leaves, nothing_like, with_leaves
 
 
+@overload
 def value_and_grad(
-    op: Op, *, x: bool = False, has_aux: bool = False, losses: tuple[str, ...] = (), needs: Needs = Needs.ALL
+    op: HasFwd[P, X, C, Y, R], *, x: Literal[False] = ..., has_aux: bool = ..., losses: tuple[str, ...] = ..., needs: Needs = ...
+) -> Run[P, X, C, tuple[Y, P]]: ...
+@overload
+def value_and_grad(
+    op: HasFwd[P, X, C, Y, R], *, x: Literal[True], has_aux: bool = ..., losses: tuple[str, ...] = ..., needs: Needs = ...
+) -> Run[P, X, C, tuple[Y, tuple[P, X]]]: ...
+@overload
+def value_and_grad(
+    op: HasFwd[P, X, C, Y, R], *, x: bool, has_aux: bool = ..., losses: tuple[str, ...] = ..., needs: Needs = ...
+) -> Run[P, X, C, tuple[Y, Any]]: ...
+def value_and_grad(
+    op: Any, *, x: bool = False, has_aux: bool = False, losses: tuple[str, ...] = (), needs: Needs = Needs.ALL
 ) -> Callable[..., Any]:
     """Return `run(params, x, cfg) -> (y, dparams)` for an op whose y is a scalar, such as a model with its loss; with `x` the
     result is `(y, (dparams, dx))`. The residuals are given away, so memory falls during the backward.
@@ -86,7 +99,9 @@ def sum_gradient(where: str, name: str, output: Any, each: float = 1.0) -> Tenso
     return torch.full_like(output, each)
 
 
-def vjp(op: Op, params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> tuple[Any, Callable[[Any], tuple[Any, Any]]]:
+def vjp(
+    op: HasFwd[P, X, C, Y, R], params: P, x: X, cfg: C, *, needs: Needs = Needs.ALL
+) -> tuple[Y, Callable[[Y | None], tuple[P, X]]]:
     """Return `(y, pullback)`; `pullback(dy)` returns `(dparams, dx)` and may be called several times, as it holds the residuals.
 
     Like `jax.vjp`, for both params and x. Raises `TypeError` unless `op` is an op, and what its forward raises.
@@ -98,9 +113,10 @@ def vjp(op: Op, params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> t
     (tensor([3., 3.]), (None, tensor([3., 0.])))
     """
     require_type("vjp", "op", op, Op)
+    bwd = cast(Op, op).bwd
     y, residuals = op.fwd(params, x, cfg, needs=needs)
 
-    def pullback(dy: Any) -> tuple[Any, Any]:
-        return op.bwd(residuals, dy, cfg)  # type: ignore[no-any-return]
+    def pullback(dy: Y | None) -> tuple[P, X]:
+        return bwd(residuals, dy, cfg)
 
     return y, pullback

@@ -24,7 +24,7 @@ import inspect
 import pickle
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn
 
 from funcops.backend.source import exact
 from funcops.contract.by_config import ByConfig as ByConfig
@@ -52,6 +52,7 @@ from funcops.contract.schema import Field
 from funcops.contract.signatures import (
     Bwd,
     BwdOf,
+    C,
     C_in,
     D_in,
     Dgrad,
@@ -60,10 +61,14 @@ from funcops.contract.signatures import (
     Fwd,
     Init,
     NoInit,
+    P,
     P_any,
+    R,
     R_in,
     Wgrad,
     WgradOf,
+    X,
+    Y,
     Y_out,
 )
 from funcops.errors import fail
@@ -189,11 +194,6 @@ def _op_at(module: str, name: str) -> Any:
 
 
 if TYPE_CHECKING:
-    P = TypeVar("P")
-    X = TypeVar("X")
-    C = TypeVar("C")
-    Y = TypeVar("Y")
-    R = TypeVar("R")
 
     class TypedOp(Op, Generic[P, X, C, Y, R]):
         """An op for an editor, which marks swapped arguments of `linear.fwd`, as of `linear_fwd`."""

@@ -9,6 +9,11 @@ from torch import Tensor
 
 from funcops.contract.needs import Needs
 
+P = TypeVar("P")
+X = TypeVar("X")
+C = TypeVar("C")
+Y = TypeVar("Y")
+R = TypeVar("R")
 P_in = TypeVar("P_in", contravariant=True)
 X_in = TypeVar("X_in", contravariant=True)
 C_in = TypeVar("C_in", contravariant=True)
@@ -33,6 +38,19 @@ class Forward(Protocol[P_in, X_in, C_in, Y_out, R_out]):
     def __call__(self, params: P_in, x: X_in, cfg: C_in) -> tuple[Y_out, R_out]: ...
     @overload
     def __call__(self, params: P_in, x: X_in, cfg: C_in, *, needs: Needs) -> tuple[Y_out, R_out | None]: ...
+
+
+class HasFwd(Protocol[P_in, X_in, C_in, Y_out, R_out]):
+    """An op, for the type of what is made of its forward (`Op` is a tuple, whose own type mypy cannot take apart)."""
+
+    @property
+    def fwd(self) -> Forward[P_in, X_in, C_in, Y_out, R_out]: ...
+
+
+class Run(Protocol[P_in, X_in, C_in, Y_out]):
+    """What `value_and_grad` and `differentiable` return: an op's forward, with another result."""
+
+    def __call__(self, params: P_in, x: X_in, cfg: C_in) -> Y_out: ...
 
 
 class WrittenDgrad(Protocol[R_in, D_in, C_in, Y_out]):

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from funcops.adapters.flatten import flatten, unflatten
 from funcops.backend import select
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, raw_of, refuse_autocast
+from funcops.contract.signatures import C, HasFwd, P, R, Run, X, Y
 from funcops.errors import fail, require_type
 from funcops.trees import structure, tensors
 
@@ -238,7 +239,7 @@ def _bind(op: Op, params: Any, x: Any, cfg: Any, key: Any) -> Bound:
     return _bound[key]
 
 
-def differentiable(op: Op) -> Callable[[Any, Any, Any], Any]:
+def differentiable(op: HasFwd[P, X, C, Y, R]) -> Run[P, X, C, Y]:
     """Return `run(params, x, cfg) -> y`: the op's forward, which autograd differentiates by the op's own backward.
 
     params and x are trees of tensors as the op takes them. Gradients flow to the leaves that require them. A graph may be retained
@@ -255,4 +256,4 @@ def differentiable(op: Op) -> Callable[[Any, Any, Any], Any]:
     tensor([3., 3.])
     """
     require_type("differentiable", "op", op, Op)
-    return functools.partial(run, op)
+    return functools.partial(run, cast(Op, op))
