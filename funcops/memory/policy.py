@@ -153,7 +153,7 @@ def resolved(op: Op, cfg: Any, policy: Policy) -> tuple[Op, Any]:
                 "with_policy",
                 "rules",
                 "globs over the paths of cfg",
-                f"{pattern!r}, nearest {near} ({len(known)} in all: see explain)",
+                f"{pattern!r}, nearest {near} ({len(known)} in all: report(residuals) lists them)",
             )
     found = _applied(op, cfg, policy)
     for tensor, forms in two_forms(*found):

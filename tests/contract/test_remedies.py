@@ -70,7 +70,7 @@ REMEDIES = {
     ),
     "a path": (
         lambda: with_policy(chain, Policy({"dwn": Recompute()})).fwd(params(), torch.ones(2, 64), CFG),
-        r"got 'dwn', nearest down, .*\(\d+ in all: see explain\)",
+        r"got 'dwn', nearest down, .*\(\d+ in all: report\(residuals\) lists them\)",
     ),
     "y of many numbers": (
         lambda: value_and_grad(chain)(params(), torch.ones(2, 64), CFG),
