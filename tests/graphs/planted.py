@@ -1,6 +1,8 @@
 """Functions that no CUDA graph can capture. The line at fault ends in `# fault: KIND`; every function takes x [4, 3] and ids
 [4]."""
 
+import io
+import pickle
 import random
 import time
 
@@ -11,6 +13,8 @@ CACHE = {}
 KEPT = []
 COUNT = [0]
 GENERATOR = torch.Generator()
+WEIGHT = torch.nn.Parameter(torch.ones(3))
+ADAMW = torch.optim.AdamW([WEIGHT])
 
 
 def item(x, ids):
@@ -152,3 +156,48 @@ def kept(x, ids):
     h = x * 2  # fault: escaping allocation
     KEPT.append(h)
     return h.sum() + 0
+
+
+def history(x, ids):
+    loss = x.square().sum()  # fault: escaping allocation
+    KEPT.append(loss)
+    return loss
+
+
+def history_of_views(x, ids):
+    h = x * 2  # fault: escaping allocation
+    KEPT.append(h[0].detach())
+    return {"h": h}
+
+
+def kept_as_a_view(x, ids):
+    h = x * 2  # fault: escaping allocation
+    KEPT.append(h[0])
+    return h.sum() + 0
+
+
+def saved(x, ids):
+    torch.save({"x": x * 2}, io.BytesIO())  # fault: host sync
+    return x * 2
+
+
+def pickled(x, ids):
+    pickle.dumps([x])  # fault: host sync
+    return x * 2
+
+
+def inverse(x, ids):
+    square = x.T @ x + torch.eye(3)
+    return torch.linalg.inv(square)  # fault: host sync
+
+
+def backward(x, ids):
+    (x * WEIGHT).sum().backward()  # fault: grad mode
+    return x
+
+
+def adamw(x, ids):
+    with torch.enable_grad():
+        (x * WEIGHT).sum().backward()
+    ADAMW.step()  # fault: host sync
+    return x

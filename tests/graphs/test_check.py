@@ -2,15 +2,20 @@
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import planted
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcops import GradModeError
 from funcops.adapters.graphs import check_capturable, graphed
-from funcops.adapters.graphs.faults import as_if_capturing
+from funcops.adapters.graphs.faults import as_if_capturing, fault_of
+from funcops.errors import CaptureError
 
 SOURCE = Path(planted.__file__).read_text().splitlines()
 PLANTED = {node.name: node for node in ast.parse("\n".join(SOURCE)).body if isinstance(node, ast.FunctionDef)}
@@ -119,7 +124,8 @@ def test_a_backward_without_autograd_says_how():
         return x
 
     remedy = r"a capture runs without autograd: write the step under torch.enable_grad\(\), or .* make_graphed_callables"
-    assert re.search(remedy, str(check_capturable(step, *inputs())[0]))
+    (fault,) = check_capturable(step, *inputs())
+    assert re.search(remedy, str(fault)) and fault.kind == "grad mode"
     with pytest.raises(GradModeError, match=f"graphed: .*{remedy}"):
         graphed(step, *inputs())
 
@@ -162,6 +168,203 @@ def test_a_run_that_does_more_is_a_fault(odd):
 
     faults = check_capturable(longer, *inputs())
     assert any(fault.kind == "baked value" and "only one of two runs does" in fault.message for fault in faults), faults
+
+
+LINALG = {  # whether a capture refuses it, as it waits for the device to know of errors: found on an H200
+    True: "inv cholesky eigh eigvalsh svd svdvals eig eigvals lu_factor ldl_factor pinv matrix_rank matrix_exp cond solve lstsq",
+    False: "inv_ex cholesky_ex lu_factor_ex solve_ex det slogdet lu matrix_norm vector_norm",
+}
+LINALG = {name: refused for refused, names in LINALG.items() for name in names.split()}
+
+
+def linalg(name, a):
+    return getattr(torch.linalg, name)(*(a, a)[: 2 if name.startswith(("solve", "lstsq")) else 1])
+
+
+@pytest.mark.parametrize("name", LINALG)
+def test_linear_algebra_that_checks_its_errors_is_found(name):
+    faults = check_capturable(lambda a: linalg(name, a), torch.eye(3) + 0.1)
+    assert bool(faults) == LINALG[name], faults
+    if hasattr(torch.linalg, f"{name}_ex"):
+        (fault,) = faults
+        assert f"torch.linalg.{name} waits" in fault.message and f"use torch.linalg.{name}_ex" in fault.message
+
+
+@pytest.mark.parametrize("name", [name for name in LINALG if name.endswith("_ex")])
+def test_linear_algebra_that_is_asked_to_check_its_errors_is_found(name):
+    def checked(a):
+        return getattr(torch.linalg, name)(*(a, a)[: 1 + name.startswith("solve")], check_errors=True)
+
+    (fault,) = check_capturable(checked, torch.eye(3) + 0.1)
+    assert fault.kind == "host sync" and f"torch.linalg.{name} waits" in fault.message
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["inv", "svd", "matrix_exp", "inv_ex"])
+def test_a_device_refuses_linear_algebra_that_is_found(name):
+    """In a process of its own, because cuSOLVER's handles do not outlive a broken capture."""
+    lines = f"""
+import torch
+from funcops.graphs import graphed
+a = torch.eye(3, device="cuda") + 0.1
+fn = lambda a: getattr(torch.linalg, {name!r})(*(a, a)[: 2 if {name!r}.startswith(("solve", "lstsq")) else 1])
+fn(a)
+try:
+    graphed(fn, a)
+except RuntimeError:
+    print("refused")
+"""
+    done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, timeout=120)
+    assert ("refused" in done.stdout) == LINALG[name], done
+
+
+KEEPS = {
+    "itself": lambda loss: loss,
+    "detached": lambda loss: loss.detach(),
+    "a view": lambda loss: loss[None],
+    "in a tree": lambda loss: {"a": (loss, 1)},
+}
+
+
+@pytest.mark.parametrize("result", KEEPS)
+@pytest.mark.parametrize("kept", KEEPS)
+def test_results_that_pile_up_outside_are_found(kept, result):
+    """A replay appends nothing, and what warm-up and capture appended is stale."""
+    history = []
+
+    def step(x, ids):
+        loss = x.square().sum()
+        history.append(KEEPS[kept](loss))
+        return KEEPS[result](loss)
+
+    (fault,) = check_capturable(step, *inputs())
+    assert fault.kind == "escaping allocation" and "a result is also kept outside" in fault.message
+    assert fault.where.line == step.__code__.co_firstlineno + 1
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+def test_a_result_that_replaces_the_last_is_fine(keep):
+    """What is kept is the graph's own buffer, which every replay writes: torch's way to give gradients to an optimiser."""
+    last, weight = {}, torch.nn.Parameter(torch.ones(3))
+
+    def step(x, ids):
+        with torch.enable_grad():
+            loss = (x * weight).sum()
+        last["loss"] = KEEPS[keep](loss.detach())
+        (weight.grad,) = torch.autograd.grad(loss, [weight])
+        return last["loss"], weight.grad
+
+    assert check_capturable(step, *inputs()) == []
+
+
+def test_a_result_in_a_cycle_is_fine():
+    def step(x, ids):
+        node = {"y": x * 2}
+        node["self"] = node
+        return node["y"]
+
+    assert check_capturable(step, *inputs()) == []
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "NAdam", "RAdam", "Adagrad", "Adamax"])
+def test_an_optimiser_of_torch_that_waits_names_its_option(name):
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimiser = getattr(torch.optim, name)([weight])
+
+    def step(x):
+        with torch.enable_grad():
+            (x * weight).sum().backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        return x * 2
+
+    said = r"in torch\.optim: make the optimiser with capturable=True, if it has that, or use funcops\.optim"
+    x = torch.ones(3)
+    for _ in range(2):  # the state is made in the first step
+        (fault,) = [fault for fault in check_capturable(step, x) if fault.kind == "host sync"]
+        assert re.search(said, fault.message) and fault.where.line == step.__code__.co_firstlineno + 3
+        step(x)
+    with pytest.raises(CaptureError, match=said):
+        graphed(step, x)
+    fault = check_capturable(lambda x: x * x.sum().item(), x)[0]
+    assert "keep it a tensor" in fault.message and "optim" not in fault.message
+
+
+NAMES = {
+    "torch.unique makes": lambda x, ids: torch.unique(ids),
+    "torch.nonzero makes": lambda x, ids: x.nonzero(),
+    "torch.masked_select makes": lambda x, ids: x.masked_select(x > 0),
+    "torch.rand_like draws": lambda x, ids: torch.rand_like(x),
+    "Tensor.uniform_ draws": lambda x, ids: x.uniform_(),
+    "constant of indexing": lambda x, ids: x[counted() % 3],
+    "constant of torch.add": lambda x, ids: x + counted(),
+    "constant of torch.softmax": lambda x, ids: x.softmax(counted() % 2),
+    "does torch.": lambda x, ids: x.exp() if counted() % 2 else x.sin(),
+    "does aten.add.Tensor instead of aten.add.Scalar": lambda x, ids: (
+        torch.ops.aten.add.Tensor(x, x) if not counted() % 2 else torch.ops.aten.add.Scalar(x, 1.0)
+    ),
+}
+
+
+def counted():
+    planted.COUNT[0] += 1
+    return planted.COUNT[0]
+
+
+@pytest.mark.parametrize("said", NAMES)
+def test_operators_have_the_names_that_users_write(said):
+    planted.COUNT[0] = 0
+    (fault,) = check_capturable(NAMES[said], *inputs())
+    assert said in fault.message, fault
+
+
+aten = torch.ops.aten
+BESIDE = {  # whether a capture refuses it: found on an H200
+    "index": (lambda x: aten.index.Tensor(x, [torch.arange(2)]), True),
+    "assignment by an index": (lambda x: aten.index_put_.default(x, [torch.arange(2)], torch.ones((), device=x.device)), True),
+    "assignment of a value": (lambda x: aten.index_put_.default(x, [torch.arange(2, device=x.device)], torch.ones(())), True),
+    "where": (lambda x: torch.where(x > 0, x, torch.zeros(())), True),
+    "scale": (lambda x: x * torch.full((), 2.0), False),
+    "copy": (lambda x: torch.arange(4).to(x), True),
+    "there": (lambda x: aten.index.Tensor(x, [torch.arange(2, device=x.device)]), False),
+    "on the host": (lambda x: torch.zeros(3)[torch.arange(2)], False),
+}
+
+
+class Asked(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.found = getattr(self, "found", None) or fault_of(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", BESIDE)
+def test_a_tensor_of_the_host_beside_the_devices_is_found(kind):
+    fn, refused = BESIDE[kind]
+    with FakeTensorMode(allow_non_fake_inputs=True), Asked() as asked:
+        fn(torch.empty(4, 4, device="cuda"))
+    assert (asked.found is not None) == refused
+    assert not refused or asked.found[0] == "host copy"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [kind for kind in BESIDE if kind != "on the host"])
+def test_a_device_refuses_tensors_of_the_host(kind):
+    fn, refused = BESIDE[kind]
+    x = torch.ones(4, 4, device="cuda")
+    assert bool([fault for fault in check_capturable(fn, x) if fault.kind == "host copy"]) == refused
+    if refused:
+        with pytest.raises(CaptureError):
+            graphed(fn, x)
+    else:
+        graphed(fn, x)
+
+
+def test_tensors_of_two_devices_say_what_to_do():
+    def raising(x, ids):
+        raise RuntimeError("Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!")
+
+    (fault,) = check_capturable(raising, *inputs())
+    assert fault.kind == "host copy" and fault.message.endswith("make it there: device=x.device")
 
 
 SAID = {

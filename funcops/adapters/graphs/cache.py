@@ -38,7 +38,7 @@ class GraphCache:
     `pad(trees, size)` returns the padded arguments, `cut(result, size)` the part of the result for the first `size`; `pad_rows` and
     `cut_rows` do so for a leading dimension. All graphs share one memory pool: `warm` captures the largest size first, so that the
     others fit into its memory. At most `capacity` graphs are held; the least recently used is evicted. The other arguments are as
-    for `graphed`.
+    for `graphed`. A copy captures anew.
 
     >>> import torch
     >>> from funcops.graphs import GraphCache, cut_rows, pad_rows
@@ -77,6 +77,13 @@ class GraphCache:
         self.fn, self.sizes, self.size_of, self.pad, self.cut = fn, tuple(sorted(set(sizes))), size_of, pad, cut
         self.capacity = len(self.sizes) if capacity is None else capacity
         self.options = options
+        self.__setstate__({})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in vars(self).items() if k not in ("_held", "_pool")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
         self.hits = self.misses = self.evicted = 0
         self._held: OrderedDict[int, Graphed] = OrderedDict()
         self._pool: Any = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,15 +49,23 @@ class _Callable:
         self.args, self.kwargs = args, kwargs
         self.structure = structure((args, kwargs))
         self.params = [p for p in fn.parameters() if p.requires_grad] if isinstance(fn, nn.Module) else []
-        self.addresses = [p.data_ptr() for p in self.params]
+        modules = list(fn.modules()) if isinstance(fn, nn.Module) else []
+        self.homes = [(part, name, p, p.data_ptr()) for part in modules for name, p in part.named_parameters(recurse=False)]
         names = dict(fn.named_parameters()) if isinstance(fn, nn.Module) else {}
         self.versions = Versions.of({name: p for name, p in names.items() if p.requires_grad})
         self.forward = fn.forward if isinstance(fn, nn.Module) else fn
+        self.replaces = isinstance(fn, nn.Module) and "forward" in vars(fn)
         self.training = fn.training if isinstance(fn, nn.Module) else True
         self.slots: list[_CallSlot] = []
         self.order: _Order | None = None
         self.number = 0
         self.waiting: list[tuple[_CallSlot, Versions]] = []  # slots whose weight gradients backward_dw will compute
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.forward, memo)  # a method of the copied module, which has other parameters
+
+    def __reduce__(self) -> Any:
+        return (functools.partial, (self.forward,)) if self.replaces else (getattr, (self.fn, "forward"))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self.fn, nn.Module) and self.fn.training != self.training:
@@ -87,9 +96,10 @@ class _Callable:
                     f"a tensor with requires_grad={leaf.static.requires_grad}",
                     value.requires_grad,
                 )
-        for p, address in zip(self.params, self.addresses, strict=True):
-            if p.data_ptr() != address:
-                fail(self.where, "a parameter", "at its captured address", f"{describe(p)} at another: write to it in place")
+        for part, name, p, address in self.homes:
+            now = getattr(part, name)
+            if now is not p or p.data_ptr() != address:
+                fail(self.where, "a parameter", "at its captured address", f"{describe(now)} at another: write to it in place")
         return [value for value in values if isinstance(value, Tensor)]
 
     def check_kept(self, slot: _CallSlot, what: str, *graphs: str) -> None:
@@ -108,6 +118,20 @@ class _Callable:
             slot.graphs["wgrad"].replay()
             for p, gradient in slot.weights:
                 accumulate(p, gradient.clone())
+
+
+class _BackwardDw:
+    """`backward_dw` of a captured callable. In a copy it has nothing to do, as backwards that are not captured delay nothing."""
+
+    def __init__(self, of: _Callable | None = None) -> None:
+        self.of = of
+
+    def __call__(self) -> None:
+        if self.of is not None:
+            self.of.backward_dw()
+
+    def __reduce__(self) -> Any:
+        return _BackwardDw, ()
 
 
 class _Order:
@@ -211,7 +235,8 @@ def make_graphed_callables(
     third graph. The caller owns parameter gradients unless `clone_param_grads=False`, and outputs unless `outputs="borrow"`:
     borrowed tensors are valid until the next forward of that call's graphs. Each call in flight has its own memory pool; `pool` is
     for the first callable's first call. A module whose training mode differs from the captured mode runs uncaptured. Every call
-    checks shapes, dtypes, strides, devices, and the addresses of parameters.
+    checks shapes, dtypes, strides, devices, and the addresses of parameters. A module's deep copy or pickle is
+    uncaptured.
 
     Raises `ValueError` for modules with hooks or with buffers that require grad, under autocast with its cache, and for unused
     inputs unless they are allowed; `CaptureError` for anything that a graph cannot hold; later `BorrowedError` if a graph captured
@@ -425,14 +450,14 @@ def _fill(values: list[Any], given: Sequence[Tensor]) -> list[Any]:
 def _installed(c: _Callable, delayed: bool) -> Any:
     """The module with its forward replaced, as torch does, or a wrapper of the function."""
     if isinstance(c.fn, nn.Module):
-        c.fn.forward = c.__call__
+        c.fn.forward = c
         if delayed:
-            c.fn.backward_dw = c.backward_dw  # type: ignore[assignment]
+            c.fn.backward_dw = _BackwardDw(c)  # type: ignore[assignment]
         return c.fn
 
     @functools.wraps(c.fn)
     def graphed(*args: Any, **kwargs: Any) -> Any:
         return c(*args, **kwargs)
 
-    graphed.backward_dw = c.backward_dw  # type: ignore[attr-defined]
+    graphed.backward_dw = _BackwardDw(c)  # type: ignore[attr-defined]
     return graphed

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import gc
 import sys
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,6 +23,8 @@ from funcops.adapters.graphs.faults import (
     COPY,
     DYNAMIC,
     ESCAPE,
+    GRAD,
+    OPTION,
     RANDOM,
     SYNC,
     Fault,
@@ -31,8 +33,11 @@ from funcops.adapters.graphs.faults import (
     draws,
     fault_of,
     flat_tensors,
+    in_optimiser,
     is_users,
     user_line,
+    user_name,
+    waits,
     without_autograd,
 )
 from funcops.adapters.graphs.outside import Undone
@@ -48,6 +53,7 @@ _UNSEEN = {
     "manual_seed": (RANDOM, "manual_seed() acts when captured, not when replayed: give the function a key"),
     "set_rng_state": (RANDOM, "set_rng_state() acts when captured, not when replayed: give the function a key"),
     "synchronize": (SYNC, "synchronize() waits for the device"),
+    "save": (SYNC, "torch.save() reads tensors from the device, and no replay does: return them, and save them afterwards"),
     "_str": (SYNC, "printing a tensor reads its values from the device: return it, and print it after the replay"),
 }
 
@@ -58,6 +64,10 @@ class Step(NamedTuple):
     name: str
     constants: str
     where: Line
+
+    @property
+    def user(self) -> str:
+        return user_name(self.name.rpartition(".")[0].replace(".", "::", 1))
 
 
 class _Calls(TorchFunctionMode):
@@ -76,10 +86,7 @@ class _Calls(TorchFunctionMode):
 
     def _fault(self, name: str, args: Any, kwargs: Any) -> tuple[str, str] | None:
         if name in _TO_PYTHON:
-            return (
-                SYNC,
-                f"{name} of a tensor waits for the device to read a value: keep it a tensor (torch.where, lerp, a 0-d scale)",
-            )
+            return SYNC, waits(f"{name} of a tensor")
         if name in _TO_HOST or (
             name == "to" and any(value == "cpu" for value in (*args[1:], *kwargs.values()) if isinstance(value, str))
         ):
@@ -87,11 +94,8 @@ class _Calls(TorchFunctionMode):
         if name in _FROM_HOST or (
             name == "to" and any(isinstance(v, str) and v.startswith("cuda") for v in (*args[1:], *kwargs.values()))
         ):
-            return (
-                COPY,
-                f"{name}() copies values from the host to the device: make them there (torch.full, arange), "
-                "or pass them to the function",
-            )
+            remedy = OPTION if in_optimiser() else "make them there (torch.full, arange), or pass them to the function"
+            return COPY, f"{name}() copies values from the host to the device: {remedy}"
         return None
 
 
@@ -121,8 +125,10 @@ class _Profile:
                     f"{arg.__name__}() copies values from the host: make them on the device, or pass them to the function",
                 )
             )
-        elif event == "call" and frame.f_code.co_name in _UNSEEN and frame.f_globals.get("__name__", "").startswith("torch."):
-            kind, message = _UNSEEN[frame.f_code.co_name]
+        elif event == "call" and (name := frame.f_code.co_name) in _UNSEEN:
+            if not frame.f_globals.get("__name__", "").startswith("torch.serialization" if name == "save" else "torch."):
+                return
+            kind, message = _UNSEEN[name]
             self.faults.append(Fault(kind, user_line(), message))
 
 
@@ -135,7 +141,8 @@ class _Operators(TorchDispatchMode):
         super().__init__()
         self.faults = faults
         self.steps: list[Step] = []
-        self.made: list[tuple[Any, Line]] = []
+        self.made: list[tuple[StorageWeakRef, int, Line]] = []
+        self.returned: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -144,7 +151,7 @@ class _Operators(TorchDispatchMode):
         where, name = user_line(), func._schema.name
         found = fault_of(func, args, kwargs)
         if found is None and draws(func, args, kwargs):
-            found = RANDOM, f"{name.partition('::')[2]} draws from a generator: use funcops.random with a key that is an input"
+            found = RANDOM, f"{user_name(name)} draws from a generator: use funcops.random with a key that is an input"
         if found is not None:
             self.faults.append(Fault(found[0], where, found[1]))
         out = func(*args, **kwargs)
@@ -154,13 +161,17 @@ class _Operators(TorchDispatchMode):
         given = {t.untyped_storage()._cdata for t in flat_tensors([args, kwargs])}
         for t in flat_tensors([out]):
             if t.untyped_storage()._cdata not in given:
-                self.made.append((weakref.ref(t), where))
+                self.made.append((StorageWeakRef(t.untyped_storage()), t.untyped_storage()._cdata, where))
         return out
 
-    def outliving(self, returned: set[int]) -> list[Line]:
-        """The lines that made tensors that are still alive and were not returned."""
-        alive = [(made(), where) for made, where in self.made]
-        return [where for t, where in alive if t is not None and t.untyped_storage()._cdata not in returned]
+    def outliving(self, returned: bool) -> list[Line]:
+        """The lines that made tensors whose memory is still alive, and was, or was not, returned."""
+        for _ in range(2):
+            found = [where for made, key, where in self.made if (key in self.returned) == returned and not made.expired()]
+            if not found:
+                break
+            gc.collect()  # a reference cycle does not keep a tensor alive for good
+        return found
 
 
 def check_capturable(fn: Callable[..., Any], *trees: Any) -> list[Fault]:
@@ -170,9 +181,10 @@ def check_capturable(fn: Callable[..., Any], *trees: Any) -> list[Fault]:
             print(fault)          # train.py:41: host sync: item of a tensor waits for the device ...
 
     It finds host syncs (`item`, `bool` and branches on values, `.cpu()`), shapes that depend on values, values and tensors that
-    come from the host, draws from a generator, tensors that outlive the call without being returned, and baked-in values: Python
-    numbers and caches that differ in another run. Inputs are copied, and writes to other tensors (a module's weights) are undone,
-    so the caller's tensors stay as they are. Raises `TypeError` if `fn` is not a function.
+    come from the host, draws from a generator, tensors that outlive the call without being returned, results that pile up outside,
+    a backward without autograd, and baked-in values: Python numbers and caches that differ in another run. Inputs are copied, and
+    writes to other tensors (a module's weights) are undone, so the caller's tensors stay as they are. Raises `TypeError` if `fn` is
+    not a function.
 
     >>> import torch
     >>> from funcops.graphs import check_capturable
@@ -195,28 +207,29 @@ def check_capturable(fn: Callable[..., Any], *trees: Any) -> list[Fault]:
         return _once(
             [*faults, Fault(BAKED, _line_of(error), f"raises for other values: {type(error).__name__}: {_first_line(error)}")]
         )
-    faults += _differences(first, second)
+    faults += _differences(first.steps, second.steps)
+    for where in first.outliving(returned=True):
+        said = "a result is also kept outside, one by each call, but a replay keeps none: keep what the calls return"
+        faults.append(Fault(ESCAPE, where, said))
     if not faults:
         faults += _replayed(fn, trees, other)
     return _once(faults)
 
 
-def _watched(fn: Callable[..., Any], trees: Any, faults: list[Fault]) -> tuple[list[Step], Exception | None]:
+def _watched(fn: Callable[..., Any], trees: Any, faults: list[Fault]) -> tuple[_Operators, Exception | None]:
     calls, operators = _Calls(faults), _Operators(faults)
     try:
         with torch.no_grad(), as_if_capturing(), Undone(tensors(trees)), _Profile(faults), calls, operators:
             result = fn(*trees)
     except Exception as error:
-        return operators.steps, error
-    returned = {t.untyped_storage()._cdata for t in tensors((result, trees))}
+        return operators, error
+    operators.returned = {t.untyped_storage()._cdata for t in tensors((result, trees))}
     del result
-    if operators.outliving(returned):
-        gc.collect()  # a reference cycle does not keep a tensor alive for good
-    for where in operators.outliving(returned):
+    for where in operators.outliving(returned=False):
         faults.append(
             Fault(ESCAPE, where, "a tensor made here outlives the call, but the graph will reuse its memory: return the tensor")
         )
-    return operators.steps, None
+    return operators, None
 
 
 def _differences(first: list[Step], second: list[Step]) -> list[Fault]:
@@ -224,26 +237,18 @@ def _differences(first: list[Step], second: list[Step]) -> list[Fault]:
     found: list[Fault] = []
     for a, b in zip(first, second, strict=False):
         if a.name != b.name:
-            return [
-                *found,
-                Fault(
-                    BAKED,
-                    b.where,
-                    f"another run does {b.name} instead of {a.name}: the operators depend on values, or on outside state",
-                ),
-            ]
+            one, other = (a.user, b.user) if a.user != b.user else (a.name, b.name)
+            said = f"another run does {other} instead of {one}: the operators depend on values, or on outside state"
+            return [*found, Fault(BAKED, b.where, said)]
         if a.constants != b.constants:
             found.append(
-                Fault(BAKED, a.where, f"a value that changes from run to run is a constant of {a.name}: pass it as a tensor")
+                Fault(BAKED, a.where, f"a value that changes from run to run is a constant of {a.user}: pass it as a tensor")
             )
     if len(first) != len(second):
         longer = max(first, second, key=len)
         extra = longer[min(len(first), len(second))]
-        found.append(
-            Fault(
-                BAKED, extra.where, f"only one of two runs does {extra.name}: the operators depend on values, or on outside state"
-            )
-        )
+        said = f"only one of two runs does {extra.user}: the operators depend on values, or on outside state"
+        found.append(Fault(BAKED, extra.where, said))
     return found
 
 
@@ -321,9 +326,12 @@ def _constants(value: Any) -> Any:
 def _raised(error: Exception) -> Fault:
     text = _first_line(error)
     if "CUDA" in text or "cuda" in text:
-        return Fault(COPY, _line_of(error), f"names the device: {text}")
+        remedy = ". If one was made on the host, make it there: device=x.device" if "same device" in text else ""
+        return Fault(COPY, _line_of(error), f"names the device: {text}{remedy}")
+    if remedy := without_autograd(error):
+        return Fault(GRAD, _line_of(error), f"{text}{remedy}")
     kind = DYNAMIC if "shape" in text else BAKED
-    return Fault(kind, _line_of(error), f"raises {type(error).__name__}: {text}{without_autograd(error)}")
+    return Fault(kind, _line_of(error), f"raises {type(error).__name__}: {text}")
 
 
 def _first_line(error: Exception) -> str:

@@ -17,13 +17,14 @@ import funcops
 _OWN = tuple(str(Path(package.__file__ or "").parent) for package in (torch, funcops)) + ("<",)
 _STDLIB = sysconfig.get_path("stdlib")
 
-SYNC, DYNAMIC, COPY, RANDOM, BAKED, ESCAPE = (
+SYNC, DYNAMIC, COPY, RANDOM, BAKED, ESCAPE, GRAD = (
     "host sync",
     "dynamic shape",
     "host copy",
     "generator",
     "baked value",
     "escaping allocation",
+    "grad mode",
 )
 
 
@@ -109,18 +110,52 @@ def argument(func: Any, args: Any, kwargs: Any, name: str) -> Any:
     return None
 
 
+OPTION = "make the optimiser with capturable=True, if it has that, or use funcops.optim"
+
+
+def in_optimiser() -> bool:
+    """Whether an optimiser of torch runs, which reads and makes tensors on the host without an option of it."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        if frame.f_globals.get("__name__", "").startswith("torch.optim."):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def waits(what: str) -> str:
+    """The message for a call that reads a value of the device."""
+    if in_optimiser():
+        return f"{what} waits for the device in torch.optim: {OPTION}"
+    return f"{what} waits for the device to read a value: keep it a tensor (torch.where, lerp, a 0-d scale)"
+
+
 _SYNCS = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::item", "aten::allclose"}
+# their kernels check for errors, or choose an algorithm by a value: a capture refused each of them
+_CHECKING = {"aten::_linalg_eigh", "aten::_linalg_svd", "aten::cholesky"}
+_CHECKING |= {f"aten::linalg_{name}" for name in ("eig", "lstsq", "matrix_exp", "pinv")}
+_INDEXING = ("aten::index", "aten::index_put_", "aten::index_put", "aten::_unsafe_index")
 
 
 def fault_of(func: Any, args: Any, kwargs: Any) -> tuple[str, str] | None:
     """The kind and the message of a fault for which capture would refuse this call, or None."""
     name, tags = func._schema.name, func.tags
+    if name == "aten::_linalg_check_errors":
+        called = f"torch.{str(args[1]).removeprefix('torch.')}"
+        return SYNC, f"{called} waits for the device to check for errors: use {called}_ex, unchecked"
+    if "linalg" in name and argument(func, args, kwargs, "check_errors"):
+        return SYNC, f"{user_name(name)} waits for the device to check for errors: use check_errors=False"
+    if name in _CHECKING:
+        return SYNC, f"{user_name(name)} waits for the device inside: call it outside of the captured function"
     if name in _SYNCS or torch.Tag.data_dependent_output in tags:
-        return SYNC, f"{_short(name)} waits for the device to read a value: keep it a tensor (torch.where, lerp, a 0-d scale)"
-    if name in ("aten::index", "aten::index_put_", "aten::index_put", "aten::_unsafe_index"):
+        return SYNC, waits(user_name(name))
+    if name in (*_INDEXING, "aten::where") and len({t.is_cpu for t in flat_tensors([args, kwargs]) if not t.is_meta}) > 1:
+        return COPY, f"{user_name(name)} copies a tensor of the host to the device: make it there (device=x.device)"
+    if name in _INDEXING:
         return _mask_index(name, args)
     if torch.Tag.dynamic_output_shape in tags:
-        return DYNAMIC, f"{_short(name)} makes a tensor whose shape depends on values: use torch.where, or a fixed number with topk"
+        remedy = "use torch.where, or a fixed number with topk"
+        return DYNAMIC, f"{user_name(name)} makes a tensor whose shape depends on values: {remedy}"
     if name in ("aten::_to_copy", "aten::copy_", "aten::_copy_from"):
         return _copy(name, func, args, kwargs)
     return None
@@ -156,7 +191,17 @@ def _copy(name: str, func: Any, args: Any, kwargs: Any) -> tuple[str, str] | Non
     return None
 
 
-def _short(name: str) -> str:
-    return {"aten::_local_scalar_dense": "item(), bool(), int() or float() of a tensor", "aten::equal": "torch.equal"}.get(
-        name, name.partition("::")[2]
-    )
+_USERS = {"aten::_local_scalar_dense": "item(), bool(), int() or float() of a tensor", "aten::lift_fresh": "torch.tensor"}
+_USERS |= dict.fromkeys((*_INDEXING, "aten::select", "aten::slice"), "indexing") | {"aten::_to_copy": "to()"}
+
+
+def user_name(operator: str) -> str:
+    """The name that a user writes for an operator of torch (`aten::_unique2`): `torch.unique`, `Tensor.add_`, `indexing`."""
+    space, _, name = operator.partition("::")
+    if operator in _USERS or space != "aten":
+        return _USERS.get(operator, name)
+    plain = name.lstrip("_")
+    if plain.startswith("linalg_"):
+        return f"torch.linalg.{plain.removeprefix('linalg_')}"
+    written = [(one, of) for one in (plain, plain.rstrip("0123456789")) for of in (torch, Tensor) if hasattr(of, one)]
+    return f"{'torch' if written[0][1] is torch else 'Tensor'}.{written[0][0]}" if written else name

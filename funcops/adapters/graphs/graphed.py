@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -51,12 +53,22 @@ class _ReplaySlot(NamedTuple):
 
 
 class Graphed:
-    """A captured function. Call it like the function; `report`, `reset`, `dot`, `raw_graph` and `instantiate` act on its graphs."""
+    """A captured function. Call it like the function; `report`, `reset`, `dot`, `raw_graph` and `instantiate` act on its graphs.
+    A deep copy and a pickle hold the function itself, uncaptured: a method becomes that of the copied object."""
 
     def __init__(self, fn: Callable[..., Any], slots: list[_ReplaySlot], capturer: Capturer) -> None:
         self.fn, self.backend, self.pool = fn, capturer.backend, capturer.pool
         self._capturer = capturer
         self._slots, self._next = slots, 0
+
+    def __copy__(self) -> Graphed:
+        return self  # as a function does
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.fn, memo)
+
+    def __reduce__(self) -> Any:
+        return functools.partial, (self.fn,)
 
     def __call__(self, *trees: Any) -> Any:
         """Replay with these inputs. Raises `ValueError` or `TypeError`, before anything runs, if the structure, or a leaf's shape,

@@ -7,7 +7,7 @@ pendings are named static buffers, which can be read; the handles returned by `f
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from funcops.adapters.graphs.backend import Captured, Capturer, Options
 from funcops.adapters.graphs.borrowed import SHARED, Outputs
 from funcops.adapters.graphs.graphed import Report
 from funcops.adapters.graphs.hooks import Hooks
-from funcops.adapters.graphs.statics import Inputs, Snapshot, Written, clones
+from funcops.adapters.graphs.statics import Inputs, Snapshot, Written, clones, refuse_copy
 from funcops.compose.step import check_body
 from funcops.contract.marks import Versions
 from funcops.contract.needs import Needs
@@ -35,6 +35,9 @@ class InFlight:
 
     def __init__(self, graph: GraphedOp, kind: str, slot: int, ticket: int, tree: Any) -> None:
         self.graph, self.kind, self.slot, self.ticket, self.tree = graph, kind, slot, ticket, tree
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_copy(f"graphed {self.graph.op.name}")
 
     def __repr__(self) -> str:
         return f"InFlight({self.kind} in slot {self.slot}: {self.tree!r})"
@@ -77,6 +80,9 @@ class GraphedOp:
     def __init__(self, op: Op, cfg: Any, capturer: Capturer, slots: list[_MicrobatchSlot], into: Any) -> None:
         self.op, self.cfg, self.backend, self.pool = op, cfg, capturer.backend, capturer.pool
         self._slots, self._into, self._capturer = slots, into, capturer
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_copy(f"graphed {self.op.name}")
 
     def fwd(self, params: Any, x: Any) -> tuple[Any, InFlight]:
         """Return y, and residuals in a free slot. Raises `GraphOrderError` if all slots are in flight, and the errors of a

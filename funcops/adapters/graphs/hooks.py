@@ -9,10 +9,11 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from funcops.adapters.graphs.statics import refuse_copy
 from funcops.errors import fail, require_type
 
 Hook = Callable[[Any], None]
@@ -85,6 +86,9 @@ class Life:
         self.release = _Release(self.hooks.destroy, undo)
         self._freed = weakref.finalize(self, self.release)
         self._freed.atexit = False
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_copy("a graph")
 
     def keep(self, *objects: Any) -> None:
         """Keep objects alive until the graph is freed and its last replay has finished."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcops.adapters.graphs import branches
 from funcops.adapters.graphs.faults import Line, as_if_capturing, draws, fault_of, flat_tensors, user_line
+from funcops.adapters.graphs.statics import refuse_copy
 from funcops.backend import scopes
 from funcops.backend.scopes import Label
 from funcops.errors import BorrowedError, CaptureError
@@ -41,10 +42,19 @@ class View(NamedTuple):
     offset: int
 
 
+class Weak(StorageWeakRef):
+    """A weak reference to a storage. It holds an address that it frees once, so a copy of it would free it again."""
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_copy("the memory of a recording")
+
+
 class Lent(NamedTuple):
     """A tensor in the pool's memory, which someone else must hold."""
 
-    storage: StorageWeakRef
+    storage: Weak
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -52,7 +62,7 @@ class Lent(NamedTuple):
 
     @staticmethod
     def of(t: Tensor) -> Lent:
-        return Lent(StorageWeakRef(t.untyped_storage()), t.dtype, tuple(t.shape), t.stride(), int(t.storage_offset()))
+        return Lent(Weak(t.untyped_storage()), t.dtype, tuple(t.shape), t.stride(), int(t.storage_offset()))
 
     def get(self) -> Tensor | None:
         """The tensor, or None if its memory was freed."""
@@ -101,6 +111,9 @@ class Pool:
     def __init__(self) -> None:
         self.recordings: list[Recording] = []
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_copy("a pool of recordings")
+
     def owner(self, t: Tensor) -> tuple[Recording, Made] | None:
         """The recording that made the storage behind t, and its first tensor there."""
         key = t.untyped_storage()._cdata
@@ -121,6 +134,9 @@ class Recording:
         self.statics: dict[int, Tensor] = {}  # by storage: tensors that it reads and no recording made, such as inputs and params
         self.outputs: list[tuple[Any, Lent]] = []  # values, and their targets
         self.made: dict[int, Made] = {}  # by storage
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_copy("a recording")
 
     @torch.no_grad()
     def replay(self) -> None:

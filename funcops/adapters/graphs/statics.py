@@ -147,6 +147,13 @@ def policies_of(where: str, examples: Any, policies: str | Mapping[str, str]) ->
     return found
 
 
+def refuse_copy(where: str) -> NoReturn:
+    """Raise for a copy of captured work, which would share its memory and its place in an order without knowing of each other."""
+    raise TypeError(
+        f"{where}: must not be copied or pickled, because a graph is bound to its memory: copy the tensors, and capture again"
+    )
+
+
 class Snapshot:
     """Copies of tensors that warm-up and capture will write to, to restore them."""
 
