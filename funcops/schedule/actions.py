@@ -12,18 +12,26 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import os
 import re
 from collections import deque
 from collections.abc import Iterator
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, NoReturn
 
 from funcops.errors import fail, in_html, on_screen, require, require_type
 
 KINDS = ("F", "I", "W", "B")
 
 
-class Action(NamedTuple):
-    """`2F5`: the forward of microbatch 5 on stage 2.
+class _Fields(NamedTuple):
+    stage: int
+    kind: str
+    microbatch: int
+
+
+class Action(_Fields):
+    """`2F5`: the forward of microbatch 5 on stage 2. Raises `ValueError` for a kind that is not F, I, W or B.
 
     >>> from funcops.schedule import Action
     >>> action = Action.parse("2F5")
@@ -31,9 +39,14 @@ class Action(NamedTuple):
     (2, 'F', 5, '2F5')
     """
 
-    stage: int
-    kind: str
-    microbatch: int
+    __slots__ = ()
+
+    def __new__(cls, stage: int, kind: str, microbatch: int) -> Action:
+        if kind not in KINDS:
+            near = str(kind)[:1].upper()
+            got = f"{kind!r}, nearest {near}" if near in KINDS else repr(kind)
+            fail("Action", "kind", "F (forward), I (dgrad), W (wgrad) or B (both)", got)
+        return tuple.__new__(cls, (stage, kind, microbatch))
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
@@ -189,16 +202,15 @@ class Schedule:
         return cells
 
     @staticmethod
-    def from_csv(text: str, name: str = "csv") -> Schedule:
-        """Return the schedule that such a text describes; empty cells, which are pauses, are ignored. Raises `ValueError` for a
-        cell without an action's form, and for the name of a file."""
+    def from_csv(text: str | os.PathLike[str], name: str = "csv") -> Schedule:
+        """Return the schedule that such a text, or a file's path (not a string), describes; empty cells, which are pauses, are
+        ignored. Raises `ValueError` for a cell without an action's form, and for a string that is the name of a file."""
+        require_type("Schedule.from_csv", "text", text, str, os.PathLike)
+        if isinstance(text, os.PathLike):
+            text = Path(text).read_text()
         if text.strip().endswith(".csv"):
-            fail(
-                "Schedule.from_csv",
-                "text",
-                "the text of a file",
-                f"the name of one: Path({text.strip()!r}).read_text() gives its text",
-            )
+            got = f"the name of one: Path({text.strip()!r}).read_text() gives its text"
+            fail("Schedule.from_csv", "text", "the text of a file", got)
         ranks, together = [], set()
         for line in text.splitlines():
             actions: list[Action] = []
@@ -252,12 +264,8 @@ def _check_actions(schedule: Schedule) -> None:
                 wanted = "made of Actions whose stage and microbatch are integers, at least 0"
                 fail(f"Schedule {schedule.name!r}", f"rank {rank}", wanted, repr(action))
             if max(action.stage, action.microbatch) >= total:  # a number is missing, and the next checks allocate for each
-                fail(
-                    f"Schedule {schedule.name!r}",
-                    f"rank {rank}",
-                    f"of stages and microbatches below its {total} actions",
-                    str(action),
-                )
+                wanted = f"of stages and microbatches below its {total} actions"
+                fail(f"Schedule {schedule.name!r}", f"rank {rank}", wanted, str(action))
 
 
 def is_count(value: object, least: int) -> bool:
@@ -279,7 +287,7 @@ def _check_once(schedule: Schedule) -> None:
             if bit is None:
                 fail(where, f"rank {rank}", f"of the kinds {', '.join(KINDS)}", str(action))
             if seen[index] & bit:
-                fail(where, f"rank {rank}", "every action once", f"{action} again")
+                fail(where, f"actions of rank {rank}", "all different", f"{action} twice: remove one")
             seen[index] |= bit
         for stage in {action[0] for action in actions}:
             if owner.setdefault(stage, rank) != rank:
@@ -290,5 +298,16 @@ def _check_once(schedule: Schedule) -> None:
     broken = next((index for index, bits in enumerate(seen) if bits not in _WHOLE), None)
     if broken is not None:
         stage, m = divmod(broken, count)
-        kinds = "".join(kind for kind in KINDS if seen[broken] & _BITS[kind])
-        fail(where, f"rank {owner[stage]}", f"F and B, or F, I and W, of stage {stage}, microbatch {m}", kinds or "none")
+        _fail_broken(where, f"actions of stage {stage}, microbatch {m} on rank {owner[stage]}", stage, m, seen[broken])
+
+
+def _fail_broken(where: str, name: str, stage: int, m: int, bits: int) -> NoReturn:
+    """Raise for actions of these kinds, and say which fewest additions and removals make them whole."""
+
+    def shown(bits: int, prefix: str = "", suffix: str = "") -> str:
+        return ", ".join(f"{prefix}{kind}{suffix}" for kind, bit in _BITS.items() if bits & bit)
+
+    whole = min(_WHOLE, key=lambda whole: (whole ^ bits).bit_count())
+    changes = {"add": whole & ~bits, "remove": bits & ~whole}
+    remedy = ", ".join(f"{verb} {shown(some, str(stage), str(m))}" for verb, some in changes.items() if some)
+    fail(where, name, "F and B, or F, I and W", f"{shown(bits) or 'none'}: {remedy}")

@@ -117,8 +117,9 @@ class _Rank:
 
 def zb_v(ranks: int, microbatches: int) -> Schedule:
     """Two stages a rank, placed as a V, so that the first rank also has the last stage, and its gradient needs no way back. With
-    equal times of F, I and W no rank waits between its first and its last action. A rank keeps up to 2 p chunks, each half of a
-    stage of 1F1B: every rank needs 1F1B's peak memory. arXiv:2405.15362. Raises `ValueError` for fewer than one rank or microbatch.
+    equal times of F, I and W, and m >= 2 p - 1, no rank waits between its first and its last action. A rank keeps up to 2 p chunks,
+    each half of a stage of 1F1B: every rank needs 1F1B's peak memory. arXiv:2405.15362. Raises `ValueError` for fewer than one rank
+    or microbatch.
 
     >>> from funcops.schedule import simulate, zb_v
     >>> schedule = zb_v(2, 4)
@@ -159,10 +160,11 @@ def _zb_v(at: _Rank, r: int, p: int, m: int) -> _Rank:
 
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     """DualPipe folded into a V: two stages a rank, forwards of one side together with backwards of the other, so that the
-    communication of each may hide behind the other's work. With F&B the time of such a pair, each rank is idle for
-    (p - 1)(F&B + B - 3 W) if I takes as long as F and W no longer (with longer W, (p - 1)(F + I)); it keeps 2 p + 1 chunks.
-    The original, whose microbatches enter at both ends, needs each stage on two ranks, and has no function here.
-    https://github.com/deepseek-ai/DualPipe, arXiv:2412.19437. Raises `ValueError` for fewer than one rank or microbatch.
+    communication of each may hide behind the other's work. With F&B the time of such a pair, m >= 2 p, I = F and
+    B <= F&B <= F + B, the last rank is idle for (p - 1) max(F&B + B - 3 W, F&B - W), and no other for longer; if F&B = F + B, every
+    rank is idle for as long. A rank keeps up to 2 p + 1 chunks. The original, whose microbatches enter at both ends, needs each
+    stage on two ranks, and has no function here. https://github.com/deepseek-ai/DualPipe, arXiv:2412.19437. Raises `ValueError` for
+    fewer than one rank or microbatch.
 
     >>> from funcops.schedule import dualpipe_v
     >>> schedule = dualpipe_v(2, 4)

@@ -14,11 +14,12 @@ from funcops.schedule.simulate import ROUNDING, Costs, Model, Network, Simulated
 def delay_w(
     schedule: Schedule, budget_bytes: float, costs: Costs | Sequence[Costs] | None = None, network: Network | None = None
 ) -> Schedule:
-    """Return the schedule with its weight gradients moved: forwards and dgrads keep their order; whole backwards and pairs are
-    split; a weight gradient runs where its rank would wait, or where the next forward would exceed `budget_bytes` (of residuals and
-    pendings, on each rank). Of several placements, and the schedule itself if it is within the budget, the fastest by `simulate` is
-    returned; of equally fast ones, the one whose ranks hold the fewest bytes, and the schedule itself before others. A larger
-    budget may be used up without being faster: try several to see from where.
+    """Return the schedule with its weight gradients moved: forwards and dgrads keep their order; pairs are split, and whole
+    backwards where a pending has room; a weight gradient runs where its rank would wait, or where the next action would exceed
+    `budget_bytes` (of residuals and pendings, on each rank). Of two such placements (not of all that exist), and the schedule
+    itself if it is within the budget, the fastest by `simulate` is returned; of equally fast ones, the one whose ranks hold the
+    fewest bytes, and the schedule itself before others. A larger budget may be used up without being faster: try several to see
+    from where.
 
     Raises `ValueError` if the budget is too small for a rank, with the bytes that it needs.
 
@@ -61,14 +62,13 @@ class _Placing:
     def __init__(self, schedule: Schedule, model: Model, budget: float, patient: bool) -> None:
         self.schedule, self.model, self.budget, self.patient = schedule, model, budget, patient
         self.todo = [[a._replace(kind="I") if a.kind == "B" else a for a in actions if a.kind != "W"] for actions in schedule.ranks]
+        self.whole = {a._replace(kind="I") for actions in schedule.ranks for a in actions if a.kind == "B"}
         self.at = [0] * len(self.todo)
         self.waiting: list[deque[Action]] = [deque() for _ in self.todo]
         self.placed: list[list[Action]] = [[] for _ in self.todo]
         self.held = [0.0] * len(self.todo)
         self.arrival: dict[tuple[int, str, int], float] = {}  # of a stage's input: x for F, dy for I
-        self.blocked: dict[
-            tuple[int, str, int], tuple[int, float]
-        ] = {}  # by the action whose input is awaited: the rank, and since when it is free
+        self.blocked: dict[Action, tuple[int, float]] = {}  # by the action whose input is awaited: the rank, and when it was free
         self.events = [(0.0, rank) for rank in range(len(self.todo))]
 
     def run(self) -> Schedule:
@@ -111,12 +111,14 @@ class _Placing:
     def _take(self, now: float, rank: int, action: Action) -> None:
         stage, kind, m = action
         need = self.held[rank] + self._kept(action)
-        if need > self.budget:
+        if whole := need > self.budget and action in self.whole:
+            need = self.held[rank] - self.model.costs[stage].residual_bytes  # a B never holds its pending
+        elif need > self.budget:
             fail("delay_w", "budget_bytes", f"at least {need:g} for rank {rank} at {action}", f"{self.budget:g}")
         self.held[rank], self.at[rank] = need, self.at[rank] + 1
-        self.placed[rank].append(action)
-        end = now + self.model.costs[stage].time(kind)
-        if kind == "I":
+        self.placed[rank].append(action._replace(kind="B") if whole else action)
+        end = now + self.model.costs[stage].time("B" if whole else kind)
+        if kind == "I" and not whole:
             self.waiting[rank].append(Action(stage, "W", m))
         after = stage + 1 if kind == "F" else stage - 1
         if 0 <= after < self.schedule.stages:

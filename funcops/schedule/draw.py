@@ -18,12 +18,18 @@ MOST = 100_000
 
 
 def draw(
-    simulated: Simulated | Schedule, path: str | os.PathLike[str] | None = None, *, title: str | None = None, unit: str = ANY
+    simulated: Simulated | Schedule,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    title: str | None = None,
+    unit: str = ANY,
+    ax: Any = None,
 ) -> Any:
     """Return matplotlib's figure, and write it to `path` (PNG, SVG, ...) if given. A `Schedule` is simulated with equal costs. A
     box is labelled with its microbatch, and fainter for the later stages of its rank, as the legend says. `title` replaces the
-    simulated step's summary; `unit`: the unit of time in the axis label and the title. Raises `ImportError` without matplotlib (the
-    extra `examples`), `ValueError` for more than 100,000 actions, too many for a picture."""
+    simulated step's summary; `unit`: the unit of time in the axis label and the title; `ax`: matplotlib's axes to draw in, by
+    default of a new figure. Raises `ImportError` without matplotlib (the extra `examples`), `ValueError` for more than 100,000
+    actions, too many for a picture."""
     require_type("draw", "simulated", simulated, Simulated, Schedule)
     if isinstance(simulated, Schedule):
         simulated = simulate(simulated)
@@ -35,13 +41,15 @@ def draw(
     count = sum(map(len, simulated.starts))
     require(count <= MOST, "draw", "simulated", f"of at most {MOST:,} actions", f"{count:,}")
     try:
+        from matplotlib.axes import Axes
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError as error:
         raise ImportError("draw needs matplotlib: pip install matplotlib") from error
     ranks = len(simulated.slots)
-    figure = Figure(figsize=(10, 1.4 + 0.4 * ranks), layout="constrained")
-    axes = figure.add_subplot()
+    if ax is not None:
+        require_type("draw", "ax", ax, Axes)
+    axes = ax or Figure(figsize=(10, 1.4 + 0.4 * ranks), layout="constrained").add_subplot()
     axes.set_xlim(0, simulated.time)
     for rank in range(ranks):
         _row(axes, simulated, rank, count <= LABELLED)
@@ -52,9 +60,13 @@ def draw(
     kinds = [kind for kind in NAMES if any(slot.action.kind == kind for slots in simulated.slots for slot in slots)]
     patches = [Patch(facecolor=COLOURS[kind], edgecolor="black", label=NAMES[kind]) for kind in kinds]
     groups = _groups(simulated)
-    for i, stages in enumerate(groups):
+    for i, stages in enumerate(groups if len(groups) > 1 else ()):  # a single one has no shade
         patches.append(Patch(facecolor="grey", edgecolor="black", alpha=_shade(i, len(groups)), label=_named(stages)))
-    figure.legend(handles=patches, loc="outside lower center", ncols=min(6, len(patches)), fontsize=9, frameon=False)
+    figure: Any = axes.get_figure()
+    if ax is None:
+        figure.legend(handles=patches, loc="outside lower center", ncols=min(6, len(patches)), fontsize=9, frameon=False)
+    else:
+        axes.legend(handles=patches, loc="upper left", bbox_to_anchor=(1, 1), fontsize=9, frameon=False)
     if path is not None:
         figure.savefig(path, dpi=120)
     return figure

@@ -64,8 +64,8 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
 def zb_h2(ranks: int, microbatches: int) -> Schedule:
     """1F1B whose weight gradients wait twice as long: rank r has 2 (p - r) - 1 microbatches in flight. A rank keeps up to 2 p - 1.
     At m >= 2 p - 1 it waits at most (p - 1) max(0, I - F, F + I - 2 W) between its first and its last action, 0 at equal times. Its
-    idle time is (p - 1) max(F, F + I - 2 W): ranks begin and end one after another, (p - 1) F in all, which is lost if all wait for
-    the optimiser together. arXiv:2401.10241. Raises `ValueError` for fewer than one rank or microbatch.
+    idle time is (p - 1) max(F, I - F, F + I - 2 W): ranks begin and end one after another, (p - 1) F in all, which is lost if all
+    wait for the optimiser together. arXiv:2401.10241. Raises `ValueError` for fewer than one rank or microbatch.
 
     >>> from funcops.schedule import simulate, zb_h1, zb_h2
     >>> simulate(zb_h1(2, 4)).peak_bytes, simulate(zb_h2(2, 4)).peak_bytes

@@ -14,7 +14,7 @@ from funcops.errors import fail, in_html, on_screen, require, require_count, req
 from funcops.schedule.decoder import Decoder
 from funcops.schedule.draw import draw
 from funcops.schedule.gpus import GPU, gpu_of
-from funcops.schedule.layout import RECOMPUTE, Layout, mesh_problem, microbatches, peak, problem, split_layers
+from funcops.schedule.layout import RECOMPUTE, Layout, Problem, mesh_problem, microbatches, peak, problem, split_layers
 from funcops.schedule.predict import Bound, Predicted, bound, simulated, without_communication, without_replicas
 
 AXES = ("pp", "dp", "cp", "tp")
@@ -35,7 +35,7 @@ class Refused(NamedTuple):
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
     """The result of `plan_parallel`. `rows`: the fastest layouts that need at most `memory` bytes a GPU; `refused`: the meshes
-    without a layout; `counted`: the number of layouts that were examined."""
+    without a layout; `counted`: the number of layouts that were examined; `fixed`: as given."""
 
     model: Decoder
     gpus: int
@@ -44,17 +44,35 @@ class Plan:
     rows: tuple[Predicted, ...]
     refused: tuple[Refused, ...]
     counted: int
+    fixed: Mapping[str, Any]
 
     @property
     def best(self) -> Predicted:
         return self.rows[0]
 
     def why_not(self, **sizes: int) -> tuple[Refused, ...]:
-        """The refused meshes of these sizes: `plan.why_not(tp=8, pp=16)`. Raises `ValueError` for a name that is not an axis."""
+        """Say why the meshes of these sizes are not listed: `plan.why_not(tp=8, pp=16)`. Of each that fits, the fastest layout is
+        searched. Raises `ValueError` for a name that is not an axis."""
         for name, value in sizes.items():
             require(name in AXES, "Plan.why_not", "sizes", f"of the axes {', '.join(AXES)}", repr(name))
             require_count("Plan.why_not", **{name: value})
-        return tuple(one for one in self.refused if all(getattr(one.layout, name) == value for name, value in sizes.items()))
+        known = {one.layout: one for one in self.refused}
+        meshes = [Layout(**at) for at in _meshes(self.gpus) if sizes.items() <= at.items()]
+        if not meshes:
+            wanted, got = f"a divisor of gpus {self.gpus}", math.prod(sizes.values())
+            return (Refused(Layout(**dict[str, Any](sizes)), str(Problem(" x ".join(sizes), wanted, got))),)
+        return tuple(known.get(mesh) or Refused(mesh, self._why_unlisted(mesh)) for mesh in meshes)
+
+    def _why_unlisted(self, mesh: Layout) -> str:
+        sizes = {name: getattr(mesh, name) for name in AXES}
+        for name, size in sizes.items():
+            if self.fixed.get(name, size) != size:
+                return str(Problem(name, f"{self.fixed[name]} (fixed)", size))
+        for i, one in enumerate(self.rows, 1):
+            if _mesh(one.layout) == _mesh(mesh):
+                return f"it is listed: row {i}, {one.time:.4g} s"
+        best = plan_parallel(self.model, self.gpus, self.memory, self.gpu, fixed={**self.fixed, **sizes}, show=1).best
+        return f"it fits, and is slower: {best.time:.4g} s (row {len(self.rows)}, the last: {self.rows[-1].time:.4g} s)"
 
     def draw(self, path: str | os.PathLike[str] | None = None) -> Any:
         """Draw the first microbatches of the best layout's pipeline with `funcops.schedule.draw`; the title says how many, and
@@ -111,11 +129,11 @@ def plan_parallel(
     search = _Search(model, memory, kind, given)
     for sizes in _meshes(gpus):
         if all(given.get(name, size) == size for name, size in sizes.items()):
-            search.mesh(Layout(sizes["dp"], sizes["tp"], sizes["pp"], sizes["cp"]))
+            search.mesh(Layout(**sizes))
     if not search.found:
         search.nothing(where, gpus)
     rows = search.fastest(show)
-    return Plan(model, gpus, memory, kind, tuple(rows), tuple(search.refused), search.counted)
+    return Plan(model, gpus, memory, kind, tuple(rows), tuple(search.refused), search.counted, given)
 
 
 def _fixed(where: str, fixed: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -134,7 +152,7 @@ def _divisors(n: int) -> list[int]:
     return small + [n // d for d in reversed(small) if d * d != n]
 
 
-def _meshes(gpus: int) -> Iterator[dict[str, int]]:
+def _meshes(gpus: int) -> Iterator[dict[str, Any]]:
     for tp in _divisors(gpus):
         for cp in _divisors(gpus // tp):
             for pp in _divisors(gpus // tp // cp):
@@ -182,8 +200,9 @@ class _Search:
             if self.least is None or least[0] < self.least[0]:
                 self.least = least[0], dataclasses.replace(mesh)
             self.refused.append(Refused(mesh, why))
-        elif first is not None:
-            self.refused.append(Refused(mesh, str(first)))
+        else:  # without a wrong size, the fixed ZeRO stage is left
+            wrong = first or Problem("zero", "0 if params have one replica", self.fixed["zero"])
+            self.refused.append(Refused(mesh, str(wrong)))
 
     def _chunks(self, mesh: Layout) -> list[int]:
         """The numbers of chunks to try: those that divide, after 1, so that if none is possible the reason refers to 1."""

@@ -12,7 +12,7 @@ from funcops.errors import fail, require_callable, require_type
 from funcops.program.run import check_names
 from funcops.residuals.ledger import Ledger
 from funcops.schedule.actions import Action, Schedule
-from funcops.schedule.stage import Done, Ends, Stage, check_stage_trees, check_staged, share_ties, split_inputs
+from funcops.schedule.stage import Done, Ends, Stage, check_staged, share_ties, split_inputs
 from funcops.trees import WithExtras, put
 
 
@@ -87,7 +87,8 @@ def run(
         require_callable("run", done=done)
     if dys is not None:
         require_type("run", "dys", dys, list, tuple)
-    check_stage_trees("run", "into", into, cfg)
+    if into is not None:
+        check_names("run", "into", into, cfg)
     mains, extras = split_inputs("run", xs, schedule.microbatches, cfg)
     if dys is not None and len(dys) != schedule.microbatches:
         fail("run", "dys", f"a list of {schedule.microbatches}, one a microbatch", len(dys))

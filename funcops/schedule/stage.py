@@ -16,14 +16,16 @@ from torch import Tensor
 from funcops.compose.chain import ChainConfig, needs_of_steps
 from funcops.compose.step import split_x
 from funcops.compose.vjp import check_losses, sum_gradient
+from funcops.contract.accumulators import check_accumulator, check_apart, check_width
+from funcops.contract.configs import shapes
 from funcops.contract.needs import Needs
 from funcops.errors import fail, require, require_type
 from funcops.formats import zero_gradient
 from funcops.program.accumulator_checks import check_into_tree
-from funcops.program.run import check_names, taken_apart, tied
+from funcops.program.run import taken_apart, tied
 from funcops.residuals.donate import donate
 from funcops.residuals.ledger import Ledger
-from funcops.trees import WithExtras, stands_for_one, tree_map_with_path
+from funcops.trees import WithExtras, paths, stands_for_one, tree_map_with_path
 
 Done = Callable[[int, Any], None]
 
@@ -128,9 +130,28 @@ def check_ties(where: str, cfg: ChainConfig, rank_of: Mapping[int, int]) -> None
             fail(where, "cfg.ties", expected, f"{tie[0]} on rank {path} and {tie[1]} on rank {source}")
 
 
+def check_sums(where: str, params: Any, into: Any, cfg: ChainConfig, needs: Needs) -> None:
+    """Raise unless each gradient of these stages has an accumulator with its param's shape and device, its dtype or a wider one,
+    and memory of its own. A stage checks the rest: it also knows accumulators that params lack."""
+    given = {}
+    for index, (step, own) in enumerate(zip(cfg.steps, needs_of_steps(cfg, needs), strict=True)):
+        have, params_here = paths(into.get(step.name)), params.get(step.name)
+        found = shapes(params_here)
+        for path, param in paths(params_here, is_leaf=stands_for_one).items():
+            if found[path] is None or path not in have or not (own.param(path) or have[path] is not None):
+                continue
+            check_accumulator(f"stage {index}", path, have[path], found[path], param.device)
+            if own.param(path):
+                check_width(f"stage {index}", path, have[path], param.dtype)
+                given[f"{step.name}.{path}"] = have[path]
+    check_apart(where, given)
+
+
 def share_ties(where: str, params: Any, into: Any, cfg: ChainConfig, needs: Needs) -> tuple[Any, Any]:
     """Return params, and accumulators, in which tied paths hold their sources' leaves, so that each gradient is added to the
-    source; missing accumulators are made if a gradient is needed."""
+    source; missing accumulators are made if a gradient is needed. Given accumulators are checked first."""
+    if into is not None:
+        check_sums(where, params, into, cfg, needs)
     here = [tie for tie in cfg.ties if tie[0].partition(".")[0] in params]
     if not here:
         return params, into
@@ -155,11 +176,6 @@ def split_inputs(where: str, xs: Any, microbatches: int, cfg: ChainConfig) -> tu
         fail(where, "xs", f"a list of {microbatches}, one a microbatch of the schedule", f"{len(xs)}")
     mains, extras = zip(*[split_x(where, x, cfg) for x in xs], strict=True)
     return list(mains), list(extras)
-
-
-def check_stage_trees(where: str, what: str, trees: Any, cfg: ChainConfig) -> None:
-    if trees is not None:
-        check_names(where, what, trees, cfg)
 
 
 class Ends:

@@ -3,6 +3,8 @@
 import functools
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from funcops import schedule
 from funcops.schedule import Costs, Schedule, simulate
@@ -43,30 +45,55 @@ def test_every_schedule_of_a_grid_is_whole(name, grid):
         assert Schedule.from_csv(made.to_csv(), made.name) == made
 
 
-@pytest.mark.parametrize("costs", COSTS, ids=str)
-def test_bubbles_of_gpipe_and_1f1b(costs, grid):
-    for p, m in grid:
-        for generator in (gpipe, one_f_one_b):
-            assert simulate(generator(p, m), costs).bubble == pytest.approx((p - 1) / (m + p - 1))
+RANKS, MORE, TIMES = st.integers(1, 7), st.integers(0, 20), st.integers(1, 20).map(lambda quarters: quarters / 4)
+drawn = given(RANKS, MORE, TIMES, TIMES, TIMES)
 
 
-# where W, I or F is the longest, and the papers' differences are below 0
-UNEVEN = [Costs(1.0, 1.0, 1.5), Costs(1.0, 0.5, 1.25), Costs(0.5, 1.0, 1.0), Costs(2.0, 1.0, 1.0), Costs(0.375, 0.5, 1.25)]
+@drawn
+def test_bubbles_of_gpipe_and_1f1b(p, more, f, i, w):
+    """At any m and any costs."""
+    for generator in (gpipe, one_f_one_b):
+        assert simulate(generator(p, 1 + more), Costs(f, i, w)).bubble == pytest.approx((p - 1) / (more + p))
 
 
-@pytest.mark.parametrize("costs", [*COSTS, *UNEVEN], ids=str)
-def test_bubbles_of_zero_bubble_schedules(costs, grid):
-    """Bubbles follow the docstrings: the papers' formulas, plus the loss if weight gradients are longer than the gaps."""
-    f, i, w = costs.forward, costs.dgrad, costs.wgrad
-    for p, m in grid:
-        if m >= p:
-            found = simulate(zb_h1(p, m), costs)
-            assert found.idle == pytest.approx([(p - 1) * max(f, i, f + i - w)] * p)
-            assert max(found.waiting) == pytest.approx((p - 1) * max(i, f + i - w))
-        if m >= 2 * p - 1:
-            found = simulate(zb_h2(p, m), costs)
-            assert found.idle == pytest.approx([(p - 1) * max(f, f + i - 2 * w)] * p)
-            assert max(found.waiting) == pytest.approx((p - 1) * max(0.0, i - f, f + i - 2 * w))
+@drawn
+def test_idle_time_of_zb_h1(p, more, f, i, w):
+    """The paper's formulas, plus the loss if weight gradients are shorter, or dgrads longer, than the gaps: as the docstrings."""
+    found = simulate(zb_h1(p, p + more), Costs(f, i, w))
+    assert found.idle == pytest.approx([(p - 1) * max(f, i, f + i - w)] * p)
+    assert max(found.waiting) == pytest.approx((p - 1) * max(i, f + i - w))
+
+
+@drawn
+def test_idle_time_of_zb_h2(p, more, f, i, w):
+    found = simulate(zb_h2(p, 2 * p - 1 + more), Costs(f, i, w))
+    assert found.idle == pytest.approx([(p - 1) * max(f, i - f, f + i - 2 * w)] * p)
+    assert max(found.waiting) == pytest.approx((p - 1) * max(0.0, i - f, f + i - 2 * w))
+
+
+@given(RANKS, MORE, st.integers(1, 4), TIMES, TIMES, TIMES)
+def test_idle_time_of_interleaved_1f1b(p, more, chunks, f, i, w):
+    found = simulate(interleaved_1f1b(p, p * (1 + more // 5), chunks), Costs(f, i, w))
+    assert found.idle == pytest.approx([(p - 1) * (f + i + w)] * p)
+
+
+@given(RANKS, MORE, TIMES)
+def test_zb_v_never_waits_from_2p_minus_1_microbatches_on(p, more, time):
+    found = simulate(zb_v(p, 2 * p - 1 + more), Costs(time, time, time))
+    assert found.waiting == pytest.approx([0.0] * p) and max(found.idle) == pytest.approx((p - 1) * time)
+    if p > 1:
+        assert max(simulate(zb_v(p, 1 + more % (2 * p - 2)), Costs(time, time, time)).waiting) >= time
+
+
+@given(RANKS, MORE, TIMES, TIMES, st.integers(0, 4).map(lambda quarters: quarters / 4))
+def test_idle_time_of_dualpipe_v(p, more, f, w, hidden):
+    """DeepSeek's table says (p - 1)(F&B + B - 3 W). `hidden`: the part of the shorter of F and B that runs beside the other."""
+    b = f + w
+    together = f + b - hidden * f
+    made, wanted = dualpipe_v(p, 2 * p + more), (p - 1) * max(together + b - 3 * w, together - w)
+    found = simulate(made, Costs(f, f, w, together)).idle
+    assert [found[-1], max(found)] == pytest.approx([wanted] * 2)
+    assert simulate(made, Costs(f, f, w)).idle == pytest.approx([(p - 1) * max(f + b + b - 3 * w, f + b - w)] * p)
 
 
 @pytest.mark.parametrize("costs", COSTS, ids=str)
@@ -75,37 +102,9 @@ def test_bubbles_of_interleaved_schedules(costs, grid):
     f, i, w = costs.forward, costs.dgrad, costs.wgrad
     for p, m in full(grid):
         found = simulate(interleaved_1f1b(p, m), costs)
-        assert found.idle == pytest.approx([(p - 1) * (f + i + w)] * p)
         assert found.bubble == pytest.approx((p - 1) / (2 * m + p - 1))
         assert simulate(interleaved_1f1b(p, m, 4), costs).bubble == pytest.approx((p - 1) / (4 * m + p - 1))
         assert simulate(interleaved_zb(p, m), costs).idle == pytest.approx([(p - 1) * (f + i - w)] * p)
-
-
-def test_bubble_of_zb_v(grid):
-    for p, m in grid:
-        if m >= 2 * p:
-            assert simulate(zb_v(p, m)).waiting == pytest.approx([0.0] * p)
-            assert max(simulate(zb_v(p, m)).idle) == pytest.approx(p - 1)
-
-
-@pytest.mark.turns("together")
-@pytest.mark.parametrize("together", [None, 1.5, 2.25])
-@pytest.mark.parametrize("costs", COSTS, ids=str)
-def test_bubble_of_dualpipe(costs, together, grid):
-    """DeepSeek's table: (p - 1)(F&B + B - 3 W) for DualPipeV on p ranks, if dgrads take as long as forwards; a longer dgrad hides
-    more."""
-    f, i, w = costs.forward, costs.dgrad, costs.wgrad
-    side_by_side = f + i + w if together is None else together
-    for p, m in grid:
-        if m >= 2 * p:
-            idle = simulate(dualpipe_v(p, m), Costs(f, i, w, together)).idle
-            formula = (p - 1) * (side_by_side + (i + w) - 3 * w)
-            if i == f and together is None:
-                assert idle == pytest.approx([formula] * p)
-            elif together is None:
-                assert max(idle) <= formula + 1e-9
-            if together is None and m % p == 0:
-                assert simulate(dualpipe_v(p, m), Costs(1, 1, 1.5)).idle == pytest.approx([(p - 1) * 2] * p)
 
 
 def test_activations_in_flight(grid):

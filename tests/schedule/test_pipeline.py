@@ -40,7 +40,7 @@ LINES = {
 }
 
 
-PAIRS = {"whole": [*LINES, "nan"], "killed": ["frozen", "kill"], "raised": ["raise"]}
+PAIRS = {"whole": [*LINES, "nan", "refused"], "killed": ["frozen", "kill"], "raised": ["raise"]}
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +76,16 @@ def test_two_ranks_are_one_process(mode, ranks):
 def test_a_nan_ends_all_ranks(ranks):
     for lines in ranks["whole"]["nan"]:
         assert lines[0].startswith("FloatingPointError Pipeline.step: ys and gradients must be finite, got")
+
+
+@pytest.mark.slow
+def test_a_first_step_refused_by_one_rank_ends_on_all(ranks):
+    """The rank with the fault says what it is, the other whose it is; both can go on."""
+    other, faulty = ranks["whole"]["refused"]
+    said = "stage 1: into.mlp.down.weight must be torch.float64 or a wider float dtype, got torch.float32"
+    assert faulty[0] == f"TypeError {said}"
+    assert other[0] == "RuntimeError Pipeline.step: every rank must be able to begin, got an error on rank 1: see its message"
+    assert all(float(lines[1].split()[-1]) < 1e-12 for lines in (other, faulty))
 
 
 @pytest.mark.slow
@@ -115,6 +125,18 @@ def test_one_rank_alone(alone):
     mean.start(dparams)
     mean.wait()
     assert_close(dparams, want, dtype=torch.float64)
+
+
+def test_accumulators_are_checked_before_anything_is_sent(alone):
+    cfg = decoder(2)
+    params, xs = chain.init(cfg, key=random.key(0), dtype=torch.float64), microbatches(3, cfg)
+    pipeline, into = Pipeline(zb_v(1, 3), cfg, xs[0], dtype=torch.float64), tree_map_tensors(torch.zeros_like, params)
+    shared = {"s0": into["s0"], "s1": into["s1"] | {"mlp": into["s0"]["mlp"]}}
+    with pytest.raises(ValueError, match=r"step: into\.s1\.mlp\.\S+ must be a tensor of its own, got memory of into\.s0"):
+        pipeline.step(params, xs, into=shared)
+    with pytest.raises(TypeError, match=r"stage 1: into\.\S+ must be torch\.float64 or a wider float dtype"):
+        pipeline.step(params, xs, into={"s0": into["s0"], "s1": cast(into["s1"], torch.float32)})
+    assert pipeline.step(params, xs, into=into).dparams["s1"]["head"].weight is into["s1"]["head"].weight
 
 
 def test_outputs_of_stages(alone):

@@ -276,6 +276,28 @@ def test_a_plan_says_why_a_mesh_is_out():
         plan.why_not(ep=2)
 
 
+def test_a_plan_says_why_any_mesh_is_not_listed():
+    plan = plan_parallel(SMALL, 8, 80e9, fixed={"chunks": 1, "cp": 1}, show=3)
+    assert [str(one) for one in plan.why_not(pp=7)] == ["pp 7 x dp 1 x cp 1 x tp 1: pp must be a divisor of gpus 8, got 7"]
+    assert plan.why_not(pp=4, tp=4)[0].why == "pp x tp must be a divisor of gpus 8, got 16"
+    assert plan.why_not(cp=2, pp=4)[0].why == "cp must be 1 (fixed), got 2"
+    best = plan.best.layout
+    (first,) = plan.why_not(pp=best.pp, dp=best.dp, cp=1, tp=best.tp)
+    assert first.why == f"it is listed: row 1, {plan.best.time:.4g} s"
+    listed = {(row.layout.pp, row.layout.dp, row.layout.tp) for row in plan.rows}
+    unlisted = [(1, 8, 1), (2, 4, 1), (1, 4, 2), (2, 2, 2), (8, 1, 1), (4, 2, 1)]
+    slower = [one for pp, dp, tp in unlisted if (pp, dp, tp) not in listed for one in plan.why_not(pp=pp, dp=dp, tp=tp, cp=1)]
+    fits = [one for one in slower if "fits" in one.why]
+    assert fits
+    for one in fits:
+        at = {name: getattr(one.layout, name) for name in ("pp", "dp", "cp", "tp")}
+        found = plan_parallel(SMALL, 8, 80e9, fixed={**at, "chunks": 1}).best
+        assert found.time > plan.rows[-1].time
+        assert one.why == f"it fits, and is slower: {found.time:.4g} s (row 3, the last: {plan.rows[-1].time:.4g} s)"
+    alone = plan_parallel(SMALL, 2, 80e9, fixed={"zero": 1})
+    assert [one.why for one in alone.why_not(tp=2)] == ["zero must be 0 if params have one replica, got 1"]
+
+
 BAD = {
     "plan_parallel: gpus must be at least 1, got 0": lambda: plan_parallel(SMALL, 0, 80e9),
     "plan_parallel: memory must be at least 0, got -1": lambda: plan_parallel(SMALL, 8, -1),

@@ -35,7 +35,7 @@ from funcops.schedule import (
     zb_v,
 )
 from funcops.testing.tolerances import assert_close
-from funcops.trees import nbytes, paths, tensors, tree_map_tensors
+from funcops.trees import nbytes, paths, put, tensors, tree_map_tensors
 
 M = 8
 SCHEDULES = {
@@ -219,6 +219,49 @@ def test_a_mismatch_raises_before_anything_runs():
     with pytest.raises(ValueError, match="run: dys must be given if y is not a scalar loss"):
         plain = ChainConfig(steps=(Step("a", linear, LinearConfig(DIM, DIM)),))
         run(gpipe(1, 1), chain.init(plain, key=random.key(0)), [torch.ones(2, DIM)], plain)
+
+
+def halved(t):
+    return t.to(torch.float32)
+
+
+WRONG = {
+    "shared by two stages": (
+        lambda into: into | {"s2": into["s1"]},
+        ValueError,
+        r"run: into\.s2\.mlp\.(\S+) must be a tensor of its own, got memory of into\.s1\.mlp\.\1",
+    ),
+    "narrow": (
+        lambda into: into | {"s2": tree_map_tensors(halved, into["s2"])},
+        TypeError,
+        r"stage 2: into\.mlp\.down\.weight must be torch\.float64 or a wider float dtype, got torch\.float32",
+    ),
+    "elsewhere": (
+        lambda into: into | {"s2": tree_map_tensors(lambda t: t.to("meta"), into["s2"])},
+        ValueError,
+        r"stage 2: into\.mlp\.down\.weight must be on device cpu, got meta",
+    ),
+    "missing": (
+        lambda into: put(into, "s2.mlp.up.bias", None),
+        TypeError,
+        r"stage 2: into\.mlp\.up\.bias must be a tensor \[16\], got None",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_accumulators_are_checked_before_anything_runs(wrong):
+    cfg = decoder(4)
+    params, xs = setup(cfg)
+    whole = tree_map_tensors(torch.zeros_like, params)
+    change, error, said = WRONG[wrong]
+    into = change(whole)
+    with pytest.raises(error, match=said):
+        run(SCHEDULES["one_f_one_b"], params, xs, cfg, into=into)
+    assert all(t.is_meta or not t.any() for t in tensors(into)), "nothing was added"
+    needs = Needs(x=False, params=("s0", "s1", "s3"))
+    if wrong != "elsewhere":  # a frozen stage adds nothing to its own
+        run(SCHEDULES["one_f_one_b"], params, xs, cfg, into=into, needs=needs)
 
 
 def _adds():

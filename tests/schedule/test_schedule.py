@@ -1,5 +1,8 @@
 """Schedules as data: which are complete, which are refused, and their texts."""
 
+import copy
+import pickle
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,8 +31,15 @@ def test_a_schedule_with_two_actions_exchanged_is_whole_or_refused(p, m, random)
 @pytest.mark.parametrize(
     ("csv", "text"),
     [
-        ("0F0,0B0\n1F0\n", "Schedule 'csv': rank 1 must be F and B, or F, I and W, of stage 1, microbatch 0, got F"),
-        ("0F0,0B0,0F0\n", "rank 0 must be every action once, got 0F0 again"),
+        (
+            "0F0,0B0\n1F0\n",
+            "Schedule 'csv': actions of stage 1, microbatch 0 on rank 1 must be F and B, or F, I and W, got F: add 1B0",
+        ),
+        ("0F0,0F1,0I0,0W0,0I1\n", "actions of stage 0, microbatch 1 on rank 0 must be F and B, or F, I and W, got F, I: add 0W1"),
+        ("0F1,0B1\n", "got none: add 0F0, 0B0"),
+        ("0F0,0I0,0B0\n", "got F, I, B: remove 0I0"),
+        ("0I0,0B0\n", "got I, B: add 0F0, remove 0I0"),
+        ("0F0,0B0,0F0\n", "Schedule 'csv': actions of rank 0 must be all different, got 0F0 twice: remove one"),
         ("0F0,1F0,0B0\n1B0\n", "rank 1 must be without stage 1, which is on rank 0, got 1B0"),
         ("0B0,0F0\n", "rank 0 must be able to go on at 0B0, got a wait for 0F0 without end: 0B0 waits for 0F0, behind 0B0"),
         ("0F0,0B0\n1B0,1F0\n", "rank 1 must be able to go on at 1B0, got a wait for 1F0 without end: 1B0 waits for 1F0, behind"),
@@ -39,7 +49,7 @@ def test_a_schedule_with_two_actions_exchanged_is_whole_or_refused(p, m, random)
             "2B0 waits for 3B0, behind 0I0 on rank 0",
         ),
         ("0F0,0W0,0I0\n", "must be able to go on at 0W0, got a wait for 0I0 without end"),
-        ("0F0,0I0,0B0,0W0\n", "got FIWB"),
+        ("0F0,0I0,0B0,0W0\n", "got F, I, W, B: remove 0B0"),
         ("0F0,0B0\n\n2F0,2B0\n", "ranks must be actions of every stage up to 2, got none of stage 1"),
         ("0X0\n", "Action: text must be a stage, one of F, I, W, B, and a microbatch, such as 2F5, got '0X0'"),
         ("\n", "Schedule: ranks must be at least one action, got none"),
@@ -66,6 +76,30 @@ def test_the_error_shows_the_whole_ring_of_waits():
     with pytest.raises(ValueError) as error:  # rank 0 waits for the ring, and is not part of it
         Schedule.from_csv("0F0,0B0\n3F0,1F0,1B0,3B0\n2F0,2B0")
     assert str(error.value).endswith("end: 3F0 waits for 2F0; 2F0 waits for 1F0, behind 3F0 on rank 1")
+
+
+@pytest.mark.parametrize(("kind", "near"), [("FORWARD", ", nearest F"), ("w", ", nearest W"), ("X", ""), ("", ""), (1, "")])
+def test_a_kind_is_one_letter(kind, near):
+    with pytest.raises(ValueError) as error:
+        Action(0, kind, 0)
+    assert str(error.value) == f"Action: kind must be F (forward), I (dgrad), W (wgrad) or B (both), got {kind!r}{near}"
+
+
+def test_actions_are_tuples_as_before():
+    action = Action(stage=2, kind="F", microbatch=5)
+    assert action == (2, "F", 5) and pickle.loads(pickle.dumps(action)) == copy.copy(action) == action
+    assert repr(action) == "Action(stage=2, kind='F', microbatch=5)" and action._replace(kind="B") == Action.parse("2B5")
+    assert type(pickle.loads(pickle.dumps(action))) is Action
+
+
+def test_a_file_is_read(tmp_path):
+    made = dualpipe_v(2, 4)
+    (tmp_path / "mine.csv").write_text(made.to_csv())
+    assert Schedule.from_csv(tmp_path / "mine.csv", made.name) == made
+    with pytest.raises(FileNotFoundError, match="yours.csv"):
+        Schedule.from_csv(tmp_path / "yours.csv")
+    with pytest.raises(TypeError, match="Schedule.from_csv: text must be str or PathLike, got 5"):
+        Schedule.from_csv(5)
 
 
 def test_text():

@@ -143,9 +143,30 @@ def test_draw(tmp_path, suffix):
     assert "seconds per step" in timed.get_title() and timed.get_xlabel() == "time, in seconds"
     with pytest.raises(TypeError, match="draw: simulated must be"):
         draw("gpipe")
+    alone = draw(gpipe(4, 2))
+    assert [text.get_text() for text in alone.legends[0].get_texts()] == ["forward", "dgrad and wgrad"], "no shade to explain"
     assert draw(gpipe(2, 2)).axes[0].get_title() == draw(simulate(gpipe(2, 2))).axes[0].get_title()
     with pytest.raises(ValueError, match="of at most 100,000 actions"):
         draw(simulate(gpipe(250, 201)))
+
+
+def test_two_schedules_share_a_figure(tmp_path):
+    from matplotlib.figure import Figure
+
+    figure = Figure(layout="constrained")
+    above, below = figure.subplots(2, 1)
+    assert draw(gpipe(2, 4), ax=above) is draw(zb_v(2, 4), tmp_path / "both.png", ax=below) is figure
+    assert len(figure.axes) == 2 and not figure.legends and (tmp_path / "both.png").stat().st_size > 1_000
+    assert [len(ax.collections) for ax in figure.axes] == [16, 48]
+    assert [text.get_text() for text in below.get_legend().get_texts()] == [
+        "forward",
+        "dgrad",
+        "wgrad",
+        "stages 0, 1",
+        "stages 2, 3",
+    ]
+    with pytest.raises(TypeError, match="draw: ax must be Axes, got"):
+        draw(gpipe(2, 4), ax=figure)
 
 
 BIG = """
@@ -247,10 +268,12 @@ def test_delayed_schedules_keep_their_budget(generator, p, m, budget, drawn, pen
 
 
 def test_a_schedule_that_is_within_the_budget_is_not_refused():
-    """Its whole backwards never hold a pending, which is larger here than the residuals."""
+    """Its whole backwards never hold a pending, which is larger here than the residuals; the last rank has room to split some."""
     costs = Costs(1, 1, 1, residual_bytes=1, pending_bytes=3)
-    for p, m in ((1, 5), (3, 8)):
-        assert delay_w(one_f_one_b(p, m), p, costs) == one_f_one_b(p, m)
+    assert delay_w(one_f_one_b(1, 5), 1, costs) == one_f_one_b(1, 5)
+    made = delay_w(one_f_one_b(3, 8), 3, costs)
+    assert all(action.kind in "FB" for row in made.ranks[:1] for action in row[:-4])
+    assert simulate(made, costs).time < simulate(one_f_one_b(3, 8), costs).time
 
 
 def test_a_weight_gradient_makes_room_for_its_pending():
@@ -289,6 +312,21 @@ def test_too_small_a_budget_is_named():
         delay_w(gpipe(2, 2), 0)
     with pytest.raises(TypeError, match="delay_w: schedule must be"):
         delay_w("gpipe", 3)
+
+
+@pytest.mark.parametrize(("p", "m"), [(4, 4), (4, 8), (3, 7), (6, 12)])
+def test_backwards_stay_whole_where_their_pendings_do_not_fit(p, m):
+    """At 1F1B's budget rank 0 has no room for a pending beside p residuals; the others have."""
+    costs = Costs(pending_bytes=1.5)
+    found = simulate(delay_w(one_f_one_b(p, m), p, costs), costs)
+    rows = [
+        [a._replace(kind=k) for a in row for k in ("IW" if a.kind == "B" and r else a.kind)]
+        for r, row in enumerate(one_f_one_b(p, m).ranks)
+    ]
+    by_hand = simulate(Schedule("all but rank 0 split", rows), costs)
+    assert max(found.peak_bytes) <= p and found.time <= by_hand.time < simulate(one_f_one_b(p, m)).time
+    if (p, m) == (4, 4):
+        assert found.time <= 18.0
 
 
 def test_stages_that_wait_for_each_other_are_delayed_too():

@@ -2,7 +2,7 @@
 case, or fails; their exit codes are printed last.
 
 MODES of a pair, with commas between: gradients (for every schedule), curve (for six); drawn; leaves; tied; frozen; outputs; reduce;
-modules; nan, kill, raise (rank 1 goes wrong in its second step). Each says `== MODE` first.
+modules; nan, refused (rank 1's first step), kill, raise (rank 1 goes wrong in its second step). Each says `== MODE` first.
 """
 
 import functools
@@ -170,10 +170,10 @@ def outputs():
     print("ys", 0.0)
 
 
-def fails(pipeline, own, xs):
+def fails(pipeline, own, xs, into=None):
     """A step that raises: its message, and the place."""
     try:
-        pipeline.step(own, xs)
+        pipeline.step(own, xs, into=into)
     except Exception as error:
         print(type(error).__name__, str(error).splitlines()[0], *getattr(error, "__notes__", []), flush=True)
         return
@@ -194,6 +194,15 @@ def nan():
     if dist.get_rank() == 1:
         next(t for t in paths(own).values() if t is not None)[0] = float("nan")
     fails(pipeline, own, xs)
+
+
+def refused():
+    cfg, params, xs = setup(cfg=decoder(4))
+    pipeline = Pipeline(zb_v(2, M), cfg, xs[0], dtype=torch.float64)
+    own = local(pipeline, params)
+    narrow = tree_map_tensors(lambda t: torch.zeros_like(t, dtype=torch.float32), own)
+    fails(pipeline, own, xs, narrow if dist.get_rank() == 1 else None)
+    print("refused", distance(pipeline.step(own, xs).dparams, reference(params, xs, cfg)[1]))
 
 
 def kill():

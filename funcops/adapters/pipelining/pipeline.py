@@ -14,7 +14,7 @@ from funcops.adapters.pipelining.messages import Messages, Values, from_all
 from funcops.adapters.pipelining.runtime import Runtime
 from funcops.compose.chain import ChainConfig, needs_of_steps
 from funcops.contract.needs import Needs
-from funcops.errors import describe, fail, require_type
+from funcops.errors import describe, fail, require, require_type
 from funcops.precision import nonfinite
 from funcops.residuals.ledger import Ledger
 from funcops.schedule import Schedule
@@ -61,15 +61,10 @@ class Pipeline:
         needs: Needs = Needs.ALL,
     ) -> None:
         require_type("Pipeline", "schedule", schedule, Schedule)
-        if dist.get_world_size(group) != len(schedule.ranks):
-            fail(
-                "Pipeline",
-                "group",
-                f"of {len(schedule.ranks)} processes, one a rank of {schedule.name}",
-                dist.get_world_size(group),
-            )
+        ranks, size = len(schedule.ranks), dist.get_world_size(group)
+        require(size == ranks, "Pipeline", "group", f"of {ranks} processes, one a rank of {schedule.name}", size)
         self.schedule, self.cfg, self.needs, self.group, self.device = schedule, cfg, needs, group, torch.device(device)
-        self._failed = False
+        self._failed = self._begun = False
         fault: Exception | None = None
         try:
             self._prepare(x, dtype or torch.get_default_dtype())
@@ -95,16 +90,21 @@ class Pipeline:
             between = [looks(tree) for tree in self.boundaries[1:-1]], self.runtime.messages.gradients
             said = f"{self.schedule.ranks}{sorted(self.schedule.together)}", str(between)
         digests = [int.from_bytes(hashlib.blake2b(one.encode(), digest_size=7).digest(), "little") for one in said]
-        rows = from_all((fault is not None, *digests), self.device, self.group)
-        if fault is not None:
-            raise fault
-        for rank, row in enumerate(rows):
-            if row[0]:
-                raise RuntimeError(f"Pipeline: every rank must be able to make it, got an error on rank {rank}: see its message")
+        rows = self._raise_on_all("Pipeline", "make it", fault, *digests)
         for i, what in enumerate(("schedule", "boundaries of stages (from cfg, x, dtype and needs)"), 1):
             other = next((rank for rank, row in enumerate(rows) if row[i] != rows[0][i]), None)
             if other is not None:
                 fail("Pipeline", what, "the same on all ranks", f"different ones on rank {other} and rank 0")
+
+    def _raise_on_all(self, where: str, what: str, fault: Exception | None, *numbers: int) -> list[list[int]]:
+        """Raise on all ranks if one has a fault; else return the numbers of all, each rank's after a 0."""
+        rows = from_all((fault is not None, *numbers), self.device, self.group)
+        if fault is not None:
+            raise fault
+        for rank, row in enumerate(rows):
+            if row[0]:
+                raise RuntimeError(f"{where}: every rank must be able to {what}, got an error on rank {rank}: see its message")
+        return rows
 
     def step(
         self,
@@ -122,24 +122,24 @@ class Pipeline:
         extras on all. Without dys, the gradients are of the mean of the microbatches' losses: pass dys if microbatches count
         different numbers of labels, as in `run`.
 
-        Raises `ValueError` for params or a microbatch whose shapes or dtypes differ from the example's, before any action and with
-        its number. An error in a stage is raised on its rank; the others then wait for the process group's timeout. `check_finite`:
-        if a loss or a gradient is not finite, all ranks raise `FloatingPointError`; it costs a small all-reduce and a host sync.
+        Raises `ValueError` for params or a microbatch whose shapes or dtypes differ from the example's, with its number, and for
+        accumulators that do not fit, before any action: in the first step, all ranks raise if one does (`RuntimeError`). Later, and
+        for an error in a stage, its rank alone raises; the others then wait for the process group's timeout. `check_finite`: if a
+        loss or a gradient is not finite, all ranks raise `FloatingPointError`; it costs a small all-reduce and a host sync.
         """
         if self._failed:
-            raise RuntimeError(
-                "Pipeline: must not be used after a step that failed: its messages may still be in flight. Make a new one"
-            )
-        for name in self.names:
-            for what, tree in (("params", params), ("into", into)):
-                if tree is not None and name not in tree:
-                    fail("Pipeline.step", what, f"a dict with the stages {', '.join(self.names)}", f"one without {name}")
-        mains, extras = split_inputs("Pipeline.step", xs, self.schedule.microbatches, self.cfg)
-        if dys is not None and len(dys) != len(mains):
-            fail("Pipeline.step", "dys", f"a list of {len(mains)}, one a microbatch", len(dys))
-        self._example.check_params("Pipeline.step", {name: params[name] for name in self.names})
-        self._example.check_inputs("Pipeline.step", mains, extras, 0 in self.runtime.stages)
-        work = _Work(self, params, mains, extras, Ends("Pipeline.step", self.cfg, len(mains), dys, losses), into, done)
+            said = "must not be used after a step that failed: its messages may still be in flight. Make a new one"
+            raise RuntimeError(f"Pipeline: {said}")
+        fault: Exception | None = None
+        try:
+            work = self._checked(params, xs, dys, into, done, losses)
+        except Exception as error:
+            fault = error
+        if not self._begun:  # afterwards arguments are mostly as in the first step, and it would cost a sync
+            self._raise_on_all("Pipeline.step", "begin", fault)
+            self._begun = True
+        elif fault is not None:
+            raise fault
         self._failed = True
         with torch.no_grad():
             self.runtime.step(work)
@@ -150,6 +150,19 @@ class Pipeline:
             self._check_finite(work.ends.ys(), dparams)
         ys = work.ends.ys() if self.cfg.outputs or work.last in work.stages else None
         return Stepped(ys, dparams, work.dxs(), work.ledger.peak_bytes)
+
+    def _checked(self, params: Any, xs: Any, dys: Any, into: Any, done: Done | None, losses: tuple[str, ...]) -> _Work:
+        """Check a step's arguments before anything is sent."""
+        for name in self.names:
+            for what, tree in (("params", params), ("into", into)):
+                if tree is not None and name not in tree:
+                    fail("Pipeline.step", what, f"a dict with the stages {', '.join(self.names)}", f"one without {name}")
+        mains, extras = split_inputs("Pipeline.step", xs, self.schedule.microbatches, self.cfg)
+        if dys is not None and len(dys) != len(mains):
+            fail("Pipeline.step", "dys", f"a list of {len(mains)}, one a microbatch", len(dys))
+        self._example.check_params("Pipeline.step", {name: params[name] for name in self.names})
+        self._example.check_inputs("Pipeline.step", mains, extras, 0 in self.runtime.stages)
+        return _Work(self, params, mains, extras, Ends("Pipeline.step", self.cfg, len(mains), dys, losses), into, done)
 
     def _check_finite(self, ys: list[Any], dparams: Any) -> None:
         where = nonfinite({"ys": tuple(ys), "dparams": dparams})
