@@ -387,7 +387,8 @@ def _explain(where: str, name: str, t: Any, shape: Shape, dtype: Dtypes, like: T
         fail(where, name, f"a tensor {show_shape(shape)}", describe(t), TypeError)
     got = tuple(t.shape)
     if not (_ends(got, shape) if shape[:1] == (...,) else got == shape):
-        fail(where, name, show_shape(shape), list(got))
+        turned = len(got) == 2 and shape == got[::-1]  # a weight in the order of JAX
+        fail(where, name, show_shape(shape), f"{list(got)}{': transpose it' if turned else ''}")
     allowed = dtype if isinstance(dtype, tuple) else () if dtype is None else (dtype,)
     if allowed and t.dtype not in allowed:
         of_x = name.startswith("params") and like is not None and allowed == (like.dtype,)

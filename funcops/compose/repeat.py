@@ -37,7 +37,7 @@ from funcops.contract.configs import Composite, Replace, Width, require_config
 from funcops.contract.needs import Needs, check_needs
 from funcops.contract.op import Op, config, dgrad_of, init_of, make_op
 from funcops.contract.schema import open_node
-from funcops.errors import join_path, require
+from funcops.errors import fail, join_path, require
 from funcops.program.accumulator_checks import check_into_tree
 from funcops.program.values import abstract_params, add, has_params
 from funcops.residuals.nested import nested, part
@@ -74,10 +74,15 @@ class RepeatConfig(Composite):
         return (self.cfg,)
 
     def follow(self, where: str, path: str, width: Width | None) -> Width | None:
-        """See `OpConfig.follow`: all layers after the second are like the second."""
-        for _ in range(min(self.times, 2)):
-            width = self.cfg.follow(where, join_path(path, "*"), width)
-        return width
+        """See `OpConfig.follow`: the body's y is the next layer's x, so all layers after the second are like the second."""
+        first, body = self.cfg.wanted(), join_path(path, "*")
+        width = self.cfg.follow(where, body, width)
+        if self.times == 1:
+            return width
+        if first is not None and width is not None and width.size != first:
+            wanted = f"one whose y is [..., {first}], as the next layer's x"
+            fail(where, f"the body {body!r}", wanted, f"[..., {width.size}] of step {width.of!r}")
+        return self.cfg.follow(where, body, width)
 
     def abstract(self) -> Any:
         """See `funcops.program.values.abstract_params`."""

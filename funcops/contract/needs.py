@@ -147,7 +147,8 @@ def check_needs(where: str, needs: Any, params: Any, x: Any) -> None:
         for path in needs.params:
             if not any(k == path or k.startswith(path + ".") for k in known):
                 globs = " (needs take no globs)" if "*" in path else ""
-                fail(where, "needs.params", f"paths among {nearest(path, known) or '(no params)'}", f"{path!r}{globs}")
+                there = [k for k, t in known.items() if t is not None]
+                fail(where, "needs.params", f"paths among {nearest(path, there) or '(no params)'}", f"{path!r}{globs}")
     if isinstance(needs.x, tuple) and (unknown := [path for path in needs.x if not has(x, path)]):
         parts = [path for path in paths(x) if path]
         fail(where, "needs.x", f"paths among {', '.join(parts)}" if parts else "a bool (x is one tensor)", repr(unknown[0]))

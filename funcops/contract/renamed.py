@@ -69,7 +69,8 @@ def old_names(module: str, **new_names: str) -> Callable[[str], Any]:
 
     def of_module(name: str) -> Any:
         if name not in new_names:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+            of = sys.modules[module]
+            raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name, obj=of)  # Python prints the nearest
         warn(module, name, new_names[name])
         return getattr(sys.modules[module], new_names[name])
 

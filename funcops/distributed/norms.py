@@ -17,7 +17,7 @@ from funcops.distributed.data import axes_by_path, axes_of
 from funcops.distributed.handshake import known_to_all
 from funcops.distributed.mesh import Axis, Mesh
 from funcops.distributed.specs import Spec
-from funcops.errors import check, require_device, require_type
+from funcops.errors import check, fail, require_device, require_type
 
 _NONE: Mapping[str, tuple[Axis, ...]] = {}
 
@@ -44,6 +44,8 @@ def global_norm(
     where = "global_norm"
     require_device(where, device)
     found = float_leaves(where, "tree", tree)
+    if isinstance(over, Mapping):
+        fail(where, "over", "axes, or () (specs go into parts=dist.part_axes(tree, specs, mesh))", "a dict", TypeError)
     shared = axes_of(where, over)
     require_type(where, "parts", parts, Mapping)
     own = axes_by_path(where, found, parts, "parts")

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from funcops import checkpoint
 from funcops.contract.walk import ties
-from funcops.errors import FLOATS, CheckpointError, describe, fail, join_path, require, require_dtype, require_type
+from funcops.errors import FLOATS, CheckpointError, describe, fail, few, join_path, require, require_dtype, require_type
 from funcops.lora.params import adapted, adapter, with_adapter
 from funcops.lora.rewrite import INSIDE, AdaptedLinear
 from funcops.lora.settings import (
@@ -152,6 +152,7 @@ def load_adapter(
                 entry = _entry(stored[name_of(module)], side, found[path].lora.by_ids)
                 kind = own[path].a.dtype if dtype is None else held.get(entry, dtype)
                 like[entry] = getattr(own[path], side).new_empty(shape, dtype=kind)
+    _check_readable(where, like, held, names)
     read = checkpoint.load(Path(folder) / WEIGHTS, like)
     for entry in bases.keys() & read.keys():
         if not torch.equal(read.pop(entry), like[entry]):
@@ -171,6 +172,17 @@ def load_adapter(
         layers = [_adapter_of_modules(where, folder, linear, each) for each in parts]
         made[path] = layers[0] if not linear.lead else tree_map(lambda *t, of=linear: torch.stack(t).unflatten(0, of.lead), *layers)
     return with_adapter(params, made, cfg)
+
+
+def _check_readable(where: str, like: Mapping[str, Tensor], held: Mapping[str, torch.dtype], names: Any) -> None:
+    """Raise if the file has other modules than the config's paths, or another dtype, with the argument that helps."""
+    if names is None and like and not held.keys() & like.keys():
+        wanted = "the modules' names in the file, by path (of a decoder: models.peft_names(decoder_config, cfg))"
+        fail(where, "names", wanted, f"None, and the file has {few(held)}", CheckpointError)
+    for entry, t in like.items():
+        if held.get(entry, t.dtype) != t.dtype:
+            wanted = f"given, as {entry} has {held[entry]} and the adapter that it replaces {t.dtype} (dtype={t.dtype})"
+            fail(where, "dtype", wanted, None, CheckpointError)
 
 
 def _entry(module: str, side: str, by_ids: bool = False) -> str:
@@ -287,7 +299,11 @@ def _modules(where: str, found: list[AdaptedLinear], names: Any) -> Modules:
                 require(len(at_rows) == rows, where, f"names[{glob!r}].at", f"{rows} rows", len(at_rows))
     for glob in names or ():
         require(
-            glob in used, where, "names", f"globs over the paths of adapters ({', '.join(p.module for p in found)})", repr(glob)
+            glob in used,
+            where,
+            "names",
+            f"globs over the paths of adapters ({', '.join(p.module for p in found)}; of a decoder: models.peft_names)",
+            repr(glob),
         )
     _check_apart(where, made)
     return made

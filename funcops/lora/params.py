@@ -276,7 +276,7 @@ def _moved(where: str, weight: Any, lora: LowRankParams, linear: AdaptedLinear, 
             where,
             f"params.{linear.path}: weight",
             "a float tensor",
-            f"{describe(weight)}: merge before quantize_params, or funcops.low_precision.dense(params) first",
+            f"{describe(weight)}: merge before the weights are quantised, or funcops.low_precision.dense(params) first",
             TypeError,
         )
     dtype = wide(weight.dtype)

@@ -11,6 +11,7 @@ from torch import Tensor
 from funcops import random
 from funcops.backend import wide
 from funcops.contract.configs import require_config
+from funcops.contract.needs import Needs, check_needs
 from funcops.errors import check, few, require, require_dtype, require_type
 from funcops.formats import QWeight, quantized_weight, turned, zero_gradient
 from funcops.formats.recipes import Recipe
@@ -19,7 +20,7 @@ from funcops.kernels.quantize import amax
 from funcops.low_precision.delayed import ScaleState, check_state
 from funcops.low_precision.weights import each_layer, low_steps, recipe_weights
 from funcops.ops._low_operands import scaled_tensor
-from funcops.trees import Aside, at, cast, constant_paths, put, replace, stands_for_one, tree_map
+from funcops.trees import Aside, at, cast, constant_paths, put, replace, stands_for_one, tree_map, tree_map_with_path
 
 T = TypeVar("T")
 
@@ -100,9 +101,10 @@ def with_keys(work: T, cfg: Any, key: Tensor) -> T:
     return work
 
 
-def gradients_like(work: T, dtype: torch.dtype | None = torch.float32) -> T:
+def gradients_like(work: T, dtype: torch.dtype | None = torch.float32, needs: Needs = Needs.ALL) -> T:
     """Make zero accumulators for the gradients of a working tree: `into` of a backward. They are dense for quantised weights;
-    amaxes are uint32, for `split_amaxes`. Raises `TypeError` or `ValueError` if `dtype` is not a float dtype.
+    amaxes are uint32, for `split_amaxes`. Params whose gradient `needs` does not request get None, as in the backward's result.
+    Raises `TypeError` or `ValueError` if `dtype` is not a float dtype, `needs` is no Needs, or a path of it is missing.
 
     >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
     >>> from funcops.low_precision import Fp8Block, gradients_like, quantize_params, with_recipe
@@ -113,7 +115,13 @@ def gradients_like(work: T, dtype: torch.dtype | None = torch.float32) -> T:
     (torch.Size([256, 128]), torch.float32)
     """
     require_dtype("gradients_like", dtype)
-    return tree_map(lambda node: zero_gradient(node, dtype), work, is_leaf=stands_for_one)
+    require_type("gradients_like", "needs", needs, Needs)
+    check_needs("gradients_like", Needs(x=False, params=needs.params), work, None)
+
+    def zeros(path: str, node: Any) -> Any:
+        return zero_gradient(node, dtype) if needs.param(path) else None
+
+    return tree_map_with_path(zeros, work, is_leaf=stands_for_one)
 
 
 def _cast(params: Any, dtype: torch.dtype) -> Any:

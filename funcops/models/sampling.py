@@ -15,10 +15,11 @@ __all__ = ["SamplingConfig", "sample"]
 
 @config
 class SamplingConfig:
-    """`temperature`: divides logits; 0 takes the likeliest token. `top_k`: keep only the k likeliest. `top_p`: of those keep the
-    fewest likeliest that together have a probability of p (arXiv:1904.09751). `min_p`: keep only tokens that are at least min_p
+    """`temperature`: divides logits; 0, the default, takes the likeliest. `top_k`: keep only the k likeliest. `top_p`: of those
+    keep the fewest likeliest that together have a probability of p (arXiv:1904.09751). `min_p`: keep tokens at least min_p
     times as likely as the likeliest (arXiv:2407.01082). `repetition_penalty`: before all that, divides positive logits of tokens
     that have occurred, and multiplies negative ones (arXiv:1909.05858). Among equals the lower id goes first.
+    Raises `ValueError` for a value out of range, and for `top_k`, `top_p` or `min_p` at temperature 0, where they have no effect.
 
     >>> from funcops.models import SamplingConfig
     >>> SamplingConfig(temperature=0.8, top_p=0.9)
@@ -43,6 +44,9 @@ class SamplingConfig:
         require(self.min_p is None or 0 <= self.min_p <= 1, where, "min_p", "None, or from 0 to 1", self.min_p)
         require_number(where, 0, repetition_penalty=self.repetition_penalty)
         require(self.repetition_penalty > 0, where, "repetition_penalty", "above 0", self.repetition_penalty)
+        for name in () if self.temperature > 0 else ("top_k", "top_p", "min_p"):
+            if (value := getattr(self, name)) is not None:
+                fail(where, name, "None at temperature 0, which takes the likeliest token: set temperature=1.0", value)
 
 
 def sample(logits: Tensor, key: Tensor | None, cfg: SamplingConfig, seen: Tensor | None = None) -> Tensor:

@@ -102,7 +102,8 @@ def report(residuals: Any, params: Any = None, x: Any = None, *, tokens: int | N
 
     Bytes are the size of the storage behind a tensor, counted once; a tensor that shares the storage of a leaf of `params`
     or `x`, or of an earlier row, is an alias and counts 0 bytes. `tokens` defaults to the rows of the first tensor in x (for
-    integer ids, to all its elements). To report the residuals of several ops, pass them in a dict.
+    integer ids, to all its elements; for a dict, such as the extras of an x, to none). To report the residuals of several ops,
+    pass them in a dict.
 
     `needed by`: the halves of the backward that read the tensor, `dgrad` and `wgrad`, and `recompute`, a recomputation of the
     forward. A path with brackets, such as `norm().x`, is a field from which the y of step `norm` is recomputed: a pending keeps it
@@ -232,7 +233,7 @@ def storage_of(t: Tensor) -> int:
 
 def _tokens(x: Any) -> int | None:
     found = tensors(x)
-    if not found:
+    if not found or isinstance(x, dict):  # extras alone: positions may be shared by the rows of a batch
         return None
     first = found[0]
     return first.numel() // first.shape[-1] if first.is_floating_point() and first.dim() and first.shape[-1] else first.numel()

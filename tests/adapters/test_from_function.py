@@ -218,3 +218,51 @@ def gradients(f, *given):
     leaves = [t.clone().requires_grad_() for t in given]
     f(*leaves).sum().backward()
     return [t.grad for t in leaves]
+
+
+RATE = 1.0
+
+
+def _rate():
+    return RATE
+
+
+def _readers():
+    """(fn, setter) by the way in which a function reads a number from outside."""
+    held, cell, table, tensor = [1.0], 1.0, {"rate": [1.0]}, torch.tensor(1.0)
+
+    def set_cell(value):
+        nonlocal cell
+        cell = value
+
+    def set_tensor(value):
+        nonlocal tensor
+        tensor = torch.tensor(value)
+
+    def set_global(value):
+        globals()["RATE"] = value
+
+    def helper(x):
+        return x * cell
+
+    return {
+        "list": (lambda params, x, cfg: x * held[0], lambda value: held.__setitem__(0, value)),
+        "variable": (lambda params, x, cfg: x * cell, set_cell),
+        "dict": (lambda params, x, cfg: x * table["rate"][0], lambda value: table["rate"].__setitem__(0, value)),
+        "tensor": (lambda params, x, cfg: x * tensor, set_tensor),
+        "global": (lambda params, x, cfg: x * RATE, set_global),
+        "helper": (lambda params, x, cfg: helper(x), set_cell),
+        "global helper": (lambda params, x, cfg: x * _rate(), set_global),
+        "inner": (lambda params, x, cfg: (lambda y: y * cell)(x), set_cell),
+    }
+
+
+@pytest.mark.parametrize("way", list(_readers()))
+def test_a_value_from_outside_that_changes_is_seen(way):
+    fn, change = _readers()[way]
+    op = op_from_torch(fn, name="reads")
+    for value in (1.0, 2.0, 1.0, -3.0):
+        change(value)
+        y, residuals = op.fwd(None, torch.ones(2), TorchConfig())
+        assert y.tolist() == [value] * 2 and op.bwd(residuals, torch.ones(2), TorchConfig())[1].tolist() == [value] * 2
+    change(1.0)

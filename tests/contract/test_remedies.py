@@ -76,7 +76,7 @@ REMEDIES = {
         lambda: value_and_grad(chain)(params(), torch.ones(2, 64), CFG),
         r"got float32\[2, 64\]: end the chain with a loss, or call vjp with a dy",
     ),
-    "codes merged": (merged, r"merge before quantize_params, or funcops.low_precision.dense\(params\) first"),
+    "codes merged": (merged, r"merge before the weights are quantised, or funcops.low_precision.dense\(params\) first"),
     "a donated tree": (donated, r"must not be looked into, .*: take its parts first, and donate each"),
     "another op's config": (
         lambda: linear.init(LOW),

@@ -240,7 +240,10 @@ def test_bodies_that_must_give_what_they_take():
         "SkipConfig: the body must be one whose y is [..., 4], as its x, got [..., 6] of step 'up'"
     )
     assert message_of(ValueError, lambda: RepeatConfig(chain, body, 2)) == (
-        "RepeatConfig: x of step '*.norm' must be [..., 4], got [..., 6] of step '*.up'"
+        "RepeatConfig: the body '*' must be one whose y is [..., 4], as the next layer's x, got [..., 6] of step '*.up'"
+    )
+    assert message_of(ValueError, lambda: RepeatConfig(linear, LinearConfig(16, 8), 2)) == (
+        "RepeatConfig: the body '*' must be one whose y is [..., 16], as the next layer's x, got [..., 8] of step '*'"
     )
     RepeatConfig(chain, body, 1)
     fine = ChainConfig(steps=(Step("norm", rms_norm, RMSNormConfig(4)), Step("up", linear, LinearConfig(4, 4))))

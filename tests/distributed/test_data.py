@@ -227,6 +227,9 @@ def test_a_step_that_goes_wrong_on_one_rank_is_told_on_all():
 
 TWO = Mesh.abstract({"dp": 2, "tp": 2}, 1)
 BAD = {
+    "global_norm: over must be axes, or () (specs go into parts=dist.part_axes(tree, specs, mesh)), got a dict": lambda: (
+        global_norm({}, {"a": dist.Spec("tp", 0)})
+    ),
     "reduce_start: dparams.a must be a float tensor or None, got 3": lambda: reduce_start({"a": 3}, ALONE),
     "reduce_start: dparams.a must be float64 or float32 or bfloat16 or float16, got int64": lambda: reduce_start(
         {"a": torch.ones(2, dtype=torch.int64)}, ALONE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from good_rows import ANY, CHAIN, META_KEY, Row, chain_params, grads
 
-from funcops import linear, low_precision, random
+from funcops import Needs, linear, low_precision, random
 
 LOW = low_precision.with_recipe(CHAIN, low_precision.Fp8Delayed(history=2), only=("a",))
 OTHER_LEAVES = {
@@ -67,7 +67,7 @@ LOW_PRECISION = {
         }
     ),
     "low_precision.split_amaxes": Row(lambda: {"dparams": grads()}, accepts={"dparams": ANY}),
-    "low_precision.gradients_like": Row(lambda: {"work": chain_params(), "dtype": torch.float32}, accepts={"work": ANY}),
+    "low_precision.gradients_like": Row(lambda: {"work": chain_params(), "dtype": torch.float32, "needs": Needs.ALL}, accepts={"work": ANY}),
     "low_precision.with_keys": Row(
         lambda: {"work": chain_params(), "cfg": LOW, "key": random.key(0)},
         accepts={"work": ANY, "cfg": "any config: one without a stochastic recipe has no keys", **META_KEY},

@@ -298,7 +298,9 @@ def test_a_base_in_low_precision(recipe):
     assert_close(y, want, rtol=0.1, atol=0.1)
     for path, g in got.items():  # fp8 rounds by 6 % an element: the direction is what stays
         assert torch.cosine_similarity(g.flatten(), grads[path].flatten(), dim=0) > 0.9, path
-    with pytest.raises(TypeError, match=r"params\.blocks.0.* must be a float tensor, got QWeight.*: merge before quantize_params"):
+    with pytest.raises(
+        TypeError, match=r"params\.blocks.0.* must be a float tensor, got QWeight.*: merge before the weights are quantised"
+    ):
         merge(work, cfg)
 
 
@@ -451,7 +453,7 @@ BAD = [
     ),
     Error(
         call=lambda: save_adapter("no", *reversed(_made()), names={"a": "c", "b": "d"}),
-        match="save_adapter: names must be globs over the paths of adapters (a), got 'b'",
+        match="save_adapter: names must be globs over the paths of adapters (a; of a decoder: models.peft_names), got 'b'",
     ),
 ]
 

@@ -79,7 +79,11 @@ SPOILED = {
     "missing": (tensors_edited(lambda t: t.pop(Q)), CheckpointError, f"missing: {Q}"),
     "extra": (tensors_edited(lambda t: t.update(more=torch.ones(1))), CheckpointError, "extra: more"),
     "mis-shaped": (tensors_edited(lambda t: t.update({Q: torch.ones(2, 16)})), CheckpointError, r"mis-shaped: .* got \[2, 16\]"),
-    "mis-typed": (tensors_edited(lambda t: t.update({Q: t[Q].half()})), CheckpointError, "mis-typed: .* got float16"),
+    "mis-typed": (
+        tensors_edited(lambda t: t.update({Q: t[Q].half()})),
+        CheckpointError,
+        "dtype must be given, as .* has torch.float16",
+    ),
     "cut off": (cut("adapter_model.safetensors"), CheckpointError, "must be a safetensors file"),
     "config cut off": (cut("adapter_config.json"), CheckpointError, "adapter_config.json must be JSON"),
     "no config": (lambda folder: (folder / "adapter_config.json").unlink(), FileNotFoundError, "adapter_config.json"),

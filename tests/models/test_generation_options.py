@@ -186,6 +186,13 @@ WRONG = {
         lambda: sample(torch.zeros(1, 3), None, SamplingConfig(), torch.zeros(1, 2, dtype=torch.bool)),
     ),
     "SamplingConfig: min_p must be None, or from 0 to 1, got 1.5": (ValueError, lambda: SamplingConfig(min_p=1.5)),
+    **{
+        f"{name} must be None at temperature 0, which takes the likeliest token: set temperature=1.0, got {value}": (
+            ValueError,
+            lambda given={name: value}: SamplingConfig(**given),
+        )
+        for name, value in {"top_k": 4, "top_p": 0.9, "min_p": 0.1}.items()
+    },
     "SamplingConfig: repetition_penalty must be above 0, got 0.0": (ValueError, lambda: SamplingConfig(repetition_penalty=0.0)),
 }
 

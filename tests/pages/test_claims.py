@@ -89,7 +89,7 @@ def test_every_entry_is_used_and_its_tests_exist():
 
 
 def test_a_figure_without_a_source_is_seen():
-    """What counts as a figure, and what does not."""
+    """A version, a paper or a model is no figure."""
     assert FIGURE.findall("keeps 23.1 bytes, 0.72 of 8,192 tokens, 12 % less in 40 ms") == ["23.1", "0.72", "12", "40"]
     for text in ("torch 2.11 to 2.15", "until 0.4", "arXiv 2509.25149", "Llama 3.2 1B", "Python 3.10, 3.12 and 3.13"):
         assert not FIGURE.findall(NAMES.sub("", text)), text

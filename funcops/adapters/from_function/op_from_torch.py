@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from funcops.adapters.flatten import flatten, gradients, indexed_paths, unflatten
+from funcops.adapters.from_function.outside import read_outside, values_of
 from funcops.adapters.from_function.partition import Graphs, Like, cut, resolved
 from funcops.contract.accumulators import accumulate
 from funcops.contract.configs import OpConfig, require_config
@@ -72,8 +73,10 @@ def op_from_torch(
 ) -> Op:
     """Make an `Op` from `fn(params, x, cfg) -> y`, a function that torch's autograd can differentiate.
 
-    params, x and y are trees of tensors. The function is traced once for each set of shapes, strides and dtypes: Python control
-    flow that depends on values is not traced. A dy, or a residual that was moved, is copied if its strides differ from the traced
+    params, x and y are trees of tensors. The function is traced once for each set of shapes, strides and dtypes, and again when a
+    variable of its closure or a global that it reads is another object, or a list or dict of other values. It is not traced again
+    when an attribute of an object changes, and Python control flow that depends on the values of tensors is not traced: pass what
+    changes in params, x or the config. A dy, or a residual that was moved, is copied if its strides differ from the traced
     ones. `init(cfg, *, key, device, dtype)` makes params; without it the op has no params. Raises `TypeError` for a y that holds
     anything but tensors, `ValueError` for a function that cannot be traced without writes, whose shapes depend on values, or that
     captures a tensor that requires grad, and `RuntimeError` under autocast.
@@ -124,6 +127,7 @@ class _Function:
     def __init__(self, label: str, fn: Callable[..., Any], config: type, init: Callable[..., Any] | None) -> None:
         self.label, self.fn, self.config, self.init = label, fn, config, init
         self.memo: dict[Any, Traced] = {}
+        self.outside = list(read_outside(fn))
 
     def traced(self, params: Any, x: Any, cfg: Any, needs: Needs) -> tuple[Traced, list[Tensor]]:
         """The trace for these trees, and their leaves."""
@@ -135,6 +139,7 @@ class _Function:
         flat = [resolved(t) for t in leaves]
         # The reprs distinguish 1, 1.0 and True, and 0.0 and -0.0, which are equal but may give different traces.
         key: Any = (cfg, repr(cfg), needs, count, repr((params_shape, x_shape)), tuple(map(Like.of, flat)), *_defaults())
+        key = *key, values_of(self.outside)
         found = self.memo.get(key)
         if found is not None and found.graphs.placed:
             key = *key, tuple([t.storage_offset() for t in flat])
