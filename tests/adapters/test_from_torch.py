@@ -124,7 +124,7 @@ def test_a_policy_that_is_wrong(policy, error, text):
 def test_a_policy_that_finds_no_mlp(policy):
     model = nn.Sequential(nn.RMSNorm(4), nn.Linear(4, 4), nn.SiLU())
     before = state_of(model)
-    with pytest.raises(ValueError, match="from_torch: policy must be None for a model without a known MLP"):
+    with pytest.raises(ValueError, match="from_torch: policy must be left out for a model without a known MLP"):
         fnn.from_torch(model, policy=policy)
     assert_untouched(model, before)
     fnn.from_torch(tiny(), policy=policy)
@@ -277,7 +277,7 @@ def test_patterns_that_are_wrong(name):
             fnn.from_torch(model, **{name: pattern})
     with pytest.raises(ValueError, match="from_torch: only must be None or at least one pattern, got none"):
         fnn.from_torch(model, only=[])
-    with pytest.raises(ValueError, match="from_torch: policy must be None for a model without a known MLP"):
+    with pytest.raises(ValueError, match="from_torch: policy must be left out for a model without a known MLP"):
         fnn.from_torch(model, only="lm_head", policy="minimal")
     assert_untouched(model, before)
 

@@ -1,5 +1,6 @@
 """A swapped model never keeps more than torch's, whatever surrounds an activation."""
 
+import copy
 import itertools
 
 import pytest
@@ -86,6 +87,11 @@ def test_kept_bytes_are_torchs_own_sums():
     assert fnn.kept_bytes(nn.Linear(C, C), x) == 0
     with torch.no_grad():
         assert fnn.kept_bytes(nn.ReLU(), x) == 0
+    model = nn.Sequential(nn.BatchNorm1d(C), nn.Dropout(0.5))
+    before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    assert fnn.kept_bytes(model, x) > 0
+    assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
+    assert torch.equal(random, torch.get_rng_state())
     with pytest.raises(TypeError, match=r"kept_bytes: module must be a torch.nn.Module, got function"):
         fnn.kept_bytes(lambda x: x, x)
 

@@ -67,7 +67,9 @@ LOW_PRECISION = {
         }
     ),
     "low_precision.split_amaxes": Row(lambda: {"dparams": grads()}, accepts={"dparams": ANY}),
-    "low_precision.gradients_like": Row(lambda: {"work": chain_params(), "dtype": torch.float32, "needs": Needs.ALL}, accepts={"work": ANY}),
+    "low_precision.gradients_like": Row(
+        lambda: {"work": chain_params(), "dtype": torch.float32, "needs": Needs.ALL}, accepts={"work": ANY}
+    ),
     "low_precision.with_keys": Row(
         lambda: {"work": chain_params(), "cfg": LOW, "key": random.key(0)},
         accepts={"work": ANY, "cfg": "any config: one without a stochastic recipe has no keys", **META_KEY},

@@ -139,7 +139,7 @@ def _swap(model: nn.Module, policy: Any, recipe: Any, wanted: Any, done: Replace
         vars(module)["_swap"] = Swap(before, _made_of(to), tuple(sorted(vars(module).keys() - attributes)))
         done.replaced.append(Change(path, before.__name__, _name(to) + _how(module, found, recipe)))
     if not acted:
-        fail("from_torch", "policy", "None for a model without a known MLP (it only applies to MLPs)", describe(policy))
+        fail("from_torch", "policy", "left out for a model without a known MLP (it only applies to MLPs)", describe(policy))
     require(lowered, "from_torch", "recipe", "None for a model without a known linear layer", describe(recipe))
     _swap_losses(model, wanted, done, undo)
     for module in model.modules():

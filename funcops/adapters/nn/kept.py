@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.random import fork_rng
 
 from funcops.errors import describe, fail
 from funcops.trees import tensors
@@ -15,8 +17,9 @@ def kept_bytes(module: nn.Module, *args: Any, **kwargs: Any) -> int:
     """The bytes that autograd keeps after `module(*args, **kwargs)`, for any module: compare a model before and after `from_torch`.
 
     Each storage counts once. Parameters, buffers and the tensors among the arguments exist anyway and do not count; an output that
-    the backward reads does. The call runs once, in the module's mode; no gradient is computed. Raises `TypeError` for a value
-    that is not a module, and what the call raises.
+    the backward reads does. The call runs once, in the module's mode; no gradient is computed, and the values of buffers (running
+    means, say) and of torch's random generators are put back. Raises `TypeError` for a value that is not a module, and what the
+    call raises.
 
     >>> import torch
     >>> from funcops import nn
@@ -39,9 +42,13 @@ def kept_bytes(module: nn.Module, *args: Any, **kwargs: Any) -> int:
             kept[_storage(t)] = t.untyped_storage().nbytes()
         return t
 
-    with saved_tensors_hooks(pack, lambda t: t):
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    with fork_rng({t.device.index for t in own if t.is_cuda}), saved_tensors_hooks(pack, lambda t: t):
         y = module(*args, **kwargs)
     del y
+    with torch.no_grad():
+        for buffer, value in buffers:
+            buffer.copy_(value)
     return sum(kept.values())
 
 

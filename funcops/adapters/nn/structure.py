@@ -2,7 +2,8 @@
 
 A module with the parts of one is compared with each formula that it may have: its forward runs on a copy with small drawn weights,
 in float64, in train and eval mode, in other dtypes, and on the meta device, where reading a value raises. Outputs and gradients
-must be equal, for NaN too, no attribute may change, and no number but eps may count, as it might change later. Only then
+must be equal, for NaN too, no attribute may change, and no number but eps may count, as it might change later. Its Python code
+must have no branch, nor read what may change (`straight.py`); attributes that it reads are compared in each call. Only then
 `from_torch` runs the module by the op of that formula.
 """
 
@@ -20,13 +21,16 @@ import torch
 from torch import Tensor, nn
 
 from funcops.adapters.nn import hugging_face as hf
+from funcops.adapters.nn.module import OpModule
 from funcops.adapters.nn.parts import ACTS, DROPOUT, LINEAR, kind_of
+from funcops.adapters.nn.straight import attributes_read
 from funcops.adapters.nn.unchanged import HOOKS, watched
 from funcops.ops.activation import KINDS
 
 Formula = Callable[..., Tensor]  # (x, *weights) -> y
 FLOATS = torch.float32, torch.bfloat16, torch.float16
-WIDTH, HIDDEN = 4, 6  # of the copies of MLPs
+WIDTH, HIDDEN = 5, 7  # of the copies of MLPs, seldom written as numbers in a forward
+LONG = (1100,)  # a length that most branches and slices of lengths would notice
 CLOSE = 1e-5  # a norm may compute in float32
 OF_MODULES = frozenset(vars(nn.Module()))
 SHARED = list, dict, set, Tensor  # which a copy would share, and its forward might change
@@ -46,6 +50,56 @@ class Candidate(NamedTuple):
     formula: Formula
     shapes: tuple[tuple[int, ...], ...]  # of x
     drops: str = ""  # the attribute that is the probability of a dropout of its output
+
+
+class ActOfFunction(hf.ChainModule):
+    """A chain whose activation is a function in the forward, of this kind, if it is given. `acts` and `act_name` then are those of
+    a linear layer, which is checked anyway."""
+
+    kind = ""
+
+    def _found(self) -> list[Any] | None:
+        found = super()._found()
+        kind = type(self).kind  # the module itself may have an attribute of this name
+        return [kind, *found[1:]] if found and kind else found
+
+
+class Guarded(OpModule):
+    """A module whose forward reads these attributes: if one has another value than at the swap, the forward of its class runs."""
+
+    guarded: tuple[tuple[str, Any], ...] = ()
+
+    def other_way(self) -> Callable[[Any], Any] | None:
+        for name, value in type(self).guarded:
+            now = getattr(self, name, None)
+            if type(now) is not type(value) or now != value:
+                return self.plain
+        return None
+
+    def forward(self, x: Any) -> Any:
+        way = self.other_way()
+        return super().forward(x) if way is None else way(x)
+
+
+class GuardedRMSNorm(Guarded, hf.RMSNorm): ...
+
+
+class GuardedLayerNorm(Guarded, hf.LayerNorm): ...
+
+
+class GuardedActivation(Guarded, hf.ActivationOf): ...
+
+
+class GuardedGatedMLP(Guarded, ActOfFunction, hf.GatedMLP): ...
+
+
+class GuardedFusedMLP(Guarded, ActOfFunction, hf.FusedMLP): ...
+
+
+class GuardedPlainMLP(Guarded, ActOfFunction, hf.PlainMLP): ...
+
+
+GUARDED = {cls.__bases__[-1]: cls for cls in Guarded.__subclasses__()}
 
 
 def recognised(module: nn.Module, seen: dict[Any, Any]) -> Found | str | None:
@@ -93,9 +147,21 @@ def _proved(module: nn.Module) -> Found | str | None:
             except Exception as error:  # whatever the forward of an unknown class raises
                 reason = f"its forward raises {type(error).__name__}"
             if reason is None:
-                return _with_dtypes(one) if issubclass(one.found.base, hf.RMSNorm) else one.found
+                found = _guarded(one)
+                known = isinstance(found, Found) and issubclass(one.found.base, hf.RMSNorm)
+                return _with_dtypes(one._replace(found=found)) if known else found  # type: ignore[arg-type]
             said = said if one.drops else said or reason  # a dropout is only a guess
     return f"not known: {said}" if said and (module._parameters or module._modules) else None
+
+
+def _guarded(one: Candidate) -> Found | str:
+    """The module's class with the attributes that calls compare; the reason why it may do something else later."""
+    base, names = one.found
+    read = attributes_read(one.copied, _drawn(*one.shapes[0]), {*names.get("values", ()), one.drops})
+    if isinstance(read, str):
+        return f"not known: {read}"
+    guarded = {"guarded": tuple(read.items())} if read else {}
+    return Found(GUARDED[base] if read or "kind" in names and issubclass(base, hf.ChainModule) else base, names | guarded)
 
 
 def _candidates(module: nn.Module) -> Iterator[Candidate]:
@@ -173,52 +239,67 @@ def _with_dtypes(one: Candidate) -> Found | str:
 
 def _activations(module: nn.Module) -> Iterator[Candidate]:
     for kind in KINDS:
-        act = getattr(torch.nn.functional, {"gelu_tanh": "gelu", "squared_relu": "relu", "quick_gelu": "silu"}.get(kind, kind))
+        shapes = (2, 3, 64), (7,), (2, 1, *LONG, 3)
+        yield Candidate(Found(hf.ActivationOf, {"kind": kind}), _bare(module), [], functools.partial(_act, kind), shapes)
 
-        def formula(x: Tensor, kind: str = kind, act: Any = act) -> Tensor:
-            if kind == "quick_gelu":
-                return x * torch.sigmoid(1.702 * x)
-            y = act(x, approximate="tanh") if kind == "gelu_tanh" else act(x)
-            return y.square() if kind == "squared_relu" else y  # type: ignore[no-any-return]
 
-        yield Candidate(Found(hf.ActivationOf, {"kind": kind}), _bare(module), [], formula, ((2, 3, 64), (7,)))
+def _act(kind: str, x: Tensor) -> Tensor:
+    if kind == "quick_gelu":
+        return x * torch.sigmoid(1.702 * x)
+    act = getattr(torch.nn.functional, {"gelu_tanh": "gelu", "squared_relu": "relu"}.get(kind, kind))
+    y = act(x, approximate="tanh") if kind == "gelu_tanh" else act(x)
+    return y.square() if kind == "squared_relu" else y  # type: ignore[no-any-return]
 
 
 # MLPs
 
 
 def _mlps(module: nn.Module) -> Iterator[Candidate]:
-    """Two or three linear layers and an activation, with at most one Dropout, before the last layer or after it."""
+    """Two or three linear layers and an activation, which may be a function, with at most one Dropout, before the last layer or
+    after it."""
     kinds = {name: kind_of(child) for name, child in module._modules.items() if child is not None}
     linears = [name for name, kind in kinds.items() if kind is LINEAR]
     acts, drops = ([name for name, kind in kinds.items() if kind in of] for of in (ACTS, (DROPOUT,)))
-    if len(acts) != 1 or len(drops) > 1 or len(linears) not in (2, 3) or len(kinds) != len(linears) + 1 + len(drops):
+    if len(acts) > 1 or len(drops) > 1 or len(linears) not in (2, 3) or len(kinds) != len(linears) + len(acts) + len(drops):
         return
     bases: list[Any] = [hf.GatedMLP] if len(linears) == 3 else [hf.PlainMLP, hf.FusedMLP]
-    for base, names in itertools.product(bases, itertools.permutations(linears)):
+    for act, base, names in itertools.product([*acts, *sorted(ACTS)], bases, itertools.permutations(linears)):
         for place in ("last_name", "drop_name")[: 1 if base is hf.FusedMLP else 2] if drops else ("",):
             for p in (*([] if drops else _floats(module)), ""):
-                yield _mlp(module, base, names, acts[0], place, drops, p)
+                yield _mlp(module, base, names, act, place, drops, p)
 
 
 def _mlp(module: nn.Module, base: Any, names: Any, act: str, place: str, drops: list[str], p: str) -> Candidate:
+    """The candidate with an activation that is the module of this name, or a function of this kind."""
     *ups, down = names
     wide = 2 * HIDDEN if base is hf.FusedMLP else HIDDEN
     given: Any = {name: _linear(module._modules[name], WIDTH, wide) for name in ups}
-    given |= {down: _linear(module._modules[down], HIDDEN, WIDTH), act: _bare(module._modules[act])}
-    given |= {name: _Tripled() for name in drops}
+    given[down] = _linear(module._modules[down], HIDDEN, WIDTH)
     weights = [t for name in names for t in given[name]._parameters.values() if t is not None]
+    given |= {name: _Tripled() for name in drops}
+    given |= {name: _StandIn() for name, child in module._modules.items() if name not in given and child is not None}
+    acts = given[act] if act in given else functools.partial(_act, act)
 
     def formula(x: Tensor, *_: Tensor) -> Tensor:
         z = [given[name](x) for name in ups]
         halves = z[0].chunk(2, -1) if base is hf.FusedMLP else z
-        y = given[act](halves[0])
+        y = acts(halves[0])
         y = y * halves[1] if len(halves) == 2 else y
         y = given[down](3.0 * y if place == "drop_name" else y)
         return 3.0 * y if place == "last_name" else y  # type: ignore[no-any-return]
 
     made = {"layers": tuple(names), "act_name": act, "last_p": p, **({place: drops[0]} if place else {})}
-    return Candidate(Found(base, made), _bare(module, modules=given), weights, formula, ((2, 3, WIDTH), (5, WIDTH)), p)
+    if act not in given:
+        made |= {"kind": act, "act_name": down, "acts": (LINEAR,)}
+    shapes = (2, 3, WIDTH), (5, WIDTH), (2, 1, *LONG, WIDTH)
+    return Candidate(Found(base, made), _bare(module, modules=given), weights, formula, shapes, p)
+
+
+class _StandIn(nn.Module):
+    """Stands for an activation that is a module: no function does the same, so a forward that equals its formula calls it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2.7 * torch.nn.functional.softplus(x) - 0.3 * x
 
 
 class _Tripled(nn.Module):
@@ -290,7 +371,10 @@ def _differs(one: Candidate) -> str | None:
     reason = _reads(one) or _differs_apart(one)
     if reason is not None:
         return reason
-    type(made).forward(_moved(made, device="meta"), torch.empty(x0, device="meta", dtype=torch.float64))
+    for shape in (x0, (70001, 70003, x0[-1])):  # there are no data, so it may be large, for slices of few
+        x = torch.empty(shape, device="meta", dtype=torch.float64)
+        if type(made).forward(_moved(made, device="meta"), x).shape != x.shape:
+            return "its output has another shape"
     return None
 
 
@@ -327,17 +411,19 @@ def _differs_apart(one: Candidate) -> str | None:
 
 
 def _is_dropped(one: Candidate) -> bool:
-    """Whether the output is dropped with the probability of the attribute, in training alone."""
+    """Whether torch's dropout drops elements of the output with the probability of the attribute, in training alone. The same
+    random state must give the same mask."""
     made, x = one.copied, _drawn(50, *one.shapes[0][1:])
-    want = one.formula(x, *one.weights)
+    want, state = one.formula(x, *one.weights), torch.get_rng_state()
     vars(made)[one.drops] = 0.75
-    outputs = []
     for training in (False, True):
         vars(made)["training"] = training
-        outputs.append(type(made).forward(made, x))
-    zero = outputs[1] == 0
-    right = torch.equal(outputs[0], want) and 0.6 < float(zero.double().mean()) < 0.9
-    return right and torch.allclose(outputs[1], torch.where(zero, 0.0, 4.0 * want))
+        y = type(made).forward(made, x)
+        torch.set_rng_state(state)
+        if not torch.allclose(y, torch.nn.functional.dropout(want, 0.75, training)):
+            return False
+        torch.set_rng_state(state)
+    return True
 
 
 def _give(made: nn.Module, before: Any, after: Any) -> None:
