@@ -16,7 +16,7 @@ import torch
 from typing_extensions import assert_type
 from funcops import LinearConfig, LinearParams, LinearResiduals, Needs, donate, random
 from funcops import linear, linear_bwd, linear_dgrad, linear_fwd, linear_init, linear_wgrad
-from funcops import ChainConfig, Step, chain, differentiable, value_and_grad, vjp
+from funcops import ChainConfig, Step, chain, differentiable, nn, value_and_grad, vjp
 
 cfg = LinearConfig(4, 3, bias=False)
 params = linear_init(cfg, key=random.key(0))
@@ -45,11 +45,14 @@ assert_type(vjp(linear, params, y, cfg)[1](y), tuple[LinearParams, torch.Tensor]
 assert_type(differentiable(linear)(params, y, cfg), torch.Tensor)
 blocks = ChainConfig(steps=(Step("up", linear, cfg),))
 value_and_grad(chain, losses=("aux",))(chain.init(blocks), y, blocks)
+assert_type(nn.Linear(4, 3)(y), torch.Tensor)
+assert_type(nn.RMSNorm(4)(input=y), torch.Tensor)
+assert_type(nn.CrossEntropyLoss()(y, target=y), torch.Tensor)
 """  # what overloads and the functions of an op are for
 WRONG = """
 import torch
 from funcops import LinearConfig, LinearParams, RMSNormConfig, linear, linear_fwd, rms_norm, softcap
-from funcops import ChainConfig, RepeatConfig, Step, chain, differentiable, repeat, value_and_grad, vjp
+from funcops import ChainConfig, RepeatConfig, Step, chain, differentiable, nn, repeat, value_and_grad, vjp
 cfg, params, x = LinearConfig(4, 3), LinearParams(torch.ones(3, 4), None), torch.ones(2, 4)
 steps, layers = ChainConfig(steps=(Step("up", linear, cfg),)), RepeatConfig(linear, cfg, 2)
 tree = chain.init(steps)
@@ -67,6 +70,11 @@ chain.fwd(x, tree, steps)
 chain.fwd(tree, x, layers)
 repeat.fwd(tree, x, steps)
 value_and_grad(chain)(x, tree, steps)
+nn.Linear(4, 3)()
+nn.Linear(4, 3)(None)
+nn.Linear(4, 3)(x, x)
+nn.Sequential(nn.Linear(4, 3))()
+nn.CrossEntropyLoss()(x)
 """  # each call after the seventh line must be an error for an editor
 ROOT = Path(__file__).resolve().parents[1]
 OF_ANY_FORM = {  # whose results have the form of what they are given, and why

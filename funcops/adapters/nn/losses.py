@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,17 @@ from funcops.ops.linear_cross_entropy import LinearCrossEntropyConfig, LinearCro
 
 ALONE = "None, because the op has no class weights (torch's own forward has)"
 
+if TYPE_CHECKING:
 
-class CrossEntropyLoss(OpModule, nn.CrossEntropyLoss):
+    class _Loss(OpModule):
+        """A loss for an editor, which marks a call without a target."""
+
+        def __call__(self, input: Tensor, target: Tensor) -> Tensor: ...
+else:
+    _Loss = OpModule
+
+
+class CrossEntropyLoss(_Loss, nn.CrossEntropyLoss):
     """`torch.nn.CrossEntropyLoss` of class indices, without class weights, by `funcops.cross_entropy`: logits [N, V] or [V], or [N,
     V, *] as in torch. With class weights, or targets that are probabilities, torch's own forward runs. The loss of 16-bit logits is
     float32. Raises `ValueError` for a reduction or a label_smoothing that torch would refuse in the first call.
@@ -55,7 +64,7 @@ _torchs: Any = getattr(nn, "LinearCrossEntropyLoss", nn.Module)  # torch has it 
 _chunking: Any = getattr(nn, "LinearCrossEntropyOptions", type(None))
 
 
-class LinearCrossEntropyLoss(OpModule, _torchs):
+class LinearCrossEntropyLoss(_Loss, _torchs):
     """A projection and the cross entropy of its logits, which never exist as a whole, by `funcops.linear_cross_entropy`. It has the
     arguments and state_dict keys of `torch.nn.LinearCrossEntropyLoss` in torch 2.13.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -108,6 +108,9 @@ class Sequential(Prepared, nn.Sequential):
     """
 
     op = chain
+    if TYPE_CHECKING:
+
+        def __call__(self, input: Any) -> Any: ...
 
     def forward(self, input: Any) -> Any:
         x = input
