@@ -19,6 +19,7 @@ import importlib.util
 import inspect
 import threading
 import typing
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -27,9 +28,10 @@ from torch import Tensor
 
 from funcops.backend import select
 from funcops.backend.source import compile_source
-from funcops.errors import require
+from funcops.errors import fail, require
 
 Implementation = Callable[..., Any]
+KERNELS: weakref.WeakSet[Any] = weakref.WeakSet()  # all that are declared
 operators = torch.library.Library("funcops", "FRAGMENT")
 _defining = threading.Lock()  # an operator is defined once, by whichever thread needs it first
 
@@ -59,6 +61,7 @@ class Kernel:
         self.unsought = body.__module__.startswith("funcops.")
         self.fake_impl: Implementation = body
         self.formula: Implementation | None = None
+        self.scope: dict[str, Any] = {}  # the globals of its calls
         self._operator: Implementation | None = None
         self._torch_operator: Implementation | None = None
 
@@ -184,17 +187,27 @@ def _on_device(device: torch.device, implementation: Implementation, *args: Any)
 
 
 def kernel(
-    *, mutates: tuple[str, ...] = (), library: bool = False, product: bool = False, opaque: bool = False
+    body: Any = None, /, *, mutates: tuple[str, ...] = (), library: bool = False, product: bool = False, opaque: bool = False
 ) -> Callable[[Implementation], Any]:
     """Declare a kernel. `mutates` names the arguments that it writes to. `library`: torch's own kernels are the implementation on
     every device. `product`: it is a bare matrix product, which `gemm` may leave to cuBLAS. `opaque`: the body reads values on the
     host, so a tracer sees one operator with the results of `.fake`, which must be given. The result is called positionally, and
     has the decorators `.triton`, `.fake` and `.plain`.
 
-    float64 always runs on the torch implementation, as the reference for the other dtypes.
+    float64 always runs on the torch implementation, as the reference for the other dtypes. Raises `TypeError` for a decorator that
+    is not called, and an argument or result without an annotation; `ValueError` for `mutates` of no argument.
     """
+    if body is not None:
+        fail(f"kernel {getattr(body, '__name__', body)!r}", "the decorator", "called, @kernel()", "@kernel", TypeError)
 
     def decorate(body: Implementation) -> Any:
+        names, where = list(inspect.signature(body).parameters), f"kernel {body.__name__!r}"
+        for name in (*names, "return"):
+            if name not in body.__annotations__:
+                wanted = "annotated: Tensor, Optional[Tensor], a number or a string, and the result Tensor or a tuple of them"
+                fail(where, name, wanted, "no annotation", TypeError)
+        for name in mutates:
+            require(name in names, where, "mutates", f"names of its arguments, {', '.join(names)}", repr(name))
         declared = Kernel(body, mutates, library, product, opaque)
 
         call: Any = functools.wraps(body)(_write_call(body, declared))
@@ -234,7 +247,8 @@ def _write_call(body: Implementation, declared: Kernel) -> Any:
     names = list(parameters)
     defaults = [name if p.default is p.empty else f"{name}={p.default!r}" for name, p in parameters.items()]
     first = names[0] + ("[0]" if str(body.__annotations__[names[0]]).startswith("list") else "")
-    scope: dict[str, Any] = {"body": body, "select": select, "choose": declared.choose, "watched": watched}
+    scope = declared.scope = {"body": body, "select": select, "choose": declared.choose, "watched": watched}
+    KERNELS.add(declared)
     seen = " and not watched()" if declared.opaque else ""
     text = _CALL.format(parameters=", ".join(defaults), names=", ".join(names), first=first, seen=seen)
     return compile_source(f"call of {body.__name__}", text, scope)["call"]

@@ -20,6 +20,7 @@ compiles nothing.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
@@ -38,7 +39,11 @@ def launch(gx, gy, gz, {parameters}, num_warps=4, num_stages=3):
     if gy > MOST or gz > MOST:
         too_many(gx, gy, gz)
     device = current_device()
-    key = ({key}, num_warps, num_stages, device)
+    try:
+        key = ({key}, num_warps, num_stages, device)
+    except (AttributeError, RuntimeError, TypeError):
+        check_names(({parameters},))
+        raise
     hit = cache.get(key)
     if (
         hit is None
@@ -126,8 +131,8 @@ def launcher(kernel: Any) -> Callable[..., None]:
         cache[key] = (_nothing, None, None) if _planning else (compiled.run, compiled.function, compiled.packed_metadata)
 
     key = ", ".join([key_of(parameter, torch.version.hip is not None) for parameter in kernel.params])
-    too_many = functools.partial(_too_many, kernel)
-    scope: dict[str, Any] = {"cache": cache, "miss": miss, "hooks": knobs.runtime, "MOST": MOST, "too_many": too_many}
+    scope: dict[str, Any] = {"cache": cache, "miss": miss, "hooks": knobs.runtime, "MOST": MOST}
+    scope |= {"too_many": functools.partial(_too_many, kernel), "check_names": functools.partial(_check_names, kernel)}
     _scopes.append(scope)
     _bind(scope)
     text = _SOURCE.format(parameters=", ".join(names), key=key)
@@ -170,6 +175,14 @@ def _too_many(kernel: Any, *grid: int) -> None:
     fail(f"kernel {kernel.fn.__name__.lstrip('_')}", "grid", wanted, grid)
 
 
+def _check_names(kernel: Any, arguments: tuple[Any, ...]) -> None:
+    """Raise `TypeError` for a tensor whose parameter has not the name of a pointer: no key for an integer can be made of it."""
+    for name, argument in zip(inspect.signature(kernel.fn).parameters, arguments, strict=False):
+        if isinstance(argument, torch.Tensor) and not name.endswith("_ptr"):
+            where = f"kernel {kernel.__name__.lstrip('_')}"
+            fail(where, f"argument {name!r}", "named with _ptr at its end, as a tensor is passed", "a tensor", TypeError)
+
+
 def _nothing(*_: Any) -> None:
     """Run in place of a kernel by a planned launch."""
 
@@ -192,10 +205,14 @@ def key_of(parameter: Any, hip: bool) -> str:
 
 def _interpreted(kernel: Any) -> Callable[..., None]:
     mend()
+    unchecked = [kernel]  # until a launch has passed
 
     def launch(gx: int, gy: int, gz: int, *arguments: Any, num_warps: int = 4, num_stages: int = 3) -> None:
         if gy > MOST or gz > MOST:
             _too_many(kernel, gx, gy, gz)
+        if unchecked:
+            _check_names(kernel, arguments)
+            unchecked.clear()
         kernel[(gx, gy, gz)](*arguments, num_warps=num_warps, num_stages=num_stages)  # so that patched launches are seen
 
     return launch

@@ -48,7 +48,11 @@ def config(cls: type[T]) -> type[T]:
         try:
             return self._hash
         except AttributeError:
-            object.__setattr__(self, "_hash", compute(self))
+            try:
+                object.__setattr__(self, "_hash", compute(self))
+            except TypeError:
+                _name_unhashable(self)
+                raise
             return self._hash
 
     made.__hash__ = __hash__
@@ -60,6 +64,18 @@ def config(cls: type[T]) -> type[T]:
     checked += names
     made.__reduce__ = lambda self: (_unpickled, (type(self), {name: getattr(self, name) for name in names}))
     return made
+
+
+def _name_unhashable(cfg: Any) -> None:
+    """Raise `TypeError` for the first field of a config that has no hash, by name; for a config inside, by that one's."""
+    for name, value in fields_of(cfg).items():
+        try:
+            hash(value)
+        except TypeError as error:
+            if "must be hashable" in str(error):
+                raise
+            wanted = "hashable (a tuple in place of a list, a tuple of pairs in place of a dict)"
+            fail(type(cfg).__name__, name, wanted, repr(value), TypeError)
 
 
 def _with_suggestion(init: Any) -> Any:

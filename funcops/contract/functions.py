@@ -51,13 +51,13 @@ when_switched(lambda on: globals().update(any_autocast=asked if on else torch._C
 
 
 def forward(
-    config: type, params_class: type = NoneType
+    config: type, params_class: type = NoneType, name: str = ""
 ) -> Callable[[Written[P_in, X_in, C_in, Y_out, R_out]], Forward[P_in, X_in, C_in, Y_out, R_out]]:
     """Decorator of a `fwd`: checks the types of cfg, params and needs, then runs it. The new function raises `TypeError` if one has
     another type, `ValueError` if `needs` names a path that does not exist, `RuntimeError` under autocast."""
 
     def decorate(fn: Any) -> Any:
-        where = fn.__name__
+        where = name or fn.__name__
 
         @functools.wraps(fn)
         def fwd(params: Any, x: Any, cfg: Any, *, needs: Needs = ALL) -> Any:
@@ -136,14 +136,14 @@ def dgrad_of(node_class: Any) -> Callable[[WrittenDgrad[R_in, D_in, C_in, Y_out]
     return decorate
 
 
-def recompute_of(node_class: Any) -> Callable[[F], F]:
+def recompute_of(node_class: Any, name: str = "") -> Callable[[F], F]:
     """Decorator of a `recompute`: checks the class, config and staleness of the residuals, which it does not change. The new
     function raises `StaleResidualError` after a write to what they alias, `TypeError` or `ValueError` for another op's or
     config's."""
     first, others = classes_of(node_class)
 
     def decorate(fn: Any) -> Any:
-        where = fn.__name__
+        where = name or fn.__name__
 
         @functools.wraps(fn)
         def recompute(residuals: Any, cfg: Any) -> Any:

@@ -72,6 +72,7 @@ from funcops.contract.signatures import (
     Y_out,
 )
 from funcops.errors import fail
+from funcops.trees import FIELDS
 
 
 class Prefetch(NamedTuple):
@@ -223,20 +224,22 @@ def make_op(
 ) -> TypedOp[P, X, C, Y, R]:
     """Build an `Op`, deriving `bwd`, for an op without params `init` and `wgrad`, and `products` if none can be joined. The
     functions carry the decorators `forward`, `dgrad_of`, `wgrad_of`, `recompute_of` and `bwd_of`, which name the classes of its
-    trees; a given `bwd` must equal `dgrad` then `wgrad` bit for bit (the Split law checks it). `keyed`: whether the last part of x
+    trees; a plain `recompute` gets the checks of its decorator here, and without `bwd` so does a plain `fwd`. A given `bwd` must
+    equal `dgrad` then `wgrad` bit for bit (the Split law checks it). `keyed`: whether the last part of x
     is a random key, or a function of the config that says so. `recomputable`: `"elementwise"` or `"norm"` if y costs little more
     than reading x, together with `recompute(residuals, cfg)`, which recomputes it; `""` for any other op. The other arguments are
     fields of `Op`.
 
-    Raises `ValueError` for another `recomputable`, for one of these two without the other, and for a `wgrad` without `init`."""
+    Raises `ValueError` for another `recomputable`, for one of these two without the other, for a `wgrad` without `init`, and for a
+    path in a declaration that leads to no leaf; `TypeError` for a function without the decorator that it needs."""
     if recomputable not in ("", "elementwise", "norm"):
         fail(f"make_op {name!r}", "recomputable", '"elementwise", "norm" or ""', repr(recomputable))
     if bool(recomputable) != (recompute is not None):
         fail(f"make_op {name!r}", "recomputable", "given together with recompute(residuals, cfg)", repr(recomputable))
     if wgrad is not None and init is None:
         fail(f"make_op {name!r}", "init", "given together with wgrad: a combinator asks it which params there are", None)
-    _check_decorated(name, fwd, dgrad, wgrad, bwd)
-    name = exact(name)
+    _check_decorated(name, fwd, dgrad, wgrad, bwd, recompute)
+    name, written = exact(name), bwd
     config, init = with_hooks(config), init or no_init(name, config)
     if wgrad is None:
         dgrad.alone = True  # it computes only dx: if that is not needed, nothing
@@ -245,26 +248,42 @@ def make_op(
     bwd = bwd or derived_bwd(name, dgrad, wgrad)
     products = _products(wgrad, products)
     trees = params, getattr(dgrad, "opens", None), pending
+    _check_paths(name, *trees)
+    if written is None and raw_of(fwd) is None:
+        fwd = forward(config, params, f"{name}_fwd")(fwd)  # type: ignore[arg-type]
+    if recompute is not None and raw_of(recompute) is None:  # unchecked, it would read what was written to since the forward
+        recompute = recompute_of(trees[1], f"{name}_recompute")(recompute)
     how = recompute, lower, view, products, prefetch, layer
     made: Any = Op(name, config, init, fwd, bwd, dgrad, wgrad, keyed, recomputable, *trees, *how)  # type: ignore[arg-type]
     return made  # type: ignore[no-any-return]
 
 
-def _check_decorated(name: str, fwd: Any, dgrad: Any, wgrad: Any, bwd: Any) -> None:
+def _check_decorated(name: str, fwd: Any, dgrad: Any, wgrad: Any, bwd: Any, recompute: Any) -> None:
     """Raise `TypeError` for a function without the decorator that a derived one needs, and for params without a wgrad."""
+    where, instead = f"make_op {name!r}", ", or given together with bwd"
     for given, decorator in () if bwd is not None else ((dgrad, "dgrad_of(Residuals)"), (wgrad, "wgrad_of(Pending, Params)")):
         if given is not None and not hasattr(given, "opens"):
-            where = decorator.partition("_")[0]
-            fail(
-                f"make_op {name!r}",
-                where,
-                f"decorated with @{decorator}, or given together with bwd",
-                "a plain function",
-                TypeError,
-            )
+            fail(where, decorator.partition("_")[0], f"decorated with @{decorator}{instead}", "a plain function", TypeError)
+    if recompute is not None and raw_of(recompute) is None and not hasattr(dgrad, "opens"):
+        fail(where, "recompute", "decorated with @recompute_of(Residuals)", "a plain function", TypeError)
     takes = getattr(fwd, "takes", None)
     if wgrad is None and isinstance(takes, type) and takes is not NoneType:
-        fail(f"make_op {name!r}", "wgrad", f"given, as fwd takes params ({takes.__name__})", "None", TypeError)
+        fail(where, "wgrad", f"given, as fwd takes params ({takes.__name__})", "None", TypeError)
+
+
+def _check_paths(name: str, params: Any, keeps: Any, pending: Any) -> None:
+    """Raise `ValueError` for a declared field with a path that leads to no leaf of the params, or to no field of the residuals."""
+    nodes = [node for node in ((classes_of(keeps)[0], *classes_of(keeps)[1]) if keeps else ()) if hasattr(node, "fields")]
+    leaves = {"params": FIELDS[params][0]} if params in FIELDS else {}
+    leaves |= {"residuals": tuple(dict.fromkeys(each for node in nodes for each in node.fields))} if nodes else {}
+    said = {"params": f"a leaf of {getattr(params, '__name__', '')}", "residuals": "a field of the residuals"}
+    for node in (*nodes, *([pending] if hasattr(pending, "fields") else ())):
+        for field, declared in node.fields.items():
+            for argument, path in (("alias", declared.alias or ""), *(("of", each) for each in declared.of)):
+                side, _, rest = path.partition(".")
+                if rest and side in leaves and rest.partition(".")[0] not in leaves[side]:
+                    where, known = f"make_op {name!r}, {node.__name__}.{field}", " or ".join(leaves[side])
+                    fail(where, argument, f"{said[side]}, {known}", repr(path))
 
 
 def _products(wgrad: Any, written: Any) -> Any:

@@ -287,6 +287,9 @@ def _node_class(cls: Any, statics: tuple[str, ...]) -> Any:
     names = [f.name for f in dataclasses.fields(made) if f.init and f.name not in ("cfg", "needs")]
     made.names = tuple(names)
     made.guarded = tuple(n for n, f in made.fields.items() if f.alias or f.tree)
+    odd = [n for n, f in made.fields.items() if made.kind == "pending" and f.needed_by is not WGRAD]
+    if odd:
+        fail(f"{cls.__name__}.{odd[0]}", "needed_by", "WGRAD, as only wgrad reads a pending", made.fields[odd[0]].needed_by)
     for name, method in _write_methods(made).items():
         setattr(made, name, method)
     made.marks_source = "".join([mark_source(f"n.{n}", made.fields[n].tree, "t") + ", " for n in made.guarded])
@@ -372,6 +375,7 @@ def _write_methods(cls: Any) -> dict[str, Any]:
     scope: dict[str, Any] = dict(is_compiling=torch.compiler.is_dynamo_compiling, ALL=Needs.ALL, new=object.__new__, cls=cls)
     scope.update(unwanted=_unwanted, dropped={}, versions=versions, marks_of=marks_of, IDLE=IDLE, still=still)
     compile_source(f"methods of {cls.__name__}", source, scope)
+    scope["keep"].__qualname__ = f"{cls.__name__}.keep"  # which Python names in the error for an unknown field
     return {"keep": staticmethod(scope["keep"]), "twin": scope["twin"], "fresh": scope["fresh"]}
 
 

@@ -48,7 +48,7 @@ class HasFwd(Protocol[P_in, X_in, C_in, Y_out, R_out]):
 
 
 class Run(Protocol[P_in, X_in, C_in, Y_out]):
-    """What `value_and_grad` and `differentiable` return: an op's forward, with another result."""
+    """The forward of an op with another result, as `value_and_grad` and `differentiable` return it."""
 
     def __call__(self, params: P_in, x: X_in, cfg: C_in) -> Y_out: ...
 

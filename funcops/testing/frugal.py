@@ -18,9 +18,11 @@ from torch import Tensor
 from funcops.compose.chain import ChainConfig
 from funcops.compose.step import Step, live_inputs
 from funcops.contract.checking import aliases_said
+from funcops.contract.configs import fields_of
 from funcops.contract.needs import Mask, Needs
 from funcops.contract.op import Op
 from funcops.contract.schema import DGRAD, RECOMPUTE, WGRAD, Field, Saved
+from funcops.contract.walk import Inside, rewrite
 from funcops.errors import join_path
 from funcops.formats import dense
 from funcops.program.values import abstract_params
@@ -44,6 +46,8 @@ def law_frugal(case: Case, dtype: torch.dtype) -> None:
     for name, alias in aliases_said(residuals, {"params": params, "x": x, "y": y}):
         raise AssertionError(f"residuals.{name} must be {alias} itself, got another tensor")
     _, pending = op.dgrad(residuals, dy, cfg)
+    if op.lower is not None:
+        _shares_as_alone(op, cfg, {"params": params, "x": x}, dy)
     for needs in masks(*dense((params, x))):
         _, kept = op.fwd(params, x, cfg, needs=needs)
         _keeps(kept, residuals, needs, "residuals")
@@ -123,6 +127,25 @@ def _aliases_are_inputs(residuals: Any, given: Any) -> None:
     for t in tensors(residuals):
         shares = t.numel() > 0 and t.untyped_storage()._cdata in storages
         assert not shares or id(t) in same, "a residual that aliases an input must be that same object"
+
+
+def _shares_as_alone(op: Op, cfg: Any, given: dict[str, Any], dy: Any) -> None:
+    """Check that a tensor which the steps share when they run one by one is shared if rules of fusion run them: a copy would cost
+    bytes that a report does not count, and a write to the tensor would go unnoticed."""
+    alone = rewrite(cfg, lambda part: Inside(changes=lambda parts: {"fuse": False}) if "fuse" in fields_of(part.cfg) else None)[1]
+    found, wanted = (_shared(op, one, given, dy) for one in (cfg, alone))
+    for path, first in wanted.items():
+        same = found.get(path, first) == first
+        assert same, f"{path} must be {first} itself, as without rules of fusion (fuse=False), got another tensor"
+
+
+def _shared(op: Op, cfg: Any, given: dict[str, Any], dy: Any) -> dict[str, str]:
+    """The first path with the very same tensor, by the path of each tensor of a forward and a dgrad."""
+    y, residuals = op.fwd(given["params"], given["x"], cfg)
+    trees = {**given, "y": y, "dy": dy, "residuals": residuals, "pending": op.dgrad(residuals, dy, cfg)[1]}
+    first: dict[int, str] = {}
+    held = [pair for side, tree in trees.items() for pair in paths({side: tree}).items()]
+    return {path: first.setdefault(id(t), path) for path, t in held if isinstance(t, Tensor)}
 
 
 def _keeps(kept: Any, full: Any, needs: Needs, what: str) -> None:

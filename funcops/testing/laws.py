@@ -11,11 +11,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from funcops import random
-from funcops.backend import wide
+from funcops.backend import wants_triton, wide
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op
+from funcops.contract.schema import Saved
 from funcops.errors import describe, join_path, require
 from funcops.formats import dense
+from funcops.program.explain import plan
+from funcops.program.rules import FEW
 from funcops.residuals.donate import donate
 from funcops.testing.case import FLOATS, Case
 from funcops.testing.checks import equal_bits as _same
@@ -23,6 +26,7 @@ from funcops.testing.checks import float_like as float_like
 from funcops.testing.checks import poisoned_empties, run, same_bits
 from funcops.testing.frugal import law_frugal
 from funcops.testing.guarded import law_guarded
+from funcops.testing.kernels import kernels_checked
 from funcops.testing.layouts import LAYOUTS, expanded
 from funcops.testing.loud import law_loud
 from funcops.testing.tolerances import assert_close
@@ -49,11 +53,9 @@ def _split_into(case: Case, dtype: torch.dtype, residuals: Any, dy: Any, pending
     """Check accumulators as wide as sums are: both ways into them give the same bits, the gradient rounded once or not at all."""
     into, other = (tree_map(lambda g: None if g is None else torch.ones_like(g, dtype=wide(g.dtype)), dparams) for _ in range(2))
     total, _ = case.op.bwd(residuals, dy, case.cfg, into=into)
-    assert all(a is b for a, b in zip(leaves(total), leaves(into), strict=True)), "into must be returned"
-    total_of_wgrad = case.op.wgrad(pending, case.cfg, into=other)
-    assert all(a is b for a, b in zip(leaves(total_of_wgrad), leaves(other), strict=True)), "into must be returned by wgrad"
-    nothing_added = case.op.wgrad(None, case.cfg, into=other)
-    assert all(a is b for a, b in zip(leaves(nothing_added), leaves(other), strict=True)), "into must be returned by wgrad of None"
+    _returned(f"{case.op.name}_bwd", total, into)
+    _returned(f"{case.op.name}_wgrad", case.op.wgrad(pending, case.cfg, into=other), other)
+    _returned(f"{case.op.name}_wgrad of None", case.op.wgrad(None, case.cfg, into=other), other)
     same_bits(into, other, "into through bwd and through wgrad")
     want = tree_map(lambda g: None if g is None else g.to(wide(g.dtype)) + 1, dparams)
     assert_close(total, want, dtype=dtype, by_leaf=True, what="into")
@@ -67,8 +69,18 @@ def _split_into(case: Case, dtype: torch.dtype, residuals: Any, dy: Any, pending
         assert_close(found[path] - 1, sought[path], dtype=torch.float32, length=4096, what=f"into.{path}, unrounded,")
 
 
+def _returned(function: str, found: Any, into: Any) -> None:
+    for (path, mine), a in zip(paths({"into": into}).items(), leaves(found), strict=True):
+        assert a is mine, f"{function} returns another tensor for {path}: it must add to that one and return it (see accumulate)"
+
+
 def law_pure(case: Case, dtype: torch.dtype) -> None:
-    """No argument is written to, and the same call gives the same bits."""
+    """No argument is written to, by a kernel neither, and the same call gives the same bits."""
+    with kernels_checked():
+        _pure(case, dtype)
+
+
+def _pure(case: Case, dtype: torch.dtype) -> None:
     params, x = case.make(dtype)
     given: dict[str, Any] = {"params": params, "x": x}
     before = tree_map_tensors(torch.clone, given)
@@ -374,12 +386,35 @@ def check_op(
     require(bool(dtypes), "check_op", "dtypes", "at least one dtype", repr(dtypes))
     _check_paths(case)
     for dtype in dtypes:
-        for name in laws:
+        for name in sorted(laws, key="frugal".__eq__):  # last: other rules of fusion run under masks, so a wrong y shows there too
             if name == "compiles" and dtype is not dtypes[0]:
                 continue
             try:
                 LAWS[name](case, dtype)
-            except AssertionError as error:
-                raise AssertionError(f"law {name!r}, {dtype}: {error}") from error
             except Exception as error:
-                raise AssertionError(f"law {name!r}, {dtype}: the op raised {type(error).__name__}: {error}") from error
+                raised = "" if isinstance(error, AssertionError) else f"the op raised {type(error).__name__}: "
+                said = f"{raised}{error}{_lacking(case, dtype, error)}{_ran(case, dtype)}"
+                raise AssertionError(f"law {name!r}, {dtype}: {said}") from error
+
+
+def _lacking(case: Case, dtype: torch.dtype, error: Exception) -> str:
+    """The declared fields that the forward did not save, beside an error such as that None has no attribute."""
+    if not isinstance(error, (AttributeError, TypeError)) or "NoneType" not in str(error):
+        return ""
+    try:
+        kept = case.op.fwd(*case.make(dtype), case.cfg)[1]
+    except Exception:
+        return ""
+    names = (*kept.fields, *kept.names) if isinstance(kept, Saved) else ()
+    lacks = [n for n in dict.fromkeys(names) if getattr(kept, n) is None and n != "inputs"]
+    return "; " * bool(lacks) + ", ".join([f"{type(kept).__name__}.{n} is None: was it given to keep?" for n in lacks])
+
+
+def _ran(case: Case, dtype: torch.dtype) -> str:
+    """The rules of fusion in the plan of a combinator, any of which may be at fault."""
+    first = next(iter(tensors(case.make(dtype)[1])), None)
+    if case.op.lower is None or first is None or not (wants_triton(first) or first.numel() >= FEW):
+        return ""
+    planned = plan(case.cfg, device_type="cuda" if wants_triton(first) else "cpu", dtype=dtype)
+    names = dict.fromkeys(line.rule.name for line in (*planned.forward, *planned.backward) if line.rule is not None)
+    return "; rules of fusion that ran: " * bool(names) + ", ".join(names)

@@ -110,6 +110,57 @@ def test_a_class_that_lacks_its_op_or_values_says_so_when_called():
         type("Bare", (fnn.OpModule,), {"op": gain})()(torch.ones(3))
 
 
+@pytest.mark.parametrize("place", ["instance", "class", "later"])
+def test_an_attribute_that_values_leaves_out_is_named(place):
+    class Own(Gain):
+        values = ("dim",)
+        if place == "class":
+            factor = 3.0
+
+        def __init__(self, dim):
+            fnn.OpModule.__init__(self)
+            self.dim, self.weight = dim, torch.nn.Parameter(torch.ones(dim))
+            if place == "instance":
+                self.factor = 3.0
+
+    module, x = Own(3), torch.ones(2, 3)
+    if place == "later":
+        torch.testing.assert_close(module(x), x)
+        module.factor = 3.0
+    with pytest.raises(
+        ValueError, match=r"Own: values must be with 'factor', a field of GainConfig and an attribute, .*, got \('dim',\)"
+    ):
+        module(x)
+
+    class Made(Own):
+        def make_cfg(self):
+            return GainConfig(self.dim, factor=2.0)
+
+    torch.testing.assert_close(Made(3)(x), 2 * x)
+
+
+def test_a_mode_and_a_parameter_are_no_values_left_out():
+    @config
+    class BiasedConfig(OpConfig):
+        training: bool = True
+        weight: bool = True
+
+    def fwd(params, x, cfg, *, needs=Needs.ALL):
+        return x * params.weight, None
+
+    biased = gain._replace(config=BiasedConfig, fwd=forward(BiasedConfig, GainParams)(fwd))
+
+    class Own(fnn.OpModule):
+        op, params_class, fields, values = biased, GainParams, ("weight",), ()
+
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(3))
+
+    with torch.no_grad():
+        torch.testing.assert_close(Own()(torch.ones(3)), torch.ones(3))
+
+
 def test_a_class_of_values_of_other_names_makes_its_config_itself():
     class Own(Gain):
         values = ("width",)

@@ -93,7 +93,7 @@ twice = make_op(
     "twice", TwiceConfig, fwd=twice_fwd, dgrad=twice_dgrad, recomputable="elementwise", recompute=twice_recompute, view=False
 )
 
-bare = make_op(  # its recompute is a plain function, which a program calls as it is
+bare = make_op(  # its functions are plain: make_op decorates them
     "bare",
     TwiceConfig,
     fwd=lambda params, x, cfg, *, needs=Needs.ALL: twice_fwd(params, x, cfg, needs=needs),

@@ -5,8 +5,9 @@ from dataclasses import field
 import pytest
 import torch
 
+from funcops.contract.accumulators import accumulate
 from funcops.contract.needs import Needs
-from funcops.contract.op import OpConfig, config, dgrad_of, forward, make_op, recompute_of
+from funcops.contract.op import OpConfig, config, dgrad_of, forward, make_op, recompute_of, wgrad_of
 from funcops.contract.schema import DGRAD, RECOMPUTE, WGRAD, Pending, Residuals, saved
 from funcops.errors import FLOATS, check
 from funcops.testing import check_op
@@ -143,3 +144,59 @@ def test_an_alias_that_leads_nowhere_is_refused():
             saved("[*]", needed_by=DGRAD, **wrong)
     for right in (None, "x", "x.1", "params.weight", "y", "dy", "residuals.x"):
         saved("[*]", needed_by=DGRAD, alias=right)
+
+
+class KeptResiduals(Residuals, static=("shape",)):
+    x: torch.Tensor = saved("[*, D]", alias="x", needed_by=DGRAD | WGRAD)
+    weight: torch.Tensor = saved("[D]", alias="params.weight", needed_by=DGRAD)
+
+
+class KeptPending(Pending):
+    x: torch.Tensor = saved("[*, D]", alias="residuals.x", needed_by=WGRAD)
+    dy: torch.Tensor = saved("[*, D]", alias="dy", needed_by=WGRAD)
+
+
+def kept_of(omitted="", accumulates=True):
+    """y = x * weight; its `keep` is not given one field, or its wgrad returns new tensors in place of accumulators."""
+
+    @forward(SreluConfig, AffineParams)
+    def kept_fwd(params, x, cfg, *, needs=Needs.ALL):
+        check("kept_fwd", "x", x, (..., 3), FLOATS)
+        check("kept_fwd", "params.weight", params.weight, (3,), x.dtype, x)
+        fields = dict(x=x, weight=params.weight, shape=x.shape)
+        fields.pop(omitted, None)
+        return x * params.weight, KeptResiduals.keep(cfg, needs, **fields)
+
+    @dgrad_of(KeptResiduals)
+    def kept_dgrad(kept, dy, cfg):
+        dx = (dy * kept.weight.to(dy.dtype)).reshape(kept.shape[0], 3)
+        return dx, KeptPending.keep(cfg, kept.needs, x=kept.x.to(dy.dtype), dy=dy)
+
+    @wgrad_of(KeptPending, AffineParams)
+    def kept_wgrad(pending, cfg, *, into=None):
+        made = AffineParams((pending.x * pending.dy).sum(0))
+        if accumulates or into is None:
+            return accumulate("kept_wgrad", made, into)
+        return AffineParams(into.weight + made.weight)
+
+    return make_op("kept", SreluConfig, init=affine_init, fwd=kept_fwd, dgrad=kept_dgrad, wgrad=kept_wgrad)
+
+
+def run_kept(op, *laws):
+    reference = lambda params, x, cfg: x * params.weight  # noqa: E731
+    x = lambda draw: draw.randn(2, 3)  # noqa: E731
+    check_op(op, cfg=SreluConfig(0.3), x=x, reference=reference, dtypes=(torch.float64,), laws=laws)
+
+
+@pytest.mark.parametrize("omitted", ["x", "weight", "shape"])
+@pytest.mark.parametrize("law", ["pure", "split", "right"])
+def test_a_field_that_was_not_given_to_keep_is_named(omitted, law):
+    run_kept(kept_of(), law)
+    said = rf"law '{law}', .*: the op raised .*NoneType.*; KeptResiduals.{omitted} is None: was it given to keep\?$"
+    with pytest.raises(AssertionError, match=said):
+        run_kept(kept_of(omitted), law)
+
+
+def test_a_wgrad_that_returns_no_accumulator_is_named_with_the_leaf():
+    with pytest.raises(AssertionError, match="kept_bwd returns another tensor for into.weight: it must add to that one"):
+        run_kept(kept_of(accumulates=False), "split")

@@ -79,7 +79,7 @@ class OpModule(Prepared):
     Set attributes and parameters after `super().__init__()`, as in any module: the config is made on first use.
 
     Defining the class raises `ValueError` for values that do not make a config and for an unknown `autocast`; a call raises the
-    op's errors.
+    op's errors, and `ValueError` for an attribute with the name of a field of the config that `values` leaves out.
 
     >>> import torch
     >>> from funcops import nn, softcap
@@ -104,6 +104,7 @@ class OpModule(Prepared):
     dtypes: frozenset[Any] = frozenset(FLOATS)
     pairs: frozenset[Any] = frozenset()
     _of_torch: bool = False  # whether the class inherits a forward for `plain`
+    _left_out: tuple[str, ...] = ()  # fields of the config, with defaults, that `values` does not name
     _of_step: Any = None  # the forward that only runs the op; a class with another forward cannot be a step of a chain
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -114,8 +115,12 @@ class OpModule(Prepared):
         if not is_rule(cls.autocast):
             known = '"", "lower", "float32" or an operator of torch ("aten::layer_norm")'
             fail(cls.__name__, "autocast", known, repr(cls.autocast))
-        if "values" in cls.__dict__ and cls.make_cfg is OpModule.make_cfg and isinstance(getattr(cls, "op", None), Op):
-            _check_values(cls)
+        cls._left_out = ()
+        if cls.make_cfg is OpModule.make_cfg and isinstance(getattr(cls, "op", None), Op):
+            if "values" in cls.__dict__:
+                _check_values(cls)
+            read = (*cls.values, *cls.fields, "training")
+            cls._left_out = tuple([f.name for f in dataclasses.fields(cls.op.config) if f.init and f.name not in read])
         beside = cls.__mro__[cls.__mro__.index(OpModule) + 1 :]
         theirs = next((vars(base)["forward"] for base in beside if base is not nn.Module and "forward" in vars(base)), None)
         cls._of_torch = theirs is not None
@@ -134,7 +139,7 @@ class OpModule(Prepared):
     def _read_by(module: Any) -> tuple[str, ...]:
         """The attributes from which a module's config is made; empty after `to_torch` has restored its class."""
         cls = type(module)
-        return (*cls.values, *cls.fields) if issubclass(cls, OpModule) else ()
+        return (*cls.values, *cls.fields, *cls._left_out) if issubclass(cls, OpModule) else ()
 
     @property
     def cfg(self) -> Any:
@@ -154,7 +159,11 @@ class OpModule(Prepared):
         values that the op does not support."""
         if not isinstance(getattr(type(self), "op", None), Op):
             fail(type(self).__name__, "op", "an op, set as an attribute of the class", "none", TypeError)
-        _check_values(type(self))
+        _check_values(cls := type(self))
+        for name in cls._left_out:
+            if name in vars(self) or (hasattr(cls, name) and not hasattr(OpModule, name)):
+                said = f"a field of {self.op.config.__name__} and an attribute, or the class have a make_cfg(self)"
+                fail(cls.__name__, "values", f"with {name!r}, {said}", repr(self.values))
         return self.op.config(**{name: getattr(self, name) for name in self.values})
 
     def op_params(self) -> Any:
