@@ -91,7 +91,7 @@ def require_recipe(where: str, recipe: Any) -> None:
         got += ", a format of weights alone: with_weight_only" if type(recipe).__name__ in ("NF4", "Format") else ""
         fail(where, "recipe", "a recipe, such as Fp8Current(), Fp8Delayed(), Fp8Block(), MXFP8() or NVFP4()", got, TypeError)
     if not hasattr(recipe, "dy"):
-        wanted = "a Recipe whose formats are set (call self.settle(x, w, dy) in its __post_init__)"
+        wanted = "a Recipe whose formats are set (self.settle(x, w, dy) in its __post_init__, and @config on its class)"
         fail(where, "recipe", wanted, describe(recipe), TypeError)
 
 

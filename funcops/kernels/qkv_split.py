@@ -19,10 +19,11 @@ def qkv_split_fwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split qkv into q, k and v, each in its own memory."""
     parts = qkv.unflatten(-1, (heads + 2 * kv_heads, -1)).split((heads, kv_heads, kv_heads), -2)
+    own = [part.clone(memory_format=torch.contiguous_format) for part in (parts if table is None else parts[2:])]
     if table is None:
-        return parts[0].contiguous(), parts[1].contiguous(), parts[2].contiguous()
+        return own[0], own[1], own[2]
     q, k = (rope_apply(t, table, interleaved, False) for t in parts[:2])
-    return q, k, parts[2].contiguous()
+    return q, k, own[0]
 
 
 @kernel()

@@ -190,7 +190,7 @@ def assert_equal(module, other, shapes=()):
 
 
 def turned(on, *modules):
-    """What turns the read value on, for these modules."""
+    """A function that turns the read value on, for these modules."""
     stack = contextlib.ExitStack()
     if callable(on):
         for made in [on(module) for module in modules]:
@@ -260,7 +260,7 @@ def test_random_draws(name, first):
     assert any(BY in c.after for c in done.replaced) == swapped
 
 
-CALLS = {  # an activation that is no module
+CALLS = {  # an activation that is a function
     "a function": ("silu", "return self.down(F.silu(self.up(x)))"),
     "gelu": ("gelu", "return self.down(F.gelu(self.up(x)))"),
     "gelu with tanh": ("gelu_tanh", "return self.down(F.gelu(self.up(x), approximate='tanh'))"),

@@ -244,7 +244,7 @@ def test_results_that_pile_up_outside_are_found(kept, result):
 
 @pytest.mark.parametrize("keep", KEEPS)
 def test_a_result_that_replaces_the_last_is_fine(keep):
-    """What is kept is the graph's own buffer, which every replay writes: torch's way to give gradients to an optimiser."""
+    """The kept tensor is the graph's own buffer, which every replay writes: torch's way to give gradients to an optimiser."""
     last, weight = {}, torch.nn.Parameter(torch.ones(3))
 
     def step(x, ids):

@@ -82,7 +82,7 @@ WITHOUT_FORMATS = {
 @pytest.mark.parametrize("where", WITHOUT_FORMATS)
 def test_a_recipe_without_formats_is_refused_by_name(where):
     with pytest.raises(
-        TypeError, match=r"recipe must be a Recipe whose formats are set \(call self\.settle\(x, w, dy\) in .*Unsettled$"
+        TypeError, match=r"recipe must be a Recipe whose formats are set \(self\.settle\(x, w, dy\) in .*Unsettled$"
     ):
         WITHOUT_FORMATS[where](Unsettled())
 

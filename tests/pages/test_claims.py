@@ -89,7 +89,7 @@ def test_every_entry_is_used_and_its_tests_exist():
 
 
 def test_a_figure_without_a_source_is_seen():
-    """A version, a paper or a model is no figure."""
+    """The names of versions, papers and models have digits that are not figures."""
     assert FIGURE.findall("keeps 23.1 bytes, 0.72 of 8,192 tokens, 12 % less in 40 ms") == ["23.1", "0.72", "12", "40"]
     for text in ("torch 2.11 to 2.15", "until 0.4", "arXiv 2509.25149", "Llama 3.2 1B", "Python 3.10, 3.12 and 3.13"):
         assert not FIGURE.findall(NAMES.sub("", text)), text
@@ -116,7 +116,7 @@ def test_the_page_on_existing_models_has_the_ratios_of_the_file():
     rows = json.loads((COMMITTED / "cpu-swapped.json").read_text())["rows"]
     ratio = {(row["case"].replace(",", "").split()[0], row["metric"]): row["value"] for row in rows if "dropout" not in row["case"]}
     named = {"Gemma 3": "Gemma3", "Qwen 3": "Qwen3", "Qwen 2": "Qwen2", "GPT-2": "GPT2", "OLMo 2": "Olmo2", "OLMo 3": "Olmo3"}
-    named |= {"HunYuan": "HunYuanDenseV1", "BERT": "Bert", "Starcoder 2": "Starcoder2", "GPT-NeoX": "GPTNeoX"}
+    named |= {"HunYuan": "HunYuanDenseV1", "Starcoder 2": "Starcoder2", "GPT-NeoX": "GPTNeoX"}
     (table,) = re.findall(r"^\| \| bytes kept, to torch's .*\n\|.*\n((?:\|.*\n)+)", text, re.M)
     seen = []
     for line in table.splitlines():

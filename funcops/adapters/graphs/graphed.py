@@ -54,7 +54,7 @@ class _ReplaySlot(NamedTuple):
 
 class Graphed:
     """A captured function. Call it like the function; `report`, `reset`, `dot`, `raw_graph` and `instantiate` act on its graphs.
-    A deep copy and a pickle hold the function itself, uncaptured: a method becomes that of the copied object."""
+    A deep copy and a pickle hold the function itself, uncaptured: a method becomes the copied object's."""
 
     def __init__(self, fn: Callable[..., Any], slots: list[_ReplaySlot], capturer: Capturer) -> None:
         self.fn, self.backend, self.pool = fn, capturer.backend, capturer.pool

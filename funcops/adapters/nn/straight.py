@@ -68,7 +68,7 @@ def attributes_read(module: Any, x: Tensor, known: Any) -> dict[str, Any] | str:
 
 
 def _names_of_call(module: Any, x: Tensor, known: Any) -> set[str] | str:
-    """The names in all Python code that runs in the forward and its backward, besides that of libraries; or the reason."""
+    """The names in all Python code that runs in the forward and its backward, libraries aside; or the reason."""
     codes, reasons = set[types.CodeType](), list[str]()
 
     def entered(frame: Any, event: str, _: Any) -> None:

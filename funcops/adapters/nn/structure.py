@@ -53,8 +53,8 @@ class Candidate(NamedTuple):
 
 
 class ActOfFunction(hf.ChainModule):
-    """A chain whose activation is a function in the forward, of this kind, if it is given. `acts` and `act_name` then are those of
-    a linear layer, which is checked anyway."""
+    """A chain whose activation is a function in the forward, of this kind, if it is given. `acts` and `act_name` then name a
+    linear layer, which is checked anyway."""
 
     kind = ""
 
@@ -371,7 +371,7 @@ def _differs(one: Candidate) -> str | None:
     reason = _reads(one) or _differs_apart(one)
     if reason is not None:
         return reason
-    for shape in (x0, (70001, 70003, x0[-1])):  # there are no data, so it may be large, for slices of few
+    for shape in (x0, (70001, 70003, x0[-1])):  # without data it may be large, for slices of few
         x = torch.empty(shape, device="meta", dtype=torch.float64)
         if type(made).forward(_moved(made, device="meta"), x).shape != x.shape:
             return "its output has another shape"
