@@ -17,7 +17,6 @@ from funcops.compose.chain import ChainConfig, needs_of_steps
 from funcops.compose.step import split_x
 from funcops.compose.vjp import check_losses, sum_gradient
 from funcops.contract.accumulators import check_accumulator, check_apart, check_width
-from funcops.contract.configs import shapes
 from funcops.contract.needs import Needs
 from funcops.errors import fail, require, require_type
 from funcops.formats import zero_gradient
@@ -25,7 +24,7 @@ from funcops.program.accumulator_checks import check_into_tree
 from funcops.program.run import taken_apart, tied
 from funcops.residuals.donate import donate
 from funcops.residuals.ledger import Ledger
-from funcops.trees import WithExtras, paths, stands_for_one, tree_map_with_path
+from funcops.trees import WithExtras, constant_paths, paths, stands_for_one, tree_map_with_path
 
 Done = Callable[[int, Any], None]
 
@@ -136,11 +135,11 @@ def check_sums(where: str, params: Any, into: Any, cfg: ChainConfig, needs: Need
     given = {}
     for index, (step, own) in enumerate(zip(cfg.steps, needs_of_steps(cfg, needs), strict=True)):
         have, params_here = paths(into.get(step.name)), params.get(step.name)
-        found = shapes(params_here)
+        constant = constant_paths(params_here)
         for path, param in paths(params_here, is_leaf=stands_for_one).items():
-            if found[path] is None or path not in have or not (own.param(path) or have[path] is not None):
-                continue
-            check_accumulator(f"stage {index}", path, have[path], found[path], param.device)
+            if param is None or path in constant or path not in have or not (own.param(path) or have[path] is not None):
+                continue  # a weight with delayed scales has no accumulator of its own path
+            check_accumulator(f"stage {index}", path, have[path], tuple(param.shape), param.device)
             if own.param(path):
                 check_width(f"stage {index}", path, have[path], param.dtype)
                 given[f"{step.name}.{path}"] = have[path]

@@ -77,7 +77,7 @@ def test_a_file_of_float32_beside_a_base_of_16_bits(llama, tmp_path):
     masters = drawn(lora_init(pretrained, model, key=random.key(0), dtype=torch.float32), model)
     save_adapter(tmp_path, masters, model)
     params = lora_init(pretrained, model, key=random.key(1))
-    with pytest.raises(CheckpointError, match="mis-typed"):
+    with pytest.raises(CheckpointError, match="dtype must be given, as .* has torch.float32"):
         load_adapter(tmp_path, params, model)
     assert same_bits(adapter(load_adapter(tmp_path, params, model, dtype=torch.float32), model), adapter(masters, model))
     got = load_adapter(tmp_path, params, model, dtype=torch.bfloat16)
