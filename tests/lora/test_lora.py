@@ -35,10 +35,10 @@ from funcops.errors import StaleResidualError
 from funcops.graphs import check_capturable
 from funcops.lora import LowRankParams, adapter, lora_init, lora_needs, merge, save_adapter, unmerge, with_adapter, with_lora
 from funcops.lora.rewrite import adapted_linears
-from funcops.low_precision import Fp8Block, Fp8Delayed, quantize_params, split_amaxes, with_recipe
+from funcops.low_precision import Fp8Block, Fp8Delayed, gradients_like, quantize_params, split_amaxes, with_recipe
 from funcops.models.blocks import gpt2_block_config
 from funcops.testing import Error
-from funcops.trees import paths, tree_map_tensors
+from funcops.trees import nbytes, paths, tree_map_tensors
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:.*")
@@ -89,6 +89,22 @@ def test_autograd_and_policies_give_the_same_gradients():
     own = tree_map_tensors(lambda t: t.clone().requires_grad_(), adapter(params, cfg))
     differentiable(chain)(with_adapter(params, own, cfg), x, cfg).backward()
     assert_close({p: t.grad for p, t in paths(own).items()}, paths(want), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["by layer", "stacked"])
+def test_accumulators_of_adapters_alone(stacked):
+    """They take the adapters' bytes, and two backwards into them give twice the gradients of one."""
+    _, cfg, params = ours(stacked=stacked)
+    x, needs = batch()[0], lora_needs(cfg)
+    into = gradients_like(params, torch.float64, needs)
+    assert nbytes(into) == nbytes(adapter(params, cfg))
+    for _ in range(2):
+        y, residuals = chain.fwd(params, x, cfg, needs=needs)
+        total, _ = chain.bwd(residuals, torch.ones_like(y), cfg, into=into)
+    want = paths(chain.bwd(chain.fwd(params, x, cfg, needs=needs)[1], torch.ones_like(y), cfg)[0])
+    found = paths(total)
+    assert found.keys() == want.keys() and {p for p, t in found.items() if t is None} == {p for p, t in want.items() if t is None}
+    assert_close({p: t for p, t in found.items() if t is not None}, {p: 2 * t for p, t in want.items() if t is not None})
 
 
 def test_every_weight_learns_beside_its_adapter():

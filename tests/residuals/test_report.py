@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from funcops import LinearConfig, RepeatConfig, chain, diff, linear, random, repeat, report, with_policy
-from funcops.models.blocks import mlp_config
+from funcops import LinearConfig, RepeatConfig, WithExtras, chain, diff, linear, random, repeat, report, with_policy
+from funcops.models.blocks import block_config, mlp_config
 from funcops.residuals.equal_layers import merged
 from funcops.residuals.report import Row
 
@@ -19,6 +19,16 @@ CFG = mlp_config(16, 24)
 def reports():
     params, x = chain.init(CFG, key=random.key(0)), torch.randn(8, 16)
     return [report(with_policy(chain, p).fwd(params, x, CFG)[1], params, x) for p in ("save_all", "recompute_elementwise")]
+
+
+def test_bytes_per_token_need_a_number_of_tokens():
+    """Positions may be shared by the rows of a batch: of the extras alone no number is known."""
+    cfg, x = block_config(16, 2, 24), WithExtras(torch.randn(2, 8, 16), {"positions": torch.arange(8)})
+    params = chain.init(cfg, key=random.key(0))
+    _, residuals = chain.fwd(params, x, cfg)
+    whole, extras = report(residuals, params, x), report(residuals, params, x.extras)
+    assert whole.tokens == 16 and extras.tokens is None and "per token" not in str(extras)
+    assert report(residuals, params, x.extras, tokens=16).tokens == 16
 
 
 def test_shares_add_up():
