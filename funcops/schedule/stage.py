@@ -137,8 +137,9 @@ def check_sums(where: str, params: Any, into: Any, cfg: ChainConfig, needs: Need
         have, params_here = paths(into.get(step.name)), params.get(step.name)
         constant = constant_paths(params_here)
         for path, param in paths(params_here, is_leaf=stands_for_one).items():
-            if param is None or path in constant or path not in have or not (own.param(path) or have[path] is not None):
-                continue  # a weight with delayed scales has no accumulator of its own path
+            known = hasattr(param, "shape") and path in have  # a weight with delayed scales has no accumulator of its own path
+            if not known or path in constant or not (own.param(path) or have[path] is not None):
+                continue
             check_accumulator(f"stage {index}", path, have[path], tuple(param.shape), param.device)
             if own.param(path):
                 check_width(f"stage {index}", path, have[path], param.dtype)

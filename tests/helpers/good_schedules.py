@@ -104,7 +104,7 @@ SCHEDULES = {
         lambda: {"schedule": one_step(), "ranks": 1, "costs": schedule.Costs(), "network": schedule.Network()}, {"ranks": (0, 3)}
     ),
     "schedule.draw": Row(
-        lambda: {"simulated": schedule.simulate(one_step()), "path": None, "title": "one", "unit": "s"},
+        lambda: {"simulated": schedule.simulate(one_step()), "path": None, "title": "one", "unit": "s", "ax": None},
         {"path": (["a"],)},
         {
             ("path", "'x'"): "a file of that name",
