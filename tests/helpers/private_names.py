@@ -36,7 +36,7 @@ NAMES = {
     "._timeout": TIMEOUT,
     "._version": "autograd's own counter, documented in torch's notes; test_versions tries every way to write",
     "._base": "the tensor that a view is of: no public name; a fusion is left out where it is None",
-    "._cast_if_autocast_enabled": "a helper of transformers' Nemotron, compared with the function that runs; left out if it is gone",
+    "._cast_if_autocast_enabled": "a helper of transformers' Nemotron, compared with the function that runs",
     "._is_view": "whether a tensor is a view: no public name; tests/distributed tries views and their bases",
     "._str": "the name of the function that makes the text of a tensor: a frame of it says that values are read",
     "._cdata": "a storage's identity: data_ptr is 0 for every empty one and on meta",
