@@ -380,9 +380,8 @@ def _capture(c: _Callable, allow_unused: bool, delayed: bool, capturer: Capturer
         slot.written.note()
         slot.out_tensors = tensors(slot.outputs)
         outs = [t for t in slot.out_tensors if t.requires_grad]
-        slot.dys = [torch.ones_like(t) for t in outs]
+        slot.dys, slot.held = [torch.ones_like(t) for t in outs], outs
         found: Any = ()
-        slot.held = outs
         if outs and differentiable:
             slot.graphs["bwd"], (found, store) = capturer.capture(
                 lambda: backward(outs, slot.dys), lambda result: tensors(list(result[0]))
