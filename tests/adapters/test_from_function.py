@@ -1,5 +1,7 @@
 """Ops from torch functions obey the laws, like any op."""
 
+import gc
+import weakref
 from dataclasses import field
 
 import pytest
@@ -266,3 +268,18 @@ def test_a_value_from_outside_that_changes_is_seen(way):
         y, residuals = op.fwd(None, torch.ones(2), TorchConfig())
         assert y.tolist() == [value] * 2 and op.bwd(residuals, torch.ones(2), TorchConfig())[1].tolist() == [value] * 2
     change(1.0)
+
+
+def test_an_old_value_from_outside_is_not_kept():
+    """A weight that is annealed for a whole training leaves one trace, not one for each value, and the last tensor alone."""
+    held = [torch.ones(2)]
+    op = op_from_torch(lambda params, x, cfg: x * held[0], name="reads")
+    old = weakref.ref(held[0])
+    for value in range(2, 5):
+        op.fwd(None, torch.ones(2), TorchConfig())
+        held[0] = torch.full((2,), float(value))
+        y, _ = op.fwd(None, torch.ones(2), TorchConfig())
+        assert y.tolist() == [float(value)] * 2
+        gc.collect()
+        assert old() is None
+        old = weakref.ref(held[0])

@@ -19,6 +19,7 @@ NAMES = re.compile(  # of versions, papers and models, which have figures in the
     r"(?:torch|Python|CUDA|arXiv|until|Triton|Llama|Qwen|T5) (?:before |from )?\d[\d.]*(?:(?: to |, | and | or )\d+(?:\.\d+)*)*|"
     r"^3\.10 to 3\.13|arXiv[: ][\d.]+"
 )
+PREDICT = "funcops.schedule.predict"  # the provider of predicted steps
 OF_VERSIONS = {"docs/versions.md"}  # a table of versions
 
 
@@ -133,3 +134,29 @@ def test_the_page_on_existing_models_has_the_ratios_of_the_file():
     )
     (slow,) = [row["value"] for row in rows if "dropout" in row["case"] and row["metric"].startswith("CPU time, ratio")]
     assert f"takes {slow:.2f} of the time" in text
+
+
+def test_the_table_of_plans_has_the_predictions_of_the_file():
+    text = (ROOT / "docs" / "planning.md").read_text()
+    (table,) = re.findall(r"^\| step \| published .*\n\|.*\n((?:\|.*\n)+)", text, re.M)
+    for line in table.splitlines():
+        name, *said = (cell.strip() for cell in line.strip("|").split("|"))
+        (wanted,), (found,) = (values(f"cpu-schedule: {name} | {who} | seconds per step") for who in ("published", PREDICT))
+        assert said == [f"{wanted:.2f} s", f"{found:.2f} s", f"{100 * (found / wanted - 1):+.1f} %"], name
+    assert len(table.splitlines()) == 7
+
+
+def test_losses_are_as_near_as_the_page_on_loops_says():
+    text = (ROOT / "docs" / "functional-training-loops.md").read_text()
+    said = re.search(r"are within ([\d.]+) % of the losses without a recipe, with `nvfp4` within (\d+) %", text)
+    lines = [line.split(",") for line in (COMMITTED / "low-precision.csv").read_text().splitlines()]
+    ratios = {line[0]: float(line[lines[0].index("ratio to none")]) for line in lines[1:]}
+    assert f"{100 * (ratios.pop('nvfp4') - 1):.0f}" == said[2] and f"{100 * (max(ratios.values()) - 1) + 0.05:.1f}" == said[1]
+
+
+def test_the_errors_of_compressing_policies_are_bounds_of_their_test():
+    bounds = re.search(
+        r'\{"compress_fp8": 0\.0(\d), "compress_int8": 0\.0(\d)\}', (ROOT / "tests/memory/test_policy.py").read_text()
+    )
+    text = (ROOT / "docs" / "policies-and-budgets.md").read_text()
+    assert re.findall(r"^\| `compress_\w+` \|.*within (\d) % in norm", text, re.M) == list(bounds.groups())

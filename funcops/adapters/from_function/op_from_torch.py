@@ -126,8 +126,8 @@ class _Function:
 
     def __init__(self, label: str, fn: Callable[..., Any], config: type, init: Callable[..., Any] | None) -> None:
         self.label, self.fn, self.config, self.init = label, fn, config, init
-        self.memo: dict[Any, Traced] = {}
         self.outside = list(read_outside(fn))
+        self.memo: tuple[Any, dict[Any, Traced]] = (), {}  # the values outside, and the traces that hold for them
 
     def traced(self, params: Any, x: Any, cfg: Any, needs: Needs) -> tuple[Traced, list[Tensor]]:
         """The trace for these trees, and their leaves."""
@@ -137,15 +137,17 @@ class _Function:
         x_shape = flatten(x, leaves)
         _check_leaves(f"{self.label}_fwd", params, x)
         flat = [resolved(t) for t in leaves]
+        values, memo = values_of(self.outside), self.memo
+        if values != memo[0]:  # an annealed number would leave a trace for each value
+            memo = self.memo = values, {}
         # The reprs distinguish 1, 1.0 and True, and 0.0 and -0.0, which are equal but may give different traces.
         key: Any = (cfg, repr(cfg), needs, count, repr((params_shape, x_shape)), tuple(map(Like.of, flat)), *_defaults())
-        key = *key, values_of(self.outside)
-        found = self.memo.get(key)
+        found = memo[1].get(key)
         if found is not None and found.graphs.placed:
             key = *key, tuple([t.storage_offset() for t in flat])
-            found = self.memo.get(key)
+            found = memo[1].get(key)
         if found is None:
-            found = self.memo[key] = _trace(self.label, self.fn, cfg, needs, params_shape, x_shape, flat, count)
+            found = memo[1][key] = _trace(self.label, self.fn, cfg, needs, params_shape, x_shape, flat, count)
         return found, leaves
 
     def forward(self, params: Any, x: Any, cfg: Any, needs: Needs) -> tuple[Any, Any]:

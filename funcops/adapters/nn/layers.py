@@ -29,15 +29,15 @@ from funcops.ops.softmax import SoftmaxConfig, softmax
 
 if TYPE_CHECKING:
 
-    class OneTensor(OpModule):
+    class _OneTensor(OpModule):
         """A layer for an editor, which marks a call without a tensor or with two, and knows that a tensor returns."""
 
         def __call__(self, input: Tensor) -> Tensor: ...
 else:
-    OneTensor = OpModule
+    _OneTensor = OpModule
 
 
-class Linear(OneTensor, nn.Linear):
+class Linear(_OneTensor, nn.Linear):
     """`torch.nn.Linear` by `funcops.linear`, or by `qlinear` with a `recipe` without state from `funcops.low_precision`: the
     parameters stay in high precision, and are quantised in every call, or once per step by `quantize_weights`.
 
@@ -63,7 +63,7 @@ class Linear(OneTensor, nn.Linear):
         return LinearConfig(in_features=self.in_features, out_features=self.out_features, bias=self.bias is not None)
 
 
-class Embedding(OneTensor, nn.Embedding):
+class Embedding(_OneTensor, nn.Embedding):
     """`torch.nn.Embedding` by `funcops.embedding`, without max_norm, scale_grad_by_freq and sparse.
 
     >>> import torch
@@ -93,7 +93,7 @@ def ids(t: Any) -> Any:
     return t.long() if getattr(t, "dtype", None) in (torch.int32, torch.uint8) else t
 
 
-class _Norm(OneTensor):
+class _Norm(_OneTensor):
     """A norm whose weight and bias may be missing: the op then gets ones and zeros."""
 
     complete = True
@@ -175,7 +175,7 @@ class GroupNorm(_Norm, nn.GroupNorm):
         return self.num_channels
 
 
-class Dropout(OneTensor, nn.Dropout):
+class Dropout(_OneTensor, nn.Dropout):
     """`torch.nn.Dropout` by `funcops.dropout`. Its key is drawn from torch's generator, so `torch.manual_seed` determines it.
     With `inplace`, torch's own forward runs, with torch's bits, except as a step of a `Sequential`.
 
@@ -213,7 +213,7 @@ def drawn_key(x: Tensor) -> Tensor:
     return torch.randint(-(2**62), 2**62, (2,), dtype=torch.int64, device=x.device)
 
 
-class _Activation(OneTensor):
+class _Activation(_OneTensor):
     """With `inplace`, torch's own forward runs, because x must hold y, except as a step of a `Sequential`, where no one else has
     x. So it does with `keeps_y`: torch's backward reads y, which the next layer keeps anyway; the op would keep x beside it. Before
     another step of a `Sequential` the op runs, and y is recomputed from x."""
@@ -292,7 +292,7 @@ class Tanh(_Activation, nn.Tanh):
     kind, keeps_y = "tanh", True
 
 
-class _AlongDim(OneTensor):
+class _AlongDim(_OneTensor):
     """An op over the last dimension, for any `dim`."""
 
     dim: Any
