@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from funcops.backend import kernel, tracing
+from funcops.backend.declare import readable
 from funcops.errors import (
     check,
     describe,
@@ -158,9 +159,35 @@ def bits(key: Tensor, n: int) -> Tensor:
 
 def _blocks(key: Tensor, block: Tensor) -> Tensor:
     """The four words of each block, one after the other."""
+    if readable(key):
+        return _blocks_in_parts(*key.tolist(), block)
     seed, stream = key[0], key[1]
     words = philox((seed & _LOW, (seed >> 32) & _LOW), (block & _LOW, block >> 32, stream & _LOW, (stream >> 32) & _LOW))
     return torch.stack(words, -1).reshape(-1)
+
+
+PART = 1 << 14  # blocks per thread whose words stay in the cache
+
+
+def _blocks_in_parts(seed: int, stream: int, block: Tensor) -> Tensor:
+    """`_blocks` by `philox`'s rounds in place, a part at a time: two to three times as fast on a CPU. The words that a round does
+    not multiply are masked only at the end."""
+    found = torch.empty(len(block), 4, dtype=torch.int64)
+    keys = [((seed + i * _WEYL[0]) & _LOW, ((seed >> 32) + i * _WEYL[1]) & _LOW) for i in range(10)]
+    size = PART * torch.get_num_threads()
+    for counter, words in zip(block.split(size), found.split(size), strict=True):
+        c0, c1 = counter & _LOW, counter >> 32
+        c2, c3 = torch.full_like(c0, stream & _LOW), torch.full_like(c0, (stream >> 32) & _LOW)
+        p0, p1 = torch.empty_like(c0), torch.empty_like(c0)
+        for k0, k1 in keys:
+            torch.mul(c0, _MULTIPLIERS[0], out=p0)
+            torch.mul(c2, _MULTIPLIERS[1], out=p1)
+            torch.bitwise_right_shift(p1, 32, out=c0).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(_LOW)
+            torch.bitwise_right_shift(p0, 32, out=c2).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(_LOW)
+            c1, p1, c3, p0 = p1, c1, p0, c3
+        for i, word in enumerate((c0, c1.bitwise_and_(_LOW), c2, c3.bitwise_and_(_LOW))):
+            words[:, i] = word
+    return found.view(-1)
 
 
 def _words(key: Tensor, starts: Tensor, length: int) -> Tensor:

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from funcops.backend import select
 from funcops.backend.source import compile_source
@@ -48,6 +49,12 @@ def tracing() -> bool:
 def watched() -> bool:
     """True if something observes operators: a tracer, or any mode."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def readable(t: Tensor) -> bool:
+    """Whether the host may read the values of `t`: on a device it would wait, and a tracer, another mode or vmap has no values, or
+    would take them as constants."""
+    return t.is_cpu and not (watched() or is_functorch_wrapped_tensor(t))
 
 
 class Kernel:

@@ -43,9 +43,9 @@ def glu_pair_bwd(dy: Tensor, gate: Tensor, linear: Tensor, kind: str) -> tuple[T
 def glu_pair_bwd_recompute(dy: Tensor, gate: Tensor, linear: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """Return d gate and d linear, and write y over dy, which is contiguous: f(gate) is computed once for all."""
     f = ACTIVATIONS[GATES[kind]]
-    active = f.forward(gate)
-    found = f.backward(dy * linear, gate, active), active * dy
-    dy.copy_(active.mul_(linear))
+    active, d = f.forward(gate), dy * linear
+    found = f.backward(d, gate, active), torch.mul(active, dy, out=d)
+    torch.mul(active, linear, out=dy)
     return found
 
 

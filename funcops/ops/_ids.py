@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 
-from funcops.backend.declare import watched
+from funcops.backend.declare import readable
 from funcops.errors import fail
 
 INDICES = (torch.int32, torch.int64)  # the dtypes of indices of experts: a router's, and torch.topk's
 
 
 def check_ids(where: str, name: str, ids: Tensor, most: int, *, but: int | None = None) -> None:
-    """Raise `IndexError` for an id that is below 0 or above `most`, unless it is `but`. Only on the CPU: a device would be waited
-    for, and under a tracer, another mode or vmap values are not read."""
-    if not ids.is_cpu or watched() or is_functorch_wrapped_tensor(ids) or not ids.numel():
+    """Raise `IndexError` for an id that is below 0 or above `most`, unless it is `but`, if the host may read them (`readable`)."""
+    if not readable(ids) or not ids.numel():
         return
     least, largest = torch.aminmax(ids)
     if least >= 0 and largest <= most:

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from funcops import random
 from funcops.backend import backend
+from funcops.graphs import graphed
 
 FULL = 0xFFFFFFFF
 # Random123, kat_vectors, philox4x32 with 10 rounds: counter, key, result.
@@ -26,6 +28,34 @@ def test_known_answers(counter, key, want):
 def test_bits_are_the_words_of_counted_blocks():
     assert [int(w) for w in random.bits(random.key(0), 4)] == list(VECTORS[0][2])
     assert torch.equal(random.bits(random.key(5), 10)[:7], random.bits(random.key(5), 7))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("seed", [0, 7, -5, 2**63 - 1, 2**64 - 1])
+def test_words_made_in_parts_are_philox_words(seed, threads, monkeypatch):
+    """At sizes around the ends of parts, and in blocks beyond 2^32, against the function of the published vectors."""
+    monkeypatch.setattr(random, "PART", 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    key = random.fold_in(random.key(seed), 3)
+    own, stream = (int(word) & (2**64 - 1) for word in key)
+    for blocks in (torch.arange(n) for n in (0, 1, 7, 8, 9, 16, 17, 40)):
+        for first in (0, 2**32 - 3, 2**40):
+            counter = (blocks + first) & FULL, (blocks + first) >> 32, stream & FULL, stream >> 32
+            words = torch.stack(
+                random.philox((own & FULL, own >> 32), tuple(torch.as_tensor(c).expand(len(blocks)) for c in counter)), -1
+            )
+            assert torch.equal(random._blocks(key, blocks + first), words.reshape(-1))
+
+
+def test_a_recorded_or_traced_draw_reads_its_key_again():
+    first, second = random.key(1), random.key(2)
+
+    def draw(key):
+        return random.bits(key, 9)
+
+    for made in (torch.compile(draw, backend="eager"), make_fx(draw)(first), graphed(draw, first)):
+        assert made(first).equal(draw(first)) and made(second).equal(draw(second))
+    assert torch.func.vmap(draw)(torch.stack((first, second)))[1].equal(draw(second))
 
 
 def test_streams_differ_and_repeat():
