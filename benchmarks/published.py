@@ -7,7 +7,8 @@ The values that the tables state are in `layout` and `published`. The others are
   layers on 16 ranks suggest; ZeRO-1. FLOPs are `Decoder.flops`, which counts half of the pairs of attention.
 
 One efficiency for each kind of GPU is fitted, `GPU.efficiency`: the multiple of 0.01 that minimises the largest error over its
-rows.
+rows of `PUBLISHED`. Nothing is fitted to `HELD_OUT` and `RECOMPUTED`. Assumed there: Narayanan et al. run 1F1B with the fastest
+microbatch of 1, 2, 4 and 8, and recompute whole layers.
 """
 
 from __future__ import annotations
@@ -70,6 +71,40 @@ PUBLISHED = (
 )
 
 
+def _narayanan(
+    billions: float, heads: int, hidden: int, layers: int, tp: int, pp: int, gpus: int, batch: int, tflops: int
+) -> Published:
+    """A row of the table, whose FLOPs count the recomputation, by the paper's formula."""
+    model = _gpt(hidden, layers, heads, batch)
+    flops = 96 * batch * 2048 * layers * hidden**2 * (1 + 2048 / (6 * hidden) + 51200 / (16 * layers * hidden))
+    layouts = [Layout(gpus // tp // pp, tp, pp, microbatch=b, recompute="block") for b in (1, 2, 4, 8)]
+    fastest = min(layouts, key=lambda layout: bound(model, layout, GPUS["A100"]).time)
+    seconds = flops / (tflops * 1e12 * gpus)
+    return Published(f"GPT {billions}B, {gpus:,} A100", model, fastest, "A100", seconds, "s", "arXiv:2104.04473, table 1")
+
+
+HELD_OUT = (
+    _narayanan(1.7, 24, 2304, 24, 1, 1, 32, 512, 137),
+    _narayanan(3.6, 32, 3072, 30, 2, 1, 64, 512, 138),
+    _narayanan(7.5, 32, 4096, 36, 4, 1, 128, 512, 142),
+    _narayanan(18.4, 48, 6144, 40, 8, 1, 256, 1024, 135),
+    _narayanan(39.1, 64, 8192, 48, 8, 2, 512, 1536, 138),
+    _narayanan(76.1, 80, 10240, 60, 8, 4, 1024, 1792, 140),
+    _narayanan(145.6, 96, 12288, 80, 8, 8, 1536, 2304, 148),
+    _narayanan(310.1, 128, 16384, 96, 8, 16, 1920, 2160, 155),
+    _narayanan(529.6, 128, 20480, 105, 8, 35, 2520, 2520, 163),
+    _narayanan(1008, 160, 25600, 128, 8, 64, 3072, 3072, 163),
+)
+RECOMPUTED = tuple(zip(PUBLISHED[:4], (1.42, 18.13, 49.05, 94.42), strict=True))
+"""The four GPT rows of `PUBLISHED`, each with the seconds of the same step if whole layers are recomputed, by the same table."""
+
+
+def ratio_of_recomputing(row: Published) -> float:
+    """The predicted time with whole layers recomputed, over the time with scores recomputed alone."""
+    whole = dataclasses.replace(row.layout, recompute="block")
+    return predict(row.model, whole, row.gpu).time / row.predicted().time
+
+
 def largest_error(gpu: str, efficiency: float) -> float:
     """The largest error over the rows of a kind of GPU, by the closed form."""
     kind = dataclasses.replace(GPUS[gpu], efficiency=efficiency)
@@ -80,7 +115,7 @@ def largest_error(gpu: str, efficiency: float) -> float:
 def rows() -> list[Row]:
     """Predicted and published seconds of a step, and the shares of exposed communication and of waiting."""
     found = []
-    for row in PUBLISHED:
+    for row in (*PUBLISHED, *HELD_OUT):
         said = row.predicted()
         spent = {"communication exposed": said.spent.exposed, "waiting": said.spent.waiting}
         found.append(Row("schedule", row.name, "published", "seconds per step", row.seconds, "s"))

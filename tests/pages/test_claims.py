@@ -146,6 +146,18 @@ def test_the_table_of_plans_has_the_predictions_of_the_file():
     assert len(table.splitlines()) == 7
 
 
+def test_the_page_on_planning_has_the_errors_of_tables_that_nothing_was_fitted_to():
+    from benchmarks import published
+
+    text = re.sub(r"\s+", " ", (ROOT / "docs" / "planning.md").read_text())
+    errors = [100 * row.error() for row in published.HELD_OUT]
+    assert f"is up to {-min(errors):.1f} % shorter and up to {max(errors):.1f} % longer than the published one" in text
+    said = [published.ratio_of_recomputing(row) for row, _ in published.RECOMPUTED]
+    ratios = [seconds / row.seconds for row, seconds in published.RECOMPUTED]
+    assert f"take {min(ratios):.2f} to {max(ratios):.2f} times as long" in text
+    assert f"say {min(said):.2f} to {max(said):.2f}" in text
+
+
 def test_losses_are_as_near_as_the_page_on_loops_says():
     text = (ROOT / "docs" / "functional-training-loops.md").read_text()
     said = re.search(r"are within ([\d.]+) % of the losses without a recipe, with `nvfp4` within (\d+) %", text)
