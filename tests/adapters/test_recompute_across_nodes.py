@@ -60,9 +60,26 @@ def test_a_changed_norm_output_is_kept(monkeypatch):
         with torch.no_grad():
             return h.mul_(2)
 
-    for touch in (written, lambda h: h * 2, lambda h: h[:]):
+    def turned_back(h):
+        return h.flip(0).flip(0)
+
+    def beside(h):  # as many elements of the same memory, from another place on
+        both = torch.cat((h, h))
+        return both.as_strided(h.shape, h.stride(), 4)
+
+    square = [lambda h: h[:4].mT.contiguous()[:, :4], lambda h: h[:4].mT, lambda h: h[:4], lambda h: h[1:]]
+    for touch in (written, lambda h: h * 2, turned_back, beside, *square):
         (kept, want), (kept_recompute, got) = norm_then_linears(monkeypatch, touch)
         assert kept and kept_recompute
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+def test_a_view_of_a_whole_norm_output_is_computed_again(monkeypatch):
+    """As models pass it on: a slice of all positions, a batch of rows."""
+    views = [lambda h: h[:], lambda h: h[:, slice(0, None)], lambda h: h.view(1, 5, 4), lambda h: h[None].flatten(0, 1)]
+    for touch in (*views, lambda h: h.view_as(h), lambda h: h.mT.mT):
+        (kept, want), (kept_recompute, got) = norm_then_linears(monkeypatch, touch)
+        assert kept and not kept_recompute
         assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
 
@@ -86,6 +103,9 @@ def drawn_nodes(seed):
     reads = [max(0, i - draw.choice((0, 0, 0, 1, 2))) for i in range(len(names))]
     write = draw.choice((None, None, (draw.randint(1, len(names)), draw.random() < 0.5)))
     asked = draw.choice(("all", "last"))
+    views = [
+        draw.choice((lambda t: t, lambda t: t[:], lambda t: t.flip(0), lambda t: t.view(t.shape), lambda t: t[1:])) for _ in names
+    ]
 
     def run():
         x = data.clone().requires_grad_()
@@ -95,7 +115,7 @@ def drawn_nodes(seed):
                 with torch.no_grad():
                     values[reads[i] if write[1] else max(0, reads[i] - 1)].mul_(2)
             op, cfg = RECOMPUTABLE[name]
-            values.append(differentiable(op)(params[i], values[reads[i]], cfg))
+            values.append(differentiable(op)(params[i], views[i](values[reads[i]]), cfg))
         wanted = [x, *tensors(params)] if asked == "all" else tensors(params[-1]) or [values[reads[-1]]]
         total = sum(y.square().sum() for y in (values[1:] if asked == "all" else values[-1:]))
         return torch.autograd.grad(total, wanted, allow_unused=True)

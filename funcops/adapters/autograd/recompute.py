@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -28,17 +29,18 @@ class Recipe(NamedTuple):
 
 class LeftOut(NamedTuple):
     """A recipe that a node keeps instead of an output. The node's first `own` kept tensors are its own, the recipe's tensors
-    follow; the output belongs at the indices `places`."""
+    follow; the output, in the shape `size`, belongs at the indices `places`."""
 
     op: Op
     shape: Any
     places: list[int]
     own: int
+    size: torch.Size
 
     def refilled(self, kept: Any) -> list[Any]:
         """The tensors that the node would have kept, with the output recomputed."""
         node = unflatten(self.shape, kept[self.own :])
-        value, filled = self.op.recompute(node, node.cfg), list(kept[: self.own])
+        value, filled = self.op.recompute(node, node.cfg).view(self.size), list(kept[: self.own])
         for i in self.places:
             filled[i] = value
         return filled
@@ -68,12 +70,20 @@ def note(y: Tensor, op: Op, node: Any) -> None:
 
 
 def left_out(x: Tensor, kept: tuple[Any, ...]) -> tuple[tuple[Any, ...], LeftOut | None]:
-    """Replace x among a node's kept tensors by its recipe. Returns `kept` and None if x has no recipe, or if x or the recipe's
-    tensors were written to since."""
-    recipe = _recipes.get(x)
+    """Replace x among a node's kept tensors by its recipe, or by the recipe of the tensor of which x is a view, of all elements in
+    order. Returns `kept` and None if x has no recipe, or if x or the recipe's tensors were written to since."""
+    recipe = _recipes.get(_whole(x) if x._is_view() else x)
     places = [] if recipe is None else [i for i, t in enumerate(kept) if t is x]
     if not places or recipe.version != version(x) or not recipe.node.fresh():
         return kept, None
     tensors: list[Tensor] = []
     shape = flatten(recipe.node, tensors)
-    return (*[None if t is x else t for t in kept], *tensors), LeftOut(recipe.op, shape, places, len(kept))
+    return (*[None if t is x else t for t in kept], *tensors), LeftOut(recipe.op, shape, places, len(kept), x.shape)
+
+
+def _whole(x: Tensor) -> Tensor:
+    """The tensor of which x is a view, if x has all of its elements in their order; else x. Models take such views: a slice of all
+    positions before the head, rows of a batch flattened."""
+    base: Any = x._base
+    same = x.dtype is base.dtype and x.numel() == base.numel() and x.storage_offset() == base.storage_offset()
+    return base if same and x.is_contiguous() and base.is_contiguous() else x
