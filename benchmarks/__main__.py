@@ -28,6 +28,7 @@ BENCHES = {
     "unconfirmed": "what no GPU has run in its present form",
     "window": "attention with a window, with rows of one length and of twice that length",
     "wgrads": "many weight gradients at once, against one after another",
+    "wide_layers": "which layers to leave wide: the choice of quantization_report, against the first and last",
 }
 
 

@@ -61,7 +61,7 @@ def of_caches(make: Maker) -> Iterator[KernelCall]:
         ends = torch.full((batch,), 3 * slots if ring else slots, dtype=torch.int64, device=make.device)
         window, sinks = (slots // 3, make.floats(heads)) if ring else (0, None)
         bias = make.floats(1, heads, tokens, 3 * slots) if every else None
-        args = q, k, v, ends - tokens, ends, bias, sinks, width, window, 30.0 * every, every, size**-0.5
+        args = q, k, v, ends - tokens, ends, bias, sinks, width, window, slots // 2 * every, 30.0 * every, every, size**-0.5
         shape = f"{what} {batch}x{tokens}x{heads}x{size} of {slots}x{kv_heads}"
         if tokens == 1:
             yield KernelCall(

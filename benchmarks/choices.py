@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from funcops.formats import E4M3_BLOCK, E5M2_BLOCK, FORMATS, Format, by_tiles, quantize_sides, quantize_tensor, turned
+from funcops.formats.format import SCALING_MODES
 from funcops.formats.recipes import FP8, MXFP8, NVFP4, Fp8Block, Fp8Current, Recipe
 from funcops.kernels import add_norm, norm, quantize, quantize_after, scaled_mm
 from funcops.kernels.triton.matmul import LONG, Epilogue, matmul
@@ -38,7 +39,7 @@ def choices(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
     for width in WIDTHS:
         yield from norms(dtype, width)
     if dtype is torch.bfloat16:
-        for format in FORMATS:
+        for format in (*FORMATS, *RULES):
             yield from quantisers(format)
         yield from _scaled_products()
         yield from _quantised_outputs()
@@ -52,12 +53,21 @@ def norms(dtype: torch.dtype, width: int, rows: int = 4096) -> Iterator[Callable
     yield lambda: norm.row_sums(x)
 
 
+EPSILON = 1e-12
+RULES = (  # of other scales than the default's
+    *(Format("e4m3", (1, 32), "e8m0", scaling_mode=mode) for mode in SCALING_MODES[1:]),
+    Format("e5m2", (32, 32), "e8m0", scaling_mode="even"),
+    *(Format("e4m3", tile, "float32", amax_epsilon=EPSILON) for tile in ((1, 0), (0, 0))),
+    Format("e4m3", (1, 128), "pow2", amax_epsilon=EPSILON),
+)
+
+
 def quantisers(format: Format) -> Iterator[Callable[[], object]]:
     """Quantise activations by rows, by columns and both, decode them, tile them anew; and quantise a weight in float32."""
     x, whole = torch.empty(512, 1024, dtype=torch.bfloat16, device="meta"), torch.empty(1, device="meta")
-    amax, args = whole if format.whole else None, format.args()
+    amax, how = whole if format.whole else None, format.how()
     if format.square:
-        yield lambda: quantize.quantize_row(x.float(), *args, amax, None)
+        yield lambda: quantize.quantize_row(x.float(), *how, amax, None, format.amax_epsilon)
     yield lambda: quantize_tensor(x, format, amax=amax).dequantize()
     yield lambda: quantize_tensor(x, format, side="col", amax=amax)
     yield lambda: quantize_sides(x, format)
@@ -73,13 +83,13 @@ def recipes() -> Iterator[Recipe]:
         yield from (Fp8Block(fwd=fwd, bwd=bwd, scales=scales, keep="col") for scales in ("pow2", "float32"))
         yield from (Fp8Current(fwd=fwd, bwd=bwd, pow2=pow2, keep="col") for pow2 in (False, True))
         yield MXFP8(fwd=fwd, bwd=bwd)
-    yield NVFP4()
+    yield from (NVFP4(stochastic=False), NVFP4(stochastic=False, w_tile=(1, 16)), MXFP8(scaling_mode="floor", w_tile=(32, 32)))
+    yield Fp8Block(x_tile=(128, 128), amax_epsilon=EPSILON)
 
 
 def _scaled_products() -> Iterator[Callable[[], object]]:
-    """The three products of every recipe, and one with a weight in square tiles."""
+    """The three products of every recipe."""
     pairs = [pair for r in recipes() for pair in ((r.x, r.w), (r.dy, r.w), (r.dy, r.x))]
-    pairs += [(Format("e4m3", (1, 32), "e8m0"), Format("e4m3", (32, 32), "e8m0")), (NVFP4().x, NVFP4().x)]
     for a, b in dict.fromkeys(pairs):
         yield lambda a=a, b=b: scaled_product(a.element, b.element, a.scales, a.tile, b.tile)  # type: ignore[misc]
 
@@ -88,7 +98,8 @@ def _quantised_outputs() -> Iterator[Callable[[], object]]:
     """The kernels of ops that write codes for the linear layer after them, in each recipe's format."""
     x, w = torch.empty(512, 4096, dtype=torch.bfloat16, device="meta"), torch.empty(4096, dtype=torch.bfloat16, device="meta")
     for format in dict.fromkeys(recipe.x for recipe in recipes() if recipe.x.tile[0] == 1 and recipe.x.element != "e2m1"):
-        how = format.element, format.tile[1], format.scales
+        element, _, cols, kind = format.how()
+        how = element, cols, kind, format.amax_epsilon
         yield lambda how=how: quantize_after.rms_norm_quantize(x, w, 1e-5, False, *how)  # type: ignore[misc]
         yield lambda how=how: quantize_after.layer_norm_quantize(x, w, w, 1e-5, False, *how)  # type: ignore[misc]
         yield lambda how=how: quantize_after.glu_quantize(x, "swiglu", True, *how)  # type: ignore[misc]

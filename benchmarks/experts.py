@@ -71,15 +71,16 @@ def of_experts(make: Maker, layer: tuple[int, int, int, int, int, bool]) -> Iter
     yield from _both(made, "swiglu" if layer == WIDE else "clamped_swiglu")
     yield from _products(made)
     if layer == WIDE:
+        yield from _both(made, "swiglu", before=True)
         for kind in [kind for kind in glu.GATES if kind != "swiglu"]:
             yield from _both(made, kind)
 
 
-def _both(layer: Layer, kind: str) -> Iterator[KernelCall]:
-    """The up product and down's input gradient, each with the gated unit."""
-    x, make, how = layer.x, layer.make, (kind, *CONSTANTS)
+def _both(layer: Layer, kind: str, before: bool = False) -> Iterator[KernelCall]:
+    """The up product and down's input gradient, each with the gated unit; `before`: with the weights on its input."""
+    x, make, how = layer.x, layer.make, (kind, *CONSTANTS, before)
     rows, (_, dim, hidden) = layer.order.numel(), layer.down.shape
-    shape, flops = f"{kind} {layer.name}", 2.0 * rows * dim * hidden
+    shape, flops = f"{kind} {'weighted before ' * before}{layer.name}", 2.0 * rows * dim * hidden
     args: tuple[Any, ...] = x, layer.up, layer.up_bias, layer.weights, layer.order, layer.offsets, *how
     yield KernelCall(experts_up, shape, args, product=_dense(rows, layer.up[0].mT), flops=2 * flops, length=dim)
     z, indices = make.floats(rows, 2 * hidden), None if layer.down_bias is None else layer.indices

@@ -17,6 +17,7 @@ from benchmarks.experts import LAYERS_OF_EXPERTS, of_experts
 from benchmarks.kernel_call import CODES, Prepared, direct, gradient
 from benchmarks.kernel_call import KernelCall as KernelCall
 from benchmarks.kernel_call import Maker as Maker
+from benchmarks.low_attention import of_low_attention
 from benchmarks.low_experts import of_low_experts
 from benchmarks.norms import of_group_norms, of_norms
 from benchmarks.quantizers import of_coded_glus, of_frozen_weights, of_quantized_outputs, of_quantizers
@@ -75,6 +76,7 @@ def families() -> tuple[Family, ...]:
         of_low_experts,
         of_attention,
         of_caches,
+        of_low_attention,
         of_frozen_weights,
         _recomputed_pairs,
     )

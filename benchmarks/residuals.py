@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from benchmarks.measure import Row
 from benchmarks.plain import PlainBlock, PlainGPT2Block
 from benchmarks.plot import draw_kept
-from funcops import Compress, ExpertsConfig, Policy, RopeConfig, WithExtras, chain, experts, random, report, with_policy
+from funcops import Compress, ExpertsConfig, Policy, Recompute, RopeConfig, WithExtras, chain, experts, random, report, with_policy
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op
 from funcops.lora import lora_init, lora_needs, with_lora
-from funcops.low_precision import NF4, quantize_weights, with_weight_only
+from funcops.low_precision import NF4, Fp8Block, quantize_weights, with_recipe, with_weight_only
 from funcops.models import DecoderConfig, decoder, decoder_x, pack
 from funcops.models.blocks import block_config, gpt2_block_config
 from funcops.trees import nbytes, tensors
@@ -31,6 +31,11 @@ FP8 = Compress("fp8")
 LOW = {  # the tensors of a Llama block that are kept in 8 bits
     "the SwiGLU's input": Policy({"mlp.act.x": FP8}),
     "the inputs of the SwiGLU and of norms": Policy({"mlp.act.x": FP8, "*.norm.x": FP8}),
+}
+RECIPE = Fp8Block(keep="input")
+LOW_ATTENTION: dict[str, Policy | str] = {  # of the same block with linears and attention in 8 bits
+    "compress_fp8": "compress_fp8",
+    "MLP recomputed": Policy({"mlp": Recompute(), "attn.norm.x": FP8, "attn.out.x": FP8}),
 }
 
 
@@ -90,13 +95,18 @@ def _theirs(how: str, dim: int, hidden: int, count: int, choices: int) -> nn.Mod
 
 
 def _low(cfg: Any, extras: dict[str, Tensor]) -> Iterator[Row]:
-    """The bytes that a Llama block keeps under 8-bit policies, and the linears' dys that its pending holds."""
+    """The bytes that a Llama block keeps under 8-bit policies, also with linears and attention in 8 bits, and the linears' dys that
+    its pending holds."""
     params = chain.init(cfg, key=random.key(0), dtype=torch.bfloat16)
     x = WithExtras(torch.randn(1, LENGTH, DIM, dtype=torch.bfloat16), extras)
     units = LENGTH * DIM
     for name, policy in LOW.items():
         kept = report(with_policy(chain, policy).fwd(params, x, cfg)[1], params, extras).kept_bytes
         yield Row("residuals", "llama block", f"funcops, fp8: {name}", "kept", kept / units, UNIT)
+    low = with_recipe(cfg, RECIPE, attention=("attn.mix",))
+    for name, rules in LOW_ATTENTION.items():
+        kept = report(with_policy(chain, rules).fwd(params, x, low)[1], params, extras).kept_bytes
+        yield Row("residuals", "llama block", f"funcops, Fp8Block with attention, {name}", "kept", kept / units, UNIT)
     for provider, policy in (("funcops", Policy()), ("funcops, fp8: *.dy", Policy({"*.dy": FP8}))):
         op = with_policy(chain, policy)
         y, residuals = op.fwd(params, x, cfg)

@@ -140,12 +140,15 @@ class Run:
         self.baseline = trigram_loss(corpus.train, corpus.held_out) if ranks.first else math.nan
 
     def first_scales(self) -> Any:
-        """The first scales of a recipe that has some, from a step that is thrown away: at scales of 1 small values would vanish."""
+        """The state of a recipe before the first step: {}, as that step measures the first scales. A step in a graph has
+        scales from the start: they are from a step that is thrown away."""
         if self.s.recipe is None or not self.s.recipe.delayed:
             return {}
-        scales = recipe_init(self.s.model, self.params)
-        amaxes = loss_and_grads(self.params, *self.batch(), self.s, scales).amaxes
-        return recipe_init(self.s.model, self.params, amaxes=amaxes)
+        if self.args.resume:
+            return recipe_init(self.s.model, self.params)  # the shapes of those that are read
+        if not (self.args.compile or self.args.graph):
+            return {}
+        return loss_and_grads(self.params, *self.batch(), self.s, {}).scales
 
     def batch(self) -> tuple[Tensor, Tensor]:
         a = self.args

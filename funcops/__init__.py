@@ -9,8 +9,9 @@ Operators: each NAME is an `Op`, with NAMEConfig, NAMEParams, NAME_init, NAME_fw
 NAME_wgrad (also NAME.config, NAME.init, NAME.fwd and so on; help(NAME) shows its page)
     layers           linear, qlinear, bias, embedding, position_embedding, dropout, causal_conv1d, bmm,
                      patchify, unpatchify
-    attention        attention, sink_attention, qkv_split, latent_split, rope (rope_table; LinearScaling,
-                     DynamicScaling, YarnScaling, LongRopeScaling, Llama3Scaling)
+    attention        attention, sink_attention, qattention, gated_delta_rule, log_decay, qkv_split,
+                     latent_split, rope (rope_table; LinearScaling, DynamicScaling, YarnScaling,
+                     LongRopeScaling, Llama3Scaling)
     norms            layer_norm, rms_norm, l2_norm, group_norm, softmax
     pointwise        activation, glu, scale, row_scale, modulate, softcap, add, cast, quantize, dequantize,
                      identity, reshape, fork
@@ -98,6 +99,7 @@ from funcops.ops.dropout import *
 from funcops.ops.embedding import *
 from funcops.ops.experts import *
 from funcops.ops.fork import *
+from funcops.ops.gated_delta_rule import *
 from funcops.ops.glu import *
 from funcops.ops.group_norm import *
 from funcops.ops.grouped_linear import *
@@ -108,10 +110,12 @@ from funcops.ops.latent_split import *
 from funcops.ops.layer_norm import *
 from funcops.ops.linear import *
 from funcops.ops.linear_cross_entropy import *
+from funcops.ops.log_decay import *
 from funcops.ops.modulate import *
 from funcops.ops.patchify import *
 from funcops.ops.permute import *
 from funcops.ops.position_embedding import *
+from funcops.ops.qattention import *
 from funcops.ops.qkv_split import *
 from funcops.ops.qlinear import *
 from funcops.ops.quantize import *

@@ -118,6 +118,7 @@ from funcops.distributed import copy_to_dgrad as copy_to_dgrad
 from funcops.distributed import copy_to_fwd as copy_to_fwd
 from funcops.distributed import copy_to_init as copy_to_init
 from funcops.distributed import copy_to_wgrad as copy_to_wgrad
+from funcops.distributed import data_parallel as data_parallel
 from funcops.distributed import dispatch as dispatch
 from funcops.distributed import dispatch_bwd as dispatch_bwd
 from funcops.distributed import dispatch_dgrad as dispatch_dgrad

@@ -160,7 +160,8 @@ def bits(key: Tensor, n: int) -> Tensor:
 def _blocks(key: Tensor, block: Tensor) -> Tensor:
     """The four words of each block, one after the other."""
     if readable(key):
-        return _blocks_in_parts(*key.tolist(), block)
+        own, at = key.tolist()
+        return _blocks_in_parts(own, at, block)
     seed, stream = key[0], key[1]
     words = philox((seed & _LOW, (seed >> 32) & _LOW), (block & _LOW, block >> 32, stream & _LOW, (stream >> 32) & _LOW))
     return torch.stack(words, -1).reshape(-1)
@@ -172,7 +173,7 @@ PART = 1 << 14  # blocks per thread whose words stay in the cache
 def _blocks_in_parts(seed: int, stream: int, block: Tensor) -> Tensor:
     """`_blocks` by `philox`'s rounds in place, a part at a time: two to three times as fast on a CPU. The words that a round does
     not multiply are masked only at the end."""
-    found = torch.empty(len(block), 4, dtype=torch.int64)
+    found = block.new_empty((len(block), 4))
     keys = [((seed + i * _WEYL[0]) & _LOW, ((seed >> 32) + i * _WEYL[1]) & _LOW) for i in range(10)]
     size = PART * torch.get_num_threads()
     for counter, words in zip(block.split(size), found.split(size), strict=True):

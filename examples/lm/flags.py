@@ -18,14 +18,14 @@ from lm.ranks import sizes_of
 from lm.results import holds_run
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-RECIPES = {"fp8_block": Fp8Block, "fp8_current": Fp8Current, "fp8_delayed": Fp8Delayed, "mxfp8": MXFP8, "nvfp4": NVFP4}
+RECIPES = {"fp8_block": Fp8Block, "fp8_current": Fp8Current, "fp8_delayed": Fp8Delayed, "mxfp8": MXFP8}
+RECIPES["nvfp4"] = functools.partial(NVFP4, stochastic=False)  # to nearest: the step of this example takes no random key
 
 
 ONE_PROCESS = {
     "check": "whole params are compared",
     "graph": "communication is not captured",
     "profile": "one process is profiled",
-    "eight_bit_state": "blocks of 256 would end where shards do",
 }
 OF_EXPERTS = {"top_k": 2, "shared": 0, "balance": 0.002}  # the defaults with --experts
 OF_DECODER = ("dim", "layers", "heads", "kv_heads", "hidden", "context", "tied", "experts", "top_k", "shared")

@@ -45,7 +45,7 @@ def policy_of(args: Any, ranks: Ranks) -> tuple[Op, str]:
 
 def say_what_is_kept(params: Any, x: Tensor, labels: Tensor, s: Settings, name: str, scales: Any = None) -> None:
     """Print what the first block keeps, and what a step keeps in all, by default and under the policy."""
-    compute = quantize_params(params, s.model, scales, dtype=s.dtype)
+    compute = params if s.ranks.within else quantize_params(params, s.model, scales, dtype=s.dtype)
     given = inputs(compute, x, labels, s)
 
     def kept_by(op: Op) -> tuple[Any, Report]:

@@ -125,7 +125,7 @@ def leave(main: Callable[[], int]) -> NoReturn:
 class Ranks:
     """A process among others, and its part of the model. `specs`: how the ranks hold each leaf of the params, by path; `like`: this
     rank's part of the params, before ZeRO; `stages`: given if the layers are sharded, too; `zero`: what ranks along "dp" also
-    shard, 1: the optimiser's state, 2: gradients, 3: params."""
+    shard, 1: the optimiser's state, 2: gradients, 3: params; `within`: whether the backward itself sums over "dp"."""
 
     mesh: Mesh
     decoder: DecoderConfig
@@ -134,6 +134,7 @@ class Ranks:
     like: Any = None
     stages: Stages | None = None
     zero: int = 0
+    within: bool = False
 
     @staticmethod
     def of(mesh: Mesh, args: Any) -> Ranks:
@@ -142,9 +143,13 @@ class Ranks:
             specs = {path: spec for path, spec in specs_of(chain, stages.cfg).items() if path.startswith(f"{stages.name}.")}
             like = {stages.name: chain.init(stages.cfg, device="meta")[stages.name]}
             return Ranks(mesh, args.decoder, stages.cfg, specs, like, stages, args.zero)
-        cfg = parallel(model(args.decoder, args.recipe), roles(mesh, args.decoder), mesh, overlap=args.overlap)
-        shared = dist.zero3(cfg, mesh["dp"], dtype=args.dtype) if args.zero == 3 else cfg
-        return Ranks(mesh, args.decoder, shared, specs_of(chain, cfg), chain.init(cfg, device="meta"), None, args.zero)
+        room = 1.0 if args.compile else None  # a compiled step has room for all tokens: its sizes cannot depend on the routing
+        cfg = parallel(model(args.decoder, args.recipe), roles(mesh, args.decoder), mesh, overlap=args.overlap, capacity=room)
+        like, plain = chain.init(cfg, device="meta"), args.zero == 0 and args.recipe is None and not args.compile
+        within = args.zero == 3 or (plain and mesh["dp"].size > 1)
+        shard = dist.zero3 if args.zero == 3 else dist.data_parallel
+        shared = shard(cfg, mesh["dp"], dtype=args.dtype) if within else cfg
+        return Ranks(mesh, args.decoder, shared, specs_of(chain, cfg), like, None, args.zero, within)
 
     @staticmethod
     def one(args: Any) -> Ranks:
@@ -205,11 +210,11 @@ class Ranks:
     def summed_over(self) -> dict[str, tuple[Axis, ...]]:
         """The axes over which each gradient must be summed, by path."""
         dp, over = self.mesh["dp"], dist.sum_axes(self.like, self.specs, self.mesh)
-        return {path: tuple(axis for axis in axes if axis != dp) if self.zero == 3 else axes for path, axes in over.items()}
+        return {path: tuple(axis for axis in axes if axis != dp) if self.within else axes for path, axes in over.items()}
 
     def largest(self, amaxes: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The largest amaxes of delayed scaling over all ranks."""
-        return dist.amaxes_over(amaxes, tuple(axis for axis in self.mesh.axes if axis.size > 1)) if amaxes else amaxes
+        return dist.amaxes_over(amaxes, tuple(axis for axis in self.mesh.axes if axis.size > 1))
 
     def load_of_all(self, load: Tensor) -> Tensor:
         """The experts' load from the tokens of all ranks, which balancing needs; `load` is from this rank's tokens."""

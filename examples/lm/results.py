@@ -21,7 +21,7 @@ from torch import Tensor
 
 from funcops import chain, dist
 from funcops.checkpoint import CheckpointError, load, read_metadata, save
-from funcops.optim import AdamWConfig, adamw_init
+from funcops.optim import AdamWConfig, adamw_init, dequantize_state, quantize_state
 from funcops.trees import tensors, tree_map_tensors
 from lm.model import model
 from lm.ranks import Ranks
@@ -93,7 +93,8 @@ def load_run(
         metadata = read_metadata(path) if of_one else _metadata_of(path)
         before, rows, step = json.loads(metadata["settings"]), json.loads(metadata["rows"]), int(metadata["step"])
         _check_settings(before, settings)
-        params, state = (_loaded_of_one if of_one else _loaded)(path, params, state, ranks)
+        small = settings["eight_bit_state"] == "True"
+        params, state = _loaded_of_one(path, params, state, ranks, small) if of_one else _loaded(path, params, state, ranks)
         params, optimiser = tree_map_tensors(lambda t: t.to(device), (params, state.optimiser))
     except (CheckpointError, OSError, KeyError, ValueError) as error:
         raise RunError(f"--resume: expected a checkpoint of this program, got {str(path)!r} ({_one_line(error)})") from error
@@ -126,14 +127,16 @@ def _loaded(path: Path, params: Any, state: State, ranks: Ranks) -> tuple[Any, S
     return params, State(optimiser, found["scales"])
 
 
-def _loaded_of_one(path: Path, params: Any, state: State, ranks: Ranks) -> tuple[Any, State]:
+def _loaded_of_one(path: Path, params: Any, state: State, ranks: Ranks, small: bool) -> tuple[Any, State]:
     """This rank's parts from one process's file, which is read whole."""
     if ranks.alone:
         kept = load(path, _kept(params, state))
         return kept["params"], State(kept["state"], kept["scales"])
     like = chain.init(model(ranks.decoder), device="meta", dtype=tensors(params)[0].dtype)
-    kept = load(path, _kept(like, State(adamw_init(like, AdamWConfig()), state.scales)))
-    return ranks.own(kept["params"]), State(ranks.own_state(kept["state"]), kept["scales"])
+    means = adamw_init(like, AdamWConfig())
+    kept = load(path, _kept(like, State(quantize_state(means) if small else means, state.scales)))
+    own = ranks.own_state(dequantize_state(kept["state"]))
+    return ranks.own(kept["params"]), State(quantize_state(own) if small else own, kept["scales"])
 
 
 def _kept(params: Any, state: State) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from funcops import ChainConfig, WithExtras, chain_fwd, donate, named_scope
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op
-from funcops.low_precision import Recipe, quantize_params, recipe_update, split_amaxes
+from funcops.low_precision import Recipe, end_step, quantize_params
 from funcops.models import DecoderConfig
 from funcops.precision import select_step
 from funcops.trees import at, cast, paths, put, tensors
@@ -48,7 +48,7 @@ class State(NamedTuple):
 class Gradients(NamedTuple):
     loss: Tensor
     grads: Any
-    amaxes: Any  # for a recipe with scales
+    scales: Any  # of the next step, for a recipe that has some
     load: Tensor | None  # [layers, experts]: how many tokens each expert got, over all ranks
 
 
@@ -67,8 +67,8 @@ def inputs(params: Any, x: Tensor, labels: Tensor, s: Settings) -> WithExtras:
 
 def loss_and_grads(params: Any, x: Tensor, labels: Tensor, s: Settings, scales: Any, reduce: bool = False) -> Gradients:
     """The loss of these rows, the gradient of every parameter in the parameter's dtype, from this rank's rows as a part of the
-    mean, and the amaxes and load that a step reads. `reduce`: return a stage's gradients with their sum over ranks already
-    started."""
+    mean, the scales of the next step, and the load that a step reads. `scales`: {} in a first step. `reduce`: return a stage's
+    gradients with their sum over ranks already started."""
     wide = torch.float64 if s.dtype is torch.float64 else torch.float32
     if s.ranks.stages is not None:
 
@@ -77,7 +77,7 @@ def loss_and_grads(params: Any, x: Tensor, labels: Tensor, s: Settings, scales: 
 
         return Gradients(*s.ranks.stages.loss_and_grads(params, x, labels, s.dtype, s.ranks.shares, done), {}, None)
     with named_scope("params in the dtype of products"):
-        compute = params if s.ranks.zero == 3 else quantize_params(params, s.model, scales, dtype=s.dtype)
+        compute = params if s.ranks.within else quantize_params(params, s.model, scales, dtype=s.dtype)
     y, residuals = s.op.fwd(compute, inputs(compute, x, labels, s), s.model, needs=NEEDS)
     loss = main_of(y)
     dy: Any = torch.full_like(loss, 1 / s.ranks.shares)
@@ -88,11 +88,10 @@ def loss_and_grads(params: Any, x: Tensor, labels: Tensor, s: Settings, scales: 
         grads = s.op.wgrad(donate(pending), s.model)
     else:
         grads, _ = s.op.bwd(donate(residuals), dy, s.model)
-    grads, amaxes = split_amaxes(grads)
-    amaxes = s.ranks.largest(amaxes)
+    grads, scales = end_step(grads, s.model, scales, over_ranks=s.ranks.largest)
     load = s.ranks.load_of_all(y.extras["load"]) if isinstance(y, WithExtras) else None
     with named_scope("gradients in the dtype of params"):
-        return Gradients(loss, cast(grads, wide), amaxes, load)
+        return Gradients(loss, cast(grads, wide), scales, load)
 
 
 Stepped = tuple[Any, State, Tensor, Tensor, Tensor | None]
@@ -101,7 +100,7 @@ Stepped = tuple[Any, State, Tensor, Tensor, Tensor | None]
 def train_step(params: Any, state: State, x: Tensor, labels: Tensor, lr: Any, s: Settings) -> Stepped:
     """Do a step; return new params and state, the loss, the norm of the gradients before clipping, and the load of experts. If the
     norm is not finite, params and state do not change."""
-    loss, grads, amaxes, load = loss_and_grads(params, x, labels, s, state.scales, reduce=True)
+    loss, grads, scales, load = loss_and_grads(params, x, labels, s, state.scales, reduce=True)
     loss, grads = s.ranks.reduced(loss, grads)
     with named_scope("clip"):
         grads, norm = s.ranks.clip(grads, s.clip, in_place=s.in_place)
@@ -109,7 +108,6 @@ def train_step(params: Any, state: State, x: Tensor, labels: Tensor, lr: Any, s:
     def updated(in_place: bool) -> tuple[Any, State]:
         own = s.ranks.shards(params)
         new, moments = update(own, grads, state.optimiser, s.optimiser, lr=lr, in_place=in_place)
-        scales = recipe_update(state.scales, amaxes, s.recipe) if amaxes else state.scales
         return balanced(s.ranks.gathered(new, params), load, s), State(moments, scales)
 
     if not s.in_place:  # one graph: it cannot branch on a value
@@ -121,6 +119,8 @@ def train_step(params: Any, state: State, x: Tensor, labels: Tensor, lr: Any, s:
             params, state = select_step(finite, (new, after), (params, state))
     elif math.isfinite(float(norm)):
         params, state = updated(True)
+    elif not state.scales:
+        state = state._replace(scales=scales)
     return params, state, loss, norm, load
 
 
@@ -135,7 +135,7 @@ def written_step(params: Any, state: State, x: Tensor, labels: Tensor, lr: Tenso
 def evaluate(params: Any, x: Tensor, labels: Tensor, s: Settings, batch: int, scales: Any = None) -> float:
     """The mean loss over windows, without residuals."""
     stages = s.ranks.stages
-    whole = stages is None and s.ranks.zero < 3
+    whole = stages is None and not s.ranks.within
     compute = quantize_params(params, s.model, scales, dtype=s.dtype, columns=False) if whole else params
     total = 0.0
     for i in range(0, len(x), batch):

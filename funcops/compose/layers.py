@@ -30,7 +30,8 @@ def in_turn(
 ) -> list[Any]:
     """The results, by layer, of `run(i, read(i))`, called in this order. If the body can prefetch (`Op.prefetch`): what the next
     layer reads is begun before a layer runs, if `begin`; and if accumulators are given, in `sums`, the results are gradients in
-    flight, each completed after the next layer has run. An error gets the number of its layer."""
+    flight, each completed after the next layer has run, or advanced then, and completed after the one behind it. An error gets the
+    number of its layer."""
     ahead, i = cfg.op.prefetch, order[0]
     begin, late = begin and ahead is not None, sums is not None and ahead is not None
     run = scopes.by_number(run) if scopes.on else run
@@ -40,8 +41,13 @@ def in_turn(
         tree = read(order[turn]) if turn < len(order) else None
         return None if tree is None else ahead.begin(tree, cfg.cfg)
 
-    def complete(i: int) -> None:
-        found[i] = ahead.settle(found[i], sums[i])  # type: ignore[index]
+    def land(turn: int) -> None:
+        """Go on with the gradients of the layer whose turn it was, and complete the ones before them."""
+        steps = (ahead.settle,) if ahead.advance is None else (ahead.advance, ahead.settle)
+        for back, step in enumerate(steps):
+            if 0 <= turn - back < len(order):
+                at = order[turn - back]
+                found[at] = step(found[at], sums[at])  # type: ignore[index]
 
     try:
         coming = begun(0) if begin else None
@@ -52,10 +58,11 @@ def in_turn(
             else:
                 tree = read(i)
             found[i] = run(i, tree)
-            if late and turn:
-                complete(order[turn - 1])
+            if late:
+                land(turn - 1)
         if late:
-            complete(i)
+            land(len(order) - 1)
+            land(len(order))
     except Exception as error:
         in_step(error, i)
         raise

@@ -2,11 +2,15 @@
 
     order, place = the choices sorted by expert      z = x[token] up_e^T      a = s f(g) l of z = (g, l)      y = sum of a down_e^T
 
+With weights_on="input" a step "weigh" multiplies the rows of z by s, in place of a's.
+
 Params have the same paths as in `experts`, `up.weight` to `down.bias`, so that each loads the other's checkpoints. It keeps the
 same bytes: z, two int32 a row, and offsets, as the GLU's output is recomputed.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from funcops.compose.chain import ChainConfig
 from funcops.compose.step import Step
@@ -15,6 +19,7 @@ from funcops.ops.experts import ExpertsConfig
 from funcops.ops.glu import GLUConfig, glu
 from funcops.ops.grouped_linear import GroupedLinearConfig, grouped_linear
 from funcops.ops.permute import PermuteConfig, permute
+from funcops.ops.row_scale import RowScaleConfig, row_scale
 from funcops.ops.unpermute import UnpermuteConfig, unpermute
 
 __all__ = ["plain_experts"]
@@ -38,12 +43,15 @@ def plain_experts(cfg: ExpertsConfig) -> ChainConfig:
     require_type("plain_experts", "cfg", cfg, ExpertsConfig)
     rows, numbers = ("offsets", "order", "place"), ("order", "weights")
     up = GroupedLinearConfig(cfg.experts, cfg.dim, 2 * cfg.hidden, bias=cfg.bias, gathered=True)
-    act = GLUConfig(kind=cfg.kind, gate="first", scaled=True, gathered=True, limit=cfg.limit, alpha=cfg.alpha, offset=cfg.offset)
+    before = cfg.weights_on == "input"
+    how: dict[str, Any] = dict(scaled=not before, gathered=not before, limit=cfg.limit, alpha=cfg.alpha, offset=cfg.offset)
+    act = GLUConfig(kind=cfg.kind, gate="first", **how)
+    weigh = Step("weigh", row_scale, RowScaleConfig(gathered=True), takes=numbers[::-1])
     down = GroupedLinearConfig(cfg.experts, cfg.hidden, cfg.dim, bias=cfg.bias, weighted=cfg.bias)
     steps = (
         Step("sort", permute, PermuteConfig(cfg.experts, gathered=True), takes=("tokens", "indices"), gives=("weights", *rows)),
         Step("up", grouped_linear, up, takes=rows),
-        Step("act", glu, act, takes=numbers[::-1]),
+        *((weigh, Step("act", glu, act)) if before else (Step("act", glu, act, takes=numbers[::-1]),)),
         Step("down", grouped_linear, down, takes=("offsets", *numbers) if cfg.bias else ("offsets",)),
         Step("combine", unpermute, UnpermuteConfig(), takes=("place",)),
     )

@@ -78,12 +78,14 @@ from funcops.trees import FIELDS
 class Prefetch(NamedTuple):
     """The work that an op can begin before its turn: a `repeat` begins it one layer ahead. `begin(given, cfg)` of params or
     residuals returns an object with `ready()`, whose result the op's functions take in place of these. `bwd` and
-    `wgrad(..., cfg, into)` return dparams still in flight, which `settle(dparams, into)` completes."""
+    `wgrad(..., cfg, into)` return dparams still in flight, which `settle(dparams, into)` completes. `advance(dparams, into)`, if
+    there is a second communication to start in between, returns what `settle` takes instead."""
 
     begin: Any
     bwd: Any
     wgrad: Any
     settle: Any
+    advance: Any = None
 
 
 @old_attributes(cheap="recomputable", again="recompute", ahead="prefetch")

@@ -4,7 +4,7 @@ Meshes        Mesh, Axis
 In flight     gather_start, scatter_sum_start, sum_over_start, all_to_all_start; finish (InFlight)
 Checkpoints   save, save_start (Saving), load, is_saved
 Programs      handshake, check_program, record (Program, Collective)
-Gradients     reduce_start (Reducing), sum_axes; global_norm, part_axes, all_ranks, raise_on_all_ranks; amaxes_over
+Gradients     data_parallel; reduce_start (Reducing), sum_axes; global_norm, part_axes, all_ranks, raise_on_all_ranks; amaxes_over
 ZeRO          own_shards, gather_shards_start (Gathering), zero3
 Collectives   gather, scatter_sum, sum_over, copy_to, gather_same, slice_of, all_to_all, shift
 Layers        column_linear, row_linear; column_qlinear, row_qlinear; parallel_low_rank; sharded (Shared);
@@ -84,6 +84,7 @@ from funcops.distributed.specs import fsdp_specs as fsdp_specs
 from funcops.distributed.specs import shard as shard
 from funcops.distributed.specs import sum_gradients as sum_gradients
 from funcops.distributed.specs import unshard as unshard
+from funcops.distributed.zero import data_parallel as data_parallel
 from funcops.distributed.zero import zero3 as zero3
 from funcops.distributed.zigzag import unzigzag as unzigzag
 from funcops.distributed.zigzag import zigzag as zigzag

@@ -31,6 +31,7 @@ from funcops.distributed.checkpoint_files import check_files, folder_of, index_o
 from funcops.distributed.mesh import Mesh
 from funcops.distributed.specs import PIPELINE, WHOLE, Spec, Specs, check_own, is_leaf, specs_by_path, whole_shape
 from funcops.errors import CheckpointError, check, describe, fail, require_type, short
+from funcops.optim.quantized_state import decoded, encoded_like, wide_like
 from funcops.trees import elements, paths, with_leaves
 
 T = TypeVar("T")
@@ -53,7 +54,8 @@ class _LeafShards(NamedTuple):
 def save(tree: Any, path: str | os.PathLike[str], specs: Specs, mesh: Mesh) -> None:
     """Write every tensor of a tree, of which this rank has its part, to the folder `path`, completely or not at all: to a folder
     beside it, which is renamed at the end. All ranks of the mesh must call it, on one file system. Leaves that are numbers, bools
-    or strings are written, too, and must be the same on all ranks that have them; leaves that are None have no entry.
+    or strings are written, too, and must be the same on all ranks that have them; leaves that are None have no entry. A leaf of
+    `optim.quantize_state` has one spec, and is written as the tensor that it stands for, so that any mesh reads it.
 
     Raises on every rank, before anything is written, `CheckpointError` for a leaf without values, and for a leaf of which ranks
     have different values along an axis that its spec does not name, two stages of a pipeline included; `ValueError` for specs that
@@ -160,7 +162,7 @@ class Saving:
 def _begun(where: str, tree: Any, path: str | os.PathLike[str], specs: Specs, mesh: Mesh) -> Saving:
     """Agree on who writes what; nothing is written yet."""
     require_type(where, "path", path, str, os.PathLike)
-    named, found = _by_path("save", tree, specs, mesh)
+    named, found = _by_path("save", decoded(tree), specs, mesh)
     target = Path(os.path.realpath(path))
 
     def described() -> tuple[str, dict[str, _LeafShards]]:
@@ -178,8 +180,8 @@ def _begun(where: str, tree: Any, path: str | os.PathLike[str], specs: Specs, me
 def load(path: str | os.PathLike[str], like: T, specs: Specs, mesh: Mesh) -> T:
     """Read this rank's part of the tree in a folder, with the structure, shapes and dtypes of `like`, which is this rank's part,
     too. Each leaf is on the device of its leaf in `like`; if that is the meta device, on the mesh's. A leaf of `like` that is a
-    number, a bool or a string is replaced by the one in the folder. All ranks of the mesh must call it, and each reads only its own
-    part.
+    number, a bool or a string is replaced by the one in the folder; one of `optim.quantize_state` is read in float and rounded to 8
+    bits: on the mesh that wrote it to the same bits. All ranks of the mesh must call it, and each reads only its own part.
 
     Raises on every rank, before any tensor is read, `CheckpointError` that lists every leaf that is missing, extra, of another
     shape or of another dtype, or that names a file which was cut short; `FileNotFoundError` if the folder has no checkpoint.
@@ -194,6 +196,7 @@ def load(path: str | os.PathLike[str], like: T, specs: Specs, mesh: Mesh) -> T:
     {'w': tensor([0., 1.])}
     """
     require_type("load", "path", path, str, os.PathLike)
+    given, like = like, wide_like(like)
     named, found = _by_path("load", like, specs, mesh)
     boxes = {
         name: own_boxes(check_own("load", name, t, found[name], mesh), found[name], mesh) if isinstance(t, Tensor) else ()
@@ -227,7 +230,7 @@ def load(path: str | os.PathLike[str], like: T, specs: Specs, mesh: Mesh) -> T:
     for name, inner in vectors.items():
         if name not in own:
             own[name] = torch.stack([own[f"{name}.{path}"] for path in inner])
-    return with_leaves(like, [own.get(name) for name in paths(like)])
+    return encoded_like(with_leaves(like, [own.get(name) for name in paths(like)]), given, mesh.device)
 
 
 def _by_path(where: str, tree: Any, specs: Specs, mesh: Mesh) -> tuple[dict[str, Any], dict[str, Spec]]:

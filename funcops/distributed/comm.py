@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from funcops.backend.declare import tracing, watched
 from funcops.distributed.mesh import Axis
@@ -30,6 +31,7 @@ def _group(x: Tensor, axis: Axis) -> str:
     return axis.group
 
 
+_sent: Any = WeakTensorKeyDictionary()  # what is sent, by what will arrive, of each collective that a GPU's streams order
 _in_flight: dict[str, Tensor] = {}  # of each Gloo group, what was started last and is not waited for yet
 
 
@@ -37,6 +39,11 @@ def _start(op: Any, x: Tensor, axis: Axis, *args: Any) -> Tensor:
     """Start a collective. Gloo runs two of a group in two threads, which corrupt the heap: with torch 2.13 and 2.14 processes abort
     or hang. So on a CPU the one before is waited for; other groups run beside it."""
     group = _group(x, axis)
+    if x.is_cuda and not tracing():
+        sent = x.contiguous()
+        found = op(sent, *args, group)
+        _sent[found] = sent
+        return found  # type: ignore[no-any-return]
     if x.device.type != "cpu" or group.endswith("]") or tracing():
         return op(x.contiguous(), *args, group)  # type: ignore[no-any-return]
     if (before := _in_flight.pop(group, None)) is not None:
@@ -46,9 +53,17 @@ def _start(op: Any, x: Tensor, axis: Axis, *args: Any) -> Tensor:
 
 
 def wait(t: Tensor, axis: Axis) -> Tensor:
-    """Wait for a started tensor, and return it."""
+    """Wait for a started tensor, and return it. On CUDA the current stream waits, which need not be the one that started: the
+    memory of both tensors belongs to the starting stream, which would reuse it, once it is freed, without waiting for the
+    communication, or for what this stream does with the result. `record_stream` does nothing if the streams are the same."""
     if axis.size == 1:
         return t
+    if t.is_cuda and not tracing():
+        sent, stream = _sent.pop(t, t), torch.cuda.current_stream(t.device)
+        found = ops.wait_tensor(t)
+        for one in (sent, t):
+            one.record_stream(stream)
+        return found  # type: ignore[no-any-return]
     if _in_flight.get(axis.group) is t:
         _in_flight.pop(axis.group, None)
     return ops.wait_tensor(t)  # type: ignore[no-any-return]
@@ -77,10 +92,13 @@ def largest(amaxes: Tensor, axis: Axis) -> Tensor:
     return wait(_start(ops.all_reduce, amaxes.contiguous().view(torch.int32), axis, "max"), axis).view(torch.float32)
 
 
-def start_all_to_all(x: Tensor, axis: Axis) -> Tensor:
-    """[n m, *] -> [n m, *]: part i of this rank goes to rank i, and becomes part `rank` there."""
-    parts = [x.shape[0] // axis.size] * axis.size
-    return x if axis.size == 1 else _start(ops.all_to_all_single, x, axis, parts, parts)
+Parts = tuple[list[int], list[int]]  # rows for each rank, and from each; lists of one number: not known, at most so many in all
+
+
+def start_all_to_all(x: Tensor, axis: Axis, parts: Parts | None = None) -> Tensor:
+    """[N, *] -> [R, *]: part i of this rank goes to rank i, and becomes part `rank` there. Without `parts` all have one size."""
+    sends, receives = parts or ([x.shape[0] // axis.size] * axis.size,) * 2
+    return x if axis.size == 1 else _start(ops.all_to_all_single, x, axis, receives, sends)
 
 
 def start_shift(x: Tensor, axis: Axis, by: int) -> Tensor:

@@ -70,6 +70,10 @@ class Reducing(Flight):
         self.unused(where)
 
     def arrive(self, into: Any) -> Any:
+        return self.advance(into).finish()
+
+    def advance(self, into: Any) -> Landing:
+        """Wait for the first communication of each bucket, and start its next one."""
         sums, flying, spec = self.cfg, self.buckets, self.spec
         places: list[Any] = [None] * spec.num_leaves
         if into is not None:
@@ -79,16 +83,29 @@ class Reducing(Flight):
                 _named(bucket, h.complain, "finish")
         self.empty()
         onward = [_rest(bucket, sums, places if into is not None else None) for bucket in sums.buckets]
-        found: list[Any] = [None] * spec.num_leaves
-        for bucket, row in zip(sums.buckets, _together(onward, flying), strict=True):
+        return Landing(sums, spec, into, places, [rest(finish(h)) for h, rest in zip(flying, onward, strict=True)])
+
+
+class Landing(NamedTuple):
+    """Sums after the first communication of each bucket: the next one in flight, or the sums themselves."""
+
+    sums: Sums
+    spec: Any
+    into: Any
+    places: list[Any]
+    came: list[Tensor | Flying]
+
+    def finish(self) -> Any:
+        found: list[Any] = [None] * self.spec.num_leaves
+        for bucket, row in zip(self.sums.buckets, _together(self.came), strict=True):
             for index, t in bucket.parts(row):
                 found[index] = t
-        if into is None:
-            return unflatten(spec, found)
-        pairs = [(to, t) for to, t in zip(places, found, strict=True) if t is not None]
+        if self.into is None:
+            return unflatten(self.spec, found)
+        pairs = [(to, t) for to, t in zip(self.places, found, strict=True) if t is not None]
         if pairs:
             torch._foreach_copy_([to for to, _ in pairs], [t for _, t in pairs])
-        return into
+        return self.into
 
 
 def reduce_start(
@@ -295,19 +312,12 @@ def added(rows: Tensor, start: Tensor | None, out: torch.dtype) -> Tensor:
     return total.to(out)
 
 
-def _together(onward: list[Onward], flying: tuple[InFlight, ...]) -> list[Tensor]:
+def _together(came: list[Tensor | Flying]) -> list[Tensor]:
     """Finish all buckets, one communication of each in turn: while one is waited for, the next ones of the buckets before it are in
     flight."""
-    found: list[Any] = [None] * len(onward)
-    waiting = {i: Flying(h, rest) for i, (h, rest) in enumerate(zip(flying, onward, strict=True))}
-    while waiting:
-        for i, (h, rest) in list(waiting.items()):
-            came = rest(finish(h))
-            if isinstance(came, Flying):
-                waiting[i] = came
-            else:
-                found[i] = came
-                del waiting[i]
+    found: list[Any] = list(came)
+    while any([isinstance(one, Flying) for one in found]):
+        found = [one.onward(finish(one.h)) if isinstance(one, Flying) else one for one in found]
     return found
 
 

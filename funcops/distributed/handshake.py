@@ -30,7 +30,7 @@ NAMES = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduc
 class Collective(NamedTuple):
     """A collective, on which its group must agree. `shape`: of this rank's input; its first dimension is None in an all_to_all,
     whose ranks may have different numbers of rows. `how`: the kind of reduction. `sends`, `receives`: the rows of an all_to_all for
-    each rank, and from each.
+    each rank, and from each; none if they are data, as in `dispatch`.
 
     >>> import torch
     >>> from funcops.dist import Collective
@@ -58,6 +58,8 @@ class Collective(NamedTuple):
         shape, receives, sends = tuple(first.shape), *(tuple(args[1:3]) if name == "all_to_all" else ((), ()))
         if sends:
             shape = (None, *shape[1:])
+        if len(sends) == 1:  # not known: see funcops.distributed.comm.Parts
+            sends = receives = ()
         return Collective(name, args[group], shape, first.dtype, args[how] if how >= 0 else "", tuple(sends), tuple(receives))
 
     def __str__(self) -> str:
@@ -78,10 +80,12 @@ def _arguments(func: Any) -> tuple[str, int, int]:
 
 
 class Program(NamedTuple):
-    """The collectives of a step, in order, and the positions of the ones that it never waits for."""
+    """The collectives of a step, in order; the positions of the ones that it never waits for; and of the exposed ones: no product
+    (of matrices, an attention, a convolution) runs between start and wait, so nothing hides them."""
 
     sent: tuple[Collective, ...]
     unfinished: tuple[int, ...] = ()
+    exposed: tuple[int, ...] = ()
 
     def over(self, axis: Axis) -> list[Entry]:
         return [one.entry for one in self.sent if one.group == axis.group]
@@ -104,18 +108,28 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.sent: list[Collective] = []
         self.flying: dict[int, tuple[int, Tensor]] = {}
+        self.products, self.started, self.exposed = 0, list[int](), list[int]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = Collective.of(func, args)
         if found is None and getattr(func, "namespace", "") == "_c10d_functional":
-            self.flying.pop(id(args[0]), None)
+            place, _ = self.flying.pop(id(args[0]), (-1, None))
+            if place >= 0 and self.started[place] == self.products and place not in self.exposed:
+                self.exposed.append(place)
             return args[0]
         result = func(*args, **(kwargs or {}))
         if found is not None:
             for t in result if isinstance(result, (list, tuple)) else [result]:
                 self.flying[id(t)] = len(self.sent), t
             self.sent.append(found)
+            self.started.append(self.products)
+        self.products += _is_product(str(func))
         return result
+
+
+@functools.cache
+def _is_product(name: str) -> bool:
+    return any(part in name for part in ("mm", "matmul", "attention", "conv", "grouped"))
 
 
 def record(step: Callable[..., Any], *trees: Any) -> Program:
@@ -136,7 +150,8 @@ def record(step: Callable[..., Any], *trees: Any) -> Program:
 def _recorded(step: Callable[..., Any], *args: Any) -> Program:
     with torch.no_grad(), _Recorder() as recorder:
         step(*args)
-    return Program(tuple(recorder.sent), tuple(sorted(place for place, _ in recorder.flying.values())))
+    unfinished, exposed = sorted(place for place, _ in recorder.flying.values()), sorted(recorder.exposed)
+    return Program(tuple(recorder.sent), tuple(unfinished), tuple(exposed))
 
 
 def handshake(mesh: Mesh, step: Callable[..., Any], *trees: Any) -> Program:

@@ -90,7 +90,7 @@ def amaxes_over(
     `specs`: from `specs_of`, needed for experts over ranks, whose amaxes are not joined over the axis that shards them: each rank
     has other experts.
 
-        state = recipe_update(state, dist.amaxes_over(amaxes, (dp, tp)), recipe)
+        grads, state = end_step(main_grad, cfg, state, over_ranks=partial(dist.amaxes_over, over=(dp, tp)))
 
     Raises `TypeError` or `ValueError` unless amaxes is a mapping to float32 tensors.
 

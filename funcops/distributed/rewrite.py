@@ -11,6 +11,7 @@ their paths.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from funcops.distributed.ops.column_linear import column_linear
 from funcops.distributed.ops.column_qlinear import column_qlinear
 from funcops.distributed.ops.context_attention import context_attention
 from funcops.distributed.ops.context_sink_attention import context_sink_attention
+from funcops.distributed.ops.dispatch import require_capacity
 from funcops.distributed.ops.parallel_expert_steps import parallel_expert_steps, sharded_steps
 from funcops.distributed.ops.parallel_experts import parallel_experts
 from funcops.distributed.ops.parallel_latent_split import parallel_latent_split
@@ -96,6 +98,7 @@ def parallel(
     context: str = "cp",
     experts: str = "ep",
     rows: tuple[str, ...] | None = None,
+    capacity: float | None = None,
 ) -> Any:
     """The config of a whole model, or a part of it, for this rank of a mesh. `rules`: by globs over the paths of steps (the layers
     of a repeat are "*"), the role of a step; the first glob that matches decides:
@@ -104,8 +107,9 @@ def parallel(
         "row"      a linear with inputs sharded over `axis`, after a column layer
         "vocab"    an embedding or a linear cross entropy with its vocabulary sharded over `axis`, or a cross entropy after a column
                    layer: ids and labels are then the same on all ranks of `axis`
-        "context"  an attention over tokens that are sharded over the axis `context`
-        "expert"   experts that are sharded over the axis `experts`
+        "context"  an attention over tokens that are sharded over the axis `context`, whose keys are gathered; "context ring" and
+                   "context heads" choose the other ways to communicate (see `ContextAttentionConfig`)
+        "expert"   experts that are sharded over the axis `experts`, with this `capacity` (see `DispatchConfig`)
         "hidden"   experts whose hidden features are sharded over `axis`, without biases
         "shared"   the rotary part of a key, which all heads of latent attention share, and the `latent_split` that joins it to
                    heads that are sharded over `axis`
@@ -136,12 +140,13 @@ def parallel(
         require(known, "parallel", f"rules[{glob!r}]", f"{', '.join(map(repr, ROLES))}, or a function", describe(rule))
     shares = _Shares.of(mesh, axis, context, experts, rows)
     require_overlap("parallel", overlap)
+    require_capacity("parallel", capacity)
     require_flag("parallel", sequence_parallel=sequence_parallel)
     if not isinstance(cfg, Composite):
         fail("parallel", "cfg", "the config of a combinator", describe(cfg), TypeError)
     parts: dict[str, tuple[int, ...]] = {}
     for _ in range(2):  # the first walk finds packed features
-        walk = _Walk(rules, shares, {"overlap": overlap, "sequence_parallel": sequence_parallel}, parts)
+        walk = _Walk(rules, shares, {"overlap": overlap, "sequence_parallel": sequence_parallel, "capacity": capacity}, parts)
         made, main = rewrite(cfg, walk.part)[1], walk.around[0].main
     for glob in rules:
         wanted = f"globs that are the first to match a step ({', '.join(walk.known)})"
@@ -326,12 +331,13 @@ class _Walk:
             fail("parallel", f"{path}, a {role} layer,", wanted, f"x {self.said(main)}")
         more = {"axis": axis, "side": role, "parts": self.parts.get(path, ()), **self.how, **part.more}
         source, becomes = part.source, part.becomes
-        taken = {f.name for f in dataclasses.fields(becomes.config)}
+        make: Any = part.make or becomes.config
+        taken = inspect.signature(make).parameters
         try:
             if part.before is None and main.dim and self.axis.size > 1:
                 cfg = (self.of_rank(cfg, main) or (cfg,))[0]
             fields = fields_of(cfg) | {name: value for name, value in more.items() if name in taken}
-            made = (part.make or becomes.config)(**fields)
+            made = make(**fields)
         except ValueError as error:
             in_step(error, path)
             raise
@@ -375,9 +381,12 @@ ROLES: dict[str, dict[type, _Role]] = {
         ExpertsConfig: _Role(experts, parallel_experts, None, axis="experts", more={"sequence_parallel": None}),
         ExpertStepsConfig: _Role(expert_steps, parallel_expert_steps, None, axis="experts", make=sharded_steps),
     },
-    "hidden": {ExpertsConfig: _Role(experts, parallel_experts, 0, more={"shards": "hidden"})},
-    "context": {
-        AttentionConfig: _Role(attention, context_attention, None, axis="tokens"),
-        SinkAttentionConfig: _Role(sink_attention, context_sink_attention, None, axis="tokens"),
+    "hidden": {ExpertsConfig: _Role(experts, parallel_experts, 0, more={"shards": "hidden", "capacity": None})},
+    **{
+        f"context {comm}".removesuffix(" gather"): {
+            AttentionConfig: _Role(attention, context_attention, None, axis="tokens", more={"comm": comm}),
+            SinkAttentionConfig: _Role(sink_attention, context_sink_attention, None, axis="tokens", more={"comm": comm}),
+        }
+        for comm in ("gather", "ring", "heads")
     },
 }

@@ -28,6 +28,7 @@ from funcops.distributed.checks import check_tensor
 from funcops.distributed.mesh import Axis, Mesh
 from funcops.distributed.shards import own_part
 from funcops.errors import describe, fail, require, require_type
+from funcops.optim.quantized_state import coded_paths
 from funcops.trees import paths, tree_map_with_path, with_leaves
 
 T = TypeVar("T")
@@ -98,6 +99,9 @@ def specs_by_path(where: str, tree: Any, specs: Specs, mesh: Mesh) -> dict[str, 
     mesh lacks."""
     require_type(where, "mesh", mesh, Mesh)
     require_type(where, "specs", specs, Mapping)
+    for path in coded_paths(tree):
+        wanted = "a tensor: blocks of 256 end where the parts of ranks do not (optim.quantize_state after sharding)"
+        fail(where, path or "tree", wanted, "a BlockTensor", TypeError)
     for glob, spec in specs.items():
         require_type(where, "specs", glob, str)
         require_type(where, f"specs[{glob!r}]", spec, Spec)

@@ -1,9 +1,11 @@
-"""`zero3`: a model with params sharded over an axis, each layer whole while it computes."""
+"""`zero3`: a model with params sharded over an axis, each layer whole while it computes; `data_parallel`: one whose params are
+whole, and whose gradients are summed layer by layer."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,10 +32,12 @@ def zero3(
     dtype: torch.dtype | None = None,
     ordered: bool = True,
     bucket_bytes: int = BUCKET_BYTES,
+    reshard_after_forward: bool | None = None,
 ) -> ChainConfig:
     """The chain with `sharded` around each layer of a repeat, and around each other step that has params. Its params are shards,
-    from its `init` or `own_shards`; paths, residuals of activations and ties stay. See `ShardedConfig` for the options.
-    Raises `TypeError` unless `cfg` is a chain's config.
+    from its `init` or `own_shards`; paths, residuals of activations and ties stay. See `ShardedConfig` for the options; without
+    `reshard_after_forward` only the last step with params keeps them for its backward, which comes next. With False all do: ZeRO-2,
+    whose gathers start layer by layer during the forward. Raises `TypeError` unless `cfg` is a chain's config.
 
     >>> from funcops import ChainConfig, LinearConfig, Step, chain, dist, linear
     >>> cfg = ChainConfig(steps=(Step("up", linear, LinearConfig(8, 16)),))
@@ -42,14 +46,54 @@ def zero3(
     (sharded, torch.Size([8, 8]))
     """
     require_type("zero3", "cfg", cfg, ChainConfig)
+    last = next((step.name for step in reversed(cfg.steps) if step.has_params), None)
 
-    options: dict[str, Any] = {"axis": axis, "also": also, "dtype": dtype, "ordered": ordered, "bucket_bytes": bucket_bytes}
+    def made(part: Part) -> ShardedConfig:
+        again = part.path != last if reshard_after_forward is None else reshard_after_forward
+        options: dict[str, Any] = {"dtype": dtype, "ordered": ordered, "bucket_bytes": bucket_bytes}
+        return ShardedConfig(part.op, part.cfg, axis=axis, also=also, **options, reshard_after_forward=again)
+
+    return _around_layers(cfg, made)
+
+
+def data_parallel(
+    cfg: ChainConfig,
+    axis: Axis,
+    *,
+    also: tuple[Axis, ...] = (),
+    dtype: torch.dtype | None = None,
+    ordered: bool = True,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> ChainConfig:
+    """The chain whose backward sums its gradients over the axis: each layer of a repeat, and each other step that has params, is in
+    `sharded` with `stage=0`, so its sums are in flight while the next ones compute. `bwd` and `wgrad` return sums, or add them to
+    `into`. Every backward communicates: a step of several microbatches sends less with one `reduce_start` after the last. Params,
+    their paths, ties, and residuals of activations stay. See `ShardedConfig` for the options. Raises `TypeError` unless `cfg` is a
+    chain's config.
+
+    >>> from funcops import ChainConfig, LinearConfig, Step, chain, dist, linear
+    >>> cfg = ChainConfig(steps=(Step("up", linear, LinearConfig(8, 16)),))
+    >>> summed = dist.data_parallel(cfg, dist.Mesh.abstract({"dp": 2}, rank=0)["dp"])
+    >>> summed.steps[0].op, chain.init(summed, device="meta")["up"].weight.shape
+    (sharded, torch.Size([16, 8]))
+    """
+    require_type("data_parallel", "cfg", cfg, ChainConfig)
+
+    def made(part: Part) -> ShardedConfig:
+        options: dict[str, Any] = {"dtype": dtype, "ordered": ordered, "bucket_bytes": bucket_bytes}
+        return ShardedConfig(part.op, part.cfg, axis=axis, also=also, **options, stage=0)
+
+    return _around_layers(cfg, made)
+
+
+def _around_layers(cfg: ChainConfig, made: Callable[[Part], ShardedConfig]) -> ChainConfig:
+    """The chain with `sharded` around each layer of a repeat, and around each other step, that has params."""
 
     def shard(part: Part) -> tuple[Op, Any]:
         if not has_params(part.op, part.cfg):
             return part.op, part.cfg
         try:
-            return sharded, ShardedConfig(part.op, part.cfg, **options)
+            return sharded, made(part)
         except ValueError as error:
             in_step(error, part.path)
             raise

@@ -45,6 +45,13 @@ def unzigzag(t: Tensor, axis: Axis, dim: int = 1) -> Tensor:
     return torch.cat((*chunks[::2], *chunks[::-2]), at)
 
 
+def rezigzag(t: Tensor, axis: Axis, dim: int = 1) -> Tensor:
+    """The `zigzag` parts of all ranks, concatenated: the inverse of `unzigzag`."""
+    at, n = _checked("rezigzag", t, axis, dim), axis.size
+    chunks = t.chunk(2 * n, at)
+    return torch.cat([chunks[i] for r in range(n) for i in (r, -1 - r)], at) if n > 1 else t
+
+
 def zigzag_positions(length: int, axis: Axis, device: Any = None) -> Tensor:
     """[T/n] int64: this rank's positions in a sequence of `length` T, for `rope`. Raises `ValueError` for a length
     that does not divide into two chunks a rank, `TypeError` unless `axis` is an `Axis`.

@@ -25,8 +25,8 @@ class QTensor:
     """A tensor in few bits: a tree node, not a tensor. It counts as the one leaf that it stands for; its gradient is dense.
 
     `side` "row": codes in the layout of x, [*, K], scales by blocks along K. "col": codes of the transposed x, [K, R], scales by
-    blocks along R; with `hadamard`, x was transformed along R before. `scale` multiplies all elements (NVFP4). `shape` and `dtype`
-    are x's, whatever the side.
+    blocks along R; with `hadamard`, x was transformed along R before. `scale` multiplies all elements, or each row of codes
+    (NVFP4). `shape` and `dtype` are x's, whatever the side.
 
     >>> import torch
     >>> from funcops.low_precision import Format, QTensor, quantize_tensor
@@ -39,7 +39,7 @@ class QTensor:
 
     codes: Tensor = leaf("uint8")
     scales: Tensor = leaf("[tiles]")
-    scale: Tensor | None = leaf("[1]")
+    scale: Tensor | None = leaf("[1] or [R, 1]")
     format: Format = static()
     shape: torch.Size = static()
     dtype: torch.dtype = static()
@@ -159,9 +159,15 @@ def stacked(made: list[QTensor]) -> QTensor:
     return replace(made[0], codes=codes, scales=scales, scale=scale)
 
 
-def quantized_weight(weight: Tensor, format: Format, columns: bool, amax: Tensor | None = None) -> QWeight:
+def quantized_weight(
+    weight: Tensor, format: Format, columns: bool, amax: Tensor | None = None, col: Format | None = None
+) -> QWeight:
     """Quantise a weight [O, I] by rows for y, and also by columns for dx if `columns`, or if these cannot be made from the rows.
-    `amax`: see `quantize_tensor`."""
+    `amax`: the largest |w|, for a format that needs it. `col`: the format by columns, if it is not the same."""
+    if col is not None and col is not format:
+        of_rows, of_columns = (amax if one.whole else None for one in (format, col))
+        row = quantize_tensor(weight, format, amax=of_rows)
+        return QWeight(row, quantize_tensor(weight, col, side="col", amax=of_columns), None, Aside())
     if columns or not format.turns:
         return QWeight(*quantize_sides(weight, format, amax), None, Aside())
     return QWeight(quantize_tensor(weight, format, amax=amax), None, None, Aside())
@@ -199,10 +205,14 @@ def quantize_tensor(
         check(where, "amax", amax, (1,), torch.float32, x)
     elif format.whole:
         amax = kernels.amax(x, hadamard)
+    elif format.row_scaled:
+        amax = kernels.line_amax(x, side == "col", hadamard)
+    if key is not None and format.four_over_six != "off":
+        fail(where, "key", "None where four_over_six compares the errors of rounding to nearest", "a key")
     if side == "row":
-        codes, scales = kernels.quantize_row(x, *format.args(), amax, key)
+        codes, scales = kernels.quantize_row(x, *format.how(), amax, key, format.amax_epsilon)
     else:
-        codes, scales = kernels.quantize_col(x, *format.args(), amax, key, hadamard)
+        codes, scales = kernels.quantize_col(x, *format.how(), amax, key, hadamard, format.amax_epsilon)
     return _made(codes, scales, amax, x, format, side, hadamard)
 
 
@@ -213,8 +223,10 @@ def quantize_sides(x: Tensor, format: Format, amax: Tensor | None = None) -> tup
     if format.square:
         row = quantize_tensor(x, format, amax=amax)
         return row, turned(row)
+    if format.row_scaled:
+        return quantize_tensor(x, format, amax=amax), quantize_tensor(x, format, side="col", amax=amax)
     amax = kernels.amax(x, False) if format.whole and amax is None else amax
-    codes, scales, turned_codes, turned_scales = kernels.quantize_both(x, *format.args(), amax)
+    codes, scales, turned_codes, turned_scales = kernels.quantize_both(x, *format.how(), amax, format.amax_epsilon)
     return _made(codes, scales, amax, x, format, "row"), _made(turned_codes, turned_scales, amax, x, format, "col")
 
 
@@ -234,7 +246,7 @@ def turned(q: QTensor) -> QTensor:
     if format.square and format.element != "e2m1":
         codes, scales = kernels.transpose(q.codes), q.scales.mT
     elif format.scales == "pow2":
-        codes, scales = kernels.retile(q.codes, q.scales, format.element, *format.tile)
+        codes, scales = kernels.retile(q.codes, q.scales, format.element, *format.tile, format.amax_epsilon)
         scales = by_tiles(scales, format)
     elif format.square:
         codes, scales = _turned_nibbles(q), q.scales.mT
@@ -269,7 +281,7 @@ def check_quantized(
             and not scales.requires_grad
         ):
             if scale is not None:
-                check(where, f"{name}.scale", scale, (*groups, 1), torch.float32, codes)
+                check(where, f"{name}.scale", scale, _scale_of(format, groups, scales.shape), torch.float32, codes)
             return
     except (AttributeError, TypeError):
         pass
@@ -290,6 +302,11 @@ def _sizes_of(
     return torch.Size(sizes), torch.Size((*groups, *tiles)), dtype, format.scales != "e4m3"
 
 
+def _scale_of(format: Format, groups: tuple[int, ...], scales: torch.Size) -> tuple[int, ...]:
+    """The shape of the scale beside the tiles', one for a whole tensor or one for each row of codes."""
+    return (*groups, scales[-2], 1) if format.row_scaled else (*groups, 1)
+
+
 _sizes = functools.lru_cache(maxsize=1024)(_sizes_of)
 
 
@@ -298,7 +315,7 @@ def _check_each(
 ) -> None:
     """The checks of `check_quantized` one by one, each with its error."""
     require_type(where, name, q, QTensor)
-    if q.format != format:
+    if q.format is not format and q.format != format:
         fail(where, f"{name}.format", format.name, getattr(q.format, "name", repr(q.format)))
     if q.side != side:
         fail(where, f"{name}.side", repr(side), repr(q.side))
@@ -309,7 +326,7 @@ def _check_each(
     check(where, f"{name}.codes", q.codes, tuple(codes), torch.uint8, first)
     check(where, f"{name}.scales", q.scales, tuple(tiles), dtype, first)
     if not alone:
-        check(where, f"{name}.scale", q.scale, (*groups, 1), torch.float32, first)
+        check(where, f"{name}.scale", q.scale, _scale_of(format, groups, tiles), torch.float32, first)
     elif q.scale is not None:
         fail(where, f"{name}.scale", f"None ({format.name})", describe(q.scale))
 
@@ -346,7 +363,9 @@ def _check_x(where: str, x: Any) -> None:
 def _made(
     codes: Tensor, scales: Tensor, amax: Tensor | None, x: Tensor, format: Format, side: str, hadamard: bool = False
 ) -> QTensor:
-    scale = kernels.tensor_scale(amax) if format.scales == "e4m3" and amax is not None else None
+    scale = kernels.tensor_scale(amax, format.largest_scale) if format.scales == "e4m3" and amax is not None else None
+    if scale is not None and format.row_scaled and side == "col":
+        scale = scale.mT
     scales = by_tiles(scales, format)
     return QTensor(codes, scales, scale, format=format, shape=x.shape, dtype=x.dtype, side=side, hadamard=hadamard)
 

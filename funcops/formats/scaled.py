@@ -14,8 +14,9 @@ from funcops.trees import cast, leaf, stands_in, tree, tree_map
 @stands_in
 @tree
 class Scaled:
-    """A weight with the scales [3] by which delayed scaling multiplies x, w and dy, and the amax [1] of w if w is already
-    quantised. Its gradient has the weight gradient in `value`, and in `scale` the amaxes [3], as `bits_of` makes them.
+    """A weight with the scales [3] by which delayed scaling multiplies x, w and dy ([0] in a first step, whose products measure
+    theirs), and the amax [1] of w if w is already quantised. Its gradient has the weight gradient in `value`, and in `scale` the
+    amaxes [3], as `bits_of` makes them.
 
     >>> import torch
     >>> from funcops import QLinearConfig, qlinear, random
@@ -33,7 +34,8 @@ class Scaled:
 
     def zero_gradient(self, dtype: torch.dtype | None = None) -> Scaled:
         """Zeros to accumulate the weight gradient and the amaxes in."""
-        return Scaled(zero_gradient(self.value, dtype), torch.zeros_like(self.scale, dtype=torch.uint32), None)
+        amaxes = self.scale.new_zeros((*self.scale.shape[:-1], 3), dtype=torch.uint32)
+        return Scaled(zero_gradient(self.value, dtype), amaxes, None)
 
     def cast(self, dtype: torch.dtype) -> Scaled:
         """Cast the value; scales and amaxes stay float32."""

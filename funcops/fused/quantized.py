@@ -80,7 +80,8 @@ def _run(calls: Any, params: Any, main: Any, values: dict[int, Any]) -> Any:
 
 def _made(maker: Any, params: Any, x: Tensor, format: Any, width: int) -> Any:
     """Return the first call's y in low precision, and its residuals."""
-    cfg, how = maker.cfg, (format.element, format.tile[1], format.scales)
+    cfg, (element, _, cols, kind) = maker.cfg, format.how()
+    how = element, cols, kind, format.amax_epsilon
     if x.shape[-1] != (2 * width if maker.op is glu else width):
         return NotImplemented
     if maker.op in NORMS:

@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from funcops.backend import kernel, operators, tracing
-from funcops.kernels.scored_attention import Score, nothing_to_see, scored_attention_bwd, scored_attention_fwd, to_the_last
+from funcops.kernels.scored_attention import (
+    Score,
+    nothing_to_see,
+    scored_attention_bwd,
+    scored_attention_fwd,
+    sequence_of,
+    to_the_last,
+)
 
 Gradients = tuple[Tensor, Tensor, Tensor, Optional[Tensor]]
 _aten = torch.ops.aten
@@ -103,13 +110,15 @@ def cuda_bwd(
 
 
 def flash_fwd(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, causal: bool, window: int, scale: float
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, causal: bool, window: int, scale: float, max_seqlen: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Flash attention on CUDA with a window (0: none), or over one row of packed sequences, bounded by `cu_seqlens`."""
-    how, longest = way(q.dtype, max(q.shape[-1], v.shape[-1])), (q.shape[1], k.shape[1])
-    parts = [_packed(t, how, cu_seqlens) for t in (q, k, v)]
+    """Flash attention on CUDA with a window (0: none), or over one row of packed sequences, bounded by `cu_seqlens`, of which none
+    is longer than `max_seqlen` (0: unknown): the kernel has blocks for so many rows of each sequence, and leaves others
+    unwritten."""
+    how, longest = way(q.dtype, max(q.shape[-1], v.shape[-1])), _longest(q, k, max_seqlen)
+    parts, ends = [_packed(t, how, cu_seqlens) for t in (q, k, v)], _ends(cu_seqlens, q, k)
     out, lse, *_ = _aten._flash_attention_forward.default(
-        *parts, *_ends(cu_seqlens, q, k), *longest, 0.0, causal, False, scale=scale, **_sides(window)
+        *parts, *ends, *longest, 0.0, causal, False, scale=scale, **_sides(window)
     )
     if cu_seqlens is not None:
         out, lse = out.unsqueeze(0), lse.unsqueeze(0)
@@ -127,8 +136,9 @@ def flash_bwd(
     causal: bool,
     window: int,
     scale: float,
+    max_seqlen: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    how, longest = way(q.dtype, max(q.shape[-1], v.shape[-1])), (q.shape[1], k.shape[1])
+    how, longest = way(q.dtype, max(q.shape[-1], v.shape[-1])), _longest(q, k, max_seqlen)
     parts = [_packed(t, how, cu_seqlens) for t in (dy, q, k, v, out)]
     lse = logsumexp if cu_seqlens is None else logsumexp.squeeze(0)
     state = torch.empty((), dtype=torch.uint64, device=q.device)
@@ -146,6 +156,17 @@ def _ends(cu_seqlens: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor | Non
         return None, None
     ends, before = to_the_last(cu_seqlens, k.shape[1]), k.shape[1] - q.shape[1]
     return (ends - before).clamp_(min=0) if before else ends, ends
+
+
+def _longest(q: Tensor, k: Tensor, max_seqlen: int) -> tuple[int, int]:
+    """How many rows of q and of k a sequence has at most."""
+    return (min(q.shape[1], max_seqlen), min(k.shape[1], max_seqlen)) if max_seqlen else (q.shape[1], k.shape[1])
+
+
+def _none_longer(cu_seqlens: Tensor, rows: int, max_seqlen: int) -> None:
+    """A device checks by itself that no sequence is longer, nor the rows after the last."""
+    lengths = to_the_last(cu_seqlens, rows).diff()
+    torch._assert_async((lengths <= max_seqlen).all(), f"attention: x.3 (cu_seqlens) must be of sequences up to {max_seqlen} long")
 
 
 def _sides(window: int) -> dict[str, int]:
@@ -275,14 +296,28 @@ def _sum_groups(t: Tensor, heads: int) -> Tensor:
 
 
 def attend_fwd(
-    q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], cu_seqlens: Optional[Tensor], score: Score
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Optional[Tensor],
+    cu_seqlens: Optional[Tensor],
+    score: Score,
+    chunk: int = 0,
+    max_seqlen: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Compute y, and logsumexp in the layout of the kernel that made it: [B, H, T], or longer."""
+    """Compute y, and logsumexp in the layout of the kernel that made it: [B, H, T], or longer. `chunk`: the length of the chunks
+    that rows see alone (0: none), without a bias. `max_seqlen`: of packed sequences (0: not known)."""
+    if chunk and cu_seqlens is not None:
+        cu_seqlens, max_seqlen = chunk_starts(cu_seqlens, k.shape[1], chunk), chunk
+    elif chunk:
+        return _chunked_fwd(q, k, v, score, chunk)
     served = _served(q, k, v, bias, cu_seqlens, score)
     if served == "library":
         return attention_fwd(q, k, v, score.causal, score.scale)  # type: ignore[no-any-return]
     if served == "flash":
-        return flash_fwd(q, k, v, cu_seqlens, score.causal, score.window, score.scale)
+        if max_seqlen and not chunk and cu_seqlens is not None:
+            _none_longer(cu_seqlens, k.shape[1], max_seqlen)
+        return flash_fwd(q, k, v, cu_seqlens, score.causal, score.window, score.scale, max_seqlen)
     return scored_attention_fwd(q, k, v, bias, cu_seqlens, *score)  # type: ignore[no-any-return]
 
 
@@ -297,13 +332,19 @@ def attend_bwd(
     lse: Tensor,
     score: Score,
     wants_bias: bool,
+    chunk: int = 0,
+    max_seqlen: int = 0,
 ) -> Gradients:
     """Compute dq, dk, dv and, if `wants_bias`, dbias."""
+    if chunk and cu_seqlens is not None:
+        cu_seqlens, max_seqlen = chunk_starts(cu_seqlens, k.shape[1], chunk), chunk
+    elif chunk:
+        return *_chunked_bwd(dy, q, k, v, y, lse, score, chunk), None
     served = _served(q, k, v, bias, cu_seqlens, score)
     if served == "library":
         return *attention_bwd(dy, q, k, v, y, lse, score.causal, score.scale), None
     if served == "flash":
-        return *flash_bwd(dy, q, k, v, cu_seqlens, y, lse, score.causal, score.window, score.scale), None
+        return *flash_bwd(dy, q, k, v, cu_seqlens, y, lse, score.causal, score.window, score.scale, max_seqlen), None
     return scored_attention_bwd(dy, q, k, v, bias, cu_seqlens, y, lse, *score, wants_bias)  # type: ignore[no-any-return]
 
 
@@ -320,3 +361,80 @@ def _served(q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], cu_seqlens:
     if by == "flash":
         return "flash" if window else "library"
     return "library" if by == "efficient" and not (window or shorter) else ""
+
+
+class _Chunks(NamedTuple):
+    """Rows and keys of a number of whole chunks, or of a part of one."""
+
+    rows: slice
+    keys: slice
+    number: int
+
+
+def _chunks(rows: int, keys: int, chunk: int) -> list[_Chunks]:
+    """Split causal attention, in which the last row is at the last key, into the rest of the first row's chunk, whole chunks, and
+    the first part of another; the keys of chunks before are left out."""
+    before = at = keys - rows
+    found = []
+    if at % chunk:
+        stop = min(keys, at - at % chunk + chunk)
+        found.append(_Chunks(slice(0, stop - before), slice(at - at % chunk, stop), 1))
+        at = stop
+    whole = (keys - at) // chunk
+    for count, stop in ((whole, at + whole * chunk), (1, keys)):
+        if stop > at:
+            found.append(_Chunks(slice(at - before, stop - before), slice(at, stop), count))
+            at = stop
+    return found
+
+
+def _apart(t: Tensor, at: slice, count: int) -> Tensor:
+    """Rows of [B, T, H, D] as [B count, T / count, H, D]: chunks become batches."""
+    t = t[:, at]
+    return t if count == 1 else t.unflatten(1, (count, -1)).flatten(0, 1)
+
+
+def _together(parts: list[Tensor], counts: list[int]) -> Tensor:
+    """The reverse of `_apart`: [B, T, H, D] of all parts."""
+    found = [t if n == 1 else t.unflatten(0, (-1, n)).flatten(1, 2) for t, n in zip(parts, counts, strict=True)]
+    return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+
+def _chunked_fwd(q: Tensor, k: Tensor, v: Tensor, score: Score, chunk: int) -> tuple[Tensor, Tensor]:
+    pieces = _chunks(q.shape[1], k.shape[1], chunk)
+    if not pieces or nothing_to_see(q, k) or q.shape[1] == k.shape[1] <= chunk:
+        return attend_fwd(q, k, v, None, None, score)
+    ys, lses, counts = [], [], [one.number for one in pieces]
+    for rows, keys, n in pieces:
+        part = _apart(q, rows, n)
+        y, lse = attend_fwd(part, _apart(k, keys, n), _apart(v, keys, n), None, None, score)
+        ys.append(y)
+        lses.append(lse[..., : part.shape[1]].transpose(1, 2))
+    return _together(ys, counts), _together(lses, counts).transpose(1, 2).contiguous()
+
+
+def _chunked_bwd(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, score: Score, chunk: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    pieces = _chunks(q.shape[1], k.shape[1], chunk)
+    if not pieces or nothing_to_see(q, k) or q.shape[1] == k.shape[1] <= chunk:
+        return attend_bwd(dy, q, k, v, None, None, y, lse, score, False)[:3]
+    of_rows, grads, counts = lse.transpose(1, 2), [], [one.number for one in pieces]
+    for rows, keys, n in pieces:
+        d, part, out, logsumexp = (_apart(t, rows, n) for t in (dy, q, y, of_rows))
+        given = _apart(k, keys, n), _apart(v, keys, n), None, None, out, logsumexp.transpose(1, 2).contiguous()
+        grads.append(attend_bwd(d, part, *given, score, False)[:3])
+    dq, dk, dv = (_together(list(parts), counts) for parts in zip(*grads, strict=True))
+    unseen = pieces[0].keys.start
+    if unseen:
+        dk, dv = (torch.nn.functional.pad(t, (0, 0, 0, 0, unseen, 0)) for t in (dk, dv))
+    return dq, dk, dv
+
+
+def chunk_starts(cu_seqlens: Tensor, rows: int, chunk: int) -> Tensor:
+    """The starts of the chunks of packed sequences, as cu_seqlens: as many as there can be, of which the last are the end."""
+    starts, at = to_the_last(cu_seqlens, rows), torch.arange(rows, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    first = (at - starts[sequence_of(cu_seqlens, rows)]) % chunk == 0
+    number, count = first.cumsum(0) - 1, cu_seqlens.shape[0] + rows // chunk + 1
+    found = torch.full((count + 1,), rows, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    return found.scatter_(0, torch.where(first, number, count), torch.where(first, at, rows))

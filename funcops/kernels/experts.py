@@ -4,6 +4,10 @@ sorted by expert: row n belongs to token order[n] // K, and its weight s_n is we
     z = x[token] up_e^T + bias_e        a = f(g) l of z = (g, l)        scaled = s a
     da = dy[token] down_e      dz = s (da l f'(g), da f(g))     ds = rowsum(da a)
 
+With `before` the weight multiplies z instead:
+
+    scaled = f(g) l of s z = (g, l)        d(s z) = (da l f'(g), da f(g))        dz = s d(s z)        ds = rowsum(d(s z) z)
+
 x, dy: [T, H]; up: [E, 2I, H], gate rows first; down: [E, H, I]; weights: [T, K], of x's dtype or the wide one; z, dz: [N, 2I];
 order: [N], offsets: [E + 1]. kind: one of `funcops.kernels.glu`, or "clamped_swiglu" with limit, alpha and offset.
 """
@@ -32,10 +36,13 @@ def experts_up(
     limit: float,
     alpha: float,
     offset: float,
+    before: bool,
 ) -> tuple[Tensor, Tensor]:
     """Compute z [N, 2I] and scaled [N, I]; both are 0 from row offsets[E] on."""
     z = grouped_product.kernel.torch_impl(x, up, bias, offsets, order, weights.shape[1], None, True)
-    return z, _scaled(z, _row_weights(weights, order), kind, limit, alpha, offset)
+    s, whole = _row_weights(weights, order).unsqueeze(-1), z.to(wide(z.dtype))
+    a = _gated(whole * s, kind, limit, alpha, offset) if before else _gated(whole, kind, limit, alpha, offset).mul_(s)
+    return z, a.to(z.dtype)
 
 
 @experts_up.fake
@@ -50,6 +57,7 @@ def _experts_up_fake(
     limit: float,
     alpha: float,
     offset: float,
+    before: bool,
 ) -> tuple[Tensor, Tensor]:
     rows, width = order.shape[0], up.shape[1]
     return x.new_empty((rows, width)), x.new_empty((rows, width // 2))
@@ -70,6 +78,7 @@ def experts_dgrad(
     limit: float,
     alpha: float,
     offset: float,
+    before: bool,
     dz: bool,
     dweights: bool,
     scaled: bool,
@@ -77,22 +86,24 @@ def experts_dgrad(
     """Compute, each if requested: dz [N, 2I]; d weights [T, K], which is ds gathered by `place` [T, K], plus, with the second
     product's bias [E, H], dy[t] . bias_e for the expert e = indices[t, k] (e = E was dropped, and adds 0); and scaled [N, I],
     recomputed. dz and ds are 0 from row offsets[E] on. `scaled` alone does not need `down`."""
-    s, whole = _row_weights(weights, order), z.to(wide(z.dtype))
-    a = _gated(whole, kind, limit, alpha, offset) if dweights or scaled else whole
-    da = d_weights = d_z = recomputed = None
+    s, whole = _row_weights(weights, order).unsqueeze(-1), z.to(wide(z.dtype))
+    given = whole * s if before else whole
+    a = _gated(given, kind, limit, alpha, offset) if scaled or (dweights and not before) else given
+    da = ds = d_z = recomputed = None
     if down is not None:
         da = grouped_product.kernel.torch_impl(dy, down, None, offsets, order, weights.shape[1], None, False).to(whole.dtype)
-    if dweights and place is not None and da is not None:
-        d_weights = _by_place((a * da).sum(-1), place, dy, bias, indices).to(weights.dtype)
+    if dweights and da is not None and not before:
+        ds = (a * da).sum(-1)
     if scaled:
-        recomputed = a.mul_(s.unsqueeze(-1)).to(z.dtype)
-    if dz and da is not None:
-        da.mul_(s.unsqueeze(-1))
-        if kind == "clamped_swiglu":
-            found, _ = glu.clamped_swiglu_bwd.kernel.torch_impl(da, whole, None, True, limit, alpha, offset, True, False)
-        else:
-            found, _ = glu.glu_bwd.kernel.torch_impl(da, whole, None, kind, True, True, False)
-        d_z = found.to(z.dtype)
+        recomputed = (a if before else a.mul_(s)).to(z.dtype)
+    if da is not None and (dz or (dweights and before)):
+        found = _of_gated(da if before else da.mul_(s), given, kind, limit, alpha, offset)
+        if before and dweights:
+            ds = (found * whole).sum(-1)
+        d_z = (found.mul_(s) if before else found).to(z.dtype) if dz else None
+    d_weights = None
+    if ds is not None and place is not None:
+        d_weights = _by_place(ds, place, dy, bias, indices).to(weights.dtype)
     return d_z, d_weights, recomputed
 
 
@@ -111,6 +122,7 @@ def _experts_dgrad_fake(
     limit: float,
     alpha: float,
     offset: float,
+    before: bool,
     dz: bool,
     dweights: bool,
     scaled: bool,
@@ -139,5 +151,8 @@ def _gated(z: Tensor, kind: str, limit: float, alpha: float, offset: float) -> T
     return glu.glu_fwd.kernel.torch_impl(z, None, kind, True)  # type: ignore[no-any-return]
 
 
-def _scaled(z: Tensor, s: Tensor, kind: str, limit: float, alpha: float, offset: float) -> Tensor:
-    return _gated(z.to(wide(z.dtype)), kind, limit, alpha, offset).mul_(s.unsqueeze(-1)).to(z.dtype)
+def _of_gated(da: Tensor, z: Tensor, kind: str, limit: float, alpha: float, offset: float) -> Tensor:
+    """The gradient of z."""
+    if kind == "clamped_swiglu":
+        return glu.clamped_swiglu_bwd.kernel.torch_impl(da, z, None, True, limit, alpha, offset, True, False)[0]  # type: ignore[no-any-return]
+    return glu.glu_bwd.kernel.torch_impl(da, z, None, kind, True, True, False)[0]  # type: ignore[no-any-return]

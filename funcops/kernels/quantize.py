@@ -10,12 +10,24 @@ quantisers return transposed if `by_columns`; of four kinds:
     e8m0     uint8, the exponent of a power of two with bias 127 (OCP MX): the least with which no element exceeds the largest
     e4m3     uint8, an e4m3 number, with one float32 scale for the whole tensor (NVFP4)
 
+Quantisers also take, for e8m0 scales, another rule of the exponent, from the amax a of a tile and the exponent m of the largest
+power of two on the element's grid (torchao's `ScaleCalculationMode`):
+
+    e8m0_floor  floor(log2(a)) - m, of OCP MX 1.0: elements above the largest saturate
+    e8m0_even   floor(log2(a rounded to the element's bits of mantissa, ties up)) - m
+    e8m0_ceil   ceil(log2(a)) - m
+
+and for e4m3 scales the choice, tile by tile, of the one that maps the amax to 6 or to 4, whichever has the smaller error (arXiv
+2512.02010), with 256 in place of 448 as the largest scale: e4m3_mse by the sum of squares, e4m3_mae by the sum of sizes.
+
+`epsilon` is the least amax that the scale of a tile is made from, in pow2 and float32.
 Elements are rounded to nearest, ties to even codes, or stochastically with a key. Above the largest they saturate; NaN stays NaN.
 Sources: NVIDIA Transformer Engine (recipe_common.cuh, core_nvfp4.cuh); OCP MX 1.0, with the exponent rounded up (arXiv 2506.08027).
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, Optional
 
 import torch
@@ -45,6 +57,8 @@ ELEMENTS = {
     "e2m1": Element(6.0, 0, 1),
 }
 KINDS = ("pow2", "float32", "e8m0", "e4m3")
+FOUR_OVER_SIX = ("e4m3_mse", "e4m3_mae")
+FEWER = 256.0  # the largest scale if a tile may be mapped to 4, whose scale is larger by half
 NAN, NAN_E8M0 = 0x7F, 0xFF
 GREATEST = torch.finfo(torch.float32).max
 BLOCK = 128
@@ -55,32 +69,40 @@ _NEGATIVE = sum(1 << i for i, sign in enumerate(SIGNS) if sign < 0)
 
 @kernel()
 def quantize_row(
-    x: Tensor, element: str, rows: int, cols: int, kind: str, amax: Optional[Tensor], key: Optional[Tensor]
+    x: Tensor, element: str, rows: int, cols: int, kind: str, amax: Optional[Tensor], key: Optional[Tensor], epsilon: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Codes [*, K] (e2m1: [*, (K + 1) / 2]) and scales [R / rows, K / cols]. `amax`, float32 [1]: of the whole tensor, used
-    for a single tile and for e4m3 scales; or [R, 1], of each row's group. `key`: for stochastic rounding; or a random word for
+    for a single tile and for e4m3 scales; or [R, 1], of each row or its group. `key`: for stochastic rounding; or a random word for
     each element."""
-    codes, scales = _quantize(matrix(x), x.dtype, element, rows, cols, kind, amax, key)
+    codes, scales = _quantize(matrix(x), x.dtype, element, rows, cols, kind, amax, key, epsilon)
     return codes.reshape(*x.shape[:-1], codes.shape[-1]), scales
 
 
 @kernel()
 def quantize_col(
-    x: Tensor, element: str, rows: int, cols: int, kind: str, amax: Optional[Tensor], key: Optional[Tensor], hadamard: bool
+    x: Tensor,
+    element: str,
+    rows: int,
+    cols: int,
+    kind: str,
+    amax: Optional[Tensor],
+    key: Optional[Tensor],
+    hadamard: bool,
+    epsilon: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Codes [K, R] of the transposed x (e2m1: [K, (R + 1) / 2]) and scales [K / rows, R / cols]; `hadamard`: of x transformed along
     R by `hadamard_of`, 16 at a time. `amax` is then the amax after the transform; of groups it is [R / cols, 1], one for each block
-    of rows."""
+    of rows; of columns [1, K]."""
     given = hadamard_of(matrix(x).mT).mT if hadamard else matrix(x)
-    return _quantize(given, x.dtype, element, rows, cols, kind, amax, key, turn=True)
+    return _quantize(given, x.dtype, element, rows, cols, kind, amax, key, epsilon, turn=True)
 
 
 @kernel()
 def quantize_both(
-    x: Tensor, element: str, rows: int, cols: int, kind: str, amax: Optional[Tensor]
+    x: Tensor, element: str, rows: int, cols: int, kind: str, amax: Optional[Tensor], epsilon: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`quantize_row` and `quantize_col`, in one read of x if tiles are not square."""
-    wide, how = matrix(x).float(), (x.dtype, element, rows, cols, kind, amax, None)
+    wide, how = matrix(x).float(), (x.dtype, element, rows, cols, kind, amax, None, epsilon)
     codes, scales = _quantize(wide, *how)
     return codes.reshape(*x.shape[:-1], codes.shape[-1]), scales, *_quantize(wide, *how, turn=True)
 
@@ -99,10 +121,10 @@ def amax(x: Tensor, hadamard: bool) -> Tensor:
 
 
 @kernel()
-def retile(codes: Tensor, scales: Tensor, element: str, rows: int, cols: int) -> tuple[Tensor, Tensor]:
+def retile(codes: Tensor, scales: Tensor, element: str, rows: int, cols: int, epsilon: float = 0.0) -> tuple[Tensor, Tensor]:
     """Make "col" codes [K, R] and scales from "row" codes [*, K] and their power-of-two scales [R / rows, K / cols]."""
     x = decode_tiles(matrix(codes), scales, None, element, rows, cols, "pow2", codes.shape[-1])
-    return _quantize(x, torch.float32, element, rows, cols, "pow2", None, None, turn=True)
+    return _quantize(x, torch.float32, element, rows, cols, "pow2", None, None, epsilon, turn=True)
 
 
 @kernel()
@@ -128,13 +150,22 @@ def dequantize(
     return made.reshape(*codes.shape[:-1], width).to(out)
 
 
-def tensor_scale(amax: Tensor) -> Tensor:
-    """1 / S, the scale that decodes a whole tensor whose tiles have e4m3 scales: S = 448 * 6 / amax, 1 if amax is 0 or infinite."""
-    return 1.0 / _tensor_factor(amax)
+def line_amax(x: Tensor, columns: bool, hadamard: bool) -> Tensor:
+    """The largest |x| of each row [R, 1], or of each column [1, K], as float32, without NaN; `hadamard`: as for `amax`."""
+    wide = hadamard_of(matrix(x).mT).mT if hadamard else matrix(x).float()
+    if 0 in wide.shape:
+        return wide.new_zeros((1, wide.shape[1]) if columns else (wide.shape[0], 1))
+    return magnitudes(wide).amax(0 if columns else 1, keepdim=True)
 
 
-def _tensor_factor(amax: Tensor) -> Tensor:
-    s = _over(448.0 * 6.0, amax)
+def tensor_scale(amax: Tensor, largest: float = 448.0) -> Tensor:
+    """1 / S, the scale that decodes a whole tensor, or a row, whose tiles have e4m3 scales up to `largest`: S = largest * 6 / amax,
+    1 if amax is 0 or infinite."""
+    return 1.0 / _tensor_factor(amax, largest)
+
+
+def _tensor_factor(amax: Tensor, largest: float = 448.0) -> Tensor:
+    s = _over(largest * 6.0, amax)
     return torch.where((amax == 0) | (s == 0), 1.0, s.clamp(max=GREATEST))
 
 
@@ -196,7 +227,12 @@ def decode(codes: Tensor, element: str) -> Tensor:
         bits = (codes.view(torch.int8).to(torch.int16) << 7).bitwise_and_(-0x4080)  # the sign, and from bit 7 on the rest
         bits.bitwise_or_((bits + 0x80).bitwise_and_(0x4000))  # the sum reaches that bit only for a NaN
         return bits.view(torch.float16).float().mul_(2.0**8)
-    nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(-2).to(torch.int16)
+    return _values(torch.stack((codes & 15, codes >> 4), -1).flatten(-2))
+
+
+def _values(nibbles: Tensor) -> Tensor:
+    """The float32 values of e2m1 codes, one a byte."""
+    nibbles = nibbles.to(torch.int16)
     return ((nibbles & 8) << 12 | (nibbles & 7) << 9).view(torch.float16).float().mul_(2.0**14)
 
 
@@ -252,6 +288,7 @@ def _quantize(
     kind: str,
     amax: Tensor | None,
     key: Tensor | None,
+    epsilon: float,
     turn: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Codes and scales of x [R, K], which had the given dtype; `turn`: of the transposed x, without a copy of it."""
@@ -265,11 +302,19 @@ def _quantize(
         wide = torch.nn.functional.pad(wide, (0, -k % cols, 0, -r % rows))
     tiles = wide.unflatten(1, (-1, cols)).unflatten(0, (-1, rows))  # [R / rows, rows, K / cols, cols]
     found = tiles.new_zeros(tiles.shape[0], tiles.shape[2]) if 0 in tiles.shape else magnitudes(tiles).amax((1, 3))
-    if amax is not None and kind != "e4m3":
-        found = amax.reshape(-1, 1).expand_as(found)
-    factor, scales = _scales(found, element, kind, dtype, None if amax is None else amax.reshape(-1, 1), blocks)
+    if amax is not None and amax.dim() < 2:
+        amax = amax.reshape(-1, 1)
+    if amax is not None and not kind.startswith("e4m3"):
+        found = amax.expand_as(found)
+    if epsilon:
+        found = found.clamp(min=epsilon)
+    if kind in FOUR_OVER_SIX:
+        assert amax is not None
+        factor, scales = _four_over_six(tiles, found, amax, kind)
+    else:
+        factor, scales = _scales(found, element, kind, dtype, amax, blocks)
     if ELEMENTS[element].dtype is None and 0 not in tiles.shape:  # its codes have no NaN, so the tile's scale becomes NaN
-        scales = torch.where(tiles.amax((1, 3)).isnan(), NAN if kind == "e4m3" else NAN_E8M0, scales)
+        scales = torch.where(tiles.amax((1, 3)).isnan(), NAN if kind.startswith("e4m3") else NAN_E8M0, scales)
     scaled = (tiles * factor[:, None, :, None]).flatten(2).flatten(0, 1)[:r, :k]
     return _encode(scaled.mT if turn else scaled, element, key), scales.mT.contiguous() if turned else scales
 
@@ -282,8 +327,8 @@ def _scales(amax: Tensor, element: str, kind: str, dtype: torch.dtype, whole: Te
         assert whole is not None
         stored = (amax * (_tensor_factor(whole) * (1.0 / 6.0))).clamp(max=448.0).to(torch.float8_e4m3fn)
         return (1.0 / (stored.float() * tensor_scale(whole))).clamp(max=GREATEST), stored.view(torch.uint8)
-    if kind == "e8m0":
-        exponent = _rounded_up(amax * (1.0 / largest))
+    if kind.startswith("e8m0"):
+        exponent = _rounded_up(amax * (1.0 / largest)) if kind == "e8m0" else _by_rule(amax, ELEMENTS[element], kind)
         return _power(254 - exponent), exponent.to(torch.uint8)
     s = _over(largest, amax)
     finite = torch.finfo(dtype).max if dtype is torch.bfloat16 and blocks else GREATEST
@@ -293,12 +338,52 @@ def _scales(amax: Tensor, element: str, kind: str, dtype: torch.dtype, whole: Te
     return s, 1.0 / s
 
 
+def _four_over_six(tiles: Tensor, found: Tensor, whole: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """`_scales` for e4m3 scales that map a tile's largest |x| to 6 or, if its error is then smaller, to 4. In the order of
+    operations of Transformer Engine's quantize_4over6_nvfp4.cuh, so that equal errors are equal there."""
+    s = _tensor_factor(whole, FEWER)
+    base = found / torch.full_like(found, 6.0) * s
+    stored, factors, errors = [], [], []
+    for expand in (1.0, 1.5):
+        stored.append((base * expand).clamp(max=448.0).to(torch.float8_e4m3fn))
+        scale = stored[-1].float()
+        factors.append((1.0 / (scale * (1.0 / s))).clamp(max=GREATEST))
+        v = (tiles * factors[-1][:, None, :, None]).clamp_(-6.0, 6.0)
+        v = _values(_e2m1(v)).mul_(scale[:, None, :, None]).mul_(whole[:, None, :, None] if whole.numel() > 1 else whole)
+        difference = v.div_(torch.full_like(v, 6.0 * FEWER)).sub_(tiles)
+        errors.append(_in_order(difference.square_() if kind == "e4m3_mse" else difference.abs_()))
+    four, (six_scale, four_scale) = errors[1] < errors[0], (t.view(torch.uint8) for t in stored)
+    return torch.where(four, factors[1], factors[0]), torch.where(four, four_scale, six_scale)
+
+
+def _in_order(t: Tensor) -> Tensor:
+    """The sums of tiles [R, rows, K, cols]: one after the other along a tile's row, or its only column; then rows by halves."""
+    total, *rest = (t if t.shape[3] > 1 else t.transpose(1, 3)).unbind(3)
+    for one in rest:
+        total = total + one
+    while total.shape[1] > 1:
+        half = total.shape[1] // 2
+        total = total[:, :half] + total[:, half:]
+    return total[:, 0]
+
+
 def _rounded_up(value: Tensor) -> Tensor:
     """The biased exponent, int32 from 0 to 254, of the least power of two that is at least value, which is >= 0."""
     bits = value.view(torch.int32)
     exponent, rest = bits >> 23, bits & 0x7FFFFF
     up = (rest > 0) & (exponent < 254) & ((exponent > 0) | (rest > 0x400000))
     return (exponent + up).clamp(max=254)
+
+
+def _by_rule(amax: Tensor, of: Element, kind: str) -> Tensor:
+    """The biased exponent, int32 from 0, of the scale of tiles, by another rule than the least power of two that fits."""
+    bits = amax.view(torch.int32)
+    if kind == "e8m0_even":
+        bits = bits + (1 << (22 - of.mantissa))
+    exponent = (bits >> 23) - (math.frexp(of.largest)[1] - 1)
+    if kind == "e8m0_ceil":
+        exponent = exponent + ((bits & 0x7FFFFF) > 0)
+    return exponent.clamp(min=0)
 
 
 def _encode(v: Tensor, element: str, key: Tensor | None) -> Tensor:

@@ -1,4 +1,5 @@
-"""Rows times one number each. x, y, dy, dx: [*, H]; gate, dgate: [*, 1]. Computed in the wide dtype and rounded once."""
+"""Rows times one number each. x, y, dy, dx: [*, H]; gate, dgate: [*, 1], of x's dtype or the wide one. Computed in the wide dtype
+and rounded once."""
 
 from __future__ import annotations
 
@@ -28,5 +29,5 @@ def row_scale_bwd(
     d_gate = None
     if dgate and x is not None:
         d_gate = (d * x).sum(-1, keepdim=True)
-        d_gate = (d_gate * s * (1 - s) if sigmoid else d_gate).to(dy.dtype)
+        d_gate = (d_gate * s * (1 - s) if sigmoid else d_gate).to(gate.dtype)
     return (d * s).to(dy.dtype) if dx else None, d_gate

@@ -6,8 +6,8 @@ included. Position p is in slot p mod R, so slot j holds the last position p < e
 
     s = scale q k^T        s = softcap tanh(s / softcap)        s = s - slope_h (i - p) + bias[i, p]        y = softmax(s, sink_h) v
 
-A row at position i sees positions p <= i; with `window` only i - p < window. bias: [B or 1, H or 1, T, positions]. `sinks` [H]: a
-logit for each head, whose share of the sum goes to no value. 0 means no window, and no cap. A row that sees nothing has y 0.
+A row at position i sees positions p <= i; with `window` only i - p < window; with `chunk` only the ones in its chunk. bias: [B or 1, H or 1, T, positions]. `sinks` [H]: a
+logit for each head, whose share of the sum goes to no value. 0 means no window, no chunks and no cap. A row that sees nothing has y 0.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ def slot_attention_fwd(
     sinks: Optional[Tensor],
     width: int,
     window: int,
+    chunk: int,
     softcap: float,
     alibi: bool,
     scale: float,
@@ -43,8 +44,8 @@ def slot_attention_fwd(
     if not high or nothing_to_see(q, k) or nothing_to_see(q, values):
         return q.new_zeros((*q.shape[:3], width))
     mask = None
-    if q.shape[1] > 1 or bias is not None or alibi or low < high or (window and high > window):
-        mask = _mask(q, first, ends, bias, (k.shape[2], high), window, alibi)
+    if q.shape[1] > 1 or bias is not None or alibi or low < high or chunk or (window and high > window):
+        mask = _mask(q, first, ends, bias, (k.shape[2], high), window, chunk, alibi)
     y, lse = _masked(q, k[:, :, :high], values[:, :, :high], mask, softcap, scale)
     if sinks is not None:
         total = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
@@ -63,6 +64,7 @@ def _fake(
     sinks: Optional[Tensor],
     width: int,
     window: int,
+    chunk: int,
     softcap: float,
     alibi: bool,
     scale: float,
@@ -79,7 +81,7 @@ def _filled(ends: Tensor, slots: int) -> tuple[int, int]:
 
 
 def _mask(
-    q: Tensor, first: Tensor, ends: Tensor, bias: Optional[Tensor], sizes: tuple[int, int], window: int, alibi: bool
+    q: Tensor, first: Tensor, ends: Tensor, bias: Optional[Tensor], sizes: tuple[int, int], window: int, chunk: int, alibi: bool
 ) -> Tensor:
     """Make the summand of the scores of the first slots: [B, 1 or H, T, slots]. `sizes`: of the ring, and of these slots."""
     ring, slots = sizes
@@ -90,6 +92,8 @@ def _mask(
     hidden = (away < 0) | (held < 0).unsqueeze(1)
     if window:
         hidden |= away >= window
+    if chunk:
+        hidden |= (at - at % chunk).unsqueeze(2) > held.unsqueeze(1)
     mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, float("-inf")).unsqueeze(1)
     if alibi:
         mask = mask - alibi_slopes(q.shape[2], q.device, q.dtype)[:, None, None] * away.abs().unsqueeze(1)

@@ -1,19 +1,19 @@
 """Low precision over a whole model: recipes in a config, a working tree of params, and the state of delayed scaling.
 
-    cfg = with_recipe(cfg, Fp8Block(), skip=("head",))          # once
-    work = quantize_params(params, cfg)                          # once a step, instead of cast(params, torch.bfloat16)
+    cfg, state = with_recipe(cfg, Fp8Block(), skip=("head",)), {}    # once
+    work, main_grad = begin_step(params, cfg, state)                  # once a step, instead of cast(params, torch.bfloat16)
     for x in microbatches:
         y, residuals = chain.fwd(work, x, cfg)
-        chain.bwd(residuals, dy, cfg, into=grads)
+        chain.bwd(residuals, dy, cfg, into=main_grad)
+    grads, state = end_step(main_grad, cfg, state)
 
 The library keeps no state between steps: the working tree is the cache of quantised weights. Only `Fp8Delayed` has state, a dict by
-path that the caller keeps; its amaxes come back with the gradients:
+path that the caller keeps; its amaxes come back with the gradients. In parts:
 
-    state = recipe_init(cfg, params)
     work = quantize_params(params, cfg, state)
-    ...
-    grads, amaxes = split_amaxes(dparams)
-    state = recipe_update(state, amaxes, recipe)
+    main_grad = gradients_like(work)
+    grads, amaxes = split_amaxes(main_grad)
+    state = recipe_update(state, amaxes, recipe)                      # the first: recipe_init(cfg, params, amaxes=amaxes)
 """
 
 from typing import TYPE_CHECKING, Any
@@ -25,14 +25,16 @@ from funcops.low_precision.delayed import ScaleState, recipe_init, recipe_update
 from funcops.low_precision.params import gradients_like, quantize_params, with_keys
 from funcops.low_precision.report import LinearErrors, Operand, QuantizationReport, quantization_report
 from funcops.low_precision.rewrite import with_recipe
+from funcops.low_precision.step import begin_step, end_step
+from funcops.low_precision.total import AddedErrors, ModelErrors, WideLayers
 from funcops.low_precision.weight_only import quantize_weight, quantize_weights, weight_only, with_weight_only
 from funcops.ops import qlinear as _qlinear
 
-__all__ = ["MXFP8", "NF4", "NVFP4", "Format", "Fp8Block", "Fp8Current", "Fp8Delayed", "LinearErrors"]
+__all__ = ["MXFP8", "NF4", "NVFP4", "AddedErrors", "Format", "Fp8Block", "Fp8Current", "Fp8Delayed", "LinearErrors", "ModelErrors"]
 __all__ += ["NF4Tensor", "Operand", "QTensor", "QWeight", "QuantizationReport", "Recipe", "ScaleState", "Scaled"]
-__all__ += ["dense", "gradients_like", "quantization_report", "quantize_params"]
+__all__ += ["begin_step", "dense", "end_step", "gradients_like", "quantization_report", "quantize_params"]
 __all__ += ["quantize_tensor", "quantize_weight", "quantize_weights", "recipe_init", "recipe_update"]
-__all__ += ["split_amaxes", "weight_only", "with_keys", "with_recipe", "with_weight_only"]
+__all__ += ["split_amaxes", "weight_only", "with_keys", "with_recipe", "with_weight_only", "WideLayers"]
 
 
 if not TYPE_CHECKING:  # a checker would take every name for one of the module's

@@ -33,8 +33,9 @@ def recipe_init(cfg: Any, params: Any, *, amaxes: Mapping[str, Tensor] | None = 
     """Make the state of delayed scaling: for the path of each weight with `Fp8Delayed`, scales of 1 and a history of zeros; {}
     without such weights.
 
-    At a scale of 1 small values vanish (below 2^-10) and values above the largest saturate. `amaxes`, from `split_amaxes` after one
-    step that is thrown away, start it from measured ones. Raises `TypeError` for a `cfg` that is not the config of an op.
+    At a scale of 1 small values vanish (below 2^-10) and values above the largest saturate. `amaxes`, from `split_amaxes`, start it
+    from measured ones: a first step with `quantize_params(params, cfg, {})` gives them, and `end_step` calls this. Raises
+    `TypeError` for a `cfg` that is not the config of an op.
 
     >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
     >>> from funcops.low_precision import Fp8Delayed, ScaleState, recipe_init, with_recipe
@@ -54,8 +55,8 @@ def recipe_init(cfg: Any, params: Any, *, amaxes: Mapping[str, Tensor] | None = 
             made[path], recipes[path] = ScaleState(torch.ones_like(zeros[..., 0, :]), zeros), inner.recipe
     if amaxes is None:
         return made
-    _check_amaxes("recipe_init", amaxes, made)
-    return {path: _updated(s, amaxes[path], recipes[path]) for path, s in made.items()}
+    check_amaxes("recipe_init", amaxes, made)
+    return {path: updated(s, amaxes[path], recipes[path]) for path, s in made.items()}
 
 
 def recipe_update(
@@ -65,7 +66,8 @@ def recipe_update(
     *,
     reduce: Callable[[Tensor], Tensor] | None = None,
 ) -> dict[str, ScaleState]:
-    """Return the state after a step: `s = largest / a / 2^margin`, where a is the maximum of the last amaxes, or the newest.
+    """Return the state after a step: `s = largest / a / 2^margin`, where a is the maximum of the last amaxes, the newest, or what
+    the recipe's `algorithm` returns for them.
 
     An amax of 0 means that the layer did not run: history and scale stay. They also stay if it is infinite or NaN, so that one step
     which overflows does not change the next; an infinite s becomes float32's largest. `recipe`: the config's. `reduce`: returns the
@@ -87,16 +89,16 @@ def recipe_update(
     require_type("recipe_update", "recipe", recipe, Fp8Delayed)
     require_type("recipe_update", "state", state, Mapping)
     for path, scales in state.items():
-        _check_scales("recipe_update", f"state[{path!r}]", scales, recipe)
+        check_scales("recipe_update", f"state[{path!r}]", scales, recipe)
     if reduce is not None:
         require_callable("recipe_update", reduce=reduce)
-    _check_amaxes("recipe_update", amaxes, state)
+    check_amaxes("recipe_update", amaxes, state)
     given = dict(amaxes)
     if reduce is not None and given:
         flat = reduce(torch.cat([a.reshape(-1) for a in given.values()]))
         parts = flat.split([a.numel() for a in given.values()])
         given = {path: part.view_as(a) for (path, a), part in zip(given.items(), parts, strict=True)}
-    return {path: _updated(s, given[path], recipe) for path, s in state.items()}
+    return {path: updated(s, given[path], recipe) for path, s in state.items()}
 
 
 def split_amaxes(dparams: T) -> tuple[T, dict[str, Tensor]]:
@@ -126,7 +128,7 @@ def split_amaxes(dparams: T) -> tuple[T, dict[str, Tensor]]:
     return unscaled(dparams), {name: amaxes_of(bits) for name, bits in found.items()}
 
 
-def _check_amaxes(where: str, amaxes: Any, state: Mapping[str, ScaleState]) -> None:
+def check_amaxes(where: str, amaxes: Any, state: Mapping[str, ScaleState]) -> None:
     """Check that every weight has amaxes: the scales of a weight without them would never change."""
     check_paths(where, "amaxes", amaxes, state)
     missing = [path for path in state if path not in amaxes]
@@ -139,25 +141,38 @@ def _check_amaxes(where: str, amaxes: Any, state: Mapping[str, ScaleState]) -> N
 def check_state(where: str, found: dict[str, tuple[QLinearConfig, Tensor]], state: Any) -> None:
     delayed = {path: inner for path, (inner, _) in found.items() if inner.recipe.delayed}
     if state is None:
-        require(not delayed, where, "state", f"given, for {few(delayed)} (recipe_init makes it)", None)
+        require(not delayed, where, "state", f"given, for {few(delayed)} ({{}} in a first step, then from end_step)", None)
         return
     check_paths(where, "state", state, delayed)
-    for path in delayed:
+    for path in delayed if state else ():
         require(path in state, where, "state", f"one with {path}", f"one of {few(state) or 'nothing'}")
-        _check_scales(where, f"state[{path!r}]", state[path], delayed[path].recipe)
+        check_scales(where, f"state[{path!r}]", state[path], delayed[path].recipe)
 
 
-def _check_scales(where: str, name: str, state: Any, recipe: Any) -> None:
+def check_scales(where: str, name: str, state: Any, recipe: Any) -> None:
     require_type(where, name, state, ScaleState)
     check(where, f"{name}.scale", state.scale, (..., 3), torch.float32)
     check(where, f"{name}.history", state.history, (..., recipe.history, 3), torch.float32, state.scale)
 
 
-def _updated(state: ScaleState, amax: Tensor, recipe: Fp8Delayed) -> ScaleState:
+def _latest(history: Tensor, algorithm: Any) -> Tensor:
+    """The amaxes [*, 3] that scales are made from, of a history [*, H, 3]."""
+    if not callable(algorithm):
+        return history.amax(-2) if algorithm == "max" else history.select(-2, 0)
+    flat = history.movedim(-2, 0).flatten(1)  # [H, n]
+    found = algorithm(flat)
+    name = f"recipe.algorithm, {getattr(algorithm, '__name__', repr(algorithm))}(history {list(flat.shape)}),"
+    check("recipe_update", name, found, (flat.shape[1],), torch.float32, flat)
+    return found.reshape(history.select(-2, 0).shape)
+
+
+def updated(state: ScaleState, amax: Tensor, recipe: Fp8Delayed) -> ScaleState:
     ran = (amax > 0) & (amax < torch.inf)  # False for NaN too
     history = torch.cat((amax.unsqueeze(-2), state.history[..., :-1, :]), -2)
-    a = history.amax(-2) if recipe.algorithm == "max" else amax
+    a = _latest(history, recipe.algorithm)
     largest = amax.new_tensor([ELEMENTS[e].largest for e in (recipe.fwd, recipe.fwd, recipe.bwd)])
     limits = torch.finfo(torch.float32)
     scale = (largest / a * 2.0**-recipe.margin).clamp(limits.tiny, limits.max)
-    return ScaleState(torch.where(ran, scale, state.scale), torch.where(ran.unsqueeze(-2), history, state.history))
+    return ScaleState(
+        torch.where(ran & (a > 0) & (a < torch.inf), scale, state.scale), torch.where(ran.unsqueeze(-2), history, state.history)
+    )

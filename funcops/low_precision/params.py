@@ -14,7 +14,7 @@ from funcops.contract.configs import require_config
 from funcops.contract.needs import Needs, check_needs
 from funcops.errors import check, few, require, require_dtype, require_type
 from funcops.formats import QWeight, quantized_weight, turned, zero_gradient
-from funcops.formats.recipes import Recipe
+from funcops.formats.recipes import TO_ROUND, Recipe
 from funcops.formats.scaled import Scaled
 from funcops.kernels.quantize import amax
 from funcops.low_precision.delayed import ScaleState, check_state
@@ -39,8 +39,9 @@ def quantize_params(
     A weight is quantised after the cast, so its codes are the same as in a step that quantises it itself. Params that never have a
     gradient stay wide (float64 becomes float32), such as a router's bias, which a step moves by less than bfloat16 can represent.
     `columns`: make the transposed codes that dx reads now (as many bytes again, as a report shows), or else whenever dx is
-    computed. `state`: from `recipe_init`, for `Fp8Delayed`. `key`: for recipes that round stochastically (see `with_keys`). Raises
-    `ValueError` for a state of another model, or with another history.
+    computed. `state`: for `Fp8Delayed`, from the step before; in a first step {}: its products then scale by the amaxes of their
+    own operands, as with `Fp8Current`. `key`: for recipes that round stochastically (see `with_keys`). Raises `ValueError`
+    for a state of another model, or with another history.
 
     >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
     >>> from funcops.low_precision import Fp8Block, quantize_params, with_recipe
@@ -50,28 +51,31 @@ def quantize_params(
     >>> type(work["up"].weight).__name__, work["up"].weight.row.codes.dtype, work["up"].bias.dtype
     ('QWeight', torch.uint8, torch.bfloat16)
     """
-    where = "quantize_params"
+    return working_tree("quantize_params", params, cfg, state, dtype, columns, key)
+
+
+def working_tree(where: str, params: T, cfg: Any, state: Any, dtype: torch.dtype, columns: bool, key: Tensor | None) -> T:
     require_dtype(where, dtype)
     require_type(where, "columns", columns, bool)
     require_config(where, cfg)
     work: Any = _cast(params, dtype)
     found = recipe_weights(where, cfg, work)
     check_state(where, found, state)
-    amaxes = _amaxes_over_ranks(found)
+    amaxes = _amaxes_over_ranks(found, first=not state)
     for path, (inner, weight) in found.items():
-        made: Any
-        if state is not None and inner.recipe.delayed:
-            made = _stacked([_delayed(w, s, inner.recipe, columns) for w, s in each_layer(weight, state[path].scale)], weight)
-        else:
-            layers = each_layer(weight, None)
-            whole = amaxes.get(path, [None] * len(layers))
-            each = [quantized_weight(w, inner.recipe.w, columns, one) for (w, _), one in zip(layers, whole, strict=True)]
-            made = _stacked(each, weight)
+        recipe, scale = inner.recipe, None
+        if recipe.delayed:
+            unknown = weight.new_empty(*weight.shape[:-2], 0, dtype=torch.float32)
+            scale = state[path].scale if state else unknown
+        layers = each_layer(weight, scale)
+        pairs = zip(layers, amaxes.get(path, [None] * len(layers)), strict=True)
+        make: Any = _delayed if recipe.delayed else _stateless
+        made: Any = _stacked([make(w, s, one, recipe, columns) for (w, s), one in pairs], weight)
         (made.value if type(made) is Scaled else made).made_of(at(params, path))
         work = put(work, path, made)
     if key is None:
         rounding = [path for path, (inner, _) in found.items() if inner.recipe.stochastic]
-        require(not rounding, where, "key", f"a random key, for {few(rounding)}", None)
+        require(not rounding, where, "key", f"a random key, for {few(rounding)} ({TO_ROUND})", None)
         return work  # type: ignore[no-any-return]
     return with_keys(work, cfg, key)  # type: ignore[no-any-return]
 
@@ -114,9 +118,13 @@ def gradients_like(work: T, dtype: torch.dtype | None = torch.float32, needs: Ne
     >>> main_grad["up"].weight.shape, main_grad["up"].weight.dtype
     (torch.Size([256, 128]), torch.float32)
     """
-    require_dtype("gradients_like", dtype)
-    require_type("gradients_like", "needs", needs, Needs)
-    check_needs("gradients_like", Needs(x=False, params=needs.params), work, None)
+    return accumulators("gradients_like", work, dtype, needs)
+
+
+def accumulators(where: str, work: T, dtype: torch.dtype | None, needs: Needs) -> T:
+    require_dtype(where, dtype)
+    require_type(where, "needs", needs, Needs)
+    check_needs(where, Needs(x=False, params=needs.params), work, None)
 
     def zeros(path: str, node: Any) -> Any:
         return zero_gradient(node, dtype) if needs.param(path) else None
@@ -133,12 +141,12 @@ def _cast(params: Any, dtype: torch.dtype) -> Any:
     return work
 
 
-def _amaxes_over_ranks(found: Mapping[str, tuple[Any, Tensor]]) -> dict[str, list[Tensor]]:
+def _amaxes_over_ranks(found: Mapping[str, tuple[Any, Tensor]], first: bool) -> dict[str, list[Tensor]]:
     """The amaxes of weights that are sharded over ranks, for recipes with one scale for the whole: by path, one per layer. Each
-    axis communicates once."""
+    axis communicates once. Recipes with state need them in a first step alone."""
     groups: dict[Any, dict[str, list[Tensor]]] = {}
     for path, (inner, weight) in found.items():
-        if inner.largest is not None and inner.recipe.w.whole and not inner.recipe.delayed:
+        if inner.largest is not None and (inner.recipe.w.whole or inner.recipe.w_col.whole) and (first or not inner.recipe.delayed):
             groups.setdefault(inner.axis, {})[path] = [amax(w, False) for w, _ in each_layer(weight, None)]
     made: dict[str, list[Tensor]] = {}
     for by_path in groups.values():
@@ -157,6 +165,10 @@ def _stacked(made: list[Any], like: Tensor) -> Any:
     return tree_map(lambda *parts: parts[0] if parts[0] is None else torch.stack(parts).unflatten(0, lead), made[0], *made[1:])
 
 
-def _delayed(weight: Tensor, scale: Tensor, recipe: Recipe, columns: bool) -> Scaled:
-    row, amax = scaled_tensor(weight, recipe.w, scale[1:2])
+def _stateless(weight: Tensor, _: None, largest: Tensor | None, recipe: Recipe, columns: bool) -> QWeight:
+    return quantized_weight(weight, recipe.w, columns, largest, recipe.w_col)
+
+
+def _delayed(weight: Tensor, scale: Tensor, largest: Tensor | None, recipe: Recipe, columns: bool) -> Scaled:
+    row, amax = scaled_tensor(weight, recipe.w, scale[1:2], None if largest is None else lambda _: largest)
     return Scaled(QWeight(row, turned(row) if columns else None, None, Aside()), scale, amax)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,11 +23,24 @@ from funcops.compose.repeat import RepeatConfig, repeat
 from funcops.compose.skip import SkipConfig, skip
 from funcops.contract.op import Op
 from funcops.contract.walk import Inside, Part, rewrite, steps
-from funcops.errors import check, describe, fail, few, in_html, join_path, on_screen, require_count, require_number
+from funcops.errors import (
+    check,
+    describe,
+    fail,
+    few,
+    in_html,
+    join_path,
+    on_screen,
+    require,
+    require_count,
+    require_flag,
+    require_number,
+)
 from funcops.formats import Format, QTensor, quantize_tensor, turned
-from funcops.formats.recipes import low_form_of
+from funcops.formats.recipes import OPERANDS, low_form_of, require_recipe
 from funcops.kernels.grouped import gathered, groups_of
 from funcops.kernels.quantize import HADAMARD
+from funcops.low_precision.total import WHERE, AddedErrors, ModelErrors, Place, WideLayers, places
 from funcops.memory.policy import with_policy
 from funcops.ops.experts import ExpertsConfig, experts
 from funcops.ops.grouped_linear import GroupedLinearConfig, GroupedLinearPending, GroupedLinearResiduals, grouped_linear
@@ -44,7 +57,6 @@ OPS: dict[type, Op] = {
     ExpertsConfig: experts,
 }
 LARGEST = {"e4m3": 0x7E, "e5m2": 0x7B, "e2m1": 0x77}  # the code of the largest element
-WHERE = "quantization_report"
 
 
 class Operand(NamedTuple):
@@ -69,6 +81,7 @@ class LinearErrors(NamedTuple):
     """The effects of rounding on the linear layer at `path`, whose weight has that `shape`: on its `operands` x, w and dy, and the
     relative errors of `y`, `dx` and `dw`; `worst` is the largest of these. `step`: its path in the config, where the layers of a
     repeat are one, `*`. A grouped layer has one row: groups are rounded separately, and groups without rows are left out.
+    `adds`: with `total`, what the layer adds to the error of the whole model's gradients.
 
     >>> import torch
     >>> from funcops import LinearConfig, linear, quantization_report, random
@@ -86,6 +99,7 @@ class LinearErrors(NamedTuple):
     y: float
     dx: float
     dw: float
+    adds: AddedErrors | None = None
 
     @property
     def worst(self) -> float:
@@ -95,7 +109,8 @@ class LinearErrors(NamedTuple):
 class QuantizationReport:
     """A row for each linear layer, in the model's order. `str()` and notebooks render it; `rows`, each `LinearErrors`, and
     `dicts()` are the data. `not_measured`: the paths of layers that could take a recipe but have no row, such as layers over
-    ranks.
+    ranks. `total`: with `total=True` the errors of the whole model; `over`, `worst` and `plot` then go by what a layer adds to the
+    error of its gradients.
 
     >>> import torch
     >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, quantization_report, random
@@ -107,56 +122,92 @@ class QuantizationReport:
     >>> low = with_recipe(cfg, Fp8Block(), skip=(*found.over(0.5), "down"))
     """
 
-    def __init__(self, rows: list[LinearErrors], recipe: Any, not_measured: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, rows: list[LinearErrors], recipe: Any, not_measured: tuple[str, ...] = (), total: ModelErrors | None = None
+    ) -> None:
         self.rows = rows
         self.recipe = recipe
         self.not_measured = not_measured
+        self.total = total
 
     def dicts(self) -> list[dict[str, Any]]:
         return [
             {"path": row.path, "shape": row.shape, "y": row.y, "dx": row.dx, "dw": row.dw}
             | {f"{name}.{key}": value for name, one in row.operands.items() for key, value in one._asdict().items()}
+            | ({} if row.adds is None else {f"adds.{key}": value for key, value in row.adds._asdict().items()})
             for row in self.rows
         ]
 
     def over(self, error: float) -> tuple[str, ...]:
-        """The steps whose y, dx or dw has a larger error than `error` in any layer: for `with_recipe(..., skip=...)`."""
+        """The steps whose y, dx or dw has a larger error than `error` in any layer; with `total`, steps a layer of which adds more
+        than `error` to the model's gradients. For `with_recipe(..., skip=...)`."""
         require_number("over", 0.0, error=error)
-        return tuple(dict.fromkeys([row.step for row in self.rows if not row.worst <= error]))
+        return tuple(dict.fromkeys([row.step for row in self.rows if not self._error(row) <= error]))
+
+    def _error(self, row: LinearErrors) -> float:
+        return row.worst if self.total is None else 0.0 if row.adds is None else row.adds.error
+
+    def leave_wide(self, error: float | None = None, *, weights: int | None = None, skip: Sequence[str] = ()) -> WideLayers:
+        """Choose steps to leave wide, so that the error of the model's gradients is at most `error`; or the best choice of at most
+        `weights` weights. The steps that add most per weight come first (a weight costs bytes and, in a dense model, products in
+        proportion), until the sum of the others' squares is small enough; then the choice is measured on the batch, and grows while
+        the error is still above. `skip`: globs of steps that stay wide in any case, such as the head, and count neither in
+        `weights` nor in the error.
+
+        Raises `ValueError` for a report without `total`, for both or none of `error` and `weights`, for an `error` that one
+        layer alone exceeds or `weights` of all layers, and for globs that match no step, or all."""
+        where = "leave_wide"
+        require(self.total is not None, where, "the report", "made by quantization_report(..., total=True)", "one without total")
+        require((error is None) != (weights is None), where, "error", "given, or weights, but not both", error)
+        if error is not None:
+            require_number(where, 0.0, error=error)
+        else:
+            require_count(where, 0, weights=weights)
+        assert self.total is not None
+        return self.total.leave_wide(where, error, weights, skip)
 
     def worst(self, n: int = 3) -> list[LinearErrors]:
         """The rows of the n layers with the largest errors, the worst first; a NaN is worse than any number. Raises `ValueError`
         for n below 1."""
         require_count("worst", n=n)
-        return sorted(self.rows, key=lambda row: (row.worst != row.worst, row.worst), reverse=True)[:n]
+        return sorted(self.rows, key=lambda row: ((error := self._error(row)) != error, error), reverse=True)[:n]
 
     def plot(self, path: str | None = None) -> Any:
-        """Plot the errors of y, dx and dw as three bars for each layer. Returns matplotlib's figure, and writes it to `path` (PNG,
-        SVG, ...) if given. Raises `ImportError` without matplotlib (the extra `examples`)."""
+        """Plot the errors of y, dx and dw as three bars for each layer, with `total` what each adds to the error of the model's
+        gradients. Returns matplotlib's figure, and writes it to `path` (PNG, SVG, ...) if given. Raises `ImportError` without
+        matplotlib (the extra `examples`)."""
         from funcops.residuals.picture import grouped_bars
 
-        bars = {row.path: {"y": row.y, "dx": row.dx, "dw": row.dw} for row in self.rows}
-        return grouped_bars(bars, "relative error", self.title(), path, "QuantizationReport.plot")
+        errors: list[tuple[str, Any]] = [(row.path, row if self.total is None else row.adds) for row in self.rows]
+        bars = {path: {"y": one.y, "dx": one.dx, "dw": one.dw} for path, one in errors if one is not None}
+        label = "relative error" if self.total is None else "added to the relative error of the model's gradients"
+        return grouped_bars(bars, label, self.title(), path, "QuantizationReport.plot")
 
     def title(self) -> str:
         (worst,), count = self.worst(1), len(self.rows)
         layers = f"{count} linear layer{'s' * (count != 1)} in {_name(self.recipe)}"
-        return f"{layers}: the worst error is {worst.worst:.1%}, of {worst.path or 'the layer'}"
+        if self.total is None:
+            return f"{layers}: the worst error is {worst.worst:.1%}, of {worst.path or 'the layer'}"
+        most = f"{worst.path or 'the layer'} adds {self._error(worst):.1%}"
+        return f"{layers}: the gradients' error is {self.total.gradients:.1%} ({self.total.expected:.1%} expected); {most}"
 
     def __str__(self) -> str:
         head = ["path", "weight"] + [f"{name} {what}" for name in ("x", "w", "dy") for what in ("amax", "to 0", "clipped")]
-        table = [[*head, "y", "dx", "dw"]]
+        table = [[*head, "y", "dx", "dw", *[f"adds by {name}" for name in ("y", "dx", "dw") if self.total is not None]]]
         for row in self.rows:
             cells = [
                 cell for one in row.operands.values() for cell in (f"{one.amax:.3g}", f"{one.zeros:.2%}", f"{one.saturated:.2%}")
             ]
-            table.append([row.path, str(list(row.shape)), *cells, f"{row.y:.2%}", f"{row.dx:.2%}", f"{row.dw:.2%}"])
+            errors = [f"{error:.2%}" for error in (row.y, row.dx, row.dw, *(row.adds or ()))]
+            table.append([row.path, str(list(row.shape)), *cells, *errors, *[""] * (len(table[0]) - 2 - len(cells) - len(errors))])
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = [
             "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
             for line in table
         ]
         left = [f"not measured: {', '.join(self.not_measured)}"] if self.not_measured else []
+        if self.total is not None and self.total.unfit:
+            left.append(f"wide, as {_name(self.recipe)} does not take their sizes: {', '.join(self.total.unfit)}")
         return "\n".join([*[line.rstrip() for line in lines], self.title(), *left])
 
     def __repr__(self) -> str:
@@ -167,7 +218,7 @@ class QuantizationReport:
 
 
 def quantization_report(
-    params: Any, x: Any, cfg: Any, recipe: Any, *, dy: Any = None, key: Tensor | None = None
+    params: Any, x: Any, cfg: Any, recipe: Any, *, dy: Any = None, key: Tensor | None = None, total: bool = False
 ) -> QuantizationReport:
     """Measure what a recipe would do to every linear and grouped linear layer of a model, to choose which of them to leave in high
     precision. A mixture's `experts` run as separate steps, and have the rows `up` and `down`.
@@ -181,6 +232,11 @@ def quantization_report(
     the recipe takes them from earlier steps. `dy`: the gradient of y; by default ones for a loss, else normal numbers, and None for
     the extras of y, such as the loads and losses of routers (`WithExtras`). `key`: for a recipe that rounds stochastically, as in
     `quantize_params`, by default `random.key(0)`: a step with that key rounds to the same codes.
+
+    `total`: also run the model with y, dx or dw of one layer rounded at a time, and once with all, for the error that each adds to
+    the gradients of all params (`LinearErrors.adds`), the whole error (`total`), and the layers to leave wide for a wanted one
+    (`leave_wide`). That takes a forward and backward for each product, and the report holds on to params and batch. It needs a
+    recipe, not formats. Layers whose sizes the recipe does not take stay wide.
 
     Raises `TypeError` for another config, recipe or key, and `ValueError` for a config with a recipe, or without a linear layer
     that gets a gradient.
@@ -203,19 +259,28 @@ def quantization_report(
     if low:
         fail(WHERE, "cfg", "a config without a recipe (it is measured before with_recipe)", f"one with a recipe at {few(low)}")
     plan = _OperandFormats.of(recipe)
+    require_flag(WHERE, total=total)
+    if total:
+        require_recipe(WHERE, recipe)
     key = _checked_key(key, x)
     op, cfg = rewrite(cfg, _laid_open, op=op)
-    op = with_policy(op, "save_all")
     with torch.no_grad():
-        y, residuals = op.fwd(params, x, cfg)
-        _, pending = op.dgrad(residuals, _cotangent(y) if dy is None else dy, cfg)
-        rows = [_measured(path, kept, waiting, plan, key) for path, kept, waiting in _linears(residuals, pending, ())]
+        y, residuals = with_policy(op, "save_all").fwd(params, x, cfg)
+        dy = _cotangent(y) if dy is None else dy
+        _, pending = with_policy(op, "save_all").dgrad(residuals, dy, cfg)
+        where = {one.path: one for one in places(op, cfg)}
+        rows = [_measured(where[path], kept, waiting, plan, key) for path, kept, waiting in _linears(residuals, pending, "")]
     found = {row.step for row in rows}
     missing = tuple(layer for part in known for layer in layers(part) if layer not in found)
     if not rows:
         left = f", of which {few(missing)} cannot be measured" if missing else ""
         fail(WHERE, "cfg", "a config with linear layers whose weights get gradients", type(cfg).__name__ + left)
-    return QuantizationReport(rows, recipe, missing)
+    if not total:
+        return QuantizationReport(rows, recipe, missing)
+    sizes = {row.path: math.prod(row.shape) for row in rows}
+    del residuals, pending
+    whole = ModelErrors(op, cfg, params, x, dy, recipe, key, sizes)
+    return QuantizationReport([row._replace(adds=whole.added.get(row.path)) for row in rows], recipe, missing, whole)
 
 
 def layers(part: Part) -> list[str]:
@@ -243,11 +308,14 @@ def _bare(op: Op) -> Op:
 
 @dataclasses.dataclass(frozen=True)
 class _OperandFormats:
-    """The formats of a recipe, and how the operands of dw are made."""
+    """The formats of a recipe, by rows and by columns, and how the operands of dw are made."""
 
     x: Format | None
     w: Format | None
     dy: Format | None
+    x_col: Format | None
+    w_col: Format | None
+    dy_col: Format | None
     hadamard: bool = False
     stochastic: bool = False  # dy
     turns: bool = False  # the column side of x and dy is tiled anew from the row side
@@ -256,8 +324,9 @@ class _OperandFormats:
     @staticmethod
     def of(recipe: Any) -> _OperandFormats:
         if isinstance(recipe, Format):
-            return _OperandFormats(recipe, recipe, recipe)
-        formats: dict[str, Any] = {name: getattr(recipe, name, "") for name in ("x", "w", "dy")}
+            return _OperandFormats(recipe, recipe, recipe, recipe, recipe, recipe)
+        formats: dict[str, Any] = {name: getattr(recipe, name, "") for name in OPERANDS[:3]}
+        formats |= {col: getattr(recipe, col, formats[row]) for row, col in zip(OPERANDS[:3], OPERANDS[3:], strict=True)}
         if not all([one is None or isinstance(one, Format) for one in formats.values()]):
             fail(WHERE, "recipe", "a recipe or a Format", describe(recipe), TypeError)
         return _OperandFormats(
@@ -283,13 +352,13 @@ def _cotangent(y: Any) -> Any:
     return random.normal(random.key(0, device=y.device), y.shape, dtype=y.dtype)
 
 
-def _linears(residuals: Any, pending: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:
+def _linears(residuals: Any, pending: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
     if type(pending) in (LinearPending, GroupedLinearPending):  # of whole layers, not of parts over ranks
         yield path, residuals, pending
     elif isinstance(pending, dict):
         for name, child in pending.items():
             if name in residuals:  # recomputed steps have entries of their own in a pending
-                yield from _linears(residuals[name], child, (*path, name))
+                yield from _linears(residuals[name], child, join_path(path, name))
 
 
 Operands = tuple[Tensor, Tensor, Tensor]  # x, w and dy of one product
@@ -304,26 +373,27 @@ def _checked_key(key: Any, x: Any) -> Tensor:
     return key  # type: ignore[no-any-return]
 
 
-def _keys(path: tuple[Any, ...], key: Tensor, plan: _OperandFormats, groups: int | None) -> list[tuple[Any, Any]]:
+def _keys(place: Place, key: Tensor, plan: _OperandFormats, groups: int | None) -> list[tuple[Any, Any]]:
     """The keys for dy by rows and by columns of each group, as `with_keys` and the layer's backward in low precision make them."""
     if not plan.stochastic:
         return [(None, None)] * (groups or 1)
-    own: Any = random.fold_in(key, random.path_id(join_path(".".join(map(str, path)), "weight")))
+    own: Any = random.fold_in(key, random.path_id(join_path(place.params, "weight")))
+    for number, times in place.stacked:
+        own = random.split(own, times)[number]
     pairs = [random.split(one, 2) for one in ([own] if groups is None else random.split(own, groups))]
     return [(rows, columns) for rows, columns in pairs]
 
 
-def _measured(path: tuple[Any, ...], kept: Any, waiting: Any, plan: _OperandFormats, key: Tensor) -> LinearErrors:
+def _measured(place: Place, kept: Any, waiting: Any, plan: _OperandFormats, key: Tensor) -> LinearErrors:
     several = isinstance(waiting, GroupedLinearPending)
     found = _groups(kept, waiting) if several else [(0, _whole(kept, waiting))]
-    keys = _keys(path, key, plan, len(kept.weight) if several else None)
+    keys = _keys(place, key, plan, len(kept.weight) if several else None)
     groups = [_Rounded.of(operands, plan, keys[e]) for e, operands in found]
     each = [[_operand(t, q) for t, q in zip(one.wide, one.rows, strict=True)] for one in groups]
     operands = {name: _together(parts) for name, *parts in zip(("x", "w", "dy"), *each, strict=True)}
-    errors = [_error(pairs) for pairs in zip(*[_products(one, plan) for one in groups], strict=True)]
+    y, dx, dw = (_error(pairs) for pairs in zip(*[_products(one, plan) for one in groups], strict=True))
     shape = kept.weight.shape if isinstance(kept.weight, Tensor) else (len(kept.weight), *kept.weight[0].shape)
-    step = ".".join(["*" if isinstance(name, int) else name for name in path])
-    return LinearErrors(".".join(map(str, path)), step, tuple(shape), operands, *errors)
+    return LinearErrors(place.path, place.step, tuple(shape), operands, y, dx, dw)
 
 
 def _whole(kept: LinearResiduals, waiting: LinearPending) -> Operands:
@@ -358,10 +428,10 @@ def _products(one: _Rounded, plan: _OperandFormats) -> list[tuple[float, float]]
     (x, w, dy), (qx, qw, qdy) = one.wide, one.rows
     wide_x, wide_w, wide_dy = x.float(), w.float(), dy.float()
     y = _off(_value(qx, x) @ _value(qw, w).mT, wide_x @ wide_w.mT)
-    dx = _off(_value(qdy, dy) @ _value(_rounded(w, plan.w, "col"), w), wide_dy @ wide_w)
+    dx = _off(_value(qdy, dy) @ _value(_rounded(w, plan.w_col, "col"), w), wide_dy @ wide_w)
     if plan.high_wgrad:
         return [y, dx, (0.0, 1.0)]
-    columns = [_column(dy, qdy, plan.dy, plan, one.key), _column(x, qx, plan.x, plan, None)]
+    columns = [_column(dy, qdy, plan.dy_col, plan, one.key), _column(x, qx, plan.x_col, plan, None)]
     return [y, dx, _off(columns[0].mT @ columns[1], wide_dy.mT @ wide_x)]
 
 
@@ -373,7 +443,7 @@ def _rounded(
 
 def _column(t: Tensor, row: QTensor | None, format: Format | None, plan: _OperandFormats, key: Tensor | None) -> Tensor:
     """An operand of dw, rounded by blocks along its rows; transformed if the recipe says so."""
-    if row is not None and plan.turns and row.format.turns:
+    if row is not None and plan.turns and row.format.turns and row.format == format:
         return _value(turned(row), t)
     if plan.hadamard:
         t = torch.nn.functional.pad(t, (0, 0, 0, -len(t) % HADAMARD))

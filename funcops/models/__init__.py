@@ -8,7 +8,8 @@ from funcops.compose.plain_experts import plain_experts
 from funcops.contract.moved import Face as _Face
 from funcops.models.cache import Cache, KVCache, cache_init, roll_back
 from funcops.models.decode import decode, generate
-from funcops.models.decoder import DecoderConfig, LatentConfig, decoder, decoder_x, layer_paths
+from funcops.models.decoder import decoder, decoder_x
+from funcops.models.decoder_config import DecoderConfig, LatentConfig, LinearAttentionConfig, layer_paths
 from funcops.models.documents import PackedDocuments, pack
 from funcops.models.hf import from_hf, open_hf, to_hf
 from funcops.models.mixture import MoEConfig, moe
@@ -16,7 +17,8 @@ from funcops.models.peft import peft_names
 from funcops.models.sampling import SamplingConfig, sample
 from funcops.models.sharding_rules import roles
 
-__all__ = ["Cache", "DecoderConfig", "KVCache", "LatentConfig", "MoEConfig", "PackedDocuments", "SamplingConfig"]
+__all__ = ["Cache", "DecoderConfig", "KVCache", "LatentConfig", "LinearAttentionConfig", "MoEConfig"]
+__all__ += ["PackedDocuments", "SamplingConfig"]
 __all__ += ["cache_init", "decode", "decoder", "decoder_x", "from_hf", "generate", "layer_paths"]
 __all__ += ["moe", "open_hf", "pack", "peft_names", "plain_experts", "roles", "roll_back", "sample", "to_hf"]
 

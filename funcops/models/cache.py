@@ -1,10 +1,11 @@
 """The state of decoding: keys and values of earlier positions, and attention that reads them.
 
 A layer's cache has R slots; position p is in slot p mod R. A layer that sees all positions has a slot for each of the `context`; a
-layer with a window of W has a ring of W + chunk - 1: a chunk is written before it attends, and its first row still sees W
-positions. With n positions in the cache, a slot holds the last p < n with p mod R = slot; it is empty if that is below 0.
+layer whose rows see at most W, by a window or by chunks of attention, has a ring of W + chunk - 1: a chunk of tokens is written
+before it attends, and its first row still sees W positions. With n positions in the cache, a slot holds the last p < n with
+p mod R = slot; it is empty if that is below 0.
 
-    write k, v at slots        s_ij = score(q_i, k_j), -inf if slot j is empty, or its position is after i, or W or more before i
+    write k, v at slots        s_ij = score(q_i, k_j), -inf if slot j is empty, or its position is after i or beyond reach
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from funcops.errors import (
     require_type,
 )
 from funcops.kernels.slot_attention import slot_attention_fwd
-from funcops.models.decoder import DecoderConfig, layer_paths
+from funcops.models.decoder_config import DecoderConfig, layer_paths
 from funcops.ops.attention import AttentionConfig, check_parts, check_qkv
 from funcops.ops.sink_attention import sink_attention_init
 from funcops.trees import leaf, static, tree, tree_map_tensors
@@ -45,6 +46,7 @@ from funcops.trees import leaf, static, tree, tree_map_tensors
 __all__ = ["Cache", "KVCache", "cache_init", "cached_attention", "roll_back"]
 
 CACHE = "cache"  # the extra input of cached attention
+NO_WAY_BACK = "a KVCache: the state of linear attention cannot go back, keep the cache before the draft (decode without donate)"
 
 
 @tree
@@ -57,11 +59,21 @@ class KVCache:
 
 
 @tree
-class Cache:
-    """`layers`: the keys and values of each layer, by its path; `lengths`: the number of cached positions of each sequence;
-    `context`: the most positions; `chunk`: the most tokens that are taken at once."""
+class RecurrentCache:
+    """The state of a layer of linear attention: its convolutions' last inputs, and the gated delta rule's state, which is wide."""
 
-    layers: dict[str, KVCache]
+    q: Tensor = leaf("[B, W - 1, K D]")
+    k: Tensor = leaf("[B, W - 1, K D]")
+    v: Tensor = leaf("[B, W - 1, H V]")
+    state: Tensor = leaf("[B, H, D, V]")
+
+
+@tree
+class Cache:
+    """`layers`: the keys and values, or the state, of each layer, by its path; `lengths`: the number of cached positions of each
+    sequence; `context`: the most positions; `chunk`: the most tokens that are taken at once."""
+
+    layers: dict[str, KVCache | RecurrentCache]
     lengths: Tensor = leaf("[B]")
     context: int = static(0)
     chunk: int = static(0)
@@ -116,8 +128,9 @@ def cache_init(
     require_flag(where, latents=latents)
     chunk, layers = min(chunk, context), {}
     for path, shapes in shapes_of(cfg, batch, context, chunk, latents).items():
-        k, v = [None if shape is None else torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
-        layers[path] = KVCache(k, v)  # type: ignore[arg-type]
+        dtypes = {"state": wide(dtype or torch.get_default_dtype())}
+        made = {n: None if s is None else torch.zeros(s, dtype=dtypes.get(n, dtype), device=device) for n, s in shapes.items()}
+        layers[path] = _class_of(shapes)(**made)
     return Cache(layers, torch.zeros(batch, dtype=torch.int64, device=device), context=context, chunk=chunk)
 
 
@@ -126,7 +139,8 @@ def roll_back(cache: Any, lengths: Tensor) -> Cache:
     what a draft has added and the model does not confirm. `cache` is copied, unless it is given as `donate(cache)`.
 
     A ring of a layer with a window has overwritten earlier positions: it goes back by at most the cache's chunk. Raises
-    `ValueError` for lengths that are longer, negative or too far back (on a device, or under recording: an assertion at run time).
+    `ValueError` for a cache of linear attention, whose states have no positions; and for lengths that are longer, negative or too
+    far back (on a device, or under recording: an assertion at run time).
 
     >>> import torch
     >>> from funcops import donate, RopeConfig
@@ -142,6 +156,8 @@ def roll_back(cache: Any, lengths: Tensor) -> Cache:
     require_type(where, "cache", held, Cache)
     check(where, "cache.lengths", held.lengths, (...,), torch.int64)
     for path, layer in held.layers.items():
+        if type(layer) is RecurrentCache:
+            fail(where, f"cache.layers.{path}", NO_WAY_BACK, "a RecurrentCache")
         require_type(where, f"cache.layers.{path}", layer, KVCache)
         for name, t in (("k", layer.k), ("v", layer.v))[: 1 if layer.v is None else 2]:
             check(where, f"cache.layers.{path}.{name}", t, (...,), FLOATS, held.lengths)
@@ -177,18 +193,25 @@ def slots_of(window: int | None, context: int, chunk: int) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def shapes_of(cfg: DecoderConfig, batch: int, context: int, chunk: int, latents: bool) -> dict[str, tuple[Any, Any]]:
-    """The shapes of each layer's k and v, None for a v of latents. The dict is cached: do not change it."""
+def shapes_of(cfg: DecoderConfig, batch: int, context: int, chunk: int, latents: bool) -> dict[str, dict[str, Any]]:
+    """The shapes of each layer's tensors by name, None for a v of latents. The dict is cached: do not change it."""
     heads, k, v, latent = cfg.kv_heads, cfg.head_size, cfg.head_size, cfg.latent
     if latent is not None and latents:
         heads, k, v = 1, latent.kv_rank + latent.rope_size, 0
     elif latent is not None:
         heads, k, v = cfg.heads, latent.rope_size + latent.plain_size, latent.value_size
-    found: dict[str, tuple[Any, Any]] = {}
+    found: dict[str, dict[str, Any]] = {}
     for i, path in enumerate(layer_paths(cfg)):
-        slots = slots_of(cfg.kind(i).window, context, chunk)
-        found[path] = ((batch, heads, slots, k), (batch, heads, slots, v) if v else None)
+        if cfg.linear is not None and cfg.kind(i).linear:
+            found[path] = cfg.linear.cache_shapes(batch)
+            continue
+        slots = slots_of(cfg.kind(i).reach, context, chunk)
+        found[path] = {"k": (batch, heads, slots, k), "v": (batch, heads, slots, v) if v else None}
     return found
+
+
+def _class_of(shapes: dict[str, Any]) -> Any:
+    return RecurrentCache if "state" in shapes else KVCache
 
 
 def keeps_latents(cache: Any) -> bool:
@@ -207,8 +230,12 @@ def check_cache(where: str, cache: Any, cfg: DecoderConfig, batch: int) -> None:
     like = None
     for path, shapes in wanted.items():
         layer = cache.layers[path]
-        require_type(where, f"cache.layers.{path}", layer, KVCache)
-        for name, t, shape in zip("kv", (layer.k, layer.v), shapes, strict=True):
+        require_type(where, f"cache.layers.{path}", layer, _class_of(shapes))
+        for name, shape in shapes.items():
+            t = getattr(layer, name)
+            if name == "state" and like is not None:
+                check(where, f"cache.layers.{path}.{name}", t, shape, wide(like.dtype), cache.lengths)
+                continue
             if shape is None:
                 require(t is None, where, f"cache.layers.{path}.{name}", "None, as in the other layers", describe(t))
                 continue
@@ -246,7 +273,7 @@ class Slots(NamedTuple):
 
 
 def slots(cache: Cache, tokens: int, counts: Tensor | None, windows: tuple[int | None, ...]) -> dict[int | None, Slots]:
-    """Return, by window, the slots of tokens that follow the cached positions."""
+    """Return, by how many positions a row sees at most, the slots of tokens that follow the cached positions."""
     first, ends = cache.lengths, cache.lengths + (tokens if counts is None else counts)
     position = first.unsqueeze(1) + torch.arange(tokens, device=first.device)
     rows, new = torch.arange(len(first), device=first.device).unsqueeze(1), None if counts is None else position < ends.unsqueeze(1)
@@ -307,7 +334,7 @@ def cached_attention_fwd(
     q, k, v, *rest = check_parts(where, given, of.parts)
     check_qkv(where, q, k, v, of.causal)
     bias = rest[0] if rest else None
-    at, keys, values = by_window[of.window], params.k, params.v
+    at, keys, values = by_window[of.reach], params.k, params.v
     assert keys is not None and values is not None
     for name, new, held in (("x.1 (k)", k, keys), ("x.2 (v)", v, values)):
         check(where, f"{name}, as the cache,", new, (held.shape[0], at.at.shape[1], held.shape[1], held.shape[3]), held.dtype, held)
@@ -328,7 +355,7 @@ def attend(
         shape = bias.shape
         if len(shape) != 4 or shape[0] not in (1, batch) or shape[1] not in (1, heads) or shape[2] != tokens:
             fail(where, "x.3 (bias)", f"[{batch} or 1, {heads} or 1, {tokens}, context]", list(shape))
-    options = of.window or 0, of.softcap or 0.0, of.alibi, scale
+    options = of.window or 0, of.chunk or 0, of.softcap or 0.0, of.alibi, scale
     y: Tensor = slot_attention_fwd(q, params.k, params.v, at.first, at.ends, bias, sinks, width, *options)
     return y
 

@@ -39,7 +39,7 @@ SERVED: dict[str, dict[str, tuple[Any, ...] | None]] = {
     },
     "modelopt": {
         **FREE,
-        "quant_algo": ("NVFP4",),
+        "quant_algo": ("NVFP4", "W4A16_NVFP4"),
         "group_size": (GROUP,),
         "kv_cache_quant_algo": (None,),
         "kv_cache_scheme": (None,),
@@ -57,7 +57,12 @@ WEIGHTS: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "nvfp4-pack-quantized": {"num_bits": (4,), "type": ("float",), "strategy": ("tensor_group",), "group_size": (GROUP,)},
 }
-ALWAYS = {"symmetric": (True,), "dynamic": (False,), "block_structure": (None, [BLOCK, BLOCK]), "zp_dtype": (None, "torch.int8")}
+ALWAYS = {
+    "symmetric": (True,),
+    "dynamic": (False,),
+    "block_structure": (None, [BLOCK, BLOCK]),
+    "zp_dtype": (None, "torch.int8", "torch.float8_e4m3fn"),
+}
 
 
 class Part(NamedTuple):

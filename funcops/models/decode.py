@@ -18,7 +18,8 @@ from funcops.contract.walk import steps
 from funcops.errors import FLOATS, check, differing, fail, require, require_count, require_type
 from funcops.formats.scaled import unscaled
 from funcops.models.cache import CACHE, Cache, cache_init, check_cache, check_room, keeps_latents, looked_at, slots
-from funcops.models.decoder import DecoderConfig, decoder, decoder_x, layer_paths, without_loss
+from funcops.models.decoder import decoder, decoder_x, without_loss
+from funcops.models.decoder_config import DecoderConfig, layer_paths
 from funcops.models.latent_cache import plain_latents
 from funcops.models.sampling import SamplingConfig, drawn
 from funcops.models.with_cache import with_cache, with_caches
@@ -32,8 +33,8 @@ _chain_of = functools.lru_cache(maxsize=64)(decoder)
 
 @functools.lru_cache(maxsize=64)
 def _windows(model: ChainConfig) -> tuple[int | None, ...]:
-    """The window of each attention, in order."""
-    return tuple(part.cfg.window for part in steps(model, layers=True) if part.cfg.attends)
+    """How many positions each attention sees at most, in order."""
+    return tuple(part.cfg.reach for part in steps(model, layers=True) if part.cfg.attends)
 
 
 def _check_model(where: str, model: Any, cfg: DecoderConfig) -> None:
@@ -104,7 +105,7 @@ def _step(
     if counts is not None:  # padding needs a position too, one that exists
         positions = torch.minimum(positions, (cache.lengths + counts - 1).clamp_min(0).unsqueeze(1))
     x = decoder_x(cfg, ids, dtype, positions=positions, length=length)
-    given = WithExtras(x.main, {**x.extras, CACHE: slots(cache, tokens, counts, cfg.windows)})
+    given = WithExtras(x.main, {**x.extras, CACHE: slots(cache, tokens, counts, _windows(_chain_of(cfg)))})
     y, _ = chain.fwd(placed, given, with_cache(model or _chain_of(cfg), keeps_latents(cache)), needs=Needs.NONE)
     cache.lengths.add_(tokens if counts is None else counts)
     return y.main if type(y) is WithExtras else y, cache

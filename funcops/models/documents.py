@@ -21,13 +21,16 @@ class PackedDocuments(NamedTuple):
     cu_seqlens: Tensor
 
 
-def pack(documents: Sequence[Tensor], *, length: int | None = None, count: int | None = None) -> PackedDocuments:
+def pack(
+    documents: Sequence[Tensor], *, length: int | None = None, count: int | None = None, max_seqlen: int | None = None
+) -> PackedDocuments:
     """Put documents, each [t] int64, one after another. A label is the next token of the same document, and -100 for its last one.
 
     `length`: T, by default the sum of their lengths; what is left is one more document, of zeros, without labels. `count`: N, by
     default the number of documents with that one; empty documents at the end make up for fewer. With both, batches have one shape,
-    as a compiled or captured step needs. Raises `ValueError` or `TypeError` for documents of another shape or dtype, for none, and
-    for a `length` or `count` that is too small.
+    as a compiled or captured step needs. `max_seqlen`: the bound that `decoder` was given; what is left becomes documents of at
+    most this length. Raises `ValueError` or `TypeError` for documents of another shape or dtype, for none, for a `length`, `count`
+    or `max_seqlen` that is too small.
 
     >>> import torch
     >>> from funcops.models import pack
@@ -42,10 +45,14 @@ cu_seqlens=tensor([0, 3, 5, 6], dtype=torch.int32))
         check(where, f"documents[{i}]", one, (...,), torch.int64, documents[0] if i else None)
         require(one.dim() == 1, where, f"documents[{i}]", "[t]", list(one.shape))
     found, total = list(documents), sum(len(one) for one in documents)
+    if max_seqlen is not None:
+        require_count(where, max_seqlen=max_seqlen)
+        longest = max(map(len, documents))
+        require(longest <= max_seqlen, where, "max_seqlen", f"at least {longest}, the longest document", max_seqlen)
     if length is not None:
         require_count(where, length=length)
         require(length >= total, where, "length", f"at least {total}, the tokens of all documents", length)
-        found += [found[0].new_zeros(length - total)] * (length > total)
+        found += found[0].new_zeros(length - total).split(max_seqlen or length) if length > total else ()
     ends = torch.tensor([0, *(len(one) for one in found)]).cumsum(0).tolist()
     if count is not None:
         require_count(where, count=count)

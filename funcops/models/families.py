@@ -19,7 +19,9 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 class Rule:
     """`transposed`: the tensors are [in, out]. `stacked`: params are [E, rows, ...]; the tensors too or, if names have `{e}`, there
     is one tensor per expert. `order`: the params' rows are the tensors' in another order, "evens_first" (GPT-OSS, whose gate rows
-    alternate with the rows that they multiply) or "turning_first" (DeepSeek, whose heads end with the rotated rows).
+    alternate with the rows that they multiply), "turning_first" (DeepSeek, whose heads end with the rotated rows), "by_head" or
+    "by_key_head" (Qwen3-Next, whose tensors have a row of each param for the first head, and so on). `depthwise`: the tensors are
+    [rows, 1, ...], as torch's weights of depthwise convolutions.
     `wide`: read in float32 if 16 bits are requested, as in Hugging Face's models."""
 
     paths: tuple[str, ...]
@@ -27,6 +29,7 @@ class Rule:
     transposed: bool = False
     stacked: bool = False
     order: str = ""
+    depthwise: bool = False
     wide: bool = False
 
 
@@ -129,6 +132,35 @@ QWEN2_MOE = [
     *rule(f"{B}.shared.gated.mlp.down", f"{H}.mlp.shared_expert.down_proj"),
     *rule(f"{B}.shared.gated.gate", f"{H}.mlp.shared_expert_gate"),
 ]
+G, L, D = f"{A}.gated", "{l}.linear_attn.gated", f"{H}.linear_attn"
+P = f"{L}.mixed.parts"
+QWEN3_NEXT = [
+    *QWEN2_MOE,
+    *rule(f"{G}.mixed.qkv.q.proj {G}.gate.proj", f"{H}.self_attn.q_proj", *WB, order="by_head"),
+    *[r for n in "kv" for r in rule(f"{G}.mixed.qkv.{n}.proj", f"{H}.self_attn.{n}_proj", *WB)],
+    *[r for n in "qk" for r in rule(f"{G}.mixed.qkv.{n}.norm", f"{H}.self_attn.{n}_norm")],
+    *rule("{l}.linear_attn.norm", f"{H}.input_layernorm"),
+    *rule(f"{P}.q.proj {P}.k.proj {P}.v.proj {L}.gate.proj", f"{D}.in_proj_qkvz", order="by_key_head"),
+    *rule(f"{P}.beta.proj {P}.g.proj", f"{D}.in_proj_ba", order="by_key_head"),
+    *rule(f"{P}.q.conv {P}.k.conv {P}.v.conv", f"{D}.conv1d", depthwise=True),
+    Rule((f"{P}.g.decay.a_log",), (f"{D}.A_log",)),
+    Rule((f"{P}.g.decay.dt_bias",), (f"{D}.dt_bias",)),
+    *rule(f"{L}.mixed.norm", f"{D}.norm"),
+    *rule("{l}.linear_attn.out", f"{D}.out_proj"),
+]
+F = f"{H}.feed_forward"
+LLAMA4 = [
+    *ENDS,
+    *NORMS,
+    *ATTENTION,
+    *rule("{l}.mlp.up", f"{F}.gate_proj {F}.up_proj"),
+    *rule("{l}.mlp.down", f"{F}.down_proj"),
+    *rule(f"{B}.routed.gate", f"{F}.router"),
+    Rule((f"{B}.routed.experts.up.weight",), (f"{F}.experts.gate_up_proj",), transposed=True, stacked=True),
+    Rule((f"{B}.routed.experts.down.weight",), (f"{F}.experts.down_proj",), transposed=True, stacked=True),
+    *rule(f"{B}.shared.up", f"{F}.shared_expert.gate_proj {F}.shared_expert.up_proj"),
+    *rule(f"{B}.shared.down", f"{F}.shared_expert.down_proj"),
+]
 E = f"{H}.mlp.experts"
 GPT_OSS = [
     *ENDS,
@@ -195,6 +227,15 @@ MOE_LOSS = ("router_aux_loss_coef", "output_router_logits")
 
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", LLAMA, ("rope", "act", "biases", "mlp_bias"), defaults=UNTIED),
+    "llama4_text": Family(
+        "Llama4ForCausalLM",
+        LLAMA4,
+        ("rope", "act", "biases", "llama4"),
+        fields={"intermediate_size_mlp" if name == "intermediate_size" else name: of for name, of in PLAIN.items()},
+        defaults={**UNTIED, "head_dim": 128, "num_key_value_heads": 8, "intermediate_size_mlp": 16384},
+        only={"router_jitter_noise": 0.0},
+        ignored=("for_llm_compressor", *MOE_LOSS),
+    ),
     "mistral": Family("MistralForCausalLM", LLAMA, ("rope", "act", "one_window"), defaults=UNTIED),
     "qwen2": Family(
         "Qwen2ForCausalLM", LLAMA, ("rope", "act", "windows"), has=dict(qkv_bias=True), defaults=UNTIED, only={"use_mrope": False}
@@ -273,6 +314,16 @@ FAMILIES = {
         has=dict(qk_norm="head"),
         defaults=UNTIED,
         ignored=("max_window_layers", *MOE_LOSS),
+    ),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM",
+        QWEN3_NEXT,
+        ("rope", "act", "biases", "qwen3_next"),
+        has=dict(qk_norm="head", zero_centered=True, attention_gate=True),
+        defaults={**UNTIED, "head_dim": 256, "num_key_value_heads": 2},
+        only={"hidden_act": "silu", "use_sliding_window": False},  # silu also of the convolutions
+        ignored=MOE_LOSS,
+        skipped=(r".*\.rotary_emb\.inv_freq", r"mtp\..*"),
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",

@@ -12,41 +12,19 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from funcops.errors import fail, require, require_type
-from funcops.models.decoder import DecoderConfig, LatentConfig
+from funcops.errors import fail, require
+from funcops.models.config_json import NEVER, Fields, Found
+from funcops.models.decoder_config import DecoderConfig, LatentConfig
 from funcops.models.families import FAMILIES, IGNORED, Family
+from funcops.models.linear_fields import read_linear, write_linear
+from funcops.models.llama4_fields import read_llama4, write_llama4
 from funcops.models.mixture import MoEConfig
 from funcops.models.rope_fields import legacy, read_rope, write_rope
 from funcops.ops.experts import ExpertsConfig
 from funcops.ops.route import RouteConfig
 
-Found = dict[str, Any]
 GATES = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu_tanh", "gelu": "geglu", "relu": "reglu"}
 PLAIN_ACTS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu", "silu": "silu"}
-NEVER = object()
-
-
-class Fields:
-    """The fields of a config.json, each taken once by name; a null field counts as absent."""
-
-    def __init__(self, where: str, given: Mapping[str, Any], length: int | None) -> None:
-        self.where, self.given, self.length, self.taken = where, given, length, set[str]()
-
-    def take(self, name: str, default: Any = NEVER, kind: Any = None) -> Any:
-        """Return a field's value, which must be of type `kind`, by default the default's type; or the default if it is absent."""
-        self.taken.add(name)
-        value = self.given.get(name)
-        if value is None:
-            require(default is not NEVER, self.where, name, "given", "none")
-            return default
-        wanted = kind or (type(default) if isinstance(default, (bool, int, float, str)) else None)
-        if wanted is not None:
-            require_type(self.where, name, value, *((int, float) if wanted is float else (wanted,)))
-        return value
-
-    def only(self, name: str, value: Any) -> None:
-        got = self.take(name, value)
-        require(got == value, self.where, name, repr(value), repr(got))
 
 
 class Section(NamedTuple):
@@ -88,19 +66,19 @@ def _read_rope(fields: Fields, found: Found) -> None:
     family, where = fields.given["model_type"], fields.where
     context, original = found["context"], fields.take("original_max_position_embeddings", None, int)
     size = found["latent"].rope_size if found.get("latent") else found["head_size"]
-    thetas = {"gemma3_text": 1e6, "mixtral": 1e6, "gpt_oss": 150000.0, "olmo3": 5e5, "smollm3": 2e6}
+    thetas = {"gemma3_text": 1e6, "mixtral": 1e6, "gpt_oss": 150000.0, "olmo3": 5e5, "smollm3": 2e6, "llama4_text": 5e5}
     new, scaling = fields.take("rope_parameters", None, dict), fields.take("rope_scaling", None, dict)
     theta, part = fields.take("rope_theta", None, float), fields.take("partial_rotary_factor", None, float)
     local = fields.take("rope_local_base_freq", None, float) if family == "gemma3_text" else None
-    interleaved = fields.take("rope_interleave", True) if family == "deepseek_v3" else family == "glm4"
+    interleaved = fields.take("rope_interleave", True) if family == "deepseek_v3" else family in ("glm4", "llama4_text")
     before = {"rope_theta": theta or thetas.get(family, 1e4), "partial_rotary_factor": part, **(scaling or {})}
     if before.get("rope_type", before.get("type")) == "yarn" and family == "phi3":
         before["rope_type"] = "longrope"
 
     def rope(given: Found) -> Any:
-        parts = {"partial_rotary_factor": part or 0.5} if family == "glm4" else {}
+        parts = {"partial_rotary_factor": part or ROTATED[family]} if family in ROTATED else {}
         given = {"rope_theta": before["rope_theta"], **parts, **given}
-        if family not in ("phi3", "glm4") and given.get("rope_type", given.get("type", "default")) == "default":
+        if family not in ("phi3", *ROTATED) and given.get("rope_type", given.get("type", "default")) == "default":
             given.pop("partial_rotary_factor", None)  # Hugging Face's models of these families rotate whole heads regardless
         return read_rope(where, given, size, context, original=original, length=fields.length, interleaved=interleaved)
 
@@ -119,6 +97,7 @@ def _read_rope(fields: Fields, found: Found) -> None:
         fail(where, "rope_parameters", "flat", f"nested, by {', '.join(new)}")
 
 
+ROTATED = {"glm4": 0.5, "qwen3_next": 0.25}  # the part of a head that is rotated by default
 LOCAL_THETAS = {"gemma3_text": 1e4, "olmo3": 5e5}  # of the layers with a window, which have a rope of their own
 
 
@@ -271,7 +250,8 @@ def _moe_of(cfg: DecoderConfig) -> MoEConfig:
 def _read_qwen3_moe(fields: Fields, found: Found, **options: Any) -> None:
     count = fields.take("num_experts", None, int) or fields.take("num_local_experts", kind=int)
     fields.take("num_local_experts", count)
-    normalize, step = fields.take("norm_topk_prob", False), fields.take("decoder_sparse_step", 1)
+    normalize = fields.take("norm_topk_prob", fields.given["model_type"] == "qwen3_next")
+    step = fields.take("decoder_sparse_step", 1)
     only = fields.take("mlp_only_layers", [], list)
     dense = tuple(i for i in range(found["layers"]) if i in only or (i + 1) % step)
     route = RouteConfig(count, fields.take("num_experts_per_tok", kind=int), normalize=normalize)
@@ -298,6 +278,11 @@ def _read_qwen2_moe(fields: Fields, found: Found) -> None:
 
 def _write_qwen2_moe(cfg: DecoderConfig) -> Found:
     return {**_write_qwen3_moe(cfg), "shared_expert_intermediate_size": _moe_of(cfg).shared}
+
+
+def _read_qwen3_next(fields: Fields, found: Found) -> None:
+    read_linear(fields, found)
+    _read_qwen2_moe(fields, found)
 
 
 LATENT = {
@@ -383,10 +368,12 @@ SECTIONS = {
     "glm4": Section(functools.partial(_read_qkv_bias, name="attention_bias"), lambda cfg: {"attention_bias": cfg.qkv_bias}),
     "gpt2": Section(_read_gpt2, lambda cfg: {}),
     "latent": Section(_read_latent, _write_latent),
+    "llama4": Section(read_llama4, write_llama4),
     "mixtral": Section(_read_mixtral, _write_mixtral),
     "qkv_bias": Section(_read_qkv_bias, lambda cfg: {"qkv_bias": cfg.qkv_bias}),
     "qwen2_moe": Section(_read_qwen2_moe, _write_qwen2_moe),
     "qwen3_moe": Section(_read_qwen3_moe, _write_qwen3_moe),
+    "qwen3_next": Section(_read_qwen3_next, lambda cfg: {**write_linear(cfg), **_write_qwen2_moe(cfg)}),
     "deepseek": Section(_read_deepseek, _write_deepseek),
     "gpt_oss": Section(_read_gpt_oss, _write_gpt_oss),
 }
@@ -398,7 +385,7 @@ def family_of(where: str, name: Any) -> Family:
     return FAMILIES[name]
 
 
-VISION = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2"}
+VISION = {"gemma3": "gemma3_text", "llama4": "llama4_text", "mistral3": "mistral", "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2"}
 
 
 def read_config(where: str, given: Mapping[str, Any], length: int | None = None) -> DecoderConfig:

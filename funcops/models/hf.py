@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,11 +39,14 @@ from funcops.errors import (
     require_type,
     short,
 )
-from funcops.models.decoder import DecoderConfig, decoder, layer_paths, without_loss
+from funcops.models.decoder import decoder, without_loss
+from funcops.models.decoder_config import DecoderConfig, layer_paths
 from funcops.models.families import IGNORED, Family, Rule
 from funcops.models.fields import family_of, read_config, write_config
 from funcops.models.quantized_checkpoints import Coded, Part, coding, parts
-from funcops.trees import paths, tree_map_with_path
+from funcops.models.quantized_writing import Unwritten, coded_tensors, codes_of, shape_of
+from funcops.models.row_orders import row_order
+from funcops.trees import paths, stands_for_one, tree_map_with_path
 
 __all__ = ["from_hf", "open_hf", "to_hf"]
 
@@ -73,18 +76,12 @@ class StoredLeaf(NamedTuple):
     def tensor_shape(self) -> list[int]:
         """The shape that each tensor has in a file."""
         lead, (rows, *rest) = self.shape[: self.axis], self.shape[self.axis :]
-        found = [rows // len(self.rule.names), *rest]
+        found = [rows // len(self.rule.names), *([1] if self.rule.depthwise else []), *rest]
         return [*(() if self.split else lead), *(found[::-1] if self.rule.transposed else found)]
 
     def order(self, cfg: DecoderConfig) -> Tensor | None:
         """The row of the tensors for each row of params; None if the order is the same."""
-        rows = torch.arange(self.shape[self.axis])
-        if self.rule.order == "evens_first":
-            return torch.cat((rows[::2], rows[1::2]))
-        if self.rule.order == "turning_first":
-            assert cfg.latent is not None
-            return rows.view(cfg.heads, -1).roll(cfg.latent.rope_size, 1).flatten()
-        return None
+        return row_order(self.rule.order, self.shape[self.axis], len(self.paths), cfg)
 
 
 def stored_leaves(cfg: DecoderConfig, family: Family) -> dict[str, StoredLeaf]:
@@ -173,7 +170,8 @@ class HFWeights:
             if a < b or (first == last and i == 0):
                 entry = self._entry(stored, name)
                 found.append(entry[:, a:b].mT if stored.rule.transposed and len(stored.shape) > 1 else entry[a:b])
-        return torch.cat(found).contiguous()
+        rows = torch.cat(found).contiguous()
+        return rows.squeeze(1) if stored.rule.depthwise else rows
 
     def _entry(self, stored: StoredLeaf, name: str) -> Any:
         found, name = self._parts(stored, name), self._prefix_free(name)
@@ -374,10 +372,16 @@ def to_hf(
     *,
     fields: Mapping[str, Any] | None = None,
     shard_bytes: int = 5 * 10**9,
+    quant_method: str | None = None,
+    scale_dtype: torch.dtype = torch.float32,
 ) -> None:
     """Write a checkpoint of family `cfg.family`: config.json, with `fields` that change nothing here (such as "eos_token_id"), and
     files of at most `shard_bytes`, or one tensor. The folder must be new or empty; it is written whole or not at all. Tokenizer and
     generation_config.json are not written: copy them from the original checkpoint. `params` may have "loss": None.
+
+    Weights in codes, from `quantize_params` or `quantize_weights`, are written as they are, by the layout `quant_method`: "fp8"
+    (DeepSeek's), "compressed-tensors" or "modelopt", by default the first that has their format. `scale_dtype`: float8_e8m0fnu
+    stores powers of two of "fp8" in 8 bits.
 
     Raises before anything is written: `ValueError` for a config that the family cannot express or unknown `fields`,
     `CheckpointError` for params that are not `decoder(cfg)`'s, `FileExistsError` for a folder that is not empty.
@@ -407,8 +411,8 @@ def to_hf(
     if not target.parent.is_dir():
         raise FileNotFoundError(f"to_hf: folder must be in an existing one, got {os.fspath(folder)!r}")
     given = _checked(params, cfg)
-    tensors = _tensors(given, cfg)
-    said = {**said, "torch_dtype": short(given["embed.weight"].dtype), **(fields or {})}
+    tensors, coded = _tensors(given, cfg, quant_method, scale_dtype)
+    said = {**said, "torch_dtype": short(given["embed.weight"].dtype), **coded, **(fields or {})}
     beside = target.with_name(f".{secrets.token_hex(8)}.part")
     beside.mkdir()
     try:
@@ -420,42 +424,38 @@ def to_hf(
         raise
 
 
-def _checked(params: Any, cfg: DecoderConfig) -> dict[str, Tensor]:
+def _checked(params: Any, cfg: DecoderConfig) -> dict[str, Any]:
     """Check that params are `decoder(cfg)`'s, with or without a loss, and return their leaves by path."""
     params = without_loss(params)
     wanted = {path: None if t is None else list(t.shape) for path, t in paths(decoder(cfg).abstract()).items()}
-    got = {path: list(t.shape) if isinstance(t, Tensor) else t for path, t in paths(params).items()}
+    nodes = {path: codes_of(path, node) for path, node in paths(params, is_leaf=stands_for_one).items()}
+    got = {path: shape_of(node) for path, node in nodes.items()}
     wrong = [f"{path} {wanted.get(path)}, got {got.get(path)}" for path in {**wanted, **got} if wanted.get(path) != got.get(path)]
     if any(".both.lora." in path for path in got):
         fail("to_hf", "params", "decoder(cfg)'s, without adapters (lora.merge)", "adapters beside them", CheckpointError)
-    codes = next((path for path in wanted if any(one.startswith(f"{path}.") for one in got)), None)
-    if codes is not None:
-        fail("to_hf", f"params.{codes}", "a tensor", "codes: funcops.low_precision.dense(params) decodes them", CheckpointError)
     if wrong:
         raise CheckpointError("to_hf: params must be decoder(cfg)'s, got\n  " + "; ".join(wrong))
-    found = {path: t for path, t in paths(params).items() if t is not None}
+    found = {path: t for path, t in nodes.items() if t is not None}
+    if not isinstance(found["embed.weight"], Tensor):
+        fail("to_hf", "params.embed.weight", "a tensor", "codes", CheckpointError)
     for path, t in found.items():
         if t.dtype not in FLOATS:
             fail("to_hf", f"params.{path}", f"of {' or '.join(map(short, FLOATS))}", short(t.dtype), CheckpointError)
     return found
 
 
-class _Unwritten(NamedTuple):
-    """A tensor of a checkpoint, which is made when its file is written."""
-
-    nbytes: int
-    make: Callable[[], Tensor]
-
-
-def _tensors(given: dict[str, Tensor], cfg: DecoderConfig) -> dict[str, _Unwritten]:
-    """The tensors of a checkpoint by name."""
-    found: dict[str, _Unwritten] = {}
-    for stored in dict.fromkeys(stored_leaves(cfg, family_of("to_hf", cfg.family)).values()):
-        if not stored.first:
-            size = math.prod(stored.tensor_shape()) * given[stored.paths[0]].itemsize
+def _tensors(
+    given: dict[str, Any], cfg: DecoderConfig, method: str | None, scale_dtype: torch.dtype
+) -> tuple[dict[str, Unwritten], dict[str, Any]]:
+    """The tensors of a checkpoint by name, and the fields of config.json about those in codes."""
+    every = [one for one in dict.fromkeys(stored_leaves(cfg, family_of("to_hf", cfg.family)).values()) if not one.first]
+    found, said = coded_tensors(given, every, {stored: stored.order(cfg) for stored in every}, method, scale_dtype)
+    for stored in every:
+        if isinstance(one := given[stored.paths[0]], Tensor):
+            size = math.prod(stored.tensor_shape()) * one.itemsize
             for i, name in enumerate(stored.names):
-                found[name] = _Unwritten(size, functools.partial(_made, given, cfg, stored, i))
-    return found
+                found[name] = Unwritten(size, functools.partial(_made, given, cfg, stored, i))
+    return found, said
 
 
 def _made(given: dict[str, Tensor], cfg: DecoderConfig, stored: StoredLeaf, i: int) -> Tensor:
@@ -465,10 +465,11 @@ def _made(given: dict[str, Tensor], cfg: DecoderConfig, stored: StoredLeaf, i: i
     whole = leaves[0] if len(leaves) == 1 else torch.cat(leaves, axis)
     whole = whole if order is None else whole.index_select(axis, order.argsort().to(whole.device))
     part = whole[i // per].chunk(per)[i % per] if stored.split else whole.chunk(per, axis)[i]
+    part = part.unsqueeze(1) if stored.rule.depthwise else part
     return (part.mT if stored.rule.transposed and part.dim() > 1 else part).contiguous()
 
 
-def _write(tensors: dict[str, _Unwritten], folder: Path, shard_bytes: int) -> None:
+def _write(tensors: dict[str, Unwritten], folder: Path, shard_bytes: int) -> None:
     shards: list[list[str]] = [[]]
     room = shard_bytes
     for name in sorted(tensors):

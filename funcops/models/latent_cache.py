@@ -74,7 +74,7 @@ def latent_attention_fwd(
     check(where, "x.0 (q)", q, (..., split.heads, split.shared + split.own), FLOATS)
     check(where, "x.1 (latents)", c, (*q.shape[:2], 1, cfg.rank), q.dtype, q)
     check(where, "x.2 (shared)", shared, (*q.shape[:2], 1, split.shared), q.dtype, q)
-    at, held, weight = by_window[of.window], params.latents, params.weight
+    at, held, weight = by_window[of.reach], params.latents, params.weight
     assert held is not None and weight is not None
     check(where, "x.1 (latents), as the cache,", c, (held.shape[0], at.at.shape[1], 1, cfg.rank), held.dtype, held)
     check(where, "params.weight", weight, (split.heads * (split.own + split.value), cfg.rank), q.dtype, q)

@@ -10,7 +10,8 @@ from funcops.errors import fail, require, require_type
 from funcops.lora.from_folder import linears_of
 from funcops.lora.rewrite import adapted_linears
 from funcops.lora.settings import ParameterOf, RowsOf
-from funcops.models.decoder import DecoderConfig, decoder
+from funcops.models.decoder import decoder
+from funcops.models.decoder_config import DecoderConfig
 from funcops.models.fields import family_of
 from funcops.models.hf import stored_leaves
 

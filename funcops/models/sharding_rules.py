@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from funcops.errors import require_type
-from funcops.models.decoder import DecoderConfig
+from funcops.models.decoder_config import DecoderConfig
 
 __all__ = ["roles"]
 
@@ -17,9 +17,11 @@ def roles(cfg: DecoderConfig, *, loss: bool = False) -> dict[str, str]:
         experts              "expert"   sharded over "ep", if the mesh has it
         attention            "context"  over "cp", if the mesh has it
 
-    Latent attention has its heads' projections as "column" and the keys' shared part as "shared". Without `loss` the head gives
-    whole logits of a rank's rows, so it is replicated, as is the embedding if they are tied. Raises `TypeError` if `cfg` is not a
-    DecoderConfig. `dist.parallel` raises for a layer that a mesh cannot shard, and names its path.
+    A gate of attention is sharded with its heads. Linear attention is replicated: with `sequence_parallel` each rank computes it
+    for its own rows of the batch, and "cp" is refused. Latent attention has its heads' projections as "column" and the keys'
+    shared part as "shared". Without `loss` the head gives whole logits of a rank's rows, so it is replicated, as is the embedding
+    if they are tied. Raises `TypeError` if `cfg` is not a DecoderConfig. `dist.parallel` raises for a layer that a mesh cannot
+    shard, and names its path.
 
     >>> from funcops import RopeConfig, dist
     >>> from funcops.models import DecoderConfig, decoder, roles
@@ -39,7 +41,8 @@ def roles(cfg: DecoderConfig, *, loss: bool = False) -> dict[str, str]:
     else:
         q = "up" if cfg.latent.q_rank else "proj"
         found |= {f"*.qkv.q.{q}": "column", "*.qkv.kv.up": "column", "*.qkv.shared.rope": "shared", "*.attn.split": "shared"}
-    found |= {"*.attn.out": "row", "*.attn.mix": "context"}
+    gated = {"*.attn.gated.gate.proj": "column", "*.attn.gated.mixed.mix": "context"}
+    found |= {"*.attn.out": "row", **(gated if cfg.attention_gate else {"*.attn.mix": "context"})}
     if any(not cfg.kind(i).sparse for i in range(cfg.layers)):
         found |= {"*.mlp.up": "column", "*.mlp.down": "row"}
     if cfg.moe is not None:

@@ -76,8 +76,8 @@ def rows_in(x: Tensor, format: Format, groups: Groups, key: Tensor | None = None
         first, width = groups.offsets[:-1].to(torch.int64), rows.shape[1]
         ones = torch.ones_like(first)
         words = kernels.random_words(key, group, first, ones, ones * width, width)
-    codes, scales = quantize.quantize_row(rows, *format.by_rows.args(), amax, words)
-    scale = quantize.tensor_scale(amax) if format.scales == "e4m3" else None
+    codes, scales = quantize.quantize_row(rows, *format.by_rows.how(), amax, words, format.amax_epsilon)
+    scale = quantize.tensor_scale(amax, format.largest_scale) if format.scales == "e4m3" else None
     return _coded(codes, scales, scale, format.by_rows, rows), None
 
 
@@ -88,12 +88,15 @@ def _coded(
 
 
 def scaled_rows(x: Tensor, format: Format, groups: Groups, scale: Tensor) -> tuple[QTensor, Tensor]:
-    """The gathered rows with given scales [E], and the groups' amaxes [E]."""
+    """The gathered rows with given scales [E], or by the groups' amaxes now if none is known yet [0]; and these amaxes [E]."""
     rows, group = groups.of(x), group_of(groups.offsets, groups.rows)
+    amaxes = kernels.group_amax(rows, group, groups.experts, False)[:-1]
+    if not scale.numel():
+        return rows_in(x, format, groups)[0], amaxes
     each = torch.cat((scale, scale.new_ones(1))).index_select(0, group).unsqueeze(-1)
     codes, _ = quantize.quantize_scaled(rows, format.element, each)
     row = _coded(codes, 1.0 / each, None, format.by_rows, rows)
-    return row, kernels.group_amax(rows, group, groups.experts, False)[:-1]
+    return row, amaxes
 
 
 def columns_in(x: Tensor, format: Format, groups: Groups, hadamard: bool = False, key: Tensor | None = None) -> QTensor:
@@ -110,8 +113,8 @@ def columns_in(x: Tensor, format: Format, groups: Groups, hadamard: bool = False
     if key is not None:
         sizes = (starts if hadamard else groups.offsets).diff().to(torch.int64)
         words = kernels.random_words(key, group, starts[:-1].to(torch.int64), sizes, torch.ones_like(sizes), rows.shape[1]).mT
-    codes, scales = quantize.quantize_col(rows, *format.args(), amax, words, hadamard)
-    return _coded(codes, scales, quantize.tensor_scale(amax).mT, format, rows, "col", hadamard)
+    codes, scales = quantize.quantize_col(rows, *format.how(), amax, words, hadamard)
+    return _coded(codes, scales, quantize.tensor_scale(amax, format.largest_scale).mT, format, rows, "col", hadamard)
 
 
 def columns_of(row: QTensor, groups: Groups) -> QTensor:
@@ -142,7 +145,7 @@ def weight_columns(weight: Any, recipe: Recipe) -> QTensor:
         weight = weight.value if isinstance(weight.value, QWeight) else QWeight(scaled_weights(weight, recipe)[0])
     if isinstance(weight, QWeight):
         return stacked([turned(one) for one in weight.row.each()]) if weight.col is None else weight.col
-    return _quantized(weight, recipe.w, "col")
+    return _quantized(weight, recipe.w_col, "col")
 
 
 def _quantized(weight: Tensor, format: Format, side: str) -> QTensor:
@@ -150,7 +153,8 @@ def _quantized(weight: Tensor, format: Format, side: str) -> QTensor:
     groups, high, width = lying.shape
     if format.whole or high % format.tile[0]:
         return stacked([quantize_tensor(one, format, side=side) for one in weight])
-    codes, scales = quantize.quantize_row(lying.reshape(groups * high, width), *format.args(), None, None)  # all groups as one
+    rows = lying.reshape(groups * high, width)  # all groups as one
+    codes, scales = quantize.quantize_row(rows, *format.how(), None, None, format.amax_epsilon)
     codes, scales = codes.view(groups, high, -1), by_tiles(scales, format).reshape(groups, high // format.tile[0], -1)
     return QTensor(codes, scales, None, format=format, shape=weight.shape[1:], dtype=weight.dtype, side=side, hadamard=False)
 

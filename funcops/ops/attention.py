@@ -4,7 +4,9 @@
     ds = p * (dy v^T - rowsum(dy * y))        dq = scale ds k        dk = scale ds^T q
 
 per head. Query head h reads key head h // (H / K) (grouped-query). The last position of q is the last of k: position t is at
-i = t + S - T. With `causal`, which requires T <= S, it sees positions j <= i; with `window` only the last of these, i - j < window.
+i = t + S - T. With `causal`, which requires T <= S, it sees positions j <= i; with `window` only the last of these,
+i - j < window; with `chunk` only those in its chunk, j // chunk = i // chunk, counted in a packed sequence from its start
+(Llama 4).
 Options change scores s = scale q k^T, in this order:
 
     softcap     c tanh(s / c)                       ds (1 - tanh^2)            arXiv:2408.00118
@@ -13,8 +15,8 @@ Options change scores s = scale q k^T, in this order:
 
 x is `(q, k, v)`, and one more part if the config says so: with `bias` a bias [B or 1, H or 1, T, S] of q's dtype, in which -inf
 masks; with `packed` cu_seqlens [N + 1], int32, ascending from 0 to T: B is 1, and each sequence sees only itself. Their values are
-not read on a device: rows from the last end on are then one more sequence. A chain gives the part to a step that takes it: x, and
-so dx, is then `((q, k, v), more)`.
+not read on a device: rows from the last end on are then one more sequence, and one longer than `max_seqlen` is an assertion that
+fails there. A chain gives the part to a step that takes it: x, and so dx, is then `((q, k, v), more)`.
 q: [B, T, H, D]; k: [B, S, K, D]; v: [B, S, K, V] with K dividing H; y, dy: [B, T, H, V]; one float dtype; any strides.
 Kept: q, k, v, bias, cu_seqlens (aliases), y (the caller's own output) and logsumexp: 4 bytes a row and head. No attention matrix is
 kept: the backward recomputes p from logsumexp. Empty sequences give zeros, and so do rows that a bias masks entirely.
@@ -57,16 +59,20 @@ __all__ += ["attention", "attention_bwd", "attention_dgrad", "attention_fwd", "a
 
 @config
 class AttentionConfig(OpConfig):
-    """`scale` defaults to D^(-1/2). `window`, with `causal`: how many positions a position sees, itself included. `softcap` bounds
-    the scores. `alibi` lowers scores with the distance. `bias`, `packed`: x has one more part, the bias or cu_seqlens."""
+    """`scale` defaults to D^(-1/2). `window`, with `causal`: how many positions a position sees, itself included; `chunk`, with
+    `causal`: the length of chunks, of which a position sees its own. `softcap` bounds the scores. `alibi` lowers scores with the
+    distance. `bias`, `packed`: x has one more part, the bias or cu_seqlens. `max_seqlen`, with `packed`: a bound for the lengths of
+    sequences; on CUDA, flash attention has blocks for so many rows of each, by default for T."""
 
     causal: bool = False
     scale: float | None = None
     window: int | None = None
+    chunk: int | None = None
     softcap: float | None = None
     alibi: bool = False
     bias: bool = False
     packed: bool = False
+    max_seqlen: int | None = None
     attends = True
     sinks: ClassVar[bool] = False  # whether each head has a learned sink
 
@@ -75,13 +81,30 @@ class AttentionConfig(OpConfig):
         for name in ("scale", "softcap"):
             value = getattr(self, name)
             require(value is None or (math.isfinite(value) and value > 0), where, name, "None or above 0", value)
-        require(self.window is None or self.window >= 1, where, "window", "None or at least 1", self.window)
-        require(self.window is None or self.causal, where, "window", "None without causal", self.window)
+        for name in ("window", "chunk"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, where, name, "None or at least 1", value)
+            require(value is None or self.causal, where, name, "None without causal", value)
+        require(self.max_seqlen is None or self.max_seqlen >= 1, where, "max_seqlen", "None or at least 1", self.max_seqlen)
+        require(self.max_seqlen is None or self.packed, where, "max_seqlen", "None without packed", self.max_seqlen)
+        require(not (self.bias and self.chunk), where, "bias", "False with chunk (let the bias mask with -inf)", self.bias)
         require(not (self.bias and self.packed), where, "bias", "False with packed, for which a bias is not supported", self.bias)
 
     def sharded(self, dim: int, n: int) -> Any:
         """Raise for ALiBi over sharded heads: a slope goes by the number of a head among all heads."""
         require(not self.alibi or dim != 2, type(self).__name__, "alibi", f"False over heads sharded over {n} ranks", self.alibi)
+
+    @property
+    def reach(self) -> int | None:
+        """How many positions a position sees at most; None: all."""
+        if self.window is None or self.chunk is None:  # torch.compile cannot follow min(..., default=None)
+            return self.window or self.chunk
+        return min(self.window, self.chunk)
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """The lengths of chunks, and at most of packed sequences; 0: none."""
+        return self.chunk or 0, self.max_seqlen or 0
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -166,7 +189,7 @@ def check_x(where: str, x: object, cfg: AttentionConfig) -> tuple[Tensor, Tensor
     if cfg.bias:
         check_bias(where, more, q, k.shape[1])
     if cfg.packed:
-        check_cu_seqlens(where, more, q, k)
+        check_cu_seqlens(where, more, q, k, cfg)
     return q, k, v, more
 
 
@@ -189,7 +212,7 @@ def check_bias(where: str, bias: Any, q: Tensor, s: int) -> None:
         fail(where, "x.3 (bias)", f"[{batch} or 1, {heads} or 1, {t}, {s}]", list(shape))
 
 
-def check_cu_seqlens(where: str, ends: Any, q: Tensor, k: Tensor, ranks: int = 1) -> None:
+def check_cu_seqlens(where: str, ends: Any, q: Tensor, k: Tensor, cfg: AttentionConfig, ranks: int = 1) -> None:
     """Check cu_seqlens, over the rows of all ranks; the values only on the CPU, and not while tracing."""
     check(where, "x.3 (cu_seqlens)", ends, (...,), torch.int32, q)
     if q.shape[0] != 1:
@@ -202,6 +225,9 @@ def check_cu_seqlens(where: str, ends: Any, q: Tensor, k: Tensor, ranks: int = 1
         found, rows = ends.tolist(), ranks * q.shape[1]
         if found[0] != 0 or found[-1] != rows or any(a > b for a, b in zip(found, found[1:], strict=False)):
             fail(where, "x.3 (cu_seqlens)", f"ascending, from 0 to q's length {rows}", found)
+        most, longest = cfg.max_seqlen, max((b - a for a, b in zip(found, found[1:], strict=False)), default=0)
+        if most is not None and longest > most:
+            fail(where, "x.3 (cu_seqlens)", f"of sequences of at most {most} (cfg.max_seqlen)", f"one of {longest}")
 
 
 @forward(AttentionConfig)
@@ -212,7 +238,7 @@ def attention_fwd(
     device, and on the CPU for cu_seqlens that do not ascend from 0 to T."""
     q, k, v, more = check_x("attention_fwd", x, cfg)
     bias, ends = (None, None) if more is None else of_config(more, cfg)
-    y, logsumexp = attend_fwd(q, k, v, bias, ends, cfg.score(q.shape[3]))
+    y, logsumexp = attend_fwd(q, k, v, bias, ends, cfg.score(q.shape[3]), *cfg.limits)
     kept = AttentionResiduals.keep(cfg, needs, q=q, k=k, v=v, y=y, logsumexp=logsumexp, more=more, inputs=Inputs.of(x))
     return y, kept
 
@@ -224,7 +250,7 @@ def input_gradients(where: str, residuals: Any, dy: Tensor, cfg: AttentionConfig
     at = indices_of(residuals)
     wants_bias, score = cfg.bias and needs.input(at[3]), cfg.score(q.shape[3])
     dq, dk, dv, dbias = attend_bwd(
-        dy, q, residuals.k, residuals.v, *of_config(residuals.more, cfg), y, residuals.logsumexp, score, wants_bias
+        dy, q, residuals.k, residuals.v, *of_config(residuals.more, cfg), y, residuals.logsumexp, score, wants_bias, *cfg.limits
     )
     grads: list[Tensor | None] = [dq, dk, dv]
     if cfg.bias or cfg.packed:

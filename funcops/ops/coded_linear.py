@@ -103,7 +103,7 @@ class CodedLinear(LinearLayer):
         if not isinstance(weight, Scaled):
             row, kept = self.operands(x, cfg, needs)
             return self.x_rows_of_all(row, cfg), kept, None
-        row, amax = scaled_tensor(x, recipe.x, weight.scale[0:1])
+        row, amax = scaled_tensor(x, recipe.x, weight.scale[0:1], self.largest(cfg))
         kept = turned(row) if recipe.keep == "col" and needs.param("weight") else row
         return self.x_rows_of_all(row, cfg), kept, amax
 
@@ -114,7 +114,7 @@ class CodedLinear(LinearLayer):
         if amax is None:
             w, rounding = row_of(weight, recipe, self.largest(cfg)), rounding_of(weight, recipe)
         else:
-            w, amax_w = scaled_weight(weight, recipe)
+            w, amax_w = scaled_weight(weight, recipe, self.largest(cfg))
             rounding, own["amaxes"] = weight.scale, torch.cat((amax, amax_w))
         y = self.y_of(product(row, w, row.dtype, recipe.emulate), cfg)
         y = y if params.bias is None else y.add_(params.bias)
@@ -137,7 +137,7 @@ class CodedLinear(LinearLayer):
         row = col = None
         amaxes = getattr(r, "amaxes", None)
         if recipe.delayed and rounding is not None:
-            own, amax = scaled_tensor(dy, recipe.dy, rounding[2:3])
+            own, amax = scaled_tensor(dy, recipe.dy, rounding[2:3], self.largest(cfg))
             row = self.dy_rows_of_all(own, cfg)
             col = turned(row) if low else None
             amaxes = None if amaxes is None else torch.cat((amaxes, amax))
@@ -244,7 +244,9 @@ def check_params(where: str, params: Any, x: Tensor, cfg: Any) -> None:
         wanted = "a Scaled weight, from quantize_params(params, cfg, state)" if recipe.delayed else "without scales of its own"
         fail(where, "params.weight", f"{wanted} (the recipe is {type(recipe).__name__})", describe(weight), TypeError)
     if isinstance(weight, Scaled):
-        check(where, "params.weight.scale", weight.scale, (*groups, 3), torch.float32, x)
+        unmeasured = isinstance(weight.scale, Tensor) and weight.scale.shape[-1:] == (0,)  # in a first step
+        known = 0 if unmeasured else 3
+        check(where, "params.weight.scale", weight.scale, (*groups, known), torch.float32, x)
         if weight.scale.requires_grad:
             wanted = "without requires_grad (autograd sums gradients, and an amax is a maximum: take it with split_amaxes)"
             fail(where, "params.weight.scale", wanted, "one with it")
@@ -252,7 +254,10 @@ def check_params(where: str, params: Any, x: Tensor, cfg: Any) -> None:
     if isinstance(weight, QWeight):
         _check_quantized(where, weight, x, cfg)
     elif recipe.stochastic:
-        wanted = "a QWeight with a key, from quantize_params(params, cfg, key=key) (the recipe rounds dy stochastically)"
+        wanted = (
+            "a QWeight with a key, from quantize_params(params, cfg, key=key), or quantize_weights(model, key=key) of a module "
+            "(the recipe rounds dy stochastically; stochastic=False rounds to nearest)"
+        )
         fail(where, "params.weight", wanted, describe(weight), TypeError)
     else:
         check(where, "params.weight", weight, (*groups, *cfg.weight_shape), x.dtype, x)
@@ -280,7 +285,8 @@ def _check_quantized(where: str, weight: QWeight, x: Tensor, cfg: Any) -> None:
         if q is None and side == "col":
             continue
         name = f"params.weight.{side}"
-        check_quantized(where, name, q, cfg.recipe.w, side, torch.Size(cfg.weight_shape), x, cfg.group_dims)
+        format = cfg.recipe.w if side == "row" else cfg.recipe.w_col
+        check_quantized(where, name, q, format, side, torch.Size(cfg.weight_shape), x, cfg.group_dims)
         if q.dtype is not x.dtype:
             fail(
                 where,

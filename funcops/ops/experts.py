@@ -8,6 +8,11 @@ Rows are sorted by expert: row n is one choice of a token, s_n its weight.
     da = dy[token] down_e      ds = rowsum(da a), d weights = ds[place]      dz = s (da l f'(g), da f(g))
     dx = sum over k of (dz up_e)[place[:, k]]      d up_e = dz^T x[token]      d down_e = dy[token]^T (s a)
 
+With weights_on="input" (Llama 4) the weight is applied before up, y_t = sum over k of down_e f(w_tk up_e x_t), without biases:
+
+    z = x[token] up_e^T        a = f(g) l of s z = (g, l)        y = sum over k of (a down_e^T)[place[:, k]]
+    d(s z) = (da l f'(g), da f(g))        ds = rowsum(d(s z) z)        dz = s d(s z)        d down_e = dy[token]^T a
+
 A bias of up is added to z; a bias of down is multiplied by s, which adds dy[token] . bias_e to ds. As the weight is applied before
 down, neither down's output nor its gradient is kept by row: besides inputs and params only z, [N, 2I] for N = T K rows, order and
 place, 8 bytes a row, and offsets are kept. x is not copied by row. Sums over k have a fixed order. On CUDA no value is read on the
@@ -63,7 +68,8 @@ __all__ += ["experts", "experts_bwd", "experts_dgrad", "experts_fwd", "experts_i
 @config
 class ExpertsConfig(OpConfig):
     """`experts` (E), `dim` (H) and `hidden` (I), each at least 1; `kind`, with limit, alpha and offset, as in `GLUConfig`, but not
-    paired (GPT-OSS: "clamped_swiglu" with bias); `bias` adds a bias to up and to down."""
+    paired (GPT-OSS: "clamped_swiglu" with bias); `bias` adds a bias to up and to down; `weights_on`: whether the routing weights
+    multiply an expert's "output" or its "input"."""
 
     experts: int = field(kw_only=False)
     dim: int = field(kw_only=False)
@@ -73,9 +79,12 @@ class ExpertsConfig(OpConfig):
     limit: float = 7.0
     alpha: float = 1.702
     offset: float = 1.0
+    weights_on: str = "output"
 
     def __post_init__(self) -> None:
         where = type(self).__name__
+        require(self.weights_on in ("output", "input"), where, "weights_on", "'output' or 'input'", repr(self.weights_on))
+        require(not (self.bias and self.weights_on == "input"), where, "bias", "False with weights_on='input'", self.bias)
         for name in ("experts", "dim", "hidden"):
             require(getattr(self, name) >= 1, where, name, "at least 1", getattr(self, name))
         try:
@@ -85,13 +94,13 @@ class ExpertsConfig(OpConfig):
         up = GroupedLinearConfig(self.experts, self.dim, 2 * self.hidden, bias=self.bias)
         object.__setattr__(self, "up", up)
         object.__setattr__(self, "down", GroupedLinearConfig(self.experts, self.hidden, self.dim, bias=self.bias))
-        object.__setattr__(self, "gated", (self.kind, self.limit, self.alpha, self.offset))
+        object.__setattr__(self, "gated", (self.kind, self.limit, self.alpha, self.offset, self.weights_on == "input"))
 
     linear_parts = "up", "down"
     linear_weights = "up.weight", "down.weight"
     up: ClassVar[GroupedLinearConfig]
     down: ClassVar[GroupedLinearConfig]
-    gated: ClassVar[tuple[str, float, float, float]]
+    gated: ClassVar[tuple[str, float, float, float, bool]]
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         return None, self.dim
@@ -118,6 +127,7 @@ OF_ALL = "x.0", *OF_DZ, "params.down.weight", "params.down.bias"
 class ExpertsResiduals(Residuals, static=("inputs", "shape", "dtype")):
     x: Tensor = saved("[*, H]", alias="x.1", needed_by=WGRAD, of=("params.up.weight",))
     weights: Tensor = saved("[*, K]", alias="x.0", needed_by=DGRAD | WGRAD, of=OF_ALL[1:])
+    numbers: Tensor | None = saved("[*, K]", alias="x.0", needed_by=DGRAD, of=("x.0",))  # the weights, if they multiply the input
     indices: Tensor | None = saved("[*, K]", alias="x.2", needed_by=DGRAD, of=("x.0",))  # if down has a bias
     up: Tensor = saved("[E, 2I, H]", alias="params.up.weight", needed_by=DGRAD, of=("x.1",))
     down: Tensor = saved("[E, H, I]", alias="params.down.weight", needed_by=DGRAD, of=OF_ALL[:-2])
@@ -203,6 +213,7 @@ def computed(
         needs,
         x=tokens,
         weights=weights,
+        numbers=weights if cfg.weights_on == "input" else None,
         indices=indices if cfg.bias else None,
         up=params.up.weight,
         down=params.down.weight,
@@ -243,7 +254,7 @@ def experts_dgrad(
     dz = d_weights = scaled = None
     if of_up or of_x or of_weights or recomputed:
         indices = None if r.indices is None else _rows(r.indices)
-        weights = r.weights  # the gradient of weights reads only their shape and dtype
+        weights = r.numbers if r.weights is None else r.weights  # on the output, their gradient reads only their shape and dtype
         weights = r.place.new_empty(r.place.shape, dtype=r.weights_dtype) if weights is None else _rows(weights)
         dz, d_weights, scaled = kernels.experts_dgrad(
             _rows(dy),

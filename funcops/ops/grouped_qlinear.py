@@ -41,7 +41,7 @@ from funcops.contract.op import Op, both_halves, config, dgrad_of, forward, init
 from funcops.contract.schema import DGRAD, WGRAD, Pending, Residuals, saved, static
 from funcops.errors import check, require
 from funcops.formats import QTensor, check_quantized
-from funcops.formats.recipes import LOW_FORMS, Recipe, require_recipe
+from funcops.formats.recipes import LOW_FORMS, OPERANDS, PRODUCTS, Recipe, require_recipe
 from funcops.formats.scaled import Scaled
 from funcops.kernels.grouped import grouped_wgrad, grouped_wgrad_into
 from funcops.kernels.routing import gather_rows, of_rows
@@ -85,10 +85,23 @@ class GroupedQLinearConfig(LowConfig):
             size, multiple = getattr(self, name), 1 if name == "experts" else self.recipe.multiple
             require(size >= 1, where, name, "at least 1", size)
             require(size % multiple == 0, where, name, f"a multiple of {multiple} ({type(self.recipe).__name__})", size)
-        for name, format in (("x", self.recipe.x), ("dy", self.recipe.dy)):
+        formats = {name: getattr(self.recipe, name) for name in OPERANDS}
+        low = self.recipe.wgrad == "low"
+        for left, right in PRODUCTS[: 3 if low else 2]:
+            one, other = formats[left], formats[right]
+            wanted = f"of the kind of {right}'s, {other.scales!r}: groups are multiplied as codes, and by one kind"
+            require(one.kind == other.kind, where, f"recipe.{left}.scales", wanted, repr(one.scales))
+        for name, format in formats.items():
+            if name[0] == "w":
+                continue
             within = format.tile == (0, 0) or (format.tile[0] == 1 and format.tile[1] > 0)
             wanted = "(0, 0) or within a row, such as (1, 128): no scale is shared by rows of two groups"
             require(within, where, f"recipe.{name}.tile", wanted, format.tile)
+            wanted = "False, as rows are gathered once for all their groups (one scale for each group)"
+            require(not format.row_scaled, where, f"recipe.{name}.row_scaled", wanted, True)
+        alike = not low or self.recipe.dy_col.tile == self.recipe.x_col.tile
+        wanted = f"x_col's, {self.recipe.x_col.tile}, as dw takes both by one tile (or wgrad='high')"
+        require(alike, where, "recipe.dy_col.tile", wanted, self.recipe.dy_col.tile)
         self.set_linear(GroupedLinearConfig)
         object.__setattr__(self, "weight_shape", self.linear.weight_shape)
         object.__setattr__(self, "bias_shape", self.linear.bias_shape)
@@ -164,7 +177,7 @@ def grouped_qlinear_fwd(
     flat, groups, scales = _checked(where, params, x, cfg)
     weight, amaxes, rounding = params.weight, None, rounding_of(params.weight, recipe)
     if isinstance(weight, Scaled):
-        (row, amax_x), index = coded.scaled_rows(flat, recipe.x, groups, weight.scale[:, 0]), None
+        (row, amax_x), index = coded.scaled_rows(flat, recipe.x, groups, weight.scale[:, :1].reshape(-1)), None
         w, amax_w = coded.scaled_weights(weight, recipe)
         amaxes, rounding = torch.stack((amax_x, amax_w), 1), weight.scale
     else:
@@ -172,8 +185,8 @@ def grouped_qlinear_fwd(
     y = coded.product(row, index, w, params.bias, scales, groups, flat.dtype)
     own = kept_inputs(params, x, cfg) | dict(rounding=rounding, y_shape=y.shape, amaxes=amaxes)
     if recipe.keep != "input":
-        ready = recipe.keep == "row" or recipe.x.tile == (0, 0) or not needs.param("weight")
-        own["x"] = row if ready else coded.columns_in(flat, recipe.x, groups, recipe.hadamard)
+        ready = recipe.keep == "row" or (recipe.x is recipe.x_col and recipe.x.tile == (0, 0)) or not needs.param("weight")
+        own["x"] = row if ready else coded.columns_in(flat, recipe.x_col, groups, recipe.hadamard)
         own["order"] = groups.order if ready and index is not None else None
     return y, _kept(cfg).keep(cfg, needs, **own)
 
@@ -232,13 +245,13 @@ def _of_gradient(
     """dy by rows, for dx, and by columns, for dw; and the amaxes, dy's among them."""
     row: QTensor | None
     if recipe.delayed and rounding is not None:
-        row, amax = coded.scaled_rows(dy, recipe.dy, groups, rounding[:, 2])
+        row, amax = coded.scaled_rows(dy, recipe.dy, groups, rounding[:, 2:].reshape(-1))
         return row, row, None if amaxes is None else torch.cat((amaxes, amax.unsqueeze(1)), 1)
     keys = coded.split_keys(rounding) if recipe.stochastic and rounding is not None and (rows or columns) else (None, None)
     row = coded.rows_in(dy, recipe.dy, groups, keys[0])[0] if rows else None
-    if not columns or (row is not None and recipe.dy.tile == (0, 0)):
+    if not columns or (row is not None and recipe.dy is recipe.dy_col and recipe.dy.tile == (0, 0)):
         return row, row, amaxes
-    return row, coded.columns_in(dy, recipe.dy, groups, recipe.hadamard, keys[1]), amaxes
+    return row, coded.columns_in(dy, recipe.dy_col, groups, recipe.hadamard, keys[1]), amaxes
 
 
 def _db_of(dy: Tensor, cfg: GroupedQLinearConfig, residuals: Any) -> Tensor | None:
@@ -293,9 +306,9 @@ def _columns(pending: GroupedQLinearPending, cfg: GroupedQLinearConfig) -> Colum
     recipe, dy, x = cfg.recipe, pending.dy, pending.x
     groups = Groups(pending.offsets, pending.order, pending.choices, pending.rows)
     if not isinstance(x, QTensor):
-        x = coded.columns_in(x.reshape(-1, cfg.in_features), recipe.x, groups, recipe.hadamard)
+        x = coded.columns_in(x.reshape(-1, cfg.in_features), recipe.x_col, groups, recipe.hadamard)
     elif x.side == "row":
-        check_quantized("grouped_qlinear_wgrad", "pending.x", x, recipe.x.by_rows, "row", x.shape, dy.codes)
+        check_quantized("grouped_qlinear_wgrad", "pending.x", x, recipe.x_col.by_rows, "row", x.shape, dy.codes)
         x = coded.columns_of(x, groups)
     return coded.columns(dy, x, groups)
 

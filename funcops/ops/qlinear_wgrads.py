@@ -29,7 +29,8 @@ def product(a: QTensor, b: QTensor, out: torch.dtype, emulate: bool) -> Tensor:
     """The product [*, N] of [*, K] and [N, K], where K is the last dimension of codes."""
     of_a, of_b = a.format, b.format
     how = of_a.element, *of_a.tile, of_b.element, *of_b.tile, of_a.scales, a.width
-    return scaled_mm(*a.args, *b.args, *how, out, emulate)  # type: ignore[no-any-return]
+    kind = "" if of_a.kind == of_b.kind else of_b.scales
+    return scaled_mm(*a.args, *b.args, *how, out, emulate, kind)  # type: ignore[no-any-return]
 
 
 class ScaledProduct(NamedTuple):
@@ -58,7 +59,7 @@ class ScaledProduct(NamedTuple):
 def _kind(p: ScaledProduct) -> Hashable:
     """Products of one kind can be joined; None for a product that cannot be."""
     dy, rows = p.dy, p.dy.shape[:-1].numel()
-    blocks = [format.tile[1] > 0 and rows % format.tile[1] == 0 for format in (dy.format, p.recipe.x)]
+    blocks = [format.tile[1] > 0 and rows % format.tile[1] == 0 for format in (dy.format, p.recipe.x_col)]
     return (p.recipe, p.out, dy.device) if all(blocks) and dy.scale is None and dy.width == rows else None
 
 
@@ -73,14 +74,14 @@ def _of_one_scaled(p: ScaledProduct) -> Hashable:
 
 def _one_scale(p: ScaledProduct) -> bool:
     """Whether each operand has one scale, and the rows make a group."""
-    whole = p.dy.format.tile == p.recipe.x.tile == (0, 0)
+    whole = p.dy.format.tile == p.recipe.x_col.tile == (0, 0)
     return whole and p.dy.scale is None and p.dy.width % 16 == 0 < p.dy.width and not p.recipe.emulate
 
 
 def _of_a_group(p: ScaledProduct) -> Hashable:
     if _one_scale(p):
         return p.recipe, p.out, p.dy.device, p.dw.shape
-    kind, tiles = _kind(p), (p.dy.format.tile, p.recipe.x.tile)
+    kind, tiles = _kind(p), (p.dy.format.tile, p.recipe.x_col.tile)
     one = kind is not None and tiles[0] == tiles[1] and tiles[0][0] == 1 and tiles[0][1] % 16 == 0 and not p.recipe.emulate
     return (kind, p.dw.shape) if one else None
 

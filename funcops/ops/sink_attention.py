@@ -110,7 +110,8 @@ def sink_attention_fwd(
     q, k, v, more = check_x(where, x, cfg)
     check(where, "x.0 (q)", q, (*q.shape[:2], cfg.heads, q.shape[3]))
     check(where, "params.sinks", sinks, (cfg.heads,), tuple(dict.fromkeys((q.dtype, wide(q.dtype)))), q)
-    y, total = with_sinks(*attend_fwd(q, k, v, *of_config(more, cfg), cfg.score(q.shape[3])), sinks, q)
+    found = attend_fwd(q, k, v, *of_config(more, cfg), cfg.score(q.shape[3]), *cfg.limits)
+    y, total = with_sinks(*found, sinks, q)
     kept = SinkAttentionResiduals.keep(
         cfg, needs, q=q, k=k, v=v, y=y, logsumexp=total, more=more, sinks=sinks, sinks_dtype=sinks.dtype, inputs=Inputs.of(x)
     )

@@ -101,13 +101,32 @@ def _tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     return found
 
 
-def _quantized(t: Tensor, signed: bool) -> BlockTensor:
+def _quantized(t: Tensor, signed: bool, absmax: Tensor | None = None) -> BlockTensor:
     flat = t.detach().reshape(-1).float()
-    blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
-    absmax = blocks.abs().amax(1)
+    blocks = _blocks(flat)
+    absmax = blocks.abs().amax(1) if absmax is None else absmax
     scaled = (blocks / absmax.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).view(-1)[: flat.numel()]
     codes = torch.bucketize(scaled, _tables(signed, t.device)[1]).to(torch.uint8)
     return BlockTensor(codes.view(t.shape), absmax, dtype=t.dtype, signed=signed)
+
+
+def _blocks(t: Tensor) -> Tensor:
+    flat = t.detach().reshape(-1)
+    return torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
+
+
+def _restored(t: Tensor, signed: bool) -> BlockTensor:
+    """A tensor in 8 bits, so that a block which was decoded from 8 bits is decoded to the same numbers again. The code book has 1,
+    but not -1: where a block's largest is negative, its scale was larger than any element, and is looked for here."""
+    made = _quantized(t, signed)
+    if not signed:
+        return made
+    near, absmax = (made.absmax / -_BOOKS[True][0].item()).to(t.dtype), made.absmax
+    ends = [torch.nextafter(near, torch.full_like(near, end)) for end in (0.0, torch.inf)]
+    for one in (near, *ends, made.absmax):  # the last that fits counts
+        fits = _blocks(_quantized(t, signed, one.float()).dequantize() != t).any(1).logical_not()
+        absmax = torch.where(fits, one.float(), absmax)
+    return _quantized(t, signed, absmax)
 
 
 def quantize_state(state: T, *, min_size: int = 4096) -> T:
@@ -135,6 +154,33 @@ def quantize_state(state: T, *, min_size: int = 4096) -> T:
 def dequantize_state(state: T) -> T:
     """The state with every `BlockTensor` as the tensor that it stands for. Raises as `quantize_state` does."""
     return _mapped("dequantize_state", state, lambda name, tree: tree_map(lambda t: _copied(_dense(t), t), tree, is_leaf=_is_coded))
+
+
+def coded_paths(tree: Any) -> list[str]:
+    return [path for path, node in _by_path(tree).items() if type(node) is BlockTensor]
+
+
+def decoded(tree: T) -> T:
+    """The tree with every `BlockTensor` as the tensor that it stands for, on the CPU: no device holds more than one of them."""
+    return tree_map(lambda node: node.dequantize().cpu() if type(node) is BlockTensor else node, tree, is_leaf=_is_coded)
+
+
+def wide_like(tree: T) -> T:
+    """The tree with a tensor of the shape and dtype of each `BlockTensor`, on the CPU, which takes no memory."""
+    one = lambda node: torch.zeros((), dtype=node.dtype).expand(node.shape) if type(node) is BlockTensor else node  # noqa: E731
+    return tree_map(one, tree, is_leaf=_is_coded)
+
+
+def encoded_like(tree: T, like: T, device: str | torch.device) -> T:
+    """The tree with each tensor in 8 bits whose leaf of `like` is a `BlockTensor`, on that leaf's device, or `device` if it is the
+    meta device."""
+
+    def one(node: Any, t: Any) -> Any:
+        if type(node) is not BlockTensor:
+            return t
+        return _restored(t.to(device if node.codes.is_meta else node.device), node.signed)
+
+    return tree_map(one, like, tree, is_leaf=_is_coded)
 
 
 def _copied(t: Any, source: Any = None) -> Any:

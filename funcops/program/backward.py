@@ -7,7 +7,7 @@ from typing import Any
 
 from funcops.contract.op import NoneType
 from funcops.program.calls import Calls
-from funcops.program.lower import Alias, Call, Scope
+from funcops.program.lower import Alias, Call, Scope, begun_before
 from funcops.program.rows import Group, Row, part_names
 from funcops.program.rules import Piece
 
@@ -17,8 +17,11 @@ class Backward(Calls):
 
     def write(self) -> tuple[Row, ...]:
         low, done = self.lowered, set[int]()
+        ahead = begun_before([row for row in low.backward if type(row) is Call], self.begins)
         self.enter()
         for row in low.backward:
+            for call in ahead.get(row.index, ()) if type(row) is Call else ():
+                self.begin(call)
             if type(row) is Alias:
                 if row.value in self.have:
                     self.give(row.of, f"g{row.value}")
@@ -29,6 +32,8 @@ class Backward(Calls):
                 else:
                     self._piece(piece)
                     done.update(call.index for call in piece.calls)
+                self.settle(row)
+        self.settle()
         main, extras = self.gradient(low.main), [self.gradient(v) for v in low.extras.values()]
         trees = part_names("q", low.root, True) if self.whole else [*part_names("p", low.root), *_recipes(low.root)]
         self.row(f"return {self.which}", low.root, (main, *extras, *trees), (), main, extras, tuple(low.extras))

@@ -39,15 +39,37 @@ class Calls(Gradients):
         if not call.needs:
             self.row(*(("unwanted", call, (), (f"q{i}",)) if self.whole else ("none", call, (), (f"p{i}",))))
             return
-        self.row("whole tree" if call.place.scope is None else "residuals", call, (), (f"n{i}",), "K")
-        dy = self.dy(call)
-        raw, own = self.block(self._raw, call, dy), self.block(self._checked, call, dy)
-        if raw and self.testable(call):
-            self.row("call", call, (f"n{i}", dy, *self._filling(call)), then=raw, otherwise=own)
+        if i in self.begins:
+            self._begun(call)
         else:
-            self.rows += own
+            self.row("whole tree" if call.place.scope is None else "residuals", call, (), (f"n{i}",), "K")
+            dy = self.dy(call)
+            raw, own = self.block(self._raw, call, dy), self.block(self._checked, call, dy)
+            if raw and self.testable(call):
+                self.row("call", call, (f"n{i}", dy, *self._filling(call)), then=raw, otherwise=own)
+            else:
+                self.rows += own
         if call.needs.x:
             self.spread(call)
+
+    def begin(self, call: Call) -> None:
+        """Begin the work that a call begins before its turn."""
+        assert call.place is not None
+        n, begun = f"n{call.index}", f"begun{call.index}"
+        if call.needs:
+            self.open(call.place)
+            self.at(call.path)
+            self.row("whole tree" if call.place.scope is None else "residuals", call, (), (n,), "K")
+            self.row("begin backward", call, (n,), (begun,))
+
+    def _begun(self, call: Call) -> None:
+        """The backward of a call that has begun."""
+        given = f"begun{call.index}", self.dy(call)
+        if self.whole:
+            self.row("begun bwd", call, given, (f"q{call.index}", f"d{call.index}"))
+            self.flying[call] = False
+        else:
+            self.row("begun dgrad", call, given, (f"d{call.index}", f"p{call.index}"))
 
     def _filling(self, call: Call) -> tuple[str, ...]:
         """The recomputed y that is put into the call's residuals."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from funcops.contract.op import NoneType, raw_of
 from funcops.ops.fork import fork
-from funcops.program.lower import Call, Fold, Place, Value
+from funcops.program.lower import Call, Fold, Place, Value, begun_before
 from funcops.program.rows import Group, Row, Rows, names_of, part_names, released
 from funcops.program.rules import Piece
 from funcops.program.run import joined
@@ -21,11 +21,17 @@ class Forward(Rows):
         for name, v in low.extras.items():
             self.row("extra", None, (), (f"v{v}",), name)
         piece_of = {call: piece for piece in self.cover.forward.values() for call in piece.calls}
+        ahead = begun_before(low.calls, self.begins)
         done = set[int]()
         for row in low.forward:
             if type(row) is Fold:
                 self._fold(row, done)
-            elif (piece := piece_of.get(row)) is None:
+                continue
+            for call in ahead.get(row.index, ()):
+                self._open(call.place)
+                self.at(call.path)
+                self.row("begin", call, (), (f"begun{call.index}",))
+            if (piece := piece_of.get(row)) is None:
                 self._call(row)
             elif row is piece.turn:
                 self._piece(piece, done)
@@ -66,7 +72,10 @@ class Forward(Rows):
         written = (y, n) if call.names else (y, *(f"v{v}" for v in call.gives), n)
         main, takes = self._of(call.main), [self._of(v) for v in call.takes]
         kind, raws = ("fwd", ()) if raw is None or self.traced else ("raw fwd", (raw, call.op.params or NoneType))
-        self.row(kind, call, (*names_of(main), *takes), written, main, takes, call.labels, *raws, needs=call.kept)
+        begun: tuple[str, ...] = ()
+        if call.index in self.begins:
+            kind, raws, begun = "begun fwd", (), (f"begun{call.index}",)
+        self.row(kind, call, (*begun, *names_of(main), *takes), written, main, takes, call.labels, *raws, needs=call.kept)
         if call.names:
             for v, name in zip(call.gives, call.names, strict=True):
                 self.row("output", None, (y,), (f"v{v}",), f".extras[{name!r}]")

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from funcops.contract.configs import Composite
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op
 from funcops.errors import join_path
@@ -85,6 +86,12 @@ class Call:
     def source(self) -> bool:
         """Whether another call reads the recomputed y."""
         return len(self.readers) > 0  # the tracer of torch 2.11 cannot take the bool of a list
+
+    @property
+    def light(self) -> bool:
+        """Whether it computes little: a view, or what could as well be recomputed. Communication does not hide behind it."""
+        ops = [op for _, op, _ in self.cfg.parts()] if isinstance(self.cfg, Composite) else [self.op]
+        return self.place is None or all([bool(op.recomputable) or op.view for op in ops])
 
     @property
     def kept(self) -> Needs:
@@ -292,6 +299,19 @@ def _leave_out(rows: Lowered) -> None:
 def flat(value: Value) -> list[int]:
     """The numbers of a value."""
     return [number for one in value for number in flat(one)] if isinstance(value, tuple) else [value]
+
+
+def begun_before(calls: Iterable[Call], begins: set[int]) -> dict[int, list[Call]]:
+    """The calls, in this order, that begin work before their turn, by the index of the call before which they do: the last one
+    that computes much, or the first."""
+    found: dict[int, list[Call]] = {}
+    before: Call | None = None
+    for call in calls:
+        before = before or call
+        if call.index in begins:
+            found.setdefault(before.index, []).append(call)
+        before = before if call.light else call
+    return found
 
 
 def calls_below(part: Scope | Call) -> list[Call]:

@@ -57,6 +57,9 @@ class Rows:
         self.lowered, self.cover, self.traced = lowered, cover, traced
         self.rows: list[Row] = []
         self.opened: set[int] = set()  # the scopes whose trees are in locals
+        pieces = *cover.forward.values(), *cover.backward.values()
+        inside = {call.index for piece in pieces for call in piece.calls}
+        self.begins = {call.index for call in lowered.calls if call.op.prefetch is not None} - inside
         self.path = ""
 
     def row(

@@ -20,6 +20,11 @@ CONSTANTS: dict[str, tuple[str, Callable[[Row], Any]]] = {
     "dgrad": ("b", lambda row: row.of.op.dgrad),
     "wgrad": ("e", lambda row: row.of.op.wgrad),
     "products": ("e", lambda row: row.of.op.products),
+    "begin": ("begin", lambda row: row.of.op.prefetch.begin),
+    "begun_bwd": ("begun_b", lambda row: row.of.op.prefetch.bwd),
+    "begun_wgrad": ("begun_e", lambda row: row.of.op.prefetch.wgrad),
+    "advanced": ("advance", lambda row: row.of.op.prefetch.advance),
+    "settled": ("settle", lambda row: row.of.op.prefetch.settle),
     "recompute": ("y", lambda row: row.of.op.recompute),
     "raw": ("x", lambda row: row.data[0]),
     "raw_wgrad": ("z", lambda row: row.data[0]),
@@ -67,6 +72,8 @@ if type(P{i}) is not dict or P{i}.keys() != {names}.keys(): run.check_names({d[0
     "fwd": "{y}, {last} = {fwd}({params}, {bundle}, {cfg}, needs={kept_needs})",
     "raw fwd": """p = {params}
 {y}, {last} = ({raw_fwd} if fast and type(p) is {Params} else {fwd})(p, {bundle}, {cfg}, needs={kept_needs})""",
+    "begin": "{w[0]} = {begin}({params}, {cfg})",
+    "begun fwd": "{y}, {last} = {fwd}({r[0]}.ready(), {bundle}, {cfg}, needs={kept_needs})",
     "output": "{w[0]} = {r[0]}{d[0]}",
     "sum of skip": """if {r[1]}.shape != {r[0]}.shape or {r[1]}.dtype is not {r[0]}.dtype: run.unlike({r[0]}, {r[1]})
 {w[0]} = {r[0]} + {r[1]}""",
@@ -107,6 +114,14 @@ t{i} = K{i}.donated""",
     "filled": "if {r[0]} is not None: {r[0]} = run.filled({r[0]}, {d[0]!r}, {r[1]}, {needs})",
     "bwd": "{writes} = ({wgrad}(None, {cfg}, into={into}), None) if {r[0]} is None else {bwd}({reads}, {cfg}, into={into})",
     "dgrad": "{writes} = (None, None) if {r[0]} is None else {dgrad}({reads}, {cfg})",
+    # The backward of a call that begins before its turn, and whose weight gradients are sums in flight after it.
+    "begin backward": "{w[0]} = None if {r[0]} is None else {begin}({r[0]}, {cfg})",
+    "begun bwd": "{writes} = ({begun_wgrad}(None, {cfg}, {into}), None) if {r[0]} is None else \
+{begun_bwd}({r[0]}.ready(), {r[1]}, {cfg}, {into})",
+    "begun dgrad": "{writes} = (None, None) if {r[0]} is None else {dgrad}({r[0]}.ready(), {r[1]}, {cfg})",
+    "begun wgrad": "{w[0]} = {begun_wgrad}({r[0]}, {cfg}, {into})",
+    "advance sums": "{w[0]} = {advanced}({r[0]}, {into})",
+    "settle sums": "{w[0]} = {settled}({r[0]}, {into})",
     "raw bwd": "{writes} = {raw}({reads}, {cfg}, into={into})",
     "raw dgrad": "{writes} = {raw}({reads}, {cfg})",
     "raw wgrad": "{w[0]} = {wgrad}(None, {cfg}, into={into}) if {r[0]} is None else {raw_wgrad}({r[0]}, {cfg}, into={into})",
@@ -143,10 +158,11 @@ t{i} = K{i}.donated""",
 
 
 # The half that a row computes for the step that it names, in a program whose steps are named. The others run no operator.
-HALVES = dict.fromkeys(("fwd", "raw fwd", "forward piece", "sum of skip", "fold"), "fwd")
-HALVES |= dict.fromkeys(("dgrad", "raw dgrad", "backward piece", "settle", "sum", "filled"), "dgrad")
-HALVES |= dict.fromkeys(("bwd", "raw bwd", "return backward"), "bwd")
+HALVES = dict.fromkeys(("fwd", "raw fwd", "begun fwd", "forward piece", "sum of skip", "fold"), "fwd")
+HALVES |= dict.fromkeys(("dgrad", "raw dgrad", "begun dgrad", "backward piece", "settle", "sum", "filled"), "dgrad")
+HALVES |= dict.fromkeys(("bwd", "raw bwd", "begun bwd", "return backward"), "bwd")
 HALVES |= dict.fromkeys(("wgrad", "raw wgrad", "unwanted", "joint wgrads", "joint products", "products", "return wgrad"), "wgrad")
+HALVES |= dict.fromkeys(("begun wgrad", "advance sums", "settle sums"), "wgrad")
 HALVES |= {kind: "recompute" for kind in LINES if "recompute" in kind}
 
 

@@ -17,6 +17,7 @@ class Weights(Rows):
     def __init__(self, lowered: Lowered, cover: Cover, traced: bool, which: str) -> None:
         super().__init__(lowered, cover, traced)
         self.which, self.whole = which, which == "backward"
+        self.flying: dict[Call, bool] = {}  # calls whose weight gradients are sums in flight; whether they advanced
         self.trees = "W" if which in ("wgrad", "products") else "K"
 
     def where(self, scope: Scope) -> str:
@@ -89,8 +90,26 @@ class Weights(Rows):
             self.at(call.path)
             if self.which == "products":
                 self.row("products", call, (f"p{call.index}",))
+            elif call.index in self.begins:
+                self.row("begun wgrad", call, (f"p{call.index}",), (f"q{call.index}",))
+                self.flying[call] = False
             else:
                 self.row("wgrad", call, (f"p{call.index}",), (f"q{call.index}",))
+
+    def settle(self, after: Call | None = None) -> None:
+        """Go on with the sums that were in flight beside a call that computes much; at the end complete all."""
+        if after is not None and after.light:
+            return
+        for call, advanced in [(call, advanced) for call, advanced in self.flying.items() if call is not after]:
+            kind = "settle sums" if advanced or call.op.prefetch.advance is None else "advance sums"
+            self.at(call.path)
+            self.row(kind, call, (f"q{call.index}",), (f"q{call.index}",))
+            if kind == "settle sums":
+                del self.flying[call]
+            else:
+                self.flying[call] = True
+        if after is None and self.flying:
+            self.settle()
 
     def joint_wgrads(self, calls: Sequence[Call]) -> None:
         """The weight gradients of these: calls of a piece with a joint rule together, the others one by one."""
@@ -122,6 +141,8 @@ class SecondHalf(Weights):
                 self.wgrads([call])
             elif not any(other in piece.calls for other in calls[at + 1 :]):
                 self.wgrads([other for other in calls if other in piece.calls], piece.rule)
+            self.settle(call)
+        self.settle()
         root = self.lowered.root
         self.row(f"return {self.which}", root, part_names("q", root, True))
         return self.finished

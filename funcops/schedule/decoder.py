@@ -17,7 +17,6 @@ from funcops.memory.fit import _follow, _held
 from funcops.memory.parts import leaves_of
 from funcops.ops.embedding import EmbeddingConfig
 from funcops.ops.glu import glu
-from funcops.ops.linear import LinearConfig
 from funcops.trees import tensors
 
 
@@ -34,7 +33,8 @@ class Decoder:
     """A model to plan for, and its step: `batch` sequences of `seq` tokens. `kv_heads`: as many as `heads` by default; `gated`: an
     MLP of three matrices, not two; `flash`: attention saves no scores; without it they are written out, over all pairs, and
     recomputed in the backward; `window`: the keys that a query sees at most, by default all before it. `residual_bytes`: the bytes
-    that a layer saves per token; by default as many as a block of funcops in 16 bits.
+    that a layer saves per token; by default as many as a block of funcops in 16 bits. `low`: whether the products of the layers are
+    in 8 bits, by a recipe that quantises both operands of each; the head's is not.
 
     >>> from funcops.schedule import Decoder
     >>> model = Decoder(hidden=4096, ffn=14336, layers=32, heads=32, kv_heads=8, vocab=128256, seq=8192, batch=128)
@@ -54,11 +54,12 @@ class Decoder:
     flash: bool = True
     window: int | None = None
     residual_bytes: float | None = None
+    low: bool = False
 
     def __post_init__(self) -> None:
         counts = ("hidden", "ffn", "layers", "heads", "vocab", "seq", "batch")
         require_count("Decoder", **{name: getattr(self, name) for name in counts})
-        require_flag("Decoder", gated=self.gated, flash=self.flash)
+        require_flag("Decoder", gated=self.gated, flash=self.flash, low=self.low)
         require(self.hidden % self.heads == 0, "Decoder", "heads", f"a divisor of hidden {self.hidden}", self.heads)
         if self.kv_heads is not None:
             require_count("Decoder", kv_heads=self.kv_heads)
@@ -73,7 +74,7 @@ class Decoder:
     def of(cfg: ChainConfig, x: Any, batch: int) -> Decoder:
         """Return the sizes of a chain of an embedding, a repeat of blocks and a head, for microbatches like x (tokens [B, T];
         nothing is run) and a step of `batch` sequences. The bytes that a layer saves are counted in bfloat16, under the config's
-        policies. Raises `ValueError` for a chain whose blocks are not attention and one MLP."""
+        policies and recipe. Raises `ValueError` for a chain whose blocks are not attention and one MLP."""
         return _described(cfg, x, batch)
 
     @property
@@ -146,7 +147,7 @@ def _described(cfg: ChainConfig, x: Any, batch: int) -> Decoder:
     block: Any = step.cfg
     leaves = list(leaves_of(block.op, block.cfg))
     mixes = [(leaf.path, leaf.call.cfg) for leaf in leaves if leaf.call and leaf.call.cfg.attends]
-    matrices = [leaf.call.cfg for leaf in leaves if leaf.call and type(leaf.call.cfg) is LinearConfig]
+    matrices = [leaf.call.cfg for leaf in leaves if leaf.call and leaf.op.layer is not None]
     if len(mixes) != 1 or len(matrices) < 4:
         fail("Decoder.of", "cfg", wanted, f"a block of {len(mixes)} attentions and {len(matrices)} linear layers")
 
@@ -170,6 +171,7 @@ def _described(cfg: ChainConfig, x: Any, batch: int) -> Decoder:
         gated=any(leaf.op is glu for leaf in leaves),
         window=mixes[0][1].window,
         residual_bytes=layer / (rows * seq),
+        low=any(one.low_recipe is not None for one in matrices),
     )
     got = sum(one.in_features * one.out_features for one in matrices)
     count = sum(one.n * one.k for one in found.products)

@@ -13,7 +13,9 @@ ANY = "the unit of the costs"
 COLOURS = {"F": "#8fb8de", "I": "#f2b880", "W": "#9fd8a4", "B": "#e8998d"}
 NAMES = {"F": "forward", "I": "dgrad", "W": "wgrad", "B": "dgrad and wgrad"}
 LABELLED = 2_000  # actions, above which boxes have no label
-POINTS = 660  # the width of all boxes of a row
+POINTS = 66  # the width of all boxes of a row, for each inch of the figure
+WIDTHS = 10, 40  # inches: a figure is as wide as labels of most boxes need
+SIZES = 5.0, 7.0  # of labels: a smaller one could not be read
 MOST = 100_000
 
 
@@ -26,10 +28,10 @@ def draw(
     ax: Any = None,
 ) -> Any:
     """Return matplotlib's figure, and write it to `path` (PNG, SVG, ...) if given. A `Schedule` is simulated with equal costs. A
-    box is labelled with its microbatch, and fainter for the later stages of its rank, as the legend says. `title` replaces the
-    simulated step's summary; `unit`: the unit of time in the axis label and the title; `ax`: matplotlib's axes to draw in, by
-    default of a new figure. Raises `ImportError` without matplotlib (the extra `examples`), `ValueError` for more than 100,000
-    actions, too many for a picture."""
+    box is labelled with its microbatch, and if its rank has several stages with a letter for the stage, for whose later ones it is
+    fainter, as the legend says; a figure is as wide as most labels need. `title` replaces the simulated step's summary; `unit`: the
+    unit of time in the axis label and the title; `ax`: matplotlib's axes to draw in, by default of a new figure. Raises
+    `ImportError` without matplotlib (the extra `examples`), `ValueError` for more than 100,000 actions, too many for a picture."""
     require_type("draw", "simulated", simulated, Simulated, Schedule)
     if isinstance(simulated, Schedule):
         simulated = simulate(simulated)
@@ -49,19 +51,21 @@ def draw(
     ranks = len(simulated.slots)
     if ax is not None:
         require_type("draw", "ax", ax, Axes)
-    axes = ax or Figure(figsize=(10, 1.4 + 0.4 * ranks), layout="constrained").add_subplot()
+    groups = _groups(simulated)
+    width = _width(simulated, len(groups) > 1) if count <= LABELLED and ax is None else WIDTHS[0]
+    axes = ax or Figure(figsize=(width, 1.4 + 0.4 * ranks), layout="constrained").add_subplot()
     axes.set_xlim(0, simulated.time)
     for rank in range(ranks):
-        _row(axes, simulated, rank, count <= LABELLED)
+        _row(axes, simulated, rank, POINTS * width if count <= LABELLED else 0.0)
     axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
     axes.invert_yaxis()
     axes.set_xlabel(f"time, in {unit}")
     axes.set_title(simulated.said("" if unit == ANY else unit) if title is None else title, fontsize=10)
     kinds = [kind for kind in NAMES if any(slot.action.kind == kind for slots in simulated.slots for slot in slots)]
     patches = [Patch(facecolor=COLOURS[kind], edgecolor="black", label=NAMES[kind]) for kind in kinds]
-    groups = _groups(simulated)
     for i, stages in enumerate(groups if len(groups) > 1 else ()):  # a single one has no shade
-        patches.append(Patch(facecolor="grey", edgecolor="black", alpha=_shade(i, len(groups)), label=_named(stages)))
+        said = f"{_letter(i)}: {_named(stages)}"
+        patches.append(Patch(facecolor="grey", edgecolor="black", alpha=_shade(i, len(groups)), label=said))
     figure: Any = axes.get_figure()
     if ax is None:
         figure.legend(handles=patches, loc="outside lower center", ncols=min(6, len(patches)), fontsize=9, frameon=False)
@@ -82,7 +86,26 @@ def _groups(simulated: Simulated) -> list[list[int]]:
 
 
 def _shade(index: int, count: int) -> float:
-    return 1.0 - 0.45 * index / (count - 1) if count > 1 else 1.0
+    return 1.0 - 0.65 * index / (count - 1) if count > 1 else 1.0
+
+
+def _letter(index: int) -> str:
+    return chr(ord("a") + index % 26)
+
+
+def _size(label: str, room: float) -> float:
+    """The size of a label in a box that is so many points wide: a digit is 0.64 of its height wide."""
+    return room / (0.7 * len(label))
+
+
+def _width(simulated: Simulated, lettered: bool) -> float:
+    """The inches in which nine of ten boxes have room for a label that can be read."""
+    slots = [slot for slots in simulated.slots for slot in slots if slot.end > slot.start]
+    if not slots:
+        return WIDTHS[0]
+    labels = [f"{slot.action.microbatch}{'a' * lettered}" for slot in slots]
+    need = [SIZES[0] / _size(label, (slot.end - slot.start) / simulated.time) for label, slot in zip(labels, slots, strict=True)]
+    return min(WIDTHS[1], max(WIDTHS[0], sorted(need)[9 * len(need) // 10] / POINTS))
 
 
 def _named(stages: list[int]) -> str:
@@ -91,7 +114,8 @@ def _named(stages: list[int]) -> str:
     return f"stage {shown}" if len(stages) == 1 else f"stages {shown}"
 
 
-def _row(axes: Any, simulated: Simulated, rank: int, labelled: bool) -> None:
+def _row(axes: Any, simulated: Simulated, rank: int, points: float) -> None:
+    """Draw a rank's boxes, which together are so many points wide; with labels, if that is not 0."""
     slots, pairs = simulated.slots[rank], simulated.schedule.together
     stages = sorted({slot.action.stage for slot in slots})
     for i, (action, start, end) in enumerate(slots):
@@ -102,7 +126,7 @@ def _row(axes: Any, simulated: Simulated, rank: int, labelled: bool) -> None:
         axes.broken_barh(
             [(start, end - start)], (bottom, height), facecolor=COLOURS[action.kind], alpha=shade, edgecolor="black", linewidth=0.4
         )
-        if labelled:
-            room = POINTS * (end - start) / simulated.time if simulated.time else 0.0
-            size = max(3.0, min(7.0, room / (0.7 * len(str(action.microbatch)))))  # a digit is 0.64 of its height wide
-            axes.text((start + end) / 2, bottom + height / 2, action.microbatch, ha="center", va="center", fontsize=size)
+        label = f"{action.microbatch}{_letter(stages.index(action.stage)) * (len(stages) > 1)}"
+        size = min(SIZES[1], _size(label, points * (end - start) / simulated.time if simulated.time else 0.0))
+        if size >= SIZES[0]:
+            axes.text((start + end) / 2, bottom + height / 2, label, ha="center", va="center", fontsize=size)

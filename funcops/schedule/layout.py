@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
-from funcops.errors import fail, require, require_count, require_type
+from funcops.errors import fail, join_path, require, require_count, require_type
 from funcops.schedule.actions import is_count
 from funcops.schedule.collectives import Collective
 from funcops.schedule.decoder import Decoder
@@ -16,6 +16,7 @@ from funcops.schedule.simulate import Costs, Network
 RECOMPUTE = ("none", "mlp", "block")
 PARAM, GRAD, STATE = 2, 4, 12  # bytes: bfloat16; float32 sums of gradients; float32 params and two moments
 ATTENTION_BACKWARD = 2.5  # fused attention's products over the forward's: scores recomputed, and two gradients for each product
+QUANTISED = 4  # bytes moved per element: read in 16 bits, written in 8 for the products over rows, and for those over columns
 SCORES = (13, 32)  # bytes moved per score that is written out: product, softmax and dropout; these recomputed, and their backward
 
 
@@ -88,6 +89,8 @@ def mesh_problem(model: Decoder, layout: Layout, gpu: GPU) -> Problem | None:
         return Problem("tp", f"a divisor or a multiple of kv_heads {kv}", tp)
     if model.ffn % tp:
         return Problem("tp", f"a divisor of ffn {model.ffn}", tp)
+    if model.low and not gpu.flops8:
+        return Problem("gpu", "one with products in 8 bits (flops8) for a model with low=True", gpu.name)
     if tp > gpu.per_node:
         return Problem("tp", f"at most {gpu.per_node}, the GPUs of a node", tp)
     if layout.cp > 1 and model.seq % (2 * layout.cp):
@@ -124,7 +127,7 @@ def problem(model: Decoder, layout: Layout, gpu: GPU) -> Problem | None:
 def check_layout(where: str, model: Decoder, layout: Layout, gpu: GPU) -> None:
     found = problem(model, layout, gpu)
     if found is not None:
-        fail(where, f"layout.{found.name}", found.expected, found.got)
+        fail(where, found.name if found.name == "gpu" else join_path("layout", found.name), found.expected, found.got)
 
 
 def microbatches(model: Decoder, layout: Layout) -> int:
@@ -209,6 +212,7 @@ def rank_memory(model: Decoder, layout: Layout, rank: int) -> Memory:
     again = (model.kept("none") - model.kept(layout.recompute)) * tokens / layout.tp
     logits = 2 * 2 * tokens * model.vocab / layout.tp if last else 0.0  # logits and their gradient
     gathered = 2 * (PARAM + GRAD) * layer if zero == 3 else GRAD * layer if zero == 2 else 0.0  # prefetched by a layer
+    gathered += (PARAM + GRAD) * last * model.vocab * model.hidden / layout.tp * (zero == 3)  # the head, until its backward is done
     return Memory(
         PARAM * params / (shared if zero == 3 else 1),
         GRAD * params / (shared if zero >= 2 else 1),
@@ -235,9 +239,9 @@ def layer_times(model: Decoder, gpu: GPU, tp: int, cp: int, microbatch: int, rec
     for i, (n, k, column) in enumerate(model.products):
         width = model.hidden // tp + 2 * kv if i == 0 else n // tp
         sizes.append((width, k) if column else (n, k // tp))
-    forwards = [gpu.product(rows, n, k) for n, k in sizes]
-    dgrads = [gpu.product(rows, k, n) for n, k in sizes]
-    wgrads = [gpu.product(n, k, rows, 2 * GRAD) for n, k in sizes]  # read and written
+    forwards = [gpu.product(rows, n, k, low=model.low) + _quantised(model, gpu, rows * k + n * k) for n, k in sizes]
+    dgrads = [gpu.product(rows, k, n, low=model.low) + _quantised(model, gpu, rows * n) for n, k in sizes]
+    wgrads = [gpu.product(n, k, rows, 2 * GRAD, low=model.low) for n, k in sizes]  # read and written
     mix, mix_backward = _attention(model, gpu, tp, rows)
     h = model.hidden
     around = 20 * h + (3 if model.gated else 4) * 2 * model.ffn + 4 * (h + model.kv_width)  # norms, sums, activation, rotation
@@ -246,6 +250,11 @@ def layer_times(model: Decoder, gpu: GPU, tp: int, cp: int, microbatch: int, rec
     again = {"none": 0.0, "mlp": forwards[2], "block": forward}[recompute]
     backward = sum(dgrads) + mix_backward + 2 * plain + again
     return Layer(forward, backward, sum(wgrads), tuple((dgrads[i], wgrads[i]) for i in (0, 2)))
+
+
+def _quantised(model: Decoder, gpu: GPU, elements: int) -> float:
+    """The seconds in which operands become codes, along both of their dimensions."""
+    return gpu.moved(QUANTISED * elements) if model.low else 0.0
 
 
 def _attention(model: Decoder, gpu: GPU, tp: int, rows: int) -> tuple[float, float]:
@@ -322,12 +331,11 @@ def stages_of(model: Decoder, layout: Layout, gpu: GPU) -> Stages:
     assert layers is not None
     if layout.replicas == 1:
         return plain
-    made = []
-    ends = 2 * model.vocab * model.hidden if layout.stages == 1 else model.vocab * model.hidden
+    table, alone = model.vocab * model.hidden / layout.tp, layout.stages == 1
     counts = layers.ends, layers.between, layers.ends
-    for count, one, own in zip(counts, plain, (ends, 0, ends), strict=True):
-        params = (count * model.layer_params + own) / layout.tp
-        said = _of_replicas(layout, params, count, one.forward, one.dgrad + one.wgrad)
+    made = []
+    for count, one, embed, head in zip(counts, plain, (table, 0.0, table * alone), (table * alone, 0.0, table), strict=True):
+        said = _of_replicas(layout, _Params(count, model.layer_params / layout.tp, embed, head), one)
         made.append(dataclasses.replace(one, collectives=(*one.collectives, *said)))
     return Stages(*made)
 
@@ -358,17 +366,31 @@ def _of_cp(model: Decoder, count: int, tp: int, cp: int, microbatch: int, recomp
     ]
 
 
-def _of_replicas(layout: Layout, params: float, count: int, forward: float, backward: float) -> list[Collective]:
-    """Data parallelism: the sum of gradients overlaps with the last microbatch's backward, the gather of params with the first
-    one's forward; from ZeRO-2 on each microbatch's gradients overlap with its backward, and with ZeRO-3 a layer's params with the
-    layer before."""
-    if layout.zero == 0:
-        return [Collective("all_reduce", "dp", GRAD * params, backward, "step")]
-    each, times = params / max(1, count), max(1, count)
-    reduce = [Collective("reduce_scatter", "dp", GRAD * each, backward / times, "W", times)]
-    if layout.zero == 3:
-        gather = [("F", forward / times), ("I", backward / times)]
-        return reduce + [Collective("all_gather", "dp", PARAM * each, under, when, times) for when, under in gather]
-    if layout.zero == 1:
-        reduce = [Collective("reduce_scatter", "dp", GRAD * params, backward, "step")]
-    return [*reduce, Collective("all_gather", "dp", PARAM * params, forward, "step")]
+class _Params(NamedTuple):
+    """The params of a stage: of its `layers`, of each layer, and of the embedding and the head if it has them."""
+
+    layers: int
+    layer: float
+    embed: float
+    head: float
+
+
+def _of_replicas(layout: Layout, own: _Params, costs: Costs) -> list[Collective]:
+    """Data parallelism, layer by layer as in `funcops.dist.data_parallel` and `zero3`: the gather of a layer's params overlaps with
+    the layer before, the sum of its gradients with the wgrad of the next one of the backward. So the first layer's gather of each
+    pass and the last one's sum are exposed, and the embedding's; the head's overlap with all layers, and ZeRO-3 gathers it once.
+    Sums are sent for each microbatch from ZeRO-2 on, else once a step, as ZeRO-1 and 2 gather params."""
+    zero = layout.zero
+    backward = costs.wgrad if zero == 3 else costs.dgrad + costs.wgrad  # gathers of ZeRO-3 overlap with the dgrads
+    sent = [("all_reduce" if zero == 0 else "reduce_scatter", GRAD, backward, "W" if zero > 1 else "step")]
+    sent += [("all_gather", PARAM, costs.forward, "F" if zero == 3 else "step")] * (zero > 0)
+    sent += [("all_gather", PARAM, costs.dgrad, "I")] * (zero == 3)
+    found = []
+    for kind, size, time, when in sent:
+        under = time / max(1, own.layers)
+        first = under if layout.chunks > 1 else 0.0  # a rank's other stages hide what a stage's own layers do not
+        ends = [] if when == "I" else [(own.embed, first, 1), (own.head, time, 1)]
+        for params, hidden, times in ((own.layer, first, min(1, own.layers)), (own.layer, under, own.layers - 1), *ends):
+            if params and times > 0:
+                found.append(Collective(kind, "dp", size * params, hidden, when, times))
+    return found

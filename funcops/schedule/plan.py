@@ -34,8 +34,8 @@ class Refused(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
-    """The result of `plan_parallel`. `rows`: the fastest layouts that need at most `memory` bytes a GPU; `refused`: the meshes
-    without a layout; `counted`: the number of layouts that were examined; `fixed`: as given."""
+    """The result of `plan_parallel`. `rows`: the fastest layouts that leave `margin` of the `memory` bytes of a GPU free;
+    `refused`: the meshes without a layout; `counted`: the number of layouts that were examined; `fixed`: as given."""
 
     model: Decoder
     gpus: int
@@ -45,6 +45,7 @@ class Plan:
     refused: tuple[Refused, ...]
     counted: int
     fixed: Mapping[str, Any]
+    margin: float
 
     @property
     def best(self) -> Predicted:
@@ -71,7 +72,8 @@ class Plan:
         for i, one in enumerate(self.rows, 1):
             if _mesh(one.layout) == _mesh(mesh):
                 return f"it is listed: row {i}, {one.time:.4g} s"
-        best = plan_parallel(self.model, self.gpus, self.memory, self.gpu, fixed={**self.fixed, **sizes}, show=1).best
+        fixed = {**self.fixed, **sizes}
+        best = plan_parallel(self.model, self.gpus, self.memory, self.gpu, fixed=fixed, show=1, margin=self.margin).best
         return f"it fits, and is slower: {best.time:.4g} s (row {len(self.rows)}, the last: {self.rows[-1].time:.4g} s)"
 
     def draw(self, path: str | os.PathLike[str] | None = None) -> Any:
@@ -95,6 +97,7 @@ class Plan:
                 f"{sizes} {one.time:>9.4g} {one.flops / 1e12:>8.0f} {100 * one.mfu:>4.0f} % {shares} {size_of(one.peak_bytes):>11}"
             )
         said = f"{self.counted:,} layouts on {self.gpus:,} {self.gpu.name} of {size_of(self.memory)}"
+        said += f", {100 * self.margin:g} % left free" * (self.margin > 0)
         return "\n".join([*lines, f"{said}; {len(self.refused)} meshes are out"])
 
     def __repr__(self) -> str:
@@ -105,11 +108,19 @@ class Plan:
 
 
 def plan_parallel(
-    model: Decoder, gpus: int, memory: float, gpu: GPU | str = "H100", *, fixed: Mapping[str, Any] | None = None, show: int = 10
+    model: Decoder,
+    gpus: int,
+    memory: float,
+    gpu: GPU | str = "H100",
+    *,
+    fixed: Mapping[str, Any] | None = None,
+    show: int = 10,
+    margin: float = 0.05,
 ) -> Plan:
     """Find the `show` fastest layouts of a decoder on `gpus` GPUs of `memory` bytes each. Each mesh (pp, dp, cp, tp) with each
     number of chunks and microbatch size counts once, under its fastest ZeRO stage and recomputation that fit. `fixed`: given fields
-    of `Layout`, such as {"tp": 8}.
+    of `Layout`, such as {"tp": 8}. `margin`: the part of the memory that a layout leaves free, for what is not predicted: buffers
+    of communication, fragmentation, a context of CUDA.
 
     A closed form bounds each layout's time from below; the layouts that can be among the fastest are simulated, stage by stage.
     Raises `ValueError` if no layout divides the model, and if none fits, with the least bytes.
@@ -125,15 +136,17 @@ def plan_parallel(
     require_count(where, gpus=gpus, show=show)
     require_number(where, 0, memory=memory)
     require(memory > 0, where, "memory", "above 0", memory)
+    require_number(where, 0, margin=margin)
+    require(margin < 1, where, "margin", "below 1", margin)
     kind, given = gpu_of(where, gpu), _fixed(where, fixed)
-    search = _Search(model, memory, kind, given)
+    search = _Search(model, memory, kind, given, margin)
     for sizes in _meshes(gpus):
         if all(given.get(name, size) == size for name, size in sizes.items()):
             search.mesh(Layout(**sizes))
     if not search.found:
         search.nothing(where, gpus)
     rows = search.fastest(show)
-    return Plan(model, gpus, memory, kind, tuple(rows), tuple(search.refused), search.counted, given)
+    return Plan(model, gpus, memory, kind, tuple(rows), tuple(search.refused), search.counted, given, margin)
 
 
 def _fixed(where: str, fixed: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -171,8 +184,8 @@ class _Search:
     """`found`: for each mesh, chunks, microbatch and ZeRO stage the layout that fits with the least recomputation, as (lower bound
     of its time, bytes, layout); `refused`: meshes without a layout."""
 
-    def __init__(self, model: Decoder, memory: float, gpu: GPU, fixed: Mapping[str, Any]) -> None:
-        self.model, self.memory, self.gpu, self.fixed = model, memory, gpu, fixed
+    def __init__(self, model: Decoder, memory: float, gpu: GPU, fixed: Mapping[str, Any], margin: float) -> None:
+        self.model, self.memory, self.gpu, self.fixed, self.used = model, memory, gpu, fixed, 1.0 - margin
         self.found: list[tuple[float, float, Layout]] = []
         self.refused: list[Refused] = []
         self.least: tuple[float, Layout] | None = None  # the least bytes of meshes that divide and do not fit
@@ -196,7 +209,7 @@ class _Search:
         if len(self.found) > before:
             return
         if least is not None:
-            why = f"memory must be at least {size_of(least[0])}, got {size_of(self.memory)} ({least[1]})"
+            why = f"memory must be at least {size_of(least[0] / self.used)}, got {size_of(self.memory)} ({least[1]})"
             if self.least is None or least[0] < self.least[0]:
                 self.least = least[0], dataclasses.replace(mesh)
             self.refused.append(Refused(mesh, why))
@@ -225,7 +238,7 @@ class _Search:
             return None
         frugal = dataclasses.replace(shape, zero=stages[-1], recompute=ways[-1])
         memory = peak(self.model, frugal)[1]
-        if memory.total - memory.workspace > self.memory:  # all other variants need more
+        if memory.total - memory.workspace > self.used * self.memory:  # all other variants need more
             self.counted += len(stages) * len(ways)
             return memory.total, _variant(frugal)
         before, least = len(self.found), (memory.total, frugal)
@@ -234,7 +247,7 @@ class _Search:
                 layout = Layout(shape.dp, shape.tp, shape.pp, shape.cp, shape.chunks, shape.microbatch, zero, recompute)
                 self.counted += 1
                 nbytes = peak(self.model, layout)[1].total
-                if nbytes <= self.memory:
+                if nbytes <= self.used * self.memory:
                     self.found.append((without_communication(self.model, layout, self.gpu), nbytes, layout))
                     break
                 least = min(least, (nbytes, layout), key=lambda one: one[0])
@@ -242,7 +255,8 @@ class _Search:
 
     def nothing(self, where: str, gpus: int) -> None:
         if self.least is not None:
-            wanted = f"at least {self.least[0]:,.0f} bytes ({size_of(self.least[0])}, {_mesh(self.least[1])})"
+            least = self.least[0] / self.used
+            wanted = f"at least {least:,.0f} bytes ({size_of(least)}, {_mesh(self.least[1])})"
             fail(where, "memory", wanted, f"{self.memory:,.0f}")
         if not self.refused:
             fail(where, "fixed", f"sizes whose product divides gpus {gpus}", dict(self.fixed))

@@ -189,18 +189,21 @@ def _under(name: str, field: Any, value: Any) -> Iterator[str]:
 
 def _recomputed(full: Any, parts: dict[Any, Needs]) -> set[str]:
     """The paths held for the outputs of a chain's recomputed steps: the fields that an output is recomputed from if its producer
-    saves its x anyway, otherwise the output itself."""
+    reads its x anyway, saved or recomputed, otherwise the output itself."""
     cfg, found, left_out = full.cfg, set[str](), False
-    for before, step in itertools.pairwise(cfg.steps):
+    ending = "()" if full.kind == "pending" else ""  # of the names of residuals that recompute
+    for before, step in reversed(list(itertools.pairwise(cfg.steps))):
         places = {join_path(step.name, place) for place in _reads_main(step.op, step.cfg, full[step.name], parts[step.name])}
+        if left_out:  # the step reads main to recompute its own output
+            places |= {
+                f"{step.name}{ending}.{name}" for name, field in step.op.fields(step.cfg).items() if field.alias in ("x", "x.0")
+            }
         fields = before.op.fields(before.cfg)
         of_x = [field for field in fields.values() if (field.alias or "").partition(".")[0] == "x"]
-        asked = before.name in cfg.recomputed and not left_out
-        left_out = asked and bool(places) and all(field.wanted(parts[before.name]) for field in of_x)
+        left_out = before.name in cfg.recomputed and bool(places) and all(field.wanted(parts[before.name]) for field in of_x)
         if left_out:
-            node, name = (
-                (full.get(f"{before.name}()"), f"{before.name}()") if full.kind == "pending" else (full[before.name], before.name)
-            )
+            name = f"{before.name}{ending}"
+            node = full.get(name) if ending else full[name]
             found |= {
                 join_path(name, field)
                 for field in fields

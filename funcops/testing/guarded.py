@@ -126,7 +126,8 @@ def law_guarded(case: Case, dtype: torch.dtype) -> None:
     params, x = case.make(dtype)
     y, residuals = case.op.fwd(params, x, case.cfg)
     generator = torch.Generator().manual_seed(7)
-    dy = tree_map(lambda t: torch.randn(t.shape, generator=generator).to(t) if t.is_floating_point() else None, dense(y))
+    floats = tree_map(lambda t: t if t is not None and t.is_floating_point() else None, dense(y))
+    dy = tree_map_tensors(lambda t: torch.randn(t.shape, generator=generator).to(t), floats)
     for one in _forward(case, params, x, dy):
         want = one.run(one.tree)
         for name, tree in _moved(one, MOVES | COPIES).items():

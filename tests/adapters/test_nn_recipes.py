@@ -8,15 +8,27 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import ScheduleZBVZeroBubble
 
-from funcops import StaleResidualError, delayed_wgrad, linear
+from funcops import StaleResidualError, delayed_wgrad, linear, random
 from funcops import nn as fnn
 from funcops.adapters import pipelining
 from funcops.adapters.graphs import make_graphed_callables
 from funcops.adapters.nn.quantized import take_recipe
 from funcops.kernels import quantize as kernels
-from funcops.low_precision import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed, QWeight, quantize_params, with_recipe
+from funcops.low_precision import (
+    MXFP8,
+    NVFP4,
+    Fp8Block,
+    Fp8Current,
+    Fp8Delayed,
+    QWeight,
+    begin_step,
+    end_step,
+    quantize_params,
+    with_recipe,
+)
+from funcops.trees import paths
 
-RECIPES = [Fp8Block(), Fp8Block(keep="input", wgrad="high"), Fp8Current(), MXFP8(), NVFP4()]
+RECIPES = [Fp8Block(), Fp8Block(keep="input", wgrad="high"), Fp8Current(), MXFP8(), NVFP4(stochastic=False)]
 IDS = [f"{type(r).__name__}-{r.keep}" for r in RECIPES]
 D = 32
 
@@ -158,14 +170,15 @@ BAD = [
     (
         lambda: fnn.Linear(D, D, recipe=Fp8Delayed()),
         ValueError,
-        "recipe must be one without state (its scales are the caller's: fun",
+        "recipe must be one without state, such as Fp8Current, which has the same formats (a loop of yours holds scales: begin_",
     ),
     (lambda: fnn.from_torch(nn.Linear(D, D), recipe=Fp8Delayed()), ValueError, "from_torch: recipe must be one without state"),
     (
-        lambda: fnn.Linear(D, D, recipe=NVFP4(stochastic=True)),
-        ValueError,
-        "recipe must be one that rounds to nearest (a module has",
+        lambda: fnn.Linear(D, D, recipe=NVFP4(stochastic=True))(torch.ones(1, D)),
+        TypeError,
+        "a QWeight with a key, from quantize_params(params, cfg, key=key), or quantize_weights(model, key=key)",
     ),
+    (lambda: fnn.quantize_weights(mlp(NVFP4(stochastic=True))), ValueError, "quantize_weights: key must be a random key, for 1, 3"),
     (lambda: fnn.from_torch(nn.LayerNorm(D), recipe=Fp8Block()), ValueError, "from_torch: recipe must be None for a model without"),
     (
         lambda: fnn.quantize_weights(fnn.Linear(D, D)),
@@ -181,6 +194,39 @@ def test_bad_recipes_raise(call, error, text):
     with pytest.raises(error) as caught:
         call()
     assert text in str(caught.value)
+
+
+def test_keys_round_the_gradients_of_modules():
+    """The same key gives the same bits, another key others; y does not depend on it, and each layer has a key of its own."""
+    model, x = mlp(NVFP4(stochastic=True)), torch.randn(4, D)
+    found = []
+    for seed in (0, 0, 1):
+        fnn.quantize_weights(model, key=random.key(seed))
+        found.append(trained(model, x))
+    assert same(found[0], found[1]) and not any(torch.equal(found[0][i], found[2][i]) for i in (1, 3))
+    assert torch.equal(found[0][0], found[2][0])
+    keys = [vars(model[i])["forward"].weight.key for i in (1, 3)]
+    assert not torch.equal(*keys)
+    nearest = mlp(NVFP4(stochastic=False))
+    assert torch.equal(nearest(x), found[0][0]) and not torch.equal(trained(nearest, x)[1], found[0][1])
+
+
+@pytest.mark.parametrize("recipe", [Fp8Delayed(history=4), NVFP4(stochastic=True), Fp8Block()], ids=repr)
+def test_a_loop_over_the_functions_of_modules_takes_every_recipe(recipe):
+    """The error for `Fp8Delayed` says so."""
+    model = mlp(None)
+    op, cfg, params = fnn.functional(model)
+    cfg, state, x = with_recipe(cfg, recipe), {}, torch.randn(4, D)
+    for seed in range(2):
+        work, main_grad = begin_step(params, cfg, state, dtype=torch.float32, key=random.key(seed))
+        y, residuals = op.fwd(work, x, cfg)
+        op.bwd(residuals, 2 * y, cfg, into=main_grad)
+        grads, state = end_step(main_grad, cfg, state)
+    trained(model, x)
+    found = paths(grads)
+    for name, p in model.named_parameters():
+        assert (found[f"m{name}"] - p.grad).norm() < 0.4 * p.grad.norm(), name
+    assert sorted(state) == (["m1.weight", "m3.weight"] if recipe.delayed else [])
 
 
 def stepped(model, x):
@@ -216,7 +262,7 @@ def test_stages_of_a_pipeline_read_the_codes_of_a_step(alone, monkeypatch):
     """Two stages by torch's schedule, dw at its W: gradients equal the microbatches' sums, one by one; weights are quantised
     once."""
     made, plain = [], kernels.quantize_row
-    for recipe in (Fp8Block(), Fp8Current(), NVFP4()):
+    for recipe in (Fp8Block(), Fp8Current(), NVFP4(stochastic=False)):
         model, count = nn.Sequential(mlp(recipe), mlp(recipe)), 4
         xs, targets = torch.randn(2, 2 * count, D)
         for x, target in zip(xs.chunk(count), targets.chunk(count), strict=True):
@@ -239,7 +285,7 @@ def test_stages_of_a_pipeline_read_the_codes_of_a_step(alone, monkeypatch):
 @pytest.mark.slow
 def test_a_step_with_an_optimiser_compiles_whole():
     """A compiled layer reads no codes, so it cannot read stale ones. The recipe is the one with most to trace."""
-    recipe = NVFP4()
+    recipe = NVFP4(stochastic=False)
     model, x = mlp(recipe), torch.randn(4, D)
     want = trained(copy.deepcopy(model), x)
     fnn.quantize_weights(model)

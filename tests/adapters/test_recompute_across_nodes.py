@@ -75,7 +75,7 @@ def test_a_changed_norm_output_is_kept(monkeypatch):
 
 
 def test_a_view_of_a_whole_norm_output_is_computed_again(monkeypatch):
-    """As models pass it on: a slice of all positions, a batch of rows."""
+    """Models slice all positions, or flatten a batch of rows."""
     views = [lambda h: h[:], lambda h: h[:, slice(0, None)], lambda h: h.view(1, 5, 4), lambda h: h[None].flatten(0, 1)]
     for touch in (*views, lambda h: h.view_as(h), lambda h: h.mT.mT):
         (kept, want), (kept_recompute, got) = norm_then_linears(monkeypatch, touch)

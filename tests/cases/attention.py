@@ -28,6 +28,10 @@ def reference(params, x, cfg):
     if cfg.packed:
         ids = torch.repeat_interleave(torch.arange(len(more[0]) - 1), more[0].diff())
         scores = scores.masked_fill(ids[:, None] != ids, float("-inf"))
+    if cfg.chunk:
+        at = torch.arange(s) - (more[0][:-1][ids] if cfg.packed else 0)
+        of = at // cfg.chunk
+        scores = scores.masked_fill(of[s - t :, None] != of, float("-inf"))
     p = scores.softmax(-1).nan_to_num() if k.shape[1] else scores
     return torch.einsum("bhts,bshd->bthd", p, v)
 
@@ -50,7 +54,11 @@ def case(b, t, s, h, k, d, value=None, bias=None, ends=None, **options):
     options |= ({"bias": True} if bias else {}) | ({"packed": True} if ends else {})
 
     name = f"attention-{b}-{t}-{s}-{h}-{k}-{d}-{value}-{bias}-{ends}-{options}"
-    alone = s == 1 or options.get("window") == 1 or (ends and max(b - a for a, b in itertools.pairwise(ends)) <= 1)
+    alone = (
+        s == 1
+        or 1 in (options.get("window"), options.get("chunk"))
+        or (ends and max(b - a for a, b in itertools.pairwise(ends)) <= 1)
+    )
     cancels = ("x.0", "x.1", "x.3") if alone else ()  # p is 1 whatever q and k are, and ds the difference of two equal sums
     return Case(op=attention, cfg=AttentionConfig(**options), x=x, reference=reference, name=name, cancels=cancels)
 
@@ -67,7 +75,11 @@ CASES = [
     case(1, 21, 23, 4, 2, 8, causal=True, window=4),
     case(2, 5, 5, 2, 2, 12, value=8, causal=True),
     case(1, 9, 9, 2, 1, 8, ends=[0, 4, 4, 9], causal=True, window=3),
+    case(2, 8, 8, 4, 2, 8, causal=True, chunk=4),
+    case(2, 8, 11, 2, 1, 8, causal=True, chunk=4, window=3, softcap=2.0),
+    case(1, 9, 9, 2, 1, 8, ends=[0, 6, 6, 9], causal=True, chunk=4),
     case(1, 9, 9, 2, 2, 8, ends=[0, 3, 9]),
+    case(1, 9, 9, 2, 1, 8, ends=[0, 3, 9], causal=True, max_seqlen=6),
     case(2, 4, 6, 4, 2, 8, bias=(1, 4)),
     case(2, 5, 5, 6, 2, 8, softcap=1.5, causal=True),
     case(1, 5, 5, 3, 3, 8, alibi=True, causal=True),
@@ -83,9 +95,10 @@ def drawn(draw):
     options = {"causal": causal, "alibi": draw(st.booleans()), "softcap": draw(st.sampled_from([None, 2.0]))}
     if causal:
         options["window"] = draw(st.sampled_from([None, 1, 3, 9]))
+        options["chunk"] = draw(st.sampled_from([None, 1, 3, 9]))
     if packed:
         options["ends"] = [0, *sorted(draw(st.lists(st.integers(0, t), max_size=3))), t]
-    elif draw(st.booleans()):
+    elif not options.get("chunk") and draw(st.booleans()):
         options["bias"] = draw(st.sampled_from([1, max(1, b)])), draw(st.sampled_from([1, k * groups]))
     return case(b, t, s, k * groups, k, draw(st.sampled_from(d)), value=draw(st.sampled_from(d)), **options)
 
@@ -99,6 +112,14 @@ SAME = ((1, 4, 2, 8),) * 3
 ERRORS = [
     Error(call=lambda: AttentionConfig(window=4), match="AttentionConfig: window must be None without causal, got 4"),
     Error(call=lambda: AttentionConfig(window=0, causal=True), match="AttentionConfig: window must be None or at least 1, got 0"),
+    Error(call=lambda: AttentionConfig(chunk=4), match="AttentionConfig: chunk must be None without causal, got 4"),
+    Error(call=lambda: AttentionConfig(chunk=0, causal=True), match="AttentionConfig: chunk must be None or at least 1, got 0"),
+    Error(call=lambda: AttentionConfig(chunk=4, bias=True, causal=True), match="AttentionConfig: bias must be False with chunk"),
+    Error(call=lambda: AttentionConfig(max_seqlen=4), match="AttentionConfig: max_seqlen must be None without packed, got 4"),
+    Error(
+        call=lambda: AttentionConfig(max_seqlen=0, packed=True),
+        match="AttentionConfig: max_seqlen must be None or at least 1, got 0",
+    ),
     Error(call=lambda: AttentionConfig(softcap=0.0), match="AttentionConfig: softcap must be None or above 0, got 0.0"),
     Error(call=lambda: AttentionConfig(packed=True, bias=True), match="AttentionConfig: bias must be False with packed"),
     Error(call=lambda: AttentionConfig(scale=-1.0), match="AttentionConfig: scale must be None or above 0"),
@@ -118,6 +139,10 @@ ERRORS = [
     Error(
         call=_call(*SAME, ends=[0, 3], packed=True),
         match="attention_fwd: x.3 (cu_seqlens) must be ascending, from 0 to q's length 4, got [0, 3]",
+    ),
+    Error(
+        call=_call(*SAME, ends=[0, 3, 4], packed=True, max_seqlen=2),
+        match="attention_fwd: x.3 (cu_seqlens) must be of sequences of at most 2 (cfg.max_seqlen), got one of 3",
     ),
     Error(
         call=_call(*SAME, (2,), packed=True), match="attention_fwd: x.3 (cu_seqlens) must be int32, got float32", error=TypeError

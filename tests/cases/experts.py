@@ -25,13 +25,16 @@ def gated(z, cfg):
 
 
 def reference(params, x, cfg):
-    """Every expert computes every token, with weight 0 for tokens that did not choose it; the weight is applied after down."""
+    """Every expert computes every token, with weight 0 for tokens that did not choose it; the weight is applied after down, or
+    before up."""
     weights, tokens, indices = x
     total = torch.zeros_like(tokens)
     for e in range(cfg.experts):
-        z = F.linear(tokens, params.up.weight[e], params.up.bias[e] if cfg.bias else None)
+        weight = (weights * (indices == e)).sum(-1, keepdim=True)
+        before = cfg.weights_on == "input"
+        z = F.linear(tokens * weight if before else tokens, params.up.weight[e], params.up.bias[e] if cfg.bias else None)
         y = F.linear(gated(z, cfg), params.down.weight[e], params.down.bias[e] if cfg.bias else None)
-        total = total + y * (weights * (indices == e)).sum(-1, keepdim=True)
+        total = total + (y * (indices == e).any(-1, keepdim=True) if before else y * weight)
     return total
 
 
@@ -62,6 +65,8 @@ CASES = [
     case((9,), 8, 64, 3, 2, kind="geglu_tanh"),
     case((5,), 2, 64, 2, 3, chosen=(0, 9, 63)),
     case((4,), 1, 4, 3, 2, chosen=(3,)),
+    case((2, 5), 2, 4, 7, 3, wide=True, weights_on="input"),
+    case((6,), 2, 4, 5, 3, chosen=(0, 3, 4), kind="geglu", weights_on="input"),  # some choices are dropped
 ]
 
 
@@ -72,6 +77,7 @@ def drawn(draw):
     choices = draw(st.integers(1, min(count, len(chosen))))
     tokens = tuple(draw(st.lists(st.integers(0, 4), max_size=2)))
     options = dict(kind=draw(st.sampled_from([*sorted(GATES), "clamped_swiglu"])), bias=draw(st.booleans()))
+    options |= {} if options["bias"] else {"weights_on": draw(st.sampled_from(["output", "input"]))}
     sizes = draw(st.integers(1, 6)), draw(st.integers(1, 6))
     return case(tokens, choices, count, *sizes, chosen, draw(st.booleans()), **options)
 
@@ -91,6 +97,14 @@ ERRORS = [
         match="experts_fwd: x.2 (indices) must be of at most 2147418112 rows, got 2147483648",
     ),
     Error(call=lambda: ExpertsConfig(2, 0, 3), match="ExpertsConfig: dim must be at least 1, got 0"),
+    Error(
+        call=lambda: ExpertsConfig(2, 4, 3, weights_on="up"),
+        match="ExpertsConfig: weights_on must be 'output' or 'input', got 'up'",
+    ),
+    Error(
+        call=lambda: ExpertsConfig(2, 4, 3, weights_on="input", bias=True),
+        match="ExpertsConfig: bias must be False with weights_on='input', got True",
+    ),
     Error(call=lambda: ExpertsConfig(2, 4, 3, kind="silu"), match="ExpertsConfig: kind must be one of glu"),
     Error(call=_call(x=ROWS), match="experts_fwd: x must be a tuple (weights, x, indices)", error=TypeError),
     Error(

@@ -90,9 +90,10 @@ CASES = [
     case((3,), 5, 4, Fp8Block(keep="input", wgrad="high"), bias=False),
     case((2, 5), 9, 3, Fp8Current()),
     case((0,), 3, 4, Fp8Delayed()),
-    case((5, 7), 32, 16, NVFP4(emulate=True)),
+    case((5, 7), 32, 16, NVFP4(stochastic=False, emulate=True)),
     case((4,), 32, 32, MXFP8(keep="input", emulate=True), columns=True),
     case((3, 2), 9, 5, Fp8Delayed()),
+    case((3, 2), 32, 16, NVFP4(stochastic=False, row_scaled=True, four_over_six="all", w_tile=(1, 16))),
 ]
 
 RECIPES = [
@@ -102,7 +103,10 @@ RECIPES = [
     Fp8Block(keep="input", wgrad="high"),
     Fp8Current(),
     MXFP8(),
-    NVFP4(),
+    NVFP4(stochastic=False),
+    NVFP4(stochastic=False, row_scaled=True, four_over_six="all", w_tile=(1, 16)),
+    Fp8Block(x_tile=(128, 128), w_tile=(1, 128), amax_epsilon=0.5),
+    MXFP8(scaling_mode="floor", w_tile=(32, 32)),
 ]
 
 

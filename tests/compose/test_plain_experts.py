@@ -23,8 +23,8 @@ def as_experts(tree):
     return ExpertsParams(tree["up"], tree["down"])
 
 
-def by_steps(params):
-    return {"sort": None, "up": params.up, "act": None, "down": params.down, "combine": None}
+def by_steps(params, cfg=of_experts.CASES[0].cfg):
+    return {step.name: getattr(params, step.name, None) for step in plain_experts(cfg).steps}
 
 
 def as_chain(given):
@@ -43,8 +43,13 @@ def steps_of(one):
 
 
 BIASED = next(one for one in of_experts.CASES if one.cfg.bias and one.cfg.kind == "clamped_swiglu")  # with dropped choices
+BEFORE = next(one for one in of_experts.CASES if one.cfg.weights_on == "input")
 EMPTY = next(one for one in of_experts.CASES if "experts-(0,)" in one.name)
-FIRST_TIER = [(law, of_experts.CASES[0]) for law in ("split", "right", "frugal")] + [("right", BIASED), ("split", EMPTY)]
+FIRST_TIER = [(law, of_experts.CASES[0]) for law in ("split", "right", "frugal")] + [
+    ("right", BIASED),
+    ("right", BEFORE),
+    ("split", EMPTY),
+]
 
 
 def rows_of_laws():
@@ -65,9 +70,9 @@ def test_laws_of_the_chain(law, one, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_the_chain_returns_and_keeps_what_the_op_does(dtype):
-    for one in (of_experts.CASES[0], BIASED, EMPTY):
+    for one in (of_experts.CASES[0], BIASED, BEFORE, EMPTY):
         params, given = one.make(dtype)
-        cfg, apart = plain_experts(one.cfg), by_steps(params)
+        cfg, apart = plain_experts(one.cfg), by_steps(params, one.cfg)
         y, kept = experts.fwd(params, given, one.cfg)
         found, kept_apart = chain.fwd(apart, as_chain(given), cfg)
         dparams, (d_weights, dx, _) = experts.bwd(kept, y, one.cfg)

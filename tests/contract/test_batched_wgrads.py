@@ -62,7 +62,7 @@ ALONE = {
         f"grouped {name}": (grouped_qlinear, GroupedQLinearConfig(3, WIDTH, WIDTH, recipe), (3, 3, 1, 1))
         for name, recipe in LOW.items()
     },
-    "grouped fp4": (grouped_qlinear, GroupedQLinearConfig(3, WIDTH, WIDTH, NVFP4()), (3, 3, 1, 1)),
+    "grouped fp4": (grouped_qlinear, GroupedQLinearConfig(3, WIDTH, WIDTH, NVFP4(stochastic=False)), (3, 3, 1, 1)),
     "grouped delayed": (grouped_qlinear, GroupedQLinearConfig(3, WIDTH, WIDTH, Fp8Delayed()), ()),
     "grouped gathered": (grouped_qlinear, GroupedQLinearConfig(3, WIDTH, WIDTH, LOW["block"], gathered=True), (3, 3, 1, 1)),
     "experts": (experts, ExpertsConfig(3, WIDTH, 16), (6, 6, 2, 2)),

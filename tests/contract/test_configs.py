@@ -73,7 +73,7 @@ def test_ops_declared_featurewise_are(case, dtype):
 
 # ops that change no other feature, as far as their cases show, and are not declared featurewise: their params have features, or x
 # has parts of other widths
-APART = {"bias", "causal_conv1d", "position_embedding", "glu", "latent_split", "permute"}
+APART = {"bias", "causal_conv1d", "position_embedding", "glu", "latent_split", "log_decay", "permute"}
 
 
 def test_ops_that_mix_features_say_so_and_others_too():

@@ -23,7 +23,7 @@ from funcops import (
     with_policy,
 )
 from funcops.lora import lora_init, merge, with_lora
-from funcops.low_precision import NF4, Fp8Block, quantize_params, quantize_weights, with_recipe, with_weight_only
+from funcops.low_precision import NF4, NVFP4, Fp8Block, quantize_params, quantize_weights, with_recipe, with_weight_only
 from funcops.models import DecoderConfig, decoder, to_hf
 from funcops.models.blocks import block_config
 from funcops.schedule import Schedule
@@ -84,13 +84,20 @@ REMEDIES = {
     ),
     "another op's config, fwd": (lambda: linear.fwd(None, torch.ones(2, 64), LOW), r"got QLinearConfig: call qlinear_fwd"),
     "codes of another dtype": (lambda: low(torch.float32), r"quantize_params\(params, cfg, dtype=torch.float32\)"),
+    "no key": (
+        lambda: quantize_params(params(), with_recipe(CFG, NVFP4())),
+        r"key must be a random key, .* another in each step, as random.fold_in\(key, step\), .*; or stochastic=False\), got None",
+    ),
     "no layer left": (
         lambda: with_recipe(CFG, Fp8Block(), skip=("up", "down")),
         r"with_recipe: skip must be globs that leave one of the linear layers up, down, got \('up', 'down'\), which names them all",
     ),
     "a format of weights": (lambda: with_recipe(CFG, NF4()), r"a format of weights alone: with_weight_only"),
     "the class of a format": (lambda: with_weight_only(CFG, NF4), r"format must be a Format or an NF4, got the class NF4: call it"),
-    "codes as a checkpoint": (written, r"blocks.0.* must be a tensor, got codes: funcops.low_precision.dense\(params\)"),
+    "codes as a checkpoint": (
+        written,
+        r"blocks.0.* must be a tensor \(low_precision.dense decodes it\), or codes by rows of e4m3 or e2m1, got NF4",
+    ),
     "processes": (lambda: dist.Mesh.of({"tp": 2}), r"start it by torchrun --nproc-per-node 2"),
     "a wrong path of needs": (
         lambda: chain.fwd(params(), torch.ones(2, 64), CFG, needs=Needs(params=["*.weight"])),

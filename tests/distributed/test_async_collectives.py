@@ -2,6 +2,7 @@
 
 import copy
 import re
+import types
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from funcops import DonatedError, Ledger, LedgerError, StaleResidualError, graphs, trees
-from funcops.distributed import InFlight, Mesh, all_to_all_start, finish, gather_start, scatter_sum_start, sum_over_start
+from funcops.contract.needs import Needs
+from funcops.distributed import InFlight, Mesh, all_to_all_start, comm, finish, gather_start, scatter_sum_start, sum_over_start
 from funcops.testing import run_ranks
 from funcops.trees import tree_map
 
@@ -81,6 +83,56 @@ def test_a_collective_that_is_never_finished_is_named():
     on_two(run)
     with pytest.raises(AssertionError, match=r"must be finished, got all_gather of float32\[2\] that nobody waits for on rank"):
         on_two(lambda axis, x: gather_start(x, axis) and None)
+
+
+class OnDevice(Tensor):
+    """A tensor that says it is on a GPU, on whose log `record_stream` and its end are written."""
+
+    def __new__(cls, what, log):
+        made = torch.Tensor._make_subclass(cls, torch.zeros(2))
+        made.what, made.written = what, log
+        return made
+
+    is_cuda, device = True, torch.device("cuda", 0)
+
+    def contiguous(self):
+        return self if self.what != "strided x" else OnDevice("copy", self.written)
+
+    def record_stream(self, stream):
+        self.written.append(f"{self.what} is used on {stream}")
+
+    def __del__(self):
+        self.written.append(f"{self.what} is freed")
+
+
+@pytest.mark.parametrize("sent", ["x", "copy"])
+def test_the_memory_of_what_is_sent_waits_for_the_stream_that_finishes(sent, monkeypatch):
+    """NCCL lets go of what it sends at the wait, for which only the stream that waits has waited."""
+    log, work = [], {}
+
+    def gather(x, size, group):
+        value = OnDevice("value", log)
+        work[id(value)] = x
+        return value
+
+    def wait_tensor(value):
+        log.append("wait")
+        del work[id(value)]
+        return value
+
+    fakes = types.SimpleNamespace(all_gather_into_tensor=gather, wait_tensor=wait_tensor)
+    monkeypatch.setattr(comm, "ops", fakes)
+    monkeypatch.setattr(comm, "_group", lambda x, axis: "group")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: "the other stream")
+    axis, x = Mesh.abstract({"tp": 2}, 0)["tp"], OnDevice("x" if sent == "x" else "strided x", log)
+    h = InFlight.keep(axis, Needs.ALL, value=comm.start_gather(x, axis), source=x, what="gather")
+    del x
+    value = finish(h)
+    assert value.what == "value"
+    used = [f"{sent} is used on the other stream", "value is used on the other stream", f"{sent} is freed"]
+    assert [line for line in log if not line.startswith("strided")] == ["wait", *used]
+    del value
+    assert log[-1] == "value is freed" and not len(comm._sent)
 
 
 def test_traced_a_start_and_a_wait_stay_where_they_are():

@@ -31,7 +31,14 @@ from funcops.testing.checks import float_like, same_bits
 from funcops.testing.tolerances import assert_close
 
 module = importlib.import_module("funcops.distributed.ops.context_attention")
-WAYS = ("gather", "ring")
+WAYS = ("gather", "ring", "heads")
+
+
+def shared(heads, way):
+    """A number of heads that ranks can share out, if they do."""
+    return 8 * heads if way == "heads" else heads
+
+
 DRAWN = given(
     st.integers(0, 2),
     st.integers(0, 2),
@@ -50,12 +57,13 @@ DRAWN = given(
 @example(1, 1, 2, 1, 2, 4, False)
 @DRAWN
 def test_it_is_the_plain_op_in_parts(way, batch, t, s, heads, groups, size, causal):
-    check_dist(dist.context_attention, context_attention(batch, t, s, heads, groups, size, causal, way))
+    check_dist(dist.context_attention, context_attention(batch, t, s, shared(heads, way), groups, size, causal, way))
 
 
-@pytest.mark.parametrize(("way", "causal"), [("gather", True), ("ring", False)])
+@pytest.mark.parametrize(("way", "causal"), [("gather", True), ("ring", False), ("heads", True), ("heads", False)])
 def test_capped_scores(way, causal):
-    check_dist(dist.context_attention, context_attention(2, 1, 2, 1, 2, 4, causal, way, 0.7, 0.5), sizes=(1, 2, 4))
+    case = context_attention(2, 1, 2, shared(1, way), 2, 4, causal, way, 0.7, 0.5)
+    check_dist(dist.context_attention, case, sizes=(1, 2, 4))
 
 
 OPTIONS = {  # an attention in order, of rows whose windows and sequences reach into other chunks, or end in them
@@ -65,15 +73,26 @@ OPTIONS = {  # an attention in order, of rows whose windows and sequences reach 
     "a bias, all keys": dict(bias=True),
     "packed": dict(causal=True, packed=True),
     "packed, a window": dict(causal=True, packed=True, window=3),
+    "chunks": dict(causal=True, chunk=6),
+    "packed, chunks": dict(causal=True, packed=True, chunk=3, window=2),
     "sinks alone": dict(causal=True),
 }
 
 
-@pytest.mark.turns("sinks", "name", every=2)
+WHOLE = [
+    (way, name)
+    for way in ("gather", "heads")
+    for name in OPTIONS
+    if way == "gather" or name[:2] not in ("al", "a ") or "win" in name
+]
+
+
+@pytest.mark.turns("sinks", "way", "name", every=2)
 @pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options_of_attention(name, sinks):
+@pytest.mark.parametrize(("way", "name"), WHOLE)
+def test_options_of_attention(way, name, sinks):
     options, length, draw = OPTIONS[name], 16, torch.Generator().manual_seed(1)
+    n = 4 if way == "gather" else 2
     if sinks:
         plain, config, op = SinkAttentionConfig(4, **options), dist.ContextSinkAttentionConfig, dist.context_sink_attention
         options, of = options | {"heads": 4}, sink_attention
@@ -93,20 +112,20 @@ def test_options_of_attention(name, sinks):
 
     def run(mesh):
         cp = mesh["cp"]
-        cfg = config(cp, **options)
+        cfg = config(cp, comm=way, **options)
         y, kept = op.fwd(params, tuple([part(t, cp) for t in x]), cfg)
         dparams, dx = op.bwd(kept, part(dy, cp), cfg)
         again, pending = op.dgrad(kept, part(dy, cp), cfg)
         same_bits((op.wgrad(pending, cfg), again), (dparams, dx), "the halves")
         return y, *dx[:3], *[None if d is None else d.transpose(1, 2) for d in dx[3:]], dparams and comm.sum_over(dparams.sinks, cp)
 
-    found = list(zip(*run_ranks({"cp": 4}, run), strict=True))
+    found = list(zip(*run_ranks({"cp": n}, run), strict=True))
     want = [y, *dx[:3], *[None if d is None else d.transpose(1, 2) for d in dx[3:]]]
     for ranks, one in zip(found[:-1], want, strict=True):
         if one is not None:
-            torch.testing.assert_close(dist.unzigzag(torch.cat(ranks, 1), axis_of(4)), one, rtol=0, atol=1e-13)
+            torch.testing.assert_close(dist.unzigzag(torch.cat(ranks, 1), axis_of(n)), one, rtol=0, atol=1e-13)
     if sinks:
-        torch.testing.assert_close(found[-1][2], dparams.sinks, rtol=0, atol=1e-13)
+        torch.testing.assert_close(found[-1][-1], dparams.sinks, rtol=0, atol=1e-13)
 
 
 def test_sinks_and_windows_are_the_plain_op_in_parts():
@@ -119,7 +138,7 @@ def test_sinks_and_windows_are_the_plain_op_in_parts():
 @settings(max_examples=6)
 @DRAWN
 def test_more_shapes(way, batch, t, s, heads, groups, size, causal):
-    check_dist(dist.context_attention, context_attention(batch, t, s, heads, groups, size, causal, way, scale=0.3))
+    check_dist(dist.context_attention, context_attention(batch, t, s, shared(heads, way), groups, size, causal, way, scale=0.3))
 
 
 def qkv(dtype, causal, length=16, size=8, device="cpu"):
@@ -162,10 +181,11 @@ def hold_to_plain(whole, causal):
         return y, *dist.context_attention.bwd(residuals, part[3], cfg)[1]
 
     for way in WAYS:
-        found = run_ranks({"cp": 4}, lambda mesh, way=way: run(mesh, way))
+        n = 2 if way == "heads" else 4
+        found = run_ranks({"cp": n}, lambda mesh, way=way: run(mesh, way))
         for name, parts, one in zip(("y", "dq", "dk", "dv"), zip(*found, strict=True), want, strict=True):
             assert_close(
-                dist.unzigzag(torch.cat(parts, 1), axis_of(4)), one, dtype=dtype, length=one.numel(), what=f"{way}: {name}"
+                dist.unzigzag(torch.cat(parts, 1), axis_of(n)), one, dtype=dtype, length=one.numel(), what=f"{way}: {name}"
             )
 
 
@@ -213,6 +233,22 @@ def test_sent_and_computed_blocks(n, monkeypatch):
         programs = dist.check_program(lambda mesh, way=way: step(mesh, way), {"cp": n})
         assert {tuple(map(str, program.sent)) for program in programs.values()} == {tuple(want)}
         assert seen == dict.fromkeys(range(n), 2 * (8 * 8 * n // 2))
+
+
+def test_heads_travel_together():
+    """Forward q, k and v in one message, and y and its logsumexp; backward these with dy, and three gradients in one."""
+
+    def step(mesh):
+        cfg = dist.ContextAttentionConfig(mesh["cp"], causal=True, comm="heads")
+        q, kv = torch.zeros(1, 8, 4, 8), torch.zeros(1, 8, 2, 8)
+        y, residuals = dist.context_attention.fwd(None, (q, kv, kv), cfg)
+        dist.context_attention.bwd(residuals, y, cfg)
+
+    forward, backward = (4 + 2 + 2, 4), (3 * 4 + 2 + 2, 4 + 2 + 2)  # heads of each message
+    for program in dist.check_program(step, {"cp": 2}).values():
+        sizes = [sum(one.sends) * math.prod(one.shape[1:]) for one in program.sent]
+        whole, rows = 8 * 8, 8  # elements of a head, and of its logsumexp
+        assert sizes == [forward[0] * whole, forward[1] * whole, 4 * rows, backward[0] * whole, 4 * rows, backward[1] * whole]
 
 
 def test_tensors_without_a_gradient_are_not_sent():
@@ -264,12 +300,26 @@ def bad_calls(cp):
         lambda: dist.context_attention.fwd(None, torch.ones(good), dist.ContextAttentionConfig(cp)),
     )
     yield f"{where}: x.0 (q) must be a plain tensor", lambda: plain(torch.ones(good).as_subclass(DTensor))
-    yield "ContextAttentionConfig: comm must be 'gather' or 'ring', got 'p2p'", lambda: fwd(*[good] * 3, comm="p2p")
+    yield "ContextAttentionConfig: comm must be 'gather', 'ring' or 'heads', got 'p2p'", lambda: fwd(*[good] * 3, comm="p2p")
     for name in ("alibi", "packed"):
         said = "False without causal (kernels take the last row to be at the last key), got True"
         yield f"ContextAttentionConfig: {name} must be {said}", lambda name=name: fwd(*[good] * 3, **{name: True})
-    said = "'gather' with a window, ALiBi, a bias or packed sequences, got 'ring'"
-    yield f"ContextAttentionConfig: comm must be {said}", lambda: fwd(*[good] * 3, causal=True, window=2, comm="ring")
+    said = "comm must be 'gather' or 'heads' with a window, chunks or packed sequences, 'gather' with ALiBi or a bias, got"
+    for way, options in (
+        ("ring", dict(window=2)),
+        ("ring", dict(alibi=True)),
+        ("heads", dict(alibi=True)),
+        ("heads", dict(bias=True)),
+    ):
+        yield (
+            f"ContextAttentionConfig: {said} '{way}'",
+            lambda way=way, options=options: fwd(*[good] * 3, causal=True, comm=way, **options),
+        )
+    for name, heads in (("0 (q)", (3, 1)), ("1 (k)", (2, 1))):
+        got = 1 if name[0] == "1" else 3
+        said = f"of a number of heads that 2 divides (cfg.comm is 'heads'; 'gather' takes any), got {got}"
+        shapes = [(1, 4, count, 8) for count in (heads[0], heads[1], heads[1])]
+        yield f"{where}: x.{name} must be {said}", lambda shapes=shapes: fwd(*shapes, comm="heads")
     yield f"{where}: x.3 (bias) must be [1 or 1, 2 or 1, 4, 8], got [1, 1, 4, 4]", lambda: fwd(*[good] * 3, (1, 1, 4, 4), bias=True)
     yield f"{where}: x.1 (k) must be of an even length", lambda: fwd(good, *[(1, 3, 2, 8)] * 2, (1, 1, 4, 6), bias=True)
     t = torch.ones(1, 6)

@@ -8,7 +8,7 @@ from tiers import drawn
 
 from funcops import ExpertsConfig, RopeConfig, RouteConfig, WithExtras, chain, dist, random
 from funcops.distributed import Mesh
-from funcops.models import DecoderConfig, LatentConfig, MoEConfig, decoder, decoder_x, roles
+from funcops.models import DecoderConfig, LatentConfig, LinearAttentionConfig, MoEConfig, decoder, decoder_x, roles
 from funcops.testing import run_ranks
 from funcops.trees import paths, tree_map_tensors
 
@@ -27,6 +27,24 @@ FAMILIES = {  # what each has that is its own
     "gpt-oss": dict(sinks=True, windows=(3, None), moe=MIXTURE, qkv_bias=True),
     "deepseek's mixture": dict(moe=dataclasses.replace(MIXTURE, shared=8, dense=(0,))),
     "deepseek's attention": dict(latent=LATENT),
+    "llama 4": dict(
+        rope=RopeConfig(4, interleaved=True),
+        unrotated=(1,),
+        chunks=(3, None),
+        temperature=(0.5, 2.0),
+        qk_norm="l2",
+        moe=MoEConfig(
+            route=RouteConfig(4, 2, score="sigmoid", normalize=False),
+            experts=ExpertsConfig(4, 16, 6, weights_on="input"),
+            shared=8,
+            dense=(0,),
+        ),
+    ),
+    "qwen3-next": dict(
+        attention_gate=True,
+        qk_norm="head",
+        linear=LinearAttentionConfig(key_heads=2, value_heads=4, key_size=4, value_size=3, layers=(0,)),
+    ),
     "latents of q": dict(latent=dataclasses.replace(LATENT, q_rank=6), moe=MIXTURE),
 }
 MESHES = {
@@ -77,12 +95,17 @@ def test_a_decoder_on_ranks_equals_one_process(name, mesh):
             torch.testing.assert_close(t, wanted[path], rtol=0, atol=1e-12, msg=lambda said, path=path: f"{path}: {said}")
     assert {
         "embed.weight",
-        *[path for path in wanted if path.endswith((".proj.weight", ".out.weight")) and ".shared." not in path],
+        *[
+            path
+            for path in wanted
+            if path.endswith((".proj.weight", ".out.weight")) and not (".shared." in path or ".linear_attn." in path)
+        ],
     } <= shared[0]
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("qwen3", dict(softcap=2.0)), ("gpt-oss", {}), pytest.param("gpt2", {}, marks=pytest.mark.slow)]
+    ("name", "options"),
+    [("qwen3", dict(softcap=2.0)), ("gpt-oss", {}), ("llama 4", {}), pytest.param("gpt2", {}, marks=pytest.mark.slow)],
 )
 def test_a_sequence_over_ranks(name, options):
     """A rank's ids, labels and positions are in zigzag order."""

@@ -129,7 +129,7 @@ WRONG |= dict.fromkeys(("limit", "alpha", "offset"), ("1", None))
 WRONG |= dict.fromkeys(("experts", "hidden", "rank"), WRONG["vocab"])
 WRONG |= {"side": ("both", None), "dropout": (1.0, "0", None)}
 WRONG |= dict.fromkeys(("own", "value"), WRONG["vocab"])
-WRONG |= {"shards": ("rows", None)}
+WRONG |= {"shards": ("rows", None), "reshard_after_forward": WRONG["bias"], "stage": (1, "3", None)}
 WRONG |= {"alibi": WRONG["bias"], "packed": WRONG["bias"], "window": (0, 1.5), "heads": (0, "1", None), "over": (1, None)}
 MAY_BE_ZERO = {("parallel_low_rank", "scale")}
 

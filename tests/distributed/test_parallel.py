@@ -149,6 +149,11 @@ ENDS = {
 
 @pytest.mark.parametrize(("end", "sizes"), drawn(ENDS, [{"cp": 2, "tp": 2}, {"dp": 2, "tp": 2}, {"dp": 2, "cp": 2, "tp": 1}]))
 def test_a_decoder_with_sharded_vocabulary_and_sequence(end, sizes):
+    for mix in ("context", "context ring", "context heads") if "cp" in sizes else ("context",):
+        hold_a_decoder_to_one_process(end, sizes, mix)
+
+
+def hold_a_decoder_to_one_process(end, sizes, mix):
     """Loss and gradients of the whole model; dropout is drawn by places in the whole tensor."""
     last, roles = ENDS[end]
     drop = Step("drop", dropout, DropoutConfig(0.2), takes=("key",))
@@ -160,7 +165,7 @@ def test_a_decoder_with_sharded_vocabulary_and_sequence(end, sizes):
     wanted, _ = chain.bwd(residuals, torch.ones((), dtype=D), cfg)
 
     def run(mesh):
-        own = dist.parallel(cfg, {**RULES, **roles, "embed": "vocab", "*.mix": "context"}, mesh)
+        own = dist.parallel(cfg, {**RULES, **roles, "embed": "vocab", "*.mix": mix}, mesh)
         specs = dist.specs_of(chain, own)
         params = dist.init(chain, own, specs, mesh, key=KEY, dtype=D)
         same_bits(params, dist.shard(whole, specs, mesh), "params")
@@ -269,7 +274,7 @@ MLP, BOTH = chained(UP, DOWN), {"up": "column", "down": "row"}
 BAD = {
     "parallel: rules must be globs that are the first to match a step (up, down), got 'no'": (MLP, {**BOTH, "no": "row"}),
     "parallel: rules must be globs that are the first to match a step (up, down), got 'd*'": (MLP, {**BOTH, "d*": "row"}),
-    "parallel: rules['up'] must be 'column', 'row', 'vocab', 'shared', 'expert', 'hidden', 'context', or a function, got 'rows'": (
+    f"parallel: rules['up'] must be {', '.join(map(repr, ROLES))}, or a function, got 'rows'": (
         MLP,
         {**BOTH, "up": "rows"},
     ),

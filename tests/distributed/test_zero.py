@@ -301,7 +301,7 @@ def test_a_recipe_with_values_beside_weights_is_refused(recipe):
     cfg, dp = ChainConfig(steps=(Step("up", linear, LinearConfig(16, 16)),)), Mesh.abstract({"dp": 2}, 0)["dp"]
     said = (
         "ShardedConfig: recipe must be one without scales or keys beside weights, which are not sharded "
-        f"(Fp8Current and Fp8Block have none), got {type(recipe).__name__}"
+        f"(Fp8Current, Fp8Block and NVFP4(stochastic=False) have none), got {type(recipe).__name__}"
     )
     with pytest.raises(ValueError, match=re.escape(f"up: {said}")):
         dist.zero3(with_recipe(cfg, recipe), dp)

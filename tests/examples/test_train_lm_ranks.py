@@ -10,6 +10,7 @@ import programs
 import pytest
 import torch
 
+from funcops.optim import BlockTensor
 from funcops.testing import run_ranks
 from funcops.trees import nbytes, paths, tree_map_tensors
 
@@ -36,6 +37,7 @@ def text(tmp_path_factory):
 EXPERTS = "--experts 8 --top-k 2 --balance 0.05".split()
 ONES = dict.fromkeys(("pp", "dp", "ep", "cp", "tp"), 1)
 THREADS = {
+    "dp-tp": (ONES | {"dp": 2, "tp": 2}, 0, []),
     "tp-zero3": (ONES | {"dp": 2, "tp": 2}, 3, []),
     "cp-zero1": (ONES | {"dp": 2, "cp": 2}, 1, []),
     "ep-zero3": (ONES | {"dp": 2, "ep": 2}, 3, [*EXPERTS, "--shared", "1"]),
@@ -113,9 +115,40 @@ def test_a_recipe_on_ranks_that_are_threads(text, tmp_path):
         torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=0.01, atol=0)
         for path, state in own.items():
             assert torch.equal(state.history, ranks[0][1][path].history), path
-            x_and_w, want = (one.history[1:3, :2] for one in (state, scales[path]))
+            x_and_w, want = (one.history[1, :2] for one in (state, scales[path]))
             assert bool((want > 0).all())
-            torch.testing.assert_close(x_and_w, want, rtol=0.05, atol=0, msg=path)
+            torch.testing.assert_close(x_and_w, want, rtol=0.1, atol=0, msg=path)  # ranks of dp measure their own x
+
+
+@pytest.mark.slow
+def test_an_8_bit_state_on_ranks_that_are_threads(text, tmp_path):
+    """Losses near one process's; a checkpoint of one process goes on on four, and theirs on one."""
+    programs.main_of("train_lm.py")
+    import train_lm
+    from lm.data import load_corpus
+    from lm.flags import parse
+    from lm.ranks import Ranks
+
+    sizes = "--dim 64 --layers 1 --heads 4 --kv-heads 2 --hidden 128 --context 16 --batch 4 --eval-every 4".split()
+    flags = [*sizes, *"--zero 1 --lr 0.01 --steps 4 --eight-bit-state".split(), "--text", str(text), "--dtype", "float32"]
+    corpus = load_corpus(text, context=16)
+
+    def run(folder, mesh=None, resume=False):
+        args = parse([*flags, "--out", str(tmp_path / folder), *["--resume"] * resume])
+        made = train_lm.Run(args, corpus, mesh and Ranks.of(mesh, args))
+        found = [made.advance().loss for _ in range(2)]
+        means = made.state.optimiser.exp_avg["blocks"][0]["mlp"]
+        assert type(means["up"].weight) is BlockTensor and made.save()
+        return torch.tensor(found)
+
+    first, last = run("one"), run("one", resume=True)
+    many = lambda folder, resume: run_ranks(ONES | {"dp": 2, "tp": 2}, lambda mesh: run(folder, mesh, resume))  # noqa: E731
+    run("moved")
+    pairs = [(many("four", False), first), (many("moved", True), last)]
+    pairs += [([run("four", resume=True)], last)]
+    for found, want in pairs:
+        for own in found:
+            torch.testing.assert_close(own, want, rtol=2e-3, atol=0)
 
 
 BAD = {
@@ -131,7 +164,6 @@ BAD = {
     "--pp 2 --tied": "--tied: expected without --pp 2 --dp 2 --ep 1 --cp 1 --tp 1, as the embedding and the head are on two stages",
     "--check": "--check: expected without --pp 1 --dp 4 --ep 1 --cp 1 --tp 1, as whole params are compared, got True",
     "--optimizer muon": "--optimizer: expected adamw with --pp 1 --dp 4 --ep 1 --cp 1 --tp 1, as Muon's state is saved by one",
-    "--eight-bit-state": "--eight-bit-state: expected without --pp 1 --dp 4 --ep 1 --cp 1 --tp 1, as blocks of 256 would end where",
     "--graph": "--graph: expected without --pp 1 --dp 4 --ep 1 --cp 1 --tp 1, as communication is not captured, got True",
     "--pp 2 --compile": "--compile: expected without --pp 2 --dp 2 --ep 1 --cp 1 --tp 1, as the schedule is run action by action",
     "--ep 2": "--experts: expected a multiple of --ep 2, got none",

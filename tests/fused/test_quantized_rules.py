@@ -154,6 +154,7 @@ def test_a_maker_and_its_reader_give_the_same_bits(maker, dtype, monkeypatch):
     x = draw(2, 3, WIDTH * (1 + (maker == "glu")), dtype=dtype)
     both_ways(two(maker, Fp8Block()), x)
     both_ways(two(maker, Fp8Block()), x, Needs(params=["up.weight"]))
+    both_ways(two(maker, Fp8Block(amax_epsilon=1e3)), x)
 
 
 def siblings(recipes):

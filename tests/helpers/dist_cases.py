@@ -301,7 +301,7 @@ def parallel_experts(rows, choices, dim, hidden, bias, some=8, **options):
 def sent(weights, tokens, indices, count, n, capacity):
     """Each rank's weights, rows and indices, with C slots for the tokens of each rank, and the slots of all tokens."""
     m, own = len(tokens) // n, count // n
-    room = m if capacity is None else math.ceil(capacity * m)
+    room = math.ceil(capacity * m)
     zeros = torch.zeros_like(weights[0]), torch.zeros_like(tokens[0]), torch.full_like(indices[0], own)
     place = torch.full((len(tokens), n), n * room, dtype=torch.int32)
     rows = []
@@ -333,8 +333,9 @@ def latent_split(rows, heads, sequence):
     )
 
 
-def dispatch(rows, choices, dim, capacity=None, some=9):
-    """A case of 8 experts: tokens choose among the first `some`; a ninth is a choice that was dropped."""
+def dispatch(rows, choices, dim, capacity=1.0, some=9):
+    """A case of 8 experts: tokens choose among the first `some`; a ninth is a choice that was dropped. With a capacity, as ranks
+    have equal parts of y."""
 
     def x(d):
         indices = d.rand(8 * rows[0], *rows[1:], some).argsort(-1)[..., :choices].to(torch.int32)
@@ -343,14 +344,14 @@ def dispatch(rows, choices, dim, capacity=None, some=9):
     def reference(params, x, n):
         weights, tokens, indices = (t.flatten(0, -2) for t in x)
         made, got, own, place = sent(weights, tokens, indices, 8, n, capacity)
-        return made, got, own, place.view(*x[1].shape[:-1], n)
+        return made, got, own, place.view(*x[1].shape[:-1], n), None
 
     return DistCase(
         cfg=lambda axis: dist.DispatchConfig(8, axis=axis, capacity=capacity),
         x=x,
         reference=reference,
         placed_x=(SHARD, SHARD, SHARD),
-        placed_y=(SHARD, SHARD, SHARD, SHARD),
+        placed_y=(SHARD, SHARD, SHARD, SHARD, None),
         buffers=True,  # a place for each rank
         name=f"{rows}-{choices}-{dim}-{capacity}-{some}",
     )

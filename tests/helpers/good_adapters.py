@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from good_rows import ANY, CFG, NAME, ONE, Row, doubled, params, x
+from good_rows import ANY, CFG, META_KEY, NAME, ONE, Row, doubled, params, x
 
-from funcops import Needs, graphs, linear, nn
+from funcops import Needs, graphs, linear, nn, random
 from funcops.formats.recipes import Fp8Block
 from funcops.trees import tree_map_tensors
 
@@ -99,7 +99,10 @@ ADAPTERS = {
         {("skip", "[]"): "none"},
     ),
     "nn.to_torch": Row(lambda: {"model": torch.nn.Sequential(nn.Linear(4, 4))}),
-    "nn.quantize_weights": Row(lambda: {"model": nn.Linear(4, 4, recipe=Fp8Block()), "dtype": torch.float32, "columns": True}),
+    "nn.quantize_weights": Row(
+        lambda: {"model": nn.Linear(4, 4, recipe=Fp8Block()), "dtype": torch.float32, "columns": True, "key": random.key(0)},
+        accepts=META_KEY,
+    ),
     "nn.kept_bytes": Row(lambda: {"module": torch.nn.Linear(4, 4), "input": torch.ones(2, 4)}),
     "nn.functional": Row(lambda: {"module": nn.Linear(4, 4)}),
 }

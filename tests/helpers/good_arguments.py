@@ -168,7 +168,15 @@ OWN = {  # by "module.name", or "name" of funcops itself
         {("residuals", "None"): "nothing was kept", "params": ANY, "x": ANY},
     ),
     "quantization_report": Row(
-        lambda: {"params": params(), "x": x(), "cfg": CFG, "recipe": formats.E4M3_BLOCK, "dy": None, "key": random.key(0)}
+        lambda: {
+            "params": params(),
+            "x": x(),
+            "cfg": CFG,
+            "recipe": formats.E4M3_BLOCK,
+            "dy": None,
+            "key": random.key(0),
+            "total": False,
+        }
     ),
     "diff": Row(lambda: {"before": report_of(), "after": report_of()}),
     "rope_table": Row(
@@ -274,6 +282,7 @@ MADE = {
     "Graphed",
     "GraphedOp",
     "InFlight",
+    "ModelErrors",
     "Plan",
     "Predicted",
     "QuantizationReport",

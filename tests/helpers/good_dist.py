@@ -119,9 +119,11 @@ DIST = {
             "context": "cp",
             "experts": "ep",
             "rows": (),
+            "capacity": 0.5,
         },
         {
             "rules": ({"up": "no such"}, {"up": 3}, {3: "row"}, {"no such": "row"}),
+            "capacity": (0.0, 1.5, "all"),
             "context": ("tp",),
             "experts": ("cp",),
             "rows": (("tp",), ["dp"], ("no such",)),
@@ -165,6 +167,18 @@ DIST = {
         {"like": "looked at for its shapes"},
     ),
     "dist.zero3": Row(
+        lambda: {
+            "cfg": CHAIN,
+            "axis": ALONE,
+            "also": (),
+            "dtype": torch.float32,
+            "ordered": True,
+            "bucket_bytes": 64,
+            "reshard_after_forward": True,
+        },
+        {"also": ((3,), (ALONE,)), "bucket_bytes": (0,)},
+    ),
+    "dist.data_parallel": Row(
         lambda: {"cfg": CHAIN, "axis": ALONE, "also": (), "dtype": torch.float32, "ordered": True, "bucket_bytes": 64},
         {"also": ((3,), (ALONE,)), "bucket_bytes": (0,)},
     ),

@@ -24,9 +24,9 @@ OTHER_LEAVES = {
 
 LOW_PRECISION = {
     "low_precision.with_recipe": Row(
-        lambda: {"cfg": CHAIN, "recipe": low_precision.Fp8Block(), "only": ("*",), "skip": ()},
-        {"only": (("head",),), "skip": (("head",),)},
-        {(name, "[]"): "none" for name in ("only", "skip")},
+        lambda: {"cfg": CHAIN, "recipe": low_precision.Fp8Block(), "only": ("*",), "skip": (), "attention": ()},
+        {"only": (("head",),), "skip": (("head",),), "attention": (("a",),)},
+        {(name, "[]"): "none" for name in ("only", "skip", "attention")},
     ),
     "low_precision.with_weight_only": Row(
         lambda: {"cfg": CHAIN, "format": low_precision.NF4(), "only": ("*",), "skip": ()},
@@ -65,6 +65,28 @@ LOW_PRECISION = {
             "recipe": low_precision.Fp8Delayed(history=2),
             "reduce": torch.clone,
         }
+    ),
+    "low_precision.begin_step": Row(
+        lambda: {
+            "params": chain_params(),
+            "cfg": LOW,
+            "state": low_precision.recipe_init(LOW, chain_params()),
+            "dtype": torch.float32,
+            "columns": True,
+            "key": random.key(0),
+            "needs": Needs.ALL,
+        },
+        {"cfg": (None, 3)},
+        {**OTHER_LEAVES, **META_KEY},
+    ),
+    "low_precision.end_step": Row(
+        lambda: {
+            "main_grad": low_precision.begin_step(chain_params(), LOW, {})[1],
+            "cfg": LOW,
+            "state": low_precision.recipe_init(LOW, chain_params()),
+            "over_ranks": dict,
+        },
+        accepts={"main_grad": ANY},
     ),
     "low_precision.split_amaxes": Row(lambda: {"dparams": grads()}, accepts={"dparams": ANY}),
     "low_precision.gradients_like": Row(

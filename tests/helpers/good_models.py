@@ -18,10 +18,11 @@ LLAMA = models.DecoderConfig(**SIZES, rope=RopeConfig(2), family="llama")
 
 def whole() -> dict[str, Any]:
     """Every field of a DecoderConfig, each with a value for which another type is wrong."""
-    named = dict(mlp="swiglu", norm="rms_norm", qk_norm="head", family="any")
+    named = dict(mlp="swiglu", norm="rms_norm", qk_norm="all", family="any")
     numbers = dict(eps=1e-6, scale=0.5, softcap=2.0, embed_scale=2.0, residual_scale=0.5, logit_scale=0.5, logit_softcap=3.0)
-    flags = "zero_centered norm_before norm_after qkv_bias out_bias mlp_bias places sinks tied".split()
+    flags = "zero_centered norm_before norm_after qkv_bias out_bias mlp_bias places sinks attention_gate tied".split()
     parts = dict(rope=RopeConfig(2), local_rope=RopeConfig(2), unrotated=(1,), windows=(None, 3), latent=None, moe=None)
+    parts |= dict(chunks=(4, None), temperature=(0.5, 2.0), linear=None)
     return {**SIZES, **named, **numbers, **dict.fromkeys(flags, True), **parts}
 
 
@@ -86,16 +87,21 @@ MODELS = {
     "models.DecoderConfig": Row(
         whole,
         dict.fromkeys(SIZES, ZERO)
+        | {"chunks": ((3,), (None, 0), ("a", 1)), "temperature": ((0.5,), (-0.5, 2.0), (0.5, 0.0), ("a", 1.0))}
         | {"windows": ((3,), (None, 0), ("a", 1)), "kv_heads": ZERO, "scale": (0.0,), "softcap": (0.0,)}
         | {"unrotated": ((2,), (-1,), ("a",)), "residual_scale": (0.0,), "logit_scale": (0.0,)},
         {**SOME, ("family", "''"): "any name"},
     ),
     "models.LatentConfig": Row(latent, dict.fromkeys(("kv_rank", "rope_size", "q_rank"), ZERO)),
+    "models.LinearAttentionConfig": Row(
+        lambda: dict(key_heads=1, value_heads=2, key_size=3, value_size=4, width=2, layers=(0,)),
+        dict.fromkeys(("key_heads", "value_heads", "key_size", "value_size", "width"), ZERO) | {"layers": ((-1,), ("a",), ())},
+    ),
     "models.MoEConfig": Row(sparse, {"dense": ((-1,), ("a",))}, {("dense", "[]"): "none"}),
     "models.moe": Row(lambda: {"cfg": models.MoEConfig(**sparse())}),
     "models.plain_experts": Row(lambda: {"cfg": sparse()["experts"]}),
-    "models.decoder": Row(lambda: {"cfg": LLAMA, "loss": True, "reduction": "sum", "packed": True}),
-    "models.pack": Row(lambda: {"documents": [torch.arange(3), torch.arange(1)], "length": 6, "count": 4}),
+    "models.decoder": Row(lambda: {"cfg": LLAMA, "loss": True, "reduction": "sum", "packed": True, "max_seqlen": 4}),
+    "models.pack": Row(lambda: {"documents": [torch.arange(3), torch.arange(1)], "length": 6, "count": 4, "max_seqlen": 3}),
     "models.decoder_x": Row(
         lambda: {
             "cfg": LLAMA,
@@ -143,8 +149,16 @@ MODELS = {
     ),
     "models.open_hf": Row(lambda: {"folder": folder(), "length": 4, "ignore": ()}, accepts=NO_FIELD),
     "models.to_hf": Row(
-        lambda: {"params": params(), "cfg": LLAMA, "folder": new_folder(), "fields": {"use_cache": True}, "shard_bytes": 1000},
-        {"fields": ({"no such": 1},), "shard_bytes": ZERO, "folder": (Path("no such") / "folder",)},
+        lambda: {
+            "params": params(),
+            "cfg": LLAMA,
+            "folder": new_folder(),
+            "fields": {"use_cache": True},
+            "shard_bytes": 1000,
+            "quant_method": None,
+            "scale_dtype": torch.float32,
+        },
+        {"fields": ({"no such": 1},), "shard_bytes": ZERO, "folder": (Path("no such") / "folder",), "quant_method": ("fp8",)},
         {("fields", "None"): ANY, ("fields", "[]"): "none"},
     ),
 }

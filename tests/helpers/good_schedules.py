@@ -84,8 +84,8 @@ SCHEDULES = {
         {"layout": (schedule.Layout(tp=3), schedule.Layout(dp=3))},
     ),
     "schedule.plan_parallel": Row(
-        lambda: {"model": a_decoder(), "gpus": 2, "memory": 1e9, "gpu": "A100", "fixed": {"tp": 2}, "show": 1},
-        {"gpus": (0,), "memory": (0.0, 1.0), "show": (0,), "fixed": ({"ep": 2}, {"tp": 3}, {"tp": 0})},
+        lambda: {"model": a_decoder(), "gpus": 2, "memory": 1e9, "gpu": "A100", "fixed": {"tp": 2}, "show": 1, "margin": 0.1},
+        {"gpus": (0,), "memory": (0.0, 1.0), "margin": (-0.1, 1.0), "show": (0,), "fixed": ({"ep": 2}, {"tp": 3}, {"tp": 0})},
         {("fixed", "[]"): "nothing is fixed"},
     ),
     "schedule.Schedule": Row(

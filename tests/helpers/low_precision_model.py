@@ -21,7 +21,7 @@ from funcops.program.values import add
 
 D, COUNT = 32, 3
 RECIPE = Fp8Delayed(history=4)
-STATELESS = Fp8Block(), Fp8Current(), MXFP8(), NVFP4()
+STATELESS = Fp8Block(), Fp8Current(), MXFP8(), NVFP4(stochastic=False)
 
 
 def mlp(hidden=2 * D):

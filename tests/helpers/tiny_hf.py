@@ -55,6 +55,25 @@ def types(row):
 
 FAMILIES = {  # model: its type, and its config beside BASE
     "llama": ("llama", dict(rope_parameters=LLAMA3, attention_bias=True, mlp_bias=True, head_dim=6)),
+    "llama4": (
+        "llama4_text",
+        dict(
+            EXPERTS,
+            num_hidden_layers=5,
+            head_dim=6,
+            intermediate_size_mlp=36,
+            interleave_moe_layer_step=2,
+            no_rope_layer_interval=3,
+            attention_chunk_size=7,
+            floor_scale=4,
+            attn_scale=0.5,
+            rope_parameters=LLAMA3,
+        ),
+    ),
+    "llama4_plain": (
+        "llama4_text",
+        dict(num_local_experts=4, use_qk_norm=False, attn_temperature_tuning=False, attention_chunk_size=32, attention_bias=True),
+    ),
     "mistral": ("mistral", dict(WINDOW, tie_word_embeddings=True)),
     "qwen2": ("qwen2", dict(use_sliding_window=True, max_window_layers=1, num_hidden_layers=3, **WINDOW)),
     "qwen3": ("qwen3", dict(head_dim=12, rope_parameters=dict(rope_type="linear", rope_theta=100.0, factor=2.0))),
@@ -94,6 +113,25 @@ FAMILIES = {  # model: its type, and its config beside BASE
     "qwen3_moe": (
         "qwen3_moe",
         dict(num_experts=4, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=False, mlp_only_layers=[0]),
+    ),
+    "qwen3_next": (
+        "qwen3_next",
+        dict(
+            num_hidden_layers=3,
+            full_attention_interval=2,
+            head_dim=16,
+            attention_bias=True,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=12,
+            linear_value_head_dim=5,
+            linear_conv_kernel_dim=3,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=20,
+            mlp_only_layers=[0],
+        ),
     ),
     "deepseek_v3": ("deepseek_v3", dict(LATENT, q_lora_rank=16, rope_parameters=DEEPSEEK_YARN)),
     "deepseek_v3_plain": ("deepseek_v3", dict(LATENT, q_lora_rank=None, rope_interleave=False)),

@@ -104,19 +104,25 @@ def stands_for(causal, options, cu, window, q, k, v, scale):
     return q, k, v, None, cu, causal, window, 0.0, False, scale
 
 
-def numbers(window):
-    """Run torch's CUDA kernels by ours, on the CPU."""
+def numbers(window, longest=33):
+    """Run torch's CUDA kernels by ours, on the CPU. As there, rows after the `longest` of a sequence are not written."""
+
+    def written(t, cu):
+        for a, b in itertools.pairwise([] if cu is None else cu.tolist()):
+            t[a + longest : b] = torch.nan
+        return t
 
     def forward(q, k, v, cu, _, max_q, max_k, dropout, causal, mask, *, scale, **options):
-        assert (max_q, max_k) == (q.shape[-3], k.shape[-3])
+        assert (max_q, max_k) == (longest, longest)
         y, lse = scored_attention_fwd(*stands_for(causal, options, cu, window, q, k, v, scale))
-        return (y, lse) if cu is None else (y.squeeze(0), lse.squeeze(0))
+        return (y, lse) if cu is None else (written(y.squeeze(0), cu), lse.squeeze(0))
 
     def backward(dy, q, k, v, y, lse, cu, _, max_q, max_k, dropout, causal, *state, scale, **options):
+        assert (max_q, max_k) == (longest, longest)
         q, k, v, *rest = stands_for(causal, options, cu, window, q, k, v, scale)
         dy, y, lse = (dy, y, lse) if cu is None else (dy.unsqueeze(0), y.unsqueeze(0), lse.unsqueeze(0))
         *grads, _ = scored_attention_bwd(dy, q, k, v, *rest[:2], y, lse, *rest[2:], False)
-        return grads if cu is None else [g.squeeze(0) for g in grads]
+        return grads if cu is None else [written(g.squeeze(0), cu) for g in grads]
 
     named = {"_flash_attention_forward": forward, "_flash_attention_backward": backward}
     return types.SimpleNamespace(**{name: types.SimpleNamespace(default=f) for name, f in named.items()})
@@ -136,6 +142,30 @@ def test_calls_for_cuda_give_the_same_numbers(name, monkeypatch):
         y, lse = scored_attention_fwd(q, k, v, None, ends, *score)
         *grads, _ = scored_attention_bwd(dy, q, k, v, None, ends, y, lse, *score, False)
         assert_close(got, (y, tuple(grads)), dtype=dtype, what=f"{name} {size}")
+
+
+@pytest.mark.parametrize(("chunk", "max_seqlen", "longest"), [(0, 28, 28), (0, 29, 29), (0, 99, 33), (8, 0, 8), (8, 28, 8)])
+def test_blocks_on_cuda_are_for_the_longest_sequence_not_for_the_row(chunk, max_seqlen, longest, monkeypatch):
+    """33 rows of sequences of 5, 0 and 28; without a bound, blocks for 33 rows of each."""
+    torch.manual_seed(0)
+    q, k, v, _, ends, score = given("packed", torch.bfloat16, 64, torch.randn)
+    dy = torch.randn(*q.shape[:3], v.shape[3]).to(q.dtype)
+    want = attend_fwd(q, k, v, None, ends, score, chunk)
+    want = want[0], attend_bwd(dy, q, k, v, None, ends, *want, score, False, chunk)
+    monkeypatch.setattr(library, "_aten", numbers(0, longest))
+    monkeypatch.setattr(library, "_served", lambda *_: "flash")
+    y, lse = attend_fwd(q, k, v, None, ends, score, chunk, max_seqlen)
+    got = y, attend_bwd(dy, q, k, v, None, ends, y, lse, score, False, chunk, max_seqlen)
+    assert_close(got, want, dtype=q.dtype, what=f"{chunk} {max_seqlen}")
+
+
+def test_a_device_notices_a_sequence_that_is_longer(monkeypatch):
+    """Also where the ends stop before the row, whose rest is one more sequence."""
+    q, k, v, _, ends, score = given("packed", torch.bfloat16, 64)
+    monkeypatch.setattr(library, "_served", lambda *_: "flash")
+    for bounds in (ends, torch.tensor([0, 5, 5], dtype=torch.int32)):
+        with pytest.raises(RuntimeError, match=r"attention: x.3 \(cu_seqlens\) must be of sequences up to 27 long"):
+            attend_fwd(q, k, v, None, bounds, score, 0, 27)
 
 
 def test_float64_takes_no_kernel_that_has_none():

@@ -7,6 +7,7 @@ import torch
 
 from funcops.backend import backend
 from funcops.formats import Format, quantize_tensor
+from funcops.kernels import quantize
 from funcops.kernels.scaled_mm import scaled_mm
 
 pytest.importorskip("triton")
@@ -63,6 +64,61 @@ def test_products_equal_products_of_decoded_operands(a, b, kind, tiles):
             assert got.dtype is out and got.shape == want.shape
             rounding = within * want.abs() if out is torch.bfloat16 else 0.0
             assert ((got.double() - want).abs() <= 1e-6 * size + rounding).all(), (name, out, (m, n, k))
+
+
+DECODED = [(a, b, kind, tiles) for a, b, kind, tiles in PAIRS if kind != "float32"]
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Codes that the device does not multiply, decoded and multiplied by our kernels in the interpreter; counts them."""
+    ours, found = pytest.importorskip("funcops.kernels.triton.scaled_mm"), []
+    by_decoding = ours._by_decoding
+    monkeypatch.setattr(ours, "_chosen", lambda *_: None)
+    monkeypatch.setattr(ours, "_decodes", lambda a, kind, b, other: ours._exact(a, kind) and ours._exact(b, other))
+    monkeypatch.setattr(ours, "_by_decoding", lambda *args: found.append(args) or by_decoding(*args))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "kind", "tiles"),
+    [pytest.param(*pair, marks=() if i % 5 == 0 else pytest.mark.slow, id=str(pair)) for i, pair in enumerate(DECODED)],
+)
+def test_devices_without_a_format_multiply_exact_operands(a, b, kind, tiles, hopper):
+    for (m, n, k), out in zip(
+        ((5, 7, 3), (130, 33, 129), (64, 140, 272)), (torch.float32, torch.float16, torch.bfloat16), strict=True
+    ):
+        args, want, size = product(m, n, k, a, b, kind, tiles, out)
+        with backend("triton"):
+            got = scaled_mm(*args, True)
+            each = [
+                quantize.dequantize(*args[i : i + 2], None, *args[j : j + 3], kind, k, torch.bfloat16) for i, j in ((0, 6), (3, 9))
+            ]
+        assert got.dtype is out and got.shape == want.shape
+        rounding = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}[out] * want.abs()
+        assert ((got.double() - want).abs() <= 1e-6 * size + rounding + 1e-7).all(), (m, n, k)
+        for one, (codes, scales, _, *how) in zip(each, ((*args[:3], *args[6:9]), (*args[3:6], *args[9:12])), strict=True):
+            assert torch.equal(one.float(), quantize.dequantize(codes, scales, None, *how, kind, k, torch.float32))
+    assert len(hopper) == 3
+
+
+def test_scales_of_rows_and_two_kinds_are_decoded_too(hopper):
+    x, w = torch.randn(40, 64), torch.randn(24, 64)
+    p, q = quantize_tensor(x, Format("e2m1", (1, 16), "e4m3", row_scaled=True)), quantize_tensor(w, Format("e4m3", (1, 32), "e8m0"))
+    args = *p.args, *q.args, "e2m1", 1, 16, "e4m3", 1, 32, "e4m3", 64, torch.float32, True, "e8m0"
+    with backend("triton"):
+        got, turned = scaled_mm(*args), scaled_mm(*q.args, *p.args, *args[9:12], *args[6:9], "e8m0", *args[13:16], "e4m3")
+    want = p.dequantize(torch.float64) @ q.dequantize(torch.float64).mT
+    assert p.scale.shape == (40, 1) and len(hopper) == 2
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(turned.double(), want.mT, rtol=1e-5, atol=1e-4)
+
+
+def test_float32_scales_of_blocks_are_not_exact_in_bfloat16(hopper):
+    args, *_ = product(20, 24, 128, "e4m3", "e4m3", "float32", (BLOCK, SQUARE), torch.float32)
+    with backend("triton"):
+        assert torch.equal(scaled_mm(*args), scaled_mm.kernel.torch_impl(*args))
+    assert not hopper
 
 
 def test_a_nan_spoils_its_row_and_column_alone():

@@ -12,7 +12,7 @@ from funcops.kernels.slot_attention import slot_attention_fwd
 from funcops.kernels.triton import slot_attention as by_triton
 from funcops.testing.tolerances import assert_close
 
-OPTIONS = ("window", "softcap", "alibi", "bias", "sinks", "latents", "strides")
+OPTIONS = ("window", "chunk", "softcap", "alibi", "bias", "sinks", "latents", "strides")
 
 
 def drawn(seed):
@@ -21,8 +21,10 @@ def drawn(seed):
     options = {name: rng.random() < 0.3 for name in OPTIONS}
     tokens, kv_heads = rng.choice((1, 1, 2, 5, 17, 40)), 1 if options["latents"] else rng.choice((1, 2, 3))
     window = rng.randint(1, 60) if options["window"] else 0
-    slots = window + tokens - 1 + rng.randint(0, 3) if window else rng.choice((tokens + 3, 70, 300, 600))
-    longest = slots * (3 if window else 1)
+    chunk = rng.randint(1, 60) if options["chunk"] else 0
+    reach = min(window or chunk, chunk or window)
+    slots = reach + tokens - 1 + rng.randint(0, 3) if reach else rng.choice((tokens + 3, 70, 300, 600))
+    longest = slots * (3 if reach else 1)
     ends = [rng.choice((0, tokens, rng.randint(tokens, longest), longest)) for _ in range(rng.choice((1, 3)))]
     firsts = [max(0, end - tokens) for end in ends]
     size, width = rng.choice(((8, 8), (16, 5), (24, 32), (48, 32), (64, 64), (80, 80)))
@@ -32,7 +34,7 @@ def drawn(seed):
         options,
         tokens,
         slots,
-        window,
+        (window, chunk),
         longest,
         torch.tensor(firsts),
         torch.tensor(ends),
@@ -43,7 +45,7 @@ def drawn(seed):
 
 def made(seed, dtype):
     """The arguments of the kernel, and y."""
-    options, tokens, slots, window, longest, firsts, ends, (kv_heads, group), (size, width) = drawn(seed)
+    options, tokens, slots, (window, chunk), longest, firsts, ends, (kv_heads, group), (size, width) = drawn(seed)
     torch.manual_seed(seed)
     batch, heads = len(ends), kv_heads * group
     q, keys = torch.randn(batch, tokens, heads, size), torch.randn(batch, longest, kv_heads, size)
@@ -58,11 +60,12 @@ def made(seed, dtype):
     if options["strides"]:
         k, v = (t.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for t in (k, v))
     softcap = 3.0 if options["softcap"] else 0.0
-    args = q, k, None if options["latents"] else v, firsts, ends, bias, sinks, width, window, softcap, options["alibi"], size**-0.5
+    masks = window, chunk, softcap, options["alibi"], size**-0.5
+    args = q, k, None if options["latents"] else v, firsts, ends, bias, sinks, width, *masks
     return args, whole(*(None if t is None else t.double() for t in (q, keys, values, bias, sinks)), firsts, ends, *args[8:])
 
 
-def whole(q, keys, values, bias, sinks, firsts, ends, window, softcap, alibi, scale):
+def whole(q, keys, values, bias, sinks, firsts, ends, window, chunk, softcap, alibi, scale):
     """Attention over all positions of each sequence."""
     y = q.new_zeros((*q.shape[:3], values.shape[3]))
     for row, end in enumerate(ends.tolist()):
@@ -75,6 +78,9 @@ def whole(q, keys, values, bias, sinks, firsts, ends, window, softcap, alibi, sc
         if bias is not None:
             s = s + bias[row % len(bias), :, :, :end]
         s = s.masked_fill((away < 0) | (away >= window if window else away < 0), float("-inf"))
+        if chunk:
+            at = torch.arange(end), (firsts[row] + torch.arange(q.shape[1]))[:, None]
+            s = s.masked_fill(at[0] // chunk != at[1] // chunk, float("-inf"))
         extra = s.new_full((*s.shape[:2], 1), float("-inf")) if sinks is None else sinks[:, None, None].expand(*s.shape[:2], 1)
         p = torch.cat((s, extra), -1).softmax(-1)[..., :-1].nan_to_num(0.0)
         y[row] = (p @ v).transpose(0, 1)
@@ -108,7 +114,7 @@ def test_what_empty_slots_hold_changes_nothing():
     for row, end in enumerate(ends.tolist()):
         k[row, :, end:], v[row, :, end:] = float("nan"), float("nan")
     with backend("triton"):
-        y = slot_attention_fwd(q, k, v, ends - 1, ends, None, None, 16, 0, 0.0, False, 0.25)
+        y = slot_attention_fwd(q, k, v, ends - 1, ends, None, None, 16, 0, 0, 0.0, False, 0.25)
     assert y.isfinite().all()
 
 
@@ -116,10 +122,10 @@ def test_a_sequence_has_the_same_bits_beside_others_and_with_more_room():
     torch.manual_seed(0)
     q, k, v, ends = torch.randn(3, 1, 4, 32), torch.randn(3, 2, 900, 32), torch.randn(3, 2, 900, 32), torch.tensor([700, 3, 899])
     with backend("triton"):
-        y = slot_attention_fwd(q, k, v, ends - 1, ends, None, None, 32, 0, 0.0, False, 0.2)
+        y = slot_attention_fwd(q, k, v, ends - 1, ends, None, None, 32, 0, 0, 0.0, False, 0.2)
         for row in range(3):
             part = slice(row, row + 1)
             wider = [torch.cat((t[part], torch.randn(1, 2, 1000, 32)), 2) for t in (k, v)]
-            alone = slot_attention_fwd(q[part], *wider, ends[part] - 1, ends[part], None, None, 32, 0, 0.0, False, 0.2)
+            alone = slot_attention_fwd(q[part], *wider, ends[part] - 1, ends[part], None, None, 32, 0, 0, 0.0, False, 0.2)
             assert torch.equal(alone, y[part])
     assert declared.slot_attention_fwd.kernel.triton_impl is by_triton.slot_attention_fwd

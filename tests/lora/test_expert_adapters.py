@@ -27,13 +27,13 @@ from funcops.trees import paths, tree_map_with_path
 D = torch.float64
 
 
-def mixture(bias, dim=16, hidden=8):
-    return moe(MoEConfig(route=RouteConfig(4, 2), experts=ExpertsConfig(4, dim, hidden, bias=bias)))
+def mixture(bias, dim=16, hidden=8, weights_on="output"):
+    return moe(MoEConfig(route=RouteConfig(4, 2), experts=ExpertsConfig(4, dim, hidden, bias=bias, weights_on=weights_on)))
 
 
-def given(bias):
+def given(bias, weights_on="output"):
     """The base's config, the config and params with adapters whose b is drawn, x and dy."""
-    draw, base = torch.Generator().manual_seed(0), mixture(bias)
+    draw, base = torch.Generator().manual_seed(0), mixture(bias, weights_on=weights_on)
     cfg = with_lora(base, 3, ("experts",), alpha=6.0)
     params = lora_init(chain.init(base, key=random.key(0), dtype=D), cfg, key=random.key(1))
     drawn = lambda path, t: torch.randn(t.shape, generator=draw, dtype=D) if path.endswith("lora.b") else t  # noqa: E731
@@ -50,10 +50,10 @@ def step(cfg, params, x, dy, needs=Needs.ALL):
     return y.main, dparams, dx
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_adapters_of_experts_equal_merged_weights(bias):
+@pytest.mark.parametrize(("bias", "weights_on"), [(False, "output"), (True, "output"), (False, "input")])
+def test_adapters_of_experts_equal_merged_weights(bias, weights_on):
     """da = c b^T dw and db = c dw a^T, of each expert's dw in the merged model."""
-    base, cfg, params, x, dy = given(bias)
+    base, cfg, params, x, dy = given(bias, weights_on)
     assert cfg == with_lora(base, 3, ("experts.up", "*.down"), alpha=6.0)
     merged = merge(params, cfg)
     (y, dparams, dx), (wanted, dmerged, dx_merged) = step(cfg, params, x, dy), step(base, merged, x, dy)

@@ -35,7 +35,9 @@ def test_two_models_in_one_process_do_not_touch_each_other():
         assert all(t is None or torch.equal(t, found[path]) for path, t in want.items())
 
 
-@pytest.mark.parametrize("recipe", [Fp8Block(), Fp8Current(), RECIPE, MXFP8(), NVFP4()], ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize(
+    "recipe", [Fp8Block(), Fp8Current(), RECIPE, MXFP8(), NVFP4(stochastic=False)], ids=lambda r: type(r).__name__
+)
 def test_a_cast_leaves_codes_and_scales_alone(recipe):
     """Casting a working tree changes nothing; of leaves that are not quantised yet only the values are cast."""
     cfg = with_recipe(mlp(), recipe)

@@ -2,17 +2,20 @@
 
 import itertools
 
+import numpy
 import pytest
 import torch
 
 from funcops import ChainConfig, LinearConfig, QLinearConfig, Step, dist, linear, qlinear, random
 from funcops import nn as fnn
+from funcops.backend import backend
 from funcops.contract.op import config
 from funcops.formats.format import FORMATS
 from funcops.low_precision import Format, Fp8Delayed, Recipe, quantize_params, quantize_tensor, with_recipe
 from funcops.ops.grouped_linear import GroupedLinearParams
 from funcops.ops.grouped_qlinear import GroupedQLinearConfig, grouped_qlinear
 from funcops.ops.linear import LinearParams
+from funcops.ops.qlinear_wgrads import product
 from funcops.testing import run_ranks
 
 KINDS = {  # by kind of scales: the element of x and dy, and the tiles of x, dy and of w
@@ -37,11 +40,11 @@ class Mine(Recipe):
 
 
 @pytest.mark.parametrize("kinds", list(itertools.product(KINDS, repeat=3)), ids="-".join)
-def test_a_recipe_has_scales_of_one_kind(kinds):
+def test_a_product_has_scales_of_one_kind_or_decoded_operands(kinds):
     if len(set(kinds)) > 1 and set(kinds) != ONE:
-        with pytest.raises(ValueError, match=r"^Mine: (w|dy)\.scales must be of the kind of x's, '\w+', got '\w+'$"):
-            Mine(kinds=kinds)
-        return
+        refused = r"^Mine: (w|dy)\.scales must be of the kind of (x|w)'s, '\w+' \(or emulate=True, which .*\), got '\w+'$"
+        with pytest.raises(ValueError, match=refused):
+            Mine(kinds=kinds, emulate=False)
     recipe = Mine(kinds=kinds)
     plain = LinearConfig(128, 256, bias=False)
     cfg, params = QLinearConfig(128, 256, recipe, bias=False), linear.init(plain, key=random.key(0), dtype=torch.float32)
@@ -55,6 +58,103 @@ def test_a_recipe_has_scales_of_one_kind(kinds):
     assert (dx - exact).norm() < 0.3 * exact.norm()  # four-bit operands; scales read as another kind are off by 1 at least
 
 
+MX, NV = Format("e4m3", (1, 32), "e8m0"), Format("e2m1", (1, 16), "e4m3")
+
+
+@config
+class Hybrid(Recipe):
+    """A format for each operand and direction: y in one kind, dx and dw in another; or dw alone."""
+
+    backward: Format = NV
+    dx: bool = True
+    keep: str = "col"
+    wgrad: str = "low"
+    hadamard: bool = False
+    emulate: bool = False
+
+    def __post_init__(self):
+        back = self.backward
+        self.settle(MX, MX, back if self.dx else MX, x_col=back, w_col=back if self.dx else MX, dy_col=back)
+
+
+@config
+class Turned(Recipe):
+    """x by columns, of e5m2, is not made from x by rows, though its tiles could be."""
+
+    keep: str = "row"
+
+    def __post_init__(self):
+        block = Format("e4m3", (1, 128))
+        self.settle(block, Format("e4m3", (128, 128)), block, x_col=Format("e5m2", (1, 128)))
+
+
+HYBRIDS = [
+    Hybrid(),
+    Hybrid(keep="input", hadamard=True),
+    Hybrid(dx=False),
+    Hybrid(backward=Format("e2m1", (16, 16), "e4m3")),
+    Hybrid(backward=Format("e5m2", (0, 0), "float32"), keep="input"),
+    Hybrid(backward=Format("e4m3", (1, 128))),
+]
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("recipe", HYBRIDS, ids=str)
+def test_hybrids_have_a_format_for_each_direction(recipe, name):
+    g = torch.Generator().manual_seed(0)
+    x, dy = torch.randn(144, 128, generator=g), torch.randn(144, 256, generator=g)
+    cfg = QLinearConfig(128, 256, recipe, bias=False)
+    params = linear.init(LinearConfig(128, 256, bias=False), key=random.key(0), dtype=torch.float32)
+    row = {n: quantize_tensor(t, getattr(recipe, n)) for n, t in (("x", x), ("w", params.weight), ("dy", dy))}
+    col = {
+        n: quantize_tensor(t, getattr(recipe, f"{n}_col"), side="col", hadamard=recipe.hadamard and n != "w")
+        for n, t in (("x", x), ("w", params.weight), ("dy", dy))
+    }
+    assert row["x"].format.kind == "e8m0" and col["x"].format == recipe.backward
+    row, col = ({n: q.dequantize().double() for n, q in of.items()} for of in (row, col))
+    want = row["x"] @ row["w"].mT, row["dy"] @ col["w"], col["dy"].mT @ col["x"]
+    for columns in (None, True, False):
+        weights = params if columns is None else quantize_params(params, cfg, dtype=torch.float32, columns=columns)
+        with backend(name), numpy.errstate(all="ignore"):
+            y, residuals = qlinear.fwd(weights, x, cfg)
+            dparams, dx = qlinear.bwd(residuals, dy, cfg)
+        for got, one in zip((y, dx, dparams.weight), want, strict=True):
+            torch.testing.assert_close(got.double(), one, rtol=1e-4, atol=3e-4)
+    module = fnn.Linear(128, 256, bias=False, recipe=recipe)
+    module.weight.data.copy_(params.weight)
+    torch.testing.assert_close(module(x).double(), want[0], rtol=1e-4, atol=3e-4)
+
+
+def test_what_hybrids_cannot_have():
+    for fields in ({"keep": "row"}, {"wgrad": "high"}):
+        with pytest.raises(ValueError, match=r"^Hybrid: keep must be 'input'"):
+            Hybrid(**fields)
+    assert Hybrid(wgrad="high", keep="input").x_col == NV
+    with pytest.raises(
+        ValueError, match=r"^Turned: keep must be 'input' or 'col', as codes by rows would be rounded a second time"
+    ):
+        Turned()
+
+    class Later(Fp8Delayed):
+        def __post_init__(self):
+            whole = Format("e4m3", (0, 0), "float32")
+            self.settle(whole, whole, whole, w_col=Format("e5m2", (0, 0), "float32"))
+
+    with pytest.raises(ValueError, match=r"^Later: x_col, w_col, dy_col must be None with scales from earlier steps, got given$"):
+        Later()
+    with pytest.raises(TypeError, match=r"^Hybrid\.settle: x_col must be Format, got 'e4m3'$"):
+        Hybrid(backward="e4m3", dx=False)
+    q, p = quantize_tensor(torch.randn(4, 32), MX), quantize_tensor(torch.randn(8, 32), NV)
+    for name in ("torch", "triton"):
+        with backend(name):
+            torch.testing.assert_close(product(q, p, torch.float32, True), q.dequantize() @ p.dequantize().mT)
+    with (
+        backend("triton"),
+        pytest.raises(ValueError, match="^scaled_mm: emulate must be True for a product of e8m0 scales by e4m3"),
+    ):
+        product(q, p, torch.float32, False)
+
+
 @config
 class OfOne(Recipe):
     """One format for all operands; all other fields are the base's."""
@@ -63,6 +163,14 @@ class OfOne(Recipe):
 
     def __post_init__(self):
         self.settle(self.format, self.format, self.format)
+
+
+@config
+class OfTwo(Recipe):
+    wgrad: str = "low"
+
+    def __post_init__(self):
+        self.settle(Format("e4m3"), Format("e4m3", (128, 128)), Format("e5m2", (0, 0)))
 
 
 @config
@@ -120,6 +228,38 @@ def test_rows_in_groups_take_a_format_or_refuse_it(format):
         torch.testing.assert_close(dparams.weight[e], qlinear.bwd(kept, dy[own], one)[0].weight, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("recipe", [Hybrid(), Hybrid(keep="input", hadamard=True), Hybrid(dx=False)], ids=str)
+def test_rows_in_groups_take_hybrids(recipe):
+    cfg = GroupedQLinearConfig(2, 128, 128, recipe, bias=False)
+    generator = torch.Generator().manual_seed(0)
+    weight, rows, dy = (torch.randn(*shape, 128, generator=generator) for shape in ((2, 128), (256,), (256,)))
+    x = rows, torch.tensor([0, 96, 256], dtype=torch.int32)
+    for columns in (None, True):
+        weights = GroupedLinearParams(weight, None)
+        weights = weights if columns is None else quantize_params(weights, cfg, dtype=torch.float32)
+        y, residuals = grouped_qlinear.fwd(weights, x, cfg)
+        dparams, dx = grouped_qlinear.bwd(residuals, dy, cfg)
+        for e, own in enumerate((slice(96), slice(96, 256))):
+            one = QLinearConfig(128, 128, recipe, bias=False)
+            y_one, kept = qlinear.fwd(LinearParams(weight[e], None), rows[own], one)
+            of_one, dx_one = qlinear.bwd(kept, dy[own], one)
+            for got, want in ((y[own], y_one), (dx[0][own], dx_one), (dparams.weight[e], of_one.weight)):
+                torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
+
+
+def test_what_rows_in_groups_refuse():
+    for recipe, message in (
+        (
+            Mine(kinds=("pow2", "e8m0", "pow2")),
+            r"recipe\.w\.scales must be of the kind of x's, 'pow2': groups are multiplied as codes",
+        ),
+        (OfTwo(), r"recipe\.dy_col\.tile must be x_col's, \(1, 128\), as dw takes both by one tile \(or wgrad='high'\), got"),
+    ):
+        with pytest.raises(ValueError, match=f"^GroupedQLinearConfig: {message}"):
+            GroupedQLinearConfig(2, 128, 128, recipe)
+    assert GroupedQLinearConfig(2, 128, 128, OfTwo(wgrad="high")).experts == 2
+
+
 X, DY, W = torch.randn(3, 128, 256, generator=torch.Generator().manual_seed(0)).unbind()
 W = torch.cat((W, W.flip(1)))
 
@@ -142,10 +282,12 @@ def of_rank(mesh, recipe, columns, sequence):
 
 @pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.slow, id="whole"), pytest.param(True, id="sequence")])
 @pytest.mark.parametrize("columns", [True, False], ids=["column", "row"])
-@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+@pytest.mark.parametrize("format", [*FORMATS, *HYBRIDS[:3]], ids=lambda format: getattr(format, "name", str(format)))
 def test_layers_over_ranks_take_a_format_or_refuse_it(format, columns, sequence):
     """Two ranks have the codes of one process, or the recipe is refused."""
-    recipe, where = OfOne(format=format), "ColumnQLinearConfig" if columns else "RowQLinearConfig"
+    recipe = format if isinstance(format, Hybrid) else OfOne(format=format)
+    where = "ColumnQLinearConfig" if columns else "RowQLinearConfig"
+    format = recipe.x_col
     refused = r"\(0, 0\) or blocks" if format.tile == (1, 0) else "within a row" if sequence and format.tile[0] > 1 else None
     if refused is not None:
         with pytest.raises(ValueError, match=rf"^{where}: recipe\.x\.tile must be {refused}"):

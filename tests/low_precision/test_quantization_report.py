@@ -4,6 +4,10 @@ import dataclasses
 
 import pytest
 import torch
+from cases.grouped_qlinear import CASES as GROUPED_CASES
+from cases.grouped_qlinear import RECIPES as OF_GROUPED_CASES
+from cases.qlinear import CASES as QLINEAR_CASES
+from cases.qlinear import RECIPES as OF_CASES
 from policy_cases import LLAMA
 
 from funcops import (
@@ -31,9 +35,23 @@ from funcops import (
     trees,
     with_policy,
 )
+from funcops.contract.op import config
 from funcops.contract.walk import steps
+from funcops.errors import join_path
 from funcops.formats import E2M1_NV, E4M3_BLOCK, E4M3_MX, E4M3_SQUARE, E4M3_TENSOR, Format
-from funcops.low_precision import MXFP8, NVFP4, Fp8Block, Fp8Current, QuantizationReport, quantize_params, with_recipe
+from funcops.low_precision import (
+    MXFP8,
+    NVFP4,
+    Fp8Block,
+    Fp8Current,
+    Fp8Delayed,
+    QuantizationReport,
+    Recipe,
+    quantize_params,
+    recipe_init,
+    split_amaxes,
+    with_recipe,
+)
 from funcops.models import MoEConfig, moe, plain_experts
 from funcops.models.blocks import mlp_config
 from funcops.ops.grouped_qlinear import grouped_qlinear
@@ -56,8 +74,8 @@ RECIPES = {  # and the error that normal numbers have at most
     "block, dw in high precision": (Fp8Block(keep="input", wgrad="high"), 0.05),
     "current": (Fp8Current(), 0.08),
     "mx": (MXFP8(), 0.05),
-    "nvfp4": (NVFP4(), 0.22),
-    "nvfp4 as it is": (NVFP4(hadamard=False, keep="input"), 0.22),
+    "nvfp4": (NVFP4(stochastic=False), 0.22),
+    "nvfp4 as it is": (NVFP4(stochastic=False, hadamard=False, keep="input"), 0.22),
 }
 LINEAR = LinearConfig(96, 160)
 
@@ -91,11 +109,18 @@ def test_errors_equal_the_layers_in_low_precision(name):
         assert (row.operands[key].zeros > 0) == (recipe.x.element == "e2m1")
 
 
-@pytest.mark.parametrize("recipe", [Fp8Block(), Fp8Current(), NVFP4()], ids=lambda r: type(r).__name__)
+OF_GROUPS = [*OF_GROUPED_CASES, *[case.cfg.recipe for case in GROUPED_CASES if isinstance(case.cfg, GroupedQLinearConfig)]]
+OF_GROUPS += [Fp8Delayed(), Fp8Delayed(keep="col"), Fp8Current(keep="input", wgrad="high"), MXFP8(keep="input")]
+OF_GROUPS += [NVFP4(stochastic=False, hadamard=False, keep="input"), Fp8Block(bwd="e5m2", keep="col")]
+OF_GROUPS = {repr(recipe): recipe for recipe in OF_GROUPS if not recipe.stochastic}
+
+
+@pytest.mark.turns("name", "gathered", every=3)
+@pytest.mark.parametrize("name", OF_GROUPS)
 @pytest.mark.parametrize("gathered", [False, True])
-def test_errors_of_groups_equal_the_grouped_layers_in_low_precision(recipe, gathered):
+def test_errors_of_groups_equal_the_grouped_layers_in_low_precision(name, gathered):
     """Groups of 7, 0, 14 and 3 rows, whose sizes are far apart."""
-    cfg = GroupedLinearConfig(4, 96, 160, bias=False, gathered=gathered)
+    recipe, cfg = OF_GROUPS[name], GroupedLinearConfig(4, 96, 160, bias=False, gathered=gathered)
     params = grouped_linear.init(cfg, key=random.key(0), dtype=torch.float32)
     params.weight.mul_(torch.tensor([1.0, 1e3, 1e-3, 4.0])[:, None, None])
     offsets, dy = torch.tensor([0, 7, 7, 21, 24], dtype=torch.int32), random.normal(random.key(2), (24, 160), dtype=torch.float32)
@@ -105,15 +130,17 @@ def test_errors_of_groups_equal_the_grouped_layers_in_low_precision(recipe, gath
         x = *x, order, order.argsort().int().view(12, 2)
     (row,) = quantization_report(params, x, cfg, recipe, dy=dy).rows
     low = GroupedQLinearConfig(4, 96, 160, recipe, bias=False, gathered=gathered)
+    work = quantize_params(params, low, {} if recipe.delayed else None, dtype=torch.float32)
     found = [
         (y, *op.bwd(kept, dy, one))
-        for op, one in ((grouped_qlinear, low), (grouped_linear, cfg))
-        for y, kept in [op.fwd(params, x, one)]
+        for op, own, one in ((grouped_qlinear, work, low), (grouped_linear, params, cfg))
+        for y, kept in [op.fwd(own, x, one)]
     ]
     (y, dparams, dx), (want_y, want_dparams, want_dx) = found
     assert row.shape == (4, 160, 96) and row.operands["x"].amax == float(x[0].abs().max())
     assert row.y == pytest.approx(off(y, want_y.double()), rel=1e-3)
-    assert row.dw == pytest.approx(off(dparams.weight, want_dparams.weight.double()), rel=1e-3)
+    dw = split_amaxes(dparams)[0].weight
+    assert row.dw == pytest.approx(off(dw, want_dparams.weight.double()), rel=1e-3, abs=1e-6)
     if not gathered:  # else dx is a sum over tokens' rows
         assert row.dx == pytest.approx(off(dx[0], want_dx[0].double()), rel=1e-3)
 
@@ -242,47 +269,90 @@ def test_models_without_a_report_raise():
         quantization_report(params, x, LINEAR, E4M3_MX).worst(0)
 
 
-STOCHASTIC = {
-    "columns": NVFP4(stochastic=True),
-    "rows kept": NVFP4(stochastic=True, keep="input"),
-    "high dw": NVFP4(stochastic=True, keep="input", wgrad="high"),
-    "no hadamard": NVFP4(stochastic=True, hadamard=False),
-    "nearest": NVFP4(),
-    "block": Fp8Block(),
-    "current": Fp8Current(),
-    "mx": MXFP8(),
-}
+@config
+class OtherByColumns(Recipe):
+    """Elements with fewer bits by columns."""
+
+    keep: str = "col"
+
+    def __post_init__(self):
+        e5m2 = dict(x_col=Format("e5m2", (1, 128), "pow2"), w_col=Format("e5m2", (128, 128), "pow2"))
+        self.settle(E4M3_BLOCK, E4M3_SQUARE, E4M3_BLOCK, **e5m2, dy_col=Format("e5m2", (1, 128), "pow2"))
 
 
-@pytest.mark.turns("seed", "name", every=2)
-@pytest.mark.parametrize("seed", [None, 0, 7])
-@pytest.mark.parametrize("name", STOCHASTIC)
-def test_rows_are_the_errors_of_the_step(name, seed):
+EVERY = [
+    *OF_CASES,  # of the cases of qlinear
+    *[case.cfg.recipe for case in QLINEAR_CASES],
+    *[recipe(keep="col") for recipe in (Fp8Block, Fp8Current, Fp8Delayed)],
+    *[recipe(keep="input", wgrad=wgrad) for recipe in (Fp8Block, Fp8Current, MXFP8) for wgrad in ("low", "high")],
+    *[Fp8Block(scales="float32", keep=keep, bwd="e5m2") for keep in ("input", "col")],
+    *[Fp8Current(pow2=True, keep=keep) for keep in ("row", "input", "col")],
+    *[NVFP4(stochastic=s, hadamard=h, keep=keep) for s in (True, False) for h in (True, False) for keep in ("input", "col")],
+    *[NVFP4(stochastic=s, keep="input", wgrad="high") for s in (True, False)],
+    Fp8Block(x_tile=(128, 128), w_tile=(1, 128), dy_tile=(128, 128), emulate=True, amax_epsilon=0.1),
+    Fp8Block(keep="col", dy_tile=(128, 128), emulate=True),
+    *[MXFP8(scaling_mode=mode, w_tile=(32, 32)) for mode in ("floor", "even", "ceil")],
+    NVFP4(stochastic=False, w_tile=(1, 16), row_scaled=True, hadamard=False),
+    NVFP4(stochastic=True, row_scaled=True, keep="input"),
+    NVFP4(stochastic=True, four_over_six="all", error="mae"),
+    *[OtherByColumns(keep=keep) for keep in ("col", "input")],
+]
+EVERY = {repr(recipe): recipe for recipe in EVERY}  # each once
+
+
+def working(params, cfg, found, recipe, key):
+    """The working tree of a step; with scales from the amaxes of the rows' operands if the recipe has a state."""
+    if not recipe.delayed:
+        return quantize_params(params, cfg, dtype=torch.float32, key=key if recipe.stochastic else None)
+    amaxes = {
+        join_path(row.path, "weight"): torch.tensor([row.operands[name].amax for name in ("x", "w", "dy")]) for row in found.rows
+    }
+    for path, state in recipe_init(cfg, params).items():
+        if state.scale.dim() > 1:  # stacked
+            inner = path.removeprefix("layers.")
+            amaxes[path] = torch.stack([amaxes.pop(f"layers.{i}.{inner}") for i in range(len(state.scale))])
+    return quantize_params(params, cfg, recipe_init(cfg, params, amaxes=amaxes), dtype=torch.float32)
+
+
+@pytest.mark.turns("name", "seed", "stacked", every=8)
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("seed", [None, 7])
+@pytest.mark.parametrize("name", EVERY)
+def test_rows_are_the_errors_of_the_step(name, seed, stacked):
     """Two layers of a repeat and a head: the errors of the step's own ops on the operands that the model has there."""
-    recipe, key = STOCHASTIC[name], None if seed is None else random.key(seed)
+    recipe, key = EVERY[name], None if seed is None else random.key(seed)
     body = ChainConfig(steps=(Step("up", linear, LinearConfig(64, 128)), Step("down", linear, LinearConfig(128, 64))))
-    layers = Step("layers", repeat, RepeatConfig(skip, SkipConfig(chain, body), 2))
+    layers = Step("layers", repeat, RepeatConfig(skip, SkipConfig(chain, body), 2, stacked=stacked))
     cfg = ChainConfig(steps=(layers, Step("head", linear, LinearConfig(64, 32))))
     params = chain.init(cfg, key=random.key(1), dtype=torch.float32)
     x, dy = (random.normal(random.key(i), (4, 10, n), dtype=torch.float32) for i, n in ((2, 64), (3, 32)))
     found = quantization_report(params, x, cfg, recipe, dy=dy, key=key)
     low = with_recipe(cfg, recipe)
-    work = quantize_params(params, low, dtype=torch.float32, key=key if key is not None else random.key(0))
+    work = working(params, low, found, recipe, key if key is not None else random.key(0))
     whole = with_policy(chain, "save_all")
     _, residuals = whole.fwd(params, x, cfg)
     _, pending = whole.dgrad(residuals, dy, cfg)
     assert [row.path for row in found.rows] == ["layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down", "head"]
+    at = {part.path.replace(".*", ""): part.cfg for part in steps(low)}
+
+    def own_params(tree, path):
+        """The params of a layer, which may be one of a stack."""
+        if not stacked or path == "head":
+            return trees.at(tree, path)
+        first, number, step = path.split(".")
+        return trees.tree_map_tensors(lambda t: t[int(number)], trees.at(tree, f"{first}.{step}"))
+
     for row in found.rows:
-        waiting, weight = trees.at(pending, row.path), trees.at(params, row.path).weight
-        at = next(part.cfg for part in steps(low, layers=True) if part.path == row.path)
-        op = qlinear
-        own = trees.replace(trees.at(work, row.path), bias=torch.zeros(weight.shape[0]))
-        y, kept = op.fwd(own, waiting.x, at)
-        dparams, dx = op.bwd(kept, waiting.dy, at)
+        waiting, weight = trees.at(pending, row.path), own_params(params, row.path).weight
+        op, own_cfg = qlinear, at[".".join([name for name in row.path.split(".") if not name.isdigit()])]
+        own = trees.replace(own_params(work, row.path), bias=torch.zeros(weight.shape[0]))
+        y, kept = op.fwd(own, waiting.x, own_cfg)
+        dparams, dx = op.bwd(kept, waiting.dy, own_cfg)
+        dw = split_amaxes(dparams)[0].weight
         wide = [t.flatten(0, -2).double() for t in (waiting.x, waiting.dy)]
         assert row.y == pytest.approx(off(y.flatten(0, -2), wide[0] @ weight.double().mT), rel=1e-5)
         assert row.dx == pytest.approx(off(dx.flatten(0, -2), wide[1] @ weight.double()), rel=1e-5)
-        assert row.dw == pytest.approx(off(dparams.weight, wide[1].mT @ wide[0]), rel=1e-5, abs=1e-6)
+        assert row.dw == pytest.approx(off(dw, wide[1].mT @ wide[0]), rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("recipe", [NVFP4(stochastic=True), NVFP4(stochastic=True, keep="input")], ids=["columns", "input"])

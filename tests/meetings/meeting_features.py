@@ -56,7 +56,7 @@ class Feature(NamedTuple):
 
 
 RECIPES = {"fp8_current": Fp8Current(), "fp8_delayed": Fp8Delayed(history=4), "fp8_block": Fp8Block(), "mxfp8": MXFP8()}
-RECIPES |= {"nvfp4": NVFP4()}
+RECIPES |= {"nvfp4": NVFP4(stochastic=False)}
 POLICIES = {
     "save_all": "save_all",
     "recompute_norms": "recompute_norms",
@@ -66,7 +66,7 @@ POLICIES = {
 }
 
 FEATURES = {
-    **{name: Feature(type(r).__name__, f"with_recipe(cfg, {type(r).__name__}())", "recipe") for name, r in RECIPES.items()},
+    **{name: Feature(type(r).__name__, f"with_recipe(cfg, {r!r})", "recipe") for name, r in RECIPES.items()},
     "tp": Feature("tp", "dist.parallel(..., sequence_parallel=False)", "tp", axis="tp"),
     "sp": Feature("sp", "dist.parallel(...), rows sharded between layers", "tp", axis="tp"),
     "cp": Feature("cp", "dist.parallel(...), context attention", axis="cp"),

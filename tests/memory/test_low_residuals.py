@@ -139,6 +139,8 @@ def test_a_block_keeps_what_its_targets_are():
         (provider, metric): value for (case, provider, metric), value in committed("cpu-residuals").items() if case == "llama block"
     }
     bars = {"fp8: the SwiGLU's input": 17.8, "fp8: the inputs of the SwiGLU and of norms": 15.9, "compress_fp8": 12.0}
+    attention = "Fp8Block with attention"  # 11.5 codes, scales, and 0.016 of norms; below that only by products that run again
+    bars |= {f"{attention}, compress_fp8": 11.6, f"{attention}, MLP recomputed": 10.5}
     for name, bar in bars.items():
         assert rows[f"funcops, {name}", "kept"] <= bar, name
     assert rows["funcops", "pending dy"] == 21.0 and rows["funcops, fp8: *.dy", "pending dy"] <= 10.9
@@ -247,7 +249,7 @@ def rows_of(kept, *owners):
     return {row.path: row for row in report(kept, *owners).rows}
 
 
-@pytest.mark.parametrize("recipe", [Fp8Block(), Fp8Current(), MXFP8(), NVFP4()], ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize("recipe", [Fp8Block(), Fp8Current(), MXFP8(), NVFP4(stochastic=False)], ids=lambda r: type(r).__name__)
 def test_a_report_shows_a_quantised_tensor_as_one_row(recipe):
     """With its format, the shape that it represents, and the bytes of codes and scales; or as an alias, if the working tree has
     it."""
@@ -273,7 +275,7 @@ def test_a_report_shows_a_quantised_tensor_as_one_row(recipe):
     assert rows_of(part, work, x)["x"].bytes == half.x.scales.untyped_storage().nbytes() + (half.x.scale is not None) * 4
 
 
-@pytest.mark.parametrize("recipe", [Fp8Block(), MXFP8(), NVFP4()], ids=str)
+@pytest.mark.parametrize("recipe", [Fp8Block(), MXFP8(), NVFP4(stochastic=False)], ids=str)
 def test_a_quantised_tensor_is_not_compressed_again(recipe):
     """Its float32 scales are exact, and stay so: a rule for it raises, an optional one passes it by, `pack` leaves it."""
     cfg = with_recipe(mlp_config(64, 96), recipe)

@@ -105,7 +105,8 @@ ALL = [name if name in ("gpt2", "deepseek_v3") else pytest.param(name, marks=pyt
 def test_all_linears_of_every_family_load_and_go_back(name, bases, tmp_path):
     """A module may be several linears of ours, and its rows may have another order. PEFT adapts routers and experts, too."""
     folder = bases(name)
-    every = peft.LoraConfig(r=2, lora_alpha=3, target_modules="all-linear", init_lora_weights=False)
+    without = ["router"] if name.startswith("llama4") else None  # a linear whose forward returns a tuple, which PEFT does not take
+    every = peft.LoraConfig(r=2, lora_alpha=3, target_modules="all-linear", exclude_modules=without, init_lora_weights=False)
     want = trained(folder, every, tmp_path / "theirs")
     params, cfg, model = read(folder, tmp_path / "theirs")
     torch.testing.assert_close(logits(params, cfg, model), want, rtol=1e-4, atol=1e-5)

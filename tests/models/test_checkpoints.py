@@ -76,6 +76,7 @@ def test_a_file_that_is_cut_short_raises(folder):
     [
         ({"model_type": "bert"}, r"model_type must be one of llama, .*, got 'bert'"),
         ({"model_type": None}, r"model_type must be one of llama, .*, got None"),
+        ({"model_type": "llama4"}, r"got 'llama4', a model with a vision tower: save its language model alone, a 'llama4_text'"),
         ({"model_type": "gemma3"}, r"got 'gemma3', a model with a vision tower: save its language model alone, a 'gemma3_text'"),
         ({"gizmo": 1}, r"fields must be known for family 'qwen3', got 'gizmo'"),
         ({"hidden_act": "mish"}, r"hidden_act must be one of silu, .*, got 'mish'"),

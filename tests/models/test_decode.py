@@ -33,6 +33,7 @@ from funcops.models import (
     DecoderConfig,
     KVCache,
     LatentConfig,
+    LinearAttentionConfig,
     MoEConfig,
     SamplingConfig,
     cache_init,
@@ -53,6 +54,8 @@ OPTIONS = {
     "plain": {},
     "window": {"window": 3},
     "window of one": {"window": 1},
+    "chunks": {"chunk": 4},
+    "chunks, a window": {"chunk": 5, "window": 3},
     "softcap": {"softcap": 1.5},
     "alibi": {"alibi": True},
     "bias": {"bias": True},
@@ -78,8 +81,8 @@ def test_attention_in_chunks_is_attention_of_the_whole(name, chunk):
         params.sinks.copy_(torch.randn(H, dtype=torch.float64, generator=GIVEN))
     whole = (Q, KEYS, VALUES, *((BIAS,) if cfg.bias else ()))
     want, _ = op.fwd(params, whole, cfg)
-    count = slots_of(cfg.window, T, chunk)
-    assert cfg.window is None or chunk == T or count < T  # a ring goes round
+    count = slots_of(cfg.reach, T, chunk)
+    assert cfg.reach is None or chunk == T or count < T  # a ring goes round
     k, v = (torch.zeros(B, K, count, size, dtype=torch.float64) for size in (D, V))
     lengths = torch.zeros(B, dtype=torch.int64)
     cache = Cache({"a": KVCache(k, v)}, lengths, context=T, chunk=chunk)
@@ -87,7 +90,7 @@ def test_attention_in_chunks_is_attention_of_the_whole(name, chunk):
     for start, stop in [(a, min(a + chunk, T - 5)) for a in range(0, T - 5, chunk)] + [(a, a + 1) for a in range(T - 5, T)]:
         part = slice(start, stop)
         x = (Q[:, part], KEYS[:, part], VALUES[:, part], *((BIAS[:, :, part],) if cfg.bias else ()))
-        at = slots(cache, stop - start, None, (cfg.window,))
+        at = slots(cache, stop - start, None, (cfg.reach,))
         held = CachedParams(k, v, params.sinks if sinks else None)
         y, kept = chain.fwd({"mix": held}, WithExtras(x, {"cache": at}), cached, needs=Needs.NONE)
         assert kept is None
@@ -110,8 +113,27 @@ MODELS = {
     "a latent": dataclasses.replace(
         LLAMA, latent=LatentConfig(kv_rank=4, rope_size=4, plain_size=3, value_size=5, q_rank=3), rope=RopeConfig(4)
     ),
+    "linear attention, a gate": dataclasses.replace(
+        LLAMA,
+        attention_gate=True,
+        linear=LinearAttentionConfig(key_heads=2, value_heads=4, key_size=3, value_size=5, layers=(0, 1, 3)),
+    ),
     "layers without rope, factors": dataclasses.replace(
         LLAMA, unrotated=(1, 2), windows=(None, 3, None, None), residual_scale=0.5, embed_scale=2.0, logit_scale=3.0
+    ),
+    "chunks, a temperature, weights on the input": dataclasses.replace(
+        LLAMA,
+        rope=RopeConfig(4, interleaved=True),
+        unrotated=(1, 3),
+        chunks=(5, None, 5, None),
+        temperature=(0.5, 3.0),
+        qk_norm="l2",
+        moe=MoEConfig(
+            route=RouteConfig(4, 2, score="sigmoid", normalize=False),
+            experts=ExpertsConfig(4, 8, 6, weights_on="input"),
+            shared=5,
+            dense=(0, 2),
+        ),
     ),
     "learned positions": dataclasses.replace(LLAMA, rope=None, places=True, norm="layer_norm", mlp="gelu", tied=True),
 }

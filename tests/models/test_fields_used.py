@@ -27,7 +27,8 @@ VALUES = {  # of fields whose values their types do not tell
     "original_max_position_embeddings": [8],
     "num_hidden_layers": [1],
     "sliding_window": [2, None],
-    "layer_types": [["full_attention", "sliding_attention"] * 3],
+    "layer_types": [["full_attention", kind] * 3 for kind in ("sliding_attention", "chunked_attention", "linear_attention")],
+    "full_attention_interval": [3],
     "query_pre_attn_scalar": [2, 30],
     "attn_logit_softcapping": [0.5, None],
     "final_logit_softcapping": [0.5, None],
@@ -57,6 +58,9 @@ VALUES = {  # of fields whose values their types do not tell
     "residual_multiplier": [0.5],
     "attention_multiplier": [0.5],
     "logits_scaling": [3.0],
+    "attn_scale": [0.9],
+    "attention_chunk_size": [4, None],
+    "moe_layers": [[0], [1, 0]],
 }
 NOT_ALONE = {  # sizes, which the shapes of params hold
     "num_attention_heads",
@@ -73,15 +77,19 @@ NOT_ALONE = {  # sizes, which the shapes of params hold
     "num_experts",
     "num_local_experts",
     "first_k_dense_replace",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
 }
 FIRST = ("partial_rotary_factor", "attn_logit_softcapping")  # of the first tier: those that some families read and do not use
 REFUSED = {  # what an error names in the place of the field
+    "head_dim": "rotary_dim",
     "rope_parameters": "rope",
     "rope_scaling": "rope",
     "rope_theta": "rope",
     "partial_rotary_factor": "rotary_dim",
     "num_hidden_layers": "moe.dense",
     "mlp_only_layers": "moe.dense",
+    "no_rope_layers": "layer_types",
     "num_key_value_heads": "kv_heads",
 }
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from funcops import ExpertsConfig, RopeConfig, RouteConfig, WithExtras, chain, dist, random, report
+from funcops import AttentionConfig, ExpertsConfig, RopeConfig, RouteConfig, WithExtras, chain, dist, random, report, walk
 from funcops.models import DecoderConfig, LatentConfig, MoEConfig, decoder, decoder_x, pack, roles
 from funcops.testing import run_ranks
 from funcops.trees import paths, tree_map_tensors
@@ -20,6 +20,7 @@ KINDS = {
     "gpt2": dict(rope=None, places=True, norm="layer_norm", mlp="gelu", qkv_bias=True, out_bias=True, mlp_bias=True, tied=True),
     "sinks": dict(sinks=True, windows=(2, None)),
     "latent": dict(latent=LatentConfig(kv_rank=4, rope_size=4, plain_size=4, value_size=6)),
+    "chunks": dict(chunks=(3, None), unrotated=(1,), temperature=(0.5, 2.0), qk_norm="l2"),
     "mixture": dict(moe=MoEConfig(route=RouteConfig(4, 2), experts=ExpertsConfig(4, 16, 6))),
 }
 
@@ -83,6 +84,21 @@ def test_a_row_of_documents_equals_them_one_by_one(name, padded, seed):
     close(chain.bwd(kept, like(y, torch.ones((), dtype=D)), model)[0], wanted)
 
 
+def test_a_bound_of_lengths_reaches_every_attention_and_the_padding():
+    cfg, params, documents = drawn("sinks", 1)
+    longest, total = max(map(len, documents)), sum(map(len, documents))
+    ids, labels, ends = pack(documents, length=3 * longest + total + 2, count=12, max_seqlen=longest)
+    assert ends.diff().tolist() == [*map(len, documents), *[longest] * 3, 2, 0, 0, 0]
+    assert int((labels != -100).sum()) == total - len(documents)
+    bounded = decoder(cfg, loss=True, packed=True, max_seqlen=longest)
+    found = [part.cfg.max_seqlen for part in walk(bounded) if isinstance(part.cfg, AttentionConfig)]
+    assert found == [longest] * 2
+    x, wanted = decoder_x(cfg, ids, D, labels=labels, cu_seqlens=ends), one_by_one(cfg, params, documents)[1]
+    torch.testing.assert_close(main_of(chain.fwd(params, x, bounded)[0]), wanted, rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match=rf"x.3 \(cu_seqlens\) must be of sequences of at most {longest - 1} \(cfg.max_seqlen\)"):
+        chain.fwd(params, x, decoder(cfg, loss=True, packed=True, max_seqlen=longest - 1))
+
+
 def test_over_ranks():
     """Heads, features and the vocabulary are sharded; all ranks have the row."""
     cfg, params, documents = drawn("no logits", 3)
@@ -128,6 +144,10 @@ def test_wrong_documents_raise():
         pack([one, one], length=5)
     with pytest.raises(ValueError, match="pack: count must be at least 3, the documents with the padding, got 2"):
         pack([one, one], length=7, count=2)
+    with pytest.raises(ValueError, match="pack: max_seqlen must be at least 3, the longest document, got 2"):
+        pack([one, one], max_seqlen=2)
+    with pytest.raises(ValueError, match="decoder: max_seqlen must be None without packed, got 9"):
+        decoder(PLAIN, max_seqlen=9)
     ends = torch.tensor([0, 3], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"decoder_x: ids must be \[1, T\] with cu_seqlens: one row of documents .*, got \[2, 3\]"):
         decoder_x(PLAIN, torch.zeros(2, 3, dtype=torch.int64), D, cu_seqlens=ends)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from funcops.models import decoder
-from funcops.models.decoder import groups
+from funcops.models.decoder_config import groups
 from funcops.models.fields import read_config, write_config
 from funcops.trees import tensors
 
@@ -49,6 +49,38 @@ PUBLISHED = {  # the config, its groups of layers (period, times), and its param
         [(1, 16)],
         1_235_814_400,
     ),
+    "Llama-4-Scout-17B-16E": (
+        sized(
+            "llama4_text",
+            5120,
+            8192,
+            48,
+            40,
+            8,
+            202048,
+            10485760,
+            intermediate_size_mlp=16384,
+            head_dim=128,
+            rms_norm_eps=1e-5,
+            rope_theta=500000.0,
+            rope_scaling=LLAMA3 | dict(factor=8.0),
+            attention_bias=False,
+            attention_chunk_size=8192,
+            attn_temperature_tuning=4,
+            attn_scale=0.1,
+            floor_scale=8192,
+            interleave_moe_layer_step=1,
+            no_rope_layers=[],
+            num_experts_per_tok=1,
+            num_local_experts=16,
+            router_jitter_noise=0.0,
+            use_qk_norm=True,
+            for_llm_compressor=False,
+            tie_word_embeddings=False,
+        ),
+        [(4, 12)],
+        107_769_861_120,
+    ),
     "Qwen2.5-0.5B": (
         sized(
             "qwen2",
@@ -69,6 +101,43 @@ PUBLISHED = {  # the config, its groups of layers (period, times), and its param
         ),
         [(1, 24)],
         494_032_768,
+    ),
+    "Qwen3-Next-80B-A3B": (
+        sized(
+            "qwen3_next",
+            2048,
+            5120,
+            48,
+            16,
+            2,
+            151936,
+            262144,
+            head_dim=256,
+            rms_norm_eps=1e-6,
+            rope_theta=1e7,
+            rope_scaling=None,
+            partial_rotary_factor=0.25,
+            full_attention_interval=4,
+            linear_conv_kernel_dim=4,
+            linear_key_head_dim=128,
+            linear_num_key_heads=16,
+            linear_num_value_heads=32,
+            linear_value_head_dim=128,
+            decoder_sparse_step=1,
+            mlp_only_layers=[],
+            moe_intermediate_size=512,
+            shared_expert_intermediate_size=512,
+            num_experts=512,
+            num_experts_per_tok=10,
+            norm_topk_prob=True,
+            output_router_logits=False,
+            router_aux_loss_coef=0.001,
+            use_sliding_window=False,
+            attention_bias=False,
+            tie_word_embeddings=False,
+        ),
+        [(4, 12)],
+        79_674_391_296,  # and 1.6 billion of the layer that predicts a second token, which is not read
     ),
     "gemma-2-2b": (
         sized(

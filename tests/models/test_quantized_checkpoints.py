@@ -301,7 +301,7 @@ BAD = {
         compressed("float-quantized") | {"config_groups": {}},
         None,
     ),
-    "quantization_config.quant_algo must be 'NVFP4', got 'FP8'": ("qwen3", MODELOPT | {"quant_algo": "FP8"}, None),
+    "quantization_config.quant_algo must be 'NVFP4' or 'W4A16_NVFP4', got 'FP8'": ("qwen3", MODELOPT | {"quant_algo": "FP8"}, None),
     "mis-shaped: model.layers.0.mlp.down_proj.weight_scale [256, 1], got [2, 3]": (
         "qwen3",
         compressed("float-quantized"),
@@ -329,7 +329,7 @@ BAD = {
         FP8,
         lambda t: t.update({f"{DOWN}_scale_inv": torch.ones(3, 2)}),
     ),
-    "mis-typed: model.layers.0.mlp.down_proj.weight_scale_inv float32 or bfloat16 or F8_E8M0, got I32": (
+    "mis-typed: model.layers.0.mlp.down_proj.weight_scale_inv float32 or bfloat16 or float8_e8m0fnu, got I32": (
         "qwen3",
         FP8,
         lambda t: t.update({f"{DOWN}_scale_inv": torch.ones(2, 3, dtype=torch.int32)}),

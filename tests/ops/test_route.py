@@ -29,10 +29,12 @@ from funcops import (
 )
 from funcops.adapters.graphs import check_capturable
 from funcops.backend import backend
+from funcops.kernels.route import route_fwd
 from funcops.kernels.routing import sort_by_expert
 from funcops.testing.checks import same_bits
 from funcops.testing.tolerances import assert_close
 
+STRANGE = float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1.0, -1.0
 DEEPSEEK = dict(score="sigmoid", bias=True, groups=4, top_groups=2, scale=2.5)
 CONFIGS = {
     "softmax": RouteConfig(8, 3),
@@ -295,3 +297,21 @@ def test_weights_do_not_depend_on_how_far_the_logits_are(normalize, name):
             weights, indices, *_ = route.fwd(RouteParams(None), (logits + shift).float(), cfg)[0]
         assert torch.equal(indices.long(), chosen)
         torch.testing.assert_close(weights.double(), want, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:All-NaN slice encountered")
+@pytest.mark.parametrize(("experts", "top_k"), [(5, 5), (40, 3), (128, 8)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_strange_logits_and_equal_ones_are_in_torch_order(dtype, experts, top_k):
+    """A stable descending sort: NaN first, of either sign, and zeros of both signs equal, the lowest index first."""
+    pytest.importorskip("triton")
+    rng = torch.Generator().manual_seed(experts)
+    logits = torch.tensor(STRANGE)[torch.randint(len(STRANGE), (1, 37, experts), generator=rng)]
+    logits[:, ::2] = torch.randint(-2, 3, (1, 19, experts), generator=rng).float()
+    logits = logits.to(dtype)
+    logits.view({2: torch.int16, 4: torch.int32}[dtype.itemsize])[0, 1, -1] = -1  # a NaN of negative sign
+    with backend("triton"):
+        _, indices, _, counts, _ = route_fwd(logits, None, top_k, "softmax", True, 1.0, 1, 1, 0.0, 0.0, False)
+    wanted = torch.sort(logits.float(), dim=-1, descending=True, stable=True)
+    assert torch.equal(indices.long(), wanted.indices[..., :top_k])
+    assert torch.equal(counts[0], torch.bincount(wanted.indices[..., :top_k].flatten(), minlength=experts).int())

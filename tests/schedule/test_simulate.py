@@ -137,7 +137,7 @@ def test_draw(tmp_path, suffix):
     assert path.stat().st_size > 1_000
     assert len(figure.axes[0].collections) == sum(map(len, dualpipe_v(2, 4).ranks))
     said = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert said == ["forward", "dgrad", "wgrad", "dgrad and wgrad", "stages 0, 1", "stages 2, 3"]
+    assert said == ["forward", "dgrad", "wgrad", "dgrad and wgrad", "a: stages 0, 1", "b: stages 2, 3"]
     assert "unit" in figure.axes[0].get_xlabel() and "% idle" in figure.axes[0].get_title()
     timed = draw(simulate(dualpipe_v(2, 4)), unit="seconds").axes[0]
     assert "seconds per step" in timed.get_title() and timed.get_xlabel() == "time, in seconds"
@@ -162,8 +162,8 @@ def test_two_schedules_share_a_figure(tmp_path):
         "forward",
         "dgrad",
         "wgrad",
-        "stages 0, 1",
-        "stages 2, 3",
+        "a: stages 0, 1",
+        "b: stages 2, 3",
     ]
     with pytest.raises(TypeError, match="draw: ax must be Axes, got"):
         draw(gpipe(2, 4), ax=figure)

@@ -54,7 +54,7 @@ def from_torch(
     `recipe`: a recipe without state from `funcops.low_precision`, for linear layers, and for MLPs whose layers all have it. A layer
     whose sizes it does not support is left, with the reason. A second call sets its recipe on layers that an earlier call has
     swapped, so that `from_torch(model, recipe=recipe, skip="lm_head")` and then `from_torch(model)` leave the head in high
-    precision. `quantize_weights(model)` quantises the weights once per step.
+    precision. `quantize_weights(model)` quantises the weights once per step; a recipe that rounds stochastically needs its `key`.
 
     Raises `TypeError` if `model` is not a module, and for an invalid pattern or recipe; `ValueError` for a pattern without a match,
     an unknown policy, a policy whose rules match nothing, a policy for a model without a known MLP, a recipe with state, and a

@@ -12,16 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from funcops import random
 from funcops.adapters.autocast import any_autocast, casts, is_on, outside
 from funcops.adapters.autograd.differentiable import run
 from funcops.adapters.nn.module import Prepared, is_plain, prepare
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, wrap
-from funcops.errors import StaleResidualError, describe, fail, require, require_dtype, require_flag, require_type
+from funcops.errors import StaleResidualError, check, describe, fail, few, require, require_dtype, require_flag, require_type
 from funcops.formats import QTensor, QWeight, quantized_weight
-from funcops.formats.recipes import require_recipe
+from funcops.formats.recipes import TO_ROUND, require_recipe
 from funcops.ops.linear import LinearParams
 from funcops.ops.qlinear import qlinear
+from funcops.trees import replace
 
 _none: Any = None
 _empty = QTensor(_none, _none, None, format=_none, shape=_none, dtype=_none, side="row", hadamard=False)
@@ -33,10 +35,11 @@ def take_recipe(where: str, module: Any, recipe: Any) -> None:
     that it does not support; the module is then unchanged."""
     require_recipe(where, recipe)
     if recipe.delayed:
-        expected = "one without state (its scales are the caller's: funcops.nn.functional(model), with_recipe, recipe_init)"
+        expected = (
+            "one without state, such as Fp8Current, which has the same formats (a loop of yours holds scales: begin_step and "
+            "end_step of funcops.low_precision, over with_recipe(cfg, recipe) of funcops.nn.functional or models.from_hf)"
+        )
         fail(where, "recipe", expected, type(recipe).__name__)
-    keyless = "one that rounds to nearest (a module has no key; quantize_params(params, cfg, key=key) takes one)"
-    require(not recipe.stochastic, where, "recipe", keyless, recipe)
     before = dict(vars(module))
     module.recipe, module.op = recipe, qlinear
     try:
@@ -47,18 +50,21 @@ def take_recipe(where: str, module: Any, recipe: Any) -> None:
         raise
 
 
-def quantize_weights(model: nn.Module, *, dtype: torch.dtype | None = None, columns: bool = True) -> list[str]:
+def quantize_weights(
+    model: nn.Module, *, dtype: torch.dtype | None = None, columns: bool = True, key: Tensor | None = None
+) -> list[str]:
     """Quantise the weight of every `funcops.nn.Linear` with a recipe in `model`: all calls until the next update read these codes.
     Call it once per step, before the first microbatch. Returns the paths of the modules.
 
     `dtype`: the layers' compute dtype, if it differs from the parameters' (as under autocast). `columns`: whether to make the codes
-    for dx now, or in every backward. The codes are not a buffer, not in `state_dict`, and not in a copy of the module. A call after
-    the parameter was written to or replaced raises `StaleResidualError` with the module's path. A layer compiled by torch.compile
-    does not read the codes: it quantises its weight in every call. Capture CUDA graphs before the first call of this function: they
-    quantise in every replay.
+    for dx now, or in every backward. `key`: for recipes that round stochastically, another in each step, and in each microbatch
+    that is to round anew; without codes a layer with such a recipe raises. The codes are not a buffer, not in `state_dict`, and not
+    in a copy of the module. A call after the parameter was written to or replaced raises `StaleResidualError` with the module's
+    path. A layer compiled by torch.compile does not read the codes: it quantises its weight in every call. Capture CUDA graphs
+    before the first call of this function: they quantise in every replay.
 
-    Raises `ValueError` for a model without such a layer, and `TypeError` for weights that are not plain tensors (under
-    `fully_shard` layers quantise the gathered weight in every call).
+    Raises `ValueError` for a model without such a layer, or a stochastic recipe without a key, and `TypeError` for weights that are
+    not plain tensors (under `fully_shard` layers quantise the gathered weight in every call).
 
     >>> import torch
     >>> from funcops import nn
@@ -71,14 +77,19 @@ def quantize_weights(model: nn.Module, *, dtype: torch.dtype | None = None, colu
     require_type(where, "model", model, nn.Module)
     require_flag(where, columns=columns)
     require_dtype(where, dtype)
+    if key is not None:
+        check(where, "key", key, (2,), torch.int64)
     found = {path: module for path, module in model.named_modules() if vars(module).get("recipe") is not None}
     require(bool(found), where, "model", "one with layers that have a recipe (from_torch(model, recipe=...))", describe(model))
     for path, module in found.items():
         weight: Any = module._parameters.get("weight")
         if not is_plain(weight) or weight is None:
             fail(where, f"{path}.weight", "a parameter that is a plain tensor", describe(weight), TypeError)
+    rounding = [path for path, module in found.items() if module.recipe.stochastic]
+    require(key is not None or not rounding, where, "key", f"a random key, for {few(rounding)} ({TO_ROUND})", None)
     for path, module in found.items():
-        vars(module)["forward"] = Held(path, module, dtype, columns)
+        own = None if path not in rounding or key is None else random.fold_in(key, random.path_id(path))
+        vars(module)["forward"] = Held(path, module, dtype, columns, own)
     for module in model.modules():
         if isinstance(module, Prepared):
             prepare(module)  # a chain now calls its layers; a compiler then finds that cached
@@ -90,11 +101,12 @@ class Held:
 
     transient = True  # not copied with the module
 
-    def __init__(self, path: str, module: Any, dtype: torch.dtype | None, columns: bool) -> None:
+    def __init__(self, path: str, module: Any, dtype: torch.dtype | None, columns: bool, key: Tensor | None) -> None:
         self.path, self.module, self.parameter = path, module, module._parameters["weight"]
         weight = self.parameter.detach()
         weight = weight if dtype is None else weight.to(dtype)
-        self.weight = quantized_weight(weight, module.recipe.w, columns).made_of(self.parameter)
+        made = quantized_weight(weight, module.recipe.w, columns, col=module.recipe.w_col)
+        self.weight = replace(made, key=key).made_of(self.parameter)
 
     def __call__(self, x: Any) -> Any:
         module = self.module

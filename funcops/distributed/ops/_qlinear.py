@@ -16,7 +16,7 @@ from funcops.distributed.mesh import Axis
 from funcops.distributed.ops._linear import check_x
 from funcops.errors import require
 from funcops.formats import Format, QTensor, by_tiles
-from funcops.formats.recipes import Recipe, require_recipe
+from funcops.formats.recipes import OPERANDS, Recipe, require_recipe
 from funcops.kernels.quantize import by_columns
 from funcops.ops._low_config import LowConfig
 from funcops.ops._low_operands import Largest, quantized
@@ -32,10 +32,12 @@ class LowOverAxis(LowConfig):
         where, recipe = type(self).__name__, self.recipe
         require(cfg.overlap != "ring", where, "overlap", "'none' or 'bulk' with a recipe, whose codes are sent as one", "'ring'")
         require_recipe(where, recipe)
-        for name in ("x", "w", "dy") if cfg.axis.size > 1 else ():
+        for name in OPERANDS if cfg.axis.size > 1 else ():
             tile, whole = getattr(recipe, name).tile, "(0, 0) or blocks, as ranks hold parts of a row and share no scale of it"
             require(tile != (1, 0), where, f"recipe.{name}.tile", whole, tile)
-            within = name == "w" or tile[0] < 2 or not cfg.sequence_parallel
+            rows, none = getattr(recipe, name).row_scaled, "False, as ranks hold parts of a row and share no scale of it"
+            require(not rows, where, f"recipe.{name}.row_scaled", none, rows)
+            within = name[0] == "w" or tile[0] < 2 or not cfg.sequence_parallel
             require(within, where, f"recipe.{name}.tile", "within a row with sequence_parallel, as ranks hold other rows", tile)
         for name in ("in_features", "out_features"):
             multiple = recipe.multiple * (cfg.axis.size if name == cfg.shared else 1)

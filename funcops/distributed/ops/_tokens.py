@@ -1,37 +1,76 @@
 """Tokens sent to the ranks of their experts and back: shared by `dispatch`, `combine` and `parallel_experts`.
 
-A rank sends n C rows, and receives n C rows. Of its T tokens, the ones with an expert on rank r are in rows r C to (r + 1) C, in
-the order of the tokens. `place` [T, n] is the row of each token for each rank, or n C if it is not sent there: a zero row after the
-last. All sizes follow from T alone, and all numbers stay on the device.
+Of its T tokens, a rank sends the ones with an expert on rank r, in the order of the tokens, after the rows for the ranks before r.
+`place` [T, n] is the row of each token for each rank, or the number of rows if it is not sent there: a zero row after the last.
+
+Without a capacity the ranks first tell each other how many rows they send: `sizes` [2, n] int64, on the host, the rows for each
+rank and from each. With one, or on one rank, `sizes` is None: there are C rows for each rank, the unused ones zero, so shapes
+follow from T alone, and all numbers stay on the device. On the meta device, where no size is known, a rank sends and receives n T.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from funcops.backend.declare import tracing
 from funcops.distributed import comm
 from funcops.distributed.mesh import Axis
+from funcops.errors import fail
 from funcops.kernels.routing import check_row_count, gather_rows
 
 
+class Dispatched(NamedTuple):
+    """The rows that a rank received, [R, *], and where its own tokens are."""
+
+    weights: Tensor
+    rows: Tensor
+    indices: Tensor
+    place: Tensor
+    sizes: Tensor | None
+
+
 def row_count(tokens: int, capacity: float | None, axis: Axis) -> int:
-    """n C: how many rows are sent, and received."""
+    """n C: how many rows are sent, and received; without a capacity, at most."""
     return axis.size * (tokens if capacity is None else math.ceil(capacity * tokens))
 
 
 def send_rows(indices: Tensor, experts: int, capacity: float | None, axis: Axis) -> Tensor:
-    """The row [T, n] of each token for each rank, from indices [T, K]. An index outside [0, E] raises `IndexError` on the CPU."""
+    """The row [T, n] of each token for each rank, from indices [T, K], with C rows for each rank."""
+    goes, n = _ranks_of(indices, experts, axis), axis.size
+    rows = row_count(indices.shape[0], capacity, axis)
+    slot = goes.cumsum(0) - 1
+    first = torch.arange(n, device=indices.device) * (rows // n)
+    return torch.where((goes > 0) & (slot < rows // n), first + slot, rows).to(torch.int32)
+
+
+def send_counted(where: str, indices: Tensor, experts: int, axis: Axis) -> tuple[Tensor, Tensor]:
+    """`place` and `sizes` without a capacity. Counts are in flight while places are computed; then the host reads them."""
+    if tracing() and not indices.is_meta:
+        fail(where, "capacity", "given under torch.compile and make_fx (1.0 has room for all tokens)", None)
+    goes = _ranks_of(indices, experts, axis)
+    counts = goes.sum(0)
+    came = comm.start_all_to_all(counts, axis)
+    row = counts.cumsum(0) - counts + goes.cumsum(0) - 1
+    place = torch.where(goes > 0, row, counts.sum()).to(torch.int32)
+    sizes = torch.stack((counts, comm.wait(came, axis)))
+    return place, sizes if sizes.is_meta else sizes.cpu()
+
+
+def _ranks_of(indices: Tensor, experts: int, axis: Axis) -> Tensor:
+    """[T, n]: 1 for a rank that has an expert of the token. An index outside [0, E] raises `IndexError` on the CPU."""
     tokens, n, device = indices.shape[0], axis.size, indices.device
-    rows = row_count(tokens, capacity, axis)
     ranks = torch.arange(experts + 1, device=device) // (experts // n)  # n for a dropped choice
     at = ranks.index_select(0, indices.reshape(-1)).view(indices.shape)
-    goes = torch.zeros(tokens, n + 1, dtype=torch.int64, device=device).scatter_(1, at, 1)[:, :n]
-    slot = goes.cumsum(0) - 1
-    first = torch.arange(n, device=device) * (rows // n)
-    return torch.where((goes > 0) & (slot < rows // n), first + slot, rows).to(torch.int32)
+    return torch.zeros(tokens, n + 1, dtype=torch.int64, device=device).scatter_(1, at, 1)[:, :n]
+
+
+def rows_sent(place: Tensor, sizes: Tensor | None, capacity: float | None, axis: Axis) -> int:
+    """How many rows this rank sends, from place [T, n]."""
+    return row_count(place.shape[0], capacity, axis) if sizes is None or sizes.is_meta else sum(sizes[0].tolist())
 
 
 def token_of(place: Tensor, rows: int) -> Tensor:
@@ -42,37 +81,45 @@ def token_of(place: Tensor, rows: int) -> Tensor:
     return token.scatter_(0, place.reshape(-1).to(torch.int64), numbers.reshape(-1))[:-1]
 
 
-def start(rows: Tensor, token: Tensor, axis: Axis) -> Tensor:
-    """[T, D] -> [n C, D], in flight: the rows that all ranks send to this rank."""
-    return comm.start_all_to_all(_padded(rows).index_select(0, token), axis)
+def start(rows: Tensor, token: Tensor, axis: Axis, sizes: Tensor | None, most: int, pad: float = 0) -> Tensor:
+    """[T, D] -> [R, D], in flight: the rows that all ranks send to this rank. `most`: R, where sizes are not known."""
+    sent = _padded(rows, pad) if sizes is None else rows  # with sizes no row is unused
+    return _start(sent.index_select(0, token), axis, sizes, most)
+
+
+def start_back(rows: Tensor, place: Tensor, sizes: Tensor | None, axis: Axis) -> Tensor:
+    """[R, D] -> the rows of this rank's tokens, in flight: `start` the other way."""
+    return _start(rows, axis, None if sizes is None else sizes.flip(0), row_count(place.shape[0], None, axis))
+
+
+def _start(rows: Tensor, axis: Axis, sizes: Tensor | None, most: int) -> Tensor:
+    if sizes is None:
+        return comm.start_all_to_all(rows, axis)
+    sends, receives = ([rows.shape[0]], [most]) if sizes.is_meta else sizes.tolist()
+    return comm.start_all_to_all(rows, axis, (sends, receives))
 
 
 def arrived(rows: Tensor, place: Tensor, axis: Axis) -> Tensor:
-    """[n C, D], in flight -> [T, D]: the sum of a token's rows, in the order of its places."""
+    """Rows in flight -> [T, D]: the sum of a token's rows, in the order of its places."""
     return gather_rows(_padded(comm.wait(rows, axis)), place, None)
 
 
-def dispatched(
-    where: str, x: tuple[Tensor, Tensor, Tensor], experts: int, capacity: float | None, axis: Axis
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(weights [n C, K], rows [n C, H], indices [n C, K], place [T, n]) for a checked `(weights, x, indices)`."""
+def dispatched(where: str, x: tuple[Tensor, Tensor, Tensor], experts: int, capacity: float | None, axis: Axis) -> Dispatched:
+    """The rows that the ranks send to this one, for a checked `(weights, x, indices)`."""
     weights, tokens, indices = [t.reshape(-1, t.shape[-1]) for t in x]
-    indices = indices.to(torch.int32)
-    rows = row_count(tokens.shape[0], capacity, axis)
-    check_row_count(where, "x, sent to all ranks,", rows)
-    place = send_rows(indices, experts, capacity, axis)
+    indices, own = indices.to(torch.int32), experts // axis.size
+    check_row_count(where, "x, sent to all ranks,", row_count(tokens.shape[0], capacity, axis))
+    sizes: Tensor | None = None
+    if capacity is None and axis.size > 1:
+        place, sizes = send_counted(where, indices, experts, axis)
+    else:
+        place = send_rows(indices, experts, capacity, axis)
+    rows = rows_sent(place, sizes, capacity, axis)
     token = token_of(place, rows)
-    sent = start(weights, token, axis), start(tokens, token, axis), _start_indices(indices, token, experts, axis)
-    own_weights, own_rows, own_indices = [comm.wait(t, axis) for t in sent]
-    return own_weights, own_rows, own_indices, place
-
-
-def _start_indices(indices: Tensor, token: Tensor, experts: int, axis: Axis) -> Tensor:
-    """[T, K] -> [n C, K], in flight: experts by their number on the receiving rank, E/n for experts of other ranks."""
-    n, own = axis.size, experts // axis.size
-    sent = _padded(indices, experts).index_select(0, token).view(n, -1, indices.shape[1])
-    sent = sent - torch.arange(n, dtype=torch.int32, device=indices.device).view(n, 1, 1) * own
-    return comm.start_all_to_all(torch.where((sent >= 0) & (sent < own), sent, own).flatten(0, 1), axis)
+    flying = [start(t, token, axis, sizes, rows, pad) for t, pad in ((weights, 0), (tokens, 0), (indices, experts))]
+    own_weights, own_rows, chosen = [comm.wait(t, axis) for t in flying]
+    chosen = chosen - axis.rank * own  # experts by their number on this rank, E/n for experts of other ranks
+    return Dispatched(own_weights, own_rows, torch.where((chosen >= 0) & (chosen < own), chosen, own), place, sizes)
 
 
 def _padded(rows: Tensor, value: float = 0) -> Tensor:

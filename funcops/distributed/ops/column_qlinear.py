@@ -105,7 +105,7 @@ class ColumnQLinearPending(Pending, static=("dtype",)):
 class _Layer(CodedOverAxis, ColumnLayer):
     def operands(self, x: Tensor, cfg: Any, needs: Needs) -> tuple[QTensor, Any]:
         recipe, axis = cfg.recipe, rows_axis(cfg)
-        if recipe.keep == "col" and needs.param("weight") and not whole_tiles(x, recipe.x, axis):
+        if recipe.keep == "col" and needs.param("weight") and not whole_tiles(x, recipe.x_col, axis):
             return quantized(x, recipe.x, over(axis)), x
         return operands(x, recipe, needs, over(axis))
 
@@ -135,17 +135,18 @@ class _Layer(CodedOverAxis, ColumnLayer):
         """Begin to gather x in the form that dw reads."""
         recipe, axis = cfg.recipe, rows_axis(cfg)
         if not isinstance(x, QTensor):
-            return send(x, axis) if recipe.wgrad == "high" else send_columns(x, recipe, recipe.x, axis)
+            return send(x, axis) if recipe.wgrad == "high" else send_columns(x, recipe, recipe.x_col, axis)
         rows = (dy.shape[0] // axis.size, *dy.shape[1:-1]) if axis.size > 1 else dy.shape[:-1]
         shape = torch.Size((*rows, cfg.in_features))
-        check_quantized(where, "pending.x", x, recipe.x, kept_side(recipe, x), shape, dy.codes if isinstance(dy, QTensor) else dy)
+        side, format = kept_side(recipe, x)
+        check_quantized(where, "pending.x", x, format, side, shape, dy.codes if isinstance(dy, QTensor) else dy)
         return send(x, axis)
 
     def arrived_x(self, sent: Sent, x: Any, cfg: Any) -> Any:
         """The gathered x in the form that dw reads."""
         recipe, axis = cfg.recipe, rows_axis(cfg)
         by_columns = recipe.wgrad == "low" and not isinstance(x, QTensor)
-        return columns_of(sent, recipe, recipe.x, axis) if by_columns else arrived(sent, axis)
+        return columns_of(sent, recipe, recipe.x_col, axis) if by_columns else arrived(sent, axis)
 
     def bwd(self, residuals: Any, dy: Tensor, cfg: Any, into: LinearParams | None) -> tuple[LinearParams, Tensor]:
         """The whole backward, in the order that `cfg.overlap` says."""

@@ -3,11 +3,12 @@
     back = all_to_all(rows)        y_t = sum over r of back[place_tr]        (`dispatch` with forward and backward swapped)
     drows = all_to_all(sent)        sent[place_tr] = dy_t
 
-x is `(rows, place)`, as `dispatch` returns them: rows [n C, D] of one float dtype, of which the q-th C go back to rank q; place
-[m, *, K] int32, the rows of each of this rank's tokens among the n C rows that come back, n C if it was not sent; two tokens never
-share a row. `dispatch` has K = n. y, dy: [m, *, D]; drows: [n C, D], zero in unused rows. Sums are in float32 (float64 for
-float64), in the order of the places, that is of the ranks, rounded once. Kept: place, an alias. A place outside [0, n C] raises
-`IndexError` on the CPU. Rows must be weighted before, as for `unpermute`.
+x is `(rows, place, sizes)`, as `dispatch` returns them: rows [R, D] of one float dtype, which go back to the ranks from which they
+came, `sizes[1]` to each; place [m, *, K] int32, the rows of each of this rank's tokens among the N = `sizes[0].sum()` rows that
+come back, N if it was not sent; two tokens never share a row. `dispatch` has K = n. If sizes is None, or x is `(rows, place)`, the
+same number of rows goes to each rank, and N is R. y, dy: [m, *, D]; drows: [R, D], zero in unused rows. Sums are in float32
+(float64 for float64), in the order of the places, that is of the ranks, rounded once. Kept: place and sizes, aliases. A place
+outside [0, N] raises `IndexError` on the CPU. Rows must be weighted before, as for `unpermute`.
 
 >>> import torch
 >>> from funcops import dist
@@ -31,6 +32,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from funcops.contract.configs import OpConfig
@@ -40,7 +42,7 @@ from funcops.contract.schema import DGRAD, Inputs, Residuals, saved, static
 from funcops.distributed import comm
 from funcops.distributed.checks import check_divides, check_tensor, require_axis
 from funcops.distributed.mesh import Axis
-from funcops.distributed.ops._tokens import arrived, start, token_of
+from funcops.distributed.ops._tokens import arrived, rows_sent, start, start_back, token_of
 from funcops.errors import FLOATS, describe, fail
 from funcops.ops.permute import check_rows_and_choices
 
@@ -63,36 +65,57 @@ class CombineConfig(OpConfig):
 
 class CombineResiduals(Residuals, static=("inputs", "shape", "dtype")):
     place: Tensor = saved("[*, K]", alias="x.1", needed_by=DGRAD, of=("x.0",))
-    rows: int = static()  # n C
+    sizes: Tensor | None = saved("[2, n]", alias="x.2", needed_by=DGRAD, of=("x.0",))
+    rows: int = static()  # R
 
 
 @forward(CombineConfig)
 def combine_fwd(
-    params: None, x: tuple[Tensor, Tensor], cfg: CombineConfig, *, needs: Needs = Needs.ALL
+    params: None, x: tuple[Tensor, ...], cfg: CombineConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, CombineResiduals | None]:
-    """x: `(rows, place)` -> y: [m, *, D]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
-    rows, place = check_rows_and_choices("combine_fwd", x, "place")
+    """x: `(rows, place, sizes)` -> y: [m, *, D]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
+    if not isinstance(x, tuple) or len(x) not in (2, 3):
+        fail("combine_fwd", "x", "a tuple (rows, place, sizes)", describe(x), TypeError)
+    rows, place = check_rows_and_choices("combine_fwd", x[:2], "place")
+    sizes = x[2] if len(x) == 3 else None
     check_tensor("combine_fwd", "x.0 (rows)", rows, (...,), FLOATS)
     check_tensor("combine_fwd", "x.1 (place)", place, (...,))
     if rows.dim() != 2:
-        fail("combine_fwd", "x.0 (rows)", "[n C, D]", describe(rows))
-    check_divides("combine_fwd", "x.0 (rows)", rows, 0, cfg.axis)
-    y = arrived(comm.start_all_to_all(rows, cfg.axis), place.reshape(-1, place.shape[-1]), cfg.axis)
-    y = y.view(*place.shape[:-1], rows.shape[-1])
-    kept = CombineResiduals.keep(cfg, needs, place=place, inputs=Inputs.of(x), shape=y.shape, dtype=y.dtype, rows=rows.shape[0])
+        fail("combine_fwd", "x.0 (rows)", "[R, D]", describe(rows))
+    _check_sizes("combine_fwd", sizes, rows, cfg.axis)
+    at = place.reshape(-1, place.shape[-1])
+    y = arrived(start_back(rows, at, sizes, cfg.axis), at, cfg.axis).view(*place.shape[:-1], rows.shape[-1])
+    kept = CombineResiduals.keep(
+        cfg, needs, place=place, sizes=sizes, inputs=Inputs.of(x), shape=y.shape, dtype=y.dtype, rows=rows.shape[0]
+    )
     return y, kept
 
 
+def _check_sizes(where: str, sizes: Any, rows: Tensor, axis: Axis) -> None:
+    if sizes is None:
+        check_divides(where, "x.0 (rows)", rows, 0, axis)
+        return
+    check_tensor(where, "x.2 (sizes)", sizes, (2, axis.size), torch.int64)
+    if sizes.is_meta:
+        return
+    if sizes.device.type != "cpu":
+        fail(where, "x.2 (sizes)", "on the host, as from dispatch", describe(sizes))
+    came = int(sizes[1].sum())
+    if rows.shape[0] != came:
+        fail(where, "x.0 (rows)", f"[{came}, D], the rows that came by x.2 (sizes)", describe(rows))
+
+
 @dgrad_of(CombineResiduals)
-def combine_dgrad(residuals: CombineResiduals, dy: Any, cfg: CombineConfig) -> tuple[tuple[Tensor, None], None]:
-    """dy: [m, *, D] -> `(drows, None)`. No params, so pending is None."""
+def combine_dgrad(residuals: CombineResiduals, dy: Any, cfg: CombineConfig) -> tuple[tuple[Tensor | None, ...], None]:
+    """dy: [m, *, D] -> `(drows, None, None)`, as long as x. No params, so pending is None."""
     place = residuals.place
     check_tensor("combine_dgrad", "dy", dy, residuals.shape, residuals.dtype, place)
     if not residuals.needs.input(0):
         return residuals.nothing(), None
-    token = token_of(place.reshape(-1, place.shape[-1]), residuals.rows)
-    drows = comm.wait(start(dy.reshape(-1, dy.shape[-1]), token, cfg.axis), cfg.axis)
-    return residuals.inputs.make((drows, None)), None
+    at, sizes, rows = place.reshape(-1, place.shape[-1]), residuals.sizes, residuals.rows
+    token = token_of(at, rows if sizes is None else rows_sent(at, sizes, None, cfg.axis))
+    drows = comm.wait(start(dy.reshape(-1, dy.shape[-1]), token, cfg.axis, sizes, rows), cfg.axis)
+    return residuals.inputs.make((drows, None, None)[: residuals.inputs.parts]), None
 
 
 combine = make_op("combine", CombineConfig, fwd=combine_fwd, dgrad=combine_dgrad)

@@ -16,12 +16,15 @@ of dk and dv are sent and summed in the wide dtype.
 
 `comm="gather"`: k and v are gathered during the attention to this rank's own; dk and dv are scattered. `comm="ring"`: k and v are
 sent around the ring, each during the attention to the ones before, and dk and dv follow: k and v of two ranks at a time in memory.
+`comm="heads"`: q, k and v are sent so that each rank has all tokens of its share of the heads, and y is sent back: one attention
+as on one rank, in two all-to-alls of 1/n of the tensors each, and small ones of logsumexp. n must divide H and K. It serves what
+attention does, except for ALiBi and a bias, of which a rank has all heads (arXiv:2309.14509).
 Kept: q, k, v (aliases), y (the caller's own output) and logsumexp: 1/n of what attention keeps. The backward sends k and v again.
 
-With a window, ALiBi, a bias or packed sequences k and v are gathered first, and put in order; each chunk is then one attention to
-the keys up to its end: of a window, only those that it reaches. These options are as in attention: ALiBi and packed sequences need
-`causal`, a bias [B or 1, H or 1, T/n, S] has this rank's rows and all keys, cu_seqlens [N + 1] are the whole sequence's, the same
-on all ranks. They need comm="gather", as a part of the ring's keys has no place in one causal mask.
+With a window, chunks, ALiBi, a bias or packed sequences k and v are gathered first, and put in order; each half is then one
+attention to the keys up to its end: of a window or chunks, only those that it reaches. These options are as in attention: ALiBi
+and packed sequences need `causal`, a bias [B or 1, H or 1, T/n, S] has this rank's rows and all keys, cu_seqlens [N + 1] are the
+whole sequence's, the same on all ranks. comm="ring" does not serve them, as a part of its keys has no place in one causal mask.
 arXiv:2310.01889, arXiv:2407.21783.
 
 >>> import torch
@@ -54,6 +57,7 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
 from funcops.contract.schema import DGRAD, Inputs, Residuals, saved
 from funcops.distributed import comm
+from funcops.distributed.by_heads import attended_by_heads, check_heads, gradients_by_heads
 from funcops.distributed.checks import check_tensor, require_axis
 from funcops.distributed.mesh import Axis
 from funcops.distributed.zigzag import unzigzag
@@ -69,7 +73,7 @@ __all__ += ["context_attention_fwd", "context_attention_init", "context_attentio
 
 @config
 class ContextAttentionConfig(AttentionConfig):
-    """The fields of `AttentionConfig`; `axis`: the axis that shards the sequence; `comm`: "gather" or "ring"."""
+    """The fields of `AttentionConfig`; `axis`: the axis that shards the sequence; `comm`: "gather", "ring" or "heads"."""
 
     axis: Axis = field(kw_only=False)
     comm: str = "gather"
@@ -79,17 +83,34 @@ class ContextAttentionConfig(AttentionConfig):
         super().__post_init__()
         where = type(self).__name__
         require_axis(where, self.axis)
-        require(self.comm in ("gather", "ring"), where, "comm", "'gather' or 'ring'", repr(self.comm))
+        require(self.comm in ("gather", "ring", "heads"), where, "comm", "'gather', 'ring' or 'heads'", repr(self.comm))
         for name in ("alibi", "packed"):
             wanted = "False without causal (kernels take the last row to be at the last key)"
             require(self.causal or not getattr(self, name), where, name, wanted, True)
-        in_parts = self.comm == "gather" or not self.in_order
-        require(in_parts, where, "comm", "'gather' with a window, ALiBi, a bias or packed sequences", repr(self.comm))
+        in_parts = self.comm != "ring" or not self.in_order
+        wanted = "'gather' or 'heads' with a window, chunks or packed sequences, 'gather' with ALiBi or a bias"
+        require(in_parts and not (self.comm == "heads" and (self.alibi or self.bias)), where, "comm", wanted, repr(self.comm))
 
     @property
     def in_order(self) -> bool:
         """Whether keys must be in the order of the sequence."""
-        return bool(self.window) or self.alibi or self.bias or self.packed
+        return bool(self.reach) or self.alibi or self.bias or self.packed
+
+    @property
+    def ordered(self) -> bool:
+        """Whether ranks have chunks in zigzag order."""
+        return self.causal or self.in_order
+
+    @property
+    def whole(self) -> bool:
+        """Whether a rank attends to keys in the order of the sequence, so that none at all is a case of its own."""
+        return self.in_order or self.comm == "heads"
+
+    def lowest(self, first: int) -> int:
+        """A key before all those that rows from position `first` on see; the first of a chunk, from which chunks are counted."""
+        if self.chunk:
+            return 0 if self.packed else first - first % self.chunk
+        return max(0, first - self.window + 1) if self.window else 0
 
 
 class ContextAttentionResiduals(Residuals, static=("inputs",)):
@@ -131,14 +152,18 @@ def check_context_x(where: str, x: object, cfg: ContextAttentionConfig) -> tuple
     if cfg.bias:
         check_bias(where, more, q, cfg.axis.size * k.shape[1])
     if cfg.packed:
-        check_cu_seqlens(where, more, q, k, cfg.axis.size)
+        check_cu_seqlens(where, more, q, k, cfg, cfg.axis.size)
+    if cfg.comm == "heads":
+        check_heads(where, q, k, cfg.axis.size)
     return q, k, v, more
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor, more: Tensor | None, cfg: ContextAttentionConfig) -> tuple[Tensor, Tensor]:
     """y and logsumexp over the keys of all ranks."""
-    if cfg.axis.size == 1 or (cfg.in_order and nothing_to_see(q, k)):
-        return kernels.attend_fwd(q, k, v, *of_config(more, cfg), cfg.score(q.shape[3]))
+    if cfg.axis.size == 1 or (cfg.whole and nothing_to_see(q, k)):
+        return kernels.attend_fwd(q, k, v, *of_config(more, cfg), cfg.score(q.shape[3]), *cfg.limits)
+    if cfg.comm == "heads":
+        return attended_by_heads(q, k, v, more, cfg)
     return _attend_in_order(q, k, v, more, cfg) if cfg.in_order else _attend(q, k, v, cfg)
 
 
@@ -159,9 +184,11 @@ def context_gradients(where: str, residuals: Any, dy: Tensor, cfg: ContextAttent
     check(where, "dy", dy, q.shape, q.dtype, q)
     at = indices_of(residuals)
     sends = needs.input(at[1]) or needs.input(at[2])
-    if cfg.axis.size == 1 or (cfg.in_order and nothing_to_see(q, k)):
+    if cfg.axis.size == 1 or (cfg.whole and nothing_to_see(q, k)):
         wants_bias, parts = cfg.bias and needs.input(at[3]), of_config(residuals.more, cfg)
-        grads: Any = kernels.attend_bwd(dy, q, k, v, *parts, y, lse, cfg.score(q.shape[3]), wants_bias)
+        grads: Any = kernels.attend_bwd(dy, q, k, v, *parts, y, lse, cfg.score(q.shape[3]), wants_bias, *cfg.limits)
+    elif cfg.comm == "heads":
+        grads = gradients_by_heads(dy, residuals, residuals.more, cfg, sends)
     elif cfg.in_order:
         grads = _backward_in_order(dy, residuals, cfg, sends)
     else:
@@ -187,8 +214,7 @@ class _Piece(NamedTuple):
         spans = [(slice(None), 0, n * s)]
         if cfg.causal:
             firsts = rank * chunk, (2 * n - 1 - rank) * chunk
-            low = [max(0, first - cfg.window + 1) if cfg.window else 0 for first in firsts]
-            spans = [(slice(i * chunk, (i + 1) * chunk), low[i], firsts[i] + chunk) for i in (0, 1)]
+            spans = [(slice(i * chunk, (i + 1) * chunk), cfg.lowest(firsts[i]), firsts[i] + chunk) for i in (0, 1)]
         return [
             _Piece(
                 rows,
@@ -210,7 +236,7 @@ def _in_order(k: Tensor, v: Tensor, cfg: ContextAttentionConfig) -> Tensor:
 def _attend_in_order(q: Tensor, k: Tensor, v: Tensor, more: Tensor | None, cfg: ContextAttentionConfig) -> tuple[Tensor, Tensor]:
     (k, v), s, score = _in_order(k, v, cfg), k.shape[1], cfg.score(q.shape[3])
     found = [
-        kernels.attend_fwd(q[:, one.rows], k[:, one.keys], v[:, one.keys], one.bias, one.cu_seqlens, score)
+        kernels.attend_fwd(q[:, one.rows], k[:, one.keys], v[:, one.keys], one.bias, one.cu_seqlens, score, *cfg.limits)
         for one in _Piece.all_of(more, cfg, q.shape[1], s)
     ]
     rows = q.shape[1] // len(found)
@@ -225,7 +251,8 @@ def _backward_in_order(dy: Tensor, residuals: Any, cfg: ContextAttentionConfig, 
         dy_rows, q_rows, y_rows = (t[:, one.rows] for t in (dy, q, y))
         of_rows, wants_bias = lse[..., one.rows].contiguous(), cfg.bias and residuals.needs.input(3)
         k, v = kv[:, :, one.keys]
-        dq, dk, dv, dbias = kernels.attend_bwd(dy_rows, q_rows, k, v, one.bias, one.cu_seqlens, y_rows, of_rows, score, wants_bias)
+        given = dy_rows, q_rows, k, v, one.bias, one.cu_seqlens, y_rows, of_rows, score, wants_bias
+        dq, dk, dv, dbias = kernels.attend_bwd(*given, *cfg.limits)
         dkv[0, :, one.keys] += dk
         dkv[1, :, one.keys] += dv
         if dbias is not None:

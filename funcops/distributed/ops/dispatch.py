@@ -5,16 +5,19 @@
 
 x is `(weights, x, indices)`, as for `experts`, of this rank's tokens: weights, indices [m, *, K], x [m, *, H]; x of any float
 dtype, weights of that or its wide one, indices int32 or int64. The E experts are sharded in blocks, expert e is on rank
-e // (E/n), and an index of E is a dropped choice. y is `(weights, rows, indices, place)`: received by this rank, weights, indices
-[n C, K], int32, and rows [n C, H]; and the rows of its own tokens, place [m, *, n] int32. Indices count this rank's experts from
-0; a choice of another rank's expert is E/n, dropped. dy is `(dweights, drows, None, None)`, None for zero: integers have no
-gradient.
+e // (E/n), and an index of E is a dropped choice. y is `(weights, rows, indices, place, sizes)`: received by this rank, weights,
+indices [R, K], int32, and rows [R, H]; the rows of its own tokens, place [m, *, n] int32; and the rows for each rank and from each,
+sizes [2, n] int64 on the host. Indices count this rank's experts from 0; a choice of another rank's expert is E/n, dropped. dy is
+`(dweights, drows, None, None, None)`, None for zero: integers have no gradient.
 
-A rank sends C rows to each rank. By default C is T, the number of its tokens, which is always enough, so that sizes do not depend
-on the routing, and a CUDA graph can capture it. Unused rows are zero, and their choices dropped. `capacity` makes
-C = ceil(capacity T): tokens beyond it are not sent to that rank, the last first, and get no gradient through
-it. All ranks must have the same number of tokens. Sums of the backward are in float32 (float64 for float64), in the order of the
-ranks, rounded once. Kept: place, a part of y: no bytes of its own. An index outside [0, E] raises `IndexError` on the CPU.
+The ranks first tell each other how many rows they send, which the host reads, and then send these rows alone. A rank may have no
+tokens, and may receive none. With `capacity` sizes do not depend on the routing, so a CUDA graph can capture it: a rank sends
+C = ceil(capacity T) of its T rows to each rank, R is n C, unused rows are zero, their choices dropped, and `sizes` is None, as on
+one rank. A capacity of 1 is enough for all tokens; with less, tokens beyond it are not sent to that rank, the last first, and get
+no gradient through it. All ranks must then have the same number of tokens. On the meta device R is n T.
+
+Sums of the backward are in float32 (float64 for float64), in the order of the ranks, rounded once. Kept: place and sizes, parts of
+y: no bytes of their own. An index outside [0, E] raises `IndexError` on the CPU.
 
     dispatch -> `experts`, E/n of them -> combine        is `parallel_experts`, which sends dx during the products for dw
 
@@ -26,15 +29,15 @@ Megatron-Core and torchtitan: token dispatcher; DeepEP: dispatch; GShard, arXiv:
 >>> def each(mesh):
 ...     cfg = dist.DispatchConfig(4, axis=mesh["ep"])
 ...     x = torch.ones(2, 1), torch.tensor([[1.0], [2.0]]) + 10 * mesh.rank, torch.tensor([[0], [3]], dtype=torch.int32)
-...     (weights, rows, indices, place), residuals = dist.dispatch_fwd(None, x, cfg)
-...     _, (dweights, dx, _) = dist.dispatch_bwd(residuals, (None, rows, None, None), cfg)
-...     return rows.flatten(), indices.flatten(), dx.equal(x[1]), residuals.place is place
+...     (weights, rows, indices, place, sizes), residuals = dist.dispatch_fwd(None, x, cfg)
+...     _, (dweights, dx, _) = dist.dispatch_bwd(residuals, (None, rows, None, None, None), cfg)
+...     return rows.flatten(), indices.flatten(), sizes.tolist(), dx.equal(x[1]), residuals.place is place
 ...
->>> for rank in run_ranks({"ep": 2}, each):  # two of a rank's four rows are unused
+>>> for rank in run_ranks({"ep": 2}, each):
 ...     print(rank)
 ...
-(tensor([ 1.,  0., 11.,  0.]), tensor([0, 2, 0, 2], dtype=torch.int32), True, True)
-(tensor([ 2.,  0., 12.,  0.]), tensor([1, 2, 1, 2], dtype=torch.int32), True, True)
+(tensor([ 1., 11.]), tensor([0, 0], dtype=torch.int32), [[1, 1], [1, 1]], True, True)
+(tensor([ 2., 12.]), tensor([1, 1], dtype=torch.int32), [[1, 1], [1, 1]], True, True)
 """
 
 from __future__ import annotations
@@ -49,23 +52,23 @@ from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
 from funcops.contract.op import config, dgrad_of, forward, make_op, no_params, same_width
 from funcops.contract.schema import DGRAD, Inputs, Residuals, saved, static
-from funcops.distributed import comm
 from funcops.distributed.checks import check_tensor, require_axis
 from funcops.distributed.mesh import Axis
-from funcops.distributed.ops._tokens import arrived, dispatched
+from funcops.distributed.ops._tokens import arrived, dispatched, start_back
 from funcops.errors import describe, fail, require
 from funcops.ops.experts import check_experts_x
 
 __all__ = ["DispatchConfig", "DispatchResiduals"]
 __all__ += ["dispatch", "dispatch_bwd", "dispatch_dgrad", "dispatch_fwd", "dispatch_init", "dispatch_wgrad"]
 
-Sent = tuple[Tensor, Tensor, Tensor, Tensor]
+Sent = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
+_INTEGERS = {2: "indices", 3: "place", 4: "sizes"}
 
 
 @config
 class DispatchConfig(OpConfig):
-    """`experts` (E), a multiple of the size of `axis`. `capacity`: the largest part of a rank's tokens that another takes; None:
-    all."""
+    """`experts` (E), a multiple of the size of `axis`. `capacity`: the part of a rank's tokens for which another has room, so that
+    sizes do not depend on the routing; None: room for the rows that are routed, whose number the host waits for."""
 
     experts: int = field(kw_only=False)
     axis: Axis
@@ -82,11 +85,17 @@ def require_experts(where: str, experts: int, axis: Any, capacity: float | None)
     """Check a config of sharded experts."""
     require_axis(where, axis)
     require(experts >= 1 and experts % axis.size == 0, where, "experts", f"a multiple of {axis.size}, the number of ranks", experts)
-    require(capacity is None or 0.0 < capacity <= 1.0, where, "capacity", "None or in (0, 1]", capacity)
+    require_capacity(where, capacity)
+
+
+def require_capacity(where: str, capacity: Any) -> None:
+    right = capacity is None or (type(capacity) in (int, float) and 0.0 < capacity <= 1.0)
+    require(right, where, "capacity", "None or in (0, 1]", capacity)
 
 
 class DispatchResiduals(Residuals, static=("inputs", "shape", "dtype")):
     place: Tensor = saved("[*, n]", alias="y.3", needed_by=DGRAD, of=("x.0", "x.1"))
+    sizes: Tensor | None = saved("[2, n]", alias="y.4", needed_by=DGRAD, of=("x.0", "x.1"))
     choices: int = static()  # K
     weights_dtype: torch.dtype = static()
 
@@ -95,22 +104,23 @@ class DispatchResiduals(Residuals, static=("inputs", "shape", "dtype")):
 def dispatch_fwd(
     params: None, x: tuple[Tensor, Tensor, Tensor], cfg: DispatchConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Sent, DispatchResiduals | None]:
-    """x: `(weights, x, indices)` -> `(weights, rows, indices, place)`. Raises `ValueError` or `TypeError` for a wrong shape, dtype
-    or device."""
+    """x: `(weights, x, indices)` -> `(weights, rows, indices, place, sizes)`. Raises `ValueError` or `TypeError` for a wrong shape,
+    dtype or device; over several ranks, `ValueError` without a capacity under torch.compile and make_fx."""
     check_tokens("dispatch_fwd", x, cfg.experts)
-    weights, rows, indices, place = dispatched("dispatch_fwd", x, cfg.experts, cfg.capacity, cfg.axis)
+    weights, rows, indices, place, sizes = dispatched("dispatch_fwd", x, cfg.experts, cfg.capacity, cfg.axis)
     place = place.view(*x[1].shape[:-1], cfg.axis.size)
     kept = DispatchResiduals.keep(
         cfg,
         needs,
         place=place,
+        sizes=sizes,
         inputs=Inputs.of(x),
         shape=rows.shape,
         dtype=rows.dtype,
         choices=weights.shape[-1],
         weights_dtype=weights.dtype,
     )
-    return (weights, rows, indices, place), kept
+    return (weights, rows, indices, place, sizes), kept
 
 
 def check_tokens(where: str, x: Any, experts: int, dim: int | None = None) -> None:
@@ -126,11 +136,11 @@ def check_tokens(where: str, x: Any, experts: int, dim: int | None = None) -> No
 
 @dgrad_of(DispatchResiduals)
 def dispatch_dgrad(residuals: DispatchResiduals, dy: Any, cfg: DispatchConfig) -> tuple[Any, None]:
-    """dy: `(dweights, drows, None, None)`, None for zero -> `(dweights, dx, None)`. No params, so pending is None."""
+    """dy: `(dweights, drows, None, None, None)`, None for zero -> `(dweights, dx, None)`. No params, so pending is None."""
     where, r = "dispatch_dgrad", residuals
-    if not isinstance(dy, tuple) or len(dy) != 4:
-        fail(where, "dy", "a tuple (dweights, drows, None, None)", describe(dy), TypeError)
-    for i, name in ((2, "indices"), (3, "place")):
+    if not isinstance(dy, tuple) or len(dy) != 5:
+        fail(where, "dy", "a tuple (dweights, drows, None, None, None)", describe(dy), TypeError)
+    for i, name in _INTEGERS.items():
         if dy[i] is not None:
             fail(where, f"dy.{i}", f"None ({name} are integers, without a gradient)", describe(dy[i]), TypeError)
     shapes = ((r.shape[0], r.choices), r.weights_dtype), (r.shape, r.dtype)
@@ -141,7 +151,7 @@ def dispatch_dgrad(residuals: DispatchResiduals, dy: Any, cfg: DispatchConfig) -
     if all(t is None for t in wanted):
         return r.nothing(), None
     place = r.place.reshape(-1, cfg.axis.size)
-    sent = [None if t is None else comm.start_all_to_all(t, cfg.axis) for t in wanted]
+    sent = [None if t is None else start_back(t, place, r.sizes, cfg.axis) for t in wanted]
     back = [None if t is None else arrived(t, place, cfg.axis).view(*r.place.shape[:-1], t.shape[-1]) for t in sent]
     return r.inputs.make((*back, None)), None
 

@@ -31,7 +31,7 @@ from funcops.distributed.specs import Spec
 from funcops.errors import require
 from funcops.trees import paths
 
-SENT = "rows", "chosen", "sent"
+SENT = "rows", "chosen", "sent", "sizes"
 
 
 @config
@@ -62,9 +62,9 @@ def sharded_steps(cfg: ChainConfig, axis: Axis, capacity: float | None = None) -
     sort = cfg.steps[0]
     own = Step("there", dispatch, DispatchConfig(sort.cfg.experts, axis=axis, capacity=capacity), takes=EXTRAS, gives=SENT)
     inner = _times(cfg, lambda experts: experts // axis.size).steps
-    back = Step("back", combine, CombineConfig(axis), takes=SENT[-1:])
+    back = Step("back", combine, CombineConfig(axis), takes=SENT[2:])
     return ParallelExpertStepsConfig(
-        dataclasses.replace(cfg, steps=(own, dataclasses.replace(inner[0], takes=SENT[:-1]), *inner[1:], back)), axis=axis
+        dataclasses.replace(cfg, steps=(own, dataclasses.replace(inner[0], takes=SENT[:2]), *inner[1:], back)), axis=axis
     )
 
 

@@ -6,11 +6,11 @@ Dispatch: a token is sent once, with its weights, to each rank that has one of i
 of another rank's expert counts as dropped. Combine: the results are sent back and summed in the order of the ranks. Each is the
 other's backward (the ops `dispatch` and `combine`):
 
-    dispatch   x, w -> rows [n C]            dy -> rows [n C]
+    dispatch   x, w -> rows [R]              dy -> rows [R]
     combine    y = sum over ranks of rows    dx, dw = sum over ranks of rows
 
-A rank sends C rows to each rank: T, the number of its tokens, by default; `capacity` makes C = ceil(capacity T), see `dispatch`.
-Unused rows are zero, and belong to no expert.
+The R rows are the ones that are routed here, whose number the ranks exchange first. With `capacity`, which a CUDA graph needs, a
+rank has room for C = ceil(capacity T) rows of each rank, see `dispatch`; unused rows are zero, and belong to no expert.
 
 With shards="hidden" a rank has all experts, and H/n of the hidden features of each: up [E, 2I/n, H], gates and values each by
 part, and down [E, H, I/n], without biases. Tokens, weights and indices are gathered, and the sums of y scattered; without
@@ -40,7 +40,6 @@ Megatron-Core: token dispatcher; arXiv:2006.16668.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, ClassVar
 
 import torch
@@ -53,7 +52,7 @@ from funcops.distributed import comm
 from funcops.distributed.checks import check_tensor, require_axis, require_shares
 from funcops.distributed.init import init_part
 from funcops.distributed.mesh import Axis
-from funcops.distributed.ops._tokens import arrived, dispatched, row_count, start, token_of
+from funcops.distributed.ops._tokens import arrived, dispatched, rows_sent, start, start_back, token_of
 from funcops.distributed.ops.dispatch import check_tokens, require_experts
 from funcops.distributed.specs import Spec
 from funcops.errors import require
@@ -77,9 +76,9 @@ __all__ += ["parallel_experts_fwd", "parallel_experts_init", "parallel_experts_w
 
 @config
 class ParallelExpertsConfig(ExpertsConfig):
-    """The fields of `ExpertsConfig`, `experts` a multiple of the size of `axis`. `capacity`: the largest part of a rank's tokens
-    that another takes; None: all. `shards`: whether the axis shards "experts", or their "hidden" features; `sequence_parallel`: for
-    "hidden", whether the ranks have different tokens."""
+    """The fields of `ExpertsConfig`, `experts` a multiple of the size of `axis`. `capacity`: see `DispatchConfig`. `shards`:
+    whether the axis shards "experts", or their "hidden" features; `sequence_parallel`: for "hidden", whether the ranks have
+    different tokens."""
 
     axis: Axis
     capacity: float | None = None
@@ -118,6 +117,7 @@ class ParallelExpertsConfig(ExpertsConfig):
 class ParallelExpertsResiduals(Residuals, static=("inputs", "shape", "dtype")):
     body: Any = saved("{of experts}", needed_by=DGRAD | WGRAD, tree=True)
     place: Tensor | None = saved("[T, n]", needed_by=DGRAD, of=OF_ALL)
+    sizes: Tensor | None = saved("[2, n]", needed_by=DGRAD, of=OF_ALL)
 
 
 class ParallelExpertsPending(Pending):
@@ -138,20 +138,20 @@ def parallel_experts_init(
 def parallel_experts_fwd(
     params: ExpertsParams, x: tuple[Tensor, Tensor, Tensor], cfg: ParallelExpertsConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, ParallelExpertsResiduals | None]:
-    """x: `(weights, x, indices)`, this rank's tokens -> y: [m, *, H]. All ranks must have the same number of tokens. Raises
-    `ValueError` or `TypeError` for a wrong shape, dtype or device."""
+    """x: `(weights, x, indices)`, this rank's tokens -> y: [m, *, H]. Raises `ValueError` or `TypeError` as `dispatch_fwd`."""
     check_tokens("parallel_experts_fwd", x, cfg.experts, cfg.dim)
     check_experts_params("parallel_experts_fwd", params, cfg.own, x[1])
     tokens = x[1]
     if cfg.axis.size == 1 or cfg.shards == "hidden":
         rows, body = computed(params, _gathered(x, cfg.axis) if cfg.sequence_parallel else x, cfg.own, needs)
-        y, place = comm.wait(_start_sum(rows, cfg), cfg.axis), None
+        y, place, sizes = comm.wait(_start_sum(rows, cfg), cfg.axis), None, None
     else:
-        *came, place = dispatched("parallel_experts_fwd", x, cfg.experts, cfg.capacity, cfg.axis)
-        rows, body = computed(params, (came[0], came[1], came[2]), cfg.own, needs)
-        y = arrived(comm.start_all_to_all(rows, cfg.axis), place, cfg.axis).view(tokens.shape)
+        came = dispatched("parallel_experts_fwd", x, cfg.experts, cfg.capacity, cfg.axis)
+        place, sizes = came.place, came.sizes
+        rows, body = computed(params, (came.weights, came.rows, came.indices), cfg.own, needs)
+        y = arrived(start_back(rows, place, sizes, cfg.axis), place, cfg.axis).view(tokens.shape)
     kept = ParallelExpertsResiduals.keep(
-        cfg, needs, body=body, place=place, inputs=Inputs.of(x), shape=tokens.shape, dtype=tokens.dtype
+        cfg, needs, body=body, place=place, sizes=sizes, inputs=Inputs.of(x), shape=tokens.shape, dtype=tokens.dtype
     )
     return y, kept
 
@@ -171,17 +171,18 @@ def _sent_back(
 ) -> tuple[list[Tensor | None], Any]:
     """dweights and dx by row, in flight, and the pending of this rank's experts."""
     check_tensor(where, "dy", dy, residuals.shape, residuals.dtype)
-    axis, place = cfg.axis, residuals.place
+    axis, place, sizes = cfg.axis, residuals.place, residuals.sizes
     if place is not None:
-        token = token_of(place, row_count(place.shape[0], cfg.capacity, axis))
-        dy = comm.wait(start(dy.reshape(-1, dy.shape[-1]), token, axis), axis)
+        rows = rows_sent(place, sizes, cfg.capacity, axis)
+        dy = comm.wait(start(dy.reshape(-1, dy.shape[-1]), token_of(place, rows), axis, sizes, rows), axis)
     elif cfg.sequence_parallel:
         dy = comm.gather(dy, axis)
     (d_weights, dx, _), pending = experts_dgrad(residuals.body, dy, cfg.own)
     if into is not None and pending is not None:
         check_experts_into(where, pending, cfg.own, into)
-    send = functools.partial(_start_sum, cfg=cfg) if place is None else functools.partial(comm.start_all_to_all, axis=axis)
-    return [None if t is None else send(t) for t in (d_weights, dx)], pending
+    if place is None:
+        return [None if t is None else _start_sum(t, cfg) for t in (d_weights, dx)], pending
+    return [None if t is None else start_back(t, place, sizes, axis) for t in (d_weights, dx)], pending
 
 
 def _arrived(residuals: ParallelExpertsResiduals, sent: Any, cfg: ParallelExpertsConfig) -> Any:

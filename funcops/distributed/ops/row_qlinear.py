@@ -106,20 +106,20 @@ class _Layer(CodedOverAxis):
         return gathered(row, rows_axis(cfg))  # type: ignore[no-any-return]
 
     def of_dy(self, dy: Tensor, key: Tensor | None, rows: bool, columns: bool, cfg: Any) -> tuple[QTensor | None, QTensor | None]:
-        recipe, format, axis = cfg.recipe, cfg.recipe.dy, rows_axis(cfg)
+        recipe, format, col, axis = cfg.recipe, cfg.recipe.dy, cfg.recipe.dy_col, rows_axis(cfg)
         if axis.size == 1:
             return of_gradient(dy, recipe, key, rows, columns)
-        if format.turns and not recipe.hadamard and not recipe.stochastic:
+        if format.turns and format is col and not recipe.hadamard and not recipe.stochastic:
             row = gathered(quantized(dy, format, over(axis)), axis)
             return row, turned(row) if columns else None
-        if not whole_tiles(dy, format, axis):
+        if not whole_tiles(dy, col, axis):
             return of_gradient(gathered(dy, axis), recipe, key, rows, columns)
         keys: Any = random.split(random.fold_in(key, axis.rank), 2) if recipe.stochastic and key is not None else (None, None)
         by_rows = send(quantized(dy, format, over(axis), key=keys[0]), axis) if rows else None
-        by_columns = send_columns(dy, recipe, format, axis, keys[1]) if columns else None
+        by_columns = send_columns(dy, recipe, col, axis, keys[1]) if columns else None
         return (
             None if by_rows is None else arrived(by_rows, axis),
-            None if by_columns is None else columns_of(by_columns, recipe, format, axis),
+            None if by_columns is None else columns_of(by_columns, recipe, col, axis),
         )
 
     def factors(self, where: str, pending: Any, cfg: Any) -> tuple[Any, Any]:

@@ -1,4 +1,5 @@
-"""An op with params sharded over an axis, as in ZeRO-3: each rank keeps 1/n of them, and has them whole only while it computes.
+"""An op whose gradients are summed over an axis, and its params sharded over it, as in ZeRO-3: each rank keeps 1/n of them, and has
+them whole only while it computes.
 
     y = body(x; params)        params = the parts of all ranks, gathered
 
@@ -8,7 +9,10 @@ Params and dparams are trees of shards (`funcops.dist.own_shards`), x and dx thi
 dtypes. Kept: the body's residuals, without the params that they alias: dgrad gathers the params that it reads once
 more. A weight gradient reads no params, except to recompute its x (the weight of a norm). In a `repeat` the params of a
 layer are prefetched while the layer before it computes, and the sums of a layer's gradients are in flight while the next layer
-computes; at most two layers are whole at a time.
+computes; at most two layers are whole at a time. In a chain they are prefetched before, and summed behind, the next step that
+computes much.
+
+With `stage=0`, plain data parallelism, params and dparams are whole on every rank, and only the sums are communicated.
 
 >>> import torch
 >>> from funcops import LinearConfig, dist, linear, random
@@ -45,10 +49,10 @@ from funcops.contract.walk import steps
 from funcops.distributed.async_collectives import finish
 from funcops.distributed.buckets import BUCKET_BYTES, part_shape
 from funcops.distributed.checks import require_axis
-from funcops.distributed.data import Reducing, reduce_start
+from funcops.distributed.data import Landing, Reducing, reduce_start
 from funcops.distributed.mesh import Axis
 from funcops.distributed.shards import Gathering, own_shards, start_gathering
-from funcops.errors import fail, join_path, require, require_count, require_dtype, short
+from funcops.errors import fail, join_path, require, require_count, require_dtype, require_flag, short
 from funcops.program.accumulator_checks import check_into_tree
 from funcops.program.values import abstract_params
 from funcops.residuals.donate import donate
@@ -63,7 +67,8 @@ __all__ += ["sharded", "sharded_bwd", "sharded_dgrad", "sharded_fwd", "sharded_i
 class ShardedConfig(Composite):
     """The body (an op and its config), and the `axis` over which its params are sharded. `also`: further axes over which gradients
     are summed, and whose ranks have the same shards (HSDP). `dtype`: the dtype of the whole params, if not the shards'; gradients
-    have the shards'. `ordered`, `bucket_bytes`: see `reduce_start`."""
+    have the shards'. `ordered`, `bucket_bytes`: see `reduce_start`. `reshard_after_forward`: whether the backward gathers the
+    params again; else they stay whole until then (FSDP2's argument). `stage`: of ZeRO, 3 or 0."""
 
     op: Op = field(kw_only=False)
     cfg: Any = field(kw_only=False)
@@ -72,9 +77,13 @@ class ShardedConfig(Composite):
     dtype: torch.dtype | None = None
     ordered: bool = True
     bucket_bytes: int = BUCKET_BYTES
+    reshard_after_forward: bool = True
+    stage: int = 3
 
     def __post_init__(self) -> None:
         check_body("ShardedConfig", self.op, self.cfg)
+        require_flag("ShardedConfig", reshard_after_forward=self.reshard_after_forward)
+        require(self.stage in (0, 3), "ShardedConfig", "stage", "0 or 3", self.stage)
         require_axis("ShardedConfig", self.axis)
         right = isinstance(self.also, tuple) and all(isinstance(axis, Axis) for axis in self.also)
         require(right, "ShardedConfig", "also", "a tuple of Axis", repr(self.also))
@@ -84,7 +93,8 @@ class ShardedConfig(Composite):
         for part in steps(self.cfg, op=self.op):
             recipe = part.cfg.low_recipe
             if recipe is not None and (recipe.delayed or recipe.stochastic):
-                wanted = "one without scales or keys beside weights, which are not sharded (Fp8Current and Fp8Block have none)"
+                others = "Fp8Current, Fp8Block and NVFP4(stochastic=False) have none"
+                wanted = f"one without scales or keys beside weights, which are not sharded ({others})"
                 fail("ShardedConfig", join_path(part.path, "recipe"), wanted, type(recipe).__name__)
         require(not self.op.keyed_by(self.cfg), "ShardedConfig", "op", "one without a random key (put it in a chain)", self.op.name)
         note(self, extras=self.cfg.extras, outputs=self.cfg.outputs, keys=self.cfg.keys)
@@ -99,9 +109,9 @@ class ShardedConfig(Composite):
         return self.cfg.gives_by_position  # type: ignore[no-any-return]
 
     @property
-    def fsdp(self) -> Axis:
+    def fsdp(self) -> Axis | None:  # type: ignore[override]
         """See `funcops.dist.specs_of`."""
-        return self.axis
+        return self.axis if self.stage == 3 else None
 
     @property
     def first_parts(self) -> tuple[Any, ...]:
@@ -114,7 +124,7 @@ class ShardedConfig(Composite):
 
     def abstract(self) -> Any:
         """See `funcops.program.values.abstract_params`."""
-        n = self.axis.size
+        n = self.axis.size if self.stage == 3 else 1
         return tree_map_tensors(lambda t: t.new_empty(part_shape(tuple(t.shape), n)), self.like)
 
     def with_parts(self, replace: Replace, **changes: Any) -> ShardedConfig:
@@ -165,8 +175,8 @@ class Begun:
 
     __slots__ = ("flying", "given", "whole")
 
-    def __init__(self, given: Any, flying: Gathering | None) -> None:
-        self.given, self.flying, self.whole = given, flying, None
+    def __init__(self, given: Any, flying: Gathering | None, whole: Any = None) -> None:
+        self.given, self.flying, self.whole = given, flying, whole
 
     def ready(self) -> Begun:
         if self.flying is not None:
@@ -184,17 +194,18 @@ def _gathering(shards: Any, cfg: ShardedConfig, where: str) -> Gathering:
     like = cfg.like
     if not same_structure(shards, like):
         fail(where, "params", f"shards like the params of {cfg.op.name}, {like!r}", repr(shards), TypeError)
-    own = shards if cfg.dtype is None else _cast(shards, cfg.dtype, cfg.constant)
-    return start_gathering(where, "params", own, like, cfg.axis, cfg.bucket_bytes)
+    return start_gathering(where, "params", _cast(shards, cfg), like, cfg.axis, cfg.bucket_bytes)
 
 
-def _cast(shards: Any, dtype: torch.dtype, constant: tuple[str, ...]) -> Any:
-    """Cast the shards to `dtype`, but params without a gradient to its wide dtype: 16 bits cannot hold the small steps of a
+def _cast(shards: Any, cfg: ShardedConfig) -> Any:
+    """Cast the shards to `cfg.dtype`, but params without a gradient to its wide dtype: 16 bits cannot hold the small steps of a
     router's bias."""
-    own = cast(shards, dtype)
-    for path in constant:
+    if cfg.dtype is None:
+        return shards
+    own = cast(shards, cfg.dtype)
+    for path in cfg.constant:
         t = at(shards, path)
-        own = own if t is None else put(own, path, t.to(wide(dtype)))
+        own = own if t is None else put(own, path, t.to(wide(cfg.dtype)))
     return own
 
 
@@ -204,6 +215,8 @@ def _begin(given: Any, cfg: ShardedConfig) -> Begun:
     if type(node) is ShardedResiduals:
         reads = node.fresh() and node.params is not None
         return Begun(given, _gathering(node.params, cfg, "sharded_bwd") if reads else None)
+    if cfg.stage == 0:
+        return Begun(given, None, _cast(given, cfg))
     return Begun(given, None if node is None else _gathering(given, cfg, "sharded_fwd"))
 
 
@@ -281,7 +294,8 @@ def _view(t: Tensor, spans: dict[int, list[tuple[int, int, int, torch.dtype]]]) 
 @init_of(ShardedConfig)
 def sharded_init(cfg: ShardedConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None) -> Any:
     """This rank's shards of the params that the body's init draws with the same key, on every mesh."""
-    return own_shards(cfg.op.init(cfg.cfg, key=key, device=device, dtype=dtype), cfg.axis)
+    whole = cfg.op.init(cfg.cfg, key=key, device=device, dtype=dtype)
+    return own_shards(whole, cfg.axis) if cfg.stage == 3 else whole
 
 
 def sharded_fwd(params: Any, x: Any, cfg: ShardedConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
@@ -296,7 +310,7 @@ def sharded_fwd(params: Any, x: Any, cfg: ShardedConfig, *, needs: Needs = Needs
     y, kept = cfg.op.fwd(whole, x, cfg.cfg, needs=needs)
     if kept is None:
         return y, None
-    body, read = _stripped(kept, whole, shards)
+    body, read = _stripped(kept, whole, shards) if cfg.stage == 3 and cfg.reshard_after_forward else (kept, None)
     return y, ShardedResiduals.keep(cfg, needs, params=read, body=body, out=out)
 
 
@@ -345,13 +359,16 @@ def _bwd_begun(residuals: Any, dy: Any, cfg: ShardedConfig, into: Any) -> tuple[
 
 
 def _reducing(dparams: Any, out: torch.dtype | None, cfg: ShardedConfig) -> Reducing:
-    return reduce_start(
-        dparams, (*cfg.also, cfg.axis), shard=cfg.axis, ordered=cfg.ordered, dtype=out, bucket_bytes=cfg.bucket_bytes
-    )
+    over, shard = (*cfg.also, cfg.axis), cfg.axis if cfg.stage == 3 else None
+    return reduce_start(dparams, over, shard=shard, ordered=cfg.ordered, dtype=out, bucket_bytes=cfg.bucket_bytes)
 
 
-def _settle(flying: Reducing, into: Any) -> Any:
-    return finish(flying, into=into)
+def _advance(flying: Reducing, into: Any) -> Landing:
+    return flying.advance(into)
+
+
+def _settle(flying: Reducing | Landing, into: Any) -> Any:
+    return flying.finish() if isinstance(flying, Landing) else finish(flying, into=into)
 
 
 sharded = make_op(
@@ -362,5 +379,5 @@ sharded = make_op(
     dgrad=sharded_dgrad,
     wgrad=sharded_wgrad,
     bwd=sharded_bwd,
-    prefetch=Prefetch(begin=_begin, bwd=_bwd_begun, wgrad=_wgrad_begun, settle=_settle),
+    prefetch=Prefetch(begin=_begin, bwd=_bwd_begun, wgrad=_wgrad_begun, settle=_settle, advance=_advance),
 )._replace(keeps=ShardedResiduals, pending=ShardedPending)

@@ -19,6 +19,7 @@ from funcops.kernels.triton.pointwise import add_repeated, dropout, threshold_an
 
 COLUMNS, TILE = 1024, 2048
 PARTS, PROGRAMS = 256, 1024  # at most, in a backward: partial rows, and programs over parts and chunks of columns
+AGAIN = 792  # programs if y is made again, 6 on each of 132 multiprocessors: more of up to 80 registers would wait for these to end
 
 
 @triton.jit
@@ -76,9 +77,9 @@ def _tile(width: int) -> tuple[int, int]:
     return TILE // block, block
 
 
-def _parts(rows: int, width: int) -> int:
+def _parts(rows: int, width: int, recompute: bool) -> int:
     at_once, block = _tile(width)
-    return max(1, min(PARTS, PROGRAMS // cdiv(width, block), cdiv(rows, at_once)))
+    return max(1, min(PARTS, (AGAIN if recompute else PROGRAMS) // cdiv(width, block), cdiv(rows, at_once)))
 
 
 @declared.bias_activation_fwd.triton
@@ -98,10 +99,10 @@ def activation_bwd_recompute(dy: Tensor, x: Tensor, kind: str, db: bool) -> tupl
 
 def _bwd(dy: Tensor, x: Tensor, b: Optional[Tensor], kind: str, db: bool, recompute: bool) -> tuple[Tensor, Optional[Tensor]]:
     x, rows, width = flat_rows(x)
-    dz, d_b, (at_once, block) = torch.empty_like(x), _room(x) if db else None, _tile(width)
+    dz, d_b, (at_once, block) = torch.empty_like(x), _room(x, recompute) if db else None, _tile(width)
     if not rows:
         return dz, None if d_b is None else d_b.zero_()
-    grid = _parts(rows, width), cdiv(width, block), 1
+    grid = _parts(rows, width, recompute), cdiv(width, block), 1
     _launch_backward(
         *grid, dy, x, contiguous(b), dz, d_b, rows, width, kind, b is not None, db, recompute, at_once, block,
         num_warps=warps_of(TILE),
@@ -114,14 +115,14 @@ def _bias_activation_bwd_fake(dy: Tensor, x: Tensor, b: Optional[Tensor], kind: 
     return torch.empty_like(x), _room(x) if db else None
 
 
-def _room(x: Tensor) -> Tensor:
+def _room(x: Tensor, recompute: bool = False) -> Tensor:
     width = x.shape[-1]
-    return x.new_empty((_parts(x.numel() // width, width), width), dtype=torch.float32)
+    return x.new_empty((_parts(x.numel() // width, width, recompute), width), dtype=torch.float32)
 
 
 @declared.activation_bwd_recompute.fake
 def _activation_bwd_recompute_fake(dy: Tensor, x: Tensor, kind: str, db: bool) -> tuple[Tensor, Optional[Tensor]]:
-    return torch.empty_like(x), _room(x) if db else None
+    return torch.empty_like(x), _room(x, True) if db else None
 
 
 @declared.dropout_bwd_sums.triton
@@ -133,7 +134,7 @@ def dropout_bwd_sums(dy: Tensor, key: Tensor, p: float) -> tuple[Tensor, Tensor]
     dx, sums, (at_once, block) = torch.empty_like(dy), _room(dy), _tile(width)
     if not rows:
         return dx, sums.zero_()
-    grid = _parts(rows, width), cdiv(width, block), 1
+    grid = _parts(rows, width, False), cdiv(width, block), 1
     _launch_dropout_sums(
         *grid, dy, key.contiguous(), dx, sums, rows, width, *threshold_and_factor(p), at_once, block, num_warps=warps_of(TILE)
     )

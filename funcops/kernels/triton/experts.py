@@ -26,8 +26,9 @@ FEW_CHOICES, MANY_CHOICES, COLUMNS = 32, 256, 128  # choices of a program, with 
 def _up(
     x_ptr, up_ptr, bias_ptr, weights_ptr, z_ptr, scaled_ptr, order_ptr, offsets_ptr, tiles, rows, tokens, E,
     I, H, every,  # noqa: E741 (as in the math)
-    limit: tl.float32, alpha: tl.float32, offset: tl.float32, BIAS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, E_BLOCK: tl.constexpr,
+    limit: tl.float32, alpha: tl.float32, offset: tl.float32, BEFORE: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    E_BLOCK: tl.constexpr,
 ):
     """Compute z and scaled. A program has two sums: of gate columns, and of the linear columns that belong to them."""
     tile_m, tile_n = tile_of(tl.program_id(0), tiles * BLOCK_M, I, BLOCK_M, BLOCK_N, GROUP)
@@ -65,9 +66,14 @@ def _up(
     tl.store(z_ptr + 2 * at + n[None, :], kept_gate, mask=inside)
     tl.store(z_ptr + 2 * at + I + n[None, :], kept_linear, mask=inside)
     # from the rounded z, which the backward reads
-    active, _, factor, _ = gate_parts(kept_gate.to(tl.float32), kept_linear.to(tl.float32), limit, alpha, offset, KIND)
-    s = load_wide(weights_ptr + tl.load(order_ptr + m, mask=m < last, other=0), m < last)
-    store_rounded(scaled_ptr + at + n[None, :], active * factor * s[:, None], inside)
+    gate, linear = kept_gate.to(tl.float32), kept_linear.to(tl.float32)
+    s = load_wide(weights_ptr + tl.load(order_ptr + m, mask=m < last, other=0), m < last)[:, None]
+    if BEFORE:
+        gate *= s
+        linear *= s
+    active, _, factor, _ = gate_parts(gate, linear, limit, alpha, offset, KIND)
+    scaled = active * factor if BEFORE else active * factor * s
+    store_rounded(scaled_ptr + at + n[None, :], scaled, inside)
 
 
 @triton.jit
@@ -80,22 +86,31 @@ def _columns(t, M: tl.constexpr, N: tl.constexpr):
 def _down_part(
     da, s, z_ptr, dz_ptr, scaled_ptr, m, n, last, I,  # noqa: E741 (as in the math)
     limit: tl.float32, alpha: tl.float32, offset: tl.float32,
-    KIND: tl.constexpr, DZ: tl.constexpr, AGAIN: tl.constexpr,
+    BEFORE: tl.constexpr, KIND: tl.constexpr, DZ: tl.constexpr, AGAIN: tl.constexpr,
 ):
-    """Write dz and scaled for some columns of da; return the sum of da a over them."""
+    """Write dz and scaled for some columns of da; return their part of ds."""
     inside, at = (m < last)[:, None] & (n < I)[None, :], m.to(tl.int64)[:, None] * I + n[None, :]
     of_z = m.to(tl.int64)[:, None] * 2 * I + n[None, :]
-    active, d_active, factor, d_factor = gate_parts(
-        load_wide(z_ptr + of_z, inside), load_wide(z_ptr + of_z + I, inside), limit, alpha, offset, KIND
-    )
-    a = active * factor
-    if AGAIN:
-        store_rounded(scaled_ptr + at, a * s[:, None], inside)
-    sums = tl.sum(da * a, 1)
-    if DZ:
-        da = da * s[:, None]
-        store_rounded(dz_ptr + of_z, da * factor * d_active, inside)
-        store_rounded(dz_ptr + of_z + I, da * active * d_factor, inside)
+    gate, linear = load_wide(z_ptr + of_z, inside), load_wide(z_ptr + of_z + I, inside)
+    if BEFORE:
+        active, d_active, factor, d_factor = gate_parts(gate * s[:, None], linear * s[:, None], limit, alpha, offset, KIND)
+        if AGAIN:
+            store_rounded(scaled_ptr + at, active * factor, inside)
+        d_gate, d_linear = da * factor * d_active, da * active * d_factor
+        sums = tl.sum(d_gate * gate + d_linear * linear, 1)
+        if DZ:
+            store_rounded(dz_ptr + of_z, d_gate * s[:, None], inside)
+            store_rounded(dz_ptr + of_z + I, d_linear * s[:, None], inside)
+    else:
+        active, d_active, factor, d_factor = gate_parts(gate, linear, limit, alpha, offset, KIND)
+        a = active * factor
+        if AGAIN:
+            store_rounded(scaled_ptr + at, a * s[:, None], inside)
+        sums = tl.sum(da * a, 1)
+        if DZ:
+            da = da * s[:, None]
+            store_rounded(dz_ptr + of_z, da * factor * d_active, inside)
+            store_rounded(dz_ptr + of_z + I, da * active * d_factor, inside)
     return sums
 
 
@@ -103,7 +118,7 @@ def _down_part(
 def _down_dgrad(
     dy_ptr, down_ptr, z_ptr, weights_ptr, dz_ptr, scaled_ptr, parts_ptr, order_ptr, offsets_ptr, tiles, rows, tokens, E,
     I, H, every,  # noqa: E741 (as in the math)
-    limit: tl.float32, alpha: tl.float32, offset: tl.float32, KIND: tl.constexpr, DZ: tl.constexpr,
+    limit: tl.float32, alpha: tl.float32, offset: tl.float32, BEFORE: tl.constexpr, KIND: tl.constexpr, DZ: tl.constexpr,
     DWEIGHTS: tl.constexpr, AGAIN: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP: tl.constexpr, E_BLOCK: tl.constexpr,
 ):
@@ -128,10 +143,10 @@ def _down_dgrad(
     a, b = _columns(left, BLOCK_M, BLOCK_N // 2)
     c, d = _columns(right, BLOCK_M, BLOCK_N // 2)
     n += tl.arange(0, PART)
-    sums = _down_part(a, s, z_ptr, dz_ptr, scaled_ptr, m, n, last, I, limit, alpha, offset, KIND, DZ, AGAIN)
-    sums += _down_part(b, s, z_ptr, dz_ptr, scaled_ptr, m, n + PART, last, I, limit, alpha, offset, KIND, DZ, AGAIN)
-    sums += _down_part(c, s, z_ptr, dz_ptr, scaled_ptr, m, n + 2 * PART, last, I, limit, alpha, offset, KIND, DZ, AGAIN)
-    sums += _down_part(d, s, z_ptr, dz_ptr, scaled_ptr, m, n + 3 * PART, last, I, limit, alpha, offset, KIND, DZ, AGAIN)
+    sums = _down_part(a, s, z_ptr, dz_ptr, scaled_ptr, m, n, last, I, limit, alpha, offset, BEFORE, KIND, DZ, AGAIN)
+    sums += _down_part(b, s, z_ptr, dz_ptr, scaled_ptr, m, n + PART, last, I, limit, alpha, offset, BEFORE, KIND, DZ, AGAIN)
+    sums += _down_part(c, s, z_ptr, dz_ptr, scaled_ptr, m, n + 2 * PART, last, I, limit, alpha, offset, BEFORE, KIND, DZ, AGAIN)
+    sums += _down_part(d, s, z_ptr, dz_ptr, scaled_ptr, m, n + 3 * PART, last, I, limit, alpha, offset, BEFORE, KIND, DZ, AGAIN)
     if DWEIGHTS:
         tl.store(parts_ptr + tile_n.to(tl.int64) * rows + m, sums, mask=m < last)
 
@@ -166,7 +181,7 @@ _launch_up, _launch_down_dgrad, _launch_dweights = launcher(_up), launcher(_down
 @declared.experts_up.triton
 def experts_up(
     x: Tensor, up: Tensor, bias: Optional[Tensor], weights: Tensor, order: Tensor, offsets: Tensor, kind: str, limit: float,
-    alpha: float, offset: float,
+    alpha: float, offset: float, before: bool,
 ) -> tuple[Tensor, Tensor]:
     (groups, width, length), rows = up.shape, order.shape[0]
     width //= 2
@@ -179,8 +194,8 @@ def experts_up(
     _launch_up(
         tiles * cdiv(width, tile.n), 1, 1, x.contiguous(), up.contiguous(), contiguous(bias), weights.contiguous(), z, scaled,
         order.contiguous(), offsets.contiguous(), tiles, rows, x.shape[0], groups, width, length, weights.shape[1], limit, alpha,
-        offset, bias is not None, GATES.get(kind, kind), precision(x.dtype), tile.m, tile.n, tile.k, GROUP, blocks_of(groups),
-        num_warps=tile.warps, num_stages=tile.stages,
+        offset, before, bias is not None, GATES.get(kind, kind), precision(x.dtype), tile.m, tile.n, tile.k, GROUP,
+        blocks_of(groups), num_warps=tile.warps, num_stages=tile.stages,
     )
     return z, scaled
 
@@ -193,7 +208,7 @@ def paired(dtype: torch.dtype, tile: Tile) -> Tile:
 @declared.experts_dgrad.triton
 def experts_dgrad(
     dy: Tensor, down: Optional[Tensor], z: Tensor, weights: Tensor, order: Tensor, offsets: Tensor, place: Optional[Tensor],
-    bias: Optional[Tensor], indices: Optional[Tensor], kind: str, limit: float, alpha: float, offset: float, dz: bool,
+    bias: Optional[Tensor], indices: Optional[Tensor], kind: str, limit: float, alpha: float, offset: float, before: bool, dz: bool,
     dweights: bool, scaled: bool,
 ) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
     groups, width, rows = offsets.shape[0] - 1, z.shape[1] // 2, order.shape[0]
@@ -208,8 +223,8 @@ def experts_dgrad(
     _launch_down_dgrad(
         tiles * columns, 1, 1, dy.contiguous(), (z if down is None else down).contiguous(), z.contiguous(), weights.contiguous(),
         d_z, recomputed, parts, order.contiguous(), offsets.contiguous(), tiles, rows, dy.shape[0], groups, width, length, every,
-        limit, alpha, offset, GATES.get(kind, kind), dz, dweights, scaled, precision(dy.dtype), tile.m, tile.n, tile.k, GROUP,
-        blocks_of(groups), num_warps=tile.warps, num_stages=tile.stages,
+        limit, alpha, offset, before, GATES.get(kind, kind), dz, dweights, scaled, precision(dy.dtype), tile.m, tile.n, tile.k,
+        GROUP, blocks_of(groups), num_warps=tile.warps, num_stages=tile.stages,
     )
     if d_weights is not None:
         block = MANY_CHOICES if bias is None else FEW_CHOICES

@@ -118,9 +118,13 @@ def tensor_factor(amax):
 
 
 @triton.jit
-def scales_of(amax, whole, ELEMENT: tl.constexpr, KIND: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr):
-    """The factors of elements, and the scales to store, from the largest |x| of tiles; `whole`: the tensor's largest. NARROW:
-    blocks of bfloat16, whose greatest number replaces an infinite `largest / amax`."""
+def scales_of(
+    amax, whole, ELEMENT: tl.constexpr, KIND: tl.constexpr, EPSILON: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr
+):
+    """The factors of elements, and the scales to store, from the largest |x| of tiles, at least EPSILON; `whole`: the tensor's
+    largest. NARROW: blocks of bfloat16, whose greatest number replaces an infinite `largest / amax`."""
+    if EPSILON > 0:
+        amax = tl.maximum(amax, EPSILON)
     LARGEST: tl.constexpr = 448.0 if ELEMENT == "e4m3" else (57344.0 if ELEMENT == "e5m2" else 6.0)
     if KIND == "e4m3":
         s = tensor_factor(whole)
@@ -133,6 +137,15 @@ def scales_of(amax, whole, ELEMENT: tl.constexpr, KIND: tl.constexpr, NARROW: tl
         exponent, rest = bits >> 23, bits & 0x7FFFFF
         up = (rest > 0) & (exponent < 254) & ((exponent > 0) | (rest > 0x400000))
         exponent = tl.minimum(exponent + up.to(tl.int32), 254)
+        return power(254 - exponent), exponent.to(tl.uint8)
+    elif KIND == "e8m0_floor" or KIND == "e8m0_even" or KIND == "e8m0_ceil":
+        bits = amax.to(tl.int32, bitcast=True)
+        if KIND == "e8m0_even":
+            bits += 0x80000 if ELEMENT == "e4m3" else (0x100000 if ELEMENT == "e5m2" else 0x200000)
+        exponent = (bits >> 23) - (8 if ELEMENT == "e4m3" else (15 if ELEMENT == "e5m2" else 2))
+        if KIND == "e8m0_ceil":
+            exponent += ((bits & 0x7FFFFF) > 0).to(tl.int32)
+        exponent = tl.maximum(exponent, 0)
         return power(254 - exponent), exponent.to(tl.uint8)
     elif KIND == "pow2":  # the exponent of 1.75 * 2^n / amax, which a quotient's rounding never changes
         bits = amax.to(tl.int32, bitcast=True)
@@ -200,10 +213,10 @@ def largest(x, A: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, COLS: tl.co
 @triton.jit
 def quantise(
     x, whole, A: tl.constexpr, B: tl.constexpr, ELEMENT: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr,
+    COLS: tl.constexpr, EPSILON: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr,
 ):
     """Unpacked codes [A, B], and the scales to store [A / ROWS, B / COLS], of whole tiles of x [A, B]."""
-    factor, stored = scales_of(number(largest(sizes(x), A, B, ROWS, COLS)), whole, ELEMENT, KIND, NARROW, NATIVE)
+    factor, stored = scales_of(number(largest(sizes(x), A, B, ROWS, COLS)), whole, ELEMENT, KIND, EPSILON, NARROW, NATIVE)
     if ELEMENT == "e2m1":  # its codes have no NaN, so the tile's scale becomes NaN
         spoilt = largest((x != x).to(tl.int32), A, B, ROWS, COLS)
         stored = tl.where(spoilt > 0, NAN_E4M3 if KIND == "e4m3" else NAN_E8M0, stored).to(tl.uint8)

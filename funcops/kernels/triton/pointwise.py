@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Optional
 
 import torch
@@ -16,6 +17,7 @@ from funcops.kernels.triton.aligned import columns, spans
 from funcops.kernels.triton.common import cdiv, contiguous, load_wide, store_rounded
 
 BLOCK = 1024
+LINE, ROWS, MOST = 64, 2, 65535  # 16-bit elements of a line of the cache; rows that a program loads at once; programs along y or z
 
 
 @triton.jit
@@ -39,6 +41,17 @@ def _add_repeated(
         at = full.to(tl.int64) * span + i
         z = load_wide(a_ptr + at, at < n) + b
         store_rounded(y_ptr + at, activate(z, KIND) if KIND != "" else z, (i < span) & (at < n))
+
+
+@triton.jit
+def _add_rows(a_ptr, b_ptr, y_ptr, rows, width, KIND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """`_add_repeated` for a width that is a multiple of BLOCK. A program has ROWS rows of the same columns, and loads all at once;
+    one that goes on to others waits for each."""
+    j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    first = (tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * ROWS
+    row = first + tl.arange(0, ROWS)[:, None]
+    z = load_wide(a_ptr + row * width + j, row < rows) + tl.load(b_ptr + j).to(tl.float32)
+    store_rounded(y_ptr + row * width + j, activate(z, KIND) if KIND != "" else z, row < rows)
 
 
 @triton.jit
@@ -97,7 +110,7 @@ def _dropout(
         _drop(x_ptr, residual_ptr, y_ptr, start + i, (i < span) & (start + i < n), b, words, threshold, factor, BIAS, ADD)
 
 
-_launch_add, _launch_add_repeated = launcher(_add), launcher(_add_repeated)
+_launch_add, _launch_add_repeated, _launch_add_rows = launcher(_add), launcher(_add_repeated), launcher(_add_rows)
 _launch_scale, _launch_dropout = launcher(_scale), launcher(_dropout)
 
 
@@ -117,7 +130,12 @@ def add_repeated(a: Tensor, b: Tensor, kind: str) -> Tensor:
     """f(a + b); b has the shape of a's last dims."""
     a, b = a.contiguous(), b.contiguous()
     y, n, period = torch.empty_like(a), a.numel(), b.numel()
-    if n:
+    block = math.gcd(period, BLOCK)
+    if n and block >= LINE:
+        rows, at_once = n // period, ROWS * BLOCK // block
+        down = cdiv(rows, at_once)
+        _launch_add_rows(period // block, min(down, MOST), cdiv(down, MOST), a, b, y, rows, period, kind, at_once, block)
+    elif n:
         s = spans(n, period, BLOCK)
         _launch_add_repeated(*s.grid, a, b, y, n, s.groups, period, kind, s.wraps, s.wide, BLOCK)
     return y

@@ -64,7 +64,7 @@ def _store_scales(ptr, v, row, column, rows, columns, KIND: tl.constexpr, A: tl.
 def _tiles(
     x_ptr, given_ptr, codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, rows, width, stride, turned_stride, FROM: tl.constexpr,
     ELEMENT: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr,
-    NARROW: tl.constexpr, NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EPSILON: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """Compute codes and scales of x [rows, width], as x lies (ROW), transposed (COL), or both if tiles are not square. FROM: x is
     codes of this element, with a scale at given_ptr for each row of a block. Else `given` is the largest |x| of the tensor, for its
@@ -88,7 +88,7 @@ def _tiles(
             largest = number(tl.max(tl.max(sizes(x), 1), 0))
             tl.atomic_max(scales_ptr, largest.to(tl.int32, bitcast=True), sem="relaxed")
         else:
-            factor, stored = scales_of(given, given, ELEMENT, KIND, NARROW, NATIVE)
+            factor, stored = scales_of(given, given, ELEMENT, KIND, EPSILON, NARROW, NATIVE)
             if pid == 0:
                 tl.store(scales_ptr if ROW else turned_scales_ptr, stored)
         codes = encode(x * factor, ELEMENT, NATIVE)
@@ -97,7 +97,7 @@ def _tiles(
         else:
             _store_codes(turned_ptr, tl.trans(codes), column, row, width, turned_stride, ELEMENT, BLOCK_N, BLOCK_M)
     elif ROWS == COLS:  # codes are the same, whichever way tiles lie
-        codes, stored = quantise(x, given, BLOCK_M, BLOCK_N, ELEMENT, KIND, ROWS, COLS, NARROW, NATIVE)
+        codes, stored = quantise(x, given, BLOCK_M, BLOCK_N, ELEMENT, KIND, ROWS, COLS, EPSILON, NARROW, NATIVE)
         high, wide = tl.cdiv(rows, ROWS), tl.cdiv(width, COLS)
         HIGH: tl.constexpr = BLOCK_M // ROWS
         WIDE: tl.constexpr = BLOCK_N // COLS
@@ -109,11 +109,11 @@ def _tiles(
             _store(turned_scales_ptr, tl.trans(stored), column // COLS, row // ROWS, wide, high, WIDE, HIGH)
     else:
         if ROW:
-            codes, stored = quantise(x, given, BLOCK_M, BLOCK_N, ELEMENT, KIND, ROWS, COLS, NARROW, NATIVE)
+            codes, stored = quantise(x, given, BLOCK_M, BLOCK_N, ELEMENT, KIND, ROWS, COLS, EPSILON, NARROW, NATIVE)
             _store_codes(codes_ptr, codes, row, column, rows, stride, ELEMENT, BLOCK_M, BLOCK_N)
             _store_scales(scales_ptr, stored, row, column // COLS, rows, tl.cdiv(width, COLS), KIND, BLOCK_M, BLOCK_N // COLS)
         if COL:
-            codes, stored = quantise(tl.trans(x), given, BLOCK_N, BLOCK_M, ELEMENT, KIND, ROWS, COLS, NARROW, NATIVE)
+            codes, stored = quantise(tl.trans(x), given, BLOCK_N, BLOCK_M, ELEMENT, KIND, ROWS, COLS, EPSILON, NARROW, NATIVE)
             _store_codes(turned_ptr, codes, column, row, width, turned_stride, ELEMENT, BLOCK_N, BLOCK_M)
             _store_scales(
                 turned_scales_ptr, stored, column, row // COLS, width, tl.cdiv(rows, COLS), KIND, BLOCK_N, BLOCK_M // COLS
@@ -122,8 +122,8 @@ def _tiles(
 
 @triton.jit
 def _rows(
-    x_ptr, codes_ptr, scales_ptr, width, ELEMENT: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, AGAIN: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x_ptr, codes_ptr, scales_ptr, width, ELEMENT: tl.constexpr, KIND: tl.constexpr, EPSILON: tl.constexpr, NATIVE: tl.constexpr,
+    AGAIN: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """Quantise a row with a scale of its own; a row that a program cannot hold is loaded AGAIN."""
     row = tl.program_id(0).to(tl.int64)
@@ -136,7 +136,7 @@ def _rows(
         for start in range(BLOCK, width, BLOCK):
             v = sizes(load_exact(x_ptr + start + i, start + i < width))
             most = tl.maximum(most, v)
-    factor, stored = scales_of(number(tl.max(most, 0)), 0.0, ELEMENT, KIND, False, NATIVE)
+    factor, stored = scales_of(number(tl.max(most, 0)), 0.0, ELEMENT, KIND, EPSILON, False, NATIVE)
     tl.store(scales_ptr + row, stored)
     tl.store(codes_ptr + i, encode(x * factor, ELEMENT, NATIVE), mask=i < width)
     if AGAIN:
@@ -236,7 +236,9 @@ def _stride(columns: int, element: str) -> int:
 def _serves(x: Tensor, rows: int, cols: int, kind: str, amax: Optional[Tensor]) -> bool:
     """Whether these kernels make such tiles. An amax given for tiles, which only e4m3 scales use, is left to the torch body, and so
     are amaxes of groups of rows."""
-    if x.numel() == 0 or (kind == "e4m3" and amax is None) or (amax is not None and amax.dim() > 1):
+    if x.numel() == 0 or kind in declared.FOUR_OVER_SIX or (kind == "e4m3" and amax is None):
+        return False
+    if amax is not None and amax.dim() > 1:
         return False
     if (rows, cols) == (0, 0):
         return True
@@ -244,7 +246,8 @@ def _serves(x: Tensor, rows: int, cols: int, kind: str, amax: Optional[Tensor]) 
 
 
 def _run(
-    x: Tensor, element: str, rows: int, cols: int, kind: str, amax: Optional[Tensor], row: Optional[_Made], col: Optional[_Made]
+    x: Tensor, element: str, rows: int, cols: int, kind: str, amax: Optional[Tensor], row: Optional[_Made], col: Optional[_Made],
+    epsilon: float,
 ) -> None:
     """Compute codes and scales of x [*, K], for the sides that have memory."""
     (high, wide), whole = _sizes(x), rows == 0
@@ -261,62 +264,65 @@ def _run(
     _launch_tiles(
         cdiv(high, m) * cdiv(wide, n), 1, 1, x, amax, codes, scales, turned, turned_scales, high, wide, _stride(wide, element),
         _stride(high, element), "", element, kind, rows,
-        cols, row is not None, col is not None, narrow, native(), m, n, num_warps=warps,
+        cols, row is not None, col is not None, epsilon, narrow, native(), m, n, num_warps=warps,
     )
 
 
-def _by_rows(x: Tensor, element: str, kind: str, made: _Made) -> None:
+def _by_rows(x: Tensor, element: str, kind: str, made: _Made, epsilon: float) -> None:
     rows, width = _sizes(x)
     block = block_of(width, LONGEST) if width <= LONGEST else STEP
-    _launch_rows(rows, 1, 1, x, *made, width, element, kind, native(), width > LONGEST, block, num_warps=warps_of(block))
+    _launch_rows(
+        rows, 1, 1, x, *made, width, element, kind, epsilon, native(), width > LONGEST, block, num_warps=warps_of(block)
+    )
 
 
 @declared.quantize_row.triton
 def quantize_row(
-    x: Tensor, element: str, rows: int, cols: int, kind: str, amax: Optional[Tensor], key: Optional[Tensor]
+    x: Tensor, element: str, rows: int, cols: int, kind: str, amax: Optional[Tensor], key: Optional[Tensor],
+    epsilon: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     each_row = (rows, cols) == (1, 0) and amax is None and x.numel() > 0
     if key is not None or not (each_row or _serves(x, rows, cols, kind, amax)):
-        return declared.quantize_row.kernel.torch_impl(x, element, rows, cols, kind, amax, key)  # type: ignore[no-any-return]
+        return declared.quantize_row.kernel.torch_impl(x, element, rows, cols, kind, amax, key, epsilon)  # type: ignore[no-any-return]
     t = x.contiguous()
     made = _room(x, x.shape[:-1], *_sizes(x), element, (rows, cols), kind)
     if each_row:
-        _by_rows(t, element, kind, made)
+        _by_rows(t, element, kind, made, epsilon)
     else:
-        _run(t, element, rows, cols, kind, amax, made, None)
+        _run(t, element, rows, cols, kind, amax, made, None, epsilon)
     return made
 
 
 @declared.quantize_col.triton
 def quantize_col(
-    x: Tensor, element: str, rows: int, cols: int, kind: str, amax: Optional[Tensor], key: Optional[Tensor], hadamard: bool
+    x: Tensor, element: str, rows: int, cols: int, kind: str, amax: Optional[Tensor], key: Optional[Tensor], hadamard: bool,
+    epsilon: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    if key is not None or hadamard:
-        return declared.quantize_col.kernel.torch_impl(x, element, rows, cols, kind, amax, key, hadamard)  # type: ignore[no-any-return]
-    if amax is not None and amax.dim() > 1:
-        return declared.quantize_col.kernel.torch_impl(x, element, rows, cols, kind, amax, key, hadamard)  # type: ignore[no-any-return]
+    if key is not None or hadamard or kind in declared.FOUR_OVER_SIX or (amax is not None and amax.dim() > 1):
+        plain = declared.quantize_col.kernel.torch_impl
+        return plain(x, element, rows, cols, kind, amax, key, hadamard, epsilon)  # type: ignore[no-any-return]
     if not _serves(x, rows, cols, kind, amax):  # a scale for each column is found in a transposed copy
-        return quantize_row(_matrix(x).mT.contiguous(), element, rows, cols, kind, amax, None)
+        return quantize_row(_matrix(x).mT.contiguous(), element, rows, cols, kind, amax, None, epsilon)
     t, (high, wide) = x.contiguous(), _sizes(x)
     made = _room(x, (wide,), wide, high, element, (rows, cols), kind)
-    _run(t, element, rows, cols, kind, amax, None, made)
+    _run(t, element, rows, cols, kind, amax, None, made, epsilon)
     return made
 
 
 @declared.quantize_both.triton
 def quantize_both(
-    x: Tensor, element: str, rows: int, cols: int, kind: str, amax: Optional[Tensor]
+    x: Tensor, element: str, rows: int, cols: int, kind: str, amax: Optional[Tensor], epsilon: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     square = rows == cols  # codes are the same both ways; Triton 3.6 stores a tile's codes wrongly if it stores both
     if square or not _serves(x, rows, cols, kind, amax):
-        codes, scales = quantize_row(x, element, rows, cols, kind, amax, None)
+        codes, scales = quantize_row(x, element, rows, cols, kind, amax, None, epsilon)
         if square and element != "e2m1":
             return codes, scales, transpose(codes), scales.mT.contiguous()
-        return codes, scales, *quantize_col(x, element, rows, cols, kind, amax, None, False)
+        return codes, scales, *quantize_col(x, element, rows, cols, kind, amax, None, False, epsilon)
     t, (high, wide) = x.contiguous(), _sizes(x)
     row = _room(x, x.shape[:-1], high, wide, element, (rows, cols), kind)
     col = _room(x, (wide,), wide, high, element, (rows, cols), kind)
-    _run(t, element, rows, cols, kind, amax, row, col)
+    _run(t, element, rows, cols, kind, amax, row, col, epsilon)
     return *row, *col
 
 
@@ -326,7 +332,7 @@ def quantize_scaled(x: Tensor, element: str, scale: Tensor) -> tuple[Tensor, Ten
         return declared.quantize_scaled.kernel.torch_impl(x, element, scale)  # type: ignore[no-any-return]
     t, largest = x.contiguous(), x.new_zeros(1, dtype=torch.float32)
     made = _room(x, x.shape[:-1], *_sizes(x), element, (0, 0), "float32")
-    _run(t, element, 0, 0, "scaled", scale, made._replace(scales=largest.view(torch.int32)), None)
+    _run(t, element, 0, 0, "scaled", scale, made._replace(scales=largest.view(torch.int32)), None, 0.0)
     return made.codes, largest
 
 
@@ -344,15 +350,15 @@ def _largest(x: Tensor) -> Tensor:
 
 
 @declared.retile.triton
-def retile(codes: Tensor, scales: Tensor, element: str, rows: int, cols: int) -> tuple[Tensor, Tensor]:
+def retile(codes: Tensor, scales: Tensor, element: str, rows: int, cols: int, epsilon: float = 0.0) -> tuple[Tensor, Tensor]:
     if codes.numel() == 0 or (rows, cols) != (1, declared.BLOCK):
         x = dequantize(codes, scales, None, element, rows, cols, "pow2", codes.shape[-1], torch.float32)
-        return quantize_col(x, element, rows, cols, "pow2", None, None, False)
+        return quantize_col(x, element, rows, cols, "pow2", None, None, False, epsilon)
     high, wide = _sizes(codes)
     made = _room(codes, (wide,), wide, high, element, (rows, cols), "pow2")
     _launch_tiles(
         cdiv(high, 128) * cdiv(wide, 128), 1, 1, codes.contiguous(), scales.mT.contiguous(), None, None, *made, high, wide, wide,
-        high, element, element, "pow2", rows, cols, False, True, False, native(), 128, 128, num_warps=8,
+        high, element, element, "pow2", rows, cols, False, True, epsilon, False, native(), 128, 128, num_warps=8,
     )
     return made
 

@@ -29,10 +29,10 @@ BLOCK_M, BLOCK_N = 32, 128
 @triton.jit
 def _store_quantised(
     codes_ptr, scales_ptr, y, row, column, rows, width, DTYPE: tl.constexpr, ELEMENT: tl.constexpr, COLS: tl.constexpr,
-    KIND: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
+    KIND: tl.constexpr, EPSILON: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
 ):
     """Store codes and scales of y [A, B], which is rounded first, from `column` on, in rows `row` [A]."""
-    codes, stored = quantise(rounded(y, DTYPE).to(tl.float32), 0.0, A, B, ELEMENT, KIND, 1, COLS, NARROW, NATIVE)
+    codes, stored = quantise(rounded(y, DTYPE).to(tl.float32), 0.0, A, B, ELEMENT, KIND, 1, COLS, EPSILON, NARROW, NATIVE)
     n, j = column + tl.arange(0, B), column // COLS + tl.arange(0, B // COLS)
     high = (row < rows)[:, None]
     across = tl.cdiv(width, COLS)
@@ -45,7 +45,8 @@ def _store_quantised(
 def _norm(
     x_ptr, w_ptr, b_ptr, codes_ptr, scales_ptr, mean_ptr, rstd_ptr, rows, width, alpha: tl.float32, eps: tl.float32,
     CENTRE: tl.constexpr, SHIFTED: tl.constexpr, BIAS: tl.constexpr, ELEMENT: tl.constexpr, COLS: tl.constexpr,
-    KIND: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, EPSILON: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     i = tl.arange(0, BLOCK)[None, :]
@@ -63,14 +64,15 @@ def _norm(
     if BIAS:
         y += load_wide(b_ptr + each, each < width)
     _store_quantised(
-        codes_ptr, scales_ptr, y, row, 0, rows, width, x_ptr.dtype.element_ty, ELEMENT, COLS, KIND, NARROW, NATIVE, ROWS, BLOCK
+        codes_ptr, scales_ptr, y, row, 0, rows, width, x_ptr.dtype.element_ty, ELEMENT, COLS, KIND, EPSILON, NARROW, NATIVE, ROWS,
+        BLOCK,
     )
 
 
 @triton.jit
 def _pointwise(
     x_ptr, linear_ptr, codes_ptr, scales_ptr, rows, width, stride, GATE: tl.constexpr, ELEMENT: tl.constexpr, COLS: tl.constexpr,
-    KIND: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
+    KIND: tl.constexpr, EPSILON: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
 ):
     """Quantise y = f(x), times linear if it is given; `stride`: the distance between their rows."""
     across = tl.cdiv(width, B)
@@ -83,7 +85,8 @@ def _pointwise(
         y *= load_wide(linear_ptr + at, inside)
     y = tl.where(inside, y, 0.0)  # f(0) need not be 0
     _store_quantised(
-        codes_ptr, scales_ptr, y, row, column, rows, width, x_ptr.dtype.element_ty, ELEMENT, COLS, KIND, NARROW, NATIVE, A, B
+        codes_ptr, scales_ptr, y, row, column, rows, width, x_ptr.dtype.element_ty, ELEMENT, COLS, KIND, EPSILON, NARROW, NATIVE,
+        A, B,
     )
 
 
@@ -91,7 +94,7 @@ _launch_norm, _launch_pointwise = launcher(_norm), launcher(_pointwise)
 
 
 def _serves(element: str, cols: int, scales: str) -> bool:
-    return element != "e2m1" and cols in TILES and scales in ("pow2", "float32", "e8m0")
+    return element != "e2m1" and cols in TILES and scales != "e4m3"
 
 
 def _room(x: Tensor, width: int, cols: int, scales: str) -> tuple[Tensor, Tensor]:
@@ -99,7 +102,7 @@ def _room(x: Tensor, width: int, cols: int, scales: str) -> tuple[Tensor, Tensor
     rows = x.shape[:-1].numel()
     codes = x.new_empty((*x.shape[:-1], width), dtype=torch.uint8)
     size = (cdiv(width, cols), rows) if by_columns(1, cols, scales) else (rows, cdiv(width, cols))
-    return codes, x.new_empty(size, dtype=torch.uint8 if scales == "e8m0" else torch.float32)
+    return codes, x.new_empty(size, dtype=torch.uint8 if scales.startswith("e8m0") else torch.float32)
 
 
 def _narrow(x: Tensor, cols: int) -> bool:
@@ -107,7 +110,8 @@ def _narrow(x: Tensor, cols: int) -> bool:
 
 
 def _normed(
-    x: Tensor, w: Tensor, b: Optional[Tensor], centre: bool, eps: float, shifted: bool, element: str, cols: int, scales: str
+    x: Tensor, w: Tensor, b: Optional[Tensor], centre: bool, eps: float, shifted: bool, element: str, cols: int, scales: str,
+    epsilon: float,
 ) -> tuple[Tensor, Tensor, Optional[Tensor], Tensor]:
     x, rows, width = flat_rows(x)
     made = _room(x, width, cols, scales)
@@ -117,60 +121,64 @@ def _normed(
     at_once = max(1, FORWARD_TILE // block)
     _launch_norm(
         cdiv(rows, at_once), 1, 1, x, w.contiguous(), contiguous(b), *made, mean, rstd, rows, width, 1.0 / width, eps, centre,
-        shifted, b is not None, element, cols, scales, _narrow(x, cols), native(), at_once, block,
+        shifted, b is not None, element, cols, scales, epsilon, _narrow(x, cols), native(), at_once, block,
         num_warps=warps_of(at_once * block),
     )
     return *made, mean, rstd
 
 
 def _gated(
-    x: Tensor, linear: Optional[Tensor], like: Tensor, width: int, kind: str, element: str, cols: int, scales: str
+    x: Tensor, linear: Optional[Tensor], like: Tensor, width: int, kind: str, element: str, cols: int, scales: str,
+    epsilon: float,
 ) -> tuple[Tensor, Tensor]:
     rows, made = like.shape[:-1].numel(), _room(like, width, cols, scales)
     _launch_pointwise(
         cdiv(rows, BLOCK_M) * cdiv(width, BLOCK_N), 1, 1, x, linear, *made, rows, width, like.shape[-1], kind, element, cols,
-        scales, _narrow(like, cols), native(), BLOCK_M, BLOCK_N, num_warps=4,
+        scales, epsilon, _narrow(like, cols), native(), BLOCK_M, BLOCK_N, num_warps=4,
     )
     return made
 
 
 @declared.rms_norm_quantize.triton
 def rms_norm_quantize(
-    x: Tensor, w: Tensor, eps: float, zero_centered_gamma: bool, element: str, cols: int, scales: str
+    x: Tensor, w: Tensor, eps: float, zero_centered_gamma: bool, element: str, cols: int, scales: str, epsilon: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not x.numel() or x.shape[-1] > LONGEST or not _serves(element, cols, scales):
         plain = declared.rms_norm_quantize.kernel.torch_impl
-        return plain(x, w, eps, zero_centered_gamma, element, cols, scales)  # type: ignore[no-any-return]
-    codes, made, _, rstd = _normed(x, w, None, False, eps, zero_centered_gamma, element, cols, scales)
+        return plain(x, w, eps, zero_centered_gamma, element, cols, scales, epsilon)  # type: ignore[no-any-return]
+    codes, made, _, rstd = _normed(x, w, None, False, eps, zero_centered_gamma, element, cols, scales, epsilon)
     return codes, made, rstd
 
 
 @declared.layer_norm_quantize.triton
 def layer_norm_quantize(
-    x: Tensor, w: Tensor, b: Optional[Tensor], eps: float, zero_centered_gamma: bool, element: str, cols: int, scales: str
+    x: Tensor, w: Tensor, b: Optional[Tensor], eps: float, zero_centered_gamma: bool, element: str, cols: int, scales: str,
+    epsilon: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not x.numel() or x.shape[-1] > LONGEST or not _serves(element, cols, scales):
         plain = declared.layer_norm_quantize.kernel.torch_impl
-        return plain(x, w, b, eps, zero_centered_gamma, element, cols, scales)  # type: ignore[no-any-return]
-    return _normed(x, w, b, True, eps, zero_centered_gamma, element, cols, scales)  # type: ignore[return-value]
+        return plain(x, w, b, eps, zero_centered_gamma, element, cols, scales, epsilon)  # type: ignore[no-any-return]
+    return _normed(x, w, b, True, eps, zero_centered_gamma, element, cols, scales, epsilon)  # type: ignore[return-value]
 
 
 @declared.glu_quantize.triton
-def glu_quantize(x: Tensor, kind: str, first: bool, element: str, cols: int, scales: str) -> tuple[Tensor, Tensor]:
+def glu_quantize(
+    x: Tensor, kind: str, first: bool, element: str, cols: int, scales: str, epsilon: float = 0.0
+) -> tuple[Tensor, Tensor]:
     if not x.numel() or not _serves(element, cols, scales):
         plain = declared.glu_quantize.kernel.torch_impl
-        return plain(x, kind, first, element, cols, scales)  # type: ignore[no-any-return]
+        return plain(x, kind, first, element, cols, scales, epsilon)  # type: ignore[no-any-return]
     x = x.contiguous()
     width = x.shape[-1] // 2
     halves = x[..., :width], x[..., width:]
     gate, linear = halves if first else halves[::-1]
-    return _gated(gate, linear, x, width, declared.glu.GATES[kind], element, cols, scales)
+    return _gated(gate, linear, x, width, declared.glu.GATES[kind], element, cols, scales, epsilon)
 
 
 @declared.activation_quantize.triton
-def activation_quantize(x: Tensor, kind: str, element: str, cols: int, scales: str) -> tuple[Tensor, Tensor]:
+def activation_quantize(x: Tensor, kind: str, element: str, cols: int, scales: str, epsilon: float = 0.0) -> tuple[Tensor, Tensor]:
     if not x.numel() or not _serves(element, cols, scales):
         plain = declared.activation_quantize.kernel.torch_impl
-        return plain(x, kind, element, cols, scales)  # type: ignore[no-any-return]
+        return plain(x, kind, element, cols, scales, epsilon)  # type: ignore[no-any-return]
     x = x.contiguous()
-    return _gated(x, None, x, x.shape[-1], kind, element, cols, scales)
+    return _gated(x, None, x, x.shape[-1], kind, element, cols, scales, epsilon)

@@ -1,8 +1,9 @@
 """The choice of experts: a program takes some tokens of a sequence, a tile at a time, and holds all their logits.
 
 The best of a row are found one by one. They are compared as integers in the order of the scores, and of positions for equal scores:
-no two are equal, and none is chosen twice, whatever the logits are. Each program writes its own counts and sums, which a second
-launch adds in order.
+no two are equal, and none is chosen twice, whatever the logits are. Logits of 16 bits, if they are what is compared, fit in 32
+bits with their positions, and a difference and a maximum find the best below the last one; other scores take 64 bits. Each program
+writes its own counts and sums, which a second launch adds in order.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from funcops.kernels import route as declared
 from funcops.kernels.triton.common import block_of, cdiv, contiguous, load_wide, next_power_of_2, store_rounded
 
 TILE, TOKENS, PROGRAMS = 2048, 64, 256  # logits of a tile; at least so many tokens of a program, at most so many programs
+POSITIONS = 1 << 15  # that fit beside 16 bits of a logit
 LEAST = tl.constexpr(declared.LEAST)
 GONE = tl.constexpr(-(2**63))  # below every score
 TAKEN = tl.constexpr(-(2**63) + 1)
@@ -41,6 +43,24 @@ def _number(order):
 def _ranked(v, at, LAST: tl.constexpr):
     """int64 in the order of v, and for equal v in the order of their positions `at`, the first the highest."""
     return (_order(v).to(tl.int64) << 32) | (LAST - at).to(tl.int64)
+
+
+@triton.jit
+def _narrow(v, at, INFINITY: tl.constexpr, LAST: tl.constexpr):
+    """31 bits in the order of `_ranked`, for v of 16 bits: the logit as an integer, both zeros as 0 and NaN as the highest; then
+    the position."""
+    bits = v.to(tl.int16, bitcast=True).to(tl.int32)
+    sign, size = bits >> 31, bits & 0x7FFF
+    order = tl.where(size > INFINITY, 0x7FFF, (size ^ sign) - sign)
+    return ((order << 15) + (0x40000000 + LAST - at)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _narrow_number(key, DTYPE: tl.constexpr):
+    """The float32 of the logit in a key."""
+    order = (key >> 15).to(tl.int32, bitcast=True) - 0x8000
+    bits = tl.where(order < 0, 0x8000 - order, order)
+    return bits.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -81,11 +101,27 @@ def _chosen(logits_ptr, row, index, wanted, inside, EXPERTS: tl.constexpr):
 
 
 @triton.jit
+def _load_rows(
+    logits_ptr, row, inside, EXPERTS: tl.constexpr, NARROW: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, expert, real
+):
+    """Logits [TOKENS, BLOCK] in their own dtype. If NARROW, a thread has four parts of a row, each of 16 bytes, rather than of four
+    rows: it finds the best of its own before it asks other threads."""
+    if NARROW and BLOCK >= 32:
+        part, j = tl.arange(0, 4)[:, None, None] * (BLOCK // 4), tl.arange(0, BLOCK // 4)[None, None, :]
+        own = part + j
+        v = tl.load(logits_ptr + row[None, :, None] * EXPERTS + own, mask=inside[None, :, None] & (own < EXPERTS), other=0.0)
+        return tl.reshape(tl.permute(v, 1, 0, 2), [TOKENS, BLOCK])
+    else:
+        return tl.load(logits_ptr + row[:, None] * EXPERTS + expert[None, :], mask=inside[:, None] & real[None, :], other=0.0)
+
+
+@triton.jit
 def _forward(
     logits_ptr, bias_ptr, weights_ptr, indices_ptr, kept_ptr, counts_ptr, sums_ptr, squares_ptr, length, tiles,
     scale: tl.float32, EXPERTS: tl.constexpr, OF_GROUPS: tl.constexpr, TOP_K: tl.constexpr, TOP_GROUPS: tl.constexpr,
     SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BIASED: tl.constexpr, SCORED: tl.constexpr, KEEP: tl.constexpr,
-    AUX: tl.constexpr, Z: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, K_BLOCK: tl.constexpr,
+    AUX: tl.constexpr, Z: tl.constexpr, NARROW: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
+    K_BLOCK: tl.constexpr,
 ):
     """Route tiles of TOKENS tokens of sequence program_id(1). A tile has SIZE slots for the experts of each of GROUPS groups."""
     BLOCK: tl.constexpr = GROUPS * SIZE
@@ -103,8 +139,8 @@ def _forward(
         token = tile * TOKENS + tl.arange(0, TOKENS)
         inside = token < length
         row = tl.program_id(1).to(tl.int64) * length + token
-        t = load_wide(logits_ptr + row[:, None] * EXPERTS + expert[None, :], inside[:, None] & real[None, :])
-        t = tl.where(real[None, :], t, -float("inf"))
+        v = _load_rows(logits_ptr, row, inside, EXPERTS, NARROW, TOKENS, BLOCK, expert, real)
+        t = tl.where(real[None, :], v.to(tl.float32), -float("inf"))
         top, total = tl.zeros([TOKENS], tl.float32), tl.full([TOKENS], 1.0, tl.float32)
         s = t
         if (SOFTMAX and (SCORED or AUX or not NORMALIZE)) or Z:
@@ -121,19 +157,33 @@ def _forward(
         preferred = s if SCORED else t
         if BIASED:
             preferred += load_wide(bias_ptr + expert, real)[None, :]
-        rank = tl.where(real[None, :], _ranked(preferred, at[None, :], BLOCK - 1), GONE)
-        if GROUPS > 1:
-            rank = _in_best_groups(rank, OF_GROUPS, TOP_GROUPS, TOKENS, GROUPS, SIZE)
-        index = tl.zeros([TOKENS, K_BLOCK], tl.int32)
-        chosen = tl.full([TOKENS, K_BLOCK], -float("inf"), tl.float32)
-        for n in range(0, TOP_K):
-            best = tl.max(rank, 1)
-            rank = tl.where(rank == best[:, None], TAKEN, rank)
-            place = BLOCK - 1 - (best & 0xFFFFFFFF).to(tl.int32)
-            index = tl.where(k[None, :] == n, (place // SIZE * OWN + place % SIZE)[:, None], index)
-            if not SCORED:
-                chosen = tl.where(k[None, :] == n, _number((best >> 32).to(tl.int32))[:, None], chosen)
-        counts += ((rank == TAKEN) & inside[:, None]).to(tl.int32)
+        if NARROW:
+            INFINITY: tl.constexpr = 0x7F80 if logits_ptr.dtype.element_ty == tl.bfloat16 else 0x7C00
+            key = _narrow(v, at[None, :], INFINITY, BLOCK - 1)
+            if EXPERTS != BLOCK:
+                key = tl.where(real[None, :], key, 0)
+            last = tl.full([TOKENS], 0x80000000, tl.uint32)
+            found = tl.zeros([TOKENS, K_BLOCK], tl.uint32)
+            for n in range(0, TOP_K):
+                last += tl.max(key - last[:, None], 1)  # lower keys wrap to the upper half: the highest of them is the largest
+                found = tl.where(k[None, :] == n, last[:, None], found)
+            index = BLOCK - 1 - (found & 0x7FFF).to(tl.int32)
+            chosen = tl.where((k < TOP_K)[None, :], _narrow_number(found, logits_ptr.dtype.element_ty), -float("inf"))
+            counts += (key >= tl.where(inside, last, 0x80000000)[:, None]).to(tl.int32)
+        else:
+            rank = tl.where(real[None, :], _ranked(preferred, at[None, :], BLOCK - 1), GONE)
+            if GROUPS > 1:
+                rank = _in_best_groups(rank, OF_GROUPS, TOP_GROUPS, TOKENS, GROUPS, SIZE)
+            index = tl.zeros([TOKENS, K_BLOCK], tl.int32)
+            chosen = tl.full([TOKENS, K_BLOCK], -float("inf"), tl.float32)
+            for n in range(0, TOP_K):
+                best = tl.max(rank, 1)
+                rank = tl.where(rank == best[:, None], TAKEN, rank)
+                place = BLOCK - 1 - (best & 0xFFFFFFFF).to(tl.int32)
+                index = tl.where(k[None, :] == n, (place // SIZE * OWN + place % SIZE)[:, None], index)
+                if not SCORED:
+                    chosen = tl.where(k[None, :] == n, _number((best >> 32).to(tl.int32))[:, None], chosen)
+            counts += ((rank == TAKEN) & inside[:, None]).to(tl.int32)
         to, wanted = row[:, None] * TOP_K + k[None, :], inside[:, None] & (k < TOP_K)[None, :]
         if SCORED:
             chosen = _chosen(logits_ptr, row, index, wanted, inside, EXPERTS)
@@ -200,16 +250,18 @@ def route_fwd(
         return weights, indices, kept, indices.new_zeros((sequences, experts)), weights.new_zeros(())
     size = next_power_of_2(experts // groups)
     blocks = next_power_of_2(groups)
-    tokens = max(1, TILE // (blocks * size))
+    scored = bias is not None or groups > 1
+    narrow = not scored and logits.itemsize == 2 and size <= POSITIONS
+    tokens = max(1, (2 * TILE if narrow else TILE) // (blocks * size))
     tiles = cdiv(max(TOKENS, cdiv(length, PROGRAMS)), tokens)
-    programs, scored = cdiv(length, tiles * tokens), bias is not None or groups > 1
+    programs = cdiv(length, tiles * tokens)
     parts = indices.new_empty((sequences, programs, experts))
     sums = torch.empty_like(parts, dtype=torch.float32) if aux else None
     squares = weights.new_empty((sequences, programs)) if z else None
     _launch_forward(
         programs, sequences, 1, logits.contiguous(), contiguous(bias), weights, indices, kept, parts, sums, squares, length,
         tiles, scale, experts, groups, top_k, top_groups, score == "softmax", normalize, bias is not None, scored, keep, aux != 0.0,
-        z != 0.0, tokens, blocks, size, next_power_of_2(top_k), num_warps=8 if blocks * size > 256 else 4,
+        z != 0.0, narrow, tokens, blocks, size, next_power_of_2(top_k), num_warps=8 if blocks * size > 256 else 4,
     )
     counts, losses = indices.new_empty((sequences, experts)), weights.new_empty(sequences)
     block = block_of(experts, experts * 2)

@@ -69,7 +69,7 @@ def row_scale_bwd(
     dy: Tensor, x: Optional[Tensor], gate: Tensor, sigmoid: bool, dx: bool, dgate: bool
 ) -> tuple[Optional[Tensor], Optional[Tensor]]:
     dy, rows, width = flat_rows(dy)
-    d_x, d_gate = torch.empty_like(dy) if dx else None, dy.new_zeros((*dy.shape[:-1], 1)) if dgate else None
+    d_x, d_gate = torch.empty_like(dy) if dx else None, gate.new_zeros((*dy.shape[:-1], 1)) if dgate else None
     if dy.numel() and (dx or dgate):
         block = block_of(width, BLOCK)
         _launch_backward(

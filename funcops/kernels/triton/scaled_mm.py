@@ -1,5 +1,6 @@
 """Products of codes with scales. 8-bit codes with float32 scales go to CUDA's library on Hopper, if it takes them; it was faster
-for every shape measured (`docs/benchmarks`). Other products use tensor descriptors, one program per tile of C.
+for every shape measured (`docs/benchmarks`). Other products use tensor descriptors, one program per tile of C. Codes that a device
+does not multiply are decoded to bfloat16, if that is exact, and multiplied as other tensors are.
 
 A scale per tensor or row multiplies the sum; a scale per block of 128 along K multiplies each partial sum, in float32: on Hopper,
 whose tensor cores keep some 14 bits of a sum, this promotes it; without such scales the product promotes every 128. Blackwell's
@@ -21,13 +22,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from funcops.backend.launch import launcher
 from funcops.backend.select import gemm_provider
 from funcops.errors import require
+from funcops.kernels import quantize
 from funcops.kernels import scaled_mm as declared
 from funcops.kernels.quantize import ELEMENTS
 from funcops.kernels.triton import scaled_library as library
 from funcops.kernels.triton.common import INTERPRETED, cdiv
 from funcops.kernels.triton.gemm import tile_of
 from funcops.kernels.triton.low_bits import decode, decode_scale, store_exact, times, unpacked
-from funcops.kernels.triton.matmul import descriptor_of
+from funcops.kernels.triton.matmul import Epilogue, descriptor_of, multiply
 
 _INTERPRETED = bool(INTERPRETED)
 GROUP, ALIGN = 8, 16  # tiles of a group share reads; a descriptor's rows are multiples of so many bytes
@@ -45,7 +47,7 @@ class Tile(NamedTuple):
 # the fastest tiles on an H100 that compile without spills; beyond Hopper the largest that do
 WHOLE, BLOCKS = Tile(256, 128, 128, 8, 3), Tile(64, 128, 128, 4, 4)
 SINCE, NATIVE = Tile(128, 128, 128, 8, 4), Tile(128, 128, 128, 4, 3)
-FEW_BITS, EMULATED = Tile(128, 128, 256, 4, 3), Tile(128, 128, 64, 8, 3)
+FEW_BITS = Tile(128, 128, 256, 4, 3)
 
 
 @triton.jit
@@ -116,20 +118,44 @@ _launch_product = launcher(_product)
 
 def _tile_of(kind: str, a: str, b: str, cols: int, capability: int) -> Optional[Tile]:
     if kind in ("e8m0", "e4m3"):
-        return EMULATED if capability < 100 else FEW_BITS if a == b == "e2m1" else NATIVE
+        return FEW_BITS if a == b == "e2m1" else NATIVE
     if cols not in (0, PROMOTE.value):
         return None
     return SINCE if capability >= 100 else BLOCKS if cols else WHOLE
 
 
 def _runs(kind: str, a: str, b: str, emulate: bool, capability: int, name: str) -> bool:
-    """Whether the device multiplies such codes; Hopper multiplies codes with MX scales as bfloat16, if `emulate`."""
+    """Whether the device multiplies such codes; if not, they may be decoded only if `emulate`."""
     needed = 100 if kind in ("e8m0", "e4m3") else 90
     if capability >= needed:
         return True
     what = {"e8m0": "MX", "e4m3": "NVFP4"}.get(kind, "8-bit")
     require(emulate, "scaled_mm", "device", f"of sm_{needed} or later for {what} products of {a} by {b} (or emulate=True)", name)
-    return capability >= 90 and kind == "e8m0"
+    return False
+
+
+def _exact(element: str, kind: str) -> bool:
+    """Whether bfloat16, which has 8 bits of a number, holds each code times its scale: a power of two has 1, e4m3 4 and e2m1 2."""
+    return kind in ("pow2", "e8m0") or (element, kind) == ("e2m1", "e4m3")
+
+
+def _decodes(a: str, kind: str, b: str, b_kind: str) -> bool:
+    return not _INTERPRETED and _exact(a, kind) and _exact(b, b_kind)
+
+
+def _by_decoding(a: tuple[Any, ...], b: tuple[Any, ...], width: int, out: torch.dtype) -> Tensor:
+    """The product of operands (codes, scales, scale, element, rows, cols, kind), decoded to bfloat16. It is exact but for a size
+    below 2^-126, half a step of bfloat16's numbers there. Scales of whole tensors and rows multiply the sum, in float32."""
+    left, right = (quantize.dequantize(codes, scales, None, *how, width, torch.bfloat16) for codes, scales, _, *how in (a, b))
+    factors = [scale if side or scale.dim() < 2 else scale.mT for side, scale in ((1, a[2]), (0, b[2])) if scale is not None]
+    summed = out if not factors and out is torch.bfloat16 else torch.float32
+    c = left.new_empty((left.numel() // width, right.shape[0]), dtype=summed)
+    multiply(left.view(-1, width), right.mT, c, Epilogue())
+    for factor in factors[:-1]:
+        c.mul_(factor)
+    if factors:
+        c = torch.mul(c, factors[-1], out=c if out is summed else c.new_empty(c.shape, dtype=out))
+    return c.to(out).view(*left.shape[:-1], c.shape[1])
 
 
 @functools.lru_cache(maxsize=256)
@@ -170,26 +196,43 @@ def _codes(codes: Tensor, element: str, rows: int, tile: int, wide: int) -> Tens
 def scaled_mm(
     a: Tensor, a_scales: Tensor, a_scale: Optional[Tensor], b: Tensor, b_scales: Tensor, b_scale: Optional[Tensor],
     a_element: str, a_rows: int, a_cols: int, b_element: str, b_rows: int, b_cols: int, kind: str, width: int, out: torch.dtype,
-    emulate: bool = False,
+    emulate: bool = False, b_kind: str = "",
 ) -> Tensor:
     device, active = (0, None) if _INTERPRETED else (driver.active.get_current_device(), driver.active)
-    chosen, n = _chosen(kind, a_element, b_element, a_cols, b_cols, emulate, device, active), b.shape[0]
-    by_groups = any([scale is not None and scale.dim() > 1 for scale in (a_scale, b_scale)])
-    if chosen is None or by_groups or not a.numel() * n or out is torch.float64:
+    n, b_kind, chosen = b.shape[0], b_kind or kind, None
+    if b_kind == kind:
+        chosen = _chosen(kind, a_element, b_element, a_cols, b_cols, emulate, device, active)
+    else:
+        require(emulate, "scaled_mm", "emulate", f"True for a product of {kind} scales by {b_kind}, which is decoded", emulate)
+    if chosen is None or not a.numel() * n or out is torch.float64:
+        if a.numel() * n and out is not torch.float64 and _decodes(a_element, kind, b_element, b_kind):
+            of_a = a, a_scales, a_scale, a_element, a_rows, a_cols, kind
+            return _by_decoding(of_a, (b, b_scales, b_scale, b_element, b_rows, b_cols, b_kind), width, out)
         return declared.scaled_mm.kernel.torch_impl(  # type: ignore[no-any-return]
-            a, a_scales, a_scale, b, b_scales, b_scale, a_element, a_rows, a_cols, b_element, b_rows, b_cols, kind, width, out
+            a, a_scales, a_scale, b, b_scales, b_scale, a_element, a_rows, a_cols, b_element, b_rows, b_cols, kind, width, out,
+            True, b_kind,
         )
+    left = None if a_scale is None or a_scale.dim() < 2 else a_scale
+    right = None if b_scale is None or b_scale.dim() < 2 else b_scale
+    if left is not None or right is not None:  # a scale for each row: it multiplies the sums
+        c: Tensor = scaled_mm(
+            a, a_scales, a_scale if left is None else None, b, b_scales, b_scale if right is None else None, a_element, a_rows,
+            a_cols, b_element, b_rows, b_cols, kind, width, torch.float32, emulate,
+        )
+        flat = c.view(-1, n)
+        flat = flat if left is None else flat * left
+        return (flat if right is None else flat * right.mT).view(c.shape).to(out)
     if gemm_provider() != "triton" and kind in library.KINDS and _library_serves(device, active):
         tiles = (a_rows, a_cols), (b_rows, b_cols)
-        c = library.product(a, a_scales, b, b_scales, (a_element, b_element), tiles, out)
-        if c is not None:
-            return c
+        found = library.product(a, a_scales, b, b_scales, (a_element, b_element), tiles, out)
+        if found is not None:
+            return found
     tile, of_left, of_right = chosen
-    m, c = a.numel() // a.shape[-1], a.new_empty((*a.shape[:-1], n), dtype=out)
+    m, y = a.numel() // a.shape[-1], a.new_empty((*a.shape[:-1], n), dtype=out)
     _launch_product(
         cdiv(m, tile.m) * cdiv(n, tile.n), 1, 1, _codes(a, a_element, m, tile.m, of_left),
-        _codes(b, b_element, n, tile.n, of_right), a_scales, b_scales, a_scale, b_scale, c, m, n, width, a_scales.shape[1],
+        _codes(b, b_element, n, tile.n, of_right), a_scales, b_scales, a_scale, b_scale, y, m, n, width, a_scales.shape[1],
         *a_scales.stride(), b_scales.shape[1], *b_scales.stride(), a_element, b_element, kind, a_rows, b_rows, a_cols, tile.m,
         tile.n, tile.k, GROUP, num_warps=tile.warps, num_stages=tile.stages,
     )
-    return c
+    return y

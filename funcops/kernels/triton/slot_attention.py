@@ -51,9 +51,9 @@ def _part(ptr, at, stride, inside, begin, end, BLOCK: tl.constexpr):
 @triton.jit
 def _slots(
     q_ptr, k_ptr, v_ptr, first_ptr, ends_ptr, bias_ptr, sinks_ptr, out_ptr, lse_ptr, T, H, R, group, D, V, main, blocks, splits,
-    k_batch, k_head, k_slot, v_batch, v_head, v_slot, bias_batch, bias_head, bias_row, positions, window, whole,
-    scale: tl.float32, softcap: tl.float32, WINDOW: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr, LATENTS: tl.constexpr,
-    WHOLE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
+    k_batch, k_head, k_slot, v_batch, v_head, v_slot, bias_batch, bias_head, bias_row, positions, window, chunk, whole,
+    scale: tl.float32, softcap: tl.float32, WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr,
+    LATENTS: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_V: tl.constexpr,
 ):
     """Compute attention of some rows of a group over a split of the slots. With WHOLE, all slots are one split, and y is stored;
@@ -95,6 +95,8 @@ def _slots(
         inside = real[:, None] & (j < stop)[None, :] & (away >= 0)
         if WINDOW:
             inside &= away < window
+        if CHUNK:
+            inside &= away <= ((first + t) % chunk)[:, None]
         if ALIBI:
             s -= slope[:, None] * away.to(tl.float32)
         if bias_ptr is not None:
@@ -179,13 +181,13 @@ def _of_bias(bias: Optional[Tensor]) -> tuple[int, ...]:
 @declared.slot_attention_fwd.triton
 def slot_attention_fwd(
     q: Tensor, k: Tensor, v: Optional[Tensor], first: Tensor, ends: Tensor, bias: Optional[Tensor], sinks: Optional[Tensor],
-    width: int, window: int, softcap: float, alibi: bool, scale: float,
+    width: int, window: int, chunk: int, softcap: float, alibi: bool, scale: float,
 ) -> Tensor:
     (batch, tokens, heads, size), (_, kv_heads, slots, _) = q.shape, k.shape
     main, *blocks = _blocks(size, width, v is None)
     if nothing_to_see(q, k) or not width or max(blocks) > LONGEST:
         return declared.slot_attention_fwd.kernel.torch_impl(  # type: ignore[no-any-return]
-            q, k, v, first, ends, bias, sinks, width, window, softcap, alibi, scale
+            q, k, v, first, ends, bias, sinks, width, window, chunk, softcap, alibi, scale
         )
     q, k, first, ends = q.contiguous(), by_elements(k), first.contiguous(), ends.contiguous()
     bias, sinks = contiguous(bias), contiguous(sinks)
@@ -203,8 +205,8 @@ def slot_attention_fwd(
         lse = q.new_empty((splits, batch, tokens, heads), dtype=torch.float32)
     _launch_slots(
         parts * splits * kv_heads * batch, 1, 1, q, k, values, first, ends, bias, sinks, out, lse, tokens, heads, slots, group,
-        size, width, main, parts, splits, *k.stride()[:3], *values.stride()[:3], *_of_bias(bias), window,
-        1 << (heads.bit_length() - 1), scale, softcap or 1.0, window > 0, softcap > 0, alibi, v is None, splits == 1,
+        size, width, main, parts, splits, *k.stride()[:3], *values.stride()[:3], *_of_bias(bias), window, chunk,
+        1 << (heads.bit_length() - 1), scale, softcap or 1.0, window > 0, chunk > 0, softcap > 0, alibi, v is None, splits == 1,
         precision(q.dtype), tile.rows, tile.keys, split, *blocks, num_warps=tile.warps, num_stages=stages,
     )
     if lse is not None:
