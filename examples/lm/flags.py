@@ -22,11 +22,7 @@ RECIPES = {"fp8_block": Fp8Block, "fp8_current": Fp8Current, "fp8_delayed": Fp8D
 RECIPES["nvfp4"] = functools.partial(NVFP4, stochastic=False)  # to nearest: the step of this example takes no random key
 
 
-ONE_PROCESS = {
-    "check": "whole params are compared",
-    "graph": "communication is not captured",
-    "profile": "one process is profiled",
-}
+ONE_PROCESS = {"check": "whole params are compared", "graph": "communication is not captured", "profile": "one process is profiled"}
 OF_EXPERTS = {"top_k": 2, "shared": 0, "balance": 0.002}  # the defaults with --experts
 OF_DECODER = ("dim", "layers", "heads", "kv_heads", "hidden", "context", "tied", "experts", "top_k", "shared")
 PIPED = {

@@ -105,7 +105,7 @@ class Recipe:
             not self.delayed or col == [x, w, dy], where, "x_col, w_col, dy_col", "None with scales from earlier steps", "given"
         )
         for left, right in PRODUCTS[: 2 if self.wgrad == "high" else 3]:
-            one, other = (n[:-4] if n.endswith("_col") and formats[n] == formats[n[:-4]] else n for n in (left, right))
+            one, other = (plain if formats[n] == formats[plain := n.split("_")[0]] else n for n in (left, right))
             same = formats[left].kind == formats[right].kind or self.emulate
             wanted = f"of the kind of {other}'s, {formats[right].scales!r} (or emulate=True, which multiplies decoded operands)"
             require(same, where, f"{one}.scales", wanted, repr(formats[left].scales))

@@ -6,8 +6,9 @@ included. Position p is in slot p mod R, so slot j holds the last position p < e
 
     s = scale q k^T        s = softcap tanh(s / softcap)        s = s - slope_h (i - p) + bias[i, p]        y = softmax(s, sink_h) v
 
-A row at position i sees positions p <= i; with `window` only i - p < window; with `chunk` only the ones in its chunk. bias: [B or 1, H or 1, T, positions]. `sinks` [H]: a
-logit for each head, whose share of the sum goes to no value. 0 means no window, no chunks and no cap. A row that sees nothing has y 0.
+A row at position i sees positions p <= i; with `window` only i - p < window; with `chunk` only the ones in its chunk. bias:
+[B or 1, H or 1, T, positions]. `sinks` [H]: a logit for each head, whose share of the sum goes to no value. 0 means no window, no
+chunks and no cap. A row that sees nothing has y 0.
 """
 
 from __future__ import annotations

@@ -391,9 +391,9 @@ def test_every_format_of_a_recipe_has_its_fused_quantisers(monkeypatch):
 
     asked = []
     for name in ("rms_norm", "layer_norm", "glu", "activation"):
-        monkeypatch.setattr(choices.quantize_after, f"{name}_quantize", lambda *args, name=name: asked.append((name, *args[-3:])))
+        monkeypatch.setattr(choices.quantize_after, f"{name}_quantize", lambda *args, name=name: asked.append((name, *args[-4:])))
     for call in choices._quantised_outputs():
         call()
     formats = {r.x for r in choices.recipes() if r.x.tile[0] == 1 and r.x.element != "e2m1"}
-    assert set(asked) == {(name, f.element, f.tile[1], f.scales) for name, *_ in asked for f in formats}
+    assert set(asked) == {(name, f.element, f.tile[1], f.scales, f.amax_epsilon) for name, *_ in asked for f in formats}
     assert len(asked) == 4 * len(formats) > 0

@@ -274,10 +274,7 @@ MLP, BOTH = chained(UP, DOWN), {"up": "column", "down": "row"}
 BAD = {
     "parallel: rules must be globs that are the first to match a step (up, down), got 'no'": (MLP, {**BOTH, "no": "row"}),
     "parallel: rules must be globs that are the first to match a step (up, down), got 'd*'": (MLP, {**BOTH, "d*": "row"}),
-    f"parallel: rules['up'] must be {', '.join(map(repr, ROLES))}, or a function, got 'rows'": (
-        MLP,
-        {**BOTH, "up": "rows"},
-    ),
+    f"parallel: rules['up'] must be {', '.join(map(repr, ROLES))}, or a function, got 'rows'": (MLP, {**BOTH, "up": "rows"}),
     "parallel: rules must be with a row layer after every column layer, got none after up": (chained(UP), {"up": "column"}),
     "parallel: down, a row layer, must be after a column layer, where features are sharded, got x sharded only along rows": (
         chained(DOWN),

@@ -51,6 +51,7 @@ def matmul(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue, choice: Option
     """Compute out [M, N], contiguous and not empty, from A [M, K] and B [K, N] of any strides and one dtype."""
     (m, k), n = a.shape, b.shape[1]
     family, even = epilogue.family(out), aligned(a) and aligned(b)
+    family = "accumulate" if family == "none" and out.dtype is not a.dtype else family  # a wide tile of float32 would not fit
     own, split = (choice or choose(name, a.dtype, m, n, even) for name in (family, "split"))
     described = own.descriptor is not None and descriptors_serve(a, b, out)
     if described and gemm_provider() == "specialised" and epilogue.sums is None:

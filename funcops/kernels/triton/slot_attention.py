@@ -53,8 +53,8 @@ def _slots(
     q_ptr, k_ptr, v_ptr, first_ptr, ends_ptr, bias_ptr, sinks_ptr, out_ptr, lse_ptr, T, H, R, group, D, V, main, blocks, splits,
     k_batch, k_head, k_slot, v_batch, v_head, v_slot, bias_batch, bias_head, bias_row, positions, window, chunk, whole,
     scale: tl.float32, softcap: tl.float32, WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr,
-    LATENTS: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_V: tl.constexpr,
+    LATENTS: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_V: tl.constexpr,
 ):
     """Compute attention of some rows of a group over a split of the slots. With WHOLE, all slots are one split, and y is stored;
     else float32 and logsumexp. A head has `main` elements in a block of BLOCK_D, and the others in one of BLOCK_E."""
