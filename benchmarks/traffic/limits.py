@@ -23,6 +23,13 @@ class Reason(NamedTuple):
 
 
 REASONS = (
+    Reason(
+        "quantize_heads",
+        "",
+        "moved",
+        "a program reads the rows that share a scale for their amax, and again for their codes: 32 KB in blocks, out of the cache; "
+        "a whole head does not fit there",
+    ),
     Reason("nf4_dequantize", "", "wide", "8 bytes of codes a thread, which make 16 elements; more would take registers, not time"),
     Reason(
         "slot_attention_fwd",
