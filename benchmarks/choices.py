@@ -57,8 +57,9 @@ EPSILON = 1e-12
 RULES = (  # of other scales than the default's
     *(Format("e4m3", (1, 32), "e8m0", scaling_mode=mode) for mode in SCALING_MODES[1:]),
     Format("e5m2", (32, 32), "e8m0", scaling_mode="even"),
+    Format("e4m3", (32, 32), "e8m0", scaling_mode="floor"),
     *(Format("e4m3", tile, "float32", amax_epsilon=EPSILON) for tile in ((1, 0), (0, 0))),
-    Format("e4m3", (1, 128), "pow2", amax_epsilon=EPSILON),
+    *(Format("e4m3", tile, "pow2", amax_epsilon=EPSILON) for tile in ((1, 128), (128, 128))),
 )
 
 

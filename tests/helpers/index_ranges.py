@@ -104,7 +104,8 @@ def _corners(f):
 
 def _divided(a, b):
     b = [y for y in (*b, 1, -1) if y and b[0] <= y <= b[1]] or [1]
-    values = [int(x / y) for x in a for y in b]
+    far = 2.0**70  # beyond all addresses; a bound of a range may be infinite
+    values = [int(min(max(x / y, -far), far)) for x in a for y in b]
     return min(values), max(values)
 
 

@@ -158,7 +158,7 @@ class Meeting:
             found["recipe"] = lambda cfg: with_recipe(cfg, self.recipe, skip=skip)
         if {"tp", "sp", "cp", "ep"} & self.names:
             rules = roles(self.sizes, loss=True)
-            found["ranks"] = lambda cfg: dist.parallel(cfg, rules, mesh, sequence_parallel="sp" in self)
+            found["ranks"] = lambda cfg: dist.parallel(cfg, rules, mesh, sequence_parallel="sp" in self, capacity=1.0)
         if "zero3" in self:
             found["zero3"] = lambda cfg: dist.zero3(cfg, mesh["dp"])
         return found
