@@ -51,6 +51,13 @@ def watched() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
+def capturing() -> bool:
+    """Whether a graph is being captured: by CUDA, or by a mode that records operators to run them again (`records = True`)."""
+    modes = range(torch._C._len_torch_dispatch_stack())
+    recorded = any([getattr(torch._C._get_dispatch_stack_at(i), "records", False) for i in modes])
+    return recorded or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
 def readable(t: Tensor) -> bool:
     """Whether the host may read the values of `t`: on a device it would wait, and a tracer, another mode or vmap has no values, or
     would take them as constants."""

@@ -120,7 +120,9 @@ def kept(model, batch):
 
     def pack(t):
         if t.untyped_storage()._cdata not in parameters:
-            seen.setdefault(t.untyped_storage()._cdata, (t.untyped_storage().nbytes(), inside[-1] if inside else "", t))
+            key, at = t.untyped_storage()._cdata, inside[-1] if inside else ""
+            if key not in seen or at == "experts":  # whoever else kept it before
+                seen[key] = t.untyped_storage().nbytes(), at, t
         return t
 
     def enter(module, given, kind):

@@ -28,7 +28,7 @@ from funcops import (
     unpermute,
 )
 from funcops.contract.walk import walk
-from funcops.graphs import check_capturable
+from funcops.graphs import check_capturable, graphed
 from funcops.low_precision import Fp8Current, with_recipe
 from funcops.models import MoEConfig, moe
 from funcops.testing import check_dist, run_ranks
@@ -237,8 +237,25 @@ def test_a_trace_needs_a_capacity():
         return make_fx(lambda *x: dist.dispatch.fwd(None, x, dist.DispatchConfig(8, axis=axis, capacity=capacity))[0][1])
 
     given = of_rank(0, 4, 2, 8, 2)
-    with pytest.raises(ValueError, match=r"dispatch_fwd: capacity must be given under torch.compile and make_fx \(1.0 has room"):
+    with pytest.raises(ValueError, match=r"dispatch_fwd: capacity must be given in a graph, and under .* \(1.0 has room"):
         sent(None)(*given)
+
+
+def test_a_graph_needs_a_capacity():
+    """A recording would send the rows of its first step again and again."""
+
+    def captured(mesh):
+        given = of_rank(mesh.rank, 4, 2, 8, 2)
+
+        def sent(capacity):
+            cfg = dist.DispatchConfig(8, axis=mesh["ep"], capacity=capacity)
+            return graphed(lambda *x: dist.dispatch.fwd(None, x, cfg)[0][1], *given)
+
+        with pytest.raises(ValueError, match=r"capacity must be given in a graph, .* \(1.0 has room"):
+            sent(None)
+        return sent(1.0)(*given).shape
+
+    assert {tuple(shape) for shape in run_ranks({"ep": 2}, captured)} == {(8, 3)}
 
 
 def test_a_model_is_given_its_capacity():

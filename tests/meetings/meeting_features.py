@@ -70,7 +70,7 @@ FEATURES = {
     "tp": Feature("tp", "dist.parallel(..., sequence_parallel=False)", "tp", axis="tp"),
     "sp": Feature("sp", "dist.parallel(...), rows sharded between layers", "tp", axis="tp"),
     "cp": Feature("cp", "dist.parallel(...), context attention", axis="cp"),
-    "ep": Feature("ep", "dist.parallel(...), experts over ranks", within=("moe",), axis="ep"),
+    "ep": Feature("ep", "dist.parallel(..., capacity=1.0), experts over ranks", within=("moe",), axis="ep"),
     "zero3": Feature("ZeRO-3", "dist.zero3(cfg, axis)", axis="dp"),
     "pipeline": Feature("pipeline", "schedule.run, a stage a step", "backward"),
     "lora": Feature("LoRA", "with_lora(cfg, rank, targets)"),

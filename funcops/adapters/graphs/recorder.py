@@ -205,6 +205,7 @@ def record_into(recording: Recording, fn: Callable[[], Any], outputs: Callable[[
 
 class _Recorder(TorchDispatchMode):
     runs = True  # it runs every operator unchanged, so kernels need not be opaque
+    records = True  # for `capturing`
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from funcops.backend.declare import tracing
+from funcops.backend.declare import capturing, tracing
 from funcops.distributed import comm
 from funcops.distributed.mesh import Axis
 from funcops.errors import fail
@@ -49,8 +49,9 @@ def send_rows(indices: Tensor, experts: int, capacity: float | None, axis: Axis)
 
 def send_counted(where: str, indices: Tensor, experts: int, axis: Axis) -> tuple[Tensor, Tensor]:
     """`place` and `sizes` without a capacity. Counts are in flight while places are computed; then the host reads them."""
-    if tracing() and not indices.is_meta:
-        fail(where, "capacity", "given under torch.compile and make_fx (1.0 has room for all tokens)", None)
+    if (tracing() or capturing()) and not indices.is_meta:
+        wanted = "given in a graph, and under torch.compile, make_fx and policies that trace (1.0 has room for all tokens)"
+        fail(where, "capacity", wanted, None)
     goes = _ranks_of(indices, experts, axis)
     counts = goes.sum(0)
     came = comm.start_all_to_all(counts, axis)
