@@ -4,6 +4,8 @@ import ast
 import re
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import planted
@@ -114,6 +116,30 @@ def test_with_cuda_torch_itself_says_whether_it_captures(monkeypatch):
     with as_if_capturing():
         assert is_captured()
     assert not is_captured()
+
+
+def test_threads_that_record_at_once_answer_each_for_itself():
+    """The one that began first ends first, as ranks of `run_ranks` do."""
+    original, turn = torch.cuda.is_current_stream_capturing, threading.Barrier(2, timeout=60)
+
+    def first():
+        with as_if_capturing():
+            turn.wait(), turn.wait()
+        ended = is_captured()
+        turn.wait()
+        return ended
+
+    def second():
+        turn.wait()
+        before = is_captured()
+        with as_if_capturing():
+            turn.wait(), turn.wait()
+            return before, is_captured()
+
+    with ThreadPoolExecutor(2) as threads:
+        one, other = threads.submit(first), threads.submit(second)
+        assert not one.result() and other.result() == (False, True)
+    assert torch.cuda.is_current_stream_capturing is original
 
 
 def test_a_backward_without_autograd_says_how():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import sysconfig
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,9 @@ import funcops
 
 _OWN = tuple(str(Path(package.__file__ or "").parent) for package in (torch, funcops)) + ("<",)
 _STDLIB = sysconfig.get_path("stdlib")
+
+_lock, _thread = threading.Lock(), threading.local()
+_recordings, _asked = 0, torch.cuda.is_current_stream_capturing  # in all threads, and what answers for those that record nothing
 
 SYNC, DYNAMIC, COPY, RANDOM, BAKED, ESCAPE, GRAD = (
     "host sync",
@@ -56,12 +60,28 @@ def as_if_capturing() -> Iterator[None]:
     if torch.cuda.is_available():
         yield
         return
-    before = torch.cuda.is_current_stream_capturing
-    torch.cuda.is_current_stream_capturing = lambda: True
+    global _asked, _recordings
+    with _lock:
+        if _recordings == 0:
+            _asked, torch.cuda.is_current_stream_capturing = torch.cuda.is_current_stream_capturing, _answer
+        _recordings += 1
+    outer, _thread.records = _recorded(), True
     try:
         yield
     finally:
-        torch.cuda.is_current_stream_capturing = before
+        _thread.records = outer
+        with _lock:
+            _recordings -= 1
+            if _recordings == 0:
+                torch.cuda.is_current_stream_capturing = _asked
+
+
+def _recorded() -> bool:
+    return getattr(_thread, "records", False)
+
+
+def _answer() -> bool:
+    return _recorded() or _asked()
 
 
 def without_autograd(error: Exception) -> str:
