@@ -89,8 +89,9 @@ def sample(params: Any, prompt: Tensor, args: Any, scales: Any = None) -> Iterat
     cfg = dataclasses.replace(args.decoder, windows=(args.context,) * args.layers)
     predictor = model(cfg, args.recipe, loss=False)
     without_loss = {k: v for k, v in params.items() if k != "loss"}
-    compute = quantize_params(without_loss, predictor, scales, dtype=args.dtype, columns=False)
-    key, sampling = random.key(args.seed, device=args.device), SamplingConfig(temperature=0.8)
+    key = random.key(args.seed, device=args.device)
+    compute = quantize_params(without_loss, predictor, scales, dtype=args.dtype, columns=False, key=key)
+    sampling = SamplingConfig(temperature=0.8)
     return generate(compute, cfg, prompt[None].to(args.device), args.sample, key=key, sampling=sampling, model=predictor)
 
 
@@ -155,6 +156,11 @@ class Run:
         x, labels = self.ranks.rows(*batch(self.corpus.train, step=self.done, seed=a.seed, size=a.batch, context=a.context))
         return x.to(a.device), labels.to(a.device)
 
+    def key(self) -> Tensor | None:
+        """The random key of the next step, for a recipe that rounds stochastically."""
+        a = self.args
+        return None if a.recipe is None or not a.recipe.stochastic else self.ranks.key(a.seed, self.done, a.device)
+
     def advance(self) -> Row:
         """Do one step. Raises `FloatingPointError` after ten steps in a row that were not finite."""
         a, (x, labels) = self.args, self.batch()
@@ -165,31 +171,33 @@ class Run:
         row = row._replace(load=None if load is None else load.tolist())
         self.skipped = 0 if math.isfinite(row.norm) else self.skipped + 1
         if self.skipped:
-            where = nonfinite(loss_and_grads(self.params, x, labels, self.s, self.state.scales).grads) or "the loss"
+            where = nonfinite(loss_and_grads(self.params, x, labels, self.s, self.state.scales, self.key()).grads) or "the loss"
             if self.ranks.first:
                 tqdm.write(f"step {row.step} skipped: loss {row.loss}, not finite at {where}", file=sys.stderr)
         if self.skipped == MOST_SKIPPED:
             raise FloatingPointError(f"{MOST_SKIPPED} steps in a row were not finite; the last checkpoint is from before them")
         self.done, self.seconds = row.step, row.seconds
         if self.done % a.eval_every == 0 or self.done == a.steps:
-            row = row._replace(val_loss=evaluate(self.params, *self.val, self.s, a.batch * 2, self.state.scales))
+            row = row._replace(val_loss=evaluate(self.params, *self.val, self.s, a.batch * 2, self.state.scales, self.key()))
         self.rows.append(row)
         return row
 
     def agree(self) -> None:
         """Check on all processes, before they send anything, that they will send matching messages."""
 
-        def step(params: Any, scales: Any, x: Tensor, labels: Tensor) -> Any:
+        def step(params: Any, scales: Any, x: Tensor, labels: Tensor, key: Tensor | None) -> Any:
             if self.ranks.stages is not None:
-                return self.ranks.reduced(*self.ranks.stages.once(params, x, labels, self.s.dtype))
-            return self.ranks.reduced(*loss_and_grads(params, x, labels, self.s, scales)[:2])
+                return self.ranks.reduced(*self.ranks.stages.once(params, x, labels, self.s.dtype, key))
+            return self.ranks.reduced(*loss_and_grads(params, x, labels, self.s, scales, key)[:2])
 
-        dist.handshake(self.ranks.mesh, step, self.params, self.state.scales, *self.batch())
+        dist.handshake(self.ranks.mesh, step, self.params, self.state.scales, *self.batch(), self.key())
 
     def step(self, x: Tensor, labels: Tensor, lr: float) -> Any:
         if not self.args.graph:
-            return self.step_fn(self.params, self.state, x, labels, torch.tensor(lr) if self.args.compile else lr, self.s)
-        given = self.params, self.state, x, labels, torch.tensor(lr, device=x.device)
+            return self.step_fn(
+                self.params, self.state, x, labels, torch.tensor(lr) if self.args.compile else lr, self.key(), self.s
+            )
+        given = self.params, self.state, x, labels, torch.tensor(lr, device=x.device), self.key()
         if self.captured is None:
             self.captured = graphed(lambda *trees: written_step(*trees, self.s), *given, inputs={"0": "donated", "1": "donated"})
             print(f"captured: {self.captured.report()}")
@@ -202,7 +210,7 @@ class Run:
         print("compiling the step ...", flush=True)
         began = time.perf_counter()
         self.step_fn = torch.compile(train_step, fullgraph=True, dynamic=False)
-        self.step_fn(self.params, self.state, x, labels, torch.tensor(a.lr), self.s)
+        self.step_fn(self.params, self.state, x, labels, torch.tensor(a.lr), self.key(), self.s)
         print(f"compiled in {time.perf_counter() - began:.1f} s (not counted as training)")
 
     def save(self) -> bool:
@@ -273,13 +281,13 @@ def train(args: Any, ranks: Ranks) -> int:
     )
     run = Run(args, corpus, ranks)
     if args.profile:
-        files = say_profile(run.params, run.state, *run.batch(), run.s, args)
+        files = say_profile(run.params, run.state, *run.batch(), run.key(), run.s, args)
         print(f"wrote {' and '.join(map(str, files))}")
         return 0
     dtype = str(args.dtype).removeprefix("torch.")
     print(f"{run.count:,} parameters, {args.batch * args.context} bytes (tokens) a step, in {dtype}")
     if ranks.stages is None and ranks.zero < 3:
-        say_what_is_kept(run.params, *run.batch(), run.s, run.policy, run.state.scales)
+        say_what_is_kept(run.params, *run.batch(), run.s, run.policy, run.state.scales, run.key())
     if not ranks.alone:
         print(f"{ranks.mesh.size} processes: {' x '.join(f'{name} {n}' for name, n in args.mesh.items())}")
         run.agree()
@@ -301,7 +309,7 @@ def train(args: Any, ranks: Ranks) -> int:
         pictures = f"{args.out / 'loss.png'}, " + ("" if args.experts is None else f"{args.out / 'load.png'}, ")
         print(f"wrote {pictures}{args.out / 'metrics.csv'} and {checkpoint}")
     if args.recipe is not None and ranks.alone:
-        say_what_rounding_does(run.params, *run.batch(), run.s)
+        say_what_rounding_does(run.params, *run.batch(), run.s, run.key())
     if args.sample:
         prompt, params = corpus.held_out[:64].long(), ranks.whole(run.params)
         if ranks.first:

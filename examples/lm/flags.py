@@ -19,7 +19,7 @@ from lm.results import holds_run
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 RECIPES = {"fp8_block": Fp8Block, "fp8_current": Fp8Current, "fp8_delayed": Fp8Delayed, "mxfp8": MXFP8}
-RECIPES["nvfp4"] = functools.partial(NVFP4, stochastic=False)  # to nearest: the step of this example takes no random key
+RECIPES |= {"nvfp4": NVFP4, "nvfp4_nearest": functools.partial(NVFP4, stochastic=False)}
 
 
 ONE_PROCESS = {"check": "whole params are compared", "graph": "communication is not captured", "profile": "one process is profiled"}
@@ -107,7 +107,8 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--recipe",
         choices=RECIPES,
-        help="low precision for the blocks' linear layers; CPUs emulate it slowly, with the same codes (default: none)",
+        help="low precision for the blocks' linear layers; CPUs emulate it slowly, with the same codes. nvfp4 rounds gradients "
+        "stochastically, nvfp4_nearest does not (default: none)",
     )
     how.add_argument("--delay-wgrad", action="store_true", help="all dgrads first, then all wgrads")
     how.add_argument("--policy", choices=POLICIES, help="what is kept for the backward (default: recompute_elementwise)")
@@ -260,6 +261,8 @@ def _check_mesh(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
     if args.recipe.delayed and any(slotless.values()):
         other = " ".join(f"--{name} {getattr(args, name)}" for name, given in slotless.items() if given)
         parser.error(f"--recipe: expected one without state with {other}, which has no slots for its scales, got fp8_delayed")
+    if args.recipe.stochastic and args.zero == 3:
+        parser.error("--recipe: expected nvfp4_nearest with --zero 3, whose gathered weights have no random keys, got nvfp4")
     try:
         mesh = Mesh.abstract(args.mesh, 0)
         parallel(model(args.decoder, args.recipe), roles(mesh, args.decoder), mesh, overlap=args.overlap)

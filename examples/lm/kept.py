@@ -43,9 +43,11 @@ def policy_of(args: Any, ranks: Ranks) -> tuple[Op, str]:
     return op, name
 
 
-def say_what_is_kept(params: Any, x: Tensor, labels: Tensor, s: Settings, name: str, scales: Any = None) -> None:
+def say_what_is_kept(
+    params: Any, x: Tensor, labels: Tensor, s: Settings, name: str, scales: Any = None, key: Tensor | None = None
+) -> None:
     """Print what the first block keeps, and what a step keeps in all, by default and under the policy."""
-    compute = params if s.ranks.within else quantize_params(params, s.model, scales, dtype=s.dtype)
+    compute = params if s.ranks.within else quantize_params(params, s.model, scales, dtype=s.dtype, key=key)
     given = inputs(compute, x, labels, s)
 
     def kept_by(op: Op) -> tuple[Any, Report]:
@@ -62,10 +64,10 @@ def say_what_is_kept(params: Any, x: Tensor, labels: Tensor, s: Settings, name: 
         print(f"kept for the backward: {size_of(kept_by(chain)[1].kept_bytes)} by default; policy {name}: {after}\n")
 
 
-def say_what_rounding_does(params: Any, x: Tensor, labels: Tensor, s: Settings) -> None:
+def say_what_rounding_does(params: Any, x: Tensor, labels: Tensor, s: Settings, key: Tensor | None) -> None:
     """Print the recipe's rounding errors in each linear layer of the blocks, on one batch."""
     wide = cast(params, s.dtype)
-    found = quantization_report(wide, inputs(wide, x, labels, s), model(s.decoder), s.recipe)
+    found = quantization_report(wide, inputs(wide, x, labels, s), model(s.decoder), s.recipe, key=key)
     left = left_out(s.recipe, s.decoder)
     rows = [
         row

@@ -81,15 +81,22 @@ class Stages:
         }
         return joined(tree_map_tensors(lambda t: dist.finish(dist.sum_over_start(t, self.axis)), mine))
 
-    def work(self, params: Any, dtype: torch.dtype) -> Any:
+    def work(self, params: Any, dtype: torch.dtype, key: Tensor | None) -> Any:
         """The working tree of this rank's stage."""
-        return quantize_params(params[self.name], self.cfg.steps[self.axis.rank].cfg, dtype=dtype)
+        return quantize_params(params[self.name], self.cfg.steps[self.axis.rank].cfg, dtype=dtype, key=key)
 
     def inputs(self, x: Tensor, labels: Tensor, dtype: torch.dtype) -> WithExtras:
         return model_x(self.decoder, x, labels, dtype, self.cp)
 
     def loss_and_grads(
-        self, params: Any, x: Tensor, labels: Tensor, dtype: torch.dtype, shares: int, done: Callable[[Any], Any]
+        self,
+        params: Any,
+        x: Tensor,
+        labels: Tensor,
+        dtype: torch.dtype,
+        key: Tensor | None,
+        shares: int,
+        done: Callable[[Any], Any],
     ) -> tuple[Tensor, Any]:
         """The mean loss of these rows on the last rank, 0 on the others, and what `done` returns for the gradients of this rank's
         params. The gradients are scaled for a mean over `shares` times as many rows. `done` is called once the last gradient is
@@ -103,7 +110,7 @@ class Stages:
         dys = [zero + 1 / (self.count * shares)] * self.count
         found: list[Any] = []
         losses, _, _, _ = self.pipeline.step(
-            {self.name: self.work(params, dtype)},
+            {self.name: self.work(params, dtype, key)},
             xs,
             dys,
             done=lambda _, dparams: found.append(done({self.name: dparams})),
@@ -111,11 +118,11 @@ class Stages:
         )
         return zero if losses is None else torch.stack(losses).mean(), found[0]
 
-    def once(self, params: Any, x: Tensor, labels: Tensor, dtype: torch.dtype) -> tuple[Tensor, Any]:
+    def once(self, params: Any, x: Tensor, labels: Tensor, dtype: torch.dtype, key: Tensor | None) -> tuple[Tensor, Any]:
         """This rank's computation for one microbatch, with zeros for received values: for a handshake."""
         x, labels = (t[: len(t) // self.count] for t in (x, labels))
         given, cfg = self._given(x, labels, dtype, x.new_zeros(*x.shape, self.decoder.dim, dtype=dtype))
-        y, residuals = chain.fwd(self.work(params, dtype), given, cfg, needs=NEEDS)
+        y, residuals = chain.fwd(self.work(params, dtype, key), given, cfg, needs=NEEDS)
         grads, _ = chain.bwd(residuals, torch.ones_like(y), cfg)
         return y.sum().to(torch.promote_types(dtype, torch.float32)), {self.name: grads}
 
@@ -124,9 +131,9 @@ class Stages:
         cfg, extras = self.cfg.steps[self.axis.rank].cfg, self.inputs(x, labels, dtype).extras
         return WithExtras(between if self.axis.rank else x, {name: extras[name] for name in cfg.extras}), cfg
 
-    def loss(self, params: Any, x: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
+    def loss(self, params: Any, x: Tensor, labels: Tensor, dtype: torch.dtype, key: Tensor | None) -> Tensor:
         """The mean loss of these rows on the last rank, 0 on the others; the stages run one after another."""
-        compute = self.work(params, dtype)
+        compute = self.work(params, dtype, key)
         between = torch.zeros(*x.shape, self.decoder.dim, dtype=dtype, device=x.device)
         y = between.new_zeros(())
         for turn in range(self.axis.size):

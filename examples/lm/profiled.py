@@ -13,11 +13,11 @@ from funcops.graphs import graphed
 from lm.step import Settings, State, train_step
 
 
-def say_profile(params: Any, state: State, x: Tensor, labels: Tensor, s: Settings, args: Any) -> list[Path]:
+def say_profile(params: Any, state: State, x: Tensor, labels: Tensor, key: Tensor | None, s: Settings, args: Any) -> list[Path]:
     """Print the table of a step, as it runs with these flags, and return the files written."""
     s, lr = s._replace(in_place=False), torch.tensor(args.lr, device=x.device)
     step: Any = lambda *trees: train_step(*trees, s)  # noqa: E731
-    given = params, state, x, labels, lr
+    given = params, state, x, labels, lr, key
     if args.compile:
         step = torch.compile(step, fullgraph=True, dynamic=False)
     elif args.graph:

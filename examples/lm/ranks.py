@@ -27,7 +27,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from funcops import ChainConfig, CrossEntropyConfig, chain, dist
+from funcops import ChainConfig, CrossEntropyConfig, chain, dist, random
 from funcops.dist import Axis, Mesh, Spec, parallel, specs_of
 from funcops.models import DecoderConfig
 from funcops.optim import AdamWState, balance, clip_by_global_norm
@@ -169,11 +169,21 @@ class Ranks:
     shares: ClassVar[int]  # into how many parts its tokens are split
     cp: ClassVar[Axis | None]
 
+    @property
+    def group(self) -> int:
+        """Which of the `groups` parts of a batch this rank has."""
+        dp, ep, tp = (self.mesh[name] for name in ("dp", "ep", "tp"))
+        return (dp.rank * ep.size + ep.rank) * tp.size + tp.rank
+
     def rows(self, *batch: Tensor) -> tuple[Tensor, ...]:
         """This rank's part of a batch; `groups` must divide the number of rows."""
-        dp, ep, tp, cp = (self.mesh[name] for name in ("dp", "ep", "tp", "cp"))
-        own = (dp.rank * ep.size + ep.rank) * tp.size + tp.rank
-        return tuple(dist.zigzag(t.chunk(self.groups)[own], cp) for t in batch)
+        return tuple(dist.zigzag(t.chunk(self.groups)[self.group], self.mesh["cp"]) for t in batch)
+
+    def key(self, seed: int, step: int, device: Any) -> Tensor:
+        """The random key of a step, another for each part of the tokens: ranks do not round alike."""
+        drawn = random.fold_in(random.key(seed, device=device), step)
+        part = self.group * self.mesh["cp"].size + self.mesh["cp"].rank
+        return random.fold_in(drawn, part) if self.shares > 1 else drawn
 
     def padded(self, x: Tensor, labels: Tensor) -> tuple[tuple[Tensor, ...], float]:
         """This rank's part of any number of rows, and how many rows it counts for: rows without labels only pad the parts."""

@@ -65,19 +65,21 @@ def inputs(params: Any, x: Tensor, labels: Tensor, s: Settings) -> WithExtras:
     return model_x(s.decoder, x, labels, params["embed"].weight.dtype, s.ranks.cp)
 
 
-def loss_and_grads(params: Any, x: Tensor, labels: Tensor, s: Settings, scales: Any, reduce: bool = False) -> Gradients:
+def loss_and_grads(
+    params: Any, x: Tensor, labels: Tensor, s: Settings, scales: Any, key: Tensor | None = None, reduce: bool = False
+) -> Gradients:
     """The loss of these rows, the gradient of every parameter in the parameter's dtype, from this rank's rows as a part of the
-    mean, the scales of the next step, and the load that a step reads. `scales`: {} in a first step. `reduce`: return a stage's
-    gradients with their sum over ranks already started."""
+    mean, the scales of the next step, and the load that a step reads. `scales`: {} in a first step. `key`: of this
+    step, for a recipe that rounds stochastically. `reduce`: return a stage's gradients, whose sum over ranks has started."""
     wide = torch.float64 if s.dtype is torch.float64 else torch.float32
     if s.ranks.stages is not None:
 
         def done(grads: Any) -> Any:
             return s.ranks.reduce_start(cast(grads, wide)) if reduce else cast(grads, wide)
 
-        return Gradients(*s.ranks.stages.loss_and_grads(params, x, labels, s.dtype, s.ranks.shares, done), {}, None)
+        return Gradients(*s.ranks.stages.loss_and_grads(params, x, labels, s.dtype, key, s.ranks.shares, done), {}, None)
     with named_scope("params in the dtype of products"):
-        compute = params if s.ranks.within else quantize_params(params, s.model, scales, dtype=s.dtype)
+        compute = params if s.ranks.within else quantize_params(params, s.model, scales, dtype=s.dtype, key=key)
     y, residuals = s.op.fwd(compute, inputs(compute, x, labels, s), s.model, needs=NEEDS)
     loss = main_of(y)
     dy: Any = torch.full_like(loss, 1 / s.ranks.shares)
@@ -97,10 +99,10 @@ def loss_and_grads(params: Any, x: Tensor, labels: Tensor, s: Settings, scales: 
 Stepped = tuple[Any, State, Tensor, Tensor, Tensor | None]
 
 
-def train_step(params: Any, state: State, x: Tensor, labels: Tensor, lr: Any, s: Settings) -> Stepped:
+def train_step(params: Any, state: State, x: Tensor, labels: Tensor, lr: Any, key: Tensor | None, s: Settings) -> Stepped:
     """Do a step; return new params and state, the loss, the norm of the gradients before clipping, and the load of experts. If the
     norm is not finite, params and state do not change."""
-    loss, grads, scales, load = loss_and_grads(params, x, labels, s, state.scales, reduce=True)
+    loss, grads, scales, load = loss_and_grads(params, x, labels, s, state.scales, key, reduce=True)
     loss, grads = s.ranks.reduced(loss, grads)
     with named_scope("clip"):
         grads, norm = s.ranks.clip(grads, s.clip, in_place=s.in_place)
@@ -124,25 +126,27 @@ def train_step(params: Any, state: State, x: Tensor, labels: Tensor, lr: Any, s:
     return params, state, loss, norm, load
 
 
-def written_step(params: Any, state: State, x: Tensor, labels: Tensor, lr: Tensor, s: Settings) -> Stepped:
+def written_step(params: Any, state: State, x: Tensor, labels: Tensor, lr: Tensor, key: Tensor | None, s: Settings) -> Stepped:
     """`train_step` that writes the new params and state over the old: for a graph, whose tensors keep their addresses."""
-    new_params, new_state, loss, norm, load = train_step(params, state, x, labels, lr, s._replace(in_place=False))
+    new_params, new_state, loss, norm, load = train_step(params, state, x, labels, lr, key, s._replace(in_place=False))
     for old, new in zip(tensors((params, state)), tensors((new_params, new_state)), strict=True):
         old.copy_(new)
     return params, state, loss, norm, load
 
 
-def evaluate(params: Any, x: Tensor, labels: Tensor, s: Settings, batch: int, scales: Any = None) -> float:
-    """The mean loss over windows, without residuals."""
+def evaluate(
+    params: Any, x: Tensor, labels: Tensor, s: Settings, batch: int, scales: Any = None, key: Tensor | None = None
+) -> float:
+    """The mean loss over windows, without residuals. `key`: any, for a recipe that rounds gradients stochastically."""
     stages = s.ranks.stages
     whole = stages is None and not s.ranks.within
-    compute = quantize_params(params, s.model, scales, dtype=s.dtype, columns=False) if whole else params
+    compute = quantize_params(params, s.model, scales, dtype=s.dtype, columns=False, key=key) if whole else params
     total = 0.0
     for i in range(0, len(x), batch):
         rows, counting = s.ranks.padded(x[i : i + batch], labels[i : i + batch])
         if stages is None:
             loss = main_of(chain_fwd(compute, inputs(compute, *rows, s), s.model, needs=Needs.NONE)[0])
         else:
-            loss = stages.loss(params, *rows, s.dtype)
+            loss = stages.loss(params, *rows, s.dtype, key)
         total += float(loss) * counting if counting else 0.0
     return s.ranks.total(total) / len(x)

@@ -18,16 +18,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from funcops.compose.step import check_body
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, wrap
-from funcops.contract.walk import Inside, Part, rewrite, steps
-from funcops.errors import in_html, join_path, on_screen, require, require_dtype, require_type, size_of
-from funcops.formats.scaled import Scaled
+from funcops.contract.walk import Inside, Part, rewrite
+from funcops.errors import in_html, on_screen, require, require_dtype, require_type, size_of
 from funcops.memory.parts import has_parts, leaves_of
 from funcops.memory.policy import kept_paths, resolved, with_policy
 from funcops.memory.remat import is_remat
-from funcops.program.values import abstract_params
+from funcops.program.values import abstract_params, working_like
 from funcops.residuals.policy import POLICIES, Policy, Recompute
 from funcops.residuals.report import kept_values, storage_of
-from funcops.trees import at, fake, put, tensors, tree_map, tree_map_tensors
+from funcops.trees import fake, tensors, tree_map, tree_map_tensors
 
 
 def _attention_flops(q: Any, k: Any, v: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
@@ -271,7 +270,7 @@ def _follow(op: Op, cfg: Any, x: Any, dtype: torch.dtype | None, needs: Needs = 
     with FakeTensorMode(allow_non_fake_inputs=True):
         given = tree_map_tensors(fake, x)
         main = next((t.dtype for t in tensors(getattr(given, "main", given)) if _float(t)), None)
-        params = _scaled(op, cfg, tree_map_tensors(lambda t: fake(t, dtype or main), abstract_params(op, cfg)))
+        params = working_like(op, cfg, tree_map_tensors(lambda t: fake(t, dtype or main), abstract_params(op, cfg)))
         with FlopCounterMode(display=False, custom_mapping=ON_CPU) as counter:
             token = _run.set(run := Run(counter))
             try:
@@ -280,16 +279,6 @@ def _follow(op: Op, cfg: Any, x: Any, dtype: torch.dtype | None, needs: Needs = 
             finally:
                 _run.reset(token)
     return Followed(run.parts, frozenset(map(storage_of, tensors(params))), rerun)
-
-
-def _scaled(op: Op, cfg: Any, params: Any) -> Any:
-    """The params with scales beside each weight whose recipe has state, as `quantize_params` makes them."""
-    for part in steps(cfg, op=op, layers=True):
-        path = join_path(part.path, "weight")
-        if part.cfg.low_recipe is not None and part.cfg.low_recipe.delayed and (weight := at(params, path)) is not None:
-            scales = weight.new_empty(*weight.shape[:-2], 3, dtype=torch.float32)
-            params = put(params, path, Scaled(weight, scales, None))
-    return params
 
 
 Held = dict[str, tuple[str, ...] | None]  # by path: the fields that a part does not keep; None if it keeps only its x

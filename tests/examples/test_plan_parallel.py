@@ -16,6 +16,12 @@ def test_a_plan_is_printed_and_drawn(tmp_path):
     check_picture(tmp_path / "best.png")
 
 
+def test_experts_have_an_axis():
+    said = run("plan_parallel.py", *SMALL, *"--experts 8 --choices 2 --fixed ep=4 pp=1 cp=1 --show 1".split()).splitlines()
+    assert said[0] == "0.9B params, 8,192 tokens a step" and said[1].split()[:5] == ["pp", "dp", "ep", "cp", "tp"]
+    assert "2 experts of a layer on a GPU" in said[-1]
+
+
 @pytest.mark.parametrize(
     ("flags", "error"),
     [

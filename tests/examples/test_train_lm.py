@@ -180,7 +180,7 @@ def rounding_errors(said):
     return {line.split()[0]: max(map(float, re.findall(r"(\S+)%", line)[-3:])) for line in lines if line.startswith("blocks.")}
 
 
-RECIPES = ("fp8_block", "fp8_current", "fp8_delayed", "mxfp8", "nvfp4")
+RECIPES = ("fp8_block", "fp8_current", "fp8_delayed", "mxfp8", "nvfp4", "nvfp4_nearest")
 
 
 @pytest.mark.slow
@@ -193,16 +193,18 @@ def test_recipes_train_resume_and_print_what_they_round(text, tmp_path):
         said = run(*sizes, "--out", tmp_path / recipe, "--recipe", recipe)
         assert said.count("blocks.1.mlp.up ") == 1 and "mlp.up.x " in said and "sample:" in said
         errors = rounding_errors(said)
-        layers, least, most = (5, 5, 25) if recipe == "nvfp4" else (6, 1, 8)
+        layers, least, most = (5, 5, 25) if "nvfp4" in recipe else (6, 1, 8)
         assert len(errors) == 2 * layers and all(least < e < most for e in errors.values()), said
         for row, want in zip(losses(tmp_path / recipe), exact, strict=True):
             assert row[1] != want[1] and float(row[1]) == pytest.approx(float(want[1]), rel=0.02)
-    folder = tmp_path / "resumed"
-    run(*sizes, "--out", folder, "--recipe", "fp8_delayed", "--stop-at", 3)
-    run(*sizes, "--out", folder, "--recipe", "fp8_delayed", "--resume")
-    assert losses(folder) == losses(tmp_path / "fp8_delayed")
-    run(*sizes, "--out", tmp_path / "later", "--recipe", "fp8_delayed", "--delay-wgrad", "--policy", "minimal")
-    assert losses(tmp_path / "later") == losses(tmp_path / "fp8_delayed")
+    assert losses(tmp_path / "nvfp4") != losses(tmp_path / "nvfp4_nearest")
+    for recipe in ("fp8_delayed", "nvfp4"):  # the state of scales, and the keys of steps, go on
+        folder, later = tmp_path / f"{recipe}, resumed", tmp_path / f"{recipe}, later"
+        run(*sizes, "--out", folder, "--recipe", recipe, "--stop-at", 3)
+        run(*sizes, "--out", folder, "--recipe", recipe, "--resume")
+        assert losses(folder) == losses(tmp_path / recipe)
+        run(*sizes, "--out", later, "--recipe", recipe, "--delay-wgrad", "--policy", "minimal")
+        assert losses(later) == losses(tmp_path / recipe)
 
 
 @pytest.mark.slow

@@ -121,6 +121,32 @@ def test_a_recipe_on_ranks_that_are_threads(text, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_recipe_with_keys_on_ranks_that_are_threads(text, tmp_path):
+    """Losses near one process's; no two ranks, and no two steps, round alike."""
+    programs.main_of("train_lm.py")
+    import train_lm
+    from lm.data import load_corpus
+    from lm.flags import parse
+    from lm.ranks import Ranks
+
+    flags = [*SIZES, "--dtype", "bfloat16", "--text", str(text), "--recipe", "nvfp4", "--steps", "2"]
+    corpus, args = load_corpus(text, context=16), parse([*flags, "--out", str(tmp_path)])
+
+    def run(mesh=None):
+        made, keys = train_lm.Run(args, corpus, mesh and Ranks.of(mesh, args)), []
+        made.agree()
+        for _ in range(2):
+            keys.append(tuple(made.key().tolist()))
+            loss = made.advance().loss
+        return loss, keys
+
+    loss, _ = run()
+    found = run_ranks(ONES | {"dp": 2, "cp": 2}, run)
+    assert len({key for _, keys in found for key in keys}) == 2 * 4
+    assert all(one == pytest.approx(loss, rel=0.02) for one, _ in found)
+
+
+@pytest.mark.slow
 def test_an_8_bit_state_on_ranks_that_are_threads(text, tmp_path):
     """Losses near one process's; a checkpoint of one process goes on on four, and theirs on one."""
     programs.main_of("train_lm.py")
@@ -174,6 +200,7 @@ BAD = {
     "--ep 2 --experts 4 --recipe fp8_delayed": "--recipe: expected one without state with --ep 2, which has no slots",
     "--zero 3 --compile": "--compile: expected without --zero 3, whose layers take minutes to trace, got True",
     "--zero 3 --recipe fp8_delayed": "--recipe: expected one without state with --zero 3, which has no slots for its scales",
+    "--zero 3 --recipe nvfp4": "--recipe: expected nvfp4_nearest with --zero 3, whose gathered weights have no random keys, got nvfp4",
     "--tp 4 --overlap ring --recipe fp8_block": "ColumnQLinearConfig: overlap must be 'none' or 'bulk' with a recipe",
     "--dim 32 --hidden 32 --tp 4 --recipe mxfp8": "proj: ColumnQLinearConfig: out_features must be a multiple of 128 (MXFP8",
 }

@@ -26,7 +26,7 @@ from funcops import (
     skip,
     with_policy,
 )
-from funcops.low_precision import Fp8Delayed, quantize_params, recipe_init, with_recipe
+from funcops.low_precision import NVFP4, Fp8Delayed, quantize_params, recipe_init, with_recipe
 from funcops.memory.fit import ON_CPU, _follow, fit
 from funcops.models.blocks import mlp_config
 from funcops.trees import fake, tree_map_tensors
@@ -113,10 +113,12 @@ def test_a_part_that_keeps_its_inputs_already_costs_no_more():
         assert (one.kept_bytes, one.extra_flops) == (kept, flops / base - 1.0), one.name
 
 
-def test_a_recipe_with_state_has_scales_beside_its_weights():
-    cfg = with_recipe(RepeatConfig(chain, mlp_config(8, 12), 3), Fp8Delayed())
-    params, x = repeat.init(cfg, key=random.key(0)), torch.randn(5, 8)
-    work = quantize_params(params, cfg, recipe_init(cfg, params), dtype=torch.float32)
+@pytest.mark.parametrize("recipe,stacked", [(Fp8Delayed(), False), (NVFP4(), True)], ids=["state", "keys"])
+def test_a_recipe_has_its_scales_and_keys_beside_its_weights(recipe, stacked):
+    cfg = with_recipe(RepeatConfig(chain, mlp_config(16, 32), 2, stacked=stacked), recipe)
+    params, x = repeat.init(cfg, key=random.key(0)), torch.randn(16, 16)
+    state = recipe_init(cfg, params) if recipe.delayed else None
+    work = quantize_params(params, cfg, state, dtype=torch.float32, key=random.key(1))
     for one in fit(repeat, cfg, x, 10**9).tried:
         _, residuals = with_policy(repeat, one.policy).fwd(work, x, cfg)
         assert report(residuals, work).kept_bytes == one.kept_bytes, one.name

@@ -12,8 +12,23 @@ import torch.distributed as dist
 from staged import DIM, decoder, gated, microbatches, reference, routed_stages
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from funcops import ChainConfig, Needs, RopeConfig, ScaleConfig, Step, WithExtras, chain, random, rms_norm, rope, scale
+from funcops import (
+    ChainConfig,
+    LinearConfig,
+    Needs,
+    RopeConfig,
+    ScaleConfig,
+    Step,
+    WithExtras,
+    chain,
+    linear,
+    random,
+    rms_norm,
+    rope,
+    scale,
+)
 from funcops.adapters.pipelining import BucketedMean, Pipeline
+from funcops.low_precision import NVFP4, Fp8Current, Fp8Delayed, begin_step, with_recipe
 from funcops.schedule import Schedule, gpipe, run, zb_v
 from funcops.schedule.stage import Stage
 from funcops.testing.checks import same_bits
@@ -224,6 +239,16 @@ def test_a_microbatch_may_differ_in_leaves_that_are_not_sent(alone):
     same_bits(pipeline.step(params, [xs[0], each], dys).ys, run(IN_TURN, params, xs, cfg, dys).ys, "of positions of each row")
     with pytest.raises(ValueError, match=r"microbatch 1 of xs, extras.at must be int64\[5\], as .* got int64\[4\]"):
         pipeline.step(params, [xs[0], WithExtras(xs[1].main, {"at": torch.arange(4)})], dys)
+
+
+@pytest.mark.parametrize("recipe", [Fp8Current(), Fp8Delayed(), NVFP4(), NVFP4(stochastic=False)], ids=repr)
+def test_recipes_with_scales_and_keys_beside_weights(recipe, alone):
+    stages = [Step(name, chain, ChainConfig(steps=(Step("up", linear, LinearConfig(16, 16)),))) for name in ("first", "last")]
+    cfg = with_recipe(ChainConfig(steps=tuple(stages)), recipe)
+    params, xs, dys = chain.init(cfg, key=random.key(0)), list(torch.randn(2, 16, 16)), list(torch.randn(2, 16, 16))
+    work, _ = begin_step(params, cfg, {}, dtype=torch.float32, key=random.key(1))
+    got, want = Pipeline(IN_TURN, cfg, xs[0]).step(work, xs, dys), run(IN_TURN, work, xs, cfg, dys)
+    same_bits((got.ys, got.dparams), (want.ys, want.dparams), "of one process")
 
 
 def test_params_of_another_dtype_than_was_told(alone):

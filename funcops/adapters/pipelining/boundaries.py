@@ -15,7 +15,7 @@ from funcops.compose.step import split_x
 from funcops.contract.needs import Needs
 from funcops.errors import describe, fail, short
 from funcops.program.run import tied
-from funcops.program.values import abstract_params
+from funcops.program.values import abstract_params, working_like
 from funcops.trees import WithExtras, fake, leaves, paths, tensors, tree_map_tensors
 
 ERRORS = (ValueError, TypeError, RuntimeError)  # raised by operators and torch for tensors that do not fit
@@ -28,7 +28,8 @@ class Boundaries:
         self.cfg, self.dtype = cfg, dtype
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             self.main, self.extras = split_x("Pipeline", tree_map_tensors(fake, x), cfg)
-            self.params = tied("Pipeline", tree_map_tensors(lambda t: fake(t, dtype), abstract_params(chain, cfg)), cfg.ties)
+            work = working_like(chain, cfg, tree_map_tensors(lambda t: fake(t, dtype), abstract_params(chain, cfg)))
+            self.params = tied("Pipeline", work, cfg.ties)
         self.trees = self._of_example(x)
         self._fit = {looks(self._whole(self.main, self.extras))}
         self._fit_dtypes = {dtype}
