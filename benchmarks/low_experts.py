@@ -1,4 +1,5 @@
-"""Samples of the grouped products of codes: forward, dgrad and wgrad of each recipe, with many rows per expert and with few."""
+"""Samples of the grouped products of codes: forward, dgrad and wgrad of each recipe, with many rows per expert and with few; and of
+the quantisers of groups with a scale each."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from torch import Tensor
 from benchmarks.kernel_call import CODES, KernelCall, Maker
 from funcops.kernels import quantize
 from funcops.kernels.grouped import group_of
-from funcops.kernels.grouped_quantize import aligned_count, aligned_source, aligned_starts
+from funcops.kernels.grouped_quantize import (
+    aligned_count,
+    aligned_source,
+    aligned_starts,
+    group_amax,
+    quantize_groups,
+    quantize_groups_scaled,
+)
 from funcops.kernels.grouped_scaled import grouped_scaled_mm, grouped_scaled_wgrad
 from funcops.kernels.routing import sort_by_expert
 
@@ -30,6 +38,22 @@ def of_low_experts(make: Maker) -> Iterator[KernelCall]:
     make = type(make)(make.device, torch.bfloat16, make.shrink)
     for tokens, choices, count, width, outer in ((8192, 2, 32, 2048, 1536), (64, 2, 32, 2048, 1536)):
         yield from _products(make, tokens, choices, count, width, outer)
+    yield from _quantisers(make, 8192, 2, 32, 4096)
+
+
+def _quantisers(make: Maker, tokens: int, choices: int, count: int, width: int) -> Iterator[KernelCall]:
+    """Rows of the gradient, sorted, and of x, gathered, with a scale for each group."""
+    tokens, width = make.sizes(tokens, width)
+    count = max(2, count // make.shrink)
+    order, _, offsets, _ = sort_by_expert(make.ids(tokens, choices, below=count).to(torch.int32), count)
+    for x, index in ((make.floats(tokens * choices, width), None), (make.floats(tokens, width), order)):
+        rows = x, offsets, index, 1 if index is None else choices
+        shape = f"{tokens * choices}x{width} of {count}{'' if index is None else ' gathered'}"
+        yield KernelCall(group_amax, shape, (*rows, False))
+        for element, cols, kind in dict.fromkeys((a, cols if kind == "e4m3" else 0, kind) for a, _, kind, cols, _ in RECIPES):
+            if kind in ("float32", "e4m3"):
+                yield KernelCall(quantize_groups, f"{element} {shape}", (*rows, make.wide(count + 1), None, element, cols, kind))
+        yield KernelCall(quantize_groups_scaled, f"e4m3 {shape}", (*rows, "e4m3", make.wide(count)))
 
 
 def _products(make: Maker, tokens: int, choices: int, count: int, width: int, outer: int) -> Iterator[KernelCall]:

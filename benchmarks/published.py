@@ -7,8 +7,10 @@ The values that the tables state are in `layout` and `published`. The others are
   layers on 16 ranks suggest; ZeRO-1. FLOPs are `Decoder.flops`, which counts half of the pairs of attention.
 
 One efficiency for each kind of GPU is fitted, `GPU.efficiency`: the multiple of 0.01 that minimises the largest error over its
-rows of `PUBLISHED`. Nothing is fitted to `HELD_OUT` and `RECOMPUTED`. Assumed there: Narayanan et al. run 1F1B with the fastest
-microbatch of 1, 2, 4 and 8, and recompute whole layers.
+rows of `PUBLISHED`. Nothing is fitted to `HELD_OUT`, `RECOMPUTED`, `EXPERTS` and `MESSAGES`. Assumed there: Narayanan et al. run
+1F1B with the fastest microbatch of 1, 2, 4 and 8, and recompute whole layers. Mixtral reaches its TFLOP/s, which count all pairs of
+attention, in the layout that the same page recommends for it, with ZeRO-1; its page counts 1 of 8 experts a GPU. Qwen3 recomputes
+whole layers, as its config file says, and has ZeRO-3.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import dataclasses
 from typing import NamedTuple
 
 from benchmarks.measure import Row
-from funcops.schedule import GPUS, Decoder, Layout, Predicted, predict
+from funcops.schedule import GPU, GPUS, Decoder, Layout, Mixture, Predicted, predict
 from funcops.schedule.predict import bound
 
 
@@ -98,6 +100,66 @@ HELD_OUT = (
 RECOMPUTED = tuple(zip(PUBLISHED[:4], (1.42, 18.13, 49.05, 94.42), strict=True))
 """The four GPT rows of `PUBLISHED`, each with the seconds of the same step if whole layers are recomputed, by the same table."""
 
+_MIXTRAL = Decoder(4096, 14336, 32, 32, 32000, 4096, 256, kv_heads=8, mixture=Mixture(8, 2))
+_QWEN = Decoder(2048, 768, 48, 32, 151936, 4096, 512, kv_heads=4, head_size=128, mixture=Mixture(128, 8))
+_ALL_PAIRS = 12 * (_MIXTRAL.seq - _MIXTRAL.keys) * _MIXTRAL.width * _MIXTRAL.layers * _MIXTRAL.batch * _MIXTRAL.seq
+EXPERTS = (
+    Published(
+        "Mixtral 8x7B, 64 H100",
+        _MIXTRAL,
+        Layout(dp=2, ep=8, pp=4, chunks=8, zero=1),
+        "H100",
+        (_MIXTRAL.flops + _ALL_PAIRS) / (468e12 * 64),
+        "s",
+        "NVIDIA/Megatron-LM@022bcb5, megatron/core/transformer/moe/README.md",
+    ),
+    Published(
+        "Qwen3 30B-A3B, 8 H100",
+        _QWEN,
+        Layout(ep=8, microbatch=4, zero=3, recompute="block"),
+        "H100",
+        21.773,
+        "s",
+        "NVIDIA-NeMo/Automodel@01926a5, docs/performance-summary.md",
+    ),
+)
+
+
+class Messages(NamedTuple):
+    """Seconds of collectives over the 8 GPUs of a node that nothing hides: a gather and a reduce-scatter of `tokens` rows of
+    `hidden` features in 16 bits."""
+
+    gpu: GPU
+    tokens: int
+    hidden: int
+    gather: float
+    scatter: float
+    source: str
+
+
+def narrow(gpu: GPU) -> GPU:
+    """The variant of a GPU whose NVLink is cut to 400 GB/s (A800, H800), of which collectives reach the same part."""
+    whole = {"A100": 600e9, "H100": 900e9}[gpu.name]
+    return dataclasses.replace(gpu, name=gpu.name.replace("100", "800"), near_bandwidth=gpu.near_bandwidth * 400e9 / whole)
+
+
+_F = "bytedance/flux@79807b7, docs/performance_report.md: torch and NCCL"
+MESSAGES = (
+    Messages(narrow(GPUS["A100"]), 4096, 12288, 0.662e-3, 0.646e-3, _F),
+    Messages(narrow(GPUS["H100"]), 4096, 12288, 0.583e-3, 0.590e-3, _F),
+)
+DISPATCH_BANDWIDTHS = {8: 153e9, 16: 43e9, 32: 58e9, 64: 51e9}
+"""Bytes a second that the exchange of tokens between so many H800 reaches on its slowest link, 8 of them in a node: NVLink there,
+and InfiniBand beyond. deepseek-ai/DeepEP@0297fc8, docs/legacy.md."""
+
+
+def exposed_of_layer(given: Messages) -> tuple[float, float]:
+    """Seconds a layer of exposed communication of tensor parallelism, predicted and by the published messages, in Megatron's order:
+    two gathers and two reduce-scatters forward, two gathers backward; the other messages of the backward are behind a product."""
+    model = Decoder(given.hidden, 4 * given.hidden, 2, 96, 51200, given.tokens, 1, gated=False)
+    said = predict(model, Layout(tp=8), given.gpu)
+    return said.spent.exposed / model.layers, 4 * given.gather + 2 * given.scatter
+
 
 def ratio_of_recomputing(row: Published) -> float:
     """The predicted time with whole layers recomputed, over the time with scores recomputed alone."""
@@ -115,7 +177,7 @@ def largest_error(gpu: str, efficiency: float) -> float:
 def rows() -> list[Row]:
     """Predicted and published seconds of a step, and the shares of exposed communication and of waiting."""
     found = []
-    for row in (*PUBLISHED, *HELD_OUT):
+    for row in (*PUBLISHED, *HELD_OUT, *EXPERTS):
         said = row.predicted()
         spent = {"communication exposed": said.spent.exposed, "waiting": said.spent.waiting}
         found.append(Row("schedule", row.name, "published", "seconds per step", row.seconds, "s"))

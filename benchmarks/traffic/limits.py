@@ -83,7 +83,7 @@ REASONS = (
         "codes are half the bytes of x: the steps of an element, and those that decode it, come to fewer bytes",
     ),
     Reason(
-        "quantize_(row|col|both)",
+        "quantize_(row|col|both|groups)",
         "^e2m1",
         "instructions",
         "codes of 4 bits are made by steps on bits, since sm_90, for which this is counted, has no instruction for them",
@@ -93,6 +93,12 @@ REASONS = (
         "0x0",
         "moved",
         "codes of square tiles are transposed by a second launch: Triton 3.6 stores a tile both ways wrongly",
+    ),
+    Reason(
+        "group_amax|quantize_groups(_scaled)?",
+        "gathered",
+        "moved",
+        "a token's row is read for each of its two groups, which lie apart; a gathered copy would be written and read besides",
     ),
     Reason("quantize_(col|both)", "^e2m1", "wide", "a column's codes in a tile are 32 bytes, 8 for each of 4 threads"),
     Reason(
@@ -125,8 +131,8 @@ REASONS = (
         "route_fwd",
         "",
         "instructions",
-        "the K best of a row are found one by one, in registers: K passes over it, of two instructions for logits of 16 bits, of "
-        "eight for scores in float32, whose order and position take 64",
+        "the K best of a row are found one by one, in registers: K passes over it, of two instructions; before them a sigmoid's "
+        "five, the order of float32 scores, and the two best of each group",
     ),
     Reason("route_bwd", "", "instructions", "a row's K gradients come to their places by K comparisons of each"),
     Reason("route_(fwd|bwd)", "", "wide", "K weights, indices and gradients of a token, which are fewer than a program's threads"),

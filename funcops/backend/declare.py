@@ -31,6 +31,8 @@ from funcops.backend import select
 from funcops.backend.source import compile_source
 from funcops.errors import fail, require
 
+# past torch's question whether CUDA is initialised, where torch has CUDA: a tensor is on it
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: torch.cuda.current_device())
 Implementation = Callable[..., Any]
 KERNELS: weakref.WeakSet[Any] = weakref.WeakSet()  # all that are declared
 operators = torch.library.Library("funcops", "FRAGMENT")
@@ -131,16 +133,17 @@ class Kernel:
 
     def choose(self, first: Tensor) -> Implementation:
         """The implementation for tensors like `first`, in the current mode."""
-        if self.library or not select.wants_triton(first) or first.dtype is torch.float64:
+        wanted = select.wants_triton(first) if select.chosen_anywhere else first.is_cuda
+        if self.library or not wanted or first.dtype is torch.float64:
             return self._by_torch() if self.opaque else self.torch_impl
         if self.product and (select.gemm_provider() == "cublas" or (tracing() and select.gemm_provider() == "auto")):
             return self.torch_impl
-        if watched():
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:  # `watched`, in every launch
             # a tracer or mode sees this operator; a direct launch would bypass torch's dispatcher
             return self.operator() if self.ready() else self._without_triton()
         if self.triton_impl is None and not self.find_triton():
             return self._without_triton()
-        if first.is_cuda and first.get_device() != torch.cuda.current_device():
+        if first.is_cuda and first.get_device() != current_device():
             return functools.partial(_on_device, first.device, self.triton_impl)  # type: ignore[arg-type]
         return self.triton_impl  # type: ignore[return-value]
 

@@ -1,5 +1,15 @@
-"""`experts` as the steps of `plain_experts`, some of them replaced, for example by steps in low precision: x, y and params are as
-in `experts`, residuals and pending as in the chain."""
+"""The experts of a mixture as a chain of steps, which can be replaced and inspected; `experts` does the same in one op.
+
+    order, place = the choices sorted by expert      z = x[token] up_e^T      a = s f(g) l of z = (g, l)      y = sum of a down_e^T
+
+With weights_on="input" a step "weigh" multiplies the rows of z by s, in place of a's.
+
+Params have the same paths as in `experts`, `up.weight` to `down.bias`, so that each loads the other's checkpoints. It keeps the
+same bytes: z, two int32 a row, and offsets, as the GLU's output is recomputed.
+
+`expert_steps` is for such a chain with some steps replaced, for example by steps in low precision: x, y and params are as in
+`experts`, residuals and pending as in the chain.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +19,6 @@ from dataclasses import field
 from typing import Any
 
 from funcops.compose.chain import ChainConfig, chain
-from funcops.compose.plain_experts import plain_experts
 from funcops.compose.step import Step, WithExtras
 from funcops.contract.configs import Composite, Replace
 from funcops.contract.needs import Needs, check_needs
@@ -18,8 +27,41 @@ from funcops.contract.walk import remade
 from funcops.errors import describe, fail, require_type
 from funcops.ops._tuples import require_tuple
 from funcops.ops.experts import ExpertsConfig, ExpertsParams, experts
+from funcops.ops.glu import glu
+from funcops.ops.grouped_linear import grouped_linear
+from funcops.ops.permute import PermuteConfig, permute
+from funcops.ops.row_scale import RowScaleConfig, row_scale
+from funcops.ops.unpermute import UnpermuteConfig, unpermute
 
 EXTRAS = "tokens", "indices"
+
+
+def plain_experts(cfg: ExpertsConfig) -> ChainConfig:
+    """The chain that computes `experts` of `cfg`: x is `WithExtras(weights, {"tokens": x, "indices": indices})`, y: [*, H].
+    Params: `up` and `down`, each `GroupedLinearParams`. Fused, it runs the kernels of `experts`. Raises `TypeError` unless `cfg` is
+    an `ExpertsConfig`.
+
+    >>> import torch
+    >>> from funcops import ExpertsConfig, WithExtras, chain, random
+    >>> from funcops.models import plain_experts
+    >>> cfg = plain_experts(ExpertsConfig(4, dim=8, hidden=16))
+    >>> params = chain.init(cfg, key=random.key(0))
+    >>> indices = torch.tensor([[0, 2], [2, 3], [1, 2]], dtype=torch.int32)
+    >>> y, residuals = chain.fwd(params, WithExtras(torch.rand(3, 2), {"tokens": torch.ones(3, 8), "indices": indices}), cfg)
+    >>> [step.name for step in cfg.steps], residuals["act"].x.shape
+    (['sort', 'up', 'act', 'down', 'combine'], torch.Size([6, 32]))
+    """
+    require_type("plain_experts", "cfg", cfg, ExpertsConfig)
+    rows, numbers, before = ("offsets", "order", "place"), ("weights", "order"), cfg.weights_on == "input"
+    steps = (
+        Step("sort", permute, PermuteConfig(cfg.experts, gathered=True), takes=EXTRAS, gives=("weights", *rows)),
+        Step("up", grouped_linear, cfg.up, takes=rows),
+        *([Step("weigh", row_scale, RowScaleConfig(gathered=True), takes=numbers)] if before else []),
+        Step("act", glu, cfg.act, takes=() if before else numbers),
+        Step("down", grouped_linear, cfg.down, takes=("offsets", "order", "weights") if cfg.bias else ("offsets",)),
+        Step("combine", unpermute, UnpermuteConfig(), takes=("place",)),
+    )
+    return ChainConfig(steps=steps, extras=EXTRAS)
 
 
 @config
@@ -57,6 +99,12 @@ def _by_name(where: str, what: str, params: Any, cfg: ExpertStepsConfig) -> dict
     return {step.name: getattr(params, step.name, None) for step in cfg.cfg.steps}
 
 
+def _sums(where: str, into: Any, cfg: ExpertStepsConfig) -> Any:
+    """The accumulators of the chain."""
+    require_type(where, "cfg", cfg, ExpertStepsConfig)
+    return None if into is None else _by_name(where, "into", into, cfg)
+
+
 @init_of(ExpertStepsConfig)
 def expert_steps_init(cfg: ExpertStepsConfig, *, key: Any = None, device: Any = None, dtype: Any = None) -> ExpertsParams:
     """The params of both layers."""
@@ -89,25 +137,20 @@ def expert_steps_dgrad(residuals: Any, dy: Any, cfg: ExpertStepsConfig) -> tuple
 
 def expert_steps_wgrad(pending: Any, cfg: ExpertStepsConfig, *, into: Any = None) -> ExpertsParams:
     """The weight gradients of both layers; added to `into` if given."""
-    where = "expert_steps_wgrad"
-    require_type(where, "cfg", cfg, ExpertStepsConfig)
-    sums = None if into is None else _by_name(where, "into", into, cfg)
+    sums = _sums("expert_steps_wgrad", into, cfg)
     return _named(chain.wgrad(pending, cfg.cfg, into=sums))
 
 
 def expert_steps_bwd(residuals: Any, dy: Any, cfg: ExpertStepsConfig, *, into: Any = None) -> tuple[ExpertsParams, Any]:
     """The whole backward. Returns `(dparams, dx)`."""
-    where = "expert_steps_bwd"
-    require_type(where, "cfg", cfg, ExpertStepsConfig)
-    sums = None if into is None else _by_name(where, "into", into, cfg)
+    sums = _sums("expert_steps_bwd", into, cfg)
     dparams, dx = chain.bwd(residuals, dy, cfg.cfg, into=sums)
     return _named(dparams), _as_parts(dx)
 
 
 def _products(pending: Any, cfg: ExpertStepsConfig, *, into: Any) -> list[Any]:
-    where = "expert_steps_wgrad"
-    require_type(where, "cfg", cfg, ExpertStepsConfig)
-    return chain.products(pending, cfg.cfg, into=None if into is None else _by_name(where, "into", into, cfg))  # type: ignore[no-any-return]
+    sums = _sums("expert_steps_wgrad", into, cfg)
+    return chain.products(pending, cfg.cfg, into=sums)  # type: ignore[no-any-return]
 
 
 def steps_op(name: str, config: type, init: Any) -> Op:

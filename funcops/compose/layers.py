@@ -14,9 +14,9 @@ from funcops.compose.step import live_inputs
 from funcops.contract.needs import Needs, sub_mask
 from funcops.contract.trace_safe_cache import remember
 from funcops.errors import describe, fail, in_step
+from funcops.program.accumulator_checks import check_into_tree
 from funcops.program.run import taken_apart
-from funcops.residuals.nested import part
-from funcops.residuals.offload import copies
+from funcops.program.turns import turns
 from funcops.trees import leaves, tree_map
 
 
@@ -27,54 +27,34 @@ def in_turn(
     run: Callable[[int, Any], Any],
     begin: bool = True,
     sums: Sequence[Any] | None = None,
+    bring: Callable[[int], Any] | None = None,
 ) -> list[Any]:
-    """The results, by layer, of `run(i, read(i))`, called in this order. If the body can prefetch (`Op.prefetch`): what the next
-    layer reads is begun before a layer runs, if `begin`; and if accumulators are given, in `sums`, the results are gradients in
-    flight, each completed after the next layer has run, or advanced then, and completed after the one behind it. An error gets the
-    number of its layer."""
+    """The results, by layer, of `run(i, read(i))`, called in this order (`turns`). What starts before a layer's turn is `bring(i)`,
+    and, if the body can prefetch (`Op.prefetch`), what the layer reads, unless `begin` is False. If it can, and accumulators are
+    given, in `sums`, the results are gradients in flight. An error gets the number of its layer."""
     ahead, i = cfg.op.prefetch, order[0]
-    begin, late = begin and ahead is not None, sums is not None and ahead is not None
+    begin, late = begin and ahead is not None, () if sums is None or ahead is None else ahead.late
+    starts = begin or bring is not None
     run = scopes.by_number(run) if scopes.on else run
     found: list[Any] = [None for _ in order]  # torch 2.11 cannot trace a write to [None] * times
-
-    def begun(turn: int) -> Any:
-        tree = read(order[turn]) if turn < len(order) else None
-        return None if tree is None else ahead.begin(tree, cfg.cfg)
-
-    def land(turn: int) -> None:
-        """Go on with the gradients of the layer whose turn it was, and complete the ones before them."""
-        steps = (ahead.settle,) if ahead.advance is None else (ahead.advance, ahead.settle)
-        for back, step in enumerate(steps):
-            if 0 <= turn - back < len(order):
-                at = order[turn - back]
-                found[at] = step(found[at], sums[at])  # type: ignore[index]
-
+    coming = tree = None
     try:
-        coming = begun(0) if begin else None
-        for turn, i in enumerate(order):
-            if begin:
+        for kind, i in turns(order, starts, late):
+            if kind == "start":
+                if bring is not None:
+                    bring(i)
+                coming = read(i) if begin else None
+                coming = None if coming is None else ahead.begin(coming, cfg.cfg)
+            elif kind == "wait" and begin:
                 tree = None if coming is None else coming.ready()
-                coming = begun(turn + 1)
-            else:
-                tree = read(i)
-            found[i] = run(i, tree)
-            if late:
-                land(turn - 1)
-        if late:
-            land(len(order) - 1)
-            land(len(order))
+            elif kind == "run":
+                found[i] = run(i, tree if begin else read(i))
+            elif kind != "wait":
+                found[i] = getattr(ahead, kind)(found[i], sums[i])  # type: ignore[index]
     except Exception as error:
         in_step(error, i)
         raise
     return found
-
-
-def kept_by(node: Any, i: int, cfg: Any) -> Any:
-    """The residuals of a layer. Its offloaded tensors start to come back, and so do the tensors of the layer before it; if layers
-    are prefetched, that layer is read early enough by itself."""
-    if copies.home:
-        copies.prefetch([node.get(i)] if cfg.op.prefetch is not None else [node.get(i), node.get(i - 1)])
-    return part(node, i)
 
 
 def needs_of_layers(cfg: Any, needs: Needs) -> tuple[Needs, ...]:
@@ -128,6 +108,14 @@ def by_layer(where: str, what: str, params: Any, cfg: Any) -> tuple[Any, ...]:
         if t is not None and (not isinstance(t, Tensor) or t.dim() == 0 or t.shape[0] != cfg.times):
             fail(where, what, f"stacked leaves [{cfg.times}, ...]", describe(t))
     return tuple(tree_map(lambda t, i=i: None if t is None else t[i], params) for i in range(cfg.times))
+
+
+def accumulators(where: str, into: Any, op: Any, cfg: Any, node: Any, dy: Any = None) -> tuple[Any, ...]:
+    """The accumulators of each layer, all checked; None for each if none are given."""
+    if into is None:
+        return (None,) * cfg.times
+    check_into_tree(where, into, op, cfg, node, dy)
+    return by_layer(where, "into", into, cfg)
 
 
 def like_the_first(name: str, t: Any, found: list[Any]) -> Tensor:

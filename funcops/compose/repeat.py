@@ -23,7 +23,6 @@ tensor([2., 2., 2., 2.])
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -31,16 +30,17 @@ import torch
 from torch import Tensor
 
 from funcops import random
-from funcops.compose.layers import by_layer, collected, in_turn, kept_by, like_the_first, needs_of_layers, outputs_by_layer, stacked
-from funcops.compose.step import bundle, check_body, note, split_x
-from funcops.contract.configs import Composite, Replace, Width, require_config
+from funcops.compose.layers import accumulators, by_layer, collected, in_turn, like_the_first, needs_of_layers, outputs_by_layer
+from funcops.compose.step import OneBody, bundle, check_body, note, split_x
+from funcops.contract.configs import Width, require_config
 from funcops.contract.needs import Needs, check_needs
 from funcops.contract.op import Op, config, dgrad_of, init_of, make_op
 from funcops.contract.schema import open_node
 from funcops.errors import fail, join_path, require
-from funcops.program.accumulator_checks import check_into_tree
+from funcops.program.programs import forwards
 from funcops.program.values import abstract_params, add, has_params
 from funcops.residuals.nested import nested, part
+from funcops.residuals.offload import copies
 from funcops.trees import WithExtras
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ __all__ += ["repeat", "repeat_bwd", "repeat_dgrad", "repeat_fwd", "repeat_init",
 
 
 @config
-class RepeatConfig(Composite):
+class RepeatConfig(OneBody):
     """The body (an op and its config), how many `times`, and whether params are `stacked`."""
 
     op: Op = field(kw_only=False)
@@ -68,11 +68,6 @@ class RepeatConfig(Composite):
         needs_of_layers(self, Needs.NONE)
         self.follow("RepeatConfig", "", None)
 
-    @property
-    def first_parts(self) -> tuple[Any, ...]:
-        """The config of the body, whose x is this config's x."""
-        return (self.cfg,)
-
     def follow(self, where: str, path: str, width: Width | None) -> Width | None:
         """See `OpConfig.follow`: the body's y is the next layer's x, so all layers after the second are like the second."""
         first, body = self.cfg.wanted(), join_path(path, "*")
@@ -86,18 +81,9 @@ class RepeatConfig(Composite):
 
     def abstract(self) -> Any:
         """See `funcops.program.values.abstract_params`."""
-        layers = (abstract_params(self.op, self.cfg),) * self.times
-        return stacked(layers) if self.stacked else layers
+        return collected([abstract_params(self.op, self.cfg)] * self.times, None, self)
 
-    def with_parts(self, replace: Replace, **changes: Any) -> RepeatConfig:
-        """The config with `replace("*", op, cfg)` for the body."""
-        op, cfg = replace("*", self.op, self.cfg)
-        return dataclasses.replace(self, op=op, cfg=cfg, **changes)
-
-    def parts(self) -> list[tuple[Any, Any, Any]]:
-        return [("*", self.op, self.cfg)]
-
-    maps_to_itself = True
+    body_name = "*"
     has_params: ClassVar[bool]
     layer_needs: ClassVar[dict[Needs, tuple[Needs, ...]]]
 
@@ -109,11 +95,10 @@ RepeatResiduals, RepeatPending = nested("Repeat", "a repeat, by layer number", _
 def repeat_init(cfg: RepeatConfig, *, key: Tensor | None = None, device: Any = None, dtype: Any = None) -> Any:
     """Params of every layer, each from a key of its own. Raises what the body's init raises, with the layer's number before it."""
 
-    def run(_: int, own: Tensor | None) -> Any:
-        return cfg.op.init(cfg.cfg, key=own, device=device, dtype=dtype)
+    def run(i: int, _: None) -> Any:
+        return cfg.op.init(cfg.cfg, key=None if key is None else random.fold_in(key, i), device=device, dtype=dtype)
 
-    found = in_turn(cfg, range(cfg.times), lambda i: None if key is None else random.fold_in(key, i), run, begin=False)
-    return collected(found, None, cfg)
+    return collected(in_turn(cfg, range(cfg.times), lambda i: None, run, begin=False), None, cfg)
 
 
 def repeat_fwd(params: Any, x: Any, cfg: RepeatConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
@@ -127,15 +112,18 @@ def repeat_fwd(params: Any, x: Any, cfg: RepeatConfig, *, needs: Needs = Needs.A
     main, extras = split_x("repeat_fwd", x, cfg)
     wanted = needs_of_layers(cfg, needs)
     given: dict[str, list[Any]] = {name: [] for name in cfg.outputs}
+    joined = forwards(cfg.op, cfg.cfg, wanted, layers, main)
 
     def run(i: int, layer: Any) -> Any:
         nonlocal main
         layer_x = bundle(main, dict(extras), cfg.keys, i, True) if extras else main
-        main, residuals = cfg.op.fwd(layer, layer_x, cfg.cfg, needs=wanted[i])
-        if given:
-            for name, found in given.items():
-                found.append(like_the_first(name, main.extras[name], found))
-            main = main.main
+        if joined is None:
+            main, residuals = cfg.op.fwd(layer, layer_x, cfg.cfg, needs=wanted[i])
+        else:
+            main, residuals = joined[i](layer, main, layer_x.extras if extras else {})
+        for name, found in given.items():
+            found.append(like_the_first(name, main.extras[name], found))
+        main = main.main if given else main
         return residuals
 
     kept = RepeatResiduals(dict(enumerate(in_turn(cfg, range(cfg.times), lambda i: layers[i], run))), cfg=cfg, needs=needs)
@@ -151,6 +139,7 @@ def _walk(node: Any, dy: Any, cfg: RepeatConfig, sums: tuple[Any, ...] | None) -
     if cfg.outputs:
         dy, of_outputs = outputs_by_layer("repeat_dgrad" if sums is None else "repeat_bwd", dy, cfg)
     op: Any = cfg.op if sums is None else cfg.op.prefetch or cfg.op
+    bring = (lambda i: copies.prefetch(node.get(i))) if copies.home else None  # its offloaded tensors
 
     def run(i: int, kept: Any) -> Any:
         nonlocal dy
@@ -169,17 +158,16 @@ def _walk(node: Any, dy: Any, cfg: RepeatConfig, sums: tuple[Any, ...] | None) -
             dy = dy.main
         return found
 
-    results = in_turn(cfg, range(cfg.times)[::-1], lambda i: kept_by(node, i, cfg), run, sums=sums)
+    results = in_turn(cfg, range(cfg.times)[::-1], lambda i: part(node, i), run, sums=sums, bring=bring)
     return (WithExtras(dy, {n: gradients.get(n) for n in cfg.extras}) if cfg.extras else dy), results
 
 
 @dgrad_of(RepeatResiduals)
 def repeat_dgrad(residuals: Any, dy: Any, cfg: RepeatConfig) -> tuple[Any, Any]:
     """All dgrads, last layer first. Returns dx and the pending weight gradients by layer."""
-    needs = residuals.needs
     dx, waiting = _walk(residuals, dy, cfg, None)
-    empty = all(p is None for p in waiting)
-    return dx, None if empty else RepeatPending(dict(enumerate(waiting)), cfg=cfg, needs=needs)
+    some = any([p is not None for p in waiting])
+    return dx, RepeatPending(dict(enumerate(waiting)), cfg=cfg, needs=residuals.needs) if some else None
 
 
 def repeat_wgrad(pending: Any, cfg: RepeatConfig, *, into: Any = None) -> Any:
@@ -197,13 +185,12 @@ def _by_layer(which: str, pending: Any, cfg: RepeatConfig, into: Any) -> list[An
     wgrad = which == "wgrad"
     call = getattr((wgrad and cfg.op.prefetch) or cfg.op, which)
     node = None if pending is None else open_node("repeat_wgrad", pending, RepeatPending, cfg)
-    sums = _accumulators("repeat_wgrad", into, node, cfg)
+    sums = accumulators("repeat_wgrad", into, repeat, cfg, node)
 
-    def run(i: int, own: Any) -> Any:
-        return call(own, cfg.cfg, into=sums[i])
+    def run(i: int, _: None) -> Any:
+        return call(None if node is None else part(node, i), cfg.cfg, into=sums[i])
 
-    order, late = range(cfg.times)[::-1], sums if wgrad else None
-    found = in_turn(cfg, order, lambda i: None if node is None else part(node, i), run, begin=False, sums=late)
+    found = in_turn(cfg, range(cfg.times)[::-1], lambda i: None, run, begin=False, sums=sums if wgrad else None)
     if node is not None and node is not pending:
         node.empty()
     return found
@@ -213,17 +200,10 @@ def repeat_bwd(residuals: Any, dy: Any, cfg: RepeatConfig, *, into: Any = None) 
     """The whole backward, a layer at a time, so that donated residuals are freed layer by layer. Returns `(dparams, dx)`."""
     require_config("repeat_bwd", cfg, RepeatConfig)
     node = open_node("repeat_bwd", residuals, RepeatResiduals, cfg)
-    dx, found = _walk(node, dy, cfg, _accumulators("repeat_bwd", into, node, cfg, dy))
+    dx, found = _walk(node, dy, cfg, accumulators("repeat_bwd", into, repeat, cfg, node, dy))
     if node is not residuals:
         node.empty()
     return collected(found, into, cfg), dx
-
-
-def _accumulators(where: str, into: Any, node: Any, cfg: RepeatConfig, dy: Any = None) -> tuple[Any, ...]:
-    if into is None:
-        return (None,) * cfg.times
-    check_into_tree(where, into, repeat, cfg, node, dy)
-    return by_layer(where, "into", into, cfg)
 
 
 repeat: TypedOp[Any, Any, RepeatConfig, Any, Any] = make_op(

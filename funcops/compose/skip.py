@@ -16,12 +16,11 @@ passed on.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from funcops.compose.step import check_body, note, split_x
-from funcops.contract.configs import Composite, Replace, Width, require_config
+from funcops.compose.step import OneBody, check_body, note, split_x
+from funcops.contract.configs import Width, require_config
 from funcops.contract.needs import Needs, check_needs, sub_mask
 from funcops.contract.op import Op, config, init_of, make_op
 from funcops.errors import fail
@@ -39,7 +38,7 @@ __all__ = ["SkipConfig", "skip", "skip_bwd", "skip_dgrad", "skip_fwd", "skip_ini
 
 
 @config
-class SkipConfig(Composite):
+class SkipConfig(OneBody):
     """The body: an op and its config. Its extras and outputs are passed through."""
 
     op: Op = field(kw_only=False)
@@ -50,22 +49,9 @@ class SkipConfig(Composite):
         note(self, extras=self.cfg.extras, outputs=self.cfg.outputs, keys=self.cfg.keys, programs={})
         self.follow("SkipConfig", "", None)
 
-    @property
-    def first_parts(self) -> tuple[Any, ...]:
-        """The config of the body, whose x is this config's x."""
-        return (self.cfg,)
-
     def abstract(self) -> Any:
         """See `funcops.program.values.abstract_params`."""
         return abstract_params(self.op, self.cfg)
-
-    def with_parts(self, replace: Replace, **changes: Any) -> SkipConfig:
-        """The config with `replace(None, op, cfg)` for the body: a skip adds no name to its paths."""
-        op, cfg = replace(None, self.op, self.cfg)
-        return dataclasses.replace(self, op=op, cfg=cfg, **changes)
-
-    def parts(self) -> list[tuple[Any, Any, Any]]:
-        return [(None, self.op, self.cfg)]
 
     def follow(self, where: str, path: str, width: Width | None) -> Width | None:
         """See `OpConfig.follow`: the body's y must have the width of its x."""
@@ -77,7 +63,6 @@ class SkipConfig(Composite):
             fail(where, name, f"one whose y is [..., {before.size}], as its x", f"[..., {after.size}] of step {after.of!r}")
         return before or after
 
-    maps_to_itself = True
     programs: ClassVar[dict[Any, Any]]
 
 

@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from funcops import random
-from funcops.contract.configs import require_config
+from funcops.contract.configs import Composite, Replace, require_config
 from funcops.contract.needs import Mask, Needs, sub_mask
 from funcops.contract.op import Op, config
 from funcops.errors import check, describe, fail, in_step, require, require_type
@@ -121,6 +122,28 @@ class Step:
         takes = () if self.passes else self.takes
         takes += tuple([name for name in cfg.takes_also if name not in takes])
         return dataclasses.replace(self, op=op, cfg=cfg, takes=() if takes == cfg.extras else takes)
+
+
+class OneBody(Composite):
+    """The base of a config whose one part is the body `op` with the config `cfg`."""
+
+    op: Op
+    cfg: Any
+    body_name: ClassVar[str | None] = None  # None: the body adds no name to its paths
+    maps_to_itself = True
+
+    @property
+    def first_parts(self) -> tuple[Any, ...]:
+        """The config of the body, whose x is this config's x."""
+        return (self.cfg,)
+
+    def with_parts(self, replace: Replace, **changes: Any) -> Self:
+        """The config with `replace(name, op, cfg)` for the body."""
+        op, cfg = replace(self.body_name, self.op, self.cfg)
+        return dataclasses.replace(self, op=op, cfg=cfg, **changes)  # type: ignore[type-var]
+
+    def parts(self) -> list[tuple[Any, Any, Any]]:
+        return [(self.body_name, self.op, self.cfg)]
 
 
 def note(cfg: Any, **derived: Any) -> None:

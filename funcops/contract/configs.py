@@ -227,6 +227,11 @@ class OpConfig:
         return None
 
     @property
+    def takes_codes(self) -> Any:
+        """The format by rows in which a `QTensor` may stand for a dense x, with the same bits of all results; None if none may."""
+        return None
+
+    @property
     def specs(self) -> dict[str, Any]:
         """A `funcops.dist.Spec` for each sharded param, or the name of its axis and its dim, by its path in the op's params."""
         return {}

@@ -87,6 +87,11 @@ class Prefetch(NamedTuple):
     settle: Any
     advance: Any = None
 
+    @property
+    def late(self) -> tuple[str, ...]:
+        """The kinds of rows that take dparams in flight to the end, in order."""
+        return ("settle",) if self.advance is None else ("advance", "settle")
+
 
 @old_attributes(cheap="recomputable", again="recompute", ahead="prefetch")
 class Op(NamedTuple):

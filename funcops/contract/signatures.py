@@ -14,6 +14,7 @@ X = TypeVar("X")
 C = TypeVar("C")
 Y = TypeVar("Y")
 R = TypeVar("R")
+G = TypeVar("G")
 P_in = TypeVar("P_in", contravariant=True)
 X_in = TypeVar("X_in", contravariant=True)
 C_in = TypeVar("C_in", contravariant=True)
@@ -93,6 +94,12 @@ class NoInit(Protocol[C_in]):
     """The `init` of an op without params."""
 
     def __call__(self, cfg: C_in, *, key: Tensor | None = ..., device: Any = ..., dtype: torch.dtype | None = ...) -> None: ...
+
+
+class InitOf(Protocol[C_in, Y_out]):
+    """The `init` of an op with params."""
+
+    def __call__(self, cfg: C_in, *, key: Tensor | None = ..., device: Any = ..., dtype: torch.dtype | None = ...) -> Y_out: ...
 
 
 class Init(Protocol):

@@ -66,25 +66,37 @@ class _Main(NamedTuple):
 
 
 class _Shares(NamedTuple):
-    """Which axes of a mesh share out what: features; tokens; experts; rows, the outermost axis first."""
+    """Which axes of a mesh share out what: features; tokens, and within a part of these tokens again; experts; rows, the outermost
+    axis first."""
 
     features: Axis
     tokens: Axis | None
+    within: Axis | None
     experts: Axis | None
     rows: tuple[Axis, ...]
 
     @staticmethod
-    def of(mesh: Mesh, axis: str, context: str, experts: str, rows: Any) -> _Shares:
-        for name, given in (("axis", axis), ("context", context), ("experts", experts)):
+    def of(mesh: Mesh, axis: str, context: Any, experts: str, rows: Any) -> _Shares:
+        for name, given in (("axis", axis), ("experts", experts)):
             require_type("parallel", name, given, str)
-        require(context != axis, "parallel", "context", "another axis than `axis`", repr(context))
-        require(experts not in (context, PIPELINE), "parallel", "experts", "an axis along which rows differ", repr(experts))
+        require_type("parallel", "context", context, str, tuple)
+        levels = (context,) if isinstance(context, str) else context
+        right = len(levels) in (1, 2) and len({axis, *levels}) == 1 + len(levels) and all(isinstance(one, str) for one in levels)
+        wanted = "two other axes than `axis`, between nodes and within a node" if levels is context else "another axis than `axis`"
+        require(right, "parallel", "context", wanted, repr(context))
+        require(experts not in (*levels, PIPELINE), "parallel", "experts", "an axis along which rows differ", repr(experts))
         require_type("parallel", "rows", rows, tuple, type(None))
-        others = [name for name in mesh.sizes if name not in (axis, context, PIPELINE)]
+        others = [name for name in mesh.sizes if name not in (axis, *levels, PIPELINE)]
         right = rows is None or (set(rows) <= set(others) and len(set(rows)) == len(rows))
         require(right, "parallel", "rows", f"different ones of {', '.join(others) or 'no axes'}", rows)
-        tokens, found = (mesh[name] if name in mesh.sizes else None for name in (context, experts))
-        return _Shares(mesh[axis], tokens, found, tuple([mesh[name] for name in (others if rows is None else rows)]))
+        tokens, within, found = (mesh[name] if name in mesh.sizes else None for name in (levels[0], levels[-1], experts))
+        within = within if len(levels) == 2 and within is not None and within.size > 1 else None
+        require(within is None or tokens is not None, "parallel", "context", "axes of the mesh", repr(context))
+        return _Shares(mesh[axis], tokens, within, found, tuple([mesh[name] for name in (others if rows is None else rows)]))
+
+    def over_tokens(self) -> tuple[Axis, ...]:
+        """The axes of several ranks that share out tokens."""
+        return tuple([one for one in (self.tokens, self.within) if one is not None and one.size > 1])
 
 
 def parallel(
@@ -95,7 +107,7 @@ def parallel(
     axis: str = "tp",
     overlap: str = "none",
     sequence_parallel: bool = True,
-    context: str = "cp",
+    context: str | tuple[str, str] = "cp",
     experts: str = "ep",
     rows: tuple[str, ...] | None = None,
     capacity: float | None = None,
@@ -108,7 +120,8 @@ def parallel(
         "vocab"    an embedding or a linear cross entropy with its vocabulary sharded over `axis`, or a cross entropy after a column
                    layer: ids and labels are then the same on all ranks of `axis`
         "context"  an attention over tokens that are sharded over the axis `context`, whose keys are gathered; "context ring" and
-                   "context heads" choose the other ways to communicate (see `ContextAttentionConfig`)
+                   "context heads" choose the other ways to communicate (see `ContextAttentionConfig`); `context=("cp", "sp")`
+                   is for two levels: heads are exchanged over "sp", within a node, and keys are gathered or in a ring over "cp"
         "expert"   experts that are sharded over the axis `experts`, with this `capacity` (see `DispatchConfig`)
         "hidden"   experts whose hidden features are sharded over `axis`, without biases
         "shared"   the rotary part of a key, which all heads of latent attention share, and the `latent_split` that joins it to
@@ -117,9 +130,9 @@ def parallel(
 
     Outputs are for this rank's rows. Dimension 0 is sharded over the axes `rows`, the first the outermost, and then over `axis`; by
     default `rows` are all axes of the mesh but "pp", `axis` and `context`, in its order. Dimension 1 is sharded over `context`, in
-    zigzag order. Each rank draws its part of masks and noise. On an axis of one rank layers are unchanged. Without
-    `sequence_parallel` all ranks of `axis` have the same rows between layers: their number need not divide, and they take more
-    memory.
+    zigzag order (of two axes over the first, and its parts over the second). Each rank draws its part of masks and noise. On an
+    axis of one rank layers are unchanged. Without `sequence_parallel` all ranks of `axis` have the same rows between layers: their
+    number need not divide, and they take more memory.
 
     Raises `ValueError`, with the path, for a rule that decides no step, sizes that do not divide, a step that mixes sharded
     features or tokens, one that draws numbers which are the same on all ranks, and features that no row layer takes.
@@ -265,8 +278,7 @@ class _Walk:
 
     def check_alone(self, op: Op, cfg: Any, path: str, main: _Main) -> None:
         """Check that a step without a rule may run on a part of the tokens and rows."""
-        tokens = self.over.tokens
-        if tokens is not None and tokens.size > 1:
+        for tokens in self.over.over_tokens():
             if cfg.attends:
                 wanted = f"with 'context' for {path}, an attention over the tokens of all ranks of {tokens.name!r}"
                 fail("parallel", "rules", wanted, list(self.rules))
@@ -297,8 +309,7 @@ class _Walk:
         shared = [Shared(0, axis) for axis in self.over.rows]
         if main.dim or self.how["sequence_parallel"]:
             shared.append(Shared(-main.dim, self.axis))
-        if self.over.tokens is not None:
-            shared.append(Shared(1, self.over.tokens, zigzag=True))
+        shared += [Shared(1, one, zigzag=True) for one in self.over.over_tokens()]
         return tuple([one for one in shared if one.axis.size > 1])
 
     def dropout(self, op: Op, cfg: DropoutConfig, path: str, main: _Main) -> tuple[Op, Any, _Main]:
@@ -322,14 +333,15 @@ class _Walk:
             kinds = " or ".join(one.source.name for one in ROLES[role].values())
             fail("parallel", f"rules for {path}", f"of another role ({role!r} is for {kinds})", type(cfg).__name__)
         axis: Axis | None = getattr(self.over, part.axis)
-        if axis is None or axis.size == 1:
+        if axis is None or (axis.size == 1 and (part.axis != "tokens" or self.over.within is None)):
             return (op, cfg, main) if part.axis == "features" else self.between(op, cfg, path, main)
         if part.axis == "experts" and axis == self.axis and not (self.how["sequence_parallel"] and main.dim == 0):
             fail("parallel", f"{path}, of experts over {axis.name!r},", "where ranks have rows of their own", self.said(main))
         if part.before is not None and main.dim != part.before:
             wanted = "after a column layer, where features are sharded" if part.before else "where x has all features"
             fail("parallel", f"{path}, a {role} layer,", wanted, f"x {self.said(main)}")
-        more = {"axis": axis, "side": role, "parts": self.parts.get(path, ()), **self.how, **part.more}
+        more = {"axis": axis, "side": role, "parts": self.parts.get(path, ()), "heads_axis": self.over.within}
+        more |= {**self.how, **part.more}
         source, becomes = part.source, part.becomes
         make: Any = part.make or becomes.config
         taken = inspect.signature(make).parameters

@@ -13,6 +13,7 @@ keeps its structure and paths, so that any elementwise update takes shards as it
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -98,8 +99,11 @@ def gather_shards_start(shards: Any, like: Any, axis: Axis, *, bucket_bytes: int
     return start_gathering("gather_shards_start", "shards", shards, like, axis, bucket_bytes)
 
 
-def start_gathering(where: str, name: str, shards: Any, like: Any, axis: Axis, bucket_bytes: int) -> Gathering:
-    """`gather_shards_start` for the function `where`, whose argument `name` has the shards."""
+def start_gathering(
+    where: str, name: str, shards: Any, like: Any, axis: Axis, bucket_bytes: int, codes: Callable[[Any], Any] | None = None
+) -> Gathering:
+    """`gather_shards_start` for the function `where`, whose argument `name` has the shards. `codes`: makes the tree that is sent in
+    their place, in which a weight may be in codes, sharded along dimension 0."""
     require_axis(where, axis)
     require_bytes(where, bucket_bytes)
     found, whole = float_leaves(where, name, shards), paths(like)
@@ -112,14 +116,16 @@ def start_gathering(where: str, name: str, shards: Any, like: Any, axis: Axis, b
         if not isinstance(whole[path], Tensor):
             fail(where, join_path("like", path), "a tensor", describe(whole[path]), TypeError)
         check(where, join_path(name, path), t, part_shape(tuple(whole[path].shape), axis.size))
+    sent = shards if codes is None else codes(shards)
+    shapes = {path: tuple(t.shape) for path, t in whole.items() if isinstance(t, Tensor)}
     kinds = tuple(
         [
-            Kind(i, path, tuple(whole[path].shape), t.dtype, t.device, (axis,))
-            for i, (path, t) in enumerate(found.items())
+            Kind(i, path, shapes[path] if path in shapes else (axis.size * t.shape[0], *t.shape[1:]), t.dtype, t.device, (axis,))
+            for i, (path, t) in enumerate(paths(sent).items())
             if t is not None
         ]
     )
-    values, spec = flatten(shards)
+    values, spec = flatten(sent)
     buckets = plan(kinds, axis.size, bucket_bytes)
     flying = tuple([gather_start(bucket.pack_parts(values), axis) for bucket in buckets])
     made: Any = Gathering.keep(buckets, Needs.ALL, buckets=flying, spec=spec)

@@ -23,6 +23,7 @@ from funcops.formats.qtensor import (
     IN_CODES,
     QTensor,
     QWeight,
+    as_made,
     by_tiles,
     check_quantized,
     dense,
@@ -36,5 +37,5 @@ from funcops.formats.qtensor import (
 
 __all__ = ["E2M1_NV", "E2M1_NV_SQUARE", "E4M3_BLOCK", "E4M3_MX", "E4M3_SQUARE", "E4M3_TENSOR"]
 __all__ += ["E5M2_BLOCK", "E5M2_TENSOR", "FORMATS", "IN_CODES", "NF4", "Format", "NF4Tensor", "QTensor", "QWeight"]
-__all__ += ["by_tiles", "check_quantized", "dense", "nf4_tensor", "quantize_sides", "quantize_tensor"]
+__all__ += ["as_made", "by_tiles", "check_quantized", "dense", "nf4_tensor", "quantize_sides", "quantize_tensor"]
 __all__ += ["quantized_weight", "stacked", "turned", "zero_gradient"]

@@ -126,6 +126,12 @@ class Format:
         """Whether "col" codes can be made from "row" codes: by a transposed copy, or by tiling anew with power-of-two scales."""
         return self.square or self.scales == "pow2"
 
+    @property
+    def retiles(self) -> bool:
+        """Whether "col" codes of x can be made from its "row" codes (`turned`): it turns, or has MX scales by which no element
+        saturates, whose tiles are quantised once more. Elements keep their bits, as with powers of two."""
+        return self.turns or (self.scales == "e8m0" and self.scaling_mode in ("rceil", "ceil") and self.element != "e2m1")
+
     def args(self) -> tuple[str, int, int, str]:
         """The arguments by which kernels that decode take a format: element, rows and columns of a tile, scales."""
         return self.element, *self.tile, self.scales

@@ -62,6 +62,10 @@ class QTensor:
     def args(self) -> tuple[Tensor, Tensor, Tensor | None]:
         return self.codes, self.scales, self.scale
 
+    def outline(self) -> Tensor:
+        """A tensor without memory that has its shape, dtype and device, for checks."""
+        return self.codes.new_empty((), dtype=self.dtype).expand(self.shape)
+
     @property
     def width(self) -> int:
         """The number of elements along the last dim of the codes, padding included."""
@@ -235,6 +239,11 @@ def by_tiles(scales: Tensor, format: Format) -> Tensor:
     return scales.mT if kernels.by_columns(*format.tile, format.scales) else scales
 
 
+def as_made(scales: Tensor, format: Format) -> Tensor:
+    """Scales [R / rows, K / cols] in the layout in which quantisers return them."""
+    return by_tiles(by_tiles(scales, format).contiguous(), format)
+
+
 def turned(q: QTensor) -> QTensor:
     """Make the "col" side from a "row" one: a transposed copy where tiles are square, else tiled anew. Tiling anew gives the bits
     of quantising x itself if the elements of old and new tiles span a factor of at most 14,336 (e5m2: 7 * 2^26), half the largest
@@ -250,6 +259,8 @@ def turned(q: QTensor) -> QTensor:
         scales = by_tiles(scales, format)
     elif format.square:
         codes, scales = _turned_nibbles(q), q.scales.mT
+    elif format.retiles:
+        codes, scales = kernels.quantize_col(q.dequantize(torch.float32), *format.how(), None, None, False, format.amax_epsilon)
     else:
         fail("turned", "q.format", "one with square tiles or power-of-two scales", format.name)
     return QTensor(codes, scales, q.scale, format=format, shape=q.shape, dtype=q.dtype, side="col", hadamard=q.hadamard)

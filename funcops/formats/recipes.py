@@ -116,7 +116,7 @@ class Recipe:
         for name in ("dy", "dy_col") if self.stochastic else ():
             mode, wanted = formats[name].four_over_six, "'off' with stochastic, as it compares the errors of rounding to nearest"
             require(mode == "off", where, f"{name}.four_over_six", wanted, repr(mode))
-        turns = self.x.turns and not self.hadamard and self.x is self.x_col
+        turns = self.x.retiles and not self.hadamard and self.x is self.x_col
         why = "'input' or 'col', as codes by rows would be rounded a second time"
         require(turns or self.keep != "row", where, "keep", why, repr(self.keep))
 
@@ -246,7 +246,8 @@ class Fp8Delayed(Recipe):
 class MXFP8(Recipe):
     """Blocks of 1x32 with E8M0 scales for x, w and dy; columns are quantised from high precision. `scaling_mode`: the rule of a
     block's exponent, "rceil", "floor", "even" or "ceil" (`Format`). `w_tile`: (1, 32), or (32, 32), by which both of w's
-    products read the same numbers. For sm_100.
+    products read the same numbers. With keep="row", of "rceil" and "ceil", x is quantised once more, from its codes, for dw. For
+    sm_100.
 
     >>> from funcops.low_precision import MXFP8
     >>> MXFP8().x.tile, MXFP8().x.scales

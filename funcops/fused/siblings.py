@@ -127,7 +127,7 @@ def _start_backward(calls: Any, kept: list[Any], dys: tuple[Any, ...], gradients
         return NotImplemented
     both = list(zip(calls, kept, dys, strict=True))
     if not own.dense:
-        found = [own.part_of_dx(node, dy, call.cfg) for call, node, dy in both]
+        found = [_part(own, node, dy, call.cfg) for call, node, dy in both]
         return own.start_dx(dys, cfg, lambda _: _sum([part for part, _ in found])), [pending for _, pending in found]
     pendings = [call.op.layer.pending(node, dy, dy, call.cfg) for call, node, dy in both]
 
@@ -137,6 +137,12 @@ def _start_backward(calls: Any, kept: list[Any], dys: tuple[Any, ...], gradients
         return _sum([linear_dgrad(dy, w) for dy, w in zip(dys, weights, strict=True)])
 
     return own.start_dx(dys, cfg, product), pendings
+
+
+def _part(own: Any, residuals: Any, dy: Tensor, cfg: Any) -> tuple[Tensor, Any]:
+    """A rank's part of one layer's dx, and the pending weight gradient."""
+    row, pending = own.read_dy(f"{own.name}_dgrad", residuals, dy, cfg)
+    return own.part(row, residuals, cfg), pending
 
 
 def _sum(parts: list[Tensor]) -> Tensor:

@@ -8,13 +8,15 @@ P suffices however the N rows are distributed, so that no size depends on offset
 
 from __future__ import annotations
 
+from typing import Optional
+
 import torch
 from torch import Tensor
 
 from funcops import random
 from funcops.backend import kernel
-from funcops.kernels.grouped import group_of
-from funcops.kernels.quantize import hadamard_of, magnitudes
+from funcops.kernels.grouped import gathered, group_of
+from funcops.kernels.quantize import FEWER, FOUR_OVER_SIX, hadamard_of, magnitudes, quantize_row, quantize_scaled, tensor_scale
 
 
 def aligned_count(rows: int, groups: int, block: int) -> int:
@@ -48,12 +50,49 @@ def taken(x: Tensor, source: Tensor) -> Tensor:
     return made.masked_fill_((source >= len(x)).unsqueeze(-1), 0)
 
 
-@kernel(library=True)
-def group_amax(x: Tensor, group: Tensor, groups: int, hadamard: bool) -> Tensor:
-    """The largest |x| of each group's rows, float32 [E + 1], without NaN; 0 for a group without rows. `hadamard`: after x is
-    transformed along its rows, of which each 16 belong to one group."""
-    wide = hadamard_of(x.mT).mT if hadamard else x.float()
-    return wide.new_zeros(groups + 1).scatter_reduce(0, group, magnitudes(wide).amax(1), "amax")
+@kernel()
+def group_amax(x: Tensor, offsets: Tensor, index: Optional[Tensor], every: int, hadamard: bool) -> Tensor:
+    """The largest |x| of each group's rows, float32 [E + 1], without NaN; 0 for a group without rows. x [N, K]; or, with `index`
+    [N] and `every`, row n is x[index[n] // every]. `hadamard`: after x is transformed along its rows, of which each 16 belong to
+    one group."""
+    rows = x if index is None else gathered(x, index, every)
+    wide = hadamard_of(rows.mT).mT if hadamard else rows.float()
+    found = wide.new_zeros(len(offsets))
+    return found.scatter_reduce(0, group_of(offsets, len(rows)), magnitudes(wide).amax(1), "amax") if x.shape[1] else found
+
+
+@kernel()
+def quantize_groups(
+    x: Tensor,
+    offsets: Tensor,
+    index: Optional[Tensor],
+    every: int,
+    amax: Tensor,
+    words: Optional[Tensor],
+    element: str,
+    cols: int,
+    kind: str,
+    epsilon: float = 0.0,
+) -> tuple[Tensor, Tensor, Optional[Tensor]]:
+    """Codes of rows as `group_amax` takes them, by their groups' `amax` [E + 1]; scales [N, K / cols] (cols 0: [N, 1]); and, for
+    e4m3 scales, the scale of each row's group [N, 1]. `words`: a random word for each element, for stochastic rounding."""
+    rows = x if index is None else gathered(x, index, every)
+    each = amax.index_select(0, group_of(offsets, len(rows))).unsqueeze(-1)
+    codes, scales = quantize_row(rows, element, 1, cols, kind, each, words, epsilon)
+    whole = tensor_scale(each, FEWER if kind in FOUR_OVER_SIX else 448.0) if kind.startswith("e4m3") else None
+    return codes, scales, whole
+
+
+@kernel()
+def quantize_groups_scaled(
+    x: Tensor, offsets: Tensor, index: Optional[Tensor], every: int, element: str, scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes of rows as `group_amax` takes them, times their groups' `scale` [E], 1 for rows without a group; what decodes them,
+    [N, 1]; and `group_amax`, all in one read of x."""
+    rows = x if index is None else gathered(x, index, every)
+    each = torch.cat((scale, scale.new_ones(1))).index_select(0, group_of(offsets, len(rows))).unsqueeze(-1)
+    codes, _ = quantize_scaled(rows, element, each)
+    return codes, 1.0 / each, group_amax(x, offsets, index, every, False)
 
 
 @kernel(library=True)

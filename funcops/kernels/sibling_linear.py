@@ -9,9 +9,11 @@ from typing import Optional
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.nn import Parameter
 from torch.nn.functional import linear
 
-from funcops.backend import kernel
+from funcops.backend import kernel, tracing
 
 
 @kernel(product=True)
@@ -35,10 +37,25 @@ def sibling_linear_dgrad(dy0: Tensor, dy1: Tensor, dy2: Optional[Tensor], w0: Te
 @kernel(product=True)
 def joined_linear_dgrad(dy: Tensor, w0: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
     """dx = dy [w0; w1; w2], where dy is [dy_0, dy_1, dy_2] side by side. For many rows the weights are joined, for one product:
-    the sums of three would be written, read and written again."""
+    the sums of three would be written, read and written again. Weights that lie one below the other are not copied for it."""
     outer, (rows, inner) = [w.shape[0] for w in (w0, w1, w2)], (dy.numel() // dy.shape[-1], w0.shape[1])
     if sum(outer) < 2 * rows:
-        return torch.matmul(dy, torch.cat((w0, w1, w2)))
+        return torch.matmul(dy, joined(w0, w1, w2))
     parts = dy.reshape(-1, sum(outer)).split(outer, -1)
     dx = torch.mm(parts[0], w0).addmm_(parts[1], w1).addmm_(parts[2], w2)
     return dx.view(*dy.shape[:-1], inner)
+
+
+def joined(*weights: Tensor) -> Tensor:
+    """[w_0; w_1; ...]: a view if the weights lie one below the other in one memory, as parts of a fused projection do; else a copy.
+    A tracer and a transform know no memory, and copy."""
+    first, rows = weights[0], sum([w.shape[0] for w in weights])
+    if tracing() or not all([type(w) in (Tensor, Parameter) and not is_functorch_wrapped_tensor(w) for w in weights]):
+        return torch.cat(weights)
+    memory, place = first.untyped_storage()._cdata, first.storage_offset()
+    for w in weights:
+        below = w.storage_offset() == place and w.untyped_storage()._cdata == memory and w.dtype is first.dtype
+        if not (below and w.is_contiguous() and w.shape[1:] == first.shape[1:]):
+            return torch.cat(weights)
+        place += w.numel()
+    return first.as_strided((rows, *first.shape[1:]), first.stride())

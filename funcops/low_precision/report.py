@@ -443,7 +443,7 @@ def _rounded(
 
 def _column(t: Tensor, row: QTensor | None, format: Format | None, plan: _OperandFormats, key: Tensor | None) -> Tensor:
     """An operand of dw, rounded by blocks along its rows; transformed if the recipe says so."""
-    if row is not None and plan.turns and row.format.turns and row.format == format:
+    if row is not None and plan.turns and row.format.retiles and row.format == format:
         return _value(turned(row), t)
     if plan.hadamard:
         t = torch.nn.functional.pad(t, (0, 0, 0, -len(t) % HADAMARD))

@@ -4,7 +4,7 @@ into one row. `moe` makes the chain of a mixture of experts alone, `plain_expert
 
 import sys as _sys
 
-from funcops.compose.plain_experts import plain_experts
+from funcops.compose.expert_steps import plain_experts
 from funcops.contract.moved import Face as _Face
 from funcops.models.cache import Cache, KVCache, cache_init, roll_back
 from funcops.models.decode import decode, generate

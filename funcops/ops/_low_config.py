@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import field
 from typing import Any, ClassVar
 
 from funcops.contract.configs import OpConfig, fields_of
-from funcops.contract.op import Op
+from funcops.contract.op import Op, config
 from funcops.contract.renamed import old_names
 from funcops.formats.recipes import LOW_FORMS, Recipe
 
 
+@config
 class LowConfig(OpConfig):
-    """The base of the config of a linear layer with a recipe."""
+    """The base of the config of a linear layer with a recipe. `plain`: the class of the layer's config without it."""
 
     linear_weights = ("weight",)
-    recipe: Recipe
+    recipe: Recipe = field(kw_only=False)
+    plain: ClassVar[type]
     linear: ClassVar[Any]  # the config of the layer without the recipe
 
     @property
     def low_recipe(self) -> Recipe:
         return self.recipe
 
-    def set_linear(self, plain: type) -> None:
-        """Make `linear`, a config of the class `plain`, from the fields that both have."""
-        made = plain(**{f.name: getattr(self, f.name) for f in dataclasses.fields(plain)})
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[misc]  # of the layer's config
+        made = self.plain(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self.plain)})
         object.__setattr__(self, "linear", made)
 
 

@@ -43,14 +43,14 @@ class Groups(NamedTuple):
     def experts(self) -> int:
         return self.offsets.shape[0] - 1
 
+    @property
+    def places(self) -> tuple[Tensor, Tensor | None, int]:
+        """The arguments by which kernels find the rows of each group: offsets, order, choices."""
+        return self.offsets, self.order, self.choices
+
     def gathered(self) -> Groups:
         """The same groups, of gathered rows."""
         return Groups(self.offsets, None, 1, self.rows)
-
-    def of(self, x: Tensor) -> Tensor:
-        """[N, K]: the rows of x, gathered."""
-        index = self.at()
-        return x if index is None else x.index_select(0, index)
 
     def aligned(self, block: int, missing: int) -> tuple[Tensor, Tensor]:
         """The starts of groups in the aligned layout, and for each of its rows the row of x in it: `missing`, the number of rows of
@@ -69,34 +69,36 @@ def rows_in(x: Tensor, format: Format, groups: Groups, key: Tensor | None = None
     groups, so that a row of x is quantised once, however often it is gathered."""
     if not format.whole:
         return quantize_tensor(x, format), groups.at()
-    rows, group = groups.of(x), group_of(groups.offsets, groups.rows)
-    amax = kernels.group_amax(rows, group, groups.experts, False).index_select(0, group).unsqueeze(-1)
     words = None
     if key is not None:
-        first, width = groups.offsets[:-1].to(torch.int64), rows.shape[1]
-        ones = torch.ones_like(first)
+        first, width = groups.offsets[:-1].to(torch.int64), x.shape[1]
+        ones, group = torch.ones_like(first), group_of(groups.offsets, groups.rows)
         words = kernels.random_words(key, group, first, ones, ones * width, width)
-    codes, scales = quantize.quantize_row(rows, *format.by_rows.how(), amax, words, format.amax_epsilon)
-    scale = quantize.tensor_scale(amax, format.largest_scale) if format.scales == "e4m3" else None
-    return _coded(codes, scales, scale, format.by_rows, rows), None
+    amax = kernels.group_amax(x, *groups.places, False)
+    element, _, cols, kind = format.by_rows.how()
+    codes, scales, scale = kernels.quantize_groups(x, *groups.places, amax, words, element, cols, kind, format.amax_epsilon)
+    return _coded(codes, scales, scale, format.by_rows, (groups.rows, x.shape[1]), x.dtype), None
 
 
 def _coded(
-    codes: Tensor, scales: Tensor, scale: Tensor | None, format: Format, x: Tensor, side: str = "row", hadamard: bool = False
+    codes: Tensor,
+    scales: Tensor,
+    scale: Tensor | None,
+    format: Format,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    side: str = "row",
+    hadamard: bool = False,
 ) -> QTensor:
-    return QTensor(codes, scales, scale, format=format, shape=x.shape, dtype=x.dtype, side=side, hadamard=hadamard)
+    return QTensor(codes, scales, scale, format=format, shape=torch.Size(shape), dtype=dtype, side=side, hadamard=hadamard)
 
 
 def scaled_rows(x: Tensor, format: Format, groups: Groups, scale: Tensor) -> tuple[QTensor, Tensor]:
     """The gathered rows with given scales [E], or by the groups' amaxes now if none is known yet [0]; and these amaxes [E]."""
-    rows, group = groups.of(x), group_of(groups.offsets, groups.rows)
-    amaxes = kernels.group_amax(rows, group, groups.experts, False)[:-1]
     if not scale.numel():
-        return rows_in(x, format, groups)[0], amaxes
-    each = torch.cat((scale, scale.new_ones(1))).index_select(0, group).unsqueeze(-1)
-    codes, _ = quantize.quantize_scaled(rows, format.element, each)
-    row = _coded(codes, 1.0 / each, None, format.by_rows, rows)
-    return row, amaxes
+        return rows_in(x, format, groups)[0], kernels.group_amax(x, *groups.places, False)[:-1]
+    codes, scales, amaxes = kernels.quantize_groups_scaled(x, *groups.places, format.element, scale)
+    return _coded(codes, scales, None, format.by_rows, (groups.rows, x.shape[1]), x.dtype), amaxes[:-1]
 
 
 def columns_in(x: Tensor, format: Format, groups: Groups, hadamard: bool = False, key: Tensor | None = None) -> QTensor:
@@ -108,13 +110,13 @@ def columns_in(x: Tensor, format: Format, groups: Groups, hadamard: bool = False
     if not format.whole:
         return quantize_tensor(rows, format, side="col")
     group, block = group_of(starts, len(rows)), format.tile[1]
-    amax = kernels.group_amax(rows, group, groups.experts, hadamard)[group[::block]].unsqueeze(-1)
+    amax = kernels.group_amax(rows, starts, None, 1, hadamard)[group[::block]].unsqueeze(-1)
     words = None
     if key is not None:
         sizes = (starts if hadamard else groups.offsets).diff().to(torch.int64)
         words = kernels.random_words(key, group, starts[:-1].to(torch.int64), sizes, torch.ones_like(sizes), rows.shape[1]).mT
     codes, scales = quantize.quantize_col(rows, *format.how(), amax, words, hadamard)
-    return _coded(codes, scales, quantize.tensor_scale(amax, format.largest_scale).mT, format, rows, "col", hadamard)
+    return _coded(codes, scales, quantize.tensor_scale(amax, format.largest_scale).mT, format, rows.shape, x.dtype, "col", hadamard)
 
 
 def columns_of(row: QTensor, groups: Groups) -> QTensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from funcops.backend import wide
 from funcops.contract.accumulators import accumulate, check_into, takes_sums
+from funcops.contract.by_config import ByConfig
 from funcops.contract.needs import Needs
 from funcops.contract.schema import NO_GRADIENT
 from funcops.errors import StaleResidualError, check, check_rows, describe, fail, require, short
@@ -34,24 +35,27 @@ from funcops.ops._low_operands import (
     scaled_tensor,
     scaled_weight,
 )
-from funcops.ops.linear import LinearParams, wants_bias
+from funcops.ops.linear import LinearParams, linear_init, wants_bias
 from funcops.ops.linear_layer import LinearLayer
 from funcops.ops.linear_wgrads import Product
 from funcops.ops.qlinear_wgrads import ScaledProduct, product
 from funcops.trees import replace
 
 P = TypeVar("P", bound=Any)
-Factors = Callable[[str, Any, Any], tuple[Any, Any]]  # (where, pending, cfg) -> the operands of dw
 
 
 class CodedLinear(LinearLayer):
-    """A linear layer in low precision: the name of its op, and the classes of its residuals with x in codes, of its residuals with
-    x itself, and of its pending. The methods up to `factors` say what is sent over ranks: here nothing is."""
+    """A linear layer in low precision. The methods up to `factors` say what is sent over ranks: here nothing is."""
 
     dense = False
+    of_input: Any
+    """The class of the residuals with x itself; the others have it in codes."""
 
-    def __init__(self, name: str, codes: Any, of_input: Any, pending: Any) -> None:
-        self.name, self._codes, self._of_input, self._pending = name, codes, of_input, pending
+    def keeps(self, config: type) -> ByConfig:
+        return ByConfig(config, self.kept_class, (self._residuals, self.of_input))
+
+    def init(self, cfg: Any, key: Tensor | None, device: Any, dtype: torch.dtype | None) -> LinearParams:
+        return linear_init(cfg.linear, key=key, device=device, dtype=dtype)
 
     def largest(self, cfg: Any) -> Largest:
         """The function from the amax of this rank's part of a tensor to the amax of the whole; None on one rank."""
@@ -80,18 +84,15 @@ class CodedLinear(LinearLayer):
         """The dy that the products read: by rows for dx, and by columns for dw."""
         return of_gradient(dy, cfg.recipe, key, rows, columns, self.largest(cfg))
 
-    def factors(self, where: str, pending: Any, cfg: Any) -> tuple[Any, Any]:
-        """The operands of dw: dy and x, by columns or in high precision."""
+    def factors(self, where: str, pending: Any, cfg: Any, sent: Any = None) -> tuple[Any, Any]:
+        """The operands of dw: dy and x, by columns or in high precision. `sent`: x, if it is in flight already."""
         return factors_of_dw(where, pending.dy, pending.x, cfg.recipe, self.largest(cfg))
 
     def kept_class(self, cfg: Any) -> Any:
         """The class of the residuals."""
-        return self._of_input if cfg.recipe.keep == "input" else self._codes
+        return self.of_input if cfg.recipe.keep == "input" else self._residuals
 
-    def fwd(self, params: Any, x: Tensor, cfg: Any, needs: Needs) -> tuple[Tensor, Any]:
-        """y and residuals."""
-        self.check_x(f"{self.name}_fwd", x, cfg)
-        self.check(params, x, cfg)
+    def run(self, params: Any, x: Tensor, cfg: Any, needs: Needs) -> tuple[Tensor, Any]:
         return self.from_prepared(self.prepared(x, params, cfg, needs), params, cfg, needs)
 
     def check(self, params: Any, x: Tensor, cfg: Any) -> None:
@@ -121,15 +122,11 @@ class CodedLinear(LinearLayer):
         own |= dict(x=kept, weight=weight, rounding=rounding, y_shape=y.shape, dtype=y.dtype)
         return y, self.kept_class(cfg).keep(cfg, needs, **own)
 
-    def dgrad(self, residuals: Any, dy: Tensor, cfg: Any, sums: Tensor | None = None) -> tuple[Tensor, Any]:
-        """dx, and the pending weight gradient: dy and x in low precision, db; x or dy itself where the recipe keeps or reads it."""
-        row, pending = self.rounded(f"{self.name}_dgrad", residuals, dy, cfg, sums)
-        if row is None:
-            return NO_GRADIENT, pending
-        return self.wait_dx(self.start_dx((dy,), cfg, lambda _: self.part(row, residuals, cfg)), cfg), pending
-
-    def rounded(self, where: str, residuals: Any, dy: Tensor, cfg: Any, sums: Tensor | None = None) -> tuple[QTensor | None, Any]:
-        """dy by rows, None if dx is not needed, and the pending weight gradient."""
+    def read_dy(
+        self, where: str, residuals: Any, dy: Tensor, cfg: Any, sums: Tensor | None = None, into: Any = None
+    ) -> tuple[QTensor | None, Any]:
+        """dy by rows, and the pending weight gradient: dy and x in low precision, db; x or dy itself where the recipe keeps or
+        reads it."""
         recipe, r, needs, rounding = cfg.recipe, residuals, residuals.needs, residuals.rounding
         self.check_dy(where, dy, r, a_tensor(r.x if r.weight is None else r.weight))
         low = needs_low(needs, recipe)  # also if x is recomputed later
@@ -145,35 +142,24 @@ class CodedLinear(LinearLayer):
             row, col = self.of_dy(dy, rounding, bool(needs.x), low, cfg)
         own_dy, db = col if low else dy, db_of(dy, cfg, needs, sums)
         pending = self._pending.keep(cfg, needs, x=r.x, dy=own_dy, db=db, amaxes=amaxes, dtype=dy.dtype)
+        if into is not None and pending is not None:
+            check_low_into(where, pending, pending.x, cfg, into)
         return row if needs.x else None, pending
 
     def part(self, row: QTensor, residuals: Any, cfg: Any) -> Tensor:
-        """This rank's product for dx."""
         col = col_of(residuals.weight, cfg.recipe, self.largest(cfg))
         return product(row, col, residuals.dtype, cfg.recipe.emulate)
-
-    def part_of_dx(self, residuals: Any, dy: Tensor, cfg: Any) -> tuple[Tensor, Any]:
-        row, pending = self.rounded(f"{self.name}_dgrad", residuals, dy, cfg)
-        assert row is not None
-        return self.part(row, residuals, cfg), pending
 
     def check_dy(self, where: str, dy: Tensor, residuals: Any, like: Tensor | None) -> None:
         check(where, "dy", dy, residuals.y_shape, residuals.dtype, like)
 
-    def wgrad(self, pending: Any, cfg: Any, into: LinearParams | None) -> LinearParams:
-        """The gradients of params; added to `into` if given."""
-        return self.gradients(f"{self.name}_wgrad", pending, cfg, into, self.factors)
-
-    def gradients(self, where: str, pending: Any, cfg: Any, into: LinearParams | None, factors: Factors) -> LinearParams:
-        """The gradients of params, the weight's from the operands `factors(where, pending, cfg)`."""
-
+    def gradients(self, where: str, pending: Any, cfg: Any, into: LinearParams | None, sent: Any = None) -> LinearParams:
         def dw(out: torch.dtype) -> Tensor | None:
-            return None if pending.x is None else dw_of(*factors(where, pending, cfg), cfg.recipe, out)
+            return None if pending.x is None else dw_of(*self.factors(where, pending, cfg, sent), cfg.recipe, out)
 
         return low_gradients(where, pending, pending.x, cfg, into, dw)
 
     def products(self, pending: Any, cfg: Any, *, into: LinearParams) -> list[Any]:
-        """The weight's gradient as a product to run later; db and the amaxes are added at once."""
         where = f"{self.name}_wgrad"
         dw, out = add_all_but_dw(where, pending, cfg, into, LinearParams)
         if pending.x is None:

@@ -38,6 +38,7 @@ TransformerEngine's GroupedMLP. `funcops.models.plain_experts` does the same in 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import field
 from typing import Any, ClassVar
 
@@ -48,16 +49,23 @@ from funcops import random
 from funcops.backend import wide
 from funcops.contract.accumulators import check_into
 from funcops.contract.configs import OpConfig
-from funcops.contract.needs import Needs
+from funcops.contract.needs import Needs, sub_mask
 from funcops.contract.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Inputs, Pending, Residuals, saved, static
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import experts as kernels
-from funcops.kernels.grouped import grouped_product, grouped_wgrad
+from funcops.kernels.grouped import grouped_product
 from funcops.kernels.routing import check_row_count, gather_rows, of_rows, sort_by_expert
 from funcops.ops._ids import INDICES, check_ids
 from funcops.ops.glu import GLUConfig
-from funcops.ops.grouped_linear import GroupedLinearConfig, GroupedLinearParams, grouped_linear_init, into_grouped
+from funcops.ops.grouped_linear import (
+    GroupedLinearConfig,
+    GroupedLinearParams,
+    GroupedLinearPending,
+    grouped_linear_init,
+    grouped_linear_products,
+    grouped_linear_wgrad,
+)
 from funcops.ops.grouped_wgrads import GroupedProduct
 from funcops.trees import tree
 
@@ -87,18 +95,21 @@ class ExpertsConfig(OpConfig):
         require(not (self.bias and self.weights_on == "input"), where, "bias", "False with weights_on='input'", self.bias)
         for name in ("experts", "dim", "hidden"):
             require(getattr(self, name) >= 1, where, name, "at least 1", getattr(self, name))
+        before = self.weights_on == "input"
+        how: dict[str, Any] = dict(limit=self.limit, alpha=self.alpha, offset=self.offset)
         try:
-            GLUConfig(kind=self.kind, gate="first", limit=self.limit, alpha=self.alpha, offset=self.offset)
+            act = GLUConfig(kind=self.kind, gate="first", scaled=not before, gathered=not before, **how)
         except ValueError as error:
             raise ValueError(str(error).replace("GLUConfig", where)) from None
-        up = GroupedLinearConfig(self.experts, self.dim, 2 * self.hidden, bias=self.bias)
-        object.__setattr__(self, "up", up)
-        object.__setattr__(self, "down", GroupedLinearConfig(self.experts, self.hidden, self.dim, bias=self.bias))
-        object.__setattr__(self, "gated", (self.kind, self.limit, self.alpha, self.offset, self.weights_on == "input"))
+        up = GroupedLinearConfig(self.experts, self.dim, 2 * self.hidden, bias=self.bias, gathered=True)
+        down = GroupedLinearConfig(self.experts, self.hidden, self.dim, bias=self.bias, weighted=self.bias)
+        for name, value in dict(up=up, act=act, down=down, gated=(self.kind, *how.values(), before)).items():
+            object.__setattr__(self, name, value)
 
     linear_parts = "up", "down"
     linear_weights = "up.weight", "down.weight"
     up: ClassVar[GroupedLinearConfig]
+    act: ClassVar[GLUConfig]
     down: ClassVar[GroupedLinearConfig]
     gated: ClassVar[tuple[str, float, float, float, bool]]
 
@@ -251,27 +262,14 @@ def experts_dgrad(
     check("experts_dgrad", "dy", dy, r.shape, r.dtype, r.order)
     of_up = needs.param("up.weight") or (cfg.bias and needs.param("up.bias"))
     of_weights, of_x, recomputed = needs.input(0), needs.input(1), needs.param("down.weight")
-    dz = d_weights = scaled = None
+    dx = dz = d_weights = scaled = None
     if of_up or of_x or of_weights or recomputed:
         indices = None if r.indices is None else _rows(r.indices)
         weights = r.numbers if r.weights is None else r.weights  # on the output, their gradient reads only their shape and dtype
         weights = r.place.new_empty(r.place.shape, dtype=r.weights_dtype) if weights is None else _rows(weights)
-        dz, d_weights, scaled = kernels.experts_dgrad(
-            _rows(dy),
-            r.down,
-            r.z,
-            weights,
-            r.order,
-            r.offsets,
-            r.place,
-            r.down_bias,
-            indices,
-            *cfg.gated,
-            of_up or of_x,
-            of_weights,
-            recomputed,
-        )
-    dx = None
+        rows = weights, r.order, r.offsets, r.place, r.down_bias, indices
+        asked = of_up or of_x, of_weights, recomputed
+        dz, d_weights, scaled = kernels.experts_dgrad(_rows(dy), r.down, r.z, *rows, *cfg.gated, *asked)
     if of_x:
         dx = gather_rows(grouped_product(dz, r.up, None, r.offsets, None, 1, None, False), r.place, None).view(r.shape)
     pending = ExpertsPending.keep(
@@ -296,52 +294,39 @@ def experts_wgrad(pending: ExpertsPending, cfg: ExpertsConfig, *, into: ExpertsP
     if into is not None:
         check_experts_into("experts_wgrad", pending, cfg, into)
     sums = (None, None) if into is None else (into.up, into.down)
-    made = ExpertsParams(*[_gradients(args, own, bias) for (args, bias), own in zip(_layers(pending, cfg), sums, strict=True)])
-    return made if into is None else into
+    made = [grouped_linear_wgrad(*one, into=own) for one, own in zip(_layers(pending, cfg), sums, strict=True)]
+    return ExpertsParams(*made) if into is None else into
 
 
 def experts_products(pending: ExpertsPending, cfg: ExpertsConfig, *, into: ExpertsParams) -> list[GroupedProduct]:
     """The gradients of both layers as products to run later. A bias's gradient alone is added at once."""
     check_experts_into("experts_wgrad", pending, cfg, into)
-    found = []
-    for (args, bias), sums in zip(_layers(pending, cfg), (into.up, into.down), strict=True):
-        if args[0] is not None and args[1] is not None:
-            found.append(GroupedProduct(args, sums.weight, sums.bias if bias else None))
-        else:
-            _gradients(args, sums, bias)
-    return found
+    layers = zip(_layers(pending, cfg), (into.up, into.down), strict=True)
+    return [product for (p, layer), own in layers if p is not None for product in grouped_linear_products(p, layer, into=own)]
 
 
-def _layers(p: ExpertsPending, cfg: ExpertsConfig) -> list[tuple[Any, bool]]:
-    """The arguments of `grouped_wgrad` for the up and the down layer, the last one apart: whether a bias gets a gradient."""
-    up, down = (cfg.bias and p.needs.param(f"{name}.bias") for name in ("up", "down"))
-    x, dz, dy, scaled = (None if t is None else _rows(t) for t in (p.x, p.dz, p.dy, p.scaled))
-    s = of_rows(p.weights, p.order) if down and p.weights is not None else None
-    return [((dz, x, p.offsets, None, p.order, p.choices, None), up), ((dy, scaled, p.offsets, p.order, None, p.choices, s), down)]
+def _layers(p: ExpertsPending, cfg: ExpertsConfig) -> list[tuple[GroupedLinearPending | None, GroupedLinearConfig]]:
+    """The pending and the config of the up and the down layer, as of `grouped_linear`."""
+    masks = [sub_mask(p.needs.params, name) if cfg.bias else p.needs.param(f"{name}.weight") for name in cfg.linear_parts]
+    up, down = (Needs(params=mask) for mask in masks)
+    keep = functools.partial(GroupedLinearPending.keep, offsets=p.offsets, choices=p.choices)
+    of_up = keep(cfg.up, up, x=p.x, dy=p.dz, order=p.order)
+    of_down = keep(cfg.down, down, x=p.scaled, dy=p.dy, dy_order=p.order, weights=p.weights, weights_order=p.order)
+    return [(of_up, cfg.up), (of_down, cfg.down)]
 
 
-def check_experts_into(where: str, p: ExpertsPending, cfg: ExpertsConfig, into: ExpertsParams) -> None:
+def check_experts_into(where: str, pending: ExpertsPending, cfg: ExpertsConfig, into: ExpertsParams) -> None:
     """Check `into`, before anything is added or sent."""
-    biases = [cfg.bias and p.needs.param(f"{name}.bias") for name in ("up", "down")]
-    layers = zip((cfg.up, cfg.down), (p.dz, p.dy), (p.x, p.scaled), biases, strict=True)
-    check_into(where, into, ExpertsParams(*[_wanted(*layer) for layer in layers]))
+    check_into(where, into, ExpertsParams(*[_wanted(*one) for one in _layers(pending, cfg)]))
 
 
-def _wanted(layer: GroupedLinearConfig, dy: Tensor | None, x: Tensor | None, bias: bool) -> GroupedLinearParams:
+def _wanted(p: GroupedLinearPending | None, layer: GroupedLinearConfig) -> GroupedLinearParams:
     """Gradients of the shapes and dtypes that accumulators must have."""
-    if dy is None:
+    if p is None:
         return GroupedLinearParams(None, None)
-    shape = dy.new_empty(()).expand(layer.experts, *layer.weight_shape)
-    return GroupedLinearParams(NO_GRADIENT if x is None else shape, shape[..., 0] if bias else None)
-
-
-def _gradients(args: Any, into: GroupedLinearParams | None, bias: bool) -> GroupedLinearParams:
-    dy, x, *_ = args
-    if dy is None or (x is None and not bias):
-        return GroupedLinearParams(None, None) if into is None else into
-    if into is None:
-        return GroupedLinearParams(*grouped_wgrad(*args, bias))
-    return into_grouped(args, into, x is not None, bias)
+    shape = p.dy.new_empty(()).expand(layer.experts, *layer.weight_shape)
+    bias = layer.bias and p.needs.param("bias")
+    return GroupedLinearParams(NO_GRADIENT if p.x is None else shape, shape[..., 0] if bias else None)
 
 
 experts = make_op(

@@ -29,6 +29,7 @@ TransformerEngine's GroupedLinear; arXiv:2211.15841.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import field
 from typing import Any, ClassVar
 
@@ -68,10 +69,11 @@ class GroupedLinearConfig(OpConfig):
     linear_weights = ("weight",)
 
     def __post_init__(self) -> None:
+        where = type(self).__name__
         for name in ("experts", "in_features", "out_features"):
-            require(getattr(self, name) >= 1, "GroupedLinearConfig", name, "at least 1", getattr(self, name))
+            require(getattr(self, name) >= 1, where, name, "at least 1", getattr(self, name))
         right = not self.weighted or (self.bias and not self.gathered)
-        require(right, "GroupedLinearConfig", "weighted", "False without a bias or with gathered rows", True)
+        require(right, where, "weighted", "False without a bias or with gathered rows", True)
         object.__setattr__(self, "weight_shape", (self.out_features, self.in_features))
         object.__setattr__(self, "bias_shape", (self.out_features,))
 
@@ -233,21 +235,25 @@ def grouped_linear_dgrad(
         weights_order=r.weights_order,
         choices=r.choices,
     )
+    weight = r.weight
+    return gradients_of_x(
+        r, dy, cfg, lambda: kernels.grouped_product(dy, _stacked(weight), None, offsets, None, 1, None, False)
+    ), pending
+
+
+def gradients_of_x(r: Any, dy: Tensor, cfg: Any, product: Callable[[], Tensor]) -> tuple[Tensor | None, ...]:
+    """dx, from the function that computes it by row, summed by token if x was gathered; and `dy_n . b_e`, at the place of the row's
+    weight."""
     dx = d_weights = None
-    if needs.input(0):
-        dx = kernels.grouped_product(dy, _stacked(r.weight), None, offsets, None, 1, None, False)
+    if r.needs.input(0):
+        dx = product()
         if r.place is not None:
             dx = gather_rows(dx, r.place.reshape(-1, r.place.shape[-1]), None).view(r.shape)
-    if cfg.weighted and needs.input(3):
-        d_weights = gradient_of_weights(dy, _stacked(r.bias), r)
-    return r.inputs.make((dx, None, None, d_weights)[: r.inputs.parts]), pending
-
-
-def gradient_of_weights(dy: Tensor, bias: Tensor, residuals: Any) -> Tensor:
-    """`dy_n . b_e`, at the position of row n's weight."""
-    shape, dtype = residuals.weights_like
-    ds = kernels.grouped_product(dy, bias.unsqueeze(-1), None, residuals.offsets, None, 1, None, False)
-    return of_choices(ds.to(dtype), residuals.weights_order, shape)
+    if cfg.weighted and r.needs.input(3):
+        shape, dtype = r.weights_like
+        ds = kernels.grouped_product(dy, _stacked(r.bias).unsqueeze(-1), None, r.offsets, None, 1, None, False)
+        d_weights = of_choices(ds.to(dtype), r.weights_order, shape)
+    return r.inputs.make((dx, None, None, d_weights)[: r.inputs.parts])
 
 
 @wgrad_of(GroupedLinearPending, GroupedLinearParams)

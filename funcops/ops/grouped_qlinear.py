@@ -14,6 +14,9 @@ x in low precision, or x itself if the recipe has keep="input"; w, offsets and i
 before x is gathered; codes with a scale for each group are made after, and also serve keep="col"; codes by columns pad each group
 to whole blocks: at most E (block - 1) rows more. On CUDA the host reads no value. TransformerEngine's GroupedLinear.
 
+Rows may be given as a `QTensor` in the recipe's blocks, made before they were sent (`funcops.dist.dispatch`): results have the same
+bits. If dw is computed, the recipe must have keep="row", as others make dw's operand from x itself.
+
 >>> import torch
 >>> from funcops import GroupedQLinearConfig, grouped_qlinear, random
 >>> from funcops.low_precision import Fp8Block
@@ -28,7 +31,6 @@ tensor([1., 3.])
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -38,13 +40,13 @@ from funcops.backend import wide
 from funcops.contract.by_config import ByConfig
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
-from funcops.contract.schema import DGRAD, WGRAD, Pending, Residuals, saved, static
-from funcops.errors import check, require
+from funcops.contract.schema import DGRAD, WGRAD, Pending, saved, static
+from funcops.errors import check, fail, require
 from funcops.formats import QTensor, check_quantized
 from funcops.formats.recipes import LOW_FORMS, OPERANDS, PRODUCTS, Recipe, require_recipe
 from funcops.formats.scaled import Scaled
 from funcops.kernels.grouped import grouped_wgrad, grouped_wgrad_into
-from funcops.kernels.routing import gather_rows, of_rows
+from funcops.kernels.routing import of_rows
 from funcops.ops import _quantized_groups as coded
 from funcops.ops._low_config import LowConfig, old_of_input
 from funcops.ops._quantized_groups import Groups
@@ -52,7 +54,8 @@ from funcops.ops.coded_linear import add_all_but_dw, check_params, check_roundin
 from funcops.ops.grouped_linear import (
     GroupedLinearConfig,
     GroupedLinearParams,
-    gradient_of_weights,
+    GroupedLinearResiduals,
+    gradients_of_x,
     grouped_inputs,
     grouped_linear,
     grouped_linear_init,
@@ -66,24 +69,19 @@ __all__ += ["grouped_qlinear_fwd", "grouped_qlinear_init", "grouped_qlinear_wgra
 
 
 @config
-class GroupedQLinearConfig(LowConfig):
+class GroupedQLinearConfig(LowConfig, GroupedLinearConfig):
     """The fields of `GroupedLinearConfig`, for stacked weights, and a `recipe` of `funcops.low_precision`. Raises `ValueError` for
     sizes that its blocks do not divide."""
 
-    experts: int = field(kw_only=False)
-    in_features: int = field(kw_only=False)
-    out_features: int = field(kw_only=False)
-    recipe: Recipe = field(kw_only=False)
-    bias: bool = True
-    gathered: bool = False
-    weighted: bool = False
+    plain = GroupedLinearConfig
+    stacked: ClassVar[bool] = True  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         where = "GroupedQLinearConfig"
         require_recipe(where, self.recipe)
-        for name in ("experts", "in_features", "out_features"):
-            size, multiple = getattr(self, name), 1 if name == "experts" else self.recipe.multiple
-            require(size >= 1, where, name, "at least 1", size)
+        super().__post_init__()
+        for name in ("in_features", "out_features"):
+            size, multiple = getattr(self, name), self.recipe.multiple
             require(size % multiple == 0, where, name, f"a multiple of {multiple} ({type(self.recipe).__name__})", size)
         formats = {name: getattr(self.recipe, name) for name in OPERANDS}
         low = self.recipe.wgrad == "low"
@@ -102,38 +100,24 @@ class GroupedQLinearConfig(LowConfig):
         alike = not low or self.recipe.dy_col.tile == self.recipe.x_col.tile
         wanted = f"x_col's, {self.recipe.x_col.tile}, as dw takes both by one tile (or wgrad='high')"
         require(alike, where, "recipe.dy_col.tile", wanted, self.recipe.dy_col.tile)
-        self.set_linear(GroupedLinearConfig)
-        object.__setattr__(self, "weight_shape", self.linear.weight_shape)
-        object.__setattr__(self, "bias_shape", self.linear.bias_shape)
         object.__setattr__(self, "group_dims", (self.experts,))
 
-    linear: ClassVar[GroupedLinearConfig]
-    weight_shape: ClassVar[tuple[int, int]]  # of an expert
-    bias_shape: ClassVar[tuple[int]]
-    stacked: ClassVar[bool] = True
-
-    def widths(self, width: int | None) -> tuple[int | None, int | None]:
-        return self.in_features, self.out_features
+    @property
+    def takes_codes(self) -> Any:
+        return None if self.recipe.keep != "row" or self.recipe.x.whole else self.recipe.x
 
 
 OF_WEIGHT = ("params.weight",)
-OF_ALL = ("x.0", "x.3", "params.weight", "params.bias")
 
 
-class GroupedQLinearResiduals(Residuals, static=("inputs", "shape", "dtype")):
+class GroupedQLinearResiduals(GroupedLinearResiduals):
     x: Any = saved("[N, I] or [*, I]", needed_by=WGRAD, of=OF_WEIGHT, tree=True)
     weight: Any = saved("[E, O, I]", alias="params.weight", needed_by=DGRAD, of=("x.0",), tree=True)
-    offsets: Tensor = saved("[E + 1]", alias="x.1", needed_by=DGRAD | WGRAD, of=OF_ALL)
-    order: Tensor | None = saved("[N]", alias="x.2", needed_by=WGRAD, of=OF_WEIGHT)
-    place: Tensor | None = saved("[*, K]", alias="x.3", needed_by=DGRAD, of=("x.0",))
     bias: Tensor | None = saved("[E, O]", alias="params.bias", needed_by=DGRAD, of=("x.3",))  # if weighted
     weights: Tensor | None = saved("[*, K]", alias="x.3", needed_by=DGRAD, of=("params.bias",))
     weights_order: Tensor | None = saved("[N]", alias="x.2", needed_by=DGRAD, of=("x.3", "params.bias"))
     amaxes: Tensor = saved("[E, 2]", needed_by=WGRAD, of=OF_WEIGHT)
     rounding: Tensor = saved("[E, 3] or [E, 2]", needed_by=DGRAD | WGRAD, of=("x.0", "params.weight"), tree=True)
-    y_shape: torch.Size = static()
-    weights_like: tuple[torch.Size, torch.dtype] | None = static()
-    choices: int = static()  # K; 1 if not gathered
 
 
 class GroupedQLinearOfInputResiduals(GroupedQLinearResiduals):
@@ -168,20 +152,22 @@ def grouped_qlinear_init(
 
 @forward(GroupedQLinearConfig, GroupedLinearParams)
 def grouped_qlinear_fwd(
-    params: GroupedLinearParams, x: tuple[Tensor, ...], cfg: GroupedQLinearConfig, *, needs: Needs = Needs.ALL
+    params: GroupedLinearParams, x: tuple[Any, ...], cfg: GroupedQLinearConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, GroupedQLinearKept | None]:
     """`y_n = q(x)_n q(w_e)^T + b_e`. x: as for `grouped_linear_fwd` -> y: [N, O]. Raises `ValueError` or `TypeError` for a
     wrong shape, dtype, device, format or recipe, and on the CPU for offsets that do not ascend from 0 to at most N;
     `RuntimeError` on a device without the formats."""
     where, recipe = "grouped_qlinear_fwd", cfg.recipe
-    flat, groups, scales = _checked(where, params, x, cfg)
+    given = _given(where, x[0], cfg, needs) if isinstance(x, tuple) and x and isinstance(x[0], QTensor) else None
+    flat, groups, scales = _checked(where, params, x if given is None else (given.outline(), *x[1:]), cfg)
     weight, amaxes, rounding = params.weight, None, rounding_of(params.weight, recipe)
     if isinstance(weight, Scaled):
         (row, amax_x), index = coded.scaled_rows(flat, recipe.x, groups, weight.scale[:, :1].reshape(-1)), None
         w, amax_w = coded.scaled_weights(weight, recipe)
         amaxes, rounding = torch.stack((amax_x, amax_w), 1), weight.scale
     else:
-        (row, index), w = coded.rows_in(flat, recipe.x, groups), coded.weight_rows(weight, recipe)
+        row, index = coded.rows_in(flat, recipe.x, groups) if given is None else (given, groups.at())
+        w = coded.weight_rows(weight, recipe)
     y = coded.product(row, index, w, params.bias, scales, groups, flat.dtype)
     own = kept_inputs(params, x, cfg) | dict(rounding=rounding, y_shape=y.shape, amaxes=amaxes)
     if recipe.keep != "input":
@@ -189,6 +175,18 @@ def grouped_qlinear_fwd(
         own["x"] = row if ready else coded.columns_in(flat, recipe.x_col, groups, recipe.hadamard)
         own["order"] = groups.order if ready and index is not None else None
     return y, _kept(cfg).keep(cfg, needs, **own)
+
+
+def _given(where: str, rows: Any, cfg: GroupedQLinearConfig, needs: Needs) -> QTensor:
+    """Check and return rows in codes."""
+    recipe = cfg.recipe
+    why = "scale is of all rows of an expert" if recipe.x.whole else ""
+    if not why and recipe.keep != "row" and needs.param("weight"):
+        why = f"keep={recipe.keep!r} makes dw's operand from x itself (keep='row' takes codes)"
+    if why:
+        fail(where, "x.0", f"a tensor, as {type(recipe).__name__}'s {why}", "a QTensor", TypeError)
+    check_quantized(where, "x.0", rows, recipe.x, "row", torch.Size((len(rows.codes), cfg.in_features)))
+    return rows  # type: ignore[no-any-return]
 
 
 def _checked(
@@ -216,13 +214,10 @@ def grouped_qlinear_dgrad(
     low, groups = needs_low(needs, recipe), Groups(offsets, None, 1, len(dy))
     check_rounding(where, residuals, recipe, low)
     row, col, amaxes = _of_gradient(dy, recipe, residuals.rounding, groups, bool(needs.input(0)), low, residuals.amaxes)
-    dx = d_weights = None
-    if needs.input(0):
-        dx, place = coded.product(row, None, coded.weight_columns(weight, recipe), None, None, groups, dy.dtype), residuals.place
-        if place is not None:
-            dx = gather_rows(dx, place.reshape(-1, place.shape[-1]), None).view(residuals.shape)
-    if cfg.weighted and needs.input(3):
-        d_weights = gradient_of_weights(dy, residuals.bias, residuals)  # type: ignore[arg-type]
+
+    def product() -> Tensor:
+        return coded.product(row, None, coded.weight_columns(weight, recipe), None, None, groups, dy.dtype)
+
     pending = GroupedQLinearPending.keep(
         cfg,
         needs,
@@ -236,7 +231,7 @@ def grouped_qlinear_dgrad(
         rows=len(dy),
         dtype=dy.dtype,
     )
-    return residuals.inputs.make((dx, None, None, d_weights)[: residuals.inputs.parts]), pending
+    return gradients_of_x(residuals, dy, cfg, product), pending
 
 
 def _of_gradient(

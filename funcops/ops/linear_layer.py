@@ -4,6 +4,8 @@
 
 A rule asks for these properties, not for an op, so it serves each variant that has them. An op has its `LinearLayer` in `Op.layer`.
 Its raw dgrad also takes the sums of dy over blocks of rows, of which it makes the bias gradient: `dgrad(residuals, dy, cfg, sums)`.
+
+The functions of every variant but `linear` itself are `fwd`, `dgrad`, `wgrad` and `bwd` here, written once in terms of the hooks.
 """
 
 from __future__ import annotations
@@ -14,15 +16,24 @@ from typing import Any
 from torch import Tensor
 
 from funcops.contract.needs import Needs
+from funcops.contract.schema import NO_GRADIENT
 
 
 class LinearLayer:
     """The base of the hooks of an op whose params are `LinearParams`. Its defaults hold for a layer without communication. A hook
     without a default is called only if the layer has its property: `kept` if `y_is_product`, `pending` if `dense`, `prepared` and
-    `from_prepared` if `prepares`, `part_of_dx` if `joins`, `wait_x` if `start_x` sends something."""
+    `from_prepared` if `prepares`, `wait_x` if `start_x` sends something, and those from `run` on by the functions of the layer."""
 
     dense = True
     """Whether the operands of the products are tensors, not codes."""
+
+    def __init__(self, name: str = "", residuals: Any = None, pending: Any = None) -> None:
+        """The name of its op, and the classes of its residuals and pending; not given for a layer whose functions are its own."""
+        self.name, self._residuals, self._pending = name, residuals, pending
+
+    def keeps(self, config: type) -> Any:
+        """The classes of its residuals, as an op declares them."""
+        return self._residuals
 
     def y_is_product(self, cfg: Any) -> bool:
         """Whether y is the product of `rows(x, cfg)` and the weight, and the bias: a kernel may compute it together with the steps
@@ -87,10 +98,6 @@ class LinearLayer:
         """Siblings for which this is equal sum their parts of dx, or prepare x for their dw, once. None if they cannot."""
         return None
 
-    def part_of_dx(self, residuals: Any, dy: Tensor, cfg: Any) -> tuple[Tensor, Any]:
-        """A rank's part of dx, as the `product` of `start_dx` computes it, and the pending weight gradient."""
-        raise self._absent("part_of_dx")
-
     def y_products(self, x: Tensor, cfg: Any, products: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """The y of siblings, from the function that computes them from `rows(x, cfg)`, or from some of these rows."""
         return products(self.rows(x, cfg))
@@ -121,3 +128,33 @@ class LinearLayer:
     def pending(self, residuals: Any, dy: Tensor, rows: Tensor, cfg: Any) -> Any:
         """The pending weight gradient, of dy and `dy_rows(dy, cfg)`."""
         raise self._absent("pending")
+
+    # What the functions below are made of: the layer of an op with functions of its own, such as `linear`, has none of these.
+    init: Callable[..., Any]  # (cfg, key, device, dtype) -> params
+    check_x: Callable[..., None]  # (where, x, cfg): raise what the op's forward raises for its x
+    run: Callable[..., tuple[Tensor, Any]]  # (params, x, cfg, needs) -> y and residuals, of checked tensors
+    read_dy: Callable[..., tuple[Any, Any]]
+    """`(where, residuals, dy, cfg, sums=None, into=None)`: check dy, and the accumulators if given, before anything is sent. It
+    returns dy as the product for dx reads it, None if dx is not needed, and the pending weight gradient."""
+    part: Callable[..., Tensor]
+    """`(row, residuals, cfg)`: this rank's part of dx, as the `product` of `start_dx` computes it, from what `read_dy` returned."""
+    gradients: Callable[..., Any]
+    """`(where, pending, cfg, into, sent=None)`: the gradients of params, added to `into` if given. `sent`: x, if it is in flight"""
+    bwd: Callable[..., tuple[Any, Tensor]]  # (residuals, dy, cfg, into), if it is not its halves one after the other
+    products: Callable[..., list[Any]]  # (pending, cfg, *, into): as in `Op.products`
+
+    def fwd(self, params: Any, x: Tensor, cfg: Any, needs: Needs) -> tuple[Tensor, Any]:
+        self.check_x(f"{self.name}_fwd", x, cfg)
+        self.check(params, x, cfg)
+        return self.run(params, x, cfg, needs)
+
+    def dgrad(self, residuals: Any, dy: Tensor, cfg: Any, sums: Tensor | None = None) -> tuple[Tensor, Any]:
+        row, pending = self.read_dy(f"{self.name}_dgrad", residuals, dy, cfg, sums)
+        return NO_GRADIENT if row is None else self.wait_dx(self.dx_of(row, residuals, cfg), cfg), pending
+
+    def dx_of(self, row: Any, residuals: Any, cfg: Any) -> Tensor:
+        """dx in flight."""
+        return self.start_dx((row,), cfg, lambda rows: self.part(rows[0], residuals, cfg))
+
+    def wgrad(self, pending: Any, cfg: Any, into: Any) -> Any:
+        return self.gradients(f"{self.name}_wgrad", pending, cfg, into)

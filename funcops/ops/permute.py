@@ -7,8 +7,9 @@ x is `(x, indices)`. x, dx: [*, D] of one float dtype; indices: [*, K] int32 or 
 and place [*, K] int32. dy is `(drows, None, None)`: integers have no gradient. An index of E is a dropped choice: its row, at
 offsets[E] or beyond, is zero and has no gradient. Within an expert rows are in the order of the tokens.
 With `gathered` no rows are made, for ops that gather them by an index (`grouped_linear`, `glu`): x is `(weights, x, indices)`, as
-for `experts`, and y is `(x, weights, offsets, order, place)`, with x and weights themselves; row n belongs to token order[n] // K,
-with weight weights.flat[order[n]], order [N] int32. dy is `(dx, d weights, None, None, None)`, and nothing is kept.
+for `experts`, or with x in codes, and y is `(x, weights, offsets, order, place)`, with x and weights themselves; row n belongs to
+token order[n] // K, with weight weights.flat[order[n]], order [N] int32. dy is `(dx, d weights, None, None, None)`, and nothing is
+kept.
 Sums are in float32 (float64 for float64), rounded once. Kept: place and offsets, parts of y: no bytes of its own.
 An index outside [0, E] raises `IndexError` on the CPU; on CUDA it is a device-side assertion, as in PyTorch.
 
@@ -36,6 +37,7 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
 from funcops.contract.schema import DGRAD, Inputs, Residuals, saved, static
 from funcops.errors import FLOATS, check, describe, fail, require
+from funcops.formats import QTensor
 from funcops.kernels import routing as kernels
 from funcops.ops._ids import INDICES, check_ids
 from funcops.ops._tuples import require_tuple
@@ -87,6 +89,7 @@ def permute_fwd(
 def _sorted(x: Any, cfg: PermuteConfig, needs: Needs) -> tuple[tuple[Tensor, ...], PermuteResiduals | None]:
     """Sort the choices by expert, without copying x."""
     weights, t, indices = require_tuple("permute_fwd", x, "weights", "x", "indices")
+    given, t = t, t.outline() if isinstance(t, QTensor) else t
     check("permute_fwd", "x.1 (x)", t, (...,), FLOATS)
     check("permute_fwd", "x.0 (weights)", weights, (...,), tuple({t.dtype: 0, wide(t.dtype): 0}), t)
     if not t.dim() or not weights.dim() or weights.shape[:-1] != t.shape[:-1] or not weights.shape[-1]:
@@ -95,7 +98,7 @@ def _sorted(x: Any, cfg: PermuteConfig, needs: Needs) -> tuple[tuple[Tensor, ...
     kernels.check_row_count("permute_fwd", "x.2 (indices)", indices.numel())
     check_ids("permute_fwd", "x.2 (indices)", indices, cfg.experts)
     order, _, offsets, place = kernels.sort_by_expert(indices, cfg.experts)
-    return (t, weights, offsets, order, place), sorted_kept(cfg, needs, x)
+    return (given, weights, offsets, order, place), sorted_kept(cfg, needs, x)
 
 
 def sorted_kept(cfg: PermuteConfig, needs: Needs, x: tuple[Tensor, Tensor, Tensor]) -> PermuteResiduals | None:

@@ -31,22 +31,20 @@ tensor([4., 4.])
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from funcops.contract.by_config import ByConfig
-from funcops.contract.needs import Needs
-from funcops.contract.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.contract.op import Op, config
 from funcops.contract.renamed import warn
 from funcops.contract.schema import DGRAD, WGRAD, Pending, Residuals, saved, static
 from funcops.errors import require
 from funcops.formats.recipes import Recipe, require_recipe
+from funcops.ops._layer_op import layer_op
 from funcops.ops._low_config import LowConfig, low_form, old_of_input
 from funcops.ops.coded_linear import CodedLinear
-from funcops.ops.linear import LinearConfig, LinearParams, linear, linear_init
+from funcops.ops.linear import LinearConfig, linear
 
 __all__ = ["QLinearConfig", "QLinearPending", "QLinearResiduals"]
 __all__ += ["qlinear", "qlinear_bwd", "qlinear_dgrad", "qlinear_fwd", "qlinear_init", "qlinear_wgrad"]
@@ -57,12 +55,11 @@ class QLinearConfig(LowConfig, LinearConfig):
     """The fields of `LinearConfig`, and a `recipe` of `funcops.low_precision`. Raises `ValueError` for sizes that its blocks do not
     divide."""
 
-    recipe: Recipe = field(kw_only=False)
+    plain = LinearConfig
 
     def __post_init__(self) -> None:
         require_recipe("QLinearConfig", self.recipe)
         super().__post_init__()
-        self.set_linear(LinearConfig)
         for name in ("in_features", "out_features"):
             size, multiple = getattr(self, name), self.recipe.multiple
             require(size % multiple == 0, "QLinearConfig", name, f"a multiple of {multiple} ({type(self.recipe).__name__})", size)
@@ -80,9 +77,6 @@ class QLinearOfInputResiduals(QLinearResiduals):
     x: Tensor = saved("[*, I]", alias="x", needed_by=WGRAD, of=("params.weight",))
 
 
-QLinearKept = QLinearResiduals | QLinearOfInputResiduals
-
-
 class QLinearPending(Pending, static=("dtype",)):
     x: Any = saved("[*, I]", alias="residuals.x", needed_by=WGRAD, of=("params.weight",), tree=True)
     dy: Any = saved("[*, O]", needed_by=WGRAD, of=("params.weight",), tree=True)
@@ -91,6 +85,8 @@ class QLinearPending(Pending, static=("dtype",)):
 
 
 class _Layer(CodedLinear):
+    of_input = QLinearOfInputResiduals
+
     def prepares(self, cfg: Any) -> Hashable:
         return None if cfg.recipe.delayed else cfg.recipe  # with delayed scaling each has a scale of its own
 
@@ -101,53 +97,20 @@ class _Layer(CodedLinear):
         return {"x": self.factors("qlinear_wgrad", pending, cfg)[1]}
 
 
-_layer = _Layer("qlinear", QLinearResiduals, QLinearOfInputResiduals, QLinearPending)
-
-
-@init_of(QLinearConfig)
-def qlinear_init(
-    cfg: QLinearConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
-) -> LinearParams:
-    """The params that `linear_init` draws, in high precision."""
-    return linear_init(cfg.linear, key=key, device=device, dtype=dtype)
-
-
-@forward(QLinearConfig, LinearParams)
-def qlinear_fwd(
-    params: LinearParams, x: Tensor, cfg: QLinearConfig, *, needs: Needs = Needs.ALL
-) -> tuple[Tensor, QLinearKept | None]:
-    """`y = q(x) q(w)^T + b`. x: [*, I] -> y: [*, O]. Raises `ValueError` or `TypeError` for a wrong shape, dtype, device, format or
-    recipe, and `RuntimeError` on a device without the formats."""
-    return _layer.fwd(params, x, cfg, needs)
-
-
-@dgrad_of(ByConfig(QLinearConfig, _layer.kept_class, (QLinearResiduals, QLinearOfInputResiduals)))
-def qlinear_dgrad(
-    residuals: QLinearKept, dy: Tensor, cfg: QLinearConfig, sums: Tensor | None = None
-) -> tuple[Tensor, QLinearPending | None]:
-    """`dx = q(dy) q(w)`. dy: [*, O] -> dx: [*, I], and the pending weight gradient: dy and x in low precision, db; with
-    keep="input" x itself, and dy itself if dw is computed in high precision."""
-    return _layer.dgrad(residuals, dy, cfg, sums)
-
-
-@wgrad_of(QLinearPending, LinearParams)
-def qlinear_wgrad(pending: QLinearPending, cfg: QLinearConfig, *, into: LinearParams | None = None) -> LinearParams:
-    """`dw = q(dy)^T q(x)`, and db; added to `into` if given. For a `Scaled` weight, dw is `Scaled` too, with
-    the amaxes [3] of x, w and dy, uint32 (`funcops.formats.scaled.bits_of`); `into` takes the larger of these."""
-    return _layer.wgrad(pending, cfg, into)
-
-
-qlinear = make_op(
+qlinear, qlinear_init, qlinear_fwd, qlinear_bwd, qlinear_dgrad, qlinear_wgrad = layer_op(
+    _Layer,
     "qlinear",
     QLinearConfig,
-    init=qlinear_init,
-    fwd=qlinear_fwd,
-    dgrad=qlinear_dgrad,
-    wgrad=qlinear_wgrad,
-    products=_layer.products,
-    layer=_layer,
+    QLinearResiduals,
+    QLinearPending,
+    init="The params that `linear_init` draws, in high precision.",
+    fwd="""`y = q(x) q(w)^T + b`. x: [*, I] -> y: [*, O]. Raises `ValueError` or `TypeError` for a wrong shape, dtype, device,
+    format or recipe, and `RuntimeError` on a device without the formats.""",
+    dgrad="""`dx = q(dy) q(w)`. dy: [*, O] -> dx: [*, I], and the pending weight gradient: dy and x in low precision, db; with
+    keep="input" x itself, and dy itself if dw is computed in high precision.""",
+    wgrad="""`dw = q(dy)^T q(x)`, and db; added to `into` if given. For a `Scaled` weight, dw is `Scaled` too, with the amaxes [3]
+    of x, w and dy, uint32 (`funcops.formats.scaled.bits_of`); `into` takes the larger of these.""",
 )
-qlinear_bwd = both_halves(qlinear, qlinear_dgrad, qlinear_wgrad)
 
 
 def op_of(recipe: Recipe) -> Op:

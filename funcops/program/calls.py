@@ -94,9 +94,7 @@ class Calls(Gradients):
         if raw is None or dy == NONE:
             return
         for a in self._filling(call):
-            self.row("twin", call, (f"n{i}",), (f"n{i}",), needs=call.needs if whole else call.kept)
-            for name in call.fields:
-                self.row("put", call, (f"n{i}", a), (), name)
+            self.row("twin", call, (f"n{i}", a), (f"n{i}",), needs=call.needs if whole else call.kept)
         dgrad, wgrad = raw if isinstance(raw, tuple) else (raw, None)
         given, d, p, q = (f"n{i}", dy), f"d{i}", f"p{i}", f"q{i}"
         if whole and not isinstance(raw, tuple):

@@ -11,9 +11,10 @@ from funcops.contract.needs import Needs
 from funcops.contract.walk import nested
 from funcops.errors import describe, fail, in_html, join_path, on_screen, require_device, require_dtype, require_flag, require_type
 from funcops.program.lower import Call, Lowered, lower
-from funcops.program.programs import rows_of
+from funcops.program.programs import joins, rows_of
 from funcops.program.rows import Row
 from funcops.program.rules import BACKWARD, FORWARD, NearMiss, Piece, Rule, Saving, cover
+from funcops.program.turns import turns_of
 
 
 class Line(NamedTuple):
@@ -68,7 +69,10 @@ def plan(cfg: Any, needs: Needs = Needs.ALL, device_type: str = "cuda", dtype: t
     [None, None]
     """
     _check_options("plan", needs, device_type, dtype)
-    lowered = lowered_of("plan", cfg, needs)
+    return _planned(lowered_of("plan", cfg, needs), device_type, dtype)
+
+
+def _planned(lowered: Lowered, device_type: str, dtype: torch.dtype) -> FusionPlan:
     found = cover(lowered, device_type, dtype)
     return FusionPlan(_lines(lowered, found.forward), _lines(lowered, found.backward), found.near_misses, _outputs(lowered))
 
@@ -117,8 +121,8 @@ class Explained(NamedTuple):
 
     def __str__(self) -> str:
         lines = list[str]()
-        for path, one in self.plans.items():
-            lines += [path or "(the program)", *(f"  {line}" for line in str(one).split("\n"))]
+        for path in dict.fromkeys((*self.plans, *self.rows)):
+            lines += [path or "(the program)", *(f"  {line}" for line in str(self.plans.get(path, "")).split("\n") if line)]
             for phase, rows in self.rows.get(path, {}).items():
                 lines += [f"  rows of the {phase}", *(f"    {line}" for row in rows for line in str(row).split("\n"))]
         return "\n".join(lines)
@@ -128,9 +132,11 @@ def explain(
     cfg: Any, needs: Needs = Needs.ALL, device_type: str = "cuda", dtype: torch.dtype = torch.bfloat16, *, rows: bool = False
 ) -> Explained:
     """The `plan` of `cfg` and of every program inside it, with the near misses and their reasons. The body of a repeat is shown
-    once, as if all its gradients were needed, unless `needs` is Needs.NONE. It takes neither params nor an x. With `rows` it also
-    shows the statements of each forward and whole backward: what each reads and writes, and where a local is released. Raises
-    `TypeError` for a config that is not a combinator's, `TypeError` or `ValueError` for invalid needs, device type or dtype.
+    once, as if all its gradients were needed, unless `needs` is Needs.NONE, and as a layer between two others: its forward begins
+    with the sum that ends the layer before it, if one kernel computes both. It takes neither params nor an x. With `rows` it also
+    shows the statements of each forward and whole backward: what each reads and writes, where a local is released, and when the
+    layers of a repeat start and wait for communication. Raises `TypeError` for a config that is not a combinator's, `TypeError` or
+    `ValueError` for invalid needs, device type or dtype.
 
     >>> from funcops import ActivationConfig, BiasConfig, ChainConfig, Step, activation, bias, explain
     >>> cfg = ChainConfig(steps=(Step("bias", bias, BiasConfig(8)), Step("act", activation, ActivationConfig("gelu"))))
@@ -149,11 +155,18 @@ def explain(
     written: dict[str, dict[str, tuple[Row, ...]]] = {}
     for part, around in nested(cfg):
         in_program = bool(around) and around[-1].cfg.lowered_by is not None and part.op.lower is not None
+        if rows and part.composite and part.cfg.times is not None and part.cfg.op.prefetch is not None:
+            written[part.path] = turns_of(part.cfg.op, part.cfg.times)
         if not part.composite or part.cfg.lowered_by is None or in_program:
             continue
         own = needs and Needs.ALL if around else needs
-        found[part.path] = plan(part.cfg, own, device_type, dtype)
+        low, between = lowered_of("explain", part.cfg, own), lowered_of("explain", part.cfg, own)
+        found[part.path] = _planned(low, device_type, dtype)
+        if around and (around[-1].cfg.times or 1) > 1 and joins(between, device_type, dtype):
+            found[part.path] = found[part.path]._replace(forward=_planned(between, device_type, dtype).forward)
+        else:
+            between = low
         if rows:
-            low = lowered_of("explain", part.cfg, own)
-            written[part.path] = {which: rows_of(which, low, cover(low, device_type, dtype)) for which in ("forward", "backward")}
+            halves = {"forward": between, "backward": low}
+            written[part.path] = {which: rows_of(which, one, cover(one, device_type, dtype)) for which, one in halves.items()}
     return Explained(found, written)

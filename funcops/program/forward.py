@@ -6,8 +6,8 @@ from typing import Any
 
 from funcops.contract.op import NoneType, raw_of
 from funcops.ops.fork import fork
-from funcops.program.lower import Call, Fold, Place, Value, begun_before
-from funcops.program.rows import Group, Row, Rows, names_of, part_names, released
+from funcops.program.lower import Call, Fold, Place, Scope, Value, begun_before
+from funcops.program.rows import Addends, Group, Row, Rows, names_of, released
 from funcops.program.rules import Piece
 from funcops.program.run import joined
 
@@ -17,7 +17,9 @@ class Forward(Rows):
 
     def write(self) -> tuple[Row, ...]:
         low = self.lowered
-        self.row("main", None, (), (f"v{low.main}",))
+        first = low.calls[0]
+        kind, given = ("addends", (first.main, *first.takes)) if low.begins else ("main", (low.main,))
+        self.row(kind, None, (), [f"v{v}" for v in given])
         for name, v in low.extras.items():
             self.row("extra", None, (), (f"v{v}",), name)
         piece_of = {call: piece for piece in self.cover.forward.values() for call in piece.calls}
@@ -35,14 +37,31 @@ class Forward(Rows):
                 self._call(row)
             elif row is piece.turn:
                 self._piece(piece, done)
-        main, others = self._of(low.output), [self._of(v) for v in low.outputs.values()]
-        reads = (*names_of(main), *others, *part_names("n", low.root))
-        self.row("return forward", low.root, reads, (), main, others, tuple(low.outputs))
+        others = [self._of(v) for v in low.outputs.values()]
+        main: Any = self._addends(low.total) if low.ends else self._of(low.output)
+        self.row("return forward", low.root, (*names_of(main), *others, self._kept(low.root)), (), main, others, tuple(low.outputs))
         return released(tuple(self.rows))
 
     def _of(self, value: Value) -> Any:
         """The local of a value of the forward; a group for a tuple."""
         return Group(map(self._of, value)) if isinstance(value, tuple) else f"v{self.lowered.resolve(value)}"
+
+    def _kept(self, part: Scope | Call) -> str:
+        """The local that holds the residuals of a part; `None` for a scope that needs nothing."""
+        if isinstance(part, Call):
+            return f"n{part.index}"
+        if not part.needs:
+            return "None"
+        own = [self._kept(one) for one in part.parts.values()]
+        self.row("traced kept" if self.traced else "kept", part, own, (f"N{part.index}",))
+        return f"N{part.index}"
+
+    def _addends(self, total: Call) -> Addends:
+        """The addends of the last sum, which is computed in the next layer; checked here, where they are made."""
+        found = Addends((self._of(total.main), self._of(total.takes[0])))
+        self.at(total.path)
+        self.row("alike", total, found[::-1])
+        return found
 
     def _fold(self, row: Fold, done: set[int]) -> None:
         if row.out not in done:

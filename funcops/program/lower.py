@@ -146,6 +146,8 @@ class Lowered:
     output: Value
     outputs: Extras
     backward: Back
+    begins = ends = False  # whether x, or y, is two addends in a list, which their reader empties (`cut`)
+    total: Call  # their sum
 
     def __init__(self) -> None:
         self.forward: list[Any] = []  # of Call and Fold
@@ -270,6 +272,20 @@ class Lowered:
             written.update((row.out, *row.gives) if late else ())
             (after if late else before).append(row)
         self.forward[first:] = before + after
+
+    def cut(self, begins: bool, ends: bool) -> bool:
+        """Let the sum that ends a layer begin the forward of the next one, where it may run with what reads it. Returns False, and
+        changes nothing, if the layer does not end with the sum of a skip."""
+        total = next((call for call in self.calls if call.out == self.output), None)
+        if total is None or total.op is not add or total.place is not None or type(total.main) is not int:
+            return False
+        self.begins, self.ends, self.total = begins, ends, total
+        if ends:
+            self.forward.remove(total)
+        if begins:
+            index, x, branch = len(self.forward) + ends, self.value(), self.value()
+            self.forward.insert(0, dataclasses.replace(total, index=index, main=branch, takes=(x,), out=self.main))
+        return True
 
     def _beside(self, main: int) -> None:
         """Put the call that writes `main` after the calls of the other branch, to which a sum adds it: the sum goes on with the row

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from funcops.backend import scopes, select, wants_triton
 from funcops.backend.source import compile_source
+from funcops.contract import functions
 from funcops.contract.configs import require_config
 from funcops.contract.needs import Mask, Needs
 from funcops.contract.op import Op, with_raw
@@ -33,6 +35,18 @@ _compiling = torch.compiler.is_dynamo_compiling
 
 def forward(op: Op, cfg: Any, needs: Needs, main: Any) -> Any:
     return _found("forward", op, cfg, needs, main)
+
+
+def forwards(op: Op, cfg: Any, needs: Sequence[Needs], params: Sequence[Any], main: Any) -> list[Any] | None:
+    """The forwards of equal layers in a row. None if each is by itself, as no kernel computes the sum that ends a layer with what
+    reads it in the next one; else they pass on its addends."""
+    if len(needs) < 2 or op.lower is None or functions.any_autocast() or not all([type(own) is dict for own in params]):
+        return None  # the op's own function runs, or raises the error
+    parts = ("forward_ends", *["forward_between"] * (len(needs) - 2), "forward_begins")
+    found = [_found("forward_between", op, cfg, needs[-1], main)]
+    if found[0]:
+        found = [_found(which, op, cfg, own, main) for which, own in zip(parts, needs, strict=True)]
+    return found if all(found) else None
 
 
 def backward(which: str, op: Op, cfg: Any, needs: Needs, dy: Any) -> Any:
@@ -90,12 +104,21 @@ def _made(
     which: str, op: Op, cfg: Any, needs: Needs, device_type: str | None, dtype: Any, named: bool, for_tracer: bool = False
 ) -> Any:
     lowered = lower(op, cfg, needs)
+    which, _, part = which.partition("_")
+    if part and not (joins(lowered, device_type, dtype) if part == "between" else lowered.cut(part == "begins", part == "ends")):
+        return False
     if which == "wgrad":  # no tensor tells them here: rules decide when it runs
         device_type, dtype = "cuda", torch.bfloat16
     found = cover(lowered, device_type, dtype, which == "backward")
     rows = rows_of(which, lowered, found, for_tracer)
     text, names = Source(named).function(which, rows, for_tracer)
     return compile_source(f"program: {which} of {op.name}", text, names)[which]
+
+
+def joins(lowered: Lowered, device_type: str | None, dtype: Any) -> bool:
+    """Cut the forward as a layer between two others. Whether that is cheaper than a layer by itself."""
+    apart = cover(lowered, device_type, dtype)
+    return lowered.cut(True, True) and cover(lowered, device_type, dtype).forward_saves > apart.forward_saves
 
 
 def rows_of(which: str, lowered: Lowered, found: Cover, for_tracer: bool = False) -> tuple[Row, ...]:

@@ -45,6 +45,13 @@ class Group(tuple[Any, ...]):
         return tuple(name for one in self for name in names_of(one))
 
 
+class Addends(Group):
+    """The names of the two addends of a sum that is computed later, by the function that empties their list."""
+
+    def __str__(self) -> str:
+        return f"[{', '.join(self)}]"
+
+
 def names_of(one: Any) -> tuple[str, ...]:
     """The locals of a name or a group."""
     return one.names if isinstance(one, Group) else (one,)

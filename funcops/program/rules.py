@@ -147,6 +147,12 @@ class Cover(NamedTuple):
     waiting: frozenset[int]
     near_misses: tuple[NearMiss, ...]
 
+    @property
+    def forward_saves(self) -> Saving:
+        """The saving of all pieces of the forward."""
+        saves = [piece.saves for piece in self.forward.values()]
+        return Saving(sum(one.passes for one in saves), sum(one.launches for one in saves))
+
 
 NOTHING = Cover({}, {}, frozenset(), ())
 

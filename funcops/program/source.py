@@ -1,8 +1,8 @@
 """The printer: rows as the text of a function, straight-line Python with a few lines a call, no loop, no lookup.
 
-Locals, with the number of their value, call or scope: v value, g its gradient; n residuals of a call, h the same held for later, p
-pending, d gradient of x, q of params, a recomputed y, r what it is recomputed from; E and G the values and gradients that a rule
-reads, out and j its results; P params, K residuals, W pending, I accumulators of a scope.
+Locals, with the number of their value, call or scope: v value, g its gradient; n residuals of a call, h the same held for later, N
+of a scope, p pending, d gradient of x, q of params, a recomputed y, r what it is recomputed from; E and G the values and gradients
+that a rule reads, out and j its results; P params, K residuals, W pending, I accumulators of a scope.
 
 What the ops' own functions check at every call is tested here by source that only says yes or no. If it says no, and while a
 compiler traces, the ops' own functions run, and raise the error.
@@ -34,6 +34,7 @@ class Source:
 
     def __init__(self, named: bool = False) -> None:
         self.names: dict[str, Any] = {"WithExtras": WithExtras, "Tensor": Tensor, "add": add, "fold_in": fold_in, "run": run}
+        self.names |= {"new": object.__new__, "new_node": dict.__new__, "fill": dict.update}
         self.names |= {"versions": versions, "any_autocast": functions.any_autocast}
         self.names |= {"scopes": scopes} if named else {}
         self.named = named

@@ -53,6 +53,8 @@ _TEST = """try: ok = fast and type({n}) is {Residuals} and {n}.cfg is {cfg}%s an
 except Exception: ok = False
 """
 
+_ALIKE = "if {r[1]}.shape != {r[0]}.shape or {r[1]}.dtype is not {r[0]}.dtype: run.unlike({r[0]}, {r[1]})"
+
 LINES = {
     "release": "del {reads}",
     "copy": "{w[0]} = {r[0]}",
@@ -64,6 +66,7 @@ LINES = {
     "unpack": "{d[0]} = {r[0]}",
     # The forward.
     "main": "{w[0]} = main; del main",
+    "addends": "{w[1]}, {w[0]} = main.pop(), main.pop(); del main",
     "extra": "{w[0]} = extras[{d[0]!r}]",
     "fold": "{w[0]} = fold_in({r[0]}, {d[0]})",
     "open params": """P{i} = {params}
@@ -75,13 +78,15 @@ if type(P{i}) is not dict or P{i}.keys() != {names}.keys(): run.check_names({d[0
     "begin": "{w[0]} = {begin}({params}, {cfg})",
     "begun fwd": "{y}, {last} = {fwd}({r[0]}.ready(), {bundle}, {cfg}, needs={kept_needs})",
     "output": "{w[0]} = {r[0]}{d[0]}",
-    "sum of skip": """if {r[1]}.shape != {r[0]}.shape or {r[1]}.dtype is not {r[0]}.dtype: run.unlike({r[0]}, {r[1]})
-{w[0]} = {r[0]} + {r[1]}""",
+    "alike": _ALIKE,
+    "sum of skip": f"{_ALIKE}\n{{w[0]}} = {{r[0]}} + {{r[1]}}",
     "forward piece": "{w[0]} = run.forward_piece({rule}, {calls}, ({all_params}), {d[0]}, E{i})",
     "taken": "{w[0]} = {r[0]}[{d[0]}]",
-    "return forward": "return {bundle}, {kept}",
-    "named return forward": "kept = {kept}\nscopes.kept(kept)\nreturn {bundle}, kept",
-    "kept": "{Kept}({{{d[0]}}}, cfg={scope_cfg}, needs={scope_needs})",
+    "kept": """{w[0]} = new_node({Kept}); fill({w[0]}, {{{kept}}})
+{w[0]}.cfg = {scope_cfg}; {w[0]}.needs = {scope_needs}; {w[0]}.donated = {w[0]}.gone = False; {w[0]}.had = ()""",
+    "traced kept": "{w[0]} = {Kept}({{{kept}}}, cfg={scope_cfg}, needs={scope_needs})",
+    "return forward": "return {bundle}, {last_read}",
+    "named return forward": "scopes.kept({last_read})\nreturn {bundle}, {last_read}",
     # Gradients.
     "outputs": "dy, {writes} = run.taken_apart({d[0]!r}, dy, {d[1]!r})",
     "sum": """{w[0]} = {r[0]} + {r[1]} if type({r[0]}) is type({r[1]}) is Tensor else {r[0]} if {r[1]} is None else \
@@ -109,7 +114,7 @@ t{i} = K{i}.donated""",
     # The backward of a call.
     "unwanted": "{w[0]} = {wgrad}(None, {cfg}, into={into})",
     "call": _TEST % " and {r[1]} is not None" + "if ok:",
-    "twin": "{r[0]} = {r[0]}.twin(); {r[0]}.needs = {needs}; {r[0]}._marks = None",
+    "twin": "t = new({Residuals}); {copies}; t.cfg = {cfg}; t.needs = {needs}; t._marks = None; {r[0]} = t; del t",
     "put": "{r[0]}.{d[0]} = {r[1]}",
     "filled": "if {r[0]} is not None: {r[0]} = run.filled({r[0]}, {d[0]!r}, {r[1]}, {needs})",
     "bwd": "{writes} = ({wgrad}(None, {cfg}, into={into}), None) if {r[0]} is None else {bwd}({reads}, {cfg}, into={into})",
@@ -202,6 +207,10 @@ EXPRESSIONS: dict[str, Callable[[Any, Row], Any]] = {
     "reads": lambda fields, row: ", ".join(row.reads),
     "writes": lambda fields, row: ", ".join(row.writes),
     "last": lambda fields, row: row.writes[-1],
+    "last_read": lambda fields, row: row.reads[-1],
+    "copies": lambda fields, row: "; ".join(
+        f"t.{n} = {row.reads[1] if n in row.of.fields else f'{row.reads[0]}.{n}'}" for n in row.of.residuals.names
+    ),
     "outer": lambda fields, row: row.of.place.scope.index,
     "name": lambda fields, row: repr(row.of.place.name),
     "node": lambda fields, row: row.reads[0] if row.reads and row.reads[0][0] == "h" else part("K", row.of.place),
@@ -220,7 +229,7 @@ EXPRESSIONS: dict[str, Callable[[Any, Row], Any]] = {
     "all_params": lambda fields, row: "".join(f"{part('P', call.place)}, " for call in row.of.calls),
     "all_pending": lambda fields, row: "".join(f"{one}, " for one in row.reads),
     "all_into": lambda fields, row: "".join(f"{part('I', call.place)}, " for call in row.of.calls),
-    "kept": lambda fields, row: fields.tree("n", "kept", row.of),
+    "kept": lambda fields, row: ", ".join(f"{name!r}: {one}" for name, one in zip(row.of.parts, row.reads, strict=True)),
     "pending": lambda fields, row: fields.tree("p", "pending tree", row.of),
     "gradients": lambda fields, row: fields.tree("q", "gradients", row.of),
 }

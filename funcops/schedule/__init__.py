@@ -11,12 +11,13 @@ from funcops.schedule.generators import gpipe, one_f_one_b, zb_h1, zb_h2
 from funcops.schedule.gpus import GPU, GPUS
 from funcops.schedule.layout import Layout
 from funcops.schedule.measure import measure, measure_stages
+from funcops.schedule.mixture import Mixture
 from funcops.schedule.plan import Plan, plan_parallel
 from funcops.schedule.predict import Predicted, predict
 from funcops.schedule.run import Ran, run
 from funcops.schedule.simulate import Costs, Network, Simulated, simulate
 
 __all__ = ["Action", "Collective", "Costs", "Decoder", "GPU", "GPUS", "Layout"]
-__all__ += ["Link", "Network", "Plan", "Predicted", "Ran", "Schedule", "Simulated"]
+__all__ += ["Link", "Mixture", "Network", "Plan", "Predicted", "Ran", "Schedule", "Simulated"]
 __all__ += ["delay_w", "draw", "dualpipe_v", "fold", "gpipe", "interleaved_1f1b", "interleaved_zb", "measure"]
 __all__ += ["measure_stages", "one_f_one_b", "plan_parallel", "predict", "run", "simulate", "zb_h1", "zb_h2", "zb_v"]

@@ -51,24 +51,29 @@ class GPU:
         for name in ("efficiency", "attention"):
             require(getattr(self, name) <= 1, "GPU", name, "at most 1", getattr(self, name))
 
-    def product(self, m: int, n: int, k: int, out_bytes: float = 2, low: bool = False) -> float:
-        """The seconds of [m, k] x [k, n] in 16 bits, or `low`, in 8. The output is cut into tiles, one per SM, in waves of all SMs;
-        partial tiles and waves take the time of full ones. If moving the operands and the output takes longer, that time."""
-        waves = min(math.ceil(math.ceil(m / a) * math.ceil(n / b) / self.sms) for a, b in (TILE, TILE[::-1]))
+    def product(self, m: int, n: int, k: int, out_bytes: float = 2, low: bool = False, groups: int = 1) -> float:
+        """The seconds of [m, k] x [k, n] in 16 bits, or `low`, in 8; or of `groups` of them at once. The output is cut into tiles,
+        one per SM, in waves of all SMs; partial tiles and waves take the time of full ones. If moving the operands and the output
+        takes longer, that time."""
+        waves = min(math.ceil(groups * math.ceil(m / a) * math.ceil(n / b) / self.sms) for a, b in (TILE, TILE[::-1]))
         arithmetic = waves * self.sms * 2 * math.prod(TILE) * k / ((self.flops8 if low else self.flops) * self.efficiency)
-        return max(arithmetic, ((1 if low else 2) * (m * k + n * k) + out_bytes * m * n) / self.memory_bandwidth)
+        return max(arithmetic, groups * ((1 if low else 2) * (m * k + n * k) + out_bytes * m * n) / self.memory_bandwidth)
 
     def moved(self, nbytes: float) -> float:
         """The seconds of elementwise work that reads and writes `nbytes` in all."""
         return nbytes / self.memory_bandwidth
 
-    def link(self, axis: str, size: int, stride: int) -> Link:
+    def link(self, axis: str, size: int, stride: int, direct: bool = False) -> Link:
         """The link of a mesh axis whose neighbours are `stride` GPUs apart. Within a node it has the `near_` latency and bandwidth;
-        across nodes, the axis's ranks of one node use their GPUs' network ports together."""
+        across nodes, the axis's ranks of one node use their GPUs' network ports together. `direct`: for messages between any two
+        ranks, in which each rank has its own port alone, beside the messages within its node."""
         inside = max(1, self.per_node // stride)
         if size <= inside:
             return Link(axis, size, self.near_latency, self.near_bandwidth)
-        return Link(axis, size, self.latency, min(self.near_bandwidth, inside * self.bandwidth))
+        together = min(self.near_bandwidth, inside * self.bandwidth)
+        if direct:
+            together = (size - 1) / max((size - inside) / self.bandwidth, (inside - 1) / self.near_bandwidth)
+        return Link(axis, size, self.latency, together)
 
 
 # Peaks, SMs and memory: NVIDIA's data sheets (A100 80GB SXM, H100 SXM). Bandwidths are what collectives reach out of NVLink's 300

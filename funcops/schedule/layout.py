@@ -10,6 +10,7 @@ from funcops.errors import fail, join_path, require, require_count, require_type
 from funcops.schedule.actions import is_count
 from funcops.schedule.collectives import Collective
 from funcops.schedule.decoder import Decoder
+from funcops.schedule.expert_costs import expert_times, of_experts
 from funcops.schedule.gpus import GPU
 from funcops.schedule.simulate import Costs, Network
 
@@ -24,8 +25,8 @@ SCORES = (13, 32)  # bytes moved per score that is written out: product, softmax
 class Layout:
     """How a step is distributed: data, tensor (with sequence parallelism), pipeline and context parallel sizes; `chunks`: stages
     per pipeline rank; `microbatch`: its number of sequences; `zero`: what is sharded over replicas, 1 the optimiser's state, 2
-    gradients too, 3 params too; `recompute`: "none", "mlp" (its first product) or "block", all but a block's input. dp is
-    outermost, then pp, cp, tp.
+    gradients too, 3 params too; `recompute`: "none", "mlp" (its first product) or "block", all but a block's input; `ep`: over how
+    many ranks, with sequences of their own, experts are sharded. dp is outermost, then pp, ep, cp, tp.
 
     >>> from funcops.schedule import Layout
     >>> layout = Layout(dp=4, tp=8, pp=2, chunks=3)
@@ -41,9 +42,10 @@ class Layout:
     microbatch: int = 1
     zero: int = 0
     recompute: str = "none"
+    ep: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("dp", "tp", "pp", "cp", "chunks", "microbatch"):
+        for name in ("dp", "tp", "pp", "cp", "chunks", "microbatch", "ep"):
             if not is_count(value := getattr(self, name), 1):  # a search makes many layouts
                 require_count("Layout", **{name: value})
         require_type("Layout", "zero", self.zero, int)
@@ -53,20 +55,33 @@ class Layout:
 
     @property
     def gpus(self) -> int:
-        return self.dp * self.tp * self.pp * self.cp
+        return self.dp * self.tp * self.pp * self.cp * self.ep
+
+    @property
+    def rows(self) -> int:
+        """The number of parts of a batch: of sequences, over dp and ep."""
+        return self.dp * self.ep
 
     @property
     def replicas(self) -> int:
-        """The number of ranks that have the same params, over dp and cp."""
-        return self.dp * self.cp
+        """The number of ranks that have the same params, but for experts, over dp, ep and cp."""
+        return self.dp * self.ep * self.cp
+
+    @property
+    def expert_replicas(self) -> int:
+        """The number of ranks that have the same experts, over dp, cp and tp."""
+        return self.dp * self.cp * self.tp
 
     @property
     def stages(self) -> int:
         return self.pp * self.chunks
 
     def __str__(self) -> str:
-        sizes = f"pp {self.pp} x dp {self.dp} x cp {self.cp} x tp {self.tp}"
-        return f"{sizes}, V {self.chunks}, microbatch {self.microbatch}, zero {self.zero}, recompute {self.recompute}"
+        return f"{self.mesh()}, V {self.chunks}, microbatch {self.microbatch}, zero {self.zero}, recompute {self.recompute}"
+
+    def mesh(self) -> str:
+        names = ("pp", "dp", *(("ep",) if self.ep > 1 else ()), "cp", "tp")
+        return " x ".join(f"{name} {getattr(self, name)}" for name in names)
 
 
 class Problem(NamedTuple):
@@ -87,8 +102,13 @@ def mesh_problem(model: Decoder, layout: Layout, gpu: GPU) -> Problem | None:
         return Problem("tp", f"a divisor of heads {model.heads}", tp)
     if kv % tp and tp % kv:
         return Problem("tp", f"a divisor or a multiple of kv_heads {kv}", tp)
-    if model.ffn % tp:
+    mixture = model.mixture
+    if mixture is None and model.ffn % tp:
         return Problem("tp", f"a divisor of ffn {model.ffn}", tp)
+    if mixture is not None and mixture.shared % tp:
+        return Problem("tp", f"a divisor of shared {mixture.shared}", tp)
+    if (1 if mixture is None else mixture.experts) % layout.ep:
+        return Problem("ep", "1 without experts" if mixture is None else f"a divisor of experts {mixture.experts}", layout.ep)
     if model.low and not gpu.flops8:
         return Problem("gpu", "one with products in 8 bits (flops8) for a model with low=True", gpu.name)
     if tp > gpu.per_node:
@@ -99,8 +119,9 @@ def mesh_problem(model: Decoder, layout: Layout, gpu: GPU) -> Problem | None:
         return Problem("tp", f"a divisor of the {model.seq // layout.cp} tokens that cp {layout.cp} leaves of seq {model.seq}", tp)
     if layout.pp > model.layers:
         return Problem("pp", f"at most layers {model.layers}", layout.pp)
-    if model.batch % layout.dp:
-        return Problem("dp", f"a divisor of batch {model.batch}", layout.dp)
+    if model.batch % layout.rows:
+        name, got = ("dp", layout.dp) if layout.ep == 1 else ("dp x ep", f"{layout.dp} x {layout.ep}")
+        return Problem(name, f"a divisor of batch {model.batch}", got)
     return None
 
 
@@ -109,8 +130,8 @@ def problem(model: Decoder, layout: Layout, gpu: GPU) -> Problem | None:
     found = mesh_problem(model, layout, gpu)
     if found is not None:
         return found
-    if model.batch % (layout.dp * layout.microbatch):
-        return Problem("microbatch", f"a divisor of the {model.batch // layout.dp} sequences of a replica", layout.microbatch)
+    if model.batch % (layout.rows * layout.microbatch):
+        return Problem("microbatch", f"a divisor of the {model.batch // layout.rows} sequences of a replica", layout.microbatch)
     if layout.pp == 1 and layout.chunks > 1:
         return Problem("chunks", "1 without a pipeline", layout.chunks)
     if layers_of(model, layout) is None:
@@ -132,7 +153,7 @@ def check_layout(where: str, model: Decoder, layout: Layout, gpu: GPU) -> None:
 
 def microbatches(model: Decoder, layout: Layout) -> int:
     """The number of microbatches of a step on each replica."""
-    return model.batch // (layout.dp * layout.microbatch)
+    return model.batch // (layout.rows * layout.microbatch)
 
 
 class Layers(NamedTuple):
@@ -203,23 +224,30 @@ def rank_memory(model: Decoder, layout: Layout, rank: int) -> Memory:
     if layout.stages == 1:
         own = model.layers
     ends = (first + last) * model.vocab * model.hidden
-    params = (own * model.layer_params + ends) / layout.tp
-    shared, zero = layout.replicas, layout.zero
-    layer = model.layer_params / layout.tp
+    sharded, experts = layer_params(model, layout)
+    layer, zero = sharded + experts, layout.zero
     tokens = layout.microbatch * model.seq / layout.cp
     chunk = layers.between if layout.chunks > 1 or not (first or last) else layers.ends
-    held = in_flight(layout, rank, microbatches(model, layout)) * chunk * model.kept(layout.recompute) * tokens / layout.tp
-    again = (model.kept("none") - model.kept(layout.recompute)) * tokens / layout.tp
+    kept = model.kept(layout.recompute, layout.ep)
+    held = in_flight(layout, rank, microbatches(model, layout)) * chunk * kept * tokens / layout.tp
+    again = (model.kept("none", layout.ep) - kept) * tokens / layout.tp
+    if model.mixture is not None and layout.ep > 1:  # the rows that are sent, and those that come back
+        again += 2 * model.mixture.ranks(layout.ep) * 2 * model.hidden * tokens / layout.tp
     logits = 2 * 2 * tokens * model.vocab / layout.tp if last else 0.0  # logits and their gradient
     gathered = 2 * (PARAM + GRAD) * layer if zero == 3 else GRAD * layer if zero == 2 else 0.0  # prefetched by a layer
     gathered += (PARAM + GRAD) * last * model.vocab * model.hidden / layout.tp * (zero == 3)  # the head, until its backward is done
-    return Memory(
-        PARAM * params / (shared if zero == 3 else 1),
-        GRAD * params / (shared if zero >= 2 else 1),
-        STATE * params / (shared if zero >= 1 else 1),
-        held,
-        max(again, logits) + gathered,
-    )
+
+    def each(nbytes: int, over: bool) -> float:
+        """The bytes of all params of the rank, if they are sharded over replicas or not."""
+        n, m = (layout.replicas, layout.expert_replicas) if over else (1, 1)
+        return nbytes * ((own * sharded + ends / layout.tp) / n + own * experts / m)
+
+    return Memory(each(PARAM, zero == 3), each(GRAD, zero >= 2), each(STATE, zero >= 1), held, max(again, logits) + gathered)
+
+
+def layer_params(model: Decoder, layout: Layout) -> tuple[float, float]:
+    """The numbers of params of a layer on a rank: but for experts, and of experts."""
+    return (model.layer_params - model.expert_params) / layout.tp, model.expert_params / layout.ep
 
 
 class Layer(NamedTuple):
@@ -232,7 +260,7 @@ class Layer(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def layer_times(model: Decoder, gpu: GPU, tp: int, cp: int, microbatch: int, recompute: str) -> Layer:
+def layer_times(model: Decoder, gpu: GPU, tp: int, cp: int, microbatch: int, recompute: str, ep: int = 1) -> Layer:
     rows = microbatch * model.seq // cp
     sizes = []
     kv = max(model.kv_width // tp, model.head_dim)  # kv heads are replicated if there are fewer than tp
@@ -243,13 +271,14 @@ def layer_times(model: Decoder, gpu: GPU, tp: int, cp: int, microbatch: int, rec
     dgrads = [gpu.product(rows, k, n, low=model.low) + _quantised(model, gpu, rows * n) for n, k in sizes]
     wgrads = [gpu.product(n, k, rows, 2 * GRAD, low=model.low) for n, k in sizes]  # read and written
     mix, mix_backward = _attention(model, gpu, tp, rows)
-    h = model.hidden
-    around = 20 * h + (3 if model.gated else 4) * 2 * model.ffn + 4 * (h + model.kv_width)  # norms, sums, activation, rotation
-    plain = gpu.moved(rows * around / tp)
-    forward = sum(forwards) + mix + plain
-    again = {"none": 0.0, "mlp": forwards[2], "block": forward}[recompute]
-    backward = sum(dgrads) + mix_backward + 2 * plain + again
-    return Layer(forward, backward, sum(wgrads), tuple((dgrads[i], wgrads[i]) for i in (0, 2)))
+    h, experts = model.hidden, expert_times(model, gpu, rows // tp, ep)
+    around = 20 * h + (3 if model.gated else 4) * 2 * model.passed  # norms, sums, activation
+    plain = gpu.moved(rows * (around + 4 * (model.width + model.kv_width)) / tp)  # and rotation
+    forward = sum(forwards) + mix + plain + experts.forward
+    again = {"none": 0.0, "mlp": sum(forwards[2:3]) + experts.up, "block": forward}[recompute]
+    backward = sum(dgrads) + mix_backward + 2 * plain + experts.dgrad + again
+    columns = tuple((dgrads[i], wgrads[i]) for i in range(0, len(sizes), 2))
+    return Layer(forward, backward, sum(wgrads) + experts.wgrad, columns)
 
 
 def _quantised(model: Decoder, gpu: GPU, elements: int) -> float:
@@ -268,14 +297,17 @@ def _attention(model: Decoder, gpu: GPU, tp: int, rows: int) -> tuple[float, flo
 
 
 def network_of(layout: Layout, gpu: GPU) -> Network:
-    """The axes of the mesh. Replicas are one axis, dp."""
-    tp, cp = layout.tp, layout.cp
+    """The axes of the mesh. Replicas are one axis, dp, and replicas of experts another, edp."""
+    tp, cp, ep = layout.tp, layout.cp, layout.ep
+    near = tp * cp * max(1, gpu.per_node // (tp * cp * ep * layout.pp))  # replicas of experts in a node
     return Network(
         axes=(
             gpu.link("tp", tp, 1),
             gpu.link("cp", cp, tp),
-            gpu.link("pp", layout.pp, tp * cp),
-            gpu.link("dp", layout.replicas, tp if cp > 1 else tp * layout.pp),
+            gpu.link("ep", ep, tp * cp, direct=True),
+            gpu.link("pp", layout.pp, tp * cp * ep),
+            gpu.link("dp", layout.replicas, tp if cp * ep > 1 else tp * layout.pp),
+            gpu.link("edp", layout.expert_replicas, max(1, gpu.per_node // near)),
         )
     )
 
@@ -296,7 +328,7 @@ def plain_stages(model: Decoder, layout: Layout, gpu: GPU) -> Stages:
     layers = layers_of(model, layout)
     assert layers is not None
     one = layout.stages == 1
-    fields = layout.tp, layout.cp, layout.microbatch, layout.recompute, layout.pp > 1, layout.chunks > 1
+    fields = layout.tp, layout.cp, layout.ep, layout.microbatch, layout.recompute, layout.pp > 1, layout.chunks > 1
     return Stages(
         _stage(model, gpu, layers.ends, one, *fields),
         _stage(model, gpu, layers.between, False, *fields),
@@ -306,10 +338,11 @@ def plain_stages(model: Decoder, layout: Layout, gpu: GPU) -> Stages:
 
 @functools.lru_cache(maxsize=4096)
 def _stage(
-    model: Decoder, gpu: GPU, count: int, last: bool, tp: int, cp: int, microbatch: int, recompute: str, piped: bool, chunked: bool
+    model: Decoder, gpu: GPU, count: int, last: bool, tp: int, cp: int, ep: int, microbatch: int, recompute: str, *piped: bool
 ) -> Costs:
-    """The costs of a stage of `count` layers, with the head if it is the last."""
-    layer = layer_times(model, gpu, tp, cp, microbatch, recompute)
+    """The costs of a stage of `count` layers, with the head if it is the last. `piped`: whether in a pipeline, and of several
+    chunks."""
+    layer = layer_times(model, gpu, tp, cp, microbatch, recompute, ep)
     rows, width = microbatch * model.seq // cp, -(-model.vocab // tp)  # padded
     forward, dgrad, wgrad = (count * one for one in layer[:3])
     if last:
@@ -318,10 +351,12 @@ def _stage(
         wgrad += gpu.product(width, model.hidden, rows, 2 * GRAD)
     said = _of_tp(model, layer, count, tp, rows, recompute) if tp > 1 and count else []
     said += _of_cp(model, count, tp, cp, microbatch, recompute) if cp > 1 and count else []
-    if piped:  # from stage to stage; overlaps with another chunk's work if a rank has several
+    said += of_experts(model, gpu, count, rows // tp, ep, recompute)
+    in_pipeline, chunked = piped
+    if in_pipeline:  # from stage to stage; overlaps with another chunk's work if a rank has several
         y = 2.0 * rows * model.hidden / tp
         said += [Collective("p2p", "pp", y, under if chunked else 0.0, when) for under, when in ((forward, "F"), (dgrad, "I"))]
-    kept = count * model.kept(recompute) * rows / tp
+    kept = count * model.kept(recompute, ep) * rows / tp
     return Costs(forward, dgrad, wgrad, residual_bytes=kept, collectives=tuple(said))
 
 
@@ -329,13 +364,14 @@ def stages_of(model: Decoder, layout: Layout, gpu: GPU) -> Stages:
     """The costs of stages, in seconds and bytes of a microbatch."""
     layers, plain = layers_of(model, layout), plain_stages(model, layout, gpu)
     assert layers is not None
-    if layout.replicas == 1:
+    sharded, experts = layer_params(model, layout)
+    if layout.replicas == 1 and (not experts or layout.expert_replicas == 1):
         return plain
     table, alone = model.vocab * model.hidden / layout.tp, layout.stages == 1
     counts = layers.ends, layers.between, layers.ends
     made = []
     for count, one, embed, head in zip(counts, plain, (table, 0.0, table * alone), (table * alone, 0.0, table), strict=True):
-        said = _of_replicas(layout, _Params(count, model.layer_params / layout.tp, embed, head), one)
+        said = _of_replicas(layout, _Params(count, sharded, experts, embed, head), one)
         made.append(dataclasses.replace(one, collectives=(*one.collectives, *said)))
     return Stages(*made)
 
@@ -343,13 +379,13 @@ def stages_of(model: Decoder, layout: Layout, gpu: GPU) -> Stages:
 def _of_tp(model: Decoder, layer: Layer, count: int, tp: int, rows: int, recompute: str) -> list[Collective]:
     """Sequence parallelism: a gather before and a reduce-scatter after each pair of products. In the backward the second gather of
     x overlaps with a dgrad, the reduce-scatter of dx with a wgrad."""
-    x = 2.0 * rows * model.hidden
-    found = [Collective(kind, "tp", x, times=2 * count) for kind in ("all_gather", "reduce_scatter")]
+    x, pairs = 2.0 * rows * model.hidden, len(layer.column)
+    found = [Collective(kind, "tp", x, times=pairs * count) for kind in ("all_gather", "reduce_scatter")]
     if recompute == "block":
         found += [dataclasses.replace(one, during="I") for one in found]
-    if recompute == "mlp":
+    if recompute == "mlp" and pairs > 1:
         found.append(Collective("all_gather", "tp", x, during="I", times=count))
-    found.append(Collective("all_gather", "tp", x, during="I", times=2 * count))
+    found.append(Collective("all_gather", "tp", x, during="I", times=pairs * count))
     for dgrad, wgrad in layer.column:
         found.append(Collective("all_gather", "tp", x, dgrad, "I", count))
         found.append(Collective("reduce_scatter", "tp", x, wgrad, "W", count))
@@ -367,10 +403,12 @@ def _of_cp(model: Decoder, count: int, tp: int, cp: int, microbatch: int, recomp
 
 
 class _Params(NamedTuple):
-    """The params of a stage: of its `layers`, of each layer, and of the embedding and the head if it has them."""
+    """The params of a stage of `layers`: of each layer but for experts, of its experts, and of the embedding and the head if the
+    stage has them."""
 
     layers: int
     layer: float
+    experts: float
     embed: float
     head: float
 
@@ -389,8 +427,11 @@ def _of_replicas(layout: Layout, own: _Params, costs: Costs) -> list[Collective]
     for kind, size, time, when in sent:
         under = time / max(1, own.layers)
         first = under if layout.chunks > 1 else 0.0  # a rank's other stages hide what a stage's own layers do not
-        ends = [] if when == "I" else [(own.embed, first, 1), (own.head, time, 1)]
-        for params, hidden, times in ((own.layer, first, min(1, own.layers)), (own.layer, under, own.layers - 1), *ends):
-            if params and times > 0:
-                found.append(Collective(kind, "dp", size * params, hidden, when, times))
+        ends = [] if when == "I" else [("dp", own.embed, first, 1), ("dp", own.head, time, 1)]
+        for axis, params in (("dp", own.layer), ("edp", own.experts)):  # both overlap with one layer's work
+            part = params / (own.layer + own.experts)
+            ends += [(axis, params, first * part, min(1, own.layers)), (axis, params, under * part, own.layers - 1)]
+        for axis, params, hidden, times in ends:
+            if params and times > 0 and (layout.replicas if axis == "dp" else layout.expert_replicas) > 1:
+                found.append(Collective(kind, axis, size * params, hidden, when, times))
     return found

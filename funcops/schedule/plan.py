@@ -17,7 +17,7 @@ from funcops.schedule.gpus import GPU, gpu_of
 from funcops.schedule.layout import RECOMPUTE, Layout, Problem, mesh_problem, microbatches, peak, problem, split_layers
 from funcops.schedule.predict import Bound, Predicted, bound, simulated, without_communication, without_replicas
 
-AXES = ("pp", "dp", "cp", "tp")
+AXES = ("pp", "dp", "ep", "cp", "tp")
 MOST_ROWS = 16  # sequences in a microbatch
 
 
@@ -29,7 +29,7 @@ class Refused(NamedTuple):
     why: str
 
     def __str__(self) -> str:
-        return f"{_mesh(self.layout)}: {self.why}"
+        return f"{self.layout.mesh()}: {self.why}"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -54,11 +54,12 @@ class Plan:
     def why_not(self, **sizes: int) -> tuple[Refused, ...]:
         """Say why the meshes of these sizes are not listed: `plan.why_not(tp=8, pp=16)`. Of each that fits, the fastest layout is
         searched. Raises `ValueError` for a name that is not an axis."""
+        axes = _axes(self.model)
         for name, value in sizes.items():
-            require(name in AXES, "Plan.why_not", "sizes", f"of the axes {', '.join(AXES)}", repr(name))
+            require(name in axes, "Plan.why_not", "sizes", f"of the axes {', '.join(axes)}", repr(name))
             require_count("Plan.why_not", **{name: value})
         known = {one.layout: one for one in self.refused}
-        meshes = [Layout(**at) for at in _meshes(self.gpus) if sizes.items() <= at.items()]
+        meshes = [Layout(**at) for at in _meshes(self.gpus, self.model) if sizes.items() <= at.items()]
         if not meshes:
             wanted, got = f"a divisor of gpus {self.gpus}", math.prod(sizes.values())
             return (Refused(Layout(**dict[str, Any](sizes)), str(Problem(" x ".join(sizes), wanted, got))),)
@@ -70,7 +71,7 @@ class Plan:
             if self.fixed.get(name, size) != size:
                 return str(Problem(name, f"{self.fixed[name]} (fixed)", size))
         for i, one in enumerate(self.rows, 1):
-            if _mesh(one.layout) == _mesh(mesh):
+            if one.layout.mesh() == mesh.mesh():
                 return f"it is listed: row {i}, {one.time:.4g} s"
         fixed = {**self.fixed, **sizes}
         best = plan_parallel(self.model, self.gpus, self.memory, self.gpu, fixed=fixed, show=1, margin=self.margin).best
@@ -86,11 +87,14 @@ class Plan:
         return draw(shown, path, title=title, unit="seconds")
 
     def __str__(self) -> str:
-        head = f"{'':2}{'pp':>4} {'dp':>5} {'cp':>4} {'tp':>3} {'V':>3} {'microbatch':>10} {'zero':>4} {'recompute':>9}"
+        mixed = self.model.mixture is not None
+        of_experts = f" {'ep':>3}" * mixed
+        head = f"{'':2}{'pp':>4} {'dp':>5}{of_experts} {'cp':>4} {'tp':>3} {'V':>3} {'microbatch':>10} {'zero':>4} {'recompute':>9}"
         lines = [head + f" {'s/step':>9} {'TFLOP/s':>8} {'MFU':>6} {'waiting':>8} {'exposed':>8} {'peak':>11}"]
         for i, one in enumerate(self.rows):
             at, mark, spent = one.layout, "> " if i == 0 else "  ", one.spent
-            sizes = f"{mark}{at.pp:>4} {at.dp:>5} {at.cp:>4} {at.tp:>3} {at.chunks:>3} {at.microbatch:>10}"
+            sizes = f"{mark}{at.pp:>4} {at.dp:>5}" + f" {at.ep:>3}" * mixed
+            sizes += f" {at.cp:>4} {at.tp:>3} {at.chunks:>3} {at.microbatch:>10}"
             sizes += f" {at.zero:>4} {at.recompute:>9}"
             shares = f"{100 * spent.waiting / one.time:>6.1f} % {100 * spent.exposed / one.time:>6.1f} %"
             lines.append(
@@ -117,10 +121,10 @@ def plan_parallel(
     show: int = 10,
     margin: float = 0.05,
 ) -> Plan:
-    """Find the `show` fastest layouts of a decoder on `gpus` GPUs of `memory` bytes each. Each mesh (pp, dp, cp, tp) with each
-    number of chunks and microbatch size counts once, under its fastest ZeRO stage and recomputation that fit. `fixed`: given fields
-    of `Layout`, such as {"tp": 8}. `margin`: the part of the memory that a layout leaves free, for what is not predicted: buffers
-    of communication, fragmentation, a context of CUDA.
+    """Find the `show` fastest layouts of a decoder on `gpus` GPUs of `memory` bytes each. Each mesh (pp, dp, cp, tp, and ep with
+    experts) with each number of chunks and microbatch size counts once, under its fastest ZeRO stage and recomputation that fit.
+    `fixed`: given fields of `Layout`, such as {"tp": 8}. `margin`: the part of the memory that a layout leaves free, for what is
+    not predicted: buffers of communication, fragmentation, a context of CUDA.
 
     A closed form bounds each layout's time from below; the layouts that can be among the fastest are simulated, stage by stage.
     Raises `ValueError` if no layout divides the model, and if none fits, with the least bytes.
@@ -139,8 +143,9 @@ def plan_parallel(
     require_number(where, 0, margin=margin)
     require(margin < 1, where, "margin", "below 1", margin)
     kind, given = gpu_of(where, gpu), _fixed(where, fixed)
+    require(model.mixture is not None or given.get("ep", 1) == 1, where, "fixed", "without ep for a model without experts", given)
     search = _Search(model, memory, kind, given, margin)
-    for sizes in _meshes(gpus):
+    for sizes in _meshes(gpus, model):
         if all(given.get(name, size) == size for name, size in sizes.items()):
             search.mesh(Layout(**sizes))
     if not search.found:
@@ -165,15 +170,16 @@ def _divisors(n: int) -> list[int]:
     return small + [n // d for d in reversed(small) if d * d != n]
 
 
-def _meshes(gpus: int) -> Iterator[dict[str, Any]]:
+def _axes(model: Decoder) -> tuple[str, ...]:
+    return tuple([name for name in AXES if name != "ep" or model.mixture is not None])
+
+
+def _meshes(gpus: int, model: Decoder) -> Iterator[dict[str, Any]]:
     for tp in _divisors(gpus):
         for cp in _divisors(gpus // tp):
-            for pp in _divisors(gpus // tp // cp):
-                yield {"pp": pp, "dp": gpus // tp // cp // pp, "cp": cp, "tp": tp}
-
-
-def _mesh(layout: Layout) -> str:
-    return " x ".join(f"{name} {getattr(layout, name)}" for name in AXES)
+            for ep in [1] if model.mixture is None else _divisors(gpus // tp // cp):
+                for pp in _divisors(gpus // tp // cp // ep):
+                    yield {"pp": pp, "dp": gpus // tp // cp // ep // pp, "ep": ep, "cp": cp, "tp": tp}
 
 
 def _variant(layout: Layout) -> str:
@@ -198,7 +204,7 @@ class _Search:
             return
         before, first, least = len(self.found), None, None
         for chunks, rows in itertools.product(self._chunks(mesh), self._rows(mesh)):
-            shape = Layout(mesh.dp, mesh.tp, mesh.pp, mesh.cp, chunks, rows)
+            shape = Layout(mesh.dp, mesh.tp, mesh.pp, mesh.cp, chunks, rows, ep=mesh.ep)
             wrong = problem(self.model, shape, self.gpu)
             if wrong is not None:
                 first = first or wrong
@@ -228,7 +234,7 @@ class _Search:
     def _rows(self, mesh: Layout) -> list[int]:
         if "microbatch" in self.fixed:
             return [self.fixed["microbatch"]]
-        return [rows for rows in _divisors(self.model.batch // mesh.dp) if rows <= MOST_ROWS]
+        return [rows for rows in _divisors(self.model.batch // mesh.rows) if rows <= MOST_ROWS]
 
     def _variants(self, shape: Layout) -> tuple[float, str] | None:
         """Put the layouts that fit into `found`; if none does, return the least bytes, and the variant that needs them."""
@@ -244,7 +250,8 @@ class _Search:
         before, least = len(self.found), (memory.total, frugal)
         for zero in stages:
             for recompute in ways:
-                layout = Layout(shape.dp, shape.tp, shape.pp, shape.cp, shape.chunks, shape.microbatch, zero, recompute)
+                sizes = shape.dp, shape.tp, shape.pp, shape.cp, shape.chunks, shape.microbatch
+                layout = Layout(*sizes, zero, recompute, shape.ep)
                 self.counted += 1
                 nbytes = peak(self.model, layout)[1].total
                 if nbytes <= self.used * self.memory:
@@ -256,7 +263,7 @@ class _Search:
     def nothing(self, where: str, gpus: int) -> None:
         if self.least is not None:
             least = self.least[0] / self.used
-            wanted = f"at least {least:,.0f} bytes ({size_of(least)}, {_mesh(self.least[1])})"
+            wanted = f"at least {least:,.0f} bytes ({size_of(least)}, {self.least[1].mesh()})"
             fail(where, "memory", wanted, f"{self.memory:,.0f}")
         if not self.refused:
             fail(where, "fixed", f"sizes whose product divides gpus {gpus}", dict(self.fixed))

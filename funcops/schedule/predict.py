@@ -83,8 +83,18 @@ class Predicted:
                 f"{self.flops / 1e12:.0f} TFLOP/s a GPU, {100 * self.mfu:.1f} % of its peak, "
                 f"{self.tokens_per_second:,.0f} tokens/s",
                 f"{size_of(memory.total)} on pipeline rank {self.rank}: {parts}",
+                *self._experts(),
             ]
         )
+
+    def _experts(self) -> list[str]:
+        mixture, layout = self.model.mixture, self.layout
+        if mixture is None:
+            return []
+        own = mixture.experts // layout.ep
+        tokens = layout.microbatch * self.model.seq // layout.cp // layout.tp
+        sent = f"; a token is sent to {mixture.ranks(layout.ep) * (1 - 1 / layout.ep):.2f} other ranks" if layout.ep > 1 else ""
+        return [f"{own} experts of a layer on a GPU, of {tokens * mixture.choices / own:,.0f} rows each{sent}"]
 
     def __repr__(self) -> str:
         return on_screen(str(self), columns=140)
@@ -101,7 +111,7 @@ def predict(model: Decoder, layout: Layout, gpu: GPU | str = "H100") -> Predicte
     >>> model = Decoder(hidden=1024, ffn=4096, layers=4, heads=16, vocab=32000, seq=1024, batch=8)
     >>> one, two = predict(model, Layout()), predict(model, Layout(dp=2))
     >>> one.time > two.time > one.time / 2, one.layout
-    (True, Layout(dp=1, tp=1, pp=1, cp=1, chunks=1, microbatch=1, zero=0, recompute='none'))
+    (True, Layout(dp=1, tp=1, pp=1, cp=1, chunks=1, microbatch=1, zero=0, recompute='none', ep=1))
     """
     require_type("predict", "model", model, Decoder)
     require_type("predict", "layout", layout, Layout)
@@ -162,13 +172,13 @@ def bound(model: Decoder, layout: Layout, gpu: GPU) -> Bound:
 
 def without_communication(model: Decoder, layout: Layout, gpu: GPU) -> float:
     """A time below `bound`, for less work: the layers alone."""
-    layer = layer_times(model, gpu, layout.tp, layout.cp, layout.microbatch, layout.recompute)
+    layer = layer_times(model, gpu, layout.tp, layout.cp, layout.microbatch, layout.recompute, layout.ep)
     return least_layers(model, layout) * (layer.forward + layer.dgrad + layer.wgrad)
 
 
 def without_replicas(model: Decoder, layout: Layout, gpu: GPU) -> float:
     """A time below `bound`, the same for all ZeRO stages: without communication between replicas, and without the update."""
-    bare = Layout(1, layout.tp, layout.pp, layout.cp, layout.chunks, layout.microbatch, 0, layout.recompute)
+    bare = Layout(1, layout.tp, layout.pp, layout.cp, layout.chunks, layout.microbatch, 0, layout.recompute, layout.ep)
     return least_time(microbatches(model, layout), _plain_loads(model, bare, gpu))
 
 

@@ -55,9 +55,9 @@ with stubbed():
         random._launch_fold_in(1, 1, 1, *2 * [x.long()], x.long(), number, False)
     seen["numbers"] = [len(random._launch_fold_in.cache), *(len(found) for found, *_ in random._fold_in.device_caches.values())]
     calls = []
-    run, function, packed = next(iter(launch.cache.values()))
+    run, *rest = next(iter(launch.cache.values()))
     key = next(iter(launch.cache))
-    launch.cache[key] = (lambda *a: calls.append(a), function, packed)
+    launch.cache[key] = (lambda *a: calls.append(a), *rest)
     launch(4, 2, 3, *args)
     seen["grid"] = list(calls[0][:3])
     seen["arguments"] = len(calls[0]) - 9
@@ -71,7 +71,7 @@ with stubbed():
         ("functions", lambda *a: None, None), ("one function", None, lambda *a: None),
     ):
         knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook = first, last
-        launch.cache[key] = (lambda *a: calls.append(a), function, packed)  # what goes through Triton puts its own there
+        launch.cache[key] = (lambda *a: calls.append(a), *rest)  # what goes through Triton puts its own there
         calls.clear()
         launch(4, 2, 3, *args)
         seen["bypassed under hooks"][name] = not calls
@@ -170,8 +170,131 @@ class Parameter(NamedTuple):
     annotation_type: str = ""
 
 
+HANDED = """
+import json, torch, triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+from funcops.backend.aot import TARGETS, StubDriver
+from funcops.backend.launch import launcher, use_driver
+
+def as_tuple(launch, first, packed, rest):
+    launch(*first, "fixed", packed, "annotations", rest)
+
+def one_by_one(launch, first, packed, rest):  # Triton 3.6
+    launch(*first, "fixed", packed, *rest)
+
+def in_another_order(launch, first, packed, rest):
+    launch("fixed", *first, packed, rest)
+
+handed, objects, encoded = [], [], []
+
+class Launcher:  # as Triton's own, which hands tensors to `launch`
+    pass_on, global_scratch_size = staticmethod(as_tuple), 0
+    def __init__(self, src, metadata):
+        self.launch = lambda *given: handed.append(given)
+    def __call__(self, gx, gy, gz, stream, function, packed, meta, enter, leave, *rest):
+        objects.append(1)
+        self.pass_on(self.launch, (gx, gy, gz, stream, function), packed, rest)
+
+class Utils(type(StubDriver.utils)):
+    def launch(self, *given):
+        handed.append(given)
+    def fill_tma_descriptor_tiled(self, *given):
+        encoded.append(given)
+        return "map"
+
+class Driver(StubDriver):
+    utils, stands_in = Utils(), False
+    def __init__(self, **attributes):
+        super().__init__(TARGETS["sm_90"].gpu)
+        self.launcher_cls = type("Launcher", (Launcher,), attributes)
+
+@triton.jit
+def some(x_ptr, y_ptr, z_ptr, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(y_ptr + i, tl.load(x_ptr + i, mask=i < n), mask=i < n)
+
+@triton.jit
+def described(x_desc, y_ptr, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(y_ptr + i[:, None] * BLOCK + i[None, :], x_desc.load([n, 0]))
+
+host, seen = torch.zeros(64), {}
+class There(torch.Tensor):
+    is_cpu = False
+there = torch.zeros(64).as_subclass(There)
+
+def run(tensor, **attributes):
+    use_driver(Driver(**attributes))
+    launch = launcher(some)
+    launch(4, 1, 1, tensor, tensor, None, 64, 64)
+    handed.clear(), objects.clear()
+    launch(4, 2, 3, tensor, tensor, None, 64, 64)
+    (given,) = handed
+    flat = [*given[:-1], *given[-1]] if isinstance(given[-1], tuple) else [*given]
+    return {"object": len(objects), "address": tensor.data_ptr() in [x for x in flat if type(x) is int],
+            "tensor": any(x is tensor for x in flat), "grid": [x for x in flat if type(x) is int][:3], "arguments": len(flat)}
+
+seen["as a tuple"] = run(there)
+seen["one by one"] = run(there, pass_on=staticmethod(one_by_one))
+seen["in another order"] = run(there, pass_on=staticmethod(in_another_order))
+seen["scratch"] = run(there, global_scratch_size=8)
+seen["host"] = run(host)
+
+use_driver(Driver())
+launch, square = launcher(described), torch.zeros(4, 64, 64)
+def of(t):
+    return TensorDescriptor(t, [64, 64], [64, 1], [64, 64])
+use = [of(square[0]), of(square[0]), of(square[1]), TensorDescriptor(square[1], [32, 64], [64, 1], [64, 64])]
+Driver.stands_in = True
+for one in use:
+    launch(1, 1, 1, one, square[2], 0, 64)
+    launch(1, 1, 1, one, square[2], 0, 64)
+seen["encoded"] = [[given[0] - square.data_ptr(), given[5]] for given in encoded]
+seen["descriptor"] = list(handed[-1][-1][:5])
+launch(1, 1, 1, of(square[1]), square[3], 0, 64)
+seen["described addresses"] = [handed[-1][-1][-3] - square.data_ptr(), len(encoded)]
+print(json.dumps(seen))
+"""
+
+
+@pytest.fixture(scope="module")
+def handed(tmp_path_factory):
+    path = tmp_path_factory.mktemp("launch") / "handed.py"
+    path.write_text(HANDED)
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["as a tuple", "one by one"])
+def test_a_hit_hands_over_addresses_past_the_launcher_object(handed, form):
+    arguments = 13 if form == "as a tuple" else 12
+    found = {"object": 0, "address": True, "tensor": False, "grid": [4, 2, 3], "arguments": arguments}
+    assert handed[form] == found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("why", ["in another order", "scratch", "host"])
+def test_a_launch_that_needs_tritons_own_work_goes_through_it(handed, why):
+    """Triton raises for a tensor in the host's memory, and allocates scratch memory."""
+    assert (handed[why]["object"], handed[why]["address"], handed[why]["tensor"]) == (1, False, True)
+    assert handed[why]["grid"] == [4, 2, 3]
+
+
+@pytest.mark.slow
+def test_a_descriptor_is_encoded_once_for_its_address_and_shape(handed):
+    page = 64 * 64 * 4
+    assert [[at, shape] for at, shape in handed["encoded"] if at >= 0][-3:] == [[0, [64, 64]], [page, [64, 64]], [page, [32, 64]]]
+    assert handed["descriptor"] == ["map", 32, 64, 64, 1]
+    assert handed["described addresses"] == [3 * page, len(handed["encoded"])]
+
+
+@pytest.mark.parametrize("quick", [False, True])
 @pytest.mark.parametrize("backend", ["nvidia", "amd"])
-def test_the_key_tells_apart_what_triton_tells_apart(backend):
+def test_the_key_tells_apart_what_triton_tells_apart(backend, quick):
     """Keys of two arguments (tensors of any dtype, offset and memory size, and integers) are equal exactly if Triton specialises
     alike."""
     compiler = importlib.import_module(f"triton.backends.{backend}.compiler")
@@ -180,7 +303,9 @@ def test_the_key_tells_apart_what_triton_tells_apart(backend):
     for dtype, size, start in itertools.product((torch.float32, torch.bfloat16), (64, 2**31 - 64, 2**31, 2**32), (0, 4, 8)):
         values["x_ptr"].append(torch.empty(size // dtype.itemsize, dtype=dtype, device="meta")[start:][:16])
     for name, given in values.items():
-        key = eval(f"lambda {name}: ({launch.key_of(Parameter(name), backend == 'amd')})")
+        part = launch.key_of(Parameter(name), backend == "amd", quick)
+        part = part.replace(f"{name}_at", f"({name} is not None and {name}.data_ptr())")
+        key = eval(f"lambda {name}: ({part})", {"kinds": launch._kinds, "kind_of": launch.kind_of})
         found = [(native_specialize_impl(kind, value, False, True, True), key(value)) for value in given]
         for (first, ours), (second, other) in itertools.combinations(found, 2):
             assert first == second or ours != other, (first, second, ours)

@@ -4,8 +4,7 @@ from cases.qlinear import EXEMPT, OF_SCALES, Products
 from hypothesis import strategies as st
 
 from funcops import ExpertsConfig, GroupedQLinearConfig, grouped_qlinear, grouped_qlinear_fwd
-from funcops.compose.expert_steps import ExpertStepsConfig, expert_steps
-from funcops.compose.plain_experts import plain_experts
+from funcops.compose.expert_steps import ExpertStepsConfig, expert_steps, plain_experts
 from funcops.formats import QWeight, quantize_sides, stacked
 from funcops.formats.recipes import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed
 from funcops.formats.scaled import Scaled
@@ -133,6 +132,7 @@ CASES = [
     case((3, 0, 4), 9, 3, Fp8Current(), behind=1),
     case((4, 17), 32, 16, NVFP4(stochastic=False, emulate=True)),
     case((4, 0), 32, 32, MXFP8(keep="input", emulate=True), columns=True),
+    case((4, 0, 2), 32, 32, MXFP8(keep="row", emulate=True), columns=True),
     case((3, 0, 2), 9, 5, Fp8Delayed()),
     case((2, 0, 1), 5, 3, Fp8Block(keep="col"), behind=1, weighted=True),
     gathered((2, 3), 2, 3, 5, 3, Fp8Block()),

@@ -92,6 +92,7 @@ CASES = [
     case((0,), 3, 4, Fp8Delayed()),
     case((5, 7), 32, 16, NVFP4(stochastic=False, emulate=True)),
     case((4,), 32, 32, MXFP8(keep="input", emulate=True), columns=True),
+    case((3, 2), 32, 32, MXFP8(keep="row", emulate=True), columns=True),
     case((3, 2), 9, 5, Fp8Delayed()),
     case((3, 2), 32, 16, NVFP4(stochastic=False, row_scaled=True, four_over_six="all", w_tile=(1, 16))),
 ]

@@ -137,6 +137,42 @@ def test_fused_the_chain_is_the_op_to_the_bit(ran, one, dtype, name):
         same_bits(got, (y, dparams, d_weights, dx), name)
 
 
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
+def test_fused_the_chain_with_weights_on_the_input_is_the_op(ran, dtype):
+    """To the bit, but for dw of down in a narrow dtype: what down reads is recomputed from rows that the steps round."""
+    params, given = BEFORE.make(dtype)
+    cfg, apart, x = plain_experts(BEFORE.cfg), by_steps(params, BEFORE.cfg), as_chain(given)
+    with backend("triton"):
+        y, kept = experts.fwd(params, given, BEFORE.cfg)
+        dy = torch.randn_like(y)
+        dparams, (d_weights, dx, _) = experts.bwd(kept, dy, BEFORE.cfg)
+        found, of_steps = chain.fwd(apart, x, cfg)
+        d_given, pending = chain.dgrad(of_steps, dy, cfg)
+        halves, (dparts, whole) = (chain.wgrad(pending, cfg), d_given), chain.bwd(of_steps, dy, cfg)
+    assert ran == ["products"] + ["experts_dgrad"] * 2
+    same_bits(halves, (dparts, whole), "the halves")
+    same_bits((found, whole.main, whole.extras["tokens"], dparts["up"]), (y, d_weights, dx, dparams.up), "the op")
+    assert_close(dparts["down"], dparams.down, dtype=dtype, length=64)
+    _, unfused = chain.fwd(apart, x, dataclasses.replace(cfg, fuse=False))
+    assert sorted(paths(unfused)) == sorted(paths(of_steps))
+    own = [report(one, apart, x).kept_bytes for one in (of_steps, unfused)]
+    assert own[0] == own[1] == report(kept, params, given).kept_bytes
+
+
+def test_the_chain_with_weights_on_the_input_is_fused():
+    cfg = plain_experts(BEFORE.cfg)
+    line, text = "sort + up + weigh + act + down + combine: experts", str(explain(cfg))
+    assert f"forward   {line}, saves 3 passes and 3 launches" in text
+    assert f"backward  {line}, saves 7 passes and 6 launches" in text
+    assert "not experts, recomputed at sort (backward): act reads rounded rows in the halves of the backward" in text
+    kept = str(explain(dataclasses.replace(cfg, recompute=False)))
+    assert "not experts at sort (forward): act keeps its input, which the kernel does not write" in kept
+    change = {"up": {"bias": True}, "down": {"bias": True}}
+    steps = [dataclasses.replace(step, cfg=dataclasses.replace(step.cfg, **change.get(step.name, {}))) for step in cfg.steps]
+    biased = str(explain(dataclasses.replace(cfg, steps=tuple(steps))))
+    assert "not experts at sort (forward): up has a bias, which experts with weights on the input lack" in biased
+
+
 def test_a_fused_chain_keeps_the_fields_its_steps_need(ran):
     """Under every policy; accumulators get the same sums as from the op."""
     one = BIASED

@@ -200,7 +200,7 @@ BAD = {
     "--ep 2 --experts 4 --recipe fp8_delayed": "--recipe: expected one without state with --ep 2, which has no slots",
     "--zero 3 --compile": "--compile: expected without --zero 3, whose layers take minutes to trace, got True",
     "--zero 3 --recipe fp8_delayed": "--recipe: expected one without state with --zero 3, which has no slots for its scales",
-    "--zero 3 --recipe nvfp4": "--recipe: expected nvfp4_nearest with --zero 3, whose gathered weights have no random keys, got nvfp4",
+    "--zero 3 --recipe nvfp4": "--recipe: expected nvfp4_nearest with --zero 3, whose gathered weights have no random keys",
     "--tp 4 --overlap ring --recipe fp8_block": "ColumnQLinearConfig: overlap must be 'none' or 'bulk' with a recipe",
     "--dim 32 --hidden 32 --tp 4 --recipe mxfp8": "proj: ColumnQLinearConfig: out_features must be a multiple of 128 (MXFP8",
 }

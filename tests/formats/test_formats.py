@@ -11,6 +11,7 @@ from funcops import formats, random
 from funcops.backend import backend
 from funcops.formats import Format, dense, quantize_sides, quantize_tensor, turned
 from funcops.kernels import quantize as kernels
+from funcops.low_precision import MXFP8
 
 np = pytest.importorskip("numpy")
 ml_dtypes = pytest.importorskip("ml_dtypes")
@@ -366,6 +367,28 @@ def test_square_tiles_turn_exactly():
             format = Format(args[0], args[1:3], args[3])
             direct, again = quantize_tensor(x, format, side="col"), turned(quantize_tensor(x, format))
             assert same((again.codes, again.scales), (direct.codes, direct.scales)), args
+
+
+@pytest.mark.parametrize("mode", ["rceil", "ceil"])
+def test_mx_codes_by_rows_give_the_numbers_by_columns(mode):
+    """Elements span less than 14,336, so they keep their bits; near 448 a tile may have half its scale, and twice the code."""
+    draw, format = torch.Generator().manual_seed(0), Format("e4m3", (1, 32), "e8m0", scaling_mode=mode)
+    x = (torch.rand(75, 96, generator=draw) + 0.5) * 2.0 ** torch.randint(-5, 5, (75, 96), generator=draw)
+    direct, again = quantize_tensor(x, format, side="col"), turned(quantize_tensor(x, format))
+    assert not same((again.codes, again.scales), (direct.codes, direct.scales))
+    assert (again.shape, again.side, again.scales.shape) == (x.shape, "col", direct.scales.shape)
+    assert torch.equal(again.dequantize(), direct.dequantize())
+
+
+def test_mx_codes_that_saturate_are_not_tiled_anew():
+    for mode, saturates in (("rceil", False), ("ceil", False), ("floor", True), ("even", True)):
+        format = Format("e4m3", (1, 32), "e8m0", scaling_mode=mode)
+        assert format.retiles is not saturates
+        if saturates:
+            with pytest.raises(ValueError, match="turned: q.format must be one with square tiles or power-of-two scales"):
+                turned(quantize_tensor(torch.ones(2, 32), format))
+            with pytest.raises(ValueError, match="MXFP8: keep must be 'input' or 'col', as codes by rows would be rounded"):
+                MXFP8(scaling_mode=mode, keep="row")
 
 
 # By Triton's interpreter

@@ -124,7 +124,9 @@ def names(cfg, device_type="cuda"):
 
 @pytest.mark.parametrize("maker", MAKERS)
 def test_a_maker_and_its_reader_are_one(maker):
-    for recipe, found in ((Fp8Block(), True), (Fp8Block(bwd="e5m2"), True), (Fp8Block(keep="col"), False), (Fp8Current(), False)):
+    written = Fp8Block(), Fp8Block(bwd="e5m2"), MXFP8(keep="row")
+    for recipe in (*written, Fp8Block(keep="col"), Fp8Current(), MXFP8()):
+        found = recipe in written
         assert ("quantised output" in names(two(maker, recipe))) == found, recipe
 
 
@@ -155,6 +157,7 @@ def test_a_maker_and_its_reader_give_the_same_bits(maker, dtype, monkeypatch):
     both_ways(two(maker, Fp8Block()), x)
     both_ways(two(maker, Fp8Block()), x, Needs(params=["up.weight"]))
     both_ways(two(maker, Fp8Block(amax_epsilon=1e3)), x)
+    both_ways(two(maker, MXFP8(keep="row")), x)
 
 
 def siblings(recipes):

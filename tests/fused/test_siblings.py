@@ -28,12 +28,13 @@ from funcops import (
     reshape,
     rope,
 )
-from funcops.backend import backend
+from funcops.backend import backend, gemm
+from funcops.kernels import sibling_linear
 from funcops.program import rules
 from funcops.testing import LAWS, Case
 from funcops.testing.laws import float_like
 from funcops.testing.tolerances import assert_close
-from funcops.trees import leaves, paths, replace, tree_map
+from funcops.trees import leaves, paths, replace, tensors, tree_map
 
 
 def heads_of(count, size, biased, theta=None):
@@ -197,6 +198,51 @@ def test_queries_keys_and_values(words, dtype, monkeypatch):
         one_more = tree_map(lambda s, g: s - 1 if g is not None else None, total[1], got[1])
         assert_close(one_more, got[1], dtype=dtype, length=4096)
     assert len(ran) == 6
+
+
+def below_each_other(params):
+    """The params, the weights of q, k and v as parts of one tensor."""
+    names = ("b0", "b1", "b2")
+    whole = torch.cat([params[name]["proj"].weight for name in names])
+    parts = whole.split([params[name]["proj"].weight.shape[0] for name in names])
+    return whole, {n: {**params[n], "proj": replace(params[n]["proj"], weight=w)} for n, w in zip(names, parts, strict=True)}
+
+
+@pytest.mark.parametrize("product", ["triton", "cublas"])
+def test_weights_that_lie_below_each_other_are_not_copied(product, monkeypatch):
+    """Every result has the bits of weights apart, also after a step that writes to the weights in place."""
+    cfg = side_by_side("q k v")
+    params, x = parallel.init(cfg, key=random.key(0)), WithExtras(torch.randn(64, D), {"positions": torch.arange(64)})
+    whole, beneath = below_each_other(params)
+    copied, cat = [], torch.cat
+    with backend("triton"), gemm(product):
+        for _ in range(2):
+            found = []
+            for weights, copies in ((params, 1), (beneath, 0)):
+                y, kept = parallel.fwd(weights, x, cfg)
+                with monkeypatch.context() as patch:
+                    patch.setattr(torch, "cat", lambda t, *a: (copied.append([tuple(s.shape) for s in t]), cat(t, *a))[1])
+                    found.append((y, *parallel.bwd(kept, y, cfg)))
+                assert copied.count([(8, D), (4, D), (4, D)]) == copies, copied
+                copied.clear()
+            assert all(torch.equal(a, b) for a, b in zip(tensors(found[0]), tensors(found[1]), strict=True))
+            whole.mul_(0.5)
+            params = tree_map(lambda t: None if t is None else t.clone(), beneath)
+
+
+def test_only_weights_in_order_and_without_a_gap_are_one_view():
+    whole = torch.randn(32, D)
+    a, b, c = whole.split([16, 8, 8])
+    view = sibling_linear.joined(a, b, c)
+    assert view.data_ptr() == whole.data_ptr() and torch.equal(view, whole)
+    half = torch.nn.Parameter(b)
+    assert sibling_linear.joined(half, c).data_ptr() == b.data_ptr()
+    wide = torch.randn(32, 2 * D)
+    for parts in ((b, a), (a, c), (a, b.clone()), (a, b, c[:4], c[:4]), wide[:, :D].split([16, 16]), (a, whole.clone()[16:])):
+        made = sibling_linear.joined(*parts)
+        assert torch.equal(made, torch.cat(parts)) and made.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
+    mapped = torch.vmap(lambda w: sibling_linear.joined(w[:2], w[2:]))(torch.stack([a, a + 1]))
+    assert torch.equal(mapped, torch.stack([a, a + 1]))
 
 
 def test_weights_of_queries_keys_and_values_get_one_product(monkeypatch):

@@ -73,11 +73,16 @@ SCHEDULES = {
         NAME,
     ),
     "schedule.Decoder": Row(
-        lambda: {**vars(a_decoder())}, {"hidden": (0, 9), "heads": (0, 5), "kv_heads": (0, 3)}, {("window", "3"): "a window"}
+        lambda: {**vars(a_decoder())},
+        {"hidden": (0, 9), "heads": (0, 5), "kv_heads": (0, 3)},
+        {("window", "3"): "a window", ("head_size", "3"): "a size"},
     ),
     "schedule.Layout": Row(
-        lambda: {"dp": 2, "tp": 2, "pp": 2, "cp": 2, "chunks": 2, "microbatch": 2, "zero": 1, "recompute": "mlp"},
+        lambda: {"dp": 2, "tp": 2, "pp": 2, "cp": 2, "chunks": 2, "microbatch": 2, "zero": 1, "recompute": "mlp", "ep": 2},
         {"zero": (4,), "dp": (0,)},
+    ),
+    "schedule.Mixture": Row(
+        lambda: {"experts": 8, "choices": 2, "shared": 16}, {"experts": (0, 1), "choices": (0, 9), "shared": (-1,)}
     ),
     "schedule.predict": Row(
         lambda: {"model": a_decoder(), "layout": schedule.Layout(tp=2), "gpu": "A100"},

@@ -102,6 +102,8 @@ ELSEWHERE = {  # what holds the kernels that have no formula beside them: obviou
         "aligned_source",
         "taken",
         "group_amax",
+        "quantize_groups",
+        "quantize_groups_scaled",
         "random_words",
         "grouped_scaled_mm",
         "grouped_scaled_wgrad",

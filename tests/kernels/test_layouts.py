@@ -102,8 +102,7 @@ def calls_of_groups(make):
     yield KernelCall(grouped_quantize.aligned_source, "", (offsets, starts, rows, aligned))
     x, group = make.floats(rows, 8), group_of(offsets, rows)
     yield KernelCall(grouped_quantize.taken, "", (x, grouped_quantize.aligned_source(offsets, starts, rows, aligned)))
-    yield KernelCall(grouped_quantize.group_amax, "", (x, group, 3, False))
-    yield KernelCall(grouped_quantize.group_amax, "", (make.floats(aligned, 8), group_of(starts, aligned), 3, True))
+    yield KernelCall(grouped_quantize.group_amax, "", (make.floats(aligned, 8), starts, None, 1, True))
     keys, across, down = torch.arange(6).view(3, 2) + 7, torch.ones(3, dtype=torch.int64), torch.full((3,), 8)
     yield KernelCall(grouped_quantize.random_words, "", (keys, group, offsets[:3].long(), across, down, 8))
 

@@ -142,6 +142,23 @@ def test_equal_logits_choose_the_first(name):
     assert groups.tolist() == [[0, 1, 2], [1, 4, 0]]
 
 
+@pytest.mark.parametrize(("experts", "top_k"), [(32, 5), (32, 1), (6, 6)])
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_close_and_distant_scores_are_in_order(name, experts, top_k):
+    """Scores that differ in their last bits, which a key of few bits does not tell apart, and scores far below the best; and what a
+    program counts in tiles that it routes twice. One expert has one order, and all experts leave none out."""
+    generator = torch.Generator().manual_seed(1)
+    cfg = RouteConfig(experts, top_k, score="sigmoid", bias=True, normalize=False)
+    close = 1 + torch.randperm(experts, generator=generator) * 2.0**-23  # at 1.5, whose last bit is 2^-23
+    distant = -(torch.randperm(experts, generator=generator).float() ** 2) / 12
+    for logits, bias in ((torch.zeros(40, experts), close), (distant.expand(3, -1), torch.zeros(experts))):
+        wanted = torch.sort(torch.sigmoid(logits) + bias, dim=-1, descending=True, stable=True).indices[:, :top_k]
+        with backend(name):
+            _, found, load, _ = route.fwd(RouteParams(bias), logits, cfg)[0]
+        assert torch.equal(found.long(), wanted)
+        assert torch.equal(load.long(), torch.bincount(wanted.flatten(), minlength=experts))
+
+
 @every_config
 def test_both_implementations_choose_the_same(cfg):
     for seed, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):

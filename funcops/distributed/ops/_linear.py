@@ -9,13 +9,16 @@ import torch
 from torch import Tensor
 
 from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs
 from funcops.contract.op import config
 from funcops.distributed import comm
 from funcops.distributed.checks import check_tensor, require_axis, require_shares
 from funcops.distributed.init import init_part
 from funcops.distributed.mesh import Axis
 from funcops.errors import check_rows, describe, fail, require
-from funcops.ops.linear import LinearConfig, LinearParams, linear_init
+from funcops.kernels import linear as kernels
+from funcops.ops.linear import LinearConfig, LinearParams, check_linear_into, linear_init, wants_bias
+from funcops.ops.linear_layer import LinearLayer
 
 OVERLAPS = ("none", "bulk", "ring")
 ALONE = Axis("alone", 1, 0)
@@ -86,22 +89,48 @@ def start_sum(part: Tensor, cfg: Any) -> Tensor:
     return comm.start_scatter_sum(part, cfg.axis) if cfg.sequence_parallel else comm.start_sum(part, cfg.axis)
 
 
+class OverAxis(LinearLayer):
+    """A linear layer over an axis: its checks and init are the plain layer's, of this rank's parts."""
+
+    def init(self, cfg: Any, key: Tensor | None, device: Any, dtype: torch.dtype | None) -> LinearParams:
+        """This rank's part of the params that `linear_init` draws."""
+        plain = LinearConfig(cfg.in_features, cfg.out_features, bias=cfg.bias)
+        return init_part(cfg, lambda: linear_init(plain, key=key, device=device, dtype=dtype))  # type: ignore[no-any-return]
+
+    def check_x(self, where: str, x: Any, cfg: Any) -> None:
+        check_x(where, x, cfg.weight_shape[1], cfg.sequence_parallel)
+
+    def check_dy(self, where: str, dy: Tensor, residuals: Any, like: Tensor | None) -> None:
+        check_tensor(where, "dy", dy, residuals.y_shape, residuals.dtype, like)
+
+
+class DenseOverAxis(OverAxis):
+    """A linear layer over an axis in high precision."""
+
+    def check(self, params: Any, x: Any, cfg: Any) -> None:
+        where, bias = f"{self.name}_fwd", params.bias
+        check_tensor(where, "params.weight", params.weight, cfg.weight_shape, x.dtype, x)
+        if cfg.bias:
+            check_tensor(where, "params.bias", bias, cfg.bias_shape, x.dtype, x)
+        elif bias is not None:
+            fail(where, "params.bias", "None (cfg.bias is False)", "a tensor")
+
+    def kept(self, cfg: Any, needs: Needs, x: Tensor, weight: Tensor, y: Tensor) -> Any:
+        return self._residuals.keep(cfg, needs, x=x, weight=weight, y_shape=y.shape, dtype=y.dtype)
+
+    def check_backward(self, where: str, residuals: Any, dy: Tensor, cfg: Any, into: LinearParams | None) -> None:
+        """Check dy, and the accumulators, before anything is sent."""
+        x, weight = residuals.x, residuals.weight
+        self.check_dy(where, dy, residuals, weight if x is None else x)
+        if into is not None:
+            check_linear_into(where, dy, x, wants_bias(cfg, residuals.needs), into)
+
+    def part(self, dy: Tensor, residuals: Any, cfg: Any) -> Tensor:
+        return kernels.linear_dgrad(dy, residuals.weight)
+
+
 def check_x(where: str, x: Any, width: int, sequence_parallel: bool) -> None:
     check_tensor(where, "x", x, (..., width))
     check_rows(where, "x", x, width)
     if sequence_parallel and x.dim() < 2:
         fail(where, "x", f"[m, ..., {width}], as its first dim is sharded", describe(x))
-
-
-def check_params(where: str, params: LinearParams, weight: tuple[int, int], bias: tuple[int] | None, x: Tensor) -> None:
-    check_tensor(where, "params.weight", params.weight, weight, x.dtype, x)
-    if bias is not None:
-        check_tensor(where, "params.bias", params.bias, bias, x.dtype, x)
-    elif params.bias is not None:
-        fail(where, "params.bias", "None (cfg.bias is False)", "a tensor")
-
-
-def init_linear(cfg: Any, key: Any, device: Any, dtype: torch.dtype | None) -> LinearParams:
-    """This rank's part of the params that `linear_init` draws."""
-    plain = LinearConfig(cfg.in_features, cfg.out_features, bias=cfg.bias)
-    return init_part(cfg, lambda: linear_init(plain, key=key, device=device, dtype=dtype))  # type: ignore[no-any-return]

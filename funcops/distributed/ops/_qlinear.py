@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from funcops.distributed import comm
-from funcops.distributed.checks import check_tensor
 from funcops.distributed.mesh import Axis
-from funcops.distributed.ops._linear import check_x
+from funcops.distributed.ops._linear import OverAxis
 from funcops.errors import require
-from funcops.formats import Format, QTensor, by_tiles
+from funcops.formats import Format, QTensor, as_made, by_tiles
 from funcops.formats.recipes import OPERANDS, Recipe, require_recipe
 from funcops.kernels.quantize import by_columns
 from funcops.ops._low_config import LowConfig
@@ -24,10 +23,10 @@ from funcops.ops.coded_linear import CodedLinear
 
 
 class LowOverAxis(LowConfig):
-    """The base of the config of a linear layer over an axis with a recipe; `plain` is the class of the config without it."""
+    """The base of the config of a linear layer over an axis with a recipe, which is checked after all other fields."""
 
-    def set_low(self, plain: type) -> None:
-        """Check the recipe, after all other fields, and make `linear`."""
+    def __post_init__(self) -> None:
+        super().__post_init__()
         cfg: Any = self
         where, recipe = type(self).__name__, self.recipe
         require(cfg.overlap != "ring", where, "overlap", "'none' or 'bulk' with a recipe, whose codes are sent as one", "'ring'")
@@ -43,24 +42,17 @@ class LowOverAxis(LowConfig):
             multiple = recipe.multiple * (cfg.axis.size if name == cfg.shared else 1)
             of = f"{type(recipe).__name__} on {cfg.axis}" if name == cfg.shared else type(recipe).__name__
             require(getattr(cfg, name) % multiple == 0, where, name, f"a multiple of {multiple} ({of})", getattr(cfg, name))
-        self.set_linear(plain)
 
     def largest(self, amaxes: Tensor) -> Tensor:
         """The amaxes of whole weights, from the amaxes of this rank's parts."""
         return comm.largest(amaxes, self.axis)  # type: ignore[attr-defined]
 
 
-class CodedOverAxis(CodedLinear):
+class CodedOverAxis(OverAxis, CodedLinear):
     """A linear layer over an axis in low precision: a scale for a whole tensor is one for all ranks."""
 
     def largest(self, cfg: Any) -> Largest:
         return over(cfg.axis)
-
-    def check_x(self, where: str, x: Tensor, cfg: Any) -> None:
-        check_x(where, x, cfg.weight_shape[1], cfg.sequence_parallel)
-
-    def check_dy(self, where: str, dy: Tensor, residuals: Any, like: Tensor | None) -> None:
-        check_tensor(where, "dy", dy, residuals.y_shape, residuals.dtype, like)
 
 
 def over(axis: Axis) -> Largest:
@@ -104,8 +96,8 @@ def arrived(sent: Sent, axis: Axis) -> Any:
         codes = _side_by_side(codes, axis)
         if sent.scales is not None:
             scales = scales.mT if by_columns(*q.format.tile, q.format.scales) else _side_by_side(scales, axis)
-    elif sent.scales is not None and by_columns(*q.format.tile, q.format.scales):
-        scales = scales.mT.contiguous().mT  # the layout that quantisers return
+    elif sent.scales is not None:
+        scales = as_made(scales, q.format)
     shape = q.shape[:0] + (axis.size * q.shape[0], *q.shape[1:])
     return QTensor(codes, scales, q.scale, format=q.format, shape=shape, dtype=q.dtype, side=q.side, hadamard=q.hadamard)
 

@@ -11,7 +11,7 @@ follow from T alone, and all numbers stay on the device. On the meta device, whe
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,14 +20,16 @@ from funcops.backend.declare import capturing, tracing
 from funcops.distributed import comm
 from funcops.distributed.mesh import Axis
 from funcops.errors import fail
+from funcops.formats import Format, as_made, quantize_tensor
 from funcops.kernels.routing import check_row_count, gather_rows
+from funcops.trees import replace
 
 
 class Dispatched(NamedTuple):
     """The rows that a rank received, [R, *], and where its own tokens are."""
 
     weights: Tensor
-    rows: Tensor
+    rows: Any  # a tensor, or a QTensor
     indices: Tensor
     place: Tensor
     sizes: Tensor | None
@@ -105,8 +107,10 @@ def arrived(rows: Tensor, place: Tensor, axis: Axis) -> Tensor:
     return gather_rows(_padded(comm.wait(rows, axis)), place, None)
 
 
-def dispatched(where: str, x: tuple[Tensor, Tensor, Tensor], experts: int, capacity: float | None, axis: Axis) -> Dispatched:
-    """The rows that the ranks send to this one, for a checked `(weights, x, indices)`."""
+def dispatched(
+    where: str, x: tuple[Tensor, Tensor, Tensor], experts: int, capacity: float | None, axis: Axis, format: Format | None = None
+) -> Dispatched:
+    """The rows that the ranks send to this one, in codes of a format if it is given, for a checked `(weights, x, indices)`."""
     weights, tokens, indices = [t.reshape(-1, t.shape[-1]) for t in x]
     indices, own = indices.to(torch.int32), experts // axis.size
     check_row_count(where, "x, sent to all ranks,", row_count(tokens.shape[0], capacity, axis))
@@ -117,10 +121,18 @@ def dispatched(where: str, x: tuple[Tensor, Tensor, Tensor], experts: int, capac
         place = send_rows(indices, experts, capacity, axis)
     rows = rows_sent(place, sizes, capacity, axis)
     token = token_of(place, rows)
-    flying = [start(t, token, axis, sizes, rows, pad) for t, pad in ((weights, 0), (tokens, 0), (indices, experts))]
-    own_weights, own_rows, chosen = [comm.wait(t, axis) for t in flying]
+    low = None if format is None else quantize_tensor(tokens, format)
+    parts = [(weights, 0), (tokens, 0), (indices, experts)]
+    if low is not None:
+        parts[1:2] = (low.codes, 0), (low.scales, int(low.scales.is_floating_point()))  # of zeros
+    flying = [start(t, token, axis, sizes, rows, pad) for t, pad in parts]
+    own_weights, own_rows, *scales, chosen = [comm.wait(t, axis) for t in flying]
+    given: Any = own_rows
+    if low is not None:
+        shape = torch.Size((len(own_rows), low.shape[-1]))
+        given = replace(low, codes=own_rows, scales=as_made(scales[0], low.format), shape=shape)
     chosen = chosen - axis.rank * own  # experts by their number on this rank, E/n for experts of other ranks
-    return Dispatched(own_weights, own_rows, torch.where((chosen >= 0) & (chosen < own), chosen, own), place, sizes)
+    return Dispatched(own_weights, given, torch.where((chosen >= 0) & (chosen < own), chosen, own), place, sizes)
 
 
 def _padded(rows: Tensor, value: float = 0) -> Tensor:

@@ -38,25 +38,15 @@ import torch
 from torch import Tensor
 
 from funcops.contract.needs import Needs
-from funcops.contract.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.contract.op import config
 from funcops.contract.schema import NO_GRADIENT, WGRAD, Pending, saved
 from funcops.distributed import comm
-from funcops.distributed.checks import check_tensor
-from funcops.distributed.ops._linear import (
-    OverAxisConfig,
-    by_ring,
-    check_params,
-    check_parts,
-    check_x,
-    init_linear,
-    rows_axis,
-    start_sum,
-)
+from funcops.distributed.ops._linear import DenseOverAxis, OverAxis, OverAxisConfig, by_ring, check_parts, rows_axis, start_sum
 from funcops.distributed.ring import gathered_products, scattered_products
 from funcops.distributed.specs import Spec
 from funcops.kernels import linear as kernels
+from funcops.ops._layer_op import layer_op
 from funcops.ops.linear import LinearParams, LinearResiduals, check_linear_into, linear_gradients, products_of, wants_bias
-from funcops.ops.linear_layer import LinearLayer
 from funcops.ops.linear_wgrads import Product
 
 __all__ = ["ColumnLinearConfig", "ColumnLinearPending", "ColumnLinearResiduals"]
@@ -95,11 +85,14 @@ class ColumnLinearPending(Pending):
     sums: Tensor | None = saved("[P, O/n]", needed_by=WGRAD, of=("params.bias",))  # of dy over blocks of rows, from a rule
 
 
-class ColumnLayer(LinearLayer):
-    """How a column layer sends dx, in high precision or in low."""
+class ColumnLayer(OverAxis):
+    """How a column layer sends x and dx, in high precision or in low."""
 
     def overlaps(self, cfg: Any) -> bool:
         return bool(cfg.overlap != "none" and cfg.axis.size > 1)
+
+    def joins(self, cfg: Any) -> Hashable:
+        return None if cfg.axis.size == 1 else (cfg.axis, cfg.sequence_parallel, by_ring(cfg), cfg.low_recipe)
 
     def start_dx(self, dys: tuple[Tensor, ...], cfg: Any, product: Callable[[tuple[Tensor, ...]], Tensor]) -> Tensor:
         if not by_ring(cfg):
@@ -109,8 +102,46 @@ class ColumnLayer(LinearLayer):
     def wait_dx(self, dx: Tensor, cfg: Any) -> Tensor:
         return dx if by_ring(cfg) else comm.wait(dx, cfg.axis)
 
+    def send_x(self, where: str, x: Any, dy: Any, cfg: Any) -> Any:
+        """Begin to gather x in the form that dw reads."""
+        return comm.start_gather(x, rows_axis(cfg))
 
-class _Layer(ColumnLayer):
+    def arrived_x(self, sent: Any, x: Any, cfg: Any) -> Any:
+        """The gathered x in the form that dw reads."""
+        return comm.wait(sent, rows_axis(cfg))
+
+    def start_x(self, residuals: Any, dy: Tensor, cfg: Any) -> Any:
+        return self.send_x(f"{self.name}_bwd", residuals.x, dy, cfg) if cfg.sequence_parallel else None
+
+    def wait_x(self, sent: Any, residuals: Any, cfg: Any) -> Any:
+        return self.arrived_x(sent, residuals.x, cfg)
+
+    def x_of_all(self, where: str, pending: Any, cfg: Any, sent: Any = None) -> Any:
+        """The x that dw reads. `sent`: x, if it is in flight already."""
+        if pending.rows is not None:
+            return pending.rows
+        return self.arrived_x(self.send_x(where, pending.x, pending.dy, cfg) if sent is None else sent, pending.x, cfg)
+
+    def dw_rows(self, pending: Any, cfg: Any) -> Any:
+        return self.x_of_all(f"{self.name}_wgrad", pending, cfg)
+
+    def shared(self, pending: Any, cfg: Any) -> dict[str, Any] | None:
+        return {"rows": self.dw_rows(pending, cfg)} if cfg.sequence_parallel and pending.rows is None else None
+
+    def bwd(self, residuals: Any, dy: Tensor, cfg: Any, into: LinearParams | None) -> tuple[LinearParams, Tensor]:
+        """The whole backward, in the order that `cfg.overlap` says."""
+        where, late = f"{self.name}_bwd", cfg.overlap != "none"
+        row, pending = self.read_dy(where, residuals, dy, cfg, into=into)
+        early = late and pending is not None and pending.x is not None
+        sent = self.send_x(where, pending.x, pending.dy, cfg) if early else None
+        dx = NO_GRADIENT if row is None else self.dx_of(row, residuals, cfg)
+        dx = dx if row is None or late else self.wait_dx(dx, cfg)
+        nothing = LinearParams(NO_GRADIENT, None) if into is None else into
+        dparams = nothing if pending is None else self.gradients(where, pending, cfg, into, sent)
+        return dparams, self.wait_dx(dx, cfg) if late and row is not None else dx
+
+
+class _Layer(DenseOverAxis, ColumnLayer):
     def y_is_product(self, cfg: Any) -> bool:
         return not by_ring(cfg)
 
@@ -126,113 +157,46 @@ class _Layer(ColumnLayer):
         found, _ = gathered_products(x, cfg.axis, products)
         return tuple([torch.cat(ys) for ys in zip(*found, strict=True)])
 
-    def start_x(self, residuals: Any, dy: Tensor, cfg: Any) -> Any:
-        return comm.start_gather(residuals.x, cfg.axis) if cfg.sequence_parallel else None
-
-    def wait_x(self, sent: Any, residuals: Any, cfg: Any) -> Any:
-        return comm.wait(sent, cfg.axis)
-
-    def dw_rows(self, pending: Any, cfg: Any) -> Tensor:
-        return self.rows(pending.x, cfg) if pending.rows is None else pending.rows  # type: ignore[no-any-return]
-
     def prepares(self, cfg: Any) -> Hashable:
         return (cfg.axis, by_ring(cfg)) if cfg.sequence_parallel and cfg.axis.size > 1 else None
 
-    def joins(self, cfg: Any) -> Hashable:
-        return None if cfg.axis.size == 1 else (cfg.axis, cfg.sequence_parallel, by_ring(cfg))
+    def run(self, params: LinearParams, x: Tensor, cfg: Any, needs: Needs) -> tuple[Tensor, Any]:
+        weight, bias = params.weight, params.bias
+        (y,) = self.y_products(x, cfg, lambda rows: (kernels.linear_fwd(rows, weight, bias),))
+        return y, self.kept(cfg, needs, x, weight, y)
 
-    def pending(self, residuals: Any, dy: Tensor, rows: Tensor, cfg: Any) -> Any:
-        return ColumnLinearPending.keep(cfg, residuals.needs, x=residuals.x, rows=None, dy=dy)
+    def pending(self, residuals: Any, dy: Tensor, rows: Tensor, cfg: Any, sums: Tensor | None = None) -> Any:
+        return ColumnLinearPending.keep(cfg, residuals.needs, x=residuals.x, rows=None, dy=dy, sums=sums)
 
-    def shared(self, pending: Any, cfg: Any) -> dict[str, Any] | None:
-        return {"rows": self.rows(pending.x, cfg)} if cfg.sequence_parallel and pending.rows is None else None
+    def read_dy(
+        self, where: str, residuals: Any, dy: Tensor, cfg: Any, sums: Tensor | None = None, into: LinearParams | None = None
+    ) -> tuple[Tensor | None, Any]:
+        self.check_backward(where, residuals, dy, cfg, into)
+        return dy if residuals.needs.x else None, self.pending(residuals, dy, dy, cfg, sums)
 
-    def kept(self, cfg: Any, needs: Needs, x: Tensor, weight: Tensor, y: Tensor) -> Any:
-        return ColumnLinearResiduals.keep(cfg, needs, x=x, weight=weight, y_shape=y.shape, dtype=y.dtype)
+    def gradients(self, where: str, pending: Any, cfg: Any, into: LinearParams | None, sent: Any = None) -> LinearParams:
+        x, dy, bias = pending.x, pending.dy, wants_bias(cfg, pending.needs)
+        if into is not None:  # before anything is sent
+            check_linear_into(where, dy, x, bias, into)
+        rows = None if x is None else self.x_of_all(where, pending, cfg, sent)
+        return linear_gradients(where, dy, rows, bias, into, pending.sums)
 
-
-_layer = _Layer()
-
-
-@init_of(ColumnLinearConfig)
-def column_linear_init(
-    cfg: ColumnLinearConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
-) -> LinearParams:
-    """This rank's rows of the params that `linear_init` draws with the same key, on every mesh."""
-    return init_linear(cfg, key, device, dtype)
-
-
-@forward(ColumnLinearConfig, LinearParams)
-def column_linear_fwd(
-    params: LinearParams, x: Tensor, cfg: ColumnLinearConfig, *, needs: Needs = Needs.ALL
-) -> tuple[Tensor, ColumnLinearResiduals | None]:
-    """`y_r = x w_r^T + b_r`. x: [m, *, I], of n m in all (without `sequence_parallel`: [*, I]) -> y: [n m, *, O/n]. Raises
-    `ValueError` or `TypeError` for a wrong shape, dtype or device."""
-    check_x("column_linear_fwd", x, cfg.in_features, cfg.sequence_parallel)
-    check_params("column_linear_fwd", params, cfg.weight_shape, cfg.bias_shape, x)
-    weight, bias = params.weight, params.bias
-    (y,) = _layer.y_products(x, cfg, lambda rows: (kernels.linear_fwd(rows, weight, bias),))
-    return y, _layer.kept(cfg, needs, x, weight, y)
+    def products(self, pending: Any, cfg: Any, *, into: LinearParams) -> list[Product]:
+        """dw and db as a product to run later, with x of all ranks, which is gathered then."""
+        rows = None if pending.x is None else functools.partial(self.dw_rows, pending, cfg)
+        return products_of(f"{self.name}_wgrad", pending, rows, wants_bias(cfg, pending.needs), into)
 
 
-@dgrad_of(ColumnLinearResiduals)
-def column_linear_dgrad(
-    residuals: ColumnLinearResiduals, dy: Tensor, cfg: ColumnLinearConfig, sums: Tensor | None = None
-) -> tuple[Tensor, ColumnLinearPending | None]:
-    """dy: [n m, *, O/n] -> dx: [m, *, I] (without `sequence_parallel`: [*, I]), and the pending dw: dy and x, aliases."""
-    x, weight, needs = residuals.x, residuals.weight, residuals.needs
-    check_tensor("column_linear_dgrad", "dy", dy, residuals.y_shape, residuals.dtype, weight if x is None else x)
-    dx = _layer.wait_dx(_start_dx(dy, weight, cfg), cfg) if needs.x else NO_GRADIENT
-    return dx, ColumnLinearPending.keep(cfg, needs, x=x, rows=None, dy=dy, sums=sums)
-
-
-@wgrad_of(ColumnLinearPending, LinearParams)
-def column_linear_wgrad(pending: ColumnLinearPending, cfg: ColumnLinearConfig, *, into: LinearParams | None = None) -> LinearParams:
-    """Gathers x, then `dw_r = dy_r^T x`, `db_r = sum of dy_r`; added to `into` if given."""
-    x, dy, bias = pending.x, pending.dy, wants_bias(cfg, pending.needs)
-    if into is not None:  # before anything is sent
-        check_linear_into("column_linear_wgrad", dy, x, bias, into)
-    rows = None if x is None else _layer.dw_rows(pending, cfg)
-    return linear_gradients("column_linear_wgrad", dy, rows, bias, into, pending.sums)
-
-
-def column_linear_products(pending: ColumnLinearPending, cfg: ColumnLinearConfig, *, into: LinearParams) -> list[Product]:
-    """dw and db as a product to run later, with x of all ranks, which is gathered then."""
-    rows = None if pending.x is None else functools.partial(_layer.dw_rows, pending, cfg)
-    return products_of("column_linear_wgrad", pending, rows, wants_bias(cfg, pending.needs), into)
-
-
-@bwd_of(ColumnLinearResiduals, LinearParams)
-def column_linear_bwd(
-    residuals: ColumnLinearResiduals, dy: Tensor, cfg: ColumnLinearConfig, *, into: LinearParams | None = None
-) -> tuple[LinearParams, Tensor]:
-    """The whole backward, in the order that `cfg.overlap` says. Returns `(dparams, dx)`."""
-    x, weight, needs, late = residuals.x, residuals.weight, residuals.needs, cfg.overlap != "none"
-    check_tensor("column_linear_bwd", "dy", dy, residuals.y_shape, residuals.dtype, weight if x is None else x)
-    bias = wants_bias(cfg, needs)
-    if into is not None:  # before anything is sent
-        check_linear_into("column_linear_bwd", dy, x, bias, into)
-    sent = _layer.start_x(residuals, dy, cfg) if late and x is not None else None
-    dx = _start_dx(dy, weight, cfg) if needs.x else NO_GRADIENT
-    dx = _layer.wait_dx(dx, cfg) if needs.x and not late else dx
-    if x is not None:
-        x = _layer.rows(x, cfg) if sent is None else _layer.wait_x(sent, residuals, cfg)
-    dparams = linear_gradients("column_linear_bwd", dy, x, bias, into)
-    return dparams, _layer.wait_dx(dx, cfg) if needs.x and late else dx
-
-
-def _start_dx(dy: Tensor, weight: Tensor, cfg: ColumnLinearConfig) -> Tensor:
-    return _layer.start_dx((dy,), cfg, lambda dys: kernels.linear_dgrad(dys[0], weight))
-
-
-column_linear = make_op(
+column_linear, column_linear_init, column_linear_fwd, column_linear_bwd, column_linear_dgrad, column_linear_wgrad = layer_op(
+    _Layer,
     "column_linear",
     ColumnLinearConfig,
-    init=column_linear_init,
-    fwd=column_linear_fwd,
-    dgrad=column_linear_dgrad,
-    wgrad=column_linear_wgrad,
-    bwd=column_linear_bwd,
-    products=column_linear_products,
-    layer=_layer,
+    ColumnLinearResiduals,
+    ColumnLinearPending,
+    init="This rank's rows of the params that `linear_init` draws with the same key, on every mesh.",
+    fwd="""`y_r = x w_r^T + b_r`. x: [m, *, I], of n m in all (without `sequence_parallel`: [*, I]) -> y: [n m, *, O/n]. Raises
+    `ValueError` or `TypeError` for a wrong shape, dtype or device.""",
+    dgrad="dy: [n m, *, O/n] -> dx: [m, *, I] (without `sequence_parallel`: [*, I]), and the pending dw: dy and x, aliases.",
+    wgrad="Gathers x, then `dw_r = dy_r^T x`, `db_r = sum of dy_r`; added to `into` if given.",
+    bwd="The whole backward, in the order that `cfg.overlap` says. Returns `(dparams, dx)`.",
 )

@@ -31,20 +31,17 @@ ranks before the update (`funcops.dist.amaxes_over`).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable
-from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from funcops import random
-from funcops.contract.by_config import ByConfig
 from funcops.contract.needs import Needs
-from funcops.contract.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
-from funcops.contract.schema import NO_GRADIENT, WGRAD, Pending, saved
-from funcops.distributed.ops._linear import init_linear, rows_axis
+from funcops.contract.op import config
+from funcops.contract.schema import WGRAD, Pending, saved
+from funcops.distributed.ops._linear import rows_axis
 from funcops.distributed.ops._qlinear import (
     CodedOverAxis,
     LowOverAxis,
@@ -59,11 +56,9 @@ from funcops.distributed.ops._qlinear import (
 )
 from funcops.distributed.ops.column_linear import ColumnLayer, ColumnLinearConfig, column_linear
 from funcops.formats import QTensor, check_quantized
-from funcops.formats.recipes import Recipe
+from funcops.ops._layer_op import layer_op
 from funcops.ops._low_config import low_form, old_of_input
 from funcops.ops._low_operands import factors_of_dw, kept_side, operands, quantized
-from funcops.ops.coded_linear import check_low_into
-from funcops.ops.linear import LinearParams
 from funcops.ops.qlinear import QLinearOfInputResiduals, QLinearResiduals
 
 __all__ = ["ColumnQLinearConfig", "ColumnQLinearPending", "ColumnQLinearResiduals"]
@@ -76,11 +71,7 @@ class ColumnQLinearConfig(LowOverAxis, ColumnLinearConfig):
     """The fields of `ColumnLinearConfig`, and a `recipe` of `funcops.low_precision`. `overlap`: "none" or "bulk". Raises
     `ValueError` for sizes that the recipe's blocks do not divide."""
 
-    recipe: Recipe = field(kw_only=False)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.set_low(ColumnLinearConfig)
+    plain = ColumnLinearConfig
 
 
 class ColumnQLinearResiduals(QLinearResiduals):
@@ -89,9 +80,6 @@ class ColumnQLinearResiduals(QLinearResiduals):
 
 class ColumnQLinearOfInputResiduals(QLinearOfInputResiduals):
     """The fields of `QLinearOfInputResiduals`, of this rank."""
-
-
-ColumnQLinearKept = ColumnQLinearResiduals | ColumnQLinearOfInputResiduals
 
 
 class ColumnQLinearPending(Pending, static=("dtype",)):
@@ -103,6 +91,8 @@ class ColumnQLinearPending(Pending, static=("dtype",)):
 
 
 class _Layer(CodedOverAxis, ColumnLayer):
+    of_input = ColumnQLinearOfInputResiduals
+
     def operands(self, x: Tensor, cfg: Any, needs: Needs) -> tuple[QTensor, Any]:
         recipe, axis = cfg.recipe, rows_axis(cfg)
         if recipe.keep == "col" and needs.param("weight") and not whole_tiles(x, recipe.x_col, axis):
@@ -117,22 +107,10 @@ class _Layer(CodedOverAxis, ColumnLayer):
             key = random.fold_in(key, cfg.axis.rank)
         return super().of_dy(dy, key, rows, columns, cfg)
 
-    def start_x(self, residuals: Any, dy: Tensor, cfg: Any) -> Any:
-        return self.send_x(f"{self.name}_bwd", residuals.x, dy, cfg) if cfg.sequence_parallel else None
-
-    def wait_x(self, sent: Any, residuals: Any, cfg: Any) -> Any:
-        return self.arrived_x(sent, residuals.x, cfg)
-
     def factors(self, where: str, pending: Any, cfg: Any, sent: Sent | None = None) -> tuple[Any, Any]:
-        """`sent`: x, if it is in flight already."""
-        whole = pending.rows
-        if whole is None:
-            sent = self.send_x(where, pending.x, pending.dy, cfg) if sent is None else sent
-            whole = self.arrived_x(sent, pending.x, cfg)
-        return factors_of_dw(where, pending.dy, whole, cfg.recipe)
+        return factors_of_dw(where, pending.dy, self.x_of_all(where, pending, cfg, sent), cfg.recipe)
 
     def send_x(self, where: str, x: Any, dy: Any, cfg: Any) -> Sent:
-        """Begin to gather x in the form that dw reads."""
         recipe, axis = cfg.recipe, rows_axis(cfg)
         if not isinstance(x, QTensor):
             return send(x, axis) if recipe.wgrad == "high" else send_columns(x, recipe, recipe.x_col, axis)
@@ -143,96 +121,28 @@ class _Layer(CodedOverAxis, ColumnLayer):
         return send(x, axis)
 
     def arrived_x(self, sent: Sent, x: Any, cfg: Any) -> Any:
-        """The gathered x in the form that dw reads."""
         recipe, axis = cfg.recipe, rows_axis(cfg)
         by_columns = recipe.wgrad == "low" and not isinstance(x, QTensor)
         return columns_of(sent, recipe, recipe.x_col, axis) if by_columns else arrived(sent, axis)
 
-    def bwd(self, residuals: Any, dy: Tensor, cfg: Any, into: LinearParams | None) -> tuple[LinearParams, Tensor]:
-        """The whole backward, in the order that `cfg.overlap` says."""
-        where, bulk = f"{self.name}_bwd", cfg.overlap == "bulk"
-        row, pending = self.rounded(where, residuals, dy, cfg)
-        if into is not None and pending is not None:  # before anything is sent
-            check_low_into(where, pending, pending.x, cfg, into)
-        reads_x = pending is not None and pending.x is not None
-        sent = self.send_x(where, pending.x, pending.dy, cfg) if bulk and reads_x else None
-        dx = NO_GRADIENT if row is None else self.start_dx((dy,), cfg, lambda _: self.part(row, residuals, cfg))
-        dx = self.wait_dx(dx, cfg) if row is not None and not bulk else dx
-        factors = functools.partial(self.factors, sent=sent)
-        dparams = into if pending is None else self.gradients(where, pending, cfg, into, factors)
-        dparams = LinearParams(NO_GRADIENT, None) if dparams is None else dparams
-        return dparams, self.wait_dx(dx, cfg) if bulk and row is not None else dx
-
     def prepares(self, cfg: Any) -> Hashable:
         return None if cfg.recipe.delayed else (cfg.recipe, rows_axis(cfg))
 
-    def joins(self, cfg: Any) -> Hashable:
-        return None if cfg.axis.size == 1 else (cfg.axis, cfg.sequence_parallel, cfg.recipe)
 
-    def shared(self, pending: Any, cfg: Any) -> dict[str, Any] | None:
-        if not cfg.sequence_parallel or pending.rows is not None:
-            return None
-        sent = self.send_x(f"{self.name}_wgrad", pending.x, pending.dy, cfg)
-        return {"rows": self.arrived_x(sent, pending.x, cfg)}
-
-
-_layer = _Layer("column_qlinear", ColumnQLinearResiduals, ColumnQLinearOfInputResiduals, ColumnQLinearPending)
-KEPT = ByConfig(ColumnQLinearConfig, _layer.kept_class, (ColumnQLinearResiduals, ColumnQLinearOfInputResiduals))
-
-
-@init_of(ColumnQLinearConfig)
-def column_qlinear_init(
-    cfg: ColumnQLinearConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
-) -> LinearParams:
-    """The params that `column_linear_init` draws, in high precision."""
-    return init_linear(cfg, key, device, dtype)
-
-
-@forward(ColumnQLinearConfig, LinearParams)
-def column_qlinear_fwd(
-    params: LinearParams, x: Tensor, cfg: ColumnQLinearConfig, *, needs: Needs = Needs.ALL
-) -> tuple[Tensor, ColumnQLinearKept | None]:
-    """`y_r = q(x) q(w_r)^T + b_r`. x: [m, *, I], of n m in all (without `sequence_parallel`: [*, I]) -> y: [n m, *, O/n].
-    Raises as `qlinear_fwd`."""
-    return _layer.fwd(params, x, cfg, needs)
-
-
-@dgrad_of(KEPT)
-def column_qlinear_dgrad(
-    residuals: ColumnQLinearKept, dy: Tensor, cfg: ColumnQLinearConfig, sums: Tensor | None = None
-) -> tuple[Tensor, ColumnQLinearPending | None]:
-    """dy: [n m, *, O/n] -> dx: [m, *, I] (without `sequence_parallel`: [*, I]), and the pending dw: dy in low precision, and the
-    saved x."""
-    return _layer.dgrad(residuals, dy, cfg, sums)
-
-
-@wgrad_of(ColumnQLinearPending, LinearParams)
-def column_qlinear_wgrad(
-    pending: ColumnQLinearPending, cfg: ColumnQLinearConfig, *, into: LinearParams | None = None
-) -> LinearParams:
-    """Gather x in codes, then compute `dw_r = q(dy_r)^T q(x)`, and db_r; added to `into` if given. For a `Scaled` weight dw is
-    `Scaled` too, with this rank's amaxes."""
-    return _layer.wgrad(pending, cfg, into)
-
-
-@bwd_of(KEPT, LinearParams)
-def column_qlinear_bwd(
-    residuals: ColumnQLinearKept, dy: Tensor, cfg: ColumnQLinearConfig, *, into: LinearParams | None = None
-) -> tuple[LinearParams, Tensor]:
-    """The whole backward, in the order that `cfg.overlap` says. Returns `(dparams, dx)`."""
-    return _layer.bwd(residuals, dy, cfg, into)
-
-
-column_qlinear = make_op(
+column_qlinear, column_qlinear_init, column_qlinear_fwd, column_qlinear_bwd, column_qlinear_dgrad, column_qlinear_wgrad = layer_op(
+    _Layer,
     "column_qlinear",
     ColumnQLinearConfig,
-    init=column_qlinear_init,
-    fwd=column_qlinear_fwd,
-    dgrad=column_qlinear_dgrad,
-    wgrad=column_qlinear_wgrad,
-    bwd=column_qlinear_bwd,
-    products=_layer.products,
-    layer=_layer,
+    ColumnQLinearResiduals,
+    ColumnQLinearPending,
+    init="The params that `column_linear_init` draws, in high precision.",
+    fwd="""`y_r = q(x) q(w_r)^T + b_r`. x: [m, *, I], of n m in all (without `sequence_parallel`: [*, I]) -> y: [n m, *, O/n].
+    Raises as `qlinear_fwd`.""",
+    dgrad="""dy: [n m, *, O/n] -> dx: [m, *, I] (without `sequence_parallel`: [*, I]), and the pending dw: dy in low precision, and
+    the saved x.""",
+    wgrad="""Gather x in codes, then compute `dw_r = q(dy_r)^T q(x)`, and db_r; added to `into` if given. For a `Scaled` weight dw
+    is `Scaled` too, with this rank's amaxes.""",
+    bwd="The whole backward, in the order that `cfg.overlap` says. Returns `(dparams, dx)`.",
 )
 low_form(column_linear, column_qlinear)
 

@@ -19,6 +19,10 @@ sent around the ring, each during the attention to the ones before, and dk and d
 `comm="heads"`: q, k and v are sent so that each rank has all tokens of its share of the heads, and y is sent back: one attention
 as on one rank, in two all-to-alls of 1/n of the tensors each, and small ones of logsumexp. n must divide H and K. It serves what
 attention does, except for ALiBi and a bias, of which a rank has all heads (arXiv:2309.14509).
+`heads_axis`: two levels, for m ranks of a node on this axis, and n nodes on `axis`. Heads are exchanged within the node first, so
+m must divide H and K; then q of m times the rows and 1/m of the heads attends over `axis` by gather or ring: between nodes go k and
+v of 1/m of the heads. A rank has 1/(n m) of the sequence: zigzag over `axis`, and that over `heads_axis`, which is the order of one
+axis of n m ranks (arXiv:2405.07719).
 Kept: q, k, v (aliases), y (the caller's own output) and logsumexp: 1/n of what attention keeps. The backward sends k and v again.
 
 With a window, chunks, ALiBi, a bias or packed sequences k and v are gathered first, and put in order; each half is then one
@@ -57,7 +61,7 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
 from funcops.contract.schema import DGRAD, Inputs, Residuals, saved
 from funcops.distributed import comm
-from funcops.distributed.by_heads import attended_by_heads, check_heads, gradients_by_heads
+from funcops.distributed.by_heads import Exchange, Kept, check_heads
 from funcops.distributed.checks import check_tensor, require_axis
 from funcops.distributed.mesh import Axis
 from funcops.distributed.zigzag import unzigzag
@@ -73,10 +77,12 @@ __all__ += ["context_attention_fwd", "context_attention_init", "context_attentio
 
 @config
 class ContextAttentionConfig(AttentionConfig):
-    """The fields of `AttentionConfig`; `axis`: the axis that shards the sequence; `comm`: "gather", "ring" or "heads"."""
+    """The fields of `AttentionConfig`; `axis`: the axis that shards the sequence; `comm`: "gather", "ring" or "heads";
+    `heads_axis`: an axis that shards the parts of `axis` once more, and over which heads are exchanged before and after."""
 
     axis: Axis = field(kw_only=False)
     comm: str = "gather"
+    heads_axis: Axis | None = None
     attends = False  # beyond what it communicates itself
 
     def __post_init__(self) -> None:
@@ -84,12 +90,19 @@ class ContextAttentionConfig(AttentionConfig):
         where = type(self).__name__
         require_axis(where, self.axis)
         require(self.comm in ("gather", "ring", "heads"), where, "comm", "'gather', 'ring' or 'heads'", repr(self.comm))
+        if self.heads_axis is not None:
+            require_axis(where, self.heads_axis, "heads_axis")
+            other = self.heads_axis.name != self.axis.name and self.comm != "heads"
+            wanted = f"another axis than {self.axis.name!r}, with comm 'gather' or 'ring' between its groups"
+            require(other, where, "heads_axis", wanted, f"{self.heads_axis.name!r} with {self.comm!r}")
         for name in ("alibi", "packed"):
             wanted = "False without causal (kernels take the last row to be at the last key)"
             require(self.causal or not getattr(self, name), where, name, wanted, True)
         in_parts = self.comm != "ring" or not self.in_order
         wanted = "'gather' or 'heads' with a window, chunks or packed sequences, 'gather' with ALiBi or a bias"
         require(in_parts and not (self.comm == "heads" and (self.alibi or self.bias)), where, "comm", wanted, repr(self.comm))
+        all_heads = self.heads_axis is not None and (self.alibi or self.bias)
+        require(not all_heads, where, "heads_axis", "None with ALiBi or a bias, of which a rank has all heads", self.heads_axis)
 
     @property
     def in_order(self) -> bool:
@@ -102,9 +115,24 @@ class ContextAttentionConfig(AttentionConfig):
         return self.causal or self.in_order
 
     @property
-    def whole(self) -> bool:
-        """Whether a rank attends to keys in the order of the sequence, so that none at all is a case of its own."""
-        return self.in_order or self.comm == "heads"
+    def exchange(self) -> Exchange | None:
+        """The exchange of heads, before and after the attention over `axis`, or instead of it."""
+        axis = self.axis if self.comm == "heads" else self.heads_axis
+        return Exchange(axis, self.ordered) if axis is not None and axis.size > 1 else None
+
+    @property
+    def alone(self) -> bool:
+        """Whether a rank has all keys of its heads, once these are exchanged."""
+        return self.axis.size == 1 or self.comm == "heads"
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that share the sequence."""
+        return self.axis.size * (1 if self.heads_axis is None else self.heads_axis.size)
+
+    def nothing(self, q: Tensor, k: Tensor) -> bool:
+        """Whether there is nothing to send: one rank, or no rows or keys where they are needed in the order of the sequence."""
+        return self.ranks == 1 or ((self.in_order or self.exchange is not None) and nothing_to_see(q, k))
 
     def lowest(self, first: int) -> int:
         """A key before all those that rows from position `first` on see; the first of a chunk, from which chunks are counted."""
@@ -144,7 +172,7 @@ def check_context_x(where: str, x: object, cfg: ContextAttentionConfig) -> tuple
     for name, t in (("x.0 (q)", q), ("x.1 (k)", k), ("x.2 (v)", v)):
         check_tensor(where, name, t, (...,))
     for name, t in (("x.0 (q)", q),) * cfg.causal + (("x.1 (k)", k),) * cfg.bias:
-        if cfg.axis.size > 1 and t.shape[1] % 2:
+        if cfg.ranks > 1 and t.shape[1] % 2:
             fail(where, name, "of an even length (two chunks in zigzag order)", t.shape[1])
     more = rest[0] if rest else None
     if more is not None:
@@ -152,19 +180,23 @@ def check_context_x(where: str, x: object, cfg: ContextAttentionConfig) -> tuple
     if cfg.bias:
         check_bias(where, more, q, cfg.axis.size * k.shape[1])
     if cfg.packed:
-        check_cu_seqlens(where, more, q, k, cfg, cfg.axis.size)
-    if cfg.comm == "heads":
-        check_heads(where, q, k, cfg.axis.size)
+        check_cu_seqlens(where, more, q, k, cfg, cfg.ranks)
+    if cfg.exchange is not None:
+        what = "cfg.comm is 'heads'; 'gather' takes any" if cfg.comm == "heads" else "cfg.heads_axis; without it any will do"
+        check_heads(where, q, k, cfg.exchange.axis.size, what)
     return q, k, v, more
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor, more: Tensor | None, cfg: ContextAttentionConfig) -> tuple[Tensor, Tensor]:
     """y and logsumexp over the keys of all ranks."""
-    if cfg.axis.size == 1 or (cfg.whole and nothing_to_see(q, k)):
-        return kernels.attend_fwd(q, k, v, *of_config(more, cfg), cfg.score(q.shape[3]), *cfg.limits)
-    if cfg.comm == "heads":
-        return attended_by_heads(q, k, v, more, cfg)
-    return _attend_in_order(q, k, v, more, cfg) if cfg.in_order else _attend(q, k, v, cfg)
+    nothing, exchange = cfg.nothing(q, k), cfg.exchange
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if nothing or cfg.alone:
+            return kernels.attend_fwd(q, k, v, *of_config(more, cfg), cfg.score(q.shape[3]), *cfg.limits)
+        return _attend_in_order(q, k, v, more, cfg) if cfg.in_order else _attend(q, k, v, cfg)
+
+    return attend(q, k, v) if nothing or exchange is None else exchange.fwd(attend, q, k, v)
 
 
 @dgrad_of(ContextAttentionResiduals)
@@ -179,21 +211,22 @@ def context_attention_dgrad(
 
 def context_gradients(where: str, residuals: Any, dy: Tensor, cfg: ContextAttentionConfig) -> Any:
     """The requested gradients of the parts of x."""
-    needs, q, k, v, y, lse = residuals.needs, residuals.q, residuals.k, residuals.v, residuals.y, residuals.logsumexp
+    needs, at, more, q = residuals.needs, indices_of(residuals), residuals.more, residuals.q
     check_tensor(where, "dy", dy, (...,))
     check(where, "dy", dy, q.shape, q.dtype, q)
-    at = indices_of(residuals)
-    sends = needs.input(at[1]) or needs.input(at[2])
-    if cfg.axis.size == 1 or (cfg.whole and nothing_to_see(q, k)):
-        wants_bias, parts = cfg.bias and needs.input(at[3]), of_config(residuals.more, cfg)
-        grads: Any = kernels.attend_bwd(dy, q, k, v, *parts, y, lse, cfg.score(q.shape[3]), wants_bias, *cfg.limits)
-    elif cfg.comm == "heads":
-        grads = gradients_by_heads(dy, residuals, residuals.more, cfg, sends)
-    elif cfg.in_order:
-        grads = _backward_in_order(dy, residuals, cfg, sends)
-    else:
-        backward = _Backward(dy, q, y, lse, cfg)
-        grads = (_gathered_backward if cfg.comm == "gather" else _ring_backward)(backward, k, v, cfg, sends)
+    kept = Kept(q, residuals.k, residuals.v, residuals.y, residuals.logsumexp)
+    sends, wants_bias = needs.input(at[1]) or needs.input(at[2]), cfg.bias and needs.input(at[3])
+    nothing, exchange = cfg.nothing(q, kept.k), cfg.exchange
+
+    def gradients(dy: Tensor, one: Kept) -> Any:
+        if nothing or cfg.alone:
+            given = dy, *one[:3], *of_config(more, cfg), *one[3:]
+            return kernels.attend_bwd(*given, cfg.score(q.shape[3]), wants_bias, *cfg.limits)
+        if cfg.in_order:
+            return _backward_in_order(dy, one, more, cfg, sends, wants_bias)
+        return (_gathered_backward if cfg.comm == "gather" else _ring_backward)(_Backward(dy, one, cfg), *one[1:3], cfg, sends)
+
+    grads: Any = gradients(dy, kept) if nothing or exchange is None else exchange.bwd(gradients, dy, kept, sends)
     grads = (*grads[:3], *((grads[3],) if cfg.bias else (None,) * cfg.packed))
     return residuals.inputs.make(tuple([g if needs.input(i) else None for i, g in zip(at, grads, strict=False)]))
 
@@ -243,13 +276,15 @@ def _attend_in_order(q: Tensor, k: Tensor, v: Tensor, more: Tensor | None, cfg: 
     return torch.cat([y for y, _ in found], 1), torch.cat([lse[..., :rows] for _, lse in found], -1)
 
 
-def _backward_in_order(dy: Tensor, residuals: Any, cfg: ContextAttentionConfig, sends: bool) -> tuple[Tensor | None, ...]:
-    q, y, lse, axis = residuals.q, residuals.y, residuals.logsumexp, cfg.axis
-    kv, score = _in_order(residuals.k, residuals.v, cfg), cfg.score(q.shape[3])
+def _backward_in_order(
+    dy: Tensor, kept: Kept, more: Tensor | None, cfg: ContextAttentionConfig, sends: bool, wants_bias: bool
+) -> tuple[Tensor | None, ...]:
+    q, axis = kept.q, cfg.axis
+    kv, score = _in_order(kept.k, kept.v, cfg), cfg.score(q.shape[3])
     dkv, found = torch.zeros_like(kv, dtype=wide(q.dtype)), []
-    for one in _Piece.all_of(residuals.more, cfg, q.shape[1], residuals.k.shape[1]):
-        dy_rows, q_rows, y_rows = (t[:, one.rows] for t in (dy, q, y))
-        of_rows, wants_bias = lse[..., one.rows].contiguous(), cfg.bias and residuals.needs.input(3)
+    for one in _Piece.all_of(more, cfg, q.shape[1], kept.k.shape[1]):
+        dy_rows, q_rows, y_rows = (t[:, one.rows] for t in (dy, q, kept.y))
+        of_rows = kept.logsumexp[..., one.rows].contiguous()
         k, v = kv[:, :, one.keys]
         given = dy_rows, q_rows, k, v, one.bias, one.cu_seqlens, y_rows, of_rows, score, wants_bias
         dq, dk, dv, dbias = kernels.attend_bwd(*given, *cfg.limits)
@@ -340,9 +375,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, cfg: ContextAttentionConfig) -> tup
 class _Backward:
     """Sums dq in the wide dtype over the pairs with which it is called."""
 
-    def __init__(self, dy: Tensor, q: Tensor, y: Tensor, lse: Tensor, cfg: ContextAttentionConfig) -> None:
-        self.dy, self.q, self.y, self.lse, self.cfg = dy, q, y, lse, cfg
-        self.dq = torch.zeros_like(q, dtype=wide(q.dtype), memory_format=torch.contiguous_format)
+    def __init__(self, dy: Tensor, kept: Kept, cfg: ContextAttentionConfig) -> None:
+        self.dy, self.q, self.y, self.lse, self.cfg = dy, kept.q, kept.y, kept.logsumexp, cfg
+        self.dq = torch.zeros_like(self.q, dtype=wide(self.q.dtype), memory_format=torch.contiguous_format)
 
     def __call__(self, pair: _Pair, k: Tensor, v: Tensor) -> Tensor:
         """dk and dv, [2, B, S, K, D] in the wide dtype."""

@@ -16,6 +16,9 @@ C = ceil(capacity T) of its T rows to each rank, R is n C, unused rows are zero,
 one rank. A capacity of 1 is enough for all tokens; with less, tokens beyond it are not sent to that rank, the last first, and get
 no gradient through it. All ranks must then have the same number of tokens. On the meta device R is n T.
 
+With a `format` whose scales are within a row, such as (1, 128), x is quantised, and sent in codes and scales: 1.03 bytes an element
+in place of 2. y's rows are then a `QTensor`, with the bits of quantising the received rows. Their gradient is dense.
+
 Sums of the backward are in float32 (float64 for float64), in the order of the ranks, rounded once. Kept: place and sizes, parts of
 y: no bytes of their own. An index outside [0, E] raises `IndexError` on the CPU.
 
@@ -55,27 +58,36 @@ from funcops.contract.schema import DGRAD, Inputs, Residuals, saved, static
 from funcops.distributed.checks import check_tensor, require_axis
 from funcops.distributed.mesh import Axis
 from funcops.distributed.ops._tokens import arrived, dispatched, start_back
-from funcops.errors import describe, fail, require
+from funcops.errors import describe, fail, require, require_type
+from funcops.formats import Format
 from funcops.ops.experts import check_experts_x
 
 __all__ = ["DispatchConfig", "DispatchResiduals"]
 __all__ += ["dispatch", "dispatch_bwd", "dispatch_dgrad", "dispatch_fwd", "dispatch_init", "dispatch_wgrad"]
 
-Sent = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
+Sent = tuple[Tensor, Any, Tensor, Tensor, Tensor | None]
 _INTEGERS = {2: "indices", 3: "place", 4: "sizes"}
 
 
 @config
 class DispatchConfig(OpConfig):
     """`experts` (E), a multiple of the size of `axis`. `capacity`: the part of a rank's tokens for which another has room, so that
-    sizes do not depend on the routing; None: room for the rows that are routed, whose number the host waits for."""
+    sizes do not depend on the routing; None: room for the rows that are routed, whose number the host waits for. `format`: of the
+    codes in which x is sent; None: x itself is. Raises `ValueError` for a format that shares a scale between rows."""
 
     experts: int = field(kw_only=False)
     axis: Axis
     capacity: float | None = None
+    format: Format | None = None
 
     def __post_init__(self) -> None:
-        require_experts("DispatchConfig", self.experts, self.axis, self.capacity)
+        where, form = "DispatchConfig", self.format
+        require_experts(where, self.experts, self.axis, self.capacity)
+        if form is not None:
+            require_type(where, "format", form, Format)
+            within = form.tile[0] == 1 and form.scales != "e4m3"
+            wanted = "with scales within a row, such as (1, 128) of Fp8Block, or None (rows of one scale go to several ranks)"
+            require(within, where, "format", wanted, form.name)
 
     widths = same_width
     featurewise = True
@@ -107,7 +119,7 @@ def dispatch_fwd(
     """x: `(weights, x, indices)` -> `(weights, rows, indices, place, sizes)`. Raises `ValueError` or `TypeError` for a wrong shape,
     dtype or device; over several ranks, `ValueError` without a capacity under torch.compile and make_fx."""
     check_tokens("dispatch_fwd", x, cfg.experts)
-    weights, rows, indices, place, sizes = dispatched("dispatch_fwd", x, cfg.experts, cfg.capacity, cfg.axis)
+    weights, rows, indices, place, sizes = dispatched("dispatch_fwd", x, cfg.experts, cfg.capacity, cfg.axis, cfg.format)
     place = place.view(*x[1].shape[:-1], cfg.axis.size)
     kept = DispatchResiduals.keep(
         cfg,

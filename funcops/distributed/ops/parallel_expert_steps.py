@@ -7,6 +7,10 @@ precision:
 
 x, y and params are as in `parallel_experts`, residuals and pending as in the chain. The rows of an expert are in the order of the
 ranks and of their tokens, as in one process that has all tokens: codes are the same.
+
+Where `up` takes codes (`OpConfig.takes_codes`: `Fp8Block`, whose scales are within a row, and whose dw reads codes by rows), tokens
+are sent as these: all results keep their bits. Other recipes need x itself there, for a scale of all rows of an expert or for
+blocks along them, and get it. Backward x's dtype is sent: dx is a sum, and of dy dw's operand has blocks along rows.
 """
 
 from __future__ import annotations
@@ -16,8 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from funcops.compose.chain import ChainConfig
-from funcops.compose.expert_steps import BY_STEPS, EXTRAS, ExpertStepsConfig, expert_steps_init, steps_op
-from funcops.compose.plain_experts import plain_experts
+from funcops.compose.expert_steps import BY_STEPS, EXTRAS, ExpertStepsConfig, expert_steps_init, plain_experts, steps_op
 from funcops.compose.step import Step
 from funcops.contract.configs import fields_of
 from funcops.contract.op import Op, config, init_of
@@ -39,6 +42,13 @@ class ParallelExpertStepsConfig(ExpertStepsConfig):
     """`cfg`: the chain of a rank's steps; `axis`: the axis that shards the experts."""
 
     axis: Axis
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        first, up = self.cfg.steps[0], next(step.cfg for step in self.cfg.steps if step.name == "up")
+        if first.cfg.format != up.takes_codes:
+            sent = dataclasses.replace(first, cfg=dataclasses.replace(first.cfg, format=up.takes_codes))
+            object.__setattr__(self, "cfg", dataclasses.replace(self.cfg, steps=(sent, *self.cfg.steps[1:])))
 
     @property
     def specs(self) -> dict[str, Spec]:

@@ -31,19 +31,15 @@ amaxes: see `row_linear`, `column_qlinear`.
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from funcops import random
-from funcops.contract.by_config import ByConfig
-from funcops.contract.needs import Needs
-from funcops.contract.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.contract.op import config
 from funcops.distributed import comm
 from funcops.distributed.checks import check_divides
-from funcops.distributed.ops._linear import init_linear, rows_axis, start_sum
+from funcops.distributed.ops._linear import rows_axis, start_sum
 from funcops.distributed.ops._qlinear import (
     CodedOverAxis,
     LowOverAxis,
@@ -57,10 +53,9 @@ from funcops.distributed.ops._qlinear import (
 )
 from funcops.distributed.ops.row_linear import RowLinearConfig, row_linear
 from funcops.formats import QTensor, turned
-from funcops.formats.recipes import Recipe
+from funcops.ops._layer_op import layer_op
 from funcops.ops._low_config import low_form, old_of_input
 from funcops.ops._low_operands import of_gradient, quantized
-from funcops.ops.linear import LinearParams
 from funcops.ops.qlinear import QLinearOfInputResiduals, QLinearPending, QLinearResiduals
 
 __all__ = ["RowQLinearConfig", "RowQLinearPending", "RowQLinearResiduals"]
@@ -72,11 +67,7 @@ class RowQLinearConfig(LowOverAxis, RowLinearConfig):
     """The fields of `RowLinearConfig`, and a `recipe` of `funcops.low_precision`. `overlap`: "none" or "bulk", the same order here.
     Raises `ValueError` for sizes that the recipe's blocks do not divide."""
 
-    recipe: Recipe = field(kw_only=False)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.set_low(RowLinearConfig)
+    plain = RowLinearConfig
 
 
 class RowQLinearResiduals(QLinearResiduals):
@@ -87,14 +78,13 @@ class RowQLinearOfInputResiduals(QLinearOfInputResiduals):
     """The fields of `QLinearOfInputResiduals`, of this rank."""
 
 
-RowQLinearKept = RowQLinearResiduals | RowQLinearOfInputResiduals
-
-
 class RowQLinearPending(QLinearPending):
     """The fields of `QLinearPending`, with dy of all ranks."""
 
 
 class _Layer(CodedOverAxis):
+    of_input = RowQLinearOfInputResiduals
+
     def check_x(self, where: str, x: Tensor, cfg: Any) -> None:
         super().check_x(where, x, cfg)
         check_divides(where, "x", x, 0, rows_axis(cfg))
@@ -122,59 +112,26 @@ class _Layer(CodedOverAxis):
             None if by_columns is None else columns_of(by_columns, recipe, col, axis),
         )
 
-    def factors(self, where: str, pending: Any, cfg: Any) -> tuple[Any, Any]:
+    def factors(self, where: str, pending: Any, cfg: Any, sent: Any = None) -> tuple[Any, Any]:
         if cfg.recipe.wgrad == "high":
             return gathered(pending.dy, rows_axis(cfg)), pending.x
         return super().factors(where, pending, cfg)
 
 
-_layer = _Layer("row_qlinear", RowQLinearResiduals, RowQLinearOfInputResiduals, RowQLinearPending)
-
-
-@init_of(RowQLinearConfig)
-def row_qlinear_init(
-    cfg: RowQLinearConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
-) -> LinearParams:
-    """The params that `row_linear_init` draws, in high precision."""
-    return init_linear(cfg, key, device, dtype)
-
-
-@forward(RowQLinearConfig, LinearParams)
-def row_qlinear_fwd(
-    params: LinearParams, x: Tensor, cfg: RowQLinearConfig, *, needs: Needs = Needs.ALL
-) -> tuple[Tensor, RowQLinearKept | None]:
-    """`y = sum over r of q(x_r) q(w_r)^T + b`. x: [n m, *, I/n] -> y: [m, *, O] (without `sequence_parallel`: [*, I/n] ->
-    [*, O]). Raises as `qlinear_fwd`."""
-    return _layer.fwd(params, x, cfg, needs)
-
-
-@dgrad_of(ByConfig(RowQLinearConfig, _layer.kept_class, (RowQLinearResiduals, RowQLinearOfInputResiduals)))
-def row_qlinear_dgrad(
-    residuals: RowQLinearKept, dy: Tensor, cfg: RowQLinearConfig, sums: Tensor | None = None
-) -> tuple[Tensor, RowQLinearPending | None]:
-    """dy: [m, *, O] -> dx: [n m, *, I/n] (without `sequence_parallel`: [*, O] -> [*, I/n]), and the pending dw: dy of all ranks in
-    low precision, and the saved x."""
-    return _layer.dgrad(residuals, dy, cfg, sums)
-
-
-@wgrad_of(RowQLinearPending, LinearParams)
-def row_qlinear_wgrad(pending: RowQLinearPending, cfg: RowQLinearConfig, *, into: LinearParams | None = None) -> LinearParams:
-    """`dw_r = q(dy)^T q(x_r)`, and db of this rank's rows; added to `into` if given. For a `Scaled` weight dw is `Scaled` too,
-    with this rank's amaxes."""
-    return _layer.wgrad(pending, cfg, into)
-
-
-row_qlinear = make_op(
+row_qlinear, row_qlinear_init, row_qlinear_fwd, row_qlinear_bwd, row_qlinear_dgrad, row_qlinear_wgrad = layer_op(
+    _Layer,
     "row_qlinear",
     RowQLinearConfig,
-    init=row_qlinear_init,
-    fwd=row_qlinear_fwd,
-    dgrad=row_qlinear_dgrad,
-    wgrad=row_qlinear_wgrad,
-    products=_layer.products,
-    layer=_layer,
+    RowQLinearResiduals,
+    RowQLinearPending,
+    init="The params that `row_linear_init` draws, in high precision.",
+    fwd="""`y = sum over r of q(x_r) q(w_r)^T + b`. x: [n m, *, I/n] -> y: [m, *, O] (without `sequence_parallel`: [*, I/n] -> [*,
+    O]). Raises as `qlinear_fwd`.""",
+    dgrad="""dy: [m, *, O] -> dx: [n m, *, I/n] (without `sequence_parallel`: [*, O] -> [*, I/n]), and the pending dw: dy of all
+    ranks in low precision, and the saved x.""",
+    wgrad="""`dw_r = q(dy)^T q(x_r)`, and db of this rank's rows; added to `into` if given. For a `Scaled` weight dw is `Scaled`
+    too, with this rank's amaxes.""",
 )
-row_qlinear_bwd = both_halves(row_qlinear, row_qlinear_dgrad, row_qlinear_wgrad)
 low_form(row_linear, row_qlinear)
 
 

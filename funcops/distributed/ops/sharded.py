@@ -12,6 +12,11 @@ layer are prefetched while the layer before it computes, and the sums of a layer
 computes; at most two layers are whole at a time. In a chain they are prefetched before, and summed behind, the next step that
 computes much.
 
+A weight with a recipe of square blocks (`Fp8Block`; `MXFP8(w_tile=(32, 32))`) whose shards are whole blocks is gathered as codes
+and scales, 1.03 bytes an element or less in place of 2 or 4: each rank quantises its shard, and the whole has the bits of
+quantising after the gather. Any other is gathered as it is: one scale needs the amax of the whole, and blocks that are not square
+need other codes for dx.
+
 With `stage=0`, plain data parallelism, params and dparams are whole on every rank, and only the sums are communicated.
 
 >>> import torch
@@ -31,6 +36,7 @@ With `stage=0`, plain data parallelism, params and dparams are whole on every ra
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import field
 from typing import Any, ClassVar, NamedTuple
@@ -45,7 +51,7 @@ from funcops.contract.marks import STAND_INS
 from funcops.contract.needs import Needs, check_needs
 from funcops.contract.op import Op, Prefetch, config, init_of, make_op
 from funcops.contract.schema import DGRAD, WGRAD, Donated, Pending, Residuals, open_node, saved, static
-from funcops.contract.walk import steps
+from funcops.contract.walk import steps, ties
 from funcops.distributed.async_collectives import finish
 from funcops.distributed.buckets import BUCKET_BYTES, part_shape
 from funcops.distributed.checks import require_axis
@@ -53,11 +59,27 @@ from funcops.distributed.data import Landing, Reducing, reduce_start
 from funcops.distributed.mesh import Axis
 from funcops.distributed.shards import Gathering, own_shards, start_gathering
 from funcops.errors import fail, join_path, require, require_count, require_dtype, require_flag, short
+from funcops.formats import Format, QWeight, quantize_tensor
 from funcops.program.accumulator_checks import check_into_tree
 from funcops.program.values import abstract_params
 from funcops.residuals.donate import donate
 from funcops.residuals.forms import Layout
-from funcops.trees import at, cast, constant_paths, leaves, put, same_structure, tensors, tree_map, tree_map_tensors, with_leaves
+from funcops.trees import (
+    Aside,
+    at,
+    cast,
+    constant_paths,
+    has,
+    leaves,
+    put,
+    replace,
+    same_structure,
+    stands_for_one,
+    tensors,
+    tree_map,
+    tree_map_tensors,
+    with_leaves,
+)
 
 __all__ = ["ShardedConfig", "ShardedPending", "ShardedResiduals"]
 __all__ += ["sharded", "sharded_bwd", "sharded_dgrad", "sharded_fwd", "sharded_init", "sharded_wgrad"]
@@ -100,8 +122,10 @@ class ShardedConfig(Composite):
         note(self, extras=self.cfg.extras, outputs=self.cfg.outputs, keys=self.cfg.keys)
         note(self, like=abstract_params(self.op, self.cfg))
         note(self, constant=tuple(sorted(constant_paths(self.like))))
+        note(self, coded=_formats_of(self) if self.stage == 3 and self.axis.size > 1 else {})
 
     constant: ClassVar[tuple[str, ...]]  # the paths of params without a gradient
+    coded: ClassVar[dict[str, tuple[Format, torch.Size]]]  # of the weights gathered in codes, by path: the format and [O, I]
 
     @property
     def gives_by_position(self) -> bool:  # type: ignore[override]
@@ -136,17 +160,33 @@ class ShardedConfig(Composite):
         return [(None, self.op, self.cfg)]
 
 
-class ParamStandIn:
-    """Takes a param's place in residuals. `leaf`: the index of its leaf; `layout`: of a view in that leaf."""
+def _formats_of(cfg: ShardedConfig) -> dict[str, tuple[Format, torch.Size]]:
+    """The format and [O, I] of each weight whose codes can be made shard by shard, by path: its shards are whole blocks, and one
+    set of codes serves for y and dx."""
+    found, tied = {}, {name for pair in ties(cfg.cfg).items() for name in pair}
+    for part in steps(cfg.cfg, op=cfg.op, layers=True):
+        recipe, path = part.cfg.low_recipe, join_path(part.path, "weight")
+        if recipe is None or path in tied or not has(cfg.like, path) or not (recipe.w.square and recipe.w_col is recipe.w):
+            continue
+        shape = tuple(at(cfg.like, path).shape)
+        own, rows = part_shape(shape, cfg.axis.size), recipe.w.tile[0]
+        if not recipe.w.whole and len(own) == len(shape) and own[-2] % rows == 0:
+            found[path] = recipe.w, torch.Size(shape[-2:])
+    return found
 
-    __slots__ = ("layout", "leaf")
+
+class ParamStandIn:
+    """Takes a param's place in residuals. `leaf`: the index of its leaf, `part`: of the tensor, for a leaf in codes; `layout`: of a
+    view in it."""
+
+    __slots__ = ("layout", "leaf", "part")
     _version: ClassVar[tuple[()]] = ()  # without a tensor that could be written to
 
-    def __init__(self, leaf: int, layout: Layout | None) -> None:
-        self.leaf, self.layout = leaf, layout
+    def __init__(self, leaf: int, layout: Layout | None, part: int = 0) -> None:
+        self.leaf, self.layout, self.part = leaf, layout, part
 
     def back(self, whole: Sequence[Any]) -> Tensor:
-        t: Tensor = whole[self.leaf]
+        t: Tensor = leaves(whole[self.leaf])[self.part]
         if self.layout is None:
             return t
         return t.as_strided(self.layout.shape, self.layout.stride, t.storage_offset() + self.layout.offset)
@@ -194,7 +234,8 @@ def _gathering(shards: Any, cfg: ShardedConfig, where: str) -> Gathering:
     like = cfg.like
     if not same_structure(shards, like):
         fail(where, "params", f"shards like the params of {cfg.op.name}, {like!r}", repr(shards), TypeError)
-    return start_gathering(where, "params", _cast(shards, cfg), like, cfg.axis, cfg.bucket_bytes)
+    own, send = _cast(shards, cfg), functools.partial(_in_codes, cfg=cfg) if cfg.coded else None
+    return start_gathering(where, "params", own, like, cfg.axis, cfg.bucket_bytes, send)
 
 
 def _cast(shards: Any, cfg: ShardedConfig) -> Any:
@@ -207,6 +248,17 @@ def _cast(shards: Any, cfg: ShardedConfig) -> Any:
         t = at(shards, path)
         own = own if t is None else put(own, path, t.to(wide(cfg.dtype)))
     return own
+
+
+def _in_codes(shards: Any, cfg: ShardedConfig) -> Any:
+    """The shards, with the ones that are sent in codes as these, of the whole's shape."""
+    for path, (format, shape) in cfg.coded.items():
+        t = at(shards, path)
+        if t is not None:
+            q = quantize_tensor(t, format)
+            scales = q.scales.reshape(*t.shape[:-2], -1, q.scales.shape[-1])
+            shards = put(shards, path, QWeight(replace(q, scales=scales, shape=shape), None, None, Aside()))
+    return shards
 
 
 def _begin(given: Any, cfg: ShardedConfig) -> Begun:
@@ -244,15 +296,16 @@ def _opened(where: str, kept: Any, cls: Any, cfg: ShardedConfig, into: Any = Non
     whole = None
     if params is not None:
         whole = finish(_gathering(params, cfg, where)) if begun is None else begun.take()
-    found = leaves(whole)
+    found = leaves(whole, stands_for_one)
     return _Open(donate(tree_map(lambda t: t.back(found) if type(t) is ParamStandIn else t, body)), whole, params, needs, out)
 
 
 def _stripped(kept: Any, whole: Any, shards: Any) -> tuple[Any, Any]:
     """The kept tree without the tensors that alias params, and the shards of these params, or None without any."""
-    indexed = [(i, t) for i, t in enumerate(leaves(whole)) if isinstance(t, Tensor)]
+    nodes = [(i, leaves(node)) for i, node in enumerate(leaves(whole, stands_for_one))]
+    indexed = [((i, part), t) for i, own in nodes for part, t in enumerate(own) if isinstance(t, Tensor)]
     traced = tracing()
-    same = {} if traced else {id(t): ParamStandIn(i, None) for i, t in indexed}
+    same = {} if traced else {id(t): ParamStandIn(i, None, part) for (i, part), t in indexed}
     spans = {} if traced else _spans(indexed)
     read: set[int] = set()
 
@@ -260,7 +313,7 @@ def _stripped(kept: Any, whole: Any, shards: Any) -> tuple[Any, Any]:
         if not isinstance(t, Tensor):
             return t
         if traced:  # the tracer of torch 2.11 has no id of a tensor that it has made
-            stand_in = next((ParamStandIn(i, None) for i, one in indexed if one is t), None)
+            stand_in = next((ParamStandIn(i, None, part) for (i, part), one in indexed if one is t), None)
         else:
             stand_in = same.get(id(t)) or _view(t, spans)
         if stand_in is None:
@@ -272,22 +325,25 @@ def _stripped(kept: Any, whole: Any, shards: Any) -> tuple[Any, Any]:
     return body, with_leaves(shards, [t if i in read else None for i, t in enumerate(leaves(shards))]) if read else None
 
 
-def _spans(indexed: list[tuple[int, Tensor]]) -> dict[int, list[tuple[int, int, int, torch.dtype]]]:
+Spans = dict[int, list[tuple[int, int, tuple[int, int], torch.dtype]]]
+
+
+def _spans(indexed: list[tuple[tuple[int, int], Tensor]]) -> Spans:
     """The spans of the leaves in each storage."""
-    found: dict[int, list[tuple[int, int, int, torch.dtype]]] = {}
+    found: Spans = {}
     for i, t in indexed:
         start = int(t.storage_offset())
         found.setdefault(t.untyped_storage()._cdata, []).append((start, start + t.numel(), i, t.dtype))
     return found
 
 
-def _view(t: Tensor, spans: dict[int, list[tuple[int, int, int, torch.dtype]]]) -> ParamStandIn | None:
+def _view(t: Tensor, spans: Spans) -> ParamStandIn | None:
     if not spans:
         return None
-    for start, end, i, dtype in spans.get(t.untyped_storage()._cdata, ()):
+    for start, end, (i, part), dtype in spans.get(t.untyped_storage()._cdata, ()):
         if start <= t.storage_offset() < end and t.dtype is dtype:
             layout = Layout.of(t)
-            return ParamStandIn(i, layout._replace(offset=layout.offset - start))
+            return ParamStandIn(i, layout._replace(offset=layout.offset - start), part)
     return None
 
 

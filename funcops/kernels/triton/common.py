@@ -41,15 +41,18 @@ def cdiv(n: int, size: int) -> int:
     return -(-n // size)
 
 
+@functools.lru_cache(maxsize=4096)
 def next_power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
+@functools.lru_cache(maxsize=4096)
 def block_of(n: int, most: int) -> int:
     """The power of two that holds n, at least 16 and at most `most`."""
     return max(16, min(most, next_power_of_2(n)))
 
 
+@functools.lru_cache(maxsize=4096)
 def warps_of(block: int) -> int:
     return max(1, min(16, block // 512))
 
@@ -61,7 +64,7 @@ def most_warps() -> int:
 
 def copies_by_itself() -> bool:
     """Whether loads can go to shared memory while a program computes."""
-    return bool(INTERPRETED) or _target(driver.active.get_current_device(), driver.active).backend == "cuda"
+    return bool(INTERPRETED.value) or _target(driver.active.get_current_device(), driver.active).backend == "cuda"
 
 
 @functools.lru_cache(maxsize=64)

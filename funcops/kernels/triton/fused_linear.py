@@ -20,7 +20,7 @@ def rows_of(t: Tensor) -> Tensor:
 def fused_linear_fwd(
     x: Tensor, w: Tensor, b: Optional[Tensor], residual: Optional[Tensor], kind: str, scale: float, keep: bool
 ) -> tuple[Tensor, Optional[Tensor]]:
-    y = x.new_empty((*x.shape[:-1], w.shape[0]))
+    y = x.new_empty(*x.shape[:-1], w.shape[0])
     z = torch.empty_like(y) if keep else None
     if y.numel():
         mode = "keep" if keep else ""
@@ -30,7 +30,7 @@ def fused_linear_fwd(
 
 @declared.fused_linear_dgrad.triton
 def fused_linear_dgrad(dy: Tensor, w: Tensor, z: Optional[Tensor], kind: str, scale: float) -> Tensor:
-    dx = dy.new_empty((*dy.shape[:-1], w.shape[1]))
+    dx = dy.new_empty(*dy.shape[:-1], w.shape[1])
     if dx.numel():
         mode = "derivative" if kind else ""
         multiply(rows_of(dy), w, rows_of(dx), Epilogue(z=contiguous(z) if kind else None, mode=mode, kind=kind, scale=scale))
@@ -54,7 +54,7 @@ def fused_linear_dgrad_into(dy: Tensor, w: Tensor, scale: float, into: Tensor) -
 
 @declared.fused_linear_wgrad.triton
 def fused_linear_wgrad(dy: Tensor, x: Tensor, scale: float, bias: bool) -> tuple[Tensor, Optional[Tensor]]:
-    dw = dy.new_empty((dy.shape[-1], x.shape[-1]))
+    dw = dy.new_empty(dy.shape[-1], x.shape[-1])
     db = dy.new_empty(dy.shape[-1]) if bias else None
     if dw.numel():
         multiply(rows_of(dy).mT, rows_of(x), dw, Epilogue(scale=scale, sums=db))

@@ -76,6 +76,10 @@ TABLE = {
     ("split", "float32", "any"): Choice(False, None, FP32),
 }
 
+# which kernel takes grouped products of 16 bits: "pointer", "descriptor" (TMA, persistent) or "library" (torch's); no GPU has
+# measured the other two, which gemm("specialised") and gemm("cublas") request
+GROUPED = {"product": "pointer", "wgrad": "pointer"}
+
 
 def choose(epilogue: str, dtype: torch.dtype, m: int, n: int, aligned: bool) -> Choice:
     """`aligned`: whether the strides of A and B, except the one that is 1, are multiples of 16 elements; n tells the output's.

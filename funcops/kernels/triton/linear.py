@@ -17,7 +17,7 @@ def linear_fwd(x: Tensor, w: Tensor, b: Optional[Tensor]) -> Tensor:
     rows = x.numel() // max(1, x.shape[-1])
     if left_to_library("none", x.dtype, rows, w.shape[0]):
         return declared.linear_fwd.kernel.torch_impl(x, w, b)  # type: ignore[no-any-return]
-    y = x.new_empty((*x.shape[:-1], w.shape[0]))
+    y = x.new_empty(*x.shape[:-1], w.shape[0])
     if y.numel():
         matmul(rows_of(x), w.mT, rows_of(y), Epilogue(bias=contiguous(b)))
     return y
@@ -28,7 +28,7 @@ def linear_dgrad(dy: Tensor, w: Tensor) -> Tensor:
     rows = dy.numel() // max(1, dy.shape[-1])
     if left_to_library("none", dy.dtype, rows, w.shape[1]):
         return declared.linear_dgrad.kernel.torch_impl(dy, w)  # type: ignore[no-any-return]
-    dx = dy.new_empty((*dy.shape[:-1], w.shape[1]))
+    dx = dy.new_empty(*dy.shape[:-1], w.shape[1])
     if dx.numel():
         matmul(rows_of(dy), w, rows_of(dx), Epilogue())
     return dx
@@ -41,7 +41,7 @@ def linear_wgrad(dy: Tensor, x: Optional[Tensor], bias: bool) -> tuple[Optional[
         if db is not None:
             sum_rows(rows, db, False)
         return None if x is None else torch.mm(rows.mT, rows_of(x)), db
-    dw = dy.new_empty((dy.shape[-1], x.shape[-1]))
+    dw = dy.new_empty(dy.shape[-1], x.shape[-1])
     db = dy.new_empty(dy.shape[-1]) if bias else None
     if dw.numel():
         matmul(rows_of(dy).mT, rows_of(x), dw, Epilogue(sums=db))

@@ -149,9 +149,9 @@ def scales_of(
         return power(254 - exponent), exponent.to(tl.uint8)
     elif KIND == "pow2":  # the exponent of 1.75 * 2^n / amax, which a quotient's rounding never changes
         bits = amax.to(tl.int32, bitcast=True)
-        exponent = (269 if ELEMENT == "e5m2" else 262) - (bits >> 23) - ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
-        exponent = tl.where((bits == 0) | (bits == 0x7F800000), 127, tl.minimum(exponent, 254))
-        return power(exponent), power(254 - exponent)
+        exponent = (269 if ELEMENT == "e5m2" else 262) - ((bits + 0x1FFFFF) >> 23)  # a mantissa over 0x600000 carries
+        exponent = tl.where((bits - 1).to(tl.uint32) >= 0x7F7FFFFF, 127, tl.minimum(exponent, 254))  # 0, or infinite
+        return (exponent << 23).to(tl.float32, bitcast=True), power(254 - exponent)  # at least 7
     else:
         s = tl.div_rn(LARGEST, tl.where((amax == 0) | (amax == float("inf")), LARGEST, amax))
         s = tl.where(s == float("inf"), BFLOAT16 if NARROW else GREATEST, s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple, Optional
 
 import torch
@@ -56,6 +57,7 @@ def odd(width: int) -> bool:
     return width % 16 != 0 and width > FORWARD_TILE
 
 
+@functools.lru_cache(maxsize=1024)
 def whole_rows(width: int, itemsize: int) -> Optional[Whole]:
     """How a backward takes whole rows of this width; None if they are too long."""
     if odd(width):
@@ -101,7 +103,7 @@ def room(x: Tensor, parts: int, apart: bool) -> Tensor:
     width = x.shape[-1]
     if apart:
         return x.new_empty((parts, stride_of(width)), dtype=torch.float32)[:, :width]
-    return x.new_empty((parts, width), dtype=torch.float32)
+    return x.new_empty(parts, width, dtype=torch.float32)
 
 
 def rows_of(*parts: Tensor) -> tuple[tuple[Tensor, ...], int]:
@@ -132,7 +134,7 @@ def normalise(
         return y, mean, rstd, x
     y = torch.empty_like(x)
     stream = None if residual is None else torch.empty_like(x)
-    rstd = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    rstd = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
     mean = torch.empty_like(rstd) if how.centre else None
     w, b, residual = contiguous(w), contiguous(b), contiguous(residual)
     flags = residual is not None, how.centre, w is not None, how.shifted, b is not None
@@ -252,6 +254,7 @@ def _layer_norm_bwd_fake(
     return torch.empty_like(x) if dx else None, parts_like(x) if dw else None, parts_like(x) if db else None
 
 
+@functools.lru_cache(maxsize=1024)
 def sums_tile(rows: int, width: int, itemsize: int) -> tuple[int, int, int]:
     """The number of parts of column sums, and the rows and columns that a program takes at a time."""
     block = block_of(width, SUM_COLUMNS)

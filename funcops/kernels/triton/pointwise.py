@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Optional
 
@@ -160,6 +161,7 @@ def dropout_add(x: Tensor, b: Optional[Tensor], residual: Tensor, key: Tensor, p
     return _dropped(x, b, residual, key, p)
 
 
+@functools.lru_cache(maxsize=256)
 def threshold_and_factor(p: float) -> tuple[int, float]:
     """The threshold of words, as 32 signed bits, and the factor of kept elements: 0 for a threshold of 2^32, which wraps to 0."""
     threshold = round(p * 2**32)

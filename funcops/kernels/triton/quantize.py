@@ -54,9 +54,22 @@ def _store(ptr, v, row, column, rows, columns, A: tl.constexpr, B: tl.constexpr)
 
 
 @triton.jit
-def _store_scales(ptr, v, row, column, rows, columns, KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
-    """Store scales of rows, one for each block of a row."""
-    m, n = row + tl.arange(0, A)[:, None], column + tl.arange(0, B)[None, :]
+def _store_turned(
+    ptr, codes, row, column, rows, stride, ELEMENT: tl.constexpr, FOUR: tl.constexpr, A: tl.constexpr, B: tl.constexpr
+):
+    """`_store_codes`; with FOUR, code i of a row is the one at i % (B / 4) * 4 + i / (B / 4)."""
+    if FOUR:
+        byte = tl.arange(0, 4)[None, :, None]
+        words = tl.sum(tl.reshape(codes, [A, 4, B // 4]).to(tl.int32) << (byte * 8), 1)
+        _store(ptr.to(tl.pointer_type(tl.int32)), words, row, column // 4, rows, stride // 4, A, B // 4)
+    else:
+        _store_codes(ptr, codes, row, column, rows, stride, ELEMENT, A, B)
+
+
+@triton.jit
+def _store_scales(ptr, v, m, n, rows, columns, KIND: tl.constexpr):
+    """Store scales of rows m, one for each block n of a row."""
+    m, n = m[:, None], n[None, :]
     tl.store(ptr + scale_at(m, n, rows, columns, 1, KIND), v, mask=(m < rows) & (n < columns))
 
 
@@ -64,15 +77,21 @@ def _store_scales(ptr, v, row, column, rows, columns, KIND: tl.constexpr, A: tl.
 def _tiles(
     x_ptr, given_ptr, codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, rows, width, stride, turned_stride, FROM: tl.constexpr,
     ELEMENT: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr,
-    EPSILON: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EPSILON: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr, FOUR: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     """Compute codes and scales of x [rows, width], as x lies (ROW), transposed (COL), or both if tiles are not square. FROM: x is
     codes of this element, with a scale at given_ptr for each row of a block. Else `given` is the largest |x| of the tensor, for its
-    one scale (ROWS 0) or the tiles'; with KIND "scaled" it is the factor, and the largest |x| is joined at scales_ptr."""
+    one scale (ROWS 0) or the tiles'; with KIND "scaled" it is the factor, and the largest |x| is joined at scales_ptr. FOUR: one
+    scale serves all rows of a tile, which are taken such that a thread holds four neighbours: it stores their transposed codes as
+    32 bits."""
     across = tl.cdiv(width, BLOCK_N)
     pid = tl.program_id(0)
     row, column = (pid // across).to(tl.int64) * BLOCK_M, (pid % across).to(tl.int64) * BLOCK_N
-    m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+    i = tl.arange(0, BLOCK_M)
+    if FOUR:
+        i = i % (BLOCK_M // 4) * 4 + i // (BLOCK_M // 4)
+    m, n = row + i, column + tl.arange(0, BLOCK_N)
     at, inside = m[:, None] * width + n[None, :], (m < rows)[:, None] & (n < width)[None, :]
     given = 0.0
     if FROM != "":
@@ -110,14 +129,17 @@ def _tiles(
     else:
         if ROW:
             codes, stored = quantise(x, given, BLOCK_M, BLOCK_N, ELEMENT, KIND, ROWS, COLS, EPSILON, NARROW, NATIVE)
-            _store_codes(codes_ptr, codes, row, column, rows, stride, ELEMENT, BLOCK_M, BLOCK_N)
-            _store_scales(scales_ptr, stored, row, column // COLS, rows, tl.cdiv(width, COLS), KIND, BLOCK_M, BLOCK_N // COLS)
+            j = tl.arange(0, BLOCK_N // COLS)
+            if FOUR:
+                tl.store(codes_ptr + at, codes, mask=inside)
+            else:
+                _store_codes(codes_ptr, codes, row, column, rows, stride, ELEMENT, BLOCK_M, BLOCK_N)
+            _store_scales(scales_ptr, stored, m, column // COLS + j, rows, tl.cdiv(width, COLS), KIND)
         if COL:
             codes, stored = quantise(tl.trans(x), given, BLOCK_N, BLOCK_M, ELEMENT, KIND, ROWS, COLS, EPSILON, NARROW, NATIVE)
-            _store_codes(turned_ptr, codes, column, row, width, turned_stride, ELEMENT, BLOCK_N, BLOCK_M)
-            _store_scales(
-                turned_scales_ptr, stored, column, row // COLS, width, tl.cdiv(rows, COLS), KIND, BLOCK_N, BLOCK_M // COLS
-            )
+            _store_turned(turned_ptr, codes, column, row, width, turned_stride, ELEMENT, FOUR, BLOCK_N, BLOCK_M)
+            j = tl.arange(0, BLOCK_M // COLS)
+            _store_scales(turned_scales_ptr, stored, n, row // COLS + j, width, tl.cdiv(rows, COLS), KIND)
 
 
 @triton.jit
@@ -261,10 +283,11 @@ def _run(
     codes, scales = row or (None, None)
     turned, turned_scales = col or (None, None)
     narrow = x.dtype is torch.bfloat16 and cols == declared.BLOCK
+    four = col is not None and element != "e2m1" and (rows, cols) == (1, m) and high % 4 == 0
     _launch_tiles(
         cdiv(high, m) * cdiv(wide, n), 1, 1, x, amax, codes, scales, turned, turned_scales, high, wide, _stride(wide, element),
         _stride(high, element), "", element, kind, rows,
-        cols, row is not None, col is not None, epsilon, narrow, native(), m, n, num_warps=warps,
+        cols, row is not None, col is not None, epsilon, narrow, native(), four, m, n, num_warps=warps,
     )
 
 
@@ -358,7 +381,7 @@ def retile(codes: Tensor, scales: Tensor, element: str, rows: int, cols: int, ep
     made = _room(codes, (wide,), wide, high, element, (rows, cols), "pow2")
     _launch_tiles(
         cdiv(high, 128) * cdiv(wide, 128), 1, 1, codes.contiguous(), scales.mT.contiguous(), None, None, *made, high, wide, wide,
-        high, element, element, "pow2", rows, cols, False, True, epsilon, False, native(), 128, 128, num_warps=8,
+        high, element, element, "pow2", rows, cols, False, True, epsilon, False, native(), high % 4 == 0, 128, 128, num_warps=8,
     )
     return made
 

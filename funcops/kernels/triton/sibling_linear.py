@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Optional
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -77,8 +76,8 @@ def sibling_linear_fwd(
     n0, n1, n2 = w0.shape[0], w1.shape[0], 0 if w2 is None else w2.shape[0]
     if left_to_library("three", x.dtype, m, n0):
         return declared.sibling_linear_fwd.kernel.torch_impl(x, w0, w1, w2, b0, b1, b2)  # type: ignore[no-any-return]
-    y0, y1 = x.new_empty((*x.shape[:-1], n0)), x.new_empty((*x.shape[:-1], n1))
-    y2 = x.new_empty((*x.shape[:-1], n2)) if w2 is not None else None
+    y0, y1 = x.new_empty(*x.shape[:-1], n0), x.new_empty(*x.shape[:-1], n1)
+    y2 = x.new_empty(*x.shape[:-1], n2) if w2 is not None else None
     if m:
         rows = rows_of(x).contiguous()
         weights = w0.contiguous(), w1.contiguous(), contiguous(w2)
@@ -96,9 +95,9 @@ def sibling_linear_fwd(
 def joined_linear_dgrad(dy: Tensor, w0: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
     if left_to_library("none", dy.dtype, dy.numel() // dy.shape[-1], w0.shape[1]):
         return declared.joined_linear_dgrad.kernel.torch_impl(dy, w0, w1, w2)  # type: ignore[no-any-return]
-    dx = dy.new_empty((*dy.shape[:-1], w0.shape[1]))
+    dx = dy.new_empty(*dy.shape[:-1], w0.shape[1])
     if dx.numel():
-        matmul(rows_of(dy), torch.cat((w0, w1, w2)), rows_of(dx), Epilogue())
+        matmul(rows_of(dy), declared.joined(w0, w1, w2), rows_of(dx), Epilogue())
     return dx
 
 
@@ -107,7 +106,7 @@ def sibling_linear_dgrad(dy0: Tensor, dy1: Tensor, dy2: Optional[Tensor], w0: Te
     m, n = dy0.numel() // w0.shape[0], w0.shape[1]
     if left_to_library("three", dy0.dtype, m, n):
         return declared.sibling_linear_dgrad.kernel.torch_impl(dy0, dy1, dy2, w0, w1, w2)  # type: ignore[no-any-return]
-    dx = dy0.new_empty((*dy0.shape[:-1], n))
+    dx = dy0.new_empty(*dy0.shape[:-1], n)
     if m:
         rows = [None if d is None else rows_of(d).contiguous() for d in (dy0, dy1, dy2)]
         weights = w0.contiguous(), w1.contiguous(), contiguous(w2)

@@ -49,6 +49,30 @@ def _part(ptr, at, stride, inside, begin, end, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _scores(
+    s, first, end, R, j, t, head, wide, slope, real, stop, bias_ptr, bias_batch, bias_head, bias_row, positions, window, chunk,
+    softcap, WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr,
+):
+    """Scores of rows and filled slots j, capped and biased; -inf where a row does not see the position that a slot holds."""
+    if CAP:
+        s = tanh(s / softcap) * softcap
+    held = tl.where(end > R, end - 1 - (end - 1 - j) % R, j)  # the position that a filled slot holds
+    away = (first + t)[:, None] - held[None, :]
+    inside = real[:, None] & (j < stop)[None, :] & (away >= 0)
+    if WINDOW:
+        inside &= away < window
+    if CHUNK:
+        inside &= away <= ((first + t) % chunk)[:, None]
+    if ALIBI:
+        s -= slope[:, None] * away.to(tl.float32)
+    if bias_ptr is not None:
+        place = tl.minimum(held, positions - 1)
+        of_rows = wide * bias_batch + head.to(tl.int64) * bias_head + t.to(tl.int64) * bias_row
+        s += tl.load(bias_ptr + of_rows[:, None] + place[None, :], mask=inside, other=0.0).to(tl.float32)
+    return tl.where(inside, s, float("-inf"))
+
+
+@triton.jit
 def _slots(
     q_ptr, k_ptr, v_ptr, first_ptr, ends_ptr, bias_ptr, sinks_ptr, out_ptr, lse_ptr, T, H, R, group, D, V, main, blocks, splits,
     k_batch, k_head, k_slot, v_batch, v_head, v_slot, bias_batch, bias_head, bias_row, positions, window, chunk, whole,
@@ -87,23 +111,10 @@ def _slots(
         s = _dot(q, k.T, tl.zeros([ROWS, KEYS], tl.float32), PRECISION)
         if BLOCK_E:
             s = _dot(rest, _part(k_ptr, j, k_slot, j < stop, main, D, BLOCK_E).T, s, PRECISION)
-        s *= scale
-        if CAP:
-            s = tanh(s / softcap) * softcap
-        held = tl.where(end > R, end - 1 - (end - 1 - j) % R, j)  # the position that a filled slot holds
-        away = (first + t)[:, None] - held[None, :]
-        inside = real[:, None] & (j < stop)[None, :] & (away >= 0)
-        if WINDOW:
-            inside &= away < window
-        if CHUNK:
-            inside &= away <= ((first + t) % chunk)[:, None]
-        if ALIBI:
-            s -= slope[:, None] * away.to(tl.float32)
-        if bias_ptr is not None:
-            place = tl.minimum(held, positions - 1)
-            of_rows = wide * bias_batch + head.to(tl.int64) * bias_head + t.to(tl.int64) * bias_row
-            s += tl.load(bias_ptr + of_rows[:, None] + place[None, :], mask=inside, other=0.0).to(tl.float32)
-        s = tl.where(inside, s, float("-inf"))
+        s = _scores(
+            s * scale, first, end, R, j, t, head, wide, slope, real, stop, bias_ptr, bias_batch, bias_head, bias_row, positions,
+            window, chunk, softcap, WINDOW, CHUNK, CAP, ALIBI,
+        )
         higher = tl.maximum(top, tl.max(s, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         p, before = tl.exp(s - base[:, None]), tl.exp(top - base)

@@ -1,0 +1,122 @@
+"""Grouped products over descriptors: against the loop over groups in float64; and how often their matrices leave memory."""
+
+import collections
+import itertools
+import random as draws
+
+import pytest
+import torch
+
+from funcops.backend import backend, gemm
+from funcops.kernels import grouped as declared
+from funcops.testing.tolerances import assert_close
+
+by_triton = pytest.importorskip("funcops.kernels.triton.grouped")
+SIZES = [5, 0, 16], [130, 1, 0, 70], [0, 0], [64]
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The names of launches over descriptors."""
+    found = []
+    for name in ("_launch_described", "_launch_wgrad_described"):
+        launch = getattr(by_triton, name)
+        monkeypatch.setattr(
+            by_triton, name, lambda *args, name=name, launch=launch, **kw: (found.append(name), launch(*args, **kw))
+        )
+    return found
+
+
+def drawn(seed, dtype):
+    """Rows, of which the last have no group and are NaN, gradients and matrices; with an index of every second seed."""
+    rng = draws.Random(seed)
+    sizes, k, outer = SIZES[seed % len(SIZES)], rng.choice((40, 64, 136)), rng.choice((64, 128, 192))
+    generator = torch.Generator().manual_seed(seed)
+    rows, groups = sum(sizes) + 3, len(sizes)
+    offsets = torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32)
+    every = 2 if seed % 2 else 1
+    index = torch.randperm(rows, generator=generator).to(torch.int32) if seed % 2 else None
+    x, dy = torch.randn(-(-rows // every), k, generator=generator), torch.randn(rows, outer, generator=generator)
+    w, b = torch.randn(groups, outer, k, generator=generator), torch.randn(groups, outer, generator=generator)
+    if index is None:
+        x[sum(sizes) :] = float("nan")
+    dy[sum(sizes) :] = float("nan")
+    return *(t.to(dtype) for t in (x, dy, w, b)), offsets, index, every, torch.rand(rows, generator=generator), sum(sizes)
+
+
+def exact(args):
+    return [t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in args]
+
+
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 12))])
+def test_products_over_descriptors_are_those_of_each_group(seed, launched):
+    """No other group's row has a say, even if it is NaN."""
+    dtype = torch.float16 if seed % 3 == 0 else torch.bfloat16
+    x, dy, w, b, offsets, index, every, scales, rows = drawn(seed, dtype)
+    into = torch.ones(w.shape)
+    for function, args in (
+        (declared.grouped_product, (x, w, b, offsets, index, every, None if seed % 2 else scales, True)),
+        (declared.grouped_product, (dy, w, None, offsets, None, 1, None, False)),
+        (declared.grouped_wgrad, (dy, x, offsets, None, index, every, None, False)),
+        (declared.grouped_wgrad, (x, dy, offsets, index, None, every, None, False)),
+    ):
+        with backend("triton"), gemm("specialised"):
+            found = function(*args)
+        with backend("torch"):
+            wanted = function(*exact(args))
+        y, of_rows = (found, function is declared.grouped_product) if torch.is_tensor(found) else (found[0], False)
+        wanted = wanted if torch.is_tensor(wanted) else wanted[0]
+        assert_close(y[:rows] if of_rows else y, wanted[:rows] if of_rows else wanted, dtype=dtype)
+    with backend("triton"), gemm("specialised"):
+        declared.grouped_wgrad_into(dy, x, offsets, None, index, every, None, into, None)
+    with backend("torch"):
+        assert_close(into, declared.grouped_wgrad(*exact((dy, x, offsets, None, index, every, None)), False)[0] + 1, dtype=dtype)
+    assert collections.Counter(launched) == {"_launch_described": 2, "_launch_wgrad_described": 3}
+
+
+def test_a_descriptor_is_the_choice_of_a_table_or_a_request():
+    """Until a device has measured it, neither it nor torch's product is the default."""
+    t = torch.empty(64, 64, dtype=torch.bfloat16)
+    odd, wide = torch.empty(64, 60, dtype=torch.bfloat16), torch.empty(64, 64)
+    for name, wanted in (("auto", "pointer"), ("triton", "pointer"), ("cublas", "pointer"), ("specialised", "descriptor")):
+        with gemm(name):  # torch's is for CUDA
+            assert by_triton._way("product", t, t) == wanted and by_triton._way("wgrad", t, t) == wanted
+            assert by_triton._way("product", odd, t) == by_triton._way("product", wide, wide) == "pointer"
+
+
+def bytes_of_matrices(rows, groups, length, width, tile, stretch, programs=132, cache=by_triton.HALF_CACHE):
+    """The bytes of matrices [groups, width, length] of 16 bits that leave memory: tiles run `programs` at a time, in order, and
+    what was read is kept as long as `cache` bytes hold it. `rows`: of each group."""
+    columns, high = -(-width // tile.n), -(-rows // tile.m)
+    tiles, kept, read = high * groups, collections.OrderedDict(), 0
+    size = {"row": 2 * tile.m * length, "column": 2 * tile.n * length}
+    held = 0
+    for first in range(0, tiles * columns, programs):
+        now = {}
+        for work in range(first, min(first + programs, tiles * columns)):
+            start = work // (stretch * columns) * stretch
+            height = min(tiles - start, stretch)
+            m, n = start + work % (stretch * columns) % height, work % (stretch * columns) // height
+            now |= {("row", m): None, ("column", m // high, n): None}
+        for key in now:
+            if key not in kept:
+                held += size[key[0]]
+                read += size[key[0]] if key[0] == "column" else 0
+            kept[key] = kept.pop(key, None)
+            while held > cache:
+                held -= size[kept.popitem(last=False)[0][0]]
+    return read
+
+
+@pytest.mark.parametrize(
+    ("rows", "groups", "length", "width", "wanted"),
+    [(512, 128, 2048, 1536, (1.0, 1.0)), (8192, 8, 4096, 28672, (8.0, 4.0))],
+    ids=["Qwen3-30B-A3B", "Mixtral"],
+)
+def test_matrices_are_read_less_often(rows, groups, length, width, wanted):
+    """In multiples of the bytes of all matrices: in the order of tiles over pointers, and over descriptors."""
+    all_of_them = 2 * groups * length * width
+    before = bytes_of_matrices(rows, groups, length, width, by_triton.SQUARE, by_triton.GROUP) / all_of_them
+    stretch = by_triton.stretch(length, by_triton.WIDE)
+    after = bytes_of_matrices(rows, groups, length, width, by_triton.WIDE, stretch) / all_of_them
+    assert (before, after) == wanted
