@@ -131,6 +131,7 @@ WRONG |= {"side": ("both", None), "dropout": (1.0, "0", None)}
 WRONG |= dict.fromkeys(("own", "value"), WRONG["vocab"])
 WRONG |= {"shards": ("rows", None), "reshard_after_forward": WRONG["bias"], "stage": (1, "3", None)}
 WRONG |= {"alibi": WRONG["bias"], "packed": WRONG["bias"], "window": (0, 1.5), "heads": (0, "1", None), "over": (1, None)}
+WRONG |= {"heads_axis": (2, "tp"), "format": (3, "e4m3")}
 WRONG |= {"chunk": (0, 1.5, True, "3"), "max_seqlen": (0, 1.5, True, "3"), "weights_on": ("both", None)}
 MAY_BE_ZERO = {("parallel_low_rank", "scale")}
 

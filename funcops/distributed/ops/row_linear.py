@@ -89,13 +89,14 @@ class _Layer(DenseOverAxis):
 
     def run(self, params: LinearParams, x: Tensor, cfg: Any, needs: Needs) -> tuple[Tensor, Any]:
         weight, bias, axis = params.weight, params.bias, cfg.axis
+        alone = axis.size == 1
         if by_ring(cfg):
             y = scattered_products(x.chunk(axis.size), axis, lambda rows: kernels.linear_fwd(rows, weight, None))
-        elif axis.size > 1:
-            y = comm.wait(start_sum(kernels.linear_fwd(x, weight, None), cfg), axis)
-        else:
+        elif alone:
             y = kernels.linear_fwd(x, weight, bias)
-        y = y if bias is None or axis.size == 1 else pointwise.add(y, bias)
+        else:
+            y = comm.wait(start_sum(kernels.linear_fwd(x, weight, None), cfg), axis)
+        y = y if bias is None or alone else pointwise.add(y, bias)
         return y, self.kept(cfg, needs, x, weight, y)
 
     def dy_rows(self, dy: Tensor, cfg: Any) -> Tensor:
