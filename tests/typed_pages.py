@@ -80,6 +80,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OF_ANY_FORM = {  # whose results have the form of what they are given, and why
     **dict.fromkeys(("chain", "repeat", "skip", "parallel"), "trees of their parts"),
     **dict.fromkeys(("route_dgrad", "route_bwd"), "x has a key beside its logits, as the config says"),
+    "gated_delta_rule": "x and y have a state beside their main value, as the config says",
     **dict.fromkeys(("glu_dgrad", "glu_bwd", "qkv_split_dgrad", "qkv_split_bwd"), "x is one tensor or two, as the config says"),
 }
 ARGUMENTS = {"init": 1, "fwd": 3, "bwd": 3, "dgrad": 3, "wgrad": 2}

@@ -128,7 +128,14 @@ class QuantizationReport:
         self.rows = rows
         self.recipe = recipe
         self.not_measured = not_measured
-        self.total = total
+        self._total = total
+
+    @property
+    def total(self) -> ModelErrors:
+        """The errors of the whole model. Raises `ValueError` for a report without them."""
+        if self._total is None:
+            fail("total", "the report", "made by quantization_report(..., total=True)", "one without total")
+        return self._total
 
     def dicts(self) -> list[dict[str, Any]]:
         return [
@@ -145,7 +152,7 @@ class QuantizationReport:
         return tuple(dict.fromkeys([row.step for row in self.rows if not self._error(row) <= error]))
 
     def _error(self, row: LinearErrors) -> float:
-        return row.worst if self.total is None else 0.0 if row.adds is None else row.adds.error
+        return row.worst if self._total is None else 0.0 if row.adds is None else row.adds.error
 
     def leave_wide(self, error: float | None = None, *, weights: int | None = None, skip: Sequence[str] = ()) -> WideLayers:
         """Choose steps to leave wide, so that the error of the model's gradients is at most `error`; or the best choice of at most
@@ -156,15 +163,13 @@ class QuantizationReport:
 
         Raises `ValueError` for a report without `total`, for both or none of `error` and `weights`, for an `error` that one
         layer alone exceeds or `weights` of all layers, and for globs that match no step, or all."""
-        where = "leave_wide"
-        require(self.total is not None, where, "the report", "made by quantization_report(..., total=True)", "one without total")
+        where, total = "leave_wide", self.total
         require((error is None) != (weights is None), where, "error", "given, or weights, but not both", error)
         if error is not None:
             require_number(where, 0.0, error=error)
         else:
             require_count(where, 0, weights=weights)
-        assert self.total is not None
-        return self.total.leave_wide(where, error, weights, skip)
+        return total.leave_wide(where, error, weights, skip)
 
     def worst(self, n: int = 3) -> list[LinearErrors]:
         """The rows of the n layers with the largest errors, the worst first; a NaN is worse than any number. Raises `ValueError`
@@ -178,22 +183,22 @@ class QuantizationReport:
         matplotlib (the extra `examples`)."""
         from funcops.residuals.picture import grouped_bars
 
-        errors: list[tuple[str, Any]] = [(row.path, row if self.total is None else row.adds) for row in self.rows]
+        errors: list[tuple[str, Any]] = [(row.path, row if self._total is None else row.adds) for row in self.rows]
         bars = {path: {"y": one.y, "dx": one.dx, "dw": one.dw} for path, one in errors if one is not None}
-        label = "relative error" if self.total is None else "added to the relative error of the model's gradients"
+        label = "relative error" if self._total is None else "added to the relative error of the model's gradients"
         return grouped_bars(bars, label, self.title(), path, "QuantizationReport.plot")
 
     def title(self) -> str:
         (worst,), count = self.worst(1), len(self.rows)
         layers = f"{count} linear layer{'s' * (count != 1)} in {_name(self.recipe)}"
-        if self.total is None:
+        if self._total is None:
             return f"{layers}: the worst error is {worst.worst:.1%}, of {worst.path or 'the layer'}"
         most = f"{worst.path or 'the layer'} adds {self._error(worst):.1%}"
         return f"{layers}: the gradients' error is {self.total.gradients:.1%} ({self.total.expected:.1%} expected); {most}"
 
     def __str__(self) -> str:
         head = ["path", "weight"] + [f"{name} {what}" for name in ("x", "w", "dy") for what in ("amax", "to 0", "clipped")]
-        table = [[*head, "y", "dx", "dw", *[f"adds by {name}" for name in ("y", "dx", "dw") if self.total is not None]]]
+        table = [[*head, "y", "dx", "dw", *[f"adds by {name}" for name in ("y", "dx", "dw") if self._total is not None]]]
         for row in self.rows:
             cells = [
                 cell for one in row.operands.values() for cell in (f"{one.amax:.3g}", f"{one.zeros:.2%}", f"{one.saturated:.2%}")
@@ -206,7 +211,7 @@ class QuantizationReport:
             for line in table
         ]
         left = [f"not measured: {', '.join(self.not_measured)}"] if self.not_measured else []
-        if self.total is not None and self.total.unfit:
+        if self._total is not None and self.total.unfit:
             left.append(f"wide, as {_name(self.recipe)} does not take their sizes: {', '.join(self.total.unfit)}")
         return "\n".join([*[line.rstrip() for line in lines], self.title(), *left])
 
