@@ -218,11 +218,19 @@ def show(node: Any) -> str:
         fail("show", "node", "a node of a tree with named fields", describe(node), TypeError)
     hidden = ("static", "hidden")
     fields = [f.name for f in dataclasses.fields(node) if not any(f.metadata.get(h) for h in hidden)]
-    return f"{type(node).__name__}({', '.join(f'{name}={_show(getattr(node, name))}' for name in fields)})"
+    return f"{type(node).__name__}({', '.join(f'{name}={text_of(getattr(node, name))}' for name in fields)})"
 
 
-def _show(value: Any) -> str:
-    return describe(value) if isinstance(value, Tensor) else repr(value)
+def text_of(tree: Any) -> str:
+    """A tree as text, each tensor by its dtype and shape: `{'w': (float32[2], None)}`."""
+    if isinstance(tree, Tensor):
+        return describe(tree)
+    if type(tree) is dict:
+        return f"{{{', '.join([f'{key!r}: {text_of(value)}' for key, value in tree.items()])}}}"
+    if type(tree) in (tuple, list):
+        parts = ", ".join(map(text_of, tree))
+        return f"[{parts}]" if type(tree) is list else f"({parts},)" if len(tree) == 1 else f"({parts})"
+    return repr(tree)
 
 
 def replace(node: T, **changes: Any) -> T:

@@ -10,6 +10,7 @@ from funcops import ChainConfig, LinearConfig, RepeatConfig, RopeConfig, Step, c
 from funcops.compose import expert_steps
 from funcops.models import DecoderConfig, decoder
 from funcops.models.blocks import block_config, gpt2_block_config
+from funcops.trees import paths, put, text_of
 
 NAMES = {
     **vars(tally),
@@ -56,3 +57,23 @@ def test_a_deep_config_is_shown_at_once():
     for _ in range(60):
         cfg, op = RepeatConfig(op, cfg, times=1), repeat
     assert repr(cfg).count("RepeatConfig(") == 60
+
+
+@pytest.mark.parametrize("case,dtype", {str(case): (case, dtype) for case, dtype in CASES}.values(), ids=lambda one: str(one))
+def test_no_tensor_is_printed_with_its_values(case, dtype):
+    """Params and residuals of every op as text, and the error for accumulators of another structure."""
+    params, x = case.make(dtype)
+    y, residuals = case.op.fwd(params, x, case.cfg)
+    said = [text_of(params), text_of(residuals)]
+    for path, t in paths(params).items():
+        if t is not None:
+            try:
+                case.op.bwd(residuals, y, case.cfg, into=put(params, path, (t,)))
+            except (TypeError, ValueError) as error:
+                said.append(str(error))
+    assert not [text for text in said if "tensor(" in text]
+
+
+def test_a_tree_as_text():
+    tree = {"w": (torch.ones(2), None), "layers": [torch.ones(1, 3, dtype=torch.int64)], "one": (1,)}
+    assert text_of(tree) == "{'w': (float32[2], None), 'layers': [int64[1, 3]], 'one': (1,)}"
