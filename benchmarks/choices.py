@@ -74,6 +74,11 @@ def quantisers(format: Format) -> Iterator[Callable[[], object]]:
     yield lambda: quantize_sides(x, format)
     if format.turns:
         yield lambda: turned(quantize_tensor(x, format, amax=amax))
+    if format.tile == (1, 128):  # codes by columns are stored one by one where four rows do not go into a word
+        yield lambda: quantize_tensor(x[1:], format, side="col", amax=amax)
+        yield lambda: quantize_sides(x[1:], format)
+        if format.turns:
+            yield lambda: turned(quantize_tensor(x[1:], format, amax=amax))
     if format in (E4M3_BLOCK, E5M2_BLOCK):
         yield lambda: quantize.quantize_scaled(x, format.element, whole)
 

@@ -147,9 +147,9 @@ def launcher(kernel: Any) -> Callable[..., None]:
     scope |= {"too_many": functools.partial(_too_many, kernel), "check_names": functools.partial(_check_names, kernel)}
     _scopes.append(scope)
     _bind(scope)
-    at = [f"{name}_at = 0 if {name} is None else {name}.data_ptr()" for name in names if name.endswith("_ptr")]
+    at = [f"at_{name} = 0 if {name} is None else {name}.data_ptr()" for name in names if name.endswith("_ptr")]
     handed = [
-        f"{name}_at" if name.endswith("_ptr") else f"*described({described.index(name)}, {name})" if name in described else name
+        f"at_{name}" if name.endswith("_ptr") else f"*described({described.index(name)}, {name})" if name in described else name
         for name in names
     ]
     text = _SOURCE.format(
@@ -278,7 +278,7 @@ def key_of(parameter: Any, hip: bool, quick: bool = False) -> str:
         return name
     if name.endswith("_ptr"):
         if quick and not hip:
-            return f"None if {name} is None else ({name}.dtype, True) if {name}.is_cpu else {name}.dtype, {name}_at & 15 == 0"
+            return f"None if {name} is None else ({name}.dtype, True) if {name}.is_cpu else {name}.dtype, at_{name} & 15 == 0"
         far = f", {name}.untyped_storage().size() > 2147483647" if hip else ""
         return f"None if {name} is None else ({name}.dtype, {name}.data_ptr() & 15 == 0{far})"
     if name.endswith("_desc"):

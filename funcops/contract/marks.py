@@ -196,6 +196,11 @@ def _form(leaf: Any) -> Form | None:
 STAND_INS: set[type] = set()  # classes of what takes a leaf's place for a while, until the leaf is put back before a backward
 
 
+def _stood_in(leaf: Any) -> bool:
+    """Whether something has the place of the leaf, or of a part of a node that stands for a tensor."""
+    return not isinstance(leaf, Tensor) and any([type(part) in STAND_INS for part in leaves(leaf)])
+
+
 class Unlike(NamedTuple):
     """Takes the place of a node's marks if a leaf has not the form that the forward gave it: the error that its backward raises
     (empty if all leaves were cast or moved together), the marks that it would have, and what is known of the node before."""
@@ -320,7 +325,7 @@ class Moved(NamedTuple):
                 found = name, f"{len(forms)} tensors, as the forward kept them", f"{len(leaves)}. {_BACK}", TypeError
                 break
             pairs = [(path, form, leaf) for (path, leaf), form in zip(leaves.items(), forms, strict=False)]
-            rows += [(join_path(name, path), form, leaf) for path, form, leaf in pairs if form and type(leaf) not in STAND_INS]
+            rows += [(join_path(name, path), form, leaf) for path, form, leaf in pairs if form and not _stood_in(leaf)]
         found = found or _unlike(rows)
         if found or any([got is not None and not form.fits(got) for _, form, leaf in rows for got in [_form(leaf)]]):
             node._marks = Unlike(*(found or ("", "", "", TypeError)), node._marks, self)

@@ -39,4 +39,4 @@ def low_form(plain: Op, low: Op) -> None:
 
 def old_of_input(module: str, name: str) -> Callable[[str], Any]:
     """The `__getattr__` of a module whose op `name` was two ops once: the other one was for recipes with keep="input"."""
-    return old_names(module, **{f"{name}_of_input{part}": f"{name}{part}" for part in ("", "_fwd", "_dgrad", "_bwd")})
+    return old_names(module, **{"_".join([name, f"of_input{part}"]): f"{name}{part}" for part in ("", "_fwd", "_dgrad", "_bwd")})

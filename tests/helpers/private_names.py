@@ -25,6 +25,8 @@ TRITON = (
 )
 
 NAMES = {
+    "torch._C._cuda_getDevice": HOST,
+    "._cuda_getDevice": HOST,
     "torch._C._autograd._top_saved_tensors_default_hooks": "no public way to ask for active hooks; a checkpoint's around a trace",
     "._dynamo_marked_constant": DYNAMO,
     "torch._inductor.config": INDUCTOR,
