@@ -222,7 +222,13 @@ def show(node: Any) -> str:
 
 
 def text_of(tree: Any) -> str:
-    """A tree as text, each tensor by its dtype and shape: `{'w': (float32[2], None)}`."""
+    """A tree as text, each tensor by its dtype and shape.
+
+    >>> import torch
+    >>> from funcops.trees import text_of
+    >>> print(text_of({"w": (torch.ones(2), None)}))
+    {'w': (float32[2], None)}
+    """
     if isinstance(tree, Tensor):
         return describe(tree)
     if type(tree) is dict:
