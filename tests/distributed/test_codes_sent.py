@@ -309,6 +309,7 @@ def test_sharded_weights_are_gathered_in_codes(recipe, again):
             same_bits(got, None if got is None else one.float() + other.float(), path)
 
 
+@pytest.mark.slow
 def test_the_bytes_of_gathered_weights():
     """In a forward and a backward: 1 byte an element, and a scale a block, in place of 2. Others are gathered as they are."""
     plain = gathered_bytes(DECODER, True)

@@ -248,6 +248,7 @@ def test_a_plan_is_the_best_of_all_layouts(gpus, memory):
         assert [row.time for row in plan.rows] == pytest.approx(sorted(times)[:5]) and len(plan.rows) == 5
 
 
+@pytest.mark.slow
 def test_a_plan_of_experts_says_so(tmp_path):
     model = published.EXPERTS[0].model
     plan = plan_parallel(model, 32, 80e9, show=1, fixed={"cp": 1, "tp": 1, "zero": 1})
