@@ -253,6 +253,18 @@ def describe(value: Any) -> str:
     return type(value).__name__
 
 
+def describe_tree(tree: Any) -> str:
+    """A tree as text, each tensor by its dtype and shape: `{'w': (float32[2], None)}`."""
+    if isinstance(tree, Tensor):
+        return describe(tree)
+    if type(tree) is dict:
+        return f"{{{', '.join([f'{key!r}: {describe_tree(value)}' for key, value in tree.items()])}}}"
+    if type(tree) in (tuple, list):
+        parts = ", ".join(map(describe_tree, tree))
+        return f"[{parts}]" if type(tree) is list else f"({parts},)" if len(tree) == 1 else f"({parts})"
+    return repr(tree)
+
+
 def differing(given: Iterable[str], wanted: Iterable[str]) -> str:
     """The missing and the extra names: the first two of each, and how many more there are."""
     given, wanted = list(dict.fromkeys(given)), list(dict.fromkeys(wanted))

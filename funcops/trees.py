@@ -54,7 +54,17 @@ from torch import Tensor
 from typing_extensions import dataclass_transform
 
 from funcops.backend.source import compile_source, exact
-from funcops.errors import describe, fail, join_path, nearest, require_callable, require_dtype, require_flag, require_type
+from funcops.errors import (
+    describe,
+    describe_tree,
+    fail,
+    join_path,
+    nearest,
+    require_callable,
+    require_dtype,
+    require_flag,
+    require_type,
+)
 
 NAMESPACE = "funcops"
 FIELDS: dict[type, tuple[tuple[str, ...], ...]] = {}  # for each node class, the names of leaves, statics and hidden fields
@@ -216,27 +226,8 @@ def show(node: Any) -> str:
     """A node as text, `LinearParams(weight=float32[4, 3], bias=None)`. Raises `TypeError` unless it is a node with named fields."""
     if type(node) not in FIELDS:
         fail("show", "node", "a node of a tree with named fields", describe(node), TypeError)
-    hidden = ("static", "hidden")
-    fields = [f.name for f in dataclasses.fields(node) if not any(f.metadata.get(h) for h in hidden)]
-    return f"{type(node).__name__}({', '.join(f'{name}={text_of(getattr(node, name))}' for name in fields)})"
-
-
-def text_of(tree: Any) -> str:
-    """A tree as text, each tensor by its dtype and shape.
-
-    >>> import torch
-    >>> from funcops.trees import text_of
-    >>> print(text_of({"w": (torch.ones(2), None)}))
-    {'w': (float32[2], None)}
-    """
-    if isinstance(tree, Tensor):
-        return describe(tree)
-    if type(tree) is dict:
-        return f"{{{', '.join([f'{key!r}: {text_of(value)}' for key, value in tree.items()])}}}"
-    if type(tree) in (tuple, list):
-        parts = ", ".join(map(text_of, tree))
-        return f"[{parts}]" if type(tree) is list else f"({parts},)" if len(tree) == 1 else f"({parts})"
-    return repr(tree)
+    names, *_ = FIELDS[type(node)]
+    return f"{type(node).__name__}({', '.join(f'{name}={describe_tree(getattr(node, name))}' for name in names)})"
 
 
 def replace(node: T, **changes: Any) -> T:
@@ -266,13 +257,7 @@ def tensors(tree: Any) -> list[Tensor]:
 
 def paths(tree: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
     """Every leaf by its dotted path, in the tree's order; the path of a bare leaf is "". `is_leaf` says which nodes are leaves.
-
-    Raises `TypeError` if `is_leaf` is not a function.
-
-    >>> from funcops.trees import paths
-    >>> paths({"a": (1, None)})
-    {'a.0': 1, 'a.1': None}
-    """
+    Raises `TypeError` if `is_leaf` is not a function."""
     if is_leaf is not None:
         require_callable("paths", is_leaf=is_leaf)
     found, values, _ = optree.tree_flatten_with_path(tree, is_leaf=is_leaf, none_is_leaf=True, namespace=NAMESPACE)

@@ -84,6 +84,7 @@ class RepeatConfig(OneBody):
         return collected([abstract_params(self.op, self.cfg)] * self.times, None, self)
 
     body_name = "*"
+    maps_to_itself = True
     has_params: ClassVar[bool]
     layer_needs: ClassVar[dict[Needs, tuple[Needs, ...]]]
 

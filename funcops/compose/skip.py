@@ -63,6 +63,7 @@ class SkipConfig(OneBody):
             fail(where, name, f"one whose y is [..., {before.size}], as its x", f"[..., {after.size}] of step {after.of!r}")
         return before or after
 
+    maps_to_itself = True
     programs: ClassVar[dict[Any, Any]]
 
 

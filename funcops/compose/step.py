@@ -130,7 +130,6 @@ class OneBody(Composite):
     op: Op
     cfg: Any
     body_name: ClassVar[str | None] = None  # None: the body adds no name to its paths
-    maps_to_itself = True
 
     @property
     def first_parts(self) -> tuple[Any, ...]:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from funcops.backend import tracing, wide
-from funcops.errors import GradModeError, describe, fail, join_path
-from funcops.trees import leaves, paths, same_structure, text_of
+from funcops.errors import GradModeError, describe, describe_tree, fail, join_path
+from funcops.trees import leaves, paths, same_structure
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ def accumulate(where: str, gradients: T, into: T | None) -> T:
 def check_into(where: str, into: Any, gradients: Any) -> None:
     """Raise unless every gradient has an accumulator with its shape and device, its dtype or a wider one, and memory of its own."""
     if not same_structure(into, gradients):
-        fail(where, "into", f"a tree like dparams, {text_of(gradients)}", text_of(into))
+        fail(where, "into", f"a tree like dparams, {describe_tree(gradients)}", describe_tree(into))
     have, given = paths(into), {}
     for path, gradient in paths(gradients).items():
         if gradient is not None:

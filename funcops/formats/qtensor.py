@@ -284,6 +284,7 @@ def check_quantized(
             q.format is format
             and q.side == side
             and q.shape == shape
+            and (side == "col" or not q.hadamard)
             and not torch.compiler.is_compiling()  # sizes may be symbols, which the memo cannot hash
             and (codes.shape, scales.shape, scales.dtype, scale is None) == _sizes(format, side, shape, q.hadamard, groups)
             and codes.dtype is torch.uint8
@@ -330,6 +331,8 @@ def _check_each(
         fail(where, f"{name}.format", format.name, getattr(q.format, "name", repr(q.format)))
     if q.side != side:
         fail(where, f"{name}.side", repr(side), repr(q.side))
+    if side == "row" and q.hadamard:
+        fail(where, f"{name}.hadamard", "False (codes by rows are never transformed)", q.hadamard)
     if tuple(q.shape) != tuple(shape):
         fail(where, name, str(list(shape)), list(q.shape))
     first = q.codes if like is None else like

@@ -48,9 +48,11 @@ def joined_linear_dgrad(dy: Tensor, w0: Tensor, w1: Tensor, w2: Tensor) -> Tenso
 
 def joined(*weights: Tensor) -> Tensor:
     """[w_0; w_1; ...]: a view if the weights lie one below the other in one memory, as parts of a fused projection do; else a copy.
-    A tracer and a transform know no memory, and copy."""
+    A tracer and a transform know no memory, and copy; autograd would take a view for one of the first weight alone."""
     first, rows = weights[0], sum([w.shape[0] for w in weights])
     if tracing() or not all([type(w) in (Tensor, Parameter) and not is_functorch_wrapped_tensor(w) for w in weights]):
+        return torch.cat(weights)
+    if torch.is_grad_enabled() and any([w.requires_grad for w in weights]):
         return torch.cat(weights)
     memory, place = first.untyped_storage()._cdata, first.storage_offset()
     for w in weights:
@@ -58,4 +60,4 @@ def joined(*weights: Tensor) -> Tensor:
         if not (below and w.is_contiguous() and w.shape[1:] == first.shape[1:]):
             return torch.cat(weights)
         place += w.numel()
-    return first.as_strided((rows, *first.shape[1:]), first.stride())
+    return first.as_strided((rows, first.shape[1]), (first.shape[1], 1))  # a weight of one row may have any stride

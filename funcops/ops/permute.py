@@ -7,9 +7,9 @@ x is `(x, indices)`. x, dx: [*, D] of one float dtype; indices: [*, K] int32 or 
 and place [*, K] int32. dy is `(drows, None, None)`: integers have no gradient. An index of E is a dropped choice: its row, at
 offsets[E] or beyond, is zero and has no gradient. Within an expert rows are in the order of the tokens.
 With `gathered` no rows are made, for ops that gather them by an index (`grouped_linear`, `glu`): x is `(weights, x, indices)`, as
-for `experts`, or with x in codes, and y is `(x, weights, offsets, order, place)`, with x and weights themselves; row n belongs to
-token order[n] // K, with weight weights.flat[order[n]], order [N] int32. dy is `(dx, d weights, None, None, None)`, and nothing is
-kept.
+for `experts`, or with x [T, D] in codes, and y is `(x, weights, offsets, order, place)`, with x and weights themselves; row n
+belongs to token order[n] // K, with weight weights.flat[order[n]], order [N] int32. dy is `(dx, d weights, None, None, None)`, and
+nothing is kept.
 Sums are in float32 (float64 for float64), rounded once. Kept: place and offsets, parts of y: no bytes of its own.
 An index outside [0, E] raises `IndexError` on the CPU; on CUDA it is a device-side assertion, as in PyTorch.
 

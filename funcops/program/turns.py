@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from funcops.contract.op import Op
 from funcops.program.rows import Row
 
 Turn = tuple[str, int]  # a kind of row, and the number of a layer
@@ -26,9 +27,9 @@ def turns(order: Sequence[int], starts: bool, late: tuple[str, ...] = ()) -> lis
     return found
 
 
-def turns_of(op: object, times: int) -> dict[str, tuple[Row, ...]]:
+def turns_of(op: Op, times: int) -> dict[str, tuple[Row, ...]]:
     """The rows of the forward and of the whole backward of a repeat of this body, as `explain` shows them."""
-    ahead = op.prefetch  # type: ignore[attr-defined]
+    ahead = op.prefetch
     late = () if ahead is None else ahead.late
     both = {"forward": (range(times), ()), "backward": (range(times)[::-1], late)}
     return {

@@ -19,6 +19,8 @@ from funcops.backend import backend, gemm, kernel, select
 from funcops.backend.declare import Kernel
 from funcops.kernels import linear, sibling_linear
 from funcops.kernels.activation import activation_bwd
+from funcops.kernels.bias_activation import bias_activation_bwd
+from funcops.kernels.norm import rms_norm_bwd, row_sums
 
 
 @kernel()
@@ -225,6 +227,25 @@ def test_every_triton_kernel_is_an_operator_too():
     pytest.importorskip("triton")
     for call in {call.name: call for call in tiny(torch.float32)}.values():
         assert call.kernel.kernel.find_triton() and call.kernel.kernel.operator()
+
+
+@pytest.mark.parametrize("shape", [(48, 64), (3, 5, 1030)], ids=str)
+def test_a_tracer_keeps_the_number_of_rows_symbolic(shape):
+    """Results whose shape a Triton file computes from sizes, some of which it remembers."""
+    pytest.importorskip("triton")
+    x = torch.ones(shape)
+    rstd, b = torch.ones(*shape[:-1], 1), torch.ones(shape[-1])
+    calls = (
+        lambda x, rstd, b: row_sums(x),
+        lambda x, rstd, b: rms_norm_bwd(x, x, b, rstd, False, True, True)[1],
+        lambda x, rstd, b: bias_activation_bwd(x, x, b, "gelu", True)[1],
+    )
+    with backend("triton"):
+        for call in calls:
+            nodes = [*make_fx(call, tracing_mode="symbolic")(x, rstd, b).graph.nodes]
+            rows, made = nodes[0].meta["val"].shape[:-1], nodes[-1].all_input_nodes[0].meta["val"]
+            assert not any(str(size).isdigit() for size in rows)
+            assert made.shape == call(x, rstd, b).shape
 
 
 def test_tensors_on_the_cpu_are_left_to_torch_beside_a_gpu(monkeypatch):

@@ -103,14 +103,19 @@ print(json.dumps(seen))
 """
 
 
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory):
+def said_by(program, tmp_path_factory):
+    """Run a program in a process whose Triton does not interpret, and return the JSON that it prints."""
     path = tmp_path_factory.mktemp("launch") / "program.py"
-    path.write_text(PROGRAM)
+    path.write_text(program)
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    return said_by(PROGRAM, tmp_path_factory)
 
 
 @pytest.mark.slow
@@ -260,12 +265,7 @@ print(json.dumps(seen))
 
 @pytest.fixture(scope="module")
 def handed(tmp_path_factory):
-    path = tmp_path_factory.mktemp("launch") / "handed.py"
-    path.write_text(HANDED)
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
+    return said_by(HANDED, tmp_path_factory)
 
 
 @pytest.mark.slow

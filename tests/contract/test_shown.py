@@ -8,9 +8,10 @@ from law_cases import CASES
 import funcops
 from funcops import ChainConfig, LinearConfig, RepeatConfig, RopeConfig, Step, chain, dist, linear, lora, low_precision, repeat
 from funcops.compose import expert_steps
+from funcops.errors import describe_tree
 from funcops.models import DecoderConfig, decoder
 from funcops.models.blocks import block_config, gpt2_block_config
-from funcops.trees import paths, put, text_of
+from funcops.trees import paths, put
 
 NAMES = {
     **vars(tally),
@@ -64,7 +65,7 @@ def test_no_tensor_is_printed_with_its_values(case, dtype):
     """Params and residuals of every op as text, and the error for accumulators of another structure."""
     params, x = case.make(dtype)
     y, residuals = case.op.fwd(params, x, case.cfg)
-    said = [text_of(params), text_of(residuals)]
+    said = [describe_tree(params), describe_tree(residuals)]
     for path, t in paths(params).items():
         if t is not None:
             try:
@@ -76,4 +77,4 @@ def test_no_tensor_is_printed_with_its_values(case, dtype):
 
 def test_a_tree_as_text():
     tree = {"w": (torch.ones(2), None), "layers": [torch.ones(1, 3, dtype=torch.int64)], "one": (1,)}
-    assert text_of(tree) == "{'w': (float32[2], None), 'layers': [int64[1, 3]], 'one': (1,)}"
+    assert describe_tree(tree) == "{'w': (float32[2], None), 'layers': [int64[1, 3]], 'one': (1,)}"

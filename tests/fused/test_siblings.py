@@ -236,7 +236,12 @@ def test_only_weights_in_order_and_without_a_gap_are_one_view():
     view = sibling_linear.joined(a, b, c)
     assert view.data_ptr() == whole.data_ptr() and torch.equal(view, whole)
     half = torch.nn.Parameter(b)
-    assert sibling_linear.joined(half, c).data_ptr() == b.data_ptr()
+    with torch.no_grad():
+        assert sibling_linear.joined(half, c).data_ptr() == b.data_ptr()
+    below = half.detach().requires_grad_(), c.detach().requires_grad_()
+    assert all(g.eq(1).all() for g in torch.autograd.grad(sibling_linear.joined(*below).sum(), below))
+    row = whole[:1].as_strided((1, D), (3 * D, 1))  # contiguous, as one row may have any stride
+    assert torch.equal(sibling_linear.joined(row, whole[1:9]), whole[:9])
     wide = torch.randn(32, 2 * D)
     for parts in ((b, a), (a, c), (a, b.clone()), (a, b, c[:4], c[:4]), wide[:, :D].split([16, 16]), (a, whole.clone()[16:])):
         made = sibling_linear.joined(*parts)

@@ -68,7 +68,6 @@ TREES = {
         f"trees.{name}": Row(lambda: {"tree": tree()}, accepts={"tree": ANY})
         for name in ("flatten", "nbytes", "nothing_like", "structure", "tensors")
     },
-    "trees.text_of": Row(lambda: {"tree": tree()}, accepts={"tree": ANY}),
     "trees.leaves": Row(lambda: {"tree": tree(), "is_leaf": lambda node: False}, accepts={"tree": ANY}),
     "trees.paths": Row(lambda: {"tree": tree(), "is_leaf": lambda leaf: False}, accepts={"tree": ANY}),
 }

@@ -270,6 +270,11 @@ BAD = {
         "random.fold_in(key, step), any if no backward follows; or stochastic=False), got None",
         ValueError,
     ),
+    "codes that are called transformed": (
+        lambda: _kept(Fp8Block(), {"hadamard": True}),
+        "x.hadamard must be False (codes by rows are never transformed), got True",
+        ValueError,
+    ),
     "edited codes": (
         lambda: _kept(Fp8Block(), {"codes": torch.zeros(2, WIDE).byte()}),
         "residuals.x must be uint8[3, 256], as the forward kept it, got uint8[2, 256]",

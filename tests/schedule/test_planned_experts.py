@@ -11,14 +11,14 @@ import torch
 from committed import committed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from predictions import check_prediction
 
 from benchmarks import published
 from funcops import ExpertsConfig, RopeConfig, RouteConfig, WithExtras, chain, dist, random, report
 from funcops.models import DecoderConfig, MoEConfig, decoder, decoder_x, roles
-from funcops.schedule import GPU, GPUS, Decoder, Layout, Mixture, plan_parallel, predict, simulate
+from funcops.schedule import GPU, GPUS, Decoder, Layout, Mixture, plan_parallel, predict
 from funcops.schedule.expert_costs import expert_times, of_experts
-from funcops.schedule.layout import microbatches, peak, problem, rank_memory, stages_of
-from funcops.schedule.predict import bound, schedule_of, without_communication, without_replicas
+from funcops.schedule.layout import peak, problem, rank_memory, stages_of
 from funcops.schedule.predict import simulated as simulated_of
 from funcops.testing import run_ranks
 from funcops.trees import tensors
@@ -215,20 +215,7 @@ LAYOUTS = st.builds(
 @settings(max_examples=40)
 @given(LAYOUTS, st.sampled_from([SMALL, dataclasses.replace(SMALL, layers=26, mixture=Mixture(16, 4, shared=512))]))
 def test_a_prediction_is_a_whole_simulation(layout, model):
-    wrong = problem(model, layout, H100)
-    if wrong is not None:
-        with pytest.raises(ValueError, match=f"predict: layout.{wrong.name} must be .*, got"):
-            predict(model, layout)
-        return
-    said, known, count = predict(model, layout), bound(model, layout, H100), microbatches(model, layout)
-    costs = known.stages.all(layout.stages)
-    whole = simulate(schedule_of(layout.pp, layout.chunks, count), costs, known.network)
-    assert said.time == pytest.approx(whole.time + known.update) and known.time <= said.time * (1 + 1e-12)
-    assert without_communication(model, layout, H100) <= without_replicas(model, layout, H100) <= known.time * (1 + 1e-12)
-    assert sum(said.spent) == pytest.approx(said.time) and min(said.spent) >= 0
-    ranks = [rank_memory(model, layout, rank) for rank in range(layout.pp)]
-    assert said.memory == ranks[said.rank] and said.peak_bytes == max(one.total for one in ranks)
-    assert all(a <= b.residuals * (1 + 1e-12) for a, b in zip(whole.peak_bytes, ranks, strict=True))
+    check_prediction(model, layout, H100)
 
 
 @pytest.mark.parametrize(("gpus", "memory"), [(4, 1e9), pytest.param(8, 0.6e9, marks=pytest.mark.slow)])

@@ -9,6 +9,7 @@ import torch
 from committed import COMMITTED
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from predictions import check_prediction
 
 from benchmarks import published
 from funcops import WithExtras, chain, dist, random, report, trees
@@ -36,8 +37,8 @@ from funcops.schedule import (
     zb_h1,
     zb_v,
 )
-from funcops.schedule.layout import Stages, in_flight, layer_times, microbatches, peak, problem, rank_memory, stages_of
-from funcops.schedule.predict import bound, least_time, loads_of, schedule_of, simulate_few, without_communication, without_replicas
+from funcops.schedule.layout import Stages, in_flight, layer_times, peak, problem, stages_of
+from funcops.schedule.predict import bound, least_time, loads_of, schedule_of, simulate_few
 from funcops.schedule.predict import simulated as simulated_of
 from funcops.schedule.simulate import Model
 
@@ -144,22 +145,7 @@ SMALL = Decoder(1024, 2816, 12, 8, 32000, 2048, 48, kv_heads=4)
 @settings(max_examples=40)
 @given(BIG, st.sampled_from([SMALL, dataclasses.replace(SMALL, layers=26, flash=False, gated=False)]))
 def test_a_prediction_is_a_whole_simulation(layout, model):
-    gpu = GPUS["H100"]
-    wrong = problem(model, layout, gpu)
-    if wrong is not None:
-        with pytest.raises(ValueError, match=f"predict: layout.{wrong.name} must be .*, got"):
-            predict(model, layout)
-        return
-    said, known, count = predict(model, layout), bound(model, layout, gpu), microbatches(model, layout)
-    costs = known.stages.all(layout.stages)
-    whole = simulate(schedule_of(layout.pp, layout.chunks, count), costs, known.network)
-    assert said.time == pytest.approx(whole.time + known.update) and known.time <= said.time * (1 + 1e-12)
-    assert without_communication(model, layout, gpu) <= without_replicas(model, layout, gpu) <= known.time * (1 + 1e-12)
-    assert sum(said.spent) == pytest.approx(said.time) and min(said.spent) >= 0
-    ranks = [rank_memory(model, layout, rank) for rank in range(layout.pp)]
-    assert said.memory == ranks[said.rank] and said.peak_bytes == max(one.total for one in ranks)
-    held = [one.residuals for one in ranks]
-    assert all(a <= b * (1 + 1e-12) for a, b in zip(whole.peak_bytes, held, strict=True)), "the bound of what is in flight"
+    check_prediction(model, layout, GPUS["H100"])
 
 
 def test_sharding_saves_memory_and_recompute_costs_time():

@@ -35,7 +35,6 @@ With `stage=0`, plain data parallelism, params and dparams are whole on every ra
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import field
@@ -45,8 +44,8 @@ import torch
 from torch import Tensor
 
 from funcops.backend import tracing, wide
-from funcops.compose.step import check_body, note
-from funcops.contract.configs import Composite, Replace, Width, require_config
+from funcops.compose.step import OneBody, check_body, note
+from funcops.contract.configs import Width, require_config
 from funcops.contract.marks import STAND_INS
 from funcops.contract.needs import Needs, check_needs
 from funcops.contract.op import Op, Prefetch, config, init_of, make_op
@@ -58,7 +57,7 @@ from funcops.distributed.checks import require_axis
 from funcops.distributed.data import Landing, Reducing, reduce_start
 from funcops.distributed.mesh import Axis
 from funcops.distributed.shards import Gathering, own_shards, start_gathering
-from funcops.errors import fail, join_path, require, require_count, require_dtype, require_flag, short
+from funcops.errors import describe_tree, fail, join_path, require, require_count, require_dtype, require_flag, short
 from funcops.formats import Format, QWeight, quantize_tensor
 from funcops.program.accumulator_checks import check_into_tree
 from funcops.program.values import abstract_params
@@ -86,7 +85,7 @@ __all__ += ["sharded", "sharded_bwd", "sharded_dgrad", "sharded_fwd", "sharded_i
 
 
 @config
-class ShardedConfig(Composite):
+class ShardedConfig(OneBody):
     """The body (an op and its config), and the `axis` over which its params are sharded. `also`: further axes over which gradients
     are summed, and whose ranks have the same shards (HSDP). `dtype`: the dtype of the whole params, if not the shards'; gradients
     have the shards'. `ordered`, `bucket_bytes`: see `reduce_start`. `reshard_after_forward`: whether the backward gathers the
@@ -137,11 +136,6 @@ class ShardedConfig(Composite):
         """See `funcops.dist.specs_of`."""
         return self.axis if self.stage == 3 else None
 
-    @property
-    def first_parts(self) -> tuple[Any, ...]:
-        """The config of the body, whose x is this config's x."""
-        return (self.cfg,)
-
     def follow(self, where: str, path: str, width: Width | None) -> Width | None:
         """See `OpConfig.follow`."""
         return self.cfg.follow(where, path, width)
@@ -150,14 +144,6 @@ class ShardedConfig(Composite):
         """See `funcops.program.values.abstract_params`."""
         n = self.axis.size if self.stage == 3 else 1
         return tree_map_tensors(lambda t: t.new_empty(part_shape(tuple(t.shape), n)), self.like)
-
-    def with_parts(self, replace: Replace, **changes: Any) -> ShardedConfig:
-        """The config with `replace(None, op, cfg)` for the body, whose paths have no further name."""
-        op, cfg = replace(None, self.op, self.cfg)
-        return dataclasses.replace(self, op=op, cfg=cfg, **changes)
-
-    def parts(self) -> list[tuple[Any, Any, Any]]:
-        return [(None, self.op, self.cfg)]
 
 
 def _formats_of(cfg: ShardedConfig) -> dict[str, tuple[Format, torch.Size]]:
@@ -233,7 +219,7 @@ class Begun:
 def _gathering(shards: Any, cfg: ShardedConfig, where: str) -> Gathering:
     like = cfg.like
     if not same_structure(shards, like):
-        fail(where, "params", f"shards like the params of {cfg.op.name}, {like!r}", repr(shards), TypeError)
+        fail(where, "params", f"shards like the params of {cfg.op.name}, {describe_tree(like)}", describe_tree(shards), TypeError)
     own, send = _cast(shards, cfg), functools.partial(_in_codes, cfg=cfg) if cfg.coded else None
     return start_gathering(where, "params", own, like, cfg.axis, cfg.bucket_bytes, send)
 

@@ -116,7 +116,7 @@ def _bias_activation_bwd_fake(dy: Tensor, x: Tensor, b: Optional[Tensor], kind: 
 
 
 def _room(x: Tensor, recompute: bool = False) -> Tensor:
-    width = x.shape[-1]
+    width = int(x.shape[-1])  # a symbolic one is fixed, as blocks are made for it
     return x.new_empty((_parts(x.numel() // width, width, recompute), width), dtype=torch.float32)
 
 

@@ -88,7 +88,7 @@ def number_of_parts(rows: int, width: int, whole: Optional[Whole]) -> int:
 
 def parts_like(x: Tensor) -> Tensor:
     """Allocate the partial sums of `gradients`, for x [*, D]."""
-    width = x.shape[-1]
+    width = int(x.shape[-1])  # a symbolic one is fixed, as blocks are made for it
     whole = whole_rows(width, x.itemsize)
     return room(x, number_of_parts(x.numel() // width, width, whole), whole is not None and odd(width))
 
@@ -255,20 +255,21 @@ def _layer_norm_bwd_fake(
 
 
 @functools.lru_cache(maxsize=1024)
-def sums_tile(rows: int, width: int, itemsize: int) -> tuple[int, int, int]:
-    """The number of parts of column sums, and the rows and columns that a program takes at a time."""
+def sums_tile(width: int, itemsize: int) -> tuple[int, int, int]:
+    """The largest number of parts of column sums, and the rows and columns that a program takes at a time."""
     block = block_of(width, SUM_COLUMNS)
     at_once = (TILE_BYTES if width % 16 == 0 else ODD_TILE_BYTES) // itemsize // block
     if odd(width):  # a multiple of GROUP, or a row each
-        return min(max(1, rows), cdiv(SUM_PROGRAMS // cdiv(width // GROUP * GROUP, block), GROUP) * GROUP), at_once, block
-    return max(1, min(SUM_PROGRAMS // cdiv(width, block), cdiv(rows, at_once))), at_once, block
+        return cdiv(SUM_PROGRAMS // cdiv(width // GROUP * GROUP, block), GROUP) * GROUP, at_once, block
+    return SUM_PROGRAMS // cdiv(width, block), at_once, block
 
 
 @declared.row_sums.fake
 def sums_like(dy: Tensor) -> Tensor:
     """Allocate the partial sums of dy's columns, for dy [*, D]."""
-    width = dy.shape[-1]
-    return room(dy, sums_tile(dy.numel() // width, width, dy.itemsize)[0], odd(width))
+    width = int(dy.shape[-1])  # as in `parts_like`; rows may be symbolic
+    rows, (most, at_once, _) = dy.numel() // width, sums_tile(width, dy.itemsize)
+    return room(dy, max(1, min(most, rows if odd(width) else cdiv(rows, at_once))), odd(width))
 
 
 @declared.row_sums.triton
@@ -277,10 +278,10 @@ def row_sums(dy: Tensor) -> Tensor:
     dy = dy.reshape(-1, width) if width else dy
     dy = dy.contiguous() if dy.stride(-1) != 1 or odd(width) else dy
     rows = dy.shape[0]
-    count, at_once, block = sums_tile(rows, width, dy.itemsize)
-    parts = sums_like(dy)
+    parts, (_, at_once, block) = sums_like(dy), sums_tile(width, dy.itemsize)
     if not rows:
         return parts.zero_()
+    count = parts.shape[0]
     if odd(width):
         across = cdiv(width // GROUP * GROUP, block) + 1  # the last program: both ends of the rows
         norm_odd.launch_column_sums(

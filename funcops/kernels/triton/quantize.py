@@ -283,7 +283,13 @@ def _run(
     codes, scales = row or (None, None)
     turned, turned_scales = col or (None, None)
     narrow = x.dtype is torch.bfloat16 and cols == declared.BLOCK
-    four = col is not None and element != "e2m1" and (rows, cols) == (1, m) and high % 4 == 0
+    within_rows = col is not None and element != "e2m1" and (rows, cols) == (1, m)
+    four = within_rows and high % 4 == 0
+    if within_rows and not four:  # codes stored one by one: registers hold half of a tile, which has no scales of rows
+        if row is not None:
+            _run(x, element, rows, cols, kind, amax, row, None, epsilon)
+            row, codes, scales = None, None, None
+        n = 64
     _launch_tiles(
         cdiv(high, m) * cdiv(wide, n), 1, 1, x, amax, codes, scales, turned, turned_scales, high, wide, _stride(wide, element),
         _stride(high, element), "", element, kind, rows,

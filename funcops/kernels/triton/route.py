@@ -322,12 +322,10 @@ def _forward(
 def _weighted(chosen, top, total, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr):
     """The scores of the chosen logits, -inf for a missing one, and their divisor. top and total: the max of all logits, and the sum
     of their exponentials, if scores are made of them."""
-    if SOFTMAX and not NORMALIZE:
-        return tl.exp(chosen - top[:, None]) / total[:, None], tl.full(total.shape, 1.0, tl.float32)
-    if SOFTMAX:
+    if SOFTMAX and NORMALIZE:
         each, total, _ = _exponentials(chosen)
         return each, total
-    picked = _sigmoid(chosen)
+    picked = _score(chosen, top, total, SOFTMAX, True)
     if NORMALIZE:
         return picked, tl.sum(picked, 1) + LEAST
     return picked, tl.full(total.shape, 1.0, tl.float32)
@@ -429,7 +427,6 @@ def _backward(
     inside = (token < length)[:, None] & (expert < EXPERTS)[None, :]
     to = row[:, None] * EXPERTS + expert[None, :]
     d = tl.zeros([TOKENS, BLOCK], tl.float32)
-    t = d
     if ROWS:
         t = tl.where((expert < EXPERTS)[None, :], load_wide(logits_ptr + to, inside), -float("inf"))
     spread = d
@@ -453,33 +450,23 @@ def _backward(
     if ROWS and (SOFTMAX or Z):
         each, total, top = _exponentials(t)
         p = each / total[:, None]
-        if SOFTMAX and (AUX or not NORMALIZE):
-            d = _of_losses(counts_ptr, dloss_ptr, expert, aux, EXPERTS, AUX, TOKENS, BLOCK)
-            if not NORMALIZE:
-                d += spread
-            d = p * (d - tl.sum(tl.where(inside, d * p, 0.0), 1)[:, None])
-        if Z:
-            d += (tl.load(dloss_ptr) * z) * (top + tl.log(total))[:, None] * p
+    a = d  # dq of the first loss
+    if AUX:
+        counts = tl.load(counts_ptr + tl.program_id(1).to(tl.int64) * EXPERTS + expert, mask=expert < EXPERTS, other=0)
+        a += (counts.to(tl.float32) * (tl.load(dloss_ptr) * aux))[None, :]
+    if ROWS and SOFTMAX and (AUX or not NORMALIZE):
+        if not NORMALIZE:
+            a += spread
+        d = p * (a - tl.sum(tl.where(inside, a * p, 0.0), 1)[:, None])
+    if ROWS and Z:
+        d += (tl.load(dloss_ptr) * z) * (top + tl.log(total))[:, None] * p
     if not SOFTMAX and AUX:
         s = _sigmoid(t)
         total = tl.sum(s, 1)[:, None]
-        a = _of_losses(counts_ptr, dloss_ptr, expert, aux, EXPERTS, AUX, TOKENS, BLOCK)
         d += s * (1.0 - s) * (a - tl.sum(a * s, 1)[:, None] / total) / total
     if NORMALIZE or not SOFTMAX:
         d += spread
     store_rounded(dlogits_ptr + to, d, inside)
-
-
-@triton.jit
-def _of_losses(
-    counts_ptr, dloss_ptr, expert, aux, EXPERTS: tl.constexpr, AUX: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """dq of the first loss, for a sequence's tokens."""
-    found = tl.zeros([TOKENS, BLOCK], tl.float32)
-    if AUX:
-        at = counts_ptr + tl.program_id(1).to(tl.int64) * EXPERTS + expert
-        found += (tl.load(at, mask=expert < EXPERTS, other=0).to(tl.float32) * (tl.load(dloss_ptr) * aux))[None, :]
-    return found
 
 
 _launch_backward = launcher(_backward)
