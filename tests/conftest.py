@@ -10,6 +10,7 @@ import torch
 from hypothesis import settings
 
 COLLECTED = pytest.StashKey()  # every test, before any is left out by its marks
+RUN = pytest.StashKey()  # the tests that have run in this process
 LONG = {  # files of tests that compile or start processes: they come first, so that no worker ends with one alone
     "test_pipeline_examples.py",
     "test_pipeline.py",
@@ -61,12 +62,18 @@ def pytest_collection_finish(session):
     gc.freeze()
     gc.set_threshold(200_000, 20, 100)
     gc.enable()
+    session.stash[RUN] = 0
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown():
+def pytest_runtest_teardown(item):
     """A tracer that has seen a function with two sizes takes its next size for a symbol, which takes ten times as long to trace:
-    what a test compiled is forgotten, so that none pays for the shapes of another."""
+    what a test compiled is forgotten, so that none pays for the shapes of another. Nor for what the tests before it imported and
+    cached, half a million objects in the end: without a freeze now and then a test that collects garbage waits a second for it."""
+    item.session.stash[RUN] += 1
+    if item.session.stash[RUN] % 200 == 0:
+        gc.collect()
+        gc.freeze()
     compiled = sys.modules.get("torch._dynamo.convert_frame")
     if compiled is not None and compiled.FRAME_COUNTER:
         torch.compiler.reset()
