@@ -71,10 +71,12 @@ class RecurrentCache:
 @tree
 class Cache:
     """`layers`: the keys and values, or the state, of each layer, by its path; `lengths`: the number of cached positions of each
-    sequence; `context`: the most positions; `chunk`: the most tokens that are taken at once."""
+    sequence; `reached`: where a layer has a ring, the most positions from which each sequence was rolled back, else None;
+    `context`: the most positions; `chunk`: the most tokens that are taken at once."""
 
     layers: dict[str, KVCache | RecurrentCache]
     lengths: Tensor = leaf("[B]")
+    reached: Tensor | None = leaf("[B]")
     context: int = static(0)
     chunk: int = static(0)
 
@@ -88,6 +90,7 @@ class Cache:
         """Return a Cache that takes over this one's tensors, and leave this one empty: see `donate`."""
         made = dataclasses.replace(self)
         self.layers, self.lengths = Gone("cache.layers"), Gone("cache.lengths")  # type: ignore[assignment]
+        self.reached = None
         return made
 
 
@@ -131,16 +134,21 @@ def cache_init(
         dtypes = {"state": wide(dtype or torch.get_default_dtype())}
         made = {n: None if s is None else torch.zeros(s, dtype=dtypes.get(n, dtype), device=device) for n, s in shapes.items()}
         layers[path] = _class_of(shapes)(**made)
-    return Cache(layers, torch.zeros(batch, dtype=torch.int64, device=device), context=context, chunk=chunk)
+    lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+    return Cache(layers, lengths, lengths.clone() if _has_rings(layers, context) else None, context=context, chunk=chunk)
+
+
+def _has_rings(layers: dict[str, Any], context: int) -> bool:
+    return any(type(layer) is KVCache and layer.k.shape[2] < context for layer in layers.values())
 
 
 def roll_back(cache: Any, lengths: Tensor) -> Cache:
     """The cache with only the first `lengths` [B], int64, positions of each sequence, as if the later ones had never been decoded:
     what a draft has added and the model does not confirm. `cache` is copied, unless it is given as `donate(cache)`.
 
-    A ring of a layer with a window has overwritten earlier positions: it goes back by at most the cache's chunk. Raises
-    `ValueError` for a cache of linear attention, whose states have no positions; and for lengths that are longer, negative or too
-    far back (on a device, or under recording: an assertion at run time).
+    A ring of a layer with a window has overwritten earlier positions: it goes back by at most the cache's chunk from the most
+    positions that it has held, or to 0, which empties it. Raises `ValueError` for a cache of linear attention, whose states have no
+    positions; and for lengths that are longer, negative or too far back (on a device, or under recording: an assertion at run time).
 
     >>> import torch
     >>> from funcops import donate, RopeConfig
@@ -164,17 +172,29 @@ def roll_back(cache: Any, lengths: Tensor) -> Cache:
             rows = t.dim() == 4 and t.shape[:1] == held.lengths.shape
             require(rows, where, f"cache.layers.{path}.{name}", "[B, K, R, D] with B as in cache.lengths", list(t.shape))
     check(where, "lengths", lengths, tuple(held.lengths.shape), torch.int64, held.lengths)
-    rings = any(layer.k.shape[2] < held.context for layer in held.layers.values())
-    least = (held.lengths - held.chunk).clamp_min(0) if rings else torch.zeros_like(held.lengths)
-    right = (least <= lengths) & (lengths <= held.lengths)
+    most = _most(where, held)
+    least = torch.zeros_like(held.lengths) if most is None else (most - held.chunk).clamp_min(0)
+    right = ((least <= lengths) | (lengths == 0)) & (lengths <= held.lengths)
     if watched() or not lengths.is_cpu:
         torch._assert_async(right.all(), f"{where}: lengths must be at most cache.lengths, and not too far back")
     elif not bool(right.all()):
         row = int((~right).int().argmax())
-        fail(where, f"lengths[{row}]", f"from {int(least[row])} to {int(held.lengths[row])}", int(lengths[row]))
+        low, high = int(least[row]), int(held.lengths[row])
+        fail(where, f"lengths[{row}]", f"from {low} to {high}{', or 0' * (low > 0)}", int(lengths[row]))
     mine = cache.take(where) if type(cache) is Donated else tree_map_tensors(torch.clone, cache)
     mine.lengths.copy_(lengths)
+    if most is not None:
+        mine.reached.copy_(torch.where(lengths == 0, 0, most))
     return mine
+
+
+def _most(where: str, cache: Cache) -> Tensor | None:
+    """The most positions that each sequence has had in the rings of a cache, where they have overwritten earlier ones; None without
+    rings."""
+    if not _has_rings(cache.layers, cache.context):
+        return None
+    check(where, "cache.reached", cache.reached, tuple(cache.lengths.shape), torch.int64, cache.lengths)
+    return torch.maximum(cache.lengths, cache.reached)  # type: ignore[arg-type]
 
 
 def looked_at(where: str, cache: Any) -> Any:

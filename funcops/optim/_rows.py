@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
-from funcops.backend import tracing
+from funcops.backend import tracing, wide
 from funcops.errors import FLOATS, GradModeError, check, describe, fail, join_path, require, require_type
 from funcops.trees import leaves, paths, same_structure, structure, tensors, tree_map, with_leaves
 
@@ -18,6 +18,7 @@ Row = Sequence[Tensor]
 Kind = tuple[torch.device, torch.dtype]
 _seen: list[tuple[Any, Any]] = []  # pairs of a params tree's outermost node (`_top`) and its structure, the latest first
 _SEEN_KEPT = 8
+_FLOATS = set(FLOATS)
 _LEAVES = (Tensor, bool, type(None))
 
 
@@ -113,7 +114,7 @@ def _traits_of_params(params: Row, grads: Row, *state: Row) -> tuple[list[Any], 
         shapes, devices, dtypes = wanted = _traits(params)
         given = _traits(grads)
         fit = given == wanted or (given[:2] == (shapes, devices) and all(map(_fits, given[2], dtypes)))
-        right = fit and all([_traits(row) == wanted for row in state]) and all([dtype in FLOATS for dtype in dtypes])
+        right = fit and all([_traits(row) == wanted for row in state]) and set(dtypes) <= _FLOATS
         return (devices, dtypes) if right else None
     except AttributeError:
         return None
@@ -160,6 +161,17 @@ def own_tensors(where: str, params: Any, name: str = "params") -> list[Tensor]:
 
 def zeros_like(params: Any) -> Any:
     return tree_map(lambda p: None if p is None else torch.zeros_like(p, requires_grad=False), params)
+
+
+def in_wide_dtype(step: Callable[..., None], *rows: Sequence[Tensor]) -> None:
+    """Run `step(*rows)`, which writes to all rows but the second, the gradients, with the wide dtype of the params, and round what
+    it has written once, as a fused kernel does."""
+    dtype = wide(rows[0][0].dtype)
+    if rows[0][0].dtype is dtype:
+        return step(*rows)
+    exact = [[t.to(dtype) for t in row] for row in rows]
+    step(*exact)
+    torch._foreach_copy_([t for row in (rows[0], *rows[2:]) for t in row], [t for row in (exact[0], *exact[2:]) for t in row])
 
 
 def walkable(rows: list[Row]) -> tuple[list[Row], list[tuple[Tensor, Tensor]]]:

@@ -17,6 +17,7 @@ from funcops.optim._rows import (
     as_tensor,
     check_factor,
     check_rate,
+    in_wide_dtype,
     not_negative,
     on_device,
     open_into,
@@ -195,17 +196,20 @@ def _foreach_(
 ) -> None:
     """Compute what the kernel does, in operators that a tracer can follow."""
     lr = number if rate_tensor is None else rate_tensor
-    g = kernels.like_params(g, params[0].dtype, factor)
-    for decays, (p,) in kernels.grouped([params], decayed):
-        if decays and decay:
-            torch._foreach_mul_(p, 1 - lr * decay)
-    torch._foreach_lerp_(m, g, 1 - b1)
-    torch._foreach_mul_(v, b2)
-    torch._foreach_addcmul_(v, g, g, 1 - b2)
     t = [s.double() for s in t]  # b^t is close to 1 at first: 1 - b^t needs more digits than float32 has
-    root = [(1 - b2**s).sqrt().to(x.dtype) for s, x in zip(t, params, strict=True)]
-    rate = [(lr / (1 - b1**s)).to(x.dtype) for s, x in zip(t, params, strict=True)]
-    scaled = torch._foreach_add(torch._foreach_div(torch._foreach_sqrt(v), root), eps)
-    torch._foreach_sub_(params, torch._foreach_mul(torch._foreach_div(m, scaled), rate))
+
+    def step(params: Any, g: Any, m: Any, v: Any) -> None:
+        for decays, (p,) in kernels.grouped([params], decayed):
+            if decays and decay:
+                torch._foreach_mul_(p, 1 - lr * decay)
+        torch._foreach_lerp_(m, g, 1 - b1)
+        torch._foreach_mul_(v, b2)
+        torch._foreach_addcmul_(v, g, g, 1 - b2)
+        root = [(1 - b2**s).sqrt().to(x.dtype) for s, x in zip(t, params, strict=True)]
+        rate = [(lr / (1 - b1**s)).to(x.dtype) for s, x in zip(t, params, strict=True)]
+        scaled = torch._foreach_add(torch._foreach_div(torch._foreach_sqrt(v), root), eps)
+        torch._foreach_sub_(params, torch._foreach_mul(torch._foreach_div(m, scaled), rate))
+
+    in_wide_dtype(step, params, kernels.like_params(g, params[0].dtype, factor), m, v)
     if into:
         torch._foreach_copy_(into, params)

@@ -7,11 +7,21 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from funcops.backend import tracing
+from funcops.backend import tracing, wide
 from funcops.contract.op import config
 from funcops.errors import require, require_type
 from funcops.kernels.adamw import grouped, like_params
-from funcops.optim._rows import check_rate, not_negative, on_device, open_trees, own_tensors, rebuilt, walkable, zeros_like
+from funcops.optim._rows import (
+    check_rate,
+    in_wide_dtype,
+    not_negative,
+    on_device,
+    open_trees,
+    own_tensors,
+    rebuilt,
+    walkable,
+    zeros_like,
+)
 from funcops.trees import leaves, nothing_like, tree
 
 T = TypeVar("T")
@@ -84,10 +94,11 @@ def sgd_update(
     trees = {"params": params, "grads": grads} | ({"state.momentum": state.momentum} if cfg.momentum else {})
     rows, kinds, decayed, _ = open_trees(where, trees, decay, in_place)
     with torch.no_grad():
-        run = _foreach_ if tracing() else _fused_
         dense, copies = walkable(rows)
         for ((device, dtype), decays), (p, g, *u) in grouped(dense, list(zip(kinds, decayed, strict=True))):
             g = like_params(g, dtype)
+            # torch's fused SGD on the CPU leaves params of 16 bits as they are if they have 16 elements or more
+            run = _foreach_ if tracing() or (device.type == "cpu" and wide(dtype) is not dtype) else _fused_
             run(p, g, u[0] if u else [], on_device(rate, device), cfg, cfg.weight_decay if decays else 0.0)
         for tensor, copy in copies:
             tensor.copy_(copy)
@@ -115,10 +126,13 @@ def _fused_(p: Any, g: Any, u: Any, lr: Any, cfg: SGDConfig, decay: float) -> No
 
 
 def _foreach_(p: Any, g: Any, u: Any, lr: Any, cfg: SGDConfig, decay: float) -> None:
-    if decay:
-        g = torch._foreach_add(g, p, alpha=decay)
-    if cfg.momentum:
-        torch._foreach_mul_(u, cfg.momentum)
-        torch._foreach_add_(u, g)
-        g = torch._foreach_add(g, u, alpha=cfg.momentum) if cfg.nesterov else u
-    torch._foreach_sub_(p, torch._foreach_mul(g, lr))
+    def step(p: Any, g: Any, u: Any) -> None:
+        if decay:
+            g = torch._foreach_add(g, p, alpha=decay)
+        if cfg.momentum:
+            torch._foreach_mul_(u, cfg.momentum)
+            torch._foreach_add_(u, g)
+            g = torch._foreach_add(g, u, alpha=cfg.momentum) if cfg.nesterov else u
+        torch._foreach_sub_(p, torch._foreach_mul(g, lr))
+
+    in_wide_dtype(step, p, g, u)

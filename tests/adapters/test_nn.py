@@ -82,6 +82,17 @@ def test_modules_equal_torchs(name):
         assert_close(got(x), want(x), dtype=torch.float64, length=64)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", PAIRS)
+def test_small_numbers_in_every_dtype(name, dtype):
+    """Numbers whose squares are below an epsilon: also a default is torch's, in each dtype."""
+    want, got = both(PAIRS[name], dtype)
+    for scale in (1e-1, 1e-3):
+        x = (scale * torch.randn(2, 3, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0))).to(dtype)
+        with torch.no_grad():
+            assert_close(got(x), want(x), dtype=dtype, length=64)
+
+
 @pytest.mark.parametrize("name", PAIRS)
 def test_state_dicts_go_both_ways(name):
     want, got = both(PAIRS[name])

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import math
+from random import Random
 
 import pytest
 import torch
@@ -165,6 +166,32 @@ def test_a_cache_that_went_back_goes_on_as_if_it_had_not_been_ahead(name, chunk)
             torch.testing.assert_close(logits[row, -1], alone[0, -1], rtol=0, atol=DECODING)
 
 
+@pytest.mark.parametrize("seed", [0, *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6)]])
+def test_a_ring_that_goes_back_again_and_again(seed):
+    """A drawn walk of decoding and going back, also to 0: each step is as if the rest had never been, or is refused."""
+    draw, cfg = Random(seed), dataclasses.replace(LLAMA, windows=(4, None, 3, 5), context=40)
+    params, known, most = given(cfg), [], 0
+    cache = cache_init(cfg, 1, context=40, chunk=5, dtype=torch.float64)
+    refused = 0
+    for _ in range(25):
+        if draw.random() < 0.5:
+            back = draw.choice([draw.randint(0, len(known)), max(0, len(known) - draw.randint(0, 5))]) * (draw.random() < 0.9)
+            if back and back < most - 5:
+                with pytest.raises(ValueError, match=rf"lengths\[0\] must be from {most - 5} to {len(known)}, or 0, got {back}$"):
+                    roll_back(cache, torch.tensor([back]))
+                refused += 1
+                continue
+            cache, known, most = roll_back(cache, torch.tensor([back])), known[:back], most if back else 0
+        new = [draw.randrange(31) for _ in range(min(draw.randint(1, 5), 40 - len(known)))]
+        if not new:
+            continue
+        known, most = known + new, max(most, len(known) + len(new))
+        logits, cache = decode(params, cache, torch.tensor([new]), cfg)
+        want = whole(params, cfg, torch.tensor([known]))[:, -len(new) :]
+        torch.testing.assert_close(logits, want, rtol=0, atol=DECODING)
+    assert refused
+
+
 def rolled(windows, lengths, **options):
     cfg = dataclasses.replace(LLAMA, windows=windows)
     cache = cache_init(cfg, 2, context=20, chunk=4)
@@ -176,7 +203,10 @@ TWO = torch.tensor([9, 9])
 WRONG = {
     "roll_back: lengths[1] must be from 0 to 9, got 10": (ValueError, lambda: rolled((), torch.tensor([9, 10]))),
     "roll_back: lengths[0] must be from 0 to 9, got -1": (ValueError, lambda: rolled((), torch.tensor([-1, 9]))),
-    "roll_back: lengths[0] must be from 5 to 9, got 4": (ValueError, lambda: rolled((3, None, 3, None), torch.tensor([4, 9]))),
+    "roll_back: lengths[0] must be from 5 to 9, or 0, got 4": (
+        ValueError,
+        lambda: rolled((3, None, 3, None), torch.tensor([4, 9])),
+    ),
     "roll_back: lengths must be [2], got [3]": (ValueError, lambda: rolled((), torch.tensor([9, 9, 9]))),
     "roll_back: lengths must be int64, got int32": (TypeError, lambda: rolled((), TWO.int())),
     "roll_back: cache must be Cache, got None": (TypeError, lambda: roll_back(None, TWO)),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from funcops.adapters.autocast import LOWER
 from funcops.adapters.nn.module import OpModule, is_plain, prepare
 from funcops.adapters.nn.quantized import take_recipe
+from funcops.backend import wide
 from funcops.errors import require, require_type
 from funcops.formats.recipes import Recipe
 from funcops.ops._norm import DTYPES
@@ -152,7 +153,7 @@ class RMSNorm(_Norm, nn.RMSNorm):
         eps = self.eps
         if eps is None:
             require(self.weight is not None, "funcops.nn.RMSNorm", "eps", "a number if the layer has no weight", None)
-            eps = torch.finfo(self.weight.dtype).eps
+            eps = torch.finfo(wide(self.weight.dtype)).eps  # of the dtype that torch computes in
         return RMSNormConfig(dim=tuple(self.normalized_shape), eps=eps)
 
 
