@@ -1,5 +1,6 @@
 """Delayed weight gradients of modules."""
 
+import contextlib
 import gc
 
 import pytest
@@ -68,6 +69,42 @@ def test_tied_weights_main_grad_and_hooks():
     torch.testing.assert_close(a.weight.grad, 2 * want[0].grad)
     torch.testing.assert_close(a.bias.main_grad, 1 + want[1].grad)
     assert a.bias.grad is None and len(seen) == 2
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("removed", [False, True])
+def test_hooks_fire_once_for_each_gradient(removed, tied, after):
+    """In `run` for delayed gradients; in the backward for those of torch's own ops, which share a weight if `tied`."""
+
+    def trained(context):
+        torch.manual_seed(0)
+        module, fired = fnn.Sequential(fnn.Linear(D, D), fnn.GELU(), fnn.Linear(D, D)).double(), []
+        handles = []
+        for i, p in enumerate(module.parameters()):
+            if after:
+                handles.append(p.register_post_accumulate_grad_hook(lambda p, i=i: fired.append(i)))
+            else:
+                handles.append(p.register_hook(lambda g, i=i: (fired.append(i), 2 * g)[1]))
+        for x in batches(2):
+            with context() as store:
+                y = module(x)
+                (y + torch.nn.functional.linear(y, module[0].weight) if tied else y).sum().backward()
+            fired.append("run")
+            if store is not None:
+                store.run()
+            fired.append("next")
+            if removed:
+                handles[0].remove()
+        return grads(module), fired
+
+    want, _ = trained(contextlib.nullcontext)
+    got, fired = trained(delayed_wgrad)
+    for a, b in zip(want, got, strict=True):
+        torch.testing.assert_close(a, b)
+    first = [0] * tied, [0, 1, 2, 3]  # a chain is one op
+    second = ([], [1, 2, 3]) if removed else first
+    assert fired == [*first[0], "run", *first[1], "next", *second[0], "run", *second[1], "next"]
 
 
 def test_a_weight_that_is_not_a_leaf_is_not_delayed():

@@ -68,11 +68,35 @@ class Waiting(NamedTuple):
     versions: Versions  # of params, after the backward
 
 
+class _IfGiven:
+    """A parameter's hook while its gradient is delayed: autograd calls hooks without a gradient, too, and they fire in `run`."""
+
+    def __init__(self, hook: Any, after: bool) -> None:
+        self.hook, self.after = hook, after
+        self.before: tuple[int | None, int] = (None, 0)
+
+    def __call__(self, given: Any) -> Any:
+        there = self.before != _mark(given) if self.after else given is not None
+        return self.hook(given) if there else None
+
+
+def _mark(parameter: Tensor) -> tuple[int | None, int]:
+    """What changes whenever a gradient is accumulated."""
+    grad = parameter.grad
+    return (None, 0) if grad is None else (id(grad), grad._version)
+
+
+def _hooks(parameter: Tensor) -> list[Any]:
+    """The hooks on a parameter's gradient, and those after it is accumulated, by key."""
+    return [getattr(parameter, name, None) or {} for name in ("_backward_hooks", "_post_accumulate_grad_hooks")]
+
+
 class WgradStore:
     """Pending weight gradients in the order of the backward. Each is used once, by `run` or `discard`."""
 
     def __init__(self) -> None:
         self.waiting: list[Waiting] = []
+        self.hushed: dict[int, Tensor] = {}  # the params whose hooks wait, by id
         self.began: int | None = None
         self.done: dict[int, Tensor] = {}  # the params that got a gradient, by id
 
@@ -93,6 +117,10 @@ class WgradStore:
     def __exit__(self, *error: object) -> None:
         global _current, _open
         _current, _open = None, False
+        for parameter in self.hushed.values():
+            for hooks in _hooks(parameter):
+                hooks.update({key: hook.hook for key, hook in hooks.items() if type(hook) is _IfGiven})
+        self.hushed.clear()
         if error[0] is not None:
             self.discard()
         elif not _seen and self.began is not None and _backwards() != self.began + 1:
@@ -110,6 +138,14 @@ class WgradStore:
     def __del__(self) -> None:
         if self.waiting:
             warnings.warn(f"delayed_wgrad: {len(self.waiting)} weight gradients were never run", ResourceWarning, stacklevel=2)
+
+    def hush(self, parameter: Tensor) -> None:
+        """Let hooks of a parameter fire only for gradients that this backward gives it, until the block ends."""
+        self.hushed[id(parameter)] = parameter
+        for after, hooks in enumerate(_hooks(parameter)):
+            for key, hook in hooks.items():
+                hooks[key] = hook = hook if type(hook) is _IfGiven else _IfGiven(hook, bool(after))
+                hook.before = _mark(parameter)
 
     def nbytes(self) -> int:
         """Bytes of the pendings that wait; a tensor that is kept twice counts once."""
@@ -234,6 +270,9 @@ def put(store: WgradStore, op: Op, cfg: Any, pending: Any, params: Any, synced: 
         return op.wgrad(pending, cfg)
     free = tree_map_tensors(lambda t: t.detach() if t.requires_grad else t, pending)  # does not keep the autograd graph alive
     store.waiting.append(Waiting(op, cfg, free, params, Versions.of(params)))
+    for parameter in leaves(params):
+        if isinstance(parameter, Tensor) and parameter.requires_grad:
+            store.hush(parameter)
     return op.wgrad(None, cfg)
 
 
