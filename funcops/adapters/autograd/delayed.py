@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from funcops.adapters.autocast import cast_from, without_autocast
 from funcops.adapters.bucketed_mean import BucketedMean
+from funcops.adapters.fused_steps import watch
 from funcops.contract.marks import Versions
 from funcops.contract.op import Op
 from funcops.errors import describe, fail
@@ -270,9 +271,10 @@ def put(store: WgradStore, op: Op, cfg: Any, pending: Any, params: Any, synced: 
         return op.wgrad(pending, cfg)
     free = tree_map_tensors(lambda t: t.detach() if t.requires_grad else t, pending)  # does not keep the autograd graph alive
     store.waiting.append(Waiting(op, cfg, free, params, Versions.of(params)))
-    for parameter in leaves(params):
-        if isinstance(parameter, Tensor) and parameter.requires_grad:
-            store.hush(parameter)
+    trained = [t for t in leaves(params) if isinstance(t, Tensor) and t.requires_grad]
+    watch(trained)
+    for parameter in trained:
+        store.hush(parameter)
     return op.wgrad(None, cfg)
 
 

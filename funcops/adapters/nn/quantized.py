@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from funcops import random
 from funcops.adapters.autocast import any_autocast, casts, is_on, outside
 from funcops.adapters.autograd.differentiable import run
+from funcops.adapters.fused_steps import watch
 from funcops.adapters.nn.module import Prepared, is_plain, prepare
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, wrap
@@ -60,7 +61,7 @@ def quantize_weights(
     for dx now, or in every backward. `key`: for recipes that round stochastically, another in each step, and in each microbatch
     that is to round anew; without codes a layer with such a recipe raises. The codes are not a buffer, not in `state_dict`, and not
     in a copy of the module. A call after the parameter was written to or replaced raises `StaleResidualError` with the module's
-    path. A layer compiled by torch.compile does not read the codes: it quantises its weight in every call. Capture CUDA graphs
+    path, also after a step of a fused optimiser; writes through `weight.data` are not noticed, as torch does not count them. A layer compiled by torch.compile does not read the codes: it quantises its weight in every call. Capture CUDA graphs
     before the first call of this function: they quantise in every replay.
 
     Raises `ValueError` for a model without such a layer, or a stochastic recipe without a key, and `TypeError` for weights that are
@@ -103,6 +104,8 @@ class Held:
 
     def __init__(self, path: str, module: Any, dtype: torch.dtype | None, columns: bool, key: Tensor | None) -> None:
         self.path, self.module, self.parameter = path, module, module._parameters["weight"]
+        self.memory = self.parameter.data_ptr()
+        watch([self.parameter])
         weight = self.parameter.detach()
         weight = weight if dtype is None else weight.to(dtype)
         made = quantized_weight(weight, module.recipe.w, columns, col=module.recipe.w_col)
@@ -113,7 +116,7 @@ class Held:
         weight, bias = module._own()
         if torch.compiler.is_compiling() or not (is_plain(x) and isinstance(x, Tensor) and is_plain(weight)):
             return type(module).forward(module, x)
-        if weight is not self.parameter or self.weight.stale():
+        if weight is not self.parameter or self.weight.stale() or weight.data_ptr() != self.memory:
             raise StaleResidualError(
                 f"funcops.nn.Linear {self.path or '(the model)'}: the weight must be as quantize_weights(model) found it, got one "
                 "that was written to or replaced since. Call it again after an update; capture CUDA graphs before its first call"

@@ -1,0 +1,32 @@
+"""Steps of torch's fused optimisers, which write to parameters without counting the write."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+_watched: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+
+
+def watch(parameters: Iterable[Tensor]) -> None:
+    """Count each later write of a fused optimiser to these parameters, of which something was made that must not outlive it."""
+    _listen()
+    _watched.update({id(p): p for p in parameters})
+
+
+@functools.cache
+def _listen() -> Any:
+    return register_optimizer_step_post_hook(_count)
+
+
+def _count(optimiser: torch.optim.Optimizer, *_: Any) -> None:
+    fused = [p for group in optimiser.param_groups if group.get("fused") for p in group["params"] if p.grad is not None]
+    written = [p for p in fused if _watched.get(id(p)) is p]
+    if written:
+        torch.autograd.graph.increment_version(written)
