@@ -26,7 +26,7 @@ def _listen() -> Any:
 
 
 def _count(optimiser: torch.optim.Optimizer, *_: Any) -> None:
-    fused = [p for group in optimiser.param_groups if group.get("fused") for p in group["params"] if p.grad is not None]
-    written = [p for p in fused if _watched.get(id(p)) is p]
+    fused: list[Tensor] = [p for group in optimiser.param_groups if group.get("fused") for p in group["params"]]
+    written = [p for p in fused if p.grad is not None and _watched.get(id(p)) is p]
     if written:
         torch.autograd.graph.increment_version(written)

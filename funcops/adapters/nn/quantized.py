@@ -61,8 +61,9 @@ def quantize_weights(
     for dx now, or in every backward. `key`: for recipes that round stochastically, another in each step, and in each microbatch
     that is to round anew; without codes a layer with such a recipe raises. The codes are not a buffer, not in `state_dict`, and not
     in a copy of the module. A call after the parameter was written to or replaced raises `StaleResidualError` with the module's
-    path, also after a step of a fused optimiser; writes through `weight.data` are not noticed, as torch does not count them. A layer compiled by torch.compile does not read the codes: it quantises its weight in every call. Capture CUDA graphs
-    before the first call of this function: they quantise in every replay.
+    path, also after a step of a fused optimiser; writes through `weight.data` are not noticed, as torch does not count them. A
+    layer compiled by torch.compile does not read the codes: it quantises its weight in every call. Capture CUDA graphs before the
+    first call of this function: they quantise in every replay.
 
     Raises `ValueError` for a model without such a layer, or a stochastic recipe without a key, and `TypeError` for weights that are
     not plain tensors (under `fully_shard` layers quantise the gathered weight in every call).
