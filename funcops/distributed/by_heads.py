@@ -32,7 +32,7 @@ class Exchange(NamedTuple):
     ordered: bool
 
     def fwd(self, attend: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """y [B, T/n, H, D] and logsumexp [B, H, T/n] of this rank's rows."""
+        """y [B, T/n, H, V] and logsumexp [B, H, T/n] of this rank's rows."""
         q, k, v = self.spread((q, k, v))
         y, lse = attend(q, k, v)
         (y,) = self.collected((y,))
@@ -47,9 +47,9 @@ class Exchange(NamedTuple):
         return self.collected((dq, dk, dv)) if sends else (*self.collected((dq,)), None, None)
 
     def spread(self, ts: Sequence[Tensor]) -> list[Tensor]:
-        """Each [B, L/n, H, D] as [B, L, H/n, D], in the order of the sequence; tensors of one length travel together."""
+        """Each [B, L/n, H, D] as [B, L, H/n, D], in the order of the sequence; tensors of one length and D travel together."""
         n, found = self.axis.size, list(ts)
-        for places in _of_lengths(ts):
+        for places in _alike(ts):
             shares = [part for parts in zip(*(ts[i].chunk(n, 2) for i in places), strict=True) for part in parts]
             every = comm.all_to_all(torch.cat(shares, 2), self.axis, 2, 1)
             every = unzigzag(every, self.axis) if self.ordered else every
@@ -60,7 +60,7 @@ class Exchange(NamedTuple):
     def collected(self, ts: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Each [B, L, H/n, D] as this rank's [B, L/n, H, D]."""
         n, found = self.axis.size, list(ts)
-        for places in _of_lengths(ts):
+        for places in _alike(ts):
             every = torch.cat([ts[i] for i in places], 2)
             own = comm.all_to_all(rezigzag(every, self.axis) if self.ordered else every, self.axis, 1, 2)
             parts = own.unflatten(2, (n, every.shape[2])).split([ts[i].shape[2] for i in places], 3)
@@ -75,10 +75,10 @@ def check_heads(where: str, q: Tensor, k: Tensor, n: int, remedy: str) -> None:
             fail(where, name, f"of a number of heads that {n} divides ({remedy})", t.shape[2])
 
 
-def _of_lengths(ts: Sequence[Tensor]) -> list[list[int]]:
-    """The places of tensors of one length, for each length."""
-    lengths = [t.shape[1] for t in ts]
-    return [[i for i, n in enumerate(lengths) if n == length] for at, length in enumerate(lengths) if length not in lengths[:at]]
+def _alike(ts: Sequence[Tensor]) -> list[list[int]]:
+    """The places of tensors of one length and one last size, for each such pair."""
+    sizes = [(t.shape[1], t.shape[3]) for t in ts]
+    return [[i for i, size in enumerate(sizes) if size == one] for one in dict.fromkeys(sizes)]
 
 
 def _as_rows(t: Tensor, back: bool = False) -> Tensor:

@@ -46,6 +46,7 @@ DRAWN = given(
     st.integers(1, 2),
     st.integers(1, 2),
     st.sampled_from((4, 5)),
+    st.sampled_from((None, 3, 6)),
     st.booleans(),
 )
 
@@ -53,16 +54,17 @@ DRAWN = given(
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @settings(max_examples=1)
-@example(2, 1, 1, 2, 2, 4, True)  # nothing empty, whatever is drawn
-@example(1, 1, 2, 1, 2, 4, False)
+@example(2, 1, 1, 2, 2, 4, None, True)  # nothing empty, whatever is drawn
+@example(1, 1, 2, 1, 2, 4, 3, False)
 @DRAWN
-def test_it_is_the_plain_op_in_parts(way, batch, t, s, heads, groups, size, causal):
-    check_dist(dist.context_attention, context_attention(batch, t, s, shared(heads, way), groups, size, causal, way))
+def test_it_is_the_plain_op_in_parts(way, batch, t, s, heads, groups, size, value, causal):
+    case = context_attention(batch, t, s, shared(heads, way), groups, size, causal, way, value=value)
+    check_dist(dist.context_attention, case)
 
 
 @pytest.mark.parametrize(("way", "causal"), [("gather", True), ("ring", False), ("heads", True), ("heads", False)])
 def test_capped_scores(way, causal):
-    case = context_attention(2, 1, 2, shared(1, way), 2, 4, causal, way, 0.7, 0.5)
+    case = context_attention(2, 1, 2, shared(1, way), 2, 4, causal, way, 0.7, 0.5, value=6)
     check_dist(dist.context_attention, case, sizes=(1, 2, 4))
 
 
@@ -99,7 +101,7 @@ def test_options_of_attention(way, name, sinks):
     else:
         plain, config, op, of = AttentionConfig(**options), dist.ContextAttentionConfig, dist.context_attention, attention
     batch, keys = 2 - plain.packed, length * (2 - plain.causal)
-    shapes = (batch, length, 4, 8), (batch, keys, 2, 8), (batch, keys, 2, 8), *[(1, 4, length, keys)] * plain.bias
+    shapes = (batch, length, 4, 8), (batch, keys, 2, 8), (batch, keys, 2, 5), *[(1, 4, length, keys)] * plain.bias
     x = [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]
     x += [torch.tensor([0, 3, 3, 11, length], dtype=torch.int32)] * plain.packed
     params = SinkAttentionParams(torch.randn(4, generator=draw, dtype=torch.float64)) if sinks else None
@@ -137,8 +139,9 @@ def test_sinks_and_windows_are_the_plain_op_in_parts():
 @pytest.mark.parametrize("way", WAYS)
 @settings(max_examples=6)
 @DRAWN
-def test_more_shapes(way, batch, t, s, heads, groups, size, causal):
-    check_dist(dist.context_attention, context_attention(batch, t, s, shared(heads, way), groups, size, causal, way, scale=0.3))
+def test_more_shapes(way, batch, t, s, heads, groups, size, value, causal):
+    case = context_attention(batch, t, s, shared(heads, way), groups, size, causal, way, scale=0.3, value=value)
+    check_dist(dist.context_attention, case)
 
 
 def qkv(dtype, causal, length=16, size=8, device="cpu"):
@@ -226,8 +229,9 @@ def test_sent_and_computed_blocks(n, monkeypatch):
         y, residuals = dist.context_attention.fwd(None, (q, kv, kv), cfg)
         dist.context_attention.bwd(residuals, y, cfg)
 
-    shift, kv = "all_to_all of float32[*, 2, 1, 8, 2, 8]", "[2, 1, 8, 2, 8]"
-    gathered = [f"all_gather of float32{kv}", f"all_gather of float32{kv}", f"reduce_scatter (sum) of float32[{2 * n}, 1, 8, 2, 8]"]
+    kv = 8 * 2 * (8 + 8)
+    shift = f"all_to_all of float32[*, {kv}]"
+    gathered = [f"all_gather of float32[{kv}]"] * 2 + [f"reduce_scatter (sum) of float32[{kv * n}]"]
     for way, want in (("gather", gathered), ("ring", [shift] * (3 * n - 2))):
         seen.clear()
         programs = dist.check_program(lambda mesh, way=way: step(mesh, way), {"cp": n})

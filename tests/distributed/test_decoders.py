@@ -103,13 +103,15 @@ def test_a_decoder_on_ranks_equals_one_process(name, mesh):
     } <= shared[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [("qwen3", dict(softcap=2.0)), ("gpt-oss", {}), ("llama 4", {}), pytest.param("gpt2", {}, marks=pytest.mark.slow)],
-)
-def test_a_sequence_over_ranks(name, options):
+FIRST = "gpt-oss", "llama 4", "latents of q"  # with most that is their own
+
+
+@pytest.mark.parametrize("name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES])
+def test_a_sequence_over_ranks(name):
     """A rank's ids, labels and positions are in zigzag order."""
-    cfg = dataclasses.replace(LLAMA, **FAMILIES[name] | options)
+    cfg = dataclasses.replace(LLAMA, **FAMILIES[name])
+    if cfg.linear is not None:
+        pytest.skip("a delta rule reads the positions before: refused, see test_parallel.py")
     model, draw = decoder(cfg, loss=True), torch.Generator().manual_seed(0)
     ids, labels = (torch.randint(16, (4, 8), generator=draw) for _ in range(2))
     whole = chain.init(model, key=random.key(1), dtype=D)

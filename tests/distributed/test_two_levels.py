@@ -75,11 +75,12 @@ class Drawn:
         self.options = draw.choice(kinds)
         self.sinks = heads if draw.random() < 0.4 else 0
         packed, causal = "packed" in self.options, "causal" in self.options
-        shapes = (1 if packed else batch, length, heads, 4), *[(1 if packed else batch, length * (2 - causal), kv, 4)] * 2
+        batch, keys, value = 1 if packed else batch, length * (2 - causal), draw.choice((4, 4, 2, 6))
+        shapes = (batch, length, heads, 4), (batch, keys, kv, 4), (batch, keys, kv, value)
         self.x = [torch.randn(shape, dtype=D) for shape in shapes]
         ends = sorted(draw.choices(range(length + 1), k=draw.randint(0, 3)))
         self.more = [torch.tensor([0, *ends, length], dtype=torch.int32)] * packed
-        self.dy, sinks = torch.randn(shapes[0], dtype=D), torch.randn(heads, dtype=D)
+        self.dy, sinks = torch.randn(batch, length, heads, value, dtype=D), torch.randn(heads, dtype=D)
         self.params = SinkAttentionParams(sinks) if self.sinks else None
 
     def __repr__(self):
@@ -304,7 +305,8 @@ BAD = {
     f"{LEVELS} ('cp', 'tp')": lambda: parallel(("cp", "tp")),
     f"{LEVELS} ()": lambda: parallel(()),
     f"{LEVELS} ('cp', 2)": lambda: parallel(("cp", 2)),
-    "parallel: context must be axes of the mesh, got ('other', 'sp')": lambda: parallel(("other", "sp")),
+    "parallel: context must be axes of the mesh (tp, cp, sp), got ('other', 'sp')": lambda: parallel(("other", "sp")),
+    "parallel: context must be axes of the mesh (tp, cp, sp), got ('cp', 'other')": lambda: parallel(("cp", "other")),
     "parallel: rules must be with 'context' for blocks.*.mix, an attention over the tokens of all ranks of 'sp'": (
         lambda: dist.parallel(MODEL, RULES, dist.Mesh.abstract({"tp": 1, "cp": 1, "sp": 2}, 0), context=("cp", "sp"))
     ),

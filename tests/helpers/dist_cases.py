@@ -234,7 +234,9 @@ def axis_of(n, rank=0):
     return Mesh.abstract({"tp": n}, rank)["tp"]
 
 
-def context_attention(batch, t, s, heads, groups, size, causal, comm, scale=None, softcap=None, window=None, sinks=False):
+def context_attention(
+    batch, t, s, heads, groups, size, causal, comm, scale=None, softcap=None, window=None, sinks=False, value=None
+):
     """A case of 16 t queries and 16 s keys; whole tensors are in the order in which ranks would gather them."""
     s = t if causal else s
 
@@ -244,7 +246,8 @@ def context_attention(batch, t, s, heads, groups, size, causal, comm, scale=None
         return torch.cat([dist.zigzag(y, axis_of(n, rank)) for rank in range(n)], 1)
 
     def x(d):
-        return tuple(d.randn(batch, 16 * n, h, size) for n, h in ((t, heads * groups), (s, heads), (s, heads)))
+        q, k = d.randn(batch, 16 * t, heads * groups, size), d.randn(batch, 16 * s, heads, size)
+        return q, k, d.randn(batch, 16 * s, heads, value or size)
 
     made = functools.partial(dist.ContextSinkAttentionConfig, heads=heads * groups) if sinks else dist.ContextAttentionConfig
     part = Placed("shard", 1)
@@ -256,7 +259,7 @@ def context_attention(batch, t, s, heads, groups, size, causal, comm, scale=None
         reference=reference,
         placed_x=(part, part, part),
         placed_y=part,
-        name=f"{batch}-{t}-{s}-{heads}x{groups}-{size}-causal={causal}-{comm}-{softcap}-{window}-{sinks}",
+        name=f"{batch}-{t}-{s}-{heads}x{groups}-{size}-causal={causal}-{comm}-{softcap}-{window}-{sinks}-{value}",
     )
 
 

@@ -2,8 +2,9 @@
 
     as attention: y = softmax(s) v of this rank's queries, over the keys of all ranks; s = scale q k^T, with softcap c tanh(s / c)
 
-x is `(q, k, v)`. q, y, dy: [B, T/n, H, D]; k, v: [B, S/n, K, D] with K dividing H; one float dtype. With `causal` T = S, and each
-rank has chunks r and 2n - 1 - r of 2n (`zigzag`): in that order all ranks compute the same amount. Without, any order works.
+x is `(q, k, v)`. q: [B, T/n, H, D]; k: [B, S/n, K, D], v: [B, S/n, K, V] with K dividing H; y, dy: [B, T/n, H, V]; one float
+dtype. With `causal` T = S, and each rank has chunks r and 2n - 1 - r of 2n (`zigzag`): in that order all ranks compute the same
+amount. Without, any order works.
 
     keys of rank j     queries that see them, causal
     j = r              all, causally: in zigzag order that is a causal mask too
@@ -144,8 +145,8 @@ class ContextAttentionConfig(AttentionConfig):
 class ContextAttentionResiduals(Residuals, static=("inputs",)):
     q: Tensor = saved("[B, T/n, H, D]", alias="x.0", needed_by=DGRAD)
     k: Tensor = saved("[B, S/n, K, D]", alias="x.1", needed_by=DGRAD)
-    v: Tensor = saved("[B, S/n, K, D]", alias="x.2", needed_by=DGRAD)
-    y: Tensor = saved("[B, T/n, H, D]", alias="y", needed_by=DGRAD)
+    v: Tensor = saved("[B, S/n, K, V]", alias="x.2", needed_by=DGRAD)
+    y: Tensor = saved("[B, T/n, H, V]", alias="y", needed_by=DGRAD)
     logsumexp: Tensor = saved("[B, H, T/n]", needed_by=DGRAD)
     more: Tensor | None = saved("[B or 1, H or 1, T/n, S] or [N + 1]", alias="x.3", needed_by=DGRAD)  # bias or cu_seqlens
 
@@ -154,7 +155,7 @@ class ContextAttentionResiduals(Residuals, static=("inputs",)):
 def context_attention_fwd(
     params: None, x: tuple[Tensor, ...], cfg: ContextAttentionConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, ContextAttentionResiduals | None]:
-    """x: `(q, k, v)` of this rank, and the part that cfg adds -> y: [B, T/n, H, D]. Raises `ValueError` or `TypeError` for a wrong
+    """x: `(q, k, v)` of this rank, and the part that cfg adds -> y: [B, T/n, H, V]. Raises `ValueError` or `TypeError` for a wrong
     shape, dtype or device."""
     q, k, v, more = check_context_x("context_attention_fwd", x, cfg)
     y, lse = attended(q, k, v, more, cfg)
@@ -168,7 +169,6 @@ def check_context_x(where: str, x: object, cfg: ContextAttentionConfig) -> tuple
     check_qkv(where, q, k, v, cfg.causal)
     if cfg.causal and q.shape[1] != k.shape[1]:
         fail(where, "x.1 (k)", f"as long as q, {q.shape[1]} (cfg.causal)", k.shape[1])
-    check(where, "x.2 (v)", v, tuple(k.shape))
     for name, t in (("x.0 (q)", q), ("x.1 (k)", k), ("x.2 (v)", v)):
         check_tensor(where, name, t, (...,))
     for name, t in (("x.0 (q)", q),) * cfg.causal + (("x.1 (k)", k),) * cfg.bias:
@@ -213,7 +213,7 @@ def context_gradients(where: str, residuals: Any, dy: Tensor, cfg: ContextAttent
     """The requested gradients of the parts of x."""
     needs, at, more, q = residuals.needs, indices_of(residuals), residuals.more, residuals.q
     check_tensor(where, "dy", dy, (...,))
-    check(where, "dy", dy, q.shape, q.dtype, q)
+    check(where, "dy", dy, residuals.y.shape, q.dtype, q)
     kept = Kept(q, residuals.k, residuals.v, residuals.y, residuals.logsumexp)
     sends, wants_bias = needs.input(at[1]) or needs.input(at[2]), cfg.bias and needs.input(at[3])
     nothing, exchange = cfg.nothing(q, kept.k), cfg.exchange
@@ -259,11 +259,27 @@ class _Piece(NamedTuple):
         ]
 
 
-def _in_order(k: Tensor, v: Tensor, cfg: ContextAttentionConfig) -> Tensor:
-    """[2, B, S, K, D]: k and v of all ranks, in the order of the sequence."""
-    kv = torch.stack((k, v))
-    every = comm.wait(comm.start_gather(kv, cfg.axis), cfg.axis).unflatten(0, (cfg.axis.size, 2))
-    return unzigzag(every.movedim(0, 2).flatten(2, 3), cfg.axis, 2)
+def _packed(k: Tensor, v: Tensor) -> Tensor:
+    """k and v as one message: [the numbers of k, then those of v]."""
+    return torch.cat((k.reshape(-1), v.reshape(-1)))
+
+
+def _parts(messages: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of messages [*, numbers], in the shapes of k and v: [*, B, S, K, D] and [*, B, S, K, V]."""
+    first, ranks = k.numel(), messages.shape[:-1]
+    return messages[..., :first].view(*ranks, *k.shape), messages[..., first:].view(*ranks, *v.shape)
+
+
+def _gathered(sent: Tensor, axis: Axis) -> Tensor:
+    """The messages of all ranks: [n, numbers]."""
+    messages = comm.wait(sent, axis)
+    return messages.view(axis.size, len(messages) // axis.size)
+
+
+def _in_order(k: Tensor, v: Tensor, cfg: ContextAttentionConfig) -> list[Tensor]:
+    """k and v of all ranks, in the order of the sequence."""
+    every = _gathered(comm.start_gather(_packed(k, v), cfg.axis), cfg.axis)
+    return [unzigzag(part.movedim(0, 1).flatten(1, 2), cfg.axis, 1) for part in _parts(every, k, v)]
 
 
 def _attend_in_order(q: Tensor, k: Tensor, v: Tensor, more: Tensor | None, cfg: ContextAttentionConfig) -> tuple[Tensor, Tensor]:
@@ -280,24 +296,24 @@ def _backward_in_order(
     dy: Tensor, kept: Kept, more: Tensor | None, cfg: ContextAttentionConfig, sends: bool, wants_bias: bool
 ) -> tuple[Tensor | None, ...]:
     q, axis = kept.q, cfg.axis
-    kv, score = _in_order(kept.k, kept.v, cfg), cfg.score(q.shape[3])
-    dkv, found = torch.zeros_like(kv, dtype=wide(q.dtype)), []
+    (keys, values), score = _in_order(kept.k, kept.v, cfg), cfg.score(q.shape[3])
+    sums, found = [torch.zeros_like(t, dtype=wide(q.dtype)) for t in (keys, values)], []
     for one in _Piece.all_of(more, cfg, q.shape[1], kept.k.shape[1]):
         dy_rows, q_rows, y_rows = (t[:, one.rows] for t in (dy, q, kept.y))
         of_rows = kept.logsumexp[..., one.rows].contiguous()
-        k, v = kv[:, :, one.keys]
+        k, v = keys[:, one.keys], values[:, one.keys]
         given = dy_rows, q_rows, k, v, one.bias, one.cu_seqlens, y_rows, of_rows, score, wants_bias
         dq, dk, dv, dbias = kernels.attend_bwd(*given, *cfg.limits)
-        dkv[0, :, one.keys] += dk
-        dkv[1, :, one.keys] += dv
+        for total, part in zip(sums, (dk, dv), strict=True):
+            total[:, one.keys] += part
         if dbias is not None:
-            dbias = torch.nn.functional.pad(dbias, (one.keys.start, kv.shape[2] - one.keys.stop))
+            dbias = torch.nn.functional.pad(dbias, (one.keys.start, keys.shape[1] - one.keys.stop))
         found.append((dq, dbias))
     own: tuple[Tensor | None, ...] = None, None
     if sends:
-        chunks = dkv.chunk(2 * axis.size, 2)
-        parts = [torch.cat((chunks[r], chunks[-1 - r]), 2) for r in range(axis.size)]
-        own = comm.scatter_sum(torch.cat(parts), axis).to(q.dtype).unbind()
+        chunks = [total.chunk(2 * axis.size, 1) for total in sums]
+        messages = [_packed(*[torch.cat((one[r], one[-1 - r]), 1) for one in chunks]) for r in range(axis.size)]
+        own = _parts(comm.scatter_sum(torch.cat(messages), axis).to(q.dtype), kept.k, kept.v)
     biases = [dbias for _, dbias in found if dbias is not None]
     return torch.cat([dq for dq, _ in found], 1), *own, torch.cat(biases, 2) if biases else None
 
@@ -322,11 +338,9 @@ def _groups(cfg: ContextAttentionConfig) -> list[range]:
     return [group for group in (range(rank), range(rank + 1, n)) if group]
 
 
-def _keys_of_ranks(parts: Tensor, keys: int) -> tuple[Tensor, Tensor]:
-    """k and v, [B, ranks keys, K, D], from parts [ranks, 2, B, S/n, K, D]."""
-    ranks, _, batch, _, heads, size = parts.shape
-    k, v = (parts[:, i, :, :keys].movedim(0, 1).reshape(batch, ranks * keys, heads, size).contiguous() for i in (0, 1))
-    return k, v
+def _keys_of_ranks(messages: Tensor, keys: int, k: Tensor, v: Tensor) -> list[Tensor]:
+    """k and v, [B, ranks keys, K, D or V], from the messages of ranks, in the shapes of k and v: of each the first keys."""
+    return [part[:, :, :keys].movedim(0, 1).flatten(1, 2).contiguous() for part in _parts(messages, k, v)]
 
 
 def _travelling(kv: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor]]:
@@ -349,16 +363,16 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, score: Score) -> tuple[Tensor, Ten
 def _attend(q: Tensor, k: Tensor, v: Tensor, cfg: ContextAttentionConfig) -> tuple[Tensor, Tensor]:
     """y and logsumexp [B, H, T/n] over the keys of all ranks."""
     axis, t, s = cfg.axis, q.shape[1], k.shape[1]
-    kv = torch.stack((k, v))
+    kv = _packed(k, v)
     sent = comm.start_gather(kv, axis) if cfg.comm == "gather" else None
     out, lse = _forward(q, k, v, _score(cfg, q, cfg.causal))
     total = out.to(wide(q.dtype)), lse[..., :t].contiguous()
 
-    def add(other: int, parts: Tensor) -> None:
+    def add(other: int, messages: Tensor) -> None:
         pair = _Pair.of(axis.rank, other, cfg, t, s)
         if s and t:
-            k, v = _keys_of_ranks(parts, pair.keys)
-            out, lse = _forward(q[:, pair.query :], k, v, _score(cfg, q, pair.causal))
+            keys, values = _keys_of_ranks(messages, pair.keys, k, v)
+            out, lse = _forward(q[:, pair.query :], keys, values, _score(cfg, q, pair.causal))
             kernels.merge(total, out, lse, pair.query)
 
     if sent is None:
@@ -366,7 +380,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, cfg: ContextAttentionConfig) -> tup
             if other != axis.rank:
                 add(other, one[None])
     else:
-        every = comm.wait(sent, axis).reshape(axis.size, *kv.shape)
+        every = _gathered(sent, axis)
         for group in _groups(cfg):
             add(group[0], every[group[0] : group[-1] + 1])
     return total[0].to(q.dtype), total[1]
@@ -379,37 +393,38 @@ class _Backward:
         self.dy, self.q, self.y, self.lse, self.cfg = dy, kept.q, kept.y, kept.logsumexp, cfg
         self.dq = torch.zeros_like(self.q, dtype=wide(self.q.dtype), memory_format=torch.contiguous_format)
 
-    def __call__(self, pair: _Pair, k: Tensor, v: Tensor) -> Tensor:
-        """dk and dv, [2, B, S, K, D] in the wide dtype."""
+    def __call__(self, pair: _Pair, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """dk and dv in the wide dtype."""
         at = pair.query
         lse = self.lse[..., at:].contiguous()
         dy, q, y = (t[:, at:] for t in (self.dy, self.q, self.y))
         score = _score(self.cfg, q, pair.causal)
         dq, dk, dv, _ = kernels.attend_bwd(dy, q, k, v, None, None, y, lse, score, False)
         self.dq[:, at:] += dq
-        return torch.stack((dk, dv)).to(self.dq.dtype)
+        return dk.to(self.dq.dtype), dv.to(self.dq.dtype)
 
-    def result(self, dkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        dq, (dk, dv) = self.dq.to(self.q.dtype), dkv.to(self.q.dtype)
-        return dq, dk, dv
+    def result(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.dq.to(self.q.dtype), dk.to(self.q.dtype), dv.to(self.q.dtype)
 
 
 def _gathered_backward(
     backward: _Backward, k: Tensor, v: Tensor, cfg: ContextAttentionConfig, sends: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     axis, t, s = cfg.axis, backward.q.shape[1], k.shape[1]
-    kv = torch.stack((k, v))
-    sent = comm.start_gather(kv, axis)
+    sent = comm.start_gather(_packed(k, v), axis)
     own = backward(_Pair.of(axis.rank, axis.rank, cfg, t, s), k, v)
-    every = comm.wait(sent, axis).reshape(axis.size, *kv.shape)
-    dkv = own.new_zeros(every.shape)
-    dkv[axis.rank] = own
+    every = _gathered(sent, axis)
+    messages = own[0].new_zeros(every.shape)
+    sums = _parts(messages, k, v)
+    for total, part in zip(sums, own, strict=True):
+        total[axis.rank] = part
     for group in _groups(cfg):
         pair = _Pair.of(axis.rank, group[0], cfg, t, s)
         chosen = slice(group[0], group[-1] + 1)
-        found = backward(pair, *_keys_of_ranks(every[chosen], pair.keys))
-        dkv[chosen, :, :, : pair.keys] = found.unflatten(2, (len(group), pair.keys)).movedim(2, 0)
-    return backward.result(comm.scatter_sum(dkv.flatten(0, 1), axis) if sends else own)
+        found = backward(pair, *_keys_of_ranks(every[chosen], pair.keys, k, v))
+        for total, part in zip(sums, found, strict=True):
+            total[chosen, :, : pair.keys] = part.unflatten(1, (len(group), pair.keys)).movedim(1, 0)
+    return backward.result(*(_parts(comm.scatter_sum(messages.flatten(), axis), k, v) if sends else own))
 
 
 def _ring_backward(
@@ -417,19 +432,19 @@ def _ring_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     axis, t, s = cfg.axis, backward.q.shape[1], k.shape[1]
     sent: Tensor | None = None
-    dkv = None
-    for other, one in _travelling(torch.stack((k, v)), axis):
+    for other, one in _travelling(_packed(k, v), axis):
         pair = _Pair.of(axis.rank, other, cfg, t, s)
-        found = backward(pair, *_keys_of_ranks(one[None], pair.keys))
+        found = backward(pair, *_keys_of_ranks(one[None], pair.keys, k, v))
         if not sends:
             continue
         if sent is None:
-            dkv = found
+            message = _packed(*found)
         else:  # the sum over the ranks that had these keys before
-            dkv = comm.wait(sent, axis)[0]
-            dkv[:, :, : pair.keys] += found
-        sent = comm.start_shift(dkv, axis, 1)
-    return backward.result(found if sent is None else comm.wait(sent, axis)[0])
+            message = comm.wait(sent, axis)[0]
+            for total, part in zip(_parts(message, k, v), found, strict=True):
+                total[:, : pair.keys] += part
+        sent = comm.start_shift(message, axis, 1)
+    return backward.result(*(found if sent is None else _parts(comm.wait(sent, axis)[0], k, v)))
 
 
 context_attention = make_op("context_attention", ContextAttentionConfig, fwd=context_attention_fwd, dgrad=context_attention_dgrad)
