@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from funcops.contract.marks import counts_writes, mark_of, version
+from funcops.contract.fused_steps import watch
 from funcops.errors import FLOATS, check, describe, fail, require, require_type
 from funcops.formats.format import Format
 from funcops.formats.nf4 import NF4Tensor
@@ -139,6 +140,7 @@ class QWeight:
     def made_of(self, weight: Tensor) -> QWeight:
         """Note the weight that it was made from, and that weight's count of writes now."""
         if not torch.compiler.is_compiling():  # inside a graph weights have no count of writes
+            watch([weight])
             self.source = Aside((weakref.ref(weight), mark_of(weight)))
         return self
 

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch_writes
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -53,10 +54,14 @@ def equal(a, b):
 @pytest.mark.parametrize(
     ("kind", "delayed"), [(kind, False) for kind in MODELS] + [("funcops.nn", True), ("mixed", True)]
 )  # torch's own layers have nothing to delay
-def test_three_steps_of_two_accumulations(kind, delayed, device):
+@pytest.mark.parametrize("hooked", [False, True])
+def test_three_steps_of_two_accumulations(hooked, kind, delayed, device):
     plain, module = made(kind, device), made(kind, device)
     graphed = make_graphed_callables(module, (given(0, device),), delayed_wgrad=delayed)
     assert graphed is module
+    for p in (*plain.parameters(), *module.parameters()) if hooked else ():
+        p.register_hook(lambda g: g / (1 + g.norm()))
+        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad * 0.5 + 0.25))
     optimisers = [torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=True) for m in (plain, module)]
     for step in range(3):
         for micro in range(2):
@@ -245,11 +250,12 @@ def test_parameters_written_to_before_the_backward_are_noticed():
         y.sum().backward()
 
 
-def test_parameters_written_to_before_backward_dw_are_noticed():
+@pytest.mark.parametrize("write", torch_writes.WRITES)
+def test_parameters_written_to_before_backward_dw_are_noticed(write):
     module = make_graphed_callables(made("mixed", "cpu"), (given(0, "cpu"),), delayed_wgrad=True)
+    module[2].weight.grad = torch.ones_like(module[2].weight)  # of another backward
     module(given(1, "cpu")).sum().backward()
-    with torch.no_grad():
-        module[2].weight.add_(1)
+    torch_writes.WRITES[write]([module[2].weight])
     said = r"parameters.2.weight must be as the backward left it, got .* since. Call backward_dw\(\) before the optimiser"
     with pytest.raises(StaleResidualError, match=said):
         module.backward_dw()

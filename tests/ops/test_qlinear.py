@@ -1,9 +1,11 @@
 """Quantised linear layers beside plain ones, random keys, and the calls that raise."""
 
+import functools
 import re
 
 import pytest
 import torch
+import torch_writes
 from law_cases import FIRST
 
 import funcops
@@ -140,11 +142,12 @@ def _params(cfg):
     return chain.init(cfg, key=random.key(0), dtype=torch.float32)
 
 
-def _written():
+def _written(write):
     cfg, x = _chain(Fp8Block()), draw(3, WIDE).bfloat16()
     params = _params(cfg)
-    work = quantize_params(params, cfg)
-    params["down"].weight.add_(1.0)
+    work, weight = quantize_params(params, cfg), params["down"].weight.requires_grad_()
+    weight.grad = torch.ones_like(weight)
+    write([weight])
     return lambda: chain.fwd(work, x, cfg) and params  # which live on
 
 
@@ -171,7 +174,14 @@ def _updated(amaxes, history=2):
 
 
 BAD = {
-    "stale": (_written, "down: qlinear_fwd: params.weight must have the codes of the current weight", StaleResidualError),
+    **{
+        f"stale, {name}": (
+            functools.partial(_written, write),
+            "down: qlinear_fwd: params.weight must have the codes of the current weight",
+            StaleResidualError,
+        )
+        for name, write in torch_writes.WRITES.items()
+    },
     "another format": (
         lambda: _forward(Fp8Block(), Fp8Block(fwd="e5m2")),
         "up: qlinear_fwd: params.weight.row.format must be e5m2 128x128 pow2, got e4m3 128x128 pow2",

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -18,8 +19,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from funcops.adapters.autocast import cast_from, without_autocast
+from funcops.adapters.autograd.hushed import hush, unhush
 from funcops.adapters.bucketed_mean import BucketedMean
-from funcops.adapters.fused_steps import watch
+from funcops.contract.fused_steps import watch
 from funcops.contract.marks import Versions
 from funcops.contract.op import Op
 from funcops.errors import describe, fail
@@ -67,29 +69,7 @@ class Waiting(NamedTuple):
     pending: Any
     params: Any
     versions: Versions  # of params, after the backward
-
-
-class _IfGiven:
-    """A parameter's hook while its gradient is delayed: autograd calls hooks without a gradient, too, and they fire in `run`."""
-
-    def __init__(self, hook: Any, after: bool) -> None:
-        self.hook, self.after = hook, after
-        self.before: tuple[int | None, int] = (None, 0)
-
-    def __call__(self, given: Any) -> Any:
-        there = self.before != _mark(given) if self.after else given is not None
-        return self.hook(given) if there else None
-
-
-def _mark(parameter: Tensor) -> tuple[int | None, int]:
-    """What changes whenever a gradient is accumulated."""
-    grad = parameter.grad
-    return (None, 0) if grad is None else (id(grad), grad._version)
-
-
-def _hooks(parameter: Tensor) -> list[Any]:
-    """The hooks on a parameter's gradient, and those after it is accumulated, by key."""
-    return [getattr(parameter, name, None) or {} for name in ("_backward_hooks", "_post_accumulate_grad_hooks")]
+    backward: int  # the number of autograd's run
 
 
 class WgradStore:
@@ -100,6 +80,7 @@ class WgradStore:
         self.hushed: dict[int, Tensor] = {}  # the params whose hooks wait, by id
         self.began: int | None = None
         self.done: dict[int, Tensor] = {}  # the params that got a gradient, by id
+        self.parts: dict[tuple[int, int], Tensor] = {}  # gradients of params that a later wgrad of the same backward adds to
 
     def __enter__(self) -> WgradStore:
         global _current, _open, _seen, _unfinished
@@ -118,9 +99,7 @@ class WgradStore:
     def __exit__(self, *error: object) -> None:
         global _current, _open
         _current, _open = None, False
-        for parameter in self.hushed.values():
-            for hooks in _hooks(parameter):
-                hooks.update({key: hook.hook for key, hook in hooks.items() if type(hook) is _IfGiven})
+        unhush(self.hushed.values())
         self.hushed.clear()
         if error[0] is not None:
             self.discard()
@@ -140,14 +119,6 @@ class WgradStore:
         if self.waiting:
             warnings.warn(f"delayed_wgrad: {len(self.waiting)} weight gradients were never run", ResourceWarning, stacklevel=2)
 
-    def hush(self, parameter: Tensor) -> None:
-        """Let hooks of a parameter fire only for gradients that this backward gives it, until the block ends."""
-        self.hushed[id(parameter)] = parameter
-        for after, hooks in enumerate(_hooks(parameter)):
-            for key, hook in hooks.items():
-                hooks[key] = hook = hook if type(hook) is _IfGiven else _IfGiven(hook, bool(after))
-                hook.before = _mark(parameter)
-
     def nbytes(self) -> int:
         """Bytes of the pendings that wait; a tensor that is kept twice counts once."""
         return nbytes([one.pending for one in self.waiting])
@@ -155,21 +126,41 @@ class WgradStore:
     def discard(self) -> None:
         """Drop the weight gradients that wait."""
         self.waiting.clear()
+        self.parts.clear()
 
     @torch.no_grad()
     def run(self) -> None:
         """Compute every weight gradient, in the order of the backward, and accumulate it in the parameter's `main_grad`, if it has
-        one, or else in `grad`. Tensor hooks and post-accumulate hooks fire as in a backward. Raises `StaleResidualError` if a
-        parameter was written to since, because a chain would recompute different values."""
+        one, or else in `grad`. Tensor hooks and post-accumulate hooks fire as in a backward: once for all gradients that a backward
+        has left for a parameter. Raises `StaleResidualError` if a parameter was written to since, because a chain would recompute
+        different values."""
+        uses = Counter((one.backward, id(t)) for one in self.waiting for t in _trained(one.params))
         while self.waiting:
-            op, cfg, pending, params, versions = self.waiting.pop(0)
+            op, cfg, pending, params, versions, backward = self.waiting.pop(0)
             versions.check(f"delayed_wgrad: {op.name}_wgrad", "params", "backward", "Call run() before the optimiser")
             with without_autocast(pending):
                 dparams = op.wgrad(pending, cfg)
             for parameter, gradient in zip(leaves(params), leaves(dparams), strict=True):
-                if gradient is not None and parameter.requires_grad:
-                    accumulate(parameter, gradient)
-                    self.done[id(parameter)] = parameter
+                if isinstance(parameter, Tensor) and parameter.requires_grad:
+                    self._take(parameter, gradient, backward, uses)
+
+    def _take(self, parameter: Tensor, gradient: Tensor | None, backward: int, uses: Counter[tuple[int, int]]) -> None:
+        """Add a gradient to those of the same backward, and accumulate their sum after the last of these."""
+        key = backward, id(parameter)
+        before, last = self.parts.pop(key, None), uses[key] == 1
+        uses[key] -= 1
+        if gradient is not None and not (last and before is None):
+            main = getattr(parameter, "main_grad", None)
+            gradient = gradient.to((parameter if main is None else main).dtype)
+        if before is not None:
+            gradient = before if gradient is None else before + gradient
+        if gradient is None:
+            return
+        if not last:
+            self.parts[key] = gradient
+            return
+        accumulate(parameter, gradient)
+        self.done[id(parameter)] = parameter
 
     def reduce(self, group: Any = None, *, also: Iterable[Tensor] = ()) -> None:
         """All-reduce the gradients that `run` computed, as means over the processes of `group`: for data parallelism, because
@@ -270,12 +261,16 @@ def put(store: WgradStore, op: Op, cfg: Any, pending: Any, params: Any, synced: 
     if any(isinstance(t, Tensor) and t.requires_grad and not t.is_leaf for t in leaves(params)):
         return op.wgrad(pending, cfg)
     free = tree_map_tensors(lambda t: t.detach() if t.requires_grad else t, pending)  # does not keep the autograd graph alive
-    store.waiting.append(Waiting(op, cfg, free, params, Versions.of(params)))
-    trained = [t for t in leaves(params) if isinstance(t, Tensor) and t.requires_grad]
+    store.waiting.append(Waiting(op, cfg, free, params, Versions.of(params), torch._C._current_graph_task_id()))
+    trained = _trained(params)
     watch(trained)
-    for parameter in trained:
-        store.hush(parameter)
+    hush(trained)
+    store.hushed.update({id(t): t for t in trained})
     return op.wgrad(None, cfg)
+
+
+def _trained(params: Any) -> list[Tensor]:
+    return [t for t in leaves(params) if isinstance(t, Tensor) and t.requires_grad]
 
 
 def accumulate(parameter: Tensor, gradient: Tensor) -> None:

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 from funcops.adapters.autograd.delayed import WgradStore, accumulate, delayed_wgrad
 from funcops.adapters.autograd.first_order import anchor, first_order
+from funcops.adapters.autograd.hushed import hush, unhush
 from funcops.adapters.graphs.backend import Captured, Capturer, Options
 from funcops.adapters.graphs.borrowed import SHARED
 from funcops.adapters.graphs.statics import Snapshot, StaticInput, Written, other_structure
+from funcops.contract.fused_steps import watch
 from funcops.contract.marks import Versions
 from funcops.errors import BorrowedError, GraphOrderError, describe, fail, require, require_flag, require_type
 from funcops.trees import leaves, paths, structure, tensors, with_leaves
@@ -110,6 +112,7 @@ class _Callable:
 
     def backward_dw(self) -> None:
         """Compute and accumulate the weight gradients of every backward since the last call, as `delayed_wgrad`'s `run` does."""
+        unhush([p for slot, _ in self.waiting for p, _ in slot.weights])
         while self.waiting:
             slot, versions = self.waiting.pop(0)
             slot.busy = False  # after an error, too: its buffers are of no more use
@@ -205,6 +208,9 @@ def _replayed(ctx: Any, *dys: Tensor) -> Any:
     own = [None if g is None else g.clone() if i < first_param or of.clone else g.detach() for i, g in enumerate(grads)]
     if slot.weights:
         of.waiting.append((slot, ctx.versions))
+        trained = [p for p, _ in slot.weights]
+        watch(trained)
+        hush(trained)
     else:
         slot.busy = False
     return None, None, *own
@@ -433,8 +439,8 @@ def _standing_in(module: nn.Module, aliases: dict[int, Tensor]) -> dict[str, Ten
 def _weights(store: WgradStore) -> list[tuple[Tensor, Tensor]]:
     """Every delayed weight gradient, summed by parameter."""
     found: dict[int, tuple[Tensor, Tensor]] = {}
-    for op, cfg, pending, params, _ in store.waiting:
-        for p, gradient in zip(leaves(params), leaves(op.wgrad(pending, cfg)), strict=True):
+    for one in store.waiting:
+        for p, gradient in zip(leaves(one.params), leaves(one.op.wgrad(one.pending, one.cfg)), strict=True):
             if gradient is not None and p.requires_grad:
                 found[id(p)] = (p, gradient if id(p) not in found else found[id(p)][1] + gradient)
     return list(found.values())

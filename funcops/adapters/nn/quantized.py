@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from funcops import random
 from funcops.adapters.autocast import any_autocast, casts, is_on, outside
 from funcops.adapters.autograd.differentiable import run
-from funcops.adapters.fused_steps import watch
 from funcops.adapters.nn.module import Prepared, is_plain, prepare
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op, wrap
@@ -106,7 +105,6 @@ class Held:
     def __init__(self, path: str, module: Any, dtype: torch.dtype | None, columns: bool, key: Tensor | None) -> None:
         self.path, self.module, self.parameter = path, module, module._parameters["weight"]
         self.memory = self.parameter.data_ptr()
-        watch([self.parameter])
         weight = self.parameter.detach()
         weight = weight if dtype is None else weight.to(dtype)
         made = quantized_weight(weight, module.recipe.w, columns, col=module.recipe.w_col)
