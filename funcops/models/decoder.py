@@ -31,7 +31,7 @@ from funcops.ops.glu import KINDS as GATED
 from funcops.ops.glu import GLUConfig, glu
 from funcops.ops.linear import LinearConfig, linear
 from funcops.ops.position_embedding import PositionEmbeddingConfig, position_embedding
-from funcops.ops.rope import rope_table
+from funcops.ops.rope import RopeConfig, rope_table
 from funcops.ops.scale import ScaleConfig, scale
 from funcops.ops.softcap import SoftcapConfig, softcap
 from funcops.random import check_key
@@ -107,9 +107,10 @@ def decoder_x(
     """Make x of `decoder(cfg)`: ids [B, T], int64, with the rotary tables of q and k at `positions` ([T] or [B, T], default 0 to T
     - 1) for params of `dtype`, the `labels`, which are already shifted to the next tokens (-100: no label), and the `key` for the
     dropout of adapters (`with_lora`). `length`: the longest sequence that will occur, for a rope that depends on it (dynamic,
-    longrope) and whose config lacks it; by default T, or as far as `positions` reach. `cu_seqlens`: the starts of packed documents
-    and T, [N + 1], int32, from which positions count. Raises `ValueError` or `TypeError` for a
-    wrong shape or dtype, and if such a rope gets positions on a device, which are not read.
+    longrope) and whose config lacks it; by default T, or as far as `positions` reach, in each packed document by itself.
+    `cu_seqlens`: the starts of packed documents and T, [N + 1], int32, from which positions count. Raises `ValueError` or
+    `TypeError` for a wrong shape or dtype, and if such a rope gets positions on a device, which are not read, or of a part of a
+    sequence.
 
     >>> import torch
     >>> from funcops import RopeConfig, chain, random
@@ -142,9 +143,7 @@ def decoder_x(
     made: dict[str, Any] = {"positions": at}
     for name, turns in (("rotation", cfg.rope), ("local_rotation", cfg.local_rope)):
         if turns is not None and name in _extras(cfg):
-            if turns.known_to is not None:
-                turns = turns.at_length(length or _longest(ids, positions))
-            made[name] = rope_table(at, turns, dtype=wide)
+            made[name] = _rotation(turns, at, ids, positions, length, cu_seqlens, wide)
     if cfg.temperature is not None:
         strength, period = cfg.temperature
         made["temperature"] = (1 + strength * torch.log1p(torch.floor((at.to(wide) + 1) / period))).unsqueeze(-1)
@@ -153,15 +152,41 @@ def decoder_x(
     return WithExtras(ids, extras | {name: t for name, t in given if t is not None})
 
 
+def _rotation(
+    turns: RopeConfig,
+    at: Tensor,
+    ids: Tensor,
+    positions: Tensor | None,
+    length: int | None,
+    cu_seqlens: Tensor | None,
+    wide: torch.dtype,
+) -> Tensor:
+    """The table of a rope, which may depend on the longest sequence: each packed document then has one of its own."""
+    if turns.known_to is None:
+        return rope_table(at, turns, dtype=wide)
+    if length is not None or cu_seqlens is None:
+        return rope_table(at, turns.at_length(length or _longest(ids, positions)), dtype=wide)
+    ends = cu_seqlens.tolist() if _is_read(cu_seqlens) else []
+    _require_whole(ends[-1:] == [ids.shape[1]], "cu_seqlens")
+    parts = [at[..., first:last] for first, last in zip(ends, ends[1:], strict=False) if first < last] or [at]
+    return torch.cat([rope_table(part, turns.at_length(_longest(ids, part)), dtype=wide) for part in parts], -3)
+
+
 def _longest(ids: Tensor, positions: Tensor | None) -> int:
-    """The length that positions reach. Raises for positions on a device or under recording, which are not read."""
+    """The length that positions reach. Raises for positions that do not say it: of a part of a sequence, or not read."""
     if positions is None:
         return max(ids.shape[1], 1)
-    if watched() or not positions.is_cpu:
-        fail(
-            "decoder_x", "length", "given (the rope of cfg depends on the longest sequence, which positions do not say here)", None
-        )
+    _require_whole(_is_read(positions) and (not positions.numel() or not positions.amin(-1).any()), "positions")
     return int(positions.max()) + 1 if positions.numel() else 1
+
+
+def _is_read(t: Tensor) -> bool:
+    return t.is_cpu and not watched()
+
+
+def _require_whole(right: bool, name: str) -> None:
+    wanted = f"given (the rope of cfg depends on the longest sequence, which {name} of a part, or on a device, do not say)"
+    require(right, "decoder_x", "length", wanted, None)
 
 
 def _blocks(cfg: DecoderConfig, packed: bool, max_seqlen: int | None) -> tuple[list[Step], tuple[str, ...]]:

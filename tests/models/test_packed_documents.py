@@ -5,7 +5,20 @@ import dataclasses
 import pytest
 import torch
 
-from funcops import AttentionConfig, ExpertsConfig, RopeConfig, RouteConfig, WithExtras, chain, dist, random, report, walk
+from funcops import (
+    AttentionConfig,
+    DynamicScaling,
+    ExpertsConfig,
+    LongRopeScaling,
+    RopeConfig,
+    RouteConfig,
+    WithExtras,
+    chain,
+    dist,
+    random,
+    report,
+    walk,
+)
 from funcops.models import DecoderConfig, LatentConfig, MoEConfig, decoder, decoder_x, pack, roles
 from funcops.testing import run_ranks
 from funcops.trees import paths, tree_map_tensors
@@ -21,6 +34,10 @@ KINDS = {
     "sinks": dict(sinks=True, windows=(2, None)),
     "latent": dict(latent=LatentConfig(kv_rank=4, rope_size=4, plain_size=4, value_size=6)),
     "chunks": dict(chunks=(3, None), unrotated=(1,), temperature=(0.5, 2.0), qk_norm="l2"),
+    "dynamic": dict(rope=RopeConfig(4, scaling=DynamicScaling(factor=4.0, original_context=5))),
+    "longrope": dict(
+        rope=RopeConfig(4, scaling=LongRopeScaling(short_factor=(1.0, 2.0), long_factor=(3.0, 5.0), factor=4.0, original_context=5))
+    ),
     "mixture": dict(moe=MoEConfig(route=RouteConfig(4, 2), experts=ExpertsConfig(4, 16, 6))),
 }
 
@@ -129,6 +146,23 @@ def test_a_row_keeps_less_than_padding():
     x = decoder_x(cfg, ids, D, labels=labels, cu_seqlens=ends)
     packed = report(chain.fwd(params, x, decoder(cfg, loss=True, packed=True))[1], params, x).kept_bytes
     assert packed <= 1.01 * padded * total / rows.numel() + 100
+
+
+@pytest.mark.parametrize("name", ["dynamic", "longrope"])
+def test_a_part_of_a_sequence_does_not_say_how_long_that_is(name):
+    """Of a rank of cp, or after a cache: a rope that depends on the length needs it, and then has the rows of the whole."""
+    cfg, ids = dataclasses.replace(PLAIN, **KINDS[name]), torch.zeros(1, 12, dtype=torch.int64)
+    whole = decoder_x(cfg, ids, D).extras["rotation"]
+    ends = torch.tensor([0, 9, 12], dtype=torch.int32)
+    for rank in range(3):
+        axis = dist.Mesh.abstract({"cp": 3}, rank)["cp"]
+        part, at = dist.zigzag(ids, axis), dist.zigzag_positions(12, axis)
+        for options in ({"positions": at}, {"positions": at, "cu_seqlens": ends}):
+            if rank or "cu_seqlens" in options:
+                with pytest.raises(ValueError, match=r"^decoder_x: length must be given \(the rope of cfg depends on the longest"):
+                    decoder_x(cfg, part, D, **options)
+            given = options if rank == 0 and "cu_seqlens" not in options else {**options, "length": 12}
+            assert torch.equal(decoder_x(cfg, part, D, **given).extras["rotation"], dist.zigzag(whole, axis, 0))
 
 
 def test_wrong_documents_raise():
