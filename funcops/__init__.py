@@ -17,7 +17,7 @@ NAME_wgrad (also NAME.config, NAME.init, NAME.fwd and so on; help(NAME) shows it
                      identity, reshape, fork
     mixtures         route, permute, grouped_linear, grouped_qlinear, experts, unpermute
     losses           cross_entropy, linear_cross_entropy
-    combinators      chain, repeat, skip, parallel; Step, WithExtras
+    combinators      chain, repeat, skip, parallel, interleave; Step, WithExtras
 Ops of ops           Op, remat, with_policy, op_from_torch (TorchConfig); walk, rewrite (Part)
 Requested gradients  Needs
 Residuals            report, diff, quantization_report, donate, pack, unpack, Ledger,
@@ -60,6 +60,7 @@ from funcops.backend.scopes import named_scope as named_scope
 from funcops.backend.scopes import named_steps as named_steps
 from funcops.compose.batch import batch_wgrads as batch_wgrads
 from funcops.compose.chain import *
+from funcops.compose.interleave import *
 from funcops.compose.parallel import *
 from funcops.compose.repeat import *
 from funcops.compose.skip import *

@@ -78,7 +78,7 @@ nn.CrossEntropyLoss()(x)
 """  # each call after the seventh line must be an error for an editor
 ROOT = Path(__file__).resolve().parents[1]
 OF_ANY_FORM = {  # whose results have the form of what they are given, and why
-    **dict.fromkeys(("chain", "repeat", "skip", "parallel"), "trees of their parts"),
+    **dict.fromkeys(("chain", "repeat", "skip", "parallel", "interleave"), "trees of their parts"),
     **dict.fromkeys(("route_dgrad", "route_bwd"), "x has a key beside its logits, as the config says"),
     "gated_delta_rule": "x and y have a state beside their main value, as the config says",
     **dict.fromkeys(("glu_dgrad", "glu_bwd", "qkv_split_dgrad", "qkv_split_bwd"), "x is one tensor or two, as the config says"),

@@ -47,7 +47,7 @@ def say_what_is_kept(
     params: Any, x: Tensor, labels: Tensor, s: Settings, name: str, scales: Any = None, key: Tensor | None = None
 ) -> None:
     """Print what the first block keeps, and what a step keeps in all, by default and under the policy."""
-    compute = params if s.ranks.within else quantize_params(params, s.model, scales, dtype=s.dtype, key=key)
+    compute = params if s.ranks.casts else quantize_params(params, s.model, scales, dtype=s.dtype, key=key)
     given = inputs(compute, x, labels, s)
 
     def kept_by(op: Op) -> tuple[Any, Report]:

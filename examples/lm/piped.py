@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops import ChainConfig, WithExtras, chain, chain_fwd, dist, models
+from funcops import ChainConfig, WithExtras, chain, chain_fwd, dist, models, random
 from funcops.adapters.pipelining import Pipeline
 from funcops.contract.needs import Needs
 from funcops.dist import Mesh, parallel
@@ -82,7 +82,8 @@ class Stages:
         return joined(tree_map_tensors(lambda t: dist.finish(dist.sum_over_start(t, self.axis)), mine))
 
     def work(self, params: Any, dtype: torch.dtype, key: Tensor | None) -> Any:
-        """The working tree of this rank's stage."""
+        """The working tree of this rank's stage, whose names of layers, and so keys, begin anew: they are the stage's own."""
+        key = None if key is None else random.fold_in(key, self.axis.rank)
         return quantize_params(params[self.name], self.cfg.steps[self.axis.rank].cfg, dtype=dtype, key=key)
 
     def inputs(self, x: Tensor, labels: Tensor, dtype: torch.dtype) -> WithExtras:

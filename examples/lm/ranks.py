@@ -125,7 +125,8 @@ def leave(main: Callable[[], int]) -> NoReturn:
 class Ranks:
     """A process among others, and its part of the model. `specs`: how the ranks hold each leaf of the params, by path; `like`: this
     rank's part of the params, before ZeRO; `stages`: given if the layers are sharded, too; `zero`: what ranks along "dp" also
-    shard, 1: the optimiser's state, 2: gradients, 3: params; `within`: whether the backward itself sums over "dp"."""
+    shard, 1: the optimiser's state, 2: gradients, 3: params; `within`: whether the backward itself sums over "dp"; `casts`: whether
+    layers cast params to the dtype of products, one by one."""
 
     mesh: Mesh
     decoder: DecoderConfig
@@ -135,6 +136,7 @@ class Ranks:
     stages: Stages | None = None
     zero: int = 0
     within: bool = False
+    casts: bool = False
 
     @staticmethod
     def of(mesh: Mesh, args: Any) -> Ranks:
@@ -145,11 +147,15 @@ class Ranks:
             return Ranks(mesh, args.decoder, stages.cfg, specs, like, stages, args.zero)
         room = 1.0 if args.compile else None  # a compiled step has room for all tokens: its sizes cannot depend on the routing
         cfg = parallel(model(args.decoder, args.recipe), roles(mesh, args.decoder), mesh, overlap=args.overlap, capacity=room)
-        like, plain = chain.init(cfg, device="meta"), args.zero == 0 and args.recipe is None and not args.compile
-        within = args.zero == 3 or (plain and mesh["dp"].size > 1)
-        shard = dist.zero3 if args.zero == 3 else dist.data_parallel
-        shared = shard(cfg, mesh["dp"], dtype=args.dtype) if within else cfg
-        return Ranks(mesh, args.decoder, shared, specs_of(chain, cfg), like, None, args.zero, within)
+        like, recipe, dp, shared = chain.init(cfg, device="meta"), args.recipe, mesh["dp"], cfg
+        within = args.zero == 3 or (dp.size > 1 and (recipe is None or not recipe.delayed))
+        casts = within and (args.zero == 3 or recipe is None)  # else params come as `quantize_params` makes them
+        dtype, grads = args.dtype if casts else None, torch.promote_types(args.dtype, torch.float32)
+        if args.zero == 3:
+            shared = dist.zero3(cfg, dp, dtype=dtype)
+        elif within:
+            shared = dist.data_parallel(cfg, dp, dtype=dtype, grad_dtype=grads, shard=args.zero > 0)
+        return Ranks(mesh, args.decoder, shared, specs_of(chain, cfg), like, None, args.zero, within, casts)
 
     @staticmethod
     def one(args: Any) -> Ranks:
@@ -246,7 +252,8 @@ class Ranks:
 
     def reduce_start(self, grads: Any) -> dist.Reducing:
         """Start to sum the gradients of this rank's rows over the ranks."""
-        return dist.reduce_start(grads, self.summed_over, shard=self.mesh["dp"] if self.zero in (1, 2) else None)
+        shard = self.mesh["dp"] if self.zero in (1, 2) and not self.within else None
+        return dist.reduce_start(grads, self.summed_over, shard=shard)
 
     def clip(self, grads: Any, most: float, *, in_place: bool) -> tuple[Any, Tensor]:
         """`clip_by_global_norm` with the norm of the whole gradients, on this rank's parts."""

@@ -79,7 +79,7 @@ def loss_and_grads(
 
         return Gradients(*s.ranks.stages.loss_and_grads(params, x, labels, s.dtype, key, s.ranks.shares, done), {}, None)
     with named_scope("params in the dtype of products"):
-        compute = params if s.ranks.within else quantize_params(params, s.model, scales, dtype=s.dtype, key=key)
+        compute = params if s.ranks.casts else quantize_params(params, s.model, scales, dtype=s.dtype, key=key)
     y, residuals = s.op.fwd(compute, inputs(compute, x, labels, s), s.model, needs=NEEDS)
     loss = main_of(y)
     dy: Any = torch.full_like(loss, 1 / s.ranks.shares)
@@ -139,7 +139,7 @@ def evaluate(
 ) -> float:
     """The mean loss over windows, without residuals. `key`: any, for a recipe that rounds gradients stochastically."""
     stages = s.ranks.stages
-    whole = stages is None and not s.ranks.within
+    whole = stages is None and not s.ranks.casts
     compute = quantize_params(params, s.model, scales, dtype=s.dtype, columns=False, key=key) if whole else params
     total = 0.0
     for i in range(0, len(x), batch):

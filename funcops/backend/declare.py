@@ -136,9 +136,12 @@ class Kernel:
         wanted = select.wants_triton(first) if select.chosen_anywhere else first.is_cuda
         if self.library or not wanted or first.dtype is torch.float64:
             return self._by_torch() if self.opaque else self.torch_impl
-        if self.product and (select.gemm_provider() == "cublas" or (tracing() and select.gemm_provider() == "auto")):
-            return self.torch_impl
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:  # `watched`, in every launch
+        seen = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0  # `watched`, in every launch
+        if self.product:
+            provider = select.gemm_provider()
+            if provider == "cublas" or (seen and provider == "auto" and tracing()):
+                return self.torch_impl
+        if seen:
             # a tracer or mode sees this operator; a direct launch would bypass torch's dispatcher
             return self.operator() if self.ready() else self._without_triton()
         if self.triton_impl is None and not self.find_triton():

@@ -6,7 +6,7 @@ Steps are named inside `named_steps()` only. Outside of it programs are other fu
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -134,6 +134,17 @@ def named(name: str, fn: Callable[..., Any], *args: Any) -> Any:
         return fn(*args)
     with named_scope(name):
         return fn(*args)
+
+
+def resumed(name: str, half: str, part: Generator[None, None, Any]) -> Generator[None, None, Any]:
+    """A generator whose every turn runs in a scope of that name, which ends at each pause: what runs meanwhile is not in it."""
+    while True:
+        with named_scope(name, half):
+            try:
+                next(part)
+            except StopIteration as end:
+                return end.value
+        yield
 
 
 def enter(name: str, half: str) -> None:

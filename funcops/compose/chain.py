@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor
 
 from funcops.compose.joints import ends_joint, joined_steps
+from funcops.compose.pausing import LOWERED
 from funcops.compose.step import Step, abstract_parts, init_parts, live_inputs, note, split_x
 from funcops.contract.configs import Composite, Replace, Width
 from funcops.contract.needs import Needs
@@ -293,5 +294,6 @@ chain: TypedOp[dict[str, Any], Any, ChainConfig, Any, Any] = make_op(
     bwd=chain_bwd,
     lower=_lower,
     products=_products,
+    pausing=LOWERED,
 )
 programs.lowers(ChainConfig, chain)

@@ -19,10 +19,12 @@ from dataclasses import field
 from typing import Any
 
 from funcops.compose.chain import ChainConfig, chain
+from funcops.compose.pausing import LOWERED
 from funcops.compose.step import Step, WithExtras
 from funcops.contract.configs import Composite, Replace
 from funcops.contract.needs import Needs, check_needs
 from funcops.contract.op import Op, config, init_of, make_op
+from funcops.contract.pausing import Pauses, Pausing
 from funcops.contract.walk import remade
 from funcops.errors import describe, fail, require_type
 from funcops.ops._tuples import require_tuple
@@ -113,6 +115,12 @@ def expert_steps_init(cfg: ExpertStepsConfig, *, key: Any = None, device: Any = 
 
 def expert_steps_fwd(params: ExpertsParams, x: Any, cfg: ExpertStepsConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
     """x: `(weights, x, indices)` -> y: [*, H]. Raises as the steps do."""
+    own, given, wanted = _of_chain(params, x, cfg, needs)
+    return chain.fwd(own, given, cfg.cfg, needs=wanted)
+
+
+def _of_chain(params: ExpertsParams, x: Any, cfg: ExpertStepsConfig, needs: Needs) -> tuple[Any, Any, Needs]:
+    """The params, the x and the needs of the chain."""
     where = "expert_steps_fwd"
     require_type(where, "cfg", cfg, ExpertStepsConfig)
     own, (weights, tokens, indices) = _by_name(where, "params", params, cfg), require_tuple(where, x, "weights", "x", "indices")
@@ -121,7 +129,7 @@ def expert_steps_fwd(params: ExpertsParams, x: Any, cfg: ExpertStepsConfig, *, n
         labels = ("main", *[f"extras.{name}" for name in EXTRAS])
         wanted = [label for i, label in enumerate(labels) if needs.input(i)]
         needs = Needs(x=True if len(wanted) == len(labels) else wanted, params=needs.params)
-    return chain.fwd(own, WithExtras(weights, {"tokens": tokens, "indices": indices}), cfg.cfg, needs=needs)
+    return own, WithExtras(weights, {"tokens": tokens, "indices": indices}), needs
 
 
 def _as_parts(dx: Any) -> Any:
@@ -153,10 +161,26 @@ def _products(pending: Any, cfg: ExpertStepsConfig, *, into: Any) -> list[Any]:
     return chain.products(pending, cfg.cfg, into=sums)  # type: ignore[no-any-return]
 
 
+def _pausing_fwd(params: ExpertsParams, x: Any, cfg: ExpertStepsConfig, *, needs: Needs = Needs.ALL) -> Pauses:
+    own, given, wanted = _of_chain(params, x, cfg, needs)
+    return (yield from LOWERED.fwd(own, given, cfg.cfg, needs=wanted))
+
+
+def _pausing_dgrad(residuals: Any, dy: Any, cfg: ExpertStepsConfig) -> Pauses:
+    dx, pending = yield from LOWERED.dgrad(residuals, dy, cfg.cfg)
+    return _as_parts(dx), pending
+
+
+def _pausing_bwd(residuals: Any, dy: Any, cfg: ExpertStepsConfig, *, into: Any = None) -> Pauses:
+    dparams, dx = yield from LOWERED.bwd(residuals, dy, cfg.cfg, into=_sums("expert_steps_bwd", into, cfg))
+    return _named(dparams), _as_parts(dx)
+
+
 def steps_op(name: str, config: type, init: Any) -> Op:
     """An op whose config is an `ExpertStepsConfig`."""
     halves: Any = dict(dgrad=expert_steps_dgrad, wgrad=expert_steps_wgrad, bwd=expert_steps_bwd, products=_products)
-    return make_op(name, config, init=init, fwd=expert_steps_fwd, **halves)
+    pauses = Pausing(_pausing_fwd, _pausing_dgrad, _pausing_bwd)
+    return make_op(name, config, init=init, fwd=expert_steps_fwd, pausing=pauses, **halves)
 
 
 expert_steps = steps_op("expert_steps", ExpertStepsConfig, expert_steps_init)

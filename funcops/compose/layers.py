@@ -12,6 +12,7 @@ from torch.compiler import is_dynamo_compiling
 from funcops.backend import scopes
 from funcops.compose.step import live_inputs
 from funcops.contract.needs import Needs, sub_mask
+from funcops.contract.pausing import Pauses
 from funcops.contract.trace_safe_cache import remember
 from funcops.errors import describe, fail, in_step
 from funcops.program.accumulator_checks import check_into_tree
@@ -51,6 +52,25 @@ def in_turn(
                 found[i] = run(i, tree if begin else read(i))
             elif kind != "wait":
                 found[i] = getattr(ahead, kind)(found[i], sums[i])  # type: ignore[index]
+    except Exception as error:
+        in_step(error, i)
+        raise
+    return found
+
+
+def pausing_in_turn(
+    order: Sequence[int], read: Callable[[int], Any], run: Callable[[int, Any], Pauses], bring: Callable[[int], Any] | None = None
+) -> Pauses:
+    """`in_turn` with the pauses of a body that can pause, which has nothing to prefetch by itself."""
+    found: list[Any] = [None for _ in order]
+    i = order[0]
+    try:
+        for kind, i in turns(order, bring is not None):
+            if kind == "start":
+                bring(i)  # type: ignore[misc]
+            elif kind == "run":
+                own = run(i, read(i))
+                found[i] = yield from scopes.resumed(str(i), "", own) if scopes.on else own
     except Exception as error:
         in_step(error, i)
         raise
@@ -106,7 +126,9 @@ def by_layer(where: str, what: str, params: Any, cfg: Any) -> tuple[Any, ...]:
         return params
     for t in leaves(params):
         if t is not None and (not isinstance(t, Tensor) or t.dim() == 0 or t.shape[0] != cfg.times):
-            fail(where, what, f"stacked leaves [{cfg.times}, ...]", describe(t))
+            axis = getattr(cfg.cfg, "fsdp", None)
+            how = f" of shards over {axis}, as init makes them (own_shards cuts the layers: stacked=False)" if axis else ""
+            fail(where, what, f"stacked leaves [{cfg.times}, ...]{how}", describe(t))
     return tuple(tree_map(lambda t, i=i: None if t is None else t[i], params) for i in range(cfg.times))
 
 
@@ -118,20 +140,22 @@ def accumulators(where: str, into: Any, op: Any, cfg: Any, node: Any, dy: Any = 
     return by_layer(where, "into", into, cfg)
 
 
-def like_the_first(name: str, t: Any, found: list[Any]) -> Tensor:
+def like_the_first(where: str, name: str, t: Any, found: list[Any], part: str = "layer") -> Tensor:
     """Check that a layer's output can be stacked with the outputs of the layers before it."""
     if not isinstance(t, Tensor):
-        fail("repeat_fwd", f"y.extras.{name}", "a tensor, to be stacked", describe(t), TypeError)
+        fail(where, f"y.extras.{name}", "a tensor, to be stacked", describe(t), TypeError)
     if found and (t.shape != found[0].shape or t.dtype is not found[0].dtype):
-        fail("repeat_fwd", f"y.extras.{name}", f"{describe(found[0])}, as in the first layer", describe(t))
+        fail(where, f"y.extras.{name}", f"{describe(found[0])}, as in the first {part}", describe(t))
     return t
 
 
-def outputs_by_layer(where: str, dy: Any, cfg: Any) -> tuple[Any, list[dict[str, Any]]]:
-    """The gradient of the last layer's main value, and the gradients of each layer's outputs."""
-    main, *given = taken_apart(where, dy, cfg.outputs)
-    for name, t in zip(cfg.outputs, given, strict=True):
-        if t is not None and (t.dim() == 0 or t.shape[0] != cfg.times):
-            fail(where, f"dy.extras.{name}", f"[{cfg.times}, ...], a part for each layer", describe(t))
-    parts = [(None,) * cfg.times if t is None else t.unbind(0) for t in given]
-    return main, [dict(zip(cfg.outputs, own, strict=True)) for own in zip(*parts, strict=True)]
+def outputs_by_layer(
+    where: str, dy: Any, names: tuple[str, ...], times: int, part: str = "layer"
+) -> tuple[Any, list[dict[str, Any]]]:
+    """The gradient of the main value, and the gradients of each layer's outputs of these names."""
+    main, *given = taken_apart(where, dy, names)
+    for name, t in zip(names, given, strict=True):
+        if t is not None and (t.dim() == 0 or t.shape[0] != times):
+            fail(where, f"dy.extras.{name}", f"[{times}, ...], a part for each {part}", describe(t))
+    parts = [(None,) * times if t is None else t.unbind(0) for t in given]
+    return main, [dict(zip(names, own, strict=True)) for own in zip(*parts, strict=True)]

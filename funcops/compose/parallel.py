@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from funcops.compose.pausing import LOWERED
 from funcops.compose.step import Step, abstract_parts, init_parts, live_inputs, note, split_x
 from funcops.contract.configs import Composite, Replace, Width
 from funcops.contract.needs import Needs
@@ -179,5 +180,6 @@ parallel: TypedOp[dict[str, Any], Any, ParallelConfig, Any, Any] = make_op(
     bwd=parallel_bwd,
     lower=_lower,
     products=_products,
+    pausing=LOWERED,
 )
 programs.lowers(ParallelConfig, parallel)

@@ -30,11 +30,21 @@ import torch
 from torch import Tensor
 
 from funcops import random
-from funcops.compose.layers import accumulators, by_layer, collected, in_turn, like_the_first, needs_of_layers, outputs_by_layer
+from funcops.compose.layers import (
+    accumulators,
+    by_layer,
+    collected,
+    in_turn,
+    like_the_first,
+    needs_of_layers,
+    outputs_by_layer,
+    pausing_in_turn,
+)
 from funcops.compose.step import OneBody, bundle, check_body, note, split_x
 from funcops.contract.configs import Width, require_config
 from funcops.contract.needs import Needs, check_needs
 from funcops.contract.op import Op, config, dgrad_of, init_of, make_op
+from funcops.contract.pausing import Pauses, Pausing, ran
 from funcops.contract.schema import open_node
 from funcops.errors import fail, join_path, require
 from funcops.program.programs import forwards
@@ -106,6 +116,24 @@ def repeat_fwd(params: Any, x: Any, cfg: RepeatConfig, *, needs: Needs = Needs.A
     """Run the body `times` times. x: the body's x, in `WithExtras` if it has extras; y: in `WithExtras` if it has outputs, which
     are stacked over the layers. Raises `TypeError` for an output that is not a tensor, `ValueError` for one whose shape or dtype
     differs between layers."""
+    layers, call, took, end = _forward(params, x, cfg, needs, False)
+    kept = in_turn(cfg, range(cfg.times), lambda i: layers[i], lambda i, layer: took(call(i, layer)))
+    return end(kept)  # type: ignore[no-any-return]
+
+
+def _pausing_fwd(params: Any, x: Any, cfg: RepeatConfig, *, needs: Needs = Needs.ALL) -> Pauses:
+    if cfg.op.pausing is None:
+        return repeat_fwd(params, x, cfg, needs=needs)
+    layers, call, took, end = _forward(params, x, cfg, needs, True)
+
+    def run(i: int, layer: Any) -> Pauses:
+        return took((yield from ran(call(i, layer))))
+
+    return end((yield from pausing_in_turn(range(cfg.times), lambda i: layers[i], run)))
+
+
+def _forward(params: Any, x: Any, cfg: RepeatConfig, needs: Needs, pauses: bool) -> tuple[Any, Any, Any, Any]:
+    """The params of the layers, the call of a layer, what takes its result, and what makes y and the residuals at the end."""
     require_config("repeat_fwd", cfg, RepeatConfig)
     if needs is not Needs.ALL:
         check_needs("repeat_fwd", needs, params, x)
@@ -113,62 +141,93 @@ def repeat_fwd(params: Any, x: Any, cfg: RepeatConfig, *, needs: Needs = Needs.A
     main, extras = split_x("repeat_fwd", x, cfg)
     wanted = needs_of_layers(cfg, needs)
     given: dict[str, list[Any]] = {name: [] for name in cfg.outputs}
-    joined = forwards(cfg.op, cfg.cfg, wanted, layers, main)
+    joined, fwd = forwards(cfg.op, cfg.cfg, wanted, layers, main, pauses), (cfg.op.pausing if pauses else cfg.op).fwd
 
-    def run(i: int, layer: Any) -> Any:
-        nonlocal main
+    def call(i: int, layer: Any) -> Any:
         layer_x = bundle(main, dict(extras), cfg.keys, i, True) if extras else main
         if joined is None:
-            main, residuals = cfg.op.fwd(layer, layer_x, cfg.cfg, needs=wanted[i])
-        else:
-            main, residuals = joined[i](layer, main, layer_x.extras if extras else {})
+            return fwd(layer, layer_x, cfg.cfg, needs=wanted[i])
+        return joined[i](layer, main, layer_x.extras if extras else {})
+
+    def took(result: Any) -> Any:
+        nonlocal main
+        main, residuals = result
         for name, found in given.items():
-            found.append(like_the_first(name, main.extras[name], found))
+            found.append(like_the_first("repeat_fwd", name, main.extras[name], found))
         main = main.main if given else main
         return residuals
 
-    kept = RepeatResiduals(dict(enumerate(in_turn(cfg, range(cfg.times), lambda i: layers[i], run))), cfg=cfg, needs=needs)
-    y = WithExtras(main, {name: torch.stack(found) for name, found in given.items()}) if given else main
-    return y, kept if needs else None
+    def end(kept: list[Any]) -> tuple[Any, Any]:
+        y = WithExtras(main, {name: torch.stack(found) for name, found in given.items()}) if given else main
+        return y, RepeatResiduals(dict(enumerate(kept)), cfg=cfg, needs=needs) if needs else None
+
+    return layers, call, took, end
 
 
 def _walk(node: Any, dy: Any, cfg: RepeatConfig, sums: tuple[Any, ...] | None) -> tuple[Any, list[Any]]:
     """Run the layers' backward in reverse. Returns dx and, by layer, dparams, added to accumulators in `sums`, or pending without
     `sums`. A layer that kept nothing needs no gradient."""
+    call, took, bring, end = _backward(node, dy, cfg, sums, False)
+    order = range(cfg.times)[::-1]
+    results = in_turn(cfg, order, lambda i: part(node, i), lambda i, kept: took(call(i, kept)), sums=sums, bring=bring)
+    return end(), results
+
+
+def _pausing_walk(node: Any, dy: Any, cfg: RepeatConfig, sums: tuple[Any, ...] | None) -> Pauses:
+    """`_walk` with the pauses of the layers."""
+    call, took, bring, end = _backward(node, dy, cfg, sums, True)
+
+    def run(i: int, kept: Any) -> Pauses:
+        return took((yield from ran(call(i, kept))))
+
+    results = yield from pausing_in_turn(range(cfg.times)[::-1], lambda i: part(node, i), run, bring)
+    return end(), results
+
+
+def _backward(node: Any, dy: Any, cfg: RepeatConfig, sums: tuple[Any, ...] | None, pauses: bool) -> tuple[Any, Any, Any, Any]:
+    """The call of a layer, what takes its result, what brings its offloaded tensors, and what makes dx at the end."""
     gradients: dict[str, Any] = {}
     of_outputs: Any = None
     if cfg.outputs:
-        dy, of_outputs = outputs_by_layer("repeat_dgrad" if sums is None else "repeat_bwd", dy, cfg)
-    op: Any = cfg.op if sums is None else cfg.op.prefetch or cfg.op
-    bring = (lambda i: copies.prefetch(node.get(i))) if copies.home else None  # its offloaded tensors
+        dy, of_outputs = outputs_by_layer("repeat_dgrad" if sums is None else "repeat_bwd", dy, cfg.outputs, cfg.times)
+    op: Any = cfg.op.pausing if pauses else cfg.op if sums is None else cfg.op.prefetch or cfg.op
+    bring = (lambda i: copies.prefetch(node.get(i))) if copies.home else None
 
-    def run(i: int, kept: Any) -> Any:
+    def call(i: int, kept: Any) -> Any:
         nonlocal dy
         if of_outputs is not None:
             none = dy is None and all([d is None for d in of_outputs[i].values()])
             dy = None if none else WithExtras(dy, of_outputs[i])
-        if kept is None:
-            dy, found = None, None if sums is None else op.wgrad(None, cfg.cfg, into=sums[i])
-        elif sums is None:
-            dy, found = op.dgrad(kept, dy, cfg.cfg)
-        else:
-            found, dy = op.bwd(kept, dy, cfg.cfg, into=sums[i])
+        if sums is None:
+            return (None, None) if kept is None else op.dgrad(kept, dy, cfg.cfg)
+        wgrad = cfg.op.wgrad if pauses else op.wgrad
+        return (wgrad(None, cfg.cfg, into=sums[i]), None) if kept is None else op.bwd(kept, dy, cfg.cfg, into=sums[i])
+
+    def took(result: Any) -> Any:
+        nonlocal dy
+        dy, found = result if sums is None else result[::-1]
         if type(dy) is WithExtras:
             for name, gradient in dy.extras.items():
                 gradients[name] = add(gradients.get(name), gradient)
             dy = dy.main
         return found
 
-    results = in_turn(cfg, range(cfg.times)[::-1], lambda i: part(node, i), run, sums=sums, bring=bring)
-    return (WithExtras(dy, {n: gradients.get(n) for n in cfg.extras}) if cfg.extras else dy), results
+    def end() -> Any:
+        return WithExtras(dy, {n: gradients.get(n) for n in cfg.extras}) if cfg.extras else dy
+
+    return call, took, bring, end
 
 
 @dgrad_of(RepeatResiduals)
 def repeat_dgrad(residuals: Any, dy: Any, cfg: RepeatConfig) -> tuple[Any, Any]:
     """All dgrads, last layer first. Returns dx and the pending weight gradients by layer."""
     dx, waiting = _walk(residuals, dy, cfg, None)
+    return dx, _pending(waiting, cfg, residuals.needs)
+
+
+def _pending(waiting: list[Any], cfg: RepeatConfig, needs: Needs) -> Any:
     some = any([p is not None for p in waiting])
-    return dx, RepeatPending(dict(enumerate(waiting)), cfg=cfg, needs=residuals.needs) if some else None
+    return RepeatPending(dict(enumerate(waiting)), cfg=cfg, needs=needs) if some else None
 
 
 def repeat_wgrad(pending: Any, cfg: RepeatConfig, *, into: Any = None) -> Any:
@@ -207,6 +266,26 @@ def repeat_bwd(residuals: Any, dy: Any, cfg: RepeatConfig, *, into: Any = None) 
     return collected(found, into, cfg), dx
 
 
+def _pausing_dgrad(residuals: Any, dy: Any, cfg: RepeatConfig) -> Pauses:
+    if cfg.op.pausing is None:
+        return repeat_dgrad(residuals, dy, cfg)
+    node = open_node("repeat_dgrad", residuals, RepeatResiduals, cfg)
+    dx, waiting = yield from _pausing_walk(node, dy, cfg, None)
+    if node is not residuals:
+        node.empty()
+    return dx, _pending(waiting, cfg, node.needs)
+
+
+def _pausing_bwd(residuals: Any, dy: Any, cfg: RepeatConfig, *, into: Any = None) -> Pauses:
+    if cfg.op.pausing is None:
+        return repeat_bwd(residuals, dy, cfg, into=into)
+    node = open_node("repeat_bwd", residuals, RepeatResiduals, cfg)
+    dx, found = yield from _pausing_walk(node, dy, cfg, accumulators("repeat_bwd", into, repeat, cfg, node, dy))
+    if node is not residuals:
+        node.empty()
+    return collected(found, into, cfg), dx
+
+
 repeat: TypedOp[Any, Any, RepeatConfig, Any, Any] = make_op(
     "repeat",
     RepeatConfig,
@@ -216,4 +295,5 @@ repeat: TypedOp[Any, Any, RepeatConfig, Any, Any] = make_op(
     wgrad=repeat_wgrad,
     bwd=repeat_bwd,
     products=_products,
+    pausing=Pausing(_pausing_fwd, _pausing_dgrad, _pausing_bwd),
 )

@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from funcops.compose.pausing import LOWERED
 from funcops.compose.step import OneBody, check_body, note, split_x
 from funcops.contract.configs import Width, require_config
 from funcops.contract.needs import Needs, check_needs, sub_mask
@@ -133,5 +134,6 @@ skip: TypedOp[Any, Any, SkipConfig, Any, Any] = make_op(
     bwd=skip_bwd,
     lower=_lower,
     products=_products,
+    pausing=LOWERED,
 )
 programs.lowers(SkipConfig, skip)

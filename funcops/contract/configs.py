@@ -274,6 +274,8 @@ class Composite(OpConfig):
     """The number of layers, if the part runs several times, one layer after another, each with params of its own; else None."""
     stacked: bool = False
     """Whether the params of these layers are one tree, whose leaves have a leading layer dimension."""
+    side_by_side: int | None = None
+    """The number of parts of x's rows that go through the body in turns, each while another waits for communication; else None."""
     branching: ClassVar[bool] = False
     """Whether every part reads the config's x, and y is the tuple of their y; else each reads the y of the part before it."""
     maps_to_itself: ClassVar[bool] = False

@@ -98,14 +98,16 @@ def init_of(config: type) -> Callable[[F], F]:
     return decorate
 
 
-def dgrad_of(node_class: Any) -> Callable[[WrittenDgrad[R_in, D_in, C_in, Y_out]], DgradOf[R_in, D_in, C_in, Y_out]]:
+def dgrad_of(
+    node_class: Any, name: str = ""
+) -> Callable[[WrittenDgrad[R_in, D_in, C_in, Y_out]], DgradOf[R_in, D_in, C_in, Y_out]]:
     """Decorator of a `dgrad` (or a `bwd` override): opens the residuals (donated or not), checks class, config and
     staleness, and answers a dy of None, which means zero, with gradients of None. `node_class`: the class of the residuals, or
     `ByConfig` if it depends on the config."""
     first, others = classes_of(node_class)
 
     def decorate(fn: Any) -> Any:
-        where = fn.__name__
+        where = name or fn.__name__
 
         @functools.wraps(fn)
         def dgrad(residuals: Any, dy: Any, cfg: Any) -> Any:
@@ -161,13 +163,13 @@ def recompute_of(node_class: Any, name: str = "") -> Callable[[F], F]:
 
 
 def bwd_of(
-    node_class: Any, params_class: type
+    node_class: Any, params_class: type, name: str = ""
 ) -> Callable[[WrittenBwd[R_in, D_in, C_in, P_any, Y_out]], BwdOf[R_in, D_in, C_in, P_any, Y_out]]:
     """Decorator of a whole `bwd` that is written out: as `dgrad_of`, with the answer for parameters too."""
     first, others = classes_of(node_class)
 
     def decorate(fn: Any) -> Any:
-        where = fn.__name__
+        where = name or fn.__name__
 
         @functools.wraps(fn)
         def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> Any:

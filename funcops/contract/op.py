@@ -104,7 +104,8 @@ class Op(NamedTuple):
     `lower`, of a combinator: writes its parts as calls (`funcops.program.lower`). `view`: whether y is x or a view of it.
     `products(pending, cfg, into=)`: what `wgrad(pending, cfg, into=)` would add to `into`, as products not yet run, which
     `batch_wgrads` joins with others by `join(products, how)` of their class; anything else is added at once. `prefetch`: what it
-    can begin before its turn. `layer`: of a linear layer, how rules of fusion run it (`funcops.ops.linear_layer`).
+    can begin before its turn. `layer`: of a linear layer, how rules of fusion run it (`funcops.ops.linear_layer`). `pausing`: its
+    functions as generators that yield while communication is in flight (`funcops.contract.pausing`), for `interleave`.
 
     Raises, of every op's functions, before any of them computes or changes anything: `TypeError` or `ValueError` for a config,
     params, residuals or a pending of another op, for an x or dy of another shape, dtype or device (`dy` must be like y), and
@@ -134,6 +135,7 @@ class Op(NamedTuple):
     products: Any = None
     prefetch: Any = None
     layer: Any = None
+    pausing: Any = None
 
     def __call__(self, *args: Any, **options: Any) -> NoReturn:
         wanted = f"called by its functions: {self.name}.fwd(params, x, cfg) -> (y, residuals)"
@@ -228,6 +230,7 @@ def make_op(
     products: Any = None,
     prefetch: Any = None,
     layer: Any = None,
+    pausing: Any = None,
 ) -> TypedOp[P, X, C, Y, R]:
     """Build an `Op`, deriving `bwd`, for an op without params `init` and `wgrad`, and `products` if none can be joined. The
     functions carry the decorators `forward`, `dgrad_of`, `wgrad_of`, `recompute_of` and `bwd_of`, which name the classes of its
@@ -260,7 +263,7 @@ def make_op(
         fwd = forward(config, params, f"{name}_fwd")(fwd)  # type: ignore[arg-type]
     if recompute is not None and raw_of(recompute) is None:  # unchecked, it would read what was written to since the forward
         recompute = recompute_of(trees[1], f"{name}_recompute")(recompute)
-    how = recompute, lower, view, products, prefetch, layer
+    how = recompute, lower, view, products, prefetch, layer, pausing
     made: Any = Op(name, config, init, fwd, bwd, dgrad, wgrad, keyed, recomputable, *trees, *how)  # type: ignore[arg-type]
     return made  # type: ignore[no-any-return]
 
@@ -329,7 +332,8 @@ def wrap(op: Op, made_by: tuple[Callable[..., Op], tuple[Any, ...]], *, fwd: Any
     fwd.made_by = made_by
     if "wgrad" in changes:
         changes.setdefault("products", _products(changes["wgrad"], None))
-    return op._replace(**{"fwd": fwd, "recompute": None, "lower": None, "prefetch": None, "layer": None, **changes})
+    dropped = dict.fromkeys(("recompute", "lower", "prefetch", "layer", "pausing"))
+    return op._replace(**{"fwd": fwd, **dropped, **changes})
 
 
 if not TYPE_CHECKING:  # a checker would take every name for one of the module's

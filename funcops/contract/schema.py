@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -138,10 +139,9 @@ class Saved:
             for name in self.fields:
                 setattr(self, name, None)
             return
-        where = type(self).__name__
-        for name in self.fields:
-            setattr(self, name, Gone(f"{where}.{name}"))
-        self._marks = Gone(where)
+        cls: Any = type(self)
+        for name, gone in _gone(cls):
+            setattr(self, name, gone)
 
     def stale(self) -> str | None:
         """The path of a leaf that was written to since it was marked, or None."""
@@ -182,6 +182,13 @@ def _copied(cls: Any, given: dict[str, Any], *said: Any) -> Any:
     made = cls(**given)
     heard(made, *said)
     return made
+
+
+@functools.cache
+def _gone(cls: Any) -> tuple[tuple[str, Gone], ...]:
+    """The fields of an emptied node, and the objects in place of its leaves and marks."""
+    where = cls.__name__
+    return *[(name, Gone(f"{where}.{name}")) for name in cls.fields], ("_marks", Gone(where))
 
 
 class Donated:

@@ -187,9 +187,10 @@ def _shared(cfg: Any, params: Any) -> dict[str, tuple[Spec, tuple[Axis, ...]]]:
                 if t is None:
                     continue
                 if dims:
-                    fail(
-                        "specs_of", path, f"of a first dimension of its own ({fsdp} shards layers that are stacked)", list(t.shape)
+                    wanted = (
+                        f"of a first dimension of its own ({fsdp} shards layers that are stacked: make them with stacked=False)"
                     )
+                    fail("specs_of", path, wanted, list(t.shape))
                 whole = None if t.dim() and t.shape[0] % fsdp.size == 0 else tuple(t.shape)
                 outer, axes = found.get(path, (Spec(fsdp=fsdp.name, whole=whole), ()))
                 found[path] = outer, (fsdp, *axes)

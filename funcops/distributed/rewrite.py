@@ -76,22 +76,26 @@ class _Shares(NamedTuple):
     rows: tuple[Axis, ...]
 
     @staticmethod
-    def of(mesh: Mesh, axis: str, context: Any, experts: str, rows: Any) -> _Shares:
-        for name, given in (("axis", axis), ("experts", experts)):
-            require_type("parallel", name, given, str)
-        require_type("parallel", "context", context, str, tuple)
-        levels = (context,) if isinstance(context, str) else context
+    def of(mesh: Mesh, axis: str, context: Any, experts: Any, rows: Any) -> _Shares:
+        require_type("parallel", "axis", axis, str)
+        require_type("parallel", "experts", experts, str, type(None))
+        require_type("parallel", "context", context, str, tuple, type(None))
+        levels = context if isinstance(context, tuple) else () if context is None else (context,)
         right = len(levels) in (1, 2) and len({axis, *levels}) == 1 + len(levels) and all(isinstance(one, str) for one in levels)
         wanted = "two other axes than `axis`, between nodes and within a node" if levels is context else "another axis than `axis`"
-        require(right, "parallel", "context", wanted, repr(context))
+        require(right or context is None, "parallel", "context", wanted, repr(context))
         require(experts not in (*levels, PIPELINE), "parallel", "experts", "an axis along which rows differ", repr(experts))
+        known = f"of the mesh ({', '.join(mesh.sizes)})"
+        wanted = f"axes {known}" if levels is context else f"an axis {known} or None"
+        require(context == "cp" or {*levels} <= {*mesh.sizes}, "parallel", "context", wanted, repr(context))
+        require(experts in (*mesh.sizes, "ep", None), "parallel", "experts", f"an axis {known} or None", repr(experts))
         require_type("parallel", "rows", rows, tuple, type(None))
         others = [name for name in mesh.sizes if name not in (axis, *levels, PIPELINE)]
         right = rows is None or (set(rows) <= set(others) and len(set(rows)) == len(rows))
         require(right, "parallel", "rows", f"different ones of {', '.join(others) or 'no axes'}", rows)
-        tokens, within, found = (mesh[name] if name in mesh.sizes else None for name in (levels[0], levels[-1], experts))
-        within = within if len(levels) == 2 and within is not None and within.size > 1 else None
-        require(within is None or tokens is not None, "parallel", "context", "axes of the mesh", repr(context))
+        named = (*(*levels, None, None)[:2], experts)
+        tokens, within, found = [mesh[name] if name in mesh.sizes else None for name in named]
+        within = within if within is not None and within.size > 1 else None
         return _Shares(mesh[axis], tokens, within, found, tuple([mesh[name] for name in (others if rows is None else rows)]))
 
     def over_tokens(self) -> tuple[Axis, ...]:
@@ -107,8 +111,8 @@ def parallel(
     axis: str = "tp",
     overlap: str = "none",
     sequence_parallel: bool = True,
-    context: str | tuple[str, str] = "cp",
-    experts: str = "ep",
+    context: str | tuple[str, str] | None = "cp",
+    experts: str | None = "ep",
     rows: tuple[str, ...] | None = None,
     capacity: float | None = None,
 ) -> Any:
@@ -131,11 +135,13 @@ def parallel(
     Outputs are for this rank's rows. Dimension 0 is sharded over the axes `rows`, the first the outermost, and then over `axis`; by
     default `rows` are all axes of the mesh but "pp", `axis` and `context`, in its order. Dimension 1 is sharded over `context`, in
     zigzag order (of two axes over the first, and its parts over the second). Each rank draws its part of masks and noise. On an
-    axis of one rank layers are unchanged. Without `sequence_parallel` all ranks of `axis` have the same rows between layers: their
-    number need not divide, and they take more memory.
+    axis of one rank layers are unchanged, as for a `context` or `experts` of None, or by default on a mesh without it. Without
+    `sequence_parallel` all ranks of `axis` have the same rows between layers: their number need not divide, and they take more
+    memory.
 
     Raises `ValueError`, with the path, for a rule that decides no step, sizes that do not divide, a step that mixes sharded
-    features or tokens, one that draws numbers which are the same on all ranks, and features that no row layer takes.
+    features or tokens, one that draws numbers which are the same on all ranks, features that no row layer takes, and an axis that
+    the mesh lacks.
 
     >>> from funcops import ActivationConfig, ChainConfig, LinearConfig, Step, activation, chain, dist, linear
     >>> up, act = Step("up", linear, LinearConfig(8, 16)), Step("act", activation, ActivationConfig("gelu"))

@@ -18,7 +18,7 @@ from funcops.distributed.buckets import BUCKET_BYTES
 from funcops.distributed.mesh import Axis
 from funcops.distributed.ops.sharded import ShardedConfig, sharded
 from funcops.distributed.ops.vocab_cross_entropy import vocab_cross_entropy
-from funcops.errors import in_step, require_type
+from funcops.errors import in_step, require_flag, require_type
 from funcops.ops.cross_entropy import cross_entropy
 from funcops.ops.softcap import softcap
 from funcops.program.values import has_params
@@ -62,14 +62,17 @@ def data_parallel(
     *,
     also: tuple[Axis, ...] = (),
     dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | None = None,
+    shard: bool = False,
     ordered: bool = True,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> ChainConfig:
     """The chain whose backward sums its gradients over the axis: each layer of a repeat, and each other step that has params, is in
     `sharded` with `stage=0`, so its sums are in flight while the next ones compute. `bwd` and `wgrad` return sums, or add them to
-    `into`. Every backward communicates: a step of several microbatches sends less with one `reduce_start` after the last. Params,
-    their paths, ties, and residuals of activations stay. See `ShardedConfig` for the options. Raises `TypeError` unless `cfg` is a
-    chain's config.
+    `into`. `shard`: of the sums each rank gets only its part (`own_shards`), as ZeRO-1 and 2 need, and `into` must be None. Every
+    backward communicates: a step of several microbatches sends less with one `reduce_start` after the last. Params, their paths,
+    ties, and residuals of activations stay; a working tree of `quantize_params` needs `grad_dtype`. See `ShardedConfig` for the
+    options. Raises `TypeError` unless `cfg` is a chain's config.
 
     >>> from funcops import ChainConfig, LinearConfig, Step, chain, dist, linear
     >>> cfg = ChainConfig(steps=(Step("up", linear, LinearConfig(8, 16)),))
@@ -78,10 +81,12 @@ def data_parallel(
     (sharded, torch.Size([16, 8]))
     """
     require_type("data_parallel", "cfg", cfg, ChainConfig)
+    require_flag("data_parallel", shard=shard)
+    stage = 2 if shard else 0
 
     def made(part: Part) -> ShardedConfig:
-        options: dict[str, Any] = {"dtype": dtype, "ordered": ordered, "bucket_bytes": bucket_bytes}
-        return ShardedConfig(part.op, part.cfg, axis=axis, also=also, **options, stage=0)
+        options: dict[str, Any] = {"dtype": dtype, "grad_dtype": grad_dtype, "ordered": ordered, "bucket_bytes": bucket_bytes}
+        return ShardedConfig(part.op, part.cfg, axis=axis, also=also, **options, stage=stage)
 
     return _around_layers(cfg, made)
 

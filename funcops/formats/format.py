@@ -132,6 +132,12 @@ class Format:
         saturates, whose tiles are quantised once more. Elements keep their bits, as with powers of two."""
         return self.turns or (self.scales == "e8m0" and self.scaling_mode in ("rceil", "ceil") and self.element != "e2m1")
 
+    def nbytes(self, rows: int, cols: int) -> tuple[int, int]:
+        """The bytes of a tensor's codes, and of the scales of its tiles."""
+        high, wide = (size or whole for size, whole in zip(self.tile, (rows, cols), strict=True))
+        scales = -(-rows // high) * -(-cols // wide)
+        return rows * cols // (2 if self.element == "e2m1" else 1), scales * (1 if self.scales in ("e8m0", "e4m3") else 4)
+
     def args(self) -> tuple[str, int, int, str]:
         """The arguments by which kernels that decode take a format: element, rows and columns of a tile, scales."""
         return self.element, *self.tile, self.scales

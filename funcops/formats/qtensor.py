@@ -5,18 +5,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from funcops.contract.marks import counts_writes, mark_of, version
 from funcops.contract.fused_steps import watch
+from funcops.contract.marks import counts_writes, mark_of, version
 from funcops.errors import FLOATS, check, describe, fail, require, require_type
 from funcops.formats.format import Format
 from funcops.formats.nf4 import NF4Tensor
 from funcops.kernels import quantize as kernels
-from funcops.trees import Aside, leaf, register, replace, show, stands_for_one, stands_in, static, tree, tree_map
+from funcops.random import fold_in
+from funcops.trees import Aside, leaf, leaves, register, replace, show, stands_for_one, stands_in, static, tree, tree_map
+
+T = TypeVar("T")
 
 
 @stands_in
@@ -158,6 +161,25 @@ counts_writes(QWeight)
 IN_CODES = (QTensor, QWeight, NF4Tensor)  # nodes that count as one leaf, whose gradient is dense
 
 
+def has_keys(params: Any) -> bool:
+    """Whether any weight has a key by which dy is rounded."""
+    return any(
+        type(node) is QWeight and node.key is not None for node in leaves(params, is_leaf=lambda node: type(node) is QWeight)
+    )
+
+
+def fold_keys(params: T, number: int) -> T:
+    """The params with `number` folded into the key of every weight; codes are the same objects."""
+
+    def one(node: Any) -> Any:
+        if type(node) is not QWeight or node.key is None:
+            return node
+        each = [fold_in(key, number) for key in node.key.reshape(-1, 2)]
+        return replace(node, key=torch.stack(each).view_as(node.key))
+
+    return tree_map(one, params, is_leaf=lambda node: type(node) is QWeight)
+
+
 def stacked(made: list[QTensor]) -> QTensor:
     """Stack tensors of one format and shape along a new first dim."""
     codes, scales = (torch.stack([getattr(q, name) for q in made]) for name in ("codes", "scales"))
@@ -287,7 +309,7 @@ def check_quantized(
             and q.side == side
             and q.shape == shape
             and (side == "col" or not q.hadamard)
-            and not torch.compiler.is_compiling()  # sizes may be symbols, which the memo cannot hash
+            and not torch.compiler.is_dynamo_compiling()  # sizes may be symbols, which the memo cannot hash
             and (codes.shape, scales.shape, scales.dtype, scale is None) == _sizes(format, side, shape, q.hadamard, groups)
             and codes.dtype is torch.uint8
             and ((codes.is_cpu and scales.is_cpu) or codes.device == scales.device)

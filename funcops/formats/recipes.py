@@ -80,6 +80,11 @@ class Recipe:
     multiple = 1  # in_features and out_features must be divisible by it
     capability = (8, 9)  # the lowest of a CUDA device whose tensor cores take the formats
 
+    @property
+    def takes_codes(self) -> Format | None:
+        """See `OpConfig.takes_codes`: of a grouped layer."""
+        return None if self.keep != "row" or self.x.whole else self.x
+
     def settle(
         self,
         x: Format,

@@ -13,3 +13,4 @@ from funcops.fused import qkv as qkv
 from funcops.fused import quantized as quantized
 from funcops.fused import recomputed_glu as recomputed_glu
 from funcops.fused import siblings as siblings
+from funcops.fused.packed import pack_qkv as pack_qkv

@@ -61,9 +61,10 @@ def alike(*given: Any) -> bool:
     if not isinstance(first, Tensor) or first.dtype not in FLOATS:
         return False
     dtype, device = first.dtype, first.device
-    return all(
-        [isinstance(t, Tensor) and t.dtype is dtype and t.device == device and not (recording and t.requires_grad) for t in given]
-    )
+    for t in given:  # without a list: it is on the launch path
+        if not isinstance(t, Tensor) or t.dtype is not dtype or t.device != device or (recording and t.requires_grad):
+            return False
+    return True
 
 
 def is_key(key: Any, like: Tensor) -> bool:

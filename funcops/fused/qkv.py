@@ -11,17 +11,29 @@ import functools
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from funcops.backend import tracing
 from funcops.fused.matchers import alike, alone, joins, layer
-from funcops.fused.siblings import arrived, forward, in_flight, match_backward, match_in_flight, prepared_once, shared
+from funcops.fused.siblings import (
+    arrived,
+    fit,
+    forward_as_one,
+    forward_each,
+    in_flight,
+    match_backward,
+    match_in_flight,
+    prepared_once,
+    shared,
+    takes,
+)
 from funcops.kernels.linear import linear_wgrad
 from funcops.kernels.pointwise import add as added
-from funcops.kernels.qkv_split import qkv_split_bwd
+from funcops.kernels.qkv_split import qkv_split_bwd, qkv_split_fwd
 from funcops.kernels.rope import rope_apply_pair
-from funcops.kernels.sibling_linear import joined_linear_dgrad
+from funcops.kernels.sibling_linear import joined_linear_dgrad, stacked
 from funcops.ops.add import add, add_kept
-from funcops.ops.linear import LinearParams
+from funcops.ops.linear import LinearParams, linear_gradients
 from funcops.ops.reshape import reshape, reshape_kept
 from funcops.ops.rope import check_rotation, rope, rope_kept, table_of
 from funcops.program.rules import SIBLINGS_BACKWARD, SIBLINGS_FORWARD, Rule, Saving, Window, register_fusion
@@ -69,30 +81,37 @@ def _match_backward(window: Window) -> tuple[int, ...] | str | None:
     return sizes
 
 
-def _of(op: Any, calls: Any, given: Any) -> tuple[list[Any], list[Any]]:
-    """The calls of an op, or the linear layers for None, and their entries of `given`."""
-    pairs = [(call, one) for call, one in zip(calls, given, strict=True) if (call.op is op if op else call.op.layer)]
-    return [call for call, _ in pairs], [one for _, one in pairs]
+Pairs = tuple[list[Any], list[Any]]
+
+
+def _by_op(calls: Any, given: Any) -> tuple[Pairs, Pairs, Pairs, Pairs]:
+    """The calls of linear layers, sums, reshapes and ropes, each with their entries of `given`."""
+    found: tuple[Pairs, ...] = ([], []), ([], []), ([], []), ([], [])
+    layers, sums, shapes, turns = found
+    for call, one in zip(calls, given, strict=True):
+        op = call.op
+        own, entries = layers if op.layer else turns if op is rope else sums if op is add else shapes
+        own.append(call)
+        entries.append(one)
+    return layers, sums, shapes, turns
 
 
 def _run(calls: Any, params: Any, x: Any, values: dict[int, Any]) -> Any:
-    products, weights = _of(None, calls, params)
-    turns, _ = _of(rope, calls, params)
-    sums, _ = _of(add, calls, params)
+    (products, weights), (sums, _), (shapes, _), (turns, _) = _by_op(calls, params)
     tables = [values[call.takes[0]] for call in turns]
     if tables[0] is not tables[1]:
         return NotImplemented
-    found = forward(products, weights, x)
-    if found is NotImplemented:
+    if not fit(products, weights, x):
         return NotImplemented
-    ys, nodes = found
-    beside = [next((values[call.takes[0]] for call in sums if call.main == product.out), None) for product in products]
-    pairs = [(y, other) for y, other in zip(ys, beside, strict=True) if other is not None]
-    if any([not alike(y, other) or other.shape != y.shape for y, other in pairs]):
-        return NotImplemented
-    ys = [y if other is None else added(y, other) for y, other in zip(ys, beside, strict=True)]
-    nodes += [add_kept(call.cfg, call.kept, pair) for call, pair in zip(sums, pairs, strict=True)]
-    shapes, _ = _of(reshape, calls, params)
+    one = None if sums else forward_as_one(products, weights, x)
+    whole, ys, nodes = one or (None, *forward_each(products, weights, x))
+    if sums:
+        beside = [next((values[call.takes[0]] for call in sums if call.main == product.out), None) for product in products]
+        pairs = [(y, other) for y, other in zip(ys, beside, strict=True) if other is not None]
+        if any([not alike(y, other) or other.shape != y.shape for y, other in pairs]):
+            return NotImplemented
+        ys = [y if other is None else added(y, other) for y, other in zip(ys, beside, strict=True)]
+        nodes += [add_kept(call.cfg, call.kept, pair) for call, pair in zip(sums, pairs, strict=True)]
     heads = [y.view(*y.shape[:-1], *call.cfg.out_shape) for y, call in zip(ys, shapes, strict=True)]
     nodes += [reshape_kept(call.cfg, call.kept, y.shape, head) for y, call, head in zip(ys, shapes, heads, strict=True)]
     try:
@@ -100,10 +119,14 @@ def _run(calls: Any, params: Any, x: Any, values: dict[int, Any]) -> Any:
     except (TypeError, ValueError):
         return NotImplemented
     cfg = turns[0].cfg
-    turned = rope_apply_pair(heads[0], heads[1], table_of(tables[0], cfg, x.dtype), cfg.interleaved, False)
+    table, (q, k, v) = table_of(tables[0], cfg, x.dtype), heads
+    if whole is None:
+        out = (*rope_apply_pair(q, k, table, cfg.interleaved, False), v)
+    else:
+        out = qkv_split_fwd(whole, table, q.shape[-2], k.shape[-2], cfg.interleaved)
     nodes += [rope_kept(call.cfg, call.kept, (head, tables[0])) for call, head in zip(turns, heads[:2], strict=True)]
     kept = dict(zip((*products, *sums, *shapes, *turns), nodes, strict=True))
-    return (*turned, heads[2]), [kept[call] for call in calls]
+    return out, [kept[call] for call in calls]
 
 
 def _run_backward(calls: Any, kept: list[Any], dys: tuple[Any, ...], gradients: dict[int, Any]) -> Any:
@@ -112,13 +135,11 @@ def _run_backward(calls: Any, kept: list[Any], dys: tuple[Any, ...], gradients: 
 
 
 def _run_in_flight(calls: Any, kept: list[Any], dys: tuple[Any, ...], gradients: dict[int, Any]) -> Any:
-    return in_flight(*_of(None, calls, kept), dys, lambda: _start_backward(calls, kept, dys, gradients))
+    return in_flight(*_by_op(calls, kept)[0], dys, lambda: _start_backward(calls, kept, dys, gradients))
 
 
 def _start_backward(calls: Any, kept: list[Any], dys: tuple[Any, ...], gradients: dict[int, Any]) -> Any:
-    products, nodes = _of(None, calls, kept)
-    _, shapes = _of(reshape, calls, kept)
-    turns, angles = _of(rope, calls, kept)
+    (products, nodes), (sums, _), (_, shapes), (turns, angles) = _by_op(calls, kept)
     weights = [node.weight for node in nodes]
     if not alike(*dys, *weights) or any([d.shape != node.y_shape for d, node in zip(dys, shapes, strict=True)]):
         return NotImplemented
@@ -134,14 +155,16 @@ def _start_backward(calls: Any, kept: list[Any], dys: tuple[Any, ...], gradients
     dx = own.start_dx((joined,), cfg, lambda dys: joined_linear_dgrad(dys[0], *weights))
     parts = joined.split([w.shape[0] for w in weights], -1)
     pendings = {call: own.pending(node, dy, dy, call.cfg) for call, node, dy in zip(products, nodes, parts, strict=True)}
-    of_products = dict(zip([call.out for call in products], parts, strict=True))
-    gradients |= {call.takes[0]: of_products[call.main] for call in _of(add, calls, kept)[0] if call.needs.input(1)}
+    if sums:
+        of_products = dict(zip([call.out for call in products], parts, strict=True))
+        gradients |= {call.takes[0]: of_products[call.main] for call in sums if call.needs.input(1)}
     return dx, [pendings.get(call) for call in calls]
 
 
 def _wgrads(calls: Any, pendings: Any, into: Any) -> Any:
-    """Compute the weight gradients in one product, if dy are parts of one tensor, from `_run_backward`, and `into` is empty."""
-    if tracing() or any([sums is not None for sums in into]):
+    """Compute the weight gradients in one product, if dy are parts of one tensor, from `_run_backward`; and if `into` is empty, or
+    its accumulators lie one below the other in one memory."""
+    if tracing():
         return NotImplemented
     joined, x = pendings[0].dy._base, pendings[0].x
     if joined is None or any([p.dy._base is not joined or p.x is not x or x is None for p in pendings]):
@@ -151,9 +174,29 @@ def _wgrads(calls: Any, pendings: Any, into: Any) -> Any:
     if joined.shape[-1] != sum(sizes) or [p.dy.storage_offset() for p in pendings] != starts:
         return NotImplemented
     biased = [call.cfg.bias and p.needs.param("bias") for call, p in zip(calls, pendings, strict=True)]
-    dw, db = linear_wgrad(joined, calls[0].op.layer.dw_rows(pendings[0], calls[0].cfg), any(biased))
+    given = any([one is not None for one in into])
+    total = _sums(calls, pendings, into, biased) if given else None
+    if given and total is None:
+        return NotImplemented
+    rows = calls[0].op.layer.dw_rows(pendings[0], calls[0].cfg)
+    if total is not None:
+        linear_gradients(calls[0].op.wgrad.__name__, joined, rows, any(biased), total)
+        return list(into)
+    dw, db = linear_wgrad(joined, rows, any(biased))
     biases = [None] * len(sizes) if db is None else db.split(sizes)
     return [LinearParams(w, b if wanted else None) for w, b, wanted in zip(dw.split(sizes), biases, biased, strict=True)]
+
+
+def _sums(calls: Any, pendings: Any, into: Any, biased: list[bool]) -> LinearParams | None:
+    """The accumulators as one, or None."""
+    if any(biased) != all(biased) or not all([type(one) is LinearParams and isinstance(one.weight, Tensor) for one in into]):
+        return None
+    weight = stacked(*[one.weight for one in into])
+    each = zip(calls, pendings, into, strict=True)
+    if weight is None or not all([takes(call, one, one.x, sums) for call, one, sums in each]):
+        return None
+    bias = stacked(*[one.bias for one in into]) if all(biased) else None
+    return None if bias is None and any(biased) else LinearParams(weight, bias)
 
 
 def _saves_backward(window: Window) -> Saving:

@@ -19,7 +19,7 @@ from torch import Tensor
 from funcops.fused.matchers import alike, fits, layer
 from funcops.kernels.linear import linear_dgrad, linear_fwd
 from funcops.kernels.pointwise import add
-from funcops.kernels.sibling_linear import sibling_linear_dgrad, sibling_linear_fwd
+from funcops.kernels.sibling_linear import sibling_linear_dgrad, sibling_linear_fwd, stacked
 from funcops.ops.coded_linear import check_low_into
 from funcops.ops.linear import LinearParams, check_linear_into, wants_bias
 from funcops.program.rules import SIBLINGS_BACKWARD, SIBLINGS_FORWARD, Rule, Saving, Window, register_fusion
@@ -61,8 +61,15 @@ def _run(calls: Any, params: Any, x: Any, values: dict[int, Any]) -> Any:
 
 def forward(calls: Any, params: Any, x: Any) -> Any:
     """The y and the residuals of each, or NotImplemented."""
-    if not all([fits(call, p, x) for call, p in zip(calls, params, strict=True)]):
-        return NotImplemented
+    return forward_each(calls, params, x) if fit(calls, params, x) else NotImplemented
+
+
+def fit(calls: Any, params: Any, x: Any) -> bool:
+    return all([fits(call, p, x) for call, p in zip(calls, params, strict=True)])
+
+
+def forward_each(calls: Any, params: Any, x: Any) -> Any:
+    """The y and the residuals of each, of inputs that `fit`."""
     own = calls[0].op.layer
     if own.dense:
         ys = own.y_products(x, calls[0].cfg, lambda rows: _products(rows, params))
@@ -72,6 +79,22 @@ def forward(calls: Any, params: Any, x: Any) -> Any:
     prepared = own.prepared(x, params[first], calls[first].cfg, calls[first].kept)
     made = [own.from_prepared(prepared, p, call.cfg, call.kept) for call, p in zip(calls, params, strict=True)]
     return tuple([y for y, _ in made]), [node for _, node in made]
+
+
+def forward_as_one(calls: Any, params: Any, x: Any) -> Any:
+    """The same as parts of one y, from one product; None if their params do not lie in one memory."""
+    own, weights = calls[0].op.layer, [p.weight for p in params]
+    weight = stacked(*weights) if own.dense else None
+    if weight is None:
+        return None
+    biased = [p.bias for p in params if p.bias is not None]
+    bias = stacked(*biased) if len(biased) == len(params) else None
+    if biased and bias is None:
+        return None
+    (y,) = own.y_products(x, calls[0].cfg, lambda rows: (linear_fwd(rows, weight, bias),))
+    ys = y.split([w.shape[0] for w in weights], -1)
+    given = zip(calls, weights, ys, strict=True)
+    return y, ys, [call.op.layer.kept(call.cfg, call.kept, x, w, part) for call, w, part in given]
 
 
 def _products(x: Tensor, params: Any) -> tuple[Tensor, ...]:
@@ -158,13 +181,13 @@ def shared(calls: Any, pendings: list[Any], into: tuple[Any, ...]) -> Any:
     if x is None or any([one.x is not x for one in pendings]):
         return NotImplemented
     for call, one, sums in zip(calls, pendings, into, strict=True):
-        if sums is not None and not _takes(call, one, x, sums):
+        if sums is not None and not takes(call, one, x, sums):
             return NotImplemented
     made = own.shared(pendings[0], calls[0].cfg)
     return NotImplemented if made is None else [one.copy(**made) for one in pendings]
 
 
-def _takes(call: Any, pending: Any, x: Any, into: Any) -> bool:
+def takes(call: Any, pending: Any, x: Any, into: Any) -> bool:
     """Whether the call can add to the accumulators; if not, the call itself raises, before anything is sent."""
     if type(into) is not LinearParams:
         return False

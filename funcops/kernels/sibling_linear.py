@@ -47,17 +47,26 @@ def joined_linear_dgrad(dy: Tensor, w0: Tensor, w1: Tensor, w2: Tensor) -> Tenso
 
 
 def joined(*weights: Tensor) -> Tensor:
-    """[w_0; w_1; ...]: a view if the weights lie one below the other in one memory, as parts of a fused projection do; else a copy.
-    A tracer and a transform know no memory, and copy; autograd would take a view for one of the first weight alone."""
-    first, rows = weights[0], sum([w.shape[0] for w in weights])
-    if tracing() or not all([type(w) in (Tensor, Parameter) and not is_functorch_wrapped_tensor(w) for w in weights]):
-        return torch.cat(weights)
+    """[w_0; w_1; ...]: a view if the weights lie one below the other in one memory, as `pack_qkv` lays them; else a copy."""
+    view = stacked(*weights)
+    return torch.cat(weights) if view is None else view
+
+
+def stacked(*weights: Tensor) -> Optional[Tensor]:
+    """A view of weights (or biases) that lie one below the other in one memory; else None. A tracer and a transform know no memory,
+    and autograd would take a view for one of the first weight alone."""
+    first = weights[0]
+    if tracing() or weights[1].storage_offset() == 0:  # most weights lie apart, each at the start of its memory
+        return None
+    if not all([type(w) in (Tensor, Parameter) and not is_functorch_wrapped_tensor(w) for w in weights]):
+        return None
     if torch.is_grad_enabled() and any([w.requires_grad for w in weights]):
-        return torch.cat(weights)
+        return None
     memory, place = first.untyped_storage()._cdata, first.storage_offset()
     for w in weights:
         below = w.storage_offset() == place and w.untyped_storage()._cdata == memory and w.dtype is first.dtype
         if not (below and w.is_contiguous() and w.shape[1:] == first.shape[1:]):
-            return torch.cat(weights)
+            return None
         place += w.numel()
-    return first.as_strided((rows, first.shape[1]), (first.shape[1], 1))  # a weight of one row may have any stride
+    rows = sum([w.shape[0] for w in weights])
+    return first.as_strided((rows, *first.shape[1:]), (first.shape[-1], 1)[-first.dim() :])  # a weight of one row: any stride

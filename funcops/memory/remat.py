@@ -13,6 +13,7 @@ from typing import Any
 from funcops.backend import scopes
 from funcops.contract.needs import Needs, check_needs
 from funcops.contract.op import ALL, Op, recompute_of, wrap
+from funcops.contract.pausing import Pauses, Pausing
 from funcops.contract.schema import DGRAD, RECOMPUTE, WGRAD, Saved, open_node, residuals, saved
 from funcops.errors import require_flag, require_type, stale
 from funcops.residuals.donate import donate
@@ -70,22 +71,29 @@ def _remat(op: Op, offload: bool) -> Op:
         if needs is not ALL:
             check_needs(f"{name}_fwd", needs, params, x)
         y, _ = op.fwd(params, x, cfg, needs=Needs.NONE)
+        return y, keep(params, x, cfg, needs)
+
+    def keep(params: Any, x: Any, cfg: Any, needs: Needs) -> Any:
         if not needs:
-            return y, None
+            return None
         device = tensors(x)[0].device if offload else None
         waiting = tree_map_tensors(copies.on_host, x) if offload else x
         residuals = keeps.keep(cfg, needs, params=params, x=waiting, device=device)  # type: ignore[attr-defined]
         scopes.kept(residuals)
-        return y, residuals
+        return residuals
 
-    def opened(where: str, kept: Any, cfg: Any) -> Any:
-        """Rerun the forward, and donate its residuals."""
+    def given(where: str, kept: Any, cfg: Any) -> tuple[Any, Any, Needs]:
         node = open_node(where, kept, keeps, cfg)
         params, x, needs = node.params, node.x, node.needs
         if offload:
             x = tree_map_tensors(lambda t: copies.on_device(t, node.device), x)
         if node is not kept:
             node.empty()
+        return params, x, needs
+
+    def opened(where: str, kept: Any, cfg: Any) -> Any:
+        """Rerun the forward, and donate its residuals."""
+        params, x, needs = given(where, kept, cfg)
         with scopes.named_scope("", scopes.RECOMPUTE):
             return donate(op.fwd(params, x, cfg, needs=needs)[1])
 
@@ -100,8 +108,30 @@ def _remat(op: Op, offload: bool) -> Op:
 
     recompute.__name__ = f"{name}_recompute"
     kept_recompute = op.recompute is not None and not offload
-    changes = {"recompute": recompute_of(keeps)(recompute)} if kept_recompute else {"recomputable": ""}
+    changes: dict[str, Any] = {"recompute": recompute_of(keeps)(recompute)} if kept_recompute else {"recomputable": ""}
+    changes["pausing"] = None if op.pausing is None else _pausing(op, name, keep, given)
     return wrap(op, (remat, (op, offload)), name=name, fwd=fwd, dgrad=dgrad, bwd=bwd, keeps=keeps, **changes)
+
+
+def _pausing(op: Op, name: str, keep: Any, given: Any) -> Pausing:
+    """Both forwards and the backward with the pauses of the op."""
+
+    def fwd(params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> Pauses:
+        y, _ = yield from op.pausing.fwd(params, x, cfg, needs=Needs.NONE)
+        return y, keep(params, x, cfg, needs)
+
+    def opened(where: str, kept: Any, cfg: Any) -> Pauses:
+        params, x, needs = given(where, kept, cfg)
+        _, residuals = yield from scopes.resumed("", scopes.RECOMPUTE, op.pausing.fwd(params, x, cfg, needs=needs))
+        return donate(residuals)
+
+    def dgrad(residuals: Any, dy: Any, cfg: Any) -> Pauses:
+        return (yield from op.pausing.dgrad((yield from opened(f"{name}_dgrad", residuals, cfg)), dy, cfg))
+
+    def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> Pauses:
+        return (yield from op.pausing.bwd((yield from opened(f"{name}_bwd", residuals, cfg)), dy, cfg, into=into))
+
+    return Pausing(fwd, dgrad, bwd)
 
 
 def is_remat(op: Op) -> bool:

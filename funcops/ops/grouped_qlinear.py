@@ -104,7 +104,7 @@ class GroupedQLinearConfig(LowConfig, GroupedLinearConfig):
 
     @property
     def takes_codes(self) -> Any:
-        return None if self.recipe.keep != "row" or self.recipe.x.whole else self.recipe.x
+        return self.recipe.takes_codes
 
 
 OF_WEIGHT = ("params.weight",)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from funcops.backend import tracing, wide
 from funcops.errors import FLOATS, GradModeError, check, describe, fail, join_path, require, require_type
@@ -49,9 +51,31 @@ def open_trees(where: str, trees: dict[str, Any], decay: Any, in_place: bool) ->
                 "in_place=True to update leaves of autograd, or call under torch.no_grad()"
             )
         with torch.no_grad():
-            rows = [row if i == 1 else [t.clone() for t in row] for i, row in enumerate(rows)]
+            rows = [row if i == 1 else _clones(row) for i, row in enumerate(rows)]
     has_grad = [g is not None for p, g in zip(lists[0], lists[1], strict=True) if p is not None]
     return Opened(rows, list(zip(devices, dtypes, strict=True)), decayed, has_grad)
+
+
+def _clones(row: Row) -> Row:
+    """Copies of tensors. Those that fill one memory together, as `pack_qkv` lays weights, do so again."""
+    if tracing() or not any([t.storage_offset() for t in row]):
+        return [t.clone() for t in row]
+    together: dict[int, list[Tensor]] = {}
+    memory: dict[int, Any] = {}
+    for t in row:
+        if type(t) in (Tensor, torch.nn.Parameter) and not is_functorch_wrapped_tensor(t):
+            together.setdefault(t.untyped_storage()._cdata, []).append(t)
+    for own in [own for own in together.values() if len(own) > 1]:
+        own.sort(key=Tensor.storage_offset)
+        ends = [0, *itertools.accumulate([t.nbytes for t in own])]
+        fill = ends.pop() == own[0].untyped_storage().nbytes() and all([t.is_contiguous() for t in own])
+        if fill and ends == [t.storage_offset() * t.itemsize for t in own]:
+            memory |= dict.fromkeys(map(id, own), own[0].untyped_storage().clone())
+    made: list[Tensor] = []
+    for t in row:
+        whole = memory.get(id(t))
+        made.append(t.clone() if whole is None else t.new_empty(0).set_(whole, t.storage_offset(), t.shape, t.stride()))
+    return made
 
 
 def open_into(where: str, params: Any, grads: Any, into: Any) -> list[Tensor]:

@@ -44,7 +44,7 @@ class Calls(Gradients):
         else:
             self.row("whole tree" if call.place.scope is None else "residuals", call, (), (f"n{i}",), "K")
             dy = self.dy(call)
-            raw, own = self.block(self._raw, call, dy), self.block(self._checked, call, dy)
+            raw, own = () if self.pauses(call) else self.block(self._raw, call, dy), self.block(self._checked, call, dy)
             if raw and self.testable(call):
                 self.row("call", call, (f"n{i}", dy, *self._filling(call)), then=raw, otherwise=own)
             else:
@@ -80,12 +80,13 @@ class Calls(Gradients):
     def _checked(self, call: Call, dy: str) -> None:
         """The op's own function."""
         i, needs = call.index, call.needs if self.goes_on(call) else call.kept
+        pausing = "pausing " * self.pauses(call)
         for a in self._filling(call):
             self.row("filled", call, (f"n{i}", a), (f"n{i}",), call.fields, needs=needs)
         if self.goes_on(call):
-            self.row("bwd", call, (f"n{i}", dy), (f"q{i}", f"d{i}"))
+            self.row(f"{pausing}bwd", call, (f"n{i}", dy), (f"q{i}", f"d{i}"))
         else:
-            self.row("dgrad", call, (f"n{i}", dy), (f"d{i}", f"p{i}"))
+            self.row(f"{pausing}dgrad", call, (f"n{i}", dy), (f"d{i}", f"p{i}"))
 
     def _raw(self, call: Call, dy: str) -> None:
         """The function that runs after its checks; nothing if it has no such function, or no dy."""

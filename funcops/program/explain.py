@@ -134,9 +134,9 @@ def explain(
     """The `plan` of `cfg` and of every program inside it, with the near misses and their reasons. The body of a repeat is shown
     once, as if all its gradients were needed, unless `needs` is Needs.NONE, and as a layer between two others: its forward begins
     with the sum that ends the layer before it, if one kernel computes both. It takes neither params nor an x. With `rows` it also
-    shows the statements of each forward and whole backward: what each reads and writes, where a local is released, and when the
-    layers of a repeat start and wait for communication. Raises `TypeError` for a config that is not a combinator's, `TypeError` or
-    `ValueError` for invalid needs, device type or dtype.
+    shows the statements of each forward and whole backward: what each reads and writes, where a local is released, when the
+    layers of a repeat start and wait for communication, and which steps pause for other parts in an `interleave`. Raises
+    `TypeError` for a config that is not a combinator's, `TypeError` or `ValueError` for invalid needs, device type or dtype.
 
     >>> from funcops import ActivationConfig, BiasConfig, ChainConfig, Step, activation, bias, explain
     >>> cfg = ChainConfig(steps=(Step("bias", bias, BiasConfig(8)), Step("act", activation, ActivationConfig("gelu"))))
@@ -167,6 +167,7 @@ def explain(
         else:
             between = low
         if rows:
-            halves = {"forward": between, "backward": low}
-            written[part.path] = {which: rows_of(which, one, cover(one, device_type, dtype)) for which, one in halves.items()}
+            halves, pausing = {"forward": between, "backward": low}, any(one.cfg.side_by_side for one in around)
+            covers = {which: cover(one, device_type, dtype) for which, one in halves.items()}
+            written[part.path] = {which: rows_of(which, one, covers[which], pausing=pausing) for which, one in halves.items()}
     return Explained(found, written)

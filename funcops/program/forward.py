@@ -91,6 +91,7 @@ class Forward(Rows):
         written = (y, n) if call.names else (y, *(f"v{v}" for v in call.gives), n)
         main, takes = self._of(call.main), [self._of(v) for v in call.takes]
         kind, raws = ("fwd", ()) if raw is None or self.traced else ("raw fwd", (raw, call.op.params or NoneType))
+        kind, raws = ("pausing fwd", ()) if self.pauses(call) else (kind, raws)
         begun: tuple[str, ...] = ()
         if call.index in self.begins:
             kind, raws, begun = "begun fwd", (), (f"begun{call.index}",)

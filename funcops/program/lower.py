@@ -77,6 +77,7 @@ class Call:
     fields: tuple[str, ...] = ()
     readers: list[Call] = dataclasses.field(default_factory=list)  # the calls whose `recomputed_by` is this one
     read_by_others: bool = False
+    kept: Needs = Needs.ALL  # the needs for which the forward saves tensors; known when all calls are
     residuals: Any = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -92,12 +93,6 @@ class Call:
         """Whether it computes little: a view, or what could as well be recomputed. Communication does not hide behind it."""
         ops = [op for _, op, _ in self.cfg.parts()] if isinstance(self.cfg, Composite) else [self.op]
         return self.place is None or all([bool(op.recomputable) or op.view for op in ops])
-
-    @property
-    def kept(self) -> Needs:
-        """The needs for which the forward saves tensors."""
-        needs = self.needs.dropping(self.fields) if self.fields else self.needs
-        return needs.with_recompute() if self.source else needs
 
     @property
     def can_recompute(self) -> bool:
@@ -303,12 +298,13 @@ def _leave_out(rows: Lowered) -> None:
     others = [call for call in calls if call.op.layer is None]
     read.update(rows.resolve(value) for call in others for one in (call.main, *call.takes) for value in flat(one))
     for call in calls[::-1]:
-        source, kept = call.recomputed_by, call.kept
+        source, kept = call.recomputed_by, call.needs.with_recompute() if call.source else call.needs
         if source is not None:
             fields = call.op.fields(call.cfg)
             call.fields = tuple(n for n, f in fields.items() if f.alias in ("x", "x.0") and f.wanted(kept))
             call.recomputed_by = source if call.fields else None
             source.readers[:0] = [call] * bool(call.fields)
+        call.kept = kept.dropping(call.fields) if call.fields else kept
         call.read_by_others = read[call.out] > sum(one.op.layer is None for one in call.readers)  # which come after it
 
 

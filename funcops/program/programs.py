@@ -15,6 +15,7 @@ from funcops.contract import functions
 from funcops.contract.configs import require_config
 from funcops.contract.needs import Mask, Needs
 from funcops.contract.op import Op, with_raw
+from funcops.contract.pausing import Pauses, ran
 from funcops.contract.schema import open_node
 from funcops.contract.trace_safe_cache import reading, remember
 from funcops.errors import fail
@@ -33,29 +34,30 @@ from funcops.trees import WithExtras
 _compiling = torch.compiler.is_dynamo_compiling
 
 
-def forward(op: Op, cfg: Any, needs: Needs, main: Any) -> Any:
-    return _found("forward", op, cfg, needs, main)
+def forward(op: Op, cfg: Any, needs: Needs, main: Any, pausing: bool = False) -> Any:
+    """The forward; if it is `pausing` and a call may pause, it returns a generator."""
+    return _found("forward", op, cfg, needs, main, pausing)
 
 
-def forwards(op: Op, cfg: Any, needs: Sequence[Needs], params: Sequence[Any], main: Any) -> list[Any] | None:
+def forwards(op: Op, cfg: Any, needs: Sequence[Needs], params: Sequence[Any], main: Any, pausing: bool = False) -> list[Any] | None:
     """The forwards of equal layers in a row. None if each is by itself, as no kernel computes the sum that ends a layer with what
     reads it in the next one; else they pass on its addends."""
     if len(needs) < 2 or op.lower is None or functions.any_autocast() or not all([type(own) is dict for own in params]):
         return None  # the op's own function runs, or raises the error
     parts = ("forward_ends", *["forward_between"] * (len(needs) - 2), "forward_begins")
-    found = [_found("forward_between", op, cfg, needs[-1], main)]
+    found = [_found("forward_between", op, cfg, needs[-1], main, pausing)]
     if found[0]:
-        found = [_found(which, op, cfg, own, main) for which, own in zip(parts, needs, strict=True)]
+        found = [_found(which, op, cfg, own, main, pausing) for which, own in zip(parts, needs, strict=True)]
     return found if all(found) else None
 
 
-def backward(which: str, op: Op, cfg: Any, needs: Needs, dy: Any) -> Any:
-    """The whole backward or, if `which` is "dgrad", its first half."""
+def backward(which: str, op: Op, cfg: Any, needs: Needs, dy: Any, pausing: bool = False) -> Any:
+    """The whole backward or, if `which` is "dgrad", its first half; `pausing` as in `forward`."""
     main = dy.main if type(dy) is WithExtras else dy
-    return _found(which, op, cfg, needs, main[0] if type(main) is tuple and main else main)
+    return _found(which, op, cfg, needs, main[0] if type(main) is tuple and main else main, pausing)
 
 
-def _found(which: str, op: Op, cfg: Any, needs: Needs, main: Any) -> Any:
+def _found(which: str, op: Op, cfg: Any, needs: Needs, main: Any, pausing: bool = False) -> Any:
     """The program for these arguments. Rules apply by the device and dtype of `main`; on the CPU, only if it is not small."""
     device_type = dtype = None
     if type(main) is Tensor:
@@ -67,9 +69,11 @@ def _found(which: str, op: Op, cfg: Any, needs: Needs, main: Any) -> Any:
     if _compiling():
         id(cfg)  # the tracer guards on it: a method that gives a constant has no guard on its object
         return getattr(compiled_programs, cfg.program_while_tracing(which, needs.x, needs.params, device_type, dtype, scopes.on))
-    key = which, needs, device_type, dtype, len(changes), scopes.on
+    key = which, needs, device_type, dtype, len(changes), scopes.on, pausing
     found = cfg.programs.get(key)
-    return remember(cfg.programs, key, _made(which, op, cfg, needs, device_type, dtype, scopes.on)) if found is None else found
+    if found is None:
+        found = remember(cfg.programs, key, _made(which, op, cfg, needs, device_type, dtype, scopes.on, pausing=pausing))
+    return found
 
 
 _traced: dict[Any, str] = {}
@@ -101,7 +105,15 @@ program_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-define
 
 
 def _made(
-    which: str, op: Op, cfg: Any, needs: Needs, device_type: str | None, dtype: Any, named: bool, for_tracer: bool = False
+    which: str,
+    op: Op,
+    cfg: Any,
+    needs: Needs,
+    device_type: str | None,
+    dtype: Any,
+    named: bool,
+    for_tracer: bool = False,
+    pausing: bool = False,
 ) -> Any:
     lowered = lower(op, cfg, needs)
     which, _, part = which.partition("_")
@@ -110,7 +122,7 @@ def _made(
     if which == "wgrad":  # no tensor tells them here: rules decide when it runs
         device_type, dtype = "cuda", torch.bfloat16
     found = cover(lowered, device_type, dtype, which == "backward")
-    rows = rows_of(which, lowered, found, for_tracer)
+    rows = rows_of(which, lowered, found, for_tracer, pausing)
     text, names = Source(named).function(which, rows, for_tracer)
     return compile_source(f"program: {which} of {op.name}", text, names)[which]
 
@@ -121,25 +133,46 @@ def joins(lowered: Lowered, device_type: str | None, dtype: Any) -> bool:
     return lowered.cut(True, True) and cover(lowered, device_type, dtype).forward_saves > apart.forward_saves
 
 
-def rows_of(which: str, lowered: Lowered, found: Cover, for_tracer: bool = False) -> tuple[Row, ...]:
+def rows_of(which: str, lowered: Lowered, found: Cover, for_tracer: bool = False, pausing: bool = False) -> tuple[Row, ...]:
     """The rows of a program's function, after all passes."""
+    rows: Any
     if which == "forward":
-        return Forward(lowered, found, for_tracer).write()
-    return (SecondHalf if which in ("wgrad", "products") else Backward)(lowered, found, for_tracer, which).write()
+        rows = Forward(lowered, found, for_tracer)
+    else:
+        rows = (SecondHalf if which in ("wgrad", "products") else Backward)(lowered, found, for_tracer, which)
+    rows.pausing = pausing
+    return rows.write()  # type: ignore[no-any-return]
 
 
 def bwd(op: Op, residuals: Any, dy: Any, cfg: Any, into: Any) -> tuple[Any, Any]:
     """The `bwd` of an op that is lowered to a program."""
-    where = f"{op.name}_bwd"
     if op.keeps is None and not needs_of(residuals):
         return cfg.op.bwd(residuals, dy, cfg.cfg, into=into)  # type: ignore[no-any-return]
-    node, own, own_cfg = _opened(where, op, residuals, cfg)
-    sums = into if into is None or own.lower is None else accumulators(where, own, into, node, own_cfg, dy)
-    needs = needs_of(node) if own.lower is None else node.needs
-    dparams, dx = backward("backward", op, cfg, needs, dy)(node, dy, sums)
+    node, program, sums = _whole(op, residuals, dy, cfg, into)
+    dparams, dx = program(node, dy, sums)
     if node is not residuals:
         node.empty()
     return (dparams if into is None else into), dx
+
+
+def pausing_bwd(op: Op, residuals: Any, dy: Any, cfg: Any, into: Any) -> Pauses:
+    """`bwd`, with the pauses of its calls."""
+    if op.keeps is None and not needs_of(residuals):
+        return cfg.op.bwd(residuals, dy, cfg.cfg, into=into)
+    node, program, sums = _whole(op, residuals, dy, cfg, into, pausing=True)
+    dparams, dx = yield from ran(program(node, dy, sums))
+    if node is not residuals:
+        node.empty()
+    return (dparams if into is None else into), dx
+
+
+def _whole(op: Op, residuals: Any, dy: Any, cfg: Any, into: Any, pausing: bool = False) -> tuple[Any, Any, Any]:
+    """The residuals after every check, the program of the whole backward, and its accumulators."""
+    where = f"{op.name}_bwd"
+    node, own, own_cfg = _opened(where, op, residuals, cfg)
+    sums = into if into is None or own.lower is None else accumulators(where, own, into, node, own_cfg, dy)
+    needs = needs_of(node) if own.lower is None else node.needs
+    return node, backward("backward", op, cfg, needs, dy, pausing), sums
 
 
 def _raw_bwd(op: Op, node: Any, dy: Any, cfg: Any, *, into: Any = None) -> tuple[Any, Any]:
@@ -154,6 +187,17 @@ def dgrad(op: Op, residuals: Any, dy: Any, cfg: Any) -> tuple[Any, Any]:
         return cfg.op.dgrad(residuals, dy, cfg.cfg)  # type: ignore[no-any-return]
     node, _, _ = _opened(f"{op.name}_dgrad", op, residuals, cfg)
     found: tuple[Any, Any] = backward("dgrad", op, cfg, needs_of(node), dy)(node, dy)
+    if node is not residuals:
+        node.empty()
+    return found
+
+
+def pausing_dgrad(op: Op, residuals: Any, dy: Any, cfg: Any) -> Pauses:
+    """`dgrad`, with the pauses of its calls."""
+    if op.keeps is None and not needs_of(residuals):
+        return cfg.op.dgrad(residuals, dy, cfg.cfg)
+    node, _, _ = _opened(f"{op.name}_dgrad", op, residuals, cfg)
+    found = yield from ran(backward("dgrad", op, cfg, needs_of(node), dy, pausing=True)(node, dy))
     if node is not residuals:
         node.empty()
     return found

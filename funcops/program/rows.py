@@ -58,7 +58,10 @@ def names_of(one: Any) -> tuple[str, ...]:
 
 
 class Rows:
-    """The rows of one function, as they are added."""
+    """The rows of one function, as they are added. `pausing`: whether the function yields while communication of a call whose op
+    can pause is in flight."""
+
+    pausing = False
 
     def __init__(self, lowered: Lowered, cover: Cover, traced: bool) -> None:
         self.lowered, self.cover, self.traced = lowered, cover, traced
@@ -74,6 +77,9 @@ class Rows:
     ) -> None:
         made = Row(kind, of, tuple(reads), tuple(writes), data, path=self.path)
         self.rows.append(made._replace(**more) if more else made)
+
+    def pauses(self, call: Call) -> bool:
+        return self.pausing and call.op.pausing is not None
 
     def at(self, path: str) -> None:
         """Errors of the rows to come get the path of this step."""

@@ -186,22 +186,27 @@ def backward_piece(
     the recomputed ys that the dgrads read, by the number of their call."""
     if dy is None or (type(dy) is tuple and any([d is None for d in dy])):
         return NotImplemented
-    kept, path = [_own(call, trees) for call in calls], ""
-    if any([node is None and call.place is not None for call, node in zip(calls, kept, strict=True)]):
-        return NotImplemented
+    kept: list[Any] = []
+    for call in calls:
+        place = call.place
+        kept.append(None if place is None or place.scope is None else trees[place.scope.index][place.name])
+        if kept[-1] is None and place is not None:
+            return NotImplemented
+    path: str | None = None
     try:
         for i, call in enumerate(calls):
-            path = call.path
-            kept[i] = None if call.place is None else _read(call, kept[i], where, ys, rule.settle is not None)
-        path = joined(calls)
+            if call.place is not None:
+                path = call.path
+                kept[i] = _read(call, kept[i], where, ys, rule.settle is not None)
+        path = None
         found = _answer(rule, rule.run(calls, kept, dy, gradients), "dx, pending", calls)
     except Exception as error:
-        in_path(error, path)
+        in_path(error, joined(calls) if path is None else path)
         raise
     if found is not NotImplemented:
-        for place in [call.place for call in calls if call.place is not None]:
-            tree = trees[place.scope.index]  # type: ignore[union-attr]
-            if tree.donated:
+        for call in calls:
+            place = call.place
+            if place is not None and (tree := trees[place.scope.index]).donated:  # type: ignore[union-attr]
                 tree[place.name] = None
     return found
 
@@ -214,7 +219,7 @@ def wgrads(rule: Rule, calls: tuple[Call, ...], pendings: tuple[Any, ...], into:
     for call, node in zip(calls, nodes, strict=True):  # the op's own function refuses what it must
         if type(node) is not call.op.pending or node.cfg is not call.cfg or not node.fresh():
             return NotImplemented
-    found = NotImplemented if rule.wgrads is None else rule.wgrads(calls, nodes, into)
+    found = NotImplemented if rule.wgrads is None or products is not None else rule.wgrads(calls, nodes, into)
     if found is NotImplemented and rule.shared is not None:
         found = _of_shared(calls, rule.shared(calls, nodes, into), into, products)
     if found is not NotImplemented:
@@ -237,11 +242,6 @@ def _of_shared(calls: tuple[Call, ...], nodes: Any, into: tuple[Any, ...], produ
 def joined(calls: Iterable[Call]) -> str:
     """The path of calls that run as one: all their paths, joined by +."""
     return "+".join(dict.fromkeys([call.path for call in calls if call.place is not None]))
-
-
-def _own(call: Call, trees: dict[int, Any]) -> Any:
-    place = call.place
-    return None if place is None or place.scope is None else trees[place.scope.index][place.name]
 
 
 def _read(call: Call, node: Any, where: str, ys: dict[int, Any] | None, reads: bool) -> Any:

@@ -20,6 +20,9 @@ CONSTANTS: dict[str, tuple[str, Callable[[Row], Any]]] = {
     "dgrad": ("b", lambda row: row.of.op.dgrad),
     "wgrad": ("e", lambda row: row.of.op.wgrad),
     "products": ("e", lambda row: row.of.op.products),
+    "pausing_fwd": ("pausing_f", lambda row: row.of.op.pausing.fwd),
+    "pausing_bwd": ("pausing_b", lambda row: row.of.op.pausing.bwd),
+    "pausing_dgrad": ("pausing_b", lambda row: row.of.op.pausing.dgrad),
     "begin": ("begin", lambda row: row.of.op.prefetch.begin),
     "begun_bwd": ("begun_b", lambda row: row.of.op.prefetch.bwd),
     "begun_wgrad": ("begun_e", lambda row: row.of.op.prefetch.wgrad),
@@ -53,6 +56,11 @@ _TEST = """try: ok = fast and type({n}) is {Residuals} and {n}.cfg is {cfg}%s an
 except Exception: ok = False
 """
 
+_PAUSING_FWD = "{pausing_fwd}({params}, {bundle}, {cfg}, needs={kept_needs})"
+_PAUSING_BWD = "{pausing_bwd}({reads}, {cfg}, into={into})"
+_PAUSING_DGRAD = "{pausing_dgrad}({reads}, {cfg})"
+_ENDED = {"bwd": "({wgrad}(None, {cfg}, into={into}), None)", "dgrad": "(None, None)"}  # of a call that kept nothing
+
 _ALIKE = "if {r[1]}.shape != {r[0]}.shape or {r[1]}.dtype is not {r[0]}.dtype: run.unlike({r[0]}, {r[1]})"
 
 LINES = {
@@ -77,6 +85,8 @@ if type(P{i}) is not dict or P{i}.keys() != {names}.keys(): run.check_names({d[0
 {y}, {last} = ({raw_fwd} if fast and type(p) is {Params} else {fwd})(p, {bundle}, {cfg}, needs={kept_needs})""",
     "begin": "{w[0]} = {begin}({params}, {cfg})",
     "begun fwd": "{y}, {last} = {fwd}({r[0]}.ready(), {bundle}, {cfg}, needs={kept_needs})",
+    "pausing fwd": f"{{y}}, {{last}} = yield from {_PAUSING_FWD}",
+    "named pausing fwd": f"{{y}}, {{last}} = yield from scopes.resumed({{path}}, 'fwd', {_PAUSING_FWD})",
     "output": "{w[0]} = {r[0]}{d[0]}",
     "alike": _ALIKE,
     "sum of skip": f"{_ALIKE}\n{{w[0]}} = {{r[0]}} + {{r[1]}}",
@@ -117,8 +127,14 @@ t{i} = K{i}.donated""",
     "twin": "t = new({Residuals}); {copies}; t.cfg = {cfg}; t.needs = {needs}; t._marks = None; {r[0]} = t; del t",
     "put": "{r[0]}.{d[0]} = {r[1]}",
     "filled": "if {r[0]} is not None: {r[0]} = run.filled({r[0]}, {d[0]!r}, {r[1]}, {needs})",
-    "bwd": "{writes} = ({wgrad}(None, {cfg}, into={into}), None) if {r[0]} is None else {bwd}({reads}, {cfg}, into={into})",
-    "dgrad": "{writes} = (None, None) if {r[0]} is None else {dgrad}({reads}, {cfg})",
+    "bwd": f"{{writes}} = {_ENDED['bwd']} if {{r[0]}} is None else {{bwd}}({{reads}}, {{cfg}}, into={{into}})",
+    "dgrad": f"{{writes}} = {_ENDED['dgrad']} if {{r[0]}} is None else {{dgrad}}({{reads}}, {{cfg}})",
+    "pausing bwd": f"{{writes}} = {_ENDED['bwd']} if {{r[0]}} is None else (yield from {_PAUSING_BWD})",
+    "pausing dgrad": f"{{writes}} = {_ENDED['dgrad']} if {{r[0]}} is None else (yield from {_PAUSING_DGRAD})",
+    "named pausing bwd": f"{{writes}} = {_ENDED['bwd']} if {{r[0]}} is None else "
+    f"(yield from scopes.resumed({{path}}, 'bwd', {_PAUSING_BWD}))",
+    "named pausing dgrad": f"{{writes}} = {_ENDED['dgrad']} if {{r[0]}} is None else "
+    f"(yield from scopes.resumed({{path}}, 'dgrad', {_PAUSING_DGRAD}))",
     # The backward of a call that begins before its turn, and whose weight gradients are sums in flight after it.
     "begin backward": "{w[0]} = None if {r[0]} is None else {begin}({r[0]}, {cfg})",
     "begun bwd": "{writes} = ({begun_wgrad}(None, {cfg}, {into}), None) if {r[0]} is None else \
@@ -213,6 +229,7 @@ EXPRESSIONS: dict[str, Callable[[Any, Row], Any]] = {
     ),
     "outer": lambda fields, row: row.of.place.scope.index,
     "name": lambda fields, row: repr(row.of.place.name),
+    "path": lambda fields, row: repr(row.of.path),
     "node": lambda fields, row: row.reads[0] if row.reads and row.reads[0][0] == "h" else part("K", row.of.place),
     "n": lambda fields, row: row.reads[0] if row.reads else "h",
     "marks": _marks,

@@ -13,6 +13,7 @@ from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.step import check_body
 from funcops.contract.configs import Composite
 from funcops.errors import describe, fail, require, require_count, require_flag, require_number, require_type
+from funcops.formats.recipes import Recipe
 from funcops.memory.fit import _follow, _held
 from funcops.memory.parts import leaves_of
 from funcops.ops.embedding import EmbeddingConfig
@@ -35,10 +36,10 @@ class Decoder:
     """A model to plan for, and its step: `batch` sequences of `seq` tokens. `kv_heads`: as many as `heads` by default; `gated`: an
     MLP of three matrices, not two; `flash`: attention saves no scores; without it they are written out, over all pairs, and
     recomputed in the backward; `window`: the keys that a query sees at most, by default all before it. `residual_bytes`: the bytes
-    that a layer saves per token; by default as many as a block of funcops in 16 bits. `low`: whether the products of the layers are
-    in 8 bits, by a recipe that quantises both operands of each; the head's is not. `mixture`: each layer has experts, of `ffn`
-    hidden features, instead of one MLP; `residual_bytes` is then for a layer with all of them on one GPU. `head_size`: by default
-    hidden / heads.
+    that a layer saves per token; by default as many as a block of funcops in 16 bits. `low`: the recipe of the layers' products,
+    which quantises both operands of each to 8 bits; the head's has none. True: any that sends no codes. `mixture`: each layer has
+    experts, of `ffn` hidden features, instead of one MLP; `residual_bytes` is then for a layer with all of them on one GPU.
+    `head_size`: by default hidden / heads.
 
     >>> from funcops.schedule import Decoder
     >>> model = Decoder(hidden=4096, ffn=14336, layers=32, heads=32, kv_heads=8, vocab=128256, seq=8192, batch=128)
@@ -58,14 +59,15 @@ class Decoder:
     flash: bool = True
     window: int | None = None
     residual_bytes: float | None = None
-    low: bool = False
+    low: bool | Recipe = False
     mixture: Mixture | None = None
     head_size: int | None = None
 
     def __post_init__(self) -> None:
         counts = ("hidden", "ffn", "layers", "heads", "vocab", "seq", "batch")
         require_count("Decoder", **{name: getattr(self, name) for name in counts})
-        require_flag("Decoder", gated=self.gated, flash=self.flash, low=self.low)
+        require_flag("Decoder", gated=self.gated, flash=self.flash)
+        require_type("Decoder", "low", self.low, bool, Recipe)
         require_type("Decoder", "mixture", self.mixture, Mixture, type(None))
         if self.head_size is not None:
             require_count("Decoder", head_size=self.head_size)
@@ -86,6 +88,11 @@ class Decoder:
         nothing is run) and a step of `batch` sequences. The bytes that a layer saves are counted in bfloat16, under the config's
         policies and recipe. Raises `ValueError` for a chain whose blocks are not attention and one MLP or experts."""
         return _described(cfg, x, batch)
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The recipe whose codes may be sent."""
+        return self.low if isinstance(self.low, Recipe) else None
 
     @property
     def head_dim(self) -> int:
@@ -195,7 +202,7 @@ def _described(cfg: ChainConfig, x: Any, batch: int) -> Decoder:
     leaves = list(leaves_of(block.op, block.cfg))
     mixes = [(leaf.path, leaf.call.cfg) for leaf in leaves if leaf.call and leaf.call.cfg.attends]
     matrices = [leaf.call.cfg for leaf in leaves if leaf.call and leaf.op.layer is not None]
-    experts = [(i, leaf.call.cfg) for i, leaf in enumerate(leaves) if leaf.call and isinstance(leaf.call.cfg, ExpertsConfig)]
+    experts = _experts(leaves)
     if len(mixes) != 1 or len(experts) > 1 or len(matrices) < (3 if experts else 4):
         counted = f"{len(mixes)} attentions, {len(matrices)} linear layers and {len(experts)} steps of experts"
         fail("Decoder.of", "cfg", wanted, f"a block of {counted}")
@@ -209,9 +216,10 @@ def _described(cfg: ChainConfig, x: Any, batch: int) -> Decoder:
     layer = three.under(_held(chain, at_depth(3)))[0] - two.under(_held(chain, at_depth(2)))[0]
     q, k, size = next(_heads(part.x) for part in two.parts if part.path.endswith(mixes[0][0]))
     hidden = embeddings[0].dim
+    routed = [one.number for one in experts]  # a router's outputs
     found = Decoder(
         hidden=hidden,
-        ffn=experts[0][1].hidden if experts else matrices[-1].in_features,
+        ffn=experts[0].hidden if experts else matrices[-1].in_features,
         layers=block.times,
         heads=q,
         vocab=embeddings[0].num_embeddings,
@@ -221,8 +229,8 @@ def _described(cfg: ChainConfig, x: Any, batch: int) -> Decoder:
         gated=bool(experts) or any(leaf.op is glu for leaf in leaves),
         window=mixes[0][1].window,
         residual_bytes=layer / (rows * seq),
-        low=any(one.low_recipe is not None for one in matrices),
-        mixture=_mixture(leaves, *experts[0]) if experts else None,
+        low=_low([one.low_recipe for one in matrices if one.out_features not in routed] + [one.recipe for one in experts]),
+        mixture=_mixture(leaves, experts[0]) if experts else None,
         head_size=None if size * q == hidden else size,
     )
     got = sum(one.in_features * one.out_features for one in matrices)
@@ -231,11 +239,36 @@ def _described(cfg: ChainConfig, x: Any, batch: int) -> Decoder:
     return found
 
 
-def _mixture(leaves: list[Any], at: int, experts: ExpertsConfig) -> Mixture:
-    """The experts at a leaf of a block, and the shared MLP behind it, if there is one."""
+class _Experts(NamedTuple):
+    """The experts of a block: the index of their leaf, or of the last with a weight; their number, hidden size and recipe."""
+
+    at: int
+    number: int
+    hidden: int
+    recipe: Recipe | None
+
+
+def _experts(leaves: list[Any]) -> list[_Experts]:
+    """The experts of each op, or with a recipe of each chain of steps."""
+    found = []
+    for i, cfg in enumerate([leaf.cfg for leaf in leaves]):
+        if isinstance(cfg, ExpertsConfig):
+            found.append(_Experts(i, cfg.experts, cfg.hidden, None))
+        elif cfg.group_dims and leaves[i].path.endswith(".down"):
+            found.append(_Experts(i, cfg.experts, cfg.in_features, cfg.low_recipe))
+    return found
+
+
+def _low(recipes: list[Recipe | None]) -> bool | Recipe:
+    """The recipe of all of these matrices; if they differ, whether some have one."""
+    return recipes[0] if recipes[0] is not None and len(set(recipes)) == 1 else any(one is not None for one in recipes)
+
+
+def _mixture(leaves: list[Any], experts: _Experts) -> Mixture:
+    """The experts of a block, and the shared MLP behind them, if there is one."""
     top = max([getattr(leaf.call.cfg, "top_k", 0) for leaf in leaves if leaf.call])
-    shared = [leaf.call.cfg.in_features for leaf in leaves[at + 1 :] if leaf.call and leaf.op.layer is not None]
-    return Mixture(experts.experts, top, shared[-1] if shared else 0)
+    shared = [leaf.call.cfg.in_features for leaf in leaves[experts.at + 1 :] if leaf.call and leaf.op.layer is not None]
+    return Mixture(experts.number, top, shared[-1] if shared else 0)
 
 
 def _heads(x: list[Tensor]) -> tuple[int, int, int]:

@@ -26,7 +26,7 @@ def expert_times(model: Decoder, gpu: GPU, tokens: int, ep: int) -> ExpertTimes:
     mixture = model.mixture
     if mixture is None:
         return ExpertTimes(0.0, 0.0, 0.0, 0.0)
-    own, h, low = mixture.experts // ep, model.hidden, model.low
+    own, h, low = mixture.experts // ep, model.hidden, bool(model.low)
     rows = math.ceil(tokens * mixture.choices / own)
     sizes = [(one.n, one.k) for one in model.expert_products]
     forwards = [gpu.product(rows, n, k, low=low, groups=own) for n, k in sizes]
@@ -42,7 +42,8 @@ def expert_times(model: Decoder, gpu: GPU, tokens: int, ep: int) -> ExpertTimes:
 
 def of_experts(model: Decoder, gpu: GPU, count: int, tokens: int, ep: int, recompute: str) -> list[Collective]:
     """The messages of `parallel_experts` in `count` layers: each token with its weights and indices to the ranks of its experts,
-    and the results back; in the backward dy there, and the gradients of weights and x back during the experts' wgrad."""
+    and the results back; in the backward dy there, and the gradients of weights and x back during the experts' wgrad. In low
+    precision they are steps, which send codes and scales if the recipe allows, and wait for the gradients."""
     mixture = model.mixture
     if mixture is None or ep == 1 or not count:
         return []
@@ -52,10 +53,12 @@ def of_experts(model: Decoder, gpu: GPU, count: int, tokens: int, ep: int, recom
         return Collective("all_to_all", "ep", nbytes, under, during, count)
 
     x, weights, indices = 2.0 * model.hidden * rows, float(WEIGHT * k) * rows, float(INDEX * k) * rows
-    forward = [float(COUNT * ep * ep), weights, x, indices, x]
+    codes = None if model.recipe is None else model.recipe.takes_codes
+    given = [x] if codes is None else [rows * nbytes for nbytes in codes.nbytes(1, model.hidden)]
+    forward = [float(COUNT * ep * ep), weights, *given, indices, x]
     found = [sent(nbytes) for nbytes in forward]
     if recompute == "block":
         found += [sent(nbytes, "I") for nbytes in forward]
-    under = expert_times(model, gpu, tokens, ep).wgrad
+    when, under = ("I", 0.0) if model.low else ("W", expert_times(model, gpu, tokens, ep).wgrad)
     found.append(sent(x, "I"))
-    return found + [sent(nbytes, "W", under * nbytes / (x + weights)) for nbytes in (weights, x)]
+    return found + [sent(nbytes, when, under * nbytes / (x + weights)) for nbytes in (weights, x)]

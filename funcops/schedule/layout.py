@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
+from funcops.distributed.ops.sharded import gathers_codes
 from funcops.errors import fail, join_path, require, require_count, require_type
 from funcops.schedule.actions import is_count
 from funcops.schedule.collectives import Collective
@@ -234,7 +236,9 @@ def rank_memory(model: Decoder, layout: Layout, rank: int) -> Memory:
     if model.mixture is not None and layout.ep > 1:  # the rows that are sent, and those that come back
         again += 2 * model.mixture.ranks(layout.ep) * 2 * model.hidden * tokens / layout.tp
     logits = 2 * 2 * tokens * model.vocab / layout.tp if last else 0.0  # logits and their gradient
-    gathered = 2 * (PARAM + GRAD) * layer if zero == 3 else GRAD * layer if zero == 2 else 0.0  # prefetched by a layer
+    gathered = GRAD * layer if zero == 2 else 0.0
+    if zero == 3:
+        gathered = 2 * (sum(_gathered(model, layout)) + GRAD * layer)  # prefetched by a layer
     gathered += (PARAM + GRAD) * last * model.vocab * model.hidden / layout.tp * (zero == 3)  # the head, until its backward is done
 
     def each(nbytes: int, over: bool) -> float:
@@ -250,6 +254,27 @@ def layer_params(model: Decoder, layout: Layout) -> tuple[float, float]:
     return (model.layer_params - model.expert_params) / layout.tp, model.expert_params / layout.ep
 
 
+@functools.lru_cache(maxsize=4096)
+def gathered_bytes(model: Decoder, tp: int, ep: int, replicas: int, expert_replicas: int) -> tuple[float, float]:
+    """The bytes of a layer's params on a rank as ZeRO-3 gathers them: but for experts, and of experts. Weights go in codes and
+    scales by the rule of `dist.zero3`, all else in two bytes."""
+    sharded, recipe = Layout(tp=tp, ep=ep), model.recipe
+    dense, experts = (PARAM * params for params in layer_params(model, sharded))
+    if recipe is None:
+        return dense, experts
+
+    def less(shape: tuple[int, ...], ranks: int) -> int:
+        """The bytes that codes of a weight save."""
+        n, k = shape[-2:]
+        return math.prod(shape[:-2]) * (PARAM * n * k - sum(recipe.w.nbytes(n, k))) if gathers_codes(recipe, shape, ranks) else 0
+
+    (_, h, _), *others = model.products
+    weights = [(model.width // tp, h), *[(model.kv_width // tp, h)] * 2]  # of q, k and v
+    weights += [(n // tp, k) if column else (n, k // tp) for n, k, column in others]
+    stacked = [(model.mixture.experts // ep, one.n, one.k) for one in model.expert_products] if model.mixture else []
+    return dense - sum(less(one, replicas) for one in weights), experts - sum(less(one, expert_replicas) for one in stacked)
+
+
 class Layer(NamedTuple):
     """Seconds of a layer, without communication; `column`: the dgrad and the wgrad of each column-sharded product."""
 
@@ -261,15 +286,15 @@ class Layer(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def layer_times(model: Decoder, gpu: GPU, tp: int, cp: int, microbatch: int, recompute: str, ep: int = 1) -> Layer:
-    rows = microbatch * model.seq // cp
+    rows, low = microbatch * model.seq // cp, bool(model.low)
     sizes = []
     kv = max(model.kv_width // tp, model.head_dim)  # kv heads are replicated if there are fewer than tp
     for i, (n, k, column) in enumerate(model.products):
-        width = model.hidden // tp + 2 * kv if i == 0 else n // tp
+        width = model.width // tp + 2 * kv if i == 0 else n // tp
         sizes.append((width, k) if column else (n, k // tp))
-    forwards = [gpu.product(rows, n, k, low=model.low) + _quantised(model, gpu, rows * k + n * k) for n, k in sizes]
-    dgrads = [gpu.product(rows, k, n, low=model.low) + _quantised(model, gpu, rows * n) for n, k in sizes]
-    wgrads = [gpu.product(n, k, rows, 2 * GRAD, low=model.low) for n, k in sizes]  # read and written
+    forwards = [gpu.product(rows, n, k, low=low) + _quantised(model, gpu, rows * k + n * k) for n, k in sizes]
+    dgrads = [gpu.product(rows, k, n, low=low) + _quantised(model, gpu, rows * n) for n, k in sizes]
+    wgrads = [gpu.product(n, k, rows, 2 * GRAD, low=low) for n, k in sizes]  # read and written
     mix, mix_backward = _attention(model, gpu, tp, rows)
     h, experts = model.hidden, expert_times(model, gpu, rows // tp, ep)
     around = 20 * h + (3 if model.gated else 4) * 2 * model.passed  # norms, sums, activation
@@ -371,7 +396,7 @@ def stages_of(model: Decoder, layout: Layout, gpu: GPU) -> Stages:
     counts = layers.ends, layers.between, layers.ends
     made = []
     for count, one, embed, head in zip(counts, plain, (table, 0.0, table * alone), (table * alone, 0.0, table), strict=True):
-        said = _of_replicas(layout, _Params(count, sharded, experts, embed, head), one)
+        said = _of_replicas(layout, _Params(count, sharded, experts, embed, head), _gathered(model, layout), one)
         made.append(dataclasses.replace(one, collectives=(*one.collectives, *said)))
     return Stages(*made)
 
@@ -402,6 +427,10 @@ def _of_cp(model: Decoder, count: int, tp: int, cp: int, microbatch: int, recomp
     ]
 
 
+def _gathered(model: Decoder, layout: Layout) -> tuple[float, float]:
+    return gathered_bytes(model, layout.tp, layout.ep, layout.replicas, layout.expert_replicas)
+
+
 class _Params(NamedTuple):
     """The params of a stage of `layers`: of each layer but for experts, of its experts, and of the embedding and the head if the
     stage has them."""
@@ -413,7 +442,7 @@ class _Params(NamedTuple):
     head: float
 
 
-def _of_replicas(layout: Layout, own: _Params, costs: Costs) -> list[Collective]:
+def _of_replicas(layout: Layout, own: _Params, gathered: tuple[float, float], costs: Costs) -> list[Collective]:
     """Data parallelism, layer by layer as in `funcops.dist.data_parallel` and `zero3`: the gather of a layer's params overlaps with
     the layer before, the sum of its gradients with the wgrad of the next one of the backward. So the first layer's gather of each
     pass and the last one's sum are exposed, and the embedding's; the head's overlap with all layers, and ZeRO-3 gathers it once.
@@ -427,11 +456,12 @@ def _of_replicas(layout: Layout, own: _Params, costs: Costs) -> list[Collective]
     for kind, size, time, when in sent:
         under = time / max(1, own.layers)
         first = under if layout.chunks > 1 else 0.0  # a rank's other stages hide what a stage's own layers do not
-        ends = [] if when == "I" else [("dp", own.embed, first, 1), ("dp", own.head, time, 1)]
-        for axis, params in (("dp", own.layer), ("edp", own.experts)):  # both overlap with one layer's work
-            part = params / (own.layer + own.experts)
-            ends += [(axis, params, first * part, min(1, own.layers)), (axis, params, under * part, own.layers - 1)]
-        for axis, params, hidden, times in ends:
-            if params and times > 0 and (layout.replicas if axis == "dp" else layout.expert_replicas) > 1:
-                found.append(Collective(kind, axis, size * params, hidden, when, times))
+        ends = [] if when == "I" else [("dp", size * own.embed, first, 1), ("dp", size * own.head, time, 1)]
+        layer = gathered if kind == "all_gather" and zero == 3 else (size * own.layer, size * own.experts)
+        for axis, params, nbytes in zip(("dp", "edp"), (own.layer, own.experts), layer, strict=True):
+            part = params / (own.layer + own.experts)  # both overlap with one layer's work
+            ends += [(axis, nbytes, first * part, min(1, own.layers)), (axis, nbytes, under * part, own.layers - 1)]
+        for axis, nbytes, hidden, times in ends:
+            if nbytes and times > 0 and (layout.replicas if axis == "dp" else layout.expert_replicas) > 1:
+                found.append(Collective(kind, axis, nbytes, hidden, when, times))
     return found

@@ -26,7 +26,7 @@ from funcops.schedule.layout import (
     plain_stages,
     stages_of,
 )
-from funcops.schedule.simulate import Model, Network, Simulated, simulate
+from funcops.schedule.simulate import ROUNDING, Model, Network, Simulated, simulate
 
 UPDATE = 28  # bytes that the optimiser moves per param: gradient, float32 param and two moments read, param and two moments written
 
@@ -43,7 +43,7 @@ class Spent(NamedTuple):
 @dataclasses.dataclass(frozen=True, repr=False)
 class Predicted:
     """A step of `time` seconds and at most `memory.total` bytes a GPU, which pipeline rank `rank` needs. `simulated`: the
-    pipeline's first microbatches, by `simulate`; the others take as long as the last of these."""
+    pipeline's first microbatches, by `simulate`; each of the others takes as long as the last of these."""
 
     model: Decoder
     layout: Layout
@@ -200,16 +200,26 @@ def schedule_of(ranks: int, chunks: int, count: int) -> Schedule:
 
 
 def simulate_few(layout: Layout, count: int, stages: Stages, network: Network) -> tuple[Simulated, float]:
-    """Simulate the pipeline's first microbatches, and return that and the time of all `count`. After 2 p microbatches each further
-    one, or each further group of p if a rank has several chunks, takes as long as the one before."""
-    p, chunked = layout.pp, layout.chunks > 1
-    costs = stages.all(layout.stages)
-    found = simulate(schedule_of(p, layout.chunks, few := min(count, 3 * p if chunked else 2 * p)), costs, network)
-    if few == count:
-        return found, found.time
-    before = few - (p if chunked else 1)
-    shorter = simulate(schedule_of(p, layout.chunks, before), costs, network)
-    return found, found.time + (count - few) * (found.time - shorter.time) / (few - before)
+    """Simulate the pipeline's first microbatches, and return that and the time of all `count`. Once a further microbatch, or group
+    of p if a rank has several chunks, delays the last actions of each rank by the time that it adds or less, each one after it adds
+    as much: no start grows faster later. Until then, more microbatches are simulated; in the end all."""
+    p, group = layout.pp, layout.pp if layout.chunks > 1 else 1
+    costs, few = stages.all(layout.stages), 2 * p if group == 1 else 3 * p
+    while few < count:
+        found, shorter = (simulate(schedule_of(p, layout.chunks, m), costs, network) for m in (few, few - group))
+        added = found.time - shorter.time
+        if _latest(found, shorter) <= added + ROUNDING * found.time:
+            return found, found.time + (count - few) // group * added
+        few *= 2
+    found = simulate(schedule_of(p, layout.chunks, count), costs, network)
+    return found, found.time
+
+
+def _latest(found: Simulated, shorter: Simulated) -> float:
+    """The most by which the last actions of a rank start later than in a shorter schedule: its cool-down, and before it the
+    actions whose results are under way between ranks."""
+    rows = zip(found.starts, shorter.starts, strict=True)
+    return max(a - b for long, short in rows for a, b in zip(long[-(len(short) // 2) :], short[-(len(short) // 2) :], strict=True))
 
 
 def simulated(model: Decoder, layout: Layout, gpu: GPU, known: Bound | None = None) -> Predicted:

@@ -54,7 +54,8 @@ def run(
     losses: tuple[str, ...] = (),
 ) -> Ran:
     """Run every action of the schedule, each stage a step of the chain `cfg`. The results are the same as if `chain.fwd` and
-    `chain.bwd` ran for one microbatch after another, in the schedule's order.
+    `chain.bwd` ran for one microbatch after another, in the schedule's order. Of several microbatches each has its number folded
+    into the keys by which params of a stochastic recipe round.
 
     xs: x of each microbatch. dys: the gradient of each y; if y is a scalar loss, None stands for the gradient of the mean over the
     microbatches. That mean is the whole batch's loss only if each microbatch's loss is a mean over equally many labels. If they

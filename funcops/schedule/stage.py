@@ -20,6 +20,7 @@ from funcops.contract.accumulators import check_accumulator, check_apart, check_
 from funcops.contract.needs import Needs
 from funcops.errors import fail, require, require_type
 from funcops.formats import zero_gradient
+from funcops.formats.qtensor import fold_keys, has_keys
 from funcops.program.accumulator_checks import check_into_tree
 from funcops.program.run import taken_apart, tied
 from funcops.residuals.donate import donate
@@ -32,7 +33,7 @@ Done = Callable[[int, Any], None]
 class Stage:
     """Stage `index` of `cfg`. Residuals and pendings wait in `ledger`; the gradients of all microbatches are summed in `dparams`:
     the given accumulators, or zeros like params, made for the first gradient. `done(index, dparams)` is called after the last of
-    `count`."""
+    `count`. With several microbatches each has its number folded into the keys of the params: no two round alike."""
 
     def __init__(
         self,
@@ -49,13 +50,15 @@ class Stage:
         self.step, self.index, self.params, self.ledger = cfg.steps[index], index, params, ledger
         self.needs = needs_of_steps(cfg, needs)[index]
         self.dparams, self.left, self.done = into, count, done
+        self.keyed = count > 1 and has_keys(params)
         if into is not None:
             check_into_tree(f"stage {index}", into, self.step.op, self.step.cfg, None)
 
     def forward(self, m: int, main: Any, extras: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Return the main value and the outputs of microbatch m. Its residuals wait in the ledger."""
         with self._named("forward", m):
-            y, residuals = self.step.op.fwd(self.params, self.step.x(main, extras), self.step.cfg, needs=self.needs)
+            params = fold_keys(self.params, m) if self.keyed else self.params
+            y, residuals = self.step.op.fwd(params, self.step.x(main, extras), self.step.cfg, needs=self.needs)
             self.ledger.keep(self._path("residuals", m), residuals)
             return self.step.split_y(y)
 

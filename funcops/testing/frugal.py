@@ -18,7 +18,7 @@ from torch import Tensor
 from funcops.compose.chain import ChainConfig
 from funcops.compose.step import Step, live_inputs
 from funcops.contract.checking import aliases_said
-from funcops.contract.configs import fields_of
+from funcops.contract.configs import Composite, fields_of
 from funcops.contract.needs import Mask, Needs
 from funcops.contract.op import Op
 from funcops.contract.schema import DGRAD, RECOMPUTE, WGRAD, Field, Saved
@@ -42,7 +42,8 @@ def law_frugal(case: Case, dtype: torch.dtype) -> None:
         _, kept = op.fwd(params, x, cfg, needs=Needs.NONE.with_recompute())
         with _naming_what_lacks("recompute", Needs.NONE.with_recompute(), kept, residuals):
             same_bits(op.recompute(kept, cfg), y, "y recomputed without gradients")
-    _aliases_are_inputs(residuals, (params, x))
+    if not (isinstance(cfg, Composite) and cfg.side_by_side):  # whose residuals are views of the rows of x
+        _aliases_are_inputs(residuals, (params, x))
     for name, alias in aliases_said(residuals, {"params": params, "x": x, "y": y}):
         raise AssertionError(f"residuals.{name} must be {alias} itself, got another tensor")
     _, pending = op.dgrad(residuals, dy, cfg)
@@ -243,6 +244,8 @@ def first_parts(cfg: Any) -> Iterator[tuple[Any, Op, Any]]:
 def parts_needs(cfg: Any, needs: Needs) -> dict[Any, Needs]:
     """The needs of each part of a combinator, by its name."""
     live = live_inputs(needs.x, cfg.extras)
+    if cfg.side_by_side is not None:
+        return dict.fromkeys(range(cfg.side_by_side), needs)
     if cfg.branching:
         return {branch.name: _step_needs(branch, live, needs) for branch in cfg.branches}
     found: dict[Any, Needs] = {}

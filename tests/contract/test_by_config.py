@@ -61,6 +61,12 @@ KINDS = {
         {"whole": X, "dropped": (X, random.key(1))},
         {"whole": {"x": "x"}, "dropped": {"x": "x.0", "key": "x.1"}},
     ),
+    "linear_cross_entropy": Kind(
+        funcops.linear_cross_entropy,
+        {when: funcops.LinearCrossEntropyConfig(8, 8, gradient=when) for when in ("backward", "forward")},
+        dict.fromkeys(("backward", "forward"), (X, torch.arange(4))),
+        {"backward": {"x": "x.0", "labels": "x.1"}, "forward": {"dx": None}},
+    ),
 }
 EACH = [pytest.param(kind, name, id=f"{op}-{name}") for op, kind in KINDS.items() for name in kind.cfgs]
 PAIRS = [

@@ -104,13 +104,13 @@ class Drawn:
         self.sizes = dict.fromkeys(draw.sample(NAMES, 3), 2)
         left = draw.sample(list(self.sizes), 3)
         self.axis = left.pop()
-        self.context = left.pop() if draw.random() < 0.5 else "none"
+        self.context = left.pop() if draw.random() < 0.5 else None
         self.sequence = draw.random() < 0.7
         self.experts = draw.choice([*left, *[self.axis] * self.sequence])
         self.rows = tuple(name for name in self.sizes if name not in (self.axis, self.context))
-        self.cfg = model(draw, self.context == "none")
+        self.cfg = model(draw, self.context is None)
         self.rules = {"*.proj": "column", "*.attn.out": "row", "*.experts": "expert"}
-        if self.context != "none":
+        if self.context is not None:
             self.rules["*.mix"] = "context"
         self.how = dict(axis=self.axis, sequence_parallel=self.sequence, context=self.context, experts=self.experts)
 
@@ -121,7 +121,7 @@ class Drawn:
         for name in over:
             place = 2 * place + mesh[name].rank
         t = t.chunk(2 ** len(over))[place].contiguous()
-        return t if self.context == "none" else dist.zigzag(t, mesh[self.context])
+        return t if self.context is None else dist.zigzag(t, mesh[self.context])
 
 
 def step(params, cfg, x, labels, share):
@@ -172,7 +172,7 @@ def test_masks_of_ranks_are_parts_of_one_mask(seed):
     draw = python_random.Random(seed)
     sizes = {name: draw.choice((1, 2, 3)) for name in draw.sample(NAMES, 3)}
     *others, axis = draw.sample(list(sizes), 3)
-    context = others.pop() if draw.random() < 0.4 else "none"
+    context = others.pop() if draw.random() < 0.4 else None
     rows = tuple(draw.sample(others, draw.randrange(len(others) + 1)))
     x, key, cfg = (
         torch.ones(36, 12, 2),
@@ -186,7 +186,7 @@ def test_masks_of_ranks_are_parts_of_one_mask(seed):
         for name, t in (("x", x), ("y", whole)):
             for one in (*rows, axis):
                 t = t.chunk(mesh[one].size)[mesh[one].rank]
-            mine[name] = (t if context == "none" else dist.zigzag(t, mesh[context])).contiguous()
+            mine[name] = (t if context is None else dist.zigzag(t, mesh[context])).contiguous()
         own = dist.parallel(cfg, {}, mesh, axis=axis, context=context, rows=rows)
         assert torch.equal(chain.fwd({"drop": None}, WithExtras(mine["x"], {"key": key}), own)[0], mine["y"]), (
             sizes,
@@ -232,6 +232,12 @@ BAD = {
     "parallel: experts must be an axis along which rows differ, got 'cp'": dict(experts="cp"),
     "parallel: rows must be different ones of dp, got ('dp', 'dp')": dict(rows=("dp", "dp")),
     "parallel: rows must be different ones of dp, got ('tp',)": dict(rows=("tp",)),
+    "parallel: rows must be different ones of dp, got ('other',)": dict(rows=("other",)),
+    "parallel: context must be an axis of the mesh (dp, pp, cp, tp) or None, got 'other'": dict(context="other"),
+    "parallel: context must be axes of the mesh (dp, pp, cp, tp), got ('cp', 'other')": dict(context=("cp", "other")),
+    "parallel: context must be axes of the mesh (dp, pp, cp, tp), got ('other', 'cp')": dict(context=("other", "cp")),
+    "parallel: experts must be an axis of the mesh (dp, pp, cp, tp) or None, got 'other'": dict(experts="other"),
+    "Mesh: axis must be one of dp, pp, cp, tp, got 'other'": dict(axis="other"),
 }
 
 

@@ -6,6 +6,7 @@ import torch
 
 from funcops import ChainConfig, Ledger, LinearConfig, Step, WithExtras, chain, dist, donate, linear, random
 from funcops.distributed import finish, own_shards, reduce_start
+from funcops.low_precision import MXFP8, NVFP4, Fp8Current, Fp8Delayed, quantize_params, with_recipe
 from funcops.models.blocks import Sizes, block_config, decoder_config
 from funcops.testing import run_ranks
 from funcops.testing.checks import same_bits
@@ -70,6 +71,56 @@ def test_sums_over_more_axes_and_in_another_dtype():
         same_bits((loss, found), (products[0], finish(reduce_start(products[1], mesh["dp"], dtype=torch.float32))), "dtypes")
 
     run_ranks({"node": 2, "dp": 2}, step)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("also", [(), ("node",)])
+def test_parts_of_the_sums_within_the_backward(also):
+    """Params are whole and gradients are shards, for ZeRO-1 and 2; accumulators are refused."""
+
+    def step(mesh):
+        dp, x, over = mesh["dp"], batch(mesh.rank), tuple(mesh[name] for name in also)
+        loss, plain = gradients(PARAMS, x, DECODER)
+        want = finish(reduce_start(plain, (*over, dp), shard=dp))
+        cfg = dist.data_parallel(DECODER, dp, also=over, shard=True, bucket_bytes=3000)
+        same_bits(chain.init(cfg, key=random.key(0)), PARAMS, "init")
+        assert dist.specs_of(chain, cfg) == {}
+        for run in (gradients, halves):
+            same_bits(run(PARAMS, x, cfg), (loss, want), run.__name__)
+            with pytest.raises(ValueError, match=r"into must be None with stage=2 \(add the shards up after the backward\)"):
+                run(PARAMS, x, cfg, ones(PARAMS))
+
+    run_ranks(dict.fromkeys((*also, "dp"), 2), step)
+
+
+LOW = decoder_config(Sizes(dim=64, layers=2, heads=2, kv_heads=2, hidden=64, vocab=32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [NVFP4(), NVFP4(stochastic=False), Fp8Current(), MXFP8()], ids=repr)
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_working_tree_is_summed_within_the_backward(recipe, shard):
+    """With keys beside its weights, too; in the given dtype, from products in bfloat16."""
+    low = with_recipe(LOW, recipe, only=("blocks.*",))
+    params = chain.init(low, key=random.key(0))
+
+    def step(mesh):
+        dp, x = mesh["dp"], batch(mesh.rank)
+        work = quantize_params(params, low, key=random.key(mesh.rank))
+        loss, plain = gradients(work, x, low)
+        want = finish(reduce_start(cast(plain, torch.float32), dp, shard=dp if shard else None))
+        cfg = dist.data_parallel(low, dp, shard=shard, grad_dtype=torch.float32)
+        same_bits(gradients(work, x, cfg), (loss, want), "in float32")
+
+    run_ranks({"dp": 2}, step)
+
+
+def test_a_recipe_with_amaxes_is_refused():
+    low = with_recipe(LOW, Fp8Delayed(), only=("blocks.*",))
+    with pytest.raises(
+        ValueError, match=r"scales beside weights, whose amaxes are not summed \(reduce_start after end_step\), got Fp8D"
+    ):
+        dist.data_parallel(low, dist.Mesh.abstract({"dp": 2}, 0)["dp"])
 
 
 @pytest.mark.parametrize("again", [None, *(pytest.param(one, marks=pytest.mark.slow) for one in (True, False))])
@@ -143,6 +194,7 @@ STEPS = {
     "after": (lambda mesh: plain_step(LARGE, lambda grads: finish(reduce_start(grads, mesh["dp"]))), (2, 2)),
     "ordered": (lambda mesh: plain_step(dist.data_parallel(LARGE, mesh["dp"])), (14, 7)),
     "unordered": (lambda mesh: plain_step(dist.data_parallel(LARGE, mesh["dp"], ordered=False)), (7, 2)),
+    "parts": (lambda mesh: plain_step(dist.data_parallel(LARGE, mesh["dp"], shard=True)), (7, 2)),
 }
 
 

@@ -310,6 +310,24 @@ def test_a_recipe_with_values_beside_weights_is_refused(recipe):
     assert with_recipe(dist.zero3(cfg, dp), Fp8Block()) == dist.zero3(with_recipe(cfg, Fp8Block()), dp)
 
 
+def test_shards_of_stacked_layers_are_refused_with_a_remedy():
+    """`own_shards` would take some of the layers, and a spec has no second dimension; `init` makes each layer's shards."""
+    layers = RepeatConfig(linear, LinearConfig(8, 8), times=4, stacked=True)
+    cfg = ChainConfig(steps=(Step("layers", repeat, layers),))
+    params, x = chain.init(cfg, key=random.key(0)), torch.ones(2, 8)
+
+    def step(mesh):
+        own = dist.zero3(cfg, mesh["dp"])
+        said = "must be stacked leaves [4, ...] of shards over axis 'dp' of 2, as init makes them "
+        with pytest.raises(ValueError, match=re.escape(f"{said}(own_shards cuts the layers: stacked=False), got float32[2, 8, 8]")):
+            chain.fwd(own_shards(params, mesh["dp"]), x, own)
+        with pytest.raises(ValueError, match=r"shards layers that are stacked: make them with stacked=False\), got \[8, 8\]"):
+            dist.specs_of(chain, own)
+        same_bits(chain.fwd(chain.init(own, key=random.key(0)), x, own)[0], chain.fwd(params, x, cfg)[0], "init")
+
+    run_ranks({"dp": 2}, step)
+
+
 class Alive:
     """The bytes of params on one rank that are whole or in flight."""
 

@@ -10,6 +10,7 @@ import programs
 import pytest
 import torch
 
+from funcops import chain, dist, random
 from funcops.optim import BlockTensor
 from funcops.testing import run_ranks
 from funcops.trees import nbytes, paths, tree_map_tensors
@@ -40,6 +41,8 @@ THREADS = {
     "dp-tp": (ONES | {"dp": 2, "tp": 2}, 0, []),
     "tp-zero3": (ONES | {"dp": 2, "tp": 2}, 3, []),
     "cp-zero1": (ONES | {"dp": 2, "cp": 2}, 1, []),
+    "tp-zero2": (ONES | {"dp": 2, "tp": 2}, 2, ["--delay-wgrad"]),
+    "ep-zero1": (ONES | {"dp": 2, "ep": 2}, 1, EXPERTS),
     "ep-zero3": (ONES | {"dp": 2, "ep": 2}, 3, [*EXPERTS, "--shared", "1"]),
     "ep-tp": (ONES | {"ep": 2, "tp": 2}, 0, [*EXPERTS, *"--shared 1 --overlap ring --delay-wgrad --policy minimal".split()]),
     "ep-cp": (ONES | {"ep": 2, "cp": 2}, 0, EXPERTS),
@@ -87,8 +90,40 @@ def test_losses_on_ranks_that_are_threads(name, text, tmp_path, monkeypatch):
         assert made.skipped == 1 and torch.equal(made.state.optimiser.step, one.state.optimiser.step), "all ranks skip the step"
         assert zero == 0 or nbytes(made.state.optimiser.exp_avg) < 0.6 * nbytes(one.state.optimiser.exp_avg)
         held = paths(made.params)[broken].numel() * sizes["ep"] * (sizes["dp"] if zero == 3 else 1)
-        assert not more or held == paths(one.params)[broken].numel(), "each has its experts, and no other"
+        assert "--experts" not in more or held == paths(one.params)[broken].numel(), "each has its experts, and no other"
         assert zero < 3 or nbytes(made.params) < 0.6 * nbytes(one.params)
+
+
+MESSAGES = {  # of a step of four layers, the mean loss's included: how many, and how many of them no product hides
+    "": (15, 8),
+    "--zero 1": (8, 3),
+    "--zero 2 --compile": (8, 3),
+    "--recipe fp8_current": (15, 8),
+    "--recipe nvfp4 --zero 2": (8, 3),
+    "--recipe fp8_delayed": (4, 4),  # whose gradients hold amaxes, of which ranks need the largest
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", MESSAGES)
+def test_sums_start_within_the_backward(flags, text):
+    """The second message of an ordered sum follows the wait for the first, if the result is whole; with --zero one is enough."""
+    programs.main_of("train_lm.py")
+    import train_lm
+    from lm.flags import parse
+    from lm.ranks import Ranks
+    from lm.step import loss_and_grads
+
+    args = parse([*SIZES, *"--layers 4 --hidden 32 --dtype bfloat16".split(), *flags.split(), "--text", str(text)])
+
+    def step(mesh):
+        ranks, ids = Ranks.of(mesh, args), torch.empty(2, 16, dtype=torch.int64, device="meta")
+        params = chain.init(ranks.model, device="meta", dtype=torch.float32)
+        s, key = train_lm.settings_of(args, params, ranks), random.key(0, device="cpu").to("meta")
+        ranks.reduced(*loss_and_grads(params, ids, ids, s, {}, key if "nvfp4" in flags else None)[:2])
+
+    program = dist.check_program(step, ONES | {"dp": 4}, ranks=(0,))[0]
+    assert (len(program.sent), len(program.exposed)) == MESSAGES[flags]
 
 
 @pytest.mark.slow
@@ -144,6 +179,24 @@ def test_a_recipe_with_keys_on_ranks_that_are_threads(text, tmp_path):
     found = run_ranks(ONES | {"dp": 2, "cp": 2}, run)
     assert len({key for _, keys in found for key in keys}) == 2 * 4
     assert all(one == pytest.approx(loss, rel=0.02) for one, _ in found)
+
+
+def test_no_two_weights_of_a_pipeline_round_alike(text):
+    """Stages name their layers from 0 on, and keys follow names."""
+    programs.main_of("train_lm.py")
+    from lm.flags import parse
+    from lm.ranks import Ranks
+
+    args = parse([*SIZES, *"--layers 4 --hidden 32 --dtype bfloat16 --recipe nvfp4".split(), "--text", str(text)])
+    args.microbatches = 2
+
+    def keys(rank):
+        ranks = Ranks.of(dist.Mesh.abstract(ONES | {"pp": 2}, rank), args)
+        work = ranks.stages.work(ranks.init(args, torch.bfloat16), torch.bfloat16, random.key(0))
+        return [tuple(t.tolist()) for path, t in paths(work).items() if path.endswith("weight.key")]
+
+    found = [key for rank in range(2) for key in keys(rank)]
+    assert len(set(found)) == len(found) == 4, "an MLP's first product of each layer"
 
 
 @pytest.mark.slow

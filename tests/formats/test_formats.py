@@ -437,3 +437,10 @@ def test_triton_encodes_and_decodes_every_value(element):
         if element != "e2m1":
             compared(kernels.quantize_row, x, element, 1, 128, "pow2", None, None)
             compared(kernels.quantize_row, x[::60], element, 1, 0, "float32", None, None)
+
+
+@pytest.mark.parametrize("shape", [(256, 256), (32, 512), (128, 64)])
+def test_the_bytes_of_codes_and_scales(shape):
+    for format in formats.FORMATS:
+        q = quantize_tensor(torch.ones(shape), format)
+        assert format.nbytes(*shape) == (q.codes.nbytes, q.scales.nbytes), format.name

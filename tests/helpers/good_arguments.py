@@ -29,9 +29,11 @@ import funcops
 from funcops import LinearParams, Needs, Op, RopeConfig, Save, chain, formats, linear, random, report, trees
 from funcops.adapters.nn.module import Prepared  # which takes the arguments of torch.nn's module
 from funcops.contract.schema import Saved
+from funcops.models.blocks import block_config
 from funcops.residuals.nested import Nested
 from funcops.trees import tree_map_tensors
 
+BLOCK = block_config(4, heads=2, hidden=4)
 ROOMS = (
     "checkpoint",
     "dist",
@@ -143,6 +145,10 @@ OWN = {  # by "module.name", or "name" of funcops itself
     "plan": Row(lambda: {"cfg": CHAIN, "needs": Needs.ALL, "device_type": "cuda", "dtype": torch.bfloat16}, accepts=NO_PATH),
     "explain": Row(
         lambda: {"cfg": CHAIN, "needs": Needs.ALL, "device_type": "cuda", "dtype": torch.bfloat16, "rows": True}, accepts=NO_PATH
+    ),
+    "fused.pack_qkv": Row(
+        lambda: {"params": chain.init(BLOCK, key=random.key(0)), "cfg": BLOCK},
+        accepts={"params": "leaves that do not fit are handed on", ("cfg", "IdentityConfig()"): "has no q, k and v"},
     ),
     "batch_wgrads": Row(
         lambda: {

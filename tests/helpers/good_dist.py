@@ -124,11 +124,11 @@ DIST = {
         {
             "rules": ({"up": "no such"}, {"up": 3}, {3: "row"}, {"no such": "row"}),
             "capacity": (0.0, 1.5, "all"),
-            "context": ("tp",),
+            "context": ("tp", ("cp", "no such")),
             "experts": ("cp",),
             "rows": (("tp",), ["dp"], ("no such",)),
         },
-        {(name, value): "an axis that the mesh lacks" for name in ("context", "experts") for value in ("'no such'", "''")},
+        {(name, "None"): "no axis" for name in ("context", "experts")},
     ),
     "dist.Shared": Row(lambda: {"dim": 1, "axis": ALONE, "zigzag": True}, accepts={("dim", "-1"): "the last"}),
     "dist.Spec": Row(
@@ -179,7 +179,16 @@ DIST = {
         {"also": ((3,), (ALONE,)), "bucket_bytes": (0,)},
     ),
     "dist.data_parallel": Row(
-        lambda: {"cfg": CHAIN, "axis": ALONE, "also": (), "dtype": torch.float32, "ordered": True, "bucket_bytes": 64},
+        lambda: {
+            "cfg": CHAIN,
+            "axis": ALONE,
+            "also": (),
+            "dtype": torch.float32,
+            "grad_dtype": torch.float32,
+            "shard": True,
+            "ordered": True,
+            "bucket_bytes": 64,
+        },
         {"also": ((3,), (ALONE,)), "bucket_bytes": (0,)},
     ),
     "dist.global_norm": Row(

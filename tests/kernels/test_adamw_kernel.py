@@ -72,6 +72,9 @@ def test_a_table_is_made_once_for_the_same_addresses(monkeypatch):
     params, grads = made(torch.float32, 0, [(3, 5), (0, 4)]), made(torch.float32, 1, [(3, 5), (0, 4)])
     updated("triton", params, [grads] * 3, 3, in_place=True)
     assert len(launching._tables.cache) == 1
+    before = launching._without_grads.cache_info().misses
+    updated("triton", params, [copy.deepcopy(grads) for _ in range(3)], 3, in_place=True)
+    assert launching._without_grads.cache_info().misses == before + 1, "only the column of gradients is made again"
     for _ in range(6):
         updated("triton", copy.deepcopy(params), [grads], 1, in_place=True)
     assert len(launching._tables.cache) == 3

@@ -4,6 +4,7 @@ sequences that continue, and uses in models."""
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from funcops import (
     CausalConv1dConfig,
@@ -11,10 +12,12 @@ from funcops import (
     LinearCrossEntropyConfig,
     LinearCrossEntropyParams,
     LinearParams,
+    Needs,
     PatchifyConfig,
     RowScaleConfig,
     UnpatchifyConfig,
     causal_conv1d,
+    linear_cross_entropy_bwd,
     linear_cross_entropy_fwd,
     linear_fwd,
     patchify_fwd,
@@ -120,6 +123,28 @@ def test_capped_logits_keep_as_much_as_others():
     assert kept[None] == kept[2.0] == 7 * 8 + 4
     logits = torch.tanh(rows @ weight.T / 2.0) * 2.0
     assert_close(y, F.cross_entropy(logits, labels), dtype=torch.float32, length=11)
+
+
+def test_gradients_made_in_the_forward_take_three_products_for_four():
+    """And none without needs; y has the same bits, and gradients for any dy are torch's."""
+    weight, rows, labels, dy = torch.randn(11, 3), torch.randn(7, 3), torch.tensor([0, -100, 4, 10, 3, 3, 9]), torch.tensor(0.3)
+    params, x, product = LinearCrossEntropyParams(weight), (rows, labels), 2 * 7 * weight.numel()
+    leaves = weight.double().requires_grad_(), rows.double().requires_grad_()
+    want = torch.autograd.grad(F.cross_entropy(leaves[1] @ leaves[0].T, labels), leaves, dy.double())
+    for gradient, products in (("backward", (1, 3)), ("forward", (3, 0))):
+        for chunk_bytes in (2**20, 4 * 11 * 3):
+            cfg = LinearCrossEntropyConfig(3, 11, chunk_bytes=chunk_bytes, gradient=gradient)
+            with FlopCounterMode(display=False) as forward:
+                y, residuals = linear_cross_entropy_fwd(params, x, cfg)
+            with FlopCounterMode(display=False) as backward:
+                dparams, (dx, _) = linear_cross_entropy_bwd(residuals, dy, cfg)
+            assert_close((dparams.weight, dx), tuple([g.float() for g in want]), dtype=torch.float32, length=11)
+            with FlopCounterMode(display=False) as without:
+                alone, nothing = linear_cross_entropy_fwd(params, x, cfg, needs=Needs.NONE)
+            assert nothing is None and torch.equal(y, alone) and without.get_total_flops() == product
+            counted = forward.get_total_flops(), backward.get_total_flops()
+            if chunk_bytes == 2**20:  # torch does not count the sums of chunks
+                assert counted == tuple([n * product for n in products])
 
 
 def test_a_shared_experts_gate_is_qwens():

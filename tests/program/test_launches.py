@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from launches import launches
 
-from funcops import Needs, RopeConfig, SkipConfig, WithExtras, chain, donate, rope_table, skip
+from funcops import Needs, RopeConfig, SkipConfig, WithExtras, chain, donate, fused, rope_table, skip
 from funcops import nn as fnn
 from funcops.models.blocks import Sizes, block_config, decoder_config, gpt2_block_config, mlp_config
 
@@ -61,6 +61,7 @@ class Row(NamedTuple):
 ROWS = {
     "MLP": Row(4, 7, MLP_FORWARD, MLP_BACKWARD),
     "Llama block": Row(11, 16, LLAMA_FORWARD, LLAMA_BACKWARD),
+    "Llama block, q, k and v in one memory": Row(9, 15, LLAMA_FORWARD, LLAMA_BACKWARD),
     "GPT-2 block": Row(15, 23, GPT2_FORWARD, GPT2_BACKWARD),
     "decoder of one Llama block": Row(20, 28, DECODER_FORWARD, DECODER_BACKWARD),
 }
@@ -80,7 +81,7 @@ def a_model(name):
     x, ids = meta(BATCH, LENGTH, LLAMA.dim), meta(BATCH, LENGTH, dtype=torch.int64)
     if name == "MLP":
         return skip, SkipConfig(chain, mlp_config(LLAMA.dim, LLAMA.hidden)), x, True
-    if name == "Llama block":
+    if name.startswith("Llama block"):
         return chain, block_config(LLAMA.dim, LLAMA.heads, LLAMA.hidden, LLAMA.kv_heads), WithExtras(x, {"positions": table}), True
     if name == "GPT-2 block":
         x = WithExtras(meta(BATCH, LENGTH, 768), {"key": meta(2, dtype=torch.int64)})
@@ -101,6 +102,7 @@ def as_written(row, forward, backward):
 def test_launches_are_as_written_down(name, monkeypatch):
     op, cfg, x, of_x = a_model(name)
     params = op.init(cfg, device="meta", dtype=torch.bfloat16)
+    params = fused.pack_qkv(params, cfg) if "one memory" in name else params
     with launches(monkeypatch) as forward:
         y, kept = op.fwd(params, x, cfg, needs=Needs(x=of_x))
     dy = torch.empty_like(y)

@@ -15,10 +15,11 @@ from predictions import check_prediction
 
 from benchmarks import published
 from funcops import ExpertsConfig, RopeConfig, RouteConfig, WithExtras, chain, dist, random, report
+from funcops.low_precision import MXFP8, Fp8Block, Fp8Current, with_recipe
 from funcops.models import DecoderConfig, MoEConfig, decoder, decoder_x, roles
 from funcops.schedule import GPU, GPUS, Decoder, Layout, Mixture, plan_parallel, predict
 from funcops.schedule.expert_costs import expert_times, of_experts
-from funcops.schedule.layout import peak, problem, rank_memory, stages_of
+from funcops.schedule.layout import layer_times, peak, problem, rank_memory, stages_of
 from funcops.schedule.predict import simulated as simulated_of
 from funcops.testing import run_ranks
 from funcops.trees import tensors
@@ -60,9 +61,9 @@ def test_dispatch_sends_the_rows_that_are_counted():
     assert sum(sent) / n / tokens == pytest.approx(mixture.ranks(n), rel=0.02)
 
 
-def config(layers=2, shared=0, head_size=4, experts=8):
-    mixture = MoEConfig(route=RouteConfig(experts, 2), experts=ExpertsConfig(experts, 16, 6), shared=shared)
-    return DecoderConfig(vocab=64, dim=16, layers=layers, heads=4, kv_heads=2, head_size=head_size, hidden=12, context=32,
+def config(layers=2, shared=0, head_size=4, experts=8, dim=16, hidden=6):
+    mixture = MoEConfig(route=RouteConfig(experts, 2), experts=ExpertsConfig(experts, dim, hidden), shared=shared)
+    return DecoderConfig(vocab=64, dim=dim, layers=layers, heads=4, kv_heads=2, head_size=head_size, hidden=12, context=32,
                          rope=RopeConfig(head_size), moe=mixture)  # fmt: skip
 
 
@@ -130,10 +131,19 @@ def test_the_params_of_a_rank_are_those_of_a_program(sizes):
     assert sharded.optimiser == pytest.approx((said.optimiser - experts) / layout.replicas + experts / layout.expert_replicas)
 
 
-def test_the_messages_of_experts_are_the_recorded_ones():
-    """A program of a decoder with its experts over ranks sends as many a layer, of the same rows, and exposes as many."""
-    cfg, n, layers = config(layers=2), 4, 2
+LOW = (Fp8Block(), Fp8Current(), MXFP8(keep="row"), MXFP8())
+RECIPES = (None, *(pytest.param(one, marks=pytest.mark.slow) for one in LOW))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda one: str(one and one.x.name))
+def test_the_messages_of_experts_are_the_recorded_ones(recipe):
+    """A program of a decoder with its experts over ranks sends as many a layer, of the same rows, and exposes as many: codes and
+    scales where its recipe sends these."""
+    n, layers = 4, 2
+    cfg = config(layers) if recipe is None else config(layers, head_size=32, dim=128, hidden=128)
     made = decoder(cfg, loss=True)
+    if recipe is not None:
+        made = with_recipe(made, recipe, only=("*.proj", "*.out", "*.experts"))
 
     def step(mesh):
         own = dist.parallel(made, roles(cfg, loss=True), mesh)
@@ -144,22 +154,32 @@ def test_the_messages_of_experts_are_the_recorded_ones():
 
     program = dist.check_program(step, {"ep": n, "tp": 1}, ranks=(0,))[0]
     sent = [one for one in program.sent if "all_to_all" in str(one)]
-    width = {"float32": 4, "bfloat16": 2, "int32": 4}
+    width = {"float32": 4, "bfloat16": 2, "int32": 4, "uint8": 1}
 
     def of_row(one):
         kind, shape = re.search(r"of (\w+)\[\*(?:, (\d+))?\]", str(one)).groups()
         return 8 * n * n if kind == "int64" else width[kind] * int(shape)
 
-    model, tokens = model_of(cfg), 32
+    model, tokens = model_of(cfg, low=recipe or False), 32
     said = of_experts(model, H100, layers, tokens, n, "none")
-    rows = model.mixture.ranks(n) * tokens * n
-    assert sum(one.times for one in said) == len(sent) == 8 * layers
+    rows, coded = model.mixture.ranks(n) * tokens * n, recipe in (Fp8Block(), MXFP8(keep="row"))
+    assert sum(one.times for one in said) == len(sent) == (9 if coded else 8) * layers
     counts = lambda nbytes: nbytes if nbytes == 8 * n * n else nbytes / rows  # noqa: E731
     assert sorted(counts(one.nbytes) for one in said for _ in range(one.times)) == pytest.approx(sorted(map(of_row, sent)))
     exposed = [one for place, one in enumerate(program.sent) if place in program.exposed and "all_to_all" in str(one)]
-    assert sum(one.times for one in said if not one.hidden_under) == len(exposed) == 6 * layers
+    assert sum(one.times for one in said if not one.hidden_under) == len(exposed) == (6 if recipe is None else 8 + coded) * layers
     again = of_experts(model, H100, layers, tokens, n, "block")
-    assert len(again) == len(said) + 5 and not of_experts(model, H100, layers, tokens, 1, "none")
+    assert len(again) == len(said) + 5 + coded and not of_experts(model, H100, layers, tokens, 1, "none")
+
+
+@pytest.mark.slow
+def test_a_decoder_of_experts_with_a_recipe_is_counted():
+    """A router may keep its precision; if other layers do, no codes are assumed."""
+    cfg, ids = config(2, head_size=32, dim=128, hidden=128), torch.zeros(2, 16, dtype=torch.int64)
+    for only, low in ((("*.proj", "*.out", "*.experts"), Fp8Block()), (("*.proj", "*.out"), True)):
+        made = with_recipe(decoder(cfg, loss=True), Fp8Block(), only=only)
+        found = Decoder.of(made, decoder_x(cfg, ids, torch.bfloat16, labels=ids), batch=8)
+        assert dataclasses.replace(found, residual_bytes=None) == model_of(cfg, low=low)
 
 
 def test_dense_layers_and_experts_have_replicas_of_their_own():
@@ -175,6 +195,15 @@ def test_dense_layers_and_experts_have_replicas_of_their_own():
         dense = SMALL.params - SMALL.hidden - experts
         assert found["dp"] == pytest.approx(4 * dense / layout.tp * (layout.replicas > 1)), layout
         assert found["edp"] == pytest.approx(4 * experts / layout.ep * (layout.expert_replicas > 1)), layout
+
+
+@pytest.mark.parametrize("head_size", [None, 64, 256])
+def test_the_first_product_is_as_wide_as_all_heads(head_size):
+    """Heads need not be as wide as the model together."""
+    model = dataclasses.replace(SMALL, head_size=head_size)
+    n, k, _ = model.products[0]
+    times = H100.product(2048, k, n), H100.product(n, k, 2048, 8)
+    assert layer_times(model, H100, 1, 1, 1, "none").column[0] == times
 
 
 def test_grouped_products_fill_tiles_together():

@@ -11,12 +11,14 @@ follow from T alone, and all numbers stay on the device. On the meta device, whe
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from funcops.backend.declare import capturing, tracing
+from funcops.contract.pausing import Flying
 from funcops.distributed import comm
 from funcops.distributed.mesh import Axis
 from funcops.errors import fail
@@ -102,15 +104,27 @@ def _start(rows: Tensor, axis: Axis, sizes: Tensor | None, most: int) -> Tensor:
     return comm.start_all_to_all(rows, axis, (sends, receives))
 
 
+def in_flight(axis: Axis, then: Callable[[], Any]) -> Any:
+    """Return `then` as communication in flight over the axis; on one rank call it at once."""
+    return Flying(then) if axis.size > 1 else then()
+
+
 def arrived(rows: Tensor, place: Tensor, axis: Axis) -> Tensor:
     """Rows in flight -> [T, D]: the sum of a token's rows, in the order of its places."""
     return gather_rows(_padded(comm.wait(rows, axis)), place, None)
 
 
 def dispatched(
-    where: str, x: tuple[Tensor, Tensor, Tensor], experts: int, capacity: float | None, axis: Axis, format: Format | None = None
-) -> Dispatched:
-    """The rows that the ranks send to this one, in codes of a format if it is given, for a checked `(weights, x, indices)`."""
+    where: str,
+    x: tuple[Tensor, Tensor, Tensor],
+    experts: int,
+    capacity: float | None,
+    axis: Axis,
+    then: Callable[[Dispatched], Any],
+    format: Format | None = None,
+) -> Any:
+    """Send the rows of a checked `(weights, x, indices)`, in codes of a format if it is given. `then` goes on with what the ranks
+    sent to this one."""
     weights, tokens, indices = [t.reshape(-1, t.shape[-1]) for t in x]
     indices, own = indices.to(torch.int32), experts // axis.size
     check_row_count(where, "x, sent to all ranks,", row_count(tokens.shape[0], capacity, axis))
@@ -126,13 +140,18 @@ def dispatched(
     if low is not None:
         parts[1:2] = (low.codes, 0), (low.scales, int(low.scales.is_floating_point()))  # of zeros
     flying = [start(t, token, axis, sizes, rows, pad) for t, pad in parts]
-    own_weights, own_rows, *scales, chosen = [comm.wait(t, axis) for t in flying]
-    given: Any = own_rows
-    if low is not None:
-        shape = torch.Size((len(own_rows), low.shape[-1]))
-        given = replace(low, codes=own_rows, scales=as_made(scales[0], low.format), shape=shape)
-    chosen = chosen - axis.rank * own  # experts by their number on this rank, E/n for experts of other ranks
-    return Dispatched(own_weights, given, torch.where((chosen >= 0) & (chosen < own), chosen, own), place, sizes)
+
+    def came() -> Any:
+        own_weights, own_rows, *scales, chosen = [comm.wait(t, axis) for t in flying]
+        given: Any = own_rows
+        if low is not None:
+            shape = torch.Size((len(own_rows), low.shape[-1]))
+            given = replace(low, codes=own_rows, scales=as_made(scales[0], low.format), shape=shape)
+        chosen = chosen - axis.rank * own  # experts by their number on this rank, E/n for experts of other ranks
+        here = torch.where((chosen >= 0) & (chosen < own), chosen, own)
+        return then(Dispatched(own_weights, given, here, place, sizes))
+
+    return in_flight(axis, came)
 
 
 def _padded(rows: Tensor, value: float = 0) -> Tensor:

@@ -38,11 +38,12 @@ from torch import Tensor
 from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
 from funcops.contract.op import config, dgrad_of, forward, make_op, no_params, same_width
+from funcops.contract.pausing import landed, without_params
 from funcops.contract.schema import DGRAD, Inputs, Residuals, saved, static
 from funcops.distributed import comm
 from funcops.distributed.checks import check_divides, check_tensor, require_axis
 from funcops.distributed.mesh import Axis
-from funcops.distributed.ops._tokens import arrived, rows_sent, start, start_back, token_of
+from funcops.distributed.ops._tokens import arrived, in_flight, rows_sent, start, start_back, token_of
 from funcops.errors import FLOATS, describe, fail
 from funcops.ops.permute import check_rows_and_choices
 
@@ -74,6 +75,11 @@ def combine_fwd(
     params: None, x: tuple[Tensor, ...], cfg: CombineConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, CombineResiduals | None]:
     """x: `(rows, place, sizes)` -> y: [m, *, D]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
+    found: tuple[Tensor, CombineResiduals | None] = landed(_begin(params, x, cfg, needs=needs))
+    return found
+
+
+def _begin(params: None, x: tuple[Tensor, ...], cfg: CombineConfig, *, needs: Needs) -> Any:
     if not isinstance(x, tuple) or len(x) not in (2, 3):
         fail("combine_fwd", "x", "a tuple (rows, place, sizes)", describe(x), TypeError)
     rows, place = check_rows_and_choices("combine_fwd", x[:2], "place")
@@ -83,12 +89,16 @@ def combine_fwd(
     if rows.dim() != 2:
         fail("combine_fwd", "x.0 (rows)", "[R, D]", describe(rows))
     _check_sizes("combine_fwd", sizes, rows, cfg.axis)
-    at = place.reshape(-1, place.shape[-1])
-    y = arrived(start_back(rows, at, sizes, cfg.axis), at, cfg.axis).view(*place.shape[:-1], rows.shape[-1])
-    kept = CombineResiduals.keep(
-        cfg, needs, place=place, sizes=sizes, inputs=Inputs.of(x), shape=y.shape, dtype=y.dtype, rows=rows.shape[0]
-    )
-    return y, kept
+    at, inputs, count = place.reshape(-1, place.shape[-1]), Inputs.of(x), rows.shape[0]
+    sent = start_back(rows, at, sizes, cfg.axis)
+
+    def end() -> tuple[Tensor, CombineResiduals | None]:
+        y = arrived(sent, at, cfg.axis).view(*place.shape[:-1], sent.shape[-1])
+        return y, CombineResiduals.keep(
+            cfg, needs, place=place, sizes=sizes, inputs=inputs, shape=y.shape, dtype=y.dtype, rows=count
+        )
+
+    return in_flight(cfg.axis, end)
 
 
 def _check_sizes(where: str, sizes: Any, rows: Tensor, axis: Axis) -> None:
@@ -108,15 +118,30 @@ def _check_sizes(where: str, sizes: Any, rows: Tensor, axis: Axis) -> None:
 @dgrad_of(CombineResiduals)
 def combine_dgrad(residuals: CombineResiduals, dy: Any, cfg: CombineConfig) -> tuple[tuple[Tensor | None, ...], None]:
     """dy: [m, *, D] -> `(drows, None, None)`, as long as x. No params, so pending is None."""
+    found: tuple[tuple[Tensor | None, ...], None] = landed(_begin_back(residuals, dy, cfg))
+    return found
+
+
+def _begin_back(residuals: CombineResiduals, dy: Any, cfg: CombineConfig) -> Any:
     place = residuals.place
     check_tensor("combine_dgrad", "dy", dy, residuals.shape, residuals.dtype, place)
     if not residuals.needs.input(0):
         return residuals.nothing(), None
     at, sizes, rows = place.reshape(-1, place.shape[-1]), residuals.sizes, residuals.rows
     token = token_of(at, rows if sizes is None else rows_sent(at, sizes, None, cfg.axis))
-    drows = comm.wait(start(dy.reshape(-1, dy.shape[-1]), token, cfg.axis, sizes, rows), cfg.axis)
-    return residuals.inputs.make((drows, None, None)[: residuals.inputs.parts]), None
+    inputs, sent = residuals.inputs, start(dy.reshape(-1, dy.shape[-1]), token, cfg.axis, sizes, rows)
+
+    def end() -> tuple[tuple[Tensor | None, ...], None]:
+        return inputs.make((comm.wait(sent, cfg.axis), None, None)[: inputs.parts]), None
+
+    return in_flight(cfg.axis, end)
 
 
-combine = make_op("combine", CombineConfig, fwd=combine_fwd, dgrad=combine_dgrad)
+combine = make_op(
+    "combine",
+    CombineConfig,
+    fwd=combine_fwd,
+    dgrad=combine_dgrad,
+    pausing=without_params("combine", CombineConfig, CombineResiduals, _begin, _begin_back),
+)
 combine_init, combine_bwd, combine_wgrad = no_params(combine, combine_dgrad)

@@ -54,10 +54,11 @@ from torch import Tensor
 from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
 from funcops.contract.op import config, dgrad_of, forward, make_op, no_params, same_width
+from funcops.contract.pausing import landed, without_params
 from funcops.contract.schema import DGRAD, Inputs, Residuals, saved, static
 from funcops.distributed.checks import check_tensor, require_axis
 from funcops.distributed.mesh import Axis
-from funcops.distributed.ops._tokens import arrived, dispatched, start_back
+from funcops.distributed.ops._tokens import Dispatched, arrived, dispatched, in_flight, start_back
 from funcops.errors import describe, fail, require, require_type
 from funcops.formats import Format
 from funcops.ops.experts import check_experts_x
@@ -118,21 +119,22 @@ def dispatch_fwd(
 ) -> tuple[Sent, DispatchResiduals | None]:
     """x: `(weights, x, indices)` -> `(weights, rows, indices, place, sizes)`. Raises `ValueError` or `TypeError` for a wrong shape,
     dtype or device; over several ranks, `ValueError` without a capacity under torch.compile and make_fx."""
+    found: tuple[Sent, DispatchResiduals | None] = landed(_begin(params, x, cfg, needs=needs))
+    return found
+
+
+def _begin(params: None, x: tuple[Tensor, Tensor, Tensor], cfg: DispatchConfig, *, needs: Needs) -> Any:
     check_tokens("dispatch_fwd", x, cfg.experts)
-    weights, rows, indices, place, sizes = dispatched("dispatch_fwd", x, cfg.experts, cfg.capacity, cfg.axis, cfg.format)
-    place = place.view(*x[1].shape[:-1], cfg.axis.size)
-    kept = DispatchResiduals.keep(
-        cfg,
-        needs,
-        place=place,
-        sizes=sizes,
-        inputs=Inputs.of(x),
-        shape=rows.shape,
-        dtype=rows.dtype,
-        choices=weights.shape[-1],
-        weights_dtype=weights.dtype,
-    )
-    return (weights, rows, indices, place, sizes), kept
+    inputs, lead = Inputs.of(x), x[1].shape[:-1]
+
+    def end(came: Dispatched) -> tuple[Sent, DispatchResiduals | None]:
+        weights, rows, indices, place, sizes = came
+        place = place.view(*lead, cfg.axis.size)
+        made = {"place": place, "sizes": sizes, "choices": weights.shape[-1], "weights_dtype": weights.dtype}
+        kept = DispatchResiduals.keep(cfg, needs, inputs=inputs, shape=rows.shape, dtype=rows.dtype, **made)
+        return (weights, rows, indices, place, sizes), kept
+
+    return dispatched("dispatch_fwd", x, cfg.experts, cfg.capacity, cfg.axis, end, cfg.format)
 
 
 def check_tokens(where: str, x: Any, experts: int, dim: int | None = None) -> None:
@@ -149,6 +151,11 @@ def check_tokens(where: str, x: Any, experts: int, dim: int | None = None) -> No
 @dgrad_of(DispatchResiduals)
 def dispatch_dgrad(residuals: DispatchResiduals, dy: Any, cfg: DispatchConfig) -> tuple[Any, None]:
     """dy: `(dweights, drows, None, None, None)`, None for zero -> `(dweights, dx, None)`. No params, so pending is None."""
+    found: tuple[Any, None] = landed(_begin_back(residuals, dy, cfg))
+    return found
+
+
+def _begin_back(residuals: DispatchResiduals, dy: Any, cfg: DispatchConfig) -> Any:
     where, r = "dispatch_dgrad", residuals
     if not isinstance(dy, tuple) or len(dy) != 5:
         fail(where, "dy", "a tuple (dweights, drows, None, None, None)", describe(dy), TypeError)
@@ -162,11 +169,21 @@ def dispatch_dgrad(residuals: DispatchResiduals, dy: Any, cfg: DispatchConfig) -
     wanted = [t if r.needs.input(i) else None for i, t in enumerate(dy[:2])]
     if all(t is None for t in wanted):
         return r.nothing(), None
-    place = r.place.reshape(-1, cfg.axis.size)
+    inputs, lead, place = r.inputs, r.place.shape[:-1], r.place.reshape(-1, cfg.axis.size)
     sent = [None if t is None else start_back(t, place, r.sizes, cfg.axis) for t in wanted]
-    back = [None if t is None else arrived(t, place, cfg.axis).view(*r.place.shape[:-1], t.shape[-1]) for t in sent]
-    return r.inputs.make((*back, None)), None
+
+    def end() -> tuple[Any, None]:
+        back = [None if t is None else arrived(t, place, cfg.axis).view(*lead, t.shape[-1]) for t in sent]
+        return inputs.make((*back, None)), None
+
+    return in_flight(cfg.axis, end)
 
 
-dispatch = make_op("dispatch", DispatchConfig, fwd=dispatch_fwd, dgrad=dispatch_dgrad)
+dispatch = make_op(
+    "dispatch",
+    DispatchConfig,
+    fwd=dispatch_fwd,
+    dgrad=dispatch_dgrad,
+    pausing=without_params("dispatch", DispatchConfig, DispatchResiduals, _begin, _begin_back),
+)
 dispatch_init, dispatch_bwd, dispatch_wgrad = no_params(dispatch, dispatch_dgrad)

@@ -40,6 +40,7 @@ Megatron-Core: token dispatcher; arXiv:2006.16668.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -47,12 +48,13 @@ from torch import Tensor
 
 from funcops.contract.needs import Needs
 from funcops.contract.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.contract.pausing import Flying, Pausing, landed, pausing
 from funcops.contract.schema import DGRAD, WGRAD, Inputs, Pending, Residuals, saved
 from funcops.distributed import comm
 from funcops.distributed.checks import check_tensor, require_axis, require_shares
 from funcops.distributed.init import init_part
 from funcops.distributed.mesh import Axis
-from funcops.distributed.ops._tokens import arrived, dispatched, rows_sent, start, start_back, token_of
+from funcops.distributed.ops._tokens import Dispatched, arrived, dispatched, in_flight, rows_sent, start, start_back, token_of
 from funcops.distributed.ops.dispatch import check_tokens, require_experts
 from funcops.distributed.specs import Spec
 from funcops.errors import require
@@ -139,21 +141,30 @@ def parallel_experts_fwd(
     params: ExpertsParams, x: tuple[Tensor, Tensor, Tensor], cfg: ParallelExpertsConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, ParallelExpertsResiduals | None]:
     """x: `(weights, x, indices)`, this rank's tokens -> y: [m, *, H]. Raises `ValueError` or `TypeError` as `dispatch_fwd`."""
+    found: tuple[Tensor, ParallelExpertsResiduals | None] = landed(_begin(params, x, cfg, needs=needs))
+    return found
+
+
+def _begin(params: ExpertsParams, x: tuple[Tensor, Tensor, Tensor], cfg: ParallelExpertsConfig, *, needs: Needs) -> Any:
     check_tokens("parallel_experts_fwd", x, cfg.experts, cfg.dim)
     check_experts_params("parallel_experts_fwd", params, cfg.own, x[1])
-    tokens = x[1]
-    if cfg.axis.size == 1 or cfg.shards == "hidden":
-        rows, body = computed(params, _gathered(x, cfg.axis) if cfg.sequence_parallel else x, cfg.own, needs)
-        y, place, sizes = comm.wait(_start_sum(rows, cfg), cfg.axis), None, None
-    else:
-        came = dispatched("parallel_experts_fwd", x, cfg.experts, cfg.capacity, cfg.axis)
-        place, sizes = came.place, came.sizes
+    axis, shape = cfg.axis, x[1].shape
+    static = {"inputs": Inputs.of(x), "shape": shape, "dtype": x[1].dtype}
+
+    def kept(body: Any, place: Tensor | None = None, sizes: Tensor | None = None) -> ParallelExpertsResiduals | None:
+        return ParallelExpertsResiduals.keep(cfg, needs, body=body, place=place, sizes=sizes, **static)
+
+    def here(came: Dispatched) -> Any:
         rows, body = computed(params, (came.weights, came.rows, came.indices), cfg.own, needs)
-        y = arrived(start_back(rows, place, sizes, cfg.axis), place, cfg.axis).view(tokens.shape)
-    kept = ParallelExpertsResiduals.keep(
-        cfg, needs, body=body, place=place, sizes=sizes, inputs=Inputs.of(x), shape=tokens.shape, dtype=tokens.dtype
-    )
-    return y, kept
+        place, sizes = came.place, came.sizes
+        sent = start_back(rows, place, sizes, axis)
+        return Flying(lambda: (arrived(sent, place, axis).view(shape), kept(body, place, sizes)))
+
+    if axis.size > 1 and cfg.shards == "experts":
+        return dispatched("parallel_experts_fwd", x, cfg.experts, cfg.capacity, axis, here)
+    rows, body = computed(params, _gathered(x, axis) if cfg.sequence_parallel else x, cfg.own, needs)
+    total = _start_sum(rows, cfg)
+    return in_flight(axis, lambda: (comm.wait(total, axis), kept(body)))
 
 
 def _gathered(x: tuple[Tensor, Tensor, Tensor], axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,33 +177,42 @@ def _start_sum(t: Tensor, cfg: ParallelExpertsConfig) -> Tensor:
     return (comm.start_scatter_sum if cfg.sequence_parallel else comm.start_sum)(t, cfg.axis)
 
 
-def _sent_back(
-    where: str, residuals: ParallelExpertsResiduals, dy: Tensor, cfg: ParallelExpertsConfig, into: ExpertsParams | None = None
-) -> tuple[list[Tensor | None], Any]:
-    """dweights and dx by row, in flight, and the pending of this rank's experts."""
+def _begin_back(
+    where: str,
+    residuals: ParallelExpertsResiduals,
+    dy: Tensor,
+    cfg: ParallelExpertsConfig,
+    beside: Callable[[Any], Any],
+    into: ExpertsParams | None = None,
+) -> Any:
+    """Send dy to the experts, and the gradient of x back, in flight during `beside(pending)`, which returns what makes the result
+    of dx."""
     check_tensor(where, "dy", dy, residuals.shape, residuals.dtype)
-    axis, place, sizes = cfg.axis, residuals.place, residuals.sizes
-    if place is not None:
-        rows = rows_sent(place, sizes, cfg.capacity, axis)
-        dy = comm.wait(start(dy.reshape(-1, dy.shape[-1]), token_of(place, rows), axis, sizes, rows), axis)
-    elif cfg.sequence_parallel:
-        dy = comm.gather(dy, axis)
-    (d_weights, dx, _), pending = experts_dgrad(residuals.body, dy, cfg.own)
-    if into is not None and pending is not None:
-        check_experts_into(where, pending, cfg.own, into)
-    if place is None:
-        return [None if t is None else _start_sum(t, cfg) for t in (d_weights, dx)], pending
-    return [None if t is None else start_back(t, place, sizes, axis) for t in (d_weights, dx)], pending
+    axis, body, place, sizes = cfg.axis, residuals.body, residuals.place, residuals.sizes
+    inputs, shape = residuals.inputs, residuals.shape
 
+    def here(dy: Tensor) -> Any:
+        (*found, _), pending = experts_dgrad(body, dy, cfg.own)
+        if into is not None and pending is not None:
+            check_experts_into(where, pending, cfg.own, into)
+        back = (lambda t: _start_sum(t, cfg)) if place is None else (lambda t: start_back(t, place, sizes, axis))
+        sent = [None if t is None else back(t) for t in found]
 
-def _arrived(residuals: ParallelExpertsResiduals, sent: Any, cfg: ParallelExpertsConfig) -> Any:
-    """The gradient of x."""
-    place, shape = residuals.place, residuals.shape
+        def arrive() -> Any:
+            if place is None:
+                return inputs.make((*[None if t is None else comm.wait(t, axis) for t in sent], None))
+            d_weights, dx = (None if t is None else arrived(t, place, axis) for t in sent)
+            d_weights = None if d_weights is None else d_weights.view(*shape[:-1], d_weights.shape[-1])
+            return inputs.make((d_weights, None if dx is None else dx.view(shape), None))
+
+        end = beside(pending)
+        return in_flight(axis, lambda: end(arrive()))
+
     if place is None:
-        return residuals.inputs.make((*[None if t is None else comm.wait(t, cfg.axis) for t in sent], None))
-    d_weights, dx = (None if t is None else arrived(t, place, cfg.axis) for t in sent)
-    d_weights = None if d_weights is None else d_weights.view(*shape[:-1], d_weights.shape[-1])
-    return residuals.inputs.make((d_weights, None if dx is None else dx.view(shape), None))
+        return here(comm.gather(dy, axis) if cfg.sequence_parallel else dy)
+    rows = rows_sent(place, sizes, cfg.capacity, axis)
+    flying = start(dy.reshape(-1, dy.shape[-1]), token_of(place, rows), axis, sizes, rows)
+    return in_flight(axis, lambda: here(comm.wait(flying, axis)))
 
 
 @dgrad_of(ParallelExpertsResiduals)
@@ -200,8 +220,17 @@ def parallel_experts_dgrad(
     residuals: ParallelExpertsResiduals, dy: Tensor, cfg: ParallelExpertsConfig
 ) -> tuple[Any, ParallelExpertsPending | None]:
     """`(d weights, dx, None)` of this rank's tokens, and the pending weight gradients. dy: [m, *, H]."""
-    sent, pending = _sent_back("parallel_experts_dgrad", residuals, dy, cfg)
-    return _arrived(residuals, sent, cfg), ParallelExpertsPending.keep(cfg, residuals.needs, body=pending)
+    found: tuple[Any, ParallelExpertsPending | None] = landed(_begin_dgrad(residuals, dy, cfg))
+    return found
+
+
+def _begin_dgrad(residuals: ParallelExpertsResiduals, dy: Tensor, cfg: ParallelExpertsConfig) -> Any:
+    needs = residuals.needs
+
+    def beside(pending: Any) -> Callable[[Any], Any]:
+        return lambda dx: (dx, ParallelExpertsPending.keep(cfg, needs, body=pending))
+
+    return _begin_back("parallel_experts_dgrad", residuals, dy, cfg, beside)
 
 
 @wgrad_of(ParallelExpertsPending, ExpertsParams)
@@ -217,9 +246,18 @@ def parallel_experts_bwd(
     residuals: ParallelExpertsResiduals, dy: Tensor, cfg: ParallelExpertsConfig, *, into: ExpertsParams | None = None
 ) -> tuple[ExpertsParams, Any]:
     """The whole backward: dx is in flight during the products for dw. Returns `(dparams, dx)`."""
-    sent, pending = _sent_back("parallel_experts_bwd", residuals, dy, cfg, into)
-    dparams = experts_wgrad(pending, cfg.own, into=into)
-    return dparams, _arrived(residuals, sent, cfg)
+    found: tuple[ExpertsParams, Any] = landed(_begin_bwd(residuals, dy, cfg, into=into))
+    return found
+
+
+def _begin_bwd(
+    residuals: ParallelExpertsResiduals, dy: Tensor, cfg: ParallelExpertsConfig, *, into: ExpertsParams | None = None
+) -> Any:
+    def beside(pending: Any) -> Callable[[Any], Any]:
+        dparams = experts_wgrad(pending, cfg.own, into=into)
+        return lambda dx: (dparams, dx)
+
+    return _begin_back("parallel_experts_bwd", residuals, dy, cfg, beside, into)
 
 
 parallel_experts = make_op(
@@ -231,4 +269,9 @@ parallel_experts = make_op(
     wgrad=parallel_experts_wgrad,
     products=lambda pending, cfg, *, into: experts.products(pending.body, cfg.own, into=into),
     bwd=parallel_experts_bwd,
+    pausing=Pausing(
+        pausing(forward(ParallelExpertsConfig, ExpertsParams, "parallel_experts_fwd")(_begin)),
+        pausing(dgrad_of(ParallelExpertsResiduals, "parallel_experts_dgrad")(_begin_dgrad)),
+        pausing(bwd_of(ParallelExpertsResiduals, ExpertsParams, "parallel_experts_bwd")(_begin_bwd)),
+    ),
 )

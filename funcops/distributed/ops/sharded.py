@@ -17,7 +17,8 @@ and scales, 1.03 bytes an element or less in place of 2 or 4: each rank quantise
 quantising after the gather. Any other is gathered as it is: one scale needs the amax of the whole, and blocks that are not square
 need other codes for dx.
 
-With `stage=0`, plain data parallelism, params and dparams are whole on every rank, and only the sums are communicated.
+With `stage=0`, plain data parallelism, params and dparams are whole on every rank, and only the sums are communicated; with
+`stage=2` dparams are shards, 1/n of the bytes, and params are whole. Params may then be a working tree (`quantize_params`).
 
 >>> import torch
 >>> from funcops import LinearConfig, dist, linear, random
@@ -59,6 +60,7 @@ from funcops.distributed.mesh import Axis
 from funcops.distributed.shards import Gathering, own_shards, start_gathering
 from funcops.errors import describe_tree, fail, join_path, require, require_count, require_dtype, require_flag, short
 from funcops.formats import Format, QWeight, quantize_tensor
+from funcops.formats.recipes import Recipe
 from funcops.program.accumulator_checks import check_into_tree
 from funcops.program.values import abstract_params
 from funcops.residuals.donate import donate
@@ -87,15 +89,17 @@ __all__ += ["sharded", "sharded_bwd", "sharded_dgrad", "sharded_fwd", "sharded_i
 @config
 class ShardedConfig(OneBody):
     """The body (an op and its config), and the `axis` over which its params are sharded. `also`: further axes over which gradients
-    are summed, and whose ranks have the same shards (HSDP). `dtype`: the dtype of the whole params, if not the shards'; gradients
-    have the shards'. `ordered`, `bucket_bytes`: see `reduce_start`. `reshard_after_forward`: whether the backward gathers the
-    params again; else they stay whole until then (FSDP2's argument). `stage`: of ZeRO, 3 or 0."""
+    are summed, and whose ranks have the same shards (HSDP). `dtype`: the dtype of the whole params, if not the shards'.
+    `grad_dtype`: of gradients, by default the shards'. `ordered`, `bucket_bytes`: see `reduce_start`. `reshard_after_forward`:
+    whether the backward gathers the params again; else they stay whole until then (FSDP2's argument). `stage`: of ZeRO, 3, 2 (sums
+    of gradients alone are sharded) or 0."""
 
     op: Op = field(kw_only=False)
     cfg: Any = field(kw_only=False)
     axis: Axis
     also: tuple[Axis, ...] = ()
     dtype: torch.dtype | None = None
+    grad_dtype: torch.dtype | None = None
     ordered: bool = True
     bucket_bytes: int = BUCKET_BYTES
     reshard_after_forward: bool = True
@@ -104,18 +108,21 @@ class ShardedConfig(OneBody):
     def __post_init__(self) -> None:
         check_body("ShardedConfig", self.op, self.cfg)
         require_flag("ShardedConfig", reshard_after_forward=self.reshard_after_forward)
-        require(self.stage in (0, 3), "ShardedConfig", "stage", "0 or 3", self.stage)
+        require(self.stage in (0, 2, 3), "ShardedConfig", "stage", "0, 2 or 3", self.stage)
         require_axis("ShardedConfig", self.axis)
         right = isinstance(self.also, tuple) and all(isinstance(axis, Axis) for axis in self.also)
         require(right, "ShardedConfig", "also", "a tuple of Axis", repr(self.also))
         require(self.axis not in self.also, "ShardedConfig", "also", "other axes", str(self.axis))
-        require_dtype("ShardedConfig", self.dtype)
+        for dtype in (self.dtype, self.grad_dtype):
+            require_dtype("ShardedConfig", dtype)
         require_count("ShardedConfig", bucket_bytes=self.bucket_bytes)
         for part in steps(self.cfg, op=self.op):
             recipe = part.cfg.low_recipe
-            if recipe is not None and (recipe.delayed or recipe.stochastic):
-                others = "Fp8Current, Fp8Block and NVFP4(stochastic=False) have none"
-                wanted = f"one without scales or keys beside weights, which are not sharded ({others})"
+            if recipe is not None and (recipe.delayed or (recipe.stochastic and self.stage == 3)):
+                wanted = "one without scales or keys beside weights, which are not sharded (Fp8Current, Fp8Block and NVFP4"
+                wanted = f"{wanted}(stochastic=False) have none)"
+                if self.stage < 3:
+                    wanted = "one without scales beside weights, whose amaxes are not summed (reduce_start after end_step)"
                 fail("ShardedConfig", join_path(part.path, "recipe"), wanted, type(recipe).__name__)
         require(not self.op.keyed_by(self.cfg), "ShardedConfig", "op", "one without a random key (put it in a chain)", self.op.name)
         note(self, extras=self.cfg.extras, outputs=self.cfg.outputs, keys=self.cfg.keys)
@@ -147,18 +154,24 @@ class ShardedConfig(OneBody):
 
 
 def _formats_of(cfg: ShardedConfig) -> dict[str, tuple[Format, torch.Size]]:
-    """The format and [O, I] of each weight whose codes can be made shard by shard, by path: its shards are whole blocks, and one
-    set of codes serves for y and dx."""
+    """The format and [O, I] of each weight whose codes can be made shard by shard, by path."""
     found, tied = {}, {name for pair in ties(cfg.cfg).items() for name in pair}
     for part in steps(cfg.cfg, op=cfg.op, layers=True):
         recipe, path = part.cfg.low_recipe, join_path(part.path, "weight")
-        if recipe is None or path in tied or not has(cfg.like, path) or not (recipe.w.square and recipe.w_col is recipe.w):
+        if recipe is None or path in tied or not has(cfg.like, path):
             continue
         shape = tuple(at(cfg.like, path).shape)
-        own, rows = part_shape(shape, cfg.axis.size), recipe.w.tile[0]
-        if not recipe.w.whole and len(own) == len(shape) and own[-2] % rows == 0:
+        if gathers_codes(recipe, shape, cfg.axis.size):
             found[path] = recipe.w, torch.Size(shape[-2:])
     return found
+
+
+def gathers_codes(recipe: Recipe, shape: tuple[int, ...], ranks: int) -> bool:
+    """Whether a weight of this shape is gathered from `ranks` shards as codes of the recipe's `w`: one set of them serves for y and
+    dx, and shards are whole blocks."""
+    w, own = recipe.w, part_shape(shape, ranks)
+    blocks = w.square and recipe.w_col is w and not w.whole
+    return blocks and len(own) == len(shape) and own[-2] % w.tile[0] == 0
 
 
 class ParamStandIn:
@@ -253,7 +266,7 @@ def _begin(given: Any, cfg: ShardedConfig) -> Begun:
     if type(node) is ShardedResiduals:
         reads = node.fresh() and node.params is not None
         return Begun(given, _gathering(node.params, cfg, "sharded_bwd") if reads else None)
-    if cfg.stage == 0:
+    if cfg.stage < 3:
         return Begun(given, None, _cast(given, cfg))
     return Begun(given, None if node is None else _gathering(given, cfg, "sharded_fwd"))
 
@@ -357,6 +370,8 @@ def sharded_fwd(params: Any, x: Any, cfg: ShardedConfig, *, needs: Needs = Needs
 
 
 def _dtype_of(shards: Any, cfg: ShardedConfig) -> torch.dtype | None:
+    if cfg.grad_dtype is not None:
+        return cfg.grad_dtype
     found = list(dict.fromkeys([t.dtype for t in tensors(shards)])) if cfg.dtype is not None else []
     require(len(found) < 2, "sharded_fwd", "params", "of one dtype, if cfg.dtype is given", ", ".join(map(short, found)))
     return found[0] if found else None
@@ -386,6 +401,7 @@ def sharded_bwd(residuals: Any, dy: Any, cfg: ShardedConfig, *, into: Any = None
 def _wgrad_begun(pending: Any, cfg: ShardedConfig, into: Any) -> Any:
     """Start the sums of the weight gradients."""
     require_config("sharded_wgrad", cfg, ShardedConfig)
+    _check_whole("sharded_wgrad", cfg, into)
     if pending is None:
         if into is not None:
             check_into_tree("sharded_wgrad", into, sharded, cfg, None)
@@ -394,14 +410,22 @@ def _wgrad_begun(pending: Any, cfg: ShardedConfig, into: Any) -> Any:
     return _reducing(cfg.op.wgrad(at.body, cfg.cfg), at.out, cfg)
 
 
+def _check_whole(where: str, cfg: ShardedConfig, into: Any) -> None:
+    """Accumulators are checked as params are, which are not sharded with stage 2."""
+    shards = cfg.stage == 2 and cfg.axis.size > 1
+    require(into is None or not shards, where, "into", "None with stage=2 (add the shards up after the backward)", "accumulators")
+
+
 def _bwd_begun(residuals: Any, dy: Any, cfg: ShardedConfig, into: Any) -> tuple[Any, Any]:
+    require_config("sharded_bwd", cfg, ShardedConfig)
+    _check_whole("sharded_bwd", cfg, into)
     body, _, _, _, out = _opened("sharded_bwd", residuals, ShardedResiduals, cfg, into, dy)
     dparams, dx = cfg.op.bwd(body, dy, cfg.cfg)
     return _reducing(dparams, out, cfg), dx
 
 
 def _reducing(dparams: Any, out: torch.dtype | None, cfg: ShardedConfig) -> Reducing:
-    over, shard = (*cfg.also, cfg.axis), cfg.axis if cfg.stage == 3 else None
+    over, shard = (*cfg.also, cfg.axis), cfg.axis if cfg.stage else None
     return reduce_start(dparams, over, shard=shard, ordered=cfg.ordered, dtype=out, bucket_bytes=cfg.bucket_bytes)
 
 

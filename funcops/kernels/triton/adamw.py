@@ -122,12 +122,31 @@ def _table_of(rows: tuple[Any, ...], sizes: tuple[int, ...], decays: Any) -> Tab
 
 
 def _new_table(addresses: Any, widths: Any, sizes: tuple[int, ...], decays: Any) -> tuple[tuple[Tensor, ...], bool]:
-    odd = any([(at - row[0]) % width for row, width in zip(addresses, widths, strict=True) for at in row])
+    (p, grads, *others), (width, grad_width, *other_widths) = addresses, widths
+    fixed, aligned = _without_grads((p, *others), (width, *other_widths), sizes, tuple(decays))
+    distances, even = _distances(grads, grad_width)
+    rows = fixed.clone()
+    rows[:, 1] = distances
+    return (rows,), aligned and even
+
+
+@functools.lru_cache(KEPT)
+def _without_grads(addresses: Any, widths: Any, sizes: tuple[int, ...], decays: tuple[bool, ...]) -> tuple[Tensor, bool]:
+    """The table but for its column of gradients, which alone are elsewhere in most steps; and the note of the rest."""
+    columns, even = zip(*[_distances(row, width) for row, width in zip(addresses, widths, strict=True)], strict=True)
+    p, m, v, t, *w = columns
+    own = [torch.tensor(column, dtype=torch.int64, device="cpu") for column in (sizes, decays)]
+    rows = torch.stack((p, torch.zeros_like(p), m, v, t, *(w or [torch.zeros_like(p)]), *own), 1)
+    return rows, all([*even[:3], *even[4:]])
+
+
+def _distances(row: tuple[int, ...], width: int) -> tuple[Tensor, bool]:
+    """Distances from the first address in elements, and whether all are multiples of 16."""
+    apart = torch.tensor(row, dtype=torch.int64, device="cpu") - row[0]
+    even = not (apart % (16 * width)).any()
+    odd = not even and bool((apart % width).any())
     require(not odd, "adamw", "tensors", "at addresses that are multiples of their element size", "some that are not")
-    distances = [[(at - row[0]) // width for at in row] for row, width in zip(addresses, widths, strict=True)]
-    distances += [[0] * len(sizes)] * (6 - len(distances))
-    rows = torch.tensor(list(zip(*distances, sizes, map(int, decays), strict=True)), dtype=torch.int64, device="cpu")
-    return (rows,), all([at % 16 == 0 for row in (*distances[:4], distances[5]) for at in row])
+    return apart // width, even
 
 
 def _chunks_of(sizes: tuple[int, ...]) -> tuple[tuple[Tensor, ...], None]:

@@ -246,13 +246,8 @@ def _room(x: Tensor, shape: Sequence[int], rows: int, columns: int, element: str
     """Allocate codes and scales for so many rows and columns; `shape`: the codes' without the last dim."""
     scales = cdiv(rows, tile[0] or rows), cdiv(columns, tile[1] or columns)
     dtype = torch.float32 if kind in ("pow2", "float32") else torch.uint8
-    codes = x.new_empty((*shape, _stride(columns, element)), dtype=torch.uint8)
+    codes = x.new_empty((*shape, cdiv(columns, 2) if element == "e2m1" else columns), dtype=torch.uint8)
     return _Made(codes, x.new_empty(scales[::-1] if declared.by_columns(*tile, kind) else scales, dtype=dtype))
-
-
-def _stride(columns: int, element: str) -> int:
-    """The number of bytes of a row of codes."""
-    return cdiv(columns, 2) if element == "e2m1" else columns
 
 
 def _serves(x: Tensor, rows: int, cols: int, kind: str, amax: Optional[Tensor]) -> bool:
@@ -290,9 +285,10 @@ def _run(
             _run(x, element, rows, cols, kind, amax, row, None, epsilon)
             row, codes, scales = None, None, None
         n = 64
+    strides = (wide, high) if element != "e2m1" else (cdiv(wide, 2), cdiv(high, 2))  # bytes of a row of codes
     _launch_tiles(
-        cdiv(high, m) * cdiv(wide, n), 1, 1, x, amax, codes, scales, turned, turned_scales, high, wide, _stride(wide, element),
-        _stride(high, element), "", element, kind, rows,
+        cdiv(high, m) * cdiv(wide, n), 1, 1, x, amax, codes, scales, turned, turned_scales, high, wide, *strides,
+        "", element, kind, rows,
         cols, row is not None, col is not None, epsilon, narrow, native(), four, m, n, num_warps=warps,
     )
 

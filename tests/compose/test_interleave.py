@@ -1,0 +1,147 @@
+"""Parts of the rows in turns: what a body needs beyond rows (keys, ties, policies), and in which order parts run."""
+
+import pytest
+import torch
+
+from funcops import (
+    ChainConfig,
+    CrossEntropyConfig,
+    DropoutConfig,
+    InterleaveConfig,
+    LinearConfig,
+    RMSNormConfig,
+    Step,
+    WithExtras,
+    batch_wgrads,
+    chain,
+    cross_entropy,
+    dropout,
+    interleave,
+    linear,
+    random,
+    remat,
+    report,
+    rms_norm,
+    with_policy,
+)
+from funcops.contract.pausing import Flying, Pausing, landed, pausing, take_turns
+from funcops.program.values import add
+from funcops.testing.checks import same_bits
+from funcops.testing.tolerances import assert_close
+from funcops.trees import nbytes, tree_map, tree_map_tensors
+
+
+def waiting(op):
+    """The op as if it sent something before each of its functions."""
+
+    def pauses(function):
+        def run(*args, **options):
+            yield
+            return function(*args, **options)
+
+        return run
+
+    return op._replace(pausing=Pausing(pauses(op.fwd), pauses(op.dgrad), pauses(op.bwd)))
+
+
+D, SENDS = 8, waiting(linear)
+BODY = ChainConfig(
+    steps=(
+        Step("norm", rms_norm, RMSNormConfig(D)),
+        Step("up", SENDS, LinearConfig(D, D, bias=False)),
+        Step("drop", dropout, DropoutConfig(0.5), takes=("key",)),
+        Step("down", SENDS, LinearConfig(D, D, bias=False)),
+    ),
+    extras=("key",),
+)
+TIED = ChainConfig(steps=BODY.steps, extras=("key",), ties={"down.weight": "up.weight"})
+
+
+def one_after_another(op, params, x, key, dy, body, n, into=None):
+    ys, dparams, dxs = [], None, []
+    for i, (rows, drows) in enumerate(zip(x.chunk(n), dy.chunk(n), strict=True)):
+        y, kept = op.fwd(params, WithExtras(rows, {"key": random.fold_in(key, i)}), body)
+        own, dx = op.bwd(kept, drows, body, into=into)
+        ys.append(y)
+        dxs.append(dx.main)
+        dparams = own if into is not None else add(dparams, own)
+    return torch.cat(ys), dparams, torch.cat(dxs)
+
+
+@pytest.mark.parametrize("body", [BODY, TIED], ids=["plain", "tied"])
+@pytest.mark.parametrize("op", [chain, remat(chain), with_policy(chain, "minimal")], ids=str)
+def test_the_bits_of_a_loop(op, body):
+    """Each part draws a mask of its own; a tied weight's gradient has all terms of one part before the next one's."""
+    params, key = chain.init(body, key=random.key(0), dtype=torch.float32), random.key(1)
+    x, dy = torch.randn(2, 6, 3, D, generator=torch.Generator().manual_seed(0))
+    cfg, given = InterleaveConfig(op, body, 3), WithExtras(x, {"key": key})
+    want = one_after_another(op, params, x, key, dy, body, 3)
+    y, kept = interleave.fwd(params, given, cfg)
+    dparams, dx = interleave.bwd(kept, dy, cfg)
+    same_bits((y, dparams, dx.main), want, "whole")
+    dx_again, pending = interleave.dgrad(kept, dy, cfg)
+    same_bits((interleave.wgrad(pending, cfg), dx_again), (dparams, dx), "halves")
+    sums, into, later = (tree_map_tensors(torch.ones_like, dparams) for _ in range(3))
+    one_after_another(op, params, x, key, dy, body, 3, sums)
+    interleave.bwd(kept, dy, cfg, into=into)
+    interleave.wgrad(pending, cfg, into=later)
+    same_bits((into, later), (sums, sums), "into")
+
+
+def test_residuals_are_counted_by_part():
+    plain = ChainConfig(steps=BODY.steps[:2])
+    cfg, params, x = InterleaveConfig(chain, plain), chain.init(plain, key=random.key(0)), torch.ones(4, D)
+    _, kept = interleave.fwd(params, x, cfg)
+    assert list(kept) == [0, 1] and kept[1]["norm"].x.data_ptr() == x[2:].data_ptr()
+    assert "0..1.norm.rstd (x 2)" in str(report(kept, params, x)) and report(kept, params, x).kept_bytes == 4 * 4
+
+
+@pytest.mark.parametrize("policy", ["save_all", "recompute_norms", "minimal", "compress_fp8"])
+def test_policies_reach_the_body(policy):
+    plain = ChainConfig(steps=BODY.steps[:2])
+    params, (x, dy) = chain.init(plain, key=random.key(0), dtype=torch.float32), torch.randn(2, 4, D)
+    cfg, op = InterleaveConfig(chain, plain), with_policy(interleave, policy)
+    y, kept = op.fwd(params, x, cfg)
+    within = with_policy(chain, policy)
+    parts = [within.fwd(params, rows, plain) for rows in x.chunk(2)]
+    same_bits(y, torch.cat([one for one, _ in parts]), "y")
+    found = [within.bwd(own, rows, plain) for (_, own), rows in zip(parts, dy.chunk(2), strict=True)]
+    same_bits(op.bwd(kept, dy, cfg), (add(found[0][0], found[1][0]), torch.cat([dx for _, dx in found])), "gradients")
+    assert nbytes(kept) == nbytes([own for _, own in parts])
+
+
+def test_pendings_are_joined():
+    plain = ChainConfig(steps=BODY.steps[:2])
+    params, (x, dy) = chain.init(plain, key=random.key(0), dtype=torch.float64), torch.randn(2, 4, D, dtype=torch.float64)
+    cfg = InterleaveConfig(chain, plain)
+    _, pending = interleave.dgrad(interleave.fwd(params, x, cfg)[1], dy, cfg)
+    assert_close(batch_wgrads(interleave, [pending], cfg), interleave.wgrad(pending, cfg), dtype=torch.float64)
+
+
+def test_y_has_the_rows_of_x():
+    loss = InterleaveConfig(cross_entropy, CrossEntropyConfig(reduction="mean"))
+    with pytest.raises(
+        TypeError, match=r"^interleave_fwd: y of the body must be one tensor with the 2 rows of x \(leave what sums"
+    ):
+        interleave.fwd(None, (torch.randn(4, 3), torch.zeros(4, dtype=torch.int64)), loss)
+
+
+def test_parts_take_turns():
+    """Each up to its next pause, in their order; a part that ends early leaves the others to theirs."""
+    log = []
+
+    def begin(name, pauses):
+        log.append(f"{name} starts {pauses}")
+        return Flying(lambda: begin(name, pauses - 1)) if pauses else name
+
+    assert take_turns([pausing(begin)("a", 1), pausing(begin)("b", 2)]) == ["a", "b"]
+    assert log == ["a starts 1", "b starts 2", "a starts 0", "b starts 1", "b starts 0"]
+    assert landed(begin("c", 3)) == "c" and take_turns([]) == []
+
+
+def test_an_error_of_a_part_has_the_path_of_its_step():
+    cfg = InterleaveConfig(chain, ChainConfig(steps=BODY.steps[:2]))
+    params = tree_map(lambda t: t, chain.init(cfg.cfg, key=random.key(0)))
+    params["up"].weight = torch.ones(D, D + 1)
+    with pytest.raises(ValueError, match=r"^up: linear_fwd: params.weight must be"):
+        interleave.fwd(params, torch.ones(4, D), cfg)
