@@ -233,13 +233,13 @@ def require_device(where: str, device: Any) -> None:
         fail(where, "device", "a torch.device, or its name", describe(device))
 
 
-def require_dtype(where: str, dtype: Any, floating: bool = True) -> None:
+def require_dtype(where: str, dtype: Any, floating: bool = True, name: str = "dtype") -> None:
     """Raise unless `dtype` is None or a dtype; if `floating`, a dtype in which ops compute."""
     if dtype is None:
         return
-    require_type(where, "dtype", dtype, torch.dtype)
+    require_type(where, name, dtype, torch.dtype)
     if floating and dtype not in FLOATS:
-        fail(where, "dtype", " or ".join(map(short, FLOATS)), short(dtype), TypeError)
+        fail(where, name, " or ".join(map(short, FLOATS)), short(dtype), TypeError)
 
 
 def describe(value: Any) -> str:

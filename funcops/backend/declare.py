@@ -61,9 +61,12 @@ def capturing() -> bool:
 
 
 def readable(t: Tensor) -> bool:
-    """Whether the host may read the values of `t`: on a device it would wait, and a tracer, another mode or vmap has no values, or
-    would take them as constants."""
-    return t.is_cpu and not (watched() or is_functorch_wrapped_tensor(t))
+    """Whether the host may read the values of `t`: on a device it would wait, and a tracer, vmap, or a mode without `reads = True`
+    has no values, or would take them as constants."""
+    if not t.is_cpu or torch.compiler.is_compiling() or is_functorch_wrapped_tensor(t):
+        return False
+    modes = range(torch._C._len_torch_dispatch_stack())
+    return all([getattr(torch._C._get_dispatch_stack_at(i), "reads", False) for i in modes])
 
 
 class Kernel:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from funcops.backend import wide
-from funcops.backend.declare import watched
+from funcops.backend.declare import readable
 from funcops.contract.configs import OpConfig, config
 from funcops.contract.marks import Gone
 from funcops.contract.needs import Needs
@@ -147,8 +147,9 @@ def roll_back(cache: Any, lengths: Tensor) -> Cache:
     what a draft has added and the model does not confirm. `cache` is copied, unless it is given as `donate(cache)`.
 
     A ring of a layer with a window has overwritten earlier positions: it goes back by at most the cache's chunk from the most
-    positions that it has held, or to 0, which empties it. Raises `ValueError` for a cache of linear attention, whose states have no
-    positions; and for lengths that are longer, negative or too far back (on a device, or under recording: an assertion at run time).
+    positions that it has held, or to 0, which empties it. Raises `ValueError` for a cache of linear attention, whose states have
+    no positions; and for lengths that are longer, negative or too far back (on a device, or under recording: an assertion at run
+    time).
 
     >>> import torch
     >>> from funcops import donate, RopeConfig
@@ -175,7 +176,7 @@ def roll_back(cache: Any, lengths: Tensor) -> Cache:
     most = _most(where, held)
     least = torch.zeros_like(held.lengths) if most is None else (most - held.chunk).clamp_min(0)
     right = ((least <= lengths) | (lengths == 0)) & (lengths <= held.lengths)
-    if watched() or not lengths.is_cpu:
+    if not readable(lengths):
         torch._assert_async(right.all(), f"{where}: lengths must be at most cache.lengths, and not too far back")
     elif not bool(right.all()):
         row = int((~right).int().argmax())
@@ -269,7 +270,7 @@ def check_room(where: str, cache: Cache, tokens: int, counts: Tensor | None, kno
     after = cache.lengths + (tokens if counts is None else counts)
     most = min(cache.context, known or cache.context)
     remedy = "of a rope that knows the longest sequence, from_hf(..., length={})"
-    if watched() or not cache.lengths.is_cpu:
+    if not readable(cache.lengths):
         wanted = (
             f"cache must be of a longer context than {most}" if most == cache.context else f"cfg must be {remedy.format('...')}"
         )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from funcops import random
-from funcops.backend.declare import watched
+from funcops.backend.declare import readable
 from funcops.compose.chain import ChainConfig, chain
 from funcops.contract.needs import Needs
 from funcops.contract.schema import Donated
@@ -115,7 +115,7 @@ def _check_counts(where: str, counts: Any, ids: Tensor, cache: Cache) -> None:
     if counts is None:
         return
     check(where, "counts", counts, ids.shape[:1], torch.int64, cache.lengths)
-    if counts.is_cpu and not watched():
+    if readable(counts):
         found, most = counts.tolist(), ids.shape[1]
         require(all(0 <= n <= most for n in found), where, "counts", f"from 0 to {most}, as ids has", found)
 
@@ -167,7 +167,7 @@ def generate(
         check(where, "key", key, (2,), torch.int64, ids)
     if lengths is not None:
         check(where, "lengths", lengths, ids.shape[:1], torch.int64, ids)
-        if lengths.is_cpu and not watched():
+        if readable(lengths):
             most, found = ids.shape[1], lengths.tolist()
             require(all(1 <= n <= most for n in found), where, "lengths", f"from 1 to {most}, as ids has", found)
     ends = isinstance(stop, (tuple, list)) and all(type(i) is int and 0 <= i < cfg.vocab for i in stop)

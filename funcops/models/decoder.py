@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.backend.declare import watched
+from funcops.backend.declare import readable
 from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.repeat import RepeatConfig, repeat
 from funcops.compose.skip import SkipConfig, skip
@@ -166,7 +166,7 @@ def _rotation(
         return rope_table(at, turns, dtype=wide)
     if length is not None or cu_seqlens is None:
         return rope_table(at, turns.at_length(length or _longest(ids, positions)), dtype=wide)
-    ends = cu_seqlens.tolist() if _is_read(cu_seqlens) else []
+    ends = cu_seqlens.tolist() if readable(cu_seqlens) else []
     _require_whole(ends[-1:] == [ids.shape[1]], "cu_seqlens")
     parts = [at[..., first:last] for first, last in zip(ends, ends[1:], strict=False) if first < last] or [at]
     return torch.cat([rope_table(part, turns.at_length(_longest(ids, part)), dtype=wide) for part in parts], -3)
@@ -176,12 +176,8 @@ def _longest(ids: Tensor, positions: Tensor | None) -> int:
     """The length that positions reach. Raises for positions that do not say it: of a part of a sequence, or not read."""
     if positions is None:
         return max(ids.shape[1], 1)
-    _require_whole(_is_read(positions) and (not positions.numel() or not positions.amin(-1).any()), "positions")
+    _require_whole(readable(positions) and (not positions.numel() or not positions.amin(-1).any()), "positions")
     return int(positions.max()) + 1 if positions.numel() else 1
-
-
-def _is_read(t: Tensor) -> bool:
-    return t.is_cpu and not watched()
 
 
 def _require_whole(right: bool, name: str) -> None:

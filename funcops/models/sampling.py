@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from funcops import random
-from funcops.backend.declare import watched
+from funcops.backend.declare import readable
 from funcops.contract.configs import config
 from funcops.errors import FLOATS, check, fail, require, require_number, require_type
 
@@ -112,7 +112,7 @@ def drawn(where: str, logits: Tensor, u: Tensor | None, cfg: SamplingConfig, see
 def _checked_nan(where: str, logits: Tensor) -> Tensor:
     """The mask of NaNs. On the CPU a NaN raises, and so does a row of -inf alone."""
     nan = logits.isnan()
-    if logits.is_cpu and not watched() and logits.shape[0]:
+    if readable(logits) and logits.shape[0]:
         require(not nan.any(), where, "logits", "without NaN", f"one in row {int(nan.any(1).int().argmax())}")
         none = (logits == -torch.inf).all(1)
         got = f"-inf alone in row {int(none.int().argmax())}"

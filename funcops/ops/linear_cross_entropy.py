@@ -68,6 +68,12 @@ def check_cap(where: str, cap: float | None) -> None:
     require(cap is None or 0 < cap < math.inf, where, "softcap", "None, or above 0, and finite", cap)
 
 
+def check_gradient(where: str, gradient: Any, reduction: str) -> None:
+    allowed = ("backward",) if reduction == "none" else ("backward", "forward")
+    said = " or ".join(map(repr, allowed)) + " (a dy for each row comes too late)" * (len(allowed) == 1)
+    require(gradient in allowed, where, "gradient", said, repr(gradient))
+
+
 @config
 class LinearCrossEntropyConfig(OpConfig):
     """`in_features` (I) and `vocab` (V); `softcap` keeps logits within ±c; `chunk_bytes` bounds the logits that exist at a time,
@@ -89,9 +95,7 @@ class LinearCrossEntropyConfig(OpConfig):
         check_sizes(self, where)
         check_options(self, where)
         check_cap(where, self.softcap)
-        allowed = ("backward",) if self.reduction == "none" else ("backward", "forward")
-        said = " or ".join(map(repr, allowed)) + " (a dy for each row comes too late)" * (len(allowed) == 1)
-        require(self.gradient in allowed, where, "gradient", said, repr(self.gradient))
+        check_gradient(where, self.gradient, self.reduction)
 
     def _of_a_logit(self) -> int:
         """The bytes per logit; with a cap, also for the capped logit and its gradient."""
@@ -162,9 +166,10 @@ def linear_cross_entropy_fwd(
     check("linear_cross_entropy_fwd", "params.weight", weight, (cfg.vocab, cfg.in_features), t.dtype, t)
     rows, flat = t.reshape(-1, cfg.in_features), labels.reshape(-1)
     if cfg.gradient == "forward":
-        y, dx, dw = _with_gradients(rows, flat, weight, cfg, needs.input(0), bool(needs.params))
+        losses, dx, dw = with_gradients(rows, flat, weight, cfg, needs)
         dx = None if dx is None else dx.reshape(t.shape)
-        return y, LinearCrossEntropyGradients.keep(cfg, needs, dx=dx, dw=dw, inputs=Inputs.of(x), dtype=t.dtype)
+        found = LinearCrossEntropyGradients.keep(cfg, needs, dx=dx, dw=dw, inputs=Inputs.of(x), dtype=t.dtype)
+        return reduce_losses(losses, labels, cfg)[0], found
     losses, lse = losses_of_chunks(rows, flat, weight, cfg)
     y, count = reduce_losses(losses.reshape(labels.shape), labels, cfg)
     lse = lse.reshape(*labels.shape, 2)
@@ -174,21 +179,33 @@ def linear_cross_entropy_fwd(
     return y, kept
 
 
-def _with_gradients(
-    rows: Tensor, labels: Tensor, weight: Tensor, cfg: LinearCrossEntropyConfig, dx: bool, dw: bool
+LossesOf = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # losses [N] and logsumexp [N, 2] of logits and labels
+
+
+def with_gradients(
+    rows: Tensor,
+    labels: Tensor,
+    weight: Tensor,
+    cfg: LinearCrossEntropyConfig,
+    needs: Needs,
+    losses_of: LossesOf | None = None,
+    first: int = 0,
+    vocab: int | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """y, and dx [N, I] and dw [V, I], if requested, for dy = 1, a chunk of rows at a time."""
+    """Losses [N], and dx [N, I] and dw [V, I], if needed, for dy = 1, a chunk of rows at a time. The weight has `cfg.vocab` of
+    `vocab` classes, from `first` on."""
     options, dtype = (cfg.label_smoothing, cfg.ignore_index, cfg.z_loss), wide(rows.dtype)
+    dx, dw = needs.input(0), bool(needs.params)
     losses, found = rows.new_empty(rows.shape[0], dtype=dtype), torch.empty_like(rows) if dx else None
     dloss, total = 1 / count_of(labels, cfg, dtype).clamp(min=1), None
     chunks = list(cfg.row_chunks(rows.shape[0]))
     for c in chunks:
         logits = linear_kernels.linear_fwd(rows[c], weight, None)
         d = logits if cfg.softcap is None else cap_kernels.softcap_fwd(logits, cfg.softcap)
-        losses[c], lse = kernels.cross_entropy_fwd(d, labels[c], *options)
+        losses[c], lse = kernels.cross_entropy_fwd(d, labels[c], *options) if losses_of is None else losses_of(d, labels[c])
         if not (dx or dw):
             continue
-        kernels.cross_entropy_bwd_owned(dloss, d, labels[c], lse, *options, 0, cfg.vocab)
+        kernels.cross_entropy_bwd_owned(dloss, d, labels[c], lse, *options, first, vocab or cfg.vocab)
         if cfg.softcap is not None:
             d = cap_kernels.softcap_bwd(d, logits, cfg.softcap)
         if found is not None:
@@ -200,7 +217,7 @@ def _with_gradients(
             fused_linear.fused_linear_wgrad_into(d, rows[c], 1.0, total, None)
     if dw and total is None:
         total = torch.zeros_like(weight)
-    return reduce_losses(losses, labels, cfg)[0], found, None if total is None else total.to(weight.dtype)
+    return losses, found, None if total is None else total.to(weight.dtype)
 
 
 def losses_of_chunks(rows: Tensor, labels: Tensor, weight: Tensor, cfg: LinearCrossEntropyConfig) -> tuple[Tensor, Tensor]:
@@ -268,11 +285,13 @@ def _gradients(kept: Any, dloss: Tensor, cfg: LinearCrossEntropyConfig, dx: bool
     return None if found is None else found.reshape(kept.x.shape)
 
 
-def _kept(cfg: Any) -> type:
-    return LinearCrossEntropyGradients if cfg.gradient == "forward" else LinearCrossEntropyResiduals
+def kept_by(config: type, residuals: type) -> ByConfig:
+    """The class of the residuals of a loss whose config has a `gradient`."""
+    classes = residuals, LinearCrossEntropyGradients
+    return ByConfig(config, lambda cfg: classes[cfg.gradient == "forward"], classes)
 
 
-KEPT = ByConfig(LinearCrossEntropyConfig, _kept, (LinearCrossEntropyResiduals, LinearCrossEntropyGradients))
+KEPT = kept_by(LinearCrossEntropyConfig, LinearCrossEntropyResiduals)
 
 
 @dgrad_of(KEPT)
@@ -280,13 +299,6 @@ def linear_cross_entropy_dgrad(
     residuals: LinearCrossEntropyResiduals | LinearCrossEntropyGradients, dy: Tensor, cfg: LinearCrossEntropyConfig
 ) -> tuple[tuple[Tensor, None], LinearCrossEntropyPending | None]:
     """`(dx, None)`, and the pending weight gradient."""
-    if isinstance(residuals, LinearCrossEntropyGradients):
-        like = residuals.dw if residuals.dx is None else residuals.dx
-        check("linear_cross_entropy_dgrad", "dy", dy, (), wide(residuals.dtype), like)
-        dx = NO_GRADIENT if residuals.dx is None else _times(residuals.dx, dy)
-        pending: Any = LinearCrossEntropyPending
-        none = dict.fromkeys(("x", "labels", "weight", "logsumexp"))
-        return residuals.inputs.make((dx, None)), pending.keep(cfg, residuals.needs, **none, dloss=dy, dw=residuals.dw)
     return dgrad_by(_gradients, "linear_cross_entropy_dgrad", residuals, dy, cfg, LinearCrossEntropyPending)
 
 
@@ -294,6 +306,11 @@ def dgrad_by(
     gradients: Gradients, where: str, residuals: Any, dy: Tensor, cfg: Any, pending: Any
 ) -> tuple[tuple[Tensor, None], Any]:
     """The dgrad of the loss that has these `gradients`."""
+    if isinstance(residuals, LinearCrossEntropyGradients):
+        check(where, "dy", dy, (), wide(residuals.dtype), residuals.dw if residuals.dx is None else residuals.dx)
+        kept: dict[str, Any] = dict.fromkeys(pending.names) | {"dloss": dy, "dw": residuals.dw}
+        own = NO_GRADIENT if residuals.dx is None else _times(residuals.dx, dy)
+        return residuals.inputs.make((own, None)), pending.keep(cfg, residuals.needs, **kept)
     if residuals.x is None:
         return residuals.nothing(), None
     dloss = row_gradient(where, dy, residuals.labels, residuals.x.dtype, residuals.count, cfg)
@@ -312,10 +329,17 @@ def linear_cross_entropy_wgrad(
     pending: LinearCrossEntropyPending, cfg: LinearCrossEntropyConfig, *, into: LinearCrossEntropyParams | None = None
 ) -> LinearCrossEntropyParams:
     """dw: [V, I], a chunk of classes at a time; added to `into` if given."""
+    return wgrad_by(_gradients, "linear_cross_entropy_wgrad", pending, cfg, into)
+
+
+def wgrad_by(
+    gradients: Gradients, where: str, pending: Any, cfg: Any, into: LinearCrossEntropyParams | None
+) -> LinearCrossEntropyParams:
+    """The wgrad of the loss that has these `gradients`."""
     if pending.dw is not None:
-        return accumulate("linear_cross_entropy_wgrad", LinearCrossEntropyParams(_times(pending.dw, pending.dloss)), into)
-    dparams, dw = weight_gradient("linear_cross_entropy_wgrad", pending.weight, into)
-    _gradients(pending, pending.dloss, cfg, False, dw)
+        return accumulate(where, LinearCrossEntropyParams(_times(pending.dw, pending.dloss)), into)
+    dparams, dw = weight_gradient(where, pending.weight, into)
+    gradients(pending, pending.dloss, cfg, False, dw)
     return dparams
 
 
@@ -328,18 +352,18 @@ def linear_cross_entropy_bwd(
     into: LinearCrossEntropyParams | None = None,
 ) -> tuple[LinearCrossEntropyParams, tuple[Tensor, None]]:
     """The whole backward, which computes the logits once for both halves. Returns `(dparams, (dx, None))`."""
-    if isinstance(residuals, LinearCrossEntropyGradients):
-        dx, pending = linear_cross_entropy_dgrad(residuals, dy, cfg)
-        return linear_cross_entropy_wgrad(pending, cfg, into=into), dx  # type: ignore[arg-type]
-    return bwd_by(_gradients, "linear_cross_entropy_bwd", residuals, dy, cfg, into)
+    return bwd_by(_gradients, "linear_cross_entropy_bwd", residuals, dy, cfg, into, LinearCrossEntropyPending)
 
 
 def bwd_by(
-    gradients: Gradients, where: str, residuals: Any, dy: Tensor, cfg: Any, into: LinearCrossEntropyParams | None
+    gradients: Gradients, where: str, residuals: Any, dy: Tensor, cfg: Any, into: LinearCrossEntropyParams | None, pending: Any
 ) -> tuple[LinearCrossEntropyParams, tuple[Tensor, None]]:
     """The whole backward of the loss that has these `gradients`, which it calls once."""
     needs, dw = residuals.needs, None
     dparams: Any = into or LinearCrossEntropyParams()  # type: ignore[call-arg]
+    if isinstance(residuals, LinearCrossEntropyGradients):
+        dx, waiting = dgrad_by(gradients, where, residuals, dy, cfg, pending)
+        return dparams if waiting is None else wgrad_by(gradients, where, waiting, cfg, into), dx
     if residuals.x is None:
         return dparams, residuals.nothing()
     dloss = row_gradient(where, dy, residuals.labels, residuals.x.dtype, residuals.count, cfg)

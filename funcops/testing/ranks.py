@@ -98,7 +98,7 @@ class _Board:
 class _Rank(TorchDispatchMode):
     """Runs every operator unchanged, except collectives."""
 
-    runs = True  # see funcops.backend.declare.tracing
+    runs = reads = True  # see `tracing` and `readable` of funcops.backend.declare
 
     def __init__(self, mesh: Mesh, board: _Board) -> None:
         super().__init__()

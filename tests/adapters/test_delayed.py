@@ -77,7 +77,7 @@ def test_tied_weights_main_grad_and_hooks():
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("removed", [False, True])
 def test_hooks_fire_once_for_each_gradient(removed, tied, after):
-    """In `run` for delayed gradients; in the backward for those of torch's own ops, which share a weight if `tied`."""
+    """In `run` for delayed gradients; in the backward for gradients of torch's own ops, which share a weight if `tied`."""
 
     def trained(context):
         torch.manual_seed(0)
@@ -128,7 +128,7 @@ TIED = {  # ways to use a weight several times: in one op, in several, with a wi
 @pytest.mark.parametrize("tied", TIED)
 @pytest.mark.parametrize("hook", HOOKS)
 def test_hooks_get_the_sum_of_a_tied_weight(hook, tied):
-    """Of each backward, as autograd gives it to them."""
+    """Autograd gives them one sum in each backward."""
 
     def trained(context):
         torch.manual_seed(0)

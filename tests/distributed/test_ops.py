@@ -118,6 +118,7 @@ def test_laws_on_two_ranks(name):
 WRONG = {"axis": ("tp", None, 2), "overlap": ("", "some", None), "dim": (1.5, True, "0"), "by": (1.5, None), "bias": (1, "no")}
 WRONG |= {"parts": ((1.5,), (0, 6), [6], (4,), 6), "p": (1.5, -0.5, "0", None), "train": (1, None), "shared": (None, [], (3,))}
 WRONG |= {"op": (None, "linear"), "cfg": (None, 3), "also": (3, (3,), [], (ONE,)), "dtype": ("bfloat16", torch.int8)}
+WRONG |= {"grad_dtype": WRONG["dtype"], "gradient": ("both", None)}
 WRONG |= {"ordered": (1, "no"), "bucket_bytes": (0, 1.5, None)}
 WRONG |= {"split": WRONG["dim"], "cat": (0, *WRONG["dim"]), "sequence_parallel": WRONG["bias"]}
 WRONG |= dict.fromkeys(("in_features", "out_features", "num_embeddings", "vocab", "chunk_bytes"), (0, -2, 1.5, True, "3", None))

@@ -47,8 +47,15 @@ def check(rows, vocab, width, flag, sequence, chunk_bytes, options):
     check_dist(dist.vocab_embedding, vocab_embedding(rows, vocab, width, flag, sequence))
     check_dist(dist.vocab_cross_entropy, vocab_cross_entropy(rows, vocab, **options))
     cap = 1.5 if flag else None
-    loss = vocab_linear_cross_entropy(rows, width, vocab, sequence, chunk_bytes, cap, **options)
-    check_dist(dist.vocab_linear_cross_entropy, loss)
+    for gradient in ("backward", "forward")[: 1 + (options["reduction"] != "none")]:
+        loss = vocab_linear_cross_entropy(rows, width, vocab, sequence, chunk_bytes, cap, gradient, **options)
+        check_dist(dist.vocab_linear_cross_entropy, loss)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_gradients_in_the_forward(sequence):
+    loss = vocab_linear_cross_entropy((1, 2), 3, 1, sequence, 200, 1.5, "forward", **ALL_ON)
+    check_dist(dist.vocab_linear_cross_entropy, loss, sizes=(1, 2))
 
 
 DRAWN = given(ROWS, SMALL, SMALL, st.booleans(), st.booleans(), st.sampled_from((100, 600, 2**20)), OPTIONS)
@@ -207,9 +214,11 @@ def bad_calls(tp):
     yield "vocab_embedding_fwd: x must be int64, got float32", lambda: embed_fwd(embed, torch.ones(2), embedding_cfg)
     for outside in (-1, 8, 1000):
         there = torch.tensor([0, outside])
-        yield "index out of range", lambda there=there: embed_fwd(embed, there, embedding_cfg)
-        yield "index", lambda there=there: loss_fwd(None, (torch.ones(2, 4), there), logits_cfg)
-        yield "index", lambda there=there: head_fwd(head, (torch.ones(1, 3), there), linear_cfg)
+        said = f"must be ids from 0 to 7{{}}, got {outside}"
+        yield f"vocab_embedding_fwd: x {said.format('')}", lambda there=there: embed_fwd(embed, there, embedding_cfg)
+        labels = f"_fwd: x.1 (labels) {said.format(', or -100')}"
+        yield f"vocab_cross_entropy{labels}", lambda there=there: loss_fwd(None, (torch.ones(2, 4), there), logits_cfg)
+        yield f"vocab_linear_cross_entropy{labels}", lambda there=there: head_fwd(head, (torch.ones(1, 3), there), linear_cfg)
     yield (
         "vocab_cross_entropy_fwd: x.1 (labels) must be [3], got [2]",
         lambda: loss_fwd(None, (torch.ones(3, 4), ids), logits_cfg),

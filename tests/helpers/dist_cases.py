@@ -195,11 +195,10 @@ def vocab_cross_entropy(rows, vocab, **options):
     )
 
 
-def vocab_linear_cross_entropy(rows, width, vocab, sequence, chunk_bytes, softcap=None, **options):
+def vocab_linear_cross_entropy(rows, width, vocab, sequence, chunk_bytes, softcap=None, gradient="backward", **options):
     vocab, rows = 8 * vocab, (8 * rows[0], *rows[1:])
-    made = functools.partial(
-        dist.VocabLinearCrossEntropyConfig, width, vocab, sequence_parallel=sequence, chunk_bytes=chunk_bytes, softcap=softcap
-    )
+    given = dict(sequence_parallel=sequence, chunk_bytes=chunk_bytes, softcap=softcap, gradient=gradient)
+    made = functools.partial(dist.VocabLinearCrossEntropyConfig, width, vocab, **given)
 
     def reference(params, x, n):
         logits = x[0] @ params.weight.T
@@ -213,7 +212,7 @@ def vocab_linear_cross_entropy(rows, width, vocab, sequence, chunk_bytes, softca
         placed_x=(sequence_or_whole(sequence), INVARIANT),
         placed_y=INVARIANT,
         placed_params=LinearCrossEntropyParams(SHARD),
-        name=f"{rows}-{width}-{vocab}-sequence={sequence}-{chunk_bytes}-{softcap}-{options}",
+        name=f"{rows}-{width}-{vocab}-sequence={sequence}-{chunk_bytes}-{softcap}-{gradient}-{options}",
     )
 
 

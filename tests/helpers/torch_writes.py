@@ -34,7 +34,7 @@ WRITES = {  # by name, a function of parameters that have gradients
     "in place": _inplace,
     "in inference mode": _inference,
 }
-REPLACES = {  # the same, with the memory of the parameters as it was
+REPLACES = {  # the same for ways that leave the parameters' memory unchanged
     "another vector": lambda ps: vector_to_parameters(parameters_to_vector(ps) + 1, ps),
     "other data": _data,
 }

@@ -150,7 +150,7 @@ def test_a_row_keeps_less_than_padding():
 
 @pytest.mark.parametrize("name", ["dynamic", "longrope"])
 def test_a_part_of_a_sequence_does_not_say_how_long_that_is(name):
-    """Of a rank of cp, or after a cache: a rope that depends on the length needs it, and then has the rows of the whole."""
+    """A rank of cp must give the length to a rope that depends on it, and then gets its rows of the whole table."""
     cfg, ids = dataclasses.replace(PLAIN, **KINDS[name]), torch.zeros(1, 12, dtype=torch.int64)
     whole = decoder_x(cfg, ids, D).extras["rotation"]
     ends = torch.tensor([0, 9, 12], dtype=torch.int32)

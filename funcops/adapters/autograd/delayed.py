@@ -145,7 +145,7 @@ class WgradStore:
                     self._take(parameter, gradient, backward, uses)
 
     def _take(self, parameter: Tensor, gradient: Tensor | None, backward: int, uses: Counter[tuple[int, int]]) -> None:
-        """Add a gradient to those of the same backward, and accumulate their sum after the last of these."""
+        """Add up the gradients that a backward left for a parameter, and accumulate the sum after its last one."""
         key = backward, id(parameter)
         before, last = self.parts.pop(key, None), uses[key] == 1
         uses[key] -= 1

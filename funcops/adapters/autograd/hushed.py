@@ -7,23 +7,25 @@ from typing import Any
 
 from torch import Tensor
 
+from funcops.contract.versions import version
+
 
 class _IfGiven:
     """A hook that is called only where autograd has a gradient; `after`: it has been accumulated then."""
 
     def __init__(self, hook: Any, after: bool) -> None:
         self.hook, self.after = hook, after
-        self.before: tuple[int | None, int] = (None, 0)
+        self.before: tuple[int, Any] = 0, None
 
     def __call__(self, given: Any) -> Any:
         there = self.before != _mark(given) if self.after else given is not None
         return self.hook(given) if there else None
 
 
-def _mark(parameter: Tensor) -> tuple[int | None, int]:
-    """What changes whenever a gradient is accumulated."""
+def _mark(parameter: Tensor) -> tuple[int, Any]:
+    """A value that changes whenever a gradient is accumulated."""
     grad = parameter.grad
-    return (None, 0) if grad is None else (id(grad), grad._version)
+    return (0, None) if grad is None else (id(grad), version(grad))
 
 
 def _hooks(parameter: Tensor) -> list[Any]:

@@ -260,7 +260,7 @@ class _Piece(NamedTuple):
 
 
 def _packed(k: Tensor, v: Tensor) -> Tensor:
-    """k and v as one message: [the numbers of k, then those of v]."""
+    """One message: the numbers of k, then the numbers of v."""
     return torch.cat((k.reshape(-1), v.reshape(-1)))
 
 

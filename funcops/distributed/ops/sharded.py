@@ -113,8 +113,8 @@ class ShardedConfig(OneBody):
         right = isinstance(self.also, tuple) and all(isinstance(axis, Axis) for axis in self.also)
         require(right, "ShardedConfig", "also", "a tuple of Axis", repr(self.also))
         require(self.axis not in self.also, "ShardedConfig", "also", "other axes", str(self.axis))
-        for dtype in (self.dtype, self.grad_dtype):
-            require_dtype("ShardedConfig", dtype)
+        require_dtype("ShardedConfig", self.dtype)
+        require_dtype("ShardedConfig", self.grad_dtype, name="grad_dtype")
         require_count("ShardedConfig", bucket_bytes=self.bucket_bytes)
         for part in steps(self.cfg, op=self.op):
             recipe = part.cfg.low_recipe

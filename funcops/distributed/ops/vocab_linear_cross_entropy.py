@@ -8,7 +8,8 @@ and gets 1/n of dx, whose sum is scattered. Without, x and dx are the same on al
 
 For the losses the ranks gather four floats a row (three without label smoothing), once, after the last chunk. Kept: x and w_r and
 labels, aliases, and logsumexp, two numbers: 8 bytes a row. dgrad and wgrad each gather x and recompute the logits, a chunk of
-classes at a time, and bwd does so once, as in `linear_cross_entropy`.
+classes at a time, and bwd does so once, as in `linear_cross_entropy`. With `gradient="forward"` the forward gathers those floats
+after every chunk, and keeps dx and dw_r for dy = 1 instead.
 
 >>> import torch
 >>> from funcops import LinearCrossEntropyParams, dist
@@ -36,7 +37,7 @@ from funcops.compose.joints import register_joint
 from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
 from funcops.contract.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
-from funcops.contract.schema import DGRAD, WGRAD, Inputs, Pending, Residuals, saved
+from funcops.contract.schema import DGRAD, WGRAD, Inputs, Residuals, saved
 from funcops.distributed import comm
 from funcops.distributed.checks import check_tensor, require_axis, require_shares
 from funcops.distributed.init import init_part
@@ -50,17 +51,23 @@ from funcops.ops._ids import check_ids
 from funcops.ops._loss import check_options, check_pair, reduce_losses
 from funcops.ops.linear_cross_entropy import (
     LinearCrossEntropyConfig,
+    LinearCrossEntropyGradients,
     LinearCrossEntropyParams,
+    LinearCrossEntropyPending,
+    LossesOf,
     Write,
     bwd_by,
     check_cap,
+    check_gradient,
     check_sizes,
     dgrad_by,
+    kept_by,
     linear_cross_entropy_init,
     logits_of,
     loss_gradients,
     losses_of_chunks,
-    weight_gradient,
+    wgrad_by,
+    with_gradients,
 )
 from funcops.ops.softcap import softcap
 
@@ -72,7 +79,8 @@ __all__ += ["vocab_linear_cross_entropy_fwd", "vocab_linear_cross_entropy_init",
 @config
 class VocabLinearCrossEntropyConfig(OpConfig):
     """`in_features` (I) and `vocab` (V) of all ranks, a multiple of the size of `axis`. `sequence_parallel`: x is sharded along
-    its first dimension. `chunk_bytes` bounds the logits that exist at a time on a rank, counted in float32."""
+    its first dimension. `chunk_bytes` bounds the logits that exist at a time on a rank, counted in float32. `gradient` as in
+    `LinearCrossEntropyConfig`."""
 
     in_features: int = field(kw_only=False)
     vocab: int = field(kw_only=False)
@@ -84,6 +92,7 @@ class VocabLinearCrossEntropyConfig(OpConfig):
     softcap: float | None = None
     sequence_parallel: bool = True
     chunk_bytes: int = 128 * 2**20
+    gradient: str = "backward"
 
     def __post_init__(self) -> None:
         where = "VocabLinearCrossEntropyConfig"
@@ -91,6 +100,7 @@ class VocabLinearCrossEntropyConfig(OpConfig):
         check_options(self, where)
         check_cap(where, self.softcap)
         check_sizes(self, where)
+        check_gradient(where, self.gradient, self.reduction)
         require_shares(where, "vocab", self.vocab, self.axis)
         own = LinearCrossEntropyConfig(
             self.in_features,
@@ -101,6 +111,7 @@ class VocabLinearCrossEntropyConfig(OpConfig):
             reduction=self.reduction,
             softcap=self.softcap,
             chunk_bytes=self.chunk_bytes,
+            gradient=self.gradient,
         )
         object.__setattr__(self, "own", own)
 
@@ -123,12 +134,11 @@ class VocabLinearCrossEntropyResiduals(Residuals, static=("inputs",)):
     count: Tensor | None = saved("[]", needed_by=DGRAD | WGRAD, of=("x.0", "params"))
 
 
-class VocabLinearCrossEntropyPending(Pending):
-    x: Tensor = saved("[*, I]", alias="residuals.x", needed_by=WGRAD)
-    labels: Tensor = saved("[*]", alias="residuals.labels", needed_by=WGRAD)
-    weight: Tensor = saved("[V/n, I]", alias="residuals.weight", needed_by=WGRAD)
-    logsumexp: Tensor = saved("[*, 2]", alias="residuals.logsumexp", needed_by=WGRAD)
-    dloss: Tensor = saved("[*] or []", alias="dy", needed_by=WGRAD)
+class VocabLinearCrossEntropyPending(LinearCrossEntropyPending):
+    """The fields of `LinearCrossEntropyPending`, of this rank's classes: weight and dw [V/n, I]."""
+
+
+KEPT = kept_by(VocabLinearCrossEntropyConfig, VocabLinearCrossEntropyResiduals)
 
 
 @init_of(VocabLinearCrossEntropyConfig)
@@ -143,7 +153,7 @@ def vocab_linear_cross_entropy_init(
 @forward(VocabLinearCrossEntropyConfig, LinearCrossEntropyParams)
 def vocab_linear_cross_entropy_fwd(
     params: LinearCrossEntropyParams, x: tuple[Tensor, Tensor], cfg: VocabLinearCrossEntropyConfig, *, needs: Needs = Needs.ALL
-) -> tuple[Tensor, VocabLinearCrossEntropyResiduals | None]:
+) -> tuple[Tensor, VocabLinearCrossEntropyResiduals | LinearCrossEntropyGradients | None]:
     """x: `(x, labels)`, x: [m, *, I] and labels: [n m, *] (without `sequence_parallel`: [*, I] and [*]) -> y.
 
     Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
@@ -154,6 +164,11 @@ def vocab_linear_cross_entropy_fwd(
     weight = params.weight
     check_tensor(where, "params.weight", weight, (own.vocab, own.in_features), t.dtype, t)
     rows, flat = _rows(t, cfg), labels.reshape(-1)
+    if cfg.gradient == "forward":
+        losses, dx, dw = with_gradients(rows, flat, weight, own, needs, _losses_of(cfg), cfg.axis.rank * own.vocab, cfg.vocab)
+        dx = None if dx is None else _summed(dx, labels, cfg)
+        found = LinearCrossEntropyGradients.keep(cfg, needs, dx=dx, dw=dw, inputs=Inputs.of(x), dtype=t.dtype)
+        return reduce_losses(losses, labels, cfg)[0], found
     if cfg.axis.size == 1:
         losses, lse = losses_of_chunks(rows, flat, weight, own)
     else:
@@ -173,19 +188,30 @@ def _rows(x: Tensor, cfg: VocabLinearCrossEntropyConfig) -> Tensor:
 
 def _gradients(kept: Any, dloss: Tensor, cfg: VocabLinearCrossEntropyConfig, dx: bool, dw: Write | None) -> Tensor | None:
     """dx, if requested, in the shape of x; `dw` is called with this rank's classes only."""
-    axis, own, rows = cfg.axis, cfg.own, _rows(kept.x, cfg)
-    first = axis.rank * own.vocab
+    own, rows = cfg.own, _rows(kept.x, cfg)
+    first = cfg.axis.rank * own.vocab
     part = loss_gradients(rows, kept.labels, kept.logsumexp, kept.weight, dloss, own, dx, dw, first, cfg.vocab)
     if not dx:
         return None
-    part = rows.new_zeros(rows.shape) if part is None else part  # without rows
-    shaped = part.reshape(*kept.labels.shape, cfg.in_features)
-    return comm.scatter_sum(shaped, axis) if cfg.sequence_parallel else comm.sum_over(shaped, axis)
+    return _summed(rows.new_zeros(rows.shape) if part is None else part, kept.labels, cfg)  # None: without rows
 
 
-@dgrad_of(VocabLinearCrossEntropyResiduals)
+def _losses_of(cfg: VocabLinearCrossEntropyConfig) -> LossesOf | None:
+    """Losses and logsumexp of a chunk's rows over the classes of all ranks."""
+    if cfg.axis.size == 1:
+        return None
+    return lambda logits, labels: losses_of_rows(parts_of_rows(logits, labels, cfg), labels, cfg)
+
+
+def _summed(part: Tensor, labels: Tensor, cfg: VocabLinearCrossEntropyConfig) -> Tensor:
+    """dx from this rank's part of every row."""
+    shaped = part.reshape(*labels.shape, cfg.in_features)
+    return comm.scatter_sum(shaped, cfg.axis) if cfg.sequence_parallel else comm.sum_over(shaped, cfg.axis)
+
+
+@dgrad_of(KEPT)
 def vocab_linear_cross_entropy_dgrad(
-    residuals: VocabLinearCrossEntropyResiduals, dy: Tensor, cfg: VocabLinearCrossEntropyConfig
+    residuals: VocabLinearCrossEntropyResiduals | LinearCrossEntropyGradients, dy: Tensor, cfg: VocabLinearCrossEntropyConfig
 ) -> tuple[tuple[Tensor, None], VocabLinearCrossEntropyPending | None]:
     """`(dx, None)`, and the pending weight gradient."""
     return dgrad_by(_gradients, "vocab_linear_cross_entropy_dgrad", residuals, dy, cfg, VocabLinearCrossEntropyPending)
@@ -196,21 +222,20 @@ def vocab_linear_cross_entropy_wgrad(
     pending: VocabLinearCrossEntropyPending, cfg: VocabLinearCrossEntropyConfig, *, into: LinearCrossEntropyParams | None = None
 ) -> LinearCrossEntropyParams:
     """Gathers x, then dw_r: [V/n, I], a chunk of classes at a time; added to `into` if given."""
-    dparams, dw = weight_gradient("vocab_linear_cross_entropy_wgrad", pending.weight, into)
-    _gradients(pending, pending.dloss, cfg, False, dw)
-    return dparams
+    return wgrad_by(_gradients, "vocab_linear_cross_entropy_wgrad", pending, cfg, into)
 
 
-@bwd_of(VocabLinearCrossEntropyResiduals, LinearCrossEntropyParams)
+@bwd_of(KEPT, LinearCrossEntropyParams)
 def vocab_linear_cross_entropy_bwd(
-    residuals: VocabLinearCrossEntropyResiduals,
+    residuals: VocabLinearCrossEntropyResiduals | LinearCrossEntropyGradients,
     dy: Tensor,
     cfg: VocabLinearCrossEntropyConfig,
     *,
     into: LinearCrossEntropyParams | None = None,
 ) -> tuple[LinearCrossEntropyParams, tuple[Tensor, None]]:
     """The whole backward, which gathers x and computes the logits once for both halves. Returns `(dparams, (dx, None))`."""
-    return bwd_by(_gradients, "vocab_linear_cross_entropy_bwd", residuals, dy, cfg, into)
+    where, pending = "vocab_linear_cross_entropy_bwd", VocabLinearCrossEntropyPending
+    return bwd_by(_gradients, where, residuals, dy, cfg, into, pending)
 
 
 vocab_linear_cross_entropy = make_op(
