@@ -39,7 +39,8 @@ class Decoder:
     that a layer saves per token; by default as many as a block of funcops in 16 bits. `low`: the recipe of the layers' products,
     which quantises both operands of each to 8 bits; the head's has none. True: any that sends no codes. `mixture`: each layer has
     experts, of `ffn` hidden features, instead of one MLP; `residual_bytes` is then for a layer with all of them on one GPU.
-    `head_size`: by default hidden / heads.
+    `head_size`: by default hidden / heads. `tied`: the head has the embedding's weight, once on a rank with both ends; in a
+    pipeline each end has a copy, and what they exchange is not counted.
 
     >>> from funcops.schedule import Decoder
     >>> model = Decoder(hidden=4096, ffn=14336, layers=32, heads=32, kv_heads=8, vocab=128256, seq=8192, batch=128)
@@ -62,11 +63,12 @@ class Decoder:
     low: bool | Recipe = False
     mixture: Mixture | None = None
     head_size: int | None = None
+    tied: bool = False
 
     def __post_init__(self) -> None:
         counts = ("hidden", "ffn", "layers", "heads", "vocab", "seq", "batch")
         require_count("Decoder", **{name: getattr(self, name) for name in counts})
-        require_flag("Decoder", gated=self.gated, flash=self.flash)
+        require_flag("Decoder", gated=self.gated, flash=self.flash, tied=self.tied)
         require_type("Decoder", "low", self.low, bool, Recipe)
         require_type("Decoder", "mixture", self.mixture, Mixture, type(None))
         if self.head_size is not None:
@@ -154,8 +156,8 @@ class Decoder:
 
     @functools.cached_property
     def params(self) -> int:
-        """The number of params, with the embedding, the last norm and the head, which is not tied."""
-        return self.layers * self.layer_params + 2 * self.vocab * self.hidden + self.hidden
+        """The number of params, with the embedding, the last norm and the head."""
+        return self.layers * self.layer_params + (1 if self.tied else 2) * self.vocab * self.hidden + self.hidden
 
     @property
     def flops(self) -> float:
@@ -232,6 +234,7 @@ def _described(cfg: ChainConfig, x: Any, batch: int) -> Decoder:
         low=_low([one.low_recipe for one in matrices if one.out_features not in routed] + [one.recipe for one in experts]),
         mixture=_mixture(leaves, experts[0]) if experts else None,
         head_size=None if size * q == hidden else size,
+        tied=bool(cfg.ties),
     )
     got = sum(one.in_features * one.out_features for one in matrices)
     count = sum(one.n * one.k for one in found.products) + found.router_params

@@ -225,7 +225,8 @@ def rank_memory(model: Decoder, layout: Layout, rank: int) -> Memory:
     own = layout.chunks * layers.between - (first + last) * (layers.between - layers.ends)
     if layout.stages == 1:
         own = model.layers
-    ends = (first + last) * model.vocab * model.hidden
+    copies = 1 if model.tied and first and last else first + last
+    ends = copies * model.vocab * model.hidden
     sharded, experts = layer_params(model, layout)
     layer, zero = sharded + experts, layout.zero
     tokens = layout.microbatch * model.seq / layout.cp
@@ -392,7 +393,7 @@ def stages_of(model: Decoder, layout: Layout, gpu: GPU) -> Stages:
     sharded, experts = layer_params(model, layout)
     if layout.replicas == 1 and (not experts or layout.expert_replicas == 1):
         return plain
-    table, alone = model.vocab * model.hidden / layout.tp, layout.stages == 1
+    table, alone = model.vocab * model.hidden / layout.tp, layout.stages == 1 and not model.tied
     counts = layers.ends, layers.between, layers.ends
     made = []
     for count, one, embed, head in zip(counts, plain, (table, 0.0, table * alone), (table * alone, 0.0, table), strict=True):

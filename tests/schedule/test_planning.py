@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from predictions import check_prediction
 
 from benchmarks import published
-from funcops import WithExtras, chain, dist, random, report, trees
+from funcops import RopeConfig, WithExtras, chain, dist, random, report, trees
 from funcops.low_precision import Fp8Current, with_recipe
+from funcops.models import DecoderConfig, decoder, decoder_x
 from funcops.models.blocks import Sizes, decoder_config, gpt2_block_config
 from funcops.schedule import (
     GPU,
@@ -37,7 +38,7 @@ from funcops.schedule import (
     zb_h1,
     zb_v,
 )
-from funcops.schedule.layout import Stages, in_flight, layer_times, peak, problem, stages_of
+from funcops.schedule.layout import Stages, in_flight, layer_times, peak, problem, rank_memory, stages_of
 from funcops.schedule.predict import bound, least_time, loads_of, schedule_of, simulate_few
 from funcops.schedule.predict import simulated as simulated_of
 from funcops.schedule.simulate import Model
@@ -166,7 +167,7 @@ def test_replicas_send_every_gradient_and_param(dp, zero):
     """Without a replica nothing; gradients in four bytes, sharded params in two, with ZeRO-3 again for the backward."""
     layout = Layout(dp=dp, tp=2, zero=zero if dp > 1 else 0)
     found = {}
-    for one in stages_of(SMALL, layout, GPUS["H100"]).last.collectives:
+    for one in stages_of(SMALL, layout, GPUS["H100"]).first.collectives:
         if one.axis == "dp":
             found[one.kind] = found.get(one.kind, 0.0) + one.times * one.nbytes
     params = (SMALL.params - SMALL.hidden) / 2  # all but the last norm's
@@ -379,6 +380,23 @@ def test_a_decoder_of_ours_is_counted(sizes):
     assert found.residual_bytes * 2 * 16 == sum(row.bytes for row in rows)
     described = Decoder(dim, hidden, layers, heads, vocab, 16, 6, kv_heads=kv_heads)
     assert dataclasses.replace(found, residual_bytes=None) == described and found.kept("none") == described.kept("none")
+
+
+def test_a_tied_head_is_counted_once():
+    """Its params equal the model's; a rank with both ends has one table, and each end of a pipeline a copy."""
+    found = []
+    for tied in (False, True):
+        sizes = dict(vocab=96, dim=64, layers=4, heads=4, kv_heads=2, head_size=16, hidden=96, context=64)
+        cfg = DecoderConfig(**sizes, rope=RopeConfig(16), tied=tied)
+        model, ids = decoder(cfg, loss=True), torch.zeros(2, 32, dtype=torch.int64)
+        found.append(Decoder.of(model, decoder_x(cfg, ids, torch.bfloat16, labels=ids), batch=4))
+        params = {id(t): t.numel() for t in trees.tensors(chain.init(model, device="meta"))}
+        assert found[-1].params == sum(params.values()) and found[-1].tied == tied
+    for layout, tables in ((Layout(), 1), (Layout(dp=2, zero=1), 1), (Layout(pp=2), 0), (Layout(tp=2), 1 / 2)):
+        plain, tied = (rank_memory(model, layout, 0) for model in found)
+        assert plain.params - tied.params == 2 * 96 * 64 * tables and plain.grads - tied.grads == 4 * 96 * 64 * tables
+    sent = [[one for one in stages_of(m, Layout(dp=2), GPUS["H100"]).first.collectives if one.axis == "dp"] for m in found]
+    assert sum(one.nbytes * one.times for one in sent[0]) - sum(one.nbytes * one.times for one in sent[1]) == 4 * 96 * 64
 
 
 def test_the_best_is_drawn(tmp_path):
