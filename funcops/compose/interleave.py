@@ -11,9 +11,9 @@ are sent. Any other op runs as it does alone, and a body that sends nothing runs
 An op that looks at all rows at once (the losses and the capacity of a router, a recipe with one scale for a tensor) sees only a
 part's rows, as with microbatches. x: [n m, *], a tensor or a tuple of tensors, of any dtype; y: [n m, *], a tensor. Extras are
 given to every part, and their gradients summed, except the extras in `by_rows`, which are divided as x is; the number of the part
-is folded into every random key. Outputs of the body are stacked, part i's at [i], and so is their part of dy. Params and their
-paths are the body's. Kept: what each part keeps, with views of x; residuals and pending are dicts by number of the part.
-DeepSeek-V3, arXiv:2412.19437; Megatron-Core overlaps expert parallelism so.
+is folded into every random key, of extras and of weights in codes. Outputs of the body are stacked, part i's at [i], and so is
+their part of dy. Params and their paths are the body's. Kept: what each part keeps, with views of x; residuals and pending are
+dicts by number of the part. DeepSeek-V3, arXiv:2412.19437; Megatron-Core overlaps expert parallelism so.
 
 >>> import torch
 >>> from funcops import InterleaveConfig, LinearConfig, interleave, linear, random
@@ -47,6 +47,7 @@ from funcops.contract.pausing import take_turns
 from funcops.contract.schema import open_node
 from funcops.contract.walk import steps, ties
 from funcops.errors import describe, fail, require, require_type
+from funcops.formats.qtensor import fold_keys
 from funcops.program.accumulator_checks import check_into_tree
 from funcops.program.values import abstract_params, add
 from funcops.residuals.nested import nested, part
@@ -80,10 +81,13 @@ class InterleaveConfig(OneBody):
         require(set(self.by_rows) <= set(known), where, "by_rows", wanted, self.by_rows)
         mixing = [one for one in steps(self.cfg, op=self.op) if one.cfg.attends or one.cfg.mixes_positions]
         note(self, extras=self.cfg.extras, outputs=self.cfg.outputs, keys=self.cfg.keys, tied=bool(ties(self.cfg)))
+        recipes = [one.cfg.low_recipe for one in steps(self.cfg, op=self.op)]
         note(self, mixing=(mixing[0].path or self.op.name) if mixing else "")
+        note(self, rounds=self.microbatches > 1 and any([one is not None and one.stochastic for one in recipes]))
 
     mixing: ClassVar[str]  # the path of the first step that mixes positions
     tied: ClassVar[bool]
+    rounds: ClassVar[bool]  # whether weights have keys, by which dy is rounded
 
     @property
     def side_by_side(self) -> int:  # type: ignore[override]
@@ -159,7 +163,8 @@ def interleave_fwd(params: Any, x: Any, cfg: InterleaveConfig, *, needs: Needs =
     if needs is not Needs.ALL:
         check_needs("interleave_fwd", needs, params, x)
     given = _given(x, cfg)
-    results = _calls(cfg, "fwd", [(params, one) for one in given], needs=needs)
+    own = [fold_keys(params, i) if cfg.rounds else params for i in range(len(given))]
+    results = _calls(cfg, "fwd", list(zip(own, given, strict=True)), needs=needs)
     rows = next(t.shape[0] for t in leaves(given[0].main if cfg.extras else given[0]) if t is not None)
     found: dict[str, list[Any]] = {name: [] for name in cfg.outputs}
     mains = []

@@ -25,6 +25,8 @@ from funcops import (
     with_policy,
 )
 from funcops.contract.pausing import Flying, Pausing, landed, pausing, take_turns
+from funcops.formats.qtensor import fold_keys
+from funcops.low_precision import NVFP4, quantize_params, with_recipe
 from funcops.program.values import add
 from funcops.testing.checks import same_bits
 from funcops.testing.tolerances import assert_close
@@ -145,3 +147,19 @@ def test_an_error_of_a_part_has_the_path_of_its_step():
     params["up"].weight = torch.ones(D, D + 1)
     with pytest.raises(ValueError, match=r"^up: linear_fwd: params.weight must be"):
         interleave.fwd(params, torch.ones(4, D), cfg)
+
+
+def test_each_part_rounds_with_noise_of_its_own():
+    """A recipe that rounds dy at random has a key beside each weight: the part's number is folded into it."""
+    body = with_recipe(ChainConfig(steps=(Step("up", linear, LinearConfig(32, 32, bias=False)),)), NVFP4())
+    work = quantize_params(chain.init(body, key=random.key(0), dtype=torch.float32), body, key=random.key(1))
+    x, dy = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(0)).bfloat16().repeat(1, 2, 1)
+    dparams, dx = interleave.bwd(interleave.fwd(work, x, InterleaveConfig(chain, body))[1], dy, InterleaveConfig(chain, body))
+    want, total = [], None
+    for i in range(2):
+        own, d = chain.bwd(chain.fwd(fold_keys(work, i), x[:8], body)[1], dy[:8], body)
+        want, total = [*want, d], add(total, own)
+    same_bits((dx, dparams), (torch.cat(want), total), "a loop")
+    assert not torch.equal(*want)
+    alone = InterleaveConfig(chain, body, 1)
+    same_bits(interleave.bwd(interleave.fwd(work, x, alone)[1], dy, alone), chain.bwd(chain.fwd(work, x, body)[1], dy, body), "one")
