@@ -12,7 +12,6 @@ from torch.compiler import is_dynamo_compiling
 from funcops.backend import scopes
 from funcops.compose.step import live_inputs
 from funcops.contract.needs import Needs, sub_mask
-from funcops.contract.pausing import Pauses
 from funcops.contract.trace_safe_cache import remember
 from funcops.errors import describe, fail, in_step
 from funcops.program.accumulator_checks import check_into_tree
@@ -52,25 +51,6 @@ def in_turn(
                 found[i] = run(i, tree if begin else read(i))
             elif kind != "wait":
                 found[i] = getattr(ahead, kind)(found[i], sums[i])  # type: ignore[index]
-    except Exception as error:
-        in_step(error, i)
-        raise
-    return found
-
-
-def pausing_in_turn(
-    order: Sequence[int], read: Callable[[int], Any], run: Callable[[int, Any], Pauses], bring: Callable[[int], Any] | None = None
-) -> Pauses:
-    """`in_turn` with the pauses of a body that can pause, which has nothing to prefetch by itself."""
-    found: list[Any] = [None for _ in order]
-    i = order[0]
-    try:
-        for kind, i in turns(order, bring is not None):
-            if kind == "start":
-                bring(i)  # type: ignore[misc]
-            elif kind == "run":
-                own = run(i, read(i))
-                found[i] = yield from scopes.resumed(str(i), "", own) if scopes.on else own
     except Exception as error:
         in_step(error, i)
         raise

@@ -30,21 +30,12 @@ import torch
 from torch import Tensor
 
 from funcops import random
-from funcops.compose.layers import (
-    accumulators,
-    by_layer,
-    collected,
-    in_turn,
-    like_the_first,
-    needs_of_layers,
-    outputs_by_layer,
-    pausing_in_turn,
-)
+from funcops.compose.layers import accumulators, by_layer, collected, in_turn, like_the_first, needs_of_layers, outputs_by_layer
+from funcops.compose.pausing import Walk, of_layers
 from funcops.compose.step import OneBody, bundle, check_body, note, split_x
 from funcops.contract.configs import Width, require_config
 from funcops.contract.needs import Needs, check_needs
 from funcops.contract.op import Op, config, dgrad_of, init_of, make_op
-from funcops.contract.pausing import Pauses, Pausing, ran
 from funcops.contract.schema import open_node
 from funcops.errors import fail, join_path, require
 from funcops.program.programs import forwards
@@ -116,24 +107,13 @@ def repeat_fwd(params: Any, x: Any, cfg: RepeatConfig, *, needs: Needs = Needs.A
     """Run the body `times` times. x: the body's x, in `WithExtras` if it has extras; y: in `WithExtras` if it has outputs, which
     are stacked over the layers. Raises `TypeError` for an output that is not a tensor, `ValueError` for one whose shape or dtype
     differs between layers."""
-    layers, call, took, end = _forward(params, x, cfg, needs, False)
+    layers, (call, took, _, end) = _forward(params, x, cfg, needs, False)
     kept = in_turn(cfg, range(cfg.times), lambda i: layers[i], lambda i, layer: took(call(i, layer)))
     return end(kept)  # type: ignore[no-any-return]
 
 
-def _pausing_fwd(params: Any, x: Any, cfg: RepeatConfig, *, needs: Needs = Needs.ALL) -> Pauses:
-    if cfg.op.pausing is None:
-        return repeat_fwd(params, x, cfg, needs=needs)
-    layers, call, took, end = _forward(params, x, cfg, needs, True)
-
-    def run(i: int, layer: Any) -> Pauses:
-        return took((yield from ran(call(i, layer))))
-
-    return end((yield from pausing_in_turn(range(cfg.times), lambda i: layers[i], run)))
-
-
-def _forward(params: Any, x: Any, cfg: RepeatConfig, needs: Needs, pauses: bool) -> tuple[Any, Any, Any, Any]:
-    """The params of the layers, the call of a layer, what takes its result, and what makes y and the residuals at the end."""
+def _forward(params: Any, x: Any, cfg: RepeatConfig, needs: Needs, pauses: bool) -> tuple[Any, Walk]:
+    """The params of the layers, and the walk over them, which ends with y and the residuals."""
     require_config("repeat_fwd", cfg, RepeatConfig)
     if needs is not Needs.ALL:
         check_needs("repeat_fwd", needs, params, x)
@@ -161,7 +141,7 @@ def _forward(params: Any, x: Any, cfg: RepeatConfig, needs: Needs, pauses: bool)
         y = WithExtras(main, {name: torch.stack(found) for name, found in given.items()}) if given else main
         return y, RepeatResiduals(dict(enumerate(kept)), cfg=cfg, needs=needs) if needs else None
 
-    return layers, call, took, end
+    return layers, (call, took, None, end)
 
 
 def _walk(node: Any, dy: Any, cfg: RepeatConfig, sums: tuple[Any, ...] | None) -> tuple[Any, list[Any]]:
@@ -170,22 +150,11 @@ def _walk(node: Any, dy: Any, cfg: RepeatConfig, sums: tuple[Any, ...] | None) -
     call, took, bring, end = _backward(node, dy, cfg, sums, False)
     order = range(cfg.times)[::-1]
     results = in_turn(cfg, order, lambda i: part(node, i), lambda i, kept: took(call(i, kept)), sums=sums, bring=bring)
-    return end(), results
+    return end(results)  # type: ignore[no-any-return]
 
 
-def _pausing_walk(node: Any, dy: Any, cfg: RepeatConfig, sums: tuple[Any, ...] | None) -> Pauses:
-    """`_walk` with the pauses of the layers."""
-    call, took, bring, end = _backward(node, dy, cfg, sums, True)
-
-    def run(i: int, kept: Any) -> Pauses:
-        return took((yield from ran(call(i, kept))))
-
-    results = yield from pausing_in_turn(range(cfg.times)[::-1], lambda i: part(node, i), run, bring)
-    return end(), results
-
-
-def _backward(node: Any, dy: Any, cfg: RepeatConfig, sums: tuple[Any, ...] | None, pauses: bool) -> tuple[Any, Any, Any, Any]:
-    """The call of a layer, what takes its result, what brings its offloaded tensors, and what makes dx at the end."""
+def _backward(node: Any, dy: Any, cfg: RepeatConfig, sums: tuple[Any, ...] | None, pauses: bool) -> Walk:
+    """The walk over the layers' residuals, which ends with dx and what was found by layer."""
     gradients: dict[str, Any] = {}
     of_outputs: Any = None
     if cfg.outputs:
@@ -212,8 +181,8 @@ def _backward(node: Any, dy: Any, cfg: RepeatConfig, sums: tuple[Any, ...] | Non
             dy = dy.main
         return found
 
-    def end() -> Any:
-        return WithExtras(dy, {n: gradients.get(n) for n in cfg.extras}) if cfg.extras else dy
+    def end(found: list[Any]) -> tuple[Any, list[Any]]:
+        return (WithExtras(dy, {n: gradients.get(n) for n in cfg.extras}) if cfg.extras else dy), found
 
     return call, took, bring, end
 
@@ -266,26 +235,6 @@ def repeat_bwd(residuals: Any, dy: Any, cfg: RepeatConfig, *, into: Any = None) 
     return collected(found, into, cfg), dx
 
 
-def _pausing_dgrad(residuals: Any, dy: Any, cfg: RepeatConfig) -> Pauses:
-    if cfg.op.pausing is None:
-        return repeat_dgrad(residuals, dy, cfg)
-    node = open_node("repeat_dgrad", residuals, RepeatResiduals, cfg)
-    dx, waiting = yield from _pausing_walk(node, dy, cfg, None)
-    if node is not residuals:
-        node.empty()
-    return dx, _pending(waiting, cfg, node.needs)
-
-
-def _pausing_bwd(residuals: Any, dy: Any, cfg: RepeatConfig, *, into: Any = None) -> Pauses:
-    if cfg.op.pausing is None:
-        return repeat_bwd(residuals, dy, cfg, into=into)
-    node = open_node("repeat_bwd", residuals, RepeatResiduals, cfg)
-    dx, found = yield from _pausing_walk(node, dy, cfg, accumulators("repeat_bwd", into, repeat, cfg, node, dy))
-    if node is not residuals:
-        node.empty()
-    return collected(found, into, cfg), dx
-
-
 repeat: TypedOp[Any, Any, RepeatConfig, Any, Any] = make_op(
     "repeat",
     RepeatConfig,
@@ -295,5 +244,5 @@ repeat: TypedOp[Any, Any, RepeatConfig, Any, Any] = make_op(
     wgrad=repeat_wgrad,
     bwd=repeat_bwd,
     products=_products,
-    pausing=Pausing(_pausing_fwd, _pausing_dgrad, _pausing_bwd),
+    pausing=of_layers(_forward, _backward, RepeatResiduals, _pending, lambda: repeat),
 )
