@@ -44,15 +44,8 @@ def reduce_losses(losses: Tensor, labels: Tensor, cfg: Any) -> tuple[Tensor, Ten
     total = losses.sum()
     if cfg.reduction == "sum":
         return total, None
-    count = count_of(labels, cfg, losses.dtype)
+    count = (labels != cfg.ignore_index).sum().to(losses.dtype)
     return total / count, count
-
-
-def count_of(labels: Tensor, cfg: Any, dtype: torch.dtype) -> Tensor:
-    """The divisor of the sum of the losses, 0-d: the number of rows that count, or 1."""
-    if cfg.reduction == "sum":
-        return labels.new_ones((), dtype=dtype)
-    return (labels != cfg.ignore_index).sum().to(dtype)
 
 
 def row_gradient(where: str, dy: Tensor, labels: Tensor, dtype: torch.dtype, count: Tensor | None, cfg: Any) -> Tensor:

@@ -9,10 +9,10 @@ float64), or [*] with reduction "none". The forward goes by chunks of rows. The 
 every row of dw is one sum; it keeps a float32 dx meanwhile. Kept: x, w and labels, aliases, and logsumexp as in cross_entropy,
 two numbers: 8 bytes a row. dgrad and wgrad each recompute the logits, a chunk at a time; bwd recomputes them once.
 
-With `gradient="forward"` the forward makes dx and dw for dy = 1, a chunk of rows at a time, and keeps them, [*, I] and [V, I],
-instead; the backward multiplies them by dy. That is three products of 2 I V operations a row instead of four. Every chunk reads and
-writes the float32 sum of dw: 8 I V bytes, which at 700 TFLOP/s and 3 TB/s take a quarter of a product's time in chunks of 4,096
-rows (`chunk_bytes` 16,384 V), and as long as a product in chunks of 900.
+With `gradient="forward"` the forward makes dx and dw of the sum of the losses, a chunk of rows at a time, and keeps them, [*, I]
+and [V, I], instead; the backward multiplies them by dy, or by dy over the number of labels. That is three products of 2 I V
+operations a row instead of four. Every chunk reads and writes the float32 sum of dw: 8 I V bytes, which at 700 TFLOP/s and 3 TB/s
+take a quarter of a product's time in chunks of 4,096 rows (`chunk_bytes` 16,384 V), and as long as a product in chunks of 900.
 arXiv:2411.09009, Liger-Kernel.
 
 >>> import torch
@@ -50,7 +50,7 @@ from funcops.kernels import fused_linear, row_scale
 from funcops.kernels import linear as linear_kernels
 from funcops.kernels import softcap as cap_kernels
 from funcops.ops._ids import check_ids
-from funcops.ops._loss import check_options, check_pair, count_of, reduce_losses, row_gradient
+from funcops.ops._loss import check_options, check_pair, reduce_losses, row_gradient
 from funcops.trees import leaf, tree
 
 __all__ = ["LinearCrossEntropyConfig", "LinearCrossEntropyParams", "LinearCrossEntropyPending", "LinearCrossEntropyResiduals"]
@@ -130,13 +130,14 @@ class LinearCrossEntropyResiduals(Residuals, static=("inputs",)):
 
 
 class LinearCrossEntropyGradients(Residuals, static=("inputs", "dtype")):
-    """The residuals with `gradient="forward"`: the gradients for dy = 1."""
+    """The residuals with `gradient="forward"`: the gradients of the sum of the losses; for float16 dw is float32."""
 
     dx: Tensor = saved("[*, I]", needed_by=DGRAD, of=("x.0",))
     dw: Tensor = saved("[V, I]", needed_by=WGRAD, of=("params",))
+    count: Tensor | None = saved("[]", needed_by=DGRAD | WGRAD, of=("x.0", "params"))
 
 
-class LinearCrossEntropyPending(Pending):
+class LinearCrossEntropyPending(Pending, static=("dtype",)):
     x: Tensor | None = saved("[*, I]", alias="residuals.x", needed_by=WGRAD)
     labels: Tensor | None = saved("[*]", alias="residuals.labels", needed_by=WGRAD)
     weight: Any = saved("[V, I]", alias="residuals.weight", needed_by=WGRAD)
@@ -167,9 +168,8 @@ def linear_cross_entropy_fwd(
     rows, flat = t.reshape(-1, cfg.in_features), labels.reshape(-1)
     if cfg.gradient == "forward":
         losses, dx, dw = with_gradients(rows, flat, weight, cfg, needs)
-        dx = None if dx is None else dx.reshape(t.shape)
-        found = LinearCrossEntropyGradients.keep(cfg, needs, dx=dx, dw=dw, inputs=Inputs.of(x), dtype=t.dtype)
-        return reduce_losses(losses, labels, cfg)[0], found
+        y, count = reduce_losses(losses, labels, cfg)
+        return y, gradients_kept(cfg, needs, None if dx is None else dx.reshape(t.shape), dw, count, x)
     losses, lse = losses_of_chunks(rows, flat, weight, cfg)
     y, count = reduce_losses(losses.reshape(labels.shape), labels, cfg)
     lse = lse.reshape(*labels.shape, 2)
@@ -192,12 +192,13 @@ def with_gradients(
     first: int = 0,
     vocab: int | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Losses [N], and dx [N, I] and dw [V, I], if needed, for dy = 1, a chunk of rows at a time. The weight has `cfg.vocab` of
-    `vocab` classes, from `first` on."""
+    """Losses [N], and the gradients of their sum, dx [N, I] and dw [V, I], if needed, a chunk of rows at a time. The weight has
+    `cfg.vocab` of `vocab` classes, from `first` on."""
     options, dtype = (cfg.label_smoothing, cfg.ignore_index, cfg.z_loss), wide(rows.dtype)
     dx, dw = needs.input(0), bool(needs.params)
     losses, found = rows.new_empty(rows.shape[0], dtype=dtype), torch.empty_like(rows) if dx else None
-    dloss, total = 1 / count_of(labels, cfg, dtype).clamp(min=1), None
+    dloss, total = rows.new_ones((), dtype=dtype), None
+    kept = dtype if weight.dtype is torch.float16 else weight.dtype  # the sum over many rows may be beyond float16's range
     chunks = list(cfg.row_chunks(rows.shape[0]))
     for c in chunks:
         logits = linear_kernels.linear_fwd(rows[c], weight, None)
@@ -217,7 +218,12 @@ def with_gradients(
             fused_linear.fused_linear_wgrad_into(d, rows[c], 1.0, total, None)
     if dw and total is None:
         total = torch.zeros_like(weight)
-    return losses, found, None if total is None else total.to(weight.dtype)
+    return losses, found, None if total is None else total.to(kept)
+
+
+def gradients_kept(cfg: Any, needs: Needs, dx: Tensor | None, dw: Tensor | None, count: Tensor | None, x: Any) -> Any:
+    given = dict(dx=dx, dw=dw, count=count, inputs=Inputs.of(x), dtype=x[0].dtype)
+    return LinearCrossEntropyGradients.keep(cfg, needs, **given)
 
 
 def losses_of_chunks(rows: Tensor, labels: Tensor, weight: Tensor, cfg: LinearCrossEntropyConfig) -> tuple[Tensor, Tensor]:
@@ -308,15 +314,16 @@ def dgrad_by(
     """The dgrad of the loss that has these `gradients`."""
     if isinstance(residuals, LinearCrossEntropyGradients):
         check(where, "dy", dy, (), wide(residuals.dtype), residuals.dw if residuals.dx is None else residuals.dx)
-        kept: dict[str, Any] = dict.fromkeys(pending.names) | {"dloss": dy, "dw": residuals.dw}
-        own = NO_GRADIENT if residuals.dx is None else _times(residuals.dx, dy)
-        return residuals.inputs.make((own, None)), pending.keep(cfg, residuals.needs, **kept)
+        factor = dy if residuals.count is None else dy / residuals.count.clamp(min=1)
+        given: dict[str, Any] = dict.fromkeys(pending.names) | {"dloss": factor, "dw": residuals.dw, "dtype": residuals.dtype}
+        own = NO_GRADIENT if residuals.dx is None else _times(residuals.dx, factor)
+        return residuals.inputs.make((own, None)), pending.keep(cfg, residuals.needs, **given)
     if residuals.x is None:
         return residuals.nothing(), None
     dloss = row_gradient(where, dy, residuals.labels, residuals.x.dtype, residuals.count, cfg)
     dx = gradients(residuals, dloss, cfg, True, None) if residuals.needs.input(0) else None
-    kept = {name: getattr(residuals, name, None) for name in pending.names if name != "dloss"}
-    return residuals.inputs.make((dx, None)), pending.keep(cfg, residuals.needs, **kept, dloss=dloss)
+    kept = {name: getattr(residuals, name, None) for name in pending.names if name not in ("dloss", "dtype")}
+    return residuals.inputs.make((dx, None)), pending.keep(cfg, residuals.needs, **kept, dloss=dloss, dtype=residuals.x.dtype)
 
 
 def _times(t: Tensor, factor: Tensor) -> Tensor:
@@ -337,7 +344,7 @@ def wgrad_by(
 ) -> LinearCrossEntropyParams:
     """The wgrad of the loss that has these `gradients`."""
     if pending.dw is not None:
-        return accumulate(where, LinearCrossEntropyParams(_times(pending.dw, pending.dloss)), into)
+        return accumulate(where, LinearCrossEntropyParams(_times(pending.dw, pending.dloss).to(pending.dtype)), into)
     dparams, dw = weight_gradient(where, pending.weight, into)
     gradients(pending, pending.dloss, cfg, False, dw)
     return dparams

@@ -125,6 +125,22 @@ def test_capped_logits_keep_as_much_as_others():
     assert_close(y, F.cross_entropy(logits, labels), dtype=torch.float32, length=11)
 
 
+@pytest.mark.parametrize("gradient", ["backward", "forward"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_loss_scale_keeps_small_gradients_in_float16(reduction, gradient):
+    """Most of a mean's gradient over these rows and classes is below what float16 can hold; times dy it is not."""
+    generator, rows, vocab = torch.Generator().manual_seed(0), 16384, 256
+    x, weight = (torch.randn(n, 8, generator=generator).half() for n in (rows, vocab))
+    labels, dy = torch.randint(vocab, (rows,), generator=generator), torch.tensor(2.0**14 if reduction == "mean" else 1.0)
+    cfg = LinearCrossEntropyConfig(8, vocab, chunk_bytes=2**22, reduction=reduction, gradient=gradient)
+    _, residuals = linear_cross_entropy_fwd(LinearCrossEntropyParams(0.1 * weight), (x, labels), cfg)
+    dparams, (dx, _) = linear_cross_entropy_bwd(residuals, dy, cfg)
+    leaves = (0.1 * weight).double().requires_grad_(), x.double().requires_grad_()
+    want = torch.autograd.grad(F.cross_entropy(leaves[1] @ leaves[0].T, labels, reduction=reduction), leaves, dy.double())
+    for got, exact in zip((dparams.weight, dx), want, strict=True):
+        assert got.dtype is torch.float16 and (got.double() - exact).norm() < 2e-3 * exact.norm()
+
+
 def test_gradients_made_in_the_forward_take_three_products_for_four():
     """And none without needs; y has the same bits, and gradients for any dy are torch's."""
     weight, rows, labels, dy = torch.randn(11, 3), torch.randn(7, 3), torch.tensor([0, -100, 4, 10, 3, 3, 9]), torch.tensor(0.3)

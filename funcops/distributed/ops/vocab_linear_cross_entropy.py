@@ -9,7 +9,7 @@ and gets 1/n of dx, whose sum is scattered. Without, x and dx are the same on al
 For the losses the ranks gather four floats a row (three without label smoothing), once, after the last chunk. Kept: x and w_r and
 labels, aliases, and logsumexp, two numbers: 8 bytes a row. dgrad and wgrad each gather x and recompute the logits, a chunk of
 classes at a time, and bwd does so once, as in `linear_cross_entropy`. With `gradient="forward"` the forward gathers those floats
-after every chunk, and keeps dx and dw_r for dy = 1 instead.
+after every chunk, and keeps dx and dw_r instead.
 
 >>> import torch
 >>> from funcops import LinearCrossEntropyParams, dist
@@ -61,6 +61,7 @@ from funcops.ops.linear_cross_entropy import (
     check_gradient,
     check_sizes,
     dgrad_by,
+    gradients_kept,
     kept_by,
     linear_cross_entropy_init,
     logits_of,
@@ -166,9 +167,8 @@ def vocab_linear_cross_entropy_fwd(
     rows, flat = _rows(t, cfg), labels.reshape(-1)
     if cfg.gradient == "forward":
         losses, dx, dw = with_gradients(rows, flat, weight, own, needs, _losses_of(cfg), cfg.axis.rank * own.vocab, cfg.vocab)
-        dx = None if dx is None else _summed(dx, labels, cfg)
-        found = LinearCrossEntropyGradients.keep(cfg, needs, dx=dx, dw=dw, inputs=Inputs.of(x), dtype=t.dtype)
-        return reduce_losses(losses, labels, cfg)[0], found
+        y, count = reduce_losses(losses, labels, cfg)
+        return y, gradients_kept(cfg, needs, None if dx is None else _summed(dx, labels, cfg), dw, count, x)
     if cfg.axis.size == 1:
         losses, lse = losses_of_chunks(rows, flat, weight, own)
     else:
