@@ -1,5 +1,6 @@
 """Ops that keep other fields under other configs: what they declare, and whose residuals they refuse."""
 
+import functools
 import itertools
 import pickle
 import re
@@ -39,6 +40,16 @@ def by_keep(op, cfg, x=X, aliases=KEEPS):
     return Kind(op, {keep: cfg(Fp8Current(keep=keep)) for keep in KEEPS}, dict.fromkeys(KEEPS, x), aliases)
 
 
+def by_gradient(op, config):
+    """A loss whose gradients are made in the backward or in the forward."""
+    return Kind(
+        op,
+        {when: config(8, 8, gradient=when) for when in ("backward", "forward")},
+        dict.fromkeys(("backward", "forward"), (X, torch.arange(4))),
+        {"backward": {"x": "x.0", "labels": "x.1"}, "forward": {"dx": None}},
+    )
+
+
 KINDS = {
     "qlinear": by_keep(qlinear, lambda recipe: QLinearConfig(8, 8, recipe)),
     "grouped_qlinear": by_keep(
@@ -61,11 +72,9 @@ KINDS = {
         {"whole": X, "dropped": (X, random.key(1))},
         {"whole": {"x": "x"}, "dropped": {"x": "x.0", "key": "x.1"}},
     ),
-    "linear_cross_entropy": Kind(
-        funcops.linear_cross_entropy,
-        {when: funcops.LinearCrossEntropyConfig(8, 8, gradient=when) for when in ("backward", "forward")},
-        dict.fromkeys(("backward", "forward"), (X, torch.arange(4))),
-        {"backward": {"x": "x.0", "labels": "x.1"}, "forward": {"dx": None}},
+    "linear_cross_entropy": by_gradient(funcops.linear_cross_entropy, funcops.LinearCrossEntropyConfig),
+    "vocab_linear_cross_entropy": by_gradient(
+        dist.vocab_linear_cross_entropy, functools.partial(dist.VocabLinearCrossEntropyConfig, axis=AXIS)
     ),
 }
 EACH = [pytest.param(kind, name, id=f"{op}-{name}") for op, kind in KINDS.items() for name in kind.cfgs]
