@@ -22,7 +22,7 @@ class Needs:
     """`Needs(x=True, params=True)`; each side is a bool, or the paths that need a gradient.
 
     A mask may be given as an iterable of dotted paths (a path covers all below it) or as a tree of bools, and is kept
-    as a sorted tuple of paths. Equal needs are one object, except those that a compiler makes while it traces.
+    as a sorted tuple of paths; what neither names needs no gradient. Equal needs are one object, except those that a compiler makes while it traces.
 
     >>> from funcops import Needs
     >>> Needs(params={"weight": True, "bias": False})
@@ -104,8 +104,6 @@ def _mask(side: str, value: Any) -> Mask:
         for path, wanted in found.items():
             if not isinstance(wanted, bool):
                 fail("Needs", f"{side} at {path!r}", "a bool, or every entry a path", repr(wanted), TypeError)
-        if found and all(found.values()):
-            return True
         value = [path for path, wanted in found.items() if wanted]
     return tuple(sorted(set(exact(tuple(value))))) or False
 

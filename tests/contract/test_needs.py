@@ -31,7 +31,8 @@ def test_equal_needs_are_one_object():
         ("weight", ("weight",)),
         (["up.weight", "down"], ("down", "up.weight")),
         ({"weight": True, "bias": False}, ("weight",)),
-        ({"weight": True, "bias": True}, True),
+        ({"weight": True, "bias": True}, ("bias", "weight")),
+        ({"weight": True}, ("weight",)),  # what a tree does not name needs none
         (LinearParams(False, True), ("bias",)),
         ((LinearParams(True, True), LinearParams(False, True)), ("0.bias", "0.weight", "1.bias")),
     ],
