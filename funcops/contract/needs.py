@@ -21,8 +21,9 @@ Mask = bool | tuple[str, ...]
 class Needs:
     """`Needs(x=True, params=True)`; each side is a bool, or the paths that need a gradient.
 
-    A mask may be given as an iterable of dotted paths (a path covers all below it) or as a tree of bools, and is kept
-    as a sorted tuple of paths; what neither names needs no gradient. Equal needs are one object, except those that a compiler makes while it traces.
+    A mask may be given as an iterable of dotted paths (a path covers all below it) or as a tree of bools, and is kept as a sorted
+    tuple of paths; what neither names needs no gradient. Equal needs are one object, except those that a compiler makes while it
+    traces.
 
     >>> from funcops import Needs
     >>> Needs(params={"weight": True, "bias": False})

@@ -24,7 +24,7 @@ from funcops.models.latent_cache import plain_latents
 from funcops.models.sampling import SamplingConfig, drawn
 from funcops.models.with_cache import with_cache, with_caches
 from funcops.ops.rope_scaling import LongRopeScaling
-from funcops.trees import WithExtras, at, paths, stands_for_one, tree_map_tensors
+from funcops.trees import WithExtras, at, leaves, paths, stands_for_one, tree_map_tensors
 
 __all__ = ["decode", "generate"]
 
@@ -174,7 +174,8 @@ def generate(
     require(ends, where, "stop", f"a sequence of ids from 0 to {cfg.vocab - 1}", repr(stop))
     params = without_loss(params)
     _check_params(where, params, model, cfg, ids)
-    dtype, chunk = at(params, "embed.weight").dtype, min(chunk, ids.shape[1])
+    table = leaves(at(params, "embed"), is_leaf=stands_for_one)[0]  # the base's, where it has an adapter
+    dtype, chunk = table.dtype, min(chunk, ids.shape[1])
     length = ids.shape[1] + tokens - 1
     _check_length(where, cfg, ids.shape[1], length)
     latents = plain_latents(model or _chain_of(cfg)) == len(layer_paths(cfg))

@@ -302,8 +302,9 @@ def test_a_stream_is_the_likeliest_token_after_each_prompt(name):
         assert torch.equal(got[row], ids[0, n:])
 
 
-def test_a_stream_of_a_model_with_adapters():
-    model = lora.with_lora(decoder(LLAMA), 2, ["*.q.proj", "*.v.proj"])
+@pytest.mark.parametrize("targets", [["*.q.proj", "*.v.proj"], ["embed"], ["embed", "head", "*.up"]], ids=str)
+def test_a_stream_of_a_model_with_adapters(targets):
+    model = lora.with_lora(decoder(LLAMA), 2, targets)
     params = trees.tree_map_tensors(lambda t: t + 0.1, chain.init(model, key=random.key(0), dtype=torch.float64))
     got = torch.stack(list(generate(params, LLAMA, IDS, 4, model=model)), 1)
     ids = IDS

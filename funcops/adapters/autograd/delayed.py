@@ -211,9 +211,10 @@ class WgradStore:
 def delayed_wgrad() -> WgradStore:
     """A context in which backwards of `differentiable` ops and `funcops.nn` modules leave their weight gradients to the store.
 
-    Only gradients of parameters, which are leaves, are delayed, not the gradient of a weight computed from others. After the
-    block, call `run()`; several backwards, and several blocks of one store, add up. Raises `RuntimeError` if an earlier store still
-    has work or blocks are nested; if the model runs under DistributedDataParallel without `no_sync()`; and if torch.compile
+    Only gradients of parameters, which are leaves, are delayed, not the gradient of a weight computed from others. What torch's
+    own operators give the same parameter comes in the backward, and its hooks then fire for each of the two parts. After the
+    block, call `run()`; several backwards, and several blocks of one store, add up. Raises `RuntimeError` if an earlier store
+    still has work or blocks are nested; if the model runs under DistributedDataParallel without `no_sync()`; and if torch.compile
     compiled the ops, whose weight gradients cannot be delayed. A process has one store at a time, for all its threads.
 
     The store: `run()` computes what waits, in the order of the backward, `discard()` drops it, `len(store)` and `store.nbytes`
