@@ -147,6 +147,40 @@ def test_hooks_get_the_sum_of_a_tied_weight(hook, tied):
         torch.testing.assert_close(got, want)
 
 
+ASKED = {  # what a backward asks for, of x and the parameters
+    "x": lambda loss, x, ps: torch.autograd.grad(loss, [x]),
+    "a weight": lambda loss, x, ps: torch.autograd.grad(loss, [ps[0]]),
+    "all": lambda loss, x, ps: torch.autograd.grad(loss, [x, *ps]),
+    "inputs: x": lambda loss, x, ps: loss.backward(inputs=[x]),
+    "inputs: a bias": lambda loss, x, ps: loss.backward(inputs=[ps[1]]),
+    "inputs: all": lambda loss, x, ps: loss.backward(inputs=[x, *ps]),
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("tied", TIED)
+def test_only_what_a_backward_asks_for_is_computed(asked, tied):
+    """Then a whole backward, of what the first one gave, as a gradient penalty's."""
+
+    def trained(context):
+        torch.manual_seed(0)
+        module, x = TIED[tied]().double(), batches(1)[0].requires_grad_()
+        given = x.argmax(-1) if tied == "a table" else x
+        ps = list(module.parameters())
+        with context() as store:
+            y = module(given)
+            found = ASKED[asked]((y.sum() + x.sum()), x, ps)
+            module(given).square().sum().backward(inputs=ps[:2])
+        if store is not None:
+            store.run()
+        return [x.grad, *grads(module), *(found or ())]
+
+    for want, got in zip(trained(contextlib.nullcontext), trained(delayed_wgrad), strict=True):
+        assert (want is None) == (got is None)
+        if want is not None:
+            torch.testing.assert_close(got, want)
+
+
 def test_a_weight_that_is_not_a_leaf_is_not_delayed():
     base = torch.randn(3, D, dtype=torch.float64, requires_grad=True)
     params = LinearParams(base * 2, None)

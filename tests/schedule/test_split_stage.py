@@ -55,8 +55,8 @@ def test_first_batch_is_right(alone, static):
 
 
 @pytest.mark.parametrize("static", [True, False])
-def test_a_store_open_in_the_dry_run_spoils_the_first_batch(alone, static):
-    """The hazard itself, which shows that the guard works: a builder over one store that is always open."""
+def test_a_store_that_is_always_open_takes_nothing_of_the_dry_run(alone, static):
+    """Which asks for no gradient of a parameter."""
     x, target, want, modules = setup()
     store, counts, ex = delayed_wgrad(), [], examples(2)
 
@@ -71,12 +71,8 @@ def test_a_store_open_in_the_dry_run_spoils_the_first_batch(alone, static):
     ]
     with store:
         ScheduleZBVZeroBubble(stages, M, loss_fn=square_error).step(x, target=target)
-    grads = [p.grad for p in modules.parameters()]
-    if counts[0] == 4:
-        assert not static and not all(torch.allclose(g, w) for g, w in zip(grads, want, strict=True))
-    else:  # with examples; and in torch 2.11, whose dry run has no backward
-        assert (static or torch.__version__.startswith(("2.11", "2.12"))) and set(counts) == {2}
-        assert_close(grads, want, dtype=torch.float64)
+    assert set(counts) == {2}
+    assert_close([p.grad for p in modules.parameters()], want, dtype=torch.float64)
 
 
 def test_weight_gradients_wait_for_w(alone):

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from funcops.adapters.autocast import cast_from, without_autocast
@@ -70,12 +71,15 @@ class Waiting(NamedTuple):
     params: Any
     versions: Versions  # of params, after the backward
     backward: int  # the number of autograd's run
+    wanted: tuple[int, ...]  # the params, by id, to which that run accumulates
 
 
 class WgradStore:
-    """Pending weight gradients in the order of the backward. Each is used once, by `run` or `discard`."""
+    """Pending weight gradients in the order of the backward. Each is used once, by `run` or `discard`. `every`: also of parameters
+    to which the backward does not accumulate."""
 
-    def __init__(self) -> None:
+    def __init__(self, every: bool = False) -> None:
+        self.every = every
         self.waiting: list[Waiting] = []
         self.hushed: dict[int, Tensor] = {}  # the params whose hooks wait, by id
         self.began: int | None = None
@@ -134,14 +138,14 @@ class WgradStore:
         one, or else in `grad`. Tensor hooks and post-accumulate hooks fire as in a backward: once for all gradients that a backward
         has left for a parameter. Raises `StaleResidualError` if a parameter was written to since, because a chain would recompute
         different values."""
-        uses = Counter((one.backward, id(t)) for one in self.waiting for t in _trained(one.params))
+        uses = Counter((one.backward, id(t)) for one in self.waiting for t in _trained(one.params) if id(t) in one.wanted)
         while self.waiting:
-            op, cfg, pending, params, versions, backward = self.waiting.pop(0)
+            op, cfg, pending, params, versions, backward, wanted = self.waiting.pop(0)
             versions.check(f"delayed_wgrad: {op.name}_wgrad", "params", "backward", "Call run() before the optimiser")
             with without_autocast(pending):
                 dparams = op.wgrad(pending, cfg)
             for parameter, gradient in zip(leaves(params), leaves(dparams), strict=True):
-                if isinstance(parameter, Tensor) and parameter.requires_grad:
+                if isinstance(parameter, Tensor) and id(parameter) in wanted:
                     self._take(parameter, gradient, backward, uses)
 
     def _take(self, parameter: Tensor, gradient: Tensor | None, backward: int, uses: Counter[tuple[int, int]]) -> None:
@@ -243,7 +247,8 @@ def synced() -> bool:
 
 
 def put(store: WgradStore, op: Op, cfg: Any, pending: Any, params: Any, synced: bool = False) -> Any:
-    """Leave the pending to the store and return None dparams; if a param is not a leaf of autograd, compute and return them.
+    """Leave the pending to the store and return None dparams; if a param is not a leaf of autograd, or `autograd.grad` returns its
+    gradient, compute and return them. Params to which the backward does not accumulate get none.
 
     Raises `RuntimeError` if the forward ran `synced`."""
     global _seen
@@ -261,13 +266,24 @@ def put(store: WgradStore, op: Op, cfg: Any, pending: Any, params: Any, synced: 
     params = tree_map_tensors(cast_from, params)
     if any(isinstance(t, Tensor) and t.requires_grad and not t.is_leaf for t in leaves(params)):
         return op.wgrad(pending, cfg)
+    try:
+        trained = [t for t in _trained(params) if store.every or _accumulates(t)]
+    except RuntimeError:  # the engine does not say it of a leaf whose gradient `autograd.grad` returns
+        return op.wgrad(pending, cfg)
+    if not trained:
+        return op.wgrad(None, cfg)
     free = tree_map_tensors(lambda t: t.detach() if t.requires_grad else t, pending)  # does not keep the autograd graph alive
-    store.waiting.append(Waiting(op, cfg, free, params, Versions.of(params), torch._C._current_graph_task_id()))
-    trained = _trained(params)
+    wanted = tuple(map(id, trained))
+    store.waiting.append(Waiting(op, cfg, free, params, Versions.of(params), torch._C._current_graph_task_id(), wanted))
     watch(trained)
     hush(trained)
     store.hushed.update({id(t): t for t in trained})
     return op.wgrad(None, cfg)
+
+
+def _accumulates(parameter: Tensor) -> bool:
+    """Whether the backward that runs will accumulate a gradient of a leaf."""
+    return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
 
 
 def _trained(params: Any) -> list[Tensor]:

@@ -13,7 +13,7 @@ import torch
 import torch.utils._pytree as torch_pytree
 from torch import Tensor, nn
 
-from funcops.adapters.autograd.delayed import WgradStore, accumulate, delayed_wgrad
+from funcops.adapters.autograd.delayed import WgradStore, accumulate
 from funcops.adapters.autograd.first_order import anchor, first_order
 from funcops.adapters.autograd.hushed import hush, unhush
 from funcops.adapters.graphs.backend import Captured, Capturer, Options
@@ -367,7 +367,7 @@ def _capture(c: _Callable, allow_unused: bool, delayed: bool, capturer: Capturer
         return found
 
     def backward(outs: list[Tensor], dys: list[Tensor]) -> tuple[Any, WgradStore]:
-        store = delayed_wgrad()
+        store = WgradStore(every=True)
         with store if delayed else contextlib.nullcontext():
             found: Any = ()
             if outs and differentiable:
