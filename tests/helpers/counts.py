@@ -285,7 +285,7 @@ COUNTS = {
     "fragments, %": Count(fragment_docstrings, 1),
     "root test files": Count(test_files, 15),
     "rewrite lines": Count(rewrite_lines, 30),
-    "package lines": Count(package_lines, 70_880),
+    "package lines": Count(package_lines, 70_900),
 }
 
 
