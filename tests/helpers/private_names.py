@@ -91,6 +91,7 @@ _under(
     "whether autocast knows an operator: no public name",
 )
 _under("torch._C.", "_current_graph_task_id", "which backward runs now: no public name; tests nest two")
+_under("torch._C.", "_will_engine_execute_node", "whether a backward accumulates a leaf's gradient: no public name")
 _under("torch._C.", "DisableTorchFunctionSubclass", "torch.overrides' own way past a subclass, documented there")
 _under("torch._C.", "_functions.DelayedError", "the node with which torch's once_differentiable refuses a second derivative")
 _under(
