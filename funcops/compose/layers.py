@@ -106,7 +106,7 @@ def by_layer(where: str, what: str, params: Any, cfg: Any) -> tuple[Any, ...]:
         return params
     for t in leaves(params):
         if t is not None and (not isinstance(t, Tensor) or t.dim() == 0 or t.shape[0] != cfg.times):
-            axis = getattr(cfg.cfg, "fsdp", None)
+            axis = cfg.cfg.fsdp
             how = f" of shards over {axis}, as init makes them (own_shards cuts the layers: stacked=False)" if axis else ""
             fail(where, what, f"stacked leaves [{cfg.times}, ...]{how}", describe(t))
     return tuple(tree_map(lambda t, i=i: None if t is None else t[i], params) for i in range(cfg.times))

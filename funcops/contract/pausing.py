@@ -56,7 +56,7 @@ def pausing(begin: Callable[..., Any]) -> Callable[..., Pauses]:
 def without_params(name: str, config: type, residuals: Any, fwd: Any, dgrad: Any) -> Pausing:
     """`Pausing` of an op without params, from the beginnings of its fwd and dgrad, which are checked as the op's own are."""
     checked: Any = dgrad_of(residuals, f"{name}_dgrad")(dgrad)
-    checked.alone = True
+    checked.alone = True  # as `make_op` says of the op's own: it computes only dx
     back = pausing(checked)
 
     def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> Pauses:

@@ -82,7 +82,7 @@ class Recipe:
 
     @property
     def takes_codes(self) -> Format | None:
-        """See `OpConfig.takes_codes`: of a grouped layer."""
+        """The format in which a grouped layer takes rows that other ranks have quantised; None if it quantises them itself."""
         return None if self.keep != "row" or self.x.whole else self.x
 
     def settle(

@@ -222,6 +222,7 @@ def with_gradients(
 
 
 def gradients_kept(cfg: Any, needs: Needs, dx: Tensor | None, dw: Tensor | None, count: Tensor | None, x: Any) -> Any:
+    """The residuals with the gradients of the sum of the losses, and their number, if y is the mean."""
     given = dict(dx=dx, dw=dw, count=count, inputs=Inputs.of(x), dtype=x[0].dtype)
     return LinearCrossEntropyGradients.keep(cfg, needs, **given)
 

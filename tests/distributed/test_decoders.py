@@ -106,12 +106,21 @@ def test_a_decoder_on_ranks_equals_one_process(name, mesh):
 FIRST = "gpt-oss", "llama 4", "latents of q"  # with most that is their own
 
 
-@pytest.mark.parametrize("name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES])
+def test_a_delta_rule_reads_the_positions_before_it():
+    """So a sequence over ranks is refused, by the step's path."""
+    cfg = dataclasses.replace(LLAMA, **FAMILIES["qwen3-next"])
+    mesh = dist.Mesh.abstract({"cp": 2, "tp": 2}, 0)
+    with pytest.raises(ValueError, match=r"^parallel: step blocks0\..*\.linear_attn\..* must be .*, got causal_conv1d, which mixes positions"):
+        dist.parallel(decoder(cfg, loss=True), roles(cfg, loss=True), mesh)
+
+
+SERVED = [name for name, options in FAMILIES.items() if "linear" not in options]
+
+
+@pytest.mark.parametrize("name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in SERVED])
 def test_a_sequence_over_ranks(name):
     """A rank's ids, labels and positions are in zigzag order."""
     cfg = dataclasses.replace(LLAMA, **FAMILIES[name])
-    if cfg.linear is not None:
-        pytest.skip("a delta rule reads the positions before: refused, see test_parallel.py")
     model, draw = decoder(cfg, loss=True), torch.Generator().manual_seed(0)
     ids, labels = (torch.randint(16, (4, 8), generator=draw) for _ in range(2))
     whole = chain.init(model, key=random.key(1), dtype=D)

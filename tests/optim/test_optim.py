@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 import pickle
 
 import pytest
@@ -33,12 +34,16 @@ def torch_optimiser(ps, cfg):
     return torch.optim.SGD(ps, lr=cfg.lr, momentum=cfg.momentum, nesterov=cfg.nesterov, weight_decay=cfg.weight_decay, fused=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+EQUAL = [  # but for torch's fused SGD of 16 bits, which on the CPU leaves params of 16 elements or more as they are
+    (*optimiser, dtype)
+    for optimiser, dtype in itertools.product(OPTIMISERS, (torch.float64, torch.float32, torch.bfloat16))
+    if dtype is not torch.bfloat16 or not isinstance(optimiser[2], SGDConfig)
+]
+
+
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize(("init", "update", "cfg"), OPTIMISERS)
-def test_twenty_steps_equal_torch(init, update, cfg, in_place, dtype):
-    if dtype is torch.bfloat16 and isinstance(cfg, SGDConfig):
-        pytest.skip("torch's fused SGD on the CPU leaves params of 16 bits as they are if they have 16 elements or more")
+@pytest.mark.parametrize(("init", "update", "cfg", "dtype"), EQUAL)
+def test_twenty_steps_equal_torch(init, update, cfg, dtype, in_place):
     params = model(dtype)
     ps = [torch.nn.Parameter(p.clone()) for p in tensors(params)]
     theirs = torch_optimiser(ps, cfg)

@@ -119,10 +119,10 @@ class ShardedConfig(OneBody):
         for part in steps(self.cfg, op=self.op):
             recipe = part.cfg.low_recipe
             if recipe is not None and (recipe.delayed or (recipe.stochastic and self.stage == 3)):
-                wanted = "one without scales or keys beside weights, which are not sharded (Fp8Current, Fp8Block and NVFP4"
-                wanted = f"{wanted}(stochastic=False) have none)"
-                if self.stage < 3:
-                    wanted = "one without scales beside weights, whose amaxes are not summed (reduce_start after end_step)"
+                wanted = "one without scales beside weights, whose amaxes are not summed (reduce_start after end_step)"
+                if self.stage == 3:
+                    others = "Fp8Current, Fp8Block and NVFP4(stochastic=False) have none"
+                    wanted = f"one without scales or keys beside weights, which are not sharded ({others})"
                 fail("ShardedConfig", join_path(part.path, "recipe"), wanted, type(recipe).__name__)
         require(not self.op.keyed_by(self.cfg), "ShardedConfig", "op", "one without a random key (put it in a chain)", self.op.name)
         note(self, extras=self.cfg.extras, outputs=self.cfg.outputs, keys=self.cfg.keys)
