@@ -110,7 +110,9 @@ def test_a_delta_rule_reads_the_positions_before_it():
     """So a sequence over ranks is refused, by the step's path."""
     cfg = dataclasses.replace(LLAMA, **FAMILIES["qwen3-next"])
     mesh = dist.Mesh.abstract({"cp": 2, "tp": 2}, 0)
-    with pytest.raises(ValueError, match=r"^parallel: step blocks0\..*\.linear_attn\..* must be .*, got causal_conv1d, which mixes positions"):
+    with pytest.raises(
+        ValueError, match=r"^parallel: step blocks0\..*\.linear_attn\..* must be .*, got causal_conv1d, which mixes positions"
+    ):
         dist.parallel(decoder(cfg, loss=True), roles(cfg, loss=True), mesh)
 
 
