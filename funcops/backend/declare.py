@@ -2,8 +2,8 @@
 
 The decorated body is the torch implementation: obvious before fast, the default on CPU and always the reference. Its
 annotations are the schema. `@name.triton` adds the Triton implementation, in the file of the same name under
-`funcops/kernels/triton`, which is imported on first use; `@name.fake` gives the shapes of the results (without a fake, the
-torch body runs on fake tensors). `@name.plain` is the formula beside a body that is fast but not obvious: it is there to be
+`funcops/kernels/triton`, which is imported on first use; `@name.fake` gives the shapes of the results, from the arguments
+that it names (without a fake, the torch body runs on fake tensors). `@name.plain` is the formula beside a body that is fast but not obvious: it is there to be
 read, and the tests compare the body with it.
 
 An eager call goes straight to an implementation. A tracer traces through a torch implementation, because a compiler needs its
@@ -90,8 +90,17 @@ class Kernel:
         return launch
 
     def fake(self, outputs: Implementation) -> Implementation:
-        """Decorator: `outputs` allocates the results without computing them."""
-        self.fake_impl = outputs
+        """Decorator: `outputs` allocates the results without computing them, from the arguments that it names."""
+        names = list(inspect.signature(self.torch_impl).parameters)
+        named = list(inspect.signature(outputs).parameters)
+        for name in named:
+            require(name in names, f"fake of kernel {self.name!r}", "an argument", f"one of {', '.join(names)}", repr(name))
+
+        def fake(*args: Any) -> Any:  # without trailing arguments that have their default
+            given = dict(zip(names, args, strict=False))
+            return outputs(**{name: given[name] for name in named if name in given})
+
+        self.fake_impl = fake
         return outputs
 
     def plain(self, formula: Implementation) -> Implementation:
@@ -139,7 +148,8 @@ class Kernel:
         wanted = select.wants_triton(first) if select.chosen_anywhere else first.is_cuda
         if self.library or not wanted or first.dtype is torch.float64:
             return self._by_torch() if self.opaque else self.torch_impl
-        seen = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0  # `watched`, in every launch
+        # `watched`, in every launch; an export without Dynamo has a mode
+        seen = torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
         if self.product:
             provider = select.gemm_provider()
             if provider == "cublas" or (seen and provider == "auto" and tracing()):

@@ -46,19 +46,7 @@ def experts_up(
 
 
 @experts_up.fake
-def _experts_up_fake(
-    x: Tensor,
-    up: Tensor,
-    bias: Optional[Tensor],
-    weights: Tensor,
-    order: Tensor,
-    offsets: Tensor,
-    kind: str,
-    limit: float,
-    alpha: float,
-    offset: float,
-    before: bool,
-) -> tuple[Tensor, Tensor]:
+def _experts_up_fake(x: Tensor, up: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
     rows, width = order.shape[0], up.shape[1]
     return x.new_empty((rows, width)), x.new_empty((rows, width // 2))
 
@@ -109,23 +97,7 @@ def experts_dgrad(
 
 @experts_dgrad.fake
 def _experts_dgrad_fake(
-    dy: Tensor,
-    down: Optional[Tensor],
-    z: Tensor,
-    weights: Tensor,
-    order: Tensor,
-    offsets: Tensor,
-    place: Optional[Tensor],
-    bias: Optional[Tensor],
-    indices: Optional[Tensor],
-    kind: str,
-    limit: float,
-    alpha: float,
-    offset: float,
-    before: bool,
-    dz: bool,
-    dweights: bool,
-    scaled: bool,
+    dy: Tensor, z: Tensor, weights: Tensor, dz: bool, dweights: bool, scaled: bool
 ) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
     rows, width = z.shape
     d_z, recomputed = dy.new_empty((rows, width)) if dz else None, dy.new_empty((rows, width // 2)) if scaled else None

@@ -43,16 +43,7 @@ def grouped_product(
 
 
 @grouped_product.fake
-def _grouped_product_fake(
-    a: Tensor,
-    w: Tensor,
-    b: Optional[Tensor],
-    offsets: Tensor,
-    index: Optional[Tensor],
-    every: int,
-    scales: Optional[Tensor],
-    transposed: bool,
-) -> Tensor:
+def _grouped_product_fake(a: Tensor, w: Tensor, index: Optional[Tensor], transposed: bool) -> Tensor:
     return a.new_empty((a.shape[0] if index is None else index.shape[0], w.shape[1 if transposed else 2]))
 
 
@@ -77,16 +68,7 @@ def grouped_wgrad(
 
 
 @grouped_wgrad.fake
-def _grouped_wgrad_fake(
-    dy: Tensor,
-    x: Optional[Tensor],
-    offsets: Tensor,
-    dy_index: Optional[Tensor],
-    x_index: Optional[Tensor],
-    every: int,
-    scales: Optional[Tensor],
-    bias: bool,
-) -> tuple[Optional[Tensor], Optional[Tensor]]:
+def _grouped_wgrad_fake(dy: Tensor, x: Optional[Tensor], offsets: Tensor, bias: bool) -> tuple[Optional[Tensor], Optional[Tensor]]:
     groups, outer = offsets.shape[0] - 1, dy.shape[-1]
     return None if x is None else dy.new_empty((groups, outer, x.shape[-1])), dy.new_empty((groups, outer)) if bias else None
 
@@ -118,17 +100,7 @@ def grouped_wgrad_into(
 
 
 @grouped_wgrad_into.fake
-def _grouped_wgrad_into_fake(
-    dy: Tensor,
-    x: Optional[Tensor],
-    offsets: Tensor,
-    dy_index: Optional[Tensor],
-    x_index: Optional[Tensor],
-    every: int,
-    scales: Optional[Tensor],
-    dw: Optional[Tensor],
-    db: Optional[Tensor],
-) -> None:
+def _grouped_wgrad_into_fake() -> None:
     return None
 
 

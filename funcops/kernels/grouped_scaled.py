@@ -53,26 +53,7 @@ def grouped_scaled_mm(
 
 
 @grouped_scaled_mm.fake
-def _grouped_scaled_mm_fake(
-    a: Tensor,
-    a_scales: Tensor,
-    a_scale: Optional[Tensor],
-    w: Tensor,
-    w_scales: Tensor,
-    w_scale: Optional[Tensor],
-    b: Optional[Tensor],
-    scales: Optional[Tensor],
-    offsets: Tensor,
-    index: Optional[Tensor],
-    a_element: str,
-    a_cols: int,
-    w_element: str,
-    w_rows: int,
-    w_cols: int,
-    kind: str,
-    width: int,
-    out: torch.dtype,
-) -> Tensor:
+def _grouped_scaled_mm_fake(a: Tensor, w: Tensor, index: Optional[Tensor], out: torch.dtype) -> Tensor:
     return a.new_empty((a.shape[0] if index is None else index.shape[0], w.shape[1]), dtype=out)
 
 
@@ -113,20 +94,5 @@ def grouped_scaled_wgrad(
 
 
 @grouped_scaled_wgrad.fake
-def _grouped_scaled_wgrad_fake(
-    dy: Tensor,
-    dy_scales: Tensor,
-    dy_scale: Optional[Tensor],
-    x: Tensor,
-    x_scales: Tensor,
-    x_scale: Optional[Tensor],
-    starts: Tensor,
-    ends: Tensor,
-    dy_element: str,
-    x_element: str,
-    cols: int,
-    kind: str,
-    width: int,
-    out: torch.dtype,
-) -> Tensor:
+def _grouped_scaled_wgrad_fake(dy: Tensor, x: Tensor, ends: Tensor, out: torch.dtype) -> Tensor:
     return dy.new_empty((ends.shape[0], dy.shape[0], x.shape[0]), dtype=out)

@@ -43,7 +43,7 @@ def quantize_heads(x: Tensor, element: str, block: int, kind: str, epsilon: floa
 
 
 @quantize_heads.fake
-def _fake_heads(x: Tensor, element: str, block: int, kind: str, epsilon: float) -> tuple[Tensor, Tensor]:
+def _fake_heads(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     batch, t, heads, size = x.shape
     number = -(-t // (block or max(t, 1)))
     return x.new_empty((batch, heads, t, size), dtype=torch.uint8), x.new_empty((batch, heads, number, 1), dtype=torch.float32)
@@ -75,21 +75,7 @@ def scaled_attention_fwd(
 
 
 @scaled_attention_fwd.fake
-def _fake_fwd(
-    q: Tensor,
-    q_scales: Tensor,
-    k: Tensor,
-    k_scales: Tensor,
-    v: Tensor,
-    v_scales: Tensor,
-    cu_seqlens: Optional[Tensor],
-    element: str,
-    causal: bool,
-    window: int,
-    scale: float,
-    low: bool,
-    out: torch.dtype,
-) -> Tensor:
+def _fake_fwd(q: Tensor, v: Tensor, out: torch.dtype) -> Tensor:
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3]), dtype=out)
 
 
@@ -122,23 +108,7 @@ def scaled_attention_bwd(
 
 
 @scaled_attention_bwd.fake
-def _fake_bwd(
-    dy: Tensor,
-    dy_scales: Tensor,
-    q: Tensor,
-    q_scales: Tensor,
-    k: Tensor,
-    k_scales: Tensor,
-    v: Tensor,
-    v_scales: Tensor,
-    cu_seqlens: Optional[Tensor],
-    dy_element: str,
-    element: str,
-    causal: bool,
-    window: int,
-    scale: float,
-    out: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_bwd(q: Tensor, k: Tensor, v: Tensor, out: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (t.new_empty((t.shape[0], t.shape[2], t.shape[1], t.shape[3]), dtype=out) for t in (q, k, v))
     return dq, dk, dv
 

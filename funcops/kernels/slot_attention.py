@@ -55,21 +55,7 @@ def slot_attention_fwd(
 
 
 @slot_attention_fwd.fake
-def _fake(
-    q: Tensor,
-    k: Tensor,
-    v: Optional[Tensor],
-    first: Tensor,
-    ends: Tensor,
-    bias: Optional[Tensor],
-    sinks: Optional[Tensor],
-    width: int,
-    window: int,
-    chunk: int,
-    softcap: float,
-    alibi: bool,
-    scale: float,
-) -> Tensor:
+def _fake(q: Tensor, width: int) -> Tensor:
     return q.new_empty((*q.shape[:3], width))
 
 

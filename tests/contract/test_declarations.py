@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from funcops import ChainConfig, LinearConfig, StaleResidualError, Step, chain, linear, random
 from funcops.backend import kernel
@@ -178,3 +179,25 @@ def test_a_kernel_without_annotations_or_parentheses_is_refused():
         @kernel(mutates=("z",))
         def kept(x: Tensor) -> Tensor:
             return x + 1
+
+
+def test_a_fake_gets_the_arguments_that_it_names():
+    @kernel()
+    def turned(x: Tensor, y: Tensor, scale: float = 2.0) -> Tensor:
+        return y.mT * (scale * float(x.sum()))  # which no tracer could run
+
+    with pytest.raises(ValueError, match="fake of kernel 'turned': an argument must be one of x, y, scale, got 'z'"):
+        turned.fake(lambda y, z: y)
+
+    @turned.triton
+    def _(x: Tensor, y: Tensor, scale: float = 2.0) -> Tensor:
+        return y.mT.contiguous()
+
+    @turned.fake
+    def _(y: Tensor, scale: float = 2.0) -> Tensor:
+        return y.new_empty(y.shape[::-1])
+
+    for given in ((), (2.0,), (3.0,)):
+        with FakeTensorMode():
+            made = turned.kernel.operator()(torch.ones(3), torch.ones(2, 5), *given)
+        assert made.shape == (5, 2) and isinstance(made, FakeTensor)

@@ -27,9 +27,7 @@ def add_rms_norm_bwd(
 
 
 @declared.add_rms_norm_bwd.fake
-def _add_rms_norm_bwd_fake(
-    dy: Tensor, dstream: Tensor, stream: Tensor, w: Optional[Tensor], rstd: Tensor, centred: bool, dx: bool, dw: bool
-) -> tuple[Optional[Tensor], Optional[Tensor]]:
+def _add_rms_norm_bwd_fake(stream: Tensor, dx: bool, dw: bool) -> tuple[Optional[Tensor], Optional[Tensor]]:
     return torch.empty_like(stream) if dx else None, parts_like(stream) if dw else None
 
 
@@ -52,8 +50,7 @@ def add_layer_norm_bwd(
 
 @declared.add_layer_norm_bwd.fake
 def _add_layer_norm_bwd_fake(
-    dy: Tensor, dstream: Tensor, stream: Tensor, w: Optional[Tensor], mean: Tensor, rstd: Tensor, centred: bool, dx: bool,
-    dw: bool, db: bool,
+    stream: Tensor, dx: bool, dw: bool, db: bool
 ) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
     return torch.empty_like(stream) if dx else None, parts_like(stream) if dw else None, parts_like(stream) if db else None
 
@@ -69,9 +66,7 @@ def add_rms_norm_bwd_recompute(
 
 
 @declared.add_rms_norm_bwd_recompute.fake
-def _add_rms_norm_bwd_recompute_fake(
-    dy: Tensor, dstream: Tensor, stream: Tensor, w: Tensor, rstd: Tensor, centred: bool, dw: bool
-) -> tuple[Tensor, Tensor, Optional[Tensor]]:
+def _add_rms_norm_bwd_recompute_fake(stream: Tensor, dw: bool) -> tuple[Tensor, Tensor, Optional[Tensor]]:
     return torch.empty_like(stream), torch.empty_like(stream), parts_like(stream) if dw else None
 
 
@@ -88,8 +83,7 @@ def add_layer_norm_bwd_recompute(
 
 @declared.add_layer_norm_bwd_recompute.fake
 def _add_layer_norm_bwd_recompute_fake(
-    dy: Tensor, dstream: Tensor, stream: Tensor, w: Tensor, b: Optional[Tensor], mean: Tensor, rstd: Tensor, centred: bool,
-    dw: bool, db: bool,
+    stream: Tensor, dw: bool, db: bool
 ) -> tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:
     parts = [parts_like(stream) if wanted else None for wanted in (dw, db)]
     return torch.empty_like(stream), torch.empty_like(stream), parts[0], parts[1]

@@ -111,7 +111,7 @@ def _bwd(dy: Tensor, x: Tensor, b: Optional[Tensor], kind: str, db: bool, recomp
 
 
 @declared.bias_activation_bwd.fake
-def _bias_activation_bwd_fake(dy: Tensor, x: Tensor, b: Optional[Tensor], kind: str, db: bool) -> tuple[Tensor, Optional[Tensor]]:
+def _bias_activation_bwd_fake(x: Tensor, db: bool) -> tuple[Tensor, Optional[Tensor]]:
     return torch.empty_like(x), _room(x) if db else None
 
 
@@ -121,7 +121,7 @@ def _room(x: Tensor, recompute: bool = False) -> Tensor:
 
 
 @declared.activation_bwd_recompute.fake
-def _activation_bwd_recompute_fake(dy: Tensor, x: Tensor, kind: str, db: bool) -> tuple[Tensor, Optional[Tensor]]:
+def _activation_bwd_recompute_fake(x: Tensor, db: bool) -> tuple[Tensor, Optional[Tensor]]:
     return torch.empty_like(x), _room(x, True) if db else None
 
 
@@ -142,7 +142,7 @@ def dropout_bwd_sums(dy: Tensor, key: Tensor, p: float) -> tuple[Tensor, Tensor]
 
 
 @declared.dropout_bwd_sums.fake
-def _dropout_bwd_sums_fake(dy: Tensor, key: Tensor, p: float) -> tuple[Tensor, Tensor]:
+def _dropout_bwd_sums_fake(dy: Tensor) -> tuple[Tensor, Tensor]:
     if dy.shape[-1] % 4:
         return torch.empty_like(dy), sums_like(dy)
     return torch.empty_like(dy), _room(dy)

@@ -154,6 +154,6 @@ def causal_conv1d_bwd(
 
 @declared.causal_conv1d_bwd.fake
 def _causal_conv1d_bwd_fake(
-    dy: Tensor, x: Tensor, w: Tensor, b: Optional[Tensor], silu: bool, dx: bool, dw: bool, db: bool
+    x: Tensor, w: Tensor, dx: bool, dw: bool, db: bool
 ) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
     return _room(x, w, dx, dw, db)

@@ -146,9 +146,6 @@ def group_norm_bwd(
 
 
 @declared.group_norm_bwd.fake
-def _group_norm_bwd_fake(
-    dy: Tensor, x: Optional[Tensor], w: Optional[Tensor], mean: Optional[Tensor], rstd: Optional[Tensor], groups: int,
-    dx: bool, dw: bool, db: bool,
-) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
+def _group_norm_bwd_fake(dy: Tensor, dx: bool, dw: bool, db: bool) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
     parts = dy.new_empty(dy.shape[:2], dtype=torch.float32)
     return torch.empty_like(dy) if dx else None, parts if dw else None, parts.clone() if db else None

@@ -104,6 +104,6 @@ def _room(dy: Tensor, dx: bool, dscale: bool, dshift: bool) -> tuple[Optional[Te
 
 @declared.modulate_bwd.fake
 def _modulate_bwd_fake(
-    dy: Tensor, x: Optional[Tensor], scale: Optional[Tensor], dx: bool, dscale: bool, dshift: bool
+    dy: Tensor, dx: bool, dscale: bool, dshift: bool
 ) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
     return _room(dy, dx, dscale, dshift)

@@ -227,9 +227,7 @@ def rms_norm_bwd(
 
 
 @declared.rms_norm_bwd.fake
-def _rms_norm_bwd_fake(
-    dy: Tensor, x: Tensor, w: Optional[Tensor], rstd: Tensor, centred: bool, dx: bool, dw: bool
-) -> tuple[Optional[Tensor], Optional[Tensor]]:
+def _rms_norm_bwd_fake(x: Tensor, dx: bool, dw: bool) -> tuple[Optional[Tensor], Optional[Tensor]]:
     return torch.empty_like(x) if dx else None, parts_like(x) if dw else None
 
 
@@ -248,9 +246,7 @@ def layer_norm_bwd(
 
 
 @declared.layer_norm_bwd.fake
-def _layer_norm_bwd_fake(
-    dy: Tensor, x: Tensor, w: Optional[Tensor], mean: Tensor, rstd: Tensor, centred: bool, dx: bool, dw: bool, db: bool
-) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
+def _layer_norm_bwd_fake(x: Tensor, dx: bool, dw: bool, db: bool) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
     return torch.empty_like(x) if dx else None, parts_like(x) if dw else None, parts_like(x) if db else None
 
 
