@@ -17,7 +17,7 @@ from funcops.formats import E4M3_BLOCK, E5M2_BLOCK, FORMATS, Format, by_tiles, q
 from funcops.formats.format import SCALING_MODES
 from funcops.formats.recipes import FP8, MXFP8, NVFP4, Fp8Block, Fp8Current, Recipe
 from funcops.kernels import add_norm, norm, quantize, quantize_after, scaled_mm
-from funcops.kernels.triton.matmul import LONG, Epilogue, matmul
+from funcops.kernels.triton.matmul import LONG, Epilogue, matmul, rows_of
 
 SIZES = {"narrow": (48, 512), "medium": (512, 512), "large": (1024, 1024)}  # of a product's output
 SHORT, ODD = 256, 3
@@ -159,4 +159,4 @@ def _products(dtype: torch.dtype, m: int, n: int, k: int) -> Iterator[Callable[[
     for layout, out, epilogue in calls:
         a = empty(k, m).mT if layout.a else empty(m, k)
         b = empty(n, k).mT if layout.b else empty(k, n)
-        yield lambda a=a, b=b, out=out, epilogue=epilogue: matmul(a, b, out, epilogue)  # type: ignore[misc]
+        yield lambda a=a, b=b, out=out, epilogue=epilogue: matmul(rows_of(a), rows_of(b), out, epilogue)  # type: ignore[misc]

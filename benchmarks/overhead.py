@@ -5,8 +5,8 @@ The rows "nn" are modules, ours and torch's, both under autograd. A chain keeps 
 
 The rows "fp8" compare bfloat16 with FP8 as on a device, where a quantiser is one launch instead of a dozen operators as on the CPU.
 They time the host's work up to the driver's launch call, with the driver stubbed; both sides use our launcher, for products too.
-Torch's own work (memory, views, attention) is included; the step's working tree is made before. These rows need Triton without its
-interpreter.
+Torch's own work (memory, views) is included, except its attention, which is prepared as for a device and then only allocates its
+results; the step's working tree is made before. These rows need Triton without its interpreter.
 
 Times are the process's CPU times: with wall clocks, other work on the machine would change the ratios far more.
 """
@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,8 +39,9 @@ from funcops import (
 )
 from funcops import nn as fnn
 from funcops.adapters.autograd.differentiable import backward_calls
-from funcops.backend import gemm
+from funcops.backend import gemm, select
 from funcops.contract.op import Op
+from funcops.kernels import attention
 from funcops.low_precision import Fp8Block, quantize_params, with_recipe
 from funcops.models.blocks import block_config, mlp_config
 from funcops.trees import cast
@@ -85,12 +87,34 @@ def _low_precision() -> list[Row]:
     from funcops.backend.launch import planned_launches
 
     rows = []
-    with stubbed(), planned_launches(), backend("triton"), gemm("triton"):
+    with stubbed(), planned_launches(), backend("triton"), gemm("triton"), _as_on_a_device():
         for name, calls in (("linear", 400), ("llama block", 60)):
             plain, low = low_precision_cases(name)
             samples = interleaved({"funcops, fp8": low, "funcops, bfloat16": plain}, rounds=25, calls=calls, cpu=True)
             rows += summary("overhead", f"{name}, fp8", samples, "funcops, fp8")
     return rows
+
+
+@contextmanager
+def _as_on_a_device() -> Iterator[None]:
+    """Attention as on CUDA, whose operator only allocates; and no call asks whether its tensors, on the CPU, are left to torch."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Any:
+        return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+    def backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Any:
+        return [torch.empty_like(t) for t in (q, k, v)]
+
+    ways, kernels = attention.WAYS, (attention.attention_fwd.kernel, attention.attention_bwd.kernel)
+    bodies, flash, asks = [kernel.torch_impl for kernel in kernels], ways["flash"], select._left_on_the_cpu
+    ways["flash"] = type(flash)(forward, backward)
+    kernels[0].torch_impl, kernels[1].torch_impl = attention.cuda_fwd, attention.cuda_bwd
+    select._left_on_the_cpu = lambda: False
+    try:
+        yield
+    finally:
+        ways["flash"], select._left_on_the_cpu = flash, asks
+        kernels[0].torch_impl, kernels[1].torch_impl = bodies
 
 
 def low_precision_cases(name: str) -> tuple[Callable[[], Any], Callable[[], Any]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from funcops.fused.matchers import alike, alone, by_library, joins, layer
 from funcops.kernels.fused_linear import fused_linear_fwd
@@ -82,15 +81,14 @@ def _saves(window: Window) -> Saving:
 
 def _fits(call: Any, x: Any, weight: Any, b: Any, adds: bool, residual: Any) -> bool:
     cfg, own = call.cfg, call.op.layer
-    given = [x, weight, *([b] if b is not None else []), *([residual] if adds else [])]
-    if not alike(*given) or x.dim() < 1 + bool(cfg.sequence_parallel):
+    given = (x, weight) if b is None else (x, weight, b)
+    if not (alike(*given, residual) if adds else alike(*given)) or x.dim() < 1 + bool(cfg.sequence_parallel):
         return False
     o, i = cfg.weight_shape
-    y_shape = (o,) if x.dim() == 1 else (own.y_rows(x.shape[0], cfg), *x.shape[1:-1], o)
-    shapes = [(x.shape[-1], i), (tuple(weight.shape), (o, i))]
-    shapes += [(tuple(b.shape), (o,))] if b is not None else []
-    shapes += [(tuple(residual.shape), y_shape)] if isinstance(residual, Tensor) else []
-    return all(got == want for got, want in shapes)
+    *rows, width = x.shape
+    if width != i or weight.shape != (o, i) or (b is not None and b.shape != (o,)):
+        return False
+    return not adds or residual.shape == ((own.y_rows(rows[0], cfg), *rows[1:], o) if rows else (o,))
 
 
 rule = register_fusion(Rule("linear + epilogue", FORWARD, _match, _run, _saves))

@@ -58,10 +58,10 @@ def by_library(family: str, dtype: torch.dtype, columns: int) -> bool:
 def alike(*given: Any) -> bool:
     """Whether all are tensors of one float dtype on one device that autograd would not record, as the calls themselves require."""
     first, recording = given[0], torch.is_grad_enabled()
-    if not isinstance(first, Tensor) or first.dtype not in FLOATS:
+    if not isinstance(first, Tensor) or first.dtype not in FLOATS or (recording and first.requires_grad):
         return False
     dtype, device = first.dtype, first.device
-    for t in given:  # without a list: it is on the launch path
+    for t in given[1:]:  # without a list: it is on the launch path
         if not isinstance(t, Tensor) or t.dtype is not dtype or t.device != device or (recording and t.requires_grad):
             return False
     return True

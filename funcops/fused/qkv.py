@@ -153,7 +153,7 @@ def _start_backward(calls: Any, kept: list[Any], dys: tuple[Any, ...], gradients
     joined = qkv_split_bwd(*dys, table, interleaved)
     own, cfg = products[0].op.layer, products[0].cfg
     dx = own.start_dx((joined,), cfg, lambda dys: joined_linear_dgrad(dys[0], *weights))
-    parts = joined.split([w.shape[0] for w in weights], -1)
+    parts = joined.split_with_sizes([w.shape[0] for w in weights], -1)  # split itself is a function in Python
     pendings = {call: own.pending(node, dy, dy, call.cfg) for call, node, dy in zip(products, nodes, parts, strict=True)}
     if sums:
         of_products = dict(zip([call.out for call in products], parts, strict=True))
@@ -183,8 +183,8 @@ def _wgrads(calls: Any, pendings: Any, into: Any) -> Any:
         linear_gradients(calls[0].op.wgrad.__name__, joined, rows, any(biased), total)
         return list(into)
     dw, db = linear_wgrad(joined, rows, any(biased))
-    biases = [None] * len(sizes) if db is None else db.split(sizes)
-    return [LinearParams(w, b if wanted else None) for w, b, wanted in zip(dw.split(sizes), biases, biased, strict=True)]
+    biases = [None] * len(sizes) if db is None else db.split_with_sizes(sizes)
+    return [LinearParams(w, b if wanted else None) for w, b, wanted in zip(dw.split_with_sizes(sizes), biases, biased, strict=True)]
 
 
 def _sums(calls: Any, pendings: Any, into: Any, biased: list[bool]) -> LinearParams | None:

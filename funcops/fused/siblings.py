@@ -92,7 +92,7 @@ def forward_as_one(calls: Any, params: Any, x: Any) -> Any:
     if biased and bias is None:
         return None
     (y,) = own.y_products(x, calls[0].cfg, lambda rows: (linear_fwd(rows, weight, bias),))
-    ys = y.split([w.shape[0] for w in weights], -1)
+    ys = y.split_with_sizes([w.shape[0] for w in weights], -1)
     given = zip(calls, weights, ys, strict=True)
     return y, ys, [call.op.layer.kept(call.cfg, call.kept, x, w, part) for call, w, part in given]
 

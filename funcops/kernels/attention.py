@@ -8,6 +8,7 @@ all keys. Which kernel serves which options is decided at the end of this file (
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Optional
 
@@ -279,9 +280,17 @@ _traced_aligned = torch.ops.funcops.aligned.default
 def in_vectors(t: Tensor) -> bool:
     """Whether the last stride is 1, and the other strides (even of one head, as the kernels check it too) and the address are
     multiples of a vector. A tracer does not know the address, only the offset in the storage."""
-    *outer, last = zip(t.shape, t.stride(), strict=True)
-    start = t.storage_offset() * t.itemsize if tracing() else t.data_ptr()
-    return last[1] == 1 and start % VECTOR == 0 and all([s * t.itemsize % VECTOR == 0 and (s > 0 or n == 1) for n, s in outer])
+    if tracing():
+        return t.storage_offset() * t.itemsize % VECTOR == 0 and _strides_in_vectors(t.shape, t.stride(), t.itemsize)
+    return t.data_ptr() % VECTOR == 0 and _known_strides(t.shape, t.stride(), t.itemsize)
+
+
+def _strides_in_vectors(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> bool:
+    *outer, last = zip(shape, strides, strict=True)
+    return last[1] == 1 and all([s * size % VECTOR == 0 and (s > 0 or n == 1) for n, s in outer])
+
+
+_known_strides = functools.lru_cache(maxsize=4096)(_strides_in_vectors)  # not for a tracer's sizes, which have no hash
 
 
 def _cut(t: Tensor, size: int) -> Tensor:

@@ -30,7 +30,7 @@ def product(a: QTensor, b: QTensor, out: torch.dtype, emulate: bool) -> Tensor:
     of_a, of_b = a.format, b.format
     how = of_a.element, *of_a.tile, of_b.element, *of_b.tile, of_a.scales, a.width
     kind = "" if of_a.kind == of_b.kind else of_b.scales
-    return scaled_mm(*a.args, *b.args, *how, out, emulate, kind)  # type: ignore[no-any-return]
+    return scaled_mm(a.codes, a.scales, a.scale, b.codes, b.scales, b.scale, *how, out, emulate, kind)  # type: ignore[no-any-return]
 
 
 class ScaledProduct(NamedTuple):

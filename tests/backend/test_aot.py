@@ -37,7 +37,7 @@ from funcops.backend.launch import compiled_launches, launcher, planned_launches
 from benchmarks.aot import never_built, plan, read
 from benchmarks.choices import norms, recipes, scaled_product
 from funcops.kernels import quantize, quantize_after
-from funcops.kernels.triton.matmul import Epilogue, matmul
+from funcops.kernels.triton.matmul import Epilogue, matmul, rows_of
 from funcops.low_precision import NVFP4, Fp8Block, Fp8Delayed, quantize_params, recipe_init, with_recipe
 from funcops.residuals.codec import CODECS
 
@@ -65,7 +65,7 @@ def drawn_products(dtype):
         wide = torch.empty(m, n, device="meta")
         sums = Epilogue(sums=torch.empty(m, dtype=dtype, device="meta"))
         epilogue, out = draw.choice([(Epilogue(), out), (Epilogue(bias), out), (Epilogue(add=wide), wide), (sums, out)])
-        matmul(lies(m, k), lies(k, n), out, epilogue)
+        matmul(rows_of(lies(m, k)), rows_of(lies(k, n)), out, epilogue)
 
 def drawn_norms(dtype):
     # of any width, and of every power of two and its neighbours

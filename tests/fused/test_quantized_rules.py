@@ -237,10 +237,11 @@ def host_calls(fn):
     return found["call"] + found["c_call"]
 
 
-@pytest.mark.parametrize(("name", "most"), [("linear", 1.9), ("llama block", 1.5)])
-def test_host_work_of_quantised_layers(name, most, monkeypatch):
-    """Host calls as `bench overhead` counts them, against bfloat16's: constants are not checked again, trees are not walked."""
+@pytest.mark.parametrize(("name", "plain", "low"), [("linear", 160, 395), ("llama block", 1810, 2960)])
+def test_host_work_of_layers(name, plain, low, monkeypatch):
+    """Host calls of forward and backward in bfloat16 and in FP8, as `bench overhead` counts them: launches are planned once,
+    constants are not checked again, and trees are not walked. The limits leave room for other versions of Python and torch."""
     monkeypatch.setattr(interpreter.InterpretedFunction, "__getitem__", lambda kernel, grid: lambda *_, **__: None)
     with backend("triton"), gemm("triton"):
-        plain, low = [host_calls(fn) for fn in low_precision_cases(name)]
-    assert low <= most * plain, (low, plain)
+        found = [host_calls(fn) for fn in low_precision_cases(name)]
+    assert found[0] <= plain and found[1] <= low, found

@@ -31,7 +31,7 @@ def draw(*shape, dtype, seed=0):
 
 def product(a, b, choice, epilogue=products.Epilogue(), dtype=None):
     out = a.new_full((a.shape[0], b.shape[1]), float("nan"), dtype=dtype or a.dtype)
-    products.matmul(a, b, out, epilogue, choice)
+    products.matmul(products.rows_of(a), products.rows_of(b), out, epilogue, choice)
     return out
 
 
@@ -40,7 +40,7 @@ def test_splits_keep_apart_whatever_the_number_of_programs(programs, monkeypatch
     """If slices overlapped, the result would still be right if the right tile is written last."""
     a, b = draw(136, 100, dtype=torch.float32), draw(100, 24, dtype=torch.float32, seed=1)
     want = a.double() @ b.double()
-    monkeypatch.setattr(products, "programs_at_once", lambda: programs)
+    monkeypatch.setattr(products, "device_facts", lambda: (True, programs))
     monkeypatch.setattr(products, "number_of_splits", lambda tiles, k: 3)
     for kernel in KERNELS.values():
         assert_close(product(a, b, kernel), want, dtype=torch.float32)
@@ -52,7 +52,7 @@ def test_splits_keep_apart_whatever_the_number_of_programs(programs, monkeypatch
 def test_layouts(kernel, dtype, flips):
     a, b = draw(40, 24, dtype=dtype), draw(24, 48, dtype=dtype, seed=1)
     a, b = (t.mT.contiguous().mT if flip else t for t, flip in zip((a, b), flips, strict=True))
-    assert products.descriptors_serve(a, b, a.new_empty(40, 48))
+    assert products.descriptors_serve(products.rows_of(a), products.rows_of(b), a.new_empty(40, 48))
     got = product(a, b, KERNELS[kernel])
     assert_close(got, a.double() @ b.double(), dtype=dtype)
 
@@ -64,7 +64,9 @@ def test_descriptor_and_pointer_split_alike(kernel, dtype, monkeypatch):
     monkeypatch.setattr(products, "number_of_splits", lambda tiles, k: 3)
     a, b = draw(40, 72, dtype=dtype), draw(72, 48, dtype=dtype, seed=1)
     into, sums = torch.ones(40, 48), torch.ones(40)
-    products.matmul(a, b, into, products.Epilogue(add=into, sums=sums, scale=0.5), KERNELS[kernel])
+    products.matmul(
+        products.rows_of(a), products.rows_of(b), into, products.Epilogue(add=into, sums=sums, scale=0.5), KERNELS[kernel]
+    )
     assert_close(into, 1 + 0.5 * (a.double() @ b.double()), dtype=torch.float32)
     assert_close(sums, 1 + a.double().sum(1), dtype=torch.float32)
     plain = product(a, b, KERNELS[kernel])
@@ -159,7 +161,9 @@ def test_row_sums_are_shared_among_tiles(kernel, splits, shares, monkeypatch):
     for k, add in ((33, True), (72, False)):
         a, b = draw(k, 16, dtype=torch.bfloat16).mT, draw(k, 72, dtype=torch.bfloat16, seed=1)
         into, sums = torch.ones(16, 72), torch.ones(16)
-        products.matmul(a, b, into, products.Epilogue(add=into if add else None, sums=sums), KERNELS[kernel])
+        products.matmul(
+            products.rows_of(a), products.rows_of(b), into, products.Epilogue(add=into if add else None, sums=sums), KERNELS[kernel]
+        )
         assert_close(into, add + a.double() @ b.double(), dtype=torch.float32)
         assert_close(sums, add + a.double().sum(1), dtype=torch.float32)
 
@@ -223,7 +227,7 @@ def test_every_argument_may_ask_for_gradients(rows, provider, monkeypatch):
 
 def test_ours_is_taken_where_another_tensor_is_added(monkeypatch):
     """The table says which: ours needs tensor descriptors, and 16-bit dtypes."""
-    monkeypatch.setattr(products, "device_has_descriptors", lambda: True)
+    monkeypatch.setattr(products, "device_facts", lambda: (True, 4))
 
     def empty(*shape, dtype=torch.bfloat16):
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -231,9 +235,8 @@ def test_ours_is_taken_where_another_tensor_is_added(monkeypatch):
     def left(dtype=torch.bfloat16, n=1024, **of):
         out = empty(1024, n, dtype=torch.float32 if of.get("add") == "main_grad" else dtype)
         add = {"another": empty(1024, n, dtype=dtype), "main_grad": out, "out": out}.get(of.pop("add", None))
-        return products._library_serves(
-            empty(1024, 256, dtype=dtype), empty(256, n, dtype=dtype), out, products.Epilogue(add=add, **of)
-        )
+        a, b = (products.rows_of(empty(*shape, dtype=dtype)) for shape in ((1024, 256), (256, n)))
+        return products._library_serves(a, b, out, products.Epilogue(add=add, **of))
 
     bias, z = empty(1024), empty(1024, 1024)
     of = [{}, {"bias": bias}, {"bias": bias, "kind": "gelu"}, {"z": z, "mode": "keep", "kind": "gelu"}, {"add": "main_grad"}]
@@ -241,7 +244,7 @@ def test_ours_is_taken_where_another_tensor_is_added(monkeypatch):
     with gemm("auto"):
         assert all(left(**one) for one in of) and not any(left(**one) for one in added)
         assert left(torch.float32, add="another") and left(n=1001, add="another")
-        monkeypatch.setattr(products, "device_has_descriptors", lambda: False)
+        monkeypatch.setattr(products, "device_facts", lambda: (False, 4))
         assert all(left(**one) for one in added)
     for provider in ("auto", "cublas", "triton"):
         with gemm(provider):
@@ -302,7 +305,7 @@ def test_unaligned_addresses_and_strides(by, dtype):
         return wide[:, by : by + shape[1]]
 
     x, w, r = moved(16, 24, seed=0), moved(32, 24, seed=1), moved(16, 32, seed=2)
-    assert not products.descriptors_serve(x, w.mT, x.new_empty(16, 32))
+    assert not products.descriptors_serve(products.rows_of(x), products.columns_of(w), x.new_empty(16, 32))
     with backend("triton"):
         got = fused_linear.fused_linear_fwd(x, w, None, r, "silu", 1.0, True)
     want = fused_linear.fused_linear_fwd(x.double(), w.double(), None, r.double(), "silu", 1.0, True)

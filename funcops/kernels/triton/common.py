@@ -11,7 +11,8 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
-INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
+IN_INTERPRETER = bool(knobs.runtime.interpret)
+INTERPRETED = tl.constexpr(IN_INTERPRETER)  # for kernels
 
 
 @triton.jit
@@ -59,12 +60,12 @@ def warps_of(block: int) -> int:
 
 def most_warps() -> int:
     """The most warps of a program, which has at most 1,024 threads."""
-    return 32 if INTERPRETED else 1024 // int(_target(driver.active.get_current_device(), driver.active).warp_size)
+    return 32 if IN_INTERPRETER else 1024 // int(_target(driver.active.get_current_device(), driver.active).warp_size)
 
 
 def copies_by_itself() -> bool:
     """Whether loads can go to shared memory while a program computes."""
-    return bool(INTERPRETED.value) or _target(driver.active.get_current_device(), driver.active).backend == "cuda"
+    return IN_INTERPRETER or _target(driver.active.get_current_device(), driver.active).backend == "cuda"
 
 
 @functools.lru_cache(maxsize=64)

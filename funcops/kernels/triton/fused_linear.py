@@ -9,11 +9,7 @@ from torch import Tensor
 
 from funcops.kernels import fused_linear as declared
 from funcops.kernels.triton.common import contiguous
-from funcops.kernels.triton.matmul import Epilogue, multiply
-
-
-def rows_of(t: Tensor) -> Tensor:
-    return t.reshape(-1, t.shape[-1])
+from funcops.kernels.triton.matmul import Epilogue, columns_of, multiply, rows_of
 
 
 @declared.fused_linear_fwd.triton
@@ -24,7 +20,7 @@ def fused_linear_fwd(
     z = torch.empty_like(y) if keep else None
     if y.numel():
         mode = "keep" if keep else ""
-        multiply(rows_of(x), w.mT, rows_of(y), Epilogue(contiguous(b), z, mode, kind, contiguous(residual), scale))
+        multiply(rows_of(x), columns_of(w), y, Epilogue(contiguous(b), z, mode, kind, contiguous(residual), scale))
     return y, z
 
 
@@ -33,7 +29,7 @@ def fused_linear_dgrad(dy: Tensor, w: Tensor, z: Optional[Tensor], kind: str, sc
     dx = dy.new_empty(*dy.shape[:-1], w.shape[1])
     if dx.numel():
         mode = "derivative" if kind else ""
-        multiply(rows_of(dy), w, rows_of(dx), Epilogue(z=contiguous(z) if kind else None, mode=mode, kind=kind, scale=scale))
+        multiply(rows_of(dy), rows_of(w), dx, Epilogue(z=contiguous(z) if kind else None, mode=mode, kind=kind, scale=scale))
     return dx
 
 
@@ -41,15 +37,14 @@ def fused_linear_dgrad(dy: Tensor, w: Tensor, z: Optional[Tensor], kind: str, sc
 def fused_linear_dgrad_add(dy: Tensor, w: Tensor, scale: float, add: Tensor) -> Tensor:
     dx = torch.empty_like(add, memory_format=torch.contiguous_format)
     if dx.numel():
-        multiply(rows_of(dy), w, rows_of(dx), Epilogue(add=rows_of(add.contiguous()), scale=scale))
+        multiply(rows_of(dy), rows_of(w), dx, Epilogue(add=add.contiguous(), scale=scale))
     return dx
 
 
 @declared.fused_linear_dgrad_into.triton
 def fused_linear_dgrad_into(dy: Tensor, w: Tensor, scale: float, into: Tensor) -> None:
     if into.numel():
-        out = into.view(-1, into.shape[-1])
-        multiply(rows_of(dy), w, out, Epilogue(add=out, scale=scale))
+        multiply(rows_of(dy), rows_of(w), into, Epilogue(add=into, scale=scale))
 
 
 @declared.fused_linear_wgrad.triton
@@ -57,11 +52,11 @@ def fused_linear_wgrad(dy: Tensor, x: Tensor, scale: float, bias: bool) -> tuple
     dw = dy.new_empty(dy.shape[-1], x.shape[-1])
     db = dy.new_empty(dy.shape[-1]) if bias else None
     if dw.numel():
-        multiply(rows_of(dy).mT, rows_of(x), dw, Epilogue(scale=scale, sums=db))
+        multiply(columns_of(dy), rows_of(x), dw, Epilogue(scale=scale, sums=db))
     return dw, db
 
 
 @declared.fused_linear_wgrad_into.triton
 def fused_linear_wgrad_into(dy: Tensor, x: Tensor, scale: float, dw: Tensor, db: Optional[Tensor]) -> None:
     if dw.numel():
-        multiply(rows_of(dy).mT, rows_of(x), dw, Epilogue(add=dw, scale=scale, sums=db))
+        multiply(columns_of(dy), rows_of(x), dw, Epilogue(add=dw, scale=scale, sums=db))

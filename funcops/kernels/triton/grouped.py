@@ -24,7 +24,7 @@ from funcops.kernels import grouped as declared
 from funcops.kernels.triton.common import INTERPRETED, cdiv, contiguous, load_wide, next_power_of_2, store_rounded
 from funcops.kernels.triton.gemm import add_product, tile_of
 from funcops.kernels.triton.gemm_table import FP32_UNALIGNED, GROUPED, SMALL, SQUARE, UNALIGNED_FUSED, WIDE, Tile
-from funcops.kernels.triton.matmul import GROUP, descriptor, device_has_descriptors, precision, programs_at_once
+from funcops.kernels.triton.matmul import GROUP, descriptor, device_facts, precision
 
 FP32, FP32_ODD = FP32_UNALIGNED, Tile(64, 32, 16, 4, 3)  # deeper or wider tiles spill with a gated unit
 HALF_CACHE = 25_000_000  # bytes of an H100's level-2 cache
@@ -248,7 +248,7 @@ def _way(kind: str, *operands: Tensor) -> str:
     way = {"specialised": "descriptor", "cublas": "library"}.get(provider, GROUPED[kind])
     if way == "descriptor":
         even = all([t.dtype is not torch.float32 and t.shape[-1] % 8 == 0 and t.data_ptr() % 16 == 0 for t in operands])
-        return way if even and min([t.numel() for t in operands]) and device_has_descriptors() else "pointer"
+        return way if even and min([t.numel() for t in operands]) and device_facts()[0] else "pointer"
     served = way == "library" and provider != "triton" and operands[0].is_cuda and declared.library_serves(*operands)
     return way if served else "pointer"
 
@@ -281,7 +281,7 @@ def grouped_product(
         tile = WIDE if tile is SQUARE and width > SQUARE.n else tile
         w_desc = descriptor(_flat(w), tile.n if transposed else tile.k, tile.k if transposed else tile.n)
         _launch_described(
-            min(programs_at_once(), tiles * cdiv(width, tile.n)), 1, 1,
+            min(device_facts()[1], tiles * cdiv(width, tile.n)), 1, 1,
             descriptor(a.contiguous(), tile.m, tile.k) if index is None else None, w_desc, a.contiguous(), y, contiguous(b),
             contiguous(scales), contiguous(index), offsets.contiguous(), tiles, rows, a.shape[0], groups, width, length, every,
             b is not None, scales is not None, index is not None, transposed, tile.m, tile.n, tile.k, stretch(length, tile),
@@ -329,7 +329,7 @@ def _wgrads(
     if x is not None and db is None and _way("wgrad", dy, x) == "descriptor":
         dy, x = dy.contiguous(), x.contiguous()
         _launch_wgrad_described(
-            min(programs_at_once(), groups * cdiv(outer, tile.m) * cdiv(inner, tile.n)), 1, 1,
+            min(device_facts()[1], groups * cdiv(outer, tile.m) * cdiv(inner, tile.n)), 1, 1,
             descriptor(dy, tile.k, tile.m) if dy_index is None else None,
             descriptor(x, tile.k, tile.n) if x_index is None else None, dy, x, dw, contiguous(dy_index), contiguous(x_index),
             offsets.contiguous(), dy.shape[0], x.shape[0], groups, outer, inner, every, dy_index is not None, x_index is not None,

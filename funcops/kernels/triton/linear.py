@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from funcops.kernels import linear as declared
-from funcops.kernels.triton.fused_linear import contiguous, rows_of
-from funcops.kernels.triton.matmul import Epilogue, left_to_library, matmul, sum_rows
+from funcops.kernels.triton.common import contiguous
+from funcops.kernels.triton.matmul import PLAIN, Epilogue, columns_of, left_to_library, matmul, rows_of, sum_rows
 
 
 @declared.linear_fwd.triton
@@ -19,7 +19,7 @@ def linear_fwd(x: Tensor, w: Tensor, b: Optional[Tensor]) -> Tensor:
         return declared.linear_fwd.kernel.torch_impl(x, w, b)  # type: ignore[no-any-return]
     y = x.new_empty(*x.shape[:-1], w.shape[0])
     if y.numel():
-        matmul(rows_of(x), w.mT, rows_of(y), Epilogue(bias=contiguous(b)))
+        matmul(rows_of(x), columns_of(w), y, Epilogue(bias=contiguous(b)))
     return y
 
 
@@ -30,21 +30,21 @@ def linear_dgrad(dy: Tensor, w: Tensor) -> Tensor:
         return declared.linear_dgrad.kernel.torch_impl(dy, w)  # type: ignore[no-any-return]
     dx = dy.new_empty(*dy.shape[:-1], w.shape[1])
     if dx.numel():
-        matmul(rows_of(dy), w, rows_of(dx), Epilogue())
+        matmul(rows_of(dy), rows_of(w), dx, PLAIN)
     return dx
 
 
 @declared.linear_wgrad.triton
 def linear_wgrad(dy: Tensor, x: Optional[Tensor], bias: bool) -> tuple[Optional[Tensor], Optional[Tensor]]:
     if x is None or left_to_library("none", dy.dtype, dy.shape[-1], x.shape[-1]):
-        rows, db = rows_of(dy), dy.new_empty(dy.shape[-1]) if bias else None
+        rows, db = dy.reshape(-1, dy.shape[-1]), dy.new_empty(dy.shape[-1]) if bias else None
         if db is not None:
             sum_rows(rows, db, False)
-        return None if x is None else torch.mm(rows.mT, rows_of(x)), db
+        return None if x is None else torch.mm(rows.mT, x.reshape(-1, x.shape[-1])), db
     dw = dy.new_empty(dy.shape[-1], x.shape[-1])
     db = dy.new_empty(dy.shape[-1]) if bias else None
     if dw.numel():
-        matmul(rows_of(dy).mT, rows_of(x), dw, Epilogue(sums=db))
+        matmul(columns_of(dy), rows_of(x), dw, Epilogue(sums=db) if bias else PLAIN)
     return dw, db
 
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.runtime import driver
 
-from funcops.kernels.triton.common import INTERPRETED
+from funcops.kernels.triton.common import IN_INTERPRETER, INTERPRETED
 
 GREATEST = tl.constexpr(3.4028234663852886e38)  # of float32
 BFLOAT16 = tl.constexpr(3.3895313892515355e38)
@@ -226,9 +226,10 @@ def quantise(
 def native() -> bool:
     """Whether the current device has the instructions that encode 8 bits. The interpreter has none, but if it counts or plans for
     an absent device, launches are as on that device."""
-    if INTERPRETED and not getattr(driver._active, "stands_in", False):
+    if IN_INTERPRETER and not getattr(driver._active, "stands_in", False):
         return False
-    return _native(driver.active.get_current_device(), driver.active)
+    active = driver.active
+    return _native(active.get_current_device(), active)
 
 
 @functools.lru_cache(maxsize=64)

@@ -12,7 +12,7 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from funcops.backend.select import gemm_provider
-from funcops.kernels.triton.common import INTERPRETED, block_of, cdiv, warps_of
+from funcops.kernels.triton.common import IN_INTERPRETER, block_of, cdiv, warps_of
 from funcops.kernels.triton.gemm import launch_after, launch_descriptor, launch_pointer, launch_sum_splits
 from funcops.kernels.triton.gemm_specialised import launch_specialised
 from funcops.kernels.triton.gemm_table import FUSED, SPECIALISED, Choice, Tile, choose
@@ -47,45 +47,104 @@ class Epilogue(NamedTuple):
         return "none" if self.add is None else "accumulate"
 
 
-def matmul(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue, choice: Optional[Choice] = None) -> None:
-    """Compute out [M, N], contiguous and not empty, from A [M, K] and B [K, N] of any strides and one dtype."""
-    (m, k), n = a.shape, b.shape[1]
-    family, even = epilogue.family(out), aligned(a) and aligned(b)
-    family = "accumulate" if family == "none" and out.dtype is not a.dtype else family  # a wide tile of float32 would not fit
-    own, split = (choice or choose(name, a.dtype, m, n, even) for name in (family, "split"))
-    described = own.descriptor is not None and descriptors_serve(a, b, out)
-    if described and gemm_provider() == "specialised" and epilogue.sums is None:
-        by_specialised(a, b, out, epilogue, SPECIALISED[family != "none"])
+PLAIN = Epilogue()
+
+# a matrix: the tensor in whose memory it lies, from its first element on, the shape and the strides. A view takes longer to make
+Matrix = tuple[Tensor, tuple[int, int], tuple[int, int]]
+
+
+def rows_of(t: Tensor) -> Matrix:
+    """The rows [*, N] of a tensor, copied if their strides differ."""
+    if t.dim() != 2:
+        if t.is_contiguous():
+            n = t.shape[-1]
+            return t, (t.numel() // n if n else 0, n), (n, 1)
+        t = t.reshape(-1, t.shape[-1])
+    return t, t.shape, t.stride()  # type: ignore[return-value]
+
+
+def columns_of(t: Tensor) -> Matrix:
+    """The transpose of `rows_of`."""
+    memory, (m, n), (outer, inner) = rows_of(t)
+    return memory, (n, m), (inner, outer)
+
+
+class Plan(NamedTuple):
+    """How products of one kind are launched. The inner dimension has `splits` parts of `per_split`; a tile takes the row sums of A
+    in `shares` parts of `per_share`."""
+
+    described: bool
+    specialised: bool
+    tile: Tile
+    programs: int
+    splits: int
+    slice_rows: int
+    per_split: int
+    shares: int
+    per_share: int
+
+
+def matmul(a: Matrix, b: Matrix, out: Tensor, epilogue: Epilogue, choice: Optional[Choice] = None) -> None:
+    """Compute out [M, N] from A [M, K] and B [K, N] of any strides and one dtype. `out`, and an added tensor, is contiguous and not
+    empty; its rows may have more than one dimension."""
+    sums, specialised = epilogue.sums, gemm_provider() == "specialised"
+    (left, shape, strides), (right, (_, n), b_strides) = a, b
+    plan = plan_of(
+        left.dtype, out.dtype, shape, strides, n, b_strides, epilogue.family(out), sums is not None,
+        _on_16_bytes(left, right, out), device_facts(), specialised, choice,
+    )
+    if plan.specialised:
+        by_specialised(a, b, out, epilogue, plan)
         return
-    tile = tile_for(split, described)
-    splits = 1 if family in FUSED else number_of_splits(cdiv(m, tile.m) * cdiv(n, tile.n), k)
-    run, tile = by_descriptor if described else by_pointer, tile if splits > 1 else tile_for(own, described)
-    per_split = max(1, cdiv(cdiv(k, splits), tile.k)) * tile.k
-    shares = 1 if epilogue.sums is None else number_of_shares(cdiv(n, tile.n), per_split)
-    sums = epilogue.sums
-    if sums is not None and splits * shares > 1:
-        sums = a.new_empty((splits * shares, m), dtype=torch.float32)
-    if splits == 1:
-        run(a, b, out, epilogue, tile, 1, m, per_split, sums, shares)
+    run, (m, _) = by_descriptor if plan.described else by_pointer, shape
+    if sums is not None and plan.splits * plan.shares > 1:
+        sums = out.new_empty((plan.splits * plan.shares, m), dtype=torch.float32)
+    if plan.splits == 1:
+        run(a, b, out, epilogue, plan, sums)
     else:
-        rows = cdiv(m, tile.m) * tile.m if described else m
-        parts = a.new_empty((splits, rows, n), dtype=torch.float32)
-        run(a, b, parts, Epilogue(scale=epilogue.scale), tile, splits, rows, per_split, sums, shares)
-        add_up(parts, rows * n, out, epilogue.add is not None)
+        parts = out.new_empty((plan.splits, plan.slice_rows, n), dtype=torch.float32)
+        run(a, b, parts, Epilogue(scale=epilogue.scale), plan, sums)
+        add_up(parts, plan.slice_rows * n, out, epilogue.add is not None)
     if sums is not None and epilogue.sums is not None and sums is not epilogue.sums:
         add_up(sums, m, epilogue.sums, epilogue.add is not None)
 
 
-def multiply(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue) -> None:
+@functools.lru_cache(maxsize=4096)
+def plan_of(
+    dtype: torch.dtype, into: torch.dtype, shape: tuple[int, int], a: tuple[int, int], n: int, b: tuple[int, int], family: str,
+    sums: bool, on_16_bytes: bool, facts: tuple[bool, int], specialised: bool, choice: Optional[Choice],
+) -> Plan:
+    """The plan for A of `shape` with strides `a`, and B [K, n] with strides `b`. A training step asks for the same plans again and
+    again, and making one takes longer than a launch."""
+    (m, k), (has_descriptors, multiprocessors) = shape, facts
+    family = "accumulate" if family == "none" and into is not dtype else family  # a wide tile of float32 would not fit
+    own, split = (choice or choose(name, dtype, m, n, _even(a) and _even(b)) for name in (family, "split"))
+    described = own.descriptor is not None and has_descriptors and on_16_bytes and _describable(dtype, into, shape, a, n, b)
+    if described and specialised and not sums:
+        tile, splits = SPECIALISED[family != "none"], 1
+    else:
+        specialised, tile = False, tile_for(split, described)
+        splits = 1 if family in FUSED else number_of_splits(cdiv(m, tile.m) * cdiv(n, tile.n), k)
+        tile = tile if splits > 1 else tile_for(own, described)
+    tiles, per_split = cdiv(m, tile.m) * cdiv(n, tile.n), max(1, cdiv(cdiv(k, splits), tile.k)) * tile.k
+    programs = min(multiprocessors, tiles * splits) if described else tiles
+    slice_rows = cdiv(m, tile.m) * tile.m if described else m
+    shares = number_of_shares(cdiv(n, tile.n), per_split) if sums else 1
+    per_share = cdiv(per_split // tile.k, shares) * tile.k
+    return Plan(described, specialised, tile, programs, splits, m if splits == 1 else slice_rows, per_split, shares, per_share)
+
+
+def multiply(a: Matrix, b: Matrix, out: Tensor, epilogue: Epilogue) -> None:
     """`matmul`, or the library's product and a kernel for the epilogue if that is faster."""
     (by_library if _library_serves(a, b, out, epilogue) else matmul)(a, b, out, epilogue)
 
 
-def _library_serves(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue) -> bool:
+def _library_serves(a: Matrix, b: Matrix, out: Tensor, epilogue: Epilogue) -> bool:
     provider, family = gemm_provider(), epilogue.family(out)
     if provider not in ("auto", "cublas") or (epilogue.add is out and family != "accumulate"):
         return False
-    return provider == "cublas" or left_to_library(family, a.dtype, *out.shape) or not descriptors_serve(a, b, out)
+    (left, (m, _), _), (_, (_, n), _) = a, b
+    return provider == "cublas" or left_to_library(family, left.dtype, m, n) or not descriptors_serve(a, b, out)
 
 
 def left_to_library(family: str, dtype: torch.dtype, m: int, n: int) -> bool:
@@ -93,18 +152,25 @@ def left_to_library(family: str, dtype: torch.dtype, m: int, n: int) -> bool:
     return gemm_provider() == "auto" and choose(family, dtype, m, n, True).library
 
 
+def view_of(matrix: Matrix) -> Tensor:
+    memory, shape, strides = matrix
+    return memory.as_strided(shape, strides)
+
+
 @torch.no_grad()
-def by_library(a: Tensor, b: Tensor, out: Tensor, e: Epilogue) -> None:
-    (m, n), keep = out.shape, e.mode == "keep"
+def by_library(left: Matrix, right: Matrix, out: Tensor, e: Epilogue) -> None:
+    a, b, keep, accumulates = view_of(left), view_of(right), e.mode == "keep", e.add is out
+    m, n = a.shape[0], b.shape[1]
+    out = out.view(m, n)
     t = e.z.view(m, n) if keep and e.z is not None else out
-    start = e.bias if e.bias is not None else e.add if e.add is out else None
+    start = e.bias if e.bias is not None else out if accumulates else None
     if out.dtype is not a.dtype:
-        _add_wide(out, a, b, e.scale, 1.0 if e.add is out else 0.0)
+        _add_wide(out, a, b, e.scale, 1.0 if accumulates else 0.0)
     elif start is None and e.scale == 1.0:
         torch.mm(a, b, out=t)
     else:
         torch.addmm(t if start is None else start, a, b, beta=0.0 if start is None else 1.0, alpha=e.scale, out=t)
-    if e.kind or e.z is not None or (e.add is not None and e.add is not out):
+    if e.kind or e.z is not None or (e.add is not None and not accumulates):
         block = block_of(n, AFTER_COLUMNS)
         rows = AFTER_TILE // block
         launch_after(
@@ -159,46 +225,44 @@ def add_up(parts: Tensor, slice_size: int, out: Tensor, add: bool) -> None:
     launch_sum_splits(cdiv(n, SUM_BLOCK), 1, 1, parts, out, n, slice_size, parts.shape[0], add, SUM_BLOCK)
 
 
-def by_pointer(
-    a: Tensor, b: Tensor, c: Tensor, e: Epilogue, tile: Tile, splits: int, slice_rows: int, per_split: int,
-    sums: Optional[Tensor], shares: int,
-) -> None:
-    (m, k), n = a.shape, b.shape[1]
-    tiles, per_share = cdiv(m, tile.m) * cdiv(n, tile.n), cdiv(per_split // tile.k, shares) * tile.k
+def by_pointer(a: Matrix, b: Matrix, c: Tensor, e: Epilogue, plan: Plan, sums: Optional[Tensor]) -> None:
+    (left, (m, k), strides), (right, (_, n), b_strides), tile = a, b, plan.tile
     launch_pointer(
-        tiles, splits, 1, a, b, c, e.bias, e.z, e.add, sums, m, n, k, *a.stride(), *b.stride(), per_split, shares,
-        per_share, e.scale,
-        e.bias is not None, e.mode, e.kind, e.add is not None, sums is not None, precision(a.dtype),
+        plan.programs, plan.splits, 1, left, right, c, e.bias, e.z, e.add, sums, m, n, k, *strides, *b_strides,
+        plan.per_split, plan.shares, plan.per_share, e.scale,
+        e.bias is not None, e.mode, e.kind, e.add is not None, sums is not None, precision(left.dtype),
         tile.m, tile.n, tile.k, GROUP, num_warps=tile.warps, num_stages=tile.stages,
     )
 
 
-def by_descriptor(
-    a: Tensor, b: Tensor, c: Tensor, e: Epilogue, tile: Tile, splits: int, slice_rows: int, per_split: int,
-    sums: Optional[Tensor], shares: int,
-) -> None:
-    (m, k), n = a.shape, b.shape[1]
-    tiles, per_share = cdiv(m, tile.m) * cdiv(n, tile.n), cdiv(per_split // tile.k, shares) * tile.k
-    a_flipped, b_flipped = a.stride(1) != 1, b.stride(1) != 1
-    a_desc = descriptor(a.mT, tile.k, tile.m) if a_flipped else descriptor(a, tile.m, tile.k)
-    b_desc = descriptor(b.mT, tile.n, tile.k) if b_flipped else descriptor(b, tile.k, tile.n)
+def by_descriptor(a: Matrix, b: Matrix, c: Tensor, e: Epilogue, plan: Plan, sums: Optional[Tensor]) -> None:
+    (left, (m, k), strides), (_, (_, n), _), tile = a, b, plan.tile
+    a_desc, a_flipped = _factor(a, tile.m, tile.k)
+    b_desc, b_flipped = _factor(b, tile.k, tile.n)
     launch_descriptor(
-        min(programs_at_once(), tiles * splits), 1, 1, a_desc, b_desc, descriptor(c.view(-1, n), tile.m, tile.n),
-        e.bias, e.z, e.add, a, sums, m, n, k, *a.stride(), per_split, splits, slice_rows, shares,
-        per_share, e.scale,
+        plan.programs, 1, 1, a_desc, b_desc, descriptor_of(c, [plan.splits * plan.slice_rows, n], [n, 1], tile.m, tile.n),
+        e.bias, e.z, e.add, left, sums, m, n, k, *strides, plan.per_split, plan.splits, plan.slice_rows, plan.shares,
+        plan.per_share, e.scale,
         e.bias is not None, e.mode, e.kind, e.add is not None, sums is not None, a_flipped, b_flipped,
         tile.m, tile.n, tile.k, GROUP, num_warps=tile.warps, num_stages=tile.stages,
     )
 
 
-def by_specialised(a: Tensor, b: Tensor, c: Tensor, e: Epilogue, tile: Tile) -> None:
-    (m, k), n = a.shape, b.shape[1]
-    tiles = cdiv(m, tile.m) * cdiv(n, tile.n)
-    a_flipped, b_flipped = a.stride(1) != 1, b.stride(1) != 1
+def _factor(matrix: Matrix, rows: int, columns: int) -> tuple[TensorDescriptor, bool]:
+    """The descriptor of a factor, or of its transpose if the factor's columns are contiguous, and which it is."""
+    t, (m, n), (outer, inner) = matrix
+    if inner == 1:
+        return descriptor_of(t, [m, n], [outer, 1], rows, columns), False
+    return descriptor_of(t, [n, m], [inner, outer], columns, rows), True
+
+
+def by_specialised(a: Matrix, b: Matrix, c: Tensor, e: Epilogue, plan: Plan) -> None:
+    (left, (m, k), strides), (right, (_, n), b_strides), tile = a, b, plan.tile
+    a_flipped, b_flipped = strides[1] != 1, b_strides[1] != 1
     triton.set_allocator(scratch)
     launch_specialised(
-        min(programs_at_once(), tiles), 1, 1, a, b, c, e.bias, e.z, e.add, m, n, k, max(a.stride()),
-        max(b.stride()), e.scale, e.bias is not None, e.mode, e.kind, e.add is not None, a_flipped, b_flipped,
+        plan.programs, 1, 1, left, right, c, e.bias, e.z, e.add, m, n, k, max(strides),
+        max(b_strides), e.scale, e.bias is not None, e.mode, e.kind, e.add is not None, a_flipped, b_flipped,
         tile.m, tile.n, tile.k, GROUP, num_warps=tile.warps, num_stages=tile.stages,
     )
 
@@ -226,22 +290,37 @@ def _checked(dtype: torch.dtype, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(base, [1, 256], [256, 1], [rows, columns])
 
 
-def aligned(t: Tensor) -> bool:
-    rows, columns = t.stride()
+def _even(strides: tuple[int, int]) -> bool:
+    """Whether the stride other than 1 is a multiple of 16 elements."""
+    rows, columns = strides
     return (rows if columns == 1 else columns) % 16 == 0
 
 
-def descriptors_serve(a: Tensor, b: Tensor, out: Tensor) -> bool:
+def descriptors_serve(a: Matrix, b: Matrix, out: Tensor) -> bool:
     """Whether the device has tensor descriptors, and they take these strides: one is 1, the other a multiple of 16 bytes that
     holds a row."""
-    return a.numel() > 0 and device_has_descriptors() and all([_describable(t) for t in (a, b, out)])
+    (left, shape, strides), (right, (_, n), b_strides) = a, b
+    described = _describable(left.dtype, out.dtype, shape, strides, n, b_strides)
+    return described and device_facts()[0] and _on_16_bytes(left, right, out)
 
 
-def _describable(t: Tensor) -> bool:
-    (rows, columns), shape = t.stride(), t.shape
+def _on_16_bytes(a: Tensor, b: Tensor, out: Tensor) -> bool:
+    return (a.data_ptr() | b.data_ptr() | out.data_ptr()) & 15 == 0
+
+
+def _describable(
+    dtype: torch.dtype, into: torch.dtype, shape: tuple[int, int], a: tuple[int, int], n: int, b: tuple[int, int]
+) -> bool:
+    m, k = shape
+    factors = ((m, k), a), ((k, n), b)
+    return m * k > 0 and n * into.itemsize % 16 == 0 and all([_dense(*of, dtype.itemsize) for of in factors])
+
+
+def _dense(shape: tuple[int, int], strides: tuple[int, int], size: int) -> bool:
+    """Not expanded, rows do not overlap, and each begins on a multiple of 16 bytes."""
+    rows, columns = strides
     outer, row = (rows, shape[1]) if columns == 1 else (columns, shape[0])
-    dense = (rows == 1 or columns == 1) and outer >= row  # not expanded, and rows do not overlap
-    return dense and outer * t.itemsize % 16 == 0 and t.data_ptr() % 16 == 0
+    return (rows == 1 or columns == 1) and outer >= row and outer * size % 16 == 0
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -251,13 +330,13 @@ def precision(dtype: torch.dtype) -> str:
     return "tf32" if asked else "ieee"
 
 
-def device_has_descriptors() -> bool:
-    return bool(INTERPRETED) or _facts(driver.active.get_current_device(), driver.active)[0]
-
-
-def programs_at_once() -> int:
-    """The number of programs of a persistent kernel: one per multiprocessor."""
-    return 4 if INTERPRETED else _facts(driver.active.get_current_device(), driver.active)[1]
+def device_facts() -> tuple[bool, int]:
+    """Whether the device has tensor descriptors, and the number of its multiprocessors: a persistent kernel has one program for
+    each."""
+    if IN_INTERPRETER:
+        return True, 4
+    active = driver.active  # a property that calls a function
+    return _facts(active.get_current_device(), active)
 
 
 @functools.lru_cache(maxsize=64)

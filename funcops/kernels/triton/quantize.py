@@ -5,6 +5,7 @@ The torch body serves x that is rounded by a key, or transformed before.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple, Optional
 
@@ -244,10 +245,19 @@ def _sizes(x: Tensor) -> tuple[int, int]:
 
 def _room(x: Tensor, shape: Sequence[int], rows: int, columns: int, element: str, tile: tuple[int, int], kind: str) -> _Made:
     """Allocate codes and scales for so many rows and columns; `shape`: the codes' without the last dim."""
+    wide, scales, dtype = _layout(rows, columns, element, tile, kind)
+    return _Made(x.new_empty((*shape, wide), dtype=torch.uint8), x.new_empty(scales, dtype=dtype))
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout(
+    rows: int, columns: int, element: str, tile: tuple[int, int], kind: str
+) -> tuple[int, tuple[int, ...], torch.dtype]:
+    """The bytes of a row of codes, and the shape and dtype of the scales."""
     scales = cdiv(rows, tile[0] or rows), cdiv(columns, tile[1] or columns)
     dtype = torch.float32 if kind in ("pow2", "float32") else torch.uint8
-    codes = x.new_empty((*shape, cdiv(columns, 2) if element == "e2m1" else columns), dtype=torch.uint8)
-    return _Made(codes, x.new_empty(scales[::-1] if declared.by_columns(*tile, kind) else scales, dtype=dtype))
+    wide = cdiv(columns, 2) if element == "e2m1" else columns
+    return wide, scales[::-1] if declared.by_columns(*tile, kind) else scales, dtype
 
 
 def _serves(x: Tensor, rows: int, cols: int, kind: str, amax: Optional[Tensor]) -> bool:

@@ -26,12 +26,11 @@ from funcops.kernels import quantize
 from funcops.kernels import scaled_mm as declared
 from funcops.kernels.quantize import ELEMENTS
 from funcops.kernels.triton import scaled_library as library
-from funcops.kernels.triton.common import INTERPRETED, cdiv
+from funcops.kernels.triton.common import IN_INTERPRETER, INTERPRETED, cdiv
 from funcops.kernels.triton.gemm import tile_of
 from funcops.kernels.triton.low_bits import decode, decode_scale, store_exact, times, unpacked
-from funcops.kernels.triton.matmul import Epilogue, descriptor_of, multiply
+from funcops.kernels.triton.matmul import PLAIN, columns_of, descriptor_of, multiply, rows_of
 
-_INTERPRETED = bool(INTERPRETED)
 GROUP, ALIGN = 8, 16  # tiles of a group share reads; a descriptor's rows are multiples of so many bytes
 PROMOTE = tl.constexpr(128)  # of K, after which a product without block scales is added in float32
 
@@ -140,7 +139,7 @@ def _exact(element: str, kind: str) -> bool:
 
 
 def _decodes(a: str, kind: str, b: str, b_kind: str) -> bool:
-    return not _INTERPRETED and _exact(a, kind) and _exact(b, b_kind)
+    return not IN_INTERPRETER and _exact(a, kind) and _exact(b, b_kind)
 
 
 def _by_decoding(a: tuple[Any, ...], b: tuple[Any, ...], width: int, out: torch.dtype) -> Tensor:
@@ -150,7 +149,7 @@ def _by_decoding(a: tuple[Any, ...], b: tuple[Any, ...], width: int, out: torch.
     factors = [scale if side or scale.dim() < 2 else scale.mT for side, scale in ((1, a[2]), (0, b[2])) if scale is not None]
     summed = out if not factors and out is torch.bfloat16 else torch.float32
     c = left.new_empty((left.numel() // width, right.shape[0]), dtype=summed)
-    multiply(left.view(-1, width), right.mT, c, Epilogue())
+    multiply(rows_of(left), columns_of(right), c, PLAIN)
     for factor in factors[:-1]:
         c.mul_(factor)
     if factors:
@@ -178,7 +177,7 @@ def _capability(device: int, active: Any) -> tuple[int, str]:
 
 
 def _library_serves(device: int, active: Any) -> bool:
-    return library.SERVED and not _INTERPRETED and _capability(device, active)[0] == library.CAPABILITY
+    return library.SERVED and not IN_INTERPRETER and _capability(device, active)[0] == library.CAPABILITY
 
 
 def _codes(codes: Tensor, element: str, rows: int, tile: int, wide: int) -> TensorDescriptor:
@@ -189,7 +188,7 @@ def _codes(codes: Tensor, element: str, rows: int, tile: int, wide: int) -> Tens
     elif codes.data_ptr() % ALIGN:
         codes = codes.clone()
     dtype, width = ELEMENTS[element].dtype, codes.shape[-1]
-    return descriptor_of(codes if dtype is None or _INTERPRETED else codes.view(dtype), [rows, width], [width, 1], tile, wide)
+    return descriptor_of(codes if dtype is None or IN_INTERPRETER else codes.view(dtype), [rows, width], [width, 1], tile, wide)
 
 
 @declared.scaled_mm.triton
@@ -198,14 +197,15 @@ def scaled_mm(
     a_element: str, a_rows: int, a_cols: int, b_element: str, b_rows: int, b_cols: int, kind: str, width: int, out: torch.dtype,
     emulate: bool = False, b_kind: str = "",
 ) -> Tensor:
-    device, active = (0, None) if _INTERPRETED else (driver.active.get_current_device(), driver.active)
-    n, b_kind, chosen = b.shape[0], b_kind or kind, None
+    active = None if IN_INTERPRETER else driver.active
+    device = 0 if active is None else active.get_current_device()
+    size, n, b_kind, chosen = a.numel(), b.shape[0], b_kind or kind, None
     if b_kind == kind:
         chosen = _chosen(kind, a_element, b_element, a_cols, b_cols, emulate, device, active)
     else:
         require(emulate, "scaled_mm", "emulate", f"True for a product of {kind} scales by {b_kind}, which is decoded", emulate)
-    if chosen is None or not a.numel() * n or out is torch.float64:
-        if a.numel() * n and out is not torch.float64 and _decodes(a_element, kind, b_element, b_kind):
+    if chosen is None or not size * n or out is torch.float64:
+        if size * n and out is not torch.float64 and _decodes(a_element, kind, b_element, b_kind):
             of_a = a, a_scales, a_scale, a_element, a_rows, a_cols, kind
             return _by_decoding(of_a, (b, b_scales, b_scale, b_element, b_rows, b_cols, b_kind), width, out)
         return declared.scaled_mm.kernel.torch_impl(  # type: ignore[no-any-return]
@@ -228,7 +228,7 @@ def scaled_mm(
         if found is not None:
             return found
     tile, of_left, of_right = chosen
-    m, y = a.numel() // a.shape[-1], a.new_empty((*a.shape[:-1], n), dtype=out)
+    m, y = size // a.shape[-1], a.new_empty((*a.shape[:-1], n), dtype=out)
     _launch_product(
         cdiv(m, tile.m) * cdiv(n, tile.n), 1, 1, _codes(a, a_element, m, tile.m, of_left),
         _codes(b, b_element, n, tile.n, of_right), a_scales, b_scales, a_scale, b_scale, y, m, n, width, a_scales.shape[1],

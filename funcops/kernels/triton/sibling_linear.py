@@ -11,10 +11,9 @@ from torch import Tensor
 from funcops.backend.launch import launcher
 from funcops.kernels import sibling_linear as declared
 from funcops.kernels.triton.common import cdiv, contiguous, load_wide, store_rounded
-from funcops.kernels.triton.fused_linear import rows_of
 from funcops.kernels.triton.gemm import add_product, tile_of
 from funcops.kernels.triton.gemm_table import choose
-from funcops.kernels.triton.matmul import GROUP, Epilogue, aligned, left_to_library, matmul, precision
+from funcops.kernels.triton.matmul import GROUP, PLAIN, left_to_library, matmul, precision, rows_of
 
 
 @triton.jit
@@ -79,9 +78,9 @@ def sibling_linear_fwd(
     y0, y1 = x.new_empty(*x.shape[:-1], n0), x.new_empty(*x.shape[:-1], n1)
     y2 = x.new_empty(*x.shape[:-1], n2) if w2 is not None else None
     if m:
-        rows = rows_of(x).contiguous()
+        rows = x.contiguous()
         weights = w0.contiguous(), w1.contiguous(), contiguous(w2)
-        tile = choose("fused" if w2 is None else "three", x.dtype, m, n0, aligned(rows)).pointer
+        tile = choose("fused" if w2 is None else "three", x.dtype, m, n0, k % 16 == 0).pointer
         columns = cdiv(n0, tile.n) + cdiv(n1, tile.n) + cdiv(n2, tile.n)
         _launch_fwd(
             cdiv(m, tile.m) * columns, 1, 1, rows, *weights, contiguous(b0), contiguous(b1), contiguous(b2), y0, y1, y2,
@@ -97,7 +96,7 @@ def joined_linear_dgrad(dy: Tensor, w0: Tensor, w1: Tensor, w2: Tensor) -> Tenso
         return declared.joined_linear_dgrad.kernel.torch_impl(dy, w0, w1, w2)  # type: ignore[no-any-return]
     dx = dy.new_empty(*dy.shape[:-1], w0.shape[1])
     if dx.numel():
-        matmul(rows_of(dy), declared.joined(w0, w1, w2), rows_of(dx), Epilogue())
+        matmul(rows_of(dy), rows_of(declared.joined(w0, w1, w2)), dx, PLAIN)
     return dx
 
 
@@ -108,7 +107,7 @@ def sibling_linear_dgrad(dy0: Tensor, dy1: Tensor, dy2: Optional[Tensor], w0: Te
         return declared.sibling_linear_dgrad.kernel.torch_impl(dy0, dy1, dy2, w0, w1, w2)  # type: ignore[no-any-return]
     dx = dy0.new_empty(*dy0.shape[:-1], n)
     if m:
-        rows = [None if d is None else rows_of(d).contiguous() for d in (dy0, dy1, dy2)]
+        rows = dy0.contiguous(), dy1.contiguous(), contiguous(dy2)
         weights = w0.contiguous(), w1.contiguous(), contiguous(w2)
         inner = [0 if w is None else w.shape[0] for w in weights]
         tile = choose("fused", dy0.dtype, m, n, all([size % 16 == 0 for size in (n, *inner)])).pointer
