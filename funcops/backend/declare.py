@@ -2,9 +2,9 @@
 
 The decorated body is the torch implementation: obvious before fast, the default on CPU and always the reference. Its
 annotations are the schema. `@name.triton` adds the Triton implementation, in the file of the same name under
-`funcops/kernels/triton`, which is imported on first use; `@name.fake` gives the shapes of the results, from the arguments
-that it names (without a fake, the torch body runs on fake tensors). `@name.plain` is the formula beside a body that is fast but not obvious: it is there to be
-read, and the tests compare the body with it.
+`funcops/kernels/triton`, which is imported on first use; `@name.fake` gives the shapes of the results, from the arguments that it
+names (without a fake, the torch body runs on fake tensors). `@name.plain` is the formula beside a body that is fast but not
+obvious: it is there to be read, and the tests compare the body with it.
 
 An eager call goes straight to an implementation. A tracer traces through a torch implementation, because a compiler needs its
 aten operators. A Triton implementation is opaque to a tracer, so while tracing it is called as a `torch.library` operator,

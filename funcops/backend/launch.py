@@ -47,7 +47,7 @@ def launch(gx, gy, gz, {parameters}, num_warps=4, num_stages=3):
     device = current_device()
     try:
         {addresses}
-        key = ({quick}, num_warps, num_stages, device)
+        key = ({quick}, {aligned}, num_warps, num_stages, device)
     except (AttributeError, RuntimeError, TypeError):
         check_names(({parameters},))
         raise
@@ -155,6 +155,7 @@ def launcher(kernel: Any) -> Callable[..., None]:
     text = _SOURCE.format(
         parameters=", ".join(names),
         addresses="; ".join(at) or "pass",
+        aligned=aligned_of(names, hip),
         key=", ".join([key_of(parameter, hip) for parameter in kernel.params]),
         quick=", ".join([key_of(parameter, hip, quick=True) for parameter in kernel.params]),
         handed=", ".join(handed),
@@ -271,14 +272,14 @@ def _nothing(*_: Any) -> None:
 
 
 def key_of(parameter: Any, hip: bool, quick: bool = False) -> str:
-    """The part of the key for one parameter, as source: all that Triton specialises on. `quick`: the key of the cache, which reads
-    the address at hand, and tells tensors in the host's memory apart."""
+    """The part of the key for one parameter, as source: all that Triton specialises on. `quick`: a part of the key of the
+    cache, beside which the addresses at hand are asked, and which tells tensors in the host's memory apart."""
     name = parameter.name
     if parameter.is_constexpr:
         return name
     if name.endswith("_ptr"):
         if quick and not hip:
-            return f"None if {name} is None else ({name}.dtype, True) if {name}.is_cpu else {name}.dtype, at_{name} & 15 == 0"
+            return f"None if {name} is None else ({name}.dtype,) if {name}.is_cpu else {name}.dtype"
         far = f", {name}.untyped_storage().size() > 2147483647" if hip else ""
         return f"None if {name} is None else ({name}.dtype, {name}.data_ptr() & 15 == 0{far})"
     if name.endswith("_desc"):
@@ -287,6 +288,13 @@ def key_of(parameter: Any, hip: bool, quick: bool = False) -> str:
     if annotation.startswith(("fp", "bf")) or (annotation and parameter.do_not_specialize):
         return "0"
     return f"kinds[{name}]" if quick else f"kind_of({name})"
+
+
+def aligned_of(names: list[str], hip: bool) -> str:
+    """The part of the cache's key for the alignment of all addresses, as source: True for most launches."""
+    places = [f"at_{name}" for name in names if name.endswith("_ptr")]
+    each = ", ".join([f"{place} & 15 == 0" for place in places])
+    return f"not ({' | '.join(places)}) & 15 or ({each},)" if places and not hip else "None"
 
 
 def kind_of(n: int) -> int:

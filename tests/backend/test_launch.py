@@ -304,6 +304,7 @@ def test_the_key_tells_apart_what_triton_tells_apart(backend, quick):
         values["x_ptr"].append(torch.empty(size // dtype.itemsize, dtype=dtype, device="meta")[start:][:16])
     for name, given in values.items():
         part = launch.key_of(Parameter(name), backend == "amd", quick)
+        part += f", {launch.aligned_of([name], backend == 'amd')}" if quick else ""
         part = part.replace(f"at_{name}", f"({name} is not None and {name}.data_ptr())")
         key = eval(f"lambda {name}: ({part})", {"kinds": launch._kinds, "kind_of": launch.kind_of})
         found = [(native_specialize_impl(kind, value, False, True, True), key(value)) for value in given]
