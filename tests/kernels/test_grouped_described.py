@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from funcops.backend import backend, gemm
+from funcops.kernels import experts
 from funcops.kernels import grouped as declared
 from funcops.testing.tolerances import assert_close
 
@@ -80,8 +81,8 @@ def test_a_descriptor_is_the_choice_of_a_table_or_a_request():
     odd, wide = torch.empty(64, 60, dtype=torch.bfloat16), torch.empty(64, 64)
     for name, wanted in (("auto", "pointer"), ("triton", "pointer"), ("cublas", "pointer"), ("specialised", "descriptor")):
         with gemm(name):  # torch's is for CUDA
-            assert by_triton._way("product", t, t) == wanted and by_triton._way("wgrad", t, t) == wanted
-            assert by_triton._way("product", odd, t) == by_triton._way("product", wide, wide) == "pointer"
+            assert by_triton.way_of("product", t, t) == wanted and by_triton.way_of("wgrad", t, t) == wanted
+            assert by_triton.way_of("product", odd, t) == by_triton.way_of("product", wide, wide) == "pointer"
 
 
 def bytes_of_matrices(rows, groups, length, width, tile, stretch, programs=132, cache=by_triton.HALF_CACHE):
@@ -120,3 +121,34 @@ def test_matrices_are_read_less_often(rows, groups, length, width, wanted):
     stretch = by_triton.stretch(length, by_triton.WIDE)
     after = bytes_of_matrices(rows, groups, length, width, by_triton.WIDE, stretch) / all_of_them
     assert (before, after) == wanted
+
+
+@pytest.mark.parametrize("kind", ["swiglu", "glu", "clamped_swiglu"])
+@pytest.mark.parametrize("seed", range(3))
+def test_experts_over_descriptors_are_those_of_torch(seed, kind, launched):
+    """Both products of experts, with the gated unit as a kernel of its own: any results wanted, choices dropped, a bias or none."""
+    rng, generator = draws.Random(seed), torch.Generator().manual_seed(seed)
+    tokens, choices, groups, width, inner = rng.choice((9, 40)), 2, 3, 64, 32
+    indices = torch.randint(0, groups + 1, (tokens, choices), generator=generator)  # the last: dropped
+    order = indices.flatten().argsort(stable=True)
+    offsets = torch.cat((torch.zeros(1), indices.flatten().bincount(minlength=groups + 1)[:groups].cumsum(0))).to(torch.int32)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order))).view_as(indices)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator).to(torch.bfloat16)
+
+    x, dy, up, down = draw(tokens, width), draw(tokens, width), draw(groups, 2 * inner, width), draw(groups, width, inner)
+    bias, of_down = (draw(groups, 2 * inner), draw(groups, width)) if seed else (None, None)
+    weights, how = torch.rand(tokens, choices, generator=generator), (kind, 7.0, 1.702, 1.0, False)
+    z = experts.experts_up.kernel.torch_impl(*exact((x, up, bias, weights, order, offsets)), *how)[0].to(torch.bfloat16)
+    of_dy = dy, down, z, weights, order, offsets, place, of_down, indices
+    calls = [(experts.experts_up, (x, up, bias, weights, order, offsets, *how))]
+    for wanted in ((True, True, True), (True, False, False), (False, True, True), (True, True, False)):
+        calls.append((experts.experts_dgrad, (*of_dy, *how, *wanted)))
+    for function, args in calls:
+        with backend("triton"), gemm("specialised"):
+            found = function(*args)
+        with backend("torch"):
+            wanted = function(*exact(args))
+        assert_close(found, wanted, dtype=torch.bfloat16)
+    assert launched == ["_launch_described"] * len(calls)

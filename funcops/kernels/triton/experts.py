@@ -1,4 +1,5 @@
-"""The gated unit of experts in the epilogues of the two products around it (`funcops.kernels.experts`)."""
+"""The gated unit of experts in the epilogues of the two products around it (`funcops.kernels.experts`); or a kernel of its own
+after a grouped product over tensor descriptors or of torch, if the table says so (`gemm_table.GROUPED`)."""
 
 from __future__ import annotations
 
@@ -15,9 +16,10 @@ from funcops.kernels.glu import GATES
 from funcops.kernels.triton.common import INTERPRETED, cdiv, contiguous, load_wide, rounded, store_rounded
 from funcops.kernels.triton.gemm import add_product, tile_of
 from funcops.kernels.triton.gemm_table import Tile
-from funcops.kernels.triton.glu import gate_parts
-from funcops.kernels.triton.grouped import blocks_of, locate, place_of, row_tiles, tile_for
+from funcops.kernels.triton.glu import gate_gradients, gate_parts, gated
+from funcops.kernels.triton.grouped import blocks_of, grouped_product, locate, place_of, row_tiles, tile_for, way_of
 from funcops.kernels.triton.matmul import GROUP, precision
+from funcops.kernels.triton.row_scale import row_scale_fwd
 
 FEW_CHOICES, MANY_CHOICES, COLUMNS = 32, 256, 128  # choices of a program, with dots of a bias and without; columns at a time
 
@@ -185,6 +187,9 @@ def experts_up(
 ) -> tuple[Tensor, Tensor]:
     (groups, width, length), rows = up.shape, order.shape[0]
     width //= 2
+    if rows and not before and way_of("product", x, up) != "pointer":
+        z = grouped_product(x, up, bias, offsets, order, weights.shape[1], None, True)
+        return z, gated(z, _row_weights(weights, order), GATES.get(kind, kind), True, limit, alpha, offset)
     z, scaled = x.new_empty((rows, 2 * width)), x.new_empty((rows, width))
     if not rows:
         return z, scaled
@@ -213,19 +218,25 @@ def experts_dgrad(
 ) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
     groups, width, rows = offsets.shape[0] - 1, z.shape[1] // 2, order.shape[0]
     length = 0 if down is None else down.shape[1]  # the product's; 0 for `scaled` alone
-    d_z, recomputed = dy.new_empty((rows, 2 * width)) if dz else None, dy.new_empty((rows, width)) if scaled else None
     d_weights = weights.new_empty(weights.shape) if dweights else None
-    if not rows:
-        return d_z, d_weights, recomputed
-    tile = tile_for(dy.dtype, rows, groups, width, dy.shape[1])
-    tiles, columns, every = row_tiles(rows, groups, tile), cdiv(width, tile.n), weights.shape[1]
-    parts = dy.new_empty((columns, rows), dtype=torch.float32) if dweights else None
-    _launch_down_dgrad(
-        tiles * columns, 1, 1, dy.contiguous(), (z if down is None else down).contiguous(), z.contiguous(), weights.contiguous(),
-        d_z, recomputed, parts, order.contiguous(), offsets.contiguous(), tiles, rows, dy.shape[0], groups, width, length, every,
-        limit, alpha, offset, before, GATES.get(kind, kind), dz, dweights, scaled, precision(dy.dtype), tile.m, tile.n, tile.k,
-        GROUP, blocks_of(groups), num_warps=tile.warps, num_stages=tile.stages,
-    )
+    how, every = (GATES.get(kind, kind), limit, alpha, offset), weights.shape[1]
+    if down is not None and (dz or dweights) and not before and rows and way_of("product", dy, down) != "pointer":
+        da, s = grouped_product(dy, down, None, offsets, order, every, None, False), _row_weights(weights, order)
+        d_z, parts = gate_gradients(da, z, s, how[0], True, how[1:], dz, dweights, recompute=scaled)
+        recomputed, columns = row_scale_fwd(da, s.unsqueeze(-1), False) if scaled else None, 1  # da is now f(g) l
+    else:
+        tile = tile_for(dy.dtype, rows, groups, width, dy.shape[1])
+        tiles, columns = row_tiles(rows, groups, tile), cdiv(width, tile.n)
+        d_z, recomputed = dy.new_empty((rows, 2 * width)) if dz else None, dy.new_empty((rows, width)) if scaled else None
+        if not rows:
+            return d_z, d_weights, recomputed
+        parts = dy.new_empty((columns, rows), dtype=torch.float32) if dweights else None
+        _launch_down_dgrad(
+            tiles * columns, 1, 1, dy.contiguous(), (z if down is None else down).contiguous(), z.contiguous(),
+            weights.contiguous(), d_z, recomputed, parts, order.contiguous(), offsets.contiguous(), tiles, rows, dy.shape[0],
+            groups, width, length, every, *how[1:], before, how[0], dz, dweights, scaled, precision(dy.dtype), tile.m, tile.n,
+            tile.k, GROUP, blocks_of(groups), num_warps=tile.warps, num_stages=tile.stages,
+        )
     if d_weights is not None:
         block = MANY_CHOICES if bias is None else FEW_CHOICES
         _launch_dweights(
@@ -233,3 +244,8 @@ def experts_dgrad(
             columns, rows, groups, length, every, bias is not None, block, COLUMNS,
         )
     return d_z, d_weights, recomputed
+
+
+def _row_weights(weights: Tensor, order: Tensor) -> Tensor:
+    """The weight of each row [N], in float32."""
+    return weights.reshape(-1).index_select(0, order).float()

@@ -93,7 +93,7 @@ def _halves(x: Optional[Tensor], first: bool) -> tuple[Optional[Tensor], Optiona
     return (a, b) if first else (b, a)
 
 
-def _fwd(x: Tensor, scales: Optional[Tensor], kind: str, first: bool, *constants: float) -> Tensor:
+def gated(x: Tensor, scales: Optional[Tensor], kind: str, first: bool, *constants: float) -> Tensor:
     x, rows, width = flat_rows(x)
     width //= 2
     y = x.new_empty((*x.shape[:-1], width))
@@ -107,7 +107,7 @@ def _fwd(x: Tensor, scales: Optional[Tensor], kind: str, first: bool, *constants
     return y
 
 
-def _bwd(
+def gate_gradients(
     dy: Tensor,
     x: Tensor,
     scales: Optional[Tensor],
@@ -134,19 +134,19 @@ def _bwd(
 
 @declared.glu_fwd.triton
 def glu_fwd(x: Tensor, scales: Optional[Tensor], kind: str, first: bool) -> Tensor:
-    return _fwd(x, scales, declared.GATES[kind], first, 0.0, 0.0, 0.0)
+    return gated(x, scales, declared.GATES[kind], first, 0.0, 0.0, 0.0)
 
 
 @declared.glu_bwd.triton
 def glu_bwd(
     dy: Tensor, x: Tensor, scales: Optional[Tensor], kind: str, first: bool, dx: bool, dscales: bool
 ) -> tuple[Optional[Tensor], Optional[Tensor]]:
-    return _bwd(dy, x, scales, declared.GATES[kind], first, (0.0, 0.0, 0.0), dx, dscales)
+    return gate_gradients(dy, x, scales, declared.GATES[kind], first, (0.0, 0.0, 0.0), dx, dscales)
 
 
 @declared.glu_bwd_recompute.triton
 def glu_bwd_recompute(dy: Tensor, x: Tensor, kind: str, first: bool) -> Tensor:
-    dx, _ = _bwd(dy, x, None, declared.GATES[kind], first, (0.0, 0.0, 0.0), True, False, recompute=True)
+    dx, _ = gate_gradients(dy, x, None, declared.GATES[kind], first, (0.0, 0.0, 0.0), True, False, recompute=True)
     assert dx is not None
     return dx
 
@@ -193,7 +193,7 @@ def glu_pair_bwd_recompute(dy: Tensor, gate: Tensor, linear: Tensor, kind: str) 
 
 @declared.clamped_swiglu_fwd.triton
 def clamped_swiglu_fwd(x: Tensor, scales: Optional[Tensor], first: bool, limit: float, alpha: float, offset: float) -> Tensor:
-    return _fwd(x, scales, "clamped_swiglu", first, limit, alpha, offset)
+    return gated(x, scales, "clamped_swiglu", first, limit, alpha, offset)
 
 
 @declared.clamped_swiglu_bwd.triton
@@ -208,4 +208,4 @@ def clamped_swiglu_bwd(
     dx: bool,
     dscales: bool,
 ) -> tuple[Optional[Tensor], Optional[Tensor]]:
-    return _bwd(dy, x, scales, "clamped_swiglu", first, (limit, alpha, offset), dx, dscales)
+    return gate_gradients(dy, x, scales, "clamped_swiglu", first, (limit, alpha, offset), dx, dscales)

@@ -242,7 +242,7 @@ def blocks_of(groups: int) -> int:
     return max(16, next_power_of_2(groups + 1))
 
 
-def _way(kind: str, *operands: Tensor) -> str:
+def way_of(kind: str, *operands: Tensor) -> str:
     """Which kernel multiplies rows and matrices, or rows and rows: "pointer", "descriptor" or "library"."""
     provider = gemm_provider()
     way = {"specialised": "descriptor", "cublas": "library"}.get(provider, GROUPED[kind])
@@ -272,7 +272,7 @@ def grouped_product(
     y = a.new_empty((rows, width))
     if not rows:
         return y
-    way, tile = _way("product", a, w), tile_for(a.dtype, rows, groups, width, length)
+    way, tile = way_of("product", a, w), tile_for(a.dtype, rows, groups, width, length)
     tiles = row_tiles(rows, groups, tile)
     if way == "library":
         plain = declared.grouped_product.kernel.torch_impl
@@ -302,7 +302,7 @@ def grouped_wgrad(
     dy: Tensor, x: Optional[Tensor], offsets: Tensor, dy_index: Optional[Tensor], x_index: Optional[Tensor], every: int,
     scales: Optional[Tensor], bias: bool,
 ) -> tuple[Optional[Tensor], Optional[Tensor]]:
-    if x is not None and _way("wgrad", dy, x) == "library":
+    if x is not None and way_of("wgrad", dy, x) == "library":
         plain = declared.grouped_wgrad.kernel.torch_impl
         return plain(dy, x, offsets, dy_index, x_index, every, scales, bias)  # type: ignore[no-any-return]
     groups, outer = offsets.shape[0] - 1, dy.shape[-1]
@@ -326,7 +326,7 @@ def _wgrads(
 ) -> None:
     groups, outer, inner = offsets.shape[0] - 1, dy.shape[-1], 1 if x is None else x.shape[-1]
     tile = tile_for(dy.dtype, dy.shape[0], 0, outer, outer if x is None else inner)
-    if x is not None and db is None and _way("wgrad", dy, x) == "descriptor":
+    if x is not None and db is None and way_of("wgrad", dy, x) == "descriptor":
         dy, x = dy.contiguous(), x.contiguous()
         _launch_wgrad_described(
             min(device_facts()[1], groups * cdiv(outer, tile.m) * cdiv(inner, tile.n)), 1, 1,
