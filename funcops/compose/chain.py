@@ -100,6 +100,10 @@ class ChainConfig(Composite):
         return self.steps
 
     @property
+    def as_chain(self) -> ChainConfig:  # type: ignore[override]
+        return self
+
+    @property
     def first_parts(self) -> tuple[Any, ...]:
         """The config of the first step, whose x is this config's x."""
         return (self.steps[0].cfg,)

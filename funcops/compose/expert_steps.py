@@ -82,6 +82,15 @@ class ExpertStepsConfig(Composite):
     def members(self) -> tuple[Step, ...]:  # type: ignore[override]
         return self.cfg.steps
 
+    @property
+    def as_chain(self) -> ChainConfig:  # type: ignore[override]
+        return self.cfg
+
+    def needs_of_chain(self, needs: Needs) -> Needs:
+        labels = ("main", *[f"extras.{name}" for name in EXTRAS])
+        wanted = [label for i, label in enumerate(labels) if needs.input(i)]
+        return Needs(x=True if len(wanted) == len(labels) else wanted, params=needs.params)
+
     def abstract(self) -> Any:
         """See `funcops.program.values.abstract_params`."""
         return _named(self.cfg.abstract())
@@ -126,9 +135,7 @@ def _of_chain(params: ExpertsParams, x: Any, cfg: ExpertStepsConfig, needs: Need
     own, (weights, tokens, indices) = _by_name(where, "params", params, cfg), require_tuple(where, x, "weights", "x", "indices")
     if needs is not Needs.ALL:
         check_needs(where, needs, params, x)
-        labels = ("main", *[f"extras.{name}" for name in EXTRAS])
-        wanted = [label for i, label in enumerate(labels) if needs.input(i)]
-        needs = Needs(x=True if len(wanted) == len(labels) else wanted, params=needs.params)
+        needs = cfg.needs_of_chain(needs)
     return own, WithExtras(weights, {"tokens": tokens, "indices": indices}), needs
 
 

@@ -280,10 +280,14 @@ class Composite(OpConfig):
     """Whether every part reads the config's x, and y is the tuple of their y; else each reads the y of the part before it."""
     maps_to_itself: ClassVar[bool] = False
     """Whether y has the shape of x, and is sharded as x is."""
-    recompute: Any = None
-    """The parts whose outputs are recomputed in the backward, as in `ChainConfig`; None if the config has no such choice."""
+    as_chain: Any = None
+    """The config of the chain that runs the parts; None if no chain does."""
     joined: tuple[str, ...] = ()
     """The parts that run as one with the parts before them, as in `ChainConfig`."""
+
+    def needs_of_chain(self, needs: Any) -> Any:
+        """The `Needs` of `as_chain`, from those of the config's own op."""
+        return needs
 
     def as_run(self) -> Self:
         """The config of the parts as they run."""

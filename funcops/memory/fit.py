@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -16,11 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from funcops.compose.step import check_body
-from funcops.contract.needs import Needs
+from funcops.contract.needs import Mask, Needs
 from funcops.contract.op import Op, wrap
 from funcops.contract.walk import Inside, Part, rewrite
-from funcops.errors import in_html, on_screen, require, require_dtype, require_type, size_of
-from funcops.memory.parts import has_parts, leaves_of
+from funcops.errors import in_html, join_path, on_screen, require, require_dtype, require_type, size_of
+from funcops.memory.parts import LeafPart, has_parts, leaves_of
 from funcops.memory.policy import kept_paths, resolved, with_policy
 from funcops.memory.remat import is_remat
 from funcops.program.values import abstract_params, working_like
@@ -29,16 +30,15 @@ from funcops.residuals.report import kept_values, storage_of
 from funcops.trees import fake, tensors, tree_map, tree_map_tensors
 
 
-def _attention_flops(q: Any, k: Any, v: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+def _attention_flops(q: Any, k: Any, v: Any, *_: Any, products: tuple[int, int] = (1, 1), **__: Any) -> int:
     """Two products, as torch counts them on other devices: a causal mask saves nothing. q: [B, H, T, D], k: [B, H', S, D]."""
     batch, heads, rows, size = q
-    return int(2 * batch * heads * rows * k[-2] * (size + v[-1]))
+    return int(2 * batch * heads * rows * k[-2] * (products[0] * size + products[1] * v[-1]))
 
 
-def _attention_backward_flops(dy: Any, q: Any, k: Any, v: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+def _attention_backward_flops(dy: Any, *x: Any, **_: Any) -> int:
     """Five products: the recomputed scores, dv, dp, dq, dk."""
-    batch, heads, rows, size = q
-    return int(2 * batch * heads * rows * k[-2] * (3 * size + 2 * v[-1]))
+    return _attention_flops(*x, products=(3, 2))
 
 
 _aten = torch.ops.aten
@@ -86,9 +86,9 @@ def fit(op: Op, cfg: Any, x: Any, budget: int, *, dtype: torch.dtype | None = No
 
     It tries the lossless presets, and every subset of a block's parts to recompute. Nothing runs: one forward and backward, with
     two layers per repeat, is traced on shapes alone, and the bytes of each policy are counted from that. So the time does not
-    depend on depth, and hardly on the number of policies. `dtype`: the dtype of the params, by default x's, or torch's if x
-    has no floats. `needs`: the gradients that the training step asks of the forward. Raises `ValueError`, with the least bytes
-    found, if no policy fits.
+    depend on depth, unless `needs` names layers, and hardly on the number of policies. `dtype`: the dtype of the params, by default
+    x's, or torch's if x has no floats. `needs`: the gradients that the training step asks of the forward. Raises `ValueError`, with
+    the least bytes found, if no policy fits.
 
     >>> import torch
     >>> from funcops import ChainConfig, LinearConfig, RMSNormConfig, Step, chain, fit, linear, rms_norm
@@ -106,38 +106,32 @@ def fit(op: Op, cfg: Any, x: Any, budget: int, *, dtype: torch.dtype | None = No
     require(isinstance(budget, int) and budget is not True and budget > 0, "fit", "budget", "a positive number of bytes", budget)
     require_type("fit", "needs", needs, Needs)
     followed = _follow(op, cfg, x, dtype, needs)
-    tried = [Tried(name, policy, *followed.under(held)) for name, policy, held in _candidates(*_short(op, cfg, False), needs)]
+    tried = [Tried(name, policy, *followed.under(held)) for name, policy, held in _candidates(*_short(op, cfg, False))]
     tried.sort(key=lambda one: (one.extra_flops, -one.kept_bytes))
     within = [one for one in tried if one.kept_bytes <= budget]
     least = min(tried, key=lambda one: one.kept_bytes)
-    require(
-        bool(within),
-        "fit",
-        "budget",
-        f"at least {least.kept_bytes:,} bytes ({size_of(least.kept_bytes)}, policy {least.name}, the least of those tried)",
-        f"{budget:,}",
-    )
+    wanted = f"at least {least.kept_bytes:,} bytes ({size_of(least.kept_bytes)}, policy {least.name}, the least of those tried)"
+    require(bool(within), "fit", "budget", wanted, f"{budget:,}")
     return Fitted(with_policy(op, within[0].policy), within[0], tried)
 
 
-def _candidates(op: Op, cfg: Any, needs: Needs) -> Iterator[tuple[str, Policy, Held]]:
+def _candidates(op: Op, cfg: Any) -> Iterator[tuple[str, Policy, Held]]:
     for name in ("save_all", "recompute_norms", "recompute_elementwise", "minimal"):
-        yield name, POLICIES[name], _held(*resolved(op, cfg, POLICIES[name]), needs)
+        yield name, POLICIES[name], _held(*resolved(op, cfg, POLICIES[name]))
     steps = list(dict.fromkeys([kept.path for kept in kept_paths(op, cfg) if kept.field is None]))
     # the parts of a repeat's body; without a repeat, the op's own parts
     inside = [path for path in steps if path.rpartition(".")[0].endswith("*")]
     parts = inside or [path for path in steps if "." not in path]
-    served = [path for path in parts if _recomputing(op, cfg, (path,), needs)][:MOST_PARTS]
-    for size in range(1, len(served) + 1):
-        for chosen in itertools.combinations(served, size):
-            if found := _recomputing(op, cfg, chosen, needs):
-                yield f"recompute {', '.join(chosen)}", *found
+    served = [path for path in parts if _recomputing(op, cfg, (path,))][:MOST_PARTS]
+    for chosen in [subset for size in range(1, len(served) + 1) for subset in itertools.combinations(served, size)]:
+        if found := _recomputing(op, cfg, chosen):
+            yield f"recompute {', '.join(chosen)}", *found
 
 
-def _recomputing(op: Op, cfg: Any, parts: tuple[str, ...], needs: Needs) -> tuple[Policy, Held] | None:
+def _recomputing(op: Op, cfg: Any, parts: tuple[str, ...]) -> tuple[Policy, Held] | None:
     policy = Policy({path: Recompute() for path in parts})
     try:
-        return policy, _held(*resolved(op, cfg, policy), needs)
+        return policy, _held(*resolved(op, cfg, policy))
     except ValueError:
         return None
 
@@ -146,10 +140,11 @@ def _recomputing(op: Op, cfg: Any, parts: tuple[str, ...], needs: Needs) -> tupl
 class PartRun:
     """The record of a part of a config in one forward and backward that keep everything: its x, which counts if gradients are asked
     of it, and, for an op without parts, the fields that it keeps and its floating-point operations in matrix products. It stands
-    for `layers` layers."""
+    for `layers` layers. `asked`: the gradients that are asked of it and of the combinators around, by path."""
 
     path: str
     layers: int
+    asked: dict[str, Needs]
     x: list[Tensor]
     kept: list[tuple[str, Tensor]] = dataclasses.field(default_factory=list)
     forward: int = 0
@@ -163,7 +158,7 @@ class Run:
         self.counter = counter
         self.parts: list[PartRun] = []
         self.layers = 1  # the number of layers that the next part stands for
-        self.asked = True  # whether any gradient is asked of the combinator around
+        self.asked = dict[str, Needs]()  # the gradients that are asked of the combinators around
         self.calls: Counter[str] = Counter()
         self.waiting: dict[str, list[PartRun]] = defaultdict(list)  # parts whose backward has not run
 
@@ -175,18 +170,20 @@ class Run:
 _run: ContextVar[Run] = ContextVar("funcops.fit")
 
 
-def _short(op: Op, cfg: Any, noting: bool) -> tuple[Op, Any]:
+def _short(op: Op, cfg: Any, noting: bool, asked: Mask = ()) -> tuple[Op, Any]:
     """The op and its config with two layers per repeat, the second standing for all but the first, and without ties, which cost
-    nothing. If `noting`, everything is kept and each part records its tensors and operations."""
-    return rewrite(cfg, _Shorter(noting), op=op)
+    nothing. If `noting`, everything is kept and each part records its tensors and operations. `asked`: the params whose gradients
+    are; a repeat of which it names layers has all of its layers, as they may keep different tensors."""
+    return rewrite(cfg, _Shorter(noting, asked if isinstance(asked, tuple) else ()), op=op)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Shorter:
-    """The function that `_short` gives to `rewrite`. `times`: the layers of the repeat whose body the part is, else 1; `around`:
-    the path of the combinator around, None for the whole."""
+    """The function that `_short` gives to `rewrite`. `times`: the layers of the shortened repeat whose body the part is, else 1;
+    `around`: the path of the combinator around, None for the whole."""
 
     noting: bool
+    asked: tuple[str, ...]
     times: int = 1
     around: str | None = None
 
@@ -194,14 +191,16 @@ class _Shorter:
         path, op, cfg, _ = part
         if not has_parts(op, cfg):
             return (_noted(op, path, self.times, True) if self.noting else op), cfg
-        changes: dict[str, Any] = {} if cfg.times is None else {"times": min(cfg.times, 2)}
-        if cfg.recompute is not None:
-            changes |= {"ties": (), "recompute": False if self.noting else cfg.recompute}
+        layer = re.escape(join_path(path, "*")).replace(r"\*", r"\d+") + r"(\.|$)"
+        times = None if any(re.match(layer, name) for name in self.asked) else cfg.times
+        changes: dict[str, Any] = {} if times is None else {"times": min(times, 2)}
+        if cfg.as_chain is not None:
+            changes |= {"ties": (), "recompute": False if self.noting else cfg.as_chain.recompute}
 
         def note(op: Op, cfg: Any) -> tuple[Op, Any]:
             return (_noted(op, path, self.times, False) if self.noting and path != self.around else op), cfg
 
-        return Inside(dataclasses.replace(self, times=cfg.times or 1, around=path), lambda _: changes, note)
+        return Inside(dataclasses.replace(self, times=times or 1, around=path), lambda _: changes, note)
 
 
 _noting = functools.lru_cache(maxsize=16)(_short)  # so that a second run reuses the programs of the first
@@ -215,11 +214,11 @@ def _noted(op: Op, path: str, times: int, leaf: bool) -> Op:
         around, run.calls[path] = (run.layers, run.asked), run.calls[path] + 1
         if times > 1 and run.calls[path] % 2 == 0:
             run.layers *= times - 1
-        here = PartRun(path, run.layers, tensors(x) if needs.any else [])
-        run.parts.append(here)
-        again = leaf and op.recompute is not None and (needs.any or run.asked)
+        again = leaf and op.recompute is not None and any([one.any for one in (needs, *list(run.asked.values())[-1:])])
         kept = needs.with_recompute() if again else needs  # with what a recomputation of y reads
-        run.asked = run.asked if leaf else needs.any
+        run.asked = run.asked | {path: needs if leaf else cfg.needs_of_chain(needs)}
+        here = PartRun(path, run.layers, run.asked, tensors(x) if needs.any else [])
+        run.parts.append(here)
         (y, node), flops = run.counted(lambda: op.fwd(params, x, cfg, needs=kept))
         if leaf:
             here.kept = [(name.partition(".")[0], t) for name, value, _ in kept_values(node) for t in tensors(value)]
@@ -251,12 +250,13 @@ class Followed(NamedTuple):
         seen, kept = set(self.owned), 0
         for part in self.parts:
             if part.path in held:
-                dropped = held[part.path]
-                for t in part.x if dropped is None else [t for name, t in part.kept if name not in dropped]:
+                leaf = held[part.path]
+                dropped = leaf.dropped(part.asked[leaf.root.path if leaf.root else leaf.path]) if leaf else ()
+                for t in part.x if leaf is None else [t for name, t in part.kept if name not in dropped]:
                     if storage_of(t) not in seen:
                         seen.add(storage_of(t))
                         kept += part.layers * t.untyped_storage().nbytes()
-        rerun = [f"{path}." * bool(path) for path, dropped in held.items() if dropped is None and path not in self.rerun]
+        rerun = [f"{path}." * bool(path) for path, leaf in held.items() if leaf is None and path not in self.rerun]
         more = [part for part in self.parts if any(f"{part.path}.".startswith(path) for path in rerun)]
         base = sum(part.layers * (part.forward + part.backward) for part in self.parts)
         return kept, (base + sum(part.layers * part.forward for part in more)) / base - 1.0 if base else 0.0
@@ -264,9 +264,9 @@ class Followed(NamedTuple):
 
 def _follow(op: Op, cfg: Any, x: Any, dtype: torch.dtype | None, needs: Needs = Needs.ALL) -> Followed:
     """Trace a forward and backward on shapes alone."""
-    rerun = frozenset(path for path, dropped in _held(op, cfg, needs).items() if dropped is None)
+    rerun = frozenset(path for path, leaf in _held(op, cfg).items() if leaf is None)
     op, cfg = rewrite(cfg, lambda part: Inside(after=lambda op, made: (op, made.as_run())) if part.composite else None, op=op)
-    op, cfg = _noting(op, cfg, True)
+    op, cfg = _noting(op, cfg, True, needs.params)
     with FakeTensorMode(allow_non_fake_inputs=True):
         given = tree_map_tensors(fake, x)
         main = next((t.dtype for t in tensors(getattr(given, "main", given)) if _float(t)), None)
@@ -281,11 +281,11 @@ def _follow(op: Op, cfg: Any, x: Any, dtype: torch.dtype | None, needs: Needs = 
     return Followed(run.parts, frozenset(map(storage_of, tensors(params))), rerun)
 
 
-Held = dict[str, tuple[str, ...] | None]  # by path: the fields that a part does not keep; None if it keeps only its x
+Held = dict[str, LeafPart | None]  # by path: None for a part that keeps only its x
 
 
-def _held(op: Op, cfg: Any, needs: Needs = Needs.ALL) -> Held:
-    return {leaf.path: None if is_remat(leaf.op) else leaf.dropped for leaf in leaves_of(op, cfg, needs)}
+def _held(op: Op, cfg: Any) -> Held:
+    return {leaf.path: None if is_remat(leaf.op) else leaf for leaf in leaves_of(op, cfg)}
 
 
 def _float(t: Any) -> bool:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from funcops.compose.chain import chain
 from funcops.contract.configs import Composite
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op
 from funcops.contract.schema import Field, Saved
-from funcops.contract.walk import nested, steps
+from funcops.contract.walk import Part, nested, steps
 from funcops.errors import join_path
 from funcops.memory.packing import packed
 from funcops.memory.remat import is_remat
@@ -23,8 +25,8 @@ def has_parts(op: Op, cfg: Any) -> bool:
 
 
 class LeafPart(NamedTuple):
-    """A part without parts, and the call that runs it, if it is in a program. `whole`: whether its program's x is the whole
-    op's."""
+    """A part without parts, and the call that runs it, if it is in the program of `root`. `whole`: whether its program's x is the
+    whole op's."""
 
     path: str
     op: Op
@@ -32,30 +34,42 @@ class LeafPart(NamedTuple):
     whole: bool
     program: Lowered | None = None
     call: Call | None = None
+    root: Part | None = None
 
-    @property
-    def dropped(self) -> tuple[str, ...]:
-        """The fields that are not kept: another call recomputes them, or only a recomputation of y that never runs reads them."""
-        recomputed, needs = (self.call.fields, self.call.kept) if self.call else ((), Needs.ALL)
+    def dropped(self, needs: Needs = Needs.ALL) -> tuple[str, ...]:
+        """The fields that are not kept if these gradients are asked of its root, or of itself without one: another call recomputes
+        them, or only a recomputation of y that never runs reads them."""
+        call = self.root and _program(self.root, needs)[1][self.path]
+        recomputed, kept = (call.fields, call.kept) if call else ((), needs)
         fields = self.op.fields(self.cfg).items()
-        return tuple([name for name, field in fields if name in recomputed or not field.wanted(needs)])
+        return tuple([name for name, field in fields if name in recomputed or not field.wanted(kept)])
 
 
-def leaves_of(op: Op, cfg: Any, needs: Needs = Needs.ALL) -> Iterator[LeafPart]:
+@functools.lru_cache(maxsize=256)
+def _program(root: Part, needs: Needs) -> tuple[Lowered, dict[str, Call]]:
+    """The program of a combinator, and its calls by path."""
+    program = lower(root.op, root.cfg, needs)
+    return program, {join_path(root.path, call.path): call for call in program.calls if call.place is not None}
+
+
+def leaves_of(op: Op, cfg: Any) -> Iterator[LeafPart]:
     """The ops that an op consists of, in the order of the forward; a repeat's body once, for all gradients."""
-    calls: dict[str, tuple[Lowered, Call]] = {}
+    roots: dict[str, Part] = {}
     for part, around in nested(cfg, op=op, stop=lambda part: not has_parts(part.op, part.cfg)):
-        in_program = bool(around) and around[-1].op.lower is not None
+        in_program = bool(around) and (around[-1].op.lower is not None or around[-1].cfg.as_chain is not None)
         if not has_parts(part.op, part.cfg):
             whole = all(one.op.lower is not None for one in around)
             if in_program:
-                program, call = calls[part.path]
-                yield LeafPart(part.path, call.op, call.cfg, whole, program, call)
+                root = roots[next(one.path for one in reversed(around) if one.path in roots)]
+                program, calls = _program(root, Needs.ALL)
+                call = calls[part.path]
+                yield LeafPart(part.path, call.op, call.cfg, whole, program, call, root)
             else:
                 yield LeafPart(part.path, part.op, part.cfg, whole)
+        elif part.op.lower is None and part.cfg.as_chain is not None:
+            roots[part.path] = Part(part.path, chain, part.cfg.as_chain)
         elif part.op.lower is not None and not in_program:
-            program = lower(part.op, part.cfg, Needs.ALL if part.path else needs)
-            calls |= {join_path(part.path, call.path): (program, call) for call in program.calls if call.place is not None}
+            roots[part.path] = part
 
 
 class Holder(NamedTuple):
@@ -90,7 +104,7 @@ def holders(op: Op, cfg: Any) -> Iterator[Holder]:
 def _values(leaf: LeafPart) -> Iterator[tuple[str, Field, int | None]]:
     """The fields of a part, and the values that they hold: None for a tensor of its own, or an element of a tuple that is one
     value."""
-    fields = {name: field for name, field in leaf.op.fields(leaf.cfg).items() if not field.of_params and name not in leaf.dropped}
+    fields = {name: field for name, field in leaf.op.fields(leaf.cfg).items() if not field.of_params and name not in leaf.dropped()}
     if leaf.call is None or leaf.program is None:
         yield from ((name, field, None) for name, field in fields.items())
         return

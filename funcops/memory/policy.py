@@ -149,12 +149,8 @@ def resolved(op: Op, cfg: Any, policy: Policy) -> tuple[Op, Any]:
     for pattern, _ in policy.rules:
         if not any(means(pattern, kept.path, kept.waits) for kept in known.values()):  # a compiler cannot trace difflib
             near = ", ".join(difflib.get_close_matches(pattern, known, 4, 0.0))
-            fail(
-                "with_policy",
-                "rules",
-                "globs over the paths of cfg",
-                f"{pattern!r}, nearest {near} ({len(known)} in all: report(residuals) lists them)",
-            )
+            got = f"{pattern!r}, nearest {near} ({len(known)} in all: report(residuals) lists them)"
+            fail("with_policy", "rules", "globs over the paths of cfg", got)
     found = _applied(op, cfg, policy)
     for tensor, forms in two_forms(*found):
         said = ", ".join(f"{action} for {field}" for field, action in forms.items() if action is not None)
@@ -252,10 +248,10 @@ class _Rules:
             offload = self.offload
             return Inside(lambda body: (remat(body.op, offload), body.cfg))
         inside, changes, joints = dataclasses.replace(self, policy=policy, around=path, joined=()), dict[str, Any](), list[str]()
-        if cfg.recompute is not None:
-            changes["recompute"], absent, joints = _outputs(cfg, path, policy)
-            changes["joined"] = joined = (*cfg.joined, *(name for name in joints if name not in cfg.joined))
-            pair = tuple(join_path(path, name) for name in _joined(cfg, joined))
+        if (own := cfg.as_chain) is not None:
+            changes["recompute"], absent, joints = _outputs(own, path, policy)
+            changes["joined"] = joined = (*own.joined, *(name for name in joints if name not in own.joined))
+            pair = tuple(join_path(path, name) for name in _joined(own, joined))
             inside = dataclasses.replace(inside, left_out=self.left_out | absent, joined=pair)
 
         def finish(op: Op, cfg: Any) -> tuple[Op, Any]:

@@ -174,7 +174,7 @@ def expected(full: Any, needs: Needs) -> set[str]:
         }
     parts = parts_needs(full.cfg, needs)
     found = {join_path(str(name), path) for name, own in parts.items() for path in expected(full[name], own)}
-    if full.cfg.recompute is not None:
+    if full.cfg.as_chain is not None:
         found |= _recomputed(full, parts)
     return found
 

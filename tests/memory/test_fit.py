@@ -7,14 +7,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from funcops import (
+    POLICIES,
     ActivationConfig,
     AttentionConfig,
     ChainConfig,
+    ExpertsConfig,
     LinearConfig,
     Needs,
     RepeatConfig,
     SkipConfig,
     Step,
+    WithExtras,
     activation,
     attention,
     chain,
@@ -26,9 +29,12 @@ from funcops import (
     skip,
     with_policy,
 )
+from funcops.compose.expert_steps import ExpertStepsConfig, expert_steps, plain_experts
+from funcops.lora import lora_needs, with_lora
 from funcops.low_precision import NVFP4, Fp8Delayed, quantize_params, recipe_init, with_recipe
 from funcops.memory.fit import ON_CPU, _follow, fit
 from funcops.models.blocks import mlp_config
+from funcops.testing.checks import same_bits
 from funcops.trees import fake, tree_map_tensors
 
 
@@ -164,3 +170,33 @@ def test_fit_counts_what_the_needs_keep_and_takes_the_dtype_of_x():
             assert report(kept, params).kept_bytes == one.kept_bytes, (needs, one.name)
     with pytest.raises(TypeError, match="fit: needs must be Needs"):
         fit(chain, cfg, x, 10**9, needs=True)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_fit_counts_what_frozen_layers_keep(stacked):
+    """A norm keeps nothing where nothing before it learns, though the same norm of a later layer keeps its x."""
+    cfg = with_lora(RepeatConfig(chain, mlp_config(16, 24), 3, stacked=stacked), 2, ("*.up", "*.down"))
+    params, x, needs = repeat.init(cfg, key=random.key(0)), torch.zeros(8, 16), lora_needs(cfg)
+    for one in fit(repeat, cfg, x, 10**9, needs=needs).tried:
+        kept = with_policy(repeat, one.policy).fwd(params, x, cfg, needs=needs)[1]
+        assert report(kept, params).kept_bytes == one.kept_bytes, one.name
+
+
+@pytest.mark.parametrize("weights_on", ["output", "input"])
+def test_experts_in_steps_keep_what_their_chain_keeps(weights_on):
+    """Under any policy; so do the counts of `fit`, whatever gradients are asked."""
+    own = plain_experts(ExpertsConfig(4, dim=32, hidden=32, weights_on=weights_on))
+    cfg, w, x = ExpertStepsConfig(own), torch.rand(6, 2), torch.randn(6, 32)
+    indices = torch.tensor([[0, 2], [2, 3], [1, 2]] * 2, dtype=torch.int32)
+    params, given = expert_steps.init(cfg, key=random.key(0)), WithExtras(w, {"tokens": x, "indices": indices})
+    for policy in POLICIES.values():
+        with_it = with_policy(expert_steps, policy), with_policy(chain, policy)
+        y, kept = with_it[0].fwd(params, (w, x, indices), cfg)
+        _, wanted = with_it[1].fwd({step.name: getattr(params, step.name, None) for step in own.steps}, given, own)
+        assert report(kept, params, given).kept_bytes == report(wanted, params, given).kept_bytes, policy
+        (got, dx), (want, d_given) = with_it[0].bwd(kept, y, cfg), with_it[1].bwd(wanted, y, own)
+        same_bits((got.up, got.down, dx[:2]), (want["up"], want["down"], (d_given.main, d_given.extras["tokens"])), str(policy))
+    for needs in (Needs.ALL, Needs(x=("0",), params=("down",))):
+        for one in fit(expert_steps, cfg, (w, x, indices), 10**9, needs=needs).tried:
+            kept = with_policy(expert_steps, one.policy).fwd(params, (w, x, indices), cfg, needs=needs)[1]
+            assert report(kept, params).kept_bytes == one.kept_bytes, (needs, one.name)
