@@ -70,8 +70,8 @@ def check_width(where: str, path: str, accumulator: Tensor, dtype: torch.dtype) 
         fail(where, join_path("into", path), f"{dtype} or a wider float dtype", have, TypeError)
 
 
-def check_apart(where: str, accumulators: dict[str, Tensor]) -> None:
-    """Raise if two of them share memory, which would get the gradients of both."""
+def check_apart(where: str, accumulators: dict[str, Tensor], name: str = "into") -> None:
+    """Raise if two of them share memory, which would get the gradients, or updates, of both."""
     if len(accumulators) < 2 or tracing():
         return
     spans = sorted(
@@ -80,7 +80,7 @@ def check_apart(where: str, accumulators: dict[str, Tensor]) -> None:
     end, last = 0, ""
     for start, stop, path in spans:
         if start < end and start and _share(accumulators[last], accumulators[path]):
-            fail(where, f"into.{path}", "a tensor of its own", f"memory of into.{last}")
+            fail(where, f"{name}.{path}", "a tensor of its own", f"memory of {name}.{last}")
         if stop > end:
             end, last = stop, path
 

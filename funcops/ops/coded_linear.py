@@ -242,7 +242,7 @@ def check_params(where: str, params: Any, x: Tensor, cfg: Any) -> None:
     elif recipe.stochastic:
         wanted = (
             "a QWeight with a key, from quantize_params(params, cfg, key=key), or quantize_weights(model, key=key) of a module "
-            "(the recipe rounds dy stochastically; stochastic=False rounds to nearest)"
+            "(the recipe rounds dy stochastically; stochastic=False rounds to nearest, as a tied weight needs, or skip its layer)"
         )
         fail(where, "params.weight", wanted, describe(weight), TypeError)
     else:

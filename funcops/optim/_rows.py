@@ -12,8 +12,9 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from funcops.backend import tracing, wide
+from funcops.contract.accumulators import check_apart
 from funcops.errors import FLOATS, GradModeError, check, describe, fail, join_path, require, require_type
-from funcops.trees import leaves, paths, same_structure, structure, tensors, tree_map, with_leaves
+from funcops.trees import leaves, paths, same_structure, structure, tree_map, with_leaves
 
 T = TypeVar("T")
 Row = Sequence[Tensor]
@@ -62,9 +63,8 @@ def _clones(row: Row) -> Row:
         return [t.clone() for t in row]
     together: dict[int, list[Tensor]] = {}
     memory: dict[int, Any] = {}
-    for t in row:
-        if type(t) in (Tensor, torch.nn.Parameter) and not is_functorch_wrapped_tensor(t):
-            together.setdefault(t.untyped_storage()._cdata, []).append(t)
+    for t in filter(_has_memory, row):
+        together.setdefault(t.untyped_storage()._cdata, []).append(t)
     for own in [own for own in together.values() if len(own) > 1]:
         own.sort(key=Tensor.storage_offset)
         ends = [0, *itertools.accumulate([t.nbytes for t in own])]
@@ -76,6 +76,10 @@ def _clones(row: Row) -> Row:
         whole = memory.get(id(t))
         made.append(t.clone() if whole is None else t.new_empty(0).set_(whole, t.storage_offset(), t.shape, t.stride()))
     return made
+
+
+def _has_memory(t: Any) -> bool:
+    return type(t) in (Tensor, torch.nn.Parameter) and not is_functorch_wrapped_tensor(t)
 
 
 def open_into(where: str, params: Any, grads: Any, into: Any) -> list[Tensor]:
@@ -169,18 +173,13 @@ def _explain(where: str, trees: dict[str, Any]) -> NoReturn:
 
 
 def own_tensors(where: str, params: Any, name: str = "params") -> list[Tensor]:
-    """The tensors of a tree like params. Raises for other leaves, and for a tensor at two paths."""
-    seen: dict[int, str] = {}
-    for path, p in paths(params).items():
-        if p is None:
-            continue
+    """The tensors of a tree like params. Raises for other leaves, and for memory at two paths."""
+    given = {path: p for path, p in paths(params).items() if p is not None}
+    for path, p in given.items():
         if not isinstance(p, Tensor) or p.dtype not in FLOATS:
             fail(where, join_path(name, path), "a float tensor or None", describe(p), TypeError)
-        if id(p) in seen:
-            got = f"the tensor at {seen[id(p)]}, which would be updated twice"
-            fail(where, join_path(name, path), "a tensor of its own", got)
-        seen[id(p)] = path
-    return tensors(params)
+    check_apart(where, {path: p for path, p in given.items() if _has_memory(p)}, name)  # it would be updated twice
+    return list(given.values())
 
 
 def zeros_like(params: Any) -> Any:

@@ -64,7 +64,7 @@ class AdamWState:
 
 def adamw_init(params: Any, cfg: AdamWConfig) -> AdamWState:
     """m = v = 0 in the shape and dtype of each param, t = 0. Raises `TypeError` for a leaf that is neither a float tensor
-    nor None, `ValueError` for a tensor at two paths (it would be updated twice).
+    nor None, `ValueError` for memory at two paths (it would be updated twice).
 
     >>> import torch
     >>> from funcops.optim import AdamWConfig, AdamWState, adamw_init

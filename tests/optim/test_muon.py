@@ -108,6 +108,18 @@ def test_matrices_of_one_shape_are_updated_as_alone(cfg):
     assert equal(muon_update(params, narrow, state, cfg), muon_update(params, wide, state, cfg))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("cfg", CONFIGS, ids=str)
+def test_16_bits_are_rounded_once(cfg, dtype):
+    """A decay of one rounding and a step of another lose what is below half a digit of each."""
+    params = matrices(dtype)
+    grads = gradients(params, 0)
+    wide = [tree_map_tensors(torch.Tensor.float, tree) for tree in (params, grads)]
+    new, state = muon_update(params, grads, muon_init(params, cfg), cfg)
+    exact, after = muon_update(*wide, muon_init(wide[0], cfg), cfg)
+    assert equal((new, state), tree_map_tensors(lambda t: t.to(dtype), (exact, after)))
+
+
 def test_pure_leaves_its_arguments_alone_and_in_place_does_not():
     cfg, params = MuonConfig(), matrices()
     state, grads = muon_init(params, cfg), missing(gradients(params, 0), 2)

@@ -123,7 +123,17 @@ ERRORS = [
     (
         lambda: sgd_init((w := torch.ones(2), w), SGDConfig()),
         ValueError,
-        "sgd_init: params.1 must be a tensor of its own, got the tensor at 0",
+        "sgd_init: params.1 must be a tensor of its own, got memory of params.0",
+    ),
+    (
+        lambda: adamw_init({"embed": (w := torch.ones(4, 2)), "head": w.detach()}, ADAMW),  # as in a state_dict
+        ValueError,
+        "adamw_init: params.head must be a tensor of its own, got memory of params.embed",
+    ),
+    (
+        lambda: adamw_init({"whole": (w := torch.ones(4, 2)), "rows": w[2:]}, ADAMW),
+        ValueError,
+        "adamw_init: params.rows must be a tensor of its own, got memory of params.whole",
     ),
     (lambda: AdamWConfig(lr=-1.0), ValueError, "AdamWConfig: lr must be finite and not negative, got -1.0"),
     (lambda: AdamWConfig(betas=(0.9, 1.0)), ValueError, "AdamWConfig: betas must be a pair of numbers in [0, 1)"),
