@@ -95,6 +95,9 @@ def test_bad_arguments():
         made(capacity=0)
     with pytest.raises(ValueError, match=r"pad_rows: a tensor must be \[at most 2, ...\], got \[3\]"):
         pad_rows(torch.ones(3), 2)
+    for value in (0.5, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=rf"pad_rows: value must be a whole number for int64\[2\], got {value}"):
+            pad_rows(torch.ones(2, dtype=torch.int64), 3, value)
 
 
 def test_reset_frees_every_graph():

@@ -10,7 +10,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from funcops import nn as fnn
 from funcops.adapters.graphs import callables, make_graphed_callables
-from funcops.errors import CaptureError, GraphOrderError, StaleResidualError
+from funcops.errors import BorrowedError, CaptureError, GraphOrderError, StaleResidualError
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ORDER = [1, 2, 1, 2, -2, -1, 1, 2, -2, -1, -2, -1]
@@ -159,6 +159,7 @@ def test_gradients_of_inputs_are_the_callers_own(kind, delayed, clone_param_grad
     for i in range(3):
         xs = [given(i, "cpu") for _ in range(2)]
         for module, x in zip((plain, graphed), xs, strict=True):
+            module.zero_grad()
             module(x).square().sum().backward()
         if delayed:
             graphed.backward_dw()
@@ -233,12 +234,139 @@ def test_trees_keywords_buffers_and_modes():
         graphed({"a": given(1, "cpu", False)}, scale=torch.tensor(3.0))
 
 
-def test_a_parameter_that_moved_raises():
-    module = made("torch.nn", "cpu")
-    graphed = make_graphed_callables(module, (given(0, "cpu"),))
-    module[0].weight.data = module[0].weight.data.clone()
-    with pytest.raises(ValueError, match=r"a parameter must be at its captured address, got float32\[8, 6\] at another"):
-        graphed(given(0, "cpu"))
+class Rebinds(nn.Module):
+    """A forward that puts a new tensor in the place of its buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(6))
+
+    def forward(self, x):
+        self.seen = self.seen + x.detach().mean(0)
+        return x * self.seen
+
+
+def normalised(frozen=False):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Sequential(nn.Linear(8, 6), nn.Dropout(0.5)))
+    module[0].weight.requires_grad_(not frozen)
+    return module
+
+
+OTHERS = "its captured submodules, parameters and buffers, where they were, got others"
+UNSEEN = {  # changes of a module that a replay would not see, and what its call says
+    "a buffer elsewhere": (lambda m: setattr(m[1], "running_mean", torch.ones(8)), f"module '1' must have {OTHERS}"),
+    "another layer": (lambda m: m[2].insert(1, nn.Tanh()), f"module '2' must have {OTHERS}"),
+    "another last layer": (lambda m: m[2].__setitem__(0, nn.Linear(8, 6)), f"module '2' must have {OTHERS}"),
+    "a layer less": (lambda m: m.pop(1), f"module '' must have {OTHERS}"),
+    "a bias less": (lambda m: setattr(m[2][0], "bias", None), f"module '2.0' must have {OTHERS}"),
+    "a weight trained": (lambda m: m.requires_grad_(True), "module '0' must have no parameter trained that was frozen, got one"),
+    "a hook": (lambda m: m[2][0].register_forward_hook(lambda *_: None), "module '2.0' must have no hooks"),
+    "a hook of gradients": (lambda m: m[1].register_full_backward_hook(lambda *_: None), "module '1' must have no hooks"),
+}
+
+
+@pytest.mark.parametrize("change", UNSEEN)
+def test_a_change_that_a_replay_would_not_see_raises(change):
+    module = make_graphed_callables(normalised(frozen=True), (given(0, "cpu"),))
+    make, said = UNSEEN[change]
+    make(module)
+    with pytest.raises(ValueError, match=said):
+        module(given(1, "cpu"))
+
+
+def test_a_forward_that_rebinds_a_buffer_is_refused():
+    with pytest.raises(ValueError, match=f"module '' must have {OTHERS}: write to tensors in place"):
+        make_graphed_callables(Rebinds(), (given(0, "cpu"),))
+
+
+@pytest.mark.parametrize("delayed", [False, True], ids=["at once", "delayed"])
+def test_a_weight_that_was_frozen_since_gets_no_gradient(delayed):
+    module = make_graphed_callables(made("funcops.nn", "cpu"), (given(0, "cpu"),), delayed_wgrad=delayed)
+    module[0].requires_grad_(False)
+    module(given(1, "cpu")).sum().backward()
+    if delayed:
+        module.backward_dw()
+    assert module[0].weight.grad is None and module[3].weight.grad is not None
+
+
+def test_another_mode_of_a_submodule_runs_uncaptured():
+    """A batch norm that a training loop holds in eval mode, or a dropout that it turns off."""
+    plain, module = normalised(), make_graphed_callables(normalised(), (given(0, "cpu"),))
+    for m in (plain, module):
+        m[1].eval()
+        m[2][1].eval()
+    x = given(1, "cpu", False)
+    assert torch.equal(plain(x), module(x))
+
+
+@pytest.mark.parametrize("called", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("captured", [None, torch.bfloat16])
+def test_another_autocast_runs_uncaptured(captured, called):
+    def cast(dtype, **more):
+        return torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None, **more)
+
+    plain, module = (made("torch.nn", "cpu") for _ in range(2))
+    with cast(captured, cache_enabled=False):
+        module = make_graphed_callables(module, (given(0, "cpu"),))
+    with cast(called):
+        want, got = plain(given(1, "cpu")), module(given(1, "cpu"))
+    assert want.dtype is got.dtype and torch.equal(want, got)
+
+
+@pytest.mark.parametrize("zero", [lambda m: None, lambda m: m.zero_grad(set_to_none=False)], ids=["kept", "zeroed"])
+def test_a_gradient_that_still_is_a_buffer_is_not_overwritten(zero):
+    module = make_graphed_callables(made("mixed", "cpu"), (given(0, "cpu"),), clone_param_grads=False)
+    module(given(1, "cpu")).sum().backward()
+    zero(module)
+    with pytest.raises(BorrowedError, match="buffers must be free, got some that are a parameter's p.grad: set p.grad to None"):
+        module(given(2, "cpu")).sum().backward()
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Parameter(torch.ones(6), requires_grad=False)
+        self.register_buffer("scale", torch.ones(6))
+
+    def forward(self, x):
+        return (x * self.frozen * self.scale).tanh()
+
+
+class Averages(nn.Module):
+    """Counts its calls in a frozen parameter, and in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.frozen = nn.Linear(6, 6), nn.Parameter(torch.zeros(()), requires_grad=False)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.frozen.add_(1)
+            self.seen.add_(1)
+        return self.layer(x).tanh()
+
+
+def test_what_a_forward_writes_to_does_not_stop_calls_in_flight():
+    plain = Averages()
+    module = make_graphed_callables(copy.deepcopy(plain), (given(0, "cpu"),), order=[1, 1, -1, -1])
+    for m in (plain, module):
+        ys = [m(given(i, "cpu")) for i in (1, 2)]
+        for y in ys:
+            y.square().sum().backward()
+    equal(grads(plain)[1:], grads(module)[1:])
+
+
+@pytest.mark.parametrize("path", ["parameters.frozen", "buffers.scale", "outputs.0"])
+def test_what_a_backward_may_read_must_be_as_the_forward_left_it(path):
+    """Autograd raises for each of them."""
+    module = make_graphed_callables(Scaled(), (given(0, "cpu"),), outputs="borrow")
+    y = module(given(1, "cpu"))
+    with torch.no_grad():
+        (y if path == "outputs.0" else getattr(module, path.partition(".")[2])).mul_(3)
+    with pytest.raises(StaleResidualError, match=f"{path} must be as the forward left it, got a tensor that was written to since"):
+        y.sum().backward()
 
 
 def test_parameters_written_to_before_the_backward_are_noticed():

@@ -6,9 +6,10 @@ import pytest
 import torch
 from model import batch, init, same, step
 
+from funcops import LinearConfig, linear, random
 from funcops.adapters.graphs import check_capturable, graphed
 from funcops.adapters.graphs.statics import clones
-from funcops.errors import BorrowedError, CaptureError, GradModeError
+from funcops.errors import BorrowedError, CaptureError, GradModeError, StaleResidualError
 from funcops.trees import tensors
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -99,6 +100,16 @@ def test_values_other_than_tensors_are_baked_in():
         captured(torch.ones(3), 2.0, 1)
 
 
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("-inf"), complex(0, -0.0)], ids=str)
+def test_a_baked_in_number_is_compared_by_its_bits(value):
+    """Equality does not tell 0.0 from -0.0, nor NaN from any other number."""
+    captured = graphed(lambda x, n: torch.full_like(x, n), torch.ones(2, dtype=torch.complex64), value)
+    got = captured(torch.ones(2, dtype=torch.complex64), type(value)(str(value)))
+    assert repr(got[0].item()) == repr(complex(value))
+    with pytest.raises(ValueError, match="graphed: input 1 must be .*, the captured value, got"):
+        captured(torch.ones(2, dtype=torch.complex64), -value if value == value else 1.0)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("policy", ["pinned", "donated"])
 def test_a_leaf_that_moved_raises(policy, device):
@@ -110,13 +121,121 @@ def test_a_leaf_that_moved_raises(policy, device):
         captured(state.clone(), x)
 
 
-def test_only_donated_tensors_are_written():
-    x = torch.ones(3)
-    for policy in ("copy", "pinned"):
+VIEWS = {
+    "index": lambda y: y[1:],
+    "transposed": lambda y: y.mT,
+    "flat": lambda y: y.view(-1),
+    "expanded": lambda y: y.expand(2, 3, 4),
+    "of a view": lambda y: y.t()[0].unsqueeze(0),
+    "one of several": lambda y: y.unbind(1)[-1],
+    "itself": lambda y: y.contiguous(),
+    "written to": lambda y: y.add_(1),
+    "detached": lambda y: y.detach(),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_of_borrowed_outputs_are_borrowed_too(view):
+    captured = graphed(double, torch.ones(3, 4), outputs="borrow", debug=True)
+    y, plain = captured(torch.ones(3, 4)), torch.full((3, 4), 2.0)
+    copied, seen = y.clone()[1:], VIEWS[view](y)
+    assert torch.equal(seen + 0, VIEWS[view](plain))
+    leaf = y.detach()
+    leaf.requires_grad_()
+    leaf.square().sum().backward()
+    assert torch.equal(leaf.grad, 2 * leaf.detach())
+    captured(torch.zeros(3, 4))
+    assert float(copied.sum()) == 16
+    with pytest.raises(BorrowedError, match="^the output was borrowed from a graph that has been replayed since"):
+        _ = seen + 0
+
+
+@pytest.mark.parametrize("policy", ["pinned", "donated"])
+@pytest.mark.parametrize("view", [lambda z: z.conj(), lambda z: z.conj().imag], ids=["conjugated", "negated"])
+def test_another_reading_of_the_same_memory_raises(view, policy):
+    z = torch.randn(3, dtype=torch.complex64)
+    same = z if view(z).is_complex() else z.imag
+    captured = graphed(lambda z: 2 * z, same, inputs=policy)
+    with pytest.raises(ValueError, match=rf"input 0 must be of the captured sign and conjugation \({policy}\), got another"):
+        captured(view(z))
+
+
+def test_expanded_outputs():
+    captured = graphed(lambda x: (x.sum(0, keepdim=True).expand(5, 3), x.sum()[None].expand(2)), torch.ones(4, 3))
+    x = torch.randn(4, 3)
+    for want, got in zip((x.sum(0).expand(5, 3), x.sum().expand(2)), captured(x), strict=True):
+        assert torch.equal(want, got)
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["", "inference"])
+@pytest.mark.parametrize("policy", ["copy", "pinned"])
+def test_only_donated_tensors_are_written(policy, inference):
+    """In inference mode too, where torch does not count writes to the tensors that it makes."""
+    with torch.inference_mode(inference):
+        x = torch.ones(3)
         with pytest.raises(
             CaptureError, match=f"input 0 must not be written to unless it is donated, got an input of policy '{policy}'"
         ):
             graphed(lambda x: x.add_(1), x, inputs=policy)
+
+
+@pytest.mark.parametrize("called", [False, True], ids=["", "called in inference"])
+@pytest.mark.parametrize("made", [False, True], ids=["", "captured in inference"])
+def test_graphs_of_inference_mode(made, called):
+    with torch.inference_mode(made):
+        state = torch.ones(3)
+        captured = graphed(lambda state, x: (state.mul_(2), state + x), state, torch.ones(3), inputs={"0": "donated"})
+        assert torch.equal(state, torch.ones(3))
+    with torch.inference_mode(called):
+        same, y = captured(state, torch.full((3,), 5.0))
+    assert same is state and torch.equal(state, torch.full((3,), 2.0)) and torch.equal(y, torch.full((3,), 7.0))
+
+
+@pytest.mark.parametrize("outputs", ["clone", "borrow"])
+@pytest.mark.parametrize("inputs", ["copy", "pinned", {"0": "pinned"}])
+def test_residuals_of_a_replay_are_fresh_until_written_to(inputs, outputs):
+    """Though a copy of x overwrites the buffer that they alias."""
+    cfg, dy, x = LinearConfig(3, 2), torch.ones(4, 2), torch.randn(4, 3)
+    params = linear.init(cfg, key=random.key(0))
+    forward = graphed(lambda params, x: linear.fwd(params, x, cfg), params, x, inputs=inputs, outputs=outputs)
+    for _ in range(2):
+        x.mul_(2)
+        y, kept = forward(params, x)
+        want = linear.bwd(linear.fwd(params, x, cfg)[1], dy, cfg)
+        for got, one in zip(tensors(linear.bwd(kept, dy, cfg)), tensors(want), strict=True):
+            assert torch.equal(got, one)
+    kept.x.add_(1)
+    with pytest.raises(StaleResidualError, match="linear_bwd: residuals.x must be as the forward left it"):
+        linear.bwd(kept, dy, cfg)
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_residuals_that_the_function_itself_writes_to_are_stale(written):
+    cfg, x = LinearConfig(3, 2), torch.randn(4, 3)
+    params = linear.init(cfg, key=random.key(0))
+
+    def step(params, x):
+        _, kept = linear.fwd(params, x * 1, cfg)
+        (kept.x if written else x * 1).add_(1)
+        return kept
+
+    kept = graphed(step, params, x)(params, x)
+    assert (kept.stale() == "x") if written else kept.fresh()
+
+
+@pytest.mark.parametrize("inputs", ["copy", {"0": "pinned"}])
+def test_stale_residuals_are_noticed(inputs):
+    """The graph's copy of them would be of other values than the forward's."""
+    cfg, dy = LinearConfig(3, 2), torch.ones(4, 2)
+    params, x = linear.init(cfg, key=random.key(0)), torch.randn(4, 3)
+    _, kept = linear.fwd(params, x, cfg)
+    captured = graphed(lambda kept, dy: linear.bwd(kept, dy, cfg), kept, dy, inputs=inputs)
+    for got, want in zip(tensors(captured(kept, dy)), tensors(linear.bwd(kept, dy, cfg)), strict=True):
+        assert torch.equal(got, want)
+    params.weight.add_(1)
+    for call in (lambda: captured(kept, dy), lambda: graphed(lambda kept: tensors(kept)[0] + 1, kept)):
+        with pytest.raises(StaleResidualError, match="graphed: residuals.weight must be as the forward left it, got a tensor"):
+            call()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -187,6 +187,24 @@ def test_an_update_by_a_value_on_the_device(flag):
         assert all(torch.equal(found[name].view(torch.int32), want[name].view(torch.int32)) for name in want)
 
 
+@pytest.mark.parametrize("flag", [False, True])
+@pytest.mark.parametrize(
+    "update",
+    [lambda tree: tree["p"] + 1, lambda tree: tree.update(p=tree["p"] + 1), lambda tree: ELSEWHERE.add_(1)],
+    ids=["returned", "in the tree", "elsewhere"],
+)
+def test_an_update_must_write_to_its_tensors(update, flag):
+    """Its result is dropped, and writes elsewhere are not undone: the flag would mean nothing."""
+    for tree in ({"p": torch.zeros(2)}, {"p": torch.zeros(2), "q": {}}):
+        with pytest.raises(ValueError, match="when: update must be a function that writes to tensors of its trees, in place, got"):
+            when(torch.tensor(flag), update, tree)
+    with pytest.raises(ValueError, match="got no write that torch counts: in_place=True, or after"):
+        when(torch.tensor(flag), lambda: ELSEWHERE.add_(1))
+
+
+ELSEWHERE = torch.zeros(2)
+
+
 def test_an_update_is_a_conditional_node_where_torch_has_them(monkeypatch):
     calls = []
 
@@ -211,7 +229,7 @@ def test_an_update_is_a_conditional_node_where_torch_has_them(monkeypatch):
         is_cuda = True
 
     p = torch.zeros(2)
-    when(Flag(), lambda p: calls.append("update"), p)
+    when(Flag(), lambda p: calls.append("update") or p.add_(1), p)
     assert calls == ["begin", "update", "end"]
     with pytest.raises(ZeroDivisionError):
         when(Flag(), lambda p: 1 / 0, p)

@@ -24,7 +24,7 @@ ADAPTERS = {
     "graphs.graph_memory": Row(lambda: {"fn": lambda: None}),
     "graphs.register_hooks": Row(lambda: {"hooks": graphs.Hooks()}),
     "graphs.wgrads_beside": Row(lambda: {"cfg": CFG}, accepts={("cfg", "IdentityConfig()"): "a config without a repeat"}),
-    "graphs.when": Row(lambda: {"flag": torch.tensor(True), "update": lambda: None}),
+    "graphs.when": Row(lambda: {"flag": torch.tensor(True), "update": lambda t: t.add_(1), "trees": (x(),)}),
     "named_scope": Row(
         lambda: {"name": "a", "half": "fwd"}, accepts=NAME | {("half", text): "any half" for text in ("''", "'no such'")}
     ),

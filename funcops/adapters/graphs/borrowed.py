@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from funcops.adapters.graphs.statics import refuse_in_flight
 from funcops.adapters.graphs.timeline import TimelineEntry
 from funcops.errors import BorrowedError, fail
-from funcops.trees import nbytes, paths, structure, unflatten
+from funcops.trees import nbytes, paths, structure, unflatten, with_leaves
 
 POLICIES = ("clone", "borrow")
 
@@ -27,24 +28,33 @@ class Generation:
 
 
 class Borrowed(Tensor):
-    """A graph's buffer that raises on any use after the replay that overwrote it. For `debug=True`: each use costs a check."""
+    """A graph's buffer, or a view of one, that raises on any use after the replay that overwrote it. For `debug=True`: each use
+    costs a check."""
 
     _of: Any
 
     @staticmethod
-    def over(t: Tensor, generation: Generation, path: str) -> Borrowed:
+    def over(t: Tensor, generation: Generation, now: int, path: str) -> Borrowed:
         borrowed: Any = torch.Tensor._make_subclass(Borrowed, t.detach())
-        borrowed._of = (generation, generation.now, path)
+        borrowed._of = (generation, now, path)
         return borrowed  # type: ignore[no-any-return]
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return copy.deepcopy(_plain(self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _plain(self).__reduce_ex__(protocol)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
+            lent: dict[int, Any] = {}
             for t in (*args, *(kwargs or {}).values()):
                 for one in t if isinstance(t, (list, tuple)) else (t,):
                     if isinstance(one, Borrowed):
                         _check(one)
-            return func(*map(_plain, args), **{k: _plain(v) for k, v in (kwargs or {}).items()})
+                        lent[one.untyped_storage()._cdata] = one.__dict__["_of"]
+            return _lent(func(*args, **(kwargs or {})), lent)
 
 
 def _check(t: Any) -> None:
@@ -60,10 +70,19 @@ def _check(t: Any) -> None:
         )
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Borrowed):
-        return value.as_subclass(Tensor)
-    return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
+def _plain(t: Borrowed) -> Tensor:
+    _check(t)
+    with torch._C.DisableTorchFunctionSubclass():
+        return t.as_subclass(Tensor)
+
+
+def _lent(value: Any, lent: dict[int, Any]) -> Any:
+    """The result of a function, whose views of memory that is lent, by storage, are borrowed too."""
+    if type(value) in (list, tuple):
+        return type(value)([_lent(one, lent) for one in value])
+    view = type(value) is Tensor and value.layout is torch.strided and not value.requires_grad
+    of = lent.get(value.untyped_storage()._cdata) if view else None
+    return value if of is None else Borrowed.over(value, *of)
 
 
 class Outputs:
@@ -79,7 +98,8 @@ class Outputs:
         inputs = {id(t): i for i, t in enumerate(statics) if isinstance(t, Tensor)}
         self.leaves = list(paths(tree).items())  # kept alive, so that their memory does not return to the pool
         self.same_as = [inputs.get(id(t)) for _, t in self.leaves]
-        self.structure = structure(tree)
+        # of tensors that are gone, so that residuals are as fresh as at capture, whatever was written to its buffers since
+        self.structure = structure(with_leaves(tree, [t.detach() if isinstance(t, Tensor) else t for _, t in self.leaves]))
         entry.lend(self.borrowed)
 
     def give(self, given: list[Any]) -> Any:
@@ -93,7 +113,7 @@ class Outputs:
             return t
         if self.policy == "clone":
             return t.clone()
-        return Borrowed.over(t, self.generation, path) if self.debug else t
+        return Borrowed.over(t, self.generation, self.generation.now, path) if self.debug else t
 
     @property
     def borrowed(self) -> list[Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from funcops.adapters.graphs.backend import backend_of
 from funcops.adapters.graphs.graphed import Graphed, graphed
-from funcops.errors import fail, require, require_callable, require_count, require_type
+from funcops.errors import describe, fail, require, require_callable, require_count, require_type
 from funcops.trees import tree_map_tensors
 
 
@@ -63,13 +63,8 @@ class GraphCache:
     ) -> None:
         require_callable("GraphCache", fn=fn, size_of=size_of, pad=pad, cut=cut)
         require_type("GraphCache", "sizes", sizes, tuple, list)
-        require(
-            len(sizes) > 0 and all(isinstance(s, int) and s > 0 for s in sizes),
-            "GraphCache",
-            "sizes",
-            "positive numbers",
-            list(sizes),
-        )
+        right = len(sizes) > 0 and all(isinstance(s, int) and s > 0 for s in sizes)
+        require(right, "GraphCache", "sizes", "positive numbers", list(sizes))
         if capacity is not None:
             require_count("GraphCache", capacity=capacity)
         if options.get("outputs") == "borrow":
@@ -123,15 +118,8 @@ class GraphCache:
 
     def report(self) -> CacheReport:
         each = [held.report() for held in self._held.values()]
-        return CacheReport(
-            self.hits,
-            self.misses,
-            self.evicted,
-            tuple(self._held),
-            sum(r.input_bytes for r in each),
-            sum(r.output_bytes for r in each),
-            each[0].pool_bytes if each else 0,
-        )
+        held = sum(r.input_bytes for r in each), sum(r.output_bytes for r in each), each[0].pool_bytes if each else 0
+        return CacheReport(self.hits, self.misses, self.evicted, tuple(self._held), *held)
 
     def reset(self) -> None:
         """Free all graphs; the counts stay."""
@@ -142,7 +130,7 @@ class GraphCache:
 
 def pad_rows(tree: Any, size: int, value: float = 0) -> Any:
     """Pad every tensor [n, ...], with n at most `size`, to [size, ...] with `value`. Raises `ValueError` for a tensor with more
-    rows, or without dimensions, `TypeError` if `value` is not a number.
+    rows, or without dimensions, or that has no such value, `TypeError` if `value` is not a number.
 
     >>> import torch
     >>> from funcops.graphs import pad_rows
@@ -157,6 +145,8 @@ def pad_rows(tree: Any, size: int, value: float = 0) -> Any:
 
     def fill(t: Tensor) -> Tensor:
         require(t.dim() >= 1 and t.shape[0] <= size, "pad_rows", "a tensor", f"[at most {size}, ...]", list(t.shape))
+        whole = not (t.is_floating_point() or t.is_complex())
+        require(not whole or float(value).is_integer(), "pad_rows", "value", f"a whole number for {describe(t)}", value)
         return t if t.shape[0] == size else torch.cat((t, t.new_full((size - t.shape[0], *t.shape[1:]), value)))
 
     return tree_map_tensors(fill, tree)

@@ -18,11 +18,16 @@ from funcops.adapters.autograd.first_order import anchor, first_order
 from funcops.adapters.autograd.hushed import hush, unhush
 from funcops.adapters.graphs.backend import Captured, Capturer, Options
 from funcops.adapters.graphs.borrowed import SHARED
-from funcops.adapters.graphs.statics import Snapshot, StaticInput, Written, other_structure
+from funcops.adapters.graphs.statics import HOOKS, Part, Snapshot, StaticInput, Written, other_structure
 from funcops.contract.fused_steps import watch
 from funcops.contract.marks import Versions
 from funcops.errors import BorrowedError, GraphOrderError, describe, fail, require, require_flag, require_type
 from funcops.trees import leaves, paths, structure, tensors, with_leaves
+
+
+def _autocast() -> tuple[Any, ...]:
+    """The dtype of autocast on each kind of device, or False."""
+    return tuple([torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")])
 
 
 class _CallSlot:
@@ -39,6 +44,7 @@ class _CallSlot:
     held: Any  # the autograd graph and the pendings: each backward reads their memory, which must not return to the pool
     graphs: dict[str, Captured]
     written: Written  # by the forward
+    guarded: Versions  # what a backward may read, and no replay writes to
 
 
 class _Callable:
@@ -51,13 +57,9 @@ class _Callable:
         self.args, self.kwargs = args, kwargs
         self.structure = structure((args, kwargs))
         self.params = [p for p in fn.parameters() if p.requires_grad] if isinstance(fn, nn.Module) else []
-        modules = list(fn.modules()) if isinstance(fn, nn.Module) else []
-        self.homes = [(part, name, p, p.data_ptr()) for part in modules for name, p in part.named_parameters(recurse=False)]
-        names = dict(fn.named_parameters()) if isinstance(fn, nn.Module) else {}
-        self.versions = Versions.of({name: p for name, p in names.items() if p.requires_grad})
+        self.parts, self.autocast = list[Part](), _autocast()
         self.forward = fn.forward if isinstance(fn, nn.Module) else fn
         self.replaces = isinstance(fn, nn.Module) and "forward" in vars(fn)
-        self.training = fn.training if isinstance(fn, nn.Module) else True
         self.slots: list[_CallSlot] = []
         self.order: _Order | None = None
         self.number = 0
@@ -70,8 +72,8 @@ class _Callable:
         return (functools.partial, (self.forward,)) if self.replaces else (getattr, (self.fn, "forward"))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self.fn, nn.Module) and self.fn.training != self.training:
-            return self.forward(*args, **kwargs)  # it was captured in the other mode
+        if any([part.module.training is not part.training for part in self.parts]) or _autocast() != self.autocast:
+            return self.forward(*args, **kwargs)  # it was captured in another mode
         given = self._check(args, kwargs)
         if self.order is not None and torch.is_grad_enabled():
             self.order.take(self.number)
@@ -91,17 +93,10 @@ class _Callable:
         values = leaves((args, kwargs))
         for leaf, value in zip(self.slots[0].inputs, values, strict=True):
             leaf.check(self.where, value)
-            if isinstance(value, Tensor) and value.requires_grad != leaf.static.requires_grad and torch.is_grad_enabled():
-                fail(
-                    self.where,
-                    f"input {leaf.path}",
-                    f"a tensor with requires_grad={leaf.static.requires_grad}",
-                    value.requires_grad,
-                )
-        for part, name, p, address in self.homes:
-            now = getattr(part, name)
-            if now is not p or p.data_ptr() != address:
-                fail(self.where, "a parameter", "at its captured address", f"{describe(now)} at another: write to it in place")
+            if isinstance(value, Tensor) and value.requires_grad != (want := leaf.static.requires_grad) and torch.is_grad_enabled():
+                fail(self.where, f"input {leaf.path}", f"a tensor with requires_grad={want}", value.requires_grad)
+        for part in self.parts:
+            part.check(self.where)
         return [value for value in values if isinstance(value, Tensor)]
 
     def check_kept(self, slot: _CallSlot, what: str, *graphs: str) -> None:
@@ -110,17 +105,25 @@ class _Callable:
                 f"{self.where}: the tensors of {what} must be untouched, got a replay of {SHARED} since: capture without pool="
             )
 
+    def check_taken(self, slot: _CallSlot) -> None:
+        """Raise if a parameter's gradient still is the buffer that a backward will write to, before it adds to it."""
+        lent = [] if self.clone else zip(self.params, slot.grads[len(slot.grads) - len(self.params) :], strict=True)
+        if any([g is not None and p.grad is not None and p.grad.data_ptr() == g.data_ptr() for p, g in lent]):
+            remedy = "set p.grad to None after each backward, or capture with clone_param_grads=True"
+            raise BorrowedError(f"{self.where}: the graph's buffers must be free, got some that are a parameter's p.grad: {remedy}")
+
     def backward_dw(self) -> None:
         """Compute and accumulate the weight gradients of every backward since the last call, as `delayed_wgrad`'s `run` does."""
         unhush([p for slot, _ in self.waiting for p, _ in slot.weights])
         while self.waiting:
             slot, versions = self.waiting.pop(0)
             slot.busy = False  # after an error, too: its buffers are of no more use
-            versions.check(self.where, "parameters", "backward", "Call backward_dw() before the optimiser")
+            versions.check(self.where, "", "backward", "Call backward_dw() before the optimiser")
             self.check_kept(slot, "the backward", "fwd", "bwd")
             slot.graphs["wgrad"].replay()
             for p, gradient in slot.weights:
-                accumulate(p, gradient.clone())
+                if p.requires_grad:
+                    accumulate(p, gradient.clone())
 
 
 class _BackwardDw:
@@ -173,7 +176,7 @@ class _Graphed(torch.autograd.Function):
         if any(ctx.needs_input_grad):
             slot.busy = True
             ctx.token = _Token(slot)
-        ctx.of, ctx.slot, ctx.versions = of, slot, of.versions.now()
+        ctx.of, ctx.slot, ctx.versions = of, slot, slot.guarded.now()
         made = [t.clone() if of.outputs == "clone" else t.detach() for t in slot.out_tensors]
         ctx.mark_non_differentiable(*[m for m, t in zip(made, slot.out_tensors, strict=True) if not t.requires_grad])
         made.append(anchor(made))
@@ -193,8 +196,9 @@ def _replayed(ctx: Any, *dys: Tensor) -> Any:
     of, slot = ctx.of, ctx.slot
     if ctx.token.done:
         raise GraphOrderError(f"{of.where}: a backward must run once, got a second one: another call may use its buffers now")
-    ctx.versions.check(of.where, "parameters")
     of.check_kept(slot, "the forward", "fwd")
+    ctx.versions.check(of.where, "")
+    of.check_taken(slot)
     if of.order is not None:
         of.order.take(-of.number)
     wanted = [dy for dy, t in zip(dys, slot.out_tensors, strict=True) if t.requires_grad]
@@ -240,9 +244,9 @@ def make_graphed_callables(
     `GraphOrderError`. `delayed_wgrad`: backwards leave the weight gradients of `funcops.nn` modules to `module.backward_dw()`, a
     third graph. The caller owns parameter gradients unless `clone_param_grads=False`, and outputs unless `outputs="borrow"`:
     borrowed tensors are valid until the next forward of that call's graphs. Each call in flight has its own memory pool; `pool` is
-    for the first callable's first call. A module whose training mode differs from the captured mode runs uncaptured. Every call
-    checks shapes, dtypes, strides, devices, and the addresses of parameters. A module's deep copy or pickle is
-    uncaptured.
+    for the first callable's first call. A module runs uncaptured while its training mode, a submodule's, or autocast differs from
+    the captured one. Every call checks shapes, dtypes, strides and devices, and that the module has its captured submodules,
+    parameters and buffers, at their addresses. A module's deep copy or pickle is uncaptured.
 
     Raises `ValueError` for modules with hooks or with buffers that require grad, under autocast with its cache, and for unused
     inputs unless they are allowed; `CaptureError` for anything that a graph cannot hold; later `BorrowedError` if a graph captured
@@ -260,7 +264,7 @@ def make_graphed_callables(
     require(outputs in ("clone", "borrow"), where, "outputs", "'clone' or 'borrow'", repr(outputs))
     require_flag(where, allow_unused_input=allow_unused_input, delayed_wgrad=delayed_wgrad, clone_param_grads=clone_param_grads)
     _check_trees(where, order, sample_kwargs)
-    if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")) and torch.is_autocast_cache_enabled():
+    if any(_autocast()) and torch.is_autocast_cache_enabled():
         fail(where, "autocast", "off, or with cache_enabled=False", "on, with its cache")
     one = not isinstance(callables, tuple)
     fns = (callables,) if one else callables
@@ -293,12 +297,7 @@ def _checked(where: str, fn: Any, args: Any, kwargs: Any, clone_param_grads: boo
     if not isinstance(args, tuple):
         fail(where, "sample_args", "a tuple", describe(args), TypeError)
     if isinstance(fn, nn.Module):
-        hooks = [
-            name
-            for name in ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
-            for m in fn.modules()
-            if getattr(m, name)
-        ]
+        hooks = [name for name in HOOKS for m in fn.modules() if getattr(m, name)]
         require(not hooks, where, "module", "without hooks (register them afterwards)", ", ".join(sorted(set(hooks))))
         trained = [name for name, b in fn.named_buffers() if b.requires_grad]
         require(not trained, where, "module", "without buffers that require grad", ", ".join(trained))
@@ -381,7 +380,8 @@ def _capture(c: _Callable, allow_unused: bool, delayed: bool, capturer: Capturer
     with torch.enable_grad():
         if warm:
             capturer.warm_up(both)
-        slot.written = Written(c.fn.buffers() if isinstance(c.fn, nn.Module) else ())
+            c.parts = [Part(*found) for found in c.fn.named_modules()] if isinstance(c.fn, nn.Module) else []
+        slot.written = Written([*c.fn.parameters(), *c.fn.buffers()] if isinstance(c.fn, nn.Module) else ())
         slot.graphs["fwd"], slot.outputs = capturer.capture(forward)
         slot.written.note()
         slot.out_tensors = tensors(slot.outputs)
@@ -406,7 +406,19 @@ def _capture(c: _Callable, allow_unused: bool, delayed: bool, capturer: Capturer
     slot.out_tensors = [t.detach().requires_grad_(t.requires_grad) if t.requires_grad else t for t in slot.out_tensors]
     slot.outputs = with_leaves(slot.outputs, _fill(leaves(slot.outputs), slot.out_tensors))
     _lend(c, slot)
+    for part in c.parts:
+        part.check(c.where)  # a forward that puts other tensors in their places
+    slot.guarded = _guarded(c, slot)
     return slot
+
+
+def _guarded(c: _Callable, slot: _CallSlot) -> Versions:
+    found: dict[str, Any] = {"outputs": slot.out_tensors if c.outputs == "borrow" else []}
+    if isinstance(c.fn, nn.Module):
+        written = set(map(id, slot.written.tensors))
+        for kind, own in (("parameters", c.fn.named_parameters()), ("buffers", c.fn.named_buffers())):
+            found[kind] = {name: t for name, t in own if id(t) not in written}
+    return Versions.of(found)
 
 
 def _opened(where: str, outputs: Any) -> tuple[Any, Any]:

@@ -87,13 +87,10 @@ class _Calls(TorchFunctionMode):
     def _fault(self, name: str, args: Any, kwargs: Any) -> tuple[str, str] | None:
         if name in _TO_PYTHON:
             return SYNC, waits(f"{name} of a tensor")
-        if name in _TO_HOST or (
-            name == "to" and any(value == "cpu" for value in (*args[1:], *kwargs.values()) if isinstance(value, str))
-        ):
+        to = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, str)] if name == "to" else []
+        if name in _TO_HOST or "cpu" in to:
             return SYNC, f"{name}() copies a tensor from the device to the host"
-        if name in _FROM_HOST or (
-            name == "to" and any(isinstance(v, str) and v.startswith("cuda") for v in (*args[1:], *kwargs.values()))
-        ):
+        if name in _FROM_HOST or any(value.startswith("cuda") for value in to):
             remedy = OPTION if in_optimiser() else "make them there (torch.full, arange), or pass them to the function"
             return COPY, f"{name}() copies values from the host to the device: {remedy}"
         return None
@@ -113,18 +110,10 @@ class _Profile:
         sys.setprofile(self.before)
 
     def _seen(self, frame: Any, event: str, arg: Any) -> None:
-        if (
-            event == "c_call"
-            and getattr(arg, "__name__", "") in _FROM_HOST_UNSEEN
-            and str(getattr(arg, "__module__", "") or "torch").startswith("torch")
-        ):
-            self.faults.append(
-                Fault(
-                    COPY,
-                    user_line(),
-                    f"{arg.__name__}() copies values from the host: make them on the device, or pass them to the function",
-                )
-            )
+        unseen = event == "c_call" and getattr(arg, "__name__", "") in _FROM_HOST_UNSEEN
+        if unseen and str(getattr(arg, "__module__", "") or "torch").startswith("torch"):
+            said = f"{arg.__name__}() copies values from the host: make them on the device, or pass them to the function"
+            self.faults.append(Fault(COPY, user_line(), said))
         elif event == "call" and (name := frame.f_code.co_name) in _UNSEEN:
             if not frame.f_globals.get("__name__", "").startswith("torch.serialization" if name == "save" else "torch."):
                 return
@@ -204,9 +193,8 @@ def check_capturable(fn: Callable[..., Any], *trees: Any) -> list[Fault]:
     other = poisoned(trees)
     second, error = _watched(fn, clones(other), [])
     if error is not None:
-        return _once(
-            [*faults, Fault(BAKED, _line_of(error), f"raises for other values: {type(error).__name__}: {_first_line(error)}")]
-        )
+        said = f"raises for other values: {type(error).__name__}: {_first_line(error)}"
+        return _once([*faults, Fault(BAKED, _line_of(error), said)])
     faults += _differences(first.steps, second.steps)
     for where in first.outliving(returned=True):
         said = "a result is also kept outside, one by each call, but a replay keeps none: keep what the calls return"
@@ -226,9 +214,8 @@ def _watched(fn: Callable[..., Any], trees: Any, faults: list[Fault]) -> tuple[_
     operators.returned = {t.untyped_storage()._cdata for t in tensors((result, trees))}
     del result
     for where in operators.outliving(returned=False):
-        faults.append(
-            Fault(ESCAPE, where, "a tensor made here outlives the call, but the graph will reuse its memory: return the tensor")
-        )
+        said = "a tensor made here outlives the call, but the graph will reuse its memory: return the tensor"
+        faults.append(Fault(ESCAPE, where, said))
     return operators, None
 
 
@@ -241,9 +228,8 @@ def _differences(first: list[Step], second: list[Step]) -> list[Fault]:
             said = f"another run does {other} instead of {one}: the operators depend on values, or on outside state"
             return [*found, Fault(BAKED, b.where, said)]
         if a.constants != b.constants:
-            found.append(
-                Fault(BAKED, a.where, f"a value that changes from run to run is a constant of {a.user}: pass it as a tensor")
-            )
+            said = f"a value that changes from run to run is a constant of {a.user}: pass it as a tensor"
+            found.append(Fault(BAKED, a.where, said))
     if len(first) != len(second):
         longer = max(first, second, key=len)
         extra = longer[min(len(first), len(second))]
@@ -271,23 +257,13 @@ def _replayed(fn: Callable[..., Any], trees: Any, other: Any) -> list[Fault]:
             want = fn(*given)
     replayed, wanted = paths({"inputs": statics, "result": result}), paths({"inputs": given, "result": want})
     if list(replayed) != list(wanted):
-        return [
-            Fault(
-                BAKED,
-                user_line(),
-                f"the result has other leaves for other values: {', '.join(wanted)} instead of {', '.join(replayed)}",
-            )
-        ]
+        said = f"the result has other leaves for other values: {', '.join(wanted)} instead of {', '.join(replayed)}"
+        return [Fault(BAKED, user_line(), said)]
     for path, t in wanted.items():
         got = replayed[path]
         if isinstance(t, Tensor) and not _same(got, t):
-            return [
-                Fault(
-                    BAKED,
-                    recording.calls[-1].where if recording.calls else user_line(),
-                    f"a replay returns another {path} than the function: part of it was computed outside of torch",
-                )
-            ]
+            said = f"a replay returns another {path} than the function: part of it was computed outside of torch"
+            return [Fault(BAKED, recording.calls[-1].where if recording.calls else user_line(), said)]
         if not isinstance(t, Tensor) and type(t) in (int, float, bool) and got != t:
             return [Fault(BAKED, user_line(), f"{path} is {got} in every replay, but {t} in a call: return a tensor")]
     return []

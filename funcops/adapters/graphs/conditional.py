@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from funcops.adapters.graphs.statics import clones
-from funcops.errors import check, require_callable
+from funcops.contract.marks import Versions
+from funcops.errors import check, fail, require_callable
 from funcops.trees import tensors
 
 
@@ -22,7 +23,8 @@ def when(flag: Tensor, update: Callable[..., Any], *trees: Any) -> None:
 
     In a CUDA graph it is a conditional node, where torch has them (CUDA 12.4): a step that is left out costs nothing. Elsewhere the
     update runs, and with a false flag the tensors get their old bits back; what the update returns, and what it
-    writes to other tensors, is not undone. Raises `TypeError` or `ValueError` for a flag of another form.
+    writes to other tensors, is not undone. Raises `TypeError` or `ValueError` for a flag of another form, and `ValueError` for an
+    update that writes to no tensor of `trees`.
 
     >>> import torch
     >>> from funcops.graphs import when
@@ -34,17 +36,30 @@ def when(flag: Tensor, update: Callable[..., Any], *trees: Any) -> None:
     """
     check("when", "flag", flag, (), torch.bool)
     require_callable("when", update=update)
+    own = list({id(t): t for t in tensors(trees)}.values())
+    versions = Versions.of(own)
+
+    def updated() -> None:
+        update(*trees)
+        if not versions.written() and not any([t.is_inference() for t in own]):
+            remedy = "in_place=True, or after a kernel of your own torch.autograd.graph.increment_version"
+            fail(
+                "when",
+                "update",
+                "a function that writes to tensors of its trees, in place",
+                f"no write that torch counts: {remedy}",
+            )
+
     graph = _capturing() if flag.is_cuda else None
     if graph is not None:
         graph.begin_capture_to_if_node(flag)
         try:
-            update(*trees)
+            updated()
         finally:
             graph.end_capture_to_conditional_node()
         return
-    own = {id(t): t for t in tensors(trees)}.values()
-    before = clones(list(own))
-    update(*trees)
+    before = clones(own)
+    updated()
     for t, old in zip(own, before, strict=True):
         t.copy_(torch.where(flag.to(t.device), t, old))
 

@@ -21,15 +21,8 @@ _STDLIB = sysconfig.get_path("stdlib")
 _lock, _thread = threading.Lock(), threading.local()
 _recordings, _asked = 0, torch.cuda.is_current_stream_capturing  # in all threads, and what answers for those that record nothing
 
-SYNC, DYNAMIC, COPY, RANDOM, BAKED, ESCAPE, GRAD = (
-    "host sync",
-    "dynamic shape",
-    "host copy",
-    "generator",
-    "baked value",
-    "escaping allocation",
-    "grad mode",
-)
+SYNC, DYNAMIC, COPY, RANDOM = "host sync", "dynamic shape", "host copy", "generator"
+BAKED, ESCAPE, GRAD = "baked value", "escaping allocation", "grad mode"
 
 
 class Line(NamedTuple):

@@ -84,14 +84,8 @@ class Graphed:
 
     def report(self) -> Report:
         counts = [slot.captured.kernels() for slot in self._slots]
-        return Report(
-            self.backend.name,
-            sum(slot.inputs.nbytes for slot in self._slots),
-            sum(slot.outputs.nbytes for slot in self._slots),
-            0,
-            self._capturer.pool_bytes(),
-            counts[0] if counts else 0,
-        )
+        inputs, outputs = sum(slot.inputs.nbytes for slot in self._slots), sum(slot.outputs.nbytes for slot in self._slots)
+        return Report(self.backend.name, inputs, outputs, 0, self._capturer.pool_bytes(), counts[0] if counts else 0)
 
     def reset(self) -> None:
         """Free the graphs and their memory. Borrowed tensors must not be used any more."""

@@ -149,14 +149,9 @@ class GraphedOp:
 
     def report(self) -> Report:
         slots = self._slots
-        return Report(
-            self.backend.name,
-            sum(slot.inputs.nbytes + slot.dy.nbytes for slot in slots),
-            sum(slot.y.nbytes + slot.dx.nbytes for slot in slots),
-            sum(_kept_bytes(slot) for slot in slots),
-            self._capturer.pool_bytes(),
-            _sum(slots[0].graphs[name].kernels() for name in ("fwd", "dgrad", "wgrad")) if slots else 0,
-        )
+        inputs, outputs = sum(s.inputs.nbytes + s.dy.nbytes for s in slots), sum(s.y.nbytes + s.dx.nbytes for s in slots)
+        kernels = _sum(slots[0].graphs[name].kernels() for name in ("fwd", "dgrad", "wgrad")) if slots else 0
+        return Report(self.backend.name, inputs, outputs, sum(map(_kept_bytes, slots)), self._capturer.pool_bytes(), kernels)
 
     def pools(self) -> list[Any]:
         """The memory pools of the slots, which another capture may share."""

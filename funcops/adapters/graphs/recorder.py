@@ -309,7 +309,9 @@ class _Recorder(TorchDispatchMode):
         self.recording.order = branches.late(calls, took)
         for t in outputs:
             made = self.storages.get(t.untyped_storage()._cdata)
-            if made is not None:
+            if made is not None and 0 in t.stride():  # an expanded tensor cannot be written to, so all of its memory is
+                self.recording.outputs.append((made[0], Lent.of(made[1])))
+            elif made is not None:
                 self.recording.outputs.append((self.known.get(id(t), _over(made[0], t)), Lent.of(t)))
         for key, (value, t) in self.storages.items():
             self.recording.made[key] = Made(value, Lent.of(t))

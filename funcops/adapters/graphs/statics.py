@@ -7,14 +7,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from funcops.contract.marks import Versions
+from funcops.contract.schema import Saved
 from funcops.distributed.async_collectives import InFlight
 from funcops.errors import CaptureError, GradModeError, describe, differing, fail, few
-from funcops.trees import flatten, leaves, paths, structure, tree_map, with_leaves
+from funcops.trees import flatten, leaves, paths, structure, tensors, tree_map, with_leaves
 
 POLICIES = ("copy", "pinned", "donated")
+HOOKS = "_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks"
 
 
 class StaticInput(NamedTuple):
@@ -31,7 +33,8 @@ class StaticInput(NamedTuple):
         """Raise unless `given` fits this input."""
         name, want = f"input {self.path}", self.static
         if not isinstance(want, Tensor):
-            if given is not want and (type(given) is not type(want) or given != want):
+            same = repr(given) == repr(want) if type(want) in (float, complex) else given is want or given == want  # NaN, -0.0
+            if type(given) is not type(want) or not same:
                 fail(where, name, f"{want!r}, the captured value", describe(given))
             return
         if not isinstance(given, Tensor):
@@ -46,6 +49,8 @@ class StaticInput(NamedTuple):
             fail(where, name, f"of strides {self.strides}", given.stride())
         if self.policy != "copy" and given.data_ptr() != self.address:
             fail(where, name, f"at its captured address ({self.policy})", "a tensor at another: write to it in place")
+        if self.policy != "copy" and (given.is_conj(), given.is_neg()) != (want.is_conj(), want.is_neg()):
+            fail(where, name, f"of the captured sign and conjugation ({self.policy})", "another view of its memory: resolve it")
 
 
 def other_structure(where: str, name: str, captured: Any, given: Any) -> NoReturn:
@@ -64,6 +69,7 @@ class Inputs:
         refuse_in_flight(where, "input", examples)
         self.where, self.structure = where, structure(examples)
         self._check_grad_mode(leaves(examples))
+        self._nodes = self._check_fresh(examples)
         chosen = policies_of(where, examples, policies)
         self.leaves = [_leaf(path, chosen[path], value) for path, value in paths(examples).items()]
         self.trees: tuple[Any, ...] = with_leaves(examples, [leaf.static for leaf in self.leaves])
@@ -76,6 +82,8 @@ class Inputs:
         if found != self.structure:
             other_structure(self.where, "inputs", self.trees, given)
         self._check_grad_mode(values)
+        if self._nodes:
+            self._check_fresh(given)
         for leaf, value in zip(self.leaves, values, strict=True):
             if value is None or value is not leaf.own or value.data_ptr() != leaf.address:
                 leaf.check(self.where, value)
@@ -85,6 +93,14 @@ class Inputs:
                 with torch.no_grad():
                     leaf.static.copy_(value)
         return values
+
+    def _check_fresh(self, trees: Any) -> bool:
+        """Raise if the residuals or pendings in `trees` were written to, as a copy does not know. Returns whether there are any."""
+        nodes = [node for node in paths(trees, is_leaf=lambda node: isinstance(node, Saved)).values() if isinstance(node, Saved)]
+        for node in nodes:
+            if not node.fresh():  # type: ignore[attr-defined]
+                node.complain(self.where)
+        return bool(nodes)
 
     def _check_grad_mode(self, values: list[Any]) -> None:
         """Raise if the caller could expect gradients, which a graph does not give to autograd."""
@@ -126,8 +142,11 @@ def _leaf(path: str, policy: str, value: Any) -> StaticInput:
     if not isinstance(value, Tensor):
         return StaticInput(path, policy, value, 0)
     static = value.detach()
-    if policy == "copy":
-        static = static.clone()  # with the same strides, unless elements overlap
+    with torch.inference_mode(False):  # tensors of inference mode do not count the function's writes
+        if policy == "copy":
+            static = static.clone()  # with the same strides, unless elements overlap
+        elif static.is_inference():
+            static = static.new_empty(0).set_(static.untyped_storage(), static.storage_offset(), static.shape, static.stride())
     return StaticInput(path, policy, static, static.data_ptr(), value.stride(), None if policy == "copy" else value)
 
 
@@ -152,6 +171,31 @@ def refuse_copy(where: str) -> NoReturn:
     raise TypeError(
         f"{where}: must not be copied or pickled, because a graph is bound to its memory: copy the tensors, and capture again"
     )
+
+
+class Part:
+    """A module within a captured one, and its state at capture, compared in every call."""
+
+    def __init__(self, path: str, module: nn.Module) -> None:
+        self.path, self.module, self.training = path, module, module.training
+        self.own = module._modules, module._parameters, module._buffers
+        self.hooks = [getattr(module, name) for name in HOOKS if path]  # a call of the captured module runs its own
+        self.held: list[Any] = [one for each in self.own for one in each.values()]
+        self.tensors, self.ids = tensors(self.held), list(map(id, self.held))
+        self.addresses, self.frozen = [t.data_ptr() for t in self.tensors], [t for t in self.tensors if not t.requires_grad]
+
+    def check(self, where: str) -> None:
+        """Raise if the module now has anything that a replay would not see."""
+        same = [id(one) for each in self.own for one in each.values()] == self.ids
+        if not same or [t.data_ptr() for t in self.tensors] != self.addresses:
+            said = "its captured submodules, parameters and buffers, where they were, got others: write to tensors in place"
+        elif self.frozen and any([t.requires_grad for t in self.frozen]) and torch.is_grad_enabled():
+            said = "no parameter trained that was frozen, got one"
+        elif any(self.hooks):
+            said = "no hooks, which a replay would not call, got some: register them on the captured module"
+        else:
+            return
+        raise ValueError(f"{where}: module {self.path!r} must have {said}, or capture again")
 
 
 class Snapshot:
