@@ -1,5 +1,6 @@
 """Ops from torch functions obey the laws, like any op."""
 
+import functools
 import gc
 import weakref
 from dataclasses import field
@@ -229,6 +230,41 @@ def _rate():
     return RATE
 
 
+class Modal(torch.nn.Module):
+    """1 in training, 2 in eval mode, times x."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Dropout(0.0)
+
+    def forward(self, x):
+        return x * (1 if self.inner.training else 2)
+
+    def step(self, params, x, cfg):
+        return self(x)
+
+
+def _modal(module):
+    return {
+        "closure": lambda params, x, cfg: module(x),
+        "list": lambda params, x, cfg: [module][0](x),
+        "method": module.step,
+        "partial": functools.partial(lambda module, params, x, cfg: module(x), module),
+        "functional": lambda params, x, cfg: torch.func.functional_call(module, {}, (x,)),
+    }
+
+
+@pytest.mark.parametrize("way", ["closure", "list", "method", "partial", "functional"])
+def test_another_mode_of_a_module_from_outside_is_seen(way):
+    module = Modal()
+    op = op_from_torch(_modal(module)[way], name="modal")
+    for training in (True, False, True):
+        module.inner.train(training)
+        y, residuals = op.fwd(None, torch.ones(2), TorchConfig())
+        want = [1.0 if training else 2.0] * 2
+        assert y.tolist() == want and op.bwd(residuals, torch.ones(2), TorchConfig())[1].tolist() == want
+
+
 def _readers():
     """(fn, setter) by the way in which a function reads a number from outside."""
     held, cell, table, tensor = [1.0], 1.0, {"rate": [1.0]}, torch.tensor(1.0)
@@ -256,6 +292,8 @@ def _readers():
         "helper": (lambda params, x, cfg: helper(x), set_cell),
         "global helper": (lambda params, x, cfg: x * _rate(), set_global),
         "inner": (lambda params, x, cfg: (lambda y: y * cell)(x), set_cell),
+        "partial": (functools.partial(lambda by, params, x, cfg: x * by[0], held), lambda v: held.__setitem__(0, v)),
+        "partial helper": (functools.partial(lambda params, x, cfg: helper(x)), set_cell),
     }
 
 

@@ -74,12 +74,12 @@ def op_from_torch(
     """Make an `Op` from `fn(params, x, cfg) -> y`, a function that torch's autograd can differentiate.
 
     params, x and y are trees of tensors. The function is traced once for each set of shapes, strides and dtypes, and again when a
-    variable of its closure or a global that it reads is another object, or a list or dict of other values. It is not traced again
-    when an attribute of an object changes, and Python control flow that depends on the values of tensors is not traced: pass what
-    changes in params, x or the config. A dy, or a residual that was moved, is copied if its strides differ from the traced
-    ones. `init(cfg, *, key, device, dtype)` makes params; without it the op has no params. Raises `TypeError` for a y that holds
-    anything but tensors, `ValueError` for a function that cannot be traced without writes, whose shapes depend on values, or that
-    captures a tensor that requires grad, and `RuntimeError` under autocast.
+    variable of its closure or a global that it reads is another object, a list or dict of other values, or a module in another
+    mode. It is not traced again when another attribute of an object changes, and Python control flow that depends on the values of
+    tensors is not traced: pass what changes in params, x or the config. A dy, or a residual that was moved, is copied if its
+    strides differ from the traced ones. `init(cfg, *, key, device, dtype)` makes params; without it the op has none. Raises
+    `TypeError` for a y that holds anything but tensors, `ValueError` for a function that cannot be traced without writes, whose
+    shapes depend on values, or that captures a tensor that requires grad, and `RuntimeError` under autocast.
 
     >>> import torch
     >>> from funcops import TorchConfig, op_from_torch

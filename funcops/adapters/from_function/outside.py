@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from torch import nn
 
 LONGEST = 64  # of the lists and dicts whose values are compared at every call
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -27,10 +30,15 @@ class Same:
 
 
 def read_outside(fn: Any, seen: set[Any] | None = None) -> Iterator[Callable[[], Any]]:
-    """Yield functions that return the present value of a closure variable or global that `fn` reads, or that a function reads which
-    it finds there; torch's functions are left out."""
+    """Yield functions that return the present value of what `fn` reads: a variable of its closure, a global, a method's object, a
+    partial's arguments; and of what a function reads that it finds there. Torch's functions are left out."""
     seen = set() if seen is None else seen
-    fn = getattr(fn, "__func__", fn)
+    bound: tuple[Any, ...] = (fn.__func__, fn.__self__) if isinstance(fn, types.MethodType) else ()
+    if isinstance(fn, functools.partial):
+        bound = fn.func, *fn.args, *fn.keywords.values()
+    for part in bound:
+        yield itertools.repeat(part).__next__
+        yield from read_outside(part, seen)
     if not isinstance(fn, types.FunctionType) or fn in seen or (fn.__module__ or "").partition(".")[0] in ("torch", "funcops"):
         return
     seen.add(fn)
@@ -61,6 +69,8 @@ def _frozen(value: Any) -> Any:
         return Same(value)
     if kind in (list, tuple):
         return kind, tuple([_frozen(one) for one in value])
+    if isinstance(value, nn.Module):  # in another mode it computes something else
+        return Same(value), tuple([part.training for part in value.modules()])
     if kind is dict:
         return kind, tuple([(_frozen(key), _frozen(one)) for key, one in value.items()])
     return Same(value)
