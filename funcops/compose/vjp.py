@@ -64,12 +64,8 @@ def value_and_grad(
             require_type("value_and_grad", "y", y, tuple)
             loss = y[0]
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            fail(
-                "value_and_grad",
-                "y.0" if has_aux else "y.main" if named else "y",
-                "one number",
-                f"{describe(loss)}: end the chain with a loss, or call vjp with a dy",
-            )
+            got = f"{describe(loss)}: end the chain with a loss, or call vjp with a dy"
+            fail("value_and_grad", "y.0" if has_aux else "y.main" if named else "y", "one number", got)
         check_losses("value_and_grad", losses, outputs)
         dy: Any = torch.ones_like(loss)
         if has_aux:

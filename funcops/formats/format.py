@@ -71,13 +71,8 @@ class Format:
         require(self.tile in tiles, "Format", "tile", f"one of {', '.join(map(str, tiles))} with {self.scales} scales", self.tile)
         if self.scales == "e4m3" or (self.element == "e2m1" and self.scales != "e8m0"):
             right = self.scales == "e4m3" and self.element == "e2m1"
-            require(
-                right,
-                "Format",
-                "element",
-                "e2m1 with e4m3 scales, or e4m3 or e5m2 with pow2 or float32 scales",
-                f"{self.element}, {self.scales}",
-            )
+            wanted = "e2m1 with e4m3 scales, or e4m3 or e5m2 with pow2 or float32 scales"
+            require(right, "Format", "element", wanted, f"{self.element}, {self.scales}")
         self._check_rules()
         by_rows = dataclasses.replace(self, tile=(1, 0)) if self.tile == (0, 0) else self
         object.__setattr__(self, "by_rows", by_rows)
@@ -85,13 +80,8 @@ class Format:
 
     def _check_rules(self) -> None:
         modes, epsilon = SCALING_MODES if self.scales == "e8m0" else SCALING_MODES[:1], self.amax_epsilon
-        require(
-            self.scaling_mode in modes,
-            "Format",
-            "scaling_mode",
-            f"{one_of(modes)} with {self.scales} scales",
-            repr(self.scaling_mode),
-        )
+        wanted = f"{one_of(modes)} with {self.scales} scales"
+        require(self.scaling_mode in modes, "Format", "scaling_mode", wanted, repr(self.scaling_mode))
         check_epsilon("Format", epsilon)
         by_rows = not self.row_scaled or (self.scales == "e4m3" and self.tile[0] == 1)
         require(by_rows, "Format", "row_scaled", f"False with tiles of {self.tile} and {self.scales} scales", True)

@@ -297,10 +297,10 @@ def _quantize(
         rows, cols = cols, rows
     r, k = x.shape
     rows, cols, amax = rows or max(r, 1), cols or max(k, 1), None if amax is None else amax.float()
-    wide = x.float()
+    wide, down, along = x.float(), (r + rows - 1) // rows, (k + cols - 1) // cols
     if r % rows or k % cols:
-        wide = torch.nn.functional.pad(wide, (0, -k % cols, 0, -r % rows))
-    tiles = wide.unflatten(1, (-1, cols)).unflatten(0, (-1, rows))  # [R / rows, rows, K / cols, cols]
+        wide = torch.nn.functional.pad(wide, (0, along * cols - k, 0, down * rows - r))
+    tiles = wide.reshape(down, rows, along, cols)  # not as many as fit: a tracer would divide symbols
     found = tiles.new_zeros(tiles.shape[0], tiles.shape[2]) if 0 in tiles.shape else magnitudes(tiles).amax((1, 3))
     if amax is not None and amax.dim() < 2:
         amax = amax.reshape(-1, 1)
@@ -315,7 +315,7 @@ def _quantize(
         factor, scales = _scales(found, element, kind, dtype, amax, blocks)
     if ELEMENTS[element].dtype is None and 0 not in tiles.shape:  # its codes have no NaN, so the tile's scale becomes NaN
         scales = torch.where(tiles.amax((1, 3)).isnan(), NAN if kind.startswith("e4m3") else NAN_E8M0, scales)
-    scaled = (tiles * factor[:, None, :, None]).flatten(2).flatten(0, 1)[:r, :k]
+    scaled = (tiles * factor[:, None, :, None]).reshape(down * rows, along * cols)[:r, :k]
     return _encode(scaled.mT if turn else scaled, element, key), scales.mT.contiguous() if turned else scales
 
 
@@ -349,7 +349,7 @@ def _four_over_six(tiles: Tensor, found: Tensor, whole: Tensor, kind: str) -> tu
         scale = stored[-1].float()
         factors.append((1.0 / (scale * (1.0 / s))).clamp(max=GREATEST))
         v = (tiles * factors[-1][:, None, :, None]).clamp_(-6.0, 6.0)
-        v = _values(_e2m1(v)).mul_(scale[:, None, :, None]).mul_(whole[:, None, :, None] if whole.numel() > 1 else whole)
+        v = _values(_e2m1(v)).mul_(scale[:, None, :, None]).mul_(whole[:, None, :, None])
         difference = v.div_(torch.full_like(v, 6.0 * FEWER)).sub_(tiles)
         errors.append(_in_order(difference.square_() if kind == "e4m3_mse" else difference.abs_()))
     four, (six_scale, four_scale) = errors[1] < errors[0], (t.view(torch.uint8) for t in stored)

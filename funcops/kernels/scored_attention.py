@@ -61,15 +61,15 @@ def scored_attention_fwd(
     out, lse = q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=dtype)
     if nothing_to_see(q, k):
         return out.zero_(), lse.fill_(float("-inf"))
-    keys, values = by_heads(k, dtype), by_heads(v, dtype)
+    groups, keys, values = q.shape[2] // k.shape[2], by_heads(k, dtype), by_heads(v, dtype)
     ids = _ids(cu_seqlens, k)
     for block in _blocks(q, k, cu_seqlens, score):
-        s, _ = _scores(_rows(q, block, k, dtype), q.shape[2], keys, bias, ids, block, score)
+        s, _ = _scores(_rows(q, block, groups, dtype), keys, bias, ids, block, score)
         top = s.amax(-1, keepdim=True)
         top = top.masked_fill(top == float("-inf"), 0.0)
         p = s.sub_(top).exp_()
         total = p.sum(-1, keepdim=True)
-        found = _unfolded(torch.matmul(_folded(p, k), values[:, :, block.keys]), p) / total.masked_fill(total == 0, 1.0)
+        found = _unfolded(torch.matmul(_folded(p, groups), values[:, :, block.keys]), groups) / total.masked_fill(total == 0, 1.0)
         out[:, block.rows] = found.transpose(1, 2)
         lse[..., block.rows] = (top + total.log()).squeeze(-1)
     return out, lse
@@ -100,7 +100,7 @@ def scored_attention_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Optional[Tensor]]:
     """Compute dq, dk, dv and, if `wants_bias`, dbias, from out and logsumexp: the probabilities are recomputed. As for
     `attention_bwd`, out and logsumexp may be over more keys."""
-    score, dtype = Score(causal, window, softcap, alibi, scale), wide(q.dtype)
+    score, dtype, groups = Score(causal, window, softcap, alibi, scale), wide(q.dtype), q.shape[2] // k.shape[2]
     dq, keys, values = q.new_zeros(q.shape), by_heads(k, dtype), by_heads(v, dtype)
     dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
     dbias = bias.new_zeros(bias.shape) if bias is not None and wants_bias else None
@@ -108,19 +108,19 @@ def scored_attention_bwd(
         ids, lse = _ids(cu_seqlens, k), lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)
         along = (dy.to(dtype) * out.to(dtype)).sum(-1).transpose(1, 2).unsqueeze(-1)
         for block in _blocks(q, k, cu_seqlens, score):
-            rows, at = _rows(q, block, k, dtype), block.keys
-            s, t = _scores(rows, q.shape[2], keys, bias, ids, block, score)
+            rows, at = _rows(q, block, groups, dtype), block.keys
+            s, t = _scores(rows, keys, bias, ids, block, score)
             p = s.sub_(lse[:, :, block.rows]).exp_()
-            d = _rows(dy, block, k, dtype)
-            dv[:, :, at] += torch.matmul(_folded(p, k).mT, d)
-            ds = _unfolded(torch.matmul(d, values[:, :, at].mT), p).sub_(along[:, :, block.rows]).mul_(p)
+            d = _rows(dy, block, groups, dtype)
+            dv[:, :, at] += torch.matmul(_folded(p, groups).mT, d)
+            ds = _unfolded(torch.matmul(d, values[:, :, at].mT), groups).sub_(along[:, :, block.rows]).mul_(p)
             if dbias is not None:
                 dbias[:, :, block.rows, at] = ds.sum_to_size((*dbias.shape[:2], *ds.shape[2:])).to(dbias.dtype)
             if t is not None:
                 ds = ds * (1 - t * t)
-            ds = _folded(ds.mul_(scale), k)
+            ds = _folded(ds.mul_(scale), groups)
             dk[:, :, at] += torch.matmul(ds.mT, rows)
-            dq[:, block.rows] = _unfolded(torch.matmul(ds, keys[:, :, at]), p).transpose(1, 2)
+            dq[:, block.rows] = _unfolded(torch.matmul(ds, keys[:, :, at]), groups).transpose(1, 2)
     dk, dv = (_contiguous(t.transpose(1, 2)).to(q.dtype) for t in (dk, dv))
     return dq, dk, dv, dbias
 
@@ -186,11 +186,11 @@ def _blocks(q: Tensor, k: Tensor, cu_seqlens: Optional[Tensor], score: Score) ->
 
 
 def _scores(
-    rows: Tensor, heads: int, keys: Tensor, bias: Optional[Tensor], ids: Optional[Tensor], block: _Block, score: Score
+    rows: Tensor, keys: Tensor, bias: Optional[Tensor], ids: Optional[Tensor], block: _Block, score: Score
 ) -> tuple[Tensor, Optional[Tensor]]:
     """Scores [B, H, rows, keys] of rows [B, K, G rows, D], with -inf for masked ones; and tanh, if there is a cap."""
-    s = torch.matmul(rows, keys[:, :, block.keys].mT)
-    s, t = s.reshape(s.shape[0], heads, block.rows.stop - block.rows.start, s.shape[3]).mul_(score.scale), None
+    groups = rows.shape[2] // (block.rows.stop - block.rows.start)
+    s, t = _unfolded(torch.matmul(rows, keys[:, :, block.keys].mT), groups).mul_(score.scale), None
     if score.softcap:
         t = torch.tanh(s / score.softcap)
         s = t * score.softcap
@@ -221,17 +221,16 @@ def _contiguous(t: Tensor) -> Tensor:
     return t if t.is_contiguous() else t.clone(memory_format=torch.contiguous_format)
 
 
-def _rows(t: Tensor, block: _Block, k: Tensor, dtype: torch.dtype) -> Tensor:
+def _rows(t: Tensor, block: _Block, groups: int, dtype: torch.dtype) -> Tensor:
     """Rows of [B, T, H, D] as [B, K, G rows, D]: the heads of a key head's group one after the other."""
-    return _folded(by_heads(t[:, block.rows], dtype), k)
+    return _folded(by_heads(t[:, block.rows], dtype), groups)
 
 
-def _folded(t: Tensor, k: Tensor) -> Tensor:
-    """[B, H, rows, *] as [B, K, G rows, *], for k [B, S, K, D]. By K, not by G: a tracer would divide by a quotient of symbols."""
-    b, heads, rows, last = t.shape
-    return t.reshape(b, k.shape[2], heads // k.shape[2] * rows, last)
+def _folded(t: Tensor, groups: int) -> Tensor:
+    """[B, H, rows, *] as [B, K, G rows, *]."""
+    return t.unflatten(1, (-1, groups)).flatten(2, 3)
 
 
-def _unfolded(t: Tensor, like: Tensor) -> Tensor:
-    """[B, K, G rows, *] as [B, H, rows, *], which `like` has."""
-    return t.reshape(*like.shape[:3], t.shape[3])
+def _unfolded(t: Tensor, groups: int) -> Tensor:
+    """[B, K, G rows, *] as [B, H, rows, *]."""
+    return t.unflatten(2, (groups, -1)).flatten(1, 2)

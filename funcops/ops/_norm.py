@@ -42,13 +42,8 @@ def check_weight(where: str, x: Tensor, weight: Any, shape: tuple[int, ...]) -> 
     check(where, "params.weight", weight, shape, None, x)
     if weight.dtype is not x.dtype and (x.dtype, weight.dtype) not in DTYPES:
         either = " or ".join(short(w) for d, w in sorted(DTYPES, key=str) if d is x.dtype)
-        fail(
-            where,
-            "params.weight",
-            f"{either} beside {short(x.dtype)} x",
-            f"{short(weight.dtype)}: cast one of them (funcops.trees.cast)",
-            TypeError,
-        )
+        got = f"{short(weight.dtype)}: cast one of them (funcops.trees.cast)"
+        fail(where, "params.weight", f"{either} beside {short(x.dtype)} x", got, TypeError)
 
 
 def flat(t: Tensor, dim: tuple[int, ...]) -> Tensor:

@@ -58,13 +58,8 @@ class QKVSplitConfig(OpConfig):
                 continue
             require(isinstance(value, int) and value >= 1, "QKVSplitConfig", name, "at least 1", value)
         if self.rope is not None:
-            require(
-                isinstance(self.rope, RopeConfig) and self.rope.dim == self.dim,
-                "QKVSplitConfig",
-                "rope",
-                f"a RopeConfig({self.dim})",
-                self.rope,
-            )
+            right = isinstance(self.rope, RopeConfig) and self.rope.dim == self.dim
+            require(right, "QKVSplitConfig", "rope", f"a RopeConfig({self.dim})", self.rope)
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         return (self.heads + 2 * (self.kv_heads or self.heads)) * self.dim, None

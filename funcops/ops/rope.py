@@ -185,13 +185,8 @@ def check_rotation(where: str, t: Tensor, positions: Any, cfg: RopeConfig) -> No
     if len(shape) < 3:
         fail(where, "x.0", f"[..., T, N, {cfg.dim}]", list(shape))
     if isinstance(positions, Tensor) and positions.is_floating_point() and positions.dim() < 3:
-        fail(
-            where,
-            "x.1",
-            f"positions of int64, or their table (rope_table) [{shape[-3]}, 1, {cfg.table_size}]",
-            describe(positions),
-            TypeError,
-        )
+        said = f"positions of int64, or their table (rope_table) [{shape[-3]}, 1, {cfg.table_size}]"
+        fail(where, "x.1", said, describe(positions), TypeError)
     if isinstance(positions, Tensor) and positions.is_floating_point():
         rows = (shape[-3],) if positions.dim() <= 3 else shape[:-2]
         check(where, "x.1 (table)", positions, (*rows, 1, cfg.table_size), wide(t.dtype), t)

@@ -108,13 +108,8 @@ class WgradStore:
         if error[0] is not None:
             self.discard()
         elif not _seen and self.began is not None and _backwards() != self.began + 1:
-            fail(
-                "delayed_wgrad",
-                "the backward",
-                "of ops that are not compiled, because torch.compile computes weight gradients with the others",
-                "one that delayed nothing",
-                RuntimeError,
-            )
+            wanted = "of ops that are not compiled, because torch.compile computes weight gradients with the others"
+            fail("delayed_wgrad", "the backward", wanted, "one that delayed nothing", RuntimeError)
 
     def __len__(self) -> int:
         return len(self.waiting)
@@ -254,13 +249,9 @@ def put(store: WgradStore, op: Op, cfg: Any, pending: Any, params: Any, synced: 
     global _seen
     _seen += 1
     if synced:
-        fail(
-            "delayed_wgrad",
-            f"the forward of {op.name}",
-            "under no_sync() of DistributedDataParallel, then store.run() and store.reduce()",
-            "one whose gradients it reduces in the backward, before they are computed",
-            RuntimeError,
-        )
+        said = "under no_sync() of DistributedDataParallel, then store.run() and store.reduce()"
+        got = "one whose gradients it reduces in the backward, before they are computed"
+        fail("delayed_wgrad", f"the forward of {op.name}", said, got, RuntimeError)
     if pending is None:
         return op.wgrad(None, cfg)
     params = tree_map_tensors(cast_from, params)

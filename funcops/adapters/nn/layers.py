@@ -345,13 +345,8 @@ class GLU(_AlongDim, nn.GLU):
         return GLUConfig(kind=self.kind, gate=self.gate)
 
     def plain(self, *given: Any) -> Any:
-        require(
-            self._is_torchs(),
-            f"funcops.nn.{type(self).__name__}",
-            "x",
-            f"a plain tensor: torch has no {self.kind}",
-            type(given[0]).__name__,
-        )
+        where, wanted = f"funcops.nn.{type(self).__name__}", f"a plain tensor: torch has no {self.kind}"
+        require(self._is_torchs(), where, "x", wanted, type(given[0]).__name__)
         return super().plain(*given)
 
     def _is_torchs(self) -> bool:

@@ -32,14 +32,9 @@ KINDS: dict[str, str] = {
     "transformers.activations.QuickGELUActivation": "quick_gelu",
     "transformers.activations.ReLUSquaredActivation": "squared_relu",
 }
-GATES = {  # the GLU of an activation
-    "relu": "reglu",
-    "squared_relu": "squared_reglu",
-    "gelu": "geglu",
-    "gelu_tanh": "geglu_tanh",
-    "quick_gelu": "quick_geglu",
-    "silu": "swiglu",
-}
+# the GLU of an activation
+GATES = {"relu": "reglu", "squared_relu": "squared_reglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}
+GATES |= {"quick_gelu": "quick_geglu", "silu": "swiglu"}
 ACTS = frozenset(GATES)
 
 
