@@ -2,6 +2,8 @@ PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
 ARGS ?=
+PART ?= 1
+SEED ?= $(shell git rev-parse --short HEAD)
 RESULTS ?= docs/benchmarks
 
 .PHONY: help train train-parallel test test-rest test-all interpreters newest newest-part gpu gpu-smoke gpu-test gpu-kernels gpu-graph gpu-step gpu-recipes aot traffic check mutants mutants-drawn docs release-check clean
@@ -10,7 +12,7 @@ help:
 	@echo "make train   set up, then train the language model (ARGS=... for its flags)"
 	@echo "make train-parallel   the same on four processes, by torchrun (MESH='--dp 4' for another mesh, ARGS=... for other flags)"
 	@echo "make test    set up, then run the first tier: a test of every op, law, adapter and example (ARGS=... for pytest's)"
-	@echo "make test-all   both tiers: all tests that need no GPU; make test-rest: those marked slow alone"
+	@echo "make test-all   both tiers: all tests that need no GPU; make test-rest: those marked slow alone (PART=3: one in three, drawn by SEED)"
 	@echo "make interpreters   import everything and run tests/test_tiny.py on each Python, 3.10 to 3.13, that the machine has"
 	@echo "make newest  both tiers with the newest torch and Triton that pip finds, in $(NEWEST), 6 GB (VERSION=2.11.0 for that torch)"
 	@echo "make newest-part   one test in ten of the first tier, drawn by SEED, with the packages of $(VENV) beside that torch and Triton"
@@ -61,7 +63,7 @@ test: $(VENV)/.test  # tests/opinfo, all of the second tier, takes seconds to im
 	$(PYTEST) --ignore tests/opinfo -m "not gpu and not slow" $(ARGS)
 
 test-rest: $(VENV)/.test
-	$(PYTEST) -m "not gpu and slow" $(ARGS)
+	$(PYTEST) -m "not gpu and slow" -p drawn_part --part $(PART) --seed "$(SEED)" $(ARGS)
 
 test-all: $(VENV)/.test
 	$(PYTEST) -m "not gpu" $(ARGS)
@@ -71,7 +73,6 @@ interpreters: $(VENV)/.test
 
 NEWEST ?= .newest
 VERSION ?=
-SEED ?= $(shell git rev-parse --short HEAD)
 
 newest: $(VENV)/.ready  # whose pip installs
 	$(PY) tests/newest.py $(NEWEST) --torch "$(VERSION)"

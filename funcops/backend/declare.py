@@ -42,7 +42,7 @@ _defining = threading.Lock()  # an operator is defined once, by whichever thread
 def tracing() -> bool:
     """True under torch.compile, make_fx and FakeTensorMode, but not under a mode that runs every operator unchanged (`runs =
     True`)."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():  # an export without Dynamo has a mode
         return True
     modes = torch._C._len_torch_dispatch_stack()
     return modes > 0 and not all([getattr(torch._C._get_dispatch_stack_at(i), "runs", False) for i in range(modes)])
@@ -50,7 +50,7 @@ def tracing() -> bool:
 
 def watched() -> bool:
     """True if something observes operators: a tracer, or any mode."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    return torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def capturing() -> bool:
@@ -148,7 +148,7 @@ class Kernel:
         wanted = select.wants_triton(first) if select.chosen_anywhere else first.is_cuda
         if self.library or not wanted or first.dtype is torch.float64:
             return self._by_torch() if self.opaque else self.torch_impl
-        # `watched`, in every launch; an export without Dynamo has a mode
+        # `watched`, in every launch
         seen = torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
         if self.product:
             provider = select.gemm_provider()

@@ -286,7 +286,7 @@ class Composite(OpConfig):
     """The parts that run as one with the parts before them, as in `ChainConfig`."""
 
     def needs_of_chain(self, needs: Any) -> Any:
-        """The `Needs` of `as_chain`, from those of the config's own op."""
+        """The `Needs` of `as_chain`, made from the needs of the config's own op."""
         return needs
 
     def as_run(self) -> Self:

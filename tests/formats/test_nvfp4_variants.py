@@ -151,6 +151,13 @@ def test_nan_and_infinity_in_variants():
         assert y[3, :16].isnan().all() and y.isnan().sum() == 16 and y[20, 20] > 6
 
 
+def test_no_rows_and_one_have_codes_in_every_variant():
+    for mode, row_scaled, side, rows in itertools.product(("off", "mae", "mse"), (False, True), ("row", "col"), (0, 1)):
+        x = torch.full((rows, 16), 6.0)
+        q = quantize_tensor(x, Format("e2m1", (1, 16), "e4m3", four_over_six=mode, row_scaled=row_scaled), side=side)
+        assert torch.equal(q.dequantize(), x), (mode, row_scaled, side, rows)
+
+
 def test_a_scale_for_each_row_goes_through_the_product():
     """The kernel multiplies tiles by their own scales; a row's scale multiplies its sums after it."""
     rows, whole = Format("e2m1", (1, 16), "e4m3", row_scaled=True), NV

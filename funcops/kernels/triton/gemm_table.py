@@ -76,7 +76,7 @@ TABLE = {
     ("split", "float32", "any"): Choice(False, None, FP32),
 }
 
-# which kernel takes grouped products of 16 bits, those of experts too: "pointer", "descriptor" (TMA, persistent) or "library"
+# which kernel takes grouped products of 16 bits, of experts too: "pointer", "descriptor" (TMA, persistent) or "library"
 # (torch's); after the other two the gated unit of experts is a kernel of its own. No GPU has measured them: gemm("specialised")
 # and gemm("cublas") request them
 GROUPED = {"product": "pointer", "wgrad": "pointer"}
