@@ -57,7 +57,8 @@ def clip_by_global_norm(
     of a larger tree that these are part of, from `funcops.dist.global_norm` for example. `in_place` writes into the gradients.
     arXiv:1211.5063; the numbers equal torch.nn.utils.clip_grad_norm_'s.
 
-    No host sync. A norm that is not finite spoils every gradient: see `funcops.precision.all_finite` and `select_step`.
+    No host sync. If the norm is not finite, the gradients become NaN or 0, as torch's do: ask `funcops.precision.all_finite` of the
+    norm, as it also overflows for finite gradients, and leave the step out by `select_step`.
     Raises `TypeError` for a leaf that is neither a float tensor nor None, `ValueError` for a negative max_norm.
 
     >>> import torch
