@@ -12,7 +12,7 @@ help:
 	@echo "make train   set up, then train the language model (ARGS=... for its flags)"
 	@echo "make train-parallel   the same on four processes, by torchrun (MESH='--dp 4' for another mesh, ARGS=... for other flags)"
 	@echo "make test    set up, then run the first tier: a test of every op, law, adapter and example (ARGS=... for pytest's)"
-	@echo "make test-all   both tiers: all tests that need no GPU; make test-rest: those marked slow alone (PART=3: one in three, drawn by SEED)"
+	@echo "make test-all   both tiers: all tests that need no GPU; make test-rest: those marked slow alone (PART=6: one in six, drawn by SEED)"
 	@echo "make interpreters   import everything and run tests/test_tiny.py on each Python, 3.10 to 3.13, that the machine has"
 	@echo "make newest  both tiers with the newest torch and Triton that pip finds, in $(NEWEST), 6 GB (VERSION=2.11.0 for that torch)"
 	@echo "make newest-part   one test in ten of the first tier, drawn by SEED, with the packages of $(VENV) beside that torch and Triton"
