@@ -45,6 +45,7 @@ NAMES = {
     "._metadata": "what state_dict keeps beside its tensors, passed on as it is",
     "._schema": "which arguments an operator writes: OpOverload has no public name for it",
     "._parameters": MODULE,
+    "._buffers": MODULE,
     "._modules": MODULE,
     "._apply": "the hook behind Module.to, which subclasses may override; tests of to, half and to_empty",
     "._forward_hooks": HOOKS,
