@@ -11,7 +11,7 @@ The recipe, for a model `op` with `cfg`; nothing in it waits for the device:
         y, residuals = op.fwd(compute, x, cfg)                      # bfloat16
         op.bwd(donate(residuals), dy, cfg, into=main_grads)         # bfloat16 products, summed in float32
     grads, norm = clip_by_global_norm(main_grads, 1.0)
-    ok = all_finite(norm)                                           # it is not if a gradient is not, or if it overflows
+    ok = all_finite(norm)                                           # False if a gradient is not, or if the norm overflows
     new_params, new_state = adamw_update(params, grads, state, adamw)
     params, state = select_step(ok, (new_params, new_state), (params, state))
 

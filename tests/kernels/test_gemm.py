@@ -25,6 +25,22 @@ TILE = Tile(16, 32, 16, 4, 3)
 KERNELS = {"descriptor": Choice(False, TILE, TILE), "pointer": Choice(False, None, TILE)}
 
 
+@pytest.fixture(autouse=True)
+def planned_anew():
+    """A plan that another test has made, or made with a function replaced, would hide what a test replaces."""
+    products.plan_of.cache_clear()
+    yield
+    products.plan_of.cache_clear()
+
+
+@pytest.fixture
+def added(monkeypatch):
+    """How many parts each launch that adds parts has added: a product without splits has the same result."""
+    found, launch = [], products.launch_sum_splits
+    monkeypatch.setattr(products, "launch_sum_splits", lambda *args, **options: found.append(args[7]) or launch(*args, **options))
+    return found
+
+
 def draw(*shape, dtype, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
@@ -36,7 +52,7 @@ def product(a, b, choice, epilogue=products.Epilogue(), dtype=None):
 
 
 @pytest.mark.parametrize("programs", [1, 3, 5])
-def test_splits_keep_apart_whatever_the_number_of_programs(programs, monkeypatch):
+def test_splits_keep_apart_whatever_the_number_of_programs(programs, monkeypatch, added):
     """If slices overlapped, the result would still be right if the right tile is written last."""
     a, b = draw(136, 100, dtype=torch.float32), draw(100, 24, dtype=torch.float32, seed=1)
     want = a.double() @ b.double()
@@ -44,6 +60,7 @@ def test_splits_keep_apart_whatever_the_number_of_programs(programs, monkeypatch
     monkeypatch.setattr(products, "number_of_splits", lambda tiles, k: 3)
     for kernel in KERNELS.values():
         assert_close(product(a, b, kernel), want, dtype=torch.float32)
+    assert added == [3] * len(KERNELS)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -59,7 +76,7 @@ def test_layouts(kernel, dtype, flips):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
-def test_descriptor_and_pointer_split_alike(kernel, dtype, monkeypatch):
+def test_descriptor_and_pointer_split_alike(kernel, dtype, monkeypatch, added):
     """K in three parts whose slices of the workspace end inside a tile; accumulated, with row sums."""
     monkeypatch.setattr(products, "number_of_splits", lambda tiles, k: 3)
     a, b = draw(40, 72, dtype=dtype), draw(72, 48, dtype=dtype, seed=1)
@@ -72,6 +89,7 @@ def test_descriptor_and_pointer_split_alike(kernel, dtype, monkeypatch):
     plain = product(a, b, KERNELS[kernel])
     assert_close(plain, a.double() @ b.double(), dtype=dtype)
     assert torch.equal(plain, product(a, b, KERNELS[kernel]))
+    assert added == [3] * 4, "the product and the sums, then two products"
 
 
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
@@ -153,7 +171,7 @@ def test_wgrad_accumulates_with_the_bias_gradient(dtype, bias):
 
 @pytest.mark.parametrize(("splits", "shares"), [(1, 2), (1, 3), (2, 2), (3, 1)])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_row_sums_are_shared_among_tiles(kernel, splits, shares, monkeypatch):
+def test_row_sums_are_shared_among_tiles(kernel, splits, shares, monkeypatch, added):
     """Shares that end within K or beyond it; added or not."""
     monkeypatch.setattr(products, "number_of_splits", lambda tiles, k: splits)
     monkeypatch.setattr(products, "SHARE", 16)
@@ -166,6 +184,8 @@ def test_row_sums_are_shared_among_tiles(kernel, splits, shares, monkeypatch):
         )
         assert_close(into, add + a.double() @ b.double(), dtype=torch.float32)
         assert_close(sums, add + a.double().sum(1), dtype=torch.float32)
+        assert max(added) > 1 and (splits == 1 or splits in added)
+        added.clear()
 
 
 @pytest.mark.turns("dtype")
