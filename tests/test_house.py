@@ -43,10 +43,10 @@ PLANTED = {
         unlinear = make_op("unlinear", LinearConfig, fwd=f)
         """,
     "rewrite lines": 'def with_lora(cfg):\n    """Return it."""\n    made = cfg\n\n    return made\n',
-    "package lines": "x = 1\ny = 1\n",
+    "engine statements": '"""Errors."""\n\n# why\nx = 1\nif x:\n    y = 1\n',
 }
 FOUND = {"probes": 2, "class questions": 3, "walks": 2, "path joins": 3, "root files": 1, "fmt: skip": 1, "twin ops": 1}
-FOUND |= {"rewrite lines": 2, "package lines": 2}
+FOUND |= {"rewrite lines": 2, "engine statements": 3}
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from prose import FRAGMENT
 ROOT = Path(__file__).resolve().parents[2]
 OF_A_CONFIG = {"cfg", "inner", "body", "block"}  # names of values that are configs; so are those that end with cfg
 BASES = {"OpConfig", "Composite"}
+ENGINE = {"errors", "backend", "trees", "random", "contract", "residuals", "program", "compose"}
 DECLARATIONS = {"ByConfig"}  # the name ends with Config, but its values are not configs
 
 
@@ -254,10 +255,12 @@ def rewrite_lines(root: Path) -> Iterator[Found]:
     yield from max([list(_length(root, name)) for name in ("with_recipe", "with_lora", "zero3", "with_cache")], key=len)
 
 
-def package_lines(root: Path) -> Iterator[Found]:
-    """lines of the package"""
-    for path in trees(root / "funcops"):
-        yield from (Found(path, i, line) for i, line in enumerate(path.read_text().splitlines(), 1))
+def engine_statements(root: Path) -> Iterator[Found]:
+    """statements, without docstrings, of the rooms that know no operator; comments cost nothing"""
+    for path, node, _ in nodes(root / "funcops"):
+        if path.relative_to(root / "funcops").parts[0].removesuffix(".py") in ENGINE and isinstance(node, ast.stmt):
+            if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)):
+                yield Found(path, node.lineno, ast.unparse(node).partition("\n")[0])
 
 
 class Count(NamedTuple):
@@ -285,7 +288,7 @@ COUNTS = {
     "fragments, %": Count(fragment_docstrings, 1),
     "root test files": Count(test_files, 15),
     "rewrite lines": Count(rewrite_lines, 30),
-    "package lines": Count(package_lines, 70_900),
+    "engine statements": Count(engine_statements, 7_200),
 }
 
 
