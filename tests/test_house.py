@@ -89,6 +89,6 @@ def test_every_count_is_printed_with_its_limit(tmp_path, capsys):
     root = str(planted(tmp_path, {"funcops/errors.py": PLANTED["probes"], "tests/test_a.py": ""}))
     counts.main(["--root", root])
     said = capsys.readouterr().out.splitlines()
-    assert [line[:16].rstrip() for line in said] == list(COUNTS) and said[0].split()[:4] == ["probes", "2", "of", "8"]
+    assert [line[:18].rstrip() for line in said] == list(COUNTS) and said[0].split()[:4] == ["probes", "2", "of", "8"]
     counts.main(["--root", root, "root files", "root test files"])
     assert capsys.readouterr().out == "funcops/errors.py:1: errors.py\ntests/test_a.py:1: test_a.py\n"

@@ -301,7 +301,7 @@ def main(args: list[str]) -> None:
             print(f"{one.path.relative_to(root)}:{one.line}: {one.text}")
     for name, count in COUNTS.items() if not args else ():
         number, said = count.number(root), " ".join((count.find.__doc__ or "").split())
-        print(f"{name:<16} {number:>10{',' if number == int(number) else '.2f'}} of {count.most:>6,}   {said}")
+        print(f"{name:<18} {number:>10{',' if number == int(number) else '.2f'}} of {count.most:>6,}   {said}")
 
 
 if __name__ == "__main__":
