@@ -70,6 +70,11 @@ class Needs:
         """The same gradients, and y recomputed."""
         return _intern(self.x, self.params, self.drop, True)
 
+    @property
+    def of_gradients(self) -> Needs:
+        """The same gradients, without what a program chose."""
+        return _intern(self.x, self.params) if self.drop or self.recompute else self
+
     def param(self, path: str) -> bool:
         """Whether the gradient of this parameter is needed."""
         mask = self.params

@@ -119,8 +119,10 @@ class Saved:
         """A copy of this node, which must be fresh, with `changes`."""
         self.unused("copy")  # type: ignore[attr-defined]
         given = {name: getattr(self, name) for name in self.names}  # type: ignore[attr-defined]
-        made: T = self.keep(self.cfg, self.needs, **given | changes)  # type: ignore[attr-defined]
-        return made
+        needs: Needs = self.needs  # type: ignore[attr-defined]
+        made: Any = self.keep(self.cfg, needs.dropping(()), **given | changes)  # type: ignore[attr-defined]
+        made.needs = needs  # which may leave out what a program has filled in
+        return made  # type: ignore[no-any-return]
 
     def set(self, **changes: Any) -> None:
         """Change fields in place. The new values are marked as fresh; the other fields keep their marks."""

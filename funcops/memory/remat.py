@@ -95,7 +95,8 @@ def _remat(op: Op, offload: bool) -> Op:
         """Rerun the forward, and donate its residuals."""
         params, x, needs = given(where, kept, cfg)
         with scopes.named_scope("", scopes.RECOMPUTE):
-            return donate(op.fwd(params, x, cfg, needs=needs)[1])
+            node = op.fwd(params, x, cfg, needs=needs.of_gradients)[1]
+        return donate(_lacking_x(op, node, cfg) if needs.drop else node)
 
     def dgrad(residuals: Any, dy: Any, cfg: Any) -> tuple[Any, Any]:
         return op.dgrad(opened(f"{name}_dgrad", residuals, cfg), dy, cfg)
@@ -122,8 +123,9 @@ def _pausing(op: Op, name: str, keep: Any, given: Any) -> Pausing:
 
     def opened(where: str, kept: Any, cfg: Any) -> Pauses:
         params, x, needs = given(where, kept, cfg)
-        _, residuals = yield from scopes.resumed("", scopes.RECOMPUTE, op.pausing.fwd(params, x, cfg, needs=needs))
-        return donate(residuals)
+        rerun = op.pausing.fwd(params, x, cfg, needs=needs.of_gradients)
+        _, node = yield from scopes.resumed("", scopes.RECOMPUTE, rerun)
+        return donate(_lacking_x(op, node, cfg) if needs.drop else node)
 
     def dgrad(residuals: Any, dy: Any, cfg: Any) -> Pauses:
         return (yield from op.pausing.dgrad((yield from opened(f"{name}_dgrad", residuals, cfg)), dy, cfg))
@@ -132,6 +134,13 @@ def _pausing(op: Op, name: str, keep: Any, given: Any) -> Pausing:
         return (yield from op.pausing.bwd((yield from opened(f"{name}_bwd", residuals, cfg)), dy, cfg, into=into))
 
     return Pausing(fwd, dgrad, bwd)
+
+
+def _lacking_x(op: Op, node: Any, cfg: Any) -> Any:
+    """Residuals that dgrad reads whole, but whose x its pending leaves out, as the chain around it recomputes x for the wgrad."""
+    if node is not None:
+        node.needs = node.needs.dropping(tuple([name for name, field in op.fields(cfg).items() if field.alias == "x"]))
+    return node
 
 
 def is_remat(op: Op) -> bool:

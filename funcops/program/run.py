@@ -156,6 +156,16 @@ def filled(node: Any, fields: tuple[str, ...], value: Any, needs: Needs) -> Any:
     return node if type(node) is Donated else made
 
 
+def completed(pending: Any, value: Any, needs: Needs) -> Any:
+    """A pending with the recomputed x in the fields that its dgrad left out: none, if no gradient needs it, or if what the pending
+    holds was made of x."""
+    node = pending._node if type(pending) is Donated else pending
+    if not isinstance(node, Saved):
+        return pending
+    lacks = [name for name in node.needs.drop if name in node.fields and node.fields[name].wanted(needs)]
+    return filled(pending, tuple(lacks), value, needs)
+
+
 def forward_piece(rule: Rule, calls: tuple[Call, ...], params: tuple[Any, ...], main: Any, values: dict[int, Any]) -> Any:
     """The result of the rule, or NotImplemented: then the calls run one by one."""
     for call, own in zip(calls, params, strict=True):

@@ -155,7 +155,7 @@ t{i} = K{i}.donated""",
     "recompute from x": "{w[0]} = run.recomputed_from({recompute}, h, {d[0]!r}, {r[1]}, {cfg})\ndel h",
     "recompute from a recipe": "{w[0]} = run.recomputed({recompute}, W{outer}, {name}, {cfg}{filling})",
     "recipe": "{w[0]} = run.recipe({op}, {node}) if {some} else None",
-    "fill": "if {r[0]} is not None and {r[1]} is not None: {r[0]} = run.filled({r[0]}, {d[0]!r}, {r[1]}, {needs})",
+    "fill": "if {r[0]} is not None and {r[1]} is not None: {r[0]} = run.completed({r[0]}, {r[1]}, {needs})",
     # Pieces.
     "backward piece": "{w[0]} = run.backward_piece({rule}, {calls}, {{{trees}}}, {bundle}, G{i}, {d[4]!r}{ys})",
     "settle": "{w[0]} = {rule}.settle({calls}, {r[0]})",

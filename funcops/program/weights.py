@@ -44,7 +44,7 @@ class Weights(Rows):
     def fill(self, call: Call, source: Call) -> None:
         """Put the recomputed y of `source` into the call's pending."""
         p = f"p{call.index}"
-        self.row("fill", call, (p, f"a{source.index}"), (p,), call.fields, needs=call.needs)
+        self.row("fill", call, (p, f"a{source.index}"), (p,), needs=call.needs)
 
     def recompute(self, name: str, held: bool = False) -> list[Row]:
         """The rows that recompute a y: from the residuals in their tree, or `held` in a local."""
