@@ -55,8 +55,8 @@ class QTensor:
         return self.codes.new_zeros(self.shape, dtype=dtype or self.dtype)
 
     def cast(self, dtype: torch.dtype) -> QTensor:
-        """Return itself: a cast does not change codes and scales."""
-        return self
+        """The same codes and scales, to be decoded to `dtype`."""
+        return self if dtype is self.dtype else replace(self, dtype=dtype)
 
     @property
     def device(self) -> torch.device:
