@@ -177,7 +177,7 @@ def product(
         w.format.element,
         *w.format.tile,
         a.format.scales,
-        a.width,
+        min(a.width, w.width),  # codes of 4 bits are padded to whole bytes, others are not
         out,
     )
 

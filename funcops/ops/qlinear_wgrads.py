@@ -28,7 +28,8 @@ _starts = Tables(32)  # the first row of each product of a group
 def product(a: QTensor, b: QTensor, out: torch.dtype, emulate: bool) -> Tensor:
     """The product [*, N] of [*, K] and [N, K], where K is the last dimension of codes."""
     of_a, of_b = a.format, b.format
-    how = of_a.element, *of_a.tile, of_b.element, *of_b.tile, of_a.scales, a.width
+    width = min(a.width, b.width)  # codes of 4 bits are padded to whole bytes, others are not
+    how = of_a.element, *of_a.tile, of_b.element, *of_b.tile, of_a.scales, width
     kind = "" if of_a.kind == of_b.kind else of_b.scales
     return scaled_mm(a.codes, a.scales, a.scale, b.codes, b.scales, b.scale, *how, out, emulate, kind)  # type: ignore[no-any-return]
 
