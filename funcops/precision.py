@@ -121,16 +121,15 @@ def unscale(grads: T, loss_scale: LossScale) -> T:
 
 
 def all_finite(grads: Any) -> Tensor:
-    """A 0-d bool tensor: no infinity and no NaN in any floating or complex tensor of the tree. No host sync.
+    """A 0-d bool tensor: no infinity and no NaN in any floating or complex tensor of the tree, float8 included. No host sync.
 
     >>> import torch
     >>> from funcops.precision import all_finite
     >>> all_finite({"w": torch.tensor([1.0, float("inf")])})
     tensor(False)
     """
-    given = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors(grads) if t.numel()]
-    given = [t for t in given if t.is_floating_point()]
     with torch.no_grad():
+        given = [_reals(t) for t in tensors(grads) if t.numel() and _may_be_infinite(t)]
         if not given:
             found = tensors(grads)
             return torch.ones((), dtype=torch.bool, device=found[0].device if found else "cpu")
@@ -153,7 +152,20 @@ def nonfinite(grads: Any) -> str | None:
     """
     if bool(all_finite(grads)):
         return None
-    return next(path for path, t in paths(grads).items() if isinstance(t, Tensor) and not bool(torch.isfinite(t).all()))
+    given = {path: t for path, t in paths(grads).items() if isinstance(t, Tensor) and _may_be_infinite(t)}
+    return next(path for path, t in given.items() if not bool(torch.isfinite(_reals(t)).all()))
+
+
+def _may_be_infinite(t: Tensor) -> bool:
+    """Whether the dtype has an infinity or a NaN: two numbers of 4 bits in a byte have none."""
+    return (t.is_floating_point() and t.dtype is not torch.float4_e2m1fn_x2) or t.is_complex()
+
+
+def _reals(t: Tensor) -> Tensor:
+    """The numbers in a dtype that torch has norms of: it has none of 8 bits."""
+    if t.is_complex():
+        return torch.view_as_real(t.resolve_conj())
+    return t.float() if t.dtype.itemsize == 1 else t
 
 
 def select_step(ok: Tensor, new: T, old: T) -> T:

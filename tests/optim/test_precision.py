@@ -119,3 +119,41 @@ def test_errors(call, error, text):
     with pytest.raises(error) as caught:
         call()
     assert text in str(caught.value)
+
+
+# The codes of 8 bits that are not finite.
+NOT_FINITE = {
+    torch.float8_e4m3fn: {0x7F, 0xFF},
+    torch.float8_e4m3fnuz: {0x80},
+    torch.float8_e5m2: {*range(0x7C, 0x80), *range(0xFC, 0x100)},
+    torch.float8_e5m2fnuz: {0x80},
+    torch.float8_e8m0fnu: {0xFF},
+    torch.float4_e2m1fn_x2: set(),
+    torch.uint8: set(),
+    torch.bool: set(),
+}
+
+
+@pytest.mark.parametrize("dtype", NOT_FINITE, ids=str)
+def test_each_code_of_8_bits_is_finite_or_found(dtype):
+    codes = torch.arange(256, dtype=torch.uint8)
+    wrong = NOT_FINITE[dtype]
+    good = codes[[code not in wrong for code in range(256)]]
+    good = (good % 2).to(dtype) if dtype is torch.bool else good.view(dtype)
+    tree = {"a": torch.ones(2), "b": good, "c": torch.ones(1, dtype=torch.complex64)}
+    assert bool(all_finite(tree)) and bool(all_finite({"b": good})) and nonfinite(tree) is None
+    for code in wrong:
+        bad = tree | {"b": torch.cat([codes[:1], codes[code : code + 1]]).view(dtype)}
+        assert not bool(all_finite(bad)) and nonfinite(bad) == "b"
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128], ids=str
+)
+@pytest.mark.parametrize("beside", [torch.float8_e5m2, torch.float4_e2m1fn_x2, torch.int32, torch.bool], ids=str)
+def test_wide_numbers_are_found_beside_narrow_ones(dtype, beside):
+    narrow = torch.zeros(4, dtype=torch.uint8).view(beside)
+    for wrong in (float("nan"), float("inf"), -float("inf")):
+        tree = {"a": narrow, "b": torch.tensor([0.0, wrong]).to(dtype)}
+        assert not bool(all_finite(tree)) and nonfinite(tree) == "b"
+    assert nonfinite({"a": narrow, "b": torch.zeros(2, dtype=dtype)}) is None
