@@ -215,15 +215,15 @@ def detached(t: Any) -> Any:
     return t.detach() if isinstance(t, Tensor) else t
 
 
-def _like(weight: Any, params: Any) -> Tensor:
-    """A tensor of the weight's dtype, or of params' if the weight is tied."""
-    if isinstance(weight, Tensor) and weight.dtype in FLOATS:
-        return weight
+def _like(weight: Any, params: Any) -> Any:
+    """What has the weight's dtype and device: itself, in codes or not; a float tensor of params if the weight is tied."""
+    own = unscaled(weight)
+    if stands_for_one(own) or (isinstance(own, Tensor) and own.dtype in FLOATS):
+        return own
     found = next((t for t in tensors(params) if t.dtype in FLOATS), None)
     if found is None:
         fail("lora_init", "params", "a tree with float tensors", describe(params))
-    kind = getattr(weight, "dtype", found.dtype)
-    return found if kind is found.dtype else found.new_empty((), dtype=kind)
+    return found
 
 
 def _init(linear: AdaptedLinear, key: Tensor, device: Any, dtype: torch.dtype) -> LowRankParams:
