@@ -192,6 +192,8 @@ class OpConfig:
     """Whether y at a position depends on x at other positions, so that positions cannot be sharded over ranks."""
     draws_mask: ClassVar[bool] = False
     """Whether the op draws a mask with the shape of x, of which a rank draws the part for its own part of x."""
+    has_place: ClassVar[bool] = False
+    """Whether the op, without a mask, depends on where in the whole a rank's part of x is, which a field `shared` says."""
     linear_parts: tuple[str, ...] = ()
     """The names of the linear layers inside an op, if it has several; each has its params under that name."""
     linear_weights: tuple[str, ...] = ()

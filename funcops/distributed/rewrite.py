@@ -248,7 +248,7 @@ class _Walk:
         if path not in self.known:
             self.known.append(path)
         glob = self.glob(path)
-        if cfg.draws_mask and "shared" in fields_of(cfg):
+        if (cfg.draws_mask or cfg.has_place) and "shared" in fields_of(cfg):
             cfg = dataclasses.replace(cfg, shared=self.shares(main))
         if glob is None:
             return self.between(op, cfg, path, main)

@@ -12,6 +12,9 @@ choice), S = sum_i s_i and a_e = dloss aux E n_e / (K L^2) over the number of se
     sigmoid, normalised:   dl_i = s_i (1 - s_i) / S (g_i - sum_j g_j s_j / S);  sigmoid: s_i (1 - s_i) g_i      (term 1)
     the first loss:        dq = a;  dl = s (a - sum_e a_e s_e), or s (1 - s) (a - sum_e a_e q_e) / sum_e s_e    (term 2)
     the second:            dl = dloss 2 z lse softmax(l) / (S L), of S sequences                                (term 3)
+
+Packed documents have other lengths, and rows behind them are padding: their counts and losses are computed by `counts_of_documents`
+and the two functions behind it, whatever the backend, and the kernels above route with `aux` and `z` of 0.
 """
 
 from __future__ import annotations
@@ -150,13 +153,79 @@ def _of_losses(dloss: Tensor, t: Tensor, counts: Optional[Tensor], top_k: int, s
     if aux:
         assert counts is not None
         a = (counts * (dloss * (aux * experts / (top_k * length * length * sequences)))).unsqueeze(1)
-        s = _scores(t, score)
-        if score == "softmax":
-            d += s * (a - (a * s).sum(-1, True))
-        else:
-            total = s.sum(-1, True)
-            d += s * (1 - s) * (a - (a * s).sum(-1, True) / total) / total
+        d += _of_first_loss(a, t, score)
     if z:
-        lse = torch.logsumexp(t, -1, keepdim=True)
-        d += dloss * (2 * z / (sequences * length)) * lse * torch.softmax(t, -1)
+        d += _of_second_loss(dloss * (2 * z / (sequences * length)), t)
     return d
+
+
+def _of_first_loss(a: Tensor, t: Tensor, score: str) -> Tensor:
+    s = _scores(t, score)
+    if score == "softmax":
+        return s * (a - (a * s).sum(-1, True))
+    total = s.sum(-1, True)
+    return s * (1 - s) * (a - (a * s).sum(-1, True) / total) / total
+
+
+def _of_second_loss(each: Tensor, t: Tensor) -> Tensor:
+    return each * torch.logsumexp(t, -1, keepdim=True) * torch.softmax(t, -1)
+
+
+def document_of(ends: Tensor, at: Tensor) -> Tensor:
+    """The number of the document of each position in `at` [T], int64; N behind the last one. ends: [N + 1], ascending from 0."""
+    return torch.searchsorted(ends[1:].to(at.dtype).contiguous(), at, right=True)
+
+
+def counts_of_documents(indices: Tensor, document: Tensor, documents: int, experts: int) -> Tensor:
+    """[N, E] int32: how often each document chose each expert. indices: [T, K]; document: [T], N for padding."""
+    flat = (document.unsqueeze(-1) * experts + indices).flatten()
+    ones = torch.ones((), dtype=torch.int32, device=flat.device).expand(flat.shape)
+    counts = torch.zeros((documents + 1) * experts, dtype=torch.int32, device=flat.device).scatter_add_(0, flat, ones)
+    return counts.view(documents + 1, experts)[:documents]
+
+
+def document_losses(
+    logits: Tensor, counts: Tensor, document: Tensor, ends: Tensor, top_k: int, score: str, aux: float, z: float
+) -> Tensor:
+    """The loss [] of packed documents: the first one as the mean over those that are not empty, the second over all their rows.
+    logits: [T, E]."""
+    t, padding = logits.to(wide(logits.dtype)), (document >= counts.shape[0]).unsqueeze(-1)
+    loss = t.new_zeros(())
+    if aux:
+        s = _scores(t, score)
+        q = s if score == "softmax" else s / s.sum(-1, True)
+        loss = loss + (_of_shares(counts, document, ends, top_k, aux, t.dtype) * q).masked_fill(padding, 0.0).sum()
+    if z:
+        squares = torch.logsumexp(t, -1, keepdim=True).square().masked_fill(padding, 0.0)
+        loss = loss + squares.sum() * (z / ends[-1].clamp(min=1).to(t.dtype))
+    return loss
+
+
+def document_losses_bwd(
+    dloss: Tensor,
+    logits: Tensor,
+    counts: Optional[Tensor],
+    document: Tensor,
+    ends: Tensor,
+    top_k: int,
+    score: str,
+    aux: float,
+    z: float,
+) -> Tensor:
+    """The gradient [T, E] of `document_losses`, in dloss's dtype; what it is in rows of padding has no meaning."""
+    t = logits.to(dloss.dtype)
+    d = torch.zeros_like(t)
+    if aux:
+        assert counts is not None
+        d += _of_first_loss(dloss * _of_shares(counts, document, ends, top_k, aux, t.dtype), t, score)
+    if z:
+        d += _of_second_loss(dloss * (2 * z / ends[-1].clamp(min=1).to(t.dtype)), t)
+    return d
+
+
+def _of_shares(counts: Tensor, document: Tensor, ends: Tensor, top_k: int, aux: float, dtype: torch.dtype) -> Tensor:
+    """a [T, E], the first loss's gradient for the shares q: it is sum a q. 0 for padding."""
+    lengths = ends.diff().to(dtype)
+    each = aux * counts.shape[-1] / (top_k * lengths.square().clamp(min=1) * (lengths > 0).sum().clamp(min=1))
+    a = torch.nn.functional.pad(counts * each.unsqueeze(-1), (0, 0, 0, 1))  # a last row, of padding
+    return a.index_select(0, document)

@@ -49,7 +49,7 @@ def of_choices(rows: Tensor, order: Tensor, shape: torch.Size) -> Tensor:
     return torch.empty_like(flat).scatter_(0, order.reshape(-1).to(torch.int64), flat).view(shape)
 
 
-def over_capacity(indices: Tensor, experts: int, capacity: int) -> Tensor:
+def over_capacity(indices: Tensor, experts: int, capacity: int | Tensor) -> Tensor:
     """Whether `capacity` choices of the same expert come before each choice, [T, K], in the order of tokens, then of k."""
     _, _, offsets, place = sort_by_expert(indices, experts)
     return place - offsets[indices] >= capacity

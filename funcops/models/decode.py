@@ -37,10 +37,20 @@ def _windows(model: ChainConfig) -> tuple[int | None, ...]:
     return tuple(part.cfg.reach for part in steps(model, layers=True) if part.cfg.attends)
 
 
+@functools.lru_cache(maxsize=64)
+def _dropping(model: ChainConfig) -> dict[str, float]:
+    """The capacities of routers and experts, by path."""
+    found = {part.path: getattr(part.cfg, "capacity", None) for part in steps(model, layers=True)}
+    return {f"{path}.capacity": one for path, one in found.items() if one is not None}
+
+
 def _check_model(where: str, model: Any, cfg: DecoderConfig) -> None:
     """Check that the model has the config's windows, for which the cache has slots, and the extras that `decoder_x` makes for
-    it."""
+    it; and that no token's choices depend on how many others come with it."""
     require_type(where, "model", model, ChainConfig, type(None))
+    for name, capacity in _dropping(_chain_of(cfg) if model is None else model).items():
+        wanted = "None, as an expert's room depends on which tokens come together (dataclasses.replace(route, capacity=None))"
+        fail(where, "cfg" if model is None else "model", f"of a {name} of {wanted}", capacity)
     if model is not None:
         wanted, got = (_windows(made) for made in (_chain_of(cfg), model))
         require(got == wanted, where, "model", f"made of decoder(cfg), whose layers have windows {list(wanted)}", f"{list(got)}")
@@ -59,7 +69,7 @@ def decode(
     tensors. `counts` [B], int64: the number of tokens in each row, which come first; the logits of the others have no meaning.
     `model`: the chain, if it is made from `decoder(cfg)`, by `with_lora` for example. A rope that depends on the longest sequence
     and was not given its length (`from_hf(..., length=)`) rotates as for sequences of up to its original context, and raises
-    beyond.
+    beyond. A router with a `capacity` is refused: which choices it drops depends on the tokens that come together.
 
     The call does not wait for a device. Raises `ValueError` or `TypeError` for another batch, layer, shape or dtype than the
     cache's, and for a cache that is too short (on a device, or under recording: an assertion at run time), `DonatedError` for a

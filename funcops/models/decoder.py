@@ -8,6 +8,7 @@ x of the chain is `WithExtras(ids [B, T], {...})`, which `decoder_x` makes, y th
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from funcops.models.attention_steps import attention_steps, norm_step
 from funcops.models.decoder_config import DecoderConfig, Kind, groups, numbered
 from funcops.models.documents import positions_of
 from funcops.models.linear_attention import PACKED, linear_steps
-from funcops.models.mixture import moe
+from funcops.models.mixture import MoEConfig, moe
 from funcops.ops.activation import ActivationConfig, activation
 from funcops.ops.cross_entropy import CrossEntropyConfig, cross_entropy
 from funcops.ops.embedding import EmbeddingConfig, embedding
@@ -47,7 +48,8 @@ def decoder(
     has no params: `{**params, "loss": None}`. Its `reduction` may be "sum", or "none" for one number a token. If `vocab` is above
     4 `dim`, head and loss run as one (`joined`), and no logits are kept; fewer logits cost less than a second product. A head with
     an adapter, a recipe or a bias runs by itself. `packed`: ids [1, T] are documents one after another, which do not see each
-    other, and x has their `cu_seqlens` (see `pack`); `max_seqlen` bounds their lengths (`AttentionConfig`). Raises `TypeError` if
+    other, and x has their `cu_seqlens` (see `pack`), and for routers `documents`, the same without the padding; `max_seqlen` bounds
+    their lengths (`AttentionConfig`). Raises `TypeError` if
     `cfg` is not a DecoderConfig, `ValueError` for `packed` with linear attention, and for a `max_seqlen` without `packed`.
 
     >>> from funcops import RopeConfig
@@ -74,7 +76,8 @@ def decoder(
     if loss:
         steps.append(Step("loss", cross_entropy, CrossEntropyConfig(reduction=reduction), takes=("labels",)))
     ties = {"head.weight": "embed.weight"} if cfg.tied else {}
-    extras = (*_extras(cfg), *(("cu_seqlens",) if packed else ()), *(("labels",) if loss else ()))
+    ends = () if not packed else ("cu_seqlens",) if cfg.moe is None else ("cu_seqlens", "documents")
+    extras = (*_extras(cfg), *ends, *(("labels",) if loss else ()))
     joined = ("loss",) if loss and cfg.vocab > 4 * cfg.dim else ()
     return ChainConfig(steps=tuple(steps), extras=extras, ties=ties, outputs=outputs, joined=joined)
 
@@ -103,14 +106,16 @@ def decoder_x(
     key: Tensor | None = None,
     length: int | None = None,
     cu_seqlens: Tensor | None = None,
+    tokens: int | None = None,
 ) -> WithExtras:
     """Make x of `decoder(cfg)`: ids [B, T], int64, with the rotary tables of q and k at `positions` ([T] or [B, T], default 0 to T
     - 1) for params of `dtype`, the `labels`, which are already shifted to the next tokens (-100: no label), and the `key` for the
     dropout of adapters (`with_lora`). `length`: the longest sequence that will occur, for a rope that depends on it (dynamic,
     longrope) and whose config lacks it; by default T, or as far as `positions` reach, in each packed document by itself.
-    `cu_seqlens`: the starts of packed documents and T, [N + 1], int32, from which positions count. Raises `ValueError` or
-    `TypeError` for a wrong shape or dtype, and if such a rope gets positions on a device, which are not read, or of a part of a
-    sequence.
+    `cu_seqlens`: the starts of packed documents and T, [N + 1], int32, from which positions count. `tokens`: how many of the T come
+    before the padding, as `sum(map(len, documents))`; a mixture of experts requires it with `cu_seqlens`, as no router counts
+    padding. Raises `ValueError` or `TypeError` for a wrong shape or dtype, for a mixture's missing `tokens`, and
+    if such a rope gets positions on a device, which are not read, or of a part of a sequence.
 
     >>> import torch
     >>> from funcops import RopeConfig, chain, random
@@ -130,6 +135,7 @@ def decoder_x(
         check("decoder_x", "cu_seqlens", cu_seqlens, (...,), torch.int32, ids)
         require(ids.shape[0] == 1, "decoder_x", "ids", "[1, T] with cu_seqlens: one row of documents (see pack)", list(ids.shape))
         positions = positions_of(cu_seqlens, ids.shape[1]) if positions is None else positions
+    _check_tokens(cfg, cu_seqlens, tokens)
     at = torch.arange(ids.shape[1], device=ids.device) if positions is None else positions
     check("decoder_x", "positions", at, ids.shape if getattr(at, "ndim", 1) > 1 else ids.shape[1:], torch.int64, ids)
     if labels is not None:
@@ -148,8 +154,21 @@ def decoder_x(
         strength, period = cfg.temperature
         made["temperature"] = (1 + strength * torch.log1p(torch.floor((at.to(wide) + 1) / period))).unsqueeze(-1)
     extras = {name: made[name] for name in _extras(cfg)}
-    given = (("cu_seqlens", cu_seqlens), ("labels", labels), ("key", key))
+    routed = None if cfg.moe is None or cu_seqlens is None else cu_seqlens.clamp(max=tokens)  # documents of padding become empty
+    given = (("cu_seqlens", cu_seqlens), ("documents", routed), ("labels", labels), ("key", key))
     return WithExtras(ids, extras | {name: t for name, t in given if t is not None})
+
+
+def _check_tokens(cfg: DecoderConfig, cu_seqlens: Tensor | None, tokens: int | None) -> None:
+    where = "decoder_x"
+    if tokens is None:
+        wanted = "given with cu_seqlens (the routers of cfg must not count padding: sum(map(len, documents)))"
+        require(cfg.moe is None or cu_seqlens is None, where, "tokens", wanted, None)
+        return
+    require_count(where, 0, tokens=tokens)
+    require(cu_seqlens is not None, where, "tokens", "None without cu_seqlens", tokens)
+    if cu_seqlens is not None and readable(cu_seqlens):
+        require(tokens in cu_seqlens.tolist(), where, "tokens", "the end of a document, one of cu_seqlens", tokens)
 
 
 def _rotation(
@@ -207,11 +226,15 @@ def block(cfg: DecoderConfig, kind: Kind, packed: bool = False, max_seqlen: int 
     """One layer: attention and MLP, each added to its x."""
     attn, mlp = (
         linear_steps(cfg, cfg.linear) if kind.linear and cfg.linear is not None else attention_steps(cfg, kind, packed, max_seqlen),
-        moe(cfg.moe) if kind.sparse and cfg.moe is not None else _mlp(cfg, cfg.hidden, cfg.mlp_bias),
+        moe(_packed(cfg.moe, packed)) if kind.sparse and cfg.moe is not None else _mlp(cfg, cfg.hidden, cfg.mlp_bias),
     )
     name = "linear_attn" if kind.linear else "attn"
     steps = (Step(name, skip, SkipConfig(chain, _normed(cfg, attn))), Step("mlp", skip, SkipConfig(chain, _normed(cfg, mlp))))
-    return ChainConfig(steps=steps, extras=steps[0].cfg.extras, outputs=steps[1].cfg.outputs)
+    return ChainConfig(steps=steps, extras=(*steps[0].cfg.extras, *steps[1].cfg.extras), outputs=steps[1].cfg.outputs)
+
+
+def _packed(mixture: MoEConfig, packed: bool) -> MoEConfig:
+    return dataclasses.replace(mixture, route=dataclasses.replace(mixture.route, packed=True)) if packed else mixture
 
 
 def _normed(cfg: DecoderConfig, body: ChainConfig) -> ChainConfig:

@@ -207,6 +207,8 @@ class DecoderConfig:
         if self.moe is not None:
             jitter = self.moe.route.jitter
             require(jitter == 0, where, "moe.route.jitter", "0 (a decoder takes no key)", jitter)
+            packed = self.moe.route.packed
+            require(not packed, where, "moe.route.packed", "False (decoder(cfg, packed=True) sets it)", packed)
             require(self.moe.experts.dim == self.dim, where, "moe.experts.dim", f"{self.dim}, as dim", self.moe.experts.dim)
             layers = all(0 <= i < self.layers for i in self.moe.dense) and len(set(self.moe.dense)) < self.layers
             require(layers, where, "moe.dense", f"some of layers 0..{self.layers - 1}, and not all", self.moe.dense)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from funcops.errors import check, describe, fail, require, require_count
+from funcops.kernels.route import document_of
 
 __all__ = ["PackedDocuments", "pack"]
 
@@ -68,5 +69,5 @@ cu_seqlens=tensor([0, 3, 5, 6], dtype=torch.int32))
 def positions_of(cu_seqlens: Tensor, length: int) -> Tensor:
     """The position of each of `length` tokens in its document, [T], int64, without waiting for a device."""
     at = torch.arange(length, device=cu_seqlens.device)
-    document = torch.searchsorted(cu_seqlens[1:].long().contiguous(), at, right=True)
+    document = document_of(cu_seqlens, at)
     return at - cu_seqlens.long()[document.clamp(max=cu_seqlens.shape[0] - 2)]

@@ -56,9 +56,10 @@ class MoEConfig:
 
 def moe(cfg: MoEConfig) -> ChainConfig:
     """Make the chain of a mixture: x, y: [*, H], and with y the router's `load` [E] and `loss` [] (`route`). With jitter it takes
-    the extra `key`. Params: `gate`, `route` and `experts`; with a shared MLP these are in `moe.routed`, and its `up` and `down` in
-    `moe.shared`; with a gate of its own in `moe.shared.gated.mlp`, beside `moe.shared.gated.gate`. Raises `TypeError` if `cfg` is
-    not a MoEConfig.
+    the extra `key`, and if it is packed the extra `documents`, the router's `cu_seqlens`: a token of no document goes through no
+    expert, only through a shared MLP. Params: `gate`, `route` and `experts`; with a shared MLP these are in `moe.routed`, and its
+    `up` and `down` in `moe.shared`; with a gate of its own in `moe.shared.gated.mlp`, beside `moe.shared.gated.gate`. Raises
+    `TypeError` if `cfg` is not a MoEConfig.
 
     >>> import torch
     >>> from funcops import ExpertsConfig, RouteConfig, chain, random
@@ -70,18 +71,18 @@ def moe(cfg: MoEConfig) -> ChainConfig:
     (['in', 'gate', 'route', 'experts'], torch.Size([3, 8]), 6)
     """
     require_type("moe", "cfg", cfg, MoEConfig)
-    keys = ("key",) if cfg.route.jitter else ()
+    extras = (*(("key",) if cfg.route.jitter else ()), *(("documents",) if cfg.route.packed else ()))
     steps = (
         Step("in", fork, ForkConfig(), gives=("tokens",)),
         Step("gate", linear, LinearConfig(cfg.experts.dim, cfg.route.experts, bias=cfg.gate_bias)),
-        Step("route", route, cfg.route, takes=keys, gives=("indices", *ROUTED)),
+        Step("route", route, cfg.route, takes=extras, gives=("indices", *ROUTED)),
         Step("experts", experts, cfg.experts, takes=("tokens", "indices")),
     )
-    routed = ChainConfig(steps=steps, extras=keys, outputs=ROUTED)
+    routed = ChainConfig(steps=steps, extras=extras, outputs=ROUTED)
     if not cfg.shared:
         return routed
     both = ParallelConfig(branches=(Step("routed", chain, routed), Step("shared", chain, _shared(cfg))))
-    return ChainConfig(steps=(Step("moe", parallel, both), Step("sum", add, AddConfig())), extras=keys, outputs=ROUTED)
+    return ChainConfig(steps=(Step("moe", parallel, both), Step("sum", add, AddConfig())), extras=extras, outputs=ROUTED)
 
 
 def _shared(cfg: MoEConfig) -> ChainConfig:

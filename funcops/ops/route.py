@@ -33,6 +33,12 @@ mean; aux is the paper's alpha. The second is ST-MoE's z loss (arXiv 2202.08906)
 weight and its gradient are 0; w_k is normalised before the drop, and n counts them. Then a tensor [*, K] is kept each for weights
 and indices.
 
+`packed`: x is `(logits, cu_seqlens)`, logits [1, T, E]; rows cu_seqlens[i] to cu_seqlens[i + 1], [N + 1] int32, are document i.
+Rows from the last end on are padding: their choices are dropped, take no room of `capacity`, and count in neither n nor the losses.
+So all results are as for the documents alone, whose rows are the T of the formulas.
+With `sequence_wise` each document is a sequence, and the mean is over those that are not empty. The losses read logits a second
+time, by operators of torch.
+
 >>> import torch
 >>> from funcops import RouteConfig, RouteParams, route_bwd, route_fwd
 >>> cfg = RouteConfig(4, 2)
@@ -48,13 +54,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from funcops import random
 from funcops.backend import wide
+from funcops.backend.declare import readable
 from funcops.contract.configs import OpConfig, require_config
 from funcops.contract.needs import Needs
 from funcops.contract.op import bwd_of, config, dgrad_of, forward, init_of, make_op
@@ -77,8 +84,9 @@ class RouteConfig(OpConfig):
     """`experts` (E), of which a token gets `top_k` (K); `score`: "softmax" or "sigmoid"; `normalize`: weights sum to `scale`;
     `bias`: a parameter that is added to the scores for the choice; `groups` of experts, of which the `top_groups` best take part;
     `aux` and `z`: factors of the losses, the first per sequence if `sequence_wise`; `jitter`: how far the random factors of the
-    logits are from 1, at most; `capacity`: an expert's, as a multiple of its fair share; `shared`: how ranks share the tokens, so
-    that each draws its part of the factors (`dist.parallel` says it)."""
+    logits are from 1, at most; `capacity`: an expert's, as a multiple of its fair share; `packed`: x has `cu_seqlens`, the ends of
+    the documents in a row; `shared`: how ranks share the tokens, so that each draws its part of the factors, and finds its part of
+    the documents (`dist.parallel` says it)."""
 
     experts: int = field(kw_only=False)
     top_k: int = field(kw_only=False)
@@ -93,6 +101,7 @@ class RouteConfig(OpConfig):
     z: float = 0.0
     jitter: float = 0.0
     capacity: float | None = None
+    packed: bool = False
     shared: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
@@ -112,6 +121,7 @@ class RouteConfig(OpConfig):
         require(0.0 <= self.jitter <= 1.0, where, "jitter", "in [0, 1]", self.jitter)
         right = self.capacity is None or 0.0 < self.capacity < math.inf
         require(right, where, "capacity", "None or above 0 and finite", self.capacity)
+        require(not (self.packed and self.jitter), where, "jitter", "0 with packed (noise of a row has no documents)", self.jitter)
         require(isinstance(self.shared, tuple), where, "shared", "a tuple of dist.Shared", describe(self.shared))
 
     @property
@@ -120,8 +130,14 @@ class RouteConfig(OpConfig):
 
     @property
     def mixes_positions(self) -> bool:  # type: ignore[override]
-        """A sequence has one loss, and an expert takes the first tokens."""
-        return self.capacity is not None or (self.sequence_wise and self.aux > 0.0)
+        """A sequence has one loss, and an expert takes the first tokens; the losses of packed rows are means over all that are not
+        padding, of which ranks have different numbers."""
+        whole = self.aux > 0.0 and self.sequence_wise, self.packed and (self.aux > 0.0 or self.z > 0.0)
+        return self.capacity is not None or any(whole)
+
+    @property
+    def has_place(self) -> bool:  # type: ignore[override]
+        return self.packed
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         return self.experts, self.top_k
@@ -141,6 +157,7 @@ class RouteResiduals(Residuals, static=("inputs", "shape", "dtype")):
     scores: Tensor | None = saved("[*, K]", needed_by=DGRAD)  # s of the chosen experts; with a capacity, w before the drop
     choice: Tensor | None = saved("[*, K]", needed_by=DGRAD)  # with a capacity: indices, -1 - e for a dropped choice of e
     counts: Tensor | None = saved("[S, E]", needed_by=DGRAD)  # the load of each sequence
+    ends: Tensor | None = saved("[N + 1]", alias="x.1", needed_by=DGRAD)  # cu_seqlens, if the gradient has a loss's
 
 
 @init_of(RouteConfig)
@@ -151,11 +168,13 @@ def route_init(cfg: RouteConfig, *, key: Tensor | None = None, device: Any = Non
 
 @forward(RouteConfig, RouteParams)
 def route_fwd(params: RouteParams, x: Any, cfg: RouteConfig, *, needs: Needs = Needs.ALL) -> tuple[Routed, RouteResiduals | None]:
-    """x: logits [*, E], with jitter `(logits, key)` -> `(weights, indices, load, loss)`. Raises `ValueError` or `TypeError` for a
-    wrong shape, dtype or device."""
-    logits, key = _check_x(params.bias, x, cfg)
+    """x: logits [*, E], with jitter `(logits, key)`, packed `(logits, cu_seqlens)` -> `(weights, indices, load, loss)`. Raises
+    `ValueError` or `TypeError` for a wrong shape, dtype or device, and on the CPU for cu_seqlens that do not ascend from 0 to at
+    most T."""
+    logits, key, ends = _check_x(params.bias, x, cfg)
     rows, sequences = _jittered(logits, key, cfg), _sequences(logits, cfg)
     every = _takes_rows(cfg)
+    documents = None if ends is None else _Documents.of(ends, logits.shape, cfg)
     keep = cfg.score == "sigmoid" and cfg.normalize and not every
     weights, indices, scores, counts, loss = kernels.route_fwd(
         rows.reshape(*sequences, cfg.experts),
@@ -166,38 +185,83 @@ def route_fwd(params: RouteParams, x: Any, cfg: RouteConfig, *, needs: Needs = N
         cfg.scale,
         cfg.groups,
         cfg.top_groups,
-        cfg.aux,
-        cfg.z,
+        0.0 if documents is not None else cfg.aux,
+        0.0 if documents is not None else cfg.z,
         keep,
     )
-    load = counts.view(cfg.experts) if sequences[0] == 1 else counts.sum(0, dtype=torch.int32)
+    if documents is not None:
+        counts = documents.counts(indices[0], cfg.experts)
+        if cfg.aux or cfg.z:
+            loss = kernels.document_losses(rows[0], counts, *documents, cfg.top_k, cfg.score, cfg.aux, cfg.z)
+    alone = counts.shape[0] == 1
+    load = counts.view(cfg.experts) if alone else counts.sum(0, dtype=torch.int32)
     shape = (*logits.shape[:-1], cfg.top_k)
     y = weights.view(shape), indices.view(shape), load, loss
     kept: dict[str, Any] = dict(weights=None if every or keep else y[0], indices=y[1], scores=scores)
-    if cfg.capacity is not None:
-        y, kept = _dropped(y, kept, cfg)
+    if cfg.capacity is not None or documents is not None:
+        y, kept = _dropped(y, kept, cfg, documents)
     if cfg.aux:
-        kept["load" if sequences[0] == 1 else "counts"] = load if sequences[0] == 1 else counts
+        kept["load" if alone else "counts"] = load if alone else counts
+    kept["ends"] = ends if cfg.aux or cfg.z else None
     kept.update(logits=logits if every else None, key=key if cfg.jitter else None)
     inputs = Inputs.of(x) if isinstance(x, tuple) else None
     return y, RouteResiduals.keep(cfg, needs, **kept, inputs=inputs, shape=logits.shape, dtype=logits.dtype)
 
 
-def _check_x(bias: Any, x: Any, cfg: RouteConfig) -> tuple[Tensor, Tensor | None]:
-    logits, key = x, None
-    if cfg.jitter:
+class _Documents(NamedTuple):
+    """Where the documents of a row are; one document of them all, unless each has a loss."""
+
+    number: Tensor  # [T], of each token's document; N: padding
+    ends: Tensor  # [N + 1]
+
+    @staticmethod
+    def of(ends: Tensor, shape: Any, cfg: RouteConfig) -> _Documents:
+        if not (cfg.sequence_wise and cfg.aux):
+            ends = torch.cat((ends[:1], ends[-1:]))
+        ranges = in_whole(shape, cfg.shared)[1][1]
+        at = torch.cat([torch.arange(first, first + length, device=ends.device) for first, length in ranges])
+        return _Documents(kernels.document_of(ends, at), ends)
+
+    @property
+    def padding(self) -> Tensor:
+        """[T, 1]: whether a token is in no document."""
+        return (self.number >= self.ends.shape[0] - 1).unsqueeze(-1)
+
+    def counts(self, indices: Tensor, experts: int) -> Tensor:
+        return kernels.counts_of_documents(indices, self.number, self.ends.shape[0] - 1, experts)
+
+
+def _check_x(bias: Any, x: Any, cfg: RouteConfig) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    logits, key, ends = x, None, None
+    if cfg.jitter or cfg.packed:
+        parts = ("key", "jitter") if cfg.jitter else ("cu_seqlens", "packed")
         if not isinstance(x, tuple) or len(x) != 2:
-            fail("route_fwd", "x", "a tuple (logits, key), as cfg.jitter says", describe(x), TypeError)
-        logits, key = x
-    check_rows("route_fwd", "x.0 (logits)" if cfg.jitter else "x", logits, cfg.experts)
+            fail("route_fwd", "x", f"a tuple (logits, {parts[0]}), as cfg.{parts[1]} says", describe(x), TypeError)
+        logits, key, ends = x[0], x[1] if cfg.jitter else None, x[1] if cfg.packed else None
+    check_rows("route_fwd", "x.0 (logits)" if cfg.jitter or cfg.packed else "x", logits, cfg.experts)
     if cfg.jitter:
         check("route_fwd", "x.1 (the key)", key, (2,), torch.int64, logits)
+    if cfg.packed:
+        _check_ends(ends, logits, cfg)
+    if cfg.jitter or cfg.packed:
         check_shared("route_fwd", logits, cfg.shared)
     if cfg.bias:
         check("route_fwd", "params.bias", bias, (cfg.experts,), (logits.dtype, wide(logits.dtype)), logits)
     elif bias is not None:
         fail("route_fwd", "params.bias", "None (cfg.bias is False)", describe(bias))
-    return logits, key
+    return logits, key, ends
+
+
+def _check_ends(ends: Any, logits: Tensor, cfg: RouteConfig) -> None:
+    if logits.dim() != 3 or logits.shape[0] != 1:
+        fail("route_fwd", "x.0 (logits)", f"[1, T, {cfg.experts}], one row of documents (cfg.packed)", list(logits.shape))
+    check("route_fwd", "x.1 (cu_seqlens)", ends, (...,), torch.int32, logits)
+    if ends.dim() != 1 or ends.shape[0] < 1:
+        fail("route_fwd", "x.1 (cu_seqlens)", "[N + 1]", list(ends.shape))
+    if readable(ends):
+        found, rows = ends.tolist(), in_whole(logits.shape, cfg.shared)[0][1]
+        if found[0] != 0 or found[-1] > rows or any(a > b for a, b in zip(found, found[1:], strict=False)):
+            fail("route_fwd", "x.1 (cu_seqlens)", f"ascending, from 0 to at most {rows}, the row's length", found)
 
 
 def _takes_rows(cfg: RouteConfig) -> bool:
@@ -208,7 +272,7 @@ def _takes_rows(cfg: RouteConfig) -> bool:
 def _sequences(logits: Tensor, cfg: RouteConfig) -> tuple[int, int]:
     """S and L: the number and the length of the sequences, each of which has a loss."""
     tokens = math.prod(logits.shape[:-1])
-    if not cfg.sequence_wise or logits.dim() < 3:
+    if not cfg.sequence_wise or cfg.packed or logits.dim() < 3:
         return 1, tokens
     return math.prod(logits.shape[:-2]), logits.shape[-2]
 
@@ -224,15 +288,29 @@ def _jittered(logits: Tensor, key: Tensor | None, cfg: RouteConfig) -> Tensor:
     return logits.to(wide(logits.dtype)) * _factors(logits.shape, key, logits.dtype, cfg)
 
 
-def _dropped(y: Routed, kept: dict[str, Any], cfg: RouteConfig) -> tuple[Routed, dict[str, Any]]:
-    """Drop the choices beyond capacity. Returns y and the fields to keep."""
+def _dropped(y: Routed, kept: dict[str, Any], cfg: RouteConfig, documents: _Documents | None) -> tuple[Routed, dict[str, Any]]:
+    """Drop the choices of padding, and those beyond capacity. Returns y and the fields to keep."""
     weights, indices, load, loss = y
-    choices = indices.numel()
-    room = min(choices, math.ceil(cfg.capacity * choices / cfg.experts))  # type: ignore[operator]
-    out = over_capacity(indices.view(-1, cfg.top_k), cfg.experts, room).view(indices.shape)
+    taken, out = indices.view(-1, cfg.top_k), None
+    if documents is not None:
+        out = documents.padding.expand_as(taken)
+        taken = taken.masked_fill(out, cfg.experts)
+    if cfg.capacity is not None:
+        late = over_capacity(taken, cfg.experts, _room(indices.numel(), cfg.capacity, cfg, documents))
+        out = late if out is None else out | late
+    assert out is not None
+    out = out.view(indices.shape)
     scores = weights if kept["weights"] is not None else kept["scores"]
     kept = dict(scores=scores, choice=torch.where(out, -1 - indices, indices))
     return (weights.masked_fill(out, 0.0), indices.masked_fill(out, cfg.experts), load, loss), kept
+
+
+def _room(choices: int, capacity: float, cfg: RouteConfig, documents: _Documents | None) -> int | Tensor:
+    """How many choices an expert takes, at most; of packed rows on their device, as how many are padding is known there."""
+    if documents is None:
+        return min(choices, math.ceil(capacity * choices / cfg.experts))
+    wanted = documents.ends[-1].to(torch.float64) * cfg.top_k
+    return torch.minimum(wanted, (wanted * capacity / cfg.experts).ceil()).to(torch.int64)
 
 
 @dgrad_of(RouteResiduals)
@@ -265,37 +343,44 @@ route_wgrad.opens = None, RouteParams  # type: ignore[attr-defined]
 def _gradient(residuals: RouteResiduals, dy: Any, cfg: RouteConfig) -> Any:
     shape, dtype = residuals.shape, residuals.dtype
     dweights, dloss = _check_dy(dy, (*shape[:-1], cfg.top_k), wide(dtype), residuals)
-    needed = residuals.needs.input(0) if cfg.jitter else residuals.needs.x
+    needed = residuals.needs.x if residuals.inputs is None else residuals.needs.input(0)
     if not needed or (dweights is None and dloss is None):
         return residuals.nothing()
     logits, key = residuals.logits, residuals.key
     at = residuals.indices if residuals.choice is None else residuals.choice
     assert at is not None
-    if dloss is None or not (cfg.aux or cfg.z):
+    losses = dloss is not None and (cfg.aux or cfg.z)
+    if not losses:
         dloss = torch.zeros((), dtype=wide(dtype), device=at.device)
     kept = residuals.weights if residuals.scores is None else residuals.scores
     counts = residuals.counts if residuals.load is None else residuals.load.unsqueeze(0)
     of_keys = None if key is None else _factors(shape, key, dtype, cfg)
     rows = None if logits is None else logits if of_keys is None else logits.to(of_keys.dtype) * of_keys
-    size = (math.prod(shape[:-2]), shape[-2]) if residuals.counts is not None else (1, math.prod(shape[:-1]))
+    size = (1, math.prod(shape[:-1])) if residuals.counts is None or cfg.packed else (math.prod(shape[:-2]), shape[-2])
     by_k, given = (*size, cfg.top_k), (dweights, at, kept)
     parts = [None if t is None else t.reshape(by_k) for t in given]
     dx = kernels.route_bwd(
         dloss,
         *parts,
         None if rows is None else rows.reshape(*size, cfg.experts),
-        counts,
+        None if cfg.packed else counts,
         cfg.experts,
-        dtype if of_keys is None else of_keys.dtype,
+        dtype if residuals.inputs is None else wide(dtype),
         cfg.score,
         cfg.normalize,
         cfg.scale,
-        cfg.aux,
-        cfg.z,
+        0.0 if cfg.packed else cfg.aux,
+        0.0 if cfg.packed else cfg.z,
     ).view(shape)
-    if of_keys is None:
+    if residuals.inputs is None:
         return dx
-    return residuals.inputs.make(((dx * of_keys).to(dtype), None))
+    if of_keys is not None:
+        dx = dx * of_keys
+    elif losses:
+        documents = _Documents.of(residuals.ends, shape, cfg)
+        own = kernels.document_losses_bwd(dloss, logits[0], counts, *documents, cfg.top_k, cfg.score, cfg.aux, cfg.z)
+        dx = (dx + own).masked_fill_(documents.padding, 0.0)
+    return residuals.inputs.make((dx.to(dtype), None))
 
 
 def _check_dy(dy: Any, shape: tuple[int, ...], dtype: torch.dtype, residuals: RouteResiduals) -> tuple[Any, Any]:

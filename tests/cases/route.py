@@ -1,3 +1,5 @@
+import dataclasses
+
 import torch
 from hypothesis import strategies as st
 
@@ -26,7 +28,25 @@ def in_time(indices, cfg):
     return torch.tensor(found, dtype=torch.bool).view(indices.shape)
 
 
+def of_documents(params, x, cfg):
+    """The reference of each document, without the padding: rows one by one, the first loss of each document, the second of all."""
+    (logits, ends), plain = x, dataclasses.replace(cfg, packed=False, sequence_wise=False)
+    rows = logits[0, : int(ends[-1])]
+    weights, indices, load, loss = reference(params, rows, plain)
+    if cfg.sequence_wise:
+        one, every = dataclasses.replace(plain, z=0.0, capacity=None), dataclasses.replace(plain, aux=0.0)
+        documents = [rows[a:b] for a, b in zip(ends.tolist(), ends.tolist()[1:], strict=False) if a < b]
+        losses = [reference(params, each, one)[3] for each in documents]
+        loss = sum(losses, reference(params, rows, every)[3] * max(len(losses), 1)) / max(len(losses), 1)
+    padding = logits.shape[1] - len(rows)
+    weights = torch.cat((weights, 0 * weights.new_ones(padding, cfg.top_k)))
+    indices = torch.cat((indices, torch.full((padding, cfg.top_k), cfg.experts, dtype=torch.int32)))
+    return weights[None], indices[None], load, loss
+
+
 def reference(params, x, cfg):
+    if cfg.packed:
+        return of_documents(params, x, cfg)
     logits = x
     if cfg.jitter:
         t, key = x
@@ -54,20 +74,23 @@ def reference(params, x, cfg):
     return weights, indices.to(torch.int32), load, loss
 
 
-def case(rows, experts, top_k, **options):
-    cfg = RouteConfig(experts, top_k, **options)
+def case(rows, experts, top_k, ends=None, **options):
+    cfg = RouteConfig(experts, top_k, packed=ends is not None, **options)
 
     def x(d):
         t = d.randn(*rows, experts)
+        if cfg.packed:
+            return t, torch.tensor(ends, dtype=torch.int32)
         return (t, d.key()) if cfg.jitter else t
 
     def params(d):
         return RouteParams(d.randn(experts) / 4 if cfg.bias else None)
 
-    name = f"route-{list(rows)}-{experts}-{top_k}-" + ",".join(f"{k}={v}" for k, v in options.items())
+    name = f"route-{list(rows)}-{ends or ''}{experts}-{top_k}-" + ",".join(f"{k}={v}" for k, v in options.items())
     one = experts == 1 or (top_k == 1 and cfg.normalize)  # a softmax, or a share, of one: its gradient is 0
     cancels = ("x",) if one else ()
-    return Case(op=route, cfg=cfg, x=x, params=params, reference=reference, name=name, cancels=cancels, casts=True)
+    free = ("x.1",) if cfg.packed else ()  # any number of documents
+    return Case(op=route, cfg=cfg, x=x, params=params, reference=reference, name=name, cancels=cancels, casts=True, free=free)
 
 
 LOSSES = dict(aux=0.3, z=0.05)
@@ -91,6 +114,9 @@ CASES = [
     case((4,), 64, 8, normalize=False, **LOSSES),
     case((4,), 64, 1, score="sigmoid"),
     case((3,), 64, 2, z=0.1),
+    case((1, 9), 8, 3, [0, 3, 3, 7], sequence_wise=True, **LOSSES),
+    case((1, 7), 6, 2, [0, 2, 5], score="sigmoid", capacity=0.7, **LOSSES),
+    case((1, 6), 16, 4, [0, 5, 6], **DEEPSEEK),
 ]
 
 
@@ -118,7 +144,7 @@ def drawn(draw):
     )
 
 
-LOGITS, ROUTED = torch.ones(3, 4), RouteConfig(4, 2)
+LOGITS, ROUTED, ENDS = torch.ones(3, 4), RouteConfig(4, 2), torch.tensor([0, 2], dtype=torch.int32)
 ERRORS = [
     Error(call=lambda: RouteConfig(4, 5), match="RouteConfig: top_k must be at most experts, 4, got 5"),
     Error(call=lambda: RouteConfig(4, 0), match="RouteConfig: top_k must be at least 1, got 0"),
@@ -146,6 +172,26 @@ ERRORS = [
     Error(
         call=lambda: route_dgrad(route_fwd(RouteParams(), LOGITS, ROUTED)[1], (None, None, torch.ones(4), None), ROUTED),
         match="route_dgrad: dy.2 must be None (load are integers, without a gradient), got float32[4]",
+        error=TypeError,
+    ),
+    Error(call=lambda: RouteConfig(4, 2, packed=True, jitter=0.1), match="RouteConfig: jitter must be 0 with packed"),
+    Error(
+        call=lambda: route_fwd(RouteParams(), LOGITS, RouteConfig(4, 2, packed=True)),
+        match="route_fwd: x must be a tuple (logits, cu_seqlens), as cfg.packed says",
+        error=TypeError,
+    ),
+    *[
+        Error(call=lambda x=x: route_fwd(RouteParams(), x, RouteConfig(4, 2, packed=True)), match=match)
+        for x, match in (
+            ((LOGITS, ENDS), "route_fwd: x.0 (logits) must be [1, T, 4], one row of documents (cfg.packed), got [3, 4]"),
+            ((LOGITS[None], ENDS[None]), "route_fwd: x.1 (cu_seqlens) must be [N + 1], got [1, 2]"),
+            ((LOGITS[None], 2 * ENDS), "x.1 (cu_seqlens) must be ascending, from 0 to at most 3, the row's length, got [0, 4]"),
+            ((LOGITS[None], ENDS.flip(0)), "x.1 (cu_seqlens) must be ascending, from 0 to at most 3, the row's length, got [2, 0]"),
+        )
+    ],
+    Error(
+        call=lambda: route_fwd(RouteParams(), (LOGITS[None], ENDS.long()), RouteConfig(4, 2, packed=True)),
+        match="route_fwd: x.1 (cu_seqlens) must be int32, got int64",
         error=TypeError,
     ),
     Error(call=lambda: optim.balance(torch.ones(4), torch.ones(3), 0.1), match="balance: load must be [4], got [3]"),

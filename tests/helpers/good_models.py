@@ -112,6 +112,7 @@ MODELS = {
             "key": random.key(0),
             "length": 4,
             "cu_seqlens": None,
+            "tokens": None,
         },
         {"ids": (IDS[0],)},
         {("ids", "int64[2, 3]"): "one tensor may be anywhere"},

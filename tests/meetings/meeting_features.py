@@ -201,7 +201,8 @@ def recomputed(cfg: Any) -> Any:
 
 
 def packed(cfg: Any) -> Any:
-    """The config whose attentions take `cu_seqlens`, an extra of the chains around them: a step before each joins it to q, k, v."""
+    """The config whose attentions and routers take `cu_seqlens`, an extra of the chains around them: a step before each attention
+    joins it to q, k, v."""
     if not isinstance(cfg, ChainConfig):
         return cfg.with_parts(lambda name, op, inner: (op, packed(inner))) if isinstance(cfg, Composite) else cfg
     steps: list[Step] = []
@@ -209,6 +210,8 @@ def packed(cfg: Any) -> Any:
         if isinstance(step.cfg, AttentionConfig):
             steps.append(Step("join", join, JoinConfig(), takes=("cu_seqlens",)))
             step = dataclasses.replace(step, cfg=dataclasses.replace(step.cfg, packed=True))
+        if isinstance(step.cfg, RouteConfig):
+            step = dataclasses.replace(step, cfg=dataclasses.replace(step.cfg, packed=True), takes=("cu_seqlens",))
         steps.append(dataclasses.replace(step, cfg=packed(step.cfg)))
     below = any("cu_seqlens" in (*step.takes, *step.cfg.extras) for step in steps)
     return dataclasses.replace(cfg, steps=tuple(steps), extras=(*cfg.extras, *(("cu_seqlens",) if below else ())))

@@ -45,6 +45,10 @@ themselves, so that neither takes pendings or donated residuals from the caller,
 Features are composed in one order: the model (window, mixture), its config on one process (packed rows, `remat`, adapters, a
 recipe), the config of a rank (`dist.parallel`, then `dist.zero3`), what is kept (a policy or a budget), the call of the step.
 
+The mixture's router has no losses and no `capacity` here. With one of them and packed rows, `dist.parallel` over several ranks
+of `cp` raises for the step `route`: ranks have different numbers of tokens that are not padding. `decode` and `generate` refuse
+a `capacity`.
+
 ## The features
 
 | | feature | how it is turned on |

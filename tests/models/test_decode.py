@@ -252,6 +252,21 @@ def test_bad_calls_raise_by_name_before_anything_changes():
         )
 
 
+@pytest.mark.parametrize("capacity", [0.5, 1.0, 8.0])
+@pytest.mark.parametrize("given", ["cfg", "model"])
+def test_a_capacity_is_refused_as_it_would_depend_on_the_chunks(capacity, given):
+    plain = next(cfg for cfg in MODELS.values() if cfg.moe is not None)
+    route = dataclasses.replace(plain.moe.route, capacity=capacity)
+    dropping = dataclasses.replace(plain, moe=dataclasses.replace(plain.moe, route=route))
+    params, cache = chain.init(decoder(plain), key=random.key(0)), cache_init(plain, 3, chunk=4)
+    cfg, model = (dropping, None) if given == "cfg" else (plain, decoder(dropping))
+    said = rf"{given} must be of a blocks\S*route.capacity of None, as an expert's room depends on .*, got {capacity}"
+    with pytest.raises(ValueError, match=f"^decode: {said}"):
+        decode(params, cache, IDS[:, :1], cfg, model=model)
+    with pytest.raises(ValueError, match=f"^generate: {said}"):
+        generate(params, cfg, IDS[:, :2], 1, model=model)
+
+
 @pytest.mark.turns("name", every=2)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_waits_for_nothing(name):

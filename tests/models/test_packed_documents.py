@@ -1,6 +1,7 @@
 """Documents packed into one row: logits, losses and gradients of the documents one by one, in float64."""
 
 import dataclasses
+from random import Random
 
 import pytest
 import torch
@@ -93,12 +94,126 @@ def test_a_row_of_documents_equals_them_one_by_one(name, padded, seed):
     )
     logits, loss, wanted = one_by_one(cfg, params, documents)
     without_loss = {name: part for name, part in params.items() if name != "loss"}
-    y, _ = chain.fwd(without_loss, decoder_x(cfg, ids, D, cu_seqlens=ends), decoder(cfg, packed=True))
+    y, _ = chain.fwd(without_loss, decoder_x(cfg, ids, D, cu_seqlens=ends, tokens=total), decoder(cfg, packed=True))
     torch.testing.assert_close(main_of(y)[0, :total], torch.cat(logits), rtol=0, atol=1e-12)
     model = decoder(cfg, loss=True, packed=True)
-    y, kept = chain.fwd(params, decoder_x(cfg, ids, D, labels=labels, cu_seqlens=ends), model)
+    y, kept = chain.fwd(params, decoder_x(cfg, ids, D, labels=labels, cu_seqlens=ends, tokens=total), model)
     torch.testing.assert_close(main_of(y), loss, rtol=0, atol=1e-12)
     close(chain.bwd(kept, like(y, torch.ones((), dtype=D)), model)[0], wanted)
+
+
+def mixed(seed, **fixed):
+    """A decoder with a mixture, params, and documents."""
+    draw = Random(seed)
+    options = dict(
+        score=draw.choice(["softmax", "sigmoid"]),
+        normalize=draw.random() < 0.5,
+        bias=draw.random() < 0.5,
+        aux=draw.choice([0.0, 0.5]),
+        z=draw.choice([0.0, 0.1]),
+        sequence_wise=draw.random() < 0.5,
+        capacity=draw.choice([None, 0.5, 1.0]),
+    )
+    route = RouteConfig(4, draw.randint(1, 3), **options | fixed)
+    shared = draw.choice([0, 5])
+    mixture = MoEConfig(route=route, experts=ExpertsConfig(4, 16, 6), shared=shared, dense=draw.choice([(), (0,)]))
+    cfg = dataclasses.replace(PLAIN, moe=mixture, windows=draw.choice([(), (3, None)]))
+    params = chain.init(decoder(cfg, loss=True), key=random.key(seed), dtype=D)
+    rng = torch.Generator().manual_seed(seed)
+    params = tree_map_tensors(lambda t: t + 0.1 * torch.randn(t.shape, generator=rng, dtype=D), params)
+    return cfg, params, [torch.randint(cfg.vocab, (draw.choice([1, 2, 5, 9]),), generator=rng) for _ in range(draw.randint(1, 4))]
+
+
+def trained(cfg, params, documents, **padding):
+    """The outputs of a packed row, and the gradients of its loss with the routers' losses."""
+    ids, labels, ends = pack(documents, **padding)
+    x = decoder_x(cfg, ids, D, labels=labels, cu_seqlens=ends, tokens=sum(map(len, documents)))
+    model = decoder(cfg, loss=True, packed=True)
+    y, kept = chain.fwd(params, x, model)
+    ones = {name: torch.ones_like(t) if name.startswith("loss") else None for name, t in y.extras.items()}
+    return y, chain.bwd(kept, WithExtras(torch.ones_like(y.main), ones), model)[0]
+
+
+@pytest.mark.parametrize("seed", [s if s < 3 else pytest.param(s, marks=pytest.mark.slow) for s in range(40)])
+def test_no_router_counts_padding(seed):
+    cfg, params, documents = mixed(seed)
+    total, longest = sum(map(len, documents)), max(map(len, documents))
+    y, grads = trained(cfg, params, documents)
+    chosen = sum(int(t.sum()) for name, t in y.extras.items() if name.startswith("load"))
+    layers = cfg.layers - len(cfg.moe.dense)
+    assert chosen == total * cfg.moe.route.top_k * layers
+    for padding in (dict(length=total + 41, count=9), dict(length=total + 2 * longest + 1, max_seqlen=longest)):
+        other, dother = trained(cfg, params, documents, **padding)
+        for name, t in y.extras.items():
+            torch.testing.assert_close(other.extras[name], t, rtol=0, atol=1e-12)
+        torch.testing.assert_close(other.main, y.main, rtol=0, atol=1e-12)
+        close(dother, paths(grads))
+
+
+@pytest.mark.parametrize("seed", [s if s < 2 else pytest.param(s, marks=pytest.mark.slow) for s in range(24)])
+def test_a_router_has_a_loss_for_each_document(seed):
+    cfg, params, documents = mixed(seed, aux=0.5, sequence_wise=True, z=0.0, capacity=None)
+    y, grads = trained(cfg, params, documents, length=50)
+    count, model, wanted, losses = max(sum(len(one) - 1 for one in documents), 1), decoder(cfg, loss=True, reduction="sum"), {}, []
+    for one in documents:
+        alone = pack([one])
+        found, kept = chain.fwd(params, decoder_x(cfg, alone.ids, D, labels=alone.labels), model)
+        routers = {n: torch.full_like(t, 1 / len(documents)) if n.startswith("loss") else None for n, t in found.extras.items()}
+        dparams = chain.bwd(kept, WithExtras(torch.full((), 1 / count, dtype=D), routers), model)[0]
+        wanted = {path: g if g is None else g + wanted.get(path, 0.0) for path, g in paths(dparams).items()}
+        losses.append({n: t for n, t in found.extras.items() if n.startswith("loss")})
+    for name in losses[0]:
+        torch.testing.assert_close(y.extras[name], sum(each[name] for each in losses) / len(documents), rtol=0, atol=1e-12)
+    close(grads, wanted)
+
+
+@pytest.mark.parametrize(
+    ("axis", "capacity"),
+    [("ep", 1.0), ("cp", None), pytest.param("ep", None, marks=pytest.mark.slow), pytest.param("tp", None, marks=pytest.mark.slow)],
+)
+def test_padding_of_a_mixture_over_ranks(axis, capacity):
+    """Each rank of ep has a row of its own, with padding of its own; ranks of cp share out one row, of tp features."""
+    cfg, params, documents = mixed(5, aux=0.0, z=0.0, capacity=None)
+    rows = [documents, [*documents[::-1], documents[0]]] if axis == "ep" else [documents] * 2
+    each = [(sum(map(len, row)), pack(row, length=48, count=7)) for row in rows]
+
+    def step(own, params, mesh, i):
+        total, (ids, labels, ends) = each[i]
+        x, at = decoder_x(cfg, ids, D, labels=labels, cu_seqlens=ends, tokens=total), ("documents", "cu_seqlens")
+        if mesh is not None and axis == "cp":
+            parts = {
+                n: t if n in at else dist.zigzag(t, mesh["cp"], t.dim() - 3 if n == "rotation" else 1) for n, t in x.extras.items()
+            }
+            x = WithExtras(dist.zigzag(ids, mesh["cp"]), parts)
+        y, kept = chain.fwd(params, x, own)
+        return y, chain.bwd(kept, like(y, torch.ones_like(y.main)), own)[0]
+
+    def run(mesh):
+        plain = decoder(cfg, loss=True, packed=True, reduction="sum") if axis == "cp" else decoder(cfg, loss=True, packed=True)
+        own = dist.parallel(plain, roles(cfg, loss=True), mesh, axis="tp", capacity=capacity, sequence_parallel=False)
+        specs = dist.specs_of(chain, own)
+        y, dparams = step(own, dist.shard(params, specs, mesh), mesh, mesh[axis].rank)
+        return y, dist.unshard(dist.sum_gradients(dparams, specs, mesh), specs, mesh)
+
+    found = run_ranks({"tp": 1, axis: 2} if axis != "tp" else {"tp": 2}, run)
+    alone = decoder(cfg, loss=True, packed=True, reduction="sum" if axis == "cp" else "mean")
+    want = [step(alone, params, None, i) for i in range(2)]
+    summed = paths(want[0][1])
+    if axis == "ep":
+        summed = {path: g if g is None else g + paths(want[1][1])[path] for path, g in summed.items()}
+    for (y, dparams), (whole, _) in zip(found, want, strict=True):
+        close(dparams, summed)
+        for name in [name for name in y.extras if name.startswith("load")]:
+            load = sum(each.extras[name] for each, _ in found) if axis == "cp" else y.extras[name]
+            assert torch.equal(load, whole.extras[name])
+
+
+@pytest.mark.parametrize("options", [dict(aux=0.1), dict(z=0.1), dict(aux=0.1, sequence_wise=True), dict(capacity=1.0)], ids=str)
+def test_what_a_part_of_a_packed_row_does_not_tell_is_refused_over_ranks(options):
+    cfg, _, _ = mixed(1, **{**dict(aux=0.0, z=0.0, capacity=None), **options})
+    mesh = dist.Mesh.abstract({"tp": 1, "cp": 2}, 0)
+    with pytest.raises(ValueError, match=r"parallel: step \S*route must be of each token alone, as tokens are sharded over 'cp'"):
+        dist.parallel(decoder(cfg, loss=True, packed=True), roles(cfg, loss=True), mesh)
 
 
 def test_a_bound_of_lengths_reaches_every_attention_and_the_padding():
@@ -187,6 +302,20 @@ def test_wrong_documents_raise():
         decoder_x(PLAIN, torch.zeros(2, 3, dtype=torch.int64), D, cu_seqlens=ends)
     with pytest.raises(TypeError, match="decoder_x: cu_seqlens must be int32"):
         decoder_x(PLAIN, one[None], D, cu_seqlens=ends.long())
+    sparse, ids = dataclasses.replace(PLAIN, **KINDS["mixture"]), torch.zeros(1, 5, dtype=torch.int64)
+    ends = torch.tensor([0, 3, 5], dtype=torch.int32)
+    for given, error in (
+        (dict(cu_seqlens=ends), r"tokens must be given with cu_seqlens \(the routers of cfg must not count padding"),
+        (dict(cu_seqlens=ends, tokens=4), "tokens must be the end of a document, one of cu_seqlens, got 4"),
+        (dict(cu_seqlens=ends, tokens=-1), "tokens must be"),
+        (dict(tokens=3), "tokens must be None without cu_seqlens, got 3"),
+    ):
+        with pytest.raises(ValueError, match=f"decoder_x: {error}"):
+            decoder_x(sparse, ids, D, **given)
+    for tokens, documents in ((0, [0, 0, 0]), (3, [0, 3, 3]), (5, [0, 3, 5])):
+        assert decoder_x(sparse, ids, D, cu_seqlens=ends, tokens=tokens).extras["documents"].tolist() == documents
+    with pytest.raises(ValueError, match=r"DecoderConfig: moe.route.packed must be False \(decoder\(cfg, packed=True\) sets it\)"):
+        dataclasses.replace(sparse, moe=MoEConfig(route=RouteConfig(4, 2, packed=True), experts=ExpertsConfig(4, 16, 6)))
     params = chain.init(decoder(PLAIN), key=random.key(0), dtype=D)
     with pytest.raises(ValueError, match=r"x.extras must be \['cu_seqlens', 'rotation'\], got \['rotation'\]"):
         chain.fwd(params, decoder_x(PLAIN, one[None], D), decoder(PLAIN, packed=True))
