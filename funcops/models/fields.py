@@ -158,7 +158,8 @@ def _read_windows(fields: Fields, found: Found) -> None:
 def _write_windows(cfg: DecoderConfig) -> Found:
     windows = cfg.windows or (None,) * cfg.layers
     window = next((one for one in windows if one), None)
-    found: Found = {"layer_types": [SLIDING if one else FULL for one in windows], "sliding_window": window}
+    found: Found = {"layer_types": [SLIDING if one else FULL for one in windows]}
+    found |= {} if window is None else {"sliding_window": window}  # null is refused by some versions of Hugging Face's classes
     return found | ({"use_sliding_window": window is not None} if cfg.family in ("qwen2", "qwen3", "qwen2_moe") else {})
 
 
@@ -202,7 +203,7 @@ def _write_smollm3(cfg: DecoderConfig) -> Found:
         "no_rope_layers": [int(i not in cfg.unrotated) for i in range(cfg.layers)],
         "layer_types": [SLIDING if one else FULL for one in cfg.windows or (None,) * cfg.layers],
         "use_sliding_window": window is not None,
-        "sliding_window": window,
+        **({} if window is None else {"sliding_window": window}),
     }
 
 

@@ -55,7 +55,7 @@ def write_llama4(cfg: DecoderConfig) -> dict[str, Any]:
         fail("to_hf", "cfg.moe", f"a MoEConfig, for family {cfg.family!r}", None)
     return {
         "no_rope_layers": [int(i not in cfg.unrotated) for i in range(cfg.layers)],
-        "attention_chunk_size": next((one for one in chunks if one), None),
+        **dict([("attention_chunk_size", one) for one in chunks if one][:1]),  # Hugging Face's model does not take null
         "layer_types": [CHUNKED if one else FULL for one in chunks],
         "use_qk_norm": cfg.qk_norm is not None,
         "attn_temperature_tuning": of is not None,

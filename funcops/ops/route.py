@@ -209,7 +209,7 @@ def route_fwd(params: RouteParams, x: Any, cfg: RouteConfig, *, needs: Needs = N
 
 
 class _Documents(NamedTuple):
-    """Where the documents of a row are; one document of them all, unless each has a loss."""
+    """The documents of a row; all of them count as one, unless each has a loss."""
 
     number: Tensor  # [T], of each token's document; N: padding
     ends: Tensor  # [N + 1]
