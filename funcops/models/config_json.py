@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from funcops.errors import require, require_type
+from funcops.errors import describe, fail, require, require_type
 
 Found = dict[str, Any]  # the arguments of a DecoderConfig
 NEVER = object()
+MOST = 2**31 - 1  # of any whole number, as sizes and positions are
 
 
 class Fields:
@@ -16,10 +18,12 @@ class Fields:
 
     def __init__(self, where: str, given: Mapping[str, Any], length: int | None) -> None:
         self.where, self.given, self.length, self.taken = where, given, length, set[str]()
+        self.last = ""  # the field that was taken last
 
     def take(self, name: str, default: Any = NEVER, kind: Any = None) -> Any:
         """Return a field's value, which must be of type `kind`, by default the default's type; or the default if it is absent."""
         self.taken.add(name)
+        self.last = name
         value = self.given.get(name)
         if value is None:
             require(default is not NEVER, self.where, name, "given", "none")
@@ -27,6 +31,12 @@ class Fields:
         wanted = kind or (type(default) if isinstance(default, (bool, int, float, str)) else None)
         if wanted is not None:
             require_type(self.where, name, value, *((int, float) if wanted is float else (wanted,)))
+        if type(value) is bool and wanted in (int, float):
+            fail(self.where, name, "a number", value, TypeError)
+        if type(value) is int:
+            require(0 <= value <= MOST, self.where, name, f"from 0 to {MOST}", describe(value))
+        if type(value) is float:
+            require(math.isfinite(value), self.where, name, "finite", value)
         return value
 
     def only(self, name: str, value: Any) -> None:

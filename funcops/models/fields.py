@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from funcops.errors import fail, require
+from funcops.errors import describe, fail, require, require_type
 from funcops.models.config_json import NEVER, Fields, Found
 from funcops.models.decoder_config import DecoderConfig, LatentConfig
 from funcops.models.families import FAMILIES, IGNORED, Family
@@ -144,6 +144,7 @@ def _read_windows(fields: Fields, found: Found) -> None:
         types = [SLIDING if used and i < first and i % 2 == 0 else FULL for i in range(layers)]
     else:
         used, period = True, fields.take("sliding_window_pattern", 6) if family == "gemma3_text" else PERIODS.get(family, 2)
+        require(period >= 1, fields.where, "sliding_window_pattern", "at least 1", period)
         types = [SLIDING if (i + 1) % period else FULL for i in range(layers)]
     types = fields.take("layer_types", types, list)
     require(len(types) == layers, fields.where, "layer_types", f"a list of {layers}", len(types))
@@ -227,6 +228,7 @@ def _read_gpt2(fields: Fields, found: Found) -> None:
 
 
 def _moe(found: Found, route: RouteConfig, hidden: int, **options: Any) -> None:
+    require(route.experts <= MOST_EXPERTS, "ExpertsConfig", "experts", f"at most {MOST_EXPERTS}", route.experts)
     made = {name: options.pop(name) for name in ("shared", "shared_gate", "gate_bias", "dense") if name in options}
     experts = ExpertsConfig(route.experts, found["dim"], hidden, **{"kind": found["mlp"], **options})
     found["moe"] = MoEConfig(route=route, experts=experts, **made)
@@ -253,6 +255,7 @@ def _read_qwen3_moe(fields: Fields, found: Found, **options: Any) -> None:
     fields.take("num_local_experts", count)
     normalize = fields.take("norm_topk_prob", fields.given["model_type"] == "qwen3_next")
     step = fields.take("decoder_sparse_step", 1)
+    require(step >= 1, fields.where, "decoder_sparse_step", "at least 1", step)
     only = fields.take("mlp_only_layers", [], list)
     dense = tuple(i for i in range(found["layers"]) if i in only or (i + 1) % step)
     route = RouteConfig(count, fields.take("num_experts_per_tok", kind=int), normalize=normalize)
@@ -321,6 +324,7 @@ def _read_deepseek(fields: Fields, found: Found) -> None:
         top_groups=fields.take("topk_group", 1),
     )
     hidden, dense = fields.take("moe_intermediate_size", kind=int), fields.take("first_k_dense_replace", 0)
+    require(dense < found["layers"], fields.where, "first_k_dense_replace", f"below {found['layers']}, the layers", dense)
     shared = fields.take("n_shared_experts", kind=int)
     require(shared >= 1, fields.where, "n_shared_experts", "at least 1", shared)
     _moe(found, route, hidden, shared=hidden * shared, dense=tuple(range(dense)))
@@ -381,6 +385,7 @@ SECTIONS = {
 
 
 def family_of(where: str, name: Any) -> Family:
+    require_type(where, "model_type", name, str, type(None))
     hint = f", a model with a vision tower: save its language model alone, a {VISION[name]!r}" if name in VISION else ""
     require(name in FAMILIES, where, "model_type", f"one of {', '.join(FAMILIES)}", repr(name) + hint)
     return FAMILIES[name]
@@ -394,9 +399,25 @@ def read_config(where: str, given: Mapping[str, Any], length: int | None = None)
     `ValueError` or `TypeError`, which name the field, for an unknown family, field or value, or a missing field."""
     family = family_of(where, given.get("model_type"))
     fields = Fields(where, given, length)
+    try:
+        return _read(fields, family)
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        said, name = str(error), fields.last
+        if said.startswith(where):
+            raise
+        if " must be " in said:  # of a part's config, whose names are close to the fields'
+            raise type(error)(f"{where}: {said}") from error
+        fail(where, name, f"one that a model of family {given['model_type']!r} can have", f"{describe(given.get(name))} ({said})")
+
+
+def _read(fields: Fields, family: Family) -> DecoderConfig:
+    where, given = fields.where, fields.given
     found: Found = {"family": fields.take("model_type"), **family.has}
     for name, of in family.fields.items():
         found[of] = fields.take(name, family.defaults.get(name, None if name in DERIVED else NEVER), KINDS.get(of, int))
+        if of not in KINDS and found[of] is not None:
+            most = MOST_LAYERS if of == "layers" else MOST_SIZE
+            require(1 <= found[of] <= most, where, name, f"from 1 to {most}", found[of])
     for of, derive in DERIVED.values():
         if found.get(of) is None and of in family.fields.values():
             found[of] = derive(found)
@@ -407,6 +428,9 @@ def read_config(where: str, given: Mapping[str, Any], length: int | None = None)
     unknown = sorted(set(given) - fields.taken - set(IGNORED) - set(family.ignored))
     require(not unknown, where, "fields", f"known for family {found['family']!r}", ", ".join(map(repr, unknown)))
     return DecoderConfig(**found)
+
+
+MOST_LAYERS, MOST_SIZE, MOST_EXPERTS = 2**12, 2**26, 2**12  # far above any model: what is more would fill the memory with names
 
 
 KINDS: dict[str, type] = {"eps": float, "tied": bool}

@@ -248,7 +248,7 @@ def _json(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"open_hf: folder must have the file {path.name}, got {name!r}{hint}")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"open_hf: {path} must be a JSON file, got {error}") from error
     if not isinstance(found, dict):
         fail("open_hf", str(path), "a JSON object", describe(found), CheckpointError)

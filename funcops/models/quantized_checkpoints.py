@@ -71,6 +71,7 @@ def coding(where: str, given: Mapping[str, Any]) -> str:
     said = given["quantization_config"]
     require_type(where, "quantization_config", said, dict)
     method = said.get("quant_method")
+    require_type(where, "quantization_config.quant_method", method, str, type(None))
     require(method in SERVED, where, "quantization_config.quant_method", f"one of {', '.join(SERVED)}", repr(method))
     served = {"quant_method": None, **SERVED[method]}
     unknown = sorted(set(said) - set(served))
@@ -121,7 +122,7 @@ def _state(name: str, files: Mapping[str, Any]) -> dict[str, Any]:
     """The facts that bitsandbytes writes beside a tensor."""
     try:
         found = json.loads(bytes(files[name + STATE].get_tensor(name + STATE).tolist()))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"open_hf: {name + STATE} must be the bytes of a JSON object, got {error}") from error
     return found if isinstance(found, dict) else {}
 
