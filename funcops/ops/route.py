@@ -377,6 +377,7 @@ def _gradient(residuals: RouteResiduals, dy: Any, cfg: RouteConfig) -> Any:
     if of_keys is not None:
         dx = dx * of_keys
     elif losses:
+        assert residuals.ends is not None and logits is not None
         documents = _Documents.of(residuals.ends, shape, cfg)
         own = kernels.document_losses_bwd(dloss, logits[0], counts, *documents, cfg.top_k, cfg.score, cfg.aux, cfg.z)
         dx = (dx + own).masked_fill_(documents.padding, 0.0)
