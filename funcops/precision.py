@@ -37,6 +37,7 @@ __all__ += ["all_finite", "join_master", "loss_scale_init", "loss_scale_update",
 __all__ += ["unscale"]
 
 T = TypeVar("T")
+_RANGE = torch.finfo(torch.float32)
 
 
 @config
@@ -52,6 +53,8 @@ class LossScaleConfig:
     def __post_init__(self) -> None:
         where = "LossScaleConfig"
         require(self.initial > 0 and math.isfinite(self.initial), where, "initial", "positive and finite", self.initial)
+        least = f"at least {_RANGE.tiny:.3g}, the smallest normal float32"
+        require(self.initial >= _RANGE.tiny, where, "initial", least, self.initial)
         require(math.isfinite(self.growth), where, "growth", "finite", self.growth)
         require(self.growth >= 1, where, "growth", "at least 1", self.growth)
         require(0 < self.backoff <= 1, where, "backoff", "in (0, 1]", self.backoff)
@@ -82,7 +85,8 @@ def loss_scale_init(cfg: LossScaleConfig, *, device: Any = None) -> LossScale:
 
 
 def loss_scale_update(loss_scale: LossScale, ok: Tensor, cfg: LossScaleConfig) -> LossScale:
-    """The scale for the next step; `ok` is a 0-d bool, from `all_finite`. No host sync. A scale never grows to infinity.
+    """The scale for the next step; `ok` is a 0-d bool, from `all_finite`. No host sync. A scale stays within the normal numbers of
+    float32: it never grows to infinity, nor falls to 0, from which it could not grow again, however many steps are bad.
 
     Raises `ValueError` or `TypeError` for an invalid config, scale or `ok`.
 
@@ -98,11 +102,12 @@ def loss_scale_update(loss_scale: LossScale, ok: Tensor, cfg: LossScaleConfig) -
     check(where, "loss_scale.scale", loss_scale.scale, (), torch.float32)
     check(where, "loss_scale.good_steps", loss_scale.good_steps, (), torch.int32)
     check(where, "ok", ok, (), torch.bool)
-    scale, good = loss_scale.scale, loss_scale.good_steps + 1
+    scale, good = loss_scale.scale.clamp(_RANGE.tiny, _RANGE.max), loss_scale.good_steps + 1
     due = good >= cfg.interval
     grown = scale * cfg.growth
     grown = torch.where(due & torch.isfinite(grown), grown, scale)
-    return LossScale(torch.where(ok, grown, scale * cfg.backoff), torch.where(ok & ~due, good, torch.zeros_like(good)))
+    less = (scale * cfg.backoff).clamp(min=_RANGE.tiny)
+    return LossScale(torch.where(ok, grown, less), torch.where(ok & ~due, good, torch.zeros_like(good)))
 
 
 def unscale(grads: T, loss_scale: LossScale) -> T:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.compiler import is_dynamo_compiling
 
+from funcops.backend import wide
 from funcops.contract.op import Op
 from funcops.contract.schema import Donated
 from funcops.errors import DonatedError, describe, fail, in_step, require, require_type
@@ -30,7 +31,7 @@ def batch_wgrads(op: Op, pendings: Sequence[Any], cfg: Any, *, into: Any = None,
     products that differ only in tokens (`grouped_mm`), "each" alone; products that cannot be joined so run alone, as codes with a
     scale for a whole tensor do. By default the way that a measured table says is fastest for the device, dtype and sizes
     (`docs/benchmarks/cpu-wgrads.csv`, made by `python -m benchmarks wgrads`). The results equal the one-by-one sums up to the order
-    of addition.
+    of addition; without `into` gradients of 16 bits are summed in float32, and rounded at the end.
 
     Raises what `op.wgrad` raises, before anything is added to `into`, and `ValueError` for an unknown `how` or without any pending.
 
@@ -49,7 +50,7 @@ def batch_wgrads(op: Op, pendings: Sequence[Any], cfg: Any, *, into: Any = None,
     require_type("batch_wgrads", "pendings", pendings, list, tuple)
     require(len(pendings) > 0, "batch_wgrads", "pendings", "at least one", "none")
     require(how is None or how in HOW, "batch_wgrads", "how", f"None or one of {', '.join(HOW)}", repr(how))
-    sums = into if into is not None else _zeros(op, pendings, cfg)
+    like, sums = (None, into) if into is not None else _zeros(op, pendings, cfg)
     if into is not None:
         _check_all(op, pendings, cfg, into)
     found: dict[Any, list[Any]] = {}
@@ -58,7 +59,7 @@ def batch_wgrads(op: Op, pendings: Sequence[Any], cfg: Any, *, into: Any = None,
             found.setdefault(type(product), []).append(product)
     for kind, products in found.items():
         kind.join(products, how)
-    return sums
+    return sums if like is None else tree_map(lambda t, wanted: t if t is None else t.to(wanted.dtype), sums, like)
 
 
 def _check_all(op: Op, pendings: Sequence[Any], cfg: Any, into: Any) -> None:
@@ -93,8 +94,9 @@ def _abstract(op: Op, node: Any, cfg: Any) -> Any:
         return op.wgrad(tree_map_tensors(fake, node), cfg)
 
 
-def _zeros(op: Op, pendings: Sequence[Any], cfg: Any) -> Any:
-    """Zeros like the gradients that will come."""
+def _zeros(op: Op, pendings: Sequence[Any], cfg: Any) -> tuple[Any, Any]:
+    """The gradients that will come, without data, and zeros in which their sums are rounded once: of float32 for 16 bits, in which
+    a sum stops growing at 256 times what is added."""
     nodes = [p._node if type(p) is Donated else p for p in pendings]
     first = next((node for node in nodes if node is not None), None)
     shaped = _abstract(op, first, cfg)
@@ -105,6 +107,6 @@ def _zeros(op: Op, pendings: Sequence[Any], cfg: Any) -> Any:
             return None
         if not isinstance(t, Tensor) or like is None:
             fail("batch_wgrads", "gradient", "a tensor", describe(t), TypeError)
-        return like.new_zeros(t.shape, dtype=t.dtype)
+        return like.new_zeros(t.shape, dtype=wide(t.dtype))
 
-    return tree_map(zeros, shaped)
+    return shaped, tree_map(zeros, shaped)

@@ -245,3 +245,9 @@ def as_tensor(factor: Any, device: torch.device) -> Tensor | None:
 def on_device(rate: Any, device: torch.device) -> Any:
     """The rate on `device`, where the fused op can read it; a number or a tensor on the CPU serves every device."""
     return rate.to(device) if isinstance(rate, Tensor) and not rate.is_cpu and rate.device != device else rate
+
+
+def exact_rate(rate: Any, device: torch.device) -> Any:
+    """The rate on `device`, a tensor as float64: what is computed of it before it meets params, as 1 - lr weight_decay, would
+    otherwise be rounded to its own dtype, which may be narrower than theirs."""
+    return rate.to(device, torch.float64) if isinstance(rate, Tensor) else rate

@@ -17,6 +17,7 @@ from funcops.optim._rows import (
     as_tensor,
     check_factor,
     check_rate,
+    exact_rate,
     in_wide_dtype,
     not_negative,
     on_device,
@@ -195,7 +196,7 @@ def _foreach_(
     decay: float,
 ) -> None:
     """Compute what the kernel does, in operators that a tracer can follow."""
-    lr = number if rate_tensor is None else rate_tensor
+    lr = number if rate_tensor is None else exact_rate(rate_tensor, params[0].device)
     t = [s.double() for s in t]  # b^t is close to 1 at first: 1 - b^t needs more digits than float32 has
 
     def step(params: Any, g: Any, m: Any, v: Any) -> None:

@@ -82,6 +82,6 @@ def _blend(averages: list[Tensor], params: list[Tensor], decay: float | Tensor) 
         return
     if isinstance(decay, Tensor):
         for a, p in zip(averages, params, strict=True):
-            a.lerp_(p, (1 - decay).to(a.dtype))
+            a.lerp_(p, (1 - decay.double()).to(a.dtype))  # 1 - decay has digits that the decay's own dtype lacks
     else:
         torch._foreach_lerp_(averages, params, 1 - decay)

@@ -13,7 +13,7 @@ from torch import Tensor
 from funcops.contract.op import config
 from funcops.errors import describe, fail, join_path, require, require_type
 from funcops.kernels.adamw import grouped
-from funcops.optim._rows import check_rate, in_wide_dtype, not_negative, open_trees, own_tensors, rebuilt, zeros_like
+from funcops.optim._rows import check_rate, exact_rate, in_wide_dtype, not_negative, open_trees, own_tensors, rebuilt, zeros_like
 from funcops.trees import leaves, paths, tree
 
 T = TypeVar("T")
@@ -124,7 +124,7 @@ def muon_update(
     with torch.no_grad():
         keys = [(*kind, tuple(p.shape[-2:]), decays) for kind, p, decays in zip(kinds, rows[0], decayed, strict=True)]
         for (device, _, shape, decays), (p, g, u) in grouped(rows, keys) if keys else ():
-            at, decay = rate.to(device) if isinstance(rate, Tensor) else rate, cfg.weight_decay if decays else 0.0
+            at, decay = exact_rate(rate, device), cfg.weight_decay if decays else 0.0
             in_wide_dtype(functools.partial(_update_, lr=at, shape=shape, cfg=cfg, decay=decay), p, g, u)
     if in_place:
         return params, state

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from funcops.backend import wide
 from funcops.contract.trace_safe_cache import remember
 from funcops.errors import FLOATS, check, describe, fail, join_path, require_callable, require_count, require_flag
 from funcops.optim._rows import open_into, open_trees
@@ -33,7 +34,7 @@ UNSIGNED = ("exp_avg_sq",)  # fields of states that hold means of squares
 @tree
 class BlockTensor:
     """A tensor in 8 bits: a tree node that counts as the one leaf that it stands for. `absmax`: the largest magnitude of each block
-    of 256 elements, in the order of memory.
+    of 256 elements, in the order of memory, float64 if `dtype` is.
 
     >>> import torch
     >>> from funcops.optim import BlockTensor, SGDConfig, quantize_state, sgd_init
@@ -43,7 +44,7 @@ class BlockTensor:
     """
 
     codes: Tensor = leaf("uint8")
-    absmax: Tensor = leaf("[blocks], float32")
+    absmax: Tensor = leaf("[blocks], float32 or float64")
     dtype: torch.dtype = static()
     signed: bool = static()
 
@@ -102,11 +103,11 @@ def _tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _quantized(t: Tensor, signed: bool, absmax: Tensor | None = None) -> BlockTensor:
-    flat = t.detach().reshape(-1).float()
+    flat = t.detach().reshape(-1).to(wide(t.dtype))
     blocks = _blocks(flat)
     absmax = blocks.abs().amax(1) if absmax is None else absmax
-    scaled = (blocks / absmax.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).view(-1)[: flat.numel()]
-    codes = torch.bucketize(scaled, _tables(signed, t.device)[1]).to(torch.uint8)
+    scaled = (blocks / torch.where(absmax == 0, 1, absmax)[:, None]).view(-1)[: flat.numel()]
+    codes = torch.bucketize(scaled.float(), _tables(signed, t.device)[1]).to(torch.uint8)
     return BlockTensor(codes.view(t.shape), absmax, dtype=t.dtype, signed=signed)
 
 
@@ -124,8 +125,9 @@ def _restored(t: Tensor, signed: bool) -> BlockTensor:
     near, absmax = (made.absmax / -_BOOKS[True][0].item()).to(t.dtype), made.absmax
     ends = [torch.nextafter(near, torch.full_like(near, end)) for end in (0.0, torch.inf)]
     for one in (near, *ends, made.absmax):  # the last that fits counts
-        fits = _blocks(_quantized(t, signed, one.float()).dequantize() != t).any(1).logical_not()
-        absmax = torch.where(fits, one.float(), absmax)
+        scale = one.to(absmax.dtype)
+        fits = _blocks(_quantized(t, signed, scale).dequantize() != t).any(1).logical_not()
+        absmax = torch.where(fits, scale, absmax)
     return _quantized(t, signed, absmax)
 
 

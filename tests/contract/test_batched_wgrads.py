@@ -3,6 +3,7 @@
 import pytest
 import torch
 from launches import launches
+from law_cases import FIRST as OPERATORS
 
 from funcops import (
     ActivationConfig,
@@ -33,9 +34,9 @@ from funcops.distributed.ops.parallel_low_rank import ParallelLowRankConfig, par
 from funcops.low_precision import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed, gradients_like, quantize_params, recipe_init
 from funcops.ops.low_rank import LowRankConfig, low_rank
 from funcops.testing import run_ranks
-from funcops.testing.checks import same_bits
+from funcops.testing.checks import float_like, same_bits
 from funcops.testing.tolerances import assert_close
-from funcops.trees import tensors, tree_map_tensors
+from funcops.trees import leaves, tensors, tree_map_tensors
 
 pytest.importorskip("triton")
 
@@ -221,3 +222,34 @@ def test_a_compiled_step_joins_them(wrap, given):
     found = torch.compile(step, fullgraph=True, backend="eager")(params, x)
     for got, want in zip(tensors(found), tensors(step(params, x)), strict=True):
         torch.testing.assert_close(got, want)
+
+
+COUNTS = (2, 600)
+
+
+def with_params():
+    """The first case of each operator with params, in each dtype of 16 bits."""
+    return [(case, dtype) for case in OPERATORS for dtype in case.dtypes if dtype.itemsize == 2 and tensors(case.make(dtype)[0])]
+
+
+@pytest.mark.parametrize("how", [None, pytest.param("concatenate", marks=pytest.mark.slow)])
+def test_sums_of_any_number_of_gradients_of_16_bits_are_rounded_once(how):
+    """As the sum in float64 of the gradients of microbatches, whose rounding to 16 bits alone is counted: a sum in 16 bits of 600
+    equal gradients stops at 256, or loses half of each."""
+    leaves_seen = 0
+    for case, dtype in with_params():
+        params, x = case.make(dtype)
+        y, residuals = case.op.fwd(params, x, case.cfg)
+        pending = case.op.dgrad(residuals, float_like(y, 3), case.cfg)[1]
+        one = [None if t is None else t.double() for t in leaves(case.op.wgrad(pending, case.cfg))]
+        for count in COUNTS:
+            sums = leaves(batch_wgrads(case.op, [pending] * count, case.cfg, how=how))
+            for found, each in zip(sums, one, strict=True):
+                if each is not None:
+                    leaves_seen += 1
+                    assert found.dtype in (dtype, torch.float32), case
+                    wanted, largest = count * each, torch.finfo(found.dtype).max
+                    bound = 1.5 * torch.finfo(dtype).eps * each.abs().max() * count
+                    far = (found.double() - wanted).abs()[wanted.abs() < 0.99 * largest] > bound
+                    assert not far.any(), (case.op, case.cfg, dtype, count)
+    assert leaves_seen > 100

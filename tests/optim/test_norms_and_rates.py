@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 
 import pytest
 import torch
 from optim_model import close, equal, model
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from funcops.optim import clip_by_global_norm, global_norm, warmup_cosine
+from funcops.optim import (
+    AdamWConfig,
+    MuonConfig,
+    SGDConfig,
+    adamw_init,
+    adamw_update,
+    clip_by_global_norm,
+    ema_update,
+    global_norm,
+    muon_init,
+    muon_update,
+    sgd_init,
+    sgd_update,
+    warmup_cosine,
+)
 from funcops.trees import tensors
 
 
@@ -56,3 +73,42 @@ def test_norms_of_16_bit_gradients_are_summed_in_float32():
         assert norm.dtype is torch.float32 and abs(float(norm) - 1000) < 1e-3
     clipped, norm = clip_by_global_norm({"a": torch.tensor([1e-6], dtype=torch.float64)}, 1e-6)
     torch.testing.assert_close(clipped["a"], torch.tensor([0.5e-6], dtype=torch.float64), rtol=1e-9, atol=0)
+
+
+class Watched(TorchDispatchMode):
+    """Makes an update take the operators that a tracer follows."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+UPDATES = {
+    "adamw": (adamw_init, adamw_update, AdamWConfig(weight_decay=0.3)),
+    "sgd": (sgd_init, sgd_update, SGDConfig(momentum=0.9, nesterov=True, weight_decay=0.3)),
+    "muon": (muon_init, muon_update, MuonConfig(weight_decay=0.3)),
+}
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("name", UPDATES)
+def test_a_rate_in_any_dtype_is_used_exactly(name, traced):
+    """A step with a rate as a tensor is the step with its number, whatever the dtypes of both: 1 - lr weight_decay of a float32
+    rate is not rounded to float32 where params are float64."""
+    init, update, cfg = UPDATES[name]
+    for dtype, of_rate in itertools.product(FLOATS, FLOATS):
+        params, grads = ({"w": torch.linspace(a, 2, 12).reshape(3, 4).to(dtype)} for a in (0.1, -1.0))
+        rate = torch.tensor(0.0123, dtype=of_rate)
+        with Watched() if traced else contextlib.nullcontext():
+            (found, _), (wanted, _) = (update(params, grads, init(params, cfg), cfg, lr=lr) for lr in (rate, float(rate)))
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(found, wanted, rtol=2 * eps, atol=eps)
+
+
+def test_a_decay_in_any_dtype_is_used_exactly():
+    for dtype, of_decay in itertools.product(FLOATS, FLOATS):
+        average, params = {"w": torch.linspace(0.1, 2, 12).to(dtype)}, {"w": torch.linspace(-1, 2, 12).to(dtype)}
+        decay = torch.tensor(0.9987, dtype=of_decay)
+        eps = torch.finfo(dtype).eps
+        found, wanted = (ema_update(average, params, one) for one in (decay, float(decay)))
+        torch.testing.assert_close(found, wanted, rtol=2 * eps, atol=eps)

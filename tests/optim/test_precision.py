@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import random
+
 import pytest
 import torch
 
@@ -157,3 +160,28 @@ def test_wide_numbers_are_found_beside_narrow_ones(dtype, beside):
         tree = {"a": narrow, "b": torch.tensor([0.0, wrong]).to(dtype)}
         assert not bool(all_finite(tree)) and nonfinite(tree) == "b"
     assert nonfinite({"a": narrow, "b": torch.zeros(2, dtype=dtype)}) is None
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_loss_scale_recovers_after_any_number_of_bad_steps(seed):
+    """It stays a normal number whose inverse is finite, and grows again as soon as steps are good."""
+    draw = random.Random(seed)
+    tiny, largest = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+    for backoff in (0.5, 1e-3, 1e-30, 1e-200, 1.0):
+        cfg = LossScaleConfig(initial=draw.choice([tiny, 1e-30, 65536.0, largest]), backoff=backoff, interval=1)
+        scale = loss_scale_init(cfg)
+        for bad, good in [(draw.randrange(400), draw.randrange(200)) for _ in range(2)]:
+            for ok in [False] * bad + [True] * good:
+                before, scale = scale.scale.item(), loss_scale_update(scale, torch.tensor(ok), cfg)
+                now = scale.scale.item()
+                assert tiny <= now <= largest and scale.scale.reciprocal().isfinite()
+                assert now == before * 2 if ok and before * 2 <= largest else now <= before
+    for lost in (0.0, 1e-45, math.inf):  # as a checkpoint of an earlier version may have it
+        found = loss_scale_update(LossScale(torch.tensor(lost), torch.zeros((), dtype=torch.int32)), torch.tensor(True), cfg).scale
+        assert tiny <= found.item() <= largest
+
+
+@pytest.mark.parametrize("initial", [1e-300, 1e-46, 1e-39, 3.5e38, 1e300])
+def test_an_initial_loss_scale_that_float32_lacks_is_refused(initial):
+    with pytest.raises(ValueError, match="LossScaleConfig: initial must be at (least 1.18e-38|most 3.4e)"):
+        LossScaleConfig(initial=initial)

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 from fractions import Fraction
 
 import pytest
@@ -243,3 +244,30 @@ def test_it_is_saved_copied_captured_and_compiled(tmp_path):
     got = compiled(params, grads, state)
     for a, b in zip(trees.tensors(got[0]), trees.tensors(want[0]), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_blocks_of_every_magnitude_keep_their_digits(dtype, signed):
+    """From the smallest subnormal number to the largest of the dtype: an element is off by half of the widest distance in the book
+    at most, and by its dtype's own rounding; a block of zeros stays one."""
+    info = torch.finfo(dtype)
+    lowest, highest = math.log2(info.smallest_normal * info.eps), math.log2(info.max)
+    book = code_book(signed).double()
+    widest = max(float((book[1:] - book[:-1]).max()), 1 + float(book[0]) if signed else 0.0) / 2
+    powers = torch.linspace(lowest, highest, 300, dtype=torch.float64)
+    values = torch.rand(len(powers) + 1, module.BLOCK, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    if signed:
+        values = values * 2 - 1
+    values[:, :1] = 1.0
+    values[:-1] *= 2.0 ** powers.clamp(max=highest - 1e-9)[:, None]
+    values[-1] = 0.0
+    x = values.clamp(-info.max, info.max).to(dtype)
+    found = module._quantized(x, signed).dequantize()
+    largest = x.double().abs().amax(1, keepdim=True)
+    own = info.eps * x.double().abs() + 2 * info.smallest_normal * info.eps
+    far = (found.double() - x.double()).abs() > widest * 1.01 * largest + own + 2e-7 * largest
+    assert found.dtype is dtype and not far.any(), (far.sum(), x[far][:3], found[far][:3])
+    assert torch.equal(found[-1], x[-1])
+    again = module._restored(found, signed).dequantize()
+    assert torch.equal(again[largest[:, 0] > 1e3 * info.smallest_normal], found[largest[:, 0] > 1e3 * info.smallest_normal])
