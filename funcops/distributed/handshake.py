@@ -1,7 +1,7 @@
 """Programs: the collectives that a rank will call, as data; and the handshake, in which ranks compare programs before they run.
 
-If a rank sends another shape, or in another order, Gloo aborts and NCCL hangs. A program is recorded by running the step on the
-meta device, where nothing is computed or sent, and compared by group.
+If a rank sends another shape, or in another order, Gloo aborts and NCCL hangs. A program is recorded by running the step under the
+meta device, and compared by group. No message of the step is sent, whatever it sends: see `_Recorder`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,23 @@ from funcops.distributed.agreement import Entry, deadlock, difference
 from funcops.distributed.mesh import Axis, Mesh
 from funcops.distributed.watch import Watch
 from funcops.errors import require, require_callable, require_type, short
-from funcops.trees import tree_map_tensors
+from funcops.trees import tensors, tree_map_tensors
+
+if torch.distributed.is_available():
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor as _Waiting  # waits when an operator reads it
+else:
+    _Waiting = None  # type: ignore[assignment,misc]
 
 NAMES = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "all_to_all_single": "all_to_all"}
+FUNCTIONAL = "one that sends by funcops.dist, or by torch's functional collectives, of all ranks of an axis"
+PAIRS = ("isend", "irecv", "batch_p2p_ops")  # messages that not all ranks of a group take part in
 
 
 class Collective(NamedTuple):
     """A collective, on which its group must agree. `shape`: of this rank's input; its first dimension is None in an all_to_all,
-    whose ranks may have different numbers of rows. `how`: the kind of reduction. `sends`, `receives`: the rows of an all_to_all for
-    each rank, and from each; none if they are data, as in `dispatch`.
+    whose ranks may have different numbers of rows. `how`: the kind of reduction, the rank of a broadcast, and the tensors that are
+    sent together with the first. `sends`, `receives`: the rows of an all_to_all for each rank, and from each; none if they are
+    data, as in `dispatch`.
 
     >>> import torch
     >>> from funcops.dist import Collective
@@ -48,19 +56,24 @@ class Collective(NamedTuple):
 
     @staticmethod
     def of(func: Any, args: Sequence[Any]) -> Collective | None:
-        """The collective of an operator's call; None if the call sends nothing."""
-        if getattr(func, "namespace", "") != "_c10d_functional":
+        """The collective of an operator's call; None if the call sends nothing. Raises `ValueError` for messages whose order ranks
+        cannot compare."""
+        namespace = getattr(func, "namespace", "")
+        if namespace != "_c10d_functional":
+            require(namespace != "c10d", "record", "step", FUNCTIONAL, func)
             return None
-        name, group, how = _arguments(func)
+        name, group, at = _arguments(func)
+        require(name not in PAIRS, "record", "step", FUNCTIONAL, func)
         if group < 0:  # wait_tensor
             return None
-        first = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
+        first, *others = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+        how = ", ".join([*([str(args[at])] if at >= 0 else []), *(f"with {short(t.dtype)}{list(t.shape)}" for t in others)])
         shape, receives, sends = tuple(first.shape), *(tuple(args[1:3]) if name == "all_to_all" else ((), ()))
         if sends:
             shape = (None, *shape[1:])
         if len(sends) == 1:  # not known: see funcops.distributed.comm.Parts
             sends = receives = ()
-        return Collective(name, args[group], shape, first.dtype, args[how] if how >= 0 else "", tuple(sends), tuple(receives))
+        return Collective(name, args[group], shape, first.dtype, how, tuple(sends), tuple(receives))
 
     def __str__(self) -> str:
         size = ", ".join("*" if n is None else str(n) for n in self.shape)
@@ -73,10 +86,12 @@ class Collective(NamedTuple):
 
 @functools.cache
 def _arguments(func: Any) -> tuple[str, int, int]:
-    """The name of an operator, and the positions of its arguments for group and reduction; -1 if it lacks one."""
+    """The name of an operator, and the positions of its arguments for group and for the reduction or the source; -1 if it lacks
+    one."""
     names = [a.name for a in func._schema.arguments]
-    name = func._schema.name.partition("::")[2]
-    return NAMES.get(name, name), *[names.index(n) if n in names else -1 for n in ("group_name", "reduce_op")]
+    name = func._schema.name.partition("::")[2].removesuffix("_").removesuffix("_out")  # in place the message is the same
+    how = "src" if "src" in names else "reduce_op"
+    return NAMES.get(name, name), *[names.index(n) if n in names else -1 for n in ("group_name", how)]
 
 
 class Program(NamedTuple):
@@ -104,6 +119,9 @@ class Program(NamedTuple):
 
 
 class _Recorder(TorchDispatchMode):
+    """Notes collectives, and sends none: their arguments are taken to the meta device, wherever the step has made them. A tensor
+    that is on a device, captured or made there by name, follows where an operator meets it with one on the meta device."""
+
     def __init__(self) -> None:
         super().__init__()
         self.sent: list[Collective] = []
@@ -111,20 +129,43 @@ class _Recorder(TorchDispatchMode):
         self.products, self.started, self.exposed = 0, list[int](), list[int]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _Waiting in types:
+            return NotImplemented  # it waits, which comes here, and calls the operator again
         found = Collective.of(func, args)
-        if found is None and getattr(func, "namespace", "") == "_c10d_functional":
-            place, _ = self.flying.pop(id(args[0]), (-1, None))
-            if place >= 0 and self.started[place] == self.products and place not in self.exposed:
-                self.exposed.append(place)
-            return args[0]
-        result = func(*args, **(kwargs or {}))
-        if found is not None:
-            for t in result if isinstance(result, (list, tuple)) else [result]:
-                self.flying[id(t)] = len(self.sent), t
-            self.sent.append(found)
-            self.started.append(self.products)
-        self.products += _is_product(str(func))
+        if found is None:
+            if getattr(func, "namespace", "") == "_c10d_functional":
+                return self._waited(args[0])
+            result = _anywhere(func, args, kwargs or {})
+            self.products += _is_product(str(func))
+            return result
+        result = func(*tree_map_tensors(_to_meta, args), **tree_map_tensors(_to_meta, kwargs or {}))
+        if func._schema.is_mutable:  # the step waits for the tensor that it gave
+            result = (kwargs or {}).get("out", args[0])
+        for t in result if isinstance(result, (list, tuple)) else [result]:
+            self.flying[id(t)] = len(self.sent), t
+        self.sent.append(found)
+        self.started.append(self.products)
         return result
+
+    def _waited(self, t: Tensor) -> Tensor:
+        place, _ = self.flying.pop(id(t), (-1, None))
+        if place >= 0 and self.started[place] == self.products and place not in self.exposed:
+            self.exposed.append(place)
+        return t
+
+
+def _to_meta(t: Tensor) -> Tensor:
+    return t if t.is_meta else t.to("meta")
+
+
+def _anywhere(func: Any, args: Any, kwargs: Any) -> Any:
+    """The operator's result; on the meta device if some of its tensors are there, and it does not take both kinds."""
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError:
+        if len({t.is_meta for t in tensors((args, kwargs))}) < 2:
+            raise
+    return func(*tree_map_tensors(_to_meta, args), **tree_map_tensors(_to_meta, kwargs))
 
 
 @functools.cache
@@ -133,8 +174,9 @@ def _is_product(name: str) -> bool:
 
 
 def record(step: Callable[..., Any], *trees: Any) -> Program:
-    """The program of `step(*trees)`, recorded with every tensor of the trees on the meta device. Raises `TypeError` unless `step`
-    is a function.
+    """The program of `step(*trees)`, recorded with every tensor of the trees on the meta device, and under it. Raises `TypeError`
+    unless `step` is a function, `ValueError` if it sends by other means than collectives of `funcops.dist` or torch's functional
+    ones.
 
     >>> import torch
     >>> from funcops import dist
@@ -148,7 +190,7 @@ def record(step: Callable[..., Any], *trees: Any) -> Program:
 
 
 def _recorded(step: Callable[..., Any], *args: Any) -> Program:
-    with torch.no_grad(), _Recorder() as recorder:
+    with torch.no_grad(), torch.device("meta"), _Recorder() as recorder:
         step(*args)
     unfinished, exposed = sorted(place for place, _ in recorder.flying.values()), sorted(recorder.exposed)
     return Program(tuple(recorder.sent), tuple(unfinished), tuple(exposed))
@@ -156,7 +198,8 @@ def _recorded(step: Callable[..., Any], *args: Any) -> Program:
 
 def handshake(mesh: Mesh, step: Callable[..., Any], *trees: Any) -> Program:
     """Record the program of `step(*trees)` and compare it with the programs of all ranks of the mesh. All ranks must call it, once,
-    before the first step.
+    before the first step. The step runs under the meta device, on which also its trees and what it sends are: nothing is sent but
+    what the ranks compare.
 
     Raises `ValueError` on every rank, with the ranks, the position and both entries, if two ranks of a group would call different
     collectives, if one sends other rows than another expects, and if ranks would wait for each other as they go through their axes
@@ -229,8 +272,7 @@ def check_program(step: Callable[[Mesh], Any], sizes: Mapping[str, int], ranks: 
     for mesh in meshes:
         like = watch.equal(mesh)
         if like is None:
-            with torch.device("meta"):
-                program = _recorded(step, watch.mesh(mesh))
+            program = _recorded(step, watch.mesh(mesh))
             fault = _own_fault(mesh, program, "check_program")
             if fault:
                 raise ValueError(fault)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from funcops.distributed.agreement import unexpected_rows
 from funcops.distributed.handshake import Collective
 from funcops.distributed.mesh import Axis, Mesh
-from funcops.errors import describe, fail, require_callable
+from funcops.errors import describe, fail, require, require_callable
 
 T = TypeVar("T")
 
@@ -108,11 +108,15 @@ class _Rank(TorchDispatchMode):
         self.flying: dict[int, tuple[Tensor, Tensor, Axis, int, Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "namespace", "") != "_c10d_functional" or args[0].is_meta or isinstance(args[0], FakeTensor):
+        if getattr(func, "namespace", "") != "_c10d_functional":
+            return func(*args, **(kwargs or {}))
+        first = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
+        if first.is_meta or isinstance(first, FakeTensor):
             return func(*args, **(kwargs or {}))
         what = Collective.of(func, args)
         if what is None:
             return self._wait(args[0])
+        require(what.op in _RESULTS and not func._schema.is_mutable, "run_ranks", "fn", f"one that sends by {_SERVED}", func)
         axis = self.axes.get(what.group)
         if axis is None:
             fail(what.op, "group", f"of an axis of the mesh ({', '.join(self.axes)})", repr(what.group))
@@ -160,6 +164,9 @@ _RESULTS: dict[str, Callable[[Tensor, Axis, Any], Tensor]] = {
     "all_reduce": lambda x, axis, args: _empty(x, *x.shape),
     "all_to_all": lambda x, axis, args: _empty(x, sum(args[1]), *x.shape[1:]),
 }
+
+
+_SERVED = ", ".join(_RESULTS)
 
 
 def _sum(given: list[_Given]) -> Tensor:

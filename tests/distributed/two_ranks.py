@@ -3,11 +3,13 @@
 import functools
 import itertools
 import json
+import random as python_random
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
 
+import drawn_messages
 import torch
 import torch.distributed as torch_dist
 from dist_cases import CASES, on_axis
@@ -127,6 +129,39 @@ def disagreement(mesh):
         return str(error), time.monotonic() - started < 60
 
 
+def shaken(mesh, step):
+    try:
+        return len(dist.handshake(mesh, step, torch.ones(6, 5)).sent)
+    except ValueError as error:
+        return str(error)
+
+
+def drawn_handshakes(mesh):
+    """How many drawn programs pass where they are equal, and are refused where not: one that was sent would abort, or hang."""
+    draw, found = python_random.Random(5), [0, 0]
+    for _ in range(25):
+        program, rank = drawn_messages.drawn(draw, ["tp"], 4), draw.randrange(2)
+        other, what = drawn_messages.changed(draw, program)
+        found[0] += shaken(mesh, lambda x, run=program: drawn_messages.run(mesh, run, x)) == len(program)
+        run = other if mesh.rank == rank else program
+        said = shaken(mesh, lambda x, run=run: drawn_messages.run(mesh, run, x))
+        found[1] += str(said).startswith("handshake: collective ")
+    return found
+
+
+def refused(mesh):
+    """The operators of torch.distributed that change their arguments, and which a handshake refuses, on tensors of any device."""
+    found = set()
+    for place in ("cpu", None):
+        for name in drawn_messages.unordered(torch_dist, mesh.rank, torch.ones(2)):
+
+            def step(x, name=name, place=place):
+                drawn_messages.unordered(torch_dist, mesh.rank, torch.ones(2, device=place))[name]()
+
+            found |= {name} if f"got c10d.{name}" in str(shaken(mesh, step)) else {f"{name} on {place}: {shaken(mesh, step)}"}
+    return sorted(found)
+
+
 def checkpoint(mesh, folder):
     """Two processes save and load; the test loads the files in one process."""
     tree, specs = {"w": torch.arange(24.0).reshape(4, 6), "b": torch.arange(6)}, {"w": dist.Spec("tp", 1, parts=(4, 2))}
@@ -166,6 +201,8 @@ def rank(store, number):
     print("handshake|", len(dist.handshake(mesh, lambda *args: update(mlp(mesh["tp"]), *args), *given(mesh, True)[1:]).sent))
     print("checkpoint|", checkpoint(mesh, store.with_name("checkpoint")))
     print("disagreement|", disagreement(mesh))
+    print("drawn|", drawn_handshakes(mesh))
+    print("refused|", refused(mesh))
     print("finish|", dist.finish(dist.gather_start(torch.ones(1) * mesh.rank, mesh["tp"])).tolist())
     print("in flight|", in_flight(mesh["tp"], Mesh.of({"cp": torch_dist.new_group([0, 1])}, "cpu")["cp"]))
     print("traced|", compiled_steps(mesh, "aot_eager", WAYS))
