@@ -6,6 +6,7 @@ wait. On an axis of size 1 each returns x itself. Sums are over the ranks; parts
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -32,7 +33,24 @@ def _group(x: Tensor, axis: Axis) -> str:
 
 
 _sent: Any = WeakTensorKeyDictionary()  # what is sent, by what will arrive, of each collective that a GPU's streams order
-_in_flight: dict[str, Tensor] = {}  # of each Gloo group, what was started last and is not waited for yet
+_in_flight: dict[str, tuple[Tensor, Any]] = {}  # of each Gloo group, what was started last and is not waited for yet, and by what
+# what Gloo says when another rank does not answer; its other errors, as of a dtype that it cannot send, stay
+_NO_ANSWER = re.compile(r"clos|reset|refused|broken pipe|time.?out|timed out|unreachable", re.I)
+
+
+def _reached(op: Any, axis: Axis, call: Any, *args: Any) -> Tensor:
+    """Call a part of a collective; if another rank does not answer, say over which axis, and what to do."""
+    try:
+        return call(*args)  # type: ignore[no-any-return]
+    except RuntimeError as error:
+        if not _NO_ANSWER.search(str(error)):
+            raise
+        name = op.__name__.removesuffix("_into_tensor").removesuffix("_tensor").removesuffix("_single")
+        hint = (
+            f"on rank {axis.rank} of it ({str(error).strip()}). One has ended, or is late: look for the first error among the "
+            "ranks; compare their steps by dist.handshake; a longer wait is Mesh.of(..., timeout=)"
+        )
+        raise RuntimeError(f"{name} over {axis} must be called by all its ranks, got no answer {hint}") from error
 
 
 def _start(op: Any, x: Tensor, axis: Axis, *args: Any) -> Tensor:
@@ -47,8 +65,9 @@ def _start(op: Any, x: Tensor, axis: Axis, *args: Any) -> Tensor:
     if x.device.type != "cpu" or group.endswith("]") or tracing():
         return op(x.contiguous(), *args, group)  # type: ignore[no-any-return]
     if (before := _in_flight.pop(group, None)) is not None:
-        ops.wait_tensor(before)
-    found = _in_flight[group] = op(x.contiguous(), *args, group)
+        _reached(before[1], axis, ops.wait_tensor, before[0])
+    found = _reached(op, axis, op, x.contiguous(), *args, group)
+    _in_flight[group] = found, op
     return found
 
 
@@ -64,8 +83,10 @@ def wait(t: Tensor, axis: Axis) -> Tensor:
         for one in (sent, t):
             one.record_stream(stream)
         return found  # type: ignore[no-any-return]
-    if _in_flight.get(axis.group) is t:
-        _in_flight.pop(axis.group, None)
+    last = _in_flight.get(axis.group)
+    if last is not None and last[0] is t:
+        del _in_flight[axis.group]
+        return _reached(last[1], axis, ops.wait_tensor, t)
     return ops.wait_tensor(t)  # type: ignore[no-any-return]
 
 
@@ -122,12 +143,18 @@ def sum_over(x: Tensor, axis: Axis) -> Tensor:
     return wait(start_sum(x, axis), axis)
 
 
+def place(axis: Axis, t: Tensor) -> int:
+    """This rank's position, to take its part of `t`; 0 on the meta device, where all parts are alike: a step that reads no rank is
+    recorded once for all of them."""
+    return 0 if t.is_meta else axis.rank
+
+
 def own_slice(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     """This rank's part of x, a view."""
     if axis.size == 1:
         return x
     length = x.shape[dim] // axis.size
-    return x.narrow(dim, axis.rank * length, length)
+    return x.narrow(dim, place(axis, x) * length, length)
 
 
 def all_to_all(x: Tensor, axis: Axis, split: int, cat: int) -> Tensor:

@@ -34,6 +34,7 @@ from funcops.distributed.async_collectives import (
 )
 from funcops.distributed.buckets import BUCKET_BYTES, Bucket, Kind, float_leaves, part_shape, plan, require_bytes
 from funcops.distributed.checks import require_axis
+from funcops.distributed.comm import place
 from funcops.distributed.mesh import Axis, Mesh
 from funcops.distributed.specs import Spec, Specs, check_own, is_leaf, specs_by_path
 from funcops.errors import fail, in_step, join_path, require, require_dtype, require_flag, require_type
@@ -83,7 +84,8 @@ class Reducing(Flight):
                 _named(bucket, h.complain, "finish")
         self.empty()
         onward = [_rest(bucket, sums, places if into is not None else None) for bucket in sums.buckets]
-        return Landing(sums, spec, into, places, [rest(finish(h)) for h, rest in zip(flying, onward, strict=True)])
+        came = [_named(bucket, finish, h) for bucket, h in zip(sums.buckets, flying, strict=True)]
+        return Landing(sums, spec, into, places, [rest(value) for value, rest in zip(came, onward, strict=True)])
 
 
 class Landing(NamedTuple):
@@ -97,7 +99,7 @@ class Landing(NamedTuple):
 
     def finish(self) -> Any:
         found: list[Any] = [None] * self.spec.num_leaves
-        for bucket, row in zip(self.sums.buckets, _together(self.came), strict=True):
+        for bucket, row in zip(self.sums.buckets, _together(self.came, self.sums.buckets), strict=True):
             for index, t in bucket.parts(row):
                 found[index] = t
         if self.into is None:
@@ -291,7 +293,7 @@ def _ordered(bucket: Bucket, order: list[Axis], sums: Sums, start: Tensor | None
         value = value.permute(*places, len(order)).reshape(math.prod(sizes), -1)
         own = start
         if own is not None:
-            own = own.view(*[axis.size for axis in others], -1)[tuple([axis.rank for axis in others])].reshape(-1)
+            own = own.view(*[axis.size for axis in others], -1)[tuple([place(axis, own) for axis in others])].reshape(-1)
         return gathered(added(value, own, out), others[::-1])
 
     def gathered(total: Tensor, axes: list[Axis]) -> Tensor | Flying:
@@ -312,12 +314,15 @@ def added(rows: Tensor, start: Tensor | None, out: torch.dtype) -> Tensor:
     return total.to(out)
 
 
-def _together(came: list[Tensor | Flying]) -> list[Tensor]:
+def _together(came: list[Tensor | Flying], buckets: tuple[Bucket, ...]) -> list[Tensor]:
     """Finish all buckets, one communication of each in turn: while one is waited for, the next ones of the buckets before it are in
     flight."""
     found: list[Any] = list(came)
     while any([isinstance(one, Flying) for one in found]):
-        found = [one.onward(finish(one.h)) if isinstance(one, Flying) else one for one in found]
+        found = [
+            one.onward(_named(bucket, finish, one.h)) if isinstance(one, Flying) else one
+            for one, bucket in zip(found, buckets, strict=True)
+        ]
     return found
 
 

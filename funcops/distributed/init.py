@@ -25,7 +25,7 @@ from funcops.contract.walk import nested, steps
 from funcops.distributed.boxes import own_runs
 from funcops.distributed.buckets import part_shape
 from funcops.distributed.mesh import Axis, Mesh
-from funcops.distributed.specs import WHOLE, Ranges, Spec, Specs, by_elements, own_ranges, specs_by_path, take, within
+from funcops.distributed.specs import WHOLE, Ranges, Spec, Specs, by_elements, own_ranges, specs_by_path, take, whole_shape, within
 from funcops.errors import fail, join_path, require, require_callable, require_device, require_dtype
 from funcops.program.values import abstract_params
 from funcops.trees import at, has, leaves, paths, tree_map_with_path
@@ -219,7 +219,8 @@ def init(
     op: Op, cfg: Any, specs: Specs, mesh: Mesh, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
 ) -> Any:
     """Draw only this rank's part of every leaf of `op.init(cfg, key=key)`, with the same bits on every mesh. Nothing is sent. The
-    specs must include the leaves that the config's parallel layers shard (`specs_of`).
+    specs must include the leaves that the config's parallel layers shard (`specs_of`); those of another mesh serve if they have
+    `whole` where this one does not divide a leaf.
 
     Raises `ValueError` for a spec that decides no leaf, does not divide its leaf or contradicts a parallel layer, and for a layer
     on an axis of another mesh.
@@ -242,6 +243,8 @@ def init(
         for axis in axes:
             if mesh.sizes.get(axis.name) is None or mesh[axis.name] != axis:
                 fail("init", f"the axis of {path}", "one of the mesh", f"{axis} with rank {axis.rank} and group {axis.group!r}")
+        if spec.fsdp and spec.whole is None and given.whole == whole_shape(at(params, path).shape, spec, mesh):
+            spec = dataclasses.replace(spec, whole=given.whole)  # made on a mesh that does not divide the leaf, as this one does
         own = given.axis, given.dim, given.parts or spec.parts, *((given.fsdp, given.whole) if spec.fsdp else ("", None))
         if own != (spec.axis, spec.dim, spec.parts, spec.fsdp, spec.whole):
             fail("init", f"the spec of {path}", f"{spec}, as its layer shards it", given)

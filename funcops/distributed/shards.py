@@ -21,6 +21,7 @@ from torch import Tensor
 
 from funcops.contract.needs import Needs
 from funcops.contract.schema import WGRAD, saved, static
+from funcops.distributed import comm
 from funcops.distributed.async_collectives import Flight, finish, gather_start
 from funcops.distributed.buckets import BUCKET_BYTES, Kind, float_leaves, part_shape, plan, require_bytes
 from funcops.distributed.checks import require_axis
@@ -48,7 +49,7 @@ def own_shards(tree: T, axis: Axis) -> T:
 
 def own_part(t: Tensor, axis: Axis) -> Tensor:
     """This rank's part of a tensor, in new memory."""
-    shape, rank = part_shape(tuple(t.shape), axis.size), axis.rank
+    shape, rank = part_shape(tuple(t.shape), axis.size), comm.place(axis, t)
     size = math.prod(shape)
     flat = t.detach().reshape(-1)[rank * size : (rank + 1) * size]
     if flat.numel() < size:

@@ -5,13 +5,15 @@ import random
 import re
 from typing import NamedTuple
 
+import drawn_messages
 import pytest
 import torch
 
-from funcops import LinearParams, WithExtras, chain, dist
+from funcops import ChainConfig, LinearConfig, LinearParams, Step, WithExtras, chain, dist, linear
 from funcops.distributed import Mesh, check_program, comm, finish, gather_start, handshake, record
 from funcops.models.blocks import Sizes, decoder_config
-from funcops.testing import run_ranks
+from funcops.testing import ranks, run_ranks
+from funcops.trees import tree_map_tensors
 
 SIZES = {"dp": 2, "tp": 2}
 
@@ -237,6 +239,81 @@ def test_every_planted_difference_is_noticed_by_all_ranks_before_anything_is_sen
         assert re.search(rf"\brank {rank}\b", said[0]) or "over axis" in said[0]
 
 
+def handshakes(sizes, step_of):
+    """Each rank's error in the handshake of its step, or its program; and the tensors that all of them have sent."""
+    sent, put = [], ranks._Board.put
+
+    def noted(board, mesh, axis, number, given):
+        sent.append(given.sent)
+        put(board, mesh, axis, number, given)
+
+    def run(mesh):
+        try:
+            return handshake(mesh, step_of(mesh), torch.ones(6, 5))
+        except ValueError as error:
+            return str(error)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks._Board, "put", noted)
+        return run_ranks(sizes, run), sent
+
+
+def is_digest(t):
+    """Whether a tensor is of the ranks' texts: a length, or bytes."""
+    return t.dtype is torch.uint8 or (t.dtype is torch.int64 and t.shape == (1,))
+
+
+@pytest.mark.parametrize("count", [6, pytest.param(150, marks=pytest.mark.slow)])
+def test_a_handshake_sends_no_message_of_its_step_wherever_its_tensors_come_from(count):
+    """Equal programs pass, and one that differs is refused by all ranks, by what it would send and not by what came of it."""
+    draw, seen = random.Random(count), set()
+    held, labels = drawn_messages.HELD.clone(), drawn_messages.LABELS.clone()
+    for _ in range(count):
+        program, rank = drawn_messages.drawn(draw, list(SIZES), 4), draw.randrange(4)
+        said, sent = handshakes(SIZES, lambda mesh, program=program: lambda x: drawn_messages.run(mesh, program, x))
+        assert all([len(getattr(one, "sent", ())) == len(program) for one in said]), (program, said)
+        assert all(map(is_digest, sent))
+        other, what = drawn_messages.changed(draw, program)
+        of_rank = [other if r == rank else program for r in range(4)]
+        said, sent = handshakes(SIZES, lambda mesh, of=of_rank: lambda x: drawn_messages.run(mesh, of[mesh.rank], x))
+        assert len(set(said)) == 1 and "must be the same on all ranks" in said[0], (program, other, what, said)
+        assert all(map(is_digest, sent))
+        seen.add(what)
+    assert seen == {"columns", "dtype", "kind", "axis", "count", "order"} or count < 50
+    assert held.equal(drawn_messages.HELD) and labels.equal(drawn_messages.LABELS)
+
+
+def waits_later(axis, x):
+    """A functional collective of torch's own, whose result waits when it is read."""
+    return torch.distributed._functional_collectives._maybe_wrap_tensor(comm.ops.all_reduce(x, "sum", axis.group)) * 2
+
+
+def test_a_result_that_waits_when_it_is_read_is_waited_for():
+    said, _ = handshakes({"tp": 2}, lambda mesh: lambda x: waits_later(mesh["tp"], torch.ones(3)))
+    assert [str(one.sent[0]) for one in said] == ["all_reduce (sum) of float32[3]"] * 2 and said[0].unfinished == ()
+
+    def never(mesh):
+        return lambda x: comm.ops.all_reduce_(torch.ones(3), "sum", mesh["tp"].group)
+
+    assert all("must be finished, got all_reduce (sum) of float32[3]" in one for one in handshakes({"tp": 2}, never)[0])
+
+
+@pytest.mark.parametrize("how", [torch.Tensor.item, torch.Tensor.tolist, bool])
+def test_a_step_that_reads_what_it_makes_is_refused(how):
+    said, sent = handshakes({"tp": 2}, lambda mesh: lambda x: total(mesh["tp"], x * how(torch.ones(1))))
+    assert len(set(said)) == 1 and re.match(
+        "handshake: step must run on the meta device, got (RuntimeError|NotImplementedError) on rank 0: ", said[0]
+    )
+    assert all(map(is_digest, sent))
+
+
+def test_messages_between_pairs_are_refused_by_name():
+    for name in drawn_messages.pairs():
+        said, sent = handshakes({"tp": 2}, lambda mesh, name=name: lambda x: drawn_messages.pairs()[name](mesh["tp"]))
+        assert len(set(said)) == 1 and "must be one that sends by funcops.dist" in said[0] and name in said[0], said
+        assert all(map(is_digest, sent))
+
+
 def gets_stuck(orders, sizes):
     """Whether ranks wait for each other, by trying every rank again until none can go on."""
     meshes = [Mesh.abstract(sizes, rank) for rank in range(len(orders))]
@@ -332,6 +409,63 @@ def test_ranks_that_differ_in_rows_alone_run_once():
     found = check_program(step, {"dp": 64, "tp": 2})
     assert len(found) == 128 and len(runs) == 2
     assert found[127].sent[0].group == Mesh.abstract({"dp": 64, "tp": 2}, 127)["dp"].group
+
+
+DATA = ChainConfig(steps=(Step("up", linear, LinearConfig(4, 6)), Step("down", linear, LinearConfig(6, 5))))
+
+
+def both_ways(cfg, params):
+    y, residuals = chain.fwd(params, torch.ones(2, 4), cfg)
+    return chain.bwd(residuals, y, cfg)[0]
+
+
+def zero1(mesh):
+    """ZeRO-1 and 2: whole params, and shards of sums and of the optimiser's state."""
+    dp, params = mesh["dp"], chain.init(DATA, device="meta")
+    shards = dist.own_shards(params, dp)
+    sums = finish(dist.reduce_start(both_ways(DATA, params), dp, shard=dp), into=tree_map_tensors(torch.zeros_like, shards))
+    return finish(dist.gather_shards_start(tree_map_tensors(torch.add, shards, sums), params, dp))
+
+
+def zero3(mesh, **options):
+    cfg = dist.zero3(DATA, mesh["dp"], **options)
+    return both_ways(cfg, chain.init(cfg, device="meta"))
+
+
+def zero3_by_specs(mesh):
+    cfg = dist.zero3(DATA, mesh["dp"])
+    return both_ways(cfg, dist.init(chain, cfg, dist.specs_of(chain, cfg), mesh, device="meta"))
+
+
+def summed(mesh):
+    cfg = dist.data_parallel(DATA, mesh["dp"], shard=True)
+    return both_ways(cfg, chain.init(cfg, device="meta"))
+
+
+def over_both(mesh):
+    """A sum over two axes, sharded over one, that is added to what is there."""
+    dp, nodes, grads = mesh["dp"], mesh["nodes"], {"w": torch.ones(6, 2), "odd": torch.ones(5)}
+    return finish(dist.reduce_start(grads, (nodes, dp), shard=dp), into=dist.own_shards(grads, dp))
+
+
+def hybrid(mesh):
+    return zero3(mesh, also=(mesh["nodes"],))
+
+
+@pytest.mark.parametrize("step", [zero1, zero3, zero3_by_specs, summed, over_both, hybrid], ids=lambda step: step.__name__)
+def test_data_parallel_ranks_of_any_number_run_once(step):
+    """A rank's part has the shape of the others', so its step is theirs; its program is what it would record alone."""
+    runs = []
+
+    def counted(mesh):
+        runs.append(mesh)
+        step(mesh)
+
+    sizes = {"nodes": 4, "dp": 32}
+    found = check_program(counted, sizes)
+    assert len(found) == 128 and len(runs) == 1
+    for rank in (0, 37, 127):
+        assert found[rank] == record(lambda rank=rank: step(Mesh.abstract(sizes, rank))) and found[rank].sent
 
 
 @pytest.mark.slow

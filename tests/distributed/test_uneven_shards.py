@@ -25,7 +25,7 @@ from funcops.distributed import Mesh, Spec
 from funcops.errors import CheckpointError
 from funcops.optim import AdamWConfig, AdamWState, adamw_init, adamw_update
 from funcops.testing import run_ranks
-from funcops.trees import paths
+from funcops.trees import paths, tensors
 
 ADAMW = AdamWConfig()
 SIZES = [{"tp": 1, "dp": n} for n in (1, 2, 3, 4, 7)] + [{"tp": 2, "dp": n} for n in (1, 2, 3)] + [{"tp": 3, "dp": 2}]
@@ -116,6 +116,60 @@ def test_specs_of_zero3_are_those_of_its_shards(tp):
         same(dist.init(chain, cfg, wider, mesh, key=random.key(1)), shards)
 
     run_ranks({"dp": 4, "tp": 1}, run)
+
+
+def drawn_model(draw):
+    a, b = draw.randint(1, 7), draw.randint(1, 9)
+    layers = RepeatConfig(skip, SkipConfig(linear, LinearConfig(b, b)), 2)
+    return ChainConfig(steps=(Step("up", linear, LinearConfig(a, b)), Step("blocks", repeat, layers)))
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
+def test_leaves_of_any_size_move_between_meshes_by_the_specs_of_either(seed, tmp_path):
+    """Of ZeRO-3, and of ZeRO-1 and 2, where the optimiser's state alone is sharded: drawn, taken, gathered, saved and loaded. The
+    spec of a mesh that divides a leaf is refused on one that does not, with the remedy."""
+    draw, served, refused = python_random.Random(seed), 0, 0
+    for number in range(2):
+        plain, one, other = drawn_model(draw), draw.choice([2, 3, 4]), draw.choice([1, 2, 3, 4, 5])
+        whole = chain.init(plain, key=random.key(2))
+        moments = adamw_init(whole, ADAMW).exp_avg
+        for t in tensors(moments):
+            t.copy_(torch.randn(t.shape, generator=torch.Generator().manual_seed(number)))
+        folder = tmp_path / str(number)
+        folder.mkdir()
+
+        def specs_at(mesh, plain=plain, whole=whole):
+            cfg = dist.zero3(plain, mesh["dp"])
+            return cfg, dist.specs_of(chain, cfg), dist.fsdp_specs(whole, {}, mesh)
+
+        _, *foreign = specs_at(Mesh.abstract({"dp": one}, 0))
+
+        def write(mesh, whole=whole, moments=moments, folder=folder):
+            cfg, specs, of_state = specs_at(mesh)
+            dist.save(chain.init(cfg, key=random.key(2)), folder / "params", specs, mesh)
+            dist.save(dist.own_shards(moments, mesh["dp"]), folder / "state", of_state, mesh)
+
+        def read(mesh, whole=whole, moments=moments, folder=folder, foreign=foreign):
+            cfg, *own = specs_at(mesh)
+            there = [mesh["dp"].size == 1 or t.shape[0] % mesh["dp"].size == 0 for t in tensors(whole)]
+            given = [spec.whole is not None for spec in foreign[1].values()]
+            fits = all(fits or whole for fits, whole in zip(there, given, strict=True))
+            for specs, of_state in (own, foreign) if fits else (own,):
+                shards, state = chain.init(cfg, key=random.key(2)), dist.own_shards(moments, mesh["dp"])
+                same(dist.init(chain, cfg, specs, mesh, key=random.key(2)), shards)
+                same(dist.shard(whole, specs, mesh), shards)
+                same(dist.unshard(shards, specs, mesh), whole)
+                same(dist.load(folder / "params", empty(shards), specs, mesh), shards)
+                same(dist.load(folder / "state", empty(state), of_state, mesh), state)
+            if not fits:
+                with pytest.raises(ValueError, match=r"or give its spec whole=\("):
+                    dist.shard(whole, foreign[0], mesh)
+            return fits
+
+        run_ranks({"dp": one}, write)
+        fits = run_ranks({"dp": other}, read)
+        served, refused = served + all(fits), refused + (not any(fits))
+    assert served + refused == 2
 
 
 def test_a_vocabulary_that_no_axis_divides_goes_with_tensor_parallelism():

@@ -147,7 +147,7 @@ def dispatched(
         if low is not None:
             shape = torch.Size((len(own_rows), low.shape[-1]))
             given = replace(low, codes=own_rows, scales=as_made(scales[0], low.format), shape=shape)
-        chosen = chosen - axis.rank * own  # experts by their number on this rank, E/n for experts of other ranks
+        chosen = chosen - comm.place(axis, chosen) * own  # experts by their number on this rank, E/n for experts of other ranks
         here = torch.where((chosen >= 0) & (chosen < own), chosen, own)
         return then(Dispatched(own_weights, given, here, place, sizes))
 

@@ -17,7 +17,7 @@ NO_LABEL = -(2**62)  # an ignore_index that no label equals
 def own_rows_of(ids: Tensor, size: int, axis: Axis, fill: int = 0) -> tuple[Tensor, Tensor]:
     """The rows of ids among this rank's `size` rows, `fill` for ids of other ranks, and a mask of the latter. An id that no rank
     has stays out of range, so that kernels refuse it as in the plain op."""
-    rows = ids - axis.rank * size
+    rows = ids - comm.place(axis, ids) * size
     elsewhere = ((rows < 0) | (rows >= size)) & (ids >= 0) & (ids < size * axis.size)
     return rows.masked_fill(elsewhere, fill), elsewhere
 

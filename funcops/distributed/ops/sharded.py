@@ -111,7 +111,8 @@ class ShardedConfig(OneBody):
         require(self.stage in (0, 2, 3), "ShardedConfig", "stage", "0, 2 or 3", self.stage)
         require_axis("ShardedConfig", self.axis)
         right = isinstance(self.also, tuple) and all(isinstance(axis, Axis) for axis in self.also)
-        require(right, "ShardedConfig", "also", "a tuple of Axis", repr(self.also))
+        if not right:  # a text of the axes would read their ranks, by which a step is told apart
+            fail("ShardedConfig", "also", "a tuple of Axis", repr(self.also))
         require(self.axis not in self.also, "ShardedConfig", "also", "other axes", str(self.axis))
         require_dtype("ShardedConfig", self.dtype)
         require_dtype("ShardedConfig", self.grad_dtype, name="grad_dtype")
