@@ -219,7 +219,7 @@ def init(
     op: Op, cfg: Any, specs: Specs, mesh: Mesh, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
 ) -> Any:
     """Draw only this rank's part of every leaf of `op.init(cfg, key=key)`, with the same bits on every mesh. Nothing is sent. The
-    specs must include the leaves that the config's parallel layers shard (`specs_of`); those of another mesh serve if they have
+    specs must include the leaves that the config's parallel layers shard (`specs_of`); specs of another mesh do if they have
     `whole` where this one does not divide a leaf.
 
     Raises `ValueError` for a spec that decides no leaf, does not divide its leaf or contradicts a parallel layer, and for a layer
