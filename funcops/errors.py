@@ -151,12 +151,18 @@ def fail(where: str, name: str, expected: str, got: object, error: type[Exceptio
 
 
 def stale(
-    where: str, what: str, by: str = "forward", hint: str = "", aliases: str = "", error: type[Exception] = StaleResidualError
+    where: str,
+    what: str,
+    by: str = "forward",
+    hint: str = "",
+    aliases: str = "",
+    error: type[Exception] = StaleResidualError,
+    got: str = "a tensor that was written to since",
 ) -> NoReturn:
     """Raise the error of every guard: a tensor was written to after the forward (or after what `by` names)."""
     of = f" (it aliases {aliases})" if aliases else ""
     end = f". {hint}" if hint else ""
-    raise error(f"{where}: {what} must be as the {by} left it, got a tensor that was written to since{of}{end}")
+    raise error(f"{where}: {what} must be as the {by} left it, got {got}{of}{end}")
 
 
 def in_step(error: Exception, name: object) -> None:

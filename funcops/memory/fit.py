@@ -23,7 +23,7 @@ from funcops.contract.walk import Inside, Part, rewrite
 from funcops.errors import in_html, join_path, on_screen, require, require_dtype, require_type, size_of
 from funcops.memory.parts import LeafPart, has_parts, leaves_of
 from funcops.memory.policy import kept_paths, resolved, with_policy
-from funcops.memory.remat import is_remat
+from funcops.memory.remat import is_remat, may_rerun
 from funcops.program.values import abstract_params, working_like
 from funcops.residuals.policy import POLICIES, Policy, Recompute
 from funcops.residuals.report import kept_values, storage_of
@@ -117,7 +117,8 @@ def fit(op: Op, cfg: Any, x: Any, budget: int, *, dtype: torch.dtype | None = No
 
 def _candidates(op: Op, cfg: Any) -> Iterator[tuple[str, Policy, Held]]:
     for name in ("save_all", "recompute_norms", "recompute_elementwise", "minimal"):
-        yield name, POLICIES[name], _held(*resolved(op, cfg, POLICIES[name]))
+        if may_rerun(*(found := resolved(op, cfg, POLICIES[name]))):
+            yield name, POLICIES[name], _held(*found)
     steps = list(dict.fromkeys([kept.path for kept in kept_paths(op, cfg) if kept.field is None]))
     # the parts of a repeat's body; without a repeat, the op's own parts
     inside = [path for path in steps if path.rpartition(".")[0].endswith("*")]
@@ -131,9 +132,10 @@ def _candidates(op: Op, cfg: Any) -> Iterator[tuple[str, Policy, Held]]:
 def _recomputing(op: Op, cfg: Any, parts: tuple[str, ...]) -> tuple[Policy, Held] | None:
     policy = Policy({path: Recompute() for path in parts})
     try:
-        return policy, _held(*resolved(op, cfg, policy))
+        found = resolved(op, cfg, policy)
     except ValueError:
         return None
+    return (policy, _held(*found)) if may_rerun(*found) else None
 
 
 @dataclasses.dataclass

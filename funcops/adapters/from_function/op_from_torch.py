@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from funcops.adapters.flatten import flatten, gradients, indexed_paths, unflatten
-from funcops.adapters.from_function.outside import read_outside, values_of
+from funcops.adapters.from_function.outside import Noted, names_in, names_of_tensors, read_outside, values_of
 from funcops.adapters.from_function.partition import Graphs, Like, cut, resolved
 from funcops.contract.accumulators import accumulate
 from funcops.contract.configs import OpConfig, require_config
@@ -76,10 +76,12 @@ def op_from_torch(
     params, x and y are trees of tensors. The function is traced once for each set of shapes, strides and dtypes, and again when a
     variable of its closure or a global that it reads is another object, a list or dict of other values, or a module in another
     mode. It is not traced again when another attribute of an object changes, and Python control flow that depends on the values of
-    tensors is not traced: pass what changes in params, x or the config. A dy, or a residual that was moved, is copied if its
-    strides differ from the traced ones. `init(cfg, *, key, device, dtype)` makes params; without it the op has none. Raises
-    `TypeError` for a y that holds anything but tensors, `ValueError` for a function that cannot be traced without writes, whose
-    shapes depend on values, or that captures a tensor that requires grad, and `RuntimeError` under autocast.
+    tensors is not traced: pass what changes in params, x or the config. A tensor of its closure that the backward reads is a
+    residual: a write to it in between raises `StaleResidualError`. Under `remat`, and rules and presets that recompute it, so does
+    any such value that has changed, and a function that draws random numbers raises `ValueError`. A dy, or a residual that was
+    moved, is copied if its strides differ from the traced ones. `init(cfg, *, key, device, dtype)` makes params; without it the op
+    has none. Raises `TypeError` for a y that holds anything but tensors, `ValueError` for a function that cannot be traced without
+    writes, whose shapes depend on values, or that captures a tensor that requires grad, and `RuntimeError` under autocast.
 
     >>> import torch
     >>> from funcops import TorchConfig, op_from_torch
@@ -118,7 +120,7 @@ def op_from_torch(
 
     fwd.any_tree = True  # type: ignore[attr-defined]
     made = make_op(own.label, config, init=init or no_params, fwd=fwd, dgrad=dgrad, wgrad=wgrad, bwd=bwd)
-    return made._replace(pending=TorchPending)
+    return made._replace(pending=TorchPending, outside=own.noted)
 
 
 class _Function:
@@ -126,7 +128,9 @@ class _Function:
 
     def __init__(self, label: str, fn: Callable[..., Any], config: type, init: Callable[..., Any] | None) -> None:
         self.label, self.fn, self.config, self.init = label, fn, config, init
-        self.outside = list(read_outside(fn))
+        seen: set[Any] = set()
+        self.outside = list(read_outside(fn, seen))
+        self.names = frozenset().union(*[names_in(one.__code__) for one in seen])
         self.memo: tuple[Any, dict[Any, Traced]] = (), {}  # the values outside, and the traces that hold for them
 
     def traced(self, params: Any, x: Any, cfg: Any, needs: Needs) -> tuple[Traced, list[Tensor]]:
@@ -147,8 +151,18 @@ class _Function:
             key = *key, tuple([t.storage_offset() for t in flat])
             found = memo[1].get(key)
         if found is None:
-            found = memo[1][key] = _trace(self.label, self.fn, cfg, needs, params_shape, x_shape, flat, count)
+            known = names_of_tensors(self.outside)
+            found = memo[1][key] = _trace(self.label, self.fn, cfg, needs, params_shape, x_shape, flat, count, known)
         return found, leaves
+
+    def noted(self, where: str, cfg: Any) -> Noted:
+        """See `Op.outside`."""
+        graphs = [one.graphs for key, one in self.memo[1].items() if key[:2] == (cfg, repr(cfg))]
+        draws = next((one.draws for one in graphs if one.draws), None)
+        if draws is not None:
+            remedy = "draw in x instead, or use dropout with a key, or keep its residuals (no remat, no Recompute)"
+            fail(where, self.label, "an op that gives the same when its forward runs again", f"one that calls {draws}: {remedy}")
+        return Noted.of(self.outside, self.names, {name: t for one in graphs for name, t in one.captured.items()})
 
     def forward(self, params: Any, x: Any, cfg: Any, needs: Needs) -> tuple[Any, Any]:
         label = f"{self.label}_fwd"
@@ -161,8 +175,11 @@ class _Function:
             check_needs(label, needs, params, x)
         own, leaves = self.traced(params, x, cfg, needs)
         found, count = own.graphs.forward(*map(resolved, leaves)), len(own.graphs.outputs)
-        values = iter(found[count:])
-        kept = {n: leaves[int(n[6:])] if n.startswith("input.") else next(values) for n in own.graphs.kept}
+        values, captured = iter(found[count:]), own.graphs.captured
+        kept = {
+            n: leaves[int(n[6:])] if n.startswith("input.") else captured[n] if n in captured else next(values)
+            for n in own.graphs.kept
+        }
         node: Any = TorchResiduals
         return unflatten(own.y_shape, found[:count]), node.keep(cfg, needs, kept=kept, traced=own, inputs=own) if needs else None
 
@@ -223,7 +240,15 @@ def _unshared(dparams: Any, kept: Any) -> Any:
 
 
 def _trace(
-    label: str, fn: Any, cfg: Any, needs: Needs, params_shape: Any, x_shape: Any, leaves: list[Tensor], count: int
+    label: str,
+    fn: Any,
+    cfg: Any,
+    needs: Needs,
+    params_shape: Any,
+    x_shape: Any,
+    leaves: list[Tensor],
+    count: int,
+    known: dict[int, str],
 ) -> Traced:
     asked = []
     for shape_, side in ((params_shape, needs.param), (x_shape, needs.input)):
@@ -242,5 +267,5 @@ def _trace(
         return found
 
     with torch.enable_grad():
-        graphs = cut(f"{label}_fwd", run, leaves, asked, count)
+        graphs = cut(f"{label}_fwd", run, leaves, asked, count, known)
     return Traced(graphs, params_shape, x_shape, shape[0], tuple(asked), count)

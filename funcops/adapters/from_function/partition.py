@@ -17,6 +17,8 @@ from funcops.errors import describe, fail
 
 Run = Callable[[Sequence[Tensor]], list[Tensor]]
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh.default)
+_OWN = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)  # of a tensor that the function makes of numbers
+_OFF = {"p": 0, "dropout": 0, "dropout_p": 0, "train": False, "training": False}  # with such an argument nothing is drawn
 
 
 class Like(NamedTuple):
@@ -81,12 +83,14 @@ class Graphs(NamedTuple):
     kept: dict[str, Like]
     waiting: dict[str, Like]
     placed: bool  # whether they contain storage offsets, so that they only serve leaves at these offsets
+    captured: dict[str, Tensor]  # which the function reads beside its arguments; a backward gets those that it reads as kept ones
+    draws: str  # the first operator of the forward that draws random numbers, or ""
 
 
-def cut(where: str, run: Run, leaves: Sequence[Tensor], asked: Sequence[bool], params: int) -> Graphs:
-    """Trace `run(leaves) -> outputs` with the gradients of the leaves that are `asked` for; the first `params` leaves are
-    params. Hooks on saved tensors that are active around the call (a checkpoint's, an offload's) do not see the trace's, which
-    would come with their changes into the graph."""
+def cut(where: str, run: Run, leaves: Sequence[Tensor], asked: Sequence[bool], params: int, known: dict[int, str]) -> Graphs:
+    """Trace `run(leaves) -> outputs` with the gradients of the leaves that are `asked` for; the first `params` leaves are params.
+    `known`: names of tensors that `run` may capture, by id. Hooks on saved tensors that are active around the call (a
+    checkpoint's, an offload's) do not see the trace's, which would come with their changes into the graph."""
     try:
         with torch.inference_mode(False), FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), _hidden_from_hooks():
             given = [_stand_in(t) for t in leaves]
@@ -98,7 +102,7 @@ def cut(where: str, run: Run, leaves: Sequence[Tensor], asked: Sequence[bool], p
         if node.op == "get_attr" and getattr(getattr(traced, node.target), "requires_grad", False):
             got = describe(getattr(traced, node.target))
             fail(where, "fn", "a function that takes tensors that require grad as params or x", got)
-    return _Cutter(where, traced, len(leaves), len(outputs), asked, params).graphs(tuple(outputs))
+    return _Cutter(where, traced, len(leaves), len(outputs), asked, params, known).graphs(tuple(outputs))
 
 
 def _hidden_from_hooks() -> AbstractContextManager[Any]:
@@ -151,11 +155,33 @@ def _is_view(node: fx.Node) -> bool:
     return not schema.is_mutable and len(schema.returns) == 1 and schema.returns[0].alias_info is not None
 
 
+def _draws(node: fx.Node) -> bool:
+    """Whether the node draws from a generator of torch."""
+    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    given = dict(node.kwargs)
+    for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
+        given[argument.name] = value
+    for argument in node.target._schema.arguments:
+        given.setdefault(argument.name, argument.default_value if argument.has_default_value() else None)
+    return all(given.get(name) is None or given[name] != off for name, off in _OFF.items())
+
+
 class _Cutter:
     """Assigns each node of a joint graph to the forward, dgrad or wgrad."""
 
-    def __init__(self, where: str, traced: fx.GraphModule, leaves: int, outputs: int, asked: Sequence[bool], params: int) -> None:
+    def __init__(
+        self,
+        where: str,
+        traced: fx.GraphModule,
+        leaves: int,
+        outputs: int,
+        asked: Sequence[bool],
+        params: int,
+        known: dict[int, str],
+    ) -> None:
         self.root, self.graph = traced, traced.graph
+        self.captured = self._find_captured()
         self._drop_aliases()
         nodes = list(self.graph.nodes)
         for node in nodes:
@@ -168,7 +194,10 @@ class _Cutter:
         owners = [i for i, ask in enumerate(asked) if ask]
         self.dx = [g for i, g in zip(owners, self.grads, strict=True) if i >= params]
         self.dparams = [g for i, g in zip(owners, self.grads, strict=True) if i < params]
-        self.leaves, self.inputs = inputs[:leaves], set(inputs)
+        self.leaves, self.inputs = inputs[:leaves], {*inputs, *self.captured}
+        for i, (node, t) in enumerate(self.captured.items()):
+            name = f"captured.{known.get(id(t), i)}"  # two functions may call their variables the same
+            self.names[node] = f"{name}.{i}" if name in self.names.values() else name
 
     def graphs(self, outputs: tuple[Like, ...]) -> Graphs:
         views = {n for n in self.order if _is_view(n)}  # recomputed by each part that reads them, so that their bases cross
@@ -190,7 +219,24 @@ class _Cutter:
         dgrad = self._part(second, [*kept, *dys], [*self.dx, *middle])
         wgrad = self._part(third, waiting, self.dparams)
         placed = any("as_strided" in str(n.target) for n in self.order)
-        return Graphs(forward, dgrad, wgrad, outputs, self._named(kept), self._named(waiting), placed)
+        captured = {self.names[node]: t for node, t in self.captured.items()}
+        draws = next((str(n.target) for n in self.order if n in first and _draws(n)), "")
+        return Graphs(forward, dgrad, wgrad, outputs, self._named(kept), self._named(waiting), placed, captured, draws)
+
+    def _find_captured(self) -> dict[fx.Node, Tensor]:
+        """The nodes of tensors that the function reads beside its arguments, one for each, and the tensors."""
+        first: dict[int, fx.Node] = {}
+        found: dict[fx.Node, Tensor] = {}
+        for node in [node for node in self.graph.nodes if node.op == "get_attr"]:
+            t = getattr(self.root, node.target)
+            if not isinstance(t, Tensor) or all(user.target in _OWN for user in node.users):
+                continue
+            if first.setdefault(id(t), node) is node:
+                found[node] = t
+            else:
+                node.replace_all_uses_with(first[id(t)])
+                self.graph.erase_node(node)
+        return found
 
     def _drop_aliases(self) -> None:
         for node in list(self.graph.nodes):
@@ -211,13 +257,13 @@ class _Cutter:
         return found
 
     def _crossing(self, ends: Iterable[Any], part: set[fx.Node]) -> list[fx.Node]:
-        """The nodes that a part reads or returns without computing them; constants are copied instead."""
+        """The nodes that a part reads or returns without computing them; the function's own constants are copied instead."""
         read = {n: None for node in self.order if node in part for n in node.all_input_nodes}
         read.update({n: None for n in ends if n is not None})
-        return [n for n in read if n not in part and n.op != "get_attr"]
+        return [n for n in read if n not in part and (n.op != "get_attr" or n in self.captured)]
 
     def _named(self, nodes: Iterable[fx.Node]) -> dict[str, Like]:
-        return {self.names.get(n, n.name): Like.of(n.meta["val"]) for n in nodes}
+        return {self.names.get(n, n.name): Like.of(self.captured[n] if n in self.captured else n.meta["val"]) for n in nodes}
 
     def _part(self, part: set[fx.Node], inputs: Sequence[fx.Node], results: Sequence[Any]) -> fx.GraphModule:
         graph, copies = fx.Graph(), {}
