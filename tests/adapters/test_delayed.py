@@ -2,6 +2,8 @@
 
 import contextlib
 import gc
+import sys
+import warnings
 
 import pytest
 import torch
@@ -236,16 +238,167 @@ def test_a_failed_backward_leaves_nothing():
         pass
 
 
-def test_a_forgotten_store_warns():
-    store = delayed_wgrad()
-    with store:
-        model()(batches(1)[0]).sum().backward()
-    import funcops.adapters.autograd.delayed as module
+LOST = r"delayed_wgrad: {} weight gradients of a store that is gone were never run \(chain m0.weight, .*\)"
 
-    module._unfinished = None
-    with pytest.warns(ResourceWarning, match="1 weight gradients were never run"):
+
+def forgotten(name, module, x):
+    """Stores with work that nobody can run any more, by the way in which they were lost."""
+    if name == "no name":
+        with delayed_wgrad():
+            module(x).sum().backward()
+    elif name == "another in its place":
+        with delayed_wgrad() as store:
+            module(x).sum().backward()
+        store = delayed_wgrad()
+        assert len(store) == 0
+    elif name == "two backwards":
+        with delayed_wgrad():
+            module(x).sum().backward()
+            module(x).sum().backward()
+    elif name == "an error before run":
+        with contextlib.suppress(ZeroDivisionError):
+            with delayed_wgrad() as store:
+                module(x).sum().backward()
+            raise ZeroDivisionError
+        del store
+    elif name == "an error in run":  # of a hook
+        handle = module[0].weight.register_hook(lambda g: 1 / 0)
+        with delayed_wgrad() as store:
+            module(x).sum().backward()
+            module(x).sum().backward()
+        with contextlib.suppress(ZeroDivisionError):
+            store.run()
+        handle.remove()
+        del store
+    elif name == "a cycle":
+        store = delayed_wgrad()
+        store.itself = store
+        with store:
+            module(x).sum().backward()
+        del store
+    elif name == "a deleted module":
+        own = model()
+        with delayed_wgrad():
+            own(x).sum().backward()
+        del own
+
+
+FORGOTTEN = (
+    "no name",
+    "another in its place",
+    "two backwards",
+    "an error before run",
+    "an error in run",
+    "a cycle",
+    "a deleted module",
+)
+
+
+@pytest.mark.parametrize("name", FORGOTTEN)
+def test_a_forgotten_store_warns(name):
+    """By its params, when it is dropped, as a coroutine that was never awaited; the next block raises once."""
+    count = 2 if name == "two backwards" else 1
+    with pytest.warns(RuntimeWarning, match=LOST.format(count) + r": call its run\(\) or discard\(\)"):
+        forgotten(name, model(), batches(1)[0])
+        gc.collect()
+    with pytest.raises(RuntimeError, match=LOST.format(count) + ": keep the store"), delayed_wgrad():
+        pass
+    with delayed_wgrad():
+        pass
+
+
+def test_a_forgotten_store_fails_a_test_in_which_warnings_are_errors():
+    with warnings.catch_warnings(), caught_unraisable() as seen:
+        warnings.simplefilter("error")
+        forgotten("no name", model(), batches(1)[0])
+        gc.collect()
+    assert [type(one) for one in seen] == [RuntimeWarning] and "chain m0.weight" in str(seen[0])
+    with contextlib.suppress(RuntimeError), delayed_wgrad():
+        pass
+
+
+@contextlib.contextmanager
+def caught_unraisable():
+    """The exceptions of finalisers, which Python only prints."""
+    seen, before = [], sys.unraisablehook
+    sys.unraisablehook = lambda one: seen.append(one.exc_value)
+    try:
+        yield seen
+    finally:
+        sys.unraisablehook = before
+
+
+USED = ("run", "run twice", "discarded", "an error inside", "empty", "run in parts")
+
+
+@pytest.mark.parametrize("name", USED)
+def test_a_store_without_work_left_says_nothing(name):
+    module, x = model(), batches(1)[0]
+    with contextlib.suppress(ZeroDivisionError), delayed_wgrad() as store:
+        if name != "empty":
+            module(x).sum().backward()
+        if name == "an error inside":
+            raise ZeroDivisionError
+    if name.startswith("run"):
+        store.run()
+    if name in ("run twice", "run in parts"):
+        once = grads(module)
+        if name == "run in parts":
+            with store:
+                module(x).sum().backward()
+        store.run()
+        for got, want in zip(grads(module), once, strict=True):
+            torch.testing.assert_close(got, 2 * want if name == "run in parts" else want)
+    if name == "discarded":
+        store.discard()
+    with warnings.catch_warnings(), caught_unraisable() as seen:
+        warnings.simplefilter("error")
         del store
         gc.collect()
+    assert not seen
+    with delayed_wgrad():
+        pass
+
+
+FROZEN = {
+    "all": lambda m: list(m.parameters()),
+    "a weight": lambda m: [m[1].weight],
+    "a bias": lambda m: [m[3].bias],
+    "a norm": lambda m: list(m[0].parameters()),
+}
+
+
+@pytest.mark.parametrize("held", [None, "grad", "main_grad"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", FROZEN)
+def test_a_parameter_that_is_frozen_has_the_gradients_of_autograd(name, when, tied, held):
+    """After the backward it keeps its gradient; after the forward alone it gets none."""
+
+    def trained(context):
+        module = model()
+        if tied:
+            module = nn.ModuleList([*module, fnn.Linear(D, 8).double()])
+            module[4].weight = module[1].weight
+        for p in module.parameters() if held else ():
+            setattr(p, held, torch.ones_like(p))
+        y = batches(1)[0]
+        for layer in module:
+            y = layer(y)
+        if when == "before":
+            [p.requires_grad_(False) for p in FROZEN[name](module)]
+        with context() as store:
+            y.square().sum().backward()
+        if when == "after":
+            [p.requires_grad_(False) for p in FROZEN[name](module)]
+        if store is not None:
+            store.run()
+        if held == "main_grad":
+            return [p.main_grad - 1 if store is not None else p.grad for p in module.parameters()]
+        return grads(module)
+
+    for got, want in zip(trained(delayed_wgrad), trained(contextlib.nullcontext), strict=True):
+        torch.testing.assert_close(got, torch.zeros_like(got) if want is None and got is not None else want)
 
 
 COMPILED = {"in parts": dict(backend="eager"), "whole": dict(backend="aot_eager", fullgraph=True)}

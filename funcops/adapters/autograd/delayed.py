@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -25,11 +26,12 @@ from funcops.adapters.bucketed_mean import BucketedMean
 from funcops.contract.fused_steps import watch
 from funcops.contract.marks import Versions
 from funcops.contract.op import Op
-from funcops.errors import describe, fail
-from funcops.trees import leaves, nbytes, tree_map_tensors
+from funcops.errors import describe, fail, few
+from funcops.trees import leaves, nbytes, paths, tree_map_tensors
 
 _current: WgradStore | None = None
-_unfinished: WgradStore | None = None
+_unfinished: weakref.ref[WgradStore] | None = None  # weak, so that a store that nobody can run any more warns at once
+_dropped = ""  # what such a store has lost, until the next block raises
 _open = False  # whether a store is current: a bool, because torch.compile guards on the globals that it reads
 _compiled = False  # whether torch.compile has ever traced an op with gradients
 _seen = 0  # backwards of ops in the current block
@@ -74,6 +76,21 @@ class Waiting(NamedTuple):
     wanted: tuple[int, ...]  # the params, by id, to which that run accumulates
 
 
+def _lost(waiting: list[Waiting]) -> str:
+    """The params of the weight gradients that wait, each with its op, as text."""
+    named = [f"{one.op.name} {path}" for one in waiting for path, t in paths(one.params).items() if id(t) in one.wanted]
+    named = named or [one.op.name for one in waiting]  # when Python ends, optree knows no nodes any more
+    return few(named)
+
+
+def _drop(waiting: list[Waiting]) -> None:
+    """The end of a store, which warns if nobody can run it any more."""
+    global _dropped
+    if waiting:
+        _dropped = f"{len(waiting)} weight gradients of a store that is gone were never run ({_lost(waiting)})"
+        warnings.warn(f"delayed_wgrad: {_dropped}: call its run() or discard() before", RuntimeWarning, stacklevel=2)
+
+
 class WgradStore:
     """Pending weight gradients in the order of the backward. Each is used once, by `run` or `discard`. `every`: also of parameters
     to which the backward does not accumulate."""
@@ -85,17 +102,22 @@ class WgradStore:
         self.began: int | None = None
         self.done: dict[int, Tensor] = {}  # the params that got a gradient, by id
         self.parts: dict[tuple[int, int], Tensor] = {}  # gradients of params that a later wgrad of the same backward adds to
+        weakref.finalize(self, _drop, self.waiting)  # not `__del__`, at whose time, when Python ends, no tree can be walked
 
     def __enter__(self) -> WgradStore:
-        global _current, _open, _seen, _unfinished
+        global _current, _open, _seen, _unfinished, _dropped
         if _current is not None:
             raise RuntimeError("delayed_wgrad: must not be entered inside another")
-        if _unfinished is not None and _unfinished is not self and _unfinished.waiting:
-            left = len(_unfinished.waiting)
+        before = None if _unfinished is None else _unfinished()
+        if before is not None and before is not self and before.waiting:
+            left, of = len(before.waiting), _lost(before.waiting)
             raise RuntimeError(
-                f"delayed_wgrad: {left} weight gradients of the previous store were never run: call its run() or discard()"
+                f"delayed_wgrad: {left} weight gradients of the previous store were never run ({of}): call its run() or discard()"
             )
-        _current = _unfinished = self
+        if _dropped:
+            lost, _dropped = _dropped, ""
+            raise RuntimeError(f"delayed_wgrad: {lost}: keep the store, and call its run() or discard()")
+        _current, _unfinished = self, weakref.ref(self)
         _open, _seen = True, 0
         self.began = _backwards() if _compiled else None
         return self
@@ -114,10 +136,6 @@ class WgradStore:
     def __len__(self) -> int:
         return len(self.waiting)
 
-    def __del__(self) -> None:
-        if self.waiting:
-            warnings.warn(f"delayed_wgrad: {len(self.waiting)} weight gradients were never run", ResourceWarning, stacklevel=2)
-
     def nbytes(self) -> int:
         """Bytes of the pendings that wait; a tensor that is kept twice counts once."""
         return nbytes([one.pending for one in self.waiting])
@@ -130,10 +148,10 @@ class WgradStore:
     @torch.no_grad()
     def run(self) -> None:
         """Compute every weight gradient, in the order of the backward, and accumulate it in the parameter's `main_grad`, if it has
-        one, or else in `grad`. Tensor hooks and post-accumulate hooks fire as in a backward: once for all gradients that a backward
-        has left for a parameter. Raises `StaleResidualError` if a parameter was written to since, because a chain would recompute
-        different values."""
-        uses = Counter((one.backward, id(t)) for one in self.waiting for t in _trained(one.params) if id(t) in one.wanted)
+        one, or else in `grad`; that of a parameter which was frozen since, too, as the backward would have done. Tensor hooks and
+        post-accumulate hooks fire as in a backward: once for all gradients that a backward has left for a parameter. Raises
+        `StaleResidualError` if a parameter was written to since, because a chain would recompute different values."""
+        uses = Counter((one.backward, id(t)) for one in self.waiting for t in leaves(one.params) if id(t) in one.wanted)
         while self.waiting:
             op, cfg, pending, params, versions, backward, wanted = self.waiting.pop(0)
             versions.check(f"delayed_wgrad: {op.name}_wgrad", "params", "backward", "Call run() before the optimiser")
@@ -214,7 +232,8 @@ def delayed_wgrad() -> WgradStore:
     own operators give the same parameter comes in the backward, and its hooks then fire for each of the two parts. After the
     block, call `run()`; several backwards, and several blocks of one store, add up. Raises `RuntimeError` if an earlier store
     still has work or blocks are nested; if the model runs under DistributedDataParallel without `no_sync()`; and if torch.compile
-    compiled the ops, whose weight gradients cannot be delayed. A process has one store at a time, for all its threads.
+    compiled the ops, whose weight gradients cannot be delayed. A store that is dropped with work gives a `RuntimeWarning`, and the
+    next block raises once. A process has one store at a time, for all its threads.
 
     The store: `run()` computes what waits, in the order of the backward, `discard()` drops it, `len(store)` and `store.nbytes`
     count it, and `reduce()` sums the gradients over DistributedDataParallel's ranks. For another order call the ops yourself: a
