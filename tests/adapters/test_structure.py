@@ -433,3 +433,33 @@ def test_the_answer_does_not_depend_on_what_is_around(name):
         done = fnn.from_torch(model)
     assert [c.path for c in done.replaced if BY in c.after] == ["0", "1", "2", "3"]
     assert torch.equal(torch.get_rng_state(), state)
+
+
+TINY = {  # (formula, whether it is one of the known norms)
+    "rms": (rms, True),
+    "layer": (layer, True),
+    "by hand": (by_hand, True),
+    "normalize": (lambda x, w, b, eps: F.normalize(x, dim=-1, eps=eps) * w * x.shape[-1] ** 0.5, False),
+    "outside of the root": (lambda x, w, b, eps: w * x / (x.pow(2).mean(-1, keepdim=True).sqrt() + eps), False),
+    "clamped": (lambda x, w, b, eps: w * x * x.pow(2).mean(-1, keepdim=True).clamp(min=eps).rsqrt(), False),
+    "std": (lambda x, w, b, eps: w * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True, correction=0) + eps), False),
+    "another number": (lambda x, w, b, eps: rms(x, w, b, 1e-12), False),
+}
+
+
+@pytest.mark.parametrize("eps", [1e-5, 1e-8, 1e-12, 1e-16])
+@pytest.mark.parametrize("name", TINY)
+def test_a_norm_is_the_same_for_tiny_inputs_too(name, eps):
+    """At every size of x, also zero, outputs and gradients in float64 are the module's; what only looks like a norm is left."""
+    formula, known = TINY[name]
+    module = Norm(formula, eps=eps).double()
+    other = copy.deepcopy(module)
+    assert bool(fnn.from_torch(other).replaced) is known
+    for size in (0.0, 1e-12, 1e-8, 1e-6, 1e-3, 1.0, 1e5):
+        x = size * torch.randn(3, 6, dtype=torch.float64)
+        for one in (module, other):
+            one.zero_grad()
+        want, got = compared(module, other, x)
+        for right, found in zip(want, got, strict=True):
+            bound = 1e-10 * float(right.nan_to_num().abs().max()) + 1e-300
+            torch.testing.assert_close(found, right, rtol=0.0, atol=bound, equal_nan=True)

@@ -32,6 +32,7 @@ FLOATS = torch.float32, torch.bfloat16, torch.float16
 WIDTH, HIDDEN = 5, 7  # of the copies of MLPs, seldom written as numbers in a forward
 LONG = (1100,)  # a length that most branches and slices of lengths would notice
 CLOSE = 1e-5  # a norm may compute in float32
+OTHER = 0.37  # for an eps
 OF_MODULES = frozenset(vars(nn.Module()))
 SHARED = list, dict, set, Tensor  # which a copy would share, and its forward might change
 
@@ -50,6 +51,8 @@ class Candidate(NamedTuple):
     formula: Formula
     shapes: tuple[tuple[int, ...], ...]  # of x
     drops: str = ""  # the attribute that is the probability of a dropout of its output
+    small: tuple[float, ...] = ()  # sizes of x at which eps decides the output, besides the sizes that all are tried with
+    other: Formula | None = None  # the formula with `OTHER` for eps, if eps is an attribute
 
 
 class ActOfFunction(hf.ChainModule):
@@ -197,7 +200,9 @@ def _norms(module: nn.Module, own: dict[str, nn.Parameter]) -> Iterator[Candidat
 
         made = _bare(module, dict(zip(own, weights, strict=True)))
         formula = functools.partial(_normed, mean, float(centered), eps)
-        yield Candidate(Found(hf.LayerNorm if mean else hf.RMSNorm, names), made, weights, formula, shapes)
+        small = *[abs(eps) ** 0.5 * factor for factor in (3.0, 1.0, 0.3, 1e-3)], 1e-6, 1e-12, 0.0
+        other = functools.partial(_normed, mean, float(centered), OTHER) if name in vars(module) else None
+        yield Candidate(Found(hf.LayerNorm if mean else hf.RMSNorm, names), made, weights, formula, shapes, "", small, other)
 
 
 def _normed(mean: bool, one: float, eps: float, x: Tensor, w: Tensor, b: Any = 0.0) -> Tensor:
@@ -347,7 +352,7 @@ def _differs(one: Candidate) -> str | None:
     if one.drops:
         vars(made)[one.drops] = 0.0
     before = dict(vars(made))
-    for shape, size, training in itertools.product(one.shapes, (1.0, 1e-3, 30.0, 1e5), (False, True)):
+    for shape, size, training in itertools.product(one.shapes, (1.0, 1e-3, 30.0, 1e5, *one.small), (False, True)):
         vars(made)["training"] = training
         x = (size * _drawn(*shape)).requires_grad_()
         leaves = [x, *[w.detach().requires_grad_() for w in one.weights]]
@@ -379,9 +384,16 @@ def _differs(one: Candidate) -> str | None:
 
 
 def _reads(one: Candidate) -> str | None:
-    """The number, other than eps, on which the output depends: it might change later."""
+    """The number, other than eps, on which the output depends: it might change later. An eps must be one on which it depends."""
     made, x = one.copied, _drawn(*one.shapes[0])
     want, known = type(made).forward(made, x), {*one.found.names.get("values", ()), one.drops}
+    if one.other is not None:
+        (name,) = one.found.names["values"]
+        before, vars(made)[name] = vars(made)[name], OTHER
+        off = (type(made).forward(made, x) - one.other(x, *one.weights)).abs().max()
+        vars(made)[name] = before
+        if not float(off) <= CLOSE * float(want.detach().abs().max()):
+            return f"{name} is not its eps"
     for name in [name for name in _floats(made) if name not in known]:
         before = vars(made)[name]
         vars(made)[name] = 2.0 * before + 1.0
