@@ -31,7 +31,6 @@ from funcops import (
     with_policy,
 )
 from funcops import nn as fnn
-from funcops.adapters.autograd import recompute
 from funcops.residuals import Offload, Policy
 
 D = 4
@@ -76,21 +75,6 @@ class Checkpointed(nn.Module):
 
     def forward(self, x):
         return checkpoint(self.inner, x, use_reentrant=self.reentrant)
-
-
-class Recomputed(nn.Module):
-    """The linear's node keeps what the norm's output is recomputed from, as it does for large inputs."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        few, recompute.FEW = recompute.FEW, 1
-        try:
-            return self.inner(x)
-        finally:
-            recompute.FEW = few
 
 
 def weights(*shape):
@@ -188,7 +172,6 @@ FACES = {
     "module": lambda: both(lambda of: of.Linear(D, D)),
     "frozen": frozen,
     "sequential": lambda: both(mlp),
-    "recomputed": of_both(Recomputed, lambda of: nn.Sequential(of.LayerNorm(D), of.Linear(D, D), of.GELU())),
     "from_torch": lambda: swapped(Wrapped(mlp(nn))),
     "llama_mlp": hugging_face,
     "checkpoint": of_both(lambda inner: Checkpointed(inner, False), mlp),

@@ -3,8 +3,8 @@
 The needs of a backward are read from `requires_grad`: a frozen weight keeps no input, an x that requires no gradient computes no
 dgrad. If no gradient is requested (`no_grad`, `inference_mode`, no leaf requires one), no node is made and nothing is kept.
 
-As in a chain, the output of a recomputable op (a norm, an activation, a GLU) is recomputed rather than kept if it goes directly
-into another op and is not small.
+A value between two nodes is kept, never recomputed: a program may have written to it where no version counts the write (`h.data`,
+NumPy). Inside a chain no such program runs, so a chain recomputes (`program/`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from torch.autograd import Function
 from torch.nn.parallel import DistributedDataParallel
 
 from funcops.adapters.autocast import any_autocast, without_autocast
-from funcops.adapters.autograd import delayed, recompute, transforms
+from funcops.adapters.autograd import delayed, transforms
 from funcops.adapters.autograd.first_order import Reads, anchor, first_order
 from funcops.adapters.autograd.outputs import owned
-from funcops.adapters.autograd.recompute import large, left_out
 from funcops.adapters.autograd.requires_grad import able, taken_apart
 from funcops.adapters.autograd.saved_tensors import gradient_writer, slots_of
 from funcops.adapters.autograd.traced import run_traced
@@ -77,11 +76,7 @@ class _Node(Function):
     @staticmethod
     def forward(ctx: Any, bound: Bound, trees: Any, *leaves: Any) -> Any:
         op, (params, x) = bound.op, trees
-        again = recipe = None
-        if op.recompute is not None and large(x):
-            y, residuals, recipe = recompute.forward(op, params, x, bound.cfg, bound.needs)
-        else:
-            y, residuals = (bound.fwd if type(params) is bound.kind else op.fwd)(params, x, bound.cfg, needs=bound.needs)
+        y, residuals = (bound.fwd if type(params) is bound.kind else op.fwd)(params, x, bound.cfg, needs=bound.needs)
         slots: Any = bound.slots
         if slots is None:
             slots = bound.made(params, leaves, y, residuals)
@@ -94,24 +89,18 @@ class _Node(Function):
             found = slots.take(residuals)
             if views:
                 found = owned(outputs, found, leaves)
-            if type(x) is Tensor and x.numel() >= recompute.FEW:
-                found, again = left_out(x, found)
-                if again is not None:
-                    own = (anchor(y),)
             try:
                 ctx.save_for_backward(*found, *own)
             except TypeError:  # a policy packs a field that it left unpacked in the first call
                 slots.fill(residuals, found)
-                slots, again = False, None
+                slots = False
         if not slots:
             kept: list[Tensor] = []
             residuals, own = flatten(residuals, kept), (anchor(y),)
             ctx.save_for_backward(*(owned(outputs, kept, leaves) if views else kept), *own)
-        if single and recipe is not None and again is None:  # a recipe based on a recomputed x would compute it twice
-            recompute.note(outputs[0], op, recipe)
         if _ddp._active_ddp_module is not None:
             ctx.synced = delayed.synced()
-        ctx.call = bound, params, residuals, bool(slots), again, shape
+        ctx.call = bound, params, residuals, bool(slots), shape
         if single and not own:
             return outputs[0]
         ctx.set_materialize_grads(False)
@@ -135,7 +124,7 @@ class _Node(Function):
 def _backward(ctx: Any, saved: Any, *dys: Any) -> Any:
     global _calls
     _calls += 1
-    bound, params, residuals, slotted, again, y_shape = ctx.call
+    bound, params, residuals, slotted, y_shape = ctx.call
     if y_shape is None:
         dy = dys[0]
     elif any([d is not None for d in dys]):
@@ -144,7 +133,7 @@ def _backward(ctx: Any, saved: Any, *dys: Any) -> Any:
         return (None,) * len(ctx.needs_input_grad)
     op, store = bound.op, delayed._current
     if slotted:
-        bound.fill(residuals, saved if again is None else again.refilled(saved))
+        bound.fill(residuals, saved)
     else:
         residuals = unflatten(residuals, saved)
     del saved
