@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,47 +15,49 @@ from funcops.adapters.autograd.requires_grad import able, taken_apart
 from funcops.adapters.flatten import flatten, gradients, unflatten
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op
+from funcops.errors import FLOATS
 
-# Before torch 2.13, the tracer returns every tensor that a node writes in place as an additional output. If the node also returns
-# that tensor, its gradient goes to the additional output, and the node gets zeros. A copy avoids this, and a compiler removes it.
-_RETURNS_WRITES = torch.__version__ < "2.13"
+
+class _Traced(NamedTuple):
+    """What a traced node knows of its tensors: the guards, the leaves, the outputs and the other kept tensors, in this order."""
+
+    op: Op
+    cfg: Any
+    params_shape: Any
+    x_shape: Any
+    y_shape: Any
+    residuals: Any  # their shape
+    kept: list[int]  # the numbers of the residuals' tensors
+    guards: int
+    leaves: int
+    outputs: int
 
 
 class _TracedNode(Function):
-    """A node that rebuilds its trees from the leaves. Kept tensors are returned as additional outputs, because Dynamo does not keep
-    an intermediate value that was written in place."""
+    """The backward of an op, as a node. The forward has run before it: Dynamo does not keep a value that a node writes in place."""
 
     @staticmethod
-    def forward(ctx: Any, call: Any, shapes: list[Any], *leaves: Any) -> Any:
-        op, cfg, params_shape, x_shape, needs = call
-        y, residuals = op.fwd(unflatten(params_shape, leaves), unflatten(x_shape, leaves), cfg, needs=needs)
-        kept: list[Tensor] = []
-        ctx.call, ctx.residuals = call, flatten(residuals, kept)
-        ctx.save_for_backward(*kept)
+    def forward(ctx: Any, call: _Traced, *given: Any) -> Any:
+        first = call.guards + call.leaves
+        # Copies, which a compiler removes: a program may write to an output, but not to a tensor that the node keeps.
+        outputs = [t.clone() for t in given[first : first + call.outputs]]
+        ctx.call, ctx.able, ctx.others = call, [able(t) for t in outputs], len(given) - first
+        ctx.save_for_backward(*[given[i] for i in call.kept])
         ctx.set_materialize_grads(False)
-        outputs: list[Tensor] = []
-        ctx.y_shape = flatten(y, outputs)
-        if _RETURNS_WRITES:
-            outputs = [t.clone() for t in outputs]
-        shapes.append(ctx.y_shape)
-        new: list[Tensor] = []
-        for t in kept:
-            if not any([t is seen for seen in (*leaves, *outputs, *new)]):
-                new.append(t)
-        ctx.able = [able(t) for t in outputs]
-        ctx.mark_non_differentiable(*[t for t in outputs if not able(t)], *new)
-        return (*outputs, *new)
+        ctx.mark_non_differentiable(*[t for t in outputs if not able(t)])
+        return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Any) -> Any:
-        op, cfg, params_shape, x_shape, _ = ctx.call
+        call = ctx.call
         dparams = dx = None
         dys = tuple([d if ok else None for d, ok in zip(dys, ctx.able, strict=False)])  # a compiler passes zeros for the others
         if any([d is not None for d in dys]):
-            dy = unflatten(ctx.y_shape, dys)
-            dparams, dx = op.bwd(unflatten(ctx.residuals, ctx.saved_tensors), dy, cfg)
-        return None, None, *gradients(x_shape, dx, gradients(params_shape, dparams, []))
+            dy = unflatten(call.y_shape, dys)
+            dparams, dx = call.op.bwd(unflatten(call.residuals, ctx.saved_tensors), dy, call.cfg)
+        found = gradients(call.x_shape, dx, gradients(call.params_shape, dparams, []))
+        return None, *[None] * call.guards, *found, *[None] * ctx.others
 
 
 def run_traced(op: Op, params: Any, x: Any, cfg: Any) -> Any:
@@ -64,11 +66,35 @@ def run_traced(op: Op, params: Any, x: Any, cfg: Any) -> Any:
     if not torch.is_grad_enabled() or not any([t.requires_grad for t in leaves]):
         return op.fwd(params, x, cfg, needs=Needs.NONE)[0]
     delayed.traced()
-    shapes: list[Any] = []
     _floats_as_constants(True)
-    found = _TracedNode.apply((op, cfg, params_shape, x_shape, needs), shapes, *leaves)
+    with torch.no_grad():
+        y, residuals = op.fwd(params, x, cfg, needs=needs)
+    kept: list[Tensor] = []
+    outputs: list[Tensor] = []
+    shape, y_shape = flatten(residuals, kept), flatten(y, outputs)
+    guards = _guards(leaves, kept)
+    given = [*guards, *leaves, *outputs]
+    for t in kept:
+        if not any([t is seen for seen in given]):
+            given.append(t)
+    numbers = [next(i for i, seen in enumerate(given) if seen is t) for t in kept]
+    call = _Traced(op, cfg, params_shape, x_shape, y_shape, shape, numbers, len(guards), len(leaves), len(outputs))
+    found = _TracedNode.apply(call, *given)
     _floats_as_constants(False)
-    return unflatten(shapes[0], found)
+    return unflatten(y_shape, found)
+
+
+def _guards(leaves: list[Tensor], kept: list[Tensor]) -> list[Tensor]:
+    """Empty inputs of a node, made by torch's own product, which keeps a view of each leaf that the node keeps. They bring back
+    autograd's guard against writes, which a traced node does not have: it hands over what it keeps as plain values."""
+    asked = next(_empty(t) for t in leaves if t.requires_grad)
+    return [asked * _empty(t) for t in leaves if any([t is k for k in kept])]
+
+
+def _empty(t: Tensor) -> Tensor:
+    """An empty view of t, in a dtype that has products: it counts the writes to t."""
+    view = t[None][:0].view(0)
+    return view if t.dtype in FLOATS or not t.is_floating_point() else view.view(torch.uint8)
 
 
 _before: list[bool] = []  # the tracer's setting for floats, saved while a node is traced
