@@ -122,6 +122,13 @@ def parts():
 
 
 CHAIN = ChainConfig(steps=(Step("up", linear, LinearConfig(D, D)), Step("act", activation, ActivationConfig("silu"))))
+VIEW = ChainConfig(  # ends in a view of what the softmax keeps
+    steps=(
+        Step("up", linear, LinearConfig(D, D)),
+        Step("soft", softmax, SoftmaxConfig()),
+        Step("view", op_from_torch(lambda params, x, cfg: x[..., 1:], name="view"), TorchConfig()),
+    )
+)
 OFFLOAD = with_policy(chain, Policy({"*.x": Offload()}))
 
 
@@ -168,6 +175,14 @@ FACES = {
         op_from_torch(group_norm, init=init), TorchConfig(), lambda w: {"w": w}, lambda x, w: group_norm({"w": w}, x, None), (D,)
     ),
     "chain": pure(chain, CHAIN, parts(), silu_of_linear, (D, D), (D,)),
+    "chain to a view": pure(
+        chain,
+        VIEW,
+        lambda w, b: {"up": LinearParams(w, b), "soft": None, "view": None},
+        lambda x, w, b: F.linear(x, w, b).softmax(-1)[..., 1:],
+        (D, D),
+        (D,),
+    ),
     "policy": pure(OFFLOAD, CHAIN, parts(), silu_of_linear, (D, D), (D,)),
     "module": lambda: both(lambda of: of.Linear(D, D)),
     "frozen": frozen,

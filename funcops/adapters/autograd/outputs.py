@@ -27,7 +27,8 @@ def owned(outputs: list[Any], kept: Sequence[Any], given: Sequence[Any]) -> list
             if t is y:
                 kept[j] = own
             elif isinstance(t, Tensor) and _base(t) is base and _overlaps(t, y):
-                kept[j] = own.as_strided(t.shape, t.stride(), t.storage_offset())
+                # of a detached one: it shares the count of writes, but a view of an output that requires grad has no gradient edge
+                kept[j] = own.detach().as_strided(t.shape, t.stride(), t.storage_offset())
     return kept
 
 
