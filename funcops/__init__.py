@@ -26,7 +26,8 @@ Policies             fit (Fitted), Policy, POLICIES; Save, Recompute, Offload, C
 Gradients            value_and_grad, vjp, differentiable, delayed_wgrad, batch_wgrads
 Profiles             profile (Profile), named_steps, named_scope
 Kernels              backend, explain, plan, register_fusion, unregister_fusion (Rule, Saving)
-Errors               DonatedError, StaleResidualError, GradModeError, LedgerError, CheckpointError;
+Errors               DonatedError, StaleResidualError, GradModeError, LedgerError, CheckpointError,
+                     CheckpointWriteError;
                      of graphs: CaptureError, GraphOrderError, BorrowedError
 Modules              funcops.nn, optim, low_precision, lora, precision, checkpoint, schedule, graphs, random,
                      trees, testing, fused, dist, models
@@ -78,6 +79,7 @@ from funcops.contract.walk import walk as walk
 from funcops.errors import BorrowedError as BorrowedError
 from funcops.errors import CaptureError as CaptureError
 from funcops.errors import CheckpointError as CheckpointError
+from funcops.errors import CheckpointWriteError as CheckpointWriteError
 from funcops.errors import DonatedError as DonatedError
 from funcops.errors import GradModeError as GradModeError
 from funcops.errors import GraphOrderError as GraphOrderError

@@ -5,26 +5,27 @@
     read_metadata("model.safetensors")                             # {'step': '1000'}
 
 A None leaf has no entry, and stays None. A tensor at two paths is written twice, so that each path can be read from the
-file by itself. Needs the safetensors package.
+file by itself. A file has a checksum of each tensor, which readers compare. Needs the safetensors package.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
-from collections import Counter
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from funcops.errors import CheckpointError as CheckpointError
-from funcops.errors import describe, fail, few, require_type, short
-from funcops.trees import leaves, paths, tree_map_with_path
+from funcops.errors import describe, fail, few, require_flag, require_type, short, unwritten
+from funcops.trees import _by_path, tree_map_with_path
 
 __all__ = ["CheckpointError", "load", "read_metadata", "save"]
 
@@ -51,6 +52,8 @@ CODES = {
     "C64": torch.complex64,
 }
 RESERVED = "__metadata__"  # a name that the format reserves
+CHECKSUMS = "funcops.checksums"  # the metadata's entry with the checksums of tensors, and of the other metadata by the name ""
+SMALL = 2**28  # bytes of a file that is compared with its checksums without a request: a fraction of a second
 
 
 def save(tree: Any, path: str | os.PathLike[str], *, metadata: Mapping[str, str] | None = None) -> None:
@@ -59,7 +62,9 @@ def save(tree: Any, path: str | os.PathLike[str], *, metadata: Mapping[str, str]
 
     Raises before anything is written: `CheckpointError`, which names the path, for leaves that are neither tensors with values in
     memory nor None, dtypes that the format lacks, and paths that occur twice or cannot be written; `TypeError` for metadata that
-    are not strings; `FileNotFoundError` for a folder that does not exist. Raises `OSError` if the file cannot be written.
+    are not strings, `ValueError` for the name "funcops.checksums" in them; `FileNotFoundError` for a folder that does not exist,
+    `FileExistsError` for a path that has something else than a file, such as a device. Raises `CheckpointWriteError`, an `OSError`,
+    if the file cannot be written; a file from before then stays.
 
     >>> import tempfile, torch
     >>> from funcops.checkpoint import load, read_metadata, save
@@ -77,6 +82,8 @@ def save(tree: Any, path: str | os.PathLike[str], *, metadata: Mapping[str, str]
     for key, value in (metadata or {}).items():
         require_type("save", "metadata", key, str)
         require_type("save", f"metadata[{key!r}]", value, str)
+        if key == CHECKSUMS:
+            fail("save", "metadata", "of names that save does not write itself", repr(key))
         for text in (key, value):
             _check_text(f"metadata[{key!r}]", text)
     target = Path(os.path.realpath(path))  # a symbolic link stays one: its target is replaced
@@ -84,6 +91,8 @@ def save(tree: Any, path: str | os.PathLike[str], *, metadata: Mapping[str, str]
         raise FileNotFoundError(f"save: path must be in an existing folder, got {os.fspath(path)!r}")
     if target.is_dir():
         raise IsADirectoryError(f"save: path must be a file, got the folder {os.fspath(path)!r}")
+    if target.exists() and not target.is_file():  # a rename would put a file in its place
+        raise FileExistsError(f"save: path must be a new or regular file, got {os.fspath(path)!r}, such as a device or a pipe")
     found = {name: t for name, t in _named("save", "tree", tree).items() if t is not None}
     for name, t in found.items():
         _check_writable(name, t)
@@ -102,16 +111,17 @@ def save(tree: Any, path: str | os.PathLike[str], *, metadata: Mapping[str, str]
         entries[name] = kept
     beside = target.with_name(f".{secrets.token_hex(8)}.part")  # without the target's name, which may have the maximum length
     try:
-        safetensors.torch.save_file(entries, str(beside), metadata=dict(metadata or {}) or None)
+        sums = {"": _digest_of_texts(metadata or {})} | {name: f"{digest(t):016x}" for name, t in entries.items()}
+        safetensors.torch.save_file(entries, str(beside), metadata={**(metadata or {}), CHECKSUMS: json.dumps(sums)})
         _sync(beside)
-        with _opened("save", beside) as file:
+        with _opened("save", beside, verify=False) as file:
             _compare("save", path, file, entries)
         os.replace(beside, target)
     except BaseException as error:
         with contextlib.suppress(OSError):
             beside.unlink()
-        if isinstance(error, safetensors.SafetensorError):
-            raise OSError(f"save: {os.fspath(path)!r} could not be written: {error}") from error
+        if isinstance(error, (safetensors.SafetensorError, OSError)):
+            raise unwritten("save", os.fspath(path), error) from error
         raise
     if os.name == "posix":
         _sync(target.parent)  # the rename itself
@@ -138,14 +148,56 @@ def _check_text(where: str, text: str) -> None:
         fail("save", repr(where), "named by text that can be encoded", ascii(text), CheckpointError)
 
 
-def load(path: str | os.PathLike[str], like: T) -> T:
+def digest(t: Tensor) -> int:
+    """A hash, 64 bits, of a tensor's bits and their places: if one word of eight bytes has other bits, so has the hash. It is the
+    same on each device, and for each layout."""
+    flat = t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    size, whole = len(flat), len(flat) // 8 * 8
+    most = 2**15 if t.device.type == "cpu" else 2**22  # words at a time: in a cache, or few launches
+    step, total, at = -0x61C8864680B583EB, 0, 0
+    places = torch.arange(1, min(most, whole // 8) + 2, device=t.device) * step
+    tail = torch.zeros(16, dtype=torch.uint8, device=t.device)
+    tail[: size - whole] = flat[whole:]
+    tail[8:] = torch.tensor([size]).view(torch.uint8)  # zeros at the end are no padding
+    for piece in (*flat[:whole].split(8 * most), tail):
+        if piece.data_ptr() % 8 or piece.storage_offset() % 8:  # a view of a mapped file
+            piece = piece.clone()
+        words = piece.view(torch.int64)
+        total += int(_mixed(words ^ (places[: len(words)] + _signed(at * step))).sum())
+        at += len(words)
+    return total % 2**64
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """SplitMix64's mixing function of each element, in place: one to one, and a bit of x changes about half of the result's."""
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
+        x ^= (x >> shift) & (2 ** (64 - shift) - 1)  # the sign is not shifted in: it would cancel itself
+        x *= factor
+    return x
+
+
+def _signed(x: int) -> int:
+    return (x + 2**63) % 2**64 - 2**63
+
+
+def _digest_of_texts(texts: Mapping[str, str]) -> str:
+    return f"{zlib.crc32(json.dumps(sorted(texts.items())).encode()):08x}"
+
+
+def load(path: str | os.PathLike[str], like: T, *, verify: bool | None = None) -> T:
     """Load the tree in a file, with the structure, dtypes and devices of `like` (for meta or fake tensors: on CPU).
 
-    Raises `CheckpointError`, before any tensor is read, listing the leaves that are missing, extra, or have another shape or
-    dtype, of each kind the first ten and how many more; `FileNotFoundError` if the file does not exist.
+    `verify`: whether to compare all tensors with the checksums that `save` wrote; by default if the file has at most 256 MiB. A
+    file without checksums, from another writer or an older version, loads as it is.
+
+    Raises `CheckpointError`, before any tensor is returned, for values that are not those saved, and one that lists the leaves that
+    are missing, extra, or have another shape or dtype, of each kind the first ten and how many more; `FileNotFoundError` if the
+    file does not exist.
     """
     wanted = _named("load", "like", like)
-    with _opened("load", path) as file:
+    if verify is not None:
+        require_flag("load", verify=verify)
+    with _opened("load", path, verify) as file:
         _compare("load", path, file, wanted)
         return tree_map_with_path(lambda name, t: None if t is None else _read(file, name, t), like)
 
@@ -174,9 +226,12 @@ def _compare(where: str, path: Any, file: Any, wanted: Mapping[str, Any]) -> Non
 
 
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
-    """The metadata that were given to `save`."""
-    with _opened("read_metadata", path) as file:
-        return dict(file.metadata() or {})
+    """The metadata that were given to `save`. Raises `CheckpointError` if they are not as they were saved."""
+    with _opened("read_metadata", path, verify=False) as file:
+        said = dict(file.metadata() or {})
+        if (sums := _checksums("read_metadata", path, said)) is not None and sums.get("") != _digest_of_texts(said):
+            _fail_changed("read_metadata", path, "the metadata")
+        return said
 
 
 def _read(file: Any, name: str, like: Tensor) -> Tensor:
@@ -186,18 +241,7 @@ def _read(file: Any, name: str, like: Tensor) -> Tensor:
 
 
 def _named(where: str, name: str, tree: Any) -> dict[str, Any]:
-    found = paths(tree)
-    if len(found) != len(leaves(tree)):
-        every: list[str] = []
-        tree_map_with_path(lambda path, _: every.append(path), tree)
-        twice = ", ".join(sorted(path for path, count in Counter(every).items() if count > 1))
-        fail(
-            where,
-            name,
-            "a tree with one leaf per path",
-            f"keys with dots, or of two types, that give two leaves the same path: {twice}",
-            CheckpointError,
-        )
+    found = _by_path(where, name, tree, error=CheckpointError)
     for path, t in found.items():
         if t is not None and not isinstance(t, Tensor):
             raise CheckpointError(f"{where}: {name}.{path} must be a tensor or None, got {describe(t)}")
@@ -207,7 +251,8 @@ def _named(where: str, name: str, tree: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _opened(where: str, path: str | os.PathLike[str]) -> Any:
+def _opened(where: str, path: str | os.PathLike[str], verify: bool | None = None) -> Any:
+    """A safetensors file, after it was compared with its checksums (`verify`: as in `load`)."""
     safetensors = _safetensors()
     require_type(where, "path", path, str, os.PathLike)
     if not os.path.isfile(path):
@@ -217,7 +262,42 @@ def _opened(where: str, path: str | os.PathLike[str]) -> Any:
     except safetensors.SafetensorError as error:
         raise CheckpointError(f"{where}: {os.fspath(path)} must be a safetensors file, got {error}") from error
     with opened as file:
+        if verify or (verify is None and os.path.getsize(path) <= SMALL):
+            _verify(where, path, file)
         yield file
+
+
+def _verify(where: str, path: Any, file: Any) -> None:
+    said = dict(file.metadata() or {})
+    sums = _checksums(where, path, said)
+    if sums is None:
+        return
+    names = file.keys()
+    if sums.pop("", None) != _digest_of_texts(said):
+        _fail_changed(where, path, "the metadata")
+    if odd := sorted(sums.keys() ^ set(names)):
+        _fail_changed(where, path, odd[0])
+    for name in names:
+        if f"{digest(file.get_tensor(name)):016x}" != sums[name]:
+            _fail_changed(where, path, name)
+
+
+def _checksums(where: str, path: Any, said: dict[str, str]) -> dict[str, str] | None:
+    """The checksums in a file's metadata, from which they are removed; None in a file of another writer."""
+    if (text := said.pop(CHECKSUMS, None)) is None:
+        return None
+    try:
+        sums = json.loads(text)
+    except (ValueError, RecursionError):
+        sums = None
+    if not isinstance(sums, dict):
+        _fail_changed(where, path, "the list of checksums")
+    return sums
+
+
+def _fail_changed(where: str, path: Any, what: str) -> NoReturn:
+    wanted = "as it was saved (use an older checkpoint, or copy the file again)"
+    fail(where, os.fspath(path), wanted, f"other bits in {what}", CheckpointError)
 
 
 def _sync(path: Path) -> None:

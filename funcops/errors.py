@@ -131,6 +131,22 @@ class CheckpointError(ValueError):
     """
 
 
+class CheckpointWriteError(CheckpointError, OSError):
+    """A checkpoint could not be written, as a disk is full or a folder is read-only; the one from before is unchanged.
+
+    >>> from funcops import CheckpointError, CheckpointWriteError
+    >>> issubclass(CheckpointWriteError, CheckpointError), issubclass(CheckpointWriteError, OSError)
+    (True, True)
+    """
+
+
+def unwritten(where: str, path: object, error: BaseException) -> CheckpointWriteError:
+    """The error of every checkpoint that could not be written."""
+    said = " ".join(str(error).split()) or type(error).__name__
+    remedy = "free space there, or choose another path; the checkpoint from before is unchanged"
+    return CheckpointWriteError(f"{where}: path must be one that can be written to ({remedy}), got {str(path)!r}: {said}")
+
+
 class GradModeError(RuntimeError):
     """A leaf that requires grad reached an operator in grad mode: autograd would save every tensor a second time.
 

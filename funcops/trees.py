@@ -44,6 +44,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -257,11 +258,24 @@ def tensors(tree: Any) -> list[Tensor]:
 
 def paths(tree: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
     """Every leaf by its dotted path, in the tree's order; the path of a bare leaf is "". `is_leaf` says which nodes are leaves.
-    Raises `TypeError` if `is_leaf` is not a function."""
+    Raises `TypeError` if `is_leaf` is not a function, `ValueError` if two leaves have the same path."""
     if is_leaf is not None:
         require_callable("paths", is_leaf=is_leaf)
+    return _by_path("paths", "tree", tree, is_leaf)
+
+
+def _by_path(
+    where: str, name: str, tree: Any, is_leaf: Callable[[Any], bool] | None = None, error: type[Exception] = ValueError
+) -> dict[str, Any]:
+    """`paths` for a function whose own errors name it and its argument."""
     found, values, _ = optree.tree_flatten_with_path(tree, is_leaf=is_leaf, none_is_leaf=True, namespace=NAMESPACE)
-    return {_dotted(path): value for path, value in zip(found, values, strict=True)}
+    names = [_dotted(path) for path in found]
+    by_path = dict(zip(names, values, strict=True))
+    if len(by_path) != len(names):  # a dict would keep the last of them, and lose the others in silence
+        twice = ", ".join(sorted(path for path, count in Counter(names).items() if count > 1))
+        got = f"keys with dots, or of two types, that give two leaves the same path: {twice}"
+        fail(where, name, "a tree with one leaf per path", got, error)
+    return by_path
 
 
 def _dotted(path: Iterable[Any]) -> str:

@@ -10,13 +10,11 @@ import math
 import os
 import shutil
 import tempfile
-import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed.checkpoint
 from torch import Tensor
 
 from funcops import chain, dist
@@ -57,7 +55,8 @@ def save_run(folder: Path, params: Any, state: State, step: int, rows: list[Row]
     metadata = {"step": str(step), "settings": json.dumps(settings, sort_keys=True), "rows": json.dumps(rows)}
     if ranks.alone:
         save(_kept(params, state), folder / ONE, metadata=metadata)
-        shutil.rmtree(folder / MANY, ignore_errors=True)
+        if dist.is_saved(folder / MANY):
+            shutil.rmtree(folder / MANY, ignore_errors=True)
     else:
         tree, specs = ranks.kept(params, state.optimiser)
         said = {name: ranks.of_first(text) for name, text in metadata.items()}
@@ -108,14 +107,8 @@ def _newer(many: Path, one: Path) -> bool:
 
 def _metadata_of(path: Path) -> dict[str, str]:
     """The step, settings and rows in the folder of several processes, without its tensors."""
-    wanted: dict[str, Any] = {f"run.{name}": "" for name in RUN}
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torch.distributed.checkpoint.load(wanted, checkpoint_id=path, no_dist=True)
-    except torch.distributed.checkpoint.CheckpointException as error:
-        raise CheckpointError(str(error)) from error
-    return {name: wanted[f"run.{name}"] for name in RUN}
+    found = dist.load_values(path)
+    return {name: str(found[f"run.{name}"]) for name in RUN}
 
 
 def _loaded(path: Path, params: Any, state: State, ranks: Ranks) -> tuple[Any, State]:

@@ -2,7 +2,7 @@
 
 Meshes        Mesh, Axis
 In flight     gather_start, scatter_sum_start, sum_over_start, all_to_all_start; finish (InFlight)
-Checkpoints   save, save_start (Saving), load, is_saved
+Checkpoints   save, save_start (Saving), load, load_values, is_saved
 Programs      handshake, check_program, record (Program, Collective)
 Gradients     data_parallel; reduce_start (Reducing), sum_axes; global_norm, part_axes, all_ranks, raise_on_all_ranks; amaxes_over
 ZeRO          own_shards, gather_shards_start (Gathering), zero3
@@ -31,6 +31,7 @@ from funcops.distributed.async_collectives import sum_over_start as sum_over_sta
 from funcops.distributed.checkpoint import Saving as Saving
 from funcops.distributed.checkpoint import is_saved as is_saved
 from funcops.distributed.checkpoint import load as load
+from funcops.distributed.checkpoint import load_values as load_values
 from funcops.distributed.checkpoint import save as save
 from funcops.distributed.checkpoint import save_start as save_start
 from funcops.distributed.data import Reducing as Reducing

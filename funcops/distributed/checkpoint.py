@@ -4,8 +4,10 @@
     tree = load("step-1000", like, specs, mesh)                        # on another mesh, or in one process
 
 A folder holds a file from each rank that writes, and an index. A shard is written at its offsets in the whole leaf, by one of the
-ranks that have it; before that, tensors that should be the same on several ranks are compared bit for bit. torch's own `load` also
+ranks that have it; before that, hashes of tensors that should be the same on several ranks are compared. torch's own `load` also
 reads such a folder, and `load` reads one of torch's.
+
+All that a rank can do wrong happens within `_agreed`, so that no rank waits for one that has raised.
 """
 
 from __future__ import annotations
@@ -14,30 +16,42 @@ import io
 import math
 import os
 import pickle
-import secrets
-import shutil
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from funcops.checkpoint import digest
 from funcops.distributed import comm
 from funcops.distributed.boxes import Box, own_boxes
-from funcops.distributed.checkpoint_files import check_files, folder_of, index_of, put_in_place
+from funcops.distributed.checkpoint_files import Part, check_files, folder_of
+from funcops.distributed.checkpoint_index import INDEX, Key, Leaf, read_index, seal
+from funcops.distributed.checkpoint_shards import DATA, checksum, read_tensors
 from funcops.distributed.mesh import Mesh
 from funcops.distributed.specs import PIPELINE, WHOLE, Spec, Specs, check_own, is_leaf, specs_by_path, whole_shape
-from funcops.errors import CheckpointError, check, describe, fail, require_type, short
+from funcops.errors import (
+    CheckpointError,
+    CheckpointWriteError,
+    check,
+    describe,
+    fail,
+    require_flag,
+    require_type,
+    short,
+    unwritten,
+)
 from funcops.optim.quantized_state import decoded, encoded_like, wide_like
+from funcops.trees import _by_path as leaves_by_path
 from funcops.trees import elements, paths, with_leaves
 
 T = TypeVar("T")
 R = TypeVar("R")
-DATA = (bool, int, float, str)  # the types of leaves that are not tensors
-ERRORS = {error.__name__: error for error in (CheckpointError, ValueError, TypeError, FileNotFoundError, OSError)}
+KINDS = (CheckpointWriteError, CheckpointError, ValueError, TypeError, FileNotFoundError, OSError)
+ERRORS = {error.__name__: error for error in KINDS}  # those of another rank; any other is a RuntimeError
 
 
 class _LeafShards(NamedTuple):
@@ -57,10 +71,15 @@ def save(tree: Any, path: str | os.PathLike[str], specs: Specs, mesh: Mesh) -> N
     or strings are written, too, and must be the same on all ranks that have them; leaves that are None have no entry. A leaf of
     `optim.quantize_state` has one spec, and is written as the tensor that it stands for, so that any mesh reads it.
 
-    Raises on every rank, before anything is written, `CheckpointError` for a leaf without values, and for a leaf of which ranks
-    have different values along an axis that its spec does not name, two stages of a pipeline included; `ValueError` for specs that
-    do not fit, `OSError` if the folder cannot be written. A save that is killed leaves the checkpoint from before it, or the new
-    one, for `load`; the next save to `path` removes what it left.
+    `path` must be new, an empty folder, or the folder of a checkpoint with no other file in it, which is replaced. The index has a
+    checksum of each part, which `load` compares.
+
+    Raises on every rank, before anything is written, `CheckpointError` for a leaf without values; for two leaves of one path; for a
+    leaf of which ranks have different values along an axis that its spec does not name, two stages of a pipeline included; for a
+    path that is something else than a checkpoint, that is not the same on all ranks, or to which another save writes. Raises
+    `ValueError` for specs that do not fit, and `CheckpointWriteError`, an `OSError`, if a rank cannot write. The other ranks' error
+    then names that rank. A save that is killed leaves the checkpoint from before it, or the new one, for `load`; the next save to
+    `path` removes what it left.
 
     >>> import tempfile, torch
     >>> from funcops import dist
@@ -85,8 +104,8 @@ def save(tree: Any, path: str | os.PathLike[str], specs: Specs, mesh: Mesh) -> N
 def save_start(tree: Any, path: str | os.PathLike[str], specs: Specs, mesh: Mesh) -> Saving:
     """Begin to `save`: the tensors that this rank writes are copied to the CPU, so that they may change, and a thread writes them.
     `finish()` of what it returns waits for all ranks, and puts the folder in place; until then `path` has the checkpoint from
-    before. All ranks must call both, in the same order as what else they send. Raises as `save`, and `finish()` raises `OSError`
-    on every rank if one could not write.
+    before, and no other save to it can begin. All ranks must call both, in the same order as what else they send. Raises as `save`,
+    and `finish()` raises `CheckpointWriteError` on every rank if one could not write.
 
     >>> import tempfile, torch
     >>> from funcops import dist
@@ -100,7 +119,11 @@ def save_start(tree: Any, path: str | os.PathLike[str], specs: Specs, mesh: Mesh
     {'w': tensor([0., 1.])}
     """
     saving = _begun("save_start", tree, path, specs, mesh)
-    saving.copy()
+    try:
+        _agreed(mesh, saving.copy)
+    except BaseException:
+        saving.drop()
+        raise
     saving.thread.start()
     return saving
 
@@ -108,10 +131,8 @@ def save_start(tree: Any, path: str | os.PathLike[str], specs: Specs, mesh: Mesh
 class Saving:
     """A checkpoint that is being written, from `save_start`."""
 
-    def __init__(
-        self, mesh: Mesh, named: dict[str, Any], leaves: Any, beside: Path, target: Path, plans: tuple[Any, Any, Any]
-    ) -> None:
-        self.mesh, self.named, self.leaves, self.beside, self.target = mesh, named, leaves, beside, target
+    def __init__(self, mesh: Mesh, named: dict[str, Any], leaves: Any, folder: Path, part: Part | None, plans: Any) -> None:
+        self.mesh, self.named, self.leaves, self.folder, self.part = mesh, named, leaves, folder, part
         self.writer, all_plans, self.metadata = plans
         self.plan = all_plans[mesh.rank]
         self.thread = threading.Thread(target=self.write, daemon=True)
@@ -129,9 +150,10 @@ class Saving:
 
     def write(self) -> None:
         """Write this rank's file; nothing is sent."""
+        given = _Given(self.named, self.leaves)
         try:
-            self.writer.prepare_local_plan(self.plan)  # creates the folder
-            self.written = self.writer.write_data(self.plan, _Given(self.named, self.leaves)).wait()
+            self.writer.prepare_local_plan(self.plan)
+            self.written = self.writer.write_data(self.plan, given).wait(), given.sums
         except Exception as error:
             self.error = error
 
@@ -142,49 +164,90 @@ class Saving:
 
         def written() -> Any:
             if self.error is not None:
-                raise self.error
+                raise self._unwritten(self.error)
             return self.written
 
         def place() -> None:
-            if self.mesh.rank == 0:
-                self.writer.finish(self.metadata, results)
-                put_in_place(self.beside, self.target)
+            if self.part is None:
+                return
+            try:
+                self.writer.finish(self.metadata, [results for results, _ in said])
+                seal(self.folder, {key: found for _, sums in said for key, found in sums.items()})
+                ends = read_index(self.folder, (self.folder / INDEX).read_bytes()).ends
+                check_files("save", self.folder, ends, ends)  # on a file system of its own a rank's file is missing here
+                self.part.put_in_place()
+            except Exception as error:
+                raise self._unwritten(error) from error
 
         try:
-            results = _together(self.mesh, written)
-            _together(self.mesh, place)
+            _, said = _agreed(self.mesh, written)
+            _agreed(self.mesh, place)
         except BaseException:
-            if self.mesh.rank == 0:
-                shutil.rmtree(self.beside, ignore_errors=True)
+            self.drop()
             raise
+
+    def _unwritten(self, error: Exception) -> Exception:
+        return unwritten("save", self.folder.parent, error) if isinstance(error, (OSError, RuntimeError)) else error
+
+    def drop(self) -> None:
+        if self.part is not None:
+            self.part.drop()
 
 
 def _begun(where: str, tree: Any, path: str | os.PathLike[str], specs: Specs, mesh: Mesh) -> Saving:
-    """Agree on who writes what; nothing is written yet."""
-    require_type(where, "path", path, str, os.PathLike)
-    named, found = _by_path("save", decoded(tree), specs, mesh)
-    target = Path(os.path.realpath(path))
+    """Agree on who writes what, and on the folder; nothing is written yet."""
+    require_type(where, "mesh", mesh, Mesh)
 
-    def described() -> tuple[str, dict[str, _LeafShards]]:
+    def described() -> tuple[dict[str, Any], dict[str, _LeafShards], Path]:
+        require_type(where, "path", path, str, os.PathLike)
+        named, found = _by_path("save", "tree", decoded(tree), specs, mesh)
+        target = Path(os.path.realpath(path))
         if not target.parent.is_dir():
             raise FileNotFoundError(f"save: path must be in an existing folder, got {os.fspath(path)!r}")
-        return secrets.token_hex(8), _described(named, found, mesh)
+        return named, _described(named, found, mesh), target
 
-    said = _together(mesh, described)
-    leaves = [one for _, one in said]
+    def begun() -> Part | None:
+        if mesh.rank:
+            return None
+        try:
+            return Part(target)
+        except OSError as error:
+            raise unwritten("save", os.fspath(target), error) from error
+
+    def seen() -> None:
+        """A rank that names another folder, or has another file system, does not see the new one where its path says."""
+        if target.name != targets[0].name or not folder.is_dir():
+            got = f"{os.fspath(targets[0])!r} on rank 0 and {os.fspath(target)!r} on rank {mesh.rank}"
+            fail("save", "path", "one folder, of one file system, on all ranks", got, CheckpointError)
+
+    (named, own, target), said = _agreed(mesh, described, lambda mine: mine[1:])
+    leaves, targets = [one for one, _ in said], [one for _, one in said]
     _check_alike(leaves, mesh)
-    beside = target.with_name(f".{target.name}.{said[0][0]}.part")
-    return Saving(mesh, named, leaves[mesh.rank], beside, target, _plans(leaves, mesh, beside))
+    part, (name, *_) = _agreed(mesh, begun, lambda mine: mine and mine.folder.name)
+    folder = target.with_name(name)
+    try:
+        _agreed(mesh, seen)
+        return Saving(mesh, named, own, folder, part, _plans(leaves, mesh, folder))
+    except BaseException:
+        if part is not None:
+            part.drop()
+        raise
 
 
-def load(path: str | os.PathLike[str], like: T, specs: Specs, mesh: Mesh) -> T:
+def load(path: str | os.PathLike[str], like: T, specs: Specs, mesh: Mesh, *, verify: bool | None = None) -> T:
     """Read this rank's part of the tree in a folder, with the structure, shapes and dtypes of `like`, which is this rank's part,
     too. Each leaf is on the device of its leaf in `like`; if that is the meta device, on the mesh's. A leaf of `like` that is a
     number, a bool or a string is replaced by the one in the folder; one of `optim.quantize_state` is read in float and rounded to 8
     bits: on the mesh that wrote it to the same bits. All ranks of the mesh must call it, and each reads only its own part.
 
+    `verify`: whether to compare what is read with the checksums that `save` wrote; by default from files of at most 256 MiB. A
+    checkpoint without checksums, of torch's or an older version's, loads as it is. No class that the folder names is imported
+    (SECURITY.md).
+
     Raises on every rank, before any tensor is read, `CheckpointError` that lists every leaf that is missing, extra, of another
-    shape or of another dtype, or that names a file which was cut short; `FileNotFoundError` if the folder has no checkpoint.
+    shape or of another dtype, or that names a file which is missing, too short or too long, or is not in the folder; and if ranks
+    name different checkpoints; `FileNotFoundError` if the folder has no checkpoint. Raises `CheckpointError` for a part that does
+    not have the dtype, shape or bits that were saved. The other ranks' error then names that rank.
 
     >>> import tempfile, torch
     >>> from funcops import dist
@@ -195,49 +258,92 @@ def load(path: str | os.PathLike[str], like: T, specs: Specs, mesh: Mesh) -> T:
     ...
     {'w': tensor([0., 1.])}
     """
-    require_type("load", "path", path, str, os.PathLike)
-    given, like = like, wide_like(like)
-    named, found = _by_path("load", like, specs, mesh)
-    boxes = {
-        name: own_boxes(check_own("load", name, t, found[name], mesh), found[name], mesh) if isinstance(t, Tensor) else ()
-        for name, t in named.items()
-    }
-    vectors = {name: inner for name, inner in elements(like).items() if inner and f"{name}.{inner[0]}" in named}
+    require_type("load", "mesh", mesh, Mesh)
 
-    every = set().union(*_together(mesh, lambda: list(named)))
-
-    def read() -> dict[str, Any]:
+    def asked() -> _Asked:
+        require_type("load", "path", path, str, os.PathLike)
+        if verify is not None:
+            require_flag("load", verify=verify)
+        wide = wide_like(like)
+        named, found = _by_path("load", "like", wide, specs, mesh)
+        boxes = {
+            name: own_boxes(check_own("load", name, t, found[name], mesh), found[name], mesh) if isinstance(t, Tensor) else ()
+            for name, t in named.items()
+        }
         folder = folder_of(path)
-        reader = _dcp().FileSystemReader(folder)
-        metadata = index_of(reader, folder)
-        there = metadata.state_dict_metadata
-        old = _old_vectors(path, there, vectors)
-        wanted = _with_vectors(named, old)
-        tensors = {name: t for name, t in wanted.items() if isinstance(t, Tensor)}
-        whole: dict[str, Any] = dict.fromkeys(wanted)
-        whole |= {name: (whole_shape(t.shape, found.get(name, WHOLE), mesh), t.dtype) for name, t in tensors.items()}
-        _check_there(path, there, whole, every | set(old))
-        into = _Into({name: torch.zeros(t.shape, dtype=t.dtype, device=_device(t, mesh)) for name, t in tensors.items()})
-        boxes.update({name: (Box((0,), (len(inner),), (0,)),) for name, inner in old.items()})
-        items = [item for name in wanted for item in into.asks(name, there[name], boxes[name])]
-        check_files(folder, metadata.storage_data, items)
-        reader.set_up_storage_reader(metadata, mesh.rank == 0)
-        reader.read_data(_dcp().LoadPlan(items), into).wait()
-        return into.leaves
+        return _Asked(wide, named, found, boxes, folder, (folder / INDEX).read_bytes())
 
-    own: dict[str, Any] = {}
-    _together(mesh, lambda: own.update(read()))
+    mine, said = _agreed(mesh, asked, lambda mine: (list(mine.named), zlib.crc32(mine.data), os.fspath(mine.folder)))
+    for rank, (_, found, folder) in enumerate(said):
+        if found != said[0][1]:
+            got = f"{said[0][2]!r} on rank 0 and {folder!r} on rank {rank}"
+            fail("load", "path", "the same checkpoint on all ranks", got, CheckpointError)
+    every = set().union(*(names for names, *_ in said))
+
+    def read() -> T:
+        own = _read(path, mine, every, mesh, verify)
+        return encoded_like(with_leaves(mine.like, [own.get(name) for name in paths(mine.like)]), like, mesh.device)
+
+    return _agreed(mesh, read, lambda _: None)[0]
+
+
+class _Asked(NamedTuple):
+    """What a rank asks `load` for: leaves, specs and boxes by path, and the folder with the bytes of its index."""
+
+    like: Any
+    named: dict[str, Any]
+    specs: dict[str, Spec]
+    boxes: dict[str, tuple[Box, ...]]
+    folder: Path
+    data: bytes
+
+
+def _read(path: Any, asked: _Asked, every: set[str], mesh: Mesh, verify: bool | None) -> dict[str, Any]:
+    """The leaves by path. `every`: the paths of the leaves of all ranks."""
+    index = read_index(asked.folder, asked.data)
+    vectors = {name: inner for name, inner in elements(asked.like).items() if inner and f"{name}.{inner[0]}" in asked.named}
+    old = _old_vectors(path, index.leaves, vectors)
+    wanted = _with_vectors(asked.named, old)
+    tensors = {name: t for name, t in wanted.items() if isinstance(t, Tensor)}
+    whole: dict[str, Any] = dict.fromkeys(wanted)
+    whole |= {name: (whole_shape(t.shape, asked.specs.get(name, WHOLE), mesh), t.dtype) for name, t in tensors.items()}
+    _check_there(path, index.leaves, whole, every | set(old))
+    boxes = asked.boxes | {name: (Box((0,), (len(inner),), (0,)),) for name, inner in old.items()}
+    own = {name: torch.zeros(t.shape, dtype=t.dtype, device=mesh.device if t.is_meta else t.device) for name, t in tensors.items()}
+    into = {name: (t, boxes[name]) for name, t in own.items()}
+    found = own | read_tensors(asked.folder, index, into, wanted.keys() - own.keys(), verify)
     for name, inner in vectors.items():
-        if name not in own:
-            own[name] = torch.stack([own[f"{name}.{path}"] for path in inner])
-    return encoded_like(with_leaves(like, [own.get(name) for name in paths(like)]), given, mesh.device)
+        if name not in found:
+            found[name] = torch.stack([found[f"{name}.{path}"] for path in inner])
+    return found
 
 
-def _by_path(where: str, tree: Any, specs: Specs, mesh: Mesh) -> tuple[dict[str, Any], dict[str, Spec]]:
-    """The leaves of a tree and their specs by path; of a vector with an element for each tensor of another field
-    (`AdamWState.step`), each element, at the path of that tensor behind the vector's own."""
+def load_values(path: str | os.PathLike[str]) -> dict[str, bool | int | float | str]:
+    """The numbers, bools and strings in a folder, by path, such as the step and the settings of a run, which say what `like` to
+    make for `load`. Each rank may call it; nothing is sent. Raises `FileNotFoundError` if the folder has no checkpoint,
+    `CheckpointError` if it is broken.
+
+    >>> import tempfile, torch
+    >>> from funcops import dist
+    >>> alone = dist.Mesh.abstract({"dp": 1}, rank=0)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     dist.save({"w": torch.arange(2.0), "run": {"step": 1000}}, f"{folder}/a", {}, alone)
+    ...     dist.load_values(f"{folder}/a")
+    ...
+    {'run.step': 1000}
+    """
+    require_type("load_values", "path", path, str, os.PathLike)
+    folder = folder_of(path)
+    index = read_index(folder, (folder / INDEX).read_bytes())
+    return read_tensors(folder, index, {}, [name for name, leaf in index.leaves.items() if leaf.dtype is None], None)
+
+
+def _by_path(where: str, of: str, tree: Any, specs: Specs, mesh: Mesh) -> tuple[dict[str, Any], dict[str, Spec]]:
+    """The leaves of a tree, which the argument `of` is, and their specs by path; of a vector with an element for each tensor of
+    another field (`AdamWState.step`), each element, at the path of that tensor behind the vector's own."""
+    leaves = leaves_by_path(where, of, tree, error=CheckpointError)
     found = specs_by_path(where, tree, specs, mesh)
-    named = {name: t for name, t in paths(tree).items() if type(t) in DATA or is_leaf(where, name, t)}
+    named = {name: t for name, t in leaves.items() if type(t) in DATA or is_leaf(where, name, t)}
     for name, t in named.items():
         if type(t) in DATA and found[name].names:
             fail(where, f"the spec of {name}", "one that shards nothing (the leaf is not a tensor)", found[name])
@@ -248,8 +354,10 @@ def _by_path(where: str, tree: Any, specs: Specs, mesh: Mesh) -> tuple[dict[str,
         if found[name].names:
             fail(where, f"the spec of {name}", "one that shards nothing (each of its elements has a path)", found[name])
         vector, spec = named.pop(name), found.pop(name)
-        named |= {f"{name}.{path}": t for path, t in zip(inner, vector.unbind(), strict=True)}
-        found |= {f"{name}.{path}": spec for path in inner}
+        for path, t in zip(inner, vector.unbind(), strict=True):
+            if f"{name}.{path}" in leaves:
+                fail(where, of, "a tree with one leaf per path", f"{name}.{path} beside {name}, which has it", CheckpointError)
+            named[f"{name}.{path}"], found[f"{name}.{path}"] = t, spec
     return named, found
 
 
@@ -268,11 +376,11 @@ def is_saved(path: str | os.PathLike[str]) -> bool:
         return False
 
 
-def _old_vectors(path: Any, there: Mapping[str, Any], vectors: Mapping[str, list[str]]) -> dict[str, list[str]]:
+def _old_vectors(path: Any, there: Mapping[str, Leaf], vectors: Mapping[str, list[str]]) -> dict[str, list[str]]:
     """The vectors that an older version wrote whole: they fit only a rank with the same leaves."""
     old = {name: inner for name, inner in vectors.items() if name in there}
     for name, inner in old.items():
-        size = tuple(getattr(there[name], "size", ()))
+        size = there[name].size
         if size != (len(inner),):
             wanted = f"an element for each of this rank's {len(inner)} tensors (load it on the mesh that wrote it, then save it)"
             fail("load", f"{name} of {os.fspath(path)}", wanted, f"one vector of {list(size)}", CheckpointError)
@@ -288,26 +396,28 @@ def _with_vectors(named: Mapping[str, Any], old: Mapping[str, list[str]]) -> dic
     return wanted
 
 
-def _together(mesh: Mesh, act: Callable[[], R]) -> list[R]:
-    """Call `act` on each rank, and return all results on all ranks. If it raises on a rank, all raise: that rank its own error, the
-    others the error of the first such rank."""
+def _agreed(mesh: Mesh, act: Callable[[], R], tell: Callable[[R], Any] = lambda mine: mine) -> tuple[R, list[Any]]:
+    """Call `act` on each rank; return its result, and what `tell` makes of the result of each rank. If it raises on a rank, all
+    raise: that rank its own error, the others the error of the first such rank."""
     mine: Any = None
     error: Exception | None = None
+    told = pickle.dumps(None)
     try:
         mine = act()
+        told = pickle.dumps(tell(mine))
     except Exception as caught:
         error = caught
-    said = "" if error is None else f"{error} (on rank {mesh.rank})"
-    kind = next((name for name, known in ERRORS.items() if isinstance(error, known)), "OSError")
-    found = [(mesh.rank, kind, said, mine)]
+    said = "" if error is None else f"{error or type(error).__name__} (on rank {mesh.rank})"
+    kind = next((name for name, known in ERRORS.items() if isinstance(error, known)), "RuntimeError")
+    found = [(mesh.rank, kind, said, told)]
     for axis in reversed(mesh.axes):
         found = [one for lot in comm.all_bytes(pickle.dumps(found), axis, mesh.device) for one in pickle.loads(lot)]
     if error is not None:
         raise error
     for _, kind, said, _ in found:
         if said:
-            raise ERRORS[kind](said)
-    return [one[3] for one in found]
+            raise ERRORS.get(kind, RuntimeError)(said)
+    return mine, [pickle.loads(one[3]) for one in found]
 
 
 def _described(named: Mapping[str, Any], specs: Mapping[str, Spec], mesh: Mesh) -> dict[str, _LeafShards]:
@@ -320,25 +430,13 @@ def _described(named: Mapping[str, Any], specs: Mapping[str, Spec], mesh: Mesh) 
             fail("save", name, "a dense tensor with values", f"{describe(t)} on {t.device}", CheckpointError)
         boxes = own_boxes(check_own("save", name, t, specs[name], mesh), specs[name], mesh)
         alike = math.prod(axis.size for axis in _unnamed(specs[name], mesh)) * mesh.sizes.get(PIPELINE, 1) > 1
-        leaves[name] = _LeafShards(whole_shape(t.shape, specs[name], mesh), t.dtype, specs[name], boxes, _digest(t) if alike else 0)
+        leaves[name] = _LeafShards(whole_shape(t.shape, specs[name], mesh), t.dtype, specs[name], boxes, digest(t) if alike else 0)
     return leaves
 
 
 def _unnamed(spec: Spec, mesh: Mesh) -> list[Any]:
     """The axes along which all ranks have the same part of a leaf."""
     return [axis for axis in mesh.axes if axis.name not in (*spec.names, PIPELINE)]
-
-
-def _digest(t: Tensor) -> int:
-    """A hash of a tensor's bits and their positions."""
-    flat = t.detach().contiguous().reshape(-1).view(torch.uint8)
-    whole = len(flat) // 8 * 8
-    words = flat[:whole] if flat.data_ptr() % 8 == 0 and flat.storage_offset() % 8 == 0 else flat[:whole].clone()
-    total = 0
-    for piece in (*words.view(torch.int64).split(2**22), flat[whole:]):
-        weights = torch.arange(1, len(piece) + 1, device=t.device) * 0x9E3779B1
-        total = total * 31 + int((piece * (weights ^ (weights >> 15))).sum())
-    return total % 2**64
 
 
 def _coordinates(rank: int, spec: Spec, mesh: Mesh) -> tuple[tuple[int, ...], int]:
@@ -417,67 +515,33 @@ class _Given:
     """The planner that DCP's writer asks for tensors and bytes to write."""
 
     def __init__(self, named: Mapping[str, Any], leaves: Mapping[str, _LeafShards]) -> None:
-        self.named, self.leaves = named, leaves
+        self.named, self.leaves, self.sums = named, leaves, dict[Key, str]()
 
     def resolve_data(self, item: Any) -> Any:
-        name = item.index.fqn
-        if not isinstance(self.named[name], Tensor):
+        name, offsets = item.index.fqn, tuple(item.index.offset or ())
+        value = self.named[name]
+        if not isinstance(value, Tensor):
             data = io.BytesIO()
-            torch.save(self.named[name], data)
+            torch.save(value, data)
+            self.sums[name, offsets] = checksum(value)
             return data
-        offsets = tuple(item.index.offset)
         box = next((box for box in self.leaves[name].boxes if box.offsets == offsets), None)
-        t = self.named[name].detach()
-        return t if box is None else box.within(t)
-
-
-class _Into:
-    """The planner that DCP's reader asks for tensors to read into, and gives bytes."""
-
-    def __init__(self, leaves: dict[str, Any]) -> None:
-        self.leaves, self.boxes = leaves, dict[tuple[str, tuple[int, ...]], Box]()
-
-    def asks(self, name: str, metadata: Any, boxes: Sequence[Box]) -> Iterable[Any]:
-        """The items to read for a leaf. Raises `CheckpointError` if the folder lacks some of its values."""
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-        from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
-        from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-
-        if name not in self.leaves:
-            index, nowhere = MetadataIndex(name), torch.Size((0,))
-            return [ReadItem(LoadItemType.BYTE_IO, index, nowhere, index, nowhere, nowhere)]
-        self.boxes.update({(name, box.offsets): box for box in boxes})
-        wanted = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
-        count = sum(box.numel for box in boxes)
-        items = create_read_items_for_chunk_list(name, metadata, wanted) if count else []
-        there = sum(math.prod(item.lengths) for item in items)
-        if there != count:
-            fail("load", name, f"complete, with {count} values", there, CheckpointError)
-        return items
-
-    def resolve_tensor(self, item: Any) -> Tensor:
-        box = self.boxes[item.dest_index.fqn, tuple(item.dest_index.offset)]
-        t = box.within(self.leaves[item.dest_index.fqn])
-        for dim, (start, n) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
-            t = t.narrow(dim, start, n)
+        t = value.detach() if box is None else box.within(value.detach())
+        self.sums[name, offsets] = checksum(t)
         return t
 
-    def load_bytes(self, item: Any, data: Any) -> None:
-        self.leaves[item.dest_index.fqn] = torch.load(data, weights_only=True)
 
-    def commit_tensor(self, item: Any, t: Tensor) -> None:
-        pass
-
-
-def _check_there(path: Any, there: Mapping[str, Any], whole: Mapping[str, tuple[Any, torch.dtype] | None], every: set[str]) -> None:
+def _check_there(
+    path: Any, there: Mapping[str, Leaf], whole: Mapping[str, tuple[Any, torch.dtype] | None], every: set[str]
+) -> None:
     """Raise `CheckpointError` unless a folder has these leaves, and no others but the leaves of other ranks. `whole`: their shapes
     and dtypes, or None for a leaf that is not a tensor."""
     wrong: dict[str, list[str]] = {"missing": [], "extra": sorted(there.keys() - every), "mis-shaped": [], "mis-typed": []}
     for name, leaf in whole.items():
-        if name not in there or hasattr(there[name], "size") != (leaf is not None):
+        if name not in there or (there[name].dtype is None) != (leaf is None):
             wrong["missing"].append(f"{name}, a number or a string" if leaf is None else f"{name} {short(leaf[1])}{list(leaf[0])}")
         elif leaf is not None:
-            (shape, dtype), size, kind = leaf, tuple(there[name].size), there[name].properties.dtype
+            (shape, dtype), (size, kind, _) = leaf, there[name]
             if size != tuple(shape):
                 wrong["mis-shaped"].append(f"{name} {list(shape)}, got {list(size)}")
             if kind is not dtype:
@@ -485,10 +549,6 @@ def _check_there(path: Any, there: Mapping[str, Any], whole: Mapping[str, tuple[
     said = "".join(f"\n  {kind}: {'; '.join(names)}" for kind, names in wrong.items() if names)
     if said:
         raise CheckpointError(f"load: {os.fspath(path)} must hold exactly the leaves of like, got{said}")
-
-
-def _device(t: Tensor, mesh: Mesh) -> Any:
-    return mesh.device if t.is_meta else t.device
 
 
 def _dcp() -> Any:
