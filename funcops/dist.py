@@ -147,6 +147,7 @@ from funcops.distributed import init as init
 from funcops.distributed import init_tree as init_tree
 from funcops.distributed import is_saved as is_saved
 from funcops.distributed import load as load
+from funcops.distributed import load_values as load_values
 from funcops.distributed import own_shards as own_shards
 from funcops.distributed import parallel as parallel
 from funcops.distributed import parallel_experts as parallel_experts

@@ -131,8 +131,10 @@ def save_start(tree: Any, path: str | os.PathLike[str], specs: Specs, mesh: Mesh
 class Saving:
     """A checkpoint that is being written, from `save_start`."""
 
-    def __init__(self, mesh: Mesh, named: dict[str, Any], leaves: Any, folder: Path, part: Part | None, plans: Any) -> None:
-        self.mesh, self.named, self.leaves, self.folder, self.part = mesh, named, leaves, folder, part
+    def __init__(
+        self, mesh: Mesh, named: dict[str, Any], leaves: Any, target: Path, folder: Path, part: Part | None, plans: Any
+    ) -> None:
+        self.mesh, self.named, self.leaves, self.target, self.folder, self.part = mesh, named, leaves, target, folder, part
         self.writer, all_plans, self.metadata = plans
         self.plan = all_plans[mesh.rank]
         self.thread = threading.Thread(target=self.write, daemon=True)
@@ -187,7 +189,7 @@ class Saving:
             raise
 
     def _unwritten(self, error: Exception) -> Exception:
-        return unwritten("save", self.folder.parent, error) if isinstance(error, (OSError, RuntimeError)) else error
+        return unwritten("save", self.target, error) if isinstance(error, (OSError, RuntimeError)) else error
 
     def drop(self) -> None:
         if self.part is not None:
@@ -227,7 +229,7 @@ def _begun(where: str, tree: Any, path: str | os.PathLike[str], specs: Specs, me
     folder = target.with_name(name)
     try:
         _agreed(mesh, seen)
-        return Saving(mesh, named, own, folder, part, _plans(leaves, mesh, folder))
+        return Saving(mesh, named, own, target, folder, part, _plans(leaves, mesh, folder))
     except BaseException:
         if part is not None:
             part.drop()

@@ -86,6 +86,7 @@ DIST = {
     "dist.load": Row(
         lambda: {"path": saved(), "like": {"weight": x()}, "specs": SPECS, "mesh": dist.Mesh(axes=(ALONE,))}, {"specs": WRONG_SPECS}
     ),
+    "dist.load_values": Row(lambda: {"path": saved()}),
     "dist.is_saved": Row(lambda: {"path": saved()}, accepts={"path": "a folder that does not exist holds no checkpoint"}),
     "dist.init_tree": Row(
         lambda: {
