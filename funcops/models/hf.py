@@ -263,7 +263,9 @@ def _files(root: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
         file = stack.enter_context(_opened("open_hf", root / SINGLE))
         return dict.fromkeys(file.keys(), file)
     where: Any = _json(root / INDEX).get("weight_map")
-    right = isinstance(where, dict) and all(isinstance(name, str) and name == Path(name).name for name in where.values())
+    right = isinstance(where, dict) and all(
+        isinstance(name, str) and name == Path(name).name not in ("", "..") for name in where.values()
+    )
     if not right:
         said = "the name of a file of the folder for each tensor"
         fail("open_hf", f"weight_map of {root / INDEX}", said, describe(where), CheckpointError)
