@@ -158,7 +158,7 @@ def digest(t: Tensor) -> int:
     places = torch.arange(1, min(most, whole // 8) + 2, device=t.device) * step
     tail = torch.zeros(16, dtype=torch.uint8, device=t.device)
     tail[: size - whole] = flat[whole:]
-    tail[8:] = torch.tensor([size]).view(torch.uint8)  # zeros at the end are no padding
+    tail[8:] = torch.tensor([size]).view(torch.uint8)  # zeros at its end count
     for piece in (*flat[:whole].split(8 * most), tail):
         if piece.data_ptr() % 8 or piece.storage_offset() % 8:  # a view of a mapped file
             piece = piece.clone()
@@ -226,7 +226,7 @@ def _compare(where: str, path: Any, file: Any, wanted: Mapping[str, Any]) -> Non
 
 
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
-    """The metadata that were given to `save`. Raises `CheckpointError` if they are not as they were saved."""
+    """The metadata that were given to `save`. Raises `CheckpointError` if they were changed since."""
     with _opened("read_metadata", path, verify=False) as file:
         said = dict(file.metadata() or {})
         if (sums := _checksums("read_metadata", path, said)) is not None and sums.get("") != _digest_of_texts(said):
@@ -296,7 +296,7 @@ def _checksums(where: str, path: Any, said: dict[str, str]) -> dict[str, str] | 
 
 
 def _fail_changed(where: str, path: Any, what: str) -> NoReturn:
-    wanted = "as it was saved (use an older checkpoint, or copy the file again)"
+    wanted = "as saved (use an older checkpoint, or copy the file again)"
     fail(where, os.fspath(path), wanted, f"other bits in {what}", CheckpointError)
 
 

@@ -51,7 +51,7 @@ from funcops.trees import elements, paths, with_leaves
 T = TypeVar("T")
 R = TypeVar("R")
 KINDS = (CheckpointWriteError, CheckpointError, ValueError, TypeError, FileNotFoundError, OSError)
-ERRORS = {error.__name__: error for error in KINDS}  # those of another rank; any other is a RuntimeError
+ERRORS = {error.__name__: error for error in KINDS}  # by name, of an error on another rank; the rest become RuntimeError
 
 
 class _LeafShards(NamedTuple):
@@ -290,7 +290,7 @@ def load(path: str | os.PathLike[str], like: T, specs: Specs, mesh: Mesh, *, ver
 
 
 class _Asked(NamedTuple):
-    """What a rank asks `load` for: leaves, specs and boxes by path, and the folder with the bytes of its index."""
+    """A rank's request to `load`: leaves, specs and boxes by path, and the folder with the bytes of its index."""
 
     like: Any
     named: dict[str, Any]

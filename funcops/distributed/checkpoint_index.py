@@ -94,7 +94,7 @@ def _index(data: bytes) -> Index:
 
 
 class _Record:
-    """What a class of torch's becomes."""
+    """The data of an object of torch's, without its class."""
 
     __slots__ = ("state",)
 

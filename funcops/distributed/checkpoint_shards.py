@@ -77,7 +77,7 @@ def _check_apart(name: str, chunks: Sequence[Chunk]) -> None:
 
 
 def _piece(chunk: Chunk, box: Box, t: Tensor) -> _Piece | None:
-    """What a chunk and a box of the tensor have in common."""
+    """The values that a chunk and a box of the tensor share, or None."""
     low = [max(a, b) for a, b in zip(chunk.offsets, box.offsets, strict=True)]
     high = [min(a + n, b + m) for a, n, b, m in zip(*chunk[:2], box.offsets, box.sizes, strict=True)]
     if any(a >= b for a, b in zip(low, high, strict=True)):
@@ -103,7 +103,7 @@ def _value(where: str, stream: Any, leaf: Leaf, chunk: Chunk, summed: bool) -> A
     elif value.dtype is not leaf.dtype or value.shape != chunk.sizes:
         fail("load", where, f"{short(leaf.dtype)}{list(chunk.sizes)}, as the index says", describe(value), CheckpointError)
     if summed and chunk.checksum is not None and checksum(value) != chunk.checksum:
-        wanted = "as it was saved (use an older checkpoint, or copy the file again)"
+        wanted = "as saved (use an older checkpoint, or copy the file again)"
         fail("load", where, wanted, "other bits", CheckpointError)
     return value
 

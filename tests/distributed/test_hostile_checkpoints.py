@@ -304,7 +304,7 @@ def test_a_file_that_is_too_long_is_refused(folder):
 @pytest.mark.turns("seed", every=5)
 @pytest.mark.parametrize("seed", range(10))
 def test_chunks_that_overlap_do_not_stand_for_others(tmp_path, seed):
-    """As many values as the leaf has, two chunks of drawn places with a common one: another has none."""
+    """The chunks have as many values as the leaf, but two have the same place, and another place has none."""
     draw = python_random.Random(seed)
     specs = {"w": dist.Spec("tp", draw.randrange(2))}
     tree = {"w": torch.arange(16.0).reshape(4, 4)}
@@ -348,7 +348,7 @@ def test_a_large_file_is_compared_on_request(folder, name, monkeypatch):
     data = bytearray((folder / place.relative_path).read_bytes())
     data[place.offset : place.offset + place.length] = other
     (folder / place.relative_path).write_bytes(data)
-    wanted = rf"^load: {name} in .*distcp must be as it was saved \(use an older checkpoint, or copy .*\), got other bits"
+    wanted = rf"^load: {name} in .*distcp must be as saved \(use an older checkpoint, or copy .*\), got other bits"
     with pytest.raises(CheckpointError, match=wanted):
         dist.load(folder, LIKE, {}, ONE)
     dist.load(folder, LIKE, {}, ONE, verify=False)
@@ -362,7 +362,7 @@ def test_a_large_file_is_compared_on_request(folder, name, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint")
 def test_torch_may_write_over_it(folder):
-    """Its index has no checksums: those of the one before do not stay behind."""
+    """Its index has no checksums: the old ones are gone."""
     other = {**TREE, "w": 2 * W}
     dcp.save(dict(other), checkpoint_id=folder, no_dist=True)
     found = dist.load(folder, LIKE, {}, ONE, verify=True)

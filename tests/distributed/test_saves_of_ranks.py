@@ -98,7 +98,7 @@ LOADS = {
 
 
 def heard_by_ranks(act, mistakes, folder, part):
-    """By mistake and by the rank that makes it, what each rank raises; a part of them."""
+    """Each rank's error, by the mistake and by the rank that makes it; a part of them."""
 
     def run(mesh):
         heard = {}
@@ -408,7 +408,8 @@ def test_copies_that_differ_in_a_bit_are_seen(dtype, sizes, tmp_path):
         copies.append(other.view(dtype))
     if dtype in (torch.float64, torch.float32, torch.bfloat16, torch.complex64):
         w = torch.randn(9).to(dtype)
-        raw, copies = w.view(torch.uint8), [-w, w.roll(1), *copies]
+        signs = [torch.ones(9).index_fill(0, torch.tensor(there), -1.0) for there in ([0], [8], [3, 4], [1, 7])]
+        raw, copies = w.view(torch.uint8), [-w, w.roll(1), *[(w * sign).to(dtype) for sign in signs], *copies]
 
     def write(mesh):
         for at, other in enumerate(copies):
