@@ -23,7 +23,6 @@ tensor([[1., 1.]])
 
 from __future__ import annotations
 
-import math
 from dataclasses import field
 from typing import Any
 
@@ -93,11 +92,6 @@ def group_norm_init(
     )
 
 
-def _flat(t: Tensor) -> Tensor:
-    """[B, C, *S] as [B, C, S]."""
-    return t.reshape(*t.shape[:2], math.prod(t.shape[2:]))
-
-
 @forward(GroupNormConfig, GroupNormParams)
 def group_norm_fwd(
     params: GroupNormParams, x: Tensor, cfg: GroupNormConfig, *, needs: Needs = Needs.ALL
@@ -109,17 +103,16 @@ def group_norm_fwd(
         fail("group_norm_fwd", "x", f"[B, {cfg.channels}, ...]", list(x.shape))
     check_weight("group_norm_fwd", x, w, (cfg.channels,))
     check("group_norm_fwd", "params.bias", b, (cfg.channels,), w.dtype, x)
-    y, mean, rstd = kernels.group_norm_fwd(_flat(x), w, b, cfg.groups, cfg.eps)
+    y, mean, rstd = kernels.group_norm_fwd(x, w, b, cfg.groups, cfg.eps)
     like = None if needs.x or needs.param("weight") else (x.shape, x.dtype)
     kept = GroupNormResiduals.keep(cfg, needs, x=x, weight=w, bias=b, mean=mean, rstd=rstd, like=like, weight_dtype=w.dtype)
-    return y.reshape(x.shape), kept
+    return y, kept
 
 
 @recompute_of(GroupNormResiduals)
 def group_norm_recompute(residuals: GroupNormResiduals, cfg: GroupNormConfig) -> Tensor:
     """Recompute y, bit for bit."""
-    x = residuals.x
-    return kernels.group_norm_fwd(_flat(x), residuals.weight, residuals.bias, cfg.groups, cfg.eps)[0].reshape(x.shape)
+    return kernels.group_norm_fwd(residuals.x, residuals.weight, residuals.bias, cfg.groups, cfg.eps)[0]  # type: ignore[no-any-return]
 
 
 @dgrad_of(GroupNormResiduals)
@@ -129,8 +122,8 @@ def group_norm_dgrad(residuals: GroupNormResiduals, dy: Tensor, cfg: GroupNormCo
     shape, dtype = residuals.like if x is None else (x.shape, x.dtype)
     check("group_norm_dgrad", "dy", dy, shape, dtype, x)
     dx, dw_parts, db_parts = kernels.group_norm_bwd(
-        _flat(dy),
-        None if x is None else _flat(x),
+        dy,
+        x,
         residuals.weight,
         residuals.mean,
         residuals.rstd,
@@ -140,7 +133,7 @@ def group_norm_dgrad(residuals: GroupNormResiduals, dy: Tensor, cfg: GroupNormCo
         needs.param("bias"),
     )
     pending = GroupNormPending.keep(cfg, needs, dw_parts=dw_parts, db_parts=db_parts, weight_dtype=residuals.weight_dtype)
-    return NO_GRADIENT if dx is None else dx.reshape(shape), pending
+    return NO_GRADIENT if dx is None else dx, pending
 
 
 @wgrad_of(GroupNormPending, GroupNormParams)

@@ -40,8 +40,6 @@ ELSEWHERE = {  # what holds the kernels that have no formula beside them: obviou
     "the math as it is, by the law Right": (
         "log_decay_fwd",
         "log_decay_bwd",
-        "group_norm_fwd",
-        "group_norm_bwd",
         "causal_conv1d_fwd",
         "causal_conv1d_bwd",
     ),
@@ -197,6 +195,21 @@ def layer_norm_bwd(d):
     return d.floats(*x.shape), x, w, mean, d.positive(*rows, 1), d.flag(), d.flag(), d.flag(), d.flag()
 
 
+def group_norm_fwd(d):
+    groups, each = d.randint(1, 3), d.randint(1, 4)
+    x = d.floats(d.choice((0, 1, 3)), groups * each, *[d.randint(1, 5) for _ in range(d.randint(0, 3))])
+    if x.dim() in (4, 5) and d.flag():
+        x = x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
+    w, b = (d.floats(x.shape[1], dtype=wide(d.dtype) if d.flag() else None) for _ in range(2))
+    return x, w, b, groups, d.choice((1e-2, 0.5))
+
+
+def group_norm_bwd(d):
+    x, w, _, groups, _ = group_norm_fwd(d)
+    mean = d.floats(x.shape[0], groups, dtype=wide(d.dtype))
+    return d.floats(*x.shape), x, w, mean, d.positive(x.shape[0], groups), groups, d.flag(), d.flag(), d.flag()
+
+
 def l2_norm_fwd(d):
     return rows_and_weight(d)[1], d.choice((1e-6, 0.5))
 
@@ -295,6 +308,8 @@ DRAW = {
         rms_norm_bwd,
         layer_norm_fwd,
         layer_norm_bwd,
+        group_norm_fwd,
+        group_norm_bwd,
         l2_norm_fwd,
         l2_norm_bwd,
         cross_entropy_fwd,

@@ -3,6 +3,7 @@ passes; the backward first sums every channel, then computes dx from these sums 
 
 from __future__ import annotations
 
+import math
 from typing import Optional
 
 import torch
@@ -107,7 +108,7 @@ _launch_forward, _launch_channel_sums, _launch_descend = launcher(_forward), lau
 @declared.group_norm_fwd.triton
 def group_norm_fwd(x: Tensor, w: Tensor, b: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     x, y = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
-    batches, channels, size = x.shape
+    batches, channels, size = *x.shape[:2], math.prod(x.shape[2:])
     mean = x.new_zeros((batches, groups), dtype=torch.float32)
     rstd, length = torch.zeros_like(mean), channels // groups * size
     if x.numel():
@@ -126,7 +127,7 @@ def group_norm_bwd(
     dx: bool, dw: bool, db: bool,
 ) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
     dy, x, w, mean, rstd = dy.contiguous(), contiguous(x), contiguous(w), contiguous(mean), contiguous(rstd)
-    batches, channels, size = dy.shape
+    batches, channels, size = *dy.shape[:2], math.prod(dy.shape[2:])
     d_b = dy.new_zeros((batches, channels), dtype=torch.float32)
     d_w, d_x = torch.zeros_like(d_b) if dw or dx else None, torch.empty_like(dy) if dx else None
     if dy.numel():
