@@ -14,6 +14,7 @@ from torch import Tensor
 from funcops.backend import kernel, wide
 
 _aten = torch.ops.aten
+is_compiling = torch.compiler.is_compiling
 _QUICK = 1.702
 FEW_FOR_ONEDNN = 1 << 14  # elements
 SATURATED = 1e4  # beyond it exp(-|x|) is 0 in every dtype; its cube is finite in every wide dtype
@@ -52,8 +53,9 @@ def _gelu_tanh_backward(dy: Tensor, x: Tensor, y: Optional[Tensor]) -> Tensor:
 
 def _few(x: Tensor) -> bool:
     """Whether x is so small that oneDNN, which torch uses for the erf of contiguous tensors, takes longer to start than torch's own
-    loop takes in all. A transposed view, which is dense but not contiguous, goes to that loop."""
-    return x.is_cpu and x.dim() > 1 and x.numel() < FEW_FOR_ONEDNN
+    loop takes in all. A transposed view, which is dense but not contiguous, goes to that loop. So does another x that is not
+    contiguous, as it is. A tracer takes no size for a constant."""
+    return x.is_cpu and x.dim() > 1 and not is_compiling() and 0 < x.numel() < FEW_FOR_ONEDNN and x.is_contiguous()
 
 
 def _gelu_erf(x: Tensor) -> Tensor:

@@ -13,9 +13,9 @@ from typing import Optional
 
 import torch
 from torch import Tensor
-from torch._prims_common import suggest_memory_format
 
 from funcops.backend import kernel, wide
+from funcops.kernels.norm import dense
 
 _forward, _backward = torch.ops.aten.native_group_norm.default, torch.ops.aten.native_group_norm_backward.default
 
@@ -30,11 +30,6 @@ def _along(t: Tensor, x: Tensor) -> Tensor:
     return t.view(-1, *[1] * (x.dim() - 2))
 
 
-def _dense(t: Tensor, like: Tensor) -> Tensor:
-    """`t` in the layout that torch's operators take and give: channels_last if `like` has it, else contiguous."""
-    return t.contiguous(memory_format=suggest_memory_format(like)) if like.dim() in (4, 5) else t.contiguous()
-
-
 @kernel()
 def group_norm_fwd(x: Tensor, w: Tensor, b: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """y = (x - mean) * rstd * w + b, with the statistics of a group. Returns y, mean, rstd."""
@@ -42,7 +37,7 @@ def group_norm_fwd(x: Tensor, w: Tensor, b: Tensor, groups: int, eps: float) -> 
     if x.is_cpu:  # elsewhere the operators take no x in 16 bits beside a weight in 32, whose statistics are wide
         shape = x.shape
         sizes = shape[0], shape[1], math.prod(shape[2:]), groups
-        return _forward(_dense(x, x), w.to(dtype).contiguous(), b.to(dtype).contiguous(), *sizes, eps)  # type: ignore[no-any-return]
+        return _forward(dense(x, x), w.to(dtype).contiguous(), b.to(dtype).contiguous(), *sizes, eps)  # type: ignore[no-any-return]
     return plain_group_norm_fwd(x, w, b, groups, eps)
 
 
@@ -78,7 +73,7 @@ def group_norm_bwd(
         sizes = shape[0], shape[1], math.prod(shape[2:]), groups
         of_groups = mean.contiguous(), rstd.contiguous(), w.to(mean.dtype).contiguous()
         # all three: for channels_last torch's operator writes to what it was told to leave out, and the process dies
-        d_x, d_w, d_b = _backward(_dense(dy, x), _dense(x, x), *of_groups, *sizes, [True, True, True])
+        d_x, d_w, d_b = _backward(dense(dy, x), dense(x, x), *of_groups, *sizes, [True, True, True])
         return d_x if dx else None, d_w.unsqueeze(0) if dw else None, d_b.unsqueeze(0) if db else None
     return plain_group_norm_bwd(dy, x, w, mean, rstd, groups, dx, dw, db)
 

@@ -11,12 +11,18 @@ from typing import Optional
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
 from funcops.backend import kernel, select, wants_triton, wide
 
 _vector_norm = torch.linalg.vector_norm
 FEW_FOR_MATMUL = 1 << 14  # elements; below it the number of operators counts, above it the passes over memory
 _backward = torch.ops.aten.native_layer_norm_backward.default
+
+
+def dense(t: Tensor, like: Tensor) -> Tensor:
+    """`t` in the layout in which torch's norms read and write: channels_last if `like` has it, else contiguous."""
+    return t.contiguous(memory_format=suggest_memory_format(like)) if like.dim() in (4, 5) else t.contiguous()
 
 
 def _to(t: Tensor, dtype: torch.dtype) -> Tensor:

@@ -100,6 +100,8 @@ def rms_norm_fwd(
     else:
         y, rstd = kernels.rms_norm_fwd(flat(x, dim), flat(w, dim), cfg.eps, cfg.zero_centered_gamma)
         y = y.reshape(x.shape)
+    if not x.is_contiguous():
+        y = kernels.dense(y, x)
     return y, rms_norm_kept(cfg, needs, x, params, rstd)
 
 

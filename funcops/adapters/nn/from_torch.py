@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from funcops.adapters.nn import layers
@@ -42,7 +44,8 @@ def from_torch(
     Known layers are the layers of torch.nn that `funcops.nn` has, and the norms, MLPs, activations and the causal loss of the
     Hugging Face models with a row in `funcops.adapters.nn.models`, these classes themselves. Norms, MLPs and activations of any
     other class, your own too, are recognised by what they compute (`funcops.adapters.nn.structure`): an op's formula must give the
-    same outputs and gradients on drawn inputs. Subclasses of torch.nn's layers are left. A module's class becomes a subclass of its
+    same outputs and gradients on drawn inputs. Subclasses of torch.nn's layers are left, and so, in a model on a CPU, is a Dropout
+    or a GLU that joins no other layer, because torch's is faster there. A module's class becomes a subclass of its
     old class; parameters, buffers, names, hooks and state_dict do not change. An MLP whose layers are changed later (an adapter, a
     hook, a sharded weight) runs them one by one.
 
@@ -106,8 +109,12 @@ class Undo(list[Any]):
 
 def _swap(model: nn.Module, policy: Any, recipe: Any, wanted: Any, done: Replaced, undo: Undo) -> None:
     acted, lowered, seen = policy is None, recipe is None, dict[Any, Any]()
+    device = next((t.device for t in itertools.chain(model.parameters(), model.buffers())), torch.get_default_device())
+    inside = set[int]()  # children that run in a chain with others
     for path, module in list(model.named_modules()):
         before = type(module)
+        if isinstance(module, (OpModule, Sequential)):
+            inside |= _neighbours(module)
         if not wanted(path):
             continue
         if isinstance(module, (OpModule, Sequential)):
@@ -124,6 +131,10 @@ def _swap(model: nn.Module, policy: Any, recipe: Any, wanted: Any, done: Replace
         if "forward" in vars(module):
             done.left.append(Change(path, before.__name__, "a forward of its own is set on it"))
             continue
+        alone = getattr(to, "alone_on_cpu", "") if device.type == "cpu" and id(module) not in inside else ""
+        if alone:
+            done.left.append(Change(path, before.__name__, alone))
+            continue
         undo.note(module)
         attributes = {*vars(module), *CACHES}
         module.__class__ = to
@@ -136,6 +147,7 @@ def _swap(model: nn.Module, policy: Any, recipe: Any, wanted: Any, done: Replace
         if policy is not None and isinstance(module, ChainModule):
             acted = _keep(module, policy)
         prepare(module)
+        inside |= _neighbours(module)
         vars(module)["_swap"] = Swap(before, _made_of(to), tuple(sorted(vars(module).keys() - attributes)))
         done.replaced.append(Change(path, before.__name__, _name(to) + _how(module, found, recipe)))
     if not acted:
@@ -145,6 +157,17 @@ def _swap(model: nn.Module, policy: Any, recipe: Any, wanted: Any, done: Replace
     for module in model.modules():
         if isinstance(module, ChainModule):
             prepare(module)  # its layers have new classes now; a compiler then finds them cached
+
+
+def _neighbours(module: Any) -> set[int]:
+    """The children of a module that it runs in a chain with others: all of an MLP, and in a Sequential those beside a known layer."""
+    if isinstance(module, ChainModule):
+        return {id(child) for child in module.children()}
+    if not isinstance(module, Sequential):
+        return set()
+    children = list(module)
+    known = [isinstance(m, OpModule) or swapped(type(m)) is not None for m in children]
+    return {id(m) for i, m in enumerate(children) if True in (known[max(0, i - 1) : i] + known[i + 1 : i + 2])}
 
 
 def _reconfigure(path: str, module: Any, policy: Any, recipe: Any, done: Replaced, undo: Undo) -> bool:

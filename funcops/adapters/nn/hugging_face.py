@@ -9,8 +9,8 @@ from torch import Tensor
 
 from funcops.adapters.autocast import LOWER, any_autocast, casts, is_on, outside
 from funcops.adapters.autograd.differentiable import run
-from funcops.adapters.nn.layers import drawn_key
-from funcops.adapters.nn.module import OpModule, is_plain, untouched
+from funcops.adapters.nn.layers import KEEP_Y, Dropout, drawn_key
+from funcops.adapters.nn.module import OpModule, folded, is_plain, untouched
 from funcops.adapters.nn.parts import ACTS, CONV1D, DROPOUT, GATES, LINEAR, kind_of
 from funcops.adapters.nn.sequential import KEY
 from funcops.adapters.nn.unchanged import watched
@@ -103,9 +103,18 @@ class Activation(OpModule):
 
 
 class ActivationOf(OpModule):
-    """An activation whose `kind` is an attribute of the class."""
+    """An activation whose `kind` is an attribute of the class. One whose backward reads y, not x, runs its own forward, as
+    `funcops.nn.ReLU` does."""
 
     op, values = activation, ("kind",)
+    kind: str
+
+    @property
+    def keeps_y(self) -> bool:
+        return self.kind in KEEP_Y
+
+    def other_way(self) -> Any:
+        return self.plain if self.keeps_y else None
 
 
 class Conv1D(OpModule):
@@ -163,15 +172,15 @@ class ChainModule(OpModule):
 
     def forward(self, x: Tensor) -> Any:
         found = self._found()
-        if found is None or not is_plain(x):
-            return self.plain(x)
+        if found is None or not is_plain(x) or (found[1] and not isinstance(self._modules[self.drop_name], Dropout)):
+            return self.plain(x)  # a Dropout of torch draws torch's mask
         y = self._chained(x, found)
         if self.last_p:
             return torch.nn.functional.dropout(y, getattr(self, self.last_p), self.training)
         return self._modules[self.last_name](y) if self.last_name else y
 
     def _chained(self, x: Tensor, found: list[Any]) -> Any:
-        cfg, own, device = self._config(found), found[2:], x.device.type
+        x, cfg, own, device = folded(x), self._config(found), found[2:], x.device.type
         if any_autocast() and is_on(device):
             x, own = casts(LOWER, x, device, own)
         given = WithExtras(x, {KEY: drawn_key(x)}) if cfg.extras else x
@@ -248,7 +257,8 @@ def _linear(weight: Tensor, bias: Any) -> LinearConfig:
 
 
 def _drop(p: float) -> Step:
-    return Step(name="drop", op=dropout, cfg=DropoutConfig(p=p), takes=(KEY,))
+    """A step whose key no names are folded into: the mask is the one that the module draws when it is called."""
+    return Step(name="drop", op=dropout, cfg=DropoutConfig(p=p, folds=False), takes=(KEY,))
 
 
 class GatedMLP(ChainModule):

@@ -14,7 +14,7 @@ from funcops.adapters.autocast import LOWER
 from funcops.adapters.nn.module import OpModule, is_plain, prepare
 from funcops.adapters.nn.quantized import take_recipe
 from funcops.backend import wide
-from funcops.errors import require, require_type
+from funcops.errors import fail, require, require_type
 from funcops.formats.recipes import Recipe
 from funcops.ops._norm import DTYPES
 from funcops.ops.activation import ActivationConfig, activation
@@ -52,7 +52,7 @@ class Linear(_OneTensor, nn.Linear):
 
     op: Any = linear
     params_class, fields, values = LinearParams, ("weight", "bias"), ("in_features", "out_features", "recipe")
-    autocast = LOWER
+    autocast, reads_rows = LOWER, True
     recipe: Recipe | None = None
 
     def take(self, recipe: Any) -> None:
@@ -188,6 +188,7 @@ class Dropout(_OneTensor, nn.Dropout):
     """
 
     op, values = dropout, ("p", "training", "inplace")
+    alone_on_cpu = "alone on a CPU it takes longer than torch's, because its bits are counted, not drawn in order"
 
     def rests(self) -> bool:
         """Whether it returns x itself: if p is 0, and in eval mode."""
@@ -212,6 +213,9 @@ Dropout._of_step = Dropout.forward
 def drawn_key(x: Tensor) -> Tensor:
     """A random key from torch's generator, on the device of x."""
     return torch.randint(-(2**62), 2**62, (2,), dtype=torch.int64, device=x.device)
+
+
+KEEP_Y = ("relu", "sigmoid", "tanh")  # kinds whose backward, in torch, reads y instead of x
 
 
 class _Activation(_OneTensor):
@@ -294,17 +298,12 @@ class Tanh(_Activation, nn.Tanh):
 
 
 class _AlongDim(_OneTensor):
-    """An op over the last dimension, for any `dim`."""
+    """An op over the last dimension. For another `dim` torch's own forward runs: it keeps no more, and y has its layout."""
 
     dim: Any
 
     def other_way(self) -> Any:
-        return None if self.dim == -1 else self.along
-
-    def along(self, x: Any) -> Any:
-        if self.dim is None or not is_plain(x) or x.dtype not in self.dtypes or x.dim() == 0:
-            return self.plain(x)
-        return self.launched([], x.movedim(self.dim, -1)).movedim(-1, self.dim)
+        return None if self.dim == -1 else self.plain
 
 
 class Softmax(_AlongDim, nn.Softmax):
@@ -333,6 +332,7 @@ class GLU(_AlongDim, nn.GLU):
     """
 
     op, values = glu, ("kind", "gate", "dim")
+    alone_on_cpu = "alone on a CPU it takes longer than torch's, which is one operator, and keeps no less"
 
     def __init__(self, dim: int = -1, *, kind: str = "glu", gate: str = "second") -> None:
         require_type("funcops.nn.GLU", "dim", dim, int)
@@ -342,7 +342,22 @@ class GLU(_AlongDim, nn.GLU):
         prepare(self)
 
     def make_cfg(self) -> GLUConfig:
+        if self.dim != -1 and not self._is_torchs():
+            return GLUConfig(kind=self.kind, paired=True)
         return GLUConfig(kind=self.kind, gate=self.gate)
+
+    def other_way(self) -> Any:
+        return super().other_way() if self._is_torchs() or self.dim == -1 else self.of_halves
+
+    def of_halves(self, x: Any) -> Any:
+        """A gate that torch lacks, along another dimension: of two tensors, so that y is not a view with that dimension moved."""
+        if not is_plain(x) or x.dtype not in self.dtypes or x.dim() == 0:
+            return self.plain(x)
+        size = x.shape[self.dim]
+        if size % 2:
+            fail(f"funcops.nn.{type(self).__name__}", "x", f"of an even size along dimension {self.dim}", list(x.shape))
+        halves = x.split(size // 2, self.dim) if size else (x, x)
+        return self.launched([], halves if self.gate == "first" else halves[::-1])
 
     def plain(self, *given: Any) -> Any:
         where, wanted = f"funcops.nn.{type(self).__name__}", f"a plain tensor: torch has no {self.kind}"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from funcops.adapters.autocast import LOWER
 from funcops.adapters.nn.layers import ids
-from funcops.adapters.nn.module import OpModule, is_plain, prepare
+from funcops.adapters.nn.module import OpModule, folded, is_plain, prepare
 from funcops.errors import FLOATS, describe, fail, require, require_count, require_device, require_dtype, require_flag, require_type
 from funcops.ops.cross_entropy import CrossEntropyConfig, cross_entropy
 from funcops.ops.linear_cross_entropy import LinearCrossEntropyConfig, LinearCrossEntropyParams, linear_cross_entropy
@@ -146,7 +146,7 @@ class LinearCrossEntropyLoss(_Loss, _torchs):
         indices = is_plain(target) and getattr(target, "dtype", None) not in FLOATS
         if not (self._whole() and indices and is_plain(input) and is_plain(weight)):
             return self.plain(input, target)
-        return self.launched([weight], (input, ids(target)))
+        return self.launched([weight], (folded(input), ids(target)))
 
     def plain(self, *given: Any) -> Any:
         x, target = given

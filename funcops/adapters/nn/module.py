@@ -55,6 +55,11 @@ class Prepared(nn.Module):
         prepare(self)
         return self
 
+    def __prepare_scriptable__(self) -> Any:
+        """torch.jit.script asks every module for what to compile: an op is no TorchScript."""
+        wanted = "of torch.nn for torch.jit.script: call funcops.nn.to_torch(model) first, if from_torch swapped it"
+        fail(f"funcops.nn.{type(self).__name__}", "the module", wanted, "a layer that runs an op", TypeError)
+
     def __getstate__(self) -> dict[str, Any]:
         kept = {name: value for name, value in self.__dict__.items() if name != "_cached"}
         if getattr(kept.get("forward"), "transient", False):
@@ -105,6 +110,7 @@ class OpModule(Prepared):
     pairs: frozenset[Any] = frozenset()
     _of_torch: bool = False  # whether the class inherits a forward for `plain`
     _left_out: tuple[str, ...] = ()  # fields of the config, with defaults, that `values` does not name
+    reads_rows: bool = False  # whether the op reads x as rows, [N, D], and keeps it
     _of_step: Any = None  # the forward that only runs the op; a class with another forward cannot be a step of a chain
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -131,6 +137,10 @@ class OpModule(Prepared):
             cls._of_step = cls.forward if of_step else cls._of_step
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "qconfig":  # which torch.ao.quantization sets on every module before it looks for classes of torch.nn
+            wanted = "not set: torch.ao.quantization knows torch's own classes alone, and would leave this layer as it is"
+            remedy = "call funcops.nn.to_torch(model) first, if from_torch swapped it"
+            fail(f"funcops.nn.{type(self).__name__}", name, f"{wanted} ({remedy})", describe(value), TypeError)
         super().__setattr__(name, value)
         if name in OpModule._read_by(self) and self.__dict__.pop("_cfg", UNPREPARED) is not UNPREPARED and not _compiling():
             prepare(self)  # attributes set after super().__init__() may complete the config
@@ -172,7 +182,7 @@ class OpModule(Prepared):
 
     def op_input(self, x: Any) -> Any:
         """The op's x for the module's x."""
-        return x
+        return folded(x) if self.reads_rows else x
 
     def other_way(self) -> Callable[[Any], Any] | None:
         """The function that a call runs on x instead of the op, for values that need one; None to run the op."""
@@ -282,11 +292,11 @@ def _kind_of(t: Any) -> str:
 class PreparedCall:
     """The cached arguments of `run` besides x for calls of a module, valid as long as the module does not change."""
 
-    __slots__ = ("before", "bounds", "cfg", "first", "leaves", "op", "params", "same")
+    __slots__ = ("before", "bounds", "cfg", "first", "leaves", "op", "params", "rows", "same")
 
     def __init__(self, module: Any, own: list[Any], leaves: list[Any]) -> None:
         self.cfg = module.known_cfg()
-        self.op, self.params = module.op, module._params(own)
+        self.op, self.params, self.rows = module.op, module._params(own), module.reads_rows
         self.leaves, self.first = leaves, own[0] if own else None
         self.same, self.before = same_parameters(module.fields), parameters_of(module, module.fields)
         self.bounds: dict[Any, Any] = {}
@@ -304,6 +314,7 @@ class PreparedCall:
             and module.op is self.op
             and dtype in module.dtypes
             and (not module.pairs or self.first is None or (dtype, self.first.dtype) in module.pairs)
+            and (not self.rows or x.is_contiguous())
             and self.same(state["_parameters"], self.before)
         )
 
@@ -316,6 +327,17 @@ def is_plain(t: Any) -> bool:
     if found is None:
         found = PLAIN[kind] = not issubclass(kind, (Tensor, Proxy)) or issubclass(kind, (FakeTensor, FunctionalTensor, nn.Buffer))
     return found
+
+
+def folded(x: Any) -> Any:
+    """x, or a copy if x cannot be viewed as rows, [N, D]: then a product copies it anyway, as torch's does, and what is kept is the
+    copy, instead of all the memory of which x is a slice. A tracer's compiler chooses what is kept."""
+    if type(x) is not Tensor or x.dim() < 3 or _compiling() or x.is_contiguous():
+        return x
+    # each outer dimension of more than one must step over exactly the one inside of it
+    outer = [(size, step) for size, step in zip(x.shape[:-1], x.stride(), strict=False) if size != 1]
+    rows = all([step == size * inner for (_, step), (size, inner) in zip(outer, outer[1:], strict=False)])
+    return x if rows else x.contiguous()
 
 
 def untouched(module: Any, fields: tuple[str, ...]) -> bool:

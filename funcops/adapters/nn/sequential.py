@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from funcops.adapters.autocast import CAST, LOWER, any_autocast, cast, is_on, outside
 from funcops.adapters.autograd.differentiable import run
 from funcops.adapters.nn.layers import Dropout, drawn_key
-from funcops.adapters.nn.module import OpModule, Prepared, config_or_absent, is_plain, untouched
+from funcops.adapters.nn.module import OpModule, Prepared, config_or_absent, folded, is_plain, untouched
 from funcops.adapters.nn.unchanged import same_modules, state_of, watched
 from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.step import Step
@@ -40,6 +40,7 @@ class Group:
         self.inside = dict(inside)
         self.in_order = [module for _, module in sorted(inside, key=lambda pair: pair[0])]  # the order of a dict's leaves
         self.dtypes: Any = getattr(self.modules[0], "dtypes", frozenset())  # of x
+        self.reads_rows = getattr(self.modules[0], "reads_rows", False)
         self.own: list[Any] = []
         self.leaves: list[Any] = []  # of `params`
         self.params: Any = None
@@ -62,14 +63,16 @@ class Group:
     def run_inside(self, x: Any) -> Any:
         if self.run_cfg is None or not (type(x) is Tensor or is_plain(x)) or getattr(x, "dtype", None) not in self.dtypes:
             return self.one_by_one(x)
+        if self.reads_rows:
+            x = folded(x)
         if any_autocast() and is_on(x.device.type):
             return self.followed(x, x.device.type)
         if _compiling():
             self.refresh()
-        few = type(x) is Tensor and x.numel() < FEW
+        few = _is_few(x)
         cfg: Any = self.small if few else self.run_cfg
         if cfg.extras:
-            return run(chain, self.params, WithExtras(x, {KEY: drawn_key(x)}), cfg)
+            return run(chain, self.params, WithExtras(x, {key: drawn_key(x) for key in cfg.extras}), cfg)
         return run(chain, self.params, x, cfg, [*self.leaves, x], self.small_bounds if few else self.bounds)
 
     def one_by_one(self, x: Any) -> Any:
@@ -85,10 +88,16 @@ class Group:
             return self.one_by_one(x)
         params = {name: m._params([None if t is None else cast(t, dtype) for t in m._own()]) for name, m in self.inside.items()}
         x = cast(x, dtype)
-        cfg: Any = self.small if x.numel() < FEW else self.run_cfg
-        given = WithExtras(x, {KEY: drawn_key(x)}) if cfg.extras else x
+        cfg: Any = self.small if _is_few(x) else self.run_cfg
+        given = WithExtras(x, {key: drawn_key(x) for key in cfg.extras}) if cfg.extras else x
         with outside(kind):
             return run(chain, params, given, cfg)
+
+
+def _is_few(x: Any) -> bool:
+    """Whether x is so small that what torch keeps is kept. A tracer takes no size for a constant: all that can be is recomputed, and
+    its compiler keeps what it chooses."""
+    return not _compiling() and type(x) is Tensor and x.numel() < FEW
 
 
 def _without_last(cfg: Any) -> ChainConfig | None:
@@ -201,7 +210,9 @@ def _joins(module: Any) -> bool:
 
 
 def _by_torch_alone(module: Any) -> bool:
-    return _in_place(module) or getattr(module, "keeps_y", False)
+    """Whether the module runs torch's forward only if it is called by itself. A Dropout in place always does, or its mask would
+    depend on its neighbours."""
+    return (_in_place(module) and not isinstance(module, Dropout)) or getattr(module, "keeps_y", False)
 
 
 def _in_place(module: Any) -> bool:
@@ -215,7 +226,7 @@ def _grouped(modules: dict[str, Any], joins: list[bool]) -> list[Group]:
     def close() -> None:
         if joined:
             steps = tuple(_step(name, module) for name, module in joined)
-            extras = (KEY,) if any(step.takes for step in steps) else ()
+            extras = tuple([key for step in steps for key in step.takes])
             groups.append(Group(list(joined), ChainConfig(steps=steps, extras=extras)))
             joined.clear()
 
@@ -232,4 +243,9 @@ def _grouped(modules: dict[str, Any], joins: list[bool]) -> list[Group]:
 
 
 def _step(name: str, module: Any) -> Step:
-    return Step(name=name, op=module.op, cfg=module.known_cfg(), takes=(KEY,) if isinstance(module, Dropout) else ())
+    """The step of a module. A Dropout takes a key of its own, drawn in the order of the modules and used as it is: the mask is the
+    one that the module draws when it is called."""
+    cfg = module.known_cfg()
+    if not isinstance(module, Dropout):
+        return Step(name=name, op=module.op, cfg=cfg)
+    return Step(name=name, op=module.op, cfg=dataclasses.replace(cfg, folds=False), takes=(f"{KEY}_{name}",))
