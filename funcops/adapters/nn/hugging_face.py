@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from funcops.adapters.autocast import LOWER, any_autocast, casts, is_on, outside
-from funcops.adapters.autograd.differentiable import run
 from funcops.adapters.nn.layers import KEEP_Y, Dropout, drawn_key
-from funcops.adapters.nn.module import OpModule, folded, is_plain, untouched
+from funcops.adapters.nn.module import OpModule, folded, is_plain, run_op, untouched
 from funcops.adapters.nn.parts import ACTS, CONV1D, DROPOUT, GATES, LINEAR, kind_of
 from funcops.adapters.nn.sequential import KEY
 from funcops.adapters.nn.unchanged import watched
@@ -185,7 +184,7 @@ class ChainModule(OpModule):
             x, own = casts(LOWER, x, device, own)
         given = WithExtras(x, {KEY: drawn_key(x)}) if cfg.extras else x
         with outside(device):
-            return run(self.op, self._params(own, found[1]), given, cfg)
+            return run_op(self.op, self._params(own, found[1]), given, cfg)
 
     def _found(self) -> list[Any] | None:
         """The kind of the activation, the probability of its Dropout, and the layers' weights and biases; None if a layer must be
@@ -373,7 +372,7 @@ def causal_lm_loss(
     cfg = _loss_config(ignore_index, reduction)
     x = logits.reshape(-1, vocab_size), shift_labels.reshape(-1).to(logits.device)
     with outside(logits.device.type):
-        loss: Tensor = run(cross_entropy, None, x, cfg)
+        loss: Tensor = run_op(cross_entropy, None, x, cfg)
     if num_items_in_batch is None:
         return loss
     return loss / (num_items_in_batch.to(loss.device) if isinstance(num_items_in_batch, Tensor) else num_items_in_batch)

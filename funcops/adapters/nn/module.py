@@ -18,6 +18,7 @@ from funcops.adapters.autocast import FLOAT32, LOWER, any_autocast, casts, is_on
 from funcops.adapters.autograd.differentiable import run
 from funcops.adapters.nn.unchanged import HOOKS, parameters_of, same_parameters
 from funcops.backend.source import exact
+from funcops.contract.needs import Needs
 from funcops.contract.op import Op
 from funcops.errors import FLOATS, describe, fail
 from funcops.trees import tensors, tree_map_tensors
@@ -27,6 +28,33 @@ CACHES = ("_cfg", "_cached", "_made")  # attributes in which calls cache
 CASTING = (LOWER, FLOAT32)  # autocast's rules that give x and the parameters one dtype on any device
 UNPREPARED = object()
 PLAIN: dict[type, bool] = {Tensor: True, nn.Parameter: True, type(None): True}  # other classes are added by `is_plain`
+
+
+class _Exported(torch.autograd.Function):
+    """The forward of an op as the operators that torch.export records, whose gradients are the program's: nothing is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Any, params: Any, x: Any, cfg: Any, *leaves: Any) -> Any:
+        return op.fwd(params, x, cfg, needs=Needs.NONE)[0]
+
+
+def run_op(op: Any, params: Any, x: Any, cfg: Any, leaves: Any = None, bounds: Any = None) -> Any:
+    """`run`, for tensors that may be a tracer's. While torch.export traces, only the op's forward: the program's operators have
+    gradients of their own, and a node would compare sizes to choose what to keep. Dynamo refuses a node that gets a tensor twice,
+    as a tied weight is: each further one becomes a view."""
+    if not _compiling():
+        if torch.compiler.is_exporting():
+            return _Exported.apply(op, params, x, cfg, *tensors((params, x)))
+        return run(op, params, x, cfg, leaves, bounds)
+    seen: list[Any] = []
+
+    def apart(t: Tensor) -> Tensor:
+        if any([t is before for before in seen]):
+            return t.view_as(t)
+        seen.append(t)
+        return t
+
+    return run(op, tree_map_tensors(apart, params), tree_map_tensors(apart, x), cfg)
 
 
 class Prepared(nn.Module):
@@ -221,18 +249,18 @@ class OpModule(Prepared):
         leaves = [t for t in own if t is not None]
         if given is x and not _compiling() and PreparedCall.may_be_of(self):
             call = self.__dict__["_cached"] = PreparedCall(self, own, leaves)
-            return run(call.op, call.params, x, call.cfg, [*leaves, x], call.bounds)
+            return run_op(call.op, call.params, x, call.cfg, [*leaves, x], call.bounds)
         leaves += given if type(given) is tuple else (given,)
-        return run(self.op, self._params(own), given, self.known_cfg(), leaves)
+        return run_op(self.op, self._params(own), given, self.known_cfg(), leaves)
 
     def followed(self, own: list[Any], given: Any, kind: str) -> Any:
         """Run the op outside of autocast, on tensors cast as autocast would."""
         given, own = casts(self.autocast, given, kind, own)
         with outside(kind):
             if self.autocast in CASTING or not self.fields or _compiling():
-                return run(self.op, self._params(own), given, self.known_cfg())
+                return run_op(self.op, self._params(own), given, self.known_cfg())
             try:
-                return run(self.op, self._params(own), given, self.known_cfg())
+                return run_op(self.op, self._params(own), given, self.known_cfg())
             except (TypeError, ValueError) as error:
                 dtypes = {t.dtype for t in tensors((given, own)) if t.is_floating_point()}
                 if len(dtypes) < 2:
@@ -246,7 +274,7 @@ class OpModule(Prepared):
         kind = (given[0] if type(given) is tuple else given).device.type
         if any_autocast() and is_on(kind):
             return self.followed(own, given, kind)
-        return run(self.op, self._params(own), given, self.known_cfg())
+        return run_op(self.op, self._params(own), given, self.known_cfg())
 
     def _params(self, own: list[Any]) -> Any:
         return None if self.params_class is None else self.params_class(*own)

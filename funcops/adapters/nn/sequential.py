@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from funcops.adapters.autocast import CAST, LOWER, any_autocast, cast, is_on, outside
 from funcops.adapters.autograd.differentiable import run
 from funcops.adapters.nn.layers import Dropout, drawn_key
-from funcops.adapters.nn.module import OpModule, Prepared, config_or_absent, folded, is_plain, untouched
+from funcops.adapters.nn.module import OpModule, Prepared, config_or_absent, folded, is_plain, run_op, untouched
 from funcops.adapters.nn.unchanged import same_modules, state_of, watched
 from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.step import Step
@@ -72,8 +72,9 @@ class Group:
         few = _is_few(x)
         cfg: Any = self.small if few else self.run_cfg
         if cfg.extras:
-            return run(chain, self.params, WithExtras(x, {key: drawn_key(x) for key in cfg.extras}), cfg)
-        return run(chain, self.params, x, cfg, [*self.leaves, x], self.small_bounds if few else self.bounds)
+            return run_op(chain, self.params, WithExtras(x, {key: drawn_key(x) for key in cfg.extras}), cfg)
+        launch = run if type(x) is Tensor and not _compiling() else run_op
+        return launch(chain, self.params, x, cfg, [*self.leaves, x], self.small_bounds if few else self.bounds)
 
     def one_by_one(self, x: Any) -> Any:
         for module in self.modules if self.cfg is None else self.inside.values():
@@ -91,7 +92,7 @@ class Group:
         cfg: Any = self.small if _is_few(x) else self.run_cfg
         given = WithExtras(x, {key: drawn_key(x) for key in cfg.extras}) if cfg.extras else x
         with outside(kind):
-            return run(chain, params, given, cfg)
+            return run_op(chain, params, given, cfg)
 
 
 def _is_few(x: Any) -> bool:

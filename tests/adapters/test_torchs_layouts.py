@@ -1,0 +1,105 @@
+"""For any layout of x, the outputs and gradients of a module of funcops.nn have the strides of torch's own module."""
+
+import pytest
+import torch
+from torch import nn
+
+from funcops import nn as fnn
+
+LAYOUTS = {
+    "contiguous": lambda s: torch.randn(s),
+    "transposed": lambda s: torch.randn(*s[:-2], s[-1], s[-2]).mT,
+    "first two swapped": lambda s: torch.randn(s[1], s[0], *s[2:]).transpose(0, 1),
+    "every second row": lambda s: torch.randn(2 * s[0], *s[1:])[::2],
+    "slice of the second": lambda s: torch.randn(s[0], s[1] + 3, *s[2:])[:, 1:-2],
+    "every second of the last": lambda s: torch.randn(*s[:-1], 2 * s[-1])[..., ::2],
+    "half of the last": lambda s: torch.randn(*s[:-1], 2 * s[-1])[..., : s[-1]],
+    "expanded first": lambda s: torch.randn(1, *s[1:]).expand(s),
+    "expanded second": lambda s: torch.randn(s[0], 1, *s[2:]).expand(s),
+    "expanded last": lambda s: torch.randn(*s[:-1], 1).expand(s),
+    "no rows": lambda s: torch.randn(0, *s[1:]),
+    "no rows, transposed": lambda s: torch.randn(*s[1:], 0).movedim(-1, 0),
+}
+OF_IMAGES = {
+    "channels last": lambda s: torch.randn(s).to(memory_format=_last(s)),
+    "rows of channels last": lambda s: torch.randn(2 * s[0], *s[1:]).to(memory_format=_last(s))[::2],
+    "one channel, channels last": lambda s: torch.randn(s).movedim(1, -1).contiguous().movedim(-1, 1),
+}
+SHAPES = (4, 8), (2, 4, 8), (2, 4, 3, 8), (2, 4, 2, 3, 8)
+MODULES = {
+    "Linear": lambda lib: lib.Linear(8, 6),
+    "LayerNorm": lambda lib: lib.LayerNorm(8),
+    "LayerNorm of two": lambda lib: lib.LayerNorm((3, 8)),
+    "LayerNorm without weight": lambda lib: lib.LayerNorm(8, elementwise_affine=False),
+    "RMSNorm": lambda lib: lib.RMSNorm(8),
+    "RMSNorm of two": lambda lib: lib.RMSNorm((3, 8), eps=1e-6),
+    "GroupNorm": lambda lib: lib.GroupNorm(2, 4),
+    "GroupNorm without weight": lambda lib: lib.GroupNorm(2, 4, affine=False),
+    "GELU": lambda lib: lib.GELU(),
+    "GELU by tanh": lambda lib: lib.GELU(approximate="tanh"),
+    "ReLU": lambda lib: lib.ReLU(),
+    "SiLU": lambda lib: lib.SiLU(),
+    "Sigmoid": lambda lib: lib.Sigmoid(),
+    "Tanh": lambda lib: lib.Tanh(),
+    "Dropout": lambda lib: lib.Dropout(0.5),
+    "Softmax": lambda lib: lib.Softmax(-1),
+    "Softmax along 1": lambda lib: lib.Softmax(1),
+    "Softmax along 0": lambda lib: lib.Softmax(0),
+    "GLU": lambda lib: lib.GLU(),
+    "GLU along 1": lambda lib: lib.GLU(1),
+    "GLU along 0": lambda lib: lib.GLU(0),
+    "CrossEntropyLoss": lambda lib: lib.CrossEntropyLoss(reduction="none"),
+}
+CHOSEN = "Linear", "CrossEntropyLoss"  # torch chooses the strides of dx by the fastest product; only a leaf's are determined
+
+
+def _last(shape):
+    return {4: torch.channels_last, 5: torch.channels_last_3d}[len(shape)]
+
+
+def layout(t):
+    """The strides that a view can notice: those of dimensions of more than one, in a tensor with elements."""
+    return [step for size, step in zip(t.shape, t.stride(), strict=True) if size > 1 and t.numel()]
+
+
+def run(module, name, x):
+    y_of_leaf, leaf = x.detach(), x.detach().requires_grad_()
+    target = (torch.zeros(x[:, 0].shape, dtype=torch.long),) if name == "CrossEntropyLoss" else ()
+    y = module(leaf, *target)
+    dy = torch.randn(y.shape)
+    (dx,) = torch.autograd.grad(y, leaf, dy, retain_graph=True)
+    y.backward(dy)
+    found = [y, leaf.grad, module(y_of_leaf, *target)]
+    return [(t.shape, layout(t)) for t in (found if name in CHOSEN else [*found, dx])]
+
+
+def cases(name):
+    for shape in SHAPES:
+        if (name.endswith("of two") and len(shape) != 4) or (name.startswith("GroupNorm") and len(shape) == 2):
+            continue
+        for kind, make in (LAYOUTS | (OF_IMAGES if len(shape) in (4, 5) else {})).items():
+            if name != "GLU along 0" or shape[0] % 2 == 0:
+                yield kind, make(shape)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_strides_are_torchs(name):
+    theirs, ours = (MODULES[name](lib) for lib in (nn, fnn))
+    seen = [(kind, x.shape, run(theirs, name, x), run(ours, name, x)) for kind, x in cases(name)]
+    assert len(seen) >= 15
+    wrong = [one for one in seen if one[2] != one[3]]
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("gate", ["first", "second"])
+def test_a_gate_along_another_dimension_has_its_layout_and_values(dim, gate):
+    layer, last = fnn.GLU(dim, kind="swiglu", gate=gate), fnn.GLU(kind="swiglu", gate=gate)
+    for x in (torch.randn(2, 4, 6), torch.randn(6, 4, 2).transpose(0, 2), torch.randn(4, 4, 6)[::2]):
+        a, b = (x.detach().requires_grad_() for _ in range(2))
+        y, want = layer(a), last(b.movedim(dim, -1)).movedim(-1, dim)
+        torch.testing.assert_close(y, want)
+        assert y.stride() == nn.functional.glu(x, dim).stride()
+        torch.testing.assert_close(*(torch.autograd.grad(t.square().sum(), leaf)[0] for t, leaf in ((y, a), (want, b))))
+    with pytest.raises(ValueError, match=rf"GLU: x must be of an even size along dimension {dim}, got"):
+        layer(torch.randn(3, 3, 3))
