@@ -15,17 +15,19 @@ B, T, D = 8, 40, 64
 
 
 class Storages(TorchDispatchMode):
-    """Notes every storage that an operator returns, weakly, to count those alive later."""
+    """Notes every storage that an operator returns, weakly, to count those alive later; but not those of `there`."""
 
-    def __init__(self):
+    def __init__(self, there):
         super().__init__()
-        self.seen = {}
+        self.seen, self.there = {}, {t.untyped_storage()._cdata for t in there}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         found = func(*args, **(kwargs or {}))
         for t in tree_leaves(found):
-            if isinstance(t, torch.Tensor):
+            if isinstance(t, torch.Tensor) and not t.is_meta:
                 storage = t.untyped_storage()
+                if storage._cdata in self.there:
+                    continue
                 self.seen[storage._cdata] = storage._weak_ref(), storage.nbytes()
         return found
 
@@ -87,7 +89,7 @@ def alive(layer, given, held, frozen):
     """The bytes of storages that a producer and a layer leave alive, as long as y, and with `held` what the layer was given."""
     layer.requires_grad_(not frozen)
     source = torch.randn(B, T, D, requires_grad=True)
-    noted = Storages()
+    noted = Storages(layer.parameters())
     with noted:
         h = source * 2.0  # keeps nothing of its own
         x = given(h)

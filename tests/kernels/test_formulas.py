@@ -37,12 +37,7 @@ ELSEWHERE = {  # what holds the kernels that have no formula beside them: obviou
     "test_nf4, by bitsandbytes' thresholds": ("nf4_dequantize",),
     "test_slot_attention, by softmax over the whole sequence": ("slot_attention_fwd",),
     "test_gated_delta_rule, by Hugging Face's recurrence": ("gated_delta_rule_fwd", "gated_delta_rule_bwd"),
-    "the math as it is, by the law Right": (
-        "log_decay_fwd",
-        "log_decay_bwd",
-        "causal_conv1d_fwd",
-        "causal_conv1d_bwd",
-    ),
+    "the math as it is, by the law Right": ("log_decay_fwd", "log_decay_bwd", "causal_conv1d_fwd", "causal_conv1d_bwd"),
     "a line each": (
         "add",
         "scale",

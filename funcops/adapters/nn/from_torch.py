@@ -160,7 +160,7 @@ def _swap(model: nn.Module, policy: Any, recipe: Any, wanted: Any, done: Replace
 
 
 def _neighbours(module: Any) -> set[int]:
-    """The children of a module that it runs in a chain with others: all of an MLP, and in a Sequential those beside a known layer."""
+    """The children of a module that it runs in a chain with others: all of an MLP; in a Sequential, those beside a known layer."""
     if isinstance(module, ChainModule):
         return {id(child) for child in module.children()}
     if not isinstance(module, Sequential):

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from funcops.adapters.autocast import LOWER
-from funcops.adapters.nn.module import OpModule, is_plain, prepare
+from funcops.adapters.nn.module import OpModule, folded, is_plain, prepare
 from funcops.adapters.nn.quantized import take_recipe
 from funcops.backend import wide
 from funcops.errors import fail, require, require_type
 from funcops.formats.recipes import Recipe
+from funcops.kernels.norm import dense
 from funcops.ops._norm import DTYPES
 from funcops.ops.activation import ActivationConfig, activation
 from funcops.ops.dropout import DropoutConfig, dropout
@@ -52,11 +53,14 @@ class Linear(_OneTensor, nn.Linear):
 
     op: Any = linear
     params_class, fields, values = LinearParams, ("weight", "bias"), ("in_features", "out_features", "recipe")
-    autocast, reads_rows = LOWER, True
+    autocast, reads_dense = LOWER, True
     recipe: Recipe | None = None
 
     def take(self, recipe: Any) -> None:
         take_recipe("funcops.nn.Linear", self, recipe)
+
+    def op_input(self, x: Tensor) -> Any:
+        return folded(x)
 
     def make_cfg(self) -> LinearConfig | QLinearConfig:
         if self.recipe is not None:
@@ -168,6 +172,11 @@ class GroupNorm(_Norm, nn.GroupNorm):
 
     op, params_class, fields, whole = group_norm, GroupNormParams, ("weight", "bias"), 2
     values, autocast, pairs = ("num_groups", "num_channels", "eps"), "aten::group_norm", DTYPES
+    reads_dense = True
+
+    def op_input(self, x: Tensor) -> Any:
+        """x, or the copy that torch's norm would make and keep, instead of all the memory of which x is a slice."""
+        return x if type(x) is not Tensor or x.is_contiguous() else dense(x, x)
 
     def make_cfg(self) -> GroupNormConfig:
         return GroupNormConfig(self.num_groups, self.num_channels, eps=self.eps)

@@ -138,7 +138,7 @@ class OpModule(Prepared):
     pairs: frozenset[Any] = frozenset()
     _of_torch: bool = False  # whether the class inherits a forward for `plain`
     _left_out: tuple[str, ...] = ()  # fields of the config, with defaults, that `values` does not name
-    reads_rows: bool = False  # whether the op reads x as rows, [N, D], and keeps it
+    reads_dense: bool = False  # whether `op_input` copies some x that are not contiguous
     _of_step: Any = None  # the forward that only runs the op; a class with another forward cannot be a step of a chain
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -210,7 +210,7 @@ class OpModule(Prepared):
 
     def op_input(self, x: Any) -> Any:
         """The op's x for the module's x."""
-        return folded(x) if self.reads_rows else x
+        return x
 
     def other_way(self) -> Callable[[Any], Any] | None:
         """The function that a call runs on x instead of the op, for values that need one; None to run the op."""
@@ -320,11 +320,11 @@ def _kind_of(t: Any) -> str:
 class PreparedCall:
     """The cached arguments of `run` besides x for calls of a module, valid as long as the module does not change."""
 
-    __slots__ = ("before", "bounds", "cfg", "first", "leaves", "op", "params", "rows", "same")
+    __slots__ = ("before", "bounds", "cfg", "first", "leaves", "op", "params", "reads_dense", "same")
 
     def __init__(self, module: Any, own: list[Any], leaves: list[Any]) -> None:
         self.cfg = module.known_cfg()
-        self.op, self.params, self.rows = module.op, module._params(own), module.reads_rows
+        self.op, self.params, self.reads_dense = module.op, module._params(own), module.reads_dense
         self.leaves, self.first = leaves, own[0] if own else None
         self.same, self.before = same_parameters(module.fields), parameters_of(module, module.fields)
         self.bounds: dict[Any, Any] = {}
@@ -342,7 +342,7 @@ class PreparedCall:
             and module.op is self.op
             and dtype in module.dtypes
             and (not module.pairs or self.first is None or (dtype, self.first.dtype) in module.pairs)
-            and (not self.rows or x.is_contiguous())
+            and (not self.reads_dense or x.is_contiguous())
             and self.same(state["_parameters"], self.before)
         )
 

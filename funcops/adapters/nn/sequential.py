@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from funcops.adapters.autocast import CAST, LOWER, any_autocast, cast, is_on, outside
 from funcops.adapters.autograd.differentiable import run
 from funcops.adapters.nn.layers import Dropout, drawn_key
-from funcops.adapters.nn.module import OpModule, Prepared, config_or_absent, folded, is_plain, run_op, untouched
+from funcops.adapters.nn.module import OpModule, Prepared, config_or_absent, is_plain, run_op, untouched
 from funcops.adapters.nn.unchanged import same_modules, state_of, watched
 from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.step import Step
@@ -40,7 +40,7 @@ class Group:
         self.inside = dict(inside)
         self.in_order = [module for _, module in sorted(inside, key=lambda pair: pair[0])]  # the order of a dict's leaves
         self.dtypes: Any = getattr(self.modules[0], "dtypes", frozenset())  # of x
-        self.reads_rows = getattr(self.modules[0], "reads_rows", False)
+        self.copies = self.modules[0] if getattr(self.modules[0], "reads_dense", False) else None
         self.own: list[Any] = []
         self.leaves: list[Any] = []  # of `params`
         self.params: Any = None
@@ -63,8 +63,8 @@ class Group:
     def run_inside(self, x: Any) -> Any:
         if self.run_cfg is None or not (type(x) is Tensor or is_plain(x)) or getattr(x, "dtype", None) not in self.dtypes:
             return self.one_by_one(x)
-        if self.reads_rows:
-            x = folded(x)
+        if self.copies is not None:
+            x = self.copies.op_input(x)
         if any_autocast() and is_on(x.device.type):
             return self.followed(x, x.device.type)
         if _compiling():
@@ -96,8 +96,8 @@ class Group:
 
 
 def _is_few(x: Any) -> bool:
-    """Whether x is so small that what torch keeps is kept. A tracer takes no size for a constant: all that can be is recomputed, and
-    its compiler keeps what it chooses."""
+    """Whether x is so small that what torch keeps is kept. A tracer takes no size for a constant: all that can be is recomputed,
+    and its compiler keeps what it chooses."""
     return not _compiling() and type(x) is Tensor and x.numel() < FEW
 
 
