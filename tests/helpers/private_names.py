@@ -38,7 +38,6 @@ NAMES = {
     "._timeout": TIMEOUT,
     "._version": "autograd's own counter, documented in torch's notes; test_versions tries every way to write",
     "torch._prims_common.suggest_memory_format": "no public name for the layout of torch's norms; test_torchs_layouts compares",
-    "torch._prims_common": "no public name for the layout of torch's norms; test_torchs_layouts compares",
     "._base": "the tensor that a view is of: no public name; a fusion is left out where it is None",
     "._cast_if_autocast_enabled": "a helper of transformers' Nemotron, compared with the function that runs",
     "._is_view": "whether a tensor is a view: no public name; tests/distributed tries views and their bases",
