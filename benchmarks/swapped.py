@@ -1,7 +1,8 @@
 """Models of Hugging Face after `from_torch`, against torch: the bytes that a forward keeps, and the CPU time of both passes.
 
 Each model is drawn at random with two layers of width 256 and runs in float32 on the CPU, 4 sequences of 128. Only the last has
-dropout, of 0.1, but none in attention, as torch then keeps all scores on a CPU.
+dropout, of 0.1, but none in attention, as torch then keeps all scores on a CPU. Single layers follow that a swap leaves, or made
+slower before, with x alone requiring grad beside their parameters.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import copy
 import statistics
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from benchmarks.measure import BenchError, Row, interleaved
 from benchmarks.residuals import saved_by
@@ -60,6 +63,14 @@ KNOWN: dict[str, dict[str, dict[str, Any]]] = {  # by how `from_torch` knows the
 }
 
 
+# Layers that no other layer joins: each with the shape of its x.
+ALONE: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
+    "GroupNorm": (nn.GroupNorm(32, 256), (2, 256, 32, 32)),
+    "GLU": (nn.GLU(), (4, 128, 2 * 704)),
+    "Dropout": (nn.Dropout(0.1), (4, 128, 256)),
+}
+
+
 def run(rounds: int = 9) -> list[Row]:
     try:
         import transformers
@@ -71,21 +82,31 @@ def run(rounds: int = 9) -> list[Row]:
     for kind, name, more in [(kind, *one) for kind, models in KNOWN.items() for one in models.items()]:
         torch.manual_seed(0)
         model = _model(transformers, name, more)
-        ours = copy.deepcopy(model)
-        fnn.from_torch(ours)
         ids = torch.randint(1, 1024, (4, 128))
-        both = {"torch": model, "funcops": ours}
 
-        def step(one: Any, ids: Any = ids) -> None:
-            one(input_ids=ids, labels=ids).loss.backward()
+        def loss_of(one: Any, ids: Any = ids) -> Any:
+            return one(input_ids=ids, labels=ids).loss
 
-        kept = {way: saved_by(one, lambda one=one, ids=ids: one(input_ids=ids, labels=ids)) for way, one in both.items()}
-        samples = interleaved({way: lambda one=one: step(one) for way, one in both.items()}, rounds=rounds, calls=3, cpu=True)
-        case, paired = f"{name}, {kind}", zip(samples["funcops"], samples["torch"], strict=True)
-        rows += [Row("swapped", case, way, "bytes kept", float(size), "bytes") for way, size in kept.items()]
+        rows += _rows(f"{name}, {kind}", model, loss_of, rounds)
+    for name, (layer, shape) in ALONE.items():
+        x = torch.randn(shape, requires_grad=True)
+        rows += _rows(f"{name}, alone", layer, lambda one, x=x: one(x).sum(), rounds)
+    return rows
+
+
+def _rows(case: str, model: Any, loss_of: Callable[[Any], Any], rounds: int) -> list[Row]:
+    ours = copy.deepcopy(model)
+    fnn.from_torch(ours)
+    both = {"torch": model, "funcops": ours}
+    kept = {way: saved_by(one, lambda one=one: loss_of(one)) for way, one in both.items()}
+    steps = {way: lambda one=one: loss_of(one).backward() for way, one in both.items()}
+    samples = interleaved(steps, rounds=rounds, calls=3, cpu=True)
+    paired = zip(samples["funcops"], samples["torch"], strict=True)
+    rows = [Row("swapped", case, way, "bytes kept", float(size), "bytes") for way, size in kept.items()]
+    if kept["torch"]:
         rows.append(Row("swapped", case, "funcops", "bytes, ratio to torch", kept["funcops"] / kept["torch"], ""))
-        rows += [Row("swapped", case, way, "median CPU time", statistics.median(t) / 1e3, "ms") for way, t in samples.items()]
-        rows.append(Row("swapped", case, "funcops", "CPU time, ratio to torch", statistics.median(a / b for a, b in paired), ""))
+    rows += [Row("swapped", case, way, "median CPU time", statistics.median(t) / 1e3, "ms") for way, t in samples.items()]
+    rows.append(Row("swapped", case, "funcops", "CPU time, ratio to torch", statistics.median(a / b for a, b in paired), ""))
     return rows
 
 
