@@ -117,8 +117,9 @@ def fit(op: Op, cfg: Any, x: Any, budget: int, *, dtype: torch.dtype | None = No
 
 def _candidates(op: Op, cfg: Any) -> Iterator[tuple[str, Policy, Held]]:
     for name in ("save_all", "recompute_norms", "recompute_elementwise", "minimal"):
-        if may_rerun(*(found := resolved(op, cfg, POLICIES[name]))):
-            yield name, POLICIES[name], _held(*found)
+        under = resolved(op, cfg, POLICIES[name])
+        if may_rerun(*under):  # a forward that draws random numbers must not run again
+            yield name, POLICIES[name], _held(*under)
     steps = list(dict.fromkeys([kept.path for kept in kept_paths(op, cfg) if kept.field is None]))
     # the parts of a repeat's body; without a repeat, the op's own parts
     inside = [path for path in steps if path.rpartition(".")[0].endswith("*")]

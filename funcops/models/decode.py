@@ -49,8 +49,8 @@ def _check_model(where: str, model: Any, cfg: DecoderConfig) -> None:
     it; and that no token's choices depend on how many others come with it."""
     require_type(where, "model", model, ChainConfig, type(None))
     for name, capacity in _dropping(_chain_of(cfg) if model is None else model).items():
-        wanted = "None, as an expert's room depends on which tokens come together (dataclasses.replace(route, capacity=None))"
-        fail(where, "cfg" if model is None else "model", f"of a {name} of {wanted}", capacity)
+        of_all = "None, as an expert's room depends on which tokens come together (dataclasses.replace(route, capacity=None))"
+        fail(where, "cfg" if model is None else "model", f"of a {name} of {of_all}", capacity)
     if model is not None:
         wanted, got = (_windows(made) for made in (_chain_of(cfg), model))
         require(got == wanted, where, "model", f"made of decoder(cfg), whose layers have windows {list(wanted)}", f"{list(got)}")
