@@ -113,6 +113,7 @@ def save(tree: Any, path: str | os.PathLike[str], *, metadata: Mapping[str, str]
     try:
         sums = {"": _digest_of_texts(metadata or {})} | {name: f"{digest(t):016x}" for name, t in entries.items()}
         safetensors.torch.save_file(entries, str(beside), metadata={**(metadata or {}), CHECKSUMS: json.dumps(sums)})
+        _sort_metadata(beside)
         _sync(beside)
         with _opened("save", beside, verify=False) as file:
             _compare("save", path, file, entries)
@@ -148,12 +149,26 @@ def _check_text(where: str, text: str) -> None:
         fail("save", repr(where), "named by text that can be encoded", ascii(text), CheckpointError)
 
 
+def _sort_metadata(path: Path) -> None:
+    """Put a file's metadata in order: safetensors writes them in that of a hash map with a random seed, and equal trees should give
+    equal files."""
+    with open(path, "r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header[RESERVED] = dict(sorted(header[RESERVED].items()))
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        if len(text) <= size:  # the tensors' offsets stay
+            file.seek(8)
+            file.write(text.ljust(size))
+
+
 def digest(t: Tensor) -> int:
     """A hash, 64 bits, of a tensor's bits and their places: if one word of eight bytes has other bits, so has the hash. It is the
     same on each device, and for each layout."""
     flat = t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     size, whole = len(flat), len(flat) // 8 * 8
     most = 2**15 if t.device.type == "cpu" else 2**22  # words at a time: in a cache, or few launches
+    most = max(64, min(most, whole // 256))  # what it allocates meanwhile is small beside t
     step, total, at = -0x61C8864680B583EB, 0, 0
     places = torch.arange(1, min(most, whole // 8) + 2, device=t.device) * step
     tail = torch.zeros(16, dtype=torch.uint8, device=t.device)

@@ -16,7 +16,7 @@ from torch.compiler import is_dynamo_compiling
 from funcops.backend import wide
 from funcops.contract.op import Op
 from funcops.contract.schema import Donated
-from funcops.errors import DonatedError, describe, fail, in_step, require, require_type
+from funcops.errors import FLOATS, DonatedError, describe, fail, in_step, require, require_type
 from funcops.program.accumulator_checks import check_into_tree
 from funcops.trees import fake, leaves, tree_map, tree_map_tensors
 
@@ -107,6 +107,6 @@ def _zeros(op: Op, pendings: Sequence[Any], cfg: Any) -> tuple[Any, Any]:
             return None
         if not isinstance(t, Tensor) or like is None:
             fail("batch_wgrads", "gradient", "a tensor", describe(t), TypeError)
-        return like.new_zeros(t.shape, dtype=wide(t.dtype))
+        return like.new_zeros(t.shape, dtype=wide(t.dtype) if t.dtype in FLOATS else t.dtype)  # an amax in integers stays one
 
     return shaped, tree_map(zeros, shaped)

@@ -212,3 +212,15 @@ def test_two_leaves_of_one_path_are_refused(seed, none, tmp_path):
         load(tmp_path / "f", tree)
     with pytest.raises(CheckpointError, match="^load: like must be a tree with one leaf per path"):
         dist.load(tmp_path / "g", tree, {}, alone)
+
+
+def test_equal_trees_give_equal_files(tmp_path):
+    """Whatever the names, and however many metadata there are, whose order a hash map with a random seed would draw."""
+    for i, names in enumerate(["a b c d e f", "ä \x7f \" \\ \n ☃", " "]):
+        tree = {f"w{name}": torch.arange(3.0) for name in "xy"}
+        metadata = dict.fromkeys(names.split(" "), "é\u2028\t")
+        files = [tmp_path / f"{i}-{j}.safetensors" for j in range(6)]
+        for file in files:
+            save(tree, file, metadata=metadata)
+        assert len({file.read_bytes() for file in files}) == 1
+        assert read_metadata(files[0]) == metadata and torch.equal(load(files[0], tree, verify=True)["wx"], tree["wx"])

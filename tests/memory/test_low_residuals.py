@@ -188,10 +188,11 @@ def test_a_delayed_gradient_reads_the_rounded_dy(codec, dtype):
         total.append(chain.wgrad(want, cfg))
         assert same(op.wgrad(pending, cfg), total[-1]) and same(op.bwd(donate(kept), dy, cfg), (total[-1], dx))
         waiting.append(pending)
-    sums = tree_map_tensors(lambda *grads: torch.zeros_like(grads[0]), total[0])
+    sums = tree_map_tensors(lambda t: torch.zeros_like(t, dtype=torch.float32), total[0])
     for one in waiting:
         op.wgrad(one, cfg, into=sums)
-    assert same(batch_wgrads(op, waiting, cfg), sums), "unpacked one after another, wherever they are collected"
+    rounded = tree_map_tensors(lambda t: t.to(dtype), sums)
+    assert same(batch_wgrads(op, waiting, cfg), rounded), "unpacked one after another, wherever they are collected"
     assert_close(sums, batch_wgrads(op, [donate(one) for one in waiting], cfg), dtype=dtype)
 
 
