@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from funcops.checkpoint import digest
+from funcops.contract.digest import digest
 from funcops.distributed import comm
 from funcops.distributed.boxes import Box, own_boxes
 from funcops.distributed.checkpoint_files import Part, check_files, folder_of

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcops.checkpoint import SMALL, digest
+from funcops.checkpoint import SMALL
+from funcops.contract.digest import digest
 from funcops.distributed.boxes import Box
 from funcops.distributed.checkpoint_files import check_files
 from funcops.distributed.checkpoint_index import Chunk, Index, Leaf

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from funcops import checkpoint, dist
-from funcops.checkpoint import CHECKSUMS, CODES, CheckpointError, digest, load, read_metadata, save
+from funcops.checkpoint import CHECKSUMS, CODES, CheckpointError, load, read_metadata, save
+from funcops.contract.digest import digest
 from funcops.errors import CheckpointWriteError
 from funcops.trees import paths, tree_map
 
@@ -216,7 +217,7 @@ def test_two_leaves_of_one_path_are_refused(seed, none, tmp_path):
 
 def test_equal_trees_give_equal_files(tmp_path):
     """Whatever the names, and however many metadata there are, whose order a hash map with a random seed would draw."""
-    for i, names in enumerate(["a b c d e f", "ä \x7f \" \\ \n ☃", " "]):
+    for i, names in enumerate(["a b c d e f", 'ä \x7f " \\ \n ☃', " "]):
         tree = {f"w{name}": torch.arange(3.0) for name in "xy"}
         metadata = dict.fromkeys(names.split(" "), "é\u2028\t")
         files = [tmp_path / f"{i}-{j}.safetensors" for j in range(6)]
