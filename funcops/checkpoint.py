@@ -151,8 +151,8 @@ def _check_text(where: str, text: str) -> None:
 
 
 def _sort_metadata(path: Path) -> None:
-    """Put a file's metadata in order: safetensors writes them in that of a hash map with a random seed, and equal trees should give
-    equal files."""
+    """Put a file's metadata in order: safetensors writes them as a hash map with a random seed has them, and equal trees should
+    give equal files."""
     with open(path, "r+b") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))

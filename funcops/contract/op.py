@@ -107,7 +107,7 @@ class Op(NamedTuple):
     can begin before its turn. `layer`: of a linear layer, how rules of fusion run it (`funcops.ops.linear_layer`). `pausing`: its
     functions as generators that yield while communication is in flight (`funcops.contract.pausing`), for `interleave`. `outside`,
     of an op whose forward reads more than its arguments: `outside(where, cfg)`, asked after a forward that is to run again, returns
-    an object whose `changed()` is the name of what is no longer as it was, or None; it raises if no second run can give the same.
+    an object whose `changed()` names a value that has changed since, or is None; it raises if no second run can give the same.
 
     Raises, of every op's functions, before any of them computes or changes anything: `TypeError` or `ValueError` for a config,
     params, residuals or a pending of another op, for an x or dy of another shape, dtype or device (`dy` must be like y), and

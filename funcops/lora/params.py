@@ -216,7 +216,7 @@ def detached(t: Any) -> Any:
 
 
 def _like(weight: Any, params: Any) -> Any:
-    """What has the weight's dtype and device: itself, in codes or not; a float tensor of params if the weight is tied."""
+    """A tensor with the weight's dtype and device: itself, in codes or not; a float tensor of params if the weight is tied."""
     own = unscaled(weight)
     if stands_for_one(own) or (isinstance(own, Tensor) and own.dtype in FLOATS):
         return own

@@ -1,4 +1,4 @@
-"""What lies between two modules is the program's, which may write to it unseen, copy it or drop it: as with torch's modules."""
+"""A value between two modules is the program's, which may write to it unseen, copy it or drop it: as with torch's modules."""
 
 import copy
 import functools

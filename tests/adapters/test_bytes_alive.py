@@ -15,7 +15,7 @@ B, T, D = 8, 40, 64
 
 
 class Storages(TorchDispatchMode):
-    """Notes every storage that an operator returns, weakly, to count those alive later; but not those of `there`."""
+    """Notes every storage that an operator returns, weakly, to count those alive later; but no storage of `there`."""
 
     def __init__(self, there):
         super().__init__()

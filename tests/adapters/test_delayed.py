@@ -296,7 +296,7 @@ FORGOTTEN = (
 
 @pytest.mark.parametrize("name", FORGOTTEN)
 def test_a_forgotten_store_warns(name):
-    """By its params, when it is dropped, as a coroutine that was never awaited; the next block raises once."""
+    """It names its params when it is dropped, as a coroutine that was never awaited; the next block raises once."""
     count = 2 if name == "two backwards" else 1
     with pytest.warns(RuntimeWarning, match=LOST.format(count) + r": call its run\(\) or discard\(\)"):
         forgotten(name, model(), batches(1)[0])

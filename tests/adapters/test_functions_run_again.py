@@ -142,7 +142,7 @@ def by_op(op, cfg, params, x, autograd):
 @pytest.mark.turns("name", "autograd", every=26)
 @pytest.mark.parametrize("name", [*DRAWS, *QUIET])
 def test_what_draws_is_refused_or_kept(name, path, autograd):
-    """Where its forward runs once, its gradients are autograd's with the same generator; where it would run again, it raises."""
+    """If its forward runs once, its gradients are autograd's with the same generator; where it would run again, it raises."""
     params, x = given()
     op, cfg = PATHS[path](op_of(name)), layers_of(op_of(name))
     fn = DRAWS.get(name) or QUIET[name]
@@ -195,7 +195,7 @@ CENTRE = torch.full((D,), 3.0)
 
 
 def captures():
-    """By name: a function that reads a tensor beside its arguments, that tensor, and its name in an error."""
+    """Rows by name: a function that reads a tensor beside its arguments, that tensor, and its name in an error."""
     centre, module, other = torch.full((D,), 3.0), Centre(), torch.full((2, D), 3.0)
     held, table = [torch.full((D,), 3.0)], {"centre": torch.full((D,), 3.0)}
     owner = types.SimpleNamespace(centre=torch.full((D,), 3.0))
@@ -313,7 +313,7 @@ class Rate(torch.nn.Module):
 
 
 def rebound():
-    """By name: a function of x that reads a number beside its arguments, a function that sets it, and its name in an error."""
+    """Rows by name: a function of x that reads a number beside its arguments, a function that sets it, and its name in an error."""
     cell, held, table, lot = 1.0, [1.0], {"rate": [1.0]}, [1.0] * 100
     owner, module, pair = types.SimpleNamespace(rate=1.0, inner=types.SimpleNamespace(rate=1.0)), Rate(), (1, [1.0])
     array = pytest.importorskip("numpy").ones(1)

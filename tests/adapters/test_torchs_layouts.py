@@ -58,7 +58,7 @@ def _last(shape):
 
 
 def layout(t):
-    """The strides that a view can notice: those of dimensions of more than one, in a tensor with elements."""
+    """The strides that a view can notice, of dimensions of more than one, in a tensor with elements."""
     return [step for size, step in zip(t.shape, t.stride(), strict=True) if size > 1 and t.numel()]
 
 

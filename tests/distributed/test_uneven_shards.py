@@ -126,8 +126,8 @@ def drawn_model(draw):
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
 def test_leaves_of_any_size_move_between_meshes_by_the_specs_of_either(seed, tmp_path):
-    """Of ZeRO-3, and of ZeRO-1 and 2, where the optimiser's state alone is sharded: drawn, taken, gathered, saved and loaded. The
-    spec of a mesh that divides a leaf is refused on one that does not, with the remedy."""
+    """The leaves of ZeRO-3, and of ZeRO-1 and 2, where the optimiser's state alone is sharded: drawn, taken, gathered, saved, loaded.
+    The spec of a mesh that divides a leaf is refused on one that does not, with the remedy."""
     draw, served, refused = python_random.Random(seed), 0, 0
     for number in range(2):
         plain, one, other = drawn_model(draw), draw.choice([2, 3, 4]), draw.choice([1, 2, 3, 4, 5])

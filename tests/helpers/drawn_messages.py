@@ -41,7 +41,7 @@ def drawn(draw, names, rows):
 
 
 def _wire(message):
-    """What of a message the other ranks see."""
+    """The part of a message that the other ranks see."""
     _, kind, _, rows, columns, dtype = message
     return SAME.get(kind, (kind,)), rows, columns, None if kind == "max" else dtype
 

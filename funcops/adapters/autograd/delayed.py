@@ -148,7 +148,7 @@ class WgradStore:
     @torch.no_grad()
     def run(self) -> None:
         """Compute every weight gradient, in the order of the backward, and accumulate it in the parameter's `main_grad`, if it has
-        one, or else in `grad`; that of a parameter which was frozen since, too, as the backward would have done. Tensor hooks and
+        one, or else in `grad`, also for a parameter that was frozen since, as the backward would have done. Tensor hooks and
         post-accumulate hooks fire as in a backward: once for all gradients that a backward has left for a parameter. Raises
         `StaleResidualError` if a parameter was written to since, because a chain would recompute different values."""
         uses = Counter((one.backward, id(t)) for one in self.waiting for t in leaves(one.params) if id(t) in one.wanted)

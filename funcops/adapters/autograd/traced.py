@@ -19,7 +19,7 @@ from funcops.errors import FLOATS
 
 
 class _Traced(NamedTuple):
-    """What a traced node knows of its tensors: the guards, the leaves, the outputs and the other kept tensors, in this order."""
+    """A traced node's tensors, by kind: the guards, the leaves, the outputs and the other kept tensors, in this order."""
 
     op: Op
     cfg: Any

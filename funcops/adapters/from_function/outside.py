@@ -84,7 +84,7 @@ def values_of(reads: list[Read]) -> tuple[Any, ...]:
 
 
 class Noted(NamedTuple):
-    """What a forward read beside its arguments, for another run of it."""
+    """The values that a forward read beside its arguments, for another run of it."""
 
     reads: tuple[Read, ...]
     names: frozenset[str]  # of the attributes of objects that count
