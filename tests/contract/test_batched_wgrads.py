@@ -234,7 +234,7 @@ def with_params():
 
 @pytest.mark.parametrize("how", [None, pytest.param("concatenate", marks=pytest.mark.slow)])
 def test_sums_of_any_number_of_gradients_of_16_bits_are_rounded_once(how):
-    """They equal sums in float64 of the gradients of microbatches, whose rounding to 16 bits alone is counted: a sum in 16 bits of 600
+    """They equal sums in float64 of microbatches' gradients, whose rounding to 16 bits alone is counted: a sum in 16 bits of 600
     equal gradients stops at 256, or loses half of each."""
     leaves_seen = 0
     for case, dtype in with_params():
