@@ -24,6 +24,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import checkout
 import interpreters
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -84,13 +85,10 @@ def urls(address: str) -> str:
 
 
 def archives(folder: Path, address: str = "") -> tuple[Path, Path]:
-    """The wheel and the source archive, in the folder, built from a copy of the files that git knows or would add. With an
-    `address`, their links lead there."""
+    """The wheel and the source archive, in the folder, built from a copy of the checkout. With an `address`, their links
+    lead there."""
     tree = folder / "tree"
-    for name in filter(None, run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT).split("\0")):
-        if (ROOT / name).is_file():
-            (tree / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / name, tree / name)
+    checkout.copy(tree)
     if address:
         (tree / "README.md").write_text(addressed((tree / "README.md").read_text(), address))
         with (tree / "pyproject.toml").open("a") as file:

@@ -26,7 +26,6 @@ import fnmatch
 import itertools
 import os
 import queue
-import shutil
 import signal
 import subprocess
 import sys
@@ -37,6 +36,10 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import checkout
 
 try:
     import tomllib
@@ -89,17 +92,7 @@ class Tree:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._moments = folder, itertools.count(1)
-        listed = subprocess.run(
-            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        for name in filter(None, listed.stdout.split("\0")):
-            if (ROOT / name).is_file():
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(ROOT / name, folder / name)
+        checkout.copy(folder, ROOT)
         self.env = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
         found = subprocess.run(
             [sys.executable, "-c", "import funcops; print(funcops.__file__)"],

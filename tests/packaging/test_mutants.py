@@ -49,7 +49,6 @@ def small(folder, monkeypatch):
     wrong = "def test_wrong():\n    assert funcops.twice(1) == 3\n"
     (folder / "test_it.py").write_text(f"import funcops\n\n\n{right}\n\n{wrong}")
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu\n    slow\n")
-    run.subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
     monkeypatch.setattr(run, "ROOT", folder)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
 
