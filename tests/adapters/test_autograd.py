@@ -11,6 +11,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from funcops import (
+    ActivationConfig,
     ChainConfig,
     CrossEntropyConfig,
     IdentityConfig,
@@ -23,6 +24,7 @@ from funcops import (
     Step,
     TorchConfig,
     WithExtras,
+    activation,
     chain,
     cross_entropy,
     differentiable,
@@ -35,6 +37,7 @@ from funcops import (
     rms_norm,
     with_policy,
 )
+from funcops.adapters.autograd import recompute
 from funcops.formats import QTensor, QWeight, dense
 from funcops.formats.recipes import Fp8Delayed
 from funcops.formats.scaled import Scaled
@@ -86,6 +89,34 @@ def test_gradients_equal_the_ops(case, dtype):
         return None
 
     tree_map(compare, (own, given), want, is_leaf=is_low)
+
+
+class Unread(torch.autograd.Function):
+    """Reads x and has no gradient for it: the node before it runs all the same, without one."""
+
+    @staticmethod
+    def forward(ctx, *x):
+        return torch.zeros((), dtype=torch.float64)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return (None,) * len(ctx.needs_input_grad)
+
+
+def test_a_node_whose_outputs_get_no_gradient_gives_none(monkeypatch):
+    """Of each operator the first case, its x as it is and recomputed from another; torch's own nodes give None or zeros."""
+    monkeypatch.setattr(recompute, "FEW", 0)
+    first = {case.op.name: case for case, dtype in reversed(CASES) if dtype is torch.float64}
+    silu = ActivationConfig(kind="silu")
+    for name, case in first.items():
+        own, x = tree_map(asking, case.make(torch.float64), is_leaf=lambda node: is_low(node) or isinstance(node, Scaled))
+        for given in (x, differentiable(activation)(None, x, silu)) if torch.is_tensor(x) and x.requires_grad else (x,):
+            y = differentiable(case.op)(own, given, case.cfg)
+            asked = [t for t in tensors(y) if t.requires_grad]
+            if asked:
+                Unread.apply(*asked).backward()
+            assert not any(t.grad.any() for t in tensors((own, x)) if t.grad is not None), name
+    assert len(first) > 40
 
 
 @pytest.mark.parametrize("asks", [False, True])

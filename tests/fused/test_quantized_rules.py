@@ -34,11 +34,12 @@ from funcops import (
     rms_norm,
 )
 from funcops.backend import gemm
+from funcops.contract.op import config
 from funcops.kernels import activation as activations
 from funcops.kernels import glu as glus
 from funcops.kernels import norm, quantize_after
 from funcops.kernels.quantize import quantize_row
-from funcops.low_precision import MXFP8, Fp8Block, Fp8Current, Fp8Delayed, quantize_params, recipe_init
+from funcops.low_precision import MXFP8, Format, Fp8Block, Fp8Current, Fp8Delayed, Recipe, quantize_params, recipe_init
 from funcops.program import rules
 from funcops.testing import LAWS, Case
 from funcops.testing.checks import float_like, same_bits
@@ -128,6 +129,30 @@ def test_a_maker_and_its_reader_are_one(maker):
     for recipe in (*written, Fp8Block(keep="col"), Fp8Current(), MXFP8()):
         found = recipe in written
         assert ("quantised output" in names(two(maker, recipe))) == found, recipe
+
+
+@config
+class Tiled(Recipe):
+    """Operands in tiles of one size, of which x is kept by rows."""
+
+    tile: tuple = (1, 0)
+    scales: str = "pow2"
+    keep: str = "row"
+
+    def __post_init__(self):
+        self.settle(*[Format("e4m3", self.tile, self.scales)] * 3)
+
+
+TILED = [("pow2", (0, 0)), ("pow2", (1, 0)), ("pow2", (1, 128)), ("pow2", (128, 128)), ("float32", (0, 0)), ("float32", (128, 128))]
+TILED += [("e8m0", (1, 32)), ("e8m0", (32, 32))]
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_a_maker_writes_codes_of_parts_of_rows_alone(maker):
+    """The scale of a whole row, or of several rows, is known when its last element is."""
+    for scales, tile in TILED:
+        fused = tile in ((1, 128), (1, 32))
+        assert ("quantised output" in names(two(maker, Tiled(tile=tile, scales=scales)))) == fused, (scales, tile)
 
 
 def unfused(cfg):

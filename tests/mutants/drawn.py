@@ -78,12 +78,6 @@ def around(text: str, line: int) -> tuple[int, int]:
     return max((one for one in found if one[0] <= line <= one[1]), default=(line, line))
 
 
-def read_as_source(text: str, line: int) -> bool:
-    """Whether the function around the line is a kernel: Triton reads its source, so a fork's code does not affect it."""
-    functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef) and n.lineno <= line <= (n.end_lineno or 0)]
-    return any("jit" in ast.unparse(decorator) for function in functions for decorator in function.decorator_list)
-
-
 def measure(tree: run.Tree, out: str) -> None:
     command = [sys.executable, "-m", "pytest", "-p", "mutants.forked", *FIRST_TIER]
     code = subprocess.run(command, cwd=tree.folder, env=environment(tree) | {"MEASURE": str(Path(out).resolve())}).returncode
@@ -209,7 +203,7 @@ def judge(
     texts = {fault.file: (run.ROOT / fault.file).read_text() for fault in faults}
     todo = [i for i in range(len(faults)) if answers.get(i, {}).get("outcome") not in ("failed", "equivalent")]
     tests = {i: measured.chosen(faults[i], around(texts[faults[i].file], faults[i].line)) for i in todo}
-    forked = [i for i in todo if i not in answers and not read_as_source(texts[faults[i].file], faults[i].line)]
+    forked = [i for i in todo if i not in answers]
     tasks = [{"index": i, "file": faults[i].file, "text": faults[i].text, "tests": tests[i], "cpu": cpu} for i in forked]
     with open(out, "w") as said:
 

@@ -2,8 +2,8 @@
 
 `MEASURE` names a file: the tests run once under coverage, a context each. `FAULTS` names a file of faults (JSON lines: file, text
 and tests of each): tests run in forks only, a fork a fault, in which the functions that the fault changes have its code. A fork
-costs no import and no collection. What a fork cannot have, code that ran when the module was imported and kernels whose source
-is read, is said to need a process of its own.
+costs no import and no collection. What a fork cannot have, code that ran when the module was imported, is said to need a process of
+its own.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import inspect
 import json
+import linecache
 import os
 import resource
 import signal
@@ -91,6 +92,7 @@ class Forked:
         mine = by_place(compile(path.read_text(), str(path), "exec", dont_inherit=True))
         theirs = by_place(compile(text, str(path), "exec", dont_inherit=True))
         functions = self.functions.get(str(path), [])
+        linecache.cache[str(path)] = (len(text), None, text.splitlines(keepends=True), str(path))  # Triton reads kernels
         other = {key for key in mine.keys() & theirs.keys() if leaves(mine[key]) != leaves(theirs[key])}
         if any(not mine[key].co_flags & inspect.CO_OPTIMIZED for key in other) or not other:
             return False
