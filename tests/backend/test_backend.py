@@ -1,8 +1,10 @@
 """The kernel registry: which implementation runs, and how a tracer sees a Triton kernel."""
 
 import asyncio
+import contextlib
 import contextvars
 import importlib.util
+import itertools
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +14,11 @@ import torch
 from tiny_kernel_calls import tiny
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcops import ActivationConfig, activation, random
 from funcops.adapters.autograd import differentiable
-from funcops.backend import backend, gemm, kernel, select
+from funcops.backend import backend, declare, gemm, kernel, select
 from funcops.backend.declare import Kernel
 from funcops.kernels import linear, sibling_linear
 from funcops.kernels.activation import activation_bwd
@@ -291,3 +294,59 @@ def test_threads_that_ask_at_once_define_an_operator_once():
     finally:
         sys.setswitchinterval(interval)
     assert len(found) == 8 and len(set(map(id, found))) == 1
+
+
+class Marked(TorchDispatchMode):
+    """A mode that says of itself what it does with operators."""
+
+    def __init__(self, **marks):
+        super().__init__()
+        vars(self).update(marks)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+MARKS = [{}, *({name: said} for name in ("runs", "records", "reads") for said in (True, False))]
+
+
+@pytest.mark.parametrize("inner", MARKS, ids=str)
+def test_a_mode_is_taken_for_what_it_says_of_itself(inner):
+    """A mode that says nothing traces, records nothing and has no values; one of two modes is enough for each of these."""
+    t = torch.ones(2)
+    assert (declare.tracing(), declare.watched(), declare.capturing(), declare.readable(t)) == (False, False, False, True)
+    for outer in (None, {}, {"runs": True, "records": True, "reads": True}):
+        modes = [inner] if outer is None else [outer, inner]
+        runs, records, reads = ([m.get(name, False) for m in modes] for name in ("runs", "records", "reads"))
+        with contextlib.ExitStack() as stack:
+            for marks in modes:
+                stack.enter_context(Marked(**marks))
+            assert declare.tracing() == (not all(runs)) and declare.watched()
+            assert declare.capturing() == any(records) and declare.readable(t) == all(reads)
+
+
+def test_a_launch_runs_on_the_device_of_its_tensors(monkeypatch):
+    """torch.cuda.device stands in for a device; what the launch returns is returned."""
+    entered = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext(entered.append(device)))
+    device = torch.device("cuda", 3)
+    assert declare._on_device(device, lambda *args: (args, list(entered)), 1, "a") == ((1, "a"), [device])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_in_one_memory_are_one_weight(dtype):
+    """A view where each begins at the end of the one before, whatever the memory holds before the first; else None."""
+    for before, counts in itertools.product((0, 3), [(2, 3), (1, 1), (2, 1, 4)]):
+        memory = torch.randn(before + sum(counts) + 1, 4).to(dtype)
+        parts = list(memory[before : before + sum(counts)].split(counts))
+        found = sibling_linear.stacked(*parts)
+        assert found is not None and torch.equal(found, torch.cat(parts)) and found.data_ptr() == parts[0].data_ptr()
+        flat = sibling_linear.stacked(*[part.reshape(-1) for part in parts])  # biases
+        assert flat is not None and flat.data_ptr() == parts[0].data_ptr()
+        apart = [parts[0], *(part.clone() for part in parts[1:])]
+        gap = [parts[0], memory[before + counts[0] + 1 :][: counts[1]], *parts[2:]]
+        asking = [part.detach().requires_grad_() for part in parts]
+        for wrong in (parts[::-1], apart, gap, asking, [parts[0], *(part[:, :2] for part in parts[1:])]):
+            assert sibling_linear.stacked(*wrong) is None
+        with torch.no_grad():
+            assert sibling_linear.stacked(*asking) is not None

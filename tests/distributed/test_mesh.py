@@ -58,6 +58,8 @@ BAD = {
     "Mesh.of: timeout must be timedelta or NoneType, got 5": lambda: Mesh.of({"tp": 1}, timeout=5),
     "Mesh.of: timeout must be above 0 seconds, got 0:00:00": lambda: Mesh.of({"tp": 1}, timeout=timedelta(0)),
     "Mesh.abstract: rank must be below 8, the product of the sizes, got 8": lambda: Mesh.abstract({"dp": 2, "tp": 4}, 8),
+    "Mesh.abstract: rank must be at least 0, got -1": lambda: Mesh.abstract({"dp": 2, "tp": 4}, -1),
+    "Mesh.abstract: rank must be int or SymInt, got 0.5": lambda: Mesh.abstract({"dp": 2, "tp": 4}, 0.5),
     "Mesh.abstract: sizes must be by names of axes, got 3": lambda: Mesh.abstract({3: 4}, 0),
     "Mesh: axis must be one of dp, tp, got 'cp'": lambda: Mesh.abstract({"dp": 2, "tp": 4}, 0)["cp"],
     "Mesh: axes must be of different names, got a, a": lambda: Mesh(axes=(Axis("a", 1, 0), Axis("a", 1, 0))),

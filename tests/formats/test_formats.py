@@ -444,3 +444,13 @@ def test_the_bytes_of_codes_and_scales(shape):
     for format in formats.FORMATS:
         q = quantize_tensor(torch.ones(shape), format)
         assert format.nbytes(*shape) == (q.codes.nbytes, q.scales.nbytes), format.name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tile", [(0, 0), (1, 0), (1, 128), (128, 128)], ids=str)
+def test_the_factor_of_numbers_too_small_for_one_is_the_greatest(tile, dtype):
+    """448 over the largest number is infinite: the factor is float32's greatest, and bfloat16's for blocks of that dtype."""
+    x = torch.full((128, 128), 1e-38, dtype=dtype)
+    _, scales = kernels.quantize_row(x, "e4m3", *tile, "float32", None, None)
+    greatest = torch.tensor(torch.finfo(torch.bfloat16 if dtype is torch.bfloat16 and tile[1] else torch.float32).max)
+    assert torch.equal(scales.unique(), (1.0 / greatest)[None])

@@ -1,5 +1,7 @@
 """graphed_op: halves as graphs, slots in flight, the order of calls, and the ownership of tensors."""
 
+import random as draws
+
 import pytest
 import torch
 from model import CFG, batch, init, same
@@ -13,6 +15,7 @@ from funcops.trees import tensors, tree_map, tree_map_tensors
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 NEEDS = Needs(x=False)
+FOLLOWS = {"residuals": ("dgrad", "bwd", "release"), "pending": ("wgrad", "release")}  # what takes a handle
 
 
 def add(a, b):
@@ -227,3 +230,50 @@ def test_a_graph_is_asked_for_by_name_and_slot(slots, tmp_path, monkeypatch):
     assert asked[-1] == (graph.graphs(0)["fwd"], "c")
     with pytest.raises(IndexError):
         graph.raw_graph("fwd", slots)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_was_used_or_released_is_refused_for_ever(seed):
+    """Drawn calls on two slots: whatever follows, a handle is taken once, and then never again."""
+    graph, params, x, dy = small(2)
+    draw, flying, used = draws.Random(seed), [], []
+    for _ in range(25):
+        ways = ["fwd"] * (len(flying) < 2) + [(one, name) for one in flying for name in FOLLOWS[one.kind]]
+        way = draw.choice(ways)
+        if way == "fwd":
+            flying.append(graph.fwd(params, x)[1])
+        else:
+            one, name = way
+            flying.remove(one)
+            used.append(one)
+            gave = getattr(graph, name)(one, *[dy] * (name in ("dgrad", "bwd")))
+            flying += [gave[1]] if name == "dgrad" else []
+        for old in used:
+            for name in FOLLOWS[old.kind]:
+                with pytest.raises(GraphOrderError, match="must be unused"):
+                    getattr(graph, name)(old, *[dy] * (name in ("dgrad", "bwd")))
+
+
+@pytest.mark.parametrize("half", ["dgrad", "bwd"])
+@pytest.mark.parametrize("later", ["fwd", "same", "reset"])
+def test_a_borrowed_dx_ends_with_the_next_replay(half, later):
+    """The forward comes first in the pool, and may write where its backwards have their results."""
+    graph, params, x, dy = small(1, outputs="borrow", debug=True)
+
+    def step():
+        residuals = graph.fwd(params, x)[1]
+        first, second = getattr(graph, half)(residuals, dy)
+        return (first, second) if half == "dgrad" else (second, None)
+
+    dx, pending = step()
+    assert torch.equal(dx + 0, dy @ params.weight)
+    if pending is not None:
+        graph.wgrad(pending)
+    if later == "fwd":
+        graph.fwd(params, x)
+    elif later == "same":
+        step()
+    else:
+        graph.reset()
+    with pytest.raises(BorrowedError, match="was borrowed from a graph that has been replayed since"):
+        dx + 0

@@ -24,6 +24,7 @@ from funcops.backend import backend
 from funcops.kernels import attention as library
 from funcops.kernels.attention import attend_bwd, attend_fwd
 from funcops.kernels.scored_attention import Score, scored_attention_bwd, scored_attention_fwd
+from funcops.kernels.triton import scaled_attention
 from funcops.testing.tolerances import assert_close
 
 aten = torch.ops.aten
@@ -354,3 +355,32 @@ def test_sizes_of_zero_give_the_formula_or_raise_by_name(scale, causal):
             torch.testing.assert_close(a, b.float())
         served += 1
     assert served >= 16
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 5])
+def test_rows_see_their_own_chunk_however_many_rows_there_are(chunk):
+    """All small numbers of rows, the last at the last key: by definition a row sees the keys of its chunk up to itself."""
+    draw = torch.Generator().manual_seed(chunk)
+    for keys in range(1, 9):
+        for rows in range(1, keys + 1):
+            q, k, v = (torch.randn(1, n, 1, 2, dtype=torch.float64, generator=draw) for n in (rows, keys, keys))
+            at, key = torch.arange(keys - rows, keys)[:, None], torch.arange(keys)
+            seen = (key <= at) & (key // chunk == at // chunk)
+            given = [t.clone().requires_grad_() for t in (q, k, v)]
+            scores = torch.einsum("bthd,bshd->bhts", *given[:2]) * PLAIN.scale
+            want = torch.einsum("bhts,bshd->bthd", scores.masked_fill(~seen, -torch.inf).softmax(-1), given[2])
+            y, lse = attend_fwd(q, k, v, None, None, PLAIN, chunk)
+            torch.testing.assert_close(y, want)
+            dy = torch.randn(y.shape, dtype=y.dtype, generator=draw)
+            grads = attend_bwd(dy, q, k, v, None, None, y, lse, PLAIN, False, chunk)[:3]
+            torch.testing.assert_close(grads, torch.autograd.grad(want, given, dy))
+
+
+def test_every_pass_has_a_tile_for_every_size_of_a_head():
+    """A head of fewer than 64 numbers takes the tile of 64."""
+    tiles = scaled_attention.TILES
+    assert {which for which, _ in tiles} == {"forward", "forward, p high", "by rows", "by keys"} and len(tiles) == 8
+    for (which, size), of in tiles.items():
+        dtype = {2: torch.bfloat16, 4: torch.float32}[size]
+        made = [scaled_attention.tile_of(which, dtype, d) for d in (16, 32, 64, 128)]
+        assert len(set(made[:3])) == 1 and set(of) == {64, 128} and all(one.rows >= 16 for one in made)

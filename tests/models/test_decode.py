@@ -2,6 +2,7 @@
 calls."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -45,7 +46,7 @@ from funcops.models import (
     sample,
     to_hf,
 )
-from funcops.models.cache import CachedParams, slots, slots_of
+from funcops.models.cache import CachedParams, check_room, slots, slots_of
 from funcops.models.with_cache import with_cache
 from funcops.testing.tolerances import DECODING, assert_close
 
@@ -464,3 +465,19 @@ def test_only_fields_without_meaning_are_added_to_a_config(fields, tmp_path):
     assert not (tmp_path / "model").exists()
     with pytest.raises(TypeError, match="roles: loss must be bool, got 1"):
         roles(cfg, loss=1)
+
+
+@pytest.mark.parametrize("known", [None, 4, 6, 9])
+@pytest.mark.parametrize("counts", [None, torch.tensor([2, 0, 1])], ids=["all", "counts"])
+def test_a_cache_has_room_up_to_its_last_position(known, counts):
+    """Tokens of every number after every length: the last position of the context, and of the rope, is served; the next is not."""
+    empty = cache_init(LLAMA, 3, context=6, dtype=torch.float64)
+    for longest, tokens in itertools.product(range(7), range(8)):
+        cache = dataclasses.replace(empty, lengths=torch.tensor([longest, 0, 0]))
+        needed = longest + (tokens if counts is None else 2)
+        if needed <= min(6, known or 6):
+            check_room("decode", cache, tokens, counts, known)
+        else:
+            with pytest.raises(ValueError, match=r"^decode: (cache|cfg) must be of a ") as raised:
+                check_room("decode", cache, tokens, counts, known)
+            assert ("cache must" in str(raised.value)) == (needed > 6)

@@ -62,3 +62,9 @@ WRONG = {
 def test_wrong_fields_are_named(said):
     with pytest.raises((ValueError, TypeError), match=f"^test: {said}"):
         read_config("test", GIVEN | WRONG[said])
+
+
+@pytest.mark.parametrize(("interval", "unrotated"), [(1, (0, 1, 2, 3, 4)), (2, (1, 3)), (3, (2,)), (5, (4,)), (6, ())])
+def test_every_interval_from_one_is_read(interval, unrotated):
+    given = GIVEN | dict(num_hidden_layers=5, no_rope_layer_interval=interval, router_jitter_noise=0.0)
+    assert read_config("test", given).unrotated == unrotated
