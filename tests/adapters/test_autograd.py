@@ -38,6 +38,8 @@ from funcops import (
     with_policy,
 )
 from funcops.adapters.autograd import recompute
+from funcops.adapters.autograd.saved_tensors import slots_of
+from funcops.contract.schema import Saved
 from funcops.formats import QTensor, QWeight, dense
 from funcops.formats.recipes import Fp8Delayed
 from funcops.formats.scaled import Scaled
@@ -388,3 +390,16 @@ def test_a_policy_that_packs_large_inputs_alone():
         x = torch.randn(rows, 64, requires_grad=True)
         differentiable(op)(params, x, cfg).square().sum().backward()
         assert x.grad is not None
+
+
+def test_residuals_of_plain_tensors_have_slots():
+    """The function that fills them is generated from the first residuals; None among their fields needs no filling."""
+    empty = 0
+    for name, case in {case.op.name: case for case, dtype in reversed(CASES) if dtype is torch.float64}.items():
+        params, x = case.make(torch.float64)
+        _, residuals = case.op.fwd(params, x, case.cfg)
+        kept = [getattr(residuals, field) for field in residuals.fields] if isinstance(residuals, Saved) else [residuals]
+        if all(value is None or isinstance(value, torch.Tensor) for value in kept):
+            assert slots_of(residuals), name
+            empty += None in [value if value is None else 0 for value in kept]
+    assert empty > 3

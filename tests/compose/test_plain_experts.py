@@ -333,3 +333,31 @@ def test_weights_that_others_read_too_have_both_gradients(ran, one):
         assert_close(both.main, alone.main + given[0], dtype=torch.float32)
         with pytest.raises(ValueError, match="dy.extras.weights must be"):
             chain.bwd(kept, WithExtras(y.main, {"weights": given[0][:1]}), cfg)
+
+
+@pytest.mark.parametrize("mask", [["up.weight"], ["down.weight"], ["up.weight", "down.weight"]], ids=" ".join)
+def test_accumulators_are_of_the_layers_that_are_trained(mask):
+    case = of_experts.CASES[0]
+    params, x = case.make(torch.float64)
+
+    def step(into=None):
+        y, kept = experts.fwd(params, x, case.cfg, needs=Needs(x=False, params=mask))
+        return experts.bwd(kept, torch.ones_like(y), case.cfg, into=into)[0]
+
+    alone = step()
+    assert set(mask) == {path for path, t in paths(alone).items() if t is not None}
+    same_bits(step(tree_map_tensors(torch.zeros_like, alone)), alone, "into zeros")
+
+
+def test_a_token_may_choose_every_expert():
+    """K in 1..E, against the reference; one more is refused."""
+    cfg = of_experts.CASES[0].cfg
+    params, tokens = experts.init(cfg, key=random.key(0), dtype=torch.float64), torch.randn(5, cfg.dim, dtype=torch.float64)
+    for k in range(1, cfg.experts + 2):
+        weights, indices = torch.rand(5, k, dtype=torch.float64), torch.arange(5 * k).view(5, k) % cfg.experts
+        if k > cfg.experts:
+            with pytest.raises(ValueError, match=rf"K in 1..{cfg.experts} \(the experts\), got \[5, {k}\]"):
+                experts.fwd(params, (weights, tokens, indices), cfg)
+        else:
+            y = experts.fwd(params, (weights, tokens, indices), cfg)[0]
+            torch.testing.assert_close(y, of_experts.reference(params, (weights, tokens, indices), cfg))

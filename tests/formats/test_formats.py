@@ -10,8 +10,10 @@ import torch
 from funcops import formats, random
 from funcops.backend import backend
 from funcops.formats import Format, dense, quantize_sides, quantize_tensor, turned
+from funcops.formats.qtensor import check_quantized
 from funcops.kernels import quantize as kernels
 from funcops.low_precision import MXFP8
+from funcops.trees import replace
 
 np = pytest.importorskip("numpy")
 ml_dtypes = pytest.importorskip("ml_dtypes")
@@ -454,3 +456,15 @@ def test_the_factor_of_numbers_too_small_for_one_is_the_greatest(tile, dtype):
     _, scales = kernels.quantize_row(x, "e4m3", *tile, "float32", None, None)
     greatest = torch.tensor(torch.finfo(torch.bfloat16 if dtype is torch.bfloat16 and tile[1] else torch.float32).max)
     assert torch.equal(scales.unique(), (1.0 / greatest)[None])
+
+
+@pytest.mark.parametrize("side", ["row", "col"])
+def test_a_scale_beside_the_tiles_is_there_where_the_format_has_one(side):
+    for format in (Format("e4m3", (1, 128), "pow2"), Format("e4m3", (0, 0), "float32"), Format("e2m1", (1, 16), "e4m3")):
+        q = quantize_tensor(torch.randn(32, 128), format, side=side)
+        assert (q.scale is None) == (format.scales != "e4m3")
+        check_quantized("test", "q", q, format, side, q.shape)
+        wrong = replace(q, scale=torch.ones(1) if q.scale is None else None)
+        wanted = rf"None \({format.name}\), got float32" if q.scale is None else r"a tensor \[1\], got None"
+        with pytest.raises((ValueError, TypeError), match=rf"^test: q.scale must be {wanted}"):
+            check_quantized("test", "q", wrong, format, side, q.shape)
