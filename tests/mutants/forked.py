@@ -9,6 +9,7 @@ its own.
 from __future__ import annotations
 
 import gc
+import importlib
 import inspect
 import json
 import linecache
@@ -78,9 +79,15 @@ class Forked:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_finish(self) -> None:  # before conftest.py hides them from the collector
+        self.find()
+
+    def find(self) -> None:
+        """Add the functions that the collector knows, and that are not yet known by their files."""
+        found: dict[str, list[FunctionType]] = {}
         for one in gc.get_objects():
             if type(one) is FunctionType:  # not by asking the object, which may warn
-                self.functions.setdefault(one.__code__.co_filename, []).append(one)
+                found.setdefault(one.__code__.co_filename, []).append(one)
+        self.functions = found | self.functions
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -91,6 +98,9 @@ class Forked:
         path = Path(file).resolve()
         mine = by_place(compile(path.read_text(), str(path), "exec", dont_inherit=True))
         theirs = by_place(compile(text, str(path), "exec", dont_inherit=True))
+        if str(path) not in self.functions:  # a file of kernels, which the first launch imports
+            importlib.import_module(".".join(Path(file).with_suffix("").parts))
+            self.find()
         functions = self.functions.get(str(path), [])
         linecache.cache[str(path)] = (len(text), None, text.splitlines(keepends=True), str(path))  # Triton reads kernels
         other = {key for key in mine.keys() & theirs.keys() if leaves(mine[key]) != leaves(theirs[key])}
