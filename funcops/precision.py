@@ -30,7 +30,7 @@ from torch import Tensor
 
 from funcops.contract.op import config
 from funcops.errors import check, describe, fail, join_path, require, require_device, require_type
-from funcops.trees import leaf, paths, same_structure, tensors, tree, tree_map, tree_map_tensors
+from funcops.trees import PAIRS, leaf, no_pairs, paths, same_structure, tensors, tree, tree_map, tree_map_tensors
 
 __all__ = ["LossScale", "LossScaleConfig"]
 __all__ += ["all_finite", "join_master", "loss_scale_init", "loss_scale_update", "nonfinite", "select_step", "split_master"]
@@ -111,8 +111,8 @@ def loss_scale_update(loss_scale: LossScale, ok: Tensor, cfg: LossScaleConfig) -
 
 
 def unscale(grads: T, loss_scale: LossScale) -> T:
-    """Gradients divided by the scale; 16-bit gradients become float32, because unscaled values may underflow in 16 bits. Raises
-    `TypeError` or `ValueError` for an invalid loss scale.
+    """Gradients divided by the scale; gradients of 8 and 16 bits become float32, in which unscaled values do not underflow. Raises
+    `TypeError` or `ValueError` for an invalid loss scale, `TypeError` for a gradient of 4 bits.
 
     >>> import torch
     >>> from funcops.precision import LossScaleConfig, loss_scale_init, unscale
@@ -121,6 +121,7 @@ def unscale(grads: T, loss_scale: LossScale) -> T:
     """
     require_type("unscale", "loss_scale", loss_scale, LossScale)
     check("unscale", "loss_scale.scale", loss_scale.scale, (), torch.float32)
+    no_pairs("unscale", "grads", tensors(grads), grads)
     by = loss_scale.scale.reciprocal()
     return tree_map_tensors(lambda g: (g.float() if g.element_size() < 4 else g) * by, grads)
 
@@ -163,7 +164,7 @@ def nonfinite(grads: Any) -> str | None:
 
 def _may_be_infinite(t: Tensor) -> bool:
     """Whether the dtype has an infinity or a NaN: two numbers of 4 bits in a byte have none."""
-    return (t.is_floating_point() and t.dtype is not torch.float4_e2m1fn_x2) or t.is_complex()
+    return (t.is_floating_point() and t.dtype is not PAIRS) or t.is_complex()
 
 
 def _reals(t: Tensor) -> Tensor:

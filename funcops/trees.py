@@ -313,16 +313,17 @@ def tree_map_with_path(fn: Callable[..., Any], tree: T, *rest: Any, is_leaf: Cal
 
 def cast(tree: T, dtype: torch.dtype) -> T:
     """The tree with every floating tensor in `dtype`; a tensor that already has it is the same object. Quantised values
-    and their scales stay as they are. Raises `TypeError` if `dtype` is not a floating dtype."""
+    and their scales stay as they are. Raises `TypeError` if `dtype` is not a floating dtype, and for a leaf of 4 bits."""
     require_type("cast", "dtype", dtype, torch.dtype)
-    if not dtype.is_floating_point:
-        fail("cast", "dtype", "a floating dtype", dtype, TypeError)
+    if not dtype.is_floating_point or dtype is PAIRS:
+        fail("cast", "dtype", "a floating dtype of at least 8 bits", dtype, TypeError)
 
     def changes(t: Tensor) -> bool:
         return t.is_floating_point() and t.dtype is not dtype
 
     found = [t for t in leaves(tree, is_leaf=stands_for_one) if isinstance(t, Tensor)]
     others = [t for t in found if changes(t)]
+    no_pairs("cast", "tree", others, tree)
     made = []
     if others and all([_copied_at_once(t) for t in others]):
         made = [torch.empty_like(t, dtype=dtype) for t in others]
@@ -337,6 +338,17 @@ def cast(tree: T, dtype: torch.dtype) -> T:
         return next(ready) if made else t.to(dtype)
 
     return tree_map(one, tree, is_leaf=stands_for_one)
+
+
+PAIRS = torch.float4_e2m1fn_x2  # two numbers in a byte: torch has no arithmetic with it, nor a cast
+
+
+def no_pairs(where: str, name: str, found: Iterable[Any], tree: Any) -> None:
+    """Raise `TypeError` if one of the leaves `found` in `tree` holds pairs of 4-bit numbers."""
+    if any([isinstance(t, Tensor) and t.dtype is PAIRS for t in found]):
+        path = next(path for path, t in paths(tree).items() if isinstance(t, Tensor) and t.dtype is PAIRS)
+        remedy = "decode it first (funcops.low_precision.dense, of a tree with its scales)"
+        fail(where, join_path(name, path), "a tensor of at least 8 bits", f"{describe(paths(tree)[path])}: {remedy}", TypeError)
 
 
 def _copied_at_once(t: Tensor) -> bool:

@@ -7,16 +7,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from funcops.errors import check, describe, fail, join_path, require, require_dtype, require_flag, short
+from funcops.errors import FLOATS, check, describe, fail, join_path, require, require_dtype, require_flag, short
 from funcops.optim._rows import lists_of
-from funcops.trees import paths, tree_map, with_leaves
+from funcops.trees import leaves, no_pairs, paths, tree_map, with_leaves
 
 T = TypeVar("T")
 
 
 def ema_init(params: T, dtype: torch.dtype = torch.float32) -> T:
     """The initial average: copies of params, in `dtype` or a wider dtype. bfloat16 would lose updates of 1 - decay = 0.001. Raises
-    `TypeError` or `ValueError` if `dtype` is not a float dtype.
+    `TypeError` or `ValueError` if `dtype` is not a float dtype; `TypeError` for a param of 4 bits.
 
     >>> import torch
     >>> from funcops.optim import ema_init
@@ -29,9 +29,10 @@ def ema_init(params: T, dtype: torch.dtype = torch.float32) -> T:
     def copied(t: Any) -> Any:
         if not isinstance(t, Tensor):
             return t
-        wide = torch.promote_types(t.dtype, dtype) if t.is_floating_point() else t.dtype
+        wide = t.dtype if not t.is_floating_point() else dtype if t.dtype.itemsize == 1 else torch.promote_types(t.dtype, dtype)
         return t.detach().to(wide, copy=True)
 
+    no_pairs("ema_init", "params", leaves(params), params)
     return tree_map(copied, params)
 
 
@@ -42,7 +43,8 @@ def ema_update(average: T, params: T, decay: float | Tensor, *, in_place: bool =
 
     Leaves other than float tensors are taken from params. `decay` may be a tensor of one number, without a host sync. With
     `in_place` the average is written to and returned. Raises `ValueError` for a decay outside of [0, 1], or trees that differ in
-    structure, shapes or devices; `TypeError` for a leaf that is a tensor in only one of the trees.
+    structure, shapes or devices; `TypeError` for a leaf that is a tensor in only one of the trees, an average in 8 bits, a
+    param of 4 bits.
 
     >>> import torch
     >>> from funcops.optim import ema_update
@@ -63,10 +65,11 @@ def ema_update(average: T, params: T, decay: float | Tensor, *, in_place: bool =
         if isinstance(a, Tensor) and a.is_floating_point() != p.is_floating_point():
             expected = f"of the same kind as average's {short(a.dtype)}"
             fail("ema_update", join_path("params", name), expected, short(p.dtype), TypeError)
+    no_pairs("ema_update", "params", given, params)
     made = [a if in_place else p for a, p in zip(ours, given, strict=True)]
     with torch.no_grad():
         for i in floats:
-            check("ema_update", join_path("average", names[i]), ours[i], tuple(given[i].shape), None, given[i])
+            check("ema_update", join_path("average", names[i]), ours[i], tuple(given[i].shape), FLOATS, given[i])
         rows = [ours[i] if in_place else ours[i].clone() for i in floats]
         _blend(rows, [given[i].to(ours[i].dtype) for i in floats], decay)
         for i, row in zip(floats, rows, strict=True):

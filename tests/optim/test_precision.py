@@ -8,7 +8,25 @@ import random
 import pytest
 import torch
 
-from funcops.optim import AdamWConfig, adamw_init, adamw_update
+from funcops import trees
+from funcops.optim import (
+    AdamWConfig,
+    MuonConfig,
+    SGDConfig,
+    adamw_init,
+    adamw_update,
+    clip_by_global_norm,
+    combine,
+    decay_mask,
+    ema_init,
+    ema_update,
+    global_norm,
+    muon_init,
+    muon_update,
+    partition,
+    sgd_init,
+    sgd_update,
+)
 from funcops.precision import (
     LossScale,
     LossScaleConfig,
@@ -185,3 +203,46 @@ def test_a_loss_scale_recovers_after_any_number_of_bad_steps(seed):
 def test_an_initial_loss_scale_that_float32_lacks_is_refused(initial):
     with pytest.raises(ValueError, match="LossScaleConfig: initial must be at (least 1.18e-38|most 3.4e)"):
         LossScaleConfig(initial=initial)
+
+
+NARROW = [torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu]
+NARROW += [torch.float4_e2m1fn_x2]
+WIDE = {"a": torch.ones(8, 8), "w": torch.ones(8, 8)}
+ADAMW, SGD, MUON = AdamWConfig(lr=0.1), SGDConfig(lr=0.1, momentum=0.9), MuonConfig(lr=0.1)
+GOOD = torch.tensor(True)
+TAKE_NARROW = {  # by name: the call, and what comes, for a tree of given leaves and their values in float32
+    "unscale": (lambda t: unscale(t, loss_scale_init(LossScaleConfig(initial=4.0))), lambda v: v / 4),
+    "ema_init": (ema_init, lambda v: v),
+    "ema_update": (lambda t: ema_update(WIDE, t, 0.5), lambda v: (1 + v) / 2),
+    "ema_update of a narrow average": (lambda t: ema_update(t, WIDE, 0.5), None),
+    "select_step": (lambda t: select_step(GOOD, t, t), lambda v: v),
+    "cast": (lambda t: trees.cast(t, torch.float32), lambda v: v),
+    "global_norm": (global_norm, None),
+    "clip_by_global_norm": (lambda t: clip_by_global_norm(t, 1.0), None),
+    "adamw_init": (lambda t: adamw_init(t, ADAMW), None),
+    "adamw_update": (lambda t: adamw_update(WIDE, t, adamw_init(WIDE, ADAMW), ADAMW), None),
+    "sgd_init": (lambda t: sgd_init(t, SGD), None),
+    "sgd_update": (lambda t: sgd_update(WIDE, t, sgd_init(WIDE, SGD), SGD), None),
+    "muon_init": (lambda t: muon_init(t, MUON), None),
+    "muon_update": (lambda t: muon_update(WIDE, t, muon_init(WIDE, MUON), MUON), None),
+    "partition": (lambda t: partition(t, {"a": False, "w": True})[0], lambda v: v),
+    "combine": (lambda t: combine({"a": t["a"], "w": None}, {"a": None, "w": t["w"]}), lambda v: v),
+    "decay_mask": (lambda t: {"w": t["w"]} if decay_mask(t)["w"] else {}, lambda v: v),
+}
+MOVED_ONLY = ("select_step", "partition", "combine", "decay_mask")  # which look at no number
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+@pytest.mark.parametrize("name", TAKE_NARROW)
+def test_leaves_of_8_and_4_bits_are_right_or_refused_by_name(name, dtype):
+    bits = 127 + torch.arange(64) % 4 if dtype is torch.float8_e8m0fnu else 0x30 + torch.arange(64) % 16
+    leaf = bits.to(torch.uint8).view(8, 8).view(dtype)
+    call, wanted = TAKE_NARROW[name]
+    given = {"a": torch.ones(8, 8), "w": leaf}
+    if wanted is None or (dtype is torch.float4_e2m1fn_x2 and name not in MOVED_ONLY):
+        with pytest.raises(TypeError, match=rf"^{name.split()[0]}: ([a-z]+\.)?w must be .*, got (a )?float[48]_"):
+            call(given)
+    elif dtype is torch.float4_e2m1fn_x2:
+        assert call(given)["w"].view(torch.uint8).equal(leaf.view(torch.uint8))
+    else:
+        torch.testing.assert_close(call(given)["w"].float(), wanted(leaf.float()))
