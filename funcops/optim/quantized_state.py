@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -250,13 +251,14 @@ def with_quantized_state(update: Callable[..., tuple[Any, Any]]) -> Callable[...
         results: dict[str, dict[str, Any]] = {name: dict(trees) for name, trees in every.items() if name != "grads"}
         done = 0
         for names in _chunks(there, every["params"]):
-            own = {field: {path: _dense(every[field][path]) for path in names} for field in fields}
+            # in the order of the tree, and of counts: a plain dict is flattened by sorted keys, and "10" comes before "2"
+            own: dict[str, Any] = {field: OrderedDict((path, _dense(every[field][path])) for path in names) for field in fields}
             at = slice(done, done + len(names))
             done += len(names)
             if counts:
                 own["step"] = counts[0][at]
-            given = [{path: every[name][path] for path in names} for name in ("params", "grads")]
-            given_also = {name: {path: trees[path] for path in names} for name, trees in also.items()}
+            given = [OrderedDict((path, every[name][path]) for path in names) for name in ("params", "grads")]
+            given_also = {name: OrderedDict((path, trees[path]) for path in names) for name, trees in also.items()}
             new, after = update(*given, type(state)(**own), cfg, **given_also, **options)
             results["params"].update(new)
             for field in fields:

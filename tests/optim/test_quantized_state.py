@@ -150,6 +150,36 @@ def test_an_update_is_decode_update_encode(name, in_place, chunk, monkeypatch):
     assert type(next(iter(module._fields("", state).values()))["a"]) is BlockTensor
 
 
+ORDERS = {  # trees whose order is not that of their sorted paths
+    "list": lambda t: [t() for _ in range(12)],
+    "keys of numbers": lambda t: {i: t() for i in range(12)},
+    "nested": lambda t: {"layers": tuple({"w": t(), "b": t()} for _ in range(11)), "layers-2": t(), "layers ": [t()]},
+    "frozen": lambda t: [None if i in (1, 3, 10) else t() for i in range(12)],
+}
+
+
+@pytest.mark.parametrize("chunk", [1, 64, 1 << 24])
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("order", ORDERS)
+def test_counts_of_steps_are_in_the_order_of_the_tree(order, in_place, chunk, monkeypatch):
+    """Leaves that lacked a gradient have counts of their own, before the state is quantised and after: the numbers are those of
+    the update without 8 bits."""
+    monkeypatch.setattr(module, "CHUNK", chunk)
+    draw = torch.Generator().manual_seed(0)
+    make = lambda: ORDERS[order](lambda: torch.randn(7, generator=draw))  # noqa: E731
+    cfg, params = AdamWConfig(lr=0.1), make()
+    state = adamw_init(params, cfg)
+    gradients = lambda: trees.tree_map_tensors(lambda g: g if torch.rand((), generator=draw) < 0.6 else None, make())  # noqa: E731
+    for _ in range(3):
+        params, state = adamw_update(params, gradients(), state, cfg)
+    found = trees.tree_map_tensors(torch.clone, params), quantize_state(state)
+    for _ in range(3):
+        grads = gradients()
+        params, state = adamw_update(params, grads, state, cfg)
+        found = with_quantized_state(adamw_update)(found[0], grads, found[1], cfg, in_place=in_place)
+    assert len(set(state.step.tolist())) > 2 and equal(found, (params, state))
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("name", OPTIMISERS)
 def test_a_leaf_without_a_gradient_keeps_its_codes(name, in_place):
