@@ -201,10 +201,11 @@ GPT2_FIELDS = {
 @dataclass(frozen=True)
 class Family:
     """`architecture`: Hugging Face's class; `rules`: for its tensors; `fields`: the fields of config.json that DecoderConfig has
-    under another name; `defaults`: the values of absent ones; `has`: the arguments of DecoderConfig that all models of the family
-    share; `only`: fields that, if present, must have one value; `sections`: parts of the config that take more than one field (see
-    `fields.py`); `ignored`: further fields that change nothing here; `prefix`: a prefix of names that a checkpoint may lack;
-    `skipped`: patterns of tensors that are not params."""
+    under another name; `defaults`: the values of absent or null ones; `absent`: the values of fields that config.json lacks, as
+    Hugging Face's class has them; `has`: the arguments of DecoderConfig that all models of the family share; `only`: fields that,
+    if present, must have one value; `sections`: parts of the config that take more than one field (see `fields.py`); `ignored`:
+    further fields that change nothing here; `prefix`: a prefix of names that a checkpoint may lack; `skipped`: patterns of tensors
+    that are not params."""
 
     architecture: str
     rules: list[Rule]
@@ -212,6 +213,7 @@ class Family:
     has: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, str] = field(default_factory=PLAIN.copy)
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    absent: Mapping[str, Any] = field(default_factory=dict)
     only: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     prefix: str = ""
@@ -222,6 +224,7 @@ BIASED = dict(qkv_bias=True, out_bias=True, mlp_bias=True)
 GEMMAS: dict[str, Any] = dict(zero_centered=True, norm_after=True)
 TIED = {"tie_word_embeddings": True}
 UNTIED = {"tie_word_embeddings": False}
+FOUR_HEADS = {"num_key_value_heads": 4}
 SUMMARY = ("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout")
 MOE_LOSS = ("router_aux_loss_coef", "output_router_logits")
 
@@ -236,11 +239,30 @@ FAMILIES = {
         only={"router_jitter_noise": 0.0},
         ignored=("for_llm_compressor", *MOE_LOSS),
     ),
-    "mistral": Family("MistralForCausalLM", LLAMA, ("rope", "act", "one_window"), defaults=UNTIED),
-    "qwen2": Family(
-        "Qwen2ForCausalLM", LLAMA, ("rope", "act", "windows"), has=dict(qkv_bias=True), defaults=UNTIED, only={"use_mrope": False}
+    "mistral": Family(
+        "MistralForCausalLM",
+        LLAMA,
+        ("rope", "act", "one_window"),
+        defaults=UNTIED,
+        absent={"num_key_value_heads": 8, "sliding_window": 4096},
     ),
-    "qwen3": Family("Qwen3ForCausalLM", LLAMA, ("rope", "act", "biases", "windows"), has=dict(qk_norm="head"), defaults=UNTIED),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        LLAMA,
+        ("rope", "act", "windows"),
+        has=dict(qkv_bias=True),
+        defaults=UNTIED,
+        absent={"max_window_layers": 28},
+        only={"use_mrope": False},
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        LLAMA,
+        ("rope", "act", "biases", "windows"),
+        has=dict(qk_norm="head"),
+        defaults=UNTIED,
+        absent={"head_dim": 128, "max_window_layers": 28},
+    ),
     "olmo2": Family(
         "Olmo2ForCausalLM",
         OLMO2,
@@ -255,14 +277,24 @@ FAMILIES = {
         has=dict(norm_before=False, norm_after=True, qk_norm="all"),
         defaults=UNTIED,
     ),
-    "smollm3": Family("SmolLM3ForCausalLM", LLAMA, ("rope", "act", "biases", "mlp_bias", "smollm3"), defaults=TIED),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM", LLAMA, ("rope", "act", "biases", "mlp_bias", "smollm3"), defaults=TIED, absent=FOUR_HEADS
+    ),
     "granite": Family("GraniteForCausalLM", LLAMA, ("rope", "act", "biases", "mlp_bias", "granite"), defaults=UNTIED),
-    "glm4": Family("Glm4ForCausalLM", GLM4, ("rope", "act", "glm4"), has=dict(norm_after=True), defaults=UNTIED),
+    "glm4": Family(
+        "Glm4ForCausalLM",
+        GLM4,
+        ("rope", "act", "glm4"),
+        has=dict(norm_after=True),
+        defaults=UNTIED,
+        absent={"head_dim": 128, "num_key_value_heads": 2},
+    ),
     "phi3": Family(
         "Phi3ForCausalLM",
         PHI3,
         ("rope", "act", "one_window"),
         defaults=UNTIED,
+        absent={"original_max_position_embeddings": 4096},
         only={"attention_bias": False, "mlp_bias": False, "lm_head_bias": False, "full_attn_mod": 1, "interpolate_factor": 1},
         ignored=("resid_pdrop", "embd_pdrop"),
     ),
@@ -284,6 +316,7 @@ FAMILIES = {
         ("rope", "act", "biases", "windows", "gemma"),
         has=GEMMAS,
         defaults=TIED,
+        absent={**FOUR_HEADS, "head_dim": 256},
         only={"use_bidirectional_attention": False},
         ignored=("hidden_act",),
     ),
@@ -293,6 +326,7 @@ FAMILIES = {
         ("rope", "act", "biases", "windows", "gemma"),
         has=dict(qk_norm="head", **GEMMAS),
         defaults=TIED,
+        absent={**FOUR_HEADS, "head_dim": 256},
         only={"use_bidirectional_attention": False},
         ignored=("hidden_act", "_sliding_window_pattern"),
     ),
@@ -301,6 +335,7 @@ FAMILIES = {
         MIXTRAL,
         ("rope", "act", "one_window", "mixtral"),
         defaults=UNTIED,
+        absent={"num_key_value_heads": 8},
         only={"router_jitter_noise": 0.0},
         ignored=MOE_LOSS,
     ),
@@ -313,6 +348,7 @@ FAMILIES = {
         ("rope", "act", "biases", "one_window", "qwen3_moe"),
         has=dict(qk_norm="head"),
         defaults=UNTIED,
+        absent={**FOUR_HEADS, "sliding_window": 4096},
         ignored=("max_window_layers", *MOE_LOSS),
     ),
     "qwen3_next": Family(
@@ -330,6 +366,7 @@ FAMILIES = {
         DEEPSEEK,
         ("latent", "rope", "act", "biases", "deepseek"),
         defaults=UNTIED,
+        absent={"q_lora_rank": 1536, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4},
         only={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "ep_size": 1},
         ignored=("qk_head_dim", "num_nextn_predict_layers", "num_mtp_layers", "aux_loss_alpha", "seq_aux", "output_router_logits"),
         skipped=(r".*\.rotary_emb\.inv_freq", r"model\.layers\.{layers}\..*"),
@@ -340,6 +377,7 @@ FAMILIES = {
         ("rope", "act", "biases", "windows", "gpt_oss"),
         has=dict(sinks=True),
         defaults=UNTIED,
+        absent={"head_dim": 64, "num_key_value_heads": 8},
         ignored=("initial_context_length", "experts_per_token", *MOE_LOSS),
     ),
 }

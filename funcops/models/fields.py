@@ -71,7 +71,8 @@ def _read_rope(fields: Fields, found: Found) -> None:
     theta, part = fields.take("rope_theta", None, float), fields.take("partial_rotary_factor", None, float)
     local = fields.take("rope_local_base_freq", None, float) if family == "gemma3_text" else None
     interleaved = fields.take("rope_interleave", True) if family == "deepseek_v3" else family in ("glm4", "llama4_text")
-    before = {"rope_theta": theta or thetas.get(family, 1e4), "partial_rotary_factor": part, **(scaling or {})}
+    before = {"rope_theta": theta or thetas.get(family, 1e4), **(scaling or SCALED.get(family, {}))}
+    before.setdefault("partial_rotary_factor", part or ROTATED.get(family))
     if before.get("rope_type", before.get("type")) == "yarn" and family == "phi3":
         before["rope_type"] = "longrope"
 
@@ -97,6 +98,9 @@ def _read_rope(fields: Fields, found: Found) -> None:
         fail(where, "rope_parameters", "flat", f"nested, by {', '.join(new)}")
 
 
+SCALED: dict[str, Any] = {  # the scaling of rope by default
+    "gpt_oss": {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+}
 ROTATED = {"glm4": 0.5, "qwen3_next": 0.25}  # the part of a head that is rotated by default
 LOCAL_THETAS = {"gemma3_text": 1e4, "olmo3": 5e5}  # of the layers with a window, which have a rope of their own
 
@@ -105,6 +109,8 @@ def _write_rope(cfg: DecoderConfig) -> Found:
     if cfg.rope is None:
         return {}
     found = write_rope(cfg.rope, cfg.context)
+    if cfg.family in ROTATED:
+        found.setdefault("partial_rotary_factor", 1.0)  # which is not what its absence means
     made = {"rope_parameters": found, **legacy(found)}
     if cfg.family == "deepseek_v3":
         made["rope_interleave"] = cfg.rope.interleaved
@@ -398,7 +404,7 @@ def read_config(where: str, given: Mapping[str, Any], length: int | None = None)
     """Return the DecoderConfig of a config.json. `length`: the longest sequence that will occur, if rope depends on it. Raises
     `ValueError` or `TypeError`, which name the field, for an unknown family, field or value, or a missing field."""
     family = family_of(where, given.get("model_type"))
-    fields = Fields(where, given, length)
+    fields = Fields(where, {**family.absent, **given}, length)
     try:
         return _read(fields, family)
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
