@@ -23,6 +23,7 @@ from funcops.models.decoder_config import DecoderConfig, layer_paths
 from funcops.models.latent_cache import plain_latents
 from funcops.models.sampling import SamplingConfig, drawn
 from funcops.models.with_cache import with_cache, with_caches
+from funcops.ops.rope import RopeConfig
 from funcops.ops.rope_scaling import LongRopeScaling
 from funcops.trees import WithExtras, at, leaves, paths, stands_for_one, tree_map_tensors
 
@@ -35,6 +36,15 @@ _chain_of = functools.lru_cache(maxsize=64)(decoder)
 def _windows(model: ChainConfig) -> tuple[int | None, ...]:
     """How many positions each attention sees at most, in order."""
     return tuple(part.cfg.reach for part in steps(model, layers=True) if part.cfg.attends)
+
+
+@functools.lru_cache(maxsize=64)
+def _growing(cfg: DecoderConfig) -> tuple[tuple[int, RopeConfig], ...]:
+    """The ropes of layers that depend on the longest sequence and were not given its length, each after the length up to which it
+    does not."""
+    used = {cfg.kind(i).rotation for i in range(cfg.layers)}
+    ropes = [turns for name, turns in (("rotation", cfg.rope), ("local_rotation", cfg.local_rope)) if name in used]
+    return tuple((turns.known_to, turns) for turns in ropes if turns is not None and turns.known_to is not None)
 
 
 @functools.lru_cache(maxsize=64)
@@ -98,7 +108,7 @@ def decode(
     require(1 <= tokens <= held.chunk, where, "ids", expected, list(ids.shape))
     check(where, "ids", ids, (...,), torch.int64, held.lengths)
     _check_counts(where, counts, ids, held)
-    known = cfg.rope.known_to if cfg.rope is not None else None
+    known = min((known for known, _ in _growing(cfg)), default=None)  # within it, every rope turns as for any shorter sequence
     check_room(where, held, tokens, counts, known)
     params = without_loss(params)
     placed = with_caches(where, params, held)
@@ -194,15 +204,15 @@ def generate(
 
 
 def _check_length(where: str, cfg: DecoderConfig, prompt: int, longest: int) -> None:
-    """Check that a rope that depends on the longest sequence rotates all tokens by one function: they stay within its original
+    """Check that each rope that depends on the longest sequence rotates all tokens by one function: they stay within its original
     context, or, with LongRoPE's two functions, the prompt is already beyond it. Otherwise the cached keys would be rotated by
     another function."""
-    rope = cfg.rope
-    known = rope.known_to if rope is not None else None
-    if rope is None or known is None or longest <= known or (prompt > known and isinstance(rope.scaling, LongRopeScaling)):
-        return
-    wanted = f"of a rope that knows the longest sequence, as one goes beyond {known} positions: from_hf(..., length={longest})"
-    fail(where, "cfg", wanted, f"no length, with a prompt of {prompt} and {longest} in the end")
+    for known, rope in _growing(cfg):
+        if longest > known and not (prompt > known and isinstance(rope.scaling, LongRopeScaling)):
+            wanted = (
+                f"of a rope that knows the longest sequence, as one goes beyond {known} positions: from_hf(..., length={longest})"
+            )
+            fail(where, "cfg", wanted, f"no length, with a prompt of {prompt} and {longest} in the end")
 
 
 def _check_params(where: str, params: Any, model: ChainConfig | None, cfg: DecoderConfig, ids: Tensor) -> None:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from tiny_hf import BASE, LONG, YARN, transformers
 
-from funcops import LongRopeScaling, chain, donate
-from funcops.models import cache_init, decode, decoder, decoder_x, from_hf, generate
+from funcops import DynamicScaling, LongRopeScaling, RopeConfig, chain, donate, random
+from funcops.models import DecoderConfig, cache_init, decode, decoder, decoder_x, from_hf, generate
 from funcops.testing.tolerances import HF_LOGITS
 
 ORIGINAL = 16
@@ -98,6 +98,43 @@ def test_decoding_goes_up_to_the_original_context_or_raises(name, tokens, models
     if found:
         got = torch.cat(found, 1)
         torch.testing.assert_close(got, theirs(model, given[:, : got.shape[1]]), atol=10 * HF_LOGITS, rtol=1e-4)
+
+
+FACTORS = dict(short_factor=(1.0, 2.0), long_factor=(3.0, 5.0), factor=4.0)
+ROPES = {
+    "plain": RopeConfig(4),
+    "dynamic 8": RopeConfig(4, scaling=DynamicScaling(factor=4.0, original_context=8)),
+    "dynamic 20": RopeConfig(4, scaling=DynamicScaling(factor=4.0, original_context=20)),
+    "longrope 8": RopeConfig(4, scaling=LongRopeScaling(**FACTORS, original_context=8)),
+    "longrope 20": RopeConfig(4, scaling=LongRopeScaling(**FACTORS, original_context=20)),
+}
+
+
+@pytest.mark.parametrize("windows", [(5, None), (None, None)], ids=str)
+@pytest.mark.parametrize("local", ROPES)
+@pytest.mark.parametrize("rope", ROPES)
+def test_each_of_two_ropes_turns_as_in_a_forward_or_is_refused(rope, local, windows):
+    """A layer with a window has a rope of its own, with a limit of its own; without such a layer it limits nothing."""
+    sizes = dict(vocab=31, dim=16, layers=2, heads=4, kv_heads=2, head_size=4, hidden=12, context=64)
+    cfg = DecoderConfig(**sizes, windows=windows, rope=ROPES[rope], local_rope=ROPES[local])
+    params, given = chain.init(decoder(cfg), key=random.key(0), dtype=torch.float64), ids(12)[:, :12] % 31
+    ends = [int(name.split()[1]) for name in (rope, *((local,) if any(windows) else ())) if name != "plain"]
+    most = min(ends, default=64)
+    cache, tokens = cache_init(cfg, 2, context=32, chunk=4, dtype=torch.float64), min(most, 12)
+    for start in range(0, tokens, 4):
+        logits, cache = decode(params, donate(cache), given[:, start : start + 4], cfg)
+        want, _ = chain.fwd(params, decoder_x(cfg, given[:, : start + 4], torch.float64), decoder(cfg))
+        torch.testing.assert_close(logits, want[:, start:], rtol=0, atol=1e-12)
+    if tokens == most:
+        with pytest.raises(ValueError, match="^decode: cfg must be of a rope that knows the longest sequence"):
+            decode(params, cache, given[:, :1], cfg)
+        with pytest.raises(ValueError, match="^generate: cfg must be of a rope that knows the longest sequence"):
+            generate(params, cfg, given[:, :most], 2)
+    found, known = torch.stack(list(generate(params, cfg, given[:, :4], 4)), 1), given[:, :4]
+    for _ in range(4):
+        logits, _ = chain.fwd(params, decoder_x(cfg, known, torch.float64), decoder(cfg))
+        known = torch.cat((known, logits[:, -1:].argmax(-1)), 1)
+    assert found.equal(known[:, 4:])
 
 
 def test_positions_that_cannot_be_read_need_a_length(models):
