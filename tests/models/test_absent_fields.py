@@ -12,9 +12,15 @@ from tiny_hf import BASE, FAMILIES, transformers
 from funcops.models.fields import read_config, write_config
 
 FIRST = ("glm4", "mistral")
+OTHERS = {  # what a default is seen in: windows that are used, and more layers than a default of theirs
+    "qwen2, deep": ("qwen2", dict(num_hidden_layers=30, use_sliding_window=True, sliding_window=3)),
+    "qwen3, deep": ("qwen3", dict(num_hidden_layers=30, use_sliding_window=True, sliding_window=3)),
+    "qwen3_moe, windows": ("qwen3_moe", dict(FAMILIES["qwen3_moe"][1], use_sliding_window=True, sliding_window=3)),
+}
+KINDS = {**FAMILIES, **OTHERS}
 KEPT = ("model_type", "architectures", "transformers_version")
 ABSENT = object()
-EACH = [pytest.param(name, marks=() if name in FIRST else pytest.mark.slow) for name in FAMILIES]
+EACH = [pytest.param(name, marks=() if name in FIRST else pytest.mark.slow) for name in KINDS]
 
 
 def filled(kind, given):
@@ -52,14 +58,14 @@ def read(given):
 @pytest.mark.parametrize("name", EACH)
 def test_what_is_absent_is_what_hugging_face_takes(name, before):
     """Each field alone, absent and null, and drawn sets of absent ones."""
-    kind, options = FAMILIES[name]
+    kind, options = KINDS[name]
     whole = filled(kind, options if kind == "gpt2" else {**BASE, **options})
     whole = as_before(whole) if before else whole
     if whole is None:  # its rope is by kind of layer, or it has none
         return
     assert read(whole) is not None
     names, draw, compared = [n for n in whole if n not in KEPT], Random(name), 0
-    drawn = [draw.sample(names, draw.randint(2, 5)) for _ in range(40)]
+    drawn = [draw.sample(names, draw.randint(2, 5)) for _ in range(40)] + [["layer_types", n] for n in names]
     cases = [{n: None} for n in names] + [dict.fromkeys(cut, ABSENT) for cut in ([[n] for n in names] + drawn)]
     for changed in cases:
         given = {n: v for n, v in (whole | changed).items() if v is not ABSENT}
