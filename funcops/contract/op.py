@@ -105,9 +105,8 @@ class Op(NamedTuple):
     `products(pending, cfg, into=)`: what `wgrad(pending, cfg, into=)` would add to `into`, as products not yet run, which
     `batch_wgrads` joins with others by `join(products, how)` of their class; anything else is added at once. `prefetch`: what it
     can begin before its turn. `layer`: of a linear layer, how rules of fusion run it (`funcops.ops.linear_layer`). `pausing`: its
-    functions as generators that yield while communication is in flight (`funcops.contract.pausing`), for `interleave`. `outside`,
-    of an op whose forward reads more than its arguments: `outside(where, cfg)`, asked after a forward that is to run again, returns
-    an object whose `changed()` names a value that has changed since, or is None; it raises if no second run can give the same.
+    functions as generators that yield while communication is in flight (`funcops.contract.pausing`), for `interleave`. `draws`, of
+    an op whose forward may draw from torch's generator: `draws(cfg)` says by which operator it was seen to, or "".
 
     Raises, of every op's functions, before any of them computes or changes anything: `TypeError` or `ValueError` for a config,
     params, residuals or a pending of another op, for an x or dy of another shape, dtype or device (`dy` must be like y), and
@@ -138,7 +137,7 @@ class Op(NamedTuple):
     prefetch: Any = None
     layer: Any = None
     pausing: Any = None
-    outside: Any = None
+    draws: Any = None
 
     def __call__(self, *args: Any, **options: Any) -> NoReturn:
         wanted = f"called by its functions: {self.name}.fwd(params, x, cfg) -> (y, residuals)"

@@ -19,11 +19,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from funcops.compose.step import check_body
 from funcops.contract.needs import Mask, Needs
 from funcops.contract.op import Op, wrap
-from funcops.contract.walk import Inside, Part, rewrite
+from funcops.contract.walk import Inside, Part, nested, rewrite
 from funcops.errors import in_html, join_path, on_screen, require, require_dtype, require_type, size_of
 from funcops.memory.parts import LeafPart, has_parts, leaves_of
 from funcops.memory.policy import kept_paths, resolved, with_policy
-from funcops.memory.remat import is_remat, may_rerun
+from funcops.memory.remat import is_remat
 from funcops.program.values import abstract_params, working_like
 from funcops.residuals.policy import POLICIES, Policy, Recompute
 from funcops.residuals.report import kept_values, storage_of
@@ -118,7 +118,7 @@ def fit(op: Op, cfg: Any, x: Any, budget: int, *, dtype: torch.dtype | None = No
 def _candidates(op: Op, cfg: Any) -> Iterator[tuple[str, Policy, Held]]:
     for name in ("save_all", "recompute_norms", "recompute_elementwise", "minimal"):
         under = resolved(op, cfg, POLICIES[name])
-        if may_rerun(*under):  # a forward that draws random numbers must not run again
+        if _may_run_again(*under):  # a forward that draws random numbers must not run again
             yield name, POLICIES[name], _held(*under)
     steps = list(dict.fromkeys([kept.path for kept in kept_paths(op, cfg) if kept.field is None]))
     # the parts of a repeat's body; without a repeat, the op's own parts
@@ -136,7 +136,14 @@ def _recomputing(op: Op, cfg: Any, parts: tuple[str, ...]) -> tuple[Policy, Held
         found = resolved(op, cfg, policy)
     except ValueError:
         return None
-    return (policy, _held(*found)) if may_rerun(*found) else None
+    return (policy, _held(*found)) if _may_run_again(*found) else None
+
+
+def _may_run_again(op: Op, cfg: Any) -> bool:
+    """Whether no forward that would run again was seen to draw random numbers."""
+    again = [part for part, _ in nested(cfg, op=op) if is_remat(part.op)]
+    inside = [part for one in again for part, _ in nested(one.cfg, op=one.op)]
+    return not any([part.op.draws is not None and part.op.draws(part.cfg) for part in inside])
 
 
 @dataclasses.dataclass

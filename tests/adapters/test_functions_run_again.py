@@ -1,12 +1,16 @@
-"""Ops from torch functions where a policy runs their forward again: one that draws random numbers is refused by name, and what a
-function reads beside its arguments must be what it was. Nothing is drawn or read anew in silence."""
+"""Ops from torch functions where a policy runs their forward again: one that draws random numbers is refused by name, a write to a
+captured tensor raises, and anything else that a function reads beside its arguments is what the first run read."""
 
+import collections
 import functools
+import os
+import threading
 import types
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from funcops import (
     POLICIES,
@@ -17,6 +21,7 @@ from funcops import (
     Recompute,
     RepeatConfig,
     SkipConfig,
+    SoftcapConfig,
     Step,
     TorchConfig,
     chain,
@@ -29,6 +34,7 @@ from funcops import (
     repeat,
     report,
     skip,
+    softcap,
     with_policy,
 )
 from funcops.errors import StaleResidualError
@@ -139,7 +145,7 @@ def by_op(op, cfg, params, x, autograd):
 
 @pytest.mark.parametrize("autograd", [False, True], ids=["bwd", "autograd"])
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.turns("name", "autograd", every=26)
+@pytest.mark.turns("name", "path", "autograd", every=100)
 @pytest.mark.parametrize("name", [*DRAWS, *QUIET])
 def test_what_draws_is_refused_or_kept(name, path, autograd):
     """If its forward runs once, its gradients are autograd's with the same generator; where it would run again, it raises."""
@@ -260,7 +266,7 @@ def params_of(op, cfg):
 
 
 @pytest.mark.parametrize("around", AROUND)
-@pytest.mark.turns("write", "way")
+@pytest.mark.turns("write", "way", "around", every=140)
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("way", captures())
 def test_a_captured_tensor_is_guarded(way, write, around):
@@ -301,33 +307,63 @@ def test_a_pending_guards_what_its_wgrad_reads():
 
 
 RATE = 1.0
+SETTINGS = types.ModuleType("settings")
+Pair = collections.namedtuple("Pair", "held")
 
 
 class Rate(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.rate = 1.0
+        self.rate, self.more, self.held = 1.0, types.SimpleNamespace(rate=1.0), [1.0]
 
     def forward(self, x):
-        return x * self.rate * (1 if self.training else 2)
+        return x * self.rate * self.more.rate * self.held[0] * (1 if self.training else 2)
+
+
+class Owner:
+    rate = 1.0
+
+    def step(self, params, x, cfg):
+        return x.sin() * self.rate
+
+    def __call__(self, params, x, cfg):
+        return x.sin() * self.rate
+
+    def get(self):
+        return self.rate
+
+
+class Slotted:
+    __slots__ = ("rate",)
+
+
+class Behind:
+    def __init__(self):
+        self.held = [1.0]
+
+    @property
+    def rate(self):
+        return self.held[0]
 
 
 def rebound():
-    """Rows by name: a function of x that reads a number beside its arguments, a function that sets it, and its name in an error."""
+    """By name: a function of x that reads a number beside its arguments, and a function that sets it."""
     cell, held, table, lot = 1.0, [1.0], {"rate": [1.0]}, [1.0] * 100
     owner, module, pair = types.SimpleNamespace(rate=1.0, inner=types.SimpleNamespace(rate=1.0)), Rate(), (1, [1.0])
     array = pytest.importorskip("numpy").ones(1)
-
-    class Owner:
-        rate = 1.0
-
-        def step(self, params, x, cfg):
-            return x.sin() * self.rate
-
-        def __call__(self, params, x, cfg):
-            return x.sin() * self.rate
-
-    one, called = Owner(), Owner()
+    one, called, behind, slotted, own = Owner(), Owner(), Behind(), Slotted(), type("Own", (Owner,), {"rate": 1.0})
+    slotted.rate, SETTINGS.rate = 1.0, 1.0
+    several, queue, ordered, named, octets = (
+        {1.0},
+        collections.deque([1.0]),
+        collections.OrderedDict(rate=1.0),
+        Pair([1.0]),
+        bytearray(1),
+    )
+    hooked, parts, table_of = torch.nn.Identity(), [types.SimpleNamespace(rate=1.0)], {"by": lambda x: x * one.rate, "get": one.get}
+    hooked.register_forward_hook(lambda module, given, y: y * held[0])
+    around = [1.0]
+    around.append(around)
 
     def set_cell(value):
         nonlocal cell
@@ -339,51 +375,263 @@ def rebound():
     def set_global(value):
         globals()["RATE"] = value
 
+    def set_several(value):
+        several.clear()
+        several.add(value)
+
     def by_default(params, x, cfg, rate=[1.0], *, more={"rate": 1.0}):  # noqa: B006
         return x.sin() * rate[0] * more["rate"]
 
+    def on(owner, name="rate"):
+        return lambda value: setattr(owner, name, value)
+
+    def at(owner, key=0):
+        return lambda value: owner.__setitem__(key, value)
+
     return {
-        "variable": (lambda params, x, cfg: x.sin() * cell, set_cell, "cell"),
-        "helper": (lambda params, x, cfg: helper(x), set_cell, "cell"),
-        "global": (lambda params, x, cfg: x.sin() * RATE, set_global, "RATE"),
-        "list": (lambda params, x, cfg: x.sin() * held[0], lambda v: held.__setitem__(0, v), "held"),
-        "a longer list": (lambda params, x, cfg: x.sin() * len(held), lambda v: held.append(v), "held"),
-        "a long list": (lambda params, x, cfg: x.sin() * lot[50], lambda v: lot.__setitem__(50, v), "lot"),
-        "dict": (lambda params, x, cfg: x.sin() * table["rate"][0], lambda v: table["rate"].__setitem__(0, v), "table"),
-        "tuple": (lambda params, x, cfg: x.sin() * pair[1][0], lambda v: pair[1].__setitem__(0, v), "pair"),
-        "object": (lambda params, x, cfg: x.sin() * owner.rate, lambda v: setattr(owner, "rate", v), "owner"),
-        "inner object": (lambda params, x, cfg: x.sin() * owner.inner.rate, lambda v: setattr(owner.inner, "rate", v), "owner"),
-        "module": (lambda params, x, cfg: module(x.sin()), lambda v: setattr(module, "rate", v), "module"),
-        "mode": (lambda params, x, cfg: module(x.sin()), lambda v: module.train(v == 1.0), "module"),
-        "method": (one.step, lambda v: setattr(one, "rate", v), "Owner"),
-        "callable": (called, lambda v: setattr(called, "rate", v), "Owner"),
-        "array": (lambda params, x, cfg: x.sin() * float(array[0]), lambda v: array.__setitem__(0, v), "array"),
-        "default": (by_default, lambda v: by_default.__defaults__[0].__setitem__(0, v), "__defaults__"),
-        "keyword": (by_default, lambda v: by_default.__kwdefaults__["more"].__setitem__("rate", v), "__kwdefaults__"),
-        "partial": (functools.partial(lambda by, params, x, cfg: x.sin() * by[0], held), lambda v: held.__setitem__(0, v), "list"),
+        "variable": (lambda params, x, cfg: x.sin() * cell, set_cell),
+        "helper": (lambda params, x, cfg: helper(x), set_cell),
+        "global": (lambda params, x, cfg: x.sin() * RATE, set_global),
+        "list": (lambda params, x, cfg: x.sin() * held[0], at(held)),
+        "a longer list": (lambda params, x, cfg: x.sin() * len(held), lambda v: held.__setitem__(slice(None), [1.0] * int(v))),
+        "a long list": (lambda params, x, cfg: x.sin() * lot[50], at(lot, 50)),
+        "a list in itself": (lambda params, x, cfg: x.sin() * around[0], at(around)),
+        "dict": (lambda params, x, cfg: x.sin() * table["rate"][0], at(table["rate"])),
+        "tuple": (lambda params, x, cfg: x.sin() * pair[1][0], at(pair[1])),
+        "named tuple": (lambda params, x, cfg: x.sin() * named.held[0], at(named.held)),
+        "set": (lambda params, x, cfg: x.sin() * sum(several), set_several),
+        "deque": (lambda params, x, cfg: x.sin() * queue[0], at(queue)),
+        "ordered dict": (lambda params, x, cfg: x.sin() * ordered["rate"], at(ordered, "rate")),
+        "bytes": (lambda params, x, cfg: x.sin() * (1 + octets[0]), lambda v: octets.__setitem__(0, int(v) - 1)),
+        "object": (lambda params, x, cfg: x.sin() * owner.rate, on(owner)),
+        "inner object": (lambda params, x, cfg: x.sin() * owner.inner.rate, on(owner.inner)),
+        "object in a list": (lambda params, x, cfg: x.sin() * parts[0].rate, on(parts[0])),
+        "slots": (lambda params, x, cfg: x.sin() * slotted.rate, on(slotted)),
+        "property": (lambda params, x, cfg: x.sin() * behind.rate, at(behind.held)),
+        "by name": (lambda params, x, cfg: x.sin() * getattr(owner, "ra" + "te"), on(owner)),
+        "class": (lambda params, x, cfg: x.sin() * own.rate, on(own)),
+        "class of an object": (own().step, on(own)),
+        "a module's global": (lambda params, x, cfg: x.sin() * SETTINGS.rate, on(SETTINGS)),
+        "environment": (
+            lambda params, x, cfg: x.sin() * float(os.environ.get("OF_A_TEST", 1)),
+            lambda v: os.environ.__setitem__("OF_A_TEST", str(v)),
+        ),
+        "module": (lambda params, x, cfg: module(x.sin()), on(module)),
+        "mode": (lambda params, x, cfg: module(x.sin()), lambda v: module.train(v == 1.0)),
+        "object of a module": (lambda params, x, cfg: module(x.sin()), on(module.more)),
+        "list of a module": (lambda params, x, cfg: module(x.sin()), at(module.held)),
+        "hook of a module": (lambda params, x, cfg: hooked(x.sin()), at(held)),
+        "method": (one.step, on(one)),
+        "method that is called": (lambda params, x, cfg: x.sin() * one.get(), on(one)),
+        "function in a dict": (lambda params, x, cfg: table_of["by"](x.sin()), on(one)),
+        "method in a dict": (lambda params, x, cfg: x.sin() * table_of["get"](), on(one)),
+        "callable": (called, on(called)),
+        "array": (lambda params, x, cfg: x.sin() * float(array[0]), at(array)),
+        "default": (by_default, at(by_default.__defaults__[0])),
+        "keyword": (by_default, at(by_default.__kwdefaults__["more"], "rate")),
+        "partial": (functools.partial(lambda by, params, x, cfg: x.sin() * by[0], held), at(held)),
     }
 
 
+@pytest.mark.turns("way", "around", every=45)
 @pytest.mark.parametrize("around", AROUND)
-@pytest.mark.turns("way")
 @pytest.mark.parametrize("way", rebound())
 def test_a_value_that_was_rebound_is_not_read_anew(way, around):
-    """A forward that would run again raises; one that ran once gives the gradients of its own forward."""
-    fn, change, name = rebound()[way]
-    op, cfg = AROUND[around](op_from_torch(fn, name="own"))
-    params, x = params_of(op, cfg), torch.arange(float(D)).repeat(2, 1)
-    y, residuals = op.fwd(params, x, cfg)
-    want = gradients(op, residuals, y, cfg)
-    y, residuals = op.fwd(params, x, cfg)
-    change(5.0)
-    if around in ("alone", "chain"):
-        torch.testing.assert_close(gradients(op, residuals, y, cfg), want)
-    else:
-        with pytest.raises(StaleResidualError, match=rf"{name} must be as the forward left it, got one that has changed since"):
-            op.bwd(residuals, torch.ones_like(y), cfg)
-    if "longer" not in way:
-        change(1.0)
-        y, residuals = op.fwd(params, x, cfg)
+    """A forward and its backward read the same value, whatever happens between them and whatever was traced before."""
+    fn, change = rebound()[way]
+
+    def made():
+        op, cfg = AROUND[around](op_from_torch(fn, name="own"))
+        return op, params_of(op, cfg), cfg
+
+    def forward(value, op, params, cfg):
+        change(value)
+        return op.fwd(params, x, cfg)
+
+    def backward(y, residuals, op, cfg):
+        return [y, *gradients(op, residuals, y, cfg)]
+
+    x, wanted = torch.arange(float(D)).repeat(2, 1), {}
+    try:
+        for value in (1.0, 5.0):
+            op, params, cfg = made()
+            wanted[value] = backward(*forward(value, op, params, cfg), op, cfg)
+        op, params, cfg = made()
+        y, residuals = forward(1.0, op, params, cfg)
         change(5.0)
-        change(1.0)  # back to what it was
-        torch.testing.assert_close(gradients(op, residuals, y, cfg), want)
+        torch.testing.assert_close(backward(y, residuals, op, cfg), wanted[1.0])
+        inner = op_from_torch(fn, name="own")
+        forward(5.0, inner, None, CFG)  # a trace with other needs
+        op, cfg = AROUND[around](inner)
+        y, residuals = forward(1.0, op, params, cfg)
+        read = 1.0 if torch.allclose(y, wanted[1.0][0]) else 5.0
+        torch.testing.assert_close(backward(y, residuals, op, cfg), wanted[read])
+    finally:
+        change(1.0)
+
+
+class Into:
+    """Ways in which the values of a tensor become numbers of Python."""
+
+    def listed(t):
+        return sum(t.tolist())
+
+    def array(t):
+        return float(t.numpy()[0])
+
+    def asarray(t):
+        return float(pytest.importorskip("numpy").asarray(t)[0])
+
+    def function_of_numpy(t):
+        return float(pytest.importorskip("numpy").sqrt(t)[0])
+
+    def exchanged(t):
+        return float(pytest.importorskip("numpy").from_dlpack(t)[0])
+
+    def item(t):
+        return t[0].item()
+
+    def number(t):
+        return float(t[0])
+
+    def truth(t):
+        return 2 if t[0] > 5 else 3
+
+    def remade(t):
+        return torch.tensor([t[0], t[1]])[0]
+
+    def as_tensor(t):
+        return torch.as_tensor([t[0], t[1]])[0]
+
+    def split(t):
+        return torch.ones(D).split(t.long().tolist()[:1], 0)[0].sum()
+
+    def index(t):
+        return (1.0, 2.0, 3.0, 4.0)[t.long()[0]]
+
+
+@pytest.mark.turns("wraps", "way", every=8)
+@pytest.mark.parametrize("wraps", [lambda op: op, remat], ids=["alone", "remat"])
+@pytest.mark.parametrize("way", [name for name in vars(Into) if name[0] != "_"])
+def test_values_of_a_captured_tensor_are_no_constants(way, wraps):
+    """It is refused, or a later forward reads the new values."""
+    own = torch.full((2,), 2.0)
+    read = getattr(Into, way)
+    op = wraps(op_from_torch(lambda params, x, cfg: x * read(own), name="own"))
+    x = torch.arange(float(D))
+    with pytest.raises(ValueError, match="own_fwd: fn must be a function whose shapes and steps do not depend on values"):
+        op.fwd(None, x, CFG)
+    literal = op_from_torch(lambda params, x, cfg: x * torch.tensor([2.0, 3.0]).sum() * sum([1, 2]), name="own")
+    torch.testing.assert_close(wraps(literal).fwd(None, x, CFG)[0], x * 15)
+
+
+RECOMPUTED = ("rand_like", "bernoulli_", "dropout", "native_dropout", "rrelu", "gumbel_softmax", "attention with dropout")
+
+
+@pytest.mark.turns("name")
+@pytest.mark.parametrize("name", [*RECOMPUTED, *QUIET])
+def test_a_checkpoint_inside_draws_nothing_anew(name):
+    """torch's checkpoint restores the generator, which a trace cannot: a function that draws in one is refused."""
+    fn = DRAWS.get(name) or QUIET[name]
+    op = op_from_torch(lambda params, x, cfg: checkpoint(lambda h: fn(h).exp(), x, use_reentrant=False), name="own")
+    x = given()[1]
+    if name in RECOMPUTED:
+        with pytest.raises(ValueError, match="own_fwd: fn must be a function whose backward draws nothing again"):
+            op.fwd(None, x, CFG)
+        return
+    wanted = x.clone().requires_grad_()
+    torch.manual_seed(7)
+    fn(wanted).exp().sum().backward()
+    torch.manual_seed(7)
+    y, residuals = op.fwd(None, x, CFG)
+    torch.testing.assert_close(op.bwd(residuals, torch.ones_like(y), CFG)[1], wanted.grad)
+
+
+LAYOUTS = {
+    "plain": lambda t: t,
+    "transposed": lambda t: t.mT,
+    "slice": lambda t: t[1:, 2:],
+    "step": lambda t: t[::2, ::3],
+    "expanded": lambda t: t[:1].expand(4, 6),
+    "conj": lambda t: torch.complex(t, t.sin()).conj(),
+}
+READS = {
+    "strided": lambda params, x, cfg: x.as_strided((2,), (1,), x.storage_offset()).sin() * x.sum(),
+    "plain": lambda params, x, cfg: x * x.exp(),
+}
+
+
+@pytest.mark.turns("layout", "read", "offload")
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("read", READS)
+def test_a_second_run_has_the_layouts_of_the_first(layout, read, offload):
+    """Also where x comes back from another memory in other strides."""
+    base = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x = LAYOUTS[layout](base)
+    own = op_from_torch(READS[read], name="own")
+    y, residuals = own.fwd(None, x, CFG)
+    want = own.bwd(residuals, torch.ones_like(y), CFG)
+    op = remat(own, offload=offload)
+    y, residuals = op.fwd(None, x, CFG)
+    torch.testing.assert_close(op.bwd(residuals, torch.ones_like(y), CFG), want)
+
+
+@pytest.mark.turns("around", "needs")
+@pytest.mark.parametrize("around", [remat, lambda op: remat(remat(op)), lambda op: remat(with_policy(chain, "minimal"))])
+@pytest.mark.parametrize("needs", [Needs(), Needs(x=False), Needs(params=False), Needs(params=("up",)), Needs(params=("own.w",))])
+def test_a_second_run_is_cut_for_its_needs(around, needs):
+    """The first run's trace has all gradients, the second one asks for some."""
+    own = op_from_torch(
+        lambda params, x, cfg: (x * params["w"]).sin() * params["b"],
+        name="own",
+        init=lambda cfg, *, key=None, device=None, dtype=None: {
+            "w": torch.full((D,), 0.5, device=device, dtype=dtype),
+            "b": torch.ones(D, device=device, dtype=dtype),
+        },
+    )
+    cfg = ChainConfig(steps=(Step("up", linear, LinearConfig(D, D)), Step("own", own, CFG), Step("again", own, CFG)))
+    params, x = chain.init(cfg, key=random.key(0)), torch.arange(float(D)).repeat(2, 1)
+    y, residuals = chain.fwd(params, x, cfg, needs=needs)
+    want = chain.bwd(residuals, torch.ones_like(y), cfg)
+    op = around(chain)
+    y, residuals = op.fwd(params, x, cfg, needs=needs)
+    torch.testing.assert_close(tensors(op.bwd(residuals, torch.ones_like(y), cfg)), tensors(want))
+
+
+def test_threads_run_again_apart():
+    """Each thread's second run reads what its own first run read."""
+    local = threading.local()
+    op = remat(op_from_torch(lambda params, x, cfg: x.sin() * local.rate, name="own"))
+    x, found = torch.arange(float(D)), {}
+    together = threading.Barrier(2)
+
+    def run(rate):
+        local.rate = rate
+        y, residuals = op.fwd(None, x + rate, CFG)
+        together.wait()
+        local.rate = 0.0
+        found[rate] = op.bwd(residuals, torch.ones_like(y), CFG)[1] / (x + rate).cos(), y / (x + rate).sin()
+
+    threads = [threading.Thread(target=run, args=(rate,)) for rate in (2.0, 3.0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for dx, y in found.values():
+        torch.testing.assert_close(dx, y)
+    assert len(found) == 2
+
+
+@pytest.mark.slow
+def test_under_torch_compile():
+    """A compiler leaves out what it cannot trace, and the first run's notes are made there too; other ops are traced whole."""
+    owner = types.SimpleNamespace(rate=1.0)
+    op = remat(op_from_torch(lambda params, x, cfg: x.sin() * owner.rate, name="own"))
+    x = torch.arange(float(D), requires_grad=True)
+    capped = torch.compile(lambda x: differentiable(remat(softcap))(None, x, SoftcapConfig(3.0)), fullgraph=True, backend="eager")
+    wanted = torch.autograd.grad(differentiable(softcap)(None, x, SoftcapConfig(3.0)).sum(), x)
+    torch.testing.assert_close(torch.autograd.grad(capped(x).sum(), x), wanted)
+    y = torch.compile(lambda x: differentiable(op)(None, x, CFG), backend="eager")(x)
+    owner.rate = 5.0
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], x.detach().cos())

@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 
 from funcops.adapters.flatten import flatten, gradients, indexed_paths, unflatten
-from funcops.adapters.from_function.outside import Noted, names_in, names_of_tensors, read_outside, values_of
-from funcops.adapters.from_function.partition import Graphs, Like, cut, resolved
+from funcops.adapters.from_function.outside import names_of_tensors, read_outside, values_of
+from funcops.adapters.from_function.partition import Cutter, Graphs, Like, resolved, trace
 from funcops.contract.accumulators import accumulate
 from funcops.contract.configs import OpConfig, require_config
+from funcops.contract.marks import mark_of, version
 from funcops.contract.needs import Needs, check_needs
 from funcops.contract.op import Op, config, dgrad_of, make_op, refuse_autocast
+from funcops.contract.rerun import note, takes_notes
 from funcops.contract.schema import DGRAD, WGRAD, Pending, Residuals, open_node, saved, static
-from funcops.errors import check, describe, fail, join_path, require, require_callable, require_type
+from funcops.errors import check, describe, fail, join_path, require, require_callable, require_type, stale
 from funcops.residuals.donate import donate
 from funcops.trees import nothing_like, paths, tree_map_tensors
 
@@ -43,6 +45,27 @@ class TorchPending(Pending):
     traced: Any = static()
 
 
+class Noted:
+    """What a forward that will run again leaves to the second run: its trace, in which all that the function read is fixed, and the
+    marks of the tensors among that. Two are equal if their traces are."""
+
+    __slots__ = ("marks", "traced")
+
+    def __init__(self, traced: Traced) -> None:
+        self.traced, self.marks = traced, {name: mark_of(t) for name, t in traced.graphs.captured.items()}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Noted) and other.traced is self.traced
+
+    def __hash__(self) -> int:
+        return id(self.traced)
+
+    def complain(self, where: str) -> None:
+        for name, t in self.traced.graphs.captured.items():
+            if version(t) != self.marks[name]:
+                stale(where, name, hint="The forward runs again: run the backward first, or keep a clone")
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Traced:
     """The graphs traced for a call's shapes, and the trees of their inputs and outputs."""
@@ -53,6 +76,16 @@ class Traced:
     y_shape: Any
     asked: tuple[bool, ...]
     params: int  # leaves of params
+    leaves: tuple[tuple[Like, int], ...]  # their layouts and storage offsets
+    cutter: Cutter
+    cuts: dict[Any, Traced] = dataclasses.field(default_factory=dict)
+
+    def asking(self, needs: Needs) -> Traced:
+        """The same trace, which has the gradients of all leaves, cut for fewer of them."""
+        asked = _asked(self.params_shape, self.x_shape, [like for like, _ in self.leaves], self.params, needs)
+        if asked not in self.cuts:
+            self.cuts[asked] = dataclasses.replace(self, graphs=self.cutter.graphs(asked), asked=asked)
+        return self.cuts[asked]
 
     def nothing(self) -> Any:
         """dx without gradients."""
@@ -74,14 +107,16 @@ def op_from_torch(
     """Make an `Op` from `fn(params, x, cfg) -> y`, a function that torch's autograd can differentiate.
 
     params, x and y are trees of tensors. The function is traced once for each set of shapes, strides and dtypes, and again when a
-    variable of its closure or a global that it reads is another object, a list or dict of other values, or a module in another
-    mode. It is not traced again when another attribute of an object changes, and Python control flow that depends on the values of
-    tensors is not traced: pass what changes in params, x or the config. A tensor of its closure that the backward reads is a
-    residual: a write to it in between raises `StaleResidualError`. Under `remat`, and rules and presets that recompute it, so does
-    any such value that has changed, and a function that draws random numbers raises `ValueError`. A dy, or a residual that was
-    moved, is copied if its strides differ from the traced ones. `init(cfg, *, key, device, dtype)` makes params; without it the op
-    has none. Raises `TypeError` for a y that holds anything but tensors, `ValueError` for a function that cannot be traced without
-    writes, whose shapes depend on values, or that captures a tensor that requires grad, and `RuntimeError` under autocast.
+    variable of its closure or a global that it reads is another object, a list or dict (of up to 64 entries) of other values, or a
+    module in another mode. It is not traced again when another attribute of an object changes, and Python control flow that depends
+    on the values of tensors is not traced: pass what changes in params, x or the config. A tensor of its closure that the backward
+    reads is a residual: a write to it in between raises `StaleResidualError`. Under `remat`, and rules and presets that recompute
+    it, so does a write to any other, and a function that draws random numbers raises `ValueError`; the second run is of the first
+    one's trace. A dy, or a residual that was moved, is copied if its strides differ from the traced ones. `init(cfg, *, key,
+    device, dtype)` makes params; without it the op has none. Raises `TypeError` for a y that holds anything but tensors,
+    `ValueError` for a function that cannot be traced without writes, whose shapes or steps depend on values, whose backward draws
+    again what its forward drew (as with `torch.utils.checkpoint`), or that captures a tensor that requires grad, and
+    `RuntimeError` under autocast.
 
     >>> import torch
     >>> from funcops import TorchConfig, op_from_torch
@@ -118,9 +153,10 @@ def op_from_torch(
     def no_params(cfg: Any, *, key: Any = None, device: Any = None, dtype: Any = None) -> None:
         return None
 
+    takes_notes()
     fwd.any_tree = True  # type: ignore[attr-defined]
     made = make_op(own.label, config, init=init or no_params, fwd=fwd, dgrad=dgrad, wgrad=wgrad, bwd=bwd)
-    return made._replace(pending=TorchPending, outside=own.noted)
+    return made._replace(pending=TorchPending, draws=own.draws)
 
 
 class _Function:
@@ -128,10 +164,11 @@ class _Function:
 
     def __init__(self, label: str, fn: Callable[..., Any], config: type, init: Callable[..., Any] | None) -> None:
         self.label, self.fn, self.config, self.init = label, fn, config, init
-        seen: set[Any] = set()
-        self.outside = list(read_outside(fn, seen))
-        self.names = frozenset().union(*[names_in(one.__code__) for one in seen])
+        self.outside = list(read_outside(fn, set()))
         self.memo: tuple[Any, dict[Any, Traced]] = (), {}  # the values outside, and the traces that hold for them
+
+    def __repr__(self) -> str:
+        return self.label
 
     def traced(self, params: Any, x: Any, cfg: Any, needs: Needs) -> tuple[Traced, list[Tensor]]:
         """The trace for these trees, and their leaves."""
@@ -141,6 +178,21 @@ class _Function:
         x_shape = flatten(x, leaves)
         _check_leaves(f"{self.label}_fwd", params, x)
         flat = [resolved(t) for t in leaves]
+        noted = note(self, lambda: self._noted(params_shape, x_shape, cfg, flat, count))
+        if noted is None:
+            return self._found(params_shape, x_shape, cfg, flat, count, needs), leaves
+        noted.complain(f"{self.label}_fwd")
+        return noted.traced.asking(needs), _as_traced(f"{self.label}_fwd", noted.traced, leaves, flat)
+
+    def _noted(self, params_shape: Any, x_shape: Any, cfg: Any, flat: list[Tensor], count: int) -> Noted:
+        own = self._found(params_shape, x_shape, cfg, flat, count, Needs.ALL)
+        if own.graphs.draws:
+            remedy = "draw in x instead, or use dropout with a key, or keep its residuals (no remat, no Recompute)"
+            got = f"one that calls {own.graphs.draws}: {remedy}"
+            fail(f"{self.label}_fwd", self.label, "an op that gives the same when its forward runs again", got)
+        return Noted(own)
+
+    def _found(self, params_shape: Any, x_shape: Any, cfg: Any, flat: list[Tensor], count: int, needs: Needs) -> Traced:
         values, memo = values_of(self.outside), self.memo
         if values != memo[0]:  # an annealed number would leave a trace for each value
             memo = self.memo = values, {}
@@ -153,16 +205,12 @@ class _Function:
         if found is None:
             known = names_of_tensors(self.outside)
             found = memo[1][key] = _trace(self.label, self.fn, cfg, needs, params_shape, x_shape, flat, count, known)
-        return found, leaves
+        return found
 
-    def noted(self, where: str, cfg: Any) -> Noted:
-        """See `Op.outside`."""
-        graphs = [one.graphs for key, one in self.memo[1].items() if key[:2] == (cfg, repr(cfg))]
-        draws = next((one.draws for one in graphs if one.draws), None)
-        if draws is not None:
-            remedy = "draw in x instead, or use dropout with a key, or keep its residuals (no remat, no Recompute)"
-            fail(where, self.label, "an op that gives the same when its forward runs again", f"one that calls {draws}: {remedy}")
-        return Noted.of(self.outside, self.names, {name: t for one in graphs for name, t in one.captured.items()})
+    def draws(self, cfg: Any) -> str:
+        """See `Op.draws`."""
+        graphs = [one.graphs for key, one in list(self.memo[1].items()) if key[:2] == (cfg, repr(cfg))]
+        return next((one.draws for one in graphs if one.draws), "")
 
     def forward(self, params: Any, x: Any, cfg: Any, needs: Needs) -> tuple[Any, Any]:
         label = f"{self.label}_fwd"
@@ -250,11 +298,8 @@ def _trace(
     count: int,
     known: dict[int, str],
 ) -> Traced:
-    asked = []
-    for shape_, side in ((params_shape, needs.param), (x_shape, needs.input)):
-        for i, path in indexed_paths(shape_, ""):
-            wanted = side(path) if path else bool(needs.params if i < count else needs.x)
-            asked.append(bool(wanted and (leaves[i].is_floating_point() or leaves[i].is_complex())))
+    likes = [Like.of(t) for t in leaves]
+    asked = _asked(params_shape, x_shape, likes, count, needs)
     shape: list[Any] = []
 
     def run(flat: Any) -> Any:
@@ -267,5 +312,29 @@ def _trace(
         return found
 
     with torch.enable_grad():
-        graphs = cut(f"{label}_fwd", run, leaves, asked, count, known)
-    return Traced(graphs, params_shape, x_shape, shape[0], tuple(asked), count)
+        cutter = trace(f"{label}_fwd", run, leaves, asked, count, known)
+    layouts = tuple([(like, t.storage_offset()) for like, t in zip(likes, leaves, strict=True)])
+    return Traced(cutter.graphs(asked), params_shape, x_shape, shape[0], asked, count, layouts, cutter)
+
+
+def _asked(params_shape: Any, x_shape: Any, leaves: list[Like], count: int, needs: Needs) -> tuple[bool, ...]:
+    """Whether the gradient of each leaf is asked for; the first `count` are of params."""
+    asked = []
+    for shape, side in ((params_shape, needs.param), (x_shape, needs.input)):
+        for i, path in indexed_paths(shape, ""):
+            wanted = side(path) if path else bool(needs.params if i < count else needs.x)
+            asked.append(bool(wanted and (leaves[i].dtype.is_floating_point or leaves[i].dtype.is_complex)))
+    return tuple(asked)
+
+
+def _as_traced(where: str, own: Traced, leaves: list[Tensor], flat: list[Tensor]) -> list[Tensor]:
+    """The leaves of a second run in the layout of the first one's, from which they differ if they were offloaded in between."""
+    found = []
+    for i, ((like, offset), t, plain) in enumerate(zip(own.leaves, leaves, flat, strict=True)):
+        if Like.of(plain) != like:
+            t = plain = like.laid_out(where, f"input {i}", plain)
+        if own.graphs.placed and plain.storage_offset() != offset:
+            t = plain.new_empty(offset + like.extent()).as_strided(like.shape, like.stride, offset)
+            t.as_strided((like.extent(),), (1,), offset).copy_(plain.as_strided((like.extent(),), (1,)))
+        found.append(t)
+    return found

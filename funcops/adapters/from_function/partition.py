@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from funcops.errors import describe, fail
 
@@ -45,6 +47,10 @@ class Like(NamedTuple):
             step *= n
         return True
 
+    def extent(self) -> int:
+        """The elements from the first to the last in memory."""
+        return 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+
     def zeros(self) -> Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).zero_()
 
@@ -56,7 +62,7 @@ class Like(NamedTuple):
         t = resolved(t)
         if t.stride() == self.stride or t.numel() == 0:
             return t
-        extent = 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+        extent = self.extent()
         flat = torch.empty(extent, dtype=t.dtype, device=t.device)
         made = flat.as_strided(self.shape, self.stride)
         if self.is_dense():
@@ -87,22 +93,44 @@ class Graphs(NamedTuple):
     draws: str  # the first operator of the forward that draws random numbers, or ""
 
 
-def cut(where: str, run: Run, leaves: Sequence[Tensor], asked: Sequence[bool], params: int, known: dict[int, str]) -> Graphs:
+def trace(where: str, run: Run, leaves: Sequence[Tensor], asked: Sequence[bool], params: int, known: dict[int, str]) -> Cutter:
     """Trace `run(leaves) -> outputs` with the gradients of the leaves that are `asked` for; the first `params` leaves are params.
     `known`: names of tensors that `run` may capture, by id. Hooks on saved tensors that are active around the call (a
     checkpoint's, an offload's) do not see the trace's, which would come with their changes into the graph."""
     try:
-        with torch.inference_mode(False), FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), _hidden_from_hooks():
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with torch.inference_mode(False), fake, torch.enable_grad(), _hidden_from_hooks(), _NoValues():
             given = [_stand_in(t) for t in leaves]
             outputs = [Like.of(y).dense() for y in run(given)]
             traced = _joint(run, given, outputs, asked)
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+    except (DataDependentOutputException, DynamicOutputShapeException, _ReadsValues) as error:
         fail(where, "fn", "a function whose shapes and steps do not depend on values", error)
     for node in traced.graph.nodes:
         if node.op == "get_attr" and getattr(getattr(traced, node.target), "requires_grad", False):
             got = describe(getattr(traced, node.target))
             fail(where, "fn", "a function that takes tensors that require grad as params or x", got)
-    return _Cutter(where, traced, len(leaves), len(outputs), asked, params, known).graphs(tuple(outputs))
+    return Cutter(where, traced, len(leaves), tuple(outputs), asked, params, known)
+
+
+_NUMBERS = {"tolist", "__index__"}  # which read memory, also that of a captured tensor, which is no fake one
+_ARRAYS = {"numpy", "__array__", "__dlpack__", "tensor", "as_tensor", "asarray"}  # so do these, of no other tensor either
+
+
+class _NoValues(TorchFunctionMode):
+    """A block that refuses what turns a tensor into numbers, which a trace would contain for ever."""
+
+    def __torch_function__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(fn, "__name__", "")
+        if name in _NUMBERS and not isinstance(args[0], FakeTensor):
+            raise _ReadsValues(f"Tensor.{name} of a captured tensor")
+        given = args[0] if args and name in _ARRAYS else None
+        if isinstance(given, Tensor) == hasattr(Tensor, name) and any([isinstance(t, Tensor) for t in tree_leaves(given)]):
+            raise _ReadsValues(f"{name} of {'a tensor' if isinstance(given, Tensor) else 'a list of tensors'}")
+        return fn(*args, **(kwargs or {}))
+
+
+class _ReadsValues(Exception):
+    pass
 
 
 def _hidden_from_hooks() -> AbstractContextManager[Any]:
@@ -167,7 +195,7 @@ def _draws(node: fx.Node) -> bool:
     return all(given.get(name) is None or given[name] != off for name, off in _OFF.items())
 
 
-class _Cutter:
+class Cutter:
     """Assigns each node of a joint graph to the forward, dgrad or wgrad."""
 
     def __init__(
@@ -175,12 +203,12 @@ class _Cutter:
         where: str,
         traced: fx.GraphModule,
         leaves: int,
-        outputs: int,
+        outputs: tuple[Like, ...],
         asked: Sequence[bool],
         params: int,
         known: dict[int, str],
     ) -> None:
-        self.root, self.graph = traced, traced.graph
+        self.where, self.root, self.graph, self.outputs, self.params = where, traced, traced.graph, outputs, params
         self.captured = self._find_captured()
         self._drop_aliases()
         nodes = list(self.graph.nodes)
@@ -190,38 +218,44 @@ class _Cutter:
         self.order = [n for n in nodes if n.op not in ("placeholder", "output")]
         inputs = [n for n in nodes if n.op == "placeholder"]
         self.names = {n: f"input.{i}" if i < leaves else f"dy.{i - leaves}" for i, n in enumerate(inputs)}
-        self.ys, self.grads = nodes[-1].args[0]
-        owners = [i for i, ask in enumerate(asked) if ask]
-        self.dx = [g for i, g in zip(owners, self.grads, strict=True) if i >= params]
-        self.dparams = [g for i, g in zip(owners, self.grads, strict=True) if i < params]
+        self.ys, grads = nodes[-1].args[0]
+        self.grads = dict(zip([i for i, ask in enumerate(asked) if ask], grads, strict=True))
         self.leaves, self.inputs = inputs[:leaves], {*inputs, *self.captured}
         for i, (node, t) in enumerate(self.captured.items()):
             name = f"captured.{known.get(id(t), i)}"  # two functions may call their variables the same
             self.names[node] = f"{name}.{i}" if name in self.names.values() else name
 
-    def graphs(self, outputs: tuple[Like, ...]) -> Graphs:
+    def graphs(self, asked: Sequence[bool]) -> Graphs:
+        """The graphs with the gradients of these leaves, which may be fewer than were traced."""
+        dx = [g for i, g in self.grads.items() if asked[i] and i >= self.params]
+        dparams = [g for i, g in self.grads.items() if asked[i] and i < self.params]
         views = {n for n in self.order if _is_view(n)}  # recomputed by each part that reads them, so that their bases cross
         first = self._ancestors(self.ys)
-        second = self._ancestors(self.dx) - (first - views)
-        third = self._ancestors(self.dparams) - (first - views) - (second - views)
+        second = self._ancestors(dx) - (first - views)
+        third = self._ancestors(dparams) - (first - views) - (second - views)
         for node in self.order:  # but an element of a tuple goes to the tuple's part, so that tensors cross
             for part in (first, second):
                 if node.target is operator.getitem and node.args[0] in part:
                     third.discard(node)
                     (second if part is first else set()).discard(node)
                     part.add(node)
-        kept = self._crossing(self.dx + self.dparams, second | third)
+        kept = self._crossing(dx + dparams, second | third)
         kept = [n for n in kept if not self.names.get(n, "").startswith("dy.")]
-        waiting = self._crossing(self.dparams, third)
+        waiting = self._crossing(dparams, third)
         dys = [n for n in self.names if self.names[n].startswith("dy.")]
         forward = self._part(first, self.leaves, [*self.ys, *[n for n in kept if n not in self.inputs]])
         middle = [n for n in waiting if n in second]
-        dgrad = self._part(second, [*kept, *dys], [*self.dx, *middle])
-        wgrad = self._part(third, waiting, self.dparams)
+        dgrad = self._part(second, [*kept, *dys], [*dx, *middle])
+        wgrad = self._part(third, waiting, dparams)
         placed = any("as_strided" in str(n.target) for n in self.order)
         captured = {self.names[node]: t for node, t in self.captured.items()}
-        draws = next((str(n.target) for n in self.order if n in first and _draws(n)), "")
-        return Graphs(forward, dgrad, wgrad, outputs, self._named(kept), self._named(waiting), placed, captured, draws)
+        drawing = [n for n in self.order if _draws(n)]
+        draws = next((str(n.target) for n in drawing if n in first), "")
+        anew = {n.target for n in drawing if n in second | third} & {n.target for n in drawing if n in first}
+        if anew:
+            wanted = "a function whose backward draws nothing again (leave out torch.utils.checkpoint around what draws)"
+            fail(self.where, "fn", wanted, ", ".join(map(str, anew)))
+        return Graphs(forward, dgrad, wgrad, self.outputs, self._named(kept), self._named(waiting), placed, captured, draws)
 
     def _find_captured(self) -> dict[fx.Node, Tensor]:
         """The nodes of tensors that the function reads beside its arguments, one for each, and the tensors."""
