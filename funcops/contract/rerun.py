@@ -41,6 +41,8 @@ class _Run:
     """A block with other notes in its thread."""
 
     __slots__ = ("_before", "given", "made")
+    made: Any
+    given: Any
 
     def __enter__(self) -> Any:
         self._before: Any = None
@@ -62,7 +64,7 @@ class first_run(_Run):
     __slots__ = ()
 
     def __init__(self) -> None:
-        self.made: list[Note] = []
+        self.made = []
 
     def _set(self) -> None:
         _thread.made = self.made  # inside of another forward's second run it takes notes from there

@@ -313,7 +313,7 @@ def _trace(
 
     with torch.enable_grad():
         cutter = trace(f"{label}_fwd", run, leaves, asked, count, known)
-    layouts = tuple([(like, t.storage_offset()) for like, t in zip(likes, leaves, strict=True)])
+    layouts = tuple([(like, int(t.storage_offset())) for like, t in zip(likes, leaves, strict=True)])
     return Traced(cutter.graphs(asked), params_shape, x_shape, shape[0], asked, count, layouts, cutter)
 
 

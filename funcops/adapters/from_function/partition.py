@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from funcops.errors import describe, fail
+from funcops.errors import describe, fail, join_path
 
 Run = Callable[[Sequence[Tensor]], list[Tensor]]
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh.default)
@@ -223,7 +223,7 @@ class Cutter:
         self.leaves, self.inputs = inputs[:leaves], {*inputs, *self.captured}
         for i, (node, t) in enumerate(self.captured.items()):
             name = f"captured.{known.get(id(t), i)}"  # two functions may call their variables the same
-            self.names[node] = f"{name}.{i}" if name in self.names.values() else name
+            self.names[node] = join_path(name, i if name in self.names.values() else None)
 
     def graphs(self, asked: Sequence[bool]) -> Graphs:
         """The graphs with the gradients of these leaves, which may be fewer than were traced."""
