@@ -322,7 +322,7 @@ class _Walk:
         shared = self.shares(main)
         if not shared:
             return op, cfg, main
-        made = ShardedDropoutConfig(cfg.p, shared=shared, train=cfg.train)
+        made = ShardedDropoutConfig(**fields_of(cfg), shared=shared)
         return self.remade(op, path, dropout, sharded_dropout), made, _Main(main.dim)
 
     def remade(self, op: Op, path: str, source: Op, becomes: Op) -> Op:

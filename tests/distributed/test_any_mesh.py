@@ -1,5 +1,6 @@
 """Meshes of any axis names: ranks draw their parts of one mask and of one noise, and losses and gradients are one process's."""
 
+import dataclasses
 import math
 import random as python_random
 
@@ -38,6 +39,7 @@ from funcops import (
     route,
     skip,
 )
+from funcops.contract.configs import fields_of
 from funcops.contract.op import OpConfig, config, make_op
 from funcops.distributed import Mesh
 from funcops.models import MoEConfig, moe
@@ -174,11 +176,8 @@ def test_masks_of_ranks_are_parts_of_one_mask(seed):
     *others, axis = draw.sample(list(sizes), 3)
     context = others.pop() if draw.random() < 0.4 else None
     rows = tuple(draw.sample(others, draw.randrange(len(others) + 1)))
-    x, key, cfg = (
-        torch.ones(36, 12, 2),
-        random.key(seed),
-        ChainConfig(steps=(Step("drop", dropout, DropoutConfig(0.5), takes=("key",)),), extras=("key",)),
-    )
+    x, key, options = torch.ones(36, 12, 2), random.key(seed), DropoutConfig(0.5, folds=seed % 2 == 0)
+    cfg = ChainConfig(steps=(Step("drop", dropout, options, takes=("key",)),), extras=("key",))
     whole = chain.fwd({"drop": None}, WithExtras(x, {"key": key}), cfg)[0]
     for rank in range(math.prod(sizes.values())):
         mesh = Mesh.abstract(sizes, rank)
@@ -194,6 +193,14 @@ def test_masks_of_ranks_are_parts_of_one_mask(seed):
             context,
             rank,
         )
+
+
+def test_a_rank_has_every_option_of_a_dropout():
+    options = DropoutConfig(0.25, train=False, folds=False)
+    assert all(getattr(options, field.name) != field.default for field in dataclasses.fields(options))
+    cfg = ChainConfig(steps=(Step("drop", dropout, options, takes=("key",)),), extras=("key",))
+    made = dist.parallel(cfg, {}, Mesh.abstract({"dp": 2, "tp": 2}, 3)).steps[0].cfg
+    assert fields_of(options).items() <= fields_of(made).items() and len(made.shared) == 2
 
 
 CONV = ("conv", causal_conv1d, CausalConv1dConfig(8))

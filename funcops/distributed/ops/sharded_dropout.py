@@ -64,8 +64,7 @@ class Shared:
 
 @config
 class ShardedDropoutConfig(OpConfig):
-    """`p`: the probability of zero, in [0, 1]; `shared`: how x is sharded, outer axes of a dimension first;
-    `train=False` is the identity."""
+    """The fields of `DropoutConfig`; `shared`: how x is sharded, outer axes of a dimension first."""
 
     widths = same_width
     featurewise = True
@@ -73,6 +72,7 @@ class ShardedDropoutConfig(OpConfig):
     p: float = field(kw_only=False)
     shared: tuple[Shared, ...]
     train: bool = True
+    folds: bool = True
 
     def __post_init__(self) -> None:
         require(0.0 <= self.p <= 1.0, "ShardedDropoutConfig", "p", "in [0, 1]", self.p)
@@ -119,5 +119,7 @@ def sharded_dropout_dgrad(
     return residuals.inputs.make((dx, None)), None
 
 
-sharded_dropout = make_op("sharded_dropout", ShardedDropoutConfig, fwd=sharded_dropout_fwd, dgrad=sharded_dropout_dgrad, keyed=True)
+sharded_dropout = make_op(
+    "sharded_dropout", ShardedDropoutConfig, fwd=sharded_dropout_fwd, dgrad=sharded_dropout_dgrad, keyed=lambda cfg: cfg.folds
+)
 sharded_dropout_init, sharded_dropout_bwd, sharded_dropout_wgrad = no_params(sharded_dropout, sharded_dropout_dgrad)
