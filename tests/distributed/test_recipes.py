@@ -212,11 +212,17 @@ def test_a_report_says_which_layers_over_ranks_it_leaves_out():
 
 
 def test_a_nan_is_the_largest():
-    def run(mesh):
-        return dist.amaxes_over({"a": torch.tensor([3.0, 1.0 + mesh.rank, float("nan") if mesh.rank else 2.0])}, mesh["tp"])["a"]
+    """Of any sign and payload: on x86 0 / 0 has the sign bit set. The other rank has a number, or infinity."""
+    nans = torch.tensor([0x7FC00000, 0x7F800001, 0x7FFFFFFF, -0x400000, -1, -0x7FFFFF], dtype=torch.int32).view(torch.float32)
+    nans = torch.cat((nans, torch.zeros(1) / torch.zeros(1)))
+    others = torch.tensor([0.0, -0.0, 1.0, 2.0, 3.0, math.inf, math.inf])
 
-    for found in run_ranks({"tp": 2}, run):
-        assert found.tolist()[:2] == [3.0, 2.0] and found[2].isnan()
+    def run(mesh):
+        amaxes = {"a": torch.tensor([3.0, 1.0 + mesh.rank]), "nan": nans if mesh.rank == 1 else others, "zero": torch.tensor(-0.0)}
+        return dist.amaxes_over(amaxes, mesh["tp"])
+
+    for found in run_ranks({"tp": 3}, run):
+        assert found["a"].tolist() == [3.0, 3.0] and found["nan"].isnan().all() and found["zero"] == 0.0
     assert dist.amaxes_over({}, Mesh.abstract({"tp": 2}, 0)["tp"]) == {}
 
 
