@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from funcops.distributed import comm
 from funcops.distributed.agreement import Entry, deadlock, difference
@@ -120,10 +120,13 @@ class Program(NamedTuple):
 
 class _Recorder(TorchDispatchMode):
     """Notes collectives, and sends none: their arguments are taken to the meta device, wherever the step has made them. A tensor
-    that is on a device, captured or made there by name, follows where an operator meets it with one on the meta device."""
+    that is on a device, captured or made there by name, follows where an operator meets it with one on the meta device. What the
+    step writes to it is undone by `restore`, as is what it draws there: a step that updates its state in place has not run."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.storages: dict[int, tuple[Any, Any]] = {}  # those that were written to, by their identity, and what they held before
+        self.generators: dict[torch.Generator, Tensor] = {}
         self.sent: list[Collective] = []
         self.flying: dict[int, tuple[int, Tensor]] = {}
         self.products, self.started, self.exposed = 0, list[int](), list[int]()
@@ -135,6 +138,7 @@ class _Recorder(TorchDispatchMode):
         if found is None:
             if getattr(func, "namespace", "") == "_c10d_functional":
                 return self._waited(args[0])
+            self._remember(func, args, kwargs or {})
             result = _anywhere(func, args, kwargs or {})
             self.products += _is_product(str(func))
             return result
@@ -147,11 +151,46 @@ class _Recorder(TorchDispatchMode):
         self.started.append(self.products)
         return result
 
+    def _remember(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Keep what the operator will write over."""
+        for t in tensors(_written(func, args, kwargs)):
+            if not t.is_meta and not is_traceable_wrapper_subclass(t):
+                storage = t.untyped_storage()
+                if storage._cdata not in self.storages:
+                    self.storages[storage._cdata] = storage, storage.clone()
+        generator = kwargs.get("generator") or _default_generator(func, args, kwargs)
+        if generator is not None and generator not in self.generators:
+            self.generators[generator] = generator.get_state()
+
+    def restore(self) -> None:
+        for storage, before in self.storages.values():
+            storage.copy_(before)
+        for generator, state in self.generators.items():
+            generator.set_state(state)
+
     def _waited(self, t: Tensor) -> Tensor:
         place, _ = self.flying.pop(id(t), (-1, None))
         if place >= 0 and self.started[place] == self.products and place not in self.exposed:
             self.exposed.append(place)
         return t
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an operator writes to."""
+    if not func._schema.is_mutable:
+        return []
+    given = {**dict(zip([a.name for a in func._schema.arguments], args, strict=False)), **kwargs}
+    return [given.get(a.name) for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def _default_generator(func: Any, args: Any, kwargs: Mapping[str, Any]) -> torch.Generator | None:
+    """torch's own generator that an operator draws from, if it does."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return None
+    device = torch.device(next((t.device for t in tensors((args, kwargs))), kwargs.get("device") or "cpu"))
+    if device.type == "cuda":
+        return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    return torch.default_generator if device.type == "cpu" else None
 
 
 def _to_meta(t: Tensor) -> Tensor:
@@ -190,8 +229,12 @@ def record(step: Callable[..., Any], *trees: Any) -> Program:
 
 
 def _recorded(step: Callable[..., Any], *args: Any) -> Program:
-    with torch.no_grad(), torch.device("meta"), _Recorder() as recorder:
-        step(*args)
+    recorder = _Recorder()
+    try:
+        with torch.no_grad(), torch.device("meta"), recorder:
+            step(*args)
+    finally:
+        recorder.restore()
     unfinished, exposed = sorted(place for place, _ in recorder.flying.values()), sorted(recorder.exposed)
     return Program(tuple(recorder.sent), tuple(unfinished), tuple(exposed))
 
@@ -199,7 +242,7 @@ def _recorded(step: Callable[..., Any], *args: Any) -> Program:
 def handshake(mesh: Mesh, step: Callable[..., Any], *trees: Any) -> Program:
     """Record the program of `step(*trees)` and compare it with the programs of all ranks of the mesh. All ranks must call it, once,
     before the first step. The step runs under the meta device, on which also its trees and what it sends are: nothing is sent but
-    what the ranks compare.
+    what the ranks compare. What it writes in place to a captured tensor, or draws on a device, is undone.
 
     Raises `ValueError` on every rank, with the ranks, the position and both entries, if two ranks of a group would call different
     collectives, if one sends other rows than another expects, and if ranks would wait for each other as they go through their axes

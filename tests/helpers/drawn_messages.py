@@ -105,3 +105,43 @@ def unordered(c10d, rank, x):
         "recv_": lambda: c10d.recv(x, 1 - rank),
         "barrier": lambda: c10d.barrier(),
     }
+
+
+class Held:
+    """State that a step captures on a device, and the ways to write to it in place."""
+
+    def __init__(self):
+        self.tensors = [torch.arange(6.0).view(2, 3), torch.ones(2, 3, dtype=torch.float64), torch.zeros(3, dtype=torch.int64)]
+        self.param = torch.nn.Parameter(torch.ones(2, 3))
+        self.param.grad = torch.ones(2, 3)
+        self.optimizer = torch.optim.AdamW([self.param], weight_decay=0.5)
+        self.generator = torch.Generator().manual_seed(3)
+        self.optimizer.step()  # its state exists
+
+    def all(self):
+        """Everything that a step could change, copied."""
+        adam = self.optimizer.state[self.param]
+        tensors = [*self.tensors, self.param.detach(), self.param.grad, *adam.values()]
+        return [t.clone() for t in [*tensors, self.generator.get_state(), torch.get_rng_state()]]
+
+    def ways(self, x):
+        """By name, each a function that writes, given x on the meta device."""
+        a, b, count = self.tensors
+        return {
+            "in place": lambda: a.add_(1),
+            "of a view": lambda: a[1:, :2].mul_(3),
+            "of a transpose": lambda: a.t().copy_(b.t()),
+            "by index": lambda: a.__setitem__(torch.tensor([0], device="cpu"), 5.0),
+            "of data": lambda: b.data.sub_(2),
+            "a count": lambda: count.__iadd__(1),
+            "out": lambda: torch.add(a, a, out=a),
+            "many": lambda: torch._foreach_mul_([a, b], 0.5),
+            "from meta": lambda: a.copy_(x[:2, :3]),
+            "an optimiser": self.optimizer.step,
+            "weight decay": lambda: self.param.data.mul_(0.9),
+            "a resize": lambda: b.zero_().resize_(2, 3),
+            "an own generator": lambda: torch.rand(3, device="cpu", generator=self.generator),
+            "torch's generator": lambda: torch.rand(3, device="cpu"),
+            "dropout": lambda: torch.nn.functional.dropout(a, 0.5),
+            "noise": lambda: b.normal_(),
+        }
