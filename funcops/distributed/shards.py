@@ -27,7 +27,7 @@ from funcops.distributed.buckets import BUCKET_BYTES, Kind, float_leaves, part_s
 from funcops.distributed.checks import require_axis
 from funcops.distributed.mesh import Axis
 from funcops.errors import check, describe, fail, in_step, join_path
-from funcops.trees import flatten, paths, same_structure, unflatten, with_leaves
+from funcops.trees import flatten, paths, same_structure, tree_map_tensors, unflatten, with_leaves
 
 T = TypeVar("T")
 
@@ -97,7 +97,9 @@ def gather_shards_start(shards: Any, like: Any, axis: Axis, *, bucket_bytes: int
     >>> run_ranks({"dp": 2}, each)[0]
     {'w': tensor([0., 1., 2., 3.])}
     """
-    return start_gathering("gather_shards_start", "shards", shards, like, axis, bucket_bytes)
+    require_axis("gather_shards_start", axis)
+    own = shards if axis.size > 1 else tree_map_tensors(torch.clone, shards)  # nothing is sent: what would arrive are the shards
+    return start_gathering("gather_shards_start", "shards", own, like, axis, bucket_bytes)
 
 
 def start_gathering(

@@ -436,3 +436,24 @@ def test_sums_begin_before_the_backward_ends():
     short = {"all_gather": "G", "all_to_all": "S", "wait": "w", "mm": "p"}
     said = "".join([letter for name in names for part, letter in short.items() if part in name])
     assert said == "GwGpwGpwp" + "GwGppS" + "wGppSw" + "wppSw" + "w", "gathers a layer ahead, sums waited for a layer later"
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("bucket_bytes", [1, 10**6])
+def test_shards_and_what_is_gathered_have_memory_of_their_own(n, bucket_bytes):
+    """On any number of ranks, whether a leaf fills its bucket or not: a write to one tree is not one to another."""
+    for leaves in (1, 2, 3):
+        whole = {f"w{i}": torch.randn(2 + i, 3) for i in range(leaves)} | {"none": None, "empty": torch.empty(0, 3)}
+
+        def run(mesh, whole=whole):
+            params = tree_map_tensors(torch.clone, whole)
+            shards = own_shards(params, mesh["dp"])
+            gathered = finish(gather_shards_start(shards, params, mesh["dp"], bucket_bytes=bucket_bytes))
+            trees = params, shards, gathered
+            for tree in trees:
+                before = [tree_map_tensors(torch.clone, other) for other in trees]
+                tree_map_tensors(lambda t: t.add_(1), tree)
+                for other, was in zip(trees, before, strict=True):
+                    assert all(map(torch.equal, tensors(other), tensors(was))) == (other is not tree)
+
+        run_ranks({"dp": n}, run)
