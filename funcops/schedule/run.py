@@ -12,7 +12,7 @@ from funcops.errors import fail, require_callable, require_type
 from funcops.program.run import check_names
 from funcops.residuals.ledger import Ledger
 from funcops.schedule.actions import Action, Schedule
-from funcops.schedule.stage import Done, Ends, Stage, check_staged, share_ties, split_inputs
+from funcops.schedule.stage import Done, Ends, Stage, check_staged, share_ties, split_inputs, told_of_ties
 from funcops.trees import WithExtras, put
 
 
@@ -64,7 +64,8 @@ def run(
     If stages have outputs, y is `WithExtras(main, outputs)`, as the chain's y is; the sums of the outputs named in `losses` (a
     router's in all layers, say) are added to the loss, which needs dys=None.
     `into`: accumulators like params (fp32 for bf16 params, say), by default zeros like them. `done(stage, dparams)` is called after
-    the last weight gradient of each stage: there a reduction over data-parallel ranks may begin.
+    the last weight gradient of each stage, and of the stages that are tied to it: there a reduction over data-parallel ranks may
+    begin.
 
     Raises `ValueError` or `TypeError` for a chain that does not fit, before anything runs; `LedgerError` if something was used
     twice or never.
@@ -129,7 +130,7 @@ class _Pass:
     ) -> None:
         self.last, self.count = schedule.stages - 1, schedule.microbatches
         self.ledgers = [Ledger(params, mains, extras) for _ in schedule.ranks]
-        self.stages = []
+        self.stages, done = [], told_of_ties(done, cfg)
         for i, step in enumerate(cfg.steps):
             ledger, sums = self.ledgers[schedule.rank_of[i]], None if into is None else into[step.name]
             self.stages.append(Stage(cfg, i, params[step.name], ledger, needs, sums, count=self.count, done=done))

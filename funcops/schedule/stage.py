@@ -25,7 +25,7 @@ from funcops.program.accumulator_checks import check_into_tree
 from funcops.program.run import taken_apart, tied
 from funcops.residuals.donate import donate
 from funcops.residuals.ledger import Ledger
-from funcops.trees import WithExtras, constant_paths, paths, stands_for_one, tree_map_with_path
+from funcops.trees import WithExtras, constant_paths, paths, put, stands_for_one, tree_map_with_path
 
 Done = Callable[[int, Any], None]
 
@@ -160,6 +160,28 @@ def share_ties(where: str, params: Any, into: Any, cfg: ChainConfig, needs: Need
         return params, into
     sums = into if into is not None else sums_for(params, needs)
     return tied(where, params, here), tied(where, sums, here)
+
+
+def told_of_ties(done: Done | None, cfg: ChainConfig) -> Done | None:
+    """`done`, which is told of a stage once its sums are whole: the stages that are tied to its leaves add to them, too. Their own
+    trees have None there, as the results have."""
+    if done is None or not cfg.ties:
+        return done
+    index = {step.name: i for i, step in enumerate(cfg.steps)}
+    pairs = [(index[path.partition(".")[0]], index[source.partition(".")[0]]) for path, source in cfg.ties]
+    ended: set[int] = set()
+    waiting: dict[int, Any] = {}
+
+    def end(stage: int, dparams: Any) -> None:
+        ended.add(stage)
+        waiting[stage] = {cfg.steps[stage].name: dparams}
+        for one in [one for one in waiting if all(adds in ended for adds, to in pairs if to == one)]:
+            own = waiting.pop(one)
+            for path, (adds, _) in zip([path for path, _ in cfg.ties], pairs, strict=True):
+                own = put(own, path, None) if adds == one else own
+            done(one, own[cfg.steps[one].name])
+
+    return end
 
 
 def sums_for(params: Any, needs: Needs) -> Any:

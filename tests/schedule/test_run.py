@@ -184,6 +184,31 @@ def test_done_is_told_once_a_stage_and_when_it_is():
         assert_close(dparams, ran.dparams[f"s{stage}"], dtype=torch.float64)
 
 
+TIES = {"s3.head.weight": "s0.embed.weight"}
+DONE = {
+    **{f.__name__: f(2, M) for f in (zb_v, dualpipe_v, interleaved_1f1b)},
+    "the tied stage last": Schedule.from_csv("0F0,1F0,2F0,3F0,3I0,2B0,1B0,0B0,3W0"),
+    "in any order": Schedule.from_csv("0F0,1F0,2F0,3F0,3I0,2I0,1I0,0I0,0W0,2W0,3W0,1W0"),
+    "late": delay_w(zb_v(2, M), 6),
+}
+
+
+@pytest.mark.parametrize("name", DONE)
+def test_done_is_told_when_the_sums_of_tied_leaves_are_whole(name):
+    """A stage adds to the leaf that it is tied to; in its own tree that is None, as in the results."""
+    cfg, seen = decoder(4, ties=TIES), {}
+    params, xs = setup(cfg, DONE[name].microbatches)
+
+    def done(stage, dparams):
+        assert stage not in seen
+        seen[stage] = tree_map_tensors(torch.clone, dparams)
+
+    ran = run(DONE[name], params, xs, cfg, done=done)
+    assert sorted(seen) == [0, 1, 2, 3] and paths(seen[3])["head.weight"] is None
+    for stage, dparams in seen.items():
+        assert_close(dparams, ran.dparams[f"s{stage}"], dtype=torch.float64)
+
+
 def test_bytes_fall_when_a_stage_is_done():
     cfg = decoder(2)
     params, xs = setup(cfg, 1)

@@ -18,7 +18,7 @@ from funcops.errors import describe, fail, require, require_type
 from funcops.precision import nonfinite
 from funcops.residuals.ledger import Ledger
 from funcops.schedule import Schedule
-from funcops.schedule.stage import Done, Ends, Stage, check_staged, check_ties, share_ties, split_inputs
+from funcops.schedule.stage import Done, Ends, Stage, check_staged, check_ties, share_ties, split_inputs, told_of_ties
 from funcops.trees import WithExtras, leaves, put, with_leaves
 
 
@@ -185,7 +185,7 @@ class _Work:
         own = {name: params[name] for name in of.names}
         self.ledger = Ledger(own, mains, extras)
         own, into = share_ties("Pipeline.step", own, into, of.cfg, of.needs)
-        self.stages = {}
+        self.stages, done = {}, told_of_ties(done, of.cfg)
         for index in of.runtime.stages:
             name = of.cfg.steps[index].name
             sums = None if into is None else into[name]
