@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverloadPacket, _OpNamespace
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -187,6 +188,38 @@ _VALUES: dict[str, Callable[[list[_Given], Axis], Tensor]] = {
 }
 
 
+class _Operators:
+    """While it is open, threads that use an operator for the first time get one Python object of it. By itself torch makes one for
+    each such thread, calls modes with the first, and frees all but the last: a crash, some operators later."""
+
+    def __init__(self) -> None:
+        self.lock, self.open = threading.RLock(), 0
+        self.made = {cls: cls.__getattr__ for cls in (OpOverloadPacket, _OpNamespace)}
+
+    def __enter__(self) -> None:
+        with self.lock:
+            self.open += 1
+            for cls, made in self.made.items():
+                cls.__getattr__ = self.once(made)  # type: ignore[method-assign]
+
+    def __exit__(self, *_: object) -> None:
+        with self.lock:
+            self.open -= 1
+            for cls, made in self.made.items():
+                if not self.open:
+                    cls.__getattr__ = made  # type: ignore[method-assign]
+
+    def once(self, made: Callable[..., Any]) -> Any:
+        def of_name(of: Any, name: str) -> Any:
+            with self.lock:
+                return vars(of)[name] if name in vars(of) else made(of, name)
+
+        return of_name
+
+
+_OPERATORS = _Operators()
+
+
 def run_ranks(sizes: Mapping[str, int], fn: Callable[[Mesh], T]) -> list[T]:
     """Run `fn(mesh)` on every rank of a mesh of these sizes, each a thread, and return the ranks' results, in their order.
 
@@ -212,10 +245,11 @@ def run_ranks(sizes: Mapping[str, int], fn: Callable[[Mesh], T]) -> list[T]:
         board.leave(mesh.rank, error)
 
     threads = [threading.Thread(target=run, args=(mesh,), daemon=True) for mesh in meshes]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with _OPERATORS:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     if board.error is not None:
         rank, error = board.error
         if hasattr(error, "add_note"):

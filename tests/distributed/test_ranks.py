@@ -2,10 +2,13 @@
 
 import dataclasses
 import re
+import sys
+import threading
 
 import pytest
 import torch
 from dist_cases import LAYERS, collectives, layer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcops import dist
 from funcops.distributed import comm
@@ -132,3 +135,41 @@ def test_other_bits_and_other_objects_do_not_pass():
             check_dist(column._replace(fwd=fwd), case, sizes=(2,))
     with pytest.raises(AssertionError, match=r"y differs by"):
         check_dist(column, dataclasses.replace(case, reference=lambda *given: case.reference(*given) + 1e-11), sizes=(4,))
+
+
+class _Seen(TorchDispatchMode):
+    """Notes the operators that it is called with."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_ranks_that_use_an_operator_first_at_once_get_one_object_of_it():
+    """Torch keeps the object by a pointer that it does not own: if each thread made one, all but the last would be freed."""
+    count, ranks, interval = 100, 6, sys.getswitchinterval()
+    library, together = torch.library.Library("first_use_probe", "DEF"), threading.Barrier(ranks)
+    for i in range(count):
+        library.define(f"op{i}(Tensor x) -> Tensor")
+        library.impl(f"op{i}", lambda x: x.clone(), "CompositeExplicitAutograd")
+
+    def each(mesh):
+        with _Seen() as seen:
+            for i in range(count):
+                together.wait()
+                getattr(torch.ops.first_use_probe, f"op{i}")(torch.ones(1))
+        return seen.ops
+
+    sys.setswitchinterval(1e-6)
+    try:
+        found = run_ranks({"dp": ranks}, each)
+    finally:
+        sys.setswitchinterval(interval)
+    known = [getattr(torch.ops.first_use_probe, f"op{i}").default for i in range(count)]
+    for ops in found:
+        assert all(a is b for a, b in zip([op for op in ops if op.namespace == "first_use_probe"], known, strict=True))
+    assert torch._ops.OpOverloadPacket.__getattr__.__name__ == "__getattr__", "torch's own again"

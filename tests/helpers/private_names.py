@@ -106,6 +106,7 @@ _under(
 )
 _under("torch._subclasses.fake_tensor.", "DataDependentOutputException DynamicOutputShapeException", FAKE)
 _under("torch._ops.", "OpOverload", "the class of an operator's overload: torch.ops gives its values, and no public name of it")
+_under("torch._ops.", "OpOverloadPacket _OpNamespace", "make operators' objects; test_ranks tries first uses of several threads")
 _under("torch.utils._python_dispatch.", "TorchDispatchMode is_traceable_wrapper_subclass", MODE)
 _under("torch.utils.", "_pytree", PYTREE)
 _under("torch.utils._pytree.", "MappingKey register_pytree_node tree_flatten tree_leaves tree_unflatten", PYTREE)
