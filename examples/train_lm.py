@@ -35,7 +35,7 @@ from lm.step import Settings, State, evaluate, loss_and_grads, train_step, writt
 from torch import Tensor
 from tqdm import tqdm
 
-from funcops import chain, dist, random
+from funcops import CheckpointError, chain, dist, random
 from funcops.contract.op import Op
 from funcops.errors import size_of
 from funcops.graphs import graphed
@@ -219,7 +219,7 @@ class Run:
         a, saved = self.args, True
         try:
             save_run(a.out, self.params, self.state, self.done, self.rows, kept_flags(a), self.ranks)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             saved = False
             if self.ranks.first:
                 tqdm.write(f"train_lm.py: step {self.done} is not saved: {error}", file=sys.stderr)

@@ -95,14 +95,17 @@ def load_run(
         small = settings["eight_bit_state"] == "True"
         params, state = _loaded_of_one(path, params, state, ranks, small) if of_one else _loaded(path, params, state, ranks)
         params, optimiser = tree_map_tensors(lambda t: t.to(device), (params, state.optimiser))
-    except (CheckpointError, OSError, KeyError, ValueError) as error:
+        rows = [Row(*row) for row in rows]
+    except (CheckpointError, OSError, KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise RunError(f"--resume: expected a checkpoint of this program, got {str(path)!r} ({_one_line(error)})") from error
-    return params, state._replace(optimiser=optimiser), step, [Row(*row) for row in rows]
+    return params, state._replace(optimiser=optimiser), step, rows
 
 
 def _newer(many: Path, one: Path) -> bool:
-    """Whether the folder is newer: a run that is killed between writing one and deleting the other leaves both."""
-    return not many.exists() or many.stat().st_mtime_ns > one.stat().st_mtime_ns
+    """Whether the folder is newer: a run that is killed between writing one and deleting the other leaves both. By the index, which
+    a deletion that was killed has not changed; if the folder is missing, by that of a killed save, which `dist.load` reads."""
+    indices = [many / ".metadata"] if many.exists() else many.parent.glob(f".{many.name}.*.part/.metadata")
+    return max((one.stat().st_mtime_ns for one in indices), default=0) > one.stat().st_mtime_ns
 
 
 def _metadata_of(path: Path) -> dict[str, str]:

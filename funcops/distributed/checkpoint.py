@@ -28,7 +28,7 @@ from torch import Tensor
 from funcops.contract.digest import digest
 from funcops.distributed import comm
 from funcops.distributed.boxes import Box, own_boxes
-from funcops.distributed.checkpoint_files import Part, check_files, folder_of
+from funcops.distributed.checkpoint_files import Part, check_files, check_same, folder_of, stamp
 from funcops.distributed.checkpoint_index import INDEX, Key, Leaf, read_index, seal
 from funcops.distributed.checkpoint_shards import DATA, checksum, read_tensors
 from funcops.distributed.mesh import Mesh
@@ -51,6 +51,7 @@ from funcops.trees import elements, paths, with_leaves
 T = TypeVar("T")
 R = TypeVar("R")
 KINDS = (CheckpointWriteError, CheckpointError, ValueError, TypeError, FileNotFoundError, OSError)
+MOST_BITS = 2039  # of an int with 255 bytes: torch's reader knows no longer form
 ERRORS = {error.__name__: error for error in KINDS}  # by name, of an error on another rank; the rest become RuntimeError
 
 
@@ -273,7 +274,8 @@ def load(path: str | os.PathLike[str], like: T, specs: Specs, mesh: Mesh, *, ver
             for name, t in named.items()
         }
         folder = folder_of(path)
-        return _Asked(wide, named, found, boxes, folder, (folder / INDEX).read_bytes())
+        seen = stamp(folder)
+        return _Asked(wide, named, found, boxes, folder, seen, (folder / INDEX).read_bytes())
 
     mine, said = _agreed(mesh, asked, lambda mine: (list(mine.named), zlib.crc32(mine.data), os.fspath(mine.folder)))
     for rank, (_, found, folder) in enumerate(said):
@@ -284,6 +286,7 @@ def load(path: str | os.PathLike[str], like: T, specs: Specs, mesh: Mesh, *, ver
 
     def read() -> T:
         own = _read(path, mine, every, mesh, verify)
+        check_same("load", mine.folder, mine.stamp)
         return encoded_like(with_leaves(mine.like, [own.get(name) for name in paths(mine.like)]), like, mesh.device)
 
     return _agreed(mesh, read, lambda _: None)[0]
@@ -297,6 +300,7 @@ class _Asked(NamedTuple):
     specs: dict[str, Spec]
     boxes: dict[str, tuple[Box, ...]]
     folder: Path
+    stamp: tuple[int, int]
     data: bytes
 
 
@@ -336,8 +340,11 @@ def load_values(path: str | os.PathLike[str]) -> dict[str, bool | int | float | 
     """
     require_type("load_values", "path", path, str, os.PathLike)
     folder = folder_of(path)
+    seen = stamp(folder)
     index = read_index(folder, (folder / INDEX).read_bytes())
-    return read_tensors(folder, index, {}, [name for name, leaf in index.leaves.items() if leaf.dtype is None], None)
+    found = read_tensors(folder, index, {}, [name for name, leaf in index.leaves.items() if leaf.dtype is None], None)
+    check_same("load_values", folder, seen)
+    return found
 
 
 def _by_path(where: str, of: str, tree: Any, specs: Specs, mesh: Mesh) -> tuple[dict[str, Any], dict[str, Spec]]:
@@ -426,6 +433,10 @@ def _described(named: Mapping[str, Any], specs: Mapping[str, Spec], mesh: Mesh) 
     leaves = {}
     for name, t in named.items():
         if not isinstance(t, Tensor):
+            if type(t) is int and t.bit_length() > MOST_BITS:
+                fail(
+                    "save", name, f"of at most {MOST_BITS} bits, which torch reads (save a string)", t.bit_length(), CheckpointError
+                )
             leaves[name] = _LeafShards((), None, specs[name], (Box((), (), ()),), zlib.crc32(repr(t).encode()))
             continue
         if t.is_meta or t.layout is not torch.strided or t.is_nested:
@@ -489,7 +500,7 @@ def _plans(said: Sequence[Mapping[str, _LeafShards]], mesh: Mesh, folder: Path) 
         items = []
         for name, one in leaves.items():
             count = math.prod(axis.size for axis in _unnamed(one.spec, mesh))
-            boxes = one.boxes if _coordinates(rank, one.spec, mesh)[1] == zlib.crc32(name.encode()) % count else ()
+            boxes = one.boxes if _coordinates(rank, one.spec, mesh)[1] == zlib.crc32(ascii(name).encode()) % count else ()
             if not math.prod(one.shape):
                 boxes = (Box((0,) * len(one.shape), one.shape, (0,) * len(one.shape)),)
             for box in boxes:

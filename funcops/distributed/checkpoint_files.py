@@ -34,8 +34,10 @@ class Part:
         self.release = weakref.finalize(self, os.close, descriptor)
         try:
             _lock(descriptor)
-            # After its own lock: of two that begin at once, the second to lock sees the first.
-            if any(_is_locked(one) for one in hidden(target, "lock") if one != self.claim):
+            # After its own lock: of two that begin at once, the second to lock sees the first. A save that ends meanwhile may
+            # have taken this one's file, not locked yet, for that of a killed one.
+            others = [one for one in hidden(target, "lock") if one != self.claim]
+            if any(map(_is_locked, others)) or not self.claim.exists():
                 wanted = "one that no other save writes to (finish() that save first, or choose another path)"
                 fail("save", "path", wanted, repr(os.fspath(target)), CheckpointError)
             self.folder.mkdir()
@@ -48,20 +50,24 @@ class Part:
         two renames, `folder_of` finds the new one."""
         target, old = self.target, self.folder.with_suffix(".old")
         check_replaceable(target)
-        if target.exists():
-            os.replace(target, old)
         try:
+            if target.exists():
+                with contextlib.suppress(OSError):
+                    shutil.copymode(target, self.folder)
+                os.replace(target, old)
             os.replace(self.folder, target)
-        except BaseException:
-            if old.exists():
+        except BaseException:  # Ctrl-C between the two, too: `drop` deletes the new
+            if old.exists() and not target.exists():
                 os.replace(old, target)
             raise
-        self.release()
-        for left in [one for suffix in ("old", "part", "lock") for one in hidden(target, suffix)]:
+        # Before the lock is released: then each of these is of a save that was killed.
+        for left in [one for suffix in ("old", "part", "lock") for one in hidden(target, suffix) if one != self.claim]:
             if left.is_dir():
                 shutil.rmtree(left)
-            else:
+            elif not _is_locked(left):
                 left.unlink(missing_ok=True)
+        self.release()
+        self.claim.unlink(missing_ok=True)
 
     def drop(self) -> None:
         """Delete what was written."""
@@ -125,6 +131,23 @@ def folder_of(path: str | os.PathLike[str]) -> Path:
         if (folder / INDEX).is_file():
             return folder
     raise FileNotFoundError(f"load: path must be the folder of a checkpoint, got {os.fspath(path)!r}")
+
+
+def stamp(folder: Path) -> tuple[int, int]:
+    """What tells a checkpoint from another that was put in its place."""
+    index = (folder / INDEX).stat()
+    return index.st_ino, index.st_mtime_ns
+
+
+def check_same(where: str, folder: Path, before: tuple[int, int]) -> None:
+    """Raise `CheckpointError` if a save has replaced the checkpoint since: what was read may be of both."""
+    try:
+        same = stamp(folder) == before
+    except OSError:
+        same = False
+    if not same:
+        wanted = "left alone while it is read (load it again)"
+        fail(where, os.fspath(folder), wanted, "one that a save has replaced meanwhile", CheckpointError)
 
 
 def check_files(where: str, folder: Path, ends: Mapping[str, int], files: Iterable[str]) -> None:

@@ -77,14 +77,16 @@ def _crc(data: bytes) -> str:
 
 
 def _index(data: bytes) -> Index:
-    data, mark, said = data.partition(MARK)
+    stream = io.BytesIO(data)
+    read = _Unpickler(stream).checked(data)
+    pickled, behind = data[: stream.tell()], data[stream.tell() :]  # not the first mark: a leaf may have it in its name
     sums: dict[Key, str] | None = None
-    if mark:
-        seal = json.loads(said)
-        if seal["index"] != _crc(data):
+    if behind:
+        seal = json.loads(behind.removeprefix(MARK))
+        if not behind.startswith(MARK) or seal["index"] != _crc(pickled):
             raise ValueError("other bits than were saved")
         sums = {(name, tuple(offsets)): found for name, offsets, found in seal["parts"]}
-    state = _record(_Unpickler(io.BytesIO(data)).checked(data), "Metadata")
+    state = _record(read, "Metadata")
     places = dict(_places(state["storage_data"]))
     leaves = {name: _leaf(name, one, places, sums) for name, one in _typed(state["state_dict_metadata"], dict).items()}
     ends: dict[str, int] = {}

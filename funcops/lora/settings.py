@@ -61,6 +61,7 @@ class ParameterOf:
 Module = str | RowsOf | ParameterOf
 Names = Mapping[str, str | RowsOf | ParameterOf | tuple[str, ...]]
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+MOST = 2**53  # a larger integer is no rank, and no float
 SIDES = {"a": "lora_A.weight", "b": "lora_B.weight"}
 OF_TABLES = {"a": "lora_embedding_A", "b": "lora_embedding_B"}
 READ = {"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_parameters"}
@@ -98,8 +99,8 @@ def read_settings(where: str, path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{where}: folder must hold {CONFIG}, got {os.fspath(path.parent)!r}")
     try:
-        said = json.loads(path.read_text())
-    except ValueError as error:
+        said = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where}: {os.fspath(path)} must be JSON, got {error}") from error
     if not isinstance(said, dict):
         fail(where, os.fspath(path), "a JSON object", describe(said), CheckpointError)
@@ -110,10 +111,35 @@ def read_settings(where: str, path: Path) -> dict[str, Any]:
             _refuse(where, path, name, value)
     if not isinstance(said.get("use_rslora", False), bool):
         fail(where, f"{path}: use_rslora", "True or False", repr(said["use_rslora"]), CheckpointError)
+    _check_patterns(where, path, said)
     targets = said.get("target_parameters") or []
     if not isinstance(targets, list) or not all([isinstance(one, str) for one in targets]):
         fail(where, f"{path}: target_parameters", "None or a list of names", repr(targets), CheckpointError)
     return said
+
+
+def _check_patterns(where: str, path: Path, said: Mapping[str, Any]) -> None:
+    """Check what `of_module` and `is_target` read."""
+    for name in ("rank_pattern", "alpha_pattern"):
+        patterns = said.get(name) or {}
+        if not isinstance(patterns, dict) or not all(map(_is_pattern, patterns)):
+            fail(where, f"{path}: {name}", "None or an object of patterns", repr(patterns), CheckpointError)
+        for one in (said.get("r"), said.get("lora_alpha"), *patterns.values()):
+            if isinstance(one, int) and abs(one) > MOST:
+                fail(where, f"{path}: {name}, r and lora_alpha", f"of numbers up to {MOST}", "a larger one", CheckpointError)
+    for name in ("target_modules", "exclude_modules"):
+        targets = said.get(name)
+        names = isinstance(targets, list) and all(isinstance(one, str) for one in targets)
+        if targets is not None and not names and not (isinstance(targets, str) and _is_pattern(targets)):
+            fail(where, f"{path}: {name}", "None, a list of names, or a pattern", repr(targets), CheckpointError)
+
+
+def _is_pattern(text: str) -> bool:
+    try:
+        re.compile(text)
+    except (re.error, OverflowError, RecursionError):
+        return False
+    return True
 
 
 def of_targets(where: str, folder: Any, said: Mapping[str, Any], found: Iterable[tuple[Module, ...]]) -> set[str]:

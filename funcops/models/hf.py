@@ -257,11 +257,11 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _files(root: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
     """The open file of each tensor."""
-    if not (root / INDEX).is_file():
-        if not (root / SINGLE).is_file():
-            raise FileNotFoundError(f"open_hf: folder must have {SINGLE} or {INDEX}, got {os.fspath(root)!r}")
+    if (root / SINGLE).is_file():  # before shards that are also there, as Hugging Face
         file = stack.enter_context(_opened("open_hf", root / SINGLE))
         return dict.fromkeys(file.keys(), file)
+    if not (root / INDEX).is_file():
+        raise FileNotFoundError(f"open_hf: folder must have {SINGLE} or {INDEX}, got {os.fspath(root)!r}")
     where: Any = _json(root / INDEX).get("weight_map")
     right = isinstance(where, dict) and all(
         isinstance(name, str) and name == Path(name).name not in ("", "..") for name in where.values()

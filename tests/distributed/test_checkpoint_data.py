@@ -1,5 +1,6 @@
 """Checkpoints with leaves that are not tensors, and checkpoints that go between `funcops.dist` and torch's DTensors."""
 
+import os
 import random as python_random
 
 import pytest
@@ -9,6 +10,7 @@ from test_dist_checkpoint import ONE
 
 from funcops import dist
 from funcops.distributed import Spec
+from funcops.distributed.checkpoint_index import MARK
 from funcops.errors import CheckpointError
 from funcops.testing import run_ranks
 from funcops.trees import paths
@@ -106,3 +108,53 @@ def test_torch_reads_and_writes_them(tmp_path):
     dcp.save({"step": 7, "name": "run", "w": torch.ones(3)}, checkpoint_id=tmp_path / "theirs", no_dist=True)
     found = dist.load(tmp_path / "theirs", {"step": 0, "name": "", "w": torch.zeros(3)}, {}, ONE)
     assert (found["step"], found["name"], found["w"].tolist()) == (7, "run", [1, 1, 1])
+
+
+NAMES = [
+    "",
+    " ",
+    "..",
+    "../x",
+    "/x",
+    "a/b",
+    "a\\b",
+    "a:b",
+    "CON",
+    "a\0b",
+    "a\nb",
+    "*",
+    "\ud800",
+    "é",
+    "x" * 5000,
+    MARK.decode(),
+    "{}" * 3,
+]
+
+
+@pytest.mark.turns("name", every=6)
+@pytest.mark.parametrize("name", NAMES, ids=ascii)
+def test_leaves_of_any_name_come_back(name, tmp_path):
+    """On two ranks: a shard, a copy, and a number."""
+    tensors, step = {name: torch.arange(4.0), "in": {name: {"x": torch.ones(2)}}}, {"step": {name: 3}}
+    specs = {name: dist.Spec("tp", 0)} if not set("*?[") & set(name) and name else {}
+    write = lambda mesh: dist.save({**dist.shard(tensors, specs, mesh), **step}, tmp_path / "a", specs, mesh)  # noqa: E731
+    run_ranks({"tp": 2}, write)
+    found = dist.load(tmp_path / "a", {**tensors, **step}, {}, ONE)
+    assert (
+        torch.equal(found[name], tensors[name])
+        and torch.equal(found["in"][name]["x"], torch.ones(2))
+        and found["step"] == {name: 3}
+    )
+    assert os.listdir(tmp_path) == ["a"] and sorted(os.listdir(tmp_path / "a"))[0] == ".metadata"
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_an_int_that_torch_cannot_read_is_not_written(sign, tmp_path):
+    for bits in (1, 63, 64, 1000, 2039):
+        value = sign * (2**bits - 1)
+        dist.save({"n": value}, tmp_path / "a", {}, ONE)
+        assert dist.load_values(tmp_path / "a") == {"n": value}
+    for bits in (2040, 16_000, 100_000):
+        with pytest.raises(CheckpointError, match="^save: n must be of at most 2039 bits, which torch reads .*, got "):
+            dist.save({"n": sign * (2**bits - 1)}, tmp_path / "a", {}, ONE)
+    assert dist.load_values(tmp_path / "a") == {"n": value}

@@ -1,6 +1,7 @@
 """Checkpoints that were killed, cut short, or written by stages that disagree: a load gives whole values, or says what is wrong."""
 
 import functools
+import gc
 import os
 import signal
 import sys
@@ -63,6 +64,52 @@ def test_a_save_that_is_killed_leaves_the_old_or_the_new(tmp_path):
     for folder in folders.values():
         dist.save(OLD, folder, {}, ONE)
         assert os.listdir(folder.parent) == [folder.name] and is_tree(load(folder), OLD)
+
+
+def interrupted_at(number, act):
+    """Call a function, and interrupt it, as Ctrl-C does, before the `number`th line of the files of checkpoints; whether it was."""
+    left = number
+
+    def of_line(frame, event, arg):
+        nonlocal left
+        left -= event == "line"
+        if left == 0 and event == "line":
+            raise KeyboardInterrupt
+        return of_line
+
+    def of_call(frame, event, arg):
+        return of_line if frame.f_code.co_filename.endswith("checkpoint_files.py") else None
+
+    before = sys.gettrace()
+    sys.settrace(of_call)
+    try:
+        act()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+PARTS = 8
+
+
+@pytest.mark.turns("part")
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_save_that_is_interrupted_leaves_the_old_or_the_new(part, tmp_path):
+    """Before each line in turn that looks at folders, locks and renames; the next save leaves nothing beside its target."""
+    folder, count = tmp_path / "a", 0
+    dist.save(OLD, folder, {}, ONE)
+    for number in range(part + 1, 1000, PARTS):
+        if not interrupted_at(number, lambda: dist.save(NEW, folder, {}, ONE)):
+            break
+        count += 1
+        found = load(folder)
+        assert is_tree(found, OLD) or is_tree(found, NEW), number
+        gc.collect()
+        dist.save(OLD, folder, {}, ONE)
+        assert os.listdir(tmp_path) == ["a"] and is_tree(load(folder), OLD), number
+    assert count > 5
 
 
 def test_a_rename_that_fails_puts_the_old_checkpoint_back(tmp_path, monkeypatch):

@@ -8,8 +8,10 @@ import os
 import random as python_random
 import re
 import resource
+import shutil
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from forked import codes
 
 from funcops import dist
-from funcops.distributed import Mesh, Spec
+from funcops.distributed import Mesh, Spec, checkpoint_files
 from funcops.errors import CheckpointError, CheckpointWriteError
 from funcops.testing import run_ranks
 
@@ -258,6 +260,79 @@ def test_two_saves_to_one_path_are_kept_apart(folder):
     run_ranks(GRID, write)
     assert holds(folder, 2.0) and holds(folder.with_name("other"), 4.0) and holds(folder.with_name("third"), 6.0)
     assert sorted(os.listdir(folder.parent)) == ["a", "other", "third"]
+
+
+@pytest.mark.parametrize("moment", ["check_replaceable", "hidden", "rmtree"])
+def test_a_save_that_begins_while_another_ends_is_kept_apart(folder, moment, monkeypatch):
+    """Begun within each call of a function with which the first puts its folder in place: refused, or written whole."""
+    begun, counted = [], 0
+    module = shutil if moment == "rmtree" else checkpoint_files
+    real = getattr(module, moment)
+
+    def meanwhile(*args, **kwargs):
+        nonlocal counted
+        found = real(*args, **kwargs)
+        counted += 1
+        if ending:
+            with monkeypatch.context() as patch:
+                patch.setattr(module, moment, real)
+                try:
+                    begun.append(dist.save_start(tree(float(counted)), folder, {}, ONE))
+                except CheckpointError as error:
+                    assert "no other save" in str(error)
+        return found
+
+    ending = False
+    first = dist.save_start(tree(2.0), folder, {}, ONE)
+    monkeypatch.setattr(module, moment, meanwhile)
+    ending = True
+    first.finish()
+    ending = False
+    assert holds(folder, 2.0) and counted
+    for one in begun:
+        one.finish()
+    assert len(begun) < 2 and os.listdir(folder.parent) == ["a"]
+
+
+@pytest.mark.parametrize("read", ["load", "load_values"])
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_refused(folder, read, monkeypatch):
+    """Between any two files: by one of the same sizes, without checksums, and by none."""
+    opened = Path.open
+    act = {"load": lambda: dist.load(folder, own_like(), {}, ONE, verify=False), "load_values": lambda: dist.load_values(folder)}[
+        read
+    ]
+
+    def own_like():
+        return {"w": W, "b": torch.ones(3), "step": 0}
+
+    def replaced():
+        run_ranks(GRID, lambda mesh: dist.save(own(mesh, 2.0), folder, SPECS, mesh))
+
+    for change in (replaced, lambda: shutil.rmtree(folder)):
+        for number in range(2 if read == "load" else 1):
+            seen = 0
+
+            def meanwhile(self, *args, change=change, number=number, **kwargs):
+                nonlocal seen
+                if self.suffix == ".distcp" and args == ("rb",):
+                    seen += 1
+                    if seen == number + 1:
+                        change()
+                return opened(self, *args, **kwargs)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(Path, "open", meanwhile)
+                with pytest.raises((CheckpointError, FileNotFoundError), match=rf"^{read}: |No such file"):
+                    act()
+            replaced()
+            act()
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o750, 0o755])
+def test_the_folder_keeps_its_mode(folder, mode):
+    folder.chmod(mode)
+    dist.save(tree(2.0), folder, {}, ONE)
+    assert folder.stat().st_mode & 0o777 == mode
 
 
 def refused_while_held(folder):

@@ -2,13 +2,18 @@
 
 import errno
 import functools
+import os
 import re
+import shutil
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from programs import check_picture
+
+from funcops import CheckpointError, checkpoint, dist
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -19,6 +24,7 @@ from lm.data import load_corpus, trigram_loss  # noqa: E402
 
 TINY = "--dim 16 --layers 1 --heads 1 --hidden 16 --context 16 --batch 2 --warmup 1 --eval-every 2 --sample 5".split()
 TEXT = ["--text", str(ROOT / "LICENSE")]
+ONE_RANK = dist.Mesh.abstract({"dp": 1}, 0)
 ACTIONS = [action for action in flags._parser()._actions if action.dest != "help"]
 
 
@@ -268,3 +274,55 @@ def test_dtype_auto_is_bfloat16_where_the_cpu_has_instructions_for_it(found, dty
     assert flags.parse(["--dtype", "auto"]).dtype is dtype
     assert flags.parse(["--dtype", "auto", "--dtype", "float64"]).dtype is torch.float64
     assert flags._quick_dtype(torch.device("meta")) is torch.float32
+
+
+def many_of(folder, step):
+    dist.save({"x": torch.ones(1), "run": {"step": str(step), "settings": "{}", "rows": "[]"}}, folder, {}, ONE_RANK)
+
+
+LEFT = {  # what a kill can leave of the folder of several processes, when one process goes on: its step, and how
+    "nothing": lambda folder: shutil.rmtree(folder),
+    "the folder": lambda folder: None,
+    "a part, not yet renamed": lambda folder: folder.rename(folder.with_name(f".{folder.name}.{'a' * 16}.part")),
+    "the folder, of which a shard is deleted": lambda folder: (folder / "__0_0.distcp").unlink(),
+    "the folder, of which the index is deleted": lambda folder: (folder / ".metadata").unlink(),
+}
+
+
+@pytest.mark.parametrize("later", ["one", "many"])
+@pytest.mark.parametrize("left", LEFT)
+def test_the_later_of_two_checkpoints_goes_on(tmp_path, left, later):
+    """One process's file and what a kill has left of several processes' folder, in both orders."""
+    one, many, now = tmp_path / results.ONE, tmp_path / results.MANY, time.time_ns()
+    one.touch()
+    many_of(many, 1)
+    for path, at in ((one, now + 10**9 * (later == "one")), (many / ".metadata", now + 10**9 * (later == "many"))):
+        os.utime(path, ns=(at, at))
+    LEFT[left](many)
+    os.utime(many if many.exists() else tmp_path, ns=(now + 10**10,) * 2)  # a deletion is later than both
+    there = dist.is_saved(many)
+    assert there == (left != "nothing" and "index" not in left)
+    assert (there and results._newer(many, one)) == (later == "many" and there)
+
+
+BROKEN = [{"rows": text} for text in ("[" * 100_000, "3", "[3]", "[[1]]", "{}x", "null")]
+BROKEN += [{"settings": text} for text in ("[]", "null", "3")] + [{"step": text} for text in ("", "x", "1.5")]
+
+
+@pytest.mark.parametrize("change", BROKEN, ids=lambda one: f"{one!r:.30}")
+def test_broken_metadata_is_one_line(train, tmp_path, change):
+    folder = tmp_path / "runs" / "lm"
+    folder.mkdir(parents=True)
+    metadata = {"step": "1", "settings": "{}", "rows": "[]"} | change
+    checkpoint.save({"w": torch.ones(1)}, folder / results.ONE, metadata=metadata)
+    code, said = train("--steps", 4, "--resume")
+    assert code == 2 and "--resume: expected " in said.splitlines()[-1], said
+
+
+def test_a_folder_that_may_not_be_replaced_does_not_end_the_run(train, tmp_path, monkeypatch):
+    def refused(*_, **__):
+        raise CheckpointError("save: path must be new, an empty folder, or the folder of a checkpoint, got notes.txt")
+
+    monkeypatch.setattr(results, "save", refused)
+    code, said = train("--steps", 2)
+    assert code == 1 and "step 2 is not saved: save: path must be new" in said and "held-out loss" in said

@@ -1,6 +1,7 @@
 """Adapters in files: written to and read from PEFT's, and corrupted."""
 
 import dataclasses
+import itertools
 import json
 import re
 
@@ -121,6 +122,52 @@ def test_nothing_of_a_spoiled_folder_is_loaded(name, saved, tmp_path):
     with pytest.raises(error, match=message):
         load_adapter(tmp_path, params, cfg, names=NAMES)
     assert same_bits(params, before)
+
+
+NAN = float("nan")
+PATTERNS = [{"(": 1}, {"a": []}, {"a": 10**400}, {"blocks": 2**60}, {"": -1}, {".*": NAN}, {"x{99999999999}": 1}]
+VALUES = [None, True, 0, -1, 2**60, 10**400, 1.5, NAN, 1e308, "", "x", "(", "\ud800", [], [1], [None], [[]], ["x"], {}, *PATTERNS]
+FIELDS = (
+    "r",
+    "lora_alpha",
+    "rank_pattern",
+    "alpha_pattern",
+    "target_modules",
+    "exclude_modules",
+    "target_parameters",
+    "use_rslora",
+)
+
+
+@pytest.mark.turns("field", every=4)
+@pytest.mark.parametrize("field", [*FIELDS, "peft_type", "bias", "task_type", "fan_in_fan_out"])
+def test_a_setting_of_any_value_is_read_or_refused_by_name(field, saved, tmp_path):
+    """The same adapter, or an error that names the file."""
+    folder, cfg, params = saved
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    path, base = tmp_path / "adapter_config.json", base_config()
+    said = json.loads(path.read_text())
+    for value, more in itertools.product(VALUES, ({}, {"use_rslora": True})):
+        path.write_text(json.dumps(said | more | {field: value}))
+        for read in (
+            lambda: load_adapter(tmp_path, params, cfg, names=NAMES),
+            lambda: with_adapter_of(base, tmp_path, names=NAMES),
+        ):
+            try:
+                found = read()
+            except CheckpointError as error:
+                assert str(tmp_path) in str(error) and " must be " in str(error), (value, error)
+            else:
+                assert not isinstance(found, dict) or same_bits(found, params), value
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"r": ' + "9" * 5000 + "}", "\udcff", "[]", "3", "", "null"])
+def test_settings_that_are_no_json_object_are_refused(text, saved, tmp_path):
+    _, cfg, params = saved
+    (tmp_path / "adapter_config.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(CheckpointError, match="adapter_config.json must be "):
+        load_adapter(tmp_path, params, cfg, names=NAMES)
 
 
 def test_a_failed_write_leaves_the_folder_unchanged(saved, tmp_path):

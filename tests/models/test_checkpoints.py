@@ -219,6 +219,17 @@ def test_shards_and_their_index(tmp_path):
         from_hf(tmp_path / "hf")
 
 
+def test_a_folder_with_one_file_and_shards_is_read_as_hugging_face_reads_it(tmp_path):
+    """Of each the embedding is another."""
+    saved("qwen3", tmp_path / "hf", max_shard_size="20KB")
+    shards = from_hf(tmp_path / "hf")[0]["embed"].weight
+    saved("qwen3", tmp_path / "one")
+    rewritten(tmp_path / "one", lambda tensors: [t.neg_() for t in tensors.values()])
+    (tmp_path / "hf" / "model.safetensors").write_bytes((tmp_path / "one" / "model.safetensors").read_bytes())
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").get_input_embeddings().weight
+    assert torch.equal(from_hf(tmp_path / "hf")[0]["embed"].weight, theirs) and torch.equal(theirs, -shards)
+
+
 def test_folders_without_files_raise(tmp_path, folder):
     with pytest.raises(FileNotFoundError, match=r"folder must have the file config.json"):
         from_hf(tmp_path)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sentences import check_held, holders, sentences
 
 from funcops import ChainConfig, LinearConfig, RopeConfig, Step, chain, checkpoint, dist, linear, lora, random
 from funcops.errors import CheckpointError
@@ -225,30 +226,14 @@ HELD = {  # by how each sentence, or row, begins: what holds it
 }
 
 
-HOLDERS = [one for held in HELD.values() for one in (held if isinstance(held, tuple) else (held,))]
-
-
-def sentences():
-    """The sentences and rows of the section on loading."""
-    text = (ROOT / "SECURITY.md").read_text().partition("## What loading a checkpoint can do\n")[2].partition("\n## ")[0]
-    rows = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| a malicious file")]
-    prose = " ".join(line for line in text.splitlines() if not line.startswith("|"))
-    return [*rows, *re.split(r"(?<=[.:]) (?=[A-Z`])", re.sub(r"\s+", " ", prose).strip())]
-
-
 def test_each_sentence_has_a_test():
-    """Each sentence begins with one key, each key begins one sentence, and each test that is named exists."""
-    said = sentences()
-    assert all(sum(one.startswith(key) for key in HELD) == 1 for one in said), [
-        one for one in said if sum(one.startswith(key) for key in HELD) != 1
-    ]
-    assert all(sum(one.startswith(key) for one in said) == 1 for key in HELD)
-    for named in (one for one in HOLDERS if isinstance(one, str)):
-        file, _, test = named.partition("::")
-        assert f"\ndef {test}(" in (ROOT / file).read_text(), named
+    check_held(
+        sentences((ROOT / "SECURITY.md").read_text().partition("## What loading a checkpoint can do\n")[2].partition("\n## ")[0]),
+        HELD,
+    )
 
 
-CHECKS = list(dict.fromkeys(one for one in HOLDERS if callable(one)))
+CHECKS = list(dict.fromkeys(one for one in holders(HELD) if callable(one)))
 
 
 @pytest.mark.parametrize("check", [*CHECKS, pickled_configs_are_code], ids=lambda check: check.__name__)
