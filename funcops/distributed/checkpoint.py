@@ -75,12 +75,12 @@ def save(tree: Any, path: str | os.PathLike[str], specs: Specs, mesh: Mesh) -> N
     `path` must be new, an empty folder, or the folder of a checkpoint with no other file in it, which is replaced. The index has a
     checksum of each part, which `load` compares.
 
-    Raises on every rank, before anything is written, `CheckpointError` for a leaf without values; for two leaves of one path; for a
-    leaf of which ranks have different values along an axis that its spec does not name, two stages of a pipeline included; for a
-    path that is something else than a checkpoint, that is not the same on all ranks, or to which another save writes. Raises
-    `ValueError` for specs that do not fit, and `CheckpointWriteError`, an `OSError`, if a rank cannot write. The other ranks' error
-    then names that rank. A save that is killed leaves the checkpoint from before it, or the new one, for `load`; the next save to
-    `path` removes what it left.
+    Raises on every rank, before anything is written, `CheckpointError` for a leaf without values; for an int of more than 2,039
+    bits, which torch does not read; for two leaves of one path; for a leaf of which ranks have different values along an axis that
+    its spec does not name, two stages of a pipeline included; for a path that is something else than a checkpoint, that is not the
+    same on all ranks, or to which another save writes. Raises `ValueError` for specs that do not fit, and `CheckpointWriteError`,
+    an `OSError`, if a rank cannot write. The other ranks' error then names that rank. A save that is killed or interrupted leaves
+    the checkpoint from before it, or the new one, for `load`; the next save to `path` removes what it left.
 
     >>> import tempfile, torch
     >>> from funcops import dist
@@ -250,7 +250,8 @@ def load(path: str | os.PathLike[str], like: T, specs: Specs, mesh: Mesh, *, ver
     Raises on every rank, before any tensor is read, `CheckpointError` that lists every leaf that is missing, extra, of another
     shape or of another dtype, or that names a file which is missing, too short or too long, or is not in the folder; and if ranks
     name different checkpoints; `FileNotFoundError` if the folder has no checkpoint. Raises `CheckpointError` for a part that does
-    not have the dtype, shape or bits that were saved. The other ranks' error then names that rank.
+    not have the dtype, shape or bits that were saved, and if a save has replaced the checkpoint meanwhile. The other ranks' error
+    then names that rank.
 
     >>> import tempfile, torch
     >>> from funcops import dist

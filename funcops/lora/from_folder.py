@@ -120,7 +120,7 @@ def _shape(where: str, folder: Any, said: Any, there: dict[str, str], held: set[
         fail(where, at, "of all modules of target_modules, as they are one linear", f"none of {', '.join(lost)}", CheckpointError)
     ranks = [of_module(said, "rank_pattern", module, said.get("r")) for module in have]
     alphas = [of_module(said, "alpha_pattern", module, said.get("lora_alpha")) for module in have]
-    right = all(type(rank) is int and rank > 0 for rank in ranks) and all(isinstance(alpha, (int, float)) for alpha in alphas)
+    right = all(type(rank) is int and rank > 0 for rank in ranks) and all(type(alpha) in (int, float) for alpha in alphas)
     if not right:
         fail(where, at, "of a rank r of at least 1, and with a number for lora_alpha", f"{ranks}, {alphas}", CheckpointError)
     factors = {alpha / divisor(said, rank) for rank, alpha in zip(ranks, alphas, strict=True)}

@@ -61,7 +61,7 @@ class ParameterOf:
 Module = str | RowsOf | ParameterOf
 Names = Mapping[str, str | RowsOf | ParameterOf | tuple[str, ...]]
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
-MOST = 2**53  # a larger integer is no rank, and no float
+MOST = 2**53  # a larger number is no rank, and no alpha with which factors stay finite
 SIDES = {"a": "lora_A.weight", "b": "lora_B.weight"}
 OF_TABLES = {"a": "lora_embedding_A", "b": "lora_embedding_B"}
 READ = {"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_parameters"}
@@ -125,8 +125,10 @@ def _check_patterns(where: str, path: Path, said: Mapping[str, Any]) -> None:
         if not isinstance(patterns, dict) or not all(map(_is_pattern, patterns)):
             fail(where, f"{path}: {name}", "None or an object of patterns", repr(patterns), CheckpointError)
         for one in (said.get("r"), said.get("lora_alpha"), *patterns.values()):
-            if isinstance(one, int) and abs(one) > MOST:
-                fail(where, f"{path}: {name}, r and lora_alpha", f"of numbers up to {MOST}", "a larger one", CheckpointError)
+            if isinstance(one, (int, float)) and not abs(one) <= MOST:  # NaN, too
+                fail(
+                    where, f"{path}: {name}, r and lora_alpha", f"of numbers up to {MOST}", "NaN, or a larger one", CheckpointError
+                )
     for name in ("target_modules", "exclude_modules"):
         targets = said.get(name)
         names = isinstance(targets, list) and all(isinstance(one, str) for one in targets)

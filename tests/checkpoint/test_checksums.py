@@ -33,7 +33,7 @@ def flipped(t, bit):
     return raw.view(t.dtype)
 
 
-@pytest.mark.turns("dtype", every=5)
+@pytest.mark.turns("dtype", every=11)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_each_bit_and_its_place_change_the_hash(dtype):
@@ -46,6 +46,7 @@ def test_each_bit_and_its_place_change_the_hash(dtype):
     assert len(seen) == 1 + len(others) + len(zeros)
 
 
+@pytest.mark.turns("dtype")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64], ids=str)
 def test_flipped_signs_are_seen(dtype):
     """One sign of each element, all signs, each pair of neighbours: what a sum of the bits loses."""
@@ -191,7 +192,7 @@ def drawn_collision(draw):
     return tree
 
 
-@pytest.mark.turns("seed", every=4)
+@pytest.mark.turns("seed", "none", every=10)
 @pytest.mark.parametrize("none", [False, True])
 @pytest.mark.parametrize("seed", range(20))
 def test_two_leaves_of_one_path_are_refused(seed, none, tmp_path):

@@ -183,6 +183,7 @@ def test_a_field_of_another_kind_is_refused(folder, part):
         assert refused or place in UNREAD or same_as or place == "a start", (place, value)
 
 
+@pytest.mark.turns("depth")
 @pytest.mark.parametrize("depth", [1_000, 200_000])
 def test_deep_and_endless_pickles_are_refused(folder, depth):
     for data in (b"\x80\x04" + b"]" * depth + b"a" * (depth - 1) + b".", b"(" * depth, b"\x80\x04" + b"\x8d" + b"\xff" * 8, b""):
@@ -206,6 +207,7 @@ OUTSIDE = (
 )
 
 
+@pytest.mark.turns("name", every=6)
 @pytest.mark.parametrize("name", [*OUTSIDE, "ABSOLUTE"])
 def test_files_outside_of_the_folder_are_not_read(folder, name):
     """Also if the file there has just what the index says."""
@@ -221,6 +223,7 @@ def test_files_outside_of_the_folder_are_not_read(folder, name):
         dist.load_values(folder)
 
 
+@pytest.mark.turns("kind", every=2)
 @pytest.mark.parametrize("kind", ["link", "dangling link", "pipe", "folder"])
 def test_a_link_or_a_pipe_is_no_file_of_the_folder(folder, kind):
     file = folder / "__0_0.distcp"
@@ -274,6 +277,7 @@ BYTES = {
 }
 
 
+@pytest.mark.turns("leaf", "kind", every=8)
 @pytest.mark.parametrize("leaf", ["w", "step"])
 @pytest.mark.parametrize("kind", [*SHARDS, *BYTES])
 def test_a_shard_that_holds_something_else_is_refused(folder, leaf, kind):
@@ -301,7 +305,7 @@ def test_a_file_that_is_too_long_is_refused(folder):
         dist.load(folder, LIKE, {}, ONE)
 
 
-@pytest.mark.turns("seed", every=5)
+@pytest.mark.turns("seed", every=10)
 @pytest.mark.parametrize("seed", range(10))
 def test_chunks_that_overlap_do_not_stand_for_others(tmp_path, seed):
     """The chunks have as many values as the leaf, but two have the same place, and another place has none."""
@@ -338,6 +342,7 @@ def test_a_flipped_bit_does_not_load_as_what_was_saved(folder, seed):
     assert refused > 50
 
 
+@pytest.mark.turns("name", every=2)
 @pytest.mark.parametrize("name", ["w", "b", "step", "note"])
 def test_a_large_file_is_compared_on_request(folder, name, monkeypatch):
     """Another value of each leaf, in a file that torch reads without an error."""

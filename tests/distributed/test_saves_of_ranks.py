@@ -187,7 +187,7 @@ def full_after(count):
     return create
 
 
-@pytest.mark.turns("room", "start", every=4)
+@pytest.mark.turns("room", "start", every=5)
 @pytest.mark.parametrize("start", [False, True], ids=["save", "save_start"])
 @pytest.mark.parametrize("room", [0, 1, 500, 1300, 1700])
 def test_a_disk_that_is_full_raises_on_all_and_keeps_the_old(folder, room, start, monkeypatch):
@@ -262,6 +262,7 @@ def test_two_saves_to_one_path_are_kept_apart(folder):
     assert sorted(os.listdir(folder.parent)) == ["a", "other", "third"]
 
 
+@pytest.mark.turns("moment")
 @pytest.mark.parametrize("moment", ["check_replaceable", "hidden", "rmtree"])
 def test_a_save_that_begins_while_another_ends_is_kept_apart(folder, moment, monkeypatch):
     """Begun within each call of a function with which the first puts its folder in place: refused, or written whole."""
@@ -294,6 +295,7 @@ def test_a_save_that_begins_while_another_ends_is_kept_apart(folder, moment, mon
     assert len(begun) < 2 and os.listdir(folder.parent) == ["a"]
 
 
+@pytest.mark.turns("read")
 @pytest.mark.parametrize("read", ["load", "load_values"])
 def test_a_checkpoint_that_is_replaced_while_it_is_read_is_refused(folder, read, monkeypatch):
     """Between any two files: by one of the same sizes, without checksums, and by none."""
@@ -328,6 +330,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_refused(folder, read,
             act()
 
 
+@pytest.mark.turns("mode")
 @pytest.mark.parametrize("mode", [0o700, 0o750, 0o755])
 def test_the_folder_keeps_its_mode(folder, mode):
     folder.chmod(mode)
@@ -429,6 +432,7 @@ def everything(folder):
     return sorted((one.relative_to(folder), one.lstat().st_mode, one.lstat().st_mtime_ns) for one in folder.rglob("*"))
 
 
+@pytest.mark.turns("kind", every=4)
 @pytest.mark.parametrize("kind", KEPT)
 def test_what_is_no_checkpoint_is_not_replaced(kind, tmp_path):
     KEPT[kind](tmp_path / "a")
@@ -440,6 +444,7 @@ def test_what_is_no_checkpoint_is_not_replaced(kind, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.turns("kind", every=3)
 @pytest.mark.parametrize("kind", REPLACED)
 def test_a_checkpoint_or_nothing_is_replaced(kind, tmp_path):
     REPLACED[kind](tmp_path / "a")
@@ -448,6 +453,7 @@ def test_a_checkpoint_or_nothing_is_replaced(kind, tmp_path):
     assert (tmp_path / "a").is_symlink() == ("link" in kind)
 
 
+@pytest.mark.turns("path", "kind", every=5)
 @pytest.mark.parametrize("path", [".", "..", "../..", "inner/..", ""])
 @pytest.mark.parametrize("kind", ["an empty folder", "a checkpoint"])
 def test_the_folder_of_the_process_is_not_replaced(path, kind, tmp_path, monkeypatch):
@@ -469,7 +475,7 @@ def test_notes_that_come_while_a_save_runs_are_kept(folder):
     assert os.listdir(folder.parent) == ["a"] and (folder / "notes.txt").read_text() == "notes"
 
 
-@pytest.mark.turns("dtype", every=4)
+@pytest.mark.turns("dtype", "sizes", every=6)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.bool])
 @pytest.mark.parametrize("sizes", [{"dp": 2}, {"pp": 2}], ids=str)
 def test_copies_that_differ_in_a_bit_are_seen(dtype, sizes, tmp_path):

@@ -61,6 +61,7 @@ def values_alone_are_read(folder):
 
 HOSTILE, OVER_RANKS = "tests/distributed/test_hostile_checkpoints.py::", "tests/distributed/test_saves_of_ranks.py::"
 KILLED, SAVED = "tests/distributed/test_killed_saves.py::", "tests/distributed/test_dist_checkpoint.py::"
+UNEVEN = "tests/distributed/test_uneven_shards.py::"
 DATA, RUNS = "tests/distributed/test_checkpoint_data.py::", "tests/examples/test_train_lm_ranks.py::"
 HELD = {  # by how each sentence begins: what holds it
     "`dist.save` writes a folder": (
@@ -102,7 +103,7 @@ HELD = {  # by how each sentence begins: what holds it
 }
 ELSEWHERE = {  # sentences of other sections
     "**At its end** you can": f"{SAVED}test_any_mesh_reads_files_of_any_other",
-    "`specs_of` gives their leaves": "tests/distributed/test_uneven_shards.py::test_leaves_of_any_size_move_between_meshes_by_the_specs_of_either",
+    "`specs_of` gives their leaves": f"{UNEVEN}test_leaves_of_any_size_move_between_meshes_by_the_specs_of_either",
     "The losses equal": f"{RUNS}test_losses_equal_one_process",
 }
 
