@@ -139,7 +139,7 @@ FIELDS = (
 )
 
 
-@pytest.mark.turns("field", every=4)
+@pytest.mark.turns("field")
 @pytest.mark.parametrize("field", [*FIELDS, "peft_type", "bias", "task_type", "fan_in_fan_out"])
 def test_a_setting_of_any_value_is_read_or_refused_by_name(field, saved, tmp_path):
     """The same adapter, or an error that names the file."""
