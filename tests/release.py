@@ -24,8 +24,8 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import checkout
 import interpreters
+from helpers import checkout
 
 ROOT = Path(__file__).resolve().parents[1]
 EXTRAS = ("matplotlib", "safetensors", "numpy", "tqdm", "pytest", "transformers")

@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import checkout
+from helpers import checkout
 
 try:
     import tomllib
