@@ -30,7 +30,7 @@ from torch import Tensor
 
 from funcops.contract.op import config
 from funcops.errors import check, describe, fail, join_path, require, require_device, require_type
-from funcops.trees import PAIRS, leaf, no_pairs, paths, same_structure, tensors, tree, tree_map, tree_map_tensors
+from funcops.trees import PAIRS, _no_pairs, leaf, paths, same_structure, tensors, tree, tree_map, tree_map_tensors
 
 __all__ = ["LossScale", "LossScaleConfig"]
 __all__ += ["all_finite", "join_master", "loss_scale_init", "loss_scale_update", "nonfinite", "select_step", "split_master"]
@@ -121,7 +121,7 @@ def unscale(grads: T, loss_scale: LossScale) -> T:
     """
     require_type("unscale", "loss_scale", loss_scale, LossScale)
     check("unscale", "loss_scale.scale", loss_scale.scale, (), torch.float32)
-    no_pairs("unscale", "grads", tensors(grads), grads)
+    _no_pairs("unscale", "grads", tensors(grads), grads)
     by = loss_scale.scale.reciprocal()
     return tree_map_tensors(lambda g: (g.float() if g.element_size() < 4 else g) * by, grads)
 

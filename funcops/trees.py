@@ -323,7 +323,7 @@ def cast(tree: T, dtype: torch.dtype) -> T:
 
     found = [t for t in leaves(tree, is_leaf=stands_for_one) if isinstance(t, Tensor)]
     others = [t for t in found if changes(t)]
-    no_pairs("cast", "tree", others, tree)
+    _no_pairs("cast", "tree", others, tree)
     made = []
     if others and all([_copied_at_once(t) for t in others]):
         made = [torch.empty_like(t, dtype=dtype) for t in others]
@@ -343,7 +343,7 @@ def cast(tree: T, dtype: torch.dtype) -> T:
 PAIRS = torch.float4_e2m1fn_x2  # two numbers in a byte: torch has no arithmetic with it, nor a cast
 
 
-def no_pairs(where: str, name: str, found: Iterable[Any], tree: Any) -> None:
+def _no_pairs(where: str, name: str, found: Iterable[Any], tree: Any) -> None:
     """Raise `TypeError` if one of the leaves `found` in `tree` holds pairs of 4-bit numbers."""
     if any([isinstance(t, Tensor) and t.dtype is PAIRS for t in found]):
         path = next(path for path, t in paths(tree).items() if isinstance(t, Tensor) and t.dtype is PAIRS)

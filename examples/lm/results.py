@@ -103,7 +103,7 @@ def load_run(
 
 def _newer(many: Path, one: Path) -> bool:
     """Whether the folder is newer: a run that is killed between writing one and deleting the other leaves both. By the index, which
-    a deletion that was killed has not changed; if the folder is missing, by that of a killed save, which `dist.load` reads."""
+    a deletion that was killed has not changed; if the folder is missing, by a killed save's, which `dist.load` reads."""
     indices = [many / ".metadata"] if many.exists() else many.parent.glob(f".{many.name}.*.part/.metadata")
     return max((one.stat().st_mtime_ns for one in indices), default=0) > one.stat().st_mtime_ns
 

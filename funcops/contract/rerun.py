@@ -24,7 +24,7 @@ class Note(NamedTuple):
 
 
 class _Thread(threading.local):
-    """`made`: the notes of the innermost first run; `given`: those of a second run that no forward has taken."""
+    """`made`: the notes of the innermost first run; `given`: a second run's notes that no forward has taken."""
 
     def __init__(self) -> None:
         self.made: list[Note] | None = None

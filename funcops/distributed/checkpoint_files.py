@@ -35,7 +35,7 @@ class Part:
         try:
             _lock(descriptor)
             # After its own lock: of two that begin at once, the second to lock sees the first. A save that ends meanwhile may
-            # have taken this one's file, not locked yet, for that of a killed one.
+            # have taken this one's file, not locked yet, for a killed one's.
             others = [one for one in hidden(target, "lock") if one != self.claim]
             if any(map(_is_locked, others)) or not self.claim.exists():
                 wanted = "one that no other save writes to (finish() that save first, or choose another path)"
@@ -134,7 +134,7 @@ def folder_of(path: str | os.PathLike[str]) -> Path:
 
 
 def stamp(folder: Path) -> tuple[int, int]:
-    """What tells a checkpoint from another that was put in its place."""
+    """Numbers that tell a checkpoint from another that was put in its place."""
     index = (folder / INDEX).stat()
     return index.st_ino, index.st_mtime_ns
 

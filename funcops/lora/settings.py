@@ -61,7 +61,7 @@ class ParameterOf:
 Module = str | RowsOf | ParameterOf
 Names = Mapping[str, str | RowsOf | ParameterOf | tuple[str, ...]]
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
-MOST = 2**53  # a larger number is no rank, and no alpha with which factors stay finite
+MOST = 2**53  # a larger number cannot be a rank, nor an alpha with which factors stay finite
 SIDES = {"a": "lora_A.weight", "b": "lora_B.weight"}
 OF_TABLES = {"a": "lora_embedding_A", "b": "lora_embedding_B"}
 READ = {"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_parameters"}

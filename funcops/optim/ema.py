@@ -9,7 +9,7 @@ from torch import Tensor
 
 from funcops.errors import FLOATS, check, describe, fail, join_path, require, require_dtype, require_flag, short
 from funcops.optim._rows import lists_of
-from funcops.trees import leaves, no_pairs, paths, tree_map, with_leaves
+from funcops.trees import _no_pairs, leaves, paths, tree_map, with_leaves
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ def ema_init(params: T, dtype: torch.dtype = torch.float32) -> T:
         wide = t.dtype if not t.is_floating_point() else dtype if t.dtype.itemsize == 1 else torch.promote_types(t.dtype, dtype)
         return t.detach().to(wide, copy=True)
 
-    no_pairs("ema_init", "params", leaves(params), params)
+    _no_pairs("ema_init", "params", leaves(params), params)
     return tree_map(copied, params)
 
 
@@ -65,7 +65,7 @@ def ema_update(average: T, params: T, decay: float | Tensor, *, in_place: bool =
         if isinstance(a, Tensor) and a.is_floating_point() != p.is_floating_point():
             expected = f"of the same kind as average's {short(a.dtype)}"
             fail("ema_update", join_path("params", name), expected, short(p.dtype), TypeError)
-    no_pairs("ema_update", "params", given, params)
+    _no_pairs("ema_update", "params", given, params)
     made = [a if in_place else p for a, p in zip(ours, given, strict=True)]
     with torch.no_grad():
         for i in floats:

@@ -347,7 +347,7 @@ class Behind:
 
 
 def rebound():
-    """By name: a function of x that reads a number beside its arguments, and a function that sets it."""
+    """Rows by name: a function of x that reads a number beside its arguments, and a function that sets it."""
     cell, held, table, lot = 1.0, [1.0], {"rate": [1.0]}, [1.0] * 100
     owner, module, pair = types.SimpleNamespace(rate=1.0, inner=types.SimpleNamespace(rate=1.0)), Rate(), (1, [1.0])
     array = pytest.importorskip("numpy").ones(1)

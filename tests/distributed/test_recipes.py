@@ -212,7 +212,7 @@ def test_a_report_says_which_layers_over_ranks_it_leaves_out():
 
 
 def test_a_nan_is_the_largest():
-    """Of any sign and payload: on x86 0 / 0 has the sign bit set. The other rank has a number, or infinity."""
+    """Its sign and payload do not matter: on x86 0 / 0 has the sign bit set. The other rank has a number, or infinity."""
     nans = torch.tensor([0x7FC00000, 0x7F800001, 0x7FFFFFFF, -0x400000, -1, -0x7FFFFF], dtype=torch.int32).view(torch.float32)
     nans = torch.cat((nans, torch.zeros(1) / torch.zeros(1)))
     others = torch.tensor([0.0, -0.0, 1.0, 2.0, 3.0, math.inf, math.inf])

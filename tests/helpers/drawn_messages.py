@@ -125,7 +125,7 @@ class Held:
         return [t.clone() for t in [*tensors, self.generator.get_state(), torch.get_rng_state()]]
 
     def ways(self, x):
-        """By name, each a function that writes, given x on the meta device."""
+        """The ways by name, each a function that writes, given x on the meta device."""
         a, b, count = self.tensors
         return {
             "in place": lambda: a.add_(1),

@@ -16,7 +16,7 @@ def sentences(text):
 
 
 def holders(held):
-    """What holds the sentences: functions, and tests of other files by `FILE::NAME`."""
+    """The holders of the sentences: functions, and tests of other files by `FILE::NAME`."""
     return [one for each in held.values() for one in (each if isinstance(each, tuple) else (each,))]
 
 

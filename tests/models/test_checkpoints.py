@@ -220,7 +220,7 @@ def test_shards_and_their_index(tmp_path):
 
 
 def test_a_folder_with_one_file_and_shards_is_read_as_hugging_face_reads_it(tmp_path):
-    """Of each the embedding is another."""
+    """The two have different embeddings."""
     saved("qwen3", tmp_path / "hf", max_shard_size="20KB")
     shards = from_hf(tmp_path / "hf")[0]["embed"].weight
     saved("qwen3", tmp_path / "one")

@@ -150,7 +150,7 @@ def test_an_update_is_decode_update_encode(name, in_place, chunk, monkeypatch):
     assert type(next(iter(module._fields("", state).values()))["a"]) is BlockTensor
 
 
-ORDERS = {  # trees whose order is not that of their sorted paths
+ORDERS = {  # trees in another order than their sorted paths
     "list": lambda t: [t() for _ in range(12)],
     "keys of numbers": lambda t: {i: t() for i in range(12)},
     "nested": lambda t: {"layers": tuple({"w": t(), "b": t()} for _ in range(11)), "layers-2": t(), "layers ": [t()]},
@@ -162,8 +162,8 @@ ORDERS = {  # trees whose order is not that of their sorted paths
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("order", ORDERS)
 def test_counts_of_steps_are_in_the_order_of_the_tree(order, in_place, chunk, monkeypatch):
-    """Leaves that lacked a gradient have counts of their own, before the state is quantised and after: the numbers are those of
-    the update without 8 bits."""
+    """Leaves that lacked a gradient have counts of their own, before the state is quantised and after: the numbers equal the
+    update's without 8 bits."""
     monkeypatch.setattr(module, "CHUNK", chunk)
     draw = torch.Generator().manual_seed(0)
     make = lambda: ORDERS[order](lambda: torch.randn(7, generator=draw))  # noqa: E731

@@ -46,7 +46,7 @@ class TorchPending(Pending):
 
 
 class Noted:
-    """What a forward that will run again leaves to the second run: its trace, in which all that the function read is fixed, and the
+    """A forward's note to its second run: the trace, in which all that the function read is fixed, and the
     marks of the tensors among that. Two are equal if their traces are."""
 
     __slots__ = ("marks", "traced")

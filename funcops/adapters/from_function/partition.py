@@ -112,7 +112,7 @@ def trace(where: str, run: Run, leaves: Sequence[Tensor], asked: Sequence[bool],
     return Cutter(where, traced, len(leaves), tuple(outputs), asked, params, known)
 
 
-_NUMBERS = {"tolist", "__index__"}  # which read memory, also that of a captured tensor, which is no fake one
+_NUMBERS = {"tolist", "__index__"}  # which read memory, and a captured tensor has some, as it is not fake
 _ARRAYS = {"numpy", "__array__", "__dlpack__", "tensor", "as_tensor", "asarray"}  # so do these, of no other tensor either
 
 
