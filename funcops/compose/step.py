@@ -23,7 +23,8 @@ from funcops.trees import WithExtras
 @config
 class Step:
     """A named op in a combinator. Its x is `(main, *takes)`, its y `(main, *gives)`, by name. An op that is a combinator takes its
-    extras and gives its outputs by their own names; `gives`, one name for each output, renames these.
+    extras and gives its outputs by their own names; `gives`, one name for each output, renames these. `folds=False`: random keys
+    reach the op as they are, without the step's name folded in; then two such steps with one key draw the same bits.
 
     >>> from funcops import ScaleConfig, Step, scale
     >>> step = Step("double", scale, ScaleConfig(2.0), takes=("mask",))
@@ -36,6 +37,7 @@ class Step:
     cfg: Any = field(kw_only=False)
     takes: tuple[str, ...] = ()
     gives: tuple[str, ...] = ()
+    folds: bool = True
 
     def __post_init__(self) -> None:
         require_type("Step", "name", self.name, str)
@@ -66,11 +68,11 @@ class Step:
     has_params: ClassVar[bool]
 
     def x(self, main: Any, extras: dict[str, Any]) -> Any:
-        """The op's x, with the step's name folded into every random key."""
+        """The op's x, with the step's name folded into every random key, if it `folds`."""
         names = self.names
         if not names:
             return main
-        if self.keys:
+        if self.keys and self.folds:
             return bundle(main, {n: extras[n] for n in names}, self.keys, self.fold, self.passes)
         if self.passes:
             return WithExtras(main, extras if len(extras) == len(names) else {n: extras[n] for n in names})

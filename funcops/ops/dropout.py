@@ -39,8 +39,7 @@ __all__ += ["dropout", "dropout_bwd", "dropout_dgrad", "dropout_fwd", "dropout_i
 
 @config
 class DropoutConfig(OpConfig):
-    """`p`: the probability of zero, in [0, 1]; `train=False` is the identity. `folds=False`: combinators use the key as it is, and
-    fold no step's name into it; then two steps with one key draw one mask."""
+    """`p`: the probability of zero, in [0, 1]; `train=False` is the identity."""
 
     widths = same_width
     featurewise = True
@@ -48,7 +47,6 @@ class DropoutConfig(OpConfig):
 
     p: float = field(kw_only=False)
     train: bool = True
-    folds: bool = True
 
     def __post_init__(self) -> None:
         require(0.0 <= self.p <= 1.0, "DropoutConfig", "p", "in [0, 1]", self.p)
@@ -117,5 +115,5 @@ def dropout_dgrad(residuals: DropoutResiduals, dy: Any, cfg: DropoutConfig) -> t
     return residuals.inputs.make((dx, None)), None
 
 
-dropout = make_op("dropout", DropoutConfig, fwd=dropout_fwd, dgrad=dropout_dgrad, keyed=lambda cfg: cfg.folds)
+dropout = make_op("dropout", DropoutConfig, fwd=dropout_fwd, dgrad=dropout_dgrad, keyed=True)
 dropout_init, dropout_bwd, dropout_wgrad = no_params(dropout, dropout_dgrad)

@@ -201,7 +201,7 @@ class Lowered:
         given: Extras = {}
         for name in step.names:
             given[name] = extras[name]
-            if name in step.keys:
+            if name in step.keys and step.folds:
                 given[name] = self.value()
                 self.forward.append(Fold(given[name], extras[name], step.fold))
         place = scope.at(step.name)

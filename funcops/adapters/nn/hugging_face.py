@@ -90,10 +90,24 @@ class T5LayerNorm(RMSNorm):
         return weight if weight.itemsize == 2 else torch.promote_types(torch.promote_types(x, weight), torch.float32)
 
 
-class Activation(OpModule):
+class _KeepsY(OpModule):
+    """An activation. One whose backward reads y (a squared ReLU: the ReLU), not x, runs its own forward, as `funcops.nn.ReLU`
+    does."""
+
+    op = activation
+
+    @property
+    def keeps_y(self) -> bool:
+        return self.known_cfg().kind in (*KEEP_Y, "squared_relu")
+
+    def other_way(self) -> Any:
+        return self.plain if self.keeps_y else None
+
+
+class Activation(_KeepsY):
     """The activations of transformers; most of them hold their function as `act`."""
 
-    op, values = activation, ("act",)
+    values = ("act",)
 
     def make_cfg(self) -> ActivationConfig:
         kind = kind_of(self)
@@ -101,19 +115,11 @@ class Activation(OpModule):
         return ActivationConfig(kind=kind)
 
 
-class ActivationOf(OpModule):
-    """An activation whose `kind` is an attribute of the class. One whose backward reads y, not x, runs its own forward, as
-    `funcops.nn.ReLU` does."""
+class ActivationOf(_KeepsY):
+    """An activation whose `kind` is an attribute of the class."""
 
-    op, values = activation, ("kind",)
+    values = ("kind",)
     kind: str
-
-    @property
-    def keeps_y(self) -> bool:
-        return self.kind in KEEP_Y
-
-    def other_way(self) -> Any:
-        return self.plain if self.keeps_y else None
 
 
 class Conv1D(OpModule):
@@ -256,8 +262,8 @@ def _linear(weight: Tensor, bias: Any) -> LinearConfig:
 
 
 def _drop(p: float) -> Step:
-    """A step whose key no names are folded into: the mask is the one that the module draws when it is called."""
-    return Step(name="drop", op=dropout, cfg=DropoutConfig(p=p, folds=False), takes=(KEY,))
+    """A step into whose key no name is folded, nor around it: the mask is the one that the module draws when it is called."""
+    return Step(name="drop", op=dropout, cfg=DropoutConfig(p=p), takes=(KEY,), folds=False)
 
 
 class GatedMLP(ChainModule):
@@ -272,9 +278,9 @@ class GatedMLP(ChainModule):
         extras = (KEY,) if p else ()
         if p:
             dropped = ChainConfig(steps=(Step(name="linear", op=linear, cfg=up), _drop(p)), extras=extras)
-            branches[1] = Step(name="up", op=chain, cfg=dropped, takes=extras)
+            branches[1] = Step(name="up", op=chain, cfg=dropped, takes=extras, folds=False)
         steps = (
-            Step(name="project", op=parallel, cfg=ParallelConfig(branches=tuple(branches)), takes=extras),
+            Step(name="project", op=parallel, cfg=ParallelConfig(branches=tuple(branches)), takes=extras, folds=False),
             Step(name="act", op=glu, cfg=GLUConfig(kind=GATES[kind], paired=True)),
             Step(name="down", op=linear, cfg=down),
         )

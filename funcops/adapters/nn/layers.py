@@ -150,6 +150,8 @@ class RMSNorm(_Norm, nn.RMSNorm):
     op, params_class, fields, values = rms_norm, RMSNormParams, ("weight",), ("normalized_shape", "eps")
     autocast, pairs = "aten::rms_norm", DTYPES
 
+    cfg_follows = "weight"
+
     def other_way(self) -> Any:
         return self.plain if self.weight is self.eps is None else super().other_way()
 
@@ -157,8 +159,20 @@ class RMSNorm(_Norm, nn.RMSNorm):
         eps = self.eps
         if eps is None:
             require(self.weight is not None, "funcops.nn.RMSNorm", "eps", "a number if the layer has no weight", None)
-            eps = torch.finfo(wide(self.weight.dtype)).eps  # of the dtype that torch computes in
+            eps = self._least()
         return RMSNormConfig(dim=tuple(self.normalized_shape), eps=eps)
+
+    def known_cfg(self) -> Any:
+        made = super().known_cfg()
+        if (
+            self.eps is None and made.eps != self._least()
+        ):  # weight got another dtype by its `data`, or is that of a functional_call
+            made = self.__dict__["_cfg"] = self.make_cfg()
+        return made
+
+    def _least(self) -> float:
+        """The machine epsilon of the dtype in which torch computes."""
+        return torch.finfo(wide(self.weight.dtype)).eps
 
 
 class GroupNorm(_Norm, nn.GroupNorm):

@@ -138,6 +138,7 @@ class OpModule(Prepared):
     pairs: frozenset[Any] = frozenset()
     _of_torch: bool = False  # whether the class inherits a forward for `plain`
     _left_out: tuple[str, ...] = ()  # fields of the config, with defaults, that `values` does not name
+    cfg_follows: str = ""  # the parameter on whose dtype the config depends
     reads_dense: bool = False  # whether `op_input` copies some x that are not contiguous
     _of_step: Any = None  # the forward that only runs the op; a class with another forward cannot be a step of a chain
 
@@ -170,8 +171,10 @@ class OpModule(Prepared):
             remedy = "call funcops.nn.to_torch(model) first, if from_torch swapped it"
             fail(f"funcops.nn.{type(self).__name__}", name, f"{wanted} ({remedy})", describe(value), TypeError)
         super().__setattr__(name, value)
-        if name in OpModule._read_by(self) and self.__dict__.pop("_cfg", UNPREPARED) is not UNPREPARED and not _compiling():
-            prepare(self)  # attributes set after super().__init__() may complete the config
+        if name in OpModule._read_by(self):
+            self.__dict__.pop("_cached", None)  # or a replaced parameter would live until the next call
+            if self.__dict__.pop("_cfg", UNPREPARED) is not UNPREPARED and not _compiling():
+                prepare(self)  # attributes set after super().__init__() may complete the config
 
     @staticmethod
     def _read_by(module: Any) -> tuple[str, ...]:
@@ -320,20 +323,22 @@ def _kind_of(t: Any) -> str:
 class PreparedCall:
     """The cached arguments of `run` besides x for calls of a module, valid as long as the module does not change."""
 
-    __slots__ = ("before", "bounds", "cfg", "first", "leaves", "op", "params", "reads_dense", "same")
+    __slots__ = ("before", "bounds", "cfg", "first", "first_dtype", "leaves", "op", "params", "reads_dense", "same")
 
     def __init__(self, module: Any, own: list[Any], leaves: list[Any]) -> None:
         self.cfg = module.known_cfg()
         self.op, self.params, self.reads_dense = module.op, module._params(own), module.reads_dense
         self.leaves, self.first = leaves, own[0] if own else None
+        self.first_dtype = None if self.first is None else self.first.dtype
         self.same, self.before = same_parameters(module.fields), parameters_of(module, module.fields)
         self.bounds: dict[Any, Any] = {}
 
     @staticmethod
     def may_be_of(module: Any) -> bool:
-        """Whether the params are the module's own parameters, and nothing else."""
+        """Whether the params are the module's own parameters, and nothing else: what `functional_call` lends is not kept alive."""
         cls, parameters = type(module), module._parameters
-        return cls._own is OpModule._own and cls._params is OpModule._params and all([name in parameters for name in cls.fields])
+        plain = cls._own is OpModule._own and cls._params is OpModule._params
+        return plain and all([name in parameters and type(parameters[name]) is not Tensor for name in cls.fields])
 
     def fits(self, module: Any, x: Tensor) -> bool:
         state, dtype = module.__dict__, x.dtype
@@ -341,7 +346,8 @@ class PreparedCall:
             state.get("_cfg") is self.cfg
             and module.op is self.op
             and dtype in module.dtypes
-            and (not module.pairs or self.first is None or (dtype, self.first.dtype) in module.pairs)
+            and (self.first is None or self.first.dtype is self.first_dtype)
+            and (not module.pairs or self.first is None or (dtype, self.first_dtype) in module.pairs)
             and (not self.reads_dense or x.is_contiguous())
             and self.same(state["_parameters"], self.before)
         )

@@ -13,7 +13,7 @@ from funcops.adapters.autocast import CAST, LOWER, any_autocast, cast, is_on, ou
 from funcops.adapters.autograd.differentiable import run
 from funcops.adapters.nn.layers import Dropout, drawn_key
 from funcops.adapters.nn.module import OpModule, Prepared, config_or_absent, is_plain, run_op, untouched
-from funcops.adapters.nn.unchanged import same_modules, state_of, watched
+from funcops.adapters.nn.unchanged import follows, same_modules, state_of, watched
 from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.step import Step
 from funcops.contract.trace_safe_cache import reading
@@ -27,20 +27,25 @@ _compiling = torch.compiler.is_dynamo_compiling
 
 class Group:
     """Neighbouring modules that run as one chain, or one ordinary module. Small inputs run with `small`, which recomputes only
-    outputs that torch keeps in place of inputs. A last module that keeps its y runs after the chain, as it keeps nothing more
-    there: `run_cfg` lacks it."""
+    outputs that torch keeps in place of inputs. Modules that keep their y run before the chain if they are its first, or x would be
+    kept, of which someone else may be the owner, and after it if they are its last, as they keep nothing more there: `run_cfg`
+    lacks them."""
 
     def __init__(self, named: list[tuple[str, Any]], cfg: ChainConfig | None) -> None:
         self.names, self.modules, self.cfg = [n for n, _ in named], [m for _, m in named], cfg
-        self.last = self.modules[-1] if cfg is not None and getattr(self.modules[-1], "keeps_y", False) else None
-        inside = named if self.last is None else named[:-1]
-        self.run_cfg = cfg if self.last is None else _without_last(cfg)
+        keep_y = [cfg is not None and getattr(module, "keeps_y", False) for module in self.modules]
+        begin = (*keep_y, False).index(False)
+        end = len(named) - (keep_y[-1] and begin < len(named))
+        self.first, self.last, inside = self.modules[:begin], self.modules[end:], named[begin:end]
+        self.run_cfg = None if cfg is None or not inside else dataclasses.replace(cfg, steps=cfg.steps[begin:end])
         again = tuple([name for name, module in inside if getattr(module, "keeps_y", False)])  # or they would keep x beside y
         self.small = None if self.run_cfg is None else dataclasses.replace(self.run_cfg, recompute=again or False)
         self.inside = dict(inside)
         self.in_order = [module for _, module in sorted(inside, key=lambda pair: pair[0])]  # the order of a dict's leaves
-        self.dtypes: Any = getattr(self.modules[0], "dtypes", frozenset())  # of x
-        self.copies = self.modules[0] if getattr(self.modules[0], "reads_dense", False) else None
+        self.head = inside[0][1] if inside else self.modules[0]
+        self.dtypes: Any = getattr(self.head, "dtypes", frozenset())  # of x
+        self.copies = self.head if getattr(self.head, "reads_dense", False) else None
+        self.lent = False  # whether the parameters are those of a `functional_call`, which are not kept alive
         self.own: list[Any] = []
         self.leaves: list[Any] = []  # of `params`
         self.params: Any = None
@@ -54,11 +59,18 @@ class Group:
             own += module._own()
         if self.params is None or len(own) != len(self.own) or any([a is not b for a, b in zip(own, self.own, strict=True)]):
             self.own, self.leaves = own, [t for t in own if t is not None]
+            self.lent = any([type(t) is Tensor for t in own])
             self.params = {name: m.op_params() for name, m in self.inside.items()}
 
     def run(self, x: Any) -> Any:
+        for module in self.first:
+            x = module(x)
         y = self.run_inside(x)
-        return y if self.last is None else self.last(y)
+        if self.lent:
+            self.own, self.leaves, self.params = [], [], None
+        for module in self.last:
+            y = module(y)
+        return y
 
     def run_inside(self, x: Any) -> Any:
         if self.run_cfg is None or not (type(x) is Tensor or is_plain(x)) or getattr(x, "dtype", None) not in self.dtypes:
@@ -84,7 +96,7 @@ class Group:
     def followed(self, x: Any, kind: str) -> Any:
         """Run under autocast: as one chain if every step would run in autocast's dtype, else one by one."""
         dtype = torch.get_autocast_dtype(kind)
-        lower = x.dtype is dtype or (x.dtype in CAST and self.modules[0].autocast == LOWER)
+        lower = x.dtype is dtype or (x.dtype in CAST and self.head.autocast == LOWER)
         if not lower or not all([m.autocast == LOWER or not m.fields for m in self.inside.values()]):
             return self.one_by_one(x)
         params = {name: m._params([None if t is None else cast(t, dtype) for t in m._own()]) for name, m in self.inside.items()}
@@ -99,11 +111,6 @@ def _is_few(x: Any) -> bool:
     """Whether x is so small that what torch keeps is kept. A tracer takes no size for a constant: all that can be is recomputed,
     and its compiler keeps what it chooses."""
     return not _compiling() and type(x) is Tensor and x.numel() < FEW
-
-
-def _without_last(cfg: Any) -> ChainConfig | None:
-    """The chain without its last step, which takes no extra; None for one step."""
-    return dataclasses.replace(cfg, steps=cfg.steps[:-1]) if len(cfg.steps) > 1 else None
 
 
 class Sequential(Prepared, nn.Sequential):
@@ -196,10 +203,12 @@ class Cached:
         for group in self.groups:
             if group.run_cfg is not None:
                 group.refresh()
-        if all([made is not m for made, m in zip(self.now, self.modules, strict=True)]):
+        self.same = self.before = None
+        lent = any([group.lent for group in self.groups])
+        if not lent and all([made is not m for made, m in zip(self.now, self.modules, strict=True)]):
             fields = tuple([m.fields for m in self.modules])
             self.before = state_of(self.modules, fields)
-            self.same = same_modules(fields)
+            self.same = same_modules(fields, follows(self.modules))
 
 
 def _joins(module: Any) -> bool:
@@ -246,7 +255,5 @@ def _grouped(modules: dict[str, Any], joins: list[bool]) -> list[Group]:
 def _step(name: str, module: Any) -> Step:
     """The step of a module. A Dropout takes a key of its own, drawn in the order of the modules and used as it is: the mask is the
     one that the module draws when it is called."""
-    cfg = module.known_cfg()
-    if not isinstance(module, Dropout):
-        return Step(name=name, op=module.op, cfg=cfg)
-    return Step(name=name, op=module.op, cfg=dataclasses.replace(cfg, folds=False), takes=(f"{KEY}_{name}",))
+    takes = (f"{KEY}_{name}",) if isinstance(module, Dropout) else ()
+    return Step(name=name, op=module.op, cfg=module.known_cfg(), takes=takes, folds=False)

@@ -77,7 +77,7 @@ class Guarded(OpModule):
             now = getattr(self, name, None)
             if type(now) is not type(value) or now != value:
                 return self.plain
-        return None
+        return super().other_way()
 
     def forward(self, x: Any) -> Any:
         way = self.other_way()

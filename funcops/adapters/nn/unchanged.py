@@ -39,7 +39,18 @@ def state_of(modules: Sequence[Any], fields: Sequence[Sequence[str]]) -> tuple[A
     parts: list[Any] = []
     for module, names in zip(modules, fields, strict=True):
         parts += (module, type(module), type(module).forward, module.__dict__["_cfg"], *parameters_of(module, names))
+        parts += [getattr(module._parameters[name], "dtype", None) for name in _followed(module)]
     return tuple(parts)
+
+
+def _followed(module: Any) -> list[str]:
+    """The parameter on whose dtype the module's config depends, if any."""
+    return [name for name in (module.cfg_follows,) if module._parameters.get(name) is not None]
+
+
+def follows(modules: Sequence[Any]) -> tuple[str, ...]:
+    """For each module, the name of that parameter, or ""."""
+    return tuple(["".join(_followed(module)) for module in modules])
 
 
 @functools.cache
@@ -49,9 +60,11 @@ def same_parameters(fields: tuple[str, ...]) -> Same:
 
 
 @functools.cache
-def same_modules(fields: tuple[tuple[str, ...], ...]) -> Same:
-    """Generate `same(modules, before)` for a container's dict of modules with these fields."""
+def same_modules(fields: tuple[tuple[str, ...], ...], followed: tuple[str, ...]) -> Same:
+    """Generate `same(modules, before)` for a container's dict of modules with these fields, and the fields of which the dtype
+    counts."""
     heads = [[f"m{i}", f"k{i}", f"f{i}", f"c{i}", *_names(str(i), own)] for i, own in enumerate(fields)]
+    heads = [[*head, *[f"d{i}"] * bool(name)] for i, (head, name) in enumerate(zip(heads, followed, strict=True))]
     lines = [f"    if len(modules) != {len(fields)} or {WATCHED}: return False", *_unpacked([n for head in heads for n in head])]
     if fields:
         lines.append(f"    {''.join(f'a{i}, ' for i in range(len(fields)))} = modules.values()")
@@ -62,7 +75,9 @@ def same_modules(fields: tuple[tuple[str, ...], ...]) -> Same:
         called = "".join(f" or s['{name}']" for name in HOOKS)
         lines.append(
             f"    if a{i} is not m{i} or type(a{i}) is not k{i} or k{i}.forward is not f{i} or s.get('_cfg') is not c{i}"
-            f"{called} or 'forward' in s or not ({_same('p', str(i), own)}): return False"
+            f"{called} or 'forward' in s or not ({_same('p', str(i), own)})"
+            + (f" or t{i}_{followed[i]}.dtype is not d{i}" if followed[i] else "")
+            + ": return False"
         )
     return _compiled("modules, before", [*lines, "    return True"])
 
