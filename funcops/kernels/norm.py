@@ -99,7 +99,7 @@ def _rms_norm_gradients(
     zero = torch.zeros_like(rstd)
     d_x, d_w, _ = _backward(dy, x, [size], zero, rstd, scale, None, [dx, dw, False])
     if dx:  # plus rstd * mean(g)
-        if d_x.numel() < FEW_FOR_MATMUL:
+        if torch.compiler.is_compiling() or d_x.numel() < FEW_FOR_MATMUL:  # a tracer takes no size for a constant
             d_x.addcmul_((dy * scale).sum(-1, True), rstd, value=1.0 / size)
         else:
             d_x.add_(torch.matmul(dy, scale).unsqueeze_(-1).mul_(rstd), alpha=1.0 / size)

@@ -63,7 +63,7 @@ def _found(which: str, op: Op, cfg: Any, needs: Needs, main: Any, pausing: bool 
     if type(main) is Tensor:
         if (select.chosen_anywhere or not main.is_cpu) and wants_triton(main):
             device_type = "cuda"
-        elif main.numel() >= rules.FEW:
+        elif _compiling() or main.numel() >= rules.FEW:  # a tracer would guard on the size
             device_type = "cpu"
         dtype = main.dtype if device_type else None
     if _compiling():
