@@ -176,8 +176,9 @@ def test_masks_of_ranks_are_parts_of_one_mask(seed):
     *others, axis = draw.sample(list(sizes), 3)
     context = others.pop() if draw.random() < 0.4 else None
     rows = tuple(draw.sample(others, draw.randrange(len(others) + 1)))
-    x, key, options = torch.ones(36, 12, 2), random.key(seed), DropoutConfig(0.5, folds=seed % 2 == 0)
-    cfg = ChainConfig(steps=(Step("drop", dropout, options, takes=("key",)),), extras=("key",))
+    x, key = torch.ones(36, 12, 2), random.key(seed)
+    drop = Step("drop", dropout, DropoutConfig(0.5), takes=("key",), folds=seed % 2 == 0)
+    cfg = ChainConfig(steps=(drop,), extras=("key",))
     whole = chain.fwd({"drop": None}, WithExtras(x, {"key": key}), cfg)[0]
     for rank in range(math.prod(sizes.values())):
         mesh = Mesh.abstract(sizes, rank)
@@ -196,7 +197,7 @@ def test_masks_of_ranks_are_parts_of_one_mask(seed):
 
 
 def test_a_rank_has_every_option_of_a_dropout():
-    options = DropoutConfig(0.25, train=False, folds=False)
+    options = DropoutConfig(0.25, train=False)
     assert all(getattr(options, field.name) != field.default for field in dataclasses.fields(options))
     cfg = ChainConfig(steps=(Step("drop", dropout, options, takes=("key",)),), extras=("key",))
     made = dist.parallel(cfg, {}, Mesh.abstract({"dp": 2, "tp": 2}, 3)).steps[0].cfg

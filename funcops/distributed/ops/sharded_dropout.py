@@ -72,7 +72,6 @@ class ShardedDropoutConfig(OpConfig):
     p: float = field(kw_only=False)
     shared: tuple[Shared, ...]
     train: bool = True
-    folds: bool = True
 
     def __post_init__(self) -> None:
         require(0.0 <= self.p <= 1.0, "ShardedDropoutConfig", "p", "in [0, 1]", self.p)
@@ -119,7 +118,5 @@ def sharded_dropout_dgrad(
     return residuals.inputs.make((dx, None)), None
 
 
-sharded_dropout = make_op(
-    "sharded_dropout", ShardedDropoutConfig, fwd=sharded_dropout_fwd, dgrad=sharded_dropout_dgrad, keyed=lambda cfg: cfg.folds
-)
+sharded_dropout = make_op("sharded_dropout", ShardedDropoutConfig, fwd=sharded_dropout_fwd, dgrad=sharded_dropout_dgrad, keyed=True)
 sharded_dropout_init, sharded_dropout_bwd, sharded_dropout_wgrad = no_params(sharded_dropout, sharded_dropout_dgrad)
