@@ -122,7 +122,7 @@ def dgrad_of(
                 and not node.needs.drop
             ):
                 return fn(node, dy, cfg)
-            node = open_node(where, node, class_by(where, node_class, cfg), cfg, DGRAD)
+            node = open_node(where, node, class_by(where, node_class, cfg), cfg, DGRAD, dy)
             nothing = dy is None or (dgrad.alone and node._marks is IDLE)  # type: ignore[attr-defined]
             result = (node.nothing(), None) if nothing else fn(node, dy, cfg)
             if node is not residuals:
@@ -186,7 +186,7 @@ def bwd_of(
                 and not node.needs.drop
             ):
                 return fn(node, dy, cfg, into=into)
-            node = open_node(where, node, class_by(where, node_class, cfg), cfg, DGRAD | WGRAD)
+            node = open_node(where, node, class_by(where, node_class, cfg), cfg, DGRAD | WGRAD, dy)
             nothing = no_gradients(params_class, cfg) if into is None else into
             result = (nothing, node.nothing()) if dy is None else fn(node, dy, cfg, into=into)
             if node is not residuals:
@@ -260,7 +260,7 @@ def derived_bwd(name: str, dgrad: Any, wgrad: Any) -> Any:
             return found[0]
         node = residuals
         if not ((type(node) is first or type(node) in others) and node.cfg is cfg and node.fresh() and not node.needs.drop):
-            node = open_node(where, node, class_by(where, node_class, cfg), cfg, DGRAD | WGRAD)
+            node = open_node(where, node, class_by(where, node_class, cfg), cfg, DGRAD | WGRAD, dy)
         dx, pending = (node.nothing(), None) if dy is None else raw_dgrad(node, dy, cfg)
         if node is not residuals:
             node.empty()
@@ -291,7 +291,7 @@ def dgrad_as_bwd(name: str, dgrad: Any) -> Any:
             and not node.needs.drop
         ):
             return None, raw_dgrad(node, dy, cfg)[0]
-        node = open_node(where, node, class_by(where, node_class, cfg), cfg, DGRAD)
+        node = open_node(where, node, class_by(where, node_class, cfg), cfg, DGRAD, dy)
         dx = node.nothing() if dy is None or node._marks is IDLE else raw_dgrad(node, dy, cfg)[0]
         if node is not residuals:
             node.empty()

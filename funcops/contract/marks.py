@@ -99,12 +99,6 @@ def post_init(self: Any, moved: Aside | None) -> None:
         moved.value.to(self)
 
 
-def still(node: Any) -> bool:
-    """Whether a node whose marks are not a tuple may be used."""
-    marks = node._marks
-    return marks is None or (type(marks) is Unlike and not marks.expected and stale_path(node) is None)
-
-
 def stale_path(node: Any) -> str | None:
     """The path of a leaf that was written to since it was marked, or None."""
     marks = node._marks.marks if type(node._marks) is Unlike else node._marks
@@ -141,18 +135,21 @@ def _storage(t: Tensor) -> int | None:
 
 
 class Form(NamedTuple):
-    """The form that a backward expects of a saved tensor, or of a node that stands for one in fewer bits, which has `parts`."""
+    """The form that a backward expects of a saved tensor, or of a node that stands for one in fewer bits, which has `parts`. A part
+    other than a tensor has its type in place of a dtype."""
 
-    dtype: torch.dtype
+    dtype: Any
     shape: Any
-    device: torch.device
+    device: torch.device | None
     parts: tuple[Form, ...] = ()
 
     @staticmethod
     def of(t: Any) -> Form:
         if isinstance(t, Tensor):
             return Form(t.dtype, t.shape, t.device)
-        return Form(t.dtype, t.shape, t.device, tuple([Form.of(part) for part in tensors(t)]))
+        parts = [] if _stood_in(t) else [part for part in leaves(t) if part is not None]  # parts that are away have no form
+        known = [Form.of(part) if isinstance(part, Tensor) else Form(type(part), (), None) for part in parts]
+        return Form(t.dtype, t.shape, t.device, tuple(known))
 
     def fits(self, other: Form) -> bool:
         """Whether `other` can take its place. A size that a tracer left open fits any: a comparison would fix it. A tensor fits a
@@ -161,16 +158,21 @@ class Form(NamedTuple):
             return False
         if any([type(a) is type(b) is int and a != b for a, b in zip(self.shape, other.shape, strict=True)]):
             return False
-        return len(self.parts) != len(other.parts) or all([a.fits(b) for a, b in zip(self.parts, other.parts, strict=True)])
+        if not self.parts or not other.parts:
+            return True
+        return len(self.parts) == len(other.parts) and all([a.fits(b) for a, b in zip(self.parts, other.parts, strict=True)])
 
-    def at(self, dtype: torch.dtype, device: torch.device) -> Form:
-        """The same form in another dtype, on another device."""
-        return Form(dtype, self.shape, device, tuple([part._replace(device=device) for part in self.parts]))
+    def at(self, device: torch.device | None) -> Form:
+        """The same form on another device."""
+        return Form(self.dtype, self.shape, device, tuple([part._replace(device=device) for part in self.parts]))
 
     def said(self, other: Form) -> str:
         """This form as text, to be shown beside `other`: with the device if it differs, or its first part that does not fit."""
         if self[:3] == other[:3] and self.parts:
-            return next((a.said(b) for a, b in zip(self.parts, other.parts, strict=True) if not a.fits(b)), "")
+            unlike = [a.said(b) for a, b in zip(self.parts, other.parts, strict=False) if not a.fits(b)]
+            return unlike[0] if unlike else f"{len(self.parts)} parts"
+        if not isinstance(self.dtype, torch.dtype):
+            return str(self.dtype.__name__)
         return f"{short(self.dtype)}{list(self.shape)}{f' on {self.device}' if self.device != other.device else ''}"
 
 
@@ -202,8 +204,8 @@ def _stood_in(leaf: Any) -> bool:
 
 
 class Unlike(NamedTuple):
-    """Takes the place of a node's marks if a leaf has not the form that the forward gave it: the error that its backward raises
-    (empty if all leaves were cast or moved together), the marks that it would have, and what is known of the node before."""
+    """Takes the place of a node's marks if a leaf has not the form that the forward gave it: the error that its backward raises,
+    the marks that it would have, and what is known of the node before. The error is empty if all leaves were moved together."""
 
     path: str
     expected: str
@@ -308,8 +310,10 @@ class Moved(NamedTuple):
         self._compare(node)
 
     def _compare(self, node: Any) -> None:
-        """Note the first leaf that is missing, or has not the form that the forward gave it. All leaves of a node may be cast, or
-        moved to another device, together: its backward then runs on the results."""
+        """Note the first leaf that is missing, or has not the form that the forward gave it. All leaves of a node may be moved to
+        another device together: its backward then runs there. A cast is never right: the backward also knows the
+        dtypes of x and dy, which are not among the leaves. A plain assignment to a field (`residuals.x = other`) makes no node, so
+        nothing is compared."""
         if all([_as_before(getattr(node, name), forms) for name, forms in self.forms.items()]):
             return
         rows: list[tuple[str, Form, Any]] = []
@@ -320,11 +324,13 @@ class Moved(NamedTuple):
                 path = join_path(name, next(p for p, leaf in paths(value).items() if leaf is None))
                 found = path, f"a tensor ({field.shape}), as the forward kept it", "None", TypeError
                 break
-            leaves = _kept(value)
-            if leaves and forms and len(leaves) != len(forms):
-                found = name, f"{len(forms)} tensors, as the forward kept them", f"{len(leaves)}. {_BACK}", TypeError
+            kept = _kept(value)
+            dropped = not kept and _holes(value)  # a field that no requested gradient needs
+            if forms and len(kept) != len(forms) and not dropped:
+                expected = f"{forms[0].said(forms[0])}, as" if len(forms) == 1 and forms[0] else f"{len(forms)} leaves, as"
+                found = name, f"{expected} the forward kept", f"{len(kept)} leaves. {_BACK}", TypeError
                 break
-            pairs = [(path, form, leaf) for (path, leaf), form in zip(leaves.items(), forms, strict=False)]
+            pairs = [(path, form, leaf) for (path, leaf), form in zip(kept.items(), forms, strict=False)]
             rows += [(join_path(name, path), form, leaf) for path, form, leaf in pairs if form and not _stood_in(leaf)]
         found = found or _unlike(rows)
         if found or any([got is not None and not form.fits(got) for _, form, leaf in rows for got in [_form(leaf)]]):
@@ -340,15 +346,10 @@ def _as_before(value: Any, forms: list[Form | None]) -> bool:
 
 def _unlike(rows: list[tuple[str, Form, Any]]) -> tuple[str, str, str, type[Exception]] | None:
     """The path of the first leaf without its form, what it must be, what it is, and the error to raise; else None."""
-    plain = [(form, leaf) for _, form, leaf in rows if isinstance(leaf, Tensor) and form.dtype.is_floating_point and not form.parts]
-    cast = len({leaf.dtype for _, leaf in plain}) == 1 and all([leaf.is_floating_point() for _, leaf in plain])
     moved = len({got.device for _, _, leaf in rows if (got := _form(leaf))}) == 1
     for path, form, leaf in rows:
         got = _form(leaf)
-        wanted = form
-        if got is not None:
-            own = cast and form.dtype.is_floating_point and not form.parts
-            wanted = form.at(got.dtype if own else form.dtype, got.device if moved else form.device)
+        wanted = form.at(got.device) if got is not None and moved else form
         if got is None or not wanted.fits(got):
             error = TypeError if got is None or got.dtype is not form.dtype else ValueError
             expected, said = (form.said(form), describe(leaf)) if got is None else (form.said(got), got.said(form))

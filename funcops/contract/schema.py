@@ -38,7 +38,6 @@ from funcops.contract.marks import (
     marks_of,
     post_init,
     stale_path,
-    still,
     told,
     versions,
 )
@@ -46,7 +45,7 @@ from funcops.contract.needs import Needs
 from funcops.contract.renamed import old_names
 from funcops.contract.trace_safe_cache import equal, remember
 from funcops.errors import DonatedError, describe, differing_parts, fail, stale
-from funcops.trees import register, register_node, show, static
+from funcops.trees import paths, register, register_node, show, static, tensors
 
 T = TypeVar("T")
 
@@ -151,14 +150,15 @@ class Saved:
         return stale_path(self)
 
     def complain(self, where: str) -> None:
-        """Raise the reason why this node is not fresh. An idle one raises nothing: its backward only takes a longer way."""
+        """Raise the reason why this node is not fresh. An idle one, and one that was moved to another device as a whole, raise
+        nothing: their backward only takes a longer way."""
         self.unused(where)
         if self._marks is IDLE:
             return
         path = self.stale()
         if path is None and type(self._marks) is Unlike:
             path, expected, got, error = self._marks[:4]
-            fail(where, f"{self.kind}.{path}", expected, got, error)
+            return fail(where, f"{self.kind}.{path}", expected, got, error) if expected else None
         path = path or self.guarded[0]
         alias = self.fields[path.partition(".")[0]].alias or "an input"
         stale(where, f"{self.kind}.{path}", hint=_CLONE, aliases=alias)
@@ -349,7 +349,7 @@ def twin(self):
 def fresh(self):
     marks = self._marks
     if type(marks) is not tuple:
-        return marks is None or still(self)
+        return marks is None
     if is_compiling():
         return True
     try:
@@ -382,7 +382,7 @@ def _write_methods(cls: Any) -> dict[str, Any]:
         marks="".join([mark_source(n, cls.fields[n].tree) + ", " for n in cls.guarded]),
     )
     scope: dict[str, Any] = dict(is_compiling=torch.compiler.is_dynamo_compiling, ALL=Needs.ALL, new=object.__new__, cls=cls)
-    scope.update(unwanted=_unwanted, dropped={}, versions=versions, marks_of=marks_of, IDLE=IDLE, still=still)
+    scope.update(unwanted=_unwanted, dropped={}, versions=versions, marks_of=marks_of, IDLE=IDLE)
     compile_source(f"methods of {cls.__name__}", source, scope)
     scope["keep"].__qualname__ = f"{cls.__name__}.keep"  # which Python names in the error for an unknown field
     return {"keep": staticmethod(scope["keep"]), "twin": scope["twin"], "fresh": scope["fresh"]}
@@ -396,9 +396,9 @@ def _unwanted(cls: Any, needs: Needs, memo: dict[Needs, Any] | None) -> tuple[st
     return found if memo is None else remember(memo, needs, found)
 
 
-def open_node(where: str, node: Any, cls: Any, cfg: Any, phase: Phase | None = None) -> Any:
-    """Check the class, config, staleness and donation of residuals or a pending, and that they hold what `phase` reads; return the
-    node."""
+def open_node(where: str, node: Any, cls: Any, cfg: Any, phase: Phase | None = None, dy: Any = None) -> Any:
+    """Check the class, config, staleness and donation of residuals or a pending, that they hold what `phase` reads, and that
+    residuals which were moved are where dy is; return the node."""
     if type(node) is Donated:
         node = node.take(where)
     if type(node) is not cls:
@@ -409,12 +409,23 @@ def open_node(where: str, node: Any, cls: Any, cfg: Any, phase: Phase | None = N
         fail(where, cls.kind, f"{cls.__name__} or donate() of it", got + hint, TypeError)
     if not node.fresh():
         node.complain(where)
+        if dy is not None and type(node._marks) is Unlike:
+            _check_moved(where, node, dy)
     if node.cfg is not cfg and not equal(node.cfg, cfg):
         expected, got = differing_parts(node.cfg, cfg)
         fail(where, "cfg", f"the config of the forward, {expected}", got)
     if phase is not None and node.needs.drop:
         _check_whole(where, node, phase)
     return node
+
+
+def _check_moved(where: str, node: Any, dy: Any) -> None:
+    """Raise `ValueError` unless dy is on the device to which all of `node` was moved."""
+    found = next(((path, t.device) for path, t in paths(node).items() if isinstance(t, torch.Tensor)), None)
+    other = next((t.device for t in tensors(dy) if found and t.device != found[1]), None)
+    if found and other is not None:
+        remedy = "move both to one device"
+        fail(where, f"{node.kind}.{found[0]}", f"on device {other}, as dy is", f"one on {found[1]}: {remedy}")
 
 
 def _check_whole(where: str, node: Any, phase: Phase) -> None:

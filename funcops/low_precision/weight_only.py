@@ -104,9 +104,9 @@ def _weight_only(op: Op, format: WeightFormat) -> Op:
             node.set(**held)
         return y, node
 
-    def opened(where: str, kept: Any, cfg: Any) -> Any:
+    def opened(where: str, kept: Any, dy: Any, cfg: Any) -> Any:
         """A copy of the residuals with decoded weights."""
-        node = open_node(where, kept, class_by(where, op.keeps, cfg), cfg)
+        node = open_node(where, kept, class_by(where, op.keeps, cfg), cfg, dy=dy)
         codes = {field: getattr(node, field) for field in _fields(op, cfg)}
         filled = node.copy(**{field: weight.dequantize() for field, weight in codes.items() if weight is not None})
         if node is not kept:
@@ -114,10 +114,10 @@ def _weight_only(op: Op, format: WeightFormat) -> Op:
         return filled
 
     def dgrad(residuals: Any, dy: Any, cfg: Any) -> tuple[Any, Any]:
-        return op.dgrad(opened(f"{name}_dgrad", residuals, cfg), dy, cfg)
+        return op.dgrad(opened(f"{name}_dgrad", residuals, dy, cfg), dy, cfg)
 
     def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> tuple[Any, Any]:
-        return op.bwd(opened(f"{name}_bwd", residuals, cfg), dy, cfg, into=into)
+        return op.bwd(opened(f"{name}_bwd", residuals, dy, cfg), dy, cfg, into=into)
 
     return wrap(op, (weight_only, (op, format)), name=name, init=init, fwd=fwd, dgrad=dgrad, bwd=bwd)
 

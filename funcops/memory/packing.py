@@ -39,7 +39,7 @@ def packed(op: Op, actions: Actions, late: Actions = ()) -> Op:
     def dgrad(residuals: Any, dy: Any, cfg: Any) -> tuple[Any, Any]:
         before = residuals._node if type(residuals) is Donated else residuals
         forms = {name: getattr(before, name, None) for name, _ in every}
-        node, plain = opened(f"{op.name}_dgrad", residuals, op.keeps, cfg, DGRAD)
+        node, plain = opened(f"{op.name}_dgrad", residuals, op.keeps, cfg, DGRAD, dy)
         dx, waiting = op.dgrad(node, dy, cfg)
         if isinstance(waiting, Saved):
             same = {n: f for n, f in forms.items() if n in waiting.fields and getattr(waiting, n) is plain.get(n, f)}
@@ -65,7 +65,7 @@ def packed(op: Op, actions: Actions, late: Actions = ()) -> Op:
         if late:
             dx, waiting = dgrad(residuals, dy, cfg)
             return wgrad(waiting, cfg, into=into), dx
-        return op.bwd(opened(f"{op.name}_bwd", residuals, op.keeps, cfg, DGRAD | WGRAD)[0], dy, cfg, into=into)
+        return op.bwd(opened(f"{op.name}_bwd", residuals, op.keeps, cfg, DGRAD | WGRAD, dy)[0], dy, cfg, into=into)
 
     def recompute(residuals: Any, cfg: Any) -> Any:
         return op.recompute(opened(f"{op.name}_recompute", residuals, op.keeps, cfg, RECOMPUTE)[0], cfg)
@@ -74,9 +74,11 @@ def packed(op: Op, actions: Actions, late: Actions = ()) -> Op:
     return wrap(op, (packed, (op, actions, late)), **(changes if op.recompute else changes | {"recompute": None}))
 
 
-def _opened(actions: Actions, where: str, kept: Any, declared: Any, cfg: Any, phase: Phase) -> tuple[Any, dict[str, Any]]:
+def _opened(
+    actions: Actions, where: str, kept: Any, declared: Any, cfg: Any, phase: Phase, dy: Any = None
+) -> tuple[Any, dict[str, Any]]:
     """A copy of a node with the fields that this phase reads unpacked, and these fields."""
-    node = open_node(where, kept, class_by(where, declared, cfg), cfg)
+    node = open_node(where, kept, class_by(where, declared, cfg), cfg, dy=dy)
     read = {name: action for name, action in actions if name in node.fields and phase & node.fields[name].needed_by}
     for name, action in read.items():
         missed = isinstance(action, Drop) and node.fields[name].wanted(node.needs)

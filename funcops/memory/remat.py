@@ -91,8 +91,8 @@ def _remat(op: Op, offload: bool) -> Op:
         scopes.kept(residuals)
         return residuals
 
-    def given(where: str, kept: Any, cfg: Any) -> tuple[Any, Any, Needs, Any]:
-        node = open_node(where, kept, keeps, cfg)
+    def given(where: str, kept: Any, dy: Any, cfg: Any) -> tuple[Any, Any, Needs, Any]:
+        node = open_node(where, kept, keeps, cfg, dy=dy)
         params, x, needs, notes = node.params, node.x, node.needs, node.notes
         if offload:
             x = tree_map_tensors(lambda t: copies.on_device(t, node.device), x)
@@ -100,18 +100,18 @@ def _remat(op: Op, offload: bool) -> Op:
             node.empty()
         return params, x, needs, notes
 
-    def opened(where: str, kept: Any, cfg: Any) -> Any:
+    def opened(where: str, kept: Any, dy: Any, cfg: Any) -> Any:
         """Rerun the forward, and donate its residuals."""
-        params, x, needs, notes = given(where, kept, cfg)
+        params, x, needs, notes = given(where, kept, dy, cfg)
         with scopes.named_scope("", scopes.RECOMPUTE), second_run(notes):
             node = op.fwd(params, x, cfg, needs=needs.of_gradients)[1]
         return donate(_lacking_x(op, node, cfg) if needs.drop else node)
 
     def dgrad(residuals: Any, dy: Any, cfg: Any) -> tuple[Any, Any]:
-        return op.dgrad(opened(f"{name}_dgrad", residuals, cfg), dy, cfg)
+        return op.dgrad(opened(f"{name}_dgrad", residuals, dy, cfg), dy, cfg)
 
     def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> tuple[Any, Any]:
-        return op.bwd(opened(f"{name}_bwd", residuals, cfg), dy, cfg, into=into)
+        return op.bwd(opened(f"{name}_bwd", residuals, dy, cfg), dy, cfg, into=into)
 
     def recompute(residuals: Any, cfg: Any) -> Any:
         with second_run(residuals.notes):
@@ -132,17 +132,17 @@ def _pausing(op: Op, name: str, keep: Any, given: Any) -> Pausing:
         y, _ = yield from (_in_turns(first, run) if needs else run)
         return y, keep(params, x, cfg, needs, first.made) if needs else None
 
-    def opened(where: str, kept: Any, cfg: Any) -> Pauses:
-        params, x, needs, notes = given(where, kept, cfg)
+    def opened(where: str, kept: Any, dy: Any, cfg: Any) -> Pauses:
+        params, x, needs, notes = given(where, kept, dy, cfg)
         rerun = _in_turns(second_run(notes), op.pausing.fwd(params, x, cfg, needs=needs.of_gradients))
         _, node = yield from scopes.resumed("", scopes.RECOMPUTE, rerun)
         return donate(_lacking_x(op, node, cfg) if needs.drop else node)
 
     def dgrad(residuals: Any, dy: Any, cfg: Any) -> Pauses:
-        return (yield from op.pausing.dgrad((yield from opened(f"{name}_dgrad", residuals, cfg)), dy, cfg))
+        return (yield from op.pausing.dgrad((yield from opened(f"{name}_dgrad", residuals, dy, cfg)), dy, cfg))
 
     def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> Pauses:
-        return (yield from op.pausing.bwd((yield from opened(f"{name}_bwd", residuals, cfg)), dy, cfg, into=into))
+        return (yield from op.pausing.bwd((yield from opened(f"{name}_bwd", residuals, dy, cfg)), dy, cfg, into=into))
 
     return Pausing(fwd, dgrad, bwd)
 

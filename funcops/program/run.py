@@ -207,7 +207,7 @@ def backward_piece(
         for i, call in enumerate(calls):
             if call.place is not None:
                 path = call.path
-                kept[i] = _read(call, kept[i], where, ys, rule.settle is not None)
+                kept[i] = _read(call, kept[i], where, ys, rule.settle is not None, dy)
         path = None
         found = _answer(rule, rule.run(calls, kept, dy, gradients), "dx, pending", calls)
     except Exception as error:
@@ -254,9 +254,9 @@ def joined(calls: Iterable[Call]) -> str:
     return "+".join(dict.fromkeys([call.path for call in calls if call.place is not None]))
 
 
-def _read(call: Call, node: Any, where: str, ys: dict[int, Any] | None, reads: bool) -> Any:
+def _read(call: Call, node: Any, where: str, ys: dict[int, Any] | None, reads: bool, dy: Any) -> Any:
     """The residuals of a call, after every check; with the recomputed fields, if its dgrad or the rule reads them."""
-    node = open_node(where, node, call.residuals, call.cfg)
+    node = open_node(where, node, call.residuals, call.cfg, dy=dy)
     if ys is None or call.recomputed_by is None or not (reads or call.recomputed_in_dgrad):
         return node
     return filled(node, call.fields, ys[call.recomputed_by.index], call.kept)

@@ -21,7 +21,7 @@ from funcops.residuals.donate import donate
 from funcops.residuals.pack_unpack import pack, unpack
 from funcops.residuals.policy import Offload
 from funcops.testing.case import Case
-from funcops.trees import at, flatten, leaves, paths, put, replace, stands_for_one, tensors, tree_map, tree_map_tensors, unflatten
+from funcops.trees import at, flatten, leaves, paths, put, replace, tensors, tree_map, tree_map_tensors, unflatten
 
 
 def _replaced(tree: Any, fn: Callable[[Tensor], Tensor]) -> Any:
@@ -207,22 +207,21 @@ def _cast(t: Tensor) -> Tensor:
     return t.to(torch.float32 if t.dtype is torch.float64 else torch.float64)
 
 
-REMADE: dict[str, Callable[[Tensor], Tensor]] = {
+REMADE: dict[str, Callable[[Tensor], Any]] = {
     "of another shape": lambda t: t.new_zeros((*t.shape[:-1], t.shape[-1] + 1) if t.dim() else (1,)),
     "of a dimension more": lambda t: t.unsqueeze(0),
     "of another dtype": _cast,
     "on another device": lambda t: t.to("meta"),
+    "a number": lambda t: 1.0,
+    "an empty list": lambda t: [],
 }
 
 
-def _all_together(tree: Any, path: str) -> bool:
-    """Whether the node that holds this path looks as if it was cast to a dtype, or moved to a device, as a whole."""
+def _moved_whole(tree: Any, path: str) -> bool:
+    """Whether all of the node that holds this path is on one device: a pending, which holds its dy, then is what it was, there."""
     while not isinstance(tree, Saved):
         tree, path = at(tree, path.partition(".")[0]), path.partition(".")[2]
-    plain = [t for t in leaves(tree, is_leaf=stands_for_one) if isinstance(t, Tensor)]
-    if at(tree, path).is_meta:
-        return len({t.device for t in tensors(tree)}) == 1
-    return at(tree, path).is_floating_point() and len({t.dtype for t in plain if t.is_floating_point()}) <= 1
+    return len({t.device for t in tensors(tree)}) == 1
 
 
 def _remade(one: _Waiting) -> None:
@@ -230,7 +229,7 @@ def _remade(one: _Waiting) -> None:
     for path, leaf in paths(one.tree).items():
         for name, change in REMADE.items() if isinstance(leaf, Tensor) else ():
             made = put(one.tree, path, change(leaf))
-            if name not in ("of another shape", "of a dimension more") and _all_together(made, path):
+            if name == "on another device" and one.kind != "residuals" and _moved_whole(made, path):
                 continue
             try:
                 one.run(made)

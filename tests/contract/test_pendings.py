@@ -53,14 +53,15 @@ HOW = [None, "each", "concatenate", "batch", "group"]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
-def pendings_of(op, cfg, rows, dtype=torch.float64, needs=Needs.ALL, width=8):
+def pendings_of(op, cfg, rows, dtype=torch.float64, needs=Needs.ALL, width=8, numbers=None):
+    """The params, and a pending a number of rows, of x and dy in `dtype`, which hold numbers that fit in the dtype `numbers`."""
     params = cast(op.init(cfg, key=random.key(0), dtype=torch.float64), dtype)
     generator = torch.Generator().manual_seed(1)
     found = []
     for r in rows:
-        x = torch.randn(r, width, generator=generator, dtype=torch.float64).to(dtype)
+        x = torch.randn(r, width, generator=generator, dtype=torch.float64).to(numbers or dtype).to(dtype)
         y, residuals = op.fwd(params, x, cfg, needs=needs)
-        dy = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(dtype)
+        dy = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(numbers or dtype).to(dtype)
         found.append(op.dgrad(residuals, dy, cfg)[1])
     return params, found
 
@@ -91,7 +92,7 @@ def test_a_linear(how, dtype, rows):
     into = zeros(params, wide)
     got = batch_wgrads(linear, pendings, cfg, into=into, how=how)
     assert got is into
-    exact = tree_map_tensors(torch.Tensor.double, pendings)
+    exact = pendings_of(linear, cfg, rows, numbers=dtype)[1]
     assert_close(got, one_by_one(linear, exact, cfg, zeros(params, torch.float64)), dtype=dtype)
 
 

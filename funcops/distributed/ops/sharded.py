@@ -287,7 +287,7 @@ def _opened(where: str, kept: Any, cls: Any, cfg: ShardedConfig, into: Any = Non
     require_config(where, cfg, ShardedConfig)
     begun = kept if type(kept) is Begun else None
     given = kept if begun is None else begun.given
-    node = open_node(where, given, cls, cfg)
+    node = open_node(where, given, cls, cfg, dy=dy)
     if into is not None:
         check_into_tree(where, into, sharded, cfg, node, dy)
     params, body, needs, out = node.params, node.body, node.needs, node.out
@@ -380,7 +380,7 @@ def _dtype_of(shards: Any, cfg: ShardedConfig) -> torch.dtype | None:
 
 def sharded_dgrad(residuals: Any, dy: Any, cfg: ShardedConfig) -> tuple[Any, Any]:
     """The body's dx, and its pending."""
-    at = _opened("sharded_dgrad", residuals, ShardedResiduals, cfg)
+    at = _opened("sharded_dgrad", residuals, ShardedResiduals, cfg, dy=dy)
     dx, pending = cfg.op.dgrad(at.body, dy, cfg.cfg)
     if pending is None:
         return dx, None

@@ -1,0 +1,112 @@
+"""Residuals and pendings whose leaves were cast, moved or replaced, of every operator: the backward gives right numbers, or names
+itself and the leaf before it computes anything. Leaves edited one by one are in the law Guarded."""
+
+import re
+
+import pytest
+import torch
+from law_cases import FIRST
+
+from funcops import Offload, Policy, donate, linear, random, remat, with_policy
+from funcops.formats import dense
+from funcops.low_precision import NF4, weight_only
+from funcops.trees import tensors, tree_map, tree_map_tensors
+
+FLOAT = lambda t: t.is_floating_point() and t.dtype.itemsize > 1  # noqa: E731
+
+
+def to(dtype):
+    return lambda tree: tree_map_tensors(lambda t: t.to(dtype) if FLOAT(t) else t, tree)
+
+
+EDITS = {
+    "float64": to(torch.float64),
+    "bfloat16": to(torch.bfloat16),
+    "complex64": to(torch.complex64),
+    "meta": lambda tree: tree_map_tensors(lambda t: t.to("meta"), tree),
+    "flat": lambda tree: tree_map_tensors(lambda t: t[None], tree),
+}
+
+
+def waiting(op, params, x, cfg):
+    """Rows of the residuals or the pending of a case, a call that takes them, and new accumulators, which must stay as they are if
+    the call raises."""
+    y, kept = op.fwd(params, x, cfg)
+    floats = tree_map(lambda t: t if t is not None and t.is_floating_point() else None, dense(y))
+    dy = tree_map_tensors(lambda t: torch.sin(torch.arange(t.numel(), dtype=torch.float64)).reshape(t.shape).to(t), floats)
+    dx, pending = op.dgrad(kept, dy, cfg)
+    grads = op.bwd(kept, dy, cfg)[0]
+    sums = lambda: tree_map_tensors(torch.zeros_like, grads)  # noqa: E731
+    rows = [
+        ("bwd", kept, lambda node, into: op.bwd(node, dy, cfg)),
+        ("bwd", kept, lambda node, into: op.bwd(donate(node), dy, cfg)),
+        ("dgrad", kept, lambda node, into: op.dgrad(node, dy, cfg)[0]),
+    ]
+    if pending is not None:
+        rows += [("wgrad", pending, lambda node, into: op.wgrad(node, cfg))]
+        rows += [("wgrad", pending, lambda node, into: op.wgrad(donate(node), cfg))]
+    if grads is not None:
+        rows += [("bwd", kept, lambda node, into: op.bwd(node, dy, cfg, into=into))]
+        rows += [("wgrad", pending, lambda node, into: op.wgrad(node, cfg, into=into))] * (pending is not None)
+    return [(half, tree, run, sums) for half, tree, run in rows]
+
+
+def unchanged(tree, edited):
+    """Whether the edit changed no leaf's form."""
+    form = lambda t: (t.dtype, t.shape, t.device)  # noqa: E731
+    return [form(t) for t in tensors(tree)] == [form(t) for t in tensors(edited)]
+
+
+def check_edited(op, params, x, cfg, edit):
+    """Returns the number of calls that were refused."""
+    refused = 0
+    for half, tree, run, sums in waiting(op, params, x, cfg):
+        want, into = run(tree_map(lambda t: t, tree), sums()), sums()
+        moved = edit is EDITS["meta"] and half == "wgrad"
+        try:
+            found = run(edit(tree), into)
+        except (TypeError, ValueError) as error:
+            kind = "(pending|residuals)" if half == "wgrad" else "residuals"  # a chain's pending holds what it recomputes from
+            expected = rf"{kind}\.\S+ must be .*, got .*(Put back|move both)|into\.\S+ must be on device meta"
+            assert re.search(expected, str(error)), str(error)
+            assert re.search(r"donate:|_(bwd|dgrad|wgrad|recompute): ", str(error)), str(error)
+            assert not any(t.any() for t in tensors(into)), "added before it raised"
+            refused += 1
+        else:
+            if moved:  # with its dy: the gradients are there
+                continue
+            assert unchanged(tree, edit(tree)), f"{half} went through"
+            for a, b in zip(tensors(found), tensors(want), strict=True):
+                torch.testing.assert_close(a, b, equal_nan=True)
+    return refused
+
+
+WRAPPED = {
+    "remat": remat,
+    "remat, x on the host": lambda op: remat(op, True),
+    "offloaded": lambda op: with_policy(op, Policy({"*": Offload()})),
+    "minimal": lambda op: with_policy(op, "minimal"),
+}
+
+
+@pytest.mark.turns("edit", "case", every=4)
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("case", FIRST, ids=str)
+def test_a_tree_that_was_edited_as_a_whole(case, edit):
+    params, x = case.make(torch.float32 if torch.float32 in case.dtypes else case.dtypes[0])
+    check_edited(case.op, params, x, case.cfg, EDITS[edit])
+
+
+@pytest.mark.turns("edit", every=2)
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("name", WRAPPED)
+def test_a_wrapped_op(name, edit):
+    case = next(case for case in FIRST if case.op.name == ("chain" if "off" in name or name == "minimal" else "linear"))
+    params, x = case.make(torch.float32)
+    assert check_edited(WRAPPED[name](case.op), params, x, case.cfg, EDITS[edit])
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_weights_in_a_format(edit):
+    op, cfg = weight_only(linear, NF4()), linear.config(64, 64)
+    assert check_edited(op, op.init(cfg, key=random.key(0)), torch.randn(3, 64), cfg, EDITS[edit])
