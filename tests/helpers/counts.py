@@ -288,7 +288,7 @@ COUNTS = {
     "fragments, %": Count(fragment_docstrings, 1),
     "root test files": Count(test_files, 15),
     "rewrite lines": Count(rewrite_lines, 30),
-    "engine statements": Count(engine_statements, 7_270),
+    "engine statements": Count(engine_statements, 7_275),
 }
 
 
