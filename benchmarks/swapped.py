@@ -99,7 +99,7 @@ def _rows(case: str, model: Any, loss_of: Callable[[Any], Any], rounds: int) -> 
     fnn.from_torch(ours)
     both = {"torch": model, "funcops": ours}
     kept = {way: saved_by(one, lambda one=one: loss_of(one)) for way, one in both.items()}
-    steps = {way: lambda one=one: loss_of(one).backward() for way, one in both.items()}
+    steps: dict[str, Callable[[], Any]] = {way: lambda one=one: loss_of(one).backward() for way, one in both.items()}
     samples = interleaved(steps, rounds=rounds, calls=3, cpu=True)
     paired = zip(samples["funcops"], samples["torch"], strict=True)
     rows = [Row("swapped", case, way, "bytes kept", float(size), "bytes") for way, size in kept.items()]

@@ -558,7 +558,7 @@ def _check_there(
             (shape, dtype), (size, kind, _) = leaf, there[name]
             if size != tuple(shape):
                 wrong["mis-shaped"].append(f"{name} {list(shape)}, got {list(size)}")
-            if kind is not dtype:
+            if kind is not dtype and kind is not None:  # None would be missing, above
                 wrong["mis-typed"].append(f"{name} {short(dtype)}, got {short(kind)}")
     said = "".join(f"\n  {kind}: {'; '.join(names)}" for kind, names in wrong.items() if names)
     if said:

@@ -49,10 +49,10 @@ def read_tensors(
                 by_file.setdefault(chunk.file, []).append((name, leaf, chunk, each))
     check_files("load", folder, index.ends, by_file)
     found = {}
-    for file, each in by_file.items():
+    for file, inside in by_file.items():
         summed = verify or (verify is None and index.ends[file] <= SMALL)
         with (folder / file).open("rb") as stream:
-            for name, leaf, chunk, pieces_of in each:
+            for name, leaf, chunk, pieces_of in inside:
                 where = f"{name} in {os.fspath(folder / file)}"
                 value = _value(where, stream, leaf, chunk, summed)
                 if leaf.dtype is None:
