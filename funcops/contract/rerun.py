@@ -22,6 +22,10 @@ class Note(NamedTuple):
     def __deepcopy__(self, memo: Any) -> Note:
         return self  # a copy of residuals is run again by the same owner
 
+    def __reduce__(self) -> Any:  # its owner would be another one there
+        got = f"those of {self.owner} (keep its residuals instead: no remat, no Recompute)"
+        fail("remat", "pickled residuals", "of operators whose forward reads its arguments alone", got, TypeError)
+
 
 class _Thread(threading.local):
     """`made`: the notes of the innermost first run; `given`: a second run's notes that no forward has taken."""

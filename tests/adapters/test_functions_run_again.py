@@ -4,6 +4,7 @@ captured tensor raises, and anything else that a function reads beside its argum
 import collections
 import functools
 import os
+import pickle
 import threading
 import types
 
@@ -604,7 +605,7 @@ def test_threads_run_again_apart():
     local = threading.local()
     op = remat(op_from_torch(lambda params, x, cfg: x.sin() * local.rate, name="own"))
     x, found = torch.arange(float(D)), {}
-    together = threading.Barrier(2)
+    together = threading.Barrier(2, timeout=60)
 
     def run(rate):
         local.rate = rate
@@ -621,6 +622,35 @@ def test_threads_run_again_apart():
     for dx, y in found.values():
         torch.testing.assert_close(dx, y)
     assert len(found) == 2
+
+
+def test_threads_that_trace_at_once_leave_nothing_set():
+    """Torch has one flag for all threads that says that it traces: left set, each later call of a compiled function raises."""
+    together = threading.Barrier(4, timeout=60)
+
+    def run():
+        op = op_from_torch(lambda params, x, cfg: x.sin().exp().tanh(), name="own")
+        together.wait()
+        op.fwd(None, torch.arange(float(D)), CFG)
+
+    for _ in range(3):
+        threads = [threading.Thread(target=run) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        together.reset()
+        assert not torch.fx._symbolic_trace.is_fx_symbolic_tracing() and not torch.fx._symbolic_trace._is_fx_tracing_flag
+
+
+def test_residuals_go_to_another_process_or_say_why_not():
+    op, x = op_from_torch(lambda params, x, cfg: x.sin() * x, name="own"), torch.arange(float(D))
+    y, residuals = op.fwd(None, x, CFG)
+    there = pickle.loads(pickle.dumps(residuals))
+    assert torch.equal(op.bwd(there, y, CFG)[1], op.bwd(residuals, y, CFG)[1])
+    again = remat(op).fwd(None, x, CFG)[1]
+    with pytest.raises(TypeError, match="^remat: pickled residuals must be of operators whose forward reads its arg"):
+        pickle.dumps(again)
 
 
 @pytest.mark.slow

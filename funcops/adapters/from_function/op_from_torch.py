@@ -7,6 +7,7 @@ the residuals, named by the graph's nodes; those that cross the second cut are t
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -87,6 +88,9 @@ class Traced:
             self.cuts[asked] = dataclasses.replace(self, graphs=self.cutter.graphs(asked), asked=asked)
         return self.cuts[asked]
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"cutter": None, "cuts": {}}  # residuals in another process need their graphs, but no other cut
+
     def nothing(self) -> Any:
         """dx without gradients."""
         return unflatten(self.x_shape, [None] * len(self.asked))
@@ -159,6 +163,9 @@ def op_from_torch(
     return made._replace(pending=TorchPending, draws=own.draws)
 
 
+_one_at_a_time = threading.RLock()  # torch says by a flag of the whole process that it traces: threads would leave it set
+
+
 class _Function:
     """The state that the functions of one op share: its traces, keyed by all that they depend on."""
 
@@ -203,8 +210,9 @@ class _Function:
             key = *key, tuple([t.storage_offset() for t in flat])
             found = memo[1].get(key)
         if found is None:
-            known = names_of_tensors(self.outside)
-            found = memo[1][key] = _trace(self.label, self.fn, cfg, needs, params_shape, x_shape, flat, count, known)
+            with _one_at_a_time:
+                known = names_of_tensors(self.outside)
+                found = memo[1][key] = _trace(self.label, self.fn, cfg, needs, params_shape, x_shape, flat, count, known)
         return found
 
     def draws(self, cfg: Any) -> str:
