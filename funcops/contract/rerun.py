@@ -23,7 +23,7 @@ class Note(NamedTuple):
         return self  # a copy of residuals is run again by the same owner
 
     def __reduce__(self) -> Any:  # its owner would be another one there
-        got = f"those of {self.owner} (keep its residuals instead: no remat, no Recompute)"
+        got = f"residuals of {self.owner} (keep what it keeps: no remat, no Recompute)"
         fail("remat", "pickled residuals", "of operators whose forward reads its arguments alone", got, TypeError)
 
 

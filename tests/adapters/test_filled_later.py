@@ -177,7 +177,7 @@ def check_one(kind, fields):
             assert asked({k: v for k, v in now.items() if k != name}, before) is False
         return
     modules = modules_of(fields)
-    before, asked = unchanged.state_of(list(modules.values()), fields), unchanged.same_modules(fields)
+    before, asked = unchanged.state_of(list(modules.values()), fields), unchanged.same_modules(fields, ("",) * len(fields))
     assert asked(modules, before) is True
     assert asked(modules | {len(modules): fnn.Tanh()}, before) is False
     for i, own in enumerate(fields):

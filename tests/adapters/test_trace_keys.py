@@ -202,7 +202,9 @@ def test_moved_into_other_values_raises():
     other = tree_map_tensors(lambda t: drawn(*t.shape), residuals)
     with pytest.raises(ValueError, match="residuals.kept.input.0 must be equal at elements that overlapped in the forward"):
         op.dgrad(other, SQUARE, cfg)
-    with pytest.raises(ValueError, match=r"normed_dgrad: residuals.kept.\S+ must be float64\[4, 4, 4\], got float32"):
+    with pytest.raises(
+        TypeError, match=r"normed_dgrad: residuals.kept.\S+ must be float64\[4, 4, 4\], as the forward kept it, got f"
+    ):
         op.dgrad(cast(residuals, torch.float32), SQUARE, cfg)
 
 

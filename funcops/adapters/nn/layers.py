@@ -164,9 +164,8 @@ class RMSNorm(_Norm, nn.RMSNorm):
 
     def known_cfg(self) -> Any:
         made = super().known_cfg()
-        if (
-            self.eps is None and made.eps != self._least()
-        ):  # weight got another dtype by its `data`, or is that of a functional_call
+        # The weight got another dtype by its `data`, or belongs to a functional_call.
+        if self.eps is None and made.eps != self._least():
             made = self.__dict__["_cfg"] = self.make_cfg()
         return made
 

@@ -45,7 +45,7 @@ class Group:
         self.head = inside[0][1] if inside else self.modules[0]
         self.dtypes: Any = getattr(self.head, "dtypes", frozenset())  # of x
         self.copies = self.head if getattr(self.head, "reads_dense", False) else None
-        self.lent = False  # whether the parameters are those of a `functional_call`, which are not kept alive
+        self.lent = False  # whether a `functional_call` has lent the parameters, which are not kept alive
         self.own: list[Any] = []
         self.leaves: list[Any] = []  # of `params`
         self.params: Any = None
