@@ -177,7 +177,10 @@ def check_one(kind, fields):
             assert asked({k: v for k, v in now.items() if k != name}, before) is False
         return
     modules = modules_of(fields)
-    before, asked = unchanged.state_of(list(modules.values()), fields), unchanged.same_modules(fields, ("",) * len(fields))
+    before, asked = (
+        unchanged.state_of(list(modules.values()), fields),
+        unchanged.same_modules(fields, unchanged.follows(modules.values())),
+    )
     assert asked(modules, before) is True
     assert asked(modules | {len(modules): fnn.Tanh()}, before) is False
     for i, own in enumerate(fields):
