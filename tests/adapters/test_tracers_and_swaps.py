@@ -127,7 +127,7 @@ def test_a_mask_of_a_swapped_layer_differs_by_the_part_around_it(around):
 
 
 @pytest.mark.parametrize("name", ["Linear", "Sequential", "MLP", "GELU"])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch 2.14 says the second of torch.jit.script
 def test_tools_for_torchs_classes_refuse_by_name(name):
     holder = nn.ModuleDict({"layer": MODELS[name]()})
     fnn.from_torch(holder)
