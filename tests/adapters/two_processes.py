@@ -76,8 +76,10 @@ def compare(mode, rank):
         if mode == "fsdp-recipe":
             refused(model)
 
-        def late(loss):
+        if mode == "fsdp-delayed":
             model.set_reshard_after_backward(False)
+
+        def late(loss):
             with delayed_wgrad() as store:
                 loss.backward()
             assert len(store)

@@ -200,7 +200,7 @@ class GroupNorm(_Norm, nn.GroupNorm):
 
 class Dropout(_OneTensor, nn.Dropout):
     """`torch.nn.Dropout` by `funcops.dropout`. Its key is drawn from torch's generator, so `torch.manual_seed` determines it.
-    With `inplace`, torch's own forward runs, with torch's bits, except as a step of a `Sequential`.
+    With `inplace`, torch's own forward runs, with torch's bits.
 
     >>> import torch
     >>> from funcops import nn

@@ -1,0 +1,747 @@
+"""The two pages on existing models: each sentence has a test, which this file names or is."""
+
+import inspect
+import re
+
+import pytest
+import torch
+from sentences import ROOT, check_held, holders, sentences
+from torch import nn
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from funcops import TorchConfig, op_from_torch, random
+from funcops import nn as fnn
+from funcops.backend import backend
+from funcops.low_precision import NVFP4, Fp8Block
+
+D = 16
+PAGE = (ROOT / "docs" / "inside-an-existing-model.md").read_text()
+DEPTH = (ROOT / "docs" / "existing-models-in-depth.md").read_text()
+LAYERS = {
+    "Linear": lambda lib: lib.Linear(D, D),
+    "LayerNorm": lambda lib: lib.LayerNorm(D),
+    "RMSNorm": lambda lib: lib.RMSNorm(D),
+    "GroupNorm": lambda lib: lib.GroupNorm(2, 4),
+    "GELU": lambda lib: lib.GELU(),
+    "ReLU": lambda lib: lib.ReLU(),
+    "SiLU": lambda lib: lib.SiLU(),
+    "Sigmoid": lambda lib: lib.Sigmoid(),
+    "Tanh": lambda lib: lib.Tanh(),
+    "GLU": lambda lib: lib.GLU(),
+    "Softmax": lambda lib: lib.Softmax(-1),
+    "Dropout": lambda lib: lib.Dropout(0.5),
+}
+
+
+def is_op(y):
+    return type(y.grad_fn).__name__ == "_NodeBackward"
+
+
+def nodes(y):
+    """The names of the autograd nodes behind y, from the last one on, each layer having one x."""
+    found, node = [], y.grad_fn
+    while node is not None:
+        found.append(type(node).__name__)
+        node = next((n for n, _ in node.next_functions if n is not None and "Accumulate" not in n.name()), None)
+    return found
+
+
+class Behind(nn.Module):
+    """A module whose x is no argument of the call, so that `kept_bytes` counts it."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x, *labels):
+        return self.inner(x * 1, *labels)
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.LayerNorm(D), nn.Linear(D, 2 * D), nn.GELU(), nn.Linear(2 * D, D))
+
+
+def nothing_else_changes():
+    """An optimiser and hooks that were there before go on, with the same parameters, and the steps are those of torch's layers."""
+    theirs, ours = model(), model()
+    optimisers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (theirs, ours)]
+    seen, parameters, keys = [], list(ours.parameters()), list(ours.state_dict())
+    ours[1].register_forward_hook(lambda *_: seen.append(1))
+    before = {path: type(module) for path, module in ours.named_modules()}
+    assert len(fnn.from_torch(ours).replaced) == len(before)
+    for path, module in ours.named_modules():
+        assert issubclass(type(module), before[path]) and type(module) is not before[path]
+    for _ in range(3):
+        x = torch.randn(4, D)
+        for one, optimiser in zip((theirs, ours), optimisers, strict=True):
+            optimiser.zero_grad()
+            one(x).square().sum().backward()
+            optimiser.step()
+    assert all(a is b for a, b in zip(parameters, ours.parameters(), strict=True)) and len(seen) == 3
+    assert list(ours.state_dict()) == keys == list(theirs.state_dict())
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
+
+
+def small_inputs_keep_norms_and_glus():
+    norm = lambda lib: lib.Sequential(lib.RMSNorm(64), lib.Linear(64, 8))  # noqa: E731
+    gate = lambda lib: lib.Sequential(lib.Linear(64, 128), lib.GLU(), lib.Linear(64, 8))  # noqa: E731
+    for make, bytes_of_output, others in ((norm, 256, 4), (gate, 256, 512)):
+        for rows in (511, 512):  # of 64 elements
+            x = torch.randn(rows, 64)
+            kept = fnn.kept_bytes(make(fnn), x)
+            assert kept == rows * (others + bytes_of_output * (rows < 512)) <= fnn.kept_bytes(make(nn), x)
+    for rows, kept in ((511, True), (512, False)):  # on other devices, too
+        y = norm(fnn).to("meta")(torch.empty(rows, 64, device="meta"))
+        assert bool(y.grad_fn.call[2]["m1"].needs.drop) != kept
+
+
+def a_chain_launches_fused_kernels(monkeypatch):
+    pytest.importorskip("triton")
+    from launches import launches
+
+    with torch.device("meta"):
+        layers = fnn.Sequential(fnn.LayerNorm(64), fnn.Linear(64, 256), fnn.GELU(), fnn.Linear(256, 64)).bfloat16()
+        x = torch.empty(4096, 64, dtype=torch.bfloat16)
+    found = []
+    for run in (layers, lambda x: layers[3](layers[2](layers[1](layers[0](x))))):
+        y = run(x)
+        with launches(monkeypatch) as names:
+            y.backward(torch.empty_like(y))
+        found.append(names)
+    chained, apart = found
+    assert len(chained) < len(apart) and "bias_activation.backward" in {*chained} - {*apart}
+
+
+def a_frozen_weight_keeps_no_input():
+    x = torch.randn(8, D, requires_grad=True)
+    for frozen in (False, True):
+        layer = Behind(fnn.Linear(D, D))
+        layer.inner.weight.requires_grad_(not frozen)
+        assert fnn.kept_bytes(layer, x) == (0 if frozen else x.nbytes)
+
+
+def outputs_that_a_backward_reads():
+    (named,) = re.findall(r"unless the backward reads it \((.*?)\)", PAGE)
+    found = []
+    for name, make in LAYERS.items():
+        raised = []
+        for lib in (nn, fnn):
+            y = make(lib)(torch.randn(2, 4, D, requires_grad=True) * 1)
+            y.mul_(2)
+            try:
+                y.sum().backward()
+            except RuntimeError as error:
+                assert "modified by an inplace operation" in str(error)
+                raised.append(lib)
+        assert raised in ([], [nn, fnn]), name
+        found += [f"`{name}`"] * bool(raised)
+    assert named == ", ".join(found)
+
+
+def what_torchs_functions_run():
+    x, labels = torch.randn(4, D, requires_grad=True), torch.randint(D, (4,))
+    assert not is_op(fnn.Linear(D, D, dtype=torch.complex64)(x.to(torch.complex64)))
+    assert is_op(fnn.CrossEntropyLoss()(x, labels)) and not is_op(fnn.CrossEntropyLoss()(x, x.detach().softmax(-1)))
+    assert not is_op(fnn.CrossEntropyLoss(weight=torch.ones(D))(x, labels))
+    for layer in (fnn.Softmax, fnn.GLU):
+        assert is_op(layer(-1)(x)) and not is_op(layer(0)(x)) and not is_op(layer(1)(x))
+    for layer in (fnn.ReLU(inplace=True), fnn.SiLU(inplace=True)):
+        assert not is_op(layer(x * 1)) and not is_op(fnn.Sequential(layer)(x * 1))
+        assert len(nodes(fnn.Sequential(fnn.Linear(D, D), layer, fnn.Linear(D, D))(x))) == 1
+        assert len(nodes(fnn.Sequential(nn.Softplus(), layer, fnn.Linear(D, D))(x))) == 3
+    assert len(nodes(fnn.Sequential(fnn.Linear(D, D), fnn.Dropout(inplace=True), fnn.Linear(D, D))(x))) == 3
+    for option in (dict(max_norm=1.0), dict(scale_grad_by_freq=True), dict(sparse=True)):
+        with pytest.raises(ValueError, match=f"funcops.nn.Embedding: {[*option][0]} must be off"):
+            fnn.Embedding(4, 3, **option)
+
+
+class Flagged(nn.Module):
+    """A norm with `formula` behind it."""
+
+    def __init__(self, formula):
+        super().__init__()
+        self.weight, self.eps, self.on, self.formula = nn.Parameter(torch.ones(4)), 1e-6, False, formula
+
+    def forward(self, x):
+        return self.formula(self, x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight)
+
+
+FACTOR = 1
+
+
+def looping(module, y):
+    for _ in range(1):
+        y = y * 1
+    return y
+
+
+class OfFlag(Flagged):
+    def forward(self, x):
+        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+        if self.on:
+            return x
+        return y
+
+
+def forwards_that_may_differ():
+    for formula in (looping, lambda m, y: y * (y.shape[0] > 0), lambda m, y: y * FACTOR):
+        assert not fnn.from_torch(Flagged(formula)).replaced
+    assert fnn.from_torch(Flagged(lambda m, y: y)).replaced and fnn.from_torch(OfFlag(None)).replaced
+
+
+class Own(nn.Linear):
+    """A user's subclass."""
+
+
+def what_a_report_names():
+    """Conv1d has parameters, so has a subclass of Linear; a Softplus has none, and does not run on funcops either."""
+    done = fnn.from_torch(nn.ModuleList([nn.Conv1d(1, 1, 1), Own(2, 2), nn.Softplus(), nn.ModuleList([nn.Conv1d(1, 1, 1)])]))
+    assert {one.path: one.after for one in done.left} == {"0": "not known", "1": "a subclass of Linear", "3.0": "not known"}
+    assert not done.replaced
+
+
+def layers_keep_no_more():
+    """But for what the pages say: numbers a row of norms in 16 bits, and of losses."""
+    for name, make in LAYERS.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            x = torch.randn(8, 4, D, dtype=dtype, requires_grad=True)
+            theirs, ours = (fnn.kept_bytes(Behind(make(lib).to(dtype)), x) for lib in (nn, fnn))
+            groups = {"LayerNorm": 4, "GroupNorm": 2}.get(name, 0) if dtype.itemsize == 2 else 0  # of two numbers
+            assert ours <= theirs + 8 * groups * 2 * 2, (name, dtype)
+    for dtype in (torch.float32, torch.bfloat16):
+        x, labels = torch.randn(64, D, dtype=dtype, requires_grad=True), torch.randint(D, (64,))
+        theirs, ours = (fnn.kept_bytes(Behind(lib.CrossEntropyLoss()), x, labels) for lib in (nn, fnn))
+        assert theirs < ours <= theirs + 64 * 8 + 4  # and a number of the whole
+
+
+def the_benchmark_is_as_described():
+    from benchmarks import swapped
+
+    assert swapped.SIZES["hidden_size"] == swapped.GPT2["n_embd"] == 256
+    assert sum(len(models) for kind, models in swapped.KNOWN.items() if kind != "with dropout") == 30
+    assert "dtype" not in inspect.getsource(swapped._model) and torch.get_default_dtype() is torch.float32
+
+
+def berts_mlp_is_two_modules():
+    """The output of the first is kept, for the second to read, and its activation's input."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.bert import modeling_bert
+
+    config = transformers.BertConfig(hidden_size=D, intermediate_size=2 * D, hidden_dropout_prob=0.0, num_attention_heads=2)
+    first, last = modeling_bert.BertIntermediate(config), modeling_bert.BertOutput(config)
+    x = torch.randn(4096, D, requires_grad=True)
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = first, last
+
+        def forward(self, x):
+            return self.last.dense(self.first(x))
+
+    both = Both()
+    fnn.from_torch(both)
+    assert fnn.kept_bytes(both, x) == 4 * x.nbytes
+
+
+def attention_that_keeps_scores():
+    """It keeps them before and after the swap, as experts keep what they keep; attention with a fused kernel does not."""
+    from tests.adapters.tiny_models import batch_of, kept, tiny
+
+    attention = {}
+    for name, more in (("Gemma2", {}), ("T5", {}), ("Llama", dict(attention_dropout=0.1)), ("Llama", {}), ("Mixtral", {})):
+        one = tiny(name, **more).train()
+        batch = batch_of(one, 2, 32)
+        before = kept(one, batch)[2:]
+        fnn.from_torch(one)
+        assert kept(one, batch)[2:] == before
+        attention[(name, *more)] = before[0]
+        assert (before[1] > 0) == (name == "Mixtral")
+    scores = 2 * 2 * 4 * 32 * 32 * 4  # layers, rows, heads, queries, keys, bytes
+    assert attention["Llama", "attention_dropout"] >= attention["Llama",] + scores
+    assert attention["Gemma2",] >= attention["Llama",] + scores and attention["T5",] >= scores
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(D, 4 * D), nn.SiLU(), nn.Linear(4 * D, D)
+
+    def forward(self, x):
+        return self.down(self.act(self.up(x)))
+
+
+def minimal_keeps_inputs():
+    one = Behind(Mlp())
+    fnn.from_torch(one, policy="minimal")
+    for rows in (4, 4096):
+        x = torch.randn(rows, D, requires_grad=True)
+        assert fnn.kept_bytes(one, x) == x.nbytes
+
+
+def every_mlp_with_a_row_is_one_chain():
+    pytest.importorskip("transformers")
+    import importlib
+
+    from funcops.adapters.nn import models
+    from funcops.adapters.nn.hugging_face import ChainModule
+
+    assert "`funcops/adapters/nn/models.py`" in PAGE and models.__file__.endswith("funcops/adapters/nn/models.py")
+    for row, classes in models.ROWS:
+        for name in classes:
+            cls = getattr(importlib.import_module(f"transformers.models.{row}.modeling_{row}"), name)
+            assert issubclass(models.swapped(cls), ChainModule) != name.endswith("Norm"), name
+
+
+def replaced_layers_are_called():
+    layers = fnn.Sequential(fnn.Linear(D, D), fnn.SiLU(), fnn.Linear(D, D))
+    x = torch.randn(2, D)
+    assert len(nodes(layers(x))) == 1
+    for other, count in ((nn.GELU(), 3), (fnn.GELU(), 1), (nn.Sequential(fnn.GELU()), 3)):
+        layers[1] = other
+        assert len(nodes(layers(x))) == count
+
+
+def norms_on_cpus_keep_the_dtype():
+    for name in ("LayerNorm", "RMSNorm", "GroupNorm"):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            x = torch.randn(2, 4, D, dtype=dtype)
+            with torch.autocast("cpu", torch.bfloat16):
+                assert LAYERS[name](fnn)(x).dtype is LAYERS[name](nn)(x).dtype is dtype
+
+
+def second_derivatives_raise_and_to_torch_is_the_remedy():
+    swapped, x = model(), torch.randn(3, D)
+    fnn.from_torch(swapped)
+    AF = torch.autograd.functional
+
+    def loss(x):
+        return swapped(x).square().sum()
+
+    def by_grad(x):
+        (dx,) = torch.autograd.grad(loss(x), x, create_graph=True)
+        return torch.autograd.grad(dx.square().sum(), x)[0]
+
+    def by_backward(x):
+        (dx,) = torch.autograd.grad(loss(x), x, create_graph=True)
+        dx.square().sum().backward()
+        return x.grad
+
+    ways = (
+        by_grad,
+        by_backward,
+        lambda x: AF.hessian(loss, x).sum((0, 1)),
+        lambda x: AF.hvp(loss, x, x)[1],
+        lambda x: AF.vhp(loss, x, x)[1],
+        lambda x: AF.jvp(swapped, x, x)[1],
+    )
+    for way in ways:
+        with pytest.raises(RuntimeError, match="chain_bwd: a gradient must not be differentiated again"):
+            way(x.clone().requires_grad_())
+    fnn.to_torch(swapped)
+    assert all(way(x.clone().requires_grad_()).shape == x.shape for way in ways)
+
+
+def tangent(call, x):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(call(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+
+
+def forward_mode_without_gradients():
+    for name, make in LAYERS.items():
+        theirs, ours, x = make(nn).eval(), make(fnn).eval(), torch.randn(2, 4, D)
+        ours.load_state_dict(theirs.state_dict())
+        for one in (theirs, ours):
+            one.requires_grad_(False)
+        torch.testing.assert_close(tangent(ours, x), tangent(theirs, x))
+        leaf = x.clone().requires_grad_()
+        if name in ("ReLU", "Sigmoid", "Tanh", "Dropout"):
+            torch.testing.assert_close(tangent(ours, leaf), tangent(theirs, leaf))
+            continue
+        with pytest.raises(RuntimeError, match="must be without requires_grad if one has a tangent"):
+            tangent(ours, leaf)
+        pytest.importorskip("triton")
+        with pytest.raises(RuntimeError, match="without tangents .* when Triton's kernels run"), backend("triton"):
+            tangent(ours, x)
+
+
+def functorch_is_for_torchs_functions():
+    x = torch.randn(4, 4, D)
+    for make in (LAYERS["Linear"], LAYERS["Softmax"], LAYERS["LayerNorm"], lambda lib: lib.Sequential(LAYERS["GELU"](lib))):
+        layer = make(fnn)
+        with pytest.raises(RuntimeError, match="must run outside of torch.func transforms"):
+            torch.func.grad(lambda x, layer=layer: layer(x).sum())(x)
+    for make in (lambda lib: lib.Softmax(0), lambda lib: lib.GLU(0), *(LAYERS[name] for name in ("ReLU", "Sigmoid", "Tanh"))):
+        found = []
+        for lib in (nn, fnn):
+            loss = lambda x, layer=make(lib): layer(x).square().sum()  # noqa: E731
+            second = torch.func.grad(lambda x, loss=loss: torch.func.grad(loss)(x).square().sum())
+            leaf = x.clone().requires_grad_()
+            (dx,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
+            found.append((second(x), *torch.autograd.grad(dx.square().sum(), leaf), tangent(loss, leaf).detach()))
+        torch.testing.assert_close(*found)
+
+
+def compiled_functorch_raises():
+    for layer in (fnn.Linear(D, D), fnn.Sequential(fnn.LayerNorm(D), fnn.GELU())):
+        with pytest.raises(RuntimeError, match="must run outside of torch.func transforms"):
+            torch.compile(torch.func.grad(lambda x, layer=layer: layer(x).sum()), backend="eager")(torch.randn(4, D))
+
+
+def traces_where_a_tensor_requires_grad():
+    x = torch.randn(3, D)
+    frozen = fnn.Linear(D, D).requires_grad_(False)
+    torch.testing.assert_close(torch.jit.trace(frozen, x)(2 * x), frozen(2 * x))
+    for layer, given in ((fnn.Linear(D, D), x), (fnn.GELU(), x.clone().requires_grad_())):
+        with pytest.raises(RuntimeError, match=r"torch.jit.trace must be around calls under torch.no_grad\(\)"):
+            torch.jit.trace(layer, given)
+
+
+def left_layers_run_after_a_move():
+    holder = nn.ModuleDict({"act": nn.GLU(), "drop": nn.Dropout(), "last": nn.Linear(D, D)})
+    assert [one.path for one in fnn.from_torch(holder).left] == ["act", "drop"]
+    done = fnn.from_torch(holder.to("meta"))
+    assert [one.path for one in done.replaced] == ["act", "drop"] and not done.left
+
+
+class Names(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def group_norms_run_torchs_operator():
+    layer, x = fnn.GroupNorm(2, 4), torch.randn(2, 4, D, requires_grad=True)
+    with Names() as names:
+        layer(x).sum().backward()
+    assert {"native_group_norm", "native_group_norm_backward"} <= set(names.seen)
+
+
+def products_have_quantised_operands():
+    x, dy = torch.randn(8, 32), torch.randn(8, 32)
+    for recipe, quantised in ((Fp8Block(), 3), (Fp8Block(keep="input", wgrad="high"), 2)):
+        layer, leaf = fnn.Linear(32, 32, bias=False, recipe=recipe), x.clone().requires_grad_()
+        y = layer(leaf)
+        y.backward(dy)
+        w, y = layer.weight.detach(), y.detach()
+        dw = layer.weight.grad
+        errors = [float((a - b).norm() / b.norm()) for a, b in ((y, x @ w.T), (leaf.grad, dy @ w), (dw, dy.T @ x))]
+        assert [error > 0.01 for error in errors] == [True] * quantised + [False] * (3 - quantised), errors
+        assert dw.dtype is torch.float32 and errors[-1] < (0.1 if quantised == 3 else 1e-6)
+
+
+def conv1d_takes_no_recipe():
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    holder, x = nn.ModuleList([conv1d(32, 32), nn.Linear(32, 32)]), torch.randn(4, 32)
+    want = holder[0](x)
+    done = fnn.from_torch(holder, recipe=Fp8Block())
+    assert done.details().splitlines() == ["0: Conv1D -> funcops.linear", "1: Linear -> funcops.nn.Linear (Fp8Block)"]
+    torch.testing.assert_close(holder[0](x), want)
+
+
+def low():
+    recipe = Fp8Block()
+    return fnn.Sequential(fnn.RMSNorm(32), fnn.Linear(32, 32, recipe=recipe), fnn.SiLU(), fnn.Linear(32, 32, recipe=recipe))
+
+
+def a_write_through_data_is_not_noticed():
+    layers, x = low(), torch.randn(4, 32)
+    fnn.quantize_weights(layers)
+    y = layers(x)
+    layers[1].weight.data.mul_(2.0)
+    assert torch.equal(layers(x), y)
+
+
+def a_layer_with_codes_is_a_module():
+    layers, x = low(), torch.randn(4, 32)
+    assert nodes(layers(x)) == ["_NodeBackward"]
+    fnn.quantize_weights(layers)
+    assert nodes(layers(x)) == ["_NodeBackward"] * 4
+
+
+def codes_under_autocast_and_with_a_key():
+    layer, x = fnn.Linear(32, 32, recipe=NVFP4(stochastic=True)), torch.randn(4, 32)
+    with pytest.raises(ValueError, match="key must be a random key"):
+        fnn.quantize_weights(layer, dtype=torch.bfloat16)
+    fnn.quantize_weights(layer, dtype=torch.bfloat16, key=random.key(0))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype is torch.bfloat16
+
+
+def functions_that_depend_on_values_are_refused():
+    for fn in (lambda params, x, cfg: x[x > 0], lambda params, x, cfg: x * (2 if x.sum() > 0 else 3)):
+        with pytest.raises(ValueError, match="own_fwd: fn must be a function whose shapes and steps do not depend on values"):
+            op_from_torch(fn, name="own").fwd(None, torch.ones(3), TorchConfig())
+
+
+def gradients_of_other_strides_are_copied():
+    """To the strides of the trace, as a `view` in the backward would raise for others."""
+    op, cfg, x = op_from_torch(lambda params, x, cfg: x.view(3, 4).sin(), name="own"), TorchConfig(), torch.randn(12)
+    dy, seen = torch.randn(4, 3).mT, []
+    for one in (dy.contiguous(), dy):
+        residuals = op.fwd(None, x, cfg)[1]
+        with Names() as names:
+            dx = op.bwd(residuals, one, cfg)[1]
+        torch.testing.assert_close(dx, dy.reshape(-1) * x.cos())
+        seen.append(names.seen)
+    plain, copied = seen
+    assert len(copied) > len(plain)
+
+
+def closures_that_require_grad_are_refused():
+    own = torch.ones(3, requires_grad=True)
+    with pytest.raises(ValueError, match="takes tensors that require grad as params or x"):
+        op_from_torch(lambda params, x, cfg: x * own, name="own").fwd(None, torch.ones(3), TorchConfig())
+
+
+def numbers_of_python_are_drawn_once_a_trace():
+    import random as python_random
+
+    import numpy as np
+
+    op = op_from_torch(lambda params, x, cfg: x * python_random.random() * float(np.random.rand()), name="own")
+    first, again, other = (op.fwd(None, torch.ones(size), TorchConfig())[0][0] for size in (2, 2, 3))
+    assert first == again != other
+
+
+ADAPTERS, GRAPHS = "tests/adapters/", "tests/graphs/"
+NN, INPUTS, ARGUMENTS = f"{ADAPTERS}test_nn.py::", f"{ADAPTERS}test_nn_inputs.py::", f"{ADAPTERS}test_torch_arguments.py::"
+SWAP, MODELS, FOUND = f"{ADAPTERS}test_from_torch.py::", f"{ADAPTERS}test_models.py::", f"{ADAPTERS}test_structure.py::"
+BRANCHES, BETWEEN = f"{ADAPTERS}test_structure_branches.py::", f"{ADAPTERS}test_between_nodes.py::"
+TRACERS, TAMPERED = f"{ADAPTERS}test_tracers_and_swaps.py::", f"{ADAPTERS}test_tampering.py::test_tampering"
+MIXED, DELAYED, RECIPES = (f"{ADAPTERS}test_{name}.py::" for name in ("mixed_precision", "delayed", "nn_recipes"))
+OPS, AGAIN, NODES = (f"{ADAPTERS}test_{name}.py::" for name in ("from_function", "functions_run_again", "autograd"))
+TWO_RANKS = f"{ADAPTERS}test_distributed.py::test_two_processes_match_one"
+STRIDES, ALIVE = f"{ADAPTERS}test_torchs_layouts.py::test_strides_are_torchs", f"{ADAPTERS}test_bytes_alive.py::"
+BYTES = f"{ADAPTERS}test_module_bytes.py::"
+TABLE = "tests/pages/test_claims.py::test_the_page_on_existing_models_has_the_ratios_of_the_file"
+BLOCKS = "tests/pages/test_docs.py::test_code_blocks_run"  # the sentence says what the block behind it shows
+PATH = "tests/pages/test_site.py::test_the_path_of_learning_leads_from_page_to_page"
+LINKS = "tests/pages/test_site.py::test_a_link_of_the_site_that_leads_nowhere_is_seen"
+ROWS = "GPT-2, Phi", "OLMo 2, OLMo 3", "Gemma 3, Llama", "HunYuan", "Starcoder 2", "GPT-NeoX", "BERT"
+KEPT_BETWEEN = f"{BETWEEN}test_a_write_between_modules_is_what_the_next_one_reads"
+BY_RECIPE = f"{RECIPES}test_codes_of_weights_give_the_bits_of_quantising_in_every_call", f"{RECIPES}test_bad_recipes_raise"
+HELD = {  # by how each sentence, or row, of the page begins: what holds it
+    **{f"| {row}": TABLE for row in ROWS},
+    "**At its end** you can run": (
+        PATH,
+        f"{MODELS}test_loss_and_gradients",
+        f"{DELAYED}test_grads_are_accumulated_over_microbatches",
+    ),
+    "**Before it:**": PATH,
+    "A model of modules": (f"{SWAP}test_only_and_skip", f"{MODELS}test_loss_and_gradients"),
+    "Nothing else changes": (nothing_else_changes, TWO_RANKS, f"{NN}test_compiles", f"{TRACERS}test_dynamic_sizes_are_one_graph"),
+    "`funcops.nn` has torch's names": (
+        f"{NN}test_modules_equal_torchs",
+        f"{NN}test_state_dicts_go_both_ways",
+        f"{ARGUMENTS}test_every_option_of_torch_is_asked",
+        BLOCKS,
+    ),
+    "A `fnn.Sequential` is one chain": (
+        f"{NN}test_a_sequential_is_one_node_and_ordinary_modules_split_it",
+        small_inputs_keep_norms_and_glus,
+        a_chain_launches_fused_kernels,
+    ),
+    "Outside of `torch.compile` it keeps both": (
+        small_inputs_keep_norms_and_glus,
+        f"{BYTES}test_small_inputs_keep_no_more_than_torchs",
+    ),
+    "An ordinary module in it": f"{NN}test_a_sequential_is_one_node_and_ordinary_modules_split_it",
+    "What lies between two chains": KEPT_BETWEEN,
+    "A layer keeps what `requires_grad`": (
+        a_frozen_weight_keeps_no_input,
+        f"{NODES}test_frozen_weights_keep_no_input_and_a_constant_x_computes_no_dgrad",
+        f"{NODES}test_needs_follow_requires_grad",
+    ),
+    "The layers ([list]": (f"{ARGUMENTS}test_every_option_is_torchs_or_refused_when_made", LINKS),
+    "As in torch, an output": (
+        outputs_that_a_backward_reads,
+        f"{ADAPTERS}test_in_place.py::test_an_output_of_a_layer_may_be_written_to",
+    ),
+    "Under `torch.compile`, too": f"{ADAPTERS}test_writes_compiled.py::test_a_write_is_refused_or_right",
+    "Features that an op lacks": (
+        what_torchs_functions_run,
+        f"{INPUTS}test_dtypes_left_to_torch",
+        f"{INPUTS}test_targets_that_torch_accepts",
+        f"{ARGUMENTS}test_in_place_modules_in_a_sequential",
+    ),
+    "A `Dropout` in eval mode": f"{INPUTS}test_dropout_at_rest_is_x_itself",
+    "`torch.fx` traces": (
+        traces_where_a_tensor_requires_grad,
+        f"{INPUTS}test_fx_and_jit_trace",
+        f"{INPUTS}test_fx_says_what_it_cannot_trace",
+    ),
+    "`from_torch` lets the layers": (f"{SWAP}test_torch_layers", f"{SWAP}test_the_report_is_a_summary", BLOCKS),
+    "A module's class becomes": (nothing_else_changes, f"{SWAP}test_torch_layers"),
+    "`only=` and `skip=` take": f"{SWAP}test_only_and_skip",
+    "A pattern matches a module": (f"{SWAP}test_only_and_skip", f"{SWAP}test_patterns_that_are_wrong"),
+    "`to_torch` undoes it all": (f"{SWAP}test_to_torch_undoes_it", BLOCKS),
+    "`from_torch` knows the Hugging Face": (
+        every_mlp_with_a_row_is_one_chain,
+        f"{MODELS}test_every_row_has_a_model",
+        f"{MODELS}test_loss_and_gradients",
+        f"{MODELS}test_activations",
+        f"{SWAP}test_an_mlp_is_one_node_while_nothing_is_done_to_it",
+        f"{SWAP}test_halves_of_a_batch_add_up_to_the_whole",
+        conv1d_takes_no_recipe,
+    ),
+    "It recognises norms": (f"{FOUND}test_norms", f"{FOUND}test_mlps", f"{FOUND}test_activations", BLOCKS),
+    "On a copy with drawn weights": (
+        f"{FOUND}test_what_only_looks_like_one_is_left",
+        f"{FOUND}test_a_norm_is_the_same_for_tiny_inputs_too",
+        f"{FOUND}test_the_answer_does_not_depend_on_what_is_around",
+        f"{BRANCHES}test_mlps_that_call_functions",
+    ),
+    "The forward must do the same": (
+        forwards_that_may_differ,
+        f"{BRANCHES}test_a_value_that_is_changed_later",
+        f"{BRANCHES}test_a_branch_on_an_attribute",
+    ),
+    "If an attribute that it reads": f"{BRANCHES}test_an_attribute_that_is_read_is_compared_in_each_call",
+    "Other modules, and subclasses": (what_a_report_names, f"{SWAP}test_torch_layers", f"{BRANCHES}test_a_report_says_why"),
+    "A swapped layer's output": (STRIDES, layers_keep_no_more, f"{BYTES}test_a_swapped_activation_keeps_no_more_than_torchs"),
+    "Measure kept bytes": (BLOCKS, f"{BYTES}test_kept_bytes_are_torchs_own_sums"),
+    "Models of 30 architectures": (the_benchmark_is_as_described, TABLE),
+    "The first row keeps the fewest": TABLE,
+    "BERT's MLP is two modules": berts_mlp_is_two_modules,
+    "With dropout GPT-2": TABLE,
+    "`from_torch` cannot change": (attention_that_keeps_scores, f"{MODELS}test_the_bytes_that_models_keep"),
+    '`from_torch(model, policy="minimal")` keeps': (minimal_keeps_inputs, f"{MODELS}test_policies"),
+    "A `Sequential` or an MLP checks": (TAMPERED, f"{NN}test_a_sequential_follows_its_modules"),
+    "A layer that was replaced": (replaced_layers_are_called, TAMPERED),
+    "So PEFT may come": (f"{ADAPTERS}test_peft.py::test_adapters", BLOCKS),
+    "If a weight is a tensor subclass": TAMPERED,
+    "Modules follow `torch.autocast`": (
+        norms_on_cpus_keep_the_dtype,
+        f"{MIXED}test_modules_follow",
+        f"{MIXED}test_embeddings_and_losses_follow",
+        f"{MIXED}test_norms_have_the_dtype_that_this_torch_gives_them",
+    ),
+    "A weight is cast once": (
+        f"{MIXED}test_a_weight_is_cast_once_in_a_region",
+        f"{ADAPTERS}test_mixed_precision_training.py::test_training",
+    ),
+    "So `Trainer(bf16=True)`": f"{ADAPTERS}test_frameworks.py::test_mixed_precision_trains",
+    "Linear layers take a recipe": BY_RECIPE,
+    "FP8, MXFP8 or NVFP4": (*BY_RECIPE, f"{RECIPES}test_from_torch_gives_recipes_and_takes_them_back"),
+    "How their codes are made": LINKS,
+    "They go to `main_grad`": (
+        f"{DELAYED}test_tied_weights_main_grad_and_hooks",
+        f"{DELAYED}test_hooks_fire_once_for_each_gradient",
+    ),
+    "A parameter that is frozen": f"{DELAYED}test_a_parameter_that_is_frozen_has_the_gradients_of_autograd",
+    "A store that is dropped": (f"{DELAYED}test_a_forgotten_store_warns", f"{DELAYED}test_a_store_without_work_left_says_nothing"),
+    "Under DistributedDataParallel use": (f"{DELAYED}test_a_distributed_model_must_not_reduce", TWO_RANKS),
+    "So does a block": (
+        f"{DELAYED}test_a_compiled_model_delays_or_raises",
+        f"{DELAYED}test_blocks_without_a_backward_and_with_a_plain_one_beside_compiled_ops",
+        f"{ADAPTERS}test_twice.py::test_delayed_weight_gradients_refuse_create_graph",
+    ),
+    "Under `fully_shard` call": TWO_RANKS,
+    "`differentiable(op)` is a function": (f"{NODES}test_gradients_equal_the_ops", f"{OPS}test_laws", LINKS),
+    "`OpModule` makes a module": (f"{ADAPTERS}test_own_module.py::test_values_make_the_config", LINKS),
+    "`differentiable(op)`, like": (
+        f"{MIXED}test_ops_refuse_autocast",
+        f"{MIXED}test_the_remedy_works",
+        f"{NODES}test_autocast_is_refused",
+    ),
+    "`from_torch` raises for": (
+        f"{SWAP}test_a_policy_that_is_wrong",
+        f"{SWAP}test_a_policy_that_finds_no_mlp",
+        f"{SWAP}test_patterns_that_are_wrong",
+    ),
+    "A gradient of an op's gradient": (
+        second_derivatives_raise_and_to_torch_is_the_remedy,
+        f"{ADAPTERS}test_twice.py::test_penalties_raise",
+    ),
+    "`fnn.to_torch(model)` restores": second_derivatives_raise_and_to_torch_is_the_remedy,
+    "Forward mode runs": forward_mode_without_gradients,
+    "Inside `torch.func.grad`": (
+        functorch_is_for_torchs_functions,
+        compiled_functorch_raises,
+        f"{NODES}test_functorch_is_refused",
+        f"{OPS}test_value_and_grad",
+        LINKS,
+    ),
+    "Layers that are left": (functorch_is_for_torchs_functions, forward_mode_without_gradients),
+    "**Next:**": PATH,
+}
+HELD_IN_DEPTH = {
+    "This page has what": LINKS,
+    "Its code builds on this": BLOCKS,
+    "A swapped layer's output": HELD["A swapped layer's output"],
+    "Of a slice a linear layer": f"{ALIVE}test_no_more_is_alive_than_torchs",
+    "With the same seed": f"{TRACERS}test_a_hook_does_not_change_the_mask",
+    "In a model on a CPU": (f"{TRACERS}test_what_is_slower_alone_on_a_cpu_is_left_with_the_reason", left_layers_run_after_a_move),
+    "Group norms run by": group_norms_run_torchs_operator,
+    "What lies between two chains": (KEPT_BETWEEN, f"{NN}test_large_inputs_recompute_what_small_ones_keep"),
+    "`torch.export` with": (f"{TRACERS}test_an_exported_batch_is_of_any_size", f"{TRACERS}test_dynamic_sizes_are_one_graph"),
+    "`torch.jit.script` and": f"{TRACERS}test_tools_for_torchs_classes_refuse_by_name",
+    "Linear layers take a recipe": BY_RECIPE,
+    "FP8, MXFP8 or NVFP4": BY_RECIPE,
+    "Parameters, their gradients": (products_have_quantised_operands, f"{RECIPES}test_codes_are_not_in_copies_or_state"),
+    "`from_torch(model, recipe=": f"{RECIPES}test_from_torch_gives_recipes_and_takes_them_back",
+    "An MLP whose linear layers": f"{RECIPES}test_mlps_of_hugging_face_are_chains_by_the_recipe_of_all_their_layers",
+    "A layer with sizes": (conv1d_takes_no_recipe, f"{RECIPES}test_from_torch_gives_recipes_and_takes_them_back"),
+    "Without `quantize_weights`": (BY_RECIPE[0], f"{RECIPES}test_codes_are_made_once_for_all_microbatches"),
+    "If a parameter has changed": (
+        a_write_through_data_is_not_noticed,
+        f"{RECIPES}test_codes_of_a_weight_that_changed_raise",
+        BLOCKS,
+    ),
+    "A layer that reads codes": a_layer_with_codes_is_a_module,
+    "Under `torch.compile` it reads": (
+        f"{RECIPES}test_a_step_with_an_optimiser_compiles_whole",
+        f"{RECIPES}test_a_graph_quantises_in_every_replay",
+    ),
+    "Under `fully_shard` weights": TWO_RANKS,
+    "Under autocast pass": (
+        codes_under_autocast_and_with_a_key,
+        BY_RECIPE[0],
+        f"{RECIPES}test_keys_round_the_gradients_of_modules",
+    ),
+    "`Fp8Delayed` raises": (BY_RECIPE[1], f"{RECIPES}test_a_loop_over_the_functions_of_modules_takes_every_recipe", LINKS),
+    "`op_from_torch(fn)` makes": (functions_that_depend_on_values_are_refused, f"{OPS}test_laws"),
+    "Its backward is traced": f"{OPS}test_residuals_have_names_and_split",
+    "A gradient with other strides": gradients_of_other_strides_are_copied,
+    "A tensor that requires grad": (closures_that_require_grad_are_refused, f"{AGAIN}test_a_captured_tensor_is_guarded"),
+    "Under `remat`, and": (f"{AGAIN}test_a_value_that_was_rebound_is_not_read_anew", f"{AGAIN}test_a_captured_tensor_is_guarded"),
+    "A function that draws": (
+        f"{AGAIN}test_what_draws_is_refused_or_kept",
+        f"{AGAIN}test_fit_chooses_no_policy_that_draws_anew",
+        f"{AGAIN}test_a_checkpoint_inside_draws_nothing_anew",
+        f"{AGAIN}test_values_of_a_captured_tensor_are_no_constants",
+    ),
+    "Numbers that it draws": numbers_of_python_are_drawn_once_a_trace,
+}
+
+
+@pytest.mark.parametrize(("page", "held"), [(PAGE, HELD), (DEPTH, HELD_IN_DEPTH)], ids=["page", "in depth"])
+def test_each_sentence_has_a_test(page, held):
+    check_held(sentences(page), held)
+
+
+SLOW = (  # they import transformers, or the compiler
+    compiled_functorch_raises,
+    berts_mlp_is_two_modules,
+    attention_that_keeps_scores,
+    every_mlp_with_a_row_is_one_chain,
+    conv1d_takes_no_recipe,
+)
+CHECKS = dict.fromkeys(one for one in [*holders(HELD), *holders(HELD_IN_DEPTH)] if callable(one))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:Mismatch dtype between input and weight")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # newer torch calls torch.jit deprecated
+@pytest.mark.parametrize(
+    "check", [pytest.param(one, id=one.__name__, marks=pytest.mark.slow if one in SLOW else ()) for one in CHECKS]
+)
+def test_sentence(check, monkeypatch):
+    torch.manual_seed(0)
+    check(*[monkeypatch] * check.__code__.co_argcount)
