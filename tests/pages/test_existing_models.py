@@ -48,7 +48,7 @@ def nodes(y):
 
 
 class Behind(nn.Module):
-    """A module whose x is no argument of the call, so that `kept_bytes` counts it."""
+    """A module with an x that only its call makes, so that `kept_bytes` counts it."""
 
     def __init__(self, inner):
         super().__init__()
@@ -64,7 +64,7 @@ def model():
 
 
 def nothing_else_changes():
-    """An optimiser and hooks that were there before go on, with the same parameters, and the steps are those of torch's layers."""
+    """An optimiser and hooks that were there before go on, with the same parameters, and each step is as with torch's layers."""
     theirs, ours = model(), model()
     optimisers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (theirs, ours)]
     seen, parameters, keys = [], list(ours.parameters()), list(ours.state_dict())
