@@ -75,7 +75,7 @@ def test_an_exported_batch_is_of_any_size(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.turns("name", every=4)
+@pytest.mark.turns("name", every=8)
 def test_dynamic_sizes_are_one_graph(name):
     model = swapped(name)
     run = torch.compile(model, dynamic=True, fullgraph=True, backend="aot_eager")
