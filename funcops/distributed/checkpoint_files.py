@@ -134,9 +134,16 @@ def folder_of(path: str | os.PathLike[str]) -> Path:
 
 
 def stamp(folder: Path) -> tuple[int, int]:
-    """Numbers that tell a checkpoint from another that was put in its place."""
+    """Numbers that tell a checkpoint from another that was put in its place. Raises `CheckpointError` if its index is a link."""
+    _check_no_link("load", folder / INDEX)
     index = (folder / INDEX).stat()
     return index.st_ino, index.st_mtime_ns
+
+
+def _check_no_link(where: str, file: Path) -> None:
+    """Raise `CheckpointError` if a file of a checkpoint is a link: it may lead out of the folder."""
+    if file.is_symlink():
+        fail(where, os.fspath(file), "a file of the folder (copy it there)", f"a link to {os.readlink(file)}", CheckpointError)
 
 
 def check_same(where: str, folder: Path, before: tuple[int, int]) -> None:
@@ -155,8 +162,7 @@ def check_files(where: str, folder: Path, ends: Mapping[str, int], files: Iterab
     bytes of a file."""
     for name in sorted(files):
         file, end = folder / name, ends[name]
-        if file.is_symlink():
-            fail(where, os.fspath(file), "a file of the folder (copy it there)", f"a link to {os.readlink(file)}", CheckpointError)
+        _check_no_link(where, file)
         size = file.stat().st_size if file.is_file() else None
         if size != end:
             least = "" if size is not None and size > end else "at least "

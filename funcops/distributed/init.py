@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcops import random
 from funcops.compose.step import check_body
-from funcops.contract.marks import version
 from funcops.contract.op import Op
 from funcops.contract.walk import nested, steps
 from funcops.distributed.boxes import own_runs
@@ -34,20 +33,35 @@ T = TypeVar("T")
 PartOf = Callable[[str, Sequence[int]], "tuple[Spec, Mesh]"]  # (path, shape) of a leaf -> how it is sharded
 
 
-class _Stacks(TorchDispatchMode):
-    """Notes which tensors are stacks of others along dimension 0, as for the layers of a repeat."""
+class _Uses(TorchDispatchMode):
+    """Notes which tensors are stacks of others along dimension 0, as for the layers of a repeat, and which of the tensors on the
+    meta device have changed since they were made: `t.data[0] = 0` counts as no version of t, and `t.data = u` has other memory."""
 
     runs = True  # see funcops.backend.declare.tracing
 
     def __init__(self) -> None:
         super().__init__()
         self.of: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        self.made: dict[int, Any] = {}  # by tensor, its storage; kept, as a freed one's address is used again
+        self.written: dict[int, Any] = {}  # by address, the storages that were written to
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.stack.default and len(args) == 1:
+        stacks = func is torch.ops.aten.stack.default and len(args) == 1
+        if stacks:
             self.of[id(made)] = made, list(args[0])
+        if (stacks or func is torch.ops.aten.empty.memory_format) and made.is_meta:
+            self.made[id(made)] = made.untyped_storage()
+        if func._schema.is_mutable:
+            given = {**dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)), **(kwargs or {})}
+            changed = [given.get(one.name) for one in func._schema.arguments if one.alias_info and one.alias_info.is_write]
+            storages = [t.untyped_storage() for t in leaves(changed) if isinstance(t, Tensor) and t.is_meta]
+            self.written |= {storage._cdata: storage for storage in storages}
         return made
+
+    def unchanged(self, t: Tensor) -> bool:
+        first, now = self.made.get(id(t)), t.untyped_storage()._cdata
+        return first is not None and first._cdata == now and now not in self.written
 
 
 class _Found(NamedTuple):
@@ -60,14 +74,14 @@ class _Found(NamedTuple):
 
     @staticmethod
     def of(make: Callable[[], Any], takes: Callable[[int], bool]) -> _Found:
-        with random.put_off(takes) as draws, _Stacks() as stacks:
+        with random.put_off(takes) as draws, _Uses() as uses:
             tree = make()
-        one = {id(draw[0]): (i,) for i, draw in enumerate(draws) if draw is not None and version(draw[0]) == 0}
+        one = {id(draw[0]): (i,) for i, draw in enumerate(draws) if draw is not None and uses.unchanged(draw[0])}
         indices: dict[int, tuple[int, ...]] = {**one}
-        for name, (made, parts) in stacks.of.items():
-            if version(made) == 0 and all(id(part) in one for part in parts):
+        for name, (made, parts) in uses.of.items():
+            if made.is_meta and uses.unchanged(made) and all(id(part) in one for part in parts):
                 indices[name] = tuple(one[id(part)][0] for part in parts)
-        return _Found(tree, [None if draw is None else draw[1] for draw in draws], indices, stacks.of.keys() - one.keys())
+        return _Found(tree, [None if draw is None else draw[1] for draw in draws], indices, uses.of.keys() - one.keys())
 
     def part(self, t: Tensor, ranges: Sequence[Ranges]) -> Tensor:
         """The ranges of a leaf; if it is a draw, only these are drawn."""

@@ -240,6 +240,16 @@ def test_a_link_or_a_pipe_is_no_file_of_the_folder(folder, kind):
             read()
 
 
+@pytest.mark.parametrize("to", ["../secret", "ABSOLUTE", "copy"])
+def test_an_index_that_is_a_link_is_not_followed(folder, to):
+    index, secret = folder / ".metadata", folder / to if to == "copy" else folder.parent / "secret"
+    index.rename(secret)
+    index.symlink_to(secret if to == "ABSOLUTE" else to)
+    for read in (lambda: dist.load(folder, LIKE, {}, ONE), lambda: dist.load_values(folder)):
+        with pytest.raises(CheckpointError, match=rf"^load: {index} must be a file of the folder .*, got a link to "):
+            read()
+
+
 def written(value):
     data = io.BytesIO()
     torch.save(value, data)

@@ -168,3 +168,59 @@ def test_a_leaf_that_is_made_of_a_draw_has_its_values():
 
     found = own_parts(make, lambda path, shape: (Spec("tp", 0), Mesh.abstract({"tp": 2}, 0)))
     same_bits(found, {path: t[: len(t) // 2].clone() for path, t in make().items()}, "parts")
+
+
+def to_bfloat16(t):
+    t.data = t.data.to(torch.bfloat16)
+
+
+CHANGED = {
+    "a row of data": lambda t: t.data[0].zero_(),
+    "an element of data": lambda t: t.data.__setitem__((0, 1), 3.0),
+    "data": lambda t: t.data.mul_(2),
+    "data of a view": lambda t: t.T.data[0].fill_(1.0),
+    "other data": to_bfloat16,
+    "detached": lambda t: t.detach()[:, 1].add_(1),
+    "as a result": lambda t: torch.mul(t, 2, out=t),
+    "in a list": lambda t: torch._foreach_add_([t.data], 1.0),
+    "turned": lambda t: t.t_(),
+    "torch's init": lambda t: torch.nn.init.zeros_(t.data),
+}
+
+
+@pytest.mark.parametrize("way", CHANGED)
+def test_a_write_to_a_draw_is_not_lost(way):
+    """Also one that counts as no version of the draw; to a leaf, to a stack, and to what is stacked, before and after."""
+
+    def made(i):
+        return random.normal(random.key(i), (4, 4))
+
+    def changed(t):
+        CHANGED[way](t)
+        return t
+
+    def after():
+        parts = [made(0), made(1)]
+        stack = torch.stack(parts)
+        changed(parts[0])
+        return stack
+
+    def make():
+        before = torch.stack([changed(made(i)) for i in (2, 3)])
+        return {"leaf": changed(made(4)), "of changed": before, "changed after": after(), "drawn": made(5)}
+
+    whole = make()
+    for rank in range(2):
+        for dim in (0, 1):
+            specs, mesh = {"*": Spec("tp", dim)}, Mesh.abstract({"tp": 2}, rank)
+            same_bits(dist.init_tree(make, specs, mesh), dist.shard(whole, specs, mesh), way)
+
+
+def test_a_write_to_a_stack_is_not_lost():
+    def make():
+        stack = torch.stack([random.normal(random.key(i), (4, 4)) for i in (0, 1)])
+        stack.data[1, 2] = 0
+        return stack
+
+    specs, mesh = {"": Spec("tp", 1)}, Mesh.abstract({"tp": 2}, 1)
+    same_bits(dist.init_tree(make, specs, mesh), dist.shard(make(), specs, mesh), "stack")

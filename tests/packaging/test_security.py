@@ -217,7 +217,10 @@ HELD = {  # by how each sentence, or row, begins: what holds it
     "| has code in the index": f"{HOSTILE}test_no_pickle_runs_code",
     "| lacks leaves, or has others": every_wrong_leaf_is_listed,
     "| names files outside the folder": (names_outside_are_refused, f"{HOSTILE}test_files_outside_of_the_folder_are_not_read"),
-    "| is a link to another file": f"{HOSTILE}test_a_link_or_a_pipe_is_no_file_of_the_folder",
+    "| is a link to another file": (
+        f"{HOSTILE}test_a_link_or_a_pipe_is_no_file_of_the_folder",
+        f"{HOSTILE}test_an_index_that_is_a_link_is_not_followed",
+    ),
     "| holds another tensor": f"{HOSTILE}test_a_shard_that_holds_something_else_is_refused",
     "| has a `config.json`": configs_are_checked,
     "| gives sizes that are far too large": headers_are_checked,
