@@ -9,7 +9,8 @@ from torch import Tensor
 def digest(t: Tensor) -> int:
     """A hash, 64 bits, of a tensor's bits and their places: if one word of eight bytes has other bits, so has the hash. It is the
     same on each device, and for each layout."""
-    flat = t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    # Not `reshape(-1)`, which leaves one element its stride, whatever that is.
+    flat = t.detach().resolve_conj().resolve_neg().contiguous().as_strided((t.numel(),), (1,)).view(torch.uint8)
     size, whole = len(flat), len(flat) // 8 * 8
     # Words at a time: in a cache, and little memory beside t's; on a device few launches, each of which the sum waits for.
     most = max(64, min(2**15, whole // 256)) if t.device.type == "cpu" else 2**22

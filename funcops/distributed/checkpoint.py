@@ -17,6 +17,8 @@ import math
 import os
 import pickle
 import threading
+import warnings
+import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +30,7 @@ from torch import Tensor
 from funcops.contract.digest import digest
 from funcops.distributed import comm
 from funcops.distributed.boxes import Box, own_boxes
-from funcops.distributed.checkpoint_files import Part, check_files, check_same, folder_of, stamp
+from funcops.distributed.checkpoint_files import LONGEST, Part, check_files, check_same, folder_of, stamp
 from funcops.distributed.checkpoint_index import INDEX, Key, Leaf, read_index, seal
 from funcops.distributed.checkpoint_shards import DATA, checksum, read_tensors
 from funcops.distributed.mesh import Mesh
@@ -36,6 +38,7 @@ from funcops.distributed.specs import PIPELINE, WHOLE, Spec, Specs, check_own, i
 from funcops.errors import (
     CheckpointError,
     CheckpointWriteError,
+    DonatedError,
     check,
     describe,
     fail,
@@ -51,6 +54,7 @@ from funcops.trees import elements, paths, with_leaves
 T = TypeVar("T")
 R = TypeVar("R")
 KINDS = (CheckpointWriteError, CheckpointError, ValueError, TypeError, FileNotFoundError, OSError)
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
 MOST_BITS = 2039  # of an int with 255 bytes: torch's reader knows no longer form
 ERRORS = {error.__name__: error for error in KINDS}  # by name, of an error on another rank; the rest become RuntimeError
 
@@ -75,12 +79,13 @@ def save(tree: Any, path: str | os.PathLike[str], specs: Specs, mesh: Mesh) -> N
     `path` must be new, an empty folder, or the folder of a checkpoint with no other file in it, which is replaced. The index has a
     checksum of each part, which `load` compares.
 
-    Raises on every rank, before anything is written, `CheckpointError` for a leaf without values; for an int of more than 2,039
-    bits, which torch does not read; for two leaves of one path; for a leaf of which ranks have different values along an axis that
-    its spec does not name, two stages of a pipeline included; for a path that is something else than a checkpoint, that is not the
-    same on all ranks, or to which another save writes. Raises `ValueError` for specs that do not fit, and `CheckpointWriteError`,
-    an `OSError`, if a rank cannot write. The other ranks' error then names that rank. A save that is killed or interrupted leaves
-    the checkpoint from before it, or the new one, for `load`; the next save to `path` removes what it left.
+    Raises on every rank, before anything is written, `CheckpointError` for a leaf without values; for one of a dtype that torch
+    does not write, such as bits16 or uint4; for an int of more than 2,039 bits, which torch does not read; for two leaves of one
+    path; for a leaf of which ranks have different values along an axis that its spec does not name, two stages of a pipeline
+    included; for a path that is something else than a checkpoint, that is not the same on all ranks, or to which another save
+    writes. Raises `ValueError` for specs that do not fit, and for a folder's name of more than 232 bytes, and
+    `CheckpointWriteError`, an `OSError`, if a rank cannot write. The other ranks' error then names that rank. A save that is killed
+    or interrupted leaves the checkpoint from before it, or the new one, for `load`; the next save to `path` removes what it left.
 
     >>> import tempfile, torch
     >>> from funcops import dist
@@ -98,7 +103,11 @@ def save(tree: Any, path: str | os.PathLike[str], specs: Specs, mesh: Mesh) -> N
     ({'w': tensor([3.])}, {'w': tensor([0., 1., 2., 3.])})
     """
     saving = _begun("save", tree, path, specs, mesh)
-    saving.write()
+    try:
+        saving.write()
+    except BaseException:  # Ctrl-C: its traceback may live on, and would keep the path locked
+        saving.drop()
+        raise
     saving.finish()
 
 
@@ -106,7 +115,8 @@ def save_start(tree: Any, path: str | os.PathLike[str], specs: Specs, mesh: Mesh
     """Begin to `save`: the tensors that this rank writes are copied to the CPU, so that they may change, and a thread writes them.
     `finish()` of what it returns waits for all ranks, and puts the folder in place; until then `path` has the checkpoint from
     before, and no other save to it can begin. All ranks must call both, in the same order as what else they send. Raises as `save`,
-    and `finish()` raises `CheckpointWriteError` on every rank if one could not write.
+    and `finish()` raises `CheckpointWriteError` on every rank if one could not write, `DonatedError` if it is called again. What it
+    returns warns if it is dropped before.
 
     >>> import tempfile, torch
     >>> from funcops import dist
@@ -139,6 +149,7 @@ class Saving:
         self.writer, all_plans, self.metadata = plans
         self.plan = all_plans[mesh.rank]
         self.thread = threading.Thread(target=self.write, daemon=True)
+        self.unfinished = weakref.finalize(self, _warn, target)
         self.written: Any = None
         self.error: Exception | None = None
 
@@ -162,8 +173,11 @@ class Saving:
 
     def finish(self) -> None:
         """Wait until all ranks have written, and put the checkpoint in place."""
+        if not self.unfinished.alive:
+            raise DonatedError(f"save_start: finish() must be called once, got a second call for {os.fspath(self.target)!r}")
         if self.thread.ident is not None:
             self.thread.join()
+        self.unfinished.detach()  # not before: a wait that Ctrl-C ends may be made again
 
         def written() -> Any:
             if self.error is not None:
@@ -193,8 +207,15 @@ class Saving:
         return unwritten("save", self.target, error) if isinstance(error, (OSError, RuntimeError)) else error
 
     def drop(self) -> None:
+        self.unfinished.detach()
         if self.part is not None:
             self.part.drop()
+
+
+def _warn(target: Path) -> None:
+    """The end of a `Saving` that nobody can finish any more."""
+    said = f"save_start: {os.fspath(target)!r} was never put in place: call finish() of what save_start returns"
+    warnings.warn(f"{said} (the checkpoint from before is unchanged)", RuntimeWarning, stacklevel=2)
 
 
 def _begun(where: str, tree: Any, path: str | os.PathLike[str], specs: Specs, mesh: Mesh) -> Saving:
@@ -207,6 +228,8 @@ def _begun(where: str, tree: Any, path: str | os.PathLike[str], specs: Specs, me
         target = Path(os.path.realpath(path))
         if not target.parent.is_dir():
             raise FileNotFoundError(f"save: path must be in an existing folder, got {os.fspath(path)!r}")
+        if (length := len(os.fsencode(target.name))) > LONGEST:
+            fail("save", "path", f"a folder whose name has at most {LONGEST} bytes", f"{length}, {target.name!r}")
         return named, _described(named, found, mesh), target
 
     def begun() -> Part | None:
@@ -316,7 +339,11 @@ def _read(path: Any, asked: _Asked, every: set[str], mesh: Mesh, verify: bool | 
     whole |= {name: (whole_shape(t.shape, asked.specs.get(name, WHOLE), mesh), t.dtype) for name, t in tensors.items()}
     _check_there(path, index.leaves, whole, every | set(old))
     boxes = asked.boxes | {name: (Box((0,), (len(inner),), (0,)),) for name, inner in old.items()}
-    own = {name: torch.zeros(t.shape, dtype=t.dtype, device=mesh.device if t.is_meta else t.device) for name, t in tensors.items()}
+    made = {True: torch.zeros, False: torch.empty}  # as torch has no zeros of 4 bits for a leaf without elements
+    own = {
+        name: made[t.numel() > 0](t.shape, dtype=t.dtype, device=mesh.device if t.is_meta else t.device)
+        for name, t in tensors.items()
+    }
     into = {name: (t, boxes[name]) for name, t in own.items()}
     found = own | read_tensors(asked.folder, index, into, wanted.keys() - own.keys(), verify)
     for name, inner in vectors.items():
@@ -442,6 +469,9 @@ def _described(named: Mapping[str, Any], specs: Mapping[str, Spec], mesh: Mesh) 
             continue
         if t.is_meta or t.layout is not torch.strided or t.is_nested:
             fail("save", name, "a dense tensor with values", f"{describe(t)} on {t.device}", CheckpointError)
+        if not (t.is_floating_point() or t.is_complex() or t.dtype in (torch.bool, *INTEGERS)):
+            wanted = "of a dtype that torch writes (view it as torch.uint8, and keep the dtype apart)"
+            fail("save", name, wanted, describe(t), CheckpointError)
         boxes = own_boxes(check_own("save", name, t, specs[name], mesh), specs[name], mesh)
         alike = math.prod(axis.size for axis in _unnamed(specs[name], mesh)) * mesh.sizes.get(PIPELINE, 1) > 1
         leaves[name] = _LeafShards(whole_shape(t.shape, specs[name], mesh), t.dtype, specs[name], boxes, digest(t) if alike else 0)

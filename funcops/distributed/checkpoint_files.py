@@ -21,6 +21,9 @@ except ImportError:  # not on Windows, where saves to one path are not kept apar
     fcntl = None  # type: ignore[assignment]
 
 
+LONGEST = 232  # bytes of a folder's name: what is beside it has 23 more, and file systems allow 255
+
+
 class Part:
     """The hidden folder to which a save writes, beside its target, and a locked file beside it, which says that it does so: the
     lock of a process that was killed is gone."""

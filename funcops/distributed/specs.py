@@ -92,6 +92,8 @@ class Spec:
 
 Specs = Mapping[str, Spec]
 WHOLE = Spec()
+UNSENT = (torch.int16, torch.uint16, torch.uint32, torch.uint64)  # which Gloo cannot send, and 8-bit floats
+SENT = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}  # dtypes of as many bytes that it can
 
 
 def specs_by_path(where: str, tree: Any, specs: Specs, mesh: Mesh) -> dict[str, Spec]:
@@ -286,8 +288,8 @@ def _check_dims(where: str, path: str, t: Tensor, spec: Spec) -> None:
 
 
 def _gathered(t: Tensor, spec: Spec, mesh: Mesh) -> Tensor:
-    kind = t.dtype if t.dtype.is_floating_point and t.itemsize == 1 else None
-    t = t if kind is None else t.view(torch.uint8)  # as Gloo cannot send 8-bit floats
+    kind = t.dtype if t.dtype in UNSENT or (t.dtype.is_floating_point and t.itemsize == 1) else None
+    t = t if kind is None else t.view(SENT[t.itemsize])
     if spec.fsdp:
         t, shape = comm.gather(t, mesh[spec.fsdp]), by_elements(spec, mesh)
         t = t if shape is None else t[: math.prod(shape)].view(shape)

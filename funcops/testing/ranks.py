@@ -155,7 +155,7 @@ def _bits(t: Tensor) -> Tensor:
 
 
 def _empty(x: Tensor, *shape: int) -> Tensor:
-    wrong = float("nan") if x.is_floating_point() else 0 if x.dtype is torch.bool else torch.iinfo(x.dtype).min
+    wrong = float("nan") if x.is_floating_point() or x.is_complex() else 0 if x.dtype is torch.bool else torch.iinfo(x.dtype).min
     return x.new_full(shape, wrong)
 
 

@@ -69,6 +69,9 @@ def test_layouts_and_addresses_do_not_change_the_hash(dtype):
     moved.copy_(t.view(torch.uint8).reshape(-1))
     assert digest(t) == digest(apart) == digest(moved) == digest(t.t().contiguous().t()) == digest(t.reshape(-1))
     assert digest(t) != digest(t.t()) and digest(t[0, 0]) == digest(t[:1, :1]) and digest(t[:0]) == digest(torch.empty(0))
+    one = t[:1, :1]
+    for strides in ((3, 2), (1, 5), (0, 0), (2, 1)):
+        assert digest(one) == digest(t.as_strided((1, 1), strides)) == digest(t.as_strided((1,), strides[:1])), strides
     if dtype.is_complex:
         assert digest(t.conj()) == digest(t.conj().resolve_conj()) != digest(t)
 

@@ -2,6 +2,7 @@
 
 import os
 import random as python_random
+import re
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ import torch.distributed.checkpoint as dcp
 from test_dist_checkpoint import ONE
 
 from funcops import dist
+from funcops.checkpoint import CODES
+from funcops.contract.digest import digest
 from funcops.distributed import Spec
 from funcops.distributed.checkpoint_index import MARK
 from funcops.errors import CheckpointError
@@ -158,3 +161,48 @@ def test_an_int_that_torch_cannot_read_is_not_written(sign, tmp_path):
         with pytest.raises(CheckpointError, match="^save: n must be of at most 2039 bits, which torch reads .*, got "):
             dist.save({"n": sign * (2**bits - 1)}, tmp_path / "a", {}, ONE)
     assert dist.load_values(tmp_path / "a") == {"n": value}
+
+
+QUANTISED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}  # of which torch makes tensors no longer
+DTYPES = sorted({one for one in vars(torch).values() if isinstance(one, torch.dtype)} - QUANTISED, key=str)
+
+
+@pytest.mark.turns("dtype", "start", every=12)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("start", [False, True], ids=["save", "save_start"])
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_a_leaf_of_any_dtype_comes_back_or_is_refused_by_name(dtype, start, tmp_path):
+    """In its bits, also one element of any stride."""
+    t = torch.ones(48, dtype=torch.uint8).view(dtype)
+    leaves = [t[:2], t.as_strided((1,), (2,)), t[:0]]
+    tree = {"w": leaves}
+
+    def save():
+        saving = dist.save_start(tree, tmp_path / "a", {}, ONE) if start else dist.save(tree, tmp_path / "a", {}, ONE)
+        if start:
+            saving.finish()
+
+    try:
+        save()
+    except CheckpointError as error:
+        assert re.match(r"save: w\.0 must be of a dtype that torch writes \(view it as torch\.uint8, ", str(error))
+        assert not list(tmp_path.iterdir()) and dtype not in CODES.values()
+        return
+    found = dist.load(tmp_path / "a", tree, {}, ONE)["w"]
+    for one, t in zip(found, leaves, strict=True):
+        assert one.dtype is t.dtype and one.shape == t.shape and digest(one) == digest(t)
+
+
+@pytest.mark.parametrize(("letter", "size"), [("n", 1), ("é", 2), ("日", 3), ("😀", 4)], ids=ascii)
+def test_a_folder_of_a_long_name_is_refused(letter, size, tmp_path):
+    """The longest that has room for the hidden one beside it, and those after it."""
+    for count in (232 // size, 232 // size + 1, 255 // size, 300):
+        path = tmp_path / (letter * count)
+        if count * size <= 232:
+            dist.save({"n": 3}, path, {}, ONE)
+            assert dist.load_values(path) == {"n": 3}
+        else:
+            said = rf"^save: path must be a folder whose name has at most 232 bytes, got {count * size}, '"
+            with pytest.raises(ValueError, match=said):
+                dist.save({"n": 3}, path, {}, ONE)
+    assert len(list(tmp_path.iterdir())) == 1

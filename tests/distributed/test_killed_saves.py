@@ -2,17 +2,19 @@
 
 import functools
 import gc
+import math
 import os
 import signal
 import sys
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from forked import codes
 
 from funcops import dist
 from funcops.distributed import Mesh, Spec
-from funcops.errors import CheckpointError
+from funcops.errors import CheckpointError, DonatedError
 from funcops.testing import run_ranks
 from funcops.trees import tree_map
 
@@ -110,6 +112,53 @@ def test_a_save_that_is_interrupted_leaves_the_old_or_the_new(part, tmp_path):
         dist.save(OLD, folder, {}, ONE)
         assert os.listdir(tmp_path) == ["a"] and is_tree(load(folder), OLD), number
     assert count > 5
+
+
+@pytest.mark.parametrize("at", ["prepare_local_plan", "write_data", "finish"])
+def test_after_an_interrupt_the_path_is_free(at, tmp_path, monkeypatch):
+    """While the interrupt is handled, and while its traceback lives on, as in a notebook."""
+    folder = tmp_path / "a"
+    dist.save(OLD, folder, {}, ONE)
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as changed:
+        changed.setattr(dcp.FileSystemWriter, at, interrupt)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            dist.save(NEW, folder, {}, ONE)
+    assert os.listdir(tmp_path) == ["a"] and is_tree(load(folder), OLD)
+    dist.save(NEW, folder, {}, ONE)
+    assert caught.tb and os.listdir(tmp_path) == ["a"] and is_tree(load(folder), NEW)
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 1}, {"dp": 2, "tp": 2}], ids=str)
+def test_a_save_that_is_never_finished_warns(sizes, tmp_path):
+    """On each rank; the next save has the path to itself."""
+    folder = tmp_path / "a"
+
+    def begin(mesh):
+        dist.save(OLD, folder, {}, mesh)
+        saving = dist.save_start(NEW, folder, {}, mesh)
+        saving.thread.join()
+
+    with pytest.warns(RuntimeWarning, match=rf"^save_start: '{folder}' was never put in place: call finish\(\) of") as said:
+        run_ranks(sizes, begin)
+        gc.collect()
+    assert len(said) == math.prod(sizes.values()) and is_tree(load(folder), OLD)
+    dist.save(NEW, folder, {}, ONE)
+    assert os.listdir(tmp_path) == ["a"] and is_tree(load(folder), NEW)
+
+
+def test_a_save_is_finished_once(tmp_path, recwarn):
+    saving = dist.save_start(OLD, tmp_path / "a", {}, ONE)
+    saving.finish()
+    with pytest.raises(DonatedError, match=rf"^save_start: finish\(\) must be called once, got a second call for '{tmp_path}/a'"):
+        saving.finish()
+    assert is_tree(load(tmp_path / "a"), OLD)
+    del saving
+    gc.collect()
+    assert not recwarn.list
 
 
 def test_a_rename_that_fails_puts_the_old_checkpoint_back(tmp_path, monkeypatch):

@@ -32,6 +32,7 @@ def test_two_processes_are_two_threads(tmp_path):
             "wrong product": "Mesh.of: sizes must be of product 2, the number of processes, got dp 2 x tp 2 = 4",
             "place": f"{rank} {rank} ",
             "ops": "True",
+            "dtypes": "True",
             "steps": "True",
             "sums": "True",
             "handshake": "5",  # x, y; dy, x again, dx

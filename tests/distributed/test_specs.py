@@ -9,6 +9,8 @@ import torch
 from drawn_leaves import MESHES, bits, drawn_leaf
 
 from funcops import LinearParams, dist
+from funcops.checkpoint import CODES
+from funcops.contract.digest import digest
 from funcops.distributed import Mesh, Spec
 from funcops.testing import run_ranks
 
@@ -116,3 +118,21 @@ def test_bad_leaves_raise_before_anything_is_sent():
     for field in ("axis", "fsdp"):
         with pytest.raises(ValueError, match=rf"^Spec: {field} must be the name of an axis, got 't p'"):
             dataclasses.replace(Spec(), **{field: "t p"})
+
+
+SENT = [*CODES.values(), torch.complex128, torch.complex32]
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_a_leaf_of_any_dtype_is_gathered_in_its_bits(dim):
+    """Packed leaves, too."""
+    draw = torch.Generator().manual_seed(dim)
+    whole = {}
+    for dtype in SENT:
+        made = torch.randint(0, 2 if dtype is torch.bool else 256, (16 * dtype.itemsize,), dtype=torch.uint8, generator=draw)
+        whole[str(dtype)] = made.view(dtype).view(4, 4)
+    for parts in ((), (2, 2)):
+        specs = {"*": Spec("tp", dim, parts=parts)}
+        for found in run_ranks({"tp": 2}, lambda mesh, specs=specs: dist.unshard(dist.shard(whole, specs, mesh), specs, mesh)):
+            assert all(found[name].dtype is t.dtype and digest(found[name]) == digest(t) for name, t in whole.items())

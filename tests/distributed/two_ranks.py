@@ -17,6 +17,8 @@ from forked import codes
 from torch._C._distributed_c10d import _get_work_registry_size
 
 from funcops import ChainConfig, GLUConfig, LinearConfig, RepeatConfig, Step, chain, dist, glu, linear, random, repeat
+from funcops.checkpoint import CODES
+from funcops.contract.digest import digest
 from funcops.distributed import Mesh, comm
 from funcops.testing import run_ranks
 from funcops.testing.checks import float_like
@@ -80,6 +82,16 @@ def sums(mesh):
     cfg = RepeatConfig(dist.sharded, dist.ShardedConfig(linear, LinearConfig(4, 4), axis=tp), times=3)
     y, residuals = repeat.fwd(repeat.init(cfg, key=random.key(0)), torch.ones(2, 4) * mesh.rank, cfg)
     return [*found, dist.finish(dist.gather_shards_start(found[1], grads, tp)), repeat.bwd(residuals, y, cfg)]
+
+
+def gathered(mesh):
+    """Leaves of each dtype of files, whole from two parts: a hash of each."""
+    made = {str(dtype): torch.arange(2 * dtype.itemsize, dtype=torch.uint8).view(dtype) for dtype in CODES.values()}
+    made["torch.bool"] = torch.tensor([True, False])
+    specs = {"*": dist.Spec("tp", 0)}
+    whole = dist.unshard(dist.shard(made, specs, mesh), specs, mesh)
+    assert all(digest(whole[name]) == digest(t) and whole[name].dtype is t.dtype for name, t in made.items())
+    return len(whole)
 
 
 def same(mesh, fn):
@@ -196,6 +208,7 @@ def rank(store, number):
     mesh = Mesh.of({"dp": 1, "tp": 2}, "cpu")
     print("place|", mesh.rank, mesh["tp"].rank, mesh["dp"].group)
     print("ops|", same(mesh, every_op))
+    print("dtypes|", gathered(mesh) == len(CODES))
     print("steps|", same(mesh, steps))
     print("sums|", same(mesh, sums))
     print("handshake|", len(dist.handshake(mesh, lambda *args: update(mlp(mesh["tp"]), *args), *given(mesh, True)[1:]).sent))
