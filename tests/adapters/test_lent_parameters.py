@@ -58,9 +58,71 @@ def test_lent_parameters_are_not_kept(name):
         model(torch.randn(3, D))
 
 
-@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm", "Linear"])
-def test_a_replaced_parameter_is_not_kept(name):
+def set_again(model):
+    for name, p in list(model.named_parameters()):
+        setattr(model, name, nn.Parameter(p.detach().clone()))
+
+
+def deleted(model):
+    for name, _ in list(model.named_parameters()):
+        delattr(model, name)
+
+
+def registered_again(model):
+    for name, p in list(model.named_parameters()):
+        model.register_parameter(name, nn.Parameter(p.detach().clone()))
+
+
+def assigned(model):
+    model.load_state_dict({name: p.detach().clone() for name, p in model.named_parameters()}, assign=True)
+
+
+def to_meta(model):
+    model.to("meta")
+
+
+def layer_replaced(model):
+    for i in range(len(model)):
+        model[i] = nn.Identity()
+
+
+def layer_deleted(model):
+    del model[:]
+
+
+BY_ANY = assigned, to_meta
+REPLACED = [(name, how) for name in LAYERS for how in BY_ANY]
+REPLACED += [(name, how) for name in ("RMSNorm", "LayerNorm", "Linear") for how in (set_again, deleted, registered_again)]
+REPLACED += [(name, how) for name in LAYERS if name.startswith("Sequential") for how in (layer_replaced, layer_deleted)]
+
+
+@pytest.mark.parametrize(("name", "how"), REPLACED, ids=lambda one: getattr(one, "__name__", one))
+def test_a_replaced_parameter_is_not_kept(name, how):
     model = LAYERS[name](fnn)
-    model(torch.randn(3, D))
-    ref, model.weight = weakref.ref(model.weight), nn.Parameter(model.weight.detach().clone())
-    assert ref() is None
+    for _ in range(2):
+        model(torch.randn(3, D)).sum().backward()
+    refs = [weakref.ref(p) for p in model.parameters()]
+    how(model)
+    assert not any(ref() is not None for ref in refs)
+
+
+@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm", "Linear"])
+def test_what_a_forward_set_on_a_module_lends_is_not_kept(name):
+    model, refs = LAYERS[name](fnn), []
+    x = torch.randn(3, D)
+    want, before, own = model(x), model.forward, dict(model._parameters)
+
+    def lending(x):  # as accelerate's, of a module whose weights are offloaded
+        for name, p in own.items():
+            model._parameters[name] = nn.Parameter(p.detach().clone())
+            refs.append(weakref.ref(model._parameters[name]))
+        y = before(x)
+        model._parameters.update(own)
+        return y
+
+    model.forward = lending
+    for _ in range(2):
+        with torch.no_grad():
+            assert torch.equal(model(x), want)
+        assert refs
+        assert not any(ref() is not None for ref in refs)

@@ -141,6 +141,37 @@ def to(activation):
     return lambda module, name, act: setattr(module, act, activation())
 
 
+def patched(find):
+    """A program replaces the forward of a class, for all its modules."""
+
+    def tamper(module, name, act):
+        one = find(module, name, act)
+        cls = next(c for c in type(one).__mro__ if "forward" in vars(c) and not c.__module__.startswith("funcops"))
+        before = cls.forward
+        cls.forward = lambda self, x: 2 * before(self, x)
+        return [SimpleNamespace(remove=lambda: setattr(cls, "forward", before))]
+
+    return tamper
+
+
+def registered_bias(module, name, act):
+    layer = getattr(module, name)
+    size = layer.weight.shape[0 if isinstance(layer, nn.Linear) else 1]
+    layer.register_parameter("bias", nn.Parameter(torch.randn(size, dtype=torch.float64)))
+
+
+def deleted_bias(module, name, act):
+    layer = getattr(module, name)
+    del layer.bias
+    layer.register_parameter("bias", None)
+
+
+def deleted_bias_and_another(module, name, act):
+    deleted_bias(module, name, act)
+    module(torch.ones(1, D, dtype=torch.float64))
+    registered_bias(module, name, act)
+
+
 def without_bias(module, name, act):
     getattr(module, name).bias = None
 
@@ -263,6 +294,12 @@ TAMPERINGS = {
     "known activation": to(nn.GELU),
     "activation with an option": to(lambda: nn.GELU(approximate="tanh")),
     "without bias": without_bias,
+    "another bias, registered": registered_bias,
+    "bias deleted": deleted_bias,
+    "bias deleted, another registered": deleted_bias_and_another,
+    "class of the layer patched": patched(lambda module, name, act: getattr(module, name)),
+    "class of the activation patched": patched(lambda module, name, act: getattr(module, act)),
+    "class of the module patched": patched(lambda module, name, act: module),
     "other parameter": other_parameter,
     "prune": pruned,
     "weight_norm of old": old_weight_norm,
@@ -279,7 +316,8 @@ TAMPERINGS = {
     "cpu offload": offloaded,
     "fully_shard": sharded,
 }
-OF_ACT = ("hook of the activation", "unknown activation", "known activation", "activation with an option")
+WITHOUT_BIAS = ("without bias", "bias deleted", "bias deleted, another registered")
+OF_ACT = tuple(name for name in TAMPERINGS if "activation" in name)
 
 
 @pytest.fixture(scope="module")
@@ -326,7 +364,7 @@ GRID = [pytest.param(tampering, kind, id=f"{tampering}-{kind}") for tampering in
 @pytest.mark.parametrize(("tampering", "kind"), [*GRID, *drawn(TAMPERINGS, OTHERS)])
 def test_tampering(tampering, kind, request):
     make, name, act = {**MODELS, **OTHERS}[kind]
-    if (act is None and tampering in OF_ACT) or (kind in ("gpt2", "conv1d") and tampering == "without bias"):
+    if (act is None and tampering in OF_ACT) or (kind in ("gpt2", "conv1d") and tampering in WITHOUT_BIAS):
         pytest.skip("torch has none")
     if tampering == "fully_shard":
         request.getfixturevalue("process_group")

@@ -131,6 +131,9 @@ def _swap(model: nn.Module, policy: Any, recipe: Any, wanted: Any, done: Replace
         if "forward" in vars(module):
             done.left.append(Change(path, before.__name__, "a forward of its own is set on it"))
             continue
+        if to._patched():  # type: ignore[attr-defined]
+            done.left.append(Change(path, before.__name__, "the forward of its class was replaced"))
+            continue
         alone = getattr(to, "alone_on_cpu", "") if device.type == "cpu" and id(module) not in inside else ""
         if alone:
             done.left.append(Change(path, before.__name__, alone))

@@ -29,6 +29,8 @@ from funcops.ops.linear import LinearConfig, LinearParams, linear
 from funcops.ops.rms_norm import RMSNormConfig, RMSNormParams, rms_norm
 from funcops.trees import WithExtras
 
+_compiling = torch.compiler.is_dynamo_compiling
+
 
 class RMSNorm(OpModule):
     """LlamaRMSNorm and similar norms, with `weight` and `variance_epsilon`. If x and weight differ in dtype, y has the wider
@@ -42,6 +44,8 @@ class RMSNorm(OpModule):
         return RMSNormConfig(dim=tuple(self.weight.shape), eps=eps, zero_centered_gamma=self.zero_centered)
 
     def forward(self, x: Tensor) -> Any:
+        if self._patched() or _is_moved(x):
+            return self.plain(x)
         own = self._own()
         weight = own[0]
         if x.dtype is weight.dtype or not all([is_plain(t) for t in (x, *own)]):
@@ -55,6 +59,14 @@ class RMSNorm(OpModule):
     def y_dtype(x: torch.dtype, weight: torch.dtype) -> torch.dtype:
         """The dtype of y if x and weight differ in dtype."""
         return torch.promote_types(x, weight)
+
+
+def _is_moved(x: Any) -> bool:
+    """Whether element-wise functions, as a norm's formula has, return the dimensions of x in another order, as for a transposed x:
+    the op's y is contiguous. A tracer's compiler chooses layouts itself."""
+    if type(x) is not Tensor or _compiling() or x.is_contiguous():
+        return False
+    return not torch.empty_like(x, device="meta").is_contiguous()
 
 
 class RMSNormOfX(RMSNorm):
@@ -134,7 +146,7 @@ class Conv1D(OpModule):
 
     def forward(self, x: Tensor) -> Any:
         weight, bias = self._own()
-        if not (is_plain(x) and is_plain(weight) and is_plain(bias)):
+        if self._patched() or not (is_plain(x) and is_plain(weight) and is_plain(bias)):
             return self.plain(x)
         return self.launched([weight, bias], x)
 
@@ -176,7 +188,7 @@ class ChainModule(OpModule):
         return self._explain() if found is None else self._params(found[2:], found[1])
 
     def forward(self, x: Tensor) -> Any:
-        found = self._found()
+        found = None if self._patched() else self._found()
         if found is None or not is_plain(x) or (found[1] and not isinstance(self._modules[self.drop_name], Dropout)):
             return self.plain(x)  # a Dropout of torch draws torch's mask
         y = self._chained(x, found)

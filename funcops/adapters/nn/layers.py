@@ -217,7 +217,7 @@ class Dropout(_OneTensor, nn.Dropout):
         return self.p == 0.0 or not self.training
 
     def forward(self, input: Tensor) -> Any:
-        return input if self.rests() else super().forward(input)
+        return input if self.rests() and not self._patched() else super().forward(input)
 
     def other_way(self) -> Any:
         return self.plain if self.inplace else None

@@ -54,7 +54,7 @@ class CrossEntropyLoss(_Loss, nn.CrossEntropyLoss):
 
     def forward(self, input: Tensor, target: Tensor) -> Any:  # type: ignore[override]
         plain = is_plain(input) and is_plain(target) and self.weight is None
-        if not plain or getattr(target, "dtype", None) in FLOATS:
+        if self._patched() or not plain or getattr(target, "dtype", None) in FLOATS:
             return super().plain(input, target)
         logits = input.movedim(1, -1) if input.dim() > 2 else input
         return self.launched([], (logits, ids(target)))
@@ -142,6 +142,8 @@ class LinearCrossEntropyLoss(_Loss, _torchs):
         return [self.linear.weight]
 
     def forward(self, input: Tensor, target: Tensor) -> Any:  # type: ignore[override]
+        if self._patched():
+            return super().plain(input, target)
         weight = self.linear.weight
         indices = is_plain(target) and getattr(target, "dtype", None) not in FLOATS
         if not (self._whole() and indices and is_plain(input) and is_plain(weight)):

@@ -61,6 +61,20 @@ class Prepared(nn.Module):
     """A module that makes its config when it is constructed, and again when its mode or dtype changes, because torch.compile cannot
     make a config, but can read one."""
 
+    _origin: Any = nn.Module  # the class from which it also inherits: torch's, or a model's
+    _theirs: Any = nn.Module.forward  # the forward of that class, as it was when this class was made
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        origin = next(base for base in cls.__mro__ if issubclass(base, nn.Module) and not issubclass(base, Prepared))
+        if origin is not cls._origin:
+            cls._origin, cls._theirs = origin, origin.forward
+
+    @classmethod
+    def _patched(cls) -> bool:
+        """Whether a program has replaced the forward of `_origin`, for all its modules: then that one must run."""
+        return cls._origin.forward is not cls._theirs
+
     def __init__(self, *args: Any, **options: Any) -> None:
         recipe: Any = options.pop("recipe", None) if hasattr(self, "take") else None
         super().__init__(*args, **options)
@@ -80,8 +94,13 @@ class Prepared(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
         self.__dict__.pop("_cfg", None)  # the dtype may have changed
+        self.__dict__.pop("_cached", None)  # or parameters that were replaced would live until the next call
         prepare(self)
         return self
+
+    def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
+        self.__dict__.pop("_cached", None)  # for assign=True, as in `_apply`
+        super()._load_from_state_dict(*args, **options)
 
     def __prepare_scriptable__(self) -> Any:
         """torch.jit.script asks every module for what to compile: an op is no TorchScript."""
@@ -171,6 +190,19 @@ class OpModule(Prepared):
             remedy = "call funcops.nn.to_torch(model) first, if from_torch swapped it"
             fail(f"funcops.nn.{type(self).__name__}", name, f"{wanted} ({remedy})", describe(value), TypeError)
         super().__setattr__(name, value)
+        OpModule._changed(self, name)
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        OpModule._changed(self, name)
+
+    def register_parameter(self, name: str, param: Any) -> None:
+        super().register_parameter(name, param)
+        OpModule._changed(self, name)
+
+    @staticmethod
+    def _changed(self: Any, name: str) -> None:
+        """Make the config anew if it is made from the attribute of this name, which was set or deleted."""
         if name in OpModule._read_by(self):
             self.__dict__.pop("_cached", None)  # or a replaced parameter would live until the next call
             if self.__dict__.pop("_cfg", UNPREPARED) is not UNPREPARED and not _compiling():
@@ -232,7 +264,7 @@ class OpModule(Prepared):
             call = self.__dict__.get("_cached")
             if call is not None and call.fits(self, x):
                 return run(call.op, call.params, x, call.cfg, [*call.leaves, x], call.bounds)
-        way = self.other_way()
+        way = self.plain if self._patched() else self.other_way()
         if way is not None:
             return way(x)
         if not hasattr(x, "__torch_function__") and type(x) is not tuple:
@@ -323,7 +355,9 @@ def _kind_of(t: Any) -> str:
 class PreparedCall:
     """The cached arguments of `run` besides x for calls of a module, valid as long as the module does not change."""
 
-    __slots__ = ("before", "bounds", "cfg", "first", "first_dtype", "leaves", "op", "params", "reads_dense", "same")
+    __slots__ = (
+        *("before", "bounds", "cfg", "first", "first_dtype", "leaves", "op", "origin", "params", "reads_dense", "same", "theirs"),
+    )
 
     def __init__(self, module: Any, own: list[Any], leaves: list[Any]) -> None:
         self.cfg = module.known_cfg()
@@ -331,12 +365,16 @@ class PreparedCall:
         self.leaves, self.first = leaves, own[0] if own else None
         self.first_dtype = None if self.first is None else self.first.dtype
         self.same, self.before = same_parameters(module.fields), parameters_of(module, module.fields)
+        self.origin, self.theirs = module._origin, type(module)._theirs
         self.bounds: dict[Any, Any] = {}
 
     @staticmethod
     def may_be_of(module: Any) -> bool:
-        """Whether the params are the module's own parameters, and nothing else: what `functional_call` lends is not kept alive."""
+        """Whether the params are the module's own parameters, and nothing else: what `functional_call` lends is not kept alive,
+        nor what a forward that is set on the module lends, as accelerate's does to a module whose weights are offloaded."""
         cls, parameters = type(module), module._parameters
+        if "forward" in module.__dict__:
+            return False
         plain = cls._own is OpModule._own and cls._params is OpModule._params
         return plain and all([name in parameters and type(parameters[name]) is not Tensor for name in cls.fields])
 
@@ -345,6 +383,7 @@ class PreparedCall:
         return (
             state.get("_cfg") is self.cfg
             and module.op is self.op
+            and self.origin.forward is self.theirs
             and dtype in module.dtypes
             and (self.first is None or self.first.dtype is self.first_dtype)
             and (not module.pairs or self.first is None or (dtype, self.first_dtype) in module.pairs)

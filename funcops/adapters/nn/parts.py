@@ -50,18 +50,22 @@ def known(cls: type, table: dict[str, Any]) -> Any:
 
 
 ORIGINALS: dict[type, type] = {}  # the originals of classes that `swapped` has made
-_kinds: dict[type, str] = {}
+_kinds: dict[type, tuple[str, Any, Any]] = {}  # with the class whose forward must run, and that forward
 
 
 def kind_of(module: Any) -> str | None:
     """The kind of a layer of an MLP, or None if its call may do more."""
     cls = type(module)
-    kind = _kinds.get(cls)
-    if kind is None:
+    found = _kinds.get(cls)
+    if found is None:
         kind = known(ORIGINALS.get(cls, cls), KINDS)
         if kind is None:
             return None  # not cached: such classes may be made on the fly
-        _kinds[cls] = kind
+        of: Any = cls if not issubclass(cls, OpModule) else cls._origin
+        found = _kinds[cls] = kind, of, cls._theirs if issubclass(cls, OpModule) else of.forward
+    kind, of, theirs = found
+    if of.forward is not theirs:  # a program has replaced it, for all modules of the class
+        return None
     if kind in _VARIANTS:
         return _VARIANTS[kind](module.__dict__)
     return kind

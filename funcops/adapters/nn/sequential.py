@@ -130,10 +130,21 @@ class Sequential(Prepared, nn.Sequential):
         def __call__(self, input: Any) -> Any: ...
 
     def forward(self, input: Any) -> Any:
+        if self._patched():
+            return nn.Sequential.forward(self, input)
         x = input
         for group in self._groups():
             x = group.run(x)
         return x
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in self.__dict__.get("_modules", ()):
+            self.__dict__.pop("_cached", None)  # or a module that was replaced would live until the next call
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        self.__dict__.pop("_cached", None)
 
     @property
     def cfg(self) -> ChainConfig:
@@ -214,7 +225,7 @@ class Cached:
 def _joins(module: Any) -> bool:
     """Whether the module can be a step of a chain: it takes only x, and its call only runs its op. A module that writes to its x
     can, if x is an earlier step's y, which no one else has."""
-    if not isinstance(module, OpModule) or type(module).forward is not type(module)._of_step:
+    if not isinstance(module, OpModule) or type(module).forward is not type(module)._of_step or module._patched():
         return False
     return untouched(module, module.fields) and (_by_torch_alone(module) or module.other_way() is None)
 

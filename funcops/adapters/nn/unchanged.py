@@ -35,10 +35,11 @@ def parameters_of(module: Any, fields: Sequence[str]) -> tuple[Any, ...]:
 
 
 def state_of(modules: Sequence[Any], fields: Sequence[Sequence[str]]) -> tuple[Any, ...]:
-    """The state that `same_modules` compares."""
+    """The state that `same_modules` compares. A class has a forward, and stands for a class with another one."""
     parts: list[Any] = []
     for module, names in zip(modules, fields, strict=True):
-        parts += (module, type(module), type(module).forward, module.__dict__["_cfg"], *parameters_of(module, names))
+        cls = type(module)
+        parts += (module, cls, cls.forward, cls._origin, cls._theirs, module.__dict__["_cfg"], *parameters_of(module, names))
         parts += [getattr(module._parameters[name], "dtype", None) for name in _followed(module)]
     return tuple(parts)
 
@@ -63,7 +64,7 @@ def same_parameters(fields: tuple[str, ...]) -> Same:
 def same_modules(fields: tuple[tuple[str, ...], ...], followed: tuple[str, ...]) -> Same:
     """Generate `same(modules, before)` for a container's dict of modules with these fields, and the fields of which the dtype
     counts."""
-    heads = [[f"m{i}", f"k{i}", f"f{i}", f"c{i}", *_names(str(i), own)] for i, own in enumerate(fields)]
+    heads = [[f"m{i}", f"k{i}", f"f{i}", f"o{i}", f"g{i}", f"c{i}", *_names(str(i), own)] for i, own in enumerate(fields)]
     heads = [[*head, *[f"d{i}"] * bool(name)] for i, (head, name) in enumerate(zip(heads, followed, strict=True))]
     lines = [f"    if len(modules) != {len(fields)} or {WATCHED}: return False", *_unpacked([n for head in heads for n in head])]
     if fields:
@@ -73,8 +74,9 @@ def same_modules(fields: tuple[tuple[str, ...], ...], followed: tuple[str, ...])
         if own:
             lines.append("    p = s['_parameters']")
         called = "".join(f" or s['{name}']" for name in HOOKS)
+        forwards = f"k{i}.forward is not f{i} or o{i}.forward is not g{i}"
         lines.append(
-            f"    if a{i} is not m{i} or type(a{i}) is not k{i} or k{i}.forward is not f{i} or s.get('_cfg') is not c{i}"
+            f"    if a{i} is not m{i} or type(a{i}) is not k{i} or {forwards} or s.get('_cfg') is not c{i}"
             f"{called} or 'forward' in s or not ({_same('p', str(i), own)})"
             + (f" or t{i}_{followed[i]}.dtype is not d{i}" if followed[i] else "")
             + ": return False"
