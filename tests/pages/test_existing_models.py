@@ -615,6 +615,7 @@ HELD = {  # by how each sentence, or row, of the page begins: what holds it
     '`from_torch(model, policy="minimal")` keeps': (minimal_keeps_inputs, f"{MODELS}test_policies"),
     "A `Sequential` or an MLP checks": (TAMPERED, f"{NN}test_a_sequential_follows_its_modules"),
     "A layer that was replaced": (replaced_layers_are_called, TAMPERED),
+    "If a program replaces the forward of a class": TAMPERED,
     "So PEFT may come": (f"{ADAPTERS}test_peft.py::test_adapters", BLOCKS),
     "If a weight is a tensor subclass": TAMPERED,
     "Modules follow `torch.autocast`": (
