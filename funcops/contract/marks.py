@@ -235,9 +235,9 @@ class Known(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """The facts that a node passes to one made from its leaves, by a walk over a tree, `replace`, an assignment or a copy: by field,
-    what is known of its guarded tensors, and, as the forward left them, the forms of leaves and the number of leaves that are None. `others`:
-    tensors that an edit replaced, which keep their marks if they come back. No tensor is kept alive.
+    """The facts that a node passes to one made from its leaves, by a walk over a tree, `replace`, an assignment or a copy: by
+    field, what is known of its guarded tensors, and, as the forward left them, the forms of leaves and the number of leaves that
+    are None. `others`: tensors that an edit replaced, which keep their marks if they come back. No tensor is kept alive.
     A node that was given away has no leaves to walk over."""
 
     known: dict[str, list[Known]]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 from funcops.errors import fail
+from funcops.trees import paths
 
 N = TypeVar("N")
 
@@ -84,6 +85,12 @@ class second_run(_Run):
 
     def _set(self) -> None:
         _thread.made, _thread.given = None, self.given
+
+
+def read_again(residuals: Any) -> list[Any]:
+    """The tensors beside its arguments that the second run of a forward with these residuals will read."""
+    nodes = paths(residuals, is_leaf=lambda node: hasattr(node, "notes")).values()
+    return [one.content.tensors for node in nodes for one in getattr(node, "notes", None) or ()]
 
 
 def takes_notes() -> None:

@@ -59,9 +59,9 @@ class Saved:
 
     A node marks every guarded tensor with its version. The same tensor object keeps its mark wherever the tree is moved:
     mapped, rebuilt from its leaves, edited, copied, given away. A copy of a fresh tensor is a value of its own, fresh from then on;
-    a copy of a stale one is stale, however it was made: by a map, deep, pickled, cast there and back. A tensor that `replace`
-    or an assignment puts in a field is fresh. If a leaf is missing, or has another shape, dtype or device than the forward kept, the backward that would
-    read it names it.
+    a copy of a stale one is stale, however it was made: by a map, deep, pickled, cast there and back. A tensor that `replace` or
+    an assignment puts in a field is fresh. If a leaf is missing, or has another shape, dtype or device than the forward kept, the
+    backward that would read it names it.
     Reading, copying, comparing or changing the leaves of a node that was given away raises `DonatedError`. Its `cfg`, `needs` and
     repr stay; a value assigned to one of its fields is never read.
     torch does not count writes through `tensor.data` or NumPy: only `funcops.checking` notices them.
@@ -87,7 +87,7 @@ class Saved:
     __post_init__ = post_init
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """An assignment to a field is an edit, as `replace` is, in place: the value is marked as fresh, and its form is compared."""
+        """An assignment to a field is an edit in place, as `replace` is one: the value is marked as fresh, its form is compared."""
         edits = name in self.fields and hasattr(self, name) and not torch.compiler.is_dynamo_compiling()
         if not edits or type(self._marks) is Gone:  # the first value of a node that is being made, or one that nobody will read
             object.__setattr__(self, name, value)

@@ -471,6 +471,88 @@ def test_a_value_that_was_rebound_is_not_read_anew(way, around):
         change(1.0)
 
 
+UNSEEN = (  # attributes of objects, and what lies behind them: a trace does not depend on them
+    *("object", "inner object", "object in a list", "slots", "property", "by name", "class", "class of an object"),
+    *("a module's global", "environment", "module", "object of a module", "list of a module", "hook of a module"),
+    *("method", "method that is called", "function in a dict", "method in a dict", "callable"),
+)
+
+
+@pytest.mark.turns("way")
+@pytest.mark.parametrize("way", [way for way in rebound() if way not in UNSEEN])
+def test_a_value_that_was_rebound_is_read_by_the_next_forward(way):
+    fn, change = rebound()[way]
+    op, x = op_from_torch(fn, name="own"), torch.arange(float(D)).repeat(2, 1)
+    try:
+        for value in (1.0, 5.0, 1.0):
+            change(value)
+            torch.testing.assert_close(op.fwd(None, x, CFG)[0], fn(None, x, CFG))
+    finally:
+        change(1.0)
+
+
+def longer():
+    """Rows by name: a container or an array, a function that reads a value in it, and one that sets that value."""
+    numpy = pytest.importorskip("numpy")
+    at_50 = lambda held: held[50]  # noqa: E731
+    put = lambda held, value: held.__setitem__(50, value)  # noqa: E731
+    return {
+        "numbers": ([1.0] * 70, at_50, put),
+        "table": ({i: 1.0 for i in range(70)}, at_50, put),
+        "tensors": ([torch.ones(D) for _ in range(70)], at_50, lambda held, value: put(held, torch.full((D,), value))),
+        "nested": ([[1.0] * 70, 1.0], lambda held: held[0][50], lambda held, value: put(held[0], value)),
+        "mixed": ([1.0] * 70 + [[1.0]], lambda held: held[70][0], lambda held, value: held[70].__setitem__(0, value)),
+        "array": (numpy.ones(70), at_50, put),
+        "every other": (numpy.ones(140)[::2], at_50, put),
+    }
+
+
+@pytest.mark.parametrize("name", longer())
+def test_a_long_container_is_compared(name):
+    held, read, change = longer()[name]
+    op, x = op_from_torch(lambda params, x, cfg: x * read(held), name="own"), torch.ones(D)
+    for value in (1.0, 5.0, 1.0):
+        change(held, value)
+        assert torch.equal(op.fwd(None, x, CFG)[0], x * value)
+
+
+PARTS = {
+    "parameter": lambda m: setattr(m[0], "weight", torch.nn.Parameter(torch.zeros(D), requires_grad=False)),
+    "no parameter": lambda m: setattr(m[0], "bias", None),
+    "buffer": lambda m: setattr(m[1], "running_mean", torch.full((D,), 3.0)),
+    "module": lambda m: m.__setitem__(2, torch.nn.Tanh()),
+    "another module": lambda m: m.append(torch.nn.Tanh()),
+    "mode": lambda m: m.train(),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_of_a_module_that_was_assigned(part):
+    norm = torch.nn.BatchNorm1d(D, affine=False, track_running_stats=True)
+    module = torch.nn.Sequential(torch.nn.LayerNorm(D), norm, torch.nn.Sigmoid()).requires_grad_(False).eval()
+    module[0].bias.fill_(0.5)
+    op, x = op_from_torch(lambda params, x, cfg: module(x), name="own"), torch.arange(float(D)).repeat(2, 1)
+    op.fwd(None, x, CFG)
+    PARTS[part](module)
+    if part == "mode":
+        with pytest.raises(ValueError, match="own_fwd: fn must be a function that torch can trace without writes"):
+            op.fwd(None, x, CFG)
+    else:
+        torch.testing.assert_close(op.fwd(None, x, CFG)[0], module(x))
+
+
+@pytest.mark.parametrize("around", ["alone", "remat", "chain"])
+def test_a_captured_tensor_that_is_trained_later(around):
+    """As it is refused before the first trace, for its gradient would be lost."""
+    gain = torch.full((D,), 3.0)
+    op, cfg = AROUND[around](op_from_torch(lambda params, x, cfg: x * gain, name="own"))
+    x = torch.arange(float(D)).repeat(2, 1)
+    op.fwd(params_of(op, cfg), x, cfg)
+    gain.requires_grad_()
+    with pytest.raises(ValueError, match="own_fwd: fn must be a function that takes tensors that require grad as params or x"):
+        op.fwd(params_of(op, cfg), x, cfg)
+
+
 class Into:
     """Ways in which the values of a tensor become numbers of Python."""
 

@@ -6,7 +6,21 @@ import pytest
 import torch
 from model import CFG, batch, init, same
 
-from funcops import LinearConfig, Needs, chain, linear, random
+from funcops import (
+    ChainConfig,
+    LinearConfig,
+    Needs,
+    RepeatConfig,
+    Step,
+    TorchConfig,
+    chain,
+    linear,
+    op_from_torch,
+    random,
+    remat,
+    repeat,
+    with_policy,
+)
 from funcops.adapters.graphs import graphed_op
 from funcops.adapters.graphs.statics import clones
 from funcops.errors import BorrowedError, GraphOrderError, StaleResidualError
@@ -277,3 +291,29 @@ def test_a_borrowed_dx_ends_with_the_next_replay(half, later):
         graph.reset()
     with pytest.raises(BorrowedError, match="was borrowed from a graph that has been replayed since"):
         dx + 0
+
+
+@pytest.mark.parametrize("around", ["alone", "remat", "minimal", "remat of a chain", "repeat of remat"])
+@pytest.mark.parametrize("half", ["bwd", "dgrad"])
+def test_a_tensor_that_a_function_captured(around, half):
+    """A write to it between a forward and its backward raises, also where only the second run of the forward reads it."""
+    gain = torch.full((3,), 2.0)
+    own = op_from_torch(lambda params, x, cfg: (x * gain).sin(), name="own")
+    body = ChainConfig(steps=(Step("own", own, TorchConfig()), Step("up", linear, LinearConfig(3, 3))))
+    op, cfg = {
+        "alone": (own, TorchConfig()),
+        "remat": (remat(own), TorchConfig()),
+        "minimal": (with_policy(repeat, "minimal"), RepeatConfig(chain, body, 2)),
+        "remat of a chain": (remat(chain), body),
+        "repeat of remat": (repeat, RepeatConfig(remat(chain), body, 2)),
+    }[around]
+    params, x, dy = op.init(cfg, key=random.key(0)), torch.randn(4, 3), torch.randn(4, 3)
+    graph = graphed_op(op, cfg, params, x, slots=2)
+    for factor in (2.0, 3.0):  # a write between two forwards is read
+        gain.fill_(factor)
+        y, residuals = op.fwd(params, x, cfg)
+        same(graph.bwd(graph.fwd(params, x)[1], dy), op.bwd(residuals, dy, cfg))
+    _, kept = graph.fwd(params, x)
+    gain.mul_(2)
+    with pytest.raises(BorrowedError, match=rf"{half}: slot 0.* must"):
+        getattr(graph, half)(kept, dy)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from funcops.adapters.flatten import flatten, gradients, indexed_paths, unflatten
 from funcops.adapters.from_function.outside import names_of_tensors, read_outside, values_of
-from funcops.adapters.from_function.partition import Cutter, Graphs, Like, resolved, trace
+from funcops.adapters.from_function.partition import Cutter, Graphs, Like, refuse_trained, resolved, trace
 from funcops.contract.accumulators import accumulate
 from funcops.contract.configs import OpConfig, require_config
 from funcops.contract.marks import mark_of, version
@@ -55,6 +55,10 @@ class Noted:
     def __init__(self, traced: Traced) -> None:
         self.traced, self.marks = traced, {name: mark_of(t) for name, t in traced.graphs.captured.items()}
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return self.traced.graphs.captured
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Noted) and other.traced is self.traced
 
@@ -62,7 +66,7 @@ class Noted:
         return id(self.traced)
 
     def complain(self, where: str) -> None:
-        for name, t in self.traced.graphs.captured.items():
+        for name, t in self.tensors.items():
             if version(t) != self.marks[name]:
                 stale(where, name, hint="The forward runs again: run the backward first, or keep a clone")
 
@@ -111,9 +115,10 @@ def op_from_torch(
     """Make an `Op` from `fn(params, x, cfg) -> y`, a function that torch's autograd can differentiate.
 
     params, x and y are trees of tensors. The function is traced once for each set of shapes, strides and dtypes, and again when a
-    variable of its closure or a global that it reads is another object, a list or dict (of up to 64 entries) of other values, or a
-    module in another mode. It is not traced again when another attribute of an object changes, and Python control flow that depends
-    on the values of tensors is not traced: pass what changes in params, x or the config. A tensor of its closure that the backward
+    variable of its closure or a global that it reads is another object, a list, dict, set or array (of up to 1 MiB) of other
+    values, or a module in another mode or with another parameter, buffer or submodule. It is not traced again when another
+    attribute of an object changes, and Python control flow that depends on the values of tensors is not traced: pass what changes
+    in params, x or the config. A tensor of its closure that the backward
     reads is a residual: a write to it in between raises `StaleResidualError`. Under `remat`, and rules and presets that recompute
     it, so does a write to any other, and a function that draws random numbers raises `ValueError`; the second run is of the first
     one's trace. A dy, or a residual that was moved, is copied if its strides differ from the traced ones. `init(cfg, *, key,
@@ -230,6 +235,7 @@ class _Function:
         if needs is not Needs.ALL:
             check_needs(label, needs, params, x)
         own, leaves = self.traced(params, x, cfg, needs)
+        refuse_trained(label, own.graphs.captured.values())
         found, count = own.graphs.forward(*map(resolved, leaves)), len(own.graphs.outputs)
         values, captured = iter(found[count:]), own.graphs.captured
         kept = {

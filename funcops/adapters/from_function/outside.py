@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
+import operator
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
-LONGEST = 64  # of the lists and dicts whose values are compared at every call
+LONGEST = 64  # of the lists and dicts of plain values whose values are compared by their reprs at every call
+LARGEST = 2**20  # of the arrays whose bytes are compared
+CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -27,6 +31,17 @@ class Same:
 
     def __hash__(self) -> int:
         return id(self.it)
+
+
+class Each(Same):
+    """A tuple of immutable objects, equal to a tuple of the very same objects: quick to compare if they are many."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Each) and len(other.it) == len(self.it) and all(map(operator.is_, other.it, self.it))
+
+    __hash__ = Same.__hash__
 
 
 Read = tuple[str, Callable[[], Any]]  # a name, and the function that returns its present value
@@ -87,11 +102,23 @@ def _frozen(value: Any, around: frozenset[int] = frozenset()) -> Any:
     kind = type(value)
     if kind in PLAIN:
         return kind, repr(value)  # distinguishes 1, 1.0 and True, and 0.0 and -0.0
-    if kind in (list, tuple, dict) and len(value) <= LONGEST and id(value) not in around:
+    if isinstance(value, CONTAINERS) and id(value) not in around:
         around |= {id(value)}  # one may contain itself
-        if kind is dict:
+        every = (*value, *(value.values() if isinstance(value, dict) else ()))
+        if len(value) > LONGEST and {*map(type, every)} <= {*PLAIN}:
+            return kind, Each(every)
+        if isinstance(value, dict):
             return kind, tuple([(_frozen(key, around), _frozen(one, around)) for key, one in value.items()])
-        return kind, tuple([_frozen(one, around) for one in value])
-    if isinstance(value, nn.Module):  # in another mode it computes something else
-        return Same(value), tuple([part.training for part in value.modules()])
-    return Same(value)
+        found = [_frozen(one, around) for one in value]
+        return kind, frozenset(found) if isinstance(value, (set, frozenset)) else tuple(found)
+    if isinstance(value, nn.Module):  # in another mode, or with another part, it computes something else
+        return tuple([(Same(part), part.training, *map(Same, _held(part))) for part in value.modules()])
+    try:
+        view = memoryview(value)  # of an array
+        return (kind, view.format, view.shape, view.tobytes()) if view.nbytes <= LARGEST else Same(value)
+    except (TypeError, ValueError, BufferError):
+        return Same(value)
+
+
+def _held(part: nn.Module) -> Iterator[Any]:
+    return itertools.chain(part._parameters.values(), part._buffers.values(), part._modules.values())

@@ -105,11 +105,14 @@ def trace(where: str, run: Run, leaves: Sequence[Tensor], asked: Sequence[bool],
             traced = _joint(run, given, outputs, asked)
     except (DataDependentOutputException, DynamicOutputShapeException, _ReadsValues) as error:
         fail(where, "fn", "a function whose shapes and steps do not depend on values", error)
-    for node in traced.graph.nodes:
-        if node.op == "get_attr" and getattr(getattr(traced, node.target), "requires_grad", False):
-            got = describe(getattr(traced, node.target))
-            fail(where, "fn", "a function that takes tensors that require grad as params or x", got)
     return Cutter(where, traced, len(leaves), tuple(outputs), asked, params, known)
+
+
+def refuse_trained(where: str, captured: Iterable[Tensor]) -> None:
+    """Raise `ValueError` if a tensor beside the arguments requires grad, which it may do since the trace."""
+    for t in captured:
+        if t.requires_grad:
+            fail(where, "fn", "a function that takes tensors that require grad as params or x", describe(t))
 
 
 _NUMBERS = {"tolist", "__index__"}  # which read memory, and a captured tensor has some, as it is not fake

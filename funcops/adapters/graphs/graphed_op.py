@@ -21,6 +21,7 @@ from funcops.compose.step import check_body
 from funcops.contract.marks import Versions
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op
+from funcops.contract.rerun import read_again
 from funcops.errors import BorrowedError, GraphOrderError, describe, fail, require, require_count, require_flag, require_type
 from funcops.residuals.ledger import Ledger
 from funcops.trees import leaves, tensors, tree_map
@@ -291,7 +292,8 @@ def _capture(
     dx, slot.pending = captured("dgrad", lambda: op.dgrad(slot.residuals, slot.dy.trees[0], cfg))
     slot.dparams = captured("wgrad", lambda: op.wgrad(slot.pending, cfg, into=into))
     slot.whole_dparams, whole_dx = captured("bwd", lambda: op.bwd(slot.residuals, slot.dy.trees[0], cfg, into=into))
-    slot.params, slot.kept = Versions.of(slot.inputs.trees[0]), Versions.of({"y": y, "residuals": slot.residuals})
+    in_flight = {"y": y, "residuals": slot.residuals, "read again": read_again(slot.residuals)}
+    slot.params, slot.kept = Versions.of(slot.inputs.trees[0]), Versions.of(in_flight)
     slot.inputs.check_unwritten()
     slot.dy.check_unwritten()
     return y, dx, whole_dx
