@@ -9,7 +9,9 @@
 fp8 and mxfp8 are e4m3 in blocks of 128 and of 32 along the last dimension (the last block of a row may be shorter). A block's scale
 is one byte, the smallest power of two that clips nothing: see `funcops.kernels.quantize`. An outlier costs precision only in its
 own block. A NaN stays NaN; an infinity stays infinite, and the rest of its block becomes 0. In blocks whose largest element is
-below 2^-118, errors are at most 2^-137.
+below 2^-118, errors are at most 2^-137. An element above 2^128 (1 - 2^-5), which float32 nearly lacks, becomes infinite.
+
+In int8 a row with an infinity or a NaN becomes NaN. In rows whose largest element is below 2^-135, errors are at most 2^-143.
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ def _blocks(width: int) -> tuple[Callable[[Tensor], Parts], Callable[[Parts, tor
     form = ("e4m3", 1, width, "e8m0")
 
     def encode(t: Tensor) -> Parts:
-        return kernels.quantize_row(t, *form, None, None)
+        # of float16 no number may round up to 2^16, which is infinite there: the next one below on e4m3's grid is 240 2^8
+        return kernels.quantize_row(
+            torch.where(t.isinf(), t, t.clamp(-61440.0, 61440.0)) if t.dtype is torch.float16 else t, *form, None, None
+        )
 
     def decode(parts: Parts, dtype: torch.dtype) -> Tensor:
         codes, scales = parts
@@ -49,8 +54,8 @@ def _blocks(width: int) -> tuple[Callable[[Tensor], Parts], Callable[[Parts, tor
 def _int8(t: Tensor) -> Parts:
     wide = t.float()
     amax = wide.abs().amax(-1, keepdim=True) if t.numel() else wide.new_ones((*t.shape[:-1], 1))
-    scale = torch.where(amax > 0, amax / 127.0, torch.ones_like(amax))  # a row with an infinity decodes to NaN
-    return (wide / scale).round().to(torch.int8), scale
+    scale = (amax / 127.0).clamp(min=2.0**-149)  # NaN for a row with a NaN, so that its codes decode to NaN
+    return (wide / scale).round().clamp(-127, 127).to(torch.int8), scale  # beyond 127 where a small scale was rounded down
 
 
 BLOCKS = {"fp8": 128, "mxfp8": 32}

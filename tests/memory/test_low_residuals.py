@@ -44,7 +44,7 @@ from funcops.kernels import glu as glus
 from funcops.low_precision import MXFP8, NVFP4, Fp8Block, Fp8Current, QTensor, quantize_params, with_recipe
 from funcops.memory.policy import kept_paths
 from funcops.models.blocks import mlp_config
-from funcops.residuals.codec import BLOCKS, CODECS
+from funcops.residuals.codec import BLOCKS, CODECS, smaller
 from funcops.residuals.forms import Packed
 from funcops.testing import LAWS
 from funcops.testing.tolerances import assert_close
@@ -68,7 +68,7 @@ BOUNDS = {
     "bf16": lambda t: t.double().abs() * 2.0**-8,
     "fp8": of_blocks(128),
     "mxfp8": of_blocks(32),
-    "int8": lambda t: largest(t, 0) / 253,
+    "int8": lambda t: (largest(t, 0) / 253).clamp(min=2.0**-143),
 }
 BYTES = {"bf16": lambda k: 2 * k, "fp8": lambda k: k - -k // 128, "mxfp8": lambda k: k - -k // 32, "int8": lambda k: k + 4}
 
@@ -100,6 +100,33 @@ def test_codecs_keep_their_bounds(name, rows, columns, size, dtype, turned, seed
     assert torch.all(off <= BOUNDS[name](t) * 1.001 + rounding)
     zeros = torch.zeros(2, 3)
     assert torch.equal(codec.decode(codec.encode(zeros), torch.float32), zeros)
+
+
+ENDS = [
+    (name, t) for name in CODECS for t in (torch.float32, torch.bfloat16, torch.float16) if smaller(name, torch.ones(1, dtype=t))
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), ENDS)
+def test_codecs_keep_their_bounds_at_both_ends_of_a_dtype(name, dtype):
+    info = torch.finfo(dtype)
+    least = info.smallest_normal * info.eps
+    highest = info.max if dtype is torch.float16 else 0.96 * info.max  # above, bfloat16 and e4m3 have no number
+    steps = torch.arange(200, dtype=torch.float64)
+    for ends in (highest * (1 - steps / 400), least * (steps + 1), least * 2.0 ** (steps % 24), least * (1 + steps) * 128):
+        whole = (ends * (1 - 2 * (steps % 2))).to(dtype)
+        for t in (whole.view(2, 100), whole.view(200, 1).expand(200, 7).tril(3)):  # rows of many sizes, and of one
+            back = CODECS[name].decode(CODECS[name].encode(t), dtype)
+            rounding = t.double().abs() * info.eps + least + (2.0**-133 if name == "bf16" else 0.0)
+            assert torch.all((back.double() - t.double()).abs() <= BOUNDS[name](t) * 1.001 + rounding)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_that_is_not_finite_is_nan_in_int8(bad):
+    t = torch.randn(4, 30)
+    t[1, 5], t[2] = bad, bad
+    back = CODECS["int8"].decode(CODECS["int8"].encode(t), t.dtype)
+    assert back[1:3].isnan().all() and torch.all((back - t)[[0, 3]].abs() <= BOUNDS["int8"](t)[[0, 3]] * 1.001)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # numpy's, of the interpreter: an infinity comes back
