@@ -107,6 +107,7 @@ def _quantized(t: Tensor, signed: bool, absmax: Tensor | None = None) -> BlockTe
     flat = t.detach().reshape(-1).to(wide(t.dtype))
     blocks = _blocks(flat)
     absmax = blocks.abs().amax(1) if absmax is None else absmax
+    absmax = torch.where(absmax.isfinite(), absmax, torch.nan)  # an infinity of either sign would decode to a positive one
     scaled = (blocks / torch.where(absmax == 0, 1, absmax)[:, None]).view(-1)[: flat.numel()]
     codes = torch.bucketize(scaled.float(), _tables(signed, t.device)[1]).to(torch.uint8)
     return BlockTensor(codes.view(t.shape), absmax, dtype=t.dtype, signed=signed)

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import math
 from fractions import Fraction
 
@@ -88,12 +89,14 @@ def test_codes_are_the_nearest_and_decode_to_themselves(signed, shape, dtype):
     assert (back.float() - t.float()).abs().max() <= largest * made.absmax.max()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_block_that_is_not_finite_becomes_nan(bad):
-    t = normal(4, 256)
-    t[1, 7] = bad
-    back = module._quantized(t, True).dequantize()
-    assert not back[1].isfinite().any() and back[[0, 2, 3]].isfinite().all()
+def test_a_block_that_is_not_finite_becomes_nan(bad, dtype):
+    for signed, size in itertools.product((True, False), (1, 256)):
+        t = normal(4, 256).to(dtype)
+        t[1, :size] = bad
+        back = module._quantized(t, signed).dequantize()
+        assert back[1].isnan().all() and back[[0, 2, 3]].isfinite().all()
 
 
 def test_what_is_in_8_bits_and_what_it_takes():
