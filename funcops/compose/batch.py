@@ -7,9 +7,10 @@ added as the op's `wgrad` would add it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, promote_types
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.compiler import is_dynamo_compiling
 
@@ -18,7 +19,7 @@ from funcops.contract.op import Op
 from funcops.contract.schema import Donated
 from funcops.errors import FLOATS, DonatedError, describe, fail, in_step, require, require_type
 from funcops.program.accumulator_checks import check_into_tree
-from funcops.trees import fake, leaves, tree_map, tree_map_tensors
+from funcops.trees import fake, structure, tensors, tree_map, tree_map_tensors
 
 HOW = ("each", "concatenate", "batch", "group")
 
@@ -31,7 +32,8 @@ def batch_wgrads(op: Op, pendings: Sequence[Any], cfg: Any, *, into: Any = None,
     products that differ only in tokens (`grouped_mm`), "each" alone; products that cannot be joined so run alone, as codes with a
     scale for a whole tensor do. By default the way that a measured table says is fastest for the device, dtype and sizes
     (`docs/benchmarks/cpu-wgrads.csv`, made by `python -m benchmarks wgrads`). The results equal the one-by-one sums up to the order
-    of addition; without `into` gradients of 16 bits are summed in float32, and rounded at the end.
+    of addition; without `into` gradients of 16 bits are summed in float32, and rounded at the end, to the dtype that holds those of
+    every pending.
 
     Raises what `op.wgrad` raises, before anything is added to `into`, and `ValueError` for an unknown `how` or without any pending.
 
@@ -95,18 +97,28 @@ def _abstract(op: Op, node: Any, cfg: Any) -> Any:
 
 
 def _zeros(op: Op, pendings: Sequence[Any], cfg: Any) -> tuple[Any, Any]:
-    """The gradients that will come, without data, and zeros in which their sums are rounded once: of float32 for 16 bits, in which
-    a sum stops growing at 256 times what is added."""
-    nodes = [p._node if type(p) is Donated else p for p in pendings]
-    first = next((node for node in nodes if node is not None), None)
-    shaped = _abstract(op, first, cfg)
-    like = next((t for t in leaves(first) if isinstance(t, Tensor)), None)
+    """The gradients that will come, without data, in the dtype that holds those of every pending; and zeros in which their sums are
+    rounded once: of float32 for 16 bits, in which a sum stops growing at 256 times what is added."""
+    forms: dict[Any, Any] = {  # one of the pendings of each kind: some may lack gradients that others have, or have other dtypes
+        (
+            getattr(getattr(node, "needs", None), "params", None),
+            None if is_dynamo_compiling() else structure(node),  # codes of 8 bits have the dtype that they stand for there
+            *[t.dtype for t in tensors(node)],
+        ): node
+        for node in [p._node if type(p) is Donated else p for p in pendings]
+    }
+    shaped = reduce(lambda a, b: tree_map(_wider, a, b), [_abstract(op, node, cfg) for node in forms.values()])
+    like = next((t for node in forms.values() for t in tensors(node)), None)
 
     def zeros(t: Any) -> Any:
-        if t is None:
-            return None
-        if not isinstance(t, Tensor) or like is None:
+        if t is not None and (not isinstance(t, Tensor) or like is None):
             fail("batch_wgrads", "gradient", "a tensor", describe(t), TypeError)
-        return like.new_zeros(t.shape, dtype=wide(t.dtype) if t.dtype in FLOATS else t.dtype)  # an amax in integers stays one
+        # an amax in integers stays one
+        return None if t is None else like.new_zeros(t.shape, dtype=wide(t.dtype) if t.dtype in FLOATS else t.dtype)
 
     return shaped, tree_map(zeros, shaped)
+
+
+def _wider(a: Any, b: Any) -> Any:
+    """Of two gradients of one param, either of which may be None, the one whose dtype holds both, or one like them that does."""
+    return b if a is None else a if b is None else a.to(promote_types(a.dtype, b.dtype))

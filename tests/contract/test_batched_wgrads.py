@@ -1,5 +1,8 @@
 """`batch_wgrads` joins the weight gradients of layers with recipes, groups and ranks: the same sums, of fewer products."""
 
+import functools
+import itertools
+
 import pytest
 import torch
 from launches import launches
@@ -8,10 +11,13 @@ from law_cases import FIRST as OPERATORS
 from funcops import (
     ActivationConfig,
     ChainConfig,
+    Compress,
     ExpertsConfig,
     GroupedLinearConfig,
     GroupedQLinearConfig,
     LinearConfig,
+    Needs,
+    Policy,
     QLinearConfig,
     SkipConfig,
     Step,
@@ -36,7 +42,7 @@ from funcops.ops.low_rank import LowRankConfig, low_rank
 from funcops.testing import run_ranks
 from funcops.testing.checks import float_like, same_bits
 from funcops.testing.tolerances import assert_close
-from funcops.trees import leaves, tensors, tree_map_tensors
+from funcops.trees import cast, leaves, paths, tensors, tree_map_tensors
 
 pytest.importorskip("triton")
 
@@ -258,3 +264,31 @@ def test_sums_of_any_number_of_gradients_of_16_bits_are_rounded_once(how, part):
                     far = (found.double() - wanted).abs()[wanted.abs() < 0.99 * largest] > bound
                     assert not far.any(), (case.op, case.cfg, dtype, count)
     assert leaves_seen > 100 / PARTS
+
+
+LAYER = LinearConfig(8, 4)
+MIXED = {"layer": (linear, LAYER, ""), "packed": (chain, ChainConfig(steps=(Step("up", linear, LAYER),)), "up.")}
+MIXED["packed"] = (with_policy(chain, Policy({"up.dy": Compress("fp8")})), *MIXED["packed"][1:])
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("name", ["layer", pytest.param("packed", marks=pytest.mark.slow)])
+def test_pendings_of_other_needs_and_dtypes_are_summed_in_any_order(name):
+    """Each leaf is the sum over the pendings that have it, in the dtype that holds all of them; None if none has it."""
+    op, cfg, at = MIXED[name]
+    masks, pendings = (True, (at + "weight",), (at + "bias",), False), {}
+    for mask, dtype in itertools.product(masks, FLOATS):
+        params = cast(op.init(cfg, key=random.key(0), dtype=torch.float32), dtype)
+        y, residuals = op.fwd(params, random.normal(random.key(1), (3, 8)).to(dtype), cfg, needs=Needs(params=mask))
+        pendings[mask, dtype] = op.dgrad(residuals, torch.full_like(y, 0.3), cfg)[1]
+    for i, (first, second) in enumerate(itertools.product(masks, masks)):
+        both = [pendings[first, FLOATS[i % 3]], pendings[second, FLOATS[i // 3 % 3]]]
+        each = [paths(op.wgrad(pending, cfg)) for pending in both]
+        for path, found in paths(batch_wgrads(op, both, cfg)).items():
+            given = [one[path] for one in each if one[path] is not None]
+            if not given:
+                assert found is None
+                continue
+            assert found.dtype is functools.reduce(torch.promote_types, [t.dtype for t in given]), (first, second)
+            rounded = 3 * max([torch.finfo(t.dtype).eps for t in given])
+            torch.testing.assert_close(found.double(), sum(t.double() for t in given), atol=0.0, rtol=rounded)
