@@ -18,7 +18,7 @@ from funcops.contract.op import Op, with_raw
 from funcops.contract.pausing import Pauses, ran
 from funcops.contract.schema import open_node
 from funcops.contract.trace_safe_cache import reading, remember
-from funcops.errors import fail
+from funcops.errors import describe, fail
 from funcops.program import compiled_programs, rules, run
 from funcops.program.accumulator_checks import check_into_tree
 from funcops.program.backward import Backward
@@ -236,6 +236,6 @@ def accumulators(where: str, op: Op, into: Any, node: Any, cfg: Any, dy: Any = N
     for path, source in (*[(source, source) for source in {source for _, source in ties}], *ties):
         first = seen.setdefault((source, path.partition(".")[0]), path)
         if first != path:  # refused here, before the step of both refuses it
-            got = f"memory of into.{first}, which is in the same step"
-            fail(where, f"into.{path}", "a tensor of its own", got)
-    return run.tied(where, into, ties) if ties else into
+            one = f"{first} and {path} of one step are one tensor"
+            fail(where, "into", f"None: {one}, whose gradients only a wgrad or bwd without into adds up", describe(into))
+    return run.tied(where, into, ties, "into") if ties else into

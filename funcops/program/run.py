@@ -41,11 +41,11 @@ def unlike(x: Tensor, branch: Any) -> NoReturn:
     raise AssertionError
 
 
-def tied(where: str, tree: Any, ties: Iterable[tuple[str, str]]) -> Any:
-    """The tree with each tied path holding its source's leaf."""
+def tied(where: str, tree: Any, ties: Iterable[tuple[str, str]], name: str = "params") -> Any:
+    """The tree with each tied path holding its source's leaf; `name` is the tree's argument."""
     for path, source in ties:
         if at(tree, path) is not None:
-            fail(where, f"params.{path}", f"None (it is tied to {source})", describe(at(tree, path)))
+            fail(where, f"{name}.{path}", f"None (it is tied to {source})", describe(at(tree, path)))
         tree = put(tree, path, at(tree, source))
     return tree
 

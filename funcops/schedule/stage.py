@@ -159,7 +159,7 @@ def share_ties(where: str, params: Any, into: Any, cfg: ChainConfig, needs: Need
     if not here:
         return params, into
     sums = into if into is not None else sums_for(params, needs)
-    return tied(where, params, here), tied(where, sums, here)
+    return tied(where, params, here), tied(where, sums, here, "into")
 
 
 def told_of_ties(done: Done | None, cfg: ChainConfig) -> Done | None:

@@ -1,13 +1,14 @@
 """Drawn ties of drawn chains, under drawn masks: the gradients of one shared tensor, equal to autograd's, or a `ValueError`."""
 
 import random as draws
+import re
 
 import pytest
 import torch
 
 import funcops as fo
-from funcops import ChainConfig, Needs, Step, chain, differentiable, donate, random, with_policy
-from funcops.trees import at, paths, put, tree_map, tree_map_tensors, tree_map_with_path
+from funcops import ChainConfig, Needs, RMSNormParams, Step, batch_wgrads, chain, differentiable, donate, random, with_policy
+from funcops.trees import at, paths, put, tensors, tree_map, tree_map_tensors, tree_map_with_path
 
 D, SEEDS = 3, range(80)
 PLAIN = {
@@ -136,7 +137,7 @@ def test_drawn_ties(seed):
         try:
             dparams, dx = way(op.fwd(params, x, cfg, needs=needs)[1])
         except ValueError as error:  # one accumulator for two leaves of one step
-            assert within and way is ways[-1] and "must be a tensor of its own, got memory of" in str(error)
+            assert within and way is ways[-1] and re.search("_bwd: into must be None: .* of one step are one tensor", str(error))
             assert all(t is None or not t.any() for t in paths(sums).values()), "nothing was added"
             continue
         if dparams is sums:
@@ -166,6 +167,36 @@ def test_drawn_ties_under_autograd(seed):
             assert (t.grad is not None) == t.requires_grad, path
             if t.requires_grad:
                 torch.testing.assert_close(t.grad, at(want, path))
+
+
+def test_accumulators_of_ties_within_a_step_are_refused_by_what_they_are():
+    """Whichever function would add to one of them twice, also to sums that it made itself; and one that is given at a tied path."""
+    steps = (Step("a", fo.layer_norm, fo.LayerNormConfig(D)), Step("b", fo.rms_norm, fo.RMSNormConfig(D)))
+    for where, ties in (("within", {"a.bias": "a.weight"}), ("through another", {"a.bias": "b.weight", "a.weight": "b.weight"})):
+        cfg = ChainConfig(steps=steps, ties=ties)
+        params = chain.init(cfg, key=random.key(0))
+        sums = tree_map_tensors(torch.zeros_like, params)
+        ways = {
+            "bwd": lambda r, cfg=cfg, sums=sums: chain.bwd(r, torch.ones(2, D), cfg, into=sums),
+            "wgrad": lambda r, cfg=cfg, sums=sums: chain.wgrad(chain.dgrad(r, torch.ones(2, D), cfg)[1], cfg, into=sums),
+            "sums": lambda r, cfg=cfg, sums=sums: batch_wgrads(chain, [chain.dgrad(r, torch.ones(2, D), cfg)[1]], cfg, into=sums),
+            "own sums": lambda r, cfg=cfg: batch_wgrads(chain, [chain.dgrad(r, torch.ones(2, D), cfg)[1]], cfg),
+        }
+        for name, way in ways.items():
+            said = "into must be None: a.* and a.* of one step are one tensor, whose gradients only a wgrad or bwd without into"
+            with pytest.raises(ValueError, match=said):
+                way(chain.fwd(params, torch.ones(2, D), cfg)[1])
+            assert not any(t.any() for t in tensors(sums)), (where, name)
+    cfg = ChainConfig(steps=steps, ties={"b.weight": "a.weight"})
+    params = chain.init(cfg, key=random.key(0))
+    for nested in (False, True):
+        outer = ChainConfig(steps=(Step("c", chain, cfg),)) if nested else cfg
+        own = {"c": params} if nested else params
+        sums = tree_map_tensors(torch.zeros_like, own)
+        (sums["c"] if nested else sums)["b"] = RMSNormParams(torch.zeros(D))
+        with pytest.raises(ValueError, match="into.(c.)?b"):
+            chain.bwd(chain.fwd(own, torch.ones(2, D), outer)[1], torch.ones(2, D), outer, into=sums)
+        assert not any(t.any() for t in tensors(sums))
 
 
 def test_bad_ties_raise():
