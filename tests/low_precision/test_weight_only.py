@@ -44,7 +44,8 @@ from funcops.low_precision import (
     with_weight_only,
 )
 from funcops.models import DecoderConfig, MoEConfig, decoder, decoder_x, generate, moe
-from funcops.ops.experts import ExpertsConfig
+from funcops.ops.experts import ExpertsConfig, experts
+from funcops.ops.grouped_linear import GroupedLinearConfig, grouped_linear
 from funcops.ops.rope import RopeConfig
 from funcops.ops.route import RouteConfig
 from funcops.testing import run_ranks
@@ -214,6 +215,29 @@ def test_experts(name):
             y, residuals = chain.fwd(p, x, c)
             found.append({"y": y.main, "grads": chain.bwd(residuals, trees.tree_map(ones, y), c)})
         same(*found)
+
+
+LAYERS = {
+    "linear": (linear, LinearConfig(64, 32), lambda x: x),
+    "groups": (grouped_linear, GroupedLinearConfig(3, 64, 32), lambda x: (x, torch.tensor([0, 2, 2, 5], dtype=torch.int32))),
+    "experts": (experts, ExpertsConfig(3, dim=64, hidden=32), lambda x: (x[:, :2].abs(), x, torch.tensor([[0, 2]] * 5))),
+}
+
+
+@pytest.mark.turns("name", "layer", every=6)
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_cast_codes_decode_to_the_dtype_that_they_were_cast_to(name, layer):
+    (op, cfg, given), format = LAYERS[layer], FORMATS[name]
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    for before, after in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16), (torch.float16, torch.float64)):
+        params = trees.cast(op.init(cfg, key=random.key(0), dtype=torch.float32), before)
+        low, plain = params, trees.cast(params, after)
+        for path in cfg.linear_weights:
+            codes = quantize_weight(trees.at(params, path), format)
+            low, plain = trees.put(low, path, codes), trees.put(plain, path, codes.dequantize(torch.float32).to(after))
+        own = trees.cast(given(x), after)
+        same(step(weight_only(op, format), trees.cast(low, after), own, cfg), step(op, plain, own, cfg))
 
 
 def test_ranks():
