@@ -111,10 +111,11 @@ def _zeros(op: Op, pendings: Sequence[Any], cfg: Any) -> tuple[Any, Any]:
     like = next((t for node in forms.values() for t in tensors(node)), None)
 
     def zeros(t: Any) -> Any:
-        if t is not None and (not isinstance(t, Tensor) or like is None):
-            fail("batch_wgrads", "gradient", "a tensor", describe(t), TypeError)
-        # an amax in integers stays one
-        return None if t is None else like.new_zeros(t.shape, dtype=wide(t.dtype) if t.dtype in FLOATS else t.dtype)
+        if t is None:
+            return None
+        if like is None or not isinstance(t, Tensor):
+            return fail("batch_wgrads", "gradient", "a tensor", describe(t), TypeError)
+        return like.new_zeros(t.shape, dtype=wide(t.dtype) if t.dtype in FLOATS else t.dtype)  # an amax in integers stays one
 
     return shaped, tree_map(zeros, shaped)
 

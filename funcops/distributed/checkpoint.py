@@ -339,7 +339,7 @@ def _read(path: Any, asked: _Asked, every: set[str], mesh: Mesh, verify: bool | 
     whole |= {name: (whole_shape(t.shape, asked.specs.get(name, WHOLE), mesh), t.dtype) for name, t in tensors.items()}
     _check_there(path, index.leaves, whole, every | set(old))
     boxes = asked.boxes | {name: (Box((0,), (len(inner),), (0,)),) for name, inner in old.items()}
-    made = {True: torch.zeros, False: torch.empty}  # as torch has no zeros of 4 bits for a leaf without elements
+    made: Any = {True: torch.zeros, False: torch.empty}  # as torch has no zeros of 4 bits for a leaf without elements
     own = {
         name: made[t.numel() > 0](t.shape, dtype=t.dtype, device=mesh.device if t.is_meta else t.device)
         for name, t in tensors.items()

@@ -557,7 +557,7 @@ def test_threads_that_trace_at_once_leave_nothing_set():
         for thread in threads:
             thread.join()
         together.reset()
-        assert not torch.fx._symbolic_trace.is_fx_symbolic_tracing() and not torch.fx._symbolic_trace._is_fx_tracing_flag
+        assert not torch.fx._symbolic_trace.is_fx_symbolic_tracing()
 
 
 def test_residuals_go_to_another_process_or_say_why_not():

@@ -185,11 +185,11 @@ class GroupNorm(_Norm, nn.GroupNorm):
 
     op, params_class, fields, whole = group_norm, GroupNormParams, ("weight", "bias"), 2
     values, autocast, pairs = ("num_groups", "num_channels", "eps"), "aten::group_norm", DTYPES
-    reads_dense = True
+    reads_dense = torch.__version__ < "2.14"  # since then torch's norm keeps x as it is
 
     def op_input(self, x: Tensor) -> Any:
         """x, or the copy that torch's norm would make and keep, instead of all the memory of which x is a slice."""
-        return x if type(x) is not Tensor or x.is_contiguous() else dense(x, x)
+        return dense(x, x) if self.reads_dense and type(x) is Tensor and not x.is_contiguous() else x
 
     def make_cfg(self) -> GroupNormConfig:
         return GroupNormConfig(self.num_groups, self.num_channels, eps=self.eps)
