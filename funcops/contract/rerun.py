@@ -31,21 +31,19 @@ class Note(NamedTuple):
 class _Thread(threading.local):
     """`made`: the notes of the innermost first run; `given`: a second run's notes that no forward has taken."""
 
-    def __init__(self) -> None:
-        self.made: list[Note] | None = None
-        self.given: list[Note] | None = None
+    made: list[Note] | None = None
+    given: list[Note] | None = None
 
 
 _thread = _Thread()
 
 
-used = False  # whether there is an op that makes notes: until then a compiler traces nothing of this
+used = False  # an op that makes notes sets it: until then a compiler traces nothing of this
 
 
 class _Run:
     """A block with other notes in its thread."""
 
-    __slots__ = ("_before", "given", "made")
     made: Any
     given: Any
 
@@ -66,8 +64,6 @@ class _Run:
 class first_run(_Run):
     """A block around a forward that will run again; it gives the list of the notes."""
 
-    __slots__ = ()
-
     def __init__(self) -> None:
         self.made = []
 
@@ -77,8 +73,6 @@ class first_run(_Run):
 
 class second_run(_Run):
     """A block around the second run of a forward that made these notes."""
-
-    __slots__ = ()
 
     def __init__(self, notes: Iterable[Note]) -> None:
         self.made, self.given = None, list(notes)
@@ -91,12 +85,6 @@ def read_again(residuals: Any) -> list[Any]:
     """The tensors beside its arguments that the second run of a forward with these residuals will read."""
     nodes = paths(residuals, is_leaf=lambda node: hasattr(node, "notes")).values()
     return [one.content.tensors for node in nodes for one in getattr(node, "notes", None) or ()]
-
-
-def takes_notes() -> None:
-    """Say that there is an op that makes notes."""
-    global used
-    used = True
 
 
 def note(owner: Any, make: Callable[[], N]) -> N | None:

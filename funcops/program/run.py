@@ -91,9 +91,6 @@ def meet(where: str, name: str, dy: Any, gradient: Any) -> None:
 
 def scope_of(where: str, parent: Any, name: Any, cls: Any, cfg: Any) -> Any:
     """The residuals of a chain or parallel inside another; given away if the outer ones were."""
-    node = parent[name]
-    if type(node) is cls and node.cfg is cfg and not parent.donated and node.fresh():
-        return node
     return open_node(where, part(parent, name), cls, cfg)
 
 

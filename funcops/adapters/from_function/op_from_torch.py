@@ -17,12 +17,13 @@ from torch import Tensor
 from funcops.adapters.flatten import flatten, gradients, indexed_paths, unflatten
 from funcops.adapters.from_function.outside import names_of_tensors, read_outside, values_of
 from funcops.adapters.from_function.partition import Cutter, Graphs, Like, refuse_trained, resolved, trace
+from funcops.contract import rerun
 from funcops.contract.accumulators import accumulate
 from funcops.contract.configs import OpConfig, require_config
 from funcops.contract.marks import mark_of, version
 from funcops.contract.needs import Needs, check_needs
 from funcops.contract.op import Op, config, dgrad_of, make_op, refuse_autocast
-from funcops.contract.rerun import note, takes_notes
+from funcops.contract.rerun import note
 from funcops.contract.schema import DGRAD, WGRAD, Pending, Residuals, open_node, saved, static
 from funcops.errors import check, describe, fail, join_path, require, require_callable, require_type, stale
 from funcops.residuals.donate import donate
@@ -162,7 +163,7 @@ def op_from_torch(
     def no_params(cfg: Any, *, key: Any = None, device: Any = None, dtype: Any = None) -> None:
         return None
 
-    takes_notes()
+    rerun.used = True  # from here on a compiler traces what takes notes
     fwd.any_tree = True  # type: ignore[attr-defined]
     made = make_op(own.label, config, init=init or no_params, fwd=fwd, dgrad=dgrad, wgrad=wgrad, bwd=bwd)
     return made._replace(pending=TorchPending, draws=own.draws)
