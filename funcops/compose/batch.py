@@ -32,8 +32,8 @@ def batch_wgrads(op: Op, pendings: Sequence[Any], cfg: Any, *, into: Any = None,
     products that differ only in tokens (`grouped_mm`), "each" alone; products that cannot be joined so run alone, as codes with a
     scale for a whole tensor do. By default the way that a measured table says is fastest for the device, dtype and sizes
     (`docs/benchmarks/cpu-wgrads.csv`, made by `python -m benchmarks wgrads`). The results equal the one-by-one sums up to the order
-    of addition; without `into` gradients of 16 bits are summed in float32, and rounded at the end, to the dtype that holds those of
-    every pending.
+    of addition; without `into` gradients of 16 bits are summed in float32, and rounded at the end, to the widest dtype among the
+    pendings.
 
     Raises what `op.wgrad` raises, before anything is added to `into`, and `ValueError` for an unknown `how` or without any pending.
 
@@ -97,7 +97,7 @@ def _abstract(op: Op, node: Any, cfg: Any) -> Any:
 
 
 def _zeros(op: Op, pendings: Sequence[Any], cfg: Any) -> tuple[Any, Any]:
-    """The gradients that will come, without data, in the dtype that holds those of every pending; and zeros in which their sums are
+    """The gradients that will come, without data, in the widest dtype among the pendings; and zeros in which their sums are
     rounded once: of float32 for 16 bits, in which a sum stops growing at 256 times what is added."""
     forms: dict[Any, Any] = {  # one of the pendings of each kind: some may lack gradients that others have, or have other dtypes
         (
@@ -121,5 +121,5 @@ def _zeros(op: Op, pendings: Sequence[Any], cfg: Any) -> tuple[Any, Any]:
 
 
 def _wider(a: Any, b: Any) -> Any:
-    """Of two gradients of one param, either of which may be None, the one whose dtype holds both, or one like them that does."""
+    """The gradient of a param that is not None, in a dtype that holds both."""
     return b if a is None else a if b is None else a.to(promote_types(a.dtype, b.dtype))

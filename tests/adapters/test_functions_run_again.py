@@ -400,7 +400,7 @@ def test_a_part_of_a_module_that_was_assigned(part):
 
 @pytest.mark.parametrize("around", ["alone", "remat", "chain"])
 def test_a_captured_tensor_that_is_trained_later(around):
-    """As it is refused before the first trace, for its gradient would be lost."""
+    """It is refused then, too: its gradient would be lost."""
     gain = torch.full((D,), 3.0)
     op, cfg = AROUND[around](op_from_torch(lambda params, x, cfg: x * gain, name="own"))
     x = torch.arange(float(D)).repeat(2, 1)

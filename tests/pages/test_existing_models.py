@@ -712,6 +712,11 @@ HELD_IN_DEPTH = {
     "Its backward is traced": f"{OPS}test_residuals_have_names_and_split",
     "A gradient with other strides": gradients_of_other_strides_are_copied,
     "A tensor that requires grad": (closures_that_require_grad_are_refused, f"{AGAIN}test_a_captured_tensor_is_guarded"),
+    "A forward after a change": (
+        f"{AGAIN}test_a_value_that_was_rebound_is_read_by_the_next_forward",
+        f"{AGAIN}test_a_long_container_is_compared",
+        f"{AGAIN}test_a_part_of_a_module_that_was_assigned",
+    ),
     "Under `remat`, and": (f"{AGAIN}test_a_value_that_was_rebound_is_not_read_anew", f"{AGAIN}test_a_captured_tensor_is_guarded"),
     "A function that draws": (
         f"{AGAIN}test_what_draws_is_refused_or_kept",

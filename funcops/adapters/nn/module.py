@@ -62,7 +62,7 @@ class Prepared(nn.Module):
     make a config, but can read one."""
 
     _origin: Any = nn.Module  # the class from which it also inherits: torch's, or a model's
-    _theirs: Any = nn.Module.forward  # the forward of that class, as it was when this class was made
+    _theirs: Any = nn.Module.forward  # the forward that class had when this class was made
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
