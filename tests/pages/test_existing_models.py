@@ -719,9 +719,9 @@ HELD_IN_DEPTH = {
     ),
     "Under `remat`, and": (f"{AGAIN}test_a_value_that_was_rebound_is_not_read_anew", f"{AGAIN}test_a_captured_tensor_is_guarded"),
     "A function that draws": (
-        f"{AGAIN}test_what_draws_is_refused_or_kept",
-        f"{AGAIN}test_fit_chooses_no_policy_that_draws_anew",
-        f"{AGAIN}test_a_checkpoint_inside_draws_nothing_anew",
+        f"{ADAPTERS}test_functions_that_draw.py::test_what_draws_is_refused_or_kept",
+        f"{ADAPTERS}test_functions_that_draw.py::test_fit_chooses_no_policy_that_draws_anew",
+        f"{ADAPTERS}test_functions_that_draw.py::test_a_checkpoint_inside_draws_nothing_anew",
         f"{AGAIN}test_values_of_a_captured_tensor_are_no_constants",
     ),
     "Numbers that it draws": numbers_of_python_are_drawn_once_a_trace,
