@@ -11,7 +11,7 @@ from typing import Optional
 
 import torch
 from torch import Tensor
-from torch._prims_common import suggest_memory_format
+from torch._prims_common import are_strides_like_channels_last_or_false
 
 from funcops.backend import kernel, select, wants_triton, wide
 
@@ -22,7 +22,9 @@ _backward = torch.ops.aten.native_layer_norm_backward.default
 
 def dense(t: Tensor, like: Tensor) -> Tensor:
     """`t` in the layout in which torch's norms read and write: channels_last if `like` has it, else contiguous."""
-    return t.contiguous(memory_format=suggest_memory_format(like)) if like.dim() in (4, 5) else t.contiguous()
+    if like.dim() not in (4, 5) or not are_strides_like_channels_last_or_false(like.shape, like.stride()):
+        return t.contiguous()
+    return t.contiguous(memory_format=torch.channels_last if like.dim() == 4 else torch.channels_last_3d)
 
 
 def _to(t: Tensor, dtype: torch.dtype) -> Tensor:

@@ -114,7 +114,7 @@ OWN = {  # by "module.name", or "name" of funcops itself
         {("x", "'yes'"): "a path", ("params", "'x'"): "a path", ("params", "[]"): "no paths"},
     ),
     "Step": Row(
-        lambda: {"name": "a", "op": linear, "cfg": CFG, "takes": ("b",), "gives": ("c",)},
+        lambda: {"name": "a", "op": linear, "cfg": CFG, "takes": ("b",), "gives": ("c",), "folds": False},
         {"name": ("1a",), "takes": ("s", (3,), ["a"])},
     ),
     "Rule": Row(rule, {"phase": ("no such",)}, NAME),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ def dist_case() -> dict[str, Any]:
 
 CHAIN = ChainConfig(steps=(Step("up", linear, LinearConfig(4, 6)), Step("down", linear, LinearConfig(6, 4))))
 SPECS = {"weight": dist.Spec("tp", 0)}
+NUMBERS = itertools.count()  # a save that is not finished keeps its path
 WRONG_SPECS = (
     {3: dist.Spec()},
     {"weight": 3},
@@ -79,7 +81,12 @@ DIST = {
         {("tree", "{'weight': complex64[2, 4]}"): "of any dtype"},
     ),
     "dist.save_start": Row(
-        lambda: {"tree": {"weight": x()}, "path": saved(), "specs": SPECS, "mesh": dist.Mesh(axes=(ALONE,))},
+        lambda: {
+            "tree": {"weight": x()},
+            "path": Path(f"good checkpoint {next(NUMBERS)}"),
+            "specs": SPECS,
+            "mesh": dist.Mesh(axes=(ALONE,)),
+        },
         {"specs": WRONG_SPECS, "path": (Path("no such") / "folder",)},
         {("tree", "{'weight': complex64[2, 4]}"): "of any dtype"},
     ),

@@ -37,7 +37,7 @@ NAMES = {
     "._get_backend": TIMEOUT,
     "._timeout": TIMEOUT,
     "._version": "autograd's own counter, documented in torch's notes; test_versions tries every way to write",
-    "torch._prims_common.suggest_memory_format": "no public name for the layout of torch's norms; test_torchs_layouts compares",
+    "torch._prims_common.are_strides_like_channels_last_or_false": "norms ask it; test_torchs_layouts compares",
     "._base": "the tensor that a view is of: no public name; a fusion is left out where it is None",
     "._cast_if_autocast_enabled": "a helper of transformers' Nemotron, compared with the function that runs",
     "._is_view": "whether a tensor is a view: no public name; tests/distributed tries views and their bases",

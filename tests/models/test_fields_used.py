@@ -87,7 +87,7 @@ REFUSED = {  # what an error names in the place of the field
     "rope_scaling": "rope",
     "rope_theta": "rope",
     "partial_rotary_factor": "rotary_dim",
-    "num_hidden_layers": "moe.dense",
+    "num_hidden_layers": "moe.dense|first_k_dense_replace",
     "mlp_only_layers": "moe.dense",
     "no_rope_layers": "layer_types",
     "num_key_value_heads": "kv_heads",

@@ -121,7 +121,9 @@ def mixed(seed, **fixed):
     params = chain.init(decoder(cfg, loss=True), key=random.key(seed), dtype=D)
     rng = torch.Generator().manual_seed(seed)
     params = tree_map_tensors(lambda t: t + 0.1 * torch.randn(t.shape, generator=rng, dtype=D), params)
-    return cfg, params, [torch.randint(cfg.vocab, (draw.choice([1, 2, 5, 9]),), generator=rng) for _ in range(draw.randint(1, 4))]
+    sizes = [draw.choice([1, 2, 5, 9]) for _ in range(draw.randint(1, 4))]
+    sizes[0] += max(sizes) == 1  # one without a target in any document has a loss of 0 / 0, as torch's
+    return cfg, params, [torch.randint(cfg.vocab, (size,), generator=rng) for size in sizes]
 
 
 def trained(cfg, params, documents, **padding):
