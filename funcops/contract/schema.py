@@ -420,12 +420,12 @@ def open_node(where: str, node: Any, cls: Any, cfg: Any, phase: Phase | None = N
 
 
 def _check_moved(where: str, node: Any, dy: Any) -> None:
-    """Raise `ValueError` unless dy is on the device to which all of `node` was moved."""
-    found = next(((path, t.device) for path, t in paths(node).items() if isinstance(t, torch.Tensor)), None)
-    other = next((t.device for t in tensors(dy) if found and t.device != found[1]), None)
-    if found and other is not None:
-        remedy = "move both to one device"
-        fail(where, f"{node.kind}.{found[0]}", f"on device {other}, as dy is", f"one on {found[1]}: {remedy}")
+    """Raise `ValueError` unless dy is on the device to which all of `node` was moved. Of all its tensors: a chain fills in what it
+    recomputes, where that was kept."""
+    pairs = [(path, t.device, given.device) for path, t in paths(node).items() if isinstance(t, torch.Tensor) for given in tensors(dy)]
+    for path, moved, other in pairs:
+        if moved != other:
+            fail(where, f"{node.kind}.{path}", f"on device {other}, as dy is", f"one on {moved}: move both to one device")
 
 
 def _check_whole(where: str, node: Any, phase: Phase) -> None:

@@ -91,7 +91,8 @@ DIST = {
         {("tree", "{'weight': complex64[2, 4]}"): "of any dtype"},
     ),
     "dist.load": Row(
-        lambda: {"path": saved(), "like": {"weight": x()}, "specs": SPECS, "mesh": dist.Mesh(axes=(ALONE,))}, {"specs": WRONG_SPECS}
+        lambda: {"path": saved(), "like": {"weight": x()}, "specs": SPECS, "mesh": dist.Mesh(axes=(ALONE,)), "verify": True},
+        {"specs": WRONG_SPECS},
     ),
     "dist.load_values": Row(lambda: {"path": saved()}),
     "dist.is_saved": Row(lambda: {"path": saved()}, accepts={"path": "a folder that does not exist holds no checkpoint"}),

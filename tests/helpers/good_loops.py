@@ -49,7 +49,7 @@ LOOPS = {
         {"path": (Path("no such") / "folder",)},
         {("tree", "None"): ANY, ("tree", "[]"): ANY, LEAVES_COMPLEX: "the format has it"},
     ),
-    "checkpoint.load": Row(lambda: {"path": saved_file(), "like": tree()}),
+    "checkpoint.load": Row(lambda: {"path": saved_file(), "like": tree(), "verify": True}),
     "checkpoint.read_metadata": Row(lambda: {"path": saved_file()}),
     "random.key": Row(
         lambda: {"seed": 3, "device": "cpu"}, {"seed": (2**64, -(2**63) - 1)}, {("seed", "-1"): "seeds are modulo 2^64"}

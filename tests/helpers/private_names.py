@@ -107,6 +107,11 @@ _under(
 _under("torch._subclasses.fake_tensor.", "DataDependentOutputException DynamicOutputShapeException", FAKE)
 _under("torch._ops.", "OpOverload", "the class of an operator's overload: torch.ops gives its values, and no public name of it")
 _under("torch._ops.", "OpOverloadPacket _OpNamespace", "make operators' objects; test_ranks tries first uses of several threads")
+_under(
+    "torch.distributed._functional_collectives.",
+    "AsyncCollectiveTensor",
+    "what torch's functional collectives return: no public name; test_handshake sends by them",
+)
 _under("torch.utils._python_dispatch.", "TorchDispatchMode is_traceable_wrapper_subclass", MODE)
 _under("torch.utils.", "_pytree", PYTREE)
 _under("torch.utils._pytree.", "MappingKey register_pytree_node tree_flatten tree_leaves tree_unflatten", PYTREE)
@@ -130,7 +135,9 @@ _under(
 _under("triton.runtime.interpreter.", "_patch_lang _patch_lang_tensor interpreter_builder interpreter_semantic", INTERPRETER)
 _under("triton.runtime.", "interpreter", INTERPRETER)
 
-# Texts and attributes that only look so: ours on an object of torch's, the ends of names, and fields of Hugging Face's configs.
+# Texts and attributes that only look so: ours on an object of torch's, the ends of names, what torch's index of a checkpoint is
+# pickled of, and fields of Hugging Face's configs.
 NOT_TORCH = set("._cast_of ._cfg ._in_step ._start ._values ._desc ._ptr ._name ._proj ._scale_inv ._softcapping".split())
 NOT_TORCH |= set("._recompute ._name_or_path ._sliding_window_pattern ._experts_implementation ._attn_implementation".split())
 NOT_TORCH |= set("._attn_implementation_autoset ._load_in_4bit ._load_in_8bit".split())
+NOT_TORCH |= set("._into_tensor ._single ._out ._get_layout ._StorageInfo ._MEM_FORMAT_ENCODING ._local".split())
