@@ -106,11 +106,11 @@ def start_sum(x: Tensor, axis: Axis) -> Tensor:
 
 
 def largest(amaxes: Tensor, axis: Axis) -> Tensor:
-    """The elementwise maximum over the ranks, of float32 that is not negative. It compares bits, which order as the numbers do,
-    with NaN the largest: Gloo's own maximum of floats may drop a NaN. `abs` is for the sign of a NaN: 0 / 0 has one on x86."""
+    """The elementwise maximum over the ranks, of float32 without a sign. It compares bits, which order as the numbers do, with NaN
+    the largest: Gloo's own maximum of floats may drop a NaN."""
     if axis.size == 1:
         return amaxes
-    return wait(_start(ops.all_reduce, amaxes.abs().contiguous().view(torch.int32), axis, "max"), axis).view(torch.float32)
+    return wait(_start(ops.all_reduce, amaxes.contiguous().view(torch.int32), axis, "max"), axis).view(torch.float32)
 
 
 Parts = tuple[list[int], list[int]]  # rows for each rank, and from each; lists of one number: not known, at most so many in all

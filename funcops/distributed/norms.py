@@ -111,7 +111,8 @@ def amaxes_over(
     for axis in axes:
         joined = {path: t for path, t in found.items() if not (path in known and _shards_groups(known[path], axis, t))}
         if joined:
-            flat = comm.largest(torch.cat([t.reshape(-1) for t in joined.values()]), axis)
+            # abs for the sign of a NaN: 0 / 0 has one on x86. Amaxes of our kernels, which leave NaN out, do without.
+            flat = comm.largest(torch.cat([t.reshape(-1) for t in joined.values()]).abs(), axis)
             parts = flat.split([t.numel() for t in joined.values()])
             found |= {path: part.view(t.shape) for (path, t), part in zip(joined.items(), parts, strict=True)}
     return found

@@ -82,7 +82,10 @@ def test_hugging_face_reads_written_files(name, tmp_path):
     again = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", attn_implementation="eager", experts_implementation="eager"
     )
-    assert type(again) is type(model) and torch.equal(again.eval()(IDS).logits, model(IDS).logits)
+    assert type(again) is type(model)
+    torch.testing.assert_close(again.state_dict(), model.state_dict(), rtol=0, atol=0)
+    # Not the same bits: on some CPUs a product's depend on where a file put the weights.
+    torch.testing.assert_close(again.eval()(IDS).logits, model(IDS).logits, atol=HF_LOGITS, rtol=0)
 
 
 @pytest.mark.parametrize("rows", [2, 6, 10])

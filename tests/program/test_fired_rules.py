@@ -56,7 +56,7 @@ TABLE = {
     ("GPT-2", "current"): Row("dropout dropout siblings", "add+norm bias bias fork", (50, 82)),
     ("GPT-2", "tp + block"): Row("add+norm dropout siblings", "add+norm bias bias fork siblings", (35, 56)),
     ("GPT-2", "tp + input"): Row("add+norm dropout siblings", "add+norm bias bias fork siblings", (35, 56)),
-    ("GPT-2", "tp + current"): Row("add+norm dropout siblings", "add+norm bias bias fork siblings", (79, 116)),
+    ("GPT-2", "tp + current"): Row("add+norm dropout siblings", "add+norm bias bias fork siblings", (71, 106)),
     ("GPT-2", "tp + sp + block"): Row("add+norm siblings", "add+norm bias fork siblings", (49, 82)),
     ("GPT-2", "tp + sp + input"): Row("add+norm siblings", "add+norm bias fork siblings", (49, 78)),
     ("GPT-2", "lora"): Row(f"add+norm dropout {SIX}", "add+norm bias bias bias fork qkv", (33, 59)),

@@ -66,8 +66,8 @@ ROWS = {
     "decoder of one Llama block": Row(20, 28, DECODER_FORWARD, DECODER_BACKWARD),
 }
 SWAPPED = {
-    "Hugging Face's Llama block, swapped": Row(23, 44, LLAMA_FORWARD, LLAMA_BACKWARD),
-    "Hugging Face's GPT-2 block, swapped": Row(14, 32, GPT2_FORWARD, GPT2_BACKWARD),
+    "Hugging Face's Llama block, swapped": Row(23, 40, LLAMA_FORWARD, LLAMA_BACKWARD),
+    "Hugging Face's GPT-2 block, swapped": Row(14, 30, GPT2_FORWARD, GPT2_BACKWARD),
 }
 
 
