@@ -39,6 +39,7 @@ from funcops.backend.scopes import Label
 from funcops.graphs import graph_data, graphed, wgrads_beside
 from funcops.models import DecoderConfig, MoEConfig, decoder, decoder_x
 from funcops.ops.experts import ExpertsConfig
+from funcops.program import rules
 
 SIZES = dict(vocab=64, dim=16, layers=2, heads=2, kv_heads=1, head_size=8, hidden=32, context=16)
 PLAIN = DecoderConfig(**SIZES, rope=RopeConfig(8), tied=True)
@@ -134,9 +135,11 @@ def operators_of(found, path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_a_compiled_step_has_the_names_of_the_eager_one(backend, tmp_path):
-    """Its operators run in the steps in which the eager step runs them; Inductor's kernels between them are timed only. Code
-    without names, which a guard of dynamo keeps, is made once for both backends, as to trace it takes a dozen seconds."""
+def test_a_compiled_step_has_the_names_of_the_eager_one(backend, tmp_path, monkeypatch):
+    """Its operators run in the steps in which the eager step runs them, with the rules for large inputs, which a compiled step has
+    for all; Inductor's kernels between them are timed only. Code without names, which a guard of dynamo keeps, is made once for
+    both backends, as to trace it takes a dozen seconds."""
+    monkeypatch.setattr(rules, "FEW", 0)
     step, args, _ = training(PLAIN)
     compiled = torch.compile(step, fullgraph=True, backend=backend)
     plain = compiled(*args) if backend == "aot_eager" else None

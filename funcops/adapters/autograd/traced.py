@@ -73,9 +73,9 @@ def run_traced(op: Op, params: Any, x: Any, cfg: Any) -> Any:
     outputs: list[Tensor] = []
     shape, y_shape = flatten(residuals, kept), flatten(y, outputs)
     guards = _guards(leaves, kept)
-    given = list(guards)
-    for t in (*leaves, *outputs):  # an output that is a leaf: Dynamo takes no tensor twice, and removes the copy
-        given.append(t.clone() if any([t is seen for seen in given]) else t)
+    given = [*guards, *leaves]
+    for t in outputs:  # of which one may be a leaf: Dynamo takes no tensor twice, and removes the copy
+        given.append(t.detach().clone() if any([t is seen for seen in given]) else t)
     for t in kept:
         if not any([t is seen for seen in given]):
             given.append(t)
