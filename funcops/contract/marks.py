@@ -235,9 +235,9 @@ class Known(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """The facts that a node passes to one made from its leaves, by a walk over a tree, `replace` or a copy: by field, what is known
-    of its guarded tensors, and, as the forward left them, the forms of leaves and the number of leaves that are None. `others`:
-    tensors that an edit replaced, which keep their marks if they come back. No tensor is kept alive.
+    """The facts that a node passes to one made from its leaves, by a walk over a tree, `replace`, an assignment or a copy: by
+    field, what is known of its guarded tensors, and, as the forward left them, the forms of leaves and the number of leaves that
+    are None. `others`: tensors that an edit replaced, which keep their marks if they come back. No tensor is kept alive.
     A node that was given away has no leaves to walk over."""
 
     known: dict[str, list[Known]]
@@ -312,8 +312,7 @@ class Moved(NamedTuple):
     def _compare(self, node: Any) -> None:
         """Note the first leaf that is missing, or has not the form that the forward gave it. All leaves of a node may be moved to
         another device together: its backward then runs there. A cast is never right: the backward also knows the
-        dtypes of x and dy, which are not among the leaves. A plain assignment to a field (`residuals.x = other`) makes no node, so
-        nothing is compared."""
+        dtypes of x and dy, which are not among the leaves."""
         if all([_as_before(getattr(node, name), forms) for name, forms in self.forms.items()]):
             return
         rows: list[tuple[str, Form, Any]] = []

@@ -59,9 +59,9 @@ class Saved:
 
     A node marks every guarded tensor with its version. The same tensor object keeps its mark wherever the tree is moved:
     mapped, rebuilt from its leaves, edited, copied, given away. A copy of a fresh tensor is a value of its own, fresh from then on;
-    a copy of a stale one is stale, however it was made: by a map, deep, pickled, cast there and back. A tensor that `replace` puts
-    in a field is fresh. If a leaf is missing, or has another shape, dtype or device than the forward kept, the backward that would
-    read it names it.
+    a copy of a stale one is stale, however it was made: by a map, deep, pickled, cast there and back. A tensor that `replace` or
+    an assignment puts in a field is fresh. If a leaf is missing, or has another shape, dtype or device than the forward kept, the
+    backward that would read it names it.
     Reading, copying, comparing or changing the leaves of a node that was given away raises `DonatedError`. Its `cfg`, `needs` and
     repr stay; a value assigned to one of its fields is never read.
     torch does not count writes through `tensor.data` or NumPy: only `funcops.checking` notices them.
@@ -82,7 +82,20 @@ class Saved:
     twin: Callable[[], Any]  # a node with the same leaves and marks
     _marks: Any  # a tuple, by guarded field; None if nothing can be guarded; Gone; Unlike; IDLE
 
+    unwatched: ClassVar[type]  # the same class, whose instances take any assignment: for writes of our own, which are many
+
     __post_init__ = post_init
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """An assignment to a field is an edit in place, as `replace` is one: the value is marked as fresh, its form is compared."""
+        edits = name in self.fields and hasattr(self, name) and not torch.compiler.is_dynamo_compiling()
+        if not edits or type(self._marks) is Gone:  # the first value of a node that is being made, or one that nobody will read
+            object.__setattr__(self, name, value)
+            return
+        moved = Moved.of(self).value
+        object.__setattr__(self, name, value)
+        self._marks = marks_of(self)
+        moved.edited((name,)).to(self)
 
     if TYPE_CHECKING:  # written out for each class
 
@@ -127,22 +140,22 @@ class Saved:
         """Change fields in place. The new values are marked as fresh; the other fields keep their marks."""
         self.unused("set")
         for name, value in changes.items():
-            setattr(self, name, value)
+            object.__setattr__(self, name, value)
         marks = self._marks
         if type(own := marks.marks if type(marks) is Unlike else marks) is tuple:
             pairs = zip(self.guarded, own, strict=True)
             own = tuple([versions(changes[name], mark_of) if name in changes else mark for name, mark in pairs])
-            self._marks = marks._replace(marks=own) if type(marks) is Unlike else own
+            object.__setattr__(self, "_marks", marks._replace(marks=own) if type(marks) is Unlike else own)
 
     def empty(self) -> None:
         """Drop every leaf."""
         if torch.compiler.is_dynamo_compiling():  # a tracer sees each use; at run time nothing could warn
             for name in self.fields:
-                setattr(self, name, None)
+                object.__setattr__(self, name, None)
             return
         cls: Any = type(self)
         for name, gone in _gone(cls):
-            setattr(self, name, gone)
+            object.__setattr__(self, name, gone)
 
     def stale(self) -> str | None:
         """The path of a leaf that was written to since it was marked, or None."""
@@ -299,6 +312,7 @@ def _node_class(cls: Any, statics: tuple[str, ...]) -> Any:
     odd = [n for n, f in made.fields.items() if made.kind == "pending" and f.needed_by is not WGRAD]
     if odd:
         fail(f"{cls.__name__}.{odd[0]}", "needed_by", "WGRAD, as only wgrad reads a pending", made.fields[odd[0]].needed_by)
+    made.unwatched = type.__new__(_Declared, cls.__name__, (made,), {"__slots__": (), "__setattr__": object.__setattr__})
     for name, method in _write_methods(made).items():
         setattr(made, name, method)
     made.marks_source = "".join([mark_source(f"n.{n}", made.fields[n].tree, "t") + ", " for n in made.guarded])
@@ -319,13 +333,15 @@ def keep(cfg, needs{parameters}):
             return None
         {drops}
         if len(drop) >= {idle} and not needs.x and not needs.recompute:
-            self = object.__new__(cls)
+            self = object.__new__(cls) if compiling else new(unwatched)
             {assigns}
             self.cfg = cfg
             self.needs = needs
             self._marks = IDLE
+            if not compiling:
+                self.__class__ = cls
             return self
-    self = object.__new__(cls) if compiling else new(cls)
+    self = object.__new__(cls) if compiling else new(unwatched)
     {assigns}
     self.cfg = cfg
     self.needs = needs
@@ -336,14 +352,18 @@ def keep(cfg, needs{parameters}):
         self._marks = ({marks})
     except (AttributeError, RuntimeError):
         self._marks = marks_of(self)
+    self.__class__ = cls
     return self
 
 def twin(self):
-    made = object.__new__(cls)
+    compiling = is_compiling()
+    made = object.__new__(cls) if compiling else new(unwatched)
     {copies}
     made.cfg = self.cfg
     made.needs = self.needs
     made._marks = self._marks
+    if not compiling:
+        made.__class__ = cls
     return made
 
 def fresh(self):
@@ -382,6 +402,7 @@ def _write_methods(cls: Any) -> dict[str, Any]:
         marks="".join([mark_source(n, cls.fields[n].tree) + ", " for n in cls.guarded]),
     )
     scope: dict[str, Any] = dict(is_compiling=torch.compiler.is_dynamo_compiling, ALL=Needs.ALL, new=object.__new__, cls=cls)
+    scope["unwatched"] = cls.unwatched
     scope.update(unwanted=_unwanted, dropped={}, versions=versions, marks_of=marks_of, IDLE=IDLE)
     compile_source(f"methods of {cls.__name__}", source, scope)
     scope["keep"].__qualname__ = f"{cls.__name__}.keep"  # which Python names in the error for an unknown field

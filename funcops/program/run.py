@@ -148,7 +148,7 @@ def filled(node: Any, fields: tuple[str, ...], value: Any, needs: Needs) -> Any:
     if not isinstance(node, (Saved, Donated)):
         return node  # which the op refuses
     made = node._node if type(node) is Donated else node.twin()
-    made.needs = needs
+    object.__setattr__(made, "needs", needs)
     made.set(**{name: value for name in fields if name in made.fields})
     return node if type(node) is Donated else made
 

@@ -34,7 +34,7 @@ class Source:
 
     def __init__(self, named: bool = False) -> None:
         self.names: dict[str, Any] = {"WithExtras": WithExtras, "Tensor": Tensor, "add": add, "fold_in": fold_in, "run": run}
-        self.names |= {"new": object.__new__, "new_node": dict.__new__, "fill": dict.update}
+        self.names |= {"new": object.__new__, "put": object.__setattr__, "new_node": dict.__new__, "fill": dict.update}
         self.names |= {"versions": versions, "any_autocast": functions.any_autocast}
         self.names |= {"scopes": scopes} if named else {}
         self.named = named

@@ -8,6 +8,7 @@ import torch
 from law_cases import FIRST
 
 from funcops import Offload, Policy, donate, linear, random, remat, with_policy
+from funcops.contract.schema import Saved
 from funcops.formats import dense
 from funcops.low_precision import NF4, weight_only
 from funcops.trees import tensors, tree_map, tree_map_tensors
@@ -28,12 +29,16 @@ EDITS = {
 }
 
 
+def gradient_of(y):
+    floats = tree_map(lambda t: t if t is not None and t.is_floating_point() else None, dense(y))
+    return tree_map_tensors(lambda t: torch.sin(torch.arange(t.numel(), dtype=torch.float64)).reshape(t.shape).to(t), floats)
+
+
 def waiting(op, params, x, cfg):
     """Rows of the residuals or the pending of a case, a call that takes them, and new accumulators, which must stay as they are if
     the call raises."""
     y, kept = op.fwd(params, x, cfg)
-    floats = tree_map(lambda t: t if t is not None and t.is_floating_point() else None, dense(y))
-    dy = tree_map_tensors(lambda t: torch.sin(torch.arange(t.numel(), dtype=torch.float64)).reshape(t.shape).to(t), floats)
+    dy = gradient_of(y)
     dx, pending = op.dgrad(kept, dy, cfg)
     grads = op.bwd(kept, dy, cfg)[0]
     sums = lambda: tree_map_tensors(torch.zeros_like, grads)  # noqa: E731
@@ -79,6 +84,58 @@ def check_edited(op, params, x, cfg, edit):
             for a, b in zip(tensors(found), tensors(want), strict=True):
                 torch.testing.assert_close(a, b, equal_nan=True)
     return refused
+
+
+ASSIGNED = {
+    "float64": lambda t: t.double(),
+    "another dtype": lambda t: t.to(torch.float16 if t.dtype is not torch.float16 else torch.int64),
+    "flat": lambda t: t[None],
+    "one row": lambda t: t[:1],
+    "no rows": lambda t: t[:0],
+    "longer": lambda t: torch.cat([t, t]),
+    "None": lambda t: None,
+    "a number": lambda t: 3.0,
+}
+
+
+def nodes(tree):
+    """The nodes of residuals or a pending."""
+    inside = [node for one in tree.values() for node in nodes(one)] if isinstance(tree, dict) else []
+    return inside + [tree] * isinstance(tree, Saved)
+
+
+def change(t, edit):
+    """The edited tensor, if the edit changes its form."""
+    found = None if t.dim() == 0 and edit in (ASSIGNED["one row"], ASSIGNED["no rows"], ASSIGNED["longer"]) else [edit(t)]
+    same = lambda a: isinstance(a, torch.Tensor) and (a.dtype, a.shape) == (t.dtype, t.shape)  # noqa: E731
+    return None if found is None or same(found[0]) else found
+
+
+@pytest.mark.turns("edit", "case", every=8)
+@pytest.mark.parametrize("edit", ASSIGNED)
+@pytest.mark.parametrize("case", FIRST, ids=str)
+def test_a_field_that_was_assigned(case, edit):
+    """An assignment is compared as `replace` is: another form raises by name, and what was there before may be put back."""
+    params, x = case.make(torch.float32 if torch.float32 in case.dtypes else case.dtypes[0])
+    op, cfg = case.op, case.cfg
+    y, kept = op.fwd(params, x, cfg)
+    dy = gradient_of(y)
+    calls = [(kept, lambda: op.bwd(kept, dy, cfg)), (kept, lambda: op.dgrad(kept, dy, cfg)[0])]
+    pending = op.dgrad(kept, dy, cfg)[1]
+    for tree, run in [*calls, (pending, lambda: op.wgrad(pending, cfg))]:
+        want = run()
+        for node in nodes(tree):
+            for name in [name for name, field in node.fields.items() if field.wanted(node.needs)]:
+                before = getattr(node, name)
+                found = change(before, ASSIGNED[edit]) if isinstance(before, torch.Tensor) else None
+                if found is None:
+                    continue
+                setattr(node, name, found[0])
+                with pytest.raises((TypeError, ValueError), match=rf"\.{name} must be .*, as the forward kept it, got"):
+                    run()
+                setattr(node, name, before)
+        for a, b in zip(tensors(run()), tensors(want), strict=True):
+            torch.testing.assert_close(a, b, equal_nan=True)
 
 
 WRAPPED = {

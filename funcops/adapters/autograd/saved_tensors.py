@@ -32,6 +32,7 @@ class _Lines:
         self.reads: list[str] = []
         self.writes: list[str] = []
         self.empties: list[str] = []
+        self.closed: list[str] = []
         self.classes: dict[str, type] = {}
 
 
@@ -41,11 +42,12 @@ def slots_of(residuals: Any) -> Slots | None:
     if not _visit("r", residuals, lines):
         return None
     source = (
-        "def take(r):\n    {nodes}\n    found = ({reads})\n    {empties}\n    return found\n"
-        "def fill(r, t):\n    {nodes}\n    {writes}\n"
-        "def empty(r):\n    {nodes}\n    {empties}\n"
+        "def take(r):\n    {nodes}\n    found = ({reads})\n    {empties}\n    {closed}\n    return found\n"
+        "def fill(r, t):\n    {nodes}\n    {writes}\n    {closed}\n"
+        "def empty(r):\n    {nodes}\n    {empties}\n    {closed}\n"
     ).format(
         nodes="; ".join(lines.nodes) or "pass",
+        closed="; ".join(lines.closed) or "pass",
         reads="".join(f"{read}, " for read in lines.reads),
         empties="; ".join(lines.empties) or "pass",
         writes="; ".join(lines.writes) or "pass",
@@ -62,7 +64,10 @@ def _visit(at: str, node: Any, lines: _Lines) -> bool:
     if not isinstance(node, Saved):
         return False
     name = f"n{len(lines.nodes)}"
-    lines.nodes.append(f"{name} = {at}")
+    kind = type(node)
+    lines.classes |= {f"K{name}": kind, f"U{name}": kind.unwatched}
+    lines.nodes.append(f"{name} = {at}; {name}.__class__ = U{name}")
+    lines.closed.append(f"{name}.__class__ = K{name}")
     lines.empties.append(f"{name}._marks = None")  # autograd has its own guard against writes
     return all([_slot(f"{name}.{field}", getattr(node, field), lines) for field in node.fields])
 
