@@ -266,9 +266,10 @@ class Moved(NamedTuple):
                     forms[name], holes[name] = [Form(value.dtype, value.shape, value.device)], 0
                 else:
                     forms[name], holes[name] = [_form(leaf) for leaf in _kept(value).values()], _holes(value)
-        known = {}
-        for name, mark in zip(node.guarded, marks or (), strict=False):
-            known[name] = [Known.of(*pair) for pair in _pairs(getattr(node, name), mark)]
+        known = {
+            name: [Known.of(*pair) for pair in _pairs(getattr(node, name), mark)]
+            for name, mark in zip(node.guarded, marks or (), strict=False)
+        }
         return Aside(Moved(known, forms, holes, others))
 
     def edited(self, names: Iterable[str]) -> Moved:

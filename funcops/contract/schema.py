@@ -88,14 +88,12 @@ class Saved:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """An assignment to a field is an edit in place, as `replace` is one: the value is marked as fresh, its form is compared."""
-        edits = name in self.fields and hasattr(self, name) and not torch.compiler.is_dynamo_compiling()
-        if not edits or type(self._marks) is Gone:  # the first value of a node that is being made, or one that nobody will read
-            object.__setattr__(self, name, value)
-            return
-        moved = Moved.of(self).value
+        # Not the first value of a node that is being made, and not one that nobody will read.
+        moved = Moved.of(self).value if name in self.fields and hasattr(self, name) and type(self._marks) is not Gone else None
         object.__setattr__(self, name, value)
-        self._marks = marks_of(self)
-        moved.edited((name,)).to(self)
+        if moved is not None:
+            self._marks = marks_of(self)
+            moved.edited((name,)).to(self)
 
     if TYPE_CHECKING:  # written out for each class
 
@@ -131,9 +129,8 @@ class Saved:
         """A copy of this node, which must be fresh, with `changes`."""
         self.unused("copy")  # type: ignore[attr-defined]
         given = {name: getattr(self, name) for name in self.names}  # type: ignore[attr-defined]
-        needs: Needs = self.needs  # type: ignore[attr-defined]
-        made: Any = self.keep(self.cfg, needs.dropping(()), **given | changes)  # type: ignore[attr-defined]
-        made.needs = needs  # which may leave out what a program has filled in
+        made: Any = self.keep(self.cfg, self.needs.dropping(()), **given | changes)  # type: ignore[attr-defined]
+        made.needs = self.needs  # type: ignore[attr-defined]  # which may leave out what a program has filled in
         return made  # type: ignore[no-any-return]
 
     def set(self, **changes: Any) -> None:
@@ -149,12 +146,9 @@ class Saved:
 
     def empty(self) -> None:
         """Drop every leaf."""
-        if torch.compiler.is_dynamo_compiling():  # a tracer sees each use; at run time nothing could warn
-            for name in self.fields:
-                object.__setattr__(self, name, None)
-            return
         cls: Any = type(self)
-        for name, gone in _gone(cls):
+        # A tracer sees each use; at run time nothing could warn.
+        for name, gone in dict.fromkeys(cls.fields).items() if torch.compiler.is_dynamo_compiling() else _gone(cls):
             object.__setattr__(self, name, gone)
 
     def stale(self) -> str | None:
@@ -443,7 +437,9 @@ def open_node(where: str, node: Any, cls: Any, cfg: Any, phase: Phase | None = N
 def _check_moved(where: str, node: Any, dy: Any) -> None:
     """Raise `ValueError` unless dy is on the device to which all of `node` was moved. Of all its tensors: a chain fills in what it
     recomputes, where that was kept."""
-    pairs = [(path, t.device, given.device) for path, t in paths(node).items() if isinstance(t, torch.Tensor) for given in tensors(dy)]
+    pairs = [
+        (path, t.device, given.device) for path, t in paths(node).items() if isinstance(t, torch.Tensor) for given in tensors(dy)
+    ]
     for path, moved, other in pairs:
         if moved != other:
             fail(where, f"{node.kind}.{path}", f"on device {other}, as dy is", f"one on {moved}: move both to one device")

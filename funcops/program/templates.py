@@ -125,7 +125,8 @@ t{i} = K{i}.donated""",
     # The backward of a call.
     "unwanted": "{w[0]} = {wgrad}(None, {cfg}, into={into})",
     "call": _TEST % " and {r[1]} is not None" + "if ok:",
-    "twin": "t = new({Unwatched}); {copies}; t.cfg = {cfg}; t.needs = {needs}; t._marks = None; {r[0]} = t; del t",
+    "twin": "t = new({Unwatched}); {copies}; t.cfg = {cfg}; t.needs = {needs}; t._marks = None; t.__class__ = {Residuals}; "
+    "{r[0]} = t; del t",
     "put": "put({r[0]}, {d[0]!r}, {r[1]})",
     "filled": "if {r[0]} is not None: {r[0]} = run.filled({r[0]}, {d[0]!r}, {r[1]}, {needs})",
     "bwd": f"{{writes}} = {_ENDED['bwd']} if {{r[0]}} is None else {{bwd}}({{reads}}, {{cfg}}, into={{into}})",

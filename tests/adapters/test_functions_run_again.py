@@ -572,7 +572,9 @@ def test_residuals_go_to_another_process_or_say_why_not():
 
 @pytest.mark.slow
 # Dynamo's own, of the trace, which it leaves out, and of the code after it, whose inputs it asks for a grad.
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin:UserWarning", "ignore:The .grad attribute of a Tensor")
+@pytest.mark.filterwarnings(
+    "ignore:Dynamo does not know how to trace the builtin:UserWarning", "ignore:The .grad attribute of a Tensor"
+)
 def test_under_torch_compile():
     """A compiler leaves out what it cannot trace, and the first run's notes are made there too; other ops are traced whole."""
     owner = types.SimpleNamespace(rate=1.0)
