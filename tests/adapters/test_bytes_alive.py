@@ -106,6 +106,7 @@ def alive(layer, given, held, frozen):
     return found, source.grad
 
 
+@pytest.mark.turns("name", every=4)
 @pytest.mark.parametrize("name", LAYERS)
 def test_no_more_is_alive_than_torchs(name):
     cases = [

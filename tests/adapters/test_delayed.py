@@ -368,6 +368,7 @@ FROZEN = {
 }
 
 
+@pytest.mark.turns("name", "when", "tied", "held", every=4)
 @pytest.mark.parametrize("held", [None, "grad", "main_grad"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("when", ["before", "after"])

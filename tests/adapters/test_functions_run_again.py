@@ -383,6 +383,7 @@ PARTS = {
 }
 
 
+@pytest.mark.turns("part", every=3)
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_of_a_module_that_was_assigned(part):
     norm = torch.nn.BatchNorm1d(D, affine=False, track_running_stats=True)

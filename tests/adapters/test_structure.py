@@ -448,6 +448,7 @@ TINY = {  # (formula, whether it is one of the known norms)
 }
 
 
+@pytest.mark.turns("name", "eps", every=4)
 @pytest.mark.parametrize("eps", [1e-5, 1e-8, 1e-12, 1e-16])
 @pytest.mark.parametrize("name", TINY)
 def test_a_norm_is_the_same_for_tiny_inputs_too(name, eps):

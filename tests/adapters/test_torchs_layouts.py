@@ -84,6 +84,7 @@ def cases(name):
                 yield kind, make(shape)
 
 
+@pytest.mark.turns("name", every=3)
 @pytest.mark.parametrize("name", MODULES)
 def test_strides_are_torchs(name):
     theirs, ours = (MODULES[name](lib) for lib in (nn, fnn))
@@ -141,6 +142,7 @@ SWAPPED = {
 }
 
 
+@pytest.mark.turns("name", every=3)
 @pytest.mark.parametrize("name", SWAPPED)
 def test_strides_of_swapped_norms_are_torchs(name):
     theirs = SWAPPED[name]()

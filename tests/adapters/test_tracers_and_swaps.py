@@ -62,7 +62,7 @@ def swapped(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.turns("name", every=3)
+@pytest.mark.turns("name", every=8)
 def test_an_exported_batch_is_of_any_size(name):
     model = swapped(name)
     sizes = {0: torch.export.Dim("rows", min=2, max=1 << 20)}

@@ -494,6 +494,7 @@ def hybrid(mesh):
     return zero3(mesh, also=(mesh["nodes"],))
 
 
+@pytest.mark.turns("step", every=3)
 @pytest.mark.parametrize("step", [zero1, zero3, zero3_by_specs, summed, over_both, hybrid], ids=lambda step: step.__name__)
 def test_data_parallel_ranks_of_any_number_run_once(step):
     """A rank's part has the shape of the others', so its step is theirs; its program is what it would record alone."""

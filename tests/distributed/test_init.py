@@ -188,6 +188,7 @@ CHANGED = {
 }
 
 
+@pytest.mark.turns("way", every=4)
 @pytest.mark.parametrize("way", CHANGED)
 def test_a_write_to_a_draw_is_not_lost(way):
     """Also one that counts as no version of the draw; to a leaf, to a stack, and to what is stacked, before and after."""

@@ -241,6 +241,7 @@ def test_a_rank_on_another_file_system_is_noticed(folder, monkeypatch):
     assert os.listdir(folder.parent) == ["a"] and holds(folder)
 
 
+@pytest.mark.slow
 def test_two_saves_to_one_path_are_kept_apart(folder):
     """The second is refused on all ranks until the first is finished or dropped; one to another path is not."""
 

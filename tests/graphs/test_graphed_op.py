@@ -293,6 +293,7 @@ def test_a_borrowed_dx_ends_with_the_next_replay(half, later):
         dx + 0
 
 
+@pytest.mark.turns("around", "half", every=4)
 @pytest.mark.parametrize("around", ["alone", "remat", "minimal", "remat of a chain", "repeat of remat"])
 @pytest.mark.parametrize("half", ["bwd", "dgrad"])
 def test_a_tensor_that_a_function_captured(around, half):

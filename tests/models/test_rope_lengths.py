@@ -113,7 +113,7 @@ ROPES = {
 @pytest.mark.parametrize("windows", [(5, None), (None, None)], ids=str)
 @pytest.mark.parametrize("local", ROPES)
 @pytest.mark.parametrize("rope", ROPES)
-@pytest.mark.turns("rope", "local", every=5)
+@pytest.mark.turns("rope", "local", "windows", every=10)
 def test_each_of_two_ropes_turns_as_in_a_forward_or_is_refused(rope, local, windows):
     """A layer with a window has a rope of its own, with a limit of its own; without such a layer it limits nothing."""
     sizes = dict(vocab=31, dim=16, layers=2, heads=4, kv_heads=2, head_size=4, hidden=12, context=64)

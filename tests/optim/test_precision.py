@@ -180,6 +180,7 @@ def test_wide_numbers_are_found_beside_narrow_ones(dtype, beside):
     assert nonfinite({"a": narrow, "b": torch.zeros(2, dtype=dtype)}) is None
 
 
+@pytest.mark.turns("seed", every=2)
 @pytest.mark.parametrize("seed", range(2))
 def test_a_loss_scale_recovers_after_any_number_of_bad_steps(seed):
     """It stays a normal number whose inverse is finite, and grows again as soon as steps are good."""
