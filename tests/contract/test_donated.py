@@ -215,3 +215,14 @@ def test_functions_of_any_object_still_work():
     t = gone()
     assert {t: 1}[t] == 1 and hash(t) == hash(t) and isinstance(t, object) and not isinstance(t, torch.Tensor)
     assert repr(t) == str(t) == f"{t}" == "donated" and t is not None and not callable(t)
+
+
+@pytest.mark.parametrize("half", ["bwd", "wgrad"])
+def test_the_call_that_takes_a_donated_node_empties_it(half):
+    """So that its tensors are freed though a name for the node may be left."""
+    y, node = linear.fwd(linear.init(CFG, key=random.key(0)), torch.ones(2, 3), CFG)
+    if half == "wgrad":
+        node = linear.dgrad(node, y, CFG)[1]
+    given = donate(node)
+    linear.bwd(given, y, CFG) if half == "bwd" else linear.wgrad(given, CFG)
+    assert not any(type(getattr(node, name)) is torch.Tensor for name in node.fields)
