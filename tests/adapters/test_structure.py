@@ -113,6 +113,18 @@ def test_norms(name, dtypes):
     assert str(other.eval()) and list(other.state_dict()) == list(module.state_dict())
 
 
+@pytest.mark.parametrize("name", list(NORMS)[::3])
+def test_an_epsilon_that_is_changed_later_is_followed(name):
+    formula, bias, _ = NORMS[name]
+    module = Norm(formula, bias=bias)
+    other = copy.deepcopy(module)
+    assert fnn.from_torch(other).replaced
+    for eps in (1e-5, 0.5, 0.01):
+        module.epsilon = other.epsilon = eps
+        for want, got in zip(*compared(copy.deepcopy(module), copy.deepcopy(other), torch.randn(3, 6)), strict=True):
+            assert_close(got, want, dtype=torch.float32, length=64)
+
+
 class Mlp(nn.Module):
     """`formula(self, x)` over linear layers of these names and sizes."""
 
