@@ -38,7 +38,7 @@ from funcops import (
     with_policy,
 )
 from funcops.adapters.autograd.saved_tensors import slots_of
-from funcops.contract.schema import Saved
+from funcops.contract.schema import DGRAD, Residuals, Saved, saved
 from funcops.formats import QTensor, QWeight, dense
 from funcops.formats.recipes import Fp8Delayed
 from funcops.formats.scaled import Scaled
@@ -401,3 +401,21 @@ def test_residuals_of_plain_tensors_have_slots():
             assert slots_of(residuals), name
             empty += None in [value if value is None else 0 for value in kept]
     assert empty > 3
+
+
+class TreeResiduals(Residuals):
+    first: object = saved("{params}", alias="params", needed_by=DGRAD, tree=True)
+    second: object = saved("{params}", alias="params", needed_by=DGRAD, tree=True)
+
+
+@pytest.mark.parametrize("there", [(True, True), (True, False), (False, True)], ids=str)
+def test_a_tree_of_tensors_among_residuals_is_put_back_whole(there):
+    """As an op of one's own may keep its params, with a bias or without."""
+    trees = [LinearParams(*[torch.randn(2) if one else None for one in given]) for given in (there, there[::-1])]
+    residuals = TreeResiduals.keep(LinearConfig(2, 2), Needs.ALL, first=trees[0], second=trees[1])
+    slots = slots_of(residuals)
+    taken = slots.take(residuals)
+    assert residuals.first is residuals.second is None and len(taken) == 2 * sum(there)
+    slots.fill(residuals, taken)
+    for found, want in zip((residuals.first, residuals.second), trees, strict=True):
+        assert type(found) is LinearParams and found.weight is want.weight and found.bias is want.bias

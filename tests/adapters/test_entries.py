@@ -13,6 +13,8 @@ from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook, sa
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from funcops import ActivationConfig, activation, backend, differentiable
+
 WHICH = ("x", "params", "both")
 
 
@@ -333,6 +335,17 @@ def as_torch(got, want):
     for a, b in zip(got, want, strict=True):
         a, b = (torch.zeros(()) if t is None else t for t in (a, b))
         torch.testing.assert_close(*torch.broadcast_tensors(a.double(), b.double()), rtol=1e-9, atol=1e-9)
+
+
+def test_a_backward_that_fails_on_a_batch_says_so():
+    """By the op's name, with what to do instead, and the error that it was."""
+    pytest.importorskip("triton")
+    x = torch.randn(3, 4, requires_grad=True)
+    said = r"^activation_bwd: dy must be one gradient here, got a batch .*: .+\. Call autograd.grad once per gradient$"
+    with backend("triton"):
+        y = differentiable(activation)(None, x, ActivationConfig("silu"))
+        with pytest.raises(RuntimeError, match=said):
+            torch.autograd.grad(y, x, torch.ones(2, 3, 4), is_grads_batched=True)
 
 
 @pytest.mark.turns("name", "face", every=3)

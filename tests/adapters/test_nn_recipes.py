@@ -323,3 +323,14 @@ def test_an_mlp_has_its_config_before_its_first_call():
     key, cfg = vars(model)["_made"]
     assert key[2] == Fp8Current() and cfg == model.known_cfg() and cfg.low_recipe is None
     assert [step.cfg.low_recipe for step in cfg.steps[0].cfg.branches] == [Fp8Current()] * 2
+
+
+def test_a_failing_from_torch_takes_recipes_back():
+    """From modules that ran on funcops before, too."""
+    model = nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Linear(D, 64))
+    fnn.from_torch(model, recipe=Fp8Block())
+    before = [dict(vars(module)) for module in model]
+    with pytest.raises(ValueError, match="from_torch: policy must be left out for a model without a known MLP"):
+        fnn.from_torch(model, policy="minimal", recipe=Fp8Current())
+    assert [module.recipe for module in (model[0], model[2])] == [Fp8Block()] * 2
+    assert [vars(module).keys() for module in model] == [own.keys() for own in before]

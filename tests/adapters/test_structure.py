@@ -113,6 +113,28 @@ def test_norms(name, dtypes):
     assert str(other.eval()) and list(other.state_dict()) == list(module.state_dict())
 
 
+class ByNumber(nn.Module):
+    """A norm whose epsilon is a number of its code."""
+
+    def __init__(self, centred):
+        super().__init__()
+        self.weight, self.centred = nn.Parameter(torch.randn(6)), centred
+
+    def forward(self, x):
+        x = x - x.mean(-1, keepdim=True) if self.centred else x
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 3e-2) * self.weight
+
+
+@pytest.mark.parametrize("centred", [False, True])
+def test_an_epsilon_that_is_a_number_of_the_code(centred):
+    module = ByNumber(centred)
+    other = copy.deepcopy(module)
+    done = fnn.from_torch(other)
+    assert len(done.replaced) == 1 and type(other) is not ByNumber, done
+    for want, got in zip(*compared(module, other, 0.1 * torch.randn(3, 6)), strict=True):
+        assert_close(got, want, dtype=torch.float32, length=64)
+
+
 class Mlp(nn.Module):
     """`formula(self, x)` over linear layers of these names and sizes."""
 

@@ -218,6 +218,9 @@ def test_bad_ties_raise():
     ):
         with pytest.raises(ValueError, match=f"ChainConfig: ties must be {match}"):
             ChainConfig(steps=(*linear, wide), ties=ties)
+    for other in (3, "a.weight", None, {"a.weight"}):
+        with pytest.raises(TypeError, match="ChainConfig: ties must be Mapping or tuple or list, got"):
+            ChainConfig(steps=(*linear, wide), ties=other)
     cfg = ChainConfig(steps=tuple(linear), ties={"c.weight": "b.weight", "b.weight": "a.weight", "d.weight": "c.weight"})
     assert cfg.ties == (("b.weight", "a.weight"), ("c.weight", "a.weight"), ("d.weight", "a.weight"))
     assert ChainConfig(steps=tuple(linear), ties=cfg.ties) == cfg

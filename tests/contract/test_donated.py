@@ -215,3 +215,18 @@ def test_functions_of_any_object_still_work():
     t = gone()
     assert {t: 1}[t] == 1 and hash(t) == hash(t) and isinstance(t, object) and not isinstance(t, torch.Tensor)
     assert repr(t) == str(t) == f"{t}" == "donated" and t is not None and not callable(t)
+
+
+@pytest.mark.parametrize("half", ["bwd", "wgrad"])
+def test_the_call_that_takes_a_donated_node_empties_it(half):
+    """A copy of the cell, as of a tree that holds it, has the same node: neither can be used again, and no tensor is kept."""
+    y, node = linear.fwd(linear.init(CFG, key=random.key(0)), torch.ones(2, 3), CFG)
+    if half == "wgrad":
+        node = linear.dgrad(node, y, CFG)[1]
+    given = donate(node)
+    other = copy.copy(given)
+    run = (lambda one: linear.bwd(one, y, CFG)) if half == "bwd" else (lambda one: linear.wgrad(one, CFG))
+    run(given)
+    for one in (given, other):
+        with pytest.raises(DonatedError, match=f"^linear_{half}: "):
+            run(one)

@@ -387,3 +387,9 @@ def test_a_missing_field_is_explained_by_its_declaration():
         said = "|".join(str(phase.name) for phase in (DGRAD, WGRAD) if phase in needed)
         assert _declared(SimpleNamespace(needed_by=needed, of=usual)) == f"needed_by={said}"
         assert _declared(SimpleNamespace(needed_by=needed, of=("x.0",))) == f"needed_by={said}, of=('x.0',)"
+
+
+def test_a_field_of_another_number_of_leaves_is_told_what_it_was():
+    _, _, dy, kept = fresh()
+    with pytest.raises(TypeError, match=r"linear_bwd: residuals.x must be float32\[.*\], as the forward kept, got 2 leaves"):
+        linear_bwd(replace(kept, x=(kept.x, kept.x)), dy, CFG)

@@ -9,7 +9,16 @@ import pytest
 import torch
 from law_cases import CASES
 
-from funcops import LinearConfig, LinearParams, Needs, linear_fwd
+from funcops import (
+    LinearConfig,
+    LinearCrossEntropyConfig,
+    LinearCrossEntropyParams,
+    LinearParams,
+    Needs,
+    linear_cross_entropy,
+    linear_fwd,
+    random,
+)
 from funcops.contract import needs as needs_module
 from funcops.contract.needs import sub_mask
 from funcops.trees import leaves, paths
@@ -106,3 +115,16 @@ def test_a_compiler_that_asks_first_gets_the_same_object(x, params, monkeypatch)
     spec.loader.exec_module(anew)
     asked = torch.compile(lambda t: (t + 1, anew.Needs(x, params)), backend="eager", fullgraph=True)
     assert asked(torch.ones(2))[1] is anew.Needs(x, params)
+
+
+@pytest.mark.parametrize("gradient", ["forward", "backward"])
+def test_a_loss_of_which_only_labels_are_asked_gives_nothing(gradient):
+    """They have no gradient, as in a chain whose other parts are frozen."""
+    cfg = LinearCrossEntropyConfig(4, 5, gradient=gradient)
+    params, x = linear_cross_entropy.init(cfg, key=random.key(0)), (torch.randn(3, 4), torch.tensor([0, 1, 2]))
+    _, kept = linear_cross_entropy.fwd(params, x, cfg, needs=Needs(params=False, x=["1"]))
+    dparams, dx = linear_cross_entropy.bwd(kept, torch.ones(()), cfg)
+    assert type(dparams) is LinearCrossEntropyParams and dparams.weight is None and dx == (None, None)
+    into = LinearCrossEntropyParams(torch.ones_like(params.weight))
+    assert linear_cross_entropy.bwd(kept, torch.ones(()), cfg, into=into)[0] is into and into.weight.eq(1).all()
+    assert linear_cross_entropy.dgrad(kept, torch.ones(()), cfg)[0] == (None, None)

@@ -9,12 +9,16 @@ import torch
 
 from funcops import (
     AttentionConfig,
+    BMMConfig,
     CausalConv1dConfig,
     ChainConfig,
     CrossEntropyConfig,
     DropoutConfig,
     ExpertsConfig,
+    GatedDeltaRuleConfig,
+    GroupNormConfig,
     LinearConfig,
+    PatchifyConfig,
     QKVSplitConfig,
     RepeatConfig,
     ReshapeConfig,
@@ -25,12 +29,16 @@ from funcops import (
     WithExtras,
     activation,
     attention,
+    bmm,
     causal_conv1d,
     chain,
     cross_entropy,
     dist,
     dropout,
+    gated_delta_rule,
+    group_norm,
     linear,
+    patchify,
     qkv_split,
     random,
     repeat,
@@ -204,14 +212,20 @@ def test_a_rank_has_every_option_of_a_dropout():
     assert fields_of(options).items() <= fields_of(made).items() and len(made.shared) == 2
 
 
-CONV = ("conv", causal_conv1d, CausalConv1dConfig(8))
+MIXING = {
+    "conv": Step("conv", causal_conv1d, CausalConv1dConfig(8)),
+    "bmm": Step("mix", bmm, BMMConfig()),
+    "group_norm": Step("norm", group_norm, GroupNormConfig(2, 8)),
+    "patches": Step("cut", patchify, PatchifyConfig((2, 2))),
+    "delta rule": Step("rule", gated_delta_rule, GatedDeltaRuleConfig()),
+}
 ROUTER = {"sequence": RouteConfig(4, 2, aux=0.1, sequence_wise=True), "capacity": RouteConfig(4, 2, capacity=1.0)}
 
 
 @pytest.mark.parametrize("name", ["cp", "seq"])
-@pytest.mark.parametrize("mixes", ["conv", *ROUTER])
+@pytest.mark.parametrize("mixes", [*MIXING, *ROUTER])
 def test_a_step_that_mixes_positions_is_refused_on_parts_of_a_sequence(name, mixes):
-    step = Step(*CONV) if mixes == "conv" else Step("route", route, ROUTER[mixes], gives=("indices", "load", "loss"))
+    step = MIXING[mixes] if mixes in MIXING else Step("route", route, ROUTER[mixes], gives=("indices", "load", "loss"))
     cfg = ChainConfig(steps=(Step("in", activation, ActivationConfig("silu")), step), outputs=step.gives)
     mesh = Mesh.abstract({name: 2, "dp": 2, "tp": 1}, 0)
     with pytest.raises(

@@ -53,6 +53,9 @@ def test_a_mesh_of_one_process_needs_no_group():
 BAD = {
     "Mesh.of: sizes must be of product 1, the number of processes, got dp 2 x tp 4 = 8": lambda: Mesh.of({"dp": 2, "tp": 4}),
     "Mesh.of: sizes['tp'] must be at least 1, got 0": lambda: Mesh.of({"tp": 0}),
+    "Mesh.of: sizes['tp'] must be int, got 1.0": lambda: Mesh.of({"tp": 1.0}),
+    "Mesh.of: sizes['tp'] must be int, got '1'": lambda: Mesh.of({"tp": "1"}),
+    "Mesh.abstract: sizes['tp'] must be int, got 2.0": lambda: Mesh.abstract({"dp": 2, "tp": 2.0}, 0),
     "Mesh.of: sizes must be Mapping, got 4": lambda: Mesh.of(4),
     "Mesh.of: device must be a device type, such as 'cuda', got 'toaster'": lambda: Mesh.of({"tp": 1}, "toaster"),
     "Mesh.of: timeout must be timedelta or NoneType, got 5": lambda: Mesh.of({"tp": 1}, timeout=5),

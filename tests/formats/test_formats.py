@@ -9,7 +9,7 @@ import torch
 
 from funcops import formats, random
 from funcops.backend import backend
-from funcops.formats import Format, dense, quantize_sides, quantize_tensor, turned
+from funcops.formats import Format, QWeight, dense, quantize_sides, quantize_tensor, turned
 from funcops.formats.qtensor import check_quantized
 from funcops.kernels import quantize as kernels
 from funcops.low_precision import MXFP8
@@ -468,3 +468,10 @@ def test_a_scale_beside_the_tiles_is_there_where_the_format_has_one(side):
         wanted = rf"None \({format.name}\), got float32" if q.scale is None else r"a tensor \[1\], got None"
         with pytest.raises((ValueError, TypeError), match=rf"^test: q.scale must be {wanted}"):
             check_quantized("test", "q", wrong, format, side, q.shape)
+
+
+def test_weights_in_a_format_are_compared_by_identity():
+    """As tensors are: as keys of a dict, and in a set."""
+    made = QWeight(quantize_tensor(torch.ones(32, 128), Format("e4m3", (1, 128), "pow2")))
+    other = QWeight(made.row)
+    assert made == made and made != other and len({made, other}) == 2

@@ -13,6 +13,7 @@ from triton.runtime import interpreter
 
 from benchmarks.plain import PlainBlock, plain_name
 from funcops import (
+    ActivationConfig,
     ChainConfig,
     GLUConfig,
     LayerNormConfig,
@@ -22,6 +23,7 @@ from funcops import (
     SkipConfig,
     Step,
     WithExtras,
+    activation,
     chain,
     dist,
     glu,
@@ -40,7 +42,7 @@ from funcops.lora.rewrite import adapted_linears
 from funcops.low_precision import Fp8Block, Fp8Current, gradients_like, quantize_params, recipe_init, with_recipe
 from funcops.models.blocks import block_config, gpt2_block_config
 from funcops.testing import run_ranks
-from funcops.trees import paths
+from funcops.trees import paths, put
 
 pytest.importorskip("triton")
 
@@ -298,3 +300,16 @@ def test_fused_gradients_of_an_adapted_block_equal_autograds(frozen):
         error = (t.double() - leaves[path].grad).norm() / leaves[path].grad.norm()
         assert error < 1e-5, (path, error)
     assert frozen or (dx.main.double() - inner.grad).norm() / inner.grad.norm() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("fuse", [False, True])
+def test_a_weight_of_another_dtype_is_refused_as_without_rules(fuse, bias, dtype):
+    steps = Step("up", linear, LinearConfig(16, 16, bias=bias)), Step("act", activation, ActivationConfig("gelu"))
+    cfg = ChainConfig(steps=steps, fuse=fuse)
+    assert any(line.rule for line in plan(cfg, device_type="cuda", dtype=torch.float32).forward) is fuse
+    params = chain.init(cfg, key=random.key(0))
+    wrong = put(params, "up.weight", params["up"].weight.to(dtype))
+    with backend("triton"), pytest.raises(TypeError, match="up: linear_fwd: params.weight must be float32, got"):
+        chain.fwd(wrong, torch.randn(4, 16), cfg)

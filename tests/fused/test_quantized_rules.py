@@ -270,3 +270,14 @@ def test_host_work_of_layers(name, plain, low, monkeypatch):
     with backend("triton"), gemm("triton"):
         found = [host_calls(fn) for fn in low_precision_cases(name)]
     assert found[0] <= plain and found[1] <= low, found
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("maker", ["rms_norm", "layer_norm", "glu"])
+def test_an_x_that_does_not_fit_is_refused_as_without_the_rule(maker, fuse, monkeypatch):
+    monkeypatch.setattr(rules, "FEW", 0)
+    plain = two(maker, Fp8Block())
+    cfg = plain if fuse else unfused(plain)
+    wrong, step = WIDTH // 2 * (1 + (maker == "glu")), "up" if maker == "glu" else plain.steps[0].name
+    with backend("triton"), pytest.raises(ValueError, match=rf"^{step}: \w+_fwd: x must be \[.*, {WIDTH}\], got"):
+        chain.fwd(chain.init(cfg, key=random.key(0)), draw(2, wrong, dtype=torch.float32), cfg)

@@ -361,3 +361,10 @@ def test_a_generator_draws_anew_and_ones_own_is_refused():
 def test_the_step_has_no_faults():
     params, state = init()
     assert check_capturable(step, params, state, batch(0), batch(1), torch.tensor(1e-2)) == []
+
+
+def test_a_report_counts_kernels_where_there_is_a_count():
+    report = graphed(double, torch.ones(3)).report()
+    for kernels, said in ((None, False), (0, True), (7, True)):
+        assert str(report._replace(kernels=kernels)).endswith(f", {kernels} kernels") is said
+        assert ("kernels" in str(report._replace(kernels=kernels))) is said

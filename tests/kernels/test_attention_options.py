@@ -386,3 +386,11 @@ def test_every_pass_has_a_tile_for_every_size_of_a_head():
         dtype = {2: torch.bfloat16, 4: torch.float32}[size]
         made = [scaled_attention.tile_of(which, dtype, d) for d in (16, 32, 64, 128)]
         assert len(set(made[:3])) == 1 and set(of) == {64, 128} and all(one.rows >= 16 for one in made)
+
+
+@pytest.mark.parametrize("change", [(2, 3, 2, 5), (2, 3, 2, 0), (1, 3, 2, 4), (2, 3, 1, 4), (2, 2, 2, 4), (2, 3, 2)], ids=str)
+def test_keys_that_do_not_fit_queries_and_values_are_refused(change):
+    q, v = torch.randn(2, 3, 4, 4), torch.randn(2, 3, 2, 6)
+    attention_fwd(None, (q, torch.randn(2, 3, 2, 4), v), AttentionConfig())
+    with pytest.raises(ValueError, match=r"^attention_fwd: x\.[0-2] "):
+        attention_fwd(None, (q, torch.randn(change), v), AttentionConfig())

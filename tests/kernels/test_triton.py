@@ -8,7 +8,7 @@ import torch
 from law_cases import MODULES
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from funcops import random
+from funcops import ExpertsConfig, experts, random
 from funcops.backend import backend
 from funcops.kernels import add_norm, cross_entropy, linear, norm, pointwise
 from funcops.testing import LAWS
@@ -220,3 +220,17 @@ def test_sums_of_a_row_are_of_that_row_and_all_of_it(centre, width, dtype):
     with backend("triton"):
         got = backward(dy, x, w, *kept, *asked)[0]
     assert_close(got[:2], want[:2], dtype=dtype)
+
+
+def test_experts_of_more_columns_than_a_program_takes():
+    """Both the width of x and of the hidden layer are several blocks."""
+    draw = torch.Generator().manual_seed(0)
+    cfg = ExpertsConfig(2, dim=32, hidden=80)
+    params = experts.init(cfg, key=random.key(0))
+    x = torch.rand(3, 2, generator=draw), torch.randn(3, 32, generator=draw), torch.tensor([[0, 1], [1, 0], [1, 0]])
+    found = []
+    for name in ("torch", "triton"):
+        with backend(name):
+            y, kept = experts.fwd(params, x, cfg)
+            found.append((y, experts.bwd(kept, torch.sin(torch.arange(y.numel())).view(y.shape), cfg)))
+    assert_close(found[1], found[0], dtype=torch.float32, length=80)

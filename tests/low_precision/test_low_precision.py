@@ -248,3 +248,27 @@ def test_scales_are_updated_by_the_recipe_that_made_them():
         with pytest.raises(TypeError, match="recipe_update: recipe must be Fp8Delayed, got"):
             recipe_update(state, amaxes, wrong)
     assert recipe_update(state, amaxes, recipe).keys() == state.keys()
+
+
+@pytest.mark.parametrize("wrong", [None, LinearConfig, "cfg", {}], ids=repr)
+def test_a_state_is_made_for_a_config_alone(wrong):
+    with pytest.raises(TypeError, match="recipe_init: cfg must be the config of an op .*, got"):
+        recipe_init(wrong, {})
+
+
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("columns", [True, False])
+def test_stacked_weights_are_quantised_one_by_one(times, columns):
+    one = with_recipe(ChainConfig(steps=(Step("up", linear, LinearConfig(32, 32)),)), Fp8Block())
+    cfg = ChainConfig(steps=(Step("layers", fo.repeat, fo.RepeatConfig(chain, one, times, stacked=True)),))
+    params = chain.init(cfg, key=random.key(0))
+    params = tree_map_tensors(lambda t: t * torch.logspace(-3, 3, times).view(-1, *[1] * (t.dim() - 1)), params)
+    work = quantize_params(params, cfg, columns=columns)["layers"]["up"].weight
+    for i in range(times):
+        layer = tree_map_tensors(lambda t: t[i], params["layers"])  # noqa: B023 (called at once)
+        alone = quantize_params(layer, one, columns=columns)["up"].weight
+        for side in ("row", "col"):
+            whole, own = getattr(work, side), getattr(alone, side)
+            assert (whole is None) == (own is None) == (side == "col" and not columns)
+            if own is not None:
+                assert torch.equal(whole.codes[i], own.codes) and torch.equal(whole.scales[i], own.scales)

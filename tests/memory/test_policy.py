@@ -351,6 +351,20 @@ def test_an_op_without_a_name_is_not_pickled():
         pickle.dumps(linear._replace(recomputable="norm"))
 
 
+@pytest.mark.parametrize("policy", ["save_all", "minimal", Policy({"norm": Recompute()})], ids=["all", "preset", "own"])
+def test_a_compiler_is_told_the_op_and_config_of_each_config(policy, monkeypatch):
+    """What a trace takes as constants, here without a compiler."""
+    op, x = with_policy(chain, policy), torch.randn(3, 4)
+    for eps in (1e-5, 1.0, 1e-5):
+        cfg = ChainConfig(steps=(Step("norm", rms_norm, RMSNormConfig(4, eps=eps)), Step("up", linear, LinearConfig(4, 4))))
+        params = chain.init(cfg, key=random.key(0))
+        asked = iter([True])  # by the op; what it makes of its config runs outside of the trace
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.compiler, "is_dynamo_compiling", lambda: next(asked, False))  # noqa: B023 (called at once)
+            y = op.fwd(params, x, cfg)[0]
+        assert torch.equal(y, chain.fwd(params, x, cfg)[0])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["minimal", Policy({"norm": Recompute()})], ids=["preset", "own"])
 def test_a_compiler_meets_a_policy_first(policy):

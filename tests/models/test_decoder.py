@@ -94,6 +94,9 @@ def test_a_part_of_dy_that_is_None_counts_as_zero():
     [
         (dict(kv_heads=3), "kv_heads must be a number that divides heads, 2, got 3"),
         (dict(mlp="mish"), "mlp must be one of glu, .*, got 'mish'"),
+        (dict(windows=(1, 0, 1, 1)), r"windows must be a tuple of windows of at least 1, or None, got \(1, 0, 1, 1\)"),
+        (dict(windows=(1, 2.5, None, 1)), r"windows must be a tuple of windows of at least 1, or None, got \(1, 2.5, None, 1\)"),
+        (dict(chunks=[4, 4, 4, 4]), r"chunks must be a tuple of chunks of at least 1, or None, got \[4, 4, 4, 4\]"),
         (dict(windows=(1, 2)), r"windows must be \(\) or one for each of 4 layers, got 2 of them"),
         (dict(chunks=(1, 2)), r"chunks must be \(\) or one for each of 4 layers, got 2 of them"),
         (dict(temperature=(0.1, 0)), r"temperature must be None, or \(a, f\) with a of at least 0 and f above 0, both finite"),

@@ -14,6 +14,7 @@ from funcops.optim import (
     adamw_init,
     adamw_update,
     clip_by_global_norm,
+    clip_factor,
     decay_mask,
     global_norm,
     sgd_init,
@@ -142,6 +143,8 @@ ERRORS = [
     (lambda: decay_mask(model(), ("*.gamma",)), ValueError, "exclude must be globs that match paths among"),
     (lambda: decay_mask(model(), "*norm*"), TypeError, "exclude must be a sequence of globs, got '*norm*'"),
     (lambda: clip_by_global_norm(model(), -1.0), ValueError, "max_norm must be finite and not negative, got -1.0"),
+    (lambda: clip_factor(torch.ones(()), -1.0), ValueError, "clip_factor: max_norm must be finite and not negative, got -1.0"),
+    (lambda: clip_factor(torch.ones(()), torch.ones(2)), ValueError, "clip_factor: max_norm must be [], got [2]"),
     (lambda: global_norm({"a": torch.ones(2, dtype=torch.int32)}), TypeError, "global_norm: a must be a float tensor"),
     (lambda: warmup_cosine(0, peak=1.0, warmup=5, total=4), ValueError, "warmup must be from 0 to total (4), got 5"),
 ]

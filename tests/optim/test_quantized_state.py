@@ -305,3 +305,19 @@ def test_blocks_of_every_magnitude_keep_their_digits(dtype, signed):
     assert torch.equal(found[-1], x[-1])
     again = module._restored(found, signed).dequantize()
     assert torch.equal(again[largest[:, 0] > 1e3 * info.smallest_normal], found[largest[:, 0] > 1e3 * info.smallest_normal])
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_an_update_sees_no_more_numbers_at_once_than_a_chunk_has(in_place, monkeypatch):
+    """Or one leaf of more: its state is decoded, which takes four times the bytes."""
+    monkeypatch.setattr(module, "CHUNK", 5000)
+    seen = []
+
+    def counted(params, *given, **options):
+        seen.append([t.numel() for t in trees.tensors(params)])
+        return adamw_update(params, *given, **options)
+
+    params = [normal(n, seed=n) for n in (2000, 3000, 1, 4999, 9000, 100, 100)]
+    cfg = AdamWConfig()
+    with_quantized_state(counted)(params, params, quantize_state(adamw_init(params, cfg)), cfg, in_place=in_place)
+    assert seen == [[2000, 3000], [1, 4999], [9000], [100, 100]]

@@ -1,6 +1,7 @@
 """Recomputation in turn: a y whose x is recomputed itself, and so on back to a tensor that is kept."""
 
 import dataclasses
+import weakref
 
 import pytest
 import torch
@@ -51,6 +52,7 @@ from funcops.contract.op import config, dgrad_of, forward, make_op, recompute_of
 from funcops.contract.schema import NO_GRADIENT, RECOMPUTE, Residuals, saved
 from funcops.distributed import comm
 from funcops.errors import StaleResidualError
+from funcops.kernels import linear as linear_kernels
 from funcops.kernels import norm as norm_kernels
 from funcops.testing import run_ranks
 from funcops.testing.checks import float_like
@@ -297,6 +299,32 @@ def test_each_y_is_recomputed_once_in_each_half(readers, name, monkeypatch):
                 _, pending = getattr(chain, half)(kept, y, cfg)
             # the dgrad of the activation reads the norm's y; no dgrad reads the gathered one
             assert (len(norms), len(RAN)) == {"bwd": (1, 1), "dgrad": (1, 0), "wgrad": (1, 1)}[half], half
+
+
+def test_what_y_was_recomputed_from_is_gone_when_weights_read_y(monkeypatch):
+    """The norm's y, from which the activation's is computed, is freed before the product of the linear layer behind them."""
+    made, alive = [], []
+    norm, product = norm_kernels.rms_norm_recompute, linear_kernels.linear_wgrad
+
+    def recompute(*args):
+        y = norm(*args)
+        made.append(weakref.ref(y))
+        return y
+
+    def wgrad(*args):
+        alive.append([ref() is not None for ref in made])
+        return product(*args)
+
+    monkeypatch.setattr(norm_kernels, "rms_norm_recompute", recompute)
+    monkeypatch.setattr(linear_kernels, "linear_wgrad", wgrad)
+    steps = Step("norm", rms_norm, RMSNormConfig(D)), Step("act", activation, ActivationConfig("silu"))
+    cfg = ChainConfig(steps=(*steps, Step("up", linear, LinearConfig(D, D))))
+    params, x = chain.init(cfg, key=random.key(0)), torch.randn(7, D)
+    y, kept = chain.fwd(params, x, cfg)
+    _, pending = chain.dgrad(kept, y, cfg)
+    made.clear()
+    chain.wgrad(pending, cfg)
+    assert alive == [[False]]
 
 
 def gathered_recompute(residuals, cfg):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from funcops import (
+    ActivationConfig,
     ChainConfig,
     LinearConfig,
     Rule,
@@ -11,6 +12,7 @@ from funcops import (
     ScaleConfig,
     SoftcapConfig,
     Step,
+    activation,
     chain,
     linear,
     random,
@@ -19,6 +21,7 @@ from funcops import (
     softcap,
     unregister_fusion,
 )
+from funcops.trees import tensors
 
 CFG = ChainConfig(
     steps=(
@@ -65,3 +68,24 @@ def test_a_rule_may_leave_the_calls_to_themselves():
     assert call("forward", both, lambda *given: NotImplemented)[1].shape == (4096, 8)
     assert call("backward", both, lambda *given: NotImplemented)[1].shape == (4096, 8)
     assert call("forward", lambda window: "not today", lambda *given: None)[1].shape == (4096, 8)
+
+
+def test_a_rule_that_recomputes_may_leave_the_calls_to_themselves():
+    """What was to come from the rule's y, the weight gradient of the linear layer behind it, comes from one computed again."""
+    steps = (
+        Step("in", linear, LinearConfig(8, 8)),
+        Step("act", activation, ActivationConfig("silu")),
+        Step("out", linear, LinearConfig(8, 8)),
+    )
+    cfg = ChainConfig(steps=steps)
+    params, x, declined = chain.init(cfg, key=random.key(0)), torch.ones(4096, 8), []
+    y, residuals = chain.fwd(params, x, cfg)
+    want = chain.bwd(residuals, torch.ones_like(y), cfg)
+    alone = lambda window: 1 if window.calls[0].op is activation and window.calls[0].readers else None  # noqa: E731
+    decline = lambda *given: declined.append(given) or NotImplemented  # noqa: E731
+    rule = register_fusion(Rule("mine", "backward", alone, decline, Saving(9, 9), on_cpu=True, whole=True, recompute=True))
+    try:
+        found = chain.bwd(chain.fwd(params, x, cfg)[1], torch.ones_like(y), cfg)
+    finally:
+        unregister_fusion(rule)
+    assert declined and all(torch.equal(a, b) for a, b in zip(tensors(found), tensors(want), strict=True))

@@ -149,3 +149,11 @@ def test_stages_and_microbatches_are_counted_from_0(made, change, field):
                 rank[i] = rank[i]._replace(**{field: change(getattr(rank[i], field))})
         with pytest.raises(ValueError, match="rank . must be made of Actions whose stage and microbatch are integers"):
             Schedule("x", tuple(map(tuple, actions)))
+
+
+def test_lists_of_actions_make_the_schedule_that_tuples_make():
+    made = zb_h1(2, 3)
+    lists = [list(actions) for actions in made.ranks]
+    other = Schedule(made.name, lists)
+    lists[0].clear()  # the caller's own
+    assert other == made and hash(other) == hash(made) and other.ranks == made.ranks

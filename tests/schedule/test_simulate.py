@@ -351,6 +351,15 @@ def test_costs_are_measured():
         measure(chain, params, x, cfg, repeats=0)
 
 
+def test_only_an_op_with_its_config_is_measured():
+    cfg = LinearConfig(DIM, DIM)
+    params, x = linear.init(cfg, key=random.key(0)), torch.ones(2, DIM)
+    with pytest.raises(TypeError, match="measure: op must be Op, got"):
+        measure(linear.fwd, params, x, cfg)
+    with pytest.raises(TypeError, match="measure: cfg must be LinearConfig, got"):
+        measure(linear, params, x, None)
+
+
 @pytest.mark.parametrize("made", [gpipe(2, 3), one_f_one_b(2, 3), zb_h1(2, 3)], ids=lambda made: made.name)
 def test_simulated_bytes_equal_a_runs(made):
     """One stage keeps what the caller gave, its x and an extra; another keeps the y of the stage before."""

@@ -145,3 +145,9 @@ def test_values_of_two_kinds_are_a_difference_and_not_an_error(got, want):
     with pytest.raises(AssertionError, match="instead of"):
         assert_close({"x": got}, {"x": want}, dtype=torch.float32, length=1)
     assert_close({"x": None}, {"x": None}, dtype=torch.float32, length=1)
+
+
+@pytest.mark.parametrize("laws", [(), ("right", "nope"), ["right"], "right", None], ids=repr)
+def test_laws_of_other_names_or_none_are_refused(laws):
+    with pytest.raises(ValueError, match="check_op: laws must be a tuple of some of .*right.*, got "):
+        check_op(linear, cfg=LinearConfig(5, 3), x=lambda draw: draw.randn(3, 5), reference=lambda params, x, cfg: x, laws=laws)

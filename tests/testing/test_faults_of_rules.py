@@ -91,3 +91,21 @@ def test_a_rule_with_a_wrong_y_is_named_with_the_law_right():
         checked(chain, longer, forward_of((), 1.01, whole), *laws)
     with pytest.raises(AssertionError, match=r"(?s)law 'frugal', .*; rules of fusion that ran: linear \+ scale$"):
         checked(chain, CFG, forward_of(("x",), 1.0), "frugal")
+
+
+def test_a_rule_is_named_of_a_chain_without_params():
+    """What counts is whether the rules of a large x ran, however few params there are."""
+    plain = ChainConfig(steps=tuple(Step(name, scale, ScaleConfig(0.5)) for name in "ab"))
+    both = lambda window: 2 if [call.op for call in window.calls[:2]] == [scale, scale] else None  # noqa: E731
+
+    def run(calls, params, main, values):
+        keep = [ScaleResiduals.keep(call.cfg, call.kept, shape=main.shape, dtype=main.dtype) for call in calls]
+        return main * 0.3, keep
+
+    rule = register_fusion(Rule("scale + scale", "forward", both, run, Saving(9, 9), on_cpu=True))
+    try:
+        with pytest.raises(AssertionError, match=r"(?s)law 'right', .*; rules of fusion that ran: scale \+ scale$"):
+            check_op(chain, cfg=plain, x=lambda d: d.randn(4096, 8), reference=lambda p, x, cfg: x / 4,
+                     dtypes=(torch.float32,), laws=("right",))  # fmt: skip
+    finally:
+        unregister_fusion(rule)
