@@ -305,3 +305,15 @@ def test_blocks_of_every_magnitude_keep_their_digits(dtype, signed):
     assert torch.equal(found[-1], x[-1])
     again = module._restored(found, signed).dequantize()
     assert torch.equal(again[largest[:, 0] > 1e3 * info.smallest_normal], found[largest[:, 0] > 1e3 * info.smallest_normal])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_block_without_signs_is_read_with_the_scale_of_its_largest(dtype):
+    """Also where another scale would give the largest by the second code: the state is the one that `quantize_state` makes."""
+    draw = torch.Generator().manual_seed(0)
+    at = torch.randint(0, 255, (64, module.BLOCK), generator=draw)
+    at[:, 0] = 254
+    t = (code_book(False)[at] * (1 + torch.rand(64, 1, generator=draw)).to(dtype).float()).to(dtype)
+    want = module._quantized(t, False)
+    found = module.encoded_like({"w": t}, {"w": want}, "cpu")["w"]
+    assert equal(found, want) and torch.equal(found.absmax, t.float().amax(1))
