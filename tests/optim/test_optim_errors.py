@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from optim_model import ADAMW, OPTIMISERS, Layer, equal, gradients, model
@@ -17,6 +19,7 @@ from funcops.optim import (
     decay_mask,
     global_norm,
     sgd_init,
+    sgd_update,
     warmup_cosine,
 )
 from funcops.trees import same_structure, tree_map_tensors
@@ -190,3 +193,12 @@ def test_a_gradient_of_another_16_bit_dtype_is_refused():
         for init, update, cfg in OPTIMISERS:
             with pytest.raises(TypeError, match="update: grads.w must be"):
                 update(params, {"w": torch.ones(2, dtype=other)}, init(params, cfg), cfg)
+
+
+def test_trees_of_other_containers_follow_each_other():
+    """An update knows the structures that it met last: a dict, and one of another kind with the same keys in another order."""
+    for make, keys in ((dict, "ab"), (OrderedDict, "ba"), (dict, "ba")):
+        params, grads = (make((k, torch.full((1,), factor * ord(k))) for k in keys) for factor in (1.0, 2.0))
+        cfg = SGDConfig(lr=1.0)
+        made, _ = sgd_update(params, grads, sgd_init(params, cfg), cfg)
+        assert type(made) is make and {k: float(t) for k, t in made.items()} == {k: -float(ord(k)) for k in keys}
