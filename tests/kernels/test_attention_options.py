@@ -386,4 +386,4 @@ def test_every_pass_has_a_tile_for_every_size_of_a_head():
         dtype = {2: torch.bfloat16, 4: torch.float32}[size]
         made = [scaled_attention.tile_of(which, dtype, d) for d in (16, 32, 64, 128)]
         assert len(set(made[:3])) == 1 and set(of) == {64, 128}
-        assert all(one.rows >= 16 and one.rows.bit_count() == 1 for one in (*made, *of.values())), "Triton's blocks are powers of two"
+        assert all(one.rows >= 16 and one.rows.bit_count() == 1 for one in (*made, *of.values())), "as Triton's blocks"
