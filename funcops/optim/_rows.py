@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -107,7 +108,9 @@ def lists_of(where: str, trees: dict[str, Any]) -> list[list[Any]]:
             lists = [seen.flatten_up_to(tree) for tree in trees.values()]
         except ValueError:
             continue
-        if all([issubclass(kind, _LEAVES) for kind in {type(leaf) for row in lists for leaf in row}]):
+        # An ordered dict is taken for another, or for a dict, with the same keys in another order: the leaves would change places.
+        ordered = all(map(operator.is_, lists[0], leaves(wanted)))
+        if ordered and all([issubclass(kind, _LEAVES) for kind in {type(leaf) for row in lists for leaf in row}]):
             return lists
     for name, other in others:
         if not same_structure(wanted, other):

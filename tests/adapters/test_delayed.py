@@ -484,3 +484,10 @@ def test_a_model_without_a_parameter_that_got_a_gradient_is_refused():
         ValueError, match=r"model must be one that holds all parameters that got a gradient, got one without float32\[2, 3\]"
     ):
         store.reduce_sharded(torch.nn.Linear(3, 2))
+
+
+def test_a_model_that_is_not_under_fully_shard_is_refused():
+    linear, store = torch.nn.Linear(3, 2), delayed_wgrad()
+    linear.weight.grad, store.done = torch.ones(2, 3), {id(linear.weight): linear.weight}
+    with pytest.raises(TypeError, match="delayed_wgrad: model must be under fully_shard, got a plain parameter weight"):
+        store.reduce_sharded(linear)

@@ -214,3 +214,13 @@ def test_fx_and_jit_trace(name):
 def test_fx_says_what_it_cannot_trace():
     with pytest.raises(ValueError, match="funcops.nn.SwiGLU: x must be a plain tensor: torch has no swiglu, got Proxy"):
         torch.fx.symbolic_trace(fnn.SwiGLU())
+
+
+def test_a_gate_of_one_dimension():
+    """Along its only one, by whichever name; a number has no halves."""
+    x = torch.tensor([100.0, -3.0, 5.0, 2.0])
+    for dim in (0, -1):
+        y = fnn.GLU(dim, kind="swiglu", gate="first")(x)
+        torch.testing.assert_close(y, nn.functional.silu(x[:2]) * x[2:])
+    with pytest.raises(ValueError, match="funcops.nn.GLU: x must be a plain tensor: torch has no swiglu, got Tensor"):
+        fnn.GLU(0, kind="swiglu", gate="first")(torch.tensor(1.0))

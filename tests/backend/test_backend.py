@@ -43,6 +43,17 @@ def torch_only(x: Tensor) -> Tensor:
     return x + x
 
 
+@kernel(opaque=True)
+def host_probe(x: Tensor) -> Tensor:
+    """x times its first number, which is read on the host."""
+    return x * x[0].item()
+
+
+@host_probe.fake
+def _host_probe_fake(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
 def test_eager_calls_go_straight_to_the_chosen_implementation():
     x = torch.ones(2)
     calls = []
@@ -64,6 +75,8 @@ def test_a_tracer_sees_the_operator_of_triton_and_the_body_of_torch():
         return [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
 
     assert targets(make_fx(lambda x: registry_probe(x, 2.0))(x)) == ["aten.mul.Tensor"]
+    assert targets(make_fx(host_probe, tracing_mode="fake")(x)) == ["funcops.host_probe_by_torch.default"], "it reads a number"
+    assert torch.equal(host_probe(3 * x), 9 * x)
     with backend("triton"):
         assert targets(make_fx(lambda x: registry_probe(x, 2.0))(x)) == ["funcops.registry_probe.default"]
         compiled = torch.compile(lambda x: registry_probe(x, 2.0), fullgraph=True, backend="aot_eager")

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from law_cases import FIRST
 
 import funcops
 from funcops import (
@@ -36,7 +37,7 @@ from funcops.kernels import routing
 from funcops.kernels.sibling_linear import sibling_linear_dgrad
 from funcops.lora import LowRankConfig, LowRankParams, adapter, lora_init, low_rank, save_adapter, with_lora
 from funcops.testing import run_ranks
-from funcops.trees import paths, put, tree_map_tensors
+from funcops.trees import paths, put, tensors, tree_map_tensors
 
 OPS = [value for value in vars(funcops).values() if isinstance(value, funcops.Op)]
 BASE = ChainConfig(steps=(Step("norm", rms_norm, RMSNormConfig(4)), Step("up", linear, LinearConfig(4, 4))))
@@ -49,6 +50,21 @@ def test_functions_of_an_op_live_where_its_config_does(op):
     for part in ("init", "fwd", "bwd", "dgrad", "wgrad"):
         fn = getattr(funcops, f"{op.name}_{part}")
         assert fn.__module__ == home and fn.__name__ == f"{op.name}_{part}"
+
+
+@pytest.mark.parametrize("case", [case for case in FIRST if case.op.params is not type(None)], ids=lambda case: case.op.name)
+def test_every_param_has_a_draw_of_its_own(case):
+    """No number is drawn twice, in one leaf or in two of them."""
+    made = case.op.init(case.cfg, key=random.key(0), dtype=torch.float64)
+    drawn = [t.flatten() for t in tensors(made) if t.is_floating_point() and t.unique().numel() > 1]
+    drawn = torch.cat(drawn) if drawn else torch.empty(0)
+    assert drawn.abs().unique().numel() == drawn.numel()
+
+
+@pytest.mark.parametrize("case", [case for case in FIRST if case.op.params is not type(None)], ids=lambda case: case.op.name)
+def test_accumulators_of_another_op_are_refused_without_a_pending_too(case):
+    with pytest.raises((TypeError, ValueError), match=r"^[\w.]+_wgrad: into must be |^[\w.]+: \w+_wgrad: into must be "):
+        case.op.wgrad(None, case.cfg, into=torch.ones(1))
 
 
 def test_an_adapter_has_the_dtype_of_its_own_weight():

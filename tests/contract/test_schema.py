@@ -287,3 +287,16 @@ def test_a_deprecated_argument_is_ignored_with_a_warning():
     with pytest.warns(DeprecationWarning, match="^saved: recompute_from is ignored, and removed in version 0.4: leave it out$"):
         old = saved("[*, 1]", needed_by=DGRAD, recompute_from=("x",))
     assert old.metadata["saved"] == saved("[*, 1]", needed_by=DGRAD).metadata["saved"]
+
+
+def test_a_tree_that_got_another_tensor_is_stale():
+    class PartsResiduals(Residuals):
+        parts: dict = saved("{*}", needed_by=DGRAD, tree=True)
+
+    for change in (lambda parts: parts.update(c=torch.ones(1)), lambda parts: parts.pop("b")):
+        kept = PartsResiduals.keep(CFG, Needs.ALL, parts={"a": torch.ones(2), "b": torch.ones(3)})
+        assert kept.stale() is None
+        change(kept.parts)
+        assert kept.stale() == "parts"
+        kept.parts["a"].add_(1)
+        assert kept.stale() == "parts.a"

@@ -19,11 +19,13 @@ from funcops import (
     SkipConfig,
     StaleResidualError,
     Step,
+    TorchConfig,
     activation,
     add,
     chain,
     donate,
     linear,
+    op_from_torch,
     parallel,
     random,
     remat,
@@ -261,3 +263,13 @@ def test_a_config_says_the_widths_that_its_op_has(case):
     before, after = ((t[0] if isinstance(t, tuple) else t) for t in (x, y))
     wanted, given = case.cfg.widths(before.shape[-1])
     assert wanted in (None, before.shape[-1]) and given in (None, *after.shape[-1:])
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_sum_that_does_not_fit_is_an_error_of_the_skip(inner):
+    """Not of the step that ran before it, in the body or before the skip."""
+    cut, of = op_from_torch(lambda params, x, cfg: x[..., :2], name="cut"), TorchConfig()
+    body = (chain, ChainConfig(steps=(Step("cut", cut, of),))) if inner else (cut, of)
+    cfg = ChainConfig(steps=(Step("up", linear, LinearConfig(D, D)), Step("around", skip, SkipConfig(*body))))
+    with pytest.raises(ValueError, match=r"^around: skip_fwd: body\(x\) must be like x, float32\[3, 4\], got float32\[3, 2\]$"):
+        chain.fwd(chain.init(cfg, key=random.key(0)), torch.ones(3, D), cfg)

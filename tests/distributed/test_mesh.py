@@ -143,3 +143,8 @@ def gives_up(folder, named, number):
 def test_a_rank_waits_along_an_axis_no_longer_than_it_was_told(named, tmp_path):
     ended = codes({f"rank{i}": functools.partial(gives_up, tmp_path, named, i) for i in range(4)}, tmp_path)
     assert set(ended.values()) == {0}, [file.read_text() for file in tmp_path.glob("*.err")]
+
+
+def test_a_group_beside_a_size_is_refused():
+    with pytest.raises(TypeError, match=r"^Mesh.of: sizes\['tp'\] must be ProcessGroup, got 2"):
+        Mesh.of({"dp": dist.ProcessGroup(0, 1), "tp": 2})

@@ -6,6 +6,7 @@ import torch
 
 from funcops import ChainConfig, Ledger, LinearConfig, Step, WithExtras, chain, dist, donate, linear, random
 from funcops.distributed import finish, own_shards, reduce_start
+from funcops.distributed.ring import scattered_products
 from funcops.low_precision import MXFP8, NVFP4, Fp8Current, Fp8Delayed, quantize_params, with_recipe
 from funcops.models.blocks import Sizes, block_config, decoder_config
 from funcops.testing import run_ranks
@@ -229,3 +230,15 @@ def test_an_error_of_a_prefetch_names_its_step():
 
     with pytest.raises(ValueError, match=r"^down: sharded_fwd: params.weight must be \[2, 8\]"):
         run_ranks({"dp": 2}, step)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_sums_that_pass_all_ranks_end_at_the_rank_of_their_rows(count):
+    """Of two ranks, and of three, where a ring differs from its reverse."""
+    rows = torch.randn(count, count, 2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))  # by rank, of each
+
+    def run(mesh):
+        return scattered_products(list(rows[mesh.rank]), mesh["tp"], lambda part: part * 2)
+
+    for rank, found in enumerate(run_ranks({"tp": count}, run)):
+        torch.testing.assert_close(found, 2 * rows.sum(0)[rank])

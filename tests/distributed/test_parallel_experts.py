@@ -241,3 +241,18 @@ def test_places_need_no_word_from_the_host():
         assert [int(token[at]) if at < 24 else None for at in place[t].tolist()] == [
             t if any(e // 2 == r for e in row) else None for r in range(4)
         ]
+
+
+@pytest.mark.parametrize(
+    ("x", "said"),
+    [
+        (torch.ones(3, 6), r"x must be a tuple \(weights, x, indices\), got float32\[3, 6\]"),
+        ((torch.ones(3, 2), torch.ones(3, 5), torch.zeros(3, 2).long()), r"x\.1 \(x\) must be \[\.\.\., 6\], got \[3, 5\]"),
+        ((torch.ones(2, 2), torch.ones(3, 6), torch.zeros(3, 2).long()), r"x\.0 \(weights\) must be .*, got \[2, 2\]"),
+        ((torch.ones(3, 2), torch.ones(3, 6), torch.zeros(3, 2)), r"x\.2 \(indices\) must be int32 or int64, got float32"),
+    ],
+)
+def test_tokens_that_do_not_fit_are_refused_by_name(x, said):
+    cfg = dist.ParallelExpertsConfig(4, 6, 5, axis=dist.Mesh.abstract({"ep": 1}, 0)["ep"])
+    with pytest.raises((TypeError, ValueError), match=f"^parallel_experts_fwd: {said}"):
+        dist.parallel_experts.fwd(dist.parallel_experts.init(cfg, key=random.key(0)), x, cfg)

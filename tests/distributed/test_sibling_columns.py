@@ -4,6 +4,7 @@ import collections
 
 import pytest
 import torch
+from launches import launches
 from tiers import drawn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -129,3 +130,17 @@ def test_siblings_send_under_their_products(kind):
     if kind[1] == "ring":
         first = "shift product product product wait shift product product product"
         assert " ".join(forward.found).startswith(first)
+
+
+def test_queries_keys_and_values_send_under_their_products_too(monkeypatch):
+    """By the rule of a device, which turns all three back at once: x is on its way until dx is."""
+    cfg, *trees = given(Mesh.abstract({"tp": 2}, 0), None)
+    meta = lambda t: t.to("meta", torch.bfloat16 if t.is_floating_point() else None)  # noqa: E731
+    work, x, dy, positions = tree_map_tensors(meta, (*trees, torch.arange(TOKENS)))
+    with launches(monkeypatch):
+        _, residuals = chain.fwd(work, WithExtras(x, {"positions": positions}), cfg)
+    with launches(monkeypatch) as found:
+        chain.bwd(residuals, dy, cfg)
+    sends = ("all_gather_into_tensor", "reduce_scatter_tensor", "wait_tensor", "qkv_split.move", "matmul", "mm")
+    order = "all_gather_into_tensor qkv_split.move matmul reduce_scatter_tensor wait_tensor wait_tensor mm"
+    assert " ".join(name for name in found if name in sends).endswith(order)

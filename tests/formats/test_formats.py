@@ -123,6 +123,26 @@ def test_every_scale_decodes_as_elsewhere():
         assert np.array_equal(kernels.decode_scales(codes, kind).numpy(), want, equal_nan=True)
 
 
+@pytest.mark.parametrize("kind", ["e8m0", "e4m3"])
+def test_triton_decodes_every_scale(kind):
+    """The factor of an element that is 1, subnormal scales too."""
+    if kind == "e8m0":
+        args = torch.full((256, 32), 0x38, dtype=torch.uint8), torch.arange(256, dtype=torch.uint8)[:, None], None, "e4m3", 1, 32
+    else:
+        args = torch.full((256, 8), 0x22, dtype=torch.uint8), torch.arange(256, dtype=torch.uint8)[:, None], None, "e2m1", 1, 16
+    want = kernels.decode_scales(args[1], kind).expand(256, args[5])
+    with backend("triton"), np.errstate(invalid="ignore"):
+        found = kernels.dequantize(*args, kind, args[5], torch.float32)
+    assert np.array_equal(found.numpy(), want.numpy(), equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", [(129, 5), (5, 129), (128, 128), (1, 257), (0, 3)])
+def test_triton_transposes_all_of_the_codes(shape):
+    codes = torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    with backend("triton"):
+        assert torch.equal(kernels.transpose(codes), codes.mT)
+
+
 # Whole formats, by the formulas as they are published
 
 

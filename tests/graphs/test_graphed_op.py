@@ -11,6 +11,7 @@ from funcops import (
     LinearConfig,
     Needs,
     RepeatConfig,
+    RouteConfig,
     Step,
     TorchConfig,
     chain,
@@ -19,6 +20,7 @@ from funcops import (
     random,
     remat,
     repeat,
+    route,
     with_policy,
 )
 from funcops.adapters.graphs import graphed_op
@@ -318,3 +320,12 @@ def test_a_tensor_that_a_function_captured(around, half):
     gain.mul_(2)
     with pytest.raises(BorrowedError, match=rf"{half}: slot 0.* must"):
         getattr(graph, half)(kept, dy)
+
+
+def test_parts_of_y_that_are_integers_have_no_gradient():
+    cfg, x = RouteConfig(8, 2), torch.randn(3, 8)
+    graph = graphed_op(route, cfg, route.init(cfg, key=random.key(0)), x)
+    params = route.init(cfg, key=random.key(0))
+    y, residuals = route.fwd(params, x, cfg)
+    dy = tree_map_tensors(lambda t: torch.ones_like(t) if t.is_floating_point() else None, y)
+    same(graph.bwd(graph.fwd(params, x)[1], dy), route.bwd(residuals, dy, cfg))

@@ -197,3 +197,11 @@ def test_hooks_through_graphed_and_graphed_op():
 def test_what_is_refused(call, error, match):
     with pytest.raises(error, match=match):
         call()
+
+
+def test_a_captured_function_is_instantiated_in_all_of_its_slots():
+    seen = []
+    captured = graphed(lambda x: x + 1, torch.ones(2), slots=3, hooks=noting(seen))
+    seen.clear()
+    captured.instantiate()
+    assert seen == ["instantiate"] * 3

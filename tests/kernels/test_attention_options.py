@@ -385,7 +385,8 @@ def test_every_pass_has_a_tile_for_every_size_of_a_head():
     for (which, size), of in tiles.items():
         dtype = {2: torch.bfloat16, 4: torch.float32}[size]
         made = [scaled_attention.tile_of(which, dtype, d) for d in (16, 32, 64, 128)]
-        assert len(set(made[:3])) == 1 and set(of) == {64, 128} and all(one.rows >= 16 for one in made)
+        assert len(set(made[:3])) == 1 and set(of) == {64, 128}
+        assert all(one.rows >= 16 and one.rows.bit_count() == 1 for one in (*made, *of.values())), "as Triton's blocks"
 
 
 @pytest.mark.parametrize("change", [(2, 3, 2, 5), (2, 3, 2, 0), (1, 3, 2, 4), (2, 3, 1, 4), (2, 2, 2, 4), (2, 3, 2)], ids=str)

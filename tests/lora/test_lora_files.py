@@ -319,3 +319,10 @@ def test_a_setting_is_served_as_peft_does_or_refused_by_name(name, value, of_pef
     x = torch.randn(4, linears[0].in_features)
     q, lora = linears[0], next(iter(adapter(loaded, cfg).values()))
     torch.testing.assert_close(q(x), q.base_layer(x) + 2.0 * x @ lora.a.T @ lora.b.T)
+
+
+@pytest.mark.parametrize("alpha", [0.123456789, 16 / 3, 1e-9, 7.0])
+def test_an_alpha_is_written_to_nine_decimals(alpha, tmp_path):
+    cfg = with_lora(base_config(), 3, ("*.out",), alpha=alpha)
+    save_adapter(tmp_path, lora_init(chain.init(base_config(), key=random.key(0)), cfg, key=random.key(1)), cfg)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["lora_alpha"] == round(alpha, 9)

@@ -203,6 +203,10 @@ def test_values_on_the_grid_are_exact_and_others_are_counted():
     x[0, 0], x[0, 16] = 6 * 448.0, 6.3  # the scale of the second is 1.05, rounded down to 1: 6 is its largest
     (row,) = quantization_report(params, x, cfg, Formats(x=E2M1_NV), dy=dy).rows
     assert row.operands["x"] == (6 * 448.0, 0.0, 1 / 256)
+    x = torch.zeros(2, 128)
+    x[0, 0], x[1, 0] = 1.99 * 2.0**15, 1.75 * 2.0**15  # with the scale 1 the second is the largest element, the first is clipped
+    (row,) = quantization_report(params, x, cfg, Formats(x=Format("e5m2", (1, 32), "e8m0", scaling_mode="floor")), dy=dy).rows
+    assert row.operands["x"].saturated == 1 / 256
     (row,) = quantization_report(params, torch.full((2, 128), torch.nan), cfg, E4M3_BLOCK, dy=dy).rows
     assert row.y != row.y and row.dx == 0 and row.worst != row.worst
 
@@ -249,6 +253,8 @@ def test_the_table_the_picture_and_layers_to_skip(tmp_path):
     (axes,) = figure.axes
     assert len(axes.patches) == 6 and [t.get_text() for t in axes.get_yticklabels()] == ["up", "down"]
     assert axes.patches[0].get_width() == found.rows[0].y and (tmp_path / "errors.png").stat().st_size > 5000
+    width = int.from_bytes((tmp_path / "errors.png").read_bytes()[16:20], "big")
+    assert width == 960, "8 inches of 120 dots"
 
 
 def test_models_without_a_report_raise():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from optim_model import ADAMW, OPTIMISERS, Layer, equal, gradients, model
@@ -18,6 +20,7 @@ from funcops.optim import (
     decay_mask,
     global_norm,
     sgd_init,
+    sgd_update,
     warmup_cosine,
 )
 from funcops.trees import same_structure, tree_map_tensors
@@ -193,3 +196,19 @@ def test_a_gradient_of_another_16_bit_dtype_is_refused():
         for init, update, cfg in OPTIMISERS:
             with pytest.raises(TypeError, match="update: grads.w must be"):
                 update(params, {"w": torch.ones(2, dtype=other)}, init(params, cfg), cfg)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_trees_of_other_containers_follow_each_other(nested):
+    """An update knows the structures that it met last: dicts, and ordered ones with the same keys in another order, of gradients,
+    too."""
+    cfg = SGDConfig(lr=1.0)
+    ways = [(dict, "ab"), (OrderedDict, "ba"), (OrderedDict, "ab"), (dict, "ba"), (OrderedDict, "ba")]
+    for make, keys in ways + ways[::-1]:
+        params, grads = (make((k, torch.full((1,), factor * ord(k))) for k in keys) for factor in (1.0, 2.0))
+        if nested:
+            params, grads = {"layer": params}, {"layer": grads}
+        made, _ = sgd_update(params, grads, sgd_init(params, cfg), cfg)
+        made = made["layer"] if nested else made
+        assert type(made) is make and (make is dict or list(made) == list(keys))
+        assert {k: float(t) for k, t in made.items()} == {k: -float(ord(k)) for k in keys}

@@ -321,3 +321,15 @@ def test_an_update_sees_no_more_numbers_at_once_than_a_chunk_has(in_place, monke
     cfg = AdamWConfig()
     with_quantized_state(counted)(params, params, quantize_state(adamw_init(params, cfg)), cfg, in_place=in_place)
     assert seen == [[2000, 3000], [1, 4999], [9000], [100, 100]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_block_without_signs_is_read_with_the_scale_of_its_largest(dtype):
+    """Also where another scale would give the largest by the second code: the state is the one that `quantize_state` makes."""
+    draw = torch.Generator().manual_seed(0)
+    at = torch.randint(0, 255, (64, module.BLOCK), generator=draw)
+    at[:, 0] = 254
+    t = (code_book(False)[at] * (1 + torch.rand(64, 1, generator=draw)).to(dtype).float()).to(dtype)
+    want = module._quantized(t, False)
+    found = module.encoded_like({"w": t}, {"w": want}, "cpu")["w"]
+    assert equal(found, want) and torch.equal(found.absmax, t.float().amax(1))

@@ -139,6 +139,7 @@ def test_draw(tmp_path, suffix):
     said = [text.get_text() for text in figure.legends[0].get_texts()]
     assert said == ["forward", "dgrad", "wgrad", "dgrad and wgrad", "a: stages 0, 1", "b: stages 2, 3"]
     assert "unit" in figure.axes[0].get_xlabel() and "% idle" in figure.axes[0].get_title()
+    assert figure.axes[0].title.get_fontsize() == 10
     timed = draw(simulate(dualpipe_v(2, 4)), unit="seconds").axes[0]
     assert "seconds per step" in timed.get_title() and timed.get_xlabel() == "time, in seconds"
     with pytest.raises(TypeError, match="draw: simulated must be"):

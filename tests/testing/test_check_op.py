@@ -144,6 +144,8 @@ def test_an_op_with_params_and_no_init_is_refused():
 def test_values_of_two_kinds_are_a_difference_and_not_an_error(got, want):
     with pytest.raises(AssertionError, match="instead of"):
         assert_close({"x": got}, {"x": want}, dtype=torch.float32, length=1)
+    with pytest.raises(AssertionError, match="x: complex numbers instead of real numbers"):
+        assert_close({"x": torch.ones(1) * 1j}, {"x": torch.ones(1)}, dtype=torch.float32, length=1)
     assert_close({"x": None}, {"x": None}, dtype=torch.float32, length=1)
 
 

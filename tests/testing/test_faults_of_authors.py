@@ -200,3 +200,46 @@ def test_a_field_that_was_not_given_to_keep_is_named(omitted, law):
 def test_a_wgrad_that_returns_no_accumulator_is_named_with_the_leaf():
     with pytest.raises(AssertionError, match="kept_bwd returns another tensor for into.weight: it must add to that one"):
         run_kept(kept_of(accumulates=False), "split")
+
+
+class ViewedResiduals(Residuals):
+    x: torch.Tensor = saved("[*]", needed_by=DGRAD)
+
+
+def viewed_of(keep):
+    """y = s x, whose residuals `keep` makes."""
+
+    @forward(SreluConfig)
+    def viewed_fwd(params, x, cfg, *, needs=Needs.ALL):
+        check("viewed_fwd", "x", x, (...,), FLOATS)
+        return cfg.scale * x, keep(cfg, needs, x)
+
+    @dgrad_of(ViewedResiduals)
+    def viewed_dgrad(residuals, dy, cfg):
+        check("viewed_dgrad", "dy", dy, residuals.x.shape, FLOATS, residuals.x)
+        return cfg.scale * dy, None
+
+    return make_op("viewed", SreluConfig, fwd=viewed_fwd, dgrad=viewed_dgrad)
+
+
+def run_viewed(op, size):
+    check_op(
+        op,
+        cfg=SreluConfig(0.3),
+        x=lambda draw: draw.randn(size),
+        reference=lambda params, x, cfg: cfg.scale * x,
+        dtypes=(torch.float64,),
+        laws=("frugal",),
+    )
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_view_of_an_input_is_no_residual(size):
+    run_viewed(viewed_of(lambda cfg, needs, x: ViewedResiduals.keep(cfg, needs, x=x)), size)
+    with pytest.raises(AssertionError, match="a residual that aliases an input must be that same object"):
+        run_viewed(viewed_of(lambda cfg, needs, x: ViewedResiduals.keep(cfg, needs, x=x.view_as(x))), size)
+
+
+def test_residuals_without_a_gradient_are_named():
+    with pytest.raises(AssertionError, match=r"Needs\.NONE keeps nothing"):
+        run_viewed(viewed_of(lambda cfg, needs, x: ViewedResiduals.keep(cfg, needs if needs else Needs.ALL, x=x)), 3)
