@@ -210,6 +210,13 @@ def test_the_least_amax_is_transformer_engines(kind, epsilon):
         both_ways(quantize.quantize_both, torch.randn(40, 140) * 1e-12, "e4m3", *tile, kind, None, epsilon)
 
 
+@pytest.mark.parametrize("tile", [(1, 0), (1, 32), (2, 32), (32, 32), (1, 128)], ids=str)
+def test_tiles_that_kernels_lack_and_an_amax_given_for_tiles_are_left_to_torch(tile):
+    x = torch.randn(40, 70, generator=torch.Generator().manual_seed(0))
+    for kind, amax in itertools.product(("pow2", "float32", "e8m0"), (None, torch.tensor([9.0]))):
+        both_ways(quantize.quantize_row, x, "e4m3", *tile, kind, amax, None)
+
+
 @pytest.mark.parametrize("make", [Fp8Block, Fp8Current], ids=lambda make: make.__name__)
 def test_small_tensors_have_the_least_amax(make):
     """With a least amax of 1, numbers below 2^-10 / 448 vanish; without, they are written as precisely as others."""
