@@ -1,6 +1,7 @@
 """The rules by which a tile's scale follows from its elements: MX exponents and NVFP4 scales by torchao's published code, the least
 amax and amax algorithms by Transformer Engine's; in torch and in Triton's interpreter."""
 
+import itertools
 import math
 
 import pytest
