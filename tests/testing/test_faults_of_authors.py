@@ -200,3 +200,26 @@ def test_a_field_that_was_not_given_to_keep_is_named(omitted, law):
 def test_a_wgrad_that_returns_no_accumulator_is_named_with_the_leaf():
     with pytest.raises(AssertionError, match="kept_bwd returns another tensor for into.weight: it must add to that one"):
         run_kept(kept_of(accumulates=False), "split")
+
+
+def test_a_wgrad_that_returns_a_tensor_of_its_pending_is_found():
+    """A caller who writes to the gradient writes to what a second call reads."""
+
+    class SummedPending(Pending):
+        sums: torch.Tensor = saved("[D]", needed_by=WGRAD)
+
+    def summed_of(own):
+        @dgrad_of(KeptResiduals)
+        def summed_dgrad(kept, dy, cfg):
+            dx = (dy * kept.weight.to(dy.dtype)).reshape(kept.shape[0], 3)
+            return dx, SummedPending.keep(cfg, kept.needs, sums=(kept.x * dy).sum(0))
+
+        @wgrad_of(SummedPending, AffineParams)
+        def summed_wgrad(pending, cfg, *, into=None):
+            return accumulate("summed_wgrad", AffineParams(pending.sums.clone() if own else pending.sums), into)
+
+        return make_op("kept", SreluConfig, init=affine_init, fwd=kept_of().fwd, dgrad=summed_dgrad, wgrad=summed_wgrad)
+
+    run_kept(summed_of(own=True), "split")
+    with pytest.raises(AssertionError, match="wgrad after a write to the gradients of an earlier one"):
+        run_kept(summed_of(own=False), "split")
