@@ -352,7 +352,13 @@ GUARDS = {
     ),
     "a tangent and Triton": (with_tangent, "torch", "triton", RuntimeError, "linear: x and params must be without tangents"),
     "finish": (finished, None, X, TypeError, "finish: into must be None (only sums from reduce_start can be added)"),
-    "a network's links": (lambda one: Network(axes=(one,)), Link("tp", 2), "tp", TypeError, "Network: axes.0 must be Link, got 'tp'"),
+    "a network's links": (
+        lambda one: Network(axes=(one,)),
+        Link("tp", 2),
+        "tp",
+        TypeError,
+        "Network: axes.0 must be Link, got 'tp'",
+    ),
     "graphed's keep_graph": (
         lambda keep: graphed(torch.exp, X, keep_graph=keep),
         False,
