@@ -50,12 +50,13 @@ from funcops.adapters.autograd.transforms import refuse_tangents
 from funcops.backend import backend
 from funcops.compose.expert_steps import ExpertStepsConfig, expert_steps
 from funcops.contract.op import make_op
+from funcops.graphs import graphed
 from funcops.low_precision import Format, Fp8Current, quantize_tensor
 from funcops.models import plain_experts
 from funcops.ops.dropout import check_shared
 from funcops.ops.low_rank import LowRankConfig, low_rank_fwd, low_rank_init
 from funcops.optim import global_norm
-from funcops.schedule import Collective, Costs, Schedule, draw, measure_stages, one_f_one_b, simulate
+from funcops.schedule import Collective, Costs, Link, Network, Schedule, draw, measure_stages, one_f_one_b, simulate
 from funcops.schedule.stage import Stage
 from funcops.testing import Placed, run_ranks
 
@@ -351,6 +352,56 @@ GUARDS = {
     ),
     "a tangent and Triton": (with_tangent, "torch", "triton", RuntimeError, "linear: x and params must be without tangents"),
     "finish": (finished, None, X, TypeError, "finish: into must be None (only sums from reduce_start can be added)"),
+    "a network's links": (
+        lambda one: Network(axes=(one,)),
+        Link("tp", 2),
+        "tp",
+        TypeError,
+        "Network: axes.0 must be Link, got 'tp'",
+    ),
+    "graphed's keep_graph": (
+        lambda keep: graphed(torch.exp, X, keep_graph=keep),
+        False,
+        1,
+        TypeError,
+        "graphed: keep_graph must be bool, got 1",
+    ),
+    "graphed's debug": (lambda debug: graphed(torch.exp, X, debug=debug), True, 1, TypeError, "graphed: debug must be bool, got 1"),
+    "the pending of an op without params": (
+        lambda pending: activation.wgrad(pending, GELU),
+        None,
+        X,
+        TypeError,
+        "activation_wgrad: pending must be None (this op has no params), got float32[3, 4]",
+    ),
+    "into of an op without params": (
+        lambda into: activation.wgrad(None, GELU, into=into),
+        None,
+        X,
+        TypeError,
+        "activation_wgrad: into must be None (this op has no params), got float32[3, 4]",
+    ),
+    "a rank's part of an odd size": (
+        lambda rows: on_two(lambda mesh: dist.unshard({"a": torch.ones(rows)}, {"a": dist.Spec(fsdp="tp", whole=(257,))}, mesh)),
+        129,
+        128,
+        ValueError,
+        "unshard: a must be this rank's part, [129], got float32[128]",
+    ),
+    "the rows that permute sorts": (
+        lambda x: permute.fwd(None, (x, ROUTED_X[2]), PermuteConfig(2)),
+        X,
+        [1.0],
+        TypeError,
+        "permute_fwd: x.0 must be a tensor [...], got list",
+    ),
+    "the device of what permute sorts": (
+        lambda x: permute.fwd(None, (x, ROUTED_X[2]), PermuteConfig(2)),
+        X,
+        X.to("meta"),
+        ValueError,
+        "permute_fwd: x.1 (indices) must be on device meta, got cpu",
+    ),
 }
 
 

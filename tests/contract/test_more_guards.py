@@ -34,7 +34,7 @@ from funcops import (
 from funcops.adapters.graphs.faults import COPY, SYNC, fault_of
 from funcops.backend import backend, gemm
 from funcops.kernels import routing
-from funcops.kernels.sibling_linear import sibling_linear_dgrad
+from funcops.kernels.sibling_linear import joined_linear_dgrad, sibling_linear_dgrad
 from funcops.lora import LowRankConfig, LowRankParams, adapter, lora_init, low_rank, save_adapter, with_lora
 from funcops.testing import run_ranks
 from funcops.trees import paths, put, tensors, tree_map_tensors
@@ -157,16 +157,18 @@ def test_a_rule_that_makes_nothing_smaller_is_refused_whatever_it_is_called():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_products_of_siblings_are_left_to_the_library_by_the_table(dtype, three, monkeypatch):
     pytest.importorskip("triton")
-    dy, w, calls = torch.ones(2, 4, dtype=dtype), torch.ones(4, 4, dtype=dtype), []
-    kernel = sibling_linear_dgrad.kernel
-    body = kernel.torch_impl
-    monkeypatch.setattr(kernel, "torch_impl", lambda *args: calls.append(args) or body(*args))
-    with backend("triton"):
-        for provider, count in (("auto", 1), ("triton", 0)):
-            calls.clear()
-            with gemm(provider):
-                sibling_linear_dgrad(dy, dy, dy if three else None, w, w, w if three else None)
-            assert len(calls) == count, provider
+    dy, w = torch.ones(2, 4, dtype=dtype), torch.ones(4, 4, dtype=dtype)
+    given = [(sibling_linear_dgrad, (dy, dy, dy if three else None, w, w, w if three else None))]
+    given += [(joined_linear_dgrad, (torch.cat((dy, dy, dy), -1), w, w, w))] * three
+    for op, args in given:
+        calls, body = [], op.kernel.torch_impl
+        monkeypatch.setattr(op.kernel, "torch_impl", lambda *args, calls=calls, body=body: calls.append(args) or body(*args))
+        with backend("triton"):
+            for provider, count in (("auto", 1), ("triton", 0)):
+                calls.clear()
+                with gemm(provider):
+                    op(*args)
+                assert len(calls) == count, provider
 
 
 def test_a_plan_says_what_each_rule_saves():

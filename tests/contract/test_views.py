@@ -1,6 +1,8 @@
 """The property `view` of an op, against the memory of its y."""
 
 import pytest
+import torch
+from dist_cases import ONE, collectives
 from law_cases import CASES
 
 from funcops.contract.needs import Needs
@@ -24,3 +26,11 @@ def test_an_op_whose_y_is_a_view_says_so(name):
     own = [(case, dtype) for case, dtype in CASES if case.op.name == name]
     found = {shares(case, dtype) for case, dtype in own[:6]} - {None}
     assert (found == {True}) == own[0][0].op.view
+
+
+@pytest.mark.parametrize(("op", "case"), [*collectives(1, 1, 1, 0)], ids=lambda given: getattr(given, "name", ""))
+def test_a_collective_passes_for_a_view(op, case):
+    """It only moves numbers, or adds them; on one rank y is x."""
+    x = torch.randn(8, 8)
+    y, _ = op.fwd(None, x, case.cfg(ONE), needs=Needs.NONE)
+    assert op.view and y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()

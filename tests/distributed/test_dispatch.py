@@ -13,6 +13,7 @@ from funcops import (
     ExpertsConfig,
     GLUConfig,
     GroupedLinearConfig,
+    Needs,
     PermuteConfig,
     RouteConfig,
     Step,
@@ -402,6 +403,18 @@ def bad_calls(ep):
     )
     yield "combine_fwd: x.1 (place) must be int32, got int64", lambda: dist.combine.fwd(None, (rows, place.long()), back)
     yield "CombineConfig: axis must be Axis, got 3", lambda: dist.CombineConfig(3)
+
+
+def test_no_rows_are_sent_for_a_gradient_that_nobody_asks_for():
+    """Nor if the places are named, which have none."""
+
+    def back(mesh):
+        cfg, x = dist.CombineConfig(mesh["ep"]), (torch.ones(4, 3), torch.tensor([[0, 1], [2, 3]]).int())
+        for asked in ([], ["1"], False):
+            y, residuals = dist.combine.fwd(None, x, cfg, needs=Needs(x=asked))
+            assert residuals is None or dist.combine.dgrad(residuals, y, cfg) == ((None, None), None)
+
+    run_ranks({"ep": 2}, back)
 
 
 def test_wrong_calls_raise_before_anything_is_sent():

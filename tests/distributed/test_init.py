@@ -225,3 +225,16 @@ def test_a_write_to_a_stack_is_not_lost():
 
     specs, mesh = {"": Spec("tp", 1)}, Mesh.abstract({"tp": 2}, 1)
     same_bits(dist.init_tree(make, specs, mesh), dist.shard(make(), specs, mesh), "stack")
+
+
+@pytest.mark.parametrize("along", [0, 1, 2, -1])
+def test_a_stack_along_any_dimension_is_of_its_draws(along):
+    """Only one along the first is drawn in part."""
+
+    def make():
+        return torch.stack([random.normal(random.key(i), (4, 6)) for i in range(4)], along)
+
+    for rank in range(2):
+        for dim in range(3):
+            specs, mesh = {"": Spec("tp", dim)}, Mesh.abstract({"tp": 2}, rank)
+            same_bits(dist.init_tree(make, specs, mesh), dist.shard(make(), specs, mesh), f"a part along {dim}")

@@ -8,7 +8,7 @@ import torch
 from dist_cases import LAYERS, LOW
 from tiers import drawn
 
-from funcops import ChainConfig, LinearConfig, LinearParams, Step, chain, dist, linear, random
+from funcops import ChainConfig, LinearConfig, LinearParams, Needs, Step, chain, dist, linear, random
 from funcops.distributed import Mesh
 from funcops.low_precision import (
     MXFP8,
@@ -297,3 +297,15 @@ def test_quantised_inputs_are_checked_before_anything_is_sent():
             dist.column_qlinear.fwd(params, x, cfg)
     with pytest.raises(ValueError, match=r"^column_qlinear_fwd: params.weight must be \[16, 32\], got \[32, 32\]"):
         dist.column_qlinear.fwd(linear.init(LinearConfig(32, 32), key=random.key(0)), torch.ones(2, 32), cfg)
+
+
+def test_a_frozen_quantised_layer_takes_accumulators_of_none():
+    def on_rank(mesh):
+        cfg = dist.ColumnQLinearConfig(32, 32, Fp8Block(), axis=mesh["tp"])
+        params, into = dist.column_qlinear.init(cfg, key=random.key(0)), LinearParams(None, None)
+        y, residuals = dist.column_qlinear.fwd(params, torch.ones(4, 32), cfg, needs=Needs(params=False))
+        return dist.column_qlinear.bwd(residuals, y, cfg, into=into)
+
+    for n in (1, 2):
+        for dparams, dx in run_ranks({"tp": n}, on_rank):
+            assert dparams.weight is dparams.bias is None and dx.shape == (4, 32)

@@ -14,6 +14,7 @@ import torch
 from programs import check_picture
 
 from funcops import CheckpointError, checkpoint, dist
+from funcops.models.blocks import Sizes
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -326,3 +327,9 @@ def test_a_folder_that_may_not_be_replaced_does_not_end_the_run(train, tmp_path,
     monkeypatch.setattr(results, "save", refused)
     code, said = train("--steps", 2)
     assert code == 1 and "step 2 is not saved: save: path must be new" in said and "held-out loss" in said
+
+
+def test_the_decoder_of_benchmarks_has_its_defaults():
+    said = {action.dest: action.default for action in ACTIONS}
+    assert {name: said[name] for name in Sizes._fields if name in said} == {n: v for n, v in Sizes()._asdict().items() if n in said}
+    assert set(Sizes._fields) - said.keys() == {"vocab"}  # bytes

@@ -185,6 +185,20 @@ def test_a_maker_and_its_reader_give_the_same_bits(maker, dtype, monkeypatch):
     both_ways(two(maker, MXFP8(keep="row")), x)
 
 
+@pytest.mark.parametrize("maker", ["rms_norm", "layer_norm"])
+def test_a_norm_before_a_quantised_layer_refuses_as_alone(maker, monkeypatch):
+    monkeypatch.setattr(rules, "FEW", 0)
+    cfg, x = two(maker, Fp8Block()), draw(3, WIDTH, dtype=torch.bfloat16)
+    params, said = chain.init(cfg, key=random.key(0), dtype=x.dtype), []
+    for wrong in (torch.ones(WIDTH // 2), torch.ones(1, WIDTH), torch.ones(WIDTH).double()):
+        wrong = wrong if wrong.dtype is torch.float64 else wrong.to(x.dtype)
+        for one in (cfg, unfused(cfg)):
+            with backend("triton"), pytest.raises((ValueError, TypeError)) as error:
+                chain.fwd(params | {"made": dataclasses.replace(params["made"], weight=wrong)}, x, one)
+            said.append(str(error.value))
+    assert said[::2] == said[1::2] and all("made" in one and "weight" in one for one in said)
+
+
 def siblings(recipes):
     layers = [(linear, LinearConfig) if recipe is None else (qlinear, QLinearConfig) for recipe in recipes]
     branches = tuple(

@@ -152,3 +152,15 @@ def test_experts_over_descriptors_are_those_of_torch(seed, kind, launched):
             wanted = function(*exact(args))
         assert_close(found, wanted, dtype=torch.bfloat16)
     assert launched == ["_launch_described"] * len(calls)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_experts_over_pointers_read_rows_longer_than_a_tile(dtype):
+    generator, width, inner = torch.Generator().manual_seed(0), 144, 16
+    offsets, order = torch.tensor([0, 2, 2, 5], dtype=torch.int32), torch.randperm(6, generator=generator)
+    x, up = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((3, width), (3, 2 * inner, width)))
+    args = x, up, None, torch.rand(3, 2, generator=generator), order, offsets, "swiglu", 7.0, 1.702, 1.0, False
+    with backend("triton"):
+        found = experts.experts_up(*args)
+    wanted = experts.experts_up.kernel.torch_impl(*exact(args))
+    assert_close([t[:5] for t in found], [t[:5] for t in wanted], dtype=dtype, length=width)

@@ -1,6 +1,7 @@
 """The rules by which a tile's scale follows from its elements: MX exponents and NVFP4 scales by torchao's published code, the least
 amax and amax algorithms by Transformer Engine's; in torch and in Triton's interpreter."""
 
+import itertools
 import math
 
 import pytest
@@ -208,6 +209,13 @@ def test_the_least_amax_is_transformer_engines(kind, epsilon):
     for tile in ((1, 128), (128, 128)):
         both_ways(quantize.quantize_row, torch.randn(40, 140) * 1e-12, "e4m3", *tile, kind, None, None, epsilon)
         both_ways(quantize.quantize_both, torch.randn(40, 140) * 1e-12, "e4m3", *tile, kind, None, epsilon)
+
+
+@pytest.mark.parametrize("tile", [(1, 0), (1, 32), (2, 32), (32, 32), (1, 128)], ids=str)
+def test_tiles_that_kernels_lack_and_an_amax_given_for_tiles_are_left_to_torch(tile):
+    x = torch.randn(40, 70, generator=torch.Generator().manual_seed(0))
+    for kind, amax in itertools.product(("pow2", "float32", "e8m0"), (None, torch.tensor([9.0]))):
+        both_ways(quantize.quantize_row, x, "e4m3", *tile, kind, amax, None)
 
 
 @pytest.mark.parametrize("make", [Fp8Block, Fp8Current], ids=lambda make: make.__name__)

@@ -108,3 +108,22 @@ def test_a_file_that_is_no_config_is_refused_by_name(text, tmp_path):
 def test_the_field_is_named(field, value, tmp_path):
     with pytest.raises((ValueError, TypeError), match=f"^a file: {field} must be "):
         read_config("a file", {**config_of("llama", tmp_path), field: value})
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("gpt2", "olmo3", "gemma3")])
+def test_a_family_with_one_rope_refuses_two(name, tmp_path):
+    given = config_of(name, tmp_path)
+    both = {"full_attention": given["rope_parameters"], "sliding_attention": given["rope_parameters"]}
+    said = "config.json: rope_parameters must be flat, got nested, by full_attention, sliding_attention"
+    read_config("config.json", given)
+    with pytest.raises(ValueError) as error:
+        read_config("config.json", given | {"rope_parameters": both})
+    assert str(error.value) == said
+
+
+@pytest.mark.parametrize("name", ["llama4", "mixtral"])
+def test_a_router_without_noise_alone_is_read(name, tmp_path):
+    given = config_of(name, tmp_path)
+    read_config("config.json", given | {"router_jitter_noise": 0.0})
+    with pytest.raises(ValueError, match=r"config.json: router_jitter_noise must be 0\.0, got 0\.01"):
+        read_config("config.json", given | {"router_jitter_noise": 0.01})

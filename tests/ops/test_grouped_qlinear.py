@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from funcops import GroupedQLinearConfig, backend, random, report
+from funcops.contract.op import config
 from funcops.formats import QWeight, quantize_sides, stacked
 from funcops.formats.scaled import Scaled
 from funcops.graphs import check_capturable
 from funcops.kernels.routing import gather_rows, sort_by_expert
-from funcops.low_precision import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed
+from funcops.low_precision import MXFP8, NVFP4, Format, Fp8Block, Fp8Current, Fp8Delayed, Recipe
 from funcops.ops.grouped_linear import GroupedLinearParams
 from funcops.ops.grouped_qlinear import grouped_qlinear
 from funcops.ops.linear import LinearParams
@@ -129,6 +130,30 @@ def test_bytes_kept_of_gathered_rows(recipe, least):
     _, residuals = grouped_qlinear.fwd(params, x, cfg)
     of = len(rows) if recipe.x.whole else len(x[0])
     assert report(residuals, params, x).kept_bytes == of * least
+
+
+@config
+class OneScale(Recipe):
+    """A scale for each group, and a dy that is rounded stochastically."""
+
+    stochastic = True
+    keep: str = "input"
+    emulate: bool = True
+
+    def __post_init__(self):
+        self.settle(*[Format("e4m3", (0, 0), "float32")] * 3)
+
+
+def test_dx_and_dw_read_one_rounded_dy_where_a_group_has_one_scale():
+    w, b, x, rows, offsets = given(OneScale(), False)
+    together, each = weights(w, OneScale())
+    cfg, dy = GroupedQLinearConfig(len(w), IN, OUT, OneScale()), torch.randn(len(rows), OUT).bfloat16()
+    (dx, _), pending = grouped_qlinear.dgrad(grouped_qlinear.fwd(GroupedLinearParams(together, b), x, cfg)[1], dy, cfg)
+    rounded, at = pending.dy.dequantize().float(), offsets.tolist()
+    for e, one in enumerate(each):
+        own = slice(at[e], at[e + 1])
+        wanted = rounded[own] @ one.col.dequantize().float()
+        assert (dx[own] - wanted).norm() <= 0.005 * wanted.norm()  # of dy rounded anew 0.05
 
 
 def test_groups_without_rows_have_no_say():

@@ -10,11 +10,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from funcops import (
+    ActivationConfig,
+    AddConfig,
+    ChainConfig,
+    DropoutConfig,
+    LinearConfig,
     Needs,
     SkipConfig,
+    Step,
     WithExtras,
+    activation,
+    add,
     chain,
     donate,
+    dropout,
     explain,
     fused,
     linear,
@@ -149,6 +158,18 @@ def test_explain_shows_inner_chains_as_one_program():
     assert "forward   mlp.up + mlp.act: linear + epilogue" in text
     assert "backward  mlp.up + mlp.act + mlp.down + mlp.drop: bias gradients, recomputed, saves 3 passes and 3 launches" in text
     assert "backward  attn.add + mlp.fork + mlp.norm: add + norm, recomputed, saves 3 passes and 2 launches" in text
+
+
+@pytest.mark.parametrize("asked", [["main"], ["main", "extras.given"], True], ids=str)
+def test_bias_gradients_are_fused_whether_or_not_what_is_added_gets_one(asked):
+    """Nor does the key of a dropout."""
+    layer = LinearConfig(64, 64)
+    steps = [Step("up", linear, layer), Step("more", add, AddConfig(), takes=("given",))]
+    steps += [Step("act", activation, ActivationConfig("gelu")), Step("down", linear, layer)]
+    steps += [Step("drop", dropout, DropoutConfig(0.1), takes=("key",)), Step("out", linear, layer)]
+    cfg = ChainConfig(steps=tuple(steps), extras=("given", "key"))
+    text = str(explain(cfg, needs=Needs(x=asked), device_type="cuda"))
+    assert "backward  up + more + act + down + drop: bias gradients, recomputed, saves 4 passes and 4 launches" in text
 
 
 def test_explain_shows_the_rows_of_both_ways():

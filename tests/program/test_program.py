@@ -115,6 +115,21 @@ def test_gradients_of_one_value_are_summed_inside_of_each_scope_first():
     assert torch.equal(dx, own[0] + (own[1] + own[2])) and not torch.equal(dx, (own[0] + own[1]) + own[2])
 
 
+def test_branches_of_a_parallel_may_read_all_ys_of_another():
+    """Both read the pair (a, b); their ys are a pair, too."""
+    layers = tuple(Step(name, linear, LinearConfig(D, D, bias=False)) for name in "ab")
+    sums = tuple(Step(name, add, AddConfig()) for name in "cd")
+    steps = Step("layers", parallel, ParallelConfig(branches=layers)), Step("sums", parallel, ParallelConfig(branches=sums))
+    cfg = ChainConfig(steps=(*steps, Step("last", add, AddConfig())))
+    params, (x, dy) = chain.init(cfg, key=random.key(0), dtype=torch.float64), torch.randn(2, 5, D, dtype=torch.float64)
+    y, kept = chain.fwd(params, x, cfg)
+    dparams, dx = chain.bwd(kept, dy, cfg)
+    weight = params["layers"]["a"].weight + params["layers"]["b"].weight
+    torch.testing.assert_close((y, dx), (2 * x @ weight.mT, 2 * dy @ weight))
+    for name in "ab":
+        torch.testing.assert_close(dparams["layers"][name].weight, 2 * dy.mT @ x)
+
+
 def test_unrequested_gradients_are_not_in_the_program():
     cfg = ChainConfig(steps=(Step("frozen", linear, LinearConfig(D, D)), Step("own", linear, LinearConfig(D, D))))
     calls = lower(chain, cfg, Needs(x=False, params=("own",))).calls

@@ -19,7 +19,9 @@ from funcops import (
     linear,
     random,
 )
+from funcops.contract.op import dgrad_of, make_op
 from funcops.errors import LedgerError
+from funcops.ops.add import AddResiduals
 from funcops.residuals import Ledger
 from funcops.schedule import (
     Schedule,
@@ -91,6 +93,25 @@ def test_an_extra_that_several_stages_read_gets_the_sum_of_their_gradients():
     for x, dy, dx in zip(xs, dys, ran.dxs, strict=True):
         _, want = chain.bwd(chain.fwd(params, x, cfg)[1], dy, cfg)
         assert_close(dx, want, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("schedule", [gpipe(1, 1), zb_h1(1, 1)], ids=["whole", "halves"])
+def test_an_op_that_forgets_the_gradient_of_an_extra_raises(schedule):
+    """And is not taken for one whose extra has none."""
+
+    @dgrad_of(AddResiduals)
+    def short_dgrad(residuals, dy, cfg):
+        return (dy,), None
+
+    short = make_op("short", AddConfig, fwd=add.fwd, dgrad=short_dgrad)
+    for op in (add, short):
+        cfg = ChainConfig(steps=(Step("sum", op, AddConfig(), takes=("given",)),), extras=("given",))
+        given = {"sum": None}, [WithExtras(torch.ones(2), {"given": torch.ones(2)})], cfg, [torch.ones(2)]
+        if op is add:
+            assert torch.equal(run(schedule, *given).dxs[0].extras["given"], torch.ones(2))
+        else:
+            with pytest.raises(ValueError, match="stage 0"):
+                run(schedule, *given)
 
 
 LOSSES = ("loss0", "loss3", "logits1")

@@ -243,3 +243,26 @@ def test_a_view_of_an_input_is_no_residual(size):
 def test_residuals_without_a_gradient_are_named():
     with pytest.raises(AssertionError, match=r"Needs\.NONE keeps nothing"):
         run_viewed(viewed_of(lambda cfg, needs, x: ViewedResiduals.keep(cfg, needs if needs else Needs.ALL, x=x)), 3)
+
+
+def test_a_wgrad_that_returns_a_tensor_of_its_pending_is_found():
+    """A caller who writes to the gradient writes to what a second call reads."""
+
+    class SummedPending(Pending):
+        sums: torch.Tensor = saved("[D]", needed_by=WGRAD)
+
+    def summed_of(own):
+        @dgrad_of(KeptResiduals)
+        def summed_dgrad(kept, dy, cfg):
+            dx = (dy * kept.weight.to(dy.dtype)).reshape(kept.shape[0], 3)
+            return dx, SummedPending.keep(cfg, kept.needs, sums=(kept.x * dy).sum(0))
+
+        @wgrad_of(SummedPending, AffineParams)
+        def summed_wgrad(pending, cfg, *, into=None):
+            return accumulate("summed_wgrad", AffineParams(pending.sums.clone() if own else pending.sums), into)
+
+        return make_op("kept", SreluConfig, init=affine_init, fwd=kept_of().fwd, dgrad=summed_dgrad, wgrad=summed_wgrad)
+
+    run_kept(summed_of(own=True), "split")
+    with pytest.raises(AssertionError, match="wgrad after a write to the gradients of an earlier one"):
+        run_kept(summed_of(own=False), "split")
