@@ -209,6 +209,7 @@ def _encoded(metadata: Any) -> Any:
     encode = getattr(module, "make_tensordesc_arg", None)
     if encode is None or not how or None in how:
         return None
+    more = [None] * (encode.__code__.co_argcount - 2)  # Triton 3.8 hands over the launch's arguments, which this driver leaves
     known: dict[Any, Any] = {}
 
     def encoded(place: int, desc: Any) -> Any:
@@ -217,7 +218,7 @@ def _encoded(metadata: Any) -> Any:
         if found is None:
             if len(known) >= MOST_ENCODED:
                 known.clear()
-            found = known[key] = encode(desc, how[place])
+            found = known[key] = encode(desc, how[place], *more)
         return found
 
     return encoded

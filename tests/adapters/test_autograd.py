@@ -410,7 +410,7 @@ class TreeResiduals(Residuals):
 
 @pytest.mark.parametrize("there", [(True, True), (True, False), (False, True)], ids=str)
 def test_a_tree_of_tensors_among_residuals_is_put_back_whole(there):
-    """As an op of one's own may keep its params, with a bias or without."""
+    """An op of one's own may keep its params so, with a bias or without."""
     trees = [LinearParams(*[torch.randn(2) if one else None for one in given]) for given in (there, there[::-1])]
     residuals = TreeResiduals.keep(LinearConfig(2, 2), Needs.ALL, first=trees[0], second=trees[1])
     slots = slots_of(residuals)

@@ -338,7 +338,7 @@ def as_torch(got, want):
 
 
 def test_a_backward_that_fails_on_a_batch_says_so():
-    """By the op's name, with what to do instead, and the error that it was."""
+    """The error names the op, what to do instead, and the error that it was."""
     pytest.importorskip("triton")
     x = torch.randn(3, 4, requires_grad=True)
     said = r"^activation_bwd: dy must be one gradient here, got a batch .*: .+\. Call autograd.grad once per gradient$"

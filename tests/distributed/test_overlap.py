@@ -234,7 +234,7 @@ def test_an_error_of_a_prefetch_names_its_step():
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_sums_that_pass_all_ranks_end_at_the_rank_of_their_rows(count):
-    """Of two ranks, and of three, where a ring differs from its reverse."""
+    """There are two ranks, or three, where a ring differs from its reverse."""
     rows = torch.randn(count, count, 2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))  # by rank, of each
 
     def run(mesh):

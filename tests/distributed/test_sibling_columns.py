@@ -133,7 +133,7 @@ def test_siblings_send_under_their_products(kind):
 
 
 def test_queries_keys_and_values_send_under_their_products_too(monkeypatch):
-    """By the rule of a device, which turns all three back at once: x is on its way until dx is."""
+    """The rule of a device turns all three back at once: x is on its way until dx is."""
     cfg, *trees = given(Mesh.abstract({"tp": 2}, 0), None)
     meta = lambda t: t.to("meta", torch.bfloat16 if t.is_floating_point() else None)  # noqa: E731
     work, x, dy, positions = tree_map_tensors(meta, (*trees, torch.arange(TOKENS)))

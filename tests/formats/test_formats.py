@@ -491,7 +491,7 @@ def test_a_scale_beside_the_tiles_is_there_where_the_format_has_one(side):
 
 
 def test_weights_in_a_format_are_compared_by_identity():
-    """As tensors are: as keys of a dict, and in a set."""
+    """They are compared as tensors are: as keys of a dict, and in a set."""
     made = QWeight(quantize_tensor(torch.ones(32, 128), Format("e4m3", (1, 128), "pow2")))
     other = QWeight(made.row)
     assert made == made and made != other and len({made, other}) == 2

@@ -382,8 +382,8 @@ def grid():
 
 @pytest.fixture(autouse=True)
 def one_rounding_a_product(monkeypatch):
-    """Of the interpreter, which multiplies with NumPy: on some CPUs its float32 products of one row have other bits in a block of
-    another shape. A backward that computes scores anew would lose by that what a device's does not."""
+    """The interpreter multiplies with NumPy: on some CPUs its float32 products of one row have other bits in a block of another
+    shape. A backward that computes scores anew would lose by that what a device's does not."""
     kind, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
     before = kind.create_dot
 

@@ -353,7 +353,7 @@ def test_an_op_without_a_name_is_not_pickled():
 
 @pytest.mark.parametrize("policy", ["save_all", "minimal", Policy({"norm": Recompute()})], ids=["all", "preset", "own"])
 def test_a_compiler_is_told_the_op_and_config_of_each_config(policy, monkeypatch):
-    """What a trace takes as constants, here without a compiler."""
+    """A trace takes them as constants; here it has no compiler."""
     op, x = with_policy(chain, policy), torch.randn(3, 4)
     for eps in (1e-5, 1.0, 1e-5):
         cfg = ChainConfig(steps=(Step("norm", rms_norm, RMSNormConfig(4, eps=eps)), Step("up", linear, LinearConfig(4, 4))))

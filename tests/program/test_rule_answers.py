@@ -71,7 +71,7 @@ def test_a_rule_may_leave_the_calls_to_themselves():
 
 
 def test_a_rule_that_recomputes_may_leave_the_calls_to_themselves():
-    """What was to come from the rule's y, the weight gradient of the linear layer behind it, comes from one computed again."""
+    """The weight gradient of the linear layer behind it was to read the rule's y: it reads one computed again."""
     steps = (
         Step("in", linear, LinearConfig(8, 8)),
         Step("act", activation, ActivationConfig("silu")),

@@ -94,7 +94,7 @@ def test_a_rule_with_a_wrong_y_is_named_with_the_law_right():
 
 
 def test_a_rule_is_named_of_a_chain_without_params():
-    """What counts is whether the rules of a large x ran, however few params there are."""
+    """It counts whether the rules of a large x ran, however few params there are."""
     plain = ChainConfig(steps=tuple(Step(name, scale, ScaleConfig(0.5)) for name in "ab"))
     both = lambda window: 2 if [call.op for call in window.calls[:2]] == [scale, scale] else None  # noqa: E731
 
