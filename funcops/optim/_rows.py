@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -15,25 +14,32 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from funcops.backend import tracing, wide
 from funcops.contract.accumulators import check_apart
 from funcops.errors import FLOATS, GradModeError, check, describe, fail, join_path, require, require_type
-from funcops.trees import leaves, paths, same_structure, structure, tree_map, with_leaves
+from funcops.trees import flatten, leaves, paths, same_structure, structure, tree_map, unflatten
 
 T = TypeVar("T")
 Row = Sequence[Tensor]
 Kind = tuple[torch.device, torch.dtype]
-_seen: list[tuple[Any, Any]] = []  # pairs of a params tree's outermost node (`_top`) and its structure, the latest first
-_SEEN_KEPT = 8
 _FLOATS = set(FLOATS)
 _LEAVES = (Tensor, bool, type(None))
 
 
 class Opened(NamedTuple):
     """The tensors of params, grads and state at the leaves with a gradient; the device and dtype of each such param, and whether it
-    is decayed; and whether each tensor of params has a gradient."""
+    is decayed; whether each tensor of params has a gradient; and all leaves of the trees, in the order of params."""
 
     rows: list[Row]
     kinds: list[Kind]
     decayed: list[bool]
     has_grad: list[bool]
+    lists: list[list[Any]]
+
+    def rebuilt(self, params: T, *which: int) -> list[T]:
+        """Trees like params, of the rows by their numbers; where there is no gradient they have what was there."""
+        spec, made = structure(params), []
+        for i in which:
+            new = iter(self.rows[i])
+            made.append(unflatten(spec, [a if g is None else next(new) for a, g in zip(self.lists[i], self.lists[1], strict=True)]))
+        return made
 
 
 def open_trees(where: str, trees: dict[str, Any], decay: Any, in_place: bool) -> Opened:
@@ -55,7 +61,7 @@ def open_trees(where: str, trees: dict[str, Any], decay: Any, in_place: bool) ->
         with torch.no_grad():
             rows = [row if i == 1 else _clones(row) for i, row in enumerate(rows)]
     has_grad = [g is not None for p, g in zip(lists[0], lists[1], strict=True) if p is not None]
-    return Opened(rows, list(zip(devices, dtypes, strict=True)), decayed, has_grad)
+    return Opened(rows, list(zip(devices, dtypes, strict=True)), decayed, has_grad, lists)
 
 
 def _clones(row: Row) -> Row:
@@ -101,16 +107,16 @@ def open_into(where: str, params: Any, grads: Any, into: Any) -> list[Tensor]:
 
 
 def lists_of(where: str, trees: dict[str, Any]) -> list[list[Any]]:
-    """The leaves of trees, all of which must have the structure of the first; the error names the paths that differ."""
+    """The leaves of trees, all of which must have the structure of the first, in the order of the first: dicts of any kind pair by
+    key. The error names the paths that differ."""
     (first, wanted), *others = trees.items()
-    for seen in () if tracing() else _alike(wanted):  # flattening by a known structure is three times as fast as finding it
-        try:
-            lists = [seen.flatten_up_to(tree) for tree in trees.values()]
+    if not tracing():
+        found, spec = flatten(wanted)
+        try:  # flattening by a known structure is three times as fast as finding one
+            lists = [found, *[spec.flatten_up_to(other) for _, other in others]]
         except ValueError:
-            continue
-        # An ordered dict is taken for another, or for a dict, with the same keys in another order: the leaves would change places.
-        ordered = all(map(operator.is_, lists[0], leaves(wanted)))
-        if ordered and all([issubclass(kind, _LEAVES) for kind in {type(leaf) for row in lists for leaf in row}]):
+            lists = [[...]]  # the loop below says what differs
+        if all([issubclass(kind, _LEAVES) for kind in {type(leaf) for row in lists for leaf in row}]):
             return lists
     for name, other in others:
         if not same_structure(wanted, other):
@@ -119,23 +125,7 @@ def lists_of(where: str, trees: dict[str, Any]) -> list[list[Any]]:
             said = [f"{side} {', '.join(which)}" for side, which in sides.items() if which]
             said = said or [f"other containers, {describe(other)} for {describe(wanted)}"]
             fail(where, name, f"a tree like {first}", "one " + " and ".join(said))
-    if not tracing() and structure(wanted) not in [seen for _, seen in _seen]:
-        _seen[:] = [(_top(wanted), structure(wanted)), *_seen][:_SEEN_KEPT]
     return [leaves(tree) for tree in trees.values()]
-
-
-def _alike(tree: Any) -> list[Any]:
-    """The known structures that the tree may have. Flattening by a wrong one raises, and prints every tensor into its message."""
-    top = _top(tree)
-    alike = [seen for known, seen in _seen if known == top]
-    if len(alike) > 1:
-        wanted = structure(tree)
-        return [seen for seen in alike if seen == wanted]
-    return alike
-
-
-def _top(tree: Any) -> tuple[type, int]:
-    return type(tree), len(tree) if isinstance(tree, (dict, list, tuple)) else 0
 
 
 def _traits_of_params(params: Row, grads: Row, *state: Row) -> tuple[list[Any], list[Any]] | None:
@@ -207,12 +197,6 @@ def walkable(rows: list[Row]) -> tuple[list[Row], list[tuple[Tensor, Tensor]]]:
         return rows, []
     dense = [row if i == 1 else [t.contiguous() for t in row] for i, row in enumerate(rows)]
     return dense, [(t, c) for row, copies in zip(rows, dense, strict=True) for t, c in zip(row, copies, strict=True) if t is not c]
-
-
-def rebuilt(tree: T, like: list[Any], values: Row) -> T:
-    """The tree with `values`, in order, at the leaves for which `like` is not None."""
-    new = iter(values)
-    return with_leaves(tree, [a if at is None else next(new) for a, at in zip(leaves(tree), like, strict=True)])
 
 
 def not_negative(where: str, **given: Any) -> None:

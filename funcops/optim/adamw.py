@@ -24,11 +24,10 @@ from funcops.optim._rows import (
     open_into,
     open_trees,
     own_tensors,
-    rebuilt,
     walkable,
     zeros_like,
 )
-from funcops.trees import leaf, leaves, tree
+from funcops.trees import leaf, tree
 
 T = TypeVar("T")
 
@@ -124,7 +123,8 @@ def adamw_update(
     rate = check_rate(where, cfg.lr if lr is None else lr)
     check_factor(where, factor)
     trees = {"params": params, "grads": grads, "state.exp_avg": state.exp_avg, "state.exp_avg_sq": state.exp_avg_sq}
-    rows, kinds, decayed, has_grad = open_trees(where, trees, decay, in_place)
+    opened = open_trees(where, trees, decay, in_place)
+    rows, kinds, decayed, has_grad, _ = opened
     written = [] if into is None else open_into(where, params, grads, into)
     step = state.step
     check(where, "state.step", step, (len(has_grad),), torch.float32)
@@ -163,9 +163,8 @@ def adamw_update(
             tensor.copy_(copy)
     if in_place:
         return params, state
-    every, (p, _, m, v) = leaves(grads), rows
-    means = rebuilt(state.exp_avg, every, m), rebuilt(state.exp_avg_sq, every, v)
-    return rebuilt(params, every, p), AdamWState(step, *means)
+    new, *means = opened.rebuilt(params, 0, 2, 3)
+    return new, AdamWState(step, *means)
 
 
 def _elements(state: AdamWState, step: Tensor) -> Sequence[Tensor]:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from funcops.errors import FLOATS, check, describe, fail, require_flag
 from funcops.kernels.adamw import times
-from funcops.optim._rows import not_negative, rebuilt
-from funcops.trees import leaves, paths
+from funcops.optim._rows import not_negative
+from funcops.trees import leaves, paths, with_leaves
 
 T = TypeVar("T")
 
@@ -83,7 +83,8 @@ def clip_by_global_norm(
                 continue
             for i, g in zip(at, times([given[i] for i in at], factor.to(device)), strict=True):
                 clipped[i] = g
-    return (grads if in_place else rebuilt(grads, every, clipped)), norm
+    new = iter(clipped)
+    return (grads if in_place else with_leaves(grads, [None if g is None else next(new) for g in every])), norm
 
 
 def _norm(given: list[Tensor]) -> Tensor:

@@ -13,8 +13,8 @@ from torch import Tensor
 from funcops.contract.op import config
 from funcops.errors import describe, fail, join_path, require, require_type
 from funcops.kernels.adamw import grouped
-from funcops.optim._rows import check_rate, exact_rate, in_wide_dtype, not_negative, open_trees, own_tensors, rebuilt, zeros_like
-from funcops.trees import leaves, paths, tree
+from funcops.optim._rows import check_rate, exact_rate, in_wide_dtype, not_negative, open_trees, own_tensors, zeros_like
+from funcops.trees import paths, tree
 
 T = TypeVar("T")
 SCALES = ("original", "match_rms_adamw")
@@ -118,9 +118,8 @@ def muon_update(
     require_type(where, "in_place", in_place, bool)
     rate = check_rate(where, cfg.lr if lr is None else lr)
     _check_matrices(where, params)
-    rows, kinds, decayed, _ = open_trees(
-        where, {"params": params, "grads": grads, "state.momentum": state.momentum}, decay, in_place
-    )
+    opened = open_trees(where, {"params": params, "grads": grads, "state.momentum": state.momentum}, decay, in_place)
+    rows, kinds, decayed, *_ = opened
     with torch.no_grad():
         keys = [(*kind, tuple(p.shape[-2:]), decays) for kind, p, decays in zip(kinds, rows[0], decayed, strict=True)]
         for (device, _, shape, decays), (p, g, u) in grouped(rows, keys) if keys else ():
@@ -128,8 +127,8 @@ def muon_update(
             in_wide_dtype(functools.partial(_update_, lr=at, shape=shape, cfg=cfg, decay=decay), p, g, u)
     if in_place:
         return params, state
-    every = leaves(grads)
-    return rebuilt(params, every, rows[0]), MuonState(rebuilt(state.momentum, every, rows[2]))
+    new, momentum = opened.rebuilt(params, 0, 2)
+    return new, MuonState(momentum)
 
 
 def _update_(

@@ -11,18 +11,8 @@ from funcops.backend import tracing, wide
 from funcops.contract.op import config
 from funcops.errors import require, require_type
 from funcops.kernels.adamw import grouped, like_params
-from funcops.optim._rows import (
-    check_rate,
-    in_wide_dtype,
-    not_negative,
-    on_device,
-    open_trees,
-    own_tensors,
-    rebuilt,
-    walkable,
-    zeros_like,
-)
-from funcops.trees import leaves, nothing_like, tree
+from funcops.optim._rows import check_rate, in_wide_dtype, not_negative, on_device, open_trees, own_tensors, walkable, zeros_like
+from funcops.trees import nothing_like, tree
 
 T = TypeVar("T")
 
@@ -92,7 +82,8 @@ def sgd_update(
     require_type(where, "in_place", in_place, bool)
     rate = check_rate(where, cfg.lr if lr is None else lr)
     trees = {"params": params, "grads": grads} | ({"state.momentum": state.momentum} if cfg.momentum else {})
-    rows, kinds, decayed, _ = open_trees(where, trees, decay, in_place)
+    opened = open_trees(where, trees, decay, in_place)
+    rows, kinds, decayed, *_ = opened
     with torch.no_grad():
         dense, copies = walkable(rows)
         for ((device, dtype), decays), (p, g, *u) in grouped(dense, list(zip(kinds, decayed, strict=True))):
@@ -104,9 +95,8 @@ def sgd_update(
             tensor.copy_(copy)
     if in_place:
         return params, state
-    every = leaves(grads)
-    new = rebuilt(params, every, rows[0])
-    return new, SGDState(rebuilt(state.momentum, every, rows[2])) if cfg.momentum else state
+    new, *momentum = opened.rebuilt(params, 0, 2) if cfg.momentum else opened.rebuilt(params, 0)
+    return new, SGDState(*momentum) if cfg.momentum else state
 
 
 def _fused_(p: Any, g: Any, u: Any, lr: Any, cfg: SGDConfig, decay: float) -> None:

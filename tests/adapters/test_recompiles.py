@@ -12,15 +12,18 @@ from torch._dynamo.utils import counters
 
 from funcops import (
     ActivationConfig,
+    AddConfig,
     ChainConfig,
     LayerNormConfig,
     LinearConfig,
+    LinearParams,
     Needs,
     ParallelConfig,
     RepeatConfig,
     SkipConfig,
     Step,
     activation,
+    add,
     chain,
     differentiable,
     layer_norm,
@@ -288,3 +291,20 @@ def test_a_compiled_call_has_the_gradients_of_an_eager_one(case):
         return differentiable(case.op)(params, x, case.cfg)
 
     assert_close(by_autograd(torch.compile(step, fullgraph=True, backend="eager")), by_autograd(step), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_tensor_that_is_given_twice_compiles(frozen):
+    """Both halves of a pair, or two params of one chain, with their gradients added up as autograd does."""
+    layers = ChainConfig(steps=tuple(Step(name, linear, LinearConfig(D, D, bias=False)) for name in "ab"))
+    w = torch.randn(D, D, requires_grad=not frozen)
+    x = torch.randn(3, D, requires_grad=True)
+
+    def step(w, x):
+        y = differentiable(chain)({"a": LinearParams(w), "b": LinearParams(w)}, x, layers)
+        return differentiable(add)(None, (y, y), AddConfig())
+
+    def gradients(run):
+        return torch.autograd.grad(run(w, x).sum(), [t for t in (w, x) if t.requires_grad])
+
+    torch.testing.assert_close(gradients(torch.compile(step, fullgraph=True, backend="eager")), gradients(step))

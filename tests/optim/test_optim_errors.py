@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections import OrderedDict
 
 import pytest
@@ -12,7 +14,6 @@ from funcops.optim import (
     AdamWConfig,
     AdamWState,
     SGDConfig,
-    _rows,
     adamw_init,
     adamw_update,
     clip_by_global_norm,
@@ -20,7 +21,6 @@ from funcops.optim import (
     decay_mask,
     global_norm,
     sgd_init,
-    sgd_update,
     warmup_cosine,
 )
 from funcops.trees import same_structure, tree_map_tensors
@@ -178,8 +178,6 @@ def test_models_updated_in_turn_are_told_apart_without_their_values(init, update
         ([t], [t, t]),
     ]
     trees = [tree_map_tensors(torch.clone, params) for params in trees]  # each leaf a tensor of its own
-    monkeypatch.setattr(_rows, "_SEEN_KEPT", len(trees))
-    monkeypatch.setattr(_rows, "_seen", [])  # what other tests left would go first, and take the place of one of these
     states = [init(params, cfg) for params in trees]
     for params, state in zip(trees, states, strict=True):
         update(params, params, state, cfg)
@@ -198,17 +196,34 @@ def test_a_gradient_of_another_16_bit_dtype_is_refused():
                 update(params, {"w": torch.ones(2, dtype=other)}, init(params, cfg), cfg)
 
 
+KINDS = [(dict, "ab"), (OrderedDict, "ba"), (OrderedDict, "ab"), (dict, "ba"), (OrderedDict, "ba")]
+
+
 @pytest.mark.parametrize("nested", [False, True])
-def test_trees_of_other_containers_follow_each_other(nested):
-    """An update knows the structures that it met last: dicts, and ordered ones with the same keys in another order, of gradients,
-    too."""
-    cfg = SGDConfig(lr=1.0)
-    ways = [(dict, "ab"), (OrderedDict, "ba"), (OrderedDict, "ab"), (dict, "ba"), (OrderedDict, "ba")]
-    for make, keys in ways + ways[::-1]:
-        params, grads = (make((k, torch.full((1,), factor * ord(k))) for k in keys) for factor in (1.0, 2.0))
-        if nested:
-            params, grads = {"layer": params}, {"layer": grads}
-        made, _ = sgd_update(params, grads, sgd_init(params, cfg), cfg)
-        made = made["layer"] if nested else made
-        assert type(made) is make and (make is dict or list(made) == list(keys))
-        assert {k: float(t) for k, t in made.items()} == {k: -float(ord(k)) for k in keys}
+@pytest.mark.parametrize(("init", "update", "cfg"), OPTIMISERS, ids=lambda one: getattr(one, "__name__", ""))
+def test_dicts_of_any_kind_pair_by_key(init, update, cfg, nested):
+    """Params, gradients and state may have their keys in other orders: a plain dict is walked by sorted keys, an ordered one by its
+    own, as a `state_dict()` is. What an update met before changes nothing."""
+
+    def made(kind, factor, skip=""):
+        make, keys = kind
+        tree = make((k, None if k in skip else factor * torch.eye(2) * ord(k)) for k in keys)
+        return {"layer": tree} if nested else tree
+
+    def by_key(tree):
+        return {k: t.tolist() for k, t in sorted((tree["layer"] if nested else tree).items())}
+
+    def after(kind, of_grads, of_state, skip):
+        params, fields = made(kind, 1.0), {}
+        state = init(params, cfg)
+        for field in dataclasses.fields(state):
+            if isinstance(getattr(state, field.name), dict):
+                fields[field.name] = made(of_state, 0.25)
+        new, state = update(params, made(of_grads, 2.0, skip), dataclasses.replace(state, **fields), cfg)
+        assert type(new["layer"] if nested else new) is kind[0]
+        return [by_key(new), *[by_key(getattr(state, name)) for name in fields]]
+
+    for skip in ("", "a"):
+        want = after(KINDS[0], KINDS[0], KINDS[0], skip)
+        for kinds in itertools.product(KINDS, repeat=3):
+            assert after(*kinds, skip) == want, kinds

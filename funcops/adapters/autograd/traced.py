@@ -73,9 +73,12 @@ def run_traced(op: Op, params: Any, x: Any, cfg: Any) -> Any:
     outputs: list[Tensor] = []
     shape, y_shape = flatten(residuals, kept), flatten(y, outputs)
     guards = _guards(leaves, kept)
-    given = [*guards, *leaves]
-    for t in outputs:  # of which one may be a leaf: Dynamo takes no tensor twice, and removes the copy
-        given.append(t.detach().clone() if any([t is seen for seen in given]) else t)
+    given = list(guards)
+    for t in (
+        *leaves,
+        *outputs,
+    ):  # Dynamo gives a node no tensor twice: a leaf that is another one, or an output, goes in as a copy
+        given.append(t.clone() if any([t is seen for seen in given]) else t)
     for t in kept:
         if not any([t is seen for seen in given]):
             given.append(t)
