@@ -209,7 +209,7 @@ def _encoded(metadata: Any) -> Any:
     encode = getattr(module, "make_tensordesc_arg", None)
     if encode is None or not how or None in how:
         return None
-    more = [None] * (encode.__code__.co_argcount - 2)  # Triton 3.8 hands over the launch's arguments, which this driver leaves
+    more = [None] * (encode.__code__.co_argcount - 2)  # Triton 3.8's takes the launch's arguments too, and ignores them
     known: dict[Any, Any] = {}
 
     def encoded(place: int, desc: Any) -> Any:

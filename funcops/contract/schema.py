@@ -435,8 +435,8 @@ def open_node(where: str, node: Any, cls: Any, cfg: Any, phase: Phase | None = N
 
 
 def _check_moved(where: str, node: Any, dy: Any) -> None:
-    """Raise `ValueError` unless dy is on the device to which all of `node` was moved. Of all its tensors: a chain fills in what it
-    recomputes, where that was kept."""
+    """Raise `ValueError` unless dy is on the device to which all of `node` was moved. Every tensor counts: a chain may have filled in
+    one that it recomputed on the other device."""
     pairs = [
         (path, t.device, given.device) for path, t in paths(node).items() if isinstance(t, torch.Tensor) for given in tensors(dy)
     ]

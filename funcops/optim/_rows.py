@@ -34,7 +34,7 @@ class Opened(NamedTuple):
     lists: list[list[Any]]
 
     def rebuilt(self, params: T, *which: int) -> list[T]:
-        """Trees like params, of the rows by their numbers; where there is no gradient they have what was there."""
+        """A tree like params for each row asked for, with what was in the place of a leaf without a gradient."""
         spec, made = structure(params), []
         for i in which:
             new = iter(self.rows[i])

@@ -15,8 +15,8 @@ from funcops.kernels import attention
 NO_KERNEL = ("empty", "new_empty", "detach", "unsafe_view")
 
 
-class _Operators(TorchDispatchMode):
-    """Records the name of every aten operator that computes. Our own operators are followed to their launches."""
+class Operators(TorchDispatchMode):
+    """Records in `found` the name of every aten operator that computes, on any device. Our own are followed to their launches."""
 
     runs = True
 
@@ -42,7 +42,7 @@ def launches(monkeypatch):
     def launcher(kernel, grid):
         return lambda *_, **__: found.append(name_of(kernel.fn))
 
-    with monkeypatch.context() as patch, backend("triton"), gemm("auto"), _Operators(found):
+    with monkeypatch.context() as patch, backend("triton"), gemm("auto"), Operators(found):
         patch.setattr(interpreter.InterpretedFunction, "__getitem__", launcher)
         patch.setattr(attention.attention_fwd.kernel, "torch_impl", attention.cuda_fwd)
         patch.setattr(attention.attention_bwd.kernel, "torch_impl", attention.cuda_bwd)

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -29,3 +31,9 @@ def check_held(said, held):
     for named in (one for one in holders(held) if isinstance(one, str)):
         file, _, test = named.partition("::")
         assert f"\ndef {test}(" in (ROOT / file).read_text(), named
+
+
+def checks(held, slow=()):
+    """The functions among the holders, each once, as cases of a test; those in `slow` are of the second tier."""
+    found = dict.fromkeys(one for one in holders(held) if callable(one))
+    return [pytest.param(one, id=one.__name__, marks=pytest.mark.slow if one in slow else ()) for one in found]

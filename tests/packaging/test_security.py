@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from sentences import check_held, holders, sentences
+from sentences import check_held, checks, sentences
 
 from funcops import ChainConfig, LinearConfig, RopeConfig, Step, chain, checkpoint, dist, linear, lora, random
 from funcops.errors import CheckpointError
@@ -245,10 +245,7 @@ def test_each_sentence_has_a_test():
     )
 
 
-CHECKS = list(dict.fromkeys(one for one in holders(HELD) if callable(one)))
-
-
-@pytest.mark.parametrize("check", [*CHECKS, pickled_configs_are_code], ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", [*checks(HELD), *checks({"": pickled_configs_are_code})])
 def test_security(check, root, monkeypatch):
     given = {"root": root, "monkeypatch": monkeypatch}
     check(**{name: given[name] for name in check.__code__.co_varnames[: check.__code__.co_argcount]})

@@ -1,0 +1,193 @@
+"""The page on existing models in depth: each sentence has a test, which this file names or is."""
+
+import pytest
+import torch
+from existing_models import (
+    ADAPTERS,
+    AGAIN,
+    ALIVE,
+    BLOCKS,
+    BY_RECIPE,
+    BYTES,
+    KEPT_BETWEEN,
+    LINKS,
+    NN,
+    OPS,
+    RECIPES,
+    STRIDES,
+    TRACERS,
+    TWO_RANKS,
+    D,
+    nodes,
+)
+from launches import Operators
+from sentences import ROOT, check_held, checks, sentences
+from torch import nn
+
+from funcops import TorchConfig, op_from_torch, random
+from funcops import nn as fnn
+from funcops.low_precision import NVFP4, Fp8Block
+
+BOTH = "tests/pages/test_existing_models.py::"  # what both pages say
+PAGE = (ROOT / "docs" / "existing-models-in-depth.md").read_text()
+
+
+def left_layers_run_after_a_move():
+    holder = nn.ModuleDict({"act": nn.GLU(), "drop": nn.Dropout(), "last": nn.Linear(D, D)})
+    assert [one.path for one in fnn.from_torch(holder).left] == ["act", "drop"]
+    done = fnn.from_torch(holder.to("meta"))
+    assert [one.path for one in done.replaced] == ["act", "drop"] and not done.left
+
+
+def group_norms_run_torchs_operator():
+    layer, x = fnn.GroupNorm(2, 4), torch.randn(2, 4, D, requires_grad=True)
+    with Operators(ran := []):
+        layer(x).sum().backward()
+    assert {"native_group_norm", "native_group_norm_backward"} <= set(ran)
+
+
+def products_have_quantised_operands():
+    x, dy = torch.randn(8, 32), torch.randn(8, 32)
+    for recipe, quantised in ((Fp8Block(), 3), (Fp8Block(keep="input", wgrad="high"), 2)):
+        layer, leaf = fnn.Linear(32, 32, bias=False, recipe=recipe), x.clone().requires_grad_()
+        y = layer(leaf)
+        y.backward(dy)
+        w, y = layer.weight.detach(), y.detach()
+        dw = layer.weight.grad
+        errors = [float((a - b).norm() / b.norm()) for a, b in ((y, x @ w.T), (leaf.grad, dy @ w), (dw, dy.T @ x))]
+        assert [error > 0.01 for error in errors] == [True] * quantised + [False] * (3 - quantised), errors
+        assert dw.dtype is torch.float32 and errors[-1] < (0.1 if quantised == 3 else 1e-6)
+
+
+def low():
+    recipe = Fp8Block()
+    return fnn.Sequential(fnn.RMSNorm(32), fnn.Linear(32, 32, recipe=recipe), fnn.SiLU(), fnn.Linear(32, 32, recipe=recipe))
+
+
+def a_write_through_data_is_not_noticed():
+    layers, x = low(), torch.randn(4, 32)
+    fnn.quantize_weights(layers)
+    y = layers(x)
+    layers[1].weight.data.mul_(2.0)
+    assert torch.equal(layers(x), y)
+
+
+def a_layer_with_codes_is_a_module():
+    layers, x = low(), torch.randn(4, 32)
+    assert nodes(layers(x)) == ["_NodeBackward"]
+    fnn.quantize_weights(layers)
+    assert nodes(layers(x)) == ["_NodeBackward"] * 4
+
+
+def codes_under_autocast_and_with_a_key():
+    layer, x = fnn.Linear(32, 32, recipe=NVFP4(stochastic=True)), torch.randn(4, 32)
+    with pytest.raises(ValueError, match="key must be a random key"):
+        fnn.quantize_weights(layer, dtype=torch.bfloat16)
+    fnn.quantize_weights(layer, dtype=torch.bfloat16, key=random.key(0))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype is torch.bfloat16
+
+
+def functions_that_depend_on_values_are_refused():
+    for fn in (lambda params, x, cfg: x[x > 0], lambda params, x, cfg: x * (2 if x.sum() > 0 else 3)):
+        with pytest.raises(ValueError, match="own_fwd: fn must be a function whose shapes and steps do not depend on values"):
+            op_from_torch(fn, name="own").fwd(None, torch.ones(3), TorchConfig())
+
+
+def gradients_of_other_strides_are_copied():
+    """To the strides of the trace, as a `view` in the backward would raise for others."""
+    op, cfg, x = op_from_torch(lambda params, x, cfg: x.view(3, 4).sin(), name="own"), TorchConfig(), torch.randn(12)
+    dy, seen = torch.randn(4, 3).mT, []
+    for one in (dy.contiguous(), dy):
+        residuals = op.fwd(None, x, cfg)[1]
+        with Operators(names := []):
+            dx = op.bwd(residuals, one, cfg)[1]
+        torch.testing.assert_close(dx, dy.reshape(-1) * x.cos())
+        seen.append(names)
+    plain, copied = seen
+    assert len(copied) > len(plain)
+
+
+def closures_that_require_grad_are_refused():
+    own = torch.ones(3, requires_grad=True)
+    with pytest.raises(ValueError, match="takes tensors that require grad as params or x"):
+        op_from_torch(lambda params, x, cfg: x * own, name="own").fwd(None, torch.ones(3), TorchConfig())
+
+
+def numbers_of_python_are_drawn_once_a_trace():
+    import random as python_random
+
+    import numpy as np
+
+    op = op_from_torch(lambda params, x, cfg: x * python_random.random() * float(np.random.rand()), name="own")
+    first, again, other = (op.fwd(None, torch.ones(size), TorchConfig())[0][0] for size in (2, 2, 3))
+    assert first == again != other
+
+
+HELD = {  # by how each sentence of the page begins: what holds it
+    "This page has what": LINKS,
+    "Its code builds on this": BLOCKS,
+    "A swapped layer's output": (
+        STRIDES,
+        f"{BOTH}layers_keep_no_more",
+        f"{BYTES}test_a_swapped_activation_keeps_no_more_than_torchs",
+    ),
+    "Of a slice a linear layer": f"{ALIVE}test_no_more_is_alive_than_torchs",
+    "With the same seed": f"{TRACERS}test_a_hook_does_not_change_the_mask",
+    "In a model on a CPU": (f"{TRACERS}test_what_is_slower_alone_on_a_cpu_is_left_with_the_reason", left_layers_run_after_a_move),
+    "Group norms run by": group_norms_run_torchs_operator,
+    "What lies between two chains": (KEPT_BETWEEN, f"{NN}test_large_inputs_recompute_what_small_ones_keep"),
+    "`torch.export` with": (f"{TRACERS}test_an_exported_batch_is_of_any_size", f"{TRACERS}test_dynamic_sizes_are_one_graph"),
+    "`torch.jit.script` and": f"{TRACERS}test_tools_for_torchs_classes_refuse_by_name",
+    "Linear layers take a recipe": BY_RECIPE,
+    "FP8, MXFP8 or NVFP4": BY_RECIPE,
+    "Parameters, their gradients": (products_have_quantised_operands, f"{RECIPES}test_codes_are_not_in_copies_or_state"),
+    "`from_torch(model, recipe=": f"{RECIPES}test_from_torch_gives_recipes_and_takes_them_back",
+    "An MLP whose linear layers": f"{RECIPES}test_mlps_of_hugging_face_are_chains_by_the_recipe_of_all_their_layers",
+    "A layer with sizes": (f"{BOTH}conv1d_takes_no_recipe", f"{RECIPES}test_from_torch_gives_recipes_and_takes_them_back"),
+    "Without `quantize_weights`": (BY_RECIPE[0], f"{RECIPES}test_codes_are_made_once_for_all_microbatches"),
+    "If a parameter has changed": (
+        a_write_through_data_is_not_noticed,
+        f"{RECIPES}test_codes_of_a_weight_that_changed_raise",
+        BLOCKS,
+    ),
+    "A layer that reads codes": a_layer_with_codes_is_a_module,
+    "Under `torch.compile` it reads": (
+        f"{RECIPES}test_a_step_with_an_optimiser_compiles_whole",
+        f"{RECIPES}test_a_graph_quantises_in_every_replay",
+    ),
+    "Under `fully_shard` weights": TWO_RANKS,
+    "Under autocast pass": (
+        codes_under_autocast_and_with_a_key,
+        BY_RECIPE[0],
+        f"{RECIPES}test_keys_round_the_gradients_of_modules",
+    ),
+    "`Fp8Delayed` raises": (BY_RECIPE[1], f"{RECIPES}test_a_loop_over_the_functions_of_modules_takes_every_recipe", LINKS),
+    "`op_from_torch(fn)` makes": (functions_that_depend_on_values_are_refused, f"{OPS}test_laws"),
+    "Its backward is traced": f"{OPS}test_residuals_have_names_and_split",
+    "A gradient with other strides": gradients_of_other_strides_are_copied,
+    "A tensor that requires grad": (closures_that_require_grad_are_refused, f"{AGAIN}test_a_captured_tensor_is_guarded"),
+    "A forward after a change": (
+        f"{AGAIN}test_a_value_that_was_rebound_is_read_by_the_next_forward",
+        f"{AGAIN}test_a_long_container_is_compared",
+        f"{AGAIN}test_a_part_of_a_module_that_was_assigned",
+    ),
+    "Under `remat`, and": (f"{AGAIN}test_a_value_that_was_rebound_is_not_read_anew", f"{AGAIN}test_a_captured_tensor_is_guarded"),
+    "A function that draws": (
+        f"{ADAPTERS}test_functions_that_draw.py::test_what_draws_is_refused_or_kept",
+        f"{ADAPTERS}test_functions_that_draw.py::test_fit_chooses_no_policy_that_draws_anew",
+        f"{ADAPTERS}test_functions_that_draw.py::test_a_checkpoint_inside_draws_nothing_anew",
+        f"{AGAIN}test_values_of_a_captured_tensor_are_no_constants",
+    ),
+    "Numbers that it draws": numbers_of_python_are_drawn_once_a_trace,
+}
+
+
+def test_each_sentence_has_a_test():
+    check_held(sentences(PAGE), HELD)
+
+
+@pytest.mark.parametrize("check", checks(HELD))
+def test_sentence(check):
+    torch.manual_seed(0)
+    check()
