@@ -435,14 +435,11 @@ def open_node(where: str, node: Any, cls: Any, cfg: Any, phase: Phase | None = N
 
 
 def _check_moved(where: str, node: Any, dy: Any) -> None:
-    """Raise `ValueError` unless dy is on the device to which all of `node` was moved. Every tensor counts: a chain may have filled in
-    one that it recomputed on the other device."""
-    pairs = [
-        (path, t.device, given.device) for path, t in paths(node).items() if isinstance(t, torch.Tensor) for given in tensors(dy)
-    ]
-    for path, moved, other in pairs:
-        if moved != other:
-            fail(where, f"{node.kind}.{path}", f"on device {other}, as dy is", f"one on {moved}: move both to one device")
+    """Raise `ValueError` unless dy is on the device to which all of `node` was moved. Every tensor counts: a chain may have
+    filled in one that it recomputed on the other device."""
+    for path, t, given in [(path, t, given) for path, t in paths(node).items() for given in tensors(dy)]:
+        if isinstance(t, torch.Tensor) and t.device != given.device:
+            fail(where, f"{node.kind}.{path}", f"on device {given.device}, as dy is", f"one on {t.device}: move both to one device")
 
 
 def _check_whole(where: str, node: Any, phase: Phase) -> None:
