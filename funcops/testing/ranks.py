@@ -8,6 +8,7 @@ collective that nobody waits for, and ranks that wait for one another raise at o
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -190,14 +191,19 @@ _VALUES: dict[str, Callable[[list[_Given], Axis], Tensor]] = {
 
 class _Operators:
     """While it is open, threads that use an operator for the first time get one Python object of it. By itself torch makes one for
-    each such thread, calls modes with the first, and frees all but the last: a crash, some operators later."""
+    each such thread, calls modes with the first, and frees all but the last: a crash, some operators later. Before 2.13 torch also
+    asserts that no thread comes while another makes one: there a thread gives way only where it waits."""
 
     def __init__(self) -> None:
         self.lock, self.open = threading.RLock(), 0
+        self.interval = sys.getswitchinterval()
         self.made = {cls: cls.__getattr__ for cls in (OpOverloadPacket, _OpNamespace)}
 
     def __enter__(self) -> None:
         with self.lock:
+            if not self.open and torch.__version__ < "2.13":
+                self.interval = sys.getswitchinterval()
+                sys.setswitchinterval(1e3)
             self.open += 1
             for cls, made in self.made.items():
                 cls.__getattr__ = self.once(made)  # type: ignore[method-assign]
@@ -205,6 +211,8 @@ class _Operators:
     def __exit__(self, *_: object) -> None:
         with self.lock:
             self.open -= 1
+            if not self.open and torch.__version__ < "2.13":
+                sys.setswitchinterval(self.interval)
             for cls, made in self.made.items():
                 if not self.open:
                     cls.__getattr__ = made  # type: ignore[method-assign]
