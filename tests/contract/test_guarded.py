@@ -363,6 +363,12 @@ def test_the_law_notices(fault, monkeypatch):
         holds("x")
 
 
+def test_the_law_notices_a_copy_with_other_values(monkeypatch):
+    monkeypatch.setitem(COPIES, "clone", lambda tree: tree_map_tensors(lambda t: t + 1, tree))
+    with pytest.raises(AssertionError, match="residuals moved by clone"):
+        holds("x")
+
+
 def test_the_law_notices_an_alias_that_is_not_declared():
     with pytest.raises(AssertionError, match=r"law 'guarded', .*: residuals after a write to x: went through without an error"):
         holds(None)

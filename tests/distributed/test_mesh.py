@@ -148,3 +148,7 @@ def test_a_rank_waits_along_an_axis_no_longer_than_it_was_told(named, tmp_path):
 def test_a_group_beside_a_size_is_refused():
     with pytest.raises(TypeError, match=r"^Mesh.of: sizes\['tp'\] must be ProcessGroup, got 2"):
         Mesh.of({"dp": dist.ProcessGroup(0, 1), "tp": 2})
+
+
+def test_an_axis_of_a_group_that_exists():
+    assert Mesh.of({"dp": dist.ProcessGroup(0, 1)}, "cpu") == Mesh.abstract({"dp": 1}, 0)

@@ -7,6 +7,7 @@ from tiny_kernel_calls import names, tiny
 from torch import Tensor
 
 from funcops.backend import backend
+from funcops.kernels.attention import aligned
 from funcops.testing.tolerances import assert_close
 from funcops.trees import leaves, tree_map
 
@@ -49,3 +50,13 @@ def test_every_kernel_at_odd_addresses(i, dtype):
     check(got, want, dtype)
     if call.kernel.kernel.mutates:
         check(args, plain, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_copies_only_what_no_vector_reads(dtype):
+    t = torch.zeros(2, 3, 4, 16, dtype=dtype)
+    assert aligned(t) is t and aligned(t.transpose(1, 2)).data_ptr() == t.data_ptr()
+    odd = torch.zeros(t.numel() + 1, dtype=dtype)[1:].view(t.shape)  # an address between two vectors
+    for bad in (odd, t.transpose(2, 3), torch.zeros(2, 3, 4, 17, dtype=dtype)[..., :16]):
+        copy = aligned(bad)
+        assert copy.data_ptr() != bad.data_ptr() and copy.is_contiguous() and torch.equal(copy, bad)

@@ -149,6 +149,13 @@ def test_values_of_two_kinds_are_a_difference_and_not_an_error(got, want):
     assert_close({"x": None}, {"x": None}, dtype=torch.float32, length=1)
 
 
+def test_a_leaf_too_many_or_too_few_is_a_difference():
+    one, both = {"a": torch.ones(2)}, {"a": torch.ones(2), "b": torch.ones(2)}
+    for got, want in ((one, both), (both, one)):
+        with pytest.raises(AssertionError, match=r"structure: \['a'.*\] instead of \['a'"):
+            assert_close(got, want, dtype=torch.float32)
+
+
 @pytest.mark.parametrize("laws", [(), ("right", "nope"), ["right"], "right", None], ids=repr)
 def test_laws_of_other_names_or_none_are_refused(laws):
     with pytest.raises(ValueError, match="check_op: laws must be a tuple of some of .*right.*, got "):
