@@ -12,6 +12,7 @@ from torch import nn
 
 from funcops import LinearConfig, LinearParams, delayed_wgrad, differentiable, linear
 from funcops import nn as fnn
+from funcops.adapters.autograd import delayed
 from funcops.errors import StaleResidualError
 
 D = 5
@@ -235,6 +236,17 @@ def test_a_failed_backward_leaves_nothing():
         raise ZeroDivisionError
     assert len(store) == 0
     with delayed_wgrad():
+        pass
+
+
+def test_a_weight_gradient_that_is_lost_as_python_ends_has_the_name_of_its_op(monkeypatch):
+    module, x = fnn.Linear(3, 3), torch.randn(2, 3)
+    with delayed_wgrad() as store:
+        module(x).sum().backward()
+    monkeypatch.setattr(delayed, "paths", lambda tree: {})  # optree knows no nodes any more
+    with pytest.warns(RuntimeWarning, match=r"1 weight gradients of a store that is gone were never run \(linear\)"):
+        del store
+    with pytest.raises(RuntimeError, match=r"never run \(linear\): keep the store"), delayed_wgrad():
         pass
 
 
