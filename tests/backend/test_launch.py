@@ -207,6 +207,7 @@ class Utils(type(StubDriver.utils)):
     def fill_tma_descriptor_tiled(self, *given):
         encoded.append(given)
         return "map"
+    fill_tma_descriptor = fill_tma_descriptor_tiled  # its name in Triton 3.6
 
 class Driver(StubDriver):
     utils, stands_in = Utils(), False
