@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from funcops import DonatedError, Ledger, LedgerError, StaleResidualError, graphs, trees
 from funcops.contract.needs import Needs
-from funcops.distributed import InFlight, Mesh, all_to_all_start, comm, finish, gather_start, scatter_sum_start, sum_over_start
+from funcops.distributed import Axis, InFlight, Mesh, all_to_all_start, comm, finish, gather_start, scatter_sum_start, sum_over_start
 from funcops.testing import run_ranks
 from funcops.trees import tree_map
 
@@ -189,3 +189,19 @@ def test_a_tree_of_it_keeps_its_static_parts():
     h = gather_start(torch.ones(2), Mesh.abstract({"tp": 1}, 0)["tp"])
     assert list(trees.paths({"h": h})) == ["h.value", "h.source"] and repr(h).startswith("InFlight(value=float32[2]")
     assert tree_map(lambda t: t, h).what == "gather"
+
+
+def test_a_wait_that_nobody_answers_names_the_axis(monkeypatch):
+    axis, t = Axis("tp", 2, 1, "a group"), torch.ones(2)
+    said = ["Connection closed by peer [::1]:4", "no kernel for this dtype"]
+
+    def wait_tensor(t):
+        raise RuntimeError(said[0])
+
+    monkeypatch.setattr(comm, "ops", types.SimpleNamespace(wait_tensor=wait_tensor))
+    monkeypatch.setattr(comm, "_in_flight", {})
+    for match in (r"^all_gather over axis 'tp'.* must be called by all its ranks, got no answer on rank 1", "^no kernel"):
+        comm._in_flight[axis.group] = t, torch.ops._c10d_functional.all_gather_into_tensor
+        with pytest.raises(RuntimeError, match=match):
+            comm.wait(t, axis)
+        del said[0]

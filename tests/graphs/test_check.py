@@ -421,3 +421,14 @@ def test_a_sync_that_only_the_recording_meets_is_a_fault():
     planted.COUNT[0] = 0
     (fault,) = check_capturable(third, *inputs())
     assert fault.kind == "baked value" and "item" in fault.message
+
+
+class Box:
+    def __init__(self, t):
+        self.t = t
+
+
+def test_a_tensor_in_an_object_that_is_no_tree_is_found():
+    """A replay would write to it, and nobody could copy it."""
+    faults = check_capturable(lambda x, ids: Box(x + 1), *inputs())
+    assert [fault.kind for fault in faults] == ["escaping allocation"], faults

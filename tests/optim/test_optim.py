@@ -11,6 +11,7 @@ import pickle
 import pytest
 import torch
 from optim_model import ADAMW, OPTIMISERS, close, equal, gradients, missing, model
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from funcops.errors import GradModeError
@@ -302,3 +303,13 @@ def test_a_trace_is_the_update_that_runs(init, update, cfg):
     params, state = update(params, first, init(params, cfg), cfg, decay=decay)
     traced = make_fx(lambda *trees: update(*trees, cfg, decay=decay))(params, grads, state)
     close(traced(params, grads, state), update(params, grads, state, cfg, decay=decay))
+
+
+def test_an_update_in_place_that_was_traced_leaves_no_tensor_of_the_tracer_in_the_state():
+    params, grads = {"w": torch.ones(3)}, {"w": torch.ones(3)}
+    state = adamw_init(params, ADAMW)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        adamw_update(params, grads, state, ADAMW, in_place=True)
+    adamw_update(params, grads, state, ADAMW, in_place=True)
+    want = adamw_update({"w": torch.ones(3)}, grads, adamw_init(params, ADAMW), ADAMW)
+    assert equal((params, state), want)

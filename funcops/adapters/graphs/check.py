@@ -212,7 +212,6 @@ def _watched(fn: Callable[..., Any], trees: Any, faults: list[Fault]) -> tuple[_
     except Exception as error:
         return operators, error
     operators.returned = {t.untyped_storage()._cdata for t in tensors((result, trees))}
-    del result
     for where in operators.outliving(returned=False):
         said = "a tensor made here outlives the call, but the graph will reuse its memory: return the tensor"
         faults.append(Fault(ESCAPE, where, said))
