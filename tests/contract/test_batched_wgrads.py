@@ -16,6 +16,7 @@ from funcops import (
     GroupedLinearConfig,
     GroupedQLinearConfig,
     LinearConfig,
+    LinearParams,
     Needs,
     Policy,
     QLinearConfig,
@@ -38,6 +39,7 @@ from funcops import (
 from funcops.backend import backend
 from funcops.distributed.ops.parallel_low_rank import ParallelLowRankConfig, parallel_low_rank
 from funcops.low_precision import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed, gradients_like, quantize_params, recipe_init
+from funcops.ops.grouped_wgrads import Columns
 from funcops.ops.low_rank import LowRankConfig, low_rank
 from funcops.testing import run_ranks
 from funcops.testing.checks import float_like, same_bits
@@ -292,3 +294,24 @@ def test_pendings_of_other_needs_and_dtypes_are_summed_in_any_order(name):
             assert found.dtype is functools.reduce(torch.promote_types, [t.dtype for t in given]), (first, second)
             rounded = 3 * max([torch.finfo(t.dtype).eps for t in given])
             torch.testing.assert_close(found.double(), sum(t.double() for t in given), atol=0.0, rtol=rounded)
+
+
+def test_joined_columns_end_with_the_columns_of_no_group():
+    """Kernels read where the last group ends from there."""
+    codes, scales = torch.zeros(4, 32, dtype=torch.uint8), torch.ones(1, 32)
+    starts, ends = torch.tensor([0, 16, 32]), torch.tensor([10, 20])
+    part = Columns((codes, scales, None), (codes, scales, None), starts, ends, (), 32)
+    joined = Columns.joined([part, part])
+    assert joined.starts.tolist() == [0, 16, 32, 48, 64] and joined.ends.tolist() == [10, 20, 42, 52]
+    assert joined.width == joined.dy[0].shape[1] == 64
+
+
+def test_a_gradient_that_is_no_tensor_is_named():
+    def wgrad(pending, cfg, *, into=None):
+        return LinearParams("a word", None)
+
+    params, cfg = linear.init(LinearConfig(3, 3), key=random.key(0)), LinearConfig(3, 3)
+    y, kept = linear.fwd(params, torch.ones(2, 3), cfg)
+    pending = linear.dgrad(kept, y, cfg)[1]
+    with pytest.raises(TypeError, match="^batch_wgrads: gradient must be a tensor, got 'a word'"):
+        batch_wgrads(linear._replace(wgrad=wgrad), [pending, pending], cfg)

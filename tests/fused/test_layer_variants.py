@@ -26,6 +26,7 @@ from funcops import (
     activation,
     chain,
     dist,
+    explain,
     glu,
     layer_norm,
     linear,
@@ -313,3 +314,11 @@ def test_a_weight_of_another_dtype_is_refused_as_without_rules(fuse, bias, dtype
     wrong = put(params, "up.weight", params["up"].weight.to(dtype))
     with backend("triton"), pytest.raises(TypeError, match="up: linear_fwd: params.weight must be float32, got"):
         chain.fwd(wrong, torch.randn(4, 16), cfg)
+
+
+@pytest.mark.parametrize("overlap", ["none", "bulk", "ring"])
+def test_a_layer_that_sends_its_dx_under_the_product_of_dw_ends_no_rule(overlap):
+    options = {} if overlap == "none" else {"overlap": overlap}
+    text = str(explain(dist.parallel(BLOCKS["GPT-2"], BLOCK_ROLES, dist.Mesh.abstract({"tp": 2}, 0), **options)))
+    assert ("mlp.up + mlp.act + mlp.down: bias gradients" in text) == (overlap == "none"), text
+    assert "mlp.act + mlp.down: bias gradients" in text
