@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from funcops import ChainConfig, GLUConfig, LinearConfig, LinearParams, Op, SkipConfig, Step, chain, dist, glu, linear, random, skip
 from funcops.contract.needs import Needs
-from funcops.distributed import Mesh
+from funcops.distributed import AllToAllConfig, Mesh, VocabEmbeddingConfig, all_to_all
 from funcops.testing import LAWS, check_dist, run_ranks
 from funcops.testing.checks import same_bits
 from funcops.testing.dist import _reference
@@ -359,3 +359,24 @@ def test_a_reference_may_leave_an_input_unread():
     x, unread = torch.ones(3), torch.ones(2)
     y, dy, (dparams, dx) = _reference(case, {"unread": unread}, x, 1)
     assert dparams == {"unread": None} and torch.equal(dx, 2.0 * dy) and torch.equal(y, 2.0 * x)
+
+
+def test_a_chain_knows_the_width_behind_an_all_to_all():
+    """Dimensions that are counted from the front may be the last one: their width is not known."""
+    axis = Mesh.abstract({"cp": 2}, 0)["cp"]
+
+    def steps(out, **dims):
+        parts = ("up", linear, LinearConfig(3, 8)), ("turn", all_to_all, AllToAllConfig(axis, **dims)), ("out", linear, out)
+        return ChainConfig(steps=tuple(Step(*part) for part in parts))
+
+    for width, dims in ((16, dict(split=0, cat=-1)), (4, dict(split=-1, cat=0)), (8, dict(split=0, cat=1)), (5, dict(split=0, cat=1))):
+        steps(LinearConfig(width, 3), **dims)
+    for width, dims in ((8, dict(split=0, cat=-1)), (16, dict(split=-1, cat=0))):
+        with pytest.raises(ValueError, match="out"):
+            steps(LinearConfig(width, 3), **dims)
+
+
+@pytest.mark.parametrize("pad", range(8))
+def test_one_rank_alone_has_the_row_that_gets_no_gradient(pad):
+    skipped = [VocabEmbeddingConfig(8, 4, axis=axis, padding_idx=pad).skipped for axis in [Mesh.abstract({"tp": 4}, rank)["tp"] for rank in range(4)]]
+    assert skipped == [pad - 2 * rank if rank == pad // 2 else -1 for rank in range(4)]

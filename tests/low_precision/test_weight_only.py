@@ -340,3 +340,9 @@ def test_steps_keep_their_format():
     params = quantize_weights(chain.init(mlp(), key=random.key(0)), cfg)
     assert (params["up"].weight.format, params["down"].weight.format) == (NF4(), FORMATS["mxfp4"])
     assert quantize_weights(params, cfg)["up"].weight is params["up"].weight
+
+
+def test_params_of_another_op_are_refused_as_the_op_itself_does():
+    op, cfg = weight_only(linear, FORMATS["nf4"]), LinearConfig(64, 64)
+    with pytest.raises(TypeError, match=r"^linear_fwd: params must be LinearParams, got dict"):
+        op.fwd({"weight": torch.ones(64, 64)}, torch.ones(2, 64), cfg)
