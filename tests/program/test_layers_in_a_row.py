@@ -11,6 +11,8 @@ from launches import launches
 
 from funcops import (
     ActivationConfig,
+    ChainConfig,
+    LinearConfig,
     Needs,
     RepeatConfig,
     RopeConfig,
@@ -19,8 +21,10 @@ from funcops import (
     WithExtras,
     activation,
     chain,
+    dist,
     donate,
     explain,
+    linear,
     random,
     remat,
     repeat,
@@ -256,3 +260,13 @@ def test_what_a_layer_reads_starts_a_layer_ahead(name):
     assert ", ".join(f"{kind} {i}" for kind, i in turns(range(3), starts, late)) == wanted
     swapped = [f"{kind} {2 - i}" for kind, i in turns(range(3)[::-1], starts, late)]
     assert ", ".join(swapped) == wanted
+
+
+def test_sums_of_a_chain_go_on_under_the_steps_before():
+    """As those of a repeat's layers: each has the backwards of two steps to arrive in."""
+    steps = tuple(Step(f"up{i}", linear, LinearConfig(8, 8)) for i in range(3))
+    summed = dist.data_parallel(ChainConfig(steps=steps), dist.Mesh.abstract({"dp": 2}, 0)["dp"])
+    rows = explain(summed, rows=True).rows[""]["backward"]
+    kinds = [row.kind for row in rows if row.kind in ("begun bwd", "advance sums", "settle sums")]
+    bwd, go, end = "begun bwd", "advance sums", "settle sums"
+    assert kinds == [bwd, bwd, go, bwd, end, go, end, go, end]
