@@ -150,5 +150,11 @@ def test_a_group_beside_a_size_is_refused():
         Mesh.of({"dp": dist.ProcessGroup(0, 1), "tp": 2})
 
 
-def test_an_axis_of_a_group_that_exists():
-    assert Mesh.of({"dp": dist.ProcessGroup(0, 1)}, "cpu") == Mesh.abstract({"dp": 1}, 0)
+class Named(dist.ProcessGroup):
+    group_name = "mine"
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2), (2, 3)])
+def test_an_axis_of_a_group_that_exists(rank, size):
+    axis = Axis("dp", 1, 0) if size == 1 else Axis("dp", size, rank, "mine")
+    assert Mesh.of({"dp": Named(rank, size)}, "cpu") == Mesh(axes=(axis,))

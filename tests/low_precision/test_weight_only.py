@@ -38,6 +38,7 @@ from funcops.low_precision import (
     dense,
     gradients_like,
     quantize_weight,
+    quantize_weight,
     quantize_weights,
     weight_only,
     with_recipe,
@@ -346,3 +347,10 @@ def test_params_of_another_op_are_refused_as_the_op_itself_does():
     op, cfg = weight_only(linear, FORMATS["nf4"]), LinearConfig(64, 64)
     with pytest.raises(TypeError, match=r"^linear_fwd: params must be LinearParams, got dict"):
         op.fwd({"weight": torch.ones(64, 64)}, torch.ones(2, 64), cfg)
+
+
+@pytest.mark.parametrize("name", ["nf4", "nf4 double"])
+def test_codes_of_a_weight_stand_for_it(name):
+    weight = torch.randn(64, 256) * torch.linspace(1, 2, 64)[:, None]
+    found = quantize_weight(weight, FORMATS[name]).dequantize()
+    assert float(((found - weight).norm(dim=1) / weight.norm(dim=1)).max()) < 0.15

@@ -112,9 +112,6 @@ def test_bad_calls_raise_by_name():
         "layers must be a tuple of different numbers of layers, got (0, 0)": lambda: dataclasses.replace(LINEAR, layers=(0, 0)),
         "linear.layers must be some of layers 0..1, and not all, got (0, 2)": lambda: dataclasses.replace(CFG, layers=2),
         "linear.layers must be layers without a window or chunk": lambda: dataclasses.replace(CFG, windows=(3, None, None)),
-        "latent must be None with attention_gate or linear": lambda: dataclasses.replace(
-            CFG, latent=LatentConfig(kv_rank=2, rope_size=4, plain_size=2, value_size=2)
-        ),
         "packed must be False for a config with linear attention": lambda: decoder(CFG, packed=True),
         "cache.layers must be a dict of the layers": lambda: decode(params, cache, IDS % 31, other),
         f"cache.layers.{first}.state must be float64, got float32": lambda: decode(params, narrow, IDS % 31, CFG),
@@ -126,6 +123,10 @@ def test_bad_calls_raise_by_name():
         with pytest.raises((ValueError, TypeError)) as error:
             call()
         assert said in str(error.value), error.value
+    latent = LatentConfig(kv_rank=2, rope_size=4, plain_size=2, value_size=2)
+    for options in ({}, {"attention_gate": False}, {"linear": None}):
+        with pytest.raises(ValueError, match="latent must be None with attention_gate or linear"):
+            dataclasses.replace(CFG, latent=latent, **options)
 
 
 def test_a_config_without_such_layers_and_unknown_kinds_are_refused(tmp_path):

@@ -467,6 +467,13 @@ def counted(monkeypatch):
     return seen
 
 
+def test_nothing_is_recomputed_where_all_fits():
+    """A layout that fits without is the fastest of its ways, so the others are not examined."""
+    model = dataclasses.replace(SMALL, batch=64)
+    every, one = plan_parallel(model, 8, 1e15, "A100"), plan_parallel(model, 8, 1e15, "A100", fixed={"recompute": "none"})
+    assert every.counted == one.counted and [row.layout for row in every.rows] == [row.layout for row in one.rows]
+
+
 def test_work_does_not_grow_with_gpus(monkeypatch):
     """The work to predict does not depend on the number of replicas or microbatches."""
     model, seen = dataclasses.replace(SMALL, batch=2**14), counted(monkeypatch)

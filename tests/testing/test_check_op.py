@@ -12,7 +12,7 @@ from funcops.contract.needs import Needs
 from funcops.contract.op import OpConfig, config, dgrad_of, forward, make_op, recompute_of, wgrad_of
 from funcops.contract.schema import DGRAD, RECOMPUTE, WGRAD, Pending, Residuals, saved
 from funcops.errors import FLOATS, check
-from funcops.testing import check_op
+from funcops.testing import Error, check_op
 from funcops.testing.tolerances import assert_close
 from funcops.trees import leaf, tree
 
@@ -160,3 +160,9 @@ def test_a_leaf_too_many_or_too_few_is_a_difference():
 def test_laws_of_other_names_or_none_are_refused(laws):
     with pytest.raises(ValueError, match="check_op: laws must be a tuple of some of .*right.*, got "):
         check_op(linear, cfg=LinearConfig(5, 3), x=lambda draw: draw.randn(3, 5), reference=lambda params, x, cfg: x, laws=laws)
+
+
+@pytest.mark.parametrize("wrong", [{"call": 1}, {"match": None}, {"match": re.compile("x")}, {"error": "ValueError"}], ids=str)
+def test_an_error_that_is_expected_is_described_by_a_function_text_and_class(wrong):
+    with pytest.raises(TypeError, match=f"^Error: {next(iter(wrong))} must be"):
+        Error(**{"call": lambda: None, "match": "x must be", **wrong})
