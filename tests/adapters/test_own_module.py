@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from funcops import nn as fnn
+from funcops.adapters.autograd.differentiable import backward_calls
 from funcops.contract.accumulators import accumulate
 from funcops.contract.needs import Needs
 from funcops.contract.op import OpConfig, config, dgrad_of, forward, make_op, wgrad_of
@@ -206,3 +207,28 @@ def test_x_that_the_op_does_not_take_where_torch_has_no_such_module():
     said = r"Gain: x and parameters must be plain tensors, x of .*, because .* no plain\(x\), got Tensor of torch.int64, Parameter"
     with pytest.raises(TypeError, match=said):
         Gain(3)(torch.ones(3, dtype=torch.int64))
+
+
+def test_a_class_inherits_whether_it_can_be_a_step():
+    """A class whose forward, or a parent's, does more than its op is called as a module: that of one that does not is left out."""
+    ran = []
+
+    class Same(fnn.Linear):
+        pass
+
+    class Twice(fnn.Linear):
+        def forward(self, x):
+            ran.append(type(self).__name__)
+            return 2 * super().forward(x)
+
+    class Heir(Twice):
+        pass
+
+    for cls, calls in ((Same, []), (Twice, ["Twice"]), (Heir, ["Heir"])):
+        layer, x = cls(3, 3), torch.randn(2, 3)
+        with backward_calls() as count:
+            y = fnn.Sequential(layer, fnn.GELU())(x)
+            y.sum().backward()
+        assert ran == calls and count() == 1 + bool(calls), cls
+        torch.testing.assert_close(y, torch.nn.functional.gelu(layer(x)))
+        ran.clear()

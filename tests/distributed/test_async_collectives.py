@@ -11,7 +11,17 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from funcops import DonatedError, Ledger, LedgerError, StaleResidualError, graphs, trees
 from funcops.contract.needs import Needs
-from funcops.distributed import Axis, InFlight, Mesh, all_to_all_start, comm, finish, gather_start, scatter_sum_start, sum_over_start
+from funcops.distributed import (
+    Axis,
+    InFlight,
+    Mesh,
+    all_to_all_start,
+    comm,
+    finish,
+    gather_start,
+    scatter_sum_start,
+    sum_over_start,
+)
 from funcops.testing import run_ranks
 from funcops.trees import tree_map
 

@@ -369,14 +369,15 @@ def test_a_chain_knows_the_width_behind_an_all_to_all():
         parts = ("up", linear, LinearConfig(3, 8)), ("turn", all_to_all, AllToAllConfig(axis, **dims)), ("out", linear, out)
         return ChainConfig(steps=tuple(Step(*part) for part in parts))
 
-    for width, dims in ((16, dict(split=0, cat=-1)), (4, dict(split=-1, cat=0)), (8, dict(split=0, cat=1)), (5, dict(split=0, cat=1))):
-        steps(LinearConfig(width, 3), **dims)
-    for width, dims in ((8, dict(split=0, cat=-1)), (16, dict(split=-1, cat=0))):
+    for width, split, cat in ((16, 0, -1), (4, -1, 0), (8, 0, 1), (5, 0, 1)):
+        steps(LinearConfig(width, 3), split=split, cat=cat)
+    for width, split, cat in ((8, 0, -1), (16, -1, 0)):
         with pytest.raises(ValueError, match="out"):
-            steps(LinearConfig(width, 3), **dims)
+            steps(LinearConfig(width, 3), split=split, cat=cat)
 
 
 @pytest.mark.parametrize("pad", range(8))
 def test_one_rank_alone_has_the_row_that_gets_no_gradient(pad):
-    skipped = [VocabEmbeddingConfig(8, 4, axis=axis, padding_idx=pad).skipped for axis in [Mesh.abstract({"tp": 4}, rank)["tp"] for rank in range(4)]]
+    axes = [Mesh.abstract({"tp": 4}, rank)["tp"] for rank in range(4)]
+    skipped = [VocabEmbeddingConfig(8, 4, axis=axis, padding_idx=pad).skipped for axis in axes]
     assert skipped == [pad - 2 * rank if rank == pad // 2 else -1 for rank in range(4)]

@@ -317,6 +317,15 @@ def test_operands_that_are_expanded():
             assert_close(product(a, b, KERNELS["descriptor"]), want, dtype=torch.float32, what=f"{first} by {second}, specialised")
 
 
+def test_descriptors_take_no_matrix_that_begins_between_16_bytes():
+    room = torch.zeros(32 * 64 + 16, dtype=torch.uint8)
+    b, out = torch.zeros(64, 48, dtype=torch.float8_e4m3fn), torch.zeros(32, 48, dtype=torch.bfloat16)
+    for i in range(16):
+        a = room[i : i + 32 * 64].view(torch.float8_e4m3fn).view(32, 64)
+        serves = products.descriptors_serve(products.rows_of(a), products.rows_of(b), out)
+        assert serves == (a.data_ptr() % 16 == 0), i
+
+
 @pytest.mark.parametrize("by", [1, 3, 5])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_unaligned_addresses_and_strides(by, dtype):

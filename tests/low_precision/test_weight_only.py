@@ -38,7 +38,6 @@ from funcops.low_precision import (
     dense,
     gradients_like,
     quantize_weight,
-    quantize_weight,
     quantize_weights,
     weight_only,
     with_recipe,
