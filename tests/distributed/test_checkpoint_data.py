@@ -170,7 +170,7 @@ DTYPES = sorted({one for one in vars(torch).values() if isinstance(one, torch.dt
 @pytest.mark.turns("dtype", "start", every=12)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("start", [False, True], ids=["save", "save_start"])
-@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:BComplex32")
 def test_a_leaf_of_any_dtype_comes_back_or_is_refused_by_name(dtype, start, tmp_path):
     """In its bits, also one element of any stride."""
     t = torch.ones(48, dtype=torch.uint8).view(dtype)
