@@ -9,6 +9,7 @@ from random import Random
 import pytest
 from tiny_hf import BASE, FAMILIES, transformers
 
+from funcops.models.families import FAMILIES as TABLE
 from funcops.models.fields import read_config, write_config
 
 FIRST = ("glm4", "mistral")
@@ -87,3 +88,24 @@ def test_a_whole_head_that_rotates_is_written(name):
     cfg = dataclasses.replace(cfg, rope=dataclasses.replace(cfg.rope, rotary_dim=None))
     assert cfg.rope.rotating == cfg.head_size
     assert read(filled(kind, write_config(cfg))) == cfg
+
+
+# Fields that other classes than Hugging Face's present ones have read, and two for which it writes None.
+THEIRS = {
+    "qwen2": {"use_mrope": False},
+    "phi3": dict(attention_bias=False, mlp_bias=False, lm_head_bias=False, full_attn_mod=1, interpolate_factor=1),
+    "gemma2": {"use_bidirectional_attention": False},
+    "qwen3_moe": {"sliding_window": 4096},
+    "qwen3_next": {"use_sliding_window": False},
+    "deepseek_v3": dict(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1, ep_size=1),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_values_of_absent_fields_are_those_of_hugging_faces_class(name):
+    own, family = transformers.AutoConfig.for_model(name), TABLE[name]
+    written, theirs = json.loads(own.to_json_string(use_diff=False)), THEIRS.get(name, {})
+    ours = {**family.defaults, **family.absent, **family.only}
+    assert theirs.items() <= ours.items()
+    for field, value in ours.items() - theirs.items():
+        assert written.get(field, getattr(own, field, ABSENT)) == value, field
