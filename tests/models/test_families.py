@@ -19,7 +19,7 @@ def logits_of(y):
     return y.main if type(y) is WithExtras else y
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_logits_are_hugging_faces(name, tmp_path):
     model = saved(name, tmp_path / "hf")
     params, cfg = from_hf(tmp_path / "hf", length=IDS.shape[1])
