@@ -6,12 +6,13 @@ from dataclasses import field
 import pytest
 import torch
 
-from funcops import LinearConfig, linear
+from funcops import Compress, LinearConfig, Policy, linear, with_policy
 from funcops.contract.accumulators import accumulate
 from funcops.contract.needs import Needs
 from funcops.contract.op import OpConfig, config, dgrad_of, forward, make_op, recompute_of, wgrad_of
 from funcops.contract.schema import DGRAD, RECOMPUTE, WGRAD, Pending, Residuals, saved
 from funcops.errors import FLOATS, check
+from funcops.residuals.forms import Packed
 from funcops.testing import Error, check_op
 from funcops.testing.tolerances import assert_close
 from funcops.trees import leaf, tree
@@ -166,3 +167,12 @@ def test_laws_of_other_names_or_none_are_refused(laws):
 def test_an_error_that_is_expected_is_described_by_a_function_text_and_class(wrong):
     with pytest.raises(TypeError, match=f"^Error: {next(iter(wrong))} must be"):
         Error(**{"call": lambda: None, "match": "x must be", **wrong})
+
+
+@pytest.mark.parametrize("codec", ["bf16", "fp8", "int8"])
+def test_a_compressed_tensor_is_decoded_for_an_op_that_does_not_say_it_reads_codes(codec):
+    op, cfg, params = grow_of(), GrowConfig(4), GrowParams(torch.zeros(4))
+    packed, x = with_policy(op, Policy({"x": Compress(codec)})), torch.ones(3, 4)
+    y, kept = packed.fwd(params, x, cfg)
+    assert type(kept.x) is Packed
+    assert_close(packed.bwd(kept, torch.ones_like(y), cfg), op.bwd(op.fwd(params, x, cfg)[1], y, cfg), dtype=torch.bfloat16)
