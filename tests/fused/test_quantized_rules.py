@@ -295,3 +295,21 @@ def test_an_x_that_does_not_fit_is_refused_as_without_the_rule(maker, fuse, monk
     wrong, step = WIDTH // 2 * (1 + (maker == "glu")), "up" if maker == "glu" else plain.steps[0].name
     with backend("triton"), pytest.raises(ValueError, match=rf"^{step}: \w+_fwd: x must be \[.*, {WIDTH}\], got"):
         chain.fwd(chain.init(cfg, key=random.key(0)), draw(2, wrong, dtype=torch.float32), cfg)
+
+
+@pytest.mark.parametrize("maker", ["rms_norm", "layer_norm", "glu"])
+@pytest.mark.parametrize("wrong", ["a dict", "a number", "float64", "x of int32", "x of complex64", "x is a list"])
+def test_what_does_not_fit_a_layer_is_refused_as_without_the_rule(maker, wrong, monkeypatch):
+    monkeypatch.setattr(rules, "FEW", 0)
+    plain, said = two(maker, Fp8Block()), []
+    x = draw(2, WIDTH * (1 + (maker == "glu")), dtype=torch.bfloat16)
+    params = chain.init(plain, key=random.key(0), dtype=x.dtype)
+    own = params["up"]
+    if not wrong.startswith("x"):
+        params["up"] = {"a dict": {"weight": own.weight}, "a number": 3.0}.get(wrong, tree_map_tensors(torch.Tensor.double, own))
+    x = {"x of int32": x.int(), "x of complex64": x.to(torch.complex64), "x is a list": x.tolist()}.get(wrong, x)
+    for cfg in (plain, unfused(plain)):
+        with backend("triton"), pytest.raises((TypeError, ValueError)) as error:
+            chain.fwd(params, x, cfg)
+        said.append(str(error.value))
+    assert said[0] == said[1] and ("x must be" if wrong.startswith("x") else "params") in said[0]
