@@ -12,6 +12,7 @@ from funcops import (
     Needs,
     RepeatConfig,
     RouteConfig,
+    SoftcapConfig,
     Step,
     TorchConfig,
     chain,
@@ -21,6 +22,7 @@ from funcops import (
     remat,
     repeat,
     route,
+    softcap,
     with_policy,
 )
 from funcops.adapters.graphs import graphed_op
@@ -210,6 +212,17 @@ def test_buffers_have_names_and_bytes(tmp_path, device):
             graph.raw_graph("fwd")
     assert (tmp_path / "dgrad.dot").stat().st_size > 100
     assert set(graph.graphs(1)) == {"fwd", "dgrad", "wgrad", "bwd"}
+
+
+def test_an_op_without_params():
+    """A rule for its params, of which there are none, is not asked for."""
+    cfg, x = SoftcapConfig(2.0), torch.randn(4)
+    params = softcap.init(cfg, key=random.key(0))
+    graph = graphed_op(softcap, cfg, params, x)
+    y, residuals = graph.fwd(params, x)
+    want, other = softcap.fwd(params, x, cfg)
+    same(y, want)
+    same(graph.bwd(residuals, torch.ones(4))[1], softcap.bwd(other, torch.ones(4), cfg)[1])
 
 
 def test_bad_arguments():
