@@ -94,7 +94,7 @@ def test_wrong_inputs_are_named_before_anything_runs(given, error, text):
 def test_another_container_with_the_same_paths_is_named():
     captured = graphed(lambda x: x[0] * 2, [torch.ones(2)])
     for other in ((torch.ones(2),), {"0": torch.ones(2)}):
-        with pytest.raises(ValueError, match=r"graphed: inputs must be of the captured structure PyTreeSpec\(\(\[\*\],\).*, got Py"):
+        with pytest.raises(ValueError, match=r"inputs must be of the captured structure PyTreeSpec\(\(\[\*\],\).*, got Py"):
             captured(other)
 
 

@@ -12,7 +12,6 @@ from funcops import (
     Needs,
     RepeatConfig,
     RouteConfig,
-    SoftcapConfig,
     Step,
     TorchConfig,
     chain,
@@ -22,7 +21,6 @@ from funcops import (
     remat,
     repeat,
     route,
-    softcap,
     with_policy,
 )
 from funcops.adapters.graphs import graphed_op
@@ -216,13 +214,12 @@ def test_buffers_have_names_and_bytes(tmp_path, device):
 
 def test_an_op_without_params():
     """A rule for its params, of which there are none, is not asked for."""
-    cfg, x = SoftcapConfig(2.0), torch.randn(4)
-    params = softcap.init(cfg, key=random.key(0))
-    graph = graphed_op(softcap, cfg, params, x)
-    y, residuals = graph.fwd(params, x)
-    want, other = softcap.fwd(params, x, cfg)
-    same(y, want)
-    same(graph.bwd(residuals, torch.ones(4))[1], softcap.bwd(other, torch.ones(4), cfg)[1])
+    double = op_from_torch(lambda params, x, cfg: x * x, init=lambda cfg, **given: {})
+    x = torch.randn(4)
+    graph = graphed_op(double, TorchConfig(), {}, x)
+    y, residuals = graph.fwd({}, x)
+    assert torch.equal(y, x * x)
+    assert torch.equal(graph.bwd(residuals, torch.ones(4))[1], 2 * x)
 
 
 def test_bad_arguments():
