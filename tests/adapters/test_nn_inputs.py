@@ -251,3 +251,23 @@ def test_arguments_of_a_loss_that_do_not_fit():
     loss = fnn.LinearCrossEntropyLoss(D, 4, ignore_index=2)
     with pytest.raises(ValueError, match="ignore_index must be None for targets that are probabilities, got 2"):
         loss(torch.randn(3, D), torch.full((3, 4), 0.25))
+
+
+@pytest.mark.parametrize("given", ["x", [1.0], None], ids=["text", "a list", "none"])
+def test_what_is_no_tensor_is_named(given):
+    with pytest.raises(TypeError, match="^Linear: x must be a tensor, got ('x'|list|None)$"):
+        fnn.Linear(2, 2)(given)
+
+
+class OfTheirOwn(torch.Tensor):
+    pass
+
+
+def test_a_linear_layer_of_gpt2_keeps_the_class_of_its_input():
+    model = nn.Sequential(pytest.importorskip("transformers.pytorch_utils").Conv1D(4, 3))
+    x = torch.randn(2, 3)
+    want = model(x)
+    assert [c.path for c in fnn.from_torch(model).replaced] == ["", "0"]
+    got = model(x.as_subclass(OfTheirOwn))
+    assert type(got) is OfTheirOwn and type(model(x)) is torch.Tensor
+    torch.testing.assert_close(got.as_subclass(torch.Tensor), want)
