@@ -76,6 +76,16 @@ def test_tied_weights_main_grad_and_hooks():
     assert a.bias.grad is None and len(seen) == 1
 
 
+def test_a_main_grad_of_another_shape_is_refused():
+    layer = fnn.Linear(2, 3)
+    layer.weight.main_grad = torch.zeros(6)
+    with delayed_wgrad() as store:
+        layer(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(ValueError, match=r"delayed_wgrad: main_grad must be \[3, 2\], got \[6\]"):
+        store.run()
+    store.discard()
+
+
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("removed", [False, True])

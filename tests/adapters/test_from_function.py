@@ -321,3 +321,13 @@ def test_an_old_value_from_outside_is_not_kept():
         gc.collect()
         assert old() is None
         old = weakref.ref(held[0])
+
+
+def test_a_weight_gradient_alone_must_run_outside_of_autocast():
+    made = op_from_torch(lambda params, x, cfg: x @ params["w"], init=lambda cfg, **given: {"w": torch.ones(3, 3)})
+    cfg, x = TorchConfig(), torch.randn(2, 3)
+    residuals = made.fwd({"w": torch.randn(3, 3)}, x, cfg)[1]
+    pending = made.dgrad(residuals, torch.ones(2, 3), cfg)[1]
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="_wgrad: must run outside of torch.autocast"):
+        made.wgrad(pending, cfg)
+    torch.testing.assert_close(made.wgrad(pending, cfg)["w"], x.T @ torch.ones(2, 3))

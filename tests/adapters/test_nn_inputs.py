@@ -224,3 +224,50 @@ def test_a_gate_of_one_dimension():
         torch.testing.assert_close(y, nn.functional.silu(x[:2]) * x[2:])
     with pytest.raises(ValueError, match="funcops.nn.GLU: x must be a plain tensor: torch has no swiglu, got Tensor"):
         fnn.GLU(0, kind="swiglu", gate="first")(torch.tensor(1.0))
+
+
+PLAIN_LOSSES = {  # arguments of the loss, the shape of x before D
+    "weights of classes": (dict(weight=torch.tensor([1.0, 2.0, 0.5, 3.0])), (2, 3)),
+    "each of them": (dict(weight=torch.tensor([1.0, 2.0, 0.5, 3.0]), reduction="none"), (2, 3)),
+    "a bias": (dict(bias=True, reduction="none"), (3, 1, 2)),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN_LOSSES)
+def test_a_loss_that_the_op_lacks_takes_more_rows(name):
+    """As torch's loss of logits, [rows, classes]."""
+    given, shape = PLAIN_LOSSES[name]
+    loss, x, target = fnn.LinearCrossEntropyLoss(D, 4, **given), torch.randn(*shape, D), torch.arange(6).view(shape) % 4
+    options = {key: value for key, value in given.items() if key != "bias"}
+    want = nn.functional.cross_entropy(loss.linear(x).view(6, 4), target.view(6), **options)
+    got = loss(x, target)
+    assert got.shape == (target.shape if "reduction" in given else ())
+    torch.testing.assert_close(got, want.view(got.shape))
+
+
+def test_arguments_of_a_loss_that_do_not_fit():
+    with pytest.raises(ValueError, match=r"LinearCrossEntropyLoss: weight must be \[4\], a weight for each class, got .*\[5\]"):
+        fnn.LinearCrossEntropyLoss(D, 4, weight=torch.ones(5))
+    loss = fnn.LinearCrossEntropyLoss(D, 4, ignore_index=2)
+    with pytest.raises(ValueError, match="ignore_index must be None for targets that are probabilities, got 2"):
+        loss(torch.randn(3, D), torch.full((3, 4), 0.25))
+
+
+@pytest.mark.parametrize("given", ["x", [1.0], None], ids=["text", "a list", "none"])
+def test_what_is_no_tensor_is_named(given):
+    with pytest.raises(TypeError, match="^Linear: x must be a tensor, got ('x'|list|None)$"):
+        fnn.Linear(2, 2)(given)
+
+
+class OfTheirOwn(torch.Tensor):
+    pass
+
+
+def test_a_linear_layer_of_gpt2_keeps_the_class_of_its_input():
+    model = nn.Sequential(pytest.importorskip("transformers.pytorch_utils").Conv1D(4, 3))
+    x = torch.randn(2, 3)
+    want = model(x)
+    assert [c.path for c in fnn.from_torch(model).replaced] == ["", "0"]
+    got = model(x.as_subclass(OfTheirOwn))
+    assert type(got) is OfTheirOwn and type(model(x)) is torch.Tensor
+    torch.testing.assert_close(got.as_subclass(torch.Tensor), want)

@@ -334,3 +334,15 @@ def test_a_failing_from_torch_takes_recipes_back():
         fnn.from_torch(model, policy="minimal", recipe=Fp8Current())
     assert [module.recipe for module in (model[0], model[2])] == [Fp8Block()] * 2
     assert [vars(module).keys() for module in model] == [own.keys() for own in before]
+
+
+class OfTheirOwn(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("weight", [torch.ones(32, 32).as_subclass(OfTheirOwn), None], ids=["a subclass", "none"])
+def test_codes_of_what_is_no_plain_weight_are_refused(weight):
+    model = fnn.Sequential(fnn.Linear(32, 32, recipe=Fp8Block()))
+    model[0].weight = None if weight is None else nn.Parameter(weight)
+    with pytest.raises(TypeError, match="quantize_weights: 0.weight must be a parameter that is a plain tensor, got"):
+        fnn.quantize_weights(model)

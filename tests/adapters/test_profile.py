@@ -340,6 +340,17 @@ def test_what_is_refused(call, error, match):
         call()
 
 
+def test_a_long_profile_is_cut_off_on_the_screen_alone():
+    def step():
+        for i in range(80):
+            with named_scope(f"part_{chr(65 + i // 10)}{chr(65 + i % 10)}"):
+                torch.ones(1)
+
+    found = profile(step)
+    assert len(str(found).splitlines()) >= 82 and repr(found) != str(found)
+    assert repr(found).splitlines()[:50] == str(found).splitlines()[:50] and len(repr(found).splitlines()) <= 62
+
+
 def test_a_function_without_operators_has_no_rows():
     found = profile(lambda: None)
     assert found.rows == [] and found.named == 1.0 and "0.000 ms" in str(found)

@@ -150,6 +150,23 @@ def test_a_layer_whose_class_is_patched_is_called(monkeypatch):
     assert not model(x).any()
 
 
+PATCHED = {  # a class of torch whose forward a program replaces for all its modules, ours, and its inputs
+    "Sequential": (nn.Sequential, lambda: fnn.Sequential(fnn.Linear(3, 3)), (torch.ones(2, 3),)),
+    "LinearCrossEntropyLoss": (None, lambda: fnn.LinearCrossEntropyLoss(3, 4), (torch.ones(2, 3), torch.tensor([1, 2]))),
+}
+
+
+@pytest.mark.parametrize("name", PATCHED)
+def test_a_class_of_torch_that_is_patched_is_called(name, monkeypatch):
+    theirs, make, given = PATCHED[name]
+    if theirs is None:
+        theirs = getattr(nn, name, None) or pytest.skip("this torch has no such class")
+    module = make()
+    assert module(*given) is not None
+    monkeypatch.setattr(theirs, "forward", lambda self, *given: ("patched", *given))
+    assert module(*given)[0] == "patched" and module(*given)[1] is given[0]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_in_place_modules_in_a_sequential(seed):
     """The first writes to the caller's x, as torch's does; later ones write to tensors that nobody else has."""

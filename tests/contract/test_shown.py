@@ -1,5 +1,7 @@
 """The repr of configs: source that makes an equal config, without defaults, over lines that are not too long."""
 
+import dataclasses
+
 import pytest
 import tally
 import torch
@@ -78,3 +80,11 @@ def test_no_tensor_is_printed_with_its_values(case, dtype):
 def test_a_tree_as_text():
     tree = {"w": (torch.ones(2), None), "layers": [torch.ones(1, 3, dtype=torch.int64)], "one": (1,)}
     assert describe_tree(tree) == "{'w': (float32[2], None), 'layers': [int64[1, 3]], 'one': (1,)}"
+
+
+def test_completion_lists_the_fields_of_a_config():
+    """Without the hooks for rewrites, but with Python's own names."""
+    found = dir(funcops.LinearConfig(4, 8))
+    shown = {name for name in found if not name.startswith("__")}
+    assert shown == {field.name for field in dataclasses.fields(funcops.LinearConfig)} and "__class__" in found
+    assert found == sorted(found)

@@ -91,6 +91,13 @@ def test_wrong_inputs_are_named_before_anything_runs(given, error, text):
     assert torch.equal(y, x * 2), "the graph did not run"
 
 
+def test_another_container_with_the_same_paths_is_named():
+    captured = graphed(lambda x: x[0] * 2, [torch.ones(2)])
+    for other in ((torch.ones(2),), {"0": torch.ones(2)}):
+        with pytest.raises(ValueError, match=r"inputs must be of the captured structure PyTreeSpec\(\(\[\*\],\).*, got Py"):
+            captured(other)
+
+
 def test_values_other_than_tensors_are_baked_in():
     captured = graphed(lambda x, n, flag: x * n if flag else x, torch.ones(3), 2.0, True)
     assert torch.equal(captured(torch.ones(3), 2.0, True), torch.full((3,), 2.0))

@@ -212,6 +212,16 @@ def test_buffers_have_names_and_bytes(tmp_path, device):
     assert set(graph.graphs(1)) == {"fwd", "dgrad", "wgrad", "bwd"}
 
 
+def test_an_op_without_params():
+    """A rule for its params, of which there are none, is not asked for."""
+    double = op_from_torch(lambda params, x, cfg: x * x, init=lambda cfg, **given: {})
+    x = torch.randn(4)
+    graph = graphed_op(double, TorchConfig(), {}, x)
+    y, residuals = graph.fwd({}, x)
+    assert torch.equal(y, x * x)
+    assert torch.equal(graph.bwd(residuals, torch.ones(4))[1], 2 * x)
+
+
 def test_bad_arguments():
     cfg = LinearConfig(3, 2)
     params, x = linear.init(cfg, key=random.key(0)), torch.randn(4, 3)

@@ -244,3 +244,15 @@ def test_a_flag_is_a_bool_tensor_of_no_dimension(flag):
         when(flag, lambda p: None, torch.ones(1))
     with pytest.raises(TypeError, match="when: update must be"):
         when(torch.tensor(True), 3)
+
+
+def test_a_topology_is_shown_as_a_table():
+    data = GraphData((GraphNode("kernel", "gemm", "up", "fwd"), GraphNode("kernel", "gemm", "up", "fwd")), ((0, 1),))
+    assert str(data).startswith("2 nodes, 1 edges, at most 1 at once\n") and "gemm" in str(data)
+    assert repr(data) == str(data).rstrip("\n")
+    assert data._repr_html_().startswith("<pre") and "2 nodes, 1 edges" in data._repr_html_()
+
+
+def test_a_topology_is_of_what_was_captured():
+    with pytest.raises(TypeError, match="graph_data: captured must be what graphed captured, or a CUDAGraph, got 3"):
+        graph_data(3)
