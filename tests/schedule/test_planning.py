@@ -318,6 +318,13 @@ BAD = {
     "plan_parallel: memory must be above 0, got 0": lambda: plan_parallel(SMALL, 8, 0),
     "plan_parallel: gpu must be A100 or H100, or a GPU of your own, got 'V100'": lambda: plan_parallel(SMALL, 8, 80e9, "V100"),
     "predict: layout.tp must be a divisor of heads 8, got 3": lambda: predict(SMALL, Layout(tp=3)),
+    "predict: layout.tp must be a divisor or a multiple of kv_heads 4, got 6": lambda: predict(
+        Decoder(12, 12, 1, 12, 8, 12, 1, kv_heads=4), Layout(tp=6)
+    ),
+    "predict: layout.tp must be a divisor of ffn 6, got 4": lambda: predict(Decoder(8, 6, 1, 4, 8, 8, 1), Layout(tp=4)),
+    "predict: layout.tp must be a divisor of the 6 tokens that cp 2 leaves of seq 12, got 4": lambda: predict(
+        Decoder(8, 8, 1, 4, 8, 12, 1), Layout(tp=4, cp=2)
+    ),
     "plan_parallel: fixed must be of the fields dp, tp, pp, cp, chunks, microbatch, zero, recompute, ep, got 'vp'": lambda: (
         plan_parallel(SMALL, 8, 80e9, fixed={"vp": 2})
     ),
