@@ -46,7 +46,10 @@ def test_the_bytes_of_gathers_are_the_recorded_ones(recipe):
     assert said in found and (plain in found) == (said == plain)
 
 
-@pytest.mark.parametrize(("tp", "ranks", "coded"), [(1, 4, "qkvoud"), (2, 2, "qkvoud"), (2, 4, "quod"), (4, 4, "oud"), (1, 1, "qkvoud")])
+SPLITS = [(1, 4, "qkvoud"), (2, 2, "qkvoud"), (2, 4, "quod"), (4, 4, "oud"), (1, 1, "qkvoud")]  # tp, ranks, what goes in codes
+
+
+@pytest.mark.parametrize(("tp", "ranks", "coded"), SPLITS)
 def test_whole_blocks_are_gathered_in_codes(tp, ranks, coded):
     """A weight goes in codes if each of the ranks has whole blocks of 32 rows of its tp part; all else in two bytes."""
     model = Decoder(256, 512, 1, 4, 32, 8, 8, kv_heads=2, low=MXFP8(w_tile=(32, 32)))
