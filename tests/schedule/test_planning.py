@@ -210,6 +210,14 @@ def test_a_plan_says_what_is_exposed():
     assert 0.0 < plan.best.spent.exposed < 0.2 * plan.best.time
 
 
+def test_plans_are_shown_in_notebooks():
+    plan = plan_parallel(SMALL, 8, 80e9, fixed={"tp": 2, "pp": 1}, show=40)
+    assert max(map(len, repr(plan).split("\n"))) <= 120 and repr(plan).split("\n")[0] == str(plan).split("\n")[0]
+    for one in (plan, plan.best):
+        assert one._repr_html_().startswith("<pre>") and repr(one).split()[0] in one._repr_html_()
+    assert repr(plan.best) == str(plan.best)
+
+
 def test_products_fill_tiles_and_waves():
     gpu = GPU("two SMs", 100.0, 0.5, 2, 1e18, 1.0, 1.0)
     tile = 2 * 256 * 128 * 10 / (50.0 / 2)  # seconds of one on its SM
