@@ -7,9 +7,12 @@ from funcops import (
     ChainConfig,
     CrossEntropyConfig,
     DropoutConfig,
+    ExpertsConfig,
     InterleaveConfig,
     LinearConfig,
+    RepeatConfig,
     RMSNormConfig,
+    StaleResidualError,
     Step,
     WithExtras,
     batch_wgrads,
@@ -20,10 +23,13 @@ from funcops import (
     linear,
     random,
     remat,
+    repeat,
     report,
     rms_norm,
     with_policy,
 )
+from funcops.compose.expert_steps import ExpertStepsConfig, expert_steps, plain_experts
+from funcops.contract.needs import Needs
 from funcops.contract.pausing import Flying, Pausing, landed, pausing, take_turns
 from funcops.formats.qtensor import fold_keys
 from funcops.low_precision import NVFP4, quantize_params, with_recipe
@@ -88,6 +94,82 @@ def test_the_bits_of_a_loop(op, body):
     interleave.bwd(kept, dy, cfg, into=into)
     interleave.wgrad(pending, cfg, into=later)
     same_bits((into, later), (sums, sums), "into")
+
+
+LINEAR = LinearConfig(D, D, bias=False)
+WAITING = chain, ChainConfig(steps=BODY.steps[:2])
+REPEATS = {"sends": WAITING, "sends itself": (SENDS, LINEAR), "never sends": (linear, LINEAR)}
+
+
+@pytest.mark.parametrize("name", REPEATS)
+def test_layers_in_a_row_take_turns(name):
+    """The parts' bits are those of a loop; where the body sends, every layer of one part pauses for the other one's."""
+    cfg = RepeatConfig(*REPEATS[name], 3)
+    params, x = repeat.init(cfg, key=random.key(0)), torch.randn(2, 4, D, generator=torch.Generator().manual_seed(0))
+    parts, dys = x.chunk(2), (x + 1).chunk(2)
+    want = [repeat.fwd(params, part, cfg) for part in parts]
+    backs = [repeat.bwd(kept, dy, cfg) for (_, kept), dy in zip(want, dys, strict=True)]
+
+    def counted(of):
+        pauses = 0
+        while True:
+            try:
+                next(of)
+            except StopIteration as end:
+                assert pauses == cfg.times
+                return end.value
+            pauses += 1
+
+    if name != "never sends":
+        assert [counted(repeat.pausing.fwd(params, part, cfg))[0].tolist() for part in parts] == [y.tolist() for y, _ in want]
+        kept = [counted(repeat.pausing.fwd(params, part, cfg))[1] for part in parts]
+        same_bits([counted(repeat.pausing.bwd(k, d, cfg)) for k, d in zip(kept, dys, strict=True)], backs, "whole")
+        found = [counted(repeat.pausing.dgrad(k, d, cfg)) for k, d in zip(kept, dys, strict=True)]
+        same_bits([(repeat.wgrad(pending, cfg), dx) for dx, pending in found], backs, "halves")
+    whole = InterleaveConfig(repeat, cfg, 2)
+    y, kept = interleave.fwd(params, x, whole)
+    dparams, dx = interleave.bwd(kept, x + 1, whole)
+    assert torch.equal(y, torch.cat([y for y, _ in want])) and torch.equal(dx, torch.cat([dx for _, dx in backs]))
+    same_bits(dparams, add(*[own for own, _ in backs]), "dparams")
+    dx, pending = interleave.dgrad(kept, x + 1, whole)
+    assert torch.equal(dx, torch.cat([dx for _, dx in backs]))
+    same_bits(interleave.wgrad(pending, whole), dparams, "halves")
+    into, sums = (tree_map_tensors(torch.ones_like, dparams) for _ in range(2))
+    interleave.bwd(kept, x + 1, whole, into=into)
+    for (_, node), dy in zip(want, dys, strict=True):
+        repeat.bwd(node, dy, cfg, into=sums)
+    same_bits(into, sums, "into")
+
+
+def test_an_error_has_the_number_of_its_layer():
+    cfg = InterleaveConfig(repeat, RepeatConfig(*WAITING, 3), 2)
+    params, dy = repeat.init(cfg.cfg, key=random.key(0)), torch.ones(4, D)
+    _, kept = interleave.fwd(params, torch.ones(4, D), cfg)
+    params[2]["up"].weight.add_(1)
+    with pytest.raises(StaleResidualError, match=r"^2\.up: "):
+        interleave.bwd(kept, dy, cfg)
+
+
+def test_steps_of_experts_take_turns():
+    """With the results of the op's own functions, and gradients by its own fields."""
+    cfg, g = ExpertStepsConfig(plain_experts(ExpertsConfig(3, D, 4))), torch.Generator().manual_seed(0)
+    params, indices = expert_steps.init(cfg, key=random.key(0)), torch.tensor([[0, 2], [2, 1], [1, 0], [0, 1]], dtype=torch.int32)
+    x, dy = (torch.rand(4, 2, generator=g), torch.randn(4, D, generator=g), indices), torch.randn(4, D, generator=g)
+    want, node = expert_steps.fwd(params, x, cfg)
+    own, waits = expert_steps.bwd(node, dy, cfg), expert_steps.pausing
+    ((y, kept),) = take_turns([waits.fwd(params, x, cfg)])
+    ((dparams, dx),) = take_turns([waits.bwd(kept, dy, cfg)])
+    ((again, pending),) = take_turns([waits.dgrad(kept, dy, cfg)])
+    same_bits((y, dparams, dx, again), (want, *own, own[1]), "results")
+    same_bits(expert_steps.wgrad(pending, cfg), own[0], "halves")
+    assert type(dparams) is type(params) and dx[2] is None
+    into, sums = (tree_map_tensors(torch.ones_like, params) for _ in range(2))
+    take_turns([waits.bwd(kept, dy, cfg, into=into)])
+    expert_steps.bwd(kept, dy, cfg, into=sums)
+    same_bits(into, sums, "into")
+    needs = Needs(x=["1"], params=False)
+    ((_, less),) = take_turns([waits.fwd(params, x, cfg, needs=needs)])
+    assert nbytes(less) < nbytes(kept) and expert_steps.bwd(less, dy, cfg)[1][0] is None
 
 
 def test_residuals_are_counted_by_part():

@@ -123,6 +123,22 @@ def test_each_leaf_goes_over_its_own_axes():
         assert found["free"].tolist() == [1.0]
 
 
+def test_specs_say_over_which_axes_a_leaf_is_sent():
+    """A gradient over those that its spec does not name, but for a pipeline's; a norm over those that it does."""
+    mesh = Mesh.abstract({"pp": 2, "dp": 2, "tp": 2}, 0)
+    specs = {"up": dist.Spec("tp", 0), "both": dist.Spec("tp", 1, fsdp="dp"), "same": dist.Spec(alike="tp")}
+    tree = {name: torch.ones(2, 4) for name in (*specs, "norm")} | {"frozen": None}
+    summed, parts = dist.sum_axes(tree, specs, mesh), dist.part_axes(tree, specs, mesh)
+    dp, tp = mesh["dp"], mesh["tp"]
+    assert summed == {"both": (), "frozen": (dp, tp), "norm": (dp, tp), "same": (dp,), "up": (dp,)}
+    assert parts == {"both": (tp, dp), "frozen": (), "norm": (), "same": (), "up": (tp,)}
+    for of in (dist.sum_axes, dist.part_axes):
+        with pytest.raises(ValueError, match=f"^{of.__name__}: up must be of at least 2 dimensions, got "):
+            of({"up": torch.ones(4)}, {"up": dist.Spec("tp", 1)}, mesh)
+        with pytest.raises(TypeError, match=f"^{of.__name__}: mesh must be Mesh, got 3"):
+            of(tree, specs, 3)
+
+
 def test_buckets_keep_their_bound_and_big_leaves_are_not_copied():
     def run(mesh):
         dp = mesh["dp"]

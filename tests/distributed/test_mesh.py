@@ -5,8 +5,10 @@ import functools
 import itertools
 import math
 import pickle
+import re
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from funcops.distributed import Axis, GatherConfig, Mesh, comm
+from funcops.distributed.mesh import _world_timeout
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4))
@@ -95,8 +98,6 @@ def test_a_wrong_product_raises_before_a_group_is_made(monkeypatch):
 @pytest.mark.parametrize("sizes", [{"dp": 1, "tp": 4}, {"dp": 2, "cp": 1, "tp": 2}, {"pp": 1, "dp": 4, "tp": 1}])
 def test_an_axis_of_one_rank_has_no_group(sizes, monkeypatch):
     """Every other axis has a group of its own, in the order of the sizes."""
-    from types import SimpleNamespace
-
     from torch.distributed import device_mesh
 
     def made(kind, counts, mesh_dim_names):
@@ -158,3 +159,119 @@ class Named(dist.ProcessGroup):
 def test_an_axis_of_a_group_that_exists(rank, size):
     axis = Axis("dp", 1, 0) if size == 1 else Axis("dp", size, rank, "mine")
     assert Mesh.of({"dp": Named(rank, size)}, "cpu") == Mesh(axes=(axis,))
+
+
+@pytest.fixture
+def rank_two_of_four():
+    """This process as one of four whose messages torch fakes."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=4, timeout=timedelta(seconds=11))
+    yield
+    dist.destroy_process_group()
+
+
+def waits(name):
+    return dist.distributed_c10d._resolve_process_group(name)._get_backend(torch.device("cpu")).options._timeout
+
+
+def test_a_mesh_of_torch_is_one_of_ours(rank_two_of_four):
+    """With the device type of the DeviceMesh, its groups and their timeouts, unless told otherwise."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    given = DeviceMesh("cpu", [[[0], [1]], [[2], [3]]], mesh_dim_names=("dp", "tp", "one"))
+    names = [given.get_group(name).group_name for name in ("dp", "tp")]
+    mesh = Mesh.of(given)
+    assert mesh == Mesh(axes=(Axis("dp", 2, 1, names[0]), Axis("tp", 2, 0, names[1]), Axis("one", 1, 0))) and mesh.rank == 2
+    assert Mesh.of(given, "meta") == Mesh(axes=mesh.axes, device="meta")
+    with pytest.raises(ValueError, match=r"^Mesh.of: sizes must be a DeviceMesh whose dims have names \(mesh_dim_names\), got Dev"):
+        Mesh.of(DeviceMesh("cpu", [0, 1, 2, 3]))
+    with pytest.raises(ValueError, match=r"^Mesh.of: sizes must be a DeviceMesh that this process is in, got Dev"):
+        Mesh.of(DeviceMesh("cpu", [1, 3], mesh_dim_names=("tp",)))
+
+
+def test_groups_of_a_mesh_wait_as_long_as_the_world():
+    """Or as long as told, and then a given group does too."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=11))
+    try:
+        world, group = dist.group.WORLD, dist.new_group([0], timeout=timedelta(seconds=5))
+        assert _world_timeout("cpu") == timedelta(seconds=11)
+        assert Mesh.of({"dp": world, "tp": group}, "cpu").axes == (Axis("dp", 1, 0), Axis("tp", 1, 0))
+        assert [waits(one.group_name) for one in (world, group)] == [timedelta(seconds=11), timedelta(seconds=5)]
+        Mesh.of({"tp": group}, "cpu", timeout=timedelta(seconds=3))
+        assert [waits(one.group_name) for one in (world, group)] == [timedelta(seconds=11), timedelta(seconds=3)]
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ({3: dist.ProcessGroup(0, 2)}, ValueError, "Mesh.of: sizes must be by names of axes, got 3"),
+        ({"a b": dist.ProcessGroup(0, 2)}, ValueError, "Mesh.of: sizes must be by names of axes, got 'a b'"),
+        ({"tp": dist.ProcessGroup(-1, 2)}, ValueError, "Mesh.of: sizes['tp'] must be a group that this process is in, got "),
+        ({"dp": dist.ProcessGroup(0, 2), "tp": None}, TypeError, "Mesh.of: sizes['tp'] must be ProcessGroup, got None"),
+    ],
+)
+def test_bad_groups_of_axes(given, error, said):
+    with pytest.raises(error, match="^" + re.escape(said)):
+        Mesh.of(given)
+
+
+def test_a_mesh_that_is_made_waits_as_long_as_the_world(monkeypatch, rank_two_of_four):
+    monkeypatch.setattr("funcops.distributed.mesh._world_timeout", lambda kind: {"cpu": timedelta(seconds=9)}[kind])
+    told = []
+    monkeypatch.setattr(dist.ProcessGroup, "set_timeout", lambda group, time: told.append(time))
+    mesh = Mesh.of({"dp": 2, "tp": 2}, "cpu")
+    assert told == [timedelta(seconds=9)] * 2 and [axis.rank for axis in mesh.axes] == [1, 0]
+
+
+ALONE = Axis("tp", 1, 0)
+
+
+def test_collectives_of_one_rank_give_back_what_they_get():
+    x = torch.arange(4.0)
+    for call in (comm.largest, comm.start_gather, comm.start_scatter_sum, comm.start_sum, comm.start_all_to_all, comm.gather):
+        assert call(x, ALONE) is x
+    assert comm.start_shift(x, ALONE, 1).tolist() == [x.tolist()]
+
+
+def test_a_collective_over_an_abstract_mesh_is_refused():
+    """Unless nothing is sent: values on the meta device only take their shapes."""
+    tp = Mesh.abstract({"tp": 2}, 0)["tp"]
+    said = (
+        "dist: axis must be of a mesh of processes (Mesh.of, or funcops.testing.run_ranks for threads), "
+        "got axis 'tp' of 2 of Mesh.abstract, which is traced and not run"
+    )
+    with pytest.raises(RuntimeError, match="^" + re.escape(said)):
+        comm.start_sum(torch.ones(2), tp)
+    assert comm.start_gather(torch.ones(2, device="meta"), tp).shape == (4,)
+
+
+SAID = ["Connection closed", "Connection reset", "Connection refused", "Broken pipe", "wait timeout", "Timed out", "unreachable"]
+
+
+@pytest.mark.parametrize("said", SAID)
+@pytest.mark.parametrize("name", ["all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "all_reduce"])
+def test_a_rank_that_does_not_answer_is_told(said, name, monkeypatch):
+    """With the collective's name, its axis, and what to look for; the backend's error is the cause, and any other error stays."""
+
+    def fails(*args):
+        raise RuntimeError(f" {said}\n")
+
+    fails.__name__ = name
+    monkeypatch.setattr(comm, "ops", SimpleNamespace(**{name: fails}))
+    calls = dict(
+        all_gather_into_tensor=comm.start_gather,
+        reduce_scatter_tensor=comm.start_scatter_sum,
+        all_to_all_single=comm.start_all_to_all,
+        all_reduce=comm.start_sum,
+    )
+    short = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "all_to_all_single": "all_to_all"}
+    start = f"{short.get(name, name)} over axis 'tp' of 2 must be called by all its ranks, got no answer on rank 1 of it ({said})"
+    with pytest.raises(RuntimeError, match="^" + re.escape(start)) as raised:
+        calls[name](torch.ones(2), Axis("tp", 2, 1, "mine"))
+    assert str(raised.value.__cause__) == f" {said}\n" and str(raised.value).endswith("Mesh.of(..., timeout=)")
+    said = "no kernel"
+    with pytest.raises(RuntimeError, match="^ no kernel\n$"):
+        calls[name](torch.ones(2), Axis("tp", 2, 1, "mine"))

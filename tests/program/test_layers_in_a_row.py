@@ -270,3 +270,22 @@ def test_sums_of_a_chain_go_on_under_the_steps_before():
     kinds = [row.kind for row in rows if row.kind in ("begun bwd", "advance sums", "settle sums")]
     bwd, go, end = "begun bwd", "advance sums", "settle sums"
     assert kinds == [bwd, bwd, go, bwd, end, go, end, go, end]
+
+
+def test_rows_of_gathered_layers_are_explained():
+    """What a layer reads is gathered during the layer before; a sum of gradients goes on after the next two layers."""
+    body = ChainConfig(steps=(Step("a", linear, LinearConfig(8, 8)),))
+    cfg = ChainConfig(steps=(Step("blocks", repeat, RepeatConfig(chain, body, 3)),))
+    sharded = dist.zero3(cfg, dist.Mesh.abstract({"dp": 2}, 0)["dp"])
+    text, plain = (str(explain(one, rows=True)) for one in (sharded, cfg))
+    text = text.rpartition("blocks\n")[2]
+    said = {half: text.partition(f"  rows of the {half}\n")[2].split("  rows")[0].split() for half in ("forward", "backward")}
+    turn = lambda row: [f"{row.partition(' ')[0]}(layer", f"{row.partition(' ')[2]})"]  # noqa: E731
+    forward = "start 0, wait 0, start 1, run 0, wait 1, start 2, run 1, wait 2, run 2"
+    backward = (
+        "start 2, wait 2, start 1, run 2, wait 1, start 0, run 1, advance 2, wait 0, run 0, advance 1, settle 2, "
+        "advance 0, settle 1, settle 0"
+    )
+    for half, want in (("forward", forward), ("backward", backward)):
+        assert said[half] == [word for row in want.split(", ") for word in turn(row)]
+    assert "wait(layer" not in plain

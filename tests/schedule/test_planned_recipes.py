@@ -9,7 +9,7 @@ import torch
 from funcops import WithExtras, chain, dist
 from funcops.low_precision import MXFP8, Fp8Block, Fp8Current, with_recipe
 from funcops.models.blocks import Sizes, decoder_config
-from funcops.schedule import GPUS, Decoder, Layout
+from funcops.schedule import GPUS, Decoder, Layout, Mixture
 from funcops.schedule.layout import gathered_bytes, stages_of
 
 
@@ -44,3 +44,25 @@ def test_the_bytes_of_gathers_are_the_recorded_ones(recipe):
     assert (said < plain) == (recipe != Fp8Current())
     found = [c.nbytes for c in stages_of(model, Layout(dp=4, zero=3), GPUS["H100"]).last.collectives if c.kind == "all_gather"]
     assert said in found and (plain in found) == (said == plain)
+
+
+SPLITS = [(1, 4, "qkvoud"), (2, 2, "qkvoud"), (2, 4, "quod"), (4, 4, "oud"), (1, 1, "qkvoud")]  # tp, ranks, what goes in codes
+
+
+@pytest.mark.parametrize(("tp", "ranks", "coded"), SPLITS)
+def test_whole_blocks_are_gathered_in_codes(tp, ranks, coded):
+    """A weight goes in codes if each of the ranks has whole blocks of 32 rows of its tp part; all else in two bytes."""
+    model = Decoder(256, 512, 1, 4, 32, 8, 8, kv_heads=2, low=MXFP8(w_tile=(32, 32)))
+    q, k, v, o = (256 // tp, 256), (128 // tp, 256), (128 // tp, 256), (256, 256 // tp)
+    shapes = dict(q=q, k=k, v=v, o=o, u=(1024 // tp, 256), d=(256, 512 // tp))
+    want = sum(sum(model.low.w.nbytes(*one)) if name in coded else 2 * math.prod(one) for name, one in shapes.items())
+    assert gathered_bytes(model, tp, 1, ranks, 1) == (want + 2 * 2 * 256 / tp, 0.0)
+
+
+@pytest.mark.parametrize(("ep", "replicas", "coded"), [(1, 2, True), (2, 4, True), (4, 8, False)])
+def test_the_experts_of_a_rank_are_gathered_in_codes(ep, replicas, coded):
+    """By their first dimension, over the ranks that have the same experts; as codes only if these divide the experts."""
+    model = Decoder(64, 96, 1, 4, 32, 8, 8, mixture=Mixture(8, 2), low=MXFP8(w_tile=(32, 32)))
+    own, shapes = 8 // ep, ((192, 64), (64, 96))
+    want = own * sum(sum(model.low.w.nbytes(*one)) if coded else 2 * math.prod(one) for one in shapes)
+    assert gathered_bytes(model, 1, ep, 1, replicas)[1] == want

@@ -210,6 +210,14 @@ def test_a_plan_says_what_is_exposed():
     assert 0.0 < plan.best.spent.exposed < 0.2 * plan.best.time
 
 
+def test_plans_are_shown_in_notebooks():
+    plan = plan_parallel(SMALL, 8, 80e9, fixed={"tp": 2, "pp": 1}, show=40)
+    assert max(map(len, repr(plan).split("\n"))) <= 120 and repr(plan).split("\n")[0] == str(plan).split("\n")[0]
+    for one in (plan, plan.best):
+        assert one._repr_html_().startswith("<pre>") and repr(one).split()[0] in one._repr_html_()
+    assert repr(plan.best) == str(plan.best)
+
+
 def test_products_fill_tiles_and_waves():
     gpu = GPU("two SMs", 100.0, 0.5, 2, 1e18, 1.0, 1.0)
     tile = 2 * 256 * 128 * 10 / (50.0 / 2)  # seconds of one on its SM
@@ -318,6 +326,13 @@ BAD = {
     "plan_parallel: memory must be above 0, got 0": lambda: plan_parallel(SMALL, 8, 0),
     "plan_parallel: gpu must be A100 or H100, or a GPU of your own, got 'V100'": lambda: plan_parallel(SMALL, 8, 80e9, "V100"),
     "predict: layout.tp must be a divisor of heads 8, got 3": lambda: predict(SMALL, Layout(tp=3)),
+    "predict: layout.tp must be a divisor or a multiple of kv_heads 4, got 6": lambda: predict(
+        Decoder(12, 12, 1, 12, 8, 12, 1, kv_heads=4), Layout(tp=6)
+    ),
+    "predict: layout.tp must be a divisor of ffn 6, got 4": lambda: predict(Decoder(8, 6, 1, 4, 8, 8, 1), Layout(tp=4)),
+    "predict: layout.tp must be a divisor of the 6 tokens that cp 2 leaves of seq 12, got 4": lambda: predict(
+        Decoder(8, 8, 1, 4, 8, 12, 1), Layout(tp=4, cp=2)
+    ),
     "plan_parallel: fixed must be of the fields dp, tp, pp, cp, chunks, microbatch, zero, recompute, ep, got 'vp'": lambda: (
         plan_parallel(SMALL, 8, 80e9, fixed={"vp": 2})
     ),

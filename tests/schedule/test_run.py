@@ -1,5 +1,7 @@
 """Schedules run by one process give the results of one chain."""
 
+import re
+
 import pytest
 import torch
 from staged import DIM, USER, decoder, gated, microbatches, reference, routed_stages
@@ -36,6 +38,7 @@ from funcops.schedule import (
     zb_h2,
     zb_v,
 )
+from funcops.schedule.stage import check_ties
 from funcops.testing.tolerances import assert_close
 from funcops.trees import nbytes, paths, put, tensors, tree_map_tensors
 
@@ -244,6 +247,15 @@ def test_inputs_are_nobodys_residuals():
     assert ran.peak_bytes == (0, 2 * 6 * DIM * 4), "the first keeps nothing but what it was given, the second what the first gave"
     frozen = run(gpipe(2, 2), params, xs, cfg, dys, needs=Needs(params=False))
     assert frozen.peak_bytes == (0, 0), "a weight is not counted either"
+
+
+def test_a_tie_between_two_ranks_is_refused():
+    """Stages of one rank may share a leaf, wherever they stand."""
+    cfg = decoder(4, ties={"s3.head.weight": "s0.embed.weight"})
+    check_ties("Pipeline", cfg, {0: 0, 1: 1, 2: 1, 3: 0})
+    said = "Pipeline: cfg.ties must be between stages of one rank (as the first and the last of zb_v and dualpipe_v are), got "
+    with pytest.raises(ValueError, match="^" + re.escape(f"{said}s3.head.weight on rank 3 and s0.embed.weight on rank 0")):
+        check_ties("Pipeline", cfg, {0: 0, 1: 1, 2: 2, 3: 3})
 
 
 def test_a_mismatch_raises_before_anything_runs():
