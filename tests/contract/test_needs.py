@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from law_cases import CASES
+from law_cases import CASES, FIRST
 
 from funcops import (
     LinearConfig,
@@ -21,7 +21,8 @@ from funcops import (
 )
 from funcops.contract import needs as needs_module
 from funcops.contract.needs import sub_mask
-from funcops.trees import leaves, paths
+from funcops.testing.checks import float_like, same_bits
+from funcops.trees import leaves, nothing_like, paths, same_structure
 
 
 def test_equal_needs_are_one_object():
@@ -128,3 +129,16 @@ def test_a_loss_of_which_only_labels_are_asked_gives_nothing(gradient):
     into = LinearCrossEntropyParams(torch.ones_like(params.weight))
     assert linear_cross_entropy.bwd(kept, torch.ones(()), cfg, into=into)[0] is into and into.weight.eq(1).all()
     assert linear_cross_entropy.dgrad(kept, torch.ones(()), cfg)[0] == (None, None)
+
+
+@pytest.mark.parametrize("case", FIRST, ids=lambda case: case.op.name)
+def test_no_gradient_of_x_is_computed_that_is_not_needed(case):
+    """Also where the op alone is called, as a program does, whose wrappers may not ask."""
+    params, x = case.make(torch.float32)
+    y, kept = case.op.fwd(params, x, case.cfg, needs=Needs(x=False, params=True))
+    dx, pending = case.op.dgrad(kept, float_like(y, 7), case.cfg)
+    assert all(t is None for t in leaves(dx))
+    whole, found = case.op.bwd(case.op.fwd(params, x, case.cfg)[1], float_like(y, 7), case.cfg)
+    assert same_structure(dx, nothing_like(found)) or dx is None
+    if case.op.params is not type(None):
+        same_bits(case.op.wgrad(pending, case.cfg), whole, "params")
