@@ -30,6 +30,7 @@ def test_equal_needs_are_one_object():
     assert Needs() is Needs.ALL and Needs(x=False, params=False) is Needs.NONE
     assert Needs(params=("b", "a")) is Needs(params=["a", "b", "a"])
     assert copy.deepcopy(Needs(x=False)) is pickle.loads(pickle.dumps(Needs(x=False))) is Needs(x=False)
+    assert copy.copy(Needs(x=False)) is Needs(x=False)
     assert {Needs(params="a"): 1}[Needs(params=["a"])] == 1
 
 
