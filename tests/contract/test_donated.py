@@ -230,3 +230,13 @@ def test_the_call_that_takes_a_donated_node_empties_it(half):
     for one in (given, other):
         with pytest.raises(DonatedError, match=f"^linear_{half}: "):
             run(one)
+
+
+def test_a_node_equals_only_itself_and_a_cell_has_no_protocols():
+    params = linear.init(CFG, key=random.key(0))
+    one, other = [linear.fwd(params, torch.ones(2, 3), CFG)[1] for _ in range(2)]
+    assert one == one and one != other and one != 3
+    cell = donate(one)
+    assert not hasattr(cell, "__array__") and copy.copy(linear) is linear
+    with pytest.raises(DonatedError, match="x of donated LinearResiduals must not be used"):
+        _ = cell.x

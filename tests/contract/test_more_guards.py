@@ -9,23 +9,31 @@ from law_cases import FIRST
 import funcops
 from funcops import (
     ActivationConfig,
+    AttentionConfig,
     ChainConfig,
     Compress,
     EmbeddingConfig,
+    GroupedLinearConfig,
     LinearConfig,
     Needs,
     PermuteConfig,
     Policy,
+    QLinearConfig,
     RMSNormConfig,
+    RopeConfig,
+    Save,
     ScaleConfig,
     Step,
     activation,
+    attention,
     chain,
     dist,
     embedding,
     explain,
+    grouped_linear,
     linear,
     permute,
+    qlinear,
     random,
     rms_norm,
     scale,
@@ -33,9 +41,12 @@ from funcops import (
 )
 from funcops.adapters.graphs.faults import COPY, SYNC, fault_of
 from funcops.backend import backend, gemm
+from funcops.errors import CheckpointError
 from funcops.kernels import routing
 from funcops.kernels.sibling_linear import joined_linear_dgrad, sibling_linear_dgrad
-from funcops.lora import LowRankConfig, LowRankParams, adapter, lora_init, low_rank, save_adapter, with_lora
+from funcops.lora import LowRankConfig, LowRankParams, adapter, lora_init, low_rank, save_adapter, with_adapter, with_lora
+from funcops.low_precision import Fp8Block
+from funcops.models import DecoderConfig, SamplingConfig, decoder, sample, to_hf
 from funcops.testing import run_ranks
 from funcops.trees import paths, put, tensors, tree_map_tensors
 
@@ -91,13 +102,74 @@ REFUSED = {
     "names['up'] must be str or tuple or RowsOf or ParameterOf, got 3": (TypeError,),
     "experts must be a multiple of 1, the number of ranks, got 0": (ValueError,),
     "experts must be a multiple of 2, the number of ranks, got 1": (ValueError,),
+    "grouped_linear_fwd: params.bias must be None (cfg.bias is False), got a tensor": (ValueError,),
+    "qlinear_fwd: params.bias must be None (cfg.bias is False), got a tensor": (ValueError,),
+    "Policy: rules must be pairs of a glob and an action, got tuple of 1": (TypeError,),
+    "Policy: rules must be pairs of a glob and an action, got tuple of 2": (TypeError,),
+    "Policy: rules must be pairs of a glob and an action, got 3": (TypeError,),
+    "sample: logits must be [B, V], got [2]": (ValueError,),
+    "sample: logits must be [B, V], got [2, 0]": (ValueError,),
+    "attention_fwd: x.3 (cu_seqlens) must be [N + 1], got [1, 2]": (ValueError,),
+    "attention_fwd: x.3 (cu_seqlens) must be [N + 1], got [0]": (ValueError,),
+    "random.philox: key must be a tuple of 2, got tuple of 1": (TypeError,),
+    "random.philox: counter must be a tuple of 4, got list": (TypeError,),
+    "to_hf: folder must be in an existing one, got": (FileNotFoundError,),
+    "to_hf: params.blocks.0.attn.norm.weight must be of float64 or float32 or bfloat16 or float16, got int32": (CheckpointError,),
+    "with_adapter: params must be a tree with up.both.lora, got dict": (ValueError,),
 }
+
+
+def biased(op, cfg, x):
+    """The forward with a bias that the config does not have."""
+
+    def call(_):
+        params = op.init(cfg, key=random.key(0))
+        return op.fwd(put(params, "bias", torch.zeros(2, 4)), x, cfg)
+
+    return call
+
+
+def packed(ends):
+    q = torch.zeros(1, 3, 2, 4)
+    return lambda _: attention.fwd(None, (q, q, q, torch.zeros(ends, dtype=torch.int32)), AttentionConfig(packed=True))
+
+
+def written(below, dtype):
+    cfg = DecoderConfig(
+        vocab=8, dim=8, layers=1, heads=2, kv_heads=2, head_size=4, hidden=8, context=8, rope=RopeConfig(4), family="llama"
+    )
+    params = chain.init(decoder(cfg), key=random.key(0))
+    return lambda folder: to_hf(tree_map_tensors(lambda t: t.to(dtype), params), cfg, folder / below / "new")
+
+
+def put_elsewhere(_):
+    params = chain.init(BASE, key=random.key(0))
+    made = adapter(lora_init(params, ADAPTED, key=random.key(1)), ADAPTED)
+    return with_adapter(params, made, ADAPTED)
+
+
 CALLS = [
     lambda _: adapter(linear.init(LinearConfig(4, 4), key=random.key(0)), LinearConfig(4, 4)),
     lambda _: adapter(chain.init(BASE, key=random.key(0)), BASE),
     saved({"up": 3}),
     one_of(0, 1),
     one_of(1, 2),
+    biased(
+        grouped_linear, GroupedLinearConfig(2, 4, 4, bias=False), (torch.zeros(3, 4), torch.tensor([0, 1, 3], dtype=torch.int32))
+    ),
+    biased(qlinear, QLinearConfig(32, 32, recipe=Fp8Block(), bias=False), torch.zeros(2, 32)),
+    lambda _: Policy([("a",)]),
+    lambda _: Policy([(3, Save())]),
+    lambda _: Policy([3]),
+    lambda _: sample(torch.zeros(2), None, SamplingConfig()),
+    lambda _: sample(torch.zeros(2, 0), None, SamplingConfig()),
+    packed((1, 2)),
+    packed((0,)),
+    lambda _: random.philox((0,), (0, 0, 0, 0)),
+    lambda _: random.philox((0, 0), [0, 0, 0, 0]),
+    written("absent", torch.float32),
+    written("", torch.int32),
+    put_elsewhere,
 ]
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from law_cases import CASES
+from law_cases import CASES, FIRST
 
 from funcops import (
     LinearConfig,
@@ -21,13 +21,16 @@ from funcops import (
 )
 from funcops.contract import needs as needs_module
 from funcops.contract.needs import sub_mask
-from funcops.trees import leaves, paths
+from funcops.formats import dense
+from funcops.testing.checks import float_like, same_bits
+from funcops.trees import leaves, nothing_like, paths, same_structure
 
 
 def test_equal_needs_are_one_object():
     assert Needs() is Needs.ALL and Needs(x=False, params=False) is Needs.NONE
     assert Needs(params=("b", "a")) is Needs(params=["a", "b", "a"])
     assert copy.deepcopy(Needs(x=False)) is pickle.loads(pickle.dumps(Needs(x=False))) is Needs(x=False)
+    assert copy.copy(Needs(x=False)) is Needs(x=False)
     assert {Needs(params="a"): 1}[Needs(params=["a"])] == 1
 
 
@@ -128,3 +131,21 @@ def test_a_loss_of_which_only_labels_are_asked_gives_nothing(gradient):
     into = LinearCrossEntropyParams(torch.ones_like(params.weight))
     assert linear_cross_entropy.bwd(kept, torch.ones(()), cfg, into=into)[0] is into and into.weight.eq(1).all()
     assert linear_cross_entropy.dgrad(kept, torch.ones(()), cfg)[0] == (None, None)
+
+
+def without_gradient(case):
+    """The paths of x that hold integers or None."""
+    return [
+        path for path, t in paths(dense(case.make(torch.float32)[1])).items() if path and (t is None or not t.is_floating_point())
+    ]
+
+
+@pytest.mark.parametrize("case", [case for case in FIRST if without_gradient(case)], ids=lambda case: case.op.name)
+def test_an_x_of_which_only_integers_are_asked_has_no_gradient(case):
+    params, x = case.make(torch.float32)
+    y, kept = case.op.fwd(params, x, case.cfg, needs=Needs(x=without_gradient(case), params=True))
+    dx, pending = case.op.dgrad(kept, float_like(y, 7), case.cfg)
+    whole, found = case.op.bwd(case.op.fwd(params, x, case.cfg)[1], float_like(y, 7), case.cfg)
+    assert all(t is None for t in leaves(dx)) and (dx is None or same_structure(nothing_like(dx), nothing_like(found)))
+    if case.op.params is not type(None):
+        same_bits(case.op.wgrad(pending, case.cfg), whole, "params")

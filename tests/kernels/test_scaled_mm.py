@@ -1,6 +1,9 @@
 """Products of codes: Triton's interpreter against the decoded operands in float64, and the errors of devices that lack a format."""
 
+import importlib
 import random as draws
+import re
+import types
 
 import pytest
 import torch
@@ -141,3 +144,22 @@ def test_codes_in_any_strides_give_the_same_bits(pair):
         for i in tensors:
             apart = torch.stack((args[i], args[i]), -1)[..., 0]
             assert torch.equal(scaled_mm(*args[:i], apart, *args[i + 1 :]), want), i
+
+
+@pytest.mark.parametrize(
+    ("kind", "element", "arch", "needed", "what"),
+    [("f32", "e4m3", 80, 90, "8-bit"), ("e8m0", "e4m3", 90, 100, "MX"), ("e4m3", "e2m1", 90, 100, "NVFP4")],
+)
+def test_a_device_without_such_products_is_named(kind, element, arch, needed, what, monkeypatch):
+    module = importlib.import_module("funcops.kernels.triton.scaled_mm")
+    monkeypatch.setattr(module, "INTERPRETED", False)
+
+    def chosen(arch, emulate=False):
+        target = types.SimpleNamespace(backend="cuda", arch=arch)
+        active = type("Active", (), {"get_current_target": staticmethod(lambda: target)})()
+        return module._chosen.__wrapped__(kind, element, element, 0, 0, emulate, 0, active)
+
+    said = f"of sm_{needed} or later for {what} products of {element} by {element} (or emulate=True), got sm_{arch}"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        chosen(arch)
+    assert chosen(arch, emulate=True) is None and chosen(needed) is not None

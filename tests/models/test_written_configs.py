@@ -80,3 +80,24 @@ def test_hugging_face_takes_what_is_written(name, option, tmp_path):
     y, _ = chain.fwd(again, decoder_x(cfg, IDS, torch.float32), decoder(cfg))
     got = y.main if type(y) is WithExtras else y
     torch.testing.assert_close(got, model.eval()(IDS).logits, atol=HF_LOGITS, rtol=0)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_written_is_read_as_it_was(name, tmp_path):
+    """By the config alone, with the numbers that the family calls by names of its own."""
+    cfg, _ = config_of(name, "as it is", tmp_path)
+    assert read_config("test", json.loads(json.dumps(write_config(cfg))), 11) == cfg
+    assert ("rope_theta" in write_config(cfg)) is (cfg.rope is not None)
+    for part in ("moe", "latent"):
+        if getattr(cfg, part) is not None and cfg.family in ("mixtral", "qwen3_moe", "llama4_text"):
+            with pytest.raises(ValueError, match=f"to_hf: cfg.{part} must be a MoEConfig, for family '{cfg.family}', got None"):
+                write_config(dataclasses.replace(cfg, **{part: None}))
+
+
+def test_phis_longrope_by_its_earlier_name(tmp_path):
+    cfg, _ = config_of("phi3", "as it is", tmp_path)
+    said = write_config(cfg)
+    del said["rope_parameters"]
+    for key in ("rope_type", "type"):
+        scaling = {name: value for name, value in said["rope_scaling"].items() if name != "rope_type"}
+        assert read_config("test", {**said, "rope_scaling": {key: "yarn", **scaling}}, 11) == cfg

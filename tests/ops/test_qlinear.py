@@ -1,6 +1,7 @@
 """Quantised linear layers beside plain ones, random keys, and the calls that raise."""
 
 import functools
+import importlib
 import re
 
 import pytest
@@ -9,7 +10,19 @@ import torch_writes
 from law_cases import FIRST
 
 import funcops
-from funcops import ChainConfig, LinearConfig, RepeatConfig, StaleResidualError, Step, chain, linear, random, repeat
+from funcops import (
+    ChainConfig,
+    LinearConfig,
+    QLinearConfig,
+    RepeatConfig,
+    StaleResidualError,
+    Step,
+    chain,
+    linear,
+    qlinear,
+    random,
+    repeat,
+)
 from funcops.formats import E4M3_BLOCK, E4M3_TENSOR, quantize_tensor
 from funcops.low_precision import (
     MXFP8,
@@ -331,3 +344,21 @@ def test_no_op_takes_a_quantised_tensor_for_a_tensor(name):
     if tensors(params):
         with pytest.raises((TypeError, ValueError), match="must be .*got"):
             case.op.fwd(tree_map_tensors(lambda t: low, params), x, case.cfg)
+
+
+def test_a_device_that_lacks_the_formats_is_refused(monkeypatch):
+    cfg = QLinearConfig(32, 32, Fp8Block())
+    params = qlinear.init(cfg, key=random.key(0))
+
+    class OnCuda:
+        is_cuda, device, dtype = True, "cuda", torch.float32
+
+    module = importlib.import_module("funcops.ops.coded_linear")
+    monkeypatch.setattr(module, "check", lambda *given: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    with pytest.raises(RuntimeError, match=r"x must be on a device of capability \(9, 0\) or above.*, got capability \(8, 9\)"):
+        module.check_params("qlinear_fwd", params, OnCuda, cfg)
+    module.check_params("qlinear_fwd", params, OnCuda, QLinearConfig(32, 32, Fp8Block(emulate=True)))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    module.check_params("qlinear_fwd", params, OnCuda, cfg)

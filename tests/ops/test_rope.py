@@ -181,3 +181,9 @@ def test_a_table_is_made_on_the_device(options):
 def test_tables_of_other_axes_than_the_configs():
     with pytest.raises(ValueError, match=r"rope_table: positions must be \[2, ..., T\], one for each of sections, got \[3, 5\]"):
         rope_table(torch.ones(3, 5, dtype=torch.int64), RopeConfig(8, sections=(2, 2)))
+
+
+def test_only_a_scaling_that_lacks_the_length_takes_it():
+    plain, long = RopeConfig(8), RopeConfig(8, scaling=DynamicScaling(2.0, original_context=4))
+    assert plain.at_length(100) is plain and long.at_length(100).scaling.length == 100
+    assert long.at_length(100).at_length(7).scaling.length == 100

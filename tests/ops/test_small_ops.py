@@ -27,9 +27,9 @@ from funcops import (
 )
 from funcops.backend import backend
 from funcops.kernels import causal_conv1d as conv_kernels
-from funcops.kernels import group_norm, modulate, softmax
+from funcops.kernels import embedding, group_norm, modulate, norm, softmax
 from funcops.testing.tolerances import assert_close
-from funcops.trees import nbytes
+from funcops.trees import leaves, nbytes
 
 triton = pytest.importorskip("triton")
 warnings = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # numpy's, of the interpreter
@@ -169,3 +169,26 @@ def test_a_shared_experts_gate_is_qwens():
     logits, _ = linear_fwd(LinearParams(gate.weight.detach(), None), x, LinearConfig(3, 1, bias=False))
     y, _ = row_scale_fwd(None, (expert, logits), RowScaleConfig(sigmoid=True))
     assert_close(y, (F.sigmoid(gate(x)) * expert).detach(), dtype=torch.float32, length=3)
+
+
+@pytest.fixture
+def unset_is_nan():
+    """Memory that nobody set holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "given"),
+    [
+        (modulate.modulate_bwd, (torch.ones(2, 0, 4), torch.ones(2, 0, 4), torch.ones(2, 4), True, True, True)),
+        (modulate.modulate_bwd, (torch.ones(2, 0, 4), torch.ones(2, 0, 4), torch.ones(2, 4), False, True, False)),
+        (norm.row_sums, (torch.ones(0, 4),)),
+        (embedding.embedding_wgrad, (torch.ones(0, 4), torch.ones(0, dtype=torch.int64), 3, -1)),
+        (embedding.embedding_wgrad, (torch.ones(2, 0), torch.ones(2, dtype=torch.int64), 3, -1)),
+    ],
+)
+def test_sums_of_no_rows_are_zero(kernel, given, unset_is_nan):
+    for got, want in zip(leaves(both(kernel, *given)[0]), leaves(both(kernel, *given)[1]), strict=True):
+        assert (got is want is None) or (torch.equal(got, want) and not got.any())

@@ -95,3 +95,11 @@ def test_a_recomputed_half_stays_one_inside():
     assert Label("a", "fwd").inside("", "") == Label("a", "fwd")
     assert Label("a", scopes.RECOMPUTE).inside("b", "fwd") == Label("a.b", "recompute")
     assert str(Label()) == "" and str(Label("a")) == "a" and str(Label("", "fwd")) == "fwd"
+
+
+def test_what_an_error_leaves_open_is_ended_with_the_block():
+    with pytest.raises(ValueError, match="in the middle"), scopes.named_steps():
+        scopes.enter("up", "fwd")
+        assert scopes.label().half == "fwd"
+        raise ValueError("in the middle of a step")
+    assert not scopes.label().half and not scopes._thread.open

@@ -196,3 +196,16 @@ def test_a_device_has_one_stream_of_copies(monkeypatch):
     own, devices = Copies(), [torch.device("cuda", i) for i in (0, 1, 0, 1)]
     first, second, *again = [own.side(device) for device in devices]
     assert again == [first, second] and first is not second and made == devices[:2]
+
+
+@pytest.mark.parametrize(
+    ("rows", "available", "capturing", "own"),
+    [(1, True, False, True), (0, True, False, False), (1, False, False, False), (1, True, True, False)],
+)
+def test_copies_have_a_stream_of_their_own_where_there_is_one(rows, available, capturing, own, monkeypatch):
+    """Not under capture, where it would not join again, nor for nothing."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    assert Copies().own_stream(torch.zeros(rows)) is own
+    with FakeTensorMode():
+        assert not Copies().own_stream(torch.zeros(1))

@@ -150,6 +150,11 @@ def test_values_of_two_kinds_are_a_difference_and_not_an_error(got, want):
     assert_close({"x": None}, {"x": None}, dtype=torch.float32, length=1)
 
 
+def test_differences_of_form_are_all_named():
+    with pytest.raises(AssertionError, match=r"structure: \['x', 'y'\] instead of \['x', 'z'\]; x: shape \[2\] instead of \[3\]$"):
+        assert_close({"x": torch.ones(2), "y": 1}, {"x": torch.ones(3), "z": 1}, dtype=torch.float32)
+
+
 def test_a_leaf_too_many_or_too_few_is_a_difference():
     one, both = {"a": torch.ones(2)}, {"a": torch.ones(2), "b": torch.ones(2)}
     for got, want in ((one, both), (both, one)):

@@ -93,6 +93,21 @@ def test_a_fault_is_named(fault):
         run(srelu_of(**made))
 
 
+def test_a_wrong_call_that_goes_through_is_named_with_its_remedy():
+    """A backward that does not look at the shape of dy takes one that broadcasts, too."""
+
+    def srelu_dgrad(residuals, dy, cfg):
+        check("srelu_dgrad", "dy", dy, (...,), residuals.x.dtype, residuals.x)
+        return gradient(residuals.x, dy[:3, :5], cfg), None
+
+    right = srelu_of(checks=None)
+    dgrad = dgrad_of(SreluResiduals)(srelu_dgrad)
+    op = make_op("srelu", SreluConfig, fwd=right.fwd, dgrad=dgrad, recomputable="elementwise", recompute=right.recompute)
+    remedy = r"dy too large went through without an error: check its shape \(funcops.errors.check\), or pass free=\('dy',\) if"
+    with pytest.raises(AssertionError, match=remedy):
+        run(op, laws=("loud",))
+
+
 def test_another_dtype_may_be_declared():
     reference = lambda params, x, cfg: cfg.scale * torch.clamp(x, min=0) ** 2  # noqa: E731
     wide = srelu_of(formula=lambda x, cfg: formula(x, cfg).double(), checks=FLOATS)

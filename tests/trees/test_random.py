@@ -82,7 +82,9 @@ def test_wrong_keys_are_named():
         random.bits(torch.ones(2), 3)
     with pytest.raises(TypeError, match="random.uniform: key must be a key"):
         random.uniform(None, (3,))
-    assert random.normal(None, (3, 2), device="meta").device.type == "meta"
+    for key in (None, random.key(0)):
+        drawn = random.normal(key, (3, 2), device="meta"), random.uniform(random.key(0), (3, 2), device="meta")
+        assert {(t.device.type, t.shape) for t in drawn} == {("meta", (3, 2))}
 
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -127,3 +127,29 @@ def test_map_with_path_and_with_leaves():
 
 def test_a_node_shows_shapes_not_numbers():
     assert repr(LinearParams(torch.ones(2, 3), None)) == "LinearParams(weight=float32[2, 3], bias=None)"
+
+
+@pytest.mark.parametrize(
+    ("message", "call"),
+    [
+        ("register: cls must be a dataclass, got 3", lambda: trees.register(3)),
+        ("register: cls must be a dataclass, got dict", lambda: trees.register(dict)),
+        ("show: node must be a node of a tree with named fields, got dict", lambda: trees.show({})),
+        ("tree_map: fn must be a function, got 3", lambda: tree_map(3, {})),
+        ("tree_map: is_leaf must be a function, got 3", lambda: tree_map(str, {}, is_leaf=3)),
+        ("cast: dtype must be a floating dtype of at least 8 bits, got int64", lambda: cast({}, torch.int64)),
+        ("cast: dtype must be a floating dtype of at least 8 bits, got float4", lambda: cast({}, torch.float4_e2m1fn_x2)),
+    ],
+)
+def test_wrong_arguments_are_named(message, call):
+    with pytest.raises(TypeError) as caught:
+        call()
+    assert message in str(caught.value).replace("torch.", "")
+
+
+def test_what_is_put_aside_is_no_part_of_a_structure():
+    """Two of them are equal, are one key of a dict, and look alike; a copy is empty."""
+    one, other = trees.Aside([1]), trees.Aside()
+    assert one == other and one != () and {one: "found"}[other] == "found" and repr(one) == "Aside()"
+    for made in (copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
+        assert type(made) is trees.Aside and made.value is None
