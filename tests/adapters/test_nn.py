@@ -7,6 +7,7 @@ from collections import OrderedDict
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import funcops
 from funcops import chain
@@ -352,3 +353,12 @@ def test_a_module_has_its_config_before_its_first_call(change):
     for module in modules:
         module = {"made": lambda m: m, "eval": lambda m: m.eval(), "to": lambda m: m.to(torch.bfloat16)}[change](module)
         assert vars(module)["_cfg"] == module.make_cfg(), module
+
+
+def test_a_sequential_that_is_exported_is_its_operators(monkeypatch):
+    """Each kind of fake tensor meets the forward alone, whose operators have gradients; what runs meets a node."""
+    net, x = fnn.Sequential(fnn.Linear(4, 4), fnn.GELU()), torch.randn(3, 4)
+    assert "_Exported" not in net(x).grad_fn.name()
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert "_Exported" in net(mode.from_tensor(x)).grad_fn.name()
