@@ -10,12 +10,28 @@ from dist_cases import LAYERS, LOW, ONE, PLAIN, collectives, latent_split, layer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from funcops import ChainConfig, GLUConfig, LinearConfig, LinearParams, Op, SkipConfig, Step, chain, dist, glu, linear, random, skip
+from funcops import (
+    ChainConfig,
+    GLUConfig,
+    LinearConfig,
+    LinearParams,
+    Op,
+    SkipConfig,
+    Step,
+    batch_wgrads,
+    chain,
+    dist,
+    glu,
+    linear,
+    random,
+    skip,
+)
 from funcops.contract.needs import Needs
 from funcops.distributed import AllToAllConfig, Mesh, VocabEmbeddingConfig, all_to_all
 from funcops.testing import LAWS, check_dist, run_ranks
 from funcops.testing.checks import same_bits
 from funcops.testing.dist import _reference
+from funcops.trees import paths
 
 SIZES_OF_ROWS = st.tuples(st.integers(0, 2)) | st.tuples(st.integers(0, 2), st.integers(0, 3))
 SHAPES = st.tuples(SIZES_OF_ROWS, st.integers(1, 5), st.integers(1, 3), st.booleans())
@@ -381,3 +397,39 @@ def test_one_rank_alone_has_the_row_that_gets_no_gradient(pad):
     axes = [Mesh.abstract({"tp": 4}, rank)["tp"] for rank in range(4)]
     skipped = [VocabEmbeddingConfig(8, 4, axis=axis, padding_idx=pad).skipped for axis in axes]
     assert skipped == [pad - 2 * rank if rank == pad // 2 else -1 for rank in range(4)]
+
+
+@pytest.mark.parametrize("kind", ["column", "row", "sharded"])
+@pytest.mark.parametrize("asked", ["x", "bias", "weight"])
+def test_some_gradients_of_a_layer_over_ranks_are_those_of_all(kind, asked):
+    """Whole, in halves, and joined with another's."""
+    needs = Needs(x=asked == "x", params=False if asked == "x" else [asked])
+
+    def each(mesh):
+        axis = mesh["tp"]
+        if kind == "sharded":
+            op, cfg = dist.sharded, dist.ShardedConfig(linear, LinearConfig(4, 4), axis=axis)
+        else:
+            op = {"column": dist.column_linear, "row": dist.row_linear}[kind]
+            cfg = {"column": dist.ColumnLinearConfig, "row": dist.RowLinearConfig}[kind](4, 4, axis=axis, sequence_parallel=False)
+        params = op.init(cfg, key=random.key(0))
+        x = torch.ones(2, 2 if kind == "row" else 4)
+        y, kept = op.fwd(params, x, cfg)
+        (every, dx), dy = op.bwd(kept, torch.ones_like(y), cfg), torch.ones_like(y)
+        want = paths({"dx": dx if asked == "x" else None, "dparams": every})
+        want = {path: t for path, t in want.items() if path.rpartition(".")[2] in (asked, "dx" if asked == "x" else asked)}
+        kept = op.fwd(params, x, cfg, needs=needs)[1]
+        dparams, dx = op.bwd(kept, dy, cfg)
+        half, pending = op.dgrad(kept, dy, cfg)
+        assert (pending is None) == (asked == "x")
+        halves = {"dx": half, "dparams": op.wgrad(pending, cfg)}
+        for got in ({"dx": dx, "dparams": dparams}, halves):
+            got = {path: t for path, t in paths(got).items() if t is not None}
+            assert got.keys() == want.keys()
+            assert all(torch.equal(t, want[path]) for path, t in got.items())
+        if pending is not None and kind != "sharded":
+            sums = batch_wgrads(op, [pending, pending], cfg)
+            assert all(torch.equal(t, 2 * want[f"dparams.{path}"]) for path, t in paths(sums).items() if t is not None)
+        return True
+
+    assert all(run_ranks({"tp": 2}, each))

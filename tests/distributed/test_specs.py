@@ -115,6 +115,9 @@ def test_bad_leaves_raise_before_anything_is_sent():
         ValueError, match=r"^unshard: w must be of 8, the sum of its spec's parts, along dimension 1, got \[4, 12\]"
     ):
         dist.unshard({"w": W}, {"w": Spec("tp", 1, parts=(4, 4))}, MESH)
+    fsdp = Mesh.abstract({"dp": 2}, 0)
+    with pytest.raises(ValueError, match=r"^shard: w must be of at least one dimension \(axis 'dp'.* shards it; .*\), got \[\]"):
+        dist.shard({"w": torch.ones(())}, {"w": Spec(fsdp="dp")}, fsdp)
     for field in ("axis", "fsdp"):
         with pytest.raises(ValueError, match=rf"^Spec: {field} must be the name of an axis, got 't p'"):
             dataclasses.replace(Spec(), **{field: "t p"})
