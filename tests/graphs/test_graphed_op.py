@@ -339,3 +339,22 @@ def test_parts_of_y_that_are_integers_have_no_gradient():
     y, residuals = route.fwd(params, x, cfg)
     dy = tree_map_tensors(lambda t: torch.ones_like(t) if t.is_floating_point() else None, y)
     same(graph.bwd(graph.fwd(params, x)[1], dy), route.bwd(residuals, dy, cfg))
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_the_first_slot_alone_is_warmed_up(slots):
+    """The others find what it has compiled and allocated."""
+    ran = []
+
+    def fwd(*given, **options):
+        ran.append(1)
+        return linear.fwd(*given, **options)
+
+    cfg = LinearConfig(3, 3)
+    params, x = linear.init(cfg, key=random.key(0)), torch.ones(2, 3)
+    counts = []
+    for warmup in (0, 3):
+        ran.clear()
+        graphed_op(linear._replace(fwd=fwd), cfg, params, x, slots=slots, warmup=warmup)
+        counts.append(len(ran))
+    assert counts[1] - counts[0] == 3

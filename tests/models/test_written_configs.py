@@ -88,6 +88,8 @@ def test_what_is_written_is_read_as_it_was(name, tmp_path):
     cfg, _ = config_of(name, "as it is", tmp_path)
     assert read_config("test", json.loads(json.dumps(write_config(cfg))), 11) == cfg
     assert ("rope_theta" in write_config(cfg)) is (cfg.rope is not None)
+    local = cfg.local_rope.theta if cfg.family == "gemma3_text" else None  # by its name in versions before 5
+    assert write_config(cfg).get("rope_local_base_freq") == local
     for part in ("moe", "latent"):
         if getattr(cfg, part) is not None and cfg.family in ("mixtral", "qwen3_moe", "llama4_text"):
             with pytest.raises(ValueError, match=f"to_hf: cfg.{part} must be a MoEConfig, for family '{cfg.family}', got None"):

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+import funcops as fo
 from funcops import (
     CausalConv1dConfig,
     LinearConfig,
@@ -192,3 +193,9 @@ def unset_is_nan():
 def test_sums_of_no_rows_are_zero(kernel, given, unset_is_nan):
     for got, want in zip(leaves(both(kernel, *given)[0]), leaves(both(kernel, *given)[1]), strict=True):
         assert (got is want is None) or (torch.equal(got, want) and not got.any())
+
+
+def test_an_embedding_draws_normal_rows_and_a_zero_one_for_padding():
+    weight = fo.embedding.init(fo.EmbeddingConfig(200, 8, padding_idx=3), key=random.key(0)).weight
+    assert not weight[3].any() and (weight != 0).all(1).sum() == 199
+    assert torch.equal(weight[4:], fo.embedding.init(fo.EmbeddingConfig(200, 8), key=random.key(0)).weight[4:])

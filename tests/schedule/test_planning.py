@@ -520,3 +520,11 @@ def test_a_weight_gradient_reads_and_writes_its_float32_sums():
     found = layer_times(model, gpu, 1, 1, 1, "none")
     rows, products = model.seq, model.products
     assert found.wgrad == pytest.approx(sum(2 * rows * (n + k) + 8 * n * k for n, k, _ in products))
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(dp=2), Layout(dp=2, tp=2, pp=2)], ids=str)
+def test_rates_of_a_prediction_follow_from_its_time(layout):
+    found = predict(SMALL, layout)
+    assert found.tokens_per_second * found.time == pytest.approx(SMALL.batch * SMALL.seq)
+    assert found.flops * layout.gpus * found.time == pytest.approx(SMALL.flops)
+    assert found.mfu * found.gpu.flops == pytest.approx(found.flops)
