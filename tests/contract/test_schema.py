@@ -307,7 +307,9 @@ def test_functions_that_were_made_for_an_op_say_what_they_are():
     for op in (linear, fo.softcap, fo.activation):
         for half in ("init", "fwd", "bwd", "dgrad", "wgrad"):
             function = getattr(op, half)
-            assert function.__name__ == function.__qualname__ == f"{op.name}_{half}" and function.__module__.startswith("funcops.ops")
+            assert function.__name__ == function.__qualname__ == f"{op.name}_{half}" and function.__module__.startswith(
+                "funcops.ops"
+            )
             assert function.__doc__ and function.__doc__[0] in "`(" + string.ascii_letters, function.__name__
     assert fo.softcap.wgrad.__doc__ == "`softcap` has no params: takes None and returns None."
     assert fo.softcap.init.__doc__.startswith("`softcap` has no params: returns None.")

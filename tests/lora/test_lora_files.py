@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
 from funcops.errors import CheckpointError
 from funcops.lora import adapter, load_adapter, lora_init, merge, save_adapter, with_adapter_of, with_lora
-from funcops.lora.settings import WITHOUT_MEANING
+from funcops.lora.settings import WITHOUT_MEANING, is_target
 from funcops.trees import put, tree_map_tensors
 
 peft = pytest.importorskip("peft")
@@ -326,3 +326,19 @@ def test_an_alpha_is_written_to_nine_decimals(alpha, tmp_path):
     cfg = with_lora(base_config(), 3, ("*.out",), alpha=alpha)
     save_adapter(tmp_path, lora_init(chain.init(base_config(), key=random.key(0)), cfg, key=random.key(1)), cfg)
     assert json.loads((tmp_path / "adapter_config.json").read_text())["lora_alpha"] == round(alpha, 9)
+
+
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [
+        ({}, "up down"),
+        ({"target_modules": "all-linear"}, "up down"),
+        ({"target_modules": "all-linear", "exclude_modules": ["down"]}, "up"),
+        ({"target_modules": r".*\.up"}, "up"),
+        ({"target_modules": ["up"], "exclude_modules": r".*up"}, ""),
+        ({"target_modules": ["p"]}, ""),
+    ],
+    ids=str,
+)
+def test_targets_are_ends_of_names_or_patterns_or_all(said, wanted):
+    assert [name for name in ("up", "down") if is_target(said, f"model.layers.0.{name}")] == wanted.split()

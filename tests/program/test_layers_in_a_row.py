@@ -12,6 +12,7 @@ from launches import launches
 from funcops import (
     ActivationConfig,
     ChainConfig,
+    DropoutConfig,
     LinearConfig,
     Needs,
     RepeatConfig,
@@ -23,6 +24,7 @@ from funcops import (
     chain,
     dist,
     donate,
+    dropout,
     explain,
     linear,
     random,
@@ -289,3 +291,26 @@ def test_rows_of_gathered_layers_are_explained():
     for half, want in (("forward", forward), ("backward", backward)):
         assert said[half] == [word for row in want.split(", ") for word in turn(row)]
     assert "wait(layer" not in plain
+
+
+def test_extras_are_found_by_name_in_any_order():
+    steps = tuple(Step(name, dropout, DropoutConfig(0.5), takes=(name,)) for name in "ab")
+    cfg, keys = ChainConfig(steps=steps, extras=("a", "b")), {"a": random.key(1), "b": random.key(2)}
+    x = torch.randn(8, D)
+    one, other = (chain.fwd(chain.init(cfg), WithExtras(x, {name: keys[name] for name in names}), cfg)[0] for names in ("ab", "ba"))
+    assert torch.equal(one, other)
+
+
+def test_sums_of_the_weight_gradients_of_layers_are_in_flight_during_others():
+    """In the half by itself, as in the whole backward: the last layer's alone is exposed."""
+    body = ChainConfig(steps=(Step("a", linear, LinearConfig(8, 8)),))
+    cfg = ChainConfig(steps=(Step("blocks", repeat, RepeatConfig(chain, body, 3)),))
+    summed = dist.data_parallel(cfg, dist.Mesh.abstract({"dp": 2}, 0)["dp"])
+    params, x = chain.init(summed, device="meta"), torch.ones(4, 8, device="meta")
+
+    def half(params, x):
+        y, kept = chain.fwd(params, x, summed)
+        return chain.wgrad(chain.dgrad(kept, y, summed)[1], summed)
+
+    found = dist.record(half, params, x)
+    assert (len(found.sent), len(found.exposed)) == (6, 3)  # two messages a sum, three of which meet products
