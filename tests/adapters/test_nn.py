@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 from collections import OrderedDict
 
 import pytest
@@ -362,3 +363,18 @@ def test_a_sequential_that_is_exported_is_its_operators(monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         assert "_Exported" in net(mode.from_tensor(x)).grad_fn.name()
+
+
+@pytest.mark.parametrize("name", ["a layer", "a sequential"])
+def test_autocast_of_another_device_changes_nothing(name):
+    layer, x = fnn.Linear(4, 4), torch.randn(3, 4)
+    net = layer if name == "a layer" else fnn.Sequential(layer, fnn.GELU())
+    want = net(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a build without that device
+        autocast = torch.autocast("xpu", dtype=torch.bfloat16)
+    autocast._enabled = True
+    with autocast:
+        assert torch.is_autocast_enabled("xpu")
+        got = net(x)
+    assert got.dtype is torch.float32 and torch.equal(got, want)

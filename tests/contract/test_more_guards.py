@@ -116,6 +116,8 @@ REFUSED = {
     "to_hf: folder must be in an existing one, got": (FileNotFoundError,),
     "to_hf: params.blocks.0.attn.norm.weight must be of float64 or float32 or bfloat16 or float16, got int32": (CheckpointError,),
     "with_adapter: params must be a tree with up.both.lora, got dict": (ValueError,),
+    "layout must be 'blocks' without sections, got 'axial'": ValueError,
+    "amaxes['up.x'] must be float32, got float64": TypeError,
 }
 
 
@@ -170,6 +172,8 @@ CALLS = [
     written("absent", torch.float32),
     written("", torch.int32),
     put_elsewhere,
+    lambda _: RopeConfig(8, layout="axial"),
+    lambda _: dist.amaxes_over({"up.x": torch.ones(2).double()}, dist.Axis("dp", 2, 0, "a group")),
 ]
 
 
