@@ -21,7 +21,7 @@ from funcops.contract.configs import own_function, require_config
 from funcops.contract.fields import DGRAD, RECOMPUTE, WGRAD
 from funcops.contract.marks import IDLE
 from funcops.contract.needs import Needs, check_needs
-from funcops.contract.schema import open_node
+from funcops.contract.schema import Donated, open_node
 from funcops.contract.signatures import (
     BwdOf,
     C_in,
@@ -113,7 +113,7 @@ def dgrad_of(
         def dgrad(residuals: Any, dy: Any, cfg: Any) -> Any:
             if any_autocast() and (found := unusual("dgrad", where, dgrad, residuals, dy, cfg)):
                 return found[0]
-            node = residuals
+            node = residuals.take(where) if type(residuals) is Donated else residuals
             if (
                 (type(node) is first or type(node) in others)
                 and node.cfg is cfg
@@ -121,10 +121,11 @@ def dgrad_of(
                 and node.fresh()
                 and not node.needs.drop
             ):
-                return fn(node, dy, cfg)
-            node = open_node(where, node, class_by(where, node_class, cfg), cfg, DGRAD, dy)
-            nothing = dy is None or (dgrad.alone and node._marks is IDLE)  # type: ignore[attr-defined]
-            result = (node.nothing(), None) if nothing else fn(node, dy, cfg)
+                result = fn(node, dy, cfg)
+            else:
+                node = open_node(where, node, class_by(where, node_class, cfg), cfg, DGRAD, dy)
+                nothing = dy is None or (dgrad.alone and node._marks is IDLE)  # type: ignore[attr-defined]
+                result = (node.nothing(), None) if nothing else fn(node, dy, cfg)
             if node is not residuals:
                 node.empty()
             return result
@@ -177,7 +178,7 @@ def bwd_of(
                 _bad_type(where, "into", into, params_class)
             if any_autocast() and (found := unusual("bwd", where, bwd, residuals, dy, cfg, into=into)):
                 return found[0]
-            node = residuals
+            node = residuals.take(where) if type(residuals) is Donated else residuals
             if (
                 (type(node) is first or type(node) in others)
                 and node.cfg is cfg
@@ -185,10 +186,11 @@ def bwd_of(
                 and node.fresh()
                 and not node.needs.drop
             ):
-                return fn(node, dy, cfg, into=into)
-            node = open_node(where, node, class_by(where, node_class, cfg), cfg, DGRAD | WGRAD, dy)
-            nothing = no_gradients(params_class, cfg) if into is None else into
-            result = (nothing, node.nothing()) if dy is None else fn(node, dy, cfg, into=into)
+                result = fn(node, dy, cfg, into=into)
+            else:
+                node = open_node(where, node, class_by(where, node_class, cfg), cfg, DGRAD | WGRAD, dy)
+                nothing = no_gradients(params_class, cfg) if into is None else into
+                result = (nothing, node.nothing()) if dy is None else fn(node, dy, cfg, into=into)
             if node is not residuals:
                 node.empty()
             return result
@@ -214,10 +216,9 @@ def wgrad_of(
                 return no_gradients(params_class, cfg) if into is None else into
             if any_autocast() and (found := unusual("wgrad", where, wgrad, pending, cfg, into=into)):
                 return found[0]
-            node = pending
-            if type(node) is node_class and node.cfg is cfg and node.fresh() and not node.needs.drop:
-                return fn(node, cfg, into=into)
-            node = open_node(where, node, node_class, cfg, WGRAD)
+            node = pending.take(where) if type(pending) is Donated else pending
+            if not (type(node) is node_class and node.cfg is cfg and node.fresh() and not node.needs.drop):
+                node = open_node(where, node, node_class, cfg, WGRAD)
             result = fn(node, cfg, into=into)
             if node is not pending:
                 node.empty()
@@ -258,7 +259,7 @@ def derived_bwd(name: str, dgrad: Any, wgrad: Any) -> Any:
             _bad_type(where, "into", into, params_class)
         if any_autocast() and (found := unusual("bwd", where, bwd, residuals, dy, cfg, into=into)):
             return found[0]
-        node = residuals
+        node = residuals.take(where) if type(residuals) is Donated else residuals
         if not ((type(node) is first or type(node) in others) and node.cfg is cfg and node.fresh() and not node.needs.drop):
             node = open_node(where, node, class_by(where, node_class, cfg), cfg, DGRAD | WGRAD, dy)
         dx, pending = (node.nothing(), None) if dy is None else raw_dgrad(node, dy, cfg)
@@ -282,7 +283,7 @@ def dgrad_as_bwd(name: str, dgrad: Any) -> Any:
             _bad_type(where, "into", into, NoneType)
         if any_autocast() and (found := unusual("bwd", where, bwd, residuals, dy, cfg, into=into)):
             return found[0]
-        node = residuals
+        node = residuals.take(where) if type(residuals) is Donated else residuals
         if (
             (type(node) is first or type(node) in others)
             and node.cfg is cfg
@@ -290,9 +291,10 @@ def dgrad_as_bwd(name: str, dgrad: Any) -> Any:
             and node.fresh()
             and not node.needs.drop
         ):
-            return None, raw_dgrad(node, dy, cfg)[0]
-        node = open_node(where, node, class_by(where, node_class, cfg), cfg, DGRAD, dy)
-        dx = node.nothing() if dy is None or node._marks is IDLE else raw_dgrad(node, dy, cfg)[0]
+            dx = raw_dgrad(node, dy, cfg)[0]
+        else:
+            node = open_node(where, node, class_by(where, node_class, cfg), cfg, DGRAD, dy)
+            dx = node.nothing() if dy is None or node._marks is IDLE else raw_dgrad(node, dy, cfg)[0]
         if node is not residuals:
             node.empty()
         return None, dx

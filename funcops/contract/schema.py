@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -80,6 +79,7 @@ class Saved:
     inputs: Inputs
     fresh: Callable[[], bool]
     twin: Callable[[], Any]  # a node with the same leaves and marks
+    empty: Callable[[], None]  # drops every leaf
     _marks: Any  # a tuple, by guarded field; None if nothing can be guarded; Gone; Unlike; IDLE
 
     unwatched: ClassVar[type]  # the same class, whose instances take any assignment: for writes of our own, which are many
@@ -144,13 +144,6 @@ class Saved:
             own = tuple([versions(changes[name], mark_of) if name in changes else mark for name, mark in pairs])
             object.__setattr__(self, "_marks", marks._replace(marks=own) if type(marks) is Unlike else own)
 
-    def empty(self) -> None:
-        """Drop every leaf."""
-        cls: Any = type(self)
-        # A tracer sees each use; at run time nothing could warn.
-        for name, gone in dict.fromkeys(cls.fields).items() if torch.compiler.is_dynamo_compiling() else _gone(cls):
-            object.__setattr__(self, name, gone)
-
     def stale(self) -> str | None:
         """The path of a leaf that was written to since it was marked, or None."""
         self.unused("stale")
@@ -193,13 +186,6 @@ def _copied(cls: Any, given: dict[str, Any], *said: Any) -> Any:
     return made
 
 
-@functools.cache
-def _gone(cls: Any) -> tuple[tuple[str, Gone], ...]:
-    """The fields of an emptied node, and the objects in place of its leaves and marks."""
-    where = cls.__name__
-    return *[(name, Gone(f"{where}.{name}")) for name in cls.fields], ("_marks", Gone(where))
-
-
 class Donated:
     """A one-shot cell: residuals, pending or a cache given away. The first call that takes it empties it."""
 
@@ -239,8 +225,8 @@ register_node(Donated, _refuse, _refuse, _refuse, _refuse)  # a walk over a tree
 
 
 class _Declared(type):
-    """Makes a class body with declared fields a pytree node: a slotted dataclass with `keep`, `twin` and `fresh` written out for
-    its fields. `static`: which of `shape`, `dtype` and `inputs` it has."""
+    """Makes a class body with declared fields a pytree node: a slotted dataclass with `keep`, `twin`, `empty` and `fresh` written
+    out for its fields. `static`: which of `shape`, `dtype` and `inputs` it has."""
 
     def __new__(mcls, name: str, bases: tuple[type, ...], body: dict[str, Any], static: tuple[str, ...] = ()) -> Any:
         made = super().__new__(mcls, name, bases, body)
@@ -360,6 +346,15 @@ def twin(self):
         made.__class__ = cls
     return made
 
+def empty(self):
+    if is_compiling():  # a tracer sees each use; at run time nothing could warn
+        {nones}
+        return
+    self.__class__ = unwatched
+    {gone}
+    self._marks = all_gone
+    self.__class__ = cls
+
 def fresh(self):
     marks = self._marks
     if type(marks) is not tuple:
@@ -375,7 +370,7 @@ def fresh(self):
 
 
 def _write_methods(cls: Any) -> dict[str, Any]:
-    """`keep`, `twin` and `fresh`, written out as source, as dataclasses do: they run in every forward and backward.
+    """`keep`, `twin`, `empty` and `fresh`, written out as source, as dataclasses do: they run in every forward and backward.
 
     A leaf has no mark while compiling, if it is an inference tensor, or if it is not a tensor. `keep` returns a node with
     the fields that `needs` requires, or None.
@@ -393,14 +388,16 @@ def _write_methods(cls: Any) -> dict[str, Any]:
         assigns=lines("self.{n} = {n}", names),
         copies=lines("made.{n} = self.{n}", names),
         reads=lines("{n} = self.{n}", cls.guarded),
+        nones=lines("object.__setattr__(self, {n!r}, None)", cls.fields),
+        gone=lines("self.{n} = gone_{n}", cls.fields),
         marks="".join([mark_source(n, cls.fields[n].tree) + ", " for n in cls.guarded]),
     )
     scope: dict[str, Any] = dict(is_compiling=torch.compiler.is_dynamo_compiling, ALL=Needs.ALL, new=object.__new__, cls=cls)
-    scope["unwatched"] = cls.unwatched
-    scope.update(unwanted=_unwanted, dropped={}, versions=versions, marks_of=marks_of, IDLE=IDLE)
+    scope.update(unwatched=cls.unwatched, unwanted=_unwanted, dropped={}, versions=versions, marks_of=marks_of, IDLE=IDLE)
+    scope.update({f"gone_{n}": Gone(f"{cls.__name__}.{n}") for n in cls.fields}, all_gone=Gone(cls.__name__))
     compile_source(f"methods of {cls.__name__}", source, scope)
     scope["keep"].__qualname__ = f"{cls.__name__}.keep"  # which Python names in the error for an unknown field
-    return {"keep": staticmethod(scope["keep"]), "twin": scope["twin"], "fresh": scope["fresh"]}
+    return {"keep": staticmethod(scope["keep"])} | {name: scope[name] for name in ("twin", "empty", "fresh")}
 
 
 def _unwanted(cls: Any, needs: Needs, memo: dict[Needs, Any] | None) -> tuple[str, ...] | None:

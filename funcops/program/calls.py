@@ -60,7 +60,13 @@ class Calls(Gradients):
             self.open(call.place)
             self.at(call.path)
             self.row("whole tree" if call.place.scope is None else "residuals", call, (), (n,), "K")
+            self._give(call)
             self.row("begin backward", call, (n,), (begun,))
+
+    def _give(self, call: Call) -> None:
+        """Give the call's residuals away to its own function, if those of its scope were."""
+        if call.place.scope is not None:  # type: ignore[union-attr]
+            self.row("give", call, (f"n{call.index}",), (f"n{call.index}",))
 
     def _begun(self, call: Call) -> None:
         """The backward of a call that has begun."""
@@ -80,6 +86,7 @@ class Calls(Gradients):
     def _checked(self, call: Call, dy: str) -> None:
         """The op's own function."""
         i, needs = call.index, call.needs if self.goes_on(call) else call.kept
+        self._give(call)
         pausing = "pausing " * self.pauses(call)
         for a in self._filling(call):
             self.row("filled", call, (f"n{i}", a), (f"n{i}",), call.fields, needs=needs)
@@ -100,12 +107,12 @@ class Calls(Gradients):
         given, d, p, q = (f"n{i}", dy), f"d{i}", f"p{i}", f"q{i}"
         if whole and not isinstance(raw, tuple):
             self.row("raw bwd", call, given, (q, d), dgrad)
-        elif whole and wgrad is None:
-            self.row("raw dgrad", call, given, (d, q), dgrad)
         else:
-            self.row("raw dgrad", call, given, (d, p), dgrad)
-            if whole:
-                self.row("raw wgrad", call, (p,), (q,), wgrad)
+            self.row("raw dgrad", call, given, (d, q if whole and wgrad is None else p), dgrad)
+        if call.place.scope is not None and not self._filling(call):  # before a weight gradient, which reads none of it; see "twin"
+            self.row("empty", call, (f"n{i}",))
+        if whole and wgrad is not None:
+            self.row("raw wgrad", call, (p,), (q,), wgrad)
 
     def _of_skip(self, call: Call) -> None:
         """The backward of a skip's fork, or of its sum."""

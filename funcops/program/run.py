@@ -15,6 +15,7 @@ from funcops.errors import FLOATS, check, describe, fail, in_step
 from funcops.program.lower import Call
 from funcops.program.rules import Rule
 from funcops.program.values import add
+from funcops.residuals.donate import donate as donate
 from funcops.residuals.nested import needs_of
 from funcops.residuals.nested import part as part
 from funcops.trees import WithExtras, at, put
@@ -214,6 +215,7 @@ def backward_piece(
         for call in calls:
             place = call.place
             if place is not None and (tree := trees[place.scope.index]).donated:  # type: ignore[union-attr]
+                tree[place.name].empty()  # it may be held elsewhere
                 tree[place.name] = None
     return found
 

@@ -111,22 +111,27 @@ add({r[0]}, {r[1]})""",
     # Trees.
     "open outer residuals": "K{i} = K; del K\nt{i} = K{i}.donated",
     "open residuals": """K{i} = K{outer}[{name}]
-if t{outer} or type(K{i}) is not {KeptTree} or K{i}.cfg is not {scope_cfg} or K{i}.gone or K{i}.had: \
+if type(K{i}) is not {KeptTree} or K{i}.cfg is not {scope_cfg} or K{i}.gone or K{i}.had: \
 K{i} = run.scope_of({d[0]!r}, K{outer}, {name}, {KeptTree}, {scope_cfg})
+elif t{outer}: K{outer}[{name}] = None; K{i} = K{i}.give()
 t{i} = K{i}.donated""",
     "open outer pending": "W{i} = W; del W",
     "open pending": "W{i} = None if W{outer} is None else run.opened({d[0]!r}, W{outer}, {name}, {PendingTree}, {scope_cfg})",
     "accumulators": "I{i} = {into} or {names}",
     "tied accumulators": "if I{i} is not {names}: I{i} = run.tied({d[0]!r}, I{i}, {ties}, 'into')",
     "whole tree": "{w[0]} = {d[0]}; del {d[0]}",
-    "residuals": "{w[0]} = run.part(K{outer}, {name}) if t{outer} else {node}",
+    "residuals": "{w[0]} = {node}\nif t{outer}: {node} = None",
+    "give": "if t{outer} and {w[0]} is not None: {w[0]} = run.donate({w[0]})",
+    "empty": "if t{outer}: {r[0]}.empty()",
     "pending": "{w[0]} = None if W{outer} is None else run.part(W{outer}, {name})",
-    "held": "{w[0]} = {node}",
+    # A copy, as the piece empties what was given away.
+    "held": "{w[0]} = {node}.twin() if {donated} and type({node}) is {Residuals} else {node}",
     # The backward of a call.
     "unwanted": "{w[0]} = {wgrad}(None, {cfg}, into={into})",
     "call": _TEST % " and {r[1]} is not None" + "if ok:",
-    "twin": "t = new({Unwatched}); {copies}; t.cfg = {cfg}; t.needs = {needs}; t._marks = None; t.__class__ = {Residuals}; "
-    "{r[0]} = t; del t",
+    "twin": """t = new({Unwatched}); {copies}; t.cfg = {cfg}; t.needs = {needs}; t._marks = None; t.__class__ = {Residuals}
+if {donated}: {r[0]}.empty()
+{r[0]} = t; del t""",
     "put": "put({r[0]}, {d[0]!r}, {r[1]})",
     "filled": "if {r[0]} is not None: {r[0]} = run.filled({r[0]}, {d[0]!r}, {r[1]}, {needs})",
     "bwd": f"{{writes}} = {_ENDED['bwd']} if {{r[0]}} is None else {{bwd}}({{reads}}, {{cfg}}, into={{into}})",
@@ -232,6 +237,7 @@ EXPRESSIONS: dict[str, Callable[[Any, Row], Any]] = {
     "outer": lambda fields, row: row.of.place.scope.index,
     "name": lambda fields, row: repr(row.of.place.name),
     "path": lambda fields, row: repr(row.of.path),
+    "donated": lambda fields, row: f"t{row.of.place.scope.index}" if row.of.place.scope is not None else "False",
     "node": lambda fields, row: row.reads[0] if row.reads and row.reads[0][0] == "h" else part("K", row.of.place),
     "n": lambda fields, row: row.reads[0] if row.reads else "h",
     "marks": _marks,

@@ -27,7 +27,7 @@ def donate(kept: Any) -> Any:
     """
     if kept is None or type(kept) is Donated:
         return kept
-    if not hasattr(kept, "give"):
+    if getattr(kept, "give", None) is None:
         fail("donate", "kept", "residuals or pending of an op, or a cache", describe(kept), TypeError)
     if not kept.fresh():
         kept.complain("donate")

@@ -54,8 +54,9 @@ class Nested(dict):  # type: ignore[type-arg]
         raise DonatedError(f"{where}: {self.kind} must be unused, got {type(self).__name__} given away with donate()")
 
     def give(self) -> Nested:
-        node = type(self)(self, cfg=self.cfg, needs=self.needs)
-        node.donated = True
+        node = dict.__new__(type(self))
+        dict.update(node, dict.items(self))  # not `update(self)`, which asks the methods below
+        node.cfg, node.needs, node.donated, node.gone, node.had = self.cfg, self.needs, True, False, ()
         self.empty()
         return node
 
