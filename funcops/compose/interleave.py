@@ -244,10 +244,7 @@ def _pendings(pending: Any, cfg: InterleaveConfig, into: Any) -> list[Any]:
     node = None if pending is None else open_node("interleave_wgrad", pending, InterleavePending, cfg)
     if into is not None:
         check_into_tree("interleave_wgrad", into, interleave, cfg, node)
-    waiting = [None if node is None else part(node, i) for i in range(cfg.microbatches)]
-    if node is not None and node is not pending:
-        node.empty()
-    return waiting
+    return [None if node is None else part(node, i) for i in range(cfg.microbatches)]
 
 
 def interleave_bwd(residuals: Any, dy: Any, cfg: InterleaveConfig, *, into: Any = None) -> tuple[Any, Any]:
@@ -261,8 +258,6 @@ def interleave_bwd(residuals: Any, dy: Any, cfg: InterleaveConfig, *, into: Any 
         check_into_tree("interleave_bwd", into, interleave, cfg, node, dy)
     dys = _dys("interleave_bwd", dy, cfg)
     results = _calls(cfg, "bwd", [(part(node, i), one) for i, one in enumerate(dys)], into=into)
-    if node is not residuals:
-        node.empty()
     dx = _dx([dx for _, dx in results], cfg)
     return (_total([dparams for dparams, _ in results]) if into is None else into), dx
 

@@ -79,8 +79,6 @@ def of_layers(forward: Any, backward: Any, residuals: type, pending: Any, repeat
     def back(where: str, kept: Any, dy: Any, cfg: Any, sums: Callable[[Any], Any]) -> Pauses:
         node = open_node(where, kept, residuals, cfg)
         dx, found = yield from _walked(range(cfg.times)[::-1], lambda i: part(node, i), backward(node, dy, cfg, sums(node), True))
-        if node is not kept:
-            node.empty()
         return dx, found, node
 
     def dgrad(kept: Any, dy: Any, cfg: Any) -> Pauses:

@@ -219,10 +219,7 @@ def _by_layer(which: str, pending: Any, cfg: RepeatConfig, into: Any) -> list[An
     def run(i: int, _: None) -> Any:
         return call(None if node is None else part(node, i), cfg.cfg, into=sums[i])
 
-    found = in_turn(cfg, range(cfg.times)[::-1], lambda i: None, run, begin=False, sums=sums if wgrad else None)
-    if node is not None and node is not pending:
-        node.empty()
-    return found
+    return in_turn(cfg, range(cfg.times)[::-1], lambda i: None, run, begin=False, sums=sums if wgrad else None)
 
 
 def repeat_bwd(residuals: Any, dy: Any, cfg: RepeatConfig, *, into: Any = None) -> tuple[Any, Any]:
@@ -230,8 +227,6 @@ def repeat_bwd(residuals: Any, dy: Any, cfg: RepeatConfig, *, into: Any = None) 
     require_config("repeat_bwd", cfg, RepeatConfig)
     node = open_node("repeat_bwd", residuals, RepeatResiduals, cfg)
     dx, found = _walk(node, dy, cfg, accumulators("repeat_bwd", into, repeat, cfg, node, dy))
-    if node is not residuals:
-        node.empty()
     return collected(found, into, cfg), dx
 
 

@@ -121,14 +121,10 @@ def dgrad_of(
                 and node.fresh()
                 and not node.needs.drop
             ):
-                result = fn(node, dy, cfg)
-            else:
-                node = open_node(where, node, class_by(where, node_class, cfg), cfg, DGRAD, dy)
-                nothing = dy is None or (dgrad.alone and node._marks is IDLE)  # type: ignore[attr-defined]
-                result = (node.nothing(), None) if nothing else fn(node, dy, cfg)
-            if node is not residuals:
-                node.empty()
-            return result
+                return fn(node, dy, cfg)
+            node = open_node(where, node, class_by(where, node_class, cfg), cfg, DGRAD, dy)
+            nothing = dy is None or (dgrad.alone and node._marks is IDLE)  # type: ignore[attr-defined]
+            return (node.nothing(), None) if nothing else fn(node, dy, cfg)
 
         if fn.__code__.co_argcount > 3:  # the op's function hides an argument that only fusion rules give
             signature = inspect.signature(fn)
@@ -186,14 +182,10 @@ def bwd_of(
                 and node.fresh()
                 and not node.needs.drop
             ):
-                result = fn(node, dy, cfg, into=into)
-            else:
-                node = open_node(where, node, class_by(where, node_class, cfg), cfg, DGRAD | WGRAD, dy)
-                nothing = no_gradients(params_class, cfg) if into is None else into
-                result = (nothing, node.nothing()) if dy is None else fn(node, dy, cfg, into=into)
-            if node is not residuals:
-                node.empty()
-            return result
+                return fn(node, dy, cfg, into=into)
+            node = open_node(where, node, class_by(where, node_class, cfg), cfg, DGRAD | WGRAD, dy)
+            nothing = no_gradients(params_class, cfg) if into is None else into
+            return (nothing, node.nothing()) if dy is None else fn(node, dy, cfg, into=into)
 
         return with_raw(bwd, fn)
 
@@ -219,10 +211,7 @@ def wgrad_of(
             node = pending.take(where) if type(pending) is Donated else pending
             if not (type(node) is node_class and node.cfg is cfg and node.fresh() and not node.needs.drop):
                 node = open_node(where, node, node_class, cfg, WGRAD)
-            result = fn(node, cfg, into=into)
-            if node is not pending:
-                node.empty()
-            return result
+            return fn(node, cfg, into=into)
 
         wgrad.opens = node_class, params_class  # type: ignore[attr-defined]
         return wgrad
@@ -263,8 +252,7 @@ def derived_bwd(name: str, dgrad: Any, wgrad: Any) -> Any:
         if not ((type(node) is first or type(node) in others) and node.cfg is cfg and node.fresh() and not node.needs.drop):
             node = open_node(where, node, class_by(where, node_class, cfg), cfg, DGRAD | WGRAD, dy)
         dx, pending = (node.nothing(), None) if dy is None else raw_dgrad(node, dy, cfg)
-        if node is not residuals:
-            node.empty()
+        del node  # nobody else has one that was given away: its leaves are freed before the weight gradient
         if pending is None:
             return wgrad(None, cfg, into=into), dx
         return raw_wgrad(pending, cfg, into=into), dx
@@ -291,13 +279,9 @@ def dgrad_as_bwd(name: str, dgrad: Any) -> Any:
             and node.fresh()
             and not node.needs.drop
         ):
-            dx = raw_dgrad(node, dy, cfg)[0]
-        else:
-            node = open_node(where, node, class_by(where, node_class, cfg), cfg, DGRAD, dy)
-            dx = node.nothing() if dy is None or node._marks is IDLE else raw_dgrad(node, dy, cfg)[0]
-        if node is not residuals:
-            node.empty()
-        return None, dx
+            return None, raw_dgrad(node, dy, cfg)[0]
+        node = open_node(where, node, class_by(where, node_class, cfg), cfg, DGRAD, dy)
+        return None, node.nothing() if dy is None or node._marks is IDLE else raw_dgrad(node, dy, cfg)[0]
 
     return with_raw(_named(bwd, where, dgrad.__module__, _BWD_DOC.format(name=name)), (raw_dgrad, None))
 

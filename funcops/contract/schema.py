@@ -80,6 +80,7 @@ class Saved:
     fresh: Callable[[], bool]
     twin: Callable[[], Any]  # a node with the same leaves and marks
     empty: Callable[[], None]  # drops every leaf
+    cell: Callable[[], Any]  # `Donated(self.give())` of a fresh node, written out; None of any other
     _marks: Any  # a tuple, by guarded field; None if nothing can be guarded; Gone; Unlike; IDLE
 
     unwatched: ClassVar[type]  # the same class, whose instances take any assignment: for writes of our own, which are many
@@ -187,7 +188,8 @@ def _copied(cls: Any, given: dict[str, Any], *said: Any) -> Any:
 
 
 class Donated:
-    """A one-shot cell: residuals, pending or a cache given away. The first call that takes it empties it."""
+    """A one-shot cell: residuals, pending or a cache given away. The first call that takes it empties it. Nobody else holds the
+    node in it, so its leaves are freed as that call lets go of them."""
 
     __slots__ = ("_kind", "_node")
 
@@ -195,9 +197,10 @@ class Donated:
         self._node, self._kind = node, type(node).__name__
 
     def take(self, where: str) -> Any:
-        if self._node is None:
+        node = self._node
+        if node is None:
             raise DonatedError(f"{where}: donated {self._kind} must be unused, got one that a call took already")
-        node, self._node = self._node, None
+        self._node = None
         return node
 
     def __getattr__(self, name: str) -> Any:
@@ -212,9 +215,7 @@ class Donated:
     __getitem__ = __iter__ = __len__ = __contains__ = __deepcopy__ = __reduce_ex__ = _refuse
 
     def __copy__(self) -> Any:
-        made = Donated(self._node)
-        made._kind = self._kind
-        return made
+        return self  # a copy that could be taken for itself would be a second shot
 
     def __repr__(self) -> str:
         return "Donated(spent)" if self._node is None else f"Donated({self._node!r})"
@@ -225,8 +226,8 @@ register_node(Donated, _refuse, _refuse, _refuse, _refuse)  # a walk over a tree
 
 
 class _Declared(type):
-    """Makes a class body with declared fields a pytree node: a slotted dataclass with `keep`, `twin`, `empty` and `fresh` written
-    out for its fields. `static`: which of `shape`, `dtype` and `inputs` it has."""
+    """Makes a class body with declared fields a pytree node: a slotted dataclass with `keep`, `twin`, `empty`, `cell` and `fresh`
+    written out for its fields. `static`: which of `shape`, `dtype` and `inputs` it has."""
 
     def __new__(mcls, name: str, bases: tuple[type, ...], body: dict[str, Any], static: tuple[str, ...] = ()) -> Any:
         made = super().__new__(mcls, name, bases, body)
@@ -350,10 +351,35 @@ def empty(self):
     if is_compiling():  # a tracer sees each use; at run time nothing could warn
         {nones}
         return
-    self.__class__ = unwatched
+    put(self, "__class__", unwatched)
     {gone}
     self._marks = all_gone
     self.__class__ = cls
+
+def cell(self):
+    if is_compiling():
+        return None
+    marks = self._marks
+    {read_all}
+    try:
+        if marks is not None and not (type(marks) is tuple and marks == ({marks})):
+            return None
+    except (AttributeError, RuntimeError):
+        return None
+    made = new(unwatched)
+    {write_all}
+    made.cfg = self.cfg
+    made.needs = self.needs
+    made._marks = marks
+    made.__class__ = cls
+    put(self, "__class__", unwatched)
+    {gone}
+    self._marks = all_gone
+    self.__class__ = cls
+    given = new(Donated)
+    given._node = made
+    given._kind = kind
+    return given
 
 def fresh(self):
     marks = self._marks
@@ -370,7 +396,8 @@ def fresh(self):
 
 
 def _write_methods(cls: Any) -> dict[str, Any]:
-    """`keep`, `twin`, `empty` and `fresh`, written out as source, as dataclasses do: they run in every forward and backward.
+    """`keep`, `twin`, `empty`, `cell` and `fresh`, written out as source, as dataclasses do: they run in every forward and
+    backward.
 
     A leaf has no mark while compiling, if it is an inference tensor, or if it is not a tensor. `keep` returns a node with
     the fields that `needs` requires, or None.
@@ -388,16 +415,19 @@ def _write_methods(cls: Any) -> dict[str, Any]:
         assigns=lines("self.{n} = {n}", names),
         copies=lines("made.{n} = self.{n}", names),
         reads=lines("{n} = self.{n}", cls.guarded),
-        nones=lines("object.__setattr__(self, {n!r}, None)", cls.fields),
+        read_all=lines("{n} = self.{n}", names),
+        write_all=lines("made.{n} = {n}", names),
+        nones=lines("put(self, {n!r}, None)", cls.fields),
         gone=lines("self.{n} = gone_{n}", cls.fields),
         marks="".join([mark_source(n, cls.fields[n].tree) + ", " for n in cls.guarded]),
     )
     scope: dict[str, Any] = dict(is_compiling=torch.compiler.is_dynamo_compiling, ALL=Needs.ALL, new=object.__new__, cls=cls)
     scope.update(unwatched=cls.unwatched, unwanted=_unwanted, dropped={}, versions=versions, marks_of=marks_of, IDLE=IDLE)
+    scope.update(put=object.__setattr__, Donated=Donated, kind=cls.__name__)
     scope.update({f"gone_{n}": Gone(f"{cls.__name__}.{n}") for n in cls.fields}, all_gone=Gone(cls.__name__))
     compile_source(f"methods of {cls.__name__}", source, scope)
     scope["keep"].__qualname__ = f"{cls.__name__}.keep"  # which Python names in the error for an unknown field
-    return {"keep": staticmethod(scope["keep"])} | {name: scope[name] for name in ("twin", "empty", "fresh")}
+    return {"keep": staticmethod(scope["keep"])} | {name: scope[name] for name in ("twin", "empty", "cell", "fresh")}
 
 
 def _unwanted(cls: Any, needs: Needs, memo: dict[Needs, Any] | None) -> tuple[str, ...] | None:

@@ -109,8 +109,6 @@ def _weight_only(op: Op, format: WeightFormat) -> Op:
         node = open_node(where, kept, class_by(where, op.keeps, cfg), cfg, dy=dy)
         codes = {field: getattr(node, field) for field in _fields(op, cfg)}
         filled = node.copy(**{field: weight.dequantize() for field, weight in codes.items() if weight is not None})
-        if node is not kept:
-            node.empty()
         return filled
 
     def dgrad(residuals: Any, dy: Any, cfg: Any) -> tuple[Any, Any]:

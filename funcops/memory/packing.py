@@ -86,6 +86,4 @@ def _opened(
     kept_as = {name: getattr(node, name) for name in read}
     plain = {name: t if node.fields[name].blocks and in_blocks(t) else from_form(t) for name, t in kept_as.items()}
     filled = node.copy(**plain)
-    if node is not kept:
-        node.empty()
     return filled, plain

@@ -96,8 +96,6 @@ def _remat(op: Op, offload: bool) -> Op:
         params, x, needs, notes = node.params, node.x, node.needs, node.notes
         if offload:
             x = tree_map_tensors(lambda t: copies.on_device(t, node.device), x)
-        if node is not kept:
-            node.empty()
         return params, x, needs, notes
 
     def opened(where: str, kept: Any, dy: Any, cfg: Any) -> Any:

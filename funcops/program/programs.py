@@ -150,8 +150,6 @@ def bwd(op: Op, residuals: Any, dy: Any, cfg: Any, into: Any) -> tuple[Any, Any]
         return cfg.op.bwd(residuals, dy, cfg.cfg, into=into)  # type: ignore[no-any-return]
     node, program, sums = _whole(op, residuals, dy, cfg, into)
     dparams, dx = program(node, dy, sums)
-    if node is not residuals:
-        node.empty()
     return (dparams if into is None else into), dx
 
 
@@ -161,8 +159,6 @@ def pausing_bwd(op: Op, residuals: Any, dy: Any, cfg: Any, into: Any) -> Pauses:
         return cfg.op.bwd(residuals, dy, cfg.cfg, into=into)
     node, program, sums = _whole(op, residuals, dy, cfg, into, pausing=True)
     dparams, dx = yield from ran(program(node, dy, sums))
-    if node is not residuals:
-        node.empty()
     return (dparams if into is None else into), dx
 
 
@@ -186,10 +182,7 @@ def dgrad(op: Op, residuals: Any, dy: Any, cfg: Any) -> tuple[Any, Any]:
     if op.keeps is None and not needs_of(residuals):
         return cfg.op.dgrad(residuals, dy, cfg.cfg)  # type: ignore[no-any-return]
     node, _, _ = _opened(f"{op.name}_dgrad", op, residuals, cfg)
-    found: tuple[Any, Any] = backward("dgrad", op, cfg, needs_of(node), dy)(node, dy)
-    if node is not residuals:
-        node.empty()
-    return found
+    return backward("dgrad", op, cfg, needs_of(node), dy)(node, dy)  # type: ignore[no-any-return]
 
 
 def pausing_dgrad(op: Op, residuals: Any, dy: Any, cfg: Any) -> Pauses:
@@ -197,10 +190,7 @@ def pausing_dgrad(op: Op, residuals: Any, dy: Any, cfg: Any) -> Pauses:
     if op.keeps is None and not needs_of(residuals):
         return cfg.op.dgrad(residuals, dy, cfg.cfg)
     node, _, _ = _opened(f"{op.name}_dgrad", op, residuals, cfg)
-    found = yield from ran(backward("dgrad", op, cfg, needs_of(node), dy, pausing=True)(node, dy))
-    if node is not residuals:
-        node.empty()
-    return found
+    return (yield from ran(backward("dgrad", op, cfg, needs_of(node), dy, pausing=True)(node, dy)))
 
 
 def _opened(where: str, op: Op, residuals: Any, cfg: Any) -> tuple[Any, Op, Any]:
@@ -221,8 +211,6 @@ def wgrad(op: Op, cls: Any, pending: Any, cfg: Any, into: Any, which: str = "wgr
     node = None if pending is None else open_node(where, pending, cls, cfg)
     sums = None if into is None else accumulators(where, op, into, node, cfg)
     found = _found(which, op, cfg, Needs.NONE if node is None else node.needs, None)(node, sums)
-    if node is not None and node is not pending:
-        node.empty()
     return found if into is None or which == "products" else into
 
 

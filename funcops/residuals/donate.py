@@ -25,6 +25,9 @@ def donate(kept: Any) -> Any:
         ...
     funcops.errors.DonatedError: softcap_bwd: residuals must be unused, got SoftcapResiduals given away with donate()
     """
+    cell = getattr(type(kept), "cell", None)
+    if cell is not None and (given := cell(kept)) is not None:  # a fresh node of an op, which most are
+        return given
     if kept is None or type(kept) is Donated:
         return kept
     if getattr(kept, "give", None) is None:

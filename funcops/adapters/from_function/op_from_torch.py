@@ -276,9 +276,7 @@ class _Function:
         waiting = [like.laid_out(label, f"pending.kept.{n}", node.kept[n]) for n, like in own.graphs.waiting.items()]
         found = own.graphs.wgrad(*waiting)
         dparams = unflatten(own.params_shape, own.spread(found, 0, own.params))
-        if node is not pending:
-            node.empty()
-        elif into is None:
+        if node is pending and into is None:
             dparams = _unshared(dparams, node.kept)
         return accumulate(label, dparams, into)
 

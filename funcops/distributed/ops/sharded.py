@@ -291,8 +291,6 @@ def _opened(where: str, kept: Any, cls: Any, cfg: ShardedConfig, into: Any = Non
     if into is not None:
         check_into_tree(where, into, sharded, cfg, node, dy)
     params, body, needs, out = node.params, node.body, node.needs, node.out
-    if node is not given:
-        node.empty()
     whole = None
     if params is not None:
         whole = finish(_gathering(params, cfg, where)) if begun is None else begun.take()
