@@ -109,7 +109,8 @@ class Calls(Gradients):
             self.row("raw bwd", call, given, (q, d), dgrad)
         else:
             self.row("raw dgrad", call, given, (d, q if whole and wgrad is None else p), dgrad)
-        if call.place.scope is not None and not self._filling(call):  # before a weight gradient, which reads none of it; see "twin"
+        # Before a weight gradient, which reads none of it; see "twin".
+        if call.place.scope is not None and not self._filling(call):  # type: ignore[union-attr]
             self.row("empty", call, (f"n{i}",))
         if whole and wgrad is not None:
             self.row("raw wgrad", call, (p,), (q,), wgrad)

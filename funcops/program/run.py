@@ -134,9 +134,11 @@ def recomputed(compute: Any, pending: Any, name: Any, cfg: Any, fields: tuple[st
     node = None if pending is None else pending.get(key)
     if node is None:
         return None
+    y = recomputed_from(compute, node, fields, x, cfg) if fields else compute(node, cfg)
     if pending.donated:
         pending[key] = None
-    return recomputed_from(compute, node, fields, x, cfg) if fields else compute(node, cfg)
+        node.empty()  # it may be held elsewhere
+    return y
 
 
 def recomputed_from(compute: Any, node: Any, fields: tuple[str, ...], x: Any, cfg: Any) -> Any:

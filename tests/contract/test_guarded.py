@@ -42,7 +42,7 @@ from funcops.adapters.from_function import TorchConfig
 from funcops.contract import schema
 from funcops.contract.marks import Form, Moved
 from funcops.contract.op import dgrad_of, forward, make_op
-from funcops.contract.schema import DGRAD, Saved, residuals, saved
+from funcops.contract.schema import DGRAD, Donated, Saved, residuals, saved
 from funcops.errors import FLOATS, check
 from funcops.testing import Case, check_op
 from funcops.testing.guarded import COPIES, MOVES, law_guarded
@@ -328,20 +328,20 @@ def holds(alias, law="guarded", **kept):
 FAULTS = {
     "marks are not handed on": lambda m: m.setattr(Moved, "to", lambda self, node: None),
     "all that was written to is fresh again": lambda m: m.setattr(Moved, "of", staticmethod(lambda node: trees.Aside())),
-    "donate forgets marks": lambda m: m.setattr(Saved, "give", forgetting(Saved.give)),
+    "donate forgets marks": lambda m: m.setattr(Donated, "take", forgetting(Donated.take)),
     "a copy takes the marks of the original": lambda m: m.setattr(Saved, "__deepcopy__", lambda self, memo: deep(self, memo)),
     "a leaf may have any form": lambda m: m.setattr(Form, "fits", lambda self, other: True),
     "a stale node's copy is fresh": lambda m: m.setattr(schema, "heard", lambda node, stale, unlike: None),
 }
 
 
-def forgetting(give):
-    def give_without_marks(self):
-        node = give(self)
+def forgetting(take):
+    def take_without_marks(self, where):
+        node = take(self, where)
         node._marks = None
         return node
 
-    return give_without_marks
+    return take_without_marks
 
 
 def deep(node, memo):

@@ -1,0 +1,143 @@
+"""A donated tree is freed as if its user had given each part to its step, one by one, from the last."""
+
+import weakref
+
+import pytest
+import torch
+from law_cases import CASES
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from funcops import (
+    ActivationConfig,
+    ChainConfig,
+    DonatedError,
+    GLUConfig,
+    L2NormConfig,
+    LayerNormConfig,
+    LinearConfig,
+    RepeatConfig,
+    RMSNormConfig,
+    Step,
+    activation,
+    chain,
+    donate,
+    glu,
+    l2_norm,
+    layer_norm,
+    linear,
+    random,
+    repeat,
+    rms_norm,
+)
+from funcops.contract.schema import Saved
+from funcops.residuals.nested import Nested
+from funcops.testing.checks import float_like
+from funcops.trees import leaves, paths
+
+D = 8
+PARTS = {
+    "up": (linear, LinearConfig(D, 2 * D)),
+    "gate": (glu, GLUConfig("swiglu", gate="first")),
+    "norm": (rms_norm, RMSNormConfig(D)),
+    "act": (activation, ActivationConfig("gelu")),
+    "mean": (layer_norm, LayerNormConfig(D)),
+    "unit": (l2_norm, L2NormConfig(D)),
+    "out": (linear, LinearConfig(D, D)),
+}
+STEPS = ChainConfig(steps=tuple(Step(name, *part) for name, part in PARTS.items()), recompute=False, fuse=False)
+INNER = ChainConfig(steps=(Step("first", chain, STEPS), Step("last", chain, STEPS)), recompute=False, fuse=False)
+LAYERS = RepeatConfig(chain, STEPS, 3)
+TREES = {"steps": (chain, STEPS), "steps of steps": (chain, INNER), "layers": (repeat, LAYERS)}
+
+
+class Alive(TorchDispatchMode):
+    """Which kept tensors are alive at each call of torch's."""
+
+    def __init__(self, kept, *others):
+        super().__init__()
+        known = {id(t) for t in leaves(others)}
+        self.refs = {path: weakref.ref(t) for path, t in paths(kept).items() if t is not None and id(t) not in known}
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.append((str(func), {path for path, ref in self.refs.items() if ref() is not None}))
+        return func(*args, **(kwargs or {}))
+
+    def during(self, run):
+        with self:
+            run()
+        return self.calls
+
+
+def parts_of(op, cfg):
+    return [(i, cfg.op, cfg.cfg) for i in range(cfg.times)] if op is repeat else [(s.name, s.op, s.cfg) for s in cfg.steps]
+
+
+def by_hand(half, op, cfg, box, dy, waiting):
+    """The backward of steps one by one, each given its residuals away. `box`: a list, so that no caller holds a node."""
+    node = box.pop()
+    if op not in (chain, repeat):
+        if half == "bwd":
+            return op.bwd(donate(node), dy, cfg)[1]
+        dx, pending = op.dgrad(donate(node), dy, cfg)
+        waiting.append((op, cfg, pending))
+        return dx
+    parts = dict(node)
+    node.clear()
+    for name, inner, own in reversed(parts_of(op, cfg)):
+        dy = by_hand(half, inner, own, [parts.pop(name)], dy, waiting)
+    return dy
+
+
+def forward(name):
+    op, cfg = TREES[name]
+    params = op.init(cfg, key=random.key(0))
+    x = torch.randn(4, D)
+    y, kept = op.fwd(params, x, cfg)
+    return op, cfg, params, x, torch.ones_like(y), [kept]
+
+
+@pytest.mark.parametrize("half", ["bwd", "dgrad"])
+@pytest.mark.parametrize("name", TREES)
+def test_memory_falls_where_it_does_by_hand(name, half):
+    op, cfg, params, x, dy, box = forward(name)
+    waiting = []
+    alive = Alive(box[0], params, x, dy)
+    kept = len(alive.refs)
+    want = alive.during(lambda: by_hand(half, op, cfg, box, dy, waiting))
+    del waiting[:]
+    op, cfg, params, x, dy, box = forward(name)
+    alive = Alive(box[0], params, x, dy)
+    got = alive.during(lambda: waiting.append(getattr(op, half)(donate(box.pop()), dy, cfg)[1]))
+    assert [func for func, _ in got] == [func for func, _ in want]
+    for i, ((func, one), (_, other)) in enumerate(zip(got, want, strict=True)):
+        assert one == other, f"call {i}, {func}: {sorted(one ^ other)}"
+    assert len(want[0][1]) == kept > len(want[-1][1]), "all at first, fewer at last"
+
+
+COMBINED = list({id(case): case for case, _ in CASES if case.op.lower is not None or case.op is repeat}.values())
+
+
+def nodes(kept):
+    """All parts of residuals that are nodes of an op."""
+    if isinstance(kept, Saved):
+        return [kept]
+    return [node for part in kept.values() for node in nodes(part)] if isinstance(kept, Nested) else []
+
+
+@pytest.mark.parametrize("half", ["bwd", "dgrad"])
+@pytest.mark.parametrize("case", COMBINED, ids=str)
+def test_a_part_that_is_held_elsewhere_is_empty_afterwards(case, half):
+    params, x = case.make(torch.float32)
+    y, kept = case.op.fwd(params, x, case.cfg)
+    held = nodes(kept)
+    dx, pending = getattr(case.op, half)(donate(kept), float_like(y, 7), case.cfg)[:: -1 if half == "bwd" else 1]
+    for node in held:
+        with pytest.raises(DonatedError):
+            node.stale()
+    if half == "dgrad" and pending is not None:
+        held = nodes(pending)
+        case.op.wgrad(donate(pending), case.cfg)
+        for node in held:
+            with pytest.raises(DonatedError):
+                node.stale()
