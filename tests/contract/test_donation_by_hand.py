@@ -1,4 +1,4 @@
-"""A donated tree is freed as if its user had given each part to its step, one by one, from the last; and nobody else keeps a part."""
+"""A donated tree is freed as if its user had given each part to its step, one by one, from the last; nobody keeps a part."""
 
 import dataclasses
 import weakref
