@@ -338,7 +338,8 @@ FAULTS = {
 def forgetting(take):
     def take_without_marks(self, where):
         node = take(self, where)
-        node._marks = None
+        if isinstance(node, Saved):
+            node._marks = None
         return node
 
     return take_without_marks
