@@ -3,6 +3,9 @@
 The rows "nn" are modules, ours and torch's, both under autograd. A chain keeps what autograd keeps, except in the rows
 "recomputing": there it runs its norms and activations twice, as it does by default, for fewer bytes.
 
+The rows "donated", "halves", "donated halves" and "positions as ids" compare funcops with itself: with the same residuals not given
+away, with the whole backward, with halves, and with a table of the rope that is ready.
+
 The rows "fp8" compare bfloat16 with FP8 as on a device, where a quantiser is one launch instead of a dozen operators as on the CPU.
 They time the host's work up to the driver's launch call, with the driver stubbed; both sides use our launcher, for products too.
 Torch's own work (memory, views) is included, except its attention, which is prepared as for a device and then only allocates its
@@ -31,6 +34,7 @@ from funcops import (
     WithExtras,
     backend,
     chain,
+    donate,
     linear,
     qlinear,
     random,
@@ -176,4 +180,33 @@ def _measure(name: str, op: Any, cfg: Any, module: nn.Module) -> list[Row]:
 
     calls = 400 if name in ("linear", "rms_norm") else 60
     samples = interleaved({"funcops": ours, ".backward()": backward, "autograd.grad": grad}, rounds=25, calls=calls, cpu=True)
-    return summary("overhead", name, samples, "funcops")
+    return summary("overhead", name, samples, "funcops") + _variants(name, op, cfg, params, x, dy, calls)
+
+
+def _variants(name: str, op: Op, cfg: Any, params: Any, x: Any, dy: Tensor, calls: int) -> list[Row]:
+    """The same with what pages do beside it: donated residuals, halves, halves of which both are donated, positions as ids."""
+
+    def bwd(given: Any, kept: Any = lambda kept: kept) -> Callable[[], Any]:
+        def run() -> Any:
+            _, residuals = op.fwd(params, given, cfg)
+            return op.bwd(kept(residuals), dy, cfg)
+
+        return run
+
+    def halves(kept: Any = lambda kept: kept) -> Callable[[], Any]:
+        def run() -> Any:
+            _, residuals = op.fwd(params, x, cfg)
+            dx, pending = op.dgrad(kept(residuals), dy, cfg)
+            return op.wgrad(kept(pending), cfg), dx
+
+        return run
+
+    pairs = {"donated": (bwd(x, donate), bwd(x)), "donated halves": (halves(donate), halves()), "halves": (halves(), bwd(x))}
+    if type(x) is WithExtras:
+        ids = WithExtras(x.main, {"positions": torch.arange(LENGTH)})
+        pairs["positions as ids"] = bwd(ids), bwd(x)
+    rows = []
+    for what, (one, other) in pairs.items():
+        samples = interleaved({f"funcops, {what}": one, "funcops": other}, rounds=25, calls=calls, cpu=True)
+        rows += summary("overhead", f"{name}, {what}", samples, f"funcops, {what}")
+    return rows

@@ -15,6 +15,7 @@ from benchmarks.measure import write_json
 from funcops import RouteConfig, RouteParams, route
 from funcops.kernels import fused_linear, norm
 from funcops.testing.tolerances import assert_close
+from funcops.trees import tensors
 
 
 class Clock:
@@ -448,3 +449,23 @@ def test_sizes_of_weight_gradients_are_the_callers():
     wgrads.add_arguments(parser)
     assert parser.parse_args(["--rows", "3", "5"]).rows == [3, 5] and parser.parse_args([]).rows == list(wgrads.ROWS)
     assert parser.parse_args(["--features", "7"]).features == 7 and parser.parse_args([]).features == wgrads.FEATURES
+
+
+@pytest.mark.parametrize("i", [0, 3], ids=["linear", "block"])
+def test_overhead_compares_donation_halves_and_ids_with_the_same_gradients(i, monkeypatch):
+    found = []
+
+    def interleaved(functions, **_):
+        found.append({name: fn() for name, fn in functions.items()})
+        return {name: [1.0, 1.0, 1.0] for name in functions}
+
+    monkeypatch.setattr(overhead, "interleaved", interleaved)
+    name, *case = overhead._cases()[i]
+    rows = overhead._measure(name, *case)
+    ours = ["donated", "donated halves", "halves", *["positions as ids"] * (i == 3)]
+    assert [row.case for row in rows if row.metric.startswith("ratio")] == [name, *(f"{name}, {one}" for one in ours)]
+    assert all(row.provider == f"funcops, {row.case.rpartition(', ')[2]}" for row in rows if row.metric == "ratio to funcops")
+    for results in found[1:]:
+        one, other = (tensors(result) for result in results.values())
+        assert one and len(one) == len(other)
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(one, other, strict=True))
