@@ -64,7 +64,7 @@ class Calls(Gradients):
             self.row("begin backward", call, (n,), (begun,))
 
     def _give(self, call: Call) -> None:
-        """Give the call's residuals away to its own function, if those of its scope were."""
+        """Give the call's residuals away to its own function, if its scope's were given away."""
         if call.place.scope is not None:  # type: ignore[union-attr]
             self.row("give", call, (f"n{call.index}",), (f"n{call.index}",))
 

@@ -235,7 +235,7 @@ PLAIN_LOSSES = {  # arguments of the loss, the shape of x before D
 
 @pytest.mark.parametrize("name", PLAIN_LOSSES)
 def test_a_loss_that_the_op_lacks_takes_more_rows(name):
-    """As torch's loss of logits, [rows, classes]."""
+    """It is torch's loss of logits, [rows, classes]."""
     given, shape = PLAIN_LOSSES[name]
     loss, x, target = fnn.LinearCrossEntropyLoss(D, 4, **given), torch.randn(*shape, D), torch.arange(6).view(shape) % 4
     options = {key: value for key, value in given.items() if key != "bias"}

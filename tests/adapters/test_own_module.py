@@ -210,7 +210,7 @@ def test_x_that_the_op_does_not_take_where_torch_has_no_such_module():
 
 
 def test_a_class_inherits_whether_it_can_be_a_step():
-    """A class whose forward, or a parent's, does more than its op is called as a module: that of one that does not is left out."""
+    """A class whose forward, or a parent's, does more than its op is called as a module: one that does not is a step."""
     ran = []
 
     class Same(fnn.Linear):

@@ -103,7 +103,7 @@ REPEATS = {"sends": WAITING, "sends itself": (SENDS, LINEAR), "never sends": (li
 
 @pytest.mark.parametrize("name", REPEATS)
 def test_layers_in_a_row_take_turns(name):
-    """The parts' bits are those of a loop; where the body sends, every layer of one part pauses for the other one's."""
+    """The parts have the bits of a loop; where the body sends, every layer of one part pauses for the other one's."""
     cfg = RepeatConfig(*REPEATS[name], 3)
     params, x = repeat.init(cfg, key=random.key(0)), torch.randn(2, 4, D, generator=torch.Generator().manual_seed(0))
     parts, dys = x.chunk(2), (x + 1).chunk(2)

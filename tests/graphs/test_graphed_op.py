@@ -213,7 +213,7 @@ def test_buffers_have_names_and_bytes(tmp_path, device):
 
 
 def test_an_op_without_params():
-    """A rule for its params, of which there are none, is not asked for."""
+    """Nobody is asked for a rule for params that it lacks."""
     double = op_from_torch(lambda params, x, cfg: x * x, init=lambda cfg, **given: {})
     x = torch.randn(4)
     graph = graphed_op(double, TorchConfig(), {}, x)

@@ -11,7 +11,7 @@ from funcops.kernels.quantize import quantize_row
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2", "e2m1"])
 def test_scales_that_are_powers_of_two_hold_the_largest_number_itself(element):
-    """Where the largest number of a row is the format's largest times a power of two, and the numbers beside that."""
+    """Rows are drawn whose largest number is the format's largest times a power of two, or the number beside that."""
     largest = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}[element]
     sizes = largest * torch.exp2(torch.arange(-20.0, 20.0, 4.0))
     x = torch.stack([torch.nextafter(sizes, sizes * 0), sizes, torch.nextafter(sizes, sizes * 2)], 1).view(-1, 1) * torch.ones(32)

@@ -84,7 +84,7 @@ def test_hugging_face_takes_what_is_written(name, option, tmp_path):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_written_is_read_as_it_was(name, tmp_path):
-    """By the config alone, with the numbers that the family calls by names of its own."""
+    """The config alone is read, with the numbers that the family calls by names of its own."""
     cfg, _ = config_of(name, "as it is", tmp_path)
     assert read_config("test", json.loads(json.dumps(write_config(cfg))), 11) == cfg
     assert ("rope_theta" in write_config(cfg)) is (cfg.rope is not None)

@@ -265,7 +265,7 @@ def test_what_a_layer_reads_starts_a_layer_ahead(name):
 
 
 def test_sums_of_a_chain_go_on_under_the_steps_before():
-    """As those of a repeat's layers: each has the backwards of two steps to arrive in."""
+    """They do as a repeat's do: each has the backwards of two steps to arrive in."""
     steps = tuple(Step(f"up{i}", linear, LinearConfig(8, 8)) for i in range(3))
     summed = dist.data_parallel(ChainConfig(steps=steps), dist.Mesh.abstract({"dp": 2}, 0)["dp"])
     rows = explain(summed, rows=True).rows[""]["backward"]
@@ -275,7 +275,7 @@ def test_sums_of_a_chain_go_on_under_the_steps_before():
 
 
 def test_rows_of_gathered_layers_are_explained():
-    """What a layer reads is gathered during the layer before; a sum of gradients goes on after the next two layers."""
+    """A layer's params are gathered during the layer before; a sum of gradients goes on after the next two layers."""
     body = ChainConfig(steps=(Step("a", linear, LinearConfig(8, 8)),))
     cfg = ChainConfig(steps=(Step("blocks", repeat, RepeatConfig(chain, body, 3)),))
     sharded = dist.zero3(cfg, dist.Mesh.abstract({"dp": 2}, 0)["dp"])
