@@ -61,7 +61,7 @@ def test_whole_blocks_are_gathered_in_codes(tp, ranks, coded):
 
 @pytest.mark.parametrize(("ep", "replicas", "coded"), [(1, 2, True), (2, 4, True), (4, 8, False)])
 def test_the_experts_of_a_rank_are_gathered_in_codes(ep, replicas, coded):
-    """They are sharded by their first dimension, over the ranks that have the same experts; as codes only if these divide the experts."""
+    """They are sharded by their first dimension, over the ranks with the same experts; in codes only if these divide them."""
     model = Decoder(64, 96, 1, 4, 32, 8, 8, mixture=Mixture(8, 2), low=MXFP8(w_tile=(32, 32)))
     own, shapes = 8 // ep, ((192, 64), (64, 96))
     want = own * sum(sum(model.low.w.nbytes(*one)) if coded else 2 * math.prod(one) for one in shapes)
