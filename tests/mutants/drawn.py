@@ -32,6 +32,7 @@ from mutants import draw, run
 
 FIRST_TIER = ["-q", "-p", "no:cacheprovider", "--ignore", "tests/opinfo", "-m", "not gpu and not slow"]
 MOST, FILES = 600, 12  # tests a fault, and their files where a process collects them
+WHOLE = "tests/contract/test_promised_defaults.py"  # what it reads is made by imports, which no test's lines tell
 FORK, PROCESS = "fork", "process"
 
 
@@ -61,11 +62,14 @@ class Measured:
         return [test for _, _, test in sorted((i, self.seconds[t], t) for of in cases.values() for i, t in enumerate(of))]
 
     def chosen(self, fault: draw.Drawn, function: tuple[int, int]) -> list[str]:
-        """The tests of the fault's lines first, then of its function, then of its file."""
+        """The tests of the fault's lines first, then of its function, then of its file; before them, where no test runs its lines,
+        those of what a module makes when it is imported."""
         file = fault.file
         self.tests(file, ())
         steps = [range(fault.line, fault.last + 1), range(function[0], function[1] + 1), self.lines[file]]
-        found: dict[str, None] = {}
+        found = dict[str, None]()
+        if not self.tests(file, steps[0]):
+            found.update(dict.fromkeys(test for test in self.seconds if test.startswith(WHOLE)))
         for lines in steps:
             found.update(dict.fromkeys(self.cheapest(self.tests(file, lines))))
         return list(found)[:MOST]
