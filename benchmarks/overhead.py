@@ -184,27 +184,31 @@ def _measure(name: str, op: Any, cfg: Any, module: nn.Module) -> list[Row]:
 
 
 def _variants(name: str, op: Op, cfg: Any, params: Any, x: Any, dy: Tensor, calls: int) -> list[Row]:
-    """The same with what pages do beside it: donated residuals, halves, halves of which both are donated, positions as ids."""
+    """Rows for what the pages' loops do, each beside the same call without it: donated residuals, halves, halves of which both are
+    donated, positions as ids."""
 
-    def bwd(given: Any, kept: Any = lambda kept: kept) -> Callable[[], Any]:
-        def run() -> Any:
-            _, residuals = op.fwd(params, given, cfg)
-            return op.bwd(kept(residuals), dy, cfg)
+    def kept(node: Any) -> Any:
+        return node
 
-        return run
-
-    def halves(kept: Any = lambda kept: kept) -> Callable[[], Any]:
+    def bwd(x: Any, give: Callable[[Any], Any]) -> Callable[[], Any]:
         def run() -> Any:
             _, residuals = op.fwd(params, x, cfg)
-            dx, pending = op.dgrad(kept(residuals), dy, cfg)
-            return op.wgrad(kept(pending), cfg), dx
+            return op.bwd(give(residuals), dy, cfg)
 
         return run
 
-    pairs = {"donated": (bwd(x, donate), bwd(x)), "donated halves": (halves(donate), halves()), "halves": (halves(), bwd(x))}
+    def halves(give: Callable[[Any], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            _, residuals = op.fwd(params, x, cfg)
+            dx, pending = op.dgrad(give(residuals), dy, cfg)
+            return op.wgrad(give(pending), cfg), dx
+
+        return run
+
+    whole = bwd(x, kept)
+    pairs = {"donated": (bwd(x, donate), whole), "donated halves": (halves(donate), halves(kept)), "halves": (halves(kept), whole)}
     if type(x) is WithExtras:
-        ids = WithExtras(x.main, {"positions": torch.arange(LENGTH)})
-        pairs["positions as ids"] = bwd(ids), bwd(x)
+        pairs["positions as ids"] = bwd(WithExtras(x.main, {"positions": torch.arange(LENGTH)}), kept), whole
     rows = []
     for what, (one, other) in pairs.items():
         samples = interleaved({f"funcops, {what}": one, "funcops": other}, rounds=25, calls=calls, cpu=True)

@@ -237,6 +237,7 @@ class _Declared(type):
 @dataclass_transform(field_specifiers=(saved, static))
 class Residuals(Saved, metaclass=_Declared):
     """Base of residuals: exactly the tensors that a backward reads, a field each. Make one with `Cls.keep(cfg, needs, field=...)`.
+    Raises `ValueError` for a field with a name that the methods which are written for the class use themselves, as `made`.
 
     class LinearResiduals(Residuals, static=("dtype",)):
         x: Tensor = saved("[*, I]", alias="x", needed_by=WGRAD)
@@ -290,6 +291,8 @@ def _node_class(cls: Any, statics: tuple[str, ...]) -> Any:
     names = [f.name for f in dataclasses.fields(made) if f.init and f.name not in ("cfg", "needs")]
     made.names = tuple(names)
     made.guarded = tuple(n for n, f in made.fields.items() if f.alias or f.tree)
+    for name in [n for n in names if n in _OWN]:
+        fail(f"{cls.__name__}.{name}", "its name", "one that the methods which are written for it leave free", repr(name))
     odd = [n for n, f in made.fields.items() if made.kind == "pending" and f.needed_by is not WGRAD]
     if odd:
         fail(f"{cls.__name__}.{odd[0]}", "needed_by", "WGRAD, as only wgrad reads a pending", made.fields[odd[0]].needed_by)
@@ -303,6 +306,10 @@ def _node_class(cls: Any, statics: tuple[str, ...]) -> Any:
     return made
 
 
+_OWN = frozenset(  # the names that the methods below use themselves
+    "self cls compiling drop marks made given is_compiling ALL new unwatched unwanted dropped versions marks_of IDLE put Donated "
+    "all_gone object type len tuple AttributeError RuntimeError".split()
+)
 _SOURCE = """
 def keep(cfg, needs{parameters}):
     compiling = is_compiling()
@@ -351,7 +358,7 @@ def empty(self):
     if is_compiling():  # a tracer sees each use; at run time nothing could warn
         {nones}
         return
-    put(self, "__class__", unwatched)
+    put(self, "__class__", unwatched)  # whose assignments are not compared, and cost less
     {gone}
     self._marks = all_gone
     self.__class__ = cls
@@ -360,14 +367,13 @@ def cell(self):
     if is_compiling():
         return None
     marks = self._marks
-    {read_all}
     try:
-        if marks is not None and not (type(marks) is tuple and marks == ({marks})):
+        if marks is not None and not (type(marks) is tuple and marks == ({own_marks})):
             return None
     except (AttributeError, RuntimeError):
         return None
     made = new(unwatched)
-    {write_all}
+    {copies}
     made.cfg = self.cfg
     made.needs = self.needs
     made._marks = marks
@@ -415,8 +421,7 @@ def _write_methods(cls: Any) -> dict[str, Any]:
         assigns=lines("self.{n} = {n}", names),
         copies=lines("made.{n} = self.{n}", names),
         reads=lines("{n} = self.{n}", cls.guarded),
-        read_all=lines("{n} = self.{n}", names),
-        write_all=lines("made.{n} = {n}", names),
+        own_marks="".join([mark_source(f"self.{n}", cls.fields[n].tree) + ", " for n in cls.guarded]),
         nones=lines("put(self, {n!r}, None)", cls.fields),
         gone=lines("self.{n} = gone_{n}", cls.fields),
         marks="".join([mark_source(n, cls.fields[n].tree) + ", " for n in cls.guarded]),

@@ -108,8 +108,7 @@ def _weight_only(op: Op, format: WeightFormat) -> Op:
         """A copy of the residuals with decoded weights."""
         node = open_node(where, kept, class_by(where, op.keeps, cfg), cfg, dy=dy)
         codes = {field: getattr(node, field) for field in _fields(op, cfg)}
-        filled = node.copy(**{field: weight.dequantize() for field, weight in codes.items() if weight is not None})
-        return filled
+        return node.copy(**{field: weight.dequantize() for field, weight in codes.items() if weight is not None})
 
     def dgrad(residuals: Any, dy: Any, cfg: Any) -> tuple[Any, Any]:
         return op.dgrad(opened(f"{name}_dgrad", residuals, dy, cfg), dy, cfg)

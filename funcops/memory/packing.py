@@ -85,5 +85,4 @@ def _opened(
         require(not missed, where, f"{node.kind}.{name}", "kept, because this half of the backward reads it", "dropped (policy)")
     kept_as = {name: getattr(node, name) for name in read}
     plain = {name: t if node.fields[name].blocks and in_blocks(t) else from_form(t) for name, t in kept_as.items()}
-    filled = node.copy(**plain)
-    return filled, plain
+    return node.copy(**plain), plain

@@ -109,7 +109,7 @@ class Calls(Gradients):
             self.row("raw bwd", call, given, (q, d), dgrad)
         else:
             self.row("raw dgrad", call, given, (d, q if whole and wgrad is None else p), dgrad)
-        # Before a weight gradient, which reads none of it; see "twin".
+        # Before the weight gradient, which reads none of it. Of residuals that were filled in, "twin" has emptied the original.
         if call.place.scope is not None and not self._filling(call):  # type: ignore[union-attr]
             self.row("empty", call, (f"n{i}",))
         if whole and wgrad is not None:

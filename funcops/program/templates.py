@@ -124,7 +124,7 @@ t{i} = K{i}.donated""",
     "give": "if t{outer} and {w[0]} is not None: {w[0]} = run.donate({w[0]})",
     "empty": "if t{outer}: {r[0]}.empty()",
     "pending": "{w[0]} = None if W{outer} is None else run.part(W{outer}, {name})",
-    # A copy, as the piece empties what was given away.
+    # Of what was given away a copy: the piece empties it, and a recomputation reads it afterwards.
     "held": "{w[0]} = {node}.twin() if {donated} and type({node}) is {Residuals} else {node}",
     # The backward of a call.
     "unwanted": "{w[0]} = {wgrad}(None, {cfg}, into={into})",

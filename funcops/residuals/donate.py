@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from funcops.contract.schema import Donated
+from funcops.contract.schema import Donated, Saved
 from funcops.errors import describe, fail
 
 
@@ -25,12 +25,11 @@ def donate(kept: Any) -> Any:
         ...
     funcops.errors.DonatedError: softcap_bwd: residuals must be unused, got SoftcapResiduals given away with donate()
     """
-    cell = getattr(type(kept), "cell", None)
-    if cell is not None and (given := cell(kept)) is not None:  # a fresh node of an op, which most are
+    if isinstance(kept, Saved) and (given := kept.cell()) is not None:  # a fresh node of an op, which most are
         return given
     if kept is None or type(kept) is Donated:
         return kept
-    if getattr(kept, "give", None) is None:
+    if not hasattr(kept, "give"):
         fail("donate", "kept", "residuals or pending of an op, or a cache", describe(kept), TypeError)
     if not kept.fresh():
         kept.complain("donate")

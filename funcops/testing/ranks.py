@@ -189,6 +189,9 @@ _VALUES: dict[str, Callable[[list[_Given], Axis], Tensor]] = {
 }
 
 
+_ASSERTS = torch.__version__ < "2.13"  # that one thread alone makes the object of an operator
+
+
 class _Operators:
     """While it is open, threads that use an operator for the first time get one Python object of it. By itself torch makes one for
     each such thread, calls modes with the first, and frees all but the last: a crash, some operators later. Before 2.13 torch also
@@ -201,9 +204,9 @@ class _Operators:
 
     def __enter__(self) -> None:
         with self.lock:
-            if not self.open and torch.__version__ < "2.13":
+            if not self.open and _ASSERTS:
                 self.interval = sys.getswitchinterval()
-                sys.setswitchinterval(1e3)
+                sys.setswitchinterval(1e3)  # seconds: a thread that computes is not interrupted
             self.open += 1
             for cls, made in self.made.items():
                 cls.__getattr__ = self.once(made)  # type: ignore[method-assign]
@@ -211,7 +214,7 @@ class _Operators:
     def __exit__(self, *_: object) -> None:
         with self.lock:
             self.open -= 1
-            if not self.open and torch.__version__ < "2.13":
+            if not self.open and _ASSERTS:
                 sys.setswitchinterval(self.interval)
             for cls, made in self.made.items():
                 if not self.open:

@@ -1,5 +1,6 @@
 """Residuals as data: printed, edited, aliased, guarded, given away."""
 
+import builtins
 import copy
 import dataclasses
 import pickle
@@ -314,3 +315,34 @@ def test_functions_that_were_made_for_an_op_say_what_they_are():
     assert fo.softcap.wgrad.__doc__ == "`softcap` has no params: takes None and returns None."
     assert fo.softcap.init.__doc__.startswith("`softcap` has no params: returns None.")
     assert fo.softcap.bwd.__doc__.startswith("The whole backward of `softcap_fwd`")
+
+
+def with_field(name):
+    """Residuals with a field of this name beside x."""
+    fields = {name: saved("[*]", alias="y", needed_by=DGRAD), "x": saved("[*]", alias="x", needed_by=DGRAD)}
+    return type(Residuals)(
+        "Odd", (Residuals,), {"__module__": __name__, "__annotations__": dict.fromkeys(fields, torch.Tensor), **fields}
+    )
+
+
+def test_a_field_has_no_name_that_the_methods_written_for_it_use():
+    """A method would read the tensor in the place of what it means, or the other way round."""
+    used = set()
+    for method in (getattr(with_field("free"), name) for name in ("keep", "twin", "empty", "cell", "fresh")):
+        code = method.__code__
+        used.update(code.co_varnames, {*code.co_names} & {*method.__globals__, *dir(builtins)})
+    used = {name for name in used if not name.startswith("gone_")} - {"x", "free", "cfg", "needs", "kind"}
+    assert len(used) > 15
+    for name in used:
+        with pytest.raises(ValueError, match=rf"^Odd.{name}: its name must be one that .* leave free, got '{name}'"):
+            with_field(name)
+
+
+@pytest.mark.parametrize("name", ["free", "node", "marked", "gone_x", "leaves", "fn"])
+def test_a_field_of_another_name_is_kept_copied_and_given_away(name):
+    one, x = torch.ones(2), torch.ones(3)
+    node = with_field(name).keep(1, Needs.ALL, **{name: one, "x": x})
+    for kept in (node, node.twin(), fo.donate(node.twin()).take("here")):
+        assert getattr(kept, name) is one and kept.x is x and kept.fresh()
+    one.add_(1)
+    assert not node.fresh()

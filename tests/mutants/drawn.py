@@ -63,7 +63,7 @@ class Measured:
 
     def chosen(self, fault: draw.Drawn, function: tuple[int, int]) -> list[str]:
         """The tests of the fault's lines first, then of its function, then of its file; before them, where no test runs its lines,
-        those of what a module makes when it is imported."""
+        the tests that read what a module makes when it is imported."""
         file = fault.file
         self.tests(file, ())
         steps = [range(fault.line, fault.last + 1), range(function[0], function[1] + 1), self.lines[file]]

@@ -74,10 +74,8 @@ def run_traced(op: Op, params: Any, x: Any, cfg: Any) -> Any:
     shape, y_shape = flatten(residuals, kept), flatten(y, outputs)
     guards = _guards(leaves, kept)
     given = list(guards)
-    for t in (
-        *leaves,
-        *outputs,
-    ):  # Dynamo gives a node no tensor twice: a leaf that is another one, or an output, goes in as a copy
+    for t in [*leaves, *outputs]:
+        # Dynamo gives a node no tensor twice: a leaf that is another one, or an output, goes in as a copy.
         given.append(t.clone() if any([t is seen for seen in given]) else t)
     for t in kept:
         if not any([t is seen for seen in given]):

@@ -211,6 +211,7 @@ def _watched(fn: Callable[..., Any], trees: Any, faults: list[Fault]) -> tuple[_
             result = fn(*trees)
     except Exception as error:
         return operators, error
+    # The result stays alive here: what it holds without being a tree outlives the call, too.
     operators.returned = {t.untyped_storage()._cdata for t in tensors((result, trees))}
     for where in operators.outliving(returned=False):
         said = "a tensor made here outlives the call, but the graph will reuse its memory: return the tensor"
