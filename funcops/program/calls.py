@@ -108,12 +108,13 @@ class Calls(Gradients):
         if whole and not isinstance(raw, tuple):
             self.row("raw bwd", call, given, (q, d), dgrad)
         else:
-            self.row("raw dgrad", call, given, (d, q if whole and wgrad is None else p), dgrad)
+            # The checked function computes both as one: a profile names them alike, whichever of the two runs.
+            self.row("raw dgrad of bwd" if whole else "raw dgrad", call, given, (d, q if whole and wgrad is None else p), dgrad)
         # Before the weight gradient, which reads none of it. Of residuals that were filled in, "twin" has emptied the original.
         if call.place.scope is not None and not self._filling(call):  # type: ignore[union-attr]
             self.row("empty", call, (f"n{i}",))
         if whole and wgrad is not None:
-            self.row("raw wgrad", call, (p,), (q,), wgrad)
+            self.row("raw wgrad of bwd", call, (p,), (q,), wgrad)
 
     def _of_skip(self, call: Call) -> None:
         """The backward of a skip's fork, or of its sum."""

@@ -152,7 +152,8 @@ if {donated}: {r[0]}.empty()
     "settle sums": "{w[0]} = {settled}({r[0]}, {into})",
     "raw bwd": "{writes} = {raw}({reads}, {cfg}, into={into})",
     "raw dgrad": "{writes} = {raw}({reads}, {cfg})",
-    "raw wgrad": "{w[0]} = {wgrad}(None, {cfg}, into={into}) if {r[0]} is None else {raw_wgrad}({r[0]}, {cfg}, into={into})",
+    "raw dgrad of bwd": "{writes} = {raw}({reads}, {cfg})",
+    "raw wgrad of bwd": "{w[0]} = {wgrad}(None, {cfg}, into={into}) if {r[0]} is None else {raw_wgrad}({r[0]}, {cfg}, into={into})",
     # Recomputation.
     "node": "h = {node}",
     "recompute": "{w[0]} = {recompute}(h, {cfg})\ndel h",
@@ -187,9 +188,9 @@ if {donated}: {r[0]}.empty()
 
 # The half that a row computes for the step that it names, in a program whose steps are named. The others run no operator.
 HALVES = dict.fromkeys(("fwd", "raw fwd", "begun fwd", "forward piece", "sum of skip", "fold"), "fwd")
-HALVES |= dict.fromkeys(("dgrad", "raw dgrad", "begun dgrad", "backward piece", "settle", "sum", "filled"), "dgrad")
-HALVES |= dict.fromkeys(("bwd", "raw bwd", "begun bwd", "return backward"), "bwd")
-HALVES |= dict.fromkeys(("wgrad", "raw wgrad", "unwanted", "joint wgrads", "joint products", "products", "return wgrad"), "wgrad")
+HALVES |= dict.fromkeys(("dgrad", "raw dgrad", "begun dgrad", "backward piece", "settle", "sum"), "dgrad")
+HALVES |= dict.fromkeys(("bwd", "raw bwd", "raw dgrad of bwd", "raw wgrad of bwd", "begun bwd", "return backward"), "bwd")
+HALVES |= dict.fromkeys(("wgrad", "unwanted", "joint wgrads", "joint products", "products", "return wgrad"), "wgrad")
 HALVES |= dict.fromkeys(("begun wgrad", "advance sums", "settle sums"), "wgrad")
 HALVES |= {kind: "recompute" for kind in LINES if "recompute" in kind}
 

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from law_cases import FIRST
 
 from funcops import ChainConfig, LinearConfig, RopeConfig, Step, WithExtras, chain, linear, named_steps, random, rope_table, trees
 from funcops.backend import scopes
@@ -15,6 +16,7 @@ from funcops.program import programs
 from funcops.program.lower import Call, lower
 from funcops.program.rules import cover
 from funcops.program.source import Source
+from funcops.program.templates import half_of
 
 BLOCKS = {"GPT-2": gpt2_block_config(32, 2, 64, 0.0), "Llama": block_config(32, 2, 64, 1)}
 WHICH = ("forward", "backward", "dgrad", "wgrad", "products")
@@ -57,6 +59,27 @@ def test_only_scopes_are_added(block, which, device, traced):
     assert {label.half for label in found} <= halves.get(which, {"dgrad", "wgrad", "bwd", "recompute"})
     if which == "forward":
         assert got >= paths
+
+
+def choices(rows):
+    """The rows that choose between a call without checks and one with them."""
+    return [row for row in rows if row.kind == "call" and row.then]
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["backward", "dgrad"])
+def test_a_step_has_the_same_name_with_checks_as_without(whole):
+    """Else a profile's names would tell which of the two ran: a compiled step has all checks, a donated one as a rule none."""
+    alone = [case for case in FIRST if not getattr(case.cfg, "extras", ()) and not getattr(case.cfg, "outputs", ())]
+    configs = [*BLOCKS.values(), *(ChainConfig(steps=(Step("one", case.op, case.cfg),)) for case in alone)]
+    seen = 0
+    for cfg in configs:
+        lowered = lower(chain, cfg, Needs.ALL)
+        rows = programs.rows_of("backward" if whole else "dgrad", lowered, cover(lowered, None, None, whole), False)
+        for row in choices(rows):
+            fast, checked = ({half_of(one) for one in way} - {None} for way in (row.then, row.otherwise))
+            assert fast == checked, row.path
+            seen += 1
+    assert seen > 30
 
 
 @pytest.mark.parametrize("block", BLOCKS)
