@@ -79,9 +79,8 @@ def grouped_scaled_wgrad(
     Codes of transposed rows, of `width` P, with scales [O, P / cols] and [I, P / cols] (cols 1: [1, P], all equal in a group),
     `dy_scale` and `x_scale` [1, P / cols]. starts [E + 1] and ends [E]: int32, ascending, starts multiples of 16 and `cols`; from
     an end to the next start codes are 0, and columns from the last start on have no group."""
-    high = 0 if cols == 1 else 1
-    left = decode_tiles(dy, dy_scales, dy_scale, dy_element, high, cols, kind, width).to(wide(out))
-    right = decode_tiles(x, x_scales, x_scale, x_element, high, cols, kind, width).to(wide(out))
+    left = decode_tiles(dy, dy_scales, dy_scale, dy_element, 1, cols, kind, width).to(wide(out))
+    right = decode_tiles(x, x_scales, x_scale, x_element, 1, cols, kind, width).to(wide(out))
     if not dy.is_cpu:
         return wgrad_by_masks(left.mT, right.mT, starts).to(out)
     dw = left.new_zeros((len(ends), len(left), len(right)))

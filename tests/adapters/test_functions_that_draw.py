@@ -66,6 +66,8 @@ QUIET = {  # which torch marks as random, but whose forward draws nothing
     "in the backward": lambda x: Noisy.apply(x),
     "dropout of none": lambda x: F.dropout(x, 0.0),
     "dropout in eval mode": lambda x: F.dropout(x, 0.5, False),
+    "native_dropout of none": lambda x: torch.native_dropout(x, 0.0, True)[0],
+    "native_dropout in eval mode": lambda x: torch.native_dropout(x, 0.5, False)[0],
     "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None])[0],
     "rrelu in eval mode": lambda x: F.rrelu(x, training=False),
 }
@@ -153,6 +155,13 @@ def test_what_draws_is_refused_or_kept(name, path, autograd):
     found = by_op(op, cfg, params, x, autograd)
     torch.manual_seed(7)
     torch.testing.assert_close(found, by_torch(fn, params, x))
+
+
+@pytest.mark.parametrize("name", ["native_dropout of none", "native_dropout in eval mode"])
+def test_an_argument_without_its_name_turns_a_draw_off(name):
+    params, x = given()
+    found = by_op(remat(repeat), layers_of(op_of(name)), params, x, autograd=False)
+    torch.testing.assert_close(found, by_torch(QUIET[name], params, x))
 
 
 @pytest.mark.turns("name")

@@ -351,6 +351,18 @@ def test_a_long_profile_is_cut_off_on_the_screen_alone():
     assert repr(found).splitlines()[:50] == str(found).splitlines()[:50] and len(repr(found).splitlines()) <= 62
 
 
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [({}, 5), (dict(warmup=0), 4), (dict(warmup=2, calls=1), 4), (dict(warmup=3, calls=2, count=False), 5)],
+    ids=str,
+)
+def test_a_function_runs_as_often_as_is_said(options, wanted):
+    """`warmup + calls` times, and once more to count."""
+    given = []
+    profile(given.append, "x", **options)
+    assert given == ["x"] * wanted
+
+
 def test_a_function_without_operators_has_no_rows():
     found = profile(lambda: None)
     assert found.rows == [] and found.named == 1.0 and "0.000 ms" in str(found)

@@ -217,6 +217,17 @@ def test_a_product_is_the_librarys_and_its_epilogue_ours(kind, dtype, monkeypatc
         assert len(called) == (0 if provider == "cublas" else 9)
 
 
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1030), (3, 1030), (70, 24)], ids=str)
+def test_an_epilogue_after_the_librarys_product_reaches_every_block(shape, keep):
+    """Of rows and of columns: its tiles have 2048 elements, of at most 1024 columns."""
+    (m, n), dtype = shape, torch.float32
+    args = *(draw(*s, dtype=dtype, seed=i) for i, s in enumerate([(m, 4), (n, 4), (n,), (m, n)])), "gelu", 0.5, keep
+    with backend("triton"), gemm("cublas"):
+        got = fused_linear.fused_linear_fwd(*args)
+    assert_close(got, fused_linear.fused_linear_fwd(*args), dtype=dtype)
+
+
 @pytest.mark.parametrize("provider", ["auto", "cublas", "triton"])
 @pytest.mark.parametrize("rows", [5, 0])
 def test_every_argument_may_ask_for_gradients(rows, provider, monkeypatch):

@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from two_devices import TwoDevices, is_placed, placed
 
 from funcops import trees
 from funcops.optim import (
@@ -81,6 +82,17 @@ def test_complex_numbers_count(bad, dtype):
 def test_nothing_is_finite():
     for nothing in ({}, {"a": None}, {"a": torch.zeros(0)}, {"a": torch.tensor([1, 2])}):
         assert all_finite(nothing).item() is True and nonfinite(nothing) is None
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["cuda first", "cpu first"])
+@pytest.mark.parametrize("values", [(1.0, 1.0), (float("nan"), 1.0), (1.0, float("inf"))], ids=str)
+def test_gradients_on_two_devices_count(values, first):
+    """The result is on the device of the first."""
+    grads = [torch.tensor([1.0, value]) for value in values]
+    placed(grads[0 if first else 1])
+    with TwoDevices():
+        found = all_finite(grads)
+    assert is_placed(found) is first and found.item() is (values == (1.0, 1.0))
 
 
 def test_unscale_widens_narrow_gradients():

@@ -1,5 +1,6 @@
 """Faults that an author makes in an op, each named with the function and the leaf, and what make_op refuses at once."""
 
+import re
 from dataclasses import field
 
 import pytest
@@ -171,8 +172,8 @@ class KeptPending(Pending):
     dy: torch.Tensor = saved("[*, D]", alias="dy", needed_by=WGRAD)
 
 
-def kept_of(omitted="", accumulates=True):
-    """y = x * weight; its `keep` is not given one field, or its wgrad returns new tensors in place of accumulators."""
+def kept_of(omitted="", accumulates=True, keep=KeptResiduals.keep):
+    """y = x * weight; `keep` is not given one field or is another, or wgrad returns new tensors in place of accumulators."""
 
     @forward(SreluConfig, AffineParams)
     def kept_fwd(params, x, cfg, *, needs=Needs.ALL):
@@ -180,11 +181,11 @@ def kept_of(omitted="", accumulates=True):
         check("kept_fwd", "params.weight", params.weight, (3,), x.dtype, x)
         fields = dict(x=x, weight=params.weight, shape=x.shape)
         fields.pop(omitted, None)
-        return x * params.weight, KeptResiduals.keep(cfg, needs, **fields)
+        return x * params.weight, keep(cfg, needs, **fields)
 
     @dgrad_of(KeptResiduals)
     def kept_dgrad(kept, dy, cfg):
-        dx = (dy * kept.weight.to(dy.dtype)).reshape(kept.shape[0], 3)
+        dx = (dy * kept.weight.to(dy.dtype)).reshape(kept.shape[0], 3) if kept.needs.x else None
         return dx, KeptPending.keep(cfg, kept.needs, x=kept.x.to(dy.dtype), dy=dy)
 
     @wgrad_of(KeptPending, AffineParams)
@@ -215,6 +216,32 @@ def test_a_field_that_was_not_given_to_keep_is_named(omitted, law):
 def test_a_wgrad_that_returns_no_accumulator_is_named_with_the_leaf():
     with pytest.raises(AssertionError, match="kept_bwd returns another tensor for into.weight: it must add to that one"):
         run_kept(kept_of(accumulates=False), "split")
+
+
+def with_weight(cfg, needs, **fields):
+    """A `keep` of the weight too, whatever gradient is requested."""
+    kept = KeptResiduals.keep(cfg, needs, **fields)
+    if kept is not None:
+        kept.weight = fields["weight"]
+    return kept
+
+
+def without_weight(cfg, needs, **fields):
+    """A `keep` of the weight only if every gradient is requested."""
+    return KeptResiduals.keep(cfg, needs, **fields | ({} if needs is Needs.ALL else {"weight": None}))
+
+
+@pytest.mark.parametrize(
+    ("keep", "said"),
+    [
+        (with_weight, "Needs(x=False, params=True): keeps ['weight'] too many, lacks []"),
+        (without_weight, "Needs(x=True, params=False): keeps [] too many, lacks ['weight']"),
+    ],
+)
+def test_a_field_kept_under_other_needs_than_it_declares_is_named(keep, said):
+    run_kept(kept_of(), "frugal")
+    with pytest.raises(AssertionError, match=f"^law 'frugal', torch.float64: {re.escape(f'residuals under {said}')}"):
+        run_kept(kept_of(keep=keep), "frugal")
 
 
 class ViewedResiduals(Residuals):
