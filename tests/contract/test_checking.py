@@ -14,6 +14,8 @@ from funcops import (
     LinearConfig,
     Needs,
     QLinearConfig,
+    RMSNormConfig,
+    SoftmaxConfig,
     StaleResidualError,
     checking,
     linear,
@@ -22,6 +24,7 @@ from funcops import (
     qlinear,
     random,
     rms_norm,
+    softmax,
 )
 from funcops.adapters.from_function import TorchConfig
 from funcops.contract import functions, schema
@@ -149,6 +152,16 @@ def test_a_sample_is_spread_over_the_tensor(size):
                 assert kept.fresh()
                 x.data[places // 4, places % 4] += 1
                 assert len(places) < run or not kept.fresh(), f"a write to {run} elements from {start} on"
+
+
+@pytest.mark.parametrize(("op", "cfg"), [(linear, CFG), (rms_norm, RMSNormConfig(4)), (softmax, SoftmaxConfig())], ids=str)
+def test_tensors_without_values_have_no_sample(op, cfg):
+    """Shapes can be tried on the meta device in a block, too."""
+    with checking():
+        params = op.init(cfg, device="meta")
+        y, kept = op.fwd(params, torch.ones(2, 4, device="meta"), cfg)
+        dparams, dx = op.bwd(kept, y, cfg)
+    assert dx.shape == (2, 4) and [t.shape for t in tensors(dparams)] == [t.shape for t in tensors(params)]
 
 
 def test_a_working_tree_notices_a_write_by_data_to_its_master():

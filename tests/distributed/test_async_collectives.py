@@ -82,6 +82,17 @@ def test_used_twice_or_after_a_write_it_raises(way):
     on_two(run)
 
 
+EDITS = {"cast": lambda t: t.double(), "cut": lambda t: t[:1], "emptied": lambda t: None}
+
+
+@pytest.mark.parametrize("name", STARTS)
+@pytest.mark.parametrize("edit", EDITS)
+def test_one_whose_leaves_were_made_anew_names_its_source(edit, name):
+    h = tree_map(EDITS[edit], STARTS[name](torch.ones(2), Mesh.abstract({"tp": 1}, 0)["tp"]))
+    with pytest.raises(StaleResidualError, match=rf"^finish: h\.source must be as the {name} left it, got "):
+        finish(h)
+
+
 def test_a_collective_that_is_never_finished_is_named():
     def run(axis, x):
         with pytest.raises(LedgerError, match=r"got 1 left: blocks\.3\.up, gradients"), Ledger(x) as ledger:

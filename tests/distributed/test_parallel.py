@@ -9,28 +9,40 @@ import torch
 from tally import routed
 from tiers import drawn
 
+import funcops
 from funcops import (
     ActivationConfig,
+    AddConfig,
     AttentionConfig,
+    CastConfig,
     ChainConfig,
     CrossEntropyConfig,
     DropoutConfig,
     EmbeddingConfig,
     ForkConfig,
     GLUConfig,
+    IdentityConfig,
     LayerNormConfig,
     LinearConfig,
     LinearCrossEntropyConfig,
+    ModulateConfig,
+    Op,
     QKVSplitConfig,
     RepeatConfig,
     ReshapeConfig,
     RopeConfig,
+    RowScaleConfig,
+    ScaleConfig,
     SkipConfig,
+    SoftcapConfig,
     SoftmaxConfig,
     Step,
+    UnpermuteConfig,
     WithExtras,
     activation,
+    add,
     attention,
+    cast,
     chain,
     cross_entropy,
     dist,
@@ -38,16 +50,22 @@ from funcops import (
     embedding,
     fork,
     glu,
+    identity,
     layer_norm,
     linear,
     linear_cross_entropy,
+    modulate,
     qkv_split,
     random,
     remat,
     repeat,
     reshape,
+    row_scale,
+    scale,
     skip,
+    softcap,
     softmax,
+    unpermute,
 )
 from funcops.distributed import Mesh
 from funcops.distributed.rewrite import ROLES
@@ -338,6 +356,40 @@ def test_bad_rules_raise(said):
     with pytest.raises(ValueError) as raised:
         dist.parallel(cfg, rules, Mesh.abstract({"tp": 2}, 0))
     assert str(raised.value) == said
+
+
+DP = Mesh.abstract({"dp": 2, "tp": 2}, 0)["dp"]
+FEATUREWISE = {
+    activation: ActivationConfig("silu"),
+    add: AddConfig(),
+    cast: CastConfig(torch.float32),
+    fork: ForkConfig(),
+    identity: IdentityConfig(),
+    modulate: ModulateConfig(),
+    row_scale: RowScaleConfig(),
+    scale: ScaleConfig(2.0),
+    softcap: SoftcapConfig(5.0),
+    unpermute: UnpermuteConfig(),
+    dist.combine: dist.CombineConfig(DP),
+    dist.copy_to: dist.CopyToConfig(DP),
+    dist.dispatch: dist.DispatchConfig(4, axis=DP),
+    dist.shift: dist.ShiftConfig(DP),
+    dist.sum_over: dist.SumOverConfig(DP),
+}
+
+
+@pytest.mark.parametrize("op", FEATUREWISE, ids=lambda op: op.name)
+def test_a_step_of_each_feature_alone_stays_as_it_is_on_sharded_features(op):
+    cfg = chained(UP, ("one", op, FEATUREWISE[op]), DOWN)
+    own = dist.parallel(cfg, BOTH, Mesh.abstract({"dp": 2, "tp": 2}, 0))
+    assert [step.op for step in own.steps] == [dist.column_linear, op, dist.row_linear] and own.steps[1] == cfg.steps[1]
+
+
+def test_every_op_of_each_feature_alone_is_in_the_table():
+    """Beside those that draw a mask of x's shape, of which a rank draws its part."""
+    named = [getattr(room, name) for room in (funcops, dist) for name in room.__all__]
+    found = {op.name for op in named if isinstance(op, Op) and op.config.featurewise}
+    assert found == {op.name for op in FEATUREWISE} | {"dropout", "sharded_dropout"}
 
 
 def test_outputs_are_of_the_rows_of_a_rank():

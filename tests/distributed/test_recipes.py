@@ -114,6 +114,28 @@ def test_ranks_have_the_codes_of_one_process(recipe, way):
             same_bits(amax, amaxes, "amaxes")
 
 
+HIGH = [made(keep="input", wgrad="high") for made in (Fp8Current, Fp8Block, MXFP8)]
+HIGH.append(NVFP4(keep="input", wgrad="high", stochastic=False))
+DIMS = {"column": (0, -1), "row": (-1, 0)}  # of x and dy, sharded over ranks
+
+
+@pytest.mark.parametrize("recipe", HIGH, ids=repr)
+@pytest.mark.parametrize("name", LOW)
+def test_a_dw_in_high_precision_is_of_the_values_of_all_ranks(name, recipe):
+    """Whatever the codes of y and dx: the product of dy and x as they were given."""
+    (op, config), x, dy = LOW[name], given(6, WIDTH), given(8, WIDTH)[:6]
+
+    def run(mesh):
+        tp = mesh["tp"]
+        cfg = config(WIDTH, WIDTH, recipe=recipe, axis=tp)
+        params = op.init(cfg, key=random.key(0), dtype=torch.float64)
+        mine, dmine = (t.chunk(2, dim)[tp.rank].contiguous() for t, dim in zip((x, dy), DIMS[name], strict=True))
+        return op.bwd(op.fwd(params, mine, cfg)[1], dmine, cfg)[0].weight
+
+    dw = torch.cat(run_ranks({"tp": 2}, run), 0 if name == "column" else 1)
+    torch.testing.assert_close(dw, dy.mT @ x, rtol=1e-12, atol=1e-11)
+
+
 def bytes_gathered(cfg, params, x, dy):
     """The bytes that a rank sends to all-gathers in a step."""
 

@@ -349,6 +349,25 @@ class Alive:
         self.now -= size
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_stack_keeps_no_view_of_what_was_gathered(times, bias):
+    """Between forward and backward a rank has its shards and each layer's x, and the gradients are those of whole params."""
+    stack = RepeatConfig(linear, LinearConfig(8, 8, bias=bias), times=times, stacked=True)
+    params, x = repeat.init(stack, key=random.key(0)), torch.randn(2, 8)
+
+    def step(mesh):
+        cfg, shards = dist.ShardedConfig(repeat, stack, axis=mesh["dp"]), own_shards(params, mesh["dp"])
+        y, kept = dist.sharded.fwd(shards, x, cfg)
+        assert nbytes(kept) == times * x.nbytes + shards.weight.nbytes
+        return y, finish(gather_shards_start(dist.sharded.bwd(kept, y, cfg)[0], params, mesh["dp"]))
+
+    y, kept = repeat.fwd(params, x, stack)
+    twice = tree_map_tensors(lambda t: 2 * t, repeat.bwd(kept, y, stack)[0])
+    for found in run_ranks({"dp": 2}, step):
+        assert_close(found, (y, twice), dtype=torch.float32)
+
+
 def test_no_more_than_two_layers_are_whole_at_a_time(monkeypatch):
     alive, wholes, start = threading.local(), buckets.Bucket.wholes, shards_of_trees.gather_start
     layers, wide = 6, LinearConfig(64, 64, bias=False)

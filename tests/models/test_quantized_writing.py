@@ -275,6 +275,10 @@ REFUSED = {
         in_codes(Fp8Block(), other(hidden=320)),
         other(hidden=320),
     ),
+    "to_hf: model.layers.0.mlp.down_proj.weight must be of a width that 16 divides, got 24": lambda: (
+        in_codes(FLAT, other(dim=32, hidden=24)),
+        other(dim=32, hidden=24),
+    ),
     "params.embed.weight must be a tensor, got codes": lambda: (
         put(in_codes(ROWS), "embed.weight", quantize_tensor(torch.ones(64, 256), ROWS)),
         CFG,

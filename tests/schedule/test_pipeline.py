@@ -14,14 +14,18 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from funcops import (
     ChainConfig,
+    EmbeddingConfig,
     LinearConfig,
     Needs,
+    ParallelConfig,
     RopeConfig,
     ScaleConfig,
     Step,
     WithExtras,
     chain,
+    embedding,
     linear,
+    parallel,
     random,
     rms_norm,
     rope,
@@ -178,6 +182,18 @@ def test_microbatches_in_any_order(alone):
     for found in (ran, stepped):
         assert found.ys == losses
         assert_close(found.dparams, want, dtype=torch.float64)
+
+
+def test_the_last_y_may_have_other_dtypes_than_the_example(alone):
+    """Nobody receives it, and params of several dtypes are not compared with the example's."""
+    tables = tuple(Step(name, embedding, EmbeddingConfig(5, DIM)) for name in ("narrow", "wide"))
+    cfg = ChainConfig(steps=(Step("tables", parallel, ParallelConfig(branches=tables)),))
+    params, ids = chain.init(cfg, key=random.key(0)), torch.arange(4)
+    params["tables"]["wide"] = cast(params["tables"]["wide"], torch.float64)
+    y, residuals = chain.fwd(params, ids, cfg)
+    found = Pipeline(Schedule.from_csv("0F0,0B0"), cfg, ids).step(params, [ids], [y])
+    assert [t.dtype for t in y] == [torch.float32, torch.float64]
+    same_bits((found.ys[0], found.dparams), (y, chain.bwd(residuals, y, cfg)[0]), "of Pipeline and of chain")
 
 
 def test_inputs_are_nobodys_residuals(alone):
