@@ -20,7 +20,7 @@ from funcops.contract.schema import WGRAD, Pending, saved, static
 from funcops.distributed import comm
 from funcops.distributed.checks import check_divides, check_tensor
 from funcops.distributed.mesh import Axis
-from funcops.errors import DonatedError, describe, fail, require_type, stale
+from funcops.errors import DonatedError, StaleResidualError, describe, fail, require_type, stale
 
 
 class Flight(Pending):
@@ -56,9 +56,11 @@ class InFlight(Flight):
 
     def complain(self, where: str) -> None:
         self.unused(where)
-        path = self.stale() or "source"
+        written, by = self.stale(), f"{self.what}_start"
+        if written is None:  # its leaves were mapped: what runs writes to those that it was started with
+            fail(where, "h.source", f"as the {by} left it", "another tensor. Finish what was returned", StaleResidualError)
         hint = f"Finish the {self.what} first, or start it with a clone"
-        stale(where, f"h.{path}", by=f"{self.what}_start", hint=hint, aliases="its x")
+        stale(where, f"h.{written}", by=by, hint=hint, aliases="its x")
 
 
 @overload
