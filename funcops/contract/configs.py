@@ -186,6 +186,8 @@ class OpConfig:
     """Whether each rank of the config's axis has different features in y; None if y's features are sharded as x's are."""
     sequence_parallel: bool | None = None
     """Whether the rows of x or y are sharded over the config's axis; None if the op has no such choice."""
+    derives: ClassVar[bool] = False
+    """Whether the op derives a table from an extra, which other steps derive, too (`once`)."""
     attends: ClassVar[bool] = False
     """Whether y at a position depends on the keys and values of other positions: attention."""
     mixes_positions: ClassVar[bool] = False

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from funcops.backend import kernel, operators, tracing
+from funcops.backend.once import once
 from funcops.kernels.scored_attention import (
     Score,
     nothing_to_see,
@@ -317,7 +318,7 @@ def attend_fwd(
     """Compute y, and logsumexp in the layout of the kernel that made it: [B, H, T], or longer. `chunk`: the length of the chunks
     that rows see alone (0: none), without a bias. `max_seqlen`: of packed sequences (0: not known)."""
     if chunk and cu_seqlens is not None:
-        cu_seqlens, max_seqlen = chunk_starts(cu_seqlens, k.shape[1], chunk), chunk
+        cu_seqlens, max_seqlen = once(chunk_starts, cu_seqlens, k.shape[1], chunk), chunk
     elif chunk:
         return _chunked_fwd(q, k, v, score, chunk)
     served = _served(q, k, v, bias, cu_seqlens, score)
@@ -346,7 +347,7 @@ def attend_bwd(
 ) -> Gradients:
     """Compute dq, dk, dv and, if `wants_bias`, dbias."""
     if chunk and cu_seqlens is not None:
-        cu_seqlens, max_seqlen = chunk_starts(cu_seqlens, k.shape[1], chunk), chunk
+        cu_seqlens, max_seqlen = once(chunk_starts, cu_seqlens, k.shape[1], chunk), chunk
     elif chunk:
         return *_chunked_bwd(dy, q, k, v, y, lse, score, chunk), None
     served = _served(q, k, v, bias, cu_seqlens, score)

@@ -31,9 +31,12 @@ def rope_table(angle: Tensor, factor: float, interleaved: bool) -> Tensor:
     cos, sin = angle.cos(), angle.sin()
     if factor != 1.0:
         cos, sin = cos.mul_(factor), sin.mul_(factor)
-    pairs = (cos, cos), (-sin, sin), (sin, -sin)
-    table = torch.cat([torch.stack(p, -1).flatten(-2) if interleaved else torch.cat(p, -1) for p in pairs], -1)
-    return table.unsqueeze(-2)
+    minus = -sin
+    parts = cos, cos, minus, sin, sin, minus
+    if interleaved:
+        pairs = torch.stack(parts, -1).unflatten(-1, (3, 2))  # of each: the pair of its cos, its sin and that negated
+        return pairs.movedim(-2, -3).flatten(-3).unsqueeze(-2)
+    return torch.cat(parts, -1).unsqueeze(-2)
 
 
 @kernel()

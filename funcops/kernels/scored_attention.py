@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from funcops.backend import kernel, tracing, wide
+from funcops.backend.once import once
 
 ROWS, SCORES = 128, 1 << 22  # rows at a time: at most ROWS, and so few that they have at most SCORES scores
 
@@ -153,7 +154,7 @@ def _ids(cu_seqlens: Optional[Tensor], k: Tensor) -> Optional[Tensor]:
     """The sequence of each key, if rows of all sequences are computed together; else None."""
     if cu_seqlens is None or read_here(cu_seqlens):
         return None
-    return sequence_of(cu_seqlens, k.shape[1])
+    return once(sequence_of, cu_seqlens, k.shape[1])
 
 
 def to_the_last(cu_seqlens: Tensor, rows: int) -> Tensor:

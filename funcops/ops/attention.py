@@ -90,6 +90,10 @@ class AttentionConfig(OpConfig):
         require(not (self.bias and self.chunk), where, "bias", "False with chunk (let the bias mask with -inf)", self.bias)
         require(not (self.bias and self.packed), where, "bias", "False with packed, for which a bias is not supported", self.bias)
 
+    @property
+    def derives(self) -> bool:  # type: ignore[override]
+        return self.packed
+
     def sharded(self, dim: int, n: int) -> Any:
         """Raise for ALiBi over sharded heads: a slope goes by the number of a head among all heads."""
         require(not self.alibi or dim != 2, type(self).__name__, "alibi", f"False over heads sharded over {n} ranks", self.alibi)

@@ -61,6 +61,10 @@ class QKVSplitConfig(OpConfig):
             right = isinstance(self.rope, RopeConfig) and self.rope.dim == self.dim
             require(right, "QKVSplitConfig", "rope", f"a RopeConfig({self.dim})", self.rope)
 
+    @property
+    def derives(self) -> bool:  # type: ignore[override]
+        return self.rope is not None
+
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         return (self.heads + 2 * (self.kv_heads or self.heads)) * self.dim, None
 

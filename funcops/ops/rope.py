@@ -8,7 +8,8 @@ backward is the transpose: the inverse rotation, times that factor. So no activa
 
 x is `(x, positions)`. x, y, dy, dx: [*, T, N, D] (sequence, heads, head size) of one float dtype; positions: [T] or
 [*, T], int64, or instead the table that `rope_table` makes from them: float32 (float64 for float64), [T, 1, 3R]
-or [*, T, 1, 3R]. A model makes the table once and passes it to every layer. Kept: positions or table, an alias. arXiv:2104.09864.
+or [*, T, 1, 3R]. Kept: positions or table, an alias. Inside a combinator the table is made from the same positions once a half, for
+all steps and layers; who passes it keeps it for the backward, too. arXiv:2104.09864.
 
 With `sections` a token has a position on each of A axes (time, height, width), and each pair rotates by one of them:
 positions are [A, T] or [A, *, T]. arXiv:2409.12191.
@@ -39,6 +40,7 @@ import torch
 from torch import Tensor
 
 from funcops.backend import wide
+from funcops.backend.once import once
 from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
 from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
@@ -84,6 +86,7 @@ class RopeConfig(OpConfig):
 
     rotating: ClassVar[int]  # R
     table_size: ClassVar[int]
+    derives = True
 
     def _check_sections(self, pairs: int) -> None:
         sections = self.sections
@@ -197,10 +200,10 @@ def check_rotation(where: str, t: Tensor, positions: Any, cfg: RopeConfig) -> No
 
 
 def table_of(positions: Tensor, cfg: RopeConfig, dtype: torch.dtype) -> Tensor:
-    """The table for an x of `dtype`: the given one, or one made from positions."""
+    """The table for an x of `dtype`: the given one, or one made from positions, once a call."""
     if positions.is_floating_point():
         return positions
-    return _table_at(positions, cfg, wide(dtype))
+    return once(_table_at, positions, cfg, wide(dtype))
 
 
 def rope_kept(cfg: RopeConfig, needs: Needs, x: tuple[Tensor, Tensor]) -> RopeResiduals | None:

@@ -18,6 +18,7 @@ from funcops.contract.op import Op, with_raw
 from funcops.contract.pausing import Pauses, ran
 from funcops.contract.schema import open_node
 from funcops.contract.trace_safe_cache import reading, remember
+from funcops.contract.walk import steps
 from funcops.errors import describe, fail
 from funcops.program import compiled_programs, rules, run
 from funcops.program.accumulator_checks import check_into_tree
@@ -123,7 +124,9 @@ def _made(
         device_type, dtype = "cuda", torch.bfloat16
     found = cover(lowered, device_type, dtype, which == "backward")
     rows = rows_of(which, lowered, found, for_tracer, pausing)
-    text, names = Source(named).function(which, rows, for_tracer)
+    # While one pauses another may run, which must not end its memo; a tracer reads none.
+    shares = not pausing and not for_tracer and any([part.cfg.derives for part in steps(cfg, op=op)])
+    text, names = Source(named, shares).function(which, rows, for_tracer)
     return compile_source(f"program: {which} of {op.name}", text, names)[which]
 
 

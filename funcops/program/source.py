@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from funcops.backend import scopes
+from funcops.backend.once import call
 from funcops.contract import functions
 from funcops.contract.marks import versions
 from funcops.program import run
@@ -30,14 +31,16 @@ from funcops.trees import WithExtras
 
 
 class Source:
-    """Lines of one function, and the objects that they name. `named`: whether each step runs in a scope of its path."""
+    """Lines of one function, and the objects that they name. `named`: whether each step runs in a scope of its path; `shares`:
+    whether steps share what they derive (`once`), also with the steps of a call around."""
 
-    def __init__(self, named: bool = False) -> None:
+    def __init__(self, named: bool = False, shares: bool = False) -> None:
         self.names: dict[str, Any] = {"WithExtras": WithExtras, "Tensor": Tensor, "add": add, "fold_in": fold_in, "run": run}
         self.names |= {"new": object.__new__, "put": object.__setattr__, "new_node": dict.__new__, "fill": dict.update}
         self.names |= {"versions": versions, "any_autocast": functions.any_autocast}
         self.names |= {"scopes": scopes} if named else {}
-        self.named = named
+        self.names |= {"call": call} if shares else {}
+        self.named, self.shares = named, shares
         self.paths = [""]
         self.path: str | None = ""  # the path that an error gets at this line; None if that depends on the block that ran
 
@@ -45,8 +48,10 @@ class Source:
         """The function's text, and its globals."""
         lines = [*["        fast = not any_autocast()"] * (not traced), *self._block(rows, 2)]
         self.names["PATHS"] = tuple(self.paths)
-        text = [f"def {name}({ARGUMENTS[name]}):", "    at = 0", "    try:", *lines, "    except Exception as error:"]
-        return "\n".join([*text, "        run.in_path(error, PATHS[at])", "        raise", ""]), self.names
+        begin = ["    around = call.made", "    call.made = {} if around is None else around"] * self.shares
+        end = ["    finally:", "        call.made = around"] * self.shares
+        text = [f"def {name}({ARGUMENTS[name]}):", "    at = 0", *begin, "    try:", *lines, "    except Exception as error:"]
+        return "\n".join([*text, "        run.in_path(error, PATHS[at])", "        raise", *end, ""]), self.names
 
     def _block(self, rows: Iterable[Row], depth: int) -> list[str]:
         lines, indent = list[str](), "    " * depth

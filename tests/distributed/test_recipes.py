@@ -122,7 +122,7 @@ DIMS = {"column": (0, -1), "row": (-1, 0)}  # of x and dy, sharded over ranks
 @pytest.mark.parametrize("recipe", HIGH, ids=repr)
 @pytest.mark.parametrize("name", LOW)
 def test_a_dw_in_high_precision_is_of_the_values_of_all_ranks(name, recipe):
-    """Whatever the codes of y and dx: the product of dy and x as they were given."""
+    """Whatever the codes of y and dx: the product of dy and x themselves."""
     (op, config), x, dy = LOW[name], given(6, WIDTH), given(8, WIDTH)[:6]
 
     def run(mesh):

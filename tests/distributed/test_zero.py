@@ -352,7 +352,7 @@ class Alive:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("times", [1, 3])
 def test_a_stack_keeps_no_view_of_what_was_gathered(times, bias):
-    """Between forward and backward a rank has its shards and each layer's x, and the gradients are those of whole params."""
+    """Between forward and backward a rank has its shards and each layer's x, and the gradients are as of whole params."""
     stack = RepeatConfig(linear, LinearConfig(8, 8, bias=bias), times=times, stacked=True)
     params, x = repeat.init(stack, key=random.key(0)), torch.randn(2, 8)
 

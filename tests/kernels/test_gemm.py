@@ -220,7 +220,7 @@ def test_a_product_is_the_librarys_and_its_epilogue_ours(kind, dtype, monkeypatc
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1030), (3, 1030), (70, 24)], ids=str)
 def test_an_epilogue_after_the_librarys_product_reaches_every_block(shape, keep):
-    """Of rows and of columns: its tiles have 2048 elements, of at most 1024 columns."""
+    """A tile has 2048 elements, of at most 1024 columns; some shapes take several blocks of rows, some of columns."""
     (m, n), dtype = shape, torch.float32
     args = *(draw(*s, dtype=dtype, seed=i) for i, s in enumerate([(m, 4), (n, 4), (n,), (m, n)])), "gelu", 0.5, keep
     with backend("triton"), gemm("cublas"):

@@ -48,9 +48,9 @@ ROWS = [
 
 
 def test_a_block_costs_few_calls():
-    """A chain in nested functions took 435 calls, in 34 files, 22 deep."""
+    """A chain in nested functions took 435 calls, in 34 files, 22 deep. Positions are given as ids."""
     calls, files, depth = of_a_block(recompute=True)
-    assert calls <= 140 and files <= 18 and depth <= 10
+    assert calls <= 140 and files <= 20 and depth <= 11
     assert of_a_block(recompute=False).calls < calls
 
 

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from funcops.backend.launch import MOST, launcher
+from funcops.backend.once import once
 from funcops.kernels import scored_attention as declared
 from funcops.kernels.scored_attention import Score, nothing_to_see, sequence_of, to_the_last
 from funcops.kernels.triton.activation import tanh
@@ -270,7 +271,7 @@ def _bounds(cu_seqlens: Optional[Tensor], rows: int) -> Optional[Tensor]:
     """The first row and the end of each row's sequence: [2, T]."""
     if cu_seqlens is None:
         return None
-    of, ends = sequence_of(cu_seqlens, rows), to_the_last(cu_seqlens, rows)
+    of, ends = once(sequence_of, cu_seqlens, rows), to_the_last(cu_seqlens, rows)
     return torch.stack((ends[of], ends[of + 1]))
 
 

@@ -1,0 +1,34 @@
+"""A tensor that several steps of a call derive from another, such as a rotary table from positions, is made once.
+
+The program of a combinator with such steps opens a memo while it runs (`Source`); however deep a step is, it finds there what the
+first one made. Nothing outlives the call, except what residuals keep.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+from funcops.backend.declare import tracing
+
+
+class _Call(threading.local):
+    made: dict[Any, Any] | None = None  # what its steps have made, with what it was made of; None outside of such a program
+
+
+call = _Call()
+
+
+def once(make: Callable[..., torch.Tensor], of: torch.Tensor, *how: Hashable) -> torch.Tensor:
+    """`make(of, *how)`, or what an earlier step of the same call made so of the same tensor. Not in a tracer: its program may read
+    nothing that was made before, and it joins equal steps itself."""
+    if call.made is None or tracing():
+        return make(of, *how)
+    # Between two steps it may be written to; and what is made on one stream may not be there for another.
+    key = make, id(of), None if of.is_inference() else of._version, of.is_cuda and torch.cuda.current_stream(of.device), how
+    if key not in call.made:
+        call.made[key] = of, make(of, *how)  # with the tensor, as long as its id is a key
+    return call.made[key][1]  # type: ignore[no-any-return]
