@@ -32,7 +32,9 @@ from mutants import draw, run
 
 FIRST_TIER = ["-q", "-p", "no:cacheprovider", "--ignore", "tests/opinfo", "-m", "not gpu and not slow"]
 MOST, FILES = 600, 12  # tests a fault, and their files where a process collects them
-WHOLE = "tests/contract/test_promised_defaults.py"  # what it reads is made by imports, which no test's lines tell
+# What these read is made by imports, or is the source itself: no test's lines tell that.
+WHOLE = ("tests/contract/test_promised_defaults.py", "tests/kernels/test_tiles.py", "tests/test_house.py::test_only_these")
+SOURCE = ("strict=True", "frozen=True")
 FORK, PROCESS = "fork", "process"
 
 
@@ -62,13 +64,14 @@ class Measured:
         return [test for _, _, test in sorted((i, self.seconds[t], t) for of in cases.values() for i, t in enumerate(of))]
 
     def chosen(self, fault: draw.Drawn, function: tuple[int, int]) -> list[str]:
-        """The tests of the fault's lines first, then of its function, then of its file; before them, where no test runs its lines,
-        the tests that read what a module makes when it is imported."""
+        """The tests of the fault's lines first, then of its function, then of its file; before them, of a line that an import runs,
+        which is in no function or which no test runs, and of one that a test reads, the tests of all modules."""
         file = fault.file
         self.tests(file, ())
         steps = [range(fault.line, fault.last + 1), range(function[0], function[1] + 1), self.lines[file]]
         found = dict[str, None]()
-        if not self.tests(file, steps[0]):
+        line = "".join((run.ROOT / file).read_text().splitlines()[fault.line - 1 : fault.last])
+        if function[0] == fault.line or not self.tests(file, steps[0]) or any(text in line for text in SOURCE):
             found.update(dict.fromkeys(test for test in self.seconds if test.startswith(WHOLE)))
         for lines in steps:
             found.update(dict.fromkeys(self.cheapest(self.tests(file, lines))))

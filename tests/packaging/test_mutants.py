@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from mutants import draw, run
+from mutants import draw, drawn, run
 
 ROOT = Path(__file__).resolve().parents[2]
 FAULTS = run.load()
@@ -39,6 +39,29 @@ def test_faults_fit_the_code(source):
 
 def test_no_fault_is_counted_twice():
     assert [key for key, n in Counter((f.file, f.before, f.after) for f in FAULTS).items() if n > 1] == []
+
+
+TREE = """A = (1, 2)
+
+
+def f(x=1):
+    for a, b in zip(x, x, strict=True):
+        pass
+    return a
+"""
+
+
+@pytest.mark.parametrize("line, before", [(1, True), (4, True), (5, True), (6, False), (7, True)])
+def test_a_fault_that_an_import_runs_meets_the_tests_of_all_modules(line, before, tmp_path, monkeypatch):
+    """And so does one in what such a test reads, and one that no test runs; else the tests of its line come first."""
+    (tmp_path / "a.py").write_text(TREE)
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    measured, every = object.__new__(drawn.Measured), [f"{name}::test" for name in drawn.WHOLE]
+    measured.seconds = dict.fromkeys(["of_5", "of_6", *every], 0.1)
+    measured.lines = {"a.py": {5: ["of_5"], 6: ["of_6"]}}
+    chosen = measured.chosen(draw.Drawn("a.py", line, line, "constant", "", "", ""), drawn.around(TREE, line))
+    assert chosen[:3] == every if before else chosen[0] == "of_6"
+    assert set(chosen) >= {"of_5", "of_6"}, "tests of its function or file"
 
 
 def small(folder, monkeypatch):
