@@ -34,14 +34,17 @@ from funcops import (
     parallel,
     qlinear,
     random,
+    remat,
     rms_norm,
     with_policy,
 )
 from funcops.adapters.autograd.saved_tensors import slots_of
 from funcops.contract.schema import DGRAD, Residuals, Saved, saved
+from funcops.errors import StaleResidualError
 from funcops.formats import QTensor, QWeight, dense
-from funcops.formats.recipes import Fp8Delayed
+from funcops.formats.recipes import Fp8Block, Fp8Delayed
 from funcops.formats.scaled import Scaled
+from funcops.low_precision import quantize_params
 from funcops.models.blocks import block_config, gpt2_block_config
 from funcops.testing.laws import float_like
 from funcops.testing.tolerances import assert_close
@@ -61,6 +64,21 @@ def asking(t):
     if isinstance(t, Scaled):  # amaxes are not gradients: autograd must not add them up
         return replace(t, value=tree_map(asking, t.value, is_leaf=is_low))
     return t.clone().requires_grad_(t.is_floating_point()) if isinstance(t, torch.Tensor) else t
+
+
+@pytest.mark.parametrize("keep", ["col", "input"])
+def test_codes_that_a_backward_computes_with_again_are_of_the_weight_as_it_is(keep):
+    """A weight that was written to in between is noticed, with autograd and without."""
+    cfg = QLinearConfig(8, 8, Fp8Block(keep=keep))
+    params, x = qlinear.init(cfg, key=random.key(0)), torch.ones(3, 8, dtype=torch.bfloat16, requires_grad=True)
+    work, again = quantize_params(params, cfg), remat(qlinear)
+    y, residuals = again.fwd(work, x.detach(), cfg)
+    given = differentiable(again)(work, x, cfg)
+    with torch.no_grad():
+        params.weight.add_(1)
+    for backward in (lambda: again.bwd(residuals, y, cfg), given.sum().backward):
+        with pytest.raises(StaleResidualError, match="params.weight must have the codes of the current weight"):
+            backward()
 
 
 @pytest.mark.turns("case", every=2, each="op")

@@ -141,6 +141,10 @@ ERRORS = [
         match="attention_fwd: x.3 (cu_seqlens) must be ascending, from 0 to q's length 4, got [0, 3]",
     ),
     Error(
+        call=_call(*SAME, ends=[0, 3, 2, 4], packed=True),
+        match="attention_fwd: x.3 (cu_seqlens) must be ascending, from 0 to q's length 4, got [0, 3, 2, 4]",
+    ),
+    Error(
         call=_call(*SAME, ends=[0, 3, 4], packed=True, max_seqlen=2),
         match="attention_fwd: x.3 (cu_seqlens) must be of sequences of at most 2 (cfg.max_seqlen), got one of 3",
     ),

@@ -159,6 +159,10 @@ ERRORS = [
         call=_call(*SAME, ends=[0, 3], packed=True),
         match="qattention_fwd: x.3 (cu_seqlens) must be ascending, from 0 to q's length 4, got [0, 3]",
     ),
+    Error(
+        call=_call(*SAME, ends=[0, 3, 2, 4], packed=True),
+        match="qattention_fwd: x.3 (cu_seqlens) must be ascending, from 0 to q's length 4, got [0, 3, 2, 4]",
+    ),
     Error(call=_with_dy(torch.ones(1, 4, 2, 7)), match="qattention_dgrad: dy must be [1, 4, 2, 8], got [1, 4, 2, 7]"),
     Error(
         call=_with_dy(torch.ones(1, 4, 2, 8).double()), match="qattention_dgrad: dy must be float32, got float64", error=TypeError

@@ -296,6 +296,20 @@ def test_pendings_of_other_needs_and_dtypes_are_summed_in_any_order(name):
             torch.testing.assert_close(found.double(), sum(t.double() for t in given), atol=0.0, rtol=rounded)
 
 
+@pytest.mark.parametrize("name", ["block", "high", "col"])
+@pytest.mark.parametrize("asked", ["weight", "bias"])
+def test_pendings_of_one_leaf_of_a_layer_with_a_recipe_are_summed(name, asked):
+    """The other has no gradient, nor an accumulator."""
+    cfg = QLinearConfig(WIDTH, WIDTH, LOW[name], bias=True)
+    params = qlinear.init(cfg, key=random.key(0))
+    y, residuals = qlinear.fwd(params, torch.randn(ROWS, WIDTH), cfg, needs=Needs(params=[asked]))
+    pending = qlinear.dgrad(residuals, torch.ones_like(y), cfg)[1]
+    found, one = batch_wgrads(qlinear, [pending] * COUNT, cfg), qlinear.wgrad(pending, cfg)
+    for leaf, other in paths(found).items():
+        assert (other is None) == (leaf != asked), leaf
+    assert_close(getattr(found, asked), COUNT * getattr(one, asked), dtype=torch.float32, length=ROWS)
+
+
 def test_joined_columns_end_with_the_columns_of_no_group():
     """Kernels read where the last group ends from there."""
     codes, scales = torch.zeros(4, 32, dtype=torch.uint8), torch.ones(1, 32)

@@ -23,7 +23,7 @@ from funcops.contract import needs as needs_module
 from funcops.contract.needs import sub_mask
 from funcops.formats import dense
 from funcops.testing.checks import float_like, same_bits
-from funcops.trees import leaves, nothing_like, paths, same_structure
+from funcops.trees import leaves, nothing_like, paths, same_structure, tree_map
 
 
 def test_equal_needs_are_one_object():
@@ -131,6 +131,17 @@ def test_a_loss_of_which_only_labels_are_asked_gives_nothing(gradient):
     into = LinearCrossEntropyParams(torch.ones_like(params.weight))
     assert linear_cross_entropy.bwd(kept, torch.ones(()), cfg, into=into)[0] is into and into.weight.eq(1).all()
     assert linear_cross_entropy.dgrad(kept, torch.ones(()), cfg)[0] == (None, None)
+
+
+SEVERAL = ("fork", "latent_split", "parallel", "permute", "qkv_split", "route")  # outputs, each with a dy
+
+
+@pytest.mark.parametrize("case", [case for case in FIRST if case.op.name in SEVERAL], ids=lambda case: case.op.name)
+def test_outputs_of_which_none_has_a_gradient_give_none(case):
+    params, x = case.make(torch.float32)
+    y, kept = case.op.fwd(params, x, case.cfg)
+    dx, _ = case.op.dgrad(kept, tree_map(lambda t: None, y), case.cfg)
+    assert all(t is None for t in leaves(dx))
 
 
 def without_gradient(case):

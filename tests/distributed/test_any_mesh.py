@@ -221,11 +221,13 @@ MIXING = {
 }
 ROUTER = {"sequence": RouteConfig(4, 2, aux=0.1, sequence_wise=True), "capacity": RouteConfig(4, 2, capacity=1.0)}
 
+ROUTED = ("indices", "load", "loss")
+
 
 @pytest.mark.parametrize("name", ["cp", "seq"])
 @pytest.mark.parametrize("mixes", [*MIXING, *ROUTER])
 def test_a_step_that_mixes_positions_is_refused_on_parts_of_a_sequence(name, mixes):
-    step = MIXING[mixes] if mixes in MIXING else Step("route", route, ROUTER[mixes], gives=("indices", "load", "loss"))
+    step = MIXING[mixes] if mixes in MIXING else Step("route", route, ROUTER[mixes], gives=ROUTED)
     cfg = ChainConfig(steps=(Step("in", activation, ActivationConfig("silu")), step), outputs=step.gives)
     mesh = Mesh.abstract({name: 2, "dp": 2, "tp": 1}, 0)
     with pytest.raises(
@@ -234,6 +236,12 @@ def test_a_step_that_mixes_positions_is_refused_on_parts_of_a_sequence(name, mix
         dist.parallel(cfg, {}, mesh, context=name)
     kept = dist.parallel(cfg, {step.name: lambda op, cfg: (op, cfg)}, mesh, context=name)
     assert kept.steps[1] == dist.parallel(cfg, {}, Mesh.abstract({"dp": 2, "tp": 1}, 0)).steps[1]
+
+
+@pytest.mark.parametrize("fields", [dict(aux=0.1), dict(z=0.1), dict(sequence_wise=True), dict(sequence_wise=True, z=0.1)], ids=str)
+def test_a_router_without_a_loss_of_each_sequence_may_have_parts_of_one(fields):
+    cfg = ChainConfig(steps=(Step("route", route, RouteConfig(4, 2, **fields), gives=ROUTED),), outputs=ROUTED)
+    assert dist.parallel(cfg, {}, Mesh.abstract({"cp": 2, "dp": 2, "tp": 1}, 0), context="cp").steps[0].op is route
 
 
 def test_an_op_with_a_key_that_has_no_parts_is_refused():

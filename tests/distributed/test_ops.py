@@ -218,6 +218,13 @@ def bad_calls(tp):
         "gather_fwd: x must be of more dimensions (cfg.dim is 2), got float32[2, 4]",
         lambda: dist.gather.fwd(None, x, dist.GatherConfig(tp, dim=2)),
     )
+    for dim in (2, 5, -3):
+        yield (
+            f"sharded_dropout_fwd: x.0 must be of more dimensions (cfg.shared has one of {dim}), got float32[2, 4]",
+            lambda dim=dim: dist.sharded_dropout.fwd(
+                None, (x, random.key(0)), dist.ShardedDropoutConfig(0.5, shared=(dist.Shared(dim, tp),))
+            ),
+        )
     yield (
         "all_to_all_fwd: x must be of more dimensions (cfg.split and cfg.cat are one), got float32[4]",
         lambda: dist.all_to_all.fwd(None, torch.ones(4), dist.AllToAllConfig(tp)),

@@ -26,7 +26,7 @@ from funcops.models import MoEConfig, moe
 from funcops.testing import check_dist, run_ranks
 from funcops.testing.checks import same_bits
 from funcops.testing.tolerances import assert_close
-from funcops.trees import paths, tree_map_tensors
+from funcops.trees import paths, put, tensors, tree_map_tensors
 
 
 def test_experts_equal_one_process():
@@ -143,6 +143,20 @@ def test_a_rank_takes_no_tokens_beyond_capacity():
     for rank, (y, d_weights, dx) in enumerate(run_ranks({"ep": 2}, on_rank)):
         assert_close(y[:2], whole.chunk(2)[rank][:2], dtype=torch.float64)
         assert dx[:2].any(1).all() and not any(t[2:].any() for t in (y, d_weights, dx))
+
+
+@pytest.mark.parametrize("path", ["up.weight", "up.bias", "down.weight", "down.bias"])
+def test_a_backward_refuses_an_accumulator_in_its_own_name(path):
+    """Nothing is added to the others."""
+    cfg = dist.ParallelExpertsConfig(4, 6, 5, axis=dist.Mesh.abstract({"ep": 1}, 0)["ep"], bias=True)
+    params = dist.parallel_experts.init(cfg, key=random.key(0))
+    x = torch.ones(3, 2), torch.randn(3, 6), torch.tensor([[0, 1], [1, 2], [3, 0]])
+    y, kept = dist.parallel_experts.fwd(params, x, cfg)
+    zeros = tree_map_tensors(torch.zeros_like, params)
+    into = put(zeros, path, paths(zeros)[path][..., :-1])
+    with pytest.raises(ValueError, match=rf"^parallel_experts_bwd: into\.{path} must be "):
+        dist.parallel_experts.bwd(kept, y, cfg, into=into)
+    assert not any(t.any() for t in tensors(into))
 
 
 def test_specs_of_a_mixture_in_low_precision():

@@ -331,6 +331,31 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_refused(folder, read,
             act()
 
 
+def test_values_of_a_checkpoint_that_is_replaced_meanwhile_are_refused(tmp_path, monkeypatch):
+    """They are of the old one, and the caller would load tensors of the new one."""
+    dist.save({"step": 7}, tmp_path / "a", {}, ONE)
+    opened = Path.open
+
+    def meanwhile(self, *args, **kwargs):
+        found = opened(self, *args, **kwargs)
+        if self.suffix == ".distcp" and args == ("rb",):
+            monkeypatch.setattr(Path, "open", opened)
+            dist.save({"step": 8}, tmp_path / "a", {}, ONE)
+        return found
+
+    monkeypatch.setattr(Path, "open", meanwhile)
+    with pytest.raises(CheckpointError, match="^load_values: "):
+        dist.load_values(tmp_path / "a")
+    assert Path.open is opened and dist.load_values(tmp_path / "a") == {"step": 8}
+
+
+def test_a_save_does_not_keep_a_process_alive(tmp_path):
+    """A process that ends, as by an error, does not wait for its thread, whose folder is not in place anyhow."""
+    saving = dist.save_start({"step": 7}, tmp_path / "a", {}, ONE)
+    assert saving.thread.daemon
+    saving.finish()
+
+
 @pytest.mark.turns("mode")
 @pytest.mark.parametrize("mode", [0o700, 0o750, 0o755])
 def test_the_folder_keeps_its_mode(folder, mode):

@@ -123,6 +123,27 @@ def test_odd_rows_of_norms_share_programs(dtype, monkeypatch):
         assert torch.equal(found[0], norm.sum_parts(parts[0].contiguous(), torch.float32))
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize(("kind", "shifted"), [("rms", True), ("layer", False), ("layer without bias", True)])
+def test_rows_that_a_backward_loads_twice(kind, shifted, dtype):
+    """Too long to be kept in registers: dx, y and the sums of all are made from the second load."""
+    width = {torch.float32: 4112, torch.bfloat16: 8208}[dtype]
+    assert launches.whole_rows(width, dtype.itemsize).again
+    x, residual, dy, ds = (floats(3, width, dtype=dtype) for _ in range(4))
+    w, b = floats(width, dtype=dtype), floats(width, dtype=dtype) if kind == "layer" else None
+    if kind == "rms":
+        y, stream, rstd = add_norm.add_rms_norm_fwd(x, residual, w, 1e-5, shifted)
+        found = both(add_norm.add_rms_norm_bwd_recompute, dy, ds, stream, w, rstd, shifted, True)
+    else:
+        y, stream, mean, rstd = add_norm.add_layer_norm_fwd(x, residual, w, b, 1e-5, shifted)
+        found = both(add_norm.add_layer_norm_bwd_recompute, dy, ds, stream, w, b, mean, rstd, shifted, True, b is not None)
+    (dx, again, *parts), (want, _, *totals) = found
+    assert_close((dx, again), (want, y), dtype=dtype, length=width)
+    for part, whole in zip(parts, totals, strict=True):
+        if whole is not None:
+            assert_close(part.sum(0), whole.sum(0), dtype=dtype, length=3)
+
+
 def test_parts_are_read_no_further_than_their_memory():
     """Nothing is read beyond memory that ends with the last row; if there is room, its content is ignored."""
     for width in (5, 333):

@@ -69,6 +69,29 @@ def test_products_equal_products_of_decoded_operands(a, b, kind, tiles):
             assert ((got.double() - want).abs() <= 1e-6 * size + rounding).all(), (name, out, (m, n, k))
 
 
+@pytest.mark.parametrize(("a", "b"), [("e4m3", "e4m3"), ("e5m2", "e4m3")])
+@pytest.mark.parametrize(
+    "tiles", [(TENSOR, TENSOR), (EACH, EACH), (EACH, TENSOR), (TENSOR, EACH), (BLOCK, SQUARE), (BLOCK, BLOCK), (SQUARE, BLOCK)]
+)
+def test_devices_that_multiply_codes_scale_the_sums(a, b, tiles, monkeypatch):
+    """The kernel's own way with 8-bit codes on Hopper, here in the interpreter, with scales of any size."""
+    ours = importlib.import_module("funcops.kernels.triton.scaled_mm")
+    codes_of, small = ours._codes, ours.BLOCKS._replace(m=16, n=16)
+
+    def typed(codes, element, *how):
+        found = codes_of(codes, element, *how)
+        found.base = found.base.view(ours.ELEMENTS[element].dtype)
+        return found
+
+    monkeypatch.setattr(ours, "_chosen", lambda *_: (small, small.k, small.k))
+    monkeypatch.setattr(ours, "_codes", typed)
+    monkeypatch.setattr(ours, "INTERPRETED", False)
+    args, want, size = product(18, 7, 144, a, b, "float32", tiles, torch.float32)
+    with backend("triton"):
+        got = scaled_mm(*args)
+    assert ((got.double() - want).abs() <= 1e-6 * size).all()
+
+
 DECODED = [(a, b, kind, tiles) for a, b, kind, tiles in PAIRS if kind != "float32"]
 
 
