@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -262,6 +263,27 @@ launch(1, 1, 1, of(square[1]), square[3], 0, 64)
 seen["described addresses"] = [handed[-1][-1][-3] - square.data_ptr(), len(encoded)]
 print(json.dumps(seen))
 """
+
+
+class Passing:
+    """Triton's object that launches one kernel: it hands its arguments to `launch`, with the first five turned around."""
+
+    def __init__(self, turned):
+        self.turned, self.launch = turned, None
+
+    def __call__(self, *given):
+        first = given[:5][::-1] if self.turned else given[:5]
+        self.launch(*first, *given[5:9], given[9:])
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_launcher_that_hands_its_first_arguments_on_in_another_order_is_called_itself(turned):
+    own, arguments = Passing(turned), (3, 4)
+    own.launch = handed_to = lambda *given: None
+    compiled = SimpleNamespace(run=own, function=object(), packed_metadata="packed", metadata=None)
+    run, function, fixed, encode = launch._hit(compiled, arguments, 0)
+    assert function is compiled.function and fixed == ("packed", None, None, None)
+    assert (run, encode) == ((own, None) if turned else (handed_to, launch._nothing))
 
 
 @pytest.fixture(scope="module")

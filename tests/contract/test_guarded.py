@@ -370,6 +370,22 @@ def test_the_law_notices_a_copy_with_other_values(monkeypatch):
         holds("x")
 
 
+@pytest.mark.parametrize("name", [name for name in COPIES if name not in ("pickle", "torch.save")])
+def test_the_law_notices_a_copy_that_is_not_guarded(name, monkeypatch):
+    """A later write to a tensor of the copy itself makes the copy stale."""
+    copied = COPIES[name]
+
+    def unguarded(tree):
+        made = copied(tree)
+        made._marks = None
+        return made
+
+    monkeypatch.setitem(COPIES, name, unguarded)
+    said = f"residuals after a write to x, and to its copy by {name}: went through without an error"
+    with pytest.raises(AssertionError, match=said):
+        holds("x")
+
+
 def test_the_law_notices_an_alias_that_is_not_declared():
     with pytest.raises(AssertionError, match=r"law 'guarded', .*: residuals after a write to x: went through without an error"):
         holds(None)

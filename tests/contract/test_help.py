@@ -5,9 +5,11 @@ import pydoc
 import sys
 
 import pytest
+import torch
 
 import funcops
 from funcops import Op, chain, linear, remat, with_policy
+from funcops.contract.op import make_op
 
 OPS = {name: value for room in (funcops, funcops.dist) for name, value in vars(room).items() if isinstance(value, Op)}
 
@@ -29,3 +31,10 @@ def test_an_op_made_of_another_and_the_class_have_theirs():
     assert pydoc.render_doc(Op, renderer=pydoc.plaintext).count("An operator as data") == 1
     assert inspect.getdoc(Op).startswith("An operator as data")
     assert "cfg: LinearConfig, *, needs: Needs" in inspect.getdoc(linear)
+
+
+def test_a_function_without_a_signature_is_shown_with_dots():
+    """Python knows no signature of most of torch's functions."""
+    op = make_op("made", linear.config, init=torch.ones, fwd=linear.fwd, dgrad=linear.dgrad, wgrad=linear.wgrad)
+    text = pydoc.render_doc(op, renderer=pydoc.plaintext)
+    assert "made.init(...)\n" in text and "made.fwd(params: " in text and text.count("(...)") == 1

@@ -13,6 +13,7 @@ from funcops import (
     LinearConfig,
     Needs,
     ParallelConfig,
+    QLinearConfig,
     ReshapeConfig,
     RopeConfig,
     Step,
@@ -25,12 +26,14 @@ from funcops import (
     linear,
     parallel,
     plan,
+    qlinear,
     random,
     reshape,
     rope,
 )
 from funcops.backend import backend, gemm
 from funcops.kernels import sibling_linear
+from funcops.low_precision import Fp8Block
 from funcops.program import rules
 from funcops.testing import LAWS, Case
 from funcops.testing.laws import float_like
@@ -119,6 +122,15 @@ def test_each_product_for_dx_is_added_to_the_one_before(words):
     with Operators(ran):
         parallel.bwd(kept, dy, cfg)
     assert ran.count("addmm") == len(words.split()) - 1 and "add" not in ran
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_siblings_that_sum_dx_in_different_ways_say_so(order):
+    """A layer in low precision sums products of codes, and a plain one products of x."""
+    low = Step("low", qlinear, QLinearConfig(D, 4, Fp8Block(keep="input")))
+    text = str(explain(ParallelConfig(branches=(low, Step("plain", linear, LinearConfig(D, 4)))[::order])))
+    first = ("low", "plain")[::order][0]
+    assert f"not sibling linears at {first} (siblings backward): they sum dx in different ways" in text
 
 
 def test_too_many_siblings_say_so():

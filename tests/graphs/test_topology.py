@@ -159,6 +159,14 @@ def test_memory_ahead_of_a_capture_is_what_the_allocator_will_hold(name):
         assert abs(report.output_bytes - found.outputs) <= 8 * 512
 
 
+@pytest.mark.parametrize("size", [0, 1, 511, 512, 513, 1024, 1 << 20])
+def test_each_tensor_takes_whole_blocks_of_memory(size):
+    """A block has 512 bytes, as in torch's allocator; a copied input has its own bytes."""
+    whole = -(-size // 512) * 512
+    found = graph_memory(lambda x: (x + 1) * 2, torch.zeros(size, dtype=torch.uint8))
+    assert found == GraphMemory(size, whole, whole)
+
+
 def test_memory_of_what_is_no_function():
     with pytest.raises(TypeError, match="graph_memory: fn must be"):
         graph_memory(3)

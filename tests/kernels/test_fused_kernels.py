@@ -9,6 +9,7 @@ from funcops import RopeConfig, random, rope_table
 from funcops.backend import backend
 from funcops.kernels import add_norm, bias_activation, cross_entropy, embedding, glu, norm, pointwise, rope, sibling_linear
 from funcops.kernels.activation import ACTIVATIONS, activation_fwd
+from funcops.testing.laws import poisoned_empties
 from funcops.testing.tolerances import assert_close
 
 pytest.importorskip("triton")
@@ -226,6 +227,16 @@ def test_sibling_linear(name, dtype, rows, sizes, biased):
     assert_close(ys[:n], want, dtype=dtype, length=7)
     for found in (dx, joined):
         assert_close(found, sum(d.double() @ w_.double() for d, w_ in zip(dy, w, strict=True)), dtype=dtype, length=sum(sizes))
+
+
+@pytest.mark.parametrize("sizes", [(3, 5, 70), (3, 70, 5), (70, 3, 5), (1, 1, 200), (3, 70), (70, 3)], ids=str)
+def test_sibling_linear_of_several_tiles_of_columns(name, dtype, sizes):
+    x, pad = draw(3, 7, dtype=dtype), [None] * (3 - len(sizes))
+    w, b = [draw(o, 7, dtype=dtype, seed=o) for o in sizes], [draw(o, dtype=dtype, seed=o) for o in sizes]
+    with backend(name), poisoned_empties():
+        ys = sibling_linear.sibling_linear_fwd(x, *w, *pad, *b, *pad)
+    want = tuple(F.linear(x.double(), w_.double(), b_.double()) for w_, b_ in zip(w, b, strict=True))
+    assert_close(ys[: len(sizes)], want, dtype=dtype, length=7)
 
 
 @pytest.mark.parametrize(("heads", "half"), drawn([(1, 1), (3, 5), (8, 2)], [(1, 2), (3, 6), (8, 40)]))

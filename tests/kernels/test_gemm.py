@@ -256,6 +256,16 @@ def test_every_argument_may_ask_for_gradients(rows, provider, monkeypatch):
         assert_close(tree_map_tensors(torch.detach, got), want, dtype=torch.float32)
 
 
+@pytest.mark.parametrize("columns", [32, 256, 2048])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_of_any_size_are_left_to_the_library_unless_they_add_another_tensor(dtype, columns):
+    """Narrow ones and float32 are left to it even then."""
+    with gemm("auto"):
+        for family in ("none", "fused", "added", "kept", "three", "accumulate"):
+            ours = family == "added" and dtype is not torch.float32 and columns > 64
+            assert products.left_to_library(family, dtype, 4096, columns) != ours, family
+
+
 def test_ours_is_taken_where_another_tensor_is_added(monkeypatch):
     """The table says which: ours needs tensor descriptors, and 16-bit dtypes."""
     monkeypatch.setattr(products, "device_facts", lambda: (True, 4))

@@ -129,6 +129,7 @@ def test_needs_that_forbid_a_fusion():
     assert halves("linear gelu", needs=Needs.NONE) == ["linear+gelu", ""]
     assert halves("bias gelu", needs=Needs.NONE) == ["bias+gelu", ""]
     assert "not bias + activation at bias_0 (forward): the activation keeps the sum" in str(explain(made("bias gelu")))
+    assert halves("bias gelu", needs=first) == ["", "bias+gelu"]
     frozen = Needs(params=["linear_1.weight"])
     assert halves("gelu linear gelu linear", needs=frozen) == ["linear+gelu", "gelu+linear gelu+linear"]
 

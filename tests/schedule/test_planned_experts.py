@@ -295,6 +295,9 @@ BAD = {
         DENSE, 8, 80e9, fixed={"ep": 2}
     ),
     "Plan.why_not: sizes must be of the axes pp, dp, cp, tp, got 'ep'": lambda: plan_parallel(DENSE, 2, 80e9).why_not(ep=2),
+    "Plan.why_not: tp must be at least 1, got 0": lambda: plan_parallel(DENSE, 2, 80e9).why_not(tp=0),
+    "Plan.why_not: pp must be at least 1, got -2": lambda: plan_parallel(DENSE, 2, 80e9).why_not(dp=1, pp=-2),
+    "Plan.why_not: dp must be int": lambda: plan_parallel(DENSE, 2, 80e9).why_not(dp=2.0),
     "Mixture: choices must be at most experts 4, got 5": lambda: Mixture(4, 5),
     "Mixture: shared must be at least 0, got -1": lambda: Mixture(4, 2, -1),
     "Mixture.ranks: ep must be a divisor of experts 8, got 3": lambda: Mixture(8, 2).ranks(3),

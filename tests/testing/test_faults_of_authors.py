@@ -308,3 +308,38 @@ def test_a_wgrad_that_returns_a_tensor_of_its_pending_is_found():
     run_kept(summed_of(own=True), "split")
     with pytest.raises(AssertionError, match="wgrad after a write to the gradients of an earlier one"):
         run_kept(summed_of(own=False), "split")
+
+
+@pytest.mark.parametrize("changes", ["", "residuals", "pending"])
+def test_a_backward_that_changes_what_it_reads_is_found(changes):
+    """Each backward finds equal values there, in another tensor."""
+    right = kept_of()
+
+    @dgrad_of(KeptResiduals)
+    def kept_dgrad(kept, dy, cfg):
+        found = right.dgrad(kept.copy(), dy, cfg)
+        if changes == "residuals":
+            kept.x = kept.x.clone()
+        return found
+
+    @wgrad_of(KeptPending, AffineParams)
+    def kept_wgrad(pending, cfg, *, into=None):
+        found = right.wgrad(pending.copy(), cfg, into=into)
+        if changes == "pending":
+            pending.dy = pending.dy.clone()
+        return found
+
+    op = make_op("kept", SreluConfig, init=affine_init, fwd=right.fwd, dgrad=kept_dgrad, wgrad=kept_wgrad)
+    if not changes:
+        return run_kept(op, "pure")
+    with pytest.raises(AssertionError, match="^law 'pure', torch.float64: a backward changes residuals or pending"):
+        run_kept(op, "pure")
+
+
+def test_a_run_of_the_law_compiles_is_no_recompilation_of_the_one_before(monkeypatch):
+    """The compiler refuses a function that it has compiled too often, if it does not forget it."""
+    called = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: called.append("reset"))
+    monkeypatch.setattr(torch, "compile", lambda step, **how: called.append("compile") or step)
+    run(srelu_of(checks=None), laws=("compiles",))
+    assert called == ["reset", "compile"]

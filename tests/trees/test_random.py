@@ -87,6 +87,14 @@ def test_wrong_keys_are_named():
         assert {(t.device.type, t.shape) for t in drawn} == {("meta", (3, 2))}
 
 
+@pytest.mark.parametrize("draw", [random.uniform, random.normal])
+def test_a_tensor_without_values_is_no_draw_that_was_put_off(draw):
+    with random.put_off() as drawn:
+        values = draw(random.key(0), (3, 2))
+        assert draw(random.key(0), (3, 2), device="meta").is_meta and draw(None, (3, 2), device="meta").is_meta
+    assert [given for given, _ in drawn] == [values]
+
+
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 EXTREMES = torch.tensor([0, 1, 255, 256, 2**31, FULL - 255, FULL - 1, FULL])
 RANGES = [
