@@ -244,6 +244,15 @@ def test_rows_are_summed_by_depth_and_drawn(tmp_path):
     assert isinstance(found, Profile) and found.dicts()[0].keys() == set(found.rows[0]._fields) and "<pre>" in found._repr_html_()
 
 
+@pytest.mark.filterwarnings("ignore:No artists with labels found")  # matplotlib's, of a legend without bars
+@pytest.mark.parametrize(("steps", "inches"), [(0, 1.6), (1, 1.6), (2, 2.0)])
+def test_a_picture_is_as_high_as_its_rows(steps, inches):
+    """Without rows it is as high as with one."""
+    pytest.importorskip("matplotlib")
+    rows = [profiles.ProfileRow(f"step{i}", "fwd", 1e-3, 1, 8, 0) for i in range(steps)]
+    assert Profile(rows, "cpu", {}).plot().get_figheight() == pytest.approx(inches)
+
+
 def event(cat, name, ts, dur, **args):
     return {
         "ph": "X",

@@ -41,7 +41,7 @@ from funcops.contract.op import OpConfig, config, dgrad_of, forward, make_op, sa
 from funcops.contract.schema import DGRAD, Residuals, saved
 from funcops.contract.walk import Inside, nested
 from funcops.formats import QTensor
-from funcops.trees import tensors
+from funcops.trees import tensors, tree_map
 
 CASES = list({id(case): (case, dtype) for case, dtype in LAW_CASES}.values())
 
@@ -207,6 +207,26 @@ def test_a_combinator_says_how_its_parts_lie(case):
     assert isinstance(main_y, tuple) == case.cfg.branching
     assert not case.cfg.maps_to_itself or main_y.shape == main_x.shape
     assert (case.cfg.times is None) == (case.op is not repeat) and case.cfg.stacked <= (case.op is repeat)
+
+
+@pytest.mark.parametrize("case", {case.op: case for case in COMPOSITES}.values(), ids=lambda case: case.op.name)
+def test_each_half_of_a_combinator_names_the_config_of_another_op(case):
+    op, cfg, other = case.op, case.cfg, LinearConfig(4, 4)
+    params, x = case.make(torch.float64)
+    y, kept = op.fwd(params, x, cfg)
+    dy = tree_map(lambda t: torch.ones_like(t) if t.is_floating_point() else None, y)
+    pending = op.dgrad(kept, dy, cfg)[1]
+    halves = {
+        "init": lambda: op.init(other, key=random.key(0)),
+        "fwd": lambda: op.fwd(params, x, other),
+        "dgrad": lambda: op.dgrad(kept, dy, other),
+        "wgrad": lambda: op.wgrad(pending, other),
+        "bwd": lambda: op.bwd(kept, dy, other),
+    }
+    for half, call in halves.items():
+        said = rf"(?s)^{op.name}_{half}: cfg must be (the config of the forward, )?{op.config.__name__}\b.*, got LinearConfig"
+        with pytest.raises((TypeError, ValueError), match=said):
+            call()
 
 
 SCALE = Step("scale", scale, ScaleConfig(2.0))

@@ -139,6 +139,24 @@ def test_masks(needs, how):
     assert_close(batch_wgrads(linear, pendings, cfg, into=into, how=how), want, dtype=torch.float64)
 
 
+LAYERS = {
+    "linear": (linear, LinearConfig(8, 8)),
+    "chain": (chain, ChainConfig(steps=(Step("norm", rms_norm, RMSNormConfig(8)), Step("up", linear, LinearConfig(8, 8))))),
+    "repeat": (repeat, RepeatConfig(linear, LinearConfig(8, 8), 2)),
+    "skip": (skip, SkipConfig(linear, LinearConfig(8, 8))),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_pending_without_weight_gradients_adds_nothing(name):
+    op, cfg = LAYERS[name]
+    params, (pending,) = pendings_of(op, cfg, [3])
+    _, (nothing,) = pendings_of(op, cfg, [3], needs=Needs(params=False))
+    want = one_by_one(op, [pending], cfg, zeros(params))
+    got = batch_wgrads(op, [nothing, pending, nothing], cfg, into=zeros(params))
+    assert_close(got, want, dtype=torch.float64)
+
+
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.sampled_from(HOW), st.integers(1, 60))
 def test_any_rows(rows, how, joined):
     """`joined`: a small limit, so that concatenations are cut into several."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiers import drawn
 
-from funcops import ExpertsConfig, RopeConfig, RouteConfig, WithExtras, chain, dist, random
+from funcops import ExpertsConfig, RopeConfig, RouteConfig, WithExtras, chain, dist, random, walk
 from funcops.distributed import Mesh
 from funcops.models import DecoderConfig, LatentConfig, LinearAttentionConfig, MoEConfig, decoder, decoder_x, roles
 from funcops.testing import run_ranks
@@ -142,6 +142,20 @@ def test_a_sequence_over_ranks(name):
     torch.testing.assert_close(torch.stack(losses).mean(), loss, rtol=0, atol=1e-12)
     for dparams in found:
         torch.testing.assert_close(paths(dparams), paths(wanted), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-oss", "deepseek's attention", "llama 4"])
+def test_a_sequence_alone_over_ranks_leaves_each_rank_all_heads(name):
+    """With features on one rank, no leaf is sharded."""
+    cfg = dataclasses.replace(LLAMA, **FAMILIES[name])
+    model = decoder(cfg, loss=True)
+    own = dist.parallel(model, roles(cfg, loss=True), Mesh.abstract({"cp": 2, "tp": 1}, 0))
+    assert dist.specs_of(chain, own) == {}
+    mixes = [(part, made) for part, made in zip(walk(model), walk(own), strict=True) if part.cfg.attends]
+    assert len(mixes) > 0
+    for part, made in mixes:
+        assert made.op.name == f"context_{part.op.name}" and made.cfg.axis.name == "cp"
+        assert getattr(made.cfg, "heads", None) == getattr(part.cfg, "heads", None)
 
 
 def test_without_a_loss_logits_are_whole():

@@ -4,6 +4,7 @@ import random as rng_of
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcops import (
     ChainConfig,
@@ -127,6 +128,48 @@ def test_programs_without_a_race_have_the_bits_of_a_run_in_turn():
         for seed in (1, 2):
             got, want = captured(*given(seed)), run(program, *given(seed))
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), program
+
+
+class Ran(TorchDispatchMode):
+    """The names of the operators that ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("first", "second"), [("one", "two"), ("two", "one")])
+def test_a_replay_runs_a_branch_right_before_what_follows_its_join(first, second):
+    """An operator of the main branch runs before all branches that are joined after it."""
+
+    def run(x):
+        sides, made = {"one": branch("one"), "two": branch("two")}, {}
+        for name, f in (("one", torch.exp), ("two", torch.cos)):
+            with sides[name]:
+                made[name] = f(x)
+        y = torch.sin(x)
+        for name in (first, second):
+            sides[name].join()
+            y = y * made[name]
+        return y
+
+    x, found = torch.linspace(0, 1, 3), Ran()
+    captured = graphed(run, x, warmup=0)
+    with found:
+        y = captured(x)
+    computed = {"one": "exp", "two": "cos"}
+    assert [name for name in found.names if name in ("sin", "mul", *computed.values())] == [
+        "sin",
+        computed[first],
+        "mul",
+        computed[second],
+        "mul",
+    ]
+    assert torch.equal(y, run(x))
 
 
 def test_every_race_is_found():

@@ -30,6 +30,7 @@ from funcops import (
     with_policy,
 )
 from funcops.contract.walk import Inside
+from funcops.graphs import wgrads_beside
 from funcops.lora import adapter, lora_init, lora_needs, merge, with_adapter, with_lora
 from funcops.low_precision import (
     NF4,
@@ -340,6 +341,25 @@ def test_steps_keep_their_format():
     params = quantize_weights(chain.init(mlp(), key=random.key(0)), cfg)
     assert (params["up"].weight.format, params["down"].weight.format) == (NF4(), FORMATS["mxfp4"])
     assert quantize_weights(params, cfg)["up"].weight is params["up"].weight
+
+
+MADE = {
+    "remat": lambda op: remat(op),
+    "a policy": lambda op: with_policy(op, "minimal"),
+    "a policy within remat": lambda op: remat(with_policy(op, "minimal")),
+}
+WITHIN = {name: lambda cfg, make=make: rewrite(cfg, lambda part: (make(part.op), part.cfg) if part.cfg.linear_weights else None)[1]
+          for name, make in MADE.items()} | {"a branch": wgrads_beside}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITHIN)
+def test_an_op_made_of_one_in_few_bits_has_its_format(name):
+    """Its weights become codes, and a second format changes nothing."""
+    plain = ChainConfig(steps=(Step("layers", repeat, RepeatConfig(linear, LinearConfig(64, 64), 2)),))
+    cfg = WITHIN[name](with_weight_only(plain, NF4()))
+    assert with_weight_only(cfg, FORMATS["mxfp4"]) == cfg
+    params = quantize_weights(chain.init(plain, key=random.key(0)), cfg)
+    assert [layer.weight.format for layer in params["layers"]] == [NF4(), NF4()]
 
 
 def test_params_of_another_op_are_refused_as_the_op_itself_does():

@@ -274,6 +274,22 @@ def test_sums_of_a_chain_go_on_under_the_steps_before():
     assert kinds == [bwd, bwd, go, bwd, end, go, end, go, end]
 
 
+AHEAD = {
+    "forward": ("begin a, begin b, begun fwd a, begin c, begun fwd b, begun fwd c"),
+    "backward": ("begin backward c, begin backward b, begun bwd c, begin backward a, begun bwd b, begun bwd a"),
+}
+
+
+@pytest.mark.parametrize("half", AHEAD)
+def test_params_of_a_chain_are_gathered_during_the_step_before_that_computes_much(half):
+    """A gather does not hide behind an activation, and no step is gathered earlier, so few whole weights are kept at once."""
+    a, b, c = (Step(name, linear, LinearConfig(8, 8)) for name in "abc")
+    cfg = ChainConfig(steps=(a, Step("act", activation, ActivationConfig("silu")), b, c))
+    sharded = dist.zero3(cfg, dist.Mesh.abstract({"dp": 2}, 0)["dp"])
+    rows = [row for row in explain(sharded, rows=True).rows[""][half] if row.kind.startswith("beg")]
+    assert ", ".join(f"{row.kind} {row.path}" for row in rows) == AHEAD[half]
+
+
 def test_rows_of_gathered_layers_are_explained():
     """A layer's params are gathered during the layer before; a sum of gradients goes on after the next two layers."""
     body = ChainConfig(steps=(Step("a", linear, LinearConfig(8, 8)),))
