@@ -20,6 +20,8 @@ class _Call(threading.local):
 
 
 call = _Call()
+# By it a write between two steps is seen. The module that reads versions, which is above this one, sets it: contract/versions.py.
+version: Callable[[torch.Tensor], Any] = id
 
 
 def once(make: Callable[..., torch.Tensor], of: torch.Tensor, *how: Hashable) -> torch.Tensor:
@@ -27,8 +29,8 @@ def once(make: Callable[..., torch.Tensor], of: torch.Tensor, *how: Hashable) ->
     nothing that was made before, and it joins equal steps itself."""
     if call.made is None or tracing():
         return make(of, *how)
-    # Between two steps it may be written to; and what is made on one stream may not be there for another.
-    key = make, id(of), None if of.is_inference() else of._version, of.is_cuda and torch.cuda.current_stream(of.device), how
+    # What is made on one stream may not be there for another.
+    key = make, id(of), None if of.is_inference() else version(of), of.is_cuda and torch.cuda.current_stream(of.device), how
     if key not in call.made:
         call.made[key] = of, make(of, *how)  # with the tensor, as long as its id is a key
     return call.made[key][1]  # type: ignore[no-any-return]

@@ -2,8 +2,8 @@
 
 A mark is a tensor's version; while `sampling()` is true (`funcops.checking`) it is a version and a sample of the values. A write
 that torch does not count, through `tensor.data`, a NumPy array or a raw pointer, goes unnoticed here as it does in autograd, except
-by a sample. No other module reads versions: nodes read their marks with the source that `mark_source` writes, all other code uses
-`Versions`.
+by a sample. No other module reads versions: nodes read their marks with the source that `mark_source` writes, `once` gets the
+reader, all other code uses `Versions`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcops.backend import once
 from funcops.backend.source import compile_source
 from funcops.errors import StaleResidualError, join_path, stale
 from funcops.trees import FIELDS, paths, tensors
 
 _own: Callable[[Any], Any] = operator.attrgetter("_version")
+once.version = _own
 _readers: dict[type, Callable[[Any], Any]] = {}  # by class of node
 
 
