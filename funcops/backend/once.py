@@ -1,7 +1,7 @@
 """A tensor that several steps of a call derive from another, such as a rotary table from positions, is made once.
 
-The program of a combinator with such steps opens a memo while it runs (`Source`); however deep a step is, it finds there what the
-first one made. Nothing outlives the call, except what residuals keep.
+The program of a half of a combinator with such steps opens a memo while it runs (`Source`); however deep a step is, it finds there
+what the first one made. The memo ends with the call.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ version: Callable[[torch.Tensor], Any] = id
 
 
 def once(make: Callable[..., torch.Tensor], of: torch.Tensor, *how: Hashable) -> torch.Tensor:
-    """`make(of, *how)`, or what an earlier step of the same call made so of the same tensor. Not in a tracer: its program may read
-    nothing that was made before, and it joins equal steps itself."""
-    if call.made is None or tracing():
+    """`make(of, *how)`, or what an earlier step of the same call made so of the same tensor, of any shape and dtype.
+
+    A tracer makes its own: its program may read nothing that was made before, and it joins equal steps itself. So does each step
+    of an inference tensor, which has no version by which a write to it is seen."""
+    if call.made is None or of.is_inference() or tracing():
         return make(of, *how)
     # What is made on one stream may not be there for another.
-    key = make, id(of), None if of.is_inference() else version(of), of.is_cuda and torch.cuda.current_stream(of.device), how
+    key = make, id(of), version(of), of.is_cuda and torch.cuda.current_stream(of.device), how
     if key not in call.made:
         call.made[key] = of, make(of, *how)  # with the tensor, as long as its id is a key
     return call.made[key][1]  # type: ignore[no-any-return]

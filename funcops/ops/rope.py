@@ -8,8 +8,8 @@ backward is the transpose: the inverse rotation, times that factor. So no activa
 
 x is `(x, positions)`. x, y, dy, dx: [*, T, N, D] (sequence, heads, head size) of one float dtype; positions: [T] or
 [*, T], int64, or instead the table that `rope_table` makes from them: float32 (float64 for float64), [T, 1, 3R]
-or [*, T, 1, 3R]. Kept: positions or table, an alias. Inside a combinator the table is made from the same positions once a half, for
-all steps and layers; who passes it keeps it for the backward, too. arXiv:2104.09864.
+or [*, T, 1, 3R]. Kept: positions or table, an alias. Inside a combinator the table is made from the same positions once in the
+forward and once in the backward, for all steps and layers; a table that is passed serves both. arXiv:2104.09864.
 
 With `sections` a token has a position on each of A axes (time, height, width), and each pair rotates by one of them:
 positions are [A, T] or [A, *, T]. arXiv:2409.12191.
