@@ -11,6 +11,7 @@ import torch
 from optim_model import close, equal, gradients, missing, model
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import funcops.optim.muon as muon
 from funcops.errors import GradModeError
 from funcops.optim import (
     NO_MATRIX,
@@ -247,3 +248,15 @@ def test_wrong_calls_are_refused_by_name(text):
     with pytest.raises(error) as caught:
         call()
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 4), (3, 6, 16), (2, 16, 6), (2, 1, 5)], ids=str)
+def test_a_cpu_without_products_of_bfloat16_takes_them_in_float32(shape, monkeypatch):
+    """They are of the same numbers, and rounded once, as products of bfloat16 are; a float64 stack stays as it is."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    found = {}
+    for quick in (True, False):
+        monkeypatch.setattr(muon, "_multiplies_bfloat16", lambda quick=quick: quick)
+        found[quick] = muon.orthogonal(x.bfloat16(), MuonConfig())
+        assert found[quick].dtype is torch.bfloat16 and muon.orthogonal(x.double(), MuonConfig()).dtype is torch.float64
+    torch.testing.assert_close(found[False], found[True], rtol=0, atol=2**-6)  # a few of bfloat16's last places, near 1
