@@ -256,7 +256,7 @@ def test_a_cpu_without_products_of_bfloat16_takes_them_in_float32(shape, monkeyp
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     found = {}
     for quick in (True, False):
-        monkeypatch.setattr(muon, "_multiplies_bfloat16", lambda quick=quick: quick)
+        monkeypatch.setattr(muon, "MULTIPLIES_BFLOAT16", quick)
         found[quick] = muon.orthogonal(x.bfloat16(), MuonConfig())
         assert found[quick].dtype is torch.bfloat16 and muon.orthogonal(x.double(), MuonConfig()).dtype is torch.float64
     torch.testing.assert_close(found[False], found[True], rtol=0, atol=2**-6)  # a few of bfloat16's last places, near 1
