@@ -1,17 +1,21 @@
 """`differentiable`: what autograd expects of a node, and what a node must not do."""
 
+import functools
+import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from autograd_nodes import LINEAR, kept_bytes, leaves_of
-from law_cases import CASES
+from law_cases import CASES, FIRST
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from funcops import (
     ActivationConfig,
+    AddConfig,
     ChainConfig,
     CrossEntropyConfig,
     IdentityConfig,
@@ -21,12 +25,15 @@ from funcops import (
     ParallelConfig,
     QLinearConfig,
     RMSNormConfig,
+    SoftmaxConfig,
     Step,
     TorchConfig,
     WithExtras,
     activation,
+    add,
     chain,
     cross_entropy,
+    delayed_wgrad,
     differentiable,
     identity,
     linear,
@@ -36,9 +43,12 @@ from funcops import (
     random,
     remat,
     rms_norm,
+    softmax,
     with_policy,
 )
+from funcops.adapters.autograd import delayed, traced
 from funcops.adapters.autograd.saved_tensors import slots_of
+from funcops.adapters.autograd.traced import run_traced
 from funcops.contract.schema import DGRAD, Residuals, Saved, saved
 from funcops.errors import StaleResidualError
 from funcops.formats import QTensor, QWeight, dense
@@ -120,6 +130,134 @@ class Unread(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         return (None,) * len(ctx.needs_input_grad)
+
+
+BY_AUTOGRAD = [case for case in FIRST if case.op.name != "quantize"]  # whose y is codes, which have no gradient
+
+
+@pytest.fixture
+def traced_with(monkeypatch):
+    """Stands for the tracer: its setting for floats, which need not be imported, and the tensors given to the last node."""
+    found = SimpleNamespace(specialize_float=False, given=())
+    apply = traced._TracedNode.apply
+
+    def noted(call, *given):
+        found.given, found.while_applied = given, found.specialize_float
+        return apply(call, *given)
+
+    monkeypatch.setattr(traced._TracedNode, "apply", noted)
+    monkeypatch.setattr(delayed, "_compiled", False)
+    monkeypatch.setitem(sys.modules, "torch._dynamo.config", found)
+    return found
+
+
+@pytest.mark.parametrize("case", BY_AUTOGRAD, ids=str)
+def test_the_node_that_a_compiler_traces_gives_the_values_and_gradients_of_the_usual_one(case, traced_with):
+    """No tensor is given to it twice, and floats are constants until it is made."""
+
+    def by_autograd(run):
+        params, x = tree_map_tensors(lambda t: t.clone().requires_grad_(t.is_floating_point()), case.make(torch.float64))
+        y = run(params, x, case.cfg)
+        able = [t for t in tensors(y) if t.requires_grad]
+        torch.autograd.backward(able, [float_like(t, 3) for t in able])
+        return y, [t.grad for t in tensors((params, x))]
+
+    y, got = by_autograd(functools.partial(run_traced, case.op))
+    want, grads = by_autograd(differentiable(case.op))
+    assert same_structure(y, want)
+    for a, b in zip([*tensors(y), *got], [*tensors(want), *grads], strict=True):
+        assert (a is None) is (b is None)
+        if a is not None:
+            assert a.requires_grad is b.requires_grad
+            torch.testing.assert_close(a.detach(), b.detach())
+    assert len({id(t) for t in traced_with.given}) == len(traced_with.given)
+    assert traced_with.while_applied is True and traced_with.specialize_float is False
+
+
+def test_a_traced_node_is_made_only_for_gradients(traced_with):
+    params, x = made()
+    with torch.no_grad():
+        assert not run_traced(linear, params, x, LINEAR).requires_grad
+    y = run_traced(linear, tree_map_tensors(torch.Tensor.detach, params), x.detach(), LINEAR)
+    assert y.grad_fn is None and not traced_with.given and not delayed._compiled
+    y = run_traced(linear, params, x.detach(), LINEAR)
+    assert y.requires_grad and traced_with.given and delayed._compiled
+
+
+def test_a_traced_node_is_given_each_tensor_once(traced_with):
+    """An output that is the input, and a leaf that is given twice, go in as copies, which get gradients of their own."""
+    x = torch.randn(3, requires_grad=True)
+    y = run_traced(identity, None, x, IdentityConfig())
+    (y * 2).sum().backward()
+    assert torch.equal(y, x) and y is not x and torch.equal(x.grad, torch.full((3,), 2.0)) and len(traced_with.given) == 2
+    x.grad = None
+    run_traced(add, None, (x, x), AddConfig()).sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 2.0))
+    assert len({id(t) for t in traced_with.given}) == len(traced_with.given) == 3
+
+
+def test_a_traced_node_whose_outputs_get_no_gradient_gives_none(traced_with):
+    """An output that nobody reads has no gradient either, and a config's params whose branch has none get none."""
+    params, x = made()
+    y = run_traced(linear, params, x, LINEAR)
+    Unread.apply(y).backward()
+    assert x.grad is None and params.weight.grad is None
+    cfg = ParallelConfig(branches=tuple(Step(n, linear, LINEAR) for n in "ab"))
+    both = leaves_of(cfg, parallel)
+    run_traced(parallel, both, x, cfg)[0].sum().backward()
+    assert both["a"].weight.grad is not None and both["b"].weight.grad is None
+    torch.testing.assert_close(x.grad, both["a"].weight.detach().sum(0).expand(5, 4))
+
+
+def test_an_output_of_a_traced_node_may_be_written_to(traced_with):
+    """It is a copy, which a compiler removes, of the y that a softmax keeps."""
+    x = torch.randn(3, 4, requires_grad=True)
+    y = run_traced(softmax, None, x, SoftmaxConfig())
+    (y.mul_(2) ** 2).sum().backward()
+    want = x.detach().clone().requires_grad_()
+    ((2 * want.softmax(-1)) ** 2).sum().backward()
+    torch.testing.assert_close(x.grad, want.grad)
+
+
+def test_a_traced_node_is_not_differentiated_twice(traced_with):
+    params, x = made()
+    (dx,) = torch.autograd.grad(run_traced(linear, params, x, LINEAR).square().sum(), [x], create_graph=True)
+    with pytest.raises(RuntimeError, match="trying to differentiate twice a function that was marked with @once_differentiable"):
+        dx.sum().backward()
+
+
+def test_the_setting_for_floats_is_that_before_the_node_also_after_an_error(traced_with):
+    """After an error in a node they stay constants until the next node."""
+    params, x = made()
+    for before in (True, False):
+        traced_with.specialize_float = before
+        run_traced(linear, params, x, LINEAR)
+        assert traced_with.specialize_float is before
+    with pytest.raises(ValueError, match=r"^linear_fwd: x must be"):
+        run_traced(linear, params, x[:, 1:], LINEAR)
+    assert traced_with.specialize_float is True
+    run_traced(linear, params, x, LINEAR)
+    assert traced_with.specialize_float is False
+
+
+def test_a_traced_op_refuses_delayed_weight_gradients(traced_with):
+    params, x = made()
+    with delayed_wgrad(), pytest.raises(RuntimeError, match=r"must run outside of torch\.compile, got a compiled one$"):
+        run_traced(linear, params, x, LINEAR)
+    assert not delayed._compiled
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int64])
+def test_a_write_to_a_leaf_that_a_traced_node_keeps_is_seen_by_its_guard(dtype):
+    """A leaf of any dtype and dimension has an empty guard; one that the node does not keep has none."""
+    other = torch.ones(2, requires_grad=True)
+    for kept in (torch.zeros((), dtype=dtype), torch.zeros(2, 3, dtype=dtype)):
+        (guard,) = traced._guards([other, kept], [kept])
+        assert guard.shape == (0,) and guard.requires_grad
+        guard.sum().backward(retain_graph=True)
+        kept.fill_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            guard.sum().backward()
 
 
 def test_a_node_whose_outputs_get_no_gradient_gives_none():
