@@ -28,6 +28,7 @@ from funcops import (
     fork,
     layer_norm,
     linear,
+    named_steps,
     parallel,
     plan,
     random,
@@ -36,9 +37,12 @@ from funcops import (
 )
 from funcops.backend import backend
 from funcops.contract.op import make_op
+from funcops.models.blocks import block_config
+from funcops.program import programs
 from funcops.program.lower import Call, lower
 from funcops.testing.checks import float_like
-from funcops.trees import leaves, tensors
+from funcops.testing.tolerances import assert_close
+from funcops.trees import leaves, tensors, tree_map_tensors
 
 D = 6
 RECOMPUTABLE = sorted({case.op.name for case, _ in CASES if case.op.recompute is not None})
@@ -179,6 +183,83 @@ def test_explicit_forks_and_skips_give_the_same_bits():
     assert torch.equal(y, want)
     (dparams, dx), (others, other_dx) = skip.bwd(kept, dy, as_skip), chain.bwd(other, dy, by_hand)
     assert torch.equal(dx, other_dx) and all(torch.equal(a, b) for a, b in zip(tensors(dparams), tensors(others), strict=True))
+
+
+LOWERED = {case.op.name: case for case in reversed([case for case, dtype in CASES if case.op.lower is not None])}
+BLOCK = block_config(16, 2, 24)
+
+
+def as_traced(monkeypatch):
+    """Let the programs that a compiler traces run without one; the arguments with which each was made."""
+    made, make = [], programs._made
+
+    def noted(*args):
+        made.append(args)
+        return make(*args)
+
+    monkeypatch.setattr(programs, "_made", noted)
+    monkeypatch.setattr(programs, "_compiling", lambda: True)
+    return made
+
+
+def every_half(op, params, x, cfg):
+    """What the forward and both forms of the backward return, and what accumulators have after them."""
+    y, kept = op.fwd(params, x, cfg)
+    dy = float_like(y, 3)
+    dx, pending = op.dgrad(kept, dy, cfg)
+    found = [y, dx, op.wgrad(pending, cfg), op.bwd(op.fwd(params, x, cfg)[1], dy, cfg)]
+    for run in (
+        lambda kept, into: op.bwd(kept, dy, cfg, into=into),
+        lambda kept, into: op.wgrad(op.dgrad(kept, dy, cfg)[1], cfg, into=into),
+    ):
+        into = tree_map_tensors(torch.ones_like, params)
+        run(op.fwd(params, x, cfg)[1], into)
+        found.append(into)
+    return tensors(found)
+
+
+@pytest.mark.parametrize("name", [*LOWERED, "a block"])
+def test_the_programs_for_a_tracer_compute_what_the_usual_ones_do(name, monkeypatch):
+    """They have the rules for a CPU, which a small tensor has not otherwise: the sums are rounded in another order."""
+    if name == "a block":
+        op, cfg, params = chain, BLOCK, chain.init(BLOCK, key=random.key(0))
+        x = WithExtras(torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1)), {"positions": torch.arange(5)})
+    else:
+        op, cfg = LOWERED[name].op, LOWERED[name].cfg
+        params, x = LOWERED[name].make(torch.float32)
+    want = every_half(op, params, x, cfg)
+    made = as_traced(monkeypatch)
+    got = every_half(op, params, x, cfg)
+    assert made
+    assert_close(got, want, dtype=torch.float32)
+
+
+def test_a_program_for_a_tracer_is_made_once_for_all_that_it_depends_on(monkeypatch):
+    """It has the rules for its device and dtype, whatever its size, on which a tracer would guard."""
+    made = as_traced(monkeypatch)
+    cfg = ChainConfig(steps=(Step("norm", rms_norm, RMSNormConfig(D, eps=0.25)), Step("up", linear, LinearConfig(D, D))))
+    other = dataclasses.replace(cfg, fuse=False)
+    params, x = chain.init(cfg, key=random.key(0)), torch.randn(3, D)
+    calls = [
+        lambda: chain.fwd(params, x, cfg),
+        lambda: chain.fwd(params, x, cfg, needs=Needs.NONE),
+        lambda: chain.fwd(params, x, cfg, needs=Needs(x=False, params=True)),
+        lambda: chain.fwd(params, x, other),
+        lambda: chain.bwd(chain.fwd(params, x, cfg)[1], x, cfg),
+        lambda: chain.dgrad(chain.fwd(params, x, cfg)[1], x, cfg),
+        lambda: chain.fwd(tree_map_tensors(torch.Tensor.double, params), x.double(), cfg),
+    ]
+    for count, call in enumerate(calls, 1):
+        call()
+        call()
+        assert len(made) == count
+    with named_steps():
+        calls[0]()
+    assert [one[-2] for one in made] == [False] * 7 + [True]
+    assert all(device == "cpu" and traced for *_, device, _, _, traced in made)
+    assert [dtype for *_, dtype, _, _ in made] == [torch.float32] * 6 + [torch.float64, torch.float32]
+    assert made[1][3] == Needs.NONE and made[2][3] == Needs(x=False, params=True) and {one[0] for one in made[:4]} == {"forward"}
+    assert [one[0] for one in made[4:6]] == ["backward", "dgrad"] and made[3][2] is other
 
 
 @pytest.mark.slow
