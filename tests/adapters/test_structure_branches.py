@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import math
 import os
 import pickle
 import random
@@ -18,7 +19,7 @@ from torch import nn
 
 from funcops import nn as fnn
 from funcops.adapters.nn.hugging_face import FusedMLP, GatedMLP, PlainMLP, RMSNorm
-from funcops.adapters.nn.straight import REFUSED
+from funcops.adapters.nn.straight import REFUSED, attributes_read
 
 BY = "(by what it computes)"
 pytestmark = pytest.mark.filterwarnings("ignore:dropout1d", "ignore:alpha_dropout")
@@ -381,3 +382,75 @@ def test_a_report_says_why():
         said[form] = [c.after for c in fnn.from_torch(module).left]
     assert all(one[0].startswith("not known: ") for one in said.values()) and all(len(one) == 1 for one in said.values())
     assert said["if"] == [f"not known: {REFUSED['jump']}"] and "FLAG" in said["a sum"][0]
+
+
+SEEN = {  # the text of a forward, and the attributes that it reads besides eps
+    "return y + self.is_on() + self.kept": {"on": False, "kept": False},
+    "return y * self.pair[0]": {"pair": (2, "a")},
+    "return self.function(y) + F.gelu(y) + torch.relu(y)": {"function": F.gelu},
+    "return y * float(2) + (torch.pi - math.pi) * math.sqrt(2)": {},
+    "h = 2\nreturn (lambda t: t * h)(y)": {},
+    "def inner(t):\n return t * y\nreturn inner(y)": {},
+    "with contextlib.nullcontext(), torch.autocast('cpu', enabled=False):\n return y": {},
+    "while True:\n return y": {},
+    "if self.on:\n y = y + 1\nreturn y": {"on": False},
+    "if not self.on:\n y = y + 1\nreturn y": {"on": False},
+    "if self.ablate is None:\n y = y + 1\nreturn y": {"ablate": None},
+    "if self.weight is None:\n y = y + 1\nreturn y": {},
+}
+MAY_CHANGE = {  # and what is read that may change
+    "return y + self.box[0].on": "box",
+    "return y * self.pairs[0][0]": "pairs",
+    "return y * self.number": "number",
+    "return y * (1 + x.requires_grad)": "requires_grad",
+    "return y * x.stride(-1)": "stride",
+    "return y + self.__dict__['on']": "__dict__",
+    "return y + default['on']": "default",
+    "return y + outer['on']": "outer",
+    "return y * len(x)": "len",
+    "return y * BOX[0]": "BOX",
+    "return y * ON": "ON",
+    "return y + shared.on": "shared",
+    "return y + settings.on": "settings.on",
+    "return y + Box.on": "Box.on",
+    "return y + torch.backends.cudnn.enabled": "torch.backends.cudnn.enabled",
+    "return torch.ops.aten.relu(y)": "torch.ops.aten.relu",
+    "return reduce(torch.add, [y, y])": "reduce",
+}
+OTHERWISE = {  # and why it may do something else
+    "return y + (self.p > 0)": "compare",
+    "return y + (not self.p)": "compare",
+    "return y + (self.mode in 'ab')": "compare",
+    "z = x.dim() > 1\nif FLAG['on']:\n y = y + z\nreturn y": "jump",
+    "if self.p > 0:\n y = y + 1\nreturn y": "jump",
+    "if self.on is True:\n y = y + 1\nreturn y": "jump",
+    "if self.weight.ndim:\n y = y + 1\nreturn y": "jump",
+    "self = self\nif self.on:\n y = y + 1\nreturn y": "jump",
+    "other = self\nif other.on:\n y = y + 1\nreturn y": "jump",
+    "for _ in (1, 2):\n y = y + 1\nreturn y": "jump",
+    "return helper(y, False)": "jump",
+    "import os as imported\nreturn y": "other",
+    "global made\nmade = 1\nreturn y": "other",
+    "class Made: pass\nreturn y": "other",
+}
+
+
+@pytest.mark.parametrize("text", [*SEEN, *MAY_CHANGE, *OTHERWISE])
+def test_what_a_forward_reads_or_why_it_may_do_something_else(text, monkeypatch):
+    monkeypatch.setitem(NAMES, "math", math)
+    monkeypatch.setitem(NAMES, "contextlib", contextlib)
+    module = drawn("norm", text, function=F.gelu, pair=(2, "a"), pairs=((2, [3]),), number=torch.ones(()))
+    found = attributes_read(module, torch.randn(2, 3, 4, dtype=torch.float64), frozenset())
+    if text in SEEN:
+        assert found == {"eps": 1e-5, **SEEN[text]}
+    elif text in MAY_CHANGE:
+        assert found == f"its forward reads {MAY_CHANGE[text]}, which may change"
+    else:
+        assert found == REFUSED[OTHERWISE[text]]
+
+
+def test_a_branch_on_a_name_that_the_module_is_known_by_is_not_compared():
+    """The attributes that are known already are not given either."""
+    x, known = torch.randn(2, 3, 4, dtype=torch.float64), frozenset({"on", "eps"})
+    assert attributes_read(drawn("norm", "return y + self.on"), x, known) == {}
+    assert attributes_read(drawn("norm", "if self.on:\n y = y + 1\nreturn y"), x, known) == REFUSED["jump"]
