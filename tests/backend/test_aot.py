@@ -14,10 +14,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("triton")
+import torch
+import triton
+from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from funcops.backend import aot
+from funcops.backend.aot import TARGETS, _code_bytes, _read_amd, _read_nvidia, config_of, stubbed, takes_descriptors
+from funcops.backend.launch import Launched
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "docs" / "benchmarks" / "aot.csv"
@@ -355,8 +364,6 @@ def test_a_kernel_that_spills_is_seen(found):
 @pytest.mark.parametrize("seed", range(8))
 def test_figures_of_an_amd_build_are_read_from_its_text(seed):
     """Registers are counted; spilled registers, vector and scalar, have four bytes; instructions are counted once each."""
-    from funcops.backend.aot import _read_amd
-
     drawn = random.Random(seed)
     registers, vector, scalar = (drawn.randrange(1, 512) for _ in range(3))
     opcodes = drawn.choices(["v_add_f32", "s_waitcnt", "v_mfma_f32_32x32x8_bf16", "global_load_dwordx4"], k=drawn.randrange(1, 30))
@@ -371,11 +378,118 @@ def test_figures_of_an_amd_build_are_read_from_its_text(seed):
     )
 
 
+def elf(*sizes):
+    """A 64-bit ELF file of executable sections of these sizes, and one of data."""
+    head = bytearray(64)
+    struct.pack_into("<Q", head, 40, 64)
+    struct.pack_into("<HH", head, 58, 64, len(sizes) + 1)
+    sections = [*[(4, size) for size in sizes], (2, 999)]
+    return bytes(head) + b"".join(struct.pack("<IIQQQQ", 7, 1, flags, 9, 11, size) + bytes(24) for flags, size in sections)
+
+
+SASS = """
+.text.kernel:
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0010*/              @!P0 IMAD.MOV.U32 R2, RZ, RZ, R1 ;
+        /*0020*/             @UP1  HGMMA.64x64x16.F32 R24, gdesc[UR4] ;
+        /*0030*/                   HMMA.16816.F32 R4, R8, R12, R4 ;
+        /*0040*/                   EXIT ;
+"""
+
+
+@pytest.fixture
+def tools(monkeypatch):
+    """The tools that Triton ships, which need a compiled kernel: their calls, in order, each with the bytes of its file."""
+    calls = []
+
+    def run(command, **options):
+        tool, option, path = command
+        assert tool.parent == aot.TOOLS and options == {"capture_output": True, "text": True, "check": True}
+        calls.append((tool.name, option, Path(path).read_bytes()))
+        said = " Function kernel:\n  REG:40 STACK:24 SHARED:0 LOCAL:0\n"
+        return SimpleNamespace(stdout=said if tool.name == "cuobjdump" else SASS)
+
+    monkeypatch.setattr(aot, "subprocess", SimpleNamespace(run=run))
+    return calls
+
+
+@pytest.mark.parametrize("ptx", ["wgmma.mma_async.sync", "ld.global"])
+def test_figures_of_an_nvidia_build_are_read_from_its_file(ptx, tools):
+    """Registers and stack are counted by one tool; another, which is slow, lists opcodes if the PTX has a product of matrices."""
+    cubin = elf(160, 320)
+    found = _read_nvidia({"cubin": cubin, "ptx": ptx})
+    opcodes = {"LDC", "IMAD", "HGMMA", "HMMA", "EXIT"} if "mma" in ptx else set()
+    assert found == (40, 24, opcodes, 480 // 16)
+    assert tools == [("cuobjdump", "-res-usage", cubin), ("nvdisasm", "-c", cubin)][: 1 + bool(opcodes)]
+
+
+def kernel_of(*names, module="funcops.kernels.triton.norm", name="_forward", src=""):
+    params = [SimpleNamespace(name=name, is_constexpr=name.isupper()) for name in names]
+    return SimpleNamespace(params=params, __module__=module, __name__=name, src=src)
+
+
+def test_a_config_names_dtypes_constants_and_multiples_of_16():
+    """A dtype is named once, and before all else; a descriptor has its tensor's."""
+    x = torch.zeros(16, 16)
+    given = {
+        "n": 64,
+        "x_ptr": x.bfloat16(),
+        "BLOCK": 128,
+        "y_desc": TensorDescriptor(x, [16, 16], [16, 1], [16, 16]),
+        "z_ptr": x,
+        "m": 63,
+        "none_ptr": None,
+        "scale": 16.0,
+        "k": 0,
+        "FUSED": True,
+    }
+    launched = Launched(kernel_of(*given), (1, 1, 1), given, (), None)
+    assert config_of(launched) == "bfloat16 float32 n%16=0 BLOCK=128 k%16=0 FUSED=True"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "takes"),
+    [
+        (kernel_of("x_ptr", "n"), False),
+        (kernel_of("x_ptr", "y_desc"), True),
+        (kernel_of("x_ptr", src="d = tl.make_tensor_descriptor(x_ptr)"), True),
+        (kernel_of("described"), False),
+    ],
+)
+def test_a_kernel_takes_descriptors_or_makes_them(kernel, takes):
+    assert takes_descriptors(kernel) is takes
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_build_is_read_by_the_tools_of_its_target(target, tools, monkeypatch):
+    monkeypatch.setattr(aot, "fingerprint", lambda launched, target: f"hash for {target}")
+    said = "\tv_mfma_f32_32x32x8_bf16 v0\n\ts_endpgm \n .vgpr_count: 50\n .vgpr_spill_count: 1\n .sgpr_spill_count: 2\n"
+    asm = {"amdgcn": said} if target == "gfx942" else {"cubin": elf(160), "ptx": "mma"}
+    compiled = SimpleNamespace(asm=asm, metadata=SimpleNamespace(num_warps=8, shared=4096))
+    build = aot.inspect(Launched(kernel_of("BLOCK"), (1, 1, 1), {"BLOCK": 64}, (), compiled), target)
+    read = (50, 4096, 12, "v_mfma_f32_32x32x8_bf16", 2) if target == "gfx942" else (40, 4096, 24, "HGMMA, HMMA", 10)
+    assert build == ("norm.forward", "BLOCK=64", target, 8, *read, f"hash for {target}", f"triton {triton.__version__}")
+    assert bool(tools) is (target != "gfx942")
+
+
+def test_a_stub_is_the_driver_in_its_block_and_a_device_of_its_own():
+    before, seen = driver._active, []
+    for target in TARGETS.values():
+        with pytest.raises(ValueError, match="in the block"), stubbed(target.gpu):
+            stub = driver._active
+            seen.append(stub.get_current_device())
+            assert stub.get_current_target() is target.gpu and stub.get_current_stream(0) == 0 and stub.stands_in
+            assert stub.get_active_torch_device() == torch.device("cpu")
+            raise ValueError("in the block")
+        assert driver._active is before
+    assert len(set(seen)) == len(TARGETS)
+    with stubbed():
+        assert driver._active.get_current_target() == TARGETS["sm_90"].gpu
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_code_is_the_executable_sections_of_a_file(seed):
     """The file is a 64-bit ELF made here; its header says where its section headers lie, their size and their number."""
-    from funcops.backend.aot import _code_bytes
-
     drawn = random.Random(seed)
     sections = [(drawn.randrange(8), drawn.randrange(1, 1 << 20)) for _ in range(drawn.randrange(1, 9))]  # flags and size
     before, entry = drawn.randrange(64, 200), 64 + 8 * drawn.randrange(2)
