@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from funcops.errors import describe, fail, require, require_type
+from funcops.errors import describe, require, require_type
 
 Found = dict[str, Any]  # the arguments of a DecoderConfig
 NEVER = object()
@@ -31,8 +31,6 @@ class Fields:
         wanted = kind or (type(default) if isinstance(default, (bool, int, float, str)) else None)
         if wanted is not None:
             require_type(self.where, name, value, *((int, float) if wanted is float else (wanted,)))
-        if type(value) is bool and wanted in (int, float):
-            fail(self.where, name, "a number", value, TypeError)
         if type(value) is int:
             require(0 <= value <= MOST, self.where, name, f"from 0 to {MOST}", describe(value))
         if type(value) is float:

@@ -3,6 +3,7 @@ calls."""
 
 import dataclasses
 import itertools
+import re
 
 import pytest
 import torch
@@ -43,10 +44,12 @@ from funcops.models import (
     decoder_x,
     generate,
     roles,
+    roll_back,
     sample,
     to_hf,
 )
-from funcops.models.cache import CachedParams, check_room, slots, slots_of
+from funcops.models import cache as cache_module
+from funcops.models.cache import CachedAttentionConfig, CachedParams, cached_attention, check_room, slots, slots_of
 from funcops.models.with_cache import with_cache
 from funcops.testing.tolerances import DECODING, assert_close
 
@@ -444,6 +447,63 @@ def test_sinks_that_are_missing_raise():
     at = slots(Cache({"a": KVCache(k, v)}, torch.zeros(B, dtype=torch.int64), context=T, chunk=T), T, None, (None,))
     with pytest.raises(TypeError, match=r"params.sinks must be a tensor \[\d\], got None"):
         chain.fwd({"mix": CachedParams(k, v, None)}, WithExtras((Q, KEYS, VALUES), {"cache": at}), cfg, needs=Needs.NONE)
+
+
+def cached(**options):
+    """Attention over an empty cache: its params, slots for T tokens, and its config."""
+    cfg = AttentionConfig(causal=True, **options)
+    k, v = torch.zeros(B, K, T, D, dtype=torch.float64), torch.zeros(B, K, T, V, dtype=torch.float64)
+    at = slots(Cache({"a": KVCache(k, v)}, torch.zeros(B, dtype=torch.int64), context=T, chunk=T), T, None, (None,))
+    return CachedParams(k, v, None), at, CachedAttentionConfig(of=cfg)
+
+
+@pytest.mark.parametrize("shape", [(T, T), (B + 1, 1, T, T), (1, H + 1, T, T), (1, 1, T - 1, T)])
+def test_a_bias_of_another_shape_than_the_tokens_is_refused(shape):
+    params, at, cfg = cached(bias=True)
+    said = rf"^cached_attention_fwd: x.3 \(bias\) must be \[2 or 1, 4 or 1, 19, context\], got {re.escape(str(list(shape)))}$"
+    with pytest.raises(ValueError, match=said):
+        cached_attention.fwd(params, ((Q, KEYS, VALUES, torch.zeros(shape).double()), at), cfg, needs=Needs.NONE)
+    for right in ((B, H, T, T), (1, 1, T, T)):
+        x = Q, KEYS, VALUES, torch.zeros(right).double()
+        assert cached_attention.fwd(params, (x, at), cfg, needs=Needs.NONE)[0].shape == (B, T, H, V)
+
+
+def test_attention_over_a_cache_has_no_backward():
+    params, at, cfg = cached()
+    y, kept = cached_attention.fwd(params, ((Q, KEYS, VALUES), at), cfg, needs=Needs.NONE)
+    assert kept is None
+    said = "^cached_attention_bwd: residuals must be of another op: a cache that is written to has no gradient, got None$"
+    with pytest.raises(ValueError, match=said):
+        cached_attention.bwd(kept, y, cfg)
+
+
+def test_lengths_that_the_host_may_not_read_are_asserted(monkeypatch):
+    """Else the error names the row, and what it may go back to."""
+    cache = cache_init(LLAMA, 2)
+    cache.lengths += 5
+    for row, lengths in ((1, [5, 6]), (0, [-1, 5])):
+        with pytest.raises(ValueError, match=rf"^roll_back: lengths\[{row}\] must be from 0 to 5, got {lengths[row]}$"):
+            roll_back(cache, torch.tensor(lengths))
+    monkeypatch.setattr(cache_module, "readable", lambda t: False)
+    for lengths in ([5, 6], [-1, 5]):
+        with pytest.raises(RuntimeError, match=r"roll_back: lengths must be at most cache\.lengths, and not too far back"):
+            roll_back(cache, torch.tensor(lengths))
+    assert roll_back(cache, torch.tensor([5, 0])).lengths.tolist() == [5, 0]
+
+
+def test_params_of_another_model_than_the_caches_are_refused():
+    """Its layers have no attention where the cache has one."""
+    params, cache = given(LLAMA), cache_init(LLAMA, 3, dtype=torch.float64)
+    params = trees.put(params, "blocks.0.attn", {"qkv": None})
+    with pytest.raises(TypeError, match=r"^decode: params must be a decoder's, with blocks\.0\.attn\.mix, got "):
+        decode(params, cache, IDS[:, :1], LLAMA)
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 0), (0, 2), (1, 2, 3)])
+def test_a_stream_is_of_at_least_one_token(shape):
+    said = rf"^generate: ids must be \[B, T\] of at least one token, got {re.escape(str(list(shape)))}$"
+    with pytest.raises(ValueError, match=said):
+        generate(given(LLAMA), LLAMA, torch.zeros(shape, dtype=torch.int64), 2)
 
 
 def test_ids_without_a_batch_are_refused():

@@ -110,6 +110,12 @@ def test_the_field_is_named(field, value, tmp_path):
         read_config("a file", {**config_of("llama", tmp_path), field: value})
 
 
+@pytest.mark.parametrize("field", ["num_attention_heads", "rms_norm_eps", "vocab_size"])
+def test_a_truth_value_is_no_number(field, tmp_path):
+    with pytest.raises(TypeError, match=f"^a file: {field} must be int( or float)?, got True$"):
+        read_config("a file", {**config_of("llama", tmp_path), field: True})
+
+
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("gpt2", "olmo3", "gemma3")])
 def test_a_family_with_one_rope_refuses_two(name, tmp_path):
     given = config_of(name, tmp_path)

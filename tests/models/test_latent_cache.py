@@ -7,12 +7,13 @@ import random as python_random
 import pytest
 import torch
 
-from funcops import Needs, RopeConfig, WithExtras, chain, donate, linear, random, rewrite
+from funcops import Needs, RopeConfig, WithExtras, chain, donate, linear, random, rewrite, walk
 from funcops.graphs import graphed
 from funcops.lora import with_lora
 from funcops.lora.params import lora_init
 from funcops.low_precision import Fp8Block, quantize_params, with_recipe
 from funcops.models import DecoderConfig, KVCache, LatentConfig, cache_init, decode, decoder, decoder_x, generate, roll_back
+from funcops.models.latent_cache import LatentAttentionConfig
 from funcops.models.with_cache import with_cache
 from funcops.testing.tolerances import DECODING
 from funcops.trees import at, put, tensors
@@ -165,6 +166,14 @@ def test_adapters_and_codes_where_latents_are_read():
     assert len(list(generate(work, WIDE, IDS, 2, model=coded))) == 2
     with pytest.raises(TypeError, match="kv.up must be a plain weight for a cache of latents"):
         decode(work, cache_init(WIDE, 3, dtype=torch.bfloat16), IDS[:, :2], WIDE, model=coded)
+
+
+def test_a_cache_of_latents_has_no_gradient():
+    model = with_cache(decoder(CFG), latents=True)
+    (part,) = {part.cfg: part for part in walk(model) if type(part.cfg) is LatentAttentionConfig}.values()
+    params, where = part.op.init(part.cfg), "latent_attention_fwd: needs"
+    with pytest.raises(ValueError, match=f"{where} must be Needs.NONE: a cache that is written to has no gradient, got "):
+        part.op.fwd(params, ((IDS, IDS, IDS), {}), part.cfg, needs=Needs.ALL)
 
 
 def test_a_cache_of_both_kinds_is_refused():

@@ -1,15 +1,18 @@
 """Adapters of decoders, written to PEFT's model of the same checkpoint and read from it."""
 
+import dataclasses
+import re
+
 import pytest
 import torch
 from lora_model import drawn, same_bits
 from tiny_hf import tiny, transformers
 from torch.testing import assert_close
 
-from funcops import Needs, WithExtras, chain, random
+from funcops import Needs, RopeConfig, WithExtras, chain, random
 from funcops.errors import CheckpointError
 from funcops.lora import RowsOf, adapter, load_adapter, lora_init, merge, save_adapter, with_lora
-from funcops.models import decoder, decoder_x, from_hf, generate, peft_names, to_hf
+from funcops.models import DecoderConfig, decoder, decoder_x, from_hf, generate, peft_names, to_hf
 from funcops.trees import paths
 
 peft = pytest.importorskip("peft")
@@ -97,6 +100,29 @@ def test_a_linear_that_is_a_part_of_a_module_is_named_by_its_rows(family, of, tm
     every = peft_names(cfg)
     assert names and all(every[path] == name for path, name in names.items())
     assert {type(name) for name in names.values()} == ({str} if family == "llama" else {RowsOf})
+
+
+SIZES = dict(vocab=31, dim=8, layers=2, heads=2, kv_heads=1, head_size=4, hidden=6, context=32)
+
+
+def test_an_adapter_at_a_linear_that_the_checkpoint_does_not_have_is_named():
+    cfg = DecoderConfig(**SIZES, rope=RopeConfig(4), family="llama")
+    gated = dataclasses.replace(cfg, attention_gate=True)
+    said = "peft_names: model must be decoder(cfg) with adapters, got an adapter at blocks.0.attn.gated.gate.proj, whose weight a "
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}checkpoint does not have$"):
+        peft_names(cfg, with_lora(decoder(gated), 2, ("*.gate.proj",)))
+    with pytest.raises(ValueError, match="^peft_names: model must be one that with_lora made, got one without adapters$"):
+        peft_names(cfg, decoder(cfg))
+
+
+@pytest.mark.parametrize(
+    ("changes", "path"), [({"attention_gate": True}, "blocks.1.attn.gated.gate.proj"), ({"places": True, "rope": None}, "places")]
+)
+def test_params_that_the_family_has_no_names_for_are_named(changes, path):
+    cfg = dataclasses.replace(DecoderConfig(**SIZES, rope=RopeConfig(4), family="llama"), **changes)
+    said = rf"^from_hf: params of family 'llama' must be all covered by its rules, got (.*, )?{path}\.weight(, .*)?$"
+    with pytest.raises(ValueError, match=said):
+        peft_names(cfg)
 
 
 def test_params_with_a_loss_and_without_one(llama, tmp_path):

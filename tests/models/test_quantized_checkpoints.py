@@ -266,6 +266,11 @@ BAD = {
         None,
     ),
     "quantization_config.format must be 'float-quantized' or 'int-quantized' or": ("qwen3", compressed("marlin-24"), None),
+    "or 'int-quantized' or 'pack-quantized' or 'nvfp4-pack-quantized', got none": (
+        "qwen3",
+        {"quant_method": "compressed-tensors"},
+        None,
+    ),
     "config_groups.group_0.weights.strategy must be 'tensor' or 'channel' or 'block', got 'group'": (
         "qwen3",
         compressed("float-quantized", strategy="group"),

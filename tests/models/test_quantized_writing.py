@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -336,6 +337,14 @@ def test_a_layout_that_does_not_fit_raises(how, options, said, tmp_path):
     with pytest.raises(ValueError) as error:
         to_hf(params, CFG, tmp_path / "m", **options)
     assert said in str(error.value) and not list(tmp_path.iterdir())
+
+
+def test_scales_that_are_no_powers_of_two_are_not_written_as_such(tmp_path):
+    work = in_codes(Fp8Block())
+    at(work, "blocks.0.mlp.down.weight").row.scales[0, 0] *= 1.5
+    said = "to_hf: the scales of model.layers.0.mlp.down_proj.weight must be powers of two from 2^-127 to 2^127, as scale_dtype is"
+    with pytest.raises(ValueError, match=f"^{re.escape(said)} float8_e8m0fnu, got others$"):
+        to_hf(work, CFG, tmp_path / "m", scale_dtype=E8)
 
 
 def test_leaves_that_a_file_has_as_one_are_all_in_codes_with_one_scale(tmp_path):

@@ -96,6 +96,19 @@ def test_what_is_written_is_read_as_it_was(name, tmp_path):
                 write_config(dataclasses.replace(cfg, **{part: None}))
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("deepseek_v3", {"latent": None, "rope": None}, "latent must be a LatentConfig, for family 'deepseek_v3', got None"),
+        ("llama", {"rope": None}, r"rope must be RopeConfig\(dim=6\) for family 'llama' with these other fields, got None"),
+    ],
+)
+def test_a_config_without_what_its_family_has_is_not_written(name, changes, said, tmp_path):
+    cfg, _ = config_of(name, "as it is", tmp_path)
+    with pytest.raises(ValueError, match=rf"^to_hf: cfg\.{said}$"):
+        write_config(dataclasses.replace(cfg, **changes))
+
+
 def test_phis_longrope_by_its_earlier_name(tmp_path):
     cfg, _ = config_of("phi3", "as it is", tmp_path)
     said = write_config(cfg)
