@@ -15,6 +15,7 @@ from funcops.contract.digest import digest
 from funcops.distributed import Spec
 from funcops.distributed.checkpoint_index import MARK
 from funcops.errors import CheckpointError
+from funcops.optim import AdamWConfig, adamw_init
 from funcops.testing import run_ranks
 from funcops.trees import paths
 
@@ -71,6 +72,14 @@ def test_a_number_and_a_tensor_are_not_taken_for_each_other(tmp_path):
         dist.save({"a": 3}, tmp_path / "b", {"a": Spec("tp", 0)}, ONE)
     with pytest.raises(TypeError, match="a must be a plain tensor|a must be a tensor"):
         dist.save({"a": object()}, tmp_path / "b", {}, ONE)
+
+
+def test_an_element_of_a_vector_and_a_leaf_do_not_share_a_path(tmp_path):
+    state = adamw_init({"w": torch.ones(2)}, AdamWConfig())
+    with pytest.raises(
+        CheckpointError, match=r"^save: tree must be a tree with one leaf per path, got opt\.step\.w beside opt\.step, "
+    ):
+        dist.save({"opt": state, "opt.step.w": torch.ones(2)}, tmp_path / "a", {}, ONE)
 
 
 def test_a_save_in_the_background_has_the_values_from_its_start(tmp_path, monkeypatch):

@@ -225,6 +225,16 @@ def bad_calls(tp):
                 None, (x, random.key(0)), dist.ShardedDropoutConfig(0.5, shared=(dist.Shared(dim, tp),))
             ),
         )
+    for wrong, got in ((x, "float32[2, 4]"), ((x,), "tuple"), ([x, random.key(0)], "list")):
+        yield (
+            f"sharded_dropout_fwd: x must be a tuple (x, key), got {got}",
+            lambda wrong=wrong: dist.sharded_dropout.fwd(None, wrong, dist.ShardedDropoutConfig(0.5, shared=(dist.Shared(0, tp),))),
+        )
+    for op, own, part, cfg in ((dist.column_linear, params, x, column), (dist.row_linear, rows, x[:, :2], row)):
+        yield (
+            f"{op.name}_fwd: params.bias must be None (cfg.bias is False), got a tensor",
+            lambda op=op, own=own, part=part, cfg=cfg: op.fwd(own, part, dataclasses.replace(cfg, bias=False)),
+        )
     yield (
         "all_to_all_fwd: x must be of more dimensions (cfg.split and cfg.cat are one), got float32[4]",
         lambda: dist.all_to_all.fwd(None, torch.ones(4), dist.AllToAllConfig(tp)),
@@ -382,6 +392,41 @@ def test_a_reference_may_leave_an_input_unread():
     x, unread = torch.ones(3), torch.ones(2)
     y, dy, (dparams, dx) = _reference(case, {"unread": unread}, x, 1)
     assert dparams == {"unread": None} and torch.equal(dx, 2.0 * dy) and torch.equal(y, 2.0 * x)
+
+
+@pytest.mark.parametrize(
+    ("op", "config", "width"),
+    [
+        (dist.gather_same, dist.GatherSameConfig, 16),
+        (dist.scatter_sum, dist.ScatterSumConfig, 4),
+        (dist.slice_of, dist.SliceOfConfig, 4),
+    ],
+    ids=str,
+)
+def test_a_chain_knows_the_width_behind_a_collective_of_the_last_dimension(op, config, width):
+    """Behind one of the first dimension it knows no width."""
+    tp = Mesh.abstract({"tp": 2}, 0)["tp"]
+
+    def of(dim, then):
+        first, last = Step("a", linear, LinearConfig(3, 8)), Step("z", linear, LinearConfig(then, 2))
+        return ChainConfig(steps=(first, Step("b", op, config(tp, dim=dim)), last))
+
+    assert of(-1, width) != of(0, 5)
+    with pytest.raises(
+        ValueError, match=rf"^ChainConfig: x of step 'z' must be \[\.\.\., 5\], got \[\.\.\., {width}\] of step 'b'$"
+    ):
+        of(-1, 5)
+
+
+@pytest.mark.parametrize("options", [{"p": 0.0}, {"p": 0.5, "train": False}, {"p": 1.0}], ids=str)
+def test_a_dropout_of_nothing_or_of_all_needs_no_draw(options):
+    """Nor does its gradient: both are what was given, or zeros."""
+    cfg = dist.ShardedDropoutConfig(shared=(dist.Shared(0, Mesh.abstract({"tp": 2}, 1)["tp"]),), **options)
+    x, dy = torch.ones(2, 3), torch.full((2, 3), 2.0)
+    y, kept = dist.sharded_dropout.fwd(None, (x, random.key(0)), cfg)
+    _, (dx, dkey) = dist.sharded_dropout.bwd(kept, dy, cfg)
+    gone = cfg.p == 1.0
+    assert torch.equal(y, 0 * x if gone else x) and torch.equal(dx, 0 * dy if gone else dy) and dkey is None
 
 
 def test_a_chain_knows_the_width_behind_an_all_to_all():

@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from forked import codes
 
 from funcops import dist
-from funcops.distributed import Mesh, Spec, checkpoint_files
+from funcops.distributed import Mesh, Spec, checkpoint, checkpoint_files
 from funcops.errors import CheckpointError, CheckpointWriteError
 from funcops.testing import run_ranks
 
@@ -329,6 +329,68 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_refused(folder, read,
                     act()
             replaced()
             act()
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_read_is_refused(tmp_path, monkeypatch):
+    dist.save(tree(), tmp_path / "a", {}, ONE)
+    read = checkpoint.read_tensors
+
+    def meanwhile(*args):
+        found = read(*args)
+        shutil.rmtree(tmp_path / "a")
+        return found
+
+    monkeypatch.setattr(checkpoint, "read_tensors", meanwhile)
+    said = r"/a must be left alone while it is read \(load it again\), got one that a save has replaced meanwhile$"
+    with pytest.raises(CheckpointError, match=f"^load_values: .*{said}"):
+        dist.load_values(tmp_path / "a")
+
+
+def test_ranks_that_load_other_checkpoints_are_told_both(tmp_path):
+    for name, scale in (("a", 1.0), ("b", 2.0)):
+        dist.save({"w": scale * W, "more": torch.ones(int(scale))}, tmp_path / name, {}, ONE)
+
+    def run(mesh):
+        path = tmp_path / "ab"[mesh.rank]
+        with pytest.raises(CheckpointError) as raised:
+            dist.load(path, {"w": W}, {}, mesh)
+        return str(raised.value)
+
+    got = f"got {str(tmp_path / 'a')!r} on rank 0 and {str(tmp_path / 'b')!r} on rank 1"
+    assert run_ranks({"dp": 2}, run) == [f"load: path must be the same checkpoint on all ranks, {got}"] * 2
+
+
+def test_a_file_system_without_locks_keeps_no_saves_apart(tmp_path, monkeypatch):
+    """What a lock says otherwise is that another save goes on; a file of its that is gone meanwhile says nothing."""
+    path, locked = tmp_path / "a", checkpoint_files._is_locked
+    saving = dist.save_start(tree(), path, {}, ONE)
+    (claim,) = tmp_path.glob(".a.*.lock")
+    assert locked(claim) and not locked(tmp_path / ".a.0.lock")
+    with pytest.raises(CheckpointError, match="^save: path must be one that no other save writes to "):
+        dist.save(tree(), path, {}, ONE)
+
+    def flock(*args):
+        raise OSError("no locks here")
+
+    with monkeypatch.context() as changed:
+        changed.setattr(checkpoint_files.fcntl, "flock", flock)
+        assert not locked(claim)
+        dist.save(tree(2.0), tmp_path / "b", {}, ONE)
+    assert holds(tmp_path / "b", 2.0)
+    saving.finish()
+    assert holds(path)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path, monkeypatch):
+    def mkdir(self, *args, **options):
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as changed:
+        changed.setattr(Path, "mkdir", mkdir)
+        for save in (dist.save, dist.save_start):
+            with pytest.raises(CheckpointWriteError, match=r"^save: path must be one that can be written to .*Permission denied$"):
+                save(tree(), tmp_path / "a", {}, ONE)
+    assert not list(tmp_path.iterdir())
 
 
 def test_values_of_a_checkpoint_that_is_replaced_meanwhile_are_refused(tmp_path, monkeypatch):

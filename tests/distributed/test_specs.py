@@ -12,6 +12,7 @@ from funcops import LinearParams, dist
 from funcops.checkpoint import CODES
 from funcops.contract.digest import digest
 from funcops.distributed import Mesh, Spec
+from funcops.distributed.boxes import own_runs
 from funcops.testing import run_ranks
 
 
@@ -101,6 +102,19 @@ def test_bad_specs_raise(said):
     with pytest.raises((ValueError, TypeError)) as raised:
         dist.shard({"a": {"w": W[:2] if "[2, 6]" in said else W}}, BAD[said], MESH)
     assert str(raised.value) == said
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_number_that_is_sharded_by_elements_is_on_the_first_rank(n):
+    meshes = [Mesh.abstract({"dp": n}, rank) for rank in range(n)]
+    assert [own_runs((), Spec(fsdp="dp", whole=()), mesh) for mesh in meshes] == [[((), ())], *[[]] * (n - 1)]
+    assert [own_runs((n,), Spec(fsdp="dp", whole=(n,)), mesh) for mesh in meshes] == [[((r,), (1,))] for r in range(n)]
+
+
+def test_a_tree_like_the_whole_has_a_tensor_for_each_shard():
+    like = {"w": torch.ones(4), "b": None}
+    with pytest.raises(TypeError, match=r"^gather_shards_start: like\.b must be a tensor, got None$"):
+        dist.gather_shards_start({"w": torch.ones(2), "b": torch.ones(2)}, like, MESH["dp"])
 
 
 def test_bad_leaves_raise_before_anything_is_sent():
