@@ -435,7 +435,7 @@ def test_a_config_names_dtypes_constants_and_multiples_of_16():
         "n": 64,
         "x_ptr": x.bfloat16(),
         "BLOCK": 128,
-        "y_desc": TensorDescriptor(x, [16, 16], [16, 1], [16, 16]),
+        "y_desc": TensorDescriptor(x.half(), [16, 16], [16, 1], [16, 16]),
         "z_ptr": x,
         "m": 63,
         "none_ptr": None,
@@ -444,7 +444,7 @@ def test_a_config_names_dtypes_constants_and_multiples_of_16():
         "FUSED": True,
     }
     launched = Launched(kernel_of(*given), (1, 1, 1), given, (), None)
-    assert config_of(launched) == "bfloat16 float32 n%16=0 BLOCK=128 k%16=0 FUSED=True"
+    assert config_of(launched) == "bfloat16 float16 float32 n%16=0 BLOCK=128 k%16=0 FUSED=True"
 
 
 @pytest.mark.parametrize(

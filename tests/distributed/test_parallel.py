@@ -67,6 +67,7 @@ from funcops import (
     softmax,
     unpermute,
 )
+from funcops.contract.op import make_op
 from funcops.distributed import Mesh
 from funcops.distributed.rewrite import ROLES
 from funcops.models.blocks import block_config, gpt2_block_config
@@ -288,6 +289,7 @@ def chained(*steps):
 
 
 UP, DOWN = ("up", linear, LinearConfig(4, 8)), ("down", linear, LinearConfig(8, 4))
+OWN = make_op("own", LinearConfig, init=linear.init, fwd=linear.fwd, dgrad=linear.dgrad, wgrad=linear.wgrad)
 MLP, BOTH = chained(UP, DOWN), {"up": "column", "down": "row"}
 BAD = {
     "parallel: rules must be globs that are the first to match a step (up, down), got 'no'": (MLP, {**BOTH, "no": "row"}),
@@ -317,6 +319,10 @@ BAD = {
     ),
     "parallel: step down must be featurewise, as x is sharded along dim -1 over 'tp' (put a row layer before it), "
     "got linear, which mixes features": (MLP, {"up": "column"}),
+    "up: parallel: op 'own' must be linear, or one that remat or with_policy made from it, got another": (
+        chained(("up", OWN, LinearConfig(4, 8)), DOWN),
+        BOTH,
+    ),
     "up: ColumnLinearConfig: out_features must be a multiple of 2, the size of axis 'tp', got 7": (
         chained(("up", linear, LinearConfig(4, 7)), ("down", linear, LinearConfig(7, 4))),
         BOTH,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from dist_cases import parallel_experts
 
-from funcops import ExpertsConfig, RouteConfig, WithExtras, chain, dist, experts, random
+from funcops import ExpertsConfig, RouteConfig, WithExtras, chain, dist, experts, random, walk
 from funcops.distributed import comm
 from funcops.distributed.ops import _tokens
 from funcops.distributed.ops import parallel_experts as home
@@ -54,6 +54,16 @@ def block(seed=0):
 def backward(params, x, dy, cfg):
     y, kept = chain.fwd(params, x, cfg)
     return y, chain.bwd(kept, WithExtras(dy, {"load": None, "loss": None}), cfg)
+
+
+@pytest.mark.parametrize("axis", ["tp", "ep"])
+def test_experts_are_where_ranks_have_rows_of_their_own(axis):
+    mesh, rules = dist.Mesh.abstract({axis: 2}, 0), {"*.experts": "expert"}
+    said = f"^parallel: moe.routed.experts, of experts over '{axis}', must be where ranks have rows of their own, got sharded only"
+    with pytest.raises(ValueError, match=f"{said} along rows$"):
+        dist.parallel(MIXTURE, rules, mesh, axis=axis, experts=axis, sequence_parallel=False)
+    made = dist.parallel(MIXTURE, rules, mesh, axis=axis, experts=axis)
+    assert [part.op for part in walk(made) if part.path == "moe.routed.experts"] == [dist.parallel_experts]
 
 
 @pytest.mark.parametrize("n", [2, 4])

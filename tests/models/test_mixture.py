@@ -22,9 +22,11 @@ from funcops import (
     repeat,
     rms_norm,
     skip,
+    walk,
 )
 from funcops.graphs import check_capturable
 from funcops.models import MoEConfig, moe
+from funcops.models.blocks import block_config
 from funcops.testing import LAWS, Case
 from funcops.testing.checks import float_like, same_bits
 from funcops.testing.tolerances import assert_close
@@ -317,3 +319,16 @@ def test_the_block_is_plain_torchs_within_1e_10(one):
     for got, wanted in pairs:
         wanted = torch.zeros_like(got) if wanted is None else wanted.detach()
         assert not got.numel() or float((got - wanted).abs().max()) <= 1e-10 * max(1.0, float(wanted.abs().max()))
+
+
+def test_a_block_with_a_mixture_also_normalises_queries_and_keys():
+    """By another epsilon than a block without; its outputs are the router's."""
+    mixed = block_config(8, 2, 6, mixture=MoEConfig(route=RouteConfig(4, 2), experts=ExpertsConfig(4, 8, 6)))
+    for block, names, eps in (
+        (block_config(8, 2, 6), ("attn.norm", "mlp.norm"), 1e-5),
+        (mixed, ("attn.norm", "attn.qkv.q.norm", "attn.qkv.k.norm", "mlp.norm"), 1e-6),
+    ):
+        assert {part.path: part.cfg.eps for part in walk(block) if part.op is rms_norm} == dict.fromkeys(names, eps)
+    x = WithExtras(torch.randn(2, 3, 8), {"positions": torch.arange(3)})
+    y, _ = chain.fwd(chain.init(mixed, key=random.key(0)), x, mixed)
+    assert mixed.outputs == ("load", "loss") == (*y.extras,) and y.main.shape == (2, 3, 8)
