@@ -255,6 +255,16 @@ def test_heads_travel_together():
         assert sizes == [forward[0] * whole, forward[1] * whole, 4 * rows, backward[0] * whole, 4 * rows, backward[1] * whole]
 
 
+def test_a_gradient_that_nobody_asks_for_is_none():
+    cfg = dist.ContextAttentionConfig(axis=dist.Mesh.abstract({"cp": 1}, 0)["cp"], causal=True)
+    x = tuple(torch.randn(3, 1, 4, 2, 3).unbind())
+    for asked in ([], False, ["0"]):
+        y, residuals = dist.context_attention.fwd(None, x, cfg, needs=Needs(x=asked))
+        if residuals is not None:
+            dx, pending = dist.context_attention.dgrad(residuals, y, cfg)
+            assert pending is None and [d is not None for d in dx] == [bool(asked), False, False]
+
+
 def test_tensors_without_a_gradient_are_not_sent():
     for way, back in (("gather", 1), ("ring", 3)):
 

@@ -417,6 +417,19 @@ def test_no_rows_are_sent_for_a_gradient_that_nobody_asks_for():
     run_ranks({"ep": 2}, back)
 
 
+@pytest.mark.parametrize("asked", [[], ["0"], ["1"], ["2"], False], ids=str)
+def test_the_gradients_of_a_dispatch_are_those_that_are_asked_for_and_given(asked):
+    cfg = dist.DispatchConfig(2, axis=dist.Mesh.abstract({"ep": 1}, 0)["ep"])
+    x = torch.rand(3, 2), torch.ones(3, 4), torch.tensor([[0, 1], [1, 0], [0, 1]], dtype=torch.int32)
+    (weights, rows, *_), residuals = dist.dispatch.fwd(None, x, cfg, needs=Needs(x=asked))
+    if residuals is not None:
+        for dy in ((weights, rows), (None, rows), (weights, None), (None, None)):
+            dx, pending = dist.dispatch.dgrad(residuals, (*dy, None, None, None), cfg)
+            assert pending is None and dx[2] is None
+            want = [dy[i] is not None and str(i) in (asked or []) for i in (0, 1)]
+            assert [d is not None for d in dx[:2]] == want
+
+
 def test_wrong_calls_raise_before_anything_is_sent():
     def run(mesh):
         for said, call in bad_calls(mesh["ep"]):

@@ -275,3 +275,10 @@ def test_a_rank_that_does_not_answer_is_told(said, name, monkeypatch):
     said = "no kernel"
     with pytest.raises(RuntimeError, match="^ no kernel\n$"):
         calls[name](torch.ones(2), Axis("tp", 2, 1, "mine"))
+
+
+def test_a_torch_without_distributed_has_a_mesh_of_one_process(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    assert Mesh.of({"dp": 1, "tp": 1}).sizes == {"dp": 1, "tp": 1}
+    with pytest.raises(ValueError, match=r"^Mesh\.of: sizes must be of product 1, the number of processes, got dp 2 = 2: start it"):
+        Mesh.of({"dp": 2})

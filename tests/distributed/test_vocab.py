@@ -23,6 +23,7 @@ from funcops import (
     linear_cross_entropy,
     random,
 )
+from funcops.contract.needs import Needs
 from funcops.distributed.ops._vocab import parts_of_rows
 from funcops.testing import check_dist, run_ranks
 from funcops.testing.checks import float_like, same_bits
@@ -231,6 +232,16 @@ def bad_calls(tp):
         "vocab_linear_cross_entropy_fwd: x.0 (x) must be [m, ..., 3], as its first dim is sharded, got float32[3]",
         lambda: head_fwd(head, (torch.ones(3), ids[0]), linear_cfg),
     )
+
+
+def test_labels_alone_have_no_gradient():
+    cfg = dist.VocabCrossEntropyConfig(axis=dist.Mesh.abstract({"tp": 1}, 0)["tp"])
+    x = torch.ones(3, 5), torch.tensor([0, 1, 4])
+    for asked in ([], ["1"], False):
+        y, residuals = dist.vocab_cross_entropy.fwd(None, x, cfg, needs=Needs(x=asked))
+        assert residuals is None or dist.vocab_cross_entropy.dgrad(residuals, y, cfg) == ((None, None), None)
+    y, residuals = dist.vocab_cross_entropy.fwd(None, x, cfg, needs=Needs(x=["1"]))
+    assert residuals is not None
 
 
 def test_bad_calls_raise_on_every_rank():
