@@ -322,7 +322,7 @@ def test_the_block_is_plain_torchs_within_1e_10(one):
 
 
 def test_a_block_with_a_mixture_also_normalises_queries_and_keys():
-    """A block without a mixture has another epsilon and no such norms; its own outputs are the router's."""
+    """A block without a mixture has another epsilon, no such norms, and no outputs of a router."""
     mixed = block_config(8, 2, 6, mixture=MoEConfig(route=RouteConfig(4, 2), experts=ExpertsConfig(4, 8, 6)))
     for block, names, eps in (
         (block_config(8, 2, 6), ("attn.norm", "mlp.norm"), 1e-5),
