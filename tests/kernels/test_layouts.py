@@ -257,6 +257,20 @@ def test_a_compiler_is_told_of_the_results_that_are_asked_for(name):
         assert outlines(kernel.fake_impl(*args)) == outlines(kernel.torch_impl(*args)), chosen
 
 
+WITH_DTYPE = ("grouped_scaled_mm", "grouped_scaled_wgrad", "coded_glu_fwd", "scaled_attention_fwd", "scaled_attention_bwd")
+
+
+@pytest.mark.parametrize("name", WITH_DTYPE)
+def test_results_in_float64_are_left_to_torch(name):
+    """No kernel in Triton has sums of that width."""
+    call = calls(Narrow, torch.float32)[name][0]
+    args = (call.named | {"out": torch.float64}).values()
+    kernel = call.kernel.kernel
+    found, wanted = (tensors(way(*args)) for way in (kernel.triton_impl, kernel.torch_impl))
+    assert len(found) == len(wanted) and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert all(t.dtype is torch.float64 for t in found)
+
+
 def test_poisoned_memory_allows_operators_without_a_fixed_order():
     """Warnings are errors here, and on CUDA attention and cuBLAS warn in deterministic mode."""
     with warnings.catch_warnings():
