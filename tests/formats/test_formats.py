@@ -382,10 +382,11 @@ def test_the_hadamard_transform_keeps_products():
     assert kernels.amax(spike, True).item() == 25.0, "an outlier is spread over 16"
 
 
-def test_square_tiles_turn_exactly():
+@pytest.mark.parametrize("rows", [150, 37])
+def test_square_tiles_turn_exactly(rows):
     for args in FORMATS:
         if args[1] == args[2]:
-            x = source((150, 133), torch.bfloat16, "normal", 3)
+            x = source((rows, 133), torch.bfloat16, "normal", 3)
             format = Format(args[0], args[1:3], args[3])
             direct, again = quantize_tensor(x, format, side="col"), turned(quantize_tensor(x, format))
             assert same((again.codes, again.scales), (direct.codes, direct.scales)), args
@@ -495,3 +496,12 @@ def test_weights_in_a_format_are_compared_by_identity():
     made = QWeight(quantize_tensor(torch.ones(32, 128), Format("e4m3", (1, 128), "pow2")))
     other = QWeight(made.row)
     assert made == made and made != other and len({made, other}) == 2
+
+
+def test_a_tensor_in_a_format_has_dense_zeros_and_a_shape_of_its_own():
+    q = quantize_tensor(torch.ones(32, 128, dtype=torch.bfloat16), Format("e4m3", (1, 128), "pow2"))
+    for asked, dtype in ((None, torch.bfloat16), (torch.float32, torch.float32)):
+        zeros = q.zero_gradient(asked)
+        assert torch.equal(zeros, torch.zeros(32, 128, dtype=dtype)) and zeros.dtype is dtype
+    with pytest.raises(ValueError, match=r"^test: q must be \[128, 32\], got \[32, 128\]"):
+        check_quantized("test", "q", q, q.format, "row", torch.Size((128, 32)))

@@ -5,9 +5,13 @@ import torch
 
 from funcops import (
     ActivationConfig,
+    AddConfig,
     ChainConfig,
+    ForkConfig,
     GLUConfig,
+    LayerNormConfig,
     LinearConfig,
+    Needs,
     ParallelConfig,
     QLinearConfig,
     ReshapeConfig,
@@ -15,9 +19,12 @@ from funcops import (
     RopeConfig,
     Step,
     activation,
+    add,
     chain,
     explain,
+    fork,
     glu,
+    layer_norm,
     linear,
     parallel,
     qlinear,
@@ -49,6 +56,17 @@ def test_why_an_output_is_not_quantised(name):
         assert f"not quantised output at made (forward): {why}\n" in f"{text}\n" and ": quantised output" not in text
 
 
+@pytest.mark.parametrize("dim", [(128,), (2, 128)], ids=str)
+@pytest.mark.parametrize("norm", [(rms_norm, RMSNormConfig), (layer_norm, LayerNormConfig)], ids=lambda norm: norm[0].name)
+def test_why_a_norm_does_not_add_the_gradient_of_a_stream(norm, dim):
+    op, config = norm
+    steps = Step("split", fork, ForkConfig(), gives=("stream",)), Step("norm", op, config(dim))
+    text = str(explain(ChainConfig(steps=(*steps, Step("end", add, AddConfig(), takes=("stream",))))))
+    assert ("split + norm: fork + reader" in text) == (len(dim) == 1)
+    why = "not fork + reader at split (backward): the norm goes over several dimensions"
+    assert (why in text) == (len(dim) > 1)
+
+
 def heads(name, count, size=8, turned=True, **how):
     steps = [
         Step("proj", linear, LinearConfig(32, count * size)),
@@ -78,3 +96,11 @@ def test_why_heads_are_not_made_together(name, dtype):
     assert (": q, k and v, saves" in text) == (why is None)
     for half in ("forward", "backward"):
         assert (f"not q, k and v at qkv.q.proj (siblings {half}): {why}" in text) == (why is not None)
+
+
+def test_heads_whose_input_has_no_gradient_are_not_joined_backward():
+    branches, _ = HEADS["of one layer"]
+    step = Step("qkv", parallel, ParallelConfig(branches=branches), takes=("positions",))
+    text = str(explain(ChainConfig(steps=(step,), extras=("positions",)), Needs(x=False)))
+    assert ": q, k and v, saves" in text.partition("  backward")[0] and text.count(": q, k and v, saves") == 1
+    assert "not sibling linears at qkv.q.proj (siblings backward): no gradient is asked of their input" in text

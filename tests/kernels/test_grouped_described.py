@@ -164,3 +164,50 @@ def test_experts_over_pointers_read_rows_longer_than_a_tile(dtype):
         found = experts.experts_up(*args)
     wanted = experts.experts_up.kernel.torch_impl(*exact(args))
     assert_close([t[:5] for t in found], [t[:5] for t in wanted], dtype=dtype, length=width)
+
+
+def test_products_that_the_library_makes_are_those_of_torch(monkeypatch):
+    """Also with rows that an index takes, factors of rows, and a bias."""
+    asked = []
+    monkeypatch.setattr(by_triton, "way_of", lambda kind, *operands: asked.append(kind) or "library")
+    for seed in (1, 3):
+        x, dy, w, b, offsets, index, every, scales, _ = drawn(seed, torch.float32)
+        dy = dy.nan_to_num(0.0)
+        for function, args in (
+            (declared.grouped_product, (x, w, b, offsets, index, every, scales, True)),
+            (declared.grouped_wgrad, (dy, x, offsets, None, index, every, scales, True)),
+        ):
+            with backend("triton"):
+                found = function(*args)
+            with backend("torch"):
+                wanted = function(*args)
+            for one, other in zip(*(t if isinstance(t, tuple) else (t,) for t in (found, wanted)), strict=True):
+                assert torch.equal(one, other)
+    assert asked == ["product", "wgrad"] * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "served"),
+    [
+        (lambda rows, other: (rows, other), True),
+        (lambda rows, other: (rows, other.expand(2, 16, 16).contiguous()), True),
+        (lambda rows, other: (rows.float(), other.float()), False),
+        (lambda rows, other: (rows[:, :12].contiguous(), other), False),
+        (lambda rows, other: (rows.mT, other), False),
+        (lambda rows, other: (rows[:0], other), False),
+        (lambda rows, other: (rows.flatten()[1:17].view(1, 16), other), False),
+        (lambda rows, other: (rows, other[:12].expand(2, 12, 16).contiguous()), False),
+        (lambda rows, other: (rows, other[:12].contiguous()), True),
+    ],
+)
+def test_torchs_grouped_product_takes_even_rows_of_16_bits(change, served, monkeypatch):
+    """On a device that is new enough, and in memory that begins on a multiple of 16 bytes."""
+    given = change(*torch.zeros(2, 16, 16, dtype=torch.bfloat16))
+    monkeypatch.setattr(declared, "_grouped_mm", declared._grouped_mm or torch.mm)
+    monkeypatch.setattr(torch.version, "hip", None)
+    for capability, new in (((9, 0), served), ((7, 5), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        assert declared.library_serves(*given) is new
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    assert declared.library_serves(*given) is False

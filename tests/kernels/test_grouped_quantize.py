@@ -76,3 +76,14 @@ def test_words_and_transforms_are_left_to_torch():
     with backend("triton"):
         same(group_amax(x, offsets, None, 1, True), amax)
         same(quantize_groups(x, offsets, None, 1, amax, torch.arange(512).view(32, 16), *WAYS[3]), wanted)
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_rows_without_columns_have_scales_and_no_codes(gathered):
+    x, offsets = torch.empty(3, 0), torch.tensor([0, 2, 3], dtype=torch.int32)
+    index = torch.tensor([2, 0, 1, 1], dtype=torch.int32) if gathered else None
+    args = x, offsets, index, 1, "e4m3", torch.tensor([2.0, 3.0])
+    with backend("torch"):
+        wanted = quantize_groups_scaled(*args)
+    with backend("triton"):
+        same(quantize_groups_scaled(*args), wanted)

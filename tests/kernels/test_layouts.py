@@ -233,6 +233,44 @@ def test_a_compiler_is_told_the_strides_of_results(name):
             assert fake.is_contiguous() and real.is_contiguous(), call.shape
 
 
+REQUESTS = ("dx", "dw", "db", "dscale", "dshift", "dscales", "bias")
+
+
+def outlines(found):
+    """The dtype and dimensions of each result, and None for one that is not there."""
+    found = found if isinstance(found, tuple) else (found,)
+    return [None if t is None else (t.dtype, t.dim(), t.shape[-1:]) for t in found]
+
+
+def with_requests(of):
+    return [name for name in with_triton(of) if set(of[name][0].named) & set(REQUESTS) and of[name][0].kernel.kernel.fake_impl]
+
+
+@pytest.mark.parametrize("name", [name for name in with_requests(KERNELS) if not KERNELS[name][0].kernel.kernel.mutates])
+def test_a_compiler_is_told_of_the_results_that_are_asked_for(name):
+    """Each result of the torch body is there, and no other."""
+    call = calls(Narrow, torch.float32)[name][0]
+    asked = [key for key, value in call.named.items() if key in REQUESTS and isinstance(value, bool)]
+    for chosen in itertools.product((True, False), repeat=len(asked)):
+        args = (call.named | dict(zip(asked, chosen, strict=True))).values()
+        kernel = call.kernel.kernel
+        assert outlines(kernel.fake_impl(*args)) == outlines(kernel.torch_impl(*args)), chosen
+
+
+WITH_DTYPE = ("grouped_scaled_mm", "grouped_scaled_wgrad", "coded_glu_fwd", "scaled_attention_fwd", "scaled_attention_bwd")
+
+
+@pytest.mark.parametrize("name", WITH_DTYPE)
+def test_results_in_float64_are_left_to_torch(name):
+    """No kernel in Triton has sums of that width."""
+    call = calls(Narrow, torch.float32)[name][0]
+    args = (call.named | {"out": torch.float64}).values()
+    kernel = call.kernel.kernel
+    found, wanted = (tensors(way(*args)) for way in (kernel.triton_impl, kernel.torch_impl))
+    assert len(found) == len(wanted) and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert all(t.dtype is torch.float64 for t in found)
+
+
 def test_poisoned_memory_allows_operators_without_a_fixed_order():
     """Warnings are errors here, and on CUDA attention and cuBLAS warn in deterministic mode."""
     with warnings.catch_warnings():

@@ -186,3 +186,21 @@ def test_a_device_without_such_products_is_named(kind, element, arch, needed, wh
     with pytest.raises(ValueError, match=re.escape(said)):
         chosen(arch)
     assert chosen(arch, emulate=True) is None and chosen(needed) is not None
+
+
+def test_codes_that_begin_between_multiples_of_16_bytes_give_the_same_bits():
+    """As a part of a larger tensor does."""
+    args, *_ = product(18, 8, 128, *PAIRS[0], torch.float32)
+    moved = torch.cat((args[0].new_zeros(1), args[0].flatten()))[1:].view_as(args[0])
+    assert moved.data_ptr() % 16 and moved.is_contiguous()
+    with backend("triton"):
+        assert torch.equal(scaled_mm(moved, *args[1:]), scaled_mm(*args))
+
+
+@pytest.mark.parametrize(
+    ("cols", "capability", "name"), [(0, 90, "WHOLE"), (128, 90, "BLOCKS"), (128, 100, "SINCE"), (64, 90, None)]
+)
+def test_tiles_of_codes_are_chosen_by_their_scales(cols, capability, name):
+    """A block that is not of 128 columns has no product of codes on any device."""
+    module = importlib.import_module("funcops.kernels.triton.scaled_mm")
+    assert module._tile_of("float32", "e4m3", "e4m3", cols, capability) is (None if name is None else getattr(module, name))

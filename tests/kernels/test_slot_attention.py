@@ -129,3 +129,14 @@ def test_a_sequence_has_the_same_bits_beside_others_and_with_more_room():
             alone = slot_attention_fwd(q[part], *wider, ends[part] - 1, ends[part], None, None, 32, 0, 0, 0.0, False, 0.2)
             assert torch.equal(alone, y[part])
     assert declared.slot_attention_fwd.kernel.triton_impl is by_triton.slot_attention_fwd
+
+
+@pytest.mark.parametrize("by", ["torch", "triton"])
+@pytest.mark.parametrize(("size", "width"), [(8, 0), (8, 2048)], ids=["no values", "long values"])
+def test_heads_that_kernels_lack_are_left_to_torch(by, size, width):
+    """The average of the values, as the keys say nothing."""
+    q, k, v, ends = torch.zeros(2, 1, 4, size), torch.randn(2, 2, 5, size), torch.randn(2, 2, 5, width), torch.tensor([5, 3])
+    with backend(by):
+        y = slot_attention_fwd(q, k, v, ends - 1, ends, None, None, width, 0, 0, 0.0, False, 1.0)
+    want = torch.stack([v[row, :, :end].mean(1).repeat_interleave(2, 0) for row, end in enumerate((5, 3))])[:, None]
+    assert_close(y, want, dtype=torch.float32)

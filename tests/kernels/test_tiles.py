@@ -2,12 +2,15 @@
 
 import importlib
 import pkgutil
+import types
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 import funcops.kernels.triton as kernels
+from funcops.kernels.triton import common, matmul, scaled_attention, scored_attention
 
 
 def tiles(value):
@@ -32,3 +35,39 @@ def test_every_tile_can_be_launched():
         sizes = [n for field, n in tile._asdict().items() if field not in ("warps", "stages", "specialised")]
         assert all(n >= 16 and n & (n - 1) == 0 for n in sizes), f"{where}: {tile}"
         assert tile.warps in (1, 2, 4, 8, 16, 32) and 1 <= tile.stages <= 6, f"{where}: {tile}"
+
+
+class Device:
+    """A stand-in for Triton's driver of one device."""
+
+    def __init__(self, backend, arch, warp_size):
+        self.target = types.SimpleNamespace(backend=backend, arch=arch, warp_size=warp_size)
+        self.utils = types.SimpleNamespace(get_device_properties=lambda device: {"multiprocessor_count": 100 + device})
+
+    def get_current_device(self):
+        return 7
+
+    def get_current_target(self):
+        return self.target
+
+
+DEVICES = {  # whether loads go on while a program computes, the most warps, whether there are descriptors
+    "Hopper": (Device("cuda", 90, 32), True, 32, True),
+    "Ampere": (Device("cuda", 80, 32), True, 32, False),
+    "MI300": (Device("hip", "gfx942", 64), False, 16, False),
+}
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_launches_are_chosen_by_what_a_device_has(name, monkeypatch):
+    device, copies, warps, described = DEVICES[name]
+    for module in (common, matmul):
+        monkeypatch.setattr(module, "IN_INTERPRETER", False)
+        monkeypatch.setattr(module, "driver", types.SimpleNamespace(active=device))
+    assert common.copies_by_itself() is copies and common.most_warps() == warps
+    assert matmul.device_facts() == (described, 107)
+    for module, decodes in ((scored_attention, False), (scaled_attention, True)):
+        for (which, bytes_of), of in module.TILES.items():
+            size, dtype = max(of), torch.bfloat16 if bytes_of == 2 else torch.float32
+            wanted = of[size]._replace(rows=of[size].rows // 2, warps=8) if decodes and bytes_of == 2 else of[size]
+            assert module.tile_of(which, dtype, size) == (wanted if copies else wanted._replace(stages=1)), module.__name__

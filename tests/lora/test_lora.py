@@ -11,6 +11,7 @@ from funcops import (
     ChainConfig,
     EmbeddingConfig,
     LinearConfig,
+    LinearParams,
     Needs,
     ParallelConfig,
     Policy,
@@ -426,6 +427,15 @@ def _made():
     return cfg, lora_init(chain.init(NORMED, key=random.key(0)), cfg, key=random.key(1))
 
 
+LONE = ChainConfig(steps=NORMED.steps[1:])
+
+
+def _words():
+    base = ChainConfig(steps=(Step("words", embedding, EmbeddingConfig(6, 4)),))
+    cfg = with_lora(base, 2, ("words",))
+    return cfg, lora_init(chain.init(base, key=random.key(0)), cfg, key=random.key(1))
+
+
 BAD = [
     Error(call=lambda: with_lora(NORMED, 0, ("a",)), match="with_lora: rank must be"),
     Error(
@@ -462,6 +472,19 @@ BAD = [
     Error(
         call=lambda: save_adapter("no", *reversed(_made()), names={"b": "c"}),
         match="save_adapter: names must be globs, one of them for a, got b",
+    ),
+    Error(
+        call=lambda: save_adapter("no", *reversed(_made()), names={"?": "c"}),
+        match="names: '?' must be a glob whose only wildcard is '*', got others",
+    ),
+    Error(
+        call=lambda: save_adapter("no", *reversed(_words()), names={"words": ("c", "d")}),
+        match="save_adapter: names['words'] must be a name, as words is an embedding, got ('c', 'd')",
+        error=TypeError,
+    ),
+    Error(
+        call=lambda: lora_init({"a": LinearParams(None, None)}, with_lora(LONE, 2, ("a",)), key=random.key(0)),
+        match="lora_init: params must be a tree with float tensors, got",
     ),
     Error(
         call=lambda: save_adapter("no", *reversed(_made()), names={"*": "c"}),

@@ -98,6 +98,26 @@ SPOILED = {
     "rslora": (edited(use_rslora=True), CheckpointError, r"lora_alpha of .* must be 3.464\d*, as in cfg, got 6"),
     "rslora of a word": (edited(use_rslora="yes"), CheckpointError, "use_rslora must be True or False, got 'yes'"),
     "bias": (edited(bias="all"), CheckpointError, "bias must be 'none', got 'all'"),
+    "patterns of ranks": (
+        edited(rank_pattern=["q"]),
+        CheckpointError,
+        r"rank_pattern must be None or an object of patterns, got \['q'\]",
+    ),
+    "a pattern of alphas": (
+        edited(alpha_pattern={"(": 1}),
+        CheckpointError,
+        r"alpha_pattern must be None or an object of patterns, got",
+    ),
+    "a pattern of targets": (
+        edited(target_modules="("),
+        CheckpointError,
+        r"target_modules must be None, a list .*or a pattern, got '\('",
+    ),
+    "excluded numbers": (
+        edited(exclude_modules=[1]),
+        CheckpointError,
+        r"exclude_modules must be None, a list .*or a pattern, got \[1\]",
+    ),
     "kind": (edited(peft_type="IA3"), CheckpointError, "peft_type must be 'LORA', got 'IA3'"),
 }
 
@@ -342,3 +362,11 @@ def test_an_alpha_is_written_to_nine_decimals(alpha, tmp_path):
 )
 def test_targets_are_ends_of_names_or_patterns_or_all(said, wanted):
     assert [name for name in ("up", "down") if is_target(said, f"model.layers.0.{name}")] == wanted.split()
+
+
+def test_a_file_of_other_names_says_which_argument_helps(saved, tmp_path):
+    _, cfg, params = saved
+    save_adapter(tmp_path, params, cfg, names={"blocks.*": "of.*"})
+    said = r"load_adapter: names must be the modules' names in the file, .* got None, and the file has base_model\.model\.of"
+    with pytest.raises(CheckpointError, match=said):
+        load_adapter(tmp_path, params, cfg)

@@ -18,6 +18,7 @@ from funcops import (
     GroupedLinearConfig,
     GroupedQLinearConfig,
     LinearConfig,
+    ParallelConfig,
     RepeatConfig,
     RouteConfig,
     SkipConfig,
@@ -269,6 +270,11 @@ def test_models_without_a_report_raise():
     cfg = ChainConfig(steps=(Step("words", embedding, EmbeddingConfig(7, 6)),))
     with pytest.raises(ValueError, match="cfg must be a config with linear layers whose weights get gradients, got ChainConfig"):
         quantization_report(chain.init(cfg, key=random.key(0)), torch.tensor([1]), cfg, E4M3_MX)
+    pair = ParallelConfig(branches=(Step("a", linear, LINEAR), Step("b", linear, LINEAR)))
+    with pytest.raises(ValueError, match=r"quantization_report: dy must be given for a y that is (a )?tuple.*, got None"):
+        quantization_report({"a": params, "b": params}, x, pair, E4M3_MX)
+    found = quantization_report(params, x, LINEAR, E4M3_MX)
+    assert repr(found) == "\n".join(line[:160] for line in str(found).split("\n"))
     with pytest.raises(ValueError, match="over: error must be at least 0, got -1"):
         quantization_report(params, x, LINEAR, E4M3_MX).over(-1)
     with pytest.raises(ValueError, match="worst: n must be at least 1, got 0"):

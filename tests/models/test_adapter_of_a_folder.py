@@ -399,3 +399,14 @@ def test_linears_of_one_module_agree_on_its_rows(bases, tmp_path):
     names = {f"blocks.{i}.attn.qkv.{part}.proj": RowsOf(f"m.{i}", *of) for i in range(2) for part, of in parts.items()}
     with pytest.raises(ValueError, match=r"save_adapter: names must be with one number of rows for m.0, got 96 and 64"):
         save_adapter(tmp_path / "new", lora_init(params, model, key=random.key(0)), model, names=names)
+
+
+def test_modules_of_one_linear_have_one_factor(bases, tmp_path):
+    """A factor of one of them alone has no place in the config."""
+    settings = peft.LoraConfig(
+        r=2, lora_alpha=2, alpha_pattern={"up_proj": 8}, target_modules=["gate_proj", "up_proj"], init_lora_weights=False
+    )
+    trained(bases("llama"), settings, tmp_path)
+    said = r"with_adapter_of: .*the adapters of .*gate_proj, .*up_proj must be with one factor, .* got \[1\.0, 4\.0\]"
+    with pytest.raises(CheckpointError, match=said):
+        read(bases("llama"), tmp_path)

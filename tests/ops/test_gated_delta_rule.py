@@ -5,7 +5,15 @@ import pytest
 import torch
 from tiny_hf import Wide
 
-from funcops import GatedDeltaRuleConfig, L2NormConfig, gated_delta_rule_bwd, gated_delta_rule_fwd, l2_norm_bwd, l2_norm_fwd
+from funcops import (
+    GatedDeltaRuleConfig,
+    L2NormConfig,
+    gated_delta_rule,
+    gated_delta_rule_bwd,
+    gated_delta_rule_fwd,
+    l2_norm_bwd,
+    l2_norm_fwd,
+)
 from funcops.testing.tolerances import assert_close
 
 B, T, K, H, D, V = 2, 37, 2, 4, 6, 5
@@ -74,3 +82,10 @@ def test_long_sequences_with_strong_and_weak_decays(dtype, fastest):
     gradients = gated_delta_rule_bwd(kept, torch.ones_like(want), one)[1]
     assert all(bool(t.isfinite().all()) for t in (y, *dx))
     assert_close((y, dx), (want, gradients), dtype=dtype, length=300 * 64, by_leaf=True)
+
+
+def test_outputs_without_a_gradient_give_none():
+    cfg = GatedDeltaRuleConfig(state=True)
+    x = [torch.randn(1, 3, 2, 4) for _ in range(3)] + [-torch.rand(1, 3, 2), torch.rand(1, 3, 2), torch.randn(1, 2, 4, 4)]
+    _, kept = gated_delta_rule.fwd(None, tuple(x), cfg)
+    assert gated_delta_rule.dgrad(kept, (None, None), cfg) == ((None,) * 6, None)

@@ -165,3 +165,42 @@ def test_groups_without_rows_have_no_say():
     dparams = both(recipe, GroupedLinearParams(together, b), (x, offsets), torch.ones(len(rows), OUT).bfloat16())[2]
     amaxes = dparams.weight.scale.view(torch.float32)
     assert (amaxes[:, 1] > 0).all() and not amaxes[1, [0, 2]].any() and amaxes.max() < 1e3
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 33), (-1, 16), (16, 40)])
+def test_groups_beyond_the_columns_are_refused(first, last):
+    from funcops.kernels.grouped_scaled import grouped_scaled_wgrad
+
+    codes, scales = torch.zeros(4, 32, dtype=torch.uint8), torch.ones(4, 2, dtype=torch.uint8)
+    starts, ends = torch.tensor([first, 32], dtype=torch.int32), torch.tensor([last], dtype=torch.int32)
+    args = codes, scales, None, codes, scales, None, starts, ends, "e4m3", "e4m3", 16, "e8m0", 32, torch.float32
+    said = rf"grouped_scaled_wgrad: starts, ends must be within the 32 columns, got \({first}, {last}\)"
+    with pytest.raises(ValueError, match=said):
+        grouped_scaled_wgrad.kernel.torch_impl(*args)
+
+
+def test_large_tiles_are_for_large_groups_of_aligned_rows(monkeypatch):
+    """On a device that multiplies codes; elsewhere they are decoded."""
+    from funcops.kernels.triton import grouped_scaled as module
+
+    few, large = module.FEW_ROWS, module.LARGE
+    tile = lambda cols, rows, *widths: module._tile(large, cols, rows, 2, *widths)  # noqa: E731
+    assert tile(0, 1000, 256, 256) is module.DECODED and tile(128, 1000, 256, 256) is module.FOREIGN
+    monkeypatch.setattr(module, "native", lambda: True)
+    assert tile(0, 2 * few + 1, few + 16, few + 16) is large and tile(128, 2 * few + 1, few + 16, few + 16) is module.BLOCKS
+    for rows, widths in ((2 * few, (few + 16, few + 16)), (2 * few + 1, (few, few + 16)), (2 * few + 1, (few + 16, few + 24))):
+        assert tile(0, rows, *widths) is tile(128, rows, *widths) is module.SMALL
+    assert tile(16, 1000, 256, 256) is tile(32, 1000, 256, 256) is module.DECODED
+
+
+def test_no_rows_have_products_without_a_launch(monkeypatch):
+    from funcops.kernels.grouped_scaled import grouped_scaled_mm
+
+    empty, w = torch.empty(0, 32, dtype=torch.uint8), torch.zeros(2, 8, 32, dtype=torch.uint8)
+    scales = torch.empty(0, 1, dtype=torch.uint8), torch.ones(2, 8, 1, dtype=torch.uint8)
+    offsets = torch.zeros(3, dtype=torch.int32)
+    how = "e4m3", 32, "e4m3", 1, 32, "e8m0", 32, torch.bfloat16
+    monkeypatch.setattr("funcops.kernels.triton.grouped_scaled._launch_product", None)
+    with backend("triton"):
+        y = grouped_scaled_mm(empty, scales[0], None, w, scales[1], None, None, None, offsets, None, *how)
+    assert y.shape == (0, 8) and y.dtype is torch.bfloat16

@@ -332,3 +332,11 @@ def test_strange_logits_and_equal_ones_are_in_torch_order(dtype, experts, top_k)
     wanted = torch.sort(logits.float(), dim=-1, descending=True, stable=True)
     assert torch.equal(indices.long(), wanted.indices[..., :top_k])
     assert torch.equal(counts[0], torch.bincount(wanted.indices[..., :top_k].flatten(), minlength=experts).int())
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_rows_that_are_sorted_without_a_gradient_give_none(gathered):
+    cfg, tokens, indices = PermuteConfig(3, gathered=gathered), torch.randn(4, 5), torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1]])
+    x = (torch.rand(4, 2), tokens, indices.int()) if gathered else (tokens, indices.int())
+    y, kept = permute.fwd(None, x, cfg)
+    assert permute.dgrad(kept, (None,) * len(y), cfg) == ((None,) * len(x), None)

@@ -30,7 +30,7 @@ from funcops.backend import backend
 from funcops.kernels import causal_conv1d as conv_kernels
 from funcops.kernels import embedding, group_norm, modulate, norm, softmax
 from funcops.testing.tolerances import assert_close
-from funcops.trees import leaves, nbytes
+from funcops.trees import leaves, nbytes, replace
 
 triton = pytest.importorskip("triton")
 warnings = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # numpy's, of the interpreter
@@ -199,3 +199,32 @@ def test_an_embedding_draws_normal_rows_and_a_zero_one_for_padding():
     weight = fo.embedding.init(fo.EmbeddingConfig(200, 8, padding_idx=3), key=random.key(0)).weight
     assert not weight[3].any() and (weight != 0).all(1).sum() == 199
     assert torch.equal(weight[4:], fo.embedding.init(fo.EmbeddingConfig(200, 8), key=random.key(0)).weight[4:])
+
+
+@pytest.mark.parametrize("gradient", ["forward", "backward"])
+def test_a_loss_of_no_rows_has_a_gradient_of_zeros(gradient):
+    cfg, params = LinearCrossEntropyConfig(4, 5, reduction="sum", gradient=gradient), LinearCrossEntropyParams(torch.randn(5, 4))
+    y, kept = linear_cross_entropy_fwd(params, (torch.empty(0, 4), torch.empty(0, dtype=torch.int64)), cfg)
+    dparams, (dx, _) = linear_cross_entropy_bwd(kept, torch.ones_like(y), cfg)
+    assert y == 0 and torch.equal(dparams.weight, torch.zeros(5, 4)) and dx.shape == (0, 4)
+
+
+def test_a_reshape_of_dimensions_behind_a_sharded_one_stays():
+    """The sharded dimension of y is counted from the end, and y has as many dimensions as are reshaped to."""
+    for cfg, dim in ((fo.ReshapeConfig((6,), (2, 3)), 3), (fo.ReshapeConfig((2, 3), (6,)), 2)):
+        assert cfg.sharded(3 - (dim == 3), 2) == (cfg, dim)
+    assert fo.ReshapeConfig((6,), (2, 3)).sharded(1, 2) == (fo.ReshapeConfig((3,), (1, 3)), 2)
+
+
+def test_the_sinks_of_heads_over_an_axis_are_sharded_by_it():
+    assert fo.SinkAttentionConfig(4, over="tp").specs == {"sinks": ("tp", 0)}
+    assert fo.SinkAttentionConfig(4).specs == {}
+
+
+def test_experts_without_biases_refuse_one():
+    cfg = fo.ExpertsConfig(2, 4, 3)
+    params, x = fo.experts.init(cfg, key=random.key(0)), (torch.ones(2, 1), torch.ones(2, 4), torch.zeros(2, 1, dtype=torch.int32))
+    for name in ("up", "down"):
+        layer = replace(getattr(params, name), bias=torch.ones(2, 4))
+        with pytest.raises(ValueError, match=rf"^experts_fwd: params.{name}.bias must be None \(cfg.bias is False\), got a tensor"):
+            fo.experts.fwd(replace(params, **{name: layer}), x, cfg)

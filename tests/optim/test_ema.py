@@ -58,3 +58,9 @@ def test_ema_takes_integers_as_they_are(in_place):
     found = ema_update(average, params, 0.5, in_place=in_place)
     assert (found is average) is in_place
     assert found["w"].tolist() == [2.0] and found["step"].item() == 3 and average["step"].item() == (3 if in_place else 1)
+
+
+@pytest.mark.parametrize("decay", [0.5, torch.tensor(0.5)], ids=["a number", "a tensor"])
+def test_ema_of_integers_alone_has_nothing_to_blend(decay):
+    average, params = {"step": torch.tensor(1), "none": None}, {"step": torch.tensor(3), "none": None}
+    assert ema_update(average, params, decay) == params

@@ -333,3 +333,12 @@ def test_a_block_without_signs_is_read_with_the_scale_of_its_largest(dtype):
     want = module._quantized(t, False)
     found = module.encoded_like({"w": t}, {"w": want}, "cpu")["w"]
     assert equal(found, want) and torch.equal(found.absmax, t.float().amax(1))
+
+
+def test_a_cast_leaves_codes_alone_and_zeros_are_dense():
+    small = quantize_state(adamw_init({"w": normal(64, 64)}, AdamWConfig()))
+    codes = small.exp_avg["w"]
+    assert trees.cast(small, torch.bfloat16).exp_avg["w"] is codes
+    for asked, dtype in ((None, torch.float32), (torch.float64, torch.float64)):
+        zeros = codes.zero_gradient(asked)
+        assert torch.equal(zeros, torch.zeros(64, 64, dtype=dtype)) and zeros.dtype is dtype

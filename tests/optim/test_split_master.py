@@ -45,6 +45,8 @@ def test_a_step_has_the_bits_of_float32_masters():
     weights, rest = split_master(params)
     assert rest["b"] is None and rest["ids"] is None and weights["ids"] is params["ids"]
     assert trees.nbytes((weights["w"], rest["w"])) == 4 * 33 * 7
+    back = join_master(weights, rest)
+    assert torch.equal(back["w"], params["w"]) and back["b"] is None and back["ids"] is params["ids"]
     only = {"w": params["w"]}
     state = other = adamw_init(only, cfg)
     weights, rest = split_master(only)
