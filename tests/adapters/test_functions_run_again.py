@@ -2,6 +2,7 @@
 function reads beside its arguments is what the first run read."""
 
 import collections
+import copy
 import functools
 import os
 import pickle
@@ -569,6 +570,15 @@ def test_residuals_go_to_another_process_or_say_why_not():
     again = remat(op).fwd(None, x, CFG)[1]
     with pytest.raises(TypeError, match="^remat: pickled residuals must be of operators whose forward reads its arg"):
         pickle.dumps(again)
+
+
+def test_a_copy_of_residuals_is_run_again_by_the_same_owner():
+    own = op_from_torch(lambda params, x, cfg: x.sin() * x, name="own")
+    op, x = remat(own), torch.arange(float(D))
+    y, residuals = op.fwd(None, x, CFG)
+    want = own.bwd(own.fwd(None, x, CFG)[1], y, CFG)[1]
+    for _ in range(2):
+        assert torch.equal(op.bwd(copy.deepcopy(residuals), y, CFG)[1], want)
 
 
 @pytest.mark.slow

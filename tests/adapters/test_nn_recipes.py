@@ -346,3 +346,13 @@ def test_codes_of_what_is_no_plain_weight_are_refused(weight):
     model[0].weight = None if weight is None else nn.Parameter(weight)
     with pytest.raises(TypeError, match="quantize_weights: 0.weight must be a parameter that is a plain tensor, got"):
         fnn.quantize_weights(model)
+
+
+def test_a_layer_that_a_recipe_does_not_fit_is_reported_with_the_reason():
+    model = fnn.Sequential(fnn.Linear(32, 16), fnn.Linear(17, 16))
+    said = fnn.from_torch(model, recipe=NVFP4())
+    assert [one.after for one in said.already if one.path] == [
+        "funcops.nn.Linear (recipe given)",
+        "funcops.nn.Linear without the recipe: in_features must be a multiple of 16 (NVFP4), got 17",
+    ]
+    assert [layer.recipe for layer in model] == [NVFP4(), None]

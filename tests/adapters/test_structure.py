@@ -135,6 +135,24 @@ def test_an_epsilon_that_is_a_number_of_the_code(centred):
         assert_close(got, want, dtype=torch.float32, length=64)
 
 
+class Unread(ByNumber):
+    """A norm whose epsilon is a number of its code, beside an attribute of the same value that it does not read."""
+
+    def __init__(self):
+        super().__init__(False)
+        self.epsilon = 3e-2
+
+
+def test_an_attribute_that_is_not_read_is_no_epsilon():
+    module, x = Unread(), 0.1 * torch.randn(3, 6)
+    other = copy.deepcopy(module)
+    done = fnn.from_torch(other)
+    assert len(done.replaced) == 1 and isinstance(other, RMSNorm), done
+    want = module(x)
+    other.epsilon = 0.5
+    assert_close(other(x), want, dtype=torch.float32, length=64)
+
+
 class Mlp(nn.Module):
     """`formula(self, x)` over linear layers of these names and sizes."""
 
@@ -279,6 +297,13 @@ class TakesAny(Norm):
         return super().forward(args[0])
 
 
+class Saturates(nn.Module):
+    """An activation whose y is the largest number of its dtype where the formula overflows."""
+
+    def forward(self, x):
+        return torch.nan_to_num(F.relu(x).square(), nan=float("nan"))
+
+
 def with_buffer(module):
     module.register_buffer("scale", torch.ones(()))
     return module
@@ -330,6 +355,7 @@ LEFT = {
     "two arguments": Takes(rms),
     "any arguments": TakesAny(rms),
     "a list that it fills": Logs(rms),
+    "a slice that only many rows notice": Norm(lambda x, w, b, eps: rms(x, w, b, eps)[:70000]),
     "a buffer": with_buffer(Norm(rms)),
     "another parameter": with_parameter(Norm(rms)),
     "a weight of two dims": Norm(rms, size=(2, 6)),
@@ -353,6 +379,12 @@ def test_what_only_looks_like_one_is_left(name):
     assert (type(module), dict(vars(module))) == before
     assert [c.after[:9] for c in said.left if c.path == ""] == ["not known"], said.details()
     assert not vars(module).get("seen")
+
+
+def test_an_activation_without_overflow_is_left():
+    module = nn.Sequential(Saturates())
+    fnn.from_torch(module)
+    assert type(module[0]) is Saturates
 
 
 ACTIVATIONS = {kind: getattr(torch, kind, getattr(F, kind, None)) for kind in ("relu", "gelu", "silu", "tanh", "sigmoid")} | {

@@ -170,6 +170,14 @@ def test_steps_of_experts_take_turns():
     needs = Needs(x=["1"], params=False)
     ((_, less),) = take_turns([waits.fwd(params, x, cfg, needs=needs)])
     assert nbytes(less) < nbytes(kept) and expert_steps.bwd(less, dy, cfg)[1][0] is None
+    into = {"up": params.up, "down": params.down}
+    for where, call in {
+        "expert_steps_fwd: params": lambda: expert_steps.fwd(into, x, cfg),
+        "expert_steps_bwd: into": lambda: expert_steps.bwd(node, dy, cfg, into=into),
+        "expert_steps_wgrad: into": lambda: expert_steps.wgrad(pending, cfg, into=into),
+    }.items():
+        with pytest.raises(TypeError, match=f"^{where} must be ExpertsParams, got "):
+            call()
 
 
 def test_residuals_are_counted_by_part():

@@ -6,7 +6,20 @@ import pytest
 import torch
 from cases import experts as of_experts
 
-from funcops import ExpertsConfig, Needs, RouteConfig, WithExtras, chain, donate, experts, explain, fused, random, with_policy
+from funcops import (
+    ExpertsConfig,
+    LinearConfig,
+    Needs,
+    RouteConfig,
+    WithExtras,
+    chain,
+    donate,
+    experts,
+    explain,
+    fused,
+    random,
+    with_policy,
+)
 from funcops.backend import backend
 from funcops.checkpoint import load, save
 from funcops.graphs import check_capturable
@@ -92,6 +105,8 @@ def test_params_have_the_paths_of_the_ops():
     assert shapes[0] == shapes[1]
     with pytest.raises(TypeError, match="plain_experts: cfg must be ExpertsConfig, got 3"):
         plain_experts(3)
+    with pytest.raises(TypeError, match="^plain_experts: cfg must be ExpertsConfig, got LinearConfig$"):
+        plain_experts(LinearConfig(4, 4))
 
 
 ALIKE = {

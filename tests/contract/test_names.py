@@ -206,6 +206,7 @@ def test_names_are_plain_from_then_on(kind):
     needs = Needs(params=(n("up.weight"),))
     for name in (*cfg.names, *cfg.recompute, cfg.steps[2].cfg.kind, *needs.params, exact({n("a"): [n("b")]})["a"][0]):
         assert type(name) is str
+    assert (literal(None), literal(True), literal(2.5)) == ("None", "True", "2.5")
     assert literal(n("it's")) == '"it\'s"' and literal(enum.IntEnum("Number", {"TWO": 2}).TWO) == "2"
 
 

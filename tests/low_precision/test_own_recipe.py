@@ -302,3 +302,10 @@ def test_layers_over_ranks_take_a_format_or_refuse_it(format, columns, sequence)
     for parts, dim, wanted in zip(zip(*ranks, strict=True), dims, (y, dparams.weight, dx), strict=True):
         found = parts[0] if dim is None else torch.cat(parts, dim)
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
+
+
+def test_an_op_that_is_made_in_another_way_takes_no_recipe():
+    mine = linear._replace(recomputable="norm")
+    said = "^with_recipe: op 'linear' must be linear, or one that remat or with_policy made from it, got another$"
+    with pytest.raises(ValueError, match=said):
+        with_recipe(ChainConfig(steps=(Step("up", mine, LinearConfig(128, 128)),)), Mine())

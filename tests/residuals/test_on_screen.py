@@ -1,6 +1,7 @@
 """Reports fit a screen of 100 columns and 40 lines, unless all is requested."""
 
 import re
+import sys
 
 import pytest
 import torch
@@ -106,3 +107,12 @@ def test_the_picture_of_a_small_report_is_in_kib():
     x = torch.ones(64, 8)
     axes = report(chain.fwd(params, x, cfg)[1], params, x).plot().axes[0]
     assert axes.get_xlabel() == "KiB kept for the backward" and axes.get_title() and axes.get_xlim()[1] >= 0.2
+
+
+def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    cfg = chain_of(2)
+    params, x = chain.init(cfg, key=torch.tensor([0, 0])), torch.ones(64, 8)
+    kept = report(chain.fwd(params, x, cfg)[1], params, x)
+    with pytest.raises(ImportError, match="^Report.plot needs matplotlib: pip install matplotlib$"):
+        kept.plot()

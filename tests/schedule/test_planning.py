@@ -12,7 +12,23 @@ from hypothesis import strategies as st
 from predictions import check_prediction
 
 from benchmarks import published
-from funcops import RopeConfig, WithExtras, chain, dist, random, report, trees
+from funcops import (
+    ChainConfig,
+    EmbeddingConfig,
+    LinearConfig,
+    RepeatConfig,
+    RopeConfig,
+    Step,
+    WithExtras,
+    chain,
+    dist,
+    embedding,
+    linear,
+    random,
+    repeat,
+    report,
+    trees,
+)
 from funcops.low_precision import Fp8Current, with_recipe
 from funcops.models import DecoderConfig, decoder, decoder_x
 from funcops.models.blocks import Sizes, decoder_config, gpt2_block_config
@@ -353,6 +369,19 @@ BAD = {
     "Collective: kind must be all_gather or reduce_scatter or": lambda: Collective("gather", "tp", 1.0),
     "Decoder.of: cfg must be a chain of an embedding, a repeat of blocks": lambda: Decoder.of(
         gpt2_block_config(8, 2, 8, 0.0), torch.zeros(1, 2, dtype=torch.int64), 3
+    ),
+    "Decoder.of: x must be tokens [B, T], with the chain's extras, got float32[1, 2]": lambda: Decoder.of(
+        decoder_config(Sizes(dim=8, layers=2, heads=2, kv_heads=2, hidden=8, vocab=8)), torch.zeros(1, 2), 3
+    ),
+    "one MLP or experts, and a head, got a block of 0 attentions, 1 linear layers and 0 steps of experts": lambda: Decoder.of(
+        ChainConfig(
+            steps=(
+                Step("embed", embedding, EmbeddingConfig(8, 4)),
+                Step("blocks", repeat, RepeatConfig(chain, ChainConfig(steps=(Step("up", linear, LinearConfig(4, 4)),)), 2)),
+            )
+        ),
+        torch.zeros(1, 2, dtype=torch.int64),
+        3,
     ),
 }
 

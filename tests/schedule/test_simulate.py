@@ -129,6 +129,12 @@ def test_bad_costs():
         Costs(dgrad=-1)
 
 
+def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
+    with pytest.raises(ImportError, match="^draw needs matplotlib: pip install matplotlib$"):
+        draw(simulate(dualpipe_v(2, 4)))
+
+
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_draw(tmp_path, suffix):
     pytest.importorskip("matplotlib")

@@ -198,3 +198,16 @@ def test_every_bit_of_a_key_counts(place):
         other = key.clone()
         other[i] ^= bit
         assert not torch.equal(random.bits(other, 8), drawn)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("draw", [random.uniform, random.normal])
+def test_a_draw_without_values_has_only_a_shape(draw, dtype):
+    found = draw(random.key(0), (2, 3), device="meta", dtype=dtype)
+    assert found.is_meta and found.shape == (2, 3) and found.dtype is dtype
+
+
+def test_pieces_of_a_draw_without_values_have_their_own_shape():
+    whole = random.uniform(random.key(0), (6, 4), ranges=(((1, 2), (4, 1)), ((0, 3),)))
+    found = random.uniform(random.key(0), (6, 4), ranges=(((1, 2), (4, 1)), ((0, 3),)), device="meta")
+    assert found.is_meta and found.shape == whole.shape == (3, 3)
