@@ -84,8 +84,9 @@ class StoredLeaf(NamedTuple):
         return row_order(self.rule.order, self.shape[self.axis], len(self.paths), cfg)
 
 
-def stored_leaves(cfg: DecoderConfig, family: Family) -> dict[str, StoredLeaf]:
+def stored_leaves(where: str, cfg: DecoderConfig) -> dict[str, StoredLeaf]:
     """The tensors of a checkpoint that store each leaf of the params of `decoder(cfg)`."""
+    family = family_of(where, cfg.family)
     leaves = {path: t for path, t in paths(decoder(cfg).abstract()).items() if t is not None}
     found: dict[str, StoredLeaf] = {}
     for rule in family.rules:
@@ -102,7 +103,7 @@ def stored_leaves(cfg: DecoderConfig, family: Family) -> dict[str, StoredLeaf]:
             found |= {path: StoredLeaf(rule, names, here, whole, shapes[j], sum(rows[:j])) for j, path in enumerate(here)}
     missing = [path for path in leaves if path not in found]
     if missing:
-        fail("from_hf", f"params of family {cfg.family!r}", "all covered by its rules", ", ".join(missing))
+        fail(where, f"params of family {cfg.family!r}", "all covered by its rules", ", ".join(missing))
     return {path: found[path] for path in leaves}
 
 
@@ -114,7 +115,7 @@ class HFWeights:
         self, folder: Path, cfg: DecoderConfig, files: dict[str, Any], prefix: str, stack: contextlib.ExitStack, method: str = ""
     ) -> None:
         self.folder, self.cfg, self._files, self._stack, self._method = folder, cfg, files, stack, method
-        self._stored = stored_leaves(cfg, family_of("open_hf", cfg.family))
+        self._stored = stored_leaves("open_hf", cfg)
         self._prefix = prefix  # of names, which the files lack
 
     def __enter__(self) -> HFWeights:
@@ -450,7 +451,7 @@ def _tensors(
     given: dict[str, Any], cfg: DecoderConfig, method: str | None, scale_dtype: torch.dtype
 ) -> tuple[dict[str, Unwritten], dict[str, Any]]:
     """The tensors of a checkpoint by name, and the fields of config.json about those in codes."""
-    every = [one for one in dict.fromkeys(stored_leaves(cfg, family_of("to_hf", cfg.family)).values()) if not one.first]
+    every = [one for one in dict.fromkeys(stored_leaves("to_hf", cfg).values()) if not one.first]
     found, said = coded_tensors(given, every, {stored: stored.order(cfg) for stored in every}, method, scale_dtype)
     for stored in every:
         if isinstance(one := given[stored.paths[0]], Tensor):

@@ -12,7 +12,6 @@ from funcops.lora.rewrite import adapted_linears
 from funcops.lora.settings import ParameterOf, RowsOf
 from funcops.models.decoder import decoder
 from funcops.models.decoder_config import DecoderConfig
-from funcops.models.fields import family_of
 from funcops.models.hf import stored_leaves
 
 __all__ = ["peft_names"]
@@ -42,7 +41,7 @@ def peft_names(cfg: DecoderConfig, model: ChainConfig | None = None) -> dict[str
     where = "peft_names"
     require_type(where, "cfg", cfg, DecoderConfig)
     require_type(where, "model", model, ChainConfig, type(None))
-    known = stored_leaves(cfg, family_of(where, cfg.family))
+    known = stored_leaves(where, cfg)
     if cfg.tied:  # the head has a module of its own, and its adapter leaves the embedding as it is
         known["head.weight"] = known["embed.weight"]._replace(names=("lm_head.weight",), paths=("head.weight",))
     found: dict[str, Any] = {}

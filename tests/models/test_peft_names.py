@@ -120,7 +120,7 @@ def test_an_adapter_at_a_linear_that_the_checkpoint_does_not_have_is_named():
 )
 def test_params_that_the_family_has_no_names_for_are_named(changes, path):
     cfg = dataclasses.replace(DecoderConfig(**SIZES, rope=RopeConfig(4), family="llama"), **changes)
-    said = rf"^from_hf: params of family 'llama' must be all covered by its rules, got (.*, )?{path}\.weight(, .*)?$"
+    said = rf"^peft_names: params of family 'llama' must be all covered by its rules, got (.*, )?{path}\.weight(, .*)?$"
     with pytest.raises(ValueError, match=said):
         peft_names(cfg)
 
