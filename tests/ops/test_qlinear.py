@@ -308,7 +308,34 @@ BAD = {
         "format must be e4m3 1x128 pow2, got e4m3 allxall float32",
         ValueError,
     ),
+    "a key of another dtype": (
+        lambda: _with_key(random.key(0).int()),
+        "up: qlinear_fwd: params.weight.key must be int64, got int32",
+        TypeError,
+    ),
+    "a weight without its key": (
+        lambda: _with_key(None),
+        "up: qlinear_fwd: params.weight.key must be a tensor [2], got None",
+        TypeError,
+    ),
+    "a state that holds no scales": (
+        lambda: lambda: quantize_params(_params(DELAYED), DELAYED, dict.fromkeys(("up.weight", "down.weight"), 3)),
+        "quantize_params: state['up.weight'] must be ScaleState, got 3",
+        TypeError,
+    ),
+    "keys for no config": (
+        lambda: lambda: with_keys({}, "up", random.key(0)),
+        "with_keys: cfg must be the config of an op (of a DecoderConfig: decoder(cfg)), got 'up'",
+        TypeError,
+    ),
 }
+
+
+def _with_key(key):
+    cfg = _chain(NVFP4(stochastic=True))
+    work = quantize_params(_params(cfg), cfg, key=random.key(0))
+    work["up"] = replace(work["up"], weight=replace(work["up"].weight, key=key))
+    return lambda: chain.fwd(work, draw(3, WIDE).bfloat16(), cfg)
 
 
 def _with_scale(into, change):
