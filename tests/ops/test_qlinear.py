@@ -179,6 +179,7 @@ def _kept(made, changes):
 
 DELAYED = _chain(Fp8Delayed(history=2))
 HALF = ChainConfig(steps=DELAYED.steps[:1])
+SQUARE = LinearConfig(16, 16)
 LONGER = _chain(Fp8Delayed(history=3))
 
 
@@ -323,12 +324,24 @@ BAD = {
         "quantize_params: state['up.weight'] must be ScaleState, got 3",
         TypeError,
     ),
+    "a tie to a weight without a recipe": (
+        lambda: _tied(("down",)),
+        "recipe_init: the tie of down.weight must be between weights of one recipe, as they share the source's scales, "
+        "got one to up.weight",
+        ValueError,
+    ),
     "keys for no config": (
         lambda: lambda: with_keys({}, "up", random.key(0)),
         "with_keys: cfg must be the config of an op (of a DecoderConfig: decoder(cfg)), got 'up'",
         TypeError,
     ),
 }
+
+
+def _tied(only):
+    plain = ChainConfig(steps=(Step("up", linear, SQUARE), Step("down", linear, SQUARE)), ties={"down.weight": "up.weight"})
+    cfg = with_recipe(plain, Fp8Delayed(history=2), only=only)
+    return lambda: recipe_init(cfg, _params(cfg))
 
 
 def _with_key(key):
