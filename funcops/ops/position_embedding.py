@@ -27,7 +27,7 @@ from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
 from funcops.contract.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.contract.schema import WGRAD, Inputs, Pending, Residuals, saved
-from funcops.errors import FLOATS, check, check_rows, fail, require
+from funcops.errors import check, check_rows, fail, require
 from funcops.kernels import embedding as kernels
 from funcops.kernels import pointwise
 from funcops.ops._ids import check_ids
@@ -78,7 +78,6 @@ def position_embedding_fwd(
     """x: `(x, positions)` -> y: [*, T, D]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
     t, positions = require_tuple("position_embedding_fwd", x, "x", "positions")
     check_rows("position_embedding_fwd", "x.0", t, cfg.dim)
-    check("position_embedding_fwd", "x.0", t, (...,), FLOATS)
     if t.dim() < 2:
         fail("position_embedding_fwd", "x.0", f"[..., T, {cfg.dim}]", list(t.shape))
     rows = t.shape[-2:-1] if getattr(positions, "ndim", 1) <= 1 else t.shape[:-1]

@@ -159,4 +159,9 @@ ERRORS = [
         call=_call((1, 4, 2, 8), (1, 5, 2, 8), (1, 5, 2, 8), ends=[0, 4], packed=True),
         match="attention_fwd: x.1 (k) must be as long as q, 4 (cfg.packed), got 5",
     ),
+    Error(
+        call=lambda: attention_fwd(None, (*map(torch.ones, SAME), torch.ones(1, 2, 4, 4).double()), AttentionConfig(bias=True)),
+        match="attention_fwd: x.3 (bias) must be float32, got float64",
+        error=TypeError,
+    ),
 ]

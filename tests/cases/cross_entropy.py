@@ -78,4 +78,9 @@ ERRORS = [
         match="cross_entropy_fwd: x must be a tuple (logits, labels)",
         error=TypeError,
     ),
+    Error(
+        call=lambda: cross_entropy_fwd(None, (X[0], X[1] + 4), CrossEntropyConfig()),
+        match="cross_entropy_fwd: x.1 (labels) must be ids from 0 to 3, or -100, got 4",
+        error=IndexError,
+    ),
 ]

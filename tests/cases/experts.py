@@ -2,7 +2,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 
-from funcops import ExpertsConfig, experts, experts_fwd
+from funcops import ExpertsConfig, experts, experts_fwd, experts_wgrad
 from funcops.ops.experts import ExpertsParams
 from funcops.ops.grouped_linear import GroupedLinearParams
 from funcops.testing import Case, Draw, Error
@@ -89,6 +89,15 @@ def _call(cfg=None, x=None, up=None):
     return lambda: experts_fwd(ExpertsParams(GroupedLinearParams(d.randn(2, 6, 4)) if up is None else up, down), given, cfg)
 
 
+def _pending():
+    y, residuals = _call()()
+    return experts.dgrad(residuals, y, ExpertsConfig(2, 4, 3))[1]
+
+
+def _into(width):
+    return ExpertsParams(GroupedLinearParams(torch.ones(2, 6, 4)), GroupedLinearParams(torch.ones(2, 4, width)))
+
+
 ROWS, ONE = torch.ones(5, 4), torch.zeros(5, 1, dtype=torch.int32)
 MANY = torch.ones(1, 1).expand(2**31, 1)
 ERRORS = [
@@ -130,5 +139,13 @@ ERRORS = [
     Error(
         call=_call(up=GroupedLinearParams(torch.ones(2, 6, 5))),
         match="experts_fwd: params.up.weight must be [2, 6, 4], got [2, 6, 5]",
+    ),
+    Error(
+        call=_call(up=GroupedLinearParams(torch.ones(2, 6, 4), torch.ones(2, 6))),
+        match="experts_fwd: params.up.bias must be None (cfg.bias is False), got a tensor",
+    ),
+    Error(
+        call=lambda: experts_wgrad(_pending(), ExpertsConfig(2, 4, 3), into=_into(4)),
+        match="experts_wgrad: into.down.weight must be [2, 4, 3], got [2, 4, 4]",
     ),
 ]

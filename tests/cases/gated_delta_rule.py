@@ -87,4 +87,10 @@ ERRORS = [
         match="gated_delta_rule_dgrad: dy must be a tuple (dy, dlast)",
         error=TypeError,
     ),
+    Error(
+        call=lambda: gated_delta_rule_dgrad(
+            gated_delta_rule_fwd(None, (*X, torch.zeros(2, 4, 3, 6)), STATE)[1], (None, torch.zeros(2, 4, 6, 3)), STATE
+        ),
+        match="gated_delta_rule_dgrad: dy.1 (last state) must be [2, 4, 3, 6], got [2, 4, 6, 3]",
+    ),
 ]

@@ -96,6 +96,8 @@ def drawn(draw):
 
 SWIGLU = GLUConfig(kind="swiglu", gate="first")
 SORTED = GLUConfig(kind="swiglu", gate="first", scaled=True, gathered=True)
+INTEGERS = torch.ones(2, 4, dtype=torch.int32)
+SCALED = GLUConfig(kind="swiglu", gate="first", scaled=True)
 ERRORS = [
     Error(call=lambda: GLUConfig(kind="silu", gate="first"), match="GLUConfig: kind must be one of glu"),
     Error(call=lambda: GLUConfig(kind="swiglu", gate="left"), match="GLUConfig: gate must be 'first' or 'second'"),
@@ -126,4 +128,14 @@ ERRORS = [
         match="glu_fwd: x must be a tuple (x, scales)",
         error=TypeError,
     ),
+    *[
+        Error(call=lambda x=x, cfg=cfg: glu_fwd(None, x, cfg), match=match, error=error)
+        for x, cfg, match, error in (
+            ((INTEGERS, torch.ones(2, 4)), GLUConfig(kind="swiglu", paired=True), "x.0 (gate) must be float64 or", TypeError),
+            ((INTEGERS, torch.ones(2)), SCALED, "glu_fwd: x must be float64 or", TypeError),
+            ((torch.ones(2, 4), torch.ones(3)), SCALED, "glu_fwd: scales must be [2], got [3]", ValueError),
+            ((torch.ones(2, 4), torch.ones(2).double()), SCALED, "glu_fwd: scales must be float32, got float64", TypeError),
+            ((torch.ones(2, 4), INTEGERS, INTEGERS), SORTED, "glu_fwd: weights must be float32, got int32", TypeError),
+        )
+    ],
 ]

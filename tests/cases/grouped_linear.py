@@ -97,6 +97,15 @@ def _call(cfg=None, x=None, weight=None, offsets=(0, 1, 2)):
 
 
 TWO = torch.tensor((0, 1, 2), dtype=torch.int32)
+ROW = torch.ones(2, 3, 1)
+GATHERED, WEIGHTED = (GroupedLinearConfig(2, 4, 3, **{name: True}) for name in ("gathered", "weighted"))
+
+
+def _pending():
+    y, residuals = _call()()
+    return grouped_linear.dgrad(residuals, y, GroupedLinearConfig(2, 4, 3))[1]
+
+
 ERRORS = [
     Error(
         call=_call(x=(torch.ones(1, 4).expand(2**31, 4), TWO)),
@@ -129,5 +138,22 @@ ERRORS = [
     Error(
         call=_call(cfg=GroupedLinearConfig(2, 4, 3, gathered=True), x=(torch.ones(2, 4), TWO, TWO[:2], TWO[:2])),
         match="grouped_linear_fwd: x.3 (place) must be [2, 'K'], K at least 1, got [2]",
+    ),
+    *[
+        Error(call=_call(cfg=cfg, x=(torch.ones(2, 4), TWO, *rest)), match=f"grouped_linear_fwd: {match}", error=error)
+        for cfg, rest, match, error in (
+            (GATHERED, (TWO[:2], TWO[:2, None].long()), "x.3 (place) must be int32, got int64", TypeError),
+            (GATHERED, (TWO, TWO[:2, None]), "x.2 (order) must be [2], got [3]", ValueError),
+            (WEIGHTED, (TWO[:2].long(), torch.ones(2, 1)), "x.2 (order) must be int32, got int64", TypeError),
+            (WEIGHTED, (TWO[:2], TWO[:2]), "x.3 (weights) must be float32, got int32", TypeError),
+        )
+    ],
+    Error(
+        call=_call(cfg=GroupedLinearConfig(2, 4, 3, stacked=False), weight=(torch.ones(3, 4), torch.ones(4, 3))),
+        match="grouped_linear_fwd: params.weight.1 must be [3, 4], got [4, 3]",
+    ),
+    Error(
+        call=lambda: grouped_linear.products(_pending(), GroupedLinearConfig(2, 4, 3), into=GroupedLinearParams(ROW, ROW[..., 0])),
+        match="grouped_linear_wgrad: into.weight must be [2, 3, 4], got [2, 3, 1]",
     ),
 ]

@@ -3,14 +3,16 @@ from cases.experts import gated
 from cases.qlinear import EXEMPT, OF_SCALES, Products
 from hypothesis import strategies as st
 
-from funcops import ExpertsConfig, GroupedQLinearConfig, grouped_qlinear, grouped_qlinear_fwd
+from funcops import ExpertsConfig, GroupedQLinearConfig, grouped_qlinear, grouped_qlinear_fwd, random
 from funcops.compose.expert_steps import ExpertStepsConfig, expert_steps, plain_experts
 from funcops.formats import QWeight, quantize_sides, stacked
 from funcops.formats.recipes import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed
 from funcops.formats.scaled import Scaled
 from funcops.kernels.routing import sort_by_expert
+from funcops.low_precision import quantize_params
 from funcops.ops.grouped_linear import GroupedLinearParams
 from funcops.testing import Case, Draw, Error
+from funcops.trees import replace
 
 
 def reference(params, x, cfg):
@@ -162,6 +164,19 @@ def _call(x=None, weight=None, offsets=TWO, recipe=None):
     return lambda: grouped_qlinear_fwd(params, (torch.ones(2, 4) if x is None else x, offsets), cfg)
 
 
+def _edited_pending():
+    """A pending whose x has lost a row of its codes."""
+    y, residuals = _call()()
+    pending = grouped_qlinear.dgrad(residuals, y, GroupedQLinearConfig(2, 4, 3, Fp8Block()))[1]
+    return pending.copy(x=replace(pending.x, codes=pending.x.codes[:1]))
+
+
+def _dgrad_without_rounding(cfg):
+    params = quantize_params(grouped_qlinear.init(cfg, key=random.key(0)), cfg, dtype=torch.float32, key=random.key(1))
+    y, residuals = grouped_qlinear.fwd(params, (torch.ones(2, 16), TWO), cfg)
+    return grouped_qlinear.dgrad(residuals.copy(rounding=None), y, cfg)
+
+
 ERRORS = [
     Error(call=_call(x=torch.ones(2, 5)), match="grouped_qlinear_fwd: x.0 (rows) must be [..., 4], got [2, 5]"),
     Error(call=_call(offsets=TWO.long()), match="grouped_qlinear_fwd: x.1 (offsets) must be int32, got int64", error=TypeError),
@@ -181,4 +196,12 @@ ERRORS = [
         match="GroupedQLinearConfig: out_features must be a multiple of 32 (MXFP8), got 33",
     ),
     Error(call=lambda: GroupedQLinearConfig(0, 4, 3, Fp8Block()), match="GroupedQLinearConfig: experts must be at least 1, got 0"),
+    Error(
+        call=lambda: grouped_qlinear.wgrad(_edited_pending(), GroupedQLinearConfig(2, 4, 3, Fp8Block())),
+        match="grouped_qlinear_wgrad: pending.x.codes must be [2, 4], got [1, 4]",
+    ),
+    Error(
+        call=lambda: _dgrad_without_rounding(GroupedQLinearConfig(2, 16, 16, NVFP4(stochastic=True))),
+        match="grouped_qlinear_dgrad: residuals.rounding must be kept (the recipe rounds dy by it), got None",
+    ),
 ]

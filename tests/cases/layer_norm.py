@@ -2,7 +2,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 
-from funcops import LayerNormConfig, LayerNormParams, layer_norm, layer_norm_fwd
+from funcops import LayerNormConfig, LayerNormParams, Needs, layer_norm, layer_norm_dgrad, layer_norm_fwd
 from funcops.testing import Case, Error
 
 
@@ -47,6 +47,7 @@ def drawn(draw):
     return case(rows, dim, eps=0.1, bias=draw(st.booleans()), zero_centered_gamma=draw(st.booleans()))
 
 
+PLANE, OF_BIAS = torch.ones(3, 4), Needs(x=False, params=("bias",))
 ERRORS = [
     Error(
         call=lambda: layer_norm_fwd(LayerNormParams(torch.ones(4)), torch.ones(2, 4), LayerNormConfig(4)),
@@ -60,4 +61,16 @@ ERRORS = [
         match="layer_norm_fwd: params.bias must be None",
     ),
     Error(call=lambda: LayerNormConfig(()), match="LayerNormConfig: dim must be a size of at least 1"),
+    Error(
+        call=lambda: layer_norm_fwd(LayerNormParams(PLANE, PLANE), torch.ones(2, 4, 3), LayerNormConfig((3, 4))),
+        match="layer_norm_fwd: x must be [..., 3, 4], got [2, 4, 3]",
+    ),
+    Error(
+        call=lambda: layer_norm_dgrad(
+            layer_norm_fwd(LayerNormParams(PLANE, PLANE), PLANE, LayerNormConfig((3, 4)), needs=OF_BIAS)[1],
+            PLANE[:2],
+            LayerNormConfig((3, 4)),
+        ),
+        match="layer_norm_dgrad: dy must be [3, 4], got [2, 4]",
+    ),
 ]

@@ -32,6 +32,11 @@ def _call(cfg=None, x=None, weight=None, bias=None):
     return lambda: linear_fwd(params, d.randn(2, 4) if x is None else x, cfg or LinearConfig(4, 3))
 
 
+def _pending():
+    y, residuals = _call()()
+    return linear.dgrad(residuals, y, LinearConfig(4, 3))[1]
+
+
 ERRORS = [
     Error(call=_call(x=torch.ones(2, 5)), match="linear_fwd: x must be [..., 4], got [2, 5]"),
     Error(call=_call(x=[1.0]), match="linear_fwd: x must be a tensor [..., 4], got list", error=TypeError),
@@ -45,4 +50,8 @@ ERRORS = [
     ),
     Error(call=lambda: LinearConfig(0, 3), match="LinearConfig: in_features must be at least 1, got 0"),
     Error(call=lambda: LinearConfig(3, in_feature=3), match="in_feature", error=TypeError),
+    Error(
+        call=lambda: linear.products(_pending(), LinearConfig(4, 3), into=LinearParams(torch.ones(3, 5), torch.ones(3))),
+        match="linear_wgrad: into.weight must be [3, 4], got [3, 5]",
+    ),
 ]

@@ -4,7 +4,8 @@ from pathlib import Path
 import torch
 from hypothesis import strategies as st
 
-from funcops import LinearCrossEntropyConfig, linear_cross_entropy
+from funcops import LinearCrossEntropyConfig, linear_cross_entropy, linear_cross_entropy_dgrad, linear_cross_entropy_fwd
+from funcops.ops.linear_cross_entropy import LinearCrossEntropyParams
 from funcops.testing import Case, Error
 
 _spec = importlib.util.spec_from_file_location("cases_loss", Path(__file__).with_name("cross_entropy.py"))
@@ -55,6 +56,8 @@ def drawn(draw):
     return case(rows, draw(st.integers(1, 5)), draw(st.integers(1, 9)), **options)
 
 
+X = torch.ones(2, 4), torch.zeros(2, dtype=torch.int64)
+PARAMS, EARLY = LinearCrossEntropyParams(torch.ones(5, 4)), LinearCrossEntropyConfig(4, 5, gradient="forward")
 ERRORS = [
     Error(
         call=lambda: LinearCrossEntropyConfig(4, 5, reduction="none", gradient="forward"),
@@ -67,5 +70,14 @@ ERRORS = [
     Error(
         call=lambda: LinearCrossEntropyConfig(4, 5, softcap=0.0),
         match="LinearCrossEntropyConfig: softcap must be None, or above 0, and finite, got 0.0",
+    ),
+    Error(
+        call=lambda: linear_cross_entropy_fwd(PARAMS, (X[0], X[1] + 5), LinearCrossEntropyConfig(4, 5)),
+        match="linear_cross_entropy_fwd: x.1 (labels) must be ids from 0 to 4, or -100, got 5",
+        error=IndexError,
+    ),
+    Error(
+        call=lambda: linear_cross_entropy_dgrad(linear_cross_entropy_fwd(PARAMS, X, EARLY)[1], torch.ones(2), EARLY),
+        match="linear_cross_entropy_dgrad: dy must be [], got [2]",
     ),
 ]

@@ -122,4 +122,27 @@ ERRORS = [
         match="permute_dgrad: dy must be a tuple (drows, None, None), got float32[3, 4]",
         error=TypeError,
     ),
+    Error(
+        call=lambda: permute_fwd(None, (X[:, :2], X, TOP + 3), PermuteConfig(2, gathered=True)),
+        match="permute_fwd: x.2 (indices) must be ids from 0 to 2, got",
+        error=IndexError,
+    ),
+    Error(
+        call=lambda: permute_dgrad(permute_fwd(None, (X, TOP), TO_TWO)[1], (X, None, None), TO_TWO),
+        match="permute_dgrad: dy.0 must be [6, 4], got [3, 4]",
+    ),
+    Error(
+        call=lambda: permute_dgrad(permute_fwd(None, (X, TOP), TO_TWO)[1], (None, X, None), TO_TWO),
+        match="permute_dgrad: dy.1 must be None (offsets are integers, without a gradient), got float32[3, 4]",
+        error=TypeError,
+    ),
+    Error(
+        call=lambda: permute_dgrad(
+            permute_fwd(None, (X[:, :2], X, TOP), PermuteConfig(2, gathered=True))[1],
+            (None, None, None, X, None),
+            PermuteConfig(2, gathered=True),
+        ),
+        match="permute_dgrad: dy.3 must be None (order are integers, without a gradient), got float32[3, 4]",
+        error=TypeError,
+    ),
 ]

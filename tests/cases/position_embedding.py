@@ -53,4 +53,9 @@ ERRORS = [
         call=lambda: position_embedding_dgrad(position_embedding_fwd(PARAMS, (X, torch.arange(3)), CFG)[1], X[:2], CFG),
         match="position_embedding_dgrad: dy must be [3, 2], got [2, 2]",
     ),
+    Error(
+        call=lambda: position_embedding_fwd(PARAMS, (X.int(), torch.arange(3)), CFG),
+        match="position_embedding_fwd: x.0 must be float64 or float32 or bfloat16 or float16, got int32",
+        error=TypeError,
+    ),
 ]

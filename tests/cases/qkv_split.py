@@ -58,4 +58,7 @@ ERRORS = [
         match="qkv_split_dgrad: dy must be a tuple (dq, dk, dv)",
         error=TypeError,
     ),
+    Error(
+        call=lambda: QKVSplitConfig(2, 8).sharded(2, 2), match="QKVSplitConfig: x must be sharded along its last dim, got dim -2"
+    ),
 ]

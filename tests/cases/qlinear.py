@@ -148,4 +148,17 @@ ERRORS = [
         match="qlinear_fwd: params.weight must be a tensor [3, 4], got QTensor",
         error=TypeError,
     ),
+    *[
+        Error(call=lambda recipe=recipe, given=given: recipe(**given), match=match)
+        for recipe, given, match in (
+            (Fp8Block, {"scales": "e8m0"}, "Fp8Block: scales must be 'pow2' or 'float32', got 'e8m0'"),
+            (Fp8Block, {"keep": "both"}, "Fp8Block: keep must be one of input, row, col, got 'both'"),
+            (Fp8Block, {"wgrad": "mid"}, "Fp8Block: wgrad must be one of low, high, got 'mid'"),
+            (Fp8Current, {"fwd": "e4m4"}, "Fp8Current: fwd must be one of e4m3, e5m2, got 'e4m4'"),
+            (Fp8Delayed, {"bwd": "e2m1"}, "Fp8Delayed: bwd must be one of e4m3, e5m2, got 'e2m1'"),
+            (Fp8Delayed, {"history": 0}, "Fp8Delayed: history must be at least 1, got 0"),
+            (Fp8Delayed, {"keep": "input"}, "Fp8Delayed: keep must be 'row' or 'col' (an amax is measured once), got 'input'"),
+            (MXFP8, {"fwd": "e2m1"}, "MXFP8: fwd must be one of e4m3, e5m2, got 'e2m1'"),
+        )
+    ],
 ]

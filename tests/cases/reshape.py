@@ -32,4 +32,12 @@ ERRORS = [
         call=lambda: reshape_fwd(None, torch.ones(2, 5), ReshapeConfig((6,), (2, 3))),
         match="reshape_fwd: x must be [..., 6], got [2, 5]",
     ),
+    Error(
+        call=lambda: reshape_fwd(None, torch.ones(2, 3), ReshapeConfig((2, 2), (4,))),
+        match="reshape_fwd: x must be [..., 2, 2], got [2, 3]",
+    ),
+    Error(
+        call=lambda: ReshapeConfig((2, 3), (6,)).sharded(1, 2),
+        match="ReshapeConfig: in_shape must be 1 sizes, as x is sharded along dim -1, got (2, 3)",
+    ),
 ]

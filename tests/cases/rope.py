@@ -85,4 +85,8 @@ ERRORS = [
         call=lambda: rope_fwd(None, (X, torch.arange(5).expand(2, 5)), RopeConfig(8, sections=(2, 1, 1))),
         match="rope_fwd: x.1 (positions) must be [3, 5], got [2, 5]",
     ),
+    Error(
+        call=lambda: rope_fwd(None, (torch.ones(5, 8), torch.arange(5)), RopeConfig(8)),
+        match="rope_fwd: x.0 must be [..., T, N, 8], got [5, 8]",
+    ),
 ]

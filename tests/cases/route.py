@@ -195,4 +195,14 @@ ERRORS = [
         error=TypeError,
     ),
     Error(call=lambda: optim.balance(torch.ones(4), torch.ones(3), 0.1), match="balance: load must be [4], got [3]"),
+    Error(call=lambda: RouteConfig(4, 2, groups=2, top_groups=3), match="RouteConfig: top_groups must be at most groups, 2, got 3"),
+    Error(
+        call=lambda: route_fwd(RouteParams(), (LOGITS, torch.ones(2)), RouteConfig(4, 2, jitter=0.1)),
+        match="route_fwd: x.1 (the key) must be int64, got float32",
+        error=TypeError,
+    ),
+    Error(
+        call=lambda: route_fwd(RouteParams(torch.ones(3)), LOGITS, RouteConfig(4, 2, bias=True)),
+        match="route_fwd: params.bias must be [4], got [3]",
+    ),
 ]

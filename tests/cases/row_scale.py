@@ -72,4 +72,9 @@ ERRORS = [
         call=lambda: row_scale_fwd(None, (torch.tensor(1.0), X), RowScaleConfig()),
         match="row_scale_fwd: x.0 (x) must be [..., H], got []",
     ),
+    Error(
+        call=lambda: row_scale_fwd(None, (X, ORDER, ORDER), GATHERED),
+        match="row_scale_fwd: x.1 (weights) must be float32, got int32",
+        error=TypeError,
+    ),
 ]

@@ -1,6 +1,7 @@
 """Experts as a chain of steps: the laws, and the numbers, bytes and params of the `experts` op."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -376,3 +377,28 @@ def test_a_token_may_choose_every_expert():
         else:
             y = experts.fwd(params, (weights, tokens, indices), cfg)[0]
             torch.testing.assert_close(y, of_experts.reference(params, (weights, tokens, indices), cfg))
+
+
+GIVEN = torch.ones(5, 1), torch.ones(5, 4), torch.zeros(5, 1, dtype=torch.int32)
+WRONG = {  # parts of params, and of x, that the fused kernel would read
+    "sort: permute_fwd: x.2 (indices) must be int32 or int64, got int16": ({}, (*GIVEN[:2], GIVEN[2].short())),
+    "sort: permute_fwd: x.0 (weights) must be [5, 'K'], K at least 1, one row per token of x.1, got [4, 1]": (
+        {},
+        (GIVEN[0][:4], *GIVEN[1:]),
+    ),
+    "up: grouped_linear_fwd: params.weight must be [2, 6, 4], got [2, 6, 5]": ({"up": torch.ones(2, 6, 5)}, GIVEN),
+    "up: grouped_linear_fwd: params.weight must be float32, got float64": ({"up": torch.ones(2, 6, 4).double()}, GIVEN),
+}
+
+
+@pytest.mark.parametrize("said", WRONG)
+def test_fused_experts_refuse_as_the_steps_alone(said):
+    """The kernel leaves a wrong call to the steps, one of which raises by its own name."""
+    pytest.importorskip("triton")
+    weights, given = WRONG[said]
+    cfg = plain_experts(ExpertsConfig(2, 4, 3))
+    params = chain.init(cfg, key=random.key(0))
+    params |= {name: replace(params[name], weight=weight) for name, weight in weights.items()}
+    for name in ("torch", "triton"):
+        with backend(name), pytest.raises((ValueError, TypeError), match=f"^{re.escape(said)}"):
+            chain.fwd(params, as_chain(given), cfg)

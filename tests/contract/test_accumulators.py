@@ -327,3 +327,14 @@ def test_accumulators_as_narrow_as_their_gradients_get_them_rounded_once(dtype, 
             )
         assert all(torch.equal(a, b) for a, b in zip(tensors(got), tensors(want), strict=True)), op
         assert all(torch.equal(a.to(dtype), b) for a, b in zip(tensors(wide), tensors(want), strict=True)), op
+
+
+def test_sums_of_dy_are_not_read_before_both_accumulators_are_checked():
+    """A pending that comes with sums of dy, of which db is made, adds to the weight first."""
+    cfg = LinearConfig(4, 3)
+    y, residuals = linear.fwd(linear.init(cfg, key=random.key(0)), torch.ones(2, 4), cfg)
+    pending = linear.dgrad(residuals, y, cfg)[1].copy(sums=torch.ones(1, 3))
+    into = LinearParams(torch.zeros(3, 4), torch.zeros(4))
+    with pytest.raises(ValueError, match=r"^linear_wgrad: into.bias must be \[3\], got \[4\]"):
+        linear.wgrad(pending, cfg, into=into)
+    assert untouched(into)

@@ -331,3 +331,11 @@ def test_a_frozen_quantised_layer_takes_accumulators_of_none():
     for n in (1, 2):
         for dparams, dx in run_ranks({"tp": n}, on_rank):
             assert dparams.weight is dparams.bias is None and dx.shape == (4, 32)
+
+
+def test_accumulators_are_checked_before_dx_is_computed(monkeypatch):
+    cfg = dist.ColumnQLinearConfig(32, 32, Fp8Block(), axis=Mesh.abstract({"tp": 1}, 0)["tp"])
+    y, residuals = dist.column_qlinear.fwd(dist.column_qlinear.init(cfg, key=random.key(0)), torch.ones(4, 32), cfg)
+    monkeypatch.setattr(type(dist.column_qlinear.layer), "dx_of", None)
+    with pytest.raises(ValueError, match=r"^column_qlinear_bwd: into.weight must be \[32, 32\], got \[32, 33\]"):
+        dist.column_qlinear.bwd(residuals, y, cfg, into=LinearParams(torch.zeros(32, 33), torch.zeros(32)))

@@ -3,6 +3,7 @@ stochastic rounding and transforms."""
 
 import math
 import random as draws
+import re
 
 import pytest
 import torch
@@ -505,3 +506,32 @@ def test_a_tensor_in_a_format_has_dense_zeros_and_a_shape_of_its_own():
         assert torch.equal(zeros, torch.zeros(32, 128, dtype=dtype)) and zeros.dtype is dtype
     with pytest.raises(ValueError, match=r"^test: q must be \[128, 32\], got \[32, 128\]"):
         check_quantized("test", "q", q, q.format, "row", torch.Size((128, 32)))
+
+
+BLOCK, ONE = Format("e4m3", (1, 128), "pow2"), torch.ones(32, 128)
+WHOLE, NIBBLES = Format("e4m3", (0, 0), "float32"), Format("e2m1", (1, 16), "e4m3")
+REFUSED = {
+    "Format: scales must be one of pow2, float32, e8m0, e4m3, got 'pow3'": lambda: Format("e4m3", (1, 128), "pow3"),
+    "Format: amax_epsilon must be 0, or a normal float32 (2^-126 at least), got -1.0": lambda: Format("e4m3", amax_epsilon=-1.0),
+    "quantize_tensor: format must be Format, got 'e4m3'": lambda: quantize_tensor(ONE, "e4m3"),
+    "quantize_tensor: side must be 'row' or 'col', got 'both'": lambda: quantize_tensor(ONE, BLOCK, side="both"),
+    "quantize_tensor: hadamard must be False for the side 'row', got True": lambda: quantize_tensor(ONE, BLOCK, hadamard=True),
+    "quantize_tensor: amax must be [1], got [2]": lambda: quantize_tensor(ONE, WHOLE, amax=torch.ones(2)),
+    "quantize_sides: format must be Format, got 'e4m3'": lambda: quantize_sides(ONE, "e4m3"),
+    "quantize_sides: x must be float64 or float32 or bfloat16 or float16, got int32": lambda: quantize_sides(ONE.int(), BLOCK),
+    "quantize_sides: x must be [*, K], with at least one dimension, got float32[]": lambda: quantize_sides(
+        torch.tensor(1.0), BLOCK
+    ),
+    "turned: q must be QTensor, got float32[32, 128]": lambda: turned(ONE),
+    "turned: q.side must be 'row', got 'col'": lambda: turned(quantize_tensor(ONE, BLOCK, side="col")),
+    "test: q must be QTensor, got float32[32, 128]": lambda: check_quantized("test", "q", ONE, BLOCK, "row", ONE.shape),
+    "test: q.scale must be [1], got [2]": lambda: check_quantized(
+        "test", "q", replace(quantize_tensor(ONE, NIBBLES), scale=torch.ones(2)), NIBBLES, "row", ONE.shape
+    ),
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_refused(said):
+    with pytest.raises((ValueError, TypeError), match=f"^{re.escape(said)}$"):
+        REFUSED[said]()

@@ -1,5 +1,7 @@
 """Siblings: the first steps of a parallel's branches run in one kernel where they should, with the same numbers."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from fusion_cases import MAKERS, D, made
@@ -11,6 +13,7 @@ from funcops import (
     ActivationConfig,
     ChainConfig,
     LinearConfig,
+    LinearParams,
     Needs,
     ParallelConfig,
     QLinearConfig,
@@ -32,6 +35,7 @@ from funcops import (
     rope,
 )
 from funcops.backend import backend, gemm
+from funcops.fused import siblings
 from funcops.kernels import sibling_linear
 from funcops.low_precision import Fp8Block
 from funcops.program import rules
@@ -331,3 +335,22 @@ def test_queries_keys_and_values_refuse_as_the_ops_alone():
 
     with backend("triton"):
         LAWS["loud"](Case(op=parallel, cfg=side_by_side("q k v"), x=x, reference=None, name="q, k and v"), torch.float32)
+
+
+NARROW = QLinearConfig(16, 16, Fp8Block())
+FITTING = {  # a layer, the shape of an accumulator of its weight, and whether it can take the gradient
+    "linear": (linear, LinearConfig(16, 16), (16, 16), True),
+    "linear, another width": (linear, LinearConfig(16, 16), (16, 17), False),
+    "qlinear": (qlinear, NARROW, (16, 16), True),
+    "qlinear, another width": (qlinear, NARROW, (16, 17), False),
+}
+
+
+@pytest.mark.parametrize("name", FITTING)
+def test_siblings_leave_accumulators_that_do_not_fit_to_the_ops(name):
+    op, cfg, shape, fits = FITTING[name]
+    x = torch.ones(2, 16)
+    y, residuals = op.fwd(op.init(cfg, key=random.key(0), dtype=torch.float32), x, cfg)
+    pending, into = op.dgrad(residuals, y, cfg)[1], LinearParams(torch.zeros(shape), torch.zeros(16))
+    assert siblings.takes(SimpleNamespace(op=op, cfg=cfg), pending, pending.x, into) is fits
+    assert not siblings.takes(SimpleNamespace(op=op, cfg=cfg), pending, pending.x, {"weight": into.weight})

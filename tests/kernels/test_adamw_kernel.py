@@ -118,3 +118,12 @@ def test_another_mask_at_the_same_addresses():
 def test_groups_keep_their_order():
     assert list(kernels.grouped([[1, 2, 3], "abc"], ["x", "y", "x"])) == [("x", [[1, 3], ["a", "c"]]), ("y", [[2], ["b"]])]
     assert list(kernels.grouped([[], []], [])) == []
+
+
+def test_params_at_odd_distances_are_refused():
+    """The kernel counts from the first param in elements, and these are two and a half elements apart."""
+    memory = bytearray(32)
+    params = [torch.frombuffer(memory, dtype=torch.float32, offset=start, count=2) for start in (0, 10)]
+    with pytest.raises(ValueError, match="^adamw: tensors must be at addresses that are multiples of their element size"):
+        updated("triton", params, [[torch.ones(2), torch.ones(2)]], 1, in_place=True)
+    assert not any(memory)

@@ -113,6 +113,27 @@ def _call(x=None, a=None, b=None, key=None, **more):
     return lambda: low_rank_fwd(params, x if key is None else (x, key), LowRankConfig(4, 3, 2, **more))
 
 
+def _dgrad(op, params, x, cfg, dy=None, into=None):
+    """A forward, a dgrad and a wgrad, which adds nothing where it raises."""
+
+    def call():
+        y, residuals = op.fwd(params, x, cfg)
+        _, pending = op.dgrad(residuals, y if dy is None else dy, cfg)
+        try:
+            op.wgrad(pending, cfg, into=into)
+        finally:
+            assert into is None or all(bool((t == 1).all()) for t in (into.a, into.b))
+
+    return call
+
+
+OF_ROWS = LowRankParams(torch.ones(2, 4), torch.ones(3, 2)), torch.ones(2, 4), LowRankConfig(4, 3, 2)
+OF_IDS = OF_ROWS[0], torch.tensor([0, 3]), LowRankEmbeddingConfig(4, 3, 2)
+OF_GROUPS = (
+    LowRankParams(torch.ones(2, 2, 4), torch.ones(2, 3, 2)),
+    (torch.ones(2, 4), torch.tensor([0, 1, 2], dtype=torch.int32)),
+    GroupedLowRankConfig(4, 3, 2, experts=2),
+)
 BAD = [
     Error(call=_call(x=torch.ones(2, 5)), match="low_rank_fwd: x must be [..., 4], got [2, 5]"),
     Error(call=_call(a=torch.ones(4, 2)), match="low_rank_fwd: params.a must be [2, 4], got [4, 2]"),
@@ -142,6 +163,41 @@ BAD = [
         ),
         match="low_rank_embedding_fwd: x must be ids from 0 to 3, got 4",
         error=IndexError,
+    ),
+    Error(call=_call(x=torch.ones(2, 5), key=random.key(0), dropout=0.5), match="low_rank_fwd: x.0 must be [..., 4], got [2, 5]"),
+    Error(call=_dgrad(low_rank, *OF_ROWS, torch.ones(2, 4)), match="low_rank_dgrad: dy must be [2, 3], got [2, 4]"),
+    Error(call=lambda: GroupedLowRankConfig(4, 3, 2, experts=0), match="GroupedLowRankConfig: experts must be at least 1, got 0"),
+    Error(
+        call=_dgrad(grouped_low_rank, LowRankParams(torch.ones(2, 2, 4), torch.ones(2, 2, 3)), *OF_GROUPS[1:]),
+        match="grouped_low_rank_fwd: params.b must be [2, 3, 2], got [2, 2, 3]",
+    ),
+    Error(
+        call=_dgrad(grouped_low_rank, *OF_GROUPS, torch.ones(2, 4)), match="grouped_low_rank_dgrad: dy must be [2, 3], got [2, 4]"
+    ),
+    Error(
+        call=_dgrad(grouped_low_rank, *OF_GROUPS, into=LowRankParams(torch.ones(2, 2, 4), torch.ones(2, 2, 3))),
+        match="grouped_low_rank_wgrad: into.b must be [2, 3, 2], got [2, 2, 3]",
+    ),
+    Error(
+        call=_dgrad(low_rank_embedding, OF_IDS[0], torch.ones(2), OF_IDS[2]),
+        match="low_rank_embedding_fwd: x must be int64, got float32",
+        error=TypeError,
+    ),
+    Error(
+        call=_dgrad(low_rank_embedding, LowRankParams(torch.ones(4, 2), torch.ones(3, 2)), *OF_IDS[1:]),
+        match="low_rank_embedding_fwd: params.a must be [2, 4], got [4, 2]",
+    ),
+    Error(
+        call=_dgrad(low_rank_embedding, LowRankParams(torch.ones(2, 4), torch.ones(3, 2).double()), *OF_IDS[1:]),
+        match="low_rank_embedding_fwd: params.b must be float32, got float64",
+        error=TypeError,
+    ),
+    Error(
+        call=_dgrad(low_rank_embedding, *OF_IDS, torch.ones(2, 4)), match="low_rank_embedding_dgrad: dy must be [2, 3], got [2, 4]"
+    ),
+    Error(
+        call=_dgrad(low_rank_embedding, *OF_IDS, into=LowRankParams(torch.ones(4, 2), torch.ones(3, 2))),
+        match="low_rank_embedding_wgrad: into.a must be [2, 4], got [4, 2]",
     ),
 ]
 

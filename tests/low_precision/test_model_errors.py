@@ -267,6 +267,7 @@ def test_what_cannot_be_chosen_raises():
         (lambda: quantization_report(params, x, cfg, Fp8Block()).leave_wide(0.1), ValueError, r"made by .*total=True\)"),
         (lambda: found.leave_wide(), ValueError, "error must be given, or weights, but not both, got None"),
         (lambda: found.leave_wide(0.1, weights=1), ValueError, "error must be given, or weights, but not both, got 0.1"),
+        (lambda: found.leave_wide(weights=-1), ValueError, "leave_wide: weights must be at least 0, got -1"),
         (lambda: found.leave_wide(-1), ValueError, "leave_wide: error must be at least 0, got -1"),
         (lambda: found.leave_wide(1e-6), ValueError, r"error must be at least 0\.0\d+, with l[01] alone in Fp8Block, got 1e-06"),
         (lambda: found.leave_wide(weights=9000), ValueError, "weights must be below 8,192, of all layers, got 9,000"),

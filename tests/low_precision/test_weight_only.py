@@ -7,6 +7,7 @@ from tiers import drawn
 from funcops import (
     ActivationConfig,
     ChainConfig,
+    IdentityConfig,
     LinearConfig,
     Needs,
     RepeatConfig,
@@ -320,6 +321,9 @@ REFUSED = {
         with_weight_only(moe(MoEConfig(route=RouteConfig(4, 2), experts=ExpertsConfig(4, dim=64, hidden=32))), NF4()),
         2,
         ("experts",),
+    ),
+    "weight_only(linear)_fwd: cfg must be LinearConfig, got IdentityConfig": lambda: weight_only(linear, NF4()).fwd(
+        None, torch.ones(3, 64), IdentityConfig()
     ),
 }
 

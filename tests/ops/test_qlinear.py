@@ -179,6 +179,7 @@ def _kept(made, changes):
 
 DELAYED = _chain(Fp8Delayed(history=2))
 HALF = ChainConfig(steps=DELAYED.steps[:1])
+SQUARE = LinearConfig(16, 16)
 LONGER = _chain(Fp8Delayed(history=3))
 
 
@@ -308,7 +309,46 @@ BAD = {
         "format must be e4m3 1x128 pow2, got e4m3 allxall float32",
         ValueError,
     ),
+    "a key of another dtype": (
+        lambda: _with_key(random.key(0).int()),
+        "up: qlinear_fwd: params.weight.key must be int64, got int32",
+        TypeError,
+    ),
+    "a weight without its key": (
+        lambda: _with_key(None),
+        "up: qlinear_fwd: params.weight.key must be a tensor [2], got None",
+        TypeError,
+    ),
+    "a state that holds no scales": (
+        lambda: lambda: quantize_params(_params(DELAYED), DELAYED, dict.fromkeys(("up.weight", "down.weight"), 3)),
+        "quantize_params: state['up.weight'] must be ScaleState, got 3",
+        TypeError,
+    ),
+    "a tie to a weight without a recipe": (
+        lambda: _tied(("down",)),
+        "recipe_init: the tie of down.weight must be between weights of one recipe, as they share the source's scales, "
+        "got one to up.weight",
+        ValueError,
+    ),
+    "keys for no config": (
+        lambda: lambda: with_keys({}, "up", random.key(0)),
+        "with_keys: cfg must be the config of an op (of a DecoderConfig: decoder(cfg)), got 'up'",
+        TypeError,
+    ),
 }
+
+
+def _tied(only):
+    plain = ChainConfig(steps=(Step("up", linear, SQUARE), Step("down", linear, SQUARE)), ties={"down.weight": "up.weight"})
+    cfg = with_recipe(plain, Fp8Delayed(history=2), only=only)
+    return lambda: recipe_init(cfg, _params(cfg))
+
+
+def _with_key(key):
+    cfg = _chain(NVFP4(stochastic=True))
+    work = quantize_params(_params(cfg), cfg, key=random.key(0))
+    work["up"] = replace(work["up"], weight=replace(work["up"].weight, key=key))
+    return lambda: chain.fwd(work, draw(3, WIDE).bfloat16(), cfg)
 
 
 def _with_scale(into, change):
