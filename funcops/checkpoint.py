@@ -81,7 +81,7 @@ def save(tree: Any, path: str | os.PathLike[str], *, metadata: Mapping[str, str]
     if metadata is not None:
         require_type("save", "metadata", metadata, Mapping)
     for key, value in (metadata or {}).items():
-        require_type("save", "metadata", key, str)
+        require_type("save", "a name in metadata", key, str)
         require_type("save", f"metadata[{key!r}]", value, str)
         if key == CHECKSUMS:
             fail("save", "metadata", "of names that save does not write itself", repr(key))
@@ -147,7 +147,8 @@ def _check_text(where: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        fail("save", repr(where), "named by text that can be encoded", ascii(text), CheckpointError)
+        name = where.encode(errors="backslashreplace").decode()
+        fail("save", name, "named by text that can be encoded", ascii(text), CheckpointError)
 
 
 def _sort_metadata(path: Path) -> None:

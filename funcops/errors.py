@@ -270,7 +270,7 @@ def describe(value: Any) -> str:
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
         return repr(value)
-    if isinstance(value, tuple):
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
         return f"{type(value).__name__} of {len(value)}"
     return type(value).__name__
 

@@ -40,7 +40,6 @@ class Step:
     folds: bool = True
 
     def __post_init__(self) -> None:
-        require_type("Step", "name", self.name, str)
         require(self.name.isidentifier(), "Step", "name", "an identifier", repr(self.name))
         require_type(f"Step {self.name!r}", "op", self.op, Op)
         check_body(f"Step {self.name!r}", self.op, self.cfg)

@@ -34,6 +34,7 @@ class RematResiduals:
     notes: Any = static()  # of what the forwards inside read beside their inputs
 
     def complain(self, where: str) -> None:
+        self.unused(where)  # type: ignore[attr-defined]
         path = self.stale()  # type: ignore[attr-defined]
         if path:
             stale(where, path, hint=_RERUN)

@@ -185,7 +185,8 @@ def _join(trees: list[Any], placed: Any, gradient: bool = False) -> Any:
 
 def _placements(tree: Any, placed: Any) -> list[Any]:
     found = leaves(placed)
-    require(len(found) == len(leaves(tree)), "DistCase", "placements", f"one for each of {', '.join(paths(tree))}", len(found))
+    each = ", ".join(paths(tree)) or "its tensor alone"
+    require(len(found) == len(leaves(tree)), "DistCase", "placements", f"one for each of {each}", len(found))
     return found
 
 

@@ -194,6 +194,12 @@ def test_an_mlp_is_one_node_while_nothing_is_done_to_it():
                 functional(mlp)
             handle.remove()
             assert nodes(mlp(x)) == one
+        with torch.nn.modules.module.register_module_forward_hook(lambda *_: None), pytest.raises(ValueError) as caught:
+            functional(mlp)
+        assert str(caught.value).endswith("MLP: hooks must be absent, got some on all modules")
+        setattr(mlp, parts[0], nn.Identity())
+        with pytest.raises(ValueError, match=rf"MLP: {parts[0]} must be .* of a known class, got torch\.nn\..*\.Identity"):
+            functional(mlp)
 
 
 def test_halves_of_a_batch_add_up_to_the_whole():

@@ -113,6 +113,12 @@ def test_errors(tmp_path):
         save(torch.ones(1), path)
     with pytest.raises(TypeError, match=r"save: metadata\['step'\] must be str, got 3"):
         save({"a": torch.ones(1)}, path, metadata={"step": 3})
+    with pytest.raises(TypeError, match="save: a name in metadata must be str, got 3"):
+        save({"a": torch.ones(1)}, path, metadata={3: "step"})
+    for key, text in (("note", "\ud800"), ("\ud800", "note")):
+        said = f"save: metadata[{key!r}] must be named by text that can be encoded, got '\\ud800'"
+        with pytest.raises(CheckpointError, match=f"^{re.escape(said)}$"):
+            save({"a": torch.ones(1)}, path, metadata={key: text})
     with pytest.raises(FileNotFoundError, match="load: path must be an existing file"):
         load(path, {})
     with pytest.raises(FileNotFoundError):

@@ -1,12 +1,16 @@
 """Guards that no other test reaches: the calls that each must stop, in its words, and similar calls that it must pass."""
 
+import dataclasses
+
 import pytest
 import torch
+from good_dist import dist_case
 from torch.autograd import forward_ad
 
 from funcops import (
     ActivationConfig,
     ChainConfig,
+    DonatedError,
     ExpertsConfig,
     GLUConfig,
     GradModeError,
@@ -18,6 +22,7 @@ from funcops import (
     Needs,
     ParallelConfig,
     PermuteConfig,
+    Policy,
     QKVSplitConfig,
     QLinearConfig,
     RepeatConfig,
@@ -31,25 +36,31 @@ from funcops import (
     activation,
     chain,
     dist,
+    donate,
     glu,
     latent_split,
     linear,
     modulate,
+    nn,
     op_from_torch,
     parallel,
     permute,
     qlinear,
     random,
+    remat,
     repeat,
     rope,
     route,
     skip,
     trees,
+    with_policy,
 )
 from funcops.adapters.autograd.transforms import refuse_tangents
 from funcops.backend import backend
 from funcops.compose.expert_steps import ExpertStepsConfig, expert_steps
 from funcops.contract.op import make_op
+from funcops.contract.rerun import first_run, note, second_run
+from funcops.contract.walk import remade
 from funcops.graphs import graphed
 from funcops.low_precision import Format, Fp8Current, quantize_tensor
 from funcops.models import plain_experts
@@ -58,7 +69,7 @@ from funcops.ops.low_rank import LowRankConfig, low_rank_fwd, low_rank_init
 from funcops.optim import global_norm
 from funcops.schedule import Collective, Costs, Link, Network, Schedule, draw, measure_stages, one_f_one_b, simulate
 from funcops.schedule.stage import Stage
-from funcops.testing import Placed, run_ranks
+from funcops.testing import DistCase, Placed, check_dist, run_ranks
 
 X, ROW, SCALAR = torch.ones(3, 4), torch.ones(4), torch.ones(())
 LINEAR = LinearConfig(4, 4)
@@ -71,6 +82,8 @@ TWO = ChainConfig(
 BRANCHES = ParallelConfig(branches=(Step("a", linear, LINEAR), Step("b", linear, LINEAR)))
 TWO_STAGES = ChainConfig(steps=(Step("a", linear, LINEAR), Step("b", linear, LINEAR)))
 LAYERS = RepeatConfig(linear, LINEAR, 2)
+SKIP = SkipConfig(linear, LINEAR)
+COLLECTIVES = torch.ops._c10d_functional
 LOW = QLinearConfig(4, 4, recipe=Fp8Current(), bias=False)
 ROUTED = RouteConfig(4, 2)
 SPLIT = LatentSplitConfig(2, shared=2, own=3, value=1)
@@ -152,6 +165,72 @@ def with_tangent(name):
 
 def finished(into):
     return on_two(lambda mesh: dist.finish(dist.gather_start(torch.ones(2), mesh["tp"]), into=into))
+
+
+def skip_back():
+    return skip.dgrad(skip.fwd(WEIGHT, X, SKIP)[1], X, SKIP)
+
+
+def remat_back(given_away):
+    y, residuals = remat(linear).fwd(WEIGHT, X, LINEAR)
+    if given_away:
+        donate(residuals)
+    remat(linear).bwd(residuals, y, LINEAR)
+
+
+def nested_back(given_away):
+    """A part's residuals were given away: nothing may be added to the sums of the part that runs before it."""
+    cfg = ChainConfig(steps=(Step("inner", chain, TWO_STAGES), Step("last", linear, LINEAR)))
+    params = {"inner": {"a": WEIGHT, "b": WEIGHT}, "last": WEIGHT}
+    y, residuals = chain.fwd(params, X, cfg)
+    if given_away:
+        donate(residuals["inner"])
+    into = trees.tree_map_tensors(torch.zeros_like, params)
+    try:
+        chain.bwd(residuals, y, cfg, into=into)
+    finally:
+        assert any(bool(t.any()) for t in trees.tensors(into)) is not given_away
+
+
+def sine(params, x, cfg):
+    return torch.sin(x) * x
+
+
+def noted(owner):
+    op_from_torch(sine).fwd(None, X, TorchConfig())  # the first op that makes notes turns them on
+    with first_run() as notes:
+        note("a", dict)
+    with second_run(notes):
+        note(owner, dict)
+
+
+def sine_back(kept):
+    made = op_from_torch(sine)
+    y, residuals = made.fwd(None, X, TorchConfig())
+    residuals.kept["sin"] = kept
+    made.dgrad(residuals, y, TorchConfig())
+
+
+def given_tangent(trained):
+    layer = nn.Linear(4, 4).requires_grad_(trained)
+    with forward_ad.dual_level():
+        layer(forward_ad.make_dual(X, X))
+
+
+def received(t):
+    return COLLECTIVES.wait_tensor(t)
+
+
+def rows_sent(to_other):
+    def step(mesh):
+        sent = [1, to_other] if mesh.rank == 0 else [1, 1]
+        return received(COLLECTIVES.all_to_all_single(torch.ones(sum(sent)), [1, 1], sent, mesh["tp"].group))
+
+    return on_two(step)
+
+
+def placed_at(placed):
+    return dataclasses.replace(DistCase(**dist_case()), placed_x=placed)
 
 
 # what is called, what it takes, what it does not, and the words
@@ -401,6 +480,119 @@ GUARDS = {
         X.to("meta"),
         ValueError,
         "permute_fwd: x.1 (indices) must be on device meta, got cpu",
+    ),
+    "the config of a skip's wgrad": (
+        lambda cfg: skip.wgrad(skip_back()[1], cfg),
+        SKIP,
+        LINEAR,
+        TypeError,
+        "skip_wgrad: cfg must be SkipConfig, got LinearConfig: call linear_wgrad",
+    ),
+    "the config of a wgrad without params": (
+        lambda cfg: activation.wgrad(None, cfg),
+        GELU,
+        LINEAR,
+        TypeError,
+        "activation_wgrad: cfg must be ActivationConfig, got LinearConfig: call linear_wgrad",
+    ),
+    "into of a bwd without params": (
+        lambda into: activation.bwd(activation.fwd(None, X, GELU)[1], X, GELU, into=into),
+        None,
+        WEIGHT,
+        TypeError,
+        "activation_bwd: into must be None (this op has no params), got LinearParams",
+    ),
+    "the config under a policy": (
+        lambda cfg: with_policy(linear, Policy()).fwd(WEIGHT, X, cfg),
+        LINEAR,
+        TWO,
+        TypeError,
+        "linear: cfg must be LinearConfig, got ChainConfig",
+    ),
+    "the needs of a remat": (
+        lambda path: remat(linear).fwd(WEIGHT, X, LINEAR, needs=Needs(params=(path,))),
+        "bias",
+        "bais",
+        ValueError,
+        "remat(linear)_fwd: needs.params must be paths among weight, bias, got 'bais'",
+    ),
+    "the residuals of a remat": (
+        remat_back,
+        False,
+        True,
+        DonatedError,
+        "remat(linear)_bwd: residuals must be unused, got RematOfTensor given away with donate()",
+    ),
+    "residuals of residuals": (
+        nested_back,
+        False,
+        True,
+        DonatedError,
+        "inner: chain_bwd: residuals must be unused, got ChainResiduals given away with donate()",
+    ),
+    "a second run": (
+        noted,
+        "a",
+        "b",
+        RuntimeError,
+        "remat: the second run of a forward must be of the calls of the first one, got another call of b",
+    ),
+    "an op that stands for another": (
+        lambda op: remade("parallel", op, linear, qlinear),
+        remat(linear),
+        remat(chain),
+        ValueError,
+        "parallel: op 'chain' must be linear, or one that remat or with_policy made from it, got another",
+    ),
+    "the params of expert steps": (
+        lambda params: expert_steps.fwd(params, ROUTED_X, STEPS),
+        expert_steps.init(STEPS, key=random.key(0)),
+        {},
+        TypeError,
+        "expert_steps_fwd: params must be ExpertsParams, got dict",
+    ),
+    "what a function of torch kept": (
+        sine_back,
+        X,
+        ROW,
+        ValueError,
+        "sine_dgrad: residuals.kept.sin must be float32[3, 4], got float32[4]",
+    ),
+    "a module's x": (
+        given_tangent,
+        False,
+        True,
+        RuntimeError,
+        "linear: x and params must be without requires_grad if one has a tangent (forward_ad.make_dual), got both",
+    ),
+    "the layout of what is sent": (
+        lambda t: on_two(lambda mesh: received(COLLECTIVES.all_reduce(t, "sum", mesh["tp"].group))),
+        torch.ones(4, 3).t().contiguous(),
+        torch.ones(4, 3).t(),
+        ValueError,
+        "all_reduce: x must be contiguous, got float32[3, 4]",
+    ),
+    "a collective of torch": (
+        lambda name: on_two(lambda mesh: received(getattr(COLLECTIVES, name)(torch.ones(2), "sum", mesh["tp"].group))),
+        "all_reduce",
+        "all_reduce_",
+        ValueError,
+        "run_ranks: fn must be one that sends by all_gather, reduce_scatter, all_reduce, all_to_all, got _c10d_functional",
+    ),
+    "rows of an all_to_all": (
+        rows_sent,
+        1,
+        2,
+        ValueError,
+        "it must be of the rows that the other rank expects, got all_to_all of float32[*] with 2 rows for rank 1 on rank 0, 1 rows "
+        "from rank 0 on rank 1",
+    ),
+    "placements of check_dist": (
+        lambda placed: check_dist(dist.gather, placed_at(placed), sizes=(2,)),
+        Placed("shard"),
+        (Placed("shard"), Placed("shard")),
+        AssertionError,
+        "gather , 2 ranks: ValueError: DistCase: placements must be one for each of its tensor alone, got 2",
     ),
 }
 

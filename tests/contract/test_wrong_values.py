@@ -11,6 +11,7 @@ from good_arguments import CHAIN, OWN, ROWS, of, public
 from torch import Tensor
 
 from funcops import (
+    AddConfig,
     ChainConfig,
     CrossEntropyConfig,
     EmbeddingConfig,
@@ -18,12 +19,17 @@ from funcops import (
     LinearConfig,
     Needs,
     Op,
+    ParallelConfig,
     Step,
+    add,
     chain,
     donate,
     linear,
+    nn,
     random,
+    rewrite,
     schedule,
+    walk,
 )
 from funcops.contract.schema import Saved
 from funcops.errors import (
@@ -38,7 +44,7 @@ from funcops.errors import (
 )
 from funcops.residuals.nested import Nested
 from funcops.testing import LAWS, check_op
-from funcops.trees import paths, put, tensors, tree_map_tensors
+from funcops.trees import leaf, paths, put, tensors, tree_map_tensors
 
 ERRORS = (
     ValueError,
@@ -193,6 +199,8 @@ def test_good_arguments_are_good_and_wrong_values_raise(name):
 
 
 TREE = {"a": torch.ones(2)}
+LAYER = Step("a", linear, LinearConfig(1, 1))
+ADDS = ChainConfig(steps=(Step("s", add, AddConfig(), takes=("r",)),), extras=("r",))
 SEEN = {  # by users, one each
     "LinearConfig: in_features must be int, got '3'": lambda: LinearConfig("3", 2),
     "LinearConfig: bias must be bool, got 'False'": lambda: LinearConfig(3, 2, bias="False"),
@@ -200,6 +208,19 @@ SEEN = {  # by users, one each
     "CrossEntropyConfig: z_loss must be": lambda: CrossEntropyConfig(z_loss=INF),
     "ChainConfig: steps must be tuple, got list": lambda: ChainConfig(steps=[]),
     "ChainConfig: extras must be tuple, got 's'": lambda: ChainConfig(steps=(Step("a", linear, LinearConfig(1, 1)),), extras="s"),
+    "ChainConfig: steps must be Step, got Op": lambda: ChainConfig(steps=(LAYER, linear)),
+    "ChainConfig: extras must be different names, got ('s', 's')": lambda: ChainConfig(steps=(LAYER,), extras=("s", "s")),
+    "ChainConfig: recompute must be a bool, or names of steps (a), got ['b']": lambda: ChainConfig(
+        steps=(LAYER,), recompute=("b",)
+    ),
+    "ParallelConfig: branches must be Step, got Op": lambda: ParallelConfig(branches=(LAYER, linear)),
+    "ParallelConfig: branches must be uniquely named, got ['a', 'a']": lambda: ParallelConfig(branches=(LAYER, LAYER)),
+    "Step 'c': takes must be () or ('r',), got ('q', 'r')": lambda: Step("c", chain, ADDS, takes=("q", "r")),
+    "walk: path must be str, got 3": lambda: walk(CHAIN, path=3),
+    "rewrite: path must be str, got 3": lambda: rewrite(CHAIN, lambda part: None, path=3),
+    "leaf: each_of must be str, got 3": lambda: leaf("[n]", each_of=3),
+    "LinearCrossEntropyLoss: out_features must be at least 1, got 0": lambda: nn.LinearCrossEntropyLoss(4, 8, out_features=(0,)),
+    "Schedule: ranks.0 must be tuple or list, got 3": lambda: schedule.Schedule("mine", (3,)),
     "linear_init: dtype must be float64 or float32 or bfloat16 or float16, got int64": lambda: linear.init(
         LinearConfig(1, 1), key=random.key(0), dtype=torch.int64
     ),

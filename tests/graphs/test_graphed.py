@@ -1,6 +1,8 @@
 """graphed: the whole training step, its checks, and borrowed outputs."""
 
+import copy
 import gc
+import pickle
 
 import pytest
 import torch
@@ -184,6 +186,27 @@ def test_only_donated_tensors_are_written(policy, inference):
             CaptureError, match=f"input 0 must not be written to unless it is donated, got an input of policy '{policy}'"
         ):
             graphed(lambda x: x.add_(1), x, inputs=policy)
+
+
+def test_a_write_by_the_last_run_alone_is_noticed():
+    """The runs before it only read."""
+    runs = iter((False, True))
+
+    def last_writes(x):
+        return x.add_(1) if next(runs) else x + 1
+
+    with pytest.raises(CaptureError, match="^graphed: input 0 must not be written to unless it is donated"):
+        graphed(last_writes, torch.ones(3), warmup=1)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_stale_borrowed_output_is_not_copied(copied):
+    captured = graphed(double, torch.ones(3), outputs="borrow", debug=True)
+    y = captured(torch.ones(3))
+    copied(y)
+    captured(torch.ones(3))
+    with pytest.raises(BorrowedError, match="^the output was borrowed from a graph that has been replayed since"):
+        copied(y)
 
 
 @pytest.mark.parametrize("called", [False, True], ids=["", "called in inference"])

@@ -7,6 +7,7 @@ import torch
 from model import CFG, batch, init, same
 
 from funcops import (
+    ActivationConfig,
     ChainConfig,
     LinearConfig,
     Needs,
@@ -14,6 +15,7 @@ from funcops import (
     RouteConfig,
     Step,
     TorchConfig,
+    activation,
     chain,
     linear,
     op_from_torch,
@@ -25,7 +27,7 @@ from funcops import (
 )
 from funcops.adapters.graphs import graphed_op
 from funcops.adapters.graphs.statics import clones
-from funcops.errors import BorrowedError, GraphOrderError, StaleResidualError
+from funcops.errors import BorrowedError, CaptureError, GraphOrderError, StaleResidualError
 from funcops.schedule import delay_w, one_f_one_b, zb_h1, zb_h2
 from funcops.trees import tensors, tree_map, tree_map_tensors
 
@@ -358,3 +360,18 @@ def test_the_first_slot_alone_is_warmed_up(slots):
         graphed_op(linear._replace(fwd=fwd), cfg, params, x, slots=slots, warmup=warmup)
         counts.append(len(ran))
     assert counts[1] - counts[0] == 3
+
+
+def test_an_op_that_writes_to_its_inputs_is_refused():
+    """Neither x nor dy is donated."""
+    cfg, x = ActivationConfig("gelu"), torch.ones(3)
+
+    def fwd(params, x, cfg, *, needs=Needs.ALL):
+        return activation.fwd(params, x.add_(1), cfg, needs=needs)
+
+    def dgrad(residuals, dy, cfg):
+        return activation.dgrad(residuals, dy.add_(1), cfg)
+
+    for changes, said in (({"fwd": fwd}, "activation_fwd: input 1"), ({"dgrad": dgrad}, "activation_dgrad: input 0")):
+        with pytest.raises(CaptureError, match=f"^graphed {said} must not be written to unless it is donated"):
+            graphed_op(activation._replace(**changes), cfg, None, x)

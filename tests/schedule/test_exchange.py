@@ -204,6 +204,19 @@ def test_ranks_that_differ_are_told_before_any_message(odd, what):
         assert set(found) == {f"Pipeline: {said} must be the same on all ranks, got different ones on rank {odd or 1} and rank 0"}
 
 
+def test_a_tie_between_ranks_is_refused_on_all():
+    made = one_f_one_b(2, 2)
+    cfg, _, xs, _ = linears(made)
+    tied = dataclasses.replace(cfg, ties=(("s1.weight", "s0.weight"),))
+
+    def work(_):
+        said = r"Pipeline: cfg\.ties must be between stages of one rank .*, got s1\.weight on rank 1 and s0\.weight on rank 0"
+        with pytest.raises(ValueError, match=said):
+            Pipeline(made, tied, xs[0])
+
+    on_threads(2, work)
+
+
 def test_a_wrong_microbatch_sends_nothing():
     """In the first step all ranks raise. Later the rank that gets it raises at once, without a message. All can go on with the next
     step."""

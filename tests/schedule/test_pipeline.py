@@ -315,6 +315,13 @@ def test_torch_loads_and_dumps_the_text(alone, tmp_path):
 def test_arguments_that_do_not_fit_are_named(alone):
     cfg = decoder(2)
     params, xs = chain.init(cfg, key=random.key(0)), microbatches(3, cfg)
+    with pytest.raises(TypeError, match="Pipeline: schedule must be Schedule, got 'zb_v'"):
+        Pipeline("zb_v", cfg, xs[0])
+    with pytest.raises(TypeError, match="Pipeline: y of stage 0 must be tensors, to be sent, got 3"):
+        pair = scale._replace(fwd=lambda params, x, cfg, *, needs=Needs.ALL: ((x, 3), None))
+        first = scale._replace(fwd=lambda params, x, cfg, *, needs=Needs.ALL: (x[0], None))
+        steps = Step("pair", pair, ScaleConfig(2.0)), Step("first", first, ScaleConfig(2.0))
+        Pipeline(zb_v(1, 3), ChainConfig(steps=steps), torch.ones(2))
     with pytest.raises(ValueError, match="Pipeline: group must be of 2 processes, one a rank of gpipe, got 1"):
         Pipeline(gpipe(2, 3), cfg, xs[0])
     with pytest.raises(ValueError, match="Pipeline: cfg must be a chain of 4 steps, one a stage of the schedule, got 2 steps"):

@@ -15,6 +15,7 @@ from benchmarks import published
 from funcops import (
     ChainConfig,
     EmbeddingConfig,
+    ExpertsConfig,
     LinearConfig,
     RepeatConfig,
     RopeConfig,
@@ -30,7 +31,7 @@ from funcops import (
     trees,
 )
 from funcops.low_precision import Fp8Current, with_recipe
-from funcops.models import DecoderConfig, decoder, decoder_x
+from funcops.models import DecoderConfig, decoder, decoder_x, plain_experts
 from funcops.models.blocks import Sizes, decoder_config, gpt2_block_config
 from funcops.schedule import (
     GPU,
@@ -40,6 +41,7 @@ from funcops.schedule import (
     Decoder,
     Layout,
     Link,
+    Mixture,
     Network,
     delay_w,
     draw,
@@ -47,6 +49,7 @@ from funcops.schedule import (
     fold,
     gpipe,
     interleaved_1f1b,
+    measure_stages,
     one_f_one_b,
     plan_parallel,
     predict,
@@ -382,6 +385,17 @@ BAD = {
         ),
         torch.zeros(1, 2, dtype=torch.int64),
         3,
+    ),
+    "Decoder.of: batch must be at least 1, got 0": lambda: Decoder.of(gpt2_block_config(8, 2, 8, 0.0), tokens(1, 2), 0),
+    "GPU: efficiency must be at most 1, got 1.5": lambda: dataclasses.replace(GPUS["H100"], efficiency=1.5),
+    "GPU: attention must be at most 1, got 1.5": lambda: dataclasses.replace(GPUS["H100"], attention=1.5),
+    "Mixture.ranks: ep must be at least 1, got 0": lambda: Mixture(8, 2).ranks(0),
+    "Link.time: kind must be all_gather or reduce_scatter or all_reduce or all_to_all or p2p, got 'gather'": lambda: LINKS[0].time(
+        "gather", 1.0
+    ),
+    "Link.time: nbytes must be at least 0, got -1.0": lambda: LINKS[0].time("p2p", -1.0),
+    "measure_stages: stage 'sort' must be without gives that another stage takes: extras come from the caller alone, got": lambda: (
+        measure_stages(None, None, plain_experts(ExpertsConfig(4, dim=8, hidden=16)))
     ),
 }
 

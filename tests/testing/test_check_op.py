@@ -168,6 +168,11 @@ def test_laws_of_other_names_or_none_are_refused(laws):
         check_op(linear, cfg=LinearConfig(5, 3), x=lambda draw: draw.randn(3, 5), reference=lambda params, x, cfg: x, laws=laws)
 
 
+def test_no_dtypes_at_all_are_refused():
+    with pytest.raises(ValueError, match=r"check_op: dtypes must be at least one dtype, got \(\)"):
+        check_op(linear, cfg=LinearConfig(5, 3), x=lambda draw: draw.randn(3, 5), reference=lambda params, x, cfg: x, dtypes=())
+
+
 @pytest.mark.parametrize("wrong", [{"call": 1}, {"match": None}, {"match": re.compile("x")}, {"error": "ValueError"}], ids=str)
 def test_an_error_that_is_expected_is_described_by_a_function_text_and_class(wrong):
     with pytest.raises(TypeError, match=f"^Error: {next(iter(wrong))} must be"):
