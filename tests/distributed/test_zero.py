@@ -486,6 +486,9 @@ ONE, TWO = (Mesh.abstract({"dp": n}, 0)["dp"] for n in (1, 2))
 OTHER = LinearParams(torch.ones(7, 4), torch.ones(6))
 
 
+SINKS = dist.ContextSinkAttentionConfig(heads=3, axis=Mesh.abstract({"cp": 2}, 0)["cp"], over="tp", causal=True)
+
+
 def halves():
     """A sharded layer on one rank: its config, params, output, residuals and pending."""
     cfg = dist.ShardedConfig(linear, LAYER, axis=ONE)
@@ -521,6 +524,9 @@ REFUSED = {
     ),
     "sharded_bwd: into.weight must be [6, 4], got [7, 4]": lambda cfg, params, y, kept, pending: dist.sharded.bwd(
         kept, y, cfg, into=OTHER
+    ),
+    "specs_of: sinks must be of a size that 'dp' divides, got [3]": lambda *_: dist.specs_of(
+        dist.sharded, dist.ShardedConfig(dist.context_sink_attention, SINKS, axis=TWO)
     ),
     f"sharded_wgrad: {NO_ACCUMULATORS}": lambda cfg, params, y, kept, pending: dist.sharded.wgrad(
         pending, of_two(cfg, stage=2), into=params
