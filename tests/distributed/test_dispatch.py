@@ -7,6 +7,7 @@ import torch
 from dist_cases import combine, dispatch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
+from two_devices import TwoDevices, placed
 
 from funcops import (
     ChainConfig,
@@ -403,6 +404,14 @@ def bad_calls(ep):
     )
     yield "combine_fwd: x.1 (place) must be int32, got int64", lambda: dist.combine.fwd(None, (rows, place.long()), back)
     yield "CombineConfig: axis must be Axis, got 3", lambda: dist.CombineConfig(3)
+
+
+def test_sizes_on_a_device_are_refused():
+    """To read them there the host would wait."""
+    x = torch.ones(4, 4), torch.zeros(2, 2, dtype=torch.int32), placed(torch.full((2, 2), 2))
+    said = r"^combine_fwd: x\.2 \(sizes\) must be on the host, as from dispatch, got int64\[2, 2\]"
+    with TwoDevices(), pytest.raises(ValueError, match=said):
+        dist.combine.fwd(None, x, dist.CombineConfig(dist.Mesh.abstract({"ep": 2}, 0)["ep"]))
 
 
 def test_no_rows_are_sent_for_a_gradient_that_nobody_asks_for():

@@ -53,6 +53,15 @@ def test_operators_of_others_are_no_messages():
     assert program.sent == () and program.unfinished == ()
 
 
+def test_a_message_of_torchs_own_groups_has_no_order_that_ranks_can_compare():
+    """An operator of a process group itself: it is refused by its name, and nothing is sent."""
+    said = (
+        "record: step must be one that sends by funcops.dist, or by torch's functional collectives, of all ranks of an axis, got "
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}c10d\\.allreduce_\\.default$"):
+        dist.Collective.of(torch.ops.c10d.allreduce_.default, ())
+
+
 def agreed(mesh):
     return handshake(mesh, lambda x: (mlp(mesh, x), total(mesh["dp"], x)), torch.ones(2, 4))
 

@@ -72,6 +72,8 @@ BAD = {
     "Mesh.peers: axis must be an axis of the mesh (axis 'dp' of 2), got axis 'tp' of 3": lambda: Mesh.abstract({"dp": 2}, 0).peers(
         Axis("tp", 3, 0, "x")
     ),
+    "Mesh.peers: axis must be Axis, got 'dp'": lambda: Mesh.abstract({"dp": 2}, 0).peers("dp"),
+    "Mesh.of: device must be str, got 3": lambda: Mesh.of({"tp": 1}, 3),
     "Axis: rank must be from 0 to 3, got 4": lambda: Axis("tp", 4, 4, "x"),
     "Axis: group must be the name of a process group, got ''": lambda: Axis("tp", 4, 0),
     "Axis.process_group: axis must be of a mesh of processes, and of several ranks, got axis 'tp' of 1": lambda: Mesh.of({"tp": 1})[

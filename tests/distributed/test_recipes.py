@@ -1,11 +1,13 @@
 """Recipes of low precision over ranks: they have the codes of one process, and send codes."""
 
+import dataclasses
 import functools
 import math
 
 import pytest
 import torch
 from dist_cases import LAYERS, LOW
+from dist_cases import ONE as ALONE
 from tiers import drawn
 
 from funcops import ChainConfig, LinearConfig, LinearParams, Needs, Step, chain, dist, linear, random
@@ -299,6 +301,25 @@ def test_bad_configs_raise(said):
     with pytest.raises(ValueError) as raised:
         config(*sizes, axis=Mesh.abstract({"tp": 2}, 0)["tp"], overlap=overlap)
     assert str(raised.value) == said
+
+
+CODES = Fp8Block().x
+WRONG_CODES = {
+    "format must be e4m3 1x128 pow2, got e4m3 128x128 pow2": {"format": dataclasses.replace(CODES, tile=(128, 128))},
+    "format must be e4m3 1x128 pow2, got e4m3 allxall float32": {"format": Fp8Current().x},
+    "side must be 'row', got 'col'": {"side": "col"},
+}
+
+
+@pytest.mark.parametrize("said", WRONG_CODES)
+def test_codes_of_x_that_were_changed_before_they_are_sent_are_refused(said):
+    cfg = dist.ColumnQLinearConfig(128, 128, Fp8Block(keep="row"), axis=ALONE)
+    y, kept = dist.column_qlinear.fwd(dist.column_qlinear.init(cfg, key=random.key(0)), torch.ones(2, 128), cfg)
+    _, pending = dist.column_qlinear.dgrad(kept, y, cfg)
+    changed = dataclasses.replace(pending, x=dataclasses.replace(pending.x, **WRONG_CODES[said]))
+    with pytest.raises(ValueError) as raised:
+        dist.column_qlinear.wgrad(changed, cfg)
+    assert str(raised.value) == f"column_qlinear_wgrad: pending.x.{said}"
 
 
 def test_a_recipe_that_the_ranks_do_not_take_raises_with_its_path():

@@ -137,6 +137,23 @@ def test_bad_leaves_raise_before_anything_is_sent():
             dataclasses.replace(Spec(), **{field: "t p"})
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (dict(axis="tp", fsdp="tp"), "fsdp must be another axis, got 'tp'"),
+        (dict(axis="tp", alike="tp"), "alike must be an axis that does not shard the leaf, got 'tp'"),
+        (dict(fsdp="dp", alike="dp"), "alike must be an axis that does not shard the leaf, got 'dp'"),
+        (dict(alike="t p"), "alike must be the name of an axis, got 't p'"),
+        (dict(parts=(2, 4)), "parts must be () without axis, got (2, 4)"),
+    ],
+    ids=str,
+)
+def test_fields_of_a_spec_that_contradict_each_other_are_refused(fields, said):
+    with pytest.raises(ValueError) as raised:
+        Spec(**fields)
+    assert str(raised.value) == f"Spec: {said}"
+
+
 SENT = [*CODES.values(), torch.complex128, torch.complex32]
 
 

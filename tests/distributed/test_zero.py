@@ -12,9 +12,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from funcops import (
     ChainConfig,
     CrossEntropyConfig,
+    DropoutConfig,
     GLUConfig,
     Ledger,
     LinearConfig,
+    LinearParams,
     Policy,
     Recompute,
     RepeatConfig,
@@ -27,6 +29,7 @@ from funcops import (
     cross_entropy,
     dist,
     donate,
+    dropout,
     glu,
     linear,
     random,
@@ -476,3 +479,71 @@ def test_shards_and_what_is_gathered_have_memory_of_their_own(n, bucket_bytes):
                     assert all(map(torch.equal, tensors(other), tensors(was))) == (other is not tree)
 
         run_ranks({"dp": n}, run)
+
+
+LAYER = LinearConfig(4, 6)
+ONE, TWO = (Mesh.abstract({"dp": n}, 0)["dp"] for n in (1, 2))
+OTHER = LinearParams(torch.ones(7, 4), torch.ones(6))
+
+
+SINKS = dist.ContextSinkAttentionConfig(heads=3, axis=Mesh.abstract({"cp": 2}, 0)["cp"], over="tp", causal=True)
+
+
+def halves():
+    """A sharded layer on one rank: its config, params, output, residuals and pending."""
+    cfg = dist.ShardedConfig(linear, LAYER, axis=ONE)
+    params = linear.init(LAYER, key=random.key(0))
+    y, kept = dist.sharded.fwd(params, torch.ones(2, 4), cfg)
+    return cfg, params, y, kept, dist.sharded.dgrad(kept, y, cfg)[1]
+
+
+def of_two(cfg, axis=TWO, **options):
+    return dist.ShardedConfig(cfg.op, cfg.cfg, axis=axis, **options)
+
+
+NO_ACCUMULATORS = "into must be None with stage=2 (add the shards up after the backward), got accumulators"
+REFUSED = {
+    "ShardedConfig: reshard_after_forward must be bool, got 1": lambda cfg, *_: of_two(cfg, reshard_after_forward=1),
+    "ShardedConfig: op must be one without a random key (put it in a chain), got dropout": lambda *_: dist.ShardedConfig(
+        dropout, DropoutConfig(0.5), axis=TWO
+    ),
+    "sharded_fwd: params must be of one dtype, if cfg.dtype is given, got float32, bfloat16": lambda cfg, params, *_: (
+        dist.sharded.fwd(
+            LinearParams(params.weight, params.bias.bfloat16()), torch.ones(2, 4), of_two(cfg, ONE, dtype=torch.float32)
+        )
+    ),
+    "sharded_wgrad: cfg must be ShardedConfig, got LinearConfig: call linear_wgrad": lambda cfg, params, y, kept, pending: (
+        dist.sharded.wgrad(pending, LAYER)
+    ),
+    "sharded_wgrad: cfg must be ShardedConfig, got None": lambda *_: dist.sharded.wgrad(None, None),
+    "sharded_bwd: cfg must be ShardedConfig, got LinearConfig: call linear_bwd": lambda cfg, params, y, kept, pending: (
+        dist.sharded.bwd(kept, y, LAYER)
+    ),
+    "sharded_wgrad: into.weight must be [6, 4], got [7, 4]": lambda cfg, params, y, kept, pending: dist.sharded.wgrad(
+        pending, cfg, into=OTHER
+    ),
+    "sharded_bwd: into.weight must be [6, 4], got [7, 4]": lambda cfg, params, y, kept, pending: dist.sharded.bwd(
+        kept, y, cfg, into=OTHER
+    ),
+    "specs_of: sinks must be of a size that 'dp' divides, got [3]": lambda *_: dist.specs_of(
+        dist.sharded, dist.ShardedConfig(dist.context_sink_attention, SINKS, axis=TWO)
+    ),
+    f"sharded_wgrad: {NO_ACCUMULATORS}": lambda cfg, params, y, kept, pending: dist.sharded.wgrad(
+        pending, of_two(cfg, stage=2), into=params
+    ),
+    f"sharded_bwd: {NO_ACCUMULATORS}": lambda cfg, params, y, kept, pending: dist.sharded.bwd(
+        kept, y, of_two(cfg, stage=2), into=params
+    ),
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_a_wrong_call_of_a_sharded_layer_is_refused_by_name(said):
+    with pytest.raises((ValueError, TypeError)) as raised:
+        REFUSED[said](*halves())
+    assert str(raised.value) == said
+
+
+def test_accumulators_are_checked_where_no_gradient_is_asked_for():
+    with pytest.raises(ValueError, match=r"^sharded_wgrad: into\.weight must be \[6, 4\], got \[7, 4\]$"):
+        dist.sharded.wgrad(None, halves()[0], into=OTHER)

@@ -34,7 +34,19 @@ from funcops import (
 )
 from funcops.errors import StaleResidualError
 from funcops.graphs import check_capturable
-from funcops.lora import LowRankParams, adapter, lora_init, lora_needs, merge, save_adapter, unmerge, with_adapter, with_lora
+from funcops.lora import (
+    LowRankParams,
+    ParameterOf,
+    RowsOf,
+    adapter,
+    lora_init,
+    lora_needs,
+    merge,
+    save_adapter,
+    unmerge,
+    with_adapter,
+    with_lora,
+)
 from funcops.lora.rewrite import adapted_linears
 from funcops.low_precision import Fp8Block, Fp8Delayed, gradients_like, quantize_params, split_amaxes, with_recipe
 from funcops.models.blocks import gpt2_block_config
@@ -436,6 +448,13 @@ def _words():
     return cfg, lora_init(chain.init(base, key=random.key(0)), cfg, key=random.key(1))
 
 
+def _dropping():
+    """Two adapters, one of them with dropout."""
+    base = ChainConfig(steps=(Step("a", linear, LinearConfig(4, 4)), Step("b", linear, LinearConfig(4, 4))))
+    cfg = with_lora(with_lora(base, 2, ("a",)), 2, ("b",), dropout=0.5, key="key")
+    return cfg, lora_init(chain.init(base, key=random.key(0)), cfg, key=random.key(1))
+
+
 BAD = [
     Error(call=lambda: with_lora(NORMED, 0, ("a",)), match="with_lora: rank must be"),
     Error(
@@ -490,6 +509,42 @@ BAD = [
         call=lambda: save_adapter("no", *reversed(_made()), names={"*": "c"}),
         match="save_adapter: names['*'] must be a name with as many '*', got 'c'",
     ),
+    Error(
+        call=lambda: adapter({"a": {"both": {"lora": {"a": torch.ones(2, 4), "b": torch.ones(4, 2)}}}}, _made()[0]),
+        match="adapter: tree.a.both.lora must be LowRankParams, got dict",
+        error=TypeError,
+    ),
+    Error(
+        call=lambda: with_adapter(_made()[1], {"a": (torch.ones(2, 4), torch.ones(4, 2))}, _made()[0]),
+        match="with_adapter: adapter['a'] must be LowRankParams, got tuple",
+        error=TypeError,
+    ),
+    Error(
+        call=lambda: save_adapter("no", *reversed(_made()), base=3), match="save_adapter: base must be str, got 3", error=TypeError
+    ),
+    Error(
+        call=lambda: save_adapter("no", *reversed(_made()), task=3),
+        match="save_adapter: task must be str or NoneType, got 3",
+        error=TypeError,
+    ),
+    Error(
+        call=lambda: save_adapter("no", *reversed(_made()), names={"a": ()}),
+        match="save_adapter: names['a'] must be a name, or several, got ()",
+    ),
+    Error(
+        call=lambda: save_adapter("no", *reversed(_made()), names={"a": ("c", "d", "e")}),
+        match="save_adapter: names['a'] must be names for equal parts of 4 rows, got 3 of them",
+    ),
+    Error(
+        call=lambda: save_adapter("no", *reversed(_made()), names={"a": ""}),
+        match="save_adapter: names must be a name for each adapter, got none for a",
+    ),
+    Error(
+        call=lambda: save_adapter("no", *reversed(_dropping())),
+        match="save_adapter: cfg must be one with the same dropout for all adapters, as PEFT has one, got [0.0, 0.5]",
+    ),
+    Error(call=lambda: RowsOf(3, 4, (0,)), match="RowsOf: module must be str, got 3", error=TypeError),
+    Error(call=lambda: ParameterOf(None), match="ParameterOf: parameter must be str, got None", error=TypeError),
     Error(
         call=lambda: save_adapter("no", *reversed(_made()), names={"a": "c", "b": "d"}),
         match="save_adapter: names must be globs over the paths of adapters (a; of a decoder: models.peft_names), got 'b'",

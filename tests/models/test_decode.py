@@ -2,6 +2,7 @@
 calls."""
 
 import dataclasses
+import functools
 import itertools
 import re
 
@@ -541,3 +542,97 @@ def test_a_cache_has_room_up_to_its_last_position(known, counts):
             with pytest.raises(ValueError, match=r"^decode: (cache|cfg) must be of a ") as raised:
                 check_room("decode", cache, tokens, counts, known)
             assert ("cache must" in str(raised.value)) == (needed > 6)
+
+
+@functools.cache
+def held():
+    """Params of a model, a cache for two rows, and a cache of rings."""
+    rings = cache_init(MODELS["windows, sinks, a cap, experts"], 2, context=16, chunk=4)
+    return given(LLAMA), cache_init(LLAMA, 2, context=16, chunk=4, dtype=torch.float64), rings
+
+
+def decoded(cache=None, ids=IDS[:2, :1], cfg=LLAMA, **options):
+    return decode(held()[0], held()[1] if cache is None else cache, ids, cfg, **options)
+
+
+def generated(ids=IDS[:2, :3], cfg=LLAMA, tokens=2, params=None, **options):
+    return generate(held()[0] if params is None else params, cfg, ids, tokens, **options)
+
+
+def layer_is(cache, layer):
+    return dataclasses.replace(cache, layers={**cache.layers, "blocks.1": layer})
+
+
+def attended(by=None, **changes):
+    """Cached attention of T tokens, with another q, k, v or bias."""
+    params, at, cfg = cached(bias="bias" in changes)
+    x = tuple({"q": Q, "k": KEYS, "v": VALUES, **changes}.values())
+    return cached_attention.fwd(params, (x, at if by is None else by), cfg, needs=Needs.NONE)
+
+
+ZEROS = torch.zeros(2, dtype=torch.int64)
+WRONG_CALLS = {
+    "decode: cfg must be DecoderConfig, got 'llama'": lambda: decoded(cfg="llama"),
+    "decode: model must be ChainConfig or NoneType, got 3": lambda: decoded(model=3),
+    "decode: ids must be int64, got int32": lambda: decoded(ids=IDS[:2, :1].int()),
+    "decode: ids must be on device cpu, got meta": lambda: decoded(ids=IDS[:2, :1].to("meta")),
+    "decode: cache must be Cache, got 3": lambda: decoded(3),
+    "decode: cache.layers.blocks.1 must be KVCache, got 'x'": lambda: decoded(layer_is(held()[1], "x")),
+    "generate: cfg must be DecoderConfig, got 'llama'": lambda: generated(cfg="llama"),
+    "generate: sampling must be SamplingConfig, got 0.5": lambda: generated(sampling=0.5),
+    "generate: model must be ChainConfig or NoneType, got 3": lambda: generated(model=3),
+    "generate: tokens must be at least 1, got 0": lambda: generated(tokens=0),
+    "generate: chunk must be int or SymInt, got 1.5": lambda: generated(chunk=1.5),
+    "generate: ids must be int64, got int32": lambda: generated(IDS.int()),
+    "generate: key must be on device meta, got cpu": lambda: generated(IDS.to("meta"), key=random.key(0)),
+    "generate: lengths must be [2], got [3]": lambda: generated(lengths=LENGTHS),
+    "generate: lengths must be int64, got int32": lambda: generated(lengths=ZEROS.int()),
+    "generate: lengths must be from 1 to 3, as ids has, got [0, 0]": lambda: generated(lengths=ZEROS),
+    "generate: lengths must be from 1 to 3, as ids has, got [4, 4]": lambda: generated(lengths=ZEROS + 4),
+    "generate: params.norm.weight must be [8], got [7]": lambda: generated(
+        params=trees.put(held()[0], "norm.weight", torch.ones(7).double())
+    ),
+    "generate: params.norm.weight must be float64 or float32 or bfloat16 or float16, got int64": lambda: generated(
+        params=trees.put(held()[0], "norm.weight", torch.ones(8, dtype=torch.int64))
+    ),
+    "generate: params.norm.weight must be on device cpu, got meta": lambda: generated(
+        params=trees.put(held()[0], "norm.weight", torch.ones(8, dtype=torch.float64, device="meta"))
+    ),
+    "roll_back: cache must be Cache, got 3": lambda: roll_back(3, ZEROS),
+    "roll_back: cache.layers.blocks.1 must be KVCache, got 'x'": lambda: roll_back(layer_is(held()[1], "x"), ZEROS),
+    "roll_back: cache.layers.blocks.1.v must be [B, K, R, D] with B as in cache.lengths, got [3, 1, 16, 4]": lambda: roll_back(
+        layer_is(held()[1], KVCache(torch.zeros(2, 1, 16, 4), torch.zeros(3, 1, 16, 4))), ZEROS
+    ),
+    "roll_back: cache.layers.blocks.1.k must be [B, K, R, D] with B as in cache.lengths, got [2, 16, 4]": lambda: roll_back(
+        layer_is(held()[1], KVCache(torch.zeros(2, 16, 4), torch.zeros(2, 1, 16, 4))), ZEROS
+    ),
+    "roll_back: cache.reached must be a tensor [2], got None": lambda: roll_back(
+        dataclasses.replace(held()[2], reached=None), ZEROS
+    ),
+    "roll_back: cache.reached must be [2], got [3]": lambda: roll_back(
+        dataclasses.replace(held()[2], reached=torch.zeros(3, dtype=torch.int64)), ZEROS
+    ),
+    "with_cache: attention must be AttentionConfig, got 3": lambda: CachedAttentionConfig(of=3),
+    "cached_attention_fwd: x.0 (q) must be float64 or float32 or bfloat16 or float16, got int64": lambda: attended(q=Q.long()),
+    "cached_attention_fwd: x.1 (k) must be float64, got float32": lambda: attended(k=KEYS.float()),
+    "cached_attention_fwd: x.1 (k) must be on device cpu, got meta": lambda: attended(k=KEYS.to("meta")),
+    "cached_attention_fwd: x.1 (k), as the cache, must be [2, 19, 2, 6], got [2, 18, 2, 6]": lambda: attended(
+        q=Q[:, 1:], k=KEYS[:, 1:], v=VALUES[:, 1:]
+    ),
+    "cached_attention_fwd: x.2 (v), as the cache, must be [2, 19, 2, 5], got [2, 19, 2, 4]": lambda: attended(v=VALUES[..., 1:]),
+    "cached_attention_fwd: x.1 (k), as the cache, must be float64, got float32": lambda: attended(
+        q=Q.float(), k=KEYS.float(), v=VALUES.float()
+    ),
+    "cached_attention_fwd: x.3 (bias) must be float64, got float32": lambda: attended(bias=BIAS.float()),
+    "cached_attention_fwd: x.3 (bias) must be on device cpu, got meta": lambda: attended(bias=BIAS.to("meta")),
+}
+
+
+@pytest.mark.parametrize("said", WRONG_CALLS)
+def test_a_wrong_argument_of_decoding_is_refused_by_its_name(said):
+    """The error comes from the call itself, before a token is asked for, and the cache is as it was."""
+    _, cache, rings = held()
+    marks = [t._version for t in trees.tensors((cache, rings))]
+    with pytest.raises((ValueError, TypeError), match="^" + re.escape(said)):
+        WRONG_CALLS[said]()
+    assert [t._version for t in trees.tensors((cache, rings))] == marks

@@ -110,6 +110,10 @@ def test_a_part_of_dy_that_is_None_counts_as_zero():
             dict(moe=MoEConfig(route=RouteConfig(4, 2), experts=ExpertsConfig(4, 8, 6), dense=(0, 1, 2, 3))),
             r"moe.dense must be some of layers 0..3, and not all, got \(0, 1, 2, 3\)",
         ),
+        (
+            dict(moe=MoEConfig(route=RouteConfig(4, 2, jitter=0.5), experts=ExpertsConfig(4, 8, 6))),
+            r"moe.route.jitter must be 0 \(a decoder takes no key\), got 0.5",
+        ),
     ],
 )
 def test_a_config_that_fits_no_model_names_its_field(change, said):
@@ -122,6 +126,8 @@ def test_routers_and_experts_must_agree():
         MoEConfig(route=RouteConfig(4, 2), experts=ExpertsConfig(8, 4, 4))
     with pytest.raises(ValueError, match=r"decoder_x: positions must be \[7\], got \[6\]"):
         decoder_x(PLAIN, IDS, torch.float32, positions=torch.arange(6))
+    with pytest.raises(ValueError, match=r"^decoder_x: key must be on device meta, got cpu$"):
+        decoder_x(PLAIN, IDS.to("meta"), torch.float32, key=random.key(0))
 
 
 @pytest.mark.slow

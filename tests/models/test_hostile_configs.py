@@ -133,3 +133,35 @@ def test_a_router_without_noise_alone_is_read(name, tmp_path):
     read_config("config.json", given | {"router_jitter_noise": 0.0})
     with pytest.raises(ValueError, match=r"config.json: router_jitter_noise must be 0\.0, got 0\.01"):
         read_config("config.json", given | {"router_jitter_noise": 0.01})
+
+
+WRONG_FIELDS = {  # by what is said: a family, and the fields that are not as in a config of it
+    "n_shared_experts must be at least 1, got 0": ("deepseek_v3", dict(n_shared_experts=0)),
+    "first_k_dense_replace must be below 2, the layers, got 2": ("deepseek_v3", dict(first_k_dense_replace=2)),
+    "shared_expert_intermediate_size must be at least 1, got 0": ("qwen2_moe", dict(shared_expert_intermediate_size=0)),
+    "decoder_sparse_step must be at least 1, got 0": ("qwen3_moe", dict(decoder_sparse_step=0)),
+    "layer_types must be a list of 5, got 2": ("smollm3", dict(layer_types=["full_attention"] * 2)),
+    "layer_types must be a list of 4, got 1": ("gemma2", dict(layer_types=["full_attention"])),
+    "layer_types must be a list of 3, got 4": ("qwen3_next", dict(layer_types=["full_attention"] * 4)),
+    "sliding_window must be given, got none": ("gemma2", dict(sliding_window=None)),
+    "sliding_window_pattern must be at least 1, got 0": ("gemma3", dict(sliding_window_pattern=0)),
+    "full_attention_interval must be at least 1, got 0": ("qwen3_next", dict(full_attention_interval=0)),
+    "no_rope_layer_interval must be at least 1, got 0": ("smollm3", dict(no_rope_layer_interval=0)),
+    "logits_scaling must be above 0, got 0.0": ("granite", dict(logits_scaling=0.0)),
+    "hidden_size must be given, got none": ("llama", dict(hidden_size=None)),
+}
+
+
+@pytest.mark.parametrize("said", WRONG_FIELDS)
+def test_a_field_that_fits_no_model_is_named(said, tmp_path):
+    name, changes = WRONG_FIELDS[said]
+    with pytest.raises(ValueError) as raised:
+        read_config("a file", config_of(name, tmp_path) | changes)
+    assert str(raised.value) == f"a file: {said}"
+
+
+def test_more_experts_than_any_model_has_are_refused(tmp_path):
+    given = config_of("mixtral", tmp_path)
+    assert read_config("a file", given | {"num_local_experts": 2**12}).moe.experts.experts == 2**12
+    with pytest.raises(ValueError, match=r"ExpertsConfig: experts must be at most 4096, got 4097$"):
+        read_config("a file", given | {"num_local_experts": 2**12 + 1})

@@ -3,17 +3,19 @@
 import dataclasses
 import itertools
 import random as python_random
+import re
 
 import pytest
 import torch
 
-from funcops import Needs, RopeConfig, WithExtras, chain, donate, linear, random, rewrite, walk
+from funcops import AttentionConfig, LatentSplitConfig, Needs, RopeConfig, WithExtras, chain, donate, linear, random, rewrite, walk
 from funcops.graphs import graphed
 from funcops.lora import with_lora
 from funcops.lora.params import lora_init
 from funcops.low_precision import Fp8Block, quantize_params, with_recipe
 from funcops.models import DecoderConfig, KVCache, LatentConfig, cache_init, decode, decoder, decoder_x, generate, roll_back
-from funcops.models.latent_cache import LatentAttentionConfig
+from funcops.models.cache import Cache, slots
+from funcops.models.latent_cache import LatentAttentionConfig, LatentParams, latent_attention
 from funcops.models.with_cache import with_cache
 from funcops.testing.tolerances import DECODING
 from funcops.trees import at, put, tensors
@@ -209,3 +211,49 @@ def test_a_weight_of_another_shape_or_dtype_and_a_bias_are_refused_by_name():
     params = chain.init(biased, key=random.key(0), dtype=torch.float64)
     tokens = torch.stack(list(generate(params, CFG, IDS, 1, model=biased)), 1)
     assert torch.equal(tokens[:, 0], whole(params, CFG, model=biased)[:, -1].argmax(-1)), "by keys and values"
+
+
+SPLIT = LatentSplitConfig(heads=2, shared=2, own=3, value=4)
+READS = LatentAttentionConfig(of=AttentionConfig(causal=True), split=SPLIT, rank=3)
+
+
+def attended(q=(2, 1, 2, 5), c=(2, 1, 1, 3), shared=(2, 1, 1, 2), held=(2, 1, 8, 5), dtypes=(), weight=(14, 3), device="cpu"):
+    """Latent attention of one token, with other shapes or dtypes; `device`: of the shared part."""
+    q, c, shared, held = (
+        torch.zeros(shape, dtype=dtype)
+        for shape, dtype in itertools.zip_longest((q, c, shared, held), dtypes or [torch.float32] * 4)
+    )
+    at = slots(Cache({"a": KVCache(held, None)}, torch.zeros(2, dtype=torch.int64), context=8, chunk=4), 1, None, (None,))
+    params = LatentParams(held, torch.zeros(weight), None)
+    return latent_attention.fwd(params, ((q, c, shared.to(device)), at), READS, needs=Needs.NONE)
+
+
+INT, HALF, WIDEST = torch.int64, torch.bfloat16, torch.float64
+WRONG_INPUTS = {
+    "x.0 (q) must be [..., 2, 5], got [2, 1, 2, 4]": dict(q=(2, 1, 2, 4)),
+    "x.0 (q) must be float64 or float32 or bfloat16 or float16, got int64": dict(dtypes=[INT] * 4),
+    "x.1 (latents) must be [2, 1, 1, 3], got [2, 1, 1, 4]": dict(c=(2, 1, 1, 4)),
+    "x.1 (latents) must be float32, got float64": dict(dtypes=[None, WIDEST, None, None]),
+    "x.2 (shared) must be [2, 1, 1, 2], got [2, 1, 2, 2]": dict(shared=(2, 1, 2, 2)),
+    "x.2 (shared) must be float32, got bfloat16": dict(dtypes=[None, None, HALF, None]),
+    "x.2 (shared) must be on device cpu, got meta": dict(device="meta"),
+    "x.1 (latents), as the cache, must be [2, 1, 1, 3], got [2, 2, 1, 3]": dict(
+        q=(2, 2, 2, 5), c=(2, 2, 1, 3), shared=(2, 2, 1, 2)
+    ),
+    "x.1 (latents), as the cache, must be bfloat16, got float32": dict(dtypes=[None, None, None, HALF]),
+}
+
+
+@pytest.mark.parametrize("said", WRONG_INPUTS)
+def test_a_wrong_input_of_latent_attention_is_refused_by_its_name(said):
+    assert attended()[0].shape == (2, 1, 2, 4)
+    with pytest.raises((ValueError, TypeError), match="^latent_attention_fwd: " + re.escape(said)):
+        attended(**WRONG_INPUTS[said])
+
+
+@pytest.mark.parametrize(
+    "of", [AttentionConfig(), AttentionConfig(causal=True, packed=True), SPLIT], ids=["whole", "packed", "other"]
+)
+def test_latents_are_read_by_causal_attention_alone(of):
+    with pytest.raises((ValueError, TypeError), match=r"^with_cache: attention(\.causal|\.packed)? must be "):
+        LatentAttentionConfig(of=of, split=SPLIT, rank=3)

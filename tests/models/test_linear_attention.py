@@ -1,12 +1,24 @@
 """Linear attention in a decoder: Hugging Face's tokens from a cache, what a cache holds, and what is refused."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
 from tiny_hf import Wide, edited, saved, tiny
 
-from funcops import ExpertsConfig, GatedDeltaRuleConfig, Needs, RopeConfig, RouteConfig, WithExtras, chain, donate, random
+from funcops import (
+    CausalConv1dConfig,
+    ExpertsConfig,
+    GatedDeltaRuleConfig,
+    Needs,
+    RopeConfig,
+    RouteConfig,
+    WithExtras,
+    chain,
+    donate,
+    random,
+)
 from funcops.errors import CheckpointError
 from funcops.models import (
     DecoderConfig,
@@ -22,7 +34,15 @@ from funcops.models import (
     layer_paths,
     to_hf,
 )
-from funcops.models.recurrent_cache import CachedDeltaRuleConfig, CachedState, cached_delta_rule
+from funcops.models.cache import Cache, slots
+from funcops.models.recurrent_cache import (
+    CachedConvConfig,
+    CachedConvParams,
+    CachedDeltaRuleConfig,
+    CachedState,
+    cached_conv,
+    cached_delta_rule,
+)
 from funcops.testing.tolerances import DECODING
 from funcops.trees import paths, tensors
 
@@ -140,3 +160,47 @@ def test_a_config_without_such_layers_and_unknown_kinds_are_refused(tmp_path):
     edited(tmp_path / "hf", layer_types=["linear_attention", "full_attention", "full_attention"])
     with pytest.raises(CheckpointError, match="missing: model.layers.2.self_attn.q_proj.weight"):
         from_hf(tmp_path / "hf")
+
+
+def at_once(tokens):
+    """Slots of that many tokens of two rows."""
+    return slots(Cache({}, torch.zeros(2, dtype=torch.int64), context=8, chunk=4), tokens, None, (None,))
+
+
+def convolved(shape=(2, 1, 3), weight=(3, 4), dtype=torch.float32, of=None, needs=Needs.NONE, device="cpu"):
+    """A convolution of one token, with another input or weight, of another dtype or device."""
+    of = torch.float32 if of is None else of
+    params = CachedConvParams(torch.zeros(weight, dtype=of), torch.zeros(3, dtype=of), torch.zeros(2, 3, 3))
+    x = torch.zeros(shape, dtype=dtype, device=device)
+    return cached_conv.fwd(params, (x, at_once(1)), CachedConvConfig(of=CausalConv1dConfig(3)), needs=needs)
+
+
+def ruled(batch=2, tokens=1, value=3, heads=2):
+    """The gated delta rule of one token of two rows, with other sizes."""
+    q, v, g = torch.ones(batch, tokens, 1, 4), torch.ones(batch, tokens, heads, value), torch.zeros(batch, tokens, heads)
+    state = CachedState(torch.zeros(2, 2, 4, 3))
+    cfg = CachedDeltaRuleConfig(of=GatedDeltaRuleConfig())
+    return cached_delta_rule.fwd(state, ((q, q, v, g, g), at_once(1)), cfg, needs=Needs.NONE)
+
+
+WRONG_INPUTS = {
+    "with_cache: convolution must be CausalConv1dConfig, got 3": lambda: CachedConvConfig(of=3),
+    "with_cache: gated_delta_rule must be GatedDeltaRuleConfig, got None": lambda: CachedDeltaRuleConfig(of=None),
+    "cached_conv_fwd: needs must be Needs.NONE: a cache that is": lambda: convolved(needs=Needs.ALL),
+    "cached_conv_fwd: x.0, as the cache, must be [2, 1, 3], got [2, 2, 3]": lambda: convolved((2, 2, 3)),
+    "cached_conv_fwd: x.0, as the cache, must be float32, got float64": lambda: convolved(dtype=torch.float64),
+    "cached_conv_fwd: x.0, as the cache, must be on device cpu, got meta": lambda: convolved(device="meta"),
+    "cached_conv_fwd: params.weight must be [3, 4], got [3, 5]": lambda: convolved(weight=(3, 5)),
+    "cached_conv_fwd: params.weight must be float32, got bfloat16": lambda: convolved(of=torch.bfloat16),
+    "cached_delta_rule_fwd: x.2 (v), as the cache, must be [2, 1, 2, 3], got [1, 1, 2, 3]": lambda: ruled(batch=1),
+    "cached_delta_rule_fwd: x.2 (v), as the cache, must be [2, 1, 2, 3], got [2, 2, 2, 3]": lambda: ruled(tokens=2),
+    "cached_delta_rule_fwd: x.2 (v), as the cache, must be [2, 1, 2, 3], got [2, 1, 2, 5]": lambda: ruled(value=5),
+    "cached_delta_rule_fwd: x.2 (v), as the cache, must be [2, 1, 2, 3], got [2, 1, 3, 3]": lambda: ruled(heads=3),
+}
+
+
+@pytest.mark.parametrize("said", WRONG_INPUTS)
+def test_a_wrong_input_beside_a_state_is_refused_by_its_name(said):
+    assert convolved()[0].shape == (2, 1, 3) and ruled()[0].shape == (2, 1, 2, 3)
+    with pytest.raises((ValueError, TypeError), match="^" + re.escape(said)):
+        WRONG_INPUTS[said]()

@@ -306,6 +306,26 @@ BAD = {
         compressed("float-quantized") | {"config_groups": {}},
         None,
     ),
+    "quantization_config.config_groups must be dict, got list": (
+        "qwen3",
+        compressed("float-quantized") | {"config_groups": ["group_0"]},
+        None,
+    ),
+    "quantization_config.config_groups.group_0.weights must be dict, got None": (
+        "qwen3",
+        compressed("float-quantized") | {"config_groups": {"group_0": {"targets": ["Linear"]}}},
+        None,
+    ),
+    "quantization_config.config_groups.a.weights must be dict, got None": (
+        "qwen3",
+        compressed("float-quantized") | {"config_groups": {"a": "Linear"}},
+        None,
+    ),
+    "model.layers.0.mlp.down_proj.weight_packed must be of a width that 100 divides, got 384": (
+        "qwen3",
+        compressed("pack-quantized", type="int", num_bits=4, strategy="group", group_size=100),
+        lambda t: t.update({f"{DOWN}_packed": torch.ones(256, 48, dtype=torch.int32), f"{DOWN}_scale": torch.ones(256, 3)}),
+    ),
     "quantization_config.quant_algo must be 'NVFP4' or 'W4A16_NVFP4', got 'FP8'": ("qwen3", MODELOPT | {"quant_algo": "FP8"}, None),
     "mis-shaped: model.layers.0.mlp.down_proj.weight_scale [256, 1], got [2, 3]": (
         "qwen3",

@@ -116,3 +116,22 @@ def test_phis_longrope_by_its_earlier_name(tmp_path):
     for key in ("rope_type", "type"):
         scaling = {name: value for name, value in said["rope_scaling"].items() if name != "rope_type"}
         assert read_config("test", {**said, "rope_scaling": {key: "yarn", **scaling}}, 11) == cfg
+
+
+WRONG = {
+    "cfg must be DecoderConfig, got 'llama'": {"cfg": "llama"},
+    "folder must be str or PathLike, got 3": {"folder": 3},
+    "fields must be Mapping or NoneType, got list": {"fields": ["use_cache"]},
+    "shard_bytes must be at least 1, got 0": {"shard_bytes": 0},
+    "shard_bytes must be int or SymInt, got 1000000000.0": {"shard_bytes": 1e9},
+}
+
+
+@pytest.mark.parametrize("said", WRONG)
+def test_a_wrong_argument_is_refused_before_a_folder_is_made(said, tmp_path):
+    """Before the params are looked at, too."""
+    cfg = read_config("test", BASE | dict(model_type="llama", hidden_act="silu", rms_norm_eps=1e-6, rope_theta=1e4))
+    given = {"params": None, "cfg": cfg, "folder": tmp_path / "model", **WRONG[said]}
+    with pytest.raises((ValueError, TypeError)) as raised:
+        to_hf(**given)
+    assert str(raised.value) == f"to_hf: {said}" and not list(tmp_path.iterdir())
