@@ -355,7 +355,7 @@ APART = {
 
 @pytest.mark.parametrize("name", [*ALIKE, *APART])
 def test_a_launch_compiles_again_exactly_for_what_triton_specialises_on(kernel, name):
-    """What it hands to Triton, and to the driver after that, are the grid and the arguments in the kernel's order."""
+    """It hands the grid and the arguments, in the kernel's order, to Triton, and after that to the driver."""
     run = launch.launcher(kernel)
     run(4, 2, 3, *GIVEN.values())
     given = GIVEN | {**ALIKE, **APART}[name]

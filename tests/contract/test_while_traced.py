@@ -1,4 +1,4 @@
-"""What ops compute, and what they refuse, where the code asks whether a compiler traces it: the same as without one."""
+"""Where the code asks whether a compiler traces it, ops compute and refuse the same as without one."""
 
 import pytest
 import torch

@@ -172,7 +172,7 @@ SLOW = "models.decode", "models.generate", "models.to_hf"
 
 
 def cases():
-    """Of most ops the first tier has the forward and the dgrad, which check what the other functions do."""
+    """The first tier has the forward and the dgrad of most ops, which check what the other functions do."""
     for name in sorted(ROWS):
         op, _, half = name.rpartition("_")
         later = name not in OWN and half not in ("fwd", "dgrad") and op not in ("linear", "attention")

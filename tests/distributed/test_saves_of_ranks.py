@@ -361,7 +361,7 @@ def test_ranks_that_load_other_checkpoints_are_told_both(tmp_path):
 
 
 def test_a_file_system_without_locks_keeps_no_saves_apart(tmp_path, monkeypatch):
-    """What a lock says otherwise is that another save goes on; a file of its that is gone meanwhile says nothing."""
+    """No file there says that another save goes on, as a lock does elsewhere; one that is gone meanwhile says nothing."""
     path, locked = tmp_path / "a", checkpoint_files._is_locked
     saving = dist.save_start(tree(), path, {}, ONE)
     (claim,) = tmp_path.glob(".a.*.lock")

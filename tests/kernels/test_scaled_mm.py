@@ -189,7 +189,7 @@ def test_a_device_without_such_products_is_named(kind, element, arch, needed, wh
 
 
 def test_codes_that_begin_between_multiples_of_16_bytes_give_the_same_bits():
-    """As a part of a larger tensor does."""
+    """A part of a larger tensor may begin so."""
     args, *_ = product(18, 8, 128, *PAIRS[0], torch.float32)
     moved = torch.cat((args[0].new_zeros(1), args[0].flatten()))[1:].view_as(args[0])
     assert moved.data_ptr() % 16 and moved.is_contiguous()

@@ -630,7 +630,7 @@ WRONG_CALLS = {
 
 @pytest.mark.parametrize("said", WRONG_CALLS)
 def test_a_wrong_argument_of_decoding_is_refused_by_its_name(said):
-    """The error comes from the call itself, before a token is asked for, and the cache is as it was."""
+    """The error comes from the call itself, before a token is asked for, and leaves the cache alone."""
     _, cache, rings = held()
     marks = [t._version for t in trees.tensors((cache, rings))]
     with pytest.raises((ValueError, TypeError), match="^" + re.escape(said)):

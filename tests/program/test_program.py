@@ -203,7 +203,7 @@ def as_traced(monkeypatch):
 
 
 def every_half(op, params, x, cfg):
-    """What the forward and both forms of the backward return, and what accumulators have after them."""
+    """Returns what the forward and both forms of the backward give, and what accumulators have after them."""
     y, kept = op.fwd(params, x, cfg)
     dy = float_like(y, 3)
     dx, pending = op.dgrad(kept, dy, cfg)
