@@ -1,4 +1,4 @@
-"""Where the code asks whether a compiler traces it, ops compute and refuse the same as without one."""
+"""Ops compute and refuse the same while the code takes it that a compiler traces it."""
 
 import pytest
 import torch
