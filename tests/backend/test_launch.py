@@ -447,21 +447,22 @@ def test_the_first_launch_finds_the_machines_driver(kernel, monkeypatch):
     run, other = launch.launcher(kernel), launch.launcher(Kernel())
     found = aot.StubDriver(aot.TARGETS["sm_90"].gpu)
     found.get_current_stream = lambda device: ("stream of", device)
-    for first in ("_first_device", "_first_stream"):
-        machine = SimpleNamespace(active=found, _active=None)
-        monkeypatch.setattr(launch, "driver", machine)
-        launch.use_driver(None)
-        assert [scope["current_device"] for scope in launch._scopes] == [launch._first_device] * 2
-        if first == "_first_device":
-            run(4, 1, 1, *GIVEN.values())
-            assert [key[-1] for key in run.cache] == [found.number]
-        else:
-            assert launch._first_stream(found.number) == ("stream of", found.number)
-        assert machine._active is found
-        for scope in launch._scopes:
-            assert scope["current_device"]() == found.number and scope["current_stream"](7) == ("stream of", 7)
-    other(4, 1, 1, *GIVEN.values())
-    other(4, 1, 1, *GIVEN.values())
+    with monkeypatch.context() as patched:
+        for first in ("_first_device", "_first_stream"):
+            machine = SimpleNamespace(active=found, _active=None)
+            patched.setattr(launch, "driver", machine)
+            launch.use_driver(None)
+            assert [scope["current_device"] for scope in launch._scopes] == [launch._first_device] * 2
+            if first == "_first_device":
+                run(4, 1, 1, *GIVEN.values())
+                assert [key[-1] for key in run.cache] == [found.number]
+            else:
+                assert launch._first_stream(found.number) == ("stream of", found.number)
+            assert machine._active is found
+            for scope in launch._scopes:
+                assert scope["current_device"]() == found.number and scope["current_stream"](7) == ("stream of", 7)
+        other(4, 1, 1, *GIVEN.values())
+        other(4, 1, 1, *GIVEN.values())
 
 
 def of_run(run, descriptors=None):
