@@ -77,12 +77,13 @@ def check_apart(where: str, accumulators: dict[str, Tensor], name: str = "into")
     spans = sorted(
         [(t.data_ptr(), t.data_ptr() + _reach(t) * t.element_size(), path) for path, t in accumulators.items() if t.numel()]
     )
-    end, last = 0, ""
+    held: list[tuple[int, str]] = []  # what reaches as far as the next one
     for start, stop, path in spans:
-        if start < end and start and _share(accumulators[last], accumulators[path]):
-            fail(where, f"{name}.{path}", "a tensor of its own", f"memory of {name}.{last}")
-        if stop > end:
-            end, last = stop, path
+        held = [one for one in held if one[0] > start]
+        for _, other in held:
+            if start and _share(accumulators[other], accumulators[path]):
+                fail(where, f"{name}.{path}", "a tensor of its own", f"memory of {name}.{other}")
+        held.append((stop, path))
 
 
 def _reach(t: Tensor) -> int:
@@ -100,11 +101,14 @@ def _overlaps_itself(t: Tensor) -> bool:
 
 
 def _share(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors whose spans of memory meet have an element in common."""
-    if a.device != b.device or a.untyped_storage()._cdata != b.untyped_storage()._cdata:
+    """Whether two tensors whose spans of memory meet have an element in common: of one storage, or of two over the same memory, as
+    of a NumPy array that torch took twice."""
+    if a.device != b.device:
         return False
-    if (a.is_contiguous() and b.is_contiguous()) or a.element_size() != b.element_size():
+    size, first = a.element_size(), min(a.data_ptr(), b.data_ptr())
+    if (a.is_contiguous() and b.is_contiguous()) or size != b.element_size() or (a.data_ptr() - b.data_ptr()) % size:
         return True
-    taken = torch.zeros(a.untyped_storage().nbytes() // a.element_size(), dtype=torch.bool, device="cpu")
-    taken.as_strided(a.shape, a.stride(), a.storage_offset()).fill_(True)
-    return bool(taken.as_strided(b.shape, b.stride(), b.storage_offset()).any())
+    end = max([t.data_ptr() + _reach(t) * size for t in (a, b)])
+    taken = torch.zeros((end - first) // size, dtype=torch.bool, device="cpu")
+    taken.as_strided(a.shape, a.stride(), (a.data_ptr() - first) // size).fill_(True)
+    return bool(taken.as_strided(b.shape, b.stride(), (b.data_ptr() - first) // size).any())

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from random import Random
 
 import pytest
 import torch
@@ -43,6 +44,7 @@ from funcops import (
     with_policy,
 )
 from funcops.backend import backend
+from funcops.contract.accumulators import check_apart
 from funcops.contract.needs import Needs
 from funcops.errors import GradModeError
 from funcops.residuals import Compress, Offload, Policy, Recompute
@@ -127,6 +129,37 @@ def test_parts_of_one_buffer_serve_many_paths():
         assert_close(got, want, dtype=torch.float32)
     with pytest.raises(ValueError, match="into.bias must be a tensor of its own, got memory of into.weight"):
         linear_bwd(residuals, torch.ones(5, 3), cfg, into=LinearParams(columns[:, :4], columns[:, 3]))
+
+
+def elements(t):
+    """The addresses of the elements of a tensor."""
+    offsets = torch.zeros((), dtype=torch.int64)
+    for stride, size in zip(t.stride(), t.shape, strict=True):
+        offsets = offsets.unsqueeze(-1) + torch.arange(size) * stride
+    return {t.data_ptr() + t.element_size() * n for n in offsets.flatten().tolist()}
+
+
+@pytest.mark.parametrize("by_numpy", [False, True], ids=["one storage", "a storage each"])
+@pytest.mark.parametrize("seed", range(12))
+def test_accumulators_in_one_buffer_are_taken_if_they_have_no_element_in_common(seed, by_numpy):
+    """Three of any strides; NumPy's memory is in a storage of its own each time that torch takes it."""
+    draw, room, taken = Random(seed), torch.zeros(240), 0
+    for _ in range(40):
+        into = {}
+        for name in "abc":
+            shape = draw.choice([(3, 4), (2, 2, 3), (12,)])
+            strides = draw.choice([(16, 1), (1, 16), (4, 1), (8, 2)]) if len(shape) == 2 else (24, 6, draw.choice((1, 2)))
+            strides = (draw.choice((1, 2, 8)),) if len(shape) == 1 else strides
+            view = room.as_strided(shape, strides, draw.randrange(100))
+            into[name] = torch.from_numpy(view.numpy()) if by_numpy else view
+        met = sum(len(elements(t)) for t in into.values()) - len(set().union(*map(elements, into.values())))
+        taken += not met
+        if met:
+            with pytest.raises(ValueError, match=r"^here: into\.[bac] must be a tensor of its own, got memory of into\.[abc]$"):
+                check_apart("here", into)
+        else:
+            check_apart("here", into)
+    assert 0 < taken < 40
 
 
 @pytest.mark.parametrize("policy", [None, Policy({"*.x": Compress("fp8")}), Policy({"*.x": Offload()})], ids=["", "packed", "away"])
