@@ -33,6 +33,7 @@ def once(make: Callable[..., torch.Tensor], of: torch.Tensor, *how: Hashable) ->
         return make(of, *how)
     # What is made on one stream may not be there for another.
     key = make, id(of), version(of), of.is_cuda and torch.cuda.current_stream(of.device), how
-    if key not in call.made:
-        call.made[key] = of, make(of, *how)  # with the tensor, as long as its id is a key
-    return call.made[key][1]  # type: ignore[no-any-return]
+    found = call.made.get(key)
+    if found is None:
+        found = call.made[key] = of, make(of, *how)  # with the tensor, as long as its id is a key
+    return found[1]  # type: ignore[no-any-return]

@@ -32,6 +32,7 @@ True
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from dataclasses import field
 from typing import Any, ClassVar
@@ -40,6 +41,7 @@ import torch
 from torch import Tensor
 
 from funcops.backend import wide
+from funcops.backend.declare import watched
 from funcops.backend.once import once
 from funcops.contract.configs import OpConfig
 from funcops.contract.needs import Needs
@@ -51,6 +53,7 @@ from funcops.ops.rope_scaling import SCALINGS, DynamicScaling, LongRopeScaling, 
 
 __all__ = ["RopeConfig", "RopeResiduals", "rope", "rope_bwd", "rope_dgrad", "rope_fwd", "rope_init", "rope_table", "rope_wgrad"]
 
+_transform = torch._C._functorch.maybe_current_level
 LAYOUTS = ("blocks", "interleaved", "axial")
 
 
@@ -128,9 +131,17 @@ class RopeConfig(OpConfig):
             return torch.cat([kernels.frequencies(self.theta, 2 * n, dtype, device) for n in self.sections or ()])
         return kernels.frequencies(self.theta, self.rotating, dtype, device)
 
+    @functools.lru_cache(64)  # noqa: B019  configs are values
+    def _known_frequencies(self, dtype: torch.dtype, device: Any) -> Tensor:
+        with torch.inference_mode(False):  # calls outside of it will read them, too
+            return self.frequencies(dtype, device)
+
     def angles(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """The angle of each pair at `positions` ([*, T], or [A, *, T] for A axes): [*, T, R/2]."""
-        found = positions.to(dtype).unsqueeze(-1) * self.frequencies(dtype, positions.device)
+        # They take half the time of a short table. A capture sees them made, as each watcher of operators; a transform wraps them.
+        alone = positions.is_cpu and not watched() and _transform() is None
+        made = self._known_frequencies if alone else self.frequencies
+        found = positions.to(dtype).unsqueeze(-1) * made(dtype, positions.device)
         if self.sections is None:
             return found
         if self.layout == "interleaved":
@@ -218,31 +229,34 @@ def rope_fwd(
     if not isinstance(x, tuple) or len(x) != 2:
         fail("rope_fwd", "x", "a tuple (x, positions)", describe(x), TypeError)
     t, positions = x
-    table = positions
-    if not _has_table(t, positions, cfg):
+    table = _quick_table(t, positions, cfg)
+    if table is None:
         check_rows("rope_fwd", "x.0", t, cfg.dim)
         check_rotation("rope_fwd", t, positions, cfg)
         table = table_of(positions, cfg, t.dtype)
     return kernels.rope_apply(t, table, cfg.interleaved, False), rope_kept(cfg, needs, x)
 
 
-def _has_table(t: Any, table: Any, cfg: RopeConfig) -> bool:
-    """Whether x is rows on the CPU and their table [T, 1, 3R], in which no check finds anything: the usual answer, by fewer
-    steps."""
+def _quick_table(t: Any, positions: Any, cfg: RopeConfig) -> Tensor | None:
+    """The table, if x is rows on the CPU and their table [T, 1, 3R] or positions [T], in which no check finds anything: the usual
+    case, by fewer steps."""
     try:
-        shape = t.shape
-        return bool(
+        shape, dtype = t.shape, t.dtype
+        if (
             len(shape) > 2
             and shape[-1] == cfg.dim
-            and table.shape == (shape[-3], 1, cfg.table_size)
-            and (dtype := t.dtype) in FLOATS
-            and table.dtype is wide(dtype)
+            and dtype in FLOATS
             and t.is_cpu
-            and table.is_cpu
-            and not ((t.requires_grad or table.requires_grad) and torch.is_grad_enabled())
-        )
+            and positions.is_cpu
+            and not ((t.requires_grad or positions.requires_grad) and torch.is_grad_enabled())
+        ):
+            if positions.dtype is wide(dtype):
+                return positions if positions.shape == (shape[-3], 1, cfg.table_size) else None
+            if positions.dtype is torch.int64 and positions.shape == shape[-3:-2] and cfg.sections is None:
+                return once(_table_at, positions, cfg, wide(dtype))
     except AttributeError:
-        return False
+        pass
+    return None
 
 
 @dgrad_of(RopeResiduals)

@@ -11,7 +11,9 @@ from funcops import (
     LongRopeScaling,
     RopeConfig,
     YarnScaling,
+    differentiable,
     graphs,
+    rope,
     rope_bwd,
     rope_fwd,
     rope_table,
@@ -176,6 +178,25 @@ def test_a_table_is_made_on_the_device(options):
     cfg = RopeConfig(8, **options)
     positions = torch.arange(6).reshape(-1, 3 if cfg.sections is None else 6 // len(cfg.sections))
     assert graphs.check_capturable(lambda p: rope_table(p, cfg), positions) == []
+
+
+@pytest.mark.parametrize("options", [*cases.AXES, *(dict(scaling=scaling) for scaling in cases.SCALINGS)], ids=repr)
+def test_frequencies_are_made_once_for_each_dtype(options, monkeypatch):
+    """Equal configs share them, and training may read what an evaluation in inference mode made."""
+    made, plain = [], RopeConfig.frequencies
+    monkeypatch.setattr(RopeConfig, "frequencies", lambda *given: made.append(given[1]) or plain(*given))
+    cfg = RopeConfig(8, theta=12345.0, **options)
+    positions = torch.arange(6).reshape(-1, 3 if cfg.sections is None else 6 // len(cfg.sections))
+    first = torch.func.functionalize(lambda p: rope_table(p, cfg).clone())(positions)
+    with torch.inference_mode():
+        assert rope_table(positions, cfg).equal(first)
+    x = torch.randn(*first.shape[:-2], 2, 8, requires_grad=True)
+    for _ in range(2):
+        table = rope_table(positions, RopeConfig(8, theta=12345.0, **options))
+        assert table.equal(first)
+        differentiable(rope)(None, (x, table), cfg).sum().backward()
+    rope_table(positions, cfg, dtype=torch.float64)
+    assert made == [torch.float32, torch.float32, torch.float64]  # a transform makes its own
 
 
 def test_tables_of_other_axes_than_the_configs():
