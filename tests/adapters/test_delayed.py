@@ -513,3 +513,21 @@ def test_a_model_that_is_not_under_fully_shard_is_refused():
     linear.weight.grad, store.done = torch.ones(2, 3), {id(linear.weight): linear.weight}
     with pytest.raises(TypeError, match="delayed_wgrad: model must be under fully_shard, got a plain parameter weight"):
         store.reduce_sharded(linear)
+
+
+def test_sharded_gradients_leave_nothing_to_the_next_step(alone):
+    """The parameters that were whole in the first step are the same tensors in the second."""
+    from torch.distributed.fsdp import fully_shard
+
+    plain, sharded = model(), fully_shard(model(), mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+    sharded.set_reshard_after_backward(False)
+    for x in batches(2):
+        plain.zero_grad()
+        sharded.zero_grad()
+        plain(x).square().sum().backward()
+        with delayed_wgrad() as store:
+            sharded(x).square().sum().backward()
+        store.run()
+        store.reduce_sharded(sharded)
+        found = [p.grad.full_tensor() for p in sharded.parameters()]
+        assert all(torch.equal(a, b) for a, b in zip(grads(plain), found, strict=True))

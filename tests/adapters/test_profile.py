@@ -107,6 +107,14 @@ def test_bytes_kept_are_those_of_the_report(change):
     assert sum(row.kept for row in profile(step, *args).rows) == report(kept, args).kept_bytes
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_input_that_a_remat_by_itself_keeps_is_counted(offload):
+    cfg, x = LinearConfig(4, 3), torch.ones(2, 4)
+    op, params = remat(linear, offload), linear.init(cfg, key=random.key(0))
+    found = profile(lambda params, x: op.fwd(params, 2 * x, cfg), params, x, warmup=0, calls=1)
+    assert sum(row.kept for row in found.rows) == x.nbytes
+
+
 def test_products_are_counted_where_they_run():
     """A mode of the test counts them, over one call; the table counts every operator that computes."""
     step, args, _ = training(PLAIN)

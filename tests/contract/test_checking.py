@@ -10,19 +10,24 @@ import torch
 from law_cases import FIRST, MODULES
 
 from funcops import (
+    ChainConfig,
     DonatedError,
     LinearConfig,
     Needs,
     QLinearConfig,
+    RepeatConfig,
     RMSNormConfig,
     SoftmaxConfig,
     StaleResidualError,
+    Step,
+    chain,
     checking,
     linear,
     linear_bwd,
     linear_fwd,
     qlinear,
     random,
+    repeat,
     rms_norm,
     softmax,
 )
@@ -45,6 +50,7 @@ CASES = [  # the first of each op in the first tier
     for i, case in enumerate(case for m in MODULES.values() for case in m.CASES)
 ]
 CFG = LinearConfig(4, 3)
+TWO = ChainConfig(steps=(Step("up", linear, LinearConfig(4, 4)), Step("down", linear, CFG)))
 
 
 def results(case, params, x):
@@ -254,3 +260,38 @@ def test_moves_take_samples_along(case):
                 for tree in (moved, tree_map_tensors(torch.clone, kept)):
                     with pytest.raises(StaleResidualError):
                         case.op.bwd(tree, float_like(y, 7), case.cfg)
+
+
+WITH_PARAMS = {
+    "linear": (linear, CFG),
+    "rms_norm": (rms_norm, RMSNormConfig(4)),
+    "chain": (chain, TWO),
+    "repeat": (repeat, RepeatConfig(linear, LinearConfig(4, 4), times=2)),
+}
+
+
+@pytest.mark.parametrize(("op", "cfg"), WITH_PARAMS.values(), ids=WITH_PARAMS)
+@pytest.mark.parametrize("half", ["bwd", "wgrad"])
+def test_gradients_are_added_once(op, cfg, half):
+    """A checked call adds the same bits as another."""
+    params, x = op.init(cfg, key=random.key(0)), torch.ones(2, 4)
+
+    def added():
+        y, kept = op.fwd(params, x, cfg)
+        dy, into = torch.ones_like(y), tree_map_tensors(torch.ones_like, params)
+        return op.bwd(kept, dy, cfg, into=into)[0] if half == "bwd" else op.wgrad(op.dgrad(kept, dy, cfg)[1], cfg, into=into)
+
+    want = added()
+    with checking():
+        same_bits(want, added(), op.name)
+
+
+@pytest.mark.parametrize("name", ["chain", "repeat"])
+@pytest.mark.parametrize("on", [False, True])
+def test_without_a_dy_dgrad_needs_no_part_of_its_residuals(name, on):
+    """Nor does it refuse residuals of which a part was given away."""
+    op, cfg = WITH_PARAMS[name]
+    kept = op.fwd(op.init(cfg, key=random.key(0)), torch.ones(2, 4), cfg)[1]
+    donate(list(kept.values())[-1])
+    with checking(on):
+        assert op.dgrad(kept, None, cfg) == (None, None)

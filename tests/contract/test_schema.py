@@ -34,7 +34,7 @@ from funcops import (
 from funcops.contract.schema import DGRAD, WGRAD, Pending, Residuals, saved
 from funcops.contract.schema import pending as pending_decorator
 from funcops.contract.schema import residuals as residuals_decorator
-from funcops.errors import differing_parts
+from funcops.errors import SHORT, differing_parts
 from funcops.trees import nbytes, paths, replace, static, tree_map_tensors
 
 CFG = LinearConfig(4, 3)
@@ -122,6 +122,22 @@ def test_another_config_is_refused():
     assert differing_parts(many[0], many[2]) == ("steps=40 of them", "steps=39")
     assert all(len(text) < 300 for text in differing_parts(many[0], wide))
     assert linear_bwd(residuals, DY, LinearConfig(4, 3))[1].shape == (2, 4)  # equal is as good as identical
+
+
+WRAPPED = {
+    "chain": lambda cfg: ChainConfig(steps=(Step("up", linear, cfg),)),
+    "repeat": lambda cfg: fo.RepeatConfig(linear, cfg, times=2),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
+def test_two_configs_are_shown_in_full_up_to_a_length_together(wrap):
+    wanted, got = wrap(LinearConfig(4, 4)), wrap(LinearConfig(4, 4, bias=False))
+    together = len(str(wanted)) + len(str(got))
+    assert SHORT < together < 240
+    for longest in (240, together):
+        assert differing_parts(wanted, got, longest) == (str(wanted), str(got))
+    assert differing_parts(wanted, got, together - 1)[0].startswith(("steps.0.cfg=", "cfg="))
 
 
 def test_inference_mode_works():

@@ -154,6 +154,19 @@ def test_fields_of_a_spec_that_contradict_each_other_are_refused(fields, said):
     assert str(raised.value) == f"Spec: {said}"
 
 
+@pytest.mark.parametrize("parts", [(1,), (1, 1, 1), (4, 1, 2)], ids=str)
+def test_a_part_of_one_element_is_whole_on_the_only_rank(parts):
+    mesh, spec = Mesh.abstract({"tp": 1}, 0), {"w": Spec("tp", 0, parts=parts)}
+    tree = {"w": torch.arange(float(sum(parts)))}
+    assert torch.equal(dist.shard(tree, spec, mesh)["w"], tree["w"])
+
+
+@pytest.mark.parametrize("parts", [(0,), (2, 0), (2, -1), (2.0,), (True, 1), [2, 1], 3], ids=str)
+def test_parts_are_a_tuple_of_sizes_of_at_least_one(parts):
+    with pytest.raises(ValueError, match="^Spec: parts must be a tuple of sizes of at least 1, got"):
+        Spec("tp", 0, parts=parts)
+
+
 SENT = [*CODES.values(), torch.complex128, torch.complex32]
 
 

@@ -114,6 +114,15 @@ def test_specialised_warps(dtype, flips):
     assert_close(fused, torch.nn.functional.silu(want) + add.double(), dtype=dtype)
 
 
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_specialised_warps_accumulate_once(dtype):
+    a, b, into = draw(136, 24, dtype=dtype), draw(24, 48, dtype=dtype, seed=1), draw(136, 48, dtype=dtype, seed=2)
+    want = into.double() + a.double() @ b.double()
+    with gemm("specialised"):
+        products.matmul(products.rows_of(a), products.rows_of(b), into, products.Epilogue(add=into), KERNELS["descriptor"])
+    assert_close(into, want, dtype=dtype)
+
+
 @settings(max_examples=25)
 @given(st.tuples(*[st.integers(1, 40)] * 3), st.sampled_from(DTYPES), st.booleans(), st.booleans())
 def test_any_shape(shape, dtype, a_flipped, b_flipped):

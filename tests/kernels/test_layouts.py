@@ -207,6 +207,14 @@ def test_triton_kernels(name):
         check(call, mixed(turn), torch.float32, "triton")
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["clamped_swiglu_fwd", "clamped_swiglu_bwd"])
+def test_numbers_of_rows_may_lie_anyhow(name, way):
+    """The scales have one dimension, and the other arguments more."""
+    (call,) = calls(Narrow, torch.float32)[name]
+    check(call, lambda i, t: WAYS[way] if t.dim() == 1 else torch.clone, torch.float32, "triton")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("i", range(len(with_triton(KERNELS))), ids=with_triton(KERNELS))
 def test_every_call_in_every_way(i):

@@ -16,6 +16,7 @@ from funcops import (
     DropoutConfig,
     LinearConfig,
     Needs,
+    RepeatConfig,
     SkipConfig,
     Step,
     WithExtras,
@@ -159,6 +160,14 @@ def test_explain_shows_inner_chains_as_one_program():
     assert "forward   mlp.up + mlp.act: linear + epilogue" in text
     assert "backward  mlp.up + mlp.act + mlp.down + mlp.drop: bias gradients, recomputed, saves 3 passes and 3 launches" in text
     assert "backward  attn.add + mlp.fork + mlp.norm: add + norm, recomputed, saves 3 passes and 2 launches" in text
+
+
+@pytest.mark.parametrize("words", ["bias gelu", "gelu linear gelu linear"])
+@pytest.mark.parametrize("needs", [Needs.ALL, Needs(x=False), Needs(params=False), Needs.NONE], ids=str)
+def test_the_body_of_a_repeat_is_shown_for_all_gradients_or_for_none(words, needs):
+    body = made(words)
+    shown = explain(RepeatConfig(chain, body, times=2), needs).plans["*"]
+    assert str(shown) == str(plan(body, needs and Needs.ALL))
 
 
 @pytest.mark.parametrize("asked", [["main"], ["main", "extras.given"], True], ids=str)
