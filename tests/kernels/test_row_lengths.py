@@ -13,6 +13,7 @@ from funcops.backend import backend
 from funcops.kernels import add_norm, bias_activation, cross_entropy, embedding, glu, norm, pointwise, qkv_split, rope
 from funcops.kernels.activation import activation_bwd, activation_fwd
 from funcops.kernels.triton import norm as launches
+from funcops.kernels.triton import norm_odd
 from funcops.kernels.triton.aligned import GROUP, spans
 from funcops.kernels.triton.pointwise import words_from
 from funcops.testing.laws import poisoned_empties
@@ -239,3 +240,14 @@ def test_gelu_is_as_exact_as_float32(kind):
     assert ((dx - slope).abs() <= 5e-7).all()
     near = (x < 0) & (x > -5)
     assert ((y - want).abs() <= 2e-5 * want.abs())[near].all()
+
+
+@pytest.mark.parametrize("width", [33, 37, 40])
+def test_a_program_sums_every_row_of_its_part_from_end_to_end(width):
+    """The rows of a part begin at one offset within 16 bytes; its last program sums what lies outside of whole groups."""
+    dy, block = floats(5 * GROUP + 3, width), 16
+    parts = torch.full((GROUP, launches.stride_of(width)), torch.nan)
+    across = -(-(width // GROUP * GROUP) // block) + 1
+    norm_odd.launch_column_sums(GROUP, across, 1, dy, parts, len(dy), width, parts.stride(0), 1, 2, block, num_warps=4)
+    want = torch.stack([dy[part::GROUP].sum(0) for part in range(GROUP)])
+    assert_close(parts[:, :width], want, dtype=torch.float32, length=len(dy))
