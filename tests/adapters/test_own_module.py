@@ -80,6 +80,34 @@ def test_values_make_the_config():
     torch.testing.assert_close(module.weight.grad, x.sum(0))
 
 
+CHANGES = {
+    "value": lambda module: setattr(module, "factor", 1.0),
+    "parameter": lambda module: setattr(module, "weight", torch.nn.Parameter(torch.ones(3))),
+    "registered": lambda module: module.register_parameter("weight", torch.nn.Parameter(torch.ones(3))),
+    "other": lambda module: setattr(module, "note", "unread"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_makes_a_new_config_at_once(change):
+    """Setting what the config may be made from makes it anew, and a call finds it; setting anything else does not."""
+    made = []
+
+    class Noting(Gain):
+        def make_cfg(self):
+            made.append(super().make_cfg())
+            return made[-1]
+
+    module = Noting(3, 5.0)
+    for _ in range(2):
+        made.clear()
+        CHANGES[change](module)
+        assert made[-1:] == [GainConfig(3, factor=module.factor)] * (change != "other")
+        count = len(made)
+        module(torch.ones(2, 3))
+        assert len(made) == count
+
+
 def test_one_that_was_never_called_compiles():
     x = torch.randn(2, 3)
     torch.testing.assert_close(torch.compile(Gain(3), fullgraph=True, backend="aot_eager")(x), 2 * x)

@@ -1,5 +1,6 @@
 """`run_ranks` and `check_dist` notice planted faults of every kind."""
 
+import contextlib
 import dataclasses
 import re
 import sys
@@ -12,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcops import dist
 from funcops.distributed import comm
-from funcops.testing import check_dist, run_ranks
+from funcops.testing import check_dist, ranks, run_ranks
 
 
 def total(axis, x):
@@ -174,3 +175,25 @@ def test_ranks_that_use_an_operator_first_at_once_get_one_object_of_it():
         assert all(a is b for a, b in zip([op for op in ops if op.namespace == "first_use_probe"], known, strict=True))
     assert torch._ops.OpOverloadPacket.__getattr__.__name__ == "__getattr__", "torch's own again"
     assert sys.getswitchinterval() == interval
+
+
+@pytest.mark.parametrize("asserts", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_ranks_leave_the_interval_of_threads(asserts, fails, monkeypatch):
+    """No rank is interrupted by another under a torch that asserts one maker of operators, and afterwards threads are again."""
+    monkeypatch.setattr(ranks, "_ASSERTS", asserts)
+    found, before, interval = [], sys.getswitchinterval(), 0.002
+
+    def each(mesh):
+        found.append(sys.getswitchinterval())
+        if fails:
+            raise KeyError("mine")
+
+    sys.setswitchinterval(interval)
+    try:
+        with pytest.raises(KeyError) if fails else contextlib.nullcontext():
+            run_ranks({"dp": 2}, each)
+        assert sys.getswitchinterval() == interval
+    finally:
+        sys.setswitchinterval(before)
+    assert found == [1e3 if asserts else interval] * 2

@@ -8,7 +8,7 @@ from launches import launches
 from tiers import drawn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from funcops import WithExtras, chain, dist, explain, random
+from funcops import Needs, WithExtras, chain, dist, explain, random
 from funcops.distributed import Mesh
 from funcops.low_precision import Fp8Block, gradients_like, quantize_params, recipe_init, with_recipe
 from funcops.models.blocks import block_config
@@ -130,6 +130,23 @@ def test_siblings_send_under_their_products(kind):
     if kind[1] == "ring":
         first = "shift product product product wait shift product product product"
         assert " ".join(forward.found).startswith(first)
+
+
+DX_ALONE = {
+    "bulk": "product product product scatter wait scatter",
+    "ring": "product product product shift product product product wait shift",
+}
+
+
+@pytest.mark.parametrize("overlap", DX_ALONE)
+def test_siblings_without_gradients_of_weights_send_dx_alone(overlap):
+    """Frozen weights need no x from the other ranks."""
+    cfg, work, x, dy = given(Mesh.abstract({"tp": 2}, 0), None, overlap)
+    work, x, dy, positions = tree_map_tensors(lambda t: t.to("meta"), (work, x, dy, torch.arange(TOKENS)))
+    _, residuals = chain.fwd(work, WithExtras(x, {"positions": positions}), cfg, needs=Needs(params=False))
+    with Order() as backward:
+        chain.bwd(residuals, dy, cfg)
+    assert " ".join(backward.found).endswith(DX_ALONE[overlap])
 
 
 def test_queries_keys_and_values_send_under_their_products_too(monkeypatch):

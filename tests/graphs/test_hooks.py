@@ -181,6 +181,21 @@ def test_hooks_through_graphed_and_graphed_op():
     assert seen.count("destroy") == 4
 
 
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("outputs", ["clone", "borrow"])
+def test_a_reset_destroys_graphs_that_a_hook_holds(slots, outputs):
+    seen, held = [], []
+    hooks = noting(seen)._replace(capture_start=held.append)
+    step = graphed(lambda x: 2 * x, torch.ones(2), slots=slots, outputs=outputs, hooks=hooks)
+    cfg = LinearConfig(4, 4)
+    graph = graphed_op(linear, cfg, linear.init(cfg, key=random.key(0)), torch.ones(2, 4), slots=slots, hooks=hooks)
+    assert len(held) == 5 * slots and "destroy" not in seen
+    step.reset()
+    assert seen.count("destroy") == slots
+    graph.reset()
+    assert seen.count("destroy") == 5 * slots
+
+
 @pytest.mark.parametrize(
     "call, error, match",
     [

@@ -14,9 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import funcops.kernels
 from benchmarks.kernel_calls import KernelCall, Maker, kernel_calls
+from funcops import random
 from funcops.backend import backend
 from funcops.kernels import (
     attention,
+    bias_activation,
     bmm,
     embedding,
     gated_delta_rule,
@@ -24,6 +26,7 @@ from funcops.kernels import (
     latent_split,
     linear,
     log_decay,
+    norm,
     rope,
     routing,
 )
@@ -263,6 +266,25 @@ def test_a_compiler_is_told_of_the_results_that_are_asked_for(name):
         args = (call.named | dict(zip(asked, chosen, strict=True))).values()
         kernel = call.kernel.kernel
         assert outlines(kernel.fake_impl(*args)) == outlines(kernel.torch_impl(*args)), chosen
+
+
+PARTIAL_SUMS = {
+    "dropout_bwd_sums": lambda dy, key: (bias_activation.dropout_bwd_sums, dy, key, 0.4),
+    "bias_activation_bwd": lambda dy, key: (bias_activation.bias_activation_bwd, dy, dy, dy.new_ones(dy.shape[1]), "gelu", True),
+    "activation_bwd_recompute": lambda dy, key: (bias_activation.activation_bwd_recompute, dy, dy.clone(), "gelu", True),
+    "row_sums": lambda dy, key: (norm.row_sums, dy),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(0, 5), (7, 1030), (9, 1028), (300, 6)], ids=str)
+@pytest.mark.parametrize("name", PARTIAL_SUMS)
+def test_a_compiler_is_told_how_many_partial_sums_there_are(name, shape, dtype):
+    """Their number depends on the rows, the width and, for some, whether 4 divides it."""
+    call, *args = PARTIAL_SUMS[name](torch.ones(shape, dtype=dtype), random.key(0))
+    assert call.kernel.find_triton()
+    told, found = (tensors(way(*args)) for way in (call.kernel.fake_impl, call.kernel.triton_impl))
+    assert [(t.shape, t.dtype) for t in told] == [(t.shape, t.dtype) for t in found]
 
 
 WITH_DTYPE = ("grouped_scaled_mm", "grouped_scaled_wgrad", "coded_glu_fwd", "scaled_attention_fwd", "scaled_attention_bwd")

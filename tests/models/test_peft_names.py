@@ -116,6 +116,15 @@ def test_an_adapter_at_a_linear_that_the_checkpoint_does_not_have_is_named():
 
 
 @pytest.mark.parametrize(
+    ("model", "got"), [(3, "3"), ("llama", "'llama'"), (DecoderConfig(**SIZES, rope=RopeConfig(4)), "DecoderConfig"), ({}, "dict")]
+)
+def test_a_model_that_is_no_chain_is_refused(model, got):
+    cfg = DecoderConfig(**SIZES, rope=RopeConfig(4), family="llama")
+    with pytest.raises(TypeError, match=f"^peft_names: model must be ChainConfig or NoneType, got {got}$"):
+        peft_names(cfg, model)
+
+
+@pytest.mark.parametrize(
     ("changes", "path"), [({"attention_gate": True}, "blocks.1.attn.gated.gate.proj"), ({"places": True, "rope": None}, "places")]
 )
 def test_params_that_the_family_has_no_names_for_are_named(changes, path):
