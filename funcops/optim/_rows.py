@@ -94,15 +94,15 @@ def open_into(where: str, params: Any, grads: Any, into: Any) -> list[Tensor]:
     every = zip(*lists_of(where, {"params": params, "grads": grads, "into": into}), strict=True)
     kept = [(p, w) for p, g, w in every if g is not None]
     right = all([isinstance(w, Tensor) and w.shape == p.shape and w.device == p.device for p, w in kept])
+    found = paths(into)
+    written = {path: found[path] for path, g in paths(grads).items() if g is not None}
     if not right or not all([_fits(w.dtype, p.dtype) and w is not p for p, w in kept]):
-        found, of_params = paths(into), paths(params)
-        for path, g in paths(grads).items():
-            p, w = of_params[path], found[path]
-            if g is not None:
-                check(where, join_path("into", path), w, tuple(p.shape), tuple(d for d in FLOATS if _fits(d, p.dtype)), p)
-                require(w is not p, where, join_path("into", path), "another tensor than the param", "the param itself")
-    if len({id(w) for _, w in kept}) < len(kept):
-        own_tensors(where, into, "into")  # raises, by path
+        of_params = paths(params)
+        for path, w in written.items():
+            p = of_params[path]
+            check(where, join_path("into", path), w, tuple(p.shape), tuple(d for d in FLOATS if _fits(d, p.dtype)), p)
+            require(w is not p, where, join_path("into", path), "another tensor than the param", "the param itself")
+    check_apart(where, {path: w for path, w in written.items() if _has_memory(w)}, "into")  # it would get two params
     return [w for _, w in kept]
 
 
