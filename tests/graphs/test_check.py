@@ -14,9 +14,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from funcops import GradModeError
+from funcops import GradModeError, graphs
 from funcops.adapters.graphs import check_capturable, graphed
-from funcops.adapters.graphs.faults import as_if_capturing, fault_of
+from funcops.adapters.graphs.faults import as_if_capturing, fault_of, is_users
 from funcops.errors import CaptureError
 
 SOURCE = Path(planted.__file__).read_text().splitlines()
@@ -432,3 +432,11 @@ def test_a_tensor_in_an_object_that_is_no_tree_is_found():
     """A replay would write to it, and nobody could copy it."""
     faults = check_capturable(lambda x, ids: Box(x + 1), *inputs())
     assert [fault.kind for fault in faults] == ["escaping allocation"], faults
+
+
+@pytest.mark.parametrize(
+    ("file", "users"), [("{lib}/site-packages/mine/step.py", True), ("{lib}/contextlib.py", False), ("train.py", True)]
+)
+def test_a_fault_is_at_a_line_of_a_user_also_of_an_installed_package(file, users):
+    assert is_users(file.format(lib=Path(ast.__file__).parent)) is users
+    assert not is_users(torch.__file__) and not is_users(str(Path(graphs.__file__)))

@@ -203,7 +203,7 @@ def test_buffers_have_names_and_bytes(tmp_path, device):
     graph = graphed_op(chain, CFG, params, batch(0, device), slots=2, keep_graph=device == "cuda")
     report = graph.report()
     assert report.residual_bytes > 0 and report.input_bytes == 2 * (6 * 8 * 4 + 6 * 8 + 16 + 4)
-    _, residuals = graph.fwd(params, batch(0, device))
+    y, residuals = graph.fwd(params, batch(0, device))
     assert residuals.tree["head"].weight.shape == (5, 16) and residuals.slot == 0
     graph.instantiate()
     graph.dot(str(tmp_path / "dgrad.dot"), "dgrad")
@@ -212,6 +212,8 @@ def test_buffers_have_names_and_bytes(tmp_path, device):
             graph.raw_graph("fwd")
     assert (tmp_path / "dgrad.dot").stat().st_size > 100
     assert set(graph.graphs(1)) == {"fwd", "dgrad", "wgrad", "bwd"}
+    _, dx = graph.bwd(residuals, torch.ones_like(y))
+    assert report.output_bytes == 2 * sum(t.nbytes for t in tensors((y, dx)))
 
 
 def test_an_op_without_params():
