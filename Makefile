@@ -3,6 +3,7 @@ VENV ?= .venv
 PY = $(VENV)/bin/python
 ARGS ?=
 PART ?= 1
+CORE_SECONDS ?= 0
 SEED ?= $(shell git rev-parse --short HEAD)
 RESULTS ?= docs/benchmarks
 
@@ -12,7 +13,7 @@ help:
 	@echo "make train   set up, then train the language model (ARGS=... for its flags)"
 	@echo "make train-parallel   the same on four processes, by torchrun (MESH='--dp 4' for another mesh, ARGS=... for other flags)"
 	@echo "make test    set up, then run the first tier: a test of every op, law, adapter and example (ARGS=... for pytest's)"
-	@echo "make test-all   both tiers: all tests that need no GPU; make test-rest: those marked slow alone (PART=6: one in six, drawn by SEED)"
+	@echo "make test-all   both tiers: all tests that need no GPU; make test-rest: those marked slow alone (CORE_SECONDS=600: as many as take so long, drawn by SEED)"
 	@echo "make interpreters   import everything and run tests/test_tiny.py on each Python, 3.10 to 3.13, that the machine has"
 	@echo "make newest  both tiers with the newest torch and Triton that pip finds, in $(NEWEST), 6 GB (VERSION=2.11.0 for that torch)"
 	@echo "make newest-part   one test in ten of the first tier, drawn by SEED, with the packages of $(VENV) beside that torch and Triton"
@@ -63,7 +64,7 @@ test: $(VENV)/.test  # tests/opinfo, all of the second tier, takes seconds to im
 	$(PYTEST) --ignore tests/opinfo -m "not gpu and not slow" $(ARGS)
 
 test-rest: $(VENV)/.test
-	$(PYTEST) -m "not gpu and slow" -p drawn_part --part $(PART) --seed "$(SEED)" $(ARGS)
+	$(PYTEST) -m "not gpu and slow" -p drawn_part --part $(PART) --seconds $(CORE_SECONDS) --seed "$(SEED)" $(ARGS)
 
 test-all: $(VENV)/.test
 	$(PYTEST) -m "not gpu" $(ARGS)

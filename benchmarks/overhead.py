@@ -4,7 +4,8 @@ The rows "nn" are modules, ours and torch's, both under autograd. A chain keeps 
 "recomputing": there it runs its norms and activations twice, as it does by default, for fewer bytes.
 
 The rows "donated", "halves", "donated halves" and "positions as ids" compare funcops with itself: with the same residuals not given
-away, with the whole backward, with halves, and with a table of the rope that is ready.
+away, with the whole backward, with halves, and with a table of the rope that is ready. The rows "step" are a step of training with
+its clipping and AdamW, beside autograd's with torch's clipping and fused AdamW.
 
 The rows "fp8" compare bfloat16 with FP8 as on a device, where a quantiser is one launch instead of a dozen operators as on the CPU.
 They time the host's work up to the driver's launch call, with the driver stubbed; both sides use our launcher, for products too.
@@ -29,6 +30,7 @@ from benchmarks.measure import Row, interleaved, summary
 from benchmarks.plain import MLP, PlainBlock
 from funcops import (
     LinearConfig,
+    Needs,
     RMSNormConfig,
     RopeConfig,
     WithExtras,
@@ -48,7 +50,8 @@ from funcops.contract.op import Op
 from funcops.kernels import attention
 from funcops.low_precision import Fp8Block, quantize_params, with_recipe
 from funcops.models.blocks import block_config, mlp_config
-from funcops.trees import cast
+from funcops.optim import AdamWConfig, adamw_init, adamw_update, clip_factor, global_norm
+from funcops.trees import cast, tree_map_tensors
 
 DIM, LENGTH, HEADS = 16, 3, 2
 
@@ -180,7 +183,33 @@ def _measure(name: str, op: Any, cfg: Any, module: nn.Module) -> list[Row]:
 
     calls = 400 if name in ("linear", "rms_norm") else 60
     samples = interleaved({"funcops": ours, ".backward()": backward, "autograd.grad": grad}, rounds=25, calls=calls, cpu=True)
-    return summary("overhead", name, samples, "funcops") + _variants(name, op, cfg, params, x, dy, calls)
+    rows = summary("overhead", name, samples, "funcops") + _variants(name, op, cfg, params, x, dy, calls)
+    return rows + _step(name, op, cfg, params, module, x, data, dy, calls)
+
+
+def _step(name: str, op: Op, cfg: Any, params: Any, module: nn.Module, x: Any, data: Tensor, dy: Tensor, calls: int) -> list[Row]:
+    """Rows for a whole step of training: forward, backward of donated residuals, a norm of all gradients by which they are clipped,
+    and AdamW in place. Positions are ids, as a loop has them; autograd's step has its table ready."""
+    x = WithExtras(x.main, {"positions": torch.arange(LENGTH)}) if type(x) is WithExtras else x
+    needs, settings = Needs(x=False), AdamWConfig(lr=1e-4)
+    params, theirs = tree_map_tensors(torch.clone, params), list(module.parameters())
+    state, fused = adamw_init(params, settings), torch.optim.AdamW(theirs, lr=1e-4, fused=True)
+
+    def ours() -> Any:
+        _, residuals = op.fwd(params, x, cfg, needs=needs)
+        dparams, _ = op.bwd(donate(residuals), dy, cfg)
+        factor = clip_factor(global_norm(dparams), 1.0)
+        return adamw_update(params, dparams, state, settings, factor=factor, in_place=True)[0]
+
+    def autograd() -> Any:
+        module(data).backward(dy)
+        nn.utils.clip_grad_norm_(theirs, 1.0)
+        fused.step()
+        fused.zero_grad()
+        return theirs
+
+    samples = interleaved({"funcops, step": ours, "autograd, step": autograd}, rounds=25, calls=calls, cpu=True)
+    return summary("overhead", f"{name}, step", samples, "funcops, step")
 
 
 def _variants(name: str, op: Op, cfg: Any, params: Any, x: Any, dy: Tensor, calls: int) -> list[Row]:

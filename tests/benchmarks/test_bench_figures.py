@@ -462,10 +462,11 @@ def test_overhead_compares_donation_halves_and_ids_with_the_same_gradients(i, mo
     monkeypatch.setattr(overhead, "interleaved", interleaved)
     name, *case = overhead._cases()[i]
     rows = overhead._measure(name, *case)
-    ours = ["donated", "donated halves", "halves", *["positions as ids"] * (i == 3)]
+    ours = ["donated", "donated halves", "halves", *["positions as ids"] * (i == 3), "step"]
     assert [row.case for row in rows if row.metric.startswith("ratio")] == [name, *(f"{name}, {one}" for one in ours)]
     assert all(row.provider == f"funcops, {row.case.rpartition(', ')[2]}" for row in rows if row.metric == "ratio to funcops")
-    for results in found[1:]:
+    for results in found[1:-1]:
         one, other = (tensors(result) for result in results.values())
         assert one and len(one) == len(other)
         assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(one, other, strict=True))
+    assert len(found[-1]) == 2 and all(t.isfinite().all() for params in found[-1].values() for t in tensors(params))

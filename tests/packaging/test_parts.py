@@ -1,0 +1,50 @@
+"""Parts of the second tier by the time that they take."""
+
+import random
+
+import drawn_part
+import durations
+import pytest
+
+REPORT = """<testsuites><testsuite>
+<testcase classname="tests.a.test_b" name="test_c[1]" time="1.0"/><testcase classname="tests.a.test_b" name="test_c[2]" time="4.0"/>
+<testcase classname="tests.a.test_b" name="test_d" time="0.1"/>
+<testcase classname="tests.a.test_b" name="test_e" time="9.0"><skipped/></testcase>
+</testsuite></testsuites>"""
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_test_is_in_one_part_and_parts_take_the_same_time(seed):
+    rng = random.Random(seed)
+    known = {f"tests/test_a.py::test_{i}": rng.choice((0.3, 1.0, 12.0)) for i in range(90)}
+    names = [f"{function}[{j}]" for function in known for j in range(rng.randint(0, 9))]
+    names += [f"tests/test_b.py::test_{i}" for i in range(rng.randint(0, 200))]
+    rng.shuffle(names)
+    found = drawn_part.parts(names, 60.0, known)
+    assert sorted(name for part in found for name in part) == sorted(names)
+    loads = [sum(known.get(name.partition("[")[0], drawn_part.CHEAP) for name in part) for part in found]
+    assert max(loads) - min(loads) <= 12.0 and sum(loads) / len(loads) <= 60.0 < sum(loads) / max(1, len(loads) - 1)
+    assert drawn_part.parts(sorted(names), 60.0, known) == found
+
+
+def test_parts_of_nothing_and_of_less_than_a_part():
+    assert drawn_part.parts([], 60.0, {}) == [[]]
+    assert drawn_part.parts(["a", "b"], 60.0, {}) == [["a", "b"]]
+
+
+def test_a_table_is_made_of_reports_and_keeps_what_they_lack(tmp_path):
+    report, table = tmp_path / "report.xml", tmp_path / "durations.csv"
+    report.write_text(REPORT)
+    table.write_text("function,seconds\ntests/a/test_b.py::test_c,7.0\ntests/a/test_b.py::test_f,3.0\n")
+    durations.main([report], table)
+    assert drawn_part.durations(table) == {"tests/a/test_b.py::test_c": 2.5, "tests/a/test_b.py::test_f": 3.0}
+
+
+def test_the_table_knows_tests_that_exist():
+    """A function that was renamed counts as a cheap one; its old row would stay."""
+    root = drawn_part.TABLE.parents[1]
+    texts = {}
+    for function in drawn_part.durations():
+        file, _, name = function.partition("::")
+        text = texts.setdefault(file, (root / file).read_text())
+        assert f"def {name}(" in text, function
