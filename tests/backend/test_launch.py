@@ -1,11 +1,14 @@
 """The launcher, on a stubbed driver: which launches hit its cache, which miss, and what reaches the driver."""
 
+import ast
 import importlib
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -632,3 +635,19 @@ def test_the_key_tells_apart_what_triton_tells_apart(backend, quick):
         found = [(native_specialize_impl(kind, value, False, True, True), key(value)) for value in given]
         for (first, ours), (second, other) in itertools.combinations(found, 2):
             assert first == second or ours != other, (first, second, ours)
+
+
+def test_no_parameter_of_a_kernel_has_a_name_of_the_launcher_itself():
+    """Its text would hand over another value: `run(..., *fixed, {parameters})`."""
+    own = set(re.findall(r"[A-Za-z_]\w*", re.sub(r"\{\w+\}", "", launch._SOURCE)))
+    assert {"device", "fixed", "hit", "num_warps", "cache"} <= own
+    found = 0
+    for path in (Path(launch.__file__).parents[1] / "kernels" / "triton").glob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        launched = {one.args[0].id for one in nodes if isinstance(one, ast.Call) and ast.unparse(one.func) == "launcher"}
+        for kernel in nodes:
+            if isinstance(kernel, ast.FunctionDef) and kernel.name in launched:
+                taken = own & {arg.arg for arg in kernel.args.args}
+                assert not taken, f"{path.name}: {kernel.name}: {taken}"
+                found += 1
+    assert found > 60

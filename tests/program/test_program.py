@@ -25,6 +25,7 @@ from funcops import (
     activation,
     add,
     chain,
+    dist,
     fork,
     layer_norm,
     linear,
@@ -232,6 +233,18 @@ def test_the_programs_for_a_tracer_compute_what_the_usual_ones_do(name, monkeypa
     got = every_half(op, params, x, cfg)
     assert made
     assert_close(got, want, dtype=torch.float32)
+
+
+def test_a_program_for_a_tracer_does_not_pause(monkeypatch):
+    """It is no generator, which a tracer could not follow, though its op can pause."""
+    cfg = dist.ParallelExpertsConfig(2, D, 3, axis=dist.Axis("ep", 1, 0), bias=False)
+    of = ChainConfig(steps=(Step("experts", dist.parallel_experts, cfg),))
+    assert dist.parallel_experts.pausing is not None
+    params, draw = chain.init(of, key=random.key(0)), torch.Generator().manual_seed(1)
+    x = torch.rand(3, 1, generator=draw), torch.randn(3, D, generator=draw), torch.tensor([[0], [1], [0]], dtype=torch.int32)
+    want = every_half(chain, params, x, of)
+    as_traced(monkeypatch)
+    assert_close(every_half(chain, params, x, of), want, dtype=torch.float32)
 
 
 def test_a_program_for_a_tracer_is_made_once_for_all_that_it_depends_on(monkeypatch):
