@@ -3,14 +3,19 @@
 `-p drawn_part --part 10 --seed TEXT` runs one of ten, chosen by each test's name and the seed. `--seconds 300` in place of `--part`
 makes parts that take at most so many seconds of one core each, by the table of durations, and runs the one that the seed draws: so
 it takes as long whatever is drawn, and a test of a minute has its turn as often as one of a second.
+
+`python tests/helpers/drawn_part.py REPORT...` writes the table from reports of pytest (`--junitxml`). Of a function it has the mean
+of its cases, if that is at least as much as a test takes that it does not have; functions that no report has keep their row.
 """
 
 import csv
 import hashlib
 import heapq
+import sys
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-TABLE = Path(__file__).resolve().parents[1] / "durations.csv"  # `python tests/durations.py` makes it
+TABLE = Path(__file__).resolve().with_name("durations.csv")
 CHEAP = 0.2  # seconds of a test whose function the table does not have
 
 
@@ -56,3 +61,30 @@ def pytest_collection_modifyitems(config, items):
         mine = {name for name in names if chosen(name, part, seed)}
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in mine])
     items[:] = [item for item in items if item.nodeid in mine]
+
+
+def seconds_of(report):
+    """The seconds of each case in a report, by test function."""
+    found = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        if case.find("skipped") is None:
+            module, name = case.get("classname", "").replace(".", "/"), case.get("name", "").partition("[")[0]
+            found.setdefault(f"{module}.py::{name}", []).append(float(case.get("time", "0")))
+    return found
+
+
+def main(reports, table=TABLE):
+    found = durations(table) if table.exists() else {}
+    cases = {}
+    for report in reports:
+        for function, seconds in seconds_of(report).items():
+            cases.setdefault(function, []).extend(seconds)
+    found |= {function: sum(seconds) / len(seconds) for function, seconds in cases.items()}
+    with open(table, "w", newline="") as file:
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(["function", "seconds"])
+        rows.writerows([function, f"{seconds:.1f}"] for function, seconds in sorted(found.items()) if seconds >= CHEAP)
+
+
+if __name__ == "__main__":
+    main([Path(one) for one in sys.argv[1:]])

@@ -236,7 +236,7 @@ def test_the_programs_for_a_tracer_compute_what_the_usual_ones_do(name, monkeypa
 
 
 def test_a_program_for_a_tracer_does_not_pause(monkeypatch):
-    """It is no generator, which a tracer could not follow, though its op can pause."""
+    """It is a plain function, as a tracer follows no generator, though its op can pause."""
     cfg = dist.ParallelExpertsConfig(2, D, 3, axis=dist.Axis("ep", 1, 0), bias=False)
     of = ChainConfig(steps=(Step("experts", dist.parallel_experts, cfg),))
     assert dist.parallel_experts.pausing is not None
