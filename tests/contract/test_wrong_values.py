@@ -69,6 +69,11 @@ class Odd:
         return "Odd()"
 
 
+def complex_of(t):
+    """A complex tensor like t: torch 2.14 has a complex dtype for bfloat16, without products."""
+    return t.to(torch.complex128 if t.dtype is torch.float64 else torch.complex64)
+
+
 def wrong_values(good):
     """Wrong values for an argument whose good value is `good`."""
     if isinstance(good, bool):
@@ -101,7 +106,7 @@ def wrong_values(good):
         "x",
         Odd(),
         [],
-        *[put(good, path, bad) for path, t in paths(good).items() if isinstance(t, Tensor) for bad in ("x", 1j * t)],
+        *[put(good, path, bad) for path, t in paths(good).items() if isinstance(t, Tensor) for bad in ("x", complex_of(t))],
     )
 
 
