@@ -2,7 +2,6 @@ PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
 ARGS ?=
-PART ?= 1
 CORE_SECONDS ?= 0
 SEED ?= $(shell git rev-parse --short HEAD)
 RESULTS ?= docs/benchmarks
@@ -64,7 +63,7 @@ test: $(VENV)/.test  # tests/opinfo, all of the second tier, takes seconds to im
 	$(PYTEST) --ignore tests/opinfo -m "not gpu and not slow" $(ARGS)
 
 test-rest: $(VENV)/.test
-	$(PYTEST) -m "not gpu and slow" -p drawn_part --part $(PART) --seconds $(CORE_SECONDS) --seed "$(SEED)" $(ARGS)
+	$(PYTEST) -m "not gpu and slow" -p drawn_part --seconds $(CORE_SECONDS) --seed "$(SEED)" $(ARGS)
 
 test-all: $(VENV)/.test
 	$(PYTEST) -m "not gpu" $(ARGS)

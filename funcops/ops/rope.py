@@ -138,7 +138,8 @@ class RopeConfig(OpConfig):
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """The angle of each pair at `positions` ([*, T], or [A, *, T] for A axes): [*, T, R/2]."""
-        # They take half the time of a short table. A capture sees them made, as each watcher of operators; a transform wraps them.
+        # They take half the time of a short table. What watches operators, such as a capture, must see them made, and what is made
+        # in a transform is wrapped by it: both make their own.
         alone = positions.is_cpu and not watched() and _transform() is None
         made = self._known_frequencies if alone else self.frequencies
         found = positions.to(dtype).unsqueeze(-1) * made(dtype, positions.device)

@@ -19,8 +19,8 @@ from funcops.trees import paths, tree
 T = TypeVar("T")
 SCALES = ("original", "match_rms_adamw")
 MOST_STEPS = 100  # as torch.optim.Muon
-_found = torch.cpu.get_capabilities()  # read here: a traced step cannot ask
-MULTIPLIES_BFLOAT16 = bool(_found.get("avx512_bf16") or _found.get("amx_bf16"))
+# Whether the CPU has instructions for products of bfloat16: asked here, as a traced step cannot ask.
+MULTIPLIES_BFLOAT16 = any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16"))
 
 
 @config
@@ -163,8 +163,8 @@ def orthogonal(x: Tensor, cfg: MuonConfig) -> Tensor:
 
 
 def _sum(t: Tensor | None, x: Tensor, y: Tensor, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
-    """beta t + alpha x y, rounded once. A CPU without instructions for products of bfloat16 takes 10 to 40 times as long for them
-    as for products of the same numbers in float32."""
+    """beta t + alpha x y (without t: x y) for stacks x [N, M, K], y [N, K, L] and t [N, M, L] of one dtype, rounded once."""
+    # A CPU without such instructions takes 10 to 40 times as long for them as for products of the same numbers in float32.
     if x.is_cpu and x.dtype is torch.bfloat16 and not MULTIPLIES_BFLOAT16:
         return _sum(None if t is None else t.float(), x.float(), y.float(), beta, alpha).to(x.dtype)
     return x @ y if t is None else torch.baddbmm(t, x, y, beta=beta, alpha=alpha)
