@@ -2,8 +2,10 @@
 
 import csv
 import dataclasses
+import itertools
 import json
 import math
+import random
 import subprocess
 import sys
 import time
@@ -12,15 +14,17 @@ import pytest
 import torch
 from tiny_kernel_calls import names, tiny
 
-from benchmarks import kernels, plot
+from benchmarks import kernels, launches, plot
 from benchmarks.__main__ import main
+from benchmarks.attention import of_library_attention
 from benchmarks.device import Replay
+from benchmarks.kernel_calls import Maker
 from benchmarks.liger import COLUMNS, write_liger_csv
 from benchmarks.measure import write_csv, write_json
 from benchmarks.plot import draw
 from funcops.backend import backend
 from funcops.kernels import grouped, grouped_scaled
-from funcops.testing.tolerances import FACTOR, ROUNDOFF
+from funcops.testing.tolerances import FACTOR, ROUNDOFF, assert_close
 
 pytest.importorskip("triton")
 
@@ -72,6 +76,40 @@ def test_every_call_measures(i, monkeypatch):
     dtype = call.dtype or dtype
     assert row.note == "not captured" and row.device_us > 0 and row.gb_per_s > 0
     assert row.error < FACTOR[dtype] * ROUNDOFF[dtype]
+
+
+def test_the_librarys_attention_is_measured_beside_torchs_own_choice(monkeypatch):
+    """And by two of torch's kernels, of which the CPU has one. Rows are known by the file that chooses the library's function."""
+    monkeypatch.setattr(kernels, "MOST_COPIES", 1)
+    for call in itertools.islice(of_library_attention(Maker("cpu", torch.float32, shrink=4096)), 2):
+        rows = {row.provider: row for row in measured(call, torch.float32, kernels.PROVIDERS[:1] + ("torch", "flash", "cudnn"))}
+        assert call.name in ("attention_fwd", "attention_bwd") and set(rows) == {"funcops", "torch", "flash", "cudnn"}
+        assert rows["funcops"].error < FACTOR[torch.float32] * ROUNDOFF[torch.float32] and rows["torch"].tflop_per_s > 0
+        assert rows["cudnn"].note.startswith("failed: ") and not rows["flash"].note.startswith("failed")
+        want = call.torch(*call.args)()
+        got = call.kernel(*call.args)
+        if call.name == "attention_fwd":
+            assert_close(got[0], want, dtype=torch.float32, length=call.length)
+    assert len(launches._source(call.kernel)) == 12 and launches._source(call.kernel) != launches._source(
+        kernels.grouped.grouped_wgrad
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_a_user_runs_by_default_is_measured_first(seed, monkeypatch):
+    """Calls keep the order of their families within a rank; a family of two ranks is two parts."""
+    first = ["adamw", "rms_norm_fwd", "add_layer_norm_bwd", "cross_entropy_fwd", "attention_bwd", "slot_attention_fwd"]
+    first += ["scored_attention_fwd", "experts_up", "route_fwd", "grouped_wgrad", "rms_norm_quantize", "scaled_attention_fwd"]
+    draw, names = random.Random(seed), list(range(len(first)))
+    draw.shuffle(names)
+    found = [kernels.Listed(i // 3, first[name], "8", "abc") for i, name in enumerate(names)]
+    monkeypatch.setattr(kernels, "listed", lambda dtype: found)
+    rows, parts = kernels.planned("", ["bf16"], [])
+    measured = [one.kernel for part in parts for one in part.calls.values()]
+    ranks = [kernels.rank(name) for name in measured]
+    assert not rows and sorted(measured) == sorted(first) and ranks == sorted(ranks)
+    assert [kernels.rank(name) for name in first] == [0, 1, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    assert all(found[3 * part.family + place] == one for part in parts for place, one in part.calls.items())
 
 
 def test_errors_of_groups_are_of_each_group_alone():

@@ -73,7 +73,7 @@ def test_device_only_checks_run_on_a_pretended_device(name, monkeypatch):
 BENCHES = {
     "kernels": ["--only", "rms_norm_fwd", "--seconds", "60"],
     "graph": ["--dtype", "float32"],
-    "step": ["--device", "cuda"],
+    "step": ["--device", "cuda", "--profile"],
     "recipes": [],
 }
 LAST = {"kernels": "torch", "graph": "funcops graphed, packed", "step": "funcops, graphed", "recipes": "Fp8Block, keep=col"}

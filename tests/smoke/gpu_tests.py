@@ -50,7 +50,8 @@ def main(argv: list[str] | None = None) -> int:
     many = args.jobs > 1 and torch.cuda.is_available() and importlib.util.find_spec("xdist")
     spread = ["-n", str(args.jobs), "--dist", "worksteal"] if many else []
     told = [f"--until={time.time() + args.seconds}", *([] if args.json is None else [f"--lines={args.json.resolve()}"])]
-    plugins = ["-p", "no:benchmark", "-p", "tests.smoke.gpu_tests"]  # pytest-benchmark warns of many processes before any test
+    # pytest-benchmark warns of many processes before any test, and the cache would be written to this checkout
+    plugins = ["-p", "no:benchmark", "-p", "no:cacheprovider", "-p", "tests.smoke.gpu_tests"]
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *plugins, *spread, *told, *files(), *others]
     return subprocess.run(command, cwd=ROOT).returncode
 
