@@ -2,21 +2,24 @@ PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
 ARGS ?=
-CORE_SECONDS ?= 0
+CORE_SECONDS ?=
 SEED ?= $(shell git rev-parse --short HEAD)
 RESULTS ?= docs/benchmarks
 
-.PHONY: help train train-parallel test test-rest test-all interpreters newest newest-part gpu aot traffic check mutants mutants-drawn docs release-check clean
+.PHONY: help packages train train-parallel test test-rest test-all interpreters newest newest-part gpu aot traffic check mutants mutants-drawn docs release-check clean
 
 help:
 	@echo "make train   set up, then train the language model (ARGS=... for its flags)"
 	@echo "make train-parallel   the same on four processes, by torchrun (MESH='--dp 4' for another mesh, ARGS=... for other flags)"
-	@echo "make test    set up, then run the first tier: a test of every op, law, adapter and example (ARGS=... for pytest's)"
-	@echo "make test-all   both tiers: all tests that need no GPU; make test-rest: those marked slow alone (CORE_SECONDS=600: as many as take so long, drawn by SEED)"
-	@echo "make interpreters   import everything and run tests/test_tiny.py on each Python, 3.10 to 3.13, that the machine has"
+	@echo "make test    set up, then run the first tier: a test of every op, law, adapter and example (ARGS=... for pytest's;"
+	@echo "             CORE_SECONDS=300: beside it as many of the second tier as take so long on a core, drawn by SEED)"
+	@echo "make test-all   both tiers: all tests that need no GPU; make test-rest: those marked slow alone"
+	@echo "make interpreters   read the sources with each Python, 3.10 to 3.13, that the machine has, and run tests/test_tiny.py with the"
+	@echo "             oldest and the newest (ARGS=--every: with each)"
 	@echo "make newest  both tiers with the newest torch and Triton that pip finds, in $(NEWEST), 6 GB (VERSION=2.11.0 for that torch)"
-	@echo "make newest-part   one test in ten of the first tier, drawn by SEED, with the packages of $(VENV) beside that torch and Triton"
-	@echo "make gpu     checks, benchmarks and tests that need a GPU, in PYTHON's own environment, within twelve minutes; results below OUT ($(OUT)); CALLS=first or second for a part"
+	@echo "make newest-part   the first tier of one file in ten, drawn by SEED, with the packages of $(VENV) beside that torch and Triton"
+	@echo "make gpu     checks, benchmarks and tests that need a GPU, in PYTHON's own environment, within twelve minutes, with results"
+	@echo "             below OUT, $(OUT) (CALLS=first or CALLS=second: a part of them)"
 	@echo "make aot     set up, then compile the Triton kernels whose source changed, and write docs/benchmarks/aot.csv"
 	@echo "make traffic set up, then count the bytes that changed kernels move, and write docs/benchmarks/traffic.csv"
 	@echo "make check   set up, then lint and type-check, the code blocks of the pages too"
@@ -24,25 +27,39 @@ help:
 	@echo "make mutants-drawn  draw faults over the package by a seed, and say which of them the first tier notices"
 	@echo "make docs    build the site, of docs/, the docstrings and the notebooks, into site/: strict, any warning fails"
 	@echo "make release-check   build the wheel and the source archive, and try them with each Python that the machine has (ARGS=--here for one)"
+	@echo "make packages   set up for all of these at once: torch and every package that they install"
 	@echo "make clean   remove the environments; all that these install is in $(VENV), $(NEWEST), $(NEWEST)-part and .interpreters, and each says how much before"
 
-PIP = $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Each set of packages is installed by one run of pip. It compiles none: most modules are never imported.
+PIP = $(PY) -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
-$(VENV)/.ready: pyproject.toml constraints.txt
-	@echo "installing torch, Triton and the examples' packages into $(VENV): 1.8 GB with torch's CPU build, 5.5 GB where pip takes that for CUDA"
+$(VENV)/.made:
 	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.ready: $(VENV)/.made pyproject.toml constraints.txt
+	@echo "installing torch, Triton and the examples' packages into $(VENV): 1.8 GB with torch's CPU build, 5.5 GB where pip takes that for CUDA"
 	$(PIP) -e '.[examples]'
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.ready
-	@echo "installing pytest, hypothesis, transformers, accelerate, peft and lightning into $(VENV): 0.4 GB"
-	$(PIP) -e '.[test]'
-	@touch $@
+$(VENV)/.test: $(VENV)/.made pyproject.toml constraints.txt
+	@echo "installing torch, Triton and the tests' packages into $(VENV): 2.2 GB with torch's CPU build, 5.9 GB where pip takes that for CUDA"
+	$(PIP) -e '.[examples,test]'
+	@touch $(VENV)/.ready $@
 
 $(VENV)/.dev: $(VENV)/.test
-	@echo "installing ruff and mypy into $(VENV): 0.1 GB"
+	@echo "installing ruff, mypy and pyright into $(VENV): 0.1 GB"
 	$(PIP) -e '.[dev]'
 	@touch $@
+
+$(VENV)/.docs: $(VENV)/.ready
+	@echo "installing MkDocs, Material, mkdocstrings and what runs notebooks into $(VENV): 0.1 GB"
+	$(PIP) -e '.[docs]'
+	@touch $@
+
+packages: $(VENV)/.made pyproject.toml constraints.txt
+	$(PIP) -e '.[examples,test,dev,docs]'
+	@touch $(addprefix $(VENV)/,.ready .test .dev .docs)
 
 train: $(VENV)/.ready
 	$(PY) examples/train_lm.py --dtype auto --optimizer muon $(ARGS)  # of two flags of a name the last one counts
@@ -58,11 +75,15 @@ unexport PYTHONDONTWRITEBYTECODE  # some hundred processes would each compile th
 PYTEST_OF = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -q -n 2 --dist worksteal
 PYTEST = $(call PYTEST_OF,$(VENV))
 
-test: $(VENV)/.test  # tests/opinfo, all of the second tier, takes seconds to import
-	$(PYTEST) --ignore tests/opinfo -m "not gpu and not slow" $(ARGS)
+# tests/opinfo, all of the second tier, takes seconds to import
+FIRST_TIER = --ignore tests/opinfo -m "not gpu and not slow"
+AND_A_PART = -m "not gpu" -p drawn_part --slow-seconds $(CORE_SECONDS) --seed "$(SEED)"
+
+test: $(VENV)/.test
+	$(PYTEST) $(if $(CORE_SECONDS),$(AND_A_PART),$(FIRST_TIER)) $(ARGS)
 
 test-rest: $(VENV)/.test
-	$(PYTEST) -m "not gpu and slow" -p drawn_part --seconds $(CORE_SECONDS) --seed "$(SEED)" $(ARGS)
+	$(PYTEST) -m "not gpu and slow" $(ARGS)
 
 test-all: $(VENV)/.test
 	$(PYTEST) -m "not gpu" $(ARGS)
@@ -79,7 +100,7 @@ newest: $(VENV)/.ready  # whose pip installs
 
 newest-part: $(VENV)/.test
 	$(PY) tests/newest.py $(NEWEST)-part --torch "$(VERSION)" --beside $(VENV)
-	$(call PYTEST_OF,$(NEWEST)-part) --ignore tests/opinfo -m "not gpu and not slow" -p drawn_part --part 10 --seed "$(SEED)" $(ARGS)
+	$(call PYTEST_OF,$(NEWEST)-part) $(FIRST_TIER) -p drawn_part --part 10 --seed "$(SEED)" $(ARGS)
 
 OUT ?= runs/gpu
 
@@ -106,11 +127,6 @@ mutants-drawn: $(VENV)/.dev
 
 release-check: $(VENV)/.test
 	$(PY) tests/release.py $(ARGS)
-
-$(VENV)/.docs: $(VENV)/.ready
-	@echo "installing MkDocs, Material, mkdocstrings and what runs notebooks into $(VENV): 0.1 GB"
-	$(PIP) -e '.[docs]'
-	@touch $@
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict $(ARGS)  # --quiet would hide warnings from --strict, too

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import funcops
@@ -83,6 +84,7 @@ OF_ANY_FORM = {  # whose results have the form of what they are given, and why
     "gated_delta_rule": "x and y have a state beside their main value, as the config says",
     **dict.fromkeys(("glu_dgrad", "glu_bwd", "qkv_split_dgrad", "qkv_split_bwd"), "x is one tensor or two, as the config says"),
 }
+FOR_MYPY = ("wrong", "results")  # modules in which it finds errors and notes: that is what they are for
 ARGUMENTS = {"init": 1, "fwd": 3, "bwd": 3, "dgrad": 3, "wgrad": 2}
 
 
@@ -99,10 +101,12 @@ def write_pages(folder):
 
 
 def checkers(folder):
-    """The type checkers' commands, by name."""
+    """The type checkers' commands, by name. mypy reads the modules beside the pages, too, at once: most of its time is torch."""
     settings = {"typeCheckingMode": "basic", "extraPaths": [str(ROOT)], "reportMissingModuleSource": False}
-    (folder / "pyrightconfig.json").write_text(json.dumps(settings))
+    (folder / "pyrightconfig.json").write_text(json.dumps({**settings, "exclude": [f"{name}.py" for name in FOR_MYPY]}))
     (folder / "calls.py").write_text(CALLS)
+    (folder / "wrong.py").write_text(WRONG)
+    (folder / "results.py").write_text(results())
     pages = sorted(map(str, folder.glob("*.py")))
     return {
         "mypy": ["-m", "mypy", "--no-error-summary", *pages],
@@ -116,55 +120,65 @@ def functions():
     return sorted(f"{name}_{part}" for name in names for part in ARGUMENTS if hasattr(funcops, f"{name}_{part}"))
 
 
-def untyped(folder):
-    """Functions whose results are not fully typed for mypy."""
+def results():
+    """A module that reveals the types of their results, a line for each."""
     lines = ["import typing", "import funcops", "a: typing.Any"]
     for name in functions():
         given = ", ".join(["a"] * ARGUMENTS[name.rpartition("_")[2]])
         lines.append(f"reveal_type(funcops.{name}({given}))")
-    (folder / "results.py").write_text("\n".join(lines) + "\n")
-    command = [sys.executable, "-m", "mypy", "--no-error-summary", str(folder / "results.py")]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    return "\n".join(lines) + "\n"
+
+
+def untyped(said):
+    """Functions whose results are not fully typed for mypy."""
     found = re.findall(r'results.py:(\d+): note: Revealed type is "(.*)"', said)
     known = {functions()[int(line) - 4]: revealed for line, revealed in found}
     return {name: known.get(name, "nothing") for name in functions() if "Any" in known.get(name, "Any")}
 
 
-def unmarked(folder):
+def unmarked(said):
     """The wrong calls in which mypy sees nothing."""
-    (folder / "wrong.py").write_text(WRONG)
-    command = [sys.executable, "-m", "mypy", "--no-error-summary", str(folder / "wrong.py")]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
     found = {int(line) for line in re.findall(r"wrong.py:(\d+): error", said)}
     return [text for line, text in enumerate(WRONG.splitlines(), 1) if line > 7 and line not in found]
 
 
+def wrong_results(said):
+    """The functions that `OF_ANY_FORM` does not name and mypy does not know, and those that it names and mypy knows."""
+    left = untyped(said)
+    wrong = {name for name in left if name not in OF_ANY_FORM and name.rpartition("_")[0] not in OF_ANY_FORM}
+    wrong |= {name for name in OF_ANY_FORM if not any(one.startswith(name) for one in left)}
+    return [f"{name}: {left.get(name, 'known')}" for name in sorted(wrong)]
+
+
 def main():
     failed = False
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor() as threads:
         folder = Path(name)
         write_pages(folder)
-        for checker, command in checkers(folder).items():
-            if importlib.util.find_spec(checker) is None:
-                print(f"{checker} is not installed: pip install -e '.[dev]'")
-                failed = True
-                continue
-            done = subprocess.run(
-                [sys.executable, *command], cwd=ROOT, capture_output=True, text=True
-            )  # where mypy's memory of torch is
-            if done.returncode:
-                print(f"{checker}, of the blocks of the pages (line numbers are the page's):\n{done.stdout}{done.stderr}")
-                failed = True
-        if seen := unmarked(folder):
-            print("mypy must find an error in each of:", *seen, sep="\n")
+        commands = checkers(folder)
+        missing = [checker for checker in commands if importlib.util.find_spec(checker) is None]
+        if missing:
+            print(*(f"{checker} is not installed: pip install -e '.[dev]'" for checker in missing), sep="\n")
+            return 1
+
+        def run(command):  # there mypy has its memory of torch
+            return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+
+        of_mypy, of_pyright = threads.map(run, commands.values())
+    of_pages = [line for line in of_mypy.stdout.splitlines() if not any(f"{name}.py:" in line for name in FOR_MYPY)]
+    for checker, found in (
+        ("mypy", "\n".join([*of_pages, of_mypy.stderr]).strip()),
+        ("pyright", (of_pyright.stdout + of_pyright.stderr) * bool(of_pyright.returncode)),
+    ):
+        if found:
+            print(f"{checker}, of the blocks of the pages (line numbers are the page's):\n{found}")
             failed = True
-        left = untyped(folder)
-        wrong = {name for name in left if name not in OF_ANY_FORM and name.rpartition("_")[0] not in OF_ANY_FORM}
-        wrong |= {name for name in OF_ANY_FORM if not any(one.startswith(name) for one in left)}
-        if wrong:
-            print("results of these functions are (or, by OF_ANY_FORM, are not) known to mypy:")
-            print("\n".join(f"{name}: {left.get(name, 'known')}" for name in sorted(wrong)))
-            failed = True
+    if seen := unmarked(of_mypy.stdout):
+        print("mypy must find an error in each of:", *seen, sep="\n")
+        failed = True
+    if wrong := wrong_results(of_mypy.stdout):
+        print("results of these functions are (or, by OF_ANY_FORM, are not) known to mypy:", *wrong, sep="\n")
+        failed = True
     return int(failed)
 
 

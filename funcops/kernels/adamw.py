@@ -35,7 +35,7 @@ def like_params(grads: Sequence[Tensor], dtype: torch.dtype, factor: Optional[Te
 def times(tensors: Sequence[Tensor], factor: Tensor) -> list[Tensor]:
     """Multiply tensors by a 0-d one, in their dtypes: a product of two 0-d tensors has the wider dtype of the two."""
     products = torch._foreach_mul(list(tensors), factor)
-    return [x.to(t.dtype) for x, t in zip(products, tensors, strict=True)]
+    return [x if x.dtype is t.dtype else x.to(t.dtype) for x, t in zip(products, tensors, strict=True)]
 
 
 @kernel(mutates=("params", "exp_avg", "exp_avg_sq", "work"))

@@ -9,7 +9,8 @@ backward is the transpose: the inverse rotation, times that factor. So no activa
 x is `(x, positions)`. x, y, dy, dx: [*, T, N, D] (sequence, heads, head size) of one float dtype; positions: [T] or
 [*, T], int64, or instead the table that `rope_table` makes from them: float32 (float64 for float64), [T, 1, 3R]
 or [*, T, 1, 3R]. Kept: positions or table, an alias. Inside a combinator the table is made from the same positions once in the
-forward and once in the backward, for all steps and layers; a table that is passed serves both. arXiv:2104.09864.
+forward and once in the backward, for all steps and layers; a table that is passed serves both. A short table on the CPU is kept for
+the next calls with equal positions. arXiv:2104.09864.
 
 With `sections` a token has a position on each of A axes (time, height, width), and each pair rotates by one of them:
 positions are [A, T] or [A, *, T]. arXiv:2409.12191.
@@ -54,6 +55,7 @@ from funcops.ops.rope_scaling import SCALINGS, DynamicScaling, LongRopeScaling, 
 __all__ = ["RopeConfig", "RopeResiduals", "rope", "rope_bwd", "rope_dgrad", "rope_fwd", "rope_init", "rope_table", "rope_wgrad"]
 
 _transform = torch._C._functorch.maybe_current_level
+_SHORT = 2**16  # numbers in a table that is kept: 256 KiB in float32
 LAYOUTS = ("blocks", "interleaved", "axial")
 
 
@@ -131,18 +133,9 @@ class RopeConfig(OpConfig):
             return torch.cat([kernels.frequencies(self.theta, 2 * n, dtype, device) for n in self.sections or ()])
         return kernels.frequencies(self.theta, self.rotating, dtype, device)
 
-    @functools.lru_cache(64)  # noqa: B019  configs are values
-    def _known_frequencies(self, dtype: torch.dtype, device: Any) -> Tensor:
-        with torch.inference_mode(False):  # calls outside of it will read them, too
-            return self.frequencies(dtype, device)
-
     def angles(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """The angle of each pair at `positions` ([*, T], or [A, *, T] for A axes): [*, T, R/2]."""
-        # They take half the time of a short table. What watches operators, such as a capture, must see them made, and what is made
-        # in a transform is wrapped by it: both make their own.
-        alone = positions.is_cpu and not watched() and _transform() is None
-        made = self._known_frequencies if alone else self.frequencies
-        found = positions.to(dtype).unsqueeze(-1) * made(dtype, positions.device)
+        found = positions.to(dtype).unsqueeze(-1) * self.frequencies(dtype, positions.device)
         if self.sections is None:
             return found
         if self.layout == "interleaved":
@@ -193,6 +186,29 @@ def _table_at(positions: Tensor, cfg: RopeConfig, dtype: torch.dtype) -> Tensor:
     return kernels.rope_table(cfg.angles(positions, dtype), cfg.factor, cfg.interleaved)
 
 
+@functools.lru_cache(16)
+def _last_made(cfg: RopeConfig, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    """The positions and the table of the last call, once there was one."""
+    return []
+
+
+def _table_again(positions: Tensor, cfg: RopeConfig, dtype: torch.dtype) -> Tensor:
+    """The table at `positions`. The last short one on the CPU serves as long as the positions are equal, as they are from step to
+    step, and in both halves of one: to compare them takes a tenth of the time of its fifteen operators. On a device the host would
+    wait. What watches operators, such as a capture, must see it made, and what is made in a transform is wrapped by it."""
+    short = type(positions) is Tensor and positions.is_cpu and positions.numel() * cfg.table_size <= _SHORT
+    if not short or watched() or _transform() is not None:
+        return _table_at(positions, cfg, dtype)
+    kept = _last_made(cfg, dtype)
+    for known, table in kept:
+        if torch.equal(known, positions):
+            return table
+    with torch.inference_mode(False):  # calls outside of it will read them, too
+        made = positions.clone(), _table_at(positions, cfg, dtype)  # a copy: who owns the positions may write to them
+    kept[:] = [made]
+    return made[1]
+
+
 def check_rotation(where: str, t: Tensor, positions: Any, cfg: RopeConfig) -> None:
     """Check t: [*, T, N, D], and positions: [T] or [*, T], for A axes [A, T] or [A, *, T], int64; or their table, [T, 1, 3R] or
     [*, T, 1, 3R]."""
@@ -215,7 +231,7 @@ def table_of(positions: Tensor, cfg: RopeConfig, dtype: torch.dtype) -> Tensor:
     """The table for an x of `dtype`: the given one, or one made from positions, once a call."""
     if positions.is_floating_point():
         return positions
-    return once(_table_at, positions, cfg, wide(dtype))
+    return once(_table_again, positions, cfg, wide(dtype))
 
 
 def rope_kept(cfg: RopeConfig, needs: Needs, x: tuple[Tensor, Tensor]) -> RopeResiduals | None:
@@ -254,7 +270,7 @@ def _quick_table(t: Any, positions: Any, cfg: RopeConfig) -> Tensor | None:
             if positions.dtype is wide(dtype):
                 return positions if positions.shape == (shape[-3], 1, cfg.table_size) else None
             if positions.dtype is torch.int64 and positions.shape == shape[-3:-2] and cfg.sections is None:
-                return once(_table_at, positions, cfg, wide(dtype))
+                return once(_table_again, positions, cfg, wide(dtype))
     except AttributeError:
         pass
     return None

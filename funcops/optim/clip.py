@@ -40,7 +40,9 @@ def clip_factor(norm: Tensor, max_norm: float | Tensor) -> Tensor:
     check("clip_factor", "norm", norm, (), FLOATS)
     _check_max("clip_factor", max_norm)
     with torch.no_grad():
-        return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        if isinstance(max_norm, Tensor):
+            return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        return norm.add(1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0)  # as torch divides a number, without three tensors
 
 
 def _check_max(where: str, max_norm: Any) -> None:
@@ -94,7 +96,8 @@ def _norm(given: list[Tensor]) -> Tensor:
     device = given[0].device
     with torch.no_grad():
         norms = torch._foreach_norm(given, 2, dtype=dtype)
-        return torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]))
+        together = norms if all([t.device == device for t in given]) else [n.to(device) for n in norms]
+        return torch.linalg.vector_norm(torch.stack(together))
 
 
 def _float_tensors(where: str, tree: Any, every: list[Any]) -> list[Tensor]:

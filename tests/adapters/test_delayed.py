@@ -450,6 +450,7 @@ def test_a_compiled_model_delays_or_raises(options, inside):
     assert inside, "what was compiled before the block cannot wait"
 
 
+@pytest.mark.slow
 def test_blocks_without_a_backward_and_with_a_plain_one_beside_compiled_ops():
     x = batches(1)[0]
     torch.compile(model(), backend="eager")(x).sum().backward()

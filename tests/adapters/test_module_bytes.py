@@ -41,6 +41,7 @@ def built(names, container):
     return (nn.Sequential(*layers) if container is nn.Sequential else OneByOne(layers)).double()
 
 
+@pytest.mark.turns("container")
 @pytest.mark.parametrize("container", [nn.Sequential, OneByOne], ids=["sequential", "one by one"])
 @pytest.mark.parametrize("names", PLACES, ids=["-".join(names) for names in PLACES])
 def test_a_swapped_activation_keeps_no_more_than_torchs(names, container):

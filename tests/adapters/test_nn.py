@@ -284,11 +284,8 @@ def test_the_op_runs(monkeypatch):
     assert ran == ["fwd", "bwd"]
 
 
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize(("backend", "dynamic"), [("eager", False), slow("aot_eager", False), slow("inductor", None)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "dynamic"), [("eager", False), ("aot_eager", False), ("inductor", None)])
 def test_compiles(backend, dynamic):
     model = fnn.Sequential(fnn.RMSNorm(D), fnn.Linear(D, 16), fnn.SwiGLU(), fnn.Linear(8, D), nn.Softplus(), fnn.LayerNorm(D))
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)

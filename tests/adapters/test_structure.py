@@ -92,6 +92,7 @@ def compared(module, other, x):
     return found
 
 
+@pytest.mark.turns("dtypes", every=3)
 @pytest.mark.parametrize("dtypes", list(itertools.product((torch.float64, torch.float32, torch.bfloat16), repeat=2)), ids=str)
 @pytest.mark.parametrize("name", NORMS)
 def test_norms(name, dtypes):
@@ -205,6 +206,7 @@ MLPS = {
 ACTS = [nn.SiLU(), nn.GELU(), nn.GELU("tanh"), nn.ReLU()]
 
 
+@pytest.mark.turns("bias")
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("act", ACTS, ids=repr)
 @pytest.mark.parametrize("name", MLPS)

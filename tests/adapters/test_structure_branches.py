@@ -203,6 +203,7 @@ CASES = list(itertools.product(FORMS, COMPUTED, (False, True)))
 TURNS = 13  # prime to the numbers of the parts of a case, so that each turn has some of all; over the reads they cover all
 
 
+@pytest.mark.turns("read", every=2)
 @pytest.mark.parametrize("turn", [0, *[pytest.param(turn, marks=pytest.mark.slow) for turn in range(1, 4)]])
 @pytest.mark.parametrize("read", READS)
 def test_a_value_that_is_changed_later(read, turn):
@@ -247,6 +248,7 @@ DRAWS = {  # the text, and whether the module is swapped
 }
 
 
+@pytest.mark.turns("first")
 @pytest.mark.parametrize("first", [0.0, 0.5])
 @pytest.mark.parametrize("name", DRAWS)
 def test_random_draws(name, first):
@@ -279,6 +281,7 @@ GATES = {
 }
 
 
+@pytest.mark.turns("spare")
 @pytest.mark.parametrize("spare", [False, True], ids=["alone", "beside an activation"])
 @pytest.mark.parametrize("name", [*CALLS, *GATES])
 def test_mlps_that_call_functions(name, spare):
@@ -335,6 +338,7 @@ def test_a_branch_on_an_attribute(name):
             assert ("_NodeBackward" in module(torch.ones(2, 4).double()).grad_fn.name()) == (now is before)
 
 
+@pytest.mark.turns("form")
 @pytest.mark.parametrize("form", ["return self.down(F.silu(self.gate(x)) * self.up(x))", "return self.down(F.gelu(self.up(x)))"])
 def test_a_policy_a_compiler_and_autocast_for_functions(form):
     module = drawn("mlp", form, gate=None).float()

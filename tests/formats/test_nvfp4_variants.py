@@ -186,6 +186,7 @@ RECIPES = [
 ]
 
 
+@pytest.mark.turns("name")
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_layers_with_other_tiles(recipe, name):

@@ -239,6 +239,7 @@ def below_each_other(params):
     return whole, {n: {**params[n], "proj": replace(params[n]["proj"], weight=w)} for n, w in zip(names, parts, strict=True)}
 
 
+@pytest.mark.turns("product")
 @pytest.mark.parametrize("product", ["triton", "cublas"])
 def test_weights_that_lie_below_each_other_are_not_copied(product, monkeypatch):
     """Every result has the bits of weights apart, also after a step that writes to the weights in place."""

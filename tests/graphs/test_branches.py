@@ -122,7 +122,7 @@ def given(seed):
 
 def test_programs_without_a_race_have_the_bits_of_a_run_in_turn():
     """A replay runs each branch as late as its join allows, so an order that the graph lacks would show."""
-    for program in programs(500, racing=False):
+    for program in programs(250, racing=False):
         captured = graphed(lambda *buffers, program=program: run(program, *buffers), *given(0), warmup=1)
         assert graph_data(captured).width > 1
         for seed in (1, 2):

@@ -1,8 +1,12 @@
 """A drawn part of the tests.
 
-`-p drawn_part --part 10 --seed TEXT` runs one of ten, chosen by each test's name and the seed. `--seconds 300` in place of `--part`
-makes parts that take at most so many seconds of one core each, by the table of durations, and runs the one that the seed draws: so
-it takes as long whatever is drawn, and a test of a minute has its turn as often as one of a second.
+`-p drawn_part --part 10 --seed TEXT` runs the tests of one file of ten, chosen by its name and the seed: the other files are not
+even imported.
+
+`-p drawn_part --slow-seconds 300 --seed TEXT` runs, of the tests marked slow, as many as take so many seconds of one core by the
+table of durations, beside all the others that are chosen. Half of the time goes to files that changed in the last two days, where a
+fault is likelier. Either half makes parts that take as long, of which the seed draws one: so a run takes as long whatever is drawn,
+and a test of a minute has its turn as often as one of a second.
 
 `python tests/helpers/drawn_part.py REPORT...` writes the table from reports of pytest (`--junitxml`). Of a function it has the mean
 of its cases, if that is at least as much as a test takes that it does not have; functions that no report has keep their row.
@@ -11,17 +15,21 @@ of its cases, if that is at least as much as a test takes that it does not have;
 import csv
 import hashlib
 import heapq
+import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
 TABLE = Path(__file__).resolve().with_name("durations.csv")
 CHEAP = 0.2  # seconds of a test whose function the table does not have
 
 
 def pytest_addoption(parser):
-    parser.addoption("--part", type=int, default=1, help="run one of so many tests")
-    parser.addoption("--seconds", type=float, default=0.0, help="run as many tests as take so long, by the table of durations")
+    parser.addoption("--part", type=int, default=1, help="run the tests of one of so many files")
+    parser.addoption("--slow-seconds", type=float, default=0.0, help="of the slow tests, as many as take so long by the table")
     parser.addoption("--seed", default="", help="which")
 
 
@@ -51,16 +59,43 @@ def parts(names, seconds, known):
     return [part for _, _, part in sorted(found, key=lambda one: one[1])]
 
 
+def changed_lately(since="2 days"):
+    """The files of tests that the last commits changed; none where there is no history."""
+    command = ["git", "log", f"--since={since} ago", "--name-only", "--format=", "--", "tests"]
+    try:
+        said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    except OSError:
+        return set()
+    return set(said.stdout.split())
+
+
+def slow_part(names, seconds, seed, known, changed):
+    """The part of the slow tests that the seed draws."""
+    young = [name for name in names if name.partition("::")[0] in changed]
+    first = _one_of(parts(young, seconds / 2, known), seed)
+    left = sorted(set(names) - set(first))
+    return {*first, *_one_of(parts(left, seconds / 2 if first else seconds, known), seed)}
+
+
+def _one_of(found, seed):
+    return found[drawn(seed) % len(found)]
+
+
+def pytest_ignore_collect(collection_path, config):
+    part, seed = config.getoption("--part"), config.getoption("--seed")
+    if part > 1 and collection_path.name.startswith("test_"):
+        return None if chosen(str(collection_path.relative_to(ROOT)), part, seed) else True
+    return None
+
+
+@pytest.hookimpl(trylast=True)  # once every test has its marks, and what `-m` leaves out is gone
 def pytest_collection_modifyitems(config, items):
-    part, seed, seconds = (config.getoption(name) for name in ("--part", "--seed", "--seconds"))
-    names = [item.nodeid for item in items]
-    if seconds:
-        every = parts(names, seconds, durations())
-        mine = set(every[drawn(seed) % len(every)])
-    else:
-        mine = {name for name in names if chosen(name, part, seed)}
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in mine])
-    items[:] = [item for item in items if item.nodeid in mine]
+    seconds, seed = config.getoption("--slow-seconds"), config.getoption("--seed")
+    slow = [item.nodeid for item in items if item.get_closest_marker("slow")]
+    if seconds and slow:
+        left_out = set(slow) - slow_part(slow, seconds, seed, durations(), changed_lately())
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
+        items[:] = [item for item in items if item.nodeid not in left_out]
 
 
 def seconds_of(report):

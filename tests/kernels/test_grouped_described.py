@@ -123,6 +123,7 @@ def test_matrices_are_read_less_often(rows, groups, length, width, wanted):
     assert (before, after) == wanted
 
 
+@pytest.mark.turns("seed", "kind", every=3)
 @pytest.mark.parametrize("kind", ["swiglu", "glu", "clamped_swiglu"])
 @pytest.mark.parametrize("seed", range(3))
 def test_experts_over_descriptors_are_those_of_torch(seed, kind, launched):

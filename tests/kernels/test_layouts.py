@@ -190,7 +190,7 @@ def test_every_kernel_has_calls():
     assert declared == set(KERNELS)
 
 
-@pytest.mark.turns("name", every=2)
+@pytest.mark.turns("name", every=3)
 @pytest.mark.parametrize("name", KERNELS)
 def test_torch_kernels(name):
     ways = [(maker, same(way)) for maker in (Single, Narrow) for way in WAYS.values()] + [(Maker, mixed(turn)) for turn in (0, 3)]
@@ -203,7 +203,7 @@ def with_triton(of):
     return [name for name, found in of.items() if found[0].kernel.kernel.find_triton()]
 
 
-@pytest.mark.turns("name", every=2)
+@pytest.mark.turns("name", every=3)
 @pytest.mark.parametrize("name", with_triton(KERNELS))
 def test_triton_kernels(name):
     for turn, call in itertools.product((0, 1), calls(Narrow, torch.float32)[name][:3]):

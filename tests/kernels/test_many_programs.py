@@ -37,6 +37,7 @@ with stubbed(), planned_launches() as planned:
 """
 
 
+@pytest.mark.turns("name", every=2)
 @pytest.mark.parametrize("name", BIASES)
 def test_parts_of_a_batch_give_the_bits_of_the_whole(name, monkeypatch):
     """Also for heads of a group that share keys, and a last part that is shorter; a bias for all gets the sum of the parts."""

@@ -98,6 +98,7 @@ HYBRIDS = [
 ]
 
 
+@pytest.mark.turns("name")
 @pytest.mark.parametrize("name", ["torch", "triton"])
 @pytest.mark.parametrize("recipe", HYBRIDS, ids=str)
 def test_hybrids_have_a_format_for_each_direction(recipe, name):

@@ -191,6 +191,7 @@ def te_scale(amax, largest, pow2, epsilon, value_for_inf):
     return (scale.view(np.int32) & np.int32(-8388608)).view(np.float32) if pow2 else scale
 
 
+@pytest.mark.turns("kind")
 @pytest.mark.parametrize("epsilon", [0.0, 2.0**-126, 1e-12, 0.5, 3e38])
 @pytest.mark.parametrize("kind", ["pow2", "float32"])
 def test_the_least_amax_is_transformer_engines(kind, epsilon):

@@ -143,7 +143,7 @@ def parameters(seed):
     )
 
 
-@pytest.mark.turns("seed", every=4)
+@pytest.mark.turns("seed", every=8)
 @pytest.mark.parametrize("seed", range(16))
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "qwen2_moe"])
 def test_parameters_of_experts_are_pefts(name, seed, bases, tmp_path):

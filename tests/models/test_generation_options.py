@@ -70,7 +70,7 @@ def test_a_stream_penalises_what_has_occurred(penalty):
     assert not torch.equal(got, plain)
 
 
-@pytest.mark.turns("drawn", "name", every=2)
+@pytest.mark.turns("drawn", "name", every=4)
 @pytest.mark.parametrize("drawn", [{}, {"temperature": 1.0, "top_k": 9, "repetition_penalty": 1.2}], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_that_have_ended_cost_nothing_and_change_nothing(name, drawn, monkeypatch):

@@ -1,8 +1,10 @@
 """The table instead of positions, and Hugging Face's tables; the laws test the rest of rope."""
 
+import numpy as np
 import pytest
 import torch
 from cases import rope as cases
+from torch.utils.flop_counter import FlopCounterMode
 
 from funcops import (
     DynamicScaling,
@@ -18,6 +20,7 @@ from funcops import (
     rope_fwd,
     rope_table,
 )
+from funcops.ops import rope as ropes
 
 
 def wide(dtype):
@@ -180,23 +183,79 @@ def test_a_table_is_made_on_the_device(options):
     assert graphs.check_capturable(lambda p: rope_table(p, cfg), positions) == []
 
 
+@pytest.fixture
+def made(monkeypatch):
+    """Copies of the positions at which tables were made; none was kept before."""
+    found, make = [], ropes._table_at
+    ropes._last_made.cache_clear()
+    monkeypatch.setattr(ropes, "_table_at", lambda *given: found.append(given[0].clone()) or make(*given))
+    return found
+
+
 @pytest.mark.parametrize("options", [*cases.AXES, *(dict(scaling=scaling) for scaling in cases.SCALINGS)], ids=repr)
-def test_frequencies_are_made_once_for_each_dtype(options, monkeypatch):
-    """Equal configs share them, and training may read what an evaluation in inference mode made."""
-    made, plain = [], RopeConfig.frequencies
-    monkeypatch.setattr(RopeConfig, "frequencies", lambda *given: made.append(given[1]) or plain(*given))
-    cfg = RopeConfig(8, theta=12345.0, **options)
-    positions = torch.arange(6).reshape(-1, 3 if cfg.sections is None else 6 // len(cfg.sections))
-    first = torch.func.functionalize(lambda p: rope_table(p, cfg).clone())(positions)
+def test_a_short_table_is_made_once_for_equal_positions(options, made):
+    """Equal configs share it, and training may read what an evaluation in inference mode made."""
+    positions = torch.arange(6).reshape(-1, *([] if "sections" not in options else [6 // len(options["sections"])])).squeeze(-1)
+    positions = positions.expand(len(options["sections"]), -1).clone() if "sections" in options else positions
+    x = torch.randn(positions.shape[-1], 2, 8, requires_grad=True)
     with torch.inference_mode():
-        assert rope_table(positions, cfg).equal(first)
-    x = torch.randn(*first.shape[:-2], 2, 8, requires_grad=True)
+        first = rope_fwd(None, (x.detach(), positions.clone()), RopeConfig(8, **options))[0].clone()
     for _ in range(2):
-        table = rope_table(positions, RopeConfig(8, theta=12345.0, **options))
-        assert table.equal(first)
-        differentiable(rope)(None, (x, table), cfg).sum().backward()
-    rope_table(positions, cfg, dtype=torch.float64)
-    assert made == [torch.float32, torch.float32, torch.float64]  # a transform makes its own
+        cfg = RopeConfig(8, **options)
+        y = differentiable(rope)(None, (x, positions.clone()), cfg)
+        assert y.equal(first)
+        y.sum().backward()
+    assert len(made) == 1
+    wide_x = x.detach().double()
+    assert rope_fwd(None, (wide_x, positions), cfg)[0].dtype is torch.float64 and len(made) == 2
+
+
+POSITIONS = {"torch": lambda: torch.arange(3), "numpy": lambda: torch.from_numpy(np.arange(3))}
+
+
+@pytest.mark.parametrize("memory", POSITIONS)
+def test_positions_that_change_make_another_table(memory, made):
+    """However they change: torch counts no write through NumPy. The table has the config, dtype and shape that are asked."""
+    positions, x, cfg = POSITIONS[memory](), torch.randn(3, 2, 8), RopeConfig(8)
+
+    def right(x, positions, cfg):
+        dtype = wide(x.dtype)
+        return rope_fwd(None, (x, positions), cfg)[0].equal(rope_fwd(None, (x, rope_table(positions, cfg, dtype=dtype)), cfg)[0])
+
+    assert right(x, positions, cfg)
+    positions.numpy()[:] += 5
+    assert right(x, positions, cfg) and made[-1].tolist() == [5, 6, 7]
+    drawn = np.random.default_rng(0)
+    for _ in range(40):
+        shape = [(3,), (1, 3), (2, 3)][drawn.integers(3)]
+        given = torch.from_numpy(drawn.integers(0, 2, shape)) + drawn.integers(2)
+        other = RopeConfig(8, theta=[1e4, 5e5][drawn.integers(2)], interleaved=bool(drawn.integers(2)))
+        x = torch.randn(*shape, 2, 8, dtype=[torch.float64, torch.bfloat16][drawn.integers(2)])
+        assert right(x, given, other)
+
+
+@pytest.mark.parametrize("length", [2**16 // 24, 2**16 // 24 + 1])
+def test_a_long_table_is_made_anew(length, made):
+    """It would hold memory that no report counts."""
+    for _ in range(2):
+        rope_fwd(None, (torch.ones(length, 1, 8), torch.arange(length)), RopeConfig(8))
+    assert len(made) == 1 + (length * 24 > 2**16)
+
+
+def test_whoever_watches_sees_a_table_made(made):
+    """A mode or a transform takes nothing from a call before it, and leaves nothing for one after it."""
+    x, positions, cfg = torch.randn(3, 2, 8), torch.arange(3), RopeConfig(8)
+
+    def turn(x, positions):
+        return rope_fwd(None, (x, positions), cfg)[0]
+
+    for _ in range(2):
+        with FlopCounterMode(display=False):
+            turn(x, positions)
+        torch.func.functionalize(turn)(x, positions)
+    assert len(made) == 4
+    turn(x, positions)
+    assert len(made) == 5
 
 
 def test_tables_of_other_axes_than_the_configs():

@@ -60,6 +60,7 @@ def test_twenty_steps_equal_torch(init, update, cfg, dtype, in_place):
     assert all(torch.equal(a, b) for a, b in zip(tensors(params), ps, strict=True))
 
 
+@pytest.mark.turns("dtype", "traced", every=3)
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("init", "update", "cfg"), OPTIMISERS)

@@ -263,6 +263,7 @@ def test_only_a_state_is_taken(call):
         call()
 
 
+@pytest.mark.slow
 def test_it_is_saved_copied_captured_and_compiled(tmp_path):
     cfg, params, grads = AdamWConfig(), {"w": normal(64, 64)}, {"w": normal(64, 64, seed=1)}
     update = with_quantized_state(adamw_update)

@@ -2,7 +2,9 @@
 
 import argparse
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 import interpreters
 import pytest
@@ -108,6 +110,22 @@ def test_the_exit_status(monkeypatch, capsys, halves, status):
     monkeypatch.setattr(interpreters, "tried", lambda version, *_: (*halves[int(version)], "said"))
     assert interpreters.main([]) == status
     assert capsys.readouterr().out.splitlines() == [f"Python {i}: said" for i in range(len(halves))]
+
+
+@pytest.mark.parametrize("every", [False, True], ids=["ends", "every"])
+@pytest.mark.parametrize("version", interpreters.VERSIONS)
+def test_what_lies_between_is_only_read_unless_asked(monkeypatch, version, every):
+    def run(command, **_):
+        return subprocess.CompletedProcess(command, 0, "9 files read\n" if "--read" in command else "8 passed\n")
+
+    made = []
+    monkeypatch.setattr(interpreters, "environment", lambda version, *_: made.append(version) or "another")
+    monkeypatch.setattr(interpreters.subprocess, "run", run)
+    args = argparse.Namespace(every=every, envs=Path("envs"), cuda=False)
+    passed, ran, line = interpreters.tried(version, "another", frozenset(), args)
+    ends = version in (interpreters.VERSIONS[0], interpreters.VERSIONS[-1])
+    assert passed and ran is (every or ends) and made == [version] * ran
+    assert "9 files read" in line and ("8 passed" in line) is ran
 
 
 def test_a_missing_python_is_named(monkeypatch):

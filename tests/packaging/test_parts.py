@@ -31,6 +31,27 @@ def test_parts_of_nothing_and_of_less_than_a_part():
     assert drawn_part.parts(["a", "b"], 60.0, {}) == [["a", "b"]]
 
 
+@pytest.mark.parametrize("seed", "abcdef")
+def test_half_of_the_time_goes_to_what_changed_lately(seed):
+    """Where nothing did, or little, the rest has more of it; every slow test has its turn by some seed."""
+    known = {f"tests/test_{file}.py::test_a": 10.0 for file in "abc"}
+    names = [f"{function}[{i}]" for function in known for i in range(20)]
+
+    def of(file, changed):
+        drawn = drawn_part.slow_part(names, 60.0, seed, known, changed)
+        return len({name for name in drawn if name.startswith(f"tests/test_{file}.py")}), len(drawn)
+
+    assert of("a", {"tests/test_a.py"})[0] >= 3 and of("a", {"tests/test_a.py"})[1] <= 6
+    assert of("a", set())[1] == 6 == of("a", {"tests/test_z.py"})[1]
+    seen = set().union(*(drawn_part.slow_part(names, 60.0, str(i), known, {"tests/test_a.py"}) for i in range(200)))
+    assert seen == set(names)
+
+
+def test_what_changed_lately_is_read_from_history():
+    changed = drawn_part.changed_lately("100 years")
+    assert changed == set() or "tests/test_tiny.py" in changed
+
+
 def test_a_table_is_made_of_reports_and_keeps_what_they_lack(tmp_path):
     report, table = tmp_path / "report.xml", tmp_path / "durations.csv"
     report.write_text(REPORT)

@@ -259,6 +259,7 @@ def test_fusion_on_the_cpu_gives_the_same_bits(monkeypatch, dtype):
     assert len(leaves(run(cfg, dtype, split=True))) and len(ran) == 4, "halves run step by step"
 
 
+@pytest.mark.turns("name", "dtype", every=2)
 @pytest.mark.parametrize(
     ("name", "dtype"), [("torch", torch.float64), *itertools.product(("torch", "triton"), (torch.float32, torch.bfloat16))], ids=str
 )

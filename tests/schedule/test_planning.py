@@ -484,6 +484,7 @@ def test_a_recipe_is_as_fast_as_measured():
         predict(low, Layout(), "A100")
 
 
+@pytest.mark.slow
 def test_a_config_with_a_recipe_is_counted():
     cfg = decoder_config(Sizes(dim=64, layers=3, heads=4, kv_heads=4, hidden=128, vocab=64))
     plain, low = (Decoder.of(one, tokens(2, 32), batch=6) for one in (cfg, with_recipe(cfg, Fp8Current(), only=("blocks.*",))))

@@ -135,6 +135,7 @@ def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch):
         draw(simulate(dualpipe_v(2, 4)))
 
 
+@pytest.mark.turns("suffix")
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_draw(tmp_path, suffix):
     pytest.importorskip("matplotlib")
