@@ -65,7 +65,7 @@ class Measured(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The calls of a family of one rank in `ORDER` that are to be measured, by their place in it."""
+    """The calls of a family that are to be measured one after another, by their place in it."""
 
     dtype: str
     family: int
@@ -140,19 +140,23 @@ def earlier_rows(file: str) -> list[Measured]:
 
 
 def planned(only: str, dtypes: list[str], earlier: list[Measured]) -> tuple[list[Measured], list[Part]]:
-    """The earlier rows that are still valid, as the same launches ran, and the calls that they lack, in `ORDER`."""
+    """The earlier rows that are still valid, as the same launches ran, and the calls that they lack: the first call of each kernel
+    that has no such row, then the others, both in `ORDER`."""
     known = {_key(row) for row in earlier if row.launches and not row.note.startswith("failed")}
     valid, parts = set(), []
     for name in dtypes:
-        lacking: dict[tuple[int, int], dict[int, Listed]] = {}
+        keys = [(one.kernel, one.shape, short(DTYPES[name]), one.launches) for one in listed(DTYPES[name])]
+        ran = {key[0] for key in keys if key in known}
+        lacking: dict[tuple[bool, int, int], dict[int, Listed]] = {}
         places: dict[int, int] = {}
-        for one in listed(DTYPES[name]):
+        for one, key in zip(listed(DTYPES[name]), keys, strict=True):
             place = places[one.family] = places.get(one.family, -1) + 1
-            if (key := (one.kernel, one.shape, short(DTYPES[name]), one.launches)) in known:
+            if key in known:
                 valid.add(key)
             elif only in one.kernel:
-                lacking.setdefault((rank(one.kernel), one.family), {})[place] = one
-        parts += [Part(name, family, lacking[place, family]) for place, family in sorted(lacking)]
+                lacking.setdefault((one.kernel in ran, rank(one.kernel), one.family), {})[place] = one
+                ran.add(one.kernel)
+        parts += [Part(name, where[-1], lacking[where]) for where in sorted(lacking)]
     return [row for row in earlier if _key(row) in valid], parts
 
 

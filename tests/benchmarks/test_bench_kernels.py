@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import time
+from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
 
 import pytest
 import torch
@@ -95,21 +96,55 @@ def test_the_librarys_attention_is_measured_beside_torchs_own_choice(monkeypatch
     )
 
 
+FIRST = {
+    "adamw": 0,
+    "rms_norm_fwd": 1,
+    "add_layer_norm_bwd": 1,
+    "cross_entropy_fwd": 2,
+    "attention_bwd": 3,
+    "slot_attention_fwd": 4,
+}
+FIRST |= {"scored_attention_fwd": 5, "experts_up": 6, "route_fwd": 7, "grouped_wgrad": 8, "rms_norm_quantize": 9, "scale": 10}
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_what_a_user_runs_by_default_is_measured_first(seed, monkeypatch):
-    """Calls keep the order of their families within a rank; a family of two ranks is two parts."""
-    first = ["adamw", "rms_norm_fwd", "add_layer_norm_bwd", "cross_entropy_fwd", "attention_bwd", "slot_attention_fwd"]
-    first += ["scored_attention_fwd", "experts_up", "route_fwd", "grouped_wgrad", "rms_norm_quantize", "scaled_attention_fwd"]
-    draw, names = random.Random(seed), list(range(len(first)))
+    """A call of each kernel without a row, then the others: both in this order."""
+    draw, names = random.Random(seed), [*FIRST, *FIRST]
     draw.shuffle(names)
-    found = [kernels.Listed(i // 3, first[name], "8", "abc") for i, name in enumerate(names)]
+    found = [kernels.Listed(i // 3, name, str(i), "abc") for i, name in enumerate(names)]
     monkeypatch.setattr(kernels, "listed", lambda dtype: found)
-    rows, parts = kernels.planned("", ["bf16"], [])
-    measured = [one.kernel for part in parts for one in part.calls.values()]
-    ranks = [kernels.rank(name) for name in measured]
-    assert not rows and sorted(measured) == sorted(first) and ranks == sorted(ranks)
-    assert [kernels.rank(name) for name in first] == [0, 1, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    done = draw.choice(found)
+    earlier = [kernels.Measured(done.kernel, done.shape, "bfloat16", "funcops", *kernels.NOT_MEASURED, "", "abc")]
+    rows, parts = kernels.planned("", ["bf16"], earlier)
+    measured = [one for part in parts for one in part.calls.values()]
+    assert rows == earlier and sorted(measured) == sorted(one for one in found if one is not done)
+    first, others = [one.kernel for one in measured[: len(FIRST) - 1]], [one.kernel for one in measured[len(FIRST) - 1 :]]
+    assert set(first) == set(FIRST) - {done.kernel}, "one call of each kernel that has no row"
+    for part in (first, others):
+        assert [kernels.rank(name) for name in part] == sorted(FIRST[name] for name in part)
     assert all(found[3 * part.family + place] == one for part in parts for place, one in part.calls.items())
+
+
+@pytest.mark.parametrize("jobs", [0, 1, 3, 8])
+@pytest.mark.parametrize("broken", [False, True])
+def test_processes_share_out_what_is_compiled_ahead(jobs, broken, monkeypatch):
+    """Each call is one process's. A process that dies breaks the pool, and ends nothing."""
+    shares = []
+
+    class Threads(ThreadPoolExecutor):
+        def submit(self, *given):
+            if broken:
+                raise BrokenExecutor("a process died")
+            return super().submit(*given)
+
+    monkeypatch.setattr(kernels, "ProcessPoolExecutor", lambda jobs, context: Threads(jobs))
+    monkeypatch.setattr(kernels, "_run_once", lambda part, providers: shares.append(part.calls))
+    calls = {place: kernels.Listed(2, f"kernel {place}", "8", "abc") for place in (0, 1, 4, 5, 9)}
+    with kernels.compiling(jobs) as ahead:
+        ahead(kernels.Part("bf16", 2, calls), ("funcops",))
+    assert sorted(place for share in shares for place in share) == ([] if broken or not jobs else sorted(calls))
+    assert len(shares) == (0 if broken else min(jobs, len(calls)))
 
 
 def test_errors_of_groups_are_of_each_group_alone():
