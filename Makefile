@@ -105,7 +105,7 @@ newest-part: $(VENV)/.test
 OUT ?= runs/gpu
 
 gpu:  # every stage has a limit of its own, 700 s in all; a bench says where there is no device
-	OUT="$(OUT)" PYTHON="$(PYTHON)" tests/smoke/on_device.sh $(CALLS)
+	OUT="$(OUT)" PYTHON="$(PYTHON)" bash tests/smoke/on_device.sh $(CALLS)
 
 aot: $(VENV)/.ready
 	$(PY) -m benchmarks aot --changed $(RESULTS)/aot.csv --csv $(RESULTS)/aot.csv

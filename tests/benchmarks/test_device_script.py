@@ -53,7 +53,7 @@ def script(tmp_path, *calls, **env):
     (tmp_path / "bin" / "timeout").chmod(0o755)
     path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
     given = {**os.environ, "PATH": path, "OUT": str(tmp_path / "out"), "NOTED": str(tmp_path / "noted"), "PYTHON": "python", **env}
-    done = subprocess.run([str(SMOKE / "on_device.sh"), *calls], env=given, capture_output=True, text=True)
+    done = subprocess.run(["bash", str(SMOKE / "on_device.sh"), *calls], env=given, capture_output=True, text=True)
     noted = (tmp_path / "noted").read_text().splitlines() if (tmp_path / "noted").exists() else []
     return [(int(limit), command) for limit, _, command in (line.partition(" ") for line in noted)], done
 
