@@ -41,6 +41,7 @@ ORDER = (  # in which kernels are measured: what a user runs by default comes fi
     *("adamw", "*norm_[fb]wd*", "cross_entropy_*", "attention_*", "slot_*", "scored_*", "experts_*", "route_*", "grouped_*"),
     *("*quantize*", "*"),
 )
+BATCH = 32  # calls that are compiled before the first of them is measured
 
 
 class Measured(NamedTuple):
@@ -103,19 +104,17 @@ def run(
     timer, left = CudaTimer(), list[str]()
     copy_rate = measured_copy_rate(timer)
     with compiling(jobs) as compile_ahead:
-        for part in parts:
-            if time.monotonic() > stop:
-                left += [f"{one.kernel} {one.shape} {part.dtype}" for one in part.calls.values()]
-                continue
-            compile_ahead(part, providers)
-            for one, call in made(part):
-                if time.monotonic() > stop:
-                    left.append(f"{one.kernel} {one.shape} {part.dtype}")
+        for batch in batches(parts):
+            if time.monotonic() <= stop:
+                compile_ahead(batch, providers)
+            for name, one, call in ((part.dtype, *given) for part in batch for given in made(part, stop)):
+                if call is None:
+                    left.append(f"{one.kernel} {one.shape} {name}")
                     continue
                 if isinstance(call, Exception):
-                    found = [failed(one, DTYPES[part.dtype], "funcops", call)]
+                    found = [failed(one, DTYPES[name], "funcops", call)]
                 else:
-                    found = list(measure(call, DTYPES[part.dtype], providers, timer, copy_rate))
+                    found = list(measure(call, DTYPES[name], providers, timer, copy_rate))
                 rows += (new := [row._replace(launches=one.launches) for row in found])
                 yield new  # a call's rows at once: `planned` takes a call with any row for known
     if liger_csv:
@@ -169,15 +168,31 @@ def _key(row: Measured) -> tuple[str, str, str, str]:
     return row.kernel, row.shape, row.dtype, row.launches
 
 
-def made(part: Part) -> Iterator[tuple[Listed, KernelCall | Exception]]:
-    """The calls of a part, one by one. If the device cannot hold one, it and the rest of the family are errors."""
+def batches(parts: list[Part]) -> Iterator[list[Part]]:
+    """The parts in turn, so many at a time that all processes have calls to compile."""
+    batch: list[Part] = []
+    for part in parts:
+        batch.append(part)
+        if sum(len(one.calls) for one in batch) >= BATCH:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def made(part: Part, stop: float = math.inf) -> Iterator[tuple[Listed, KernelCall | Exception | None]]:
+    """The calls of a part, one by one. If the device cannot hold one, it and the rest of the family are errors; without time for
+    one, it and the rest are None."""
     left = dict(part.calls)
     try:
         for place, call in enumerate(measured_families()[part.family](Maker("cuda", DTYPES[part.dtype]))):
+            if time.monotonic() > stop:
+                break
             if place in left:
                 yield left.pop(place), call
             if not left:
                 break
+        yield from ((one, None) for one in left.values())
     except Exception as error:
         yield from ((one, error) for one in left.values())
         gc.collect()  # the error holds the frames, and so the tensors, of what was being made
@@ -185,25 +200,25 @@ def made(part: Part) -> Iterator[tuple[Listed, KernelCall | Exception]]:
 
 
 @contextlib.contextmanager
-def compiling(jobs: int) -> Iterator[Callable[[Part, tuple[str, ...]], None]]:
-    """Return a function that fills Triton's disk cache for a part: so many processes share out its calls and run each once, while
-    nothing is measured. With 0 jobs it does nothing."""
+def compiling(jobs: int) -> Iterator[Callable[[list[Part], tuple[str, ...]], None]]:
+    """Return a function that fills Triton's disk cache for some parts: so many processes share out their calls and run each once,
+    while nothing is measured. With 0 jobs it does nothing."""
     if not jobs:
-        yield lambda part, providers: None
+        yield lambda parts, providers: None
         return
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
 
-        def ahead(part: Part, providers: tuple[str, ...]) -> None:
-            shares = [dict([*part.calls.items()][job::jobs]) for job in range(jobs)]
+        def ahead(parts: list[Part], providers: tuple[str, ...]) -> None:
+            calls = [part._replace(calls={place: one}) for part in parts for place, one in part.calls.items()]
             with contextlib.suppress(BrokenExecutor):  # by a process that died: what it ran is measured, or fails, without it
-                wait([pool.submit(_run_once, part._replace(calls=share), providers) for share in shares if share])
+                wait([pool.submit(_run_once, call, providers) for call in calls])
 
         yield ahead
 
 
 def _run_once(part: Part, providers: tuple[str, ...]) -> None:
     for _, call in made(part):
-        if isinstance(call, Exception):
+        if call is None or isinstance(call, Exception):
             continue  # the bench says what fails
         for provider, prepare in provided(call).items():
             if prepare is not None and provider in providers and provider in ("funcops", "triton"):

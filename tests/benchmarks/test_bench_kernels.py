@@ -139,12 +139,19 @@ def test_processes_share_out_what_is_compiled_ahead(jobs, broken, monkeypatch):
             return super().submit(*given)
 
     monkeypatch.setattr(kernels, "ProcessPoolExecutor", lambda jobs, context: Threads(jobs))
-    monkeypatch.setattr(kernels, "_run_once", lambda part, providers: shares.append(part.calls))
-    calls = {place: kernels.Listed(2, f"kernel {place}", "8", "abc") for place in (0, 1, 4, 5, 9)}
+    monkeypatch.setattr(kernels, "_run_once", lambda part, providers: shares.append(part))
+    parts = [kernels.Part("bf16", family, {i: None for i in range(family)}) for family in (0, 3, 5)]
     with kernels.compiling(jobs) as ahead:
-        ahead(kernels.Part("bf16", 2, calls), ("funcops",))
-    assert sorted(place for share in shares for place in share) == ([] if broken or not jobs else sorted(calls))
-    assert len(shares) == (0 if broken else min(jobs, len(calls)))
+        ahead(parts, ("funcops",))
+    want = [(part.family, place) for part in parts for place in part.calls]
+    assert sorted((part.family, place) for part in shares for place in part.calls) == ([] if broken or not jobs else want)
+
+
+@pytest.mark.parametrize("sizes", [[], [1], [31, 1], [31, 40, 2], [32, 5, 5]], ids=str)
+def test_batches_keep_the_order_of_parts(sizes):
+    parts = [kernels.Part("bf16", i, dict.fromkeys(range(size))) for i, size in enumerate(sizes)]
+    found = list(kernels.batches(parts))
+    assert sum(found, []) == parts and all(sum(len(part.calls) for part in batch) >= kernels.BATCH for batch in found[:-1])
 
 
 def test_errors_of_groups_are_of_each_group_alone():
