@@ -6,7 +6,7 @@
                                               README's links and picture, and [project.urls], lead to that repository
 
 With each Python, in an environment where the wheel and its dependencies are alone: every module imports without extras, the
-README's snippets run, and so does `python -m benchmarks residuals`, from the source archive; once pytest is there, the first tests
+README's snippets run, and so does `python -m benchmarks figures`, from the source archive; once pytest is there, the first tests
 of that archive pass against the installed wheel. Where pip would install torch for CUDA a Python is not tried without `--cuda`, and
 the line says so.
 """
@@ -120,11 +120,11 @@ def tried(version: str, python: str, wheel: Path, tree: Path, envs: Path, cuda: 
     snippets = re.findall(r"^```python\n(.*?)^```", (tree / "README.md").read_text(), re.S | re.M)
     printed = run(inside, "-I", "-c", "".join(snippets), cwd=envs, env=env)
     assert "kept" in printed, f"README.md must have a snippet that prints what is kept; its {len(snippets)} printed {printed!r}"
-    table = run(inside, "-m", "benchmarks", "residuals", cwd=tree, env=env)  # which a wheel does not hold
+    table = run(inside, "-m", "benchmarks", "figures", cwd=tree, env=env)  # which a wheel does not hold
     interpreters.put(version, envs, cuda, *interpreters.NEEDED)
     tests = run(inside, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_tiny.py", cwd=tree, env=env)
     return (
-        f"funcops {said[0]}; {said[1]} modules import; the README's snippets run; bench residuals prints {len(table.splitlines())} "
+        f"funcops {said[0]}; {said[1]} modules import; the README's snippets run; bench figures prints {len(table.splitlines())} "
         f"lines; tests/test_tiny.py: {tests.strip().splitlines()[-1]}"
     )
 

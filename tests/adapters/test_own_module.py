@@ -108,6 +108,7 @@ def test_a_change_makes_a_new_config_at_once(change):
         assert len(made) == count
 
 
+@pytest.mark.slow
 def test_one_that_was_never_called_compiles():
     x = torch.randn(2, 3)
     torch.testing.assert_close(torch.compile(Gain(3), fullgraph=True, backend="aot_eager")(x), 2 * x)

@@ -74,6 +74,7 @@ def test_an_exported_batch_is_of_any_size(name):
         torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (got, want)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.turns("name", every=8)
 def test_dynamic_sizes_are_one_graph(name):

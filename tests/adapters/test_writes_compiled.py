@@ -93,6 +93,7 @@ def test_every_write_to_every_tensor(name, to, backend):
         compare(name, write, to, backend)
 
 
+@pytest.mark.slow
 def test_a_write_is_refused_or_right():
     """A sample of them: each tensor that a program holds, in a module and by a write drawn for it."""
     draw, refused = Random(0), 0

@@ -46,6 +46,7 @@ def test_pages_have_the_errors_of_the_file():
         assert errors == [f"{float(each[wide]['error']):.3f}" for wide in ("none", "first and last layers", "leave_wide")]
 
 
+@pytest.mark.slow
 def test_a_choice_is_measured_by_steps(monkeypatch):
     """A tiny decoder of four layers: errors are measured in steps with the choice, on batches that it did not see."""
     sizes = dict(dim=32, layers=4, heads=2, kv_heads=2, head_size=16, hidden=32, context=16, rope=RopeConfig(16))

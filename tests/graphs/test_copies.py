@@ -294,6 +294,7 @@ print("lived")
 """
 
 
+@pytest.mark.slow
 def test_no_copy_ends_the_process():
     """A copy of a weak reference to a storage frees it a second time."""
     here = Path(__file__).parent

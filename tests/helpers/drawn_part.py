@@ -60,7 +60,7 @@ def parts(names, seconds, known):
 
 
 def changed_lately(since="2 days"):
-    """The files of tests that the last commits changed; none where there is no history."""
+    """The files of tests that the last commits changed; an empty set without a history."""
     command = ["git", "log", f"--since={since} ago", "--name-only", "--format=", "--", "tests"]
     try:
         said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

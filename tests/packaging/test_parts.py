@@ -33,7 +33,7 @@ def test_parts_of_nothing_and_of_less_than_a_part():
 
 @pytest.mark.parametrize("seed", "abcdef")
 def test_half_of_the_time_goes_to_what_changed_lately(seed):
-    """Where nothing did, or little, the rest has more of it; every slow test has its turn by some seed."""
+    """If nothing or little did, the rest has more of it; every slow test has its turn by some seed."""
     known = {f"tests/test_{file}.py::test_a": 10.0 for file in "abc"}
     names = [f"{function}[{i}]" for function in known for i in range(20)]
 
