@@ -6,7 +6,7 @@ CORE_SECONDS ?=
 SEED ?= $(shell git rev-parse --short HEAD)
 RESULTS ?= docs/benchmarks
 
-.PHONY: help packages train train-parallel test test-rest test-all interpreters newest newest-part gpu gpu-smoke gpu-test gpu-kernels gpu-graph gpu-step gpu-recipes aot traffic check mutants mutants-drawn docs release-check clean
+.PHONY: help packages train train-parallel test test-rest test-all interpreters newest newest-part gpu aot traffic check mutants mutants-drawn docs release-check clean
 
 help:
 	@echo "make train   set up, then train the language model (ARGS=... for its flags)"
@@ -18,8 +18,8 @@ help:
 	@echo "             oldest and the newest (ARGS=--every: with each)"
 	@echo "make newest  both tiers with the newest torch and Triton that pip finds, in $(NEWEST), 6 GB (VERSION=2.11.0 for that torch)"
 	@echo "make newest-part   the first tier of one file in ten, drawn by SEED, with the packages of $(VENV) beside that torch and Triton"
-	@echo "make gpu-smoke   what only a device can tell, each in its own process, within a minute, in PYTHON's own environment"
-	@echo "make gpu     that, the tests and the kernel benchmark that need a GPU, in PYTHON's own environment, within ten minutes"
+	@echo "make gpu     checks, benchmarks and tests that need a GPU, in PYTHON's own environment, within twelve minutes, with results"
+	@echo "             below OUT, $(OUT) (CALLS=first or CALLS=second: a part of them)"
 	@echo "make aot     set up, then compile the Triton kernels whose source changed, and write docs/benchmarks/aot.csv"
 	@echo "make traffic set up, then count the bytes that changed kernels move, and write docs/benchmarks/traffic.csv"
 	@echo "make check   set up, then lint and type-check, the code blocks of the pages too"
@@ -102,40 +102,10 @@ newest-part: $(VENV)/.test
 	$(PY) tests/newest.py $(NEWEST)-part --torch "$(VERSION)" --beside $(VENV)
 	$(call PYTEST_OF,$(NEWEST)-part) $(FIRST_TIER) -p drawn_part --part 10 --seed "$(SEED)" $(ARGS)
 
-DEVICE = env -u TRITON_INTERPRET
-# Each target's time, in seconds, is its own and is kept from outside, too: ten minutes in all. A bench says where there is no device.
+OUT ?= runs/gpu
 
-gpu:  # what is missing is named first; what fails does not keep the rest from running
-	$(PYTHON) tests/smoke/needs.py
-	$(MAKE) -k gpu-smoke gpu-test gpu-kernels gpu-graph gpu-step gpu-recipes
-
-gpu-smoke:
-	@mkdir -p $(RESULTS)
-	$(DEVICE) timeout 75 $(PYTHON) tests/smoke/run.py --seconds 60 --json $(RESULTS)/smoke.jsonl $(ARGS)
-
-gpu-test:
-	@mkdir -p $(RESULTS)
-	$(DEVICE) timeout 165 $(PYTHON) tests/smoke/gpu_tests.py --seconds 145 --json $(RESULTS)/gpu-tests.jsonl \
-		--changed $(RESULTS)/gpu-tests.jsonl $(ARGS)
-
-# not torch.compile, which takes seconds a kernel to compile
-gpu-kernels:
-	@mkdir -p $(RESULTS)
-	$(DEVICE) timeout 195 $(PYTHON) -m benchmarks kernels --if-device --seconds 175 --json $(RESULTS)/kernels.json \
-		--changed $(RESULTS)/kernels.json --providers funcops triton torch liger cublas --jobs 4 \
-		--liger-csv $(RESULTS)/kernels-liger.csv --plot $(RESULTS)/kernels.png $(ARGS)
-
-gpu-graph:
-	@mkdir -p $(RESULTS)
-	$(DEVICE) timeout 40 $(PYTHON) -m benchmarks graph --if-device --json $(RESULTS)/graph.json $(ARGS)
-
-gpu-step:
-	@mkdir -p $(RESULTS)
-	$(DEVICE) timeout 70 $(PYTHON) -m benchmarks step --if-device --device cuda --profile --json $(RESULTS)/step-cuda.json $(ARGS)
-
-gpu-recipes:
-	@mkdir -p $(RESULTS)
-	$(DEVICE) timeout 40 $(PYTHON) -m benchmarks recipes --if-device --json $(RESULTS)/recipes.json $(ARGS)
+gpu:  # every stage has a limit of its own, 700 s in all; a bench says where there is no device
+	OUT="$(OUT)" PYTHON="$(PYTHON)" bash tests/smoke/on_device.sh $(CALLS)
 
 aot: $(VENV)/.ready
 	$(PY) -m benchmarks aot --changed $(RESULTS)/aot.csv --csv $(RESULTS)/aot.csv

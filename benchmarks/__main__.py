@@ -8,7 +8,7 @@ import json
 import sys
 from typing import Any
 
-from benchmarks.measure import BenchError, NoDevice, print_table, write_csv, write_json
+from benchmarks.measure import BenchError, NoDevice, machine, print_table, write_csv, write_json
 
 BENCHES = {
     "aot": "every Triton kernel compiled ahead of time, without a GPU",
@@ -48,11 +48,11 @@ def main(argv: list[str]) -> None:
     name, json_path, csv_path, if_device = (options.pop(key) for key in ("name", "json", "csv", "if_device"))
     rows: list[Any] = []
     try:
-        found = module.run(**options)
-        for batch in [found] if isinstance(found, list) else ([row] for row in found):  # streamed rows are written one by one
-            rows += batch
+        found, about = module.run(**options), machine()
+        for given in [found] if isinstance(found, list) else found:  # rows that come one by one, or several, are written at once
+            rows += given if isinstance(given, list) else [given]
             if json_path:
-                write_json(json_path, rows)
+                write_json(json_path, rows, about)
             if csv_path:
                 write_csv(csv_path, rows)
     except BenchError as e:

@@ -1,7 +1,9 @@
-"""Samples of attention with options that not all of torch's kernels take, as models combine them, and of attention over caches."""
+"""Samples of attention with options that not all of torch's kernels take, as models combine them, of attention over caches, and of
+plain attention, which is the library's."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,9 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.kernel_call import KernelCall, Maker, direct
-from funcops.kernels import scored_attention, slot_attention
+from benchmarks.kernel_call import KernelCall, Maker, Prepared, direct, gradient
+from funcops.kernels import attention, scored_attention, slot_attention
 
 
 def of_attention(make: Maker) -> Iterator[KernelCall]:
@@ -39,6 +42,53 @@ def of_attention(make: Maker) -> Iterator[KernelCall]:
             flops=2.5 * flops,
             length=length,
         )
+
+
+def of_library_attention(make: Maker) -> Iterator[KernelCall]:
+    """Causal attention of `bench step`, of Llama-3-8B at 4,096 tokens, and of heads of 64: ours, torch's by its own choice
+    ("torch"), and torch's by each of its kernels ("flash", "cudnn")."""
+    for batch, length, heads, kv_heads, size in ((16, 1024, 12, 4, 128), (2, 4096, 32, 8, 128), (8, 2048, 16, 16, 64)):
+        (length, _), kv_heads = make.sizes(length, 16), max(1, kv_heads // make.shrink)
+        heads = kv_heads * (heads // kv_heads) if make.shrink == 1 else 2 * kv_heads
+        (q, dy, out), (k, v) = ([make.floats(batch, length, n, size) for _ in range(m)] for n, m in ((heads, 3), (kv_heads, 2)))
+        lse, scale = make.wide(batch, heads, length) + math.log(length), size**-0.5
+        shape, flops = f"{batch}x{length}x{heads}x{size} of {kv_heads}", 2.0 * batch * heads * length * length * size
+        ways = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+        for kernel, args, prepared, cost in (
+            (attention.attention_fwd, (q, k, v), _forward_by, flops),
+            (attention.attention_bwd, (dy, q, k, v, out, lse), _backward_by, 2.5 * flops),
+        ):
+            others = tuple((name, prepared(way)) for name, way in ways.items())
+            call, terms = (*args, True, scale), size + length
+            yield KernelCall(kernel, shape, call, torch=prepared(None), flops=cost, length=terms, others=others)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+def _by(way: SDPBackend | None) -> Any:
+    return contextlib.nullcontext() if way is None else sdpa_kernel(way)
+
+
+def _forward_by(way: SDPBackend | None) -> Prepared:
+    def prepare(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Callable[[], Any]:
+        def call() -> Tensor:
+            with _by(way):
+                return _causal(q, k, v)
+
+        return call
+
+    return prepare
+
+
+def _backward_by(way: SDPBackend | None) -> Prepared:
+    def prepare(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Callable[[], Any]:
+        with _by(way):
+            return gradient(_causal, wrt=3)(dy, q, k, v)
+
+    return prepare
 
 
 def of_caches(make: Maker) -> Iterator[KernelCall]:

@@ -20,6 +20,7 @@ COMMANDS = {  # that wrote a file, if its name does not say it
     "h200/kernels": "kernels --changed",
     "h200/mixture": "step --device cuda --mixture",
     "h200/recipes": "recipes",
+    "h200/step-compiled": "step --device cuda --part compiled",
     "h200/step-cuda": "step --device cuda --profile",
     "step-cuda": "step --device cuda",
 }

@@ -20,9 +20,10 @@ Dtype = torch.dtype  # in `KernelCall` the name dtype is a field
 @dataclasses.dataclass(frozen=True)
 class KernelCall:
     """The call `kernel(*args)`. `torch(*args)` prepares torch's own call for the same result, if one differs from the kernel's
-    torch body; `product(*args)` prepares the bare matrix product, of `flops`, that the kernel is measured by (None: it is measured
-    by bytes), with sums of `length` terms. `dtype`: the results' dtype, if it is not the maker's. `values(results)`: decodes
-    results that are codes. `bits`: of the mantissa of sums, if a device's products keep fewer than the dtype has."""
+    torch body, and `others` calls by further providers. `product(*args)` prepares the bare matrix product, of `flops`, that the
+    kernel is measured by (None: it is measured by bytes), with sums of `length` terms. `dtype`: the results' dtype, if it is not
+    the maker's. `values(results)`: decodes results that are codes. `bits`: of the mantissa of sums, if a device's products keep
+    fewer than the dtype has."""
 
     kernel: Any
     shape: str
@@ -34,6 +35,7 @@ class KernelCall:
     dtype: Dtype | None = None
     values: Callable[[Any], Any] | None = None
     bits: int | None = None
+    others: tuple[tuple[str, Prepared], ...] = ()
 
     @property
     def name(self) -> str:

@@ -1,5 +1,6 @@
 """The list of calls for `bench kernels` (on a GPU) and `bench aot` (on the meta device, for any GPU): every kernel that has a
-Triton implementation, by shape class. A kernel without a row here fails a test.
+Triton implementation, by shape class. A kernel without a row here fails a test. `bench kernels` also
+measures the library's attention.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.attention import of_attention, of_caches
+from benchmarks.attention import of_attention, of_caches, of_library_attention
 from benchmarks.experts import LAYERS_OF_EXPERTS, of_experts
 from benchmarks.kernel_call import CODES, Prepared, direct, gradient
 from benchmarks.kernel_call import KernelCall as KernelCall
@@ -80,6 +81,11 @@ def families() -> tuple[Family, ...]:
         of_frozen_weights,
         _recomputed_pairs,
     )
+
+
+def measured_families() -> tuple[Family, ...]:
+    """The calls that are measured on a device."""
+    return *families(), of_library_attention
 
 
 def kernel_calls(make: Maker, parts: Sequence[Family] | None = None) -> Iterator[KernelCall]:

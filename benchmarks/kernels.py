@@ -1,20 +1,21 @@
 """Every kernel on this GPU: ours with default settings, our own matrix products ("triton") even where the table prefers the
-library's, torch eager, torch.compile, and Liger-Kernel if it imports.
+library's, torch eager, torch.compile, and Liger-Kernel if it imports; torch's attention by two of its kernels.
 
-Rates count the compulsory bytes, each argument read once and each result written once, as a share of what a copy reaches
-in the same process; matrix products as a share of cuBLAS's bare product in the same rounds.
+Rates count the compulsory bytes, each argument read once and each result written once, as a share of the best that torch's copy,
+scale or sum reaches in the same process; matrix products as a share of cuBLAS's bare product in the same rounds.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import fnmatch
 import gc
 import math
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, wait
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.device import COLD_BYTES, MOST_COPIES, CudaTimer, Replay
-from benchmarks.kernel_calls import KernelCall, Maker, Prepared, direct, families
+from benchmarks.kernel_calls import KernelCall, Maker, Prepared, direct, measured_families
 from benchmarks.launches import Listed, listed
 from benchmarks.liger import liger_call, write_liger_csv
 from benchmarks.measure import NoDevice, machine
@@ -35,7 +36,12 @@ from funcops.trees import leaves, nbytes, tree_map
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 NOT_MEASURED: Any = (math.nan,) * 9
-PROVIDERS = ("funcops", "triton", "torch", "torch.compile", "liger", "cublas")
+PROVIDERS = ("funcops", "triton", "torch", "torch.compile", "liger", "cublas", "flash", "cudnn")
+ORDER = (  # in which kernels are measured: what a user runs by default comes first
+    *("adamw", "*norm_[fb]wd*", "cross_entropy_*", "attention_*", "slot_*", "scored_*", "experts_*", "route_*", "grouped_*"),
+    *("*quantize*", "*"),
+)
+BATCH = 32  # calls that are compiled before the first of them is measured
 
 
 class Measured(NamedTuple):
@@ -60,7 +66,7 @@ class Measured(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The calls of a family that are to be measured, by their place in it."""
+    """The calls of a family that are to be measured one after another, by their place in it."""
 
     dtype: str
     family: int
@@ -87,89 +93,132 @@ def run(
     jobs: int = 0,
     liger_csv: str | None = None,
     plot: str | None = None,
-) -> Iterator[Measured]:
-    """The rows, each as soon as it is measured, after the rows of `changed` that are still valid."""
+) -> Iterator[list[Measured]]:
+    """The rows of a call as soon as it is measured, after the rows of `changed` that are still valid."""
+    stop = time.monotonic() + seconds
     if not torch.cuda.is_available():
         raise NoDevice("bench kernels: no CUDA device here; `bench aot` compiles every kernel without one")
     rows, parts = planned(only, dtype or ["bf16"], [] if changed is None else earlier_rows(changed))
-    yield from rows
-    if jobs:
-        compile_ahead(parts, providers, jobs)
-    timer, stop, left = CudaTimer(), time.monotonic() + seconds, list[str]()
+    if rows:
+        yield list(rows)
+    timer, left = CudaTimer(), list[str]()
     copy_rate = measured_copy_rate(timer)
-    for part in parts:
-        for one, call in made(part):
-            if time.monotonic() > stop:
-                left.append(f"{one.kernel} {one.shape} {part.dtype}")
-            elif isinstance(call, Exception):
-                rows.append(failed(one, DTYPES[part.dtype], "funcops", call))
-                yield rows[-1]
-            else:
-                for row in measure(call, DTYPES[part.dtype], providers, timer, copy_rate):
-                    rows.append(row._replace(launches=one.launches))
-                    yield rows[-1]
-        if liger_csv:
-            write_liger_csv(liger_csv, rows)
+    with compiling(jobs) as compile_ahead:
+        for batch in batches(parts):
+            if time.monotonic() <= stop:
+                compile_ahead(batch, providers)
+            for name, one, call in ((part.dtype, *given) for part in batch for given in made(part, stop)):
+                if call is None:
+                    left.append(f"{one.kernel} {one.shape} {name}")
+                    continue
+                if isinstance(call, Exception):
+                    found = [failed(one, DTYPES[name], "funcops", call)]
+                else:
+                    found = list(measure(call, DTYPES[name], providers, timer, copy_rate))
+                rows += (new := [row._replace(launches=one.launches) for row in found])
+                yield new  # a call's rows at once: `planned` takes a call with any row for known
+    if liger_csv:
+        write_liger_csv(liger_csv, rows)
     if left:
-        print(f"out of time, not measured: {', '.join(left)}", file=sys.stderr)
+        say(f"out of time, not measured: {', '.join(left)}")
     if plot:
         draw(plot, rows)
+
+
+def say(line: str) -> None:
+    print(f"bench kernels: {line}", file=sys.stderr, flush=True)
 
 
 def earlier_rows(file: str) -> list[Measured]:
     """The rows of a file, if it is of this device: figures of two devices do not belong in one file."""
     of, here = device_of(file), machine()["device"]
     if of not in (None, here):
-        print(f"bench kernels: {file} is of {of}, this device is {here}: its rows are not copied", file=sys.stderr)
+        say(f"{file} is of {of}, this device is {here}: its rows are not copied")
         return []
     return [Measured(**row) for row in rows_of(file)]
 
 
 def planned(only: str, dtypes: list[str], earlier: list[Measured]) -> tuple[list[Measured], list[Part]]:
-    """The earlier rows that are still valid, as the same launches ran, and the calls that they lack."""
+    """The earlier rows that are still valid, as the same launches ran, and the calls that they lack: the first call of each kernel
+    that has no such row, then the others, both in `ORDER`."""
     known = {_key(row) for row in earlier if row.launches and not row.note.startswith("failed")}
     valid, parts = set(), []
     for name in dtypes:
-        lacking: dict[int, dict[int, Listed]] = {}
+        keys = [(one.kernel, one.shape, short(DTYPES[name]), one.launches) for one in listed(DTYPES[name])]
+        ran = {key[0] for key in keys if key in known}
+        lacking: dict[tuple[bool, int, int], dict[int, Listed]] = {}
         places: dict[int, int] = {}
-        for one in listed(DTYPES[name]):
+        for one, key in zip(listed(DTYPES[name]), keys, strict=True):
             place = places[one.family] = places.get(one.family, -1) + 1
-            if (key := (one.kernel, one.shape, short(DTYPES[name]), one.launches)) in known:
+            if key in known:
                 valid.add(key)
             elif only in one.kernel:
-                lacking.setdefault(one.family, {})[place] = one
-        parts += [Part(name, family, calls) for family, calls in lacking.items()]
+                lacking.setdefault((one.kernel in ran, rank(one.kernel), one.family), {})[place] = one
+                ran.add(one.kernel)
+        parts += [Part(name, where[-1], lacking[where]) for where in sorted(lacking)]
     return [row for row in earlier if _key(row) in valid], parts
+
+
+def rank(kernel: str) -> int:
+    """The place of a kernel in `ORDER`."""
+    return next(i for i, pattern in enumerate(ORDER) if fnmatch.fnmatchcase(kernel, pattern))
 
 
 def _key(row: Measured) -> tuple[str, str, str, str]:
     return row.kernel, row.shape, row.dtype, row.launches
 
 
-def made(part: Part) -> Iterator[tuple[Listed, KernelCall | Exception]]:
-    """The calls of a part, one by one. If the device cannot hold one, it and the rest of the family are errors."""
+def batches(parts: list[Part]) -> Iterator[list[Part]]:
+    """The parts in turn, so many at a time that all processes have calls to compile."""
+    batch: list[Part] = []
+    for part in parts:
+        batch.append(part)
+        if sum(len(one.calls) for one in batch) >= BATCH:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def made(part: Part, stop: float = math.inf) -> Iterator[tuple[Listed, KernelCall | Exception | None]]:
+    """The calls of a part, one by one. If the device cannot hold one, it and the rest of the family are errors; without time for
+    one, it and the rest are None."""
     left = dict(part.calls)
     try:
-        for place, call in enumerate(families()[part.family](Maker("cuda", DTYPES[part.dtype]))):
+        for place, call in enumerate(measured_families()[part.family](Maker("cuda", DTYPES[part.dtype]))):
+            if time.monotonic() > stop:
+                break
             if place in left:
                 yield left.pop(place), call
             if not left:
                 break
+        yield from ((one, None) for one in left.values())
     except Exception as error:
         yield from ((one, error) for one in left.values())
         gc.collect()  # the error holds the frames, and so the tensors, of what was being made
     torch.cuda.empty_cache()
 
 
-def compile_ahead(parts: list[Part], providers: tuple[str, ...], jobs: int) -> None:
-    """Fill Triton's disk cache, with processes that each take a family at a time and run its calls once."""
+@contextlib.contextmanager
+def compiling(jobs: int) -> Iterator[Callable[[list[Part], tuple[str, ...]], None]]:
+    """Return a function that fills Triton's disk cache for some parts: so many processes share out their calls and run each once,
+    while nothing is measured. With 0 jobs it does nothing."""
+    if not jobs:
+        yield lambda parts, providers: None
+        return
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        list(pool.map(_run_once, parts, [providers] * len(parts)))
+
+        def ahead(parts: list[Part], providers: tuple[str, ...]) -> None:
+            calls = [part._replace(calls={place: one}) for part in parts for place, one in part.calls.items()]
+            with contextlib.suppress(BrokenExecutor):  # by a process that died: what it ran is measured, or fails, without it
+                wait([pool.submit(_run_once, call, providers) for call in calls])
+
+        yield ahead
 
 
 def _run_once(part: Part, providers: tuple[str, ...]) -> None:
     for _, call in made(part):
-        if isinstance(call, Exception):
+        if call is None or isinstance(call, Exception):
             continue  # the bench says what fails
         for provider, prepare in provided(call).items():
             if prepare is not None and provider in providers and provider in ("funcops", "triton"):
@@ -177,12 +226,16 @@ def _run_once(part: Part, providers: tuple[str, ...]) -> None:
                     prepare(*call.args)()
 
 
-def measured_copy_rate(timer: Any) -> float:
-    """Bytes read and written per second by a copy of 1 GiB."""
-    source = torch.randn(2**28, device="cuda")
-    target = torch.empty_like(source)
-    seconds = timer.device_us({"copy": timer.replay([lambda: target.copy_(source)])})["copy"] / 1e6
-    return 2 * source.nbytes / seconds
+def measured_copy_rate(timer: Any, count: int = 2**28) -> float:
+    """Bytes read and written per second by torch's fastest way over tensors of so many floats: a copy, a scale, or a sum."""
+    source, other, target = (torch.randn(count, device="cuda") for _ in range(3))
+    ways: dict[str, tuple[int, Callable[[], Any]]] = {
+        "copy": (2, lambda: target.copy_(source)),
+        "scale": (2, lambda: torch.mul(source, 0.5, out=target)),
+        "add": (3, lambda: torch.add(source, other, out=target)),
+    }
+    times = timer.device_us({name: timer.replay([call]) for name, (_, call) in ways.items()})
+    return max(tensors * source.nbytes / times[name] * 1e6 for name, (tensors, _) in ways.items())
 
 
 @contextlib.contextmanager
@@ -290,6 +343,7 @@ def provided(call: KernelCall) -> dict[str, Prepared | None]:
         "torch.compile": compiled,
         "liger": liger_call(call),
         "cublas": call.product,
+        **dict(call.others),
     }
 
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.kernel_calls import Maker, families
+from benchmarks.kernel_calls import Maker, measured_families
 from funcops.backend import backend, gemm
 
 TARGET = "sm_90"  # a launch is known by its fingerprint for this target, on whichever device it ran
 
 
 class Listed(NamedTuple):
-    """A call of `kernel_calls`: the number of its family, its names, and the fingerprints of its launches, joined by spaces."""
+    """A call that is measured: the number of its family, its names, and the fingerprints of its launches, joined by spaces; of a
+    kernel that is the library's, a hash of the file that chooses the library's function."""
 
     family: int
     kernel: str
@@ -33,15 +36,19 @@ def listed(dtype: torch.dtype) -> tuple[Listed, ...]:
 
     found = []
     with stubbed(TARGETS[TARGET].gpu), backend("triton"):
-        for number, family in enumerate(families()):
+        for number, family in enumerate(measured_families()):
             for call in family(Maker("meta", dtype)):
-                with planned_launches() as planned:
+                with planned_launches() as planned:  # none of a kernel that is the library's
                     for provider in ("auto", "triton") if call.product else ("auto",):
                         with gemm(provider):
                             call.kernel(*call.args)
-                hashes = sorted({fingerprint(launched, TARGET) for launched in planned})
+                hashes = sorted({fingerprint(launched, TARGET) for launched in planned}) or [_source(call.kernel)]
                 found.append(Listed(number, call.name, call.shape, " ".join(hashes)))
     return tuple(found)
+
+
+def _source(kernel: Any) -> str:
+    return hashlib.sha256(inspect.getsource(inspect.getmodule(kernel.kernel.torch_impl)).encode()).hexdigest()[:12]  # type: ignore[arg-type]
 
 
 @contextmanager

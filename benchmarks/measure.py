@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import platform
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from benchmarks.rows import write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -33,7 +36,7 @@ class Row(NamedTuple):
     case: str
     provider: str
     metric: str
-    value: float
+    value: float | None  # None: the machine does not say
     unit: str
 
 
@@ -111,16 +114,18 @@ def revision() -> str:
         return "unknown"
 
 
-def write_json(path: str, rows: Sequence[Any]) -> None:
+def write_json(path: str, rows: Sequence[Any], about: dict[str, Any] | None = None) -> None:
+    """Write the rows with the machine that they were measured on: this one, unless it is known already."""
     lines = ",\n".join("  " + json.dumps(row._asdict()) for row in rows)
-    Path(path).write_text(f'{{"machine": {json.dumps(machine())},\n "rows": [\n{lines}\n]}}\n')
+    write_whole(path, f'{{"machine": {json.dumps(about or machine())},\n "rows": [\n{lines}\n]}}\n')
 
 
 def write_csv(path: str, rows: Sequence[Any]) -> None:
-    with open(path, "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(rows[0]._fields if rows else [])
-        writer.writerows(rows)
+    file = io.StringIO()
+    writer = csv.writer(file)
+    writer.writerow(rows[0]._fields if rows else [])
+    writer.writerows(rows)
+    write_whole(path, file.getvalue())
 
 
 def interval(ratios: list[float], draws: int = 10000) -> tuple[float, float, float]:

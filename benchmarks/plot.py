@@ -13,7 +13,7 @@ LINES, MARKERS = 56, "oDs^vP"  # lines in a column, and a mark for each provider
 
 
 def draw(path: str, rows: Sequence[Any]) -> None:
-    """Draw a line for each kernel and shape, in columns, with a mark for each provider: the share of a copy's rate, or of
+    """Draw a line for each kernel and shape, in columns, with a mark for each provider: the share of the yardstick's rate, or of
     cuBLAS's."""
     if not _can_draw("kernels", path):
         return
@@ -34,7 +34,7 @@ def draw(path: str, rows: Sequence[Any]) -> None:
         axes.set_ylim(max(1, len(columns[0])) - 0.5, -0.5)
         axes.grid(axis="y", linewidth=0.3)
         axes.axvline(100, color="grey", linewidth=0.8)
-        axes.set_xlabel("percent of a copy's rate (matrix products: of cuBLAS)", fontsize=8)
+        axes.set_xlabel("percent of the best rate of a copy, scale or sum (matrix products: of cuBLAS)", fontsize=8)
     figure.suptitle(f"bench kernels on {machine()['device']}", fontsize=10)
     if providers:  # above the marks, so that it hides none
         handles, names = panels[0][0].get_legend_handles_labels()

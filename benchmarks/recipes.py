@@ -20,6 +20,7 @@ from funcops.low_precision import Fp8Block, Fp8Current, Fp8Delayed, quantize_par
 from funcops.models.blocks import Sizes, block_config
 
 RECIPES = Fp8Current(), Fp8Current(keep="col"), Fp8Delayed(), Fp8Block(), Fp8Block(keep="col")
+PROVIDERS = short(torch.bfloat16), *(f"{type(recipe).__name__}, keep={recipe.keep}" for recipe in RECIPES)
 LAYERS = (8192, 4096, 4096), (16384, 4096, 14336), (16384, 8192, 28672)  # tokens, in_features, out_features
 BLOCK = Sizes(dim=4096, heads=32, kv_heads=8, hidden=14336, context=4096, batch=2)
 
@@ -41,9 +42,14 @@ def run(only: str = "") -> Iterator[Measured]:
     if not torch.cuda.is_available():
         raise NoDevice("bench recipes: no CUDA device here")
     timer = CudaTimer()
-    for sizes in LAYERS:
-        yield from _turns(timer, "linear {}x{} to {}".format(*sizes), only, functools.partial(_linears, *sizes))
-    yield from _turns(timer, f"block {BLOCK.dim}, {BLOCK.hidden} hidden, {BLOCK.batch * BLOCK.context} tokens", only, _blocks)
+    for what, make in cases().items():
+        yield from _turns(timer, what, only, make)
+
+
+def cases() -> dict[str, Callable[[], dict[str, Callable[[], Any]]]]:
+    """The layers and the block that are measured, by name."""
+    layers = {"linear {}x{} to {}".format(*sizes): functools.partial(_linears, *sizes) for sizes in LAYERS}
+    return {**layers, f"block {BLOCK.dim}, {BLOCK.hidden} hidden, {BLOCK.batch * BLOCK.context} tokens": _blocks}
 
 
 def _turns(timer: CudaTimer, what: str, only: str, make: Callable[[], dict[str, Callable[[], Any]]]) -> Iterator[Measured]:
@@ -72,11 +78,11 @@ def _randn(*shape: int) -> torch.Tensor:
 
 def _by_recipe(op: Any, cfg: Any, x: Any, dy: torch.Tensor) -> dict[str, Callable[[], Any]]:
     params = op.init(cfg, key=random.key(0), device="cuda", dtype=torch.bfloat16)
-    made = {short(torch.bfloat16): _both(op, params, cfg, x, dy)}
-    for recipe in RECIPES:
+    made = {PROVIDERS[0]: _both(op, params, cfg, x, dy)}
+    for name, recipe in zip(PROVIDERS[1:], RECIPES, strict=True):
         one, low = qlinear if op is linear else op, with_recipe(cfg, recipe)
         work = quantize_params(params, low, recipe_init(low, params) if recipe.delayed else None)
-        made[f"{type(recipe).__name__}, keep={recipe.keep}"] = _both(one, work, low, x, dy)
+        made[name] = _both(one, work, low, x, dy)
     return made
 
 

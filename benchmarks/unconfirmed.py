@@ -1,6 +1,7 @@
 """Rows and a page that list what no GPU has run in its present form.
 
     python -m benchmarks unconfirmed --page docs/benchmarks/unconfirmed.md
+    python -m benchmarks unconfirmed --rows --results FOLDER      also rows of benches, of one device
 
 A launch of a kernel is known by its fingerprint: a hash of the kernel's source and of all that it is specialised on. `aot.csv` has
 all launches; each result of a device names the launches that it ran. A smoke check is known by a hash of its source, a gpu test by
@@ -34,7 +35,7 @@ No GPU has run these launches, checks and tests in their present form.
 
 
 class Unconfirmed(NamedTuple):
-    """`missing` of `all` launches of a kernel; one of one for a check or a test."""
+    """`missing` of `all` launches of a kernel; one of one for a check, a test or a row."""
 
     kind: str
     name: str
@@ -44,15 +45,20 @@ class Unconfirmed(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page", metavar="FILE", help="also write the page")
+    parser.add_argument("--rows", action="store_true", help="also the rows of benches that the folder, of one device, lacks")
     parser.add_argument("--results", metavar="FOLDER", default=str(RESULTS), help="of a device's files (default: docs/benchmarks)")
 
 
-def run(page: str | None = None, results: str = str(RESULTS)) -> list[Unconfirmed]:
+def run(page: str | None = None, results: str = str(RESULTS), rows: bool = False) -> list[Unconfirmed]:
     folder = Path(results)
-    rows = [*of_kernels(folder), *of_checks(folder), *of_tests(folder)]
+    found = [*of_kernels(folder, RESULTS / "aot.csv"), *of_checks(folder), *of_tests(folder)]
+    if rows:
+        from benchmarks.unmeasured import lacking  # which imports the benches
+
+        found += [Unconfirmed(f"row of {file}", name, 1, 1) for file, name in lacking(folder)]
     if page is not None:
-        Path(page).write_text(page_of(rows))
-    return rows
+        Path(page).write_text(page_of(found))
+    return found
 
 
 def rows_in(folder: Path, *names: str) -> Iterator[dict[str, Any]]:
@@ -62,16 +68,16 @@ def rows_in(folder: Path, *names: str) -> Iterator[dict[str, Any]]:
             yield from rows_of(file)
 
 
-def of_kernels(folder: Path) -> list[Unconfirmed]:
+def of_kernels(folder: Path, every: Path) -> list[Unconfirmed]:
     ran: set[str] = set()
     for row in rows_in(folder, "kernels.json", "smoke.jsonl", "gpu-tests.jsonl"):
         if not row.get("note", "").startswith("failed") and row.get("status", "passed") == "passed":
             ran |= set(row.get("launches", "").split())
-    with (folder / "aot.csv").open(newline="") as file:
+    with every.open(newline="") as file:
         launches = {(row["kernel"], row["hash"]) for row in csv.DictReader(file) if row["target"] == TARGET}
-    every = Counter(kernel for kernel, _ in launches)
+    of = Counter(kernel for kernel, _ in launches)
     missing = Counter(kernel for kernel, found in launches if found not in ran)
-    return [Unconfirmed("kernel", kernel, missing[kernel], every[kernel]) for kernel in sorted(missing)]
+    return [Unconfirmed("kernel", kernel, missing[kernel], of[kernel]) for kernel in sorted(missing)]
 
 
 def of_checks(folder: Path) -> list[Unconfirmed]:
@@ -82,7 +88,7 @@ def of_checks(folder: Path) -> list[Unconfirmed]:
 
 def sources_of_checks() -> dict[str, str]:
     """A hash of the source of each smoke check, by name."""
-    files = [ROOT / "tests" / "smoke" / name for name in ("checks.py", "graph_checks.py", "model_checks.py")]
+    files = [ROOT / "tests" / "smoke" / name for name in ("checks.py", "graph_checks.py", "model_checks.py", "repeat_checks.py")]
     return {name: source for file in files for name, source in sources(file.read_text(), "check").items()}
 
 

@@ -269,10 +269,12 @@ def test_an_error_is_of_all_results_in_the_euclidean_norm():
     assert kernels.relative_error(KernelCall(off, "16x8", good.args)) == pytest.approx(0.5, rel=1e-5)
 
 
-def test_a_copy_reads_and_writes(monkeypatch):
-    real = torch.randn
-    monkeypatch.setattr(torch, "randn", lambda n, device: real(n // 2**18))
-    assert kernels.measured_copy_rate(Fixed(copy=2.0)) == pytest.approx(2 * 4096 / 2e-6)
+@pytest.mark.parametrize(("best", "tensors"), [("copy", 2), ("scale", 2), ("add", 3)])
+def test_the_yardstick_is_the_best_of_a_copy_a_scale_and_a_sum(best, tensors, monkeypatch):
+    """A sum reads two tensors and writes one."""
+    real, times = torch.randn, dict(copy=4.0, scale=4.0, add=6.0) | {best: 2.0}
+    monkeypatch.setattr(torch, "randn", lambda n, device: real(n))
+    assert kernels.measured_copy_rate(Fixed(**times), 1024) == pytest.approx(tensors * 4096 / 2e-6)
 
 
 def saved(module, x):
@@ -341,7 +343,7 @@ def calls(monkeypatch):
     monkeypatch.setattr(kernels, "CudaTimer", lambda: None)
     monkeypatch.setattr(kernels, "Maker", lambda *_: None)
     monkeypatch.setattr(kernels, "measured_copy_rate", lambda timer: 1.0)
-    monkeypatch.setattr(kernels, "families", lambda: [lambda make, calls=calls: family(calls) for calls in made])
+    monkeypatch.setattr(kernels, "measured_families", lambda: [lambda make, calls=calls: family(calls) for calls in made])
     found = [kernels.Listed(i, call.name, call.shape, f"of {call.name}") for i, calls in enumerate(made) for call in calls]
     monkeypatch.setattr(kernels, "listed", lambda dtype: found)
     monkeypatch.setattr(kernels, "measure", row)
@@ -352,12 +354,17 @@ def names_of(rows):
     return [row.kernel for row in rows]
 
 
+def ran(*args, **options):
+    """The rows of `kernels.run`, which come some at a time."""
+    return [row for found in kernels.run(*args, **options) for row in found]
+
+
 @pytest.mark.parametrize("only", ["", "norm", "linear", "no kernel"])
 @pytest.mark.parametrize("late", [False, True])
 def test_kernels_are_measured_by_name_until_the_time_is_over(only, late, calls, capsys):
     """A call that is not selected is not measured; one that the time did not allow is named."""
     wanted = [call.kernel for call in calls if only in call.kernel]
-    found = list(kernels.run(only, ["bf16"], (), -1.0 if late else math.inf))
+    found = ran(only, ["bf16"], (), -1.0 if late else math.inf)
     said = capsys.readouterr().err
     assert names_of(found) == ([] if late else wanted)
     assert all((f"{name} " in said) == late for name in wanted) and bool(said) == bool(late and wanted), said
@@ -369,7 +376,7 @@ def test_kernels_are_measured_by_name_until_the_time_is_over(only, late, calls, 
 @pytest.mark.parametrize("lost", [0, 1, 2, 4, 8, 15])
 def test_only_what_an_earlier_file_lacks_is_measured(lost, calls, tmp_path):
     """A call is lacking if its row is not there, has failed, or is of other launches. The rows that are valid are copied."""
-    rows = list(kernels.run("", ["bf16"], ()))
+    rows = ran("", ["bf16"], ())
     missing = {row.kernel for i, row in enumerate(rows[:4]) if lost >> i & 1}
     changes = [None, dict(launches=""), dict(launches="of another"), dict(note="failed: earlier")]
     kept = [
@@ -378,18 +385,21 @@ def test_only_what_an_earlier_file_lacks_is_measured(lost, calls, tmp_path):
         if not (row.kernel in missing and changes[i % 4] is None)
     ]
     write_json(tmp_path / "k.json", kept)
-    again = list(kernels.run("", ["bf16"], (), changed=str(tmp_path / "k.json")))
+    valid = [row for row in kept if row.kernel not in missing and not row.note.startswith("failed")]
+    at_once = next(kernels.run("", ["bf16"], (), changed=str(tmp_path / "k.json")))
+    assert not valid or names_of(at_once) == names_of(valid), "none is out of the file for a moment"
+    again = ran("", ["bf16"], (), changed=str(tmp_path / "k.json"))
     measured = {row.kernel for row in again if row.gb_per_s != 7.0}
     assert measured == missing | {"no memory", "norm after it"} and sorted(names_of(again)) == sorted(names_of(rows))
-    assert names_of(kernels.run("linear", ["bf16"], (), changed=str(tmp_path / "k.json"))).count("linear") == 1
+    assert names_of(ran("linear", ["bf16"], (), changed=str(tmp_path / "k.json"))).count("linear") == 1
 
 
 @pytest.mark.parametrize("of", ["NVIDIA A", "NVIDIA B"])
 def test_figures_of_two_devices_do_not_meet_in_a_file(of, calls, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: of)
-    write_json(tmp_path / "k.json", [row._replace(gb_per_s=7.0) for row in kernels.run("", ["bf16"], ())])
+    write_json(tmp_path / "k.json", [row._replace(gb_per_s=7.0) for row in ran("", ["bf16"], ())])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA B")
-    again = list(kernels.run("", ["bf16"], (), changed=str(tmp_path / "k.json")))
+    again = ran("", ["bf16"], (), changed=str(tmp_path / "k.json"))
     copied = [row for row in again if row.gb_per_s == 7.0 and not row.note]
     assert bool(copied) == (of == "NVIDIA B") and ("k.json is of NVIDIA A" in capsys.readouterr().err) != bool(copied)
 
@@ -397,16 +407,25 @@ def test_figures_of_two_devices_do_not_meet_in_a_file(of, calls, tmp_path, monke
 def test_a_profile_counts_kernels_and_not_the_calls_that_launch_them(monkeypatch):
     on_device = [("gemm", 60.0, 6), ("norm", 30.0, 9), ("copy", 3.0, 3)]
     events = [(name, DeviceType.CUDA, us, count) for name, us, count in on_device] + [("cudaLaunchKernel", DeviceType.CPU, 0.0, 18)]
+    times = [(0.0, 4e3), (1e3, 3e3), (6e3, 9e3)]  # a kernel beside another, then none for 2 ms
+    ran = [SimpleNamespace(device_type=DeviceType.CUDA, time_range=SimpleNamespace(start=a, end=b)) for a, b in times]
     found = SimpleNamespace(
         key_averages=lambda: [
             SimpleNamespace(key=key, device_type=on, self_device_time_total=us, count=count) for key, on, us, count in events
-        ]
+        ],
+        events=lambda: [*ran, SimpleNamespace(device_type=DeviceType.CPU, time_range=SimpleNamespace(start=-9e3, end=99e3))],
     )
+    said = iter([{"SM clock": 1755.0, "power": 512.5}, {"SM clock": 1500.0}])
+    monkeypatch.setattr(profiled, "during", lambda step, seconds=0.0: next(said))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(profiled.torch.profiler, "profile", lambda activities: contextlib.nullcontext(found))
     monkeypatch.setattr(profiled, "LISTED", 2)
     done = []
     rows = list(profiled.profiled("step", "case", {"ours": lambda: done.append(1)}))
-    assert len(done) == 1 + profiled.STEPS == 4
+    assert len(done) == 2 * profiled.STEPS == 6
+    host = [row for row in rows if row.metric == "host until return"]
+    assert len(host) == 1 and 0 <= host[0].value < 1e3 and host[0].unit == "ms"
+    rows.remove(host[0])
     assert {row.metric: row.value for row in rows} == {
         "gemm: time": 20.0,
         "gemm: launches": 2.0,
@@ -416,7 +435,34 @@ def test_a_profile_counts_kernels_and_not_the_calls_that_launch_them(monkeypatch
         "other kernels: launches": 1.0,
         "all kernels: time": 31.0,
         "all kernels: launches": 6.0,
+        "span of kernels": 3.0,
+        "gaps between kernels": pytest.approx(2 / 3),
+        "SM clock before": 1755.0,
+        "SM clock after": 1500.0,
+        "power before": 512.5,
+        "power after": None,
     }
+
+
+@pytest.mark.parametrize(
+    ("says", "found"),
+    [
+        ("1755, 512.34", {"SM clock": 1755.0, "power": 512.34}),
+        ("1755, [N/A]", {"SM clock": 1755.0}),
+        ("No devices were found", {}),
+        (None, {}),
+    ],
+    ids=str,
+)
+def test_the_clock_is_read_while_steps_run(says, found, monkeypatch, tmp_path):
+    """A field that nvidia-smi does not know is absent; without nvidia-smi all are, and nothing fails."""
+    if says is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{says}'\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    steps = []
+    assert profiled.during(lambda: steps.append(1)) == found and steps
 
 
 def test_low_precision_is_measured_beside_the_rest(monkeypatch):

@@ -2,25 +2,30 @@
 
 import csv
 import dataclasses
+import itertools
 import json
 import math
+import random
 import subprocess
 import sys
 import time
+from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
 
 import pytest
 import torch
 from tiny_kernel_calls import names, tiny
 
-from benchmarks import kernels, plot
+from benchmarks import kernels, launches, plot
 from benchmarks.__main__ import main
+from benchmarks.attention import of_library_attention
 from benchmarks.device import Replay
+from benchmarks.kernel_calls import Maker
 from benchmarks.liger import COLUMNS, write_liger_csv
 from benchmarks.measure import write_csv, write_json
 from benchmarks.plot import draw
 from funcops.backend import backend
 from funcops.kernels import grouped, grouped_scaled
-from funcops.testing.tolerances import FACTOR, ROUNDOFF
+from funcops.testing.tolerances import FACTOR, ROUNDOFF, assert_close
 
 pytest.importorskip("triton")
 
@@ -72,6 +77,81 @@ def test_every_call_measures(i, monkeypatch):
     dtype = call.dtype or dtype
     assert row.note == "not captured" and row.device_us > 0 and row.gb_per_s > 0
     assert row.error < FACTOR[dtype] * ROUNDOFF[dtype]
+
+
+def test_the_librarys_attention_is_measured_beside_torchs_own_choice(monkeypatch):
+    """And by two of torch's kernels, of which the CPU has one. Rows are known by the file that chooses the library's function."""
+    monkeypatch.setattr(kernels, "MOST_COPIES", 1)
+    for call in itertools.islice(of_library_attention(Maker("cpu", torch.float32, shrink=4096)), 2):
+        rows = {row.provider: row for row in measured(call, torch.float32, kernels.PROVIDERS[:1] + ("torch", "flash", "cudnn"))}
+        assert call.name in ("attention_fwd", "attention_bwd") and set(rows) == {"funcops", "torch", "flash", "cudnn"}
+        assert rows["funcops"].error < FACTOR[torch.float32] * ROUNDOFF[torch.float32] and rows["torch"].tflop_per_s > 0
+        assert rows["cudnn"].note.startswith("failed: ") and not rows["flash"].note.startswith("failed")
+        want = call.torch(*call.args)()
+        got = call.kernel(*call.args)
+        if call.name == "attention_fwd":
+            assert_close(got[0], want, dtype=torch.float32, length=call.length)
+    assert len(launches._source(call.kernel)) == 12 and launches._source(call.kernel) != launches._source(
+        kernels.grouped.grouped_wgrad
+    )
+
+
+FIRST = {
+    "adamw": 0,
+    "rms_norm_fwd": 1,
+    "add_layer_norm_bwd": 1,
+    "cross_entropy_fwd": 2,
+    "attention_bwd": 3,
+    "slot_attention_fwd": 4,
+}
+FIRST |= {"scored_attention_fwd": 5, "experts_up": 6, "route_fwd": 7, "grouped_wgrad": 8, "rms_norm_quantize": 9, "scale": 10}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_a_user_runs_by_default_is_measured_first(seed, monkeypatch):
+    """A call of each kernel without a row, then the others: both in this order."""
+    draw, names = random.Random(seed), [*FIRST, *FIRST]
+    draw.shuffle(names)
+    found = [kernels.Listed(i // 3, name, str(i), "abc") for i, name in enumerate(names)]
+    monkeypatch.setattr(kernels, "listed", lambda dtype: found)
+    done = draw.choice(found)
+    earlier = [kernels.Measured(done.kernel, done.shape, "bfloat16", "funcops", *kernels.NOT_MEASURED, "", "abc")]
+    rows, parts = kernels.planned("", ["bf16"], earlier)
+    measured = [one for part in parts for one in part.calls.values()]
+    assert rows == earlier and sorted(measured) == sorted(one for one in found if one is not done)
+    first, others = [one.kernel for one in measured[: len(FIRST) - 1]], [one.kernel for one in measured[len(FIRST) - 1 :]]
+    assert set(first) == set(FIRST) - {done.kernel}, "one call of each kernel that has no row"
+    for part in (first, others):
+        assert [kernels.rank(name) for name in part] == sorted(FIRST[name] for name in part)
+    assert all(found[3 * part.family + place] == one for part in parts for place, one in part.calls.items())
+
+
+@pytest.mark.parametrize("jobs", [0, 1, 3, 8])
+@pytest.mark.parametrize("broken", [False, True])
+def test_processes_share_out_what_is_compiled_ahead(jobs, broken, monkeypatch):
+    """Each call is one process's. A process that dies breaks the pool, and ends nothing."""
+    shares = []
+
+    class Threads(ThreadPoolExecutor):
+        def submit(self, *given):
+            if broken:
+                raise BrokenExecutor("a process died")
+            return super().submit(*given)
+
+    monkeypatch.setattr(kernels, "ProcessPoolExecutor", lambda jobs, context: Threads(jobs))
+    monkeypatch.setattr(kernels, "_run_once", lambda part, providers: shares.append(part))
+    parts = [kernels.Part("bf16", family, {i: None for i in range(family)}) for family in (0, 3, 5)]
+    with kernels.compiling(jobs) as ahead:
+        ahead(parts, ("funcops",))
+    want = [(part.family, place) for part in parts for place in part.calls]
+    assert sorted((part.family, place) for part in shares for place in part.calls) == ([] if broken or not jobs else want)
+
+
+@pytest.mark.parametrize("sizes", [[], [1], [31, 1], [31, 40, 2], [32, 5, 5]], ids=str)
+def test_batches_keep_the_order_of_parts(sizes):
+    parts = [kernels.Part("bf16", i, dict.fromkeys(range(size))) for i, size in enumerate(sizes)]
+    found = list(kernels.batches(parts))
+    assert sum(found, []) == parts and all(sum(len(part.calls) for part in batch) >= kernels.BATCH for batch in found[:-1])
 
 
 def test_errors_of_groups_are_of_each_group_alone():

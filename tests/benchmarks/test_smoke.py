@@ -2,9 +2,9 @@
 
 import contextlib
 import json
+import math
 import os
 import random
-import re
 import subprocess
 import sys
 import time
@@ -21,9 +21,8 @@ sys.path.insert(0, str(HERE))
 
 import checks  # noqa: E402
 import gpu_tests  # noqa: E402
-import graph_checks  # noqa: E402, F401
-import model_checks  # noqa: E402, F401
 import needs  # noqa: E402
+import repeat_checks  # noqa: E402
 import run as smoke  # noqa: E402
 from law_cases import CASES, sums_codes  # noqa: E402
 from lines import Lines  # noqa: E402
@@ -33,18 +32,21 @@ from tiny_kernel_calls import tiny  # noqa: E402
 from benchmarks import graph, kernels, recipes, step  # noqa: E402
 from benchmarks.__main__ import main as bench  # noqa: E402
 from benchmarks.launches import Listed  # noqa: E402
+from benchmarks.rows import lines_of  # noqa: E402
+from benchmarks.unconfirmed import sources_of_checks  # noqa: E402
 from funcops.models.blocks import Sizes  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 SMALL = Sizes(dim=16, layers=1, heads=2, kv_heads=1, hidden=24, vocab=16, context=4, batch=1)
 
-COMPILES = "modules_train_by_autograd_and_compiled"
+smoke.entered()
+SLOW = "modules_train_by_autograd_and_compiled", "attention_of_codes_gives_the_same_bits_again_and_again"
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if name == COMPILES else ())
+        pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
         for name in checks.CHECKS
         if name not in checks.DEVICE_ONLY
     ],
@@ -71,9 +73,10 @@ def test_device_only_checks_run_on_a_pretended_device(name, monkeypatch):
 BENCHES = {
     "kernels": ["--only", "rms_norm_fwd", "--seconds", "60"],
     "graph": ["--dtype", "float32"],
-    "step": ["--device", "cuda"],
+    "step": ["--device", "cuda", "--profile"],
     "recipes": [],
 }
+LAST = {"kernels": "torch", "graph": "funcops graphed, packed", "step": "funcops, graphed", "recipes": "Fp8Block, keep=col"}
 
 
 @pytest.mark.slow
@@ -84,7 +87,7 @@ def test_benches_of_a_device_run_on_a_pretended_one(name, monkeypatch, tmp_path,
         (
             kernels,
             dict(
-                families=lambda: (lambda make: iter(two),),
+                measured_families=lambda: (lambda make: iter(two),),
                 listed=lambda dtype: [Listed(0, call.name, call.shape, "abc") for call in two],
                 MOST_COPIES=1,
                 COLD_BYTES=0,
@@ -103,46 +106,33 @@ def test_benches_of_a_device_run_on_a_pretended_one(name, monkeypatch, tmp_path,
     assert found["machine"]["device"] == "pretended" and "no device" not in capsys.readouterr().out
     notes = [row.get("note", "") for row in found["rows"]]
     providers = {row["provider"] for row in found["rows"]}
-    assert (
-        not [note for note in notes if "failed" in note]
-        and {"kernels": "torch", "graph": "torch eager", "step": "torch eager", "recipes": "Fp8Block, keep=col"}[name] in providers
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_all_of_make_gpu_ends_without_a_device(tmp_path):
-    env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKEOVERRIDES")}  # set by the make that runs the tests
-    command = ["make", "gpu", f"PYTHON={sys.executable}", f"RESULTS={tmp_path}"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert said[0]["device"] == "no device" and said[0]["missing"] == []
-    assert {one["check"] for one in said[1:] if "check" in one} == set(checks.CHECKS)
-    assert [one["bench"] for one in said if "bench" in one] == ["kernels", "graph", "step", "recipes"]
-    tests = [json.loads(line) for line in (tmp_path / "gpu-tests.jsonl").read_text().splitlines()]
-    assert {one["test"].partition("::")[0] for one in tests} == set(gpu_tests.files())
-    assert {one["status"] for one in (*said[1:], *tests)} == {"no device"}
-
-
-def test_make_gpu_fits_ten_minutes():
-    """Each target has a limit, and its own overhead is within that."""
-    makefile = (ROOT / "Makefile").read_text()
-    targets = re.search(r"\(MAKE\) -k (.*)", makefile)[1].split()
-    limits = [int(re.search(rf"^{name}:\n(?:\t.*\n)*?\t.*timeout (\d+) ", makefile, re.M)[1]) for name in targets]
-    assert len(targets) == 6 and sum(limits) <= 590
-    own = {name: float(re.search(rf"^{name}:\n(?:\t.*\n)*?\t.*--seconds (\d+)", makefile, re.M)[1]) for name in targets[:3]}
-    assert own["gpu-smoke"] <= 60 and all(
-        own[name] + 15 <= limit for name, limit in zip(targets, limits, strict=False) if name in own
-    )
+    assert not [note for note in notes if "failed" in note] and LAST[name] in providers
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_device_every_check_reports_it(tmp_path, capsys):
-    assert smoke.main(["--json", str(tmp_path / "a" / "found.jsonl")]) == 0
+@pytest.mark.parametrize("asked", [[], ["--opt-in"]], ids=str)
+def test_without_a_device_every_check_reports_it(asked, tmp_path, capsys):
+    assert smoke.main([*asked, "--json", str(tmp_path / "a" / "found.jsonl")]) == 0
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [(one["check"], one["status"]) for one in said] == [(name, "no device") for name in checks.CHECKS]
+    names = [name for name in checks.CHECKS if (name in checks.OPT_IN) == bool(asked)]
+    assert [(one["check"], one["status"]) for one in said] == [(name, "no device") for name in names]
     assert [json.loads(line) for line in (tmp_path / "a" / "found.jsonl").read_text().splitlines()] == said
+
+
+def test_checks_that_have_not_passed_as_they_are_come_first(tmp_path):
+    now, (a, b, c, d) = sources_of_checks(), list(checks.CHECKS)[:4]
+    for name, status, source in ((a, "passed", now[a]), (b, "passed", "of another form"), (c, "failed", now[c])):
+        Lines(tmp_path / "found.jsonl").add({"check": name, "status": status, "source": source})
+    assert smoke.unpassed_first([a, b, c, d], Lines(tmp_path / "found.jsonl")) == [b, c, d, a]
+
+
+def test_a_run_of_a_kernel_that_differs_is_found():
+    """And a result that is not finite."""
+    results = iter(map(torch.tensor, (0.0, 0.0, 0.0, 1.0, math.nan, math.nan)))
+    call = SimpleNamespace(kernel=lambda: next(results), name="a kernel", shape="3", args=())
+    for well in (True, False, False):
+        with pytest.raises(AssertionError, match="differ, or are not finite") if not well else contextlib.nullcontext():
+            repeat_checks.again_and_again(checks.SmokeDevice("cpu"), [call], call.kernel)
 
 
 def test_a_process_that_dies_has_a_line(tmp_path, monkeypatch, capsys):
@@ -182,11 +172,18 @@ def test_a_python_that_is_too_old_is_named(monkeypatch):
     assert needs.missing(())[0].startswith("python>=3.10 (got ")
 
 
-def test_a_run_without_a_device_keeps_a_devices_file(tmp_path):
+def test_what_was_not_run_replaces_no_result(tmp_path):
+    """Without a device, or for want of time. The last result counts, and earlier ones of other names stay."""
     file = tmp_path / "found.jsonl"
-    for device, status, kept in ((False, "no device", "no device"), (True, "passed", "passed"), (False, "no device", "passed")):
-        Lines(file, device=device).add({"check": "a", "status": status})
-        assert json.loads(file.read_text())["status"] == kept
+    steps = [("no device", "no device"), ("out of time", "no device"), ("passed", "passed"), ("no device", "passed")]
+    for status, kept in (*steps, ("failed", "failed"), ("out of time", "failed"), ("passed", "passed")):
+        lines = Lines(file)
+        lines.add({"check": "a", "status": status})
+        assert {name: line["status"] for name, line in lines_of(file).items()} == {"a": kept}
+    with file.open("a") as out:
+        out.write('{"check": "b", "stat')  # its process was killed
+    Lines(file).add({"check": "c", "status": "passed"})
+    assert list(lines_of(file)) == ["a", "c"] and len(file.read_text().splitlines()) == 2
     Lines(None).add({"check": "a", "status": "passed"})
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks import plain, step
+from benchmarks.measure import Row
 from funcops.models.blocks import Sizes
 from funcops.testing.tolerances import assert_close
 from funcops.trees import paths
@@ -78,7 +79,7 @@ def test_a_steps_ratios_are_paired_by_round(monkeypatch):
         assert rows["funcops, compiled", f"ratio to jax, jitted, {label}"] == pytest.approx(6 / 7)
 
 
-@pytest.mark.parametrize(("compiling", "seconds", "left_out"), [(60, 110, 3), (60, 400, 0), (20, 110, 0), (200, 110, 3), (1, 0, 4)])
+@pytest.mark.parametrize(("compiling", "seconds", "left_out"), [(60, 110, 3), (60, 400, 0), (15, 110, 0), (200, 110, 3), (1, 0, 4)])
 def test_a_compilation_that_would_end_too_late_is_named_and_not_begun(compiling, seconds, left_out, monkeypatch, capsys):
     """Steps without a compiler come first, in every dtype, whatever the time; the rest of the time sets the number of rounds."""
     now, ran = [0.0], []
@@ -109,7 +110,27 @@ def test_a_compilation_that_would_end_too_late_is_named_and_not_begun(compiling,
     assert len(ratios) == len(set(ratios)) and (("float32", "funcops", "ratio to torch.compile, median") in ratios) == (
         left_out < 4
     )
-    assert ran[0].count("torch eager") == {0: 1 + step.FEWEST, 110: 2 + 13, 400: 2 + 40}[seconds], "rounds, and what warms up"
+    assert ran[0].count("torch eager") == {0: 2 + step.FEWEST, 110: 3 + 13, 400: 3 + 40}[seconds], (
+        "rounds, what warms up, and a trial"
+    )
+
+
+@pytest.mark.parametrize("part", step.PARTS)
+def test_each_part_of_the_steps_is_measured_and_profiled_apart(part, monkeypatch, capsys):
+    """A profile follows its steps' rows, so that it does not wait for a compiler; a step that fails keeps none from running."""
+    given = {name: lambda: torch.zeros(()) for name in ("funcops", "funcops, save_all", "torch eager", *step.COMPILED)}
+    monkeypatch.setattr(step, "steps", lambda sizes, dtype, device: given | {"funcops, graphed": lambda: 1 / 0})
+    monkeypatch.setattr(step, "interval", lambda ratios: (1.0, 1.0, 1.0))
+    monkeypatch.setattr(
+        step, "profiled", lambda bench, case, steps: iter([Row(bench, case, n, "profile", None, "") for n in steps])
+    )
+    rows = list(step.measure([torch.bfloat16], SMALL, 3, seconds=1e6, profile=True, part=part))
+    found = [(row.provider, row.metric) for row in rows if row.metric in ("median", "profile")]
+    eager, compared = [name for name in given if name not in step.COMPILED], ["funcops", "funcops, save_all"]
+    groups = {"eager": [eager], "compiled": [[*compared, step.COMPILED[0], step.COMPILED[1]]]}
+    groups["all"] = groups["eager"] + [list(step.COMPILED)]
+    assert found == [(name, metric) for names in groups[part] for metric in ("median", "profile") for name in names]
+    assert "funcops, graphed failed: ZeroDivisionError: division by zero" in capsys.readouterr().err
 
 
 def test_an_interval_leaves_a_fortieth_on_each_side():

@@ -61,15 +61,21 @@ class SmokeDevice(NamedTuple):
 
 
 Check = Callable[[SmokeDevice], Any]
+CHECKED = "checks", "graph_checks", "model_checks", "repeat_checks"  # the modules that have some
 CHECKS: dict[str, Check] = {}
 DEVICE_ONLY: set[str] = set()
+OPT_IN: set[str] = set()
 
 
-def check(run: Check | None = None, *, device_only: bool = False) -> Any:
+def check(run: Check | None = None, *, device_only: bool = False, opt_in: bool = False) -> Any:
+    """Enter a check. `opt_in`: of kernels that only a request takes, which run last, as one that hangs holds the device."""
+
     def enter(run: Check) -> Check:
         CHECKS[run.__name__] = run
         if device_only:
             DEVICE_ONLY.add(run.__name__)
+        if opt_in:
+            OPT_IN.add(run.__name__)
         return run
 
     return enter if run is None else enter(run)

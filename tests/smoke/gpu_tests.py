@@ -1,6 +1,6 @@
-"""`make gpu-test`: the tests marked gpu, of the files that have them, in many processes.
+"""The tests marked gpu, of the files that have them, in many processes; first those that do not pass in FILE.
 
-    python tests/smoke/gpu_tests.py [--json FILE] [--changed FILE] [--jobs N] [--seconds S] [PYTEST'S ARGUMENTS]
+    python tests/smoke/gpu_tests.py [--json FILE] [--jobs N] [--seconds S] [PYTEST'S ARGUMENTS]
 
 A line of JSON each as it ends: `passed`, `failed`, `skipped`, `out of time`, or `no device`; with the fingerprints of the kernels
 that it is the first to launch. Exits as pytest does, with 2 where a package is missing. The file is pytest's plugin, too.
@@ -11,12 +11,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import json
 import os
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Set
 from pathlib import Path
@@ -24,12 +22,12 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(HERE)] if str(HERE) not in sys.path else []
+sys.path[:0] = [folder for folder in (str(ROOT), str(HERE)) if folder not in sys.path]
 
-from lines import NO_DEVICE, Lines  # noqa: E402
+from lines import NO_DEVICE, OUT_OF_TIME, Lines  # noqa: E402
 from needs import NEEDED, TESTS, missing, refuse  # noqa: E402
 
-OUT_OF_TIME = "out of time"
+from benchmarks.rows import lines_of  # noqa: E402
 
 
 def files() -> list[str]:
@@ -42,22 +40,18 @@ def files() -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write a line for each test to this file")
-    parser.add_argument("--changed", metavar="FILE", type=Path, help="start with the tests that do not pass in FILE, earlier lines")
     parser.add_argument("--jobs", type=int, default=min(16, os.cpu_count() or 1), help="processes (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=140.0, help="start no test after this (default: %(default)s)")
     args, others = parser.parse_known_args(argv)
     if lacking := missing((*NEEDED, *TESTS)):
-        return refuse("gpu-test", lacking)
+        return refuse("gpu tests", lacking)
     import torch
 
     many = args.jobs > 1 and torch.cuda.is_available() and importlib.util.find_spec("xdist")
     spread = ["-n", str(args.jobs), "--dist", "worksteal"] if many else []
     told = [f"--until={time.time() + args.seconds}", *([] if args.json is None else [f"--lines={args.json.resolve()}"])]
-    if args.changed is not None and args.changed.exists():
-        done = Path(tempfile.mkdtemp()) / "passed.jsonl"  # a copy, as --json may name the same file, which is emptied
-        done.write_text(args.changed.read_text())
-        told.append(f"--after={done}")
-    plugins = ["-p", "no:benchmark", "-p", "tests.smoke.gpu_tests"]  # pytest-benchmark warns of many processes before any test
+    # pytest-benchmark warns of many processes before any test, and the cache would be written to this checkout
+    plugins = ["-p", "no:benchmark", "-p", "no:cacheprovider", "-p", "tests.smoke.gpu_tests"]
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *plugins, *spread, *told, *files(), *others]
     return subprocess.run(command, cwd=ROOT).returncode
 
@@ -67,8 +61,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def pytest_addoption(parser: Any) -> None:
     parser.addoption("--until", type=float, default=float("inf"), help="the time after which no test starts")
-    parser.addoption("--lines", type=Path, default=None, help="write a line of JSON for each test to this file")
-    parser.addoption("--after", type=Path, default=None, help="run the tests that do not pass in this file first")
+    parser.addoption(
+        "--lines", type=Path, default=None, help="write a line of JSON for each test to this file, and start with those not passed"
+    )
 
 
 def pytest_configure(config: Any) -> None:
@@ -85,9 +80,8 @@ def pytest_runtest_setup(item: Any) -> None:
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
-    if config.getoption("--after") is not None:
-        lines = map(json.loads, config.getoption("--after").read_text().splitlines())
-        passed = {line["test"] for line in lines if line["status"] == "passed"}
+    if config.getoption("--lines") is not None:
+        passed = {name for name, line in lines_of(config.getoption("--lines")).items() if line["status"] == "passed"}
         workers = getattr(config, "workerinput", {}).get("workercount", 1)
         items[:] = in_order(items, [item.nodeid in passed for item in items], workers)
 
@@ -129,9 +123,7 @@ class _Launches:
 
 class _Report:
     def __init__(self, file: Path | None) -> None:
-        import torch
-
-        self.lines = Lines(file, device=torch.cuda.is_available())
+        self.lines = Lines(file)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" or report.outcome != "passed":
