@@ -97,7 +97,7 @@ def make(folder, torch, beside):
         pins = folder / "constraints.txt"
         pins.write_text(constraints(torch))
         print(f"installing torch {torch} and what it asks for into {folder}: 6 GB where pip takes the build for CUDA", flush=True)
-        pip(python, "install", "-c", str(pins), *(["torch"] if beside else ["-e", ".[test]"]))
+        pip(python, "install", "--no-compile", "-c", str(pins), *(["torch"] if beside else ["-e", ".[test]"]))
         site = next(folder.glob("lib/python*/site-packages"))
         if beside:  # a .pth file adds to the end of the path: this environment's torch is found first
             (site / "beside.pth").write_text(f"{ROOT}\n{next(beside.resolve().glob('lib/python*/site-packages'))}\n")
