@@ -1,4 +1,4 @@
-"""Leaves by code that is made for a structure are those of a general walk, or none."""
+"""Code that is made for a structure finds the leaves that a general walk finds, or refuses the tree."""
 
 import collections
 import random
