@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 
+import drawn_part
 import pytest
 import quick_torch
 import torch
@@ -21,6 +22,7 @@ LONG = {  # files of tests that compile or start processes: they come first, so 
     "test_smoke.py",
     "test_notebooks.py",
 }
+SECONDS_OF_A_FUNCTION = 2.0  # that its cases have in the first tier, by the table of durations
 gc.disable()  # until all tests are collected: the modules and thousands of tests live to the end
 ROOT = Path(__file__).parents[1]
 settings.register_profile("funcops", deadline=None, max_examples=15, derandomize=True)
@@ -50,6 +52,11 @@ def pytest_collection_modifyitems(config, items):
     config.stash[COLLECTED] = list(items)
     absent = not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
     _take_turns(items)
+    first = [item.nodeid for item in items if not (item.get_closest_marker("slow") or item.get_closest_marker("gpu"))]
+    left_out = drawn_part.dear(first, drawn_part.durations(), SECONDS_OF_A_FUNCTION)
+    for item in items:
+        if item.nodeid in left_out:
+            item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: item.path.name not in LONG)
     for item in items:
         if absent and item.get_closest_marker("gpu"):

@@ -14,13 +14,13 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from funcops.backend import tracing, wide
 from funcops.contract.accumulators import check_apart
 from funcops.errors import FLOATS, GradModeError, check, describe, fail, join_path, require, require_type
+from funcops.optim._walk import LEAVES, rows_of
 from funcops.trees import flatten, leaves, paths, same_structure, structure, tree_map, unflatten
 
 T = TypeVar("T")
 Row = Sequence[Tensor]
 Kind = tuple[torch.device, torch.dtype]
 _FLOATS = set(FLOATS)
-_LEAVES = (Tensor, bool, type(None))
 
 
 class Opened(NamedTuple):
@@ -109,6 +109,9 @@ def open_into(where: str, params: Any, grads: Any, into: Any) -> list[Tensor]:
 def lists_of(where: str, trees: dict[str, Any]) -> list[list[Any]]:
     """The leaves of trees, all of which must have the structure of the first, in the order of the first: dicts of any kind pair by
     key. The error names the paths that differ."""
+    rows = rows_of(*trees.values())
+    if rows is not None:
+        return rows
     (first, wanted), *others = trees.items()
     if not tracing():
         found, spec = flatten(wanted)
@@ -116,7 +119,7 @@ def lists_of(where: str, trees: dict[str, Any]) -> list[list[Any]]:
             lists = [found, *[spec.flatten_up_to(other) for _, other in others]]
         except ValueError:
             lists = [[...]]  # the loop below says what differs
-        if all([issubclass(kind, _LEAVES) for kind in {type(leaf) for row in lists for leaf in row}]):
+        if all([issubclass(kind, LEAVES) for kind in {type(leaf) for row in lists for leaf in row}]):
             return lists
     for name, other in others:
         if not same_structure(wanted, other):

@@ -10,7 +10,8 @@ from torch import Tensor
 from funcops.errors import FLOATS, check, describe, fail, require_flag
 from funcops.kernels.adamw import times
 from funcops.optim._rows import not_negative
-from funcops.trees import leaves, paths, with_leaves
+from funcops.optim._walk import leaves_of
+from funcops.trees import paths, with_leaves
 
 T = TypeVar("T")
 
@@ -24,7 +25,7 @@ def global_norm(tree: Any) -> Tensor:
     >>> global_norm({"a": torch.tensor([3.0]), "b": (None, torch.tensor(4.0))})
     tensor(5.)
     """
-    return _norm(_float_tensors("global_norm", tree, leaves(tree)))
+    return _norm(_float_tensors("global_norm", tree, leaves_of(tree)))
 
 
 def clip_factor(norm: Tensor, max_norm: float | Tensor) -> Tensor:
@@ -70,7 +71,7 @@ def clip_by_global_norm(
     """
     require_flag("clip_by_global_norm", in_place=in_place)
     _check_max("clip_by_global_norm", max_norm)
-    every = leaves(grads)
+    every = leaves_of(grads)
     given = _float_tensors("clip_by_global_norm", grads, every)
     if norm is not None:
         check("clip_by_global_norm", "norm", norm, (), FLOATS)

@@ -31,6 +31,16 @@ def test_parts_of_nothing_and_of_less_than_a_part():
     assert drawn_part.parts(["a", "b"], 60.0, {}) == [["a", "b"]]
 
 
+@pytest.mark.parametrize(("cost", "cases", "left"), [(0.5, 9, 4), (0.5, 4, 4), (3.0, 5, 1), (9.0, 1, 1), (None, 500, 500)])
+def test_a_dear_function_has_so_many_seconds_of_the_first_tier(cost, cases, left):
+    names = [f"tests/test_a.py::test_a[{i}]" for i in range(cases)]
+    known = {} if cost is None else {"tests/test_a.py::test_a": cost}
+    out = drawn_part.dear([*names, "tests/test_b.py::test_b"], known, 2.0)
+    kept = [i for i, name in enumerate(names) if name not in out]
+    assert len(kept) == left and "tests/test_b.py::test_b" not in out
+    assert max(b - a for a, b in zip(kept, [*kept[1:], cases], strict=True)) <= -(-cases // left), "evenly"
+
+
 @pytest.mark.parametrize("seed", "abcdef")
 def test_half_of_the_time_goes_to_what_changed_lately(seed):
     """If nothing or little did, the rest has more of it; every slow test has its turn by some seed."""
