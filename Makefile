@@ -12,7 +12,7 @@ help:
 	@echo "make train   set up, then train the language model (ARGS=... for its flags)"
 	@echo "make train-parallel   the same on four processes, by torchrun (MESH='--dp 4' for another mesh, ARGS=... for other flags)"
 	@echo "make test    set up, then run the first tier: a test of every op, law, adapter and example (ARGS=... for pytest's;"
-	@echo "             CORE_SECONDS=200: beside it as many of the second tier as take so long on a core, drawn by SEED)"
+	@echo "             CORE_SECONDS=150: beside it as many of the second tier as take so long on a core, drawn by SEED)"
 	@echo "make test-all   both tiers: all tests that need no GPU; make test-rest: those marked slow alone"
 	@echo "make interpreters   read the sources with each Python, 3.10 to 3.13, that the machine has, and run tests/test_tiny.py with the"
 	@echo "             oldest and the newest (ARGS=--every: with each)"

@@ -116,7 +116,11 @@ K{i} = run.scope_of({d[0]!r}, K{outer}, {name}, {KeptTree}, {scope_cfg})
 elif t{outer}: K{outer}[{name}] = None; K{i} = K{i}.give()
 t{i} = K{i}.donated""",
     "open outer pending": "W{i} = W; del W",
-    "open pending": "W{i} = None if W{outer} is None else run.opened({d[0]!r}, W{outer}, {name}, {PendingTree}, {scope_cfg})",
+    "open pending": """W{i} = None if W{outer} is None else W{outer}[{name}]
+if W{i} is None: pass
+elif type(W{i}) is not {PendingTree} or W{i}.cfg is not {scope_cfg} or W{i}.gone or W{i}.had: \
+W{i} = run.opened({d[0]!r}, W{outer}, {name}, {PendingTree}, {scope_cfg})
+elif W{outer}.donated: W{outer}[{name}] = None; W{i} = W{i}.give()""",
     "accumulators": "I{i} = {into} or {names}",
     "tied accumulators": "if I{i} is not {names}: I{i} = run.tied({d[0]!r}, I{i}, {ties}, 'into')",
     "whole tree": "{w[0]} = {d[0]}; del {d[0]}",

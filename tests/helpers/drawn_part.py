@@ -60,8 +60,8 @@ def parts(names, seconds, known):
 
 
 def dear(names, known, seconds):
-    """The cases that are left out so that no function takes more seconds than so many, by the table. Cases that stay lie evenly among
-    them, and every function has one."""
+    """The cases that are left out so that no function takes more seconds than so many, by the table. Cases that stay lie evenly
+    among them, and every function has one."""
     of = {}
     for name in names:
         of.setdefault(name.partition("[")[0], []).append(name)
