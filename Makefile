@@ -12,12 +12,12 @@ help:
 	@echo "make train   set up, then train the language model (ARGS=... for its flags)"
 	@echo "make train-parallel   the same on four processes, by torchrun (MESH='--dp 4' for another mesh, ARGS=... for other flags)"
 	@echo "make test    set up, then run the first tier: a test of every op, law, adapter and example (ARGS=... for pytest's;"
-	@echo "             CORE_SECONDS=150: beside it as many of the second tier as take so long on a core, drawn by SEED)"
+	@echo "             CORE_SECONDS=120: beside it as many of the second tier as take so long on a core, drawn by SEED)"
 	@echo "make test-all   both tiers: all tests that need no GPU; make test-rest: those marked slow alone"
 	@echo "make interpreters   read the sources with each Python, 3.10 to 3.13, that the machine has, and run tests/test_tiny.py with the"
 	@echo "             oldest and the newest (ARGS=--every: with each)"
 	@echo "make newest  both tiers with the newest torch and Triton that pip finds, in $(NEWEST), 6 GB (VERSION=2.11.0 for that torch)"
-	@echo "make newest-part   the first tier of one file in ten, drawn by SEED, with the packages of $(VENV) beside that torch and Triton"
+	@echo "make newest-part   the first tier of one file in twenty, drawn by SEED, with the packages of $(VENV) beside that torch and Triton"
 	@echo "make gpu     checks, benchmarks and tests that need a GPU, in PYTHON's own environment, within twelve minutes, with results"
 	@echo "             below OUT, $(OUT) (CALLS=first or CALLS=second: a part of them)"
 	@echo "make aot     set up, then compile the Triton kernels whose source changed, and write docs/benchmarks/aot.csv"
@@ -101,7 +101,7 @@ newest: $(VENV)/.ready  # whose pip installs
 
 newest-part: $(VENV)/.test
 	$(PY) tests/newest.py $(NEWEST)-part --torch "$(VERSION)" --beside $(VENV)
-	$(call PYTEST_OF,$(NEWEST)-part) $(FIRST_TIER) -p drawn_part --part 10 --seed "$(SEED)" $(ARGS)
+	$(call PYTEST_OF,$(NEWEST)-part) $(FIRST_TIER) -p drawn_part --part 20 --seed "$(SEED)" $(ARGS)
 
 OUT ?= runs/gpu
 

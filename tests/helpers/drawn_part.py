@@ -1,6 +1,6 @@
 """A drawn part of the tests.
 
-`-p drawn_part --part 10 --seed TEXT` runs the tests of one file of ten, chosen by its name and the seed: the other files are not
+`-p drawn_part --part 20 --seed TEXT` runs the tests of one file of twenty, chosen by its name and the seed: the other files are not
 even imported.
 
 `-p drawn_part --slow-seconds 300 --seed TEXT` runs, of the tests marked slow, as many as take so many seconds of one core by the
