@@ -14,7 +14,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from funcops.backend import tracing, wide
 from funcops.contract.accumulators import check_apart
 from funcops.errors import FLOATS, GradModeError, check, describe, fail, join_path, require, require_type
-from funcops.optim._walk import LEAVES, rows_of
+from funcops.optim._walk import only_leaves, rows_of
 from funcops.trees import flatten, leaves, paths, same_structure, structure, tree_map, unflatten
 
 T = TypeVar("T")
@@ -119,7 +119,7 @@ def lists_of(where: str, trees: dict[str, Any]) -> list[list[Any]]:
             lists = [found, *[spec.flatten_up_to(other) for _, other in others]]
         except ValueError:
             lists = [[...]]  # the loop below says what differs
-        if all([issubclass(kind, LEAVES) for kind in {type(leaf) for row in lists for leaf in row}]):
+        if only_leaves(lists):
             return lists
     for name, other in others:
         if not same_structure(wanted, other):

@@ -39,9 +39,14 @@ def rows_of(*trees: Any) -> list[list[Any]] | None:
             found = [walk(tree) for tree in trees]
         except (Unlike, KeyError):
             continue
-        if all([issubclass(kind, LEAVES) for kind in {type(leaf) for row in found for leaf in row}]):
+        if only_leaves(found):
             return found
     return None
+
+
+def only_leaves(rows: list[list[Any]]) -> bool:
+    """Whether all that stands in rows is of a kind that an optimiser takes, not a subtree where another row has a leaf."""
+    return all([issubclass(kind, LEAVES) for kind in {type(leaf) for row in rows for leaf in row}])
 
 
 def leaves_of(tree: Any) -> list[Any]:
@@ -58,10 +63,12 @@ def _walks(root: Any, tree: Any) -> Iterator[Walk]:
     elif len(_known) < ROOTS:
         known = _known[root] = []
     if known is not None and len(known) < EACH:
-        made = _made(tree)
-        if made is not None:
-            known.append(made)
-            yield made
+        known.append(_made(tree) or _none)  # either way it counts: a tree that has no code is not tried at every step
+        yield known[-1]
+
+
+def _none(tree: Any) -> list[Any]:
+    raise Unlike
 
 
 def _made(tree: Any) -> Walk | None:
@@ -75,9 +82,9 @@ def _made(tree: Any) -> Walk | None:
             found.append(expression)
             return True
         here = f"n{next(count)}"
-        names[kind.__name__ + here] = kind
+        names[f"T{here}"] = kind
         lines.append(f"    {here} = {expression}")
-        test = f"type({here}) is not {kind.__name__ + here}"
+        test = f"type({here}) is not T{here}"
         if kind is dict and all(type(key) is str for key in node):
             lines.append(f"    if {test} or len({here}) != {len(node)}: raise Unlike")
             return all([visit(node[key], f"{here}[{key!r}]") for key in sorted(node)])

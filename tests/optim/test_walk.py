@@ -83,7 +83,17 @@ def test_static_fields_are_compared(known):
     """A weight in codes has a format beside its tensors: its node has no code."""
     cfg = with_recipe(LinearConfig(128, 128, bias=False), Fp8Block())
     codes = quantize_params(qlinear.init(cfg, key=key(0)), cfg)
-    assert rows_of(codes, codes) is None and leaves_of(codes) and not any(known.values())
+    for _ in range(_walk.EACH + 3):
+        assert rows_of(codes, codes) is None and same(leaves_of(codes), trees.leaves(codes))
+
+
+def test_a_tree_without_code_is_not_tried_at_every_step(known, monkeypatch):
+    made, make = [], _walk._made
+    monkeypatch.setattr(_walk, "_made", lambda tree: made.append(tree) or make(tree))
+    tree = {"a": Pair(torch.ones(1), None)}
+    for _ in range(20):
+        assert same(leaves_of(tree), trees.leaves(tree))
+    assert len(made) == _walk.EACH
 
 
 def test_code_is_made_for_so_many_structures(known):

@@ -1,6 +1,7 @@
 """Parts of the second tier by the time that they take."""
 
 import random
+import types
 
 import drawn_part
 import pytest
@@ -55,6 +56,17 @@ def test_half_of_the_time_goes_to_what_changed_lately(seed):
     assert of("a", set())[1] == 6 == of("a", {"tests/test_z.py"})[1]
     seen = set().union(*(drawn_part.slow_part(names, 60.0, str(i), known, {"tests/test_a.py"}) for i in range(200)))
     assert seen == set(names)
+
+
+def test_a_part_of_the_files_is_collected():
+    """Each is drawn by its name; a file without tests is always read."""
+    options = {"--part": 3, "--seed": "a"}
+    config, root = types.SimpleNamespace(getoption=options.get), drawn_part.ROOT
+    out = [drawn_part.pytest_ignore_collect(root / f"tests/test_{i}.py", config) for i in range(300)]
+    assert 150 < out.count(True) < 250 and out.count(None) == 300 - out.count(True)
+    assert drawn_part.pytest_ignore_collect(root / "tests/conftest.py", config) is None
+    options["--part"] = 1
+    assert {drawn_part.pytest_ignore_collect(root / f"tests/test_{i}.py", config) for i in range(300)} == {None}
 
 
 def test_what_changed_lately_is_read_from_history():
