@@ -113,7 +113,9 @@ def dgrad_of(
         def dgrad(residuals: Any, dy: Any, cfg: Any) -> Any:
             if any_autocast() and (found := unusual("dgrad", where, dgrad, residuals, dy, cfg)):
                 return found[0]
-            node = residuals.take(where) if type(residuals) is Donated else residuals
+            node = residuals
+            if type(node) is Donated and node._node is not None:  # `take` written out; of a spent cell `open_node` raises
+                node, residuals._node = node._node, None
             if (
                 (type(node) is first or type(node) in others)
                 and node.cfg is cfg
@@ -174,7 +176,9 @@ def bwd_of(
                 _bad_type(where, "into", into, params_class)
             if any_autocast() and (found := unusual("bwd", where, bwd, residuals, dy, cfg, into=into)):
                 return found[0]
-            node = residuals.take(where) if type(residuals) is Donated else residuals
+            node = residuals
+            if type(node) is Donated and node._node is not None:  # `take` written out; of a spent cell `open_node` raises
+                node, residuals._node = node._node, None
             if (
                 (type(node) is first or type(node) in others)
                 and node.cfg is cfg
@@ -208,13 +212,15 @@ def wgrad_of(
                 return no_gradients(params_class, cfg) if into is None else into
             if any_autocast() and (found := unusual("wgrad", where, wgrad, pending, cfg, into=into)):
                 return found[0]
-            node = pending.take(where) if type(pending) is Donated else pending
+            node = pending
+            if type(node) is Donated and node._node is not None:  # `take` written out; of a spent cell `open_node` raises
+                node, pending._node = node._node, None
             if not (type(node) is node_class and node.cfg is cfg and node.fresh() and not node.needs.drop):
                 node = open_node(where, node, node_class, cfg, WGRAD)
             return fn(node, cfg, into=into)
 
         wgrad.opens = node_class, params_class  # type: ignore[attr-defined]
-        return wgrad
+        return with_raw(wgrad, fn)
 
     return decorate
 
@@ -248,7 +254,9 @@ def derived_bwd(name: str, dgrad: Any, wgrad: Any) -> Any:
             _bad_type(where, "into", into, params_class)
         if any_autocast() and (found := unusual("bwd", where, bwd, residuals, dy, cfg, into=into)):
             return found[0]
-        node = residuals.take(where) if type(residuals) is Donated else residuals
+        node = residuals
+        if type(node) is Donated and node._node is not None:  # `take` written out; of a spent cell `open_node` raises
+            node, residuals._node = node._node, None
         if not ((type(node) is first or type(node) in others) and node.cfg is cfg and node.fresh() and not node.needs.drop):
             node = open_node(where, node, class_by(where, node_class, cfg), cfg, DGRAD | WGRAD, dy)
         dx, pending = (node.nothing(), None) if dy is None else raw_dgrad(node, dy, cfg)
@@ -271,7 +279,9 @@ def dgrad_as_bwd(name: str, dgrad: Any) -> Any:
             _bad_type(where, "into", into, NoneType)
         if any_autocast() and (found := unusual("bwd", where, bwd, residuals, dy, cfg, into=into)):
             return found[0]
-        node = residuals.take(where) if type(residuals) is Donated else residuals
+        node = residuals
+        if type(node) is Donated and node._node is not None:  # `take` written out; of a spent cell `open_node` raises
+            node, residuals._node = node._node, None
         if (
             (type(node) is first or type(node) in others)
             and node.cfg is cfg

@@ -45,7 +45,7 @@ class Calls(Gradients):
             self.row("whole tree" if call.place.scope is None else "residuals", call, (), (f"n{i}",), "K")
             dy = self.dy(call)
             raw, own = () if self.pauses(call) else self.block(self._raw, call, dy), self.block(self._checked, call, dy)
-            if raw and self.testable(call):
+            if raw and self.testable(call.residuals):
                 self.row("call", call, (f"n{i}", dy, *self._filling(call)), then=raw, otherwise=own)
             else:
                 self.rows += own

@@ -35,6 +35,7 @@ CONSTANTS: dict[str, tuple[str, Callable[[Row], Any]]] = {
     "raw_fwd": ("r", lambda row: row.data[3]),
     "Params": ("T", lambda row: row.data[4]),
     "Residuals": ("C", lambda row: row.of.residuals),
+    "OwnPending": ("D", lambda row: row.of.op.pending),
     "Unwatched": ("U", lambda row: row.of.residuals.unwatched),
     "kept_needs": ("w", lambda row: row.needs),
     "needs": ("u", lambda row: row.needs),
@@ -52,9 +53,11 @@ CONSTANTS: dict[str, tuple[str, Callable[[Row], Any]]] = {
     "ties": ("ties", lambda row: row.of.ties),
 }
 
-_TEST = """try: ok = fast and type({n}) is {Residuals} and {n}.cfg is {cfg}%s and (\
+# `t` is the last guarded leaf: held on, it would outlive the node that is emptied.
+_TEST = """try: ok = fast and type({n}) is %s and {n}.cfg is {cfg}%s and (\
 (m := {n}._marks) is None or {marks})
 except Exception: ok = False
+t = None
 """
 
 _PAUSING_FWD = "{pausing_fwd}({params}, {bundle}, {cfg}, needs={kept_needs})"
@@ -115,12 +118,13 @@ if type(K{i}) is not {KeptTree} or K{i}.cfg is not {scope_cfg} or K{i}.gone or K
 K{i} = run.scope_of({d[0]!r}, K{outer}, {name}, {KeptTree}, {scope_cfg})
 elif t{outer}: K{outer}[{name}] = None; K{i} = K{i}.give()
 t{i} = K{i}.donated""",
-    "open outer pending": "W{i} = W; del W",
+    "open outer pending": "W{i} = W; del W\nt{i} = W{i} is not None and W{i}.donated",
     "open pending": """W{i} = None if W{outer} is None else W{outer}[{name}]
 if W{i} is None: pass
 elif type(W{i}) is not {PendingTree} or W{i}.cfg is not {scope_cfg} or W{i}.gone or W{i}.had: \
 W{i} = run.opened({d[0]!r}, W{outer}, {name}, {PendingTree}, {scope_cfg})
-elif W{outer}.donated: W{outer}[{name}] = None; W{i} = W{i}.give()""",
+elif t{outer}: W{outer}[{name}] = None; W{i} = W{i}.give()
+t{i} = W{i} is not None and W{i}.donated""",
     "accumulators": "I{i} = {into} or {names}",
     "tied accumulators": "if I{i} is not {names}: I{i} = run.tied({d[0]!r}, I{i}, {ties}, 'into')",
     "whole tree": "{w[0]} = {d[0]}; del {d[0]}",
@@ -128,11 +132,13 @@ elif W{outer}.donated: W{outer}[{name}] = None; W{i} = W{i}.give()""",
     "give": "if t{outer} and {w[0]} is not None: {w[0]} = run.donate({w[0]})",
     "empty": "if t{outer}: {r[0]}.empty()",
     "pending": "{w[0]} = None if W{outer} is None else run.part(W{outer}, {name})",
+    "own pending": "{w[0]} = None if W{outer} is None else W{outer}[{name}]\nif t{outer}: W{outer}[{name}] = None",
+    "waiting": _TEST % ("{OwnPending}", " and not {n}.needs.drop") + "if ok:",
     # Of what was given away a copy: the piece empties it, and a recomputation reads it afterwards.
     "held": "{w[0]} = {node}.twin() if {donated} and type({node}) is {Residuals} else {node}",
     # The backward of a call.
     "unwanted": "{w[0]} = {wgrad}(None, {cfg}, into={into})",
-    "call": _TEST % " and {r[1]} is not None" + "if ok:",
+    "call": _TEST % ("{Residuals}", " and {r[1]} is not None") + "if ok:",
     "twin": """t = new({Unwatched}); {copies}; t.cfg = {cfg}; t.needs = {needs}; t._marks = None; t.__class__ = {Residuals}
 if {donated}: {r[0]}.empty()
 {r[0]} = t; del t""",
@@ -161,13 +167,17 @@ if {donated}: {r[0]}.empty()
     # Recomputation.
     "node": "h = {node}",
     "recompute": "{w[0]} = {recompute}(h, {cfg})\ndel h",
-    "recompute unchecked": _TEST % "" + "{w[0]} = ({raw_recompute} if ok else {recompute})(h, {cfg})\ndel h",
+    "recompute unchecked": _TEST % ("{Residuals}", "") + "{w[0]} = ({raw_recompute} if ok else {recompute})(h, {cfg})\ndel h",
     "twin to fill": "h = h.twin(); put(h, '_marks', None)",
     "raw recompute": "{w[0]} = {raw_recompute}(h, {cfg})\ndel h",
     "recompute from x": "{w[0]} = run.recomputed_from({recompute}, h, {d[0]!r}, {r[1]}, {cfg})\ndel h",
     "recompute from a recipe": "{w[0]} = run.recomputed({recompute}, W{outer}, {name}, {cfg}{filling})",
     "recipe": "{w[0]} = run.recipe({op}, {node}) if {some} else None",
     "fill": "if {r[0]} is not None and {r[1]} is not None: {r[0]} = run.completed({r[0]}, {r[1]}, {needs})",
+    "fill own": """if {r[0]} is not None and {r[1]} is not None:
+    t = {r[0]}; {r[0]} = run.completed(t, {r[1]}, {needs})
+    if t{outer} and t is not {r[0]}: t.empty()
+    del t""",
     # Pieces.
     "backward piece": "{w[0]} = run.backward_piece({rule}, {calls}, {{{trees}}}, {bundle}, G{i}, {d[4]!r}{ys})",
     "settle": "{w[0]} = {rule}.settle({calls}, {r[0]})",
@@ -177,6 +187,7 @@ if {donated}: {r[0]}.empty()
     "joint wgrads": "{w[0]} = run.wgrads({joint}, {own}, ({all_pending}), ({all_into}))",
     "joint products": "{w[0]} = run.wgrads({joint}, {own}, ({all_pending}), ({all_into}), found)",
     "wgrad": "{w[0]} = {wgrad}({r[0]}, {cfg}, into={into})",
+    "raw wgrad": "{w[0]} = {raw_wgrad}({r[0]}, {cfg}, into={into})",
     "no products": "found = []",
     "products": "found += {products}({r[0]}, {cfg}, into={into})",
     # Results.
@@ -194,7 +205,7 @@ if {donated}: {r[0]}.empty()
 HALVES = dict.fromkeys(("fwd", "raw fwd", "begun fwd", "forward piece", "sum of skip", "fold"), "fwd")
 HALVES |= dict.fromkeys(("dgrad", "raw dgrad", "begun dgrad", "backward piece", "settle", "sum"), "dgrad")
 HALVES |= dict.fromkeys(("bwd", "raw bwd", "raw dgrad of bwd", "raw wgrad of bwd", "begun bwd", "return backward"), "bwd")
-HALVES |= dict.fromkeys(("wgrad", "unwanted", "joint wgrads", "joint products", "products", "return wgrad"), "wgrad")
+HALVES |= dict.fromkeys(("wgrad", "raw wgrad", "unwanted", "joint wgrads", "joint products", "products", "return wgrad"), "wgrad")
 HALVES |= dict.fromkeys(("begun wgrad", "advance sums", "settle sums"), "wgrad")
 HALVES |= {kind: "recompute" for kind in LINES if "recompute" in kind}
 
@@ -225,7 +236,7 @@ def _bundle(main: Any, takes: Iterable[Any], labels: tuple[str, ...]) -> str:
 
 
 def _marks(fields: Any, row: Row) -> str:
-    cls = row.of.residuals
+    cls = row.of.op.pending if row.kind == "waiting" else row.of.residuals
     marks = f"type(m) is tuple and m == ({cls.marks_source})" if cls.guarded else "type(m) is tuple and not m"
     return marks.replace("n.", f"{fields['n']}.")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from funcops.contract.op import NoneType, raw_of
 from funcops.contract.schema import Saved
@@ -17,6 +18,7 @@ class Weights(Rows):
     def __init__(self, lowered: Lowered, cover: Cover, traced: bool, which: str) -> None:
         super().__init__(lowered, cover, traced)
         self.which, self.whole = which, which == "backward"
+        self.bare = set[Call]()  # calls whose pendings are in locals without a cell, though their tree may have been given away
         self.flying: dict[Call, bool] = {}  # calls whose weight gradients are sums in flight; whether they advanced
         self.trees = "W" if which in ("wgrad", "products") else "K"
 
@@ -44,7 +46,7 @@ class Weights(Rows):
     def fill(self, call: Call, source: Call) -> None:
         """Put the recomputed y of `source` into the call's pending."""
         p = f"p{call.index}"
-        self.row("fill", call, (p, f"a{source.index}"), (p,), needs=call.needs)
+        self.row("fill own" if call in self.bare else "fill", call, (p, f"a{source.index}"), (p,), needs=call.needs)
 
     def recompute(self, name: str, held: bool = False) -> list[Row]:
         """The rows that recompute a y: from the residuals in their tree, or `held` in a local."""
@@ -54,7 +56,7 @@ class Weights(Rows):
         if self.trees == "W":
             return [Row("recompute from a recipe", call, given, (name,), path=call.path)]
         raw = raw_of(call.op.recompute)
-        fast = raw is not None and self.testable(call)
+        fast = raw is not None and self.testable(call.residuals)
         node = Row("node", call, (f"h{index}",) * held, path=call.path)
         if not given:
             return [node, Row("recompute unchecked" if fast else "recompute", call, (), (name,), (raw,), path=call.path)]
@@ -65,9 +67,8 @@ class Weights(Rows):
         quick = (Row("twin to fill"), *puts, Row("raw recompute", call, (), (name,), (raw,)))
         return [node, Row("call", call, ("h", *given), (name,), then=quick, otherwise=(checked,), path=call.path)]
 
-    def testable(self, call: Call) -> bool:
-        """Whether a test can be written that the residuals pass all checks of the call's op."""
-        cls = call.residuals
+    def testable(self, cls: Any) -> bool:
+        """Whether a test can be written that residuals or a pending of this class pass all checks of their op."""
         return not self.traced and isinstance(cls, type) and issubclass(cls, Saved)
 
     def wgrads(self, calls: Sequence[Call], rule: Rule | None = None) -> None:
@@ -82,8 +83,13 @@ class Weights(Rows):
         j, found = f"j{own[0].index}", Group(f"q{call.index}" for call in own)
         waiting, kind = [f"p{call.index}" for call in own], "products" if self.which == "products" else "wgrads"
         self.row(f"joint {kind}", Piece(tuple(own), rule, Saving()), waiting, (j,))
-        unpacked = self.block(self.row, "unpack", None, (j,), found.names, found)
+        unpacked = (*self.block(self.row, "unpack", None, (j,), found.names, found), *self.block(self._empty, own))
         self.row("choice", None, (j,), (), path=None, then=self.block(self._one_by_one, own), otherwise=unpacked)
+
+    def _empty(self, calls: Sequence[Call]) -> None:
+        for call in calls:
+            if call in self.bare:
+                self.row("empty", call, (f"p{call.index}",))
 
     def _one_by_one(self, calls: Sequence[Call]) -> None:
         for call in calls:
@@ -93,8 +99,21 @@ class Weights(Rows):
             elif call.index in self.begins:
                 self.row("begun wgrad", call, (f"p{call.index}",), (f"q{call.index}",))
                 self.flying[call] = False
+            elif call in self.bare:
+                self._bare(call)
             else:
                 self.row("wgrad", call, (f"p{call.index}",), (f"q{call.index}",))
+
+    def _bare(self, call: Call) -> None:
+        """The weight gradient of a pending without a cell: without its op's checks, if a test says that it would pass them."""
+        p, q = (f"p{call.index}",), (f"q{call.index}",)
+        checked = Row("give", call, p, p, path=call.path), Row("wgrad", call, p, q, path=call.path)
+        raw = raw_of(call.op.wgrad)
+        if raw is None or not self.testable(call.op.pending):
+            self.rows += checked
+            return
+        then = Row("raw wgrad", call, p, q, (raw,), path=call.path), Row("empty", call, p)
+        self.row("waiting", call, p, then=then, otherwise=checked)
 
     def settle(self, after: Call | None = None) -> None:
         """Go on with the sums that were in flight beside a call that computes much; at the end complete all."""
@@ -154,6 +173,10 @@ class SecondHalf(Weights):
             return
         self.open(call.place)
         self.at(call.path)
-        self.row("whole tree" if call.place.scope is None else "pending", call, (), (f"p{call.index}",), "W")
+        kind = "whole tree" if call.place.scope is None else "pending"
+        if kind == "pending" and self.which == "wgrad" and call.index not in self.begins:
+            kind = "own pending"  # no other function gets it, so nothing but its own row can take it twice
+            self.bare.add(call)
+        self.row(kind, call, (), (f"p{call.index}",), "W")
         if call.recomputed_by is not None:
             self.fill(call, call.recomputed_by)

@@ -122,6 +122,38 @@ def test_memory_falls_where_it_does_by_hand(name, half):
     assert sum(path in want[-1][1] for path in paths_of_kept) < kept, "fewer at last"
 
 
+def wgrads_by_hand(op, cfg, box, found):
+    """The weight gradients of steps one by one, each given its pending away."""
+    node = box.pop()
+    if op not in (chain, repeat):
+        found.append(op.wgrad(donate(node), cfg))
+        return
+    parts = dict(node)
+    node.clear()
+    del node
+    for name, inner, own in reversed(parts_of(op, cfg)):
+        if parts.get(name) is not None:
+            wgrads_by_hand(inner, own, [parts.pop(name)], found)
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_memory_falls_in_the_second_half_where_it_does_by_hand(name):
+    def waiting():
+        op, cfg, params, x, dy, box = forward(name)
+        box.append(op.dgrad(donate(box.pop()), dy, cfg)[1])
+        return op, cfg, box, Alive(box[0], params)
+
+    op, cfg, box, alive = waiting()
+    kept, results = list(alive.refs), []
+    want = alive.during(lambda: wgrads_by_hand(op, cfg, box, results))
+    op, cfg, box, alive = waiting()
+    got = alive.during(lambda: results.append(op.wgrad(donate(box.pop()), cfg)))
+    assert [func for func, _ in got] == [func for func, _ in want] and len(kept) > 3
+    for i, ((func, one), (_, other)) in enumerate(zip(got, want, strict=True)):
+        assert one.intersection(kept) == other.intersection(kept), f"call {i}, {func}"
+    assert len(want[0][1].intersection(kept)) == len(kept) > len(want[-1][1].intersection(kept))
+
+
 COMBINED = list({id(case): case for case, _ in CASES if case.op.lower is not None or case.op is repeat}.values())
 
 

@@ -328,21 +328,23 @@ def holds(alias, law="guarded", **kept):
 FAULTS = {
     "marks are not handed on": lambda m: m.setattr(Moved, "to", lambda self, node: None),
     "all that was written to is fresh again": lambda m: m.setattr(Moved, "of", staticmethod(lambda node: trees.Aside())),
-    "donate forgets marks": lambda m: m.setattr(Donated, "take", forgetting(Donated.take)),
+    "donate forgets marks": lambda m: m.setattr(Donated, "_node", forgetting(Donated._node)),
     "a copy takes the marks of the original": lambda m: m.setattr(Saved, "__deepcopy__", lambda self, memo: deep(self, memo)),
     "a leaf may have any form": lambda m: m.setattr(Form, "fits", lambda self, other: True),
     "a stale node's copy is fresh": lambda m: m.setattr(schema, "heard", lambda node, stale, unlike: None),
 }
 
 
-def forgetting(take):
-    def take_without_marks(self, where):
-        node = take(self, where)
-        if isinstance(node, Saved):
-            node._marks = None
-        return node
+def forgetting(slot):
+    """A slot that gives what it holds without its marks."""
 
-    return take_without_marks
+    def node(self):
+        found = slot.__get__(self)
+        if isinstance(found, Saved):
+            object.__setattr__(found, "_marks", None)
+        return found
+
+    return property(node, slot.__set__)
 
 
 def deep(node, memo):
